@@ -1,0 +1,146 @@
+"""What happened in a run, one JSON object a line: the only channel from a run to those who watch it.
+
+A line has `time` (seconds since the epoch), `event` (started, step, evaluated, saved, failed, ended) and the fields of
+that event. A run that was interrupted and resumed repeats the steps after its last checkpoint: the later line counts.
+"""
+
+import json
+import os
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+
+@dataclass(frozen=True, kw_only=True)
+class Event:
+    time: float = field(default_factory=time.time)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Started(Event):
+    task: str
+    plan: str
+    ranks: int
+    batch: int  # samples of a global batch
+    step: int  # steps done before: 0, or those of the checkpoint that was resumed
+    steps: int  # the run is done after so many
+    samples: int  # in one epoch
+    parameters: int
+    device: str
+    precision: str
+    threads: int  # of torch, on each rank
+    notes: tuple[str, ...] = ()  # what the user should know of how it is done
+
+
+@dataclass(frozen=True, kw_only=True)
+class Step(Event):
+    step: int  # counted from 1: so many updates have been made
+    samples: int  # consumed so far, over all ranks
+    loss: float  # mean over the global batch, before the update
+    grad_norm: float | None  # of the whole gradient, before clipping; None where fp16 overflowed and the update was left out
+    lr: float
+    step_s: float  # wall time of this step, data_s included
+    data_s: float  # waiting for the batch
+    samples_per_s: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Evaluated(Event):
+    step: int
+    metrics: Mapping[str, float]
+    seconds: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Saved(Event):
+    step: int
+    path: str  # in the run folder
+    bytes: int
+    seconds: float  # from the request until it was complete on disk
+    blocked_s: float  # of these, how long training stood still
+
+
+@dataclass(frozen=True, kw_only=True)
+class Failed(Event):
+    what: str  # "save": the run goes on; "run": a rank ends
+    message: str
+    step: int  # the last step done
+    rank: int | None = None
+    lost_peer: bool = False  # this rank failed only because another one was gone
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ended(Event):
+    step: int
+    reason: str  # "done" | "stopped"
+    communication: float | None = None  # share of the step time spent waiting for other ranks, where the engine tells
+
+
+KINDS: dict[str, type[Event]] = {kind.__name__.lower(): kind for kind in (Started, Step, Evaluated, Saved, Failed, Ended)}
+
+
+def dumps(event: Event) -> str:
+    fields = dict(vars(event))
+    return json.dumps({"time": fields.pop("time"), "event": type(event).__name__.lower(), **fields})
+
+
+def loads(line: str) -> Event:
+    fields = json.loads(line)
+    return KINDS[fields.pop("event")](**fields)
+
+
+class Writer:
+    """Appends events to a file, each in one write. A disk that is full costs events, never the run: `lost` counts them."""
+
+    def __init__(self, path: Path):
+        self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND)
+        self.lost = 0
+        _drop_torn_line(self._file)
+
+    def write(self, event: Event) -> None:
+        before = os.fstat(self._file).st_size
+        line = (dumps(event) + "\n").encode()
+        try:
+            written = os.write(self._file, line)
+        except OSError:
+            written = 0
+        if written < len(line):
+            self.lost += 1
+            if written:
+                os.ftruncate(self._file, before)
+
+    def close(self) -> None:
+        os.close(self._file)
+
+
+def _drop_torn_line(file: int) -> None:
+    """Cut off a last line without its newline: its writer was killed, and it would spoil the next."""
+    size = os.fstat(file).st_size
+    tail = os.pread(file, 2**16, max(0, size - 2**16))
+    if tail and not tail.endswith(b"\n"):
+        os.ftruncate(file, size - len(tail) + tail.rfind(b"\n") + 1)
+
+
+def read(path: Path) -> Iterator[Event]:
+    """Events so far; a last line that is still being written is left for the next read."""
+    with open(path) as file:
+        for line in file:
+            if line.endswith("\n"):
+                yield loads(line)
+
+
+def follow(path: Path, done: Callable[[], bool], poll_s: float = 0.1) -> Iterator[Event]:
+    """Events as they come, those written before the call left out. Ends once `done()` holds and all is read."""
+    position = path.read_bytes().rfind(b"\n") + 1 if path.exists() else 0
+    while True:
+        last = done()
+        if path.exists():
+            with open(path) as file:
+                file.seek(position)
+                while (line := file.readline()).endswith("\n"):
+                    position = file.tell()
+                    yield loads(line)
+        if last:
+            return
+        time.sleep(poll_s)

@@ -1,0 +1,1 @@
+"""Starting ranks, and what a rank knows of itself."""

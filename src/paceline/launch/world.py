@@ -1,0 +1,104 @@
+"""World: who this process is among the ranks, a pure function of the environment."""
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from paceline.errors import LaunchError
+
+
+@dataclass(frozen=True)
+class World:
+    rank: int = 0
+    size: int = 1
+    local_rank: int = 0  # among the ranks of this machine
+    local_size: int = 1
+    launcher: str | None = None  # a row of LAUNCHERS; None: nobody started this process as a rank
+    job: str = ""  # the same for all ranks of one start, and for no others
+    address: str | None = None  # "host:port" of a store, where the launcher has agreed on one
+    restart: int = 0  # how often the launcher has started these ranks again
+
+
+@dataclass(frozen=True)
+class Names:
+    """Variables by which a launcher tells a rank who it is; for the last three the first that is set counts."""
+
+    rank: str
+    size: str
+    local_rank: str
+    local_size: tuple[str, ...]
+    job: tuple[str, ...]
+
+
+# In this order: torchrun may run under mpirun or srun, and then knows better; mpirun may run in a Slurm allocation.
+LAUNCHERS = {
+    "torchrun": Names("RANK", "WORLD_SIZE", "LOCAL_RANK", ("LOCAL_WORLD_SIZE",), ("TORCHELASTIC_RUN_ID",)),
+    "openmpi": Names(
+        "OMPI_COMM_WORLD_RANK",
+        "OMPI_COMM_WORLD_SIZE",
+        "OMPI_COMM_WORLD_LOCAL_RANK",
+        ("OMPI_COMM_WORLD_LOCAL_SIZE",),
+        ("PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid", "PMIX_ID"),
+    ),
+    "mpich": Names("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", ("MPI_LOCALNRANKS",), ("PMI_JOBID", "HYDRA_JOBID", "PMI_PORT", "PMI_FD")),
+    "slurm": Names("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID", ("SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE"), ("SLURM_JOB_ID",)),
+}
+
+
+def world(environ: Mapping[str, str] = os.environ) -> World:
+    """Who am I? The first launcher whose rank, size and local rank are all set tells. Raises LaunchError for a contradiction."""
+    for launcher, names in LAUNCHERS.items():
+        if not {names.rank, names.size, names.local_rank} <= environ.keys():
+            continue
+        if launcher == "slurm" and not _is_task(environ):
+            continue
+        rank, size, local_rank = (_number(environ, name) for name in (names.rank, names.size, names.local_rank))
+        if not 0 <= rank < size:
+            raise LaunchError(f"{names.rank}={rank} is outside {names.size}={size}: the variables of two launchers are mixed; unset them")
+        job = [environ[name] for name in names.job if name in environ][:1]
+        if launcher == "slurm":
+            job.append(environ.get("SLURM_STEP_ID", "0"))
+        address = None
+        if "MASTER_ADDR" in environ and "MASTER_PORT" in environ:
+            address = f"{environ['MASTER_ADDR']}:{environ['MASTER_PORT']}"
+        return World(
+            rank=rank,
+            size=size,
+            local_rank=local_rank,
+            local_size=_local_size(launcher, names, environ, size),
+            launcher=launcher,
+            job="-".join(job),
+            address=address,
+            restart=int(environ.get("TORCHELASTIC_RESTART_COUNT", "0")) if launcher == "torchrun" else 0,
+        )
+    return World()
+
+
+def _is_task(environ: Mapping[str, str]) -> bool:
+    """srun starts tasks; in a batch script or an interactive shell of an allocation the same variables speak of the script."""
+    return "SLURM_STEP_ID" in environ and environ.get("SLURM_STEP_ID") not in ("4294967291", "4294967292", "4294967290")
+
+
+def _number(environ: Mapping[str, str], name: str) -> int:
+    try:
+        return int(environ[name])
+    except ValueError:
+        raise LaunchError(f"{name}={environ[name]!r} is not a number") from None
+
+
+def _local_size(launcher: str, names: Names, environ: Mapping[str, str], size: int) -> int:
+    found = next((environ[name] for name in names.local_size if name in environ), None)
+    if found is None:
+        return 1 if launcher == "slurm" else size
+    if launcher != "slurm":
+        return int(found)
+    return expand_counts(found)[_number(environ, "SLURM_NODEID")] if "SLURM_NODEID" in environ else expand_counts(found)[0]
+
+
+def expand_counts(text: str) -> list[int]:
+    """Slurm's tasks per node, one number a node: `"2(x3),1"` -> `[2, 2, 2, 1]`."""
+    counts: list[int] = []
+    for part in text.split(","):
+        count, _, times = part.partition("(x")
+        counts += [int(count)] * int(times.rstrip(")") or 1)
+    return counts

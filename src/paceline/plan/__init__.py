@@ -1,0 +1,1 @@
+"""How to lay a training out over ranks."""

@@ -1,0 +1,173 @@
+"""RunFolder: the one place that knows the file names of a run."""
+
+import fcntl
+import getpass
+import json
+import os
+import platform
+import re
+import shutil
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import IO, Any
+
+from paceline import spec as spec_file
+from paceline.errors import RunError
+from paceline.spec import Launch, Spec
+
+
+@dataclass(frozen=True)
+class RunFolder:
+    """A run is a folder of plain files:
+
+        spec.toml         the request, resolved; `paceline train spec.toml` starts the like again
+        provenance.json   where it came from: git revision, versions, host, command
+        events.jsonl      what happened, append only
+        log.txt           the same for people
+        ckpt/step_N/      complete checkpoints; whatever else lies in ckpt/ is not one
+        ranks/N.log       what rank N wrote on its standard output and error
+        tensorboard/      scalars
+    """
+
+    path: Path
+
+    @property
+    def spec(self) -> Path:
+        return self.path / "spec.toml"
+
+    @property
+    def provenance(self) -> Path:
+        return self.path / "provenance.json"
+
+    @property
+    def events(self) -> Path:
+        return self.path / "events.jsonl"
+
+    @property
+    def log(self) -> Path:
+        return self.path / "log.txt"
+
+    @property
+    def ckpt(self) -> Path:
+        return self.path / "ckpt"
+
+    @property
+    def ranks(self) -> Path:
+        return self.path / "ranks"
+
+    @property
+    def tensorboard(self) -> Path:
+        return self.path / "tensorboard"
+
+    def checkpoint(self, step: int) -> Path:
+        return self.ckpt / f"step_{step}"
+
+    def checkpoints(self) -> list[int]:
+        """Steps of the complete checkpoints, oldest first."""
+        if not self.ckpt.is_dir():
+            return []
+        return sorted(int(found[1]) for path in self.ckpt.iterdir() if (found := re.fullmatch(r"step_(\d+)", path.name)))
+
+    def rank_log(self, rank: int, attempt: int = 0) -> Path:
+        return self.ranks / (f"{rank}.restart-{attempt}.log" if attempt else f"{rank}.log")
+
+    def request(self) -> tuple[Spec, Launch]:
+        return spec_file.load(self.spec, {})
+
+    def write_request(self, spec: Spec, launch: Launch) -> None:
+        beside = self.spec.with_suffix(".tmp")
+        spec_file.save(beside, spec, launch)
+        beside.replace(self.spec)
+
+    def delete(self) -> None:
+        shutil.rmtree(self.path)
+
+    def lock(self, wait_s: float = 20.0) -> IO[str]:
+        """Hold the run until the returned file is closed or this process ends. Raises RunError when another one holds it."""
+        file = open(self.path / "lock", "a+")
+        deadline = time.monotonic() + wait_s
+        while True:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except OSError:
+                if time.monotonic() > deadline:
+                    file.seek(0)
+                    raise RunError(f"{self.path} is being trained by {file.read().strip() or 'another process'}; wait for it or end it") from None
+                time.sleep(0.2)
+        file.truncate(0)
+        file.write(f"process {os.getpid()} on {platform.node()}")
+        file.flush()
+        return file
+
+
+def create(path: str | None, task: str) -> RunFolder:
+    """Make a new run folder: `path`, or runs/TASK-TIME. Raises RunError when `path` exists."""
+    if path is not None:
+        return _make(Path(path))
+    name = re.sub(r"\W+", "-", task.rpartition(":")[2]).strip("-").lower()
+    stem = f"runs/{name}-{time.strftime('%Y%m%d-%H%M%S')}"
+    for suffix in ("", *(f"-{k}" for k in range(2, 1000))):
+        try:
+            return _make(Path(stem + suffix))
+        except RunError:
+            continue
+    raise RunError(f"{stem} and 999 more like it exist already; say another --run")
+
+
+def _make(path: Path) -> RunFolder:
+    try:
+        path.mkdir(parents=True)
+    except FileExistsError:
+        way_out = f"go on with it: paceline resume {path}" if (path / "spec.toml").exists() else "it is no run"
+        raise RunError(f"{path} exists already; say another --run ({way_out})") from None
+    except OSError as error:
+        raise RunError(f"cannot make the run folder {path}: {error.strerror}") from error
+    return RunFolder(path)
+
+
+def open_run(path: Path) -> RunFolder:
+    """An existing run. Raises RunError for what is none."""
+    if not path.is_dir():
+        near = [str(run) for run in path.parent.glob("*/spec.toml")] if path.parent.is_dir() else []
+        raise RunError(f"there is no run {path}" + spec_file.nearest(str(path), [str(Path(run).parent) for run in near[-20:]]))
+    if not (path / "spec.toml").is_file():
+        raise RunError(f"{path} is no run: it has no spec.toml")
+    return RunFolder(path)
+
+
+def provenance() -> dict[str, Any]:
+    """Where a run came from. What cannot be known is left out."""
+
+    def git(*words: str) -> str | None:
+        try:
+            return subprocess.run(["git", *words], capture_output=True, text=True, check=True, timeout=5).stdout.strip()
+        except (OSError, subprocess.SubprocessError):
+            return None
+
+    def installed(package: str) -> str | None:
+        try:
+            return version(package)
+        except PackageNotFoundError:
+            return None
+
+    facts = {
+        "command": sys.argv,
+        "folder": os.getcwd(),
+        "host": platform.node(),
+        "user": getpass.getuser(),
+        "system": platform.platform(),
+        "python": platform.python_version(),
+        "packages": {name: found for name in ("paceline", "torch", "numpy") if (found := installed(name))},
+        "git_revision": git("rev-parse", "HEAD"),
+        "git_changed": bool(changed) if (changed := git("status", "--porcelain", "--untracked-files=no")) is not None else None,
+    }
+    return {key: value for key, value in facts.items() if value is not None}
+
+
+def write_provenance(run: RunFolder) -> None:
+    run.provenance.write_text(json.dumps(provenance(), indent=2) + "\n")

@@ -1,0 +1,1 @@
+"""The built-in tasks, which are also the examples."""

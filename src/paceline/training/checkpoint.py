@@ -1,0 +1,349 @@
+"""Checkpoints on torch's distributed checkpoint: written in the background, complete or not there, readable under any plan.
+
+    ckpt/step_50/.metadata, *.distcp   torch's files: tensors `model/NAME`, `optimizer/NAME/KEY`, whole or in shards
+    ckpt/step_50/checkpoint.json       step, samples, task, plan, shapes; size and CRC-32 of each file: written last
+
+A checkpoint is written as `.step_50` and renamed when it is complete.
+"""
+
+import json
+import os
+import shutil
+import time
+import zlib
+from collections.abc import Mapping
+from concurrent.futures import Future
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from paceline.errors import CheckpointError
+from paceline.run import RunFolder
+from paceline.training.optim import local_optimizer
+from paceline.training.weights import aliases, named_tensors
+
+INDEX = "checkpoint.json"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Index:
+    """What a checkpoint is of."""
+
+    step: int
+    samples: int  # consumed so far: the state of the data
+    task: str
+    set: Mapping[str, Any]
+    plan: str
+    ranks: int
+    seed: int
+    shapes: Mapping[str, list[int]]  # of the whole parameters and buffers
+    tied: Mapping[str, str]  # other names of tied parameters -> the name above
+    loss_scale: Mapping[str, float] | None = None  # of fp16
+    metrics: Mapping[str, float] = field(default_factory=dict)  # of the last evaluation
+    files: Mapping[str, list[int]] = field(default_factory=dict)  # name -> [bytes, CRC-32]
+
+
+def model_tensors(model: nn.Module) -> dict[str, Tensor]:
+    """The tensors that a state dict of `model` has, each once, under its first name."""
+    kept = model.state_dict().keys()
+    return {name: tensor.detach() for name, tensor in named_tensors(model).items() if name in kept}
+
+
+def tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+    """All the state that lies on this rank, by its name in a checkpoint."""
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    found = {f"model/{name}": tensor for name, tensor in model_tensors(model).items()}
+    for parameter, state in local_optimizer(optimizer).state.items():
+        found |= {f"optimizer/{names[parameter]}/{key}": value for key, value in state.items() if isinstance(value, Tensor)}
+    return found
+
+
+def written_here(found: Mapping[str, Tensor], rank: int, ranks: int) -> dict[str, Tensor]:
+    """The part of the state that this rank writes: shards where they lie, what all ranks hold dealt out by size."""
+    load = [0] * ranks
+    mine = {}
+    for key, tensor in sorted(found.items(), key=lambda item: (-item[1].numel(), item[0])):
+        if isinstance(tensor, DTensor):
+            mine[key] = tensor
+            continue
+        lightest = load.index(min(load))
+        load[lightest] += tensor.numel()
+        if lightest == rank:
+            mine[key] = tensor
+    return mine
+
+
+@dataclass
+class _Saving:
+    index: Index
+    began: float
+    blocked_s: float
+    future: Future[Any]
+
+
+@dataclass(frozen=True)
+class SaveResult:
+    index: Index
+    bytes: int
+    seconds: float
+    blocked_s: float
+    error: str | None
+
+
+class Saver:
+    """Writes checkpoints of one run, one at a time. The collectives are on a group of their own, so that training may go on."""
+
+    def __init__(self, run: RunFolder, rank: int, ranks: int, device: torch.device, state_is_cut: bool):
+        self.run = run
+        self.rank = rank
+        self.ranks = ranks
+        self.state_is_cut = state_is_cut  # each rank has optimizer state that no other one has, though its tensors are whole
+        self.group = dist.new_group(backend="gloo") if ranks > 1 else None
+        self._pinned = device.type == "cuda"
+        self._stager: Any = None
+        self._saving: _Saving | None = None
+
+    def start(self, index: Index, found: Mapping[str, Tensor]) -> None:
+        """Copy the state aside and write it in the background. Waits for a save that is still under way: look at `result` first."""
+        from torch.distributed.checkpoint import async_save
+        from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
+
+        assert self._saving is None
+        began = time.perf_counter()
+        if self._stager is None:
+            self._stager = DefaultStager(StagingOptions(self._pinned, False, False, self._pinned))
+        self.run.ckpt.mkdir(exist_ok=True)
+        unfinished = self.run.ckpt / f".step_{index.step}"
+        if self.rank == 0 and unfinished.exists():
+            shutil.rmtree(unfinished)
+        whole = {key: tensor for key, tensor in found.items() if not (self.state_is_cut and key.startswith("optimizer/"))}
+        mine = written_here(whole, self.rank, self.ranks) | {key: found[key] for key in found.keys() - whole.keys()}
+        future = async_save(
+            mine,
+            storage_writer=_writer(unfinished, self.run.checkpoint(index.step), index, self.rank),
+            process_group=self.group,
+            async_stager=self._stager,
+        )
+        assert isinstance(future, Future)
+        self._saving = _Saving(index, began, time.perf_counter() - began, future)
+
+    @property
+    def busy(self) -> bool:
+        return self._saving is not None
+
+    def result(self, wait: bool) -> SaveResult | None:
+        """How the save under way ended, once; None while there is none to tell of. All ranks must agree on `wait`."""
+        saving = self._saving
+        if saving is None or not (wait or saving.future.done()):
+            return None
+        error = saving.future.exception()
+        self._saving = None
+        final = self.run.checkpoint(saving.index.step)
+        if error is not None and self.rank == 0:
+            shutil.rmtree(self.run.ckpt / f".step_{saving.index.step}", ignore_errors=True)
+        return SaveResult(
+            index=saving.index,
+            bytes=0 if error else sum(path.stat().st_size for path in final.iterdir()),
+            seconds=time.perf_counter() - saving.began,
+            blocked_s=saving.blocked_s,
+            error=_cause(error) if error else None,
+        )
+
+    def close(self) -> None:
+        if self._stager is not None:
+            self._stager.close()
+
+
+def _cause(error: BaseException) -> str:
+    """The system's own words from under torch's wrapping."""
+    failures = getattr(error, "failures", None)  # CheckpointException: rank -> (exception, traceback)
+    inner: BaseException = next(iter(failures.values()))[0] if failures else error
+    return inner.strerror if isinstance(inner, OSError) and inner.strerror else str(inner).splitlines()[0]
+
+
+def _writer(unfinished: Path, final: Path, index: Index, rank: int) -> Any:
+    from torch.distributed.checkpoint import FileSystemWriter
+
+    class Writer(FileSystemWriter):
+        """torch's writer, with a checksum of each file beside it and the renaming at the end."""
+
+        def write_data(self, plan: Any, planner: Any) -> Any:
+            done = super().write_data(plan, planner)
+            names = {result.storage_data.relative_path for result in done.value()}
+            sums = {name: checksum(unfinished / name) for name in sorted(names)}
+            (unfinished / f"sums.{rank}.json").write_text(json.dumps(sums))
+            return done
+
+        def finish(self, metadata: Any, results: Any) -> None:
+            super().finish(metadata, results)
+            files = {".metadata": checksum(unfinished / ".metadata")}
+            for sums in sorted(unfinished.glob("sums.*.json")):
+                files |= json.loads(sums.read_text())
+                sums.unlink()
+            with open(unfinished / INDEX, "w") as file:
+                json.dump(asdict(index) | {"files": files}, file, indent=1)
+                file.flush()
+                os.fsync(file.fileno())
+            if final.exists():  # a step that was done again
+                shutil.rmtree(final)
+            unfinished.rename(final)
+            directory = os.open(final.parent, os.O_RDONLY)
+            os.fsync(directory)
+            os.close(directory)
+
+    return Writer(unfinished, sync_files=True)
+
+
+def checksum(path: Path) -> list[int]:
+    """[bytes, CRC-32] of a file."""
+    crc = size = 0
+    with open(path, "rb") as file:
+        while block := file.read(2**22):
+            crc, size = zlib.crc32(block, crc), size + len(block)
+    return [size, crc]
+
+
+def read_index(path: Path) -> Index:
+    """Raises CheckpointError for what is no checkpoint."""
+    try:
+        return Index(**json.loads((path / INDEX).read_text()))
+    except (OSError, ValueError, TypeError) as error:
+        raise CheckpointError(f"{path} is damaged: its {INDEX} cannot be read ({error})") from error
+
+
+def verify(path: Path, index: Index, rank: int = 0, ranks: int = 1) -> str | None:
+    """What is wrong with the files of a checkpoint, of which this rank reads its part; None when nothing is."""
+    for name, expected in sorted(index.files.items())[rank::ranks]:
+        try:
+            found = checksum(path / name)
+        except OSError as error:
+            return f"{name}: {error.strerror}"
+        if found[0] != expected[0]:
+            return f"{name} has {found[0]} bytes, {expected[0]} were written"
+        if found != expected:
+            return f"{name} has another checksum than when it was written"
+    return None
+
+
+def last_good(run: RunFolder, rank: int = 0, ranks: int = 1) -> tuple[Path | None, Index | None, list[str]]:
+    """The newest checkpoint that is whole, and a sentence on each newer one that is not. The ranks share the reading."""
+    notes: list[str] = []
+    for step in reversed(run.checkpoints()):
+        path = run.checkpoint(step)
+        wrong: str | None
+        try:
+            index = read_index(path)
+            wrong = verify(path, index, rank, ranks)
+        except CheckpointError as error:
+            index, wrong = None, str(error)
+        if ranks > 1:
+            answers: list[str | None] = [None] * ranks
+            dist.all_gather_object(answers, wrong)
+            wrong = next((answer for answer in answers if answer), None)
+        if wrong is None:
+            return path, index, notes
+        notes.append(f"checkpoint {path} is damaged and was passed over: {wrong}")
+    return None, None, notes
+
+
+def check_same_model(path: Path, index: Index, task: str, settings: Mapping[str, Any], model: nn.Module) -> None:
+    """Raise CheckpointError when a checkpoint is of another task or of other shapes."""
+    if index.task.rpartition(":")[2] != task.rpartition(":")[2]:
+        raise CheckpointError(f"{path} is of the task {index.task}, not of {task}; start that one in a run of its own")
+    own = {name: list(tensor.shape) for name, tensor in model_tensors(model).items()}
+    if own == index.shapes:
+        return
+    name = next(name for name in [*own, *index.shapes] if own.get(name) != index.shapes.get(name))
+    here, there = (f"has shape {tuple(of[name])}" if name in of else "is not there" for of in (own, index.shapes))
+    changed = [key for key in {*settings, *index.set} if settings.get(key) != index.set.get(key)]
+    why = f" (--set {changed[0]}={index.set.get(changed[0])!r} then, {settings.get(changed[0])!r} now)" if changed else ""
+    raise CheckpointError(f"{path} is of another model{why}: {name} {there} in the checkpoint and {here} in the model")
+
+
+def load_(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Read a checkpoint into a model and optimizer that are laid out by any plan; each rank reads what it holds."""
+    from torch.distributed.checkpoint import FileSystemReader, load
+    from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+    reader = FileSystemReader(path)
+    stored = reader.read_metadata().state_dict_metadata
+    wanted: dict[str, Any] = {f"model/{name}": tensor for name, tensor in model_tensors(model).items()}
+    local = local_optimizer(optimizer)
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    keys: dict[str, list[str]] = {}
+    for entry in stored:
+        kind, _, rest = entry.partition("/")
+        if kind == "optimizer":
+            name, _, key = rest.rpartition("/")
+            keys.setdefault(name, []).append(key)
+    for group in local.param_groups:
+        for parameter in group["params"]:
+            for key in keys.get(names[parameter], []):
+                entry = f"optimizer/{names[parameter]}/{key}"
+                meta = stored[entry]
+                assert isinstance(meta, TensorStorageMetadata)
+                dtype = meta.properties.dtype
+                if meta.size == parameter.shape and parameter.dim():
+                    value = torch.empty_like(parameter, dtype=dtype, requires_grad=False)
+                else:
+                    on_cpu = not (group.get("fused") or group.get("capturable"))
+                    value = torch.empty(meta.size, dtype=dtype, device="cpu" if on_cpu else parameter.device)
+                local.state[parameter][key] = wanted[entry] = value
+    load(wanted, storage_reader=reader)
+
+
+def load_whole(path: Path) -> dict[str, Tensor]:
+    """The whole weights of a checkpoint on one process, under all of the model's own names."""
+    from torch.distributed.checkpoint import FileSystemReader, load
+    from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+    index = read_index(path)
+    if wrong := verify(path, index):
+        raise CheckpointError(f"checkpoint {path} is damaged: {wrong}")
+    reader = FileSystemReader(path)
+    wanted = {
+        entry: torch.empty(meta.size, dtype=meta.properties.dtype)
+        for entry, meta in reader.read_metadata().state_dict_metadata.items()
+        if entry.startswith("model/") and isinstance(meta, TensorStorageMetadata)
+    }
+    load(wanted, storage_reader=reader, no_dist=True)
+    whole = {entry.removeprefix("model/"): tensor for entry, tensor in wanted.items()}
+    return whole | {alias: whole[name].clone() for alias, name in index.tied.items() if name in whole}
+
+
+def describe(model: nn.Module) -> dict[str, Any]:
+    """The fields of an Index that are of the model."""
+    return {"shapes": {name: list(tensor.shape) for name, tensor in model_tensors(model).items()}, "tied": aliases(model)}
+
+
+def scores(run: RunFolder, best: str) -> dict[int, float]:
+    """How good each checkpoint is by `best` ("min loss", "max accuracy"), lower being better. Those not evaluated are left out."""
+    direction, name = best.split()
+    found = {step: read_index(run.checkpoint(step)).metrics.get(name) for step in run.checkpoints()}
+    return {step: score if direction == "min" else -score for step, score in found.items() if score is not None}
+
+
+def best_score(run: RunFolder, best: str) -> float | None:
+    return min(scores(run, best).values(), default=None)
+
+
+def prune(run: RunFolder, keep: int, best: str) -> None:
+    """Delete all but the last `keep` checkpoints and the best."""
+    by_score = scores(run, best)
+    kept = {*run.checkpoints()[-keep:], *([min(by_score, key=by_score.__getitem__)] if by_score else [])}
+    for step in run.checkpoints():
+        if step not in kept:
+            doomed = run.ckpt / f".old_{step}"
+            run.checkpoint(step).rename(doomed)  # so that a deletion that is cut short leaves no half checkpoint
+            shutil.rmtree(doomed, ignore_errors=True)
+
+
+def clean(run: RunFolder) -> None:
+    """Delete what an earlier process left unfinished."""
+    for path in run.ckpt.glob(".*"):
+        shutil.rmtree(path, ignore_errors=True)

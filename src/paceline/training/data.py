@@ -1,0 +1,212 @@
+"""The samples of each step. Their order is a pure function of (seed, epoch, position); the state is one integer.
+
+The samples of a training are numbered 0, 1, 2, … over all epochs. Step s consumes the numbers from s·batch on, whatever the ranks;
+they are split into micro-batches, and each of these into one contiguous part a rank.
+"""
+
+import itertools
+import random
+import traceback
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_map
+from torch.utils.data import DataLoader, default_collate
+
+from paceline.errors import DataError
+from paceline.task import MapDataset, Task
+from paceline.training.seeds import derive
+
+Batch = Any
+ROUNDS = 8
+CHUNK = 8192  # numbers shuffled at a time
+
+
+def shuffled(numbers: np.ndarray, samples: int, seed: int) -> np.ndarray:
+    """Indices of the samples with these numbers (int64, any shape (n,)), when an epoch has `samples`.
+
+    Each epoch is a permutation of its own: a Feistel network over a·b ≥ samples, walked on until it lands below `samples`
+    (Black and Rogaway, Ciphers with arbitrary finite domains, 2002). It takes no memory, any number can be asked for
+    alone, and no library can change the order from one release to the next.
+    """
+    epochs, positions = np.divmod(numbers.astype(np.int64), samples)
+    indices = np.empty_like(positions)
+    for epoch in np.unique(epochs):
+        here = epochs == epoch
+        indices[here] = _permute(positions[here].astype(np.uint64), samples, derive(seed, "order", epoch))
+    return indices
+
+
+def _permute(positions: np.ndarray, samples: int, key: int) -> np.ndarray:
+    a = np.uint64(max(1, int(np.ceil(np.sqrt(samples)))))
+    b = np.uint64(-(-samples // int(a)))
+    out, walking = positions.copy(), np.ones(len(positions), dtype=bool)
+    while walking.any():
+        left, right = out[walking] // b, out[walking] % b
+        for turn in range(0, ROUNDS, 2):
+            left = (left + _mix(right, key + turn) % a) % a
+            right = (right + _mix(left, key + turn + 1) % b) % b
+        out[walking] = left * b + right
+        walking[walking] = out[walking] >= samples
+    return out.astype(np.int64)
+
+
+def _mix(values: np.ndarray, key: int) -> np.ndarray:
+    """splitmix64 (Steele, Lea and Flood, Fast splittable pseudorandom number generators, 2014)."""
+    z = values + np.uint64(key * 0x9E3779B97F4A7C15 % 2**64)
+    z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return z ^ (z >> np.uint64(31))
+
+
+@dataclass(frozen=True)
+class Part:
+    """What one rank has of the samples: micro-batch m of a step begins at step·batch + m·(batch / micro)."""
+
+    batch: int
+    micro: int
+    rank: int
+    ranks: int
+
+    @property
+    def share(self) -> int:
+        """Samples of a micro-batch on this rank."""
+        return self.batch // (self.micro * self.ranks)
+
+    def numbers(self, step: int) -> np.ndarray:
+        """Numbers of the samples of a step on this rank, shape (micro, share)."""
+        first = step * self.batch + self.rank * self.share
+        return first + np.arange(self.micro)[:, None] * (self.batch // self.micro) + np.arange(self.share)[None, :]
+
+
+def training_parts(part: Part, samples: int, seed: int, first_step: int, steps: int) -> Iterator[tuple[list[int], list[int]]]:
+    """(numbers, indices) of every micro-batch of this rank from `first_step` until `steps`."""
+    at_once = max(1, CHUNK // (part.micro * part.share))
+    for begin in range(first_step, steps, at_once):
+        numbers = np.stack([part.numbers(step) for step in range(begin, min(begin + at_once, steps))])
+        indices = shuffled(numbers.ravel(), samples, seed).reshape(numbers.shape)
+        for of_step, their_indices in zip(numbers.tolist(), indices.tolist(), strict=True):
+            yield from zip(of_step, their_indices, strict=True)
+
+
+def validation_parts(samples: int, batch: int, rank: int, ranks: int) -> Iterator[list[int]]:
+    """Indices of the samples of this rank, each sample on one rank. All ranks get equally many parts, some of them empty."""
+    share = -(-batch // ranks)
+    for begin in range(0, samples, share * ranks):
+        yield list(range(min(begin + rank * share, samples), min(begin + (rank + 1) * share, samples)))
+
+
+@dataclass(frozen=True)
+class Broken:
+    """Instead of a batch: the sample that could not be read. (An exception would come out of a worker with another message.)"""
+
+    message: str
+    details: str
+
+
+class Samples:
+    """A dataset under the hands of torch's DataLoader: a part in, a collated batch out."""
+
+    def __init__(self, dataset: MapDataset, split: str, seed: int, floats: torch.dtype | None):
+        self.dataset = dataset
+        self.split = split
+        self.seed = seed
+        self.floats = floats
+
+    def __getitem__(self, part: tuple[list[int], list[int]]) -> Batch | Broken:
+        numbers, indices = part
+        index: Any = None
+        try:
+            if hasattr(self.dataset, "__getitems__"):
+                index = indices
+                batch = self.dataset.__getitems__(indices)
+            else:
+                found = []
+                for number, index in zip(numbers, indices, strict=True):
+                    self._start_streams(number)
+                    found.append(self.dataset[index])
+                batch = default_collate(found)
+        except Exception as error:  # the user's code; it is raised again, as a DataError, where the batch is used
+            what = f"sample {index} of {self.split!r}" if isinstance(index, int) else f"one of the samples {index} of {self.split!r}"
+            return Broken(f"{what} raised {type(error).__name__}: {error}", traceback.format_exc())
+        return cast_floats(batch, self.floats) if self.floats is not None else batch
+
+    def _start_streams(self, number: int) -> None:
+        """Random augmentation belongs to the sample, not to the rank or worker that happens to read it."""
+        seed = derive(self.seed, self.split, number)
+        torch.default_generator.manual_seed(seed)
+        random.seed(seed)
+        np.random.seed(seed % 2**32)
+
+
+def cast_floats(batch: Batch, dtype: torch.dtype) -> Batch:
+    return tree_map(lambda item: item.to(dtype) if isinstance(item, Tensor) and item.is_floating_point() else item, batch)
+
+
+def open_dataset(task: Task, split: str) -> MapDataset | None:
+    """The dataset of a split, checked. Raises DataError."""
+    dataset = task.dataset(split)
+    if dataset is None:
+        if split == "train":
+            raise DataError(f"{type(task).__name__}.dataset('train') returned None; it must return the training samples")
+        return None
+    if not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")):
+        raise DataError(f"{type(task).__name__}.dataset({split!r}) must have len() and [i], got {type(dataset).__name__}")
+    if len(dataset) == 0:
+        raise DataError(f"{type(task).__name__}.dataset({split!r}) is empty")
+    return dataset
+
+
+def batches(
+    samples: Samples, parts: Iterable[tuple[list[int], list[int]]], device: torch.device, workers: int, prefetch: int
+) -> Iterator[Batch]:
+    """The batches of `parts` on `device`, read ahead. Raises DataError for a sample that cannot be read."""
+    loader: DataLoader[Any] = DataLoader(
+        samples,  # type: ignore[arg-type]  # all that the loader asks of it is []
+        batch_size=None,
+        sampler=parts,
+        collate_fn=_as_it_is,
+        num_workers=workers,
+        prefetch_factor=prefetch if workers else None,
+        pin_memory=device.type == "cuda",
+    )
+    if device.type == "cuda":
+        yield from _moved(_checked(loader), device)
+    else:
+        yield from _checked(loader)
+
+
+def _as_it_is(batch: Batch) -> Batch:
+    return batch
+
+
+def _checked(loader: Iterable[Batch | Broken]) -> Iterator[Batch]:
+    for batch in loader:
+        if isinstance(batch, Broken):
+            raise DataError(batch.message) from DataError(batch.details)
+        yield batch
+
+
+def _moved(loader: Iterator[Batch], device: torch.device) -> Iterator[Batch]:
+    """Copy from pinned memory on a stream of its own, one batch ahead, so that the copy runs under the step before."""
+    stream = torch.cuda.Stream(device)
+
+    def start_copy(batch: Batch) -> Batch:
+        with torch.cuda.stream(stream):
+            return tree_map(lambda item: item.to(device, non_blocking=True) if isinstance(item, Tensor) else item, batch)
+
+    def finish_copy(batch: Batch) -> Batch:
+        here = torch.cuda.current_stream(device)
+        here.wait_stream(stream)
+        tree_map(lambda item: item.record_stream(here) if isinstance(item, Tensor) else item, batch)
+        return batch
+
+    ahead = [start_copy(batch) for batch in itertools.islice(loader, 1)]
+    while ahead:
+        ready = finish_copy(ahead.pop())
+        ahead += [start_copy(batch) for batch in itertools.islice(loader, 1)]
+        yield ready

@@ -1,0 +1,138 @@
+"""Optimizers, learning-rate schedules, and the norm of the whole gradient."""
+
+import inspect
+import math
+from collections.abc import Iterable, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Shard
+
+from paceline.errors import SpecError, TaskError
+from paceline.plan.plan import Plan
+from paceline.spec import Optimizer, Schedule
+from paceline.task import Task
+
+
+def make_optimizer(task: Task, spec: Optimizer, plan: Plan, model: nn.Module) -> torch.optim.Optimizer:
+    """The task's own optimizer or the one of the spec, its state cut over the data ranks under zero=1."""
+    params = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
+    if not params:
+        raise TaskError("the model has no parameter to train: all of them have requires_grad=False")
+    optimizer = task.optimizer(params)
+    if optimizer is None:
+        optimizer = _from_spec(spec, [parameter for _, parameter in params])
+    elif not isinstance(optimizer, torch.optim.Optimizer):
+        raise TaskError(f"optimizer() must return a torch optimizer or None, got {type(optimizer).__name__}")
+    return _cut_state(optimizer) if plan.zero == 1 and plan.dp != 1 else optimizer
+
+
+def _from_spec(spec: Optimizer, params: Sequence[nn.Parameter]) -> torch.optim.Optimizer:
+    # One pass over the memory instead of several; fused SGD does not know DTensor (torch 2.13).
+    fused = all(p.is_floating_point() and p.device.type in ("cpu", "cuda") for p in params)
+    if spec.name == "adamw":
+        return torch.optim.AdamW(params, lr=spec.lr, betas=spec.betas, eps=spec.eps, weight_decay=spec.weight_decay, fused=fused)
+    fused = fused and not any(isinstance(p, DTensor) for p in params)
+    return torch.optim.SGD(
+        params,
+        lr=spec.lr,
+        momentum=spec.momentum,
+        nesterov=spec.nesterov,
+        weight_decay=spec.weight_decay,
+        fused=fused or None,
+    )
+
+
+def _cut_state(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+
+    takes = inspect.signature(type(optimizer)).parameters
+    groups = [{key: value for key, value in group.items() if key == "params" or key in takes} for group in optimizer.param_groups]
+    defaults = {key: value for key, value in optimizer.defaults.items() if key in takes}
+    return ZeroRedundancyOptimizer(groups, optimizer_class=type(optimizer), **defaults)
+
+
+def local_optimizer(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    """The optimizer that holds this rank's state."""
+    return getattr(optimizer, "optim", optimizer)
+
+
+def check_schedule(schedule: Schedule, total: int) -> None:
+    """Raise SpecError for a warm-up that is longer than the training of `total` samples."""
+    if schedule.warmup > total:
+        raise SpecError(f"schedule.warmup={schedule.warmup} samples is longer than the training, {total} samples")
+
+
+def factor(schedule: Schedule, samples: int, total: int) -> float:
+    """Factor on the learning rate after so many of `total` samples. Warm-up rises to 1 over its samples, counting the first step's as begun."""
+    if samples < schedule.warmup:
+        return (samples + 1) / (schedule.warmup + 1)
+    if schedule.name == "step":
+        assert schedule.every is not None
+        return schedule.factor ** (samples // schedule.every)
+    done = min(1.0, (samples - schedule.warmup) / max(1, total - schedule.warmup))
+    if schedule.name == "cosine":
+        return schedule.floor + (1 - schedule.floor) * (1 + math.cos(math.pi * done)) / 2
+    if schedule.name == "linear":
+        return 1 - (1 - schedule.floor) * done
+    return 1.0
+
+
+def local_gradients(params: Iterable[nn.Parameter]) -> list[Tensor]:
+    """What this rank holds of each gradient that there is."""
+    return [_local(parameter.grad) for parameter in params if parameter.grad is not None]
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+class Norm:
+    """The norm of the whole gradient. torch's own refuses gradients on unlike meshes, and takes a collective for each group.
+
+    Each element is counted on one rank: a shard where it lies, on the first of its copies; a gradient that all ranks hold
+    on a rank that is dealt to it by size.
+    """
+
+    def __init__(self, params: Sequence[nn.Parameter], rank: int, ranks: int):
+        self.params = params
+        self.counted_here = [False] * len(params)
+        load = [0] * ranks
+        for at in sorted(range(len(params)), key=lambda i: -params[i].numel()):
+            parameter = params[at]
+            if isinstance(parameter, DTensor) and any(isinstance(cut, Shard) for cut in parameter.placements):
+                copy = [i for i, cut in zip(parameter.device_mesh.get_coordinate() or (), parameter.placements, strict=True) if not isinstance(cut, Shard)]
+                self.counted_here[at] = not any(copy)
+            else:
+                lightest = load.index(min(load))
+                load[lightest] += parameter.numel()
+                self.counted_here[at] = lightest == rank
+        self.cut = any(isinstance(parameter, DTensor) for parameter in params)
+
+    def squares_here(self) -> Tensor | None:
+        """This rank's part of the squared norm; the parts of all ranks add up to the whole."""
+        return _squares(local_gradients(p for p, here in zip(self.params, self.counted_here, strict=True) if here))
+
+    def whole(self) -> Tensor:
+        """The norm, the same on all ranks; a collective only where gradients are cut."""
+        if not self.cut:
+            squares = _squares(local_gradients(self.params))
+            return torch.zeros((), dtype=torch.float64) if squares is None else squares.sqrt()
+        squares = self.squares_here()
+        if squares is None:
+            squares = torch.zeros((), dtype=torch.float64, device=self.params[0].device)
+        dist.all_reduce(squares)
+        return squares.sqrt()
+
+
+def _squares(grads: list[Tensor]) -> Tensor | None:
+    grads = [grad for grad in grads if grad.numel()]
+    return torch.stack(torch._foreach_norm(grads)).double().square().sum() if grads else None
+
+
+@torch.no_grad()
+def scale_(params: Iterable[nn.Parameter], by: Tensor | float) -> None:
+    grads = local_gradients(params)
+    if grads:
+        torch._foreach_mul_(grads, by.to(grads[0].dtype) if isinstance(by, Tensor) else by)

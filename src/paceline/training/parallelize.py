@@ -1,0 +1,117 @@
+"""The one place where a model meets a plan."""
+
+from collections.abc import Callable
+from inspect import signature
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.nn.parallel import DistributedDataParallel
+
+from paceline.errors import PlanError, TaskError
+from paceline.plan.plan import Plan
+from paceline.spec import nearest
+from paceline.task import Layout
+
+
+def build_mesh(plan: Plan, device: torch.device) -> DeviceMesh:
+    """The mesh of a plan whose data degree is said: axes `replicate` and `shard`, or `dp` alone."""
+    assert plan.dp is not None
+    if plan.replicate > 1:
+        return init_device_mesh(device.type, (plan.replicate, plan.dp // plan.replicate), mesh_dim_names=("replicate", "shard"))
+    return init_device_mesh(device.type, (plan.dp,), mesh_dim_names=("dp",))
+
+
+def parallelize(
+    model: nn.Module, layout: Layout, plan: Plan, mesh: DeviceMesh, fill: Callable[[nn.Module], None], compile: bool = False
+) -> nn.Module:
+    """Lay `model`, which is on the meta device, out as `plan` says; `fill` gives a laid-out model its weights.
+
+    Returns what is to be called in place of `model`. The order matters: compile, shard, fill, replicate.
+    """
+    units = blocks(model, layout)
+    if compile:
+        for unit in units or [model]:
+            unit.compile()
+    if plan.zero >= 2:
+        _shard(model, units, plan, mesh)
+        fill(model)
+        return model
+    fill(model)
+    if plan.dp == 1 or not any(parameter.requires_grad for parameter in model.parameters()):
+        return model
+    return replicate(model)
+
+
+def replicate(model: nn.Module, find_unused: bool = False) -> DistributedDataParallel:
+    """`model` on every data rank, with averaged gradients. The weights are equal already, so nothing is broadcast."""
+    return DistributedDataParallel(
+        model,
+        init_sync=False,
+        **NO_BUFFER_SYNC,
+        gradient_as_bucket_view=True,
+        find_unused_parameters=find_unused,
+    )
+
+
+# torch 2.13 has another name for it, and 2.11 only the old one.
+NO_BUFFER_SYNC = {
+    "forward_sync_buffers" if "forward_sync_buffers" in signature(DistributedDataParallel).parameters else "broadcast_buffers": False
+}
+
+
+def _shard(model: nn.Module, units: list[nn.Module], plan: Plan, mesh: DeviceMesh) -> None:
+    from torch.distributed.fsdp import fully_shard  # 0.7 s to import
+
+    for unit in units:
+        fully_shard(unit, mesh=mesh, reshard_after_forward=plan.zero == 3)
+    # The root is gathered again at once by the backward pass, so that to reshard it would be in vain.
+    fully_shard(model, mesh=mesh, reshard_after_forward=False)
+
+
+def blocks(model: nn.Module, layout: Layout) -> list[nn.Module]:
+    """The units of sharding and compilation. Blocks that share a parameter with another part belong to the root."""
+    if layout.blocks is None:
+        found = _longest_list(model)
+    else:
+        found = []
+        for path in layout.blocks:
+            try:
+                module = model.get_submodule(path)
+            except AttributeError:
+                raise TaskError(
+                    f"layout().blocks names {path!r}, which the model has not{nearest(path, [name for name, _ in model.named_modules() if name])}"
+                ) from None
+            found += list(module.children()) if isinstance(module, (nn.ModuleList, nn.Sequential)) else [module]
+    uses: dict[int, int] = {}
+    for module in model.modules():
+        for parameter in module._parameters.values():
+            uses[id(parameter)] = uses.get(id(parameter), 0) + 1
+    return [
+        block
+        for block in found
+        if not isinstance(block, (nn.ModuleList, nn.ModuleDict))
+        and (own := [id(parameter) for parameter in block.parameters()])
+        and all(uses[parameter] == sum(parameter == id(p) for m in block.modules() for p in m._parameters.values()) for parameter in own)
+    ]
+
+
+def _longest_list(model: nn.Module) -> list[nn.Module]:
+    lists = [
+        [child for child in module.children() if any(True for _ in child.parameters())]
+        for module in model.modules()
+        if isinstance(module, (nn.ModuleList, nn.Sequential))
+    ]
+    return max(lists, key=len, default=[])
+
+
+def check_splits(model: nn.Module, plan: Plan, optimizer: torch.optim.Optimizer) -> None:
+    """Raise PlanError for an optimizer whose update of a shard is not the shard of its update."""
+    if plan.zero >= 2 and plan.dp != 1 and type(optimizer).__name__ not in ELEMENTWISE:
+        raise PlanError(
+            f"plan {plan} cuts the weights, and {type(optimizer).__name__} is not known to update each element on its own; "
+            f"use ddp or zero1, or one of {', '.join(sorted(ELEMENTWISE))}"
+        )
+
+
+ELEMENTWISE = frozenset({"SGD", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "Adagrad", "Adadelta", "ASGD", "Rprop"})

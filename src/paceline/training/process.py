@@ -1,0 +1,111 @@
+"""A process becomes a rank: its device, its threads, its process group."""
+
+import contextlib
+import os
+import socket
+import time
+from collections.abc import Iterator
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from paceline.errors import LaunchError
+from paceline.launch.world import World
+
+
+def choose_device(world: World, wish: str | None) -> torch.device:
+    """The accelerator of this local rank, or the CPU. Raises LaunchError when there are too few."""
+    if wish == "cpu" or (wish is None and not torch.cuda.is_available()):
+        return torch.device("cpu")
+    if not torch.cuda.is_available():
+        raise LaunchError(f"device={wish}, but torch {torch.__version__} finds no CUDA device here; use --device cpu")
+    if world.local_rank >= torch.cuda.device_count():
+        raise LaunchError(
+            f"{world.local_size} ranks on this machine need as many GPUs, got {torch.cuda.device_count()}; "
+            f"use --ranks {torch.cuda.device_count()} or --device cpu"
+        )
+    device = torch.device("cuda", world.local_rank)
+    torch.cuda.set_device(device)
+    return device
+
+
+def usable_cores() -> int:
+    """Cores that this process may use: its affinity, and the quota of its control group."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    with contextlib.suppress(OSError, ValueError):
+        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
+        cores = min(cores, max(1, int(quota) // int(period)))
+    return cores
+
+
+def threads_per_rank(local_size: int, wish: int | None) -> int:
+    """Threads of torch on each rank, so that the ranks of a machine do not oversubscribe its cores."""
+    return wish or max(1, usable_cores() // local_size)
+
+
+def workers_per_rank(local_size: int, device: torch.device, wish: int | None) -> int:
+    """Processes that read samples. Without a GPU every core computes already."""
+    if wish is not None:
+        return wish
+    return min(4, max(0, usable_cores() // local_size - 1)) if device.type == "cuda" else 0
+
+
+@contextlib.contextmanager
+def process_group(world: World, device: torch.device, timeout_s: float, meeting_place: Path) -> Iterator[None]:
+    """The default process group: one that is there already, or one for the time of this context."""
+    if dist.is_initialized():
+        yield
+        return
+    dist.init_process_group(
+        "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
+        rank=world.rank,
+        world_size=world.size,
+        store=_store(world, timeout_s, meeting_place),
+        timeout=timedelta(seconds=timeout_s),
+        device_id=device if device.type == "cuda" else None,
+    )
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def _store(world: World, timeout_s: float, meeting_place: Path) -> dist.Store:
+    timeout = timedelta(seconds=timeout_s)
+    if world.size == 1:
+        return dist.HashStore()
+    if world.launcher == "torchrun":
+        store, _, _ = next(iter(dist.rendezvous("env://", world.rank, world.size, timeout=timeout)))
+        return store
+    if world.address is not None:
+        host, _, port = world.address.rpartition(":")
+        return dist.TCPStore(host, int(port), world.size, world.rank == 0, timeout)
+    return _meet(world, timeout, meeting_place)
+
+
+def _meet(world: World, timeout: timedelta, meeting_place: Path) -> dist.Store:
+    """mpirun and srun agree on no store: rank 0 opens one on a free port and writes where, in a folder that all ranks see."""
+    note = meeting_place / f".meet-{world.launcher}-{world.job}"
+    if world.rank == 0:
+        host = "127.0.0.1" if world.local_size == world.size else socket.getfqdn()
+        store = dist.TCPStore(host, 0, world.size, True, timeout, wait_for_workers=False)
+        meeting_place.mkdir(parents=True, exist_ok=True)
+        beside = note.with_suffix(f".{os.getpid()}")
+        beside.write_text(f"{host}:{store.port}")
+        beside.replace(note)
+        for rank in range(1, world.size):
+            store.wait([f"here/{rank}"], timeout)
+        note.unlink()
+        return store
+    deadline = time.monotonic() + timeout.total_seconds()
+    while time.monotonic() < deadline:
+        with contextlib.suppress(OSError, ValueError, dist.DistNetworkError):
+            host, _, port = note.read_text().rpartition(":")
+            store = dist.TCPStore(host, int(port), world.size, False, timedelta(seconds=5))
+            store.set_timeout(timeout)
+            store.set(f"here/{world.rank}", "")
+            return store
+        time.sleep(0.05)
+    raise LaunchError(f"rank {world.rank} waited {timeout.total_seconds():.0f} s for rank 0 to write {note}; do all ranks see that folder?")

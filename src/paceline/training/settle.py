@@ -1,0 +1,53 @@
+"""What DistributedDataParallel only finds out in its first step is found out before, on a batch whose gradients are dropped.
+
+* Whether some parameter gets no gradient: only then its search for unused parameters, which costs a walk over the graph
+  in every step, is needed.
+* The order in which gradients come: torch lays its buckets out anew after the first backward pass, and on more than two
+  ranks that changes the last bits of the sums. A resumed run would differ from one that never stopped.
+"""
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from paceline.training.data import Batch
+from paceline.training.parallelize import replicate
+from paceline.training.seeds import derive, start_stream
+from paceline.training.step import Step, autocast, weighed_loss
+
+
+def settle(step: Step, batch: Batch) -> nn.Module:
+    """The model to call in all steps. Parameters, buffers and gradients are afterwards as they were."""
+    model = step.model
+    if not isinstance(model, DistributedDataParallel):
+        return model
+    kept = [buffer.clone() for buffer in model.module.buffers()]
+    start_stream(derive(step.seed, "settle"), step.device)
+    with autocast(step.precision, step.device):
+        loss, _ = weighed_loss(step.task, model, batch)
+    leads_to = reached(loss)
+    if all(id(parameter) in leads_to for parameter in step.params):
+        loss.backward()
+        step.optimizer.zero_grad(set_to_none=True)
+    else:
+        model = replicate(model.module, find_unused=True)
+    with torch.no_grad():
+        for buffer, value in zip(model.module.buffers(), kept, strict=True):
+            buffer.copy_(value)
+    return model
+
+
+def reached(loss: Tensor) -> set[int]:
+    """Ids of the parameters that the graph of `loss` leads to."""
+    found: set[int] = set()
+    seen = set()
+    waiting = [loss.grad_fn]
+    while waiting:
+        node = waiting.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if hasattr(node, "variable"):
+            found.add(id(node.variable))
+        waiting += [before for before, _ in node.next_functions]
+    return found

@@ -1,0 +1,258 @@
+"""Initial weights as a pure function of (seed, parameter name), drawn one tensor at a time.
+
+The model's constructor runs on the meta device, where it costs no memory, while every operation on its tensors is recorded.
+Later each parameter is made alone: the operations that led to it are run again for real, each random one from a stream of its
+own that is named after the parameter. So the user's own initialization is obeyed, tied and copied weights stay what they are,
+and a rank never holds more than one whole tensor besides its share. The idea is that of torchdistx's deferred initialization.
+"""
+
+import contextlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_flatten, tree_map
+
+from paceline.errors import TaskError
+from paceline.spec import nearest
+from paceline.training.seeds import derive
+
+FROM_VALUES = (torch.tensor, torch.as_tensor, torch.asarray, torch.from_numpy)  # what makes a tensor of the caller's numbers
+IS_META = Tensor.is_meta.__get__  # type: ignore[attr-defined]
+
+
+def _storage(tensor: Tensor) -> int:
+    return tensor.untyped_storage()._cdata
+
+
+@dataclass
+class Operation:
+    run: Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    results: list[Tensor]
+    reads: list[int]  # storages
+    writes: list[int]  # storages, those that it creates included
+    random: bool
+    seed: int = 0
+
+
+@dataclass
+class Tape:
+    operations: list[Operation] = field(default_factory=list)
+    writers: dict[int, list[int]] = field(default_factory=dict)  # storage -> indices of operations
+
+    def add(self, run: Callable[..., Any], args: Any, kwargs: Any, result: Any, written: list[Tensor], random: bool) -> None:
+        inputs = [item for item in tree_flatten((args, kwargs))[0] if isinstance(item, Tensor)]
+        results = [item for item in tree_flatten(result)[0] if isinstance(item, Tensor)]
+        reads = [_storage(item) for item in inputs]
+        writes = [_storage(item) for item in written] + [made for item in results if (made := _storage(item)) not in reads]
+        if writes:  # the others are views
+            for storage in set(writes):
+                self.writers.setdefault(storage, []).append(len(self.operations))
+            self.operations.append(Operation(run, args, kwargs, results, reads, writes, random))
+
+    def leading_to(self, storage: int) -> list[Operation]:
+        """The operations that the content of `storage` depends on, in order."""
+        found: set[int] = set()
+        wanted, seen = [storage], {storage}
+        while wanted:
+            for index in self.writers.get(wanted.pop(), []):
+                if index not in found:
+                    found.add(index)
+                    new = set(self.operations[index].reads + self.operations[index].writes) - seen
+                    seen |= new
+                    wanted += new
+        return [self.operations[index] for index in sorted(found)]
+
+
+class _Operations(TorchDispatchMode):
+    def __init__(self, tape: Tape):
+        super().__init__()
+        self.tape = tape
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        written = [
+            value
+            for argument, value in zip(func._schema.arguments, args, strict=False)
+            if argument.alias_info is not None and argument.alias_info.is_write and isinstance(value, Tensor)
+        ]
+        written += [value for name, value in kwargs.items() if name == "out" and isinstance(value, Tensor)]
+        self.tape.add(func, args, kwargs, result, written, torch.Tag.nondeterministic_seeded in func.tags)
+        return result
+
+
+class _Constants(TorchFunctionMode):
+    """Numbers that the constructor brings along are kept, and the functions of torch.nn.init do not skip their work on meta tensors."""
+
+    def __init__(self, tape: Tape):
+        super().__init__()
+        self.tape = tape
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is IS_META:
+            return False
+        if func not in FROM_VALUES or (isinstance(args[0], Tensor) if args else True):
+            return func(*args, **kwargs)
+        real = func(*args, **kwargs) if func is torch.from_numpy else func(*args, **{**kwargs, "device": "cpu"})
+        stand_in = torch.empty_strided(real.size(), real.stride(), dtype=real.dtype, device="meta")
+        self.tape.add(lambda: real.detach().clone(), (), {}, stand_in, [stand_in], random=False)
+        return stand_in.requires_grad_(real.requires_grad)
+
+
+@contextlib.contextmanager
+def _whole_trunc_normal(tape: Tape) -> Iterator[None]:
+    """Record trunc_normal_ as one operation: since torch 2.13 it draws until all values fit, which a meta tensor cannot tell."""
+    original = nn.init._no_grad_trunc_normal_
+
+    def record(tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        tape.add(original, (tensor, *args), kwargs, tensor, [tensor], random=True)
+        return tensor
+
+    nn.init._no_grad_trunc_normal_ = record
+    try:
+        yield
+    finally:
+        nn.init._no_grad_trunc_normal_ = original
+
+
+@dataclass
+class Weights:
+    """Where the initial values of a model come from."""
+
+    tape: Tape
+    origins: dict[str, Tensor]  # name -> the tensor as the constructor left it: on meta, or real
+
+    def draw(self, name: str) -> Tensor:
+        """The whole initial tensor of one parameter or buffer, on the CPU."""
+        origin = self.origins[name]
+        if not origin.is_meta:
+            return origin.detach()
+        made: dict[int, Tensor] = {}  # storage -> all of it, one-dimensional
+
+        def real(item: Any) -> Any:
+            if isinstance(item, torch.device):
+                return torch.device("cpu")
+            return _view(made[_storage(item)], item) if isinstance(item, Tensor) and item.is_meta else item
+
+        with torch.random.fork_rng(devices=[]), torch.no_grad():
+            for operation in self.tape.leading_to(_storage(origin)):
+                if operation.random:
+                    torch.default_generator.manual_seed(operation.seed)
+                result = operation.run(*tree_map(real, operation.args), **tree_map(real, operation.kwargs))
+                results = [item for item in tree_flatten(result)[0] if isinstance(item, Tensor)]
+                for stand_in, value in zip(operation.results, results, strict=True):
+                    if _storage(stand_in) not in made:
+                        made[_storage(stand_in)] = _all_of(value, stand_in)
+        return _view(made[_storage(origin)], origin)
+
+
+def _view(whole: Tensor, like: Tensor) -> Tensor:
+    return whole.as_strided(like.size(), like.stride(), like.storage_offset())
+
+
+def _all_of(value: Tensor, stand_in: Tensor) -> Tensor:
+    """All elements in the storage of `value`, laid out as in that of `stand_in`."""
+    if value.stride() != stand_in.stride() or value.storage_offset() != stand_in.storage_offset():
+        value = torch.empty_strided(stand_in.size(), stand_in.stride(), dtype=value.dtype).copy_(value)
+    return value.as_strided((value.untyped_storage().nbytes() // value.element_size(),), (1,), 0)
+
+
+def named_tensors(model: nn.Module) -> dict[str, Tensor]:
+    """Parameters and buffers under the model's own names; a tied one under its first."""
+    return {**dict(model.named_parameters()), **dict(model.named_buffers())}
+
+
+def record(build: Callable[[], nn.Module], seed: int) -> tuple[nn.Module, Weights, bool]:
+    """The model that `build` makes, on the meta device, where its weights come from, and whether that went as above.
+
+    A constructor that looks at the values of its tensors cannot be recorded: it is then run for real, whole, from `seed`.
+    """
+    tape = Tape()
+    try:
+        with torch.device("meta"), _whole_trunc_normal(tape), _Constants(tape), _Operations(tape):
+            model = build()
+        recorded = True
+    except (RuntimeError, NotImplementedError):
+        tape, recorded = Tape(), False
+        with torch.random.fork_rng(devices=[]):
+            torch.default_generator.manual_seed(derive(seed, "model"))
+            model = build()
+    if not isinstance(model, nn.Module):
+        raise TaskError(f"model() must return a torch.nn.Module, got {type(model).__name__}")
+    origins = {name: tensor.detach() for name, tensor in named_tensors(model).items()}
+    for name, origin in origins.items():
+        for place, operation in enumerate(tape.leading_to(_storage(origin))):
+            if operation.random and not operation.seed:
+                operation.seed = derive(seed, "weights", name, place)
+    return (model if recorded else model.to("meta")), Weights(tape, origins), recorded
+
+
+def fill_(model: nn.Module, weights: Weights, device: torch.device, pretrained: Path | None = None) -> None:
+    """Give a model on the meta device, laid out or not, its storage and its initial values. No communication."""
+    ties = _ties(model)
+    model.to_empty(device=device)
+    for first, *others in ties.values():
+        for module, key in others:
+            setattr(module, key, getattr(*first))
+    loaded = _Pretrained(pretrained, model) if pretrained is not None else None
+    with torch.no_grad():
+        for name, tensor in named_tensors(model).items():
+            whole = loaded.read(name) if loaded is not None and name in loaded.names else weights.draw(name)
+            if isinstance(tensor, DTensor):
+                cut = distribute_tensor(whole.to(device), tensor.device_mesh, tensor.placements, src_data_rank=None)
+                tensor.to_local().copy_(cut.to_local())
+            else:
+                tensor.copy_(whole)
+
+
+def _ties(model: nn.Module) -> dict[int, list[tuple[nn.Module, str]]]:
+    """The places of each parameter: `to_empty` makes a new one for each."""
+    places: dict[int, list[tuple[nn.Module, str]]] = {}
+    for module in model.modules():
+        for key, parameter in module._parameters.items():
+            if parameter is not None:
+                places.setdefault(id(parameter), []).append((module, key))
+    return places
+
+
+def aliases(model: nn.Module) -> dict[str, str]:
+    """Other names of tied parameters -> the first name."""
+    first: dict[int, str] = {}
+    return {
+        name: first[id(parameter)]
+        for name, parameter in model.named_parameters(remove_duplicate=False)
+        if first.setdefault(id(parameter), name) != name
+    }
+
+
+class _Pretrained:
+    def __init__(self, path: Path, model: nn.Module):
+        from safetensors import SafetensorError, safe_open
+
+        try:
+            self.file = safe_open(path, framework="pt")
+        except (OSError, SafetensorError) as error:
+            raise TaskError(f"cannot read the pretrained weights {path}: {error}") from error
+        own, tied = named_tensors(model), aliases(model)
+        self.names: dict[str, str] = {}  # name in the model -> name in the file
+        for key in self.file.keys():  # noqa: SIM118 (no mapping)
+            name = tied.get(key, key)
+            if name not in own:
+                raise TaskError(f"{path} has weights {key}, which the model lacks{nearest(key, own)}")
+            shape = tuple(self.file.get_slice(key).get_shape())
+            if shape != tuple(own[name].shape):
+                raise TaskError(f"{path}: {key} has shape {shape}, the model's has {tuple(own[name].shape)}")
+            self.names.setdefault(name, key)
+
+    def read(self, name: str) -> Tensor:
+        return self.file.get_tensor(self.names[name])

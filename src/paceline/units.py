@@ -1,0 +1,42 @@
+"""Numbers as people write them: bytes, seconds, counts, rates. GB is 10⁹ bytes and GiB is 2³⁰, never mixed."""
+
+import re
+
+_BYTES = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
+
+
+def parse_bytes(text: str) -> int:
+    """`"80 GiB"` -> 85899345920. Raises ValueError for what is not a number and a unit."""
+    match = re.fullmatch(r"\s*([0-9.]+)\s*([A-Za-z]*)\s*", text)
+    unit = (match[2] or "B").upper() if match else ""
+    if not match or unit not in _BYTES:
+        raise ValueError(f"{text!r} is not a number of bytes; write it as '80 GiB' or '500 MB'")
+    return round(float(match[1]) * _BYTES[unit])
+
+
+def format_bytes(count: float) -> str:
+    """85899345920 -> `"80.0 GiB"`."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if abs(count) < 1024:
+            return f"{count:.0f} B" if unit == "B" else f"{count:.1f} {unit}"
+        count /= 1024
+    return f"{count:.1f} TiB"
+
+
+def format_seconds(seconds: float) -> str:
+    """0.0042 -> `"4.2 ms"`, 75 -> `"1:15"`, 7384 -> `"2:03:04"`."""
+    if seconds < 1:
+        return f"{seconds * 1e3:.1f} ms"
+    if seconds < 60:
+        return f"{seconds:.1f} s"
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+
+
+def format_count(count: float) -> str:
+    """1234567 -> `"1.23 M"`."""
+    for limit, unit in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if abs(count) >= limit:
+            return f"{count / limit:.3g} {unit}"
+    return f"{count:.4g}"
