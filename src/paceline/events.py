@@ -68,6 +68,7 @@ class Failed(Event):
     step: int  # the last step done
     rank: int | None = None
     lost_peer: bool = False  # this rank failed only because another one was gone
+    meant: bool = False  # an error of Paceline's own, whose message says all
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -122,9 +123,10 @@ def _drop_torn_line(file: int) -> None:
         os.ftruncate(file, size - len(tail) + tail.rfind(b"\n") + 1)
 
 
-def read(path: Path) -> Iterator[Event]:
-    """Events so far; a last line that is still being written is left for the next read."""
+def read(path: Path, position: int = 0) -> Iterator[Event]:
+    """Events so far, from a position in bytes on; a last line that is still being written is left for the next read."""
     with open(path) as file:
+        file.seek(position)
         for line in file:
             if line.endswith("\n"):
                 yield loads(line)
@@ -132,7 +134,7 @@ def read(path: Path) -> Iterator[Event]:
 
 def follow(path: Path, done: Callable[[], bool], poll_s: float = 0.1) -> Iterator[Event]:
     """Events as they come, those written before the call left out. Ends once `done()` holds and all is read."""
-    position = path.read_bytes().rfind(b"\n") + 1 if path.exists() else 0
+    position = end(path)
     while True:
         last = done()
         if path.exists():
@@ -144,3 +146,8 @@ def follow(path: Path, done: Callable[[], bool], poll_s: float = 0.1) -> Iterato
         if last:
             return
         time.sleep(poll_s)
+
+
+def end(path: Path) -> int:
+    """The position behind the last whole line."""
+    return path.read_bytes().rfind(b"\n") + 1 if path.exists() else 0

@@ -2,6 +2,7 @@
 
 import fcntl
 import getpass
+import itertools
 import json
 import os
 import platform
@@ -86,6 +87,13 @@ class RunFolder:
     def delete(self) -> None:
         shutil.rmtree(self.path)
 
+    def is_locked(self) -> bool:
+        try:
+            self.lock(wait_s=0).close()
+        except RunError:
+            return True
+        return False
+
     def lock(self, wait_s: float = 20.0) -> IO[str]:
         """Hold the run until the returned file is closed or this process ends. Raises RunError when another one holds it."""
         file = open(self.path / "lock", "a+")
@@ -105,29 +113,31 @@ class RunFolder:
         return file
 
 
-def create(path: str | None, task: str) -> RunFolder:
-    """Make a new run folder: `path`, or runs/TASK-TIME. Raises RunError when `path` exists."""
+def default_path(path: str | None, task: str) -> Path:
+    """Where a new run goes: `path`, or runs/TASK-TIME. Raises RunError when `path` exists."""
     if path is not None:
-        return _make(Path(path))
+        if Path(path).exists():
+            raise _exists(Path(path))
+        return Path(path)
     name = re.sub(r"\W+", "-", task.rpartition(":")[2]).strip("-").lower()
     stem = f"runs/{name}-{time.strftime('%Y%m%d-%H%M%S')}"
-    for suffix in ("", *(f"-{k}" for k in range(2, 1000))):
-        try:
-            return _make(Path(stem + suffix))
-        except RunError:
-            continue
-    raise RunError(f"{stem} and 999 more like it exist already; say another --run")
+    return next(found for k in itertools.count(1) if not (found := Path(stem + (f"-{k}" if k > 1 else ""))).exists())
 
 
-def _make(path: Path) -> RunFolder:
+def create(path: Path) -> RunFolder:
+    """Raises RunError when it exists or cannot be made."""
     try:
         path.mkdir(parents=True)
     except FileExistsError:
-        way_out = f"go on with it: paceline resume {path}" if (path / "spec.toml").exists() else "it is no run"
-        raise RunError(f"{path} exists already; say another --run ({way_out})") from None
+        raise _exists(path) from None
     except OSError as error:
         raise RunError(f"cannot make the run folder {path}: {error.strerror}") from error
     return RunFolder(path)
+
+
+def _exists(path: Path) -> RunError:
+    way_out = f"go on with it: paceline resume {path}" if (path / "spec.toml").exists() else "it is no run"
+    return RunError(f"{path} exists already; say another --run ({way_out})")
 
 
 def open_run(path: Path) -> RunFolder:

@@ -111,10 +111,11 @@ class Launch(Value):
     ranks: int | None = Field(None, ge=1)  # None: one a GPU, or one
     restarts: int = Field(0, ge=0)  # after a rank died, from the last checkpoint
     run: str | None = None  # folder; None: runs/TASK-TIME
+    device: Literal["cpu", "cuda"] | None = None  # None: CUDA where there is some
 
 
 def load(path: Path | None, overrides: Mapping[str, Any]) -> tuple[Spec, Launch]:
-    """Spec and Launch from a TOML file, with dotted keys (`optimizer.lr`) on top. Raises SpecError."""
+    """Spec and Launch from a TOML file, with dotted keys (`optimizer.lr`) on top; None takes a key back. Raises SpecError."""
     tree: dict[str, Any] = {}
     if path is not None:
         try:
@@ -130,7 +131,10 @@ def load(path: Path | None, overrides: Mapping[str, Any]) -> tuple[Spec, Launch]
             node = node.setdefault(name, {})
             if not isinstance(node, dict):
                 raise SpecError(f"{name}={node!r} has no keys below it, got {key}")
-        node[leaf] = value
+        if value is None:
+            node.pop(leaf, None)
+        else:
+            node[leaf] = value
     return build(tree)
 
 
@@ -158,6 +162,12 @@ def parse_overrides(items: Iterable[str]) -> dict[str, Any]:
             raise SpecError(f"--set {item!r} is not NAME=VALUE")
         found[key if "." in key else f"set.{key}"] = parse_value(text)
     return found
+
+
+def one_length(overrides: dict[str, Any]) -> dict[str, Any]:
+    """With a length among the overrides, whichever length stood below is taken back."""
+    asked = {key: overrides[key] for key in ("epochs", "steps") if key in overrides}
+    return overrides if len(asked) != 1 else {"epochs": None, "steps": None} | overrides
 
 
 def parse_value(text: str) -> Any:

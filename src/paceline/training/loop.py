@@ -54,7 +54,7 @@ def train(
     """
     world = world if world is not None else world_of()
     task = task if task is not None else tasks.load_task(spec.task, spec.set)
-    plan = (plan if plan is not None else Plan()).on(world.size)
+    plan = plan if plan is not None else Plan(dp=1) if world.size == 1 else Plan()
     here = choose_device(world, device)
     before = torch.get_num_threads()
     torch.set_num_threads(threads_per_rank(world.local_size, spec.threads))
@@ -76,7 +76,8 @@ class _Training:
     """What lives as long as one training on one rank."""
 
     def __init__(self, spec: Spec, plan: Plan, world: World, task: Task, run: RunFolder | None, device: torch.device, stop: Callable[[], bool]):
-        self.spec, self.plan, self.world, self.task, self.run, self.device, self.stop = spec, plan, world, task, run, device, stop
+        self.spec, self.world, self.task, self.run, self.device, self.stop = spec, world, task, run, device, stop
+        self.asked, self.plan = plan, plan.on(world.size)
         self.notes: list[str] = []
         self.part = Part(spec.batch, plan.micro, world.rank, world.size)
         share(spec.batch, plan, world.size)
@@ -211,7 +212,7 @@ class _Training:
     def _started(self) -> Started:
         return Started(
             task=self.spec.task,
-            plan=str(self.plan),
+            plan=str(self.asked),
             ranks=self.world.size,
             batch=self.spec.batch,
             step=self.first,
@@ -297,7 +298,7 @@ class _Training:
             samples=self.step * self.spec.batch,
             task=self.spec.task,
             set=self.spec.set,
-            plan=str(self.plan),
+            plan=str(self.asked),
             ranks=self.world.size,
             seed=self.spec.seed,
             loss_scale=asdict(self.update.loss_scale) if self.update.loss_scale is not None else None,

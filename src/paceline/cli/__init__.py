@@ -1,0 +1,51 @@
+"""The command line: one short file per command; each parses, calls and prints."""
+
+import sys
+
+import typer
+
+from paceline.cli import export, rank, resume, show, train
+from paceline.errors import Error
+
+app = typer.Typer(
+    name="paceline",
+    help="Plan, run and account for distributed PyTorch training: one task, any number of ranks, the same result.",
+    epilog="--debug behind any command shows where an error came from.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    rich_markup_mode="rich",
+)
+for command in (train, resume, show, export):
+    app.command()(getattr(command, command.__name__.rpartition(".")[2]))
+app.command(hidden=True)(rank.rank)
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        from importlib.metadata import version
+
+        print(f"paceline {version('paceline')}")
+        raise typer.Exit
+
+
+@app.callback()
+def _options(version: bool = typer.Option(False, "--version", callback=_version, is_eager=True, help="Print the version.")) -> None:
+    pass
+
+
+def main() -> None:
+    """The top of the command line: an error that is meant is one sentence and exit status 2."""
+    debug = "--debug" in sys.argv
+    sys.argv = [word for word in sys.argv if word != "--debug"]
+    try:
+        app()
+    except Error as error:
+        if debug:
+            raise
+        print(f"paceline: {error}", file=sys.stderr)
+        sys.exit(2)
+    except KeyboardInterrupt:
+        sys.exit(130)
+    except BrokenPipeError:  # paceline show … | head
+        sys.stderr.close()
+        sys.exit(141)

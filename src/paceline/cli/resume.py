@@ -1,0 +1,39 @@
+"""paceline resume: go on with a run, on other ranks or under another plan if need be."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from paceline import spec as specs
+from paceline.launch.world import world
+
+
+def resume(
+    run: Annotated[Path, typer.Argument(help="The run's folder.")],
+    ranks: Annotated[int | None, typer.Option(help="Processes on this machine. Default: as before.")] = None,
+    plan: Annotated[str | None, typer.Option(help="Default: as before.")] = None,
+    epochs: Annotated[float | None, typer.Option(help="Train until so many epochs in all.")] = None,
+    steps: Annotated[int | None, typer.Option(help="Train until so many steps in all.")] = None,
+    device: Annotated[str | None, typer.Option(help="cpu or cuda. Default: as before.")] = None,
+    restarts: Annotated[int | None, typer.Option(help="Start all ranks again so often after one died.")] = None,
+) -> None:
+    """Go on with a run from its last whole checkpoint, to the end that was asked for."""
+    from paceline.cli.start import check, start
+    from paceline.run import open_run
+
+    me, folder = world(), open_run(run)
+    flags = {"ranks": ranks, "plan": plan, "epochs": epochs, "steps": steps, "device": device, "restarts": restarts}
+    overrides = specs.one_length({key: value for key, value in flags.items() if value is not None})
+    if me.launcher is not None and ranks is None:
+        overrides["ranks"] = me.size
+    if plan is None and (ranks or me.size) > 1 and folder.request()[1].plan == "single":
+        overrides["plan"] = "ddp"
+    if plan is None and ranks == 1:
+        overrides["plan"] = "single"
+    spec, launch = specs.load(folder.spec, overrides)
+    launch = check(spec, launch, me)
+    if me.rank == 0:
+        folder.lock().close()  # nobody else is at it
+        folder.write_request(spec, launch)
+    start(spec, launch, me, folder)

@@ -1,0 +1,56 @@
+"""What `train` and `resume` share: check a request before anything starts, then become a rank or start some."""
+
+from typing import NoReturn
+
+import typer
+
+from paceline import task
+from paceline.errors import Error, LaunchError
+from paceline.launch.world import World
+from paceline.plan.plan import Plan, parse, share
+from paceline.run import RunFolder
+from paceline.spec import Launch, Spec
+
+
+def check(spec: Spec, launch: Launch, me: World) -> Launch:
+    """The launch with ranks and plan said. Raises the Error of what can be known to go wrong without starting anything."""
+    plan = parse(launch.plan) if launch.plan is not None else None
+    if me.launcher is not None and launch.ranks not in (None, me.size):
+        raise LaunchError(f"--ranks {launch.ranks}, but {me.launcher} started {me.size}; leave --ranks out, or start {launch.ranks} there")
+    task.load_task(spec.task, spec.set)
+    ranks = me.size if me.launcher is not None else launch.ranks or _devices(launch.device)
+    plan = plan if plan is not None else Plan(dp=1) if ranks == 1 else Plan()
+    share(spec.batch, plan.on(ranks), ranks)
+    return launch.model_copy(update={"ranks": ranks, "plan": str(plan)})
+
+
+def _devices(device: str | None) -> int:
+    import torch
+
+    return max(1, torch.cuda.device_count()) if device != "cpu" else 1
+
+
+def start(spec: Spec, launch: Launch, me: World, run: RunFolder | None) -> NoReturn:
+    """Train and exit with its status. `run`: the folder with the request; None: one is made with the first event."""
+    if me.launcher is not None or (launch.ranks == 1 and not launch.restarts):
+        from paceline.launch.rank import run_alone
+
+        raise typer.Exit(run_alone(spec, launch, me, run))
+    from paceline.launch import local
+
+    assert run is not None
+    assert launch.ranks is not None
+    new = not run.events.exists()
+    try:
+        status = local.start(run, launch.ranks, launch.restarts)
+    except Error:
+        if new and not _has_started(run):
+            run.delete()  # nothing half done
+        raise
+    raise typer.Exit(status)
+
+
+def _has_started(run: RunFolder) -> bool:
+    from paceline.events import Started, read
+
+    return run.events.exists() and any(isinstance(event, Started) for event in read(run.events))

@@ -1,0 +1,126 @@
+"""Start ranks on this machine through torchrun's elastic agent, and say clearly what became of them."""
+
+import contextlib
+import dataclasses
+import logging
+import os
+import signal
+import sys
+import threading
+
+import psutil
+from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
+from torch.distributed.elastic.multiprocessing.api import LogsDest
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.launcher.api import LaunchConfig, launch_agent
+
+from paceline import events
+from paceline.errors import Error, RankError
+from paceline.events import Failed, Started, Step
+from paceline.launch.rank import STOPPED
+from paceline.report.watch import watch
+from paceline.run import RunFolder
+
+LOG_LINES = 12  # of a dead rank, shown with its name
+
+
+class _RankLogs(DefaultLogsSpecs):
+    """Standard error of rank N goes to ranks/N.log; the rank sends its standard output there too."""
+
+    def __init__(self, run: RunFolder):
+        super().__init__(log_dir=os.devnull)
+        self._run = run
+
+    def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
+        attempt = int(envs[0]["TORCHELASTIC_RESTART_COUNT"])
+        logs = {rank: str(self._run.rank_log(rank, attempt)) for rank in envs}
+        return dataclasses.replace(super().reify(envs), stderrs=logs)
+
+
+def start(run: RunFolder, ranks: int, restarts: int) -> int:
+    """Train the request of `run` on so many ranks, showing what happens; returns the exit status.
+
+    A rank that dies is started again with all others, from the last good checkpoint, up to `restarts` times.
+    Raises the Error that ended the training, RankError for a rank that died without one.
+    """
+    run.ranks.mkdir(exist_ok=True)
+    for name in list(logging.root.manager.loggerDict):  # what the agent would say is said below, once
+        if name.startswith("torch.distributed"):
+            logging.getLogger(name).setLevel(logging.CRITICAL)
+    config = LaunchConfig(
+        min_nodes=1,
+        max_nodes=1,
+        nproc_per_node=ranks,
+        rdzv_backend="c10d",
+        rdzv_endpoint="127.0.0.1:0",  # 0: a free port
+        local_addr="127.0.0.1",
+        run_id=run.path.name,
+        max_restarts=restarts,
+        logs_specs=_RankLogs(run),
+        signals_to_handle="SIGTERM,SIGINT,SIGHUP",
+    )
+    before = events.end(run.events)
+    over = threading.Event()
+    watcher = threading.Thread(target=watch, args=(events.follow(run.events, over.is_set), run), daemon=True)
+    watcher.start()
+    failure: ChildFailedError | None = None
+    stopped: SignalException | None = None
+    try:
+        launch_agent(config, sys.executable, ["-m", "paceline", "rank", str(run.path)])
+    except ChildFailedError as error:
+        failure = error
+    except SignalException as error:
+        stopped = error
+    finally:
+        _end_children()
+        over.set()
+        watcher.join()
+    if stopped is not None:
+        return STOPPED
+    if failure is None:
+        return 0
+    if all(child.exitcode == STOPPED for child in failure.failures.values()):
+        return STOPPED
+    raise _cause(run, failure, before)
+
+
+def _end_children() -> None:
+    """After a second interrupt the agent leaves its ranks behind."""
+    for child in psutil.Process().children(recursive=True):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            child.kill()
+
+
+def _cause(run: RunFolder, failure: ChildFailedError, before: int) -> Error:
+    """The one rank that failed first, of those that failed with it."""
+    happened = list(events.read(run.events, before)) if run.events.exists() else []
+    told = {event.rank: event for event in happened if isinstance(event, Failed) and event.what == "run"}
+    meant = [event for event in told.values() if event.meant]
+    if meant:
+        return Error(meant[0].message)
+    # A rank that was killed said nothing, and neither did those that the agent then ended with SIGTERM.
+    silent = [
+        (rank, child)
+        for rank, child in failure.failures.items()
+        if child.exitcode < 0 and child.exitcode != -signal.SIGTERM and rank not in told
+    ]
+    own = [event for event in told.values() if not event.lost_peer]
+    step = max((event.step for event in happened if isinstance(event, (Started, Step))), default=0)
+    if silent:
+        rank, child = silent[0]
+        why = f"was killed by {signal.Signals(-child.exitcode).name}"
+    elif own:
+        rank, why = own[0].rank or 0, own[0].message
+    else:
+        rank, child = min(failure.failures.items(), key=lambda item: item[1].timestamp)
+        why = told[rank].message if rank in told else f"ended with exit status {child.exitcode}"
+    log = max(run.ranks.glob(f"{rank}.*log"), key=lambda path: path.stat().st_mtime, default=run.rank_log(rank))
+    lines = log.read_text(errors="replace").splitlines()[-LOG_LINES:] if log.exists() else []
+    end = "\n".join(f"  {line}" for line in lines)
+    kept = run.checkpoints()
+    way_out = f"go on from step {kept[-1]} with: paceline resume {run.path}" if kept else "no checkpoint was written yet"
+    message = f"rank {rank} {why if silent else 'failed: ' + why}, after step {step}; {way_out}"
+    with contextlib.closing(events.Writer(run.events)) as writer:
+        if silent:
+            writer.write(Failed(what="run", step=step, rank=rank, message=message))
+    return RankError(f"{message}\nThe end of {log}:\n{end}" if end else f"{message}\n{log} is empty")

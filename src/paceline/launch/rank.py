@@ -1,0 +1,152 @@
+"""What one rank does from its start to its end: train, write down what happens, and say why it fails."""
+
+import contextlib
+import os
+import re
+import signal
+import sys
+import traceback
+from collections.abc import Iterator
+from pathlib import Path
+from types import FrameType
+
+import torch.distributed as dist
+
+from paceline import events
+from paceline.errors import Error, RunError
+from paceline.events import Ended, Event, Failed, Started, Step
+from paceline.launch.world import World
+from paceline.plan.plan import parse
+from paceline.report.watch import watch
+from paceline.run import RunFolder, create, default_path, write_provenance
+from paceline.spec import Launch, Spec
+from paceline.training.loop import train
+from paceline.training.process import choose_device, process_group
+
+STOPPED = 75  # exit status of a training that was stopped and can go on: EX_TEMPFAIL of sysexits.h
+LOST_PEER = re.compile(r"connection (closed|reset|refused)|broken pipe|timed out|remote process exited|ncclRemoteError|ncclSystemError", re.I)
+
+
+class Interrupt:
+    """The first SIGINT or SIGTERM asks all ranks to save and stop; the second one ends this process at once."""
+
+    def __init__(self) -> None:
+        self.asked = False
+        self._parent = os.getppid()
+
+    def __enter__(self) -> "Interrupt":
+        self._before = {number: signal.signal(number, self._ask) for number in (signal.SIGINT, signal.SIGTERM)}
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._restore()
+
+    def _ask(self, number: int, frame: FrameType | None) -> None:
+        self.asked = True
+        self._restore()
+
+    def _restore(self) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def orphaned(self) -> bool:
+        """Its launcher was killed: nobody would notice, or clean up, if this rank went on."""
+        return os.getppid() != self._parent
+
+
+def run_started(run: RunFolder, world: World) -> int:
+    """A rank of our own launcher: the folder is there, the launcher shows what happens. Returns the exit status."""
+    os.dup2(2, 1)  # one log a rank
+    spec, launch = run.request()
+    with Interrupt() as interrupt:
+        with contextlib.closing(_recorded(spec, launch, world, run, interrupt, watched_by_launcher=True)) as happening:
+            for _ in happening:
+                pass
+        return STOPPED if interrupt.asked else 0
+
+
+def run_alone(spec: Spec, launch: Launch, world: World, run: RunFolder | None) -> int:
+    """A rank of somebody else's launcher, or the only one; rank 0 shows what happens. `run`: one to go on with; None: a new one.
+
+    Returns the exit status.
+    """
+    with Interrupt() as interrupt, process_group(world, choose_device(world, launch.device), spec.timeout_s, Path("runs")):
+        try:
+            if run is None:
+                run = RunFolder(Path(_agree_on_folder(launch, spec, world)))
+            happening = _recorded(spec, launch, world, run, interrupt, watched_by_launcher=False)
+            with contextlib.closing(happening):
+                if world.rank == 0:
+                    watch(happening, run)
+                else:
+                    for _ in happening:
+                        pass
+        except Error as error:
+            # One sentence for all ranks: the first one says it.
+            if not _first_to_fail(world):
+                sys.exit(2)
+            raise error
+        return STOPPED if interrupt.asked else 0
+
+
+def _agree_on_folder(launch: Launch, spec: Spec, world: World) -> str:
+    answer: list[str | None] = [None, None]
+    if world.rank == 0:
+        try:
+            answer[0] = str(default_path(launch.run, spec.task))
+        except RunError as error:
+            answer[1] = str(error)
+    if world.size > 1:
+        dist.broadcast_object_list(answer, src=0)
+    path, wrong = answer
+    if path is None:
+        raise RunError(wrong)
+    return path
+
+
+def _first_to_fail(world: World) -> bool:
+    if world.size == 1:
+        return True
+    with contextlib.suppress(RuntimeError):  # the store is gone with the rank that held it, which has spoken
+        return dist.distributed_c10d._get_default_store().add("paceline/failed", 1) == 1
+    return False
+
+
+def _recorded(
+    spec: Spec, launch: Launch, world: World, run: RunFolder, interrupt: Interrupt, watched_by_launcher: bool
+) -> Iterator[Event]:
+    """The events of the training, each written to the run before it is passed on; on all ranks, but rank 0 alone writes."""
+    plan = parse(launch.plan) if launch.plan is not None else None
+    writer: events.Writer | None = None
+    step = 0
+
+    def stop() -> bool:
+        return interrupt.asked or (watched_by_launcher and interrupt.orphaned())
+
+    with contextlib.ExitStack() as held:
+        try:
+            if run.path.exists() and world.rank == 0:
+                held.enter_context(run.lock())
+            for event in train(spec, plan, world, run=run, device=launch.device, stop=stop):
+                if world.rank == 0:
+                    if writer is None:
+                        if not run.path.exists():
+                            create(run.path)
+                            run.write_request(spec, launch.model_copy(update={"ranks": world.size, "run": None}))
+                            held.enter_context(run.lock())
+                        if not run.provenance.exists():
+                            write_provenance(run)
+                        writer = held.enter_context(contextlib.closing(events.Writer(run.events)))
+                    writer.write(event)
+                if isinstance(event, (Started, Step, Ended)):
+                    step = event.step
+                yield event
+        except Exception as error:  # the top of a rank: say why it ends, then let it end
+            lost_peer = isinstance(error, RuntimeError) and bool(LOST_PEER.search(str(error)))
+            message = str(error) if isinstance(error, Error) else f"{type(error).__name__}: {str(error).strip() or 'no message'}"
+            if run.path.exists():
+                with contextlib.closing(events.Writer(run.events)) as last_words:
+                    last_words.write(Failed(what="run", step=step, rank=world.rank, message=message, lost_peer=lost_peer, meant=isinstance(error, Error)))
+            if watched_by_launcher:
+                traceback.print_exc()
+            raise

@@ -1,0 +1,1 @@
+"""What happened in a run, for people; from its events alone."""

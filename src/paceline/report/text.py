@@ -1,0 +1,64 @@
+"""Summaries and events as text for a terminal."""
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from paceline.events import Ended, Evaluated, Event, Failed, Saved, Started, Step
+from paceline.report.summary import Summary
+from paceline.units import format_bytes, format_count, format_seconds
+
+
+def line(event: Event) -> str:
+    """One line for a log."""
+    match event:
+        case Started():
+            return headline(event)
+        case Step():
+            norm = f"{event.grad_norm:.3g}" if event.grad_norm is not None else "overflow, left out"
+            return f"step {event.step}  loss {event.loss:.4f}  grad norm {norm}  lr {event.lr:.3g}  {event.samples_per_s:,.0f} samples/s"
+        case Evaluated():
+            return f"step {event.step}  evaluated: {metrics(event.metrics)}"
+        case Saved():
+            return f"step {event.step}  saved {event.path}, {format_bytes(event.bytes)} in {format_seconds(event.seconds)}"
+        case Failed():
+            return f"step {event.step}  {'rank ' + str(event.rank) + ' failed: ' if event.what == 'run' else ''}{event.message}"
+        case Ended():
+            return f"step {event.step}  {event.reason}"
+    return type(event).__name__.lower()
+
+
+def headline(started: Started) -> str:
+    ranks = f"{started.ranks} rank{'s' * (started.ranks > 1)}"
+    threads = f"{started.threads} thread{'s' * (started.threads > 1)}"
+    task = started.task.rpartition("/")[2]
+    begin = f"from step {started.step} " if started.step else ""
+    return (
+        f"{task} with {format_count(started.parameters)} parameters: {begin}to step {started.steps}, batch {started.batch} of {started.samples:,} samples; "
+        f"plan {started.plan} on {ranks}, {started.device}, {started.precision}, {threads} each"
+    )
+
+
+def metrics(values: object) -> str:
+    return "  ".join(f"{name} {value:.4f}" for name, value in dict(values).items())  # type: ignore[call-overload]
+
+
+def closing(summary: Summary) -> RenderableType:
+    """The table at the end of a training."""
+    table = Table.grid(padding=(0, 2))
+    table.add_column(style="bold")
+    table.add_column()
+    if summary.first_loss is not None and summary.last_loss is not None:
+        table.add_row("loss", f"{summary.first_loss:.4f} → {summary.last_loss:.4f}")
+    for name, value in summary.metrics.items():
+        table.add_row(f"validation {name}", f"{value:.4f}")
+    if summary.samples_per_s is not None and summary.step_s is not None:
+        table.add_row("speed", f"{summary.samples_per_s:,.0f} samples/s, {format_seconds(summary.step_s)} a step (median)")
+    if summary.shares:
+        table.add_row("time", f"{format_seconds(summary.total_s)}: " + ", ".join(f"{name} {share:.0%}" for name, share in summary.shares.items()))
+    if summary.saved:
+        last = summary.saved[-1]
+        table.add_row("checkpoint", f"step {last.step}, {format_bytes(last.bytes)}, training stood still for {format_seconds(last.blocked_s)}")
+    notes = [Text(f"note: {note}", style="yellow") for note in (summary.started.notes if summary.started else ())]
+    lost = [Text(failure.message, style="red") for failure in summary.failures if failure.what == "save"]
+    return Group(table, *notes, *lost)

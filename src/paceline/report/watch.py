@@ -1,0 +1,132 @@
+"""Show a training while it runs: a progress bar on a terminal, plain lines elsewhere and in log.txt, scalars for TensorBoard."""
+
+import contextlib
+import importlib.util
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, TextIO
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from paceline.events import Ended, Evaluated, Event, Failed, Started, Step
+from paceline.report.summary import summarize
+from paceline.report.text import closing, headline, line, metrics
+from paceline.run import RunFolder
+
+Show = Callable[[Event], None]
+LINES_S = 1.0  # at most one line of a step in so many seconds
+SCALARS_S = 0.1
+
+
+def watch(events: Iterator[Event], run: RunFolder, console: Console | None = None) -> None:
+    """Show events as they come, and a table once they end."""
+    console = console or Console(highlight=False, soft_wrap=not sys.stdout.isatty())
+    seen: list[Event] = []
+    with contextlib.ExitStack() as open_now:
+        shows: list[Show] = []
+        for event in events:
+            if not shows:
+                log = open_now.enter_context(open(run.log, "a", buffering=1))
+                shows = [_lines(lambda text, file=log: _log(text, file))]
+                shows.append(open_now.enter_context(_bar(console, run)) if console.is_terminal else _lines(console.print))
+                if importlib.util.find_spec("tensorboard") is not None:
+                    shows.append(open_now.enter_context(_scalars(run.tensorboard)))
+            seen.append(event)
+            for show in shows:
+                show(event)
+    if any(isinstance(event, Step) for event in seen):
+        console.print(closing(summarize(seen)))
+    if any(isinstance(event, Started) for event in seen):
+        stopped = any(isinstance(event, Ended) and event.reason == "stopped" for event in seen)
+        console.print(f"[bold]run[/]  {run.path}" + (f"   stopped; go on with: paceline resume {run.path}" if stopped else ""))
+
+
+def _log(text: str, file: TextIO) -> None:
+    with contextlib.suppress(OSError):  # a full disk: the run goes on
+        print(time.strftime("%H:%M:%S"), text, file=file)
+
+
+def _lines(write: Callable[[str], Any]) -> Show:
+    last = float("-inf")
+
+    def show(event: Event) -> None:
+        nonlocal last
+        if isinstance(event, Step):
+            if event.time - last < LINES_S:
+                return
+            last = event.time
+        write(line(event))
+        for note in event.notes if isinstance(event, Started) else ():
+            write(f"note: {note}")
+
+    return show
+
+
+@contextlib.contextmanager
+def _bar(console: Console, run: RunFolder) -> Iterator[Show]:
+    columns = (
+        BarColumn(bar_width=24),
+        MofNCompleteColumn(),
+        TextColumn("loss {task.fields[loss]}"),
+        TextColumn("{task.fields[speed]} samples/s"),
+        TimeRemainingColumn(),
+        TextColumn("[dim]{task.fields[metrics]}"),
+    )
+    with Progress(*columns, console=console, refresh_per_second=5) as progress:
+        bar = progress.add_task("", start=False, visible=False, loss="", speed="", metrics="")
+        last = 0.0
+
+        def show(event: Event) -> None:
+            nonlocal last
+            match event:
+                case Started():
+                    console.print(headline(event))
+                    for note in event.notes:
+                        console.print(f"[yellow]note: {note}")
+                    progress.reset(bar, total=event.steps, completed=event.step, visible=True)
+                case Step():
+                    if event.time - last < SCALARS_S and event.step != progress.tasks[0].total:
+                        return
+                    last = event.time
+                    progress.update(bar, completed=event.step, loss=f"{event.loss:.4f}", speed=f"{event.samples_per_s:,.0f}")
+                case Evaluated():
+                    progress.update(bar, metrics=metrics({name: value for name, value in event.metrics.items() if name != "loss"}))
+                case Failed() if event.what == "save":
+                    console.print(f"[red]{event.message}")
+
+        yield show
+
+
+@contextlib.contextmanager
+def _scalars(folder: Path) -> Iterator[Show]:
+    """At most ten points a second, so that a training of short steps is not held up."""
+    writer: Any = None
+    last = 0.0
+
+    def show(event: Event) -> None:
+        nonlocal writer, last
+        if not isinstance(event, (Step, Evaluated)) or (isinstance(event, Step) and event.time - last < SCALARS_S):
+            return
+        if writer is None:  # imported late: the first step does not wait for it
+            from torch.utils.tensorboard import SummaryWriter
+
+            writer = SummaryWriter(folder)
+        if isinstance(event, Evaluated):
+            values: dict[str, float | None] = {f"validation/{name}": value for name, value in event.metrics.items()}
+        else:
+            last = event.time
+            values = {f"train/{name}": getattr(event, name) for name in ("loss", "grad_norm", "lr", "samples_per_s")}
+        with contextlib.suppress(OSError):
+            for name, value in values.items():
+                if value is not None:
+                    writer.add_scalar(name, value, event.step, walltime=event.time)
+
+    try:
+        yield show
+    finally:
+        if writer is not None:
+            with contextlib.suppress(OSError):
+                writer.close()
