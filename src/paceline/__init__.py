@@ -5,12 +5,12 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from paceline.errors import Error as Error
+    from paceline.launch.world import World as World
     from paceline.plan.plan import Plan as Plan
     from paceline.run import RunFolder as RunFolder
     from paceline.spec import Spec as Spec
     from paceline.task import Layout as Layout
     from paceline.task import Task as Task
-    from paceline.launch.world import World as World
     from paceline.training.loop import train as train
 
 # Imported when they are first used: `train` takes torch with it, which takes a second.

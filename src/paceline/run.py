@@ -25,13 +25,13 @@ from paceline.spec import Launch, Spec
 class RunFolder:
     """A run is a folder of plain files:
 
-        spec.toml         the request, resolved; `paceline train spec.toml` starts the like again
-        provenance.json   where it came from: git revision, versions, host, command
-        events.jsonl      what happened, append only
-        log.txt           the same for people
-        ckpt/step_N/      complete checkpoints; whatever else lies in ckpt/ is not one
-        ranks/N.log       what rank N wrote on its standard output and error
-        tensorboard/      scalars
+    spec.toml         the request, resolved; `paceline train spec.toml` starts the like again
+    provenance.json   where it came from: git revision, versions, host, command
+    events.jsonl      what happened, append only
+    log.txt           the same for people
+    ckpt/step_N/      complete checkpoints; whatever else lies in ckpt/ is not one
+    ranks/N.log       what rank N wrote on its standard output and error
+    tensorboard/      scalars
     """
 
     path: Path
@@ -96,7 +96,7 @@ class RunFolder:
 
     def lock(self, wait_s: float = 20.0) -> IO[str]:
         """Hold the run until the returned file is closed or this process ends. Raises RunError when another one holds it."""
-        file = open(self.path / "lock", "a+")
+        file = open(self.path / "lock", "a+")  # noqa: SIM115 (open as long as the lock is held)
         deadline = time.monotonic() + wait_s
         while True:
             try:
@@ -105,7 +105,9 @@ class RunFolder:
             except OSError:
                 if time.monotonic() > deadline:
                     file.seek(0)
-                    raise RunError(f"{self.path} is being trained by {file.read().strip() or 'another process'}; wait for it or end it") from None
+                    raise RunError(
+                        f"{self.path} is being trained by {file.read().strip() or 'another process'}; wait for it or end it"
+                    ) from None
                 time.sleep(0.2)
         file.truncate(0)
         file.write(f"process {os.getpid()} on {platform.node()}")

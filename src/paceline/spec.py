@@ -1,6 +1,7 @@
 """What is wanted of a training: frozen values, read from TOML, overridden by `key=value`; nothing is repaired in silence."""
 
 import difflib
+import re
 import tomllib
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -51,7 +52,9 @@ class Schedule(Value):
     @model_validator(mode="after")
     def _step_needs_every(self) -> Self:
         if (self.name == "step") != (self.every is not None):
-            raise ValueError(f"schedule.every (samples between two decays) belongs to name='step', got name={self.name!r}, every={self.every}")
+            raise ValueError(
+                f"schedule.every (samples between two decays) belongs to name='step', got name={self.name!r}, every={self.every}"
+            )
         return self
 
 
@@ -197,7 +200,7 @@ def explain(error: ValidationError, known: list[str], what: str = "key") -> str:
         return str(first["ctx"]["error"])
     if first["type"] == "missing":
         return f"{what} {key} has no value; give it with --set {key}=VALUE"
-    message = first["msg"].replace("Input should be", "must be").replace("valid ", "")
+    message = re.sub(r"a valid (?=[aeiou])", "an ", first["msg"].replace("Input should be", "must be")).replace("a valid ", "a ")
     return f"{key} {message}, got {first['input']!r}"
 
 

@@ -6,14 +6,14 @@ import dataclasses
 import importlib
 import importlib.util
 import inspect
+import json
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol, dataclass_transform
 
 from pydantic import ConfigDict, TypeAdapter, ValidationError
-from pydantic.errors import PydanticUserError
 
 from paceline.errors import TaskError
 from paceline.spec import explain, nearest
@@ -49,6 +49,7 @@ class Task:
     A subclass is a frozen dataclass: its fields are the hyper-parameters, set by `--set name=value`.
     """
 
+    __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(strict=True, arbitrary_types_allowed=True)
     __dataclass_fields__: ClassVar[dict[str, dataclasses.Field[Any]]]
 
     def __init_subclass__(cls, **options: Any):
@@ -110,11 +111,7 @@ def load_task(reference: str, fields: Mapping[str, Any]) -> Task:
         if name not in known:
             raise TaskError(f"{reference} has no field {name}{nearest(name, known)}")
     try:
-        adapter = TypeAdapter(kind, config=ConfigDict(strict=True, arbitrary_types_allowed=True))
-    except PydanticUserError:  # the class brings a configuration of its own
-        adapter = TypeAdapter(kind)
-    try:
-        return adapter.validate_python(dict(fields))
+        return TypeAdapter(kind).validate_json(json.dumps(dict(fields), default=str))  # as JSON, a list may be a tuple
     except ValidationError as error:
         raise TaskError(f"{reference}: {explain(error, known, 'field')}") from error
 
@@ -151,7 +148,7 @@ def reference_to(task: Task) -> str:
 def _load_file(path: Path) -> ModuleType:
     if not path.is_file():
         raise TaskError(f"there is no file {path}{_similar(path)}")
-    path = path.resolve()
+    shown, path = path, path.resolve()
     name = path.stem if importlib.util.find_spec(path.stem) is None else f"task_{path.stem}"
     for module in (sys.modules.get(path.stem), sys.modules.get(name)):
         if module is not None and getattr(module, "__file__", None) == str(path):
@@ -166,14 +163,14 @@ def _load_file(path: Path) -> ModuleType:
     try:
         spec.loader.exec_module(module)
     except SyntaxError as error:
-        raise TaskError(f"{path}, line {error.lineno}: {error.msg}") from error
+        raise TaskError(f"{shown}, line {error.lineno}: {error.msg}") from error
     except ImportError as error:
-        raise TaskError(f"{path} cannot be imported: {error}") from error
+        raise TaskError(f"{shown} cannot be imported: {error}") from error
     return module
 
 
 def _similar(path: Path) -> str:
-    beside: Sequence[str] = [str(found.relative_to(".") if not path.is_absolute() else found) for found in path.parent.glob("*.py")]
+    beside = [str(found) for found in path.parent.glob("*.py")]
     return nearest(str(path), beside[:50]) if beside else ""
 
 

@@ -6,7 +6,10 @@ from typing import Annotated
 import typer
 
 from paceline import spec as specs
+from paceline.errors import RunError
 from paceline.launch.world import world
+from paceline.run import RunFolder
+from paceline.spec import Spec
 
 
 def resume(
@@ -15,6 +18,7 @@ def resume(
     plan: Annotated[str | None, typer.Option(help="Default: as before.")] = None,
     epochs: Annotated[float | None, typer.Option(help="Train until so many epochs in all.")] = None,
     steps: Annotated[int | None, typer.Option(help="Train until so many steps in all.")] = None,
+    lr: Annotated[float | None, typer.Option(help="Another learning rate from here on.")] = None,
     device: Annotated[str | None, typer.Option(help="cpu or cuda. Default: as before.")] = None,
     restarts: Annotated[int | None, typer.Option(help="Start all ranks again so often after one died.")] = None,
 ) -> None:
@@ -23,7 +27,7 @@ def resume(
     from paceline.run import open_run
 
     me, folder = world(), open_run(run)
-    flags = {"ranks": ranks, "plan": plan, "epochs": epochs, "steps": steps, "device": device, "restarts": restarts}
+    flags = {"ranks": ranks, "plan": plan, "epochs": epochs, "steps": steps, "optimizer.lr": lr, "device": device, "restarts": restarts}
     overrides = specs.one_length({key: value for key, value in flags.items() if value is not None})
     if me.launcher is not None and ranks is None:
         overrides["ranks"] = me.size
@@ -33,7 +37,18 @@ def resume(
         overrides["plan"] = "single"
     spec, launch = specs.load(folder.spec, overrides)
     launch = check(spec, launch, me)
+    _refuse_done(folder, spec)
     if me.rank == 0:
         folder.lock().close()  # nobody else is at it
         folder.write_request(spec, launch)
     start(spec, launch, me, folder)
+
+
+def _refuse_done(folder: RunFolder, spec: Spec) -> None:
+    from paceline.events import read
+    from paceline.report.summary import summarize
+
+    started = summarize(read(folder.events)).started if folder.events.exists() else None
+    done = max(folder.checkpoints(), default=0)
+    if started is not None and done >= spec.total_steps(started.samples):
+        raise RunError(f"{folder.path} is done: it was trained to step {done}; go further with --epochs or --steps")

@@ -25,14 +25,14 @@ def show(run: Annotated[Path, typer.Argument(help="The run's folder.")]) -> None
     if summary.ended is not None:
         state = f"{summary.ended.reason} at step {summary.ended.step}"
     elif folder.is_locked():
-        state = f"running, step {summary.steps}"
+        state = f"running, step {summary.steps} of {summary.started.steps}"
     else:
-        state = f"interrupted after step {summary.steps}; go on with: paceline resume {run}"
+        state = f"interrupted after step {summary.steps} of {summary.started.steps}; go on with: paceline resume {run}"
     again = f", started {summary.starts} times" if summary.starts > 1 else ""
-    console.print(f"{state} of {summary.started.steps}{again}" if summary.ended is None else f"{state}{again}")
+    console.print(f"{state}{again}")
     console.print(closing(summary))
     for failure in summary.failures:
         if failure.what == "run" and not failure.lost_peer:
-            console.print(f"[red]{line(failure)}")
+            console.print(line(failure), style="red", markup=False)
     kept = folder.checkpoints()
     console.print(f"checkpoints kept: {', '.join(f'step {step}' for step in kept)}" if kept else "no checkpoint")

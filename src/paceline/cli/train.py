@@ -13,7 +13,9 @@ Option = typer.Option
 
 
 def train(
-    target: Annotated[str, typer.Argument(help="A built-in task (digits, mnist, text), my.py:Class, package.module:Class, or a run.toml.")] = "digits",
+    target: Annotated[
+        str, typer.Argument(help="A built-in task (digits, mnist, text), my.py:Class, package.module:Class, or a run.toml.")
+    ] = "digits",
     ranks: Annotated[int | None, Option(help="Processes on this machine. Default: one a GPU, or one.")] = None,
     plan: Annotated[str | None, Option(help="single, ddp, zero1, zero2, zero3, hsdp, or key=value: zero=3,replicate=2,micro=4.")] = None,
     batch: Annotated[int | None, Option(help="Samples of the global batch, over all ranks.")] = None,
@@ -21,7 +23,9 @@ def train(
     steps: Annotated[int | None, Option(help="Length in steps, instead of --epochs.")] = None,
     lr: Annotated[float | None, Option(help="Learning rate. Default: 0.001.")] = None,
     seed: Annotated[int | None, Option(help="Of weights, order of samples and dropout.")] = None,
-    set: Annotated[list[str] | None, Option(metavar="NAME=VALUE", help="A field of the task, or a dotted key such as optimizer.momentum.")] = None,
+    set: Annotated[
+        list[str] | None, Option(metavar="NAME=VALUE", help="A field of the task, or a dotted key such as optimizer.momentum.")
+    ] = None,
     optimizer: Annotated[str | None, Option(help="adamw or sgd.")] = None,
     schedule: Annotated[str | None, Option(help="constant, cosine, linear or step.")] = None,
     clip: Annotated[float | None, Option(help="Largest norm of the whole gradient.")] = None,
@@ -70,8 +74,8 @@ def start_new(spec: Spec, launch: Launch, me: World) -> None:
     from paceline.cli.start import check, start
     from paceline.run import create, default_path
 
-    spec = spec.model_copy(update={"task": task.resolve(spec.task)})
     launch = check(spec, launch, me)
+    spec = spec.model_copy(update={"task": task.resolve(spec.task)})
     if me.launcher is not None or (launch.ranks == 1 and not launch.restarts):
         start(spec, launch, me, None)
         return

@@ -21,7 +21,7 @@ from paceline.launch.rank import STOPPED
 from paceline.report.watch import watch
 from paceline.run import RunFolder
 
-LOG_LINES = 12  # of a dead rank, shown with its name
+LOG_LINES = 20  # of a dead rank, shown with its name
 
 
 class _RankLogs(DefaultLogsSpecs):

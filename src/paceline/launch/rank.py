@@ -5,8 +5,7 @@ import os
 import re
 import signal
 import sys
-import traceback
-from collections.abc import Iterator
+from collections.abc import Generator
 from pathlib import Path
 from types import FrameType
 
@@ -24,7 +23,9 @@ from paceline.training.loop import train
 from paceline.training.process import choose_device, process_group
 
 STOPPED = 75  # exit status of a training that was stopped and can go on: EX_TEMPFAIL of sysexits.h
-LOST_PEER = re.compile(r"connection (closed|reset|refused)|broken pipe|timed out|remote process exited|ncclRemoteError|ncclSystemError", re.I)
+LOST_PEER = re.compile(
+    r"connection (closed|reset|refused)|broken pipe|timed out|remote process exited|ncclRemoteError|ncclSystemError", re.I
+)
 
 
 class Interrupt:
@@ -114,7 +115,7 @@ def _first_to_fail(world: World) -> bool:
 
 def _recorded(
     spec: Spec, launch: Launch, world: World, run: RunFolder, interrupt: Interrupt, watched_by_launcher: bool
-) -> Iterator[Event]:
+) -> Generator[Event]:
     """The events of the training, each written to the run before it is passed on; on all ranks, but rank 0 alone writes."""
     plan = parse(launch.plan) if launch.plan is not None else None
     writer: events.Writer | None = None
@@ -146,7 +147,7 @@ def _recorded(
             message = str(error) if isinstance(error, Error) else f"{type(error).__name__}: {str(error).strip() or 'no message'}"
             if run.path.exists():
                 with contextlib.closing(events.Writer(run.events)) as last_words:
-                    last_words.write(Failed(what="run", step=step, rank=world.rank, message=message, lost_peer=lost_peer, meant=isinstance(error, Error)))
-            if watched_by_launcher:
-                traceback.print_exc()
+                    last_words.write(
+                        Failed(what="run", step=step, rank=world.rank, message=message, lost_peer=lost_peer, meant=isinstance(error, Error))
+                    )
             raise

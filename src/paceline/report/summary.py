@@ -50,7 +50,9 @@ def summarize(events: Iterable[Event]) -> Summary:
                 failures.append(event)
             case Ended():
                 ended = event
-    warm = [step for number, step in sorted(steps.items()) if number > (started[-1].step if started else 0) + WARM_UP_STEPS] or list(steps.values())
+    warm = [step for number, step in sorted(steps.items()) if number > (started[-1].step if started else 0) + WARM_UP_STEPS] or list(
+        steps.values()
+    )
     step_s = sum(step.step_s for step in steps.values())
     data_s = sum(step.data_s for step in steps.values())
     saving_s = sum(event.blocked_s for event in saved)

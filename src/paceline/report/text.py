@@ -22,7 +22,8 @@ def line(event: Event) -> str:
         case Saved():
             return f"step {event.step}  saved {event.path}, {format_bytes(event.bytes)} in {format_seconds(event.seconds)}"
         case Failed():
-            return f"step {event.step}  {'rank ' + str(event.rank) + ' failed: ' if event.what == 'run' else ''}{event.message}"
+            who = "" if event.what == "save" or event.message.startswith("rank ") else f"rank {event.rank}: "
+            return f"step {event.step}  {who}{event.message}"
         case Ended():
             return f"step {event.step}  {event.reason}"
     return type(event).__name__.lower()
@@ -34,7 +35,8 @@ def headline(started: Started) -> str:
     task = started.task.rpartition("/")[2]
     begin = f"from step {started.step} " if started.step else ""
     return (
-        f"{task} with {format_count(started.parameters)} parameters: {begin}to step {started.steps}, batch {started.batch} of {started.samples:,} samples; "
+        f"{task} with {format_count(started.parameters)} parameters: {begin}to step {started.steps}, "
+        f"batch {started.batch} of {started.samples:,} samples; "
         f"plan {started.plan} on {ranks}, {started.device}, {started.precision}, {threads} each"
     )
 
@@ -55,10 +57,14 @@ def closing(summary: Summary) -> RenderableType:
     if summary.samples_per_s is not None and summary.step_s is not None:
         table.add_row("speed", f"{summary.samples_per_s:,.0f} samples/s, {format_seconds(summary.step_s)} a step (median)")
     if summary.shares:
-        table.add_row("time", f"{format_seconds(summary.total_s)}: " + ", ".join(f"{name} {share:.0%}" for name, share in summary.shares.items()))
+        table.add_row(
+            "time", f"{format_seconds(summary.total_s)}: " + ", ".join(f"{name} {share:.0%}" for name, share in summary.shares.items())
+        )
     if summary.saved:
         last = summary.saved[-1]
-        table.add_row("checkpoint", f"step {last.step}, {format_bytes(last.bytes)}, training stood still for {format_seconds(last.blocked_s)}")
+        table.add_row(
+            "checkpoint", f"step {last.step}, {format_bytes(last.bytes)}, training stood still for {format_seconds(last.blocked_s)}"
+        )
     notes = [Text(f"note: {note}", style="yellow") for note in (summary.started.notes if summary.started else ())]
     lost = [Text(failure.message, style="red") for failure in summary.failures if failure.what == "save"]
     return Group(table, *notes, *lost)

@@ -5,6 +5,7 @@ import importlib.util
 import sys
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -30,21 +31,24 @@ def watch(events: Iterator[Event], run: RunFolder, console: Console | None = Non
         for event in events:
             if not shows:
                 log = open_now.enter_context(open(run.log, "a", buffering=1))
-                shows = [_lines(lambda text, file=log: _log(text, file))]
-                shows.append(open_now.enter_context(_bar(console, run)) if console.is_terminal else _lines(console.print))
+                shows = [_lines(partial(_log, log))]
+                shows.append(open_now.enter_context(_bar(console)) if console.is_terminal else _lines(partial(_print, console)))
                 if importlib.util.find_spec("tensorboard") is not None:
                     shows.append(open_now.enter_context(_scalars(run.tensorboard)))
             seen.append(event)
             for show in shows:
                 show(event)
-    if any(isinstance(event, Step) for event in seen):
+    if seen and isinstance(seen[-1], Ended):
         console.print(closing(summarize(seen)))
-    if any(isinstance(event, Started) for event in seen):
-        stopped = any(isinstance(event, Ended) and event.reason == "stopped" for event in seen)
+        stopped = seen[-1].reason == "stopped"
         console.print(f"[bold]run[/]  {run.path}" + (f"   stopped; go on with: paceline resume {run.path}" if stopped else ""))
 
 
-def _log(text: str, file: TextIO) -> None:
+def _print(console: Console, text: str) -> None:
+    console.print(text, markup=False)
+
+
+def _log(file: TextIO, text: str) -> None:
     with contextlib.suppress(OSError):  # a full disk: the run goes on
         print(time.strftime("%H:%M:%S"), text, file=file)
 
@@ -58,6 +62,8 @@ def _lines(write: Callable[[str], Any]) -> Show:
             if event.time - last < LINES_S:
                 return
             last = event.time
+        if isinstance(event, Failed) and event.what == "run":
+            return  # whoever started the ranks says which of them was the cause
         write(line(event))
         for note in event.notes if isinstance(event, Started) else ():
             write(f"note: {note}")
@@ -66,7 +72,7 @@ def _lines(write: Callable[[str], Any]) -> Show:
 
 
 @contextlib.contextmanager
-def _bar(console: Console, run: RunFolder) -> Iterator[Show]:
+def _bar(console: Console) -> Iterator[Show]:
     columns = (
         BarColumn(bar_width=24),
         MofNCompleteColumn(),
@@ -83,9 +89,8 @@ def _bar(console: Console, run: RunFolder) -> Iterator[Show]:
             nonlocal last
             match event:
                 case Started():
-                    console.print(headline(event))
-                    for note in event.notes:
-                        console.print(f"[yellow]note: {note}")
+                    for text in (headline(event), *(f"note: {note}" for note in event.notes)):
+                        _print(console, text)
                     progress.reset(bar, total=event.steps, completed=event.step, visible=True)
                 case Step():
                     if event.time - last < SCALARS_S and event.step != progress.tasks[0].total:
@@ -95,7 +100,7 @@ def _bar(console: Console, run: RunFolder) -> Iterator[Show]:
                 case Evaluated():
                     progress.update(bar, metrics=metrics({name: value for name, value in event.metrics.items() if name != "loss"}))
                 case Failed() if event.what == "save":
-                    console.print(f"[red]{event.message}")
+                    console.print(event.message, style="red", markup=False)
 
         yield show
 

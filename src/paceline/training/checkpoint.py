@@ -10,6 +10,7 @@ import json
 import os
 import shutil
 import time
+import warnings
 import zlib
 from collections.abc import Mapping
 from concurrent.futures import Future
@@ -56,7 +57,7 @@ def model_tensors(model: nn.Module) -> dict[str, Tensor]:
 
 def tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
     """All the state that lies on this rank, by its name in a checkpoint."""
-    names = {parameter: name for name, parameter in model.named_parameters()}
+    names: dict[Tensor, str] = {parameter: name for name, parameter in model.named_parameters()}
     found = {f"model/{name}": tensor for name, tensor in model_tensors(model).items()}
     for parameter, state in local_optimizer(optimizer).state.items():
         found |= {f"optimizer/{names[parameter]}/{key}": value for key, value in state.items() if isinstance(value, Tensor)}
@@ -66,7 +67,7 @@ def tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Ten
 def written_here(found: Mapping[str, Tensor], rank: int, ranks: int) -> dict[str, Tensor]:
     """The part of the state that this rank writes: shards where they lie, what all ranks hold dealt out by size."""
     load = [0] * ranks
-    mine = {}
+    mine: dict[str, Tensor] = {}
     for key, tensor in sorted(found.items(), key=lambda item: (-item[1].numel(), item[0])):
         if isinstance(tensor, DTensor):
             mine[key] = tensor
@@ -311,7 +312,9 @@ def load_whole(path: Path) -> dict[str, Tensor]:
         for entry, meta in reader.read_metadata().state_dict_metadata.items()
         if entry.startswith("model/") and isinstance(meta, TensorStorageMetadata)
     }
-    load(wanted, storage_reader=reader, no_dist=True)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled", category=UserWarning)  # meant: one process
+        load(wanted, storage_reader=reader, no_dist=True)
     whole = {entry.removeprefix("model/"): tensor for entry, tensor in wanted.items()}
     return whole | {alias: whole[name].clone() for alias, name in index.tied.items() if name in whole}
 

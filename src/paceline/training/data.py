@@ -5,13 +5,15 @@ they are split into micro-batches, and each of these into one contiguous part a 
 """
 
 import itertools
+import math
 import random
 import traceback
-from collections.abc import Iterable, Iterator
+from collections.abc import Generator, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
@@ -22,11 +24,12 @@ from paceline.task import MapDataset, Task
 from paceline.training.seeds import derive
 
 Batch = Any
+Numbers = npt.NDArray[Any]  # of samples
 ROUNDS = 8
 CHUNK = 8192  # numbers shuffled at a time
 
 
-def shuffled(numbers: np.ndarray, samples: int, seed: int) -> np.ndarray:
+def shuffled(numbers: Numbers, samples: int, seed: int) -> Numbers:
     """Indices of the samples with these numbers (int64, any shape (n,)), when an epoch has `samples`.
 
     Each epoch is a permutation of its own: a Feistel network over a·b ≥ samples, walked on until it lands below `samples`
@@ -41,12 +44,14 @@ def shuffled(numbers: np.ndarray, samples: int, seed: int) -> np.ndarray:
     return indices
 
 
-def _permute(positions: np.ndarray, samples: int, key: int) -> np.ndarray:
-    a = np.uint64(max(1, int(np.ceil(np.sqrt(samples)))))
-    b = np.uint64(-(-samples // int(a)))
-    out, walking = positions.copy(), np.ones(len(positions), dtype=bool)
+def _permute(positions: Numbers, samples: int, key: int) -> Numbers:
+    root = max(1, math.isqrt(samples - 1) + 1)
+    a, b = np.uint64(root), np.uint64(-(-samples // root))
+    out: Numbers = positions.copy()
+    walking = np.ones(len(positions), dtype=bool)
     while walking.any():
-        left, right = out[walking] // b, out[walking] % b
+        left: Numbers = out[walking] // b
+        right: Numbers = out[walking] % b
         for turn in range(0, ROUNDS, 2):
             left = (left + _mix(right, key + turn) % a) % a
             right = (right + _mix(left, key + turn + 1) % b) % b
@@ -55,7 +60,7 @@ def _permute(positions: np.ndarray, samples: int, key: int) -> np.ndarray:
     return out.astype(np.int64)
 
 
-def _mix(values: np.ndarray, key: int) -> np.ndarray:
+def _mix(values: Numbers, key: int) -> Numbers:
     """splitmix64 (Steele, Lea and Flood, Fast splittable pseudorandom number generators, 2014)."""
     z = values + np.uint64(key * 0x9E3779B97F4A7C15 % 2**64)
     z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
@@ -77,7 +82,7 @@ class Part:
         """Samples of a micro-batch on this rank."""
         return self.batch // (self.micro * self.ranks)
 
-    def numbers(self, step: int) -> np.ndarray:
+    def numbers(self, step: int) -> Numbers:
         """Numbers of the samples of a step on this rank, shape (micro, share)."""
         first = step * self.batch + self.rank * self.share
         return first + np.arange(self.micro)[:, None] * (self.batch // self.micro) + np.arange(self.share)[None, :]
@@ -163,7 +168,7 @@ def open_dataset(task: Task, split: str) -> MapDataset | None:
 
 def batches(
     samples: Samples, parts: Iterable[tuple[list[int], list[int]]], device: torch.device, workers: int, prefetch: int
-) -> Iterator[Batch]:
+) -> Generator[Batch]:
     """The batches of `parts` on `device`, read ahead. Raises DataError for a sample that cannot be read."""
     loader: DataLoader[Any] = DataLoader(
         samples,  # type: ignore[arg-type]  # all that the loader asks of it is []

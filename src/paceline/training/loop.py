@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from paceline import task as tasks
-from paceline.errors import DataError, DivergedError, PlanError, RunError, SpecError
+from paceline.errors import DataError, DivergedError, PlanError, SpecError
 from paceline.events import Ended, Evaluated, Event, Failed, Saved, Started, Step
 from paceline.launch.world import World
 from paceline.launch.world import world as world_of
@@ -22,6 +22,7 @@ from paceline.run import RunFolder
 from paceline.spec import Spec, nearest
 from paceline.task import Task
 from paceline.training import checkpoint
+from paceline.training.batch_norm import over_all_ranks
 from paceline.training.data import Batch, Part, Samples, batches, open_dataset, training_parts
 from paceline.training.evaluate import evaluate
 from paceline.training.optim import check_schedule, factor, make_optimizer
@@ -75,7 +76,9 @@ WIDER = {torch.float32: torch.float64, torch.complex64: torch.complex128}
 class _Training:
     """What lives as long as one training on one rank."""
 
-    def __init__(self, spec: Spec, plan: Plan, world: World, task: Task, run: RunFolder | None, device: torch.device, stop: Callable[[], bool]):
+    def __init__(
+        self, spec: Spec, plan: Plan, world: World, task: Task, run: RunFolder | None, device: torch.device, stop: Callable[[], bool]
+    ):
         self.spec, self.world, self.task, self.run, self.device, self.stop = spec, world, task, run, device, stop
         self.asked, self.plan = plan, plan.on(world.size)
         self.notes: list[str] = []
@@ -120,9 +123,13 @@ class _Training:
         spec, plan, task, world, device = self.spec, self.plan, self.task, self.world, self.device
         model, weights, recorded = record(task.model, spec.seed)
         if not recorded:
-            self.notes.append("the model's constructor looks at values of its tensors, so each rank builds it whole before it keeps its share")
+            self.notes.append(
+                "the model's constructor looks at values of its tensors, so each rank builds it whole before it keeps its share"
+            )
         if spec.precision == "fp64":
             model._apply(lambda tensor: tensor.to(WIDER.get(tensor.dtype)))
+        if world.size > 1 and any(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in model.modules()):
+            model = over_all_ranks(model, device)
         pretrained = task.pretrained()
 
         def fill(laid_out: nn.Module) -> None:
@@ -130,8 +137,6 @@ class _Training:
 
         self.model = model  # under its own names
         laid_out = parallelize(model, task.layout(), plan, build_mesh(plan, device), fill, spec.compile)
-        if world.size > 1 and any(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in model.modules()):
-            self.notes.append("BatchNorm takes its statistics from the samples of each rank, not of the global batch")
         self.optimizer = make_optimizer(task, spec.optimizer, plan, model)
         check_splits(model, plan, self.optimizer)
         params = [parameter for parameter in model.parameters() if parameter.requires_grad]
@@ -159,8 +164,6 @@ class _Training:
             )
         self.first = index.step
         self.best = checkpoint.best_score(self.run, self.spec.save.best)
-        if self.first >= self.total and not self.world.restart:
-            raise RunError(f"{self.run.path} is done: step {self.first} of {self.total}; go further with --epochs or --steps")
         if self.update.loss_scale is not None and index.loss_scale is not None:
             self.update.loss_scale.scale = index.loss_scale["scale"]
             self.update.loss_scale.good_steps = int(index.loss_scale["good_steps"])
@@ -252,8 +255,11 @@ class _Training:
         what = f"the loss is {figures.loss}" if not math.isfinite(figures.loss) else f"the norm of the gradient is {figures.grad_norm}"
         before = f"the last finite loss was {self.last_loss:.6g}" if self.last_loss is not None else "there was no finite loss before"
         steps = self.run.checkpoints() if self.run is not None else []
-        way_out = f"go back to {self.run.checkpoint(steps[-1])}" if steps and self.run is not None else "no checkpoint was written yet"
-        return DivergedError(f"{what} at step {step}; {before}; {way_out}, with a smaller --lr, a warm-up or optimizer.clip")
+        if steps and self.run is not None:
+            way_out = f"go back to step {steps[-1]} with: paceline resume {self.run.path} --lr SMALLER"
+        else:
+            way_out = "no checkpoint was written yet; try a smaller --lr, --set schedule.warmup=SAMPLES or --clip NORM"
+        return DivergedError(f"{what} at step {step}; {before}; {way_out}")
 
     def _evaluation_is_due(self) -> bool:
         if self.validation is None:
@@ -268,7 +274,14 @@ class _Training:
         assert self.validation is not None
         began = time.perf_counter()
         self.metrics = evaluate(
-            self.task, self.update.model, self.validation, self.spec.batch, self.spec.precision, self.device, self.workers, self.spec.data.prefetch
+            self.task,
+            self.update.model,
+            self.validation,
+            self.spec.batch,
+            self.spec.precision,
+            self.device,
+            self.workers,
+            self.spec.data.prefetch,
         )
         self.evaluated_step = self.step
         return Evaluated(step=self.step, metrics=self.metrics, seconds=time.perf_counter() - began)
@@ -316,7 +329,11 @@ class _Training:
         if result.error is not None:
             kept = self.run.checkpoints()
             last = f"the last good one is step {kept[-1]}" if kept else "there is none yet"
-            yield Failed(what="save", step=result.index.step, message=f"checkpoint of step {result.index.step} was not written: {result.error}; {last}")
+            yield Failed(
+                what="save",
+                step=result.index.step,
+                message=f"checkpoint of step {result.index.step} was not written: {result.error}; {last}",
+            )
             return
         if self.world.rank == 0:
             checkpoint.prune(self.run, self.spec.save.keep, self.spec.save.best)
@@ -328,7 +345,12 @@ class _Training:
         if not isinstance(self.update.model, DistributedDataParallel):
             return 0.0 if self.world.size == 1 else None
         told = self.update.model._get_ddp_logging_data()
-        names = ("avg_forward_compute_time", "avg_backward_compute_time", "avg_backward_comm_time", "avg_backward_compute_comm_overlap_time")
+        names = (
+            "avg_forward_compute_time",
+            "avg_backward_compute_time",
+            "avg_backward_comm_time",
+            "avg_backward_compute_comm_overlap_time",
+        )
         forward, backward, comm, hidden = (told.get(name, 0) for name in names)
         exposed = max(0, comm - hidden)
         whole = forward + backward + exposed

@@ -65,7 +65,7 @@ def check_schedule(schedule: Schedule, total: int) -> None:
 
 
 def factor(schedule: Schedule, samples: int, total: int) -> float:
-    """Factor on the learning rate after so many of `total` samples. Warm-up rises to 1 over its samples, counting the first step's as begun."""
+    """Factor on the learning rate after so many of `total` samples. The warm-up rises in a line, not from 0 but from its first sample."""
     if samples < schedule.warmup:
         return (samples + 1) / (schedule.warmup + 1)
     if schedule.name == "step":
@@ -102,7 +102,11 @@ class Norm:
         for at in sorted(range(len(params)), key=lambda i: -params[i].numel()):
             parameter = params[at]
             if isinstance(parameter, DTensor) and any(isinstance(cut, Shard) for cut in parameter.placements):
-                copy = [i for i, cut in zip(parameter.device_mesh.get_coordinate() or (), parameter.placements, strict=True) if not isinstance(cut, Shard)]
+                copy = [
+                    i
+                    for i, cut in zip(parameter.device_mesh.get_coordinate() or (), parameter.placements, strict=True)
+                    if not isinstance(cut, Shard)
+                ]
                 self.counted_here[at] = not any(copy)
             else:
                 lightest = load.index(min(load))

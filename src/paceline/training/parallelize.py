@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from inspect import signature
+from typing import Any
 
 import torch
 from torch import nn
@@ -55,7 +56,7 @@ def replicate(model: nn.Module, find_unused: bool = False) -> DistributedDataPar
 
 
 # torch 2.13 has another name for it, and 2.11 only the old one.
-NO_BUFFER_SYNC = {
+NO_BUFFER_SYNC: dict[str, Any] = {
     "forward_sync_buffers" if "forward_sync_buffers" in signature(DistributedDataParallel).parameters else "broadcast_buffers": False
 }
 
@@ -79,9 +80,8 @@ def blocks(model: nn.Module, layout: Layout) -> list[nn.Module]:
             try:
                 module = model.get_submodule(path)
             except AttributeError:
-                raise TaskError(
-                    f"layout().blocks names {path!r}, which the model has not{nearest(path, [name for name, _ in model.named_modules() if name])}"
-                ) from None
+                known = [name for name, _ in model.named_modules() if name]
+                raise TaskError(f"layout().blocks names {path!r}, which the model has not{nearest(path, known)}") from None
             found += list(module.children()) if isinstance(module, (nn.ModuleList, nn.Sequential)) else [module]
     uses: dict[int, int] = {}
     for module in model.modules():

@@ -78,7 +78,8 @@ def _store(world: World, timeout_s: float, meeting_place: Path) -> dist.Store:
         return dist.HashStore()
     if world.launcher == "torchrun":
         store, _, _ = next(iter(dist.rendezvous("env://", world.rank, world.size, timeout=timeout)))
-        return store
+        # The agent keeps its store over restarts, and with it the addresses of ranks that are dead (torch 2.13).
+        return dist.PrefixStore(f"paceline/{world.restart}", store)
     if world.address is not None:
         host, _, port = world.address.rpartition(":")
         return dist.TCPStore(host, int(port), world.size, world.rank == 0, timeout)

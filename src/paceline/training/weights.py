@@ -31,6 +31,11 @@ def _storage(tensor: Tensor) -> int:
     return tensor.untyped_storage()._cdata
 
 
+def _as_now(item: Any) -> Any:
+    """A parameter may be given other data later (`model.double()`)."""
+    return item.detach() if isinstance(item, Tensor) else item
+
+
 @dataclass
 class Operation:
     run: Callable[..., Any]
@@ -56,6 +61,7 @@ class Tape:
         if writes:  # the others are views
             for storage in set(writes):
                 self.writers.setdefault(storage, []).append(len(self.operations))
+            args, kwargs, results = tree_map(_as_now, (args, kwargs, results))
             self.operations.append(Operation(run, args, kwargs, results, reads, writes, random))
 
     def leading_to(self, storage: int) -> list[Operation]:
@@ -151,7 +157,7 @@ class Weights:
                 result = operation.run(*tree_map(real, operation.args), **tree_map(real, operation.kwargs))
                 results = [item for item in tree_flatten(result)[0] if isinstance(item, Tensor)]
                 for stand_in, value in zip(operation.results, results, strict=True):
-                    if _storage(stand_in) not in made:
+                    if _storage(stand_in) not in operation.reads:
                         made[_storage(stand_in)] = _all_of(value, stand_in)
         return _view(made[_storage(origin)], origin)
 

@@ -1,0 +1,75 @@
+"""MNIST, or any images in its format: IDX files, gzipped or not, from a folder that the user names with --set folder=PATH."""
+
+import gzip
+import struct
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from paceline import Task
+from paceline.errors import DataError
+from paceline.tasks.digits import VALIDATION, Images
+
+SPLITS = {"train": "train", "validation": "t10k"}
+
+
+def read_idx(path: Path) -> Tensor:
+    """A tensor of bytes from an IDX file: two zero bytes, the type, the number of dims, the dims, the data (big-endian)."""
+    content = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
+    if content[:3] != b"\x00\x00\x08":
+        raise DataError(f"{path} is no IDX file of bytes: it begins with {content[:3].hex() or 'nothing'}, not with 000008")
+    shape = struct.unpack_from(f">{content[3]}I", content, 4)
+    data = np.frombuffer(content, dtype=np.uint8, offset=4 + 4 * len(shape))
+    if data.size != np.prod(shape):
+        raise DataError(f"{path} has {data.size} bytes of data where its shape {shape} needs {np.prod(shape)}")
+    return torch.from_numpy(data.reshape(shape).copy())
+
+
+def find(folder: Path, stem: str) -> Path | None:
+    return next(iter(sorted(folder.glob(f"{stem}*"))), None)
+
+
+class Mnist(Task):
+    """With the training and the test images in the folder, the latter are the validation split; with one of them, each fifth image is."""
+
+    folder: str = "mnist"
+    width: int = 32
+
+    def model(self) -> nn.Module:
+        return nn.Sequential(
+            nn.Conv2d(1, self.width, 3, padding=1),
+            nn.ReLU(),
+            nn.MaxPool2d(2),
+            nn.Conv2d(self.width, 2 * self.width, 3, padding=1),
+            nn.ReLU(),
+            nn.MaxPool2d(2),
+            nn.Flatten(),
+            nn.Linear(2 * self.width * 49, 4 * self.width),
+            nn.ReLU(),
+            nn.Linear(4 * self.width, 10),
+        )
+
+    def dataset(self, split: str) -> Images:
+        folder = Path(self.folder)
+        if not folder.is_dir():
+            raise DataError(f"there is no folder {folder}; name the one with the IDX files: --set folder=PATH")
+        found = {name: (find(folder, f"{stem}-images"), find(folder, f"{stem}-labels")) for name, stem in SPLITS.items()}
+        whole = {name: (read_idx(images), read_idx(labels)) for name, (images, labels) in found.items() if images and labels}
+        if not whole:
+            raise DataError(
+                f"{folder} has no IDX files (train-images…, train-labels…, t10k-images…, t10k-labels…); name another --set folder=PATH"
+            )
+        images, labels = whole.get(split) or next(iter(whole.values()))
+        if len(whole) == 1:
+            chosen = (torch.arange(len(labels)) % VALIDATION == 0) == (split == "validation")
+            images, labels = images[chosen], labels[chosen]
+        return Images(images.unsqueeze(1).float() / 255, labels.long())
+
+    def loss(self, output: Tensor, batch: tuple[Tensor, Tensor]) -> Tensor:
+        return F.cross_entropy(output, batch[1], reduction="none")
+
+    def metrics(self, output: Tensor, batch: tuple[Tensor, Tensor]) -> dict[str, Tensor]:
+        return {"accuracy": output.argmax(-1) == batch[1]}

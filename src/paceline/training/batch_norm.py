@@ -1,0 +1,56 @@
+"""BatchNorm over the samples of all ranks: torch's SyncBatchNorm on CUDA, and its like on the CPU, where torch's refuses to run."""
+
+from types import MethodType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+
+def over_all_ranks(model: nn.Module, device: torch.device) -> nn.Module:
+    """`model` with BatchNorm layers that see the samples of all ranks (of one micro-batch). Names and parameters stay as they are."""
+    if device.type == "cuda":
+        return nn.SyncBatchNorm.convert_sync_batchnorm(model)
+    for module in model.modules():
+        if isinstance(module, nn.modules.batchnorm._BatchNorm):
+            module.forward = MethodType(_forward, module)  # type: ignore[method-assign]
+    return model
+
+
+class _SumOverRanks(torch.autograd.Function):
+    """Each rank's loss depends on the sums, so their gradients are summed over the ranks too."""
+
+    @staticmethod
+    def forward(ctx: Any, value: Tensor) -> Tensor:
+        whole = value.clone()
+        dist.all_reduce(whole)
+        return whole
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return _SumOverRanks.forward(ctx, grad)
+
+
+def _forward(self: nn.modules.batchnorm._BatchNorm, x: Tensor) -> Tensor:
+    """x: (samples, channels, …). The variance is taken around the mean, in a second sum: E[x²] - E[x]² loses half of the digits."""
+    self._check_input_dim(x)
+    if not self.training and self.running_mean is not None:
+        return type(self).forward(self, x)
+    others = [dim for dim in range(x.dim()) if dim != 1]
+    shape = [1, -1] + [1] * (x.dim() - 2)
+    count = x.numel() // x.size(1) * dist.get_world_size()  # the ranks have equal shares of a batch
+    mean = _SumOverRanks.apply(x.sum(others)) / count
+    centered = x - mean.view(shape)
+    variance = _SumOverRanks.apply(centered.square().sum(others)) / count
+    if self.training and self.running_mean is not None and self.running_var is not None:
+        with torch.no_grad():
+            assert self.num_batches_tracked is not None
+            self.num_batches_tracked.add_(1)
+            momentum = self.momentum if self.momentum is not None else 1 / float(self.num_batches_tracked)
+            self.running_mean.lerp_(mean.to(self.running_mean.dtype), momentum)
+            self.running_var.lerp_((variance * (count / max(1, count - 1))).to(self.running_var.dtype), momentum)
+    normal = centered * torch.rsqrt(variance + self.eps).view(shape)
+    if not self.affine:
+        return normal
+    return normal * self.weight.view(shape) + self.bias.view(shape)
