@@ -126,15 +126,18 @@ def default_path(path: str | None, task: str) -> Path:
     return next(found for k in itertools.count(1) if not (found := Path(stem + (f"-{k}" if k > 1 else ""))).exists())
 
 
-def create(path: Path) -> RunFolder:
-    """Raises RunError when it exists or cannot be made."""
+def create(path: Path, spec: Spec, launch: Launch) -> RunFolder:
+    """A new run, with its request and where it came from. Raises RunError when the folder exists or cannot be made."""
     try:
         path.mkdir(parents=True)
     except FileExistsError:
         raise _exists(path) from None
     except OSError as error:
         raise RunError(f"cannot make the run folder {path}: {error.strerror}") from error
-    return RunFolder(path)
+    run = RunFolder(path)
+    run.write_request(spec, launch.model_copy(update={"run": None}))
+    run.provenance.write_text(json.dumps(provenance(), indent=2) + "\n")
+    return run
 
 
 def _exists(path: Path) -> RunError:
@@ -179,7 +182,3 @@ def provenance() -> dict[str, Any]:
         "git_changed": bool(changed) if (changed := git("status", "--porcelain", "--untracked-files=no")) is not None else None,
     }
     return {key: value for key, value in facts.items() if value is not None}
-
-
-def write_provenance(run: RunFolder) -> None:
-    run.provenance.write_text(json.dumps(provenance(), indent=2) + "\n")

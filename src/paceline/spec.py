@@ -12,7 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 
 from paceline.errors import SpecError
 
-DEFAULT_EPOCHS = 10
+DEFAULT_EPOCHS = 20
 
 
 class Value(BaseModel):

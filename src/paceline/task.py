@@ -141,6 +141,10 @@ def resolve(reference: str) -> str:
     return f"{Path(place).resolve()}:{name or find_task(reference).__name__}"
 
 
+def fields_of(task: Task) -> dict[str, Any]:
+    return {field.name: getattr(task, field.name) for field in dataclasses.fields(task)}
+
+
 def reference_to(task: Task) -> str:
     return f"{type(task).__module__}:{type(task).__qualname__}"
 

@@ -19,7 +19,7 @@ def train(
     ranks: Annotated[int | None, Option(help="Processes on this machine. Default: one a GPU, or one.")] = None,
     plan: Annotated[str | None, Option(help="single, ddp, zero1, zero2, zero3, hsdp, or key=value: zero=3,replicate=2,micro=4.")] = None,
     batch: Annotated[int | None, Option(help="Samples of the global batch, over all ranks.")] = None,
-    epochs: Annotated[float | None, Option(help="Length in epochs. Default: 10.")] = None,
+    epochs: Annotated[float | None, Option(help="Length in epochs. Default: 20.")] = None,
     steps: Annotated[int | None, Option(help="Length in steps, instead of --epochs.")] = None,
     lr: Annotated[float | None, Option(help="Learning rate. Default: 0.001.")] = None,
     seed: Annotated[int | None, Option(help="Of weights, order of samples and dropout.")] = None,
@@ -79,6 +79,4 @@ def start_new(spec: Spec, launch: Launch, me: World) -> None:
     if me.launcher is not None or (launch.ranks == 1 and not launch.restarts):
         start(spec, launch, me, None)
         return
-    folder = create(default_path(launch.run, spec.task))
-    folder.write_request(spec, launch.model_copy(update={"run": None}))
-    start(spec, launch, me, folder)
+    start(spec, launch, me, create(default_path(launch.run, spec.task), spec, launch))

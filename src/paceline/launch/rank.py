@@ -1,11 +1,12 @@
 """What one rank does from its start to its end: train, write down what happens, and say why it fails."""
 
+import collections
 import contextlib
 import os
 import re
 import signal
 import sys
-from collections.abc import Generator
+from collections.abc import Generator, Iterator
 from pathlib import Path
 from types import FrameType
 
@@ -17,7 +18,7 @@ from paceline.events import Ended, Event, Failed, Started, Step
 from paceline.launch.world import World
 from paceline.plan.plan import parse
 from paceline.report.watch import watch
-from paceline.run import RunFolder, create, default_path, write_provenance
+from paceline.run import RunFolder, create, default_path
 from paceline.spec import Launch, Spec
 from paceline.training.loop import train
 from paceline.training.process import choose_device, process_group
@@ -59,11 +60,8 @@ def run_started(run: RunFolder, world: World) -> int:
     """A rank of our own launcher: the folder is there, the launcher shows what happens. Returns the exit status."""
     os.dup2(2, 1)  # one log a rank
     spec, launch = run.request()
-    with Interrupt() as interrupt:
-        with contextlib.closing(_recorded(spec, launch, world, run, interrupt, watched_by_launcher=True)) as happening:
-            for _ in happening:
-                pass
-        return STOPPED if interrupt.asked else 0
+    with Interrupt() as interrupt, contextlib.closing(_recorded(spec, launch, world, run, interrupt, True)) as happening:
+        return _status(_last(happening))
 
 
 def run_alone(spec: Spec, launch: Launch, world: World, run: RunFolder | None) -> int:
@@ -75,19 +73,21 @@ def run_alone(spec: Spec, launch: Launch, world: World, run: RunFolder | None) -
         try:
             if run is None:
                 run = RunFolder(Path(_agree_on_folder(launch, spec, world)))
-            happening = _recorded(spec, launch, world, run, interrupt, watched_by_launcher=False)
-            with contextlib.closing(happening):
-                if world.rank == 0:
-                    watch(happening, run)
-                else:
-                    for _ in happening:
-                        pass
+            with contextlib.closing(_recorded(spec, launch, world, run, interrupt, False)) as happening:
+                return _status(watch(happening, run) if world.rank == 0 else _last(happening))
         except Error as error:
             # One sentence for all ranks: the first one says it.
             if not _first_to_fail(world):
                 sys.exit(2)
             raise error
-        return STOPPED if interrupt.asked else 0
+
+
+def _last(happening: Iterator[Event]) -> Event | None:
+    return next(iter(collections.deque(happening, maxlen=1)), None)
+
+
+def _status(last: Event | None) -> int:
+    return STOPPED if isinstance(last, Ended) and last.reason == "stopped" else 0
 
 
 def _agree_on_folder(launch: Launch, spec: Spec, world: World) -> str:
@@ -132,11 +132,8 @@ def _recorded(
                 if world.rank == 0:
                     if writer is None:
                         if not run.path.exists():
-                            create(run.path)
-                            run.write_request(spec, launch.model_copy(update={"ranks": world.size, "run": None}))
+                            create(run.path, spec, launch.model_copy(update={"ranks": world.size}))
                             held.enter_context(run.lock())
-                        if not run.provenance.exists():
-                            write_provenance(run)
                         writer = held.enter_context(contextlib.closing(events.Writer(run.events)))
                     writer.write(event)
                 if isinstance(event, (Started, Step, Ended)):

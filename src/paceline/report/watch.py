@@ -22,8 +22,8 @@ LINES_S = 1.0  # at most one line of a step in so many seconds
 SCALARS_S = 0.1
 
 
-def watch(events: Iterator[Event], run: RunFolder, console: Console | None = None) -> None:
-    """Show events as they come, and a table once they end."""
+def watch(events: Iterator[Event], run: RunFolder, console: Console | None = None) -> Event | None:
+    """Show events as they come, and a table once they end. Returns the last one."""
     console = console or Console(highlight=False, soft_wrap=not sys.stdout.isatty())
     seen: list[Event] = []
     with contextlib.ExitStack() as open_now:
@@ -42,6 +42,7 @@ def watch(events: Iterator[Event], run: RunFolder, console: Console | None = Non
         console.print(closing(summarize(seen)))
         stopped = seen[-1].reason == "stopped"
         console.print(f"[bold]run[/]  {run.path}" + (f"   stopped; go on with: paceline resume {run.path}" if stopped else ""))
+    return seen[-1] if seen else None
 
 
 def _print(console: Console, text: str) -> None:

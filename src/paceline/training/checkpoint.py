@@ -142,7 +142,9 @@ class Saver:
         saving = self._saving
         if saving is None or not (wait or saving.future.done()):
             return None
+        waited_from = time.perf_counter()
         error = saving.future.exception()
+        now = time.perf_counter()
         self._saving = None
         final = self.run.checkpoint(saving.index.step)
         if error is not None and self.rank == 0:
@@ -150,8 +152,8 @@ class Saver:
         return SaveResult(
             index=saving.index,
             bytes=0 if error else sum(path.stat().st_size for path in final.iterdir()),
-            seconds=time.perf_counter() - saving.began,
-            blocked_s=saving.blocked_s,
+            seconds=now - saving.began,
+            blocked_s=saving.blocked_s + now - waited_from,
             error=_cause(error) if error else None,
         )
 
@@ -187,7 +189,7 @@ def _writer(unfinished: Path, final: Path, index: Index, rank: int) -> Any:
                 files |= json.loads(sums.read_text())
                 sums.unlink()
             with open(unfinished / INDEX, "w") as file:
-                json.dump(asdict(index) | {"files": files}, file, indent=1)
+                json.dump(asdict(index) | {"files": files}, file, indent=1, default=str)
                 file.flush()
                 os.fsync(file.fileno())
             if final.exists():  # a step that was done again

@@ -105,7 +105,7 @@ def _longest_list(model: nn.Module) -> list[nn.Module]:
     return max(lists, key=len, default=[])
 
 
-def check_splits(model: nn.Module, plan: Plan, optimizer: torch.optim.Optimizer) -> None:
+def check_splits(plan: Plan, optimizer: torch.optim.Optimizer) -> None:
     """Raise PlanError for an optimizer whose update of a shard is not the shard of its update."""
     if plan.zero >= 2 and plan.dp != 1 and type(optimizer).__name__ not in ELEMENTWISE:
         raise PlanError(
