@@ -1,0 +1,62 @@
+"""The commands and programs in the README and the docs are run as they stand there."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+BLOCK = re.compile(r"<!-- run as tests/test_readme.py: (\S+) -->\n```\w+\n(.*?)```", re.S)
+
+
+def blocks(page: str) -> dict[str, str]:
+    return dict(BLOCK.findall((ROOT / page).read_text()))
+
+
+def run(command: str, folder: Path) -> str:
+    bin_folder = Path(sys.executable).parent
+    environment = {**os.environ, "PATH": f"{bin_folder}:{os.environ['PATH']}", "COLUMNS": "160"}
+    done = subprocess.run(["bash", "-c", command], cwd=folder, capture_output=True, text=True, env=environment, timeout=280)
+    assert done.returncode == 0, f"{command}\n{done.stdout}\n{done.stderr}"
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("readme")
+    (folder / "my.py").write_text(blocks("README.md")["my.py"])
+    return folder
+
+
+def test_the_tour(folder):
+    commands = [line.partition("#")[0].strip() for line in blocks("README.md")["commands"].splitlines()]
+    assert len(commands) == 8
+    for command in commands:
+        run(command, folder)
+    assert (folder / "weights.safetensors").exists()
+    left = {path.relative_to(folder / "runs/a").parts[0] for path in (folder / "runs/a").rglob("*")}
+    assert {"spec.toml", "provenance.json", "events.jsonl", "log.txt", "ckpt", "ranks", "tensorboard"} <= left
+
+
+def test_the_loop_that_the_caller_owns(folder):
+    (folder / "own.py").write_text(blocks("README.md")["own.py"])
+    assert "Ended(" in run("python own.py", folder)
+
+
+def test_the_request_in_a_file(folder):
+    (folder / "run.toml").write_text(blocks("docs/runs.md")["run.toml"])
+    assert "done" in run("paceline train run.toml --run runs/from-file", folder)
+
+
+def test_links_lead_somewhere():
+    for page in [ROOT / "README.md", ROOT / "benchmarks/README.md", *(ROOT / "docs").glob("*.md")]:
+        for target in re.findall(r"\]\(([^)#:]+)\)", page.read_text()):
+            assert (page.parent / target).exists(), f"{page.name} links to {target}"
+
+
+def test_the_tree_names_every_file():
+    listed = set(re.findall(r"^  (\S+\.py)", (ROOT / "docs/tree.md").read_text(), re.M))
+    assert listed == {str(path.relative_to(ROOT / "src/paceline")) for path in (ROOT / "src/paceline").rglob("*.py")}
