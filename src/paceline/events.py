@@ -5,6 +5,7 @@ that event. A run that was interrupted and resumed repeats the steps after its l
 """
 
 import json
+import math
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -83,11 +84,15 @@ KINDS: dict[str, type[Event]] = {kind.__name__.lower(): kind for kind in (Starte
 
 def dumps(event: Event) -> str:
     fields = dict(vars(event))
-    return json.dumps({"time": fields.pop("time"), "event": type(event).__name__.lower(), **fields})
+    if isinstance(event, Evaluated):  # JSON has no NaN, and no infinity
+        fields["metrics"] = {name: value if math.isfinite(value) else None for name, value in event.metrics.items()}
+    return json.dumps({"time": fields.pop("time"), "event": type(event).__name__.lower(), **fields}, allow_nan=False)
 
 
 def loads(line: str) -> Event:
     fields = json.loads(line)
+    if "metrics" in fields:
+        fields["metrics"] = {name: math.nan if value is None else value for name, value in fields["metrics"].items()}
     return KINDS[fields.pop("event")](**fields)
 
 
@@ -117,10 +122,15 @@ class Writer:
 
 def _drop_torn_line(file: int) -> None:
     """Cut off a last line without its newline: its writer was killed, and it would spoil the next."""
-    size = os.fstat(file).st_size
-    tail = os.pread(file, 2**16, max(0, size - 2**16))
-    if tail and not tail.endswith(b"\n"):
-        os.ftruncate(file, size - len(tail) + tail.rfind(b"\n") + 1)
+    end = size = os.fstat(file).st_size
+    while end:
+        begin = max(0, end - 2**16)
+        newline = os.pread(file, end - begin, begin).rfind(b"\n")
+        end = begin + newline + 1
+        if newline >= 0:
+            break
+    if end < size:
+        os.ftruncate(file, end)
 
 
 def read(path: Path, position: int = 0) -> Iterator[Event]:
@@ -132,9 +142,8 @@ def read(path: Path, position: int = 0) -> Iterator[Event]:
                 yield loads(line)
 
 
-def follow(path: Path, done: Callable[[], bool], poll_s: float = 0.1) -> Iterator[Event]:
-    """Events as they come, those written before the call left out. Ends once `done()` holds and all is read."""
-    position = end(path)
+def follow(path: Path, done: Callable[[], bool], position: int = 0, poll_s: float = 0.1) -> Iterator[Event]:
+    """Events as they come, from a position in bytes on. Ends once `done()` holds and all is read."""
     while True:
         last = done()
         if path.exists():

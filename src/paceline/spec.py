@@ -5,7 +5,7 @@ import re
 import tomllib
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 import tomli_w
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
@@ -18,7 +18,10 @@ DEFAULT_EPOCHS = 20
 class Value(BaseModel):
     """Frozen, comparable, strict: an unknown key and a wrong type are errors."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
+
+
+Decay = Annotated[float, Field(ge=0, lt=1)]
 
 
 class Optimizer(Value):
@@ -29,7 +32,7 @@ class Optimizer(Value):
     weight_decay: float = Field(0.0, ge=0)
     momentum: float = Field(0.9, ge=0, lt=1)  # sgd
     nesterov: bool = False  # sgd
-    betas: tuple[float, float] = Field((0.9, 0.999), strict=False)  # adamw
+    betas: tuple[Decay, Decay] = Field((0.9, 0.999), strict=False)  # adamw
     eps: float = Field(1e-8, gt=0)  # adamw
     clip: float | None = Field(None, gt=0)  # largest norm of the whole gradient
 
@@ -62,9 +65,15 @@ class Save(Value):
     """When to write checkpoints, besides the one at the end, and which to keep."""
 
     every: int | None = Field(None, gt=0)  # steps
-    minutes: float | None = Field(10.0, gt=0)
+    minutes: float = Field(10.0, gt=0, allow_inf_nan=True)  # inf: never
     keep: int = Field(2, ge=1)  # the last so many, and the best
-    best: str = Field("min loss", pattern=r"^(min|max) \w+$")  # of the evaluation
+    best: str = "min loss"  # of the evaluation
+
+    @model_validator(mode="after")
+    def _best_is_a_direction(self) -> Self:
+        if not re.fullmatch(r"(min|max) \S+", self.best):
+            raise ValueError(f"save.best must be 'min NAME' or 'max NAME', got {self.best!r}")
+        return self
 
 
 class Loading(Value):
@@ -104,7 +113,7 @@ class Spec(Value):
         """Steps until done, when an epoch has `samples`. Batches run across epochs, so only the last one goes over the end."""
         if self.steps is not None:
             return self.steps
-        return -(-round((self.epochs or DEFAULT_EPOCHS) * samples) // self.batch)
+        return max(1, -(-round((self.epochs or DEFAULT_EPOCHS) * samples) // self.batch))
 
 
 class Launch(Value):
@@ -176,9 +185,10 @@ def one_length(overrides: dict[str, Any]) -> dict[str, Any]:
 def parse_value(text: str) -> Any:
     """A TOML value, or else the text itself: `64`, `1e-3`, `true`, `[1, 2]`, `relu`."""
     try:
-        return tomllib.loads(f"x = {text}")["x"]
+        read = tomllib.loads(f"x = {text}")
     except tomllib.TOMLDecodeError:
         return text
+    return read["x"] if len(read) == 1 and isinstance(read["x"], (bool, int, float, str, list, dict)) else text
 
 
 def known_keys(kind: type[BaseModel]) -> list[str]:
@@ -200,7 +210,9 @@ def explain(error: ValidationError, known: list[str], what: str = "key") -> str:
         return str(first["ctx"]["error"])
     if first["type"] == "missing":
         return f"{what} {key} has no value; give it with --set {key}=VALUE"
-    message = re.sub(r"a valid (?=[aeiou])", "an ", first["msg"].replace("Input should be", "must be")).replace("a valid ", "a ")
+    message = first["msg"].replace("Input should be", "must be")
+    message = re.sub(r"a valid dictionary( or instance of \w+)?", "a table", message)
+    message = re.sub(r"a valid (?=[aeiou])", "an ", message).replace("a valid ", "a ")
     return f"{key} {message}, got {first['input']!r}"
 
 

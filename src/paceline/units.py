@@ -7,7 +7,7 @@ _BYTES = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2*
 
 def parse_bytes(text: str) -> int:
     """`"80 GiB"` -> 85899345920. Raises ValueError for what is not a number and a unit."""
-    match = re.fullmatch(r"\s*([0-9.]+)\s*([A-Za-z]*)\s*", text)
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", text, re.ASCII)
     unit = (match[2] or "B").upper() if match else ""
     if not match or unit not in _BYTES:
         raise ValueError(f"{text!r} is not a number of bytes; write it as '80 GiB' or '500 MB'")

@@ -50,5 +50,10 @@ def _refuse_done(folder: RunFolder, spec: Spec) -> None:
 
     started = summarize(read(folder.events)).started if folder.events.exists() else None
     done = max(folder.checkpoints(), default=0)
-    if started is not None and done >= spec.total_steps(started.samples):
+    if started is None or done < spec.total_steps(started.samples):
+        return
+    from paceline.training.checkpoint import last_good
+
+    path, _, _ = last_good(folder)
+    if path == folder.checkpoint(done):
         raise RunError(f"{folder.path} is done: it was trained to step {done}; go further with --epochs or --steps")

@@ -16,8 +16,8 @@ from torch.distributed.launcher.api import LaunchConfig, launch_agent
 
 from paceline import events
 from paceline.errors import Error, RankError
-from paceline.events import Failed, Started, Step
-from paceline.launch.rank import STOPPED
+from paceline.events import Ended, Event, Failed, Started, Step
+from paceline.launch.rank import STOPPED, stop_signals
 from paceline.report.watch import watch
 from paceline.run import RunFolder
 
@@ -57,11 +57,11 @@ def start(run: RunFolder, ranks: int, restarts: int) -> int:
         run_id=run.path.name,
         max_restarts=restarts,
         logs_specs=_RankLogs(run),
-        signals_to_handle="SIGTERM,SIGINT,SIGHUP",
+        signals_to_handle=",".join(number.name for number in stop_signals()),
     )
     before = events.end(run.events)
     over = threading.Event()
-    watcher = threading.Thread(target=watch, args=(events.follow(run.events, over.is_set), run), daemon=True)
+    watcher = threading.Thread(target=watch, args=(events.follow(run.events, over.is_set, before), run), daemon=True)
     watcher.start()
     failure: ChildFailedError | None = None
     stopped: SignalException | None = None
@@ -76,6 +76,8 @@ def start(run: RunFolder, ranks: int, restarts: int) -> int:
         over.set()
         watcher.join()
     if stopped is not None:
+        if not any(isinstance(event, Ended) for event in _happened(run, before)):
+            print(f"paceline: stopped by {stopped.sigval.name} before all ranks had saved; {_way_out(run)}", file=sys.stderr)
         return STOPPED
     if failure is None:
         return 0
@@ -91,9 +93,18 @@ def _end_children() -> None:
             child.kill()
 
 
+def _happened(run: RunFolder, before: int) -> list[Event]:
+    return list(events.read(run.events, before)) if run.events.exists() else []
+
+
+def _way_out(run: RunFolder) -> str:
+    kept = run.checkpoints()
+    return f"go on from step {kept[-1]} with: paceline resume {run.path}" if kept else "no checkpoint was written yet"
+
+
 def _cause(run: RunFolder, failure: ChildFailedError, before: int) -> Error:
     """The one rank that failed first, of those that failed with it."""
-    happened = list(events.read(run.events, before)) if run.events.exists() else []
+    happened = _happened(run, before)
     told = {event.rank: event for event in happened if isinstance(event, Failed) and event.what == "run"}
     meant = [event for event in told.values() if event.meant]
     if meant:
@@ -117,9 +128,7 @@ def _cause(run: RunFolder, failure: ChildFailedError, before: int) -> Error:
     log = max(run.ranks.glob(f"{rank}.*log"), key=lambda path: path.stat().st_mtime, default=run.rank_log(rank))
     lines = log.read_text(errors="replace").splitlines()[-LOG_LINES:] if log.exists() else []
     end = "\n".join(f"  {line}" for line in lines)
-    kept = run.checkpoints()
-    way_out = f"go on from step {kept[-1]} with: paceline resume {run.path}" if kept else "no checkpoint was written yet"
-    message = f"rank {rank} {why if silent else 'failed: ' + why}, after step {step}; {way_out}"
+    message = f"rank {rank} {why if silent else 'failed: ' + why}, after step {step}; {_way_out(run)}"
     with contextlib.closing(events.Writer(run.events)) as writer:
         if silent:
             writer.write(Failed(what="run", step=step, rank=rank, message=message))

@@ -29,15 +29,20 @@ LOST_PEER = re.compile(
 )
 
 
+def stop_signals() -> list[signal.Signals]:
+    """Those that ask for a stop, but what this process was told to ignore (nohup)."""
+    return [number for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP) if signal.getsignal(number) != signal.SIG_IGN]
+
+
 class Interrupt:
-    """The first SIGINT or SIGTERM asks all ranks to save and stop; the second one ends this process at once."""
+    """The first SIGINT, SIGTERM or SIGHUP asks all ranks to save and stop; the second one ends this process at once."""
 
     def __init__(self) -> None:
         self.asked = False
         self._parent = os.getppid()
 
     def __enter__(self) -> "Interrupt":
-        self._before = {number: signal.signal(number, self._ask) for number in (signal.SIGINT, signal.SIGTERM)}
+        self._before = {number: signal.signal(number, self._ask) for number in stop_signals()}
         return self
 
     def __exit__(self, *error: object) -> None:

@@ -67,7 +67,7 @@ def world(environ: Mapping[str, str] = os.environ) -> World:
             rank=rank,
             size=size,
             local_rank=local_rank,
-            local_size=_local_size(launcher, names, environ, size),
+            local_size=_local_size(launcher, names, environ, size, local_rank),
             launcher=launcher,
             job="-".join(job),
             address=address,
@@ -88,13 +88,22 @@ def _number(environ: Mapping[str, str], name: str) -> int:
         raise LaunchError(f"{name}={environ[name]!r} is not a number") from None
 
 
-def _local_size(launcher: str, names: Names, environ: Mapping[str, str], size: int) -> int:
-    found = next((environ[name] for name in names.local_size if name in environ), None)
-    if found is None:
+def _local_size(launcher: str, names: Names, environ: Mapping[str, str], size: int, local_rank: int) -> int:
+    name = next((name for name in names.local_size if name in environ), None)
+    if name is None:
         return 1 if launcher == "slurm" else size
-    if launcher != "slurm":
-        return int(found)
-    return expand_counts(found)[_number(environ, "SLURM_NODEID")] if "SLURM_NODEID" in environ else expand_counts(found)[0]
+    if launcher == "slurm":
+        try:
+            local_size = expand_counts(environ[name])[int(environ.get("SLURM_NODEID", "0"))]
+        except (ValueError, IndexError):
+            raise LaunchError(f"{name}={environ[name]!r} is no list of counts for each node") from None
+    else:
+        local_size = _number(environ, name)
+    if not 0 <= local_rank < local_size:
+        raise LaunchError(
+            f"{names.local_rank}={local_rank} is outside {name}={environ[name]}: the variables of two launchers are mixed; unset them"
+        )
+    return local_size
 
 
 def expand_counts(text: str) -> list[int]:

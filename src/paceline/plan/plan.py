@@ -68,6 +68,7 @@ def parse(text: str) -> Plan:
     """A plan from its words: `zero3`, `hsdp,replicate=4`, `dp=4,zero=2,micro=8`. `parse(str(plan)) == plan`. Raises PlanError."""
     plan = Plan()
     seen: set[str] = set()
+    keys: dict[str, int] = {}
     for place, part in enumerate(word.strip() for word in text.split(",")):
         key, equals, value = part.partition("=")
         if key in seen:
@@ -86,8 +87,8 @@ def parse(text: str) -> Plan:
             raise PlanError(f"plan {text!r}: {key} must be a whole number, got {value!r}")
         if seen & {*WORDS} and key == "zero" and int(value) != plan.zero:
             raise PlanError(f"plan {text!r}: {', '.join(seen & {*WORDS})} is zero={plan.zero}, got zero={value}; say one of them")
-        plan = replace(plan, **{key: int(value)})
-    return plan
+        keys[key] = int(value)
+    return replace(plan, **keys)
 
 
 def share(batch: int, plan: Plan, ranks: int) -> int:

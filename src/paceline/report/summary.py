@@ -29,21 +29,22 @@ class Summary:
 def summarize(events: Iterable[Event]) -> Summary:
     started: list[Started] = []
     steps: dict[int, Step] = {}
+    evaluated: list[Evaluated] = []
     saved: list[Saved] = []
     failures: list[Failed] = []
-    metrics: Mapping[str, float] = {}
-    evaluating_s = 0.0
     ended: Ended | None = None
     for event in events:
         match event:
             case Started():
                 started.append(event)
                 steps = {step: found for step, found in steps.items() if step <= event.step}
+                evaluated = [found for found in evaluated if found.step <= event.step]
+                saved = [found for found in saved if found.step <= event.step]
                 ended = None
             case Step():
                 steps[event.step] = event
             case Evaluated():
-                metrics, evaluating_s = event.metrics, evaluating_s + event.seconds
+                evaluated.append(event)
             case Saved():
                 saved.append(event)
             case Failed():
@@ -55,6 +56,7 @@ def summarize(events: Iterable[Event]) -> Summary:
     )
     step_s = sum(step.step_s for step in steps.values())
     data_s = sum(step.data_s for step in steps.values())
+    evaluating_s = sum(event.seconds for event in evaluated)
     saving_s = sum(event.blocked_s for event in saved)
     total_s = step_s + evaluating_s + saving_s
     parts = {"data": data_s}
@@ -68,7 +70,7 @@ def summarize(events: Iterable[Event]) -> Summary:
         steps=max(steps, default=started[-1].step if started else 0),
         first_loss=steps[min(steps)].loss if steps else None,
         last_loss=steps[max(steps)].loss if steps else None,
-        metrics=metrics,
+        metrics=evaluated[-1].metrics if evaluated else {},
         samples_per_s=statistics.median(step.samples_per_s for step in warm) if warm else None,
         step_s=statistics.median(step.step_s for step in warm) if warm else None,
         total_s=total_s,

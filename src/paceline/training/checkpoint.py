@@ -6,7 +6,9 @@
 A checkpoint is written as `.step_50` and renamed when it is complete.
 """
 
+import contextlib
 import json
+import math
 import os
 import shutil
 import time
@@ -37,6 +39,7 @@ class Index:
 
     step: int
     samples: int  # consumed so far: the state of the data
+    epoch_samples: int  # which the order of samples counts on
     task: str
     set: Mapping[str, Any]
     plan: str
@@ -176,7 +179,10 @@ def _writer(unfinished: Path, final: Path, index: Index, rank: int) -> Any:
         """torch's writer, with a checksum of each file beside it and the renaming at the end."""
 
         def write_data(self, plan: Any, planner: Any) -> Any:
-            done = super().write_data(plan, planner)
+            try:
+                done = super().write_data(plan, planner)
+            except RuntimeError as error:  # of torch.save, which a full disk makes stumble over itself
+                raise error.__context__ if isinstance(error.__context__, OSError) else error
             names = {result.storage_data.relative_path for result in done.value()}
             sums = {name: checksum(unfinished / name) for name in sorted(names)}
             (unfinished / f"sums.{rank}.json").write_text(json.dumps(sums))
@@ -327,10 +333,13 @@ def describe(model: nn.Module) -> dict[str, Any]:
 
 
 def scores(run: RunFolder, best: str) -> dict[int, float]:
-    """How good each checkpoint is by `best` ("min loss", "max accuracy"), lower being better. Those not evaluated are left out."""
+    """How good each checkpoint is by `best` ("min loss", "max accuracy"), lower being better. Those without a number are left out."""
     direction, name = best.split()
-    found = {step: read_index(run.checkpoint(step)).metrics.get(name) for step in run.checkpoints()}
-    return {step: score if direction == "min" else -score for step, score in found.items() if score is not None}
+    found = {}
+    for step in run.checkpoints():
+        with contextlib.suppress(CheckpointError):
+            found[step] = read_index(run.checkpoint(step)).metrics.get(name, math.nan)
+    return {step: score if direction == "min" else -score for step, score in found.items() if not math.isnan(score)}
 
 
 def best_score(run: RunFolder, best: str) -> float | None:
@@ -346,6 +355,15 @@ def prune(run: RunFolder, keep: int, best: str) -> None:
             doomed = run.ckpt / f".old_{step}"
             run.checkpoint(step).rename(doomed)  # so that a deletion that is cut short leaves no half checkpoint
             shutil.rmtree(doomed, ignore_errors=True)
+
+
+def set_aside(run: RunFolder, after: int) -> None:
+    """Rename the damaged checkpoints that are newer than the good one: as "the last" they would be kept in place of good ones."""
+    for step in run.checkpoints():
+        if step > after:
+            aside = run.ckpt / f"damaged_{step}"
+            shutil.rmtree(aside, ignore_errors=True)
+            run.checkpoint(step).rename(aside)
 
 
 def clean(run: RunFolder) -> None:

@@ -24,6 +24,7 @@ from paceline.training import checkpoint
 from paceline.training.data import Batch, Part, batches, training_parts
 from paceline.training.evaluate import evaluate
 from paceline.training.optim import check_schedule, factor
+from paceline.training.parallelize import release
 from paceline.training.prepare import Data, Laid, lay_out, open_data, resume
 from paceline.training.process import choose_device, process_group, threads_per_rank, workers_per_rank
 from paceline.training.settle import settle
@@ -60,7 +61,10 @@ def train(
         share(spec.batch, plan.on(world.size), world.size)
         data = open_data(spec, task, world)
         laid = lay_out(spec, plan.on(world.size), world, task, here)
-        yield from _Loop(spec, plan, world, task, run, here, stop, data, laid).events()
+        try:
+            yield from _Loop(spec, plan, world, task, run, here, stop, data, laid).events()
+        finally:
+            release(laid.update.model)
 
 
 @contextlib.contextmanager
@@ -97,7 +101,7 @@ class _Loop:
         check_schedule(spec.schedule, self.total * spec.batch)
         self.workers = workers_per_rank(world.local_size, device, spec.data.workers)
         self.saver = checkpoint.Saver(run, world.rank, world.size, device, plan.zero == 1) if run is not None else None
-        resumed = resume(spec, world, run, laid) if run is not None else None
+        resumed = resume(spec, world, run, laid, data.samples) if run is not None else None
         self.first = self.step = resumed.step if resumed else 0
         self.best = resumed.best if resumed else None
         self.notes = [*laid.notes, *(resumed.notes if resumed else ())]
@@ -147,7 +151,7 @@ class _Loop:
                 pending = None
             if evaluate_now:
                 yield self._evaluated()
-                save_now = save_now or self._is_best()
+                save_now = self._is_best() or save_now
             if save_now:
                 yield from self._save()
             yield from self._saved(wait=False)
@@ -171,8 +175,7 @@ class _Loop:
         )
 
     def _wishes(self) -> Wishes:
-        minutes = self.spec.save.minutes
-        overdue = self.saver is not None and minutes is not None and time.perf_counter() - self.saved_at > 60 * minutes
+        overdue = self.saver is not None and time.perf_counter() - self.saved_at > 60 * self.spec.save.minutes
         return Wishes(stop=self.stop(), save=overdue and self.world.rank == 0)
 
     def _finish(self, launched: "_Launched") -> Step:
@@ -234,7 +237,7 @@ class _Loop:
         if name not in self.metrics:
             raise SpecError(f"save.best={self.spec.save.best!r}, but the evaluation has no {name}{nearest(name, self.metrics)}")
         score = self.metrics[name] if direction == "min" else -self.metrics[name]
-        if self.best is not None and score >= self.best:
+        if math.isnan(score) or (self.best is not None and score >= self.best):
             return False
         self.best = score
         return self.saver is not None
@@ -252,6 +255,7 @@ class _Loop:
         index = checkpoint.Index(
             step=self.step,
             samples=self.step * self.spec.batch,
+            epoch_samples=self.data.samples,
             task=self.spec.task,
             set=self.spec.set,
             plan=str(self.plan),

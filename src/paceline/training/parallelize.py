@@ -32,8 +32,7 @@ def parallelize(
     """
     units = blocks(model, layout)
     if compile:
-        for unit in units or [model]:
-            unit.compile()
+        _compile(model, units, cut=plan.zero >= 2)
     if plan.zero >= 2:
         _shard(model, units, plan, mesh)
         fill(model)
@@ -42,6 +41,25 @@ def parallelize(
     if plan.dp == 1 or not any(parameter.requires_grad for parameter in model.parameters()):
         return model
     return replicate(model)
+
+
+def _compile(model: nn.Module, units: list[nn.Module], cut: bool) -> None:
+    """Compile each unit, which is quick where they are alike; but the whole model where they are single layers of torch's own,
+    unless it is cut at them."""
+    layers = any(map(_is_torchs, units))
+    for module in units if units and (cut or not layers) else [model]:
+        inner = module.forward
+
+        def forward(*args: Any, inner: Callable[..., Any] = inner, **kwargs: Any) -> Any:
+            return inner(*args, **kwargs)
+
+        # Dynamo does not look into a forward of torch's own that is called first, and counts recompilations by code object.
+        forward.__code__ = forward.__code__.replace()
+        module.forward = torch.compile(forward if _is_torchs(module) else inner)
+
+
+def _is_torchs(module: nn.Module) -> bool:
+    return type(module).__module__.startswith("torch.nn.")
 
 
 def replicate(model: nn.Module, find_unused: bool = False) -> DistributedDataParallel:
@@ -53,6 +71,13 @@ def replicate(model: nn.Module, find_unused: bool = False) -> DistributedDataPar
         gradient_as_bucket_view=True,
         find_unused_parameters=find_unused,
     )
+
+
+def release(model: nn.Module) -> None:
+    """Let go of the process group. DDP's reducer would else destroy it last, while it holds Python's lock that one of the
+    group's threads may wait for: a deadlock at the end of a training, now and then (torch 2.13, gloo)."""
+    if isinstance(model, DistributedDataParallel):
+        del model.logger, model.reducer
 
 
 # torch 2.13 has another name for it, and 2.11 only the old one.

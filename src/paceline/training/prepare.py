@@ -103,17 +103,21 @@ class Resumed:
     notes: tuple[str, ...]
 
 
-def resume(spec: Spec, world: World, run: RunFolder, laid: Laid) -> Resumed:
+def resume(spec: Spec, world: World, run: RunFolder, laid: Laid, samples: int) -> Resumed:
     """Load the last whole checkpoint of `run`, if there is one. Raises CheckpointError when it is of another training."""
     path, index, notes = checkpoint.last_good(run, world.rank, world.size)
+    if world.rank == 0:
+        checkpoint.set_aside(run, index.step if index is not None else 0)
     if path is None or index is None:
         return Resumed(0, None, tuple(notes))
     checkpoint.check_same_model(path, index, spec.task, spec.set, laid.model)
-    if index.samples != index.step * spec.batch:
-        raise CheckpointError(
-            f"{path} was made with batch {index.samples // index.step}, got batch {spec.batch}; "
-            "the order of samples and the schedule count on it"
-        )
+    for what, then, now in (
+        ("batch", index.samples // index.step, spec.batch),
+        ("seed", index.seed, spec.seed),
+        ("training samples", index.epoch_samples, samples),
+    ):
+        if then != now:
+            raise CheckpointError(f"{path} was made with {what} {then}, got {now}; the order of samples counts on it: start a new run")
     checkpoint.load_(path, laid.model, laid.update.optimizer)
     scale = laid.update.loss_scale
     if scale is not None and index.loss_scale is not None:

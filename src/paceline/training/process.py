@@ -1,6 +1,7 @@
 """A process becomes a rank: its device, its threads, its process group."""
 
 import contextlib
+import itertools
 import os
 import socket
 import time
@@ -72,14 +73,17 @@ def process_group(world: World, device: torch.device, timeout_s: float, meeting_
         dist.destroy_process_group()
 
 
+_groups = itertools.count()  # process groups that this process has made
+
+
 def _store(world: World, timeout_s: float, meeting_place: Path) -> dist.Store:
     timeout = timedelta(seconds=timeout_s)
     if world.size == 1:
         return dist.HashStore()
     if world.launcher == "torchrun":
         store, _, _ = next(iter(dist.rendezvous("env://", world.rank, world.size, timeout=timeout)))
-        # The agent keeps its store over restarts, and with it the addresses of ranks that are dead (torch 2.13).
-        return dist.PrefixStore(f"paceline/{world.restart}", store)
+        # The agent keeps its store over restarts and over process groups, and with it the addresses of what is gone (torch 2.13).
+        return dist.PrefixStore(f"paceline/{world.restart}/{next(_groups)}", store)
     if world.address is not None:
         host, _, port = world.address.rpartition(":")
         return dist.TCPStore(host, int(port), world.size, world.rank == 0, timeout)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from paceline.training.data import Batch
-from paceline.training.parallelize import replicate
+from paceline.training.parallelize import release, replicate
 from paceline.training.seeds import derive, start_stream
 from paceline.training.step import Step, autocast, weighed_loss
 
@@ -30,7 +30,10 @@ def settle(step: Step, batch: Batch) -> nn.Module:
         loss.backward()
         step.optimizer.zero_grad(set_to_none=True)
     else:
-        model = replicate(model.module, find_unused=True)
+        whole = model.module
+        del loss
+        release(model)
+        model = replicate(whole, find_unused=True)
     with torch.no_grad():
         for buffer, value in zip(model.module.buffers(), kept, strict=True):
             buffer.copy_(value)
