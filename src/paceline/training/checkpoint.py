@@ -182,7 +182,9 @@ def _writer(unfinished: Path, final: Path, index: Index, rank: int) -> Any:
             try:
                 done = super().write_data(plan, planner)
             except RuntimeError as error:  # of torch.save, which a full disk makes stumble over itself
-                raise error.__context__ if isinstance(error.__context__, OSError) else error
+                if isinstance(error.__context__, OSError):
+                    raise error.__context__ from None
+                raise
             names = {result.storage_data.relative_path for result in done.value()}
             sums = {name: checksum(unfinished / name) for name in sorted(names)}
             (unfinished / f"sums.{rank}.json").write_text(json.dumps(sums))

@@ -1,0 +1,91 @@
+"""Wall time from the command to the end of the first step: `paceline train` beside torchrun with a loop written by hand.
+
+Both train the digits CNN on two ranks of this machine; they take turns. Started by torchrun, this file is that loop.
+"""
+
+import argparse
+import json
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from importlib.metadata import version
+from pathlib import Path
+
+RANKS = 2
+
+
+def by_hand() -> None:
+    import torch
+    import torch.distributed as dist
+    import torch.nn.functional as F
+    from sklearn.datasets import load_digits
+    from torch import nn
+    from torch.nn.parallel import DistributedDataParallel
+    from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+
+    dist.init_process_group("gloo")
+    images, labels = load_digits(return_X_y=True)
+    dataset = TensorDataset(torch.tensor(images, dtype=torch.float32).view(-1, 1, 8, 8) / 16, torch.tensor(labels))
+    loader = DataLoader(dataset, batch_size=64 // RANKS, sampler=DistributedSampler(dataset))
+    torch.manual_seed(0)
+    layers = (nn.Conv2d(1, 32, 3, padding=1), nn.ReLU(), nn.Conv2d(32, 64, 3, padding=1, stride=2), nn.ReLU(), nn.Flatten())
+    model = DistributedDataParallel(nn.Sequential(*layers, nn.Linear(1024, 128), nn.ReLU(), nn.Linear(128, 10)))
+    optimizer = torch.optim.AdamW(model.parameters())
+    for inputs, targets in loader:
+        optimizer.zero_grad()
+        loss = F.cross_entropy(model(inputs), targets)
+        loss.backward()
+        optimizer.step()
+        loss.item()
+        break
+    if dist.get_rank() == 0:
+        print(json.dumps({"time": time.time()}), flush=True)
+    os._exit(0)  # how it ends does not count
+
+
+def seconds_by_hand(folder: Path) -> float:
+    began = time.time()
+    words = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(RANKS), __file__]
+    return json.loads(_run(words).splitlines()[-1])["time"] - began
+
+
+def seconds_of_paceline(folder: Path) -> float:
+    began = time.time()
+    _run([sys.executable, "-m", "paceline", "train", "digits", "--ranks", str(RANKS), "--steps", "1", "--run", str(folder / "run")])
+    events = [json.loads(line) for line in (folder / "run" / "events.jsonl").read_text().splitlines()]
+    return next(event["time"] for event in events if event["event"] == "step") - began
+
+
+def _run(words: list[str]) -> str:
+    # Without compiled files beside the sources each start would compile Paceline, and not torch, anew.
+    environ = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
+    environ["OMP_NUM_THREADS"] = "1"  # as torchrun does, with a warning
+    return subprocess.run(words, env=environ, check=True, stdout=subprocess.PIPE, text=True).stdout
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=10)
+    options = parser.parse_args()
+    contenders = {"torchrun, by hand": seconds_by_hand, "paceline train": seconds_of_paceline}
+    found: dict[str, list[float]] = {name: [] for name in contenders}
+    for turn in range(-1, options.rounds):  # the first round warms up
+        for name, seconds in list(contenders.items())[:: 1 if turn % 2 else -1]:
+            with tempfile.TemporaryDirectory() as folder:
+                took = seconds(Path(folder))
+            if turn >= 0:
+                found[name].append(took)
+    machine = f"{platform.machine()}, {os.cpu_count()} cores, Python {platform.python_version()}, torch {version('torch')}"
+    print(f"{machine}; digits CNN on {RANKS} ranks; {options.rounds} rounds")
+    for name, all_s in found.items():
+        print(f"{name:20}{statistics.median(all_s):6.2f} s from command to first step (fastest {min(all_s):.2f} s)")
+    low, middle, high = statistics.quantiles((p / h for h, p in zip(*found.values(), strict=True)), n=4)
+    print(f"ratio of the rounds: median {middle:.2f} (quartiles {low:.2f}–{high:.2f})")
+
+
+if __name__ == "__main__":
+    by_hand() if "RANK" in os.environ else main()

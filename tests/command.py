@@ -1,0 +1,230 @@
+"""The command line as a person runs it: real processes, judged by exit status, output and the files of the run."""
+
+import contextlib
+import os
+import subprocess
+import sys
+import tempfile
+import time
+import uuid
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TypeVar
+
+import numpy as np
+import psutil
+
+from paceline import events
+from paceline.events import Event, Step
+from paceline.run import RunFolder
+
+E = TypeVar("E", bound=Event)
+TIMEOUT_S = 240.0
+PACELINE = (sys.executable, "-m", "paceline")
+OF_LAUNCHERS = ("OMPI_", "PMI", "SLURM_", "TORCHELASTIC_", "MPI_", "HYDRA_", "LOCAL_", "MASTER_", "GROUP_", "ROLE_")
+MARK = "PACELINE_TESTS"  # by which whatever a command started is found again, also when it has another parent by now
+
+# Whatever could get lost between a stop and a resume: random augmentation, dropout, BatchNorm's statistics.
+# The file SLOW says how many seconds a sample takes, so that a test can hit it in the middle.
+TASK = """
+import contextlib
+import os
+import time
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from paceline import Task
+
+
+class Points:
+    def __init__(self, count):
+        draw = torch.Generator().manual_seed(count)
+        self.x, self.y = torch.randn(count, 6, generator=draw), torch.randn(count, 3, generator=draw)
+
+    def __len__(self):
+        return len(self.x)
+
+    def __getitem__(self, index):
+        with contextlib.suppress(OSError):
+            time.sleep(float(Path(os.environ.get("SLOW", "")).read_text()))
+        return self.x[index] + 0.1 * torch.randn(6), self.y[index]
+
+
+class Regression(Task):
+    width: int = 10
+    depth: int = 3
+    dropout: float = 0.2
+    norm: bool = True
+    samples: int = 53
+    validation: int = 0
+
+    def model(self):
+        def block():
+            norm = [nn.BatchNorm1d(self.width)] if self.norm else []
+            linear = nn.Linear(self.width, self.width, bias=not norm)
+            return nn.Sequential(linear, *norm, nn.Tanh(), nn.Dropout(self.dropout))
+
+        return nn.Sequential(nn.Linear(6, self.width), nn.Tanh(), *(block() for _ in range(self.depth)), nn.Linear(self.width, 3))
+
+    def dataset(self, split):
+        count = self.samples if split == "train" else self.validation
+        return Points(count) if count else None
+
+    def loss(self, output, batch):
+        return (output - batch[1]).square()
+"""
+
+
+def slow_down(file: Path, sample_s: float) -> Path:
+    beside = file.with_suffix(".new")
+    beside.write_text(str(sample_s))
+    return beside.replace(file)
+
+
+def write_task(folder: Path, source: str = TASK, name: str = "my.py") -> Path:
+    path = folder / name
+    path.write_text(source)
+    return path
+
+
+@dataclass(frozen=True)
+class Result:
+    status: int
+    out: str
+    err: str
+
+    @property
+    def all(self) -> str:
+        return f"exit status {self.status}\n--- stdout ---\n{self.out}\n--- stderr ---\n{self.err}"
+
+
+@dataclass
+class Running:
+    """A command that was started; `with` ends it and whatever it started."""
+
+    process: subprocess.Popen[str]
+    mark: str
+    _out: tempfile._TemporaryFileWrapper = field(repr=False)
+    _err: tempfile._TemporaryFileWrapper = field(repr=False)
+
+    def __enter__(self) -> "Running":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for process in self.left():
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
+        self.process.wait()
+        self._out.close()
+        self._err.close()
+
+    def wait(self, timeout_s: float = TIMEOUT_S) -> Result:
+        try:
+            self.process.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            raise AssertionError(f"{self.process.args} did not end in {timeout_s:.0f} s\n{self.so_far().all}") from None
+        return self.so_far()
+
+    def so_far(self) -> Result:
+        out, err = (Path(file.name).read_text(errors="replace") for file in (self._out, self._err))
+        return Result(self.process.returncode if self.process.returncode is not None else -1, out, err)
+
+    def until(self, holds: Callable[[], bool], what: str, timeout_s: float = TIMEOUT_S) -> None:
+        """Wait until something holds. The command must not end before."""
+        deadline = time.monotonic() + timeout_s
+        while not holds():
+            over = self.process.poll() is not None
+            if over and holds():
+                return
+            assert not over, f"{self.process.args} ended before {what}\n{self.so_far().all}"
+            assert time.monotonic() < deadline, f"not {what} in {timeout_s:.0f} s\n{self.so_far().all}"
+            time.sleep(0.02)
+
+    def until_step(self, run: Path, step: int) -> None:
+        self.until(lambda: steps_done(run) >= step, f"at step {step}")
+
+    def ranks(self) -> dict[int, psutil.Process]:
+        """The ranks that our own launcher started."""
+        return {int(found.environ()["RANK"]): found for found in psutil.Process(self.process.pid).children()}
+
+    def left(self) -> list[psutil.Process]:
+        """Whatever is alive of what the command started, itself included."""
+        found = []
+        for process in psutil.process_iter():
+            with contextlib.suppress(psutil.Error, OSError):
+                if process.environ().get(MARK) == self.mark:
+                    found.append(process)
+        return found
+
+    def until_all_ended(self, timeout_s: float = 60.0) -> None:
+        """Wait until nothing is left of it, without doing anything about it."""
+        deadline = time.monotonic() + timeout_s
+        while left := self.left():
+            assert time.monotonic() < deadline, f"still there: {[(process.pid, process.cmdline()) for process in left]}"
+            self.process.poll()
+            time.sleep(0.05)
+
+
+def environment(**more: str) -> dict[str, str]:
+    """This process's, without what a launcher may have said to it."""
+    own = {name: value for name, value in os.environ.items() if not name.startswith(OF_LAUNCHERS) and name not in ("RANK", "WORLD_SIZE")}
+    return own | {"COLUMNS": "200"} | more
+
+
+def start(*words: str | Path, at: Path, program: Sequence[str] = PACELINE, **env: str) -> Running:
+    mark = uuid.uuid4().hex
+    out, err = tempfile.NamedTemporaryFile("w"), tempfile.NamedTemporaryFile("w")  # noqa: SIM115 (closed with the command)
+    process = subprocess.Popen(
+        [*program, *map(str, words)],
+        cwd=at,
+        env=environment(**env, **{MARK: mark}),
+        stdin=subprocess.DEVNULL,
+        stdout=out,
+        stderr=err,
+        text=True,
+        start_new_session=True,
+    )
+    return Running(process, mark, out, err)
+
+
+def paceline(*words: str | Path, at: Path, timeout_s: float = TIMEOUT_S, program: Sequence[str] = PACELINE, **env: str) -> Result:
+    """Run a command to its end, in the folder `at`."""
+    with start(*words, at=at, program=program, **env) as running:
+        return running.wait(timeout_s)
+
+
+def succeed(*words: str | Path, at: Path, **options: object) -> Result:
+    result = paceline(*words, at=at, **options)  # type: ignore[arg-type]
+    assert result.status == 0, result.all
+    return result
+
+
+def happened(run: Path) -> list[Event]:
+    path = RunFolder(run).events
+    return list(events.read(path)) if path.exists() else []
+
+
+def of_kind(run: Path, kind: type[E]) -> list[E]:
+    return [event for event in happened(run) if isinstance(event, kind)]
+
+
+def steps_done(run: Path) -> int:
+    return max((event.step for event in happened(run) if isinstance(event, Step)), default=0)
+
+
+def weights(run: Path, step: int | None = None) -> dict[str, np.ndarray]:
+    """The whole weights of a run: of a step, or of its last whole checkpoint."""
+    from paceline.training.checkpoint import last_good, load_whole
+
+    path = RunFolder(run).checkpoint(step) if step is not None else last_good(RunFolder(run))[0]
+    assert path is not None, f"{run} has no checkpoint"
+    return {name: tensor.numpy() for name, tensor in load_whole(path).items()}
+
+
+def unequal(found: dict[str, np.ndarray], expected: dict[str, np.ndarray]) -> list[str]:
+    """Names of the tensors that differ in any bit."""
+    assert found.keys() == expected.keys()
+    return [name for name in expected if found[name].tobytes() != expected[name].tobytes()]

@@ -1,0 +1,234 @@
+"""Real ranks over gloo for the tests: processes that stay, and run one function after another.
+
+    ranks(2)(function, *args)   -> what function(*args) returned on each rank, in a fresh process group
+
+`function` and its arguments must be picklable. Run as a script, this file is one rank.
+"""
+
+import faulthandler
+import gc
+import itertools
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+import warnings
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from datetime import timedelta
+from functools import cache
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection, wait
+from typing import IO, Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from paceline import Spec, Task, train
+from paceline.events import Evaluated, Step
+from paceline.plan.plan import parse
+from paceline.training.weights import named_tensors
+
+TIMEOUT_S = 120.0
+
+
+@dataclass
+class _Rank:
+    process: subprocess.Popen[bytes]
+    pipe: Connection
+    output: IO[bytes]
+
+    def last_words(self) -> str:
+        file = self.output.fileno()
+        return os.pread(file, 4000, max(0, os.fstat(file).st_size - 4000)).decode(errors="replace")
+
+
+@dataclass
+class Ranks:
+    """So many processes. They are started by the first call, and again by the one after a failure."""
+
+    size: int
+    _running: list[_Rank] = field(default_factory=list)
+    _store: dist.TCPStore | None = None
+
+    def __call__(self, function: Callable[..., Any], *args: Any, timeout_s: float = TIMEOUT_S) -> list[Any]:
+        if not self._running:
+            self._start()
+        for rank in self._running:
+            rank.pipe.send_bytes(pickle.dumps((function, args)))
+        answers: dict[int, Any] = {}
+        deadline = time.monotonic() + timeout_s
+        while len(answers) < self.size:
+            waiting = {rank.pipe: at for at, rank in enumerate(self._running) if at not in answers}
+            ready = wait(list(waiting), max(0.0, deadline - time.monotonic()))
+            if not ready:
+                self._fail(f"no answer from ranks {sorted(waiting.values())} in {timeout_s:.0f} s")
+            for pipe in ready:
+                try:
+                    answers[waiting[pipe]], wrong = pipe.recv()
+                except EOFError:
+                    wrong = "it died"
+                if wrong:
+                    self._fail(f"rank {waiting[pipe]} of {self.size}: {wrong}")
+        return [answers[at] for at in range(self.size)]
+
+    def _start(self) -> None:
+        self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        for at in range(self.size):
+            here, there = Pipe()
+            output = tempfile.TemporaryFile()  # noqa: SIM115
+            environ = os.environ | {
+                "RANK": str(at),
+                "LOCAL_RANK": str(at),
+                "WORLD_SIZE": str(self.size),
+                "LOCAL_WORLD_SIZE": str(self.size),
+                "MASTER_ADDR": "127.0.0.1",
+                "MASTER_PORT": str(self._store.port),
+            }
+            process = subprocess.Popen(
+                [sys.executable, __file__, str(there.fileno())],
+                env=environ,
+                pass_fds=[there.fileno()],
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+            )
+            there.close()
+            self._running.append(_Rank(process, here, output))
+
+    def _fail(self, reason: str) -> None:
+        for rank in self._running:
+            rank.process.send_signal(signal.SIGUSR1)
+        time.sleep(1.0)  # for the last words of the others
+        shown = [f"--- rank {at} ---\n{rank.last_words()}" for at, rank in enumerate(self._running)]
+        self.end()
+        raise AssertionError("\n".join([reason, *shown]))
+
+    def end(self) -> None:
+        for rank in self._running:
+            rank.pipe.close()
+            rank.process.kill()
+            rank.process.wait()
+            rank.output.close()
+        self._running, self._store = [], None
+
+
+ranks = cache(Ranks)
+
+
+def _be_a_rank(pipe: Connection) -> None:
+    warnings.filterwarnings("error")
+    warnings.filterwarnings("ignore", ".*is deprecated", FutureWarning, "torch")
+    warnings.filterwarnings("ignore", ".*torch.jit.* is deprecated", DeprecationWarning)  # by torch itself, for zero1
+    warnings.filterwarnings("ignore", ".*use of fork", DeprecationWarning)  # by the workers of a data loader, from Python 3.12 on
+    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
+    faulthandler.register(signal.SIGUSR1)  # says where it hangs
+    gc.freeze()
+    for call in itertools.count():
+        try:
+            asked = pipe.recv_bytes()
+        except EOFError:
+            return
+        try:
+            function, args = pickle.loads(asked)
+            own = dist.PrefixStore(str(call), store)
+            dist.init_process_group("gloo", store=own, rank=rank, world_size=size, timeout=timedelta(seconds=TIMEOUT_S))
+            dist.barrier()  # all are connected, before one can be done
+            answer = function(*args), None
+            gc.collect()  # what is left of DistributedDataParallel must not be the last to hold the group
+            dist.barrier()
+            dist.destroy_process_group()
+        except BaseException:
+            answer = None, traceback.format_exc()
+        pipe.send(answer)
+
+
+@dataclass(frozen=True)
+class Trained:
+    """What came of a training on one rank."""
+
+    losses: list[float]
+    grad_norms: list[float | None]
+    lrs: list[float]
+    metrics: list[dict[str, float]]
+    weights: dict[str, np.ndarray]  # whole, after the last step; buffers too
+    notes: tuple[str, ...]
+
+
+def training(task: Task, spec: Spec, plan: str | None = None, plant: Callable[[], AbstractContextManager[None]] = nullcontext) -> Trained:
+    """Train in this rank. `plant` may spoil something for as long as its context lasts."""
+    built: list[nn.Module] = []
+    model = type(task).model
+
+    def keep() -> nn.Module:
+        built.append(model(task))
+        return built[-1]
+
+    object.__setattr__(task, "model", keep)
+    with plant():
+        events = list(train(spec, parse(plan) if plan is not None else None, task=task))
+        weights = {name: _whole(tensor) for name, tensor in named_tensors(built[-1]).items()}
+    steps = [event for event in events if isinstance(event, Step)]
+    return Trained(
+        losses=[step.loss for step in steps],
+        grad_norms=[step.grad_norm for step in steps],
+        lrs=[step.lr for step in steps],
+        metrics=[dict(event.metrics) for event in events if isinstance(event, Evaluated)],
+        weights=weights,
+        notes=events[0].notes,
+    )
+
+
+def _whole(tensor: torch.Tensor) -> np.ndarray:
+    tensor = tensor.detach()
+    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).numpy()
+
+
+def trained(size: int, task: Task, spec: Spec, plan: str | None = None, plant: Any = nullcontext) -> Trained:
+    """Train on so many ranks, which must agree on every bit."""
+    first, *others = ranks(size)(training, task, spec, plan, plant)
+    for rank, other in enumerate(others, 1):
+        assert not (found := differences(other, first, 0.0)), f"rank {rank} differs from rank 0: {found}"
+    return first
+
+
+def differences(found: Trained, expected: Trained, rtol: float) -> list[str]:
+    """Where two trainings differ by more than rtol, relative to the largest element of each series or tensor; [] where nowhere."""
+    assert found.weights.keys() == expected.weights.keys()
+    assert [each.keys() for each in found.metrics] == [each.keys() for each in expected.metrics]
+    pairs = {
+        "losses": (found.losses, expected.losses),
+        "grad_norms": (found.grad_norms, expected.grad_norms),
+        "lrs": (found.lrs, expected.lrs),
+        **{
+            name: ([each[name] for each in found.metrics], [each[name] for each in expected.metrics])
+            for name in set().union(*expected.metrics)
+        },
+        **{name: (found.weights[name], expected.weights[name]) for name in expected.weights},
+    }
+    return [f"{name} by {by:.2g}" for name, (one, other) in pairs.items() if not (by := difference(one, other)) <= rtol]
+
+
+def difference(found: Any, expected: Any) -> float:
+    """The largest difference, relative to the largest element."""
+    found, expected = np.asarray(found), np.asarray(expected)
+    assert found.shape == expected.shape
+    if not expected.size or np.array_equal(found, expected):
+        return 0.0
+    scale = np.abs(expected).max()
+    return float(np.abs(found - expected).max() / scale) if scale else float("inf")
+
+
+if __name__ == "__main__":
+    import harness  # under its own name, which is what pickled functions know
+
+    harness._be_a_rank(Connection(int(sys.argv[1])))

@@ -1,0 +1,292 @@
+"""Small tasks for the tests, each with something that could make a plan differ from one process."""
+
+from collections.abc import Iterable
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from paceline import Layout, Task
+from paceline.training.data import shuffled
+
+SAMPLES = 29  # a prime, so that every step begins elsewhere in an epoch
+
+
+class Rows:
+    """Samples that are the rows of some tensors: tuples, or dicts where the tensors have names."""
+
+    def __init__(self, **columns: Tensor):
+        self.columns = columns
+
+    def __len__(self) -> int:
+        return len(next(iter(self.columns.values())))
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        return {name: column[index] for name, column in self.columns.items()}
+
+
+class Pairs(Rows):
+    def __getitem__(self, index: int) -> Any:
+        return tuple(super().__getitem__(index).values())
+
+
+def drawn(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def chosen(below: int, *shape: int, seed: int = 0) -> Tensor:
+    return torch.randint(below, shape, generator=torch.Generator().manual_seed(seed))
+
+
+class Points(Task):
+    """Regression of points; several numbers a sample, each an item. No size divides by 2 or 4."""
+
+    def model(self) -> nn.Module:
+        return nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 3), nn.Tanh(), nn.Linear(3, 3))
+
+    def dataset(self, split: str) -> Pairs | None:
+        return Pairs(x=drawn(SAMPLES, 5), y=drawn(SAMPLES, 3, seed=1)) if split == "train" else None
+
+    def loss(self, output: Tensor, batch: Any) -> Tensor:
+        return (output - batch[1]).square()
+
+
+class Images(Task):
+    """A CNN with odd numbers of channels."""
+
+    def model(self) -> nn.Module:
+        return nn.Sequential(
+            nn.Conv2d(1, 3, 3, padding=1), nn.Tanh(), nn.Conv2d(3, 5, 3, stride=2), nn.Tanh(), nn.Flatten(), nn.Linear(45, 7)
+        )
+
+    def dataset(self, split: str) -> Pairs:
+        size = SAMPLES if split == "train" else 11
+        return Pairs(x=drawn(size, 1, 8, 8), y=chosen(7, size))
+
+    def loss(self, output: Tensor, batch: Any) -> Tensor:
+        return F.cross_entropy(output, batch[1], reduction="none")
+
+    def metrics(self, output: Tensor, batch: Any) -> dict[str, Tensor]:
+        return {"accuracy": output.argmax(-1) == batch[1]}
+
+
+class NormedImages(Images):
+    """With BatchNorm, whose statistics are those of a whole micro-batch."""
+
+    def model(self) -> nn.Module:
+        return nn.Sequential(
+            nn.Conv2d(1, 3, 3, bias=False), nn.BatchNorm2d(3), nn.Tanh(), nn.Flatten(), nn.Linear(108, 7, bias=False), nn.BatchNorm1d(7)
+        )
+
+
+class Block(nn.Module):
+    def __init__(self, width: int):
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.qkv = nn.Linear(
+            width, 3 * width, bias=False
+        )  # the gradient of a bias of the keys is 0 but for rounding, which Adam divides by itself
+        self.mlp = nn.Sequential(nn.Linear(width, 2 * width + 1), nn.GELU(), nn.Linear(2 * width + 1, width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.qkv(self.norm(x)).unsqueeze(1).chunk(3, -1)
+        x = x + F.scaled_dot_product_attention(q, k, v, is_causal=True).squeeze(1)
+        return x + self.mlp(x)
+
+
+class Gpt(nn.Module):
+    def __init__(self, vocabulary: int = 11, width: int = 6, depth: int = 3):
+        super().__init__()
+        self.tokens = nn.Embedding(vocabulary, width)
+        self.blocks = nn.ModuleList([Block(width) for _ in range(depth)])
+        self.norm = nn.LayerNorm(width)
+        self.output = nn.Linear(width, vocabulary, bias=False)
+        self.output.weight = self.tokens.weight
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.tokens(tokens)
+        for block in self.blocks:
+            x = block(x)
+        return self.output(self.norm(x))
+
+
+class Text(Task):
+    """Tied weights, dicts, and targets that are masked: how many of them count differs between ranks and micro-batches."""
+
+    def model(self) -> nn.Module:
+        return Gpt()
+
+    def dataset(self, split: str) -> Rows | None:
+        lengths = torch.arange(SAMPLES) * 5 % 9
+        return Rows(tokens=chosen(11, SAMPLES, 9), mask=torch.arange(8) < lengths[:, None]) if split == "train" else None
+
+    def inputs(self, batch: Any) -> Any:
+        return {"tokens": batch["tokens"][:, :-1]}
+
+    def loss(self, output: Tensor, batch: Any) -> Tensor:
+        return F.cross_entropy(output.transpose(1, 2), batch["tokens"][:, 1:], reduction="none")
+
+    def weights(self, batch: Any) -> Tensor:
+        return batch["mask"]
+
+
+class ScalarText(Text):
+    """The same loss, its weighted mean taken by the task."""
+
+    def loss(self, output: Tensor, batch: Any) -> Tensor:
+        weights = batch["mask"]
+        return (super().loss(output, batch) * weights).sum() / weights.sum().clamp(min=1)
+
+
+class Scalar(Points):
+    """A scalar loss: the mean over the samples."""
+
+    def loss(self, output: Tensor, batch: Any) -> Tensor:
+        return F.mse_loss(output, batch[1])
+
+
+class Frozen(Points):
+    """Some parameters are not trained: a whole block, and one of two in another."""
+
+    def model(self) -> nn.Module:
+        model = super().model()
+        model[2].requires_grad_(False)
+        model[4].bias.requires_grad_(False)
+        return model
+
+
+class Idle(Points):
+    """Some parameters get no gradient: of None, weight decay and momentum make nothing; of 0 they would make something."""
+
+    def model(self) -> nn.Module:
+        return Partly()
+
+
+class Partly(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([nn.Linear(5, 5) for _ in range(4)])
+        self.out = nn.Linear(5, 3)
+        self.spare = nn.Parameter(torch.ones(3, 3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for at, block in enumerate(self.blocks):
+            if at != 2:
+                x = block(x).tanh()
+        return self.out(x)
+
+
+class Weighed(Points):
+    """Weights of items that are no masks, and all 0 in some samples."""
+
+    def dataset(self, split: str) -> Pairs | None:
+        if split != "train":
+            return None
+        weights = drawn(SAMPLES, 3, seed=2).abs() * (torch.arange(SAMPLES) % 4 > 0)[:, None]
+        return Pairs(x=drawn(SAMPLES, 5), y=drawn(SAMPLES, 3, seed=1), weight=weights)
+
+    def weights(self, batch: Any) -> Tensor:
+        return batch[2]
+
+
+class OwnOptimizer(Points):
+    """Its own optimizer, with groups that differ."""
+
+    def optimizer(self, params: Iterable[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
+        params = dict(params)
+        groups = [
+            {"params": [p for name, p in params.items() if name.endswith("weight")], "weight_decay": 0.1},
+            {"params": [p for name, p in params.items() if name.endswith("bias")], "lr": 0.1},
+        ]
+        return torch.optim.Adam(groups, lr=1e-2, betas=(0.8, 0.9), amsgrad=True)
+
+
+class Shared(Points):
+    """One block is used twice, and so are its gradients; the units of sharding are said."""
+
+    def model(self) -> nn.Module:
+        return Twice()
+
+    def layout(self) -> Layout:
+        return Layout(blocks=("inner", "out"))
+
+
+class Twice(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Sequential(nn.Linear(5, 5), nn.Tanh())
+        self.out = nn.Linear(5, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.out(self.inner(self.inner(x)))
+
+
+class Routed(Points):
+    """A sample goes to one of two experts: in the first step the last ranks have none for the second."""
+
+    def model(self) -> nn.Module:
+        return Experts()
+
+    def dataset(self, split: str) -> Pairs | None:
+        if split != "train":
+            return None
+        to = torch.zeros(SAMPLES, dtype=torch.long)
+        to[shuffled(np.arange(SAMPLES), SAMPLES, 3)] = (torch.arange(SAMPLES) % 8 == 1).long()
+        return Pairs(x=drawn(SAMPLES, 5), y=drawn(SAMPLES, 3, seed=1), to=to)
+
+    def inputs(self, batch: Any) -> Any:
+        return batch[0], batch[2]
+
+
+class Experts(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(5, 4)
+        self.experts = nn.ModuleList([nn.Linear(4, 3) for _ in range(2)])
+
+    def forward(self, x: Tensor, to: Tensor) -> Tensor:
+        x = self.first(x).tanh()
+        out = x.new_zeros(len(x), 3)
+        for expert in to.unique().tolist():
+            out = out.index_put((to == expert,), self.experts[expert](x[to == expert]))
+        return out
+
+
+class Unrecorded(Points):
+    """Its constructor looks at values, and it keeps a tensor that is neither parameter nor buffer: it must be built whole."""
+
+    def model(self) -> nn.Module:
+        return Blends()
+
+
+class Blends(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        rates = [rate.item() for rate in torch.linspace(0.5, 1, 3)]
+        self.blocks = nn.ModuleList([nn.Linear(5, 5) for _ in rates])
+        self.rates = torch.tensor(rates)
+        self.out = nn.Linear(5, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for rate, block in zip(self.rates, self.blocks, strict=True):
+            x = x + rate * block(x).tanh()
+        return self.out(x)
+
+
+class Temperature(Points):
+    """A parameter without dimensions."""
+
+    def model(self) -> nn.Module:
+        return Divided()
+
+
+class Divided(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(5, 3)
+        self.temperature = nn.Parameter(torch.tensor(2.0))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x) / self.temperature

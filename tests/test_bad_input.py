@@ -1,0 +1,543 @@
+"""What a person may get wrong: one clear sentence with the value and the way out, exit status 2, and nothing left behind."""
+
+import os
+import signal
+from pathlib import Path
+
+import pytest
+import torch
+
+import command
+from command import Result, of_kind, paceline, slow_down, start, write_task
+from harness import ranks
+from paceline import Error, Spec, World, train
+from paceline.errors import DataError, DivergedError, PlanError, SpecError, TaskError
+from paceline.events import Failed, Step
+from paceline.plan.plan import parse
+from paceline.run import RunFolder
+from paceline.spec import Loading, Optimizer, Save, Schedule
+from paceline.task import load_task
+
+TASKS = (
+    command.TASK
+    + '''
+
+class NoLoss(Task):
+    def model(self):
+        return nn.Linear(6, 3)
+
+    def dataset(self, split):
+        return Points(5)
+
+
+class Changed(Regression):
+    """Whose points are changed by the rank or the index that asks."""
+
+    fate: str = "none"
+
+    def dataset(self, split):
+        if split != "train":
+            return Points(7) if self.fate == "nan metric" else None
+        if self.fate == "none at all":
+            return None
+        if self.fate == "empty":
+            return []
+        if self.fate == "a generator":
+            return (i for i in range(3))
+        if self.fate == "uneven":
+            return Points(50 + int(os.environ["RANK"]))
+        if self.fate == "no folder":
+            raise FileNotFoundError(2, "No such file or directory", "/data/points")
+        return Fateful(self.samples, self.fate)
+
+    def model(self):
+        if self.fate == "model raises":
+            raise ValueError("a width of 10 is unheard of")
+        if self.fate == "no module":
+            return lambda x: x
+        if self.fate == "frozen":
+            return super().model().requires_grad_(False)
+        return super().model()
+
+    def loss(self, output, batch):
+        if self.fate == "loss raises":
+            raise KeyError("labels")
+        if self.fate == "a number":
+            return 3.0
+        if self.fate == "diverges":
+            return super().loss(output, batch) * batch[1].new_tensor(float("nan") if batch[1].isinf().any() else 1.0)
+        return super().loss(output, batch)
+
+
+class Fateful(Points):
+    def __init__(self, count, fate):
+        super().__init__(count)
+        self.fate = fate
+
+    def __getitem__(self, index):
+        x, y = super().__getitem__(index)
+        if index == 31 and self.fate == "raises":
+            raise OSError("the disk has a hole")
+        if index == 31 and self.fate == "raises without a word":
+            raise AssertionError
+        if index == 31 and self.fate == "another shape":
+            return x[:3], y
+        if index == 31 and self.fate == "diverges":
+            return x, y * float("inf")
+        if index == 31 and self.fate == "dies" and os.environ.get("RANK", "1") == "1":
+            print("these are my last words", flush=True)
+            os._exit(7)
+        return x, y
+'''
+)
+
+
+@pytest.fixture(scope="module")
+def here(tmp_path_factory) -> Path:
+    """A folder with bad.py, in which nothing may be left."""
+    folder = tmp_path_factory.mktemp("bad")
+    write_task(folder, TASKS, "bad.py")
+    return folder
+
+
+def refused(*words: str | Path, at: Path, status: int = 2, **env: str) -> str:
+    """The one sentence."""
+    before = {*at.iterdir()} | {at / "__pycache__"}
+    result = paceline(*words, at=at, **env)
+    assert result.status == status, result.all
+    assert result.err.startswith("paceline: "), result.all
+    assert result.err.count("\n") == 1, result.all
+    assert "Traceback" not in result.out
+    assert {*at.iterdir()} <= before, "something was left behind"
+    return result.err.removeprefix("paceline: ").rstrip("\n")
+
+
+# Through the command line, before anything starts
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        ("train nowhere.py:Task", "there is no file nowhere.py; there is bad.py"),
+        ("train bed.py:Regression", "there is no file bed.py; did you mean bad.py?"),
+        ("train bad.py:Regresion", "there is no Regresion in bad.py; did you mean Regression?"),
+        ("train bad.py:Points", "Points in bad.py is no subclass of paceline.Task"),
+        ("train bad.py:NoLoss", "bad.py:NoLoss has no method loss; a task needs model, dataset, loss"),
+        ("train bad.py", "bad.py has 3 tasks (Regression, NoLoss, Changed); say which: bad.py:NAME"),
+        (
+            "train digit",
+            "there is no task 'digit': say digits, mnist, text, a file my.py:Class or a module package.module:Class; did you mean digits?",
+        ),
+        ("train no.such:Thing", "cannot import no.such, named by no.such:Thing: No module named 'no'"),
+        ("train run.toml", "cannot read run.toml: No such file or directory"),
+        ("train bad.py:Regression --set widht=3", "bad.py:Regression has no field widht; did you mean width?"),
+        ("train bad.py:Regression --set width=wide", "bad.py:Regression: width must be an integer, got 'wide'"),
+        ("train bad.py:Regression --set width", "--set 'width' is not NAME=VALUE"),
+        ("train bad.py:Regression --set optimizer.momentun=0.5", "unknown key optimizer.momentun; did you mean optimizer.momentum?"),
+        ("train bad.py:Regression --batch 0", "batch must be greater than or equal to 1, got 0"),
+        ("train bad.py:Regression --ranks 0", "ranks must be greater than or equal to 1, got 0"),
+        ("train bad.py:Regression --lr -0.1", "optimizer.lr must be greater than 0, got -0.1"),
+        ("train bad.py:Regression --epochs inf", "epochs must be a finite number, got inf"),
+        ("train bad.py:Regression --epochs 2 --steps 5", "epochs=2 and steps=5 are two lengths of one training; say one of them"),
+        ("train bad.py:Regression --optimizer adam", "optimizer.name must be 'adamw' or 'sgd', got 'adam'"),
+        ("train bad.py:Regression --precision fp8", "precision must be 'fp64', 'fp32', 'bf16' or 'fp16', got 'fp8'"),
+        ("train bad.py:Regression --device gpu", "device must be 'cpu' or 'cuda', got 'gpu'"),
+        (
+            "train bad.py:Regression --schedule step",
+            "schedule.every (samples between two decays) belongs to name='step', got name='step', every=None",
+        ),
+        ("train bad.py:Regression --plan zerro3", "plan 'zerro3': there is no plan 'zerro3'; did you mean zero3?"),
+        (
+            "train bad.py:Regression --plan single --ranks 2",
+            "plan single is for 1 rank, got 2: use --ranks 1 or another plan: ddp, zero1, zero2, zero3",
+        ),
+        ("train bad.py:Regression --plan hsdp --device cpu", "plan hsdp keeps 2 copies, which does not divide 1 rank: use single"),
+        (
+            "train bad.py:Regression --batch 10 --ranks 4",
+            "batch 10 is not divisible by ranks × micro = 4 × 1 = 4: use --batch 12 or 8",
+        ),
+        (
+            "train bad.py:Regression --batch 10 --ranks 2 --plan zero3,micro=2",
+            "batch 10 is not divisible by ranks × micro = 2 × 2 = 4: use --batch 12 or 8",
+        ),
+        (f"train bad.py:Regression --run {os.devnull}", f"{os.devnull} exists already; say another --run (it is no run)"),
+        (
+            f"train bad.py:Regression --ranks 2 --run {os.devnull}/r",
+            f"cannot make the run folder {os.devnull}/r: Not a directory",
+        ),
+        ("train --set epochs=3 digits", "digits has no field epochs; there is width"),
+        ("export nowhere w.safetensors", "there is no run nowhere"),
+        ("show nowhere", "there is no run nowhere"),
+        ("resume nowhere", "there is no run nowhere"),
+        ("resume .", ". is no run: it has no spec.toml"),
+    ],
+)
+def test_one_sentence_and_nothing_left(words, sentence, here):
+    assert refused(*words.split(" "), at=here) == sentence
+
+
+@pytest.mark.parametrize(
+    ("words", "part"),
+    [
+        ("train --rnaks 2", "--ranks"),
+        ("train --ranks two", "two"),
+        ("train --batch 3.5", "3.5"),
+        ("train --lr", "--lr"),
+        ("trian digits", "trian"),
+        ("train digits more", "more"),
+        ("export runs", "FILE"),
+    ],
+)
+def test_words_that_no_command_takes(words, part, here):
+    result = paceline(*words.split(" "), at=here)
+    assert result.status == 2, result.all
+    assert part in result.err
+    assert "Traceback" not in result.err
+
+
+def test_a_file_with_a_mistake(here, tmp_path):
+    file = tmp_path / "run.toml"
+    file.write_text('task = "bad.py:Regression"\nbatch = "many"\n')
+    assert refused("train", file, at=here) == "batch must be an integer, got 'many'"
+    file.write_text('task = "bad.py:Regression"\n[optimizer]\nlr = 0.1\nmomentun = 0.9\n')
+    assert refused("train", file, at=here) == "unknown key optimizer.momentun; did you mean optimizer.momentum?"
+    file.write_text("batch = \n")
+    assert refused("train", file, at=here).startswith(f"{file} is not TOML: Invalid value (at line 1, column 9)")
+
+
+def test_a_run_that_exists_already(here, tmp_path):
+    RunFolder(tmp_path).spec.touch()
+    expected = f"{tmp_path} exists already; say another --run (go on with it: paceline resume {tmp_path})"
+    for count in ("1", "2"):
+        assert refused("train", "bad.py:Regression", "--run", tmp_path, "--ranks", count, at=here) == expected
+
+
+def test_debug_shows_where_it_came_from(here):
+    for words in (("train", "nowhere.py:Task", "--debug"), ("--debug", "show", "nowhere")):
+        result = paceline(*words, at=here)
+        assert result.status != 0
+        assert "Traceback (most recent call last)" in result.err
+        assert "paceline.errors." in result.err.splitlines()[-1]
+
+
+def test_ranks_that_another_launcher_did_not_start(here):
+    started = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+    sentence = refused("train", "bad.py:Regression", "--ranks", "4", at=here, **started)
+    assert sentence == "--ranks 4, but torchrun started 2; leave --ranks out, or start 4 there"
+    assert refused("train", at=here, **started | {"RANK": "2"}).startswith("RANK=2 is outside WORLD_SIZE=2: ")
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
+def test_a_gpu_that_is_not_there(here):
+    sentence = f"device=cuda, but torch {torch.__version__} finds no CUDA device here; use --device cpu"
+    assert refused("train", "bad.py:Regression", "--device", "cuda", at=here) == sentence
+
+
+# Tasks that cannot be loaded, in this process
+
+
+@pytest.mark.parametrize(
+    ("reference", "message"),
+    [
+        ("{at}/bad.py:Nothing", "there is no Nothing in {at}/bad.py; there is Regression, NoLoss, Changed"),
+        ("{at}/bad.py:", "there is no task named '' in {at}/bad.py; there is Regression, NoLoss, Changed"),
+        ("{at}/bad.py:os", "os in {at}/bad.py is no subclass of paceline.Task"),
+        ("{at}/bad.py:Task", "{at}/bad.py:Task has no method model; a task needs model, dataset, loss"),
+        ("{at}:Task", "cannot import {at}, named by {at}:Task: No module named '{at}'"),
+        (
+            "",
+            "there is no task '': say digits, mnist, text, a file my.py:Class or a module package.module:Class",
+        ),
+        ("json:JSONDecoder", "JSONDecoder in json is no subclass of paceline.Task"),
+        ("json:Task", "there is no Task in json; there is none"),
+        (":Task", "cannot import , named by :Task: Empty module name"),
+    ],
+)
+def test_references_that_lead_nowhere(reference, message, here):
+    with pytest.raises(TaskError) as caught:
+        load_task(reference.format(at=here), {})
+    assert str(caught.value) == message.format(at=here)
+
+
+@pytest.mark.parametrize(
+    ("source", "message"),
+    [
+        ("def model(:\n", "{path}, line 1: invalid syntax"),
+        ("import torhc\n", "{path} cannot be imported: No module named 'torhc'"),
+        ("from paceline import Tsak\n", "{path} cannot be imported: cannot import name 'Tsak' from 'paceline'"),
+        ("import os\n\n1 / 0\n", "{path}, line 3: ZeroDivisionError: division by zero"),
+        (
+            "from paceline import Task\nclass My(Task):\n    width: int\n",
+            "{path}:My has no method model; a task needs model, dataset, loss",
+        ),
+        ("x = 1\n", "{path} has 0 tasks (none); say which: {path}:NAME"),
+        ("", "{path} has 0 tasks (none); say which: {path}:NAME"),
+    ],
+)
+def test_files_that_are_no_task(source, message, tmp_path):
+    path = write_task(tmp_path, source, "mine.py")
+    with pytest.raises(TaskError) as caught:
+        load_task(str(path), {})
+    assert str(caught.value).startswith(message.format(path=path))
+    assert "\n" not in str(caught.value)
+
+
+FIELDS = """
+from typing import Literal
+from paceline import Task
+
+class Fields(Task):
+    must: int
+    width: int = 3
+    rate: float = 0.1
+    flag: bool = False
+    sizes: tuple[int, ...] = (1, 2)
+    act: Literal["relu", "gelu"] = "relu"
+    name: str | None = None
+
+    def model(self): ...
+    def dataset(self, split): ...
+    def loss(self, output, batch): ...
+"""
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({}, "field must has no value; give it with --set must=VALUE"),
+        ({"must": "one"}, "must must be an integer, got 'one'"),
+        ({"must": 1.5}, "must must be an integer, got 1.5"),
+        ({"must": 1, "flag": 1}, "flag must be a boolean, got 1"),
+        ({"must": 1, "rate": "fast"}, "rate must be a number, got 'fast'"),
+        ({"must": 1, "act": "tanh"}, "act must be 'relu' or 'gelu', got 'tanh'"),
+        ({"must": 1, "sizes": 3}, "sizes must be an array, got 3"),
+        ({"must": 1, "sizes": [1, "two"]}, "sizes.1 must be an integer, got 'two'"),
+        ({"must": 1, "name": 3}, "name must be a string, got 3"),
+    ],
+)
+def test_fields_that_do_not_fit(fields, message, tmp_path):
+    path = write_task(tmp_path, FIELDS, "fields.py")
+    with pytest.raises(TaskError) as caught:
+        load_task(f"{path}:Fields", fields)
+    assert str(caught.value) == f"{path}:Fields: {message}"
+
+
+def test_fields_that_fit(tmp_path):
+    path = write_task(tmp_path, FIELDS, "fields.py")
+    task = load_task(f"{path}:Fields", {"must": 1, "rate": 2, "sizes": [3], "act": "gelu", "name": "a"})
+    assert vars(task) == {"must": 1, "width": 3, "rate": 2.0, "flag": False, "sizes": (3,), "act": "gelu", "name": "a"}
+
+
+def test_a_field_that_is_unknown(tmp_path):
+    path = write_task(tmp_path, FIELDS, "fields.py")
+    with pytest.raises(TaskError, match=r"has no field widht; did you mean width\?"):
+        load_task(f"{path}:Fields", {"must": 1, "widht": 3})
+
+
+# Tasks, data and plans that cannot be trained
+
+
+def wanted(here: Path, fate: str = "none", **more) -> Spec:
+    settings = {"steps": 12, "batch": 8, "save": Save(minutes=float("inf"))} | more
+    return Spec(task=f"{here}/bad.py:Changed", set={"fate": fate}, **settings)
+
+
+def failing(spec: Spec, plan: str | None = None, run: RunFolder | None = None) -> Error:
+    """The error that ends a training on this rank."""
+    with pytest.raises(Error) as caught:
+        for _ in train(spec, parse(plan) if plan else None, World() if "RANK" not in os.environ else None, run=run):
+            pass
+    assert str(caught.value), "it must say something"
+    return caught.value
+
+
+@pytest.mark.parametrize(
+    ("fate", "kind", "message"),
+    [
+        ("none at all", DataError, "Changed.dataset('train') returned None; it must return the training samples"),
+        ("empty", DataError, "Changed.dataset('train') is empty"),
+        ("a generator", DataError, "Changed.dataset('train') must have len() and [i], got generator"),
+        ("no module", TaskError, "model() must return a torch.nn.Module, got function"),
+        ("frozen", TaskError, "the model has no parameter to train: all of them have requires_grad=False"),
+        ("a number", TaskError, "loss() must return a tensor, got float"),
+        ("raises", DataError, "sample 31 of 'train' raised OSError: the disk has a hole"),
+        ("raises without a word", DataError, "sample 31 of 'train' raised AssertionError"),
+    ],
+)
+def test_a_task_that_answers_nonsense(fate, kind, message, here):
+    error = failing(wanted(here, fate))
+    assert (type(error), str(error)) == (kind, message)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_sample_that_raises_is_named(workers, here):
+    """Whichever process read it; and where in the task is behind it, for --debug."""
+    error = failing(wanted(here, "raises", data=Loading(workers=workers)))
+    assert str(error) == "sample 31 of 'train' raised OSError: the disk has a hole"
+    assert f'File "{here}/bad.py", line' in str(error.__cause__)
+
+
+def test_samples_of_unlike_shapes_are_named(here):
+    message = str(failing(wanted(here, "another shape")))
+    assert message.startswith("the samples ")
+    assert "31" in message
+    assert "cannot be put into one batch" in message
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        ({"schedule": Schedule(warmup=97)}, "schedule.warmup=97 samples is longer than the training, 96 samples"),
+        ({"batch": 9}, "batch 9 is not divisible by ranks × micro = 1 × 2 = 2: use --batch 10 or 8"),
+    ],
+)
+def test_a_request_that_contradicts_itself(more, message, here):
+    error = failing(wanted(here, **more), "single,micro=2")
+    assert (type(error) in (SpecError, PlanError), str(error)) == (True, message)
+
+
+def refusal_here(spec: Spec, plan: str) -> str:
+    return str(failing(spec, plan))
+
+
+@pytest.mark.parametrize(
+    ("fate", "samples", "plan", "message"),
+    [
+        ("uneven", 50, "ddp", "dataset('train') has 50 samples on rank 0 and 51 on rank 1; every rank must see the whole dataset, "),
+        ("none", 1, "zero3", "2 ranks for 1 training samples; use at most --ranks 1"),
+        ("none", 50, "single", "plan single is for 1 rank, got 2: use --ranks 1 or another plan: ddp, zero1, zero2, zero3"),
+        ("none", 50, "hsdp,replicate=3", "plan hsdp,replicate=3 keeps 3 copies, which does not divide 2 ranks: use replicate=2, or zero3"),
+    ],
+)
+def test_what_several_ranks_cannot_do(fate, samples, plan, message, here):
+    spec = wanted(here).model_copy(update={"set": {"fate": fate, "samples": samples}})
+    for found in ranks(2)(refusal_here, spec, plan):
+        assert found.startswith(message)
+
+
+def test_a_loss_that_is_not_finite(here, tmp_path):
+    """The step, the last finite loss, and the way back."""
+    run = RunFolder(tmp_path)
+    spec = wanted(here, "diverges", save=Save(every=1, minutes=float("inf")))
+    seen = []
+    with pytest.raises(DivergedError) as caught:
+        seen.extend(train(spec, World() and None, World(), run=run))
+    assert str(caught.value).startswith("the loss is nan at step ")
+    assert f"go back to step {run.checkpoints()[-1]} with: paceline resume {tmp_path} --lr SMALLER" in str(caught.value)
+
+
+def test_a_loss_that_is_not_finite_before_any_checkpoint(here):
+    error = failing(wanted(here, "diverges"))
+    assert isinstance(error, DivergedError)
+    assert "; the last finite loss was " in str(error)
+    assert str(error).endswith("no checkpoint was written yet; try a smaller --lr, --set schedule.warmup=SAMPLES or --clip NORM")
+    first = failing(wanted(here, "diverges", batch=53))
+    assert str(first).startswith("the loss is nan at step 1; there was no finite loss before; ")
+
+
+def test_a_gradient_that_is_not_finite(here):
+    error = failing(wanted(here, optimizer=Optimizer(name="sgd", lr=1e30), steps=50))
+    assert isinstance(error, DivergedError)
+    assert " at step " in str(error)
+
+
+def test_a_metric_that_is_not_there(here):
+    spec = wanted(here, "nan metric", save=Save(best="max acuracy"))
+    assert str(failing(spec)) == "save.best='max acuracy', but the evaluation has no acuracy; there is loss"
+
+
+# Ranks that fail
+
+
+def train_two(here: Path, at: Path, fate: str, *words: str, **env: str) -> Result:
+    common = ("--set", f"fate={fate}", "--batch", "8", "--steps", "12", "--ranks", "2", "--run", at / "r")
+    return paceline("train", f"{here}/bad.py:Changed", *common, *words, at=at, **env)
+
+
+def test_before_the_first_step_nothing_is_left(here, tmp_path):
+    result = train_two(here, tmp_path, "uneven")
+    assert result.status == 2
+    assert result.err.startswith("paceline: dataset('train') has 50 samples on rank 0 and 51 on rank 1; ")
+    assert result.err.count("\n") == 1
+    assert not (tmp_path / "r").exists()
+
+
+def test_a_sample_that_raises_on_one_of_two_ranks(here, tmp_path):
+    """One sentence, though two ranks fail; the run tells of it, and --debug tells where."""
+    result = train_two(here, tmp_path, "raises", "--save-every", "1", "--workers", "2")
+    assert (result.status, result.err) == (2, "paceline: sample 31 of 'train' raised OSError: the disk has a hole\n"), result.all
+    failed = [event for event in of_kind(tmp_path / "r", Failed) if not event.lost_peer]
+    assert [event.message for event in failed] == ["sample 31 of 'train' raised OSError: the disk has a hole"]
+    shown = paceline("show", "r", at=tmp_path)
+    assert "sample 31 of 'train' raised OSError: the disk has a hole" in shown.out
+    assert "go on with: paceline resume r" in shown.out
+
+
+def test_debug_shows_the_line_of_the_task_also_on_another_rank(here, tmp_path):
+    result = train_two(here, tmp_path, "raises", "--debug")
+    assert f'File "{here}/bad.py", line' in result.err, result.all
+    assert "the disk has a hole" in result.err
+
+
+def test_a_rank_that_dies_names_itself(here, tmp_path):
+    result = train_two(here, tmp_path, "dies", "--save-every", "1", "--workers", "0")
+    steps = max(event.step for event in of_kind(tmp_path / "r", Step))
+    kept = RunFolder(tmp_path / "r").checkpoints()[-1]
+    first, *rest = result.err.splitlines()
+    assert result.status == 2
+    assert (
+        first
+        == f"paceline: rank 1 failed: ended with exit status 7, after step {steps}; go on from step {kept} with: paceline resume {tmp_path}/r"
+    )
+    assert rest == [f"The end of {tmp_path}/r/ranks/1.log:", "  these are my last words"]
+
+
+def test_a_rank_that_is_killed_names_itself(here, tmp_path):
+    slow = slow_down(tmp_path / "slow", 0.02)
+    words = ("train", f"{here}/bad.py:Regression", "--batch", "8", "--steps", "200", "--ranks", "2", "--run", "r")
+    with start(*words, at=tmp_path, SLOW=str(slow)) as running:
+        running.until_step(tmp_path / "r", 3)
+        running.ranks()[1].send_signal(signal.SIGSEGV)
+        result = running.wait()
+    first = result.err.splitlines()[0]
+    assert result.status == 2
+    assert first.startswith("paceline: rank 1 was killed by SIGSEGV, after step ")
+    assert first.endswith("; no checkpoint was written yet")
+    [failed] = [event for event in of_kind(tmp_path / "r", Failed) if not event.lost_peer]
+    assert (failed.rank, failed.message) == (1, first.removeprefix("paceline: "))
+
+
+@pytest.mark.slow
+def test_a_rank_that_fails_at_its_start_is_named_and_not_the_one_that_waits_for_it(tmp_path):
+    """The other one waits where no signal reaches it, until it is killed."""
+    source = command.TASK + '\n\nif os.environ.get("RANK") == "1":\n    raise MemoryError("all is full")\n'
+    write_task(tmp_path, source)
+    result = paceline("train", "my.py:Regression", "--ranks", "2", at=tmp_path)
+    assert result.status == 2
+    assert "all is full" in result.err, result.all
+    assert "rank 0" not in result.err
+    assert not list((tmp_path / "runs").glob("*"))
+
+
+@pytest.mark.parametrize(
+    ("fate", "words"), [("model raises", "ValueError: a width of 10 is unheard of"), ("loss raises", "KeyError: 'labels'")]
+)
+def test_a_mistake_in_the_task_shows_its_line(fate, words, here, tmp_path):
+    """It is the user's own code: where it broke is what helps."""
+    spec = ("train", f"{here}/bad.py:Changed", "--set", f"fate={fate}", "--batch", "8", "--steps", "12", "--run", "r")
+    result = paceline(*spec, at=tmp_path)
+    assert result.status != 0
+    assert f'File "{here}/bad.py", line' in result.err
+    assert words in result.err
+    assert (tmp_path / "r").exists() == (fate == "loss raises"), "nothing is left where nothing had started"
+
+
+def test_a_mistake_in_the_task_on_several_ranks(here, tmp_path):
+    result = train_two(here, tmp_path, "model raises")
+    first, second, *_ = result.err.splitlines()
+    assert result.status == 2
+    assert first.startswith("paceline: rank ")
+    assert first.endswith(" failed: ValueError: a width of 10 is unheard of, after step 0; no checkpoint was written yet")
+    assert second.startswith("The end of ")
+    assert f'File "{here}/bad.py", line' in result.err
+    assert not (tmp_path / "r").exists()

@@ -1,0 +1,247 @@
+"""The order of samples is a pure function of (seed, epoch, position); no sample is lost or seen twice, on any number of ranks."""
+
+import random
+from collections.abc import Iterator
+from contextlib import closing
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils.data import Subset
+
+import models
+from harness import difference, differences, trained
+from paceline import Spec, Task
+from paceline.errors import DataError
+from paceline.spec import Loading, Optimizer
+from paceline.training.data import Part, Samples, batches, shuffled, training_parts, validation_parts
+
+CPU = torch.device("cpu")
+# by the workers of a data loader, from Python 3.12 on
+pytestmark = pytest.mark.filterwarnings("ignore:.*use of fork:DeprecationWarning")
+
+
+def order(samples: int, seed: int, epoch: int = 0) -> list[int]:
+    return shuffled(epoch * samples + np.arange(samples), samples, seed).tolist()
+
+
+@pytest.mark.parametrize("samples", [1, 2, 3, 4, 5, 10, 97, 100, 1000, 1024, 1797, 65537])
+def test_each_epoch_is_a_permutation(samples: int) -> None:
+    for seed in (0, 1, 2**40):
+        for epoch in (0, 1, 1000):
+            assert sorted(order(samples, seed, epoch)) == list(range(samples))
+
+
+def test_epochs_and_seeds_differ() -> None:
+    orders = [tuple(order(97, seed, epoch)) for seed in range(5) for epoch in range(5)]
+    assert len(set(orders)) == 25
+
+
+def test_all_orders_are_as_likely() -> None:
+    found = [tuple(order(4, seed)) for seed in range(2400)]
+    counts = [found.count(each) for each in set(found)]
+    assert len(counts) == 24
+    assert min(counts) > 60  # 100 ± 10 each
+    first = np.array([order(1000, seed)[0] for seed in range(1000)])
+    assert abs(first.mean() - 499.5) < 5 * 289 / 1000**0.5
+
+
+def test_any_number_can_be_asked_for_alone() -> None:
+    numbers = np.arange(3 * 97)
+    together = shuffled(numbers, 97, 5)
+    assert [shuffled(numbers[i : i + 1], 97, 5)[0] for i in numbers] == together.tolist()
+    backwards = shuffled(numbers[::-1], 97, 5)
+    assert backwards[::-1].tolist() == together.tolist()
+
+
+def test_the_order_never_changes_from_one_release_to_the_next() -> None:
+    assert shuffled(np.arange(8), 1797, 0).tolist() == [1171, 1284, 1756, 1277, 1029, 611, 1759, 3]
+    assert shuffled(1797 + np.arange(8), 1797, 0).tolist() == [178, 1180, 1428, 659, 1287, 845, 1298, 671]
+    assert shuffled(np.arange(10), 10, 7).tolist() == [5, 7, 9, 1, 0, 6, 3, 4, 2, 8]
+    assert shuffled(10**12 + np.arange(4), 10**9 + 7, 123).tolist() == [263876599, 912415230, 293652711, 87795930]
+
+
+@pytest.mark.parametrize("micro", [1, 2, 3])
+def test_parts_of_all_ranks_are_the_global_batch(micro: int) -> None:
+    for ranks in (1, 2, 3, 4, 6):
+        parts = [Part(72, micro, rank, ranks).numbers(5) for rank in range(ranks)]
+        assert {part.shape for part in parts} == {(micro, 72 // micro // ranks)}
+        # each micro-batch has the same samples, in the same order, on any number of ranks
+        assert np.concatenate(parts, axis=1).tolist() == Part(72, micro, 0, 1).numbers(5).tolist()
+        assert sorted(np.concatenate(parts, axis=None)) == list(range(360, 432))
+
+
+def test_batches_run_across_the_borders_of_epochs() -> None:
+    """10 samples, batches of 4: 5 steps are 2 epochs, none short and none dropped."""
+    taken = []
+    for _, indices in training_parts(Part(4, 1, 0, 1), 10, 3, 0, 5):
+        assert len(indices) == 4
+        taken += indices
+    assert taken == order(10, 3, 0) + order(10, 3, 1)
+
+
+def test_a_batch_may_be_larger_than_an_epoch() -> None:
+    [(_, indices)] = training_parts(Part(12, 1, 0, 1), 5, 0, 0, 1)
+    assert indices == [*order(5, 0, 0), *order(5, 0, 1), *order(5, 0, 2)[:2]]
+
+
+def test_the_state_is_the_number_of_steps() -> None:
+    whole = list(training_parts(Part(6, 3, 1, 2), 97, 4, 0, 5000))  # more than are shuffled at a time
+    assert len(whole) == 3 * 5000
+    for step in (1, 17, 4095, 4999):
+        assert list(training_parts(Part(6, 3, 1, 2), 97, 4, step, 5000)) == whole[3 * step :]
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4, 7])
+def test_validation_has_each_sample_on_one_rank(ranks: int) -> None:
+    for samples in (1, 2, 3, 8, 11, 64, 97):
+        for batch in (1, 3, 8, 64):
+            parts = [list(validation_parts(samples, batch, rank, ranks)) for rank in range(ranks)]
+            assert len({len(of_rank) for of_rank in parts}) == 1  # equally many, so that a collective never waits for ever
+            assert sorted(index for of_rank in parts for part in of_rank for index in part) == list(range(samples))
+
+
+class Augmented:
+    """Draws from all the generators there are."""
+
+    def __len__(self) -> int:
+        return 11
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        noise = torch.tensor([random.random(), np.random.rand(), torch.rand(()).item(), random.gauss(0, 1), np.random.randn()])
+        return noise + index, torch.tensor(index)
+
+
+class Noisy(Task):
+    def model(self) -> torch.nn.Module:
+        return torch.nn.Linear(5, 3)
+
+    def dataset(self, split: str) -> Augmented:
+        return Augmented()
+
+    def loss(self, output: Tensor, batch: Any) -> Tensor:
+        return output.square()
+
+
+def read(rank: int, ranks: int, workers: int, split: str = "train", steps: int = 8) -> Iterator[tuple[int, bytes]]:
+    parts = list(training_parts(Part(4, 1, rank, ranks), 11, 9, 0, steps))
+    with closing(batches(Samples(Augmented(), split, 9, None), parts, CPU, workers, 2)) as found:
+        for (numbers, indices), (x, y) in zip(parts, found, strict=True):
+            assert y.tolist() == indices
+            yield from zip(numbers, (row.numpy().tobytes() for row in x), strict=True)
+
+
+def test_augmentation_belongs_to_the_sample() -> None:
+    random.seed(1)
+    torch.manual_seed(1)
+    alone = dict(read(0, 1, workers=0))
+    assert len(set(alone.values())) == len(alone) == 32  # another one in each epoch
+    assert dict(read(0, 1, workers=2)) == alone
+    for workers in (0, 2):
+        assert dict(read(0, 2, workers)) | dict(read(1, 2, workers)) == alone
+    assert not {*alone.values()} & {*dict(read(0, 1, workers=0, split="validation")).values()}
+
+
+@pytest.mark.parametrize("plan", ["ddp", "zero3"])
+def test_augmentation_is_the_same_on_any_number_of_ranks(plan: str) -> None:
+    one = trained(1, Noisy(), Spec(steps=5, batch=8, precision="fp64", data=Loading(workers=0)), "single")
+    for ranks, workers in ((1, 2), (2, 0), (2, 2)):
+        found = trained(ranks, Noisy(), Spec(steps=5, batch=8, precision="fp64", data=Loading(workers=workers)), plan)
+        assert not differences(found, one, 1e-12)
+
+
+class Counted(Task):
+    """Evaluation tells which samples it has seen."""
+
+    samples: int = 7
+    masked: bool = False
+
+    def model(self) -> torch.nn.Module:
+        return torch.nn.Linear(2, 3)
+
+    def dataset(self, split: str) -> models.Pairs:
+        size = 16 if split == "train" else self.samples
+        return models.Pairs(x=models.drawn(size, 2), y=models.chosen(3, size), power=2.0 ** torch.arange(size).double())
+
+    def loss(self, output: Tensor, batch: Any) -> Tensor:
+        return F.cross_entropy(output, batch[1], reduction="none")
+
+    def weights(self, batch: Any) -> Tensor:
+        return batch[2] % 3 if self.masked else torch.ones_like(batch[2])
+
+    def metrics(self, output: Tensor, batch: Any) -> dict[str, Tensor]:
+        # of the shape of the items, of another shape, and a scalar
+        return {"power": batch[2], "powers": batch[2].repeat(2, 1).T, "mean_power": batch[2].mean()}
+
+
+@pytest.mark.parametrize(("ranks", "plan"), [(1, "single"), (2, "ddp"), (2, "zero3"), (4, "ddp"), (4, "zero2"), (4, "hsdp")])
+@pytest.mark.parametrize("samples", [1, 3, 7, 16])
+def test_evaluation_counts_each_sample_once(ranks: int, plan: str, samples: int) -> None:
+    spec = Spec(steps=2, batch=4, optimizer=Optimizer(name="sgd", lr=0.1))
+    found = trained(ranks, Counted(samples=samples), spec, plan)
+    power = (2.0**samples - 1) / samples
+    assert found.metrics[-1] == pytest.approx(found.metrics[-1] | {"power": power, "powers": power, "mean_power": power}, rel=1e-12)
+
+
+@pytest.mark.parametrize("masked", [False, True])
+def test_evaluation_is_that_of_the_whole_split(masked: bool) -> None:
+    task = Counted(masked=masked)
+    for ranks, plan in ((1, "single"), (2, "ddp"), (4, "zero3")):
+        found = trained(ranks, task, Spec(steps=2, batch=4, precision="fp64"), plan)
+        x, y, power = (column.double() for column in task.dataset("validation").columns.values())
+        weights = power % 3 if masked else torch.ones(7)
+        losses = F.cross_entropy(
+            x @ torch.tensor(found.weights["weight"]).T + torch.tensor(found.weights["bias"]), y.long(), reduction="none"
+        )
+        assert difference(found.metrics[-1]["loss"], (losses * weights).sum() / weights.sum()) < 1e-12
+        assert difference(found.metrics[-1]["power"], (power * weights).sum() / weights.sum()) < 1e-12
+
+
+class Faulty(Augmented):
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        if index == 8:
+            raise UnicodeDecodeError("utf-8", b"\xff", 0, 1, "invalid start byte")  # one that torch's workers cannot send
+        return super().__getitem__(index)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_sample_that_raises_is_named(workers: int) -> None:
+    parts = training_parts(Part(4, 1, 0, 1), 11, 9, 0, 8)
+    with (
+        closing(batches(Samples(Faulty(), "train", 9, None), parts, CPU, workers, 2)) as found,
+        pytest.raises(DataError, match=r"sample 8 of 'train' raised UnicodeDecodeError: .*invalid start byte") as raised,
+    ):
+        list(found)
+    assert "in __getitem__" in str(raised.value.__cause__)
+
+
+class Whole(Augmented):
+    def __getitems__(self, indices: list[int]) -> tuple[Tensor, Tensor]:
+        return torch.tensor(indices) / 2, torch.tensor(indices)
+
+
+def test_a_dataset_may_fetch_whole_batches() -> None:
+    parts = list(training_parts(Part(4, 2, 1, 2), 11, 9, 0, 3))
+    for (_, indices), (x, y) in zip(parts, batches(Samples(Whole(), "train", 9, torch.float64), parts, CPU, 0, 2), strict=True):
+        assert y.tolist() == indices
+        assert x.dtype == torch.float64
+        assert x.tolist() == [index / 2 for index in indices]
+
+
+@pytest.mark.xfail(reason="Samples takes what __getitems__ returns for a collated batch")
+def test_torch_subset_is_a_dataset() -> None:
+    """torch's own convention: its `__getitems__` returns a list of samples, which are still to be collated."""
+    parts = list(training_parts(Part(4, 1, 0, 1), 6, 9, 0, 3))
+    samples = Samples(Subset(Augmented(), [0, 2, 4, 6, 8, 10]), "train", 9, None)
+    own = Samples([Augmented()[i] for i in (0, 2, 4, 6, 8, 10)], "train", 9, None)
+    for (_, indices), (x, y), (_, expected) in zip(parts, batches(samples, parts, CPU, 0, 2), batches(own, parts, CPU, 0, 2), strict=True):
+        assert y.tolist() == expected.tolist() == [2 * index for index in indices]
+        assert x.shape == (4, 5)
+    once, again = (list(batches(samples, parts, CPU, workers, 2)) for workers in (0, 2))
+    assert all(torch.equal(x, other) for (x, _), (other, _) in zip(once, again, strict=True))
+    split = Part(4, 1, 1, 2)
+    for (x, _), (half, _) in zip(once, batches(samples, training_parts(split, 6, 9, 0, 3), CPU, 0, 2), strict=True):
+        assert torch.equal(x[2:], half)  # augmentation belongs to the sample

@@ -1,0 +1,65 @@
+"""A loop that a person would write with torch alone, on two ranks: Paceline's losses are the same, number by number."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import default_collate
+
+import models
+from harness import Trained, differences, ranks, trained
+from paceline import Spec, Task
+from paceline.spec import Optimizer
+from paceline.training.data import shuffled
+from paceline.training.weights import fill_, record
+
+STEPS, BATCH, SEED, LR, CLIP = 12, 8, 5, 0.05, 1.0
+
+
+def by_hand(task: Task, name: str, clip: float | None) -> Trained:
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    dataset = task.dataset("train")
+    order = shuffled(np.arange(STEPS * BATCH), len(dataset), SEED)
+    model, weights, _ = record(task.model, SEED)
+    fill_(model, weights, torch.device("cpu"))
+    ddp = DistributedDataParallel(model.double())
+    if name == "sgd":
+        optimizer: Any = torch.optim.SGD(ddp.parameters(), lr=LR, momentum=0.9)
+    else:
+        optimizer = torch.optim.AdamW(ddp.parameters(), lr=LR, weight_decay=0.0)
+    losses, norms = [], []
+    for step in range(STEPS):
+        indices = order[step * BATCH : (step + 1) * BATCH]
+        share = BATCH // world_size
+        x, y = default_collate([dataset[i] for i in indices[rank * share : (rank + 1) * share]])
+        x = x.double()
+        optimizer.zero_grad()
+        loss = F.cross_entropy(ddp(x), y)
+        loss.backward()
+        norms.append(torch.nn.utils.clip_grad_norm_(ddp.parameters(), clip if clip is not None else float("inf")).item())
+        optimizer.step()
+        loss = loss.detach()
+        dist.all_reduce(loss, dist.ReduceOp.AVG)
+        losses.append(loss.item())
+    final = {name: parameter.detach().numpy() for name, parameter in model.named_parameters()}
+    return Trained(losses, norms, [LR] * STEPS, [], final, ())
+
+
+class TrainImages(models.Images):
+    def dataset(self, split: str) -> models.Pairs | None:
+        return super().dataset(split) if split == "train" else None
+
+
+@pytest.mark.parametrize("clip", [None, CLIP])
+@pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
+@pytest.mark.parametrize("plan", ["ddp", "zero1", "zero3", "ddp,micro=2"])
+def test_the_same_as_a_loop_by_hand(plan: str, optimizer: str, clip: float | None) -> None:
+    spec = Spec(steps=STEPS, batch=BATCH, seed=SEED, precision="fp64", optimizer=Optimizer(name=optimizer, lr=LR, clip=clip))  # type: ignore[arg-type]
+    expected = ranks(2)(by_hand, TrainImages(), optimizer, clip)[0]
+    found = trained(2, TrainImages(), spec, plan)
+    assert not differences(found, expected, 1e-12)
+    assert expected.losses[-1] < expected.losses[0]

@@ -1,0 +1,154 @@
+"""events.jsonl: what is written can be read, whatever became of the writer."""
+
+import dataclasses
+import json
+import math
+import threading
+import time
+
+import pytest
+
+from paceline import events
+from paceline.events import KINDS, Ended, Evaluated, Event, Failed, Saved, Started, Step, Writer, dumps, follow, loads, read
+
+STARTED = Started(
+    task="digits", plan="zero3", ranks=2, batch=64, step=0, steps=10, samples=1437, parameters=99, device="cpu", precision="fp32", threads=1
+)
+ALL: list[Event] = [
+    dataclasses.replace(STARTED, notes=("one", "zwei → drei")),
+    Step(step=1, samples=64, loss=1 / 3, grad_norm=None, lr=1e-300, step_s=0.1, data_s=0.0, samples_per_s=640.0),
+    Evaluated(step=1, metrics={"loss": 0.1 + 0.2, "accuracy": 1.0}, seconds=0.5),
+    Saved(step=1, path="ckpt/step_1", bytes=2**40, seconds=1.0, blocked_s=0.1),
+    Failed(what="run", message='a\nb\t"c"', step=1, rank=3, lost_peer=True, meant=True),
+    Ended(step=1, reason="done", communication=0.25),
+]
+
+
+def step(number: int) -> Step:
+    return Step(step=number, samples=number, loss=1.0, grad_norm=1.0, lr=1.0, step_s=1.0, data_s=0.0, samples_per_s=1.0)
+
+
+def write(path, *written: Event) -> None:
+    writer = Writer(path)
+    for event in written:
+        writer.write(event)
+    writer.close()
+    assert writer.lost == 0
+
+
+@pytest.mark.parametrize("event", ALL, ids=lambda event: type(event).__name__)
+def test_an_event_is_one_line_and_comes_back_equal(event):
+    line = dumps(event)
+    assert "\n" not in line
+    assert json.loads(dumps(loads(line))) == json.loads(line)
+    assert type(loads(line)) is type(event)
+    assert {*json.loads(line)} == {"event", *vars(event)}
+
+
+def test_the_kinds_and_fields_that_others_read():
+    assert [*KINDS] == ["started", "step", "evaluated", "saved", "failed", "ended"]
+    written = json.loads(dumps(ALL[1]))
+    assert {*written} == {"time", "event", "step", "samples", "loss", "grad_norm", "lr", "step_s", "data_s", "samples_per_s"}
+    assert {"time", "event", "step", "metrics"} <= {*json.loads(dumps(ALL[2]))}
+
+
+def test_floats_come_back_bit_by_bit():
+    found = loads(dumps(dataclasses.replace(step(1), loss=math.pi * 1e-7, grad_norm=0.1 + 0.2)))
+    assert isinstance(found, Step)
+    assert (found.loss, found.grad_norm) == (math.pi * 1e-7, 0.1 + 0.2)
+
+
+def test_every_line_is_json_also_where_a_number_is_not_finite():
+    """Others read the file too: jq, a browser, a data base."""
+    line = dumps(Evaluated(step=1, metrics={"loss": math.nan, "perplexity": math.inf}, seconds=0.1))
+    json.loads(line, parse_constant=lambda name: pytest.fail(f"{name} is no JSON"))
+    found = loads(line)
+    assert isinstance(found, Evaluated)
+    assert {*found.metrics} == {"loss", "perplexity"}
+
+
+def test_a_file_is_read_as_it_was_written(tmp_path):
+    write(tmp_path / "e", *ALL)
+    assert [type(event) for event in read(tmp_path / "e")] == [type(event) for event in ALL]
+    write(tmp_path / "e", step(2))  # appended
+    assert [type(event) for event in read(tmp_path / "e")] == [*(type(event) for event in ALL), Step]
+
+
+def test_a_torn_last_line_is_left_alone_by_readers_and_cut_off_by_the_next_writer(tmp_path):
+    path = tmp_path / "e"
+    write(path, step(1), step(2))
+    whole = path.read_bytes()
+    torn = whole + dumps(step(3)).encode()[:20]
+    path.write_bytes(torn)
+    assert [event.step for event in read(path)] == [1, 2]
+    assert events.end(path) == len(whole)
+    assert path.read_bytes() == torn, "a reader must not touch it"
+    write(path, step(4))
+    assert [event.step for event in read(path)] == [1, 2, 4]
+    assert path.read_bytes().startswith(whole)
+
+
+def test_a_file_that_is_one_torn_line_becomes_empty(tmp_path):
+    path = tmp_path / "e"
+    path.write_bytes(b'{"time": 1, "eve')
+    write(path)
+    assert path.read_bytes() == b""
+
+
+def test_a_torn_line_longer_than_any_buffer_is_cut_off_too(tmp_path):
+    path = tmp_path / "e"
+    write(path, step(1))
+    whole = path.read_bytes()
+    path.write_bytes(whole + b"x" * 200_000)
+    write(path, step(2))
+    assert [event.step for event in read(path)] == [1, 2]
+
+
+def test_a_reader_may_begin_where_another_one_ended(tmp_path):
+    path = tmp_path / "e"
+    assert events.end(path) == 0
+    write(path, step(1))
+    position = events.end(path)
+    write(path, step(2))
+    assert [event.step for event in read(path, position)] == [2]
+
+
+def test_follow_waits_for_what_comes_and_ends_when_told(tmp_path):
+    path = tmp_path / "e"
+    write(path, step(1))  # from before: left out
+    over, seen = threading.Event(), []
+    following = follow(path, over.is_set, events.end(path), poll_s=0.01)
+    thread = threading.Thread(target=lambda: seen.extend(following))
+    thread.start()
+    try:
+        write(path, step(2))
+        with open(path, "a") as file:  # a line in two halves
+            line = dumps(step(3)) + "\n"
+            file.write(line[:10])
+            file.flush()
+            while not seen:
+                time.sleep(0.01)
+            file.write(line[10:])
+    finally:
+        over.set()
+        thread.join()
+    assert [event.step for event in seen] == [2, 3], "also what was written right before the end"
+
+
+def test_follow_waits_for_a_file_that_is_not_there_yet(tmp_path):
+    path = tmp_path / "e"
+    over, seen = threading.Event(), []
+    thread = threading.Thread(target=lambda: seen.extend(follow(path, over.is_set, poll_s=0.01)))
+    thread.start()
+    write(path, step(1))
+    over.set()
+    thread.join()
+    assert [event.step for event in seen] == [1]
+
+
+def test_a_full_disk_costs_events_and_nothing_else():
+    writer = Writer("/dev/full")
+    writer.write(step(1))
+    writer.write(step(2))
+    writer.close()
+    assert writer.lost == 2

@@ -1,0 +1,133 @@
+"""Schedules are counted in samples; the norm of the gradient and clipping are torch's; one update is torch's."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+import models
+from harness import difference
+from paceline import Plan
+from paceline.errors import PlanError, SpecError, TaskError
+from paceline.spec import Optimizer, Schedule
+from paceline.training.optim import Norm, check_schedule, factor, make_optimizer
+from paceline.training.parallelize import check_splits
+from paceline.training.step import Step
+
+
+@pytest.mark.parametrize(
+    ("schedule", "expected"),
+    [
+        (Schedule(), {0: 1, 50: 1, 100: 1}),
+        (Schedule(warmup=9), {0: 0.1, 4: 0.5, 8: 0.9, 9: 1, 100: 1}),
+        (Schedule(name="cosine"), {0: 1, 25: 0.8535533905932737, 50: 0.5, 75: 0.14644660940672627, 100: 0, 101: 0}),
+        (Schedule(name="cosine", floor=0.2), {0: 1, 25: 0.882842712474619, 50: 0.6, 100: 0.2}),
+        (Schedule(name="cosine", warmup=20), {0: 1 / 21, 19: 20 / 21, 20: 1, 60: 0.5, 80: 0.14644660940672627, 100: 0}),
+        (Schedule(name="linear"), {0: 1, 25: 0.75, 100: 0, 120: 0}),
+        (Schedule(name="linear", warmup=20, floor=0.5), {9: 10 / 21, 20: 1, 60: 0.75, 100: 0.5}),
+        (Schedule(name="step", every=30), {0: 1, 29: 1, 30: 0.1, 59: 0.1, 60: 0.01, 90: 0.001}),
+        (Schedule(name="step", every=40, factor=0.5, warmup=10), {0: 1 / 11, 10: 1, 39: 1, 40: 0.5, 80: 0.25}),
+        (Schedule(name="cosine", warmup=100), {99: 100 / 101, 100: 1}),
+    ],
+)
+def test_factors(schedule: Schedule, expected: dict[int, float]) -> None:
+    assert {samples: factor(schedule, samples, 100) for samples in expected} == pytest.approx(expected, abs=1e-15)
+
+
+def test_a_warmup_longer_than_the_training_is_refused() -> None:
+    check_schedule(Schedule(warmup=100), 100)
+    with pytest.raises(SpecError, match=r"warmup=101 samples is longer than the training, 100 samples"):
+        check_schedule(Schedule(warmup=101), 100)
+
+
+def with_gradients(dtype: torch.dtype) -> nn.Module:
+    torch.manual_seed(0)
+    model = models.Gpt().to(dtype)
+    model.spare = nn.Parameter(torch.ones(3, dtype=dtype))  # without one
+    model.none = nn.Parameter(torch.ones(0, dtype=dtype))
+    model(models.chosen(11, 4, 5)).square().sum().backward()
+    model.none.grad = torch.zeros_like(model.none)
+    return model
+
+
+@pytest.mark.parametrize(("dtype", "rtol"), [(torch.float64, 1e-15), (torch.float32, 1e-6)])
+def test_norm_is_that_of_torch(dtype: torch.dtype, rtol: float) -> None:
+    model = with_gradients(dtype)
+    params = list(model.parameters())
+    found, squares = Norm(params, 0, 1).whole(), Norm(params, 0, 1).squares_here()
+    assert squares is not None
+    expected = torch.nn.utils.clip_grad_norm_(params, 1.0)
+    assert difference(found, expected) < rtol
+    assert difference(squares.sqrt(), expected) < rtol
+
+
+def test_each_gradient_is_counted_on_one_rank() -> None:
+    params = list(with_gradients(torch.float64).parameters())
+    whole = Norm(params, 0, 1).whole()
+    for ranks in (2, 3, 100):
+        parts = [Norm(params, rank, ranks).squares_here() for rank in range(ranks)]
+        assert difference(sum(part for part in parts if part is not None), whole.square()) < 1e-15
+
+
+def test_no_gradient_at_all() -> None:
+    norm = Norm([nn.Parameter(torch.ones(3))], 0, 1)
+    assert norm.whole() == 0
+    assert norm.squares_here() is None
+
+
+OPTIMIZERS = [
+    (Optimizer(name="sgd", lr=0.1, momentum=0.0), lambda p: torch.optim.SGD(p, 0.1)),
+    (Optimizer(name="sgd", lr=0.1, weight_decay=0.1), lambda p: torch.optim.SGD(p, 0.1, momentum=0.9, weight_decay=0.1)),
+    (Optimizer(name="sgd", lr=0.1, momentum=0.8, nesterov=True), lambda p: torch.optim.SGD(p, 0.1, momentum=0.8, nesterov=True)),
+    (
+        Optimizer(name="adamw", lr=0.01, betas=(0.8, 0.9), eps=1e-6, weight_decay=0.1),
+        lambda p: torch.optim.AdamW(p, 0.01, (0.8, 0.9), 1e-6, 0.1),
+    ),
+    (Optimizer(), lambda p: torch.optim.AdamW(p, 1e-3, weight_decay=0.0)),
+]
+
+
+@pytest.mark.parametrize("clip", [None, 0.5, 1e9])
+@pytest.mark.parametrize(("spec", "oracle"), OPTIMIZERS)
+def test_an_update_is_that_of_torch(spec: Optimizer, oracle: object, clip: float | None) -> None:
+    """Three updates with learning rates that change, two of them with a parameter that has no gradient yet."""
+    model = models.Gpt().double()
+    twin = copy.deepcopy(model)
+    theirs = oracle(twin.parameters())  # type: ignore[operator]
+    params = list(model.parameters())
+    ours = make_optimizer(models.Text(), spec, Plan(dp=1), model)
+    step = Step(models.Text(), model, ours, params, 0, 1, torch.device("cpu"), "fp64", clip, 0)
+    for at, lr_factor in enumerate((1.0, 0.5, 0.25)):
+        tokens = models.chosen(11, 4, 5, seed=at)
+        for each in (model, twin):
+            each(tokens).square().sum().backward()
+            if at < 2:
+                each.blocks[0].norm.bias.grad = None
+        for group in theirs.param_groups:
+            group["lr"] = spec.lr * lr_factor
+        if clip is not None:
+            torch.nn.utils.clip_grad_norm_(twin.parameters(), clip)
+        theirs.step()
+        theirs.zero_grad()
+        step.update(lr_factor)
+        assert all(parameter.grad is None for parameter in params)
+        for parameter, expected in zip(params, twin.parameters(), strict=True):
+            assert difference(parameter.detach(), expected.detach()) < 1e-14
+
+
+def test_only_what_is_trained_is_given_to_the_optimizer() -> None:
+    model = models.Frozen().model()
+    optimizer = make_optimizer(models.Frozen(), Optimizer(), Plan(dp=1), model)
+    assert sum(len(group["params"]) for group in optimizer.param_groups) == 3
+    model.requires_grad_(False)
+    with pytest.raises(TaskError, match="no parameter to train"):
+        make_optimizer(models.Frozen(), Optimizer(), Plan(dp=1), model)
+
+
+def test_an_optimizer_that_needs_whole_weights_is_refused_on_shards() -> None:
+    optimizer = torch.optim.Adafactor([nn.Parameter(torch.ones(2, 2))])
+    with pytest.raises(PlanError, match=r"Adafactor is not known to update each element on its own; use ddp or zero1"):
+        check_splits(Plan(zero=3, dp=2), optimizer)
+    check_splits(Plan(zero=1, dp=2), optimizer)
+    check_splits(Plan(zero=3, dp=2), torch.optim.SGD([nn.Parameter(torch.ones(2))]))

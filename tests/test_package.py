@@ -1,0 +1,80 @@
+"""What the package exports, and which way its imports point."""
+
+import importlib
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import paceline
+from command import environment
+
+# What plans, submits and reports works at once on a login node, without torch.
+WITHOUT_TORCH = (
+    "paceline",
+    "paceline.__main__",
+    "paceline.errors",
+    "paceline.units",
+    "paceline.spec",
+    "paceline.events",
+    "paceline.run",
+    "paceline.task",
+    "paceline.plan.plan",
+    "paceline.launch.world",
+    "paceline.report.summary",
+    "paceline.report.text",
+    "paceline.report.watch",
+    "paceline.cli",
+    "paceline.cli.train",
+    "paceline.cli.resume",
+    "paceline.cli.show",
+    "paceline.cli.export",
+    "paceline.cli.rank",
+    "paceline.cli.start",
+)
+EXPORTED = {"Error", "Layout", "Plan", "RunFolder", "Spec", "Task", "World", "train"}
+WITHOUT = """
+import importlib, sys
+sys.modules["torch"] = None
+if sys.argv[1].endswith("__main__"):
+    sys.argv = ["paceline", "--version"]
+    import runpy
+    try:
+        runpy.run_module("paceline", run_name="__main__")
+    except SystemExit as over:
+        assert not over.code
+else:
+    importlib.import_module(sys.argv[1])
+"""
+
+
+@pytest.mark.parametrize("module", WITHOUT_TORCH)
+def test_no_torch_is_needed_for(module):
+    result = subprocess.run([sys.executable, "-c", WITHOUT, module], capture_output=True, text=True, env=environment(), timeout=120)
+    assert result.returncode == 0, result.stderr
+
+
+def test_the_exported_names():
+    assert {*paceline.__all__} == EXPORTED == {*dir(paceline)}
+    found = {}
+    exec("from paceline import *", found)
+    assert {*found} - {"__builtins__"} == EXPORTED
+    for name in EXPORTED:
+        assert getattr(paceline, name).__name__ == name
+
+
+def test_a_name_that_is_not_there():
+    with pytest.raises(AttributeError, match="module 'paceline' has no attribute 'Trainer'"):
+        paceline.Trainer  # noqa: B018
+
+
+def test_each_error_is_one_that_is_meant():
+    errors = importlib.import_module("paceline.errors")
+    kinds = [kind for kind in vars(errors).values() if isinstance(kind, type)]
+    assert all(issubclass(kind, paceline.Error) for kind in kinds)
+    assert all(kind.__name__ in errors.__doc__ for kind in kinds)
+
+
+def test_it_says_that_it_is_typed():
+    assert (Path(paceline.__file__).parent / "py.typed").is_file()

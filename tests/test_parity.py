@@ -1,0 +1,303 @@
+"""Whatever the plan, ranks and micro-batches: losses, gradient norms and final weights are those of one process."""
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import cache
+from itertools import combinations, product
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+from torch.utils.data import default_collate
+
+import models
+from harness import Trained, differences, ranks, trained, training
+from paceline import Spec, Task
+from paceline.errors import PlanError
+from paceline.launch.world import world
+from paceline.plan.plan import parse
+from paceline.spec import Optimizer, Schedule
+from paceline.training import step
+from paceline.training.data import Numbers, Part
+from paceline.training.optim import Norm, _squares, local_gradients, local_optimizer, scale_
+from paceline.training.prepare import lay_out
+from paceline.training.step import Wishes, call
+
+TASKS: list[type[Task]] = [
+    models.Points,
+    models.Images,
+    models.NormedImages,
+    models.Text,
+    models.ScalarText,
+    models.Scalar,
+    models.Frozen,
+    models.Idle,
+    models.Weighed,
+    models.OwnOptimizer,
+    models.Shared,
+    models.Unrecorded,
+]
+PLANS = [
+    *[(1, plan) for plan in ("single", "ddp", "zero1", "zero2", "zero3")],
+    *[(size, plan) for size in (2, 4) for plan in ("ddp", "zero1", "zero2", "zero3", "hsdp")],
+]
+MICRO = (1, 2)
+RECIPES = {
+    "adamw-clip-cosine": (
+        Optimizer(name="adamw", lr=1e-2, weight_decay=0.1, clip=0.5),
+        Schedule(name="cosine", warmup=12, floor=0.1),
+    ),
+    "sgd": (Optimizer(name="sgd", lr=0.05, weight_decay=0.1), Schedule()),
+    "nesterov-clip-linear": (Optimizer(name="sgd", lr=0.1, nesterov=True, weight_decay=0.1, clip=0.3), Schedule(name="linear")),
+    "adamw-step": (Optimizer(name="adamw", lr=1e-2, betas=(0.8, 0.9)), Schedule(name="step", every=16)),
+}
+RTOL = {"fp64": 1e-12, "fp32": 1e-5}
+Case = tuple[int, str, int, type[Task], str, str]  # ranks, plan, micro, task, recipe, precision
+
+
+ALL: list[Case] = []
+FEW: list[Case] = []  # each plan with each task, the recipes dealt out over them
+for (p, (size, plan)), (m, micro), (t, task), (r, recipe) in product(*map(enumerate, (PLANS, MICRO, TASKS, RECIPES))):
+    ALL += [(size, plan, micro, task, recipe, precision) for precision in RTOL]
+    if r == (p + m + t) % len(RECIPES):
+        FEW += ALL[-2:] if task in (models.Images, models.Text) else ALL[-2:-1]
+
+
+def name(case: Case) -> str:
+    size, plan, micro, task, recipe, precision = case
+    return f"{size}-{plan}-micro{micro}-{task.__name__}-{recipe}-{precision}"
+
+
+def wanted(recipe: str, precision: str) -> Spec:
+    """Five steps over the border of an epoch."""
+    optimizer, schedule = RECIPES[recipe]
+    return Spec(steps=5, batch=8, seed=3, precision=precision, optimizer=optimizer, schedule=schedule)  # type: ignore[arg-type]
+
+
+@cache
+def one_process(task: type[Task], recipe: str, precision: str, micro: int = 1) -> Trained:
+    return trained(1, task(), wanted(recipe, precision), f"single,micro={micro}")
+
+
+def check(case: Case) -> None:
+    size, plan, micro, task, recipe, precision = case
+    found = trained(size, task(), wanted(recipe, precision), f"{plan},micro={micro}")
+    # BatchNorm takes its statistics from a micro-batch
+    expected = one_process(task, recipe, precision, micro if task is models.NormedImages else 1)
+    assert not differences(found, expected, RTOL[precision])
+
+
+@pytest.mark.parametrize("case", FEW, ids=name)
+def test_every_plan_and_task(case: Case) -> None:
+    check(case)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", [case for case in ALL if case not in FEW], ids=name)
+def test_whole_product(case: Case) -> None:
+    check(case)
+
+
+@pytest.mark.parametrize("recipe", ["adamw-clip-cosine", "sgd"])
+@pytest.mark.parametrize("plan", ["ddp", "zero1", "ddp,micro=2"])
+@pytest.mark.parametrize("size", [2, 4])
+def test_parameters_used_on_some_ranks(size: int, plan: str, recipe: str) -> None:
+    found = trained(size, models.Routed(), wanted(recipe, "fp64"), plan)
+    assert not differences(found, one_process(models.Routed, recipe, "fp64"), 1e-12)
+
+
+@pytest.mark.parametrize("plan", ["ddp", "zero1"])
+def test_a_scalar_parameter(plan: str) -> None:
+    found = trained(2, models.Temperature(), wanted("sgd", "fp64"), plan)
+    assert not differences(found, one_process(models.Temperature, "sgd", "fp64"), 1e-12)
+
+
+def refused(task: Task, plan: str) -> str:
+    with pytest.raises(PlanError) as raised:
+        training(task, wanted("sgd", "fp64"), plan)
+    return str(raised.value)
+
+
+@pytest.mark.parametrize("plan", ["zero2", "zero3", "hsdp"])
+def test_a_scalar_parameter_is_not_cut(plan: str) -> None:
+    for message in ranks(2)(refused, models.Temperature(), plan):
+        assert "temperature is a scalar" in message
+        assert "use ddp or zero1" in message
+
+
+@pytest.mark.parametrize("plan", ["ddp", "zero1", "zero2", "zero3", "ddp,micro=2"])
+def test_bf16(plan: str) -> None:
+    """To the precision of that format: the products over the samples of a rank are rounded before they are added up."""
+    spec = wanted("adamw-clip-cosine", "fp32").model_copy(update={"precision": "bf16"})
+    found, expected = trained(2, models.Text(), spec, plan), trained(1, models.Text(), spec, "single")
+    assert not differences(found, expected, 0.02)
+    assert differences(found, one_process(models.Text, "adamw-clip-cosine", "fp32"), 1e-4)
+    assert all(weight.dtype == np.float32 for weight in found.weights.values())
+
+
+@dataclass(frozen=True)
+class Held:
+    """What lies on a rank of a model and its optimizer."""
+
+    parameters: int
+    state: int
+    units: int
+    whole_after_forward: bool
+
+
+def held(plan: str) -> Held:
+    task, me = models.Text(), world()
+    laid = lay_out(wanted("adamw-step", "fp32"), parse(plan).on(me.size), me, task, torch.device("cpu"))
+    batch = default_collate([task.dataset("train")[i] for i in range(8)])  # type: ignore[index]
+    laid.update([batch], 0, 1.0, Wishes()).result()
+    state = local_optimizer(laid.update.optimizer).state.values()
+    here = Held(
+        parameters=elements(laid.model.parameters()),
+        state=elements(value for of in state for value in of.values() if value.dim()),
+        units=sum(isinstance(module, FSDPModule) for module in laid.model.modules()),
+        whole_after_forward=False,
+    )
+    call(task, laid.update.model, batch)
+    return replace(here, whole_after_forward=not any(isinstance(parameter, DTensor) for parameter in laid.model.blocks.parameters()))
+
+
+def elements(tensors: Iterable[torch.Tensor]) -> int:
+    return sum((tensor.to_local() if isinstance(tensor, DTensor) else tensor).numel() for tensor in tensors)
+
+
+def test_plans_lay_out_what_they_say() -> None:
+    """Each of them is right; each must also save what it is there for."""
+    [whole] = ranks(1)(held, "single")
+    assert whole.state == 2 * whole.parameters
+    assert ranks(2)(held, "ddp") == [whole] * 2
+    for size in (2, 4):
+        zero1 = ranks(size)(held, "zero1")
+        assert {of.parameters for of in zero1} == {whole.parameters}
+        assert sum(of.state for of in zero1) == whole.state
+        assert max(of.state for of in zero1) < 0.75 * whole.state
+        for plan, copies in (("zero2", 1), ("zero3", 1), ("hsdp", 2)):
+            shards = ranks(size)(held, plan)
+            assert sum(of.parameters for of in shards) == copies * whole.parameters
+            assert sum(of.state for of in shards) == copies * whole.state
+            assert {of.units for of in shards} == {4}
+            assert {of.whole_after_forward for of in shards} == {plan == "zero2"}
+
+
+def test_there_is_something_to_go_wrong() -> None:
+    """What the comparison stands on."""
+    assert (one_process(models.Idle, "sgd", "fp64").weights["spare"] == 1).all()
+    assert len(one_process(models.Text, "sgd", "fp64").weights) == len(list(models.Gpt().parameters()))
+    assert len(set(models.Text().dataset("train").columns["mask"].sum(1).tolist())) > 5
+    for one, other in combinations(RECIPES, 2):
+        assert differences(one_process(models.Points, one, "fp64"), one_process(models.Points, other, "fp64"), 1e-3)
+
+
+# Negative controls: what is planted here must be caught by the comparison above.
+
+
+@contextmanager
+def replaced(owner: Any, attribute: str, by: Any) -> Iterator[None]:
+    original = getattr(owner, attribute)
+    setattr(owner, attribute, by(original))
+    try:
+        yield
+    finally:
+        setattr(owner, attribute, original)
+
+
+def scaled_by_ranks() -> Any:
+    """The gradient is summed over the ranks where it should be averaged."""
+
+    def by(original: Any) -> Any:
+        def update(self: step.Step, lr_factor: float) -> Any:
+            scale_(self.params, self.ranks)
+            return original(self, lr_factor)
+
+        return update
+
+    return replaced(step.Step, "update", by)
+
+
+def sample_skipped() -> Any:
+    """The last rank takes one sample that is not its own, once."""
+
+    def by(original: Any) -> Any:
+        def numbers(self: Part, step: int) -> Numbers:
+            found = original(self, step)
+            if step == 2 and self.rank == self.ranks - 1:
+                found[-1, -1] += 1
+            return found
+
+        return numbers
+
+    return replaced(Part, "numbers", by)
+
+
+def mean_of_means() -> Any:
+    """The loss is averaged over the items of each rank, and then over the ranks."""
+
+    def by(original: Any) -> Any:
+        class OfThisRank:
+            def __init__(self, task: Task, batches: Any):
+                self.sum = sum(task.weights(batch).sum().double() for batch in batches)
+
+            def result(self) -> torch.Tensor:
+                return self.sum * dist.get_world_size()
+
+        return OfThisRank
+
+    return replaced(step, "GlobalWeight", by)
+
+
+def zero_for_none() -> Any:
+    """A parameter without a gradient is given one of zeros."""
+
+    def by(original: Any) -> Any:
+        def update(self: step.Step, lr_factor: float) -> Any:
+            for parameter in self.params:
+                if parameter.grad is None:
+                    parameter.grad = torch.zeros_like(parameter)
+            return original(self, lr_factor)
+
+        return update
+
+    return replaced(step.Step, "update", by)
+
+
+def clipped_by_shard() -> Any:
+    """Each rank clips by the norm of what it holds itself."""
+
+    def by(original: Any) -> Any:
+        def whole(self: Norm) -> torch.Tensor:
+            squares = _squares(local_gradients(self.params))
+            assert squares is not None
+            return squares.sqrt()
+
+        return whole
+
+    return replaced(Norm, "whole", by)
+
+
+@pytest.mark.parametrize(
+    ("plant", "task", "recipe", "plans"),
+    [
+        (scaled_by_ranks, models.Images, "adamw-clip-cosine", "ddp zero1 zero2 zero3 hsdp"),
+        (scaled_by_ranks, models.Images, "adamw-step", "ddp zero1 zero2 zero3 hsdp"),
+        (scaled_by_ranks, models.Text, "sgd", "ddp zero1 zero2 zero3 hsdp"),
+        (sample_skipped, models.Images, "sgd", "ddp zero1 zero2 zero3 hsdp"),
+        (sample_skipped, models.Images, "adamw-clip-cosine", "ddp zero3"),
+        (mean_of_means, models.Text, "sgd", "ddp zero1 zero2 zero3 hsdp"),
+        (zero_for_none, models.Idle, "sgd", "ddp zero1 zero2 zero3 hsdp"),
+        (clipped_by_shard, models.Images, "nesterov-clip-linear", "zero2 zero3 hsdp"),
+    ],
+)
+@pytest.mark.parametrize("precision", ["fp64", "fp32"])
+def test_what_is_wrong_is_caught(plant: Any, task: type[Task], recipe: str, plans: str, precision: str) -> None:
+    for plan in plans.split():
+        found = trained(2 if plan != "hsdp" else 4, task(), wanted(recipe, precision), plan, plant)
+        assert differences(found, one_process(task, recipe, precision), 10 * RTOL[precision])

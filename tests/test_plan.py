@@ -1,0 +1,137 @@
+"""Plans: the words they are written in, and those that cannot be."""
+
+import itertools
+
+import pytest
+
+from paceline.errors import PlanError
+from paceline.plan.plan import KEYS, WORDS, Plan, parse, share
+
+ALL = [
+    Plan(zero=zero, dp=dp, replicate=replicate, micro=micro)
+    for zero, dp, replicate, micro in itertools.product((0, 1, 2, 3), (None, 1, 2, 4, 8), (1, 2, 4), (1, 2, 3))
+    if replicate == 1 or zero >= 2
+]
+
+
+@pytest.mark.parametrize("plan", ALL, ids=str)
+def test_parse_and_str_are_inverse(plan):
+    assert parse(str(plan)) == plan
+
+
+def test_no_two_plans_are_written_alike():
+    assert len({str(plan) for plan in ALL}) == len(ALL)
+
+
+@pytest.mark.parametrize("word", WORDS)
+def test_a_word_is_written_as_itself(word):
+    assert str(parse(word)) == word
+
+
+@pytest.mark.parametrize(
+    ("text", "plan"),
+    [
+        ("ddp", Plan()),
+        ("single", Plan(dp=1)),
+        ("zero1", Plan(zero=1)),
+        ("zero3,micro=4", Plan(zero=3, micro=4)),
+        ("hsdp", Plan(zero=3, replicate=2)),
+        ("hsdp,replicate=4", Plan(zero=3, replicate=4)),
+        ("dp=4,zero=2,micro=8", Plan(zero=2, dp=4, micro=8)),
+        ("zero=3,replicate=2,micro=4", Plan(zero=3, replicate=2, micro=4)),
+        ("micro=2", Plan(micro=2)),
+        (" zero2 , micro=2 ", Plan(zero=2, micro=2)),
+        ("zero2,replicate=2", Plan(zero=2, replicate=2)),
+    ],
+)
+def test_words_and_keys(text, plan):
+    assert parse(text) == plan
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("zerro3", "plan 'zerro3': there is no plan 'zerro3'; did you mean zero3?"),
+        ("fsdp", "plan 'fsdp': there is no plan 'fsdp'; did you mean hsdp?"),
+        ("xyz", "plan 'xyz': there is no plan 'xyz'; there is ddp, zero1, zero2, zero3, hsdp, single, zero=, dp=, replicate=, micro="),
+        ("ddp,mirco=2", "plan 'ddp,mirco=2': there is no key 'mirco'; did you mean micro?"),
+        ("ddp,micro=two", "plan 'ddp,micro=two': micro must be a whole number, got 'two'"),
+        ("ddp,micro=-2", "plan 'ddp,micro=-2': micro must be a whole number, got '-2'"),
+        ("ddp,micro=", "plan 'ddp,micro=': micro must be a whole number, got ''"),
+        ("ddp,micro=0", "micro must be at least 1, got micro=0"),
+        ("zero=4", "zero must be 0, 1, 2 or 3, got zero=4"),
+        ("ddp,micro=2,micro=4", "plan 'ddp,micro=2,micro=4' says micro twice"),
+        ("micro=2,ddp", "plan 'micro=2,ddp': ddp must come first, and alone of its kind"),
+        ("zero1,zero2", "plan 'zero1,zero2': zero2 must come first, and alone of its kind"),
+        ("zero1,zero=3", "plan 'zero1,zero=3': zero1 is zero=1, got zero=3; say one of them"),
+        ("ddp,replicate=2", "replicate=2 needs shards to replicate: use zero=2, zero=3 or hsdp, got zero=0"),
+        ("zero=1,replicate=2", "replicate=2 needs shards to replicate: use zero=2, zero=3 or hsdp, got zero=1"),
+        ("replicate=0,zero=3", "replicate must be at least 1, got replicate=0"),
+    ],
+)
+def test_words_that_are_no_plan(text, message):
+    with pytest.raises(PlanError) as caught:
+        parse(text)
+    assert str(caught.value) == message
+
+
+@pytest.mark.parametrize("text", ["", ",", "ddp,", "=", "=3"])
+def test_fragments_are_refused(text):
+    with pytest.raises(PlanError, match="there is no"):
+        parse(text)
+
+
+@pytest.mark.parametrize("text", ["zero=3,replicate=2", "replicate=2,zero=3"])
+def test_the_order_of_keys_does_not_matter(text):
+    assert parse(text) == Plan(zero=3, replicate=2)
+
+
+def test_a_plan_takes_the_ranks_as_its_data_degree():
+    assert parse("zero3").on(4) == Plan(zero=3, dp=4)
+    assert parse("single").on(1) == Plan(dp=1)
+    assert parse("hsdp").on(4) == Plan(zero=3, dp=4, replicate=2)
+    assert parse("dp=2,zero=2").on(2) == Plan(zero=2, dp=2)
+
+
+@pytest.mark.parametrize(
+    ("text", "ranks", "message"),
+    [
+        ("single", 2, "plan single is for 1 rank, got 2: use --ranks 1 or another plan: ddp, zero1, zero2, zero3"),
+        ("dp=4,zero=2", 3, "plan zero2,dp=4 is for 4 ranks, got 3: use --ranks 4 or dp=3"),
+        ("hsdp", 3, "plan hsdp keeps 2 copies, which does not divide 3 ranks: use replicate=3, or zero3"),
+        ("hsdp", 1, "plan hsdp keeps 2 copies, which does not divide 1 rank: use single"),
+        ("hsdp,replicate=3", 4, "plan hsdp,replicate=3 keeps 3 copies, which does not divide 4 ranks: use replicate=2 or 4, or zero3"),
+    ],
+)
+def test_a_plan_that_does_not_fit_the_ranks(text, ranks, message):
+    with pytest.raises(PlanError) as caught:
+        parse(text).on(ranks)
+    assert str(caught.value) == message
+
+
+def test_each_rank_gets_an_equal_share_of_a_micro_batch():
+    assert share(24, parse("zero3,micro=3"), 4) == 2
+
+
+@pytest.mark.parametrize(
+    ("batch", "text", "ranks", "message"),
+    [
+        (10, "ddp", 4, "batch 10 is not divisible by ranks × micro = 4 × 1 = 4: use --batch 12 or 8"),
+        (10, "ddp,micro=4", 1, "batch 10 is not divisible by ranks × micro = 1 × 4 = 4: use --batch 12 or 8"),
+        (2, "ddp,micro=2", 2, "batch 2 is not divisible by ranks × micro = 2 × 2 = 4: use --batch 4"),
+    ],
+)
+def test_a_batch_that_cannot_be_split(batch, text, ranks, message):
+    with pytest.raises(PlanError) as caught:
+        share(batch, parse(text), ranks)
+    assert str(caught.value) == message
+
+
+def test_the_plan_says_all_of_its_keys():
+    assert {*KEYS} == {*vars(Plan())}
+
+
+@pytest.mark.parametrize("field", [*KEYS])
+def test_a_plan_is_a_frozen_value(field):
+    with pytest.raises(AttributeError):
+        setattr(Plan(), field, 1)

@@ -1,0 +1,204 @@
+"""Summaries from events alone, and what is made of them for people."""
+
+import io
+
+import pytest
+from rich.console import Console
+
+from paceline import events
+from paceline.events import Ended, Evaluated, Event, Failed, Saved, Started, Step
+from paceline.report.summary import summarize
+from paceline.report.text import closing, headline, line
+from paceline.report.watch import watch
+from paceline.run import RunFolder
+
+
+def started(step: int = 0, **more) -> Started:
+    said = {"task": "/home/me/my.py:Points", "plan": "zero3", "ranks": 2, "batch": 10, "steps": 20, "samples": 1437, "parameters": 151_000}
+    return Started(**said | {"device": "cpu", "precision": "fp32", "threads": 1} | more, step=step)
+
+
+def step(number: int, step_s: float = 0.1, data_s: float = 0.02, loss: float | None = None) -> Step:
+    return Step(
+        step=number,
+        samples=10 * number,
+        loss=loss if loss is not None else 1 / number,
+        grad_norm=1.0,
+        lr=0.1,
+        step_s=step_s,
+        data_s=data_s,
+        samples_per_s=10 / step_s,
+    )
+
+
+def saved(number: int, blocked_s: float = 0.05) -> Saved:
+    return Saved(step=number, path=f"ckpt/step_{number}", bytes=1024, seconds=1.0, blocked_s=blocked_s)
+
+
+def steps(first: int, last: int) -> list[Step]:
+    return [step(number) for number in range(first, last + 1)]
+
+
+def shown(renderable) -> str:
+    console = Console(file=io.StringIO(), width=200)
+    console.print(renderable)
+    return console.file.getvalue()
+
+
+def test_nothing_has_happened():
+    found = summarize([])
+    assert found.started is None
+    assert found.ended is None
+    assert (found.starts, found.steps, found.first_loss, found.last_loss, found.total_s, found.shares) == (0, 0, None, None, 0, {})
+    assert shown(closing(found)).strip() == ""
+
+
+def test_a_run_that_went_through():
+    found = summarize(
+        [
+            started(),
+            *steps(1, 20),
+            Evaluated(step=10, metrics={"loss": 0.5}, seconds=0.2),
+            Evaluated(step=20, metrics={"loss": 0.4, "accuracy": 0.9}, seconds=0.3),
+            saved(20),
+            Ended(step=20, reason="done", communication=0.25),
+        ]
+    )
+    assert (found.starts, found.steps, found.first_loss, found.last_loss) == (1, 20, 1.0, 1 / 20)
+    assert found.metrics == {"loss": 0.4, "accuracy": 0.9}
+    assert found.samples_per_s == pytest.approx(100)
+    assert found.step_s == pytest.approx(0.1)
+    assert found.total_s == pytest.approx(20 * 0.1 + 0.5 + 0.05)
+    assert sum(found.shares.values()) == pytest.approx(1)
+    seconds = {name: share * found.total_s for name, share in found.shares.items()}
+    expected = {"data": 20 * 0.02, "communication": 0.25 * 20 * 0.08, "compute": 0.75 * 20 * 0.08, "evaluation": 0.5, "save": 0.05}
+    assert seconds == pytest.approx(expected)
+
+
+def test_what_cannot_be_known_is_not_told_apart():
+    found = summarize([started(), *steps(1, 5), Ended(step=5, reason="done", communication=None)])
+    assert {*found.shares} == {"data", "compute and communication", "evaluation", "save"}
+
+
+def test_the_first_steps_are_left_out_of_rates():
+    slow = [step(number, step_s=9.0) for number in (1, 2, 3)]
+    assert summarize([started(), *slow, step(4), step(5)]).step_s == pytest.approx(0.1)
+    assert summarize([started(), *slow]).step_s == 9.0, "better than nothing"
+
+
+def test_a_run_that_was_interrupted():
+    found = summarize([started(), *steps(1, 12), saved(10)])
+    assert found.ended is None
+    assert found.steps == 12
+
+
+def test_steps_that_were_done_again_count_once_and_the_later_line_counts():
+    again = [step(number, loss=100.0 + number) for number in range(11, 21)]
+    found = summarize([started(), *steps(1, 14), saved(10), started(10), *again, Ended(step=20, reason="done")])
+    assert (found.starts, found.steps) == (2, 20)
+    assert found.last_loss == 120.0
+    assert found.total_s == pytest.approx(20 * 0.1 + 0.05)
+    assert found.ended is not None
+
+
+def test_a_resumed_run_has_done_what_its_checkpoint_has():
+    found = summarize([started(), *steps(1, 14), started(10)])
+    assert found.steps == 10
+    assert found.last_loss == 1 / 10
+    assert summarize([started(10)]).steps == 10, "also where the steps before were not recorded"
+
+
+def test_a_run_that_goes_on_after_its_end_has_not_ended():
+    events = [started(), *steps(1, 20), Ended(step=20, reason="done"), started(20), *steps(21, 22)]
+    assert summarize(events).ended is None
+    assert summarize(events).steps == 22
+
+
+def test_the_warm_up_of_each_start_is_left_out_of_rates():
+    slow = [step(number, step_s=9.0) for number in (11, 12, 13)]
+    found = summarize([started(), *steps(1, 10), started(10), *slow, *steps(14, 20)])
+    assert found.step_s == pytest.approx(0.1)
+
+
+def test_a_loss_of_the_last_evaluation_that_was_done_again():
+    """What came after the checkpoint that was resumed has not happened."""
+    old = Evaluated(step=14, metrics={"loss": 9.0}, seconds=1.0)
+    found = summarize([started(), *steps(1, 14), saved(12), old, started(10), *steps(11, 12)])
+    assert (found.metrics, found.saved) == ({}, ())
+    assert found.total_s == pytest.approx(12 * 0.1)
+    assert summarize([started(), *steps(1, 14), old, started(14)]).metrics == {"loss": 9.0}
+
+
+def test_failures_are_told():
+    full = Failed(what="save", message="checkpoint of step 5 was not written: No space left on device; there is none yet", step=5)
+    found = summarize([started(), *steps(1, 5), full, *steps(6, 20), Ended(step=20, reason="done")])
+    assert found.failures == (full,)
+    assert "No space left on device" in shown(closing(found))
+
+
+@pytest.mark.parametrize(
+    ("event", "text"),
+    [
+        (step(3), "step 3  loss 0.3333  grad norm 1  lr 0.1  100 samples/s"),
+        (Evaluated(step=3, metrics={"loss": 0.25, "accuracy": 0.5}, seconds=1.0), "step 3  evaluated: loss 0.2500  accuracy 0.5000"),
+        (saved(3), "step 3  saved ckpt/step_3, 1.0 KiB in 1.0 s"),
+        (Failed(what="run", message="ValueError: no", step=3, rank=1), "step 3  rank 1: ValueError: no"),
+        (Failed(what="run", message="rank 1 was killed by SIGKILL", step=3, rank=1), "step 3  rank 1 was killed by SIGKILL"),
+        (Ended(step=3, reason="stopped"), "step 3  stopped"),
+        (
+            started(5),
+            "my.py:Points with 151 k parameters: from step 5 to step 20, batch 10 of 1,437 samples; plan zero3 on 2 ranks, cpu, fp32, "
+            "1 thread each",
+        ),
+    ],
+    ids=lambda value: type(value).__name__ if isinstance(value, Event) else "",
+)
+def test_an_event_in_one_line(event, text):
+    assert line(event) == text
+
+
+def test_a_step_whose_update_was_left_out_says_so():
+    overflowed = Step(step=1, samples=1, loss=1.0, grad_norm=None, lr=0.1, step_s=1.0, data_s=0.0, samples_per_s=1.0)
+    assert "overflow" in line(overflowed)
+
+
+def test_one_rank_and_several():
+    assert "on 1 rank, cpu, fp32, 2 threads each" in headline(started(ranks=1, threads=2))
+
+
+def test_the_closing_table():
+    found = summarize(
+        [started(), *steps(1, 20), Evaluated(step=20, metrics={"accuracy": 0.9}, seconds=0.3), saved(20), Ended(step=20, reason="done")]
+    )
+    text = shown(closing(found))
+    for said in ("loss", "1.0000 → 0.0500", "validation accuracy", "0.9000", "100 samples/s", "100.0 ms a step", "data", "save", "1.0 KiB"):
+        assert said in text, text
+
+
+def test_plain_lines_and_a_log_where_there_is_no_terminal(tmp_path):
+    run, console = RunFolder(tmp_path), Console(file=io.StringIO(), width=200)
+    notes = started(notes=("something [bold]to know[/]",))
+    watch(iter([notes, *steps(1, 20), saved(20), Ended(step=20, reason="done")]), run, console)
+    out, log = console.file.getvalue(), run.log.read_text()
+    for text in (out, log):
+        assert "note: something [bold]to know[/]" in text
+        assert "step 20  saved ckpt/step_20" in text
+        assert "\x1b" not in text
+    assert len([found for found in log.splitlines() if "loss" in found]) == 1, "not a line a step where steps are short"
+    assert f"run  {tmp_path}" in out
+
+
+def test_the_way_on_is_shown_when_it_was_stopped(tmp_path):
+    console = Console(file=io.StringIO(), width=200)
+    watch(iter([started(), *steps(1, 5), saved(5), Ended(step=5, reason="stopped")]), RunFolder(tmp_path), console)
+    assert f"go on with: paceline resume {tmp_path}" in console.file.getvalue()
+
+
+def test_events_that_are_read_while_they_are_written(tmp_path):
+    path = tmp_path / "events.jsonl"
+    writer = events.Writer(path)
+    for event in (started(), *steps(1, 3)):
+        writer.write(event)
+        summarize(events.read(path))
+    writer.close()
+    assert summarize(events.read(path)).steps == 3

@@ -1,0 +1,237 @@
+"""Spec and Launch: TOML there and back, overrides, and what is refused."""
+
+from pathlib import Path
+
+import pytest
+
+from paceline import spec as specs
+from paceline.errors import SpecError
+from paceline.spec import Launch, Loading, Optimizer, Save, Schedule, Spec, build, load, one_length, parse_overrides, parse_value
+
+FULL = Spec(
+    task="my.py:Regression",
+    set={"width": 64, "name": "relu", "rate": 1e-3, "flag": True, "sizes": [1, 2], "deep": {"a": 1}},
+    batch=24,
+    steps=7,
+    seed=2**62,
+    precision="bf16",
+    tf32=True,
+    compile=True,
+    evaluate_every=3,
+    threads=2,
+    timeout_s=5.5,
+    optimizer=Optimizer(name="sgd", lr=0.1 + 0.2, momentum=0.5, nesterov=True, clip=0.5, betas=(0.8, 0.95), eps=1e-6, weight_decay=0.01),
+    schedule=Schedule(name="step", warmup=10, every=100, factor=0.5, floor=0.1),
+    save=Save(every=5, minutes=0.5, keep=3, best="max accuracy"),
+    data=Loading(workers=2, prefetch=4),
+)
+
+
+@pytest.mark.parametrize(
+    ("spec", "launch"),
+    [
+        (Spec(), Launch()),
+        (Spec(epochs=2.5, set={"path": 'a "quoted" \\ path\n'}), Launch(plan="zero3,micro=2", ranks=4)),
+        (FULL, Launch(plan="hsdp", ranks=4, restarts=2, run="runs/a", device="cpu")),
+    ],
+    ids=["defaults", "few", "all"],
+)
+def test_toml_there_and_back(spec, launch, tmp_path):
+    specs.save(tmp_path / "spec.toml", spec, launch)
+    assert load(tmp_path / "spec.toml", {}) == (spec, launch)
+
+
+def test_never_saving_by_time_can_be_written(tmp_path):
+    spec = Spec(save=Save(minutes=float("inf")))
+    specs.save(tmp_path / "spec.toml", spec, Launch())
+    assert load(tmp_path / "spec.toml", {})[0] == spec
+
+
+def test_values_are_frozen():
+    with pytest.raises(ValueError, match="frozen"):
+        FULL.batch = 3
+
+
+def test_a_flag_wins_over_the_file(tmp_path):
+    file = tmp_path / "run.toml"
+    file.write_text("batch = 32\nranks = 2\n[optimizer]\nlr = 0.5\nclip = 1.0\n[set]\nwidth = 8\ndepth = 2\n")
+    spec, launch = load(file, {"batch": 64, "optimizer.lr": 0.25, "set.width": 16, "ranks": 4})
+    assert (spec.batch, spec.optimizer.lr, spec.optimizer.clip, spec.set, launch.ranks) == (64, 0.25, 1.0, {"width": 16, "depth": 2}, 4)
+
+
+def test_none_takes_a_key_back(tmp_path):
+    file = tmp_path / "run.toml"
+    file.write_text("steps = 10\n")
+    assert load(file, one_length({"epochs": 2.0})) == (Spec(epochs=2.0), Launch())
+
+
+def test_a_length_takes_the_other_one_back():
+    assert one_length({"epochs": 2.0, "batch": 8}) == {"epochs": 2.0, "steps": None, "batch": 8}
+    assert one_length({"steps": 5}) == {"epochs": None, "steps": 5}
+    assert one_length({"batch": 8}) == {"batch": 8}
+    both = {"steps": 5, "epochs": 1.0}
+    assert one_length(both) == both, "that is for the Spec to refuse"
+
+
+def test_a_whole_number_is_a_float_too():
+    spec, _ = build({"epochs": 3, "optimizer": {"lr": 1}})
+    assert (spec.epochs, spec.optimizer.lr) == (3.0, 1.0)
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("64", 64),
+        ("1e-3", 1e-3),
+        ("-5", -5),
+        ("true", True),
+        ("[1, 2]", [1, 2]),
+        ("relu", "relu"),
+        ("'64'", "64"),
+        ("", ""),
+        ("a=b", "a=b"),
+        ("True", "True"),
+        ("{a = 1}", {"a": 1}),
+        ("data/my file.txt", "data/my file.txt"),
+        ("2024-01-01", "2024-01-01"),
+        ("1\ny = 2", "1\ny = 2"),
+    ],
+)
+def test_values_on_the_command_line(text, value):
+    assert parse_value(text) == value
+
+
+def test_names_on_the_command_line():
+    found = parse_overrides(["width=64", "optimizer.eps=1e-6", "set.depth=2", "text=a=b"])
+    assert found == {"set.width": 64, "optimizer.eps": 1e-6, "set.depth": 2, "set.text": "a=b"}
+
+
+@pytest.mark.parametrize("item", ["width", "=3", ""])
+def test_what_is_no_name_and_value(item):
+    with pytest.raises(SpecError) as caught:
+        parse_overrides([item])
+    assert str(caught.value) == f"--set {item!r} is not NAME=VALUE"
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("bach = 3", "unknown key bach; did you mean batch?"),
+        ("rank = 3", "unknown key rank; did you mean ranks?"),
+        ("lr = 0.1", "unknown key lr; did you mean optimizer.lr?"),
+        ("momentum = 0.1", "unknown key momentum; did you mean optimizer.momentum?"),
+        ("[optimiser]\nlr = 0.1", "unknown key optimiser; did you mean optimizer?"),
+        ("[save]\nevry = 5", "unknown key save.evry; did you mean save.every?"),
+        ("[optimizer]\nmomentun = 0.1", "unknown key optimizer.momentun; did you mean optimizer.momentum?"),
+        ('batch = "64"', "batch must be an integer, got '64'"),
+        ("batch = 6.5", "batch must be an integer, got 6.5"),
+        ("batch = 0", "batch must be greater than or equal to 1, got 0"),
+        ("batch = -4", "batch must be greater than or equal to 1, got -4"),
+        ("batch = true", "batch must be an integer, got True"),
+        ("ranks = 0", "ranks must be greater than or equal to 1, got 0"),
+        ("ranks = 1.5", "ranks must be an integer, got 1.5"),
+        ("restarts = -1", "restarts must be greater than or equal to 0, got -1"),
+        ("epochs = 0.0", "epochs must be greater than 0, got 0.0"),
+        ("epochs = -1.0", "epochs must be greater than 0, got -1.0"),
+        ("steps = 0", "steps must be greater than or equal to 1, got 0"),
+        ("seed = -1", "seed must be greater than or equal to 0, got -1"),
+        ('precision = "fp8"', "precision must be 'fp64', 'fp32', 'bf16' or 'fp16', got 'fp8'"),
+        ('device = "gpu"', "device must be 'cpu' or 'cuda', got 'gpu'"),
+        ("plan = 3", "plan must be a string, got 3"),
+        ('compile = "yes"', "compile must be a boolean, got 'yes'"),
+        ("[optimizer]\nlr = 0.0", "optimizer.lr must be greater than 0, got 0.0"),
+        ("[optimizer]\nlr = -1e-3", "optimizer.lr must be greater than 0, got -0.001"),
+        ("[optimizer]\nlr = nan", "optimizer.lr must be a finite number, got nan"),
+        ("[optimizer]\nlr = inf", "optimizer.lr must be a finite number, got inf"),
+        ("epochs = inf", "epochs must be a finite number, got inf"),
+        ('[optimizer]\nlr = "fast"', "optimizer.lr must be a number, got 'fast'"),
+        ("[optimizer]\nclip = 0", "optimizer.clip must be greater than 0, got 0"),
+        ("[optimizer]\nmomentum = 1.0", "optimizer.momentum must be less than 1, got 1.0"),
+        ('[optimizer]\nname = "adam"', "optimizer.name must be 'adamw' or 'sgd', got 'adam'"),
+        ("[optimizer]\nbetas = [0.9, 1.5]", "optimizer.betas.1 must be less than 1, got 1.5"),
+        ("[optimizer]\nname = 'sgd'\nnesterov = true\nmomentum = 0.0", "nesterov needs momentum above 0, got momentum=0.0"),
+        (
+            '[schedule]\nname = "step"',
+            "schedule.every (samples between two decays) belongs to name='step', got name='step', every=None",
+        ),
+        ("[schedule]\nevery = 3", "schedule.every (samples between two decays) belongs to name='step', got name='constant', every=3"),
+        ("[schedule]\nfloor = 1.5", "schedule.floor must be less than or equal to 1, got 1.5"),
+        ('[save]\nbest = "accuracy"', "save.best must be 'min NAME' or 'max NAME', got 'accuracy'"),
+        ("[save]\nkeep = 0", "save.keep must be greater than or equal to 1, got 0"),
+        ("[data]\nworkers = -1", "data.workers must be greater than or equal to 0, got -1"),
+        ("epochs = 1.0\nsteps = 5", "epochs=1 and steps=5 are two lengths of one training; say one of them"),
+        ("set = 3", "set must be a table, got 3"),
+        ("optimizer = 3", "optimizer must be a table, got 3"),
+    ],
+)
+def test_what_a_file_may_not_say(text, message, tmp_path):
+    file = tmp_path / "run.toml"
+    file.write_text(text)
+    with pytest.raises(SpecError) as caught:
+        load(file, {})
+    assert str(caught.value) == message
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        ({"optimizer.momentun": 0.5}, "unknown key optimizer.momentun; did you mean optimizer.momentum?"),
+        ({"optimiser.lr": 0.5}, "unknown key optimiser; did you mean optimizer?"),
+        ({"optimizer.lr": "fast"}, "optimizer.lr must be a number, got 'fast'"),
+        ({"batch.size": 3}, "batch=64 has no keys below it, got batch.size"),
+        ({"optimizer.lr.start": 3}, "unknown key optimizer.lr.start; did you mean optimizer.lr?"),
+    ],
+)
+def test_what_a_flag_may_not_say(overrides, message, tmp_path):
+    file = tmp_path / "run.toml"
+    file.write_text("batch = 64\n")
+    with pytest.raises(SpecError) as caught:
+        load(file, overrides)
+    assert str(caught.value) == message
+
+
+def test_a_file_that_is_not_there(tmp_path):
+    with pytest.raises(SpecError, match=r"cannot read .*nowhere.toml: No such file or directory"):
+        load(tmp_path / "nowhere.toml", {})
+
+
+def test_a_folder_is_no_file(tmp_path):
+    with pytest.raises(SpecError, match=r"cannot read .*: Is a directory"):
+        load(tmp_path, {})
+
+
+@pytest.mark.parametrize("content", [b"batch = ", b"batch 3", b"\xff\xfe", b"[a]\n[a]\n", b"{}"])
+def test_what_is_no_toml(content, tmp_path):
+    file = tmp_path / "run.toml"
+    file.write_bytes(content)
+    with pytest.raises(SpecError, match=r"run.toml is not TOML: "):
+        load(file, {})
+
+
+@pytest.mark.parametrize(
+    ("spec", "samples", "steps"),
+    [
+        (Spec(steps=7), 100, 7),
+        (Spec(epochs=1.0, batch=10), 100, 10),
+        (Spec(epochs=1.0, batch=30), 100, 4),  # the last step goes over the end
+        (Spec(epochs=3.0, batch=30), 100, 10),  # and only the last one
+        (Spec(epochs=0.5, batch=10), 100, 5),
+        (Spec(epochs=0.001, batch=10), 100, 1),  # never none
+        (Spec(batch=64), 64, 20),
+    ],
+)
+def test_steps_of_a_training(spec, samples, steps):
+    assert spec.total_steps(samples) == steps
+
+
+def test_nearest_names():
+    assert specs.nearest("bach", ["batch", "seed"]) == "; did you mean batch?"
+    assert specs.nearest("qqqq", ["batch", "seed"]) == "; there is batch, seed"
+    assert specs.nearest("qqqq", []) == "; there is none"
+    assert specs.nearest("lr", ["batch", "optimizer.lr"]) == "; did you mean optimizer.lr?"
+
+
+def test_the_documented_defaults():
+    assert Spec().task == "digits"
+    assert Launch().plan is None
+    assert Path(specs.__file__).name == "spec.py"

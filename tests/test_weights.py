@@ -1,0 +1,411 @@
+"""Initial weights are what the model's own constructor says, and a pure function of (seed, name)."""
+
+import copy
+import math
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import Tensor, nn
+from torch.nn import init
+from torch.utils._pytree import tree_leaves, tree_map
+
+import models
+from harness import trained
+from paceline import Spec
+from paceline.errors import TaskError
+from paceline.training.weights import Weights, _all_of, _storage, _view, aliases, fill_, named_tensors, record
+
+
+def made(build: Callable[[], nn.Module], seed: int = 0, pretrained: Path | None = None) -> nn.Module:
+    model, weights, _ = record(build, seed)
+    fill_(model, weights, torch.device("cpu"), pretrained)
+    return model
+
+
+def tensors(model: nn.Module) -> dict[str, Tensor]:
+    return {name: tensor.detach() for name, tensor in named_tensors(model).items()}
+
+
+class Built(nn.Module):
+    """A module from a function that gives it its tensors."""
+
+    def __init__(self, give: Callable[[nn.Module], None]):
+        super().__init__()
+        give(self)
+
+
+def holding(**parameters: Callable[[], Tensor]) -> Callable[[], nn.Module]:
+    def give(module: nn.Module) -> None:
+        for name, make in parameters.items():
+            module.register_parameter(name, nn.Parameter(make()))
+
+    return lambda: Built(give)
+
+
+def initialized(how: Callable[[Tensor], object], *shape: int) -> Callable[[], nn.Module]:
+    def make() -> Tensor:
+        tensor = torch.empty(shape)
+        how(tensor)
+        return tensor
+
+    return holding(w=make)
+
+
+def padded() -> nn.Module:
+    return nn.Embedding(31, 16, padding_idx=3)
+
+
+def scaled_tensors() -> nn.Module:
+    return holding(
+        scale=lambda: 1e-5 * torch.ones(9),
+        sum=lambda: torch.zeros(40) + 0.1 * torch.randn(40),
+        cat=lambda: torch.cat([torch.randn(9), torch.zeros(3)]),
+    )()
+
+
+def channels_last() -> nn.Module:
+    return nn.Conv2d(3, 8, 3).to(memory_format=torch.channels_last)
+
+
+def slices() -> nn.Module:
+    def give(module: nn.Module) -> None:
+        module.w = nn.Parameter(torch.randn(30, 9).mul_(0.02))
+        with torch.no_grad():
+            module.w[:10].zero_()
+            module.w[:, 3] = 1.0
+        module.transposed = nn.Parameter(torch.randn(8, 6).t())
+        module.part = nn.Parameter(torch.randn(60)[20:50])
+
+    return Built(give)
+
+
+RANDOM: dict[str, Callable[[], nn.Module]] = {
+    "linear": lambda: nn.Linear(17, 13),
+    "conv": lambda: nn.Conv2d(3, 8, 3, groups=1),
+    "conv-transpose": lambda: nn.ConvTranspose1d(4, 6, 5),
+    "channels-last": channels_last,
+    "batch-norm": lambda: nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8)),
+    "layer-norm": lambda: nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8), nn.GroupNorm(2, 8)),
+    "embedding": padded,
+    "embedding-bag": lambda: nn.EmbeddingBag(12, 10),
+    "attention": lambda: nn.MultiheadAttention(12, 3, add_bias_kv=True),
+    "transformer": lambda: nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, 11, batch_first=True), 3, enable_nested_tensor=False),
+    "lstm": lambda: nn.LSTM(5, 7, 2, bidirectional=True),
+    "gru": lambda: nn.GRU(5, 7),
+    "bilinear": lambda: nn.Bilinear(4, 5, 6),
+    "double": lambda: nn.Linear(9, 9).double(),
+    "bfloat16": lambda: nn.Linear(9, 9, dtype=torch.bfloat16),
+    "weight-norm": lambda: nn.utils.parametrizations.weight_norm(nn.Linear(7, 9)),
+    "spectral-norm": lambda: nn.utils.parametrizations.spectral_norm(nn.Linear(7, 9)),
+    "uniform_": initialized(lambda t: init.uniform_(t, -3, 1), 50, 20),
+    "normal_": initialized(lambda t: init.normal_(t, 2, 0.1), 50, 20),
+    "trunc_normal_": initialized(lambda t: init.trunc_normal_(t, 0.5, 1, 0, 2), 50, 20),
+    "xavier_uniform_": initialized(lambda t: init.xavier_uniform_(t, 2.0), 50, 20),
+    "xavier_normal_": initialized(init.xavier_normal_, 50, 20),
+    "kaiming_uniform_": initialized(lambda t: init.kaiming_uniform_(t, a=math.sqrt(5)), 50, 20),
+    "kaiming_normal_": initialized(lambda t: init.kaiming_normal_(t, nonlinearity="relu"), 50, 20),
+    "orthogonal_": initialized(init.orthogonal_, 30, 20),
+    "sparse_": initialized(lambda t: init.sparse_(t, 0.3), 50, 20),
+    "exponential_": initialized(lambda t: t.exponential_(2.0), 50, 20),
+    "normal": holding(w=lambda: torch.normal(1.0, 2.0, (50, 20))),
+    "randint": holding(w=lambda: torch.randint(0, 9, (300,)).float()),
+    "randperm": holding(w=lambda: torch.randperm(300).float()),
+    "bernoulli": holding(w=lambda: torch.bernoulli(torch.full((500,), 0.3))),
+    "rand_like": holding(w=lambda: torch.rand_like(torch.ones(50, 20))),
+    "arithmetic": scaled_tensors,
+    "slices": slices,
+    "gpt": models.Gpt,
+}
+
+
+def positions() -> nn.Module:
+    def give(module: nn.Module) -> None:
+        table = torch.zeros(50, 8)
+        place = torch.arange(50).float().unsqueeze(1)
+        rate = torch.exp(torch.arange(0, 8, 2).float() * (-math.log(10000.0) / 8))
+        table[:, 0::2] = torch.sin(place * rate)
+        table[:, 1::2] = torch.cos(place * rate)
+        module.register_buffer("table", table)
+        module.register_buffer("mask", torch.tril(torch.ones(5, 5, dtype=torch.bool)), persistent=False)
+        module.register_buffer("rotation", torch.polar(torch.ones(3), torch.arange(3.0)))
+
+    return Built(give)
+
+
+def shared_buffer() -> nn.Module:
+    mask = torch.full((4, 4), float("-inf")).triu(1)
+    return nn.ModuleList([Built(lambda module: module.register_buffer("mask", mask)) for _ in range(3)])
+
+
+def loaded() -> nn.Module:
+    model = nn.Linear(2, 3)
+    model.load_state_dict({"weight": torch.arange(6.0).view(3, 2), "bias": torch.zeros(3)})
+    return model
+
+
+def given_data() -> nn.Module:
+    model = nn.Linear(2, 3)
+    model.weight.data = torch.ones(3, 2) * 3
+    model.bias = nn.Parameter(torch.tensor([1.0, 2.0, 4.0]))
+    return model
+
+
+SURE: dict[str, Callable[[], nn.Module]] = {
+    "batch-norm": lambda: nn.BatchNorm2d(5),
+    "ones": initialized(init.ones_, 7),
+    "constant_": initialized(lambda t: init.constant_(t, 0.3), 7),
+    "eye_": initialized(init.eye_, 5, 7),
+    "dirac_": initialized(init.dirac_, 4, 4, 3),
+    "tensor": holding(w=lambda: torch.tensor([[1.0, 2.0], [3.0, 4.0]])),
+    "tensor-by-name": holding(w=lambda: torch.tensor(data=[1.0, 2.0])),
+    "as_tensor": holding(w=lambda: torch.as_tensor(np.arange(5.0))),
+    "from_numpy": holding(w=lambda: torch.from_numpy(np.eye(4, dtype=np.float32))),
+    "new_tensor": holding(w=lambda: torch.ones(2).new_tensor([3.0, 4.0])),
+    "legacy": holding(w=lambda: torch.Tensor([1.0, 2.0])),
+    "linspace": holding(w=lambda: torch.linspace(0, 1, 7)),
+    "arithmetic": holding(w=lambda: 1e-5 * torch.ones(4), v=lambda: torch.arange(6.0).view(2, 3).t() ** 2),
+    "stack": holding(w=lambda: torch.stack([torch.tensor(1.0), torch.tensor(2.0)])),
+    "scalar": holding(w=lambda: torch.tensor(2.5)),
+    "bias-after": lambda: Built(
+        lambda module: setattr(module, "b", nn.Parameter(torch.zeros(5).index_fill_(0, torch.tensor([1, 3]), -2.0)))
+    ),
+    "positions": positions,
+    "shared-buffer": shared_buffer,
+    "from_pretrained": lambda: nn.Embedding.from_pretrained(torch.arange(6.0).view(3, 2)),
+    "load_state_dict": loaded,
+    "data": given_data,
+}
+
+
+def statistics(tensor: Tensor) -> Tensor:
+    """What a distribution is known by: mean, standard deviation, least, largest, share of zeros."""
+    of = tensor.double().flatten()
+    return torch.stack([of.mean(), of.std(correction=0), of.min(), of.max(), (of == 0).double().mean()])
+
+
+@pytest.mark.parametrize("build", RANDOM.values(), ids=RANDOM)
+def test_drawn_like_the_constructor(build: Callable[[], nn.Module]) -> None:
+    here, again, other = tensors(made(build)), tensors(made(build)), tensors(made(build, seed=1))
+    torch.manual_seed(0)
+    eager = tensors(build())
+    assert here.keys() == eager.keys()
+    for name, expected in eager.items():
+        found = here[name]
+        assert (found.shape, found.dtype, found.stride()) == (expected.shape, expected.dtype, expected.stride())
+        assert torch.equal(found, again[name])
+    assert any(not torch.equal(here[name], other[name]) for name in here)
+    many = [{name: statistics(tensor) for name, tensor in tensors(made(build, seed)).items()} for seed in range(40)]
+    torch.manual_seed(0)
+    expected_many = [{name: statistics(tensor) for name, tensor in tensors(build()).items()} for _ in range(40)]
+    for name in here:
+        found, expected = (torch.stack([each[name] for each in of]) for of in (many, expected_many))
+        error = torch.sqrt((found.var(0) + expected.var(0)) / 40) + 1e-7
+        assert ((found.mean(0) - expected.mean(0)).abs() < 6 * error).all(), name
+
+
+@pytest.mark.parametrize("build", SURE.values(), ids=SURE)
+def test_equal_where_nothing_is_random(build: Callable[[], nn.Module]) -> None:
+    found, expected = made(build), build()
+    assert tensors(found).keys() == tensors(expected).keys()
+    for name, tensor in tensors(expected).items():
+        assert (tensors(found)[name].dtype, tensors(found)[name].stride()) == (tensor.dtype, tensor.stride())
+        assert torch.equal(tensors(found)[name], tensor)
+    assert [(p.requires_grad) for p in found.parameters()] == [p.requires_grad for p in expected.parameters()]
+    assert found.state_dict().keys() == expected.state_dict().keys()
+
+
+def played(weights: Weights, seed: int) -> dict[str, Tensor]:
+    """The whole tape in order, from one seed."""
+    made: dict[int, Tensor] = {}
+
+    def real(item: Any) -> Any:
+        if isinstance(item, torch.device):
+            return torch.device("cpu")
+        return _view(made[_storage(item)], item) if isinstance(item, Tensor) and item.is_meta else item
+
+    torch.manual_seed(seed)
+    with torch.no_grad():
+        for operation in weights.tape.operations:
+            result = operation.run(*tree_map(real, operation.args), **tree_map(real, operation.kwargs))
+            for stand_in, value in zip(operation.results, tree_leaves(result), strict=True):
+                if _storage(stand_in) not in operation.reads:
+                    made[_storage(stand_in)] = _all_of(value, stand_in)
+    return {name: _view(made[_storage(origin)], origin) for name, origin in weights.origins.items()}
+
+
+@pytest.mark.parametrize("build", [RANDOM[name] for name in RANDOM if name != "normal"], ids=[name for name in RANDOM if name != "normal"])
+def test_the_tape_is_the_constructor(build: Callable[[], nn.Module]) -> None:
+    _, weights, recorded = record(build, 0)
+    assert recorded
+    found = played(weights, 5)
+    torch.manual_seed(5)
+    for name, expected in tensors(build()).items():
+        assert torch.equal(found[name], expected), name
+
+
+def test_a_weight_depends_on_its_name_alone() -> None:
+    alone = tensors(made(lambda: nn.ModuleDict({"here": nn.Linear(5, 7)})))
+    among = tensors(made(lambda: nn.ModuleDict({"before": nn.LSTM(3, 3), "here": nn.Linear(5, 7), "after": nn.Linear(5, 7)})))
+    assert torch.equal(alone["here.weight"], among["here.weight"])
+    assert torch.equal(alone["here.bias"], among["here.bias"])
+    assert not torch.equal(among["here.weight"], among["after.weight"])
+
+
+@pytest.mark.parametrize("recorded", [True, False])
+def test_what_was_drawn_before_does_not_matter(recorded: bool) -> None:
+    def build() -> nn.Module:
+        if not recorded:
+            torch.rand(3).sum().item()
+        own = torch.rand(5, device="cpu") + random.random() + np.random.rand()
+        return nn.ModuleList([nn.Linear(5, 7), nn.Linear(7, 3, device="cpu"), Built(lambda m: m.register_buffer("own", own))])
+
+    first = tensors(made(build, 3))
+    assert record(build, 3)[2] == recorded
+    torch.manual_seed(11)
+    random.seed(11)
+    np.random.seed(11)
+    before = torch.get_rng_state(), random.getstate(), np.random.get_state()[1]
+    second = tensors(made(build, 3))
+    assert all(torch.equal(first[name], second[name]) for name in first)
+    other = tensors(made(build, 4))
+    assert not any(torch.equal(first[name], other[name]) for name in first)
+    # and drawing leaves no trace
+    assert torch.equal(torch.get_rng_state(), before[0])
+    assert random.getstate() == before[1]
+    assert (np.random.get_state()[1] == before[2]).all()
+
+
+class FromNumpy(models.Points):
+    """numpy's and Python's own generators differ from process to process, unless somebody seeds them."""
+
+    def model(self) -> nn.Module:
+        model = super().model()
+        model[0].weight = nn.Parameter(torch.tensor(np.random.randn(7, 5) * random.random(), dtype=torch.float32))
+        return model
+
+
+@pytest.mark.parametrize("plan", ["ddp", "zero3"])
+def test_ranks_agree_on_what_numpy_draws(plan: str) -> None:
+    spec = Spec(steps=1, batch=8, precision="fp64")
+    found, expected = trained(2, FromNumpy(), spec, plan), trained(1, FromNumpy(), spec, "single")
+    assert found.losses == pytest.approx(expected.losses, rel=1e-12)
+
+
+def looks_at_values() -> nn.Module:
+    rates = [rate.item() for rate in torch.linspace(0, 0.1, 3)]
+    return nn.Sequential(*[nn.Sequential(nn.Linear(4, 4), nn.Dropout(rate)) for rate in rates])
+
+
+def calls_numpy() -> nn.Module:
+    return holding(w=lambda: torch.from_numpy(np.linalg.qr(torch.randn(5, 5).numpy())[0]))()
+
+
+def keeps_a_plain_tensor() -> nn.Module:
+    def give(module: nn.Module) -> None:
+        module.linear = nn.Linear(3, 3)
+        module.scales = [torch.linspace(0, 1, 3)]
+
+    return Built(give)
+
+
+def branches() -> nn.Module:
+    drawn = torch.randn(5)
+    return holding(w=lambda: drawn if drawn.sum() > 0 else -drawn)()
+
+
+@pytest.mark.parametrize("build", [looks_at_values, calls_numpy, keeps_a_plain_tensor, branches])
+def test_what_cannot_be_recorded_is_built_whole(build: Callable[[], nn.Module]) -> None:
+    model, weights, recorded = record(build, 7)
+    assert not recorded
+    assert all(tensor.is_meta for tensor in tensors(model).values())
+    fill_(model, weights, torch.device("cpu"))
+    assert not any(tensor.is_meta for tensor in getattr(model, "scales", []))
+    again, other = made(build, 7), made(build, 8)
+    for name, tensor in tensors(model).items():
+        assert torch.equal(tensor, tensors(again)[name])
+        assert not torch.equal(tensor, tensors(other)[name])
+
+
+def test_tied_stay_tied() -> None:
+    model = made(models.Gpt)
+    assert model.output.weight is model.tokens.weight
+    assert aliases(model) == {"output.weight": "tokens.weight"}
+    shared = made(shared_buffer)
+    assert shared[0].mask is shared[2].mask
+    assert aliases(shared) == {"1.mask": "0.mask", "2.mask": "0.mask"}
+
+
+def test_a_copy_equals_its_source() -> None:
+    def build() -> nn.Module:
+        one = nn.Linear(5, 5)
+        other = nn.Linear(5, 5)
+        with torch.no_grad():
+            other.weight.copy_(one.weight)
+        return nn.ModuleList([one, copy.deepcopy(one), other])
+
+    model = made(build)
+    assert torch.equal(model[0].weight, model[1].weight)
+    assert torch.equal(model[0].bias, model[1].bias)
+    assert torch.equal(model[0].weight, model[2].weight)
+    assert not torch.equal(model[0].bias, model[2].bias)
+    assert model[0].weight is not model[1].weight
+
+
+def test_a_lazy_module_is_refused() -> None:
+    with pytest.raises(TaskError, match=r"0\.weight has no shape yet"):
+        record(lambda: nn.Sequential(nn.LazyLinear(3)), 0)
+
+
+def test_what_the_constructor_raises_is_raised() -> None:
+    with pytest.raises(ValueError, match="my own"):
+        record(lambda: (_ for _ in ()).throw(ValueError("my own")), 0)
+    with pytest.raises(TaskError, match=r"model\(\) must return a torch.nn.Module, got str"):
+        record(lambda: "model", 0)  # type: ignore[arg-type, return-value]
+
+
+class Pretrained(models.Text):
+    file: str = ""
+
+    def pretrained(self) -> str:
+        return self.file
+
+
+def test_pretrained_weights_are_obeyed(tmp_path: Path) -> None:
+    file = tmp_path / "weights.safetensors"
+    save_file({"output.weight": torch.full((11, 6), 0.25), "blocks.1.norm.bias": torch.ones(6)}, file)
+    model, fresh = tensors(made(models.Gpt, pretrained=file)), tensors(made(models.Gpt))
+    assert (model["tokens.weight"] == 0.25).all()  # by the name of the tie
+    assert (model["blocks.1.norm.bias"] == 1).all()
+    assert all(torch.equal(model[name], fresh[name]) for name in fresh if name not in ("tokens.weight", "blocks.1.norm.bias"))
+    spec = Spec(steps=1, batch=8, precision="fp64")
+    expected = trained(1, Pretrained(file=str(file)), spec, "single").losses
+    assert expected != trained(1, models.Text(), spec, "single").losses
+    for plan in ("ddp", "zero3"):
+        assert trained(2, Pretrained(file=str(file)), spec, plan).losses == pytest.approx(expected, rel=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("weights", "message"),
+    [
+        ({"tokens.weight": torch.zeros(11, 5)}, r"tokens.weight has shape \(11, 5\), the model's has \(11, 6\)"),
+        ({"token.weight": torch.zeros(11, 6)}, r"weights token.weight, which the model lacks; did you mean tokens.weight\?"),
+    ],
+)
+def test_pretrained_weights_that_do_not_fit_are_refused(tmp_path: Path, weights: dict[str, Tensor], message: str) -> None:
+    save_file(weights, tmp_path / "weights.safetensors")
+    with pytest.raises(TaskError, match=message):
+        made(models.Gpt, pretrained=tmp_path / "weights.safetensors")
+
+
+def test_a_file_that_is_none_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(TaskError, match="cannot read the pretrained weights"):
+        made(models.Gpt, pretrained=tmp_path / "none.safetensors")
+    (tmp_path / "text.safetensors").write_text("these are no weights")
+    with pytest.raises(TaskError, match="cannot read the pretrained weights"):
+        made(models.Gpt, pretrained=tmp_path / "text.safetensors")

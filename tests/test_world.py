@@ -1,0 +1,168 @@
+"""World from environments as launchers really set them (recorded, shortened to what names ranks)."""
+
+import pytest
+
+from paceline.errors import LaunchError
+from paceline.launch.world import World, expand_counts, world
+
+TORCHRUN = {
+    "RANK": "3",
+    "LOCAL_RANK": "1",
+    "WORLD_SIZE": "4",
+    "LOCAL_WORLD_SIZE": "2",
+    "GROUP_RANK": "1",
+    "GROUP_WORLD_SIZE": "2",
+    "ROLE_RANK": "3",
+    "ROLE_WORLD_SIZE": "4",
+    "MASTER_ADDR": "node0",
+    "MASTER_PORT": "29500",
+    "TORCHELASTIC_RUN_ID": "none",
+    "TORCHELASTIC_RESTART_COUNT": "2",
+    "TORCHELASTIC_MAX_RESTARTS": "3",
+    "TORCHELASTIC_USE_AGENT_STORE": "True",
+}
+OPENMPI = {  # mpirun of Open MPI 4.1
+    "OMPI_COMM_WORLD_RANK": "1",
+    "OMPI_COMM_WORLD_SIZE": "2",
+    "OMPI_COMM_WORLD_LOCAL_RANK": "1",
+    "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
+    "OMPI_COMM_WORLD_NODE_RANK": "1",
+    "OMPI_UNIVERSE_SIZE": "2",
+    "OMPI_MCA_ess_base_jobid": "1790902273",
+    "PMIX_NAMESPACE": "1790902273",
+    "PMIX_RANK": "1",
+    "PMIX_ID": "1790902273.1",
+}
+MPICH = {  # mpiexec.hydra
+    "PMI_RANK": "0",
+    "PMI_SIZE": "4",
+    "PMI_FD": "5",
+    "MPI_LOCALRANKID": "0",
+    "MPI_LOCALNRANKS": "4",
+    "GFORTRAN_UNBUFFERED_PRECONNECTED": "y",
+}
+ALLOCATION = {  # of 2 nodes with 2 tasks each
+    "SLURM_JOB_ID": "42",
+    "SLURM_JOBID": "42",
+    "SLURM_NTASKS": "4",
+    "SLURM_NPROCS": "4",
+    "SLURM_JOB_NUM_NODES": "2",
+    "SLURM_NNODES": "2",
+    "SLURM_TASKS_PER_NODE": "2(x2)",
+    "SLURM_JOB_NODELIST": "node[0-1]",
+}
+BATCH_SCRIPT = ALLOCATION | {
+    "SLURM_PROCID": "0",
+    "SLURM_LOCALID": "0",
+    "SLURM_NODEID": "0",
+    "SLURM_GTIDS": "0",
+    "SLURM_TASK_PID": "4711",
+    "ENVIRONMENT": "BATCH",
+}
+SRUN = BATCH_SCRIPT | {
+    "SLURM_STEP_ID": "0",
+    "SLURM_STEPID": "0",
+    "SLURM_STEP_NUM_TASKS": "4",
+    "SLURM_STEP_TASKS_PER_NODE": "2(x2)",
+    "SLURM_PROCID": "3",
+    "SLURM_LOCALID": "1",
+    "SLURM_NODEID": "1",
+}
+
+
+def test_nobody_started_this_process_as_a_rank():
+    assert world({}) == World(rank=0, size=1, local_rank=0, local_size=1, launcher=None)
+    assert world({"PATH": "/bin", "MASTER_ADDR": "somewhere", "MASTER_PORT": "1"}).launcher is None
+
+
+def test_torchrun():
+    assert world(TORCHRUN) == World(3, 4, 1, 2, "torchrun", job="none", address="node0:29500", restart=2)
+
+
+def test_open_mpi():
+    assert world(OPENMPI) == World(1, 2, 1, 2, "openmpi", job="1790902273")
+
+
+def test_open_mpi_with_a_store_that_the_user_agreed_on():
+    assert world(OPENMPI | {"MASTER_ADDR": "node0", "MASTER_PORT": "1234"}).address == "node0:1234"
+
+
+def test_mpich():
+    found = world(MPICH)
+    assert (found.rank, found.size, found.local_rank, found.local_size, found.launcher) == (0, 4, 0, 4, "mpich")
+
+
+def test_srun():
+    assert world(SRUN) == World(3, 4, 1, 2, "slurm", job="42-0")
+
+
+def test_two_steps_of_one_slurm_job_are_two_jobs():
+    assert world(SRUN).job != world(SRUN | {"SLURM_STEP_ID": "1", "SLURM_STEPID": "1"}).job
+
+
+def test_srun_with_unlike_nodes():
+    found = world(SRUN | {"SLURM_NTASKS": "3", "SLURM_STEP_TASKS_PER_NODE": "2,1", "SLURM_PROCID": "2", "SLURM_LOCALID": "0"})
+    assert (found.rank, found.size, found.local_rank, found.local_size) == (2, 3, 0, 1)
+
+
+@pytest.mark.parametrize("step", [None, "4294967291", "4294967290", "4294967292"], ids=["none", "batch", "interactive", "extern"])
+def test_a_batch_script_is_no_task(step):
+    """Its SLURM_PROCID is 0 and its SLURM_NTASKS is what was asked for: as a rank it would wait for others forever."""
+    environ = BATCH_SCRIPT if step is None else BATCH_SCRIPT | {"SLURM_STEP_ID": step, "SLURM_STEPID": step}
+    assert world(environ) == World()
+
+
+def test_an_allocation_without_tasks_is_no_rank():
+    assert world(ALLOCATION) == World()
+
+
+def test_torchrun_under_srun_knows_better():
+    assert world(SRUN | TORCHRUN) == world(TORCHRUN)
+
+
+def test_torchrun_under_mpirun_knows_better():
+    assert world(OPENMPI | TORCHRUN) == world(TORCHRUN)
+
+
+def test_mpirun_in_a_batch_script_and_under_srun():
+    assert world(BATCH_SCRIPT | OPENMPI) == world(OPENMPI)
+    assert world(SRUN | OPENMPI) == world(OPENMPI)
+
+
+def test_srun_with_pmix_is_srun():
+    assert world(SRUN | {"PMIX_RANK": "3", "PMIX_NAMESPACE": "slurm.pmix.42.0"}).launcher == "slurm"
+
+
+def test_half_of_an_environment_is_none():
+    """RANK alone is a name that anybody may use."""
+    assert world({"RANK": "1", "WORLD_SIZE": "2"}).launcher is None
+    assert world({"RANK": "admiral"}).launcher is None
+
+
+@pytest.mark.parametrize(
+    ("environ", "message"),
+    [
+        (TORCHRUN | {"RANK": "4"}, "RANK=4 is outside WORLD_SIZE=4: the variables of two launchers are mixed; unset them"),
+        (TORCHRUN | {"RANK": "-1"}, "RANK=-1 is outside WORLD_SIZE=4: the variables of two launchers are mixed; unset them"),
+        (TORCHRUN | {"WORLD_SIZE": "0"}, "RANK=3 is outside WORLD_SIZE=0: the variables of two launchers are mixed; unset them"),
+        (TORCHRUN | {"RANK": "first"}, "RANK='first' is not a number"),
+        (OPENMPI | {"OMPI_COMM_WORLD_SIZE": ""}, "OMPI_COMM_WORLD_SIZE='' is not a number"),
+        (
+            TORCHRUN | {"LOCAL_RANK": "2"},
+            "LOCAL_RANK=2 is outside LOCAL_WORLD_SIZE=2: the variables of two launchers are mixed; unset them",
+        ),
+        (TORCHRUN | {"LOCAL_WORLD_SIZE": "two"}, "LOCAL_WORLD_SIZE='two' is not a number"),
+        (SRUN | {"SLURM_STEP_TASKS_PER_NODE": "two"}, "SLURM_STEP_TASKS_PER_NODE='two' is no list of counts for each node"),
+    ],
+)
+def test_contradictions(environ, message):
+    with pytest.raises(LaunchError) as caught:
+        world(environ)
+    assert str(caught.value) == message
+
+
+@pytest.mark.parametrize(
+    ("text", "counts"), [("4", [4]), ("2(x3),1", [2, 2, 2, 1]), ("1,2,3", [1, 2, 3]), ("16(x2)", [16, 16]), ("1(x10)", [1] * 10)]
+)
+def test_slurms_counts(text, counts):
+    assert expand_counts(text) == counts
