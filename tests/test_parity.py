@@ -18,7 +18,7 @@ from torch.utils.data import default_collate
 import models
 from harness import Trained, differences, ranks, trained, training
 from paceline import Spec, Task
-from paceline.errors import PlanError
+from paceline.errors import Error, PlanError, TaskError
 from paceline.launch.world import world
 from paceline.plan.plan import parse
 from paceline.spec import Optimizer, Schedule
@@ -103,6 +103,15 @@ def test_whole_product(case: Case) -> None:
     check(case)
 
 
+@pytest.mark.parametrize("task", [models.Points, models.Text])
+@pytest.mark.parametrize(
+    ("size", "plan"), [(3, "zero1"), (3, "zero3,micro=2"), (3, "hsdp,replicate=3"), (4, "zero2,replicate=2"), (4, "hsdp,replicate=4")]
+)
+def test_other_meshes(size: int, plan: str, task: type[Task]) -> None:
+    spec = wanted("adamw-clip-cosine", "fp64").model_copy(update={"batch": 12})
+    assert not differences(trained(size, task(), spec, plan), trained(1, task(), spec, "single"), 1e-12)
+
+
 @pytest.mark.parametrize("recipe", ["adamw-clip-cosine", "sgd"])
 @pytest.mark.parametrize("plan", ["ddp", "zero1", "ddp,micro=2"])
 @pytest.mark.parametrize("size", [2, 4])
@@ -117,8 +126,8 @@ def test_a_scalar_parameter(plan: str) -> None:
     assert not differences(found, one_process(models.Temperature, "sgd", "fp64"), 1e-12)
 
 
-def refused(task: Task, plan: str) -> str:
-    with pytest.raises(PlanError) as raised:
+def refused(task: Task, plan: str, error: type[Error] = PlanError) -> str:
+    with pytest.raises(error) as raised:
         training(task, wanted("sgd", "fp64"), plan)
     return str(raised.value)
 
@@ -128,6 +137,13 @@ def test_a_scalar_parameter_is_not_cut(plan: str) -> None:
     for message in ranks(2)(refused, models.Temperature(), plan):
         assert "temperature is a scalar" in message
         assert "use ddp or zero1" in message
+
+
+@pytest.mark.parametrize(("size", "plan"), [(1, "single,micro=2"), (2, "ddp"), (2, "zero3,micro=2")])
+def test_items_that_vary_need_weights(size: int, plan: str) -> None:
+    """Their mean over the global batch could not be known before the backward pass; it is not replaced by another one."""
+    for message in ranks(size)(refused, models.Ragged(), plan, TaskError):
+        assert "define weights(batch)" in message
 
 
 @pytest.mark.parametrize("plan", ["ddp", "zero1", "zero2", "zero3", "ddp,micro=2"])

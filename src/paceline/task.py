@@ -8,6 +8,7 @@ import importlib.util
 import inspect
 import json
 import sys
+import traceback
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from types import ModuleType
@@ -64,7 +65,7 @@ class Task:
     def dataset(self, split: str) -> MapDataset | None:
         """Samples of "train" or "validation": whatever has `len()` and `[i]`; None where there is no such split.
 
-        With `__getitems__(indices)` a whole batch is fetched at once, and that must then return the collated batch.
+        With `batch_of(indices)` a whole batch is fetched at once, collated; what that draws at random depends on the number of ranks.
         """
         raise NotImplementedError
 
@@ -117,10 +118,10 @@ def load_task(reference: str, fields: Mapping[str, Any]) -> Task:
 
 
 def find_task(reference: str) -> type[Task]:
-    place, colon, name = BUILT_IN.get(reference, reference).partition(":")
+    place, _, name = BUILT_IN.get(reference, reference).partition(":")
     module = _load_file(Path(place)) if place.endswith(".py") else _load_module(place, reference)
     tasks = [key for key, value in vars(module).items() if inspect.isclass(value) and issubclass(value, Task) and value is not Task]
-    if not colon:
+    if not name:
         own = [key for key in tasks if getattr(module, key).__module__ == module.__name__]
         if len(own) != 1:
             raise TaskError(f"{place} has {len(own)} tasks ({', '.join(own) or 'none'}); say which: {place}:NAME")
@@ -170,6 +171,9 @@ def _load_file(path: Path) -> ModuleType:
         raise TaskError(f"{shown}, line {error.lineno}: {error.msg}") from error
     except ImportError as error:
         raise TaskError(f"{shown} cannot be imported: {error}") from error
+    except Exception as error:  # the user's code
+        lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(path)]
+        raise TaskError(f"{shown}, line {lines[-1]}: {type(error).__name__}: {error}") from error
     return module
 
 
@@ -186,5 +190,5 @@ def _load_module(name: str, reference: str) -> ModuleType:
         )
     try:
         return importlib.import_module(name)
-    except ImportError as error:
-        raise TaskError(f"cannot import {name}, named by {reference}: {error}") from error
+    except (ImportError, ValueError) as error:
+        raise TaskError(f"cannot import {name!r}, named by {reference}: {error}") from error

@@ -35,7 +35,7 @@ def _options(version: bool = typer.Option(False, "--version", callback=_version,
 
 def main() -> None:
     """The top of the command line: an error that is meant is one sentence and exit status 2."""
-    debug = "--debug" in sys.argv
+    debug = "--debug" in sys.argv or sys.argv[1:2] == ["rank"]  # the log of a rank says all
     sys.argv = [word for word in sys.argv if word != "--debug"]
     try:
         app()

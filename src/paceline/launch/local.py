@@ -7,6 +7,7 @@ import os
 import signal
 import sys
 import threading
+from pathlib import Path
 
 import psutil
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
@@ -22,6 +23,7 @@ from paceline.report.watch import watch
 from paceline.run import RunFolder
 
 LOG_LINES = 20  # of a dead rank, shown with its name
+AGENT_WAITS_S = 30  # for ranks that it has sent SIGTERM, before it kills them (torch 2.13)
 
 
 class _RankLogs(DefaultLogsSpecs):
@@ -102,18 +104,26 @@ def _way_out(run: RunFolder) -> str:
     return f"go on from step {kept[-1]} with: paceline resume {run.path}" if kept else "no checkpoint was written yet"
 
 
+def _log(run: RunFolder, rank: int) -> Path:
+    """The log of its last start."""
+    return max(run.ranks.glob(f"{rank}.*log"), key=lambda path: path.stat().st_mtime, default=run.rank_log(rank))
+
+
 def _cause(run: RunFolder, failure: ChildFailedError, before: int) -> Error:
     """The one rank that failed first, of those that failed with it."""
     happened = _happened(run, before)
     told = {event.rank: event for event in happened if isinstance(event, Failed) and event.what == "run"}
     meant = [event for event in told.values() if event.meant]
     if meant:
-        return Error(meant[0].message)
-    # A rank that was killed said nothing, and neither did those that the agent then ended with SIGTERM.
+        error = Error(meant[0].message)
+        error.__cause__ = RankError(_log(run, meant[0].rank or 0).read_text(errors="replace"))  # for --debug
+        return error
+    # A rank that was killed said nothing, and neither did those that the agent then ended.
+    first_at = min(child.timestamp for child in failure.failures.values())
     silent = [
         (rank, child)
         for rank, child in failure.failures.items()
-        if child.exitcode < 0 and child.exitcode != -signal.SIGTERM and rank not in told
+        if child.exitcode < 0 and child.exitcode != -signal.SIGTERM and child.timestamp < first_at + AGENT_WAITS_S and rank not in told
     ]
     own = [event for event in told.values() if not event.lost_peer]
     step = max((event.step for event in happened if isinstance(event, (Started, Step))), default=0)
@@ -125,7 +135,7 @@ def _cause(run: RunFolder, failure: ChildFailedError, before: int) -> Error:
     else:
         rank, child = min(failure.failures.items(), key=lambda item: item[1].timestamp)
         why = told[rank].message if rank in told else f"ended with exit status {child.exitcode}"
-    log = max(run.ranks.glob(f"{rank}.*log"), key=lambda path: path.stat().st_mtime, default=run.rank_log(rank))
+    log = _log(run, rank)
     lines = log.read_text(errors="replace").splitlines()[-LOG_LINES:] if log.exists() else []
     end = "\n".join(f"  {line}" for line in lines)
     message = f"rank {rank} {why if silent else 'failed: ' + why}, after step {step}; {_way_out(run)}"

@@ -13,7 +13,7 @@ VALIDATION = 5  # each fifth image is kept for validation
 
 
 class Images:
-    """Images and labels in memory. `__getitems__` fetches a batch in one go."""
+    """Images and labels in memory. `batch_of` fetches a batch in one go."""
 
     def __init__(self, images: Tensor, labels: Tensor):
         self.images, self.labels = images, labels
@@ -24,7 +24,7 @@ class Images:
     def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
         return self.images[index], self.labels[index]
 
-    def __getitems__(self, indices: list[int]) -> tuple[Tensor, Tensor]:
+    def batch_of(self, indices: list[int]) -> tuple[Tensor, Tensor]:
         return self.images[indices], self.labels[indices]
 
 

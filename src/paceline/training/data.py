@@ -128,18 +128,20 @@ class Samples:
         numbers, indices = part
         index: Any = None
         try:
-            if hasattr(self.dataset, "__getitems__"):
+            if hasattr(self.dataset, "batch_of"):
                 index = indices
-                batch = self.dataset.__getitems__(indices)
+                self._start_streams(numbers[0])
+                batch = self.dataset.batch_of(indices)
             else:
                 found = []
                 for number, index in zip(numbers, indices, strict=True):
                     self._start_streams(number)
                     found.append(self.dataset[index])
+                index = indices
                 batch = default_collate(found)
         except Exception as error:  # the user's code; it is raised again, as a DataError, where the batch is used
             what = f"sample {index} of {self.split!r}" if isinstance(index, int) else f"one of the samples {index} of {self.split!r}"
-            return Broken(f"{what} raised {type(error).__name__}: {error}", traceback.format_exc())
+            return Broken(f"{what} raised {type(error).__name__}{f': {error}' if str(error) else ''}", traceback.format_exc())
         return cast_floats(batch, self.floats) if self.floats is not None else batch
 
     def _start_streams(self, number: int) -> None:

@@ -25,7 +25,18 @@ def make_optimizer(task: Task, spec: Optimizer, plan: Plan, model: nn.Module) ->
         optimizer = _from_spec(spec, [parameter for _, parameter in params])
     elif not isinstance(optimizer, torch.optim.Optimizer):
         raise TaskError(f"optimizer() must return a torch optimizer or None, got {type(optimizer).__name__}")
-    return _cut_state(optimizer) if plan.zero == 1 and plan.dp != 1 else optimizer
+    if plan.zero == 1 and plan.dp != 1:
+        optimizer = _cut_state(optimizer)
+    _start_momentum(local_optimizer(optimizer))
+    return optimizer
+
+
+def _start_momentum(optimizer: torch.optim.Optimizer) -> None:
+    """Fused SGD (torch 2.13) fails on a parameter whose first gradient comes later than those of others."""
+    for group in optimizer.param_groups:
+        if isinstance(optimizer, torch.optim.SGD) and group["fused"] and group["momentum"] and not group["dampening"]:
+            for parameter in group["params"]:
+                optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter, requires_grad=False)
 
 
 def _from_spec(spec: Optimizer, params: Sequence[nn.Parameter]) -> torch.optim.Optimizer:

@@ -89,6 +89,8 @@ NO_BUFFER_SYNC: dict[str, Any] = {
 def _shard(model: nn.Module, units: list[nn.Module], plan: Plan, mesh: DeviceMesh) -> None:
     from torch.distributed.fsdp import fully_shard  # 0.7 s to import
 
+    if scalars := [name for name, parameter in model.named_parameters() if not parameter.dim()]:
+        raise PlanError(f"plan {plan} cuts the weights, and {scalars[0]} is a scalar; give it the shape (1,), or use ddp or zero1")
     for unit in units:
         fully_shard(unit, mesh=mesh, reshard_after_forward=plan.zero == 3)
     # The root is gathered again at once by the backward pass, so that to reshard it would be in vain.

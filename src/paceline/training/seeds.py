@@ -1,7 +1,11 @@
 """Random streams as pure functions of what they are for, so that nothing of them has to be stored to resume exactly."""
 
+import contextlib
 import hashlib
+import random
+from collections.abc import Iterator
 
+import numpy as np
 import torch
 
 
@@ -16,3 +20,18 @@ def start_stream(seed: int, device: torch.device) -> None:
     torch.default_generator.manual_seed(seed)
     if device.type == "cuda":
         torch.cuda.default_generators[device.index or 0].manual_seed(seed)
+
+
+@contextlib.contextmanager
+def streams(seed: int) -> Iterator[None]:
+    """Whatever draws in this context, torch on the CPU, numpy or random, draws from this seed; outside nothing changes."""
+    of_random, of_numpy = random.getstate(), np.random.get_state()
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(seed)
+        random.seed(seed)
+        np.random.seed(seed % 2**32)
+        try:
+            yield
+        finally:
+            random.setstate(of_random)
+            np.random.set_state(of_numpy)

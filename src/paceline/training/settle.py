@@ -1,12 +1,13 @@
 """What DistributedDataParallel only finds out in its first step is found out before, on a batch whose gradients are dropped.
 
-* Whether some parameter gets no gradient: only then its search for unused parameters, which costs a walk over the graph
+* Whether some parameter gets no gradient, on any rank: only then its search for unused parameters, which costs a walk over the graph
   in every step, is needed.
 * The order in which gradients come: torch lays its buckets out anew after the first backward pass, and on more than two
   ranks that changes the last bits of the sums. A resumed run would differ from one that never stopped.
 """
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -26,7 +27,9 @@ def settle(step: Step, batch: Batch) -> nn.Module:
     with autocast(step.precision, step.device):
         loss, _ = weighed_loss(step.task, model, batch)
     leads_to = reached(loss)
-    if all(id(parameter) in leads_to for parameter in step.params):
+    everywhere = torch.tensor(all(id(parameter) in leads_to for parameter in step.params), dtype=torch.int32, device=step.device)
+    dist.all_reduce(everywhere, dist.ReduceOp.MIN)
+    if everywhere.item():
         loss.backward()
         step.optimizer.zero_grad(set_to_none=True)
     else:

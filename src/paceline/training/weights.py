@@ -15,13 +15,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.nn.parameter import is_lazy
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map
 
 from paceline.errors import TaskError
 from paceline.spec import nearest
-from paceline.training.seeds import derive
+from paceline.training.seeds import derive, streams
 
 FROM_VALUES = (torch.tensor, torch.as_tensor, torch.asarray, torch.from_numpy)  # what makes a tensor of the caller's numbers
 IS_META = Tensor.is_meta.__get__  # type: ignore[attr-defined]
@@ -31,9 +32,16 @@ def _storage(tensor: Tensor) -> int:
     return tensor.untyped_storage()._cdata
 
 
+def _on_meta(tensor: Tensor) -> bool:
+    """Also where `is_meta` is made to say no."""
+    return tensor.device.type == "meta"
+
+
 def _as_now(item: Any) -> Any:
-    """A parameter may be given other data later (`model.double()`)."""
-    return item.detach() if isinstance(item, Tensor) else item
+    """A parameter may be given other data later (`model.double()`), and a real tensor other values."""
+    if not isinstance(item, Tensor):
+        return item
+    return item.detach() if _on_meta(item) else item.detach().clone()
 
 
 @dataclass
@@ -52,11 +60,13 @@ class Operation:
 class Tape:
     operations: list[Operation] = field(default_factory=list)
     writers: dict[int, list[int]] = field(default_factory=dict)  # storage -> indices of operations
+    whole: bool = True  # nothing was read that came from elsewhere
 
     def add(self, run: Callable[..., Any], args: Any, kwargs: Any, result: Any, written: list[Tensor], random: bool) -> None:
         inputs = [item for item in tree_flatten((args, kwargs))[0] if isinstance(item, Tensor)]
         results = [item for item in tree_flatten(result)[0] if isinstance(item, Tensor)]
         reads = [_storage(item) for item in inputs]
+        self.whole &= all(not _on_meta(item) or _storage(item) in self.writers for item in inputs)
         writes = [_storage(item) for item in written] + [made for item in results if (made := _storage(item)) not in reads]
         if writes:  # the others are views
             for storage in set(writes):
@@ -92,7 +102,8 @@ class _Operations(TorchDispatchMode):
             if argument.alias_info is not None and argument.alias_info.is_write and isinstance(value, Tensor)
         ]
         written += [value for name, value in kwargs.items() if name == "out" and isinstance(value, Tensor)]
-        self.tape.add(func, args, kwargs, result, written, torch.Tag.nondeterministic_seeded in func.tags)
+        if any(isinstance(item, Tensor) and _on_meta(item) for item in tree_flatten((args, kwargs, result))[0]):
+            self.tape.add(func, args, kwargs, result, written, torch.Tag.nondeterministic_seeded in func.tags)
         return result
 
 
@@ -105,7 +116,7 @@ class _Constants(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func is IS_META:
+        if func == IS_META:  # a new wrapper each time
             return False
         if func not in FROM_VALUES or (isinstance(args[0], Tensor) if args else True):
             return func(*args, **kwargs)
@@ -181,26 +192,41 @@ def named_tensors(model: nn.Module) -> dict[str, Tensor]:
 def record(build: Callable[[], nn.Module], seed: int) -> tuple[nn.Module, Weights, bool]:
     """The model that `build` makes, on the meta device, where its weights come from, and whether that went as above.
 
-    A constructor that looks at the values of its tensors cannot be recorded: it is then run for real, whole, from `seed`.
+    A constructor that looks at the values of its tensors, or keeps some that are neither parameters nor buffers, cannot be
+    recorded: it is then run for real, whole. What it draws outside of torch, or on a device that it names, comes from `seed`.
     """
     tape = Tape()
-    try:
-        with torch.device("meta"), _whole_trunc_normal(tape), _Constants(tape), _Operations(tape):
-            model = build()
-        recorded = True
-    except (RuntimeError, NotImplementedError):
-        tape, recorded = Tape(), False
-        with torch.random.fork_rng(devices=[]):
-            torch.default_generator.manual_seed(derive(seed, "model"))
+    model: nn.Module | None = None
+    unrecordable = contextlib.suppress(RuntimeError, NotImplementedError, TypeError, ValueError)
+    with unrecordable, streams(derive(seed, "model")), torch.device("meta"), _whole_trunc_normal(tape), _Constants(tape), _Operations(tape):
+        model = build()
+    recorded = isinstance(model, nn.Module) and tape.whole and _all_known(model, tape)
+    if not recorded:
+        tape = Tape()
+        with streams(derive(seed, "model")):
             model = build()
     if not isinstance(model, nn.Module):
         raise TaskError(f"model() must return a torch.nn.Module, got {type(model).__name__}")
+    if lazy := [name for name, tensor in named_tensors(model).items() if is_lazy(tensor)]:
+        raise TaskError(f"the model's {lazy[0]} has no shape yet: Paceline cannot plan with lazy modules, give them their sizes")
     origins = {name: tensor.detach() for name, tensor in named_tensors(model).items()}
     for name, origin in origins.items():
         for place, operation in enumerate(tape.leading_to(_storage(origin))):
             if operation.random and not operation.seed:
                 operation.seed = derive(seed, "weights", name, place)
     return (model if recorded else model.to("meta")), Weights(tape, origins), recorded
+
+
+def _all_known(model: nn.Module, tape: Tape) -> bool:
+    """Whether the tape leads to all tensors of a model that are on the meta device, and all of them can be found by name."""
+    registered = named_tensors(model).values()
+    if any(is_lazy(tensor) for tensor in registered):
+        return False
+    known = {id(tensor) for tensor in registered}
+    others = [leaf for module in model.modules() for leaf in tree_flatten(list(vars(module).values()))[0] if isinstance(leaf, Tensor)]
+    return all(id(tensor) in known or not tensor.is_meta for tensor in others) and all(
+        not tensor.is_meta or _storage(tensor) in tape.writers for tensor in registered
+    )
 
 
 def fill_(model: nn.Module, weights: Weights, device: torch.device, pretrained: Path | None = None) -> None:
@@ -222,23 +248,20 @@ def fill_(model: nn.Module, weights: Weights, device: torch.device, pretrained: 
 
 
 def _ties(model: nn.Module) -> dict[int, list[tuple[nn.Module, str]]]:
-    """The places of each parameter: `to_empty` makes a new one for each."""
+    """The places of each parameter and buffer: `to_empty` makes a new one for each."""
     places: dict[int, list[tuple[nn.Module, str]]] = {}
     for module in model.modules():
-        for key, parameter in module._parameters.items():
-            if parameter is not None:
-                places.setdefault(id(parameter), []).append((module, key))
+        for key, tensor in (*module._parameters.items(), *module._buffers.items()):
+            if tensor is not None:
+                places.setdefault(id(tensor), []).append((module, key))
     return places
 
 
 def aliases(model: nn.Module) -> dict[str, str]:
-    """Other names of tied parameters -> the first name."""
+    """Other names of tied parameters and buffers -> the first name."""
     first: dict[int, str] = {}
-    return {
-        name: first[id(parameter)]
-        for name, parameter in model.named_parameters(remove_duplicate=False)
-        if first.setdefault(id(parameter), name) != name
-    }
+    named = (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False))
+    return {name: first[id(tensor)] for name, tensor in named if first.setdefault(id(tensor), name) != name}
 
 
 class _Pretrained:
