@@ -2,6 +2,7 @@
 
 import os
 import signal
+import sys
 from pathlib import Path
 
 import pytest
@@ -171,6 +172,7 @@ def refused(*words: str | Path, at: Path, status: int = 2, **env: str) -> str:
         ("resume nowhere", "there is no run nowhere; there is none"),
         ("resume .", ". is no run: it has no spec.toml"),
     ],
+    ids=lambda value: value.replace(" ", "_") if value.startswith(("train", "resume", "show", "export")) else "",
 )
 def test_one_sentence_and_nothing_left(words, sentence, here, monkeypatch, capsys):
     """In this process: each of its own would take a second."""
@@ -192,6 +194,7 @@ def test_one_sentence_and_nothing_left(words, sentence, here, monkeypatch, capsy
         ("train bad.py:Regression --batch 9 --ranks 2", "batch 9 is not divisible by ranks × micro = 2 × 1 = 2: use --batch 10 or 8"),
         ("resume .", ". is no run: it has no spec.toml"),
     ],
+    ids=lambda value: value.replace(" ", "_") if value.startswith(("train", "resume", "show", "export")) else "",
 )
 def test_one_sentence_of_a_process(words, sentence, here):
     assert refused(*words.split(" "), at=here) == sentence
@@ -476,6 +479,7 @@ def train_two(here: Path, at: Path, fate: str, *words: str, **env: str) -> Resul
     return paceline("train", f"{here}/bad.py:Changed", *common, *words, at=at, **env)
 
 
+@pytest.mark.slow
 def test_before_the_first_step_nothing_is_left(here, tmp_path):
     result = train_two(here, tmp_path, "uneven")
     assert result.status == 2
@@ -512,6 +516,7 @@ def test_a_rank_that_dies_names_itself(here, tmp_path):
     assert rest == [f"The end of {tmp_path}/r/ranks/1.log:", "  these are my last words"]
 
 
+@pytest.mark.slow
 def test_a_rank_that_is_killed_names_itself(here, tmp_path):
     slow = slow_down(tmp_path / "slow", 0.02)
     words = ("train", f"{here}/bad.py:Regression", "--batch", "8", "--steps", "200", "--ranks", "2", "--run", "r")

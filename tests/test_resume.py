@@ -279,6 +279,11 @@ def test_however_it_is_stopped(plan, way, then, task, tmp_path):
         if stop.status == 75:
             assert "go on with: paceline resume r" in result.out
             assert result.err == ""
+        if stop.status == 2:
+            rank, kept = (0 if "0" in way else 1), of_checkpoints(run)[-1]
+            told = f"paceline: rank {rank} was killed by SIGKILL, after step {steps_done(run)}; go on from step {kept} with: paceline resume r\n"
+            assert result.err.startswith(told), result.all
+            assert [event.rank for event in of_kind(run, Failed) if not event.lost_peer] == [rank]
         if then == "resume":
             assert succeed("resume", "r", at=tmp_path).err == ""
         else:
