@@ -45,16 +45,22 @@ TIED = (
     TASK
     + """
 
+class Body(nn.Module):
+    def __init__(self, body):
+        super().__init__()
+        self.body, self.up, self.down = body, nn.Linear(3, 6, bias=False), nn.Linear(3, 6, bias=False)
+        self.down.weight = self.up.weight
+
+    def forward(self, x):
+        x = self.body(x)
+        return x + self.up(x) @ self.down.weight
+
+
 class Tied(Regression):
     validation: int = 17
 
     def model(self):
-        model = super().model()
-        model.append(nn.Linear(3, 6, bias=False))
-        model.append(nn.Linear(6, 3, bias=False))
-        model.again = nn.Linear(3, 6, bias=False)
-        model.again.weight = model[-2].weight
-        return model
+        return Body(super().model())
 
     def metrics(self, output, batch):
         return {"close": (output - batch[1]).abs().mean(-1) < 1}
@@ -142,7 +148,7 @@ def test_flags_win_over_the_file(trained):
 
 
 def test_what_it_prints(trained):
-    at, result = trained
+    _, result = trained
     lines = result.out.splitlines()
     assert result.err == ""
     assert re.match(
@@ -225,9 +231,8 @@ def test_tensorboard_can_read_it(trained):
     at, _ = trained
     board = accumulator.EventAccumulator(str(at / "r/tensorboard"))
     board.Reload()
-    assert {"train/loss", "train/grad_norm", "train/lr", "train/samples_per_s", "validation/loss", "validation/close"} == {
-        *board.Tags()["scalars"]
-    }
+    names = {"train/loss", "train/grad_norm", "train/lr", "train/samples_per_s", "validation/loss", "validation/close"}
+    assert {*board.Tags()["scalars"]} == names
     losses = {event.step: event.loss for event in of_kind(at / "r", Step)}
     assert all(scalar.value == pytest.approx(losses[scalar.step]) for scalar in board.Scalars("train/loss"))
     assert [scalar.step for scalar in board.Scalars("validation/close")] == [5, 9, 12]
@@ -262,7 +267,7 @@ def test_exported_weights_load_into_the_model(trained, tmp_path):
     found = load_file(file)
     model = load_task(f"{at}/my.py:Tied", {"width": 10, "dropout": 0.1}).model()
     model.load_state_dict(found, strict=True)
-    assert found["5.weight"].equal(found["again.weight"] if "again.weight" in found else torch.zeros(()))
+    assert found["up.weight"].equal(found["down.weight"]), "a tied weight is there under each of its names"
     for name, tensor in named_tensors(model).items():
         assert tensor.equal(found[name])
     assert {name: tuple(tensor.shape) for name, tensor in found.items()} == {k: tuple(v.shape) for k, v in model.state_dict().items()}
@@ -276,7 +281,7 @@ def test_export_of_an_earlier_step_and_over_a_file(trained, tmp_path):
     refused = paceline("export", at / "r", file, at=tmp_path)
     assert (refused.status, refused.err) == (2, f"paceline: {file} exists already; say another file, or --force\n")
     succeed("export", at / "r", file, "--force", at=tmp_path)
-    assert not load_file(file)["0.weight"].equal(first["0.weight"])
+    assert not load_file(file)["up.weight"].equal(first["up.weight"])
     nowhere = paceline("export", at / "r", tmp_path / "no/w.safetensors", at=tmp_path)
     assert (nowhere.status, nowhere.err) == (2, f"paceline: there is no folder {tmp_path}/no for w.safetensors; make it first\n")
     assert [path.name for path in tmp_path.iterdir()] == ["w.safetensors"]
@@ -361,60 +366,34 @@ def test_show_leaves_the_run_as_it_is(trained):
     assert {path: path.stat().st_mtime_ns for path in (at / "r").rglob("*") if path.is_file()} == before
 
 
-# Under other launchers
-
-
-def under(launcher: tuple[str, ...], at: Path, **env: str) -> Result:
-    """Train as two ranks of an outside launcher."""
-    write_task(at)
-    program = (*launcher, "-m", "paceline")
-    words = ("train", "my.py:Regression", "--steps", "12", "--batch", "12", "--seed", "3", "--plan", "zero2", "--set", "validation=17")
-    return succeed(*words, at=at, program=program, **env)
-
-
-def check_one_run(at: Path) -> Path:
-    """One folder, of two ranks, with the same weights as those that our own launcher starts."""
-    [run] = [path for path in (at / "runs").iterdir() if not path.name.startswith(".meet")]
-    assert not list((at / "runs").glob(".meet*"))
-    assert re.fullmatch(r"regression-\d{8}-\d{6}", run.name)
-    [started] = of_kind(run, Started)
-    assert (started.ranks, started.plan, steps_done(run)) == (2, "zero2", 12)
-    assert of_kind(run, Ended)[-1].reason == "done"
-    succeed("train", run / "spec.toml", "--run", "own", at=at)
-    assert not unequal(weights(run), weights(at / "own"))
-    return run
-
+# Under other launchers (more in test_launchers.py)
 
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
 MPIRUN = ("mpirun", "--allow-run-as-root", "--oversubscribe", "--bind-to", "none", "-np", "2", sys.executable)
+has_mpirun = pytest.mark.skipif(shutil.which("mpirun") is None, reason="Open MPI is not installed: apt-get install openmpi-bin")
 
 
-def test_under_torchrun_it_becomes_a_rank(tmp_path):
-    result = under(TORCHRUN, tmp_path)
-    assert result.out.count("step 12  done") == 1, "one rank speaks for all"
-    check_one_run(tmp_path)
-
-
-@pytest.mark.skipif(shutil.which("mpirun") is None, reason="mpirun is not installed (Debian: openmpi-bin)")
-def test_under_mpirun_it_becomes_a_rank(tmp_path):
-    result = under(MPIRUN, tmp_path)
-    assert result.out.count("step 12  done") == 1
-    check_one_run(tmp_path)
-
-
-def test_under_torchrun_one_rank_says_what_is_wrong(tmp_path):
+@pytest.mark.slow
+@pytest.mark.parametrize("launcher", [pytest.param(TORCHRUN, id="torchrun"), pytest.param(MPIRUN, id="mpirun", marks=has_mpirun)])
+def test_whoever_starts_the_ranks_the_weights_are_the_same(launcher, tmp_path):
+    """Bit for bit; and what is printed is for a file, also where mpirun gives its ranks a terminal."""
     write_task(tmp_path)
-    words = ("train", "my.py:Regression", "--set", "samples=1", "--batch", "12")
-    result = paceline(*words, at=tmp_path, program=(*TORCHRUN, "-m", "paceline"))
-    assert result.status != 0
-    assert result.err.count("paceline: 2 ranks for 1 training samples; use at most --ranks 1\n") == 1, result.all
-    assert not list(tmp_path.glob("runs/*"))
+    words = ("train", "my.py:Regression", "--steps", "12", "--batch", "12", "--seed", "3", "--plan", "zero2", "--set", "validation=17")
+    result = succeed(*words, at=tmp_path, program=(*launcher, "-m", "paceline"))
+    assert result.out.count("step 12  done") == 1, "one rank speaks for all"
+    assert "\x1b" not in result.out
+    [run] = (tmp_path / "runs").iterdir()
+    assert re.fullmatch(r"regression-\d{8}-\d{6}", run.name)
+    succeed("train", run / "spec.toml", "--run", "own", at=tmp_path)
+    assert not unequal(weights(run), weights(tmp_path / "own"))
 
 
+@pytest.mark.slow
 def test_under_torchrun_it_is_stopped_and_resumed(tmp_path):
+    """torchrun reads on behind the module's name, and takes --run for one of its own options; behind -- it does not."""
     write_task(tmp_path)
     slow, run = slow_down(tmp_path / "slow", 0.01), tmp_path / "r"
-    program = (*TORCHRUN, "-m", "paceline")
+    program = (*TORCHRUN, "-m", "paceline", "--")
     words = ("train", "my.py:Regression", "--steps", "100", "--batch", "12", "--run", "r")
     with start(*words, at=tmp_path, program=program, SLOW=str(slow)) as running:
         running.until_step(run, 4)

@@ -219,7 +219,7 @@ def test_a_sample_that_raises_is_named(workers: int) -> None:
 
 
 class Whole(Augmented):
-    def __getitems__(self, indices: list[int]) -> tuple[Tensor, Tensor]:
+    def batch_of(self, indices: list[int]) -> tuple[Tensor, Tensor]:
         return torch.tensor(indices) / 2, torch.tensor(indices)
 
 
@@ -231,7 +231,6 @@ def test_a_dataset_may_fetch_whole_batches() -> None:
         assert x.tolist() == [index / 2 for index in indices]
 
 
-@pytest.mark.xfail(reason="Samples takes what __getitems__ returns for a collated batch")
 def test_torch_subset_is_a_dataset() -> None:
     """torch's own convention: its `__getitems__` returns a list of samples, which are still to be collated."""
     parts = list(training_parts(Part(4, 1, 0, 1), 6, 9, 0, 3))

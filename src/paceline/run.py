@@ -89,8 +89,11 @@ class RunFolder:
 
     def is_locked(self) -> bool:
         try:
-            self.lock(wait_s=0).close()
-        except RunError:
+            with open(self.path / "lock") as file:
+                fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except FileNotFoundError:
+            return False
+        except BlockingIOError:
             return True
         return False
 
@@ -104,10 +107,10 @@ class RunFolder:
                 break
             except OSError:
                 if time.monotonic() > deadline:
-                    file.seek(0)
-                    raise RunError(
-                        f"{self.path} is being trained by {file.read().strip() or 'another process'}; wait for it or end it"
-                    ) from None
+                    with file:
+                        file.seek(0)
+                        holder = file.read().strip() or "another process"
+                    raise RunError(f"{self.path} is being trained by {holder}; wait for it or end it") from None
                 time.sleep(0.2)
         file.truncate(0)
         file.write(f"process {os.getpid()} on {platform.node()}")

@@ -22,12 +22,13 @@ def show(run: Annotated[Path, typer.Argument(help="The run's folder.")]) -> None
         console.print(f"{run}: nothing has happened yet")
         return
     console.print(headline(summary.started))
+    go_on = f"go on with: paceline resume {run}"
     if summary.ended is not None:
-        state = f"{summary.ended.reason} at step {summary.ended.step}"
+        state = f"{summary.ended.reason} at step {summary.ended.step}" + (f"; {go_on}" if summary.ended.reason == "stopped" else "")
     elif folder.is_locked():
         state = f"running, step {summary.steps} of {summary.started.steps}"
     else:
-        state = f"interrupted after step {summary.steps} of {summary.started.steps}; go on with: paceline resume {run}"
+        state = f"interrupted after step {summary.steps} of {summary.started.steps}; {go_on}"
     again = f", started {summary.starts} times" if summary.starts > 1 else ""
     console.print(f"{state}{again}")
     console.print(closing(summary))

@@ -11,6 +11,7 @@ from pathlib import Path
 from types import FrameType
 
 import torch.distributed as dist
+from rich.console import Console
 
 from paceline import events
 from paceline.errors import Error, RunError
@@ -79,12 +80,17 @@ def run_alone(spec: Spec, launch: Launch, world: World, run: RunFolder | None) -
             if run is None:
                 run = RunFolder(Path(_agree_on_folder(launch, spec, world)))
             with contextlib.closing(_recorded(spec, launch, world, run, interrupt, False)) as happening:
-                return _status(watch(happening, run) if world.rank == 0 else _last(happening))
+                return _status(watch(happening, run, _console(world)) if world.rank == 0 else _last(happening))
         except Error as error:
             # One sentence for all ranks: the first one says it.
             if not _first_to_fail(world):
                 sys.exit(2)
             raise error
+
+
+def _console(world: World) -> Console | None:
+    """mpirun and srun may give a rank a terminal of its own, also where what it prints goes to a file."""
+    return None if world.launcher in (None, "torchrun") else Console(highlight=False, soft_wrap=True, force_terminal=False)
 
 
 def _last(happening: Iterator[Event]) -> Event | None:

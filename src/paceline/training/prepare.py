@@ -92,7 +92,7 @@ def lay_out(spec: Spec, plan: Plan, world: World, task: Task, device: torch.devi
         clip=spec.optimizer.clip,
         seed=spec.seed,
     )
-    whole = "the model's constructor looks at values of its tensors, so each rank builds it whole before it keeps its share"
+    whole = "the model's constructor cannot be recorded, so each rank builds it whole before it keeps its share (docs/tasks.md)"
     return Laid(model, update, () if recorded else (whole,))
 
 
