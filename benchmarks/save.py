@@ -47,7 +47,14 @@ class Training:
         return tensors(self.model, self.optimizer)
 
     def index(self) -> Index:
-        facts = {"task": "save", "set": {}, "plan": "ddp" if self.ranks > 1 else "single", "ranks": self.ranks, "seed": 0, "epoch_samples": BATCH}
+        facts = {
+            "task": "save",
+            "set": {},
+            "plan": "ddp" if self.ranks > 1 else "single",
+            "ranks": self.ranks,
+            "seed": 0,
+            "epoch_samples": BATCH,
+        }
         return Index(step=self.step, samples=self.step * BATCH, **facts, **describe(self.model))
 
 

@@ -13,7 +13,7 @@ from command import Result, of_kind, paceline, slow_down, start, write_task
 from harness import ranks
 from paceline import Error, Spec, World, cli, train
 from paceline.errors import DataError, DivergedError, PlanError, SpecError, TaskError
-from paceline.events import Failed, Step
+from paceline.events import Failed, Started, Step
 from paceline.plan.plan import parse
 from paceline.run import RunFolder
 from paceline.spec import Loading, Optimizer, Save, Schedule
@@ -530,6 +530,21 @@ def test_a_rank_that_is_killed_names_itself(here, tmp_path):
     assert first.endswith("; no checkpoint was written yet")
     [failed] = [event for event in of_kind(tmp_path / "r", Failed) if not event.lost_peer]
     assert (failed.rank, failed.message) == (1, first.removeprefix("paceline: "))
+
+
+@pytest.mark.slow
+def test_of_several_starts_the_last_one_counts(here, tmp_path):
+    """In the first one rank 0 is killed, and rank 1 says that it lost it; in the second it is the other way round."""
+    slow, run = slow_down(tmp_path / "slow", 0.02), tmp_path / "r"
+    words = ("train", f"{here}/bad.py:Regression", "--batch", "8", "--steps", "200", "--ranks", "2", "--run", "r", "--restarts", "1")
+    with start(*words, at=tmp_path, SLOW=str(slow)) as running:
+        for start_number, rank in ((1, 0), (2, 1)):
+            running.until(lambda n=start_number: len(of_kind(run, Started)) == n, f"started {start_number} times")
+            running.until_step(run, 3)
+            running.ranks()[rank].kill()
+        result = running.wait()
+    assert result.status == 2
+    assert result.err.startswith("paceline: rank 1 was killed by SIGKILL, after step "), result.all
 
 
 @pytest.mark.slow

@@ -220,6 +220,11 @@ class KillLast(Way):
         running.ranks()[1].kill()
 
 
+class TerminateLast(Way):
+    def __call__(self, running: Running) -> None:
+        running.ranks()[1].terminate()
+
+
 class PowerCut(Way):
     def __call__(self, running: Running) -> None:
         for process in running.left():
@@ -231,6 +236,7 @@ WAYS = {
     "Ctrl-C": ControlC(("--workers", "1")),
     "SIGTERM": Terminate(("--workers", "1")),
     "SIGHUP": HangUp(),
+    "rank 1 told to stop": TerminateLast(),
     "launcher killed": KillLauncher(status=-signal.SIGKILL),
     "rank 1 killed": KillLast(status=2, saves=False),
     "rank 0 killed": KillFirst(status=2, saves=False),
@@ -281,7 +287,8 @@ def test_however_it_is_stopped(plan, way, then, task, tmp_path):
             assert result.err == ""
         if stop.status == 2:
             rank, kept = (0 if "0" in way else 1), of_checkpoints(run)[-1]
-            told = f"paceline: rank {rank} was killed by SIGKILL, after step {steps_done(run)}; go on from step {kept} with: paceline resume r\n"
+            way_out = f"go on from step {kept} with: paceline resume r\n"
+            told = f"paceline: rank {rank} was killed by SIGKILL, after step {steps_done(run)}; {way_out}"
             assert result.err.startswith(told), result.all
             assert [event.rank for event in of_kind(run, Failed) if not event.lost_peer] == [rank]
         if then == "resume":
@@ -309,6 +316,20 @@ def test_a_second_signal_ends_it_at_once(task, tmp_path):
     kept = of_checkpoints(tmp_path / "r")[-1]
     assert result.status == 75
     assert result.err == f"paceline: stopped by SIGINT before all ranks had saved; go on from step {kept} with: paceline resume r\n"
+
+
+@pytest.mark.slow
+def test_ranks_whose_launcher_is_killed_while_they_start_do_not_wait_for_it(task, tmp_path):
+    """It has the store by which they would find each other."""
+    with start("train", request(wanted(task), tmp_path), "--run", "r", "--ranks", "2", at=tmp_path) as running:
+        running.until(lambda: len(psutil.Process(running.process.pid).children()) == 2, "with two ranks")
+        time.sleep(0.5)
+        running.process.kill()
+        running.until_all_ended()
+    assert not RunFolder(tmp_path / "r").is_locked()
+    assert not of_kind(tmp_path / "r", Started)
+    succeed("resume", "r", at=tmp_path)
+    assert of_kind(tmp_path / "r", Ended)[-1].step == STEPS
 
 
 def test_what_was_told_to_go_on_after_a_hang_up_goes_on(task, tmp_path):

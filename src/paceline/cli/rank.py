@@ -2,13 +2,11 @@
 
 from pathlib import Path
 
-import typer
 
-
-def rank(run: Path) -> None:
-    """Train the request of a run as the rank that the environment says."""
+def rank(run: Path, launcher: int) -> None:
+    """Train the request of a run as the rank that the environment says; `launcher` is the process that started it."""
     from paceline.launch.rank import run_started
     from paceline.launch.world import world
     from paceline.run import open_run
 
-    raise typer.Exit(run_started(open_run(run), world()))
+    run_started(open_run(run), world(), launcher)

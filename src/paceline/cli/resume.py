@@ -8,6 +8,7 @@ import typer
 from paceline import spec as specs
 from paceline.errors import RunError
 from paceline.launch.world import world
+from paceline.plan.plan import Plan, parse
 from paceline.run import RunFolder
 from paceline.spec import Spec
 
@@ -31,17 +32,22 @@ def resume(
     overrides = specs.one_length({key: value for key, value in flags.items() if value is not None})
     if me.launcher is not None and ranks is None:
         overrides["ranks"] = me.size
-    if plan is None and (ranks or me.size) > 1 and folder.request()[1].plan == "single":
-        overrides["plan"] = "ddp"
-    if plan is None and ranks == 1:
-        overrides["plan"] = "single"
     spec, launch = specs.load(folder.spec, overrides)
+    if plan is None and launch.plan is not None and launch.ranks is not None:
+        launch = launch.model_copy(update={"plan": str(_fitting(parse(launch.plan), launch.ranks))})
     launch = check(spec, launch, me)
     _refuse_done(folder, spec)
     if me.rank == 0:
         folder.lock().close()  # nobody else is at it
         folder.write_request(spec, launch)
     start(spec, launch, me, folder)
+
+
+def _fitting(plan: Plan, ranks: int) -> Plan:
+    """What remains of a plan on one rank, and of a plan for one rank on several."""
+    if (plan.dp == 1) == (ranks == 1):
+        return plan
+    return Plan(dp=1, micro=plan.micro) if ranks == 1 else Plan(micro=plan.micro)
 
 
 def _refuse_done(folder: RunFolder, spec: Spec) -> None:

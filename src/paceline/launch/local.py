@@ -18,7 +18,7 @@ from torch.distributed.launcher.api import LaunchConfig, launch_agent
 from paceline import events
 from paceline.errors import Error, RankError
 from paceline.events import Ended, Event, Failed, Started, Step
-from paceline.launch.rank import STOPPED, stop_signals
+from paceline.launch.signals import STOPPED, stop_signals
 from paceline.report.watch import watch
 from paceline.run import RunFolder
 
@@ -68,7 +68,7 @@ def start(run: RunFolder, ranks: int, restarts: int) -> int:
     failure: ChildFailedError | None = None
     stopped: SignalException | None = None
     try:
-        launch_agent(config, sys.executable, ["-m", "paceline", "rank", str(run.path)])
+        launch_agent(config, sys.executable, ["-m", "paceline", "rank", str(run.path), str(os.getpid())])
     except ChildFailedError as error:
         failure = error
     except SignalException as error:
@@ -77,14 +77,13 @@ def start(run: RunFolder, ranks: int, restarts: int) -> int:
         _end_children()
         over.set()
         watcher.join()
-    if stopped is not None:
-        if not any(isinstance(event, Ended) for event in _happened(run, before)):
-            print(f"paceline: stopped by {stopped.sigval.name} before all ranks had saved; {_way_out(run)}", file=sys.stderr)
+    ended = next((event for event in _happened(run, before) if isinstance(event, Ended)), None)
+    if stopped is not None and ended is None:
+        print(f"paceline: stopped by {stopped.sigval.name} before all ranks had saved; {_way_out(run)}", file=sys.stderr)
+    if stopped is not None or (ended is not None and ended.reason == "stopped"):
         return STOPPED
     if failure is None:
         return 0
-    if all(child.exitcode == STOPPED for child in failure.failures.values()):
-        return STOPPED
     raise _cause(run, failure, before)
 
 
@@ -112,6 +111,7 @@ def _log(run: RunFolder, rank: int) -> Path:
 def _cause(run: RunFolder, failure: ChildFailedError, before: int) -> Error:
     """The one rank that failed first, of those that failed with it."""
     happened = _happened(run, before)
+    happened = happened[max((at for at, event in enumerate(happened) if isinstance(event, Started)), default=0) :]  # of the last start
     told = {event.rank: event for event in happened if isinstance(event, Failed) and event.what == "run"}
     meant = [event for event in told.values() if event.meant]
     if meant:

@@ -4,11 +4,10 @@ import collections
 import contextlib
 import os
 import re
-import signal
 import sys
+import threading
 from collections.abc import Generator, Iterator
 from pathlib import Path
-from types import FrameType
 
 import torch.distributed as dist
 from rich.console import Console
@@ -16,6 +15,7 @@ from rich.console import Console
 from paceline import events
 from paceline.errors import Error, RunError
 from paceline.events import Ended, Event, Failed, Started, Step
+from paceline.launch.signals import STOPPED, Interrupt
 from paceline.launch.world import World
 from paceline.plan.plan import parse
 from paceline.report.watch import watch
@@ -24,50 +24,27 @@ from paceline.spec import Launch, Spec
 from paceline.training.loop import train
 from paceline.training.process import choose_device, process_group
 
-STOPPED = 75  # exit status of a training that was stopped and can go on: EX_TEMPFAIL of sysexits.h
 LOST_PEER = re.compile(
     r"connection (closed|reset|refused)|broken pipe|timed out|remote process exited|ncclRemoteError|ncclSystemError", re.I
 )
 
 
-def stop_signals() -> list[signal.Signals]:
-    """Those that ask for a stop, but what this process was told to ignore (nohup)."""
-    return [number for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP) if signal.getsignal(number) != signal.SIG_IGN]
-
-
-class Interrupt:
-    """The first SIGINT, SIGTERM or SIGHUP asks all ranks to save and stop; the second one ends this process at once."""
-
-    def __init__(self) -> None:
-        self.asked = False
-        self._parent = os.getppid()
-
-    def __enter__(self) -> "Interrupt":
-        self._before = {number: signal.signal(number, self._ask) for number in stop_signals()}
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._restore()
-
-    def _ask(self, number: int, frame: FrameType | None) -> None:
-        self.asked = True
-        self._restore()
-
-    def _restore(self) -> None:
-        for number, handler in self._before.items():
-            signal.signal(number, handler)
-
-    def orphaned(self) -> bool:
-        """Its launcher was killed: nobody would notice, or clean up, if this rank went on."""
-        return os.getppid() != self._parent
-
-
-def run_started(run: RunFolder, world: World) -> int:
-    """A rank of our own launcher: the folder is there, the launcher shows what happens. Returns the exit status."""
+def run_started(run: RunFolder, world: World, launcher: int) -> None:
+    """A rank of our own launcher: the folder is there, the launcher shows what happens."""
     os.dup2(2, 1)  # one log a rank
     spec, launch = run.request()
-    with Interrupt() as interrupt, contextlib.closing(_recorded(spec, launch, world, run, interrupt, True)) as happening:
-        return _status(_last(happening))
+    started = threading.Event()
+    with Interrupt(launcher) as interrupt, contextlib.closing(_recorded(spec, launch, world, run, interrupt)) as happening:
+        threading.Thread(target=_leave_if_orphaned, args=(interrupt, started), daemon=True).start()
+        for _ in happening:
+            started.set()
+
+
+def _leave_if_orphaned(interrupt: Interrupt, started: threading.Event) -> None:
+    """Until the loop looks after it: the store by which the ranks find each other went with the launcher, and they would wait for it."""
+    while not started.wait(0.5):
+        if interrupt.orphaned():
+            os._exit(1)
 
 
 def run_alone(spec: Spec, launch: Launch, world: World, run: RunFolder | None) -> int:
@@ -79,7 +56,7 @@ def run_alone(spec: Spec, launch: Launch, world: World, run: RunFolder | None) -
         try:
             if run is None:
                 run = RunFolder(Path(_agree_on_folder(launch, spec, world)))
-            with contextlib.closing(_recorded(spec, launch, world, run, interrupt, False)) as happening:
+            with contextlib.closing(_recorded(spec, launch, world, run, interrupt)) as happening:
                 return _status(watch(happening, run, _console(world)) if world.rank == 0 else _last(happening))
         except Error as error:
             # One sentence for all ranks: the first one says it.
@@ -124,16 +101,14 @@ def _first_to_fail(world: World) -> bool:
     return False
 
 
-def _recorded(
-    spec: Spec, launch: Launch, world: World, run: RunFolder, interrupt: Interrupt, watched_by_launcher: bool
-) -> Generator[Event]:
+def _recorded(spec: Spec, launch: Launch, world: World, run: RunFolder, interrupt: Interrupt) -> Generator[Event]:
     """The events of the training, each written to the run before it is passed on; on all ranks, but rank 0 alone writes."""
     plan = parse(launch.plan) if launch.plan is not None else None
     writer: events.Writer | None = None
     step = 0
 
     def stop() -> bool:
-        return interrupt.asked or (watched_by_launcher and interrupt.orphaned())
+        return interrupt.asked or interrupt.orphaned()
 
     with contextlib.ExitStack() as held:
         try:

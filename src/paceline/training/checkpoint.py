@@ -7,10 +7,12 @@ A checkpoint is written as `.step_50` and renamed when it is complete.
 """
 
 import contextlib
+import importlib
 import json
 import math
 import os
 import shutil
+import threading
 import time
 import warnings
 import zlib
@@ -23,11 +25,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from paceline.errors import CheckpointError
 from paceline.run import RunFolder
 from paceline.training.optim import local_optimizer
+from paceline.training.shards import is_cut
 from paceline.training.weights import aliases, named_tensors
 
 INDEX = "checkpoint.json"
@@ -72,7 +74,7 @@ def written_here(found: Mapping[str, Tensor], rank: int, ranks: int) -> dict[str
     load = [0] * ranks
     mine: dict[str, Tensor] = {}
     for key, tensor in sorted(found.items(), key=lambda item: (-item[1].numel(), item[0])):
-        if isinstance(tensor, DTensor):
+        if is_cut(tensor):
             mine[key] = tensor
             continue
         lightest = load.index(min(load))
@@ -112,13 +114,17 @@ class Saver:
         self._stager: Any = None
         self._saving: _Saving | None = None
 
+    def prepare(self) -> None:
+        """Import torch's distributed checkpoint aside, which takes a second, so that the first save does not wait for it."""
+        threading.Thread(target=importlib.import_module, args=("torch.distributed.checkpoint",), daemon=True).start()
+
     def start(self, index: Index, found: Mapping[str, Tensor]) -> None:
         """Copy the state aside and write it in the background. Waits for a save that is still under way: look at `result` first."""
+        began = time.perf_counter()
         from torch.distributed.checkpoint import async_save
         from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
         assert self._saving is None
-        began = time.perf_counter()
         if self._stager is None:
             self._stager = DefaultStager(StagingOptions(self._pinned, False, False, self._pinned))
         self.run.ckpt.mkdir(exist_ok=True)

@@ -141,6 +141,8 @@ class _Loop:
             lr_factor = factor(self.spec.schedule, samples, self.total * self.spec.batch)
             figures = self.update(micro_batches, self.step, lr_factor, self._wishes())
             self.step += 1
+            if self.saver is not None and self.step == self.first + 1:
+                self.saver.prepare()
             finished = self._finish(pending) if pending is not None else None
             pending = _Launched(figures, self.step, self.update.base_lrs[0] * lr_factor, data_s, time.perf_counter() - began)
             if finished is not None:

@@ -7,12 +7,12 @@ from collections.abc import Iterable, Sequence
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Shard
 
 from paceline.errors import SpecError, TaskError
 from paceline.plan.plan import Plan
 from paceline.spec import Optimizer, Schedule
 from paceline.task import Task
+from paceline.training.shards import is_cut, is_first_copy, local
 
 
 def make_optimizer(task: Task, spec: Optimizer, plan: Plan, model: nn.Module) -> torch.optim.Optimizer:
@@ -44,7 +44,7 @@ def _from_spec(spec: Optimizer, params: Sequence[nn.Parameter]) -> torch.optim.O
     fused = all(p.is_floating_point() and p.device.type in ("cpu", "cuda") for p in params)
     if spec.name == "adamw":
         return torch.optim.AdamW(params, lr=spec.lr, betas=spec.betas, eps=spec.eps, weight_decay=spec.weight_decay, fused=fused)
-    fused = fused and not any(isinstance(p, DTensor) for p in params)
+    fused = fused and not any(map(is_cut, params))
     return torch.optim.SGD(
         params,
         lr=spec.lr,
@@ -92,11 +92,7 @@ def factor(schedule: Schedule, samples: int, total: int) -> float:
 
 def local_gradients(params: Iterable[nn.Parameter]) -> list[Tensor]:
     """What this rank holds of each gradient that there is."""
-    return [_local(parameter.grad) for parameter in params if parameter.grad is not None]
-
-
-def _local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return [local(parameter.grad) for parameter in params if parameter.grad is not None]
 
 
 class Norm:
@@ -112,18 +108,13 @@ class Norm:
         load = [0] * ranks
         for at in sorted(range(len(params)), key=lambda i: -params[i].numel()):
             parameter = params[at]
-            if isinstance(parameter, DTensor) and any(isinstance(cut, Shard) for cut in parameter.placements):
-                copy = [
-                    i
-                    for i, cut in zip(parameter.device_mesh.get_coordinate() or (), parameter.placements, strict=True)
-                    if not isinstance(cut, Shard)
-                ]
-                self.counted_here[at] = not any(copy)
+            if is_cut(parameter):
+                self.counted_here[at] = is_first_copy(parameter)
             else:
                 lightest = load.index(min(load))
                 load[lightest] += parameter.numel()
                 self.counted_here[at] = lightest == rank
-        self.cut = any(isinstance(parameter, DTensor) for parameter in params)
+        self.cut = any(map(is_cut, params))
 
     def squares_here(self) -> Tensor | None:
         """This rank's part of the squared norm; the parts of all ranks add up to the whole."""

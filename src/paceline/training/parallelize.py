@@ -24,7 +24,7 @@ def build_mesh(plan: Plan, device: torch.device) -> DeviceMesh:
 
 
 def parallelize(
-    model: nn.Module, layout: Layout, plan: Plan, mesh: DeviceMesh, fill: Callable[[nn.Module], None], compile: bool = False
+    model: nn.Module, layout: Layout, plan: Plan, device: torch.device, fill: Callable[[nn.Module], None], compile: bool = False
 ) -> nn.Module:
     """Lay `model`, which is on the meta device, out as `plan` says; `fill` gives a laid-out model its weights.
 
@@ -34,7 +34,7 @@ def parallelize(
     if compile:
         _compile(model, units, cut=plan.zero >= 2)
     if plan.zero >= 2:
-        _shard(model, units, plan, mesh)
+        _shard(model, units, plan, build_mesh(plan, device))
         fill(model)
         return model
     fill(model)

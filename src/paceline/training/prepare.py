@@ -17,7 +17,7 @@ from paceline.training import checkpoint
 from paceline.training.batch_norm import over_all_ranks
 from paceline.training.data import Samples, open_dataset
 from paceline.training.optim import make_optimizer
-from paceline.training.parallelize import build_mesh, check_splits, parallelize
+from paceline.training.parallelize import check_splits, parallelize
 from paceline.training.step import Step
 from paceline.training.weights import fill_, record
 
@@ -77,7 +77,7 @@ def lay_out(spec: Spec, plan: Plan, world: World, task: Task, device: torch.devi
     def fill(laid_out: nn.Module) -> None:
         fill_(laid_out, weights, device, Path(pretrained) if pretrained is not None else None)
 
-    called = parallelize(model, task.layout(), plan, build_mesh(plan, device), fill, spec.compile)
+    called = parallelize(model, task.layout(), plan, device, fill, spec.compile)
     optimizer = make_optimizer(task, spec.optimizer, plan, model)
     check_splits(plan, optimizer)
     update = Step(

@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn.parameter import is_lazy
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -23,6 +22,7 @@ from torch.utils._pytree import tree_flatten, tree_map
 from paceline.errors import TaskError
 from paceline.spec import nearest
 from paceline.training.seeds import derive, streams
+from paceline.training.shards import is_cut, local
 
 FROM_VALUES = (torch.tensor, torch.as_tensor, torch.asarray, torch.from_numpy)  # what makes a tensor of the caller's numbers
 IS_META = Tensor.is_meta.__get__  # type: ignore[attr-defined]
@@ -240,11 +240,16 @@ def fill_(model: nn.Module, weights: Weights, device: torch.device, pretrained: 
     with torch.no_grad():
         for name, tensor in named_tensors(model).items():
             whole = loaded.read(name) if loaded is not None and name in loaded.names else weights.draw(name)
-            if isinstance(tensor, DTensor):
-                cut = distribute_tensor(whole.to(device), tensor.device_mesh, tensor.placements, src_data_rank=None)
-                tensor.to_local().copy_(cut.to_local())
+            if is_cut(tensor):
+                local(tensor).copy_(local(_cut_like(tensor, whole.to(device))))
             else:
                 tensor.copy_(whole)
+
+
+def _cut_like(tensor: Any, whole: Tensor) -> Tensor:
+    from torch.distributed.tensor import distribute_tensor
+
+    return distribute_tensor(whole, tensor.device_mesh, tensor.placements, src_data_rank=None)
 
 
 def _ties(model: nn.Module) -> dict[int, list[tuple[nn.Module, str]]]:

@@ -1,0 +1,39 @@
+"""Asking a training to stop."""
+
+import os
+import signal
+from types import FrameType
+
+STOPPED = 75  # exit status of a training that was stopped and can go on: EX_TEMPFAIL of sysexits.h
+
+
+def stop_signals() -> list[signal.Signals]:
+    """Those that ask for a stop, but what this process was told to ignore (nohup)."""
+    return [number for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP) if signal.getsignal(number) != signal.SIG_IGN]
+
+
+class Interrupt:
+    """The first SIGINT, SIGTERM or SIGHUP asks all ranks to save and stop; the second one ends this process at once."""
+
+    def __init__(self, launcher: int | None = None) -> None:
+        self.asked = False
+        self._launcher = launcher
+
+    def __enter__(self) -> "Interrupt":
+        self._before = {number: signal.signal(number, self._ask) for number in stop_signals()}
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._restore()
+
+    def _ask(self, number: int, frame: FrameType | None) -> None:
+        self.asked = True
+        self._restore()
+
+    def _restore(self) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def orphaned(self) -> bool:
+        """Our own launcher was killed: nobody would notice, or clean up, if this rank went on."""
+        return self._launcher is not None and os.getppid() != self._launcher

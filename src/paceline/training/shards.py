@@ -1,0 +1,22 @@
+"""Tensors that are cut over ranks (DTensor), told apart without importing torch.distributed.tensor, which takes 0.6 s."""
+
+from typing import Any
+
+from torch import Tensor
+
+
+def is_cut(tensor: Tensor) -> bool:
+    return hasattr(tensor, "placements")
+
+
+def local(tensor: Tensor) -> Tensor:
+    """What this rank holds of a tensor."""
+    cut: Any = tensor
+    return cut.to_local() if is_cut(tensor) else tensor
+
+
+def is_first_copy(tensor: Tensor) -> bool:
+    """Whether this rank is the first of those that hold the same shard. `tensor` is cut, along one axis of its mesh at the least."""
+    cut: Any = tensor
+    coordinates = cut.device_mesh.get_coordinate() or ()
+    return not any(at for at, placement in zip(coordinates, cut.placements, strict=True) if not placement.is_shard())
