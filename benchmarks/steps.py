@@ -10,6 +10,7 @@ import importlib.util
 import itertools
 import os
 import platform
+import random
 import statistics
 import subprocess
 import sys
@@ -234,6 +235,7 @@ def transformers(case: Case) -> Iterator[None]:
                 max_steps=10**9,
                 save_strategy="no",
                 report_to="none",
+                logging_strategy="no",
                 disable_tqdm=True,
             )
             Trainer(
@@ -289,15 +291,19 @@ def _busy_s() -> float:
 
 
 def measure(case: Case, names: list[str], rounds: int) -> dict[str, list[Block]]:
-    """The blocks of each contender, round by round. The order of the turns changes from round to round."""
+    """The blocks of each contender, round by round, in an order that is drawn anew for each round."""
     running = {name: CONTENDERS[name][0](case) for name in names}
     found: dict[str, list[Block]] = {name: [] for name in names}
     for name in names:
         time_block(running[name], case.block)  # warm up
     for turn in range(rounds):
-        for name in names[turn % len(names) :] + names[: turn % len(names)]:
-            tries = (time_block(running[name], case.block) for _ in range(TRIES))
-            found[name].append(next((block for block in tries if block.others < OTHERS), None) or time_block(running[name], case.block))
+        for name in random.Random(turn).sample(names, len(names)):
+            for _ in range(TRIES):
+                block = time_block(running[name], case.block)
+                if block.others < OTHERS:
+                    break
+                time.sleep(1)
+            found[name].append(block)
     return found
 
 
@@ -312,7 +318,7 @@ def table(case: Case, found: dict[str, list[Block]]) -> None:
         print(f"{name:28}{1 / step_s:9.1f}{step_s * 1e3:9.2f}{cpu_s * 1e3:9.2f}   {ratios[0]:24}{ratios[1]}")
     disturbed = sum(block.others >= OTHERS for blocks in found.values() for block in blocks)
     if disturbed:
-        print(f"{disturbed} of {sum(map(len, found.values()))} blocks were disturbed by other programs, {TRIES + 1} times in a row")
+        print(f"{disturbed} of {sum(map(len, found.values()))} blocks were disturbed by other programs, {TRIES} times in a row")
 
 
 def _ratio(other: list[Block], own: list[Block]) -> str:
@@ -330,7 +336,7 @@ def processor() -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("cases", nargs="*", metavar="CASE", help=f"{', '.join(CASES)}; all if none is said")
-    parser.add_argument("--rounds", type=int, default=12)
+    parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--only", nargs="+", choices=CONTENDERS, metavar="CONTENDER", help=", ".join(CONTENDERS))
     options = parser.parse_args()
     if unknown := set(options.cases) - CASES.keys():

@@ -45,8 +45,9 @@ class Digits(Task):
         return nn.Sequential(
             nn.Conv2d(1, self.width, 3, padding=1),
             nn.ReLU(),
-            nn.Conv2d(self.width, 2 * self.width, 3, padding=1, stride=2),
+            nn.Conv2d(self.width, 2 * self.width, 3, padding=1),
             nn.ReLU(),
+            nn.MaxPool2d(2),
             nn.Flatten(),
             nn.Linear(2 * self.width * 16, 4 * self.width),
             nn.ReLU(),
