@@ -2,14 +2,13 @@
 
 All contenders live in the same two processes and take turns, a block of steps each, with one thread a rank. What counts is
 the ratio of two blocks of the same round: the speed of a machine drifts, and that of two neighbouring blocks hardly does.
-A block during which other programs took more than a tenth of the machine is done again.
+A block that other programs disturbed is done again.
 """
 
 import argparse
 import importlib.util
 import itertools
 import os
-import platform
 import random
 import statistics
 import subprocess
@@ -22,21 +21,20 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import psutil
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.data import DataLoader, Dataset, DistributedSampler
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
+import machine
+from machine import OTHERS, TRIES, Gauge
 from paceline import Spec, Task, train
 from paceline.events import Step, Writer
 from paceline.tasks.digits import Digits, Images
 
 RANKS = 2
-OTHERS = 0.1  # share of the machine that other programs may take during a block
-TRIES = 20
 
 
 class DigitsCnn(Digits):
@@ -64,36 +62,26 @@ class Mlp(Task):
         return F.cross_entropy(output, batch[1], reduction="none")
 
 
-class OneByOne(Dataset[tuple[Tensor, Tensor]]):
-    """The same data for those that fetch a batch sample by sample."""
-
-    def __init__(self, images: Images):
-        self.images = images
-
-    def __len__(self) -> int:
-        return len(self.images)
-
-    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
-        return self.images[index]
-
-
-class PlainDigits(DigitsCnn):
+class DigitsOneByOne(DigitsCnn):
     def dataset(self, split: str) -> Any:
-        images = super().dataset(split)
-        return images and OneByOne(images)
+        return one_by_one(super().dataset(split))
 
 
-class PlainMlp(Mlp):
+class MlpOneByOne(Mlp):
     def dataset(self, split: str) -> Any:
-        images = super().dataset(split)
-        return images and OneByOne(images)
+        return one_by_one(super().dataset(split))
+
+
+def one_by_one(images: Images | None) -> TensorDataset | None:
+    """The same data without `batch_of`: it is fetched sample by sample, as torch's DataLoader does for the loops beside."""
+    return images and TensorDataset(images.images, images.labels)
 
 
 @dataclass(frozen=True)
 class Case:
     name: str
     task: Task
-    plain: Task  # the same, its samples fetched one by one
+    one_by_one: Task  # the same, its samples fetched one by one
     batch: int  # global
     block: int  # steps in a turn
 
@@ -102,13 +90,13 @@ class Case:
         return self.batch // dist.get_world_size()
 
     @property
-    def plain_dataset(self) -> Dataset[tuple[Tensor, Tensor]]:
-        return self.plain.dataset("train")
+    def dataset(self) -> Any:
+        return self.task.dataset("train")
 
 
 CASES = {
-    "digits": Case("digits CNN, batch 64", DigitsCnn(), PlainDigits(), 64, 100),
-    "mlp": Case("MLP of 10.5 M parameters, batch 128", Mlp(), PlainMlp(), 128, 10),
+    "digits": Case("digits CNN, batch 64", DigitsCnn(), DigitsOneByOne(), 64, 100),
+    "mlp": Case("MLP of 10.5 M parameters, batch 128", Mlp(), MlpOneByOne(), 128, 10),
 }
 
 # A contender is a generator: each `next` is one step.
@@ -119,7 +107,7 @@ def paceline(case: Case) -> Iterator[None]:
 
 
 def paceline_one_by_one(case: Case) -> Iterator[None]:
-    return _paceline(case, case.plain)
+    return _paceline(case, case.one_by_one)
 
 
 def _paceline(case: Case, task: Task) -> Iterator[None]:
@@ -137,7 +125,7 @@ def textbook(case: Case) -> Iterator[None]:
     """DistributedDataParallel as in the tutorials: the defaults of all parts, and the loss is read in each step."""
     model = DistributedDataParallel(case.task.model())
     optimizer = torch.optim.AdamW(model.parameters())
-    dataset = case.plain_dataset
+    dataset = case.dataset
     sampler: DistributedSampler[Any] = DistributedSampler(dataset)
     loader = DataLoader(dataset, batch_size=case.share, sampler=sampler)
     running = 0.0
@@ -156,7 +144,7 @@ def tuned(case: Case) -> Iterator[None]:
     """All that one can turn by hand without leaving DistributedDataParallel; no norm of the gradient, nothing written down."""
     model = DistributedDataParallel(case.task.model(), gradient_as_bucket_view=True, static_graph=True)
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
-    dataset = case.task.dataset("train")
+    dataset = case.dataset
     images, labels = dataset.images, dataset.labels
     first = dist.get_rank() * case.share
     running = torch.zeros(())
@@ -179,7 +167,7 @@ def fabric(case: Case) -> Iterator[None]:
     fabric.launch()
     model = case.task.model()
     model, optimizer = fabric.setup(model, torch.optim.AdamW(model.parameters()))
-    loader = fabric.setup_dataloaders(DataLoader(case.plain_dataset, batch_size=case.share, shuffle=True))
+    loader = fabric.setup_dataloaders(DataLoader(case.dataset, batch_size=case.share, shuffle=True))
     for epoch in itertools.count():
         loader.sampler.set_epoch(epoch)
         for images, labels in loader:
@@ -194,7 +182,7 @@ def accelerate(case: Case) -> Iterator[None]:
 
     accelerator = Accelerator(cpu=True)
     model = case.task.model()
-    loader = DataLoader(case.plain_dataset, batch_size=case.share, shuffle=True)
+    loader = DataLoader(case.dataset, batch_size=case.share, shuffle=True)
     model, optimizer, loader = accelerator.prepare(model, torch.optim.AdamW(model.parameters()), loader)
     while True:
         for images, labels in loader:
@@ -241,7 +229,7 @@ def transformers(case: Case) -> Iterator[None]:
             Trainer(
                 model=WithLoss(case.task.model()),
                 args=arguments,
-                train_dataset=case.plain_dataset,
+                train_dataset=case.dataset,
                 data_collator=lambda samples: dict(zip(("images", "labels"), default_collate(samples), strict=True)),
                 callbacks=[Turns()],
             ).train()
@@ -273,21 +261,15 @@ class Block:
 
 def time_block(steps: Iterator[None], count: int) -> Block:
     dist.barrier()
-    busy, own, began = _busy_s(), time.process_time(), time.perf_counter()
+    gauge, own, began = Gauge(), time.process_time(), time.perf_counter()
     for _ in range(count):
         next(steps)
     cpu = torch.tensor(time.process_time() - own)
     dist.all_reduce(cpu)  # a barrier as well
-    wall_s, busy = time.perf_counter() - began, _busy_s() - busy
-    others = torch.tensor((busy - cpu.item()) / (wall_s * (os.cpu_count() or 1)))
+    wall_s = time.perf_counter() - began
+    others = torch.tensor(gauge.others(cpu.item()))
     dist.broadcast(others, src=0)
     return Block(wall_s / count, cpu.item() / count, others.item())
-
-
-def _busy_s() -> float:
-    """CPU seconds that the machine has spent on anything, those taken by its host included."""
-    times = psutil.cpu_times()
-    return sum(times) - times.idle - getattr(times, "iowait", 0.0) - getattr(times, "guest", 0.0) - getattr(times, "guest_nice", 0.0)
 
 
 def measure(case: Case, names: list[str], rounds: int) -> dict[str, list[Block]]:
@@ -328,11 +310,6 @@ def _ratio(other: list[Block], own: list[Block]) -> str:
     return f"{middle:.3f} ({low:.3f}–{high:.3f})"
 
 
-def processor() -> str:
-    names = [line.partition(":")[2].strip() for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")]
-    return names[0] if names else platform.processor()
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("cases", nargs="*", metavar="CASE", help=f"{', '.join(CASES)}; all if none is said")
@@ -349,7 +326,7 @@ def main() -> None:
     names = [name for name, (_, module) in CONTENDERS.items() if module is None or importlib.util.find_spec(module) is not None]
     names = [name for name in names if options.only is None or name in options.only]
     if dist.get_rank() == 0:
-        print(f"{processor()}, {os.cpu_count()} cores; torch {torch.__version__}; {RANKS} ranks over gloo, one thread each")
+        print(f"{machine.description()}, torch {torch.__version__}; {RANKS} ranks over gloo, one thread each")
         print(f"{options.rounds} rounds; median of the ratios of the rounds (quartiles); above 1 is faster")
     for case in [CASES[name] for name in options.cases or CASES]:
         found = measure(case, names, options.rounds)
