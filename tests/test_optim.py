@@ -55,25 +55,25 @@ def with_gradients(dtype: torch.dtype) -> nn.Module:
 def test_norm_is_that_of_torch(dtype: torch.dtype, rtol: float) -> None:
     model = with_gradients(dtype)
     params = list(model.parameters())
-    found, squares = Norm(params, 0, 1).whole(), Norm(params, 0, 1).squares_here()
-    assert squares is not None
+    found, here = Norm(params, 0, 1).whole(), Norm(params, 0, 1).here()
+    assert here is not None
     expected = torch.nn.utils.clip_grad_norm_(params, 1.0)
     assert difference(found, expected) < rtol
-    assert difference(squares.sqrt(), expected) < rtol
+    assert difference(here, expected) < rtol
 
 
 def test_each_gradient_is_counted_on_one_rank() -> None:
     params = list(with_gradients(torch.float64).parameters())
     whole = Norm(params, 0, 1).whole()
     for ranks in (2, 3, 100):
-        parts = [Norm(params, rank, ranks).squares_here() for rank in range(ranks)]
-        assert difference(sum(part for part in parts if part is not None), whole.square()) < 1e-15
+        parts = [Norm(params, rank, ranks).here() for rank in range(ranks)]
+        assert difference(sum(part.square() for part in parts if part is not None), whole.square()) < 1e-15
 
 
 def test_no_gradient_at_all() -> None:
     norm = Norm([nn.Parameter(torch.ones(3))], 0, 1)
     assert norm.whole() == 0
-    assert norm.squares_here() is None
+    assert norm.here() is None
 
 
 OPTIMIZERS = [

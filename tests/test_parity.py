@@ -24,9 +24,9 @@ from paceline.plan.plan import parse
 from paceline.spec import Optimizer, Schedule
 from paceline.training import step
 from paceline.training.data import Numbers, Part
-from paceline.training.optim import Norm, _squares, local_gradients, local_optimizer, scale_
+from paceline.training.optim import Norm, _norm, local_gradients, local_optimizer, scale_
 from paceline.training.prepare import lay_out
-from paceline.training.step import Wishes, call
+from paceline.training.step import call
 
 TASKS: list[type[Task]] = [
     models.Points,
@@ -170,7 +170,7 @@ def held(plan: str) -> Held:
     task, me = models.Text(), world()
     laid = lay_out(wanted("adamw-step", "fp32"), parse(plan).on(me.size), me, task, torch.device("cpu"))
     batch = default_collate([task.dataset("train")[i] for i in range(8)])  # type: ignore[index]
-    laid.update([batch], 0, 1.0, Wishes()).result()
+    laid.update([batch], 0, 1.0)
     state = local_optimizer(laid.update.optimizer).state.values()
     here = Held(
         parameters=elements(laid.model.parameters()),
@@ -290,9 +290,9 @@ def clipped_by_shard() -> Any:
 
     def by(original: Any) -> Any:
         def whole(self: Norm) -> torch.Tensor:
-            squares = _squares(local_gradients(self.params))
-            assert squares is not None
-            return squares.sqrt()
+            norm = _norm(local_gradients(self.params))
+            assert norm is not None
+            return norm
 
         return whole
 

@@ -25,7 +25,8 @@ class Images:
         return self.images[index], self.labels[index]
 
     def batch_of(self, indices: list[int]) -> tuple[Tensor, Tensor]:
-        return self.images[indices], self.labels[indices]
+        chosen = torch.tensor(indices)
+        return self.images[chosen], self.labels[chosen]
 
 
 @lru_cache

@@ -174,6 +174,9 @@ def batches(
     samples: Samples, parts: Iterable[tuple[list[int], list[int]]], device: torch.device, workers: int, prefetch: int
 ) -> Generator[Batch]:
     """The batches of `parts` on `device`, read ahead. Raises DataError for a sample that cannot be read."""
+    if not workers and device.type != "cuda":
+        yield from _checked(map(samples.__getitem__, parts))
+        return
     loader: DataLoader[Any] = DataLoader(
         samples,  # type: ignore[arg-type]  # all that the loader asks of it is []
         batch_size=None,

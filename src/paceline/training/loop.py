@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import math
+import statistics
 import time
 from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass
@@ -23,12 +24,12 @@ from paceline.task import Task
 from paceline.training import checkpoint
 from paceline.training.data import Batch, Part, batches, training_parts
 from paceline.training.evaluate import evaluate
+from paceline.training.figures import Figures, Local, Pending, Wishes, tell
 from paceline.training.optim import check_schedule, factor
 from paceline.training.parallelize import release
 from paceline.training.prepare import Data, Laid, lay_out, open_data, resume
 from paceline.training.process import choose_device, process_group, threads_per_rank, workers_per_rank
 from paceline.training.settle import settle
-from paceline.training.step import Figures, Pending, Wishes
 
 
 def train(
@@ -110,10 +111,14 @@ class _Loop:
         self.saved_step = self.first
         self.saved_at = time.perf_counter()
         self.last_loss: float | None = None
-        self.stopping = self.save_wished = False
+        self.stopping = self.stop_wished = self.save_wished = False
+        self.launched: list[_Launched] = []  # steps that were not told of yet
+        self.told: tuple[list[_Launched], Pending] | None = None  # those whose figures are on their way
+        self.together = 1  # steps to be told together
 
     def events(self) -> Iterator[Event]:
-        """The loop. The figures of a step are read while the next one runs, so that neither the host nor another rank is waited for."""
+        """The loop. The figures of a step are read while the next one runs, so that neither the host nor another
+        rank is waited for; those of quick steps are read together."""
         if self.run is not None and self.world.rank == 0 and self.run.ckpt.exists():
             checkpoint.clean(self.run)
         yield self._started()
@@ -130,35 +135,34 @@ class _Loop:
         yield Ended(step=self.step, reason=reason, communication=self._communication())
 
     def _steps(self, source: Iterator[Batch]) -> Iterator[Event]:
-        pending: _Launched | None = None
         while self.step < self.total and not self.stopping:
             began = time.perf_counter()
             micro_batches = [next(source) for _ in range(self.plan.micro)]
             data_s = time.perf_counter() - began
             if self.step == self.first:
                 self.update.model = settle(self.update, micro_batches[0])
-            samples = self.step * self.spec.batch
-            lr_factor = factor(self.spec.schedule, samples, self.total * self.spec.batch)
-            figures = self.update(micro_batches, self.step, lr_factor, self._wishes())
+            lr_factor = factor(self.spec.schedule, self.step * self.spec.batch, self.total * self.spec.batch)
+            local = self.update(micro_batches, self.step, lr_factor)
             self.step += 1
             if self.saver is not None and self.step == self.first + 1:
                 self.saver.prepare()
-            finished = self._finish(pending) if pending is not None else None
-            pending = _Launched(figures, self.step, self.update.base_lrs[0] * lr_factor, data_s, time.perf_counter() - began)
-            if finished is not None:
-                yield finished
+            figures = self._read()
+            step_s = time.perf_counter() - began
+            self.launched.append(_Launched(local, self.step, self.update.base_lrs[0] * lr_factor, data_s, step_s, time.time()))
+            self.stop_wished |= self.stop()
+            if len(self.launched) >= self.together:
+                self._tell()
+            yield from self._finished(figures)
             evaluate_now, save_now = self._evaluation_is_due(), self._save_is_due()
             if self.step == self.total or self.stopping or evaluate_now or save_now:
-                yield self._finish(pending)
-                pending = None
+                yield from self._flush()
             if evaluate_now:
                 yield self._evaluated()
                 save_now = self._is_best() or save_now
             if save_now:
                 yield from self._save()
             yield from self._saved(wait=False)
-        if pending is not None:
-            yield self._finish(pending)
+        yield from self._flush()
 
     def _started(self) -> Started:
         return Started(
@@ -176,27 +180,52 @@ class _Loop:
             notes=tuple(self.notes),
         )
 
-    def _wishes(self) -> Wishes:
+    def _tell(self) -> None:
+        """Send the figures of the launched steps off."""
+        assert self.told is None
         overdue = self.saver is not None and time.perf_counter() - self.saved_at > 60 * self.spec.save.minutes
-        return Wishes(stop=self.stop(), save=overdue and self.world.rank == 0)
+        wishes = Wishes(stop=self.stop_wished, save=overdue and self.world.rank == 0)
+        seconds = sum(launched.step_s for launched in self.launched)
+        pending = tell([launched.local for launched in self.launched], wishes, seconds, self.world.size, self.device)
+        self.launched, self.told = [], (self.launched, pending)
 
-    def _finish(self, launched: "_Launched") -> Step:
-        figures = launched.pending.result()
-        if not math.isfinite(figures.loss) or (not math.isfinite(figures.grad_norm) and self.update.loss_scale is None):
-            raise self._diverged(launched.step, figures)
-        self.last_loss = figures.loss
-        self.stopping |= figures.stop
-        self.save_wished |= figures.save
-        return Step(
-            step=launched.step,
-            samples=launched.step * self.spec.batch,
-            loss=figures.loss,
-            grad_norm=figures.grad_norm if math.isfinite(figures.grad_norm) else None,
-            lr=launched.lr,
-            step_s=launched.step_s,
-            data_s=launched.data_s,
-            samples_per_s=self.spec.batch / launched.step_s,
-        )
+    def _read(self) -> list[tuple["_Launched", Figures]]:
+        """The figures that were sent off before, if any."""
+        if self.told is None:
+            return []
+        (launched, pending), self.told = self.told, None
+        told = pending.result()
+        self.stopping |= told.wishes.stop
+        self.save_wished |= told.wishes.save
+        self.together = told.together
+        if self.device.type == "cuda":  # one of them waited for all
+            step_s, data_s = (statistics.mean(getattr(one, field) for one in launched) for field in ("step_s", "data_s"))
+            launched = [dataclasses.replace(one, step_s=step_s, data_s=data_s) for one in launched]
+        return list(zip(launched, told.steps, strict=True))
+
+    def _finished(self, steps: list[tuple["_Launched", Figures]]) -> Iterator[Step]:
+        for launched, figures in steps:
+            if not math.isfinite(figures.loss) or (not math.isfinite(figures.grad_norm) and self.update.loss_scale is None):
+                raise self._diverged(launched.step, figures)
+            self.last_loss = figures.loss
+            yield Step(
+                time=launched.time,
+                step=launched.step,
+                samples=launched.step * self.spec.batch,
+                loss=figures.loss,
+                grad_norm=figures.grad_norm if math.isfinite(figures.grad_norm) else None,
+                lr=launched.lr,
+                step_s=launched.step_s,
+                data_s=launched.data_s,
+                samples_per_s=self.spec.batch / launched.step_s,
+            )
+
+    def _flush(self) -> Iterator[Step]:
+        """All steps whose figures are still out."""
+        yield from self._finished(self._read())
+        if self.launched:
+            self._tell()
+            yield from self._finished(self._read())
 
     def _diverged(self, step: int, figures: Figures) -> DivergedError:
         what = f"the loss is {figures.loss}" if not math.isfinite(figures.loss) else f"the norm of the gradient is {figures.grad_norm}"
@@ -310,8 +339,9 @@ class _Loop:
 class _Launched:
     """A step whose figures are not known yet."""
 
-    pending: Pending
+    local: Local
     step: int
     lr: float
     data_s: float
     step_s: float
+    time: float

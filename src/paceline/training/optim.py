@@ -116,25 +116,25 @@ class Norm:
                 self.counted_here[at] = lightest == rank
         self.cut = any(map(is_cut, params))
 
-    def squares_here(self) -> Tensor | None:
-        """This rank's part of the squared norm; the parts of all ranks add up to the whole."""
-        return _squares(local_gradients(p for p, here in zip(self.params, self.counted_here, strict=True) if here))
+    def here(self) -> Tensor | None:
+        """The norm of what is counted on this rank; the squares of those of all ranks add up to that of the whole."""
+        return _norm(local_gradients(p for p, here in zip(self.params, self.counted_here, strict=True) if here))
 
     def whole(self) -> Tensor:
         """The norm, the same on all ranks; a collective only where gradients are cut."""
+        norm = self.here() if self.cut else _norm(local_gradients(self.params))
+        if norm is None:
+            norm = torch.zeros((), dtype=torch.float64, device=self.params[0].device)
         if not self.cut:
-            squares = _squares(local_gradients(self.params))
-            return torch.zeros((), dtype=torch.float64) if squares is None else squares.sqrt()
-        squares = self.squares_here()
-        if squares is None:
-            squares = torch.zeros((), dtype=torch.float64, device=self.params[0].device)
+            return norm
+        squares = norm.square()
         dist.all_reduce(squares)
         return squares.sqrt()
 
 
-def _squares(grads: list[Tensor]) -> Tensor | None:
+def _norm(grads: list[Tensor]) -> Tensor | None:
     grads = [grad for grad in grads if grad.numel()]
-    return torch.stack(torch._foreach_norm(grads)).double().square().sum() if grads else None
+    return torch.linalg.vector_norm(torch.stack(torch._foreach_norm(grads)), dtype=torch.float64) if grads else None
 
 
 @torch.no_grad()

@@ -1,9 +1,10 @@
 """One update: forward and backward over the micro-batches, the norm of the whole gradient, clipping, the optimizer."""
 
 import contextlib
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import reduce
+from operator import add
 
 import torch
 import torch.distributed as dist
@@ -14,51 +15,11 @@ from torch.utils._pytree import tree_leaves
 from paceline.errors import TaskError
 from paceline.task import Task
 from paceline.training.data import Batch
+from paceline.training.figures import Local
 from paceline.training.optim import Norm, scale_
 from paceline.training.seeds import derive, start_stream
 
 AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
-
-
-@dataclass(frozen=True)
-class Figures:
-    """What a step came to, the same on all ranks."""
-
-    loss: float
-    grad_norm: float  # not finite where fp16 overflowed and the update was left out
-    stop: bool  # some rank wants to stop
-    save: bool  # some rank wants a checkpoint
-
-
-@dataclass(frozen=True)
-class Wishes:
-    """What this rank would like all ranks to do after this step."""
-
-    stop: bool = False
-    save: bool = False
-
-
-@dataclass
-class Pending:
-    """The figures of a step, on their way from the other ranks and the device: read them one step later, and nothing waits."""
-
-    sums: Tensor  # loss × items, items, squared norm, ranks that want to stop, and to save
-    expected: float | None  # items that the loss was divided by, where they were only inferred
-    work: dist.Work | None
-    copied: torch.cuda.Event | None
-
-    def result(self) -> Figures:
-        if self.copied is not None:
-            self.copied.synchronize()
-        elif self.work is not None:
-            self.work.wait()
-        loss, items, squares, stop, save = self.sums.tolist()
-        if self.expected is not None and items != self.expected:
-            raise TaskError(
-                f"loss() returned {items:.0f} items over all ranks and micro-batches where the first let expect {self.expected:.0f}; "
-                "where their number varies, define weights(batch), so that each item weighs the same"
-            )
-        return Figures(loss / items if items else math.nan, math.sqrt(squares) if squares >= 0 else math.nan, stop > 0, save > 0)
 
 
 @dataclass
@@ -100,57 +61,63 @@ class Step:
         self.norm = Norm(self.params, self.rank, self.ranks)
         self.loss_scale = LossScale() if self.precision == "fp16" else None
 
-    def __call__(self, batches: Sequence[Batch], step: int, lr_factor: float, wishes: Wishes) -> Pending:
-        loss, items, expected = self.backward(batches, step)
-        squares = self.update(lr_factor)
-        return self._share(loss, items, squares, wishes, expected)
+    def __call__(self, batches: Sequence[Batch], step: int, lr_factor: float) -> Local:
+        losses, items, expected = self.backward(batches, step)
+        norm = self.update(lr_factor)
+        return Local(reduce(add, losses), sum(items), norm, expected)
 
-    def backward(self, batches: Sequence[Batch], step: int) -> tuple[Tensor, Tensor | float, float | None]:
-        """Add up the gradients of all micro-batches. Returns this rank's loss × items and items, and the items expected over all ranks."""
+    def backward(self, batches: Sequence[Batch], step: int) -> tuple[list[Tensor], list[Tensor | float], float | None]:
+        """Add up the gradients. Returns loss × items and items of each micro-batch here, and the items expected over all ranks."""
         weight = GlobalWeight(self.task, batches) if type(self.task).weights is not Task.weights else None
-        loss_here: Tensor | float = 0.0
-        items_here: Tensor | float = 0.0
+        losses: list[Tensor] = []
+        items: list[Tensor | float] = []
         whole: Tensor | float | None = None
         for micro, batch in enumerate(batches):
-            last = micro == len(batches) - 1
             start_stream(derive(self.seed, "model", step, micro, self.rank), self.device)
-            with self._sync_if(last):
+            with self._sync_if(micro == len(batches) - 1):
                 with autocast(self.precision, self.device):
-                    loss, items = weighed_loss(self.task, self.model, batch)
+                    loss, items_here = weighed_loss(self.task, self.model, batch)
                 if whole is None:
-                    whole = weight.result() if weight is not None else float(items) * len(batches) * self.ranks
-                scaled = loss * (self.ranks / whole)  # the engines average over the ranks
-                (scaled if self.loss_scale is None else scaled * self.loss_scale.scale).backward()
-            loss_here = loss_here + loss.detach()
-            items_here = items_here + items
-        assert isinstance(loss_here, Tensor)
-        return loss_here, items_here, whole if isinstance(whole, float) else None
+                    whole = weight.result() if weight is not None else float(items_here) * len(batches) * self.ranks
+                loss.backward(self._share_of(loss, whole))
+            losses.append(loss.detach())
+            items.append(items_here)
+        return losses, items, whole if isinstance(whole, float) else None
+
+    def _share_of(self, loss: Tensor, whole: Tensor | float) -> Tensor:
+        """What a rank's loss × items counts for in the mean over `whole` items, as the gradient to start backward with."""
+        share = self.ranks / whole  # the engines average over the ranks
+        if self.loss_scale is not None:
+            share = share * self.loss_scale.scale
+        return share.to(loss.dtype) if isinstance(share, Tensor) else torch.full_like(loss, share)
 
     @torch.no_grad()
     def update(self, lr_factor: float) -> Tensor | None:
-        """Clip, step and drop the gradients. Returns this rank's part of the squared norm of the whole gradient."""
+        """Clip, step and drop the gradients. Returns this rank's part of the norm of the whole gradient."""
         for group, lr in zip(self.optimizer.param_groups, self.base_lrs, strict=True):
             group["lr"] = lr * lr_factor
         if self.clip is None and self.loss_scale is None:
-            squares = self.norm.squares_here()
+            norm = self.norm.here()
             self.optimizer.step()
         else:
-            norm = self.norm.whole()
-            by = torch.ones_like(norm)
+            whole = self.norm.whole()
+            by = torch.ones_like(whole)
             if self.loss_scale is not None:
                 by = by / self.loss_scale.scale
             if self.clip is not None:
-                by = by * (self.clip / (norm * by + 1e-6)).clamp(max=1.0)
-            finite = self.loss_scale is None or bool(norm.isfinite())
+                by = by * (self.clip / (whole * by + 1e-6)).clamp(max=1.0)
+            finite = self.loss_scale is None or bool(whole.isfinite())
             if finite:
                 scale_(self.params, by)
                 self.optimizer.step()
-            unscaled = norm / self.loss_scale.scale if self.loss_scale is not None else norm
-            squares = unscaled.square() if self.rank == 0 else None
+            norm = None
+            if self.rank == 0:
+                norm = whole / self.loss_scale.scale if self.loss_scale is not None else whole
             if self.loss_scale is not None:
                 self.loss_scale.update(finite)
-        self.optimizer.zero_grad(set_to_none=True)
-        return squares
+        for parameter in self.params:
+            parameter.grad = None
+        return norm
 
     def _sync_if(self, last: bool) -> contextlib.AbstractContextManager[None]:
         """Gradients travel once a step, with the last micro-batch."""
@@ -160,27 +127,6 @@ class Step:
         if set_sync is not None:  # FSDPModule, which takes 0.7 s to import
             set_sync(last)
         return contextlib.nullcontext()
-
-    def _share(self, loss: Tensor, items: Tensor | float, squares: Tensor | None, wishes: Wishes, expected: float | None) -> Pending:
-        sums = torch.zeros(5, dtype=torch.float64, device=self.device)
-        sums[0] = loss
-        sums[1] = items
-        if squares is not None:
-            sums[2] = squares
-        if wishes.stop:
-            sums[3] = 1.0
-        if wishes.save:
-            sums[4] = 1.0
-        work = dist.all_reduce(sums, async_op=True) if self.ranks > 1 else None
-        if self.device.type != "cuda":
-            return Pending(sums, expected, work, None)
-        if work is not None:
-            work.wait()  # orders the streams; the host goes on
-        on_host = torch.empty(5, dtype=torch.float64, pin_memory=True)
-        on_host.copy_(sums, non_blocking=True)
-        copied = torch.cuda.Event()
-        copied.record()
-        return Pending(on_host, expected, None, copied)
 
 
 def autocast(precision: str, device: torch.device) -> contextlib.AbstractContextManager[None]:

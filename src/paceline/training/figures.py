@@ -1,0 +1,105 @@
+"""What steps came to, added up over the ranks. Quick steps travel together, and all are read while a later step runs."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from paceline.errors import TaskError
+
+EVERY_S = 0.05  # steps that are quicker are told together, about so often
+MOST = 64  # steps told together
+
+
+@dataclass(frozen=True)
+class Local:
+    """What a step came to on this rank. The parts of all ranks add up to the whole: sums, and the square of the norm."""
+
+    loss: Tensor  # × items
+    items: Tensor | float
+    norm: Tensor | None  # of what is counted here of the gradient
+    expected: float | None  # items that the loss was divided by, where they were only inferred
+
+
+@dataclass(frozen=True)
+class Figures:
+    """What a step came to, the same on all ranks."""
+
+    loss: float
+    grad_norm: float  # not finite where fp16 overflowed and the update was left out
+
+
+@dataclass(frozen=True)
+class Wishes:
+    """What this rank would like all ranks to do after the steps that are told."""
+
+    stop: bool = False
+    save: bool = False
+
+
+@dataclass(frozen=True)
+class Told:
+    steps: list[Figures]
+    wishes: Wishes  # of any rank
+    together: int  # steps to be told together from now on, so that all ranks agree
+
+
+@dataclass
+class Pending:
+    """Figures on their way from the other ranks and the device."""
+
+    sums: Tensor
+    expected: list[float | None]
+    ranks: int
+    work: dist.Work | None
+    copied: torch.cuda.Event | None
+
+    def result(self) -> Told:
+        if self.copied is not None:
+            self.copied.synchronize()
+        elif self.work is not None:
+            self.work.wait()
+        *sums, stop, save, seconds = self.sums.tolist()
+        steps = list(map(_figures, sums[0::3], sums[1::3], sums[2::3], self.expected))
+        step_s = seconds / (self.ranks * len(steps))
+        together = min(MOST, max(1, int(EVERY_S / step_s))) if step_s else 1
+        return Told(steps, Wishes(stop > 0, save > 0), together)
+
+
+def _figures(loss: float, items: float, squares: float, expected: float | None) -> Figures:
+    if expected is not None and items != expected:
+        raise TaskError(
+            f"loss() returned {items:.0f} items over all ranks and micro-batches where the first let expect {expected:.0f}; "
+            "where their number varies, define weights(batch), so that each item weighs the same"
+        )
+    return Figures(loss / items if items else math.nan, math.sqrt(squares))
+
+
+def tell(steps: Sequence[Local], wishes: Wishes, seconds: float, ranks: int, device: torch.device) -> Pending:
+    """Start to add up the figures of `steps`, which took so many seconds on this rank. A collective: all ranks tell of the same steps."""
+    sums = torch.zeros(3 * len(steps) + 3, dtype=torch.float64, device=device)
+    for at, step in enumerate(steps):
+        sums[3 * at] = step.loss
+        sums[3 * at + 1] = step.items
+        if step.norm is not None:
+            sums[3 * at + 2] = step.norm
+    sums[2:-3:3].square_()
+    if wishes.stop:
+        sums[-3] = 1.0
+    if wishes.save:
+        sums[-2] = 1.0
+    sums[-1] = seconds
+    expected = [step.expected for step in steps]
+    work = dist.all_reduce(sums, async_op=True) if ranks > 1 else None
+    if device.type != "cuda":
+        return Pending(sums, expected, ranks, work, None)
+    if work is not None:
+        work.wait()  # orders the streams; the host goes on
+    on_host = torch.empty(len(sums), dtype=torch.float64, pin_memory=True)
+    on_host.copy_(sums, non_blocking=True)
+    copied = torch.cuda.Event()
+    copied.record()
+    return Pending(on_host, expected, ranks, None, copied)
