@@ -1,26 +1,31 @@
 """Steps/s on two ranks: Paceline beside loops written by hand and other libraries, in one run.
 
-All contenders live in the same two processes and take turns, a block of steps each, with one thread a rank. What counts is
-the ratio of two blocks of the same round: the speed of a machine drifts, and that of two neighbouring blocks hardly does.
-A block that other programs disturbed is done again.
+Each contender has two processes of its own, started as its users start them: `paceline train`, and torchrun for the others. They
+take turns, a block of steps each, and wait meanwhile. What counts is the ratio of two blocks of the same round: the speed of a
+machine drifts, and that of two neighbouring blocks hardly does. A block that other programs disturbed is done again.
+
+Started by torchrun, this file is one of the loops; for Paceline it is the file with the tasks.
 """
 
 import argparse
+import contextlib
 import importlib.util
 import itertools
 import os
 import random
+import socket
 import statistics
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -28,23 +33,53 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
-import machine
-from machine import OTHERS, TRIES, Gauge
-from paceline import Spec, Task, train
-from paceline.events import Step, Writer
+from paceline import Task
 from paceline.tasks.digits import Digits, Images
 
 RANKS = 2
+STARTS_WITHIN_S = 120
 
 
-class DigitsCnn(Digits):
+class Gate:
+    """Where the processes of a contender wait for their turn: on the socket that GATE names. To be passed once in each step."""
+
+    def __init__(self) -> None:
+        self.left, self.began = 0, (0.0, 0.0)
+        self.line = socket.socket(socket.AF_UNIX)
+        self.line.connect(os.environ["GATE"])
+
+    def __call__(self) -> None:
+        if not self.left:
+            took = [now - began for now, began in zip(self.now(), self.began, strict=True)]
+            self.line.sendall(f"{took[0]} {took[1]}\n".encode())
+            count = self.line.recv(64)
+            if not count:  # nobody asks for more
+                os._exit(0)
+            self.left = int(count)
+            self.began = self.now()
+        self.left -= 1
+
+    def now(self) -> tuple[float, float]:
+        return time.perf_counter(), time.process_time()
+
+
+gate = cache(Gate)
+
+
+class Gated(Task):
+    def inputs(self, batch: tuple[Tensor, Tensor]) -> Tensor:
+        gate()()
+        return batch[0]
+
+
+class DigitsCnn(Gated, Digits):
     """The built-in task without its validation, so that only steps are timed."""
 
     def dataset(self, split: str) -> Any:
-        return super().dataset(split) if split == "train" else None
+        return Digits.dataset(self, split) if split == "train" else None
 
 
-class Mlp(Task):
+class Mlp(Gated):
     """10.5 million parameters, random data."""
 
     def model(self) -> nn.Module:
@@ -80,50 +115,33 @@ def one_by_one(images: Images | None) -> TensorDataset | None:
 @dataclass(frozen=True)
 class Case:
     name: str
-    task: Task
-    one_by_one: Task  # the same, its samples fetched one by one
+    task: type[Task]
+    one_by_one: type[Task]  # the same, its samples fetched one by one
     batch: int  # global
     block: int  # steps in a turn
 
     @property
     def share(self) -> int:
-        return self.batch // dist.get_world_size()
+        return self.batch // RANKS
 
     @property
     def dataset(self) -> Any:
-        return self.task.dataset("train")
+        return self.task().dataset("train")
+
+    def model(self) -> nn.Module:
+        return self.task().model()
 
 
 CASES = {
-    "digits": Case("digits CNN, batch 64", DigitsCnn(), DigitsOneByOne(), 64, 100),
-    "mlp": Case("MLP of 10.5 M parameters, batch 128", Mlp(), MlpOneByOne(), 128, 10),
+    "digits": Case("digits CNN, batch 64", DigitsCnn, DigitsOneByOne, 64, 100),
+    "mlp": Case("MLP of 10.5 M parameters, batch 128", Mlp, MlpOneByOne, 128, 5),
 }
 
-# A contender is a generator: each `next` is one step.
 
-
-def paceline(case: Case) -> Iterator[None]:
-    return _paceline(case, case.task)
-
-
-def paceline_one_by_one(case: Case) -> Iterator[None]:
-    return _paceline(case, case.one_by_one)
-
-
-def _paceline(case: Case, task: Task) -> Iterator[None]:
-    """As a rank of the launcher consumes it: rank 0 writes each event to events.jsonl."""
-    with tempfile.TemporaryDirectory() as folder:
-        writer = Writer(Path(folder) / "events.jsonl") if dist.get_rank() == 0 else None
-        for event in train(Spec(batch=case.batch, steps=10**9), task=task, device="cpu"):
-            if writer is not None:
-                writer.write(event)
-            if isinstance(event, Step):
-                yield
-
-
-def textbook(case: Case) -> Iterator[None]:
+def textbook(case: Case, turn: Gate) -> None:
     """DistributedDataParallel as in the tutorials: the defaults of all parts, and the loss is read in each step."""
-    model = DistributedDataParallel(case.task.model())
+    dist.init_process_group("gloo")
+    model = DistributedDataParallel(case.model())
     optimizer = torch.optim.AdamW(model.parameters())
     dataset = case.dataset
     sampler: DistributedSampler[Any] = DistributedSampler(dataset)
@@ -132,17 +150,18 @@ def textbook(case: Case) -> Iterator[None]:
     for epoch in itertools.count():
         sampler.set_epoch(epoch)
         for images, labels in loader:
+            turn()
             optimizer.zero_grad()
             loss = F.cross_entropy(model(images), labels)
             loss.backward()
             optimizer.step()
             running += loss.item()
-            yield
 
 
-def tuned(case: Case) -> Iterator[None]:
+def tuned(case: Case, turn: Gate) -> None:
     """All that one can turn by hand without leaving DistributedDataParallel; no norm of the gradient, nothing written down."""
-    model = DistributedDataParallel(case.task.model(), gradient_as_bucket_view=True, static_graph=True)
+    dist.init_process_group("gloo")
+    model = DistributedDataParallel(case.model(), gradient_as_bucket_view=True, static_graph=True)
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
     dataset = case.dataset
     images, labels = dataset.images, dataset.labels
@@ -151,49 +170,48 @@ def tuned(case: Case) -> Iterator[None]:
     for epoch in itertools.count():
         order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(epoch))
         for begin in range(first, len(labels) - case.batch + 1, case.batch):
+            turn()
             chosen = order[begin : begin + case.share]
             loss = F.cross_entropy(model(images[chosen]), labels[chosen])
             loss.backward()
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
             running += loss.detach()
-            yield
 
 
-def fabric(case: Case) -> Iterator[None]:
+def fabric(case: Case, turn: Gate) -> None:
     from lightning_fabric import Fabric
 
     fabric = Fabric(accelerator="cpu", devices=RANKS, strategy="ddp")
     fabric.launch()
-    model = case.task.model()
+    model = case.model()
     model, optimizer = fabric.setup(model, torch.optim.AdamW(model.parameters()))
     loader = fabric.setup_dataloaders(DataLoader(case.dataset, batch_size=case.share, shuffle=True))
     for epoch in itertools.count():
         loader.sampler.set_epoch(epoch)
         for images, labels in loader:
+            turn()
             optimizer.zero_grad()
             fabric.backward(F.cross_entropy(model(images), labels))
             optimizer.step()
-            yield
 
 
-def accelerate(case: Case) -> Iterator[None]:
+def accelerate(case: Case, turn: Gate) -> None:
     from accelerate import Accelerator
 
     accelerator = Accelerator(cpu=True)
-    model = case.task.model()
+    model = case.model()
     loader = DataLoader(case.dataset, batch_size=case.share, shuffle=True)
     model, optimizer, loader = accelerator.prepare(model, torch.optim.AdamW(model.parameters()), loader)
     while True:
         for images, labels in loader:
+            turn()
             optimizer.zero_grad()
             accelerator.backward(F.cross_entropy(model(images), labels))
             optimizer.step()
-            yield
 
 
-def transformers(case: Case) -> Iterator[None]:
-    """The Trainer owns its loop, so it runs in a thread of its own that stands still between two turns."""
+def transformers(case: Case, turn: Gate) -> None:
     from torch.utils.data import default_collate
     from transformers import Trainer, TrainerCallback, TrainingArguments
 
@@ -206,44 +224,34 @@ def transformers(case: Case) -> Iterator[None]:
             output = self.model(images)
             return {"loss": F.cross_entropy(output, labels), "logits": output}
 
-    go, done = threading.Semaphore(0), threading.Semaphore(0)
-
     class Turns(TrainerCallback):
-        def on_step_end(self, *arguments: Any, **options: Any) -> None:
-            done.release()
-            go.acquire()
+        def on_step_begin(self, *arguments: Any, **options: Any) -> None:
+            turn()
 
-    def run() -> None:
-        go.acquire()
-        with tempfile.TemporaryDirectory() as folder:
-            arguments = TrainingArguments(
-                output_dir=folder,
-                use_cpu=True,
-                per_device_train_batch_size=case.share,
-                max_steps=10**9,
-                save_strategy="no",
-                report_to="none",
-                logging_strategy="no",
-                disable_tqdm=True,
-            )
-            Trainer(
-                model=WithLoss(case.task.model()),
-                args=arguments,
-                train_dataset=case.dataset,
-                data_collator=lambda samples: dict(zip(("images", "labels"), default_collate(samples), strict=True)),
-                callbacks=[Turns()],
-            ).train()
-
-    threading.Thread(target=run, daemon=True).start()
-    while True:
-        go.release()
-        done.acquire()
-        yield
+    with tempfile.TemporaryDirectory() as folder:
+        arguments = TrainingArguments(
+            output_dir=folder,
+            use_cpu=True,
+            per_device_train_batch_size=case.share,
+            max_steps=10**9,
+            save_strategy="no",
+            report_to="none",
+            logging_strategy="no",
+            disable_tqdm=True,
+        )
+        Trainer(
+            model=WithLoss(case.model()),
+            args=arguments,
+            train_dataset=case.dataset,
+            data_collator=lambda samples: dict(zip(("images", "labels"), default_collate(samples), strict=True)),
+            callbacks=[Turns()],
+        ).train()
 
 
-CONTENDERS: dict[str, tuple[Callable[[Case], Iterator[None]], str | None]] = {
-    "Paceline": (paceline, None),
-    "Paceline, sample by sample": (paceline_one_by_one, None),
+# With the module that a loop needs; Paceline's is its own.
+LOOPS: dict[str, tuple[Callable[[Case, Gate], None] | None, str | None]] = {
+    "Paceline": (None, None),
+    "Paceline, sample by sample": (None, None),
     "textbook DDP": (textbook, None),
     "DDP tuned by hand": (tuned, None),
     "Lightning Fabric": (fabric, "lightning_fabric"),
@@ -259,48 +267,91 @@ class Block:
     others: float  # share of the machine that other programs took
 
 
-def time_block(steps: Iterator[None], count: int) -> Block:
-    dist.barrier()
-    gauge, own, began = Gauge(), time.process_time(), time.perf_counter()
-    for _ in range(count):
-        next(steps)
-    cpu = torch.tensor(time.process_time() - own)
-    dist.all_reduce(cpu)  # a barrier as well
-    wall_s = time.perf_counter() - began
-    others = torch.tensor(gauge.others(cpu.item()))
-    dist.broadcast(others, src=0)
-    return Block(wall_s / count, cpu.item() / count, others.item())
+class Contender:
+    """The processes of one contender, each waiting at its gate."""
+
+    def __init__(self, name: str, case: str, folder: Path):
+        self.block = CASES[case].block
+        loop, _ = LOOPS[name]
+        if loop is None:
+            task = CASES[case].task if name == "Paceline" else CASES[case].one_by_one
+            wish = ["--batch", str(CASES[case].batch), "--steps", str(10**9), "--ranks", str(RANKS)]
+            words = ["paceline", "train", f"{__file__}:{task.__name__}", *wish, "--run", str(folder / "run")]
+        else:
+            words = ["torch.distributed.run", "--standalone", "--nproc-per-node", str(RANKS), __file__, case, "--loop", name]
+        path = folder / "gate"
+        with socket.socket(socket.AF_UNIX) as gate:
+            gate.bind(str(path))
+            gate.listen()
+            gate.settimeout(STARTS_WITHIN_S)
+            environ = os.environ | {"GATE": str(path), "OMP_NUM_THREADS": "1"}  # as torchrun does, with a warning
+            self.launcher = subprocess.Popen([sys.executable, "-m", *words], env=environ, stdout=subprocess.DEVNULL)
+            try:
+                self.lines = [gate.accept()[0].makefile("rw") for _ in range(RANKS)]
+            except TimeoutError:
+                self.end()
+                sys.exit(f"{name} did not start within {STARTS_WITHIN_S} s")
+        for line in self.lines:
+            line.readline()  # it has come to its first step
+
+    def turn(self) -> Block:
+        gauge = machine.Gauge()
+        for line in self.lines:
+            line.write(str(self.block))
+            line.flush()
+        took = [[float(word) for word in line.readline().split()] for line in self.lines]
+        if not all(took):
+            sys.exit("a contender has ended; what it said stands above")
+        cpu_s = sum(cpu for _, cpu in took)
+        return Block(max(wall for wall, _ in took) / self.block, cpu_s / self.block, gauge.others(cpu_s))
+
+    def end(self) -> None:
+        for process in [self.launcher, *psutil.Process(self.launcher.pid).children(recursive=True)]:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
+        self.launcher.wait()
 
 
-def measure(case: Case, names: list[str], rounds: int) -> dict[str, list[Block]]:
+@contextlib.contextmanager
+def started(name: str, case: str) -> Iterator[Contender]:
+    with tempfile.TemporaryDirectory() as folder:
+        contender = Contender(name, case, Path(folder))
+        try:
+            yield contender
+        finally:
+            contender.end()
+
+
+def measure(case: str, names: list[str], rounds: int) -> dict[str, list[Block]]:
     """The blocks of each contender, round by round, in an order that is drawn anew for each round."""
-    running = {name: CONTENDERS[name][0](case) for name in names}
     found: dict[str, list[Block]] = {name: [] for name in names}
-    for name in names:
-        time_block(running[name], case.block)  # warm up
-    for turn in range(rounds):
-        for name in random.Random(turn).sample(names, len(names)):
-            for _ in range(TRIES):
-                block = time_block(running[name], case.block)
-                if block.others < OTHERS:
-                    break
-                time.sleep(1)
-            found[name].append(block)
+    with contextlib.ExitStack() as running:
+        contenders = {name: running.enter_context(started(name, case)) for name in names}
+        for contender in contenders.values():
+            contender.turn()  # warm up
+        for turn in range(rounds):
+            for name in random.Random(turn).sample(names, len(names)):
+                for _ in range(machine.TRIES):
+                    block = contenders[name].turn()
+                    if block.others < machine.OTHERS:
+                        break
+                    time.sleep(1)
+                found[name].append(block)
     return found
 
 
 def table(case: Case, found: dict[str, list[Block]]) -> None:
     print(f"\n{case.name}\n{'':28}{'steps/s':>9}{'ms/step':>9}{'CPU ms':>9}   {'to the textbook loop':24}{'to the tuned loop'}")
-    for name, (_, module) in CONTENDERS.items():
+    for name, (_, module) in LOOPS.items():
         if name not in found:
             print(f"{name:28}{'not installed' if module and importlib.util.find_spec(module) is None else 'left out':>18}")
             continue
         step_s, cpu_s = (statistics.median(getattr(block, field) for block in found[name]) for field in ("step_s", "cpu_s"))
         ratios = [_ratio(found[other], found[name]) if other in found else "" for other in ("textbook DDP", "DDP tuned by hand")]
         print(f"{name:28}{1 / step_s:9.1f}{step_s * 1e3:9.2f}{cpu_s * 1e3:9.2f}   {ratios[0]:24}{ratios[1]}")
-    disturbed = sum(block.others >= OTHERS for blocks in found.values() for block in blocks)
+    disturbed = sum(block.others >= machine.OTHERS for blocks in found.values() for block in blocks)
     if disturbed:
-        print(f"{disturbed} of {sum(map(len, found.values()))} blocks were disturbed by other programs, {TRIES} times in a row")
+        print(f"{disturbed} of {sum(map(len, found.values()))} blocks were disturbed by other programs, {machine.TRIES} times in a row")
 
 
 def _ratio(other: list[Block], own: list[Block]) -> str:
@@ -313,28 +364,26 @@ def _ratio(other: list[Block], own: list[Block]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("cases", nargs="*", metavar="CASE", help=f"{', '.join(CASES)}; all if none is said")
-    parser.add_argument("--rounds", type=int, default=20)
-    parser.add_argument("--only", nargs="+", choices=CONTENDERS, metavar="CONTENDER", help=", ".join(CONTENDERS))
+    parser.add_argument("--rounds", type=int, default=60)
+    parser.add_argument("--only", nargs="+", choices=LOOPS, metavar="CONTENDER", help=", ".join(LOOPS))
+    parser.add_argument("--loop", choices=LOOPS, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if unknown := set(options.cases) - CASES.keys():
         parser.error(f"there is no case {', '.join(unknown)}")
-    if "RANK" not in os.environ:
-        words = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(RANKS), *sys.argv]
-        sys.exit(subprocess.run(words, env=os.environ | {"OMP_NUM_THREADS": "1"}).returncode)
-    dist.init_process_group("gloo")
-    torch.set_num_threads(1)
-    names = [name for name, (_, module) in CONTENDERS.items() if module is None or importlib.util.find_spec(module) is not None]
+    if options.loop is not None:
+        loop, _ = LOOPS[options.loop]
+        assert loop is not None
+        loop(CASES[options.cases[0]], Gate())
+        return
+    names = [name for name, (_, module) in LOOPS.items() if module is None or importlib.util.find_spec(module) is not None]
     names = [name for name in names if options.only is None or name in options.only]
-    if dist.get_rank() == 0:
-        print(f"{machine.description()}, torch {torch.__version__}; {RANKS} ranks over gloo, one thread each")
-        print(f"{options.rounds} rounds; median of the ratios of the rounds (quartiles); above 1 is faster")
-    for case in [CASES[name] for name in options.cases or CASES]:
-        found = measure(case, names, options.rounds)
-        if dist.get_rank() == 0:
-            table(case, found)
-    sys.stdout.flush()
-    os._exit(0)  # the threads and generators of all contenders end with the process
+    print(f"{machine.description()}, torch {torch.__version__}; {RANKS} ranks over gloo, one thread each")
+    print(f"{options.rounds} rounds; median of the ratios of the rounds (quartiles); above 1 is faster")
+    for case in options.cases or CASES:
+        table(CASES[case], measure(case, names, options.rounds))
 
 
 if __name__ == "__main__":
+    import machine
+
     main()

@@ -22,7 +22,7 @@ from paceline.report.watch import watch
 from paceline.run import RunFolder, create, default_path
 from paceline.spec import Launch, Spec
 from paceline.training.loop import train
-from paceline.training.process import choose_device, process_group
+from paceline.training.process import choose_device, keep_memory, process_group
 
 LOST_PEER = re.compile(
     r"connection (closed|reset|refused)|broken pipe|timed out|remote process exited|ncclRemoteError|ncclSystemError", re.I
@@ -104,6 +104,7 @@ def _first_to_fail(world: World) -> bool:
 def _recorded(spec: Spec, launch: Launch, world: World, run: RunFolder, interrupt: Interrupt) -> Generator[Event]:
     """The events of the training, each written to the run before it is passed on; on all ranks, but rank 0 alone writes."""
     plan = parse(launch.plan) if launch.plan is not None else None
+    keep_memory()
     writer: events.Writer | None = None
     step = 0
 

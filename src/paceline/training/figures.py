@@ -10,7 +10,7 @@ from torch import Tensor
 
 from paceline.errors import TaskError
 
-EVERY_S = 0.05  # steps that are quicker are told together, about so often
+EVERY_S = 0.1  # steps that are quicker are told together, about so often
 MOST = 64  # steps told together
 
 

@@ -1,6 +1,7 @@
 """A process becomes a rank: its device, its threads, its process group."""
 
 import contextlib
+import ctypes
 import itertools
 import os
 import socket
@@ -44,6 +45,17 @@ def usable_cores() -> int:
 def threads_per_rank(local_size: int, wish: int | None) -> int:
     """Threads of torch on each rank, so that the ranks of a machine do not oversubscribe its cores."""
     return wish or max(1, usable_cores() // local_size)
+
+
+def keep_memory() -> None:
+    """Let glibc's malloc keep what is freed. Each step asks for the same again, and the kernel would have to clear it page by page."""
+    with contextlib.suppress(OSError, AttributeError):  # another libc
+        libc = ctypes.CDLL(None)
+        for option in (M_TRIM_THRESHOLD, M_MMAP_THRESHOLD):
+            libc.mallopt(option, 2**31 - 1)
+
+
+M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # malloc.h
 
 
 def workers_per_rank(local_size: int, device: torch.device, wish: int | None) -> int:
