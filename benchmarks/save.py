@@ -102,7 +102,7 @@ def _check(result: object) -> bool:
 def measure(options: argparse.Namespace) -> None:
     dist.init_process_group("gloo")
     rank, ranks = dist.get_rank(), dist.get_world_size()
-    torch.set_num_threads(threads_per_rank(ranks, None))
+    torch.set_num_threads(threads_per_rank(ranks, options.threads))
     training = Training(ranks)
     run = RunFolder(Path(os.environ["SAVE_TO"]))
     saver = Saver(run, rank, ranks, torch.device("cpu"), state_is_cut=False)
@@ -133,6 +133,7 @@ def _report(training: Training, found: list[tuple[float, float, float, float, fl
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2])
+    parser.add_argument("--threads", type=int, help="of torch on each rank; default: all cores are used")
     parser.add_argument("--steps", type=int, default=8, help="at least so many beside a save")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--folder", type=Path, default=Path(), help="on the disk to write to; default: here")
@@ -144,7 +145,7 @@ def main() -> None:
     for ranks in options.ranks:
         with tempfile.TemporaryDirectory(dir=options.folder) as folder:
             words = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks), *sys.argv]
-            environ = os.environ | {"SAVE_TO": folder, "OMP_NUM_THREADS": str(threads_per_rank(ranks, None))}
+            environ = os.environ | {"SAVE_TO": folder, "OMP_NUM_THREADS": str(threads_per_rank(ranks, options.threads))}
             subprocess.run(words, env=environ, check=True)
 
 
