@@ -187,7 +187,7 @@ def test_its_events(trained):
     assert [line["step"] for line in evaluated] == [5, 9, 12], "after each epoch of 53 samples, and at the end"
     assert all({*line["metrics"]} == {"loss", "close"} for line in evaluated)
     assert {5, 10, 12} <= {line["step"] for line in lines if line["event"] == "saved"}
-    times = [line["time"] for line in lines]
+    times = [line["time"] for line in steps]
     assert times == sorted(times)
 
 

@@ -26,7 +26,7 @@ from paceline.events import Ended, Evaluated, Failed, Saved, Started
 from paceline.plan.plan import parse
 from paceline.run import RunFolder
 from paceline.spec import Launch, Optimizer, Save, Schedule
-from paceline.training import checkpoint
+from paceline.training import checkpoint, figures
 
 NEVER = float("inf")
 PLANS = ["single", "ddp", "zero1", "zero2", "zero3", "hsdp"]
@@ -52,17 +52,22 @@ def wanted(task: Path, steps: int = STEPS, save: Save | None = None, **fields) -
     )
 
 
-def on_this_rank(spec: Spec, plan: str, run: Path, stop_at: int | None) -> list:
+def on_this_rank(spec: Spec, plan: str, run: Path, stop_at: int | None, every_s: float) -> list:
     """Train; from step `stop_at` on, the last rank alone asks all to stop. Returns the events that are not steps."""
     calls = itertools.count(1)
     last = os.environ["RANK"] == str(int(os.environ["WORLD_SIZE"]) - 1)
     events = train(spec, parse(plan), run=RunFolder(run), stop=lambda: next(calls) >= stop_at if stop_at and last else False)
-    return [event for event in events if not hasattr(event, "grad_norm")]
+    before, figures.EVERY_S = figures.EVERY_S, every_s
+    try:
+        return [event for event in events if not hasattr(event, "grad_norm")]
+    finally:
+        figures.EVERY_S = before
 
 
-def trained(size: int, spec: Spec, plan: str, run: Path, stop_at: int | None = None) -> list:
+def trained(size: int, spec: Spec, plan: str, run: Path, stop_at: int | None = None, every_s: float = 0.0) -> list:
+    """The events of rank 0; each step is told of alone, so that the training stops at a step that is known."""
     run.mkdir(exist_ok=True)
-    return ranks(size)(on_this_rank, spec, plan, run, stop_at)[0]
+    return ranks(size)(on_this_rank, spec, plan, run, stop_at, every_s)[0]
 
 
 # Stop at a step and go on: bit for bit
@@ -95,6 +100,13 @@ def test_a_stop_leaves_no_trace(size, plan, stop, task, tmp_path):
     assert not unequal(weights(tmp_path / "stopped"), weights(tmp_path / "through"))
 
 
+def test_steps_that_are_told_together_stop_together(task, tmp_path):
+    stopped = trained(2, wanted(task, steps=10**6), "ddp", tmp_path / "stopped", 100, every_s=figures.EVERY_S)[-1]
+    assert stopped.reason == "stopped"
+    assert 100 <= stopped.step <= 100 + 2 * figures.MOST
+    assert of_checkpoints(tmp_path / "stopped") == [stopped.step]
+
+
 def forgetful(lost: str, *args) -> list:
     """Train with checkpoints in which what is called `lost` is zero."""
     original = checkpoint.tensors
@@ -115,7 +127,7 @@ def test_what_is_lost_is_seen(lost, task, tmp_path):
     spec = wanted(task)
     trained(2, spec, "ddp", tmp_path / "through")
     (tmp_path / "stopped").mkdir()
-    ranks(2)(forgetful, lost, spec, "ddp", tmp_path / "stopped", 7)
+    ranks(2)(forgetful, lost, spec, "ddp", tmp_path / "stopped", 7, 0.0)
     trained(2, spec, "ddp", tmp_path / "stopped")
     assert unequal(weights(tmp_path / "stopped"), weights(tmp_path / "through"))
 

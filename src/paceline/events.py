@@ -1,7 +1,8 @@
 """What happened in a run, one JSON object a line: the only channel from a run to those who watch it.
 
 A line has `time` (seconds since the epoch), `event` (started, step, evaluated, saved, failed, ended) and the fields of
-that event. A run that was interrupted and resumed repeats the steps after its last checkpoint: the later line counts.
+that event. The figures of quick steps come together, some ten times a second: another line may stand before that of a step
+which ended earlier. A run that was interrupted and resumed repeats the steps after its last checkpoint: the later line counts.
 """
 
 import json

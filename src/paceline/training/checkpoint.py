@@ -7,6 +7,7 @@ A checkpoint is written as `.step_50` and renamed when it is complete.
 """
 
 import contextlib
+import gc
 import importlib
 import json
 import math
@@ -154,17 +155,22 @@ class Saver:
             return None
         waited_from = time.perf_counter()
         error = saving.future.exception()
+        cause = _cause(error) if error else None
         now = time.perf_counter()
         self._saving = None
         final = self.run.checkpoint(saving.index.step)
-        if error is not None and self.rank == 0:
-            shutil.rmtree(self.run.ckpt / f".step_{saving.index.step}", ignore_errors=True)
+        if error is not None:
+            if self.rank == 0:
+                shutil.rmtree(self.run.ckpt / f".step_{saving.index.step}", ignore_errors=True)
+            # The frames of its traceback hold threads of torch's, which abort the process if they are there when Python ends (torch 2.13).
+            del error, saving.future
+            gc.collect()
         return SaveResult(
             index=saving.index,
-            bytes=0 if error else sum(path.stat().st_size for path in final.iterdir()),
+            bytes=0 if cause else sum(path.stat().st_size for path in final.iterdir()),
             seconds=now - saving.began,
             blocked_s=saving.blocked_s + now - waited_from,
-            error=_cause(error) if error else None,
+            error=cause,
         )
 
     def close(self) -> None:
