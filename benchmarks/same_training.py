@@ -1,4 +1,4 @@
-"""Six plans, one training: the digits task under each plan, the losses set beside those of one process.
+"""Seven plans, one training: the digits task under each plan, the losses set beside those of one process.
 
     python benchmarks/same_training.py [--picture docs/same-training.svg]
 
