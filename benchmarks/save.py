@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+import machine
 from paceline.run import RunFolder
 from paceline.training.checkpoint import Index, Saver, describe, tensors
 from paceline.training.process import threads_per_rank
@@ -140,7 +141,7 @@ def main() -> None:
     options = parser.parse_args()
     if "RANK" in os.environ:
         measure(options)
-    print(f"{os.cpu_count()} cores, torch {torch.__version__}, gloo, {options.folder.resolve()}")
+    print(f"{machine.description()}, torch {torch.__version__}, gloo, {options.folder.resolve()}")
     sys.stdout.flush()
     for ranks in options.ranks:
         with tempfile.TemporaryDirectory(dir=options.folder) as folder:

@@ -32,7 +32,7 @@ def by_hand() -> None:
     dataset = TensorDataset(torch.tensor(images, dtype=torch.float32).view(-1, 1, 8, 8) / 16, torch.tensor(labels))
     loader = DataLoader(dataset, batch_size=64 // RANKS, sampler=DistributedSampler(dataset))
     torch.manual_seed(0)
-    layers = (nn.Conv2d(1, 32, 3, padding=1), nn.ReLU(), nn.Conv2d(32, 64, 3, padding=1, stride=2), nn.ReLU(), nn.Flatten())
+    layers = (nn.Conv2d(1, 32, 3, padding=1), nn.ReLU(), nn.Conv2d(32, 64, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten())
     model = DistributedDataParallel(nn.Sequential(*layers, nn.Linear(1024, 128), nn.ReLU(), nn.Linear(128, 10)))
     optimizer = torch.optim.AdamW(model.parameters())
     for inputs, targets in loader:
