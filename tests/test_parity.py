@@ -231,7 +231,7 @@ def scaled_by_ranks() -> Any:
 
     def by(original: Any) -> Any:
         def update(self: step.Step, lr_factor: float) -> Any:
-            scale_(self.params, self.ranks)
+            scale_(self.params, self.data_ranks)
             return original(self, lr_factor)
 
         return update
@@ -259,7 +259,7 @@ def mean_of_means() -> Any:
 
     def by(original: Any) -> Any:
         class OfThisRank:
-            def __init__(self, task: Task, batches: Any):
+            def __init__(self, task: Task, batches: Any, counted: bool):
                 self.sum = sum(task.weights(batch).sum().double() for batch in batches)
 
             def result(self) -> torch.Tensor:
@@ -317,3 +317,12 @@ def test_what_is_wrong_is_caught(plant: Any, task: type[Task], recipe: str, plan
     for plan in plans.split():
         found = trained(2 if plan != "hsdp" else 4, task(), wanted(recipe, precision), plan, plant)
         assert differences(found, one_process(task, recipe, precision), 10 * RTOL[precision])
+
+
+@pytest.mark.parametrize("recompute", ["full", "selective"])
+@pytest.mark.parametrize("plan", ["single", "ddp", "zero3"])
+def test_recomputed_activations_change_nothing(plan: str, recompute: str) -> None:
+    spec = Spec(batch=8, steps=3, precision="fp64")
+    task = models.Text()
+    found = trained(1 if plan == "single" else 2, task, spec, f"{plan},recompute={recompute}")
+    assert not differences(found, trained(1, task, spec), 1e-12)

@@ -53,7 +53,12 @@ def test_words_and_keys(text, plan):
     [
         ("zerro3", "plan 'zerro3': there is no plan 'zerro3'; did you mean zero3?"),
         ("fsdp", "plan 'fsdp': there is no plan 'fsdp'; did you mean hsdp?"),
-        ("xyz", "plan 'xyz': there is no plan 'xyz'; there is ddp, zero1, zero2, zero3, hsdp, single, zero=, dp=, replicate=, micro="),
+        (
+            "xyz",
+            "plan 'xyz': there is no plan 'xyz'; there is ddp, zero1, zero2, zero3, hsdp, single, local-sgd, "
+            + "post-local-sgd, parameter-server, "
+            + ", ".join(f"{key}=" for key in KEYS),
+        ),
         ("ddp,mirco=2", "plan 'ddp,mirco=2': there is no key 'mirco'; did you mean micro?"),
         ("ddp,micro=two", "plan 'ddp,micro=two': micro must be a whole number, got 'two'"),
         ("ddp,micro=-2", "plan 'ddp,micro=-2': micro must be a whole number, got '-2'"),
@@ -87,10 +92,10 @@ def test_the_order_of_keys_does_not_matter(text):
 
 
 def test_a_plan_takes_the_ranks_as_its_data_degree():
-    assert parse("zero3").on(4) == Plan(zero=3, dp=4)
-    assert parse("single").on(1) == Plan(dp=1)
-    assert parse("hsdp").on(4) == Plan(zero=3, dp=4, replicate=2)
-    assert parse("dp=2,zero=2").on(2) == Plan(zero=2, dp=2)
+    assert parse("zero3").on(4) == Plan(zero=3, dp=4, micro=1)
+    assert parse("single").on(1) == Plan(dp=1, micro=1)
+    assert parse("hsdp").on(4) == Plan(zero=3, dp=4, replicate=2, micro=1)
+    assert parse("dp=2,zero=2").on(2) == Plan(zero=2, dp=2, micro=1)
 
 
 @pytest.mark.parametrize(
@@ -110,7 +115,7 @@ def test_a_plan_that_does_not_fit_the_ranks(text, ranks, message):
 
 
 def test_each_rank_gets_an_equal_share_of_a_micro_batch():
-    assert share(24, parse("zero3,micro=3"), 4) == 2
+    assert share(24, parse("zero3,micro=3").on(4)) == 2
 
 
 @pytest.mark.parametrize(
@@ -123,7 +128,7 @@ def test_each_rank_gets_an_equal_share_of_a_micro_batch():
 )
 def test_a_batch_that_cannot_be_split(batch, text, ranks, message):
     with pytest.raises(PlanError) as caught:
-        share(batch, parse(text), ranks)
+        share(batch, parse(text).on(ranks))
     assert str(caught.value) == message
 
 

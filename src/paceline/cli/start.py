@@ -20,7 +20,7 @@ def check(spec: Spec, launch: Launch, me: World) -> Launch:
     task.load_task(spec.task, spec.set)
     ranks = me.size if me.launcher is not None else launch.ranks or _devices(launch.device)
     plan = plan if plan is not None else Plan(dp=1) if ranks == 1 else Plan()
-    share(spec.batch, plan.on(ranks), ranks)
+    share(spec.batch, plan.on(ranks))
     return launch.model_copy(update={"ranks": ranks, "plan": str(plan)})
 
 

@@ -29,9 +29,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from paceline.errors import CheckpointError
+from paceline.plan.plan import Plan
 from paceline.run import RunFolder
 from paceline.training.optim import local_optimizer
-from paceline.training.shards import is_cut
+from paceline.training.shards import is_cut, is_here
 from paceline.training.weights import aliases, named_tensors
 
 INDEX = "checkpoint.json"
@@ -57,7 +58,7 @@ class Index:
 
 
 def model_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """The tensors that a state dict of `model` has, each once, under its first name."""
+    """The tensors that a state dict of `model` has, each once, under its first name; those of other stages on the meta device."""
     kept = model.state_dict().keys()
     return {name: tensor.detach() for name, tensor in named_tensors(model).items() if name in kept}
 
@@ -65,15 +66,15 @@ def model_tensors(model: nn.Module) -> dict[str, Tensor]:
 def tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
     """All the state that lies on this rank, by its name in a checkpoint."""
     names: dict[Tensor, str] = {parameter: name for name, parameter in model.named_parameters()}
-    found = {f"model/{name}": tensor for name, tensor in model_tensors(model).items()}
+    found = {f"model/{name}": tensor for name, tensor in model_tensors(model).items() if is_here(tensor)}
     for parameter, state in local_optimizer(optimizer).state.items():
         found |= {f"optimizer/{names[parameter]}/{key}": value for key, value in state.items() if isinstance(value, Tensor)}
     return found
 
 
-def written_here(found: Mapping[str, Tensor], rank: int, ranks: int) -> dict[str, Tensor]:
-    """The part of the state that this rank writes: shards where they lie, what all ranks hold dealt out by size."""
-    load = [0] * ranks
+def written_here(found: Mapping[str, Tensor], copy: int, copies: int) -> dict[str, Tensor]:
+    """The part of the state that this rank writes: shards where they lie, what all copies of its layers hold dealt out by size."""
+    load = [0] * copies
     mine: dict[str, Tensor] = {}
     for key, tensor in sorted(found.items(), key=lambda item: (-item[1].numel(), item[0])):
         if is_cut(tensor):
@@ -81,7 +82,7 @@ def written_here(found: Mapping[str, Tensor], rank: int, ranks: int) -> dict[str
             continue
         lightest = load.index(min(load))
         load[lightest] += tensor.numel()
-        if lightest == rank:
+        if lightest == copy:
             mine[key] = tensor
     return mine
 
@@ -106,11 +107,12 @@ class SaveResult:
 class Saver:
     """Writes checkpoints of one run, one at a time. The collectives are on a group of their own, so that training may go on."""
 
-    def __init__(self, run: RunFolder, rank: int, ranks: int, device: torch.device, state_is_cut: bool):
+    def __init__(self, run: RunFolder, plan: Plan, rank: int, ranks: int, device: torch.device):
         self.run = run
         self.rank = rank
         self.ranks = ranks
-        self.state_is_cut = state_is_cut  # each rank has optimizer state that no other one has, though its tensors are whole
+        self.copy, self.copies = plan.copy(plan.place(rank)), plan.copies
+        self.state_is_cut = plan.zero == 1  # each rank has optimizer state that no other one has, though its tensors are whole
         self.group = dist.new_group(backend="gloo") if ranks > 1 else None
         self._pinned = device.type == "cuda"
         self._stager: Any = None
@@ -134,7 +136,7 @@ class Saver:
         if self.rank == 0 and unfinished.exists():
             shutil.rmtree(unfinished)
         whole = {key: tensor for key, tensor in found.items() if not (self.state_is_cut and key.startswith("optimizer/"))}
-        mine = written_here(whole, self.rank, self.ranks) | {key: found[key] for key in found.keys() - whole.keys()}
+        mine = written_here(whole, self.copy, self.copies) | {key: found[key] for key in found.keys() - whole.keys()}
         future = async_save(
             mine,
             storage_writer=_writer(unfinished, self.run.checkpoint(index.step), index, self.rank),
@@ -303,7 +305,7 @@ def load_(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> Non
 
     reader = FileSystemReader(path)
     stored = reader.read_metadata().state_dict_metadata
-    wanted: dict[str, Any] = {f"model/{name}": tensor for name, tensor in model_tensors(model).items()}
+    wanted: dict[str, Any] = {f"model/{name}": tensor for name, tensor in model_tensors(model).items() if is_here(tensor)}
     local = local_optimizer(optimizer)
     names = {parameter: name for name, parameter in model.named_parameters()}
     keys: dict[str, list[str]] = {}

@@ -18,7 +18,7 @@ MOST = 64  # steps told together
 class Local:
     """What a step came to on this rank. The parts of all ranks add up to the whole: sums, and the square of the norm."""
 
-    loss: Tensor  # × items
+    loss: Tensor | float  # × items
     items: Tensor | float
     norm: Tensor | None  # of what is counted here of the gradient
     expected: float | None  # items that the loss was divided by, where they were only inferred

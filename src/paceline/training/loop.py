@@ -59,11 +59,12 @@ def train(
         spec = spec.model_copy(update={"task": tasks.reference_to(task), "set": tasks.fields_of(task)})
     here = choose_device(world, device)
     with _settings(spec, world), process_group(world, here, spec.timeout_s, run.path if run is not None else Path("runs")):
-        share(spec.batch, plan.on(world.size), world.size)
+        laid_out = plan.on(world.size)
+        share(spec.batch, laid_out)
         data = open_data(spec, task, world)
-        laid = lay_out(spec, plan.on(world.size), world, task, here)
+        laid = lay_out(spec, laid_out, world, task, here)
         try:
-            yield from _Loop(spec, plan, world, task, run, here, stop, data, laid).events()
+            yield from _Loop(spec, laid_out, str(plan), world, task, run, here, stop, data, laid).events()
         finally:
             release(laid.update.model)
 
@@ -88,6 +89,7 @@ class _Loop:
         self,
         spec: Spec,
         plan: Plan,
+        asked: str,  # the plan as it was said
         world: World,
         task: Task,
         run: RunFolder | None,
@@ -96,12 +98,13 @@ class _Loop:
         data: Data,
         laid: Laid,
     ):
-        self.spec, self.plan, self.world, self.task, self.run, self.device, self.stop = spec, plan, world, task, run, device, stop
+        self.spec, self.plan, self.asked, self.world, self.task, self.run = spec, plan, asked, world, task, run
+        self.device, self.stop = device, stop
         self.data, self.laid, self.update = data, laid, laid.update
         self.total = spec.total_steps(data.samples)
         check_schedule(spec.schedule, self.total * spec.batch)
         self.workers = workers_per_rank(world.local_size, device, spec.data.workers)
-        self.saver = checkpoint.Saver(run, world.rank, world.size, device, plan.zero == 1) if run is not None else None
+        self.saver = checkpoint.Saver(run, plan, world.rank, world.size, device) if run is not None else None
         resumed = resume(spec, world, run, laid, data.samples) if run is not None else None
         self.first = self.step = resumed.step if resumed else 0
         self.best = resumed.best if resumed else None
@@ -122,7 +125,9 @@ class _Loop:
         if self.run is not None and self.world.rank == 0 and self.run.ckpt.exists():
             checkpoint.clean(self.run)
         yield self._started()
-        part = Part(self.spec.batch, self.plan.micro, self.world.rank, self.world.size)
+        assert self.plan.dp is not None
+        assert self.plan.micro is not None
+        part = Part(self.spec.batch, self.plan.micro, self.plan.place(self.world.rank).dp, self.plan.dp)
         parts = training_parts(part, self.data.samples, self.spec.seed, self.first, self.total)
         with contextlib.closing(batches(self.data.training, parts, self.device, self.workers, self.spec.data.prefetch)) as source:
             yield from self._steps(source)
@@ -137,7 +142,7 @@ class _Loop:
     def _steps(self, source: Iterator[Batch]) -> Iterator[Event]:
         while self.step < self.total and not self.stopping:
             began = time.perf_counter()
-            micro_batches = [next(source) for _ in range(self.plan.micro)]
+            micro_batches = [next(source) for _ in range(self.plan.micro or 1)]
             data_s = time.perf_counter() - began
             if self.step == self.first:
                 self.update.model = settle(self.update, micro_batches[0])
@@ -167,7 +172,7 @@ class _Loop:
     def _started(self) -> Started:
         return Started(
             task=self.spec.task,
-            plan=str(self.plan),
+            plan=self.asked,
             ranks=self.world.size,
             batch=self.spec.batch,
             step=self.first,
@@ -289,7 +294,7 @@ class _Loop:
             epoch_samples=self.data.samples,
             task=self.spec.task,
             set=self.spec.set,
-            plan=str(self.plan),
+            plan=self.asked,
             ranks=self.world.size,
             seed=self.spec.seed,
             loss_scale=dataclasses.asdict(self.update.loss_scale) if self.update.loss_scale is not None else None,

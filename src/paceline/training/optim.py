@@ -12,12 +12,12 @@ from paceline.errors import SpecError, TaskError
 from paceline.plan.plan import Plan
 from paceline.spec import Optimizer, Schedule
 from paceline.task import Task
-from paceline.training.shards import is_cut, is_first_copy, local
+from paceline.training.shards import is_cut, is_first_copy, is_here, local
 
 
 def make_optimizer(task: Task, spec: Optimizer, plan: Plan, model: nn.Module) -> torch.optim.Optimizer:
     """The task's own optimizer or the one of the spec, its state cut over the data ranks under zero=1."""
-    params = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
+    params = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad and is_here(parameter)]
     if not params:
         raise TaskError("the model has no parameter to train: all of them have requires_grad=False")
     optimizer = task.optimizer(params)
@@ -100,12 +100,15 @@ class Norm:
 
     Each element is counted on one rank: a shard where it lies, on the first of its copies; a gradient that all ranks hold
     on a rank that is dealt to it by size.
+
+    rank, copies: which of the ranks that hold the same layers this one is. `whole_here`: every rank has the whole gradient.
     """
 
-    def __init__(self, params: Sequence[nn.Parameter], rank: int, ranks: int):
-        self.params = params
+    def __init__(self, params: Sequence[nn.Parameter], rank: int, copies: int, whole_here: bool):
+        self.params, self.whole_here = params, whole_here
+        self.device = params[0].device
         self.counted_here = [False] * len(params)
-        load = [0] * ranks
+        load = [0] * copies
         for at in sorted(range(len(params)), key=lambda i: -params[i].numel()):
             parameter = params[at]
             if is_cut(parameter):
@@ -114,18 +117,17 @@ class Norm:
                 lightest = load.index(min(load))
                 load[lightest] += parameter.numel()
                 self.counted_here[at] = lightest == rank
-        self.cut = any(map(is_cut, params))
 
     def here(self) -> Tensor | None:
         """The norm of what is counted on this rank; the squares of those of all ranks add up to that of the whole."""
         return _norm(local_gradients(p for p, here in zip(self.params, self.counted_here, strict=True) if here))
 
     def whole(self) -> Tensor:
-        """The norm, the same on all ranks; a collective only where gradients are cut."""
-        norm = self.here() if self.cut else _norm(local_gradients(self.params))
+        """The norm, the same on all ranks; a collective only where no rank has all of it."""
+        norm = self.here() if not self.whole_here else _norm(local_gradients(self.params))
         if norm is None:
-            norm = torch.zeros((), dtype=torch.float64, device=self.params[0].device)
-        if not self.cut:
+            norm = torch.zeros((), dtype=torch.float64, device=self.device)
+        if self.whole_here:
             return norm
         squares = norm.square()
         dist.all_reduce(squares)

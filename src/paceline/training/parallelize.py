@@ -1,6 +1,7 @@
 """The one place where a model meets a plan."""
 
 from collections.abc import Callable
+from functools import partial
 from inspect import signature
 from typing import Any
 
@@ -16,11 +17,21 @@ from paceline.task import Layout
 
 
 def build_mesh(plan: Plan, device: torch.device) -> DeviceMesh:
-    """The mesh of a plan whose data degree is said: axes `replicate` and `shard`, or `dp` alone."""
+    """The mesh of a plan whose data degree is said. Of its axes `pp`, `replicate`, `shard`, `tp` those that the plan has; the ranks
+    that share a sequence are data ranks here, and parameters that are not cut are replicated."""
     assert plan.dp is not None
-    if plan.replicate > 1:
-        return init_device_mesh(device.type, (plan.replicate, plan.dp // plan.replicate), mesh_dim_names=("replicate", "shard"))
-    return init_device_mesh(device.type, (plan.dp,), mesh_dim_names=("dp",))
+    data = plan.dp * plan.cp
+    replicate = plan.replicate if plan.zero >= 2 else data
+    sizes = {"pp": plan.pp, "replicate": replicate, "shard": data // replicate, "tp": plan.tp}
+    axes = {name: size for name, size in sizes.items() if size > 1 or name == "shard"}
+    return init_device_mesh(device.type, tuple(axes.values()), mesh_dim_names=tuple(axes))
+
+
+def data_mesh(mesh: DeviceMesh) -> DeviceMesh:
+    """The axes that parameters are replicated and sharded over."""
+    assert mesh.mesh_dim_names is not None
+    axes = tuple(name for name in mesh.mesh_dim_names if name in ("replicate", "shard"))
+    return mesh[axes] if axes != mesh.mesh_dim_names else mesh
 
 
 def parallelize(
@@ -28,9 +39,12 @@ def parallelize(
 ) -> nn.Module:
     """Lay `model`, which is on the meta device, out as `plan` says; `fill` gives a laid-out model its weights.
 
-    Returns what is to be called in place of `model`. The order matters: compile, shard, fill, replicate.
+    Returns what is to be called in place of `model`. The order matters: recompute, compile, shard, fill, replicate.
     """
     units = blocks(model, layout)
+    if plan.recompute != "none":
+        for unit in units or [model]:
+            recompute(unit, selective=plan.recompute == "selective")
     if compile:
         _compile(model, units, cut=plan.zero >= 2)
     if plan.zero >= 2:
@@ -41,6 +55,36 @@ def parallelize(
     if plan.dp == 1 or not any(parameter.requires_grad for parameter in model.parameters()):
         return model
     return replicate(model)
+
+
+def recompute(module: nn.Module, selective: bool) -> None:
+    """Forget the activations inside of `module` and compute them again in the backward pass; `selective`: but keep the results of
+    products and attention, which are dear (Korthikanti et al., Reducing activation recomputation, 2022)."""
+    from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
+
+    inner = module.forward
+    options: dict[str, Any] = {"context_fn": partial(create_selective_checkpoint_contexts, DEAR)} if selective else {}
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        return checkpoint(inner, *args, use_reentrant=False, **options, **kwargs)
+
+    module.forward = forward
+
+
+ATEN = torch.ops.aten
+DEAR = [
+    op.default
+    for op in (
+        ATEN.mm,
+        ATEN.addmm,
+        ATEN.bmm,
+        ATEN.convolution,
+        ATEN._scaled_dot_product_flash_attention,
+        ATEN._scaled_dot_product_flash_attention_for_cpu,
+        ATEN._scaled_dot_product_efficient_attention,
+        ATEN._scaled_dot_product_cudnn_attention,
+    )
+]
 
 
 def _compile(model: nn.Module, units: list[nn.Module], cut: bool) -> None:

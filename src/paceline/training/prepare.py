@@ -18,6 +18,7 @@ from paceline.training.batch_norm import over_all_ranks
 from paceline.training.data import Samples, open_dataset
 from paceline.training.optim import make_optimizer
 from paceline.training.parallelize import check_splits, parallelize
+from paceline.training.shards import is_here
 from paceline.training.step import Step
 from paceline.training.weights import fill_, record
 
@@ -67,6 +68,9 @@ class Laid:
 
 def lay_out(spec: Spec, plan: Plan, world: World, task: Task, device: torch.device) -> Laid:
     """`plan` has its data degree said."""
+    axes = {"tp": plan.tp == 1, "pp": plan.pp == 1, "cp": plan.cp == 1, "asynchronous training": not plan.is_asynchronous}
+    if missing := [what for what, built in axes.items() if not built]:
+        raise PlanError(f"plan {plan}: {missing[0]} is not built yet")
     model, weights, recorded = record(task.model, spec.seed)
     if spec.precision == "fp64":
         model._apply(lambda tensor: tensor.to(WIDER.get(tensor.dtype)))
@@ -84,9 +88,9 @@ def lay_out(spec: Spec, plan: Plan, world: World, task: Task, device: torch.devi
         task=task,
         model=called,
         optimizer=optimizer,
-        params=[parameter for parameter in model.parameters() if parameter.requires_grad],
-        rank=world.rank,
-        ranks=world.size,
+        params=[parameter for parameter in model.parameters() if parameter.requires_grad and is_here(parameter)],
+        plan=plan,
+        place=plan.place(world.rank),
         device=device,
         precision=spec.precision,
         clip=spec.optimizer.clip,

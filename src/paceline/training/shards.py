@@ -9,6 +9,11 @@ def is_cut(tensor: Tensor) -> bool:
     return hasattr(tensor, "placements")
 
 
+def is_here(tensor: Tensor) -> bool:
+    """Whether this rank holds any of a tensor: what belongs to other stages of a pipeline stays on the meta device."""
+    return tensor.device.type != "meta"
+
+
 def local(tensor: Tensor) -> Tensor:
     """What this rank holds of a tensor."""
     cut: Any = tensor

@@ -2,7 +2,7 @@
 
 import contextlib
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import astuple, dataclass, field, replace
 from functools import reduce
 from operator import add
 
@@ -13,6 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_leaves
 
 from paceline.errors import TaskError
+from paceline.plan.plan import Place, Plan
 from paceline.task import Task
 from paceline.training.data import Batch
 from paceline.training.figures import Local
@@ -46,8 +47,8 @@ class Step:
     model: nn.Module  # as laid out
     optimizer: torch.optim.Optimizer
     params: Sequence[nn.Parameter]
-    rank: int
-    ranks: int
+    plan: Plan  # its data degree said
+    place: Place  # of this rank
     device: torch.device
     precision: str
     clip: float | None
@@ -58,27 +59,34 @@ class Step:
 
     def __post_init__(self) -> None:
         self.base_lrs = [group["lr"] for group in self.optimizer.param_groups]
-        self.norm = Norm(self.params, self.rank, self.ranks)
+        plan = self.plan
+        self.norm = Norm(self.params, plan.copy(self.place), plan.copies, whole_here=plan.zero < 2 and not plan.is_mixed)
         self.loss_scale = LossScale() if self.precision == "fp16" else None
+
+    @property
+    def data_ranks(self) -> int:
+        assert self.plan.dp is not None
+        return self.plan.dp
 
     def __call__(self, batches: Sequence[Batch], step: int, lr_factor: float) -> Local:
         losses, items, expected = self.backward(batches, step)
         norm = self.update(lr_factor)
-        return Local(reduce(add, losses), sum(items), norm, expected)
+        counted = self.place == replace(self.place, cp=0, tp=0, pp=self.plan.pp - 1)
+        return Local(reduce(add, losses), sum(items), norm, expected) if counted else Local(0.0, 0.0, norm, expected)
 
     def backward(self, batches: Sequence[Batch], step: int) -> tuple[list[Tensor], list[Tensor | float], float | None]:
         """Add up the gradients. Returns loss × items and items of each micro-batch here, and the items expected over all ranks."""
-        weight = GlobalWeight(self.task, batches) if type(self.task).weights is not Task.weights else None
+        weight = GlobalWeight(self.task, batches, self.place.is_first_of_data) if type(self.task).weights is not Task.weights else None
         losses: list[Tensor] = []
         items: list[Tensor | float] = []
         whole: Tensor | float | None = None
         for micro, batch in enumerate(batches):
-            start_stream(derive(self.seed, "model", step, micro, self.rank), self.device)
+            start_stream(derive(self.seed, "model", step, micro, *astuple(self.place)), self.device)
             with self._sync_if(micro == len(batches) - 1):
                 with autocast(self.precision, self.device):
                     loss, items_here = weighed_loss(self.task, self.model, batch)
                 if whole is None:
-                    whole = weight.result() if weight is not None else float(items_here) * len(batches) * self.ranks
+                    whole = weight.result() if weight is not None else float(items_here) * len(batches) * self.data_ranks
                 loss.backward(self._share_of(loss, whole))
             losses.append(loss.detach())
             items.append(items_here)
@@ -86,7 +94,7 @@ class Step:
 
     def _share_of(self, loss: Tensor, whole: Tensor | float) -> Tensor:
         """What a rank's loss × items counts for in the mean over `whole` items, as the gradient to start backward with."""
-        share = self.ranks / whole  # the engines average over the ranks
+        share = self.data_ranks / whole  # the engines average over the data ranks
         if self.loss_scale is not None:
             share = share * self.loss_scale.scale
         return share.to(loss.dtype) if isinstance(share, Tensor) else torch.full_like(loss, share)
@@ -111,7 +119,7 @@ class Step:
                 scale_(self.params, by)
                 self.optimizer.step()
             norm = None
-            if self.rank == 0:
+            if self.place == Place(0, 0, 0, 0):
                 norm = whole / self.loss_scale.scale if self.loss_scale is not None else whole
             if self.loss_scale is not None:
                 self.loss_scale.update(finite)
@@ -169,13 +177,15 @@ def samples_of(batch: Batch) -> int:
 
 
 class GlobalWeight:
-    """The weight of the global batch, added up over the ranks while the first forward pass runs."""
+    """The weight of the global batch, added up over the ranks while the first forward pass runs.
 
-    def __init__(self, task: Task, batches: Sequence[Batch]):
+    `counted`: of the ranks with the same samples, whether this is the one that counts them."""
+
+    def __init__(self, task: Task, batches: Sequence[Batch], counted: bool):
         weights = [task.weights(batch) for batch in batches]
         if any(weight is None for weight in weights):
             raise TaskError("weights() must return a tensor for every batch, or not be defined")
-        self._sum = torch.stack([weight.sum().double() for weight in weights if weight is not None]).sum()
+        self._sum = torch.stack([weight.sum().double() for weight in weights if weight is not None]).sum() * counted
         self._work = dist.all_reduce(self._sum, async_op=True) if dist.get_world_size() > 1 else None
 
     def result(self) -> Tensor:
