@@ -16,6 +16,8 @@ from paceline.training.optim import Norm, check_schedule, factor, make_optimizer
 from paceline.training.parallelize import check_splits
 from paceline.training.step import Step
 
+ALONE, FIRST = Plan(dp=1, micro=1), Place(0, 0, 0, 0)
+
 
 @pytest.mark.parametrize(
     ("schedule", "expected"),
@@ -56,7 +58,7 @@ def with_gradients(dtype: torch.dtype) -> nn.Module:
 def test_norm_is_that_of_torch(dtype: torch.dtype, rtol: float) -> None:
     model = with_gradients(dtype)
     params = list(model.parameters())
-    found, here = Norm(params, 0, 1, True).whole(), Norm(params, 0, 1, True).here()
+    found, here = Norm(params, ALONE, FIRST).whole(), Norm(params, ALONE, FIRST).here()
     assert here is not None
     expected = torch.nn.utils.clip_grad_norm_(params, 1.0)
     assert difference(found, expected) < rtol
@@ -65,14 +67,14 @@ def test_norm_is_that_of_torch(dtype: torch.dtype, rtol: float) -> None:
 
 def test_each_gradient_is_counted_on_one_rank() -> None:
     params = list(with_gradients(torch.float64).parameters())
-    whole = Norm(params, 0, 1, True).whole()
+    whole = Norm(params, ALONE, FIRST).whole()
     for ranks in (2, 3, 100):
-        parts = [Norm(params, rank, ranks, True).here() for rank in range(ranks)]
+        parts = [Norm(params, Plan(dp=ranks), Place(0, rank, 0, 0)).here() for rank in range(ranks)]
         assert difference(sum(part.square() for part in parts if part is not None), whole.square()) < 1e-15
 
 
 def test_no_gradient_at_all() -> None:
-    norm = Norm([nn.Parameter(torch.ones(3))], 0, 1, True)
+    norm = Norm([nn.Parameter(torch.ones(3))], ALONE, FIRST)
     assert norm.whole() == 0
     assert norm.here() is None
 
@@ -98,7 +100,7 @@ def test_an_update_is_that_of_torch(spec: Optimizer, oracle: object, clip: float
     theirs = oracle(twin.parameters())  # type: ignore[operator]
     params = list(model.parameters())
     ours = make_optimizer(models.Text(), spec, Plan(dp=1), model)
-    step = Step(models.Text(), model, ours, params, Plan(dp=1, micro=1), Place(0, 0, 0, 0), torch.device("cpu"), "fp64", clip, 0)
+    step = Step(models.Text(), model, ours, params, ALONE, FIRST, torch.device("cpu"), "fp64", clip, 0)
     for at, lr_factor in enumerate((1.0, 0.5, 0.25)):
         tokens = models.chosen(11, 4, 5, seed=at)
         for each in (model, twin):

@@ -35,6 +35,8 @@ class Layout:
     """How a model may be cut: a value beside the model, so that a stock module is used as it is."""
 
     blocks: tuple[str, ...] | None = None  # paths of modules whose children are the units of sharding; None: the longest list found
+    tensor: Mapping[str, str] | None = None  # path of a module, * for any part of it -> how tp splits it, in place of what is found:
+    # "column", "row", "gather" (by columns, output gathered), "vocabulary" (an embedding), "whole"
 
 
 class MapDataset(Protocol):

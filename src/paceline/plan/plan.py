@@ -148,6 +148,11 @@ class Plan:
         return replace(self, dp=dp, micro=micro, schedule=schedule, stages=stages)
 
     @property
+    def data_ranks(self) -> int:
+        """Ranks over which gradients are averaged; of a plan whose data degree is said."""
+        return (self.dp or 1) * self.cp
+
+    @property
     def copies(self) -> int:
         """Ranks that have the same layers; of a plan whose data degree is said."""
         return (self.dp or 1) * self.cp * self.tp

@@ -19,13 +19,15 @@ VALIDATION = 0.1  # of the text, its end
 class Block(nn.Module):
     def __init__(self, width: int, heads: int):
         super().__init__()
-        self.heads = heads
+        self.size = width // heads  # said in place of the heads, of which a rank may have only some
         self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
-        self.query_key_value, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.query, self.key, self.value = (nn.Linear(width, width) for _ in range(3))
+        self.out = nn.Linear(width, width)
         self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
 
     def forward(self, x_BTC: Tensor) -> Tensor:
-        q, k, v = (part.unflatten(-1, (self.heads, -1)).transpose(1, 2) for part in self.query_key_value(self.norm1(x_BTC)).chunk(3, -1))
+        normal_BTC = self.norm1(x_BTC)
+        q, k, v = (part(normal_BTC).unflatten(-1, (-1, self.size)).transpose(1, 2) for part in (self.query, self.key, self.value))
         mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         x_BTC = x_BTC + self.out(mixed.transpose(1, 2).flatten(2))
         return x_BTC + self.down(F.gelu(self.up(self.norm2(x_BTC))))
@@ -81,7 +83,7 @@ def read(file: str | None) -> Tensor:
 class Text(Task):
     file: str | None = None
     width: int = 128
-    depth: int = 4
+    depth: int = 6
     heads: int = 4
     context: int = 128
 

@@ -259,6 +259,8 @@ class _Loop:
             self.task,
             self.update.model,
             self.data.validation,
+            self.plan,
+            self.update.place,
             self.spec.batch,
             self.spec.precision,
             self.device,

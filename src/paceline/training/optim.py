@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from paceline.errors import SpecError, TaskError
-from paceline.plan.plan import Plan
+from paceline.plan.plan import Place, Plan
 from paceline.spec import Optimizer, Schedule
 from paceline.task import Task
 from paceline.training.shards import is_cut, is_first_copy, is_here, local
@@ -27,8 +27,21 @@ def make_optimizer(task: Task, spec: Optimizer, plan: Plan, model: nn.Module) ->
         raise TaskError(f"optimizer() must return a torch optimizer or None, got {type(optimizer).__name__}")
     if plan.zero == 1 and plan.dp != 1:
         optimizer = _cut_state(optimizer)
+    _part_by_mesh(optimizer)
     _start_momentum(local_optimizer(optimizer))
     return optimizer
+
+
+def _part_by_mesh(optimizer: torch.optim.Optimizer) -> None:
+    """Tensors that are cut over unlike meshes cannot go into one fused or foreach operation: they get groups of their own."""
+    for group in list(optimizer.param_groups):
+        parts: dict[object, list[nn.Parameter]] = {}
+        for parameter in group["params"]:
+            parts.setdefault(getattr(parameter, "device_mesh", None), []).append(parameter)
+        first, *others = parts.values()
+        if others:
+            group["params"] = first
+            optimizer.param_groups += [{**group, "params": params} for params in others]
 
 
 def _start_momentum(optimizer: torch.optim.Optimizer) -> None:
@@ -101,22 +114,23 @@ class Norm:
     Each element is counted on one rank: a shard where it lies, on the first of its copies; a gradient that all ranks hold
     on a rank that is dealt to it by size.
 
-    rank, copies: which of the ranks that hold the same layers this one is. `whole_here`: every rank has the whole gradient.
+    plan, place: of this rank, the data degree said.
     """
 
-    def __init__(self, params: Sequence[nn.Parameter], rank: int, copies: int, whole_here: bool):
-        self.params, self.whole_here = params, whole_here
+    def __init__(self, params: Sequence[nn.Parameter], plan: Plan, place: Place):
+        self.params = params
+        self.whole_here = plan.zero < 2 and not plan.is_mixed  # on every rank
         self.device = params[0].device
         self.counted_here = [False] * len(params)
-        load = [0] * copies
+        load = [0] * plan.copies
         for at in sorted(range(len(params)), key=lambda i: -params[i].numel()):
             parameter = params[at]
             if is_cut(parameter):
-                self.counted_here[at] = is_first_copy(parameter)
+                self.counted_here[at] = is_first_copy(parameter, place)
             else:
                 lightest = load.index(min(load))
                 load[lightest] += parameter.numel()
-                self.counted_here[at] = lightest == rank
+                self.counted_here[at] = lightest == plan.copy(place)
 
     def here(self) -> Tensor | None:
         """The norm of what is counted on this rank; the squares of those of all ranks add up to that of the whole."""

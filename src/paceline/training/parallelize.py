@@ -1,9 +1,10 @@
 """The one place where a model meets a plan."""
 
+import sys
 from collections.abc import Callable
 from functools import partial
 from inspect import signature
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -15,6 +16,9 @@ from paceline.plan.plan import Plan
 from paceline.spec import nearest
 from paceline.task import Layout
 
+if TYPE_CHECKING:
+    from paceline.training.tensor import Splits
+
 
 def build_mesh(plan: Plan, device: torch.device) -> DeviceMesh:
     """The mesh of a plan whose data degree is said. Of its axes `pp`, `replicate`, `shard`, `tp` those that the plan has; the ranks
@@ -24,7 +28,16 @@ def build_mesh(plan: Plan, device: torch.device) -> DeviceMesh:
     replicate = plan.replicate if plan.zero >= 2 else data
     sizes = {"pp": plan.pp, "replicate": replicate, "shard": data // replicate, "tp": plan.tp}
     axes = {name: size for name, size in sizes.items() if size > 1 or name == "shard"}
+    _forget_meshes()
     return init_device_mesh(device.type, tuple(axes.values()), mesh_dim_names=tuple(axes))
+
+
+def _forget_meshes() -> None:
+    """What DTensor has worked out for a mesh it takes for one with the same ranks, whose process groups may be gone (torch 2.13)."""
+    if "torch.distributed.tensor" in sys.modules:
+        from torch.distributed.tensor import debug
+
+        getattr(debug, "_clear_sharding_prop_cache", lambda: None)()
 
 
 def data_mesh(mesh: DeviceMesh) -> DeviceMesh:
@@ -35,24 +48,36 @@ def data_mesh(mesh: DeviceMesh) -> DeviceMesh:
 
 
 def parallelize(
-    model: nn.Module, layout: Layout, plan: Plan, device: torch.device, fill: Callable[[nn.Module], None], compile: bool = False
+    model: nn.Module,
+    layout: Layout,
+    plan: Plan,
+    device: torch.device,
+    fill: Callable[[nn.Module], None],
+    compile: bool = False,
+    mesh: DeviceMesh | None = None,
+    splits: "Splits | None" = None,
 ) -> nn.Module:
     """Lay `model`, which is on the meta device, out as `plan` says; `fill` gives a laid-out model its weights.
 
-    Returns what is to be called in place of `model`. The order matters: recompute, compile, shard, fill, replicate.
+    Returns what is to be called in place of `model`. The order matters: split, recompute, compile, shard, fill, replicate.
     """
     units = blocks(model, layout)
+    if splits is not None:
+        from paceline.training.tensor import split
+
+        assert mesh is not None
+        split(model, splits, mesh["tp"] if mesh.ndim > 1 else mesh)
     if plan.recompute != "none":
         for unit in units or [model]:
             recompute(unit, selective=plan.recompute == "selective")
     if compile:
         _compile(model, units, cut=plan.zero >= 2)
-    if plan.zero >= 2:
-        _shard(model, units, plan, build_mesh(plan, device))
+    if plan.zero >= 2 or (plan.is_mixed and plan.data_ranks > 1):
+        _shard(model, units, plan, data_mesh(mesh if mesh is not None else build_mesh(plan, device)))
         fill(model)
         return model
     fill(model)
-    if plan.dp == 1 or not any(parameter.requires_grad for parameter in model.parameters()):
+    if plan.data_ranks == 1 or not any(parameter.requires_grad for parameter in model.parameters()):
         return model
     return replicate(model)
 

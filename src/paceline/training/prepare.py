@@ -1,11 +1,16 @@
 """From a request to what the loop runs on: the data, the model as it is laid out, the state that a checkpoint left."""
 
+from __future__ import annotations
+
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from paceline.errors import CheckpointError, DataError, PlanError
 from paceline.launch.world import World
@@ -15,12 +20,16 @@ from paceline.spec import Spec
 from paceline.task import Task
 from paceline.training import checkpoint
 from paceline.training.batch_norm import over_all_ranks
-from paceline.training.data import Samples, open_dataset
+from paceline.training.data import Batch, Samples, open_dataset
+from paceline.training.imagine import example
 from paceline.training.optim import make_optimizer
-from paceline.training.parallelize import check_splits, parallelize
+from paceline.training.parallelize import build_mesh, check_splits, parallelize
 from paceline.training.shards import is_here
 from paceline.training.step import Step
 from paceline.training.weights import fill_, record
+
+if TYPE_CHECKING:
+    from paceline.training.tensor import Splits
 
 WIDER = {torch.float32: torch.float64, torch.complex64: torch.complex128}
 
@@ -57,6 +66,15 @@ def open_data(spec: Spec, task: Task, world: World) -> Data:
     )
 
 
+def rehearse(spec: Spec, plan: Plan, task: Task) -> None:
+    """Raise the PlanError or TaskError that `lay_out` would, without any rank. `plan` has its data degree said."""
+    model, _, _ = record(task.model, spec.seed)
+    if plan.tp > 1:
+        from paceline.training.tensor import find_splits
+
+        find_splits(model, task, example(spec, task, plan), plan.tp)
+
+
 @dataclass(frozen=True)
 class Laid:
     """A model as a plan lays it out, and the step that trains it."""
@@ -68,7 +86,7 @@ class Laid:
 
 def lay_out(spec: Spec, plan: Plan, world: World, task: Task, device: torch.device) -> Laid:
     """`plan` has its data degree said."""
-    axes = {"tp": plan.tp == 1, "pp": plan.pp == 1, "cp": plan.cp == 1, "asynchronous training": not plan.is_asynchronous}
+    axes = {"pp": plan.pp == 1, "cp": plan.cp == 1, "asynchronous training": not plan.is_asynchronous}
     if missing := [what for what, built in axes.items() if not built]:
         raise PlanError(f"plan {plan}: {missing[0]} is not built yet")
     model, weights, recorded = record(task.model, spec.seed)
@@ -81,7 +99,16 @@ def lay_out(spec: Spec, plan: Plan, world: World, task: Task, device: torch.devi
     def fill(laid_out: nn.Module) -> None:
         fill_(laid_out, weights, device, Path(pretrained) if pretrained is not None else None)
 
-    called = parallelize(model, task.layout(), plan, device, fill, spec.compile)
+    mesh = build_mesh(plan, device) if plan.is_mixed or plan.zero >= 2 else None
+    splits: Splits | None = None
+    notes: tuple[str, ...] = () if recorded else (UNRECORDED,)
+    if plan.tp > 1:
+        from paceline.training.tensor import find_splits
+
+        batch = example(spec, task, plan)
+        splits = find_splits(model, task, batch, plan.tp)
+        notes += splits.notes
+    called = parallelize(model, task.layout(), plan, device, fill, spec.compile, mesh, splits)
     optimizer = make_optimizer(task, spec.optimizer, plan, model)
     check_splits(plan, optimizer)
     update = Step(
@@ -96,8 +123,23 @@ def lay_out(spec: Spec, plan: Plan, world: World, task: Task, device: torch.devi
         clip=spec.optimizer.clip,
         seed=spec.seed,
     )
-    whole = "the model's constructor cannot be recorded, so each rank builds it whole before it keeps its share (docs/tasks.md)"
-    return Laid(model, update, () if recorded else (whole,))
+    if splits is not None and mesh is not None:
+        _split_step(update, model, splits, task, batch, mesh["tp"] if mesh.ndim > 1 else mesh)
+    return Laid(model, update, notes)
+
+
+UNRECORDED = "the model's constructor cannot be recorded, so each rank builds it whole before it keeps its share (docs/tasks.md)"
+
+
+def _split_step(update: Step, model: nn.Module, splits: Splits, task: Task, batch: Batch, mesh: DeviceMesh) -> None:
+    """What else a step has to do where features are split."""
+    from paceline.training.tensor import split_loss, sum_partial, try_split_loss
+
+    if splits.partial:
+        params = [parameter for name, parameter in model.named_parameters() if name in splits.partial]
+        update.after_backward.append(partial(sum_partial, params, mesh.get_group()))
+    if try_split_loss(model, splits, task, batch, mesh):
+        update.around_loss = split_loss
 
 
 @dataclass(frozen=True)

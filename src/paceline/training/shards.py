@@ -4,6 +4,8 @@ from typing import Any
 
 from torch import Tensor
 
+from paceline.plan.plan import Place
+
 
 def is_cut(tensor: Tensor) -> bool:
     return hasattr(tensor, "placements")
@@ -20,8 +22,10 @@ def local(tensor: Tensor) -> Tensor:
     return cut.to_local() if is_cut(tensor) else tensor
 
 
-def is_first_copy(tensor: Tensor) -> bool:
+def is_first_copy(tensor: Tensor, place: Place) -> bool:
     """Whether this rank is the first of those that hold the same shard. `tensor` is cut, along one axis of its mesh at the least."""
     cut: Any = tensor
     coordinates = cut.device_mesh.get_coordinate() or ()
-    return not any(at for at, placement in zip(coordinates, cut.placements, strict=True) if not placement.is_shard())
+    if place.tp and "tp" not in (cut.device_mesh.mesh_dim_names or ()):
+        return False
+    return not any(at for at, placement in zip(coordinates, cut.placements, strict=True) if placement.is_replicate())

@@ -1,10 +1,11 @@
 """One update: forward and backward over the micro-batches, the norm of the whole gradient, clipping, the optimizer."""
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import astuple, dataclass, field, replace
 from functools import reduce
 from operator import add
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -19,6 +20,7 @@ from paceline.training.data import Batch
 from paceline.training.figures import Local
 from paceline.training.optim import Norm, scale_
 from paceline.training.seeds import derive, start_stream
+from paceline.training.shards import is_cut
 
 AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -56,11 +58,12 @@ class Step:
     base_lrs: list[float] = field(init=False)
     norm: Norm = field(init=False)
     loss_scale: LossScale | None = field(init=False)
+    around_loss: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext  # forward and backward run in it
+    after_backward: list[Callable[[], None]] = field(default_factory=list)  # what the engines leave undone of the gradients
 
     def __post_init__(self) -> None:
         self.base_lrs = [group["lr"] for group in self.optimizer.param_groups]
-        plan = self.plan
-        self.norm = Norm(self.params, plan.copy(self.place), plan.copies, whole_here=plan.zero < 2 and not plan.is_mixed)
+        self.norm = Norm(self.params, self.plan, self.place)
         self.loss_scale = LossScale() if self.precision == "fp16" else None
 
     @property
@@ -69,7 +72,10 @@ class Step:
         return self.plan.dp
 
     def __call__(self, batches: Sequence[Batch], step: int, lr_factor: float) -> Local:
-        losses, items, expected = self.backward(batches, step)
+        with self.around_loss():
+            losses, items, expected = self.backward(batches, step)
+        for finish in self.after_backward:
+            finish()
         norm = self.update(lr_factor)
         counted = self.place == replace(self.place, cp=0, tp=0, pp=self.plan.pp - 1)
         return Local(reduce(add, losses), sum(items), norm, expected) if counted else Local(0.0, 0.0, norm, expected)
@@ -154,7 +160,8 @@ def call(task: Task, model: nn.Module, batch: Batch) -> object:
 def weighed_loss(task: Task, model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor | float]:
     """Loss × items of a batch, summed, and its items (the sum of their weights where the task has weights)."""
     output = call(task, model, batch)
-    return weighed(task, task.loss(output, batch), task.weights(batch), batch, "loss()")
+    values: Any = task.loss(output, batch)
+    return weighed(task, values.full_tensor() if is_cut(values) else values, task.weights(batch), batch, "loss()")
 
 
 def weighed(task: Task, values: Tensor, weights: Tensor | None, batch: Batch, what: str) -> tuple[Tensor, Tensor | float]:

@@ -1,0 +1,51 @@
+"""A forward pass that works out shapes and computes nothing: to look at a model before it has any memory."""
+
+import contextlib
+from collections.abc import Callable, Iterator
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map
+
+from paceline.plan.plan import Plan, share
+from paceline.spec import Spec
+from paceline.task import Task
+from paceline.training.data import Batch, Samples, open_dataset
+from paceline.training.seeds import streams
+
+
+def example(spec: Spec, task: Task, plan: Plan) -> Batch:
+    """A micro-batch as one rank gets it, of the first samples of the training split."""
+    dataset = open_dataset(task, "train")
+    assert dataset is not None
+    count = share(spec.batch, plan)
+    numbers = [at % len(dataset) for at in range(count)]
+    with streams(spec.seed):
+        return Samples(dataset, "train", spec.seed, torch.float64 if spec.precision == "fp64" else None)[numbers, numbers]
+
+
+@contextlib.contextmanager
+def imagined(model: nn.Module) -> Iterator[Callable[[Batch], Batch]]:
+    """`model`, which is on the meta device, with tensors that pretend to lie on the CPU. Yields what makes a batch such as well."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    made: dict[int, Tensor] = {}
+
+    def pretend(tensor: Tensor) -> Tensor:
+        if id(tensor) not in made:
+            with mode:
+                new = torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype)
+            made[id(tensor)] = nn.Parameter(new, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else new
+        return made[id(tensor)]
+
+    kept = [(of, key, tensor) for m in model.modules() for of in (m._parameters, m._buffers) for key, tensor in of.items()]
+    for of, key, tensor in kept:
+        if tensor is not None and tensor.is_meta:
+            of[key] = pretend(tensor)  # type: ignore[assignment]
+    try:
+        with mode:
+            yield lambda batch: tree_map(lambda item: mode.from_tensor(item) if isinstance(item, Tensor) else item, batch)
+    finally:
+        for of, key, tensor in kept:
+            of[key] = tensor  # type: ignore[assignment]

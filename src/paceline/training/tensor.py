@@ -1,0 +1,339 @@
+"""Tensor parallelism: weights split by column and row over the ranks of one mesh axis, with the sums and gatherings that this takes.
+
+Parameters are DTensors, so that sharding, checkpoints and export know how they are cut; a layer computes on what lies here.
+"""
+
+import contextlib
+import fnmatch
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from paceline.errors import PlanError, TaskError
+from paceline.spec import nearest
+from paceline.task import Task
+from paceline.training.data import Batch
+from paceline.training.discover import Found, discover, features, is_embedding, is_linear, is_transposed
+from paceline.training.imagine import imagined
+from paceline.training.shards import local
+
+STYLES = ("column", "row", "gather", "head", "vocabulary", "whole")
+HUGGING_FACE = {  # styles of transformers' tp_plan
+    "colwise": "column",
+    "rowwise": "row",
+    "colwise_rep": "gather",
+    "colwise_gather_output": "gather",
+}
+
+
+@dataclass(frozen=True)
+class Splits:
+    """What is done with each module that is split, and names of parameters whose gradients are summed over the axis."""
+
+    styles: Mapping[str, str]
+    partial: frozenset[str]
+    output: torch.Size | None  # shape of what the model returns, where that is one tensor
+    notes: tuple[str, ...]
+
+
+def find_splits(model: nn.Module, task: Task, batch: Batch, tp: int) -> Splits:
+    """How `model`, on the meta device, is split `tp` ways: as the task's layout says, as the model itself does (tp_plan), or as found.
+    Raises PlanError where it cannot be, TaskError for a layout that names what is not there."""
+    from paceline.training.step import call
+
+    outputs: list[Any] = []
+
+    def run() -> Any:
+        outputs[:] = [call(task, model, inputs)]
+        return outputs[0]
+
+    with imagined(model) as imagine:
+        inputs = imagine(batch)
+        found = discover(model, run, tp)
+    styles = _found_styles(model, found, tp) | _own_plan(model, found) | _asked(model, task.layout().tensor, tp)
+    styles = {name: style for name, style in styles.items() if style != "whole"}
+    _drop_unlike_ties(model, styles)
+    if not styles:
+        raise PlanError(f"tp={tp}, but {type(model).__name__} has no linear layer or embedding whose size {tp} divides; use pp or zero3")
+    whole = [name for name, module in model.named_modules() if (is_linear(module) or is_embedding(module)) and name not in styles]
+    notes = [*found.notes]
+    if gathered := [name for name, style in styles.items() if style == "gather"]:
+        notes.append(f"tp: {_list(gathered)} split by columns and gathered, because no layer takes their outputs in parts")
+    if whole:
+        notes.append(f"tp: {_list(whole)} not split")
+    shape = outputs[0].shape if isinstance(outputs[0], Tensor) else None
+    return Splits(styles, found.partial, shape, tuple(notes))
+
+
+def _list(names: list[str]) -> str:
+    from paceline.training.discover import _pattern
+
+    patterns = list(dict.fromkeys(map(_pattern, names))) if len(names) > 4 else names
+    return ", ".join(patterns[:8]) + (" …" if len(patterns) > 8 else "")
+
+
+def _found_styles(model: nn.Module, found: Found, tp: int) -> dict[str, str]:
+    styles = {}
+    embeddings = {name: module for name, module in model.named_modules() if name in found.called and is_embedding(module)}
+    largest = max(embeddings, key=lambda name: embeddings[name].weight.numel(), default=None)
+    for name in found.called:
+        module: Any = model.get_submodule(name)
+        if name in found.columns:
+            styles[name] = "column"
+        elif name in found.rows:
+            styles[name] = "row"
+        elif is_linear(module) and features(module)[1] % tp == 0:
+            styles[name] = "head" if name in found.heads else "gather"
+        elif name == largest and module.num_embeddings % tp == 0:
+            styles[name] = "vocabulary"
+    return styles
+
+
+def _own_plan(model: nn.Module, found: Found) -> dict[str, str]:
+    """Of the model's own plan what was not found: the watching cannot see as far as its author."""
+    plan = getattr(model, "tp_plan", None)
+    if not isinstance(plan, Mapping):
+        return {}
+    styles = {name: HUGGING_FACE[style] for pattern, style in plan.items() if style in HUGGING_FACE for name in _matching(model, pattern)}
+    return {name: style for name, style in styles.items() if name not in found.called and is_linear(model.get_submodule(name))}
+
+
+def _asked(model: nn.Module, tensor: Mapping[str, str] | None, tp: int) -> dict[str, str]:
+    styles = {}
+    for pattern, style in (tensor or {}).items():
+        if style not in STYLES:
+            raise TaskError(f"layout().tensor[{pattern!r}] is {style!r}{nearest(style, STYLES)}")
+        names = _matching(model, pattern)
+        if not names:
+            raise TaskError(
+                f"layout().tensor names {pattern!r}, which the model has not{nearest(pattern, [n for n, _ in model.named_modules() if n])}"
+            )
+        for name in names:
+            module: Any = model.get_submodule(name)
+            fits = is_embedding(module) if style == "vocabulary" else is_linear(module)
+            if style != "whole" and not fits:
+                raise TaskError(f"layout().tensor[{pattern!r}] is {style!r}, which a {type(module).__name__} cannot be")
+            size = module.num_embeddings if style == "vocabulary" else features(module)[0 if style == "row" else 1] if fits else 0
+            if size % tp:
+                raise PlanError(f"tp={tp} does not divide the {size} {'rows' if style == 'vocabulary' else 'features'} of {name}")
+            styles[name] = style
+    return styles
+
+
+def _matching(model: nn.Module, pattern: str) -> list[str]:
+    return [name for name, _ in model.named_modules() if fnmatch.fnmatchcase(name, pattern)]
+
+
+def _drop_unlike_ties(model: nn.Module, styles: dict[str, str]) -> None:
+    """A weight that several modules share is split only where all of them split it alike."""
+    users: dict[int, list[str]] = {}
+    for name, module in model.named_modules():
+        if module._parameters.get("weight") is not None:
+            users.setdefault(id(module.weight), []).append(name)
+    for names in users.values():
+        if len({_cuts(model.get_submodule(name), styles.get(name)).get("weight") for name in names}) > 1:
+            for name in names:
+                styles.pop(name, None)
+
+
+def _cuts(module: nn.Module, style: str | None) -> dict[str, int]:
+    """Parameter -> the dimension that is cut."""
+    if style in (None, "whole"):
+        return {}
+    if style == "vocabulary":
+        return {"weight": 0}
+    if style == "row":
+        return {"weight": 0 if is_transposed(module) else 1}
+    return {"weight": 1 if is_transposed(module) else 0, "bias": 0}
+
+
+def split(model: nn.Module, splits: Splits, mesh: DeviceMesh) -> None:
+    """Cut the parameters of `model`, on the meta device, over the one axis of `mesh`, and let the layers compute on their parts."""
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    torch.backends.mha.set_fastpath_enabled(False)
+    group = mesh.get_group()
+    cut: dict[int, nn.Parameter] = {}
+    entrances: dict[str, _Entrance] = {}
+    for name, style in splits.styles.items():
+        module: Any = model.get_submodule(name)
+        for key, dim in _cuts(module, style).items():
+            parameter = module._parameters[key]
+            if parameter is None:
+                continue
+            if id(parameter) not in cut:
+                sharded = distribute_tensor(parameter.detach(), mesh, [Shard(dim)], src_data_rank=None)
+                cut[id(parameter)] = nn.Parameter(sharded, parameter.requires_grad)
+            module._parameters[key] = cut[id(parameter)]
+        entrance = entrances.setdefault(name.rpartition(".")[0], _Entrance(group))
+        module.forward = FORWARDS[style](module, group, entrance)
+
+
+def _product(module: Any, x: Tensor, bias: bool) -> Tensor:
+    weight = local(module.weight)
+    added = local(module.bias) if bias and module.bias is not None else None
+    return F.linear(x, weight.t() if is_transposed(module) else weight, added)
+
+
+def _column(module: Any, group: dist.ProcessGroup, entrance: "_Entrance") -> Callable[[Tensor], Tensor]:
+    return lambda x: _product(module, entrance(x), bias=True)
+
+
+def _gather(module: Any, group: dist.ProcessGroup, entrance: "_Entrance") -> Callable[[Tensor], Tensor]:
+    return lambda x: _Gather.apply(_product(module, entrance(x), bias=True), group)
+
+
+def _row(module: Any, group: dist.ProcessGroup, entrance: "_Entrance") -> Callable[[Tensor], Tensor]:
+    def forward(x: Tensor) -> Tensor:
+        whole: Tensor = _Sum.apply(_product(module, x, bias=False), group)
+        return whole + module.bias if module.bias is not None else whole
+
+    return forward
+
+
+def _vocabulary(module: Any, group: dist.ProcessGroup, entrance: "_Entrance") -> Callable[[Tensor], Tensor]:
+    def forward(ids: Tensor) -> Tensor:
+        weight = local(module.weight)
+        here = ids - group.rank() * len(weight)
+        elsewhere = (here < 0) | (here >= len(weight))
+        rows = F.embedding(here.masked_fill(elsewhere, 0), weight).masked_fill(elsewhere.unsqueeze(-1), 0)
+        return _Sum.apply(rows, group)
+
+    return forward
+
+
+def _head(module: Any, group: dist.ProcessGroup, entrance: "_Entrance") -> Callable[[Tensor], Tensor]:
+    """What the model returns: whole, or split along its last dimension where the loss can be computed so."""
+
+    def forward(x: Tensor) -> Tensor:
+        part = _product(module, entrance(x), bias=True)
+        if module.training and getattr(module, SPLIT_LOSS, False):
+            from torch.distributed.tensor import DTensor, Shard
+
+            mesh = module.weight.device_mesh
+            axis = mesh[mesh.mesh_dim_names[-1]] if mesh.ndim > 1 else mesh
+            return DTensor.from_local(part, axis, [Shard(part.dim() - 1)], run_check=False)
+        return _Gather.apply(part, group)
+
+    return forward
+
+
+SPLIT_LOSS = "_paceline_split_loss"
+FORWARDS: dict[str, Callable[[Any, Any, Any], Callable[[Tensor], Tensor]]] = {
+    "column": _column,
+    "row": _row,
+    "gather": _gather,
+    "head": _head,
+    "vocabulary": _vocabulary,
+}
+
+
+class _Entrance:
+    """Where whole activations meet split weights: each rank has a part of their gradient. Layers side by side share one sum."""
+
+    def __init__(self, group: dist.ProcessGroup):
+        self.group = group
+        self.last: tuple[weakref.ref[Tensor], weakref.ref[Tensor]] | None = None
+
+    def __call__(self, x: Tensor) -> Tensor:
+        if self.last is not None and self.last[0]() is x and (entered := self.last[1]()) is not None:
+            return entered
+        entered = _Enter.apply(x, self.group)
+        assert isinstance(entered, Tensor)
+        self.last = (weakref.ref(x), weakref.ref(entered)) if x.requires_grad else None
+        return entered
+
+
+class _Enter(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        whole = grad.clone(memory_format=torch.contiguous_format)
+        dist.all_reduce(whole, group=ctx.group)
+        return whole, None
+
+
+class _Sum(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, part: Tensor, group: dist.ProcessGroup) -> Tensor:
+        whole = part.contiguous()
+        dist.all_reduce(whole, group=group)
+        ctx.mark_dirty(whole) if whole is part else None
+        return whole
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad, None
+
+
+class _Gather(torch.autograd.Function):
+    """All ranks go on alike from here, so each has the whole gradient already."""
+
+    @staticmethod
+    def forward(ctx: Any, part: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.rank, ctx.features = group.rank(), part.shape[-1]
+        parts = [torch.empty_like(part, memory_format=torch.contiguous_format) for _ in range(group.size())]
+        dist.all_gather(parts, part.contiguous(), group=group)
+        return torch.cat(parts, -1)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad.narrow(-1, ctx.rank * ctx.features, ctx.features), None
+
+
+def sum_partial(params: Sequence[nn.Parameter], group: dist.ProcessGroup) -> None:
+    """Add up the gradients of small parameters that each rank used on its part of the features."""
+    for parameter in params:
+        if parameter.grad is not None:
+            dist.all_reduce(local(parameter.grad), group=group)
+
+
+@contextlib.contextmanager
+def split_loss() -> Iterator[None]:
+    """For the loss of a split output and its backward pass: cross entropy over a vocabulary that is split (torch's loss_parallel)."""
+    from torch.distributed.tensor.experimental import implicit_replication
+    from torch.distributed.tensor.parallel import loss_parallel
+
+    with loss_parallel(), implicit_replication():
+        yield
+
+
+def try_split_loss(model: nn.Module, splits: Splits, task: Task, batch: Batch, mesh: DeviceMesh) -> bool:
+    """Whether the task's loss is the same for an output that is split, tried on random numbers. A collective."""
+    from torch.distributed.tensor import DTensor, Shard
+
+    heads = [name for name, style in splits.styles.items() if style == "head"]
+    if len(heads) != 1 or splits.output is None:
+        return False
+    head: Any = model.get_submodule(heads[0])
+    drawn = torch.randn(splits.output, generator=torch.Generator().manual_seed(0), dtype=head.weight.dtype).to(head.weight.device)
+    part = drawn.chunk(mesh.size(), -1)[mesh.get_local_rank()].contiguous().requires_grad_()
+    whole = drawn.requires_grad_()
+    same = True
+    try:
+        expected = task.loss(whole, batch)
+        expected.sum().backward()
+        with split_loss():
+            found: Any = task.loss(DTensor.from_local(part, mesh, [Shard(part.dim() - 1)], run_check=False), batch)
+            found = found.full_tensor() if isinstance(found, DTensor) else found
+            found.sum().backward()
+        assert whole.grad is not None
+        own = whole.grad.chunk(mesh.size(), -1)[mesh.get_local_rank()]
+        same = torch.allclose(found, expected, rtol=1e-4) and part.grad is not None and torch.allclose(part.grad, own, rtol=1e-3, atol=1e-5)
+    except Exception:  # whatever the user's loss does with a split output that torch cannot: then it is given the whole
+        same = False
+    agreed = torch.tensor(int(same), device=drawn.device)
+    dist.all_reduce(agreed, dist.ReduceOp.MIN)
+    setattr(head, SPLIT_LOSS, bool(agreed))
+    return bool(agreed)

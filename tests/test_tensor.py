@@ -1,0 +1,278 @@
+"""Tensor parallelism: what is found in a model, and that it is the same training."""
+
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import models
+from harness import Trained, differences, ranks, trained, training
+from paceline import Layout, Spec, Task
+from paceline.errors import PlanError, TaskError
+from paceline.plan.plan import Plan
+from paceline.spec import Optimizer
+from paceline.tasks.digits import Digits
+from paceline.tasks.text import Text
+from paceline.training import tensor
+from paceline.training.tensor import Splits, find_splits
+
+SPEC = Spec(batch=8, steps=3, precision="fp64", optimizer=Optimizer(clip=0.5, weight_decay=0.1))
+
+
+class Attention(nn.Module):
+    """The heads are left to the size of what comes, unless `forward` says them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.k, self.v, self.o = (nn.Linear(16, 16, bias=False) for _ in range(4))
+        self.scale = nn.Parameter(torch.ones(4))
+
+    def heads(self, x: Tensor) -> Tensor:
+        return x.unflatten(-1, (-1, 4)).transpose(1, 2)
+
+    def join(self, x: Tensor) -> Tensor:
+        return x.transpose(1, 2).flatten(2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (self.heads(layer(x)) for layer in (self.q, self.k, self.v))
+        return self.o(self.join((q * self.scale @ k.transpose(-1, -2)).softmax(-1) @ v))
+
+
+class SaysHeads(Attention):
+    def heads(self, x: Tensor) -> Tensor:
+        return x.view(len(x), -1, 4, 4).transpose(1, 2)
+
+
+class SaysHeadsOnly(Attention):
+    """On a rank with half of the features this would run, with heads of half the size: another result, and no error."""
+
+    def heads(self, x: Tensor) -> Tensor:
+        return x.view(len(x), 5, 4, -1).transpose(1, 2)
+
+
+class Gated(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate, self.up, self.down = nn.Linear(16, 24), nn.Linear(16, 24), nn.Linear(24, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(F.silu(self.gate(x)) * self.up(x))
+
+
+class LooksInside(Gated):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) + self.up.weight.sum()
+
+
+class MixesFeatures(Gated):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(self.up(x).softmax(-1))
+
+
+class Learns(Gated):
+    """A learned factor for each of the features that would be split."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.factor = nn.Parameter(torch.ones(24))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(self.up(x) * self.factor)
+
+
+class Sequences(Task):
+    kind: str = "Attention"
+    tensor: dict[str, str] | None = None
+
+    def model(self) -> nn.Module:
+        return nn.Sequential(nn.Linear(6, 16), globals()[self.kind](), nn.LayerNorm(16), nn.Linear(16, 3))
+
+    def dataset(self, split: str) -> models.Pairs | None:
+        return models.Pairs(x=models.drawn(29, 5, 6), y=models.drawn(29, 5, 3, seed=1)) if split == "train" else None
+
+    def loss(self, output: Tensor, batch: Any) -> Tensor:
+        return (output - batch[1]).square()
+
+    def layout(self) -> Layout:
+        return Layout(tensor=self.tensor)
+
+
+class Encoder(Sequences):
+    def model(self) -> nn.Module:
+        layer = nn.TransformerEncoderLayer(16, 2, 32, dropout=0.0, batch_first=True)
+        return nn.Sequential(nn.Linear(6, 16), nn.TransformerEncoder(layer, 2, enable_nested_tensor=False), nn.Linear(16, 3))
+
+
+class HuggingFace(models.Text):
+    kind: str = "llama"
+
+    def model(self) -> nn.Module:
+        from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
+
+        sizes = {"vocab_size": 12, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "head_dim": 4, "use_cache": False}
+        heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "bos_token_id": 0, "eos_token_id": 1}
+        if self.kind == "gpt2":
+            off = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0, "use_cache": False, "bos_token_id": 0, "eos_token_id": 1}
+            return Logits(GPT2LMHeadModel(GPT2Config(vocab_size=12, n_embd=16, n_layer=2, n_head=4, n_positions=16, **off)))
+        if self.kind == "qwen3":
+            return Logits(Qwen3ForCausalLM(Qwen3Config(**sizes, **heads)))
+        return Logits(LlamaForCausalLM(LlamaConfig(**sizes, **heads, tie_word_embeddings=self.kind == "llama-tied")))
+
+    def inputs(self, batch: Any) -> Any:
+        return batch["tokens"][:, :-1]
+
+
+class Logits(nn.Module):
+    def __init__(self, model: nn.Module):
+        super().__init__()
+        self.model = model
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.model(input_ids=tokens).logits
+
+
+def splits_of(task: Task, tp: int = 2) -> Splits:
+    from paceline.training.imagine import example
+    from paceline.training.weights import record
+
+    model, _, _ = record(task.model, 0)
+    return find_splits(model, task, example(SPEC, task, Plan(dp=1, micro=1)), tp)
+
+
+@pytest.mark.parametrize(
+    ("kind", "styles"),
+    [
+        ("Attention", {"1.q": "column", "1.k": "column", "1.v": "column", "1.o": "row"}),
+        ("Gated", {"1.gate": "column", "1.up": "column", "1.down": "row"}),
+        ("SaysHeads", {"1.q": "row", "1.k": "row", "1.v": "row", "1.o": "gather"}),  # of the layer in front
+        ("SaysHeadsOnly", {"1.q": "row", "1.k": "row", "1.v": "row", "1.o": "gather"}),
+        ("MixesFeatures", {"1.up": "row", "1.down": "gather"}),
+        ("Learns", {"1.up": "row", "1.down": "gather"}),
+        ("LooksInside", {"1.gate": "gather", "1.down": "gather"}),
+    ],
+)
+def test_what_is_found(kind: str, styles: dict[str, str]) -> None:
+    found = splits_of(Sequences(kind=kind)).styles
+    assert {name: style for name, style in found.items() if name.startswith("1.")} == styles
+    assert "3" not in found  # it has 3 features
+
+
+def test_a_small_parameter_among_the_heads_is_noticed() -> None:
+    assert splits_of(Sequences(kind="Attention")).partial == {"1.scale"}
+
+
+def test_what_is_not_split_in_pairs_is_said() -> None:
+    notes = splits_of(Sequences(kind="SaysHeads")).notes
+    assert notes[0] == "tp: *.k, *.q, *.v cannot be split in pairs, because the forward says their sizes itself"
+    assert "3 not split" in notes[-1]
+
+
+def test_the_layout_has_the_last_word() -> None:
+    found = splits_of(Sequences(kind="Gated", tensor={"1.*": "whole"})).styles
+    assert found == {"0": "gather"}
+
+
+@pytest.mark.parametrize(
+    ("tensor", "kind", "message"),
+    [
+        ({"1.upp": "column"}, TaskError, "layout().tensor names '1.upp', which the model has not; did you mean 1.up?"),
+        ({"1.up": "colum"}, TaskError, "layout().tensor['1.up'] is 'colum'; did you mean column?"),
+        ({"2": "column"}, TaskError, "layout().tensor['2'] is 'column', which a LayerNorm cannot be"),
+        ({"3": "column"}, PlanError, "tp=2 does not divide the 3 features of 3"),
+    ],
+)
+def test_a_layout_that_cannot_be(tensor: dict[str, str], kind: type[Exception], message: str) -> None:
+    with pytest.raises(kind) as caught:
+        splits_of(Sequences(kind="Gated", tensor=tensor))
+    assert str(caught.value) == message
+
+
+@pytest.mark.parametrize(
+    ("task", "tp", "message"),
+    [
+        (Sequences(), 3, "tp=3 does not divide the 4 heads of 1.q; use tp=2 or 4"),
+        (Sequences(kind="Gated"), 16, "tp=16 does not divide the 24 features of 1.gate; use tp=2 or 3 or 4"),
+        (models.Points(), 2, "tp=2 does not divide the 7 features of 0; use tp=7"),
+    ],
+)
+def test_sizes_that_do_not_divide(task: Task, tp: int, message: str) -> None:
+    with pytest.raises(PlanError) as caught:
+        splits_of(task, tp)
+    assert str(caught.value) == message
+
+
+TASKS: list[Task] = [
+    Text(width=16, depth=2, heads=4, context=8),
+    Digits(width=4),
+    Sequences(),
+    Sequences(kind="SaysHeads"),
+    Encoder(),
+    *(HuggingFace(kind=kind) for kind in ("llama", "llama-tied", "gpt2", "qwen3")),
+]
+PLANS = [(2, "tp=2"), (4, "tp=2"), (4, "tp=2,zero=2"), (4, "tp=2,zero=3,micro=2")]
+
+
+def skip_without_transformers(task: Task) -> None:
+    if isinstance(task, HuggingFace):
+        pytest.importorskip("transformers")
+
+
+@cache
+def one_process(at: int) -> Trained:
+    return trained(1, TASKS[at], SPEC)
+
+
+@pytest.mark.parametrize(("size", "plan"), PLANS)
+@pytest.mark.parametrize("at", range(len(TASKS)), ids=lambda at: f"{type(TASKS[at]).__name__}-{getattr(TASKS[at], 'kind', '')}")
+def test_the_training_is_that_of_one_process(at: int, size: int, plan: str) -> None:
+    skip_without_transformers(TASKS[at])
+    assert not differences(trained(size, TASKS[at], SPEC, plan), one_process(at), 1e-11)
+
+
+def losses_were_split(task: Task, plan: str) -> bool:
+    heads: list[nn.Module] = []
+    original: Callable[..., Any] = tensor._head
+    tensor.FORWARDS["head"] = lambda module, *rest: heads.append(module) or original(module, *rest)  # type: ignore[func-returns-value]
+    training(task, SPEC, plan)
+    tensor.FORWARDS["head"] = original
+    return all(getattr(head, tensor.SPLIT_LOSS) for head in heads) and bool(heads)
+
+
+@pytest.mark.parametrize(("task", "split"), [(TASKS[0], True), (Sequences(), False)])
+def test_cross_entropy_runs_over_a_split_vocabulary(task: Task, split: bool) -> None:
+    assert ranks(2)(losses_were_split, task, "tp=2") == [split] * 2
+
+
+class NoSumInBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Any) -> Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad, None
+
+
+def without_sum(task: Task, plan: str) -> Trained:
+    original, tensor._Enter = tensor._Enter, NoSumInBackward  # type: ignore[misc]
+    try:
+        return training(task, SPEC, plan)
+    finally:
+        tensor._Enter = original  # type: ignore[misc]
+
+
+def without_partial(task: Task, plan: str) -> Trained:
+    original, tensor.sum_partial = tensor.sum_partial, lambda *arguments: None
+    try:
+        return training(task, SPEC, plan)
+    finally:
+        tensor.sum_partial = original
+
+
+@pytest.mark.parametrize("fault", [without_sum, without_partial])
+def test_a_sum_that_is_left_out_is_caught(fault: Callable[..., Trained]) -> None:
+    assert differences(ranks(2)(fault, TASKS[2], "tp=2")[0], one_process(2), 1e-4)
