@@ -1,7 +1,7 @@
 """One update: forward and backward over the micro-batches, the norm of the whole gradient, clipping, the optimizer."""
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import astuple, dataclass, field, replace
 from functools import reduce
 from operator import add
@@ -53,6 +53,7 @@ class Step:
     precision: str
     clip: float | None
     seed: int
+    observe: Callable[[str, int], None] | None = None  # called with ("gradients", step) before each update, ("weights", step) after it
     base_lrs: list[float] = field(init=False)
     norm: Norm = field(init=False)
     loss_scale: LossScale | None = field(init=False)
@@ -70,7 +71,11 @@ class Step:
 
     def __call__(self, batches: Sequence[Batch], step: int, lr_factor: float) -> Local:
         losses, items, expected = self.backward(batches, step)
+        if self.observe is not None:
+            self.observe("gradients", step)
         norm = self.update(lr_factor)
+        if self.observe is not None:
+            self.observe("weights", step)
         counted = self.place == replace(self.place, cp=0, tp=0, pp=self.plan.pp - 1)
         return Local(reduce(add, losses), sum(items), norm, expected) if counted else Local(0.0, 0.0, norm, expected)
 
