@@ -139,16 +139,18 @@ def test_one_process_runs_as_many_micro_batches_where_these_matter(two: Ranks) -
         assert normed.verify(parse("zero3,micro=2")).same
         assert any("BatchNorm" in line for line in conditions(normed.reference()))
         assert normed.references.keys() == {1, 2}
-    with Verification(spec("test_verify:Crowd"), two) as crowd:
-        assert crowd.verify(parse("single,micro=2,dp=2")).same is False  # it sees the rank's share, too
-        assert crowd.sees_micro_batches
+    with Verification(spec("test_verify:Summed"), two) as summed:
+        verdict = summed.verify(parse("ddp,micro=2"))
+        assert summed.sees_micro_batches
+        assert "not the same training as one process with micro=2: the gradient of 0.weight is 0.500 times" in sentence(verdict)
+        assert "one over the degree of dp" in sentence(verdict)
 
 
-class Crowd(models.Points):
-    """Whose loss depends on who else is in the micro-batch."""
+class Summed(models.Points):
+    """A scalar is taken as the mean over the samples of its batch, and this one is not: a common mistake."""
 
     def loss(self, output: torch.Tensor, batch: Any) -> torch.Tensor:
-        return (output - batch[1]).square() * output.detach().abs().max()
+        return (output - batch[1]).square().sum()
 
 
 class Dropping(models.Points):

@@ -74,12 +74,13 @@ def _verified(spec: specs.Spec, ranks: int, asked: str | None, batch_is_said: bo
     if (launcher := world().launcher) is not None:
         raise LaunchError(f"verify starts ranks itself, and {launcher} has started this process as one; run it without")
     tasks.load_task(spec.task, spec.set)
+    asked_task = spec.task
     spec = spec.model_copy(update={"task": tasks.resolve(spec.task)})
     plans = [parse(asked)] if asked is not None else list(candidates(ranks))
     if asked is not None:
         plan = plans[0].on(ranks)
         if plan.is_asynchronous:
-            raise PlanError(what_must_hold(plan))
+            raise PlanError(what_must_hold(plans[0]))
         if batch_is_said:
             share(spec.batch, plan)
 
@@ -88,12 +89,12 @@ def _verified(spec: specs.Spec, ranks: int, asked: str | None, batch_is_said: bo
 
     if not batch_is_said:
         spec = spec.model_copy(update={"batch": batch_for(spec.batch, plans, ranks)})
-    console = Console(highlight=False, soft_wrap=False)
+    console = Console(highlight=False, emoji=False)
     with Verification(spec, ranks, timeout_s) as verification:
         reference = verification.reference()
         what = f"plan {plans[0]}" if asked is not None else f"{len(plans)} plans"
         settings = f"{spec.steps} step{'s' * (spec.steps != 1)}, batch {spec.batch}, float64"
-        console.print(f"{spec.task}: {what} on {ranks} rank{'s' * (ranks > 1)} beside one process; {settings}", markup=False)
+        console.print(f"{asked_task}: {what} on {ranks} rank{'s' * (ranks > 1)} beside one process; {settings}", markup=False)
         for condition in conditions(reference):
             console.print(condition, markup=False)
         console.print(measure(), style="dim")

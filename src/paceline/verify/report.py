@@ -50,9 +50,10 @@ def sentence(verdict: Verdict) -> str:
         return f"cannot be: {verdict.cannot_be}"
     if verdict.failed is not None:
         return f"failed: {verdict.failed}"
+    one = "one process" if verdict.micro == 1 else f"one process with micro={verdict.micro}"
     if verdict.first is None:
-        return f"the same training as one process, to {furthest(verdict):.0e}"
-    return f"not the same training: {told(verdict)}"
+        return f"the same training as {one}, to {furthest(verdict):.0e}"
+    return f"not the same training as {one}: {told(verdict)}"
 
 
 def furthest(verdict: Verdict) -> float:

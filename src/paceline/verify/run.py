@@ -37,6 +37,7 @@ class Verdict:
 
     plan: Plan
     ranks: int
+    micro: int = 1  # micro-batches of the one process
     rows: tuple[Row, ...] = ()
     first: Difference | None = None
     axis: str | None = None  # degrees that the factor of `first` equals
@@ -116,7 +117,7 @@ class Verification:
         """Raises PlanError and TaskError for a plan that cannot be, RankError when a rank failed."""
         plan = asked.on(self.size)
         if plan.is_asynchronous:
-            raise PlanError(what_must_hold(plan))
+            raise PlanError(what_must_hold(asked))
         share(self.spec.batch, plan)
         assert plan.micro is not None
         self.reference()
@@ -129,7 +130,7 @@ class Verification:
     def _held(self, asked: Plan, plan: Plan, micro: int, plant: Plant) -> Verdict:
         reference = self.reference(micro)
         seen = self._ranks(compare, self.spec, str(asked), self._path(micro), plant, timeout_s=self.timeout_s)
-        return judge(asked, plan, self.size, reference, seen)
+        return judge(asked, plan, self.size, micro, reference, seen)
 
     def _depends_on(self, micro: int) -> bool:
         """Whether so many micro-batches are another training already under one process."""
@@ -148,8 +149,8 @@ class Verification:
             return Verdict(plan, self.size, failed=str(error))
 
 
-def judge(asked: Plan, plan: Plan, ranks: int, reference: Reference, seen: list[Seen]) -> Verdict:
-    """What the ranks saw, taken together."""
+def judge(asked: Plan, plan: Plan, ranks: int, micro: int, reference: Reference, seen: list[Seen]) -> Verdict:
+    """What the ranks saw, taken together. `micro`: the micro-batches of the one process."""
     rows: list[Row] = []
     found = [rank.first for rank in seen if rank.first is not None]
     found += _left_out(reference, seen)
@@ -163,7 +164,7 @@ def judge(asked: Plan, plan: Plan, ranks: int, reference: Reference, seen: list[
         rows.append(Row(at + 1, loss, norm, of_loss, of_norm, max(look.get("gradient", 0.0) for look in looks), of_parameters))
     first = min(found, key=lambda difference: difference.place, default=None)
     axis = axis_of(first.factor, plan, ranks, of_norm=first.what == "norm") if first is not None and first.uniform else None
-    return Verdict(asked, ranks, tuple(rows), first, axis, _only_on(first, seen))
+    return Verdict(asked, ranks, micro, tuple(rows), first, axis, _only_on(first, seen))
 
 
 def _only_on(first: Difference | None, seen: list[Seen]) -> tuple[int, ...]:
