@@ -7,9 +7,11 @@ import statistics
 import time
 from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from paceline import task as tasks
@@ -41,6 +43,7 @@ def train(
     run: RunFolder | None = None,
     device: str | None = None,
     stop: Callable[[], bool] = lambda: False,
+    observe: Callable[[nn.Module, str, int], None] | None = None,
 ) -> Generator[Event]:
     """Train as `spec` says, laid out by `plan`; one event after another comes out. All ranks must iterate in step.
 
@@ -48,6 +51,7 @@ def train(
     from the environment if not said. `task`: an instance, in place of the one that `spec` names.
     run: where checkpoints go; a training that has checkpoints there goes on from the last whole one. None: none are written.
     device: "cpu" or "cuda"; None: CUDA where there is some. `stop`: asked at each step; when any rank answers yes, all save and end.
+    observe: called on every rank with the model as it is laid out, and ("gradients", step) before or ("weights", step) after each update.
 
     Raises PlanError, DataError, TaskError, CheckpointError before the first step, and DivergedError for a loss that is not finite.
     """
@@ -63,6 +67,8 @@ def train(
         share(spec.batch, laid_out)
         data = open_data(spec, task, world)
         laid = lay_out(spec, laid_out, world, task, here)
+        if observe is not None:
+            laid.update.observe = partial(observe, laid.model)
         try:
             yield from _Loop(spec, laid_out, str(plan), world, task, run, here, stop, data, laid).events()
         finally:

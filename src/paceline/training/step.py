@@ -55,6 +55,7 @@ class Step:
     precision: str
     clip: float | None
     seed: int
+    observe: Callable[[str, int], None] | None = None  # called with ("gradients", step) before each update, ("weights", step) after it
     base_lrs: list[float] = field(init=False)
     norm: Norm = field(init=False)
     loss_scale: LossScale | None = field(init=False)
@@ -76,7 +77,11 @@ class Step:
             losses, items, expected = self.backward(batches, step)
         for finish in self.after_backward:
             finish()
+        if self.observe is not None:
+            self.observe("gradients", step)
         norm = self.update(lr_factor)
+        if self.observe is not None:
+            self.observe("weights", step)
         counted = self.place == replace(self.place, cp=0, tp=0, pp=self.plan.pp - 1)
         return Local(reduce(add, losses), sum(items), norm, expected) if counted else Local(0.0, 0.0, norm, expected)
 

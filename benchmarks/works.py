@@ -1,0 +1,134 @@
+"""What works for which model: every plan on every model of the zoo, held against one process.
+
+    python benchmarks/works.py [--ranks 2 4 8] [--write docs/works.md]
+
+Takes minutes. Without --write the page is printed.
+"""
+
+import argparse
+import sys
+import time
+from pathlib import Path
+
+import torch
+
+from paceline import Spec
+from paceline.errors import Error
+from paceline.plan.candidates import candidates
+from paceline.spec import parse_value
+from paceline.verify.ranks import Ranks
+from paceline.verify.report import furthest, reason, sentence
+from paceline.verify.run import Verdict, Verification, batch_for
+
+ZOO = Path(__file__).with_name("zoo.py").resolve()
+MODELS = {
+    "digits": "digits width=4",
+    "text": "text width=32 depth=8 heads=8 context=16",
+    "Encoder": f"{ZOO}:TransformerEncoder",
+    "Llama": f"{ZOO}:Llama",
+    "Llama, tied": f"{ZOO}:Llama tied=true",
+    "GPT-2": f"{ZOO}:Gpt2",
+    "ResNet": f"{ZOO}:ResNet",
+    "uneven": f"{ZOO}:Uneven",
+}
+TOLD = {
+    "digits": "the CNN of the built-in task",
+    "text": "the byte-level GPT of the built-in task",
+    "Encoder": "stock `nn.TransformerEncoder`",
+    "Llama": "Hugging Face's, rotary positions and grouped queries",
+    "Llama, tied": "with one matrix for both embeddings",
+    "GPT-2": "Hugging Face's",
+    "ResNet": "ResNet-18's blocks, BatchNorm",
+    "uneven": "an MLP, none of whose sizes divides by two",
+}
+HEAD = """# What works for which model
+
+`python benchmarks/works.py --write docs/works.md` makes this page with [verify](verify.md): each plan beside one process, {steps} steps in
+float64 on gloo, models as tiny as they can be.
+
+* ✓ loss, norm, every gradient, every parameter and every buffer are those of one process to 1e-10; the furthest of all is {furthest:.0e}
+* a number: the plan is refused, for the reason below the table
+* ✗ another result
+
+{models}
+
+torch {torch}.
+"""
+
+
+def spec_of(words: str, ranks: int, steps: int) -> Spec:
+    task, *fields = words.split()
+    settings = {key: parse_value(value) for key, _, value in (field.partition("=") for field in fields)}
+    return Spec(task=task, set=settings, batch=batch_for(16, list(candidates(ranks)), ranks), steps=steps)
+
+
+def verdicts(words: str, ranks: Ranks, steps: int) -> list[Verdict] | str:
+    """Of every plan, or why the model is not here."""
+    began = time.perf_counter()
+    try:
+        with Verification(spec_of(words, ranks.size, steps), ranks) as verification:
+            verification.reference()
+            found = [verification.outcome(plan) for plan in candidates(ranks.size)]
+    except Error as error:
+        return str(error)
+    for verdict in found:
+        if not verdict.same and verdict.cannot_be is None:
+            print(f"{words} {verdict.plan}: {sentence(verdict)}", file=sys.stderr)
+    print(f"{words} on {ranks.size} ranks: {time.perf_counter() - began:.0f} s", file=sys.stderr)
+    return found
+
+
+def page(ranks: int, found: dict[str, list[Verdict] | str]) -> list[str]:
+    """The table of so many ranks, and the reasons."""
+    reasons: dict[str, int] = {}
+    lines = [f"## {ranks} ranks", "", "| plan | " + " | ".join(found) + " |", "| --- |" + " :-: |" * len(found)]
+
+    def mark(verdict: Verdict) -> str:
+        if verdict.same:
+            return "✓"
+        if verdict.cannot_be is not None:
+            return str(reasons.setdefault(reason(verdict), len(reasons) + 1))
+        return "✗"
+
+    for at, plan in enumerate(candidates(ranks)):
+        marks = [mark(of[at]) if isinstance(of, list) else "" for of in found.values()]
+        lines.append(f"| `{plan}` | {' | '.join(marks)} |")
+    lines += ["", *(f"{number}. {text}" for text, number in reasons.items()), ""]
+    lines += [f"{name}: {of}\n" for name, of in found.items() if isinstance(of, str)]
+    for name, of in found.items():
+        wrong = [verdict for verdict in of if not verdict.same and verdict.cannot_be is None] if isinstance(of, list) else []
+        lines += [f"✗ {name}, `{verdict.plan}`: {sentence(verdict)}\n" for verdict in wrong]
+    return lines
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
+    parser.add_argument("--steps", type=int, default=3)
+    parser.add_argument("--models", nargs="+", choices=list(MODELS), default=list(MODELS))
+    parser.add_argument("--write", type=Path)
+    asked = parser.parse_args()
+    lines: list[str] = []
+    everything: list[Verdict] = []
+    for size in asked.ranks:
+        with Ranks(size) as ranks:
+            found = {name: verdicts(MODELS[name], ranks, asked.steps) for name in asked.models}
+        lines += page(size, found)
+        everything += [verdict for of in found.values() if isinstance(of, list) for verdict in of]
+    head = HEAD.format(
+        steps=asked.steps,
+        models="\n".join(f"* *{name}*: {TOLD[name]}" for name in asked.models),
+        furthest=max((furthest(verdict) for verdict in everything if verdict.same), default=0.0),
+        torch=torch.__version__.partition("+")[0],
+    )
+    text = "\n".join([head, *lines]).rstrip() + "\n"
+    if asked.write is not None:
+        asked.write.write_text(text)
+    else:
+        print(text)
+    if not all(verdict.same or verdict.cannot_be for verdict in everything):
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    main()

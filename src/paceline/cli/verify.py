@@ -1,0 +1,113 @@
+"""paceline verify: is it the same training?"""
+
+import json as json_file
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from paceline import spec as specs
+from paceline.errors import LaunchError, PlanError, RunError, SpecError
+
+Option = typer.Option
+STEPS = 3
+
+
+def verify(
+    target: Annotated[
+        str, typer.Argument(help="A built-in task (digits, mnist, text), my.py:Class, package.module:Class, or a run.toml.")
+    ] = "digits",
+    plan: Annotated[str | None, Option(help="The plan to hold against one process.")] = None,
+    all: Annotated[bool, Option("--all", help="Every plan that can be, as a table.")] = False,
+    ranks: Annotated[int | None, Option(help="Processes on this machine. Default: 2.")] = None,
+    batch: Annotated[int | None, Option(help="Samples of the global batch. Default: the task's, or the least above that divides.")] = None,
+    steps: Annotated[int, Option(help="Steps to compare.", min=1)] = STEPS,
+    lr: Annotated[float | None, Option(help="Learning rate. Default: 0.001.")] = None,
+    seed: Annotated[int | None, Option(help="Of weights and order of samples.")] = None,
+    set: Annotated[
+        list[str] | None, Option(metavar="NAME=VALUE", help="A field of the task, to make it small, or a dotted key: optimizer.clip.")
+    ] = None,
+    optimizer: Annotated[str | None, Option(help="adamw or sgd.")] = None,
+    clip: Annotated[float | None, Option(help="Largest norm of the whole gradient.")] = None,
+    json: Annotated[Path | None, Option(help="Write what was found to this file.")] = None,
+    timeout: Annotated[float, Option(help="Seconds after which a plan that does not end counts as failed.", min=1)] = 120.0,
+) -> None:
+    """Hold plans against one process, step by step: loss, gradients, norm, parameters. Float64, on CPU processes.
+
+    Exit status: 0 the same training, 1 not, 2 bad input.
+    """
+    file = Path(target) if target.endswith(".toml") else None
+    flags: dict[str, Any] = {
+        "task": None if file else target,
+        "ranks": ranks,
+        "plan": plan,
+        "batch": batch,
+        "seed": seed,
+        "optimizer.lr": lr,
+        "optimizer.name": optimizer,
+        "optimizer.clip": clip,
+    }
+    overrides = {key: value for key, value in flags.items() if value is not None} | specs.parse_overrides(set or [])
+    spec, launch = specs.load(file, specs.one_length(overrides | {"steps": steps}))
+    if all and plan is not None:
+        raise SpecError(f"--all is every plan, and --plan {plan} is one of them; say one of both")
+    if not all and launch.plan is None:
+        raise SpecError("verify needs to know what to hold against one process: say --plan PLAN or --all")
+    if json is not None and not json.absolute().parent.is_dir():
+        raise RunError(f"there is no folder {json.parent} for {json.name}; make it first")
+    found, status = _verified(spec, launch.ranks or 2, None if all else launch.plan, batch is not None, timeout)
+    if json is not None:
+        json.write_text(json_file.dumps(found, indent=1) + "\n")
+    raise typer.Exit(status)
+
+
+def _verified(spec: specs.Spec, ranks: int, asked: str | None, batch_is_said: bool, timeout_s: float) -> tuple[Any, int]:
+    """`asked`: None for all plans. Returns what goes into the JSON file, and the exit status."""
+    from rich.console import Console
+
+    from paceline import task as tasks
+    from paceline.launch.world import world
+    from paceline.plan.candidates import candidates
+    from paceline.plan.plan import parse, share
+    from paceline.verify.must_hold import what_must_hold
+
+    if (launcher := world().launcher) is not None:
+        raise LaunchError(f"verify starts ranks itself, and {launcher} has started this process as one; run it without")
+    tasks.load_task(spec.task, spec.set)
+    asked_task = spec.task
+    spec = spec.model_copy(update={"task": tasks.resolve(spec.task)})
+    plans = [parse(asked)] if asked is not None else list(candidates(ranks))
+    if asked is not None:
+        plan = plans[0].on(ranks)
+        if plan.is_asynchronous:
+            raise PlanError(what_must_hold(plans[0]))
+        if batch_is_said:
+            share(spec.batch, plan)
+
+    from paceline.verify.report import Overview, closing, conditions, measure, sentence, table
+    from paceline.verify.run import Verification, batch_for
+
+    if not batch_is_said:
+        spec = spec.model_copy(update={"batch": batch_for(spec.batch, plans, ranks)})
+    console = Console(highlight=False, emoji=False)
+    with Verification(spec, ranks, timeout_s) as verification:
+        reference = verification.reference()
+        what = f"plan {plans[0]}" if asked is not None else f"{len(plans)} plans"
+        settings = f"{spec.steps} step{'s' * (spec.steps != 1)}, batch {spec.batch}, float64"
+        console.print(f"{asked_task}: {what} on {ranks} rank{'s' * (ranks > 1)} beside one process; {settings}", markup=False)
+        for condition in conditions(reference):
+            console.print(condition, markup=False)
+        console.print(measure(), style="dim")
+        if asked is not None:
+            verdict = verification.verify(plans[0])
+            console.print(table(verdict))
+            console.print(sentence(verdict), style="bold green" if verdict.same else "bold red", markup=False)
+            return verdict.as_json(), 0 if verdict.same else 1
+        overview, verdicts = Overview(console, plans), []
+        for plan in plans:
+            verdicts.append(verification.outcome(plan))
+            overview.add(verdicts[-1])
+    if all(verdict.cannot_be is not None for verdict in verdicts):
+        raise PlanError(f"none of {len(plans)} plans can be: {verdicts[0].cannot_be}")
+    console.print(closing(verdicts))
+    return [verdict.as_json() for verdict in verdicts], 0 if all(verdict.same or verdict.cannot_be for verdict in verdicts) else 1

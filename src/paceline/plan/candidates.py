@@ -1,0 +1,40 @@
+"""Every plan that there could be for so many ranks."""
+
+from collections.abc import Iterator
+from itertools import product
+
+from paceline.plan.plan import SCHEDULES, Plan
+
+
+def candidates(ranks: int) -> Iterator[Plan]:
+    """The plain ones first, then mixtures. Whether a model, a batch and this version allow them is for others to say."""
+    for micro in (None, 2):
+        yield from _of_data(ranks, micro)
+    if ranks == 1:
+        return
+    for micro in (None, 2):
+        yield Plan(tp=ranks, micro=micro)
+    for micro in (None, 2):
+        yield Plan(cp=ranks, micro=micro)
+    for schedule in SCHEDULES:
+        yield Plan(pp=ranks, schedule=schedule)
+    for dp, cp, tp, pp in _mixtures(ranks):
+        for zero in (0, 2, 3) if dp > 1 else (0,):
+            yield Plan(dp=dp if dp > 1 else None, cp=cp, tp=tp, pp=pp, zero=zero)
+
+
+def _of_data(ranks: int, micro: int | None) -> Iterator[Plan]:
+    yield Plan(dp=1 if ranks == 1 else None, micro=micro)
+    for zero in (1, 2, 3):
+        yield Plan(zero=zero, micro=micro)
+    if ranks % 2 == 0:
+        yield Plan(zero=3, replicate=2, micro=micro)
+
+
+def _mixtures(ranks: int) -> Iterator[tuple[int, int, int, int]]:
+    """Degrees of dp, cp, tp, pp that multiply to the ranks, at least two of them above 1."""
+    divisors = [degree for degree in range(1, ranks + 1) if ranks % degree == 0]
+    for degrees in product(divisors, repeat=4):
+        dp, cp, tp, pp = degrees
+        if dp * cp * tp * pp == ranks and sum(degree > 1 for degree in degrees) > 1:
+            yield dp, cp, tp, pp

@@ -1,0 +1,209 @@
+"""What a training computes, looked at in each step on each rank: kept where it is the reference, held against it elsewhere."""
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from paceline import task as tasks
+from paceline.events import Step
+from paceline.launch.world import World, world
+from paceline.plan.plan import Plan, parse
+from paceline.spec import Spec
+from paceline.task import Task
+from paceline.training.loop import train
+from paceline.training.shards import is_cut, is_here
+from paceline.training.weights import aliases
+from paceline.verify.compare import RTOL, Difference, apart, ratio
+from paceline.verify.quiet import quiet
+
+Tensors = dict[str, Tensor | None]
+Found = Tensor | str | None  # a string says why there is no tensor to compare
+
+
+class Plant(Protocol):
+    """A context in which a training runs; the tests plant faults by it."""
+
+    def __call__(self) -> AbstractContextManager[None]: ...
+
+
+@dataclass
+class Look:
+    """Whole tensors of one step."""
+
+    gradients: Tensors = field(default_factory=dict)
+    parameters: Tensors = field(default_factory=dict)
+    buffers: Tensors = field(default_factory=dict)
+
+
+@dataclass
+class Reference:
+    """A training under one process. `looks[0]` has the parameters before the first step, `looks[s]` all of step s."""
+
+    looks: list[Look]
+    losses: list[float]
+    norms: list[float]
+    aliases: dict[str, str]  # other names of tied parameters -> the first
+    switched_off: list[str]  # rates of dropout
+    has_batch_norm: bool
+    is_random: bool  # whether the model drew random numbers all the same
+
+    @property
+    def names(self) -> list[str]:
+        return [*self.looks[0].parameters, *self.looks[-1].buffers]
+
+    def save(self, path: Path) -> None:
+        torch.save(vars(self) | {"looks": [vars(look) for look in self.looks]}, path)
+
+    @classmethod
+    def load(cls, path: Path) -> "Reference":
+        content = torch.load(path, mmap=True, weights_only=True)
+        return cls(**content | {"looks": [Look(**look) for look in content["looks"]]})
+
+
+@dataclass
+class Seen:
+    """What a rank saw of a training under a plan, beside the reference."""
+
+    losses: list[float] = field(default_factory=list)
+    norms: list[float] = field(default_factory=list)
+    apart: list[dict[str, float]] = field(default_factory=list)  # for each look: what -> the largest relative difference
+    first: Difference | None = None
+    names: set[str] = field(default_factory=set)  # of what is on this rank
+
+
+def record(spec: Spec, task: Task, micro: int) -> Reference:
+    """Train in this process alone."""
+    looks: list[Look] = [Look()]
+    switched_off: list[str] = []
+    told: dict[str, Any] = {"aliases": {}, "has_batch_norm": False, "is_random": False}
+
+    def say(names: list[str]) -> None:
+        switched_off[:] = names
+
+    def observe(model: nn.Module, what: str, step: int) -> None:
+        if what == "weights":
+            looks[-1].parameters, looks[-1].buffers = _kept(model.named_parameters()), _kept(model.named_buffers())
+            return
+        if step == 0:
+            looks[0].parameters = _kept(model.named_parameters())
+            told["aliases"] = aliases(model)
+            told["has_batch_norm"] = any(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in model.modules())
+        looks.append(Look({name: _copy(p.grad) for name, p in model.named_parameters() if p.requires_grad}))
+        told["is_random"] |= _has_drawn()
+
+    events = train(spec, Plan(dp=1, micro=micro), World(), task=quiet(task, say), device="cpu", observe=observe)
+    steps = [event for event in events if isinstance(event, Step)]
+    return Reference(looks, [step.loss for step in steps], [step.grad_norm or 0.0 for step in steps], switched_off=switched_off, **told)
+
+
+def _has_drawn() -> bool:
+    """Whether anything was drawn since the stream of this micro-batch was started."""
+    fresh = torch.Generator().manual_seed(torch.default_generator.initial_seed())
+    return not torch.equal(fresh.get_state(), torch.default_generator.get_state())
+
+
+def _kept(named: Iterator[tuple[str, Tensor]]) -> Tensors:
+    return {name: _copy(tensor) for name, tensor in named}
+
+
+def _copy(tensor: Tensor | None) -> Tensor | None:
+    return tensor.detach().clone() if tensor is not None else None
+
+
+def compare(spec: Spec, plan: str, path: Path, plant: Plant = nullcontext) -> Seen:
+    """Train on this rank as `plan` says, beside the reference in `path`. All ranks of the process group call it."""
+    task = quiet(tasks.load_task(spec.task, spec.set))
+    beside = _Beside(Reference.load(path))
+    with plant():
+        for event in train(spec, parse(plan), world(), task=task, device="cpu", observe=beside.observe):
+            if isinstance(event, Step):
+                beside.seen.losses.append(event.loss)
+                beside.seen.norms.append(event.grad_norm or 0.0)
+    return beside.seen
+
+
+class _Beside:
+    def __init__(self, reference: Reference):
+        self.reference = reference
+        self.position = {name: at for at, name in enumerate(reference.names)}
+        self.seen = Seen()
+
+    def observe(self, model: nn.Module, what: str, step: int) -> None:
+        if what == "gradients":
+            if step == 0:
+                self.seen.apart.append({})
+                self._hold("parameter", 0, self._parameters(model), self.reference.looks[0].parameters)
+            self.seen.apart.append({})
+            self._hold("gradient", step + 1, self._gradients(model), self.reference.looks[step + 1].gradients)
+            return
+        look = self.reference.looks[step + 1]
+        self._hold("parameter", step + 1, self._parameters(model), look.parameters)
+        self._hold("buffer", step + 1, self._named(model.named_buffers(remove_duplicate=False)), look.buffers)
+
+    def _named(self, named: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+        """What is here, under the names that one process has for it."""
+        for name, tensor in named:
+            if is_here(tensor):
+                yield self.reference.aliases.get(name, name), tensor
+
+    def _parameters(self, model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+        return ((name, _whole(tensor)) for name, tensor in self._named(model.named_parameters(remove_duplicate=False)))
+
+    def _gradients(self, model: nn.Module) -> Iterator[tuple[str, Found]]:
+        here = [(name, p) for name, p in self._named(model.named_parameters(remove_duplicate=False)) if p.requires_grad]
+        has = {name: parameter.grad is not None for name, parameter in here}
+        everywhere: list[dict[str, bool]] = [has]
+        if dist.get_world_size() > 1:
+            everywhere *= dist.get_world_size()
+            dist.all_gather_object(everywhere, has)
+        for name, parameter in here:
+            without = [str(rank) for rank, there in enumerate(everywhere) if not there.get(name, True)]
+            if without and len(without) < sum(name in there for there in everywhere):  # to gather it would hang
+                yield name, f"has a gradient on some ranks, and none on rank {', '.join(without)}"
+            else:
+                yield name, _whole(parameter.grad) if parameter.grad is not None else None
+
+    def _hold(self, what: str, step: int, found: Iterator[tuple[str, Found]], expected: Tensors) -> None:
+        """Compare tensors, and note how far the furthest is apart and the first that is too far."""
+        largest = max((tensor.abs().max().item() for tensor in expected.values() if tensor is not None and tensor.numel()), default=0.0)
+        furthest = 0.0
+        for name, tensor in found:
+            self.seen.names.add(name)
+            difference = self._difference(what, step, name, tensor, expected.get(name), largest)
+            furthest = max(furthest, difference.relative)
+            if difference.relative > RTOL and (self.seen.first is None or difference.place < self.seen.first.place):
+                self.seen.first = difference
+        self.seen.apart[step][what] = furthest
+
+    def _difference(self, what: str, step: int, name: str, found: Found, expected: Tensor | None, largest: float) -> Difference:
+        at = self.position.get(name, len(self.position))
+
+        def unlike(structure: str) -> Difference:
+            return Difference(step, what, name, at, float("inf"), structure=structure)
+
+        if name not in self.position:
+            return unlike("is not there with one process")
+        if isinstance(found, str):
+            return unlike(found)
+        if found is None or expected is None:
+            if found is expected:
+                return Difference(step, what, name, at, 0.0)
+            here, there = ("no gradient", "one") if found is None else ("a gradient", "none")
+            return unlike(f"has {here}, but with one process it has {there}")
+        if found.shape != expected.shape:
+            return unlike(f"has the shape {tuple(found.shape)}, but with one process {tuple(expected.shape)}")
+        relative = apart(found, expected, largest)
+        if relative <= RTOL:
+            return Difference(step, what, name, at, relative)
+        return Difference(step, what, name, at, relative, *ratio(found, expected))
+
+
+def _whole(tensor: Any) -> Tensor:
+    tensor = tensor.detach()
+    return tensor.full_tensor() if is_cut(tensor) else tensor

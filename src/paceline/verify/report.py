@@ -1,0 +1,139 @@
+"""What came of a verification, for people."""
+
+import re
+from collections.abc import Iterable
+
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from paceline.plan.plan import Plan
+from paceline.verify.compare import FLOOR, RTOL
+from paceline.verify.observe import Reference
+from paceline.verify.run import Verdict
+
+COLUMNS = {"loss": "of_loss", "norm": "of_norm", "gradients": "of_gradients", "parameters": "of_parameters"}
+SHOWN = 4  # names, before "and so many more"
+
+
+def conditions(reference: Reference) -> list[str]:
+    """What was done to the task so that it can be compared."""
+    found = []
+    if off := reference.switched_off:
+        more = f" and {len(off) - SHOWN} more" if len(off) > SHOWN else ""
+        found.append(f"dropout is switched off: {', '.join(off[:SHOWN])}{more}")
+    if reference.has_batch_norm:
+        found.append("BatchNorm takes its statistics over all ranks, of one micro-batch; the one process runs as many micro-batches")
+    if reference.is_random:
+        found.append("the model draws random numbers all the same, by rank and micro-batch: a difference may come from that alone")
+    return found
+
+
+def table(verdict: Verdict) -> Table:
+    """Step by step."""
+    shown = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False)
+    for name in ("step", "loss", "norm", *(f"Δ {name}" for name in COLUMNS)):
+        shown.add_column(name, justify="right")
+    for row in verdict.rows:
+        shown.add_row(str(row.step), f"{row.loss:.6f}", f"{row.norm:.6f}", *(_shown(getattr(row, of)) for of in COLUMNS.values()))
+    return shown
+
+
+def _shown(relative: float) -> str:
+    text = "0" if not relative else f"{relative:.1e}"
+    return text if relative <= RTOL else f"[bold red]{text}[/]"
+
+
+def sentence(verdict: Verdict) -> str:
+    """The verdict, without the plan's name."""
+    if verdict.cannot_be is not None:
+        return f"cannot be: {verdict.cannot_be}"
+    if verdict.failed is not None:
+        return f"failed: {verdict.failed}"
+    one = "one process" if verdict.micro == 1 else f"one process with micro={verdict.micro}"
+    if verdict.first is None:
+        return f"the same training as {one}, to {furthest(verdict):.0e}"
+    return f"not the same training as {one}: {told(verdict)}"
+
+
+def furthest(verdict: Verdict) -> float:
+    return max(verdict.furthest(of) for of in COLUMNS.values())
+
+
+def told(verdict: Verdict) -> str:
+    """Which number differs first, when, where, and by what factor."""
+    first, axis = verdict.first, verdict.axis
+    assert first is not None
+    subject = f"the {first.what}{f' {first.name}' if first.what in ('parameter', 'buffer') else f' of {first.name}' if first.name else ''}"
+    if verdict.only_on:
+        subject += f" on rank{'s' * (len(verdict.only_on) > 1)} {', '.join(map(str, verdict.only_on))}"
+    when = "before the first step" if first.step == 0 else f"from step {first.step} on"
+    if first.structure is not None:
+        return f"{subject} {first.structure}, {when}"
+    if not first.uniform or first.factor is None:
+        return f"{subject} differs from that of one process {when}, by {first.relative:.2g} of its largest element, and not by one factor"
+    if first.factor == 0:
+        return f"{subject} is 0 {when}, and with one process it is not"
+    by = f"{first.factor:.3f}" if abs(first.factor - 1) > 5e-4 else f"1 {'+' if first.factor > 1 else '-'} {abs(first.factor - 1):.1e}"
+    meant = f": {_degree(axis)}" if axis is not None else ""
+    return f"{subject} is {by} times that of one process {when}{meant}"
+
+
+def _degree(axis: str) -> str:
+    names = axis.replace("1 / ", "").replace("√", "").replace("ranks", "the number of ranks")
+    of = names if names == "the number of ranks" else f"the degree of {names}"
+    of = f"the root of {of}" if "√" in axis else of
+    return f"one over {of}" if axis.startswith("1 / ") else of
+
+
+def measure() -> str:
+    return f"Δ: largest difference ÷ largest element of the tensor (at least {FLOOR:g} × that of all tensors); same: at most {RTOL:g}"
+
+
+def reason(verdict: Verdict) -> str:
+    """Why a plan cannot be, where its name is said already."""
+    return re.sub(r"^plan \S+:? ", "", verdict.cannot_be or "").removesuffix(".")
+
+
+class Overview:
+    """A line a plan, as they come."""
+
+    def __init__(self, console: Console, plans: Iterable[Plan]):
+        self.console = console
+        self.plan_width = max([len("plan"), *(len(str(plan)) for plan in plans)])
+        self._print("plan", "", [f"Δ {name}" for name in ("loss", "gradients", "parameters")], style="bold")
+
+    def add(self, verdict: Verdict) -> None:
+        if verdict.cannot_be is not None:
+            self._print_wide(str(verdict.plan), f"cannot be: {reason(verdict)}", "dim")
+        elif verdict.failed is not None:
+            self._print_wide(str(verdict.plan), f"failed: {verdict.failed}", "red")
+        else:
+            of_gradients = max(verdict.furthest("of_gradients"), verdict.furthest("of_norm"))
+            figures = [verdict.furthest("of_loss"), of_gradients, verdict.furthest("of_parameters")]
+            self._print(str(verdict.plan), "same" if verdict.same else "[bold red]differs[/]", list(map(_shown, figures)))
+            if verdict.first is not None:
+                self._print_wide("", told(verdict), "red")
+
+    def _print(self, plan: str, verdict: str, figures: list[str], style: str = "") -> None:
+        row = Table.grid(padding=(0, 2, 0, 0))
+        row.add_column(width=self.plan_width)
+        row.add_column(width=len("differs"))
+        for _ in figures:
+            row.add_column(width=len("Δ parameters"), justify="right")
+        row.add_row(plan, verdict, *figures, style=style)
+        self.console.print(row)
+
+    def _print_wide(self, plan: str, text: str, style: str) -> None:
+        row = Table.grid(padding=(0, 2, 0, 0))
+        row.add_column(width=self.plan_width)
+        row.add_column()
+        row.add_row(plan, escape(text), style=style)
+        self.console.print(row)
+
+
+def closing(verdicts: list[Verdict]) -> str:
+    tried = [verdict for verdict in verdicts if verdict.cannot_be is None]
+    same = sum(verdict.same for verdict in tried)
+    refused = f"; {len(verdicts) - len(tried)} cannot be" if len(tried) < len(verdicts) else ""
+    return f"{same} of {len(tried)} plans are the same training as one process{refused}"

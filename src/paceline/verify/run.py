@@ -1,0 +1,197 @@
+"""Hold plans against one process: the reference here, each plan on real ranks, and what comes of it."""
+
+import math
+import tempfile
+from contextlib import nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from paceline import task as tasks
+from paceline.errors import PlanError, RankError, TaskError
+from paceline.plan.plan import Plan, share
+from paceline.spec import Spec
+from paceline.verify.compare import RTOL, Difference, apart_numbers, axis_of
+from paceline.verify.must_hold import what_must_hold
+from paceline.verify.observe import Plant, Reference, Seen, compare, record
+from paceline.verify.ranks import Ranks
+
+
+@dataclass(frozen=True)
+class Row:
+    """One step; the rest are relative differences to one process."""
+
+    step: int
+    loss: float
+    norm: float
+    of_loss: float
+    of_norm: float
+    of_gradients: float
+    of_parameters: float  # and buffers
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """Whether a plan computes what one process does."""
+
+    plan: Plan
+    ranks: int
+    micro: int = 1  # micro-batches of the one process
+    rows: tuple[Row, ...] = ()
+    first: Difference | None = None
+    axis: str | None = None  # degrees that the factor of `first` equals
+    only_on: tuple[int, ...] = ()  # the ranks that differ there first, where others that hold it do not
+    cannot_be: str | None = None  # why the plan was refused
+    failed: str | None = None  # what went wrong on the ranks
+
+    @property
+    def same(self) -> bool:
+        return self.first is None and self.cannot_be is None and self.failed is None
+
+    def furthest(self, of: str) -> float:
+        return max((getattr(row, of) for row in self.rows), default=0.0)
+
+    def as_json(self) -> dict[str, Any]:
+        first = self.first
+        found: dict[str, Any] = {
+            "plan": str(self.plan),
+            "ranks": self.ranks,
+            "same": self.same if self.cannot_be is None else None,
+            "max_rel_loss": _number(self.furthest("of_loss")),
+            "max_rel_grad": _number(max(self.furthest("of_gradients"), self.furthest("of_norm"))),
+            "max_rel_param": _number(self.furthest("of_parameters")),
+            "first_difference": None,
+        }
+        if first is not None:
+            keys = {"step": first.step, "what": first.what, "name": first.name, "factor": first.factor, "axis": self.axis}
+            found["first_difference"] = keys | ({"why": first.structure} if first.structure is not None else {})
+        for key, reason in (("cannot_be", self.cannot_be), ("failed", self.failed)):
+            if reason is not None:
+                found |= {key: reason, "max_rel_loss": None, "max_rel_grad": None, "max_rel_param": None}
+        return found
+
+
+def _number(value: float) -> float | None:
+    """JSON has no infinity."""
+    return value if value < float("inf") else None
+
+
+class Verification:
+    """One task on so many ranks. The ranks start with its context, and end with it if they were not given."""
+
+    def __init__(self, spec: Spec, ranks: int | Ranks, timeout_s: float = 120.0):
+        """spec: its steps are run, in float64, without dropout. `ranks`: how many, or some that are there already."""
+        self.spec = spec.model_copy(
+            update={"precision": "fp64", "timeout_s": timeout_s, "data": spec.data.model_copy(update={"workers": 0})}
+        )
+        self.timeout_s = timeout_s
+        self.references: dict[int, Reference] = {}  # micro-batches -> of one process that runs so many
+        self.sees_micro_batches = False
+        self._folder = tempfile.TemporaryDirectory(prefix="paceline-verify-")
+        self._own = isinstance(ranks, int)
+        self._ranks = Ranks(ranks) if isinstance(ranks, int) else ranks
+        self.size = self._ranks.size
+
+    def __enter__(self) -> "Verification":
+        self._ranks.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        if self._own:
+            self._ranks.end()
+        self._folder.cleanup()
+
+    def reference(self, micro: int = 1) -> Reference:
+        if micro not in self.references:
+            task = tasks.load_task(self.spec.task, self.spec.set)
+            self.references[micro] = record(self.spec, task, micro)
+            self.references[micro].save(self._path(micro))
+            self.sees_micro_batches |= self.references[micro].has_batch_norm
+        return self.references[micro]
+
+    def _path(self, micro: int) -> Path:
+        return Path(self._folder.name) / f"micro{micro}.pt"
+
+    def verify(self, asked: Plan, plant: Plant = nullcontext) -> Verdict:
+        """Raises PlanError and TaskError for a plan that cannot be, RankError when a rank failed."""
+        plan = asked.on(self.size)
+        if plan.is_asynchronous:
+            raise PlanError(what_must_hold(asked))
+        share(self.spec.batch, plan)
+        assert plan.micro is not None
+        self.reference()
+        micro = plan.micro if self.sees_micro_batches else 1
+        verdict = self._held(asked, plan, micro, plant)
+        if not verdict.same and plan.micro != micro and self._depends_on(plan.micro):
+            return self._held(asked, plan, plan.micro, plant)
+        return verdict
+
+    def _held(self, asked: Plan, plan: Plan, micro: int, plant: Plant) -> Verdict:
+        reference = self.reference(micro)
+        seen = self._ranks(compare, self.spec, str(asked), self._path(micro), plant, timeout_s=self.timeout_s)
+        return judge(asked, plan, self.size, micro, reference, seen)
+
+    def _depends_on(self, micro: int) -> bool:
+        """Whether so many micro-batches are another training already under one process."""
+        one, other = self.reference(), self.reference(micro)
+        pairs = zip([*one.losses, *one.norms], [*other.losses, *other.norms], strict=True)
+        self.sees_micro_batches |= any(apart_numbers(*pair) > RTOL for pair in pairs)
+        return self.sees_micro_batches
+
+    def outcome(self, plan: Plan, plant: Plant = nullcontext) -> Verdict:
+        """As `verify`, with what it raises in the verdict."""
+        try:
+            return self.verify(plan, plant)
+        except (PlanError, TaskError) as error:
+            return Verdict(plan, self.size, cannot_be=str(error))
+        except RankError as error:
+            return Verdict(plan, self.size, failed=str(error))
+
+
+def judge(asked: Plan, plan: Plan, ranks: int, micro: int, reference: Reference, seen: list[Seen]) -> Verdict:
+    """What the ranks saw, taken together. `micro`: the micro-batches of the one process."""
+    rows: list[Row] = []
+    found = [rank.first for rank in seen if rank.first is not None]
+    found += _left_out(reference, seen)
+    for at, (loss, norm) in enumerate(zip(seen[0].losses, seen[0].norms, strict=True)):
+        of_loss, of_norm = apart_numbers(loss, reference.losses[at]), apart_numbers(norm, reference.norms[at])
+        for what, value, expected, by in (("loss", loss, reference.losses[at], of_loss), ("norm", norm, reference.norms[at], of_norm)):
+            if by > RTOL:
+                found.append(Difference(at + 1, what, "", 0, by, value / expected if expected else None, uniform=True))
+        looks = [rank.apart[step] for rank in seen for step in ((at, at + 1) if at == 0 else (at + 1,))]
+        of_parameters = max(look.get(what, 0.0) for look in looks for what in ("parameter", "buffer"))
+        rows.append(Row(at + 1, loss, norm, of_loss, of_norm, max(look.get("gradient", 0.0) for look in looks), of_parameters))
+    first = min(found, key=lambda difference: difference.place, default=None)
+    axis = axis_of(first.factor, plan, ranks, of_norm=first.what == "norm") if first is not None and first.uniform else None
+    return Verdict(asked, ranks, micro, tuple(rows), first, axis, _only_on(first, seen))
+
+
+def _only_on(first: Difference | None, seen: list[Seen]) -> tuple[int, ...]:
+    if first is None or not first.name:
+        return ()
+    differing = tuple(at for at, rank in enumerate(seen) if rank.first is not None and rank.first.place == first.place)
+    holding = tuple(at for at, rank in enumerate(seen) if first.name in rank.names)
+    return differing if differing != holding else ()
+
+
+def _left_out(reference: Reference, seen: list[Seen]) -> list[Difference]:
+    """Tensors of the model that no rank holds."""
+    here: set[str] = set().union(*(rank.names for rank in seen))
+    return [
+        Difference(0, "parameter", name, at, float("inf"), structure="is on no rank")
+        for at, name in enumerate(reference.names)
+        if name not in here
+    ]
+
+
+def batch_for(spec_batch: int, plans: list[Plan], ranks: int) -> int:
+    """The least batch from `spec_batch` on that all of the plans can split that can be."""
+    parts = 1
+    for plan in plans:
+        try:
+            said = plan.on(ranks)
+        except PlanError:
+            continue
+        parts = math.lcm(parts, (said.dp or 1) * (said.micro or 1))
+    return -(-spec_batch // parts) * parts

@@ -1,0 +1,185 @@
+"""What can be wrong with a training over several ranks, to be planted in them: contexts, importable by the ranks."""
+
+import contextlib
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from paceline.training import prepare, weights
+from paceline.training.optim import Norm, _norm, local_gradients, scale_
+from paceline.training.step import Step
+
+
+@contextlib.contextmanager
+def replaced(owner: Any, attribute: str, by: Callable[[Any], Any]) -> Iterator[None]:
+    original = getattr(owner, attribute)
+    setattr(owner, attribute, by(original))
+    try:
+        yield
+    finally:
+        setattr(owner, attribute, original)
+
+
+def _gradient_times(factor: Callable[[Step], float]) -> Any:
+    def by(original: Any) -> Any:
+        def backward(self: Step, *args: Any) -> Any:
+            result = original(self, *args)
+            scale_(self.params, factor(self))
+            return result
+
+        return backward
+
+    return replaced(Step, "backward", by)
+
+
+def gradient_times_data() -> Any:
+    """Summed over the data ranks where it should be averaged."""
+    return _gradient_times(lambda step: step.data_ranks)
+
+
+def gradient_over_data() -> Any:
+    return _gradient_times(lambda step: 1 / step.data_ranks)
+
+
+def gradient_times_micro() -> Any:
+    return _gradient_times(lambda step: step.plan.micro)
+
+
+def gradient_doubled_on_last_rank() -> Any:
+    return _gradient_times(lambda step: 2 if dist.get_rank() == dist.get_world_size() - 1 else 1)
+
+
+def late_gradient_times_data() -> Any:
+    """Only what the norm and the optimizer see."""
+
+    def by(original: Any) -> Any:
+        def update(self: Step, lr_factor: float) -> Any:
+            scale_(self.params, self.data_ranks)
+            return original(self, lr_factor)
+
+        return update
+
+    return replaced(Step, "update", by)
+
+
+def no_sync() -> Any:
+    """Gradients stay on the ranks that they come from."""
+
+    def by(original: Any) -> Any:
+        def sync_if(self: Step, last: bool) -> Any:
+            if isinstance(self.model, DistributedDataParallel):
+                return self.model.no_sync()
+            return original(self, False)
+
+        return sync_if
+
+    return replaced(Step, "_sync_if", by)
+
+
+def _before_layout(change: Callable[[nn.Module], None]) -> Any:
+    def by(original: Any) -> Any:
+        def parallelize(model: nn.Module, *args: Any) -> Any:
+            change(model)
+            return original(model, *args)
+
+        return parallelize
+
+    return replaced(prepare, "parallelize", by)
+
+
+def block_dropped() -> Any:
+    def change(model: Any) -> None:
+        model.blocks[1] = nn.Identity()
+
+    return _before_layout(change)
+
+
+def block_skipped() -> Any:
+    """Its parameters are there, and do nothing."""
+
+    def change(model: Any) -> None:
+        model.blocks[1].forward = lambda x: x
+
+    return _before_layout(change)
+
+
+def shards_seeded_alike() -> Any:
+    """Each rank draws its shard itself, from one seed."""
+
+    def by(original: Any) -> Any:
+        def cut_like(tensor: Any, whole: Tensor) -> Any:
+            cut = original(tensor, whole)
+            part = cut.to_local()
+            part.copy_(torch.randn(part.shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64))
+            return cut
+
+        return cut_like
+
+    return replaced(weights, "_cut_like", by)
+
+
+def norm_of_shard() -> Any:
+    """Also where the gradient is clipped by it."""
+
+    def here(original: Any) -> Any:
+        return lambda self: _norm(local_gradients(self.params)) if dist.get_rank() == 0 else None
+
+    def whole(original: Any) -> Any:
+        return lambda self: _norm(local_gradients(self.params))
+
+    stack = contextlib.ExitStack()
+    stack.enter_context(replaced(Norm, "here", here))
+    stack.enter_context(replaced(Norm, "whole", whole))
+    return stack
+
+
+def norm_counted_by_all() -> Any:
+    """What all ranks hold is counted on each of them."""
+    return replaced(Norm, "here", lambda original: lambda self: _norm(local_gradients(self.params)))
+
+
+def zero_for_none() -> Any:
+    """A parameter without a gradient is given one of zeros."""
+
+    def by(original: Any) -> Any:
+        def backward(self: Step, *args: Any) -> Any:
+            result = original(self, *args)
+            for parameter in self.params:
+                if parameter.grad is None:
+                    parameter.grad = torch.zeros_like(parameter)
+            return result
+
+        return backward
+
+    return replaced(Step, "backward", by)
+
+
+def _on_rank_1(do: Callable[[], None]) -> Any:
+    def by(original: Any) -> Any:
+        def update(self: Step, lr_factor: float) -> Any:
+            if dist.get_rank() == 1:
+                do()
+            return original(self, lr_factor)
+
+        return update
+
+    return replaced(Step, "update", by)
+
+
+def hang() -> Any:
+    return _on_rank_1(lambda: time.sleep(600))
+
+
+def die() -> Any:
+    return _on_rank_1(lambda: os.kill(os.getpid(), signal.SIGKILL))
+
+
+def fail() -> Any:
+    return _on_rank_1(lambda: [][1])

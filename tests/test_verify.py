@@ -1,0 +1,384 @@
+"""verify says the same of what is the same, and finds, names and places what is planted."""
+
+import dataclasses
+import json
+import math
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import faults
+import models
+from command import paceline, start, succeed, write_task
+from paceline import Plan, Spec
+from paceline.errors import PlanError
+from paceline.plan.candidates import candidates
+from paceline.plan.plan import parse
+from paceline.spec import Optimizer
+from paceline.verify.compare import Difference, apart, apart_numbers, axis_of, ratio
+from paceline.verify.quiet import switch_dropout_off_
+from paceline.verify.ranks import Ranks
+from paceline.verify.report import conditions, sentence, told
+from paceline.verify.run import Verdict, Verification, batch_for
+
+
+def spec(task: str, **more: Any) -> Spec:
+    return Spec(task=f"{task}" if ":" in task else f"models:{task}", batch=8, steps=3, seed=3, **more)
+
+
+CLIPPED = Optimizer(name="sgd", lr=0.05, clip=0.1)
+
+
+@pytest.fixture(scope="module")
+def two() -> Iterator[Ranks]:
+    with Ranks(2) as ranks:
+        yield ranks
+
+
+@pytest.fixture(scope="module")
+def text(two: Ranks) -> Iterator[Verification]:
+    with Verification(spec("Text"), two) as verification:
+        yield verification
+
+
+@pytest.fixture(scope="module")
+def clipped(two: Ranks) -> Iterator[Verification]:
+    with Verification(spec("Text", optimizer=CLIPPED), two) as verification:
+        yield verification
+
+
+@pytest.mark.parametrize("plan", ["ddp", "zero1", "zero2,micro=2", "zero3", "hsdp", "ddp,recompute=full"])
+def test_the_same(text: Verification, plan: str) -> None:
+    verdict = text.verify(parse(plan))
+    assert verdict.same
+    assert verdict.first is None
+    assert len(verdict.rows) == 3
+    assert all(verdict.furthest(of) < 1e-12 for of in ("of_loss", "of_norm", "of_gradients", "of_parameters"))
+    assert "same training" in sentence(verdict)
+
+
+FAULTS = [
+    # plan, fault, step, what, name, factor, axis
+    ("ddp", faults.gradient_times_data, 1, "gradient", "tokens.weight", 2.0, "dp"),
+    ("zero3", faults.gradient_times_data, 1, "gradient", "tokens.weight", 2.0, "dp"),
+    ("zero2", faults.gradient_over_data, 1, "gradient", "tokens.weight", 0.5, "1 / dp"),
+    ("ddp,micro=4", faults.gradient_times_micro, 1, "gradient", "tokens.weight", 4.0, "micro"),
+    ("ddp", faults.gradient_doubled_on_last_rank, 1, "gradient", "tokens.weight", 2.0, "dp"),
+    ("zero1", faults.late_gradient_times_data, 1, "norm", "", 2.0, "dp"),
+    ("ddp", faults.no_sync, 1, "gradient", "tokens.weight", ..., None),
+    ("zero3", faults.no_sync, 1, "gradient", "tokens.weight", None, None),
+    ("ddp", faults.block_dropped, 0, "parameter", "blocks.1.norm.weight", None, None),
+    ("ddp", faults.block_skipped, 1, "gradient", "blocks.1.norm.weight", None, None),
+    ("zero3", faults.shards_seeded_alike, 0, "parameter", "tokens.weight", ..., None),
+    ("hsdp,replicate=1", faults.shards_seeded_alike, 0, "parameter", "tokens.weight", ..., None),
+    ("zero3", faults.norm_of_shard, 1, "norm", "", ..., None),
+    ("ddp", faults.norm_counted_by_all, 1, "norm", "", math.sqrt(2), "√dp"),
+]
+
+
+@pytest.mark.parametrize(
+    ("plan", "fault", "step", "what", "name", "factor", "axis"), FAULTS, ids=lambda value: getattr(value, "__name__", None)
+)
+def test_what_is_planted_is_found(
+    text: Verification, plan: str, fault: Any, step: int, what: str, name: str, factor: Any, axis: Any
+) -> None:
+    verdict = text.verify(parse(plan), fault)
+    assert not verdict.same
+    assert verdict.first is not None
+    assert (verdict.first.step, verdict.first.what, verdict.first.name, verdict.axis) == (step, what, name, axis)
+    if factor is ...:
+        assert verdict.first.factor != pytest.approx(1, abs=1e-6)
+    else:
+        assert verdict.first.factor == (pytest.approx(factor, rel=1e-9) if factor is not None else None)
+    assert verdict.as_json()["first_difference"]["axis"] == axis
+    if fault is faults.gradient_times_data:
+        assert told(verdict) == "the gradient of tokens.weight is 2.000 times that of one process from step 1 on: the degree of dp"
+    if fault is faults.gradient_doubled_on_last_rank:
+        assert "tokens.weight on rank 1 is 2.000 times" in told(verdict)
+    assert text.verify(parse(plan)).same  # nothing of it is left
+
+
+def test_a_norm_of_shards_is_found_where_it_clips(clipped: Verification) -> None:
+    assert clipped.verify(parse("zero3")).same
+    verdict = clipped.verify(parse("zero3"), faults.norm_of_shard)
+    assert verdict.first is not None
+    assert verdict.first.what == "norm"
+    assert verdict.rows[0].of_gradients < 1e-12
+    assert verdict.rows[0].of_parameters > 1e-10
+
+
+def test_none_is_not_zero(two: Ranks) -> None:
+    with Verification(spec("Idle"), two) as idle:
+        assert idle.verify(parse("zero3")).same
+        verdict = idle.verify(parse("ddp"), faults.zero_for_none)
+    assert verdict.first is not None
+    assert verdict.first.name == "spare"
+    assert "has a gradient, but with one process it has none" in told(verdict)
+
+
+@pytest.mark.parametrize("fault", [faults.hang, faults.die, faults.fail])
+def test_ranks_that_do_not_answer_fail_alone(two: Ranks, fault: Any) -> None:
+    with Verification(spec("Points"), two, timeout_s=5.0) as points:
+        verdict = points.outcome(parse("ddp"), fault)
+        assert not verdict.same
+        assert verdict.failed is not None
+        expected = {faults.hang: "", faults.die: "rank 1 failed: it was killed by SIGKILL", faults.fail: "rank 1 failed: IndexError"}
+        assert expected[fault] in verdict.failed
+        assert verdict.as_json()["same"] is False
+        assert points.outcome(parse("zero3")).same
+
+
+def test_one_process_runs_as_many_micro_batches_where_these_matter(two: Ranks) -> None:
+    with Verification(spec("NormedImages"), two) as normed:
+        assert normed.verify(parse("zero3,micro=2")).same
+        assert any("BatchNorm" in line for line in conditions(normed.reference()))
+        assert normed.references.keys() == {1, 2}
+    with Verification(spec("test_verify:Summed"), two) as summed:
+        verdict = summed.verify(parse("ddp,micro=2"))
+        assert summed.sees_micro_batches
+        assert "not the same training as one process with micro=2: the gradient of 0.weight is 0.500 times" in sentence(verdict)
+        assert "one over the degree of dp" in sentence(verdict)
+
+
+class Summed(models.Points):
+    """A scalar is taken as the mean over the samples of its batch, and this one is not: a common mistake."""
+
+    def loss(self, output: torch.Tensor, batch: Any) -> torch.Tensor:
+        return (output - batch[1]).square().sum()
+
+
+class Dropping(models.Points):
+    functional: bool = False
+
+    def model(self) -> nn.Module:
+        return Drops(self.functional)
+
+
+class Drops(nn.Module):
+    def __init__(self, functional: bool):
+        super().__init__()
+        self.functional = functional
+        self.first, self.drop, self.last = nn.Linear(5, 7), nn.Dropout(0.5), nn.Linear(7, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.drop(self.first(x))
+        return self.last(F.dropout(x, 0.5, self.training) if self.functional else x)
+
+
+def test_dropout_is_switched_off_and_said(two: Ranks) -> None:
+    with Verification(spec("test_verify:Dropping"), two) as dropping:
+        assert dropping.verify(parse("ddp")).same
+        assert conditions(dropping.reference()) == ["dropout is switched off: drop.p"]
+    with Verification(spec("test_verify:Dropping", set={"functional": True}), two) as dropping:
+        assert not dropping.verify(parse("ddp")).same
+        assert any("draws random numbers" in line for line in conditions(dropping.reference()))
+
+
+def test_every_kind_of_dropout_is_found() -> None:
+    class Config:
+        def __init__(self) -> None:
+            self.attention_dropout, self.resid_pdrop, self.rope_theta, self.p = 0.1, 0.2, 0.5, 0.5
+
+    class Ours(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.config = Config()
+            self.attn_dropout, self.scale = 0.1, 0.5
+            self.drop = nn.Dropout2d(0.3)
+
+    model = nn.ModuleDict({"torch": nn.TransformerEncoderLayer(4, 2, 8), "lstm": nn.LSTM(3, 3, 2, dropout=0.5), "ours": Ours()})
+    assert switch_dropout_off_(model) == [
+        "torch.self_attn.dropout",
+        "torch.dropout.p",
+        "torch.dropout1.p",
+        "torch.dropout2.p",
+        "lstm.dropout",
+        "ours.attn_dropout",
+        "config.attention_dropout",
+        "config.resid_pdrop",
+        "ours.drop.p",
+    ]
+    assert model["ours"].scale == model["ours"].config.rope_theta == model["ours"].config.p == 0.5
+    assert switch_dropout_off_(model) == []
+
+
+def test_what_is_refused_is_no_failure(two: Ranks) -> None:
+    with Verification(spec("Temperature"), two) as temperature:
+        verdict = temperature.outcome(parse("zero3"))
+        assert "is a scalar" in str(verdict.cannot_be)
+        assert verdict.as_json()["same"] is None
+        assert temperature.outcome(parse("ddp")).same
+        assert "does not divide" in str(temperature.outcome(parse("hsdp,replicate=3")).cannot_be)
+        with pytest.raises(PlanError, match="another update than that of one process"):
+            temperature.verify(parse("local-sgd"))
+
+
+def test_how_far_apart() -> None:
+    one = torch.tensor([1.0, -4.0], dtype=torch.float64)
+    assert apart(one, one.clone(), 4.0) == 0
+    assert apart(one + torch.tensor([0.0, 4e-3]), one, 4.0) == pytest.approx(1e-3)
+    assert apart(torch.full((2,), 1e-17), torch.zeros(2), 1.0) < 1e-14  # rounding, of a gradient that is 0
+    assert apart(torch.full((2,), 2e-3), torch.full((2,), 1e-3), 1.0) > 0.05  # small, and wrong
+    assert apart(torch.tensor([math.nan]), torch.ones(1), 1.0) == math.inf
+    assert apart(torch.ones(1), torch.zeros(1), 0.0) == math.inf
+    assert apart_numbers(0.0, 0.0) == 0
+    assert apart_numbers(math.nan, 1.0) == math.inf
+
+
+def test_factors_and_their_names() -> None:
+    one = torch.randn(50, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    assert ratio(3 * one, one) == (pytest.approx(3), True)
+    assert ratio(torch.zeros(50), one) == (0, True)
+    assert ratio(one.flip(0), one)[1] is False
+    assert ratio(one, torch.zeros(50)) == (None, False)
+    plan = parse("dp=2,tp=4,micro=3").on(8)
+    assert [axis_of(factor, plan, 8) for factor in (2.0, 0.25, 3.0, 8.0, 5.0, None)] == ["dp", "1 / tp", "micro", "ranks", None, None]
+    assert axis_of(2.0, parse("dp=2,tp=2").on(4), 4) == "dp or tp"
+    assert axis_of(math.sqrt(8), plan, 8, of_norm=True) == "√ranks"
+    verdict = Verdict(plan, 8, first=Difference(2, "gradient", "up", 0, 1.0, 0.25, True), axis="1 / tp")
+    assert told(verdict) == "the gradient of up is 0.250 times that of one process from step 2 on: one over the degree of tp"
+    verdict = dataclasses.replace(verdict, axis=None, first=Difference(0, "parameter", "up", 0, 0.5, 1.3, False))
+    assert (
+        told(verdict)
+        == "the parameter up differs from that of one process before the first step, by 0.5 of its largest element, and not by one factor"
+    )
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4, 6, 8])
+def test_candidates_fit_the_ranks(ranks: int) -> None:
+    plans = list(candidates(ranks))
+    assert len({plan.on(ranks) for plan in plans}) == len(plans)
+    assert {str(plan) for plan in plans} >= {"ddp" if ranks > 1 else "single", "zero1", "zero2", "zero3", "zero3,micro=2"}
+    if ranks > 1:
+        assert {plan.schedule for plan in plans} >= {"gpipe", "1f1b", "interleaved", "zero-bubble", "zbv"}
+        assert {Plan(tp=ranks), Plan(cp=ranks)} <= set(plans)
+    if ranks == 8:
+        assert parse("dp=2,tp=2,pp=2,zero=2") in plans
+    assert batch_for(5, plans, ranks) >= 5
+
+
+def test_a_batch_that_all_plans_can_split() -> None:
+    assert batch_for(64, [Plan(dp=3), Plan(pp=3)], 3) == 66
+    assert batch_for(64, [Plan()], 4) == 64
+
+
+TASK = """
+import os
+import torch
+from torch import nn
+from paceline import Task
+
+
+class Rows:
+    def __len__(self):
+        return 40
+
+    def __getitem__(self, index):
+        draw = torch.Generator().manual_seed(index)
+        return torch.randn(6, generator=draw), torch.randn(3, generator=draw)
+
+
+class Mine(Task):
+    by_rank: bool = False
+    width: int = 8
+
+    def model(self):
+        model = nn.Sequential(nn.Linear(6, self.width), nn.Tanh(), nn.Dropout(0.1), nn.Linear(self.width, 3))
+        if self.by_rank:
+            with torch.no_grad():
+                model[3].weight.mul_(1 + int(os.environ.get("RANK", 0)))
+        return model
+
+    def dataset(self, split):
+        return Rows()
+
+    def loss(self, output, batch):
+        return (output - batch[1]).square()
+"""
+
+
+@pytest.fixture(scope="module")
+def at(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("verify")
+    write_task(folder, TASK)
+    return folder
+
+
+def test_the_command_on_what_is_the_same(at: Path) -> None:
+    result = succeed("verify", "my.py:Mine", "--plan", "zero3", "--ranks", "2", "--json", "same.json", at=at, COLUMNS="80")
+    assert "plan zero3 on 2 ranks beside one process; 3 steps, batch 64, float64" in " ".join(result.out.split())
+    assert "dropout is switched off: 2.p" in result.out
+    assert "the same training as one process" in result.out
+    assert max(map(len, result.out.splitlines())) <= 80
+    found = json.loads((at / "same.json").read_text())
+    assert list(found) == ["plan", "ranks", "same", "max_rel_loss", "max_rel_grad", "max_rel_param", "first_difference"]
+    assert (found["plan"], found["ranks"], found["same"], found["first_difference"]) == ("zero3", 2, True, None)
+    assert max(found["max_rel_loss"], found["max_rel_grad"], found["max_rel_param"]) < 1e-11
+    assert not (at / "runs").exists()
+
+
+def test_the_command_on_what_is_not(at: Path) -> None:
+    words = ("--set", "by_rank=true", "--ranks", "2", "--batch", "8", "--steps", "2")
+    result = paceline("verify", "my.py:Mine", "--plan", "ddp", *words, "--json", "other.json", at=at)
+    assert result.status == 1, result.all
+    assert "the parameter 3.weight on rank 1 is 2.000 times that of one process before the first step" in result.out
+    first = json.loads((at / "other.json").read_text())["first_difference"]
+    assert {key: first[key] for key in ("step", "what", "name", "factor")} == {
+        "step": 0,
+        "what": "parameter",
+        "name": "3.weight",
+        "factor": 2.0,
+    }
+
+
+def test_the_command_on_all_plans(at: Path) -> None:
+    words = ("verify", "my.py:Mine", "--all", "--ranks", "2", "--steps", "1", "--json", "all.json")
+    result = succeed(*words, at=at, COLUMNS="80")
+    assert max(map(len, result.out.splitlines())) <= 80
+    found = json.loads((at / "all.json").read_text())
+    assert [verdict["plan"] for verdict in found] == [str(plan) for plan in candidates(2)]
+    same = [verdict["plan"] for verdict in found if verdict["same"]]
+    assert {"ddp", "zero1", "zero2", "zero3", "hsdp", "zero3,micro=2"} <= set(same)
+    assert all("cannot_be" in verdict for verdict in found if not verdict["same"])
+    assert f"{len(same)} of {len(same)} plans are the same training" in result.out
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (("nothing.py:Mine", "--all"), "there is no file nothing.py"),
+        (("my.py:Mine", "--plan", "zero4"), "there is no plan 'zero4'"),
+        (("my.py:Mine", "--plan", "hsdp,replicate=3", "--ranks", "2"), "does not divide 2 ranks"),
+        (("my.py:Mine", "--batch", "7", "--plan", "ddp", "--ranks", "2"), "batch 7 is not divisible"),
+        (("my.py:Mine", "--all", "--plan", "ddp"), "say one of both"),
+        (("my.py:Mine", "--plan", "local-sgd", "--ranks", "2"), "another update than that of one process"),
+        (("my.py:Mine", "--plan", "ddp", "--set", "widht=3"), "did you mean width?"),
+        (("my.py:Mine", "--plan", "ddp", "--json", "no/such.json"), "there is no folder no"),
+        (("my.py:Mine",), "say --plan PLAN or --all"),
+    ],
+)
+def test_bad_input(at: Path, words: tuple[str, ...], sentence: str) -> None:
+    result = paceline("verify", *words, at=at)
+    assert result.status == 2, result.all
+    assert sentence in result.err
+    assert result.err.count("\n") == 1
+
+
+def test_not_as_a_rank(at: Path) -> None:
+    result = paceline("verify", "my.py:Mine", "--plan", "ddp", at=at, RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", LOCAL_WORLD_SIZE="1")
+    assert result.status == 2
+    assert "run it without" in result.err
+
+
+def test_an_interrupt_ends_everything(at: Path) -> None:
+    with start("verify", "my.py:Mine", "--all", "--ranks", "2", "--steps", "20", at=at) as running:
+        running.until(lambda: "same" in running.so_far().out.replace("; same:", ""), "verifying")
+        running.process.send_signal(signal.SIGINT)
+        assert running.wait(20).status == 130
+        running.until_all_ended(10)
