@@ -1,10 +1,13 @@
 """Metrics over a split, each of its samples counted once, whatever the number of ranks."""
 
+from dataclasses import replace
+
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from paceline.errors import TaskError
+from paceline.plan.plan import Plan
 from paceline.task import Task
 from paceline.training.data import Samples, batches, validation_parts
 from paceline.training.step import autocast, call, weighed
@@ -12,11 +15,20 @@ from paceline.training.step import autocast, call, weighed
 
 @torch.no_grad()
 def evaluate(
-    task: Task, model: nn.Module, samples: Samples, batch: int, precision: str, device: torch.device, workers: int, prefetch: int
+    task: Task,
+    model: nn.Module,
+    samples: Samples,
+    plan: Plan,
+    batch: int,
+    precision: str,
+    device: torch.device,
+    workers: int,
+    prefetch: int,
 ) -> dict[str, float]:
     """Means over the split of the loss and of what `task.metrics` returns. A collective: all ranks must call it."""
-    rank, ranks = dist.get_rank(), dist.get_world_size()
-    mine = list(validation_parts(len(samples.dataset), batch, rank, ranks))
+    place = plan.place(dist.get_rank())
+    counted = place == replace(place, cp=0, tp=0, pp=plan.pp - 1)  # of the ranks with the same samples
+    mine = list(validation_parts(len(samples.dataset), batch, place.dp, plan.dp or 1))
     # Under a sharded plan the forward pass is a collective: a rank without samples takes part with one that is not counted.
     parts = [(numbers or [0], numbers or [0]) for numbers in mine]
     sums: dict[str, Tensor] = {}
@@ -33,10 +45,10 @@ def evaluate(
                 fitting = weights if weights is not None and (not value.dim() or value.shape == weights.shape) else None
                 total, count = weighed(task, value.double(), fitting, data, name)
                 here = torch.stack([total, torch.as_tensor(count, dtype=total.dtype, device=total.device)])
-                sums[name] = sums.get(name, torch.zeros(2, dtype=torch.float64, device=device)) + here * bool(numbers)
+                sums[name] = sums.get(name, torch.zeros(2, dtype=torch.float64, device=device)) + here * (counted and bool(numbers))
     finally:
         model.train()
     table = torch.stack(list(sums.values()))
-    if ranks > 1:
+    if dist.get_world_size() > 1:
         dist.all_reduce(table)
     return {name: total / count for name, (total, count) in zip(sums, table.tolist(), strict=True)}

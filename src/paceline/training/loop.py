@@ -259,6 +259,7 @@ class _Loop:
             self.task,
             self.update.model,
             self.data.validation,
+            self.plan,
             self.spec.batch,
             self.spec.precision,
             self.device,
