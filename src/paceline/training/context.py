@@ -16,13 +16,19 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.utils._pytree import TreeSpec, tree_leaves, tree_unflatten
+from torch.utils._pytree import TreeSpec, tree_leaves, tree_map, tree_unflatten
 
 from paceline.errors import PlanError
 from paceline.plan.plan import Plan
-from paceline.training.locality import Cuts, find_cuts, flatten
-from paceline.training.ring import Ring, attention, positions
+from paceline.spec import Spec
+from paceline.task import Task
+from paceline.training.data import Broken, Samples, open_dataset
+from paceline.training.locality import Alone, Cuts, find_cuts, flatten
+from paceline.training.parallelize import blocks
+from paceline.training.ring import Ring, attention, no_dropout, positions
 from paceline.training.seeds import derive, start_stream
+from paceline.training.step import call
+from paceline.training.weights import record
 
 RTOL = {torch.float64: 1e-8}  # of a model's output under cp to its output without; roundoff only
 COARSE = 1e-2
@@ -47,9 +53,10 @@ def split_sequence(model: nn.Module, units: list[nn.Module], plan: Plan, device:
 class _Context:
     def __init__(self, model: nn.Module, units: list[nn.Module], plan: Plan, device: torch.device):
         self.model, self.plan, self.device = model, plan, device
-        self.names = {module: name for name, module in model.named_modules() if module in units}
+        self.kind = type(model).__name__
+        self.names = {module: f"{name} ({type(module).__name__})" for name, module in model.named_modules() if module in units}
         self.mesh = cp_mesh(plan, device)
-        self.ring = Ring(self.mesh, str(plan))
+        self.ring = Ring(self.mesh, plan)
         self.learning = False
         self.trials: list[tuple[nn.Module, int | None, Cuts | None]] = []  # of one pass, in the order of calls
         self.cuts: dict[nn.Module, list[Cuts]] = {}  # of the units from the first with attention to the last
@@ -98,15 +105,15 @@ class _Context:
             self.learning = False
         attending = [at for at, (_, length, _) in enumerate(self.trials) if length]
         if not attending:
-            raise PlanError(no_attention(self.plan, self.model))
-        check_length(self.plan, self.trials[attending[0]][1])
+            raise PlanError(no_attention(self.plan, self.kind))
+        check_length(self.plan, self.trials[attending[0]][1] or 0)
         inside = self.trials[attending[0] : attending[-1] + 1]
         for unit, _, cuts in inside:
             if cuts is None:
                 raise PlanError(
-                    f"plan {self.plan}: {self.names[unit]} ({type(unit).__name__}) mixes or numbers positions outside of "
+                    f"plan {self.plan}: {self.names[unit]} mixes, numbers or masks positions outside of "
                     "scaled_dot_product_attention, so that it cannot run on a slice of the sequence; give it what depends on "
-                    "positions as an argument, or use a plan without cp"
+                    "positions as an argument and is_causal=True for a mask, or use a plan without cp"
                 )
             self.cuts.setdefault(unit, []).append(cuts)
         self.first, self.last = inside[0][0], inside[-1][0]
@@ -129,7 +136,7 @@ class _Context:
                     )
 
     def _differs(self) -> str:
-        return f"plan {self.plan}: the output of {type(self.model).__name__} with its blocks on slices of the sequence"
+        return f"plan {self.plan}: the output of {self.kind} with its blocks on slices of the sequence"
 
     def _enter(self, unit: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self.learning or unit not in self.cuts:
@@ -207,18 +214,42 @@ class _Gather(torch.autograd.Function):
         return grad.index_select(ctx.dim, ctx.mine) * ctx.ranks, None, None, None
 
 
-def no_attention(plan: Plan, model: nn.Module) -> str:
+def check(task: Task, spec: Spec, plan: Plan) -> None:
+    """Raise PlanError for what can be known before a rank starts, from one sample that passes the model without its numbers.
+    A model that looks at them (or breaks) ends that pass early, and is told what is wrong with it by its first step."""
+    dataset = open_dataset(task, "train")
+    assert dataset is not None
+    batch = Samples(dataset, "train", spec.seed, None)[[0], [0]]
+    if isinstance(batch, Broken):
+        return
+    model, _, _ = record(task.model, spec.seed)
+    alone = Alone()
+    for unit in blocks(model, task.layout()):
+        unit.forward = attention(alone)(unit.forward)
+    batch = tree_map(lambda leaf: leaf.to("meta") if isinstance(leaf, Tensor) else leaf, batch)
+    passed = False
+    with contextlib.suppress(Exception), torch.no_grad(), torch.device("meta"):  # the user's code
+        call(task, model, batch)
+        passed = True
+    if passed and not alone.lengths:
+        raise PlanError(no_attention(plan, type(model).__name__))
+    if alone.dropout:
+        raise PlanError(no_dropout(plan, alone.dropout))
+    for length in sorted(alone.lengths):
+        check_length(plan, length)
+
+
+def no_attention(plan: Plan, model: str) -> str:
     return (
-        f"plan {plan}: cp splits the sequence that attention runs over, and {type(model).__name__} calls no F.scaled_dot_product_attention "
+        f"plan {plan}: cp splits the sequence that attention runs over, and {model} calls no F.scaled_dot_product_attention "
         "in its blocks (nn.MultiheadAttention does with need_weights=False, Hugging Face with attn_implementation='sdpa'); "
         "use a plan without cp, or name its blocks in layout()"
     )
 
 
-def check_length(plan: Plan, length: int | None) -> None:
+def check_length(plan: Plan, length: int) -> None:
     """Raise PlanError for sequences that cannot be cut."""
-    if length is None or length % plan.cp:
-        assert length is not None
+    if length % plan.cp:
         fitting = [str(cp) for cp in range(2, plan.cp) if length % cp == 0]
         below, above = length - length % plan.cp, length - length % plan.cp + plan.cp
         way_out = f"cut them to {below}" if below else f"pad them to {above}"

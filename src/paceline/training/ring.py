@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from paceline.errors import PlanError
+from paceline.plan.plan import Plan
 
 Attention = Callable[..., Tensor]
 
@@ -49,7 +50,7 @@ class Ring:
     """Called in place of `F.scaled_dot_product_attention`, with this rank's positions of query, key and value."""
 
     mesh: DeviceMesh  # of the ranks that share a sequence
-    plan: str
+    plan: Plan
 
     def __call__(
         self,
@@ -64,10 +65,7 @@ class Ring:
     ) -> Tensor:
         """query, key, value: (..., heads, T / cp, head width)."""
         if dropout_p:
-            raise PlanError(
-                f"plan {self.plan}: attention has a dropout of {dropout_p}, which ring attention has not; "
-                "set it to 0, or use a plan without cp"
-            )
+            raise PlanError(no_dropout(self.plan, dropout_p))
         if attn_mask is not None:
             is_causal = self._only_causal(attn_mask, query.size(-2) * self.mesh.size())
         kind = query.device.type
@@ -101,6 +99,10 @@ class Ring:
             f"plan {self.plan}: attention has a mask of shape {tuple(mask.shape)} that is not the causal one, which ring attention cannot "
             "take; leave it out or say is_causal=True, or use a plan without cp"
         )
+
+
+def no_dropout(plan: Plan, probability: float) -> str:
+    return f"plan {plan}: attention has a dropout of {probability}, which ring attention has not; set it to 0, or use a plan without cp"
 
 
 class _Ring(torch.autograd.Function):
