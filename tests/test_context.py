@@ -1,6 +1,5 @@
 """A sequence that is split over ranks trains as a whole one does; what cannot be split is refused, not trained otherwise."""
 
-import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
@@ -245,15 +244,20 @@ def steps(spec: Spec, plan: str, run: Path) -> list[float]:
     return [event.loss for event in train(spec, parse(plan), task=models.Text(), run=RunFolder(run)) if isinstance(event, Step)]
 
 
-@pytest.mark.parametrize(
-    ("before", "after"), [((2, "cp=2"), (2, "ddp")), ((2, "zero3"), (4, "dp=2,cp=2")), ((4, "zero3,cp=4"), (1, "single"))]
-)
-def test_resumed_under_another_plan(before: tuple[int, str], after: tuple[int, str], tmp_path: Path) -> None:
-    def losses(at: tuple[int, str], until: int) -> list[float]:
-        (tmp_path / "run").mkdir(exist_ok=True)
-        spec = wanted(steps=until, schedule=Schedule(), save=Save(every=2, minutes=float("inf")))
-        return ranks(at[0])(steps, spec, at[1], tmp_path / "run")[0]
+BEFORE_AND_AFTER = [
+    ((2, "cp=2"), (2, "cp=2")),
+    ((2, "cp=2"), (2, "ddp")),
+    ((2, "zero3"), (4, "dp=2,cp=2")),
+    ((4, "zero3,cp=4"), (1, "single")),
+]
 
-    found = losses(before, 2) + losses(after, 5)
-    shutil.rmtree(tmp_path / "run")
-    assert difference(found, losses((1, "single"), 5)) < RTOL
+
+@pytest.mark.parametrize(("before", "after"), BEFORE_AND_AFTER)
+def test_resumed_under_another_plan(before: tuple[int, str], after: tuple[int, str], tmp_path: Path) -> None:
+    def losses(at: tuple[int, str], until: int, run: str) -> list[float]:
+        (tmp_path / run).mkdir(exist_ok=True)
+        spec = wanted(steps=until, schedule=Schedule(), save=Save(every=2, minutes=float("inf")))
+        return ranks(at[0])(steps, spec, at[1], tmp_path / run)[0]
+
+    found = losses(before, 2, "stopped") + losses(after, 5, "stopped")
+    assert difference(found, losses(after, 5, "through")) <= (RTOL if before != after else 0)

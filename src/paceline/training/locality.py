@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from paceline.training.ring import attention
 
@@ -70,7 +70,7 @@ def find_cuts(
         args, kwargs = tree_unflatten([leaf if isinstance(leaf, Tensor) else copy.deepcopy(leaf) for leaf in leaves], structure)
         alone = Alone()
         with attention(alone):
-            return tree_leaves(forward(*args, **kwargs)), alone.lengths
+            return flatten(forward(*args, **kwargs))[0], alone.lengths
 
     with _random_weights(block):
         leaves = [leaf.double() if isinstance(leaf, Tensor) and leaf.is_floating_point() else leaf for leaf in leaves]
@@ -79,9 +79,10 @@ def find_cuts(
         length = attended if length is None else length
         if length is None or len(lengths) > 1:
             return attended, None
-        hidden = next((at for at, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and length in leaf.shape), None)
-        if hidden is None:
+        along = [at for at, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and length in leaf.shape]
+        if not along:
             return attended, None
+        hidden = next((at for at in along if leaves[at].is_floating_point()), along[0])
         if leaves[hidden].is_floating_point():
             leaves[hidden] = _drawn(leaves[hidden].shape, leaves[hidden].device)
             whole, _ = run(leaves)
