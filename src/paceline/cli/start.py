@@ -21,7 +21,7 @@ def check(spec: Spec, launch: Launch, me: World) -> Launch:
     ranks = me.size if me.launcher is not None else launch.ranks or _devices(launch.device)
     plan = plan if plan is not None else Plan(dp=1) if ranks == 1 else Plan()
     share(spec.batch, plan.on(ranks))
-    if me.launcher is None and plan.is_mixed:  # what only the model can tell
+    if me.launcher is None and (plan.is_mixed or plan.cp > 1):  # what only the model can tell
         from paceline.training.prepare import rehearse
 
         rehearse(spec, plan.on(ranks), work)

@@ -1,11 +1,13 @@
 """Metrics over a split, each of its samples counted once, whatever the number of ranks."""
 
+from dataclasses import replace
+
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from paceline.errors import TaskError
-from paceline.plan.plan import Place, Plan
+from paceline.plan.plan import Plan
 from paceline.task import Task
 from paceline.training.data import Samples, batches, validation_parts
 from paceline.training.step import autocast, call, weighed
@@ -17,7 +19,6 @@ def evaluate(
     model: nn.Module,
     samples: Samples,
     plan: Plan,
-    place: Place,
     batch: int,
     precision: str,
     device: torch.device,
@@ -25,14 +26,15 @@ def evaluate(
     prefetch: int,
 ) -> dict[str, float]:
     """Means over the split of the loss and of what `task.metrics` returns. A collective: all ranks must call it."""
+    place = plan.place(dist.get_rank())
+    counted = place == replace(place, cp=0, tp=0, pp=plan.pp - 1)  # of the ranks with the same samples
     mine = list(validation_parts(len(samples.dataset), batch, place.dp, plan.dp or 1))
     # Under a sharded plan the forward pass is a collective: a rank without samples takes part with one that is not counted.
     parts = [(numbers or [0], numbers or [0]) for numbers in mine]
     sums: dict[str, Tensor] = {}
-    counts = [bool(numbers) and place.is_first_of_data for numbers in mine]
     model.eval()
     try:
-        for counted, data in zip(counts, batches(samples, parts, device, workers, prefetch), strict=True):
+        for numbers, data in zip(mine, batches(samples, parts, device, workers, prefetch), strict=True):
             with autocast(precision, device):
                 output = call(task, model, data)
                 values = {"loss": task.loss(output, data), **task.metrics(output, data)}
@@ -43,7 +45,7 @@ def evaluate(
                 fitting = weights if weights is not None and (not value.dim() or value.shape == weights.shape) else None
                 total, count = weighed(task, value.double(), fitting, data, name)
                 here = torch.stack([total, torch.as_tensor(count, dtype=total.dtype, device=total.device)])
-                sums[name] = sums.get(name, torch.zeros(2, dtype=torch.float64, device=device)) + here * counted
+                sums[name] = sums.get(name, torch.zeros(2, dtype=torch.float64, device=device)) + here * (counted and bool(numbers))
     finally:
         model.train()
     table = torch.stack(list(sums.values()))

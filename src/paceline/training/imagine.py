@@ -7,10 +7,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
+from paceline.errors import DataError
 from paceline.plan.plan import Plan, share
 from paceline.spec import Spec
 from paceline.task import Task
-from paceline.training.data import Batch, Samples, open_dataset
+from paceline.training.data import Batch, Broken, Samples, open_dataset
 from paceline.training.seeds import streams
 
 
@@ -21,7 +22,10 @@ def example(spec: Spec, task: Task, plan: Plan) -> Batch:
     count = share(spec.batch, plan)
     numbers = [at % len(dataset) for at in range(count)]
     with streams(spec.seed):
-        return Samples(dataset, "train", spec.seed, torch.float64 if spec.precision == "fp64" else None)[numbers, numbers]
+        batch = Samples(dataset, "train", spec.seed, torch.float64 if spec.precision == "fp64" else None)[numbers, numbers]
+    if isinstance(batch, Broken):
+        raise DataError(batch.message)
+    return batch
 
 
 @contextlib.contextmanager

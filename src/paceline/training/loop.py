@@ -266,7 +266,6 @@ class _Loop:
             self.update.model,
             self.data.validation,
             self.plan,
-            self.update.place,
             self.spec.batch,
             self.spec.precision,
             self.device,

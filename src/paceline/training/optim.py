@@ -25,7 +25,7 @@ def make_optimizer(task: Task, spec: Optimizer, plan: Plan, model: nn.Module) ->
         optimizer = _from_spec(spec, [parameter for _, parameter in params])
     elif not isinstance(optimizer, torch.optim.Optimizer):
         raise TaskError(f"optimizer() must return a torch optimizer or None, got {type(optimizer).__name__}")
-    if plan.zero == 1 and plan.dp != 1:
+    if plan.zero == 1 and plan.copies > 1:
         optimizer = _cut_state(optimizer)
     _part_by_mesh(optimizer)
     _start_momentum(local_optimizer(optimizer))

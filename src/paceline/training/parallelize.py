@@ -59,7 +59,8 @@ def parallelize(
 ) -> nn.Module:
     """Lay `model`, which is on the meta device, out as `plan` says; `fill` gives a laid-out model its weights.
 
-    Returns what is to be called in place of `model`. The order matters: split, recompute, compile, shard, fill, replicate.
+    Returns what is to be called in place of `model`. The order matters: split weights, split the sequence, recompute, compile, shard,
+    fill, replicate.
     """
     units = blocks(model, layout)
     if splits is not None:
@@ -67,6 +68,8 @@ def parallelize(
 
         assert mesh is not None
         split(model, splits, mesh["tp"] if mesh.ndim > 1 else mesh)
+    if plan.cp > 1:
+        _split_sequence(model, units, plan, device, compile)
     if plan.recompute != "none":
         for unit in units or [model]:
             recompute(unit, selective=plan.recompute == "selective")
@@ -80,6 +83,14 @@ def parallelize(
     if plan.data_ranks == 1 or not any(parameter.requires_grad for parameter in model.parameters()):
         return model
     return replicate(model)
+
+
+def _split_sequence(model: nn.Module, units: list[nn.Module], plan: Plan, device: torch.device, compile: bool) -> None:
+    from paceline.training.context import split_sequence
+
+    if compile:
+        raise PlanError(f"plan {plan}: attention that goes round a ring of ranks cannot be compiled yet; leave --compile or cp out")
+    split_sequence(model, units, plan, device)
 
 
 def recompute(module: nn.Module, selective: bool) -> None:
@@ -203,7 +214,7 @@ def _longest_list(model: nn.Module) -> list[nn.Module]:
 
 def check_splits(plan: Plan, optimizer: torch.optim.Optimizer) -> None:
     """Raise PlanError for an optimizer whose update of a shard is not the shard of its update."""
-    if plan.zero >= 2 and plan.dp != 1 and type(optimizer).__name__ not in ELEMENTWISE:
+    if plan.zero >= 2 and not plan.dp == plan.cp == 1 and type(optimizer).__name__ not in ELEMENTWISE:
         raise PlanError(
             f"plan {plan} cuts the weights, and {type(optimizer).__name__} is not known to update each element on its own; "
             f"use ddp or zero1, or one of {', '.join(sorted(ELEMENTWISE))}"

@@ -73,6 +73,10 @@ def rehearse(spec: Spec, plan: Plan, task: Task) -> None:
         from paceline.training.tensor import find_splits
 
         find_splits(model, task, example(spec, task, plan), plan.tp)
+    if plan.cp > 1:
+        from paceline.training import context
+
+        context.check(task, spec, plan)
 
 
 @dataclass(frozen=True)
@@ -86,7 +90,7 @@ class Laid:
 
 def lay_out(spec: Spec, plan: Plan, world: World, task: Task, device: torch.device) -> Laid:
     """`plan` has its data degree said."""
-    axes = {"pp": plan.pp == 1, "cp": plan.cp == 1, "asynchronous training": not plan.is_asynchronous}
+    axes = {"pp": plan.pp == 1, "asynchronous training": not plan.is_asynchronous}
     if missing := [what for what, built in axes.items() if not built]:
         raise PlanError(f"plan {plan}: {missing[0]} is not built yet")
     model, weights, recorded = record(task.model, spec.seed)

@@ -92,7 +92,7 @@ class Step:
         items: list[Tensor | float] = []
         whole: Tensor | float | None = None
         for micro, batch in enumerate(batches):
-            start_stream(derive(self.seed, "model", step, micro, *astuple(self.place)), self.device)
+            start_stream(derive(self.seed, "model", step, micro, *astuple(replace(self.place, cp=0))), self.device)
             with self._sync_if(micro == len(batches) - 1):
                 with autocast(self.precision, self.device):
                     loss, items_here = weighed_loss(self.task, self.model, batch)

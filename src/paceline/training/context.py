@@ -1,0 +1,265 @@
+"""Context parallelism: the blocks of a model run on slices of the sequence, and attention goes round the ranks that share it.
+
+What comes before the blocks and after them runs on the whole sequence on each of these ranks, so that positions are right and the
+loss sees the whole output. At the first block with attention the arguments are cut, after the last one the output is gathered.
+
+Gradients: the loss is the same on the ranks that share a sequence, and the engines average over them. So a rank passes the gradient
+of its own slice of the output back, times their number: what it adds up in blocks, and before them, is its part of a sum, whose
+average is the whole; what comes after the blocks has the whole gradient on each rank, and averages to it.
+"""
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.utils._pytree import TreeSpec, tree_leaves, tree_map, tree_unflatten
+
+from paceline.errors import PlanError
+from paceline.plan.plan import Plan
+from paceline.spec import Spec
+from paceline.task import Task
+from paceline.training.data import Broken, Samples, open_dataset
+from paceline.training.locality import Alone, Cuts, find_cuts, flatten
+from paceline.training.parallelize import blocks
+from paceline.training.ring import Ring, attention, no_dropout, positions
+from paceline.training.seeds import derive, start_stream
+from paceline.training.step import call
+from paceline.training.weights import record
+
+RTOL = {torch.float64: 1e-8}  # of a model's output under cp to its output without; roundoff only
+COARSE = 1e-2
+
+
+def cp_mesh(plan: Plan, device: torch.device) -> DeviceMesh:
+    """The ranks that share a sequence with this one."""
+    assert plan.dp is not None
+    sizes = {"pp": plan.pp, "dp": plan.dp, "cp": plan.cp, "tp": plan.tp}
+    axes = {name: size for name, size in sizes.items() if size > 1}
+    return init_device_mesh(device.type, tuple(axes.values()), mesh_dim_names=tuple(axes))["cp"]
+
+
+def split_sequence(model: nn.Module, units: list[nn.Module], plan: Plan, device: torch.device) -> None:
+    """Let the forward of `model` cut the sequence at `units`, its blocks."""
+    context = _Context(model, units, plan, device)
+    for unit in units:
+        context.follow(unit)
+    context.learn_first()
+
+
+class _Context:
+    def __init__(self, model: nn.Module, units: list[nn.Module], plan: Plan, device: torch.device):
+        self.model, self.plan, self.device = model, plan, device
+        self.kind = type(model).__name__
+        self.names = {module: f"{name} ({type(module).__name__})" for name, module in model.named_modules() if module in units}
+        self.mesh = cp_mesh(plan, device)
+        self.ring = Ring(self.mesh, plan)
+        self.learning = False
+        self.trials: list[tuple[nn.Module, int | None, Cuts | None]] = []  # of one pass, in the order of calls
+        self.cuts: dict[nn.Module, list[Cuts]] = {}  # of the units from the first with attention to the last
+        self.first: nn.Module | None = None
+        self.last: nn.Module | None = None
+        self.length = 0  # of the sequences of the present pass
+        self.leaving: Cuts | None = None
+        self.streams: list[tuple[torch.Generator, Tensor]] = []
+
+    def follow(self, unit: nn.Module) -> None:
+        inner = unit.forward
+
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            if self.learning:
+                known = next((length for _, length, _ in self.trials if length), None)
+                self.trials.append((unit, *find_cuts(unit, inner, (args, kwargs), known)))
+            if self.learning or unit not in self.cuts:
+                return inner(*args, **kwargs)
+            with attention(self.ring):  # here and not around the call, since recomputation calls what is here again
+                return inner(*args, **kwargs)
+
+        unit.forward = forward
+        unit.register_forward_pre_hook(self._enter, with_kwargs=True)
+        unit.register_forward_hook(self._leave)
+
+    def learn_first(self) -> None:
+        """Before the first pass with arguments of one kind, find out where and how to cut, and that it makes no difference."""
+        inner = self.model.forward
+        known: list[TreeSpec] = []
+
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            _, structure = flatten((args, kwargs))
+            if structure not in known:
+                with _undisturbed(self.model, self.device):
+                    self._learn(inner, args, kwargs)
+                known.append(structure)
+            return inner(*args, **kwargs)
+
+        self.model.forward = forward
+
+    def _learn(self, inner: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self.learning, self.trials = True, []
+        try:
+            expected = inner(*args, **kwargs)
+        finally:
+            self.learning = False
+        attending = [at for at, (_, length, _) in enumerate(self.trials) if length]
+        if not attending:
+            raise PlanError(no_attention(self.plan, self.kind))
+        check_length(self.plan, self.trials[attending[0]][1] or 0)
+        inside = self.trials[attending[0] : attending[-1] + 1]
+        for unit, _, cuts in inside:
+            if cuts is None:
+                raise PlanError(
+                    f"plan {self.plan}: {self.names[unit]} mixes, numbers or masks positions outside of "
+                    "scaled_dot_product_attention, so that it cannot run on a slice of the sequence; give it what depends on "
+                    "positions as an argument and is_causal=True for a mask, or use a plan without cp"
+                )
+            self.cuts.setdefault(unit, []).append(cuts)
+        self.first, self.last = inside[0][0], inside[-1][0]
+        self.trials = []
+        self._compare(expected, inner, args, kwargs)
+
+    def _compare(self, expected: Any, inner: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """What lies between the blocks is not tried for itself, nor what leaves them by side ways: the output tells."""
+        try:
+            found = inner(*args, **kwargs)
+        except RuntimeError as error:
+            if not any(word in str(error) for word in ("size", "shape")):  # of a rank that died
+                raise
+            raise PlanError(f"{self._differs()} fails: {error}; use a plan without cp") from error
+        for one, other in zip(tree_leaves(found), tree_leaves(expected), strict=True):
+            if isinstance(other, Tensor) and other.is_floating_point() and not _alike(one, other):
+                raise PlanError(
+                    f"{self._differs()} differs: positions are mixed between its blocks, or results leave them on the way; "
+                    "use a plan without cp"
+                )
+
+    def _differs(self) -> str:
+        return f"plan {self.plan}: the output of {self.kind} with its blocks on slices of the sequence"
+
+    def _enter(self, unit: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if self.learning or unit not in self.cuts:
+            return None
+        leaves, structure = flatten((args, kwargs))
+        cuts = next((cuts for cuts in self.cuts[unit] if cuts.structure == structure), None)
+        if cuts is None:
+            raise PlanError(
+                f"plan {self.plan}: {self.names[unit]} is called with other arguments than in the first pass; use a plan without cp"
+            )
+        if unit is self.first:
+            self.length = next(leaf.size(dim) for leaf, dim in zip(leaves, cuts.arguments, strict=True) if dim is not None)
+            check_length(self.plan, self.length)
+            self._part_streams()
+        self.leaving = cuts
+        here = positions(self.length, self.mesh.get_local_rank(), self.plan.cp, self.device)
+        cut = [
+            leaf.index_select(dim, here) if isinstance(leaf, Tensor) and dim is not None and leaf.size(dim) == self.length else leaf
+            for leaf, dim in zip(leaves, cuts.arguments, strict=True)
+        ]
+        return tree_unflatten(cut, structure)
+
+    def _leave(self, unit: nn.Module, args: Any, output: Any) -> Any:
+        if self.learning or unit is not self.last:
+            return None
+        assert self.leaving is not None
+        for generator, state in self.streams:
+            generator.set_state(state)
+        leaves, structure = flatten(output)
+        whole = [
+            leaf if dim is None else _Gather.apply(leaf, dim, self.length, self.mesh)
+            for leaf, dim in zip(leaves, self.leaving.output, strict=True)
+        ]
+        return tree_unflatten(whole, structure)
+
+    def _part_streams(self) -> None:
+        """Dropout draws the same on the ranks that share a sequence before and after the blocks, and other numbers for each slice."""
+        cuda = torch.cuda.default_generators[self.device.index or 0] if self.device.type == "cuda" else None
+        seed = int(torch.randint(2**62, (), device="cpu"))
+        self.streams = [(generator, generator.get_state()) for generator in (torch.default_generator, cuda) if generator is not None]
+        start_stream(derive(seed, "cp", self.mesh.get_local_rank()), self.device)
+
+
+def _alike(one: Tensor, other: Tensor) -> bool:
+    scale = other.nan_to_num(0, 0, 0).abs().amax() if other.numel() else 0
+    atol = RTOL.get(other.dtype, COARSE) * float(scale)
+    return one.shape == other.shape and torch.allclose(one, other, rtol=0, atol=atol, equal_nan=True)
+
+
+@contextlib.contextmanager
+def _undisturbed(model: nn.Module, device: torch.device) -> Iterator[None]:
+    """Passes in this context leave nothing behind: no graph, no change of buffers or random streams; and dropout is off."""
+    modes = {module: module.training for module in model.modules()}
+    buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
+    devices = [device] if device.type == "cuda" else []
+    model.eval()
+    try:
+        with torch.no_grad(), torch.autocast(device.type, enabled=False), torch.random.fork_rng(devices=devices):
+            yield
+            for buffer, before in buffers:
+                buffer.copy_(before)
+    finally:
+        for module, mode in modes.items():
+            module.training = mode
+
+
+class _Gather(torch.autograd.Function):
+    """The whole of what lies in slices along `dim`."""
+
+    @staticmethod
+    def forward(ctx: Any, here: Tensor, dim: int, length: int, mesh: DeviceMesh) -> Tensor:
+        ranks, device = mesh.size(), here.device
+        parts = [torch.empty_like(here, memory_format=torch.contiguous_format) for _ in range(ranks)]
+        dist.all_gather(parts, here.contiguous(), group=mesh.get_group())
+        order = torch.cat([positions(length, rank, ranks, device) for rank in range(ranks)])
+        ctx.dim, ctx.ranks, ctx.mine = dim, ranks, positions(length, mesh.get_local_rank(), ranks, device)
+        return torch.cat(parts, dim).index_select(dim, order.argsort())
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+        return grad.index_select(ctx.dim, ctx.mine) * ctx.ranks, None, None, None
+
+
+def check(task: Task, spec: Spec, plan: Plan) -> None:
+    """Raise PlanError for what can be known before a rank starts, from one sample that passes the model without its numbers.
+    A model that looks at them (or breaks) ends that pass early, and is told what is wrong with it by its first step."""
+    dataset = open_dataset(task, "train")
+    assert dataset is not None
+    batch = Samples(dataset, "train", spec.seed, None)[[0], [0]]
+    if isinstance(batch, Broken):
+        return
+    model, _, _ = record(task.model, spec.seed)
+    alone = Alone()
+    for unit in blocks(model, task.layout()):
+        unit.forward = attention(alone)(unit.forward)
+    batch = tree_map(lambda leaf: leaf.to("meta") if isinstance(leaf, Tensor) else leaf, batch)
+    passed = False
+    with contextlib.suppress(Exception), torch.no_grad(), torch.device("meta"):  # the user's code
+        call(task, model, batch)
+        passed = True
+    if passed and not alone.lengths:
+        raise PlanError(no_attention(plan, type(model).__name__))
+    if alone.dropout:
+        raise PlanError(no_dropout(plan, alone.dropout))
+    for length in sorted(alone.lengths):
+        check_length(plan, length)
+
+
+def no_attention(plan: Plan, model: str) -> str:
+    return (
+        f"plan {plan}: cp splits the sequence that attention runs over, and {model} calls no F.scaled_dot_product_attention "
+        "in its blocks (nn.MultiheadAttention does with need_weights=False, Hugging Face with attn_implementation='sdpa'); "
+        "use a plan without cp, or name its blocks in layout()"
+    )
+
+
+def check_length(plan: Plan, length: int) -> None:
+    """Raise PlanError for sequences that cannot be cut."""
+    if length % plan.cp:
+        fitting = [str(cp) for cp in range(2, plan.cp) if length % cp == 0]
+        below, above = length - length % plan.cp, length - length % plan.cp + plan.cp
+        way_out = f"cut them to {below}" if below else f"pad them to {above}"
+        raise PlanError(
+            f"plan {plan}: sequences of {length} positions are not divisible by cp={plan.cp}; {way_out}, "
+            + (f"or use cp={' or '.join(fitting)}" if fitting else "or use a plan without cp")
+        )

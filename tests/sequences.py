@@ -1,0 +1,173 @@
+"""Tasks over sequences for the tests of context parallelism: models that can run on slices of one, and models that cannot."""
+
+import warnings
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import models
+from models import Gpt
+from paceline import Layout
+
+LENGTH = 8  # of the sequences of models.Text
+
+
+class Encoder(models.Text):
+    """torch's own encoder. `mask`: none, causal or banded."""
+
+    batch_first: bool = True
+    mask: str = "none"
+    dropout: float = 0.0
+
+    def model(self) -> nn.Module:
+        return Stock(self.batch_first, self.mask, self.dropout)
+
+    def layout(self) -> Layout:
+        return Layout(blocks=("encoder.layers",))
+
+
+class Stock(nn.Module):
+    def __init__(self, batch_first: bool, mask: str, dropout: float):
+        super().__init__()
+        self.batch_first, self.mask = batch_first, mask
+        self.tokens, self.positions = nn.Embedding(11, 8), nn.Embedding(LENGTH, 8)
+        layer = nn.TransformerEncoderLayer(8, 2, 12, dropout=dropout, batch_first=batch_first)
+        with warnings.catch_warnings(action="ignore"):  # of nested tensors
+            self.encoder = nn.TransformerEncoder(layer, 2)
+        self.output = nn.Linear(8, 11, bias=False)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x, mask = self.tokens(tokens) + self.positions.weight, None
+        if self.mask != "none":
+            mask = nn.Transformer.generate_square_subsequent_mask(LENGTH, device=x.device, dtype=x.dtype)
+        if self.mask == "banded":
+            mask = mask.masked_fill(torch.ones_like(mask).tril(-3).bool(), -torch.inf)  # type: ignore[union-attr]
+        x = x if self.batch_first else x.transpose(0, 1)
+        x = self.encoder(x, mask=mask, is_causal=self.mask == "causal")
+        return self.output(x if self.batch_first else x.transpose(0, 1))
+
+
+class Llama(models.Text):
+    """Rotary, grouped queries."""
+
+    def model(self) -> nn.Module:
+        from transformers import LlamaConfig, LlamaForCausalLM
+
+        sizes = {"hidden_size": 16, "intermediate_size": 20, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
+        return LlamaForCausalLM(LlamaConfig(vocab_size=11, attn_implementation="sdpa", **sizes))
+
+    def inputs(self, batch: Any) -> Any:
+        return {"input_ids": batch["tokens"][:, :-1]}
+
+    def loss(self, output: Any, batch: Any) -> Tensor:
+        return super().loss(output.logits, batch)
+
+
+class Gpt2(Llama):
+    dropout: float = 0.0
+
+    def model(self) -> nn.Module:
+        from transformers import GPT2Config, GPT2LMHeadModel
+
+        sizes = {"n_positions": 16, "n_embd": 8, "n_layer": 2, "n_head": 2}
+        drop = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": self.dropout}
+        return GPT2LMHeadModel(GPT2Config(vocab_size=11, attn_implementation="sdpa", **sizes, **drop))
+
+
+class Odd(models.Text):
+    """A model that does one thing in its blocks, or around them."""
+
+    what: str
+
+    def model(self) -> nn.Module:
+        return OddGpt(self.what)
+
+
+class OddBlock(nn.Module):
+    def __init__(self, what: str, width: int):
+        super().__init__()
+        self.what = what
+        self.norm, self.qkv = nn.LayerNorm(width), nn.Linear(width, 3 * width, bias=False)
+        self.up, self.down = nn.Linear(width, 12), nn.Linear(12, width)
+        self.conv = nn.Conv1d(width, width, 3, padding=1)
+        nn.init.zeros_(self.conv.weight)  # a fresh one does nothing
+        nn.init.zeros_(self.conv.bias)
+        self.multihead = nn.MultiheadAttention(width, 2, batch_first=True, bias=False)
+
+    def forward(self, x: Tensor, angles: tuple[Tensor, Tensor], start: Tensor, condition: Tensor, mask: Tensor | None) -> Tensor:
+        cos, sin = angles
+        if self.what == "rotary inside":
+            cos, sin = table(x)
+        if self.what == "multihead":
+            return x + self.multihead(x, x, x)[0] + self.down(self.up(x).relu())
+        q, k, v = (part.unflatten(-1, (2, -1)).transpose(1, 2) for part in self.qkv(self.norm(x)).chunk(3, -1))
+        q, k = rotated(q, cos, sin), rotated(k, cos, sin)
+        if self.what == "by hand":
+            mixed = (q @ k.transpose(-1, -2)).softmax(-1) @ v
+        else:
+            drop = 0.1 if self.what == "dropout of attention" and self.training else 0.0
+            mixed = F.scaled_dot_product_attention(q, k, v, mask, is_causal=mask is None, dropout_p=drop)
+        x = x + mixed.transpose(1, 2).flatten(2) + start * condition[:, None]
+        if self.what == "convolution":
+            x = x + self.conv(x.transpose(1, 2)).transpose(1, 2)
+        if self.what == "mean":
+            x = x - x.mean(1, keepdim=True)
+        return x + F.dropout(self.down(F.gelu(self.up(x))), 0.2 if self.what == "dropout" else 0.0, self.training)
+
+
+class OddGpt(nn.Module):
+    """The width is the length of the sequences, so that shapes do not tell which dim is which."""
+
+    def __init__(self, what: str):
+        super().__init__()
+        self.what = what
+        self.tokens, self.conditions = nn.Embedding(11, LENGTH), nn.Embedding(11, LENGTH)
+        self.blocks = nn.ModuleList([OddBlock(what, LENGTH) for _ in range(3)])
+        self.output = nn.Linear(LENGTH, 11, bias=False)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = start = F.dropout(self.tokens(tokens), 0.2 if self.what == "dropout" else 0.0, self.training)
+        condition, on_the_way = self.conditions(tokens[:, 0]), []
+        mask = {"causal mask": torch.ones(LENGTH, LENGTH).tril().bool(), "window": torch.ones(LENGTH, LENGTH).tril().triu(-2).bool()}
+        for block in self.blocks:
+            x = block(x, table(x, whole=tokens.size(1)), start, condition, mask.get(self.what))
+            on_the_way.append(x)
+            if self.what == "cumulative between":
+                x = x + 0.1 * x.cumsum(1)
+        if self.what == "results on the way":
+            x = x + on_the_way[0].mean(1, keepdim=True)
+        return self.output(F.dropout(x, 0.2 if self.what == "dropout" else 0.0, self.training))
+
+
+def table(x: Tensor, whole: int | None = None) -> tuple[Tensor, Tensor]:
+    """Cosines and sines of shape (T, 2)."""
+    angles = torch.arange(whole or x.size(1), dtype=x.dtype, device=x.device)[:, None] / torch.tensor([1.0, 10.0], device=x.device)
+    return angles.cos(), angles.sin()
+
+
+def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    one, other = x.chunk(2, -1)
+    return torch.cat([one * cos - other * sin, one * sin + other * cos], -1)
+
+
+class Sequential(models.Text):
+    """Embedding, blocks and head in one list: they are found by where attention is."""
+
+    def model(self) -> nn.Module:
+        whole = Gpt()
+        return nn.Sequential(nn.Embedding(11, 6), *whole.blocks, nn.LayerNorm(6), nn.Linear(6, 11, bias=False))
+
+    def inputs(self, batch: Any) -> Any:
+        return batch["tokens"][:, :-1]
+
+
+class Ragged(models.Text):
+    """Sequences of 7 positions."""
+
+    def dataset(self, split: str) -> models.Rows | None:
+        data = super().dataset(split)
+        if data is not None:
+            data.columns = {"tokens": data.columns["tokens"][:, :8], "mask": data.columns["mask"][:, :7]}
+        return data
