@@ -1,5 +1,6 @@
 """From a request to what the loop runs on: the data, the model as it is laid out, the state that a checkpoint left."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -47,14 +48,18 @@ def open_data(spec: Spec, task: Task, world: World) -> Data:
                     f"dataset({split!r}) has {first} samples on rank 0 and {there[split]} on rank {rank}; "
                     "every rank must see the whole dataset, Paceline splits it"
                 )
-    if world.size > len(train):
-        raise PlanError(f"{world.size} ranks for {len(train)} training samples; use at most --ranks {len(train)}")
+    check_enough(len(train), world.size)
     floats = torch.float64 if spec.precision == "fp64" else None
     return Data(
         training=Samples(train, "train", spec.seed, floats),
         validation=Samples(validation, "validation", spec.seed, floats) if validation is not None else None,
         samples=len(train),
     )
+
+
+def check_enough(samples: int, ranks: int) -> None:
+    if ranks > samples:
+        raise PlanError(f"{ranks} ranks for {samples} training samples; use at most --ranks {samples}")
 
 
 @dataclass(frozen=True)
@@ -66,8 +71,15 @@ class Laid:
     notes: tuple[str, ...]
 
 
-def lay_out(spec: Spec, plan: Plan, world: World, task: Task, device: torch.device) -> Laid:
-    """`plan` has its data degree said."""
+def lay_out(
+    spec: Spec,
+    plan: Plan,
+    world: World,
+    task: Task,
+    device: torch.device,
+    fill_with: Callable[[nn.Module], None] | None = None,
+) -> Laid:
+    """`plan` has its data degree said. `fill_with` gives the model, laid out on the meta device, other values than its initial ones."""
     axes = {"tp": plan.tp == 1, "pp": plan.pp == 1, "cp": plan.cp == 1, "asynchronous training": not plan.is_asynchronous}
     if missing := [what for what, built in axes.items() if not built]:
         raise PlanError(f"plan {plan}: {missing[0]} is not built yet")
@@ -81,7 +93,7 @@ def lay_out(spec: Spec, plan: Plan, world: World, task: Task, device: torch.devi
     def fill(laid_out: nn.Module) -> None:
         fill_(laid_out, weights, device, Path(pretrained) if pretrained is not None else None)
 
-    called = parallelize(model, task.layout(), plan, device, fill, spec.compile)
+    called = parallelize(model, task.layout(), plan, device, fill_with or fill, spec.compile)
     optimizer = make_optimizer(task, spec.optimizer, plan, model)
     check_splits(plan, optimizer)
     update = Step(
