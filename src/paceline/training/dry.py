@@ -46,9 +46,11 @@ def ledger(spec: Spec, plan: Plan, ranks: int, rank: int = 0, task: Task | None 
     Raises PlanError, DataError or TaskError as a training would, and TaskError for a model that looks at the values of its tensors.
     """
     spec = spec.model_copy(update={"compile": False})
-    plan = plan.on(ranks)
     if plan.is_asynchronous:
-        raise PlanError(f"plan {plan} has steps that are not alike; the ledger is of plans that send the same in each step")
+        raise PlanError(
+            f"the steps of plan {plan} are not alike, and the ledger is of one of them: use a plan of which all are, such as ddp"
+        )
+    plan = plan.on(ranks)
     share(spec.batch, plan)
     task = task if task is not None else load_task(spec.task, spec.set)
     device = torch.device("cpu")
@@ -71,6 +73,11 @@ def ledger(spec: Spec, plan: Plan, ranks: int, rank: int = 0, task: Task | None 
             ) from error
         finally:
             release(laid.update.model)
+
+
+def stages(spec: Spec, plan: Plan, ranks: int) -> list[Ledger]:
+    """The ledger of the first rank of each stage of a pipeline; other ranks of a stage send the same."""
+    return [ledger(spec, plan, ranks, stage * plan.on(ranks).copies) for stage in range(plan.pp)]
 
 
 def _count(laid: Laid, plan: Plan, micro_batches: list[Batch]) -> Ledger:
