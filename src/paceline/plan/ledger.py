@@ -13,7 +13,7 @@ PACELINE = "paceline"  # what is said between the ranks outside of the model: fi
 
 @dataclass(frozen=True, order=True)
 class Entry:
-    """Calls of one collective by one rank, over all steps of `Ledger.steps`.
+    """Calls of one collective by one rank in one step.
 
     axis: of the mesh, or the axes, over which the ranks of the group differ. `ranks`: of the group.
     module: whose parameters or gradients travel; for anything else the module that runs.
@@ -71,10 +71,6 @@ class Ledger:
     def of(self, collective: str, axis: str | None = None) -> "Ledger":
         """The entries of a collective, on all axes or one."""
         return Ledger(self.rank, tuple(e for e in self.entries if e.collective == collective and axis in (None, e.axis)))
-
-    def by(self, key: Callable[[Entry], str]) -> "Ledger":
-        """With `key(entry)` as the module, so that entries of the same key are added up."""
-        return Ledger(self.rank, added_up((e.collective, e.axis, e.ranks, key(e), e.calls, e.bytes) for e in self.entries))
 
     def as_json(self) -> dict[str, Any]:
         entries = [asdict(entry) | {"sent_bytes": round(entry.sent_bytes)} for entry in self.entries]

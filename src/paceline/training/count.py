@@ -10,10 +10,10 @@ from torch import Tensor, nn
 from torch.distributed.distributed_c10d import _resolve_process_group
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from torch.utils.module_tracker import ModuleTracker
 
 from paceline.plan.ledger import MODEL, PACELINE, Ledger, added_up, axis_of
 from paceline.plan.plan import Plan
+from paceline.training.running import Running
 from paceline.training.shards import is_cut, is_here
 
 # operator -> collective, which argument is counted, and whether it is one rank's part of S
@@ -37,6 +37,7 @@ C10D = {
     "recv_": ("recv", 0, False),
     "recv_any_source_": ("recv", 0, False),
     "barrier": ("barrier", 0, False),
+    "monitored_barrier_": ("barrier", 0, False),
 }
 FUNCTIONAL = {
     "all_reduce": ("all-reduce", 0, False),
@@ -56,7 +57,6 @@ FUNCTIONAL = {
     "irecv": ("recv", 0, False),
 }
 TABLES = {"c10d": C10D, "_c10d_functional": FUNCTIONAL}
-SILENT = {"wait_tensor", "check_for_nan"}
 OF_FSDP = re.compile(r"FSDP::\w+( \((?P<module>.*)\))?$")
 
 
@@ -70,7 +70,7 @@ class Counter(TorchDispatchMode):
         super().__init__()
         self.plan = plan
         self.model = model
-        self.tracker = _Tracker(model)
+        self.running = Running(model)
         self.calls: list[tuple[str, str, int, str, int, int]] = []
         self.groups: dict[str, tuple[str, int]] = {}  # name of a group -> axis, ranks
         self.records: list[str] = []  # torch's record_function, innermost last
@@ -79,13 +79,13 @@ class Counter(TorchDispatchMode):
         return Ledger(dist.get_rank() if dist.is_initialized() else 0, added_up(self.calls))
 
     def __enter__(self) -> "Counter":
-        self.tracker.__enter__()
+        self.running.__enter__()
         super().__enter__()
         return self
 
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)
-        self.tracker.__exit__(*error)
+        self.running.__exit__(*error)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(kind.__name__ == "DTensor" for kind in types):
@@ -93,7 +93,8 @@ class Counter(TorchDispatchMode):
         space = func.namespace
         if space in TABLES:
             given = {argument.name: value for argument, value in zip(func._schema.arguments, args, strict=False)} | (kwargs or {})
-            self._count(space, func._schema.name.partition("::")[2], args, given)
+            if (group := given.get("process_group", given.get("group_name"))) is not None:  # else it waits, or wraps
+                self._count(space, func._schema.name.partition("::")[2], args, group)
         elif space == "profiler":
             self._record(func, args)
         return func(*args, **(kwargs or {}))
@@ -104,13 +105,11 @@ class Counter(TorchDispatchMode):
         elif self.records:
             self.records.pop()
 
-    def _count(self, space: str, name: str, args: Any, given: dict[str, Any]) -> None:
-        if name in SILENT:
-            return
+    def _count(self, space: str, name: str, args: Any, group: Any) -> None:
         if name not in TABLES[space]:
             raise NotImplementedError(f"the ledger does not know what {space}::{name} sends")
         collective, which, is_part = TABLES[space][name]
-        axis, ranks = self._group(given["process_group"] if "process_group" in given else given["group_name"])
+        axis, ranks = self._group(group)
         tensors = [leaf for leaf in tree_leaves(args[which]) if isinstance(leaf, Tensor)]
         size = sum(tensor.numel() * tensor.element_size() for tensor in tensors) if collective != "barrier" else 0
         self.calls.append((collective, axis, ranks, self._module(tensors), 1, size * ranks if is_part else size))
@@ -130,9 +129,10 @@ class Counter(TorchDispatchMode):
                 return found["module"] or MODEL
         if names := self._owners(tensors):
             return _common([name.rpartition(".")[0] for name in names]) or MODEL
-        if self.tracker.is_bw and not any(map(torch.is_floating_point, tensors)):
+        if self.running.in_backward and not any(map(torch.is_floating_point, tensors)):
             return MODEL  # DDP's books: which parameters were used
-        return self.tracker.innermost()
+        running = self.running.innermost()
+        return PACELINE if running is None else running or MODEL
 
     def _owners(self, tensors: list[Tensor]) -> list[str]:
         """Names of the parameters that share their memory with what is sent, or whose gradients do: those of DDP lie in its buckets."""
@@ -150,18 +150,3 @@ def _common(modules: list[str]) -> str:
     """The innermost module that contains all of them."""
     first, last = (module.split(".") if module else [] for module in (min(modules), max(modules)))
     return ".".join(one for one, _ in itertools.takewhile(lambda pair: pair[0] == pair[1], zip(first, last, strict=False)))
-
-
-class _Tracker(ModuleTracker):
-    """torch's, with the model's own names; wrappers around it have none."""
-
-    def __init__(self, model: nn.Module):
-        super().__init__()
-        self.names = {id(module): name or MODEL for name, module in model.named_modules()}
-
-    def _get_mod_name(self, mod: nn.Module) -> str:
-        return self.names.get(id(mod), "Global")
-
-    def innermost(self) -> str:
-        running = self.parents - {"Global"}
-        return max(running, key=lambda name: (name != MODEL, name.count("."), name)) if running else PACELINE
