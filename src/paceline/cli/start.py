@@ -1,15 +1,26 @@
-"""What `train` and `resume` share: check a request before anything starts, then become a rank or start some."""
+"""What the commands share: read a request, check it before anything starts, then become a rank or start some."""
 
-from typing import NoReturn
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NoReturn
 
 import typer
 
+from paceline import spec as specs
 from paceline import task
 from paceline.errors import Error, LaunchError
 from paceline.launch.world import World
 from paceline.plan.plan import Plan, parse, share
 from paceline.run import RunFolder
 from paceline.spec import Launch, Spec
+
+
+def read(target: str, flags: Mapping[str, Any], set: list[str]) -> tuple[Spec, Launch]:
+    """The request of a command line: a task or a TOML file, and over it the flags that are not None and NAME=VALUE."""
+    file = Path(target) if target.endswith(".toml") else None
+    task = {} if file else {"task": target}
+    overrides = task | {key: value for key, value in flags.items() if value is not None} | specs.parse_overrides(set)
+    return specs.load(file, specs.one_length(overrides))
 
 
 def check(spec: Spec, launch: Launch, me: World) -> Launch:

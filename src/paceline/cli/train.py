@@ -1,11 +1,9 @@
 """paceline train: train a task on any number of ranks."""
 
-from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from paceline import spec as specs
 from paceline.launch.world import World, world
 from paceline.spec import Launch, Spec
 
@@ -40,9 +38,7 @@ def train(
     run: Annotated[str | None, Option(help="The run's folder, a new one. Default: runs/TASK-TIME.")] = None,
 ) -> None:
     """Train a task. Under torchrun, mpirun or srun this process simply becomes a rank."""
-    file = Path(target) if target.endswith(".toml") else None
     flags: dict[str, Any] = {
-        "task": None if file else target,
         "ranks": ranks,
         "plan": plan,
         "batch": batch,
@@ -63,8 +59,9 @@ def train(
         "save.keep": keep,
         "data.workers": workers,
     }
-    overrides = {key: value for key, value in flags.items() if value is not None} | specs.parse_overrides(set or [])
-    spec, launch = specs.load(file, specs.one_length(overrides))
+    from paceline.cli.start import read
+
+    spec, launch = read(target, flags, set or [])
     start_new(spec, launch, world())
 
 

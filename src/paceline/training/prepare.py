@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -56,8 +57,7 @@ def open_data(spec: Spec, task: Task, world: World) -> Data:
                     f"dataset({split!r}) has {first} samples on rank 0 and {there[split]} on rank {rank}; "
                     "every rank must see the whole dataset, Paceline splits it"
                 )
-    if world.size > len(train):
-        raise PlanError(f"{world.size} ranks for {len(train)} training samples; use at most --ranks {len(train)}")
+    check_enough(len(train), world.size)
     floats = torch.float64 if spec.precision == "fp64" else None
     return Data(
         training=Samples(train, "train", spec.seed, floats),
@@ -79,6 +79,11 @@ def rehearse(spec: Spec, plan: Plan, task: Task) -> None:
         context.check(task, spec, plan)
 
 
+def check_enough(samples: int, ranks: int) -> None:
+    if ranks > samples:
+        raise PlanError(f"{ranks} ranks for {samples} training samples; use at most --ranks {samples}")
+
+
 @dataclass(frozen=True)
 class Laid:
     """A model as a plan lays it out, and the step that trains it."""
@@ -88,8 +93,15 @@ class Laid:
     notes: tuple[str, ...]
 
 
-def lay_out(spec: Spec, plan: Plan, world: World, task: Task, device: torch.device) -> Laid:
-    """`plan` has its data degree said."""
+def lay_out(
+    spec: Spec,
+    plan: Plan,
+    world: World,
+    task: Task,
+    device: torch.device,
+    fill_with: Callable[[nn.Module], None] | None = None,
+) -> Laid:
+    """`plan` has its data degree said. `fill_with` gives the model, laid out on the meta device, other values than its initial ones."""
     axes = {"pp": plan.pp == 1, "asynchronous training": not plan.is_asynchronous}
     if missing := [what for what, built in axes.items() if not built]:
         raise PlanError(f"plan {plan}: {missing[0]} is not built yet")
@@ -112,7 +124,7 @@ def lay_out(spec: Spec, plan: Plan, world: World, task: Task, device: torch.devi
         batch = example(spec, task, plan)
         splits = find_splits(model, task, batch, plan.tp)
         notes += splits.notes
-    called = parallelize(model, task.layout(), plan, device, fill, spec.compile, mesh, splits)
+    called = parallelize(model, task.layout(), plan, device, fill_with or fill, spec.compile, mesh, splits)
     optimizer = make_optimizer(task, spec.optimizer, plan, model)
     check_splits(plan, optimizer)
     update = Step(

@@ -33,6 +33,9 @@ class LossScale:
     scale: float = 65536.0
     good_steps: int = 0
 
+    def is_finite(self, norm: Tensor) -> bool:
+        return bool(norm.isfinite())
+
     def update(self, finite: bool) -> None:
         self.good_steps = self.good_steps + 1 if finite else 0
         if not finite:
@@ -125,7 +128,7 @@ class Step:
                 by = by / self.loss_scale.scale
             if self.clip is not None:
                 by = by * (self.clip / (whole * by + 1e-6)).clamp(max=1.0)
-            finite = self.loss_scale is None or bool(whole.isfinite())
+            finite = self.loss_scale is None or self.loss_scale.is_finite(whole)
             if finite:
                 scale_(self.params, by)
                 self.optimizer.step()

@@ -231,11 +231,7 @@ def _all_known(model: nn.Module, tape: Tape) -> bool:
 
 def fill_(model: nn.Module, weights: Weights, device: torch.device, pretrained: Path | None = None) -> None:
     """Give a model on the meta device, laid out or not, its storage and its initial values. No communication."""
-    ties = _ties(model)
-    model.to_empty(device=device)
-    for first, *others in ties.values():
-        for module, key in others:
-            setattr(module, key, getattr(*first))
+    allocate_(model, device)
     loaded = _Pretrained(pretrained, model) if pretrained is not None else None
     with torch.no_grad():
         for name, tensor in named_tensors(model).items():
@@ -244,6 +240,15 @@ def fill_(model: nn.Module, weights: Weights, device: torch.device, pretrained: 
                 local(tensor).copy_(local(_cut_like(tensor, whole.to(device))))
             else:
                 tensor.copy_(whole)
+
+
+def allocate_(model: nn.Module, device: torch.device) -> None:
+    """Give a model on the meta device its storage. What is tied stays so."""
+    ties = _ties(model)
+    model.to_empty(device=device)
+    for first, *others in ties.values():
+        for module, key in others:
+            setattr(module, key, getattr(*first))
 
 
 def _cut_like(tensor: Any, whole: Tensor) -> Tensor:

@@ -1,0 +1,71 @@
+"""paceline ledger: what a training step would send, worked out on one process."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+Option = typer.Option
+
+
+def ledger(
+    target: Annotated[
+        str, typer.Argument(help="A built-in task (digits, mnist, text), my.py:Class, package.module:Class, or a run.toml.")
+    ] = "digits",
+    ranks: Annotated[int | None, Option(help="Ranks to play, as many as you like; needed where a run.toml does not say.")] = None,
+    plan: Annotated[str | None, Option(help="As for train: ddp, zero1, zero2, zero3, hsdp, or key=value.")] = None,
+    batch: Annotated[int | None, Option(help="Samples of the global batch, over all ranks.")] = None,
+    set: Annotated[
+        list[str] | None, Option(metavar="NAME=VALUE", help="A field of the task, or a dotted key such as optimizer.momentum.")
+    ] = None,
+    optimizer: Annotated[str | None, Option(help="adamw or sgd.")] = None,
+    clip: Annotated[float | None, Option(help="Largest norm of the whole gradient.")] = None,
+    precision: Annotated[str | None, Option(help="fp64, fp32, bf16 or fp16.")] = None,
+    json: Annotated[Path | None, Option(metavar="FILE", help="Write the figures there, too.")] = None,
+) -> None:
+    """Show bytes and calls of a training step by collective, mesh axis and module. One process plays a rank of them; nothing is sent."""
+    from paceline.cli.start import check, read
+    from paceline.errors import SpecError
+    from paceline.launch.world import World
+
+    flags = {
+        "ranks": ranks,
+        "plan": plan,
+        "batch": batch,
+        "optimizer.name": optimizer,
+        "optimizer.clip": clip,
+        "precision": precision,
+    }
+    spec, launch = read(target, flags, set or [])
+    if launch.ranks is None:
+        raise SpecError("for how many ranks? Say --ranks NUMBER; they need not be there")
+    if json is not None and not json.parent.is_dir():
+        raise SpecError(f"cannot write {json}: there is no folder {json.parent}")
+    launch = check(spec, launch, World())
+
+    from rich.console import Console
+
+    from paceline.plan.plan import parse
+    from paceline.report.ledger import as_json, heading, table
+    from paceline.training.dry import stages
+
+    assert launch.plan is not None
+    assert launch.ranks is not None
+    asked = parse(launch.plan)
+    ledgers = stages(spec, asked, launch.ranks)
+    if json is not None:
+        _write(json, as_json(spec, launch, ledgers))
+    console = Console(highlight=False)
+    console.print(heading(spec, launch, asked.on(launch.ranks)), soft_wrap=True)
+    for stage, of_stage in enumerate(ledgers):
+        title = f"stage {stage} of {len(ledgers)}: rank {of_stage.rank}" if len(ledgers) > 1 else None
+        console.print(table(of_stage, title))
+
+
+def _write(path: Path, text: str) -> None:
+    from paceline.errors import SpecError
+
+    try:
+        path.write_text(text)
+    except OSError as error:
+        raise SpecError(f"cannot write {path}: {error.strerror}") from error

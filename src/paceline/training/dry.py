@@ -1,0 +1,162 @@
+"""A training step that sends and computes nothing: one process plays a rank among any number of them, and counts what it would send."""
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    FakeTensorMode,
+    unset_fake_temporarily,
+)
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from paceline.errors import LaunchError, PlanError, TaskError
+from paceline.launch.world import World
+from paceline.plan.ledger import Ledger
+from paceline.plan.plan import Plan, share
+from paceline.spec import Spec
+from paceline.task import Task, load_task
+from paceline.training.count import Counter
+from paceline.training.data import Batch, Part, Samples, batches, open_dataset, training_parts
+from paceline.training.figures import Wishes, tell
+from paceline.training.parallelize import release
+from paceline.training.prepare import Laid, check_enough, lay_out
+from paceline.training.settle import settle
+from paceline.training.step import LossScale
+from paceline.training.weights import allocate_
+
+WARM_UP = 1  # steps after which engines have settled: DDP's buckets, the order in which fully_shard gathers
+
+
+def ledger(spec: Spec, plan: Plan, ranks: int, rank: int = 0, task: Task | None = None) -> Ledger:
+    """What `rank` of so many sends in one training step under `plan`.
+
+    The step is that of `train`, engines included, on a fake process group and on tensors without memory (torch's FakeTensorMode);
+    samples and what is computed from them alone are real. The figures of a step are told on their own: quick steps of a real
+    training tell theirs together, and so in fewer calls. Compilation is left out: it sends nothing.
+
+    Raises PlanError, DataError or TaskError as a training would, and TaskError for a model that looks at the values of its tensors.
+    """
+    spec = spec.model_copy(update={"compile": False})
+    if plan.is_asynchronous:
+        raise PlanError(
+            f"the steps of plan {plan} are not alike, and the ledger is of one of them: use a plan of which all are, such as ddp"
+        )
+    plan = plan.on(ranks)
+    share(spec.batch, plan)
+    task = task if task is not None else load_task(spec.task, spec.set)
+    device = torch.device("cpu")
+    with _fake_group(rank, ranks), contextlib.ExitStack() as stack:
+        micro_batches = _micro_batches(spec, plan, rank, ranks, task)
+        mode = FakeTensorMode(allow_non_fake_inputs=True)
+
+        def fill(model: nn.Module) -> None:  # what is built before it, such as meshes, needs real numbers
+            stack.enter_context(mode)
+            stack.enter_context(_Dry())
+            allocate_(model, device)
+
+        laid = lay_out(spec, plan, World(rank=rank, size=ranks), task, device, fill)
+        try:
+            return _count(laid, plan, micro_batches)
+        except (DataDependentOutputException, DynamicOutputShapeException) as error:
+            raise TaskError(
+                f"{type(task).__name__} looks at values that come of its weights, with {error.func}, and the ledger computes none: "
+                "what is sent may depend on them"
+            ) from error
+        finally:
+            release(laid.update.model)
+
+
+def stages(spec: Spec, plan: Plan, ranks: int) -> list[Ledger]:
+    """The ledger of the first rank of each stage of a pipeline; other ranks of a stage send the same."""
+    return [ledger(spec, plan, ranks, stage * plan.on(ranks).copies) for stage in range(plan.pp)]
+
+
+def _count(laid: Laid, plan: Plan, micro_batches: list[Batch]) -> Ledger:
+    update = laid.update
+    if update.loss_scale is not None:
+        update.loss_scale = _Fitting()
+    _complete(update.model)
+    settled = settle(update, micro_batches[0])
+    if settled is not update.model:
+        _complete(settled)
+    update.model = settled
+    counter = Counter(laid.model, plan)
+    for step in range(WARM_UP + 1):
+        with counter if step == WARM_UP else contextlib.nullcontext():
+            local = update(micro_batches, step, 1.0)
+            tell([local], Wishes(), 0.0, dist.get_world_size(), update.device)
+    return counter.ledger()
+
+
+def _micro_batches(spec: Spec, plan: Plan, rank: int, ranks: int, task: Task) -> list[Batch]:
+    """Those of the first step."""
+    assert plan.dp is not None
+    assert plan.micro is not None
+    dataset = open_dataset(task, "train")
+    assert dataset is not None
+    check_enough(len(dataset), ranks)
+    parts = training_parts(Part(spec.batch, plan.micro, plan.place(rank).dp, plan.dp), len(dataset), spec.seed, 0, 1)
+    samples = Samples(dataset, "train", spec.seed, torch.float64 if spec.precision == "fp64" else None)
+    return list(batches(samples, parts, torch.device("cpu"), workers=0, prefetch=1))
+
+
+@contextlib.contextmanager
+def _fake_group(rank: int, ranks: int) -> Iterator[None]:
+    """torch's process group that talks to nobody."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    if dist.is_initialized():
+        raise LaunchError("this process is a rank already; the ledger plays one in a process without a process group")
+    dist.init_process_group("fake", rank=rank, world_size=ranks, store=FakeStore())
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def _complete(model: nn.Module) -> None:
+    """DDP's buckets come back at once: what torch's fake process group promises has no tensors in it (torch 2.13)."""
+    if not isinstance(model, DistributedDataParallel):
+        return
+
+    def hook(state: None, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+        dist.all_reduce(bucket.buffer())
+        done: torch.futures.Future[Tensor] = torch.futures.Future()
+        done.set_result(bucket.buffer())
+        return done
+
+    model.register_comm_hook(None, hook)
+
+
+class _Fitting(LossScale):
+    """Nothing overflows."""
+
+    def is_finite(self, norm: Tensor) -> bool:
+        return True
+
+
+class _Dry(TorchDispatchMode):
+    """What is made of real tensors alone is real, so that a task may look at its samples, and so are whole numbers, with which
+    engines and models keep their books. The rest has no memory."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if any(kind.__name__ == "DTensor" for kind in types):
+            return NotImplemented
+        if FakeTensor in types:
+            return func(*args, **kwargs)
+        dtype = kwargs.get("dtype") or torch.get_default_dtype()
+        given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        if any(tensor.is_meta for tensor in given) or (not given and (dtype.is_floating_point or dtype.is_complex)):
+            return func(*args, **kwargs)
+        with unset_fake_temporarily():
+            return func(*args, **kwargs)

@@ -1,0 +1,329 @@
+"""What one process says that a step sends is what the ranks of a real training send, entry by entry."""
+
+import json
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from rich.console import Console
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import models
+from command import paceline, succeed, write_task
+from harness import ranks
+from paceline import Spec, Task, train
+from paceline.errors import LaunchError, PlanError, TaskError
+from paceline.events import Step
+from paceline.plan.ledger import MODEL, PACELINE, Entry, Ledger, axis_of
+from paceline.plan.plan import Plan, parse
+from paceline.report.ledger import table
+from paceline.spec import Optimizer
+from paceline.training import figures, loop
+from paceline.training.count import Counter
+from paceline.training.dry import ledger
+from paceline.training.prepare import Laid
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit.* is deprecated:DeprecationWarning")  # by torch itself, for zero1
+PLANS = ("ddp", "zero1", "zero2", "zero3", "hsdp")
+Plant = Callable[[Laid], AbstractContextManager[None]]
+
+
+def untouched(laid: Laid) -> AbstractContextManager[None]:
+    return nullcontext()
+
+
+def counted(task: Task, spec: Spec, plan: str, plant: Plant = untouched) -> tuple[Ledger, list[int]]:
+    """The third step of a training in this rank, and the buckets of its DistributedDataParallel, in bytes."""
+    kept: list[Laid] = []
+    lay_out, figures.EVERY_S = loop.lay_out, 0.0  # each step is told on its own
+
+    def keep(*args: Any) -> Laid:
+        kept.append(lay_out(*args))
+        return kept[-1]
+
+    loop.lay_out = keep
+    try:
+        events = train(spec, parse(plan), task=task)
+        while not isinstance(next(events), Step):  # it comes when step 2 is under way
+            pass
+        with plant(kept[0]), Counter(kept[0].model, parse(plan).on(dist.get_world_size())) as counter:
+            assert isinstance(next(events), Step)
+        buckets = _buckets(kept[0].update.model)
+        list(events)
+    finally:
+        loop.lay_out, figures.EVERY_S = lay_out, 0.1
+    return counter.ledger(), buckets
+
+
+def _buckets(model: nn.Module) -> list[int]:
+    if not isinstance(model, DistributedDataParallel):
+        return []
+    told = model._get_ddp_logging_data()
+    return [int(size) for size in (told.get("rebuilt_bucket_sizes") or told["bucket_sizes"]).split(", ")]
+
+
+def wanted(**more: Any) -> Spec:
+    return Spec(steps=4, batch=8, seed=3, **more)
+
+
+def foretold(size: int, plan: str, task: Task, spec: Spec) -> list[Ledger]:
+    """Of the first rank and the last."""
+    return [ledger(spec, parse(plan), size, rank, task) for rank in (0, size - 1)]
+
+
+def check(size: int, plan: str, task: Task, spec: Spec) -> Ledger:
+    """Of rank 0."""
+    found = ranks(size)(counted, task, spec, plan)
+    expected = foretold(size, plan, task, spec)
+    assert [found[0][0], found[-1][0]] == expected
+    for each, buckets in found:  # DDP's own figures
+        of_model = [entry for entry in each.of("all-reduce").entries if entry.module == MODEL]
+        if buckets:
+            assert sum(entry.bytes for entry in of_model) == sum(buckets)
+            assert sum(entry.calls for entry in of_model) == len(buckets)
+    return expected[0]
+
+
+TASKS = (models.Text, models.NormedImages, models.Frozen, models.Shared, models.Weighed, models.OwnOptimizer, models.Unrecorded)
+RECIPES = (wanted(), wanted(precision="fp64", optimizer=Optimizer(clip=1.0)), wanted(precision="fp16"), wanted(precision="bf16"))
+ALL = list(product((2, 4), PLANS, (1, 2), TASKS, range(len(RECIPES))))
+FEW = [  # each plan with each task on 2 ranks, the rest dealt out over them
+    case
+    for case in ALL
+    if (case[2] + case[4] + PLANS.index(case[1]) + TASKS.index(case[3])) % 4 == 0
+    and case[2] == 1 + TASKS.index(case[3]) % 2
+    and (case[0] == 2 or (TASKS.index(case[3]) + PLANS.index(case[1])) % 4 == 0)
+]
+
+
+@pytest.mark.parametrize(("size", "plan", "micro", "task", "recipe"), FEW)
+def test_it_is_what_real_ranks_send(task: type[Task], size: int, plan: str, micro: int, recipe: int) -> None:
+    check(size, f"{plan},micro={micro}", task(), RECIPES[recipe])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("size", "plan", "micro", "task", "recipe"), [case for case in ALL if case not in FEW])
+def test_whole_product(task: type[Task], size: int, plan: str, micro: int, recipe: int) -> None:
+    check(size, f"{plan},micro={micro}", task(), RECIPES[recipe])
+
+
+class Wide(models.Points):
+    """More than one bucket of DistributedDataParallel."""
+
+    def model(self) -> nn.Module:
+        return nn.Sequential(nn.Linear(5, 600), nn.Linear(600, 600), nn.Linear(600, 600), nn.Linear(600, 3))
+
+
+def test_buckets_of_ddp() -> None:
+    found = check(2, "ddp", Wide(), wanted())
+    of_model = Ledger(0, tuple(entry for entry in found.of("all-reduce").entries if entry.module != PACELINE))
+    assert of_model.bytes == 4 * (6 * 600 + 2 * 601 * 600 + 601 * 3)
+    assert of_model.calls == 2  # one of 1 MiB and a little more, and the rest
+
+
+def test_parameters_without_gradient() -> None:
+    """DDP then sends which parameters were used, an int32 each."""
+    found = ranks(2)(counted, models.Idle(), wanted(), "ddp")
+    expected = foretold(2, "ddp", models.Idle(), wanted())
+    assert [each for each, _ in found] == expected
+    numbers, count = 4 * 30 + 5 * 3 + 3 + 9, 11
+    assert Entry("all-reduce", "replicate", 2, MODEL, 2, 4 * (numbers + count)) in expected[0].entries
+
+
+@contextmanager
+def one_more(laid: Laid) -> Iterator[None]:
+    handle = laid.model[2].register_forward_hook(lambda module, args, output: dist.all_reduce(torch.zeros(3)))
+    yield
+    handle.remove()
+
+
+@contextmanager
+def one_less(laid: Laid) -> Iterator[None]:
+    laid.model[2].set_reshard_after_forward(False)
+    yield
+    laid.model[2].set_reshard_after_forward(True)
+
+
+@pytest.mark.parametrize(
+    ("plan", "plant", "more"),
+    [
+        ("ddp", one_more, Entry("all-reduce", "replicate", 2, "2", 1, 12)),
+        ("zero3", one_more, Entry("all-reduce", "shard", 2, "2", 1, 12)),
+        ("zero3", one_less, Entry("all-gather", "shard", 2, "2", -1, -4 * (4 * 7 + 4))),
+    ],
+)
+def test_what_is_sent_besides_is_caught(plan: str, plant: Plant, more: Entry) -> None:
+    (found, _), _ = ranks(2)(counted, models.Points(), wanted(), plan, plant)
+    expected = foretold(2, plan, models.Points(), wanted())[0]
+    assert found != expected
+    before = {replace(entry, calls=0, bytes=0): entry for entry in expected.entries}
+    differing = [entry for entry in found.entries if entry not in expected.entries]
+    assert len(differing) == 1
+    was = before.get(replace(differing[0], calls=0, bytes=0), replace(more, calls=0, bytes=0))
+    assert replace(more, calls=was.calls + more.calls, bytes=was.bytes + more.bytes) == differing[0]
+
+
+SHAPES = ((7, 5), (7,), (3, 7), (3,), (3, 3), (3,))  # of the weights of models.Points
+WHOLE = 4 * sum(torch.Size(shape).numel() for shape in SHAPES)
+
+
+def padded(parts: int) -> int:
+    """fully_shard makes the first dimension of each parameter a multiple of the shards."""
+    return 4 * sum(-(-shape[0] // parts) * parts * torch.Size(shape[1:]).numel() for shape in SHAPES)
+
+
+@pytest.mark.parametrize("size", [2, 8, 24])
+def test_bytes_by_hand(size: int) -> None:
+    def of(plan: str, collective: str, axis: str) -> int:
+        found = ledger(Spec(batch=24), parse(plan), size, task=models.Points())
+        return sum(entry.bytes for entry in found.of(collective, axis).entries if entry.module != PACELINE)
+
+    assert of("ddp", "all-reduce", "replicate") == WHOLE
+    assert of("ddp,micro=1", "broadcast", "replicate") == 0
+    assert of("zero1", "broadcast", "replicate") == WHOLE
+    assert of("zero2", "all-gather", "shard") == of("zero2", "reduce-scatter", "shard") == padded(size)
+    assert of("zero3", "all-gather", "shard") == 2 * padded(size)
+    assert of("zero3", "reduce-scatter", "shard") == padded(size)
+    if size > 2:
+        assert of("hsdp", "all-gather", "shard") == 2 * padded(size // 2)
+        assert of("hsdp", "all-reduce", "replicate") == padded(size // 2) // (size // 2)
+
+
+def test_what_a_rank_sends_in_a_ring() -> None:
+    sent = {name: Entry(name, "world", 4, "", 1, 100).sent_bytes for name in ("all-reduce", "all-gather", "reduce-scatter", "broadcast")}
+    assert sent == {"all-reduce": 150, "all-gather": 75, "reduce-scatter": 75, "broadcast": 100}
+    assert Entry("all-reduce", "self", 1, "", 1, 100).sent_bytes == 0
+
+
+@pytest.mark.parametrize(
+    ("plan", "size", "group", "axis"),
+    [
+        ("ddp", 4, range(4), "replicate"),
+        ("zero3", 4, range(4), "shard"),
+        ("hsdp", 4, range(4), "world"),
+        ("hsdp", 4, (2, 3), "shard"),
+        ("hsdp", 4, (1, 3), "replicate"),
+        ("dp=2,tp=2,pp=2", 8, (4, 5), "tp"),
+        ("dp=2,tp=2,pp=2", 8, (4, 6), "replicate"),
+        ("dp=2,tp=2,pp=2", 8, (1, 5), "pp"),
+        ("dp=2,tp=2,pp=2,zero=3", 8, (4, 6), "shard"),
+        ("dp=2,tp=2,pp=2", 8, (0, 1, 2, 3), "replicate×tp"),
+        ("dp=2,cp=2", 4, (2, 3), "cp"),
+        ("dp=2,cp=2", 4, range(4), "replicate"),
+        ("tp=4", 4, (1,), "self"),
+    ],
+)
+def test_axes(plan: str, size: int, group: range, axis: str) -> None:
+    assert axis_of(parse(plan).on(size), group) == axis
+
+
+def other_collectives() -> tuple[Ledger, Ledger]:
+    """Whatever a step may come to use: by torch.distributed, and by DTensor in forward and backward."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+    plan, rank = Plan(tp=2).on(2), dist.get_rank()
+    here, both, parts = torch.zeros(3), torch.zeros(6), [torch.zeros(3), torch.zeros(3)]
+    with Counter(nn.Module(), plan) as said:
+        dist.reduce(here, 0)
+        dist.all_gather(parts, here)
+        dist.gather(here, parts if rank == 0 else None)
+        dist.scatter(here, parts if rank == 0 else None)
+        dist.all_to_all_single(both, both.clone())
+        dist.barrier()
+        there = [dist.P2POp(dist.isend, here, 1 - rank), dist.P2POp(dist.irecv, torch.empty(3), 1 - rank)]
+        for work in dist.batch_isend_irecv(there):
+            work.wait()
+    mlp = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 4))
+    whole = nn.Sequential(mlp, nn.LayerNorm(4))
+    parallelize_module(mlp, init_device_mesh("cpu", (2,), mesh_dim_names=("tp",)), {"0": ColwiseParallel(), "2": RowwiseParallel()})
+    with Counter(whole, plan) as split:
+        whole(torch.randn(5, 4, requires_grad=True)).sum().backward()
+    return said.ledger(), split.ledger()
+
+
+def test_other_collectives() -> None:
+    for said, split in ranks(2)(other_collectives):
+        sizes = {entry.collective: (entry.axis, entry.module, entry.calls, entry.bytes) for entry in said.entries}
+        each = {"reduce": 12, "all-gather": 24, "gather": 24, "scatter": 24, "all-to-all": 24, "barrier": 0, "send": 12, "recv": 12}
+        assert sizes == {name: ("tp", PACELINE, 1, size) for name, size in each.items()}
+        forward = Entry("all-reduce", "tp", 2, "0.2", 1, 4 * 5 * 4)
+        backward = Entry("all-reduce", "tp", 2, "0.0", 1, 4 * 5 * 4)
+        assert split.entries == (backward, forward)
+
+
+def test_one_process_among_many() -> None:
+    """A thousand ranks; each has the same to say."""
+    spec = Spec(task="digits", batch=1024)
+    first, last = (ledger(spec, parse("hsdp,replicate=4"), 1024, rank) for rank in (0, 1023))
+    assert first.entries == last.entries
+    assert {(entry.axis, entry.ranks) for entry in first.entries} == {("shard", 256), ("replicate", 4), ("world", 1024)}
+
+
+def test_blocks_that_are_alike_are_one_line() -> None:
+    console = Console(width=100)
+    with console.capture() as shown:
+        console.print(table(ledger(Spec(batch=8), parse("zero3"), 4, task=models.Text())))
+    lines = [" ".join(line.split()) for line in shown.get().splitlines()]
+    assert f"blocks.* × 3 6 {6 * 1440 / 1024:.1f} KiB {6 * 1440 * 0.75 / 1024:.1f} KiB" in lines
+    assert lines[-1].startswith("total 13 ")
+
+
+def test_values_that_it_does_not_compute() -> None:
+    with pytest.raises(TaskError, match="Routed looks at values that come of its weights"):
+        ledger(Spec(batch=8), parse("ddp"), 4, task=models.Routed())
+
+
+def test_bad_input() -> None:
+    with pytest.raises(PlanError, match="32 ranks for 29 training samples"):
+        ledger(Spec(batch=32), parse("ddp"), 32, task=models.Points())
+    with pytest.raises(PlanError, match="steps of plan local-sgd are not alike"):
+        ledger(Spec(batch=8), parse("local-sgd"), 4, task=models.Points())
+    for message in ranks(2)(in_a_rank):
+        assert "this process is a rank already" in message
+
+
+def in_a_rank() -> str:
+    with pytest.raises(LaunchError) as raised:
+        ledger(Spec(batch=8), parse("ddp"), 4, task=models.Points())
+    return str(raised.value)
+
+
+def test_the_command(tmp_path: Path) -> None:
+    write_task(tmp_path)
+    words = ("ledger", "my.py:Regression", "--ranks", "6", "--plan", "hsdp", "--batch", "48", "--set", "width=12", "--set", "norm=false")
+    said = succeed(*words, "--json", "found.json", at=tmp_path)
+    assert said.err == ""
+    heading, *_, total = said.out.splitlines()
+    assert heading == "my.py:Regression: one step of plan hsdp on 6 ranks, batch 48 (8 on a data rank), fp32"
+    read = json.loads((tmp_path / "found.json").read_text())
+    assert {key: read[key] for key in ("plan", "ranks", "batch")} == {"plan": "hsdp", "ranks": 6, "batch": 48}
+    (stage,) = read["stages"]
+    assert total.split()[:2] == ["total", str(stage["calls"])]
+    assert stage["bytes"] == sum(entry["bytes"] for entry in stage["entries"])
+    assert {path.name for path in tmp_path.iterdir()} - {"__pycache__"} == {"my.py", "found.json"}
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        ((), "for how many ranks?"),
+        (("--ranks", "7"), "batch 64 is not divisible"),
+        (("--ranks", "4", "--plan", "zero4"), "zero4"),
+        (("--ranks", "4", "--json", "no/found.json"), "there is no folder no"),
+        (("--ranks", "4", "--set", "widht=3"), "did you mean width?"),
+    ],
+)
+def test_one_sentence(tmp_path: Path, words: tuple[str, ...], says: str) -> None:
+    write_task(tmp_path)
+    result = paceline("ledger", "my.py:Regression", *words, at=tmp_path)
+    assert result.status == 2, result.all
+    assert says in result.err
+    assert len(result.err.splitlines()) == 1, result.err
