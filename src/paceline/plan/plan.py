@@ -161,6 +161,11 @@ class Plan:
         """Whether a model is cut before data ranks come into it."""
         return self.tp * self.pp > 1
 
+    @property
+    def last(self) -> int:
+        """The pp rank that has the last stage of a pipeline, and with it the loss."""
+        return 0 if self.schedule == "zbv" else self.pp - 1
+
     def place(self, rank: int) -> Place:
         """Where a rank stands; of a plan whose data degree is said. Neighbours split weights, those furthest apart layers."""
         rest, tp = divmod(rank, self.tp)

@@ -62,7 +62,7 @@ def train(
         laid_out = plan.on(world.size)
         share(spec.batch, laid_out)
         data = open_data(spec, task, world)
-        laid = lay_out(spec, laid_out, world, task, here)
+        laid = lay_out(spec, laid_out, world, task, here, data.training)
         try:
             yield from _Loop(spec, laid_out, str(plan), world, task, run, here, stop, data, laid).events()
         finally:
@@ -255,16 +255,7 @@ class _Loop:
     def _evaluated(self) -> Evaluated:
         assert self.data.validation is not None
         began = time.perf_counter()
-        self.metrics = evaluate(
-            self.task,
-            self.update.model,
-            self.data.validation,
-            self.spec.batch,
-            self.spec.precision,
-            self.device,
-            self.workers,
-            self.spec.data.prefetch,
-        )
+        self.metrics = evaluate(self.update, self.data.validation, self.spec.batch, self.workers, self.spec.data.prefetch)
         self.evaluated_step = self.step
         return Evaluated(step=self.step, metrics=self.metrics, seconds=time.perf_counter() - began)
 
@@ -301,7 +292,8 @@ class _Loop:
             metrics=self.metrics if self.evaluated_step == self.step else {},
             **checkpoint.describe(self.laid.model),
         )
-        self.saver.start(index, checkpoint.tensors(self.laid.model, self.update.optimizer))
+        elsewhere = self.update.pipeline.elsewhere if self.update.pipeline is not None else ()
+        self.saver.start(index, checkpoint.tensors(self.laid.model, self.update.optimizer, elsewhere))
         self.saved_step, self.saved_at = self.step, time.perf_counter()
 
     def _saved(self, wait: bool) -> Iterator[Event]:

@@ -1,6 +1,7 @@
 """From a request to what the loop runs on: the data, the model as it is laid out, the state that a checkpoint left."""
 
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -9,13 +10,13 @@ from torch import nn
 
 from paceline.errors import CheckpointError, DataError, PlanError
 from paceline.launch.world import World
-from paceline.plan.plan import Plan
+from paceline.plan.plan import Plan, share
 from paceline.run import RunFolder
 from paceline.spec import Spec
 from paceline.task import Task
 from paceline.training import checkpoint
 from paceline.training.batch_norm import over_all_ranks
-from paceline.training.data import Samples, open_dataset
+from paceline.training.data import Batch, Samples, batches, open_dataset
 from paceline.training.optim import make_optimizer
 from paceline.training.parallelize import check_splits, parallelize
 from paceline.training.shards import is_here
@@ -66,22 +67,28 @@ class Laid:
     notes: tuple[str, ...]
 
 
-def lay_out(spec: Spec, plan: Plan, world: World, task: Task, device: torch.device) -> Laid:
-    """`plan` has its data degree said."""
-    axes = {"tp": plan.tp == 1, "pp": plan.pp == 1, "cp": plan.cp == 1, "asynchronous training": not plan.is_asynchronous}
+def lay_out(spec: Spec, plan: Plan, world: World, task: Task, device: torch.device, training: Samples | None = None) -> Laid:
+    """`plan` has its data degree said. `training`: the split, if it is open."""
+    axes = {"tp": plan.tp == 1, "cp": plan.cp == 1, "asynchronous training": not plan.is_asynchronous}
     if missing := [what for what, built in axes.items() if not built]:
         raise PlanError(f"plan {plan}: {missing[0]} is not built yet")
     model, weights, recorded = record(task.model, spec.seed)
     if spec.precision == "fp64":
         model._apply(lambda tensor: tensor.to(WIDER.get(tensor.dtype)))
-    if world.size > 1 and any(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in model.modules()):
-        model = over_all_ranks(model, device)
+    pipeline = None
+    if plan.pp > 1:
+        from paceline.training.pipeline import Pipeline  # with torch's, 1 s
+
+        pipeline = Pipeline(task, model, plan, world.rank, device, spec.precision, spec.seed, example(spec, plan, task, training))
+    if plan.copies > 1 and any(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in model.modules()):
+        model = over_all_ranks(model, device, pipeline.data_group() if pipeline is not None else None)
     pretrained = task.pretrained()
-
-    def fill(laid_out: nn.Module) -> None:
-        fill_(laid_out, weights, device, Path(pretrained) if pretrained is not None else None)
-
-    called = parallelize(model, task.layout(), plan, device, fill, spec.compile)
+    fill = partial(fill_, weights=weights, device=device, pretrained=Path(pretrained) if pretrained is not None else None)
+    if pipeline is not None:
+        pipeline.lay_out(fill, spec.compile)
+        called = model
+    else:
+        called = parallelize(model, task.layout(), plan, device, fill, spec.compile)
     optimizer = make_optimizer(task, spec.optimizer, plan, model)
     check_splits(plan, optimizer)
     update = Step(
@@ -95,9 +102,21 @@ def lay_out(spec: Spec, plan: Plan, world: World, task: Task, device: torch.devi
         precision=spec.precision,
         clip=spec.optimizer.clip,
         seed=spec.seed,
+        pipeline=pipeline,
     )
     whole = "the model's constructor cannot be recorded, so each rank builds it whole before it keeps its share (docs/tasks.md)"
     return Laid(model, update, () if recorded else (whole,))
+
+
+def example(spec: Spec, plan: Plan, task: Task, training: Samples | None = None) -> Batch:
+    """A micro-batch of one data rank, of the first samples there are."""
+    if training is None:
+        dataset = open_dataset(task, "train")
+        assert dataset is not None
+        training = Samples(dataset, "train", spec.seed, torch.float64 if spec.precision == "fp64" else None)
+    numbers = [number % len(training.dataset) for number in range(share(spec.batch, plan))]
+    [batch] = batches(training, [(numbers, numbers)], torch.device("cpu"), 0, 1)
+    return batch
 
 
 @dataclass(frozen=True)
