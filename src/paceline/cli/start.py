@@ -17,10 +17,15 @@ def check(spec: Spec, launch: Launch, me: World) -> Launch:
     plan = parse(launch.plan) if launch.plan is not None else None
     if me.launcher is not None and launch.ranks not in (None, me.size):
         raise LaunchError(f"--ranks {launch.ranks}, but {me.launcher} started {me.size}; leave --ranks out, or start {launch.ranks} there")
-    task.load_task(spec.task, spec.set)
+    instance = task.load_task(spec.task, spec.set)
     ranks = me.size if me.launcher is not None else launch.ranks or _devices(launch.device)
     plan = plan if plan is not None else Plan(dp=1) if ranks == 1 else Plan()
-    share(spec.batch, plan.on(ranks))
+    laid_out = plan.on(ranks)
+    share(spec.batch, laid_out)
+    if laid_out.pp > 1:
+        from paceline.training import prepare
+
+        prepare.check(spec, laid_out, instance)
     return launch.model_copy(update={"ranks": ranks, "plan": str(plan)})
 
 

@@ -166,7 +166,7 @@ class _Recorder(TorchDispatchMode):
                 mask |= -1 << (self.now + 1)
                 self.recording.uses.setdefault(name, set()).add(max(self.now, 0))
         if self.inside:
-            self._bar(mask, self.now, f"{self._part(self.now)} uses what was computed before it and does not come in its arguments")
+            self._bar(mask, self.now, f"{self.recording.calls[self.now].part} needs what was computed further ahead as well")
         result = func(*args, **kwargs)
         self._write(func, args, kwargs, mask)
         moved = {_storage(tensor): self.places[id(tensor)] for tensor in inputs if id(tensor) in self.places}
@@ -226,7 +226,7 @@ class _Recorder(TorchDispatchMode):
         for tensor in _tensors(list(results)):
             mask |= self.mask(tensor)
         last = len(self.recording.calls) - 1
-        self._bar(mask, last, "its result is used behind the parts that follow it, past what they hand on")
+        self._bar(mask, last, "the result of the model needs what was computed further ahead as well")
         for call_ in self.recording.calls:
             if call_.written:
                 call_.output = tree_map(lambda leaf: Like(leaf.shape, leaf.dtype, True) if isinstance(leaf, Like) else leaf, call_.output)
@@ -238,9 +238,6 @@ class _Recorder(TorchDispatchMode):
             cut = stale.bit_length() - 1
             stale ^= 1 << cut
             self.recording.barred.setdefault(cut, why)
-
-    def _part(self, at: int) -> str:
-        return self.recording.calls[at].part
 
 
 def _storage(tensor: Tensor) -> int:

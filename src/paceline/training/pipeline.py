@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from paceline.errors import PlanError
-from paceline.plan.plan import Place, Plan
+from paceline.plan.plan import TWICE, Place, Plan
 from paceline.task import Task
 from paceline.training.cut import Like, Model, Recording
 from paceline.training.data import Batch
@@ -37,6 +37,13 @@ def check(plan: Plan, task: Task, model: nn.Module, example: Batch, precision: s
     divide(plan, model, parts_of(model, task.layout()), recorded.record(task, example, precision, training=True))
 
 
+def refuse_compiled(plan: Plan) -> None:
+    if plan.schedule in TWICE:
+        raise PlanError(
+            f"schedule={plan.schedule} makes two of each backward pass, which compiled blocks cannot; use schedule=1f1b or interleaved"
+        )
+
+
 class Pipeline:
     """One rank of a pipeline. `model` is the whole one, on the meta device; afterwards what belongs to this rank's stages is real."""
 
@@ -45,6 +52,8 @@ class Pipeline:
     ):
         self.task, self.model, self.plan, self.device, self.precision, self.seed = task, model, plan, device, precision, seed
         self.place: Place = plan.place(rank)
+        # First of all groups: torch's DTensor keeps what it has learnt of a mesh by its shape, with the names of its groups (torch 2.13).
+        self.mesh = build_mesh(plan, device)
         self.recorded = Model(model, task.layout(), device)
         self.recordings: dict[Any, Recording] = {}
         self.looks = looks(task, example)
@@ -61,27 +70,27 @@ class Pipeline:
     def lay_out(self, fill: Callable[..., None], compile: bool) -> None:
         """Recompute, compile, cut by tensor, shard over the data ranks, fill."""
         plan, model = self.plan, self.model
-        units = blocks(model, self.task.layout())
+        units = blocks(model, self.task.layout()) or list(self.gates.parts.values())
         if plan.recompute != "none":
             for unit in units:
                 recompute(unit, selective=plan.recompute == "selective")
         if compile:
+            refuse_compiled(plan)
             compile_units(units)
-        mesh = build_mesh(plan, self.device)
-        # Here tensor parallelism would lay out the parts of self.stages along mesh["tp"], before they are sharded.
+        # Here tensor parallelism would lay out the parts of self.stages along self.mesh["tp"], before they are sharded.
         whole = _buffers_of_all(model, self.division)
         places = places_of(model, *self.stages, whole)
         names = {id(parameter): name for name, parameter in model.named_parameters()}
         held = [{names[id(parameter)] for parameter in stage.parameters()} for stage in self.stages]
         if plan.copies > 1:
-            self._shard(units, mesh)
+            self._shard(units)
         fill(model, parts=[*self.stages, whole], places=places)
         mine = {stage.index for stage in self.stages}
         # Of what several stages hold the first one writes a checkpoint and counts the norm.
         self.elsewhere = frozenset(name for name, holders in self.division.holders.items() if holders[0] not in mine)
         self.counted_elsewhere = {id(parameter) for name, parameter in model.named_parameters() if name in self.elsewhere}
         self.tied = _groups(list(names.values()), self.division, self.ranks, plan, self.place, set().union(*held))
-        self.schedule = self._schedule(mesh)
+        self.schedule = self._schedule()
 
     def data_group(self) -> dist.ProcessGroup | None:
         """The ranks that have other samples for the same stages. A collective."""
@@ -89,7 +98,7 @@ class Pipeline:
         groups = [dist.new_group(range(pp * copies, (pp + 1) * copies)) for pp in range(self.plan.pp)]
         return groups[self.place.pp]
 
-    def _shard(self, units: Sequence[nn.Module], mesh: Any) -> None:
+    def _shard(self, units: Sequence[nn.Module]) -> None:
         from torch.distributed.fsdp import fully_shard
 
         refuse_scalars(self.plan, self.model)
@@ -104,10 +113,10 @@ class Pipeline:
             here = {id(module) for module in stage.parts.modules()}
             for unit in units:
                 if id(unit) in here:
-                    fully_shard(unit, mesh=data_mesh(mesh), reshard_after_forward=again)
-            fully_shard(stage, mesh=data_mesh(mesh), reshard_after_forward=False)
+                    fully_shard(unit, mesh=data_mesh(self.mesh), reshard_after_forward=again)
+            fully_shard(stage, mesh=data_mesh(self.mesh), reshard_after_forward=False)
 
-    def _schedule(self, mesh: Any) -> Any:
+    def _schedule(self) -> Any:
         from torch.distributed import pipelining
 
         assert self.plan.schedule is not None
@@ -124,7 +133,7 @@ class Pipeline:
                 self.device,
                 input_args=() if stage.is_first else crossing(stage.first),
                 output_args=torch.empty(1, device="meta", requires_grad=True) if stage.is_last else crossing(stage.end),
-                group=mesh["pp"].get_group(),
+                group=self.mesh["pp"].get_group(),
             )
             for stage in self.stages
         ]

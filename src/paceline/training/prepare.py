@@ -21,7 +21,7 @@ from paceline.training.optim import make_optimizer
 from paceline.training.parallelize import check_splits, parallelize
 from paceline.training.shards import is_here
 from paceline.training.step import Step
-from paceline.training.weights import fill_, record
+from paceline.training.weights import Weights, fill_, record
 
 WIDER = {torch.float32: torch.float64, torch.complex64: torch.complex128}
 
@@ -72,9 +72,7 @@ def lay_out(spec: Spec, plan: Plan, world: World, task: Task, device: torch.devi
     axes = {"tp": plan.tp == 1, "cp": plan.cp == 1, "asynchronous training": not plan.is_asynchronous}
     if missing := [what for what, built in axes.items() if not built]:
         raise PlanError(f"plan {plan}: {missing[0]} is not built yet")
-    model, weights, recorded = record(task.model, spec.seed)
-    if spec.precision == "fp64":
-        model._apply(lambda tensor: tensor.to(WIDER.get(tensor.dtype)))
+    model, weights, recorded = build(spec, task)
     pipeline = None
     if plan.pp > 1:
         from paceline.training.pipeline import Pipeline  # with torch's, 1 s
@@ -106,6 +104,25 @@ def lay_out(spec: Spec, plan: Plan, world: World, task: Task, device: torch.devi
     )
     whole = "the model's constructor cannot be recorded, so each rank builds it whole before it keeps its share (docs/tasks.md)"
     return Laid(model, update, () if recorded else (whole,))
+
+
+def build(spec: Spec, task: Task) -> tuple[nn.Module, Weights, bool]:
+    """The model on the meta device, where its weights come from, and whether its constructor could be recorded."""
+    model, weights, recorded = record(task.model, spec.seed)
+    if spec.precision == "fp64":
+        model._apply(lambda tensor: tensor.to(WIDER.get(tensor.dtype)))
+    return model, weights, recorded
+
+
+def check(spec: Spec, plan: Plan, task: Task) -> None:
+    """Raise PlanError where it can be known, before any process starts, that this model cannot be laid out so."""
+    if plan.pp > 1:
+        from paceline.training import pipeline
+
+        if spec.compile:
+            pipeline.refuse_compiled(plan)
+        model, _, _ = build(spec, task)
+        pipeline.check(plan, task, model, example(spec, plan, task), spec.precision)
 
 
 def example(spec: Spec, plan: Plan, task: Task, training: Samples | None = None) -> Batch:
