@@ -56,7 +56,7 @@ def with_gradients(dtype: torch.dtype) -> nn.Module:
 def test_norm_is_that_of_torch(dtype: torch.dtype, rtol: float) -> None:
     model = with_gradients(dtype)
     params = list(model.parameters())
-    found, here = Norm(params, 0, 1, True).whole(), Norm(params, 0, 1, True).here()
+    found, here = Norm(params, 0, 1, True, torch.device("cpu")).whole(), Norm(params, 0, 1, True, torch.device("cpu")).here()
     assert here is not None
     expected = torch.nn.utils.clip_grad_norm_(params, 1.0)
     assert difference(found, expected) < rtol
@@ -65,9 +65,9 @@ def test_norm_is_that_of_torch(dtype: torch.dtype, rtol: float) -> None:
 
 def test_each_gradient_is_counted_on_one_rank() -> None:
     params = list(with_gradients(torch.float64).parameters())
-    whole = Norm(params, 0, 1, True).whole()
+    whole = Norm(params, 0, 1, True, torch.device("cpu")).whole()
     for ranks in (2, 3, 100):
-        parts = [Norm(params, rank, ranks, True).here() for rank in range(ranks)]
+        parts = [Norm(params, rank, ranks, True, torch.device("cpu")).here() for rank in range(ranks)]
         assert difference(sum(part.square() for part in parts if part is not None), whole.square()) < 1e-15
 
 
