@@ -157,10 +157,8 @@ def be_a_rank(rounds: int) -> None:
         first, second = (seconds(one) for one in ((hand, step) if at % 2 else (step, hand)))
         ratios.append(first / second if at % 2 else second / first)
     if dist.get_rank() == 0:
-        print(
-            f"steps/s of those by hand (1f1b, {MICRO} micro-batches): {statistics.median(ratios):.3f}, {min(ratios):.3f} to {max(ratios):.3f}",
-            flush=True,
-        )
+        least, middle, most = min(ratios), statistics.median(ratios), max(ratios)
+        print(f"steps/s of those by hand (1f1b, {MICRO} micro-batches): {middle:.3f}, {least:.3f} to {most:.3f}", flush=True)
         print("schedule       bubble   formula")
     for schedule in ("gpipe", "1f1b", "interleaved", "zero-bubble", "zbv"):
         found = bubble(schedule)

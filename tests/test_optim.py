@@ -72,7 +72,7 @@ def test_each_gradient_is_counted_on_one_rank() -> None:
 
 
 def test_no_gradient_at_all() -> None:
-    norm = Norm([nn.Parameter(torch.ones(3))], 0, 1, True)
+    norm = Norm([nn.Parameter(torch.ones(3))], 0, 1, True, torch.device("cpu"))
     assert norm.whole() == 0
     assert norm.here() is None
 
