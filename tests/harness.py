@@ -19,7 +19,7 @@ import traceback
 import warnings
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from functools import cache
 from multiprocessing import Pipe
@@ -35,6 +35,7 @@ from torch.distributed.tensor import DTensor
 from paceline import Spec, Task, train
 from paceline.events import Evaluated, Step
 from paceline.plan.plan import parse
+from paceline.training.shards import is_here
 from paceline.training.weights import named_tensors
 
 TIMEOUT_S = 120.0
@@ -160,7 +161,7 @@ class Trained:
     grad_norms: list[float | None]
     lrs: list[float]
     metrics: list[dict[str, float]]
-    weights: dict[str, np.ndarray]  # whole, after the last step; buffers too
+    weights: dict[str, np.ndarray]  # whole, after the last step; buffers too; those of the stages that lie on the rank
     notes: tuple[str, ...]
 
 
@@ -176,7 +177,7 @@ def training(task: Task, spec: Spec, plan: str | None = None, plant: Callable[[]
     object.__setattr__(task, "model", keep)
     with plant():
         events = list(train(spec, parse(plan) if plan is not None else None, task=task))
-        weights = {name: _whole(tensor) for name, tensor in named_tensors(built[-1]).items()}
+        weights = {name: _whole(tensor) for name, tensor in named_tensors(built[-1]).items() if is_here(tensor)}
     steps = [event for event in events if isinstance(event, Step)]
     return Trained(
         losses=[step.loss for step in steps],
@@ -194,10 +195,15 @@ def _whole(tensor: torch.Tensor) -> np.ndarray:
 
 
 def trained(size: int, task: Task, spec: Spec, plan: str | None = None, plant: Any = nullcontext) -> Trained:
-    """Train on so many ranks, which must agree on every bit."""
-    first, *others = ranks(size)(training, task, spec, plan, plant)
-    for rank, other in enumerate(others, 1):
-        assert not (found := differences(other, first, 0.0)), f"rank {rank} differs from rank 0: {found}"
+    """Train on so many ranks, which must agree on every bit of what they share."""
+    on_ranks = ranks(size)(training, task, spec, plan, plant)
+    weights: dict[str, np.ndarray] = {}
+    for each in on_ranks:
+        weights = each.weights | weights
+    first = replace(on_ranks[0], weights=weights)
+    for rank, other in enumerate(on_ranks):
+        here = replace(first, weights={name: weights[name] for name in other.weights})
+        assert not (found := differences(other, here, 0.0)), f"rank {rank} differs from the others: {found}"
     return first
 
 

@@ -16,6 +16,7 @@ from paceline.training.optim import Norm, check_schedule, factor, make_optimizer
 from paceline.training.parallelize import check_splits
 from paceline.training.step import Step
 
+CPU = torch.device("cpu")
 ALONE, FIRST = Plan(dp=1, micro=1), Place(0, 0, 0, 0)
 
 
@@ -58,7 +59,7 @@ def with_gradients(dtype: torch.dtype) -> nn.Module:
 def test_norm_is_that_of_torch(dtype: torch.dtype, rtol: float) -> None:
     model = with_gradients(dtype)
     params = list(model.parameters())
-    found, here = Norm(params, ALONE, FIRST).whole(), Norm(params, ALONE, FIRST).here()
+    found, here = Norm(params, ALONE, FIRST, CPU).whole(), Norm(params, ALONE, FIRST, CPU).here()
     assert here is not None
     expected = torch.nn.utils.clip_grad_norm_(params, 1.0)
     assert difference(found, expected) < rtol
@@ -67,14 +68,14 @@ def test_norm_is_that_of_torch(dtype: torch.dtype, rtol: float) -> None:
 
 def test_each_gradient_is_counted_on_one_rank() -> None:
     params = list(with_gradients(torch.float64).parameters())
-    whole = Norm(params, ALONE, FIRST).whole()
+    whole = Norm(params, ALONE, FIRST, CPU).whole()
     for ranks in (2, 3, 100):
-        parts = [Norm(params, Plan(dp=ranks), Place(0, rank, 0, 0)).here() for rank in range(ranks)]
+        parts = [Norm(params, Plan(dp=ranks), Place(0, rank, 0, 0), CPU).here() for rank in range(ranks)]
         assert difference(sum(part.square() for part in parts if part is not None), whole.square()) < 1e-15
 
 
 def test_no_gradient_at_all() -> None:
-    norm = Norm([nn.Parameter(torch.ones(3))], ALONE, FIRST)
+    norm = Norm([nn.Parameter(torch.ones(3))], ALONE, FIRST, CPU)
     assert norm.whole() == 0
     assert norm.here() is None
 

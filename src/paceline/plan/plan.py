@@ -7,6 +7,7 @@ from paceline.errors import PlanError
 from paceline.spec import nearest
 
 SCHEDULES = {"gpipe": 1, "1f1b": 1, "interleaved": 2, "zero-bubble": 2, "zbv": 2}  # name -> stages of each rank, if not said
+TWICE = ("zero-bubble", "zbv")  # schedules that compute the gradients of weights apart from those of activations
 RECOMPUTE = ("none", "full", "selective")
 
 
@@ -74,6 +75,11 @@ class Plan:
         for key in ("schedule", "stages"):
             if self.pp == 1 and getattr(self, key) is not None:
                 raise PlanError(f"{key}={getattr(self, key)} is of a pipeline, got pp=1; say pp=2 or more, or leave {key} out")
+        if self.recompute == "selective" and self.schedule in TWICE:
+            raise PlanError(
+                f"recompute=selective keeps results for one backward pass, and schedule={self.schedule} makes two of it; "
+                "use recompute=full, or schedule=interleaved"
+            )
         if self.stages is not None:
             one, schedule = SCHEDULES[self.schedule or "1f1b"] == 1, self.schedule or "1f1b"
             if one and self.stages > 1:
@@ -165,6 +171,11 @@ class Plan:
     def is_mixed(self) -> bool:
         """Whether a model is cut before data ranks come into it."""
         return self.tp * self.pp > 1
+
+    @property
+    def last(self) -> int:
+        """The pp rank that has the last stage of a pipeline, and with it the loss."""
+        return 0 if self.schedule == "zbv" else self.pp - 1
 
     def place(self, rank: int) -> Place:
         """Where a rank stands; of a plan whose data degree is said. Neighbours split weights, those furthest apart layers."""

@@ -1,5 +1,6 @@
 """BatchNorm over the samples of all ranks: torch's SyncBatchNorm on CUDA, and its like on the CPU, where torch's refuses to run."""
 
+from functools import partial
 from types import MethodType
 from typing import Any
 
@@ -8,13 +9,15 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 
-def over_all_ranks(model: nn.Module, device: torch.device) -> nn.Module:
-    """`model` with BatchNorm layers that see the samples of all ranks (of one micro-batch). Names and parameters stay as they are."""
+def over_all_ranks(model: nn.Module, device: torch.device, group: dist.ProcessGroup | None = None) -> nn.Module:
+    """`model` with BatchNorm layers that see the samples of all ranks (of one micro-batch). Names and parameters stay as they are.
+
+    group: of the ranks that have other samples for the same layers; None: all ranks."""
     if device.type == "cuda":
-        return nn.SyncBatchNorm.convert_sync_batchnorm(model)
+        return nn.SyncBatchNorm.convert_sync_batchnorm(model, group)
     for module in model.modules():
         if isinstance(module, nn.modules.batchnorm._BatchNorm):
-            module.forward = MethodType(_forward, module)  # type: ignore[method-assign]
+            module.forward = MethodType(partial(_forward, group=group), module)  # type: ignore[method-assign]
     return model
 
 
@@ -22,27 +25,28 @@ class _SumOverRanks(torch.autograd.Function):
     """Each rank's loss depends on the sums, so their gradients are summed over the ranks too."""
 
     @staticmethod
-    def forward(ctx: Any, value: Tensor) -> Tensor:
+    def forward(ctx: Any, value: Tensor, group: dist.ProcessGroup | None) -> Tensor:
+        ctx.group = group
         whole = value.clone()
-        dist.all_reduce(whole)
+        dist.all_reduce(whole, group=group)
         return whole
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
-        return _SumOverRanks.forward(ctx, grad)
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return _SumOverRanks.forward(ctx, grad, ctx.group), None
 
 
-def _forward(self: nn.modules.batchnorm._BatchNorm, x: Tensor) -> Tensor:
+def _forward(self: nn.modules.batchnorm._BatchNorm, x: Tensor, group: dist.ProcessGroup | None) -> Tensor:
     """x: (samples, channels, …). The variance is taken around the mean, in a second sum: E[x²] - E[x]² loses half of the digits."""
     self._check_input_dim(x)
     if not self.training and self.running_mean is not None:
         return type(self).forward(self, x)
     others = [dim for dim in range(x.dim()) if dim != 1]
     shape = [1, -1] + [1] * (x.dim() - 2)
-    count = x.numel() // x.size(1) * dist.get_world_size()  # the ranks have equal shares of a batch
-    mean = _SumOverRanks.apply(x.sum(others)) / count
+    count = x.numel() // x.size(1) * dist.get_world_size(group)  # the ranks have equal shares of a batch
+    mean = _SumOverRanks.apply(x.sum(others), group) / count
     centered = x - mean.view(shape)
-    variance = _SumOverRanks.apply(centered.square().sum(others)) / count
+    variance = _SumOverRanks.apply(centered.square().sum(others), group) / count
     if self.training and self.running_mean is not None and self.running_var is not None:
         with torch.no_grad():
             assert self.num_batches_tracked is not None

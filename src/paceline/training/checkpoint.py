@@ -18,7 +18,7 @@ import threading
 import time
 import warnings
 import zlib
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from concurrent.futures import Future
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -63,11 +63,13 @@ def model_tensors(model: nn.Module) -> dict[str, Tensor]:
     return {name: tensor.detach() for name, tensor in named_tensors(model).items() if name in kept}
 
 
-def tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-    """All the state that lies on this rank, by its name in a checkpoint."""
-    names: dict[Tensor, str] = {parameter: name for name, parameter in model.named_parameters()}
-    found = {f"model/{name}": tensor for name, tensor in model_tensors(model).items() if is_here(tensor)}
+def tensors(model: nn.Module, optimizer: torch.optim.Optimizer, elsewhere: Container[str] = ()) -> dict[str, Tensor]:
+    """All the state that lies on this rank, by its name in a checkpoint; without that of `elsewhere`, which another stage writes."""
+    names: dict[Tensor, str] = {parameter: name for name, parameter in model.named_parameters() if name not in elsewhere}
+    found = {f"model/{name}": tensor for name, tensor in model_tensors(model).items() if is_here(tensor) and name not in elsewhere}
     for parameter, state in local_optimizer(optimizer).state.items():
+        if parameter not in names:
+            continue
         found |= {f"optimizer/{names[parameter]}/{key}": value for key, value in state.items() if isinstance(value, Tensor)}
     return found
 

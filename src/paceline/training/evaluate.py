@@ -1,42 +1,29 @@
 """Metrics over a split, each of its samples counted once, whatever the number of ranks."""
 
-from dataclasses import replace
-
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 from paceline.errors import TaskError
-from paceline.plan.plan import Plan
-from paceline.task import Task
 from paceline.training.data import Samples, batches, validation_parts
-from paceline.training.step import autocast, call, weighed
+from paceline.training.step import ELSEWHERE, Step, autocast, weighed
 
 
 @torch.no_grad()
-def evaluate(
-    task: Task,
-    model: nn.Module,
-    samples: Samples,
-    plan: Plan,
-    batch: int,
-    precision: str,
-    device: torch.device,
-    workers: int,
-    prefetch: int,
-) -> dict[str, float]:
+def evaluate(update: Step, samples: Samples, batch: int, workers: int, prefetch: int) -> dict[str, float]:
     """Means over the split of the loss and of what `task.metrics` returns. A collective: all ranks must call it."""
-    place = plan.place(dist.get_rank())
-    counted = place == replace(place, cp=0, tp=0, pp=plan.pp - 1)  # of the ranks with the same samples
-    mine = list(validation_parts(len(samples.dataset), batch, place.dp, plan.dp or 1))
+    task, device = update.task, update.device
+    mine = list(validation_parts(len(samples.dataset), batch, update.place.dp, update.data_ranks))
     # Under a sharded plan the forward pass is a collective: a rank without samples takes part with one that is not counted.
     parts = [(numbers or [0], numbers or [0]) for numbers in mine]
     sums: dict[str, Tensor] = {}
-    model.eval()
+    update.model.eval()
     try:
         for numbers, data in zip(mine, batches(samples, parts, device, workers, prefetch), strict=True):
-            with autocast(precision, device):
-                output = call(task, model, data)
+            output = update.output(data)
+            if output is ELSEWHERE:
+                continue
+            with autocast(update.precision, device):
                 values = {"loss": task.loss(output, data), **task.metrics(output, data)}
             weights = task.weights(data)
             for name, value in values.items():
@@ -45,10 +32,21 @@ def evaluate(
                 fitting = weights if weights is not None and (not value.dim() or value.shape == weights.shape) else None
                 total, count = weighed(task, value.double(), fitting, data, name)
                 here = torch.stack([total, torch.as_tensor(count, dtype=total.dtype, device=total.device)])
-                sums[name] = sums.get(name, torch.zeros(2, dtype=torch.float64, device=device)) + here * (counted and bool(numbers))
+                counted = bool(numbers) and update.counts
+                sums[name] = sums.get(name, torch.zeros(2, dtype=torch.float64, device=device)) + here * counted
     finally:
-        model.train()
+        update.model.train()
+    if update.pipeline is not None:
+        update.pipeline.rest()
+        sums = _with_names_of_all(sums, device)
     table = torch.stack(list(sums.values()))
     if dist.get_world_size() > 1:
         dist.all_reduce(table)
     return {name: total / count for name, (total, count) in zip(sums, table.tolist(), strict=True)}
+
+
+def _with_names_of_all(sums: dict[str, Tensor], device: torch.device) -> dict[str, Tensor]:
+    """The ranks without the last stage of a pipeline have not seen any value."""
+    everywhere: list[list[str]] = [[]] * dist.get_world_size()
+    dist.all_gather_object(everywhere, list(sums))
+    return {name: sums.get(name, torch.zeros(2, dtype=torch.float64, device=device)) for name in max(everywhere, key=len)}

@@ -7,24 +7,22 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
-from paceline.errors import DataError
 from paceline.plan.plan import Plan, share
 from paceline.spec import Spec
 from paceline.task import Task
-from paceline.training.data import Batch, Broken, Samples, open_dataset
+from paceline.training.data import Batch, Samples, batches, open_dataset
 from paceline.training.seeds import streams
 
 
-def example(spec: Spec, task: Task, plan: Plan) -> Batch:
-    """A micro-batch as one rank gets it, of the first samples of the training split."""
-    dataset = open_dataset(task, "train")
-    assert dataset is not None
-    count = share(spec.batch, plan)
-    numbers = [at % len(dataset) for at in range(count)]
+def example(spec: Spec, task: Task, plan: Plan, training: Samples | None = None) -> Batch:
+    """A micro-batch of one data rank, of the first samples there are. `training`: the split, if it is open."""
+    if training is None:
+        dataset = open_dataset(task, "train")
+        assert dataset is not None
+        training = Samples(dataset, "train", spec.seed, torch.float64 if spec.precision == "fp64" else None)
+    numbers = [number % len(training.dataset) for number in range(share(spec.batch, plan))]
     with streams(spec.seed):
-        batch = Samples(dataset, "train", spec.seed, torch.float64 if spec.precision == "fp64" else None)[numbers, numbers]
-    if isinstance(batch, Broken):
-        raise DataError(batch.message)
+        [batch] = batches(training, [(numbers, numbers)], torch.device("cpu"), 0, 1)
     return batch
 
 

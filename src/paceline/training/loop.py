@@ -66,7 +66,7 @@ def train(
         laid_out = plan.on(world.size)
         share(spec.batch, laid_out)
         data = open_data(spec, task, world)
-        laid = lay_out(spec, laid_out, world, task, here)
+        laid = lay_out(spec, laid_out, world, task, here, training=data.training)
         if observe is not None:
             laid.update.observe = partial(observe, laid.model)
         try:
@@ -261,17 +261,7 @@ class _Loop:
     def _evaluated(self) -> Evaluated:
         assert self.data.validation is not None
         began = time.perf_counter()
-        self.metrics = evaluate(
-            self.task,
-            self.update.model,
-            self.data.validation,
-            self.plan,
-            self.spec.batch,
-            self.spec.precision,
-            self.device,
-            self.workers,
-            self.spec.data.prefetch,
-        )
+        self.metrics = evaluate(self.update, self.data.validation, self.spec.batch, self.workers, self.spec.data.prefetch)
         self.evaluated_step = self.step
         return Evaluated(step=self.step, metrics=self.metrics, seconds=time.perf_counter() - began)
 
@@ -308,7 +298,8 @@ class _Loop:
             metrics=self.metrics if self.evaluated_step == self.step else {},
             **checkpoint.describe(self.laid.model),
         )
-        self.saver.start(index, checkpoint.tensors(self.laid.model, self.update.optimizer))
+        elsewhere = self.update.pipeline.elsewhere if self.update.pipeline is not None else ()
+        self.saver.start(index, checkpoint.tensors(self.laid.model, self.update.optimizer, elsewhere))
         self.saved_step, self.saved_at = self.step, time.perf_counter()
 
     def _saved(self, wait: bool) -> Iterator[Event]:

@@ -18,8 +18,10 @@ from paceline.training.shards import is_cut, is_first_copy, is_here, local
 def make_optimizer(task: Task, spec: Optimizer, plan: Plan, model: nn.Module) -> torch.optim.Optimizer:
     """The task's own optimizer or the one of the spec, its state cut over the data ranks under zero=1."""
     params = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad and is_here(parameter)]
-    if not params:
+    if not any(parameter.requires_grad for parameter in model.parameters()):
         raise TaskError("the model has no parameter to train: all of them have requires_grad=False")
+    if not params:  # in this stage of a pipeline; torch's optimizers refuse to have none
+        return torch.optim.SGD([nn.Parameter(torch.empty(0))], lr=spec.lr)
     optimizer = task.optimizer(params)
     if optimizer is None:
         optimizer = _from_spec(spec, [parameter for _, parameter in params])
@@ -117,10 +119,9 @@ class Norm:
     plan, place: of this rank, the data degree said.
     """
 
-    def __init__(self, params: Sequence[nn.Parameter], plan: Plan, place: Place):
-        self.params = params
+    def __init__(self, params: Sequence[nn.Parameter], plan: Plan, place: Place, device: torch.device):
+        self.params, self.device = params, device
         self.whole_here = plan.zero < 2 and not plan.is_mixed  # on every rank
-        self.device = params[0].device
         self.counted_here = [False] * len(params)
         load = [0] * plan.copies
         for at in sorted(range(len(params)), key=lambda i: -params[i].numel()):

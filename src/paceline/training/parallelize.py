@@ -73,8 +73,10 @@ def parallelize(
     if plan.recompute != "none":
         for unit in units or [model]:
             recompute(unit, selective=plan.recompute == "selective")
-    if compile:
-        _compile(model, units, cut=plan.zero >= 2)
+    if compile and plan.zero < 2 and any(map(_is_torchs, units)):
+        compile_units([model])
+    elif compile:
+        compile_units(units or [model])
     if plan.zero >= 2 or (plan.is_mixed and plan.data_ranks > 1):
         _shard(model, units, plan, data_mesh(mesh if mesh is not None else build_mesh(plan, device)))
         fill(model)
@@ -123,11 +125,10 @@ DEAR = [
 ]
 
 
-def _compile(model: nn.Module, units: list[nn.Module], cut: bool) -> None:
-    """Compile each unit, which is quick where they are alike; but the whole model where they are single layers of torch's own,
-    unless it is cut at them."""
-    layers = any(map(_is_torchs, units))
-    for module in units if units and (cut or not layers) else [model]:
+def compile_units(units: list[nn.Module]) -> None:
+    """Compile each unit, which is quick where they are alike. (The whole model where they are single layers of torch's own, unless it
+    is cut at them.)"""
+    for module in units:
         inner = module.forward
 
         def forward(*args: Any, inner: Callable[..., Any] = inner, **kwargs: Any) -> Any:
@@ -169,12 +170,16 @@ NO_BUFFER_SYNC: dict[str, Any] = {
 def _shard(model: nn.Module, units: list[nn.Module], plan: Plan, mesh: DeviceMesh) -> None:
     from torch.distributed.fsdp import fully_shard  # 0.7 s to import
 
-    if scalars := [name for name, parameter in model.named_parameters() if not parameter.dim()]:
-        raise PlanError(f"plan {plan} cuts the weights, and {scalars[0]} is a scalar; give it the shape (1,), or use ddp or zero1")
+    refuse_scalars(plan, model)
     for unit in units:
         fully_shard(unit, mesh=mesh, reshard_after_forward=plan.zero == 3)
     # The root is gathered again at once by the backward pass, so that to reshard it would be in vain.
     fully_shard(model, mesh=mesh, reshard_after_forward=False)
+
+
+def refuse_scalars(plan: Plan, model: nn.Module) -> None:
+    if scalars := [name for name, parameter in model.named_parameters() if not parameter.dim()]:
+        raise PlanError(f"plan {plan} cuts the weights, and {scalars[0]} is a scalar; give it the shape (1,), or use ddp or zero1")
 
 
 def blocks(model: nn.Module, layout: Layout) -> list[nn.Module]:

@@ -27,7 +27,7 @@ from paceline.training.optim import make_optimizer
 from paceline.training.parallelize import build_mesh, check_splits, parallelize
 from paceline.training.shards import is_here
 from paceline.training.step import Step
-from paceline.training.weights import fill_, record
+from paceline.training.weights import Weights, fill_, record
 
 if TYPE_CHECKING:
     from paceline.training.tensor import Splits
@@ -68,11 +68,19 @@ def open_data(spec: Spec, task: Task, world: World) -> Data:
 
 def rehearse(spec: Spec, plan: Plan, task: Task) -> None:
     """Raise the PlanError or TaskError that `lay_out` would, without any rank. `plan` has its data degree said."""
-    model, _, _ = record(task.model, spec.seed)
+    if plan.is_mixed:
+        model, _, _ = build(spec, task)
+        batch = example(spec, task, plan)
     if plan.tp > 1:
         from paceline.training.tensor import find_splits
 
-        find_splits(model, task, example(spec, task, plan), plan.tp)
+        find_splits(model, task, batch, plan.tp)
+    if plan.pp > 1:
+        from paceline.training import pipeline
+
+        if spec.compile:
+            pipeline.refuse_compiled(plan)
+        pipeline.check(plan, task, model, batch, spec.precision)
     if plan.cp > 1:
         from paceline.training import context
 
@@ -100,31 +108,37 @@ def lay_out(
     task: Task,
     device: torch.device,
     fill_with: Callable[[nn.Module], None] | None = None,
+    training: Samples | None = None,
 ) -> Laid:
-    """`plan` has its data degree said. `fill_with` gives the model, laid out on the meta device, other values than its initial ones."""
-    axes = {"pp": plan.pp == 1, "asynchronous training": not plan.is_asynchronous}
-    if missing := [what for what, built in axes.items() if not built]:
-        raise PlanError(f"plan {plan}: {missing[0]} is not built yet")
-    model, weights, recorded = record(task.model, spec.seed)
-    if spec.precision == "fp64":
-        model._apply(lambda tensor: tensor.to(WIDER.get(tensor.dtype)))
-    if world.size > 1 and any(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in model.modules()):
-        model = over_all_ranks(model, device)
-    pretrained = task.pretrained()
-
-    def fill(laid_out: nn.Module) -> None:
-        fill_(laid_out, weights, device, Path(pretrained) if pretrained is not None else None)
-
-    mesh = build_mesh(plan, device) if plan.is_mixed or plan.zero >= 2 else None
+    """`plan` has its data degree said. `fill_with` gives the model, laid out on the meta device, other values than its initial ones.
+    `training`: the split, if it is open."""
+    if plan.is_asynchronous:
+        raise PlanError(f"plan {plan}: asynchronous training is not built yet")
+    model, weights, recorded = build(spec, task)
     splits: Splits | None = None
     notes: tuple[str, ...] = () if recorded else (UNRECORDED,)
+    batch = example(spec, task, plan, training) if plan.is_mixed else None
     if plan.tp > 1:
         from paceline.training.tensor import find_splits
 
-        batch = example(spec, task, plan)
         splits = find_splits(model, task, batch, plan.tp)
         notes += splits.notes
-    called = parallelize(model, task.layout(), plan, device, fill_with or fill, spec.compile, mesh, splits)
+    mesh = build_mesh(plan, device) if plan.is_mixed or plan.zero >= 2 else None
+    pipeline = None
+    if plan.pp > 1:
+        from paceline.training.pipeline import Pipeline  # with torch's, 1 s
+
+        assert mesh is not None
+        pipeline = Pipeline(task, model, plan, mesh, world.rank, device, spec.precision, spec.seed, batch, splits)
+    if plan.copies > 1 and any(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in model.modules()):
+        model = over_all_ranks(model, device, pipeline.data_group() if pipeline is not None else None)
+    pretrained = task.pretrained()
+    fill = partial(fill_, weights=weights, device=device, pretrained=Path(pretrained) if pretrained is not None else None)
+    if pipeline is not None:
+        pipeline.lay_out(fill_with or fill, spec.compile)
+        called = model
+    else:
+        called = parallelize(model, task.layout(), plan, device, fill_with or fill, spec.compile, mesh, splits)
     optimizer = make_optimizer(task, spec.optimizer, plan, model)
     check_splits(plan, optimizer)
     update = Step(
@@ -138,6 +152,7 @@ def lay_out(
         precision=spec.precision,
         clip=spec.optimizer.clip,
         seed=spec.seed,
+        pipeline=pipeline,
     )
     if splits is not None and mesh is not None:
         _split_step(update, model, splits, task, batch, mesh["tp"] if mesh.ndim > 1 else mesh)
@@ -152,10 +167,18 @@ def _split_step(update: Step, model: nn.Module, splits: Splits, task: Task, batc
     from paceline.training.tensor import split_loss, sum_partial, try_split_loss
 
     if splits.partial:
-        params = [parameter for name, parameter in model.named_parameters() if name in splits.partial]
+        params = [parameter for name, parameter in model.named_parameters() if name in splits.partial and is_here(parameter)]
         update.after_backward.append(partial(sum_partial, params, mesh.get_group()))
-    if try_split_loss(model, splits, task, batch, mesh):
+    if update.pipeline is None and try_split_loss(model, splits, task, batch, mesh):
         update.around_loss = split_loss
+
+
+def build(spec: Spec, task: Task) -> tuple[nn.Module, Weights, bool]:
+    """The model on the meta device, where its weights come from, and whether its constructor could be recorded."""
+    model, weights, recorded = record(task.model, spec.seed)
+    if spec.precision == "fp64":
+        model._apply(lambda tensor: tensor.to(WIDER.get(tensor.dtype)))
+    return model, weights, recorded
 
 
 @dataclass(frozen=True)

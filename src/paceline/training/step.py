@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import astuple, dataclass, field, replace
 from functools import reduce
 from operator import add
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -22,6 +22,10 @@ from paceline.training.optim import Norm, scale_
 from paceline.training.seeds import derive, start_stream
 from paceline.training.shards import is_cut
 
+if TYPE_CHECKING:
+    from paceline.training.pipeline import Pipeline
+
+ELSEWHERE = object()
 AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -58,6 +62,7 @@ class Step:
     precision: str
     clip: float | None
     seed: int
+    pipeline: "Pipeline | None" = None  # runs forward and backward, where the plan has one
     observe: Callable[[str, int], None] | None = None  # called with ("gradients", step) before each update, ("weights", step) after it
     base_lrs: list[float] = field(init=False)
     norm: Norm = field(init=False)
@@ -67,7 +72,8 @@ class Step:
 
     def __post_init__(self) -> None:
         self.base_lrs = [group["lr"] for group in self.optimizer.param_groups]
-        self.norm = Norm(self.params, self.plan, self.place)
+        own = [parameter for parameter in self.params if self.pipeline is None or id(parameter) not in self.pipeline.counted_elsewhere]
+        self.norm = Norm(own, self.plan, self.place, self.device)
         self.loss_scale = LossScale() if self.precision == "fp16" else None
 
     @property
@@ -85,12 +91,25 @@ class Step:
         norm = self.update(lr_factor)
         if self.observe is not None:
             self.observe("weights", step)
-        counted = self.place == replace(self.place, cp=0, tp=0, pp=self.plan.pp - 1)
-        return Local(reduce(add, losses), sum(items), norm, expected) if counted else Local(0.0, 0.0, norm, expected)
+        return Local(reduce(add, losses), sum(items), norm, expected) if self.counts else Local(0.0, 0.0, norm, expected)
+
+    @property
+    def counts(self) -> bool:
+        """Of the ranks with the same samples, whether this is the one whose losses and metrics count."""
+        return self.place == replace(self.place, cp=0, tp=0, pp=self.plan.last)
+
+    def output(self, batch: Batch) -> object:
+        """What the model makes of a batch; ELSEWHERE where another rank has the end of it."""
+        if self.pipeline is not None:
+            return self.pipeline.output(batch)
+        with autocast(self.precision, self.device):
+            return call(self.task, self.model, batch)
 
     def backward(self, batches: Sequence[Batch], step: int) -> tuple[list[Tensor], list[Tensor | float], float | None]:
         """Add up the gradients. Returns loss × items and items of each micro-batch here, and the items expected over all ranks."""
         weight = GlobalWeight(self.task, batches, self.place.is_first_of_data) if type(self.task).weights is not Task.weights else None
+        if self.pipeline is not None:
+            return self.pipeline.backward(batches, step, weight, self._share_of)
         losses: list[Tensor] = []
         items: list[Tensor | float] = []
         whole: Tensor | float | None = None

@@ -7,7 +7,7 @@ and a rank never holds more than one whole tensor besides its share. The idea is
 """
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_flatten, tree_map
 from paceline.errors import TaskError
 from paceline.spec import nearest
 from paceline.training.seeds import derive, streams
-from paceline.training.shards import is_cut, local
+from paceline.training.shards import is_cut, is_here, local
 
 FROM_VALUES = (torch.tensor, torch.as_tensor, torch.asarray, torch.from_numpy)  # what makes a tensor of the caller's numbers
 IS_META = Tensor.is_meta.__get__  # type: ignore[attr-defined]
@@ -229,12 +229,26 @@ def _all_known(model: nn.Module, tape: Tape) -> bool:
     )
 
 
-def fill_(model: nn.Module, weights: Weights, device: torch.device, pretrained: Path | None = None) -> None:
-    """Give a model on the meta device, laid out or not, its storage and its initial values. No communication."""
-    allocate_(model, device)
+Places = list[list[tuple[nn.Module, str]]]
+
+
+def fill_(
+    model: nn.Module,
+    weights: Weights,
+    device: torch.device,
+    pretrained: Path | None = None,
+    parts: Sequence[nn.Module] | None = None,
+    places: Places | None = None,
+) -> None:
+    """Give a model on the meta device, laid out or not, its storage and its initial values. No communication.
+
+    parts: modules with what belongs here of it; None: all of it. `places`: of each tensor, as they were before it was laid out."""
+    allocate_(model, device, parts, places)
     loaded = _Pretrained(pretrained, model) if pretrained is not None else None
     with torch.no_grad():
         for name, tensor in named_tensors(model).items():
+            if not is_here(tensor):
+                continue
             whole = loaded.read(name) if loaded is not None and name in loaded.names else weights.draw(name)
             if is_cut(tensor):
                 local(tensor).copy_(local(_cut_like(tensor, whole.to(device))))
@@ -242,13 +256,16 @@ def fill_(model: nn.Module, weights: Weights, device: torch.device, pretrained: 
                 tensor.copy_(whole)
 
 
-def allocate_(model: nn.Module, device: torch.device) -> None:
-    """Give a model on the meta device its storage. What is tied stays so."""
-    ties = _ties(model)
-    model.to_empty(device=device)
-    for first, *others in ties.values():
-        for module, key in others:
-            setattr(module, key, getattr(*first))
+def allocate_(model: nn.Module, device: torch.device, parts: Sequence[nn.Module] | None = None, places: Places | None = None) -> None:
+    """Give a model on the meta device its storage. What is tied stays so. `parts`, `places`: as for `fill_`."""
+    places = places if places is not None else places_of(model)
+    for part in parts if parts is not None else [model]:
+        part.to_empty(device=device)
+    for of_one in places:
+        made = [getattr(*place) for place in of_one if is_here(getattr(*place))]
+        for module, key in of_one if made else ():
+            if getattr(module, key) is not made[0]:
+                setattr(module, key, made[0])
 
 
 def _cut_like(tensor: Any, whole: Tensor) -> Tensor:
@@ -257,14 +274,14 @@ def _cut_like(tensor: Any, whole: Tensor) -> Tensor:
     return distribute_tensor(whole, tensor.device_mesh, tensor.placements, src_data_rank=None)
 
 
-def _ties(model: nn.Module) -> dict[int, list[tuple[nn.Module, str]]]:
+def places_of(*models: nn.Module) -> Places:
     """The places of each parameter and buffer: `to_empty` makes a new one for each."""
-    places: dict[int, list[tuple[nn.Module, str]]] = {}
-    for module in model.modules():
+    places: dict[int, dict[tuple[nn.Module, str], None]] = {}
+    for module in (module for model in models for module in model.modules()):
         for key, tensor in (*module._parameters.items(), *module._buffers.items()):
             if tensor is not None:
-                places.setdefault(id(tensor), []).append((module, key))
-    return places
+                places.setdefault(id(tensor), {})[module, key] = None
+    return [list(of_one) for of_one in places.values()]
 
 
 def aliases(model: nn.Module) -> dict[str, str]:

@@ -1,0 +1,244 @@
+"""Where a model can be cut into the stages of a pipeline, found out in one forward pass on stand-ins of its parameters.
+
+A cut lies before the call of a part (gates.py). What crosses it are the arguments of that call that depend on parameters; what
+depends on the inputs alone, each stage computes again. A cut is possible where nothing else that depends on parameters before it
+is used behind it. That is followed through every operation, also those that autograd does not know (masks, choices of an expert).
+"""
+
+import copy
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map
+
+from paceline.errors import PlanError
+from paceline.task import Layout, Task
+from paceline.training.data import Batch
+from paceline.training.gates import Gates, Run, parts_of
+from paceline.training.step import autocast, call
+
+Mask = int  # bit c: depends on what lies before cut c, not through what crosses it
+
+
+@dataclass(frozen=True)
+class Like:
+    """A tensor by its looks."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    writable: bool = False  # somebody writes into it
+
+    def nothing(self, device: torch.device) -> Tensor:
+        """What must not be used: NaN, and no memory where nobody writes into it."""
+        nothing = torch.full(
+            (), float("nan") if self.dtype.is_floating_point or self.dtype.is_complex else 0, dtype=self.dtype, device=device
+        )
+        return nothing.expand(self.shape).clone() if self.writable else nothing.expand(self.shape)
+
+
+@dataclass
+class Call:
+    """One call of a part."""
+
+    part: str
+    crossing: list[int]  # of the leaves of (args, kwargs) those that cross a cut here
+    likes: list[Like]  # of these
+    output: Any = None  # a tree with Like for tensors
+    free: bool = False  # of parameters: every stage calls it itself
+    flops: int = 0  # until the next call
+    written: bool = False  # its output, by somebody else
+
+
+@dataclass
+class Recording:
+    """What a forward pass on stand-ins has shown."""
+
+    calls: list[Call] = field(default_factory=list)
+    barred: dict[int, str] = field(default_factory=dict)  # cut -> why it cannot be
+    uses: dict[str, set[int]] = field(default_factory=dict)  # parameter -> calls during or after which it is used
+
+    @property
+    def cuts(self) -> list[int]:
+        """The calls that a stage may begin with."""
+        return [at for at, call in enumerate(self.calls) if at and not call.free and at not in self.barred]
+
+
+class Model:
+    """A copy of a model for recordings: its parameters are stand-ins. To be made while the model is as its constructor left it."""
+
+    def __init__(self, model: nn.Module, layout: Layout, device: torch.device):
+        from torch._subclasses.fake_tensor import FakeTensorMode
+
+        self.device = device
+        self.copy = copy.deepcopy(model)
+        self.gates = Gates(parts_of(self.copy, layout))
+        self.mode = FakeTensorMode(allow_non_fake_inputs=True)
+        self.names: dict[int, str] = {}  # id of a stand-in of a parameter -> name
+        made: dict[int, Tensor] = {}
+        owned = {id(parameter): name for name, parameter in self.copy.named_parameters()}
+        for module in self.copy.modules():
+            for tensors in (module._parameters, module._buffers):
+                for key, tensor in tensors.items():
+                    if tensor is not None:
+                        made[id(tensor)] = made.get(id(tensor), self.stand_in(tensor))
+                        tensors[key] = made[id(tensor)]  # type: ignore[assignment]
+                        if id(tensor) in owned:
+                            self.names[id(made[id(tensor)])] = owned[id(tensor)]
+
+    def stand_in(self, tensor: Tensor) -> Tensor:
+        with self.mode:
+            return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=self.device)
+
+    def record(self, task: Task, batch: Batch, precision: str, training: bool) -> Recording:
+        """Raises PlanError for a model that cannot be run without values."""
+        self.copy.train(training)
+        recorder = _Recorder(self)
+        self.gates.visitor = recorder.called
+        fast = torch.backends.mha.get_fastpath_enabled()
+        torch.backends.mha.set_fastpath_enabled(False)
+        try:
+            with torch.random.fork_rng(devices=[]), torch.no_grad(), recorder, autocast(precision, self.device):
+                output = call(task, self.copy, batch)
+                recorder.ended(_results(task, output, batch, training))
+        except PlanError:
+            raise
+        except Exception as error:  # the user's code, which meets tensors without values
+            reason = str(error).strip().splitlines()
+            raise PlanError(
+                f"the model cannot be run on tensors without values, which tells where a pipeline may cut it "
+                f"({type(error).__name__}{f': {reason[0]}' if reason else ''}); use a plan without pp"
+            ) from error
+        finally:
+            torch.backends.mha.set_fastpath_enabled(fast)
+            self.gates.visitor, self.gates.inside = None, False
+        return recorder.recording
+
+
+def _results(task: Task, output: Any, batch: Batch, training: bool) -> list[Any]:
+    """What is used of an output."""
+    try:
+        return [task.loss(output, batch), *([] if training else task.metrics(output, batch).values())]
+    except Exception:  # the user's code, which may look at values; the output as a whole stands for what it uses
+        return tree_leaves(output)
+
+
+def _tensors(tree: Any) -> list[Tensor]:
+    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
+
+
+class _Recorder(TorchDispatchMode):
+    """Follows what depends on which parameters."""
+
+    def __init__(self, model: Model):
+        super().__init__()
+        from torch.utils.flop_counter import flop_registry
+
+        aten = torch.ops.aten
+        on_cpu = aten._scaled_dot_product_flash_attention_for_cpu
+        self.flops = {on_cpu: flop_registry[aten._scaled_dot_product_flash_attention], **flop_registry}
+        self.model = model
+        self.recording = Recording()
+        self.now = -1  # the last call
+        self.inside = False
+        self.masks: dict[int, Mask] = {}  # by id of a tensor
+        self.written: dict[int, Mask] = {}  # by storage
+        self.outputs: dict[int, int] = {}  # storage -> call that returned it
+        self.places: dict[int, int] = {}  # id of what crossed a cut, and of views of it -> storage it would have behind the cut
+        self.kept: list[Any] = []  # so that no id is used twice
+
+    def mask(self, tensor: Tensor) -> Mask:
+        return self.masks.get(id(tensor), 0) | self.written.get(self.place(tensor), 0)
+
+    def place(self, tensor: Tensor) -> int:
+        return self.places.get(id(tensor), _storage(tensor))
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        inputs = _tensors((args, kwargs))
+        mask = 0
+        for tensor in inputs:
+            mask |= self.mask(tensor)
+            if name := self.model.names.get(id(tensor)):
+                mask |= -1 << (self.now + 1)
+                self.recording.uses.setdefault(name, set()).add(max(self.now, 0))
+        if self.inside:
+            self._bar(mask, self.now, f"{self.recording.calls[self.now].part} needs what was computed further ahead as well")
+        result = func(*args, **kwargs)
+        self._write(func, args, kwargs, mask)
+        moved = {_storage(tensor): self.places[id(tensor)] for tensor in inputs if id(tensor) in self.places}
+        for tensor in _tensors(result):
+            if mask or id(tensor) in self.masks:
+                self.masks[id(tensor)] = mask
+                self.kept.append(tensor)
+                if _storage(tensor) in moved:
+                    self.places[id(tensor)] = moved[_storage(tensor)]
+        count = self.flops.get(func._overloadpacket)
+        if count is not None and self.now >= 0:
+            self.recording.calls[self.now].flops += count(*args, **kwargs, out_val=result)
+        return result
+
+    def _write(self, func: Any, args: Any, kwargs: Any, mask: Mask) -> None:
+        for argument, value in (*zip(func._schema.arguments, args, strict=False), *kwargs.items()):
+            writes = argument == "out" or (getattr(argument, "alias_info", None) is not None and argument.alias_info.is_write)
+            for tensor in _tensors(value) if writes else ():
+                place = self.place(tensor)
+                if mask:
+                    self.written[place] = self.written.get(place, 0) | mask
+                    self.kept.append(tensor.untyped_storage())
+                if _storage(tensor) in self.outputs:
+                    self.recording.calls[self.outputs[_storage(tensor)]].written = True
+
+    def called(self, name: str, run: Run, args: Any, kwargs: Any) -> Any:
+        calls = self.recording.calls
+        at = self.now = len(calls)
+        here = Call(name, [], [])
+        calls.append(here)
+        for index, leaf in enumerate(tree_leaves((args, kwargs))):
+            if isinstance(leaf, Tensor) and (mask := self.mask(leaf)) >> at & 1:
+                self.masks[id(leaf)] = mask & ~(1 << at)
+                self.places[id(leaf)] = -len(self.kept) - 1
+                self.kept.append(leaf)
+                here.crossing.append(index)
+                here.likes.append(Like(tuple(leaf.shape), leaf.dtype))
+        earlier = [index for index, call in enumerate(calls[:-1]) if call.part == name]
+        if earlier:
+            for cut in range(earlier[0] + 1, at + 1):
+                self.recording.barred.setdefault(cut, f"{name} is called more than once")
+        if not here.crossing or not all(like.dtype.is_floating_point for like in here.likes):
+            self.recording.barred.setdefault(at, f"{name} is not called with what was computed before it")
+        self.inside = self.model.gates.inside = True
+        result = run(*args, **kwargs)
+        self.inside = self.model.gates.inside = False
+        has_parameters = any(True for _ in self.model.gates.parts[name].parameters())
+        here.free = not has_parameters and not any(map(self.mask, _tensors(result)))
+        here.output = tree_map(lambda leaf: Like(tuple(leaf.shape), leaf.dtype) if isinstance(leaf, Tensor) else leaf, result)
+        for tensor in _tensors(result):
+            self.outputs[_storage(tensor)] = at
+            self.kept.append(tensor)
+        return result
+
+    def ended(self, results: Iterable[Any]) -> None:
+        mask = 0
+        for tensor in _tensors(list(results)):
+            mask |= self.mask(tensor)
+        last = len(self.recording.calls) - 1
+        self._bar(mask, last, "the result of the model needs what was computed further ahead as well")
+        for call_ in self.recording.calls:
+            if call_.written:
+                call_.output = tree_map(lambda leaf: Like(leaf.shape, leaf.dtype, True) if isinstance(leaf, Like) else leaf, call_.output)
+
+    def _bar(self, mask: Mask, last: int, why: str) -> None:
+        """Bar those cuts up to `last` that are in the mask."""
+        stale = mask & ((1 << (last + 1)) - 1) & ~1
+        while stale:
+            cut = stale.bit_length() - 1
+            stale ^= 1 << cut
+            self.recording.barred.setdefault(cut, why)
+
+
+def _storage(tensor: Tensor) -> int:
+    return tensor.untyped_storage()._cdata

@@ -1,0 +1,305 @@
+"""Layers over ranks: the stages of a model under one of torch's schedules, and the step, evaluation and layout that belong to them."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import astuple
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.utils._pytree import tree_leaves
+
+from paceline.errors import PlanError
+from paceline.plan.plan import TWICE, Place, Plan
+from paceline.task import Task
+from paceline.training.cut import Like, Model, Recording
+from paceline.training.data import Batch
+from paceline.training.gates import Gates, parts_of
+from paceline.training.parallelize import blocks, compile_units, data_mesh, recompute, refuse_scalars
+from paceline.training.seeds import derive, start_stream
+from paceline.training.shards import local
+from paceline.training.stages import Division, Stage, divide, ranks_of
+from paceline.training.step import ELSEWHERE, GlobalWeight, autocast, call, weighed
+from paceline.training.weights import places_of
+
+if TYPE_CHECKING:
+    from paceline.training.tensor import Splits
+
+SCHEDULES = {
+    "gpipe": "ScheduleGPipe",
+    "1f1b": "Schedule1F1B",
+    "interleaved": "ScheduleInterleaved1F1B",
+    "zero-bubble": "ScheduleInterleavedZeroBubble",
+    "zbv": "ScheduleZBVZeroBubble",
+}
+
+
+def check(plan: Plan, task: Task, model: nn.Module, example: Batch, precision: str) -> None:
+    """Raise PlanError where `model`, on the meta device, cannot be cut into the stages of `plan`. Nothing is started or allocated."""
+    recorded = Model(model, task.layout(), torch.device("cpu"))
+    divide(plan, model, parts_of(model, task.layout()), recorded.record(task, example, precision, training=True))
+
+
+def refuse_compiled(plan: Plan) -> None:
+    if plan.schedule in TWICE:
+        raise PlanError(
+            f"schedule={plan.schedule} makes two of each backward pass, which compiled blocks cannot; use schedule=1f1b or interleaved"
+        )
+
+
+class Pipeline:
+    """One rank of a pipeline. `model` is the whole one, on the meta device; afterwards what belongs to this rank's stages is real."""
+
+    def __init__(
+        self,
+        task: Task,
+        model: nn.Module,
+        plan: Plan,
+        mesh: DeviceMesh,
+        rank: int,
+        device: torch.device,
+        precision: str,
+        seed: int,
+        example: Batch,
+        splits: "Splits | None",
+    ):
+        self.task, self.model, self.plan, self.device, self.precision, self.seed = task, model, plan, device, precision, seed
+        self.place: Place = plan.place(rank)
+        self.mesh = mesh
+        self.recorded = Model(model, task.layout(), device)
+        self.recordings: dict[Any, Recording] = {}
+        self.looks = looks(task, example)
+        self.recordings[True, self.looks] = self.recorded.record(task, example, precision, training=True)
+        parts = parts_of(model, task.layout())
+        self.division = divide(plan, model, parts, self.recordings[True, self.looks])
+        if splits is not None:
+            from paceline.training.tensor import split
+
+            split(model, splits, mesh["tp"])
+        self.gates = Gates(parts)
+        self.ranks = ranks_of(plan)
+        self.stages = [Stage(index, model, self.gates, self.division, device) for index, pp in enumerate(self.ranks) if pp == self.place.pp]
+        self.batches: Sequence[Batch] = ()
+        self.failure: Exception | None = None
+        self.evaluation: Recording | None = None
+
+    def lay_out(self, fill: Callable[..., None], compile: bool) -> None:
+        """Recompute, compile, cut by tensor, shard over the data ranks, fill."""
+        plan, model = self.plan, self.model
+        units = blocks(model, self.task.layout()) or list(self.gates.parts.values())
+        if plan.recompute != "none":
+            for unit in units:
+                recompute(unit, selective=plan.recompute == "selective")
+        if compile:
+            refuse_compiled(plan)
+            compile_units(units)
+        whole = _buffers_of_all(model, self.division)
+        places = places_of(model, *self.stages, whole)
+        names = {id(parameter): name for name, parameter in model.named_parameters()}
+        held = [{names[id(parameter)] for parameter in stage.parameters()} for stage in self.stages]
+        if plan.zero >= 2 or plan.data_ranks > 1:
+            self._shard(units)
+        fill(model, parts=[*self.stages, whole], places=places)
+        mine = {stage.index for stage in self.stages}
+        # Of what several stages hold the first one writes a checkpoint and counts the norm.
+        self.elsewhere = frozenset(name for name, holders in self.division.holders.items() if holders[0] not in mine)
+        self.counted_elsewhere = {id(parameter) for name, parameter in model.named_parameters() if name in self.elsewhere}
+        self.tied = _groups(list(names.values()), self.division, self.ranks, plan, self.place, set().union(*held))
+        self.schedule = self._schedule()
+
+    def data_group(self) -> dist.ProcessGroup | None:
+        """The ranks that have other samples for the same stages. A collective."""
+        copies = self.plan.copies
+        groups = [dist.new_group(range(pp * copies, (pp + 1) * copies)) for pp in range(self.plan.pp)]
+        return groups[self.place.pp]
+
+    def _shard(self, units: Sequence[nn.Module]) -> None:
+        from torch.distributed.fsdp import fully_shard
+
+        refuse_scalars(self.plan, self.model)
+        for name, holders in self.division.holders.items():
+            if len({self.ranks[stage] for stage in holders}) < len(holders) and len(holders) < len(self.ranks):
+                raise PlanError(
+                    f"plan {self.plan}: {name} is tied between two stages of one rank, which cannot be sharded; use schedule=1f1b"
+                )
+        # A schedule with several stages says itself when their parameters are gathered.
+        again = self.plan.zero == 3 and len(self.stages) == 1
+        for stage in self.stages:
+            here = {id(module) for module in stage.parts.modules()}
+            for unit in units:
+                if id(unit) in here:
+                    fully_shard(unit, mesh=data_mesh(self.mesh), reshard_after_forward=again)
+            fully_shard(stage, mesh=data_mesh(self.mesh), reshard_after_forward=False)
+
+    def _schedule(self) -> Any:
+        from torch.distributed import pipelining
+
+        assert self.plan.schedule is not None
+        calls = self.recordings[True, self.looks].calls
+
+        def crossing(cut: int) -> tuple[Tensor, ...]:
+            return tuple(torch.empty(like.shape, dtype=like.dtype, device="meta", requires_grad=True) for like in calls[cut].likes)
+
+        stages = [
+            pipelining.PipelineStage(
+                stage,
+                stage.index,
+                len(self.ranks),
+                self.device,
+                input_args=() if stage.is_first else crossing(stage.first),
+                output_args=torch.empty(1, device="meta", requires_grad=True) if stage.is_last else crossing(stage.end),
+                group=self.mesh["pp"].get_group(),
+            )
+            for stage in self.stages
+        ]
+        kind = getattr(pipelining, SCHEDULES[self.plan.schedule])
+        own = stages if len(stages) > 1 else stages[0]
+        return kind(own, self.plan.micro, loss_fn=lambda loss, index: loss, scale_grads=False)
+
+    def backward(
+        self, batches: Sequence[Batch], step: int, weight: GlobalWeight | None, share_of: Callable[[Tensor, Tensor | float], Tensor]
+    ) -> tuple[list[Tensor], list[Tensor | float], float | None]:
+        """Add up the gradients of all stages. Returns loss × items and items of each micro-batch, and the items expected over all ranks;
+        on the ranks that have not the last stage, nothing."""
+        for batch in batches:
+            if (found := looks(self.task, batch)) != self.looks:
+                raise PlanError(
+                    f"a pipeline sends micro-batches of one shape, {_shapes(self.looks)}, got {_shapes(found)}; use a plan without pp"
+                )
+        losses: list[Tensor] = []
+        items: list[Tensor | float] = []
+        whole: list[Tensor | float] = []
+
+        def forward(stage: Stage, micro: int) -> Tensor:
+            start_stream(derive(self.seed, "model", step, micro, *astuple(self.place), stage.index), self.device)
+            batch = batches[micro]
+            with autocast(self.precision, self.device):
+                output = call(self.task, self.model, batch)
+                loss, items_here = weighed(self.task, self.task.loss(output, batch), self.task.weights(batch), batch, "loss()")
+            if not whole:
+                assert self.plan.dp is not None
+                whole.append(weight.result() if weight is not None else float(items_here) * len(batches) * self.plan.dp)
+            losses.append(loss.detach())
+            items.append(items_here)
+            return torch.stack([loss * share_of(loss, whole[0])])  # no view, which torch's engine could not detach
+
+        self._follow(forward, self.recordings[True, self.looks])
+        index = torch.arange(len(batches))
+        self._run(lambda: self.schedule.step(index=index, target=index, return_outputs=False))
+        self._add_tied()
+        if weight is not None:
+            weight.result()
+        expected = whole[0] if whole and isinstance(whole[0], float) else None
+        return losses, items, expected
+
+    def _follow(self, forward: Callable[[Stage, int], Any], recording: Recording) -> None:
+        for stage in self.stages:
+            stage.model_forward, stage.calls = self._remembering(forward), recording.calls
+
+    def _remembering(self, forward: Callable[[Stage, int], Any]) -> Callable[[Stage, int], Any]:
+        def remembering(stage: Stage, micro: int) -> Any:
+            try:
+                return forward(stage, micro)
+            except Exception as error:  # torch's engine raises another one, with all that it knows of its tensors
+                self.failure = error
+                raise
+
+        return remembering
+
+    def _run(self, run: Callable[[], Any]) -> None:
+        try:
+            run()
+        except RuntimeError:
+            if self.failure is not None:
+                raise self.failure from None
+            raise
+
+    @torch.no_grad()
+    def _add_tied(self) -> None:
+        """Each stage that holds a tied parameter has a part of its gradient."""
+        parameters = dict(self.model.named_parameters())
+        for name, group in self.tied.items():
+            parameter = parameters[name]
+            if parameter.requires_grad:
+                if parameter.grad is None:
+                    parameter.grad = torch.zeros_like(parameter)
+                dist.all_reduce(local(parameter.grad), group=group)
+
+    def output(self, batch: Batch) -> Any:
+        """What the model makes of a batch, on the ranks that have the last stage; ELSEWHERE on the others. Without gradients."""
+        key = False, looks(self.task, batch)
+        if key not in self.recordings:
+            self.recordings[key] = self.recorded.record(self.task, batch, self.precision, training=False)
+            if tuple(call.part for call in self.recordings[key].calls) != self.division.calls:
+                raise PlanError(
+                    "the model calls other parts in evaluation than in training, where a pipeline was cut; use a plan without pp"
+                )
+        recording = self.recordings[key]
+        self._follow(lambda stage, micro: call(self.task, self.model, batch), recording)
+        result: Any = ELSEWHERE
+        fast = torch.backends.mha.get_fastpath_enabled()  # it packs what is not masked, and the stages must agree on shapes
+        torch.backends.mha.set_fastpath_enabled(False)
+        try:
+            for stage in self.stages:
+                received = () if stage.is_first else self._receive(stage.index - 1, recording.calls[stage.first].likes)
+                result = stage(*received, index=torch.zeros((), dtype=torch.long))
+                if not stage.is_last:
+                    self._send(stage.index + 1, result)
+        finally:
+            torch.backends.mha.set_fastpath_enabled(fast)
+        return result if self.stages[-1].is_last else ELSEWHERE
+
+    def rest(self) -> None:
+        """Let go of parameters that an evaluation has gathered."""
+        for module in (module for stage in self.stages for module in stage.modules()):
+            if reshard := getattr(module, "reshard", None):
+                reshard()
+
+    def _peer(self, stage: int) -> int:
+        return self.ranks[stage] * self.plan.copies + self.plan.copy(self.place)
+
+    def _send(self, stage: int, values: Sequence[Tensor]) -> None:
+        self.kept = values
+        if self.ranks[stage] != self.place.pp:
+            for value in values:
+                dist.send(value, self._peer(stage))
+
+    def _receive(self, stage: int, likes: Sequence[Like]) -> Sequence[Tensor]:
+        if self.ranks[stage] == self.place.pp:
+            return self.kept
+        received = [torch.empty(like.shape, dtype=like.dtype, device=self.device) for like in likes]
+        for value in received:
+            dist.recv(value, self._peer(stage))
+        return received
+
+
+def _buffers_of_all(model: nn.Module, division: Division) -> nn.Module:
+    """The buffers that every stage needs."""
+    holder = nn.Module()
+    for name, buffer in model.named_buffers():
+        if len(division.holders[name]) > 1:
+            holder.register_buffer(f"buffer_{len(holder._buffers)}", buffer)
+    return holder
+
+
+def _groups(
+    parameters: Sequence[str], division: Division, ranks: Sequence[int], plan: Plan, place: Place, held: set[str]
+) -> Mapping[str, Any]:
+    """Tied parameters of this rank -> the ranks to add their gradients up over. A collective."""
+    holders = {name: tuple(sorted({ranks[stage] for stage in division.holders[name]})) for name in parameters}
+    groups = {}
+    for of in sorted({of for name, of in holders.items() if len(of) > 1}):
+        for copy in range(plan.copies):
+            group = dist.new_group([pp * plan.copies + copy for pp in of])
+            if copy == plan.copy(place):
+                groups[of] = group
+    return {name: groups[holders[name]] for name in sorted(held) if len(holders[name]) > 1}
+
+
+def looks(task: Task, batch: Batch) -> tuple[Any, ...]:
+    return tuple((tuple(leaf.shape), leaf.dtype) if isinstance(leaf, Tensor) else type(leaf) for leaf in tree_leaves(task.inputs(batch)))
+
+
+def _shapes(found: tuple[Any, ...]) -> str:
+    return " and ".join(str(one[0]) for one in found if isinstance(one, tuple))

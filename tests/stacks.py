@@ -1,0 +1,184 @@
+"""Tasks whose models are stacks of layers as other people write them: torch's own transformer, Hugging Face, U-Net."""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from models import SAMPLES, Points, Rows, chosen
+from paceline import Task
+
+VOCABULARY, CONTEXT = 11, 7
+
+
+class Encoder(Task):
+    """torch's own layers, with a mask of padding, a parameter that belongs to no layer, and a write in place."""
+
+    def model(self) -> nn.Module:
+        return Encoding()
+
+    def dataset(self, split: str) -> Rows:
+        size = SAMPLES if split == "train" else 5
+        lengths = torch.arange(size) * 5 % CONTEXT + 1
+        return Rows(tokens=chosen(VOCABULARY, size, CONTEXT), padding=torch.arange(CONTEXT) >= lengths[:, None], y=chosen(3, size))
+
+    def inputs(self, batch: Any) -> Any:
+        return batch["tokens"], batch["padding"]
+
+    def loss(self, output: Tensor, batch: Any) -> Tensor:
+        return F.cross_entropy(output, batch["y"], reduction="none")
+
+    def metrics(self, output: Tensor, batch: Any) -> dict[str, Tensor]:
+        return {"accuracy": output.argmax(-1) == batch["y"]}
+
+
+class Encoding(nn.Module):
+    def __init__(self, depth: int = 3):
+        super().__init__()
+        self.tokens = nn.Embedding(VOCABULARY, 8)
+        self.position = nn.Parameter(torch.randn(CONTEXT, 8))
+        layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)
+        self.encoder = nn.TransformerEncoder(layer, depth, enable_nested_tensor=False)
+        self.scale = nn.Parameter(torch.ones(8))
+        self.out = nn.Linear(8, 3)
+
+    def forward(self, tokens: Tensor, padding: Tensor) -> Tensor:
+        x = self.tokens(tokens)
+        x += self.position
+        x = self.encoder(x, src_key_padding_mask=padding) * self.scale
+        return self.out(x.masked_fill(padding[..., None], 0).sum(1))
+
+
+class HuggingFace(Task):
+    """A causal language model from a config: rotary tables or learned positions, dicts in and out."""
+
+    kind: str = "llama"
+    tied: bool = True
+
+    def model(self) -> nn.Module:
+        import transformers
+
+        own = {"vocab_size": VOCABULARY, "tie_word_embeddings": self.tied, "bos_token_id": 0, "eos_token_id": 0}
+        if self.kind == "gpt2":
+            config = transformers.GPT2Config(
+                n_embd=8, n_layer=3, n_head=2, n_positions=16, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0, **own
+            )
+            return transformers.GPT2LMHeadModel(config)
+        sizes = {"hidden_size": 8, "intermediate_size": 12, "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2}
+        return transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes, max_position_embeddings=16, **own))
+
+    def dataset(self, split: str) -> Rows:
+        size = SAMPLES if split == "train" else 5
+        lengths = torch.arange(size) * 5 % CONTEXT + 2
+        return Rows(input_ids=chosen(VOCABULARY, size, CONTEXT + 1), attention_mask=(torch.arange(CONTEXT + 1) < lengths[:, None]).long())
+
+    def inputs(self, batch: Any) -> Any:
+        return {"input_ids": batch["input_ids"][:, :-1], "attention_mask": batch["attention_mask"][:, :-1]}
+
+    def loss(self, output: Any, batch: Any) -> Tensor:
+        return F.cross_entropy(output.logits.transpose(1, 2), batch["input_ids"][:, 1:], reduction="none")
+
+    def weights(self, batch: Any) -> Tensor:
+        return batch["attention_mask"][:, 1:]
+
+    def metrics(self, output: Any, batch: Any) -> dict[str, Tensor]:
+        return {"accuracy": output.logits.argmax(-1) == batch["input_ids"][:, 1:]}
+
+
+class Skips(Points):
+    """Like a U-Net: what early layers make is used again by late ones."""
+
+    def model(self) -> nn.Module:
+        return Skipping()
+
+
+class Skipping(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.down = nn.ModuleList([nn.Linear(5, 5) for _ in range(2)])
+        self.up = nn.ModuleList([nn.Linear(10, 5) for _ in range(2)])
+        self.out = nn.Linear(5, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        skips = []
+        for layer in self.down:
+            x = layer(x).tanh()
+            skips.append(x)
+        for layer in self.up:
+            x = layer(torch.cat([x, skips.pop()], -1)).tanh()
+        return self.out(x)
+
+
+class Hidden(Points):
+    """What is used again is a choice, which autograd does not know."""
+
+    def model(self) -> nn.Module:
+        return Choosing()
+
+
+class Choosing(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([nn.Linear(5, 5) for _ in range(3)])
+        self.out = nn.Linear(5, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        chosen = self.blocks[0](x) > 0
+        for block in self.blocks:
+            x = block(x).tanh()
+        return self.out(x * chosen)
+
+
+class TwoTowers(Points):
+    """Two values cross the cuts: the second tower also reads the first one's result, in each of its layers."""
+
+    def model(self) -> nn.Module:
+        return Towers()
+
+
+class Towers(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.ModuleList([nn.Linear(5, 5) for _ in range(2)])
+        self.second = nn.ModuleList([nn.Bilinear(5, 5, 5) for _ in range(2)])
+        self.out = nn.Linear(5, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        memory = x
+        for layer in self.first:
+            memory = layer(memory).tanh()
+        for layer in self.second:
+            x = layer(x, memory).tanh() + x
+        return self.out(x)
+
+
+class Dropping(Points):
+    """Dropout, and a deep stack of which each layer is small."""
+
+    def model(self) -> nn.Module:
+        layers: list[nn.Module] = []
+        for _ in range(6):
+            layers += [nn.Linear(5, 5), nn.ReLU(inplace=True), nn.Dropout(0.2)]
+        return nn.Sequential(*layers, nn.Linear(5, 3))
+
+
+class Conditional(Points):
+    """Its inputs decide how it runs, and so does one of its own results."""
+
+    def model(self) -> nn.Module:
+        return Deciding()
+
+
+class Deciding(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([nn.Linear(5, 5) for _ in range(3)])
+        self.out = nn.Linear(5, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+            if x.sum() > 0:
+                x = x.tanh()
+        return self.out(x)

@@ -1,0 +1,278 @@
+"""Layers over ranks: every schedule, alone and with data ranks, trains as one process does; what cannot be cut is refused."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import models
+import stacks
+from harness import Trained, differences, ranks, trained, training
+from paceline import Spec, Task, train
+from paceline.errors import PlanError
+from paceline.plan.plan import parse
+from paceline.run import RunFolder
+from paceline.spec import Optimizer
+from paceline.training import checkpoint
+from paceline.training.cut import Like, Model
+from paceline.training.gates import parts_of
+from paceline.training.pipeline import Pipeline
+from paceline.training.prepare import build, check, example
+from paceline.training.stages import Division, Stage, divide, ranks_of
+
+CPU = torch.device("cpu")
+SCHEDULES = ("gpipe", "1f1b", "interleaved", "zero-bubble", "zbv")
+RTOL = 1e-10  # BatchNorm over the two samples of a micro-batch is worth a digit or two
+SPEC = Spec(steps=3, batch=8, seed=3, precision="fp64", optimizer=Optimizer(lr=1e-2, weight_decay=0.1, clip=0.5))
+DEEP: list[Task] = [models.Text(), models.Idle(), models.Unrecorded(), stacks.Encoder(), stacks.TwoTowers()]
+HUGGING_FACE: list[Task] = [stacks.HuggingFace(kind="gpt2"), stacks.HuggingFace(), stacks.HuggingFace(tied=False)]
+OTHERS: list[Task] = [
+    models.Points(),
+    models.Images(),
+    models.NormedImages(),
+    models.ScalarText(),
+    models.Scalar(),
+    models.Frozen(),
+    models.Weighed(),
+    models.OwnOptimizer(),
+    models.Shared(),
+    stacks.Skips(),
+]
+one_process: dict[tuple[Any, ...], Trained] = {}
+
+
+def same(size: int, plan: str, task: Task, spec: Spec = SPEC, plant: Any = None) -> list[str]:
+    """Where a plan differs from one process with the same micro-batches."""
+    micro = next(word for word in plan.split(",") if word.startswith("micro"))
+    key = repr(task), micro, spec.model_dump_json()
+    if key not in one_process:
+        one_process[key] = trained(1, task, spec, f"single,{micro}")
+    found = trained(size, task, spec, plan, plant) if plant is not None else trained(size, task, spec, plan)
+    return differences(found, one_process[key], RTOL)
+
+
+@pytest.mark.parametrize("task", DEEP, ids=repr)
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_every_schedule(schedule: str, task: Task) -> None:
+    assert not same(2, f"pp=2,micro=4,schedule={schedule}", task)
+
+
+@pytest.mark.parametrize("task", OTHERS, ids=repr)
+def test_every_task(task: Task) -> None:
+    assert not same(2, "pp=2,micro=4", task)
+
+
+@pytest.mark.parametrize("zero", [0, 2, 3])
+@pytest.mark.parametrize("task", [models.Text(), models.NormedImages(), models.Frozen(), models.Idle(), stacks.Encoder()], ids=repr)
+def test_with_data_ranks(task: Task, zero: int) -> None:
+    assert not same(4, f"dp=2,pp=2,micro=2,zero={zero}", task)
+
+
+@pytest.mark.parametrize("schedule", ["interleaved", "zero-bubble", "zbv"])
+def test_several_stages_of_a_rank_with_data_ranks(schedule: str) -> None:
+    assert not same(4, f"dp=2,pp=2,micro=2,zero=3,schedule={schedule}", stacks.Encoder())
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+@pytest.mark.parametrize("task", [models.Text(), stacks.Encoder()], ids=repr)
+def test_four_stages(task: Task, schedule: str) -> None:
+    assert not same(4, f"pp=4,micro=4,schedule={schedule}", task)
+
+
+@pytest.mark.parametrize("task", HUGGING_FACE, ids=repr)
+def test_hugging_face(task: Task) -> None:
+    assert not same(2, "pp=2,micro=4", task)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("task", [*HUGGING_FACE, *DEEP, *OTHERS], ids=repr)
+@pytest.mark.parametrize(
+    ("size", "plan"),
+    [
+        *[(2, f"pp=2,micro={micro},schedule={schedule}") for schedule in SCHEDULES for micro in (2, 8)],
+        *[(4, f"pp=4,micro=4,schedule={schedule}") for schedule in SCHEDULES],
+        *[(4, f"dp=2,pp=2,micro=2,zero={zero},schedule={schedule}") for zero in (0, 2, 3) for schedule in SCHEDULES],
+    ],
+)
+def test_whole_product(size: int, plan: str, task: Task) -> None:
+    try:
+        check(SPEC, parse(plan).on(size), task)
+    except PlanError:
+        pytest.skip("too few parts")
+    if "zbv" in plan and "dp=2" in plan and getattr(task, "tied", isinstance(task, models.Text)):
+        pytest.skip("refused: tied weights on one rank")
+    assert not same(size, plan, task)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "recompute"),
+    [("1f1b", "full"), ("1f1b", "selective"), ("interleaved", "selective"), ("zero-bubble", "full"), ("zbv", "full")],
+)
+def test_recomputed_activations(schedule: str, recompute: str) -> None:
+    assert not same(2, f"pp=2,micro=2,schedule={schedule},recompute={recompute}", models.Text())
+
+
+def test_sgd_without_clipping() -> None:
+    """Where no rank knows the norm of the whole gradient before the update."""
+    spec = SPEC.model_copy(update={"optimizer": Optimizer(name="sgd", lr=0.05, weight_decay=0.1)})
+    assert not same(2, "pp=2,micro=2", models.Text(), spec)
+    assert not same(4, "dp=2,pp=2,micro=2,zero=2", models.Text(), spec)
+
+
+def test_dropout_draws_anew_in_each_stage_and_step() -> None:
+    one = trained(2, stacks.Dropping(), SPEC, "pp=2,micro=4,schedule=interleaved")
+    assert not differences(trained(2, stacks.Dropping(), SPEC, "pp=2,micro=4,schedule=interleaved"), one, 0.0)
+    assert differences(trained(2, stacks.Dropping(), SPEC, "pp=2,micro=4"), one, 1e-3)
+    assert all(np.isfinite(one.losses))
+
+
+# Checkpoints
+
+
+def kept(task: Task, plan: str, steps: int, run: Path) -> None:
+    list(train(SPEC.model_copy(update={"steps": steps}), parse(plan), task=task, run=RunFolder(run)))
+
+
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [("pp=2,micro=2", "single"), ("single", "pp=2,micro=2"), ("pp=2,micro=2,schedule=zbv", "zero3"), ("ddp", "pp=2,micro=2")],
+)
+def test_resume_under_another_plan(first: str, second: str, tmp_path: Path) -> None:
+    """Tied weights, and the state of the optimizer, go from stages to whole models and back."""
+    task, whole = models.Text(), tmp_path / "whole"
+    run = tmp_path / "run"
+    for path, plan, steps in ((whole, "single", 5), (run, first, 2), (run, second, 5)):
+        path.mkdir(exist_ok=True)
+        ranks(1 if plan == "single" else 2)(kept, task, plan, steps, path)
+    expected, found = (checkpoint.load_whole(RunFolder(path).checkpoint(5)) for path in (whole, run))
+    assert expected.keys() == found.keys() == models.Gpt().state_dict().keys()
+    for name, tensor in expected.items():
+        torch.testing.assert_close(found[name], tensor, rtol=RTOL, atol=RTOL)
+
+
+# What a model is cut into
+
+
+def division_of(task: Task, plan: str, size: int) -> tuple[torch.nn.Module, Division]:
+    laid_out = parse(plan).on(size)
+    model, _, _ = build(SPEC, task)
+    recording = Model(model, task.layout(), CPU).record(task, example(SPEC, laid_out, task), "fp64", training=True)
+    return model, divide(laid_out, model, parts_of(model, task.layout()), recording)
+
+
+def test_stages_are_balanced_by_what_they_compute() -> None:
+    """Not by counts: the first convolution of digits is cheap, the second one is nearly all there is."""
+    _, division = division_of(models.Text(), "pp=2,micro=2", 2)
+    assert [division.calls[begin] for begin in division.begins] == ["tokens", "blocks.2"]  # the head weighs less than a block
+    model, division = division_of(stacks.Encoder(), "pp=4,micro=4", 4)
+    assert [division.calls[begin] for begin in division.begins][1:-1] == ["encoder.layers.1", "encoder.layers.2"]
+    assert set(division.holders) == {name for name, _ in model.named_parameters()}
+
+
+def test_what_several_stages_use_they_all_hold() -> None:
+    model, division = division_of(models.Text(), "pp=4,micro=4", 4)
+    assert division.holders["tokens.weight"] == (0, 3)
+    assert {len(of) for name, of in division.holders.items() if name != "tokens.weight"} == {1}
+    assert [name for name, _ in model.named_parameters()] == list(division.holders)
+
+
+def test_where_stages_lie() -> None:
+    assert ranks_of(parse("pp=2,schedule=interleaved").on(2)) == [0, 1, 0, 1]
+    assert ranks_of(parse("pp=3,schedule=zbv,micro=6").on(3)) == [0, 1, 2, 2, 1, 0]
+
+
+def test_placeholders_are_loud() -> None:
+    assert Like((2, 3), torch.float32).nothing(CPU).isnan().all()
+    assert Like((2, 3), torch.float32).nothing(CPU).untyped_storage().nbytes() == 4
+
+
+@pytest.mark.parametrize(
+    ("task", "plan", "size", "sentence"),
+    [
+        (models.Points(), "pp=4", 4, r"has 4 stages, and Sequential can be cut into 3 at most; use pp=2 or pp=3"),
+        (models.Points(), "pp=2,schedule=zbv", 2, r"has 4 stages, .* 3 at most; use pp=2 with schedule=1f1b"),
+        (stacks.Skips(), "pp=5,micro=8", 5, r"not before up.0: up.1 needs what was computed further ahead as well\); use pp=3 or pp=4"),
+        (
+            stacks.Hidden(),
+            "pp=3,micro=4",
+            3,
+            r"can be cut into 2 at most \(not before blocks.0: blocks.0 is called more than once\); use pp=2",
+        ),
+        (models.Temperature(), "pp=2", 2, r"can be cut into 1 at most; use a plan without pp"),
+        (stacks.Conditional(), "pp=2", 2, r"cannot be run on tensors without values, .*use a plan without pp"),
+        (models.Routed(), "pp=2", 2, r"cannot be run on tensors without values, .*use a plan without pp"),
+    ],
+)
+def test_what_cannot_be_cut_is_refused_before_anything_starts(task: Task, plan: str, size: int, sentence: str) -> None:
+    spec = SPEC.model_copy(update={"batch": 16 * size})
+    with pytest.raises(PlanError, match=sentence):
+        check(spec, parse(plan).on(size), task)
+
+
+def refused(task: Task, plan: str) -> str:
+    with pytest.raises(PlanError) as raised:
+        training(task, SPEC, plan)
+    return str(raised.value)
+
+
+def test_what_cannot_be_sharded() -> None:
+    for message in ranks(4)(refused, models.Text(), "dp=2,pp=2,micro=2,schedule=zbv"):
+        assert "tokens.weight is tied between two stages of one rank" in message
+
+
+def test_recomputing_a_part_is_not_for_two_backward_passes() -> None:
+    with pytest.raises(PlanError, match="use recompute=full, or schedule=interleaved"):
+        parse("pp=2,schedule=zbv,recompute=selective")
+
+
+# Negative controls
+
+
+@contextmanager
+def replaced(owner: Any, attribute: str, by: Any) -> Iterator[None]:
+    original = getattr(owner, attribute)
+    setattr(owner, attribute, by)
+    try:
+        yield
+    finally:
+        setattr(owner, attribute, original)
+
+
+def tied_apart() -> Any:
+    return replaced(Pipeline, "_add_tied", lambda self: None)
+
+
+def norm_counted_twice() -> Any:
+    """Each stage counts the tied weights."""
+    original = Pipeline.lay_out
+
+    def lay_out(self: Pipeline, *args: Any) -> None:
+        original(self, *args)
+        self.counted_elsewhere = set()
+
+    return replaced(Pipeline, "lay_out", lay_out)
+
+
+def part_left_out() -> Any:
+    """The second stage gives on what it receives past its first part."""
+    original = Stage.called
+
+    def called(self: Stage, name: str, run: Any, args: Any, kwargs: Any) -> Any:
+        skip = self.index == 1 and self.at == self.first
+        return original(self, name, (lambda *a, **k: a[0]) if skip else run, args, kwargs)
+
+    return replaced(Stage, "called", called)
+
+
+@pytest.mark.parametrize("plant", [tied_apart, norm_counted_twice, part_left_out])
+@pytest.mark.parametrize(("size", "plan"), [(2, "pp=2,micro=2"), (4, "dp=2,pp=2,micro=2,zero=2")])
+def test_what_is_wrong_is_caught(size: int, plan: str, plant: Any) -> None:
+    if plant is tied_apart:  # the copies even differ from each other
+        with pytest.raises(AssertionError, match=r"differs from the others: \['tokens.weight"):
+            same(size, plan, models.Text(), SPEC, plant)
+    else:
+        assert same(size, plan, models.Text(), SPEC, plant)
