@@ -1,6 +1,7 @@
 """Checkpoints on torch's distributed checkpoint: written in the background, complete or not there, readable under any plan.
 
     ckpt/step_50/.metadata, *.distcp   torch's files: tensors `model/NAME`, `optimizer/NAME/KEY`, whole or in shards
+                                       local SGD: besides, what only rank N has as `rank/N/model/…` and `rank/N/optimizer/…`
     ckpt/step_50/checkpoint.json       step, samples, task, plan, shapes; size and CRC-32 of each file: written last
 
 A checkpoint is written as `.step_50` and renamed when it is complete.
@@ -52,6 +53,7 @@ class Index:
     seed: int
     shapes: Mapping[str, list[int]]  # of the whole parameters and buffers
     tied: Mapping[str, str]  # other names of tied parameters -> the name above
+    own: bool = False  # whether it has each rank's own state besides: local SGD
     loss_scale: Mapping[str, float] | None = None  # of fp16
     metrics: Mapping[str, float] = field(default_factory=dict)  # of the last evaluation
     files: Mapping[str, list[int]] = field(default_factory=dict)  # name -> [bytes, CRC-32]
@@ -65,8 +67,9 @@ def model_tensors(model: nn.Module) -> dict[str, Tensor]:
 
 def tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
     """All the state that lies on this rank, by its name in a checkpoint."""
-    names: dict[Tensor, str] = {parameter: name for name, parameter in model.named_parameters()}
     found = {f"model/{name}": tensor for name, tensor in model_tensors(model).items() if is_here(tensor)}
+    # Only now: a state dict makes `fully_shard` put its shards back in place of whole parameters.
+    names: dict[Tensor, str] = {parameter: name for name, parameter in model.named_parameters()}
     for parameter, state in local_optimizer(optimizer).state.items():
         found |= {f"optimizer/{names[parameter]}/{key}": value for key, value in state.items() if isinstance(value, Tensor)}
     return found
@@ -122,8 +125,11 @@ class Saver:
         """Import torch's distributed checkpoint aside, which takes a second, so that the first save does not wait for it."""
         threading.Thread(target=importlib.import_module, args=("torch.distributed.checkpoint",), daemon=True).start()
 
-    def start(self, index: Index, found: Mapping[str, Tensor]) -> None:
-        """Copy the state aside and write it in the background. Waits for a save that is still under way: look at `result` first."""
+    def start(self, index: Index, found: Mapping[str, Tensor], own: Mapping[str, Tensor] | None = None) -> None:
+        """Copy the state aside and write it in the background. Waits for a save that is still under way: look at `result` first.
+
+        found: what other ranks may have too. `own`: what no other rank has.
+        """
         began = time.perf_counter()
         from torch.distributed.checkpoint import async_save
         from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
@@ -136,7 +142,7 @@ class Saver:
         if self.rank == 0 and unfinished.exists():
             shutil.rmtree(unfinished)
         whole = {key: tensor for key, tensor in found.items() if not (self.state_is_cut and key.startswith("optimizer/"))}
-        mine = written_here(whole, self.copy, self.copies) | {key: found[key] for key in found.keys() - whole.keys()}
+        mine = written_here(whole, self.copy, self.copies) | {key: found[key] for key in found.keys() - whole.keys()} | dict(own or {})
         future = async_save(
             mine,
             storage_writer=_writer(unfinished, self.run.checkpoint(index.step), index, self.rank),
@@ -298,26 +304,33 @@ def check_same_model(path: Path, index: Index, task: str, settings: Mapping[str,
     raise CheckpointError(f"{path} is of another model{why}: {name} {there} in the checkpoint and {here} in the model")
 
 
-def load_(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Read a checkpoint into a model and optimizer that are laid out by any plan; each rank reads what it holds."""
+def own(rank: int) -> str:
+    """What the names of a rank's own state begin with."""
+    return f"rank/{rank}/"
+
+
+def load_(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer, begin: str = "") -> None:
+    """Read a checkpoint into a model and optimizer that are laid out by any plan; each rank reads what it holds.
+
+    begin: of the names to read: "", or those of a rank's `own`.
+    """
     from torch.distributed.checkpoint import FileSystemReader, load
     from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
     reader = FileSystemReader(path)
     stored = reader.read_metadata().state_dict_metadata
-    wanted: dict[str, Any] = {f"model/{name}": tensor for name, tensor in model_tensors(model).items() if is_here(tensor)}
+    wanted: dict[str, Any] = {f"{begin}model/{name}": tensor for name, tensor in model_tensors(model).items() if is_here(tensor)}
     local = local_optimizer(optimizer)
     names = {parameter: name for name, parameter in model.named_parameters()}
     keys: dict[str, list[str]] = {}
     for entry in stored:
-        kind, _, rest = entry.partition("/")
-        if kind == "optimizer":
-            name, _, key = rest.rpartition("/")
+        if entry.startswith(f"{begin}optimizer/"):
+            name, _, key = entry.removeprefix(f"{begin}optimizer/").rpartition("/")
             keys.setdefault(name, []).append(key)
     for group in local.param_groups:
         for parameter in group["params"]:
             for key in keys.get(names[parameter], []):
-                entry = f"optimizer/{names[parameter]}/{key}"
+                entry = f"{begin}optimizer/{names[parameter]}/{key}"
                 meta = stored[entry]
                 assert isinstance(meta, TensorStorageMetadata)
                 dtype = meta.properties.dtype

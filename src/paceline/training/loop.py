@@ -136,6 +136,8 @@ class _Loop:
                 yield from self._save()
             yield from self._saved(wait=True)
             self.saver.close()
+        if self.laid.local is not None:
+            self.laid.local.average_()
         reason = "stopped" if self.step < self.total else "done"
         yield Ended(step=self.step, reason=reason, communication=self._communication())
 
@@ -144,11 +146,15 @@ class _Loop:
             began = time.perf_counter()
             micro_batches = [next(source) for _ in range(self.plan.micro or 1)]
             data_s = time.perf_counter() - began
+            if self.laid.local is not None:
+                self.laid.local.before(self.step)
             if self.step == self.first:
                 self.update.model = settle(self.update, micro_batches[0])
             lr_factor = factor(self.spec.schedule, self.step * self.spec.batch, self.total * self.spec.batch)
             local = self.update(micro_batches, self.step, lr_factor)
             self.step += 1
+            if self.laid.local is not None:
+                self.laid.local.after(self.step)
             if self.saver is not None and self.step == self.first + 1:
                 self.saver.prepare()
             figures = self._read()
@@ -255,16 +261,17 @@ class _Loop:
     def _evaluated(self) -> Evaluated:
         assert self.data.validation is not None
         began = time.perf_counter()
-        self.metrics = evaluate(
-            self.task,
-            self.update.model,
-            self.data.validation,
-            self.spec.batch,
-            self.spec.precision,
-            self.device,
-            self.workers,
-            self.spec.data.prefetch,
-        )
+        with self.laid.whole():
+            self.metrics = evaluate(
+                self.task,
+                self.update.model,
+                self.data.validation,
+                self.spec.batch,
+                self.spec.precision,
+                self.device,
+                self.workers,
+                self.spec.data.prefetch,
+            )
         self.evaluated_step = self.step
         return Evaluated(step=self.step, metrics=self.metrics, seconds=time.perf_counter() - began)
 
@@ -288,6 +295,7 @@ class _Loop:
         """Start a checkpoint of this step, after the one before is done."""
         assert self.saver is not None
         yield from self._saved(wait=True)
+        found, own = self.laid.state(self.world.rank)
         index = checkpoint.Index(
             step=self.step,
             samples=self.step * self.spec.batch,
@@ -297,11 +305,12 @@ class _Loop:
             plan=self.asked,
             ranks=self.world.size,
             seed=self.spec.seed,
+            own=bool(own),
             loss_scale=dataclasses.asdict(self.update.loss_scale) if self.update.loss_scale is not None else None,
             metrics=self.metrics if self.evaluated_step == self.step else {},
             **checkpoint.describe(self.laid.model),
         )
-        self.saver.start(index, checkpoint.tensors(self.laid.model, self.update.optimizer))
+        self.saver.start(index, found, own)
         self.saved_step, self.saved_at = self.step, time.perf_counter()
 
     def _saved(self, wait: bool) -> Iterator[Event]:

@@ -1,11 +1,12 @@
 """From a request to what the loop runs on: the data, the model as it is laid out, the state that a checkpoint left."""
 
+import contextlib
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
 from paceline.errors import CheckpointError, DataError, PlanError
 from paceline.launch.world import World
@@ -16,6 +17,7 @@ from paceline.task import Task
 from paceline.training import checkpoint
 from paceline.training.batch_norm import over_all_ranks
 from paceline.training.data import Samples, open_dataset
+from paceline.training.local_sgd import LocalSgd, local_sgd
 from paceline.training.optim import make_optimizer
 from paceline.training.parallelize import check_splits, parallelize
 from paceline.training.shards import is_here
@@ -64,11 +66,22 @@ class Laid:
     model: nn.Module  # under its own names
     update: Step
     notes: tuple[str, ...]
+    local: LocalSgd | None = None
+
+    def whole(self) -> contextlib.AbstractContextManager[None]:
+        """For its time the model is the one that the training came to, on all ranks. A collective."""
+        return self.local.averaged() if self.local is not None and self.update.alone else contextlib.nullcontext()
+
+    def state(self, rank: int) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        """By its name in a checkpoint, what other ranks may have too, and what only this one has: local SGD. A collective."""
+        if self.local is not None and self.update.alone:
+            return self.local.state(rank)
+        return checkpoint.tensors(self.model, self.update.optimizer), {}
 
 
 def lay_out(spec: Spec, plan: Plan, world: World, task: Task, device: torch.device) -> Laid:
     """`plan` has its data degree said."""
-    axes = {"tp": plan.tp == 1, "pp": plan.pp == 1, "cp": plan.cp == 1, "asynchronous training": not plan.is_asynchronous}
+    axes = {"tp": plan.tp == 1, "pp": plan.pp == 1, "cp": plan.cp == 1, "a parameter server": plan.servers is None}
     if missing := [what for what, built in axes.items() if not built]:
         raise PlanError(f"plan {plan}: {missing[0]} is not built yet")
     model, weights, recorded = record(task.model, spec.seed)
@@ -97,7 +110,8 @@ def lay_out(spec: Spec, plan: Plan, world: World, task: Task, device: torch.devi
         seed=spec.seed,
     )
     whole = "the model's constructor cannot be recorded, so each rank builds it whole before it keeps its share (docs/tasks.md)"
-    return Laid(model, update, () if recorded else (whole,))
+    local = local_sgd(model, update, plan)
+    return Laid(model, update, (*(() if recorded else (whole,)), *(local.notes() if local is not None else ())), local)
 
 
 @dataclass(frozen=True)
@@ -122,7 +136,10 @@ def resume(spec: Spec, world: World, run: RunFolder, laid: Laid, samples: int) -
     ):
         if then != now:
             raise CheckpointError(f"{path} was made with {what} {then}, got {now}; the order of samples counts on it: start a new run")
-    checkpoint.load_(path, laid.model, laid.update.optimizer)
+    own = laid.local is not None and index.own and index.ranks == world.size
+    checkpoint.load_(path, laid.model, laid.update.optimizer, checkpoint.own(world.rank) if own else "")
+    if index.own and not own:
+        notes.append(f"{path} is of local SGD on {index.ranks} ranks: this goes on from their mean, with the optimizer state of rank 0")
     scale = laid.update.loss_scale
     if scale is not None and index.loss_scale is not None:
         scale.scale, scale.good_steps = index.loss_scale["scale"], int(index.loss_scale["good_steps"])
