@@ -110,13 +110,13 @@ class SaveResult:
 class Saver:
     """Writes checkpoints of one run, one at a time. The collectives are on a group of their own, so that training may go on."""
 
-    def __init__(self, run: RunFolder, plan: Plan, rank: int, ranks: int, device: torch.device):
+    def __init__(self, run: RunFolder, plan: Plan, rank: int, ranks: int, device: torch.device, group: dist.ProcessGroup | None = None):
         self.run = run
         self.rank = rank
         self.ranks = ranks
         self.copy, self.copies = plan.copy(plan.place(rank)), plan.copies
         self.state_is_cut = plan.zero == 1  # each rank has optimizer state that no other one has, though its tensors are whole
-        self.group = dist.new_group(backend="gloo") if ranks > 1 else None
+        self.group = dist.new_group(backend="gloo") if ranks > 1 else group
         self._pinned = device.type == "cuda"
         self._stager: Any = None
         self._saving: _Saving | None = None
@@ -309,10 +309,10 @@ def own(rank: int) -> str:
     return f"rank/{rank}/"
 
 
-def load_(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer, begin: str = "") -> None:
+def load_(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer, begin: str = "", among: dist.ProcessGroup | None = None) -> None:
     """Read a checkpoint into a model and optimizer that are laid out by any plan; each rank reads what it holds.
 
-    begin: of the names to read: "", or those of a rank's `own`.
+    begin: of the names to read: "", or those of a rank's `own`. `among`: the ranks that read; None: all.
     """
     from torch.distributed.checkpoint import FileSystemReader, load
     from torch.distributed.checkpoint.metadata import TensorStorageMetadata
@@ -340,7 +340,7 @@ def load_(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer, begin:
                     on_cpu = not (group.get("fused") or group.get("capturable"))
                     value = torch.empty(meta.size, dtype=dtype, device="cpu" if on_cpu else parameter.device)
                 local.state[parameter][key] = wanted[entry] = value
-    load(wanted, storage_reader=reader)
+    load(wanted, storage_reader=reader, process_group=among)
 
 
 def load_whole(path: Path) -> dict[str, Tensor]:

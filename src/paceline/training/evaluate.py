@@ -12,10 +12,18 @@ from paceline.training.step import autocast, call, weighed
 
 @torch.no_grad()
 def evaluate(
-    task: Task, model: nn.Module, samples: Samples, batch: int, precision: str, device: torch.device, workers: int, prefetch: int
+    task: Task,
+    model: nn.Module,
+    samples: Samples,
+    batch: int,
+    precision: str,
+    device: torch.device,
+    workers: int,
+    prefetch: int,
+    group: dist.ProcessGroup | None = None,
 ) -> dict[str, float]:
-    """Means over the split of the loss and of what `task.metrics` returns. A collective: all ranks must call it."""
-    rank, ranks = dist.get_rank(), dist.get_world_size()
+    """Means over the split of the loss and of what `task.metrics` returns. A collective: all ranks of `group` must call it; None: all."""
+    rank, ranks = dist.get_rank(group), dist.get_world_size(group)
     mine = list(validation_parts(len(samples.dataset), batch, rank, ranks))
     # Under a sharded plan the forward pass is a collective: a rank without samples takes part with one that is not counted.
     parts = [(numbers or [0], numbers or [0]) for numbers in mine]
@@ -38,5 +46,5 @@ def evaluate(
         model.train()
     table = torch.stack(list(sums.values()))
     if ranks > 1:
-        dist.all_reduce(table)
+        dist.all_reduce(table, group=group)
     return {name: total / count for name, (total, count) in zip(sums, table.tolist(), strict=True)}

@@ -30,6 +30,7 @@ from paceline.training.parallelize import release
 from paceline.training.prepare import Data, Laid, lay_out, open_data, resume
 from paceline.training.process import choose_device, process_group, threads_per_rank, workers_per_rank
 from paceline.training.settle import settle
+from paceline.training.step import Step as Update
 
 
 def train(
@@ -62,6 +63,14 @@ def train(
         laid_out = plan.on(world.size)
         share(spec.batch, laid_out)
         data = open_data(spec, task, world)
+        if laid_out.servers is not None:
+            from paceline.training.asynchronous import train_against_servers
+
+            def loop(plan_of_one: Plan, me: World, nothing: Data, laid: Laid, stop: Callable[[], bool]) -> _Loop:
+                return _Loop(spec, plan_of_one, str(plan), me, task, run, here, stop, nothing, laid, world.size)
+
+            yield from train_against_servers(spec, laid_out, str(plan), world, task, here, stop, data, loop)
+            return
         laid = lay_out(spec, laid_out, world, task, here)
         try:
             yield from _Loop(spec, laid_out, str(plan), world, task, run, here, stop, data, laid).events()
@@ -97,14 +106,15 @@ class _Loop:
         stop: Callable[[], bool],
         data: Data,
         laid: Laid,
+        ranks: int | None = None,  # that were started, where they are not those of `world`
     ):
         self.spec, self.plan, self.asked, self.world, self.task, self.run = spec, plan, asked, world, task, run
-        self.device, self.stop = device, stop
+        self.device, self.stop, self.ranks = device, stop, ranks or world.size
         self.data, self.laid, self.update = data, laid, laid.update
         self.total = spec.total_steps(data.samples)
         check_schedule(spec.schedule, self.total * spec.batch)
         self.workers = workers_per_rank(world.local_size, device, spec.data.workers)
-        self.saver = checkpoint.Saver(run, plan, world.rank, world.size, device) if run is not None else None
+        self.saver = checkpoint.Saver(run, plan, world.rank, world.size, device, laid.group) if run is not None else None
         resumed = resume(spec, world, run, laid, data.samples) if run is not None else None
         self.first = self.step = resumed.step if resumed else 0
         self.best = resumed.best if resumed else None
@@ -148,7 +158,7 @@ class _Loop:
             data_s = time.perf_counter() - began
             if self.laid.local is not None:
                 self.laid.local.before(self.step)
-            if self.step == self.first:
+            if self.step == self.first and isinstance(self.update, Update):
                 self.update.model = settle(self.update, micro_batches[0])
             lr_factor = factor(self.spec.schedule, self.step * self.spec.batch, self.total * self.spec.batch)
             local = self.update(micro_batches, self.step, lr_factor)
@@ -179,7 +189,7 @@ class _Loop:
         return Started(
             task=self.spec.task,
             plan=self.asked,
-            ranks=self.world.size,
+            ranks=self.ranks,
             batch=self.spec.batch,
             step=self.first,
             steps=self.total,
@@ -271,6 +281,7 @@ class _Loop:
                 self.device,
                 self.workers,
                 self.spec.data.prefetch,
+                self.laid.group,
             )
         self.evaluated_step = self.step
         return Evaluated(step=self.step, metrics=self.metrics, seconds=time.perf_counter() - began)
@@ -303,7 +314,7 @@ class _Loop:
             task=self.spec.task,
             set=self.spec.set,
             plan=self.asked,
-            ranks=self.world.size,
+            ranks=self.ranks,
             seed=self.spec.seed,
             own=bool(own),
             loss_scale=dataclasses.asdict(self.update.loss_scale) if self.update.loss_scale is not None else None,

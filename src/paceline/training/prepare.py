@@ -3,6 +3,7 @@
 import contextlib
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -23,6 +24,9 @@ from paceline.training.parallelize import check_splits, parallelize
 from paceline.training.shards import is_here
 from paceline.training.step import Step
 from paceline.training.weights import fill_, record
+
+if TYPE_CHECKING:
+    from paceline.training.server import Coordinator
 
 WIDER = {torch.float32: torch.float64, torch.complex64: torch.complex128}
 
@@ -64,24 +68,30 @@ class Laid:
     """A model as a plan lays it out, and the step that trains it."""
 
     model: nn.Module  # under its own names
-    update: Step
+    update: "Step | Coordinator"
     notes: tuple[str, ...]
     local: LocalSgd | None = None
+    servers: "Coordinator | None" = None
+    group: dist.ProcessGroup | None = None  # of the ranks that hold the model; None: all
 
     def whole(self) -> contextlib.AbstractContextManager[None]:
         """For its time the model is the one that the training came to, on all ranks. A collective."""
-        return self.local.averaged() if self.local is not None and self.update.alone else contextlib.nullcontext()
+        if self.servers is not None:
+            self.servers.gather_()
+        return self.local.averaged() if self.local is not None and self.local.update.alone else contextlib.nullcontext()
 
     def state(self, rank: int) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         """By its name in a checkpoint, what other ranks may have too, and what only this one has: local SGD. A collective."""
-        if self.local is not None and self.update.alone:
+        if self.servers is not None:
+            return self.servers.state(), {}
+        if self.local is not None and self.local.update.alone:
             return self.local.state(rank)
         return checkpoint.tensors(self.model, self.update.optimizer), {}
 
 
 def lay_out(spec: Spec, plan: Plan, world: World, task: Task, device: torch.device) -> Laid:
     """`plan` has its data degree said."""
-    axes = {"tp": plan.tp == 1, "pp": plan.pp == 1, "cp": plan.cp == 1, "a parameter server": plan.servers is None}
+    axes = {"tp": plan.tp == 1, "pp": plan.pp == 1, "cp": plan.cp == 1}
     if missing := [what for what, built in axes.items() if not built]:
         raise PlanError(f"plan {plan}: {missing[0]} is not built yet")
     model, weights, recorded = record(task.model, spec.seed)
@@ -137,7 +147,7 @@ def resume(spec: Spec, world: World, run: RunFolder, laid: Laid, samples: int) -
         if then != now:
             raise CheckpointError(f"{path} was made with {what} {then}, got {now}; the order of samples counts on it: start a new run")
     own = laid.local is not None and index.own and index.ranks == world.size
-    checkpoint.load_(path, laid.model, laid.update.optimizer, checkpoint.own(world.rank) if own else "")
+    checkpoint.load_(path, laid.model, laid.update.optimizer, checkpoint.own(world.rank) if own else "", laid.group)
     if index.own and not own:
         notes.append(f"{path} is of local SGD on {index.ranks} ranks: this goes on from their mean, with the optimizer state of rank 0")
     scale = laid.update.loss_scale
