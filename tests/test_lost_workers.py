@@ -107,7 +107,7 @@ def test_a_signal_stops_it_and_resume_goes_on(tmp_path: Path) -> None:
             "24",
             "plan parameter-server,servers=4 has 4 servers and no worker on 4 ranks: use --ranks 5 or more",
         ),
-        ("parameter-server,zero=2", "24", "parameter-server keeps the whole model on each rank; leave zero, tp, pp and cp out"),
+        ("parameter-server,tp=2", "24", "parameter-server keeps the whole model on each rank; leave zero, tp, pp and cp out"),
         ("parameter-server", "25", "batch 25 is not divisible by workers × micro = 3 × 1 = 3: use --batch 27 or 24"),
         ("parameter-server,servers=0", "24", "servers must be at least 1, got servers=0"),
         ("local-sgd,period=0", "24", "period must be at least 1, got period=0"),
