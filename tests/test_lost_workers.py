@@ -50,9 +50,10 @@ def test_without_workers_it_ends(tmp_path: Path) -> None:
     assert "all 3 workers are gone" in result.err
 
 
+@pytest.mark.slow
 def test_a_server_that_dies_ends_all_and_restarts(tmp_path: Path) -> None:
     run = tmp_path / "run"
-    with begin(tmp_path, "parameter-server,servers=2", "--save-every", "4") as running:
+    with begin(tmp_path, "parameter-server,servers=2", "--save-every", "4", steps=200) as running:
         running.until(lambda: (run / "ckpt" / "step_4").exists(), "saved")
         running.ranks()[1].send_signal(signal.SIGKILL)
         result = running.wait()
@@ -66,7 +67,7 @@ def test_a_server_that_dies_ends_all_and_restarts(tmp_path: Path) -> None:
         result = running.wait()
     assert result.status == 0, result.all
     assert len(of_kind(run, Started)) == 3
-    assert of_kind(run, Ended)[-1].step == 40
+    assert of_kind(run, Ended)[-1].step == 200
 
 
 def test_a_worker_that_fails_ends_all(tmp_path: Path) -> None:

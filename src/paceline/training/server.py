@@ -179,7 +179,7 @@ class Coordinator:
             elif isinstance(event, Step):
                 event = replace(event, samples_per_s=event.samples_per_s * self.parts.pop(event.step) / self.workers)
             elif isinstance(event, Ended):
-                event = replace(event, lead=self.lead)
+                event = replace(event, lead=self.lead, communication=None)  # of its own process it would be 0
                 self.end()
             yield event
 
