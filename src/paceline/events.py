@@ -65,7 +65,7 @@ class Saved(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class Failed(Event):
-    what: str  # "save": the run goes on; "run": a rank ends
+    what: str  # "save", "worker" (of a parameter server): the run goes on; "run": a rank ends
     message: str
     step: int  # the last step done
     rank: int | None = None
@@ -78,6 +78,7 @@ class Ended(Event):
     step: int
     reason: str  # "done" | "stopped"
     communication: float | None = None  # share of the step time spent waiting for other ranks, where the engine tells
+    lead: int | None = None  # parameter server: most steps that a worker was seen ahead of the slowest
 
 
 KINDS: dict[str, type[Event]] = {kind.__name__.lower(): kind for kind in (Started, Step, Evaluated, Saved, Failed, Ended)}

@@ -15,7 +15,10 @@ def train(
         str, typer.Argument(help="A built-in task (digits, mnist, text), my.py:Class, package.module:Class, or a run.toml.")
     ] = "digits",
     ranks: Annotated[int | None, Option(help="Processes on this machine. Default: one a GPU, or one.")] = None,
-    plan: Annotated[str | None, Option(help="single, ddp, zero1, zero2, zero3, hsdp, or key=value: zero=3,replicate=2,micro=4.")] = None,
+    plan: Annotated[
+        str | None,
+        Option(help="single, ddp, zero1, zero2, zero3, hsdp, local-sgd, post-local-sgd, parameter-server, or key=value: zero=3,micro=4."),
+    ] = None,
     batch: Annotated[int | None, Option(help="Samples of the global batch, over all ranks.")] = None,
     epochs: Annotated[float | None, Option(help="Length in epochs. Default: 20.")] = None,
     steps: Annotated[int | None, Option(help="Length in steps, instead of --epochs.")] = None,

@@ -19,6 +19,7 @@ from paceline import events
 from paceline.errors import Error, RankError
 from paceline.events import Ended, Event, Failed, Started, Step
 from paceline.launch.signals import STOPPED, stop_signals
+from paceline.plan.plan import parse
 from paceline.report.watch import watch
 from paceline.run import RunFolder
 
@@ -61,6 +62,8 @@ def start(run: RunFolder, ranks: int, restarts: int) -> int:
         logs_specs=_RankLogs(run),
         signals_to_handle=",".join(number.name for number in stop_signals()),
     )
+    plan = run.request()[1].plan
+    servers = parse(plan).servers if plan is not None else None
     before = events.end(run.events)
     over = threading.Event()
     watcher = threading.Thread(target=watch, args=(events.follow(run.events, over.is_set, before), run), daemon=True)
@@ -68,7 +71,12 @@ def start(run: RunFolder, ranks: int, restarts: int) -> int:
     failure: ChildFailedError | None = None
     stopped: SignalException | None = None
     try:
-        launch_agent(config, sys.executable, ["-m", "paceline", "rank", str(run.path), str(os.getpid())])
+        if servers:
+            from paceline.launch.servers import launch
+
+            launch(run, ranks, servers, restarts)
+        else:
+            launch_agent(config, sys.executable, ["-m", "paceline", "rank", str(run.path), str(os.getpid())])
     except ChildFailedError as error:
         failure = error
     except SignalException as error:

@@ -127,7 +127,7 @@ def _recorded(spec: Spec, launch: Launch, world: World, run: RunFolder, interrup
                     step = event.step
                 yield event
         except Exception as error:  # the top of a rank: say why it ends, then let it end
-            lost_peer = isinstance(error, RuntimeError) and bool(LOST_PEER.search(str(error)))
+            lost_peer = isinstance(error, (RuntimeError, ConnectionError)) and bool(LOST_PEER.search(str(error)))
             message = str(error) if isinstance(error, Error) else f"{type(error).__name__}: {str(error).strip() or 'no message'}"
             if run.path.exists():
                 with contextlib.closing(events.Writer(run.events)) as last_words:

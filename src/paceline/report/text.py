@@ -66,5 +66,5 @@ def closing(summary: Summary) -> RenderableType:
             "checkpoint", f"step {last.step}, {format_bytes(last.bytes)}, training stood still for {format_seconds(last.blocked_s)}"
         )
     notes = [Text(f"note: {note}", style="yellow") for note in (summary.started.notes if summary.started else ())]
-    lost = [Text(failure.message, style="red") for failure in summary.failures if failure.what == "save"]
+    lost = [Text(failure.message, style="red") for failure in summary.failures if failure.what != "run"]
     return Group(table, *notes, *lost)

@@ -100,7 +100,7 @@ def _bar(console: Console) -> Iterator[Show]:
                     progress.update(bar, completed=event.step, loss=f"{event.loss:.4f}", speed=f"{event.samples_per_s:,.0f}")
                 case Evaluated():
                     progress.update(bar, metrics=metrics({name: value for name, value in event.metrics.items() if name != "loss"}))
-                case Failed() if event.what == "save":
+                case Failed() if event.what != "run":
                     console.print(event.message, style="red", markup=False)
 
         yield show

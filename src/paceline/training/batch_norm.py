@@ -21,6 +21,13 @@ def over_all_ranks(model: nn.Module, device: torch.device, group: dist.ProcessGr
     return model
 
 
+def of_this_rank(model: nn.Module) -> None:
+    """Take `over_all_ranks` back."""
+    for module in model.modules():
+        if isinstance(module, nn.modules.batchnorm._BatchNorm):
+            module.forward = MethodType(nn.modules.batchnorm._BatchNorm.forward, module)  # type: ignore[method-assign]
+
+
 class _SumOverRanks(torch.autograd.Function):
     """Each rank's loss depends on the sums, so their gradients are summed over the ranks too."""
 

@@ -1,6 +1,7 @@
 """Checkpoints on torch's distributed checkpoint: written in the background, complete or not there, readable under any plan.
 
     ckpt/step_50/.metadata, *.distcp   torch's files: tensors `model/NAME`, `optimizer/NAME/KEY`, whole or in shards
+                                       local SGD: besides, what only rank N has as `rank/N/model/…` and `rank/N/optimizer/…`
     ckpt/step_50/checkpoint.json       step, samples, task, plan, shapes; size and CRC-32 of each file: written last
 
 A checkpoint is written as `.step_50` and renamed when it is complete.
@@ -52,6 +53,7 @@ class Index:
     seed: int
     shapes: Mapping[str, list[int]]  # of the whole parameters and buffers
     tied: Mapping[str, str]  # other names of tied parameters -> the name above
+    own: bool = False  # whether it has each rank's own state besides: local SGD
     loss_scale: Mapping[str, float] | None = None  # of fp16
     metrics: Mapping[str, float] = field(default_factory=dict)  # of the last evaluation
     files: Mapping[str, list[int]] = field(default_factory=dict)  # name -> [bytes, CRC-32]
@@ -65,8 +67,9 @@ def model_tensors(model: nn.Module) -> dict[str, Tensor]:
 
 def tensors(model: nn.Module, optimizer: torch.optim.Optimizer, elsewhere: Container[str] = ()) -> dict[str, Tensor]:
     """All the state that lies on this rank, by its name in a checkpoint; without that of `elsewhere`, which another stage writes."""
-    names: dict[Tensor, str] = {parameter: name for name, parameter in model.named_parameters() if name not in elsewhere}
     found = {f"model/{name}": tensor for name, tensor in model_tensors(model).items() if is_here(tensor) and name not in elsewhere}
+    # Only now: a state dict makes `fully_shard` put its shards back in place of whole parameters.
+    names: dict[Tensor, str] = {parameter: name for name, parameter in model.named_parameters() if name not in elsewhere}
     for parameter, state in local_optimizer(optimizer).state.items():
         if parameter not in names:
             continue
@@ -109,13 +112,13 @@ class SaveResult:
 class Saver:
     """Writes checkpoints of one run, one at a time. The collectives are on a group of their own, so that training may go on."""
 
-    def __init__(self, run: RunFolder, plan: Plan, rank: int, ranks: int, device: torch.device):
+    def __init__(self, run: RunFolder, plan: Plan, rank: int, ranks: int, device: torch.device, group: dist.ProcessGroup | None = None):
         self.run = run
         self.rank = rank
         self.ranks = ranks
         self.copy, self.copies = plan.copy(plan.place(rank)), plan.copies
         self.state_is_cut = plan.zero == 1  # each rank has optimizer state that no other one has, though its tensors are whole
-        self.group = dist.new_group(backend="gloo") if ranks > 1 else None
+        self.group = dist.new_group(backend="gloo") if ranks > 1 else group
         self._pinned = device.type == "cuda"
         self._stager: Any = None
         self._saving: _Saving | None = None
@@ -124,8 +127,11 @@ class Saver:
         """Import torch's distributed checkpoint aside, which takes a second, so that the first save does not wait for it."""
         threading.Thread(target=importlib.import_module, args=("torch.distributed.checkpoint",), daemon=True).start()
 
-    def start(self, index: Index, found: Mapping[str, Tensor]) -> None:
-        """Copy the state aside and write it in the background. Waits for a save that is still under way: look at `result` first."""
+    def start(self, index: Index, found: Mapping[str, Tensor], own: Mapping[str, Tensor] | None = None) -> None:
+        """Copy the state aside and write it in the background. Waits for a save that is still under way: look at `result` first.
+
+        found: what other ranks may have too. `own`: what no other rank has.
+        """
         began = time.perf_counter()
         from torch.distributed.checkpoint import async_save
         from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
@@ -138,7 +144,7 @@ class Saver:
         if self.rank == 0 and unfinished.exists():
             shutil.rmtree(unfinished)
         whole = {key: tensor for key, tensor in found.items() if not (self.state_is_cut and key.startswith("optimizer/"))}
-        mine = written_here(whole, self.copy, self.copies) | {key: found[key] for key in found.keys() - whole.keys()}
+        mine = written_here(whole, self.copy, self.copies) | {key: found[key] for key in found.keys() - whole.keys()} | dict(own or {})
         future = async_save(
             mine,
             storage_writer=_writer(unfinished, self.run.checkpoint(index.step), index, self.rank),
@@ -300,26 +306,33 @@ def check_same_model(path: Path, index: Index, task: str, settings: Mapping[str,
     raise CheckpointError(f"{path} is of another model{why}: {name} {there} in the checkpoint and {here} in the model")
 
 
-def load_(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Read a checkpoint into a model and optimizer that are laid out by any plan; each rank reads what it holds."""
+def own(rank: int) -> str:
+    """What the names of a rank's own state begin with."""
+    return f"rank/{rank}/"
+
+
+def load_(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer, begin: str = "", among: dist.ProcessGroup | None = None) -> None:
+    """Read a checkpoint into a model and optimizer that are laid out by any plan; each rank reads what it holds.
+
+    begin: of the names to read: "", or those of a rank's `own`. `among`: the ranks that read; None: all.
+    """
     from torch.distributed.checkpoint import FileSystemReader, load
     from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
     reader = FileSystemReader(path)
     stored = reader.read_metadata().state_dict_metadata
-    wanted: dict[str, Any] = {f"model/{name}": tensor for name, tensor in model_tensors(model).items() if is_here(tensor)}
+    wanted: dict[str, Any] = {f"{begin}model/{name}": tensor for name, tensor in model_tensors(model).items() if is_here(tensor)}
     local = local_optimizer(optimizer)
     names = {parameter: name for name, parameter in model.named_parameters()}
     keys: dict[str, list[str]] = {}
     for entry in stored:
-        kind, _, rest = entry.partition("/")
-        if kind == "optimizer":
-            name, _, key = rest.rpartition("/")
+        if entry.startswith(f"{begin}optimizer/"):
+            name, _, key = entry.removeprefix(f"{begin}optimizer/").rpartition("/")
             keys.setdefault(name, []).append(key)
     for group in local.param_groups:
         for parameter in group["params"]:
             for key in keys.get(names[parameter], []):
-                entry = f"optimizer/{names[parameter]}/{key}"
+                entry = f"{begin}optimizer/{names[parameter]}/{key}"
                 meta = stored[entry]
                 assert isinstance(meta, TensorStorageMetadata)
                 dtype = meta.properties.dtype
@@ -329,7 +342,7 @@ def load_(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> Non
                     on_cpu = not (group.get("fused") or group.get("capturable"))
                     value = torch.empty(meta.size, dtype=dtype, device="cpu" if on_cpu else parameter.device)
                 local.state[parameter][key] = wanted[entry] = value
-    load(wanted, storage_reader=reader)
+    load(wanted, storage_reader=reader, process_group=among)
 
 
 def load_whole(path: Path) -> dict[str, Tensor]:

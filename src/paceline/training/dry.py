@@ -72,7 +72,7 @@ def ledger(spec: Spec, plan: Plan, ranks: int, rank: int = 0, task: Task | None 
                 "what is sent may depend on them"
             ) from error
         finally:
-            release(laid.update.model)
+            release(laid.step.model)
 
 
 def stages(spec: Spec, plan: Plan, ranks: int) -> list[Ledger]:
@@ -81,7 +81,7 @@ def stages(spec: Spec, plan: Plan, ranks: int) -> list[Ledger]:
 
 
 def _count(laid: Laid, plan: Plan, micro_batches: list[Batch]) -> Ledger:
-    update = laid.update
+    update = laid.step
     if update.loss_scale is not None:
         update.loss_scale = _Fitting()
     _complete(update.model)

@@ -10,8 +10,10 @@ from paceline.training.step import ELSEWHERE, Step, autocast, weighed
 
 
 @torch.no_grad()
-def evaluate(update: Step, samples: Samples, batch: int, workers: int, prefetch: int) -> dict[str, float]:
-    """Means over the split of the loss and of what `task.metrics` returns. A collective: all ranks must call it."""
+def evaluate(
+    update: Step, samples: Samples, batch: int, workers: int, prefetch: int, group: dist.ProcessGroup | None = None
+) -> dict[str, float]:
+    """Means over the split of the loss and of what `task.metrics` returns. A collective: all ranks of `group` must call it; None: all."""
     task, device = update.task, update.device
     mine = list(validation_parts(len(samples.dataset), batch, update.place.dp, update.data_ranks))
     # Under a sharded plan the forward pass is a collective: a rank without samples takes part with one that is not counted.
@@ -40,8 +42,8 @@ def evaluate(update: Step, samples: Samples, batch: int, workers: int, prefetch:
         update.pipeline.rest()
         sums = _with_names_of_all(sums, device)
     table = torch.stack(list(sums.values()))
-    if dist.get_world_size() > 1:
-        dist.all_reduce(table)
+    if dist.get_world_size(group) > 1:
+        dist.all_reduce(table, group=group)
     return {name: total / count for name, (total, count) in zip(sums, table.tolist(), strict=True)}
 
 

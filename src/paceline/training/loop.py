@@ -32,6 +32,7 @@ from paceline.training.parallelize import release
 from paceline.training.prepare import Data, Laid, lay_out, open_data, resume
 from paceline.training.process import choose_device, process_group, threads_per_rank, workers_per_rank
 from paceline.training.settle import settle
+from paceline.training.step import Step as Update
 
 
 def train(
@@ -66,9 +67,17 @@ def train(
         laid_out = plan.on(world.size)
         share(spec.batch, laid_out)
         data = open_data(spec, task, world)
+        if laid_out.servers is not None:
+            from paceline.training.asynchronous import train_against_servers
+
+            def loop(plan_of_one: Plan, me: World, nothing: Data, laid: Laid, stop: Callable[[], bool]) -> _Loop:
+                return _Loop(spec, plan_of_one, str(plan), me, task, run, here, stop, nothing, laid, world.size)
+
+            yield from train_against_servers(spec, laid_out, str(plan), world, task, here, stop, data, loop)
+            return
         laid = lay_out(spec, laid_out, world, task, here, training=data.training)
         if observe is not None:
-            laid.update.observe = partial(observe, laid.model)
+            laid.step.observe = partial(observe, laid.model)
         try:
             yield from _Loop(spec, laid_out, str(plan), world, task, run, here, stop, data, laid).events()
         finally:
@@ -103,14 +112,15 @@ class _Loop:
         stop: Callable[[], bool],
         data: Data,
         laid: Laid,
+        ranks: int | None = None,  # that were started, where they are not those of `world`
     ):
         self.spec, self.plan, self.asked, self.world, self.task, self.run = spec, plan, asked, world, task, run
-        self.device, self.stop = device, stop
+        self.device, self.stop, self.ranks = device, stop, ranks or world.size
         self.data, self.laid, self.update = data, laid, laid.update
         self.total = spec.total_steps(data.samples)
         check_schedule(spec.schedule, self.total * spec.batch)
         self.workers = workers_per_rank(world.local_size, device, spec.data.workers)
-        self.saver = checkpoint.Saver(run, plan, world.rank, world.size, device) if run is not None else None
+        self.saver = checkpoint.Saver(run, plan, world.rank, world.size, device, laid.group) if run is not None else None
         resumed = resume(spec, world, run, laid, data.samples) if run is not None else None
         self.first = self.step = resumed.step if resumed else 0
         self.best = resumed.best if resumed else None
@@ -142,6 +152,8 @@ class _Loop:
                 yield from self._save()
             yield from self._saved(wait=True)
             self.saver.close()
+        if self.laid.local is not None:
+            self.laid.local.average_()
         reason = "stopped" if self.step < self.total else "done"
         yield Ended(step=self.step, reason=reason, communication=self._communication())
 
@@ -150,11 +162,15 @@ class _Loop:
             began = time.perf_counter()
             micro_batches = [next(source) for _ in range(self.plan.micro or 1)]
             data_s = time.perf_counter() - began
-            if self.step == self.first:
+            if self.laid.local is not None:
+                self.laid.local.before(self.step)
+            if self.step == self.first and isinstance(self.update, Update):
                 self.update.model = settle(self.update, micro_batches[0])
             lr_factor = factor(self.spec.schedule, self.step * self.spec.batch, self.total * self.spec.batch)
             local = self.update(micro_batches, self.step, lr_factor)
             self.step += 1
+            if self.laid.local is not None:
+                self.laid.local.after(self.step)
             if self.saver is not None and self.step == self.first + 1:
                 self.saver.prepare()
             figures = self._read()
@@ -179,7 +195,7 @@ class _Loop:
         return Started(
             task=self.spec.task,
             plan=self.asked,
-            ranks=self.world.size,
+            ranks=self.ranks,
             batch=self.spec.batch,
             step=self.first,
             steps=self.total,
@@ -261,7 +277,10 @@ class _Loop:
     def _evaluated(self) -> Evaluated:
         assert self.data.validation is not None
         began = time.perf_counter()
-        self.metrics = evaluate(self.update, self.data.validation, self.spec.batch, self.workers, self.spec.data.prefetch)
+        with self.laid.whole():
+            self.metrics = evaluate(
+                self.laid.step, self.data.validation, self.spec.batch, self.workers, self.spec.data.prefetch, self.laid.group
+            )
         self.evaluated_step = self.step
         return Evaluated(step=self.step, metrics=self.metrics, seconds=time.perf_counter() - began)
 
@@ -285,6 +304,7 @@ class _Loop:
         """Start a checkpoint of this step, after the one before is done."""
         assert self.saver is not None
         yield from self._saved(wait=True)
+        found, own = self.laid.state(self.world.rank)
         index = checkpoint.Index(
             step=self.step,
             samples=self.step * self.spec.batch,
@@ -292,14 +312,14 @@ class _Loop:
             task=self.spec.task,
             set=self.spec.set,
             plan=self.asked,
-            ranks=self.world.size,
+            ranks=self.ranks,
             seed=self.spec.seed,
+            own=bool(own),
             loss_scale=dataclasses.asdict(self.update.loss_scale) if self.update.loss_scale is not None else None,
             metrics=self.metrics if self.evaluated_step == self.step else {},
             **checkpoint.describe(self.laid.model),
         )
-        elsewhere = self.update.pipeline.elsewhere if self.update.pipeline is not None else ()
-        self.saver.start(index, checkpoint.tensors(self.laid.model, self.update.optimizer, elsewhere))
+        self.saver.start(index, found, own)
         self.saved_step, self.saved_at = self.step, time.perf_counter()
 
     def _saved(self, wait: bool) -> Iterator[Event]:

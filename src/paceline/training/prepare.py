@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -10,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from paceline.errors import CheckpointError, DataError, PlanError
@@ -23,6 +24,7 @@ from paceline.training import checkpoint
 from paceline.training.batch_norm import over_all_ranks
 from paceline.training.data import Batch, Samples, open_dataset
 from paceline.training.imagine import example
+from paceline.training.local_sgd import LocalSgd, local_sgd
 from paceline.training.optim import make_optimizer
 from paceline.training.parallelize import build_mesh, check_splits, parallelize
 from paceline.training.shards import is_here
@@ -31,6 +33,9 @@ from paceline.training.weights import Weights, fill_, record
 
 if TYPE_CHECKING:
     from paceline.training.tensor import Splits
+
+if TYPE_CHECKING:
+    from paceline.training.server import Coordinator
 
 WIDER = {torch.float32: torch.float64, torch.complex64: torch.complex128}
 
@@ -97,8 +102,27 @@ class Laid:
     """A model as a plan lays it out, and the step that trains it."""
 
     model: nn.Module  # under its own names
-    update: Step
+    step: Step  # of this process
+    update: Step | Coordinator  # what the loop calls: the same, or on the first of parameter servers what stands for all of them
     notes: tuple[str, ...]
+    local: LocalSgd | None = None
+    servers: Coordinator | None = None
+    group: dist.ProcessGroup | None = None  # of the ranks that hold the model; None: all
+
+    def whole(self) -> contextlib.AbstractContextManager[None]:
+        """For its time the model is the one that the training came to, on all ranks. A collective."""
+        if self.servers is not None:
+            self.servers.gather_()
+        return self.local.averaged() if self.local is not None and self.local.update.alone else contextlib.nullcontext()
+
+    def state(self, rank: int) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        """By its name in a checkpoint, what other ranks may have too, and what only this one has: local SGD. A collective."""
+        if self.servers is not None:
+            return self.servers.state(), {}
+        if self.local is not None and self.local.update.alone:
+            return self.local.state(rank)
+        elsewhere = self.step.pipeline.elsewhere if self.step.pipeline is not None else ()
+        return checkpoint.tensors(self.model, self.step.optimizer, elsewhere), {}
 
 
 def lay_out(
@@ -112,8 +136,6 @@ def lay_out(
 ) -> Laid:
     """`plan` has its data degree said. `fill_with` gives the model, laid out on the meta device, other values than its initial ones.
     `training`: the split, if it is open."""
-    if plan.is_asynchronous:
-        raise PlanError(f"plan {plan}: asynchronous training is not built yet")
     model, weights, recorded = build(spec, task)
     splits: Splits | None = None
     notes: tuple[str, ...] = () if recorded else (UNRECORDED,)
@@ -154,9 +176,12 @@ def lay_out(
         seed=spec.seed,
         pipeline=pipeline,
     )
+    local = local_sgd(model, update, plan)
+    if local is not None:
+        notes += tuple(local.notes())
     if splits is not None and mesh is not None:
         _split_step(update, model, splits, task, batch, mesh["tp"] if mesh.ndim > 1 else mesh)
-    return Laid(model, update, notes)
+    return Laid(model, update, update, notes, local)
 
 
 UNRECORDED = "the model's constructor cannot be recorded, so each rank builds it whole before it keeps its share (docs/tasks.md)"
@@ -203,7 +228,10 @@ def resume(spec: Spec, world: World, run: RunFolder, laid: Laid, samples: int) -
     ):
         if then != now:
             raise CheckpointError(f"{path} was made with {what} {then}, got {now}; the order of samples counts on it: start a new run")
-    checkpoint.load_(path, laid.model, laid.update.optimizer)
+    own = laid.local is not None and index.own and index.ranks == world.size
+    checkpoint.load_(path, laid.model, laid.update.optimizer, checkpoint.own(world.rank) if own else "", laid.group)
+    if index.own and not own:
+        notes.append(f"{path} is of local SGD on {index.ranks} ranks: this goes on from their mean, with the optimizer state of rank 0")
     scale = laid.update.loss_scale
     if scale is not None and index.loss_scale is not None:
         scale.scale, scale.good_steps = index.loss_scale["scale"], int(index.loss_scale["good_steps"])

@@ -1,6 +1,7 @@
 """One update: forward and backward over the micro-batches, the norm of the whole gradient, clipping, the optimizer."""
 
 import contextlib
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import astuple, dataclass, field, replace
 from functools import reduce
@@ -64,6 +65,7 @@ class Step:
     seed: int
     pipeline: "Pipeline | None" = None  # runs forward and backward, where the plan has one
     observe: Callable[[str, int], None] | None = None  # called with ("gradients", step) before each update, ("weights", step) after it
+    alone: bool = False  # the gradient is that of the mean over this rank's own items: local SGD
     base_lrs: list[float] = field(init=False)
     norm: Norm = field(init=False)
     loss_scale: LossScale | None = field(init=False)
@@ -91,6 +93,8 @@ class Step:
         norm = self.update(lr_factor)
         if self.observe is not None:
             self.observe("weights", step)
+        if self.alone and norm is not None:
+            norm = norm / math.sqrt(self.data_ranks)  # so that the squares of all ranks add up to their mean
         return Local(reduce(add, losses), sum(items), norm, expected) if self.counts else Local(0.0, 0.0, norm, expected)
 
     @property
@@ -107,8 +111,12 @@ class Step:
 
     def backward(self, batches: Sequence[Batch], step: int) -> tuple[list[Tensor], list[Tensor | float], float | None]:
         """Add up the gradients. Returns loss × items and items of each micro-batch here, and the items expected over all ranks."""
-        weight = GlobalWeight(self.task, batches, self.place.is_first_of_data) if type(self.task).weights is not Task.weights else None
+        weight: GlobalWeight | OwnWeight | None = None
+        if type(self.task).weights is not Task.weights:
+            own = OwnWeight(self.task, batches, self.data_ranks) if self.alone else None
+            weight = own or GlobalWeight(self.task, batches, self.place.is_first_of_data)
         if self.pipeline is not None:
+            assert not isinstance(weight, OwnWeight)
             return self.pipeline.backward(batches, step, weight, self._share_of)
         losses: list[Tensor] = []
         items: list[Tensor | float] = []
@@ -152,7 +160,7 @@ class Step:
                 scale_(self.params, by)
                 self.optimizer.step()
             norm = None
-            if self.place == Place(0, 0, 0, 0):
+            if self.alone or self.place == Place(0, 0, 0, 0):
                 norm = whole / self.loss_scale.scale if self.loss_scale is not None else whole
             if self.loss_scale is not None:
                 self.loss_scale.update(finite)
@@ -210,16 +218,30 @@ def samples_of(batch: Batch) -> int:
     return next((len(leaf) for leaf in tree_leaves(batch) if isinstance(leaf, Tensor) and leaf.dim()), 1)
 
 
+def _weight_of(task: Task, batches: Sequence[Batch]) -> Tensor:
+    weights = [task.weights(batch) for batch in batches]
+    if any(weight is None for weight in weights):
+        raise TaskError("weights() must return a tensor for every batch, or not be defined")
+    return torch.stack([weight.sum().double() for weight in weights if weight is not None]).sum()
+
+
+class OwnWeight:
+    """The weight of a global batch whose other parts weigh as much as this rank's: what is divided by it is a mean over its own items."""
+
+    def __init__(self, task: Task, batches: Sequence[Batch], data_ranks: int):
+        self._sum, self._data_ranks = _weight_of(task, batches), data_ranks
+
+    def result(self) -> Tensor:
+        return torch.where(self._sum > 0, self._sum, 1.0) * self._data_ranks  # where all weigh nothing, so does their gradient
+
+
 class GlobalWeight:
     """The weight of the global batch, added up over the ranks while the first forward pass runs.
 
     `counted`: of the ranks with the same samples, whether this is the one that counts them."""
 
     def __init__(self, task: Task, batches: Sequence[Batch], counted: bool):
-        weights = [task.weights(batch) for batch in batches]
-        if any(weight is None for weight in weights):
-            raise TaskError("weights() must return a tensor for every batch, or not be defined")
-        self._sum = torch.stack([weight.sum().double() for weight in weights if weight is not None]).sum() * counted
+        self._sum = _weight_of(task, batches) * counted
         self._work = dist.all_reduce(self._sum, async_op=True) if dist.get_world_size() > 1 else None
 
     def result(self) -> Tensor:

@@ -1,0 +1,125 @@
+"""A worker of a parameter server that is killed: the others go on. A server that is killed ends all, and so does a worker that fails."""
+
+import signal
+from pathlib import Path
+
+import pytest
+
+from command import TASK, Running, of_kind, slow_down, start, steps_done, succeed, unequal, weights, write_task
+from paceline.events import Ended, Failed, Started, Step
+
+
+def begin(folder: Path, plan: str, *more: str, steps: int = 40, source: str = TASK) -> Running:
+    """Four ranks, whose steps take at least 0.04 s."""
+    slow_down(folder / "slow", 0.005)
+    words = ("train", write_task(folder, source), "--batch", "24", "--steps", steps, "--set", "norm=false", "--run", "run", "--ranks", "4")
+    return start(*map(str, words), "--plan", plan, *more, at=folder, SLOW=str(folder / "slow"))
+
+
+@pytest.mark.parametrize("plan", ["parameter-server,staleness=0", "parameter-server,staleness=3,servers=2"])
+def test_the_others_go_on(plan: str, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    with begin(tmp_path, plan) as running:
+        running.until_step(run, 5)
+        running.ranks()[3].send_signal(signal.SIGKILL)
+        result = running.wait()
+        running.until_all_ended()
+    assert result.status == 0, result.all
+    [lost] = of_kind(run, Failed)
+    assert (lost.what, lost.rank) == ("worker", 3)
+    assert "its part of each batch is left out from step" in lost.message
+    assert lost.message in result.out
+    [ended] = of_kind(run, Ended)
+    assert (ended.step, ended.reason) == (40, "done")
+    assert ended.lead is not None
+    assert ended.lead <= (0 if "staleness=0" in plan else 3)
+    assert [step.step for step in of_kind(run, Step)] == list(range(1, 41))
+    assert weights(run, 40)
+
+
+def test_without_workers_it_ends(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    with begin(tmp_path, "parameter-server", "--save-every", "4") as running:
+        running.until(lambda: (run / "ckpt" / "step_4").exists(), "saved")
+        started = running.ranks()
+        for rank in (1, 2, 3):
+            started[rank].send_signal(signal.SIGKILL)
+        result = running.wait()
+        running.until_all_ended()
+    assert result.status == 2, result.all
+    assert "all 3 workers are gone" in result.err
+
+
+@pytest.mark.slow
+def test_a_server_that_dies_ends_all_and_restarts(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    with begin(tmp_path, "parameter-server,servers=2", "--save-every", "4", steps=200) as running:
+        running.until(lambda: (run / "ckpt" / "step_4").exists(), "saved")
+        running.ranks()[1].send_signal(signal.SIGKILL)
+        result = running.wait()
+        running.until_all_ended()
+    assert result.status == 2, result.all
+    assert "rank 1 was killed by SIGKILL" in result.err
+    done = steps_done(run)
+    with start("resume", "run", "--restarts", "1", at=tmp_path, SLOW=str(tmp_path / "slow")) as running:
+        running.until(lambda: len(of_kind(run, Started)) == 2 and steps_done(run) > done + 2, "resumed")
+        running.ranks()[0].send_signal(signal.SIGKILL)
+        result = running.wait()
+    assert result.status == 0, result.all
+    assert len(of_kind(run, Started)) == 3
+    assert of_kind(run, Ended)[-1].step == 200
+
+
+def test_a_worker_that_fails_ends_all(tmp_path: Path) -> None:
+    """It would fail on the others too."""
+    source = TASK.replace(
+        "        return self.x[index]", "        if index == 7: raise ValueError('a torn sample')\n        return self.x[index]"
+    )
+    with begin(tmp_path, "parameter-server", source=source) as running:
+        result = running.wait()
+        running.until_all_ended()
+    assert result.status == 2, result.all
+    assert "a torn sample" in result.err
+    assert "Traceback" not in result.err
+
+
+def test_a_signal_stops_it_and_resume_goes_on(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    with begin(tmp_path, "parameter-server,staleness=0") as running:
+        running.until_step(run, 3)
+        running.process.send_signal(signal.SIGINT)
+        result = running.wait()
+        running.until_all_ended()
+    assert result.status == 75, result.all
+    assert "stopped; go on with: paceline resume run" in result.out
+    succeed("resume", "run", at=tmp_path)
+    through = tmp_path / "through"
+    through.mkdir()
+    with begin(through, "parameter-server,staleness=0") as running:
+        assert running.wait().status == 0
+    assert not unequal(weights(run, 40), weights(through / "run", 40))
+
+
+@pytest.mark.parametrize(
+    ("plan", "batch", "message"),
+    [
+        (
+            "parameter-server,servers=4",
+            "24",
+            "plan parameter-server,servers=4 has 4 servers and no worker on 4 ranks: use --ranks 5 or more",
+        ),
+        ("parameter-server,tp=2", "24", "parameter-server keeps the whole model on each rank; leave zero, tp, pp and cp out"),
+        ("parameter-server", "25", "batch 25 is not divisible by workers × micro = 3 × 1 = 3: use --batch 27 or 24"),
+        ("parameter-server,servers=0", "24", "servers must be at least 1, got servers=0"),
+        ("local-sgd,period=0", "24", "period must be at least 1, got period=0"),
+        ("local-sgd,tp=2", "24", "local-sgd keeps the whole model on each rank; leave zero, tp, pp and cp out"),
+        ("ddp,switch=3", "24", "switch=3 needs period=, which is not said"),
+        ("ddp,staleness=3", "24", "staleness=3 needs servers=, which is not said"),
+    ],
+)
+def test_bad_plans_are_refused_before_anything_starts(plan: str, batch: str, message: str, tmp_path: Path) -> None:
+    words = ("train", write_task(tmp_path), "--ranks", "4", "--batch", batch, "--plan", plan, "--run", "run")
+    with start(*words, at=tmp_path) as running:
+        result = running.wait()
+    assert (result.status, result.err) == (2, f"paceline: {message}\n")
+    assert not (tmp_path / "run").exists()
