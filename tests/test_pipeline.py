@@ -20,8 +20,9 @@ from paceline.spec import Optimizer
 from paceline.training import checkpoint
 from paceline.training.cut import Like, Model
 from paceline.training.gates import parts_of
+from paceline.training.imagine import example
 from paceline.training.pipeline import Pipeline
-from paceline.training.prepare import build, check, example
+from paceline.training.prepare import build, rehearse
 from paceline.training.stages import Division, Stage, divide, ranks_of
 
 CPU = torch.device("cpu")
@@ -100,7 +101,7 @@ def test_hugging_face(task: Task) -> None:
 )
 def test_whole_product(size: int, plan: str, task: Task) -> None:
     try:
-        check(SPEC, parse(plan).on(size), task)
+        rehearse(SPEC, parse(plan).on(size), task)
     except PlanError:
         pytest.skip("too few parts")
     if "zbv" in plan and "dp=2" in plan and getattr(task, "tied", isinstance(task, models.Text)):
@@ -160,7 +161,7 @@ def test_resume_under_another_plan(first: str, second: str, tmp_path: Path) -> N
 def division_of(task: Task, plan: str, size: int) -> tuple[torch.nn.Module, Division]:
     laid_out = parse(plan).on(size)
     model, _, _ = build(SPEC, task)
-    recording = Model(model, task.layout(), CPU).record(task, example(SPEC, laid_out, task), "fp64", training=True)
+    recording = Model(model, task.layout(), CPU).record(task, example(SPEC, task, laid_out), "fp64", training=True)
     return model, divide(laid_out, model, parts_of(model, task.layout()), recording)
 
 
@@ -210,7 +211,7 @@ def test_placeholders_are_loud() -> None:
 def test_what_cannot_be_cut_is_refused_before_anything_starts(task: Task, plan: str, size: int, sentence: str) -> None:
     spec = SPEC.model_copy(update={"batch": 16 * size})
     with pytest.raises(PlanError, match=sentence):
-        check(spec, parse(plan).on(size), task)
+        rehearse(spec, parse(plan).on(size), task)
 
 
 def refused(task: Task, plan: str) -> str:

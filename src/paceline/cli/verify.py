@@ -69,7 +69,6 @@ def _verified(spec: specs.Spec, ranks: int, asked: str | None, batch_is_said: bo
     from paceline.launch.world import world
     from paceline.plan.candidates import candidates
     from paceline.plan.plan import parse, share
-    from paceline.verify.must_hold import what_must_hold
 
     if (launcher := world().launcher) is not None:
         raise LaunchError(f"verify starts ranks itself, and {launcher} has started this process as one; run it without")
@@ -79,8 +78,6 @@ def _verified(spec: specs.Spec, ranks: int, asked: str | None, batch_is_said: bo
     plans = [parse(asked)] if asked is not None else list(candidates(ranks))
     if asked is not None:
         plan = plans[0].on(ranks)
-        if plan.is_asynchronous:
-            raise PlanError(what_must_hold(plans[0]))
         if batch_is_said:
             share(spec.batch, plan)
 
@@ -98,6 +95,15 @@ def _verified(spec: specs.Spec, ranks: int, asked: str | None, batch_is_said: bo
         for condition in conditions(reference):
             console.print(condition, markup=False)
         console.print(measure(), style="dim")
+        if asked is not None and plans[0].is_asynchronous:
+            console.print("this plan makes another update than one process, so that other things must hold:", markup=False)
+            held = verification.held(plans[0])
+            for one in held:
+                style, word = {True: ("bold green", "holds"), False: ("bold red", "fails"), None: ("dim", "—")}[one.holds]
+                console.print(f"{word:6}", style=style, end="")
+                console.print(f" {one.what}{f' ({one.detail})' if one.detail else ''}", markup=False)
+            status = 1 if any(one.holds is False for one in held) else 0
+            return {"plan": str(plans[0]), "ranks": ranks, "same": None, "holds": [one.as_json() for one in held]}, status
         if asked is not None:
             verdict = verification.verify(plans[0])
             console.print(table(verdict))

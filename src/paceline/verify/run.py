@@ -6,16 +6,18 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from paceline import task as tasks
 from paceline.errors import PlanError, RankError, TaskError
 from paceline.plan.plan import Plan, share
 from paceline.spec import Spec
 from paceline.verify.compare import RTOL, Difference, apart_numbers, axis_of
-from paceline.verify.must_hold import what_must_hold
 from paceline.verify.observe import Plant, Reference, Seen, compare, record
 from paceline.verify.ranks import Ranks
+
+if TYPE_CHECKING:
+    from paceline.verify.asynchronous import Held, Outcome
 
 
 @dataclass(frozen=True)
@@ -117,7 +119,7 @@ class Verification:
         """Raises PlanError and TaskError for a plan that cannot be, RankError when a rank failed."""
         plan = asked.on(self.size)
         if plan.is_asynchronous:
-            raise PlanError(what_must_hold(asked))
+            raise PlanError(f"plan {asked} makes another update than one process; held() tells what holds of it instead")
         share(self.spec.batch, plan)
         assert plan.micro is not None
         self.reference()
@@ -126,6 +128,18 @@ class Verification:
         if not verdict.same and plan.micro != micro and self._depends_on(plan.micro):
             return self._held(asked, plan, plan.micro, plant)
         return verdict
+
+    def held(self, asked: Plan) -> "list[Held]":
+        """What must hold of an asynchronous plan, in place of equality. Raises PlanError, TaskError and RankError."""
+        from paceline.verify.asynchronous import must_hold, on_rank
+
+        share(self.spec.batch, asked.on(self.size))
+        task = tasks.load_task(self.spec.task, self.spec.set)
+
+        def run(spec: Spec, plan: Plan, path: Path) -> "list[Outcome]":
+            return self._ranks(on_rank, spec, str(plan), path, timeout_s=self.timeout_s)
+
+        return must_hold(self.spec, task, asked, self.reference(), run, Path(self._folder.name) / "runs")
 
     def _held(self, asked: Plan, plan: Plan, micro: int, plant: Plant) -> Verdict:
         reference = self.reference(micro)
