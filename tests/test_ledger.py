@@ -44,8 +44,8 @@ def counted(task: Task, spec: Spec, plan: str, plant: Plant = untouched) -> tupl
     kept: list[Laid] = []
     lay_out, figures.EVERY_S = loop.lay_out, 0.0  # each step is told on its own
 
-    def keep(*args: Any) -> Laid:
-        kept.append(lay_out(*args))
+    def keep(*args: Any, **kwargs: Any) -> Laid:
+        kept.append(lay_out(*args, **kwargs))
         return kept[-1]
 
     loop.lay_out = keep

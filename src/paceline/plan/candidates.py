@@ -36,5 +36,5 @@ def _mixtures(ranks: int) -> Iterator[tuple[int, int, int, int]]:
     divisors = [degree for degree in range(1, ranks + 1) if ranks % degree == 0]
     for degrees in product(divisors, repeat=4):
         dp, cp, tp, pp = degrees
-        if dp * cp * tp * pp == ranks and sum(degree > 1 for degree in degrees) > 1:
+        if dp * cp * tp * pp == ranks and (cp == 1 or pp == 1) and sum(degree > 1 for degree in degrees) > 1:
             yield dp, cp, tp, pp

@@ -68,6 +68,8 @@ class Plan:
                 raise PlanError(f"there is no {key} {value!r}{nearest(value, known)}")
         self._check_pipeline()
         self._check_asynchronous()
+        if self.cp > 1 and self.pp > 1:
+            raise PlanError(f"cp={self.cp} with pp={self.pp} is not built; use cp with tp or data ranks, or pp without cp")
         if self.zero == 1 and self.tp * self.pp > 1:
             raise PlanError(f"zero=1 cuts the state of whole parameters, and tp={self.tp}, pp={self.pp} cut the parameters; use zero=2")
 

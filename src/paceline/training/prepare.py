@@ -145,6 +145,10 @@ def lay_out(
 
         splits = find_splits(model, task, batch, plan.tp)
         notes += splits.notes
+    if plan.cp > 1:
+        from paceline.training import context
+
+        context.check(task, spec, plan)
     mesh = build_mesh(plan, device) if plan.is_mixed or plan.zero >= 2 else None
     pipeline = None
     if plan.pp > 1:
