@@ -25,6 +25,7 @@ from paceline.plan.ledger import MODEL, PACELINE, Entry, Ledger, axis_of
 from paceline.plan.plan import Plan, parse
 from paceline.report.ledger import table
 from paceline.spec import Optimizer
+from paceline.tasks.text import Text
 from paceline.training import figures, loop
 from paceline.training.count import Counter
 from paceline.training.dry import ledger
@@ -327,3 +328,15 @@ def test_one_sentence(tmp_path: Path, words: tuple[str, ...], says: str) -> None
     assert result.status == 2, result.all
     assert says in result.err
     assert len(result.err.splitlines()) == 1, result.err
+
+
+@pytest.mark.parametrize(("size", "plan"), [(2, "tp=2"), (4, "tp=2"), (4, "tp=2,zero=3")])
+def test_split_weights_send_what_is_foretold(size: int, plan: str) -> None:
+    """A vocabulary that is split too, whose cross entropy sends the largest logits and the sums."""
+    check(size, plan, Text(width=16, depth=2, heads=4, context=8), wanted())
+
+
+@pytest.mark.parametrize("plan", ["pp=2", "cp=2"])
+def test_what_is_not_counted_yet_is_said(plan: str) -> None:
+    with pytest.raises(PlanError, match="does not count"):
+        ledger(wanted(), parse(plan), 2, 0, Text(width=16, depth=2, heads=4, context=8))

@@ -50,6 +50,9 @@ def ledger(spec: Spec, plan: Plan, ranks: int, rank: int = 0, task: Task | None 
         raise PlanError(
             f"the steps of plan {plan} are not alike, and the ledger is of one of them: use a plan of which all are, such as ddp"
         )
+    if plan.pp > 1 or plan.cp > 1:
+        what = "a pipeline" if plan.pp > 1 else "a ring of attention"
+        raise PlanError(f"the ledger does not count {what} yet, got plan {plan}: leave pp and cp out")
     plan = plan.on(ranks)
     share(spec.batch, plan)
     task = task if task is not None else load_task(spec.task, spec.set)
@@ -58,10 +61,10 @@ def ledger(spec: Spec, plan: Plan, ranks: int, rank: int = 0, task: Task | None 
         micro_batches = _micro_batches(spec, plan, rank, ranks, task)
         mode = FakeTensorMode(allow_non_fake_inputs=True)
 
-        def fill(model: nn.Module) -> None:  # what is built before it, such as meshes, needs real numbers
+        def fill(model: nn.Module, **where: Any) -> None:  # what is built before it, such as meshes, needs real numbers
             stack.enter_context(mode)
             stack.enter_context(_Dry())
-            allocate_(model, device)
+            allocate_(model, device, **where)
 
         laid = lay_out(spec, plan, World(rank=rank, size=ranks), task, device, fill)
         try:

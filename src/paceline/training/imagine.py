@@ -51,3 +51,10 @@ def imagined(model: nn.Module) -> Iterator[Callable[[Batch], Batch]]:
     finally:
         for of, key, tensor in kept:
             of[key] = tensor  # type: ignore[assignment]
+
+
+def is_imagined(tensor: Tensor) -> bool:
+    """Whether a tensor has no values."""
+    from torch._subclasses.fake_tensor import FakeTensor
+
+    return isinstance(tensor, FakeTensor)
