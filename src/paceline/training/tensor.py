@@ -5,7 +5,6 @@ Parameters are DTensors, so that sharding, checkpoints and export know how they 
 
 import contextlib
 import fnmatch
-import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -173,6 +172,7 @@ def split(model: nn.Module, splits: Splits, mesh: DeviceMesh) -> None:
                 cut[id(parameter)] = nn.Parameter(sharded, parameter.requires_grad)
             module._parameters[key] = cut[id(parameter)]
         entrance = entrances.setdefault(name.rpartition(".")[0], _Entrance(group))
+        entrance.layers += style in ("column", "gather", "head")
         module.forward = FORWARDS[style](module, group, entrance)
 
 
@@ -240,14 +240,18 @@ class _Entrance:
 
     def __init__(self, group: dist.ProcessGroup):
         self.group = group
-        self.last: tuple[weakref.ref[Tensor], weakref.ref[Tensor]] | None = None
+        self.layers = 0
+        self.last: tuple[Tensor, Tensor] | None = None  # what came, and what was made of it, until all layers have had it
+        self.left = 0
 
     def __call__(self, x: Tensor) -> Tensor:
-        if self.last is not None and self.last[0]() is x and (entered := self.last[1]()) is not None:
-            return entered
-        entered = _Enter.apply(x, self.group)
-        assert isinstance(entered, Tensor)
-        self.last = (weakref.ref(x), weakref.ref(entered)) if x.requires_grad else None
+        if self.last is None or self.last[0] is not x:
+            entered: Tensor = _Enter.apply(x, self.group)
+            self.last, self.left = (x, entered), self.layers
+        entered = self.last[1]
+        self.left -= 1
+        if not self.left:
+            self.last = None
         return entered
 
 
