@@ -1,0 +1,141 @@
+"""The order in which torch's pipeline schedules compute, and when, if nothing but dependencies makes a rank wait."""
+
+from dataclasses import dataclass
+from fractions import Fraction
+from types import SimpleNamespace
+from typing import Any
+
+from torch import nn
+from torch.distributed import pipelining
+
+from paceline.plan.plan import Plan
+from paceline.training.pipeline import SCHEDULES
+from paceline.training.stages import ranks_of
+
+# Of the forward pass of all layers of a rank; a backward pass takes twice as long, half of it for the gradients of the weights.
+TIMES = {"F": 1, "B": 2, "I": 1, "W": 1}
+
+
+@dataclass(frozen=True)
+class Slot:
+    rank: int
+    stage: int
+    kind: str  # forward, backward, or of a backward pass in two: for the input, for the weights
+    micro: int
+    start: Fraction
+    end: Fraction
+
+
+@dataclass(frozen=True)
+class Chart:
+    plan: Plan
+    slots: tuple[Slot, ...]
+
+    @property
+    def length(self) -> Fraction:
+        return max(slot.end for slot in self.slots)
+
+    @property
+    def ideal(self) -> Fraction:
+        """The time of a rank that never waits."""
+        return sum((slot.end - slot.start for slot in self.slots if slot.rank == 0), Fraction(0))
+
+    @property
+    def bubble(self) -> Fraction:
+        """Share of the whole time."""
+        return 1 - self.ideal / self.length
+
+    def kept(self, rank: int) -> Fraction:
+        """The most activations that a rank keeps for its backward passes, in those of a micro-batch in all layers of a rank."""
+        assert self.plan.stages is not None
+        ends = [(slot.end, -1) for slot in self.slots if slot.rank == rank and slot.kind in "BW"]
+        starts = [(slot.start, 1) for slot in self.slots if slot.rank == rank and slot.kind == "F"]
+        now = most = 0
+        for _, change in sorted(ends + starts):
+            now += change
+            most = max(most, now)
+        return Fraction(most, self.plan.stages)
+
+
+class Recorder:
+    """Stands in for the stage of a schedule that has one on each rank, and writes down what it is asked to compute."""
+
+    has_backward = True
+
+    def __init__(self, stage: int, stages: int):
+        self.stage_index, self.num_stages = stage, stages
+        self.is_first, self.is_last = stage == 0, stage == stages - 1
+        self.order: list[tuple[int, str, int]] = []
+
+    def forward_one_chunk(self, micro: int, *args: Any, **kwargs: Any) -> None:
+        self.order.append((self.stage_index, "F", micro))
+
+    def backward_one_chunk(self, micro: int, *args: Any, **kwargs: Any) -> None:
+        self.order.append((self.stage_index, "B", micro))
+
+    def sends(self, micro: int) -> list[Any]:
+        return []
+
+    get_fwd_recv_ops = get_fwd_send_ops = get_bwd_recv_ops = get_bwd_send_ops = sends
+
+    def perform_reduce_grad(self, factor: int) -> None:
+        pass
+
+
+def order(plan: Plan) -> dict[int, list[tuple[int, str, int]]]:
+    """Of each pp rank the stages, kinds and micro-batches in the order of torch's schedule. `plan`: all of it said.
+
+    Schedules with several stages on a rank keep a list of it; the others are run on stages that only take notes, since the list that
+    some releases keep of them is not what they do.
+    """
+    assert plan.schedule is not None
+    assert plan.micro is not None
+    kind = getattr(pipelining, SCHEDULES[plan.schedule])
+    ranks = ranks_of(plan)
+    if plan.stages == 1:
+        recorders = [Recorder(stage, plan.pp) for stage in range(plan.pp)]
+        for recorder in recorders:
+            schedule = kind(recorder, plan.micro)
+            schedule._initialize_stage = lambda *args, **kwargs: None
+            schedule._step_microbatches()
+        return {rank: recorder.order for rank, recorder in enumerate(recorders)}
+    own = [
+        SimpleNamespace(stage_index=stage, num_stages=len(ranks), group_size=plan.pp, group_rank=0, has_backward=True, submod=nn.Identity())
+        for stage, rank in enumerate(ranks)
+        if rank == 0
+    ]
+    actions = kind(own, plan.micro, loss_fn=lambda output, target: output).pipeline_order
+    return {
+        rank: [(action.stage_index, action.computation_type.value, action.microbatch_index) for action in of if action is not None]
+        for rank, of in actions.items()
+    }
+
+
+def chart(plan: Plan) -> Chart:
+    """Each rank computes in its order, as soon as it has what it needs; to send takes no time."""
+    assert plan.stages is not None
+    waiting = {rank: list(of) for rank, of in order(plan).items()}
+    last = len(ranks_of(plan)) - 1
+    done: dict[tuple[int, str, int], Fraction] = {}
+    free = dict.fromkeys(waiting, Fraction(0))
+    slots = []
+    while any(waiting.values()):
+        before = len(done)
+        for rank, of in waiting.items():
+            while of and all(need in done for need in _needs(*of[0], last)):
+                stage, kind, micro = of.pop(0)
+                start = max([free[rank], *(done[need] for need in _needs(stage, kind, micro, last))])
+                free[rank] = start + Fraction(TIMES[kind], plan.stages)
+                slots.append(Slot(rank, stage, kind, micro, start, free[rank]))
+                done[stage, "B" if kind == "I" else kind, micro] = free[rank]
+        if len(done) == before:
+            raise RuntimeError(f"{plan}: each rank waits for another")
+    return Chart(plan, tuple(slots))
+
+
+def _needs(stage: int, kind: str, micro: int, last: int) -> list[tuple[int, str, int]]:
+    if kind == "F":
+        return [(stage - 1, "F", micro)] if stage else []
+    if kind == "W":
+        return [(stage, "B", micro)]
+    return [(stage, "F", micro), *([(stage + 1, "B", micro)] if stage < last else [])]

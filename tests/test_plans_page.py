@@ -1,0 +1,91 @@
+"""The page of plans: its pictures are those that its script draws, and each of its commands is a plan that can be."""
+
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from paceline.errors import PlanError
+from paceline.plan.plan import RECOMPUTE, SCHEDULES, WORDS, parse, share
+from paceline.spec import Spec
+from paceline.task import load_task
+from paceline.training.prepare import rehearse
+
+DOCS = Path(__file__).parent.parent / "docs"
+PAGE = (DOCS / "plans.md").read_text()
+COMMANDS = re.findall(r"^    (paceline .+)$", PAGE, re.M)
+
+
+def plan_of(command: str):
+    """The plan, for its ranks and the batch. Raises PlanError, also for what only the model can tell."""
+    words = shlex.split(command)
+    said = {flag: words[at + 1] for at, flag in enumerate(words) if flag.startswith("--")}
+    plan = parse(said["--plan"]).on(int(said["--ranks"]))
+    spec = Spec(task=words[2], batch=int(said.get("--batch", Spec.model_fields["batch"].default)))
+    share(spec.batch, plan)
+    rehearse(spec, plan, load_task(spec.task, spec.set))
+
+
+def script(*flags: str):
+    return subprocess.run([sys.executable, DOCS / "draw_plans.py", *flags], capture_output=True, text=True, timeout=120)
+
+
+@pytest.fixture(scope="module")
+def checked():
+    return script("--check")
+
+
+def test_the_pictures_are_what_the_script_draws(checked):
+    assert checked.returncode == 0, checked.stdout + checked.stderr
+
+
+def test_the_bubbles_are_those_of_the_formula_and_on_the_page(checked):
+    """gpipe, 1f1b: (p-1)/(m+p-1) of the time. Of the ideal time interleaved: (p-1)/(v m), gradients of weights apart: (p-1)/(3 v m)."""
+    found = dict(re.findall(r"^(\S+) +bubble (\S+)% of the time", checked.stdout, re.M))
+    assert set(found) == set(SCHEDULES)
+    assert found["gpipe"] == found["1f1b"] == f"{100 * 3 / 11:.1f}"
+    for schedules, ideal in ((("interleaved",), 3 / (2 * 8)), (("zero-bubble", "zbv"), 3 / (3 * 2 * 8))):
+        assert all(found[schedule] == f"{100 * ideal / (1 + ideal):.1f}" for schedule in schedules)
+    for schedule, bubble, kept in re.findall(r"^(\S+) +bubble (\S+)% .*by rank: (.+)$", checked.stdout, re.M):
+        row = next(line for line in PAGE.splitlines() if line.startswith(f"| `{schedule}`"))
+        assert f"| {bubble} %" in row
+        assert f"| {kept} |" in row
+
+
+def test_another_picture_is_noticed(tmp_path):
+    for name in ("draw_plans.py", "schedules.py"):
+        (tmp_path / name).write_text((DOCS / name).read_text())
+    (tmp_path / "plans").mkdir()
+    for picture in (DOCS / "plans").glob("*.svg"):
+        (tmp_path / "plans" / picture.name).write_text(picture.read_text().replace("backward, input", "backwards"))
+    done = subprocess.run([sys.executable, tmp_path / "draw_plans.py", "--check"], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 1
+    assert "schedule-zbv.svg" in done.stderr
+    assert "ddp.svg" not in done.stderr
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_each_command_is_a_plan(command):
+    plan_of(command)
+
+
+@pytest.mark.parametrize("plan", ["pp=4,schedule=interleaved,micro=6", "pp=2,cp=2", "tp=3", "pp=4,schedule=interleaved,stages=3,micro=8"])
+def test_a_command_that_cannot_be_is_noticed(plan):
+    with pytest.raises(PlanError):
+        plan_of(f"paceline train text --plan {plan} --ranks 4")
+
+
+def test_every_plan_has_its_place_and_picture():
+    said = "\n".join(COMMANDS)
+    words = [*WORDS, *(f"schedule={name}" for name in SCHEDULES), *(f"recompute={name}" for name in RECOMPUTE if name != "none")]
+    assert [word for word in words if word not in said] == []
+    shown = set(re.findall(r"\]\(plans/(\S+)\)", PAGE))
+    assert shown == {picture.name for picture in (DOCS / "plans").glob("*.svg")}
+
+
+def test_links_within_the_page_lead_somewhere():
+    anchors = {re.sub(r"[^\w\- ]", "", head.lower()).replace(" ", "-") for head in re.findall(r"^## (.+)$", PAGE, re.M)}
+    assert set(re.findall(r"\]\(#([^)]+)\)", PAGE)) <= anchors
