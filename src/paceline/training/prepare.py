@@ -136,6 +136,10 @@ def lay_out(
 ) -> Laid:
     """`plan` has its data degree said. `fill_with` gives the model, laid out on the meta device, other values than its initial ones.
     `training`: the split, if it is open."""
+    if plan.cp > 1:
+        from paceline.training import context
+
+        context.check(task, spec, plan)
     model, weights, recorded = build(spec, task)
     splits: Splits | None = None
     notes: tuple[str, ...] = () if recorded else (UNRECORDED,)
@@ -145,10 +149,6 @@ def lay_out(
 
         splits = find_splits(model, task, batch, plan.tp)
         notes += splits.notes
-    if plan.cp > 1:
-        from paceline.training import context
-
-        context.check(task, spec, plan)
     mesh = build_mesh(plan, device) if plan.is_mixed or plan.zero >= 2 else None
     pipeline = None
     if plan.pp > 1:
