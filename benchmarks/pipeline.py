@@ -43,7 +43,7 @@ def ours(schedule: str) -> tuple[Callable[[], Any], Any]:
     plan = parse(f"pp={RANKS},micro={MICRO},schedule={schedule}").on(RANKS)
     laid = lay_out(Spec(batch=MICRO * SHARE), plan, world(), TASK, CPU)
     pieces = batches()
-    return lambda: laid.update(pieces, 0, 1.0), laid.update.pipeline.schedule
+    return lambda: laid.step(pieces, 0, 1.0), laid.step.pipeline.schedule
 
 
 class First(nn.Module):

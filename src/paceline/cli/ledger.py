@@ -13,7 +13,7 @@ def ledger(
         str, typer.Argument(help="A built-in task (digits, mnist, text), my.py:Class, package.module:Class, or a run.toml.")
     ] = "digits",
     ranks: Annotated[int | None, Option(help="Ranks to play, as many as you like; needed where a run.toml does not say.")] = None,
-    plan: Annotated[str | None, Option(help="As for train: ddp, zero1, zero2, zero3, hsdp, or key=value.")] = None,
+    plan: Annotated[str | None, Option(help="As for train, but for those with pp or cp.")] = None,
     batch: Annotated[int | None, Option(help="Samples of the global batch, over all ranks.")] = None,
     set: Annotated[
         list[str] | None, Option(metavar="NAME=VALUE", help="A field of the task, or a dotted key such as optimizer.momentum.")

@@ -17,7 +17,10 @@ def train(
     ranks: Annotated[int | None, Option(help="Processes on this machine. Default: one a GPU, or one.")] = None,
     plan: Annotated[
         str | None,
-        Option(help="single, ddp, zero1, zero2, zero3, hsdp, local-sgd, post-local-sgd, parameter-server, or key=value: zero=3,micro=4."),
+        Option(
+            help="single, ddp, zero1, zero2, zero3, hsdp, local-sgd, post-local-sgd, parameter-server, or key=value: "
+            "tp=2, pp=2,schedule=1f1b,micro=8, cp=2, dp=2,tp=2,pp=2,zero=2."
+        ),
     ] = None,
     batch: Annotated[int | None, Option(help="Samples of the global batch, over all ranks.")] = None,
     epochs: Annotated[float | None, Option(help="Length in epochs. Default: 20.")] = None,

@@ -1,0 +1,134 @@
+"""Split weights on two ranks, and on two times two: steps/s beside the same by hand on torch's parallelize_module.
+
+    python benchmarks/tensor.py [--rounds 12]
+
+Both contenders live in the same processes and take turns, a block of steps each; what counts is the ratio of two neighbouring blocks.
+By hand means: a plan of names for parallelize_module, cross entropy over the split vocabulary, `fully_shard` over the data ranks, fused AdamW,
+and no norm of the gradient, which Paceline computes in each step.
+"""
+
+import argparse
+import os
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, loss_parallel, parallelize_module
+
+from paceline import Spec
+from paceline.launch.world import world
+from paceline.plan.plan import parse
+from paceline.tasks.text import Text
+from paceline.training.prepare import lay_out
+
+TP, SHARE, BLOCK = 2, 8, 4
+TASK = Text(width=256, depth=4, context=128)
+CPU = torch.device("cpu")
+
+
+def batch() -> tuple[torch.Tensor, torch.Tensor]:
+    tokens = torch.randint(256, (SHARE, TASK.context + 1), generator=torch.Generator().manual_seed(0))
+    return tokens[:, :-1], tokens[:, 1:]
+
+
+def ours() -> Callable[[], Any]:
+    dp = dist.get_world_size() // TP
+    plan = parse(f"tp={TP}" + (f",dp={dp},zero=2" if dp > 1 else "")).on(dist.get_world_size())
+    laid = lay_out(Spec(batch=SHARE * dp), plan, world(), TASK, CPU)
+    pieces = [batch()]
+    return lambda: laid.step(pieces, 0, 1.0)
+
+
+def by_hand() -> Callable[[], Any]:
+    dp = dist.get_world_size() // TP
+    mesh = init_device_mesh("cpu", (dp, TP), mesh_dim_names=("dp", "tp"))
+    model: Any = TASK.model()
+    columns, rows = ("query", "key", "value", "up"), ("out", "down")
+    parallelize_module(
+        model,
+        mesh["tp"],
+        {
+            "token": RowwiseParallel(input_layouts=Replicate(), output_layouts=Replicate()),
+            "head": ColwiseParallel(input_layouts=Replicate(), output_layouts=Shard(-1), use_local_output=False),
+            **{f"blocks.*.{name}": ColwiseParallel() for name in columns},
+            **{f"blocks.*.{name}": RowwiseParallel() for name in rows},
+        },
+    )
+    if dp > 1:
+        for block in model.blocks:
+            fully_shard(block, mesh=mesh["dp"], reshard_after_forward=False)
+        fully_shard(model, mesh=mesh["dp"], reshard_after_forward=False)
+    kinds: dict[Any, list[Any]] = {}
+    for parameter in model.parameters():
+        kinds.setdefault(getattr(parameter, "device_mesh", None), []).append(parameter)
+    optimizer = torch.optim.AdamW([{"params": params} for params in kinds.values()], fused=True)
+    x, y = batch()
+
+    def step() -> None:
+        with loss_parallel():
+            F.cross_entropy(model(x).flatten(0, 1), y.flatten()).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step
+
+
+def seconds(step: Callable[[], Any]) -> float:
+    dist.barrier()
+    began = time.perf_counter()
+    for _ in range(BLOCK):
+        step()
+    dist.barrier()
+    return (time.perf_counter() - began) / BLOCK
+
+
+def be_a_rank(rounds: int) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    contenders = {"hand": by_hand(), "ours": ours()}
+    for step in contenders.values():
+        seconds(step)
+        seconds(step)
+    ratios, own = [], []
+    for at in range(rounds):
+        took = {name: seconds(contenders[name]) for name in (("hand", "ours") if at % 2 else ("ours", "hand"))}
+        ratios.append(took["hand"] / took["ours"])
+        own.append(took["ours"])
+    if dist.get_rank() == 0:
+        low, middle, high = statistics.quantiles(ratios, n=4)
+        dp = dist.get_world_size() // TP
+        name = f"tp={TP}" + (f", dp={dp}, zero=2" if dp > 1 else "")
+        print(
+            f"{name:18} {1e3 * statistics.median(own):7.1f} ms a step; steps/s of those by hand: {middle:.3f} ({low:.3f}–{high:.3f})",
+            flush=True,
+        )
+    dist.destroy_process_group()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=12)
+    rounds = parser.parse_args().rounds
+    if "RANK" in os.environ:
+        be_a_rank(rounds)
+        return
+    import machine
+
+    print(f"{machine.description()}, torch {torch.__version__}; gloo, one thread a rank; median (quartiles) of {rounds} rounds")
+    for ranks in (TP, 2 * TP):
+        words = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks), __file__, "--rounds", str(rounds)]
+        if status := subprocess.run([sys.executable, *words], env=os.environ | {"OMP_NUM_THREADS": "1"}).returncode:
+            sys.exit(status)
+
+
+if __name__ == "__main__":
+    main()
