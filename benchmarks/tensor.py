@@ -3,8 +3,8 @@
     python benchmarks/tensor.py [--rounds 12]
 
 Both contenders live in the same processes and take turns, a block of steps each; what counts is the ratio of two neighbouring blocks.
-By hand means: a plan of names for parallelize_module, cross entropy over the split vocabulary, `fully_shard` over the data ranks, fused AdamW,
-and no norm of the gradient, which Paceline computes in each step.
+By hand means: a plan of names for parallelize_module, cross entropy over the split vocabulary, `fully_shard` over the data ranks,
+fused AdamW, and no norm of the gradient, which Paceline computes in each step.
 """
 
 import argparse

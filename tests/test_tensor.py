@@ -65,6 +65,13 @@ class Gated(nn.Module):
         return self.down(F.silu(self.gate(x)) * self.up(x))
 
 
+class Drops(Gated):
+    """Dropout in what is split, and in what each rank has whole."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.dropout(super().forward(F.dropout(x, 0.3)), 0.3) + self.down(F.dropout(self.up(x), 0.3))
+
+
 class LooksInside(Gated):
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x) + self.up.weight.sum()
@@ -233,6 +240,14 @@ def one_process(at: int) -> Trained:
 def test_the_training_is_that_of_one_process(at: int, size: int, plan: str) -> None:
     skip_without_transformers(TASKS[at])
     assert not differences(trained(size, TASKS[at], SPEC, plan), one_process(at), 1e-11)
+
+
+def test_ranks_drop_the_same_of_what_they_share() -> None:
+    """`trained` holds the ranks against each other: their weights would part at once."""
+    drops = Sequences(kind="Drops")
+    found = trained(2, drops, SPEC, "tp=2")
+    assert found.losses != trained(1, Sequences(kind="Gated"), SPEC).losses
+    assert not differences(trained(4, drops, SPEC, "tp=4"), found, 1.0)
 
 
 def losses_were_split(task: Task, plan: str) -> bool:

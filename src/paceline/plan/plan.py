@@ -21,6 +21,11 @@ class Place:
     tp: int
 
     @property
+    def stream(self) -> tuple[int, int]:
+        """Which random stream a rank draws dropout from: ranks that share samples and layers must agree where they compute the same."""
+        return self.pp, self.dp
+
+    @property
     def is_first_of_data(self) -> bool:
         """Of the ranks with the same samples the one that counts them."""
         return not (self.pp or self.cp or self.tp)

@@ -1,7 +1,6 @@
 """Layers over ranks: the stages of a model under one of torch's schedules, and the step, evaluation and layout that belong to them."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import astuple
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -172,7 +171,7 @@ class Pipeline:
         whole: list[Tensor | float] = []
 
         def forward(stage: Stage, micro: int) -> Tensor:
-            start_stream(derive(self.seed, "model", step, micro, *astuple(self.place), stage.index), self.device)
+            start_stream(derive(self.seed, "model", step, micro, *self.place.stream, stage.index), self.device)
             batch = batches[micro]
             with autocast(self.precision, self.device):
                 output = call(self.task, self.model, batch)

@@ -3,7 +3,7 @@
 import contextlib
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import astuple, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from functools import reduce
 from operator import add
 from typing import TYPE_CHECKING, Any
@@ -122,7 +122,7 @@ class Step:
         items: list[Tensor | float] = []
         whole: Tensor | float | None = None
         for micro, batch in enumerate(batches):
-            start_stream(derive(self.seed, "model", step, micro, *astuple(replace(self.place, cp=0))), self.device)
+            start_stream(derive(self.seed, "model", step, micro, *self.place.stream), self.device)
             with self._sync_if(micro == len(batches) - 1):
                 with autocast(self.precision, self.device):
                     loss, items_here = weighed_loss(self.task, self.model, batch)
