@@ -33,7 +33,7 @@ def folder(tmp_path_factory):
 
 def test_the_tour(folder):
     commands = [line.partition("#")[0].strip() for line in blocks("README.md")["commands"].splitlines()]
-    assert len(commands) == 9
+    assert len(commands) == 10
     for command in commands:
         run(command, folder)
     assert (folder / "weights.safetensors").exists()
