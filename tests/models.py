@@ -9,6 +9,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from paceline import Layout, Task
+from paceline.tasks import text as tasks
+from paceline.tasks.text import Windows
 from paceline.training.data import shuffled
 
 SAMPLES = 29  # a prime, so that every step begins elsewhere in an epoch
@@ -130,6 +132,18 @@ class Text(Task):
 
     def weights(self, batch: Any) -> Tensor:
         return batch["mask"]
+
+
+class ShortText(tasks.Text):
+    """The built-in GPT on little text."""
+
+    width: int = 16
+    depth: int = 2
+    context: int = 8
+
+    def dataset(self, split: str) -> Any:
+        windows = super().dataset(split)
+        return Windows(windows.text[: 8 * (SAMPLES if split == "train" else 11) + 1], self.context)
 
 
 class ScalarText(Text):

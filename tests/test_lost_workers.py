@@ -83,6 +83,7 @@ def test_a_worker_that_fails_ends_all(tmp_path: Path) -> None:
     assert "Traceback" not in result.err
 
 
+@pytest.mark.slow
 def test_a_signal_stops_it_and_resume_goes_on(tmp_path: Path) -> None:
     run = tmp_path / "run"
     with begin(tmp_path, "parameter-server,staleness=0") as running:

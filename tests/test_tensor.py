@@ -16,7 +16,6 @@ from paceline.errors import PlanError, TaskError
 from paceline.plan.plan import Plan
 from paceline.spec import Optimizer
 from paceline.tasks.digits import Digits
-from paceline.tasks.text import Text
 from paceline.training import tensor
 from paceline.training.tensor import Splits, find_splits
 
@@ -215,7 +214,7 @@ def test_sizes_that_do_not_divide(task: Task, tp: int, message: str) -> None:
 
 
 TASKS: list[Task] = [
-    Text(width=16, depth=2, heads=4, context=8),
+    models.ShortText(),
     Digits(width=4),
     Sequences(),
     Sequences(kind="SaysHeads"),
@@ -235,8 +234,19 @@ def one_process(at: int) -> Trained:
     return trained(1, TASKS[at], SPEC)
 
 
-@pytest.mark.parametrize(("size", "plan"), PLANS)
-@pytest.mark.parametrize("at", range(len(TASKS)), ids=lambda at: f"{type(TASKS[at]).__name__}-{getattr(TASKS[at], 'kind', '')}")
+CASES = [
+    pytest.param(
+        at,
+        *plan,
+        id=f"{type(task).__name__}-{getattr(task, 'kind', '')}-{plan[0]}-{plan[1]}",
+        marks=[pytest.mark.slow] if at and plan != PLANS[0] else [],
+    )
+    for at, task in enumerate(TASKS)
+    for plan in PLANS
+]
+
+
+@pytest.mark.parametrize(("at", "size", "plan"), CASES)
 def test_the_training_is_that_of_one_process(at: int, size: int, plan: str) -> None:
     skip_without_transformers(TASKS[at])
     assert not differences(trained(size, TASKS[at], SPEC, plan), one_process(at), 1e-11)

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils._pytree import tree_leaves, tree_map
 
 from paceline.errors import PlanError, TaskError
 from paceline.plan.plan import Plan
@@ -171,10 +172,22 @@ def _shard(model: nn.Module, units: list[nn.Module], plan: Plan, mesh: DeviceMes
     from torch.distributed.fsdp import fully_shard  # 0.7 s to import
 
     refuse_scalars(plan, model)
+    for unit in [*units, model]:
+        unit.register_forward_hook(own_memory)
     for unit in units:
         fully_shard(unit, mesh=mesh, reshard_after_forward=plan.zero == 3)
     # The root is gathered again at once by the backward pass, so that to reshard it would be in vain.
     fully_shard(model, mesh=mesh, reshard_after_forward=False)
+
+
+def own_memory(module: nn.Module, args: Any, output: Any) -> Any:
+    """A forward hook: outputs that are views are copied. An operation in place on one would drop `fully_shard`'s hook for the backward
+    pass, and with it the gathering of weights (torch 2.13 warns of it)."""
+
+    def is_view(leaf: Any) -> bool:
+        return isinstance(leaf, torch.Tensor) and leaf.requires_grad and leaf._is_view()
+
+    return tree_map(lambda leaf: leaf.clone() if is_view(leaf) else leaf, output) if any(map(is_view, tree_leaves(output))) else None
 
 
 def refuse_scalars(plan: Plan, model: nn.Module) -> None:

@@ -15,7 +15,7 @@ from paceline.task import Task
 from paceline.training.cut import Like, Model, Recording
 from paceline.training.data import Batch
 from paceline.training.gates import Gates, parts_of
-from paceline.training.parallelize import blocks, compile_units, data_mesh, recompute, refuse_scalars
+from paceline.training.parallelize import blocks, compile_units, data_mesh, own_memory, recompute, refuse_scalars
 from paceline.training.seeds import derive, start_stream
 from paceline.training.shards import local
 from paceline.training.stages import Division, Stage, divide, ranks_of
@@ -124,6 +124,8 @@ class Pipeline:
                 )
         # A schedule with several stages says itself when their parameters are gathered.
         again = self.plan.zero == 3 and len(self.stages) == 1
+        for unit in units:
+            unit.register_forward_hook(own_memory)
         for stage in self.stages:
             here = {id(module) for module in stage.parts.modules()}
             for unit in units:
