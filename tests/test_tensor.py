@@ -109,6 +109,15 @@ class Sequences(Task):
         return Layout(tensor=self.tensor)
 
 
+class Normed(models.NormedImages):
+    """BatchNorm counts the samples of the data ranks, not those of all ranks."""
+
+    def model(self) -> nn.Module:
+        return nn.Sequential(
+            nn.Conv2d(1, 4, 3, bias=False), nn.BatchNorm2d(4), nn.Tanh(), nn.Flatten(), nn.Linear(144, 8), nn.Tanh(), nn.Linear(8, 7)
+        )
+
+
 class Encoder(Sequences):
     def model(self) -> nn.Module:
         layer = nn.TransformerEncoderLayer(16, 2, 32, dropout=0.0, batch_first=True)
@@ -217,6 +226,7 @@ TASKS: list[Task] = [
     models.ShortText(),
     Digits(width=4),
     Sequences(),
+    Normed(),
     Sequences(kind="SaysHeads"),
     Encoder(),
     *(HuggingFace(kind=kind) for kind in ("llama", "llama-tied", "gpt2", "qwen3")),

@@ -357,7 +357,6 @@ def test_the_command_on_all_plans(at: Path) -> None:
         (("my.py:Mine", "--plan", "hsdp,replicate=3", "--ranks", "2"), "does not divide 2 ranks"),
         (("my.py:Mine", "--batch", "7", "--plan", "ddp", "--ranks", "2"), "batch 7 is not divisible"),
         (("my.py:Mine", "--all", "--plan", "ddp"), "say one of both"),
-        (("my.py:Mine", "--plan", "local-sgd", "--ranks", "2"), "another update than that of one process"),
         (("my.py:Mine", "--plan", "ddp", "--set", "widht=3"), "did you mean width?"),
         (("my.py:Mine", "--plan", "ddp", "--json", "no/such.json"), "there is no folder no"),
         (("my.py:Mine",), "say --plan PLAN or --all"),

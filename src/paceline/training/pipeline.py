@@ -107,12 +107,6 @@ class Pipeline:
         self.tied = _groups(list(names.values()), self.division, self.ranks, plan, self.place, set().union(*held))
         self.schedule = self._schedule()
 
-    def data_group(self) -> dist.ProcessGroup | None:
-        """The ranks that have other samples for the same stages. A collective."""
-        copies = self.plan.copies
-        groups = [dist.new_group(range(pp * copies, (pp + 1) * copies)) for pp in range(self.plan.pp)]
-        return groups[self.place.pp]
-
     def _shard(self, units: Sequence[nn.Module]) -> None:
         from torch.distributed.fsdp import fully_shard
 

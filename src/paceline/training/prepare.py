@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from paceline.errors import CheckpointError, DataError, PlanError
 from paceline.launch.world import World
-from paceline.plan.plan import Plan
+from paceline.plan.plan import Place, Plan
 from paceline.run import RunFolder
 from paceline.spec import Spec
 from paceline.task import Task
@@ -157,7 +157,7 @@ def lay_out(
         assert mesh is not None
         pipeline = Pipeline(task, model, plan, mesh, world.rank, device, spec.precision, spec.seed, batch, splits)
     if plan.copies > 1 and any(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in model.modules()):
-        model = over_all_ranks(model, device, pipeline.data_group() if pipeline is not None else None)
+        model = over_all_ranks(model, device, _group_of_samples(plan, world.rank))
     pretrained = task.pretrained()
     fill = partial(fill_, weights=weights, device=device, pretrained=Path(pretrained) if pretrained is not None else None)
     if pipeline is not None:
@@ -186,6 +186,17 @@ def lay_out(
     if splits is not None and mesh is not None:
         _split_step(update, model, splits, task, batch, mesh["tp"] if mesh.ndim > 1 else mesh)
     return Laid(model, update, update, notes, local)
+
+
+def _group_of_samples(plan: Plan, rank: int) -> dist.ProcessGroup | None:
+    """The ranks that have other samples for the same part of the model; None: all. A collective."""
+    if plan.dp == plan.copies and plan.pp == 1:
+        return None
+    members: dict[Place, list[int]] = {}
+    for other in range(plan.copies * plan.pp):
+        members.setdefault(replace(plan.place(other), dp=0), []).append(other)
+    groups = {place: dist.new_group(ranks) for place, ranks in members.items()}
+    return groups[replace(plan.place(rank), dp=0)]
 
 
 UNRECORDED = "the model's constructor cannot be recorded, so each rank builds it whole before it keeps its share (docs/tasks.md)"

@@ -119,7 +119,7 @@ class Verification:
         """Raises PlanError and TaskError for a plan that cannot be, RankError when a rank failed."""
         plan = asked.on(self.size)
         if plan.is_asynchronous:
-            raise PlanError(f"plan {asked} makes another update than one process; held() tells what holds of it instead")
+            raise PlanError(f"plan {asked} makes another update than that of one process; held() tells what holds of it instead")
         share(self.spec.batch, plan)
         assert plan.micro is not None
         self.reference()
