@@ -1,7 +1,6 @@
 """Whatever the plan, ranks and micro-batches: losses, gradient norms and final weights are those of one process."""
 
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import cache
 from itertools import combinations, product
@@ -16,6 +15,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils.data import default_collate
 
 import models
+from faults import replaced
 from harness import Trained, differences, ranks, trained, training
 from paceline import Spec, Task
 from paceline.errors import Error, PlanError, TaskError
@@ -214,16 +214,6 @@ def test_there_is_something_to_go_wrong() -> None:
 
 
 # Negative controls: what is planted here must be caught by the comparison above.
-
-
-@contextmanager
-def replaced(owner: Any, attribute: str, by: Any) -> Iterator[None]:
-    original = getattr(owner, attribute)
-    setattr(owner, attribute, by(original))
-    try:
-        yield
-    finally:
-        setattr(owner, attribute, original)
 
 
 def scaled_by_ranks() -> Any:

@@ -31,11 +31,12 @@ def check(spec: Spec, launch: Launch, me: World) -> Launch:
     work = task.load_task(spec.task, spec.set)
     ranks = me.size if me.launcher is not None else launch.ranks or _devices(launch.device)
     plan = plan if plan is not None else Plan(dp=1) if ranks == 1 else Plan()
-    share(spec.batch, plan.on(ranks))
+    laid_out = plan.on(ranks)
+    share(spec.batch, laid_out)
     if me.launcher is None and (plan.is_mixed or plan.cp > 1):  # what only the model can tell
         from paceline.training.prepare import rehearse
 
-        rehearse(spec, plan.on(ranks), work)
+        rehearse(spec, laid_out, work)
     return launch.model_copy(update={"ranks": ranks, "plan": str(plan)})
 
 

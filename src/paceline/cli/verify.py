@@ -36,19 +36,19 @@ def verify(
 
     Exit status: 0 the same training, 1 not, 2 bad input.
     """
-    file = Path(target) if target.endswith(".toml") else None
+    from paceline.cli.start import read
+
     flags: dict[str, Any] = {
-        "task": None if file else target,
         "ranks": ranks,
         "plan": plan,
         "batch": batch,
+        "steps": steps,
         "seed": seed,
         "optimizer.lr": lr,
         "optimizer.name": optimizer,
         "optimizer.clip": clip,
     }
-    overrides = {key: value for key, value in flags.items() if value is not None} | specs.parse_overrides(set or [])
-    spec, launch = specs.load(file, specs.one_length(overrides | {"steps": steps}))
+    spec, launch = read(target, flags, set or [])
     if all and plan is not None:
         raise SpecError(f"--all is every plan, and --plan {plan} is one of them; say one of both")
     if not all and launch.plan is None:

@@ -88,15 +88,15 @@ def discover(model: nn.Module, run: Callable[[], Any], tp: int) -> Found:
         wrong = _differs(model, run, seen, columns, rows, groups, tp) if columns else None
         if wrong is None:
             break
-        rejected |= {root for root in groups if _pattern(root) == _pattern(wrong)}
-    own = sorted({_pattern(name) for name, root in seen.root_of.items() if root in rejected})
+        rejected |= {root for root in groups if pattern(root) == pattern(wrong)}
+    own = sorted({pattern(name) for name, root in seen.root_of.items() if root in rejected})
     notes = (f"tp: {', '.join(own)} cannot be split in pairs, because the forward says their sizes itself",) if own else ()
     partial = frozenset(name for one, names in seen.partial.items() if seen.root(one) in groups for name in names)
     called = frozenset(seen.calls) - seen.looked_at
     return Found(frozenset(columns), frozenset(rows), frozenset(seen.heads - rows), called, partial, notes)
 
 
-def _pattern(name: str) -> str:
+def pattern(name: str) -> str:
     return re.sub(r"\d+", "*", name)
 
 

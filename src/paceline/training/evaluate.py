@@ -28,13 +28,13 @@ def evaluate(
             with autocast(update.precision, device):
                 values = {"loss": task.loss(output, data), **task.metrics(output, data)}
             weights = task.weights(data)
+            counted = bool(numbers) and update.counts
             for name, value in values.items():
                 if not isinstance(value, Tensor):
                     raise TaskError(f"metrics() must return tensors, got {type(value).__name__} for {name!r}")
                 fitting = weights if weights is not None and (not value.dim() or value.shape == weights.shape) else None
                 total, count = weighed(task, value.double(), fitting, data, name)
                 here = torch.stack([total, torch.as_tensor(count, dtype=total.dtype, device=total.device)])
-                counted = bool(numbers) and update.counts
                 sums[name] = sums.get(name, torch.zeros(2, dtype=torch.float64, device=device)) + here * counted
     finally:
         update.model.train()

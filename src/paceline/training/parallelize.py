@@ -68,7 +68,7 @@ def parallelize(
         from paceline.training.tensor import split
 
         assert mesh is not None
-        split(model, splits, mesh["tp"] if mesh.ndim > 1 else mesh)
+        split(model, splits, mesh["tp"])
     if plan.cp > 1:
         _split_sequence(model, units, plan, device, compile)
     if plan.recompute != "none":

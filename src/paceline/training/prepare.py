@@ -32,10 +32,8 @@ from paceline.training.step import Step
 from paceline.training.weights import Weights, fill_, record
 
 if TYPE_CHECKING:
-    from paceline.training.tensor import Splits
-
-if TYPE_CHECKING:
     from paceline.training.server import Coordinator
+    from paceline.training.tensor import Splits
 
 WIDER = {torch.float32: torch.float64, torch.complex64: torch.complex128}
 
@@ -184,7 +182,7 @@ def lay_out(
     if local is not None:
         notes += tuple(local.notes())
     if splits is not None and mesh is not None:
-        _split_step(update, model, splits, task, batch, mesh["tp"] if mesh.ndim > 1 else mesh)
+        _split_step(update, model, splits, task, batch, mesh["tp"])
     return Laid(model, update, update, notes, local)
 
 

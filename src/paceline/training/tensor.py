@@ -19,7 +19,7 @@ from paceline.errors import PlanError, TaskError
 from paceline.spec import nearest
 from paceline.task import Task
 from paceline.training.data import Batch
-from paceline.training.discover import Found, discover, features, is_embedding, is_linear, is_transposed
+from paceline.training.discover import Found, discover, features, is_embedding, is_linear, is_transposed, pattern
 from paceline.training.imagine import imagined, is_imagined
 from paceline.training.shards import local
 
@@ -72,9 +72,7 @@ def find_splits(model: nn.Module, task: Task, batch: Batch, tp: int) -> Splits:
 
 
 def _list(names: list[str]) -> str:
-    from paceline.training.discover import _pattern
-
-    patterns = list(dict.fromkeys(map(_pattern, names))) if len(names) > 4 else names
+    patterns = list(dict.fromkeys(map(pattern, names))) if len(names) > 4 else names
     return ", ".join(patterns[:8]) + (" …" if len(patterns) > 8 else "")
 
 
@@ -100,25 +98,25 @@ def _own_plan(model: nn.Module, found: Found) -> dict[str, str]:
     plan = getattr(model, "tp_plan", None)
     if not isinstance(plan, Mapping):
         return {}
-    styles = {name: HUGGING_FACE[style] for pattern, style in plan.items() if style in HUGGING_FACE for name in _matching(model, pattern)}
+    styles = {name: HUGGING_FACE[style] for names, style in plan.items() if style in HUGGING_FACE for name in _matching(model, names)}
     return {name: style for name, style in styles.items() if name not in found.called and is_linear(model.get_submodule(name))}
 
 
 def _asked(model: nn.Module, tensor: Mapping[str, str] | None, tp: int) -> dict[str, str]:
     styles = {}
-    for pattern, style in (tensor or {}).items():
+    for path, style in (tensor or {}).items():
         if style not in STYLES:
-            raise TaskError(f"layout().tensor[{pattern!r}] is {style!r}{nearest(style, STYLES)}")
-        names = _matching(model, pattern)
+            raise TaskError(f"layout().tensor[{path!r}] is {style!r}{nearest(style, STYLES)}")
+        names = _matching(model, path)
         if not names:
             raise TaskError(
-                f"layout().tensor names {pattern!r}, which the model has not{nearest(pattern, [n for n, _ in model.named_modules() if n])}"
+                f"layout().tensor names {path!r}, which the model has not{nearest(path, [n for n, _ in model.named_modules() if n])}"
             )
         for name in names:
             module: Any = model.get_submodule(name)
             fits = is_embedding(module) if style == "vocabulary" else is_linear(module)
             if style != "whole" and not fits:
-                raise TaskError(f"layout().tensor[{pattern!r}] is {style!r}, which a {type(module).__name__} cannot be")
+                raise TaskError(f"layout().tensor[{path!r}] is {style!r}, which a {type(module).__name__} cannot be")
             size = module.num_embeddings if style == "vocabulary" else features(module)[0 if style == "row" else 1] if fits else 0
             if size % tp:
                 raise PlanError(f"tp={tp} does not divide the {size} {'rows' if style == 'vocabulary' else 'features'} of {name}")
@@ -126,8 +124,8 @@ def _asked(model: nn.Module, tensor: Mapping[str, str] | None, tp: int) -> dict[
     return styles
 
 
-def _matching(model: nn.Module, pattern: str) -> list[str]:
-    return [name for name, _ in model.named_modules() if fnmatch.fnmatchcase(name, pattern)]
+def _matching(model: nn.Module, path: str) -> list[str]:
+    return [name for name, _ in model.named_modules() if fnmatch.fnmatchcase(name, path)]
 
 
 def _drop_unlike_ties(model: nn.Module, styles: dict[str, str]) -> None:
