@@ -16,7 +16,7 @@ from torch.utils.data import default_collate
 
 import models
 from faults import replaced
-from harness import Trained, differences, ranks, trained, training
+from harness import Trained, difference, differences, ranks, trained, training
 from paceline import Spec, Task
 from paceline.errors import Error, PlanError, TaskError
 from paceline.launch.world import world
@@ -124,6 +124,23 @@ def test_parameters_used_on_some_ranks(size: int, plan: str, recipe: str) -> Non
 def test_a_scalar_parameter(plan: str) -> None:
     found = trained(2, models.Temperature(), wanted("sgd", "fp64"), plan)
     assert not differences(found, one_process(models.Temperature, "sgd", "fp64"), 1e-12)
+
+
+@pytest.mark.parametrize("plan", ["ddp", "zero1", "zero3"])
+def test_batch_norm_of_each_rank(plan: str) -> None:
+    """A rank is to its samples what a micro-batch is; but running statistics go one step, not two."""
+    spec = wanted("sgd", "fp64").model_copy(update={"steps": 1})
+    found = trained(2, models.NormedImages(), spec.model_copy(update={"batch_norm": "local"}), plan)
+    assert any("batch_norm=local" in note for note in found.notes)
+    halves = trained(1, models.NormedImages(), spec, "single,micro=2")
+    whole = trained(1, models.NormedImages(), spec, "single")
+    assert found.losses != pytest.approx(whole.losses, rel=1e-6)
+    assert found.losses == pytest.approx(halves.losses, rel=1e-12)
+    assert difference(found.weights["1.running_mean"], whole.weights["1.running_mean"]) < 1e-12  # the mean of the ranks' means
+    assert difference(found.weights["1.running_var"], whole.weights["1.running_var"]) > 1e-6
+    for name, weight in found.weights.items():
+        if "running" not in name and "num_batches" not in name:
+            assert difference(weight, halves.weights[name]) < 1e-12, name
 
 
 def refused(task: Task, plan: str, error: type[Error] = PlanError) -> str:

@@ -95,6 +95,7 @@ class Spec(Value):
     precision: Literal["fp64", "fp32", "bf16", "fp16"] = "fp32"
     tf32: bool = False  # let CUDA round the inputs of float32 products to TF32
     compile: bool = False
+    batch_norm: Literal["global", "local"] = "global"  # whose samples it takes its statistics from: of all ranks, or of each rank
     evaluate_every: int | None = Field(None, ge=1)  # steps; None: after each epoch and at the end
     threads: int | None = Field(None, ge=1)  # of torch on each rank; None: the cores divided by the ranks of this machine
     timeout_s: float = Field(600.0, gt=0)  # after which a rank gives up waiting for another

@@ -244,10 +244,13 @@ def parse(text: str) -> Plan:
 
 
 def share(batch: int, plan: Plan) -> int:
-    """Samples of a micro-batch on one data rank, of a plan whose data degree is said. Raises PlanError when it cannot be split so."""
+    """Samples of a micro-batch on one data rank (some workers of a parameter server have one more), of a plan whose data degree is said.
+    Raises PlanError when it cannot be split so."""
     assert plan.dp is not None
     assert plan.micro is not None
     parts = plan.dp * plan.micro
+    if plan.servers and batch >= parts:  # they weigh what each worker sends
+        return share(batch, replace(plan, dp=1, servers=None, staleness=None)) // plan.dp
     if batch % parts:
         below, above = batch - batch % parts, batch - batch % parts + parts
         way_out = f"use --batch {above}" + (f" or {below}" if below else "")

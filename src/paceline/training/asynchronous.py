@@ -15,6 +15,7 @@ from paceline.launch.world import World
 from paceline.plan.plan import Plan
 from paceline.spec import Spec
 from paceline.task import Task
+from paceline.training.batch_norm import running_statistics
 from paceline.training.optim import check_schedule
 from paceline.training.parallelize import ELEMENTWISE
 from paceline.training.pieces import deal
@@ -50,7 +51,7 @@ def train_against_servers(
     assert isinstance(update, Step)
     trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
     dealt = deal(trained, plan.servers, by_row=type(optimizer).__name__ in ELEMENTWISE)
-    statistics = _statistics(model)
+    statistics = running_statistics(model)
     total = spec.total_steps(data.samples)
     check_schedule(spec.schedule, total * spec.batch)
     first_alone = dist.new_group([0], backend="gloo")
@@ -84,16 +85,6 @@ class _Nothing:
 
     def __getitem__(self, part: object) -> None:
         return None
-
-
-def _statistics(model: nn.Module) -> dict[str, Tensor]:
-    """Running statistics of BatchNorm, which workers average; other buffers may mean anything, and stay where they are."""
-    return {
-        f"{path}.{name}".lstrip("."): buffer
-        for path, module in model.named_modules()
-        if isinstance(module, nn.modules.batchnorm._NormBase)
-        for name, buffer in module.named_buffers(recurse=False)
-    }
 
 
 def _notes(plan: Plan, statistics: dict[str, Tensor]) -> tuple[str, ...]:

@@ -1,4 +1,7 @@
-"""BatchNorm over the samples of all ranks: torch's SyncBatchNorm on CUDA, and its like on the CPU, where torch's refuses to run."""
+"""BatchNorm over the samples of all ranks: torch's SyncBatchNorm on CUDA, and its like on the CPU, where torch's refuses to run.
+
+Or over those of each rank, where somebody asks for it.
+"""
 
 from functools import partial
 from types import MethodType
@@ -26,6 +29,26 @@ def of_this_rank(model: nn.Module) -> None:
     for module in model.modules():
         if isinstance(module, nn.modules.batchnorm._BatchNorm):
             module.forward = MethodType(nn.modules.batchnorm._BatchNorm.forward, module)  # type: ignore[method-assign]
+
+
+def running_statistics(model: nn.Module) -> dict[str, Tensor]:
+    """Buffers of BatchNorm, by name. Those of other layers may mean anything."""
+    return {
+        f"{path}.{name}".lstrip("."): buffer
+        for path, module in model.named_modules()
+        if isinstance(module, nn.modules.batchnorm._NormBase)
+        for name, buffer in module.named_buffers(recurse=False)
+    }
+
+
+@torch.no_grad()
+def average_(statistics: list[Tensor], group: dist.ProcessGroup | None) -> None:
+    """Make running means and variances those of all ranks of a group, which each took from its own samples."""
+    flat = torch.cat([buffer.flatten() for buffer in statistics])
+    dist.all_reduce(flat, group=group)
+    flat /= dist.get_world_size(group)
+    parts = flat.split([buffer.numel() for buffer in statistics])
+    torch._foreach_copy_(statistics, [part.view_as(buffer) for part, buffer in zip(parts, statistics, strict=True)])
 
 
 class _SumOverRanks(torch.autograd.Function):

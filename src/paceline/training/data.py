@@ -72,7 +72,9 @@ def _mix(values: Numbers, key: int) -> Numbers:
 
 @dataclass(frozen=True)
 class Part:
-    """What one rank has of the samples: micro-batch m of a step begins at step·batch + m·(batch / micro)."""
+    """What one rank has of the samples: micro-batch m of a step begins at step·batch + m·(batch / micro).
+
+    The parts of the ranks differ by one sample at the most; all plans but a parameter server want them equal."""
 
     batch: int
     micro: int
@@ -82,11 +84,14 @@ class Part:
     @property
     def share(self) -> int:
         """Samples of a micro-batch on this rank."""
-        return self.batch // (self.micro * self.ranks)
+        return self._begin(self.rank + 1) - self._begin(self.rank)
+
+    def _begin(self, rank: int) -> int:
+        return self.batch // self.micro * rank // self.ranks
 
     def numbers(self, step: int) -> Numbers:
         """Numbers of the samples of a step on this rank, shape (micro, share)."""
-        first = step * self.batch + self.rank * self.share
+        first = step * self.batch + self._begin(self.rank)
         return first + np.arange(self.micro)[:, None] * (self.batch // self.micro) + np.arange(self.share)[None, :]
 
 

@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 from paceline.errors import PlanError
 from paceline.plan.plan import Place, Plan
 from paceline.training import checkpoint
-from paceline.training.batch_norm import of_this_rank
+from paceline.training.batch_norm import of_this_rank, running_statistics
 from paceline.training.optim import Norm
 from paceline.training.parallelize import release
 from paceline.training.step import Step
@@ -36,7 +36,7 @@ class LocalSgd:
     def __post_init__(self) -> None:
         if self.update.loss_scale is not None:
             raise PlanError(f"plan {self.update.plan} with fp16: each rank would need a loss scale of its own; use bf16 or fp32")
-        self._averaged = [*self.update.params, *_statistics(self.model)]
+        self._averaged = [*self.update.params, *filter(torch.is_floating_point, running_statistics(self.model).values())]
 
     def before(self, step: int) -> None:
         """`step` steps are done."""
@@ -101,7 +101,7 @@ class LocalSgd:
         every = "the weights are averaged" + (f" every {self.period} steps" if self.period > 1 else " after each step")
         note = f"local SGD: {until}each rank makes its own updates and {every}, which is not the update of one process"
         statistics = "BatchNorm takes its statistics from the samples of each rank then; the running ones are averaged with the weights"
-        return (note, *([statistics] if _statistics(self.model) else []))
+        return (note, *([statistics] if running_statistics(self.model) else []))
 
 
 def local_sgd(model: nn.Module, update: Step, plan: Plan) -> LocalSgd | None:
@@ -109,9 +109,3 @@ def local_sgd(model: nn.Module, update: Step, plan: Plan) -> LocalSgd | None:
     if plan.period is None or plan.dp == 1:
         return None
     return LocalSgd(model, update, plan.period, plan.switch or 0)
-
-
-def _statistics(model: nn.Module) -> list[Tensor]:
-    """Running means and variances of BatchNorm. Other buffers may mean anything, and stay with their ranks."""
-    layers = [module for module in model.modules() if isinstance(module, nn.modules.batchnorm._NormBase)]
-    return [buffer for layer in layers for buffer in layer.buffers(recurse=False) if buffer.is_floating_point()]

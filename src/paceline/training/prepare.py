@@ -21,7 +21,7 @@ from paceline.run import RunFolder
 from paceline.spec import Spec
 from paceline.task import Task
 from paceline.training import checkpoint
-from paceline.training.batch_norm import over_all_ranks
+from paceline.training.batch_norm import average_, over_all_ranks, running_statistics
 from paceline.training.data import Batch, Samples, open_dataset
 from paceline.training.imagine import example
 from paceline.training.local_sgd import LocalSgd, local_sgd
@@ -154,8 +154,10 @@ def lay_out(
 
         assert mesh is not None
         pipeline = Pipeline(task, model, plan, mesh, world.rank, device, spec.precision, spec.seed, batch, splits)
-    if plan.copies > 1 and any(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in model.modules()):
-        model = over_all_ranks(model, device, _group_of_samples(plan, world.rank))
+    statistics = running_statistics(model) if plan.copies > 1 else {}
+    group = _group_of_samples(plan, world.rank) if statistics else None
+    if statistics and spec.batch_norm == "global":
+        model = over_all_ranks(model, device, group)
     pretrained = task.pretrained()
     fill = partial(fill_, weights=weights, device=device, pretrained=Path(pretrained) if pretrained is not None else None)
     if pipeline is not None:
@@ -181,6 +183,10 @@ def lay_out(
     local = local_sgd(model, update, plan)
     if local is not None:
         notes += tuple(local.notes())
+    if spec.batch_norm == "local" and statistics and local is None:
+        own = [buffer for buffer in running_statistics(model).values() if buffer.is_floating_point() and is_here(buffer)]
+        update.after_backward.append(partial(average_, own, group))
+        notes += (LOCAL_BATCH_NORM,)
     if splits is not None and mesh is not None:
         _split_step(update, model, splits, task, batch, mesh["tp"])
     return Laid(model, update, update, notes, local)
@@ -198,6 +204,8 @@ def _group_of_samples(plan: Plan, rank: int) -> dist.ProcessGroup | None:
 
 
 UNRECORDED = "the model's constructor cannot be recorded, so each rank builds it whole before it keeps its share (docs/tasks.md)"
+
+LOCAL_BATCH_NORM = "BatchNorm takes its statistics from the samples of each rank (batch_norm=local), so ranks matter"
 
 
 def _split_step(update: Step, model: nn.Module, splits: Splits, task: Task, batch: Batch, mesh: DeviceMesh) -> None:

@@ -85,7 +85,12 @@ class Verification:
     def __init__(self, spec: Spec, ranks: int | Ranks, timeout_s: float = 120.0):
         """spec: its steps are run, in float64, without dropout. `ranks`: how many, or some that are there already."""
         self.spec = spec.model_copy(
-            update={"precision": "fp64", "timeout_s": timeout_s, "data": spec.data.model_copy(update={"workers": 0})}
+            update={
+                "precision": "fp64",
+                "batch_norm": "global",
+                "timeout_s": timeout_s,
+                "data": spec.data.model_copy(update={"workers": 0}),
+            }
         )
         self.timeout_s = timeout_s
         self.references: dict[int, Reference] = {}  # micro-batches -> of one process that runs so many
