@@ -61,10 +61,10 @@ Case = tuple[int, str, int, type[Task], str, str]  # ranks, plan, micro, task, r
 
 
 ALL: list[Case] = []
-FEW: list[Case] = []  # each plan with each task, the recipes dealt out over them
+FEW: list[Case] = []  # each plan with each task, the recipes and micro-batches dealt out over them
 for (p, (size, plan)), (m, micro), (t, task), (r, recipe) in product(*map(enumerate, (PLANS, MICRO, TASKS, RECIPES))):
     ALL += [(size, plan, micro, task, recipe, precision) for precision in RTOL]
-    if r == (p + m + t) % len(RECIPES):
+    if r == (p + m + t) % len(RECIPES) and m == (p + t // 2) % len(MICRO):
         FEW += ALL[-2:] if task in (models.Images, models.Text) else ALL[-2:-1]
 
 
@@ -319,7 +319,7 @@ def clipped_by_shard() -> Any:
         (clipped_by_shard, models.Images, "nesterov-clip-linear", "zero2 zero3 hsdp"),
     ],
 )
-@pytest.mark.parametrize("precision", ["fp64", "fp32"])
+@pytest.mark.parametrize("precision", ["fp64", pytest.param("fp32", marks=pytest.mark.slow)])
 def test_what_is_wrong_is_caught(plant: Any, task: type[Task], recipe: str, plans: str, precision: str) -> None:
     for plan in plans.split():
         found = trained(2 if plan != "hsdp" else 4, task(), wanted(recipe, precision), plan, plant)
