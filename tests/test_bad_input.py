@@ -412,7 +412,7 @@ def test_samples_of_unlike_shapes_are_named(here):
     ("more", "message"),
     [
         ({"schedule": Schedule(warmup=97)}, "schedule.warmup=97 samples is longer than the training, 96 samples"),
-        ({"batch": 9}, "batch 9 is not divisible by ranks × micro = 1 × 2 = 2: use --batch 10 or 8"),
+        ({"batch": 9}, "batch 9 is not divisible by micro=2: use --batch 10 or 8"),
     ],
 )
 def test_a_request_that_contradicts_itself(more, message, here):

@@ -255,5 +255,6 @@ def share(batch: int, plan: Plan) -> int:
         below, above = batch - batch % parts, batch - batch % parts + parts
         way_out = f"use --batch {above}" + (f" or {below}" if below else "")
         of = "data ranks" if plan.is_mixed or plan.cp > 1 else "workers" if plan.servers else "ranks"
-        raise PlanError(f"batch {batch} is not divisible by {of} × micro = {plan.dp} × {plan.micro} = {parts}: {way_out}")
+        by = f"{of} × micro = {plan.dp} × {plan.micro} = {parts}" if plan.dp > 1 else f"micro={plan.micro}"
+        raise PlanError(f"batch {batch} is not divisible by {by}: {way_out}")
     return batch // parts
