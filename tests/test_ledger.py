@@ -345,7 +345,8 @@ CUT = [  # ranks, plan, task; Text has tied weights, whose gradients the stages 
     (4, "cp=2", models.ShortText),
 ]
 CUT_MORE = [
-    *((2, f"pp=2,schedule={schedule}", task) for schedule in SCHEDULES for task in (models.Text, models.ShortText, models.NormedImages)),
+    *((2, f"pp=2,schedule={schedule}", task) for schedule in SCHEDULES for task in (models.Text, models.ShortText)),
+    *((2, f"pp=2,schedule={schedule}", models.NormedImages) for schedule in ("gpipe", "1f1b")),
     *((4, f"pp=2,zero={zero},schedule={schedule}", models.Text) for schedule in ("gpipe", "1f1b", "zero-bubble") for zero in (0, 2, 3)),
     *((4, f"pp=2,tp=2,schedule={schedule}", models.ShortText) for schedule in SCHEDULES),
     *((4, f"{plan},recompute={how}", models.ShortText) for plan in ("pp=2,tp=2", "cp=2,tp=2", "cp=2,zero=3") for how in RECOMPUTE),
@@ -388,7 +389,7 @@ def another_way_round(laid: Laid) -> Iterator[None]:
     ("plan", "task", "plant", "more"),
     [
         ("pp=2", models.Text, once_more, {("all-reduce", "tokens"): 4 * 11 * 6}),
-        ("cp=2", models.ShortText, another_way_round, {("all-gather", f"blocks.{at}"): -2 * 2 * 4 * (4 * 8 * 16) for at in (0, 1)}),
+        ("cp=2", models.ShortText, another_way_round, {("all-gather", f"blocks.{at}"): -2 * 2 * 4 * (8 * 8 * 16) for at in (0, 1)}),
     ],
 )
 def test_what_cut_models_send_besides_is_caught(plan: str, task: type[Task], plant: Plant, more: dict[tuple[str, str], int]) -> None:
