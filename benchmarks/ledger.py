@@ -1,6 +1,8 @@
 """How long one process takes to say what a step of a Llama of 70 billion parameters sends on 1,024 ranks, and the memory it needs.
 
-Needs transformers, for the model.
+    python benchmarks/ledger.py [--plan tp=8,pp=8,dp=16]
+
+Of a pipeline all places on its axis, one after the other. Needs transformers, for the model.
 """
 
 import argparse
@@ -68,7 +70,7 @@ def main() -> None:
     import machine
     from paceline import Spec
     from paceline.plan.plan import parse
-    from paceline.training.dry import ledger
+    from paceline.training.dry import stages
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--plan", default="zero3")
@@ -77,12 +79,14 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(1)
     began, before_s = time.perf_counter(), time.process_time()
-    found = ledger(Spec(batch=options.batch), parse(options.plan), options.ranks, task=Llama())
+    found = stages(Spec(batch=options.batch), parse(options.plan), options.ranks, Llama())
     took, cpu_s = time.perf_counter() - began, time.process_time() - before_s
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
     print(f"{machine.description()}, torch {version('torch')}, transformers {version('transformers')}; one thread")
     print(f"plan {options.plan} on {options.ranks:,} ranks: {took:.1f} s ({cpu_s:.1f} s of a core), {format_bytes(peak)} at the most")
-    print(f"{found.calls:,} calls, {format_bytes(found.bytes)}; a rank sends {format_bytes(found.sent_bytes)}")
+    for place, ledger in enumerate(found):
+        of = f"pp {place} of {len(found)}: " if len(found) > 1 else ""
+        print(f"{of}{ledger.calls:,} calls, {format_bytes(ledger.bytes)}; a rank sends {format_bytes(ledger.sent_bytes)}")
 
 
 if __name__ == "__main__":

@@ -2,15 +2,10 @@
 
     python benchmarks/pipeline.py [--rounds 12]
 
-Both contenders live in the same two processes and take turns, a block of steps each; what counts is the ratio of two neighbouring
-blocks. The bubble is the part of a step in which a rank computes nothing, of both ranks together.
+The bubble is the part of a step in which a rank computes nothing, of both ranks together.
 """
 
-import argparse
-import os
 import statistics
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -22,13 +17,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed import pipelining
 
+import turns
 from paceline import Spec
 from paceline.launch.world import world
 from paceline.plan.plan import parse
 from paceline.tasks.text import Text
 from paceline.training.prepare import lay_out
 
-RANKS, MICRO, SHARE, BLOCK = 2, 8, 4, 4
+RANKS, MICRO, SHARE = 2, 8, 4
 TASK = Text(width=128, depth=4, context=64)
 CPU = torch.device("cpu")
 
@@ -89,15 +85,6 @@ def by_hand() -> Callable[[], Any]:
     return step
 
 
-def seconds(step: Callable[[], Any]) -> float:
-    dist.barrier()
-    began = time.perf_counter()
-    for _ in range(BLOCK):
-        step()
-    dist.barrier()
-    return (time.perf_counter() - began) / BLOCK
-
-
 @contextmanager
 def computing(schedule: Any) -> Iterator[list[float]]:
     """The seconds in which this rank computes."""
@@ -135,11 +122,11 @@ def formula(schedule: str) -> float:
 
 def bubble(schedule: str) -> float:
     step, engine = ours(schedule)
-    seconds(step)
+    turns.seconds(step)
     found = []
     for _ in range(3):
         with computing(engine) as spent:
-            whole = seconds(step) * BLOCK
+            whole = turns.seconds(step) * turns.BLOCK
         busy = torch.tensor(sum(spent))
         dist.all_reduce(busy)
         found.append(1 - busy.item() / (RANKS * whole))
@@ -147,46 +134,11 @@ def bubble(schedule: str) -> float:
 
 
 def be_a_rank(rounds: int) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo")
-    hand, (step, _) = by_hand(), ours("1f1b")
-    for one in (hand, step):
-        seconds(one)
-    ratios = []
-    for at in range(rounds):
-        first, second = (seconds(one) for one in ((hand, step) if at % 2 else (step, hand)))
-        ratios.append(first / second if at % 2 else second / first)
-    if dist.get_rank() == 0:
-        least, middle, most = min(ratios), statistics.median(ratios), max(ratios)
-        print(f"steps/s of those by hand (1f1b, {MICRO} micro-batches): {middle:.3f}, {least:.3f} to {most:.3f}", flush=True)
-        print("schedule       bubble   formula")
+    turns.compare(f"pp={RANKS}, 1f1b, micro={MICRO}", ours("1f1b")[0], by_hand(), rounds)
+    turns.say("schedule       bubble   formula")
     for schedule in ("gpipe", "1f1b", "interleaved", "zero-bubble", "zbv"):
-        found = bubble(schedule)
-        if dist.get_rank() == 0:
-            print(f"{schedule:12} {found:8.1%} {formula(schedule):9.1%}", flush=True)
-    dist.destroy_process_group()
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=12)
-    rounds = parser.parse_args().rounds
-    if "RANK" in os.environ:
-        be_a_rank(rounds)
-        return
-    command = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--nproc-per-node",
-        str(RANKS),
-        __file__,
-        "--rounds",
-        str(rounds),
-    ]
-    sys.exit(subprocess.run(command, env=os.environ | {"OMP_NUM_THREADS": "1"}).returncode)
+        turns.say(f"{schedule:12} {bubble(schedule):8.1%} {formula(schedule):9.1%}")
 
 
 if __name__ == "__main__":
-    main()
+    turns.main(__doc__, be_a_rank, (RANKS,))

@@ -2,17 +2,10 @@
 
     python benchmarks/tensor.py [--rounds 12]
 
-Both contenders live in the same processes and take turns, a block of steps each; what counts is the ratio of two neighbouring blocks.
 By hand means: a plan of names for parallelize_module, cross entropy over the split vocabulary, `fully_shard` over the data ranks,
 fused AdamW, and no norm of the gradient, which Paceline computes in each step.
 """
 
-import argparse
-import os
-import statistics
-import subprocess
-import sys
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -24,13 +17,14 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, loss_parallel, parallelize_module
 
+import turns
 from paceline import Spec
 from paceline.launch.world import world
 from paceline.plan.plan import parse
 from paceline.tasks.text import Text
 from paceline.training.prepare import lay_out
 
-TP, SHARE, BLOCK = 2, 8, 4
+TP, SHARE = 2, 8
 TASK = Text(width=256, depth=4, context=128)
 CPU = torch.device("cpu")
 
@@ -82,53 +76,10 @@ def by_hand() -> Callable[[], Any]:
     return step
 
 
-def seconds(step: Callable[[], Any]) -> float:
-    dist.barrier()
-    began = time.perf_counter()
-    for _ in range(BLOCK):
-        step()
-    dist.barrier()
-    return (time.perf_counter() - began) / BLOCK
-
-
 def be_a_rank(rounds: int) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo")
-    contenders = {"hand": by_hand(), "ours": ours()}
-    for step in contenders.values():
-        seconds(step)
-        seconds(step)
-    ratios, own = [], []
-    for at in range(rounds):
-        took = {name: seconds(contenders[name]) for name in (("hand", "ours") if at % 2 else ("ours", "hand"))}
-        ratios.append(took["hand"] / took["ours"])
-        own.append(took["ours"])
-    if dist.get_rank() == 0:
-        low, middle, high = statistics.quantiles(ratios, n=4)
-        dp = dist.get_world_size() // TP
-        name = f"tp={TP}" + (f", dp={dp}, zero=2" if dp > 1 else "")
-        print(
-            f"{name:18} {1e3 * statistics.median(own):7.1f} ms a step; steps/s of those by hand: {middle:.3f} ({low:.3f}–{high:.3f})",
-            flush=True,
-        )
-    dist.destroy_process_group()
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=12)
-    rounds = parser.parse_args().rounds
-    if "RANK" in os.environ:
-        be_a_rank(rounds)
-        return
-    import machine
-
-    print(f"{machine.description()}, torch {torch.__version__}; gloo, one thread a rank; median (quartiles) of {rounds} rounds")
-    for ranks in (TP, 2 * TP):
-        words = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks), __file__, "--rounds", str(rounds)]
-        if status := subprocess.run([sys.executable, *words], env=os.environ | {"OMP_NUM_THREADS": "1"}).returncode:
-            sys.exit(status)
+    dp = dist.get_world_size() // TP
+    turns.compare(f"tp={TP}" + (f", dp={dp}, zero=2" if dp > 1 else ""), ours(), by_hand(), rounds)
 
 
 if __name__ == "__main__":
-    main()
+    turns.main(__doc__, be_a_rank, (TP, 2 * TP))

@@ -160,7 +160,7 @@ def test_resume_under_another_plan(first: str, second: str, tmp_path: Path) -> N
 
 def division_of(task: Task, plan: str, size: int) -> tuple[torch.nn.Module, Division]:
     laid_out = parse(plan).on(size)
-    model, _, _ = build(SPEC, task)
+    model = build(SPEC, task).model
     recording = Model(model, task.layout(), CPU).record(task, example(SPEC, task, laid_out), "fp64", training=True)
     return model, divide(laid_out, model, parts_of(model, task.layout()), recording)
 

@@ -13,7 +13,7 @@ def ledger(
         str, typer.Argument(help="A built-in task (digits, mnist, text), my.py:Class, package.module:Class, or a run.toml.")
     ] = "digits",
     ranks: Annotated[int | None, Option(help="Ranks to play, as many as you like; needed where a run.toml does not say.")] = None,
-    plan: Annotated[str | None, Option(help="As for train, but for those with pp or cp.")] = None,
+    plan: Annotated[str | None, Option(help="As for train.")] = None,
     batch: Annotated[int | None, Option(help="Samples of the global batch, over all ranks.")] = None,
     set: Annotated[
         list[str] | None, Option(metavar="NAME=VALUE", help="A field of the task, or a dotted key such as optimizer.momentum.")
@@ -24,7 +24,7 @@ def ledger(
     json: Annotated[Path | None, Option(metavar="FILE", help="Write the figures there, too.")] = None,
 ) -> None:
     """Show bytes and calls of a training step by collective, mesh axis and module. One process plays a rank of them; nothing is sent."""
-    from paceline.cli.start import check, read
+    from paceline.cli.start import read, say
     from paceline.errors import SpecError
     from paceline.launch.world import World
 
@@ -41,25 +41,23 @@ def ledger(
         raise SpecError("for how many ranks? Say --ranks NUMBER; they need not be there")
     if json is not None and not json.parent.is_dir():
         raise SpecError(f"cannot write {json}: there is no folder {json.parent}")
-    launch = check(spec, launch, World())
+    launch, laid_out, _ = say(spec, launch, World())
 
     from rich.console import Console
 
     from paceline.plan.plan import parse
-    from paceline.report.ledger import as_json, heading, table
+    from paceline.report.ledger import as_json, heading, tables
     from paceline.training.dry import stages
 
     assert launch.plan is not None
     assert launch.ranks is not None
-    asked = parse(launch.plan)
-    ledgers = stages(spec, asked, launch.ranks)
+    ledgers = stages(spec, parse(launch.plan), launch.ranks)
     if json is not None:
         _write(json, as_json(spec, launch, ledgers))
     console = Console(highlight=False)
-    console.print(heading(spec, launch, asked.on(launch.ranks)), soft_wrap=True)
-    for stage, of_stage in enumerate(ledgers):
-        title = f"stage {stage} of {len(ledgers)}: rank {of_stage.rank}" if len(ledgers) > 1 else None
-        console.print(table(of_stage, title))
+    console.print(heading(spec, launch, laid_out), soft_wrap=True)
+    for table in tables(ledgers):
+        console.print(table)
 
 
 def _write(path: Path, text: str) -> None:

@@ -25,6 +25,16 @@ def read(target: str, flags: Mapping[str, Any], set: list[str]) -> tuple[Spec, L
 
 def check(spec: Spec, launch: Launch, me: World) -> Launch:
     """The launch with ranks and plan said. Raises the Error of what can be known to go wrong without starting anything."""
+    launch, plan, work = say(spec, launch, me)
+    if me.launcher is None and (plan.is_mixed or plan.cp > 1):  # what only the model can tell
+        from paceline.training.prepare import rehearse
+
+        rehearse(spec, plan, work)
+    return launch
+
+
+def say(spec: Spec, launch: Launch, me: World) -> tuple[Launch, Plan, task.Task]:
+    """The launch with ranks and plan said, that plan with its data degree said, and the task; the model is not looked at."""
     plan = parse(launch.plan) if launch.plan is not None else None
     if me.launcher is not None and launch.ranks not in (None, me.size):
         raise LaunchError(f"--ranks {launch.ranks}, but {me.launcher} started {me.size}; leave --ranks out, or start {launch.ranks} there")
@@ -33,11 +43,7 @@ def check(spec: Spec, launch: Launch, me: World) -> Launch:
     plan = plan if plan is not None else Plan(dp=1) if ranks == 1 else Plan()
     laid_out = plan.on(ranks)
     share(spec.batch, laid_out)
-    if me.launcher is None and (plan.is_mixed or plan.cp > 1):  # what only the model can tell
-        from paceline.training.prepare import rehearse
-
-        rehearse(spec, laid_out, work)
-    return launch.model_copy(update={"ranks": ranks, "plan": str(plan)})
+    return launch.model_copy(update={"ranks": ranks, "plan": str(plan)}), laid_out, work
 
 
 def _devices(device: str | None) -> int:

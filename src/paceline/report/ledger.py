@@ -21,19 +21,40 @@ def heading(spec: Spec, launch: Launch, plan: Plan) -> str:
     )
 
 
-def table(ledger: Ledger, title: str | None = None) -> Table:
+def tables(ledgers: Sequence[Ledger]) -> list[Table]:
+    """One for each place on the axis of a pipeline, in order; neighbours that send the same share one."""
+    found = []
+    for lines, alike in groupby(enumerate(ledgers), key=lambda item: _lines(item[1])):
+        places, those = zip(*alike, strict=True)
+        found.append(_table(lines, _title(places, those, len(ledgers)) if len(ledgers) > 1 else None))
+    return found
+
+
+def _title(places: Sequence[int], those: Sequence[Ledger], of: int) -> str:
+    ranks = ", ".join(f"{ledger.rank:,}" for ledger in those)
+    if len(those) == 1:
+        return f"pp {places[0]} of {of}: rank {ranks}"
+    return f"pp {places[0]} to {places[-1]} of {of}: ranks {ranks}, each"
+
+
+def _lines(ledger: Ledger) -> list[tuple[str, ...]]:
     """A line for each collective on each axis, and below it one for each module, those that are alike but for a number together."""
+    lines: list[tuple[str, ...]] = []
+    for (collective, axis, ranks), of_axis in groupby(ledger.entries, key=lambda entry: (entry.collective, entry.axis, entry.ranks)):
+        entries = tuple(of_axis)
+        lines.append((collective, axis, f"{ranks:,}", *_sums(entries)))
+        lines += [(f"  {name}", "", "", *_sums(alike)) for name, alike in _alike(entries)]
+    return [*lines, ("total", "", "", *_sums(ledger.entries))]
+
+
+def _table(lines: Sequence[tuple[str, ...]], title: str | None) -> Table:
     shown = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), title=title, title_justify="left", title_style="bold")
     shown.add_column("collective, module", overflow="fold")
     shown.add_column("axis", no_wrap=True)
     for name in ("ranks", "calls", "bytes", "sent"):
         shown.add_column(name, justify="right", no_wrap=True)
-    for (collective, axis, ranks), of_axis in groupby(ledger.entries, key=lambda entry: (entry.collective, entry.axis, entry.ranks)):
-        entries = tuple(of_axis)
-        shown.add_row(collective, axis, f"{ranks:,}", *_sums(entries), style="bold")
-        for name, alike in _alike(entries):
-            shown.add_row(f"  {name}", "", "", *_sums(alike))
-    shown.add_row("total", "", "", *_sums(ledger.entries), style="bold")
+    for line in lines:
+        shown.add_row(*line, style=None if line[0].startswith(" ") else "bold")
     return shown
 
 

@@ -15,6 +15,7 @@ from paceline.plan.ledger import MODEL, PACELINE, Ledger, added_up, axis_of
 from paceline.plan.plan import Plan
 from paceline.training.running import Running
 from paceline.training.shards import is_cut, is_here
+from paceline.training.stages import name_of
 
 # operator -> collective, which argument is counted, and whether it is one rank's part of S
 C10D = {
@@ -112,7 +113,9 @@ class Counter(TorchDispatchMode):
         axis, ranks = self._group(group)
         tensors = [leaf for leaf in tree_leaves(args[which]) if isinstance(leaf, Tensor)]
         size = sum(tensor.numel() * tensor.element_size() for tensor in tensors) if collective != "barrier" else 0
-        self.calls.append((collective, axis, ranks, self._module(tensors), 1, size * ranks if is_part else size))
+        passed_on = axis == "pp" and collective in ("send", "recv")  # from stage to stage
+        module = MODEL if passed_on else self._module(tensors)
+        self.calls.append((collective, axis, ranks, module, 1, size * ranks if is_part else size))
 
     def _group(self, given: Any) -> tuple[str, int]:
         """Axis and ranks of a group, given boxed by c10d and by name or as it is by the functional collectives."""
@@ -126,7 +129,7 @@ class Counter(TorchDispatchMode):
     def _module(self, tensors: list[Tensor]) -> str:
         for record in reversed(self.records):
             if found := OF_FSDP.match(record):
-                return found["module"] or MODEL
+                return name_of(found["module"] or "") or MODEL
         if names := self._owners(tensors):
             return _common([name.rpartition(".")[0] for name in names]) or MODEL
         if self.running.in_backward and not any(map(torch.is_floating_point, tensors)):

@@ -1,7 +1,7 @@
 """A training step that sends and computes nothing: one process plays a rank among any number of them, and counts what it would send."""
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -28,16 +28,28 @@ from paceline.training.count import Counter
 from paceline.training.data import Batch, Part, Samples, batches, open_dataset, training_parts
 from paceline.training.figures import Wishes, tell
 from paceline.training.parallelize import release
-from paceline.training.prepare import Laid, check_enough, lay_out
+from paceline.training.prepare import Laid, Studied, check_enough, lay_out, study
+from paceline.training.replay import are_alike, replayed
 from paceline.training.settle import settle
 from paceline.training.step import LossScale
 from paceline.training.weights import allocate_
 
+CPU = torch.device("cpu")
 WARM_UP = 1  # steps after which engines have settled: DDP's buckets, the order in which fully_shard gathers
 
 
 def ledger(spec: Spec, plan: Plan, ranks: int, rank: int = 0, task: Task | None = None) -> Ledger:
-    """What `rank` of so many sends in one training step under `plan`.
+    """What `rank` of so many sends in one training step under `plan`."""
+    return ledgers(spec, plan, ranks, [rank], task)[0]
+
+
+def stages(spec: Spec, plan: Plan, ranks: int, task: Task | None = None) -> list[Ledger]:
+    """The ledger of the first rank of each place on the axis of a pipeline; other ranks of a place send the same."""
+    return ledgers(spec, plan, ranks, [place * plan.on(ranks).copies for place in range(plan.pp)], task)
+
+
+def ledgers(spec: Spec, plan: Plan, ranks: int, of: Sequence[int], task: Task | None = None) -> list[Ledger]:
+    """What each of some ranks sends in one training step under `plan`.
 
     The step is that of `train`, engines included, on a fake process group and on tensors without memory (torch's FakeTensorMode);
     samples and what is computed from them alone are real. The figures of a step are told on their own: quick steps of a real
@@ -50,23 +62,26 @@ def ledger(spec: Spec, plan: Plan, ranks: int, rank: int = 0, task: Task | None 
         raise PlanError(
             f"the steps of plan {plan} are not alike, and the ledger is of one of them: use a plan of which all are, such as ddp"
         )
-    if plan.pp > 1 or plan.cp > 1:
-        what = "a pipeline" if plan.pp > 1 else "a ring of attention"
-        raise PlanError(f"the ledger does not count {what} yet, got plan {plan}: leave pp and cp out")
     plan = plan.on(ranks)
     share(spec.batch, plan)
     task = task if task is not None else load_task(spec.task, spec.set)
-    device = torch.device("cpu")
-    with _fake_group(rank, ranks), contextlib.ExitStack() as stack:
-        micro_batches = _micro_batches(spec, plan, rank, ranks, task)
+    studied = study(spec, plan, task, CPU)
+    return [_play(spec, plan, World(rank=rank, size=ranks), task, studied.again() if rank != of[-1] else studied) for rank in of]
+
+
+def _play(spec: Spec, plan: Plan, world: World, task: Task, studied: Studied) -> Ledger:
+    with _fake_group(world.rank, world.size), contextlib.ExitStack() as stack:
+        micro_batches = _micro_batches(spec, plan, world, task)
         mode = FakeTensorMode(allow_non_fake_inputs=True)
+        # It remembers what it made by weak references, and torch swaps no tensor that has one, as stages of a pipeline do (torch 2.13).
+        mode.fake_tensor_converter.set_tensor_memo = lambda *_: None  # type: ignore[method-assign]
 
         def fill(model: nn.Module, **where: Any) -> None:  # what is built before it, such as meshes, needs real numbers
             stack.enter_context(mode)
             stack.enter_context(_Dry())
-            allocate_(model, device, **where)
+            allocate_(model, CPU, **where)
 
-        laid = lay_out(spec, plan, World(rank=rank, size=ranks), task, device, fill)
+        laid = lay_out(spec, plan, world, task, CPU, fill, studied=studied)
         try:
             return _count(laid, plan, micro_batches)
         except (DataDependentOutputException, DynamicOutputShapeException) as error:
@@ -76,11 +91,6 @@ def ledger(spec: Spec, plan: Plan, ranks: int, rank: int = 0, task: Task | None 
             ) from error
         finally:
             release(laid.step.model)
-
-
-def stages(spec: Spec, plan: Plan, ranks: int) -> list[Ledger]:
-    """The ledger of the first rank of each stage of a pipeline; other ranks of a stage send the same."""
-    return [ledger(spec, plan, ranks, stage * plan.on(ranks).copies) for stage in range(plan.pp)]
 
 
 def _count(laid: Laid, plan: Plan, micro_batches: list[Batch]) -> Ledger:
@@ -93,23 +103,25 @@ def _count(laid: Laid, plan: Plan, micro_batches: list[Batch]) -> Ledger:
         _complete(settled)
     update.model = settled
     counter = Counter(laid.model, plan)
+    assert plan.micro is not None
     for step in range(WARM_UP + 1):
-        with counter if step == WARM_UP else contextlib.nullcontext():
+        played = replayed(counter, plan.micro) if are_alike(plan) else contextlib.nullcontext()
+        with played, counter if step == WARM_UP else contextlib.nullcontext():
             local = update(micro_batches, step, 1.0)
             tell([local], Wishes(), 0.0, dist.get_world_size(), update.device)
     return counter.ledger()
 
 
-def _micro_batches(spec: Spec, plan: Plan, rank: int, ranks: int, task: Task) -> list[Batch]:
+def _micro_batches(spec: Spec, plan: Plan, world: World, task: Task) -> list[Batch]:
     """Those of the first step."""
     assert plan.dp is not None
     assert plan.micro is not None
     dataset = open_dataset(task, "train")
     assert dataset is not None
-    check_enough(len(dataset), ranks)
-    parts = training_parts(Part(spec.batch, plan.micro, plan.place(rank).dp, plan.dp), len(dataset), spec.seed, 0, 1)
+    check_enough(len(dataset), world.size)
+    parts = training_parts(Part(spec.batch, plan.micro, plan.place(world.rank).dp, plan.dp), len(dataset), spec.seed, 0, 1)
     samples = Samples(dataset, "train", spec.seed, torch.float64 if spec.precision == "fp64" else None)
-    return list(batches(samples, parts, torch.device("cpu"), workers=0, prefetch=1))
+    return list(batches(samples, parts, CPU, workers=0, prefetch=1))
 
 
 @contextlib.contextmanager
@@ -157,9 +169,18 @@ class _Dry(TorchDispatchMode):
             return NotImplemented
         if FakeTensor in types:
             return func(*args, **kwargs)
-        dtype = kwargs.get("dtype") or torch.get_default_dtype()
-        given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-        if any(tensor.is_meta for tensor in given) or (not given and (dtype.is_floating_point or dtype.is_complex)):
+        given = _tensors((args, kwargs))
+        if any(tensor.is_meta for tensor in given):
             return func(*args, **kwargs)
+        if not given:
+            made = func(*args, **kwargs)
+            if all(tensor.is_floating_point() or tensor.is_complex() for tensor in _tensors(made)):
+                return made
         with unset_fake_temporarily():
+            if func is torch.ops.c10d.recv_.default:  # the stages of a pipeline ask each other whether all shapes are said: they are
+                args[0][0].fill_(1)
             return func(*args, **kwargs)
+
+
+def _tensors(tree: Any) -> list[Tensor]:
+    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]

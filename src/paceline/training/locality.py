@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
+from paceline.training.imagine import near
 from paceline.training.ring import attention
 
 TRIALS = 256  # ways to cut the arguments; nearly always the first is the right one
@@ -122,7 +123,7 @@ def _agree(whole: list[Any], part: list[Any], few: Tensor) -> tuple[int | None, 
             continue
         cut = [dim for dim in range(one.dim()) if one.size(dim) != other.size(dim)]
         expected = one.index_select(cut[0], few) if len(cut) == 1 else one
-        if expected.shape != other.shape or not bool(((expected - other).abs() <= RTOL * expected.abs().max()).all()):
+        if not near(other, expected, RTOL):
             return None
         dims.append(cut[0] if cut else None)
     return tuple(dims) if any(dim is not None for dim in dims) else None

@@ -34,10 +34,9 @@ SCHEDULES = {
 }
 
 
-def check(plan: Plan, task: Task, model: nn.Module, example: Batch, precision: str) -> None:
+def check(plan: Plan, task: Task, model: nn.Module, recording: Recording) -> None:
     """Raise PlanError where `model`, on the meta device, cannot be cut into the stages of `plan`. Nothing is started or allocated."""
-    recorded = Model(model, task.layout(), torch.device("cpu"))
-    divide(plan, model, parts_of(model, task.layout()), recorded.record(task, example, precision, training=True))
+    divide(plan, model, parts_of(model, task.layout()), recording)
 
 
 def refuse_compiled(plan: Plan) -> None:
@@ -62,16 +61,17 @@ class Pipeline:
         seed: int,
         example: Batch,
         splits: "Splits | None",
+        recorded: Model,
+        recording: Recording,
     ):
         self.task, self.model, self.plan, self.device, self.precision, self.seed = task, model, plan, device, precision, seed
         self.place: Place = plan.place(rank)
         self.mesh = mesh
-        self.recorded = Model(model, task.layout(), device)
-        self.recordings: dict[Any, Recording] = {}
+        self.recorded = recorded
         self.looks = looks(task, example)
-        self.recordings[True, self.looks] = self.recorded.record(task, example, precision, training=True)
+        self.recordings: dict[Any, Recording] = {(True, self.looks): recording}  # `recording` is of a training step with `example`
         parts = parts_of(model, task.layout())
-        self.division = divide(plan, model, parts, self.recordings[True, self.looks])
+        self.division = divide(plan, model, parts, recording)
         if splits is not None:
             from paceline.training.tensor import split
 

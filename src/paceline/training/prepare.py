@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
@@ -32,6 +33,7 @@ from paceline.training.step import Step
 from paceline.training.weights import Weights, fill_, record
 
 if TYPE_CHECKING:
+    from paceline.training.cut import Model, Recording
     from paceline.training.server import Coordinator
     from paceline.training.tensor import Splits
 
@@ -69,25 +71,56 @@ def open_data(spec: Spec, task: Task, world: World) -> Data:
     )
 
 
-def rehearse(spec: Spec, plan: Plan, task: Task) -> None:
-    """Raise the PlanError or TaskError that `lay_out` would, without any rank. `plan` has its data degree said."""
-    if plan.is_mixed:
-        model, _, _ = build(spec, task)
-        batch = example(spec, task, plan)
-    if plan.tp > 1:
-        from paceline.training.tensor import find_splits
+@dataclass(frozen=True)
+class Studied:
+    """A model on the meta device, and what a plan takes to know of it before it is laid out: the same on every rank."""
 
-        find_splits(model, task, batch, plan.tp)
-    if plan.pp > 1:
-        from paceline.training import pipeline
+    model: nn.Module
+    weights: Weights
+    recorded: bool  # whether its constructor could be
+    batch: Batch | None = None
+    splits: Splits | None = None
+    parts: Model | None = None  # a copy, for recordings
+    recording: Recording | None = None  # of a forward pass in training
 
-        if spec.compile:
-            pipeline.refuse_compiled(plan)
-        pipeline.check(plan, task, model, batch, spec.precision)
+    def again(self) -> Studied:
+        """The same, of another object: to lay a model out leaves nothing of what it was."""
+        return replace(self, model=copy.deepcopy(self.model))
+
+
+def study(spec: Spec, plan: Plan, task: Task, device: torch.device, training: Samples | None = None) -> Studied:
+    """Raises the PlanError or TaskError of what cannot be. `plan` has its data degree said; `training`: the split, if it is open."""
     if plan.cp > 1:
         from paceline.training import context
 
         context.check(task, spec, plan)
+    studied = build(spec, task)
+    model = studied.model
+    if not plan.is_mixed:
+        return studied
+    batch = example(spec, task, plan, training)
+    splits = parts = recording = None
+    if plan.tp > 1:
+        from paceline.training.tensor import find_splits
+
+        splits = find_splits(model, task, batch, plan.tp)
+    if plan.pp > 1:
+        from paceline.training import cut
+
+        parts = cut.Model(model, task.layout(), device)
+        recording = parts.record(task, batch, spec.precision, training=True)
+    return replace(studied, batch=batch, splits=splits, parts=parts, recording=recording)
+
+
+def rehearse(spec: Spec, plan: Plan, task: Task) -> None:
+    """Raise the PlanError or TaskError that `lay_out` would, without any rank. `plan` has its data degree said."""
+    studied = study(spec, plan, task, torch.device("cpu"))
+    if studied.recording is not None:
+        from paceline.training import pipeline
+
+        if spec.compile:
+            pipeline.refuse_compiled(plan)
+        pipeline.check(plan, task, studied.model, studied.recording)
 
 
 def check_enough(samples: int, ranks: int) -> None:
@@ -131,21 +164,14 @@ def lay_out(
     device: torch.device,
     fill_with: Callable[[nn.Module], None] | None = None,
     training: Samples | None = None,
+    studied: Studied | None = None,
 ) -> Laid:
     """`plan` has its data degree said. `fill_with` gives the model, laid out on the meta device, other values than its initial ones.
-    `training`: the split, if it is open."""
-    if plan.cp > 1:
-        from paceline.training import context
-
-        context.check(task, spec, plan)
-    model, weights, recorded = build(spec, task)
-    splits: Splits | None = None
-    notes: tuple[str, ...] = () if recorded else (UNRECORDED,)
-    batch = example(spec, task, plan, training) if plan.is_mixed else None
-    if plan.tp > 1:
-        from paceline.training.tensor import find_splits
-
-        splits = find_splits(model, task, batch, plan.tp)
+    `training`: the split, if it is open. `studied`: if it is; its model becomes the one that is laid out."""
+    studied = studied if studied is not None else study(spec, plan, task, device, training)
+    model, weights, splits, batch = studied.model, studied.weights, studied.splits, studied.batch
+    notes: tuple[str, ...] = () if studied.recorded else (UNRECORDED,)
+    if splits is not None:
         notes += splits.notes
     mesh = build_mesh(plan, device) if plan.is_mixed or plan.zero >= 2 else None
     pipeline = None
@@ -153,7 +179,10 @@ def lay_out(
         from paceline.training.pipeline import Pipeline  # with torch's, 1 s
 
         assert mesh is not None
-        pipeline = Pipeline(task, model, plan, mesh, world.rank, device, spec.precision, spec.seed, batch, splits)
+        assert studied.parts is not None
+        assert studied.recording is not None
+        known = studied.parts, studied.recording
+        pipeline = Pipeline(task, model, plan, mesh, world.rank, device, spec.precision, spec.seed, batch, splits, *known)
     statistics = running_statistics(model) if plan.copies > 1 else {}
     group = _group_of_samples(plan, world.rank) if statistics else None
     if statistics and spec.batch_norm == "global":
@@ -219,12 +248,12 @@ def _split_step(update: Step, model: nn.Module, splits: Splits, task: Task, batc
         update.around_loss = split_loss
 
 
-def build(spec: Spec, task: Task) -> tuple[nn.Module, Weights, bool]:
-    """The model on the meta device, where its weights come from, and whether its constructor could be recorded."""
+def build(spec: Spec, task: Task) -> Studied:
+    """The model, of which nothing more is known."""
     model, weights, recorded = record(task.model, spec.seed)
     if spec.precision == "fp64":
         model._apply(lambda tensor: tensor.to(WIDER.get(tensor.dtype)))
-    return model, weights, recorded
+    return Studied(model, weights, recorded)
 
 
 @dataclass(frozen=True)

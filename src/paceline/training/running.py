@@ -22,7 +22,7 @@ class Running:
     def __enter__(self) -> "Running":
         for name, module in self.model.named_modules():
             self.hooks.append(module.register_forward_pre_hook(self._before(name), prepend=True, with_kwargs=True))
-            self.hooks.append(module.register_forward_hook(self._after(name), with_kwargs=True))
+            self.hooks.append(module.register_forward_hook(self._after(name), with_kwargs=True, always_call=True))
         return self
 
     def __exit__(self, *error: Any) -> None:

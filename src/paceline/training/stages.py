@@ -135,7 +135,7 @@ class Stage(nn.Module):
         self.is_first, self.is_last = index == 0, self.end == len(division.calls)
         self.gates, self.device = gates, device
         here = dict.fromkeys(division.calls[self.first : self.end])
-        self.parts = nn.ModuleList(gates.parts[name] for name in here if name not in division.free)
+        self.parts = nn.ModuleDict({key_of(name): gates.parts[name] for name in here if name not in division.free})
         own = {id(parameter) for parameter in self.parts.parameters()}
         for name, parameter in model.named_parameters():
             if index in division.holders[name] and id(parameter) not in own:
@@ -176,6 +176,16 @@ class Stage(nn.Module):
             return run(*args, **kwargs)
         finally:
             self.gates.inside = False
+
+
+def key_of(part: str) -> str:
+    """Under which a stage has a part; with a dot, a key may not be."""
+    return "/" + part.replace(".", "/")
+
+
+def name_of(path: str) -> str:
+    """In the whole model, of a module that a stage has under `path`."""
+    return path.removeprefix("parts./").replace("/", ".")
 
 
 @contextmanager
