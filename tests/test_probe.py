@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -18,7 +19,7 @@ from paceline.cluster.directories import Mount, look, mount_of, usual
 from paceline.cluster.facts import Fact
 from paceline.cluster.here import cluster
 from paceline.cluster.machine import Cpu, Machine, Memory, Quota, Slurm
-from paceline.cluster.probe import ask, probe
+from paceline.cluster.probe import Asked, probe
 from paceline.cluster.published import sheets
 from paceline.cluster.quota import of_directory, parse
 from paceline.errors import ClusterError
@@ -422,7 +423,7 @@ def test_a_source_that_hangs_holds_up_nobody():
         raise OSError(5, "Input/output error")
 
     began = time.monotonic()
-    answers, reasons = ask({"quick": lambda: 7, "slow": lambda: time.sleep(60), "broken": breaks}, limit_s=0.3)
+    answers, reasons = Asked({"quick": lambda: 7, "slow": lambda: time.sleep(60), "broken": breaks}).within(0.3)
     assert time.monotonic() - began < 30
     assert answers == {"quick": 7}
     assert reasons == {"slow": "no answer within 0.3 s", "broken": "Input/output error"}
@@ -490,14 +491,34 @@ def test_what_is_not_there_is_not_shown():
         assert word not in text
 
 
+def test_a_driver_that_fails_does_not_mean_that_there_is_no_gpu(tmp_path, monkeypatch):
+    """A tool of the same name stands in its place, and says what the real one says without its driver."""
+    smi = tmp_path / "nvidia-smi"
+    smi.write_text("#!/bin/sh\necho 'NVIDIA-SMI has failed because it could not communicate with the NVIDIA driver.'\nexit 9\n")
+    smi.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    found = probe([tmp_path])
+    assert "NVIDIA's GPUs: nvidia-smi failed with exit status 9: NVIDIA-SMI has failed" in " ".join(found.silent)
+    assert re.search(r"^GPUs +not known", text_of(found), re.M)
+
+
 def test_this_machine(tmp_path):
-    found = probe([tmp_path], with_torch=False)
+    found = probe([tmp_path])
     assert found.cpu.usable_cores == limits.usable_cores()
     assert found.memory.total_bytes == psutil.virtual_memory().total
     assert [row.path for row in found.directories] == [str(tmp_path)]
     assert found.directories[0].free_bytes > 0
     assert found.silent == ()
     assert Machine.model_validate_json(found.model_dump_json()) == found
+
+
+def test_a_torch_that_is_broken(tmp_path):
+    broken = subprocess.Popen(
+        [sys.executable, "-c", "import torch_of_another_name"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    found = probe([tmp_path], broken)
+    assert found.torch is None
+    assert found.silent == ("PyTorch: import torch failed: ModuleNotFoundError: No module named 'torch_of_another_name'",)
 
 
 def test_the_command(tmp_path):

@@ -23,18 +23,20 @@ def probe(
     if json is not None and not json.parent.is_dir():
         raise ClusterError(f"cannot write {json}: there is no folder {json.parent}")
 
-    from paceline.cluster.file import layout, write_whole
-    from paceline.cluster.probe import probe as look
+    from paceline.cluster.backends import begin
 
-    machine = look(directories or ())
-    if json is not None:
-        write_whole(json, layout(machine.model_dump(mode="json")))
+    torch = begin()  # takes longest, so it goes on while this process imports what it needs itself
 
     from rich.console import Console
     from rich.text import Text
 
+    from paceline.cluster.file import layout, write_whole
+    from paceline.cluster.probe import probe as look
     from paceline.report.machine import tables
 
+    machine = look(directories or (), torch)
+    if json is not None:
+        write_whole(json, layout(machine.model_dump(mode="json")))
     console = Console(highlight=False)
     for k, table in enumerate(tables(machine)):
         if k and not isinstance(table, Text):

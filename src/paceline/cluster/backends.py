@@ -4,14 +4,14 @@ import json
 import os
 import re
 import shutil
+import subprocess
 import sys
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from importlib import import_module
-from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
-from paceline.cluster.machine import Backend, Torch
+Row = dict[str, Any]  # a Backend of machine.py: plain, since this process is what a probe waits for, and imports nothing but torch
 
 # What is read of each back end, and shown under this name. A flag that this version of PyTorch does not have is left out.
 FLAGS: Mapping[str, tuple[str, ...]] = {
@@ -32,35 +32,45 @@ FLAGS: Mapping[str, tuple[str, ...]] = {
     "opt_einsum": ("enabled", "strategy"),
     "xeon": (),
 }
-GET_CUDA = "get a PyTorch for your GPUs: pytorch.org/get-started"
-GET_MPI = "build PyTorch beside an MPI, no wheel has it; bench uses mpi4py"
-GET_UCC = "build PyTorch with USE_UCC=1, no wheel has it"
-GET_GLOO = "build PyTorch with USE_GLOO=1; the wheels have it"
+MISSING = {
+    "gloo": "build PyTorch with USE_GLOO=1; the wheels have it",
+    "nccl": "get a PyTorch for your GPUs: pytorch.org/get-started",
+    "mpi": "build PyTorch beside an MPI, no wheel has it; bench uses mpi4py",
+    "ucc": "build PyTorch with USE_UCC=1, no wheel has it",
+}
 
 
-def describe() -> Torch:
-    """Imports torch. Makes no context on a device: what is asked of CUDA is asked through NVML."""
+def begin() -> subprocess.Popen[str]:
+    """The process that prints them."""
+    words = [sys.executable, "-m", __name__]
+    return subprocess.Popen(words, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def describe() -> Row:
+    """A Torch of machine.py. Imports torch. Makes no context on a device: what is asked of CUDA is asked through NVML."""
     os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
     import torch
 
-    backends = tuple(_backend(torch, name) for name in FLAGS)
-    return Torch(
-        version=torch.__version__, cuda=torch.version.cuda, rocm=torch.version.hip, backends=backends, communication=communication()
-    )
+    backends = [_backend(torch, name) for name in FLAGS]
+    return {
+        "version": torch.__version__,
+        "cuda": torch.version.cuda,
+        "rocm": torch.version.hip,
+        "backends": backends,
+        "communication": communication(),
+    }
 
 
-def _backend(torch: Any, name: str) -> Backend:
+def _backend(torch: Any, name: str) -> Row:
     module = import_module(f"torch.backends.{name}")
     if name == "xeon":  # a launcher that binds processes to cores
         usable = sys.platform == "linux" and shutil.which("lscpu") is not None
-        return Backend(
-            name=name, available=usable, note="launcher: python -m torch.backends.xeon.run_cpu" if usable else "needs Linux with lscpu"
-        )
+        note = "launcher: python -m torch.backends.xeon.run_cpu" if usable else "needs Linux with lscpu"
+        return {"name": name, "available": usable, "note": note}
     available = torch.cuda.is_available() if name == "cuda" else module.is_available()
     flags = _flags(module, FLAGS[name]) if available else {}
-    return Backend(
-        name=name, available=available, version=_version(torch, name), flags=flags, note="" if available else _missing(module, name)
-    )
+    note = "" if available else _missing(module, name)
+    return {"name": name, "available": available, "version": _version(torch, name), "flags": flags, "note": note}
 
 
 def _missing(module: Any, name: str) -> str:
@@ -107,31 +117,24 @@ def _flags(module: Any, names: tuple[str, ...]) -> dict[str, Any]:
     return {name: value for name, value in found.items() if value is not None}
 
 
-def communication() -> tuple[Backend, ...]:
+def communication() -> list[Row]:
     """What processes can talk through; for what is missing, how to get it."""
     import torch
     import torch.distributed as dist
 
-    def row(name: str, available: Callable[[], bool], missing: str, number: str | None = None) -> Backend:
-        there = dist.is_available() and available()
-        return Backend(name=name, available=there, version=number if there else None, note="" if there else missing)
-
-    nccl = "rccl" if torch.version.hip else "nccl"
-    return (
-        row("gloo", dist.is_gloo_available, GET_GLOO),
-        row(nccl, dist.is_nccl_available, GET_CUDA, _nccl(torch)),
-        row("mpi", dist.is_mpi_available, GET_MPI),
-        row("ucc", dist.is_ucc_available, GET_UCC),
-    )
-
-
-def _nccl(torch: Any) -> str | None:
-    if not torch.distributed.is_nccl_available():
-        return None
-    return ".".join(str(number) for number in torch.cuda.nccl.version())
+    rows = []
+    for name, missing in MISSING.items():
+        available = getattr(dist, f"is_{name}_available", None)  # there is none where PyTorch was built without all of it
+        there = available is not None and available()
+        version = ".".join(map(str, torch.cuda.nccl.version())) if there and name == "nccl" else None
+        shown = "rccl" if name == "nccl" and torch.version.hip else name
+        rows.append({"name": shown, "available": there, "version": version, "note": "" if there else missing})
+    return rows
 
 
 def _installed(package: str) -> str | None:
+    from importlib.metadata import PackageNotFoundError, version
+
     try:
         return version(package)
     except PackageNotFoundError:
@@ -140,4 +143,4 @@ def _installed(package: str) -> str | None:
 
 if __name__ == "__main__":
     warnings.simplefilter("ignore")  # of flags that have other names in newer versions
-    print(json.dumps(describe().model_dump()))
+    print(json.dumps(describe()))

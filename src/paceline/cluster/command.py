@@ -6,7 +6,7 @@ import subprocess
 from paceline.errors import ClusterError
 
 
-def run(*words: str, good: frozenset[int] = frozenset({0}), limit_s: float = 5.0) -> str:
+def run(*words: str, good: frozenset[int] = frozenset({0}), limit_s: float = 10.0) -> str:
     """What it printed; the empty text where there is no such tool. Raises ClusterError when it fails or does not answer in time.
 
     good: exit statuses that are no failure.

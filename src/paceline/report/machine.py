@@ -92,7 +92,7 @@ def _memory(machine: Machine) -> str:
 
 def _gpus(machine: Machine) -> str:
     if not machine.accelerators:
-        return "none"
+        return "not known, see below" if any("GPUs: " in reason for reason in machine.silent) else "none"
     names: dict[str, int] = {}
     for row in machine.accelerators:
         names[row.name] = names.get(row.name, 0) + 1
