@@ -7,7 +7,7 @@ from typing import Any
 
 from paceline.cluster.command import run
 from paceline.cluster.machine import Accelerator
-from paceline.cluster.published import sheets
+from paceline.cluster.published import published_as
 
 QUERY = "index,name,memory.total,driver_version,power.limit,pci.bus_id"
 
@@ -41,7 +41,7 @@ def _nvidia(row: dict[str, str]) -> Accelerator:
         driver=row.get("driver_version"),
         power_W=power,
         bus=row.get("pci.bus_id"),
-        sheet=_sheet(row["name"]),
+        sheet=published_as(row["name"]),
     )
 
 
@@ -68,7 +68,7 @@ def _amd(index: int, row: dict[str, Any], driver: str | None) -> Accelerator:
         driver=driver,
         power_W=power,
         bus=_value(row, "pci bus"),
-        sheet=_sheet(name),
+        sheet=published_as(name),
     )
 
 
@@ -81,7 +81,3 @@ def _number(text: str | None) -> float | None:
     """`81920 MiB` -> 81920. None for `[N/A]`."""
     found = re.match(r"[\d.]+", text or "")
     return float(found[0]) if found else None
-
-
-def _sheet(driver_name: str) -> str | None:
-    return next((name for name, sheet in sheets().items() if driver_name in sheet.driver), None)

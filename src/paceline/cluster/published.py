@@ -84,9 +84,9 @@ def sheets() -> Mapping[str, Sheet]:
     return {name: Sheet(**(row | {"chip": chips[row["chip"]], "driver": tuple(row["driver"])})) for name, row in tree["devices"].items()}
 
 
-def sheet_of(driver_name: str) -> Sheet | None:
-    """Of the device that nvidia-smi or rocm-smi calls so; None for any other, however alike its name is."""
-    return next((sheet for sheet in sheets().values() if driver_name in sheet.driver), None)
+def published_as(driver_name: str) -> str | None:
+    """The name in `sheets` of what nvidia-smi or rocm-smi calls so; None for any other device, however alike its name is."""
+    return next((name for name, sheet in sheets().items() if driver_name in sheet.driver), None)
 
 
 def find(text: str) -> Cluster:
