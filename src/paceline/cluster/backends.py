@@ -9,6 +9,7 @@ import sys
 import warnings
 from collections.abc import Mapping
 from importlib import import_module
+from types import ModuleType
 from typing import Any
 
 Row = dict[str, Any]  # a Backend of machine.py: plain, since this process is what a probe waits for, and imports nothing but torch
@@ -143,4 +144,7 @@ def _installed(package: str) -> str | None:
 
 if __name__ == "__main__":
     warnings.simplefilter("ignore")  # of flags that have other names in newer versions
+    os.environ["TORCH_DEVICE_BACKEND_AUTOLOAD"] = "0"  # of other makers' devices, which are not told of here
+    # Kernels of the meta device take a quarter of the import (torch 2.13), and this process computes nothing.
+    sys.modules["torch._meta_registrations"] = ModuleType("torch._meta_registrations")
     print(json.dumps(describe()))
