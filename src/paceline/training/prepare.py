@@ -202,7 +202,8 @@ UNRECORDED = "the model's constructor cannot be recorded, so each rank builds it
 
 def _split_step(update: Step, model: nn.Module, splits: Splits, task: Task, batch: Batch, mesh: DeviceMesh) -> None:
     """What else a step has to do where features are split."""
-    from paceline.training.tensor import split_loss, sum_partial, try_split_loss
+    from paceline.training.split_loss import split_loss, try_split_loss
+    from paceline.training.tensor import sum_partial
 
     if splits.partial:
         params = [parameter for name, parameter in model.named_parameters() if name in splits.partial and is_here(parameter)]

@@ -1,17 +1,15 @@
-"""Tensor parallelism: weights split by column and row over the ranks of one mesh axis, with the sums and gatherings that this takes.
+"""Tensor parallelism: weights split by column and row over the ranks of one mesh axis.
 
 Parameters are DTensors, so that sharding, checkpoints and export know how they are cut; a layer computes on what lies here.
 """
 
-import contextlib
 import fnmatch
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -19,9 +17,11 @@ from paceline.errors import PlanError, TaskError
 from paceline.spec import nearest
 from paceline.task import Task
 from paceline.training.data import Batch
-from paceline.training.discover import Found, discover, features, is_embedding, is_linear, is_transposed, pattern
-from paceline.training.imagine import imagined, is_imagined
+from paceline.training.discover import Found, discover, pattern
+from paceline.training.imagine import imagined
+from paceline.training.layers import FORWARDS, Entrance
 from paceline.training.shards import local
+from paceline.training.watch import features, is_embedding, is_linear, is_transposed
 
 STYLES = ("column", "row", "gather", "head", "vocabulary", "whole")
 HUGGING_FACE = {  # styles of transformers' tp_plan
@@ -158,7 +158,7 @@ def split(model: nn.Module, splits: Splits, mesh: DeviceMesh) -> None:
     torch.backends.mha.set_fastpath_enabled(False)
     group = mesh.get_group()
     cut: dict[int, nn.Parameter] = {}
-    entrances: dict[str, _Entrance] = {}
+    entrances: dict[str, Entrance] = {}
     for name, style in splits.styles.items():
         module: Any = model.get_submodule(name)
         for key, dim in _cuts(module, style).items():
@@ -169,129 +169,9 @@ def split(model: nn.Module, splits: Splits, mesh: DeviceMesh) -> None:
                 sharded = distribute_tensor(parameter.detach(), mesh, [Shard(dim)], src_data_rank=None)
                 cut[id(parameter)] = nn.Parameter(sharded, parameter.requires_grad)
             module._parameters[key] = cut[id(parameter)]
-        entrance = entrances.setdefault(name.rpartition(".")[0], _Entrance(group))
+        entrance = entrances.setdefault(name.rpartition(".")[0], Entrance(group))
         entrance.layers += style in ("column", "gather", "head")
         module.forward = FORWARDS[style](module, group, entrance)
-
-
-def _product(module: Any, x: Tensor, bias: bool) -> Tensor:
-    weight = local(module.weight)
-    added = local(module.bias) if bias and module.bias is not None else None
-    return F.linear(x, weight.t() if is_transposed(module) else weight, added)
-
-
-def _column(module: Any, group: dist.ProcessGroup, entrance: "_Entrance") -> Callable[[Tensor], Tensor]:
-    return lambda x: _product(module, entrance(x), bias=True)
-
-
-def _gather(module: Any, group: dist.ProcessGroup, entrance: "_Entrance") -> Callable[[Tensor], Tensor]:
-    return lambda x: _Gather.apply(_product(module, entrance(x), bias=True), group)
-
-
-def _row(module: Any, group: dist.ProcessGroup, entrance: "_Entrance") -> Callable[[Tensor], Tensor]:
-    def forward(x: Tensor) -> Tensor:
-        whole: Tensor = _Sum.apply(_product(module, x, bias=False), group)
-        return whole + module.bias if module.bias is not None else whole
-
-    return forward
-
-
-def _vocabulary(module: Any, group: dist.ProcessGroup, entrance: "_Entrance") -> Callable[[Tensor], Tensor]:
-    def forward(ids: Tensor) -> Tensor:
-        weight = local(module.weight)
-        here = ids - group.rank() * len(weight)
-        elsewhere = (here < 0) | (here >= len(weight))
-        rows = F.embedding(here.masked_fill(elsewhere, 0), weight).masked_fill(elsewhere.unsqueeze(-1), 0)
-        return _Sum.apply(rows, group)
-
-    return forward
-
-
-def _head(module: Any, group: dist.ProcessGroup, entrance: "_Entrance") -> Callable[[Tensor], Tensor]:
-    """What the model returns: whole, or split along its last dimension where the loss can be computed so."""
-
-    def forward(x: Tensor) -> Tensor:
-        part = _product(module, entrance(x), bias=True)
-        if module.training and getattr(module, SPLIT_LOSS, False):
-            from torch.distributed.tensor import DTensor, Shard
-
-            mesh = module.weight.device_mesh
-            axis = mesh[mesh.mesh_dim_names[-1]] if mesh.ndim > 1 else mesh
-            return DTensor.from_local(part, axis, [Shard(part.dim() - 1)], run_check=False)
-        return _Gather.apply(part, group)
-
-    return forward
-
-
-SPLIT_LOSS = "_paceline_split_loss"
-FORWARDS: dict[str, Callable[[Any, Any, Any], Callable[[Tensor], Tensor]]] = {
-    "column": _column,
-    "row": _row,
-    "gather": _gather,
-    "head": _head,
-    "vocabulary": _vocabulary,
-}
-
-
-class _Entrance:
-    """Where whole activations meet split weights: each rank has a part of their gradient. Layers side by side share one sum."""
-
-    def __init__(self, group: dist.ProcessGroup):
-        self.group = group
-        self.layers = 0
-        self.last: tuple[Tensor, Tensor] | None = None  # what came, and what was made of it, until all layers have had it
-        self.left = 0
-
-    def __call__(self, x: Tensor) -> Tensor:
-        if self.last is None or self.last[0] is not x:
-            entered: Tensor = _Enter.apply(x, self.group)
-            self.last, self.left = (x, entered), self.layers
-        entered = self.last[1]
-        self.left -= 1
-        if not self.left:
-            self.last = None
-        return entered
-
-
-class _Enter(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
-        ctx.group = group
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        whole = grad.clone(memory_format=torch.contiguous_format)
-        dist.all_reduce(whole, group=ctx.group)
-        return whole, None
-
-
-class _Sum(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, part: Tensor, group: dist.ProcessGroup) -> Tensor:
-        whole = part.contiguous()
-        dist.all_reduce(whole, group=group)
-        ctx.mark_dirty(whole) if whole is part else None
-        return whole
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return grad, None
-
-
-class _Gather(torch.autograd.Function):
-    """All ranks go on alike from here, so each has the whole gradient already."""
-
-    @staticmethod
-    def forward(ctx: Any, part: Tensor, group: dist.ProcessGroup) -> Tensor:
-        ctx.rank, ctx.features = group.rank(), part.shape[-1]
-        parts = [torch.empty_like(part, memory_format=torch.contiguous_format) for _ in range(group.size())]
-        dist.all_gather(parts, part.contiguous(), group=group)
-        return torch.cat(parts, -1)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return grad.narrow(-1, ctx.rank * ctx.features, ctx.features), None
 
 
 def sum_partial(params: Sequence[nn.Parameter], group: dist.ProcessGroup) -> None:
@@ -299,46 +179,3 @@ def sum_partial(params: Sequence[nn.Parameter], group: dist.ProcessGroup) -> Non
     for parameter in params:
         if parameter.grad is not None:
             dist.all_reduce(local(parameter.grad), group=group)
-
-
-@contextlib.contextmanager
-def split_loss() -> Iterator[None]:
-    """For the loss of a split output and its backward pass: cross entropy over a vocabulary that is split (torch's loss_parallel)."""
-    from torch.distributed.tensor.experimental import implicit_replication
-    from torch.distributed.tensor.parallel import loss_parallel
-
-    with loss_parallel(), implicit_replication():
-        yield
-
-
-def try_split_loss(model: nn.Module, splits: Splits, task: Task, batch: Batch, mesh: DeviceMesh) -> bool:
-    """Whether the task's loss is the same for an output that is split, tried on random numbers. A collective."""
-    from torch.distributed.tensor import DTensor, Shard
-
-    heads = [name for name, style in splits.styles.items() if style == "head"]
-    if len(heads) != 1 or splits.output is None:
-        return False
-    head: Any = model.get_submodule(heads[0])
-    drawn = torch.randn(splits.output, generator=torch.Generator().manual_seed(0), dtype=head.weight.dtype).to(head.weight.device)
-    part = drawn.chunk(mesh.size(), -1)[mesh.get_local_rank()].contiguous().requires_grad_()
-    whole = drawn.requires_grad_()
-    same = True
-    try:
-        expected = task.loss(whole, batch)
-        expected.sum().backward()
-        with split_loss():
-            found: Any = task.loss(DTensor.from_local(part, mesh, [Shard(part.dim() - 1)], run_check=False), batch)
-            found = found.full_tensor() if isinstance(found, DTensor) else found
-            found.sum().backward()
-        assert whole.grad is not None
-        own = whole.grad.chunk(mesh.size(), -1)[mesh.get_local_rank()]
-        close = is_imagined(found) or torch.allclose(found, expected, rtol=1e-4)
-        same = close and part.grad is not None and (is_imagined(own) or torch.allclose(part.grad, own, rtol=1e-3, atol=1e-5))
-    except Exception:  # whatever the user's loss does with a split output that torch cannot: then it is given the whole
-        same = False
-    if not is_imagined(drawn):
-        agreed = torch.tensor(int(same), device=drawn.device)
-        dist.all_reduce(agreed, dist.ReduceOp.MIN)
-        same = bool(agreed)
-    setattr(head, SPLIT_LOSS, same)
-    return same
