@@ -157,7 +157,8 @@ def splits_of(task: Task, tp: int = 2) -> Splits:
     from paceline.training.weights import record
 
     model, _, _ = record(task.model, 0)
-    return find_splits(model, task, example(SPEC, task, Plan(dp=1, micro=1)), tp)
+    plan = Plan(dp=1, tp=tp, micro=1)
+    return find_splits(model, task, example(SPEC, task, plan), plan)
 
 
 @pytest.mark.parametrize(

@@ -7,31 +7,28 @@ sum at the end (Shoeybi et al., Megatron-LM, 2019). Then the pass is made again 
 says its sizes itself (`view(B, T, 12, 64)`) would do something else there, and is not split.
 """
 
-import contextlib
-import logging
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from paceline.errors import PlanError
-from paceline.training.labels import Label
-from paceline.training.watch import Functions, Seen, Watch, features, forwards, is_linear
+from paceline.training.watch import Functions, Seen, Watch, features, first_difference, forwards, is_linear
 
 
 @dataclass(frozen=True)
 class Found:
-    """Names of modules by what is to be done with them, and names of small parameters that see only a part of the split."""
+    """Names of modules by what is to be done with them."""
 
     columns: frozenset[str]
     rows: frozenset[str]
     heads: frozenset[str]  # what the model returns is split along its last dimension
-    called: frozenset[str]  # linear layers and embeddings that are run as modules, and whose parameters nobody else looks at
-    partial: frozenset[str]
+    called: tuple[str, ...]  # linear layers and embeddings that are run as modules, and whose parameters nobody else looks at
+    partial: Mapping[str, frozenset[str]]  # small parameter that sees only a part of the features -> columns that these come from
+    draws: tuple[tuple[str, frozenset[str]], ...]  # module that draws at random -> columns that the features come from it draws for
     notes: tuple[str, ...]
 
 
@@ -48,9 +45,14 @@ def discover(model: nn.Module, run: Callable[[], Any], tp: int) -> Found:
         rejected |= {root for root in groups if pattern(root) == pattern(wrong)}
     own = sorted({pattern(name) for name, root in seen.root_of.items() if root in rejected})
     notes = (f"tp: {', '.join(own)} cannot be split in pairs, because the forward says their sizes itself",) if own else ()
-    partial = frozenset(name for one, names in seen.partial.items() if seen.root(one) in groups for name in names)
-    called = frozenset(seen.calls) - seen.looked_at
-    return Found(frozenset(columns), frozenset(rows), frozenset(seen.heads - rows), called, partial, notes)
+    members = {root: frozenset(name for name in columns if seen.root(name) == root) for root in groups}
+    partial: dict[str, frozenset[str]] = {}
+    for one, names in seen.partial.items():
+        for name in names if seen.root(one) in groups else ():
+            partial[name] = partial.get(name, frozenset()) | members[seen.root(one)]
+    draws = tuple((name, members.get(seen.root(one), frozenset()) if one is not None else frozenset()) for name, one in seen.draws)
+    called = tuple(name for name in seen.calls if name not in seen.looked_at)
+    return Found(frozenset(columns), frozenset(rows), frozenset(seen.heads - rows), called, partial, draws, notes)
 
 
 def pattern(name: str) -> str:
@@ -64,14 +66,13 @@ def _watch(model: nn.Module, run: Callable[[], Any]) -> Seen:
     def wrap(name: str, module: nn.Module, inner: Callable[..., Any]) -> Callable[..., Any]:
         def forward(x: Tensor, *args: Any, **kwargs: Any) -> Any:
             seen.calls[name] = seen.calls.get(name, 0) + 1
-            watch.inside += 1
-            y = inner(x, *args, **kwargs)
-            watch.inside -= 1
+            with watch.apart():
+                y = inner(x, *args, **kwargs)
             watch.kept.append(y)
             if is_linear(module):
                 label = watch.label(x)
                 if label is not None and label[1] != x.dim() - 1:
-                    watch.spoil([x])
+                    watch.spoil([x], name)
                 seen.inputs.setdefault(name, set()).add(label[0] if label else None)
                 seen.root_of.setdefault(name, name)
                 watch.put(y, (name, y.dim() - 1))
@@ -83,7 +84,7 @@ def _watch(model: nn.Module, run: Callable[[], Any]) -> Seen:
         output = run()
     for tensor in tree_leaves(output):
         if label := watch.label(tensor):
-            seen.spoiled.add(label[0])
+            seen.spoiled.setdefault(label[0], "the output")
             if label[1] == tensor.dim() - 1:
                 seen.heads.add(label[0])
     return seen
@@ -94,7 +95,8 @@ def _pairs(seen: Seen, rejected: set[str]) -> tuple[set[str], set[str], set[str]
     members: dict[str, list[str]] = {}
     for name in seen.root_of:
         members.setdefault(seen.root(name), []).append(name)
-    spoiled = {seen.root(name) for name in seen.spoiled} | rejected
+    both = {seen.root(name) for name, partial in seen.partial.items() if partial & seen.whole}  # no sum would be right for them
+    spoiled = {seen.root(name) for name in seen.spoiled} | both | rejected
     columns: set[str] = set()
     rows: set[str] = set()
     groups: set[str] = set()
@@ -121,21 +123,15 @@ def _check_divisible(seen: Seen, columns: set[str], tp: int, groups: set[str]) -
                 raise PlanError(f"tp={tp} does not divide the {what} of {name}; {way_out}")
 
 
-def _quiet(record: logging.LogRecord) -> bool:
-    return False
-
-
 def _differs(
     model: nn.Module, run: Callable[[], Any], seen: Seen, columns: set[str], rows: set[str], groups: set[str], tp: int
 ) -> str | None:
     """Make the pass as one rank would; the group where it does something else than the whole pass, if there is one."""
-    part = Seen(model)
-    watch = Watch(part)
+    part = Watch(Seen(model))
 
     def wrap(name: str, module: nn.Module, inner: Callable[..., Any]) -> Callable[..., Any]:
         def forward(x: Tensor, *args: Any, **kwargs: Any) -> Any:
-            watch.inside += 1
-            try:
+            with part.apart():
                 if name in rows:
                     taken, out = features(module)
                     if x.shape[-1] * tp != taken:
@@ -143,32 +139,12 @@ def _differs(
                     return x.new_empty(*x.shape[:-1], out)
                 y = inner(x, *args, **kwargs)
                 return y.narrow(-1, 0, y.shape[-1] // tp).clone() if name in columns else y
-            finally:
-                watch.inside -= 1
 
         return forward
 
-    def expected(shape: tuple[int, ...], label: Label | None) -> tuple[int, ...]:
-        if label is None or seen.root(label[0]) not in groups:
-            return shape
-        return (*shape[: label[1]], shape[label[1]] // tp, *shape[label[1] + 1 :])
-
-    speaks = logging.getLogger("torch._subclasses.fake_tensor")  # of what fails
-    speaks.addFilter(_quiet)
-    with (
-        contextlib.suppress(RuntimeError, ValueError, TypeError, IndexError),
-        forwards(model, wrap),
-        Functions(watch),
-        watch,
-        torch.no_grad(),
-    ):
-        run()
-    speaks.removeFilter(_quiet)
-    last = next(iter(groups))
-    wanted = [(name, expected(shape, label), label) for name, shape, label in seen.tape]
-    for at, (name, shape, label) in enumerate(wanted):
-        if label is not None and seen.root(label[0]) in groups:
-            last = seen.root(label[0])
-        if at >= len(part.tape) or part.tape[at][:2] != (name, shape):
-            return last
-    return None
+    with forwards(model, wrap):
+        at = first_difference(run, part, seen.tape, lambda label: tp if seen.root(label[0]) in groups else 1)
+    if at is None:
+        return None
+    before = [seen.root(one.label[0]) for one in seen.tape[: at + 1] if one.label is not None]
+    return next((root for root in reversed(before) if root in groups), next(iter(groups)))

@@ -19,6 +19,8 @@ LIKE_ITS_INPUT = {  # beside those that torch tags as elementwise
     ATEN.empty_like,
     ATEN.zeros_like,
     ATEN.ones_like,
+    ATEN.rand_like,
+    ATEN.randn_like,
     ATEN.lift_fresh,
 }
 VIEWS = {ATEN.view, ATEN._unsafe_view, ATEN.reshape, ATEN._reshape_alias}
@@ -27,6 +29,17 @@ ALONG_ONE = {ATEN.slice, ATEN.split, ATEN.split_with_sizes, ATEN._softmax, ATEN.
 NORMS = {ATEN.native_layer_norm, ATEN._fused_rms_norm}
 ATTENTION = F.scaled_dot_product_attention
 PRODUCTS = {torch.matmul, torch.Tensor.matmul, torch.Tensor.__matmul__, torch.bmm, torch.Tensor.bmm}
+
+
+def is_pointwise(func: Any) -> bool:
+    return torch.Tag.pointwise in getattr(func, "tags", ())
+
+
+def draws(func: Any, args: Any, kwargs: Any) -> bool:
+    """Whether an operation draws at random."""
+    if func is ATTENTION:
+        return bool(args[4] if len(args) > 4 else kwargs.get("dropout_p", 0.0))
+    return torch.Tag.nondeterministic_seeded in getattr(func, "tags", ())
 
 
 def follow(func: Any, args: Any, kwargs: Any, tensors: list[Tensor], results: list[Tensor], label: Any) -> list[int | None] | None:
@@ -40,7 +53,7 @@ def follow(func: Any, args: Any, kwargs: Any, tensors: list[Tensor], results: li
     dim = label(first)[1] if label(first) else None
     if packet in VIEWS and dim is not None:
         return _one(_view(tuple(first.shape), tuple(results[0].shape), dim))
-    if torch.Tag.pointwise in func.tags or packet in LIKE_ITS_INPUT:
+    if is_pointwise(func) or packet in LIKE_ITS_INPUT:
         return _from_right(tensors, results, label, least=1)
     if packet is ATEN.cat:
         along = (args[1] if len(args) > 1 else kwargs.get("dim", 0)) % first.dim()

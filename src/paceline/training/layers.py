@@ -11,6 +11,8 @@ from torch import Tensor
 from paceline.training.shards import local
 from paceline.training.watch import is_transposed
 
+Change = Callable[[Tensor], Tensor]
+
 
 def _product(module: Any, x: Tensor, bias: bool) -> Tensor:
     weight = local(module.weight)
@@ -18,38 +20,38 @@ def _product(module: Any, x: Tensor, bias: bool) -> Tensor:
     return F.linear(x, weight.t() if is_transposed(module) else weight, added)
 
 
-def _column(module: Any, group: dist.ProcessGroup, entrance: "Entrance") -> Callable[[Tensor], Tensor]:
-    return lambda x: _product(module, entrance(x), bias=True)
+def _column(module: Any, group: dist.ProcessGroup, enter: Change, add: Change) -> Change:
+    return lambda x: _product(module, enter(x), bias=True)
 
 
-def _gather(module: Any, group: dist.ProcessGroup, entrance: "Entrance") -> Callable[[Tensor], Tensor]:
-    return lambda x: _Gather.apply(_product(module, entrance(x), bias=True), group)
+def _gather(module: Any, group: dist.ProcessGroup, enter: Change, add: Change) -> Change:
+    return lambda x: _Gather.apply(_product(module, enter(x), bias=True), group)
 
 
-def _row(module: Any, group: dist.ProcessGroup, entrance: "Entrance") -> Callable[[Tensor], Tensor]:
+def _row(module: Any, group: dist.ProcessGroup, enter: Change, add: Change) -> Change:
     def forward(x: Tensor) -> Tensor:
-        whole: Tensor = _Sum.apply(_product(module, x, bias=False), group)
+        whole = add(_product(module, x, bias=False))
         return whole + module.bias if module.bias is not None else whole
 
     return forward
 
 
-def _vocabulary(module: Any, group: dist.ProcessGroup, entrance: "Entrance") -> Callable[[Tensor], Tensor]:
+def _vocabulary(module: Any, group: dist.ProcessGroup, enter: Change, add: Change) -> Change:
     def forward(ids: Tensor) -> Tensor:
         weight = local(module.weight)
         here = ids - group.rank() * len(weight)
         elsewhere = (here < 0) | (here >= len(weight))
         rows = F.embedding(here.masked_fill(elsewhere, 0), weight).masked_fill(elsewhere.unsqueeze(-1), 0)
-        return _Sum.apply(rows, group)
+        return add(rows)
 
     return forward
 
 
-def _head(module: Any, group: dist.ProcessGroup, entrance: "Entrance") -> Callable[[Tensor], Tensor]:
+def _head(module: Any, group: dist.ProcessGroup, enter: Change, add: Change) -> Change:
     """What the model returns: whole, or split along its last dimension where the loss can be computed so."""
 
     def forward(x: Tensor) -> Tensor:
-        part = _product(module, entrance(x), bias=True)
+        part = _product(module, enter(x), bias=True)
         if module.training and getattr(module, SPLIT_LOSS, False):
             from torch.distributed.tensor import DTensor, Shard
 
@@ -62,7 +64,7 @@ def _head(module: Any, group: dist.ProcessGroup, entrance: "Entrance") -> Callab
 
 
 SPLIT_LOSS = "_paceline_split_loss"
-FORWARDS: dict[str, Callable[[Any, Any, Any], Callable[[Tensor], Tensor]]] = {
+FORWARDS: dict[str, Callable[[Any, Any, Change, Change], Change]] = {  # module, group, what enters, what is summed
     "column": _column,
     "row": _row,
     "gather": _gather,
@@ -72,23 +74,33 @@ FORWARDS: dict[str, Callable[[Any, Any, Any], Callable[[Tensor], Tensor]]] = {
 
 
 class Entrance:
-    """Where whole activations meet split weights: each rank has a part of their gradient. Layers side by side share one sum."""
+    """Where activations meet split weights, of whose gradient each rank has a part. Layers side by side share what is done there."""
 
-    def __init__(self, group: dist.ProcessGroup):
-        self.group = group
+    def __init__(self) -> None:
         self.layers = 0
         self.last: tuple[Tensor, Tensor] | None = None  # what came, and what was made of it, until all layers have had it
         self.left = 0
 
-    def __call__(self, x: Tensor) -> Tensor:
+    def __call__(self, x: Tensor, enter: Change) -> Tensor:
         if self.last is None or self.last[0] is not x:
-            entered: Tensor = _Enter.apply(x, self.group)
-            self.last, self.left = (x, entered), self.layers
+            self.last, self.left = (x, enter(x)), self.layers
         entered = self.last[1]
         self.left -= 1
         if not self.left:
             self.last = None
         return entered
+
+
+def enter(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Whole activations, whose gradient is summed."""
+    entered: Tensor = _Enter.apply(x, group)
+    return entered
+
+
+def add(summand: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """The whole sum over the ranks."""
+    whole: Tensor = _Sum.apply(summand, group)
+    return whole
 
 
 class _Enter(torch.autograd.Function):

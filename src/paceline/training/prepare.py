@@ -77,7 +77,7 @@ def rehearse(spec: Spec, plan: Plan, task: Task) -> None:
     if plan.tp > 1:
         from paceline.training.tensor import find_splits
 
-        find_splits(model, task, batch, plan.tp)
+        find_splits(model, task, batch, plan)
     if plan.pp > 1:
         from paceline.training import pipeline
 
@@ -145,7 +145,7 @@ def lay_out(
     if plan.tp > 1:
         from paceline.training.tensor import find_splits
 
-        splits = find_splits(model, task, batch, plan.tp)
+        splits = find_splits(model, task, batch, plan)
         notes += splits.notes
     mesh = build_mesh(plan, device) if plan.is_mixed or plan.zero >= 2 else None
     pipeline = None
