@@ -231,6 +231,7 @@ TASKS: list[Task] = [
     Sequences(kind="SaysHeads"),
     Encoder(),
     *(HuggingFace(kind=kind) for kind in ("llama", "llama-tied", "gpt2", "qwen3")),
+    Sequences(tensor={"1.*": "whole"}),  # and the scale of its heads is whole as well
 ]
 PLANS = [(2, "tp=2"), (4, "tp=2"), (4, "tp=2,zero=2"), (4, "tp=2,zero=3,micro=2")]
 

@@ -85,18 +85,27 @@ class Pieces:
         return whole.narrow(self.dim, *self._span(whole.shape[self.dim])).clone(memory_format=torch.contiguous_format)
 
     def all_gather(self, piece: Tensor, length: int) -> Tensor:
-        piece = self._padded(piece, self._step(length)).contiguous()
-        parts = [torch.empty_like(piece) for _ in range(self.group.size())]
-        dist.all_gather(parts, piece, group=self.group)
-        return torch.cat(parts, self.dim).narrow(self.dim, 0, length)
+        ranks, piece = self.group.size(), self._padded(piece, self._step(length)).contiguous()
+        whole = piece.new_empty(ranks * piece.shape[0], *piece.shape[1:])
+        dist.all_gather(list(whole.chunk(ranks)), piece, group=self.group)
+        return self._shortened(torch.cat(whole.chunk(ranks), self.dim) if self.dim else whole, length)
 
     def reduce_scatter(self, whole: Tensor) -> Tensor:
-        length = whole.shape[self.dim]
-        padded = self._padded(whole, self._step(length) * self.group.size())
-        parts = [part.contiguous() for part in padded.chunk(self.group.size(), self.dim)]
-        piece = torch.empty_like(parts[0])
-        dist.reduce_scatter(piece, parts, group=self.group)
-        return piece.narrow(self.dim, 0, self._span(length)[1])
+        ranks, length = self.group.size(), whole.shape[self.dim]
+        step = self._step(length)
+        parts = self._padded(whole, step * ranks).unflatten(self.dim, (ranks, step)).movedim(self.dim, 0).contiguous()
+        if whole.device.type == "cpu":  # gloo's reduce-scatter takes twice the time of an all-reduce (torch 2.13)
+            received = torch.empty_like(parts)
+            dist.all_to_all_single(received, parts, group=self.group)
+            piece = received.sum(0)
+        else:
+            piece = torch.empty_like(parts[0])
+            dist.reduce_scatter(piece, list(parts), group=self.group)
+        return self._shortened(piece, self._span(length)[1])
+
+    def _shortened(self, tensor: Tensor, length: int) -> Tensor:
+        """Never a view, which the model could not write to."""
+        return tensor if tensor.shape[self.dim] == length else tensor.narrow(self.dim, 0, length).clone()
 
     def _padded(self, tensor: Tensor, length: int) -> Tensor:
         missing = length - tensor.shape[self.dim]
