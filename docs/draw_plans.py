@@ -85,8 +85,8 @@ PICTURES = {
     ),
     "tp": Picture(
         FOUR[:2],
-        {"batch": ("####",) * 2} | dict.fromkeys(("weights", "gradients", "Adam"), ("##..", "..##")),
-        (Sent("all-reduce of activations: 2 a block forward, 2 backward", ((0, 1),), "activations"),),
+        {"batch": ("####",) * 2} | dict.fromkeys(("weights", "gradients", "Adam", "activations"), ("##..", "..##")),
+        (Sent("all-gather and reduce-scatter of activations, for each pair of layers", ((0, 1),), "activations"),),
     ),
     "cp": Picture(
         FOUR[:2],
@@ -114,7 +114,7 @@ PICTURES = {
             ("gradients", "Adam"), ("#.......", "..#.....", ".#......", "...#....", "....#...", "......#.", ".....#..", ".......#")
         ),
         (
-            Sent("tp: all-reduce of activations", ((0, 1), (2, 3), (4, 5), (6, 7)), "activations"),
+            Sent("tp: all-gather, reduce-scatter of activations", ((0, 1), (2, 3), (4, 5), (6, 7)), "activations"),
             Sent("dp: all-gather of weights, reduce-scatter of gradients", ((0, 2), (1, 3), (4, 6), (5, 7))),
             Sent("pp: activations, and their gradients back", ((0, 4), (1, 5), (2, 6), (3, 7)), "activations", arrows=True),
         ),

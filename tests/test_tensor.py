@@ -16,7 +16,7 @@ from paceline.errors import PlanError, TaskError
 from paceline.plan.plan import Plan
 from paceline.spec import Optimizer
 from paceline.tasks.digits import Digits
-from paceline.training import tensor
+from paceline.training import layers, tensor
 from paceline.training.tensor import Splits, find_splits
 
 SPEC = Spec(
@@ -157,7 +157,8 @@ def splits_of(task: Task, tp: int = 2) -> Splits:
     from paceline.training.weights import record
 
     model, _, _ = record(task.model, 0)
-    return find_splits(model, task, example(SPEC, task, Plan(dp=1, micro=1)), tp)
+    plan = Plan(dp=1, tp=tp, micro=1)
+    return find_splits(model, task, example(SPEC, task, plan), plan)
 
 
 @pytest.mark.parametrize(
@@ -230,6 +231,7 @@ TASKS: list[Task] = [
     Sequences(kind="SaysHeads"),
     Encoder(),
     *(HuggingFace(kind=kind) for kind in ("llama", "llama-tied", "gpt2", "qwen3")),
+    Sequences(tensor={"1.*": "whole"}),  # and the scale of its heads is whole as well
 ]
 PLANS = [(2, "tp=2"), (4, "tp=2"), (4, "tp=2,zero=2"), (4, "tp=2,zero=3,micro=2")]
 
@@ -272,11 +274,11 @@ def test_ranks_drop_the_same_of_what_they_share() -> None:
 
 def losses_were_split(task: Task, plan: str) -> bool:
     heads: list[nn.Module] = []
-    original: Callable[..., Any] = tensor._head
-    tensor.FORWARDS["head"] = lambda module, *rest: heads.append(module) or original(module, *rest)  # type: ignore[func-returns-value]
+    original: Callable[..., Any] = layers._head
+    layers.FORWARDS["head"] = lambda module, *rest: heads.append(module) or original(module, *rest)  # type: ignore[func-returns-value]
     training(task, SPEC, plan)
-    tensor.FORWARDS["head"] = original
-    return all(getattr(head, tensor.SPLIT_LOSS) for head in heads) and bool(heads)
+    layers.FORWARDS["head"] = original
+    return all(getattr(head, layers.SPLIT_LOSS) for head in heads) and bool(heads)
 
 
 @pytest.mark.parametrize(("task", "split"), [(TASKS[0], True), (Sequences(), False)])
@@ -295,11 +297,11 @@ class NoSumInBackward(torch.autograd.Function):
 
 
 def without_sum(task: Task, plan: str) -> Trained:
-    original, tensor._Enter = tensor._Enter, NoSumInBackward  # type: ignore[misc]
+    original, layers._Enter = layers._Enter, NoSumInBackward  # type: ignore[misc]
     try:
         return training(task, SPEC, plan)
     finally:
-        tensor._Enter = original  # type: ignore[misc]
+        layers._Enter = original  # type: ignore[misc]
 
 
 def without_partial(task: Task, plan: str) -> Trained:

@@ -75,7 +75,8 @@ class Pipeline:
         if splits is not None:
             from paceline.training.tensor import split
 
-            split(model, splits, mesh["tp"])
+            stages = range(len(self.division.begins))
+            split(model, splits, mesh["tp"], [self.division.calls[self.division.begins[at] : self.division.ends(at)] for at in stages])
         self.gates = Gates(parts)
         self.ranks = ranks_of(plan)
         self.stages = [Stage(index, model, self.gates, self.division, device) for index, pp in enumerate(self.ranks) if pp == self.place.pp]

@@ -103,7 +103,7 @@ def study(spec: Spec, plan: Plan, task: Task, device: torch.device, training: Sa
     if plan.tp > 1:
         from paceline.training.tensor import find_splits
 
-        splits = find_splits(model, task, batch, plan.tp)
+        splits = find_splits(model, task, batch, plan)
     if plan.pp > 1:
         from paceline.training import cut
 
@@ -239,7 +239,8 @@ LOCAL_BATCH_NORM = "BatchNorm takes its statistics from the samples of each rank
 
 def _split_step(update: Step, model: nn.Module, splits: Splits, task: Task, batch: Batch, mesh: DeviceMesh) -> None:
     """What else a step has to do where features are split."""
-    from paceline.training.tensor import split_loss, sum_partial, try_split_loss
+    from paceline.training.split_loss import split_loss, try_split_loss
+    from paceline.training.tensor import sum_partial
 
     if splits.partial:
         params = [parameter for name, parameter in model.named_parameters() if name in splits.partial and is_here(parameter)]

@@ -1,27 +1,33 @@
-"""Tensor parallelism: weights split by column and row over the ranks of one mesh axis, with the sums and gatherings that this takes.
+"""Tensor parallelism: weights split by column and row over the ranks of one mesh axis.
 
 Parameters are DTensors, so that sharding, checkpoints and export know how they are cut; a layer computes on what lies here.
 """
 
-import contextlib
 import fnmatch
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from paceline.errors import PlanError, TaskError
+from paceline.plan.plan import Plan
 from paceline.spec import nearest
-from paceline.task import Task
+from paceline.task import Layout, Task
+from paceline.training.activations import Pieces, at_block, on_marked
 from paceline.training.data import Batch
-from paceline.training.discover import Found, discover, features, is_embedding, is_linear, is_transposed, pattern
-from paceline.training.imagine import imagined, is_imagined
+from paceline.training.discover import Found, discover, pattern
+from paceline.training.draws import draw_apart, who_draws
+from paceline.training.gates import parts_of
+from paceline.training.imagine import imagined
+from paceline.training.layers import FORWARDS, Change, Entrance, add, enter
+from paceline.training.sequence import GATHERING, Between, NotFound, find_between
 from paceline.training.shards import local
+from paceline.training.watch import features, is_embedding, is_linear, is_transposed
 
 STYLES = ("column", "row", "gather", "head", "vocabulary", "whole")
 HUGGING_FACE = {  # styles of transformers' tp_plan
@@ -34,20 +40,23 @@ HUGGING_FACE = {  # styles of transformers' tp_plan
 
 @dataclass(frozen=True)
 class Splits:
-    """What is done with each module that is split, and names of parameters whose gradients are summed over the axis."""
+    """What is done with each module that is split, with activations between them, and with what draws at random."""
 
     styles: Mapping[str, str]
-    partial: frozenset[str]
+    between: Between | None
+    partial: frozenset[str]  # parameters that see a part of features or activations: their gradients are summed over the axis
+    draws: Mapping[str, bool]  # module -> whether each rank draws for a part of its own
     output: torch.Size | None  # shape of what the model returns, where that is one tensor
     notes: tuple[str, ...]
 
 
-def find_splits(model: nn.Module, task: Task, batch: Batch, tp: int) -> Splits:
-    """How `model`, on the meta device, is split `tp` ways: as the task's layout says, as the model itself does (tp_plan), or as found.
+def find_splits(model: nn.Module, task: Task, batch: Batch, plan: Plan) -> Splits:
+    """How `model`, on the meta device, is split: as the task's layout says, as the model itself does (tp_plan), or as found.
     Raises PlanError where it cannot be, TaskError for a layout that names what is not there."""
     from paceline.training.step import call
 
     outputs: list[Any] = []
+    tp = plan.tp
 
     def run() -> Any:
         outputs[:] = [call(task, model, inputs)]
@@ -56,19 +65,53 @@ def find_splits(model: nn.Module, task: Task, batch: Batch, tp: int) -> Splits:
     with imagined(model) as imagine:
         inputs = imagine(batch)
         found = discover(model, run, tp)
-    styles = _found_styles(model, found, tp) | _own_plan(model, found) | _asked(model, task.layout().tensor, tp)
-    styles = {name: style for name, style in styles.items() if style != "whole"}
-    _drop_unlike_ties(model, styles)
-    if not styles:
-        raise PlanError(f"tp={tp}, but {type(model).__name__} has no linear layer or embedding whose size {tp} divides; use pp or zero3")
+        styles = _found_styles(model, found, tp) | _own_plan(model, found) | _asked(model, task.layout().tensor, tp)
+        styles = {name: style for name, style in styles.items() if style != "whole"}
+        _drop_unlike_ties(model, styles)
+        if not styles:
+            kind = type(model).__name__
+            raise PlanError(f"tp={tp}, but {kind} has no linear layer or embedding whose size {tp} divides; use pp or zero3")
+        columns = frozenset(name for name, style in styles.items() if style == "column")
+        of_features = [(name, bool(of) and of <= columns) for name, of in found.draws]
+        between, why = _between(model, run, styles, found.called, of_features, task.layout(), plan)
+    small = {name for name, of in found.partial.items() if of <= columns} | (between.partial if between is not None else set())
+    draws, alike = who_draws(of_features, between)
     whole = [name for name, module in model.named_modules() if (is_linear(module) or is_embedding(module)) and name not in styles]
     notes = [*found.notes]
     if gathered := [name for name, style in styles.items() if style == "gather"]:
         notes.append(f"tp: {_list(gathered)} split by columns and gathered, because no layer takes their outputs in parts")
     if whole:
         notes.append(f"tp: {_list(whole)} not split")
+    if why:
+        notes.append(f"tp: activations between split layers are whole on each rank, because of {why}")
+    if alike:
+        notes.append(f"tp: {_list(alike)} drop alike on the ranks that share features, because they also drop of what each rank has whole")
     shape = outputs[0].shape if isinstance(outputs[0], Tensor) else None
-    return Splits(styles, found.partial, shape, tuple(notes))
+    return Splits(styles, between, frozenset(small), draws, shape, tuple(notes))
+
+
+def _between(
+    model: nn.Module,
+    run: Callable[[], Any],
+    styles: Mapping[str, str],
+    order: Sequence[str],
+    of_features: Sequence[tuple[str, bool]],
+    layout: Layout,
+    plan: Plan,
+) -> tuple[Between | None, str]:
+    """What is done with activations between split layers, or why nothing is."""
+    if plan.cp > 1:  # along which the sequence is cut already
+        return None, ""
+    try:
+        between = find_between(model, run, styles, parts_of(model, layout), order, plan.tp)
+    except NotFound as error:
+        return None, str(error)
+    if plan.pp > 1 and not between.closed:
+        return None, "what is done with them between blocks, which may lie on two stages"
+    _, alike = who_draws(of_features, between)
+    if mixed := [name for name, of_activations in between.draws if of_activations and name in alike]:
+        return None, f"{mixed[0]}, which drops of them and of what is whole"
+    return between, ""
 
 
 def _list(names: list[str]) -> str:
@@ -151,14 +194,17 @@ def _cuts(module: nn.Module, style: str | None) -> dict[str, int]:
     return {"weight": 1 if is_transposed(module) else 0, "bias": 0}
 
 
-def split(model: nn.Module, splits: Splits, mesh: DeviceMesh) -> None:
-    """Cut the parameters of `model`, on the meta device, over the one axis of `mesh`, and let the layers compute on their parts."""
+def split(model: nn.Module, splits: Splits, mesh: DeviceMesh, stages: Sequence[Collection[str]] | None = None) -> None:
+    """Cut the parameters of `model`, on the meta device, over the one axis of `mesh`, and let the layers compute on their parts.
+    `stages`: the blocks of each stage of a pipeline; what goes from one to the next is whole."""
     from torch.distributed.tensor import Shard, distribute_tensor
 
     torch.backends.mha.set_fastpath_enabled(False)
     group = mesh.get_group()
     cut: dict[int, nn.Parameter] = {}
-    entrances: dict[str, _Entrance] = {}
+    entrances: dict[str, Entrance] = {}
+    between = splits.between
+    pieces = Pieces(group, between.dim) if between is not None else None
     for name, style in splits.styles.items():
         module: Any = model.get_submodule(name)
         for key, dim in _cuts(module, style).items():
@@ -169,176 +215,49 @@ def split(model: nn.Module, splits: Splits, mesh: DeviceMesh) -> None:
                 sharded = distribute_tensor(parameter.detach(), mesh, [Shard(dim)], src_data_rank=None)
                 cut[id(parameter)] = nn.Parameter(sharded, parameter.requires_grad)
             module._parameters[key] = cut[id(parameter)]
-        entrance = entrances.setdefault(name.rpartition(".")[0], _Entrance(group))
-        entrance.layers += style in ("column", "gather", "head")
-        module.forward = FORWARDS[style](module, group, entrance)
+        entrance = entrances.setdefault(name.rpartition(".")[0], Entrance())
+        enters: Change = partial(enter, group=group)
+        adds: Change = partial(add, group=group)
+        if between is not None and pieces is not None:
+            enters = pieces.enter if name in between.entrances else enters
+            adds = pieces.add if name in between.exits else adds
+        if between is not None and name in between.fed:
+            module.forward = FORWARDS[style](module, group, lambda x: x, adds)
+        else:
+            entrance.layers += style in GATHERING
+            module.forward = FORWARDS[style](module, group, partial(entrance, enter=enters), adds)
+    if between is not None and pieces is not None:
+        split_between(model, between, pieces, stages if stages is not None else [between.blocks])
+    draw_apart(model, splits.draws, group, mesh.device_type)
 
 
-def _product(module: Any, x: Tensor, bias: bool) -> Tensor:
-    weight = local(module.weight)
-    added = local(module.bias) if bias and module.bias is not None else None
-    return F.linear(x, weight.t() if is_transposed(module) else weight, added)
+def split_between(model: nn.Module, between: Between, pieces: Pieces, stages: Sequence[Collection[str]]) -> None:
+    """Cut and gather the activations where split layers do not."""
 
+    def then(module: nn.Module, change: Change) -> None:
+        inner = module.forward
+        module.forward = lambda *args, **kwargs: change(inner(*args, **kwargs))
 
-def _column(module: Any, group: dist.ProcessGroup, entrance: "_Entrance") -> Callable[[Tensor], Tensor]:
-    return lambda x: _product(module, entrance(x), bias=True)
-
-
-def _gather(module: Any, group: dist.ProcessGroup, entrance: "_Entrance") -> Callable[[Tensor], Tensor]:
-    return lambda x: _Gather.apply(_product(module, entrance(x), bias=True), group)
-
-
-def _row(module: Any, group: dist.ProcessGroup, entrance: "_Entrance") -> Callable[[Tensor], Tensor]:
-    def forward(x: Tensor) -> Tensor:
-        whole: Tensor = _Sum.apply(_product(module, x, bias=False), group)
-        return whole + module.bias if module.bias is not None else whole
-
-    return forward
-
-
-def _vocabulary(module: Any, group: dist.ProcessGroup, entrance: "_Entrance") -> Callable[[Tensor], Tensor]:
-    def forward(ids: Tensor) -> Tensor:
-        weight = local(module.weight)
-        here = ids - group.rank() * len(weight)
-        elsewhere = (here < 0) | (here >= len(weight))
-        rows = F.embedding(here.masked_fill(elsewhere, 0), weight).masked_fill(elsewhere.unsqueeze(-1), 0)
-        return _Sum.apply(rows, group)
-
-    return forward
-
-
-def _head(module: Any, group: dist.ProcessGroup, entrance: "_Entrance") -> Callable[[Tensor], Tensor]:
-    """What the model returns: whole, or split along its last dimension where the loss can be computed so."""
-
-    def forward(x: Tensor) -> Tensor:
-        part = _product(module, entrance(x), bias=True)
-        if module.training and getattr(module, SPLIT_LOSS, False):
-            from torch.distributed.tensor import DTensor, Shard
-
-            mesh = module.weight.device_mesh
-            axis = mesh[mesh.mesh_dim_names[-1]] if mesh.ndim > 1 else mesh
-            return DTensor.from_local(part, axis, [Shard(part.dim() - 1)], run_check=False)
-        return _Gather.apply(part, group)
-
-    return forward
-
-
-SPLIT_LOSS = "_paceline_split_loss"
-FORWARDS: dict[str, Callable[[Any, Any, Any], Callable[[Tensor], Tensor]]] = {
-    "column": _column,
-    "row": _row,
-    "gather": _gather,
-    "head": _head,
-    "vocabulary": _vocabulary,
-}
-
-
-class _Entrance:
-    """Where whole activations meet split weights: each rank has a part of their gradient. Layers side by side share one sum."""
-
-    def __init__(self, group: dist.ProcessGroup):
-        self.group = group
-        self.layers = 0
-        self.last: tuple[Tensor, Tensor] | None = None  # what came, and what was made of it, until all layers have had it
-        self.left = 0
-
-    def __call__(self, x: Tensor) -> Tensor:
-        if self.last is None or self.last[0] is not x:
-            entered: Tensor = _Enter.apply(x, self.group)
-            self.last, self.left = (x, entered), self.layers
-        entered = self.last[1]
-        self.left -= 1
-        if not self.left:
-            self.last = None
-        return entered
-
-
-class _Enter(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
-        ctx.group = group
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        whole = grad.clone(memory_format=torch.contiguous_format)
-        dist.all_reduce(whole, group=ctx.group)
-        return whole, None
-
-
-class _Sum(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, part: Tensor, group: dist.ProcessGroup) -> Tensor:
-        whole = part.contiguous()
-        dist.all_reduce(whole, group=group)
-        ctx.mark_dirty(whole) if whole is part else None
-        return whole
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return grad, None
-
-
-class _Gather(torch.autograd.Function):
-    """All ranks go on alike from here, so each has the whole gradient already."""
-
-    @staticmethod
-    def forward(ctx: Any, part: Tensor, group: dist.ProcessGroup) -> Tensor:
-        ctx.rank, ctx.features = group.rank(), part.shape[-1]
-        parts = [torch.empty_like(part, memory_format=torch.contiguous_format) for _ in range(group.size())]
-        dist.all_gather(parts, part.contiguous(), group=group)
-        return torch.cat(parts, -1)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return grad.narrow(-1, ctx.rank * ctx.features, ctx.features), None
+    for name in between.gathers:
+        then(model.get_submodule(name), pieces.enter)
+    for name in between.scatters:
+        then(model.get_submodule(name), pieces.cut)
+    for stage in stages:
+        blocks = [name for name in between.blocks if name in stage]
+        if blocks:
+            first, last = between.blocks[blocks[0]].arguments, between.blocks[blocks[-1]].output
+            at_block(model.get_submodule(blocks[0]), before=partial(on_marked, pieces.cut, first))
+            at_block(model.get_submodule(blocks[-1]), after=partial(on_marked, pieces.gather, last))
 
 
 def sum_partial(params: Sequence[nn.Parameter], group: dist.ProcessGroup) -> None:
-    """Add up the gradients of small parameters that each rank used on its part of the features."""
+    """Add up the gradients of small parameters that each rank used on its part, those of one kind together."""
+    kinds: dict[torch.dtype, list[Tensor]] = {}
     for parameter in params:
         if parameter.grad is not None:
-            dist.all_reduce(local(parameter.grad), group=group)
-
-
-@contextlib.contextmanager
-def split_loss() -> Iterator[None]:
-    """For the loss of a split output and its backward pass: cross entropy over a vocabulary that is split (torch's loss_parallel)."""
-    from torch.distributed.tensor.experimental import implicit_replication
-    from torch.distributed.tensor.parallel import loss_parallel
-
-    with loss_parallel(), implicit_replication():
-        yield
-
-
-def try_split_loss(model: nn.Module, splits: Splits, task: Task, batch: Batch, mesh: DeviceMesh) -> bool:
-    """Whether the task's loss is the same for an output that is split, tried on random numbers. A collective."""
-    from torch.distributed.tensor import DTensor, Shard
-
-    heads = [name for name, style in splits.styles.items() if style == "head"]
-    if len(heads) != 1 or splits.output is None:
-        return False
-    head: Any = model.get_submodule(heads[0])
-    drawn = torch.randn(splits.output, generator=torch.Generator().manual_seed(0), dtype=head.weight.dtype).to(head.weight.device)
-    part = drawn.chunk(mesh.size(), -1)[mesh.get_local_rank()].contiguous().requires_grad_()
-    whole = drawn.requires_grad_()
-    same = True
-    try:
-        expected = task.loss(whole, batch)
-        expected.sum().backward()
-        with split_loss():
-            found: Any = task.loss(DTensor.from_local(part, mesh, [Shard(part.dim() - 1)], run_check=False), batch)
-            found = found.full_tensor() if isinstance(found, DTensor) else found
-            found.sum().backward()
-        assert whole.grad is not None
-        own = whole.grad.chunk(mesh.size(), -1)[mesh.get_local_rank()]
-        close = is_imagined(found) or torch.allclose(found, expected, rtol=1e-4)
-        same = close and part.grad is not None and (is_imagined(own) or torch.allclose(part.grad, own, rtol=1e-3, atol=1e-5))
-    except Exception:  # whatever the user's loss does with a split output that torch cannot: then it is given the whole
-        same = False
-    if not is_imagined(drawn):
-        agreed = torch.tensor(int(same), device=drawn.device)
-        dist.all_reduce(agreed, dist.ReduceOp.MIN)
-        same = bool(agreed)
-    setattr(head, SPLIT_LOSS, same)
-    return same
+            kinds.setdefault(parameter.grad.dtype, []).append(local(parameter.grad))
+    for grads in kinds.values():
+        summed = torch.cat([grad.reshape(-1) for grad in grads])
+        dist.all_reduce(summed, group=group)
+        for grad, whole in zip(grads, summed.split([grad.numel() for grad in grads]), strict=True):
+            grad.copy_(whole.view_as(grad))

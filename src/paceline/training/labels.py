@@ -1,0 +1,135 @@
+"""How a label, "split along this dimension", moves through an operation: the rules by which parts of tensors may stand for them."""
+
+import math
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+Label = tuple[str, int]  # the linear layer that a group is named after, and the dimension that would be split
+ATEN = torch.ops.aten
+LIKE_ITS_INPUT = {  # beside those that torch tags as elementwise
+    ATEN.clone,
+    ATEN._to_copy,
+    ATEN.detach,
+    ATEN.alias,
+    ATEN.native_dropout,
+    ATEN.bernoulli_,
+    ATEN.empty_like,
+    ATEN.zeros_like,
+    ATEN.ones_like,
+    ATEN.rand_like,
+    ATEN.randn_like,
+    ATEN.lift_fresh,
+}
+VIEWS = {ATEN.view, ATEN._unsafe_view, ATEN.reshape, ATEN._reshape_alias}
+SILENT = {ATEN.detach, ATEN.alias, ATEN.clone}  # come and go with gradients and the layout of memory
+ALONG_ONE = {ATEN.slice, ATEN.split, ATEN.split_with_sizes, ATEN._softmax, ATEN._log_softmax}  # (tensor, …, dim): not that one
+NORMS = {ATEN.native_layer_norm, ATEN._fused_rms_norm}
+ATTENTION = F.scaled_dot_product_attention
+PRODUCTS = {torch.matmul, torch.Tensor.matmul, torch.Tensor.__matmul__, torch.bmm, torch.Tensor.bmm}
+
+
+def is_pointwise(func: Any) -> bool:
+    return torch.Tag.pointwise in getattr(func, "tags", ())
+
+
+def draws(func: Any, args: Any, kwargs: Any) -> bool:
+    """Whether an operation draws at random."""
+    if func is ATTENTION:
+        return bool(args[4] if len(args) > 4 else kwargs.get("dropout_p", 0.0))
+    return torch.Tag.nondeterministic_seeded in getattr(func, "tags", ())
+
+
+def follow(func: Any, args: Any, kwargs: Any, tensors: list[Tensor], results: list[Tensor], label: Any) -> list[int | None] | None:
+    """The split dimension of each result; None where the operation cannot be done on parts."""
+    if func is ATTENTION:
+        return _attention(args, kwargs, results, label)
+    if func in PRODUCTS:
+        return _from_right(tensors, results, label, least=3)
+    packet = func.overloadpacket
+    first = tensors[0]
+    dim = label(first)[1] if label(first) else None
+    if packet in VIEWS and dim is not None:
+        return _one(_view(tuple(first.shape), tuple(results[0].shape), dim))
+    if is_pointwise(func) or packet in LIKE_ITS_INPUT:
+        return _from_right(tensors, results, label, least=1)
+    if packet is ATEN.cat:
+        along = (args[1] if len(args) > 1 else kwargs.get("dim", 0)) % first.dim()
+        dims = {label(tensor)[1] if label(tensor) else None for tensor in tensors}
+        return [dim] if len(dims) == 1 and dim != along else None
+    if dim is None:
+        return None
+    if packet in NORMS:
+        ends = first.dim() - len(args[1])
+        return [dim if dim < min(ends, result.dim()) else None for result in results] if dim < ends else None
+    return _moved(packet, args, kwargs, first, results, dim)
+
+
+def _moved(packet: Any, args: Any, kwargs: Any, first: Tensor, results: list[Tensor], dim: int) -> list[int | None] | None:
+    rank = first.dim()
+    if packet is ATEN.transpose:
+        one, other = args[1] % rank, args[2] % rank
+        return [other if dim == one else one if dim == other else dim]
+    if packet is ATEN.t:
+        return [1 - dim]
+    if packet is ATEN.permute:
+        return [[at % rank for at in args[1]].index(dim)]
+    if packet is ATEN.unsqueeze:
+        return [dim + (dim >= args[1] % (rank + 1))]
+    if packet is ATEN.squeeze:
+        gone = [at % rank for at in ([args[1]] if isinstance(args[1], int) else args[1])] if len(args) > 1 else range(rank)
+        gone = [at for at in gone if first.shape[at] == 1]
+        return [dim - sum(at < dim for at in gone)] if dim not in gone else None
+    if packet is ATEN.expand:
+        return [dim + results[0].dim() - rank]
+    if packet in (ATEN.select, ATEN.unbind):
+        along = (args[1] if len(args) > 1 else kwargs.get("dim", 0)) % rank
+        return [dim - (along < dim)] * len(results) if along != dim else None
+    if packet in ALONG_ONE:
+        at = 2 if packet in (ATEN.split, ATEN.split_with_sizes) else 1
+        along = (args[at] if len(args) > at else kwargs.get("dim", 0)) % rank
+        return [dim] * len(results) if along != dim else None
+    if packet in (ATEN.sum, ATEN.mean) and len(args) > 1 and args[1]:
+        gone = [at % rank for at in ([args[1]] if isinstance(args[1], int) else args[1])]
+        keep = args[2] if len(args) > 2 else kwargs.get("keepdim", False)
+        return [dim - (0 if keep else sum(at < dim for at in gone))] if dim not in gone else None
+    return None
+
+
+def _one(dim: int | None) -> list[int | None] | None:
+    return None if dim is None else [dim]
+
+
+def _attention(args: Any, kwargs: Any, results: list[Tensor], label: Any) -> list[int | None] | None:
+    """(…, heads, positions, size) of queries, keys and values, all split along the heads."""
+    q, k, v = (args[at] if len(args) > at else kwargs[name] for at, name in enumerate(("query", "key", "value")))
+    mask = args[3] if len(args) > 3 else kwargs.get("attn_mask")
+    split = {label(tensor)[1] - tensor.dim() if label(tensor) else None for tensor in (q, k, v)}
+    if split != {-3} or (mask is not None and mask.dim() >= 3 and mask.shape[-3] != 1):
+        return None
+    return [results[0].dim() - 3]
+
+
+def _from_right(tensors: list[Tensor], results: list[Tensor], label: Any, least: int) -> list[int | None] | None:
+    """Elementwise with broadcasting, from dimension -least on to the left."""
+    from_right = {tensor.dim() - label(tensor)[1] for tensor in tensors if label(tensor)}
+    if len(from_right) != 1 or (back := from_right.pop()) < least:
+        return None
+    if any(tensor.dim() >= back and tensor.shape[-back] != 1 for tensor in tensors if not label(tensor)):
+        return None
+    return [result.dim() - back if result.dim() >= back else None for result in results]
+
+
+def _view(before: tuple[int, ...], after: tuple[int, ...], dim: int) -> int | None:
+    """Where a dimension goes in a view. It must be the outermost of those that are merged or cut."""
+    ahead = math.prod(before[:dim])
+    at, product = 0, 1
+    while at < len(after) and (product < ahead or (after[at] == 1 and before[dim] != 1)):
+        product *= after[at]
+        at += 1
+    if product != ahead or at == len(after):
+        return None
+    inner, new = math.prod(before[dim:]), math.prod(after[at:])
+    return at if inner == new and (after[at] % before[dim] == 0 or before[dim] % after[at] == 0) else None
