@@ -106,7 +106,7 @@ def _micro_batches(spec: Spec, plan: Plan, rank: int, ranks: int, task: Task) ->
     assert plan.micro is not None
     dataset = open_dataset(task, "train")
     assert dataset is not None
-    check_enough(len(dataset), ranks)
+    check_enough(len(dataset), plan)
     parts = training_parts(Part(spec.batch, plan.micro, plan.place(rank).dp, plan.dp), len(dataset), spec.seed, 0, 1)
     samples = Samples(dataset, "train", spec.seed, torch.float64 if spec.precision == "fp64" else None)
     return list(batches(samples, parts, torch.device("cpu"), workers=0, prefetch=1))

@@ -45,8 +45,8 @@ class Data:
     samples: int  # of the training split
 
 
-def open_data(spec: Spec, task: Task, world: World) -> Data:
-    """Both splits, the same on all ranks. Raises DataError where they are not, PlanError for more ranks than samples."""
+def open_data(spec: Spec, plan: Plan, task: Task, world: World) -> Data:
+    """Both splits, the same on all ranks. Raises DataError where they are not, PlanError for more data ranks than samples."""
     train, validation = open_dataset(task, "train"), open_dataset(task, "validation")
     assert train is not None
     lengths = {"train": len(train), "validation": len(validation) if validation is not None else 0}
@@ -60,7 +60,7 @@ def open_data(spec: Spec, task: Task, world: World) -> Data:
                     f"dataset({split!r}) has {first} samples on rank 0 and {there[split]} on rank {rank}; "
                     "every rank must see the whole dataset, Paceline splits it"
                 )
-    check_enough(len(train), world.size)
+    check_enough(len(train), plan)
     floats = torch.float64 if spec.precision == "fp64" else None
     return Data(
         training=Samples(train, "train", spec.seed, floats),
@@ -71,8 +71,9 @@ def open_data(spec: Spec, task: Task, world: World) -> Data:
 
 def rehearse(spec: Spec, plan: Plan, task: Task) -> None:
     """Raise the PlanError or TaskError that `lay_out` would, without any rank. `plan` has its data degree said."""
-    if plan.is_mixed:
+    if plan.is_mixed or plan.cp > 1:
         model, _, _ = build(spec, task)
+    if plan.is_mixed:
         batch = example(spec, task, plan)
     if plan.tp > 1:
         from paceline.training.tensor import find_splits
@@ -87,12 +88,15 @@ def rehearse(spec: Spec, plan: Plan, task: Task) -> None:
     if plan.cp > 1:
         from paceline.training import context
 
-        context.check(task, spec, plan)
+        context.check(task, spec, plan, model)
 
 
-def check_enough(samples: int, ranks: int) -> None:
-    if ranks > samples:
-        raise PlanError(f"{ranks} ranks for {samples} training samples; use at most --ranks {samples}")
+def check_enough(samples: int, plan: Plan) -> None:
+    """Raise PlanError for a data rank that would have no sample. `plan` has its data degree said."""
+    assert plan.dp is not None
+    if plan.dp > samples:
+        most = samples * plan.cp * plan.tp * plan.pp + (plan.servers or 0)
+        raise PlanError(f"{plan.dp} {plan.sharers} for {samples} training samples; use at most --ranks {most}")
 
 
 @dataclass(frozen=True)
@@ -134,11 +138,11 @@ def lay_out(
 ) -> Laid:
     """`plan` has its data degree said. `fill_with` gives the model, laid out on the meta device, other values than its initial ones.
     `training`: the split, if it is open."""
+    model, weights, recorded = build(spec, task)
     if plan.cp > 1:
         from paceline.training import context
 
-        context.check(task, spec, plan)
-    model, weights, recorded = build(spec, task)
+        context.check(task, spec, plan, model)
     splits: Splits | None = None
     notes: tuple[str, ...] = () if recorded else (UNRECORDED,)
     batch = example(spec, task, plan, training) if plan.is_mixed else None
