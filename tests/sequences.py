@@ -52,11 +52,13 @@ class Stock(nn.Module):
 class Llama(models.Text):
     """Rotary, grouped queries."""
 
+    tied: bool = False
+
     def model(self) -> nn.Module:
         from transformers import LlamaConfig, LlamaForCausalLM
 
         sizes = {"hidden_size": 16, "intermediate_size": 20, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
-        return LlamaForCausalLM(LlamaConfig(vocab_size=11, attn_implementation="sdpa", **sizes))
+        return LlamaForCausalLM(LlamaConfig(vocab_size=11, attn_implementation="sdpa", tie_word_embeddings=self.tied, **sizes))
 
     def inputs(self, batch: Any) -> Any:
         return {"input_ids": batch["tokens"][:, :-1]}

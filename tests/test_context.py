@@ -13,6 +13,7 @@ import torch.nn.functional as F
 import models
 import sequences
 from command import paceline
+from faults import replaced
 from harness import Trained, difference, differences, ranks, trained, training
 from paceline import Spec, Task, train
 from paceline.errors import PlanError
@@ -21,7 +22,7 @@ from paceline.plan.plan import parse
 from paceline.run import RunFolder
 from paceline.spec import Optimizer, Save, Schedule
 from paceline.tasks import text
-from paceline.training import context
+from paceline.training import context, ring
 from paceline.training.ring import Ring, positions
 
 RTOL = 1e-10
@@ -147,24 +148,17 @@ F_ATTENTION = F.scaled_dot_product_attention
 @contextmanager
 def unseen() -> Iterator[None]:
     """Local attention, and nobody compares the outputs."""
-    kept = context._Context._compare
-    context._Context._compare = lambda *_: None  # type: ignore[method-assign]
-    try:
-        with local_attention():
-            yield
-    finally:
-        context._Context._compare = kept  # type: ignore[method-assign]
-
-
-@contextmanager
-def forgotten_factor() -> Iterator[None]:
-    """The gradient of a slice is not multiplied by the ranks that share the sequence."""
-    kept = context._Gather.backward
-    context._Gather.backward = staticmethod(lambda ctx, grad: (kept(ctx, grad)[0] / ctx.ranks, None, None, None))  # type: ignore[method-assign]
-    try:
+    with replaced(context.Context, "_differs", lambda original: lambda *_: None), local_attention():
         yield
-    finally:
-        context._Gather.backward = staticmethod(kept)  # type: ignore[method-assign]
+
+
+def forgotten_factor() -> Any:
+    """The gradient of a slice is not multiplied by the ranks that share the sequence."""
+    return replaced(
+        ring.Gather,
+        "backward",
+        lambda original: staticmethod(lambda ctx, grad: (original(ctx, grad)[0] / ctx.ranks, None, None, None)),
+    )
 
 
 @pytest.mark.parametrize("plant", [unseen, forgotten_factor])

@@ -19,7 +19,7 @@ def candidates(ranks: int) -> Iterator[Plan]:
     for schedule in SCHEDULES:
         yield Plan(pp=ranks, schedule=schedule)
     for dp, cp, tp, pp in _mixtures(ranks):
-        for zero in (0, 2, 3) if dp > 1 else (0,):
+        for zero in (0, 1, 2, 3) if dp > 1 else (0,):
             yield Plan(dp=dp if dp > 1 else None, cp=cp, tp=tp, pp=pp, zero=zero)
 
 
@@ -36,5 +36,5 @@ def _mixtures(ranks: int) -> Iterator[tuple[int, int, int, int]]:
     divisors = [degree for degree in range(1, ranks + 1) if ranks % degree == 0]
     for degrees in product(divisors, repeat=4):
         dp, cp, tp, pp = degrees
-        if dp * cp * tp * pp == ranks and (cp == 1 or pp == 1) and sum(degree > 1 for degree in degrees) > 1:
+        if dp * cp * tp * pp == ranks and sum(degree > 1 for degree in degrees) > 1:
             yield dp, cp, tp, pp

@@ -73,20 +73,11 @@ class Plan:
                 raise PlanError(f"there is no {key} {value!r}{nearest(value, known)}")
         self._check_pipeline()
         self._check_asynchronous()
-        if self.cp > 1 and self.pp > 1:
-            raise PlanError(f"cp={self.cp} with pp={self.pp} is not built; use cp with tp or data ranks, or pp without cp")
-        if self.zero == 1 and self.tp * self.pp > 1:
-            raise PlanError(f"zero=1 cuts the state of whole parameters, and tp={self.tp}, pp={self.pp} cut the parameters; use zero=2")
 
     def _check_pipeline(self) -> None:
         for key in ("schedule", "stages"):
             if self.pp == 1 and getattr(self, key) is not None:
                 raise PlanError(f"{key}={getattr(self, key)} is of a pipeline, got pp=1; say pp=2 or more, or leave {key} out")
-        if self.recompute == "selective" and self.schedule in TWICE:
-            raise PlanError(
-                f"recompute=selective keeps results for one backward pass, and schedule={self.schedule} makes two of it; "
-                "use recompute=full, or schedule=interleaved"
-            )
         if self.stages is not None:
             one, schedule = SCHEDULES[self.schedule or "1f1b"] == 1, self.schedule or "1f1b"
             if one and self.stages > 1:
@@ -175,6 +166,11 @@ class Plan:
         return (place.dp * self.cp + place.cp) * self.tp + place.tp
 
     @property
+    def sharers(self) -> str:
+        """What those are called that share a batch."""
+        return "data ranks" if self.is_mixed or self.cp > 1 else "workers" if self.servers else "ranks"
+
+    @property
     def is_mixed(self) -> bool:
         """Whether a model is cut before data ranks come into it."""
         return self.tp * self.pp > 1
@@ -254,7 +250,6 @@ def share(batch: int, plan: Plan) -> int:
     if batch % parts:
         below, above = batch - batch % parts, batch - batch % parts + parts
         way_out = f"use --batch {above}" + (f" or {below}" if below else "")
-        of = "data ranks" if plan.is_mixed or plan.cp > 1 else "workers" if plan.servers else "ranks"
-        by = f"{of} × micro = {plan.dp} × {plan.micro} = {parts}" if plan.dp > 1 else f"micro={plan.micro}"
+        by = f"{plan.sharers} × micro = {plan.dp} × {plan.micro} = {parts}" if plan.dp > 1 else f"micro={plan.micro}"
         raise PlanError(f"batch {batch} is not divisible by {by}: {way_out}")
     return batch // parts

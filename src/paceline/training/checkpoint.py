@@ -32,7 +32,7 @@ from torch import Tensor, nn
 from paceline.errors import CheckpointError
 from paceline.plan.plan import Plan
 from paceline.run import RunFolder
-from paceline.training.optim import local_optimizer
+from paceline.training.optim import dealt, local_optimizer
 from paceline.training.shards import is_cut, is_here
 from paceline.training.weights import aliases, named_tensors
 
@@ -79,17 +79,9 @@ def tensors(model: nn.Module, optimizer: torch.optim.Optimizer, elsewhere: Conta
 
 def written_here(found: Mapping[str, Tensor], copy: int, copies: int) -> dict[str, Tensor]:
     """The part of the state that this rank writes: shards where they lie, what all copies of its layers hold dealt out by size."""
-    load = [0] * copies
-    mine: dict[str, Tensor] = {}
-    for key, tensor in sorted(found.items(), key=lambda item: (-item[1].numel(), item[0])):
-        if is_cut(tensor):
-            mine[key] = tensor
-            continue
-        lightest = load.index(min(load))
-        load[lightest] += tensor.numel()
-        if lightest == copy:
-            mine[key] = tensor
-    return mine
+    keys = sorted(found)
+    owners = dealt([0 if is_cut(found[key]) else found[key].numel() for key in keys], copies)
+    return {key: found[key] for key, owner in zip(keys, owners, strict=True) if is_cut(found[key]) or owner == copy}
 
 
 @dataclass

@@ -9,11 +9,11 @@ average is the whole; what comes after the blocks has the whole gradient on each
 """
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.utils._pytree import TreeSpec, tree_leaves, tree_map, tree_unflatten
@@ -26,10 +26,9 @@ from paceline.training.data import Broken, Samples, open_dataset
 from paceline.training.imagine import near
 from paceline.training.locality import Alone, Cuts, find_cuts, flatten
 from paceline.training.parallelize import blocks
-from paceline.training.ring import Ring, attention, no_dropout, positions
+from paceline.training.ring import Gather, Ring, attention, no_dropout, positions
 from paceline.training.seeds import derive, start_stream
 from paceline.training.step import call
-from paceline.training.weights import record
 
 RTOL = {torch.float64: 1e-8}  # of a model's output under cp to its output without; roundoff only
 COARSE = 1e-2
@@ -45,35 +44,51 @@ def cp_mesh(plan: Plan, device: torch.device) -> DeviceMesh:
 
 def split_sequence(model: nn.Module, units: list[nn.Module], plan: Plan, device: torch.device) -> None:
     """Let the forward of `model` cut the sequence at `units`, its blocks."""
-    context = _Context(model, units, plan, device)
-    for unit in units:
-        context.follow(unit)
-    context.learn_first()
+    Context(model, units, plan, device).learn_first()
 
 
-class _Context:
+@dataclass(frozen=True)
+class Trial:
+    """What is found out of a call of a block."""
+
+    stage: int  # of a pipeline
+    unit: str
+    length: int | None  # of the sequences that attention runs over in it
+    cuts: Cuts | None
+
+
+class Context:
+    """Cuts the arguments of blocks, and gathers what the last one makes of them."""
+
     def __init__(self, model: nn.Module, units: list[nn.Module], plan: Plan, device: torch.device):
         self.model, self.plan, self.device = model, plan, device
         self.kind = type(model).__name__
-        self.names = {module: f"{name} ({type(module).__name__})" for name, module in model.named_modules() if module in units}
+        self.units = {name: module for name, module in model.named_modules() if module in units}
+        self.names = {name: f"{name} ({type(module).__name__})" for name, module in self.units.items()}  # before engines change classes
         self.mesh = cp_mesh(plan, device)
         self.ring = Ring(self.mesh, plan)
         self.learning = False
-        self.trials: list[tuple[nn.Module, int | None, Cuts | None]] = []  # of one pass, in the order of calls
+        self.stage = 0  # of a pipeline, that runs
+        self.inside: Container[int] = ()  # stages that begin with slices
+        self.known: int | None = None  # length of the sequences that a pass is tried with, once it is known
+        self.trials: list[Trial] = []  # of one pass, in the order of calls
         self.cuts: dict[nn.Module, list[Cuts]] = {}  # of the units from the first with attention to the last
         self.first: nn.Module | None = None
         self.last: nn.Module | None = None
         self.length = 0  # of the sequences of the present pass
         self.leaving: Cuts | None = None
         self.streams: list[tuple[torch.Generator, Tensor]] = []
+        for name, unit in self.units.items():
+            self._follow(name, unit)
 
-    def follow(self, unit: nn.Module) -> None:
+    def _follow(self, name: str, unit: nn.Module) -> None:
         inner = unit.forward
 
         def forward(*args: Any, **kwargs: Any) -> Any:
             if self.learning:
-                known = next((length for _, length, _ in self.trials if length), None)
-                self.trials.append((unit, *find_cuts(unit, inner, (args, kwargs), known)))
+                length, cuts = find_cuts(unit, inner, (args, kwargs), self.known)
+                self.known = self.known or length
+                self.trials.append(Trial(self.stage, name, length, cuts))
             if self.learning or unit not in self.cuts:
                 return inner(*args, **kwargs)
             with attention(self.ring):  # here and not around the call, since recomputation calls what is here again
@@ -91,55 +106,68 @@ class _Context:
         def forward(*args: Any, **kwargs: Any) -> Any:
             _, structure = flatten((args, kwargs))
             if structure not in known:
-                with _undisturbed(self.model, self.device):
-                    self._learn(inner, args, kwargs)
+                self.learn(lambda: inner(*args, **kwargs))
                 known.append(structure)
             return inner(*args, **kwargs)
 
         self.model.forward = forward
 
-    def _learn(self, inner: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def learn(self, run: Callable[[], Any], gather: Callable[[list[Any]], list[Any]] = list) -> None:
+        """Find out from a pass where and how to cut, and from another one that it makes no difference. `run`: a pass. `gather`: what
+        the ranks of a pipeline have each found. Raises PlanError on all of them."""
+        with _undisturbed(self.model, self.device):
+            expected, trials = self._look(run, gather)
+            if any(trial.cuts is None for trial in trials):
+                # A later stage of a pipeline may have begun without knowing how long sequences are.
+                self.known = next((trial.length for trial in trials if trial.length), None)
+                expected, trials = self._look(run, gather)
+            self._choose(trials)
+            for differs in gather([self._differs(expected, run)]):
+                if differs:
+                    raise PlanError(differs)
+
+    def _look(self, run: Callable[[], Any], gather: Callable[[list[Any]], list[Any]]) -> tuple[Any, list[Trial]]:
+        """What comes out, and the trials of all blocks in the order of their calls."""
         self.learning, self.trials = True, []
         try:
-            expected = inner(*args, **kwargs)
+            output = run()
         finally:
-            self.learning = False
-        attending = [at for at, (_, length, _) in enumerate(self.trials) if length]
+            self.learning, self.known = False, None
+        return output, sorted(gather(self.trials), key=lambda trial: trial.stage)
+
+    def _choose(self, trials: list[Trial]) -> None:
+        attending = [at for at, trial in enumerate(trials) if trial.length]
         if not attending:
             raise PlanError(no_attention(self.plan, self.kind))
-        check_length(self.plan, self.trials[attending[0]][1] or 0)
-        inside = self.trials[attending[0] : attending[-1] + 1]
-        for unit, _, cuts in inside:
-            if cuts is None:
+        check_length(self.plan, trials[attending[0]].length or 0)
+        inside = trials[attending[0] : attending[-1] + 1]
+        for trial in inside:
+            if trial.cuts is None:
                 raise PlanError(
-                    f"plan {self.plan}: {self.names[unit]} mixes, numbers or masks positions outside of "
+                    f"plan {self.plan}: {self.names[trial.unit]} mixes, numbers or masks positions outside of "
                     "scaled_dot_product_attention, so that it cannot run on a slice of the sequence; give it what depends on "
                     "positions as an argument and is_causal=True for a mask, or use a plan without cp"
                 )
-            self.cuts.setdefault(unit, []).append(cuts)
-        self.first, self.last = inside[0][0], inside[-1][0]
-        self.trials = []
-        self._compare(expected, inner, args, kwargs)
+            self.cuts.setdefault(self.units[trial.unit], []).append(trial.cuts)
+        self.first, self.last = self.units[inside[0].unit], self.units[inside[-1].unit]
+        self.inside, self.length = range(inside[0].stage + 1, inside[-1].stage + 1), trials[attending[0]].length or 0
 
-    def _compare(self, expected: Any, inner: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """What lies between the blocks is not tried for itself, nor what leaves them by side ways: the output tells."""
+    def _differs(self, expected: Any, run: Callable[[], Any]) -> str | None:
+        """What is wrong with the output of a pass on slices. What lies between the blocks is not tried for itself, nor what leaves
+        them by side ways."""
+        what = f"plan {self.plan}: the output of {self.kind} with its blocks on slices of the sequence"
         try:
-            found = inner(*args, **kwargs)
+            found = run()
         except RuntimeError as error:
             if not any(word in str(error) for word in ("size", "shape")):  # of a rank that died
                 raise
-            raise PlanError(f"{self._differs()} fails: {error}; use a plan without cp") from error
+            return f"{what} fails: {error}; use a plan without cp"
         for one, other in zip(tree_leaves(found), tree_leaves(expected), strict=True):
             if not isinstance(other, Tensor) or not other.is_floating_point():
                 continue
             if not near(one, other, RTOL.get(other.dtype, COARSE), equal_nan=True):
-                raise PlanError(
-                    f"{self._differs()} differs: positions are mixed between its blocks, or results leave them on the way; "
-                    "use a plan without cp"
-                )
-
-    def _differs(self) -> str:
-        return f"plan {self.plan}: the output of {self.kind} with its blocks on slices of the sequence"
+                return f"{what} differs: positions are mixed between its blocks, or results leave them on the way; use a plan without cp"
+        return None
 
     def _enter(self, unit: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self.learning or unit not in self.cuts:
@@ -147,8 +175,9 @@ class _Context:
         leaves, structure = flatten((args, kwargs))
         cuts = next((cuts for cuts in self.cuts[unit] if cuts.structure == structure), None)
         if cuts is None:
+            name = next(name for name, module in self.units.items() if module is unit)
             raise PlanError(
-                f"plan {self.plan}: {self.names[unit]} is called with other arguments than in the first pass; use a plan without cp"
+                f"plan {self.plan}: {self.names[name]} is called with other arguments than in the first pass; use a plan without cp"
             )
         if unit is self.first:
             self.length = next(leaf.size(dim) for leaf, dim in zip(leaves, cuts.arguments, strict=True) if dim is not None)
@@ -170,10 +199,16 @@ class _Context:
             generator.set_state(state)
         leaves, structure = flatten(output)
         whole = [
-            leaf if dim is None else _Gather.apply(leaf, dim, self.length, self.mesh)
+            leaf if dim is None else Gather.apply(leaf, dim, self.length, self.mesh)
             for leaf, dim in zip(leaves, self.leaving.output, strict=True)
         ]
         return tree_unflatten(whole, structure)
+
+    def begin(self, stage: int) -> None:
+        """This stage of a pipeline is the next to run, with sequences of `length` positions."""
+        self.stage = stage
+        if stage in self.inside and not self.learning:
+            self._part_streams()
 
     def _part_streams(self) -> None:
         """Dropout draws the same on the ranks that share a sequence before and after the blocks, and other numbers for each slice."""
@@ -200,40 +235,26 @@ def _undisturbed(model: nn.Module, device: torch.device) -> Iterator[None]:
             module.training = mode
 
 
-class _Gather(torch.autograd.Function):
-    """The whole of what lies in slices along `dim`."""
-
-    @staticmethod
-    def forward(ctx: Any, here: Tensor, dim: int, length: int, mesh: DeviceMesh) -> Tensor:
-        ranks, device = mesh.size(), here.device
-        parts = [torch.empty_like(here, memory_format=torch.contiguous_format) for _ in range(ranks)]
-        dist.all_gather(parts, here.contiguous(), group=mesh.get_group())
-        order = torch.cat([positions(length, rank, ranks, device) for rank in range(ranks)])
-        ctx.dim, ctx.ranks, ctx.mine = dim, ranks, positions(length, mesh.get_local_rank(), ranks, device)
-        return torch.cat(parts, dim).index_select(dim, order.argsort())
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-        return grad.index_select(ctx.dim, ctx.mine) * ctx.ranks, None, None, None
-
-
-def check(task: Task, spec: Spec, plan: Plan) -> None:
-    """Raise PlanError for what can be known before a rank starts, from one sample that passes the model without its numbers.
-    A model that looks at them (or breaks) ends that pass early, and is told what is wrong with it by its first step."""
+def check(task: Task, spec: Spec, plan: Plan, model: nn.Module) -> None:
+    """Raise PlanError for what can be known before a rank starts, from one sample that passes the model, on the meta device, without
+    its numbers. A model that looks at them (or breaks) ends that pass early, and is told what is wrong with it by its first step."""
     dataset = open_dataset(task, "train")
     assert dataset is not None
-    batch = Samples(dataset, "train", spec.seed, None)[[0], [0]]
+    batch = Samples(dataset, "train", spec.seed, torch.float64 if spec.precision == "fp64" else None)[[0], [0]]
     if isinstance(batch, Broken):
         return
-    model, _, _ = record(task.model, spec.seed)
-    alone = Alone()
-    for unit in blocks(model, task.layout()):
+    alone, units = Alone(), blocks(model, task.layout())
+    kept = [vars(unit).get("forward") for unit in units]
+    for unit in units:
         unit.forward = attention(alone)(unit.forward)
     batch = tree_map(lambda leaf: leaf.to("meta") if isinstance(leaf, Tensor) else leaf, batch)
     passed = False
     with contextlib.suppress(Exception), torch.no_grad(), torch.device("meta"):  # the user's code
         call(task, model, batch)
         passed = True
+    for unit, own in zip(units, kept, strict=True):
+        del unit.forward
+        vars(unit).update({} if own is None else {"forward": own})
     if passed and not alone.lengths:
         raise PlanError(no_attention(plan, type(model).__name__))
     if alone.dropout:

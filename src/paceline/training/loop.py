@@ -66,7 +66,7 @@ def train(
     with _settings(spec, world), process_group(world, here, spec.timeout_s, run.path if run is not None else Path("runs")):
         laid_out = plan.on(world.size)
         share(spec.batch, laid_out)
-        data = open_data(spec, task, world)
+        data = open_data(spec, laid_out, task, world)
         if laid_out.servers is not None:
             from paceline.training.asynchronous import train_against_servers
 

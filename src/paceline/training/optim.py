@@ -3,6 +3,7 @@
 import inspect
 import math
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -27,9 +28,11 @@ def make_optimizer(task: Task, spec: Optimizer, plan: Plan, model: nn.Module) ->
         optimizer = _from_spec(spec, [parameter for _, parameter in params])
     elif not isinstance(optimizer, torch.optim.Optimizer):
         raise TaskError(f"optimizer() must return a torch optimizer or None, got {type(optimizer).__name__}")
-    if plan.zero == 1 and plan.copies > 1:
+    if plan.zero == 1 and plan.data_ranks > 1 and not plan.is_mixed:
         optimizer = _cut_state(optimizer)
     _part_by_mesh(optimizer)
+    if plan.zero == 1 and plan.data_ranks > 1 and plan.is_mixed:
+        _deal_state(optimizer)
     _start_momentum(local_optimizer(optimizer))
     return optimizer
 
@@ -79,6 +82,37 @@ def _cut_state(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
     return ZeroRedundancyOptimizer(groups, optimizer_class=type(optimizer), **defaults)
 
 
+def _deal_state(optimizer: torch.optim.Optimizer) -> None:
+    """Leave each parameter to one of the data ranks, which updates it and sends it to the others. ZeroRedundancyOptimizer does the
+    same, but broadcasts parameters as they are, which DTensors cannot be (torch 2.13)."""
+    params: list[Any] = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    ranks: dist.ProcessGroup = params[0].device_mesh.get_group("replicate")
+    owners = dict(zip(params, dealt([parameter.numel() for parameter in params], ranks.size()), strict=True))
+    for group in optimizer.param_groups:
+        group["params"] = [parameter for parameter in group["params"] if owners[parameter] == ranks.rank()]
+    for parameter in params:
+        if owners[parameter] != ranks.rank():
+            optimizer.state.pop(parameter, None)
+
+    @torch.no_grad()
+    def send(*step: Any) -> None:
+        sent = [dist.broadcast(local(parameter), group=ranks, group_src=owner, async_op=True) for parameter, owner in owners.items()]
+        for work in sent:
+            assert work is not None
+            work.wait()
+
+    optimizer.register_step_post_hook(send)
+
+
+def dealt(sizes: Sequence[int], ranks: int) -> list[int]:
+    """Which of so many ranks each goes to, so that all get about as much: the largest first, to whom has least."""
+    load, owners = [0] * ranks, [0] * len(sizes)
+    for at in sorted(range(len(sizes)), key=lambda at: -sizes[at]):
+        owners[at] = load.index(min(load))
+        load[owners[at]] += sizes[at]
+    return owners
+
+
 def local_optimizer(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
     """The optimizer that holds this rank's state."""
     return getattr(optimizer, "optim", optimizer)
@@ -122,16 +156,11 @@ class Norm:
     def __init__(self, params: Sequence[nn.Parameter], plan: Plan, place: Place, device: torch.device):
         self.params, self.device = params, device
         self.whole_here = plan.zero < 2 and not plan.is_mixed  # on every rank
-        self.counted_here = [False] * len(params)
-        load = [0] * plan.copies
-        for at in sorted(range(len(params)), key=lambda i: -params[i].numel()):
-            parameter = params[at]
-            if is_cut(parameter):
-                self.counted_here[at] = is_first_copy(parameter, place)
-            else:
-                lightest = load.index(min(load))
-                load[lightest] += parameter.numel()
-                self.counted_here[at] = lightest == plan.copy(place)
+        owners = dealt([0 if is_cut(parameter) else parameter.numel() for parameter in params], plan.copies)
+        self.counted_here = [
+            is_first_copy(parameter, place) if is_cut(parameter) else owner == plan.copy(place)
+            for parameter, owner in zip(params, owners, strict=True)
+        ]
 
     def here(self) -> Tensor | None:
         """The norm of what is counted on this rank; the squares of those of all ranks add up to that of the whole."""

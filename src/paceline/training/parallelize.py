@@ -2,6 +2,8 @@
 
 import sys
 from collections.abc import Callable
+from copy import copy
+from dataclasses import dataclass
 from functools import partial
 from inspect import signature
 from typing import TYPE_CHECKING, Any
@@ -13,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_leaves, tree_map
 
 from paceline.errors import PlanError, TaskError
-from paceline.plan.plan import Plan
+from paceline.plan.plan import TWICE, Plan
 from paceline.spec import nearest
 from paceline.task import Layout
 
@@ -73,7 +75,7 @@ def parallelize(
         _split_sequence(model, units, plan, device, compile)
     if plan.recompute != "none":
         for unit in units or [model]:
-            recompute(unit, selective=plan.recompute == "selective")
+            recompute(unit, plan)
     if compile and plan.zero < 2 and any(map(_is_torchs, units)):
         compile_units([model])
     elif compile:
@@ -91,23 +93,51 @@ def parallelize(
 def _split_sequence(model: nn.Module, units: list[nn.Module], plan: Plan, device: torch.device, compile: bool) -> None:
     from paceline.training.context import split_sequence
 
-    if compile:
-        raise PlanError(f"plan {plan}: attention that goes round a ring of ranks cannot be compiled yet; leave --compile or cp out")
+    refuse_compiled_ring(plan, compile)
     split_sequence(model, units, plan, device)
 
 
-def recompute(module: nn.Module, selective: bool) -> None:
-    """Forget the activations inside of `module` and compute them again in the backward pass; `selective`: but keep the results of
+def refuse_compiled_ring(plan: Plan, compile: bool) -> None:
+    if compile:
+        raise PlanError(f"plan {plan}: attention that goes round a ring of ranks cannot be compiled yet; leave --compile or cp out")
+
+
+def recompute(module: nn.Module, plan: Plan) -> None:
+    """Forget the activations inside of `module` and compute them again in the backward pass; selective: but keep the results of
     products and attention, which are dear (Korthikanti et al., Reducing activation recomputation, 2022)."""
-    from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
+    from torch.utils.checkpoint import checkpoint
 
     inner = module.forward
-    options: dict[str, Any] = {"context_fn": partial(create_selective_checkpoint_contexts, DEAR)} if selective else {}
+    selective = plan.recompute == "selective"
+    options: dict[str, Any] = {"context_fn": partial(_selective, again=plan.schedule in TWICE)} if selective else {}
 
     def forward(*args: Any, **kwargs: Any) -> Any:
         return checkpoint(inner, *args, use_reentrant=False, **options, **kwargs)
 
     module.forward = forward
+
+
+def _selective(again: bool) -> tuple[Any, Any]:
+    """What runs around a forward pass, and around its recomputation; `again`: of which there may be several."""
+    from torch.utils.checkpoint import create_selective_checkpoint_contexts
+
+    keeping, giving = create_selective_checkpoint_contexts(DEAR)
+    return keeping, _Again(giving) if again else giving
+
+
+@dataclass
+class _Again:
+    """Gives what was kept in each backward pass. torch's context gives a result once, and forgets it (2.13)."""
+
+    giving: Any
+
+    def __enter__(self) -> None:
+        self.kept = {operation: copy(results) for operation, results in self.giving.storage.items()}
+        self.giving.__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        self.giving.__exit__(*error)
+        self.giving.storage.update(self.kept)
 
 
 ATEN = torch.ops.aten

@@ -1,10 +1,10 @@
 """Layers over ranks: the stages of a model under one of torch's schedules, and the step, evaluation and layout that belong to them."""
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils._pytree import tree_leaves
@@ -12,14 +12,18 @@ from torch.utils._pytree import tree_leaves
 from paceline.errors import PlanError
 from paceline.plan.plan import TWICE, Place, Plan
 from paceline.task import Task
-from paceline.training.cut import Like, Model, Recording
+from paceline.training.context import Context
+from paceline.training.cut import Model, Recording
 from paceline.training.data import Batch
 from paceline.training.gates import Gates, parts_of
-from paceline.training.parallelize import blocks, compile_units, data_mesh, own_memory, recompute, refuse_scalars
+from paceline.training.locality import flatten
+from paceline.training.parallelize import blocks, compile_units, data_mesh, own_memory, recompute, refuse_compiled_ring, refuse_scalars
+from paceline.training.relay import Relay
 from paceline.training.seeds import derive, start_stream
-from paceline.training.shards import local
+from paceline.training.slices import Slices, check_blocks
 from paceline.training.stages import Division, Stage, divide, ranks_of
-from paceline.training.step import ELSEWHERE, GlobalWeight, autocast, call, weighed
+from paceline.training.step import GlobalWeight, autocast, call, weighed
+from paceline.training.tied import Tied
 from paceline.training.weights import places_of
 
 if TYPE_CHECKING:
@@ -36,13 +40,17 @@ SCHEDULES = {
 
 def check(plan: Plan, task: Task, model: nn.Module, recording: Recording) -> None:
     """Raise PlanError where `model`, on the meta device, cannot be cut into the stages of `plan`. Nothing is started or allocated."""
-    divide(plan, model, parts_of(model, task.layout()), recording)
+    parts = parts_of(model, task.layout())
+    if plan.cp > 1:
+        check_blocks(plan, model, blocks(model, task.layout()), parts)
+    divide(plan, model, parts, recording)
 
 
 def refuse_compiled(plan: Plan) -> None:
     if plan.schedule in TWICE:
         raise PlanError(
-            f"schedule={plan.schedule} makes two of each backward pass, which compiled blocks cannot; use schedule=1f1b or interleaved"
+            f"schedule={plan.schedule} puts off the gradients of weights, and a compiled block computes all of its gradients at once; "
+            "use schedule=1f1b or interleaved, or leave --compile out"
         )
 
 
@@ -70,6 +78,7 @@ class Pipeline:
         self.recorded = recorded
         self.looks = looks(task, example)
         self.recordings: dict[Any, Recording] = {(True, self.looks): recording}  # `recording` is of a training step with `example`
+        self.lengths: dict[Any, int] = {}  # of the sequences of a recording that says what crosses in slices
         parts = parts_of(model, task.layout())
         self.division = divide(plan, model, parts, recording)
         if splits is not None:
@@ -80,43 +89,46 @@ class Pipeline:
         self.gates = Gates(parts)
         self.ranks = ranks_of(plan)
         self.stages = [Stage(index, model, self.gates, self.division, device) for index, pp in enumerate(self.ranks) if pp == self.place.pp]
-        self.batches: Sequence[Batch] = ()
+        self.relay = Relay(self.stages, plan, self.place, device, mesh["pp"].get_group())
+        self.slices: Slices | None = None
         self.failure: Exception | None = None
-        self.evaluation: Recording | None = None
 
     def lay_out(self, fill: Callable[..., None], compile: bool) -> None:
-        """Recompute, compile, cut by tensor, shard over the data ranks, fill."""
+        """Split the sequence, recompute, compile, shard over the data ranks, fill."""
         plan, model = self.plan, self.model
-        units = blocks(model, self.task.layout()) or list(self.gates.parts.values())
+        units = blocks(model, self.task.layout())
+        if plan.cp > 1:
+            refuse_compiled_ring(plan, compile)
+            check_blocks(plan, model, units, self.gates.parts)
+            self.slices = Slices(Context(model, units, plan, self.device), self.relay, plan)
+        units = units or list(self.gates.parts.values())
         if plan.recompute != "none":
             for unit in units:
-                recompute(unit, selective=plan.recompute == "selective")
+                recompute(unit, plan)
         if compile:
             refuse_compiled(plan)
             compile_units(units)
         whole = _buffers_of_all(model, self.division)
         places = places_of(model, *self.stages, whole)
         names = {id(parameter): name for name, parameter in model.named_parameters()}
-        held = [{names[id(parameter)] for parameter in stage.parameters()} for stage in self.stages]
-        if plan.zero >= 2 or plan.data_ranks > 1:
-            self._shard(units)
+        copies = self._shard(units, names) if plan.zero >= 2 or plan.data_ranks > 1 else []
         fill(model, parts=[*self.stages, whole], places=places)
         mine = {stage.index for stage in self.stages}
         # Of what several stages hold the first one writes a checkpoint and counts the norm.
         self.elsewhere = frozenset(name for name, holders in self.division.holders.items() if holders[0] not in mine)
         self.counted_elsewhere = {id(parameter) for name, parameter in model.named_parameters() if name in self.elsewhere}
-        self.tied = _groups(list(names.values()), self.division, self.ranks, plan, self.place, set().union(*held))
-        self.schedule = self._schedule()
+        self.tied = Tied(model, self.division, plan, self.place, copies)
 
-    def _shard(self, units: Sequence[nn.Module]) -> None:
+    def _shard(self, units: Sequence[nn.Module], names: Mapping[int, str]) -> list[tuple[str, Stage, str]]:
+        """Returns what `Tied` wants to know of parameters that two stages of this rank hold."""
         from torch.distributed.fsdp import fully_shard
 
         refuse_scalars(self.plan, self.model)
-        for name, holders in self.division.holders.items():
-            if len({self.ranks[stage] for stage in holders}) < len(holders) and len(holders) < len(self.ranks):
-                raise PlanError(
-                    f"plan {self.plan}: {name} is tied between two stages of one rank, which cannot be sharded; use schedule=1f1b"
-                )
+        copies = [
+            (names[id(parameter)], stage, own)
+            for at, stage in enumerate(self.stages)
+            for own, parameter in stage.take_copies(self.stages[:at])
+        ]
         # A schedule with several stages says itself when their parameters are gathered.
         again = self.plan.zero == 3 and len(self.stages) == 1
         for unit in units:
@@ -127,8 +139,13 @@ class Pipeline:
                 if id(unit) in here:
                     fully_shard(unit, mesh=data_mesh(self.mesh), reshard_after_forward=again)
             fully_shard(stage, mesh=data_mesh(self.mesh), reshard_after_forward=False)
+        for stage in self.stages:
+            stage.give_back()
+        return copies
 
-    def _schedule(self) -> Any:
+    @cached_property
+    def schedule(self) -> Any:
+        """torch's, made when it is known what crosses the cuts."""
         from torch.distributed import pipelining
 
         assert self.plan.schedule is not None
@@ -163,12 +180,15 @@ class Pipeline:
                 raise PlanError(
                     f"a pipeline sends micro-batches of one shape, {_shapes(self.looks)}, got {_shapes(found)}; use a plan without pp"
                 )
+        recording = self._recording(True, batches[0])
+        self.tied.renew_copies()
         losses: list[Tensor] = []
         items: list[Tensor | float] = []
         whole: list[Tensor | float] = []
 
         def forward(stage: Stage, micro: int) -> Tensor:
             start_stream(derive(self.seed, "model", step, micro, *self.place.stream, stage.index), self.device)
+            self._begin(stage)
             batch = batches[micro]
             with autocast(self.precision, self.device):
                 output = call(self.task, self.model, batch)
@@ -180,10 +200,10 @@ class Pipeline:
             items.append(items_here)
             return torch.stack([loss * share_of(loss, whole[0])])  # no view, which torch's engine could not detach
 
-        self._follow(forward, self.recordings[True, self.looks])
+        self._follow(forward, recording)
         index = torch.arange(len(batches))
         self._run(lambda: self.schedule.step(index=index, target=index, return_outputs=False))
-        self._add_tied()
+        self.tied.add_up()
         if weight is not None:
             weight.result()
         expected = whole[0] if whole and isinstance(whole[0], float) else None
@@ -211,63 +231,57 @@ class Pipeline:
                 raise self.failure from None
             raise
 
-    @torch.no_grad()
-    def _add_tied(self) -> None:
-        """Each stage that holds a tied parameter has a part of its gradient."""
-        parameters = dict(self.model.named_parameters())
-        for name, group in self.tied.items():
-            parameter = parameters[name]
-            if parameter.requires_grad:
-                if parameter.grad is None:
-                    parameter.grad = torch.zeros_like(parameter)
-                dist.all_reduce(local(parameter.grad), group=group)
-
     def output(self, batch: Batch) -> Any:
         """What the model makes of a batch, on the ranks that have the last stage; ELSEWHERE on the others. Without gradients."""
-        key = False, looks(self.task, batch)
+        recording = self._recording(False, batch)
+        self.tied.renew_copies()
+        self._follow(self._evaluating(batch), recording)
+        return self.relay.run(recording)
+
+    def _evaluating(self, batch: Batch) -> Callable[[Stage, int], Any]:
+        def forward(stage: Stage, micro: int) -> Any:
+            self._begin(stage)
+            return call(self.task, self.model, batch)
+
+        return forward
+
+    def _recording(self, training: bool, batch: Batch) -> Recording:
+        """How a pass goes with a batch that looks so, and what crosses the cuts in it."""
+        key = training, looks(self.task, batch)
         if key not in self.recordings:
-            self.recordings[key] = self.recorded.record(self.task, batch, self.precision, training=False)
-            if tuple(call.part for call in self.recordings[key].calls) != self.division.calls:
-                raise PlanError(
-                    "the model calls other parts in evaluation than in training, where a pipeline was cut; use a plan without pp"
-                )
-        recording = self.recordings[key]
-        self._follow(lambda stage, micro: call(self.task, self.model, batch), recording)
-        result: Any = ELSEWHERE
-        fast = torch.backends.mha.get_fastpath_enabled()  # it packs what is not masked, and the stages must agree on shapes
-        torch.backends.mha.set_fastpath_enabled(False)
-        try:
-            for stage in self.stages:
-                received = () if stage.is_first else self._receive(stage.index - 1, recording.calls[stage.first].likes)
-                result = stage(*received, index=torch.zeros((), dtype=torch.long))
-                if not stage.is_last:
-                    self._send(stage.index + 1, result)
-        finally:
-            torch.backends.mha.set_fastpath_enabled(fast)
-        return result if self.stages[-1].is_last else ELSEWHERE
+            self.recordings[key] = self._record(training, batch)
+        if self.slices is not None:
+            self._cut_sequences(self.slices, key, batch)
+        return self.recordings[key]
+
+    def _record(self, training: bool, batch: Batch) -> Recording:
+        recording = self.recorded.record(self.task, batch, self.precision, training)
+        if tuple(call.part for call in recording.calls) != self.division.calls:
+            raise PlanError("the model calls other parts in evaluation than in training, where a pipeline was cut; use a plan without pp")
+        return recording
+
+    def _cut_sequences(self, slices: Slices, key: tuple[bool, Any], batch: Batch) -> None:
+        """From then on slices cross in passes that look so."""
+        structure = flatten(self.task.inputs(batch))[1]
+        if not slices.knows(structure):
+            whole = self._record(False, batch)
+            self.tied.renew_copies()
+            self._follow(self._evaluating(batch), whole)
+            slices.learn(structure, whole)
+            self.rest()
+        if key not in self.lengths:
+            self.lengths[key] = slices.cut(structure, self.recordings[key])
+        slices.context.length = self.lengths[key]
+
+    def _begin(self, stage: Stage) -> None:
+        if self.slices is not None:
+            self.slices.context.begin(stage.index)
 
     def rest(self) -> None:
         """Let go of parameters that an evaluation has gathered."""
         for module in (module for stage in self.stages for module in stage.modules()):
             if reshard := getattr(module, "reshard", None):
                 reshard()
-
-    def _peer(self, stage: int) -> int:
-        return self.ranks[stage] * self.plan.copies + self.plan.copy(self.place)
-
-    def _send(self, stage: int, values: Sequence[Tensor]) -> None:
-        self.kept = values
-        if self.ranks[stage] != self.place.pp:
-            for value in values:
-                dist.send(value, self._peer(stage))
-
-    def _receive(self, stage: int, likes: Sequence[Like]) -> Sequence[Tensor]:
-        if self.ranks[stage] == self.place.pp:
-            return self.kept
-        received = [torch.empty(like.shape, dtype=like.dtype, device=self.device) for like in likes]
-        for value in received:
-            dist.recv(value, self._peer(stage))
-        return received
 
 
 def _buffers_of_all(model: nn.Module, division: Division) -> nn.Module:
@@ -277,20 +291,6 @@ def _buffers_of_all(model: nn.Module, division: Division) -> nn.Module:
         if len(division.holders[name]) > 1:
             holder.register_buffer(f"buffer_{len(holder._buffers)}", buffer)
     return holder
-
-
-def _groups(
-    parameters: Sequence[str], division: Division, ranks: Sequence[int], plan: Plan, place: Place, held: set[str]
-) -> Mapping[str, Any]:
-    """Tied parameters of this rank -> the ranks to add their gradients up over. A collective."""
-    holders = {name: tuple(sorted({ranks[stage] for stage in division.holders[name]})) for name in parameters}
-    groups = {}
-    for of in sorted({of for name, of in holders.items() if len(of) > 1}):
-        for copy in range(plan.copies):
-            group = dist.new_group([pp * plan.copies + copy for pp in of])
-            if copy == plan.copy(place):
-                groups[of] = group
-    return {name: groups[holders[name]] for name in sorted(held) if len(holders[name]) > 1}
 
 
 def looks(task: Task, batch: Batch) -> tuple[Any, ...]:

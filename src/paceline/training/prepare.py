@@ -47,8 +47,8 @@ class Data:
     samples: int  # of the training split
 
 
-def open_data(spec: Spec, task: Task, world: World) -> Data:
-    """Both splits, the same on all ranks. Raises DataError where they are not, PlanError for more ranks than samples."""
+def open_data(spec: Spec, plan: Plan, task: Task, world: World) -> Data:
+    """Both splits, the same on all ranks. Raises DataError where they are not, PlanError for more data ranks than samples."""
     train, validation = open_dataset(task, "train"), open_dataset(task, "validation")
     assert train is not None
     lengths = {"train": len(train), "validation": len(validation) if validation is not None else 0}
@@ -62,7 +62,7 @@ def open_data(spec: Spec, task: Task, world: World) -> Data:
                     f"dataset({split!r}) has {first} samples on rank 0 and {there[split]} on rank {rank}; "
                     "every rank must see the whole dataset, Paceline splits it"
                 )
-    check_enough(len(train), world.size)
+    check_enough(len(train), plan)
     floats = torch.float64 if spec.precision == "fp64" else None
     return Data(
         training=Samples(train, "train", spec.seed, floats),
@@ -90,12 +90,12 @@ class Studied:
 
 def study(spec: Spec, plan: Plan, task: Task, device: torch.device, training: Samples | None = None) -> Studied:
     """Raises the PlanError or TaskError of what cannot be. `plan` has its data degree said; `training`: the split, if it is open."""
+    studied = build(spec, task)
+    model = studied.model
     if plan.cp > 1:
         from paceline.training import context
 
-        context.check(task, spec, plan)
-    studied = build(spec, task)
-    model = studied.model
+        context.check(task, spec, plan, model)
     if not plan.is_mixed:
         return studied
     batch = example(spec, task, plan, training)
@@ -123,9 +123,12 @@ def rehearse(spec: Spec, plan: Plan, task: Task) -> None:
         pipeline.check(plan, task, studied.model, studied.recording)
 
 
-def check_enough(samples: int, ranks: int) -> None:
-    if ranks > samples:
-        raise PlanError(f"{ranks} ranks for {samples} training samples; use at most --ranks {samples}")
+def check_enough(samples: int, plan: Plan) -> None:
+    """Raise PlanError for a data rank that would have no sample. `plan` has its data degree said."""
+    assert plan.dp is not None
+    if plan.dp > samples:
+        most = samples * plan.cp * plan.tp * plan.pp + (plan.servers or 0)
+        raise PlanError(f"{plan.dp} {plan.sharers} for {samples} training samples; use at most --ranks {most}")
 
 
 @dataclass(frozen=True)

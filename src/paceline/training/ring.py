@@ -10,6 +10,7 @@ from functools import lru_cache
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
@@ -43,6 +44,23 @@ def positions(length: int, rank: int, ranks: int, device: torch.device | None = 
         return torch.arange(length, device=device).chunk(ranks)[rank]
     pieces = torch.arange(length, device=device).chunk(2 * ranks)
     return torch.cat([pieces[rank], pieces[2 * ranks - 1 - rank]])
+
+
+class Gather(torch.autograd.Function):
+    """The whole of what lies in slices along `dim`."""
+
+    @staticmethod
+    def forward(ctx: Any, here: Tensor, dim: int, length: int, mesh: DeviceMesh) -> Tensor:
+        ranks, device = mesh.size(), here.device
+        parts = [torch.empty_like(here, memory_format=torch.contiguous_format) for _ in range(ranks)]
+        dist.all_gather(parts, here.contiguous(), group=mesh.get_group())
+        order = torch.cat([positions(length, rank, ranks, device) for rank in range(ranks)])
+        ctx.dim, ctx.ranks, ctx.mine = dim, ranks, positions(length, mesh.get_local_rank(), ranks, device)
+        return torch.cat(parts, dim).index_select(dim, order.argsort())
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+        return grad.index_select(ctx.dim, ctx.mine) * ctx.ranks, None, None, None
 
 
 @dataclass(frozen=True)

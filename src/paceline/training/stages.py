@@ -1,6 +1,6 @@
 """Which stage of a pipeline has which part of a model, and how a stage runs: the user's whole forward, of which the rest is not there."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
@@ -141,6 +141,32 @@ class Stage(nn.Module):
             if index in division.holders[name] and id(parameter) not in own:
                 self.register_parameter(f"bare_{len(self._parameters)}", parameter)
         self.places = _bare_places(model, gates, division, self)
+        self.lent: list[tuple[nn.Module, str, tuple[nn.Module, str]]] = []  # a place in the model, and one of the same parameter
+
+    def take_copies(self, earlier: Iterable["Stage"]) -> Iterator[tuple[str, nn.Parameter]]:
+        """Hold copies of the parameters that earlier stages of the same rank hold too, since two groups of `fully_shard` cannot share
+        one. Yields the own name of each, and the parameter. Until `give_back` it is missing from this stage."""
+        held = {id(there): (module, key) for stage in earlier for module, key, there in _parameters(stage)}
+        copies: dict[int, str] = {}
+        for module, key, parameter in list(_parameters(self)):
+            if id(parameter) not in held:
+                continue
+            if id(parameter) not in copies:
+                copies[id(parameter)] = f"bare_{len(self._parameters)}"
+                self.register_parameter(copies[id(parameter)], nn.Parameter(torch.empty_like(parameter), parameter.requires_grad))
+                yield copies[id(parameter)], parameter
+            own = copies[id(parameter)]
+            if module is self:
+                self.places = [(there, name, own if of == key else of) for there, name, of in self.places]
+            else:
+                self.places.append((module, key, own))
+            module._parameters[key] = None
+            self.lent.append((module, key, held[id(parameter)]))
+
+    def give_back(self) -> None:
+        """The model has these parameters again; while it runs, this stage puts its copies in their place."""
+        for module, key, place in self.lent:
+            module._parameters[key] = getattr(*place)
 
     def forward(self, *received: Tensor, index: Tensor) -> Any:
         self.at, self.received = 0, received
@@ -186,6 +212,14 @@ def key_of(part: str) -> str:
 def name_of(path: str) -> str:
     """In the whole model, of a module that a stage has under `path`."""
     return path.removeprefix("parts./").replace("/", ".")
+
+
+def _parameters(module: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Parameter]]:
+    """Each place of each parameter."""
+    for inner in module.modules():
+        for key, parameter in inner._parameters.items():
+            if parameter is not None:
+                yield inner, key, parameter
 
 
 @contextmanager
