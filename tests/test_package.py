@@ -30,6 +30,12 @@ WITHOUT_TORCH = (
     "paceline.cli.resume",
     "paceline.cli.show",
     "paceline.cli.export",
+    "paceline.bench.result",
+    "paceline.bench.timer",
+    "paceline.bench.compare",
+    "paceline.report.bench",
+    "paceline.report.pictures",
+    "paceline.cli.bench",
     "paceline.cli.rank",
     "paceline.cli.start",
 )

@@ -1,0 +1,76 @@
+"""paceline bench: measure the machine."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from paceline.bench.result import Result
+
+Option = typer.Option
+Json = Annotated[Path | None, Option("--json", metavar="FILE", help="Write the figures there, too.")]
+Plot = Annotated[Path | None, Option("--plot", metavar="FILE", help="Draw them, as SVG or PNG by the file's ending.")]
+Compare = Annotated[tuple[Path, Path] | None, Option("--compare", metavar="A B", help="Measure nothing; hold two JSON files together.")]
+
+app = typer.Typer(no_args_is_help=True)
+
+
+@app.callback()
+def bench() -> None:
+    """Measure the machine."""
+
+
+def check(json: Path | None, plot: Path | None) -> None:
+    """Raises BenchError before anything is measured where its figures could not be kept."""
+    from paceline.bench.result import check_path
+    from paceline.report.pictures import check_picture
+
+    check_path(json)
+    check_picture(plot)
+
+
+def keep(
+    result: "Result",
+    json: Path | None,
+    plot: Path | None,
+    show: "Callable[[Console, Result], None]",
+    draw: "Callable[[Result, Path], None]",
+) -> None:
+    """Print a result, and write and draw it where that was asked for."""
+    from paceline.bench.result import write
+
+    console = _console()
+    from paceline.report.bench import heading, show_notes
+
+    console.print(heading(result), markup=False, soft_wrap=True)
+    show(console, result)
+    show_notes(console, result)
+    if json is not None:
+        write(result, json)
+    if plot is not None:
+        draw(result, plot)
+
+
+def hold_together(kind: str, files: tuple[Path, Path]) -> None:
+    """Print the ratios of two results."""
+    from paceline.bench.compare import compare
+    from paceline.bench.result import read
+    from paceline.report.bench import closing, comparison, heading
+
+    first, second = (read(file, kind) for file in files)
+    found = compare(first, second)
+    console = _console()
+    for name, result in (("first:  ", first), ("second: ", second)):
+        console.print(name + heading(result), markup=False, soft_wrap=True)
+    console.print(comparison(first, second, found))
+    console.print(closing(found), markup=False, soft_wrap=True)
+
+
+def _console() -> "Console":
+    from rich.console import Console
+
+    return Console(highlight=False, emoji=False)
