@@ -20,6 +20,8 @@ WITHOUT_TORCH = (
     "paceline.events",
     "paceline.run",
     "paceline.task",
+    "paceline.cluster.facts",
+    "paceline.cluster.file",
     "paceline.plan.plan",
     "paceline.launch.world",
     "paceline.report.summary",

@@ -5,6 +5,7 @@ Error
 ├── TaskError         the user's task cannot be used: no such file or class, a method missing or answering nonsense
 ├── DataError         the data: an empty dataset, a sample that raises, lengths that differ between ranks
 ├── PlanError         a plan that cannot be, for this batch, this model or these ranks
+├── ClusterError      a machine that is not known: no such device, a cluster.json that cannot be read
 ├── LaunchError       ranks that could not be started, or a contradictory environment
 ├── RunError          a run folder that exists already, that is none, or that is in use
 ├── CheckpointError   a checkpoint that cannot be read, or that belongs to another model
@@ -31,6 +32,10 @@ class DataError(Error):
 
 
 class PlanError(Error):
+    pass
+
+
+class ClusterError(Error):
     pass
 
 

@@ -1,0 +1,148 @@
+"""Cluster: what the machines are, as numbers that each say where they are from."""
+
+from collections.abc import Callable, Iterable
+from typing import Annotated, Any, Literal, Self, TypeVar
+
+from pydantic import AfterValidator, Field, model_validator
+
+from paceline.spec import Value
+
+VERSION = 1  # of the file; one more when an older Paceline would read a newer file wrongly
+DTYPES = ("fp64", "fp32", "tf32", "bf16", "fp16", "fp8", "fp6", "fp4", "int8")
+Dtype = Literal["fp64", "fp32", "tf32", "bf16", "fp16", "fp8", "fp6", "fp4", "int8"]
+Axis = Literal["node", "across"]
+
+
+class Fact(Value):
+    """A number with its source; the unit is in the name of the field that holds it. In a file, a plain number is a declared one.
+
+    measured: by `paceline bench`, or read from the machine. declared: somebody says so. published: its maker says so.
+    """
+
+    value: float = Field(ge=0)
+    source: Literal["measured", "declared", "published"] = "declared"
+    spread: float | None = Field(None, ge=0)  # standard deviation or error of the fit, as a share of the value
+    note: str = ""  # how it was measured, or where it is published
+
+    @model_validator(mode="before")
+    @classmethod
+    def _a_number_is_declared(cls, found: Any) -> Any:
+        return {"value": found} if isinstance(found, int | float) and not isinstance(found, bool) else found
+
+
+def _above_zero(fact: Fact) -> Fact:
+    if not fact.value:
+        raise ValueError("a size or a rate must be above 0, got 0; leave it out where it is not known")
+    return fact
+
+
+Positive = Annotated[Fact, AfterValidator(_above_zero)]
+
+
+class Device(Value):
+    """One of the devices that ranks compute on; with kind `cpu` it is the whole node, which its ranks share.
+
+    Peaks are what its maker promises, in FLOP/s (operations/s for int8). Of a device whose peaks are not published there are none: what it
+    does reach is in the cluster's rates.
+    """
+
+    name: str
+    kind: Literal["cuda", "rocm", "mps", "cpu"] = "cuda"
+    memory_bytes: Positive
+    peaks_flops: dict[Dtype, Positive] = Field({})  # of dense matrix products, on tensor or matrix cores where it has them
+    sparse_flops: dict[Dtype, Positive] = Field({})  # the same with 2:4 sparsity
+    vector_flops: dict[Dtype, Positive] = Field({})  # without tensor or matrix cores
+    memory_Bps: Positive | None = None
+    to_device_Bps: dict[Literal["pinned", "pageable"], Positive] = Field({})  # copies from the host's memory
+    to_host_Bps: dict[Literal["pinned", "pageable"], Positive] = Field({})
+    power_W: Positive | None = None  # at most
+
+
+class Rate(Value):
+    """How fast the devices did one kind of work: over the peak, it is the efficiency of this shape."""
+
+    operation: str  # matmul, matmul 2:4, attention …
+    dtype: Dtype
+    shape: tuple[int, ...]  # matmul: m, n, k
+    flops: Positive  # FLOP/s of one device
+
+
+class Link(Value):
+    """How long a collective takes: alpha_s + factor · S / beta_Bps for a call of S bytes.
+
+    S and factor are those of nccl-tests: 2(n-1)/n for all-reduce; (n-1)/n for all-gather, reduce-scatter, all-to-all, gather and scatter,
+    with S the whole tensor; 1 for the others. So beta is a bus bandwidth: what each device sends in one direction, while all of them do.
+    None in `backend`, `collective` and `ranks` stands for any of them, as where only a maker's bandwidth is known.
+    """
+
+    axis: Axis  # node: among devices of one node; across: one device of each node, all of a node's devices at once
+    backend: str | None = None  # gloo, nccl, mpi
+    collective: str | None = None  # all-reduce, all-gather …, send
+    ranks: int | None = Field(None, ge=2)
+    alpha_s: Fact | None = None  # None: not known
+    beta_Bps: Positive
+
+
+class Overlap(Value):
+    """What goes on under computing: hidden = (alone + compute - both) / min(alone, compute), in seconds; 1 is all, 0 is nothing."""
+
+    operation: str  # copy, or a collective
+    backend: str | None = None
+    hidden: Fact
+
+
+class Disk(Value):
+    """A directory, and how fast it is."""
+
+    path: str
+    filesystem: str | None = None  # ext4, lustre, tmpfs …
+    write_Bps: Positive | None = None  # large blocks, each on the disk before the next
+    read_Bps: Positive | None = None  # large blocks, not from the page cache
+    sync_writes_per_s: Positive | None = None  # of 512 bytes, each on the disk before the next
+    random_reads_per_s: Positive | None = None  # of 4 KiB
+    creates_per_s: Positive | None = None  # small files
+    opens_per_s: Positive | None = None
+    stats_per_s: Positive | None = None
+    deletes_per_s: Positive | None = None
+    checkpoint_Bps: Positive | None = None  # from all ranks at once
+
+
+class Cluster(Value):
+    """Nodes that are alike. What is not known is left out, never guessed."""
+
+    version: Literal[1] = 1
+    name: str = ""
+    nodes: int = Field(1, ge=1)
+    devices_per_node: int = Field(1, ge=1)
+    device: Device
+    cores_per_node: int | None = Field(None, ge=1)  # that may be used
+    host_memory_bytes: Positive | None = None  # of a node, that may be used
+    price_per_device_hour: Fact | None = None  # in whatever currency
+    links: tuple[Link, ...] = ()
+    rates: tuple[Rate, ...] = ()
+    overlaps: tuple[Overlap, ...] = ()
+    disks: tuple[Disk, ...] = ()
+    software: dict[str, str] = Field({})  # versions with which it was measured
+
+    @property
+    def devices(self) -> int:
+        return self.nodes * self.devices_per_node
+
+    def updated(
+        self, links: Iterable[Link] = (), rates: Iterable[Rate] = (), overlaps: Iterable[Overlap] = (), disks: Iterable[Disk] = ()
+    ) -> Self:
+        """The same with new rows, each in the place of the one about the same thing, if there is one."""
+        rows = {
+            "links": _merged(self.links, links, lambda link: (link.axis, link.backend, link.collective, link.ranks)),
+            "rates": _merged(self.rates, rates, lambda rate: (rate.operation, rate.dtype, rate.shape)),
+            "overlaps": _merged(self.overlaps, overlaps, lambda overlap: (overlap.operation, overlap.backend)),
+            "disks": _merged(self.disks, disks, lambda disk: disk.path),
+        }
+        return self.model_copy(update=rows)
+
+
+Row = TypeVar("Row", bound=Value)
+
+
+def _merged(old: Iterable[Row], new: Iterable[Row], key: Callable[[Row], Any]) -> tuple[Row, ...]:
+    return tuple(({key(row): row for row in old} | {key(row): row for row in new}).values())
