@@ -45,17 +45,18 @@ def test_a_result_is_read_as_it_was_written(tmp_path):
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        ({"version": 0}, "version 0 of the format, and this paceline reads 1; measure again"),
-        ({"version": 2}, "version 2 of the format, and this paceline reads 1; use the paceline that wrote it"),
-        ({"format": "other"}, "is no result of paceline bench"),
-        ({"rows": 3}, "rows: "),
-        ({"more": 3}, "more: "),
+        ({"version": 0}, "is of version 0, and this Paceline reads 1; measure again"),
+        ({"version": 2}, "is of version 2, and this Paceline reads 1; use the Paceline that wrote it"),
+        ({"schema": "other"}, "is no result of paceline bench"),
+        ({"rows": 3}, "rows must be an array, got 3"),
+        ({"more": 3}, "unknown key more"),
         ({"kind": "storage"}, "is of bench storage, not of bench collectives"),
     ],
 )
 def test_what_is_no_result_of_today_is_refused(change, said, tmp_path):
     path = tmp_path / "one.json"
-    path.write_text(json.dumps(json.loads(result(1e-3).model_dump_json()) | change))
+    write(result(1e-3), path)
+    path.write_text(json.dumps(json.loads(path.read_text()) | change))
     with pytest.raises(BenchError, match=said):
         read(path, "collectives")
 
@@ -63,8 +64,8 @@ def test_what_is_no_result_of_today_is_refused(change, said, tmp_path):
 def test_a_file_that_cannot_be_read_or_written(tmp_path):
     with pytest.raises(BenchError, match=r"cannot read .*none.json: No such file"):
         read(tmp_path / "none.json")
-    (tmp_path / "torn.json").write_text('{"format": "paceline.be')
-    with pytest.raises(BenchError, match="is no JSON"):
+    (tmp_path / "torn.json").write_text('{"schema": "paceline.be')
+    with pytest.raises(BenchError, match="is not JSON"):
         read(tmp_path / "torn.json")
     with pytest.raises(BenchError, match="there is no folder"):
         check_path(tmp_path / "none" / "one.json")

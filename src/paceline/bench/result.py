@@ -1,4 +1,4 @@
-"""Result: what a bench measured, how, and on what machine; a JSON file that says its format and version."""
+"""Result: what a bench measured, how, and on what machine; a JSON file that says its schema and version."""
 
 import json
 import os
@@ -11,31 +11,31 @@ from pathlib import Path
 from typing import Any, Literal
 
 import psutil
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import Field, ValidationError
 
 from paceline.errors import BenchError
+from paceline.spec import Value as Frozen
+from paceline.spec import explain
 
-FORMAT: Literal["paceline.bench"] = "paceline.bench"
-VERSION: Literal[1] = 1
+SCHEMA = "paceline.bench"
+VERSION = 1  # one more when an older Paceline would read a newer file wrongly
 TIMES = ("median_s", "min_s", "p95_s", "spread", "n")  # of a Timing, in every row that was timed
 
 Value = str | int | float | bool | None
 Row = Mapping[str, Value]  # flat; names carry units; those of `Result.keys` say what was measured, TIMES and the rest what came out
 
 
-class Result(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
-
-    format: Literal["paceline.bench"] = FORMAT
-    version: Literal[1] = VERSION
+class Result(Frozen):
+    version: Literal[1] = 1
     kind: str  # collectives, compute, overlap, storage, input
     when: str = Field(default_factory=lambda: time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()))
     machine: dict[str, Value] = Field(default_factory=lambda: machine())
     torch: str | None = Field(default_factory=lambda: _torch())
-    settings: dict[str, Any] = {}  # what was asked for
-    keys: tuple[str, ...] = Field((), strict=False)  # names of the fields by which a row is told from all others
-    rows: tuple[dict[str, Value], ...] = Field((), strict=False)
-    notes: tuple[str, ...] = Field((), strict=False)  # what was left out, and why; what a reader should know
+    settings: dict[str, Any] = Field({})  # what was asked for
+    keys: tuple[str, ...] = ()  # names of the fields by which a row is told from all others
+    rows: tuple[dict[str, Value], ...] = ()
+    summary: tuple[dict[str, Value], ...] = ()  # what follows from the rows: fits, best figures, advice
+    notes: tuple[str, ...] = ()  # what was left out, and why; what a reader should know
 
     def key(self, row: Row) -> tuple[Value, ...]:
         return tuple(row.get(name) for name in self.keys)
@@ -46,7 +46,8 @@ def write(result: Result, path: Path) -> None:
     try:
         handle, beside = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
         with os.fdopen(handle, "w") as file:
-            file.write(result.model_dump_json(indent=1) + "\n")
+            json.dump({"schema": SCHEMA} | result.model_dump(mode="json"), file, indent=1, allow_nan=False, ensure_ascii=False)
+            file.write("\n")
         os.chmod(beside, 0o644)
         os.replace(beside, path)
     except OSError as error:
@@ -54,23 +55,22 @@ def write(result: Result, path: Path) -> None:
 
 
 def read(path: Path, kind: str | None = None) -> Result:
-    """A result from its file. Raises BenchError for one that cannot be read, is of another format, version or kind."""
+    """A result from its file. Raises BenchError for one that cannot be read, or that is of another schema, version or kind."""
     try:
         found = json.loads(path.read_text())
     except OSError as error:
         raise BenchError(f"cannot read {path}: {error.strerror}") from error
-    except ValueError:
-        raise BenchError(f"{path} is no JSON, and no result of paceline bench") from None
-    if not isinstance(found, dict) or found.get("format") != FORMAT:
-        raise BenchError(f"{path} is no result of paceline bench: it does not say format {FORMAT!r}")
-    if found.get("version") != VERSION:
-        way_out = "measure again" if str(found.get("version")) < str(VERSION) else "use the paceline that wrote it"
-        raise BenchError(f"{path} has version {found.get('version')} of the format, and this paceline reads {VERSION}; {way_out}")
+    except (ValueError, RecursionError) as error:
+        raise BenchError(f"{path} is not JSON, and so no result of paceline bench: {error}") from error
+    if not isinstance(found, dict) or found.pop("schema", None) != SCHEMA:
+        raise BenchError(f"{path} is no result of paceline bench: its schema is not {SCHEMA!r}")
+    if (written := found.get("version")) != VERSION:
+        way_out = "use the Paceline that wrote it" if isinstance(written, int) and written > VERSION else "measure again"
+        raise BenchError(f"{path} is of version {written!r}, and this Paceline reads {VERSION}; {way_out}")
     try:
-        result = Result.model_validate(found)
+        result = Result.model_validate_json(json.dumps(found))
     except ValidationError as error:
-        first = error.errors()[0]
-        raise BenchError(f"{path}: {'.'.join(map(str, first['loc']))}: {first['msg']}") from None
+        raise BenchError(f"{path}: {explain(error, [*Result.model_fields])}") from error
     if kind is not None and result.kind != kind:
         raise BenchError(f"{path} is of bench {result.kind}, not of bench {kind}")
     return result
