@@ -4,7 +4,7 @@ import sys
 
 import typer
 
-from paceline.cli import bench, export, ledger, rank, resume, show, train, verify
+from paceline.cli import bench, bench_collectives, export, ledger, rank, resume, show, train, verify
 from paceline.errors import Error
 
 app = typer.Typer(
@@ -17,6 +17,7 @@ app = typer.Typer(
 )
 for command in (train, resume, show, export, verify, ledger):
     app.command()(getattr(command, command.__name__.rpartition(".")[2]))
+bench.app.command("collectives")(bench_collectives.collectives)
 app.add_typer(bench.app, name="bench")
 app.command(hidden=True)(rank.rank)
 

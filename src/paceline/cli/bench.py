@@ -43,7 +43,7 @@ def keep(
     """Print a result, and write and draw it where that was asked for."""
     from paceline.bench.result import write
 
-    console = _console()
+    console = terminal()
     from paceline.report.bench import heading, show_notes
 
     console.print(heading(result), markup=False, soft_wrap=True)
@@ -63,14 +63,14 @@ def hold_together(kind: str, files: tuple[Path, Path]) -> None:
 
     first, second = (read(file, kind) for file in files)
     found = compare(first, second)
-    console = _console()
+    console = terminal()
     for name, result in (("first:  ", first), ("second: ", second)):
         console.print(name + heading(result), markup=False, soft_wrap=True)
     console.print(comparison(first, second, found))
     console.print(closing(found), markup=False, soft_wrap=True)
 
 
-def _console() -> "Console":
+def terminal() -> "Console":
     from rich.console import Console
 
     return Console(highlight=False, emoji=False)

@@ -8,7 +8,7 @@ from rich.table import Table
 
 from paceline.bench.compare import Comparison, quartiles
 from paceline.bench.result import Result, Row, Value
-from paceline.units import format_bytes, format_seconds
+from paceline.units import format_bytes
 
 
 @dataclass(frozen=True)
@@ -35,8 +35,16 @@ def as_text(name: str, value: Value) -> str:
     if name == "bytes" or name.endswith("_bytes"):
         return format_bytes(value)
     if name.endswith("_s"):
-        return format_seconds(value)
+        return three_digits(value)
     return f"{value:,}" if isinstance(value, int) else f"{value:.3g}"
+
+
+def three_digits(seconds: float) -> str:
+    """0.0000042 -> `"4.2 µs"`, 0.01234 -> `"12.3 ms"`, 75 -> `"75 s"`."""
+    for unit, in_seconds in (("µs", 1e-6), ("ms", 1e-3), ("s", 1.0)):
+        if seconds < 999.5 * in_seconds or unit == "s":
+            break
+    return f"{seconds / in_seconds:.3g} {unit}" if seconds < 999.5 else f"{seconds:,.0f} s"
 
 
 def table(rows: Sequence[Row], columns: Sequence[Column], title: str | None = None) -> Table:
