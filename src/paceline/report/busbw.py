@@ -9,6 +9,7 @@ from paceline.bench.operations import OPERATIONS
 from paceline.bench.result import Result, Row
 from paceline.errors import BenchError
 from paceline.report.pictures import COLOURS, figure
+from paceline.units import format_bytes
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -34,9 +35,10 @@ def busbw(result: Result, path: Path) -> None:
                 of_series = [row for row in rows if row["operation"] == name and _named(row, told) == series]
                 fits = [one for one in result.summary if one["operation"] == name and _named(one, told) == series]
                 _draw(field, of_series, fits, series, colour)
-            field.set(title=name, xscale="log", yscale="log")
+            field.set(title=name, yscale="log")
+            field.set_xscale("log", base=2)
+            field.xaxis.set_major_formatter(lambda size, _: format_bytes(size).replace(".0 ", " "))
             field.grid(alpha=0.25)
-        drawn.supxlabel("size, bytes")
         drawn.supylabel("busbw, GB/s (10⁹)")
         handles = {label: handle for field in fields.flat for handle, label in zip(*field.get_legend_handles_labels(), strict=True)}
         drawn.legend(handles.values(), handles, loc="outside lower center", ncols=min(4, len(handles)), frameon=False)
@@ -45,8 +47,8 @@ def busbw(result: Result, path: Path) -> None:
 
 
 def _named(row: Row, told: Sequence[str]) -> str:
-    words = {"place": "{} of place", "ranks": "{} ranks"}
-    return ", ".join(words.get(name, "{}").format(row[name]) for name in told)
+    words: dict[Any, str] = {"in": "in place", "out": "out of place"}
+    return ", ".join(f"{row[name]} ranks" if name == "ranks" else words.get(row[name], str(row[name])) for name in told)
 
 
 def _draw(field: "Axes", rows: Sequence[Row], fits: Sequence[Row], series: str, colour: str) -> None:
