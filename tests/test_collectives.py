@@ -413,12 +413,12 @@ def test_mpi_needs_a_launcher_that_speaks_it(monkeypatch):
 
     monkeypatch.setitem(backends.MISSING, "mpi", lambda: None)
     with pytest.raises(BenchError, match="mpi cannot be measured by ranks of torchrun: start them with mpirun or srun"):
-        backends.check(("mpi",), World(launcher="torchrun"))
+        backends.check(("mpi",), World(launcher="torchrun"), 2)
     monkeypatch.setenv("PATH", "")
     with pytest.raises(BenchError, match="there is no mpirun: apt-get install openmpi-bin"):
-        backends.check(("mpi",), World())
+        backends.check(("mpi",), World(), 2)
     monkeypatch.setitem(backends.MISSING, "mpi", lambda: "it is not installed: pip install 'paceline[mpi]'")
     with pytest.raises(BenchError, match=r"not installed: pip install 'paceline\[mpi\]'; or leave mpi out of --backends"):
-        backends.check(("mpi",), World())
+        backends.check(("mpi",), World(), 2)
     with pytest.raises(PlanError):
         axes_of.check((), "tp=3", 4)

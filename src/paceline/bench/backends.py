@@ -222,13 +222,15 @@ MISSING: Mapping[str, Callable[[], str | None]] = {"gloo": _no_gloo, "nccl": _no
 MPI_LAUNCHERS = ("openmpi", "mpich", "slurm")
 
 
-def check(names: Sequence[str], world: World) -> None:
+def check(names: Sequence[str], world: World, ranks: int) -> None:
     """Raises BenchError for a back end that there is not, with how to get it. `world`: with no launcher ranks are started here."""
     for name in names:
         if name not in MISSING:
             raise BenchError(f"unknown back end {name}{nearest(name, MISSING)}")
         if why := MISSING[name]():
             raise BenchError(f"{name} cannot be measured: {why}; or leave {name} out of --backends")
+    if "nccl" in names and world.launcher is None and ranks > torch.cuda.device_count():
+        raise BenchError(f"nccl needs a GPU for each of {ranks} ranks, and there are {torch.cuda.device_count()}; use fewer, or gloo")
     if "mpi" not in names:
         return
     if world.launcher is None and shutil.which("mpirun") is None:

@@ -6,6 +6,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from paceline.launch.world import World
+
 if TYPE_CHECKING:
     from rich.console import Console
 
@@ -39,18 +41,18 @@ def keep(
     plot: Path | None,
     show: "Callable[[Console, Result], None]",
     draw: "Callable[[Result, Path], None]",
+    me: World | None = None,
 ) -> None:
     """Print a result, and write and draw it where that was asked for."""
     from paceline.bench.result import write
-
-    console = terminal()
     from paceline.report.bench import heading, show_notes
 
+    if json is not None:
+        write(result, json)  # first: mpirun leaves its ranks a second when it is interrupted
+    console = terminal(me)
     console.print(heading(result), markup=False, soft_wrap=True)
     show(console, result)
     show_notes(console, result)
-    if json is not None:
-        write(result, json)
     if plot is not None:
         draw(result, plot)
 
@@ -70,7 +72,9 @@ def hold_together(kind: str, files: tuple[Path, Path]) -> None:
     console.print(closing(found), markup=False, soft_wrap=True)
 
 
-def terminal() -> "Console":
+def terminal(me: World | None = None) -> "Console":
+    """Of ranks only the first one speaks; mpirun and srun may give it a terminal of its own, also where its words go to a file."""
     from rich.console import Console
 
-    return Console(highlight=False, emoji=False)
+    of_others = me is not None and me.launcher not in (None, "torchrun")
+    return Console(highlight=False, emoji=False, quiet=me is not None and me.rank > 0, force_terminal=False if of_others else None)

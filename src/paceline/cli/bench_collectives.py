@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from paceline.cli.bench import Compare, Json, Plot, check, hold_together, keep, terminal
-from paceline.errors import Error, LaunchError
+from paceline.errors import BenchError, Error, LaunchError, PlanError
 from paceline.launch.world import World, world
 
 if TYPE_CHECKING:
@@ -44,7 +44,38 @@ def collectives(
     """
     if compare is not None:
         return hold_together("collectives", compare)
-    check(json, plot)
+    me = world()
+    with _said_once(me):
+        request, count = _request(me, ranks, backends, sizes, operations, dtypes, place, axes, plan, seconds, timeout)
+        check(json, plot)
+        raise typer.Exit(_measured(request, me, count, json, plot))
+
+
+@contextlib.contextmanager
+def _said_once(me: World) -> "Iterator[None]":
+    """What is wrong with a request is wrong on all ranks: the first one says it."""
+    try:
+        yield
+    except (BenchError, PlanError):
+        if me.rank == 0:
+            raise
+        sys.exit(2)
+
+
+def _request(
+    me: World,
+    ranks: int | None,
+    backends: str | None,
+    sizes: str,
+    operations: str | None,
+    dtypes: str,
+    place: str,
+    axes: str | None,
+    plan: str | None,
+    seconds: float,
+    timeout_s: float,
+) -> "tuple[Request, int]":
+    """What is asked for, and of how many ranks; checked as far as it can be before any are there."""
     from paceline.bench.operations import OPERATIONS
     from paceline.bench.request import DTYPES, Request, names
     from paceline.bench.request import sizes as parse_sizes
@@ -55,7 +86,6 @@ def collectives(
     from paceline.bench import backends as known
     from paceline.bench.axes import check as check_axes
 
-    me = world()
     if me.launcher is not None and ranks not in (None, me.size):
         raise LaunchError(f"--ranks {ranks}, but {me.launcher} started {me.size}; leave --ranks out")
     request = Request(
@@ -66,13 +96,13 @@ def collectives(
         axes=tuple(axes.split(",")) if axes else (),
         plan=plan,
         seconds=seconds,
-        timeout_s=timeout,
+        timeout_s=timeout_s,
         **asked,
     )
     count = me.size if me.launcher is not None else ranks or known.devices()
-    known.check(request.backends, me)
+    known.check(request.backends, me, count)
     check_axes(request.axes, request.plan, count)
-    raise typer.Exit(_measured(request, me, count, json, plot))
+    return request, count
 
 
 def _measured(request: "Request", me: World, ranks: int, json: Path | None, plot: Path | None) -> int:
@@ -85,16 +115,16 @@ def _measured(request: "Request", me: World, ranks: int, json: Path | None, plot
 
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     if me.launcher is None:
-        found, ended = _collected(measured(request, ranks))
+        found, ended = _collected(measured(request, ranks), me)
     else:
         from paceline.bench.collectives import on_rank
 
-        found, ended = _collected(in_thread(on_rank(request, me, Path())))
+        found, ended = _collected(in_thread(on_rank(request, me, Path())), me)
     rows = [item for item in found if not isinstance(item, str)]
     if isinstance(ended, KeyboardInterrupt):
         found.append("stopped before the end")
     if me.rank == 0 and rows:
-        keep(result(request, ranks, me.local_size if me.launcher is not None else ranks, found), json, plot, show, busbw)
+        keep(result(request, ranks, me.local_size if me.launcher is not None else ranks, found), json, plot, show, busbw, me)
     if isinstance(ended, KeyboardInterrupt) and me.launcher is not None:
         sys.stdout.flush()
         os._exit(INTERRUPTED)  # the thread that measures may wait for ranks that are gone
@@ -103,14 +133,14 @@ def _measured(request: "Request", me: World, ranks: int, json: Path | None, plot
     return 1 if any(row["wrong"] for row in rows) else 0
 
 
-def _collected(items: "Iterator[Row | str]") -> "tuple[list[Row | str], Error | KeyboardInterrupt | None]":
+def _collected(items: "Iterator[Row | str]", me: World) -> "tuple[list[Row | str], Error | RuntimeError | KeyboardInterrupt | None]":
     found: list[Row | str] = []
     try:
-        with contextlib.closing(items), terminal().status("ranks start") as status:  # type: ignore[type-var]
+        with contextlib.closing(items), terminal(me).status("ranks start") as status:  # type: ignore[type-var]
             for item in items:
                 found.append(item)
                 if not isinstance(item, str):
                     status.update(f"{item['operation']}, {item['backend']}")
-    except (Error, KeyboardInterrupt) as error:
+    except (Error, RuntimeError, KeyboardInterrupt) as error:  # RuntimeError: what torch and MPI say of ranks that are gone
         return found, error
     return found, None
