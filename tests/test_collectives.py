@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import typer
 
 from command import PACELINE, Result, paceline, start, succeed
 from harness import ranks
@@ -17,7 +18,7 @@ from paceline.bench.backends import TORCH_IN_PLACE, TORCH_OUT_OF_PLACE, Call, To
 from paceline.bench.collectives import Rank, rows
 from paceline.bench.fit import fit, fits, links
 from paceline.bench.operations import OPERATIONS, Place, bandwidths_GBps, tensor, wrong
-from paceline.bench.request import KEYS, Request, sizes
+from paceline.bench.request import DTYPES, KEYS, Request, sizes
 from paceline.bench.result import Result as ResultFile
 from paceline.bench.result import read, write
 from paceline.bench.timer import Clock
@@ -105,8 +106,8 @@ def found_by(request: Request, one) -> list:
     return [*rows(request, rank)]
 
 
-def all_right(operations: tuple[str, ...]) -> list:
-    return found_by(Request(operations=operations, backends=("gloo",), sizes_bytes=(4, 1000), seconds=0.002), backend())
+def all_right(operations: tuple[str, ...], dtypes: tuple[str, ...] = ("fp32",)) -> list:
+    return found_by(Request(operations=operations, backends=("gloo",), sizes_bytes=(4, 1000), dtypes=dtypes, seconds=0.002), backend())
 
 
 @pytest.mark.parametrize("size", [2, 3])
@@ -116,6 +117,13 @@ def test_every_operation_computes_what_it_should(size):
     assert {row["place"] for row in found} == {"in", "out"}
     assert not [row for row in found if row["wrong"]]
     assert all(row["n"] >= 5 and 0 < row["min_s"] <= row["median_s"] <= row["p95_s"] for row in found)
+
+
+def test_every_type_comes_through():
+    operations = ("all-reduce", "all-gather")
+    found = [row for row in ranks(2)(all_right, operations, tuple(DTYPES))[0] if not isinstance(row, str)]
+    assert {(row["operation"], row["dtype"]) for row in found} == {(name, dtype) for name in operations for dtype in DTYPES}
+    assert not [row for row in found if row["wrong"]]
 
 
 def spoiled(name: str, how: str) -> list:
@@ -324,7 +332,7 @@ def test_as_ranks_of_a_launcher(program, backends, tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["a.json"]
 
 
-@with_mpi
+@pytest.mark.parametrize("backends", ["gloo", pytest.param("gloo,mpi", marks=[needs_mpi, pytest.mark.slow])])
 def test_an_interrupt_shows_what_was_measured(backends, tmp_path):
     words = ("--backends", backends, "--operations", "all-reduce", "--sizes", "1KiB:512KiB:2", "--seconds", "0.5", "--json", "a.json")
     temporary = tmp_path / "temporary"
@@ -400,6 +408,20 @@ def test_a_back_end_that_is_not_there_says_how_to_get_it(tmp_path):
         f"paceline: nccl cannot be measured: torch {torch.__version__} was built without it: install torch for CUDA or ROCm; "
         "or leave nccl out of --backends\n"
     )
+
+
+@pytest.mark.parametrize(("bad", "status"), [(0, 0), (3, 1)])
+def test_a_wrong_row_is_said_and_is_no_success(bad, status, monkeypatch, capsys):
+    times = {"min_s": 1e-3, "p95_s": 3e-3, "n": 5, "spread": 0.1, "algbw_GBps": 1.0, "busbw_GBps": 1.0}
+    found = [row("all-reduce", 2**10, 2e-3, **times), row("all-reduce", 2**12, 3e-3, **times | {"wrong": bad}), "something was left out"]
+    monkeypatch.setattr("paceline.bench.ranks.measured", lambda request, ranks: (one for one in found))
+    monkeypatch.setattr(signal, "signal", lambda number, handler: None)
+    with pytest.raises(typer.Exit) as over:
+        bench_collectives.collectives(backends="gloo")
+    assert over.value.exit_code == status
+    out = capsys.readouterr().out
+    assert ("3 WRONG" in out, "1 row of 2 came out WRONG" in out) == (bool(bad), bool(bad))
+    assert "something was left out" in out
 
 
 def test_sizes():
