@@ -18,12 +18,26 @@ Json = Annotated[Path | None, Option("--json", metavar="FILE", help="Write the f
 Plot = Annotated[Path | None, Option("--plot", metavar="FILE", help="Draw them, as SVG or PNG by the file's ending.")]
 Compare = Annotated[tuple[Path, Path] | None, Option("--compare", metavar="A B", help="Measure nothing; hold two JSON files together.")]
 
-app = typer.Typer(no_args_is_help=True)
+app = typer.Typer()
 
 
-@app.callback()
-def bench() -> None:
-    """Measure the machine."""
+@app.callback(invoke_without_command=True)
+def bench(
+    context: typer.Context,
+    task: Annotated[str | None, Option(help="Measure its step and its input: my.py:Class, or a built-in one. Default: digits.")] = None,
+    directory: Annotated[
+        list[Path] | None, Option(metavar="DIR", help="Measure it, too; may be repeated. Default: here, /dev/shm.")
+    ] = None,
+    ranks: Annotated[int | None, Option(min=2, help="For the collectives. Default: one for each GPU, or 2.")] = None,
+    device: Annotated[str | None, Option(help="cpu or cuda; CUDA where there is some.")] = None,
+    seconds: Annotated[float, Option(min=5.0, metavar="SECONDS", help="About how long to measure, all in all.")] = 90.0,
+    out: Annotated[Path, Option(metavar="DIR", help="For results, pictures and cluster.json.")] = Path("bench"),
+) -> None:
+    """Measure the machine: all that fits into two minutes, or one bench by its name."""
+    if context.invoked_subcommand is None:
+        from paceline.cli.bench_whole import whole
+
+        whole(task, directory or [], ranks, device, seconds, out)
 
 
 def check(json: Path | None, plot: Path | None) -> None:
