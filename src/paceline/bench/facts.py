@@ -58,7 +58,7 @@ def overlaps(result: Result) -> list[Overlap]:
         if row.get("memory") != "pageable" and row.get("streams") != 1:
             found[str(row["operation"]), row.get("backend")] = row
     return [
-        Overlap(operation=operation, backend=backend, hidden=_fact(result, row | {"hidden": max(0.0, row["hidden"])}, "hidden"))
+        Overlap(operation=operation, backend=backend, hidden=_fact(result, row | {"hidden": min(1.0, max(0.0, row["hidden"]))}, "hidden"))
         for (operation, backend), row in found.items()
     ]
 

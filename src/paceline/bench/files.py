@@ -169,28 +169,39 @@ def write_together(room: Room) -> Samples:
     while True:
         written = [0] * room.writers
         faults: list[OSError] = []
-
-        def write(writer: int, written: list[int] = written, faults: list[OSError] = faults) -> None:
-            try:
-                with _opened(room.folder / f"rank{writer}", os.O_WRONLY | os.O_CREAT) as file:
-                    while written[writer] < share:
-                        written[writer] += _write(file, noise, min(CHUNK, share - written[writer]))
-                    os.fsync(file)
-            except OSError as error:
-                faults.append(error)
-
-        threads = [threading.Thread(target=write, args=(writer,)) for writer in range(room.writers)]
         began = time.perf_counter()
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+        _at_once(room, share, noise, written, faults)
         seconds = time.perf_counter() - began
         for path in room.folder.glob("rank*"):
             path.unlink()
         yield seconds, sum(written)
         if faults:
             raise faults[0]
+
+
+def _at_once(room: Room, share: int, noise: mmap.mmap, written: list[int], faults: list[OSError]) -> None:
+    """`written`: bytes of each writer. An interrupt waits for all of them, so that none makes a file where the folder is being deleted."""
+    over = threading.Event()
+
+    def write(writer: int) -> None:
+        try:
+            with _opened(room.folder / f"rank{writer}", os.O_WRONLY | os.O_CREAT) as file:
+                while written[writer] < share and not over.is_set():
+                    written[writer] += _write(file, noise, min(CHUNK, share - written[writer]))
+                os.fsync(file)
+        except OSError as error:
+            faults.append(error)
+
+    threads = [threading.Thread(target=write, args=(writer,)) for writer in range(room.writers)]
+    for thread in threads:
+        thread.start()
+    try:
+        for thread in threads:
+            thread.join()
+    finally:
+        over.set()
+        for thread in threads:
+            thread.join()
 
 
 DSYNC = os.O_DSYNC

@@ -1,6 +1,7 @@
 """What goes on under computing: copies to and from a GPU on one stream and on two, and a collective beside matrix products."""
 
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -9,12 +10,13 @@ import torch.distributed as dist
 from paceline.bench.compute import LEAST, first_line
 from paceline.bench.products import Run
 from paceline.bench.result import Row
-from paceline.bench.timer import WALL, Budget, Clock, alone, measure, synchronized
+from paceline.bench.timer import WALL, Budget, Clock, Timing, alone, measure, synchronized
 from paceline.launch.world import World
 from paceline.training.process import choose_device, threads_per_rank
 from paceline.verify.ranks import Ranks
 
 KEYS = ("operation", "memory", "streams", "bytes", "backend", "ranks")
+TURNS = 3
 COPIED_BYTES = 2**28
 SENT_BYTES = (2**20, 2**24, 2**26)
 WIDTHS = {"cpu": 512, "cuda": 4096}  # of the square product that runs meanwhile
@@ -122,17 +124,22 @@ def _beside(
     clock: Clock,
     largest: Callable[[Sequence[float]], list[float]],
 ) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Times of `send` alone, of about as much computing alone, and of both in each way there is."""
-    budget = Budget(budget_s / (3 + len(together)) * 0.8, budget_s / (3 + len(together)) * 0.1, least=LEAST)
-    alone_s = measure(send, budget, clock, largest).median_s
-    times = max(1, round(alone_s / measure(multiply, budget, clock, largest).median_s))
+    """Times of `send` alone, of about as much computing alone, and of both in each way there is: in turns, and of the turns the median, so
+    that what else goes on in a machine is in all of them."""
+    budget = Budget(budget_s / (2 + len(together)) / TURNS * 0.8, budget_s / (2 + len(together)) / TURNS * 0.1, least=LEAST)
+
+    def timed(run: Run) -> Timing:
+        return measure(run, budget, clock, largest)
+
+    times = max(1, round(timed(send).median_s / timed(multiply).median_s))
 
     def work() -> None:
         for _ in range(times):
             multiply()
 
-    compute_s = measure(work, budget, clock, largest).median_s
-    for key, both in together.items():
-        found = measure(lambda both=both: both(work), budget, clock, largest)  # type: ignore[misc]
-        figures: dict[str, Any] = {"alone_s": alone_s, "compute_s": compute_s, "hidden": hidden(alone_s, compute_s, found.median_s)}
-        yield key, figures | found.fields()
+    runs: list[Run] = [send, work, *(partial(both, work) for both in together.values())]
+    turns = [[timed(run) for run in runs] for _ in range(TURNS)]
+    sent, computed, *both = (sorted(of_run, key=lambda found: found.median_s)[TURNS // 2] for of_run in zip(*turns, strict=True))
+    for key, found in zip(together, both, strict=True):
+        figures: dict[str, Any] = {"alone_s": sent.median_s, "compute_s": computed.median_s}
+        yield key, figures | {"hidden": hidden(sent.median_s, computed.median_s, found.median_s)} | found.fields()
