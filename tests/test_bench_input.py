@@ -106,14 +106,16 @@ def test_samples_that_are_read_over_and_over_are_remarked():
 
 
 def test_the_first_way_that_is_enough():
-    def row(what, workers, per_s):
-        return {"what": what, "workers": workers, "prefetch": 2, "per_s": per_s}
+    def row(what, workers, per_s, waits=None):
+        return {"what": what, "workers": workers, "prefetch": 2, "per_s": per_s, "wait_share": waits}
 
-    step = row("step", None, 100.0)
-    rows = [step, row("read", 1, 500.0), *(row("read and step", workers, rate) for workers, rate in ((0, 50.0), (1, 96.0), (2, 99.0)))]
-    assert summary(rows) == [{"limits": False, "workers": 1, "prefetch": 2, "share_of_step": 0.96}]
-    assert summary(rows[1:]) == []
-    assert summary([step, row("read and step", 0, 94.0)])[0]["limits"]
+    step, read = row("step", None, 100.0), row("read", 1, 500.0)
+    together = [row("read and step", workers, rate, waits) for workers, rate, waits in ((0, 50.0, 0.5), (1, 96.0, 0.04), (2, 99.0, 0.01))]
+    enough = {"workers": 1, "prefetch": 2, "wait_share": 0.04, "limits": False, "share_of_step": 0.96}
+    assert summary([step, read, *together]) == [enough]
+    assert summary([read, *together]) == []
+    [limit] = summary([step, together[0], row("read and step", 1, 60.0, 0.4)])
+    assert (limit["limits"], limit["workers"], limit["share_of_step"]) == (True, 1, 0.6)
 
 
 def test_ways_to_read():

@@ -2,6 +2,7 @@
 
 import math
 import time
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -69,10 +70,14 @@ def clock(device: torch.device) -> Clock:
 
 def products(device: torch.device, budget_s: float, of: Sizes) -> Iterator[Row | str]:
     """A row for each product; a string says what was left out, and why."""
-    there = [kind for kind in KINDS if kind.missing(device) is None]
+    there, missing = [], defaultdict[str, list[str]](list)
     for kind in KINDS:
-        if (why := kind.missing(device)) is not None:
-            yield f"{kind}: {why}"
+        why = kind.missing(device)
+        if why is None:
+            there.append(kind)
+        else:
+            missing[why].append(str(kind))
+    yield from (f"{', '.join(kinds)}: {why}" for why, kinds in missing.items())
     for kind in there:
         left_out: dict[str, list[str]] = {}
         yield from _of_kind(kind, device, budget_s / len(there), of, left_out)
@@ -169,7 +174,7 @@ def _array_bytes(device: torch.device, budget_s: float) -> tuple[int, int]:
     """Three arrays are to be four times the last cache; what there is room for, and time for at a few GB/s."""
     cache = torch.cuda.get_device_properties(device).L2_cache_size if device.type == "cuda" else _last_cache_bytes()
     wanted = max(2**28, 4 * cache // 3) // MiB * MiB
-    return wanted, max(MiB, int(min(wanted, _free_bytes(device) // 12, budget_s * 3e8)) // MiB * MiB)
+    return wanted, max(MiB, int(min(wanted, _free_bytes(device) // 12, budget_s * 5e8)) // MiB * MiB)
 
 
 def _last_cache_bytes() -> int:

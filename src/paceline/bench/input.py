@@ -20,7 +20,7 @@ from paceline.training.process import usable_cores
 
 KEYS = ("what", "workers", "prefetch")
 ENDLESS = 10**9  # steps
-ENOUGH = 0.95  # of the speed of the step alone
+HARDLY = 0.05  # of its time: a step that waits less than that for samples is not held up by them
 WATCHED_S = 0.2  # between two looks at the memory
 
 
@@ -132,12 +132,12 @@ class Memory:
 
 
 def summary(rows: Sequence[Any]) -> list[Row]:
-    """With how many workers the step goes at its own speed, within a twentieth; else the best that there was."""
+    """The first way to read with which the step hardly waits; else the one with which it is quickest."""
     own = next((row["per_s"] for row in rows if row["what"] == "step"), None)
     together = [row for row in rows if row["what"] == "read and step"]
     if own is None or not together:
         return []
-    enough = next((row for row in together if row["per_s"] >= ENOUGH * own), None)
+    enough = next((row for row in together if row["wait_share"] <= HARDLY), None)
     told = enough or max(together, key=lambda row: float(row["per_s"]))
-    share = told["per_s"] / own
-    return [{"limits": enough is None, "workers": told["workers"], "prefetch": told["prefetch"], "share_of_step": share}]
+    found = {name: told[name] for name in ("workers", "prefetch", "wait_share")}
+    return [found | {"limits": enough is None, "share_of_step": told["per_s"] / own}]

@@ -27,9 +27,9 @@ def collectives(ranks: int, device: "torch.device", budget_s: float, watch: Watc
     from paceline.bench.ranks import measured, result
     from paceline.bench.request import Request
 
-    each_s = max(0.02, (budget_s - START_S) / (len(COLLECTED) * len(SIZES_BYTES)) / 1.5)  # warm-up and check included
+    each_s = max(0.02, (budget_s - START_S) / (2 * len(COLLECTED) * len(SIZES_BYTES)) / 1.5)  # warm-up and check included
     backend = "nccl" if device.type == "cuda" else "gloo"
-    request = Request(operations=COLLECTED, backends=(backend,), sizes_bytes=SIZES_BYTES, places=("out",), seconds=each_s)
+    request = Request(operations=COLLECTED, backends=(backend,), sizes_bytes=SIZES_BYTES, seconds=each_s)
     found: list[Row | str] = []
     interrupted = False
     others = Others()

@@ -30,7 +30,7 @@ def bench(
     ] = None,
     ranks: Annotated[int | None, Option(min=2, help="For the collectives. Default: one for each GPU, or 2.")] = None,
     device: Annotated[str | None, Option(help="cpu or cuda; CUDA where there is some.")] = None,
-    seconds: Annotated[float, Option(min=5.0, metavar="SECONDS", help="About how long to measure, all in all.")] = 90.0,
+    seconds: Annotated[float, Option(min=5.0, metavar="SECONDS", help="About how long to measure, all in all.")] = 75.0,
     out: Annotated[Path, Option(metavar="DIR", help="For results, pictures and cluster.json.")] = Path("bench"),
 ) -> None:
     """Measure the machine: all that fits into two minutes, or one bench by its name."""

@@ -121,15 +121,18 @@ def _keep(before: "Cluster", results: "list[Result]", notes: list[str], out: Pat
     from paceline.bench.result import write
     from paceline.cli.bench import terminal
     from paceline.cluster import file
-    from paceline.report.whole import table
+    from paceline.report.whole import heading, table
+    from paceline.report.whole import notes as remarks
 
     for result in results:
         write(result, out / f"{result.kind}.json")
     file.write(out / "cluster.json", updated(before, results))
     console = terminal()
-    console.print(table(results))
-    for note in [*notes, *_drawn(results, out)]:
-        console.print(note, markup=False, soft_wrap=True)
+    if results:
+        console.print(heading(results[0]), markup=False, soft_wrap=True)
+        console.print(table(results))
+    for note in (*remarks(results), *notes, *_drawn(results, out)):
+        console.print(note, style="dim", markup=False, soft_wrap=True)
     console.print(f"{out}/: cluster.json, and of each bench its figures (.json) and its picture (.svg)", markup=False, soft_wrap=True)
 
 

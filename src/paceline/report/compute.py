@@ -8,9 +8,9 @@ from rich.console import Console
 from rich.table import Table
 
 from paceline.bench.result import Result, Row
-from paceline.report.bench import Column, field, table
+from paceline.report.bench import Column, field, table, three_digits
 from paceline.report.pictures import COLOURS, figure
-from paceline.units import format_count, format_seconds
+from paceline.units import format_count
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -63,15 +63,18 @@ BEST = [
     Column("typical", lambda row: rate(row, "typical_flops") if row.get("typical_flops") else "—"),
 ]
 OTHERS = [
-    field("operation", "operation", right=False),
-    Column("type", lambda row: str(row["dtype"]), right=False),
+    Column("", lambda row: " ".join(str(row[key]) for key in ("operation", "dtype", "kernel") if row.get(key)), right=False),
     field("shape", "shape", right=False),
-    field("kernel", "kernel", right=False),
-    Column("rate", lambda row: rate(row, "Bps" if row["operation"] in MEMORY else "flops")),
-    Column("samples/s", lambda row: f"{number(row, 'per_s'):,.0f}" if row.get("per_s") else "—"),
-    Column("time", lambda row: format_seconds(number(row, "median_s"))),
+    Column("rate", lambda row: _rate_of_other(row)),
+    Column("time", lambda row: three_digits(number(row, "median_s"))),
     Column("spread", lambda row: f"{number(row, 'spread'):.0%}"),
 ]
+
+
+def _rate_of_other(row: Row) -> str:
+    if row.get("per_s"):
+        return f"{number(row, 'per_s'):,.0f} samples/s"
+    return rate(row, "Bps" if row["operation"] in MEMORY else "flops")
 
 
 def _by_shape(result: Result) -> Table:

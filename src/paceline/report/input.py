@@ -10,6 +10,8 @@ from paceline.report.compute import number
 from paceline.report.pictures import COLOURS, figure
 from paceline.units import format_bytes
 
+FAR_APART = 20  # times as quick: on one scale nothing could be seen of the slower
+
 
 def show(console: Console, result: Result) -> None:
     console.print(
@@ -33,10 +35,10 @@ def show(console: Console, result: Result) -> None:
 
 def verdict(row: Row) -> str:
     """Whether reading is what limits a training, and with how many workers it is no longer."""
-    share = f"{number(row, 'share_of_step'):.0%} of what the step alone takes in"
+    waits, share = f"{number(row, 'wait_share'):.0%}", f"{number(row, 'share_of_step'):.0%}"
     if row["limits"]:
-        return f"reading is the limit: at best {share}, with {_way(row)}; more cores, or samples that are cheaper to read, would help"
-    return f"reading is not the limit with {_way(row)}: {share}"
+        return f"reading is the limit: with {_way(row)} the step still waits {waits} of the time, and reaches {share} of what it can alone"
+    return f"reading is not the limit with {_way(row)}: the step waits {waits} of the time, and reaches {share} of what it can alone"
 
 
 def _way(row: Row) -> str:
@@ -69,7 +71,11 @@ def draw(result: Result, path: Path) -> None:
             axes.annotate(
                 "the step alone", (0, number(step, "per_s")), xytext=(0, 4), textcoords="offset points", color="#555555", fontsize=9
             )
-        axes.set_ylim(bottom=0)
+        rates = [number(row, "per_s") for row in result.rows]
+        if max(rates) > FAR_APART * min(rates):
+            axes.set_yscale("log")
+        else:
+            axes.set_ylim(bottom=0)
         axes.set_xticks(sorted({number(row, "workers") for row in result.rows if row["what"] != "step"}))
         axes.set_xlabel("workers")
         axes.set_ylabel("samples/s")

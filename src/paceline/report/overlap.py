@@ -5,10 +5,9 @@ from pathlib import Path
 from rich.console import Console
 
 from paceline.bench.result import Result, Row
-from paceline.report.bench import Column, table
+from paceline.report.bench import Column, table, three_digits
 from paceline.report.compute import number, rate
 from paceline.report.pictures import COLOURS, figure
-from paceline.units import format_seconds
 
 
 def show(console: Console, result: Result) -> None:
@@ -18,8 +17,8 @@ def show(console: Console, result: Result) -> None:
             [
                 Column("", name, right=False),
                 Column("rate", lambda row: rate(row, "Bps")),
-                Column("alone", lambda row: format_seconds(number(row, "alone_s"))),
-                Column("both", lambda row: format_seconds(number(row, "median_s"))),
+                Column("alone", lambda row: three_digits(number(row, "alone_s"))),
+                Column("both", lambda row: three_digits(number(row, "median_s"))),
                 Column("hidden", lambda row: f"{number(row, 'hidden'):.0%}"),
             ],
         )
@@ -46,7 +45,7 @@ def draw(result: Result, path: Path) -> None:
             both = number(row, "median_s") / whole
             axes.barh(place + 0.2, both, 0.36, color=COLOURS[3], label="both at once" if not place else None)
             axes.annotate(
-                f"{number(row, 'hidden'):.0%} hidden",
+                f"{number(row, 'hidden'):.0%} hidden" if number(row, "hidden") > 0 else "nothing hidden",
                 (both, place + 0.2),
                 xytext=(4, 0),
                 textcoords="offset points",

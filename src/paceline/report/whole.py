@@ -6,10 +6,25 @@ from rich.table import Table
 
 from paceline.bench.result import Result, Row
 from paceline.report import input, overlap, storage
+from paceline.report.bench import three_digits
 from paceline.report.compute import MEMORY, kind, number, rate
-from paceline.units import format_bytes, format_count, format_seconds
+from paceline.units import format_bytes, format_count
 
 Line = tuple[str, str]  # what, how fast
+
+
+def heading(result: Result) -> str:
+    facts = result.machine
+    return f"{facts.get('host')}: {facts.get('cpu')}, {facts.get('cores')} cores; torch {result.torch}; {result.when}"
+
+
+def notes(results: Sequence[Result]) -> list[str]:
+    """Of several that say the same, one."""
+    said: dict[str, list[str]] = {}
+    for result in results:
+        for note in result.notes:
+            said.setdefault(note, []).append(result.kind)
+    return [f"{', '.join(kinds)}: {note}" for note, kinds in said.items()]
 
 
 def table(results: Sequence[Result]) -> Table:
@@ -31,8 +46,7 @@ def _collectives(result: Result) -> list[Line]:
         if name not in found or number(row, "beta_Bps") > number(found[name], "beta_Bps"):
             found[name] = row
     return [
-        (name, f"{format_seconds(number(row, 'alpha_s'))} a call, {format_count(number(row, 'beta_Bps'))}B/s")
-        for name, row in found.items()
+        (name, f"{three_digits(number(row, 'alpha_s'))} a call, {format_count(number(row, 'beta_Bps'))}B/s") for name, row in found.items()
     ]
 
 
@@ -54,7 +68,11 @@ def _compute(result: Result) -> list[Line]:
 
 
 def _overlap(result: Result) -> list[Line]:
-    return [(overlap.name(row), f"{number(row, 'hidden'):.0%} hidden under computing") for row in result.rows]
+    return [(overlap.name(row), _hidden(number(row, "hidden"))) for row in result.rows]
+
+
+def _hidden(share: float) -> str:
+    return f"{share:.0%} hidden under computing" if share >= 0.005 else "nothing hidden under computing: in each other's way"
 
 
 def _storage(result: Result) -> list[Line]:
