@@ -258,3 +258,9 @@ def test_the_roofline(tmp_path):
     draw(result, tmp_path / "a.svg")
     text = (tmp_path / "a.svg").read_text()
     assert text.startswith("<?xml")
+
+
+def test_a_roofline_of_nothing(tmp_path):
+    result = gather("compute", ("operation",), {}, iter([{"operation": "triad", "dtype": "fp32", "shape": "1", "Bps": 2e10}])).result
+    draw(result, tmp_path / "a.svg")
+    assert (tmp_path / "a.svg").read_text().startswith("<?xml")

@@ -157,11 +157,12 @@ def test_bad_input_is_one_sentence(words, said, tmp_path):
 def test_an_interrupt_tells_what_was_measured_and_leaves_nothing(number, tmp_path):
     folder = tmp_path / "measured"
     folder.mkdir()
-    with start("bench", "storage", folder, "--seconds", "10", "--json", "a.json", at=tmp_path) as running:
+    with start("bench", "storage", folder, "--seconds", "10", "--json", "a.json", "--plot", "a.svg", at=tmp_path) as running:
         running.until(lambda: any(folder.glob("*/direct")), "at the second test")
         running.process.send_signal(number)
         result = running.wait()
     assert result.status == 130, result.all
+    assert (tmp_path / "a.svg").read_text().startswith("<?xml")  # of what there is
     assert list(folder.iterdir()) == []
     assert "interrupted: this is what was measured until then" in result.out
     rows = json.loads((tmp_path / "a.json").read_text())["rows"]

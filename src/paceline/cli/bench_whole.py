@@ -105,10 +105,10 @@ def _measures(task: str | None, directories: list[Path], ranks: int | None, devi
 
     count = ranks or (backends.devices() if here.type == "cuda" else 2)
     found: dict[str, Measure] = {
+        "storage": lambda budget_s, watch: kinds.storage(places, budget_s / len(places), 4, watch),
         "collectives": lambda budget_s, watch: kinds.collectives(count, here, budget_s, watch),
         "compute": lambda budget_s, watch: kinds.compute(here, budget_s, spec if work else None, work, watch),
         "overlap": lambda budget_s, watch: kinds.overlap(here, max(2, count), budget_s, watch),
-        "storage": lambda budget_s, watch: kinds.storage(places, budget_s / len(places), 4, watch),
     }
     if work is not None:
         task_of = work

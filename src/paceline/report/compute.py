@@ -106,6 +106,9 @@ def draw(result: Result, path: Path) -> None:
         by_kind = products_of(result)
         for colour, (name, rows) in zip(COLOURS, by_kind.items(), strict=False):
             _points(axes, name, rows, colour)
+        if not by_kind:
+            axes.set_title("No matrix product was measured", loc="left")
+            return
         axes.set_xscale("log", base=2)
         axes.set_yscale("log")
         low, high = axes.get_xlim()

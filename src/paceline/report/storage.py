@@ -82,9 +82,12 @@ def _figure(result: Result, name: str, test: str, rate: str) -> float | None:
 def draw(result: Result, path: Path) -> None:
     """Bars by test and directory: bytes a second, and operations a second."""
     names = directories(result)
-    with figure(path, 10.0, 5.0) as drawn:
-        panels = drawn.subplots(1, 2)
-        for axes, rate, title in zip(panels, ("Bps", "per_s"), ("bytes/s", "operations/s"), strict=True):
+    units = {"Bps": "bytes/s", "per_s": "operations/s"}
+    rates = [rate for rate in units if any(row.get(rate) for row in result.rows)]  # an interrupted bench may have one of them
+    with figure(path, 5.0 * max(1, len(rates)), 5.0) as drawn:
+        panels = drawn.subplots(1, max(1, len(rates)), squeeze=False)[0]
+        for axes, rate in zip(panels, rates, strict=False):
+            axes.set_title(units[rate], loc="left")
             tests = list(dict.fromkeys(str(row["test"]) for row in result.rows if row.get(rate)))
             height = 0.8 / len(names)
             for number_of, name in enumerate(names):
@@ -96,6 +99,5 @@ def draw(result: Result, path: Path) -> None:
             axes.invert_yaxis()
             axes.set_xscale("log")
             axes.margins(x=0.2)
-            axes.set_title(title, loc="left")
             axes.spines[["top", "right"]].set_visible(False)
         drawn.legend(*panels[0].get_legend_handles_labels(), loc="outside lower left", ncols=3, frameon=False)

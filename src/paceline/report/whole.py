@@ -72,7 +72,7 @@ def _overlap(result: Result) -> list[Line]:
 
 
 def _hidden(share: float) -> str:
-    return f"{share:.0%} hidden under computing" if share >= 0.005 else "nothing hidden under computing: in each other's way"
+    return f"{min(share, 1.0):.0%} hidden under computing" if share >= 0.005 else "nothing hidden under computing: in each other's way"
 
 
 def _storage(result: Result) -> list[Line]:
