@@ -1,6 +1,6 @@
 """What the timer of `bench collectives` costs: an all-reduce of 1 MiB in its hands and in a bare loop, taking turns in the same two ranks.
 
-python benchmarks/collectives.py [--rounds 400] [--bytes 1048576]
+python benchmarks/collectives.py [--rounds 120] [--bytes 1048576]
 """
 
 import argparse
@@ -76,7 +76,7 @@ def rank(rounds: int, size_bytes: int) -> None:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--rounds", type=int, default=400)
+    parser.add_argument("--rounds", type=int, default=120)
     parser.add_argument("--bytes", type=int, default=2**20)
     asked = parser.parse_args()
     if "RANK" in os.environ:
