@@ -1,6 +1,6 @@
 """What the timer of `bench collectives` costs: an all-reduce of 1 MiB in its hands and in a bare loop, taking turns in the same two ranks.
 
-python benchmarks/collectives.py [--rounds 40] [--bytes 1048576]
+python benchmarks/collectives.py [--rounds 120] [--bytes 1048576]
 """
 
 import argparse
@@ -19,7 +19,14 @@ from paceline.bench.backends import TORCH_IN_PLACE, TorchPeers
 from paceline.bench.operations import Place
 from paceline.bench.timer import Budget, measure
 
-RANKS, REPETITIONS = 2, 200
+RANKS, REPETITIONS = 2, 20  # few, so that both loops of a round meet the same machine
+
+
+EMPTY = Budget(seconds=1e9, most=1000)
+
+
+def nothing() -> None:
+    pass
 
 
 def bare(tensor: torch.Tensor) -> float:
@@ -61,6 +68,7 @@ def rank(rounds: int, size_bytes: int) -> None:
         print(f"{description()}; torch {torch.__version__}, gloo, {RANKS} ranks, {size_bytes:,} bytes, {rounds} rounds of {REPETITIONS}")
         for name, seconds in found.items():
             print(f"{name:6} {statistics.median(seconds) * 1e6:8.1f} µs an all-reduce (median of the rounds)")
+        print(f"the timer around nothing: {measure(nothing, EMPTY).median_s * 1e9:.0f} ns a repetition")
         low, median, high = statistics.quantiles(ratios, n=4)
         print(f"timed / bare: {median:.4f} (quartiles {low:.4f}–{high:.4f})")
     dist.destroy_process_group()
@@ -68,7 +76,7 @@ def rank(rounds: int, size_bytes: int) -> None:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--rounds", type=int, default=40)
+    parser.add_argument("--rounds", type=int, default=120)
     parser.add_argument("--bytes", type=int, default=2**20)
     asked = parser.parse_args()
     if "RANK" in os.environ:

@@ -29,6 +29,7 @@ from paceline.launch.world import World, world
 MPIRUN = ("mpirun", "--allow-run-as-root", "--oversubscribe", "--bind-to", "none", "-np", "2", *PACELINE)
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "paceline")
 QUICK = ("--seconds", "0.005")
+ONE_THREAD = {"OMP_NUM_THREADS": "1"}
 needs_mpi = pytest.mark.skipif(shutil.which("mpirun") is None, reason="Open MPI is not installed: apt-get install openmpi-bin")
 with_mpi = pytest.mark.parametrize("backends", [pytest.param("gloo", marks=pytest.mark.slow), pytest.param("gloo,mpi", marks=needs_mpi)])
 
@@ -285,7 +286,7 @@ def test_links_of_a_cluster_are_bus_bandwidths():
 
 
 def bench(*words: str | Path, at: Path, **options: object) -> Result:
-    return succeed("bench", "collectives", *QUICK, *words, at=at, **options)
+    return succeed("bench", "collectives", *QUICK, *words, at=at, **ONE_THREAD, **options)
 
 
 @with_mpi
@@ -305,7 +306,7 @@ def test_two_ranks(backends, tmp_path):
 @needs_mpi
 def test_four_ranks_along_the_axes_of_a_plan_and_what_is_left_out(tmp_path):
     words = ("--backends", "gloo,mpi", "--operations", "all-reduce,barrier", "--plan", "tp=2", "--dtypes", "fp32,bf16")
-    bench("--ranks", "4", *words, "--sizes", "1KiB,8TiB", "--json", "a.json", at=tmp_path, OMP_NUM_THREADS="1")
+    bench("--ranks", "4", *words, "--sizes", "1KiB,8TiB", "--json", "a.json", at=tmp_path)
     found = read(tmp_path / "a.json")
     assert {(row["axis"], row["ranks"], row["groups"]) for row in found.rows} == {("replicate", 2, 2), ("tp", 2, 2)}
     assert {(row["backend"], row["dtype"]) for row in found.rows} == {("gloo", "fp32"), ("gloo", "bf16"), ("mpi", "fp32")}
@@ -324,7 +325,7 @@ def test_four_ranks_along_the_axes_of_a_plan_and_what_is_left_out(tmp_path):
 )
 def test_as_ranks_of_a_launcher(program, backends, tmp_path):
     words = ("--backends", backends, "--operations", "all-reduce,send-recv", "--sizes", "4KiB", "--axes", "node,across", "--json", "a.json")
-    done = bench(*words, at=tmp_path, program=program, OMP_NUM_THREADS="1")
+    done = bench(*words, at=tmp_path, program=program)
     found = read(tmp_path / "a.json")
     assert {row["backend"] for row in found.rows} == {*backends.split(",")}
     assert {(row["axis"], row["ranks"]) for row in found.rows} == {("node", 2)}
@@ -341,7 +342,7 @@ def test_an_interrupt_shows_what_was_measured(backends, tmp_path):
     def measured() -> bool:
         return any(path.read_text().count("median_s") > 1 for path in temporary.glob("paceline-bench-*/found.jsonl"))
 
-    with start("bench", "collectives", *words, at=tmp_path, TMPDIR=str(temporary), OMP_NUM_THREADS="1") as running:
+    with start("bench", "collectives", *words, at=tmp_path, TMPDIR=str(temporary), **ONE_THREAD) as running:
         running.until(measured, "two rows are measured")
         running.process.send_signal(signal.SIGINT)
         done = running.wait(60)

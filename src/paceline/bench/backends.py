@@ -254,7 +254,9 @@ def joined(names: Sequence[str], world: World, timeout_s: float, meeting_place: 
     backends: dict[str, Backend] = {}
     peers: Peers = TorchPeers()
     if "mpi" in names:
-        backends["mpi"], peers = _mpi()
+        backends["mpi"], of_mpi = _mpi()
+        if len(names) == 1:  # else they meet over gloo, which sleeps while it waits; MPI takes a core of each rank
+            peers = of_mpi
     of_torch = [name for name in names if name != "mpi"]
     device = choose_device(world, None if "nccl" in names else "cpu") if of_torch else torch.device("cpu")
     with process_group(world, device, timeout_s, meeting_place) if of_torch else nullcontext():
