@@ -42,6 +42,7 @@ def test_what_is_written_can_be_read(count):
 @pytest.mark.parametrize(
     ("seconds", "text"),
     [
+        (0.0000042, "4.2 µs"),
         (0.0042, "4.2 ms"),
         (1, "1.0 s"),
         (59.94, "59.9 s"),

@@ -10,7 +10,8 @@ Error
 ├── RunError          a run folder that exists already, that is none, or that is in use
 ├── CheckpointError   a checkpoint that cannot be read, or that belongs to another model
 ├── DivergedError     a loss or gradient that is not finite
-└── RankError         a rank that died
+├── RankError         a rank that died
+└── BenchError        what cannot be measured here, a result that cannot be read or drawn
 """
 
 
@@ -55,4 +56,8 @@ class DivergedError(Error):
 
 
 class RankError(Error):
+    pass
+
+
+class BenchError(Error):
     pass

@@ -24,7 +24,9 @@ def format_bytes(count: float) -> str:
 
 
 def format_seconds(seconds: float) -> str:
-    """0.0042 -> `"4.2 ms"`, 75 -> `"1:15"`, 7384 -> `"2:03:04"`."""
+    """0.0000042 -> `"4.2 µs"`, 0.0042 -> `"4.2 ms"`, 75 -> `"1:15"`, 7384 -> `"2:03:04"`."""
+    if 0 < seconds < 1e-3:
+        return f"{seconds * 1e6:.1f} µs"
     if seconds < 1:
         return f"{seconds * 1e3:.1f} ms"
     if seconds < 60:

@@ -4,7 +4,7 @@ import sys
 
 import typer
 
-from paceline.cli import export, ledger, probe, rank, resume, show, train, verify
+from paceline.cli import bench, bench_collectives, benches, export, ledger, probe, rank, resume, show, train, verify
 from paceline.errors import Error
 
 app = typer.Typer(
@@ -17,6 +17,12 @@ app = typer.Typer(
 )
 for command in (train, resume, show, export, verify, ledger, probe):
     app.command()(getattr(command, command.__name__.rpartition(".")[2]))
+bench.app.command("collectives")(bench_collectives.collectives)
+bench.app.command()(benches.compute)
+bench.app.command()(benches.overlap)
+bench.app.command()(benches.storage)
+bench.app.command("input")(benches.input_)
+app.add_typer(bench.app, name="bench")
 app.command(hidden=True)(rank.rank)
 
 

@@ -1,0 +1,144 @@
+"""What `paceline bench storage` says of a directory, beside `dd` and `fio`, which take turns with it (needs fio).
+
+Each round all of them do the same with a file of their own: blocks of 32 MiB or 512 bytes that are on the disk before the next, blocks
+past the page cache, reads in order and at random. Ratios are those of the rounds.
+"""
+
+import argparse
+import itertools
+import json
+import os
+import re
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+import machine
+from paceline.bench import files
+from paceline.bench.files import MiB, Room, Samples
+from paceline.bench.storage import space
+
+BLOCK, BLOCKS, SMALL = 32 * MiB, 8, 400
+RANDOM = 2000
+Tool = Callable[[Path], float | None]
+
+
+def ours(operation: Callable[[Room], Samples], count: int) -> Tool:
+    """Bytes a second; of small blocks, blocks."""
+
+    def run(folder: Path) -> float:
+        room = Room(folder, 2 * BLOCK * BLOCKS, 0, 1, BLOCK)
+        samples = list(itertools.islice(operation(room), count))
+        seconds = sum(seconds for seconds, _ in samples)
+        return (len(samples) if samples[0][1] <= files.PAGE else sum(size for _, size in samples)) / seconds
+
+    return run
+
+
+def dd(*words: str, of_blocks: int | None = None) -> Tool:
+    def run(folder: Path) -> float:
+        drop(folder)
+        done = subprocess.run(
+            ["dd", *(word.format(folder=folder, noise=NOISE) for word in words)], capture_output=True, text=True, check=True
+        )
+        size, seconds = re.search(r"(\d+) bytes.* copied, ([\d.e-]+) s", done.stderr).groups()
+        return (of_blocks or int(size)) / float(seconds)
+
+    return run
+
+
+def fio(*words: str, name: str = "of_fio", unit: str = "bw_bytes", side: str = "write") -> Tool:
+    def run(folder: Path) -> float:
+        command = ["fio", "--name=x", "--ioengine=psync", "--randrepeat=0", "--output-format=json", f"--filename={folder}/{name}", *words]
+        done = subprocess.run(command, capture_output=True, text=True, check=True, cwd=folder)
+        return float(json.loads(done.stdout[done.stdout.index("{") :])["jobs"][0][side][unit])
+
+    return run
+
+
+def drop(folder: Path) -> None:
+    for path in folder.iterdir():
+        with path.open("rb") as file:
+            files.drop_cache(file.fileno())
+
+
+NOISE = Path("/dev/shm/paceline-noise")
+WHOLE = BLOCK * BLOCKS
+TESTS: dict[str, tuple[Tool, Tool | None, Tool]] = {
+    "large write": (
+        ours(files.write_dsync, BLOCKS),
+        dd("if={noise}", "of={folder}/of_dd", f"bs={BLOCK}", f"count={BLOCKS}", "oflag=dsync"),
+        fio("--rw=write", f"--bs={BLOCK}", f"--size={WHOLE}", "--sync=dsync"),
+    ),
+    "direct write": (
+        ours(files.write_direct, WHOLE // files.CHUNK),
+        dd("if={noise}", "of={folder}/direct_of_dd", f"bs={files.CHUNK}", f"count={WHOLE // files.CHUNK}", "oflag=direct,dsync"),
+        fio("--rw=write", f"--bs={files.CHUNK}", f"--size={WHOLE}", "--direct=1", "--sync=dsync", name="direct_of_fio"),
+    ),
+    "read": (
+        ours(files.read_cold, WHOLE // MiB),
+        dd("if={folder}/of_dd", "of=/dev/null", f"bs={MiB}"),
+        fio("--rw=read", f"--bs={MiB}", f"--size={WHOLE}", "--invalidate=1", side="read"),
+    ),
+    "direct read": (
+        ours(files.read_direct, WHOLE // files.CHUNK),
+        dd("if={folder}/of_dd", "of=/dev/null", f"bs={files.CHUNK}", "iflag=direct"),
+        fio("--rw=read", f"--bs={files.CHUNK}", f"--size={WHOLE}", "--direct=1", side="read"),
+    ),
+    "random read": (
+        ours(files.read_random, RANDOM),
+        None,
+        fio("--rw=randread", "--bs=4k", f"--size={WHOLE}", "--direct=1", f"--number_ios={RANDOM}", unit="iops", side="read"),
+    ),
+    "small write": (
+        ours(files.write_small, SMALL),
+        dd("if={noise}", "of={folder}/small_of_dd", "bs=512", f"count={SMALL}", "oflag=dsync", of_blocks=SMALL),
+        fio("--rw=write", "--bs=512", f"--size={512 * SMALL}", "--sync=dsync", name="small_of_fio", unit="iops"),
+    ),
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", type=Path, nargs="?", default=Path(), help="on the disk to measure; default: here")
+    parser.add_argument("--rounds", type=int, default=9)
+    options = parser.parse_args()
+    if shutil.which("fio") is None:
+        sys.exit("fio is not installed: apt-get install fio")
+    folder = options.folder.resolve()
+    print(f"{machine.description()}, {folder}: {space(folder)['filesystem']}, {options.rounds} rounds, medians")
+    NOISE.write_bytes(os.urandom(WHOLE))
+    found: dict[str, list[tuple[float | None, ...]]] = {name: [] for name in TESTS}
+    try:
+        for turn in range(options.rounds):
+            with tempfile.TemporaryDirectory(dir=options.folder) as folder:
+                for name, tools in TESTS.items():
+                    order = [(at + turn) % 3 for at in range(3)]
+                    rates = {at: tool(Path(folder)) if (tool := tools[at]) is not None else None for at in order}
+                    found[name].append(tuple(rates[at] for at in range(3)))
+    finally:
+        NOISE.unlink()
+    for name, rounds in found.items():
+        _tell(name, rounds)
+
+
+def _tell(name: str, rounds: list[tuple[float | None, ...]]) -> None:
+    unit, scale = ("/s", 1.0) if name in ("random read", "small write") else (" MB/s", 1e6)
+    print(f"{name:14}", end="")
+    for at, tool in enumerate(("paceline", "dd", "fio")):
+        rates = [rates[at] for rates in rounds if rates[at] is not None]
+        print(f"  {tool} " + (f"{statistics.median(rates) / scale:,.0f}{unit}" if rates else "—").rjust(12), end="")
+    for at, tool in ((1, "dd"), (2, "fio")):
+        ratios = [rates[0] / rates[at] for rates in rounds if rates[at]]
+        if ratios:
+            low, middle, high = statistics.quantiles(ratios, n=4)
+            print(f"  to {tool} {middle:.2f} ({low:.2f}–{high:.2f})", end="")
+    print()
+
+
+if __name__ == "__main__":
+    main()

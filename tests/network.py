@@ -1,0 +1,117 @@
+"""Nodes on this machine: network namespaces with host names of their own, behind a bridge that shapes them or a switch that delays.
+
+with nodes(4, rate="100mbit") as there: there[0].start(words)   -> a process on the first node
+"""
+
+import contextlib
+import os
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+SUBNET = "10.78.0"
+DEVICE = "eth0"
+BURST = "64kb"
+
+
+@dataclass(frozen=True)
+class Node:
+    name: str
+    address: str
+
+    def start(self, words: Sequence[str], **options: object) -> "subprocess.Popen[str]":
+        inside = ["nsenter", f"--net=/run/netns/{self.name}", "unshare", "--uts", "sh", "-c", f'hostname {self.name}; exec "$@"', "sh"]
+        return subprocess.Popen([*inside, *words], **options)
+
+
+def _do(command: str) -> str:
+    done = subprocess.run(command.split(), capture_output=True, text=True, check=False, timeout=20)
+    if done.returncode:
+        raise OSError(f"{command}: {done.stderr.strip()}")
+    return done.stdout
+
+
+@cache
+def why_not() -> str | None:
+    """Why there can be no such nodes here; None where they can be."""
+    name = f"pl{os.getpid()}"
+    try:
+        _do(f"ip netns add {name}")
+        try:
+            _do(f"ip -n {name} link set lo up")
+            _do(f"tc -n {name} qdisc add dev lo root tbf rate 1gbit burst {BURST} latency 50ms")
+            _do(f"nsenter --net=/run/netns/{name} unshare --uts hostname {name}")
+        finally:
+            _do(f"ip netns del {name}")
+    except (OSError, subprocess.SubprocessError) as error:
+        return f"needs root with CAP_NET_ADMIN and iproute2 ({error})"
+    return None
+
+
+@cache
+def has_netem() -> bool:
+    name = f"pl{os.getpid()}n"
+    _do(f"ip netns add {name}")
+    try:
+        _do(f"ip -n {name} link set lo up")
+        _do(f"tc -n {name} qdisc add dev lo root netem delay 1ms")
+    except OSError:
+        return False
+    finally:
+        _do(f"ip netns del {name}")
+    return True
+
+
+@contextlib.contextmanager
+def nodes(count: int, rate: str | None = None, delay_ms: float | None = None) -> Iterator[list[Node]]:
+    """`rate`: of each node, in both directions, as tc writes it. `delay_ms`: one way between any two."""
+    tag = f"pl{os.getpid() % 100000}"
+    there = [Node(f"{tag}n{at}", f"{SUBNET}.{at + 1}") for at in range(count)]
+    with contextlib.ExitStack() as held:
+        for node in there:
+            _do(f"ip netns add {node.name}")
+            held.callback(_do, f"ip netns del {node.name}")
+            _do(f"ip -n {node.name} link set lo up")
+        if delay_ms is not None and not has_netem():
+            held.enter_context(_switch(there, delay_ms))
+        else:
+            _bridge(f"{tag}br", there, held)
+            for at, node in enumerate(there):
+                if rate is not None:
+                    for where in (f"-n {node.name} qdisc add dev {DEVICE}", f"qdisc add dev {tag}v{at}"):
+                        _do(f"tc {where} root tbf rate {rate} burst {BURST} latency 50ms")
+                if delay_ms is not None:
+                    _do(f"tc -n {node.name} qdisc add dev {DEVICE} root netem delay {delay_ms}ms")
+        yield there
+
+
+def _bridge(name: str, there: Sequence[Node], held: contextlib.ExitStack) -> None:
+    _do(f"ip link add {name} type bridge")
+    held.callback(_do, f"ip link del {name}")
+    _do(f"ip link set {name} up")
+    for at, node in enumerate(there):
+        port = f"{name.removesuffix('br')}v{at}"
+        _do(f"ip link add {port} type veth peer name {DEVICE} netns {node.name}")
+        _do(f"ip link set {port} master {name} up")
+        _do(f"ip -n {node.name} addr add {node.address}/24 dev {DEVICE}")
+        _do(f"ip -n {node.name} link set {DEVICE} up")
+
+
+@contextlib.contextmanager
+def _switch(there: Sequence[Node], delay_ms: float) -> Iterator[None]:
+    words = [sys.executable, str(Path(__file__).with_name("switch.py")), str(delay_ms), *(node.name for node in there)]
+    process = subprocess.Popen(words, stdout=subprocess.PIPE, text=True)
+    try:
+        assert process.stdout is not None
+        if process.stdout.readline().strip() != "ready":
+            raise OSError("the switch did not start")
+        for node in there:
+            _do(f"ip -n {node.name} addr add {node.address}/24 dev {DEVICE}")
+            _do(f"ip -n {node.name} link set {DEVICE} up")
+        yield
+    finally:
+        process.kill()
+        process.communicate()

@@ -1,0 +1,63 @@
+"""A switch in user space that passes each frame on after a delay, for kernels without netem: switch.py DELAY_MS NAMESPACE…
+
+It makes the device eth0 in each of the network namespaces.
+"""
+
+import contextlib
+import ctypes
+import fcntl
+import os
+import select
+import struct
+import sys
+import time
+from collections import deque
+
+TUNSETIFF, IFF_TAP, IFF_NO_PI = 0x400454CA, 0x0002, 0x1000  # linux/if_tun.h
+CLONE_NEWNET = 0x40000000  # sched.h
+FRAME = 65536
+
+
+def tap(namespace: str) -> int:
+    """A network device there, whose frames this process reads and writes."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    home, there = os.open("/proc/self/ns/net", os.O_RDONLY), os.open(f"/run/netns/{namespace}", os.O_RDONLY)
+    for where in (there, home):
+        if where == home:
+            file = os.open("/dev/net/tun", os.O_RDWR | os.O_NONBLOCK)
+            fcntl.ioctl(file, TUNSETIFF, struct.pack("16sH", b"eth0", IFF_TAP | IFF_NO_PI))
+        if libc.setns(where, CLONE_NEWNET):
+            raise OSError(ctypes.get_errno(), f"setns {namespace}")
+    os.close(home)
+    os.close(there)
+    return file
+
+
+def main(delay_s: float, ports: list[int]) -> None:
+    behind: dict[bytes, int] = {}  # port by address
+    waiting: deque[tuple[float, int, bytes]] = deque()  # all frames wait equally long, so that the first is always due first
+    poll = select.poll()
+    for port in ports:
+        poll.register(port, select.POLLIN)
+    while True:
+        now = time.monotonic()
+        while waiting and waiting[0][0] <= now:
+            _, port, frame = waiting.popleft()
+            with contextlib.suppress(OSError):  # that device is not up yet
+                os.write(port, frame)
+        wait_ms = (waiting[0][0] - now) * 1e3 if waiting else 1000.0
+        if wait_ms < 1:  # poll waits for whole milliseconds
+            select.select(ports, [], [], wait_ms / 1e3)
+            wait_ms = 0
+        for port, _ in poll.poll(wait_ms):
+            frame = os.read(port, FRAME)
+            due = time.monotonic() + delay_s
+            behind[frame[6:12]] = port
+            to = [behind[frame[:6]]] if frame[:6] in behind else [other for other in ports if other != port]
+            waiting.extend((due, other, frame) for other in to if other != port)
+
+
+if __name__ == "__main__":
+    made = [tap(name) for name in sys.argv[2:]]
+    print("ready", flush=True)
+    main(float(sys.argv[1]) / 1e3, made)

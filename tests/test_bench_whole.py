@@ -1,0 +1,140 @@
+"""All benches one after another, and what a Cluster knows afterwards."""
+
+import json
+
+import pytest
+
+from command import paceline, start, succeed, write_task
+from paceline.bench.facts import updated
+from paceline.bench.result import Result, read
+from paceline.cluster import file
+from paceline.cluster.facts import Cluster, Device
+
+KINDS = ("collectives", "compute", "overlap", "storage", "input")
+TIMES = {"median_s": 1.0, "min_s": 1.0, "p95_s": 1.0, "spread": 0.1349, "n": 5}
+
+
+def result(kind: str, *rows: dict) -> Result:
+    return Result(kind=kind, rows=tuple(row | TIMES for row in rows))
+
+
+def test_what_was_measured_becomes_facts():
+    device = Device(name="a device", kind="cuda", memory_bytes=1, memory_Bps=5.0)
+    attention = {"operation": "attention", "dtype": "bf16", "shape": "1×8×64×32"}
+    copy = {"bytes": 8, "operation": "copy to device"}
+    sent = {"operation": "all-reduce", "backend": "gloo"}
+    disk = {"directory": "/data", "filesystem": "ext4"}
+    found = updated(
+        Cluster(version=1, device=device),
+        [
+            result(
+                "compute",
+                {"operation": "matmul", "dtype": "fp32", "shape": "2×3×4", "flops": 1e9},
+                attention | {"kernel": "math", "flops": 1e9},
+                attention | {"kernel": "flash", "flops": 3e9},
+                {"operation": "copy", "dtype": "fp32", "shape": "9", "Bps": 20e9},
+                {"operation": "triad", "dtype": "fp32", "shape": "9", "Bps": 25e9},
+                {"operation": "step", "dtype": "fp32", "shape": "64 samples", "flops": 1e9},
+            ),
+            result(
+                "overlap",
+                *(
+                    copy | {"memory": "pinned", "streams": streams, "Bps": 2e10, "hidden": hidden}
+                    for streams, hidden in ((1, 0.1), (2, 0.9))
+                ),
+                copy | {"memory": "pageable", "streams": 2, "Bps": 5e9, "hidden": 0.3},
+                *(sent | {"bytes": size, "hidden": hidden} for size, hidden in ((1, 0.5), (2, -0.2))),
+            ),
+            result(
+                "storage",
+                disk | {"test": "large write", "bytes": 8, "Bps": 3e8},
+                disk | {"test": "small write", "bytes": 8, "per_s": 5528.0},
+                disk | {"test": "read", "bytes": 8, "Bps": 9e9, "note": "100% of it from the page cache, which could not be dropped"},
+            ),
+        ],
+    )
+    product, of_attention = found.rates
+    assert (product.operation, product.shape, product.flops.value, product.flops.source) == ("matmul", (2, 3, 4), 1e9, "measured")
+    assert product.flops.spread == pytest.approx(0.1)  # of a normal distribution, whose quartiles are 1.349 standard deviations apart
+    assert (of_attention.flops.value, of_attention.flops.note.endswith(", flash")) == (3e9, True)
+    assert found.device.memory_Bps.value == 25e9
+    assert {memory: rate.value for memory, rate in found.device.to_device_Bps.items()} == {"pinned": 2e10, "pageable": 5e9}
+    assert {(row.operation, row.backend): row.hidden.value for row in found.overlaps} == {
+        ("copy to device", None): 0.9,
+        ("all-reduce", "gloo"): 0.0,
+    }
+    [only] = found.disks
+    assert (only.path, only.write_Bps.value, only.sync_writes_per_s.value, only.read_Bps) == ("/data", 3e8, 5528.0, None)
+
+
+@pytest.mark.slow
+def test_the_command(tmp_path):
+    write_task(tmp_path)
+    (tmp_path / "data").mkdir()
+    words = ("--seconds", "5", "--task", "my.py:Regression", "--device", "cpu", "--directory", "data", "--out", "found")
+    told = succeed("bench", *words, at=tmp_path)
+    found = tmp_path / "found"
+    assert sorted(path.name for path in found.iterdir()) == sorted(
+        ["cluster.json", *(f"{kind}{ending}" for kind in KINDS for ending in (".json", ".svg"))]
+    )
+    for kind in KINDS:
+        assert read(found / f"{kind}.json", kind).rows
+        assert kind in told.out
+    cluster = file.read(found / "cluster.json")
+    assert cluster.device.kind == "cpu"
+    assert cluster.device.memory_Bps.source == "measured"
+    assert {link.collective for link in cluster.links} >= {"all-reduce", "all-gather"}
+    assert [disk.path for disk in cluster.disks] == [str(tmp_path / "data")]
+    assert any(rate.dtype == "bf16" for rate in cluster.rates)
+    assert list((tmp_path / "data").iterdir()) == []
+    assert "found/: cluster.json" in told.out
+
+
+def test_an_interrupt_keeps_what_there_is(tmp_path):
+    write_task(tmp_path)
+    words = ("--task", "my.py:Regression", "--device", "cpu", "--directory", ".", "--seconds", "40")
+    with start("bench", *words, at=tmp_path) as running:
+        running.until(lambda: any(tmp_path.glob(".paceline-bench-*/direct")), "at the second test of the storage")
+        running.process.send_signal(2)
+        told = running.wait()
+        running.until_all_ended()
+    assert told.status == 130, told.all
+    assert sorted(path.name for path in (tmp_path / "bench").iterdir()) == ["cluster.json", "storage.json", "storage.svg"]
+    assert json.loads((tmp_path / "bench" / "storage.json").read_text())["rows"][0]["test"] == "large write"
+    assert file.read(tmp_path / "bench" / "cluster.json").disks[0].write_Bps is not None
+    assert list(tmp_path.glob(".paceline-bench-*")) == []
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ('{"version": 0}', "bench/cluster.json is of version 0"),
+        ('{"version": 1, "device": {"name": "B200", "memory_bytes": 1}}', "bench/cluster.json is of B200, and this is "),
+    ],
+)
+def test_a_cluster_that_is_not_this_one_is_kept(text, said, tmp_path):
+    write_task(tmp_path)
+    (tmp_path / "bench").mkdir()
+    (tmp_path / "bench" / "cluster.json").write_text(text)
+    told = paceline("bench", "--task", "my.py:Regression", at=tmp_path)
+    assert told.status == 2
+    assert told.err.startswith(f"paceline: {said}")
+    assert (tmp_path / "bench" / "cluster.json").read_text() == text
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--task", "my.py:None"], "there is no None in my.py"),
+        (["--directory", "none"], "there is no directory "),
+        (["--out", "my.py"], "cannot make the folder my.py: File exists; name another one with --out"),
+        (["--device", "gpu"], "--device is cpu or cuda, got 'gpu'"),
+    ],
+)
+def test_bad_input_is_one_sentence(words, said, tmp_path):
+    write_task(tmp_path)
+    told = paceline("bench", *words, at=tmp_path)
+    assert (told.status, told.out) == (2, ""), told.all
+    assert told.err.startswith(f"paceline: {said}")
+    assert told.err.count("\n") == 1
+    assert not (tmp_path / "bench" / "cluster.json").exists()
