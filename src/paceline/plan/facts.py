@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Literal, NamedTuple
 
 
@@ -76,7 +77,7 @@ class Held(NamedTuple):
 NOTHING = Held()
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Block:
     """A part of a model that is computed, gathered and recomputed as one; all numbers are of one sample.
 
@@ -143,11 +144,11 @@ class ModelFacts:
     def blocks(self) -> int:
         return sum(count for _, count in self.runs)
 
-    @property
+    @cached_property
     def params(self) -> int:
         return sum(block.params * count for block, count in self.parts())
 
-    @property
+    @cached_property
     def flops(self) -> float:
         """Forward, of one sample."""
         return sum(block.flops * count for block, count in self.parts())

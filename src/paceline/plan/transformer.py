@@ -80,7 +80,7 @@ class Transformer(Value):
 
     def facts(self) -> ModelFacts:
         decoder = _block(self, "block", cross=self.encoder_layers > 0, causal=self.causal)
-        runs = ((decoder, self.layers),)
+        runs: tuple[tuple[Block, int], ...] = ((decoder, self.layers),)
         if self.encoder_layers:
             runs = ((_block(self, "encoder block", cross=False, causal=False), self.encoder_layers), *runs)
         shared = self.vocab * self.hidden if self.tied and self.head != "classes" else 0
@@ -139,8 +139,8 @@ def _block(m: Transformer, name: str, cross: bool, causal: bool) -> Block:
 
 
 def _traffic(m: Transformer, many: int) -> Held:
-    """Elements read and written outside of products and attention: norms (1 + 1), residual sums (2 + 1), heads brought in order and back
-    (2 × q, k, v and once the output), rotation (q and k, in and out), activation (in and out; a gate reads two)."""
+    """Elements read and written outside of products and attention: norms (1 + 1), residual sums (2 + 1), rotation (q and k, in and out),
+    activation (in and out; a gate reads two)."""
     h, s, w, kv = m.hidden, m.seq, m.width, m.kv_width
     drop = float(m.dropout)
     rotated = 0 if m.positions or m.relative_positions else 2 * (w + kv)
@@ -149,7 +149,7 @@ def _traffic(m: Transformer, many: int) -> Held:
     return Held(
         stream=(1 + many) * 5 * h * s,
         whole=spread * s,
-        split=(many * (2 * (w + 2 * kv) + 2 * w + rotated) + active * (2 + m.gated) * m.wide) * s,
+        split=(many * rotated + active * (2 + m.gated) * m.wide) * s,
         whole_bytes=(1 + many) * drop * h * s,
     )
 
@@ -160,16 +160,16 @@ def _embedding(m: Transformer) -> Block:
     if m.patch is not None:
         inner = 3 * m.patch**2
         weights, rows = inner * h + h, (m.image or 224) ** 2 // m.patch**2
-        table, extra, products = 0, h, (Product(rows, h, inner),)  # a token for the class
+        table, extra, products = 0, h, [Product(rows, h, inner)]  # a token for the class
     else:
-        weights, table, extra, products = 0, m.vocab * h, 0, ()
+        weights, table, extra, products = 0, m.vocab * h, 0, []
     positions = m.positions * h
     relative = m.relative_positions * m.heads * (1 + (m.encoder_layers > 0))
     return Block(
         name="embedding",
         params=table + positions + relative + weights + extra + m.token_types * h + norm,
         split_params=table,
-        products=products,
+        products=tuple(products),
         saved={"none": Held(float(h * s) * (norm > 0), 0.0, 0.0, float(m.dropout) * h * s)},
         traffic=Held(stream=2.0 * h * s),
         boundary=float(h * s),
