@@ -1,19 +1,22 @@
 """Seconds of a step: schedules against published bubbles, collectives by alpha and beta, and the check values of large trainings."""
 
+import json
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
 from clusters import cluster
 from paceline.errors import PlanError
 from paceline.plan.bubble import Stage, rate
+from paceline.plan.constants import CONSTANTS
 from paceline.plan.cost import bill, lacks, training_days
 from paceline.plan.library import model, transformer
 from paceline.plan.plan import parse
 from paceline.plan.predict import predict, speeds_of, with_extra
 from paceline.plan.recipe import MEGATRON, PACELINE
 from paceline.plan.split import Split, split
-from paceline.plan.time import time
+from paceline.plan.time import group, time
 from paceline.plan.work import product_s
 
 # arXiv 2401.10241, tables 5 and 9: schedule, ranks, micro-batches, stages a rank, forward, inputs, weights and send in ms, idle share
@@ -59,6 +62,29 @@ def test_ranks_of_a_node_share_its_network_devices():
     assert on.collective_s("all-gather", 1e11, 64, 8) < on.collective_s("all-gather", 1e11, 8, 1)
 
 
+@pytest.mark.parametrize(("words", "devices", "of_a_node"), [("tp=4,pp=2", 32, 8), ("tp=2,cp=2", 32, 4), ("ddp", 16, 8), ("pp=4", 16, 8)])
+def test_groups_are_those_of_the_plan(words, devices, of_a_node):
+    """How many ranks of an axis are in one node, by Plan.place."""
+    plan = parse(words).on(devices)
+    strides = {"tp": 1, "cp": plan.tp, "dp": plan.tp * plan.cp, "pp": plan.tp * plan.cp * (plan.dp or 1)}
+    for axis, stride in strides.items():
+        others = [name for name in strides if name != axis]
+        first = plan.place(0)
+        members = [r for r in range(devices) if all(getattr(plan.place(r), o) == getattr(first, o) for o in others)]
+        together = sum(member < of_a_node for member in members)
+        assert group(len(members), stride, of_a_node) == (getattr(plan, axis), together)
+
+
+def test_constants_are_those_of_the_last_fit():
+    """benchmarks/published.py --fit writes them down."""
+    fitted = json.loads((Path(__file__).parents[1] / "benchmarks" / "published_constants.json").read_text())[""]
+    ampere, hopper = (CONSTANTS.architectures[name] for name in ("A100", "H100"))
+    assert (ampere.product, hopper.product, CONSTANTS.across, CONSTANTS.hidden, ampere.memory) == (
+        *(fitted["A100 product"], fitted["H100 product"], fitted["across"], fitted["hidden"], fitted["memory"]),
+    )
+    assert ampere.forward == pytest.approx(0.55 * fitted["attention"], rel=0.01)
+
+
 def test_an_unknown_network_is_no_number():
     lonely = cluster(16).model_copy(update={"links": cluster(16).links[:1]})
     with pytest.raises(PlanError, match=r"between nodes is not known.*@GB/s"):
@@ -75,7 +101,8 @@ def test_a_device_of_no_known_family_is_a_guess_that_says_so():
     device = cluster(1).device.model_copy(update={"name": "abacus"})
     found = predict(model("gpt2"), parse("single"), cluster(1, 1).model_copy(update={"device": device}), 8)
     assert found.time.extrapolated
-    assert "abacus" in found.time.guesses[0]
+    assert found.time.guesses == ("what abacus reaches of its peak is a guess",)
+    assert not predict(model("gpt2"), parse("single"), cluster(1, 1), 8).time.extrapolated
 
 
 def test_products_are_slower_when_they_are_small():

@@ -2,7 +2,11 @@
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
+from typing import Literal
+
+Basis = Literal["fitted", "published", "guessed"]  # to trainings; read off what others published of it; nothing is known
+MOST_RANKS = 6144  # of the trainings that were fitted to
 
 
 @dataclass(frozen=True)
@@ -15,9 +19,9 @@ class Architecture:
     backward: float
     units: int
     product_fp8: float = 0.5
-    memory: float = 0.8  # share of the peak bandwidth that elementwise kernels reach
+    memory: float = 0.868  # share of the peak bandwidth that elementwise kernels reach
     power_W: float = 0.0  # at which these were seen; a device that may draw less is slower by the third root, as power goes with f·V²
-    known: bool = True
+    basis: Basis = "published"
 
 
 @dataclass(frozen=True)
@@ -27,42 +31,47 @@ class Constants:
     node, across: share of a link's rate that large collectives see, inside of a node and between nodes. node_s, hop_s, step_s: start of a
     collective inside a node, for each doubling of the nodes (trees, all-reduce), for each node (rings: gather, scatter).
     hidden: share of a collective that goes on under computing where the two may overlap. launch_s: between two kernels; host_s: for the
-    host to start one. Errors are relative standard deviations.
+    host to start one. jitter: share of a step in which ranks wait for the slowest.
     """
 
     architectures: Mapping[str, Architecture]
     node: float = 0.78
-    across: float = 0.75
+    across: float = 0.78
     node_s: float = 30e-6
     hop_s: float = 40e-6
     step_s: float = 6e-6
-    hidden: float = 0.6
+    hidden: float = 0.685
     one_rail: float = 0.65
     launch_s: float = 3e-6
     host_s: float = 6e-6
     jitter: float = 0.02
-    errors: Mapping[str, float] = field(default_factory=dict)
-    fitted_on: tuple[str, ...] = ()
 
 
+# What is fitted, and only for A100 and the Hoppers: product, forward and backward by one factor, memory, across and hidden, to the
+# published measurements of docs/planning.md by benchmarks/published.py --fit, from these values:
 # product: A100 0.80 of sweeps at 0.87 (stas00/ml-engineering, MAMF), 241 to 255 of 312 TFLOP/s in the shapes of a transformer
 # (EleutherAI/cookbook); H100 0.80 of the best shape alone, and less where its power is the limit. B200: SimuMax's operator table.
 # forward, backward: FlashAttention-2 (Dao 2023, arXiv 2307.08691, figures 4 and 5; on H100 35 %, Shah et al. 2024, arXiv 2407.08608).
+AMPERE = Architecture(0.775, 0.486, 0.442, 108, basis="fitted")
+HOPPER = Architecture(0.616, 0.309, 0.265, 132, power_W=700, basis="fitted")
+BLACKWELL = Architecture(0.60, 0.45, 0.38, 148)
 ARCHITECTURES: Mapping[str, Architecture] = {
     "V100": Architecture(0.75, 0.35, 0.30, 80),
-    "A100": Architecture(0.78, 0.55, 0.50, 108),
-    "H100": Architecture(0.62, 0.35, 0.30, 132, 0.50, power_W=700),
-    "H200": Architecture(0.62, 0.35, 0.30, 132, 0.50, power_W=700),
-    "GH200": Architecture(0.64, 0.35, 0.30, 132, 0.50),
-    "B200": Architecture(0.60, 0.45, 0.38, 148, 0.50),
-    "B300": Architecture(0.60, 0.45, 0.38, 148, 0.50),
-    "GB200": Architecture(0.60, 0.45, 0.38, 148, 0.50),
+    "A100": AMPERE,
+    "A800": AMPERE,
+    "H100": HOPPER,
+    "H800": HOPPER,
+    "H200": HOPPER,
+    "GH200": replace(HOPPER, power_W=0.0),  # which may draw more, with its processor
+    "B200": BLACKWELL,
+    "B300": BLACKWELL,
+    "GB200": BLACKWELL,
     "MI250": Architecture(0.50, 0.25, 0.20, 110),
     "MI300": Architecture(0.45, 0.30, 0.25, 304),
     "MI325": Architecture(0.50, 0.30, 0.25, 304),
     "MI355": Architecture(0.60, 0.35, 0.30, 256),
 }
-UNKNOWN = Architecture(0.60, 0.35, 0.30, 100, known=False)
+UNKNOWN = Architecture(0.60, 0.35, 0.30, 100, basis="guessed")
 CONSTANTS = Constants(ARCHITECTURES)
 
 

@@ -21,6 +21,8 @@ FACTORS: Mapping[str, Callable[[int], float]] = {  # nccl-tests, PERFORMANCE.md
     "send": lambda n: 1.0,
 }
 
+BASES = {"published": "read off single measurements of others, and not fitted to trainings", "guessed": "a guess"}
+
 
 @dataclass(frozen=True)
 class Wire:
@@ -51,7 +53,10 @@ class Speeds:
     guesses: tuple[str, ...] = ()
 
     def product_flops(self, dtype: str) -> float:
-        return self.flops[next(near for near in LIKE[dtype] if near in self.flops)]
+        found = next((near for near in LIKE.get(dtype, (dtype,)) if near in self.flops), None)
+        if found is None:
+            raise PlanError(f"how fast {self.name} computes in {dtype} is not known; give its peak with --peak, or measure it")
+        return self.flops[found]
 
     def collective_s(self, kind: str, size: float, ranks: int, together: int, rails: bool = True) -> float:
         """One call of S = `size` bytes among `ranks`, of which `together` are in each node."""
@@ -101,11 +106,11 @@ def speeds(cluster: Cluster, constants: Constants = CONSTANTS, ranks_per_node: i
             flops[rate.dtype] = max(rate.flops.value * part, flops.get(rate.dtype, 0.0) if rate.dtype not in peaks else 0.0)
     if not flops:
         raise PlanError(f"the peak of {device.name} is not known; give it with --peak, or measure the device with paceline bench")
-    if not family.known and not cluster.rates:
-        guesses.append(f"what {device.name} reaches of its peak")
+    if family.basis != "fitted" and not cluster.rates:
+        guesses.append(f"what {device.name} reaches of its peak is {BASES[family.basis]}")
     memory_Bps = device.memory_Bps.value * family.memory * part if device.memory_Bps else next(iter(flops.values())) / 100
     if device.memory_Bps is None:
-        guesses.append(f"the memory bandwidth of {device.name}")
+        guesses.append(f"the memory bandwidth of {device.name} is guessed")
     return Speeds(
         name=cluster.name or device.name,
         ranks=cluster.nodes * per_node,

@@ -5,6 +5,7 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from paceline.plan.bubble import SCHEDULES, Stage
+from paceline.plan.constants import MOST_RANKS
 from paceline.plan.cost import Part, Time
 from paceline.plan.facts import Block, ModelFacts
 from paceline.plan.memory import held, state
@@ -93,8 +94,14 @@ def time(facts: ModelFacts, split: Split, recipe: Recipe, speeds: Speeds) -> Tim
         tokens=float(facts.tokens * split.batch),
         samples=float(split.batch),
         peak_flops=peak,
-        guesses=speeds.guesses,
+        guesses=speeds.guesses + _beyond(split),
     )
+
+
+def _beyond(split: Split) -> tuple[str, ...]:
+    """What is outside of the trainings that the constants were fitted to."""
+    many = f"{split.ranks} ranks are more than the {MOST_RANKS} that were seen"
+    return (many,) if split.ranks > MOST_RANKS else ()
 
 
 @lru_cache(65536)
