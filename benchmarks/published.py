@@ -43,8 +43,7 @@ def main() -> None:
     print_times(scored)
     print_choices(scored)
     print_memory(scored)
-    for path in asked.files:
-        print_form(path)
+    print_forms(asked.files)
     for file in scored:
         for row, why in file.left_out:
             print(f"not priced: {row}: {why}")
@@ -84,23 +83,32 @@ def _scored(path: Path) -> File:
     return File(path.stem, tuple(priced), tuple(left_out))
 
 
-def _ratios(file: File) -> list[float]:
-    return [found.time.step_s / row.step_s for row, found in file.priced if row.step_s]
+def print_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    """In Markdown, for docs/planning.md."""
+    if not rows:
+        return
+    print("| " + " | ".join(head) + " |")
+    print("|" + " --- |" * len(head))
+    for row in rows:
+        print("| " + " | ".join(row) + " |")
+    print()
 
 
 def print_times(files: Sequence[File]) -> None:
-    """The baseline: one constant that fits the file best, times the FLOPs of a step over all devices; fitted on the very rows scored."""
-    print(f"{'seconds of a step':34} rows  mean error  bias  within bar  one constant fitted  left out")
+    """Beside a strong baseline: FLOPs of a step over those of the devices, times the constant for which the error is least on the rows."""
+    rows = []
     for file in files:
-        ratios = _ratios(file)
-        if not ratios:
+        if not (ratios := _ratios(file)):
             continue
-        base = [found.time.hardware_flops / found.time.peak_flops / row.step_s for row, found in file.priced if row.step_s]
-        inside = fmean(abs(found.time.step_s / row.step_s - 1) <= 2 * found.time.error for row, found in file.priced if row.step_s)
-        print(
-            f"{file.name:34} {len(ratios):4}  {_mean_error(ratios):9.1%} {fmean(ratios) - 1:+6.1%}  {inside:9.0%}"
-            f"  {_best_constant(base):18.1%}  {len(file.left_out):8}"
-        )
+        base = [found.time.hardware_flops / (found.time.peak_flops or 1) / row.step_s for row, found in file.priced if row.step_s]
+        inside = [abs(found.time.step_s / row.step_s - 1) <= 2 * found.time.error for row, found in file.priced if row.step_s]
+        errors = f"{_mean_error(ratios):.1%}", f"{fmean(ratios) - 1:+.1%}", f"{_best_constant(base):.1%}"
+        rows.append((file.name, str(len(ratios)), *errors, f"{fmean(inside):.0%}", str(len(file.left_out))))
+    print_table(("seconds of a step", "rows", "mean error", "bias", "one constant", "within two error bars", "not priced"), rows)
+
+
+def _ratios(file: File) -> list[float]:
+    return [found.time.step_s / row.step_s for row, found in file.priced if row.step_s]
 
 
 def _mean_error(ratios: Sequence[float]) -> float:
@@ -114,7 +122,7 @@ def _best_constant(ratios: Sequence[float]) -> float:
 
 def print_choices(files: Sequence[File]) -> None:
     """What the plan that is predicted to be the fastest of its group loses against the fastest measured one."""
-    lost, ranks = [], []
+    rows, lost, ranks = [], [], []
     for file in files:
         groups: dict[str, list[tuple[float, float]]] = defaultdict(list)
         for row, found in file.priced:
@@ -123,13 +131,13 @@ def print_choices(files: Sequence[File]) -> None:
         for name, pairs in groups.items():
             if len(pairs) < 2:
                 continue
-            loss = min(pairs)[1] / min(measured for _, measured in pairs) - 1
-            correlation = _spearman(pairs) if len(pairs) > 2 else float("nan")
-            print(f"choice in {file.name} {name}: {len(pairs)} plans, loses {loss:.1%}, rank correlation {correlation:.2f}")
-            lost.append(loss)
-            ranks += [correlation] if len(pairs) > 2 else []
-    if lost and ranks:
-        print(f"choice: mean loss {fmean(lost):.1%}, mean rank correlation {fmean(ranks):.2f}")
+            lost.append(min(pairs)[1] / min(measured for _, measured in pairs) - 1)
+            correlation = _spearman(pairs) if len(pairs) > 2 else None
+            ranks += [correlation] if correlation is not None else []
+            rows.append((f"{file.name} {name}", str(len(pairs)), f"{lost[-1]:.1%}", "" if correlation is None else f"{correlation:.2f}"))
+    if rows and ranks:
+        rows.append(("mean", "", f"{fmean(lost):.1%}", f"{fmean(ranks):.2f}"))
+    print_table(("choice of a plan", "plans", "slower than the best", "rank correlation"), rows)
 
 
 def _spearman(pairs: Sequence[tuple[float, float]]) -> float:
@@ -145,38 +153,35 @@ def _ranks(values: Sequence[float]) -> list[float]:
 
 
 def print_memory(files: Sequence[File]) -> None:
+    rows = []
     for file in files:
         ratios = [found.memory.peak_bytes / row.memory_bytes for row, found in file.priced if row.memory_bytes]
-        if ratios:
-            print(f"memory in {file.name}: {len(ratios)} rows, mean error {_mean_error(ratios):.1%}, bias {fmean(ratios) - 1:+.1%}")
+        errors = (f"{_mean_error(ratios):.1%}", f"{fmean(ratios) - 1:+.1%}") if ratios else ("", "")
         wrong = [row.id for row, found in file.priced if row.oom and found.fits]
         refused = [row.id for row, found in file.priced if not row.oom and not found.fits]
-        if wrong:
-            print(f"memory in {file.name}: said to fit and did not: {', '.join(wrong)}")
-        if refused:
-            print(f"memory in {file.name}: said not to fit and did: {', '.join(refused)}")
+        rows.append((file.name, str(len(ratios)), *errors, ", ".join(wrong) or "none", ", ".join(refused) or "none"))
+    print_table(("memory of a rank", "rows", "mean error", "bias", "said to fit, and did not", "said not to fit, and did"), rows)
 
 
-def print_form(path: Path) -> None:
-    column = _form_of(path)
-    if column is None:
-        return
-    what, predict = FORMS[column]
-    pairs, skipped = [], 0
-    with path.open(newline="") as lines:
-        for row in csv.DictReader(lines):
-            try:
-                pairs.append(predict(row)[1:])
-            except (Unpriced, KeyError, ValueError):
-                skipped += 1
-    if not pairs:
-        return
-    errors = [abs(found - wanted) / wanted for found, wanted in pairs if wanted]
-    apart = [abs(found - wanted) for found, wanted in pairs]
-    print(
-        f"{path.stem}: {what}: {len(pairs)} rows, mean error {fmean(errors):.2%}, median {median(errors):.2%}, largest {max(errors):.2%};"
-        f" apart by {fmean(apart):.3g} in the mean, {max(apart):.3g} at most; {skipped} rows are of something else"
-    )
+def print_forms(paths: Sequence[Path]) -> None:
+    rows = []
+    for path in paths:
+        if (column := _form_of(path)) is None:
+            continue
+        what, predict = FORMS[column]
+        pairs, skipped = [], 0
+        with path.open(newline="") as lines:
+            for row in csv.DictReader(lines):
+                try:
+                    pairs.append(predict(row)[1:])
+                except Unpriced:
+                    skipped += 1
+        errors = [abs(found / wanted - 1) for found, wanted in pairs if wanted]
+        apart = [abs(found - wanted) for found, wanted in pairs]
+        shares = f"{median(errors):.2%}", f"{fmean(errors):.2%}", f"{max(errors):.2%}"
+        rows.append((path.stem, what, str(len(pairs)), *shares, f"{fmean(apart):.3g}", f"{max(apart):.3g}", str(skipped)))
+    units = "median error", "mean", "largest", "mean distance", "largest", "rows of something else"
+    print_table(("single figures", "of what", "rows", *units), rows)
 
 
 def print_row(row: Row, found: Answer) -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from clusters import cluster
+from paceline.cluster.facts import Fact, Link, Overlap, Rate
 from paceline.errors import PlanError
 from paceline.plan.bubble import Stage, rate
 from paceline.plan.constants import CONSTANTS
@@ -19,6 +20,7 @@ from paceline.plan.split import Split, split
 from paceline.plan.time import group, time
 from paceline.plan.work import product_s
 
+RATES = (("gloo", 1e9), ("nccl", 2e11))
 # arXiv 2401.10241, tables 5 and 9: schedule, ranks, micro-batches, stages a rank, forward, inputs, weights and send in ms, idle share
 BUBBLES = [
     ("1f1b", 8, 24, 1, (18.522, 18.086, 9.337, 0.601), 0.2431),
@@ -111,6 +113,36 @@ def test_products_are_slower_when_they_are_small():
     assert rates == sorted(rates)
     assert rates[0] < 0.2 * rates[-1] < rates[-1] < 312e12
     assert product_s(on, "bf16", 4096, 128, 4096) > 2 * 4096 * 4096 * 4 / (2039e9)  # limited by memory
+
+
+def test_what_was_measured_goes_before_what_is_known():
+    """Rates of products, links of a back end, and overlap, as paceline bench writes them into cluster.json."""
+
+    def measured(value):
+        return Fact(value=value, source="measured")
+
+    on = cluster(8).updated(
+        links=[
+            Link(axis="node", backend=name, collective="all-reduce", alpha_s=measured(1e-5), beta_Bps=measured(rate))
+            for name, rate in RATES
+        ],
+        rates=[Rate(operation="matmul", dtype="bf16", shape=(n, n, n), flops=measured(f)) for n, f in ((256, 1e13), (4096, 1e14))],
+        overlaps=[Overlap(operation="all-reduce", hidden=measured(0.25))],
+    )
+    found = speeds_of(on, 8)
+    assert found.hidden == 0.25
+    assert found.collective_s("all-reduce", 8e9, 8, 8) == pytest.approx(1e-5 + 14 / 8 * 8e9 / 2e11)
+    assert product_s(found, "bf16", 4096, 4096, 4096) == pytest.approx(2 * 4096**3 / 1e14, rel=1e-2)
+    assert found.measured_flops("bf16", 1024.0**3) == pytest.approx((1e13 * 1e14) ** 0.5)
+    assert found.measured_flops("bf16", 1.0) == 1e13
+    assert found.measured_flops("fp32", 1.0) is None
+
+
+def test_ranks_share_the_cores_of_a_node():
+    device = cluster(1).device.model_copy(update={"kind": "cpu", "name": "cpu"})
+    one, two = (speeds_of(cluster(1, 1).model_copy(update={"device": device}), ranks) for ranks in (1, 2))
+    assert two.product_flops("bf16") == one.product_flops("bf16") / 2
+    assert two.memory_bytes == one.memory_bytes / 2
 
 
 # scope: model-parallel tp = 8 and pp; GPUs, micro-batch 1, days for 300·10⁹ tokens as published in arXiv 2104.04473, table 2

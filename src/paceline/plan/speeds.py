@@ -1,10 +1,11 @@
 """Speeds: what the devices and links of a cluster reach, as plain numbers for the arithmetic of plans."""
 
 import math
+from bisect import bisect
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
-from paceline.cluster.facts import Cluster, Link
+from paceline.cluster.facts import Axis, Cluster
 from paceline.errors import PlanError
 from paceline.plan.constants import CONSTANTS, Architecture, Constants, architecture
 
@@ -35,7 +36,8 @@ class Wire:
 
 @dataclass(frozen=True, eq=False)
 class Speeds:
-    """Of one rank. `flops`: matrix products that are large, by dtype. `guesses`: what is not measured nor known, in words."""
+    """Of one rank. `flops`: matrix products that are large, by dtype; `rates`: measured ones by m·n·k, where there are some.
+    `hidden`: share of a collective that goes on under computing. `guesses`: what is neither measured nor fitted, in words."""
 
     name: str
     ranks: int
@@ -48,6 +50,8 @@ class Speeds:
     node: Mapping[str | None, Wire]
     across: Mapping[str | None, Wire]
     constants: Constants
+    hidden: float
+    rates: Mapping[str, tuple[tuple[float, float], ...]] = field(default_factory=dict)
     power_W: float | None = None
     price_per_hour: float | None = None
     guesses: tuple[str, ...] = ()
@@ -57,6 +61,18 @@ class Speeds:
         if found is None:
             raise PlanError(f"how fast {self.name} computes in {dtype} is not known; give its peak with --peak, or measure it")
         return self.flops[found]
+
+    def measured_flops(self, dtype: str, volume: float) -> float | None:
+        """Of a product of so many multiplications, between the measured ones on a logarithmic scale; None where none is measured."""
+        table = self.rates.get(dtype)
+        if not table:
+            return None
+        at = bisect(table, (volume, 0.0))
+        if at in (0, len(table)):
+            return table[min(at, len(table) - 1)][1]
+        (low, slow), (high, fast) = table[at - 1], table[at]
+        share = math.log(volume / low) / math.log(high / low)
+        return slow ** (1 - share) * fast**share
 
     def collective_s(self, kind: str, size: float, ranks: int, together: int, rails: bool = True) -> float:
         """One call of S = `size` bytes among `ranks`, of which `together` are in each node."""
@@ -101,9 +117,8 @@ def speeds(cluster: Cluster, constants: Constants = CONSTANTS, ranks_per_node: i
     flops: dict[str, float] = {
         dtype: slower * peak * (family.product_fp8 if dtype == "fp8" else family.product) for dtype, peak in peaks.items()
     }
-    for rate in cluster.rates:
-        if rate.operation == "matmul" and rate.flops.source == "measured":
-            flops[rate.dtype] = max(rate.flops.value * part, flops.get(rate.dtype, 0.0) if rate.dtype not in peaks else 0.0)
+    rates = _rates(cluster, part)
+    flops |= {dtype: max(speed for _, speed in table) for dtype, table in rates.items()}
     if not flops:
         raise PlanError(f"the peak of {device.name} is not known; give it with --peak, or measure the device with paceline bench")
     if family.basis != "fitted" and not cluster.rates:
@@ -120,14 +135,33 @@ def speeds(cluster: Cluster, constants: Constants = CONSTANTS, ranks_per_node: i
         flops=flops,
         peaks=peaks,
         device=family,
-        node={link.collective: _wire(link) for link in cluster.links if link.axis == "node"},
-        across={link.collective: _wire(link) for link in cluster.links if link.axis == "across"},
+        node=_wires(cluster, "node"),
+        across=_wires(cluster, "across"),
         constants=constants,
+        hidden=next((overlap.hidden.value for overlap in cluster.overlaps if overlap.operation == "all-reduce"), constants.hidden),
+        rates=rates,
         power_W=device.power_W.value if device.power_W else None,
         price_per_hour=cluster.price_per_device_hour.value if cluster.price_per_device_hour else None,
         guesses=tuple(guesses),
     )
 
 
-def _wire(link: Link) -> Wire:
-    return Wire(link.alpha_s.value if link.alpha_s else None, link.beta_Bps.value, link.beta_Bps.source == "measured")
+def _rates(cluster: Cluster, part: float) -> dict[str, tuple[tuple[float, float], ...]]:
+    found: dict[str, dict[float, float]] = {}
+    for rate in cluster.rates:
+        if rate.operation == "matmul" and rate.flops.source == "measured":
+            volume = float(math.prod(rate.shape))
+            table = found.setdefault(rate.dtype, {})
+            table[volume] = max(table.get(volume, 0.0), rate.flops.value * part)
+    return {dtype: tuple(sorted(table.items())) for dtype, table in found.items()}
+
+
+def _wires(cluster: Cluster, axis: Axis) -> dict[str | None, Wire]:
+    """By collective: of the back end that the device takes, and of the most ranks, where several are known."""
+    backend = "gloo" if cluster.device.kind == "cpu" else "nccl"
+    links = [link for link in cluster.links if link.axis == axis]
+    links.sort(key=lambda link: (link.backend == backend, link.backend is None, link.ranks or 0))
+    return {
+        link.collective: Wire(link.alpha_s.value if link.alpha_s else None, link.beta_Bps.value, link.beta_Bps.source == "measured")
+        for link in links
+    }

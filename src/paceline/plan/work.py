@@ -88,7 +88,11 @@ def _on_rank(product: Product, tp: int, cp: int, micro_batch: int) -> tuple[floa
 
 
 def product_s(speeds: Speeds, dtype: str, m: float, n: float, k: float, count: float = 1.0) -> float:
-    """m × k times k × n. Tiles that are not full and waves that are not compute for nothing; what is small waits for the memory."""
+    """m × k times k × n, as fast as measured products of that size. Where none was measured, tiles that are not full and waves that are
+    not compute for nothing. What is small waits for the memory."""
+    moving = 2.0 * (m * k + k * n + m * n) * count / speeds.memory_Bps
+    if measured := speeds.measured_flops(dtype, m * n * k):
+        return max(2.0 * m * n * k * count / measured, moving) + speeds.constants.launch_s
     units = speeds.device.units
     rows, columns = math.ceil(m / TILE_ROWS), math.ceil(n / TILE_COLUMNS)
     rows2, columns2 = math.ceil(m / TILE_COLUMNS), math.ceil(n / TILE_ROWS)
@@ -96,7 +100,6 @@ def product_s(speeds: Speeds, dtype: str, m: float, n: float, k: float, count: f
     tile_flops = 2.0 * TILE_ROWS * TILE_COLUMNS * (k + PROLOGUE)
     waves = max(1.0, tiles / units + 0.25)  # a quarter: tiles of the last wave are made smaller
     computing = waves * units * tile_flops / speeds.product_flops(dtype)
-    moving = 2.0 * (m * k + k * n + m * n) * count / speeds.memory_Bps
     return max(computing, moving) + speeds.constants.launch_s
 
 
