@@ -216,15 +216,18 @@ def _splits(row: Mapping[str, str], model: Transformer) -> tuple[Split, ...]:
         zero = 2
     if told and pp > 1 and told * dp == batch and each > 1:  # the samples of a data rank, and not of a micro-batch
         micro_batches = [max(1, each // pp)]
-    said = row["recompute"].split("(")[0].split("+")[0].strip().split(" ")[0]
-    recomputes = [said] if said in ("none", "selective", "full") else ["none", "selective", "full"]
+    recompute = row["recompute"].split("(")[0].split("+")[0].strip().split(" ")[0]
+    recomputes = [recompute] if recompute in ("none", "selective", "full") else ["none", "selective", "full"]
     stages = _stages(row, model, pp)
-    schedule = SCHEDULES.get(row.get("schedule", "").upper().rstrip("*"), "")
+    said = row.get("schedule", "").upper().rstrip("*")
+    schedule = "interleaved" if said.startswith("INTERLEAVED") else SCHEDULES.get(said, "")
+    if schedule == "interleaved" and stages == [1]:
+        stages = [2]
     found = []
     for b, recompute, v in product(micro_batches, recomputes, stages):
         if b < 1 or each % b:
             continue
-        kind = schedule if schedule not in ("", "1f1b") else "interleaved" if v > 1 else "1f1b"
+        kind = schedule or ("interleaved" if v > 1 else "1f1b")
         for stage in (0, 1) if zero is None else (zero,):
             found.append(Split(dp, tp, pp, cp, 1, stage, 1, b, each // b, kind, v if pp > 1 else 1, recompute))
     if not found:
