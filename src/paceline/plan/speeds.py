@@ -37,7 +37,8 @@ class Wire:
 @dataclass(frozen=True, eq=False)
 class Speeds:
     """Of one rank. `flops`: matrix products that are large, by dtype; `rates`: measured ones by m·n·k, where there are some.
-    `hidden`: share of a collective that goes on under computing. `guesses`: what is neither measured nor fitted, in words."""
+    `clock`: against a device with all the power it may have; in `flops`, and not in `peaks`.
+    `hidden`: measured share of a collective that goes on under computing, or None. `guesses`: what is neither measured nor fitted, in words."""
 
     name: str
     ranks: int
@@ -50,7 +51,8 @@ class Speeds:
     node: Mapping[str | None, Wire]
     across: Mapping[str | None, Wire]
     constants: Constants
-    hidden: float
+    clock: float = 1.0
+    hidden: float | None = None
     rates: Mapping[str, tuple[tuple[float, float], ...]] = field(default_factory=dict)
     power_W: float | None = None
     price_per_hour: float | None = None
@@ -73,6 +75,11 @@ class Speeds:
         (low, slow), (high, fast) = table[at - 1], table[at]
         share = math.log(volume / low) / math.log(high / low)
         return slow ** (1 - share) * fast**share
+
+    def shown(self, together: int) -> float:
+        """Share of a collective that shows, though there is computing that it could go on under. Where it was not measured: what goes over
+        links inside of a node takes multiprocessors and memory bandwidth from what computes, what the network does takes little."""
+        return 1 - self.hidden if self.hidden is not None else (1 - self.constants.hidden) * (together - 1) / together
 
     def collective_s(self, kind: str, size: float, ranks: int, together: int, rails: bool = True) -> float:
         """One call of S = `size` bytes among `ranks`, of which `together` are in each node."""
@@ -113,9 +120,9 @@ def speeds(cluster: Cluster, constants: Constants = CONSTANTS, ranks_per_node: i
     per_node = ranks_per_node or cluster.devices_per_node
     part = 1 / per_node if device.kind == "cpu" else 1.0  # ranks share the node's cores and memory
     peaks: dict[str, float] = {dtype: fact.value * part for dtype, fact in device.peaks_flops.items()}
-    slower = min(1.0, device.power_W.value / family.power_W) ** (1 / 3) if device.power_W and family.power_W else 1.0
+    clock = min(1.0, device.power_W.value / family.power_W) ** (1 / 3) if device.power_W and family.power_W else 1.0
     flops: dict[str, float] = {
-        dtype: slower * peak * (family.product_fp8 if dtype == "fp8" else family.product) for dtype, peak in peaks.items()
+        dtype: clock * peak * (family.product_fp8 if dtype == "fp8" else family.product) for dtype, peak in peaks.items()
     }
     rates = _rates(cluster, part)
     flops |= {dtype: max(speed for _, speed in table) for dtype, table in rates.items()}
@@ -138,7 +145,8 @@ def speeds(cluster: Cluster, constants: Constants = CONSTANTS, ranks_per_node: i
         node=_wires(cluster, "node"),
         across=_wires(cluster, "across"),
         constants=constants,
-        hidden=next((overlap.hidden.value for overlap in cluster.overlaps if overlap.operation == "all-reduce"), constants.hidden),
+        clock=clock,
+        hidden=next((overlap.hidden.value for overlap in cluster.overlaps if overlap.operation == "all-reduce"), None),
         rates=rates,
         power_W=device.power_W.value if device.power_W else None,
         price_per_hour=cluster.price_per_device_hour.value if cluster.price_per_device_hour else None,

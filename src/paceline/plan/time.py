@@ -151,7 +151,7 @@ def _context_s(block: Block, cut: Cut, recipe: Recipe, speeds: Speeds, one: Work
     over = group(cut.cp, cut.tp, speeds.per_node)
     size = sum(2 * a.keys * a.head_dim * a.heads for a in block.attention) * recipe.element * cut.micro_batch / cut.tp
     ring = speeds.collective_s("all-gather", size, over.ranks, over.together)
-    return 3 * (ring - speeds.hidden * min(ring, one.attention_s))
+    return 3 * (ring - (1 - speeds.shown(over.together)) * min(ring, one.attention_s))
 
 
 def _pipeline(
@@ -184,9 +184,11 @@ def _data(facts: ModelFacts, share: Share, split: Split, recipe: Recipe, speeds:
     def call(kind: str, bytes_a_parameter: float, among: Group, of: float = params) -> float:
         return speeds.collective_s(kind, of * bytes_a_parameter, among.ranks, among.together, recipe.rails)
 
+    shown = speeds.shown((shards if split.zero >= 2 else over).together if recipe.rails else 1)
+
     def left(talking: float, computing: float) -> float:
         """What a collective adds to the computing that it may go on under: the first or the last block has nothing to hide under."""
-        return max(talking / blocks, talking - speeds.hidden * min(talking, computing)) if recipe.overlaps_data else talking
+        return max(talking / blocks, talking - (1 - shown) * min(talking, computing)) if recipe.overlaps_data else talking
 
     if split.zero <= 1 or (split.zero == 2 and not recipe.at_rest):
         if split.zero == 0:

@@ -109,7 +109,7 @@ def _attention_s(speeds: Speeds, recipe: Recipe, one: Attention, tp: int, cp: in
     if recipe.fused:
         rate = speeds.peaks.get(recipe.dtype if recipe.dtype != "fp8" else "bf16") or speeds.product_flops(recipe.dtype)
         small = min(1.0, 0.82 + 0.18 * one.head_dim / 128)  # arXiv 2307.08691, figure 5, causal: 64 against 128
-        return one.flops * one.seen * micro_batch / (tp * cp) / (rate * speeds.device.forward * recipe.attention * small)
+        return one.flops * one.seen * micro_batch / (tp * cp) / (rate * speeds.clock * speeds.device.forward * recipe.attention * small)
     dtype = "bf16" if recipe.dtype == "fp8" else recipe.dtype
     queries = one.queries / cp
     return product_s(speeds, dtype, queries, one.keys, one.head_dim, heads) + product_s(
