@@ -138,6 +138,15 @@ def test_what_was_measured_goes_before_what_is_known():
     assert found.measured_flops("fp32", 1.0) is None
 
 
+@pytest.mark.parametrize(
+    ("name", "samples", "least", "most"), [("resnet50", 256, 1200, 2600), ("vit-b16", 128, 800, 1600), ("bert-large", 32, 80, 160)]
+)
+def test_other_models_are_in_the_range_of_what_people_reach(name, samples, least, most):
+    """Samples/s of one A100 in mixed precision, from eager PyTorch to NVIDIA's DeepLearningExamples."""
+    found = predict(model(name), parse("ddp"), cluster(8), 8 * samples).time
+    assert least < found.samples / found.step_s / 8 < most
+
+
 def test_ranks_share_the_cores_of_a_node():
     device = cluster(1).device.model_copy(update={"kind": "cpu", "name": "cpu"})
     one, two = (speeds_of(cluster(1, 1).model_copy(update={"device": device}), ranks) for ranks in (1, 2))

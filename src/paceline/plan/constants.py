@@ -19,7 +19,7 @@ class Architecture:
     backward: float
     units: int
     product_fp8: float = 0.5
-    memory: float = 0.865  # share of the peak bandwidth that elementwise kernels reach
+    memory: float = 0.869  # share of the peak bandwidth that elementwise kernels reach
     power_W: float = 0.0  # at which these were seen; a device that may draw less is slower by the third root, as power goes with f·V²
     basis: Basis = "published"
 
@@ -36,11 +36,11 @@ class Constants:
 
     architectures: Mapping[str, Architecture]
     node: float = 0.78
-    across: float = 0.75
+    across: float = 0.758
     node_s: float = 30e-6
     hop_s: float = 40e-6
     step_s: float = 6e-6
-    hidden: float = 0.592
+    hidden: float = 0.594
     one_rail: float = 0.65
     launch_s: float = 3e-6
     host_s: float = 6e-6
@@ -52,8 +52,8 @@ class Constants:
 # product: A100 0.80 of sweeps at 0.87 (stas00/ml-engineering, MAMF), 241 to 255 of 312 TFLOP/s in the shapes of a transformer
 # (EleutherAI/cookbook); H100 0.80 of the best shape alone, and less where its power is the limit. B200: SimuMax's operator table.
 # forward, backward: FlashAttention-2 (Dao 2023, arXiv 2307.08691, figures 4 and 5; on H100 35 %, Shah et al. 2024, arXiv 2407.08608).
-AMPERE = Architecture(0.775, 0.499, 0.454, 108, basis="fitted")
-HOPPER = Architecture(0.603, 0.318, 0.272, 132, power_W=700, basis="fitted")
+AMPERE = Architecture(0.772, 0.503, 0.457, 108, basis="fitted")
+HOPPER = Architecture(0.602, 0.320, 0.274, 132, power_W=700, basis="fitted")
 BLACKWELL = Architecture(0.60, 0.45, 0.38, 148)
 ARCHITECTURES: Mapping[str, Architecture] = {
     "V100": Architecture(0.75, 0.35, 0.30, 80),

@@ -28,7 +28,8 @@ class Conv:
     @property
     def product(self) -> Product:
         inner = self.kernel**2 * self.inputs / self.groups
-        return Product(float(self.size**2), self.outputs / self.groups, inner, float(self.groups))
+        windows = max(1.0, (self.kernel / self.stride) ** 2)
+        return Product(float(self.size**2), self.outputs / self.groups, inner, float(self.groups), reuse=windows)
 
     @property
     def given(self) -> float:

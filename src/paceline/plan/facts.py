@@ -11,7 +11,8 @@ class Product:
     """A matrix product with weights in the forward pass of one sample: rows × inner times inner × columns, `count` times.
 
     Rows of the samples of a micro-batch are joined into one matrix. `cut`: the dim that tensor parallelism divides, if it does.
-    A convolution has a row for each output position and kernel size × input channels as inner.
+    A convolution has a row for each output position and kernel size × input channels as inner; `reuse`: how many of its windows an element
+    of the input is in.
     `active`: over how many weights the rows are dealt out (experts); each then sees rows × count / active of them.
     """
 
@@ -21,6 +22,7 @@ class Product:
     count: float = 1.0
     cut: Literal["rows", "columns", "inner"] | None = None
     active: float = 1.0
+    reuse: float = 1.0
 
     @property
     def flops(self) -> float:

@@ -145,7 +145,8 @@ def _kept(split: Split, rank: int) -> float:
 def _of_rank(facts: ModelFacts, share: Share, split: Split, recipe: Recipe) -> tuple[float, ...]:
     """At the worst of three moments: in the loss, when the backward pass begins, and when it ends."""
     mine, each, sharded = held(facts, share, recipe, split.cut), state(recipe, split.zero, split.shards), _is_sharded(split, recipe)
-    gathered = (mine.gathered if split.zero == 3 else mine.params) * (recipe.gather + recipe.cast) if sharded else 0.0
+    whole = max(recipe.gather, recipe.element) + recipe.cast  # what is sent in 8 bits is kept with its transpose
+    gathered = (mine.gathered if split.zero == 3 else mine.params) * whole if sharded else 0.0
     gradients = mine.params * (recipe.gradient if _whole_gradients(split, recipe) else each.gradients)
     averaged = split.dp * split.cp > 1
     before = gradients if recipe.early_gradients or split.micro > 1 or (split.zero < 2 and averaged) else 0.0

@@ -36,9 +36,10 @@ class Wire:
 
 @dataclass(frozen=True, eq=False)
 class Speeds:
-    """Of one rank. `flops`: matrix products that are large, by dtype; `rates`: measured ones by m·n·k, where there are some.
+    """Of one rank. `flops`: matrix products that are large, by dtype; `rates`: measured ones by m·n·k.
     `clock`: against a device with all the power it may have; in `flops`, and not in `peaks`.
-    `hidden`: measured share of a collective that goes on under computing, or None. `guesses`: what is neither measured nor fitted, in words."""
+    `hidden`: measured share of a collective that goes on under computing, or None. `guesses`: in words, what is neither
+    measured nor fitted."""
 
     name: str
     ranks: int

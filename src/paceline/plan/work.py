@@ -10,6 +10,8 @@ from paceline.plan.speeds import Speeds
 from paceline.plan.split import Cut
 
 TILE_ROWS, TILE_COLUMNS = 128, 256  # of a product's output, one multiprocessor at a time (CUTLASS; the larger tiles of cuBLAS)
+NARROW, VECTOR = 8, 1 / 16  # sides below which a product takes vector units, and their rate against matrix cores: float32 on A100
+SPLIT = 512  # elements of the inner dim that a multiprocessor has at least, where several share a tile
 PROLOGUE = 64  # elements of the inner dim that pass before a tile computes at its rate
 BACKWARD_TRAFFIC = 1.75  # of the forward pass's: a norm and an activation read their input again, a residual sum reads nothing
 
@@ -45,9 +47,10 @@ def work(speeds: Speeds, recipe: Recipe, block: Block, cut: Cut) -> Work:
     forward = inputs = weights = 0.0
     for product in block.products:
         m, n, k, count = _on_rank(product, tp, cp, micro_batch)
-        forward += product_s(speeds, dtype, m, n, k, count)
-        inputs += product_s(speeds, dtype, m, k, n, count)
-        weights += product_s(speeds, dtype, k, n, m, count)
+        moved = 2.0 * (m * k / product.reuse + k * n + m * n) * count
+        forward += product_s(speeds, dtype, m, n, k, count, moved)
+        inputs += product_s(speeds, dtype, m, k, n, count, moved)
+        weights += product_s(speeds, dtype, k, n, m, count, moved)
     attention = sum(_attention_s(speeds, recipe, one, tp, cp, micro_batch) for one in block.attention)
     traffic, scores = _traffic_bytes(recipe, block, tp, micro_batch)
     if recipe.dtype == "fp8" and not head:  # inputs and weights are cast, and their largest values found
@@ -87,16 +90,21 @@ def _on_rank(product: Product, tp: int, cp: int, micro_batch: int) -> tuple[floa
     return m, n, k, count
 
 
-def product_s(speeds: Speeds, dtype: str, m: float, n: float, k: float, count: float = 1.0) -> float:
+def product_s(speeds: Speeds, dtype: str, m: float, n: float, k: float, count: float = 1.0, moved: float | None = None) -> float:
     """m × k times k × n, as fast as measured products of that size. Where none was measured, tiles that are not full and waves that are
     not compute for nothing. What is small waits for the memory."""
-    moving = 2.0 * (m * k + k * n + m * n) * count / speeds.memory_Bps
+    moving = (2.0 * (m * k + k * n + m * n) * count if moved is None else moved) / speeds.memory_Bps
+    if min(m, n, k) < NARROW:  # a convolution of each channel by itself: no product for matrix cores
+        return max(2.0 * m * n * k * count / (speeds.product_flops(dtype) * VECTOR), moving) + speeds.constants.launch_s
     if measured := speeds.measured_flops(dtype, m * n * k):
         return max(2.0 * m * n * k * count / measured, moving) + speeds.constants.launch_s
     units = speeds.device.units
     rows, columns = math.ceil(m / TILE_ROWS), math.ceil(n / TILE_COLUMNS)
     rows2, columns2 = math.ceil(m / TILE_COLUMNS), math.ceil(n / TILE_ROWS)
     tiles = min(rows * columns, rows2 * columns2) * count
+    if tiles < units and k > SPLIT:  # too few for all units: several share a tile, each a part of the inner dim
+        parts = min(math.ceil(units / tiles), k // SPLIT)
+        tiles, k = tiles * parts, k / parts
     tile_flops = 2.0 * TILE_ROWS * TILE_COLUMNS * (k + PROLOGUE)
     waves = max(1.0, tiles / units + 0.25)  # a quarter: tiles of the last wave are made smaller
     computing = waves * units * tile_flops / speeds.product_flops(dtype)
