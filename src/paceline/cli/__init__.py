@@ -4,7 +4,7 @@ import sys
 
 import typer
 
-from paceline.cli import export, ledger, rank, resume, show, train, verify
+from paceline.cli import export, ledger, probe, rank, resume, show, train, verify
 from paceline.errors import Error
 
 app = typer.Typer(
@@ -15,7 +15,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode="rich",
 )
-for command in (train, resume, show, export, verify, ledger):
+for command in (train, resume, show, export, verify, ledger, probe):
     app.command()(getattr(command, command.__name__.rpartition(".")[2]))
 app.command(hidden=True)(rank.rank)
 

@@ -7,7 +7,8 @@ from pydantic import AfterValidator, Field, model_validator
 
 from paceline.spec import Value
 
-VERSION = 1  # of the file; one more when an older Paceline would read a newer file wrongly
+FORMAT: Literal["paceline.cluster"] = "paceline.cluster"
+VERSION: Literal[1] = 1  # of the file; one more when an older Paceline would read a newer file wrongly
 DTYPES = ("fp64", "fp32", "tf32", "bf16", "fp16", "fp8", "fp6", "fp4", "int8")
 Dtype = Literal["fp64", "fp32", "tf32", "bf16", "fp16", "fp8", "fp6", "fp4", "int8"]
 Axis = Literal["node", "across"]
@@ -110,7 +111,8 @@ class Disk(Value):
 class Cluster(Value):
     """Nodes that are alike. What is not known is left out, never guessed."""
 
-    version: Literal[1] = 1
+    format: Literal["paceline.cluster"] = FORMAT
+    version: Literal[1] = VERSION
     name: str = ""
     nodes: int = Field(1, ge=1)
     devices_per_node: int = Field(1, ge=1)

@@ -1,16 +1,16 @@
 """cluster.json: read, check and write a Cluster."""
 
 import json
+import os
 from pathlib import Path
 from typing import Any, get_args
 
 from pydantic import BaseModel, ValidationError
 
-from paceline.cluster.facts import VERSION, Cluster, Fact
+from paceline.cluster.facts import FORMAT, VERSION, Cluster, Fact
 from paceline.errors import ClusterError
 from paceline.spec import explain, nearest
 
-SCHEMA = "paceline.cluster"
 LINE = 120  # characters
 
 
@@ -23,13 +23,13 @@ def read(path: Path) -> Cluster:
         raise ClusterError(f"cannot read {path}: {error.strerror}; paceline bench writes one, and docs/machine.md tells how to") from error
     except (ValueError, RecursionError) as error:
         raise ClusterError(f"{path} is not JSON: {error}") from error
-    if not isinstance(tree, dict) or tree.get("schema", SCHEMA) != SCHEMA:
-        raise ClusterError(
-            f"{path} is no cluster: its schema is {tree.get('schema') if isinstance(tree, dict) else None!r}, not {SCHEMA!r}"
-        )
+    if not isinstance(tree, dict):
+        raise ClusterError(f"{path} is no cluster: it holds {type(tree).__name__}, not a table")
+    if tree.get("format", FORMAT) != FORMAT:
+        raise ClusterError(f"{path} is no cluster: its format is {tree['format']!r}, not {FORMAT!r}")
     _check_version(path, tree.get("version"))
     try:
-        return Cluster.model_validate_json(json.dumps({key: value for key, value in tree.items() if key != "schema"}))
+        return Cluster.model_validate_json(text)
     except ValidationError as error:
         raise ClusterError(f"{path}: {_explain(error)}") from error
 
@@ -48,23 +48,31 @@ def _check_version(path: Path, version: Any) -> None:
 
 def write(path: Path, cluster: Cluster) -> None:
     """Whole or not at all. Raises ClusterError where it cannot be written."""
-    beside = path.with_name(path.name + ".tmp")
+    write_whole(path, layout(cluster.model_dump(mode="json")))
+
+
+def write_whole(path: Path, text: str) -> None:
+    beside = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        beside.write_text(_layout({"schema": SCHEMA} | _lean(cluster.model_dump(mode="json"))) + "\n")
+        beside.write_text(text)
         beside.replace(path)
     except OSError as error:
+        beside.unlink(missing_ok=True)
         raise ClusterError(f"cannot write {path}: {error.strerror}") from error
 
 
+def layout(tree: Any) -> str:
+    """JSON that people can read: a row on a line, and nothing that says nothing."""
+    return _layout(_lean(tree), 0) + "\n"
+
+
 def _lean(tree: Any) -> Any:
-    """Without what says nothing."""
     if isinstance(tree, dict):
         return {key: _lean(value) for key, value in tree.items() if value not in (None, "", {}, [])}
     return [_lean(value) for value in tree] if isinstance(tree, list) else tree
 
 
-def _layout(tree: Any, depth: int = 0) -> str:
-    """JSON with a row on a line."""
+def _layout(tree: Any, depth: int) -> str:
     short = json.dumps(tree, ensure_ascii=False)
     if not isinstance(tree, dict | list) or (len(short) + depth <= LINE and depth):
         return short

@@ -13,6 +13,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from paceline.cluster.limits import usable_cores
 from paceline.errors import LaunchError
 from paceline.launch.world import World
 
@@ -31,15 +32,6 @@ def choose_device(world: World, wish: str | None) -> torch.device:
     device = torch.device("cuda", world.local_rank)
     torch.cuda.set_device(device)
     return device
-
-
-def usable_cores() -> int:
-    """Cores that this process may use: its affinity, and the quota of its control group."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    with contextlib.suppress(OSError, ValueError):
-        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
-        cores = min(cores, max(1, int(quota) // int(period)))
-    return cores
 
 
 def threads_per_rank(local_size: int, wish: int | None) -> int:

@@ -1,0 +1,79 @@
+"""The CPU, as lscpu or /proc/cpuinfo have it, and the memory beside it."""
+
+import platform
+import re
+from pathlib import Path
+
+import psutil
+
+from paceline.cluster.command import run
+from paceline.cluster.limits import memory_limit, usable_cores
+from paceline.cluster.machine import Cpu, Memory
+
+# Flags of Linux -> how people call them. `sme` is another thing on each of the two: on x86 it encrypts memory.
+X86 = {
+    "sse4_2": "SSE4.2",
+    "avx": "AVX",
+    "avx2": "AVX2",
+    "avx512f": "AVX-512",
+    "avx512_vnni": "AVX-512 VNNI",
+    "avx512_bf16": "AVX-512 BF16",
+    "avx512_fp16": "AVX-512 FP16",
+    "avx_vnni": "AVX VNNI",
+}
+X86_MATRIX = {"amx_bf16": "AMX BF16", "amx_int8": "AMX INT8", "amx_fp16": "AMX FP16"}
+ARM = {"asimd": "NEON", "sve": "SVE", "sve2": "SVE2", "bf16": "BF16", "i8mm": "I8MM"}
+ARM_MATRIX = {"sme": "SME", "sme2": "SME2"}
+OLDER = {"AVX": {"SSE4.2"}, "AVX2": {"SSE4.2", "AVX"}, "AVX-512": {"SSE4.2", "AVX", "AVX2"}, "SVE2": {"SVE"}}  # goes without saying
+
+
+def cpu() -> Cpu:
+    return parse(run("lscpu") or _cpuinfo(), platform.machine(), usable_cores())
+
+
+def memory() -> Memory:
+    found = psutil.virtual_memory()
+    limit = memory_limit()
+    return Memory(
+        total_bytes=found.total, available_bytes=found.available, limit_bytes=limit if limit is not None and limit < found.total else None
+    )
+
+
+def _cpuinfo() -> str:
+    try:
+        return Path("/proc/cpuinfo").read_text()
+    except OSError:
+        return ""
+
+
+def parse(text: str, architecture: str, usable: int) -> Cpu:
+    """`text`: of lscpu, or /proc/cpuinfo, which tells less."""
+    rows: dict[str, str] = {}
+    last = ""
+    for line in text.splitlines():
+        if found := re.match(r"([A-Z a-z()/-][^:]*?)\s*:\s*(.*)", line):
+            last = found[1].strip().lower()
+            rows.setdefault(last, found[2].strip())
+        elif last and line.startswith(" "):  # a long row that was cut
+            rows[last] += line.strip()
+    flags = {*(rows.get("flags") or rows.get("features") or "").split()}
+    vectors, matrices = (ARM, ARM_MATRIX) if "asimd" in flags else (X86, X86_MATRIX)
+    vector = [name for flag, name in vectors.items() if flag in flags]
+    old = {name for newer in vector for name in OLDER.get(newer, ())}
+    sockets, per_socket = _number(rows, "socket(s)"), _number(rows, "core(s) per socket")
+    return Cpu(
+        name=rows.get("model name") or rows.get("cpu"),
+        architecture=rows.get("architecture") or architecture,
+        sockets=sockets,
+        cores=sockets * per_socket if sockets and per_socket else None,
+        threads=_number(rows, "cpu(s)") or text.lower().count("processor\t:") or None,
+        usable_cores=usable,
+        numa=tuple(rows[key] for k in range(_number(rows, "numa node(s)") or 0) if (key := f"numa node{k} cpu(s)") in rows),
+        vector=tuple(name for name in vector if name not in old),
+        matrix=tuple(name for flag, name in matrices.items() if flag in flags),
+        virtual=rows.get("hypervisor vendor"),
+    )
+
+
+def _number(rows: dict[str, str], key: str) -> int | None:
+    return int(rows[key]) if rows.get(key, "").isdigit() else None

@@ -1,0 +1,66 @@
+"""The Cluster that this machine is, as far as can be known before anything is measured."""
+
+from collections import Counter
+
+from paceline.cluster.facts import Cluster, Device, Fact, Link
+from paceline.cluster.machine import Accelerator, Machine
+from paceline.cluster.published import sheets
+from paceline.cluster.topology import among_gpus
+
+
+def cluster(machine: Machine) -> Cluster:
+    """Nodes are those of the Slurm job that this runs in, taken to be alike; else this one."""
+    host = min(machine.memory.total_bytes, machine.memory.limit_bytes or machine.memory.total_bytes)
+    count, device, links = _accelerators(machine) or (1, _cpu(machine, host), ())
+    return Cluster(
+        name=machine.host,
+        nodes=(machine.slurm.nodes if machine.slurm else None) or 1,
+        devices_per_node=count,
+        device=device,
+        cores_per_node=machine.cpu.usable_cores,
+        host_memory_bytes=Fact(value=host, source="measured"),
+        links=links,
+        software=_software(machine),
+    )
+
+
+def _accelerators(machine: Machine) -> tuple[int, Device, tuple[Link, ...]] | None:
+    """Of the most common kind, those that may be used."""
+    found = [row for row in machine.accelerators if row.memory_bytes]
+    if not found or machine.visible == ():
+        return None
+    name, count = Counter(row.name for row in found).most_common(1)[0]
+    if machine.visible is not None:
+        count = min(count, len(machine.visible))
+    first = next(row for row in found if row.name == name)
+    return count, _device(first), _links(first, machine)
+
+
+def _device(row: Accelerator) -> Device:
+    assert row.memory_bytes is not None
+    memory = Fact(value=row.memory_bytes, source="measured", note="nvidia-smi" if row.kind == "cuda" else "rocm-smi")
+    if row.sheet is None:
+        return Device(name=row.name, kind=row.kind, memory_bytes=memory)
+    return sheets()[row.sheet].device().model_copy(update={"memory_bytes": memory})
+
+
+def _links(row: Accelerator, machine: Machine) -> tuple[Link, ...]:
+    """What is published of NVLink or xGMI holds where every pair of GPUs has it."""
+    if row.sheet is None or machine.topology is None:
+        return ()
+    sheet = sheets()[row.sheet]
+    start = {"NVLink": "NV", "xGMI,": "XGMI"}.get((sheet.link or "").split(" ")[0])
+    pairs = among_gpus(machine.topology)
+    return sheet.links() if start and pairs and all(link.startswith(start) for link in pairs) else ()
+
+
+def _cpu(machine: Machine, memory_bytes: int) -> Device:
+    name = machine.cpu.name or machine.cpu.architecture
+    return Device(name=name, kind="cpu", memory_bytes=Fact(value=memory_bytes, source="measured"))
+
+
+def _software(machine: Machine) -> dict[str, str]:
+    versions = {"torch": machine.torch.version if machine.torch else None}
+    versions |= {row.name: row.version for row in (machine.torch.communication if machine.torch else ()) if row.available}
+    versions["driver"] = next((row.driver for row in machine.accelerators if row.driver), None)
+    return {name: version for name, version in versions.items() if version}

@@ -1,0 +1,80 @@
+"""Network interfaces, and RDMA devices such as InfiniBand's."""
+
+import re
+import socket
+from pathlib import Path
+
+import psutil
+
+from paceline.cluster.machine import Interface
+
+SYS = Path("/sys/class")
+KINDS = {"1": "ethernet", "32": "infiniband", "772": "loopback"}  # linux/if_arp.h
+
+
+def interfaces() -> tuple[Interface, ...]:
+    """Those that are no loopback, and no end of a container's bridge; the fastest first."""
+    addresses = psutil.net_if_addrs()
+    found = []
+    for name, state in psutil.net_if_stats().items():
+        kind = _kind(SYS / "net" / name)
+        if kind == "loopback" or name.startswith("veth"):
+            continue
+        own = tuple(address.address for address in addresses.get(name, ()) if address.family == socket.AF_INET)
+        found.append(
+            Interface(
+                name=name,
+                kind=kind,
+                up=state.isup,
+                Mbps=_speed(state.speed),
+                addresses=own,
+                numa=_number(SYS / "net" / name / "device/numa_node"),
+            )
+        )
+    return tuple(sorted(found, key=lambda row: (not row.up, -(row.Mbps or 0), row.name)))
+
+
+def _speed(Mbps: int) -> int | None:
+    return Mbps if 0 < Mbps < 2**31 and Mbps != 65535 else None  # psutil says 0, and virtual drivers -1, for what is not known
+
+
+def rdma(root: Path = SYS) -> tuple[Interface, ...]:
+    """A row for each port of the devices under `root`/infiniband."""
+    folder = root / "infiniband"
+    devices = sorted(folder.iterdir(), key=lambda path: _natural(path.name)) if folder.is_dir() else []
+    return tuple(_port(device, port) for device in devices for port in sorted((device / "ports").glob("*")))
+
+
+def _port(device: Path, port: Path) -> Interface:
+    rate = re.match(r"([\d.]+) Gb/sec", _text(port / "rate"))  # 400 Gb/sec (4X NDR)
+    beside = device / "device/net"
+    ports = sorted(device.glob("ports/*"))
+    return Interface(
+        name=device.name if len(ports) == 1 else f"{device.name}:{port.name}",
+        kind={"InfiniBand": "infiniband", "Ethernet": "roce"}.get(_text(port / "link_layer"), "rdma"),
+        up="ACTIVE" in _text(port / "state"),  # 4: ACTIVE
+        Mbps=round(float(rate[1]) * 1000) if rate else None,
+        numa=_number(device / "device/numa_node"),
+        ports=", ".join(sorted(path.name for path in beside.iterdir())) if beside.is_dir() else None,
+    )
+
+
+def _kind(path: Path) -> str:
+    kind = KINDS.get(_text(path / "type"), "other")
+    return "virtual" if kind == "ethernet" and not (path / "device").exists() else kind
+
+
+def _number(path: Path) -> int | None:
+    text = _text(path)
+    return int(text) if re.fullmatch(r"\d+", text) else None  # -1: the machine has no such nodes
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text().strip()
+    except OSError:
+        return ""
+
+
+def _natural(name: str) -> list[tuple[int, str]]:
+    return [(int(part), "") if part.isdigit() else (0, part) for part in re.split(r"(\d+)", name)]

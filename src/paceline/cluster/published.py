@@ -1,0 +1,120 @@
+"""What the makers of accelerators publish, and clusters in a few words: `a100-80g:8x128@25`."""
+
+import re
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
+from importlib.resources import files
+from pathlib import Path
+from typing import Literal
+
+from paceline.cluster import file
+from paceline.cluster.facts import Cluster, Device, Dtype, Fact, Link
+from paceline.errors import ClusterError
+from paceline.spec import nearest
+
+ALIASES = {"h100": "h100-sxm"}
+Copies = dict[Literal["pinned", "pageable"], Fact]
+WORDS = r"(?P<device>[\w.-]+)(:(?P<each>\d+)(x(?P<nodes>\d+))?)?(@(?P<GBps>\d+(\.\d+)?))?"
+
+
+@dataclass(frozen=True)
+class Chip:
+    """Peaks in 10¹² operations/s."""
+
+    name: str
+    source: str
+    dense: Mapping[Dtype, float]
+    vector: Mapping[Dtype, float]
+    sparse: Mapping[Dtype, float]
+
+
+@dataclass(frozen=True)
+class Sheet:
+    """A row of published.toml, where the units are told."""
+
+    name: str
+    chip: Chip
+    source: str
+    memory_GB: float
+    memory_GBps: float
+    power_W: float
+    kind: Literal["cuda", "rocm"] = "cuda"
+    driver: tuple[str, ...] = ()
+    link: str | None = None
+    link_GBps: float | None = None
+    host_GBps: float | None = None
+
+    def device(self) -> Device:
+        host: Copies = {"pinned": _fact(self.host_GBps * 1e9, self.source)} if self.host_GBps else {}
+        return Device(
+            name=self.name,
+            kind=self.kind,
+            memory_bytes=_fact(self.memory_GB * 2**30, self.source),
+            peaks_flops=_peaks(self.chip.dense, self.chip.source),
+            sparse_flops=_peaks(self.chip.sparse, self.chip.source),
+            vector_flops=_peaks(self.chip.vector, self.chip.source),
+            memory_Bps=_fact(self.memory_GBps * 1e9, self.source),
+            to_device_Bps=host,
+            to_host_Bps=host,
+            power_W=_fact(self.power_W, self.source),
+        )
+
+    def links(self) -> tuple[Link, ...]:
+        """Among the devices of a node."""
+        if self.link_GBps is None:
+            return ()
+        return (Link(axis="node", beta_Bps=_fact(self.link_GBps * 1e9, f"{self.link}, {self.source}")),)
+
+
+def _fact(value: float, source: str) -> Fact:
+    return Fact(value=value, source="published", note=source)
+
+
+def _peaks(numbers: Mapping[Dtype, float], source: str) -> dict[Dtype, Fact]:
+    return {dtype: _fact(number * 1e12, source) for dtype, number in numbers.items()}
+
+
+@cache
+def sheets() -> Mapping[str, Sheet]:
+    """Every published device, by the name it has in `a100-80g:8x128`."""
+    tree = tomllib.loads((files("paceline.cluster") / "published.toml").read_text())
+    chips = {name: Chip(**({"name": name, "sparse": {}} | chip)) for name, chip in tree["chips"].items()}
+    return {name: Sheet(**(row | {"chip": chips[row["chip"]], "driver": tuple(row["driver"])})) for name, row in tree["devices"].items()}
+
+
+def published_as(driver_name: str) -> str | None:
+    """The name in `sheets` of what nvidia-smi or rocm-smi calls so; None for any other device, however alike its name is."""
+    return next((name for name, sheet in sheets().items() if driver_name in sheet.driver), None)
+
+
+def find(text: str) -> Cluster:
+    """A cluster.json, or a cluster in a few words. Raises ClusterError."""
+    return file.read(Path(text)) if text.endswith(".json") or "/" in text else parse(text)
+
+
+def parse(text: str) -> Cluster:
+    """`a100-80g:8x128@25`: device, devices of a node, nodes, GB/s (10⁹) of each device across nodes. Raises ClusterError."""
+    said = re.fullmatch(WORDS, text, re.ASCII)
+    if said is None:
+        raise ClusterError(
+            f"cluster {text!r} is not DEVICE:DEVICES_OF_A_NODExNODES@GB/s, as in a100-80g:8x128@25, and no cluster.json either"
+        )
+    name = said["device"].lower()
+    sheet = sheets().get(ALIASES.get(name, name))
+    if sheet is None and (several := [full for full in sheets() if full.startswith(f"{name}-")]):
+        raise ClusterError(f"there are several {said['device']}; say which: {', '.join(several)}")
+    if sheet is None:
+        raise ClusterError(
+            f"the table of published devices lacks {said['device']} (a cluster.json can describe it){nearest(name, sheets())}"
+        )
+    for count in ("each", "nodes"):
+        if said[count] is not None and int(said[count]) == 0:
+            raise ClusterError(f"cluster {text!r} has 0 {'nodes' if count == 'nodes' else 'devices in a node'}; at least 1 is needed")
+    links = sheet.links()
+    if said["GBps"] is not None:
+        if not float(said["GBps"]):
+            raise ClusterError(f"cluster {text!r} has 0 GB/s across nodes; leave @0 out where it is not known")
+        links += (Link(axis="across", beta_Bps=Fact(value=float(said["GBps"]) * 1e9, note=f"@{said['GBps']}")),)
+    return Cluster(name=text, nodes=int(said["nodes"] or 1), devices_per_node=int(said["each"] or 1), device=sheet.device(), links=links)

@@ -1,0 +1,210 @@
+"""A machine as text for a terminal."""
+
+from collections.abc import Iterable
+from datetime import datetime
+
+from rich.console import RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from paceline.cluster.machine import Backend, Directory, Interface, Machine, Quota
+from paceline.cluster.published import sheets
+from paceline.cluster.topology import among_gpus, best_nics
+from paceline.units import format_bytes, format_count
+
+
+def tables(machine: Machine) -> list[RenderableType]:
+    """What was found, from the processors outwards; each table only where there is something in it."""
+    shown: list[RenderableType] = [_facts(machine)]
+    if machine.accelerators:
+        shown.append(_accelerators(machine))
+    if machine.interfaces:
+        shown.append(_interfaces(machine.interfaces))
+    if machine.torch is not None:
+        torch = machine.torch
+        communication = (*torch.communication, machine.mpi) if machine.mpi else torch.communication
+        shown.append(_backends(f"PyTorch {torch.version}", torch.backends))
+        shown.append(_backends("communication", communication))
+    if machine.directories:
+        shown.append(_directories(machine.directories))
+    notes = [f"{row.path}: {row.note}" for row in machine.directories if row.note]
+    return [*shown, *(Text(f"note: {note}", style="yellow") for note in (*machine.silent, *notes))]
+
+
+def _facts(machine: Machine) -> Table:
+    table = Table.grid(padding=(0, 2))
+    table.add_column(style="bold", no_wrap=True)
+    table.add_column()
+    for name, text in (
+        ("host", f"{machine.host}, {machine.system}"),
+        ("within", _surroundings(machine)),
+        ("modules", ", ".join(machine.modules)),
+        ("CPU", _cpu(machine)),
+        ("extensions", ", ".join((*machine.cpu.vector, *machine.cpu.matrix))),
+        ("NUMA", _numa(machine.cpu.numa)),
+        ("memory", _memory(machine)),
+        ("GPUs", _gpus(machine)),
+        ("peaks", _peaks(machine)),
+        ("links", _links(machine)),
+    ):
+        if text:
+            table.add_row(name, text)
+    return table
+
+
+def _surroundings(machine: Machine) -> str:
+    parts = []
+    if job := machine.slurm:
+        words = [f"Slurm job {job.job}", f"on {job.partition}" if job.partition else ""]
+        sizes = [
+            f"{_number(job.nodes)} node{'s' * (job.nodes != 1)} ({job.node_list})" if job.nodes else "",
+            f"{_number(job.tasks)} tasks" if job.tasks else "",
+            f"{job.cpus_per_task} CPUs a task" if job.cpus_per_task else "",
+            f"GPUs of a node: {job.gpus_per_node}" if job.gpus_per_node else "",
+            f"until {datetime.fromtimestamp(job.ends):%Y-%m-%d %H:%M}" if job.ends else "",
+        ]
+        parts.append(", ".join(part for part in (" ".join(word for word in words if word), *sizes) if part))
+    if machine.container:
+        parts.append(f"container: {machine.container}")
+    return "; ".join(parts)
+
+
+def _cpu(machine: Machine) -> str:
+    cpu = machine.cpu
+    size = f"{cpu.sockets} × {cpu.cores // cpu.sockets} cores" if cpu.sockets and cpu.cores else ""
+    threads = f"{cpu.threads} threads" if cpu.threads and cpu.threads != cpu.cores else ""
+    usable = f"{cpu.usable_cores} usable"
+    virtual = f"virtual, {cpu.virtual}" if cpu.virtual else ""
+    return ", ".join(part for part in (cpu.name or cpu.architecture, size, threads, usable, virtual) if part)
+
+
+def _numa(nodes: tuple[str, ...]) -> str:
+    if len(nodes) < 2:
+        return f"{len(nodes)} node" if nodes else ""
+    return f"{len(nodes)} nodes with CPUs " + " │ ".join(nodes)
+
+
+def _memory(machine: Machine) -> str:
+    found = machine.memory
+    limit = f", limited to {format_bytes(found.limit_bytes)} by the control group" if found.limit_bytes else ""
+    return f"{format_bytes(found.total_bytes)}, {format_bytes(found.available_bytes)} free{limit}"
+
+
+def _gpus(machine: Machine) -> str:
+    if not machine.accelerators:
+        return "not known, see below" if any("GPUs: " in reason for reason in machine.silent) else "none"
+    names: dict[str, int] = {}
+    for row in machine.accelerators:
+        names[row.name] = names.get(row.name, 0) + 1
+    driver = next((row.driver for row in machine.accelerators if row.driver), None)
+    visible = "" if machine.visible is None else f"; visible to this process: {', '.join(machine.visible) or 'none'}"
+    return ", ".join(f"{count} × {name}" for name, count in names.items()) + (f", driver {driver}" if driver else "") + visible
+
+
+def _peaks(machine: Machine) -> str:
+    name = next((row.sheet for row in machine.accelerators if row.sheet), None)
+    if name is None:
+        return "not published" if any(row.kind != "mps" for row in machine.accelerators) else ""
+    chip = sheets()[name].chip
+    rows = [f"{dtype} {peak:,g}" + (f" ({chip.sparse[dtype]:,g})" if dtype in chip.sparse else "") for dtype, peak in chip.dense.items()]
+    return ", ".join(rows) + " TFLOP/s, published" + ("; with 2:4 sparsity in brackets" if chip.sparse else "")
+
+
+def _links(machine: Machine) -> str:
+    if machine.topology is None:
+        return ""
+    pairs = among_gpus(machine.topology)
+    return ", ".join(f"{link} between {count} pair{'s' * (count > 1)} of GPUs" for link, count in pairs.items())
+
+
+def _accelerators(machine: Machine) -> Table:
+    topology = machine.topology
+    near = best_nics(topology) if topology else {}
+    names = [row.name for row in machine.accelerators]
+    columns = {
+        "GPU": [str(row.index) for row in machine.accelerators],
+        "name": names if len({*names}) > 1 else [],  # else it is told above
+        "memory": [format_bytes(row.memory_bytes) if row.memory_bytes else "" for row in machine.accelerators],
+        "power": [f"{row.power_W:g} W" if row.power_W else "" for row in machine.accelerators],
+    }
+    keys = [f"GPU{row.index}" for row in machine.accelerators]
+    if topology is not None:
+        columns["NUMA"] = [topology.numa.get(key, "") for key in keys]
+        columns["CPUs"] = [topology.cpus.get(key, "") for key in keys]
+        columns["nearest network"] = [f"{', '.join(near[key][1])} ({near[key][0]})" if key in near else "" for key in keys]
+    return _table({name: cells for name, cells in columns.items() if any(cells)}, right=("memory", "power"))
+
+
+def _interfaces(rows: Iterable[Interface]) -> RenderableType:
+    up = [row for row in rows if row.up]
+    down = [row.name for row in rows if not row.up]
+    if not up:
+        return Text("no network interface is up" + (f"; down: {', '.join(down)}" if down else ""))
+    columns = {
+        "network": [row.name for row in up],
+        "kind": [row.kind for row in up],
+        "speed": [_speed(row.Mbps) for row in up],
+        "NUMA": [_number(row.numa) for row in up],
+        "address": [", ".join(row.addresses) or row.ports or "" for row in up],
+    }
+    return _table(columns, right=("speed",), caption=f"down: {', '.join(down)}" if down else None)
+
+
+def _speed(Mbps: int | None) -> str:
+    return "not known" if Mbps is None else f"{Mbps / 1000:g} Gbit/s" if Mbps >= 1000 else f"{Mbps} Mbit/s"
+
+
+def _backends(title: str, rows: Iterable[Backend]) -> Table:
+    rows = list(rows)
+    columns = {
+        title: [row.name for row in rows],
+        "here": ["yes" if row.available else "no" for row in rows],
+        "version": [row.version or "" for row in rows],
+        "": [", ".join(filter(None, (_flags(row), row.note))) for row in rows],
+    }
+    return _table(columns)
+
+
+def _flags(row: Backend) -> str:
+    """Those that are on by their names, those that are off after `not`."""
+    words = [
+        name if value is True else f"not {name}" if value is False else f"{name} {value}"
+        for name, value in sorted(row.flags.items(), key=lambda item: item[1] is False)
+    ]
+    return ", ".join(words)
+
+
+def _directories(rows: Iterable[Directory]) -> Table:
+    rows = list(rows)
+    columns = {
+        "directory": [" ".join((row.path, *(f"${name}" for name in row.names))) for row in rows],
+        "type": [row.filesystem or "" for row in rows],
+        "free": [format_bytes(row.free_bytes) if row.free_bytes is not None else "" for row in rows],
+        "of": [format_bytes(row.size_bytes) if row.size_bytes is not None else "" for row in rows],
+        "files free": [format_count(row.free_files) if row.free_files is not None else "" for row in rows],
+        "quota": [_quota(row.quota) if row.quota else "" for row in rows],
+    }
+    return _table(columns, right=("free", "of", "files free"))
+
+
+def _quota(quota: Quota) -> str:
+    limit, files = quota.limit_bytes or quota.soft_bytes, quota.limit_files or quota.soft_files
+    used = f"{format_bytes(quota.used_bytes)} of {format_bytes(limit) if limit else 'no limit'}"
+    if quota.used_files is None:
+        return used
+    return f"{used}, {quota.used_files:,} of {f'{files:,}' if files else 'any number of'} files"
+
+
+def _table(columns: dict[str, list[str]], right: tuple[str, ...] = (), caption: str | None = None) -> Table:
+    """Without columns that are empty."""
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), caption=caption, caption_justify="left")
+    kept = {name: cells for name, cells in columns.items() if any(cells)}
+    for name in kept:
+        table.add_column(name, justify="right" if name in right else "left", no_wrap=name in right, overflow="fold")
+    for cells in zip(*kept.values(), strict=True):
+        table.add_row(*cells)
+    return table
+
+
+def _number(value: int | None) -> str:
+    return "" if value is None else f"{value:,}"
