@@ -162,7 +162,7 @@ def _recipe(row: Mapping[str, str]) -> Recipe:
             recipe = replace(recipe, reduce=2.0)
     elif "deepspeed" in said:
         recipe = MEGATRON_DEEPSPEED
-    elif row["gpu_type"].startswith(("H", "B", "GH", "GB", "MI")) or "core" in said:
+    elif row["gpu_type"].startswith(("H", "B", "GH", "GB", "MI")) or re.search(r"\bm?core\b|nemo\b|flash|transformer.?engine|mlperf", said):
         recipe = MEGATRON_CORE
     else:
         recipe = replace(MEGATRON, sequence="2205.05198" in said and row["recompute"].startswith("selective"))
@@ -280,7 +280,9 @@ def _step_s(row: Mapping[str, str], m: Transformer, split: Split, tokens: int) -
     if row["measured_TFLOPs_per_gpu"]:
         return _flops(row, m) * split.batch / (float(row["measured_TFLOPs_per_gpu"]) * 1e12 * split.ranks)
     if row["MFU"]:
-        return _flops(row, m) * split.batch / (_float(row, "MFU") / 100 * _float(row, "peak_TFLOPs_bf16") * 1e12 * split.ranks)
+        share = _float(row, "MFU")
+        share /= 100 if share > 1 else 1
+        return _flops(row, m) * split.batch / (share * _float(row, "peak_TFLOPs_bf16") * 1e12 * split.ranks)
     return None
 
 

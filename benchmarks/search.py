@@ -4,7 +4,8 @@ import platform
 import sys
 import time
 
-from paceline.cluster.facts import Cluster, Device, Fact, Link
+from paceline.cluster.facts import Cluster
+from paceline.cluster.published import parse
 from paceline.plan.facts import ModelFacts
 from paceline.plan.library import model
 from paceline.plan.search import search
@@ -19,7 +20,7 @@ def main() -> None:
     print("| model | devices | batch | plans | that fit | seconds | plans/s |")
     print("|" + " --- |" * 7)
     for facts, devices, batch in ((model("llama3-8b"), 64, 1024), (model("llama3-70b"), 512, 2048), (TRILLION.facts(), 3072, 3072)):
-        measure(facts, a100s(devices), batch)
+        measure(facts, parse(f"a100-80g:8x{devices // 8}@25"), batch)
 
 
 def measure(facts: ModelFacts, cluster: Cluster, batch: int) -> None:
@@ -32,14 +33,6 @@ def measure(facts: ModelFacts, cluster: Cluster, batch: int) -> None:
     assert found is not None
     plans = len(found.fitting) + len(found.rejected)
     print(f"| {facts.name} | {cluster.devices} | {batch} | {plans} | {len(found.fitting)} | {seconds:.2f} | {plans / seconds:,.0f} |")
-
-
-def a100s(devices: int) -> Cluster:
-    device = Device(
-        name="A100", memory_bytes=Fact(value=80 * 2**30), memory_Bps=Fact(value=2039e9), peaks_flops={"bf16": Fact(value=312e12)}
-    )
-    links = (Link(axis="node", beta_Bps=Fact(value=300e9)), Link(axis="across", beta_Bps=Fact(value=25e9)))
-    return Cluster(name="A100s", nodes=devices // 8, devices_per_node=8, device=device, links=links)
 
 
 if __name__ == "__main__":

@@ -20,7 +20,7 @@ class Architecture:
     units: int
     product_fp8: float = 0.5
     memory: float = 0.869  # share of the peak bandwidth that elementwise kernels reach
-    power_W: float = 0.0  # at which these were seen; a device that may draw less is slower by the third root, as power goes with f·V²
+    W_for_flops: float = 0.0  # power over peak at which these were seen; with less a device is slower by the third root, power being f·V²
     basis: Basis = "published"
 
 
@@ -53,7 +53,7 @@ class Constants:
 # (EleutherAI/cookbook); H100 0.80 of the best shape alone, and less where its power is the limit. B200: SimuMax's operator table.
 # forward, backward: FlashAttention-2 (Dao 2023, arXiv 2307.08691, figures 4 and 5; on H100 35 %, Shah et al. 2024, arXiv 2407.08608).
 AMPERE = Architecture(0.772, 0.503, 0.457, 108, basis="fitted")
-HOPPER = Architecture(0.602, 0.320, 0.274, 132, power_W=700, basis="fitted")
+HOPPER = Architecture(0.602, 0.320, 0.274, 132, W_for_flops=700 / 989.4e12, basis="fitted")
 BLACKWELL = Architecture(0.60, 0.45, 0.38, 148)
 ARCHITECTURES: Mapping[str, Architecture] = {
     "V100": Architecture(0.75, 0.35, 0.30, 80),
@@ -62,7 +62,7 @@ ARCHITECTURES: Mapping[str, Architecture] = {
     "H100": HOPPER,
     "H800": HOPPER,
     "H200": HOPPER,
-    "GH200": replace(HOPPER, power_W=0.0),  # which may draw more, with its processor
+    "GH200": replace(HOPPER, W_for_flops=0.0),  # which may draw more, with its processor
     "B200": BLACKWELL,
     "B300": BLACKWELL,
     "GB200": BLACKWELL,

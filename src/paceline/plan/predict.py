@@ -6,7 +6,7 @@ from paceline.plan.cost import Cost, Part, Time
 from paceline.plan.facts import ModelFacts
 from paceline.plan.memory import memory
 from paceline.plan.plan import Plan
-from paceline.plan.recipe import FLOAT32, PACELINE, Recipe
+from paceline.plan.recipe import FLOAT32, PACELINE, PACELINE_FP16, Recipe
 from paceline.plan.speeds import Speeds, speeds
 from paceline.plan.split import Split, split
 from paceline.plan.time import time
@@ -30,8 +30,8 @@ def speeds_of(cluster: Cluster, ranks: int, constants: Constants = CONSTANTS) ->
 
 
 def recipe_for(on: Speeds) -> Recipe:
-    """bfloat16 by autocast where the device has a rate for it, as Paceline's precision says; float32 elsewhere."""
-    return PACELINE if "bf16" in on.flops else FLOAT32
+    """16 bits by autocast where the device has a rate for them; else float32."""
+    return PACELINE if "bf16" in on.flops else PACELINE_FP16 if "fp16" in on.flops else FLOAT32
 
 
 def with_extra(time_: Time, input_s: float = 0.0, save_s: float = 0.0, steps_between_saves: float = 1.0) -> Time:

@@ -74,6 +74,7 @@ class Recipe:
 
 
 PACELINE = Recipe("paceline", cast=2.0)  # float32 weights, autocast to bf16
+PACELINE_FP16 = replace(PACELINE, name="paceline-fp16", dtype="fp16")  # for devices without bf16
 FLOAT32 = Recipe("float32", element=4.0, dtype="fp32", loss=12.0)
 
 # Narayanan et al. 2021 and Korthikanti et al. 2022: fp16 with float32 main weights, kernels for softmax, GELU and dropout, the scores of
@@ -116,5 +117,16 @@ MEGATRON_DEEPSPEED = replace(MEGATRON, name="megatron-deepspeed", gradient=2.0, 
 
 RECIPES: Mapping[str, Recipe] = {
     recipe.name: recipe
-    for recipe in (PACELINE, FLOAT32, MEGATRON, MEGATRON_CORE, DEEPSPEED, MEGATRON_DEEPSPEED, FSDP, FSDP_COMPILED, LLM_FOUNDRY)
+    for recipe in (
+        PACELINE,
+        PACELINE_FP16,
+        FLOAT32,
+        MEGATRON,
+        MEGATRON_CORE,
+        DEEPSPEED,
+        MEGATRON_DEEPSPEED,
+        FSDP,
+        FSDP_COMPILED,
+        LLM_FOUNDRY,
+    )
 }

@@ -121,7 +121,8 @@ def speeds(cluster: Cluster, constants: Constants = CONSTANTS, ranks_per_node: i
     per_node = ranks_per_node or cluster.devices_per_node
     part = 1 / per_node if device.kind == "cpu" else 1.0  # ranks share the node's cores and memory
     peaks: dict[str, float] = {dtype: fact.value * part for dtype, fact in device.peaks_flops.items()}
-    clock = min(1.0, device.power_W.value / family.power_W) ** (1 / 3) if device.power_W and family.power_W else 1.0
+    wanted_W = family.W_for_flops * max((peaks[dtype] for dtype in ("bf16", "fp16") if dtype in peaks), default=0.0)
+    clock = min(1.0, device.power_W.value / wanted_W) ** (1 / 3) if device.power_W and wanted_W else 1.0
     flops: dict[str, float] = {
         dtype: clock * peak * (family.product_fp8 if dtype == "fp8" else family.product) for dtype, peak in peaks.items()
     }
