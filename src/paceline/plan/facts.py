@@ -39,6 +39,7 @@ class Attention:
     head_dim: int
     causal: bool = True
     window: int | None = None  # keys that a query sees at most
+    kv_heads: int | None = None  # None: as many as heads
 
     @property
     def flops(self) -> float:

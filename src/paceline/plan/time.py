@@ -14,21 +14,22 @@ from paceline.plan.speeds import Speeds
 from paceline.plan.split import Cut, Share, Split, shares
 from paceline.plan.work import Work, work
 
-# Standard deviation of each part as a share of it, from the published measurements (docs/planning.md).
-ERRORS = {
-    "products": 0.07,
-    "attention": 0.2,
-    "other operations": 0.25,
-    "computed again": 0.1,
-    "tensor parallel": 0.3,
-    "context parallel": 0.5,
-    "pipeline bubble": 0.1,
-    "pipeline sends": 0.5,
-    "data parallel": 0.4,
-    "gathered weights": 0.4,
-    "optimizer": 0.3,
-    "jitter": 1.0,
+# Of each part: standard deviation as a share of it, from the published measurements (docs/planning.md), and what it rests on.
+PARTS = {
+    "products": (0.07, "tiles and waves of each product's shape on a rank, forward and backward"),
+    "attention": (0.2, "FlashAttention-2, arXiv 2307.08691; or products and scores in memory"),
+    "other operations": (0.25, "bytes read and written over memory bandwidth; start of kernels"),
+    "computed again": (0.1, "forward once more, as recompute says; arXiv 2205.05198"),
+    "tensor parallel": (0.3, "sums of a block's outputs and of gradients of its inputs; arXiv 1909.08053"),
+    "context parallel": (0.5, "keys and values round the ring, and merging; arXiv 2310.01889"),
+    "pipeline bubble": (0.1, "filling and draining; arXiv 2104.04473, 2401.10241"),
+    "pipeline sends": (0.5, "activations that the schedule waits for; plan/bubble.py"),
+    "data parallel": (0.4, "averaging of gradients, less what goes on under the backward pass"),
+    "gathered weights": (0.4, "gathers of ZeRO, less what goes on under computing; arXiv 1910.02054"),
+    "optimizer": (0.3, "bytes of weights and moments over memory bandwidth"),
+    "jitter": (1.0, "ranks wait for the slowest"),
 }
+MERGED_BYTES = 40.0  # an element of attention's output: five operations in float32 that each read and write it
 ADAM_BYTES = 28.0  # a parameter: reads and writes weight and two moments, reads the gradient, in float32
 
 
@@ -88,7 +89,7 @@ def time(facts: ModelFacts, split: Split, recipe: Recipe, speeds: Speeds) -> Tim
     ranks = split.ranks
     flops = facts.training_flops * split.batch / ranks
     return Time(
-        parts=tuple(Part(name, seconds, ERRORS[name]) for name, seconds in parts.items() if seconds),
+        parts=tuple(Part(name, seconds, *PARTS[name]) for name, seconds in parts.items() if seconds),
         flops=flops,
         hardware_flops=flops + sum(its.again_flops * one.count for one, its in loads) * m / split.pp,
         tokens=float(facts.tokens * split.batch),
@@ -144,14 +145,17 @@ def _tensor_s(block: Block, cut: Cut, recipe: Recipe, speeds: Speeds) -> Sums:
 
 
 def _context_s(block: Block, cut: Cut, recipe: Recipe, speeds: Speeds, one: Work) -> float:
-    """Keys and values go round the ring while attention computes (arXiv 2310.01889); what is left of it, three times: once forward, and
-    their gradients besides backward."""
+    """Keys and values go round the ring while attention computes, forward, once more where it is computed again, and backward with their
+    gradients (arXiv 2310.01889); after each of cp steps a rank's output is merged with what it has, in float32."""
     if cut.cp == 1 or not block.attention:
         return 0.0
     over = group(cut.cp, cut.tp, speeds.per_node)
-    size = sum(2 * a.keys * a.head_dim * a.heads for a in block.attention) * recipe.element * cut.micro_batch / cut.tp
+    width = cut.micro_batch / cut.tp
+    size = sum(2 * a.keys * a.head_dim * (a.kv_heads or a.heads) for a in block.attention) * recipe.element * width
     ring = speeds.collective_s("all-gather", size, over.ranks, over.together)
-    return 3 * (ring - (1 - speeds.shown(over.together)) * min(ring, one.attention_s))
+    merged = sum(a.queries * a.head_dim * a.heads for a in block.attention) * MERGED_BYTES * width / speeds.memory_Bps
+    left = ring - (1 - speeds.shown(over.together)) * min(ring, one.attention_s)
+    return (3 + recipe.again(cut.recompute).attention) * (left + merged)
 
 
 def _pipeline(

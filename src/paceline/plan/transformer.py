@@ -123,7 +123,7 @@ def _block(m: Transformer, name: str, cross: bool, causal: bool) -> Block:
             Product(s, gates * f, h, active, "columns", m.experts),
             Product(s, h, f, active, "inner", m.experts),
         ),
-        attention=tuple(Attention(m.heads, s, s, m.dim, seen and causal, m.window) for seen in (True, False)[:many]),
+        attention=tuple(Attention(m.heads, s, s, m.dim, seen and causal, m.window, m.kv_heads) for seen in (True, False)[:many]),
         saved={
             "none": Held((1 + many) * h * s, (many + active) * h * s, tensors * s, (1 + many) * drop * h * s, 0.0),
             "selective": Held(h * s, (many + active) * h * s, outputs * s, 0.0, 0.0),
