@@ -23,10 +23,14 @@ MODELS = {  # layers, hidden, heads, tp, pp, stages, micro-batch
     "530B": (105, 20480, 128, 8, 35, 3, 1),
     "1T": (128, 25600, 160, 8, 64, 1, 1),
 }
-# where a table has no times of its own
-TIMES = {"6.2B": (29.7, 29.4, 19.5, 0.55), "14.6B": (11.3, 11.25, 8.1, 0.378), "28.3B": (10.4, 10.2, 7.7, 0.42)}
+# ranks, and times on them, of other tables: where one has none, a rank of p has p₀/p as many blocks, and sends as much
+TIMES = {
+    "6.2B": (8, (29.7, 29.4, 19.5), 0.55),
+    "14.6B": (16, (11.3, 11.25, 8.1), 0.378),
+    "28.3B": (32, (10.4, 10.2, 7.7), 0.42),
+}
 LAYERS = {"1.5B": 22, "6.2B": 30, "14.6B": 46, "28.3B": 62}
-BUBBLES = {"1F1B": "1f1b", "1F1B-I": "interleaved", "ZB-H1": "zb-h1", "ZB-1p": "zb-h1", "ZB-H2": "zb-h2", "ZB-2p": "zb-2p", "ZB-V": "zbv"}
+BUBBLES = {"1F1B": "1f1b", "1F1B-I": "interleaved", "ZB-H1": "zb-h1", "ZB-1p": "zb-h1", "ZB-H2": "zb-h2", "ZB-2p": "zb-2p", "ZB-V": "zb-v"}
 
 
 def zero_table1(row: Mapping[str, str]) -> Score:
@@ -68,9 +72,13 @@ def pipeline_bubble(row: Mapping[str, str]) -> Score:
         raise Unpriced(f"no bubble rate of {row['schedule']}")
     p, m, model = int(row["stages_p"]), int(row["microbatches_m"]), row["model"]
     told = row["TF_ms"] != ""
-    *passes, send = (float(row[key]) for key in ("TF_ms", "TB_ms", "TW_ms", "Tcomm_ms")) if told else TIMES[model]
+    if told:
+        *passes, send = (float(row[key]) for key in ("TF_ms", "TB_ms", "TW_ms", "Tcomm_ms"))
+    else:
+        ranks, times, send = TIMES[model]
+        passes = [time * ranks / p for time in times]
     kind = BUBBLES[row["schedule"]]
-    stages = {"interleaved": (LAYERS[model] + 2) // p if told else 2, "zbv": 2}.get(kind, 1)
+    stages = {"interleaved": (LAYERS[model] + 2) // p if told else 2, "zb-v": 2}.get(kind, 1)
     return f"{model} {row['schedule']} {p} × {m}", 100 * rate(kind, p, m, stages, Stage(*passes), send), 100 * float(row["bubble_rate"])
 
 

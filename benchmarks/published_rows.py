@@ -42,7 +42,7 @@ SCHEDULES = {
     "ZB-H1": "zb-h1",
     "ZB-2P": "zb-2p",
     "ZB-H2": "zb-h2",
-    "ZB-V": "zbv",
+    "ZB-V": "zb-v",
 }
 
 

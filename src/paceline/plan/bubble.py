@@ -58,8 +58,8 @@ def _filled(p: int, m: int, t: Stage, most: float) -> float:
 
 
 # idle: arXiv 2104.04473, sections 2.2.1 and 2.2.2; arXiv 2401.10241, table 2, for ZB-H1 and H2, and the same with as many as there are for
-# the automatic schedule ZB-2p. The zero-bubble schedule of torch is interleaved, and it and ZB-V have (p - 1)/(3·v·m) where the three
-# passes are equal (docs/decisions.md).
+# the automatic schedule ZB-2p. The zero-bubble schedule of torch is interleaved, and it and torch's ZB-V (zbv) have (p - 1)/(3·v·m) where
+# the three passes are equal (docs/decisions.md); zb-v is the published one, whose ranks do not wait for each other at the end of a step.
 # waits: 1F1B has p micro-batches under way in a round of p·(F + B) and 2·(p - 1) sends, so that each micro-batch waits for 2·(p - 1)/p of
 # them; the others wait while they fill and drain alone.
 SCHEDULES: Mapping[str, Schedule] = {
@@ -72,6 +72,13 @@ SCHEDULES: Mapping[str, Schedule] = {
     "zbv": Schedule(
         lambda p, m, v, t: _filled(p, 2 * m, t, p - 1) / 2,
         lambda p, m, v: 4.0 * (p - 1),
+        _alike,
+        splits=True,
+        folded=True,
+    ),
+    "zb-v": Schedule(
+        lambda p, m, v, t: (p - 1) * max(0.0, t.forward_s + t.inputs_s - 2 * t.weights_s) / 4,
+        lambda p, m, v: 8.0 * (p - 1),
         _alike,
         splits=True,
         folded=True,

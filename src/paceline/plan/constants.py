@@ -19,7 +19,7 @@ class Architecture:
     backward: float
     units: int
     product_fp8: float = 0.5
-    memory: float = 0.869  # share of the peak bandwidth that elementwise kernels reach
+    memory: float = 0.867  # share of the peak bandwidth that elementwise kernels reach
     W_for_flops: float = 0.0  # power over peak at which these were seen; with less a device is slower by the third root, power being f·V²
     basis: Basis = "published"
 
