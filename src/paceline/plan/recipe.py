@@ -34,6 +34,7 @@ class Recipe:
     overlaps_data, overlaps_tensor: what shares of those collectives can go on under the computing.
     rails: whether a collective over several nodes uses the network devices of all of its ranks at once (hierarchically), or one rank's.
     whole_gradients: gradients are whole and stay from one micro-batch to the next under ZeRO; else each micro-batch reduces them.
+    scattered: under zero=1 each rank gets the gradients that it updates with; else all get all, and updated weights are sent afterwards.
     at_rest: under zero=2 the weights are cut between the steps. early_gradients: they have their memory before the backward pass.
     even: stages have equally many blocks; else they cost equally much. scatter: stages send each other a slice of each tp rank.
     reserved: of the memory counted, what the allocator holds and cannot use. fixed_bytes: of the process, its context and libraries.
@@ -60,6 +61,7 @@ class Recipe:
     overlaps_tensor: float = 0.0
     rails: bool = True
     whole_gradients: bool = True
+    scattered: bool = False
     at_rest: bool = True
     early_gradients: bool = False
     even: bool = False
@@ -92,6 +94,7 @@ MEGATRON = Recipe(
     elementwise=1.0,
     loss=10.0,
     overlaps_data=False,
+    scattered=True,
     at_rest=False,
     early_gradients=True,
     even=True,

@@ -117,12 +117,13 @@ def _with_degrees(facts: ModelFacts, on: Speeds, samples: int, dp: int, tp: int,
 
 def _data(dp: int, cp: int, tp: int, pp: int, per_node: int) -> list[tuple[int, int]]:
     """ZeRO stages and copies of the shards: one, or so many that each one's shards are in a node."""
-    if dp == 1:
+    if dp * cp == 1:
         return [(0, 1)]
     found = [(0, 1), *([(1, 1)] if tp * pp == 1 else []), (2, 1), (3, 1)]
-    inside = max(1, per_node // (tp * cp))
-    if inside < dp and dp % inside == 0 and inside > 1:
-        found.append((3, dp // inside))
+    inside = max(1, per_node // tp)
+    copies = dp * cp // inside
+    if inside > 1 and copies > 1 and copies * inside == dp * cp and dp % copies == 0:
+        found.append((3, copies))
     return found
 
 

@@ -195,10 +195,11 @@ def _data(facts: ModelFacts, share: Share, split: Split, recipe: Recipe, speeds:
         return max(talking / blocks, talking - (1 - shown) * min(talking, computing)) if recipe.overlaps_data else talking
 
     if split.zero <= 1 or (split.zero == 2 and not recipe.at_rest):
-        if split.zero == 0:
-            reducing, gathering = call("all-reduce", recipe.reduce, over), 0.0
-        else:
-            reducing, gathering = call("reduce-scatter", recipe.reduce, over), call("all-gather", recipe.weight, over)
+        whole = left(call("all-reduce", recipe.reduce, over), backward)
+        gathering = call("all-gather", recipe.weight, over) if split.zero else 0.0
+        if split.zero == 0 or not recipe.scattered:  # ZeroRedundancyOptimizer sends weights when they are updated
+            return {"data parallel": whole, "gathered weights": gathering}
+        reducing = call("reduce-scatter", recipe.reduce, over)
         return {"data parallel": left(reducing, backward), "gathered weights": left(gathering, forward)}
     latency = (blocks - 1) * (call("all-gather", recipe.gather, shards, 1e-9))
     gather = call("all-gather", recipe.gather, shards) + latency
