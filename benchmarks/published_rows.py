@@ -8,6 +8,8 @@ from itertools import product
 from pathlib import Path
 from typing import NamedTuple
 
+from pydantic import ValidationError
+
 from paceline.cluster.facts import Cluster, Device, Fact, Link
 from paceline.plan.constants import Constants
 from paceline.plan.cost import Memory, Time
@@ -18,6 +20,7 @@ from paceline.plan.speeds import speeds
 from paceline.plan.split import Split
 from paceline.plan.time import time
 from paceline.plan.transformer import Transformer
+from paceline.spec import explain
 
 # GB/s of one device in one direction: (memory, inside a node, between nodes where a row does not say), by data sheets and the usual nodes
 DEVICES = {
@@ -106,6 +109,8 @@ def read(path: Path) -> Iterator[Row | tuple[str, str]]:
                 yield _row(row)
             except Unpriced as why:
                 yield row["row_id"], str(why)
+            except ValidationError as error:
+                yield row["row_id"], explain(error, [])
 
 
 def _row(row: Mapping[str, str]) -> Row:
@@ -209,7 +214,12 @@ def _model(row: Mapping[str, str], recipe: Recipe, seq: int) -> Transformer:
 def _splits(row: Mapping[str, str], model: Transformer) -> tuple[Split, ...]:
     """What is not told is left open: the planner takes what is fastest and fits, as those who tuned the run will have."""
     ranks, tp, pp, cp = _int(row, "n_gpus"), _int(row, "tp", 1), _int(row, "pp", 1), _int(row, "cp", 1)
-    dp, batch = _int(row, "dp", ranks // (tp * pp * cp)), _int(row, "global_batch")
+    cut, batch = tp * pp * cp, _int(row, "global_batch")
+    if not cut or not ranks or ranks % cut or pp > model.layers or model.heads % tp:
+        raise Unpriced(f"tp × pp × cp = {tp} × {pp} × {cp} do not cut {ranks} devices, {model.layers} layers and {model.heads} heads")
+    dp = ranks // cut
+    if batch < dp:
+        raise Unpriced(f"global_batch {batch} is less than {dp} data ranks")
     zero = int(row["zero_stage"][:1]) if row["zero_stage"][:1].isdigit() else None
     each = batch // dp
     told = _int(row, "micro_batch", 0)
@@ -223,7 +233,7 @@ def _splits(row: Mapping[str, str], model: Transformer) -> tuple[Split, ...]:
     stages = _stages(row, model, pp)
     said = row.get("schedule", "").upper().rstrip("*")
     schedule = "interleaved" if said.startswith("INTERLEAVED") else SCHEDULES.get(said, "")
-    if schedule == "interleaved" and stages == [1]:
+    if schedule == "zb-v" or (schedule == "interleaved" and stages == [1]):
         stages = [2]
     found = []
     for b, recompute, v in product(micro_batches, recomputes, stages):

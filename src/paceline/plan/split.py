@@ -94,6 +94,8 @@ def shares(facts: ModelFacts, pp: int, stages: int, even: bool, folded: bool) ->
     pieces = [block for block, count in facts.runs for _ in range(count)]
     if pp * stages > len(pieces) + 2 * even:
         raise PlanError(f"{pp} × {stages} stages need as many blocks, and {facts.name} has {len(pieces)}")
+    if folded and stages != 2:
+        raise PlanError(f"a schedule that goes there and back has two stages on each rank, got stages={stages}")
     starts = _even(len(pieces), pp * stages) if even else _balanced([b.flops for b in pieces], facts.last.flops, pp * stages)
     per_stage = [pieces[a:b] for a, b in zip(starts, [*starts[1:], len(pieces)], strict=True)]
     ranks: list[tuple[tuple[tuple[Block, int], ...], bool]] = []
