@@ -55,6 +55,11 @@ def test_slow_links_between_nodes_change_the_choice():
     assert slow.replicate > 1 or slow.pp > 1
 
 
+def test_some_of_the_devices():
+    found = search(model("gpt2"), cluster(8), 8, ranks=2)
+    assert {plan.on(2) for plan, _ in found.fitting} == {plan for plan, _ in found.fitting}
+
+
 def test_rejected_plans_say_why():
     found = search(model("llama3-70b"), cluster(64), 64)
     assert found.fitting

@@ -14,8 +14,9 @@ from paceline.plan.constants import CONSTANTS
 from paceline.plan.cost import bill, lacks, training_days
 from paceline.plan.library import model, transformer
 from paceline.plan.plan import parse
-from paceline.plan.predict import predict, speeds_of, with_extra
+from paceline.plan.predict import predict, with_extra
 from paceline.plan.recipe import MEGATRON, PACELINE
+from paceline.plan.speeds import speeds
 from paceline.plan.split import Split, split
 from paceline.plan.time import group, time
 from paceline.plan.work import product_s
@@ -49,7 +50,7 @@ def test_textbook_bubbles(schedule, stages):
 
 
 def test_an_all_reduce_is_a_scatter_and_a_gather_and_takes_twice_as_long():
-    on = speeds_of(cluster(64), 64)
+    on = speeds(cluster(64), ranks=64)
     size = 1e12
     reduce, gather, scatter = (on.collective_s(kind, size, 64, 8) for kind in ("all-reduce", "all-gather", "reduce-scatter"))
     assert reduce == pytest.approx(gather + scatter, rel=1e-3)
@@ -59,7 +60,7 @@ def test_an_all_reduce_is_a_scatter_and_a_gather_and_takes_twice_as_long():
 
 
 def test_ranks_of_a_node_share_its_network_devices():
-    on = speeds_of(cluster(64), 64)
+    on = speeds(cluster(64), ranks=64)
     assert on.collective_s("all-gather", 1e11, 8, 1) > 5 * on.collective_s("all-gather", 1e11, 8, 8)
     assert on.collective_s("all-gather", 1e11, 64, 8) < on.collective_s("all-gather", 1e11, 8, 1)
 
@@ -108,7 +109,7 @@ def test_a_device_of_no_known_family_is_a_guess_that_says_so():
 
 
 def test_products_are_slower_when_they_are_small():
-    on = speeds_of(cluster(8), 8)
+    on = speeds(cluster(8), ranks=8)
     rates = [2 * n**3 / product_s(on, "bf16", n, n, n) for n in (256, 1024, 4096, 16384)]
     assert rates == sorted(rates)
     assert rates[0] < 0.2 * rates[-1] < rates[-1] < 312e12
@@ -129,7 +130,7 @@ def test_what_was_measured_goes_before_what_is_known():
         rates=[Rate(operation="matmul", dtype="bf16", shape=(n, n, n), flops=measured(f)) for n, f in ((256, 1e13), (4096, 1e14))],
         overlaps=[Overlap(operation="all-reduce", hidden=measured(0.25))],
     )
-    found = speeds_of(on, 8)
+    found = speeds(on, ranks=8)
     assert found.hidden == 0.25
     assert found.collective_s("all-reduce", 8e9, 8, 8) == pytest.approx(1e-5 + 14 / 8 * 8e9 / 2e11)
     assert product_s(found, "bf16", 4096, 4096, 4096) == pytest.approx(2 * 4096**3 / 1e14, rel=1e-2)
@@ -149,7 +150,7 @@ def test_other_models_are_in_the_range_of_what_people_reach(name, samples, least
 
 def test_ranks_share_the_cores_of_a_node():
     device = cluster(1).device.model_copy(update={"kind": "cpu", "name": "cpu"})
-    one, two = (speeds_of(cluster(1, 1).model_copy(update={"device": device}), ranks) for ranks in (1, 2))
+    one, two = (speeds(cluster(1, 1).model_copy(update={"device": device}), ranks=ranks) for ranks in (1, 2))
     assert two.product_flops("bf16") == one.product_flops("bf16") / 2
     assert two.memory_bytes == one.memory_bytes / 2
 
@@ -172,7 +173,7 @@ def test_days_of_large_trainings(params, shape, pp, batch, gpus, days):
     assert facts.params == pytest.approx(params, rel=1e-3)
     dp = gpus // (8 * pp)
     cut = Split(dp=dp, tp=8, pp=pp, micro_batch=1, micro=batch // dp, recompute="full")
-    on = speeds_of(cluster(gpus), gpus)
+    on = speeds(cluster(gpus), ranks=gpus)
     found = time(facts, cut, MEGATRON, on)
     assert bill(found.step_s, 300e9 / found.tokens, gpus).days == pytest.approx(days, rel=0.06)
     assert training_days(300e9, facts.params, gpus, found.hardware_flops_per_s) == pytest.approx(days, rel=0.1)
@@ -210,7 +211,7 @@ def test_what_a_plan_lacks():
 
 
 def test_overlap_hides_no_more_than_there_is():
-    facts, on = model("llama3-8b"), speeds_of(cluster(64), 64)
+    facts, on = model("llama3-8b"), speeds(cluster(64), ranks=64)
     cut = split(parse("ddp"), 64, 64)
     hidden = time(facts, cut, PACELINE, on)
     shown = time(facts, cut, replace(PACELINE, overlaps_data=False), on)

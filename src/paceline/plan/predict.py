@@ -1,7 +1,6 @@
 """What a plan costs on a cluster: the arrow from facts, plan and cluster to Cost."""
 
 from paceline.cluster.facts import Cluster
-from paceline.plan.constants import CONSTANTS, Constants
 from paceline.plan.cost import Cost, Part, Time
 from paceline.plan.facts import ModelFacts
 from paceline.plan.memory import memory
@@ -16,17 +15,12 @@ def predict(facts: ModelFacts, plan: Plan, cluster: Cluster, batch: int, recipe:
     """Of a step with `batch` samples, on all devices or on so many ranks. Raises PlanError for a plan that cannot be, or a machine of
     which too little is known."""
     count = ranks or cluster.devices
-    on = speeds_of(cluster, count)
+    on = speeds(cluster, ranks=count)
     return price(facts, split(plan, count, batch), recipe or recipe_for(on), on)
 
 
 def price(facts: ModelFacts, cut: Split, recipe: Recipe, on: Speeds) -> Cost:
     return Cost(time(facts, cut, recipe, on), memory(facts, cut, recipe, on.memory_bytes), cut.micro_batch)
-
-
-def speeds_of(cluster: Cluster, ranks: int, constants: Constants = CONSTANTS) -> Speeds:
-    """Ranks are spread over the nodes evenly; on CPUs there may be any number on each."""
-    return speeds(cluster, constants, -(-ranks // cluster.nodes))
 
 
 def recipe_for(on: Speeds) -> Recipe:

@@ -11,9 +11,9 @@ from paceline.plan.facts import ModelFacts
 from paceline.plan.memory import NAMES, told, worst
 from paceline.plan.plan import RECOMPUTE, TWICE, Plan
 from paceline.plan.plan import SCHEDULES as STAGES
-from paceline.plan.predict import recipe_for, speeds_of
+from paceline.plan.predict import recipe_for
 from paceline.plan.recipe import Recipe
-from paceline.plan.speeds import Speeds
+from paceline.plan.speeds import Speeds, speeds
 from paceline.plan.split import Split
 from paceline.plan.time import time
 from paceline.units import format_bytes
@@ -47,16 +47,15 @@ class Found:
 
 
 def choose(
-    facts: ModelFacts, cluster: Cluster, batch: int, margin: float = MARGIN, recipe: Recipe | None = None
+    facts: ModelFacts, cluster: Cluster, batch: int, margin: float = MARGIN, recipe: Recipe | None = None, ranks: int | None = None
 ) -> list[tuple[Plan, Cost]]:
     """Plans that fit, the fastest first. Raises PlanError where none does: what the leanest one needs, and how many devices do."""
-    found = search(facts, cluster, batch, margin, recipe)
+    found = search(facts, cluster, batch, margin, recipe, ranks)
     if found.fitting:
         return found.fitting
     if not found.rejected:
-        raise PlanError(
-            f"no plan splits a batch of {batch} over {cluster.devices} devices; use a batch that their number divides, or --ranks {batch}"
-        )
+        count = ranks or cluster.devices
+        raise PlanError(f"no plan splits a batch of {batch} over {count} ranks; use a batch that {count} divides, or --ranks {batch}")
     leanest = found.rejected[0]
     limit = leanest.limit_bytes
     enough = _enough(facts, cluster, batch, margin, recipe)
@@ -66,9 +65,11 @@ def choose(
     )
 
 
-def search(facts: ModelFacts, cluster: Cluster, batch: int, margin: float = MARGIN, recipe: Recipe | None = None) -> Found:
-    """Every legal plan, priced if it fits with a share of the memory to spare."""
-    on = speeds_of(cluster, cluster.devices)
+def search(
+    facts: ModelFacts, cluster: Cluster, batch: int, margin: float = MARGIN, recipe: Recipe | None = None, ranks: int | None = None
+) -> Found:
+    """Every legal plan on so many ranks, or on all devices, priced if it fits with a share of the memory to spare."""
+    on = speeds(cluster, ranks=ranks)
     recipe = recipe or recipe_for(on)
     limit = on.memory_bytes * (1 - margin)
     fitting: list[tuple[Plan, Cost]] = []

@@ -114,11 +114,13 @@ class Speeds:
         return wire.beta_Bps if wire.measured else wire.beta_Bps * share
 
 
-def speeds(cluster: Cluster, constants: Constants = CONSTANTS, ranks_per_node: int | None = None) -> Speeds:
-    """Of one rank of so many in each node. Raises PlanError where a device's peak is not known and nothing was measured."""
+def speeds(cluster: Cluster, constants: Constants = CONSTANTS, ranks: int | None = None) -> Speeds:
+    """Of one of so many ranks, or of one on each device. GPUs are filled node by node; of CPUs any number share each. Raises PlanError
+    where a device's peak is not known and nothing was measured."""
     device, guesses = cluster.device, []
     family = architecture(device.name, constants)
-    per_node = ranks_per_node or cluster.devices_per_node
+    count = ranks or cluster.devices
+    per_node = -(-count // cluster.nodes) if device.kind == "cpu" else min(count, cluster.devices_per_node)
     part = 1 / per_node if device.kind == "cpu" else 1.0  # ranks share the node's cores and memory
     peaks: dict[str, float] = {dtype: fact.value * part for dtype, fact in device.peaks_flops.items()}
     wanted_W = family.W_for_flops * max((peaks[dtype] for dtype in ("bf16", "fp16") if dtype in peaks), default=0.0)
@@ -137,7 +139,7 @@ def speeds(cluster: Cluster, constants: Constants = CONSTANTS, ranks_per_node: i
         guesses.append(f"the memory bandwidth of {device.name} is guessed")
     return Speeds(
         name=cluster.name or device.name,
-        ranks=cluster.nodes * per_node,
+        ranks=count,
         per_node=per_node,
         memory_bytes=device.memory_bytes.value * part,
         memory_Bps=memory_Bps,
