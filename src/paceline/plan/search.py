@@ -58,8 +58,8 @@ def choose(
         raise PlanError(f"no plan splits a batch of {batch} over {count} ranks; use a batch that {count} divides, or --ranks {batch}")
     leanest = found.rejected[0]
     limit = leanest.limit_bytes
-    enough = _enough(facts, cluster, batch, margin, recipe)
-    way_out = f"use {enough} devices" if enough else "use a smaller model, or devices with more memory"
+    enough = _enough(facts, cluster, batch, limit, recipe, ranks or cluster.devices)
+    way_out = f"use --ranks {enough}" if enough else "use a smaller model, or devices with more memory"
     raise PlanError(
         f"no plan fits {format_bytes(limit)} a device; the leanest, {leanest.plan}, needs {format_bytes(leanest.peak_bytes)}: {way_out}"
     )
@@ -150,10 +150,13 @@ def _divisors(n: int) -> tuple[int, ...]:
     return tuple(d for d in range(1, n + 1) if n % d == 0)
 
 
-def _enough(facts: ModelFacts, cluster: Cluster, batch: int, margin: float, recipe: Recipe | None) -> int | None:
-    """How many devices do, if twice, four or more times as many nodes do: for this batch, or for a sample on each."""
+def _enough(facts: ModelFacts, cluster: Cluster, batch: int, limit_bytes: float, recipe: Recipe | None, ranks: int) -> int | None:
+    """How many ranks do, if twice, four or more times as many on as many more nodes do: for this batch, or for a sample on each."""
     for factor in (2, 4, 8, 16, 32, 64):
         larger = cluster.model_copy(update={"nodes": cluster.nodes * factor})
-        if any(search(facts, larger, samples, margin, recipe).fitting for samples in (batch, larger.devices)):
-            return larger.devices
+        on = speeds(larger, ranks=ranks * factor)
+        of = recipe or recipe_for(on)
+        for samples in (batch, on.ranks):
+            if any(sum(worst(facts, cut, of)[1]) <= limit_bytes for cut in splits(facts, on, samples)):
+                return on.ranks
     return None
