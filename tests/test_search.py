@@ -1,7 +1,5 @@
 """Choosing a plan: legal ones only, those that fit, the fastest first."""
 
-import time
-
 import pytest
 
 from clusters import cluster
@@ -78,10 +76,8 @@ def test_a_batch_that_cannot_be_split():
         choose(model("resnet50"), cluster(8), 3)
 
 
-def test_a_trillion_parameters_on_3072_devices_in_two_seconds_of_computing():
-    facts, on = TRILLION.facts(), cluster(3072)
-    begin = time.process_time()
-    found = search(facts, on, 3072)
-    assert time.process_time() - begin < 2 * 3  # a machine under test may be three times as slow
+def test_a_trillion_parameters_on_3072_devices():
+    """How long that takes: benchmarks/search.py."""
+    found = search(TRILLION.facts(), cluster(3072), 3072)
     assert found.fitting[0][0].tp == 8
     assert len(found.fitting) + len(found.rejected) > 5000
