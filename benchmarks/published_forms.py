@@ -1,0 +1,108 @@
+"""Published figures that are no steps of a training: closed forms of memory, bubbles of schedules, single matrix products."""
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+
+from paceline.cluster.facts import Cluster, Device, Fact
+from paceline.plan.bubble import Stage, rate
+from paceline.plan.constants import CONSTANTS
+from paceline.plan.facts import ModelFacts
+from paceline.plan.memory import memory, state
+from paceline.plan.recipe import DEEPSPEED, MEGATRON
+from paceline.plan.speeds import speeds
+from paceline.plan.split import Split
+from paceline.plan.transformer import Transformer
+from paceline.plan.work import product_s
+from published_rows import Unpriced
+
+Score = tuple[str, float, float]  # id, predicted, published
+MODELS = {  # layers, hidden, heads, tp, pp, stages, micro-batch
+    "22B": (48, 6144, 64, 8, 1, 1, 4),
+    "175B": (96, 12288, 96, 8, 8, 3, 1),
+    "530B": (105, 20480, 128, 8, 35, 3, 1),
+    "1T": (128, 25600, 160, 8, 64, 1, 1),
+}
+# ranks, and times on them, of other tables: where one has none, a rank of p has p₀/p as many blocks, and sends as much
+TIMES = {
+    "6.2B": (8, (29.7, 29.4, 19.5), 0.55),
+    "14.6B": (16, (11.3, 11.25, 8.1), 0.378),
+    "28.3B": (32, (10.4, 10.2, 7.7), 0.42),
+}
+LAYERS = {"1.5B": 22, "6.2B": 30, "14.6B": 46, "28.3B": 62}
+BUBBLES = {"1F1B": "1f1b", "1F1B-I": "interleaved", "ZB-H1": "zb-h1", "ZB-1p": "zb-h1", "ZB-H2": "zb-h2", "ZB-2p": "zb-2p", "ZB-V": "zb-v"}
+
+
+def zero_table1(row: Mapping[str, str]) -> Score:
+    """GB a device needs for a model's state."""
+    stage = int(row["stage"][5])
+    each = state(replace(DEEPSPEED, at_rest=False), stage, int(row["dp_degree"])).total
+    return f"{row['model']} {row['stage']} on {row['dp_degree']}", float(row["params"]) * each / 1e9, float(row["formula_GB"])
+
+
+def zero_table2(row: Mapping[str, str]) -> Score:
+    """The largest model whose state fits 32 GB, in 10⁹ parameters, with ZeRO-1 (the column of Pos)."""
+    mp, gpus = int(row["mp"]), int(row["gpus"])
+    each = state(DEEPSPEED, 1, gpus // mp).total
+    return f"mp {mp} on {gpus}", 32e9 / each * mp / 1e9, float(row["theory_Pos_B"])
+
+
+def _korthikanti(name: str) -> tuple[ModelFacts, Split]:
+    layers, hidden, heads, tp, pp, stages, micro_batch = MODELS[name]
+    facts = Transformer(layers=layers, hidden=hidden, heads=heads, vocab=51200, seq=2048, dropout=True, positions=2048).facts()
+    kind = "interleaved" if stages > 1 else "1f1b"
+    return facts, Split(tp=tp, pp=pp, micro_batch=micro_batch, micro=4 * pp, schedule=kind, stages=stages)
+
+
+def selective_recompute(row: Mapping[str, str]) -> Score:
+    """GiB of activations on the first stage, without embedding and head (arXiv 2205.05198, figure 1)."""
+    if row["figure"] != "Fig 1" or row["quantity"] != "activations":
+        raise Unpriced("no figure of bytes")
+    facts, split = _korthikanti(row["model"])
+    recipe = replace(MEGATRON, sequence="sequence" in row["technique"], reserved=0.0)
+    split = replace(split, recompute="selective" if "selective" in row["technique"] else "none")
+    bare = replace(facts, first=replace(facts.first, saved={}), last=replace(facts.last, saved={}))
+    parts = {part.name: part.value for part in memory(bare, split, recipe, 0.0).parts}
+    return f"{row['model']} {row['technique']}", parts["activations"] / 2**30, float(row["value"])
+
+
+def pipeline_bubble(row: Mapping[str, str]) -> Score:
+    """Idle share of a step, in hundredths."""
+    if row["schedule"] not in BUBBLES or not row["bubble_rate"]:
+        raise Unpriced(f"no bubble rate of {row['schedule']}")
+    p, m, model = int(row["stages_p"]), int(row["microbatches_m"]), row["model"]
+    told = row["TF_ms"] != ""
+    if told:
+        *passes, send = (float(row[key]) for key in ("TF_ms", "TB_ms", "TW_ms", "Tcomm_ms"))
+    else:
+        ranks, times, send = TIMES[model]
+        passes = [time * ranks / p for time in times]
+    kind = BUBBLES[row["schedule"]]
+    stages = {"interleaved": (LAYERS[model] + 2) // p if told else 2, "zb-v": 2}.get(kind, 1)
+    return f"{model} {row['schedule']} {p} × {m}", 100 * rate(kind, p, m, stages, Stage(*passes), send), 100 * float(row["bubble_rate"])
+
+
+def gemm(row: Mapping[str, str]) -> Score:
+    """TFLOP/s of one matrix product."""
+    sizes = re.findall(r"\b[mkn]=(\d+)", row["shape"])
+    batch = re.match(r"b=(\d+)", row["shape"])
+    if "matmul" not in row["kind"] or "group" in row["kind"] or len(sizes) != 3 or not batch or batch[1] != "1":
+        raise Unpriced(f"{row['kind']} is no plain product")
+    m, k, n = map(int, sizes)
+    peak = float(row["theory_TFLOPs"]) * 1e12
+    memory_Bps = 1935e9 if "A100" in row["gpu"] else 8000e9
+    device = Device(
+        name=row["gpu"], memory_bytes=Fact(value=8e10), memory_Bps=Fact(value=memory_Bps), peaks_flops={"bf16": Fact(value=peak)}
+    )
+    on = speeds(Cluster(device=device), CONSTANTS)
+    return f"{row['gpu']} {row['shape']}", 2e-12 * m * n * k / product_s(on, "bf16", m, n, k), float(row["measured_TFLOPs"])
+
+
+# a column that only such a file has: what it says, and how one row of it is predicted
+FORMS: Mapping[str, tuple[str, Callable[[Mapping[str, str]], Score]]] = {
+    "formula_GB": ("state of a model, GB", zero_table1),
+    "theory_Pos_B": ("largest model, 10⁹ parameters", zero_table2),
+    "figure": ("activations, GiB", selective_recompute),
+    "bubble_rate": ("bubble, hundredths", pipeline_bubble),
+    "measured_TFLOPs": ("one product, TFLOP/s", gemm),
+}

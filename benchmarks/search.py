@@ -1,0 +1,39 @@
+"""How many plans a second are looked at: search.py."""
+
+import platform
+import sys
+import time
+
+from paceline.cluster.facts import Cluster
+from paceline.cluster.published import parse
+from paceline.plan.facts import ModelFacts
+from paceline.plan.library import model
+from paceline.plan.search import search
+from paceline.plan.transformer import Transformer
+
+TRILLION = Transformer(name="10¹² parameters", layers=128, hidden=25600, heads=160, vocab=51200, seq=2048, positions=2048)
+
+
+def main() -> None:
+    assert "torch" not in sys.modules
+    print(f"One core, {platform.machine()}, Python {platform.python_version()}; torch is not imported")
+    print("| model | devices | batch | plans | that fit | seconds | plans/s |")
+    print("|" + " --- |" * 7)
+    for facts, devices, batch in ((model("llama3-8b"), 64, 1024), (model("llama3-70b"), 512, 2048), (TRILLION.facts(), 3072, 3072)):
+        measure(facts, parse(f"a100-80g:8x{devices // 8}@25"), batch)
+
+
+def measure(facts: ModelFacts, cluster: Cluster, batch: int) -> None:
+    """The best of three, the first of which fills the tables of what was computed before."""
+    found, seconds = None, float("inf")
+    for _ in range(3):
+        begin = time.process_time()
+        found = search(facts, cluster, batch)
+        seconds = min(seconds, time.process_time() - begin)
+    assert found is not None
+    plans = len(found.fitting) + len(found.rejected)
+    print(f"| {facts.name} | {cluster.devices} | {batch} | {plans} | {len(found.fitting)} | {seconds:.2f} | {plans / seconds:,.0f} |")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,146 @@
+"""Cost: what a plan is predicted to take, part by part, each with what it rests on."""
+
+from dataclasses import dataclass
+from math import hypot, sqrt
+
+NOISE = 0.05  # of a step: one configuration moved by 0 to 11 % between two published runs of the same people
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A share of the step's seconds or of a rank's bytes; `error`: standard deviation as a share of it."""
+
+    name: str
+    value: float
+    error: float = 0.0
+    note: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """Of the rank that needs most, at its worst moment; the parts add up to it. `rank` of the pipeline. `limit_bytes`: of a device."""
+
+    parts: tuple[Part, ...]
+    rank: int
+    limit_bytes: float
+
+    @property
+    def peak_bytes(self) -> float:
+        return sum(part.value for part in self.parts)
+
+    @property
+    def error(self) -> float:
+        return _together(self.parts, self.peak_bytes)
+
+    def fits(self, margin: float = 0.0) -> bool:
+        """With a share of the device's memory left free."""
+        return self.peak_bytes <= self.limit_bytes * (1 - margin)
+
+
+@dataclass(frozen=True, slots=True)
+class Time:
+    """Of one step; the parts add up to it. `flops` of the model and `hardware_flops` with what is computed again, both of one rank."""
+
+    parts: tuple[Part, ...]
+    flops: float
+    hardware_flops: float
+    tokens: float  # of all ranks
+    samples: float
+    peak_flops: float | None
+    guesses: tuple[str, ...] = ()
+
+    @property
+    def step_s(self) -> float:
+        return sum(part.value for part in self.parts)
+
+    @property
+    def error(self) -> float:
+        """Standard deviation, as a share."""
+        return hypot(NOISE, _together(self.parts, self.step_s))
+
+    @property
+    def extrapolated(self) -> bool:
+        return bool(self.guesses)
+
+    @property
+    def tokens_per_s(self) -> float:
+        return self.tokens / self.step_s
+
+    @property
+    def model_flops_per_s(self) -> float:
+        """Of one rank, without what is computed again."""
+        return self.flops / self.step_s
+
+    @property
+    def hardware_flops_per_s(self) -> float:
+        return self.hardware_flops / self.step_s
+
+    @property
+    def mfu(self) -> float | None:
+        """None where the peak is not known."""
+        return self.model_flops_per_s / self.peak_flops if self.peak_flops else None
+
+
+@dataclass(frozen=True, slots=True)
+class Cost:
+    """What a plan is predicted to take; `micro_batch` samples at once on a data rank."""
+
+    time: Time
+    memory: Memory
+    micro_batch: int
+
+    @property
+    def step_s(self) -> float:
+        return self.time.step_s
+
+    @property
+    def peak_bytes(self) -> float:
+        return self.memory.peak_bytes
+
+
+def lacks(cost: Cost, best: Cost) -> list[Part]:
+    """Seconds that each part of a step takes more than in the best plan, the largest first; less is below 0."""
+    own, other = ({part.name: part for part in one.time.parts} for one in (cost, best))
+    found = []
+    for name in own.keys() | other.keys():
+        seconds = (own[name].value if name in own else 0.0) - (other[name].value if name in other else 0.0)
+        found.append(Part(name, seconds, (own.get(name) or other[name]).error))
+    return sorted(found, key=lambda part: (-part.value, part.name))
+
+
+def _together(parts: tuple[Part, ...], total: float) -> float:
+    """Errors of parts are taken as independent."""
+    return sqrt(sum((part.value * part.error) ** 2 for part in parts)) / total if total else 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Bill:
+    """What a whole training takes."""
+
+    seconds: float
+    device_hours: float
+    kWh: float | None
+    price: float | None
+
+    @property
+    def days(self) -> float:
+        return self.seconds / 86400
+
+
+USED_POWER = 0.85  # of the most a device may draw, while it trains (Patterson et al. 2021, arXiv 2104.10350: V100 at 330 of 300 W to 250)
+FACILITY = 1.1  # power usage effectiveness of a modern data centre (the same, table 4)
+
+
+def bill(
+    step_s: float, steps: float, devices: int, power_W: float | None = None, price_per_hour: float | None = None, facility: float = FACILITY
+) -> Bill:
+    """For so many steps on so many devices."""
+    seconds = step_s * steps
+    hours = seconds / 3600 * devices
+    kWh = hours * power_W * USED_POWER * facility / 1000 if power_W is not None else None
+    return Bill(seconds, hours, kWh, hours * price_per_hour if price_per_hour is not None else None)
+
+
+def training_days(tokens: float, params: float, devices: int, flops_per_s: float) -> float:
+    """8·T·P / (n·X), with recompute (arXiv 2104.04473, equation 4)."""
+    return 8 * tokens * params / (devices * flops_per_s) / 86400

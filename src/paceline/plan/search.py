@@ -1,0 +1,162 @@
+"""All plans for a model on a cluster: those that fit, the fastest first, and the others with the reason."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+
+from paceline.cluster.facts import Cluster
+from paceline.errors import PlanError
+from paceline.plan.cost import Cost
+from paceline.plan.facts import ModelFacts
+from paceline.plan.memory import NAMES, told, worst
+from paceline.plan.plan import RECOMPUTE, TWICE, Plan
+from paceline.plan.plan import SCHEDULES as STAGES
+from paceline.plan.predict import recipe_for
+from paceline.plan.recipe import Recipe
+from paceline.plan.speeds import Speeds, speeds
+from paceline.plan.split import Split
+from paceline.plan.time import time
+from paceline.units import format_bytes
+
+MARGIN = 0.1  # of a device's memory that a plan leaves free, unless asked otherwise
+# 1F1B is as fast as GPipe and keeps less. More than two stages a rank are looked at where two did not hide the bubble.
+PIPELINES = (("1f1b", 1), ("interleaved", 2), ("interleaved", 4), ("zero-bubble", 2), ("zbv", 2))
+SAMPLES = 64  # of a micro-batch, at most
+
+
+@dataclass(frozen=True, slots=True)
+class Rejected:
+    """A plan that does not fit, and the part that takes most."""
+
+    plan: Plan
+    peak_bytes: float
+    limit_bytes: float
+    largest: str
+
+    @property
+    def reason(self) -> str:
+        return f"needs {format_bytes(self.peak_bytes)} of {format_bytes(self.limit_bytes)}, most of it {self.largest}"
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """`fitting`: fastest first, then leanest. `rejected`: leanest first."""
+
+    fitting: list[tuple[Plan, Cost]]
+    rejected: list[Rejected]
+
+
+def choose(
+    facts: ModelFacts, cluster: Cluster, batch: int, margin: float = MARGIN, recipe: Recipe | None = None, ranks: int | None = None
+) -> list[tuple[Plan, Cost]]:
+    """Plans that fit, the fastest first. Raises PlanError where none does: what the leanest one needs, and how many devices do."""
+    found = search(facts, cluster, batch, margin, recipe, ranks)
+    if found.fitting:
+        return found.fitting
+    if not found.rejected:
+        count = ranks or cluster.devices
+        raise PlanError(f"no plan splits a batch of {batch} over {count} ranks; use a batch that {count} divides, or --ranks {batch}")
+    leanest = found.rejected[0]
+    limit = leanest.limit_bytes
+    enough = _enough(facts, cluster, batch, limit, recipe, ranks or cluster.devices)
+    way_out = f"use --ranks {enough}" if enough else "use a smaller model, or devices with more memory"
+    raise PlanError(
+        f"no plan fits {format_bytes(limit)} a device; the leanest, {leanest.plan}, needs {format_bytes(leanest.peak_bytes)}: {way_out}"
+    )
+
+
+def search(
+    facts: ModelFacts, cluster: Cluster, batch: int, margin: float = MARGIN, recipe: Recipe | None = None, ranks: int | None = None
+) -> Found:
+    """Every legal plan on so many ranks, or on all devices, priced if it fits with a share of the memory to spare."""
+    on = speeds(cluster, ranks=ranks)
+    recipe = recipe or recipe_for(on)
+    limit = on.memory_bytes * (1 - margin)
+    fitting: list[tuple[Plan, Cost]] = []
+    rejected: list[Rejected] = []
+    for cut in splits(facts, on, batch):
+        rank, values = worst(facts, cut, recipe)
+        if sum(values) > limit:
+            rejected.append(Rejected(plan_of(cut), sum(values), limit, NAMES[values.index(max(values))]))
+            continue
+        needed = told(rank, values, cut, recipe, on.memory_bytes)
+        fitting.append((plan_of(cut), Cost(time(facts, cut, recipe, on), needed, cut.micro_batch)))
+    fitting.sort(key=lambda pair: (pair[1].step_s, pair[1].peak_bytes))
+    rejected.sort(key=lambda one: one.peak_bytes)
+    return Found(fitting, rejected)
+
+
+def splits(facts: ModelFacts, on: Speeds, batch: int) -> Iterator[Split]:
+    """tp stays in a node, where its sums are quick; then cp, data and pipeline ranks are ever further apart (Plan.place)."""
+    for tp in facts.tp_degrees:
+        if on.ranks % tp or tp > on.per_node:
+            continue
+        for cut in _divisors(on.ranks // tp):
+            for cp, pp in {(1, cut), (cut, 1)}:
+                dp = on.ranks // (tp * cut)
+                if batch % dp or (cp > 1 and (facts.sequence is None or facts.sequence % (2 * cp))) or pp > facts.blocks:
+                    continue
+                yield from _with_degrees(facts, on, batch // dp, dp, tp, pp, cp)
+
+
+def _with_degrees(facts: ModelFacts, on: Speeds, samples: int, dp: int, tp: int, pp: int, cp: int) -> Iterator[Split]:
+    pipelines = [(kind, stages) for kind, stages in PIPELINES if pp * stages <= facts.blocks] if pp > 1 else [("1f1b", 1)]
+    data = _data(dp, cp, tp, pp, on.per_node)
+    for micro_batch in _divisors(samples):
+        micro = samples // micro_batch
+        if micro_batch > SAMPLES and micro > 1:
+            continue
+        for kind, stages in pipelines:
+            if pp > 1 and (micro < pp or (STAGES[kind] > 1 and micro % pp)):
+                continue
+            for recompute in RECOMPUTE:
+                if recompute == "selective" and kind in TWICE and pp > 1:
+                    continue
+                for zero, replicate in data:
+                    yield Split(dp, tp, pp, cp, 1, zero, replicate, micro_batch, micro, kind, stages, recompute)
+
+
+def _data(dp: int, cp: int, tp: int, pp: int, per_node: int) -> list[tuple[int, int]]:
+    """ZeRO stages and copies of the shards: one, or so many that each one's shards are in a node."""
+    if dp * cp == 1:
+        return [(0, 1)]
+    found = [(0, 1), *([(1, 1)] if tp * pp == 1 else []), (2, 1), (3, 1)]
+    inside = max(1, per_node // tp)
+    copies = dp * cp // inside
+    if inside > 1 and copies > 1 and copies * inside == dp * cp and dp % copies == 0:
+        found.append((3, copies))
+    return found
+
+
+def plan_of(cut: Split) -> Plan:
+    """The plan that a split of `splits` is."""
+    pipeline = cut.pp > 1
+    return Plan(
+        zero=cut.zero,
+        dp=cut.dp,
+        replicate=cut.replicate,
+        tp=cut.tp,
+        pp=cut.pp,
+        cp=cut.cp,
+        micro=cut.micro,
+        schedule=cut.schedule if pipeline else None,
+        stages=cut.stages if pipeline else None,
+        recompute=cut.recompute,
+    )
+
+
+@lru_cache(1024)
+def _divisors(n: int) -> tuple[int, ...]:
+    return tuple(d for d in range(1, n + 1) if n % d == 0)
+
+
+def _enough(facts: ModelFacts, cluster: Cluster, batch: int, limit_bytes: float, recipe: Recipe | None, ranks: int) -> int | None:
+    """How many ranks do, if twice, four or more times as many on as many more nodes do: for this batch, or for a sample on each."""
+    for factor in (2, 4, 8, 16, 32, 64):
+        larger = cluster.model_copy(update={"nodes": cluster.nodes * factor})
+        on = speeds(larger, ranks=ranks * factor)
+        of = recipe or recipe_for(on)
+        for samples in (batch, on.ranks):
+            if any(sum(worst(facts, cut, of)[1]) <= limit_bytes for cut in splits(facts, on, samples)):
+                return on.ranks
+    return None

@@ -1,0 +1,112 @@
+"""Bytes of a rank: closed forms of the papers exactly, and what goes up and down with what."""
+
+from dataclasses import replace
+
+import pytest
+
+from paceline.plan.library import model, transformer
+from paceline.plan.memory import held, memory, params_on_rank, state
+from paceline.plan.recipe import DEEPSPEED, FSDP, MEGATRON, PACELINE
+from paceline.plan.split import Split, shares
+
+GPT3 = transformer("gpt3-175b").facts()
+LLAMA = model("llama3-8b")
+
+
+def parts(facts, split, recipe):
+    return {part.name: part.value for part in memory(facts, split, recipe, 80e9).parts}
+
+
+@pytest.mark.parametrize(
+    ("zero", "expected"), [(0, lambda n: 16), (1, lambda n: 4 + 12 / n), (2, lambda n: 2 + 14 / n), (3, lambda n: 16 / n)]
+)
+@pytest.mark.parametrize("ranks", [1, 4, 64, 1024])
+def test_zero_with_mixed_precision_is_the_closed_form(zero, expected, ranks):
+    """Rajbhandari et al. 2020, section 5: 2 + 2 + 12 bytes a parameter."""
+    assert state(DEEPSPEED, zero, ranks).total == pytest.approx(expected(ranks), rel=1e-14)
+
+
+def test_paceline_itself_keeps_float32_and_cuts_weights_at_rest_under_zero2():
+    assert state(PACELINE, 0, 8).total == 16
+    assert state(PACELINE, 1, 8).total == 8 + 8 / 8
+    assert state(PACELINE, 2, 8) == state(PACELINE, 3, 8)
+    assert state(PACELINE, 3, 8).total == 2
+
+
+def test_the_state_of_gpt3_on_64_gpus():
+    """arXiv 2205.05198, figure 1: 45.6 GiB with tp = pp = 8, of 18 bytes a parameter, blocks only."""
+    block = GPT3.runs[0][0]
+    assert params_on_rank(block, 8) * 12 * 18 / 2**30 == pytest.approx(45.5625, rel=4e-4)  # biases and norms
+
+
+@pytest.mark.parametrize(
+    ("sequence", "recompute", "gib"),
+    [(False, "none", 66.84375), (True, "selective", 12.3515625)],
+)
+def test_activations_of_gpt3_on_64_gpus(sequence, recompute, gib):
+    """arXiv 2205.05198, figure 1: with three interleaved stages a rank, the first one holds L·(1 + (p - 1)/(p·m)) blocks' worth."""
+    bare = replace(GPT3, first=replace(GPT3.first, saved={}), last=replace(GPT3.last, saved={}))
+    split = Split(tp=8, pp=8, micro_batch=1, micro=64, schedule="interleaved", stages=3, recompute=recompute)
+    found = parts(bare, split, replace(MEGATRON, sequence=sequence))
+    assert found["activations"] / 2**30 == pytest.approx(gib, rel=1e-12)
+
+
+def test_the_first_stage_keeps_more_than_the_last():
+    split = Split(pp=8, micro_batch=1, micro=32, schedule="1f1b")
+    blocks = replace(LLAMA, first=replace(LLAMA.first, params=0, split_params=0), last=replace(LLAMA.last, saved={}, products=(), params=0))
+    assert memory(blocks, split, replace(PACELINE, even=True), 80e9).rank == 0
+
+
+def test_gpipe_keeps_all_micro_batches_and_1f1b_as_many_as_there_are_stages():
+    def kept(schedule, micro):
+        return parts(LLAMA, Split(pp=4, micro_batch=1, micro=micro, schedule=schedule), replace(PACELINE, even=True))["activations"]
+
+    assert kept("gpipe", 16) == pytest.approx(4 * kept("1f1b", 16))
+    assert kept("1f1b", 16) == kept("1f1b", 64)
+    assert kept("gpipe", 4) == kept("1f1b", 4)
+
+
+def test_what_each_measure_saves():
+    base = Split(dp=8, micro_batch=2)
+    whole = memory(LLAMA, base, PACELINE, 80e9).peak_bytes
+    for leaner in (replace(base, zero=1), replace(base, zero=3), replace(base, recompute="full"), replace(base, recompute="selective")):
+        assert memory(LLAMA, leaner, PACELINE, 80e9).peak_bytes < whole
+    sizes = [memory(LLAMA, replace(base, zero=3, recompute=how), PACELINE, 80e9).peak_bytes for how in ("full", "selective", "none")]
+    assert sizes == sorted(sizes)
+
+
+def test_gathered_weights_of_two_blocks():
+    found = parts(LLAMA, Split(dp=64, zero=3, micro_batch=1), FSDP)
+    largest = max(params_on_rank(block, 1) for block, _ in LLAMA.parts())
+    assert found["gathered"] == pytest.approx(2 * largest * FSDP.gather, rel=1e-4)
+
+
+def test_whole_gradients_between_micro_batches():
+    """FSDP2's set_requires_gradient_sync(False) keeps them whole."""
+    few, many = (parts(LLAMA, Split(dp=8, zero=3, micro_batch=1, micro=micro, recompute="full"), PACELINE) for micro in (1, 4))
+    assert many["gradients"] == LLAMA.params * 4
+    assert few.get("gradients", 0.0) <= LLAMA.params * 4 / 8
+
+
+def test_tied_weights_are_on_both_ends_of_a_pipeline():
+    split = Split(pp=2, micro_batch=1, micro=4)
+    facts = model("gpt2")
+    first, last = shares(facts, 2, 1, True, False)
+    both = held(facts, first, MEGATRON, split.cut).params + held(facts, last, MEGATRON, split.cut).params
+    assert both == facts.params + facts.shared_params
+
+
+def test_parts_add_up_to_the_peak_and_say_where():
+    found = memory(LLAMA, Split(dp=8, zero=3, micro_batch=2), FSDP, 80e9)
+    assert found.peak_bytes == pytest.approx(sum(part.value for part in found.parts))
+    assert found.fits() is (found.peak_bytes <= 80e9)
+    assert not found.fits(margin=0.99)
+    assert 0 < found.error < 0.2
+
+
+def test_a_run_that_was_out_of_memory_is_said_not_to_fit():
+    """torchtitan, docs/performance.md: Llama 2 70B on 64 A100 of 80 GB with selective recompute did not fit; with full it did."""
+    facts = model("llama2-70b")
+    split = Split(dp=64, zero=3, micro_batch=2, recompute="selective")
+    assert not memory(facts, split, FSDP, 80 * 2**30).fits()
+    assert memory(facts, replace(split, recompute="full"), FSDP, 80 * 2**30).fits()

@@ -1,0 +1,83 @@
+"""Choosing a plan: legal ones only, those that fit, the fastest first."""
+
+import pytest
+
+from clusters import cluster
+from paceline.errors import PlanError
+from paceline.plan.library import model
+from paceline.plan.plan import parse
+from paceline.plan.predict import predict
+from paceline.plan.search import choose, search
+from paceline.plan.transformer import Transformer
+
+TRILLION = Transformer(name="1t", layers=128, hidden=25600, heads=160, vocab=51200, seq=2048, positions=2048)
+
+
+@pytest.mark.parametrize(("name", "devices", "batch"), [("llama3-8b", 16, 32), ("gpt2", 8, 24), ("resnet50", 4, 64)])
+def test_every_plan_is_one_that_paceline_takes(name, devices, batch):
+    found = search(model(name), cluster(devices), batch)
+    plans = [plan for plan, _ in found.fitting] + [one.plan for one in found.rejected]
+    assert len(plans) == len(set(plans)) > 10
+    for plan in plans[::7]:
+        assert plan.on(devices) == plan
+        assert parse(str(plan)) == plan
+    costs = [(cost.step_s, cost.peak_bytes) for _, cost in found.fitting]
+    assert costs == sorted(costs)
+    assert all(cost.memory.fits(0.1) for _, cost in found.fitting)
+    assert all(one.peak_bytes > 0.9 * 80 * 2**30 for one in found.rejected)
+
+
+def test_the_cost_of_a_choice_is_the_prediction_of_its_plan():
+    facts, on = model("llama3-8b"), cluster(16)
+    for plan, cost in choose(facts, on, 32)[::100]:
+        alone = predict(facts, plan, on, 32)
+        assert (alone.step_s, alone.peak_bytes) == pytest.approx((cost.step_s, cost.peak_bytes), rel=1e-12)
+
+
+def test_tensor_parallel_ranks_stay_in_a_node():
+    found = search(model("llama3-8b"), cluster(16, of_a_node=4), 16)
+    assert {plan.tp for plan, _ in found.fitting} == {1, 2, 4}
+
+
+def test_a_small_model_is_not_cut():
+    plan, _ = choose(model("gpt2"), cluster(8), 64)[0]
+    assert (plan.tp, plan.pp, plan.cp) == (1, 1, 1)
+
+
+def test_slow_links_between_nodes_change_the_choice():
+    """What is gathered in each step then costs more than it saves."""
+    facts = model("llama3-8b")
+    slow = choose(facts, cluster(16, across_GBps=0.5), 16)[0][0]
+    fast = choose(facts, cluster(16, across_GBps=200), 16)[0][0]
+    assert slow != fast
+    assert slow.replicate > 1 or slow.pp > 1
+
+
+def test_some_of_the_devices():
+    found = search(model("gpt2"), cluster(8), 8, ranks=2)
+    assert {plan.on(2) for plan, _ in found.fitting} == {plan for plan, _ in found.fitting}
+
+
+def test_rejected_plans_say_why():
+    found = search(model("llama3-70b"), cluster(64), 64)
+    assert found.fitting
+    assert found.rejected
+    assert "GiB" in found.rejected[-1].reason
+    assert "most of it" in found.rejected[-1].reason
+
+
+def test_a_model_that_fits_nowhere():
+    with pytest.raises(PlanError, match=r"no plan fits 72.0 GiB a device; the leanest, .* needs .* GiB: use --ranks \d+"):
+        choose(model("llama3-405b"), cluster(8).model_copy(update={"links": cluster(8).links[:1]}), 8)  # the network is not known
+
+
+def test_a_batch_that_cannot_be_split():
+    with pytest.raises(PlanError, match="no plan splits a batch of 3"):
+        choose(model("resnet50"), cluster(8), 3)
+
+
+def test_a_trillion_parameters_on_3072_devices():
+    """How long that takes: benchmarks/search.py."""
+    found = search(TRILLION.facts(), cluster(3072), 3072)
+    assert found.fitting[0][0].tp == 8
+    assert len(found.fitting) + len(found.rejected) > 5000
