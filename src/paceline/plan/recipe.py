@@ -75,9 +75,9 @@ class Recipe:
         return Again("full", 1.0, 1.0, 1.0) if recompute == "full" else Again("none", 0.0, 0.0, 0.0)
 
 
-PACELINE = Recipe("paceline", cast=2.0)  # float32 weights, autocast to bf16
+PACELINE = Recipe("paceline", cast=2.0, sequence=True)  # float32 weights, autocast to bf16
 PACELINE_FP16 = replace(PACELINE, name="paceline-fp16", dtype="fp16")  # for devices without bf16
-FLOAT32 = Recipe("float32", element=4.0, dtype="fp32", loss=12.0)
+FLOAT32 = Recipe("float32", element=4.0, dtype="fp32", loss=12.0, sequence=True)
 
 # Narayanan et al. 2021 and Korthikanti et al. 2022: fp16 with float32 main weights, kernels for softmax, GELU and dropout, the scores of
 # attention in memory, gradients averaged behind the backward pass in float32.

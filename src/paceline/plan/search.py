@@ -9,7 +9,7 @@ from paceline.errors import PlanError
 from paceline.plan.cost import Cost
 from paceline.plan.facts import ModelFacts
 from paceline.plan.memory import NAMES, told, worst
-from paceline.plan.plan import RECOMPUTE, TWICE, Plan
+from paceline.plan.plan import RECOMPUTE, Plan
 from paceline.plan.plan import SCHEDULES as STAGES
 from paceline.plan.predict import recipe_for
 from paceline.plan.recipe import Recipe
@@ -22,6 +22,7 @@ MARGIN = 0.1  # of a device's memory that a plan leaves free, unless asked other
 # 1F1B is as fast as GPipe and keeps less. More than two stages a rank are looked at where two did not hide the bubble.
 PIPELINES = (("1f1b", 1), ("interleaved", 2), ("interleaved", 4), ("zero-bubble", 2), ("zbv", 2))
 SAMPLES = 64  # of a micro-batch, at most
+SLICE = 4096  # positions, at least, of a sequence that is split in a pipeline: shorter ones are quicker with smaller micro-batches
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,10 +92,12 @@ def splits(facts: ModelFacts, on: Speeds, batch: int) -> Iterator[Split]:
     for tp in facts.tp_degrees:
         if on.ranks % tp or tp > on.per_node:
             continue
-        for cut in _divisors(on.ranks // tp):
-            for cp, pp in {(1, cut), (cut, 1)}:
-                dp = on.ranks // (tp * cut)
+        for pp in _divisors(on.ranks // tp):
+            for cp in _divisors(on.ranks // (tp * pp)):
+                dp = on.ranks // (tp * pp * cp)
                 if batch % dp or (cp > 1 and (facts.sequence is None or facts.sequence % (2 * cp))) or pp > facts.blocks:
+                    continue
+                if cp > 1 and pp > 1 and facts.sequence is not None and facts.sequence < SLICE * cp:
                     continue
                 yield from _with_degrees(facts, on, batch // dp, dp, tp, pp, cp)
 
@@ -110,8 +113,6 @@ def _with_degrees(facts: ModelFacts, on: Speeds, samples: int, dp: int, tp: int,
             if pp > 1 and (micro < pp or (STAGES[kind] > 1 and micro % pp)):
                 continue
             for recompute in RECOMPUTE:
-                if recompute == "selective" and kind in TWICE and pp > 1:
-                    continue
                 for zero, replicate in data:
                     yield Split(dp, tp, pp, cp, 1, zero, replicate, micro_batch, micro, kind, stages, recompute)
 
@@ -120,7 +121,7 @@ def _data(dp: int, cp: int, tp: int, pp: int, per_node: int) -> list[tuple[int, 
     """ZeRO stages and copies of the shards: one, or so many that each one's shards are in a node."""
     if dp * cp == 1:
         return [(0, 1)]
-    found = [(0, 1), *([(1, 1)] if tp * pp == 1 else []), (2, 1), (3, 1)]
+    found = [(0, 1), (1, 1), (2, 1), (3, 1)]
     inside = max(1, per_node // tp)
     copies = dp * cp // inside
     if inside > 1 and copies > 1 and copies * inside == dp * cp and dp % copies == 0:
