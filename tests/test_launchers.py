@@ -31,7 +31,7 @@ def become(program: tuple[str, ...], folder: Path, *words: str) -> Result:
 
 
 @pytest.mark.parametrize("program", LAUNCHERS)
-@pytest.mark.parametrize("plan", ["ddp", "zero3"])
+@pytest.mark.parametrize("plan", ["ddp", pytest.param("zero3", marks=pytest.mark.slow)])
 def test_two_ranks_one_run(program: tuple[str, ...], plan: str, tmp_path: Path, alone: list[float]) -> None:
     result = become(program, tmp_path, "my.py:Regression", *WORDS, "--plan", plan)
     assert result.status == 0, result.all

@@ -16,7 +16,9 @@ def begin(folder: Path, plan: str, *more: str, steps: int = 40, source: str = TA
     return start(*map(str, words), "--plan", plan, *more, at=folder, SLOW=str(folder / "slow"))
 
 
-@pytest.mark.parametrize("plan", ["parameter-server,staleness=0", "parameter-server,staleness=3,servers=2"])
+@pytest.mark.parametrize(
+    "plan", ["parameter-server,staleness=0", pytest.param("parameter-server,staleness=3,servers=2", marks=pytest.mark.slow)]
+)
 def test_the_others_go_on(plan: str, tmp_path: Path) -> None:
     run = tmp_path / "run"
     with begin(tmp_path, plan) as running:
@@ -37,6 +39,7 @@ def test_the_others_go_on(plan: str, tmp_path: Path) -> None:
     assert weights(run, 40)
 
 
+@pytest.mark.slow
 def test_without_workers_it_ends(tmp_path: Path) -> None:
     run = tmp_path / "run"
     with begin(tmp_path, "parameter-server", "--save-every", "4") as running:
@@ -70,6 +73,7 @@ def test_a_server_that_dies_ends_all_and_restarts(tmp_path: Path) -> None:
     assert of_kind(run, Ended)[-1].step == 200
 
 
+@pytest.mark.slow
 def test_a_worker_that_fails_ends_all(tmp_path: Path) -> None:
     """It would fail on the others too."""
     source = TASK.replace(

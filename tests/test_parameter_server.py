@@ -24,6 +24,7 @@ from paceline.training.weights import named_tensors
 
 ADAMW = Optimizer(name="adamw", lr=1e-2, weight_decay=0.1)
 SGD = Optimizer(name="sgd", lr=0.05, momentum=0.9)
+CLIPPED = SGD.model_copy(update={"clip": 0.3})
 NEVER = Save(minutes=1e9)
 
 
@@ -72,7 +73,7 @@ def steps(events: list[Event]) -> list[Step]:
 @pytest.mark.parametrize(
     "task", [models.Points, models.Images, models.Text, models.Scalar, models.Idle, models.Weighed, models.OwnOptimizer, models.Routed]
 )
-@pytest.mark.parametrize("optimizer", [ADAMW, SGD.model_copy(update={"clip": 0.3})], ids=["adamw", "sgd-clip"])
+@pytest.mark.parametrize("optimizer", [pytest.param(ADAMW, id="adamw"), pytest.param(CLIPPED, id="sgd-clip", marks=pytest.mark.slow)])
 def test_without_staleness_it_is_one_process(task: type[Task], optimizer: Optimizer, tmp_path: Path) -> None:
     spec = wanted(optimizer, schedule=Schedule(name="cosine", warmup=12))
     expected = trained(1, task(), spec, "single")

@@ -72,7 +72,7 @@ def test_each_command_is_a_plan(command):
     plan_of(command)
 
 
-@pytest.mark.parametrize("plan", ["pp=4,schedule=interleaved,micro=6", "pp=2,cp=2", "tp=3", "pp=4,schedule=interleaved,stages=3,micro=8"])
+@pytest.mark.parametrize("plan", ["pp=4,schedule=interleaved,micro=6", "tp=3", "pp=4,schedule=interleaved,stages=3,micro=8"])
 def test_a_command_that_cannot_be_is_noticed(plan):
     with pytest.raises(PlanError):
         plan_of(f"paceline train text --plan {plan} --ranks 4")

@@ -73,17 +73,16 @@ def trained(size: int, spec: Spec, plan: str, run: Path, stop_at: int | None = N
 # Stop at a step and go on: bit for bit
 
 CASES = [
-    *[(ON[plan], plan, 7) for plan in PLANS],
+    *[(ON[plan], plan, 7) for plan in ("zero1", "zero3")],
     (4, "ddp", 10),  # the order of DDP's buckets matters from three ranks on
     (2, "ddp,micro=2", 5),
-    (4, "hsdp", 1),
 ]
 SWEEP = [
     (size, f"{plan}{micro}", stop)
     for plan in PLANS
     for size in ((1,) if plan == "single" else (2, 4))
     for micro in ("", ",micro=2")
-    for stop in (1, 2, 11, STEPS - 2)
+    for stop in (1, 2, 7, 11, STEPS - 2)
     if (size, f"{plan}{micro}", stop) not in CASES
 ]
 
@@ -258,11 +257,8 @@ WAYS = {
 }
 ALONE = ("SIGINT", "Ctrl-C", "SIGTERM", "SIGHUP", "all killed")  # with one rank, which is the launcher itself
 EACH = [  # and how it goes on: by the command, or in ranks that are there already, which takes less time
-    ("single", "Ctrl-C", "resume"),
-    ("ddp", "SIGTERM", "resume"),
+    ("ddp", "Ctrl-C", "resume"),
     ("zero1", "launcher killed", "train"),
-    ("zero2", "SIGINT", "train"),
-    ("zero3", "rank 1 killed", "train"),
     ("hsdp", "rank 0 killed, restarted", "-"),
 ]
 FULL = [(plan, way, "-" if stop.goes_on else "resume") for plan in PLANS for way, stop in WAYS.items() if plan != "single" or way in ALONE]
@@ -639,7 +635,7 @@ def edited(text: str, was: str, now: str) -> str:
     ids=["task", "task file", "--set", "batch", "seed", "data"],
 )
 def test_what_was_changed_since_is_refused(file, was, now, message, stopped, tmp_path):
-    shutil.copytree(stopped, tmp_path, dirs_exist_ok=True)
+    shutil.copytree(stopped, tmp_path, dirs_exist_ok=True, ignore=shutil.ignore_patterns("__pycache__"))
     run = RunFolder(tmp_path / "r")
     run.spec.write_text(edited(run.spec.read_text(), str(stopped), str(tmp_path)))
     (tmp_path / file).write_text(edited((tmp_path / file).read_text(), was, now))
@@ -658,7 +654,7 @@ def test_what_was_changed_since_is_refused(file, was, now, message, stopped, tmp
     ids=["model", "key"],
 )
 def test_a_refusal_is_one_sentence(file, was, now, message, stopped, tmp_path):
-    shutil.copytree(stopped, tmp_path, dirs_exist_ok=True)
+    shutil.copytree(stopped, tmp_path, dirs_exist_ok=True, ignore=shutil.ignore_patterns("__pycache__"))
     run = RunFolder(tmp_path / "r")
     run.spec.write_text(edited(run.spec.read_text(), str(stopped), str(tmp_path)))
     (tmp_path / file).write_text(edited((tmp_path / file).read_text(), was, now))
@@ -670,7 +666,7 @@ def test_a_refusal_is_one_sentence(file, was, now, message, stopped, tmp_path):
 
 
 def test_a_run_that_is_done_is_not_resumed_but_further(stopped, tmp_path):
-    shutil.copytree(stopped, tmp_path, dirs_exist_ok=True)
+    shutil.copytree(stopped, tmp_path, dirs_exist_ok=True, ignore=shutil.ignore_patterns("__pycache__"))
     assert "ended" not in (result := succeed("resume", "r", "--steps", "4", at=tmp_path)).err, result.all
     done = paceline("resume", "r", at=tmp_path)
     assert (done.status, done.err) == (2, "paceline: r is done: it was trained to step 4; go further with --epochs or --steps\n")
@@ -696,7 +692,7 @@ def test_what_is_no_run_is_refused(path, message, stopped):
 
 
 def test_a_run_that_somebody_trains_is_not_resumed(stopped, tmp_path):
-    shutil.copytree(stopped, tmp_path, dirs_exist_ok=True)
+    shutil.copytree(stopped, tmp_path, dirs_exist_ok=True, ignore=shutil.ignore_patterns("__pycache__"))
     with RunFolder(tmp_path / "r").lock(), pytest.raises(RunError) as caught:
         RunFolder(tmp_path / "r").lock(wait_s=0)
     message = f"{tmp_path}/r is being trained by process {os.getpid()} on {platform.node()}; wait for it or end it"
@@ -706,7 +702,7 @@ def test_a_run_that_somebody_trains_is_not_resumed(stopped, tmp_path):
 
 @pytest.mark.slow
 def test_a_run_that_somebody_trains_is_not_resumed_by_command(stopped, tmp_path):
-    shutil.copytree(stopped, tmp_path, dirs_exist_ok=True)
+    shutil.copytree(stopped, tmp_path, dirs_exist_ok=True, ignore=shutil.ignore_patterns("__pycache__"))
     with RunFolder(tmp_path / "r").lock():
         result = paceline("resume", "r", at=tmp_path)
     assert (result.status, result.err.count("\n")) == (2, 1)

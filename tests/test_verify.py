@@ -122,7 +122,7 @@ def test_none_is_not_zero(two: Ranks) -> None:
     assert "has a gradient, but with one process it has none" in told(verdict)
 
 
-@pytest.mark.parametrize("fault", [faults.hang, faults.die, faults.fail])
+@pytest.mark.parametrize("fault", [pytest.param(faults.hang, marks=pytest.mark.slow), faults.die, faults.fail])
 def test_ranks_that_do_not_answer_fail_alone(two: Ranks, fault: Any) -> None:
     with Verification(spec("Points"), two, timeout_s=5.0) as points:
         verdict = points.outcome(parse("ddp"), fault)
