@@ -5,6 +5,7 @@ import torch
 from torch import nn
 
 from paceline import Task
+from paceline.errors import TaskError
 from paceline.plan.facts import ModelFacts
 from paceline.plan.transformer import Transformer
 from paceline.spec import Spec
@@ -76,3 +77,28 @@ def test_a_convolution() -> None:
     assert found.params == sum(p.numel() for p in Digits().model().parameters())
     assert found.flops > 0
     assert found.tokens == 1
+
+
+class Choosy(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.layer(x)
+        return y * 2 if y.sum().item() > 0 else y
+
+
+class Choice(Task):
+    def model(self) -> nn.Module:
+        return nn.Sequential(Choosy())
+
+    def loss(self, output: torch.Tensor, batch: torch.Tensor) -> torch.Tensor:
+        return output.square().mean(-1)
+
+
+def test_a_model_that_looks_at_values_is_named() -> None:
+    with torch.device("meta"):
+        model = Choice().model()
+    with pytest.raises(TaskError, match="Choice cannot be described: 0 fails without values"):
+        described(model, Choice(), torch.zeros(2, 4), 2)

@@ -64,7 +64,7 @@ def _styles(model: nn.Module, task: Task, batch: Batch) -> Mapping[str, str]:
 
     try:
         return find_splits(model, task, batch, Plan(dp=1, tp=2)).styles
-    except PlanError:
+    except (PlanError, RuntimeError):  # a pass that fails is told of with the module that it fails in
         return {}
 
 
@@ -141,6 +141,7 @@ class _Counting(TorchDispatchMode):
 
     def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
         self.running.pop()
+        self.where = (self.running[-1] if self.running else "") or "the model"
         if id(module) in self.unit_of:
             tensor = next((leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)), None)
             self.parts[self.within.pop()].boundary = tuple(tensor.shape) if tensor is not None else ()
