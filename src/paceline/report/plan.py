@@ -1,0 +1,124 @@
+"""Predicted plans as text for a terminal, and as JSON."""
+
+import json
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from rich.table import Table
+
+from paceline.plan.answer import Answer
+from paceline.plan.cost import Cost, Part, lacks
+from paceline.plan.plan import Plan
+from paceline.plan.search import MARGIN
+from paceline.units import format_bytes, format_count, format_seconds
+
+
+def heading(found: Answer) -> str:
+    facts, where = found.facts, found.cluster.name or found.cluster.device.name
+    return f"{facts.name}: {format_count(facts.params)} parameters, {found.ranks:,} ranks on {where}, batch {found.batch:,}" + (
+        f" × {facts.tokens:,} tokens" if facts.tokens > 1 else ""
+    )
+
+
+def tables(found: Answer, top: int, explain: bool) -> list[Table | str]:
+    shown: list[Table | str] = [_plans(found, found.plans[:top])]
+    if explain:
+        plan, cost = found.plans[0]
+        shown += [f"\ntime of {plan}", _parts(cost.time.parts, format_seconds)]
+        shown += ["\nmemory of its fullest rank", _parts(cost.memory.parts, format_bytes)]
+        if len(found.plans) > 1:
+            other, slower = found.plans[1]
+            missing = [part for part in lacks(slower, cost) if abs(part.value) > 1e-3 * cost.step_s]
+            shown += [f"\nwhat the next, {other}, takes more", _parts(missing, _signed)]
+    return shown
+
+
+def _plans(found: Answer, plans: Sequence[tuple[Plan, Cost]]) -> Table:
+    rate = "tokens/s" if found.facts.tokens > 1 else "samples/s"
+    names = ["step", "±", rate, "MFU", "memory", "fits"]
+    if found.tokens is not None:
+        names += ["days", "device-hours", "kWh", "price"]
+    shown = _table("plan", names)
+    for plan, cost in plans:
+        time, bill = cost.time, found.bill(cost)
+        cells = [format_seconds(cost.step_s), f"{time.error:.0%}", format_count(time.tokens_per_s)]
+        cells += [f"{time.mfu:.1%}" if time.mfu is not None else "", format_bytes(cost.peak_bytes), _fits(cost)]
+        if bill is not None:
+            cells += [f"{bill.days:,.1f}", f"{bill.device_hours:,.0f}"]
+            cells += ["" if value is None else f"{value:,.0f}" for value in (bill.kWh, bill.price)]
+        shown.add_row(str(plan), *cells)
+    return shown
+
+
+def _fits(cost: Cost) -> str:
+    return "yes" if cost.memory.fits(MARGIN) else "barely" if cost.memory.fits() else "no"
+
+
+def _parts(parts: Sequence[Part], say: Callable[[float], str]) -> Table:
+    shown = _table("part", ["", "±"])
+    shown.add_column("")
+    for part in parts:
+        if part.value:
+            shown.add_row(part.name, say(part.value), f"{part.error:.0%}", part.note)
+    return shown
+
+
+def _signed(seconds: float) -> str:
+    return ("-" if seconds < 0 else "+") + format_seconds(abs(seconds))
+
+
+def _table(first: str, names: Sequence[str]) -> Table:
+    shown = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    shown.add_column(first, overflow="fold")
+    for name in names:
+        shown.add_column(name, justify="right", no_wrap=True)
+    return shown
+
+
+def reasons(found: Answer) -> list[str]:
+    """What does not fit, what is assumed, and what is a guess."""
+    lines = []
+    if found.rejected:
+        parts = Counter(one.largest for one in found.rejected).most_common()
+        leanest = found.rejected[0]
+        lines.append(
+            f"{len(found.plans):,} plans fit; {len(found.rejected):,} do not: most of it is "
+            + ", ".join(f"{name} ({count:,})" for name, count in parts)
+            + f"; the leanest of them, {leanest.plan}, {leanest.reason}"
+        )
+    lines += found.assumed
+    if guesses := found.plans[0][1].time.guesses:
+        lines.append("extrapolated: " + "; ".join(guesses))
+    return lines
+
+
+def as_json(found: Answer, top: int) -> str:
+    facts: dict[str, Any] = {"model": found.facts.name, "parameters": found.facts.params, "source": found.facts.source}
+    facts |= {"cluster": found.cluster.name, "ranks": found.ranks, "batch": found.batch, "tokens_per_sample": found.facts.tokens}
+    facts |= {"assumed": found.assumed, "plans": [_figures(found, plan, cost) for plan, cost in found.plans[:top]]}
+    rejected = [{"plan": str(one.plan), "peak_bytes": one.peak_bytes, "reason": one.reason} for one in found.rejected[:top]]
+    return json.dumps(facts | {"fitting": len(found.plans), "rejected": len(found.rejected), "leanest_rejected": rejected}, indent=1) + "\n"
+
+
+def _figures(found: Answer, plan: Plan, cost: Cost) -> dict[str, Any]:
+    time, bill = cost.time, found.bill(cost)
+    figures = {
+        "plan": str(plan),
+        "step_s": cost.step_s,
+        "step_error": time.error,
+        "tokens_per_s": time.tokens_per_s,
+        "samples_per_s": time.samples / cost.step_s,
+        "model_flops_per_s": time.model_flops_per_s,
+        "hardware_flops_per_s": time.hardware_flops_per_s,
+        "mfu": time.mfu,
+        "peak_bytes": cost.peak_bytes,
+        "memory_error": cost.memory.error,
+        "fits": cost.memory.fits(MARGIN),
+        "extrapolated": time.guesses,
+        "time_s": {part.name: part.value for part in time.parts},
+        "memory_bytes": {part.name: part.value for part in cost.memory.parts},
+    }
+    if bill is not None:
+        figures["bill"] = {"seconds": bill.seconds, "device_hours": bill.device_hours, "kWh": bill.kWh, "price": bill.price}
+    return figures

@@ -1,0 +1,70 @@
+"""paceline plan on the real command line."""
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from command import paceline, succeed
+
+LLAMA = ("plan", "--model", "llama3-8b", "--cluster", "h100:8x2@50", "--batch", "64", "--seq", "4096")
+GPT = ("plan", "--model", "gpt3-1.3b", "--cluster", "a100-80g:8", "--batch", "64")
+WITHOUT_TORCH = "import sys; sys.modules['torch'] = None; from paceline.cli import main; main()"
+
+
+def test_model_without_torch(tmp_path: Path) -> None:
+    found = succeed(*LLAMA, "--explain", "--json", "plans.json", at=tmp_path, program=(sys.executable, "-c", WITHOUT_TORCH))
+    figures = json.loads((tmp_path / "plans.json").read_text())
+    steps = [plan["step_s"] for plan in figures["plans"]]
+    assert steps == sorted(steps)
+    assert all(plan["fits"] for plan in figures["plans"])
+    assert sum(figures["plans"][0]["time_s"].values()) == pytest.approx(steps[0])
+    assert figures["rejected"] > 0
+    for words in (figures["plans"][0]["plan"], "tokens/s", "MFU", "do not: most of it", "optimizer", "what the next"):
+        assert words in found.out
+
+
+def test_price_of_one_plan(tmp_path: Path) -> None:
+    succeed(*GPT, "--plan", "tp=2,micro=4", "--tokens", "1e9", "--price", "2", "--json", "one.json", at=tmp_path)
+    [plan] = json.loads((tmp_path / "one.json").read_text())["plans"]
+    assert plan["bill"]["price"] == pytest.approx(2 * plan["bill"]["device_hours"])
+    assert plan["bill"]["seconds"] == pytest.approx(1e9 / plan["tokens_per_s"])
+
+
+def test_task_on_this_machine(tmp_path: Path) -> None:
+    words = ("plan", "text", "--ranks", "2", "--batch", "8", "--set", "depth=2", "--set", "width=32")
+    found = succeed(*words, "--peak", "0.1", "--json", "text.json", at=tmp_path)
+    figures = json.loads((tmp_path / "text.json").read_text())
+    assert (figures["source"], figures["tokens_per_sample"], figures["ranks"]) == ("counted", 128, 2)
+    assert "are assumed" in found.out
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (("plan", "--model", "lama3-8b", "--batch", "8"), "did you mean llama3-8b?"),
+        (("plan", "--model", "gpt2", "--batch", "8", "--cluster", "h10:8"), "did you mean h"),
+        (("plan", "--model", "gpt2", "--cluster", "h100:8"), "Say --batch"),
+        (("plan",), "Name a task"),
+        ((*GPT, "--plan", "tp=3"), "tp=3"),
+        ((*GPT, "--plan", "pp=8,micro=2"), "micro=8"),
+        ((*GPT, "--plan", "pp=4,tp=4"), "8"),
+        ((*GPT, "--ranks", "16"), "has 8 devices"),
+        (("plan", "--model", "gpt3", "--cluster", "a100-80g:8", "--batch", "8"), "no plan fits"),
+        ((*GPT, "--price", "-1"), "--price must be above 0"),
+    ],
+)
+def test_bad_input_is_one_sentence(tmp_path: Path, words: tuple[str, ...], sentence: str) -> None:
+    found = paceline(*words, at=tmp_path)
+    assert found.status == 2, found.all
+    assert sentence in found.err
+    assert found.err.count("\n") == 1
+
+
+def test_unknown_peak_is_asked_for(tmp_path: Path) -> None:
+    device = {"name": "new", "kind": "cuda", "memory_bytes": 8e10}
+    (tmp_path / "cluster.json").write_text(json.dumps({"format": "paceline.cluster", "version": 1, "device": device}))
+    words = ("plan", "--model", "gpt2", "--batch", "8")
+    assert "--peak" in paceline(*words, at=tmp_path).err
+    assert "extrapolated" in succeed(*words, "--peak", "300", at=tmp_path).out
