@@ -207,6 +207,16 @@ def trained(size: int, task: Task, spec: Spec, plan: str | None = None, plant: A
     return first
 
 
+@cache
+def _alone(task: Task, spec: str) -> Trained:
+    return trained(1, task, Spec.model_validate_json(spec), "single")
+
+
+def wrong(size: int, plan: str, task: Task, spec: Spec, plant: Any = nullcontext) -> list[str]:
+    """Where a training on so many ranks differs from one process by more than 1e-10; [] where nowhere."""
+    return differences(trained(size, task, spec, plan, plant), _alone(task, spec.model_dump_json()), 1e-10)
+
+
 def differences(found: Trained, expected: Trained, rtol: float) -> list[str]:
     """Where two trainings differ by more than rtol, relative to the largest element of each series or tensor; [] where nowhere."""
     assert found.weights.keys() == expected.weights.keys()

@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,7 @@ import models
 import sequences
 from command import paceline
 from faults import replaced
-from harness import Trained, difference, differences, ranks, trained, training
+from harness import difference, differences, ranks, trained, training, wrong
 from paceline import Spec, Task, train
 from paceline.errors import PlanError
 from paceline.events import Step
@@ -34,16 +33,6 @@ def wanted(optimizer: Optimizer = ADAMW, **more: Any) -> Spec:
     """Steps over the border of an epoch."""
     schedule = Schedule(name="cosine", warmup=12, floor=0.1)
     return Spec(**{"steps": 5, "batch": 8, "seed": 3, "precision": "fp64", "optimizer": optimizer, "schedule": schedule, **more})
-
-
-@cache
-def one_process(task: Task, spec: str) -> Trained:
-    return trained(1, task, Spec.model_validate_json(spec), "single")
-
-
-def wrong(size: int, plan: str, task: Task, spec: Spec, plant: Any = None) -> list[str]:
-    found = trained(size, task, spec, plan) if plant is None else trained(size, task, spec, plan, plant)
-    return differences(found, one_process(task, spec.model_dump_json()), RTOL)
 
 
 PLANS = [

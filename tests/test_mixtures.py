@@ -1,7 +1,6 @@
 """Axes that meet: each mixture trains as one process does, and lays out what it says."""
 
 from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,7 @@ import models
 import sequences
 import stacks
 from faults import replaced
-from harness import Trained, differences, ranks, trained, training
+from harness import differences, ranks, trained, training, wrong
 from paceline import Spec, Task, train
 from paceline.errors import PlanError
 from paceline.launch.world import world
@@ -34,16 +33,6 @@ CLIPPED = SGD.model_copy(update={"clip": 0.1})
 
 def wanted(optimizer: Optimizer = SGD, **more: Any) -> Spec:
     return Spec(**{"steps": 3, "batch": 8, "seed": 3, "precision": "fp64", "optimizer": optimizer, **more})
-
-
-@cache
-def one_process(task: Task, spec: str) -> Trained:
-    return trained(1, task, Spec.model_validate_json(spec), "single")
-
-
-def wrong(size: int, plan: str, task: Task, spec: Spec, plant: Any = None) -> list[str]:
-    found = trained(size, task, spec, plan) if plant is None else trained(size, task, spec, plan, plant)
-    return differences(found, one_process(task, spec.model_dump_json()), RTOL)
 
 
 # A sequence that is split in a pipeline
@@ -121,7 +110,7 @@ def test_dropout_in_slices() -> None:
     task, spec = sequences.Odd(what="dropout"), wanted()
     first = trained(4, task, spec, "pp=2,cp=2,micro=2")
     assert not differences(trained(4, task, spec, "pp=2,cp=2,micro=2"), first, 0.0)
-    assert differences(first, one_process(task, spec.model_dump_json()), 1e-3)
+    assert differences(first, trained(1, task, spec, "single"), 1e-3)
 
 
 def refused(task: Task, plan: str) -> str:

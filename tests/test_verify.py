@@ -18,12 +18,12 @@ import models
 from command import paceline, start, succeed, write_task
 from paceline import Plan, Spec
 from paceline.errors import PlanError
+from paceline.launch.pool import Ranks
 from paceline.plan.candidates import candidates
 from paceline.plan.plan import parse
 from paceline.spec import Optimizer
 from paceline.verify.compare import Difference, apart, apart_numbers, axis_of, ratio
 from paceline.verify.quiet import switch_dropout_off_
-from paceline.verify.ranks import Ranks
 from paceline.verify.report import conditions, sentence, told
 from paceline.verify.run import Verdict, Verification, batch_for
 

@@ -19,7 +19,8 @@ import models
 from harness import trained
 from paceline import Spec
 from paceline.errors import TaskError
-from paceline.training.weights import Weights, _all_of, _storage, _view, aliases, fill_, named_tensors, record
+from paceline.training.shards import storage_of
+from paceline.training.weights import Weights, _all_of, _view, aliases, fill_, named_tensors, record
 
 
 def made(build: Callable[[], nn.Module], seed: int = 0, pretrained: Path | None = None) -> nn.Module:
@@ -227,16 +228,16 @@ def played(weights: Weights, seed: int) -> dict[str, Tensor]:
     def real(item: Any) -> Any:
         if isinstance(item, torch.device):
             return torch.device("cpu")
-        return _view(made[_storage(item)], item) if isinstance(item, Tensor) and item.is_meta else item
+        return _view(made[storage_of(item)], item) if isinstance(item, Tensor) and item.is_meta else item
 
     torch.manual_seed(seed)
     with torch.no_grad():
         for operation in weights.tape.operations:
             result = operation.run(*tree_map(real, operation.args), **tree_map(real, operation.kwargs))
             for stand_in, value in zip(operation.results, tree_leaves(result), strict=True):
-                if _storage(stand_in) not in operation.reads:
-                    made[_storage(stand_in)] = _all_of(value, stand_in)
-    return {name: _view(made[_storage(origin)], origin) for name, origin in weights.origins.items()}
+                if storage_of(stand_in) not in operation.reads:
+                    made[storage_of(stand_in)] = _all_of(value, stand_in)
+    return {name: _view(made[storage_of(origin)], origin) for name, origin in weights.origins.items()}
 
 
 @pytest.mark.parametrize("build", [RANDOM[name] for name in RANDOM if name != "normal"], ids=[name for name in RANDOM if name != "normal"])

@@ -129,14 +129,7 @@ class Launch(Value):
 
 def load(path: Path | None, overrides: Mapping[str, Any]) -> tuple[Spec, Launch]:
     """Spec and Launch from a TOML file, with dotted keys (`optimizer.lr`) on top; None takes a key back. Raises SpecError."""
-    tree: dict[str, Any] = {}
-    if path is not None:
-        try:
-            tree = tomllib.loads(path.read_text())
-        except OSError as error:
-            raise SpecError(f"cannot read {path}: {error.strerror}") from error
-        except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-            raise SpecError(f"{path} is not TOML: {error}") from error
+    tree = read_toml(path) if path is not None else {}
     for key, value in overrides.items():
         *parents, leaf = key.split(".", 1) if not key.startswith("set.") else ("set", key.removeprefix("set."))
         node = tree
@@ -149,6 +142,16 @@ def load(path: Path | None, overrides: Mapping[str, Any]) -> tuple[Spec, Launch]
         else:
             node[leaf] = value
     return build(tree)
+
+
+def read_toml(path: Path) -> dict[str, Any]:
+    """Raises SpecError for what cannot be read, or is no TOML."""
+    try:
+        return tomllib.loads(path.read_text())
+    except OSError as error:
+        raise SpecError(f"cannot read {path}: {error.strerror}") from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise SpecError(f"{path} is not TOML: {error}") from error
 
 
 def build(tree: Mapping[str, Any]) -> tuple[Spec, Launch]:

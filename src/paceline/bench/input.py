@@ -12,11 +12,11 @@ from paceline.bench.compute import first_line
 from paceline.bench.result import Row
 from paceline.bench.step import ready, time_step
 from paceline.bench.timer import timing
+from paceline.cluster.limits import usable_cores
 from paceline.errors import Error
 from paceline.spec import Spec
 from paceline.task import Task
 from paceline.training.data import Batch, Part, Samples, batches, open_dataset, training_parts
-from paceline.training.process import usable_cores
 
 KEYS = ("what", "workers", "prefetch")
 ENDLESS = 10**9  # steps

@@ -11,9 +11,9 @@ from paceline.bench.compute import LEAST, first_line
 from paceline.bench.products import Run
 from paceline.bench.result import Row
 from paceline.bench.timer import WALL, Budget, Clock, Timing, alone, measure, synchronized
+from paceline.launch.pool import Ranks
 from paceline.launch.world import World
 from paceline.training.process import choose_device, threads_per_rank
-from paceline.verify.ranks import Ranks
 
 KEYS = ("operation", "memory", "streams", "bytes", "backend", "ranks")
 TURNS = 3

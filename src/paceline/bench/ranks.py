@@ -23,6 +23,7 @@ import psutil
 from paceline.bench.fit import fits
 from paceline.bench.request import KEYS, Request
 from paceline.bench.result import Result, Row
+from paceline.cluster.limits import usable_cores
 from paceline.errors import BenchError, Error, RankError
 
 POLL_S = 0.05
@@ -33,8 +34,6 @@ NOTE, ERROR = "note", "error"  # keys of lines that are no rows
 
 def result(request: Request, ranks: int, local_ranks: int, found: Sequence[Row | str]) -> Result:
     """From rows and notes, as many as there are. `local_ranks`: on this machine."""
-    from paceline.training.process import usable_cores
-
     rows = tuple(dict(one) for one in found if not isinstance(one, str))
     notes = [one for one in found if isinstance(one, str)]
     if local_ranks > (cores := usable_cores()):

@@ -3,7 +3,6 @@
 import json
 import os
 import platform
-import tempfile
 import time
 from collections.abc import Mapping
 from importlib.metadata import PackageNotFoundError, version
@@ -13,6 +12,7 @@ from typing import Any, Literal
 import psutil
 from pydantic import Field, ValidationError
 
+from paceline.cluster.file import write_whole
 from paceline.errors import BenchError
 from paceline.spec import Value as Frozen
 from paceline.spec import explain
@@ -43,15 +43,8 @@ class Result(Frozen):
 
 def write(result: Result, path: Path) -> None:
     """Whole or not at all. Raises BenchError where it cannot be written."""
-    try:
-        handle, beside = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-        with os.fdopen(handle, "w") as file:
-            json.dump({"schema": SCHEMA} | result.model_dump(mode="json"), file, indent=1, allow_nan=False, ensure_ascii=False)
-            file.write("\n")
-        os.chmod(beside, 0o644)
-        os.replace(beside, path)
-    except OSError as error:
-        raise BenchError(f"cannot write {path}: {error.strerror}") from error
+    tree = {"schema": SCHEMA} | result.model_dump(mode="json")
+    write_whole(path, json.dumps(tree, indent=1, allow_nan=False, ensure_ascii=False) + "\n", BenchError)
 
 
 def read(path: Path, kind: str | None = None) -> Result:

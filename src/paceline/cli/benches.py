@@ -149,8 +149,9 @@ def device_for(wish: str | None) -> "torch.device":
         raise SpecError(f"--device is cpu or cuda, got {wish!r}")
     import torch
 
+    from paceline.cluster.limits import usable_cores
     from paceline.launch.world import World
-    from paceline.training.process import choose_device, usable_cores
+    from paceline.training.process import choose_device
 
     torch.set_num_threads(usable_cores())
     return choose_device(World(), wish)

@@ -8,7 +8,7 @@ from typing import Any, get_args
 from pydantic import BaseModel, ValidationError
 
 from paceline.cluster.facts import FORMAT, VERSION, Cluster, Fact
-from paceline.errors import ClusterError
+from paceline.errors import ClusterError, Error
 from paceline.spec import explain, nearest
 
 LINE = 120  # characters
@@ -51,14 +51,14 @@ def write(path: Path, cluster: Cluster) -> None:
     write_whole(path, layout(cluster.model_dump(mode="json")))
 
 
-def write_whole(path: Path, text: str) -> None:
+def write_whole(path: Path, text: str, kind: type[Error] = ClusterError) -> None:
     beside = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         beside.write_text(text)
         beside.replace(path)
     except OSError as error:
         beside.unlink(missing_ok=True)
-        raise ClusterError(f"cannot write {path}: {error.strerror}") from error
+        raise kind(f"cannot write {path}: {error.strerror}") from error
 
 
 def layout(tree: Any) -> str:

@@ -9,7 +9,7 @@ from paceline.plan.facts import ModelFacts
 from paceline.plan.plan import Plan, parse
 from paceline.plan.predict import predict
 from paceline.plan.recipe import Recipe
-from paceline.plan.search import MARGIN, Rejected, choose, search
+from paceline.plan.search import MARGIN, Rejected, none_fits, search
 
 CARD_GBps = {"a100": 25.0, "h100": 50.0, "h200": 50.0}  # a network card of 200 or 400 Gbit/s for each device, as in the DGX of these
 OTHER_GBps = 25.0
@@ -63,7 +63,7 @@ def answer(
         return replace(whole, plans=[(asked, predict(facts, asked, cluster, batch, recipe, count))])
     found = search(facts, cluster, batch, MARGIN, recipe, count)
     if not found.fitting:
-        choose(facts, cluster, batch, MARGIN, recipe, count)  # says what would do
+        raise none_fits(found, facts, cluster, batch, recipe, count)
     return replace(whole, plans=found.fitting, rejected=found.rejected)
 
 

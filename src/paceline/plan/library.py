@@ -13,7 +13,7 @@ from paceline.errors import SpecError
 from paceline.plan.convolutions import efficientnet, resnet
 from paceline.plan.facts import ModelFacts
 from paceline.plan.transformer import Transformer
-from paceline.spec import explain, known_keys, nearest
+from paceline.spec import explain, known_keys, nearest, read_toml
 
 CONVOLUTIONS: Mapping[str, Callable[[str], ModelFacts]] = {
     "resnet50": lambda name: resnet(name, (3, 4, 6, 3)),
@@ -62,12 +62,7 @@ def model(name: str, **changes: Any) -> ModelFacts:
 
 
 def _read(path: Path) -> dict[str, Any]:
-    try:
-        tree = tomllib.loads(path.read_text())
-    except OSError as error:
-        raise SpecError(f"cannot read {path}: {error.strerror}") from error
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise SpecError(f"{path} is not TOML: {error}") from error
+    tree = read_toml(path)
     like = tree.pop("like", None)
     if like is not None and like not in _transformers():
         raise SpecError(f"{path} is like {like!r}, which is not known{nearest(str(like), _transformers())}")

@@ -52,16 +52,21 @@ def choose(
 ) -> list[tuple[Plan, Cost]]:
     """Plans that fit, the fastest first. Raises PlanError where none does: what the leanest one needs, and how many devices do."""
     found = search(facts, cluster, batch, margin, recipe, ranks)
-    if found.fitting:
-        return found.fitting
+    if not found.fitting:
+        raise none_fits(found, facts, cluster, batch, recipe, ranks)
+    return found.fitting
+
+
+def none_fits(found: Found, facts: ModelFacts, cluster: Cluster, batch: int, recipe: Recipe | None, ranks: int | None) -> PlanError:
+    """What to say of a search that found no plan that fits."""
+    count = ranks or cluster.devices
     if not found.rejected:
-        count = ranks or cluster.devices
-        raise PlanError(f"no plan splits a batch of {batch} over {count} ranks; use a batch that {count} divides, or --ranks {batch}")
+        return PlanError(f"no plan splits a batch of {batch} over {count} ranks; use a batch that {count} divides, or --ranks {batch}")
     leanest = found.rejected[0]
     limit = leanest.limit_bytes
-    enough = _enough(facts, cluster, batch, limit, recipe, ranks or cluster.devices)
+    enough = _enough(facts, cluster, batch, limit, recipe, count)
     way_out = f"use --ranks {enough}" if enough else "use a smaller model, or devices with more memory"
-    raise PlanError(
+    return PlanError(
         f"no plan fits {format_bytes(limit)} a device; the leanest, {leanest.plan}, needs {format_bytes(leanest.peak_bytes)}: {way_out}"
     )
 
@@ -104,7 +109,7 @@ def splits(facts: ModelFacts, on: Speeds, batch: int) -> Iterator[Split]:
 
 def _with_degrees(facts: ModelFacts, on: Speeds, samples: int, dp: int, tp: int, pp: int, cp: int) -> Iterator[Split]:
     pipelines = [(kind, stages) for kind, stages in PIPELINES if pp * stages <= facts.blocks] if pp > 1 else [("1f1b", 1)]
-    data = _data(dp, cp, tp, pp, on.per_node)
+    data = _data(dp * cp, dp, tp, on.per_node)
     for micro_batch in _divisors(samples):
         micro = samples // micro_batch
         if micro_batch > SAMPLES and micro > 1:
@@ -117,14 +122,14 @@ def _with_degrees(facts: ModelFacts, on: Speeds, samples: int, dp: int, tp: int,
                     yield Split(dp, tp, pp, cp, 1, zero, replicate, micro_batch, micro, kind, stages, recompute)
 
 
-def _data(dp: int, cp: int, tp: int, pp: int, per_node: int) -> list[tuple[int, int]]:
-    """ZeRO stages and copies of the shards: one, or so many that each one's shards are in a node."""
-    if dp * cp == 1:
+def _data(ranks: int, dp: int, tp: int, per_node: int) -> list[tuple[int, int]]:
+    """ZeRO stages and copies of the shards, of so many data ranks: one, or so many that each one's shards are in a node."""
+    if ranks == 1:
         return [(0, 1)]
     found = [(0, 1), (1, 1), (2, 1), (3, 1)]
     inside = max(1, per_node // tp)
-    copies = dp * cp // inside
-    if inside > 1 and copies > 1 and copies * inside == dp * cp and dp % copies == 0:
+    copies = ranks // inside
+    if inside > 1 and copies > 1 and copies * inside == ranks and dp % copies == 0:
         found.append((3, copies))
     return found
 

@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_leaves
 from paceline.plan.ledger import MODEL, PACELINE, Ledger, added_up, axis_of
 from paceline.plan.plan import Plan
 from paceline.training.running import Running
-from paceline.training.shards import is_cut, is_here
+from paceline.training.shards import is_cut, is_here, storage_of
 from paceline.training.stages import name_of
 
 # operator -> collective, which argument is counted, and whether it is one rank's part of S
@@ -146,7 +146,7 @@ class Counter(TorchDispatchMode):
 
 
 def _storage(tensor: Any) -> int:
-    return (tensor._local_tensor if is_cut(tensor) else tensor).untyped_storage()._cdata
+    return storage_of(tensor._local_tensor if is_cut(tensor) else tensor)
 
 
 def _common(modules: list[str]) -> str:

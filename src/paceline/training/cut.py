@@ -19,6 +19,7 @@ from paceline.errors import PlanError
 from paceline.task import Layout, Task
 from paceline.training.data import Batch
 from paceline.training.gates import Gates, Run, parts_of
+from paceline.training.shards import storage_of
 from paceline.training.step import autocast, call
 
 Mask = int  # bit c: depends on what lies before cut c, not through what crosses it
@@ -154,7 +155,7 @@ class _Recorder(TorchDispatchMode):
         return self.masks.get(id(tensor), 0) | self.written.get(self.place(tensor), 0)
 
     def place(self, tensor: Tensor) -> int:
-        return self.places.get(id(tensor), _storage(tensor))
+        return self.places.get(id(tensor), storage_of(tensor))
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -169,13 +170,13 @@ class _Recorder(TorchDispatchMode):
             self._bar(mask, self.now, f"{self.recording.calls[self.now].part} needs what was computed further ahead as well")
         result = func(*args, **kwargs)
         self._write(func, args, kwargs, mask)
-        moved = {_storage(tensor): self.places[id(tensor)] for tensor in inputs if id(tensor) in self.places}
+        moved = {storage_of(tensor): self.places[id(tensor)] for tensor in inputs if id(tensor) in self.places}
         for tensor in _tensors(result):
             if mask or id(tensor) in self.masks:
                 self.masks[id(tensor)] = mask
                 self.kept.append(tensor)
-                if _storage(tensor) in moved:
-                    self.places[id(tensor)] = moved[_storage(tensor)]
+                if storage_of(tensor) in moved:
+                    self.places[id(tensor)] = moved[storage_of(tensor)]
         count = self.flops.get(func._overloadpacket)
         if count is not None and self.now >= 0:
             self.recording.calls[self.now].flops += count(*args, **kwargs, out_val=result)
@@ -189,8 +190,8 @@ class _Recorder(TorchDispatchMode):
                 if mask:
                     self.written[place] = self.written.get(place, 0) | mask
                     self.kept.append(tensor.untyped_storage())
-                if _storage(tensor) in self.outputs:
-                    self.recording.calls[self.outputs[_storage(tensor)]].written = True
+                if storage_of(tensor) in self.outputs:
+                    self.recording.calls[self.outputs[storage_of(tensor)]].written = True
 
     def called(self, name: str, run: Run, args: Any, kwargs: Any) -> Any:
         calls = self.recording.calls
@@ -217,7 +218,7 @@ class _Recorder(TorchDispatchMode):
         here.free = not has_parameters and not any(map(self.mask, _tensors(result)))
         here.output = tree_map(lambda leaf: Like(tuple(leaf.shape), leaf.dtype) if isinstance(leaf, Tensor) else leaf, result)
         for tensor in _tensors(result):
-            self.outputs[_storage(tensor)] = at
+            self.outputs[storage_of(tensor)] = at
             self.kept.append(tensor)
         return result
 
@@ -238,7 +239,3 @@ class _Recorder(TorchDispatchMode):
             cut = stale.bit_length() - 1
             stale ^= 1 << cut
             self.recording.barred.setdefault(cut, why)
-
-
-def _storage(tensor: Tensor) -> int:
-    return tensor.untyped_storage()._cdata

@@ -102,9 +102,14 @@ def _one(dim: int | None) -> list[int | None] | None:
     return None if dim is None else [dim]
 
 
+def attended(args: Any, kwargs: Any) -> list[Tensor]:
+    """Queries, keys and values of a call of ATTENTION."""
+    return [args[at] if len(args) > at else kwargs[name] for at, name in enumerate(("query", "key", "value"))]
+
+
 def _attention(args: Any, kwargs: Any, results: list[Tensor], label: Any) -> list[int | None] | None:
     """(…, heads, positions, size) of queries, keys and values, all split along the heads."""
-    q, k, v = (args[at] if len(args) > at else kwargs[name] for at, name in enumerate(("query", "key", "value")))
+    q, k, v = attended(args, kwargs)
     mask = args[3] if len(args) > 3 else kwargs.get("attn_mask")
     split = {label(tensor)[1] - tensor.dim() if label(tensor) else None for tensor in (q, k, v)}
     if split != {-3} or (mask is not None and mask.dim() >= 3 and mask.shape[-3] != 1):

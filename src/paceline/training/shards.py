@@ -22,6 +22,11 @@ def local(tensor: Tensor) -> Tensor:
     return cut.to_local() if is_cut(tensor) else tensor
 
 
+def storage_of(tensor: Tensor) -> int:
+    """Which memory a tensor lies in; views share it."""
+    return tensor.untyped_storage()._cdata
+
+
 def is_first_copy(tensor: Tensor, place: Place) -> bool:
     """Whether this rank is the first of those that hold the same shard. `tensor` is cut, along one axis of its mesh at the least."""
     cut: Any = tensor

@@ -22,14 +22,10 @@ from torch.utils._pytree import tree_flatten, tree_map
 from paceline.errors import TaskError
 from paceline.spec import nearest
 from paceline.training.seeds import derive, streams
-from paceline.training.shards import is_cut, is_here, local
+from paceline.training.shards import is_cut, is_here, local, storage_of
 
 FROM_VALUES = (torch.tensor, torch.as_tensor, torch.asarray, torch.from_numpy)  # what makes a tensor of the caller's numbers
 IS_META = Tensor.is_meta.__get__  # type: ignore[attr-defined]
-
-
-def _storage(tensor: Tensor) -> int:
-    return tensor.untyped_storage()._cdata
 
 
 def _on_meta(tensor: Tensor) -> bool:
@@ -65,9 +61,9 @@ class Tape:
     def add(self, run: Callable[..., Any], args: Any, kwargs: Any, result: Any, written: list[Tensor], random: bool) -> None:
         inputs = [item for item in tree_flatten((args, kwargs))[0] if isinstance(item, Tensor)]
         results = [item for item in tree_flatten(result)[0] if isinstance(item, Tensor)]
-        reads = [_storage(item) for item in inputs]
-        self.whole &= all(not _on_meta(item) or _storage(item) in self.writers for item in inputs)
-        writes = [_storage(item) for item in written] + [made for item in results if (made := _storage(item)) not in reads]
+        reads = [storage_of(item) for item in inputs]
+        self.whole &= all(not _on_meta(item) or storage_of(item) in self.writers for item in inputs)
+        writes = [storage_of(item) for item in written] + [made for item in results if (made := storage_of(item)) not in reads]
         if writes:  # the others are views
             for storage in set(writes):
                 self.writers.setdefault(storage, []).append(len(self.operations))
@@ -159,18 +155,18 @@ class Weights:
         def real(item: Any) -> Any:
             if isinstance(item, torch.device):
                 return torch.device("cpu")
-            return _view(made[_storage(item)], item) if isinstance(item, Tensor) and item.is_meta else item
+            return _view(made[storage_of(item)], item) if isinstance(item, Tensor) and item.is_meta else item
 
         with torch.random.fork_rng(devices=[]), torch.no_grad():
-            for operation in self.tape.leading_to(_storage(origin)):
+            for operation in self.tape.leading_to(storage_of(origin)):
                 if operation.random:
                     torch.default_generator.manual_seed(operation.seed)
                 result = operation.run(*tree_map(real, operation.args), **tree_map(real, operation.kwargs))
                 results = [item for item in tree_flatten(result)[0] if isinstance(item, Tensor)]
                 for stand_in, value in zip(operation.results, results, strict=True):
-                    if _storage(stand_in) not in operation.reads:
-                        made[_storage(stand_in)] = _all_of(value, stand_in)
-        return _view(made[_storage(origin)], origin)
+                    if storage_of(stand_in) not in operation.reads:
+                        made[storage_of(stand_in)] = _all_of(value, stand_in)
+        return _view(made[storage_of(origin)], origin)
 
 
 def _view(whole: Tensor, like: Tensor) -> Tensor:
@@ -211,7 +207,7 @@ def record(build: Callable[[], nn.Module], seed: int) -> tuple[nn.Module, Weight
         raise TaskError(f"the model's {lazy[0]} has no shape yet: Paceline cannot plan with lazy modules, give them their sizes")
     origins = {name: tensor.detach() for name, tensor in named_tensors(model).items()}
     for name, origin in origins.items():
-        for place, operation in enumerate(tape.leading_to(_storage(origin))):
+        for place, operation in enumerate(tape.leading_to(storage_of(origin))):
             if operation.random and not operation.seed:
                 operation.seed = derive(seed, "weights", name, place)
     return (model if recorded else model.to("meta")), Weights(tape, origins), recorded
@@ -225,7 +221,7 @@ def _all_known(model: nn.Module, tape: Tape) -> bool:
     known = {id(tensor) for tensor in registered}
     others = [leaf for module in model.modules() for leaf in tree_flatten(list(vars(module).values()))[0] if isinstance(leaf, Tensor)]
     return all(id(tensor) in known or not tensor.is_meta for tensor in others) and all(
-        not tensor.is_meta or _storage(tensor) in tape.writers for tensor in registered
+        not tensor.is_meta or storage_of(tensor) in tape.writers for tensor in registered
     )
 
 

@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Any
 
 from paceline import task as tasks
 from paceline.errors import PlanError, RankError, TaskError
+from paceline.launch.pool import Ranks
 from paceline.plan.plan import Plan, share
 from paceline.spec import Spec
 from paceline.verify.compare import RTOL, Difference, apart_numbers, axis_of
 from paceline.verify.observe import Plant, Reference, Seen, compare, record
-from paceline.verify.ranks import Ranks
 
 if TYPE_CHECKING:
     from paceline.verify.asynchronous import Held, Outcome

@@ -74,7 +74,7 @@ class Ranks:
             output = tempfile.TemporaryFile()  # noqa: SIM115 (closed in `end`)
             names = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": self.size, "LOCAL_WORLD_SIZE": self.size}
             process = subprocess.Popen(
-                [sys.executable, "-m", "paceline.verify.ranks", str(there.fileno()), str(self._store.port), str(os.getpid())],
+                [sys.executable, "-m", "paceline.launch.pool", str(there.fileno()), str(self._store.port), str(os.getpid())],
                 env=os.environ | {name: str(value) for name, value in names.items()} | {"PYTHONPATH": os.pathsep.join(sys.path)},
                 pass_fds=[there.fileno()],
                 stdin=subprocess.DEVNULL,
@@ -188,7 +188,7 @@ def _leave_if_orphaned(launcher: int) -> None:
 
 
 if __name__ == "__main__":
-    from paceline.verify import ranks  # under its own name, which is what pickled answers know
+    from paceline.launch import pool  # under its own name, which is what pickled answers know
 
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # of a terminal, to all: who started the ranks ends them
-    ranks._be_a_rank(Connection(int(sys.argv[1])), int(sys.argv[2]), int(sys.argv[3]))
+    pool._be_a_rank(Connection(int(sys.argv[1])), int(sys.argv[2]), int(sys.argv[3]))
