@@ -3,7 +3,9 @@
 import pytest
 
 from clusters import cluster
+from paceline.cluster.published import parse as published
 from paceline.errors import PlanError
+from paceline.plan.assumed import assuming
 from paceline.plan.library import model
 from paceline.plan.plan import parse
 from paceline.plan.predict import predict
@@ -81,3 +83,10 @@ def test_a_trillion_parameters_on_3072_devices():
     found = search(TRILLION.facts(), cluster(3072), 3072)
     assert found.fitting[0][0].tp == 8
     assert len(found.fitting) + len(found.rejected) > 5000
+
+
+@pytest.mark.parametrize(("words", "GBps"), [("h100:8x2", 50), ("a100-80g:8x2", 25), ("v100-32g:8x2", 25), ("h100:8x2@12", 12)])
+def test_links_between_nodes_are_those_said_or_usual_ones(words, GBps):
+    on, sentences = assuming(published(words))
+    assert next(link for link in on.links if link.axis == "across").beta_Bps.value == GBps * 1e9
+    assert len(sentences) == ("@" not in words)
