@@ -29,12 +29,17 @@ class Answer:
 
     def bill(self, cost: Cost) -> Bill | None:
         """Of the whole training, where its tokens are said."""
-        if self.tokens is None:
-            return None
-        power = self.cluster.device.power_W if self.cluster.device.kind != "cpu" else None
-        declared = self.cluster.price_per_device_hour.value if self.cluster.price_per_device_hour else None
-        price = self.price if self.price is not None else declared
-        return bill(cost.step_s, self.tokens / cost.time.tokens, self.ranks, power.value if power else None, price)
+        return billed(self.cluster, cost, self.ranks, self.tokens, self.price)
+
+
+def billed(cluster: Cluster, cost: Cost, ranks: int, tokens: float | None, price: float | None) -> Bill | None:
+    """Of a training of so many tokens; `price` of a device's hour, else what the cluster says. None where the tokens are not said."""
+    if tokens is None:
+        return None
+    power = cluster.device.power_W if cluster.device.kind != "cpu" else None
+    declared = cluster.price_per_device_hour.value if cluster.price_per_device_hour else None
+    paid = price if price is not None else declared
+    return bill(cost.step_s, tokens / cost.time.tokens, ranks, power.value if power else None, paid)
 
 
 def answer(

@@ -36,7 +36,9 @@ class Rejected:
 
     @property
     def reason(self) -> str:
-        return f"needs {format_bytes(self.peak_bytes)} of {format_bytes(self.limit_bytes)}, most of it {self.largest}"
+        needed, limit = format_bytes(self.peak_bytes), format_bytes(self.limit_bytes)
+        of = f"{needed} of {limit}" if needed != limit else f"{format_bytes(self.peak_bytes - self.limit_bytes)} more than {limit}"
+        return f"needs {of}, most of it {self.largest}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +79,13 @@ def fastest(
     return (plan_of(best[0]), best[1]) if best else None
 
 
+def leanest(facts: ModelFacts, on: Speeds, ranks: int, batch: int, margin: float, recipe: Recipe) -> Rejected | None:
+    """Where none fits, the one that needs least; None where the batch cannot be split."""
+    looked = ((worst(facts, cut, recipe)[1], cut) for cut in splits(facts, ranks, on.per_node, batch))
+    found = min(looked, key=lambda pair: sum(pair[0]), default=None)
+    return _rejected(found[1], found[0], on.memory_bytes * (1 - margin)) if found else None
+
+
 def none_fits(found: Found, facts: ModelFacts, cluster: Cluster, batch: int, recipe: Recipe | None, ranks: int | None) -> PlanError:
     """What to say of a search that found no plan that fits."""
     count = ranks or cluster.devices
@@ -103,13 +112,17 @@ def search(
     for cut in splits(facts, on.ranks, on.per_node, batch):
         rank, values = worst(facts, cut, recipe)
         if sum(values) > limit:
-            rejected.append(Rejected(plan_of(cut), sum(values), limit, NAMES[values.index(max(values))]))
+            rejected.append(_rejected(cut, values, limit))
             continue
         needed = told(rank, values, cut, recipe, on.memory_bytes)
         fitting.append((plan_of(cut), Cost(time(facts, cut, recipe, on), needed, cut.micro_batch)))
     fitting.sort(key=lambda pair: (pair[1].step_s, pair[1].peak_bytes))
     rejected.sort(key=lambda one: one.peak_bytes)
     return Found(fitting, rejected)
+
+
+def _rejected(cut: Split, values: tuple[float, ...], limit_bytes: float) -> Rejected:
+    return Rejected(plan_of(cut), sum(values), limit_bytes, NAMES[values.index(max(values))])
 
 
 def splits(facts: ModelFacts, ranks: int, per_node: int, batch: int) -> Iterator[Split]:
