@@ -65,11 +65,8 @@ class Load(NamedTuple):
 
 def time(facts: ModelFacts, split: Split, recipe: Recipe, speeds: Speeds) -> Time:
     """Raises PlanError where the cluster does not say how fast its devices talk."""
-    schedule = SCHEDULES[split.schedule]
-    loads = [
-        (share, load(share, recipe, speeds, split.cut)) for share in shares(facts, split.pp, split.stages, recipe.even, schedule.folded)
-    ]
-    share, busiest = max(loads, key=lambda pair: pair[1].total_s)
+    stages = loads(facts, split.pp, split.stages, SCHEDULES[split.schedule].folded, split.cut, recipe, speeds)
+    share, busiest = stages[0]
     m = split.micro
     parts = {
         "products": m * busiest.products_s,
@@ -80,8 +77,8 @@ def time(facts: ModelFacts, split: Split, recipe: Recipe, speeds: Speeds) -> Tim
         "context parallel": m * busiest.context_s,
     }
     if split.pp > 1:
-        parts |= _pipeline(facts, split, recipe, speeds, busiest, [(one.count, its) for one, its in loads])
-    params = max([held(facts, one, recipe, split.cut).params for one, _ in loads])
+        parts |= _pipeline(facts, split, recipe, speeds, busiest, [(one.count, its) for one, its in stages])
+    params = max([held(facts, one, recipe, split.cut).params for one, _ in stages])
     parts |= _data(facts, share, split, recipe, speeds, busiest, params)
     parts["optimizer"] = _optimizer_s(split, recipe, speeds, params)
     parts["jitter"] = speeds.constants.jitter * sum(parts.values())
@@ -91,12 +88,27 @@ def time(facts: ModelFacts, split: Split, recipe: Recipe, speeds: Speeds) -> Tim
     return Time(
         parts=tuple(Part(name, seconds, *PARTS[name]) for name, seconds in parts.items() if seconds),
         flops=flops,
-        hardware_flops=flops + sum(its.again_flops * one.count for one, its in loads) * m / split.pp,
+        hardware_flops=flops + sum(its.again_flops * one.count for one, its in stages) * m / split.pp,
         tokens=float(facts.tokens * split.batch),
         samples=float(split.batch),
         peak_flops=peak,
         guesses=speeds.guesses + _beyond(split),
     )
+
+
+def least_s(facts: ModelFacts, split: Split, recipe: Recipe, speeds: Speeds) -> float:
+    """What a step takes in any case: the micro-batches of the busiest rank, whatever comes on top of them."""
+    stages = loads(facts, split.pp, split.stages, SCHEDULES[split.schedule].folded, split.cut, recipe, speeds)
+    return split.micro * stages[0][1].total_s * (1 + speeds.constants.jitter)
+
+
+@lru_cache(65536)
+def loads(
+    facts: ModelFacts, pp: int, stages: int, folded: bool, cut: Cut, recipe: Recipe, speeds: Speeds
+) -> tuple[tuple[Share, Load], ...]:
+    """Of the ranks of a pipeline, the busiest first."""
+    found = [(share, load(share, recipe, speeds, cut)) for share in shares(facts, pp, stages, recipe.even, folded)]
+    return tuple(sorted(found, key=lambda pair: -pair[1].total_s))
 
 
 def _beyond(split: Split) -> tuple[str, ...]:
