@@ -1,6 +1,5 @@
 """What the commands that plan share: the facts of a task, the cluster, a peak that was said."""
 
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -9,37 +8,37 @@ if TYPE_CHECKING:
     from paceline.plan.recipe import Recipe
 
 
-def counted(target: str, batch: int | None, precision: str | None, set: list[str]) -> "tuple[ModelFacts, Recipe, int]":
-    """What planning needs of a task, how a step of it goes, and its batch."""
+def counted(
+    target: str, batch: int | None, precision: str | None, set: list[str], on: "Cluster | None" = None
+) -> "tuple[ModelFacts, Recipe, int]":
+    """What planning needs of a task, how a step of it goes, and its batch. `on`: it is run here, and this is what is known of here."""
     from paceline.cli.start import read
-    from paceline.errors import PlanError
-    from paceline.plan.recipe import FLOAT32, PACELINE, PACELINE_FP16
+    from paceline.plan.recipe import of_precision
     from paceline.task import load_task
 
     spec, _ = read(target, {"batch": batch, "precision": precision}, set)
-    recipes = {"fp32": FLOAT32, "bf16": PACELINE, "fp16": PACELINE_FP16}
-    if spec.precision not in recipes:
-        raise PlanError(f"what a step in {spec.precision} takes is not predicted; use --precision fp32, bf16 or fp16")
+    recipe = of_precision(spec.precision)
     task = load_task(spec.task, spec.set)
+    if on is not None:
+        from paceline.cli.benches import device_for
+        from paceline.plan.assumed import assuming
+        from paceline.training.measured import measure
+
+        return measure(spec, task, assuming(on)[0], device_for("cpu" if on.device.kind == "cpu" else None)), recipe, spec.batch
     from paceline.training.describe import describe
 
-    return describe(spec, task), recipes[spec.precision], spec.batch
+    return describe(spec, task), recipe, spec.batch
 
 
 def cluster_of(said: str | None) -> "Cluster":
     """The cluster that was named, or cluster.json here, or this machine."""
-    from paceline.cluster import file
-    from paceline.cluster.published import find
-
     if said is not None:
-        return find(said)
-    for path in (Path("cluster.json"), Path("bench/cluster.json")):
-        if path.exists():
-            return file.read(path)
-    from paceline.cluster import here
-    from paceline.cluster.probe import probe
+        from paceline.cluster.published import find
 
-    return here.cluster(probe())
+        return find(said)
+    from paceline.cluster import here
+
+    return here.known()
 
 
 def with_peak(cluster: "Cluster", peak: float | None) -> "Cluster":

@@ -33,7 +33,9 @@ def resume(
     if me.launcher is not None and ranks is None:
         overrides["ranks"] = me.size
     spec, launch = specs.load(folder.spec, overrides)
-    if plan is None and launch.plan is not None and launch.ranks is not None:
+    if plan is not None:
+        launch = launch.model_copy(update={"chosen": None})
+    elif launch.plan is not None and launch.ranks is not None:
         launch = launch.model_copy(update={"plan": str(_fitting(parse(launch.plan), launch.ranks))})
     launch = check(spec, launch, me)
     _refuse_done(folder, spec)
