@@ -122,9 +122,12 @@ def _recorded(spec: Spec, launch: Launch, world: World, run: RunFolder, interrup
             for event in train(spec, plan, world, run=run, device=launch.device, stop=stop, notes=notes):
                 if world.rank == 0:
                     if writer is None:
+                        if isinstance(event, Started) and plan == AUTO:
+                            launch = launch.model_copy(update={"plan": event.plan})
+                            if run.path.exists():
+                                run.write_request(spec, launch)
                         if not run.path.exists():
-                            taken = event.plan if isinstance(event, Started) and plan == AUTO else launch.plan
-                            create(run.path, spec, launch.model_copy(update={"ranks": world.size, "plan": taken}))
+                            create(run.path, spec, launch.model_copy(update={"ranks": world.size}))
                             held.enter_context(run.lock())
                         writer = held.enter_context(contextlib.closing(events.Writer(run.events)))
                     writer.write(event)
