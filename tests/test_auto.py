@@ -130,6 +130,8 @@ def test_float64_is_not_predicted() -> None:
         ("dp=1,micro=1", 1, "single"),
         ("zero3,dp=4,micro=2", 4, "zero3,micro=2"),
         ("dp=2,pp=2,micro=4", 4, "pp=2"),
+        ("dp=1,pp=2,micro=4,schedule=interleaved,stages=2", 2, "pp=2,schedule=interleaved"),
+        ("dp=1,pp=2,micro=2,schedule=1f1b,stages=1", 2, "pp=2,micro=2"),
     ],
 )
 def test_a_plan_is_said_shortly(plan: str, ranks: int, said: str) -> None:

@@ -31,13 +31,21 @@ def is_watched(share: Share) -> bool:
 def kept_bytes(recipe: Recipe, block: Block, cut: Cut) -> float:
     """What the forward pass of a micro-batch leaves for the backward pass on one rank."""
     assert block.lives is not None
-    return block.lives.kept * _of_whole(recipe, block, cut, recipe.again(cut.recompute)) * cut.micro_batch / cut.cp
+    again = recipe.again(cut.recompute)
+    held = block.lives.kept * _of_whole(recipe, block, cut, again) + (0.0 if again.products else _gathered_bytes(recipe, block, cut))
+    return held * cut.micro_batch / cut.cp
 
 
 def most_bytes(recipe: Recipe, block: Block, cut: Cut) -> float:
     """At the worst moment; what is computed again is all there then."""
     assert block.lives is not None
-    return block.lives.most * _of_whole(recipe, block, cut, recipe.again("none")) * cut.micro_batch / cut.cp
+    held = block.lives.most * _of_whole(recipe, block, cut, recipe.again("none")) + _gathered_bytes(recipe, block, cut)
+    return held * cut.micro_batch / cut.cp
+
+
+def _gathered_bytes(recipe: Recipe, block: Block, cut: Cut) -> float:
+    """Of a sample: activations that are split along the sequence are gathered before split layers, which keep them whole."""
+    return 0.0 if block.whole else block.sums * block.boundary * recipe.stream * (1 - 1 / cut.tp)
 
 
 def _of_whole(recipe: Recipe, block: Block, cut: Cut, again: Again) -> float:

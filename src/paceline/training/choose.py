@@ -1,5 +1,6 @@
 """`--plan auto`: the fastest plan that fits, of those that a task can really be trained with."""
 
+import contextlib
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
@@ -79,11 +80,12 @@ def _possible(found: list[tuple[Plan, Cost]], spec: Spec, task: Task, ranks: int
 
 def shortest(plan: Plan, ranks: int) -> Plan:
     """The same without what goes without saying on so many ranks."""
-    whole = plan.on(ranks)
-    for key in ("dp", "micro", "schedule", "stages"):
-        less: Plan = replace(plan, **{key: None})  # type: ignore[arg-type]
-        if less.on(ranks) == whole and (key != "dp" or ranks > 1):
-            plan = less
+    for key in ("dp", "micro", "stages", "schedule"):
+        if key == "dp" and ranks == 1:  # as in `single`
+            continue
+        with contextlib.suppress(PlanError):
+            less: Plan = replace(plan, **{key: None})  # type: ignore[arg-type]
+            plan = less if less.on(ranks) == plan.on(ranks) else plan
     return parse(str(plan))
 
 
