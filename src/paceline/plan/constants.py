@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 Basis = Literal["fitted", "published", "guessed"]  # to trainings; read off what others published of it; nothing is known
@@ -82,14 +82,33 @@ def architecture(name: str, constants: Constants) -> Architecture:
     return constants.architectures[found] if found else UNKNOWN
 
 
+# Cycles that an engine takes for a step, and for each of its units (plan/engines.py), collectives of gloo included, in round figures.
+ENGINES: Mapping[str, tuple[float, float]] = {
+    "step": (5e5, 0.0),
+    "ddp": (1e6, 2e4),
+    "zero1": (1e6, 4e5),
+    "zero2": (1e6, 3e6),
+    "zero3": (1e6, 5e6),
+    "tp": (5e5, 1.5e6),
+    "cp": (5e5, 5e6),
+    "pp": (5e5, 4e6),
+}
+
+
 @dataclass(frozen=True)
 class Processor:
-    """A core of a CPU of which nothing was measured; what the system tells of it goes before."""
+    """A core of a CPU of which nothing was measured, in right orders of magnitude; what the system tells of it goes before.
+
+    operations: of each lane in a cycle, two units that multiply and add. `product`: share of that which products reach.
+    start_cycles: to start an operation from Python and note it for the backward pass. engines: cycles of a step, and of a unit.
+    """
 
     clock_Hz: float = 2.5e9
     vector_bits: int = 256
-    operations: int = 4  # of each lane in a cycle: two units that multiply and add
-    product: float = 0.5  # share of that which products reach
+    operations: int = 4
+    product: float = 0.5
+    start_cycles: float = 1e4
+    engines: Mapping[str, tuple[float, float]] = field(default_factory=lambda: ENGINES)
     basis: Basis = "guessed"
 
 

@@ -37,7 +37,7 @@ def paces_of(cluster: Cluster, host: Host, flops: float, memory_Bps: float) -> P
     """Measured with that many threads, between those with one and with all; guessed where nothing was measured."""
     found = {threads: _with_threads(cluster, threads) for threads in {pace.threads for pace in cluster.paces}}
     if not found:
-        return _crowded(guessed(flops * host.crowd, memory_Bps * host.crowd, host.clock_Hz), host.crowd)
+        return _crowded(guessed(flops * host.crowd, memory_Bps * host.crowd, CPU.start_cycles / host.clock_Hz), host.crowd)
     few, many = (
         max((t for t in found if t <= host.threads), default=min(found)),
         min((t for t in found if t >= host.threads), default=max(found)),
@@ -59,8 +59,11 @@ def _crowded(paces: Paces, crowd: float) -> Paces:
     return Paces(tables, paces.measured)
 
 
-def engines_of(cluster: Cluster, ranks: int) -> dict[str, tuple[float, float]]:
-    """Seconds of a step and of a unit, of each engine as it was measured on the number of ranks that is nearest."""
+def engines_of(cluster: Cluster, host: Host, ranks: int) -> dict[str, tuple[float, float]]:
+    """Seconds of a step and of a unit, of each engine as it was measured on the number of ranks that is nearest; else guessed."""
+    if not cluster.engines:
+        second = host.crowd / host.clock_Hz
+        return {name: (step * second, unit * second) for name, (step, unit) in CPU.engines.items()}
     found: dict[str, tuple[float, float]] = {}
     for engine in sorted(cluster.engines, key=lambda engine: -abs(engine.ranks - ranks)):
         found[engine.name] = engine.step_s.value, engine.unit_s.value

@@ -58,14 +58,12 @@ def blended(few: Paces, many: Paces, share: float) -> Paces:
     return Paces(tables, few.measured and many.measured)
 
 
-START_CYCLES = 1e4  # to start an operation from Python and note it for the backward pass, in round figures
 LARGE = 2.0**24
 
 
 @lru_cache(64)
-def guessed(flops: float, memory_Bps: float, clock_Hz: float) -> Paces:
-    """Of the right order of magnitude, from what the products and the memory of a rank reach."""
-    start_s = START_CYCLES / clock_Hz
+def guessed(flops: float, memory_Bps: float, start_s: float) -> Paces:
+    """Of the right order of magnitude, from what the products and the memory of a rank reach, and what it takes to start an operation."""
     per_s = {"linear": flops / 2, "convolution": flops / 4, "attention": flops / 6, "move": memory_Bps / 4, "norm": memory_Bps / 6}
     per_s |= {"function": memory_Bps / 10, "pool": memory_Bps / 16, "gather": memory_Bps / 8, "draw": memory_Bps / 40}
     per_s |= {"update": memory_Bps / 32}

@@ -31,6 +31,7 @@ PARTS = {
     "engines": (0.2, "hooks, copies and calls of torch's engines, and of the loop, as measured"),
     "jitter": (1.0, "ranks wait for the slowest"),
 }
+GUESSED = 0.7  # of each part, where nothing was measured of a CPU
 MERGED_BYTES = 40.0  # an element of attention's output: five operations in float32 that each read and write it
 ADAM_BYTES = 28.0  # a parameter: reads and writes weight and two moments, reads the gradient, in float32
 
@@ -86,10 +87,11 @@ def time(facts: ModelFacts, split: Split, recipe: Recipe, speeds: Speeds) -> Tim
     parts["optimizer"] = _optimizer_s(share, split, recipe, speeds, params)
     parts["jitter"] = speeds.constants.jitter * sum(parts.values())
     peak = next((speeds.peaks[dtype] for dtype in (recipe.dtype, "bf16", "fp16", "fp32") if dtype in speeds.peaks), None)
+    doubt = GUESSED if speeds.paces is not None and not speeds.paces.measured else 0.0
     ranks = split.ranks
     flops = facts.training_flops * split.batch / ranks
     return Time(
-        parts=tuple(Part(name, seconds, *PARTS[name]) for name, seconds in parts.items() if seconds),
+        parts=tuple(Part(name, seconds, max(PARTS[name][0], doubt), PARTS[name][1]) for name, seconds in parts.items() if seconds),
         flops=flops,
         hardware_flops=flops + sum(its.again_flops * one.count for one, its in stages) * m / split.pp,
         tokens=float(facts.tokens * split.batch),
