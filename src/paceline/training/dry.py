@@ -25,6 +25,7 @@ from paceline.plan.ledger import Ledger
 from paceline.plan.plan import Plan, share
 from paceline.spec import Spec
 from paceline.task import Task, load_task
+from paceline.training import meshes
 from paceline.training.count import Counter
 from paceline.training.data import Batch, Part, Samples, batches, open_dataset, training_parts
 from paceline.training.figures import Wishes, tell
@@ -105,6 +106,7 @@ def _play(asked: _Asked, world: World, studied: Studied) -> Ledger:
             ) from error
         finally:
             release(laid.step.model)
+            meshes.let_go()
 
 
 def _count(laid: Laid, plan: Plan, micro_batches: list[Batch]) -> Ledger:

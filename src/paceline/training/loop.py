@@ -23,7 +23,7 @@ from paceline.plan.plan import Plan, share
 from paceline.run import RunFolder
 from paceline.spec import Spec, nearest
 from paceline.task import Task
-from paceline.training import checkpoint
+from paceline.training import checkpoint, meshes
 from paceline.training.data import Batch, Part, batches, training_parts
 from paceline.training.evaluate import evaluate
 from paceline.training.figures import Figures, Local, Pending, Wishes, tell
@@ -82,6 +82,7 @@ def train(
             yield from _Loop(spec, laid_out, str(plan), world, task, run, here, stop, data, laid).events()
         finally:
             release(laid.update.model)
+            meshes.let_go()
 
 
 @contextlib.contextmanager

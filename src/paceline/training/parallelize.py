@@ -1,6 +1,5 @@
 """The one place where a model meets a plan."""
 
-import sys
 from collections.abc import Callable
 from copy import copy
 from dataclasses import dataclass
@@ -10,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_leaves, tree_map
 
@@ -18,36 +17,10 @@ from paceline.errors import PlanError, TaskError
 from paceline.plan.plan import TWICE, Plan
 from paceline.spec import nearest
 from paceline.task import Layout
+from paceline.training.meshes import build_mesh, data_mesh
 
 if TYPE_CHECKING:
     from paceline.training.tensor import Splits
-
-
-def build_mesh(plan: Plan, device: torch.device) -> DeviceMesh:
-    """The mesh of a plan whose data degree is said. Of its axes `pp`, `replicate`, `shard`, `tp` those that the plan has; the ranks
-    that share a sequence are data ranks here, and parameters that are not cut are replicated."""
-    assert plan.dp is not None
-    data = plan.dp * plan.cp
-    replicate = plan.replicate if plan.zero >= 2 else data
-    sizes = {"pp": plan.pp, "replicate": replicate, "shard": data // replicate, "tp": plan.tp}
-    axes = {name: size for name, size in sizes.items() if size > 1 or name == "shard"}
-    _forget_meshes()
-    return init_device_mesh(device.type, tuple(axes.values()), mesh_dim_names=tuple(axes))
-
-
-def _forget_meshes() -> None:
-    """What DTensor has worked out for a mesh it takes for one with the same ranks, whose process groups may be gone (torch 2.13)."""
-    if "torch.distributed.tensor" in sys.modules:
-        from torch.distributed.tensor import debug
-
-        getattr(debug, "_clear_sharding_prop_cache", lambda: None)()
-
-
-def data_mesh(mesh: DeviceMesh) -> DeviceMesh:
-    """The axes that parameters are replicated and sharded over."""
-    assert mesh.mesh_dim_names is not None
-    axes = tuple(name for name in mesh.mesh_dim_names if name in ("replicate", "shard"))
-    return mesh[axes] if axes != mesh.mesh_dim_names else mesh
 
 
 def parallelize(

@@ -17,7 +17,8 @@ from paceline.training.cut import Model, Recording
 from paceline.training.data import Batch
 from paceline.training.gates import Gates, parts_of
 from paceline.training.locality import flatten
-from paceline.training.parallelize import blocks, compile_units, data_mesh, own_memory, recompute, refuse_compiled_ring, refuse_scalars
+from paceline.training.meshes import data_mesh
+from paceline.training.parallelize import blocks, compile_units, own_memory, recompute, refuse_compiled_ring, refuse_scalars
 from paceline.training.relay import Relay
 from paceline.training.seeds import derive, start_stream
 from paceline.training.slices import Slices, check_blocks

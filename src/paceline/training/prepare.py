@@ -26,8 +26,9 @@ from paceline.training.batch_norm import average_, over_all_ranks, running_stati
 from paceline.training.data import Batch, Samples, open_dataset
 from paceline.training.imagine import example
 from paceline.training.local_sgd import LocalSgd, local_sgd
+from paceline.training.meshes import build_mesh
 from paceline.training.optim import make_optimizer
-from paceline.training.parallelize import build_mesh, check_splits, parallelize
+from paceline.training.parallelize import check_splits, parallelize
 from paceline.training.shards import is_here
 from paceline.training.step import Step
 from paceline.training.weights import Weights, fill_, record
