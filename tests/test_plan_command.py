@@ -53,6 +53,12 @@ def test_task_on_this_machine(tmp_path: Path) -> None:
         ((*GPT, "--ranks", "16"), "has 8 devices"),
         (("plan", "--model", "gpt3", "--cluster", "a100-80g:8", "--batch", "8"), "no plan fits"),
         ((*GPT, "--price", "-1"), "--price must be above 0"),
+        ((*GPT, "--ranks", "0"), "--ranks must be at least 1, got 0"),
+        ((*GPT, "--plan", "dp=3"), "use --ranks 3 or dp=8"),
+        ((*GPT, "--plan", "tp=5"), "use tp=1 or 2 or 4 or 8"),
+        ((*GPT, "--batch", "4", "--plan", "ddp"), "use --batch 8"),
+        (("plan", "--model", "resnet50", "--batch", "4", "--cluster", "h100:8"), "no plan splits a batch of 4 over 8 ranks"),
+        (("plan", "--model", "resnet50", "--batch", "8", "--cluster", "h100:8", "--plan", "tp=2"), "leave tp out"),
     ],
 )
 def test_bad_input_is_one_sentence(tmp_path: Path, words: tuple[str, ...], sentence: str) -> None:

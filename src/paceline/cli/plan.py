@@ -11,7 +11,7 @@ def plan(
     target: Target = None,
     model: Model = None,
     cluster: Where = None,
-    ranks: Annotated[int | None, Option(min=1, help="Ranks, if not all devices.")] = None,
+    ranks: Annotated[int | None, Option(help="Ranks, if not all devices.")] = None,
     batch: Batch = None,
     seq: Seq = None,
     plan: Annotated[str | None, Option(help="Price this one, as for train; else all that there could be.")] = None,
@@ -20,7 +20,7 @@ def plan(
     peak: Peak = None,
     tokens: Tokens = None,
     price: Price = None,
-    top: Annotated[int, Option(min=1, help="Plans to show.")] = 10,
+    top: Annotated[int, Option(help="Plans to show.")] = 10,
     explain: Annotated[bool, Option("--explain", help="Each part of time and memory of the first, and what the next lacks.")] = False,
     json: Json = None,
 ) -> None:
@@ -28,7 +28,7 @@ def plan(
     from paceline.cli.asked import asked, check_above_zero, check_outputs
     from paceline.cli.planned import cluster_of, with_peak
 
-    check_above_zero(tokens=tokens, price=price, peak=peak)
+    check_above_zero(ranks=ranks, top=top, tokens=tokens, price=price, peak=peak)
     check_outputs(json, None)
     what = asked(target, model, batch, seq, precision, set)
     where = with_peak(cluster_of(cluster), peak)

@@ -70,7 +70,10 @@ def answer(
 
 def _check(facts: ModelFacts, plan: Plan) -> None:
     if plan.tp not in facts.tp_degrees:
-        raise PlanError(f"tp={plan.tp} does not divide {facts.name}; use tp={' or '.join(map(str, facts.tp_degrees[:8]))}")
+        if len(facts.tp_degrees) == 1:
+            raise PlanError(f"tp={plan.tp} cannot split {facts.name}, which has no heads or widths that are told; leave tp out")
+        shared, degrees = (" or ".join(map(str, found)) for found in (sorted(set(facts.heads)), facts.tp_degrees[:8]))
+        raise PlanError(f"tp={plan.tp} does not divide the heads of {facts.name}, {shared}; use tp={degrees}")
     if plan.pp * (plan.stages or 1) > facts.blocks:
         raise PlanError(f"plan {plan} has more stages than {facts.name} has blocks, {facts.blocks}; use a smaller pp")
     if plan.cp > 1 and (facts.sequence is None or facts.sequence % (2 * plan.cp)):

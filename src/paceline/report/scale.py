@@ -8,7 +8,7 @@ from typing import Any
 from rich.table import Table
 
 from paceline.plan.cost import Bill
-from paceline.plan.scale import Curve, Point, Refused, Scaling, of_a_node, worth
+from paceline.plan.scale import Curve, Point, Refused, Scaling, worth
 from paceline.units import format_count, format_seconds
 
 WORTH_NAMING = 0.01  # of the devices' time
@@ -16,7 +16,7 @@ HOUR_S, DAY_S, YEAR_S = 3600.0, 86400.0, 365 * 86400.0
 
 
 def heading(found: Scaling) -> str:
-    facts, where, each = found.facts, found.cluster, of_a_node(found.cluster)
+    facts, where, each = found.facts, found.cluster, found.cluster.ranks_per_node
     return f"{facts.name}: {format_count(facts.params)} parameters, nodes of {each} × {where.device.name}" + (
         f", samples of {facts.tokens:,} tokens" if facts.tokens > 1 else ""
     )
@@ -149,7 +149,7 @@ def duration(seconds: float) -> str:
 
 def as_json(found: Scaling, efficiency: float) -> str:
     whole: dict[str, Any] = {"model": found.facts.name, "parameters": found.facts.params, "source": found.facts.source}
-    whole |= {"cluster": found.cluster.name, "device": found.cluster.device.name, "ranks_of_a_node": of_a_node(found.cluster)}
+    whole |= {"cluster": found.cluster.name, "device": found.cluster.device.name, "ranks_of_a_node": found.cluster.ranks_per_node}
     whole |= {"tokens_per_sample": found.facts.tokens, "tokens": found.tokens, "assumed": found.assumed}
     whole |= {"efficiency": efficiency, "ask_for": worth(found.strong, efficiency).ranks}
     for name, curve in (("strong", found.strong), ("weak", found.weak)):
