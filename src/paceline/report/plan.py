@@ -12,6 +12,7 @@ from paceline.plan.cost import Cost
 from paceline.plan.plan import Plan
 from paceline.plan.search import MARGIN
 from paceline.report.explain import explained
+from paceline.report.scale import as_figures
 from paceline.units import format_bytes, format_count, format_seconds
 
 
@@ -100,5 +101,5 @@ def _figures(found: Answer, plan: Plan, cost: Cost) -> dict[str, Any]:
         "memory_bytes": {part.name: part.value for part in cost.memory.parts},
     }
     if bill is not None:
-        figures["bill"] = {"seconds": bill.seconds, "device_hours": bill.device_hours, "kWh": bill.kWh, "price": bill.price}
+        figures["bill"] = as_figures(bill)
     return figures

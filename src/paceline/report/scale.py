@@ -164,6 +164,7 @@ def _point(point: Point) -> dict[str, Any]:
     figures |= {"step_s": time.step_s, "step_error": time.error, "tokens_per_s": time.tokens_per_s, "efficiency": point.efficiency}
     figures |= {"mfu": time.mfu, "peak_bytes": point.cost.peak_bytes, "extrapolated": time.guesses}
     figures |= {"time_s": {part.name: part.value for part in time.parts}}
+    figures |= {"lost": {"part": point.lost.name, "share": point.lost.value} if point.lost else None}
     return figures | ({"bill": as_figures(point.bill)} if point.bill else {})
 
 
