@@ -55,8 +55,8 @@ def _figures(found: Scaling, curve: Curve) -> Table:
         cells += [format_count(cost.time.tokens_per_s), f"{point.efficiency:.0%}"]
         if bill is not None:
             told = {"kWh": bill.kWh, "price": bill.price}
-            cells += [duration(bill.seconds), format_count(bill.device_hours)]
-            cells += [format_count(told[name] or 0.0) for name in names if name in told]
+            cells += [duration(bill.seconds), amount(bill.device_hours)]
+            cells += [amount(told[name] or 0.0) for name in names if name in told]
         shown.add_row(*cells)
     return shown
 
@@ -130,8 +130,13 @@ def _takes(point: Point) -> str:
     bill = point.bill
     if bill is None:
         return f"a step takes {format_seconds(point.cost.step_s)}"
-    paid = f", at a price of {format_count(bill.price)}" if bill.price is not None else ""
-    return f"the training takes {duration(bill.seconds)} and {format_count(bill.device_hours)} device-hours{paid}"
+    paid = f", at a price of {amount(bill.price)}" if bill.price is not None else ""
+    return f"the training takes {duration(bill.seconds)} and {amount(bill.device_hours)} device-hours{paid}"
+
+
+def amount(value: float) -> str:
+    """Of hours, energy and money, where a thousandth is nothing."""
+    return "<0.001" if 0 < value < 1e-3 else f"{value:.3f}" if value < 1 else format_count(value)
 
 
 def duration(seconds: float) -> str:
