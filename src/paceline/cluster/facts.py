@@ -130,6 +130,11 @@ class Cluster(Value):
     def devices(self) -> int:
         return self.nodes * self.devices_per_node
 
+    @property
+    def ranks_per_node(self) -> int:
+        """That fill a node: one a device, or one a core where the processors are the device."""
+        return (self.cores_per_node or 1) if self.device.kind == "cpu" else self.devices_per_node
+
     def updated(
         self, links: Iterable[Link] = (), rates: Iterable[Rate] = (), overlaps: Iterable[Overlap] = (), disks: Iterable[Disk] = ()
     ) -> Self:

@@ -104,7 +104,8 @@ class Speeds:
     def _wire(self, wires: Mapping[str | None, Wire], kind: str, where: str) -> Wire:
         wire = wires.get(kind) or wires.get(None) or next(iter(wires.values()), None)
         if wire is None:
-            raise PlanError(f"how fast devices of {self.name} talk {where} is not known; measure it with paceline bench, or say @GB/s")
+            said = "say @GB/s" if where == "between nodes" else "write a link of axis node into cluster.json"
+            raise PlanError(f"how fast devices of {self.name} talk {where} is not known; measure it with paceline bench, or {said}")
         return wire
 
     def _alpha(self, wire: Wire) -> float:
