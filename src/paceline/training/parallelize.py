@@ -96,6 +96,8 @@ def refuse_compiled(plan: Plan) -> None:
     """Raise PlanError for a plan under which blocks cannot be compiled."""
     if plan.cp > 1:
         raise PlanError(f"plan {plan}: attention that goes round a ring of ranks cannot be compiled yet; leave --compile or cp out")
+    if plan.tp > 1 and plan.recompute != "none":  # torch's compiler keeps the mesh of split weights as if it were a tensor (2.13)
+        raise PlanError(f"plan {plan}: split weights whose blocks run again cannot be compiled yet; leave --compile, recompute or tp out")
     if plan.schedule in TWICE:
         raise PlanError(
             f"schedule={plan.schedule} puts off the gradients of weights, and a compiled block computes all of its gradients at once; "
