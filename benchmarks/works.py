@@ -21,7 +21,7 @@ from paceline.spec import parse_value
 from paceline.verify.report import furthest, reason, sentence
 from paceline.verify.run import Verdict, Verification, batch_for
 
-MANY = 8
+MANY, FEW_STEPS = 8, 2
 PATIENCE_S = 600.0  # for one plan
 ZOO = Path(__file__).with_name("zoo.py").resolve()
 MODELS = {
@@ -46,14 +46,14 @@ TOLD = {
 }
 HEAD = """# What works for which model
 
-`python benchmarks/works.py --write docs/works.md` makes this page with [verify](verify.md): each plan beside one process, {steps} steps in
+`python benchmarks/works.py --ranks 2 4 8 --write docs/works.md` makes this page with [verify](verify.md): each plan beside one process, {steps} steps in
 float64 on gloo, models as tiny as they can be.
 
 * ✓ loss, norm, every gradient, every parameter and every buffer are those of one process to 1e-10; the furthest of all is {furthest:.0e}
 * a number: the plan is refused, for the reason below the table
 * ✗ another result
 
-On eight ranks, one micro-batch or what the schedule needs, and mixtures with `zero3` or without `zero`.
+On eight ranks two steps, one micro-batch or what the schedule needs, and mixtures of `tp` and `pp` with `zero3` or without `zero`.
 
 {models}
 
@@ -62,7 +62,7 @@ torch {torch}.
 
 
 def plans(ranks: int) -> list[Plan]:
-    """From eight ranks on not each with two micro-batches, too, nor each mixture with each stage of ZeRO."""
+    """From MANY ranks on not each with two micro-batches, too, nor mixtures of tp and pp with each stage of ZeRO."""
     return [plan for plan in candidates(ranks) if ranks < MANY or (plan.micro is None and (plan.zero in (0, 3) or not plan.is_mixed))]
 
 
@@ -123,7 +123,7 @@ def main() -> None:
         found[size] = {}
         with Ranks(size) as ranks:
             for name in asked.models:
-                found[size][name] = verdicts(MODELS[name], ranks, asked.steps)
+                found[size][name] = verdicts(MODELS[name], ranks, asked.steps if size < MANY else FEW_STEPS)
                 if asked.write is not None:
                     asked.write.write_text(whole(found, asked.steps))
     if asked.write is None:
