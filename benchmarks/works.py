@@ -46,8 +46,8 @@ TOLD = {
 }
 HEAD = """# What works for which model
 
-`python benchmarks/works.py --ranks 2 4 8 --write docs/works.md` makes this page with [verify](verify.md): each plan beside one process, {steps} steps in
-float64 on gloo, models as tiny as they can be.
+`python benchmarks/works.py --ranks 2 4 8 --write docs/works.md` makes this page with [verify](verify.md): each plan beside one process,
+{steps} steps in float64 on gloo, models as tiny as they can be.
 
 * ✓ loss, norm, every gradient, every parameter and every buffer are those of one process to 1e-10; the furthest of all is {furthest:.0e}
 * a number: the plan is refused, for the reason below the table
