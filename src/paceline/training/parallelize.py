@@ -45,7 +45,9 @@ def parallelize(
         assert mesh is not None
         split(model, splits, mesh["tp"])
     if plan.cp > 1:
-        _split_sequence(model, units, plan, device, compile)
+        from paceline.training.context import split_sequence
+
+        split_sequence(model, units, plan, device)
     if plan.recompute != "none":
         for unit in units or [model]:
             recompute(unit, plan)
@@ -63,16 +65,17 @@ def parallelize(
     return replicate(model)
 
 
-def _split_sequence(model: nn.Module, units: list[nn.Module], plan: Plan, device: torch.device, compile: bool) -> None:
-    from paceline.training.context import split_sequence
-
-    refuse_compiled_ring(plan, compile)
-    split_sequence(model, units, plan, device)
-
-
-def refuse_compiled_ring(plan: Plan, compile: bool) -> None:
-    if compile:
+def refuse_compiled(plan: Plan) -> None:
+    """Raise PlanError for a plan under which blocks cannot be compiled."""
+    if plan.cp > 1:
         raise PlanError(f"plan {plan}: attention that goes round a ring of ranks cannot be compiled yet; leave --compile or cp out")
+    if plan.tp > 1 and plan.recompute != "none":  # torch's compiler keeps the mesh of split weights as if it were a tensor (2.13)
+        raise PlanError(f"plan {plan}: split weights whose blocks run again cannot be compiled yet; leave --compile, recompute or tp out")
+    if plan.schedule in TWICE:
+        raise PlanError(
+            f"schedule={plan.schedule} puts off the gradients of weights, and a compiled block computes all of its gradients at once; "
+            "use schedule=1f1b or interleaved, or leave --compile out"
+        )
 
 
 def recompute(module: nn.Module, plan: Plan) -> None:
