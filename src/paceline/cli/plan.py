@@ -1,14 +1,9 @@
 """paceline plan: which plans fit, how long a step takes, and what a training costs."""
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
-
-if TYPE_CHECKING:
-    from paceline.cluster.facts import Cluster
-    from paceline.plan.facts import ModelFacts
-    from paceline.plan.recipe import Recipe
 
 Option = typer.Option
 
@@ -33,6 +28,7 @@ def plan(
     json: Annotated[Path | None, Option(metavar="FILE", help="Write the figures there, too.")] = None,
 ) -> None:
     """Predict step time, memory and cost of plans, the fastest that fits first. Nothing is run."""
+    from paceline.cli.planned import cluster_of, counted, with_peak
     from paceline.errors import SpecError
 
     if (target is None) == (model is None):
@@ -55,8 +51,8 @@ def plan(
         assert target is not None
         if seq is not None:
             raise SpecError("--seq is for --model; the samples of a task have their own length")
-        facts, recipe, batch = _counted(target, batch, precision, set or [])
-    where = _with_peak(_cluster(cluster), peak)
+        facts, recipe, batch = counted(target, batch, precision, set or [])
+    where = with_peak(cluster_of(cluster), peak)
 
     from rich.console import Console
 
@@ -74,45 +70,3 @@ def plan(
         console.print(table, soft_wrap=isinstance(table, str), markup=False)
     for line in reasons(found):
         console.print(line, soft_wrap=True, markup=False)
-
-
-def _counted(target: str, batch: int | None, precision: str | None, set: list[str]) -> "tuple[ModelFacts, Recipe, int]":
-    from paceline.cli.start import read
-    from paceline.errors import PlanError
-    from paceline.plan.recipe import FLOAT32, PACELINE, PACELINE_FP16
-    from paceline.task import load_task
-
-    spec, _ = read(target, {"batch": batch, "precision": precision}, set)
-    recipes = {"fp32": FLOAT32, "bf16": PACELINE, "fp16": PACELINE_FP16}
-    if spec.precision not in recipes:
-        raise PlanError(f"what a step in {spec.precision} takes is not predicted; use --precision fp32, bf16 or fp16")
-    task = load_task(spec.task, spec.set)
-    from paceline.training.describe import describe
-
-    return describe(spec, task), recipes[spec.precision], spec.batch
-
-
-def _cluster(said: str | None) -> "Cluster":
-    from paceline.cluster import file
-    from paceline.cluster.published import find
-
-    if said is not None:
-        return find(said)
-    for path in (Path("cluster.json"), Path("bench/cluster.json")):
-        if path.exists():
-            return file.read(path)
-    from paceline.cluster import here
-    from paceline.cluster.probe import probe
-
-    return here.cluster(probe())
-
-
-def _with_peak(cluster: "Cluster", peak: float | None) -> "Cluster":
-    """10¹² FLOP/s, in the type that is trained in where there is a choice."""
-    if peak is None:
-        return cluster
-    from paceline.cluster.facts import Fact
-
-    flops = Fact(value=peak * 1e12, note="--peak")
-    peaks = {"fp32": flops} if cluster.device.kind == "cpu" else {"bf16": flops, "fp16": flops, "fp32": flops}
-    return cluster.model_copy(update={"device": cluster.device.model_copy(update={"peaks_flops": peaks})})
