@@ -10,6 +10,7 @@ from paceline.plan.cost import Part, Time
 from paceline.plan.facts import Block, ModelFacts
 from paceline.plan.memory import held, state
 from paceline.plan.recipe import Recipe
+from paceline.plan.seen import Seen
 from paceline.plan.speeds import Speeds
 from paceline.plan.split import Cut, Share, Split, shares
 from paceline.plan.work import Work, work
@@ -89,14 +90,35 @@ def time(facts: ModelFacts, split: Split, recipe: Recipe, speeds: Speeds) -> Tim
     ranks = split.ranks
     flops = facts.training_flops * split.batch / ranks
     return Time(
-        parts=tuple(Part(name, seconds, *PARTS[name]) for name, seconds in parts.items() if seconds),
+        parts=_told(parts, speeds.seen),
         flops=flops,
         hardware_flops=flops + sum(its.again_flops * one.count for one, its in loads) * m / split.pp,
         tokens=float(facts.tokens * split.batch),
         samples=float(split.batch),
         peak_flops=peak,
-        guesses=speeds.guesses + _beyond(split),
+        guesses=_guesses(split, parts, speeds),
     )
+
+
+def _told(parts: dict[str, float], seen: Seen | None) -> tuple[Part, ...]:
+    """As runs have shown them to be."""
+    factors = seen.factors if seen is not None else {}
+    found = []
+    for name, seconds in parts.items():
+        error, note = PARTS[name]
+        if (factor := factors.get(name)) is not None:
+            seconds, error, note = seconds * factor.value, factor.error(error), f"{note}; × {factor.value:.2f} from {factor.runs} runs"
+        if seconds:
+            found.append(Part(name, seconds, error, note))
+    return tuple(found)
+
+
+def _guesses(split: Split, parts: dict[str, float], speeds: Speeds) -> tuple[str, ...]:
+    """Where runs were seen that were like this, nothing that is known of the device alone is a guess."""
+    if speeds.seen is None:
+        return speeds.guesses + _beyond(split)
+    beyond = speeds.seen.beyond([name for name, seconds in parts.items() if seconds and name != "jitter"], split.ranks)
+    return beyond and (*speeds.guesses, *_beyond(split), *beyond)
 
 
 def _beyond(split: Split) -> tuple[str, ...]:
