@@ -15,6 +15,7 @@ from typing import TypeVar
 import numpy as np
 import psutil
 
+import warm
 from paceline import events
 from paceline.events import Event, Step
 from paceline.run import RunFolder
@@ -152,12 +153,7 @@ class Running:
 
     def left(self) -> list[psutil.Process]:
         """Whatever is alive of what the command started, itself included."""
-        found = []
-        for process in psutil.process_iter():
-            with contextlib.suppress(psutil.Error, OSError):
-                if process.environ().get(MARK) == self.mark:
-                    found.append(process)
-        return found
+        return marked(self.mark)
 
     def until_all_ended(self, timeout_s: float = 60.0) -> None:
         """Wait until nothing is left of it, without doing anything about it."""
@@ -166,6 +162,16 @@ class Running:
             assert time.monotonic() < deadline, f"still there: {[(process.pid, process.cmdline()) for process in left]}"
             self.process.poll()
             time.sleep(0.05)
+
+
+def marked(mark: str) -> list[psutil.Process]:
+    """The processes that have this mark in their environment."""
+    found = []
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error, OSError):
+            if process.environ().get(MARK) == mark:
+                found.append(process)
+    return found
 
 
 def environment(**more: str) -> dict[str, str]:
@@ -190,10 +196,22 @@ def start(*words: str | Path, at: Path, program: Sequence[str] = PACELINE, **env
     return Running(process, mark, out, err)
 
 
-def paceline(*words: str | Path, at: Path, timeout_s: float = TIMEOUT_S, program: Sequence[str] = PACELINE, **env: str) -> Result:
-    """Run a command to its end, in the folder `at`."""
-    with start(*words, at=at, program=program, **env) as running:
-        return running.wait(timeout_s)
+def paceline(*words: str | Path, at: Path, timeout_s: float = TIMEOUT_S, program: Sequence[str] | None = None, **env: str) -> Result:
+    """Run a command to its end, in the folder `at`; in a warm process unless `program` says otherwise."""
+    if program is not None:
+        with start(*words, at=at, program=program, **env) as running:
+            return running.wait(timeout_s)
+    mark = uuid.uuid4().hex
+    with tempfile.NamedTemporaryFile("w") as out, tempfile.NamedTemporaryFile("w") as err:
+        try:
+            status = warm.run([str(word) for word in words], at, environment(**env, **{MARK: mark}), out.name, err.name, timeout_s)
+        finally:
+            for process in marked(mark):
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    process.kill()
+        result = Result(status if status is not None else -1, *(Path(file.name).read_text(errors="replace") for file in (out, err)))
+    assert status is not None, f"paceline {' '.join(map(str, words))} did not end in {timeout_s:.0f} s\n{result.all}"
+    return result
 
 
 def succeed(*words: str | Path, at: Path, **options: object) -> Result:

@@ -5,6 +5,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from models import SAMPLES, Points, Rows, chosen
 from paceline import Task
@@ -161,6 +162,24 @@ class Dropping(Points):
         for _ in range(6):
             layers += [nn.Linear(5, 5), nn.ReLU(inplace=True), nn.Dropout(0.2)]
         return nn.Sequential(*layers, nn.Linear(5, 3))
+
+
+class Recomputing(Points):
+    """Its blocks are run again in the backward pass, from outside of them."""
+
+    def model(self) -> nn.Module:
+        return Checkpointed()
+
+
+class Checkpointed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([nn.Linear(5, 5) for _ in range(3)] + [nn.Linear(5, 3)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=False)
+        return x
 
 
 class Conditional(Points):

@@ -29,6 +29,8 @@ from paceline.plan.library import model
 from paceline.plan.memory import NAMES
 from paceline.plan.plan import parse
 from paceline.plan.predict import predict
+from paceline.plan.search import fastest, search
+from paceline.plan.speeds import speeds
 from paceline.plan.time import PARTS
 from paceline.report.measured import measured
 from paceline.training.account import Accounting
@@ -347,6 +349,15 @@ def test_what_no_run_has_shown_is_extrapolated() -> None:
     other = predict(GPT2, parse("tp=4"), seen, 32, ranks=4).time.guesses
     assert "8 ranks are more than the 4 of any run here" in more
     assert any("tensor parallel" in words for words in other)
+
+
+def test_the_search_finds_what_is_fastest_by_what_was_seen() -> None:
+    ratio = {"communication": Fact(value=30.0, source="measured"), "compute": Fact(value=0.1, source="measured")}
+    row = account("a", 1.0).model_copy(update={"parts": tuple(PARTS), "ratios": ratio})
+    seen = HERE.updated(accounts=[row])
+    best = search(GPT2, seen, 32).fitting[0]
+    assert best[0] != search(GPT2, HERE, 32).fitting[0][0]
+    assert fastest(GPT2, speeds(seen), 8, 32) == best
 
 
 def test_ratios_are_of_parts_that_matter() -> None:

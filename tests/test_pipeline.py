@@ -209,6 +209,12 @@ def test_placeholders_are_loud() -> None:
             3,
             r"can be cut into 2 at most \(not before blocks.0: blocks.0 is called more than once\); use pp=2",
         ),
+        (
+            stacks.Recomputing(),
+            "pp=2",
+            2,
+            r"\(not before blocks.1: the model itself, and not recompute=full, computes blocks.1 again in the backward pass\); use a plan",
+        ),
         (models.Temperature(), "pp=2", 2, r"can be cut into 1 at most; use a plan without pp"),
         (stacks.Conditional(), "pp=2", 2, r"cannot be run on tensors without values, .*use a plan without pp"),
         (models.Routed(), "pp=2", 2, r"cannot be run on tensors without values, .*use a plan without pp"),

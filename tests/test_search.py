@@ -3,11 +3,14 @@
 import pytest
 
 from clusters import cluster
+from paceline.cluster.published import parse as published
 from paceline.errors import PlanError
+from paceline.plan.assumed import assuming
 from paceline.plan.library import model
 from paceline.plan.plan import parse
 from paceline.plan.predict import predict
-from paceline.plan.search import choose, search
+from paceline.plan.search import choose, fastest, search
+from paceline.plan.speeds import speeds
 from paceline.plan.transformer import Transformer
 
 TRILLION = Transformer(name="1t", layers=128, hidden=25600, heads=160, vocab=51200, seq=2048, positions=2048)
@@ -32,6 +35,19 @@ def test_the_cost_of_a_choice_is_the_prediction_of_its_plan():
     for plan, cost in choose(facts, on, 32)[::100]:
         alone = predict(facts, plan, on, 32)
         assert (alone.step_s, alone.peak_bytes) == pytest.approx((cost.step_s, cost.peak_bytes), rel=1e-12)
+
+
+@pytest.mark.parametrize(("name", "batch", "memory_GiB"), [("gpt3-1.3b", 64, 80), ("gpt3-1.3b", 96, 12), ("resnet50", 512, 80)])
+def test_the_fastest_is_the_first_of_all(name, batch, memory_GiB):
+    """Also with speeds of other ranks that fill their nodes alike, as `scale` has them."""
+    facts, on = model(name), speeds(cluster(64, memory_GiB=memory_GiB))
+    for ranks in (8, 32):
+        expected = search(facts, cluster(ranks, memory_GiB=memory_GiB), batch).fitting[0]
+        assert fastest(facts, on, ranks, batch) == expected
+
+
+def test_none_is_the_fastest_of_none():
+    assert fastest(model("llama3-405b"), speeds(cluster(8)), 8, 8) is None
 
 
 def test_tensor_parallel_ranks_stay_in_a_node():
@@ -81,3 +97,10 @@ def test_a_trillion_parameters_on_3072_devices():
     found = search(TRILLION.facts(), cluster(3072), 3072)
     assert found.fitting[0][0].tp == 8
     assert len(found.fitting) + len(found.rejected) > 5000
+
+
+@pytest.mark.parametrize(("words", "GBps"), [("h100:8x2", 50), ("a100-80g:8x2", 25), ("v100-32g:8x2", 25), ("h100:8x2@12", 12)])
+def test_links_between_nodes_are_those_said_or_usual_ones(words, GBps):
+    on, sentences = assuming(published(words))
+    assert next(link for link in on.links if link.axis == "across").beta_Bps.value == GBps * 1e9
+    assert len(sentences) == ("@" not in words)

@@ -2,19 +2,15 @@
 
 from dataclasses import dataclass, replace
 
-from paceline.cluster.facts import Cluster, Fact, Link
+from paceline.cluster.facts import Cluster
 from paceline.errors import PlanError
+from paceline.plan.assumed import assuming
 from paceline.plan.cost import Bill, Cost, bill
 from paceline.plan.facts import ModelFacts
 from paceline.plan.plan import Plan, parse
 from paceline.plan.predict import predict
 from paceline.plan.recipe import Recipe
 from paceline.plan.search import MARGIN, Rejected, none_fits, search
-
-CARD_GBps = {"a100": 25.0, "h100": 50.0, "h200": 50.0}  # a network card of 200 or 400 Gbit/s for each device, as in the DGX of these
-OTHER_GBps = 25.0
-CPU_GBps = 20.0  # two channels of memory, in round figures
-SHARED_GBps = 1.0  # gloo between processes of one node, in round figures
 
 
 @dataclass(frozen=True)
@@ -33,12 +29,17 @@ class Answer:
 
     def bill(self, cost: Cost) -> Bill | None:
         """Of the whole training, where its tokens are said."""
-        if self.tokens is None:
-            return None
-        power = self.cluster.device.power_W if self.cluster.device.kind != "cpu" else None
-        declared = self.cluster.price_per_device_hour.value if self.cluster.price_per_device_hour else None
-        price = self.price if self.price is not None else declared
-        return bill(cost.step_s, self.tokens / cost.time.tokens, self.ranks, power.value if power else None, price)
+        return billed(self.cluster, cost, self.ranks, self.tokens, self.price)
+
+
+def billed(cluster: Cluster, cost: Cost, ranks: int, tokens: float | None, price: float | None) -> Bill | None:
+    """Of a training of so many tokens; `price` of a device's hour, else what the cluster says. None where the tokens are not said."""
+    if tokens is None:
+        return None
+    power = cluster.device.power_W if cluster.device.kind != "cpu" else None
+    declared = cluster.price_per_device_hour.value if cluster.price_per_device_hour else None
+    paid = price if price is not None else declared
+    return bill(cost.step_s, tokens / cost.time.tokens, ranks, power.value if power else None, paid)
 
 
 def answer(
@@ -55,7 +56,7 @@ def answer(
     count = ranks or cluster.devices
     if cluster.device.kind != "cpu" and count > cluster.devices:
         raise PlanError(f"{count} ranks, but {cluster.name} has {cluster.devices} devices; use --ranks {cluster.devices} or less")
-    cluster, assumed = _assuming(cluster)
+    cluster, assumed = assuming(cluster)
     whole = Answer(facts, cluster, count, batch, [], [], assumed, tokens, price)
     if plan is not None:
         asked = parse(plan)
@@ -74,22 +75,3 @@ def _check(facts: ModelFacts, plan: Plan) -> None:
         raise PlanError(f"plan {plan} has more stages than {facts.name} has blocks, {facts.blocks}; use a smaller pp")
     if plan.cp > 1 and (facts.sequence is None or facts.sequence % (2 * plan.cp)):
         raise PlanError(f"cp={plan.cp} does not cut the sequences of {facts.name} in {2 * plan.cp} parts; use cp=1")
-
-
-def _assuming(cluster: Cluster) -> tuple[Cluster, tuple[str, ...]]:
-    """With links, and memory of a CPU, as they are usual, where nothing is known of those."""
-    known = {link.axis for link in cluster.links}
-    links, words = [], []
-    if cluster.device.kind == "cpu" and cluster.device.memory_Bps is None:
-        memory = cluster.device.model_copy(update={"memory_Bps": Fact(value=CPU_GBps * 1e9, note="assumed")})
-        cluster = cluster.model_copy(update={"device": memory})
-        words.append(f"a memory bandwidth of {CPU_GBps:g} GB/s is assumed; paceline bench measures it")
-    if cluster.device.kind == "cpu" and "node" not in known:
-        links.append(Link(axis="node", beta_Bps=Fact(value=SHARED_GBps * 1e9, note="assumed")))
-        words.append(f"between ranks of a node {SHARED_GBps:g} GB/s are assumed; paceline bench measures them")
-    if cluster.nodes > 1 and "across" not in known:
-        family = next((name for name in CARD_GBps if cluster.device.name.lower().startswith(name)), "")
-        GBps = CARD_GBps.get(family, OTHER_GBps)
-        links.append(Link(axis="across", beta_Bps=Fact(value=GBps * 1e9, note="assumed")))
-        words.append(f"between nodes {GBps:g} GB/s of each device are assumed; say what there is with @GB/s behind the cluster")
-    return cluster.updated(links=links), tuple(words)

@@ -15,7 +15,7 @@ from paceline.plan.predict import recipe_for
 from paceline.plan.recipe import Recipe
 from paceline.plan.speeds import Speeds, speeds
 from paceline.plan.split import Split
-from paceline.plan.time import time
+from paceline.plan.time import least_s, time
 from paceline.units import format_bytes
 
 MARGIN = 0.1  # of a device's memory that a plan leaves free, unless asked otherwise
@@ -36,7 +36,9 @@ class Rejected:
 
     @property
     def reason(self) -> str:
-        return f"needs {format_bytes(self.peak_bytes)} of {format_bytes(self.limit_bytes)}, most of it {self.largest}"
+        needed, limit = format_bytes(self.peak_bytes), format_bytes(self.limit_bytes)
+        of = f"{needed} of {limit}" if needed != limit else f"{format_bytes(self.peak_bytes - self.limit_bytes)} more than {limit}"
+        return f"needs {of}, most of it {self.largest}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +57,33 @@ def choose(
     if not found.fitting:
         raise none_fits(found, facts, cluster, batch, recipe, ranks)
     return found.fitting
+
+
+def fastest(
+    facts: ModelFacts, on: Speeds, ranks: int, batch: int, margin: float = MARGIN, recipe: Recipe | None = None
+) -> tuple[Plan, Cost] | None:
+    """The first of `search`, several times as soon: plans are looked at in the order of what they take at least, until no other can be
+    faster. `on` may be of other numbers of ranks that fill nodes as these do, and what was worked out for those is not worked out again."""
+    recipe = recipe or recipe_for(on)
+    least = [(least_s(facts, cut, recipe, on), at, cut) for at, cut in enumerate(splits(facts, ranks, on.per_node, batch))]
+    best: tuple[Split, Cost] | None = None
+    for seconds, _, cut in sorted(least, key=lambda one: one[:2]):
+        if best is not None and seconds > best[1].step_s * (1 + 1e-9):
+            break
+        rank, values = worst(facts, cut, recipe)
+        if sum(values) > on.memory_bytes * (1 - margin):
+            continue
+        cost = Cost(time(facts, cut, recipe, on), told(rank, values, cut, recipe, on.memory_bytes), cut.micro_batch)
+        if best is None or (cost.step_s, cost.peak_bytes) < (best[1].step_s, best[1].peak_bytes):
+            best = cut, cost
+    return (plan_of(best[0]), best[1]) if best else None
+
+
+def leanest(facts: ModelFacts, on: Speeds, ranks: int, batch: int, margin: float, recipe: Recipe) -> Rejected | None:
+    """Where none fits, the one that needs least; None where the batch cannot be split."""
+    looked = ((worst(facts, cut, recipe)[1], cut) for cut in splits(facts, ranks, on.per_node, batch))
+    found = min(looked, key=lambda pair: sum(pair[0]), default=None)
+    return _rejected(found[1], found[0], on.memory_bytes * (1 - margin)) if found else None
 
 
 def none_fits(found: Found, facts: ModelFacts, cluster: Cluster, batch: int, recipe: Recipe | None, ranks: int | None) -> PlanError:
@@ -80,10 +109,10 @@ def search(
     limit = on.memory_bytes * (1 - margin)
     fitting: list[tuple[Plan, Cost]] = []
     rejected: list[Rejected] = []
-    for cut in splits(facts, on, batch):
+    for cut in splits(facts, on.ranks, on.per_node, batch):
         rank, values = worst(facts, cut, recipe)
         if sum(values) > limit:
-            rejected.append(Rejected(plan_of(cut), sum(values), limit, NAMES[values.index(max(values))]))
+            rejected.append(_rejected(cut, values, limit))
             continue
         needed = told(rank, values, cut, recipe, on.memory_bytes)
         fitting.append((plan_of(cut), Cost(time(facts, cut, recipe, on), needed, cut.micro_batch)))
@@ -92,24 +121,28 @@ def search(
     return Found(fitting, rejected)
 
 
-def splits(facts: ModelFacts, on: Speeds, batch: int) -> Iterator[Split]:
+def _rejected(cut: Split, values: tuple[float, ...], limit_bytes: float) -> Rejected:
+    return Rejected(plan_of(cut), sum(values), limit_bytes, NAMES[values.index(max(values))])
+
+
+def splits(facts: ModelFacts, ranks: int, per_node: int, batch: int) -> Iterator[Split]:
     """tp stays in a node, where its sums are quick; then cp, data and pipeline ranks are ever further apart (Plan.place)."""
     for tp in facts.tp_degrees:
-        if on.ranks % tp or tp > on.per_node:
+        if ranks % tp or tp > per_node:
             continue
-        for pp in _divisors(on.ranks // tp):
-            for cp in _divisors(on.ranks // (tp * pp)):
-                dp = on.ranks // (tp * pp * cp)
+        for pp in _divisors(ranks // tp):
+            for cp in _divisors(ranks // (tp * pp)):
+                dp = ranks // (tp * pp * cp)
                 if batch % dp or (cp > 1 and (facts.sequence is None or facts.sequence % (2 * cp))) or pp > facts.blocks:
                     continue
                 if cp > 1 and pp > 1 and facts.sequence is not None and facts.sequence < SLICE * cp:
                     continue
-                yield from _with_degrees(facts, on, batch // dp, dp, tp, pp, cp)
+                yield from _with_degrees(facts, per_node, batch // dp, dp, tp, pp, cp)
 
 
-def _with_degrees(facts: ModelFacts, on: Speeds, samples: int, dp: int, tp: int, pp: int, cp: int) -> Iterator[Split]:
+def _with_degrees(facts: ModelFacts, per_node: int, samples: int, dp: int, tp: int, pp: int, cp: int) -> Iterator[Split]:
     pipelines = [(kind, stages) for kind, stages in PIPELINES if pp * stages <= facts.blocks] if pp > 1 else [("1f1b", 1)]
-    data = _data(dp * cp, dp, tp, on.per_node)
+    data = _data(dp * cp, dp, tp, per_node)
     for micro_batch in _divisors(samples):
         micro = samples // micro_batch
         if micro_batch > SAMPLES and micro > 1:
@@ -163,6 +196,6 @@ def _enough(facts: ModelFacts, cluster: Cluster, batch: int, limit_bytes: float,
         on = speeds(larger, ranks=ranks * factor)
         of = recipe or recipe_for(on)
         for samples in (batch, on.ranks):
-            if any(sum(worst(facts, cut, of)[1]) <= limit_bytes for cut in splits(facts, on, samples)):
+            if any(sum(worst(facts, cut, of)[1]) <= limit_bytes for cut in splits(facts, on.ranks, on.per_node, samples)):
                 return on.ranks
     return None

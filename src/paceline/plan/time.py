@@ -66,23 +66,13 @@ class Load(NamedTuple):
 
 def time(facts: ModelFacts, split: Split, recipe: Recipe, speeds: Speeds) -> Time:
     """Raises PlanError where the cluster does not say how fast its devices talk."""
-    schedule = SCHEDULES[split.schedule]
-    loads = [
-        (share, load(share, recipe, speeds, split.cut)) for share in shares(facts, split.pp, split.stages, recipe.even, schedule.folded)
-    ]
-    share, busiest = max(loads, key=lambda pair: pair[1].total_s)
+    stages = loads(facts, split.pp, split.stages, SCHEDULES[split.schedule].folded, split.cut, recipe, speeds)
+    share, busiest = stages[0]
     m = split.micro
-    parts = {
-        "products": m * busiest.products_s,
-        "attention": m * busiest.attention_s,
-        "other operations": m * busiest.traffic_s,
-        "computed again": m * busiest.again_s,
-        "tensor parallel": m * busiest.tensor_s,
-        "context parallel": m * busiest.context_s,
-    }
+    parts = _of_load(m, busiest)
     if split.pp > 1:
-        parts |= _pipeline(facts, split, recipe, speeds, busiest, [(one.count, its) for one, its in loads])
-    params = max([held(facts, one, recipe, split.cut).params for one, _ in loads])
+        parts |= _pipeline(facts, split, recipe, speeds, busiest, [(one.count, its) for one, its in stages])
+    params = max([held(facts, one, recipe, split.cut).params for one, _ in stages])
     parts |= _data(facts, share, split, recipe, speeds, busiest, params)
     parts["optimizer"] = _optimizer_s(split, recipe, speeds, params)
     parts["jitter"] = speeds.constants.jitter * sum(parts.values())
@@ -92,7 +82,7 @@ def time(facts: ModelFacts, split: Split, recipe: Recipe, speeds: Speeds) -> Tim
     return Time(
         parts=_told(parts, speeds.seen),
         flops=flops,
-        hardware_flops=flops + sum(its.again_flops * one.count for one, its in loads) * m / split.pp,
+        hardware_flops=flops + sum(its.again_flops * one.count for one, its in stages) * m / split.pp,
         tokens=float(facts.tokens * split.batch),
         samples=float(split.batch),
         peak_flops=peak,
@@ -119,6 +109,37 @@ def _guesses(split: Split, parts: dict[str, float], speeds: Speeds) -> tuple[str
         return speeds.guesses + _beyond(split)
     beyond = speeds.seen.beyond([name for name, seconds in parts.items() if seconds and name != "jitter"], split.ranks)
     return beyond and (*speeds.guesses, *_beyond(split), *beyond)
+
+
+def least_s(facts: ModelFacts, split: Split, recipe: Recipe, speeds: Speeds) -> float:
+    """What a step takes in any case: the micro-batches of the busiest rank, whatever comes on top of them."""
+    stages = loads(facts, split.pp, split.stages, SCHEDULES[split.schedule].folded, split.cut, recipe, speeds)
+    busiest = stages[0][1]
+    if speeds.seen is None:
+        return split.micro * busiest.total_s * (1 + speeds.constants.jitter)
+    parts = _of_load(split.micro, busiest)
+    parts["jitter"] = speeds.constants.jitter * sum(parts.values())
+    return sum(part.value for part in _told(parts, speeds.seen))
+
+
+def _of_load(micro: int, busiest: Load) -> dict[str, float]:
+    return {
+        "products": micro * busiest.products_s,
+        "attention": micro * busiest.attention_s,
+        "other operations": micro * busiest.traffic_s,
+        "computed again": micro * busiest.again_s,
+        "tensor parallel": micro * busiest.tensor_s,
+        "context parallel": micro * busiest.context_s,
+    }
+
+
+@lru_cache(65536)
+def loads(
+    facts: ModelFacts, pp: int, stages: int, folded: bool, cut: Cut, recipe: Recipe, speeds: Speeds
+) -> tuple[tuple[Share, Load], ...]:
+    """Of the ranks of a pipeline, the busiest first."""
+    found = [(share, load(share, recipe, speeds, cut)) for share in shares(facts, pp, stages, recipe.even, folded)]
+    return tuple(sorted(found, key=lambda pair: -pair[1].total_s))
 
 
 def _beyond(split: Split) -> tuple[str, ...]:

@@ -51,6 +51,7 @@ class Call:
     output: Any = None  # a tree with Like for tensors
     free: bool = False  # of parameters: every stage calls it itself
     flops: int = 0  # until the next call
+    trace: int = 0  # of the operations until then, their shapes and whether they get gradients or are run again for them: a hash
     written: bool = False  # its output, by somebody else
 
 
@@ -97,12 +98,12 @@ class Model:
     def record(self, task: Task, batch: Batch, precision: str, training: bool) -> Recording:
         """Raises PlanError for a model that cannot be run without values."""
         self.copy.train(training)
-        recorder = _Recorder(self)
+        recorder = _Recorder(self, training)
         self.gates.visitor = recorder.called
         fast = torch.backends.mha.get_fastpath_enabled()
         torch.backends.mha.set_fastpath_enabled(False)
         try:
-            with torch.random.fork_rng(devices=[]), torch.no_grad(), recorder, autocast(precision, self.device):
+            with torch.random.fork_rng(devices=[]), torch.set_grad_enabled(training), recorder, autocast(precision, self.device):
                 output = call(task, self.copy, batch)
                 recorder.ended(_results(task, output, batch, training))
         except PlanError:
@@ -131,10 +132,15 @@ def _tensors(tree: Any) -> list[Tensor]:
     return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
 
 
+def _runs_again() -> bool:
+    """Whether the user's code is inside of torch.utils.checkpoint."""
+    return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
+
+
 class _Recorder(TorchDispatchMode):
     """Follows what depends on which parameters."""
 
-    def __init__(self, model: Model):
+    def __init__(self, model: Model, gradients: bool):
         super().__init__()
         from torch.utils.flop_counter import flop_registry
 
@@ -144,6 +150,7 @@ class _Recorder(TorchDispatchMode):
         self.model = model
         self.recording = Recording()
         self.now = -1  # the last call
+        self.gradients = gradients  # whether the pass as a whole gets them
         self.inside = False
         self.masks: dict[int, Mask] = {}  # by id of a tensor
         self.written: dict[int, Mask] = {}  # by storage
@@ -177,10 +184,16 @@ class _Recorder(TorchDispatchMode):
                 self.kept.append(tensor)
                 if storage_of(tensor) in moved:
                     self.places[id(tensor)] = moved[storage_of(tensor)]
-        count = self.flops.get(func._overloadpacket)
-        if count is not None and self.now >= 0:
-            self.recording.calls[self.now].flops += count(*args, **kwargs, out_val=result)
+        if self.now >= 0:
+            self._weigh(self.recording.calls[self.now], func, args, kwargs, result)
         return result
+
+    def _weigh(self, call: Call, func: Any, args: Any, kwargs: Any, result: Any) -> None:
+        count = self.flops.get(func._overloadpacket)
+        if count is not None:
+            call.flops += count(*args, **kwargs, out_val=result)
+        seen = [(leaf.shape, leaf.dtype) if isinstance(leaf, Tensor) else str(leaf) for leaf in tree_leaves((args, kwargs, result))]
+        call.trace = hash((call.trace, func, tuple(seen), torch.is_grad_enabled(), _runs_again()))
 
     def _write(self, func: Any, args: Any, kwargs: Any, mask: Mask) -> None:
         for argument, value in (*zip(func._schema.arguments, args, strict=False), *kwargs.items()):
@@ -209,6 +222,10 @@ class _Recorder(TorchDispatchMode):
         if earlier:
             for cut in range(earlier[0] + 1, at + 1):
                 self.recording.barred.setdefault(cut, f"{name} is called more than once")
+        if _runs_again():
+            self.recording.barred.setdefault(at, f"the model itself, and not recompute=full, computes {name} again in the backward pass")
+        if torch.is_grad_enabled() != self.gradients:
+            self.recording.barred.setdefault(at, f"{name} is called without gradients")
         if not here.crossing or not all(like.dtype.is_floating_point for like in here.likes):
             self.recording.barred.setdefault(at, f"{name} is not called with what was computed before it")
         self.inside = self.model.gates.inside = True

@@ -1,7 +1,8 @@
 """A training step that sends and computes nothing: one process plays a rank among any number of them, and counts what it would send."""
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -29,9 +30,10 @@ from paceline.training.data import Batch, Part, Samples, batches, open_dataset, 
 from paceline.training.figures import Wishes, tell
 from paceline.training.parallelize import release
 from paceline.training.prepare import Laid, Studied, check_enough, lay_out, study
-from paceline.training.replay import are_alike, replayed
+from paceline.training.replay import TO_COUNT, TO_SETTLE, are_alike, replayed
 from paceline.training.settle import settle
 from paceline.training.step import LossScale
+from paceline.training.twins import twins
 from paceline.training.weights import allocate_
 
 CPU = torch.device("cpu")
@@ -39,17 +41,7 @@ WARM_UP = 1  # steps after which engines have settled: DDP's buckets, the order 
 
 
 def ledger(spec: Spec, plan: Plan, ranks: int, rank: int = 0, task: Task | None = None) -> Ledger:
-    """What `rank` of so many sends in one training step under `plan`."""
-    return ledgers(spec, plan, ranks, [rank], task)[0]
-
-
-def stages(spec: Spec, plan: Plan, ranks: int, task: Task | None = None) -> list[Ledger]:
-    """The ledger of the first rank of each place on the axis of a pipeline; other ranks of a place send the same."""
-    return ledgers(spec, plan, ranks, [place * plan.on(ranks).copies for place in range(plan.pp)], task)
-
-
-def ledgers(spec: Spec, plan: Plan, ranks: int, of: Sequence[int], task: Task | None = None) -> list[Ledger]:
-    """What each of some ranks sends in one training step under `plan`.
+    """What `rank` of so many sends in one training step under `plan`.
 
     The step is that of `train`, engines included, on a fake process group and on tensors without memory (torch's FakeTensorMode);
     samples and what is computed from them alone are real. The figures of a step are told on their own: quick steps of a real
@@ -57,6 +49,28 @@ def ledgers(spec: Spec, plan: Plan, ranks: int, of: Sequence[int], task: Task | 
 
     Raises PlanError, DataError or TaskError as a training would, and TaskError for a model that looks at the values of its tensors.
     """
+    asked = _ask(spec, plan, ranks, task)
+    return _play(asked, World(rank=rank, size=ranks), asked.studied)
+
+
+def stages(spec: Spec, plan: Plan, ranks: int, task: Task | None = None) -> list[Ledger]:
+    """The same of the first rank of each place on the axis of a pipeline; other ranks of a place send the same."""
+    asked = _ask(spec, plan, ranks, task)
+    places = twins(asked.plan, asked.task.layout(), asked.studied)
+    first = [place * asked.plan.copies for place in range(plan.pp)]
+    played = {at: _play(asked, World(rank=first[at], size=ranks), asked.studied.again()) for at in sorted({twin.place for twin in places})}
+    return [twin.told_here(played[twin.place], rank) for twin, rank in zip(places, first, strict=True)]
+
+
+@dataclass(frozen=True)
+class _Asked:
+    spec: Spec
+    plan: Plan  # its data degree said
+    task: Task
+    studied: Studied
+
+
+def _ask(spec: Spec, plan: Plan, ranks: int, task: Task | None) -> _Asked:
     spec = spec.model_copy(update={"compile": False})
     if plan.is_asynchronous:
         raise PlanError(
@@ -65,11 +79,11 @@ def ledgers(spec: Spec, plan: Plan, ranks: int, of: Sequence[int], task: Task | 
     plan = plan.on(ranks)
     share(spec.batch, plan)
     task = task if task is not None else load_task(spec.task, spec.set)
-    studied = study(spec, plan, task, CPU)
-    return [_play(spec, plan, World(rank=rank, size=ranks), task, studied.again() if rank != of[-1] else studied) for rank in of]
+    return _Asked(spec, plan, task, study(spec, plan, task, CPU))
 
 
-def _play(spec: Spec, plan: Plan, world: World, task: Task, studied: Studied) -> Ledger:
+def _play(asked: _Asked, world: World, studied: Studied) -> Ledger:
+    spec, plan, task = asked.spec, asked.plan, asked.task
     with _fake_group(world.rank, world.size), contextlib.ExitStack() as stack:
         micro_batches = _micro_batches(spec, plan, world, task)
         mode = FakeTensorMode(allow_non_fake_inputs=True)
@@ -105,8 +119,12 @@ def _count(laid: Laid, plan: Plan, micro_batches: list[Batch]) -> Ledger:
     counter = Counter(laid.model, plan)
     assert plan.micro is not None
     for step in range(WARM_UP + 1):
-        played = replayed(counter, plan.micro) if are_alike(plan) else contextlib.nullcontext()
-        with played, counter if step == WARM_UP else contextlib.nullcontext():
+        counts = step == WARM_UP
+        played = min(TO_COUNT if counts else TO_SETTLE, plan.micro)
+        with (
+            replayed(counter, plan.micro, played) if are_alike(plan) else contextlib.nullcontext(),
+            counter if counts else contextlib.nullcontext(),
+        ):
             local = update(micro_batches, step, 1.0)
             tell([local], Wishes(), 0.0, dist.get_world_size(), update.device)
     return counter.ledger()

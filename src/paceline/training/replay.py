@@ -1,4 +1,4 @@
-"""A pipeline whose micro-batches are alike, played in part: the first two run, and those behind them count what the second did."""
+"""A pipeline whose micro-batches are alike, played in part: the first few run, and those behind them count what the last of these did."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -7,7 +7,8 @@ from typing import Any
 from paceline.plan.plan import Plan
 from paceline.training.count import Counter
 
-PLAYED = 2  # the first gathers what stays gathered
+TO_COUNT = 2  # the first gathers what stays gathered
+TO_SETTLE = 1
 
 
 def are_alike(plan: Plan) -> bool:
@@ -17,25 +18,26 @@ def are_alike(plan: Plan) -> bool:
 
 
 @contextmanager
-def replayed(counter: Counter, micro: int) -> Iterator[None]:
-    """For a step of `micro` micro-batches, in which `counter` counts or does not. What one stage hands on stands for all that it would."""
+def replayed(counter: Counter, micro: int, played: int) -> Iterator[None]:
+    """For a step of `micro` micro-batches, of which so many run, and in which `counter` counts or does not. What one stage hands on
+    stands for all that it would."""
     from torch.distributed.pipelining import PipelineStage
 
-    second: list[Any] = []  # calls
+    repeated: list[Any] = []  # calls
     outputs: dict[int, tuple[Any, Any]] = {}  # stage -> what it returns, and what it sends
     grads: dict[int, Any] = {}
 
     def forward(stage: Any, chunk: int, *args: Any, **kwargs: Any) -> Any:
-        if chunk < PLAYED:
+        if chunk < played:
             output = run(inner["forward_one_chunk"], stage, chunk, *args, **kwargs)
             outputs[stage.stage_index] = output, stage.fwd_cache[chunk][0]
         output, sent = outputs[stage.stage_index]
-        if chunk >= PLAYED:
+        if chunk >= played:
             stage.fwd_cache[chunk] = sent, []
         return output
 
     def backward(stage: Any, chunk: int, *args: Any, **kwargs: Any) -> None:
-        if chunk < PLAYED:
+        if chunk < played:
             run(inner["backward_one_chunk"], stage, chunk, *args, **kwargs)
             grads[stage.stage_index] = stage.bwd_cache[chunk]
         else:
@@ -43,23 +45,23 @@ def replayed(counter: Counter, micro: int) -> Iterator[None]:
             stage.bwd_cache[chunk] = grads[stage.stage_index]
 
     def backward_weight(stage: Any, chunk: int, *args: Any, **kwargs: Any) -> None:
-        if chunk < PLAYED:
+        if chunk < played:
             run(inner["backward_weight_one_chunk"], stage, chunk, *args, **kwargs)
 
     def run(call: Callable[..., Any], stage: Any, chunk: int, *args: Any, **kwargs: Any) -> Any:
         before = len(counter.calls)
         result = call(stage, chunk, *args, **kwargs)
-        if chunk == PLAYED - 1:
-            second.extend(counter.calls[before:])
+        if chunk == played - 1:
+            repeated.extend(counter.calls[before:])
         return result
 
-    played = {"forward_one_chunk": forward, "backward_one_chunk": backward, "backward_weight_one_chunk": backward_weight}
-    inner = {name: getattr(PipelineStage, name) for name in played}
-    for name, function in played.items():
+    instead = {"forward_one_chunk": forward, "backward_one_chunk": backward, "backward_weight_one_chunk": backward_weight}
+    inner = {name: getattr(PipelineStage, name) for name in instead}
+    for name, function in instead.items():
         setattr(PipelineStage, name, function)
     try:
         yield
     finally:
-        for name in played:
+        for name in instead:
             delattr(PipelineStage, name)  # what it inherits is there again
-    counter.calls += second * (micro - PLAYED)
+    counter.calls += repeated * (micro - played)

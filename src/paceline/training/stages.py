@@ -29,6 +29,10 @@ class Division:
     def ends(self, stage: int) -> int:
         return [*self.begins[1:], len(self.calls)][stage]
 
+    def of(self, stage: int) -> list[str]:
+        """The parts that this stage has and no other."""
+        return [part for part in dict.fromkeys(self.calls[self.begins[stage] : self.ends(stage)]) if part not in self.free]
+
 
 def ranks_of(plan: Plan) -> list[int]:
     """The pp rank of each stage."""
@@ -134,8 +138,7 @@ class Stage(nn.Module):
         self.index, self.first, self.end = index, division.begins[index], division.ends(index)
         self.is_first, self.is_last = index == 0, self.end == len(division.calls)
         self.gates, self.device = gates, device
-        here = dict.fromkeys(division.calls[self.first : self.end])
-        self.parts = nn.ModuleDict({key_of(name): gates.parts[name] for name in here if name not in division.free})
+        self.parts = nn.ModuleDict({key_of(name): gates.parts[name] for name in division.of(index)})
         own = {id(parameter) for parameter in self.parts.parameters()}
         for name, parameter in model.named_parameters():
             if index in division.holders[name] and id(parameter) not in own:

@@ -1,0 +1,67 @@
+"""Several numbers of ranks as people write them: 1,2,4,…,4096."""
+
+import re
+from itertools import pairwise
+
+from paceline.errors import SpecError
+
+MOST = 100  # numbers of ranks at once
+WAY_OUT = "write 1,2,8, or 1,2,4,…,64, or 1:64"
+
+
+def parse_counts(text: str) -> tuple[int, ...]:
+    """`1,2,8` as it stands; `1,2,4,…,64` (or ...) goes on as it began, by doubling or by steps; `1:64` doubles. Raises SpecError."""
+    if match := re.fullmatch(r"\s*(\d+)\s*:\s*(\d+)\s*", text):
+        first, last = _count(match[1], text), _count(match[2], text)
+        return _checked(_until(first, last, text, factor=2), text)
+    words = [word.strip() for word in text.replace("...", "…").split(",")]
+    if "…" not in words:
+        return _checked(sorted({_count(word, text) for word in words}), text)
+    if words.count("…") > 1 or words[-2] != "…" or len(words) < 3:
+        raise SpecError(f"--ranks {text!r}: what goes on must stand before … and its end behind; {WAY_OUT}")
+    begun, last = [_count(word, text) for word in words[:-2]], _count(words[-1], text)
+    return _checked([*begun[:-1], *_on(begun, last, text)], text)
+
+
+def _on(begun: list[int], last: int, text: str) -> list[int]:
+    """From the last that was begun to the end, by the factor that the first ones have, or else by their distance."""
+    if len(begun) == 1:
+        return _until(begun[0], last, text, factor=2)
+    pairs = list(pairwise(begun))
+    factor, step = begun[1] // begun[0], begun[1] - begun[0]
+    doubles, steps = all(b == a * factor > a for a, b in pairs), all(b == a + step > a for a, b in pairs)
+    if doubles and (not steps or _arrives(begun[-1], last, factor)):
+        return _until(begun[-1], last, text, factor=factor)
+    if steps:
+        return _until(begun[-1], last, text, step=step)
+    raise SpecError(f"--ranks {text!r}: {','.join(map(str, begun))} does not say how to go on; {WAY_OUT}")
+
+
+def _arrives(at: int, last: int, factor: int) -> bool:
+    while at < last:
+        at *= factor
+    return at == last
+
+
+def _until(first: int, last: int, text: str, factor: int = 1, step: int = 0) -> list[int]:
+    found = [first]
+    while found[-1] < last and len(found) <= MOST:
+        found.append(found[-1] * factor + step)
+    if found[-1] > last:
+        near = " or ".join(map(str, found[-2:]))
+        raise SpecError(f"--ranks {text!r} does not arrive at {last}; end it with {near}")
+    return found
+
+
+def _count(word: str, text: str) -> int:
+    if not word.isdecimal():
+        raise SpecError(f"--ranks {text!r}: {word!r} is no number of ranks; {WAY_OUT}")
+    if not int(word):
+        raise SpecError(f"--ranks {text!r}: at least 1 rank is needed, got 0")
+    return int(word)
+
+
+def _checked(counts: list[int], text: str) -> tuple[int, ...]:
+    if len(counts) > MOST:
+        raise SpecError(f"--ranks {text!r} is more than {MOST} numbers; leave some out")
+    return tuple(counts)

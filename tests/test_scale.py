@@ -1,0 +1,169 @@
+"""How a training scales: the best plan for each number of ranks, and how many to ask for."""
+
+import json
+import sys
+from fractions import Fraction
+from pathlib import Path
+
+import pytest
+
+from clusters import cluster
+from command import paceline, succeed
+from paceline.errors import PlanError, SpecError
+from paceline.plan.counts import parse_counts
+from paceline.plan.library import model
+from paceline.plan.scale import scaling, worth
+from paceline.plan.search import search
+
+GPT = ("scale", "--model", "gpt3-1.3b", "--cluster", "a100-80g:8", "--batch", "64")
+WITHOUT_TORCH = "import sys; sys.modules['torch'] = None; from paceline.cli import main; main()"
+
+
+@pytest.mark.parametrize(
+    ("text", "counts"),
+    [
+        ("8", (8,)),
+        ("8, 2,1", (1, 2, 8)),
+        ("1,2,4,…,32", (1, 2, 4, 8, 16, 32)),
+        ("1,2,4,...,32", (1, 2, 4, 8, 16, 32)),
+        ("8:64", (8, 16, 32, 64)),
+        ("3,…,12", (3, 6, 12)),
+        ("8,16,24,…,40", (8, 16, 24, 32, 40)),
+        ("8,16,…,64", (8, 16, 32, 64)),
+        ("8,16,…,24", (8, 16, 24)),
+        ("1,3,9,…,81", (1, 3, 9, 27, 81)),
+    ],
+)
+def test_numbers_of_ranks(text, counts):
+    assert parse_counts(text) == counts
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("1,2,4,…,100", "does not arrive at 100; end it with 64 or 128"),
+        ("64:8", "end it with 64"),
+        ("1,2,x", "'x' is no number of ranks"),
+        ("0:8", "at least 1 rank"),
+        ("-4", "no number of ranks"),
+        ("…,8", "must stand before"),
+        ("1,2,…", "must stand before"),
+        ("1,…,4,…,8", "must stand before"),
+        ("1,2,5,…,17", "does not say how to go on"),
+        ("1,2,3,…,4096", "more than 100 numbers"),
+    ],
+)
+def test_what_is_no_number_of_ranks(text, says):
+    with pytest.raises(SpecError, match=says):
+        parse_counts(text)
+
+
+def test_each_point_is_the_best_plan_there():
+    facts, on = model("gpt3-1.3b"), cluster(64)
+    found = scaling(facts, on, (4, 8, 32), 64)
+    assert [point.ranks for point in found.strong.points] == [4, 8, 32]
+    for point, nodes in zip(found.strong.points, (1, 1, 4), strict=True):
+        there = search(facts, on.model_copy(update={"nodes": nodes}), 64, ranks=point.ranks).fitting[0]
+        assert (point.plan, point.cost) == there
+        assert (point.nodes, point.batch) == (nodes, 64)
+    assert found.each == 16
+    assert [point.batch for point in found.weak.points] == [64, 128, 512]
+
+
+def test_efficiency_is_the_throughput_of_a_rank_against_the_fewest():
+    found = scaling(model("resnet50"), cluster(8), (1, 2, 8, 16), 512, tokens=1e6, price=3)
+    for curve in (found.strong, found.weak):
+        of_rank = [point.cost.time.samples / point.cost.step_s / point.ranks for point in curve.points]
+        assert [point.efficiency for point in curve.points] == pytest.approx([one / of_rank[0] for one in of_rank])
+        for point in curve.points:
+            hours = 1e6 / point.batch * point.cost.step_s / 3600
+            assert (point.bill.seconds, point.bill.device_hours) == pytest.approx((hours * 3600, hours * point.ranks))
+            assert point.bill.price == pytest.approx(3 * point.bill.device_hours)
+    assert found.strong.points[-1].efficiency < found.weak.points[-1].efficiency
+
+
+def test_a_slow_network_is_what_efficiency_is_lost_to():
+    facts = model("resnet50")
+    fast, slow = (scaling(facts, cluster(64, across_GBps=GBps), (8, 64, 512), 2048).strong.points for GBps in (200, 0.2))
+    assert fast[1].efficiency > 0.8
+    assert slow[1].efficiency < 0.3
+    assert slow[2].lost.name == "data parallel"
+    assert slow[2].lost.value > 0.5
+
+
+def test_the_most_ranks_that_are_worth_it():
+    curve = scaling(model("resnet50"), cluster(64, across_GBps=5), (1, 8, 64, 512), 1024).strong
+    shares = [point.efficiency for point in curve.points]
+    assert shares == sorted(shares, reverse=True)
+    between = (shares[1] + shares[2]) / 2
+    assert worth(curve, between).ranks == 8
+    assert worth(curve, min(shares)).ranks == 512
+    assert worth(curve, 0.999999999).ranks == 1
+
+
+def test_numbers_that_cannot_be_say_why():
+    found = scaling(model("llama3-8b"), cluster(8), (1, 12, 16, 3000), 48)
+    assert {one.ranks: one.want for one in found.strong.refused} == {1: "memory", 12: "nodes", 3000: "samples"}
+    by_ranks = {one.ranks: one.reason for one in found.strong.refused}
+    assert "most of it optimizer" in by_ranks[1]
+    assert "ask for 8 or 16" in by_ranks[12]
+    assert "a batch of 48 cannot be split over 3,000 ranks" in by_ranks[3000]
+    assert found.each == Fraction(48, 16)
+    assert any("has 1 node; the others of 375 are taken to be alike" in sentence for sentence in found.assumed)
+
+
+def test_a_batch_of_parts_of_samples():
+    found = scaling(model("gpt2"), cluster(8), (2, 3, 4), 2)
+    assert found.weak.refused == ()
+    found = scaling(model("gpt2"), cluster(8), (4, 6), 2)
+    assert [one.want for one in found.weak.refused] == []
+    assert [point.batch for point in found.weak.points] == [2, 3]
+    found = scaling(model("gpt2"), cluster(8), (4, 5), 2)
+    assert [one.reason for one in found.weak.refused] == ["a batch of 2.5 is no whole number of samples"]
+
+
+def test_where_nothing_fits():
+    with pytest.raises(PlanError, match=r"no plan fits 72.0 GiB a device; the leanest, .* needs .*: use --ranks \d+"):
+        scaling(model("llama3-70b"), cluster(8), (1, 2, 4), 64)
+
+
+def test_command_without_torch(tmp_path: Path) -> None:
+    words = (*GPT, "--ranks", "1,2,4,...,64", "--tokens", "1e9", "--price", "2", "--json", "scale.json", "--plot", "scale.svg")
+    found = succeed(*words, at=tmp_path, program=(sys.executable, "-c", WITHOUT_TORCH))
+    figures = json.loads((tmp_path / "scale.json").read_text())
+    assert [point["ranks"] for point in figures["strong"]["points"]] == [1, 2, 4, 8, 16, 32, 64]
+    assert [point["batch"] for point in figures["weak"]["points"]] == [64 * ranks for ranks in (1, 2, 4, 8, 16, 32, 64)]
+    assert f"ask for {figures['ask_for']} rank" in found.out
+    plan = figures["strong"]["points"][3]["plan"]
+    for words in ("strong scaling", "weak scaling", "efficiency", "are taken to be alike", "are assumed", plan):
+        assert words in found.out, words
+    of_tables = [line for line in found.out.partition("the fastest plans")[0].splitlines() if line.strip()[:1].isdecimal()]
+    assert len(of_tables) == 14
+    assert max(map(len, of_tables)) <= 80
+    assert (tmp_path / "scale.svg").read_text().startswith("<?xml")
+
+
+def test_a_task_says_how_long_its_training_is(tmp_path: Path) -> None:
+    words = ("scale", "digits", "--ranks", "1,2", "--batch", "32", "--peak", "0.1", "--epochs", "2", "--json", "scale.json")
+    succeed(*words, at=tmp_path)
+    points = json.loads((tmp_path / "scale.json").read_text())["strong"]["points"]
+    assert [point["bill"]["seconds"] / point["step_s"] for point in points] == pytest.approx([90, 90])  # 1,437 samples
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (GPT, "Say --ranks"),
+        ((*GPT, "--ranks", "1,2,4,…,100"), "end it with 64 or 128"),
+        ((*GPT, "--ranks", "8", "--efficiency", "80"), "--efficiency must be above 0 and at most 1, got 80"),
+        ((*GPT, "--ranks", "8", "--steps", "10"), "of a --model say --tokens"),
+        ((*GPT, "--ranks", "8", "--plot", "scale.pdf"), "must end in .svg or .png"),
+        (("scale", "--model", "gpt3", "--cluster", "a100-80g:8", "--batch", "8", "--ranks", "1:8"), "no plan fits"),
+        (("scale", "--model", "resnet50", "--cluster", "a100-80g:8", "--batch", "3", "--ranks", "8"), "cannot be split over 8 ranks"),
+    ],
+)
+def test_bad_input_is_one_sentence(tmp_path: Path, words: tuple[str, ...], sentence: str) -> None:
+    found = paceline(*words, at=tmp_path)
+    assert found.status == 2, found.all
+    assert sentence in found.err
+    assert found.err.count("\n") == 1

@@ -1,0 +1,106 @@
+"""Places of a pipeline that are alike are played once, and what is said of the others is what each would say itself."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import models
+from harness import ranks
+from paceline import Spec, Task
+from paceline.plan.ledger import Ledger
+from paceline.plan.plan import parse
+from paceline.training import dry
+from test_ledger import counted, wanted
+
+DEEP = models.ShortText(depth=8, width=64)
+
+
+def played(monkeypatch: pytest.MonkeyPatch, task: Task, plan: str, size: int) -> tuple[int, list[Ledger]]:
+    """How many places of `plan` were played, and what is said of all."""
+    kept: list[Any] = []
+    play = dry._play
+    monkeypatch.setattr(dry, "_play", lambda *args: kept.append(args) or play(*args))
+    found = dry.stages(Spec(batch=24), parse(plan), size, task)
+    monkeypatch.undo()
+    return len(kept), found
+
+
+def each(task: Task, plan: str, size: int) -> list[Ledger]:
+    copies = parse(plan).on(size).copies
+    return [dry.ledger(Spec(batch=24), parse(plan), size, place * copies, task) for place in range(parse(plan).pp)]
+
+
+@pytest.mark.parametrize(
+    ("plan", "size", "plays"),
+    [
+        ("pp=4", 4, 3),
+        ("pp=4,tp=2,recompute=full", 8, 3),
+        ("pp=4,tp=2,dp=2,zero=2", 16, 3),
+        ("pp=4,dp=2,zero=3,schedule=interleaved", 8, 3),
+        ("pp=4,dp=2,zero=3", 8, 4),  # what is gathered depends on what runs next
+        ("pp=4,schedule=zero-bubble", 4, 4),
+    ],
+)
+def test_it_is_what_each_place_would_say(monkeypatch: pytest.MonkeyPatch, plan: str, size: int, plays: int) -> None:
+    task = models.ShortText(depth=16, width=64) if "interleaved" in plan else DEEP
+    found = played(monkeypatch, task, plan, size)
+    assert found == (plays, each(task, plan, size))
+
+
+def test_it_is_what_real_ranks_send() -> None:
+    real = [ledger for ledger, _ in ranks(4)(counted, DEEP, wanted(), "pp=4")]
+    assert dry.stages(wanted(), parse("pp=4"), 4, DEEP) == real
+
+
+class Block(nn.Module):
+    def __init__(self, kind: str):
+        super().__init__()
+        self.kind = kind
+        inner = 8 if kind == "wider" else 4
+        self.mlp = nn.Sequential(nn.Linear(6, inner), nn.Tanh(), nn.Linear(inner, 6))
+        self.requires_grad_(kind != "frozen")
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.kind == "run again":
+            return x + checkpoint(self.mlp, x, use_reentrant=False)
+        with torch.set_grad_enabled(torch.is_grad_enabled() and self.kind != "without gradients"):
+            y = self.mlp(x)
+        return x + (y + y if self.kind == "doubled" else y)
+
+
+class Stack(nn.Module):
+    """Six blocks, of which the third may be another."""
+
+    def __init__(self, third: str):
+        super().__init__()
+        self.blocks = nn.ModuleList([Block(third if at == 2 else "") for at in range(6)])
+        if third == "shared":
+            self.blocks[2].mlp[0].weight = self.blocks[5].mlp[0].weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+class Stacked(models.Points):
+    third: str = ""
+
+    def model(self) -> nn.Module:
+        return Stack(self.third)
+
+    def dataset(self, split: str) -> models.Pairs | None:
+        return models.Pairs(x=models.drawn(32, 6), y=models.drawn(32, 6, seed=1)) if split == "train" else None
+
+
+@pytest.mark.parametrize("third", ["", "wider", "frozen", "shared", "run again", "without gradients", "doubled"])
+def test_what_is_not_alike(monkeypatch: pytest.MonkeyPatch, third: str) -> None:
+    task, plan, size = Stacked(third=third), "pp=6,dp=2,micro=2,schedule=gpipe", 12
+    plays, found = played(monkeypatch, task, plan, size)
+    assert plays == (4 if third else 3)
+    assert found == each(task, plan, size)
+    sent = [{(entry.collective, entry.axis, entry.calls, entry.bytes) for entry in found[place].entries} for place in (1, 2)]
+    assert (sent[0] != sent[1]) == (third in ("wider", "frozen", "shared", "without gradients"))
