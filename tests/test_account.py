@@ -123,7 +123,7 @@ def test_errors_have_signs() -> None:
     rows = beside(
         TIME, {"compute": 2.0, "communication": 0.5, "bubble": 0.0, "input": 0.1}, (Part("products", 1.0, 0.1), Part("jitter", 1.0))
     )
-    assert [(row.name, row.error) for row in rows] == [("compute", -0.5), ("communication", 1.0), ("input", None)]
+    assert [(row.name, row.error) for row in rows] == [("compute", -0.5), ("communication", 1.0), ("input", -1.0)]
     assert worst(rows) == Row("compute", 2.0, 1.0, 0.1)
 
 
@@ -347,6 +347,7 @@ def test_what_no_run_has_shown_is_extrapolated() -> None:
     assert not predict(GPT2, parse("ddp"), HERE, 32, ranks=4).time.guesses
     more = predict(GPT2, parse("ddp"), seen, 32, ranks=8).time.guesses
     other = predict(GPT2, parse("tp=4"), seen, 32, ranks=4).time.guesses
+    assert not predict(GPT2, parse("ddp"), seen, 32, ranks=4).time.guesses
     assert "8 ranks are more than the 4 of any run here" in more
     assert any("tensor parallel" in words for words in other)
 

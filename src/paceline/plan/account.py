@@ -45,15 +45,13 @@ class Row:
 
 
 def beside(table: Mapping[str, tuple[str, ...]], measured: Mapping[str, float], predicted: tuple[Part, ...] | None) -> list[Row]:
-    """A row for each part that was measured or predicted."""
+    """A row for each part that was measured or predicted. What the planner says nothing of, as input, is predicted to take nothing."""
     known = {part.name: part for part in predicted or ()}
     rows = []
     for name, value in measured.items():
         parts = [known[one] for one in table[name] if one in known]
-        if not parts:
-            rows.append(Row(name, value, None if predicted is None or value else 0.0))
-            continue
-        rows.append(Row(name, value, sum(part.value for part in parts), hypot(*(part.value * part.error for part in parts))))
+        total = sum(part.value for part in parts) if predicted is not None else None
+        rows.append(Row(name, value, total, hypot(*(part.value * part.error for part in parts))))
     return [row for row in rows if row.measured or row.predicted]
 
 

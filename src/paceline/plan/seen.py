@@ -28,14 +28,15 @@ class Factor:
 
 @dataclass(frozen=True, eq=False)
 class Seen:
-    """`ranks`: most of any run."""
+    """`parts`: of the planner, that any run had; those too short to say anything have no factor. `ranks`: most of any run."""
 
-    factors: Mapping[str, Factor]  # by part of the planner
+    factors: Mapping[str, Factor]
+    parts: frozenset[str]
     ranks: int
 
     def beyond(self, parts: Iterable[str], ranks: int) -> tuple[str, ...]:
         """What of a prediction is outside of what was seen, in words."""
-        unseen = [part for part in parts if part not in self.factors]
+        unseen = [part for part in parts if part not in self.parts]
         words = [f"no run that was accounted for here had {' or '.join(unseen)}"] if unseen else []
         return (*words, *([f"{ranks} ranks are more than the {self.ranks} of any run here"] if ranks > self.ranks else []))
 
@@ -54,4 +55,4 @@ def seen(accounts: Iterable[Account]) -> Seen | None:
     for part, found in logs.items():
         mean = statistics.mean(found)
         factors[part] = Factor(len(found), mean, sum((one - mean) ** 2 for one in found))
-    return Seen(factors, max(account.ranks for account in accounts))
+    return Seen(factors, frozenset(part for account in accounts for part in account.parts), max(account.ranks for account in accounts))

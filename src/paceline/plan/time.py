@@ -92,12 +92,14 @@ def time(facts: ModelFacts, split: Split, recipe: Recipe, speeds: Speeds) -> Tim
 
 def _told(parts: dict[str, float], seen: Seen | None) -> tuple[Part, ...]:
     """As runs have shown them to be."""
-    factors = seen.factors if seen is not None else {}
+    if seen is None:
+        return tuple(Part(name, seconds, *PARTS[name]) for name, seconds in parts.items() if seconds)
     found = []
     for name, seconds in parts.items():
         error, note = PARTS[name]
-        if (factor := factors.get(name)) is not None:
-            seconds, error, note = seconds * factor.value, factor.error(error), f"{note}; × {factor.value:.2f} from {factor.runs} runs"
+        if (factor := seen.factors.get(name)) is not None:
+            runs = f"{factor.runs} run{'s' * (factor.runs != 1)}"
+            seconds, error, note = seconds * factor.value, factor.error(error), f"{note}; × {factor.value:.2f} from {runs}"
         if seconds:
             found.append(Part(name, seconds, error, note))
     return tuple(found)

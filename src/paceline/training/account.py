@@ -56,7 +56,7 @@ class Accounting:
         costs_s = max(row[0] for row in rows)
         self.costs_s = max(costs_s, self.costs_s or 0.0)
         self.spent_s += costs_s
-        self.next = step + min(step - self.first, max(1, self.total // AGAIN))
+        self.next = step + min(step - self.first, max(1, (self.total - self.first) // AGAIN))
         if all(row[1] for row in rows):
             yield _accounted(rows, self.plan, step, profile.steps)
 
