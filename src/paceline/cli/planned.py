@@ -3,27 +3,34 @@
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from paceline.spec import Spec
+
 if TYPE_CHECKING:
     from paceline.cluster.facts import Cluster
     from paceline.plan.facts import ModelFacts
     from paceline.plan.recipe import Recipe
+    from paceline.task import Task
 
 
 def counted(target: str, batch: int | None, precision: str | None, set: list[str]) -> "tuple[ModelFacts, Recipe, int]":
     """What planning needs of a task, how a step of it goes, and its batch."""
     from paceline.cli.start import read
-    from paceline.errors import PlanError
-    from paceline.plan.recipe import FLOAT32, PACELINE, PACELINE_FP16
     from paceline.task import load_task
 
     spec, _ = read(target, {"batch": batch, "precision": precision}, set)
+    return *described(spec, load_task(spec.task, spec.set)), spec.batch
+
+
+def described(spec: Spec, task: "Task") -> "tuple[ModelFacts, Recipe]":
+    """Raises PlanError for a precision that nothing is known of."""
+    from paceline.errors import PlanError
+    from paceline.plan.recipe import FLOAT32, PACELINE, PACELINE_FP16
+    from paceline.training.describe import describe
+
     recipes = {"fp32": FLOAT32, "bf16": PACELINE, "fp16": PACELINE_FP16}
     if spec.precision not in recipes:
         raise PlanError(f"what a step in {spec.precision} takes is not predicted; use --precision fp32, bf16 or fp16")
-    task = load_task(spec.task, spec.set)
-    from paceline.training.describe import describe
-
-    return describe(spec, task), recipes[spec.precision], spec.batch
+    return describe(spec, task), recipes[spec.precision]
 
 
 def cluster_of(said: str | None) -> "Cluster":
@@ -33,13 +40,17 @@ def cluster_of(said: str | None) -> "Cluster":
 
     if said is not None:
         return find(said)
-    for path in (Path("cluster.json"), Path("bench/cluster.json")):
-        if path.exists():
-            return file.read(path)
+    if (path := cluster_file()) is not None:
+        return file.read(path)
     from paceline.cluster import here
     from paceline.cluster.probe import probe
 
     return here.cluster(probe())
+
+
+def cluster_file() -> Path | None:
+    """The cluster.json of this folder."""
+    return next((path for path in (Path("cluster.json"), Path("bench/cluster.json")) if path.exists()), None)
 
 
 def with_peak(cluster: "Cluster", peak: float | None) -> "Cluster":

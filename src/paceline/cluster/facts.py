@@ -108,6 +108,16 @@ class Disk(Value):
     checkpoint_Bps: Positive | None = None  # from all ranks at once
 
 
+class Account(Value):
+    """What a run showed of predictions made from these facts: measured seconds over predicted ones, by part of a step."""
+
+    run: str  # when it was started: no run counts twice
+    plan: str
+    ranks: int = Field(ge=1)
+    parts: tuple[str, ...]  # of the planner, that the prediction had (plan/account.py)
+    ratios: dict[str, Positive]
+
+
 class Cluster(Value):
     """Nodes that are alike. What is not known is left out, never guessed."""
 
@@ -124,6 +134,7 @@ class Cluster(Value):
     rates: tuple[Rate, ...] = ()
     overlaps: tuple[Overlap, ...] = ()
     disks: tuple[Disk, ...] = ()
+    accounts: tuple[Account, ...] = ()
     software: dict[str, str] = Field({})  # versions with which it was measured
 
     @property
@@ -136,7 +147,12 @@ class Cluster(Value):
         return (self.cores_per_node or 1) if self.device.kind == "cpu" else self.devices_per_node
 
     def updated(
-        self, links: Iterable[Link] = (), rates: Iterable[Rate] = (), overlaps: Iterable[Overlap] = (), disks: Iterable[Disk] = ()
+        self,
+        links: Iterable[Link] = (),
+        rates: Iterable[Rate] = (),
+        overlaps: Iterable[Overlap] = (),
+        disks: Iterable[Disk] = (),
+        accounts: Iterable[Account] = (),
     ) -> Self:
         """The same with new rows, each in the place of the one about the same thing, if there is one."""
         rows = {
@@ -144,6 +160,7 @@ class Cluster(Value):
             "rates": _merged(self.rates, rates, lambda rate: (rate.operation, rate.dtype, rate.shape)),
             "overlaps": _merged(self.overlaps, overlaps, lambda overlap: (overlap.operation, overlap.backend)),
             "disks": _merged(self.disks, disks, lambda disk: disk.path),
+            "accounts": _merged(self.accounts, accounts, lambda account: account.run),
         }
         return self.model_copy(update=rows)
 

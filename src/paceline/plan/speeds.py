@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from paceline.cluster.facts import Axis, Cluster
 from paceline.errors import PlanError
 from paceline.plan.constants import CONSTANTS, Architecture, Constants, architecture
+from paceline.plan.seen import Seen, seen
 
 LIKE = {"fp16": ("fp16", "bf16"), "bf16": ("bf16", "fp16"), "fp32": ("fp32",), "tf32": ("tf32",), "fp8": ("fp8",)}
 STEPS: Mapping[str, Callable[[int], float]] = {  # of nodes that a message passes one after the other
@@ -58,6 +59,7 @@ class Speeds:
     power_W: float | None = None
     price_per_hour: float | None = None
     guesses: tuple[str, ...] = ()
+    seen: Seen | None = None
 
     def product_flops(self, dtype: str) -> float:
         found = next((near for near in LIKE.get(dtype, (dtype,)) if near in self.flops), None)
@@ -156,6 +158,7 @@ def speeds(cluster: Cluster, constants: Constants = CONSTANTS, ranks: int | None
         power_W=device.power_W.value if device.power_W else None,
         price_per_hour=cluster.price_per_device_hour.value if cluster.price_per_device_hour else None,
         guesses=tuple(guesses),
+        seen=seen(cluster.accounts),
     )
 
 
