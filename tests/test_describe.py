@@ -9,8 +9,10 @@ from paceline.errors import TaskError
 from paceline.plan.facts import ModelFacts
 from paceline.plan.transformer import Transformer
 from paceline.spec import Spec
+from paceline.tasks.digits import Digits
 from paceline.tasks.text import Text
-from paceline.training.describe import describe, described
+from paceline.training.describe import describe, described, watched
+from paceline.training.tally import Counting
 
 SIZES = {"layers": 3, "hidden": 32, "heads": 4, "seq": 16, "positions": 16}
 
@@ -71,8 +73,6 @@ def test_saved_for_backward_agrees_with_the_closed_form() -> None:
 
 
 def test_a_convolution() -> None:
-    from paceline.tasks.digits import Digits
-
     found = describe(Spec(task="digits"), Digits())
     assert found.params == sum(p.numel() for p in Digits().model().parameters())
     assert found.flops > 0
@@ -100,5 +100,36 @@ class Choice(Task):
 def test_a_model_that_looks_at_values_is_named() -> None:
     with torch.device("meta"):
         model = Choice().model()
-    with pytest.raises(TaskError, match="Choice cannot be described: 0 fails without values"):
+    with pytest.raises(TaskError, match=r"Choice cannot be described: 0 fails without values: .*; paceline plan --measure runs it"):
         described(model, Choice(), torch.zeros(2, 4), 2)
+
+
+def test_a_model_that_looks_at_values_is_counted_in_a_real_pass() -> None:
+    model = Choice().model()
+    found = watched(Counting(model, Choice(), {}), Choice(), torch.zeros(3, 4), 3)
+    assert (found.params, found.flops) == (20, 2 * 4 * 4)
+
+
+def test_operations_are_counted_by_kind() -> None:
+    block = describe(Spec(task="text"), Text(width=32, depth=1, heads=4, context=16)).runs[0][0]
+    found = {(one.kind, one.size): one.count for one in block.operations if one.kind != "view"}
+    assert found["function", 2 * 4 * 32 * 16] == 1  # GELU reads and writes four times the width of 16 tokens
+    assert found["norm", 2 * 32 * 16 + 2 * 16 + 2 * 32 / 3] == 2  # with mean and deviation of each token, and its weights for 3 samples
+    assert found["move", 3 * 32 * 16] == 2  # the residual sums
+    assert block.tensors == 16
+    first = describe(Spec(task="digits"), Digits()).runs[0][0].products[0]
+    assert (first.convolution, first.first) == (True, True)
+
+
+def test_tensors_without_values_live_as_real_ones_do() -> None:
+    task = Text(width=32, depth=3, heads=4, context=16)
+    expected = describe(Spec(task="text"), task)
+    torch.manual_seed(0)
+    tokens = torch.randint(256, (3, 16))
+    real = watched(Counting(task.model(), task, {}), task, (tokens, tokens), 3)
+    pairs = [(one.lives, same.lives) for (one, _), (same, _) in zip(expected.parts(), real.parts(), strict=True)]
+    assert all(one is not None and one == pytest.approx(same, rel=0.01) for one, same in pairs)
+    block = expected.runs[0][0]
+    assert block.lives is not None
+    assert block.lives.kept == pytest.approx(block.saved["none"].bytes(4, 4))  # what autograd saves is what lives on
+    assert block.lives.most > 1.1 * block.lives.kept  # with gradients beside it

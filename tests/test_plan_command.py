@@ -75,6 +75,7 @@ def test_task_on_this_machine(tmp_path: Path) -> None:
         ((*GPT, "--batch", "4", "--plan", "ddp"), "use --batch 8"),
         (("plan", "--model", "resnet50", "--batch", "4", "--cluster", "h100:8"), "no plan splits a batch of 4 over 8 ranks"),
         (("plan", "--model", "resnet50", "--batch", "8", "--cluster", "h100:8", "--plan", "tp=2"), "leave tp out"),
+        ((*GPT, "--measure"), "--measure runs a task"),
     ],
 )
 def test_bad_input_is_one_sentence(tmp_path: Path, words: tuple[str, ...], sentence: str) -> None:
@@ -82,6 +83,44 @@ def test_bad_input_is_one_sentence(tmp_path: Path, words: tuple[str, ...], sente
     assert found.status == 2, found.all
     assert sentence in found.err
     assert found.err.count("\n") == 1
+
+
+CHOICE = """
+import torch
+from paceline import Task
+
+class Choosy(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.Linear(4, 4)
+
+    def forward(self, x):
+        y = self.layer(x)
+        return y * 2 if y.sum().item() > 0 else y
+
+class Choice(Task):
+    def model(self):
+        return torch.nn.Sequential(Choosy(), torch.nn.Linear(4, 2))
+
+    def dataset(self, split):
+        return torch.ones(32, 4)
+
+    def loss(self, output, batch):
+        return output.square().mean(-1)
+"""
+
+
+def test_a_model_that_cannot_be_described_is_run(tmp_path: Path) -> None:
+    (tmp_path / "my.py").write_text(CHOICE)
+    words = ("plan", "my.py:Choice", "--ranks", "2", "--batch", "8", "--json", "found.json")
+    refused = paceline(*words, at=tmp_path)
+    assert refused.status == 2
+    assert "Choice cannot be described: 0 fails without values" in refused.err
+    assert "--measure" in refused.err
+    succeed(*words, "--measure", at=tmp_path)
+    figures = json.loads((tmp_path / "found.json").read_text())
+    assert (figures["source"], figures["parameters"]) == ("measured", 30)
+    assert 0 < figures["plans"][0]["step_s"] < 10
 
 
 def test_unknown_peak_is_asked_for(tmp_path: Path) -> None:

@@ -121,7 +121,8 @@ class Spec(Value):
 class Launch(Value):
     """How the ranks are started; in a TOML file these keys stand beside those of Spec."""
 
-    plan: str | None = None  # None: single on one rank, else ddp
+    plan: str | None = None  # None: single on one rank, else ddp; auto: the fastest that fits
+    chosen: str | None = None  # why this plan, where auto took it
     ranks: int | None = Field(None, ge=1)  # None: one a GPU, or one
     restarts: int = Field(0, ge=0)  # after a rank died, from the last checkpoint
     run: str | None = None  # folder; None: runs/TASK-TIME

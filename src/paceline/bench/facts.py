@@ -5,7 +5,7 @@ from typing import Any
 
 from paceline.bench.fit import links
 from paceline.bench.result import Result
-from paceline.cluster.facts import Cluster, Device, Disk, Fact, Overlap, Rate
+from paceline.cluster.facts import Cluster, Device, Disk, Engine, Fact, Overlap, Pace, Rate
 
 QUARTILES = 1.349  # standard deviations between those of a normal distribution
 RATES = ("matmul", "matmul 2:4", "attention", "attention backward")
@@ -32,6 +32,8 @@ def updated(cluster: Cluster, results: Iterable[Result]) -> Cluster:
             cluster = cluster.updated(links=links(result.summary))
         if result.kind == "compute":
             cluster = cluster.updated(rates=rates(result)).model_copy(update={"device": _with_memory(cluster.device, result)})
+        if result.kind == "host":
+            cluster = cluster.updated(paces=paces(result), engines=engines(result))
         if result.kind == "overlap":
             cluster = cluster.updated(overlaps=overlaps(result)).model_copy(update={"device": _with_copies(cluster.device, result)})
         if result.kind == "storage":
@@ -52,6 +54,44 @@ def rates(result: Result) -> list[Rate]:
         )
         for (operation, dtype, shape), row in found.items()
     ]
+
+
+def paces(result: Result) -> list[Pace]:
+    """The least times, since whatever else goes on makes threads wait for one another."""
+    found: dict[tuple[Any, Any], dict[float, float]] = {}
+    for row in result.rows:
+        if "operation" in row:
+            found.setdefault((row["operation"], row["threads"]), {})[float(row["size"] or 0)] = float(row["min_s"] or 0)
+    return [
+        Pace(
+            operation=operation,
+            threads=threads,
+            sizes=tuple(sorted(table)),
+            seconds=tuple(float(f"{table[size]:.4g}") for size in sorted(table)),
+            source="measured",
+            note=f"paceline bench, {result.when}",
+        )
+        for (operation, threads), table in found.items()
+    ]
+
+
+def engines(result: Result) -> list[Engine]:
+    """A straight line through the two numbers of units that were measured, neither part of it below 0."""
+    found: dict[tuple[str, int], dict[int, float]] = {}
+    for row in result.rows:
+        if "engine" in row:
+            found.setdefault((str(row["engine"]), int(row["ranks"] or 1)), {})[int(row["units"] or 0)] = float(row["median_s"] or 0)
+
+    def fact(value: float) -> Fact:
+        return Fact(value=float(f"{value:.4g}"), source="measured", note=f"paceline bench, {result.when}")
+
+    rows = []
+    for (name, ranks), table in found.items():
+        (few, short), (many, long) = min(table.items()), max(table.items())
+        unit_s = max(0.0, (long - short) / (many - few)) if many > few else 0.0
+        unit_s = min(unit_s, long / many) if many else 0.0
+        rows.append(Engine(name=name, ranks=ranks, step_s=fact(max(0.0, long - many * unit_s)), unit_s=fact(unit_s)))
+    return rows
 
 
 def overlaps(result: Result) -> list[Overlap]:

@@ -52,17 +52,17 @@ class Others:
     """What other programs take of this machine, from now on."""
 
     def __init__(self) -> None:
-        self._began, self._busy_s, self._own_s = time.perf_counter(), _busy_s(), _own_s()
+        self._began, self._busy_s, self._own_s = time.perf_counter(), busy_s(), _own_s()
 
     def remark(self) -> list[str]:
         own_s = _own_s() - self._own_s
-        share = (_busy_s() - self._busy_s - own_s) / ((time.perf_counter() - self._began) * (os.cpu_count() or 1))
+        share = (busy_s() - self._busy_s - own_s) / ((time.perf_counter() - self._began) * (os.cpu_count() or 1))
         if share < BUSY:
             return []
         return [f"other programs took {min(share, 1.0):.0%} of this machine meanwhile: it can do more than was measured"]
 
 
-def _busy_s() -> float:
+def busy_s() -> float:
     """Of all cores together, what a host of virtual machines took from them included."""
     times = psutil.cpu_times()._asdict()
     return sum(seconds for name, seconds in times.items() if name not in ("idle", "iowait", "guest", "guest_nice"))

@@ -94,6 +94,20 @@ def overlap(device: "torch.device", ranks: int, budget_s: float, watch: Watch) -
     return gather("overlap", overlap.KEYS, settings, source(), watch)
 
 
+def host(ranks: int, budget_s: float, watch: Watch) -> Gathered:
+    """What operations and engines take of a CPU, whatever they work on."""
+
+    def source() -> Iterator[Row | str]:
+        from paceline.bench.engines import engines
+        from paceline.bench.paces import paces
+
+        yield from paces(budget_s * 0.4)
+        yield from engines(ranks, budget_s * 0.6)
+
+    keys = ("operation", "threads", "size", "engine", "ranks", "units")
+    return gather("host", keys, {"budget_s": budget_s, "ranks": ranks}, source(), watch)
+
+
 def read(spec: "Spec", task: "Task", device: "torch.device", budget_s: float, ways: Sequence[tuple[int, int]], watch: Watch) -> Gathered:
     """The input of a task: bench input."""
     from paceline.bench import input

@@ -20,6 +20,7 @@ for command in (train, resume, show, export, verify, ledger, plan, account, scal
 bench.app.command("collectives")(bench_collectives.collectives)
 bench.app.command()(benches.compute)
 bench.app.command()(benches.overlap)
+bench.app.command()(benches.host)
 bench.app.command()(benches.storage)
 bench.app.command("input")(benches.input_)
 app.add_typer(bench.app, name="bench")

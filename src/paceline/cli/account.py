@@ -108,10 +108,11 @@ def _cluster(folder: RunFolder, seen: "Measured", said: str | None, update: bool
     import json
     import re
 
-    from paceline.cli.planned import cluster_file, cluster_of
+    from paceline.cli.planned import cluster_of
+    from paceline.cluster.here import file_of
     from paceline.errors import ClusterError
 
-    if update and said is None and cluster_file() is None:
+    if update and said is None and file_of() is None:
         raise ClusterError("there is no cluster.json here to update; write one with paceline bench, or name one with --cluster FILE")
     if update and said is not None and not Path(said).is_file():
         raise ClusterError(f"--update writes into a file, and there is no file {said}; write one with paceline bench")
@@ -128,29 +129,29 @@ def _cluster(folder: RunFolder, seen: "Measured", said: str | None, update: bool
 
 def _predicted(folder: RunFolder, seen: "Measured", cluster: "Cluster") -> "Answer":
     """Raises PlanError for what cannot be predicted."""
-    from paceline.cli.planned import described
     from paceline.errors import TaskError
     from paceline.plan.answer import answer
+    from paceline.plan.recipe import of_precision
     from paceline.task import load_task
+    from paceline.training.describe import describe
 
     spec, _ = folder.request()
     try:
         task = load_task(spec.task, spec.set)
     except TaskError as error:
         raise TaskError(f"{error}; what {folder.path} takes cannot be predicted without its task: ask for --measured alone") from error
-    facts, recipe = described(spec, task)
     started = seen.started
-    return answer(facts, cluster, started.batch, started.plan, recipe, started.ranks)
+    return answer(describe(spec, task), cluster, started.batch, started.plan, of_precision(spec.precision), started.ranks)
 
 
 def _update(folder: RunFolder, seen: "Measured", cluster: "Cluster", said: str | None) -> str:
     """Ratios are to what the cluster's facts say without any account, so that they do not depend on the order of runs."""
-    from paceline.cli.planned import cluster_file
     from paceline.cluster import file
     from paceline.cluster.facts import Account, Fact
+    from paceline.cluster.here import file_of
     from paceline.plan.account import ratios
 
-    path = Path(said) if said is not None else cluster_file()
+    path = Path(said) if said is not None else file_of()
     assert path is not None
     _, cost = _predicted(folder, seen, cluster.model_copy(update={"accounts": ()})).plans[0]
     found = {part: Fact(value=ratio, source="measured") for part, ratio in ratios(seen.seconds, cost).items()}

@@ -8,6 +8,7 @@ from typer import Argument, Option
 from paceline.errors import SpecError
 
 if TYPE_CHECKING:
+    from paceline.cluster.facts import Cluster
     from paceline.plan.facts import ModelFacts
     from paceline.plan.recipe import Recipe
 
@@ -35,8 +36,16 @@ class Asked(NamedTuple):
     batch: int
 
 
-def asked(target: str | None, model: str | None, batch: int | None, seq: int | None, precision: str | None, set: list[str] | None) -> Asked:
-    """The task or the known model that was said. Raises SpecError."""
+def asked(
+    target: str | None,
+    model: str | None,
+    batch: int | None,
+    seq: int | None,
+    precision: str | None,
+    set: list[str] | None,
+    measured_on: "Cluster | None" = None,
+) -> Asked:
+    """The task or the known model that was said. `measured_on`: a task is run, and this is what is known of here. Raises SpecError."""
     check_above_zero(batch=batch, seq=seq)
     if (target is None) == (model is None):
         raise SpecError("plan what? Name a task, or a model with --model" if target is None else f"{target} or --model {model}? Name one")
@@ -45,7 +54,9 @@ def asked(target: str | None, model: str | None, batch: int | None, seq: int | N
             raise SpecError("--seq is for --model; the samples of a task have their own length")
         from paceline.cli.planned import counted
 
-        return Asked(*counted(target, batch, precision, set or []))
+        return Asked(*counted(target, batch, precision, set or [], measured_on))
+    if measured_on is not None:
+        raise SpecError(f"--measure runs a task; of --model {model} only numbers are known")
     if set or precision:
         raise SpecError("--set and --precision are of a task; a --model has --seq, or a TOML file of its own")
     if batch is None:

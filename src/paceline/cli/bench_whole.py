@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     Measure = Callable[[float, Watch], Gathered]
 
 DEFAULT_TASK = "digits"
-SHARES = {"collectives": 0.28, "compute": 0.3, "overlap": 0.1, "storage": 0.16, "input": 0.16}  # of the time
+SHARES = {"collectives": 0.22, "compute": 0.24, "host": 0.18, "overlap": 0.1, "storage": 0.13, "input": 0.13}  # of the time
 PICTURES = {
     "collectives": "paceline.report.busbw:busbw",
     "compute": "paceline.report.compute:draw",
@@ -110,6 +110,8 @@ def _measures(task: str | None, directories: list[Path], ranks: int | None, devi
         "compute": lambda budget_s, watch: kinds.compute(here, budget_s, spec if work else None, work, watch),
         "overlap": lambda budget_s, watch: kinds.overlap(here, max(2, count), budget_s, watch),
     }
+    if here.type == "cpu":
+        found["host"] = lambda budget_s, watch: kinds.host(max(2, count), budget_s, watch)
     if work is not None:
         task_of = work
         found["input"] = lambda budget_s, watch: kinds.read(spec, task_of, here, budget_s, ways(up_to_cores(), [2]), watch)
@@ -144,7 +146,7 @@ def _drawn(results: "list[Result]", out: Path) -> list[str]:
         check_picture(out / "a.svg")
     except BenchError as error:
         return [str(error)]
-    for result in results:
+    for result in (result for result in results if result.kind in PICTURES):
         place, _, name = PICTURES[result.kind].partition(":")
         getattr(import_module(place), name)(result, out / f"{result.kind}.svg")
     return []

@@ -72,6 +72,23 @@ def overlap(
     finish(watched(lambda watch: kinds.overlap(here, ranks, seconds, watch)), json, plot, show, draw)
 
 
+def host(
+    ranks: Annotated[int, Option(min=2, help="For what engines add to a step.")] = 2,
+    seconds: Seconds = 30.0,
+    json: Json = None,
+    compare: Compare = None,
+) -> None:
+    """What a CPU takes for one operation of each kind, from small to large, and what torch's engines add to a step."""
+    if compare is not None:
+        hold_together("host", compare)
+        return
+    check(json, None)
+    from paceline.bench import kinds
+    from paceline.report.host import show
+
+    finish(watched(lambda watch: kinds.host(ranks, seconds, watch)), json, None, show, lambda result, path: None)
+
+
 def storage(
     directories: Annotated[list[Path] | None, typer.Argument(metavar="DIR…", help="Where to measure; nothing is left there.")] = None,
     writers: Annotated[int, Option(min=1, help="Files of a checkpoint that are written at once.")] = 4,

@@ -22,17 +22,18 @@ def plan(
     price: Price = None,
     top: Annotated[int, Option(help="Plans to show.")] = 10,
     explain: Annotated[bool, Option("--explain", help="Each part of time and memory of the first, and what the next lacks.")] = False,
+    measure: Annotated[bool, Option("--measure", help="Run the task: real steps on this process say how long it computes.")] = False,
     json: Json = None,
     plot: Plot = None,
 ) -> None:
-    """Predict step time, memory and cost of plans, the fastest that fits first. Nothing is run."""
+    """Predict step time, memory and cost of plans, the fastest that fits first. Nothing is run, but with --measure."""
     from paceline.cli.asked import asked, check_above_zero, check_outputs
     from paceline.cli.planned import cluster_of, with_peak
 
     check_above_zero(ranks=ranks, top=top, tokens=tokens, price=price, peak=peak)
     check_outputs(json, plot)
-    what = asked(target, model, batch, seq, precision, set)
     where = with_peak(cluster_of(cluster), peak)
+    what = asked(target, model, batch, seq, precision, set, where if measure else None)
 
     from rich.console import Console
 

@@ -1,56 +1,44 @@
 """What the commands that plan share: the facts of a task, the cluster, a peak that was said."""
 
-from pathlib import Path
 from typing import TYPE_CHECKING
-
-from paceline.spec import Spec
 
 if TYPE_CHECKING:
     from paceline.cluster.facts import Cluster
     from paceline.plan.facts import ModelFacts
     from paceline.plan.recipe import Recipe
-    from paceline.task import Task
 
 
-def counted(target: str, batch: int | None, precision: str | None, set: list[str]) -> "tuple[ModelFacts, Recipe, int]":
-    """What planning needs of a task, how a step of it goes, and its batch."""
+def counted(
+    target: str, batch: int | None, precision: str | None, set: list[str], on: "Cluster | None" = None
+) -> "tuple[ModelFacts, Recipe, int]":
+    """What planning needs of a task, how a step of it goes, and its batch. `on`: it is run here, and this is what is known of here."""
     from paceline.cli.start import read
+    from paceline.plan.recipe import of_precision
     from paceline.task import load_task
 
     spec, _ = read(target, {"batch": batch, "precision": precision}, set)
-    return *described(spec, load_task(spec.task, spec.set)), spec.batch
+    recipe = of_precision(spec.precision)
+    task = load_task(spec.task, spec.set)
+    if on is not None:
+        from paceline.cli.benches import device_for
+        from paceline.plan.assumed import assuming
+        from paceline.training.measured import measure
 
-
-def described(spec: Spec, task: "Task") -> "tuple[ModelFacts, Recipe]":
-    """Raises PlanError for a precision that nothing is known of."""
-    from paceline.errors import PlanError
-    from paceline.plan.recipe import FLOAT32, PACELINE, PACELINE_FP16
+        return measure(spec, task, assuming(on)[0], device_for("cpu" if on.device.kind == "cpu" else None)), recipe, spec.batch
     from paceline.training.describe import describe
 
-    recipes = {"fp32": FLOAT32, "bf16": PACELINE, "fp16": PACELINE_FP16}
-    if spec.precision not in recipes:
-        raise PlanError(f"what a step in {spec.precision} takes is not predicted; use --precision fp32, bf16 or fp16")
-    return describe(spec, task), recipes[spec.precision]
+    return describe(spec, task), recipe, spec.batch
 
 
 def cluster_of(said: str | None) -> "Cluster":
     """The cluster that was named, or cluster.json here, or this machine."""
-    from paceline.cluster import file
-    from paceline.cluster.published import find
-
     if said is not None:
+        from paceline.cluster.published import find
+
         return find(said)
-    if (path := cluster_file()) is not None:
-        return file.read(path)
     from paceline.cluster import here
-    from paceline.cluster.probe import probe
 
-    return here.cluster(probe())
-
-
-def cluster_file() -> Path | None:
-    """The cluster.json of this folder."""
-    return next((path for path in (Path("cluster.json"), Path("bench/cluster.json")) if path.exists()), None)
+    return here.known()
 
 
 def with_peak(cluster: "Cluster", peak: float | None) -> "Cluster":

@@ -8,7 +8,7 @@ import typer
 from paceline import spec as specs
 from paceline.errors import RunError
 from paceline.launch.world import world
-from paceline.plan.plan import Plan, parse
+from paceline.plan.plan import AUTO, Plan, parse
 from paceline.run import RunFolder
 from paceline.spec import Spec
 
@@ -35,8 +35,10 @@ def resume(
     if me.launcher is not None and ranks is None:
         overrides["ranks"] = me.size
     spec, launch = specs.load(folder.spec, overrides)
-    if plan is None and launch.plan is not None and launch.ranks is not None:
-        launch = launch.model_copy(update={"plan": str(_fitting(parse(launch.plan), launch.ranks))})
+    if plan is not None:
+        launch = launch.model_copy(update={"chosen": None})
+    elif launch.plan not in (None, AUTO) and launch.ranks is not None:
+        launch = launch.model_copy(update={"plan": str(_fitting(parse(str(launch.plan)), launch.ranks))})
     launch = check(spec, launch, me)
     _refuse_done(folder, spec)
     if me.rank == 0:

@@ -10,7 +10,7 @@ from paceline import spec as specs
 from paceline import task
 from paceline.errors import Error, LaunchError
 from paceline.launch.world import World
-from paceline.plan.plan import Plan, parse, share
+from paceline.plan.plan import AUTO, Plan, parse, share
 from paceline.run import RunFolder
 from paceline.spec import Launch, Spec
 
@@ -35,12 +35,18 @@ def check(spec: Spec, launch: Launch, me: World) -> Launch:
 
 def say(spec: Spec, launch: Launch, me: World) -> tuple[Launch, Plan, task.Task]:
     """The launch with ranks and plan said, that plan with its data degree said, and the task; the model is not looked at."""
-    plan = parse(launch.plan) if launch.plan is not None else None
     if me.launcher is not None and launch.ranks not in (None, me.size):
         raise LaunchError(f"--ranks {launch.ranks}, but {me.launcher} started {me.size}; leave --ranks out, or start {launch.ranks} there")
     work = task.load_task(spec.task, spec.set)
     ranks = me.size if me.launcher is not None else launch.ranks or _devices(launch.device)
-    plan = plan if plan is not None else Plan(dp=1) if ranks == 1 else Plan()
+    if launch.plan == AUTO and me.launcher is None:
+        from paceline.training.choose import choose
+
+        choice = choose(spec, work, ranks, launch.device)
+        launch = launch.model_copy(update={"plan": str(choice.plan), "chosen": choice.why})
+    if launch.plan == AUTO:  # the ranks will choose it together
+        return launch.model_copy(update={"ranks": ranks}), Plan().on(ranks), work
+    plan = parse(launch.plan) if launch.plan is not None else Plan(dp=1) if ranks == 1 else Plan()
     laid_out = plan.on(ranks)
     share(spec.batch, laid_out)
     return launch.model_copy(update={"ranks": ranks, "plan": str(plan)}), laid_out, work

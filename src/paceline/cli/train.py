@@ -19,7 +19,7 @@ def train(
         str | None,
         Option(
             help="single, ddp, zero1, zero2, zero3, hsdp, local-sgd, post-local-sgd, parameter-server, or key=value: "
-            "tp=2, pp=2,schedule=1f1b,micro=8, cp=2, dp=2,tp=2,pp=2,zero=2."
+            "tp=2, pp=2,schedule=1f1b,micro=8, cp=2, dp=2,tp=2,pp=2,zero=2; or auto: the fastest that fits."
         ),
     ] = None,
     batch: Annotated[int | None, Option(help="Samples of the global batch, over all ranks.")] = None,

@@ -1,5 +1,6 @@
 """The CPU, as lscpu or /proc/cpuinfo have it, and the memory beside it."""
 
+import contextlib
 import platform
 import re
 from pathlib import Path
@@ -28,7 +29,7 @@ OLDER = {"AVX": {"SSE4.2"}, "AVX2": {"SSE4.2", "AVX"}, "AVX-512": {"SSE4.2", "AV
 
 
 def cpu() -> Cpu:
-    return parse(run("lscpu") or _cpuinfo(), platform.machine(), usable_cores())
+    return parse(f"{run('lscpu') or ''}\n{_cpuinfo()}", platform.machine(), usable_cores())
 
 
 def memory() -> Memory:
@@ -71,8 +72,19 @@ def parse(text: str, architecture: str, usable: int) -> Cpu:
         numa=tuple(rows[key] for k in range(_number(rows, "numa node(s)") or 0) if (key := f"numa node{k} cpu(s)") in rows),
         vector=tuple(name for name in vector if name not in old),
         matrix=tuple(name for flag, name in matrices.items() if flag in flags),
+        clock_Hz=_clock_Hz(rows),
         virtual=rows.get("hypervisor vendor"),
     )
+
+
+def _clock_Hz(rows: dict[str, str]) -> float | None:
+    """The highest that is told; a virtual machine may tell only that of now, or none but in the model's name."""
+    for key in ("cpu max mhz", "cpu mhz"):
+        with contextlib.suppress(ValueError):
+            if MHz := float(rows.get(key, "")):
+                return MHz * 1e6
+    found = re.search(r"@ ([\d.]+)\s*GHz", rows.get("model name", ""))
+    return float(found[1]) * 1e9 if found else None
 
 
 def _number(rows: dict[str, str], key: str) -> int | None:

@@ -57,6 +57,8 @@ class Device(Value):
     to_device_Bps: dict[Literal["pinned", "pageable"], Positive] = Field({})  # copies from the host's memory
     to_host_Bps: dict[Literal["pinned", "pageable"], Positive] = Field({})
     power_W: Positive | None = None  # at most
+    clock_Hz: Positive | None = None  # of a CPU
+    vector_bits: int | None = Field(None, ge=64)  # of a CPU, the widest that it computes with
 
 
 class Rate(Value):
@@ -82,6 +84,36 @@ class Link(Value):
     ranks: int | None = Field(None, ge=2)
     alpha_s: Fact | None = None  # None: not known
     beta_Bps: Positive
+
+
+class Pace(Value):
+    """How long a CPU takes for one operation of a kind, by its size, with so many threads: small operations are what small models wait
+    for. A size counts multiplications of products and attention, weights of an update, else elements that are read and written.
+    """
+
+    operation: str  # linear, linear backward, function … (paceline.plan.paces)
+    threads: int = Field(ge=1)
+    sizes: tuple[float, ...] = Field(min_length=1)
+    seconds: tuple[float, ...] = Field(min_length=1)
+    source: Literal["measured", "declared"] = "declared"
+    note: str = ""
+
+    @model_validator(mode="after")
+    def _one_each(self) -> Self:
+        if len(self.sizes) != len(self.seconds):
+            raise ValueError(f"{len(self.sizes)} sizes and {len(self.seconds)} seconds of {self.operation}; each size has its seconds")
+        if list(self.sizes) != sorted({*self.sizes}) or min(*self.sizes, *self.seconds) <= 0:
+            raise ValueError(f"sizes of {self.operation} must rise, and be above 0 as their seconds")
+        return self
+
+
+class Engine(Value):
+    """What an engine adds to a step by itself, however little there is to compute and to send: its hooks, its copies, its calls."""
+
+    name: str  # ddp, zero1 … (paceline.plan.engines)
+    ranks: int = Field(ge=1)
+    step_s: Fact  # of each step
+    unit_s: Fact  # of each of the units that it counts
 
 
 class Overlap(Value):
@@ -132,6 +164,8 @@ class Cluster(Value):
     price_per_device_hour: Fact | None = None  # in whatever currency
     links: tuple[Link, ...] = ()
     rates: tuple[Rate, ...] = ()
+    paces: tuple[Pace, ...] = ()
+    engines: tuple[Engine, ...] = ()
     overlaps: tuple[Overlap, ...] = ()
     disks: tuple[Disk, ...] = ()
     accounts: tuple[Account, ...] = ()
@@ -153,6 +187,8 @@ class Cluster(Value):
         overlaps: Iterable[Overlap] = (),
         disks: Iterable[Disk] = (),
         accounts: Iterable[Account] = (),
+        paces: Iterable[Pace] = (),
+        engines: Iterable[Engine] = (),
     ) -> Self:
         """The same with new rows, each in the place of the one about the same thing, if there is one."""
         rows = {
@@ -161,6 +197,8 @@ class Cluster(Value):
             "overlaps": _merged(self.overlaps, overlaps, lambda overlap: (overlap.operation, overlap.backend)),
             "disks": _merged(self.disks, disks, lambda disk: disk.path),
             "accounts": _merged(self.accounts, accounts, lambda account: account.run),
+            "paces": _merged(self.paces, paces, lambda pace: (pace.operation, pace.threads)),
+            "engines": _merged(self.engines, engines, lambda engine: (engine.name, engine.ranks)),
         }
         return self.model_copy(update=rows)
 

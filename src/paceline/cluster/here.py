@@ -1,11 +1,32 @@
 """The Cluster that this machine is, as far as can be known before anything is measured."""
 
 from collections import Counter
+from pathlib import Path
 
+from paceline.cluster import file
 from paceline.cluster.facts import Cluster, Device, Fact, Link
 from paceline.cluster.machine import Accelerator, Machine
 from paceline.cluster.published import sheets
 from paceline.cluster.topology import among_gpus
+
+VECTOR_BITS = {"AVX-512": 512, "AVX2": 256, "AVX": 256, "SSE": 128, "NEON": 128, "SVE": 256}
+PLACES = (Path("cluster.json"), Path("bench/cluster.json"))
+
+
+def file_of() -> Path | None:
+    """The cluster.json of this folder."""
+    return next((path for path in PLACES if path.exists()), None)
+
+
+def known(device: str | None = None) -> Cluster:
+    """What cluster.json here says; without one, or where that is of another kind of `device`, this machine as it is found."""
+    path = file_of()
+    if path is not None and ((found := file.read(path)).device.kind == "cpu" or device != "cpu"):
+        return found
+    from paceline.cluster.probe import probe
+
+    machine = probe()
+    return cluster(machine.model_copy(update={"accelerators": ()}) if device == "cpu" else machine)
 
 
 def cluster(machine: Machine) -> Cluster:
@@ -55,8 +76,15 @@ def _links(row: Accelerator, machine: Machine) -> tuple[Link, ...]:
 
 
 def _cpu(machine: Machine, memory_bytes: int) -> Device:
-    name = machine.cpu.name or machine.cpu.architecture
-    return Device(name=name, kind="cpu", memory_bytes=Fact(value=memory_bytes, source="measured"))
+    clock = machine.cpu.clock_Hz
+    widths = [bits for name, bits in VECTOR_BITS.items() if any(found.startswith(name) for found in machine.cpu.vector)]
+    return Device(
+        name=machine.cpu.name or machine.cpu.architecture,
+        kind="cpu",
+        memory_bytes=Fact(value=memory_bytes, source="measured"),
+        clock_Hz=Fact(value=clock, source="measured", note="as the system tells") if clock else None,
+        vector_bits=max(widths, default=None),
+    )
 
 
 def _software(machine: Machine) -> dict[str, str]:

@@ -20,6 +20,7 @@ class Cpu(Value):
     numa: tuple[str, ...] = ()  # CPUs of each NUMA node, as 0-15,128-143
     vector: tuple[str, ...] = ()  # extensions
     matrix: tuple[str, ...] = ()
+    clock_Hz: float | None = None  # at most, or as it is now
     virtual: str | None = None  # the hypervisor
 
 

@@ -64,6 +64,12 @@ class Ranks:
     def __exit__(self, *error: object) -> None:
         self.end()
 
+    @property
+    def pids(self) -> list[int]:
+        """Of the processes, once they are started."""
+        self.start()
+        return [rank.process.pid for rank in self._running]
+
     def start(self) -> None:
         """Start the processes that are not there, without waiting for them."""
         if self._running:

@@ -8,6 +8,7 @@ import sys
 import threading
 from collections.abc import Generator, Iterator
 from pathlib import Path
+from typing import Literal
 
 import torch.distributed as dist
 from rich.console import Console
@@ -17,7 +18,7 @@ from paceline.errors import Error, RunError
 from paceline.events import Ended, Event, Failed, Started, Step
 from paceline.launch.signals import STOPPED, Interrupt
 from paceline.launch.world import World
-from paceline.plan.plan import parse
+from paceline.plan.plan import AUTO, Plan, parse
 from paceline.report.watch import watch
 from paceline.run import RunFolder, create, default_path
 from paceline.spec import Launch, Spec
@@ -103,7 +104,10 @@ def _first_to_fail(world: World) -> bool:
 
 def _recorded(spec: Spec, launch: Launch, world: World, run: RunFolder, interrupt: Interrupt) -> Generator[Event]:
     """The events of the training, each written to the run before it is passed on; on all ranks, but rank 0 alone writes."""
-    plan = parse(launch.plan) if launch.plan is not None else None
+    plan: Plan | Literal["auto"] | None = None
+    if launch.plan is not None:
+        plan = AUTO if launch.plan == AUTO else parse(launch.plan)
+    notes = (launch.chosen,) if launch.chosen is not None else ()
     keep_memory()
     writer: events.Writer | None = None
     step = 0
@@ -115,9 +119,13 @@ def _recorded(spec: Spec, launch: Launch, world: World, run: RunFolder, interrup
         try:
             if run.path.exists() and world.rank == 0:
                 held.enter_context(run.lock())
-            for event in train(spec, plan, world, run=run, device=launch.device, stop=stop):
+            for event in train(spec, plan, world, run=run, device=launch.device, stop=stop, notes=notes):
                 if world.rank == 0:
                     if writer is None:
+                        if isinstance(event, Started) and plan == AUTO:
+                            launch = launch.model_copy(update={"plan": event.plan})
+                            if run.path.exists():
+                                run.write_request(spec, launch)
                         if not run.path.exists():
                             create(run.path, spec, launch.model_copy(update={"ranks": world.size}))
                             held.enter_context(run.lock())

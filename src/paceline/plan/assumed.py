@@ -6,6 +6,7 @@ CARD_GBps = {"a100": 25.0, "h100": 50.0, "h200": 50.0}  # a network card of 200 
 OTHER_GBps = 25.0
 CPU_GBps = 20.0  # two channels of memory, in round figures
 SHARED_GBps = 1.0  # gloo between processes of one node, or over 10 Gbit/s, in round figures
+SHARED_S = 2e-4  # to start a collective of it
 
 
 def assuming(cluster: Cluster) -> tuple[Cluster, tuple[str, ...]]:
@@ -17,8 +18,11 @@ def assuming(cluster: Cluster) -> tuple[Cluster, tuple[str, ...]]:
         cluster = cluster.model_copy(update={"device": memory})
         words.append(f"a memory bandwidth of {CPU_GBps:g} GB/s is assumed; paceline bench measures it")
     if cluster.device.kind == "cpu" and "node" not in known:
-        links.append(Link(axis="node", beta_Bps=Fact(value=SHARED_GBps * 1e9, note="assumed")))
-        words.append(f"between ranks of a node {SHARED_GBps:g} GB/s are assumed; paceline bench measures them")
+        start = Fact(value=SHARED_S, note="assumed")
+        links.append(Link(axis="node", alpha_s=start, beta_Bps=Fact(value=SHARED_GBps * 1e9, note="assumed")))
+        words.append(
+            f"between ranks of a node {SHARED_GBps:g} GB/s and {SHARED_S * 1e6:g} µs a call are assumed; paceline bench measures them"
+        )
     if cluster.nodes > 1 and "across" not in known:
         family = next((name for name in CARD_GBps if name in cluster.device.name.lower()), "")
         GBps = SHARED_GBps if cluster.device.kind == "cpu" else CARD_GBps.get(family, OTHER_GBps)

@@ -80,3 +80,17 @@ def architecture(name: str, constants: Constants) -> Architecture:
     flat = re.sub(r"[^A-Z0-9]", "", name.upper())
     found = max((family for family in constants.architectures if family in flat), key=len, default=None)
     return constants.architectures[found] if found else UNKNOWN
+
+
+@dataclass(frozen=True)
+class Processor:
+    """A core of a CPU of which nothing was measured; what the system tells of it goes before."""
+
+    clock_Hz: float = 2.5e9
+    vector_bits: int = 256
+    operations: int = 4  # of each lane in a cycle: two units that multiply and add
+    product: float = 0.5  # share of that which products reach
+    basis: Basis = "guessed"
+
+
+CPU = Processor()

@@ -5,6 +5,8 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Literal, NamedTuple
 
+from paceline.plan.paces import Operation
+
 
 @dataclass(frozen=True, slots=True)
 class Product:
@@ -23,6 +25,8 @@ class Product:
     cut: Literal["rows", "columns", "inner"] | None = None
     active: float = 1.0
     reuse: float = 1.0
+    convolution: bool = False
+    first: bool = False  # of data, which need no gradients
 
     @property
     def flops(self) -> float:
@@ -80,6 +84,14 @@ class Held(NamedTuple):
 NOTHING = Held()
 
 
+class Lives(NamedTuple):
+    """Bytes of tensors of a sample in float32, weights and gradients of weights left out. kept: from a block's forward pass to its
+    backward pass; `most`: at the block's worst moment, with what is only there for that moment. What blocks before it keep comes on top."""
+
+    kept: float
+    most: float
+
+
 @dataclass(frozen=True, eq=False)
 class Block:
     """A part of a model that is computed, gathered and recomputed as one; all numbers are of one sample.
@@ -102,6 +114,11 @@ class Block:
     boundary: float = 0.0
     sums: float = 0.0
     kernels: int = 10  # operations that are launched, forward
+    operations: tuple[Operation, ...] = ()  # other than products and attention, views included, where they were counted
+    tensors: int = 0  # parameters, where they were counted
+    largest: int = 0  # parameters of the largest of them
+    whole: bool = False  # under tensor parallelism each rank has all of what lies between split layers
+    lives: Lives | None = None  # where a pass was watched
 
     @property
     def product_flops(self) -> float:
@@ -123,7 +140,7 @@ class ModelFacts:
 
     tokens: of a sample; 1 where samples are not sequences. `heads`: what tp must divide; `sequence`: what cp must divide.
     shared_params: weights of the head that are those of the embedding; they are counted in `first`.
-    source: counted, or where the numbers are from.
+    source: counted, measured, or where the numbers are from.
     """
 
     name: str
@@ -137,6 +154,7 @@ class ModelFacts:
     vocab: int = 0
     shared_params: int = 0
     source: str = "few numbers"
+    slower: float = 1.0  # how many times as long as predicted the computing of a real step took
 
     def parts(self) -> Iterator[tuple[Block, int]]:
         yield self.first, 1

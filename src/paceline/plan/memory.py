@@ -8,10 +8,12 @@ from paceline.plan.cost import Memory, Part
 from paceline.plan.facts import Block, ModelFacts
 from paceline.plan.recipe import Recipe
 from paceline.plan.split import Cut, Share, Split, shares
+from paceline.plan.watched import is_watched, pieces, received_bytes, updated_params
+from paceline.plan.watched import worst as watched_worst
 
 KEPT_LOGIT_BYTES = 4.0  # that kept_bytes counts, in float32
 PREFETCHED = 2  # blocks that are gathered at once: one computes, the next one comes
-BUCKET_BYTES = 25 * 2**20  # of DistributedDataParallel, two of them under way
+BUCKET_BYTES = 25 * 2**20  # of DistributedDataParallel
 NAMES = (
     *("weights", "optimizer", "main weights", "cast weights", "gathered"),
     *("gradients", "activations", "computed again", "loss", "communication"),
@@ -58,7 +60,7 @@ def kept_bytes(recipe: Recipe, block: Block, cut: Cut) -> float:
     saved = block.saved.get(wanted) or block.saved.get("selective" if wanted == "half" else "none")
     if saved is None:
         return 0.0
-    bytes_ = saved.bytes(recipe.stream, recipe.element, cut.tp, recipe.sequence)
+    bytes_ = saved.bytes(recipe.stream, recipe.element, cut.tp, recipe.sequence and not block.whole)
     if not recipe.fused and cut.recompute == "none":
         bytes_ += block.core.bytes(recipe.stream, recipe.element, cut.tp)
     return bytes_ * cut.micro_batch / cut.cp
@@ -152,6 +154,8 @@ def _kept(split: Split, rank: int) -> float:
 
 def _of_rank(facts: ModelFacts, share: Share, split: Split, recipe: Recipe) -> tuple[float, ...]:
     """At the worst of three moments: in the loss, when the backward pass begins, and when it ends."""
+    if is_watched(share):
+        return _of_watched(facts, share, split, recipe)
     mine, each, sharded = held(facts, share, recipe, split.cut), state(recipe, split.zero, split.shards), _is_sharded(split, recipe)
     whole = max(recipe.gather, recipe.element) + recipe.cast  # what is sent in 8 bits is kept with its transpose
     gathered = (mine.gathered if split.zero == 3 else mine.params) * whole if sharded else 0.0
@@ -160,7 +164,7 @@ def _of_rank(facts: ModelFacts, share: Share, split: Split, recipe: Recipe) -> t
     before = gradients if recipe.early_gradients or split.micro > 1 or (split.zero < 2 and averaged) else 0.0
     activations = _kept(split, share.index) * mine.activations
     reducing = mine.largest * recipe.reduce * 2 if sharded else 0.0
-    buckets = 2 * BUCKET_BYTES if averaged and split.zero < 2 and recipe.overlaps_data else 0.0
+    buckets = recipe.buckets * BUCKET_BYTES if averaged and split.zero < 2 and recipe.overlaps_data else 0.0
     loss = max(0.0, mine.head + (recipe.loss - KEPT_LOGIT_BYTES) * mine.logits)
     moments = (  # gradients, activations, computed again, loss, communication
         (before, activations, 0.0, loss, 0.0),
@@ -170,6 +174,18 @@ def _of_rank(facts: ModelFacts, share: Share, split: Split, recipe: Recipe) -> t
     params = mine.params
     stay = (params * each.weights, params * each.optimizer, params * each.master, 0.0 if sharded else params * recipe.cast, gathered)
     values = stay + max(moments, key=sum)
+    return (*values, recipe.reserved * sum(values), recipe.fixed_bytes)
+
+
+def _of_watched(facts: ModelFacts, share: Share, split: Split, recipe: Recipe) -> tuple[float, ...]:
+    sizes = {id(block): params_on_rank(block, split.tp, split.ep) for block, _ in share.parts}
+    params = held(facts, share, recipe, split.cut).params
+    found = pieces(facts, share, recipe, split.cut, sizes)
+    moment = watched_worst(found, split, recipe, _kept(split, share.index), received_bytes(split, share, recipe))
+    weights = params * state(recipe, split.zero, split.shards).weights
+    updated = updated_params(share, split, params)
+    stay = (weights, updated * recipe.optimizer, updated * recipe.master, params * recipe.cast, moment.gathered)
+    values = (*stay, moment.gradients, moment.activations, 0.0, 0.0, moment.communication)
     return (*values, recipe.reserved * sum(values), recipe.fixed_bytes)
 
 

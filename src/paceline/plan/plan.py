@@ -1,7 +1,7 @@
 """Plan: the layout of a training over ranks, and the short words it is written in."""
 
 from dataclasses import dataclass, replace
-from typing import Any, Self
+from typing import Any, Final, Self
 
 from paceline.errors import PlanError
 from paceline.spec import nearest
@@ -196,6 +196,7 @@ def _or(values: list[int]) -> str:
     return " or ".join(map(str, values))
 
 
+AUTO: Final = "auto"  # stands for the fastest plan that fits
 KEYS = tuple(Plan.__dataclass_fields__)
 TEXTS = ("schedule", "recompute")
 LEAST = {key: 0 if key in ("zero", "staleness", "switch") else 1 for key in KEYS if key not in TEXTS}

@@ -4,6 +4,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
+from paceline.errors import PlanError
+
 
 class Again(NamedTuple):
     """Shares of the forward pass that are computed once more in the backward pass, and what of `Block.saved` is kept meanwhile."""
@@ -36,6 +38,7 @@ class Recipe:
     whole_gradients: gradients are whole and stay from one micro-batch to the next under ZeRO; else each micro-batch reduces them.
     scattered: under zero=1 each rank gets the gradients that it updates with; else all get all, and updated weights are sent afterwards.
     at_rest: under zero=2 the weights are cut between the steps. early_gradients: they have their memory before the backward pass.
+    buckets: of gradients that are averaged, which are copies; 0 where the gradients lie in them.
     even: stages have equally many blocks; else they cost equally much. scatter: stages send each other a slice of each tp rank.
     reserved: of the memory counted, what the allocator holds and cannot use. fixed_bytes: of the process, its context and libraries.
     """
@@ -64,6 +67,7 @@ class Recipe:
     scattered: bool = False
     at_rest: bool = True
     early_gradients: bool = False
+    buckets: int = 2
     even: bool = False
     scatter: bool = False
     reserved: float = 0.03
@@ -75,9 +79,9 @@ class Recipe:
         return Again("full", 1.0, 1.0, 1.0) if recompute == "full" else Again("none", 0.0, 0.0, 0.0)
 
 
-PACELINE = Recipe("paceline", cast=2.0, sequence=True)  # float32 weights, autocast to bf16
+PACELINE = Recipe("paceline", cast=2.0, sequence=True, buckets=0)  # float32 weights, autocast to bf16
 PACELINE_FP16 = replace(PACELINE, name="paceline-fp16", dtype="fp16")  # for devices without bf16
-FLOAT32 = Recipe("float32", element=4.0, dtype="fp32", loss=12.0, sequence=True)
+FLOAT32 = Recipe("float32", element=4.0, dtype="fp32", loss=12.0, sequence=True, buckets=0)
 
 # Narayanan et al. 2021 and Korthikanti et al. 2022: fp16 with float32 main weights, kernels for softmax, GELU and dropout, the scores of
 # attention in memory, gradients averaged behind the backward pass in float32.
@@ -133,3 +137,13 @@ RECIPES: Mapping[str, Recipe] = {
         LLM_FOUNDRY,
     )
 }
+
+
+OWN: Mapping[str, Recipe] = {"fp32": FLOAT32, "bf16": PACELINE, "fp16": PACELINE_FP16}
+
+
+def of_precision(precision: str) -> Recipe:
+    """How Paceline goes about a step. Raises PlanError for a precision that is not predicted."""
+    if precision not in OWN:
+        raise PlanError(f"what a step in {precision} takes is not predicted; use --precision {', '.join(OWN)}, or name a plan")
+    return OWN[precision]

@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 from paceline.cluster.facts import Axis, Cluster
 from paceline.errors import PlanError
 from paceline.plan.constants import CONSTANTS, Architecture, Constants, architecture
+from paceline.plan.cpu import engines_of, host_of, paces_of
+from paceline.plan.paces import Paces
 from paceline.plan.seen import Seen, seen
 
 LIKE = {"fp16": ("fp16", "bf16"), "bf16": ("bf16", "fp16"), "fp32": ("fp32",), "tf32": ("tf32",), "fp8": ("fp8",)}
@@ -56,6 +58,9 @@ class Speeds:
     clock: float = 1.0
     hidden: float | None = None
     rates: Mapping[str, tuple[tuple[float, float], ...]] = field(default_factory=dict)
+    paces: Paces | None = None  # of a CPU
+    crowd: float = 1.0  # ranks that share a core
+    engines: Mapping[str, tuple[float, float]] = field(default_factory=dict)  # seconds of a step, and of a unit
     power_W: float | None = None
     price_per_hour: float | None = None
     guesses: tuple[str, ...] = ()
@@ -111,6 +116,8 @@ class Speeds:
         return wire
 
     def _alpha(self, wire: Wire) -> float:
+        if self.engines:  # they were measured with it
+            return 0.0
         return self.constants.node_s if wire.alpha_s is None else wire.alpha_s
 
     def _beta(self, wire: Wire, share: float) -> float:
@@ -133,9 +140,13 @@ def speeds(cluster: Cluster, constants: Constants = CONSTANTS, ranks: int | None
     }
     rates = _rates(cluster, part)
     flops |= {dtype: max(speed for _, speed in table) for dtype, table in rates.items()}
+    host = host_of(cluster, per_node) if device.kind == "cpu" else None
+    if host is not None and not flops:
+        flops["fp32"] = host.flops
+        guesses.append(f"what {device.name} computes a second is guessed from its cores, clock and vectors; paceline bench measures it")
     if not flops:
         raise PlanError(f"the peak of {device.name} is not known; give it with --peak, or measure the device with paceline bench")
-    if family.basis != "fitted" and not cluster.rates:
+    if family.basis != "fitted" and not cluster.rates and (host is None or peaks):
         guesses.append(f"what {device.name} reaches of its peak is {BASES[family.basis]}")
     memory_Bps = device.memory_Bps.value * family.memory * part if device.memory_Bps else next(iter(flops.values())) / 100
     if device.memory_Bps is None:
@@ -155,6 +166,9 @@ def speeds(cluster: Cluster, constants: Constants = CONSTANTS, ranks: int | None
         clock=clock,
         hidden=next((overlap.hidden.value for overlap in cluster.overlaps if overlap.operation == "all-reduce"), None),
         rates=rates,
+        paces=paces_of(cluster, host, next(iter(flops.values())), memory_Bps) if host is not None else None,
+        crowd=host.crowd if host is not None else 1.0,
+        engines=engines_of(cluster, count) if host is not None else {},
         power_W=device.power_W.value if device.power_W else None,
         price_per_hour=cluster.price_per_device_hour.value if cluster.price_per_device_hour else None,
         guesses=tuple(guesses),

@@ -86,6 +86,7 @@ class Share:
     count: int
     parts: tuple[tuple[Block, int], ...]
     is_last: bool
+    crossing: float = 0.0  # elements of a sample that its stages get from others, activations and their gradients
 
 
 @lru_cache(4096)
@@ -98,7 +99,11 @@ def shares(facts: ModelFacts, pp: int, stages: int, even: bool, folded: bool) ->
         raise PlanError(f"a schedule that goes there and back has two stages on each rank, got stages={stages}")
     starts = _even(len(pieces), pp * stages) if even else _balanced([b.flops for b in pieces], facts.last.flops, pp * stages)
     per_stage = [pieces[a:b] for a, b in zip(starts, [*starts[1:], len(pieces)], strict=True)]
-    ranks: list[tuple[tuple[tuple[Block, int], ...], bool]] = []
+    given = [
+        facts.first.boundary,
+        *(stage[-1].boundary if stage else facts.first.boundary for stage in per_stage),
+    ]  # to each stage, and behind the last
+    ranks: list[tuple[tuple[tuple[Block, int], ...], bool, float]] = []
     for rank in range(pp):
         mine = {2 * pp - 1 - rank, rank} if folded else set(range(rank, pp * stages, pp))
         blocks: list[Block] = []
@@ -107,11 +112,12 @@ def shares(facts: ModelFacts, pp: int, stages: int, even: bool, folded: bool) ->
         counted = {id(block): (block, 0) for block in blocks}
         for block in blocks:
             counted[id(block)] = (block, counted[id(block)][1] + 1)
-        ranks.append((tuple(counted.values()), pp * stages - 1 in mine))
+        crossing = sum(given[stage] * (stage > 0) + given[stage + 1] * (stage < pp * stages - 1) for stage in mine)
+        ranks.append((tuple(counted.values()), pp * stages - 1 in mine, crossing))
     found, index = [], 0
-    for (parts, is_last), group in groupby(ranks):
+    for (parts, is_last, crossing), group in groupby(ranks):
         count = len(list(group))
-        found.append(Share(index, count, parts, is_last))
+        found.append(Share(index, count, parts, is_last, crossing))
         index += count
     return tuple(found)
 

@@ -7,6 +7,7 @@ from typing import NamedTuple
 from paceline.plan.bubble import SCHEDULES, Stage
 from paceline.plan.constants import MOST_RANKS
 from paceline.plan.cost import Part, Time
+from paceline.plan.engines import engines_s
 from paceline.plan.facts import Block, ModelFacts
 from paceline.plan.memory import held, state
 from paceline.plan.recipe import Recipe
@@ -28,6 +29,7 @@ PARTS = {
     "data parallel": (0.4, "averaging of gradients, less what goes on under the backward pass"),
     "gathered weights": (0.4, "gathers of ZeRO, less what goes on under computing; arXiv 1910.02054"),
     "optimizer": (0.3, "bytes of weights and moments over memory bandwidth"),
+    "engines": (0.2, "hooks, copies and calls of torch's engines, and of the loop, as measured"),
     "jitter": (1.0, "ranks wait for the slowest"),
 }
 MERGED_BYTES = 40.0  # an element of attention's output: five operations in float32 that each read and write it
@@ -74,7 +76,8 @@ def time(facts: ModelFacts, split: Split, recipe: Recipe, speeds: Speeds) -> Tim
         parts |= _pipeline(facts, split, recipe, speeds, busiest, [(one.count, its) for one, its in stages])
     params = max([held(facts, one, recipe, split.cut).params for one, _ in stages])
     parts |= _data(facts, share, split, recipe, speeds, busiest, params)
-    parts["optimizer"] = _optimizer_s(split, recipe, speeds, params)
+    parts["engines"] = engines_s(share, split, speeds)
+    parts["optimizer"] = _optimizer_s(share, split, recipe, speeds, params)
     parts["jitter"] = speeds.constants.jitter * sum(parts.values())
     peak = next((speeds.peaks[dtype] for dtype in (recipe.dtype, "bf16", "fp16", "fp32") if dtype in speeds.peaks), None)
     ranks = split.ranks
@@ -140,7 +143,7 @@ def loads(
     facts: ModelFacts, pp: int, stages: int, folded: bool, cut: Cut, recipe: Recipe, speeds: Speeds
 ) -> tuple[tuple[Share, Load], ...]:
     """Of the ranks of a pipeline, the busiest first."""
-    found = [(share, load(share, recipe, speeds, cut)) for share in shares(facts, pp, stages, recipe.even, folded)]
+    found = [(share, load(share, recipe, speeds, cut, facts.slower)) for share in shares(facts, pp, stages, recipe.even, folded)]
     return tuple(sorted(found, key=lambda pair: -pair[1].total_s))
 
 
@@ -151,11 +154,13 @@ def _beyond(split: Split) -> tuple[str, ...]:
 
 
 @lru_cache(65536)
-def load(share: Share, recipe: Recipe, speeds: Speeds, cut: Cut) -> Load:
+def load(share: Share, recipe: Recipe, speeds: Speeds, cut: Cut, slower: float = 1.0) -> Load:
     products = attention = traffic = again = tensor = context = flops = again_flops = 0.0
     forward = inputs = weights = 0.0
     for block, count in share.parts:
         one = work(speeds, recipe, block, cut)
+        if slower != 1.0:
+            one = one.stretched(slower)
         sums, ring = _tensor_s(block, cut, recipe, speeds), _context_s(block, cut, recipe, speeds, one)
         products += count * (one.products_s + one.inputs_s + one.weights_s)
         attention += count * (one.attention_s + one.attention_back_s)
@@ -214,8 +219,11 @@ def _pipeline(
     size /= split.tp if recipe.scatter or recipe.sequence else 1
     over = group(2, split.dp * split.cp * split.tp, speeds.per_node)
     send = speeds.collective_s("send", size, 2, over.together)
+    bubble = alike * others / (split.pp - 1)
+    if speeds.crowd > 1:  # a rank that idles leaves its core to others, which have it in turns
+        bubble = max(0.0, bubble / speeds.crowd - (1 - 1 / speeds.crowd) * split.micro * busiest.total_s)
     return {
-        "pipeline bubble": alike * others / (split.pp - 1),
+        "pipeline bubble": bubble,
         "pipeline sends": schedule.waits(split.pp, split.micro, split.stages) * send,
     }
 
@@ -261,8 +269,12 @@ def _data(facts: ModelFacts, share: Share, split: Split, recipe: Recipe, speeds:
     return {"gathered weights": exposed * share_of_gathers, "data parallel": exposed * (1 - share_of_gathers)}
 
 
-def _optimizer_s(split: Split, recipe: Recipe, speeds: Speeds, params: float) -> float:
-    """Limited by memory bandwidth; the norm of the gradients reads them once more."""
+def _optimizer_s(share: Share, split: Split, recipe: Recipe, speeds: Speeds, params: float) -> float:
+    """Limited by memory bandwidth, on a CPU by so many tensors of that size; the norm of the gradients reads them once more."""
+    tensors = sum(block.tensors * count for block, count in share.parts)
+    if speeds.paces is not None and tensors:
+        here = tensors / (split.shards if split.zero == 1 else 1)
+        return here * speeds.paces.seconds("update", params / (split.shards if split.zero else 1) / here)
     mine = state(recipe, split.zero, split.shards)
     updated = params * mine.optimizer / recipe.optimizer
     return (updated * (ADAM_BYTES + recipe.master / 2) + params * mine.gradients) / speeds.memory_Bps

@@ -4,7 +4,9 @@ import math
 from functools import lru_cache
 from typing import NamedTuple
 
+from paceline.plan import host
 from paceline.plan.facts import Attention, Block, Product
+from paceline.plan.paces import Paces
 from paceline.plan.recipe import Recipe
 from paceline.plan.speeds import Speeds
 from paceline.plan.split import Cut
@@ -30,6 +32,11 @@ class Work(NamedTuple):
     flops: float  # forward and backward, of one rank
     again_flops: float
 
+    def stretched(self, by: float) -> "Work":
+        """The same FLOPs in so many times the seconds."""
+        seconds = {name: value * by for name, value in self._asdict().items() if name.endswith("_s")}
+        return self._replace(**seconds)
+
     @property
     def forward_s(self) -> float:
         return self.products_s + self.attention_s + self.traffic_s
@@ -42,6 +49,8 @@ class Work(NamedTuple):
 @lru_cache(65536)
 def work(speeds: Speeds, recipe: Recipe, block: Block, cut: Cut) -> Work:
     tp, cp, micro_batch, recompute = cut.tp, cut.cp, cut.micro_batch, cut.recompute
+    if speeds.paces is not None:
+        return _on_cpu(speeds.paces, recipe, block, cut)
     head = block.boundary == 0
     dtype = "bf16" if recipe.dtype == "fp8" and head else recipe.dtype
     forward = inputs = weights = 0.0
@@ -61,8 +70,8 @@ def work(speeds: Speeds, recipe: Recipe, block: Block, cut: Cut) -> Work:
     again = recipe.again(recompute if block.boundary and "full" in block.saved else "none")
     attention_s = attention + core
     again_s = again.products * forward + again.attention * attention_s + again.traffic * (moved + kernels)
-    host = block.kernels * speeds.constants.host_s
-    short = max(0.0, host - forward - attention_s - moved - kernels)
+    started = block.kernels * speeds.constants.host_s
+    short = max(0.0, started - forward - attention_s - moved - kernels)
     flops = block.flops * micro_batch / (tp * cp)
     again_flops = (again.products * block.product_flops + again.attention * block.attention_flops) * micro_batch / (tp * cp)
     return Work(
@@ -76,6 +85,29 @@ def work(speeds: Speeds, recipe: Recipe, block: Block, cut: Cut) -> Work:
         again_s=again_s + short * bool(again.products),
         flops=3 * flops,
         again_flops=again_flops,
+    )
+
+
+def _on_cpu(paces: Paces, recipe: Recipe, block: Block, cut: Cut) -> Work:
+    """Each operation is started and done before the next, so that times add up."""
+    sides = [(product, *_on_rank(product, cut.tp, cut.cp, cut.micro_batch)) for product in block.products]
+    forward, inputs, weights = host.products_s(paces, [(product, m * n * k, count) for product, m, n, k, count in sides])
+    attention, attention_back = host.attention_s(paces, block.attention, cut)
+    others, others_back = host.others_s(paces, block, recipe, cut)
+    again = recipe.again(cut.recompute if block.boundary and "full" in block.saved else "none")
+    again_flops = again.products * block.product_flops + again.attention * block.attention_flops
+    ranks = cut.tp * cut.cp
+    return Work(
+        products_s=forward,
+        attention_s=attention,
+        traffic_s=others,
+        inputs_s=inputs,
+        weights_s=weights,
+        attention_back_s=attention_back,
+        traffic_back_s=others_back,
+        again_s=again.products * forward + again.attention * attention + again.traffic * others,
+        flops=3 * block.flops * cut.micro_batch / ranks,
+        again_flops=again_flops * cut.micro_batch / ranks,
     )
 
 
@@ -133,7 +165,7 @@ def _backward(speeds: Speeds, recipe: Recipe, forward_s: float) -> float:
 def _traffic_bytes(recipe: Recipe, block: Block, tp: int, micro_batch: int) -> tuple[float, float]:
     """Forward, of operations that are no products; and without fused attention, of heads that are brought in order and back, and of scores
     that are written, scaled, masked, put through softmax and dropped."""
-    moved = block.traffic.bytes(recipe.stream, recipe.element, tp, recipe.sequence) * recipe.elementwise * micro_batch
+    moved = block.traffic.bytes(recipe.stream, recipe.element, tp, recipe.sequence and not block.whole) * recipe.elementwise * micro_batch
     ordered = sum((4 * one.queries + 4 * one.keys) * one.heads * one.head_dim for one in block.attention) * recipe.element
     scores = sum(one.scores for one in block.attention) * (4 * recipe.element + (2 * recipe.element + 1 if block.core.split_bytes else 0))
     return moved, (ordered + scores) / tp * micro_batch

@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from rich.table import Table
 
 from paceline.bench.result import Result, Row
-from paceline.report import input, overlap, storage
+from paceline.report import host, input, overlap, storage
 from paceline.report.bench import three_digits
 from paceline.report.compute import MEMORY, kind, number, rate
 from paceline.units import format_bytes, format_count
@@ -67,6 +67,12 @@ def _compute(result: Result) -> list[Line]:
     return lines
 
 
+def _host(result: Result) -> list[Line]:
+    return [(name, f"{three_digits(start)} and more") for name, start in host.starts(result)] + [
+        (name, three_digits(seconds)) for name, seconds in host.added(result)
+    ]
+
+
 def _overlap(result: Result) -> list[Line]:
     return [(overlap.name(row), _hidden(number(row, "hidden"))) for row in result.rows]
 
@@ -95,6 +101,7 @@ def _input(result: Result) -> list[Line]:
 LINES: dict[str, Callable[[Result], list[Line]]] = {
     "collectives": _collectives,
     "compute": _compute,
+    "host": _host,
     "overlap": _overlap,
     "storage": _storage,
     "input": _input,

@@ -1,25 +1,28 @@
 """ModelFacts of any task: counted in one forward pass, which works out shapes and computes nothing."""
 
 import math
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import replace
-from itertools import groupby
+from itertools import accumulate, groupby
 from typing import Any
 
 from torch import nn
 
 from paceline.errors import PlanError, TaskError
-from paceline.plan.facts import Block, Held, ModelFacts
+from paceline.plan.facts import Block, Held, Lives, ModelFacts
+from paceline.plan.paces import Operation
 from paceline.plan.plan import Plan
 from paceline.spec import Spec
 from paceline.task import Task
 from paceline.training.data import Batch
 from paceline.training.imagine import example, imagined
+from paceline.training.living import Lived, lived
 from paceline.training.shards import storage_of
 from paceline.training.step import call
 from paceline.training.tally import FIRST, LAST, Counting, Part
 
-SAMPLES = 2  # BatchNorm takes no single one
+SAMPLES = 3  # BatchNorm takes no single one; a number that shapes of weights seldom have
 
 
 def describe(spec: Spec, task: Task) -> ModelFacts:
@@ -36,15 +39,41 @@ def described(model: nn.Module, task: Task, batch: Batch, samples: int) -> Model
     with imagined(model) as imagine:
         watch = Counting(model, task, styles)
         try:
-            with watch:
-                inputs = imagine(batch)
-                output = call(task, model, inputs)
-                watch.finish()
-                task.loss(output, inputs)
+            return watched(watch, task, imagine(batch), samples)
         except RuntimeError as error:
             reason = str(error).partition("\n")[0]
-            raise TaskError(f"{type(task).__name__} cannot be described: {watch.where} fails without values: {reason}") from error
-        return _facts(watch, type(task).__name__, samples)
+            way_out = "paceline plan --measure runs it"
+            raise TaskError(
+                f"{type(task).__name__} cannot be described: {watch.where} fails without values: {reason}; {way_out}"
+            ) from error
+
+
+def watched(watch: Counting, task: Task, batch: Batch, samples: int) -> ModelFacts:
+    """Of a model on the device of `batch`, whether or not they have values."""
+    model = watch.model
+    with watch:
+        output = call(task, model, batch)
+        watch.finish()
+        task.loss(output, batch)
+    facts = _facts(watch, type(task).__name__, samples)
+    try:
+        found = lived(model, watch.units, lambda: task.loss(call(task, model, batch), batch))
+    except RuntimeError:  # what is kept for the backward pass is counted already
+        return facts
+    return _with_lives(facts, found, samples)
+
+
+def _with_lives(facts: ModelFacts, found: tuple[Lived, list[Lived], Lived], samples: int) -> ModelFacts:
+    """Of blocks that are alike the one in the middle, which is neither the first nor the last."""
+
+    def of(block: Block, one: Lived) -> Block:
+        return replace(block, lives=Lives(one.kept / samples, one.most / samples))
+
+    first, each, last = found
+    ends = list(accumulate(count for _, count in facts.runs))
+    middle = [each[(end - count + end) // 2] for (_, count), end in zip(facts.runs, ends, strict=True)]
+    runs = tuple((of(block, one), count) for (block, count), one in zip(facts.runs, middle, strict=True))
+    return replace(facts, first=of(facts.first, first), runs=runs, last=of(facts.last, last))
 
 
 def _styles(model: nn.Module, task: Task, batch: Batch) -> Mapping[str, str]:
@@ -108,7 +137,17 @@ def _block(watch: Counting, at: int, samples: int) -> Block:
         boundary=boundary,
         sums=own_layers.count("row") + own_layers.count("vocabulary") + own_layers.count("gather") / 2,
         kernels=part.kernels,
+        operations=_counted(part.operations, samples),
+        tensors=len(own),
+        largest=max((p.numel() for p in own), default=0),
+        whole=len(watch.parts[0].boundary) != 3,
     )
+
+
+def _counted(operations: list[Operation], samples: int) -> tuple[Operation, ...]:
+    """Those that are alike together; sizes of one sample, but for views, which have none."""
+    alike = Counter(operations)
+    return tuple(replace(one, size=one.size if one.kind == "view" else one.size / samples, count=n) for one, n in alike.items())
 
 
 def _parameters(watch: Counting, at: int) -> list[nn.Parameter]:

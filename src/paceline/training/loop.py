@@ -5,10 +5,11 @@ import dataclasses
 import math
 import statistics
 import time
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Literal
 
 import torch
 from torch import nn
@@ -38,7 +39,7 @@ from paceline.training.step import Step as Update
 
 def train(
     spec: Spec,
-    plan: Plan | None = None,
+    plan: Plan | Literal["auto"] | None = None,
     world: World | None = None,
     *,
     task: Task | None = None,
@@ -46,25 +47,34 @@ def train(
     device: str | None = None,
     stop: Callable[[], bool] = lambda: False,
     observe: Callable[[nn.Module, str, int], None] | None = None,
+    notes: Sequence[str] = (),
 ) -> Generator[Event]:
     """Train as `spec` says, laid out by `plan`; one event after another comes out. All ranks must iterate in step.
 
-    spec: what is wanted. `plan`: `single` on one rank and `ddp` on several, if not said. `world`: who this process is, read
+    spec: what is wanted. `plan`: `single` on one rank and `ddp` on several, if not said;
+    auto: the fastest that fits, as rank 0 predicts it. `world`: who this process is, read
     from the environment if not said. `task`: an instance, in place of the one that `spec` names.
     run: where checkpoints go; a training that has checkpoints there goes on from the last whole one. None: none are written.
     device: "cpu" or "cuda"; None: CUDA where there is some. `stop`: asked at each step; when any rank answers yes, all save and end.
     observe: called on every rank with the model as it is laid out, and ("gradients", step) before or ("weights", step) after each update.
+    notes: what else is to be said at the start.
 
     Raises PlanError, DataError, TaskError, CheckpointError before the first step, and DivergedError for a loss that is not finite.
     """
     world = world if world is not None else world_of()
-    plan = plan if plan is not None else Plan(dp=1) if world.size == 1 else Plan()
+    if plan is None:
+        plan = Plan(dp=1) if world.size == 1 else Plan()
     if task is None:
         task = tasks.load_task(spec.task, spec.set)
     else:
         spec = spec.model_copy(update={"task": tasks.reference_to(task), "set": tasks.fields_of(task)})
     here = choose_device(world, device)
     with _settings(spec, world), process_group(world, here, spec.timeout_s, run.path if run is not None else Path("runs")):
+        if isinstance(plan, str):
+            from paceline.training.choose import agreed
+
+            choice = agreed(spec, task, world, device)
+            plan, notes = choice.plan, (*notes, choice.why)
         laid_out = plan.on(world.size)
         share(spec.batch, laid_out)
         data = open_data(spec, laid_out, task, world)
@@ -77,6 +87,7 @@ def train(
             yield from train_against_servers(spec, laid_out, str(plan), world, task, here, stop, data, loop)
             return
         laid = lay_out(spec, laid_out, world, task, here, training=data.training)
+        laid = dataclasses.replace(laid, notes=(*notes, *laid.notes))
         if observe is not None:
             laid.step.observe = partial(observe, laid.model)
         try:

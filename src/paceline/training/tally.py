@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from paceline.plan.facts import Attention, Product
+from paceline.plan.paces import Operation
 from paceline.task import Task
 from paceline.training.labels import ATTENTION, attended
 from paceline.training.parallelize import blocks
@@ -24,6 +25,18 @@ FIRST, LAST = -1, -2  # what is computed ahead of the blocks, and behind or betw
 CUTS: Mapping[str, Literal["rows", "columns", "inner"]] = {"column": "columns", "head": "columns", "gather": "columns", "row": "inner"}
 VIEWS = {ATEN.view, ATEN._unsafe_view, ATEN.reshape, ATEN.t, ATEN.transpose, ATEN.permute, ATEN.expand, ATEN.unsqueeze, ATEN.squeeze}
 VIEWS |= {ATEN.detach, ATEN.alias, ATEN.slice, ATEN.select, ATEN.split, ATEN.unbind, ATEN.split_with_sizes, ATEN.chunk}
+KIND_OF = {
+    getattr(ATEN, name): kind
+    for kind, names in {
+        "function": "gelu silu mish exp log sin cos tanh sigmoid erf pow sqrt rsqrt softplus elu hardswish _softmax _log_softmax logsumexp",
+        "norm": "native_layer_norm native_batch_norm _native_batch_norm_legit native_group_norm _fused_rms_norm",
+        "pool": "max_pool2d_with_indices max_pool3d_with_indices avg_pool2d avg_pool3d _adaptive_avg_pool2d",
+        "gather": "embedding index gather index_select nll_loss_forward nll_loss2d_forward",
+        "draw": "bernoulli bernoulli_ native_dropout normal_ uniform_ rand randn rand_like randn_like",
+    }.items()
+    for name in names.split()
+    if hasattr(ATEN, name)
+}
 
 
 @dataclass
@@ -36,6 +49,7 @@ class Part:
     saved: dict[int, tuple[Tensor, bool]] = field(default_factory=dict)  # by memory: the tensor, and whether it is of the loss
     moved: float = 0.0  # elements
     kernels: int = 0
+    operations: list[Operation] = field(default_factory=list)
     boundary: tuple[int, ...] = ()
     layers: set[str] = field(default_factory=set)
 
@@ -120,15 +134,24 @@ class Counting(TorchDispatchMode):
                 self.used.setdefault(memory, set()).add(self.at)
         packet = getattr(func, "overloadpacket", func)
         part = self.parts[self.at]
-        if packet in VIEWS or not results or self.whole:
+        if not results or self.whole:
+            return result
+        back = any(tensor.requires_grad for tensor in tensors)
+        if packet in VIEWS:
+            part.operations.append(Operation("view", 1.0, back))
             return result
         part.kernels += 1
         if found := _product(packet, args, results[0]):
+            found = replace(found, first=not tensors[-2 if packet is not ATEN.convolution else 0].requires_grad)
             cut = CUTS.get(self.styles.get(self.running[-1], "")) if self.running else None
             part.products.append(replace(found, cut=cut))
             self.touch(tensors, results, cut if self.styles.get(self.running[-1] if self.running else "") != "gather" else None)
         else:
-            part.moved += sum(tensor.numel() for tensor in (*tensors, *results) if tensor.is_floating_point())
+            moved = sum(tensor.numel() for tensor in (*tensors, *results) if tensor.is_floating_point())
+            part.moved += moved
+            if packet is ATEN.embedding:  # of the table it reads no more than it gives
+                moved = 2 * results[0].numel()
+            part.operations.append(Operation(KIND_OF.get(packet, "move"), float(moved), back))
         return result
 
     def touch(self, taken: list[Tensor], given: list[Tensor], cut: str | None) -> None:
@@ -184,5 +207,5 @@ def _product(packet: Any, args: Any, result: Tensor) -> Product | None:
         small = result if not args[6] else args[0]  # a transposed one has a row for each position of its input
         rows = small.shape[0] * math.prod(small.shape[2:])
         columns, inner = (weight.shape[0], weight.shape[1] * window) if not args[6] else (weight.shape[1] * window, weight.shape[0])
-        return Product(rows, columns, inner, reuse=float(window) / math.prod(args[3]))
+        return Product(rows, columns, inner, reuse=float(window) / math.prod(args[3]), convolution=True)
     return None

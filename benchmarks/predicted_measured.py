@@ -1,0 +1,116 @@
+"""What trainings take on this machine, measured on real ranks: seconds of a step, and bytes of tensors at the peak."""
+
+import gc
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from paceline import Task
+from paceline.bench import engines
+from paceline.errors import Error
+from paceline.launch.pool import Ranks
+from paceline.launch.world import world
+from paceline.plan.candidates import candidates
+from paceline.plan.plan import Plan, parse, share
+from paceline.spec import Spec
+from paceline.task import load_task
+from paceline.training.data import Part, batches, training_parts
+from paceline.training.parallelize import release
+from paceline.training.prepare import lay_out, open_data, rehearse
+from paceline.training.process import keep_memory
+from paceline.training.settle import settle
+from paceline.training.shards import storage_of
+
+CPU = torch.device("cpu")
+COUNTED = 3  # steps whose tensors are counted: engines have settled in the second
+
+
+def possible(spec: Spec, task: Task, ranks: int) -> Iterator[Plan]:
+    """The plans that this task can be trained with, before any rank is started."""
+    for plan in candidates(ranks):
+        try:
+            on = plan.on(ranks)
+            share(spec.batch, on)
+            rehearse(spec, on, task)
+        except Error:
+            continue
+        yield plan
+
+
+def step_s(ranks: Ranks, spec: Spec, plan: Plan, seconds: float) -> float:
+    """Median of the steps that fit into so many seconds."""
+    return float(ranks(engines.step_s, spec, str(plan), seconds, ranks.pids, timeout_s=120 + 20 * seconds)[0])
+
+
+def peak_bytes(ranks: Ranks, spec: Spec, plan: Plan) -> list[int]:
+    """Of each rank."""
+    return [int(found) for found in ranks(_counted, spec, str(plan), timeout_s=180)]
+
+
+def _training_only(task: Task) -> Task:
+    """Without its validation, so that only steps are timed."""
+    dataset = type(task).dataset
+    object.__setattr__(task, "dataset", lambda split: dataset(task, split) if split == "train" else None)
+    return task
+
+
+def _counted(spec: Spec, plan: str) -> int:
+    """The most that tensors of this rank took at once, of those that a training makes."""
+    keep_memory()
+    me = world()
+    task = _training_only(load_task(spec.task, spec.set))
+    on = parse(plan).on(me.size)
+    torch.set_num_threads(1)  # they do not change what tensors take
+    data = open_data(spec, on, task, me)
+    assert on.dp is not None
+    assert on.micro is not None
+    parts = training_parts(Part(spec.batch, on.micro, on.place(me.rank).dp, on.dp), data.samples, spec.seed, 0, COUNTED)
+    there = set(_storages())
+    laid = lay_out(spec, on, me, task, CPU, training=data.training)
+    with Counted(storage for memory, storage in _storages().items() if memory not in there) as counted:
+        source = batches(data.training, parts, CPU, 0, spec.data.prefetch)
+        for step in range(COUNTED):
+            micro_batches = [next(source) for _ in range(on.micro)]
+            if step == 0:
+                laid.step.model = settle(laid.step, micro_batches[0])
+            laid.step(micro_batches, step, 1.0)
+    release(laid.step.model)
+    return counted.most
+
+
+class Counted(TorchDispatchMode):
+    """The most bytes of tensors at once. (torch.profiler does not see those that gloo's threads let go of, torch 2.13.)"""
+
+    def __init__(self, there: Iterable[Any]):
+        super().__init__()
+        self.found = {storage._cdata: storage._weak_ref() for storage in there}
+        self.most = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(kind.__name__ == "DTensor" for kind in types):
+            return NotImplemented  # what it does with local tensors comes here one by one
+        result = func(*args, **(kwargs or {}))
+        for leaf in tree_leaves(result):
+            if isinstance(leaf, Tensor) and not leaf.is_meta and (memory := storage_of(leaf)) not in self.found:
+                self.found[memory] = leaf.untyped_storage()._weak_ref()
+        self.most = max(self.most, sum(self._sizes()))
+        return result
+
+    def _sizes(self) -> Iterator[int]:
+        for memory, weak in list(self.found.items()):
+            storage = torch.UntypedStorage._new_with_weak_ptr(weak)
+            if storage is None:
+                torch.UntypedStorage._free_weak_ref(weak)
+                del self.found[memory]
+            else:
+                yield storage.nbytes()
+
+
+def _storages() -> dict[int, Any]:
+    """The memory of all tensors that Python knows."""
+    found = [thing for thing in gc.get_objects() if type(thing) in (Tensor, torch.nn.Parameter) and not thing.is_meta]
+    return {storage_of(tensor): tensor.untyped_storage() for tensor in found}

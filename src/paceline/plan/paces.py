@@ -1,0 +1,81 @@
+"""Paces: seconds of one operation on a CPU, by its kind and size. There each one is started when the one before is done."""
+
+import math
+from bisect import bisect
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import lru_cache
+
+BACKWARD = " backward"
+# What sizes count: multiplications of products and attention; parameters of an update; else elements that are read and written.
+KINDS = ("linear", "convolution", "attention", "move", "function", "norm", "pool", "gather", "draw", "view", "update")
+
+
+@dataclass(frozen=True, slots=True)
+class Operation:
+    """Other than a product, in the forward pass of one sample. `size`: elements read and written; `back`: whether gradients pass it."""
+
+    kind: str
+    size: float
+    back: bool = True
+    count: float = 1.0
+
+
+@dataclass(frozen=True, eq=False)
+class Paces:
+    """Of one rank. tables: of a kind (size, seconds), the smaller first; between two sizes both scales are logarithmic."""
+
+    tables: Mapping[str, tuple[tuple[float, float], ...]]
+    measured: bool = True
+    _cache: dict[tuple[str, float], float] = field(default_factory=dict)
+
+    def seconds(self, kind: str, size: float) -> float:
+        """Of one operation; below the smallest size as long as that, above the largest in proportion. A kind of which nothing is known
+        takes no time backward, as random numbers do."""
+        key = kind, size
+        if key not in self._cache:
+            self._cache[key] = _between(self.tables[kind], size) if kind in self.tables else 0.0
+        return self._cache[key]
+
+
+def _between(table: tuple[tuple[float, float], ...], size: float) -> float:
+    at = bisect(table, (size, math.inf))
+    if at == 0:
+        return table[0][1]
+    if at == len(table):
+        largest, seconds = table[-1]
+        return seconds * size / largest
+    (low, quick), (high, slow) = table[at - 1], table[at]
+    share = math.log(size / low) / math.log(high / low)
+    return quick ** (1 - share) * slow**share
+
+
+def blended(few: Paces, many: Paces, share: float) -> Paces:
+    """Between those with few threads and those with many, on logarithmic scales."""
+    tables = {}
+    for kind, table in few.tables.items():
+        tables[kind] = tuple((size, seconds ** (1 - share) * many.seconds(kind, size) ** share) for size, seconds in table)
+    return Paces(tables, few.measured and many.measured)
+
+
+START_CYCLES = 1e4  # to start an operation from Python and note it for the backward pass, in round figures
+LARGE = 2.0**24
+
+
+@lru_cache(64)
+def guessed(flops: float, memory_Bps: float, clock_Hz: float) -> Paces:
+    """Of the right order of magnitude, from what the products and the memory of a rank reach."""
+    start_s = START_CYCLES / clock_Hz
+    per_s = {"linear": flops / 2, "convolution": flops / 4, "attention": flops / 6, "move": memory_Bps / 4, "norm": memory_Bps / 6}
+    per_s |= {"function": memory_Bps / 10, "pool": memory_Bps / 16, "gather": memory_Bps / 8, "draw": memory_Bps / 40}
+    per_s |= {"update": memory_Bps / 32}
+    tables: dict[str, tuple[tuple[float, float], ...]] = {
+        "view": ((1.0, start_s / 4), (LARGE, start_s / 4)),
+        "view" + BACKWARD: ((1.0, start_s / 4), (LARGE, start_s / 4)),
+    }
+    for kind, rate in per_s.items():
+        for name, times in ((kind, 1.0), (kind + BACKWARD, 2.0)):
+            if name not in ("draw" + BACKWARD, "update" + BACKWARD):
+                sizes = (1.0, rate * start_s, LARGE * 2**10)
+                tables[name] = tuple((size, times * max(start_s, size / rate)) for size in sorted(sizes))
+    return Paces(tables, measured=False)

@@ -1,0 +1,115 @@
+"""Bytes of a rank while the backward pass goes through its blocks, of a model whose pass was watched."""
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from paceline.plan.facts import Block, ModelFacts
+from paceline.plan.recipe import Again, Recipe
+from paceline.plan.split import Cut, Share, Split
+
+
+class Moment(NamedTuple):
+    gradients: float
+    activations: float
+    gathered: float
+    communication: float
+
+
+class Piece(NamedTuple):
+    """A block of a rank. bytes: kept for the backward pass, and at the worst moment of it."""
+
+    params: float
+    kept: float
+    most: float
+    is_root: bool
+
+
+def is_watched(share: Share) -> bool:
+    return all(block.lives is not None for block, _ in share.parts)
+
+
+def kept_bytes(recipe: Recipe, block: Block, cut: Cut) -> float:
+    """What the forward pass of a micro-batch leaves for the backward pass on one rank."""
+    assert block.lives is not None
+    again = recipe.again(cut.recompute)
+    held = block.lives.kept * _of_whole(recipe, block, cut, again) + (0.0 if again.products else _gathered_bytes(recipe, block, cut))
+    return held * cut.micro_batch / cut.cp
+
+
+def most_bytes(recipe: Recipe, block: Block, cut: Cut) -> float:
+    """At the worst moment; what is computed again is all there then."""
+    assert block.lives is not None
+    held = block.lives.most * _of_whole(recipe, block, cut, recipe.again("none")) + _gathered_bytes(recipe, block, cut)
+    return held * cut.micro_batch / cut.cp
+
+
+def _gathered_bytes(recipe: Recipe, block: Block, cut: Cut) -> float:
+    """Of a sample: activations that are split along the sequence are gathered before split layers, which keep them whole."""
+    return 0.0 if block.whole else block.sums * block.boundary * recipe.stream * (1 - 1 / cut.tp)
+
+
+def _of_whole(recipe: Recipe, block: Block, cut: Cut, again: Again) -> float:
+    """What is kept of a block against all of it in float32 on one rank."""
+    whole = block.saved["none"].bytes(4.0, 4.0)
+    if not whole:
+        return 1.0 if block.whole else 1 / cut.tp
+    held = block.saved.get(again.kept) or block.saved.get("selective" if again.kept == "half" else "none") or block.saved["none"]
+    return held.bytes(recipe.stream, recipe.element, cut.tp, recipe.sequence and not block.whole) / whole
+
+
+def worst(pieces: list[Piece], split: Split, recipe: Recipe, kept_micro: float, cuts: float) -> Moment:
+    """kept_micro: micro-batches whose activations are there; `cuts`: bytes that the stages of this rank are sent in a micro-batch."""
+    return max(_moments(pieces, split, recipe, kept_micro, cuts), key=sum)
+
+
+def _moments(pieces: list[Piece], split: Split, recipe: Recipe, kept_micro: float, cuts: float) -> Iterator[Moment]:
+    """From the last block to the first, which has least before it and the most gradients behind it; and when all is done."""
+    params = sum(piece.params for piece in pieces)
+    whole_kept = sum(piece.kept for piece in pieces)
+    root = sum(piece.params for piece in pieces if piece.is_root)
+    sharded = split.zero >= 2 and split.dp * split.cp > 1
+    averaged = split.dp * split.cp > 1
+    shard = 1 / split.shards if sharded else 1.0
+    received = split.micro * cuts  # torch's stages have a buffer for each micro-batch
+    before, done = whole_kept, 0.0
+    behind = 0.0  # parameters of the block that came before in the backward pass, whose gradients are on their way
+    for at in range(len(pieces) - 1, -1, -1):
+        piece = pieces[at]
+        before -= piece.kept
+        if sharded:
+            gradients = params if split.micro > 1 else done * shard
+            following = pieces[at - 1].params if at and not pieces[at - 1].is_root else 0.0
+            gathered = params if split.zero == 2 else root + (0.0 if piece.is_root else piece.params) + following
+            sending = piece.params + behind
+        else:
+            gathered = sending = 0.0
+            gradients = (
+                params * (2 if split.micro > 1 and split.pp * split.tp == 1 else 1) if averaged else params if split.micro > 1 else done
+            )
+        activations = (kept_micro - 1) * whole_kept + before + piece.most
+        yield Moment(gradients * recipe.gradient, activations, gathered * recipe.gather, sending * recipe.reduce + received)
+        done += piece.params
+        behind = piece.params
+    yield Moment(params * shard * recipe.gradient, 0.0, 0.0 if split.zero != 2 or not sharded else params * recipe.gather, received)
+
+
+def pieces(facts: ModelFacts, share: Share, recipe: Recipe, cut: Cut, sizes: dict[int, float]) -> list[Piece]:
+    """`sizes`: parameters of each block on a rank."""
+    return [
+        Piece(sizes[id(block)], kept_bytes(recipe, block, cut), most_bytes(recipe, block, cut), block is facts.first or block is facts.last)
+        for block, count in share.parts
+        for _ in range(count)
+    ]
+
+
+def received_bytes(split: Split, share: Share, recipe: Recipe) -> float:
+    """Activations and gradients that cross the cuts on both sides of a rank's stages, of one micro-batch."""
+    return share.crossing * recipe.stream * split.micro_batch / split.cp
+
+
+def updated_params(share: Share, split: Split, params: float) -> float:
+    """Of the rank that updates most: ZeRO-1 deals out whole tensors, ZeRO-2 and 3 cut each."""
+    if split.zero == 1 and split.shards > 1:
+        largest = max((block.largest for block, _ in share.parts), default=0) / split.tp
+        return max(largest, params / split.shards)
+    return params / split.shards if split.zero else params

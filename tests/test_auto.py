@@ -1,0 +1,149 @@
+"""--plan auto: the run says what it took and why, goes on with it, and takes nothing that cannot be trained."""
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from command import TASK, of_kind, paceline, succeed, write_task
+from paceline import Spec, train
+from paceline.cluster.facts import Cluster, Device, Fact
+from paceline.errors import PlanError
+from paceline.events import Started
+from paceline.plan.answer import Answer
+from paceline.plan.plan import Plan, parse
+from paceline.spec import load
+from paceline.tasks.text import Text
+from paceline.training import choose as choosing
+from paceline.training.choose import choose, shortest
+
+TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "paceline")
+WORDS = ("my.py:Regression", "--plan", "auto", "--steps", "4", "--batch", "24", "--device", "cpu")
+SMALL = Text(width=16, depth=2, heads=2, context=8)
+
+
+def machine(memory_bytes: float = 8e9) -> Cluster:
+    """Of which little is known."""
+    return Cluster(name="here", device=Device(name="a CPU", kind="cpu", memory_bytes=Fact(value=memory_bytes)), cores_per_node=2)
+
+
+def write_machine(folder: Path, memory_bytes: float = 8e9) -> None:
+    (folder / "cluster.json").write_text(machine(memory_bytes).model_dump_json())
+
+
+def test_the_run_says_what_it_took_and_goes_on_with_it(tmp_path: Path) -> None:
+    write_task(tmp_path)
+    write_machine(tmp_path)
+    succeed("train", *WORDS, "--ranks", "2", "--run", "run", at=tmp_path)
+    [started] = of_kind(tmp_path / "run", Started)
+    _, launch = load(tmp_path / "run/spec.toml", {})
+    assert launch.plan == started.plan == str(parse(started.plan))
+    [why] = [note for note in started.notes if note.startswith("auto took")]
+    assert f"auto took plan {started.plan}: " in why
+    assert "a step predicted (±" in why
+    assert "the next best, " in why
+    succeed("resume", "run", "--steps", "6", at=tmp_path)
+    assert [event.plan for event in of_kind(tmp_path / "run", Started)] == [started.plan] * 2
+    succeed("resume", "run", "--steps", "8", "--plan", "zero2", at=tmp_path)
+    last = of_kind(tmp_path / "run", Started)[-1]
+    assert last.plan == "zero2"
+    assert not any(note.startswith("auto took") for note in last.notes)
+
+
+def test_ranks_of_another_launcher_agree(tmp_path: Path) -> None:
+    write_task(tmp_path)
+    write_machine(tmp_path)
+    found = paceline("train", *WORDS, at=tmp_path, program=TORCHRUN, OMP_NUM_THREADS="1")
+    assert found.status == 0, found.all
+    [run] = (tmp_path / "runs").glob("*/")
+    [started] = of_kind(run, Started)
+    assert load(run / "spec.toml", {})[1].plan == started.plan != "auto"
+    assert any(note.startswith(f"auto took plan {started.plan}: ") for note in started.notes)
+
+
+@pytest.mark.parametrize("program", [(sys.executable, "-m", "paceline"), pytest.param(TORCHRUN, marks=pytest.mark.slow)])
+def test_nothing_fits(program: tuple[str, ...], tmp_path: Path) -> None:
+    write_task(tmp_path)
+    write_machine(tmp_path, 2000.0)
+    ranks = ("--ranks", "2") if program[-1] == "paceline" and "torch.distributed.run" not in program else ()
+    found = paceline("train", *WORDS, *ranks, at=tmp_path, program=program, OMP_NUM_THREADS="1")
+    assert found.status != 0
+    assert found.all.count("paceline: no plan fits") == 1, found.all
+    assert not (tmp_path / "runs").exists()
+
+
+def test_from_python() -> None:
+    events = train(Spec(task="digits", steps=1, batch=8), "auto", device="cpu")
+    started = next(iter(events))
+    events.close()
+    assert isinstance(started, Started)
+    assert parse(started.plan).on(1).dp == 1
+    assert any(note.startswith("auto took plan") for note in started.notes)
+
+
+def test_what_cannot_be_is_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    spec = Spec(task="text", batch=8)
+    ask = choosing.answer
+    first = ask_plans(spec, machine())
+
+    def with_one_that_cannot(*args: object, **kwargs: object) -> Answer:
+        found = ask(*args, **kwargs)  # type: ignore[arg-type]
+        found.plans.insert(0, (Plan(dp=1, tp=2, pp=2, micro=2), found.plans[0][1]))  # on 4 ranks, of which 2 layers make 2 stages
+        found.plans.insert(0, (Plan(dp=1, tp=4), found.plans[0][1]))  # 2 heads
+        return found
+
+    monkeypatch.setattr(choosing, "answer", with_one_that_cannot)
+    taken = choose(spec, SMALL, 4, cluster=machine()).plan
+    assert taken.on(4) in (first.on(4), Plan(dp=1, tp=2, pp=2, micro=2).on(4))
+    assert taken.tp != 4
+
+
+def ask_plans(spec: Spec, cluster: Cluster) -> Plan:
+    return choose(spec, SMALL, 4, cluster=cluster).plan
+
+
+def test_micro_batches_are_another_training_for_batch_norm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "my.py").write_text(TASK)
+    monkeypatch.chdir(tmp_path)
+    from paceline.task import load_task
+
+    spec = Spec(task="my.py:Regression", batch=24)
+    for norm in (True, False):
+        task = load_task(spec.task, {"norm": norm})
+        found: list[str] = []
+        plans = choosing.answer(choosing.describe(spec, task), machine(), 24, ranks=2).plans
+        can = [plan.on(2).micro for plan, _ in choosing._possible(plans, spec, task, 2, found)]
+        assert (max(micro or 1 for micro in can) > 1) is not norm
+        assert any("BatchNorm" in why for why in found) is norm
+
+
+def test_float64_is_not_predicted() -> None:
+    with pytest.raises(PlanError, match="fp64 takes is not predicted; use --precision fp32, bf16, fp16, or name a plan"):
+        choose(Spec(task="text", precision="fp64"), SMALL, 2, cluster=machine())
+
+
+@pytest.mark.parametrize(
+    ("plan", "ranks", "said"),
+    [
+        ("ddp,dp=2,micro=1", 2, "ddp"),
+        ("dp=1,micro=1", 1, "single"),
+        ("zero3,dp=4,micro=2", 4, "zero3,micro=2"),
+        ("dp=2,pp=2,micro=4", 4, "pp=2"),
+        ("dp=1,pp=2,micro=4,schedule=interleaved,stages=2", 2, "pp=2,schedule=interleaved"),
+        ("dp=1,pp=2,micro=2,schedule=1f1b,stages=1", 2, "pp=2,micro=2"),
+    ],
+)
+def test_a_plan_is_said_shortly(plan: str, ranks: int, said: str) -> None:
+    assert str(shortest(parse(plan), ranks)) == said
+    assert shortest(parse(plan), ranks).on(ranks) == parse(plan).on(ranks)
+
+
+def test_the_machine_of_another_device_is_left_aside(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from paceline.cluster import here
+
+    monkeypatch.chdir(tmp_path)
+    gpu = {"format": "paceline.cluster", "version": 1, "device": {"name": "H100", "kind": "cuda", "memory_bytes": 8e10}}
+    (tmp_path / "cluster.json").write_text(json.dumps(gpu))
+    assert here.known().device.name == "H100"
+    assert here.known("cpu").device.kind == "cpu"

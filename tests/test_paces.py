@@ -1,0 +1,97 @@
+"""What a rank on a CPU takes: between measured sizes, among ranks that share cores, with what engines add."""
+
+import pytest
+
+from paceline.bench.facts import updated
+from paceline.bench.result import Result
+from paceline.cluster.facts import Cluster, Device, Engine, Fact, Link, Pace
+from paceline.cluster.published import find
+from paceline.plan.cpu import host_of, paces_of
+from paceline.plan.paces import KINDS, Paces
+from paceline.plan.plan import parse
+from paceline.plan.predict import predict
+from paceline.plan.recipe import FLOAT32
+from paceline.plan.speeds import speeds
+from paceline.spec import Spec
+from paceline.tasks.text import Text
+from paceline.training.describe import describe
+
+FACTS = describe(Spec(task="text"), Text(width=16, depth=2, heads=2, context=8))
+
+
+def machine(**more: object) -> Cluster:
+    device = Device(name="a CPU", kind="cpu", memory_bytes=Fact(value=8e9), memory_Bps=Fact(value=2e10))
+    links = (Link(axis="node", beta_Bps=Fact(value=1e9, source="measured"), alpha_s=Fact(value=1e-4, source="measured")),)
+    return Cluster(device=device, cores_per_node=4, links=links, **more)  # type: ignore[arg-type]
+
+
+def measured(threads: int, seconds: float) -> tuple[Pace, ...]:
+    kinds = [name for kind in KINDS for name in (kind, f"{kind} backward")]
+    return tuple(
+        Pace(operation=kind, threads=threads, sizes=(1.0, 1e6), seconds=(seconds, 100 * seconds), source="measured") for kind in kinds
+    )
+
+
+def step_s(cluster: Cluster, plan: str, ranks: int) -> float:
+    return predict(FACTS, parse(plan), cluster, 16, FLOAT32, ranks).step_s
+
+
+def test_between_sizes() -> None:
+    paces = Paces({"move": ((10.0, 1.0), (1000.0, 100.0))})
+    assert paces.seconds("move", 1.0) == 1.0
+    assert paces.seconds("move", 100.0) == pytest.approx(10.0)
+    assert paces.seconds("move", 5000.0) == pytest.approx(500.0)
+    assert paces.seconds("draw backward", 5.0) == 0.0
+
+
+def test_between_threads() -> None:
+    cluster = machine(paces=(*measured(1, 4e-6), *measured(4, 1e-6)))
+    of = {ranks: paces_of(cluster, host_of(cluster, ranks), 1e9, 1e9).seconds("move", 1.0) for ranks in (1, 2, 4, 8)}
+    assert of[1] == pytest.approx(1e-6)
+    assert of[4] == pytest.approx(4e-6)
+    assert of[1] < of[2] < of[4]
+    assert of[8] == pytest.approx(8e-6)  # two ranks share a core
+
+
+def test_measured_paces_count() -> None:
+    slow, quick = (step_s(machine(paces=measured(1, seconds)), "ddp", 4) for seconds in (2e-5, 1e-5))
+    assert quick < slow < 2.01 * quick
+
+
+def test_what_was_not_measured_is_a_guess_and_says_so() -> None:
+    found = speeds(machine(), ranks=2)
+    assert found.paces is not None
+    assert not found.paces.measured
+    assert any("guessed from its cores" in guess for guess in found.guesses)
+    assert 1e-5 < step_s(machine(), "single", 1) < 1.0
+
+
+def test_engines_are_added_in_place_of_the_start_of_collectives() -> None:
+    engines = (Engine(name="ddp", ranks=2, step_s=Fact(value=1e-3), unit_s=Fact(value=1e-4)),)
+    with_engine = predict(FACTS, parse("ddp"), machine(engines=engines), 16, FLOAT32, 2)
+    parts = {part.name: part.value for part in with_engine.time.parts}
+    tensors = sum(block.tensors * count for block, count in FACTS.parts())
+    assert parts["engines"] == pytest.approx(1e-3 + 1e-4 * tensors)
+    alone = predict(FACTS, parse("single"), machine(engines=engines), 16, FLOAT32, 1)
+    assert "engines" not in {part.name for part in alone.time.parts}
+
+
+def test_a_pipeline_on_shared_cores_has_no_bubble_that_others_cannot_use() -> None:
+    crowded = machine(paces=measured(1, 1e-5)).model_copy(update={"cores_per_node": 1})
+    parts = {part.name: part.value for part in predict(FACTS, parse("pp=2"), crowded, 16, FLOAT32, 2).time.parts}
+    roomy = {part.name: part.value for part in predict(FACTS, parse("pp=2"), machine(paces=measured(1, 1e-5)), 16, FLOAT32, 2).time.parts}
+    assert roomy["pipeline bubble"] > 0
+    assert "pipeline bubble" not in parts
+
+
+def test_benched_rows_become_facts() -> None:
+    rows = [{"operation": "move", "threads": 1, "size": size, "min_s": size * 1e-9, "median_s": 1.0} for size in (100.0, 10.0)]
+    rows += [{"engine": "zero3", "ranks": 2, "units": units, "median_s": 1e-3 + units * 1e-4} for units in (2, 6)]
+    found = updated(machine(), [Result(kind="host", rows=tuple(rows))])
+    [pace], [engine] = found.paces, found.engines
+    assert (pace.sizes, pace.seconds, pace.source) == ((10.0, 100.0), (1e-8, 1e-7), "measured")
+    assert (engine.name, engine.step_s.value, engine.unit_s.value) == ("zero3", pytest.approx(1e-3), pytest.approx(1e-4))
+
+
+def test_gpus_have_no_paces() -> None:
+    assert speeds(find("h100:8")).paces is None
