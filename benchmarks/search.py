@@ -1,4 +1,4 @@
-"""How many plans a second are looked at: search.py."""
+"""How many plans a second are looked at, and how long strong and weak scaling over 13 numbers of ranks take: search.py."""
 
 import platform
 import sys
@@ -8,9 +8,11 @@ from paceline.cluster.facts import Cluster
 from paceline.cluster.published import parse
 from paceline.plan.facts import ModelFacts
 from paceline.plan.library import model
+from paceline.plan.scale import scaling
 from paceline.plan.search import search
 from paceline.plan.transformer import Transformer
 
+COUNTS = tuple(2**power for power in range(13))
 TRILLION = Transformer(name="10¹² parameters", layers=128, hidden=25600, heads=160, vocab=51200, seq=2048, positions=2048)
 
 
@@ -21,6 +23,12 @@ def main() -> None:
     print("|" + " --- |" * 7)
     for facts, devices, batch in ((model("llama3-8b"), 64, 1024), (model("llama3-70b"), 512, 2048), (TRILLION.facts(), 3072, 3072)):
         measure(facts, parse(f"a100-80g:8x{devices // 8}@25"), batch)
+    print("\n| model | numbers of ranks | that fit | seconds of scale |")
+    print("|" + " --- |" * 4)
+    for name in ("resnet50", "llama3-8b", "llama3-70b"):
+        begin = time.process_time()
+        found = scaling(model(name), parse("h100:8x512@50"), COUNTS, 1024)
+        print(f"| {name} | {len(COUNTS)} | {len(found.strong.points)} | {time.process_time() - begin:.2f} |")
 
 
 def measure(facts: ModelFacts, cluster: Cluster, batch: int) -> None:

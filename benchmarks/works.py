@@ -2,7 +2,7 @@
 
     python benchmarks/works.py [--ranks 2 4 8] [--write docs/works.md]
 
-Takes minutes. Without --write the page is printed.
+Takes minutes, on eight ranks hours where there are few cores. The page grows with each model. Without --write it is printed.
 """
 
 import argparse
@@ -16,10 +16,13 @@ from paceline import Spec
 from paceline.errors import Error
 from paceline.launch.pool import Ranks
 from paceline.plan.candidates import candidates
+from paceline.plan.plan import Plan
 from paceline.spec import parse_value
 from paceline.verify.report import furthest, reason, sentence
 from paceline.verify.run import Verdict, Verification, batch_for
 
+MANY, FEW_STEPS = 8, 2
+PATIENCE_S = 600.0  # for one plan
 ZOO = Path(__file__).with_name("zoo.py").resolve()
 MODELS = {
     "digits": "digits width=4",
@@ -37,18 +40,20 @@ TOLD = {
     "Encoder": "stock `nn.TransformerEncoder`",
     "Llama": "Hugging Face's, rotary positions and grouped queries",
     "Llama, tied": "with one matrix for both embeddings",
-    "GPT-2": "Hugging Face's",
+    "GPT-2": "Hugging Face's, with a vocabulary that is a prime",
     "ResNet": "ResNet-18's blocks, BatchNorm",
     "uneven": "an MLP, none of whose sizes divides by two",
 }
 HEAD = """# What works for which model
 
-`python benchmarks/works.py --write docs/works.md` makes this page with [verify](verify.md): each plan beside one process, {steps} steps in
-float64 on gloo, models as tiny as they can be.
+`python benchmarks/works.py --ranks 2 4 8 --write docs/works.md` makes this page with [verify](verify.md): each plan beside one process,
+{steps} steps in float64 on gloo, models as tiny as they can be.
 
 * ✓ loss, norm, every gradient, every parameter and every buffer are those of one process to 1e-10; the furthest of all is {furthest:.0e}
 * a number: the plan is refused, for the reason below the table
 * ✗ another result
+
+On eight ranks two steps, one micro-batch or what the schedule needs, and mixtures of `tp` and `pp` with `zero3` or without `zero`.
 
 {models}
 
@@ -56,19 +61,24 @@ torch {torch}.
 """
 
 
+def plans(ranks: int) -> list[Plan]:
+    """From MANY ranks on not each with two micro-batches, too, nor mixtures of tp and pp with each stage of ZeRO."""
+    return [plan for plan in candidates(ranks) if ranks < MANY or (plan.micro is None and (plan.zero in (0, 3) or not plan.is_mixed))]
+
+
 def spec_of(words: str, ranks: int, steps: int) -> Spec:
     task, *fields = words.split()
     settings = {key: parse_value(value) for key, _, value in (field.partition("=") for field in fields)}
-    return Spec(task=task, set=settings, batch=batch_for(16, list(candidates(ranks)), ranks), steps=steps)
+    return Spec(task=task, set=settings, batch=batch_for(16, plans(ranks), ranks), steps=steps)
 
 
 def verdicts(words: str, ranks: Ranks, steps: int) -> list[Verdict] | str:
     """Of every plan, or why the model is not here."""
     began = time.perf_counter()
     try:
-        with Verification(spec_of(words, ranks.size, steps), ranks) as verification:
+        with Verification(spec_of(words, ranks.size, steps), ranks, PATIENCE_S) as verification:
             verification.reference()
-            found = [verification.outcome(plan) for plan in candidates(ranks.size)]
+            found = [verification.outcome(plan) for plan in plans(ranks.size)]
     except Error as error:
         return str(error)
     for verdict in found:
@@ -90,7 +100,7 @@ def page(ranks: int, found: dict[str, list[Verdict] | str]) -> list[str]:
             return str(reasons.setdefault(reason(verdict), len(reasons) + 1))
         return "✗"
 
-    for at, plan in enumerate(candidates(ranks)):
+    for at, plan in enumerate(plans(ranks)):
         marks = [mark(of[at]) if isinstance(of, list) else "" for of in found.values()]
         lines.append(f"| `{plan}` | {' | '.join(marks)} |")
     lines += ["", *(f"{number}. {text}" for text, number in reasons.items()), ""]
@@ -108,26 +118,33 @@ def main() -> None:
     parser.add_argument("--models", nargs="+", choices=list(MODELS), default=list(MODELS))
     parser.add_argument("--write", type=Path)
     asked = parser.parse_args()
-    lines: list[str] = []
-    everything: list[Verdict] = []
+    found: dict[int, dict[str, list[Verdict] | str]] = {}
     for size in asked.ranks:
+        found[size] = {}
         with Ranks(size) as ranks:
-            found = {name: verdicts(MODELS[name], ranks, asked.steps) for name in asked.models}
-        lines += page(size, found)
-        everything += [verdict for of in found.values() if isinstance(of, list) for verdict in of]
+            for name in asked.models:
+                found[size][name] = verdicts(MODELS[name], ranks, asked.steps if size < MANY else FEW_STEPS)
+                if asked.write is not None:
+                    asked.write.write_text(whole(found, asked.steps))
+    if asked.write is None:
+        print(whole(found, asked.steps))
+    if not all(verdict.same or verdict.cannot_be for verdict in everything(found)):
+        sys.exit(1)
+
+
+def everything(found: dict[int, dict[str, list[Verdict] | str]]) -> list[Verdict]:
+    return [verdict for of_size in found.values() for of in of_size.values() if isinstance(of, list) for verdict in of]
+
+
+def whole(found: dict[int, dict[str, list[Verdict] | str]], steps: int) -> str:
     head = HEAD.format(
-        steps=asked.steps,
-        models="\n".join(f"* *{name}*: {TOLD[name]}" for name in asked.models),
-        furthest=max((furthest(verdict) for verdict in everything if verdict.same), default=0.0),
+        steps=steps,
+        models="\n".join(f"* *{name}*: {TOLD[name]}" for name in dict.fromkeys(name for of_size in found.values() for name in of_size)),
+        furthest=max((furthest(verdict) for verdict in everything(found) if verdict.same), default=0.0),
         torch=torch.__version__.partition("+")[0],
     )
-    text = "\n".join([head, *lines]).rstrip() + "\n"
-    if asked.write is not None:
-        asked.write.write_text(text)
-    else:
-        print(text)
-    if not all(verdict.same or verdict.cannot_be for verdict in everything):
-        sys.exit(1)
+    lines = [line for size, of_size in found.items() for line in page(size, of_size)]
+    return "\n".join([head, *lines]).rstrip() + "\n"
 
 
 if __name__ == "__main__":

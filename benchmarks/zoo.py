@@ -104,13 +104,13 @@ class Llama(HuggingFace):
 
 
 class Gpt2(HuggingFace):
-    """Learned positions, Conv1D in place of Linear, tied embeddings, dropout."""
+    """Learned positions, Conv1D in place of Linear, tied embeddings, dropout; and as in the original, a vocabulary that nothing divides."""
 
     def model(self) -> nn.Module:
         library = transformers()
         return library.GPT2LMHeadModel(
             library.GPT2Config(
-                vocab_size=VOCABULARY,
+                vocab_size=VOCABULARY + 5,
                 n_positions=LENGTH,
                 n_embd=self.width,
                 n_layer=self.depth,

@@ -129,6 +129,8 @@ def _be_a_rank(pipe: Connection) -> None:
     warnings.filterwarnings("error")
     warnings.filterwarnings("ignore", ".*is deprecated", FutureWarning, "torch")
     warnings.filterwarnings("ignore", ".*torch.jit.* is deprecated", DeprecationWarning)  # by torch itself, for zero1
+    warnings.filterwarnings("ignore", "The .grad attribute of a Tensor", UserWarning)  # Dynamo hides it from users by other means
+    warnings.filterwarnings("ignore", ".*Function.> should not be instantiated", DeprecationWarning)  # by Dynamo, for tp
     warnings.filterwarnings("ignore", ".*use of fork", DeprecationWarning)  # by the workers of a data loader, from Python 3.12 on
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)

@@ -195,14 +195,6 @@ def test_what_attention_leaves_out_is_seen_by_the_output() -> None:
         assert "the output of Gpt with its blocks on slices of the sequence differs" in said
 
 
-def refused_to_compile() -> str:
-    return refused(models.Text(), "cp=2", compile=True)
-
-
-def test_it_is_not_compiled() -> None:
-    assert "cannot be compiled yet; leave --compile or cp out" in ranks(2)(refused_to_compile)[0]
-
-
 @pytest.mark.parametrize(
     ("words", "message"),
     [

@@ -8,6 +8,9 @@ import pytest
 from paceline.errors import SpecError
 from paceline.plan.facts import Attention, Held
 from paceline.plan.library import model, names, transformer
+from paceline.plan.memory import memory
+from paceline.plan.recipe import PACELINE
+from paceline.plan.split import Split
 
 PARAMETERS = {
     "gpt2": 124_439_808,
@@ -22,6 +25,7 @@ PARAMETERS = {
     "llama3-405b": 405_853_388_800,
     "mistral-7b": 7_241_732_096,
     "mixtral-8x7b": 46_702_792_704,
+    "mixtral-8x22b": 140_630_071_296,
     "bert-base": 109_514_298,
     "bert-large": 335_174_458,
     "t5-small": 60_506_624,
@@ -55,6 +59,27 @@ def test_flops_of_a_gpt_are_those_of_narayanan_et_al():
     m = transformer("gpt3-175b")
     layers, h, s, v = m.layers, m.hidden, m.seq, m.vocab
     assert m.facts().training_flops == pytest.approx(72 * s * layers * h**2 * (1 + s / (6 * h) + v / (12 * layers * h)), rel=1e-12)
+
+
+@pytest.mark.parametrize(("name", "active"), [("mixtral-8x7b", 12.9e9), ("mixtral-8x22b", 39.1e9)])
+def test_experts_are_all_in_memory_and_active_ones_in_the_flops(name, active):
+    """Published: 12.9 and 39.1 of 46.7 and 140.6 billion parameters see a token. Two FLOPs for each but embedding, norms and router."""
+    m, facts = transformer(name), model(name)
+    products = sum(block.product_flops * count for block, count in facts.parts()) / (2 * m.seq)
+    beside = m.vocab * m.hidden + (2 * m.layers + 1) * m.hidden + m.layers * m.hidden * m.experts
+    assert products + beside == pytest.approx(active, rel=2e-3)
+    idle = facts.params - products - beside
+    [(block, layers)] = facts.runs
+    assert idle == layers * block.expert_params * (m.experts - m.active_experts) / m.experts
+    cut = Split(tp=2, recompute="full")
+    [weights] = [part.value for part in memory(facts, cut, PACELINE, 1e15).parts if part.name == "weights"]
+    assert weights == pytest.approx(4 * facts.params / 2, rel=1e-3)
+
+
+def test_few_of_many_experts_cost_as_much_as_a_narrow_model():
+    dense = transformer("llama2-7b", kv_heads=8, ffn=2 * 14336, seq=8192).facts()
+    assert model("mixtral-8x7b").flops == dense.flops
+    assert model("mixtral-8x7b").params > 3 * dense.params
 
 
 def test_flops_of_a_convolutional_network():

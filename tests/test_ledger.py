@@ -286,6 +286,8 @@ def test_bad_input() -> None:
         ledger(Spec(batch=32), parse("ddp"), 32, task=models.Points())
     with pytest.raises(PlanError, match="steps of plan local-sgd are not alike"):
         ledger(Spec(batch=8), parse("local-sgd"), 4, task=models.Points())
+    with pytest.raises(PlanError, match="plan pp=2,cp=2: where sequences are split in a pipeline, ranks try out"):
+        ledger(Spec(batch=8), parse("pp=2,cp=2"), 4, task=models.Text())
     for message in ranks(2)(in_a_rank):
         assert "this process is a rank already" in message
 

@@ -14,7 +14,8 @@ WITHOUT_TORCH = "import sys; sys.modules['torch'] = None; from paceline.cli impo
 
 
 def test_model_without_torch(tmp_path: Path) -> None:
-    found = succeed(*LLAMA, "--explain", "--json", "plans.json", at=tmp_path, program=(sys.executable, "-c", WITHOUT_TORCH))
+    words = ("--explain", "--json", "plans.json", "--plot", "plans.svg")
+    found = succeed(*LLAMA, *words, at=tmp_path, program=(sys.executable, "-c", WITHOUT_TORCH))
     figures = json.loads((tmp_path / "plans.json").read_text())
     steps = [plan["step_s"] for plan in figures["plans"]]
     assert steps == sorted(steps)
@@ -23,6 +24,8 @@ def test_model_without_torch(tmp_path: Path) -> None:
     assert figures["rejected"] > 0
     for words in (figures["plans"][0]["plan"], "tokens/s", "MFU", "do not: most of it", "optimizer", "what the next"):
         assert words in found.out
+    assert f"why {figures['plans'][0]['plan']}: the fastest of {figures['fitting']:,} that fit" in found.out
+    assert "<svg" in (tmp_path / "plans.svg").read_text()
 
 
 def test_price_of_one_plan(tmp_path: Path) -> None:
@@ -30,6 +33,19 @@ def test_price_of_one_plan(tmp_path: Path) -> None:
     [plan] = json.loads((tmp_path / "one.json").read_text())["plans"]
     assert plan["bill"]["price"] == pytest.approx(2 * plan["bill"]["device_hours"])
     assert plan["bill"]["seconds"] == pytest.approx(1e9 / plan["tokens_per_s"])
+
+
+def test_a_plan_is_explained_by_what_else_there_is(tmp_path: Path) -> None:
+    """With recompute=full out of need, which a larger cut does without."""
+    found = succeed(*GPT, "--plan", "zero3,micro=8,recompute=full", "--explain", at=tmp_path)
+    assert "plans that fit are faster" in found.out
+    rows = {line.split()[0]: line for line in found.out.splitlines() if line.startswith(("recompute=", "zero=", "tp="))}
+    assert "-" in rows["recompute=none"].split()[1]
+    assert "again" in rows["recompute=none"]
+    assert "tensor parallel" in rows["tp=2"]
+    assert {"zero=0", "zero=1", "zero=2"} >= {name for name in rows if name.startswith("zero")}
+    assert "0.5 bytes a parameter: 4, over 8 ranks" in found.out
+    assert "8 ranks of a node" in found.out
 
 
 def test_task_on_this_machine(tmp_path: Path) -> None:
@@ -53,6 +69,12 @@ def test_task_on_this_machine(tmp_path: Path) -> None:
         ((*GPT, "--ranks", "16"), "has 8 devices"),
         (("plan", "--model", "gpt3", "--cluster", "a100-80g:8", "--batch", "8"), "no plan fits"),
         ((*GPT, "--price", "-1"), "--price must be above 0"),
+        ((*GPT, "--ranks", "0"), "--ranks must be at least 1, got 0"),
+        ((*GPT, "--plan", "dp=3"), "use --ranks 3 or dp=8"),
+        ((*GPT, "--plan", "tp=5"), "use tp=1 or 2 or 4 or 8"),
+        ((*GPT, "--batch", "4", "--plan", "ddp"), "use --batch 8"),
+        (("plan", "--model", "resnet50", "--batch", "4", "--cluster", "h100:8"), "no plan splits a batch of 4 over 8 ranks"),
+        (("plan", "--model", "resnet50", "--batch", "8", "--cluster", "h100:8", "--plan", "tp=2"), "leave tp out"),
         ((*GPT, "--measure"), "--measure runs a task"),
     ],
 )

@@ -14,6 +14,7 @@ from paceline.plan.counts import parse_counts
 from paceline.plan.library import model
 from paceline.plan.scale import scaling, worth
 from paceline.plan.search import search
+from paceline.report.scale import amount, duration
 
 GPT = ("scale", "--model", "gpt3-1.3b", "--cluster", "a100-80g:8", "--batch", "64")
 WITHOUT_TORCH = "import sys; sys.modules['torch'] = None; from paceline.cli import main; main()"
@@ -123,8 +124,17 @@ def test_a_batch_of_parts_of_samples():
 
 
 def test_where_nothing_fits():
-    with pytest.raises(PlanError, match=r"no plan fits 72.0 GiB a device; the leanest, .* needs .*: use --ranks \d+"):
+    with pytest.raises(PlanError, match=r"no plan fits 72.0 GiB a device; the leanest, .* needs .*: use 32 ranks on 4 such nodes"):
         scaling(model("llama3-70b"), cluster(8), (1, 2, 4), 64)
+
+
+@pytest.mark.parametrize(("value", "text"), [(0.0, "0.000"), (1e-5, "<0.001"), (0.25, "0.250"), (12.5, "12.5"), (6.19e6, "6.19 M")])
+def test_amounts(value, text):
+    assert amount(value) == text
+
+
+def test_durations():
+    assert [duration(seconds) for seconds in (40, 7200, 2 * 86400, 800 * 86400)] == ["40.0 s", "2.0 h", "2.0 days", "2.2 years"]
 
 
 def test_command_without_torch(tmp_path: Path) -> None:

@@ -83,8 +83,22 @@ def test_rejected_plans_say_why():
 
 
 def test_a_model_that_fits_nowhere():
-    with pytest.raises(PlanError, match=r"no plan fits 72.0 GiB a device; the leanest, .* needs .* GiB: use --ranks \d+"):
+    with pytest.raises(PlanError, match=r"no plan fits 72.0 GiB a device; the leanest, .* needs .* GiB: use \d+ ranks on \d+ such nodes"):
         choose(model("llama3-405b"), cluster(8).model_copy(update={"links": cluster(8).links[:1]}), 8)  # the network is not known
+
+
+@pytest.mark.parametrize(
+    ("name", "memory_GiB", "ranks", "batch", "way_out", "enough"),
+    [
+        ("llama3-8b", 80, 1, 8, "use --ranks 4", (4, 8)),
+        ("gpt3-175b", 80, 8, 8, "use 64 ranks on 8 such nodes", (64, 8)),
+        ("resnet152", 0.2, 8, 8, "use 16 ranks on 2 such nodes and a batch of 16", (16, 16)),
+    ],
+)
+def test_the_way_out_of_what_does_not_fit_is_one(name, memory_GiB, ranks, batch, way_out, enough):
+    with pytest.raises(PlanError, match=f": {way_out}$"):
+        choose(model(name), cluster(8, memory_GiB=memory_GiB), batch, ranks=ranks)
+    assert choose(model(name), cluster(max(8, enough[0]), memory_GiB=memory_GiB), enough[1], ranks=enough[0])
 
 
 def test_a_batch_that_cannot_be_split():

@@ -1,6 +1,6 @@
 """What happened in a run, one JSON object a line: the only channel from a run to those who watch it.
 
-A line has `time` (seconds since the epoch), `event` (started, step, evaluated, saved, failed, ended) and the fields of
+A line has `time` (seconds since the epoch), `event` (started, step, accounted, evaluated, saved, failed, ended) and the fields of
 that event. The figures of quick steps come together, some ten times a second: another line may stand before that of a step
 which ended earlier. A run that was interrupted and resumed repeats the steps after its last checkpoint: the later line counts.
 """
@@ -48,6 +48,23 @@ class Step(Event):
 
 
 @dataclass(frozen=True, kw_only=True)
+class Accounted(Event):
+    """Where the time and memory of some steps went. They were profiled, and slower for it; the last `profiled` steps up to `step` were."""
+
+    step: int
+    profiled: int
+    step_s: float
+    seconds: Mapping[str, float]  # of step_s by part, the mean over the ranks; in a pipeline over those of the stage that is busiest
+    input_s: float  # of rank 0, as in Step
+    slowest: int  # rank that is busy longest, for which the others wait
+    slowest_s: float  # not waiting for others, in a step
+    busy_s: float  # the same, the mean over all ranks
+    fullest: int  # rank that holds most
+    memory: Mapping[str, int]  # bytes that it holds at its peak by part
+    costs_s: float  # that it took from the run
+
+
+@dataclass(frozen=True, kw_only=True)
 class Evaluated(Event):
     step: int
     metrics: Mapping[str, float]
@@ -81,7 +98,7 @@ class Ended(Event):
     lead: int | None = None  # parameter server: most steps that a worker was seen ahead of the slowest
 
 
-KINDS: dict[str, type[Event]] = {kind.__name__.lower(): kind for kind in (Started, Step, Evaluated, Saved, Failed, Ended)}
+KINDS: dict[str, type[Event]] = {kind.__name__.lower(): kind for kind in (Started, Step, Accounted, Evaluated, Saved, Failed, Ended)}
 
 
 def dumps(event: Event) -> str:

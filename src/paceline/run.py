@@ -173,12 +173,15 @@ def provenance() -> dict[str, Any]:
         except PackageNotFoundError:
             return None
 
+    from paceline.cluster.cpu import cpu
+
     facts = {
         "command": sys.argv,
         "folder": os.getcwd(),
         "host": platform.node(),
         "user": getpass.getuser(),
         "system": platform.platform(),
+        "processor": cpu().name or None,
         "python": platform.python_version(),
         "packages": {name: found for name in ("paceline", "torch", "numpy") if (found := installed(name))},
         "git_revision": git("rev-parse", "HEAD"),

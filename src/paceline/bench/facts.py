@@ -23,7 +23,10 @@ DISK = {
 
 
 def updated(cluster: Cluster, results: Iterable[Result]) -> Cluster:
-    """The same with what was measured in the place of what was known before."""
+    """The same with what was measured in the place of what was known before. Accounts are of predictions from that: they go."""
+    results = list(results)
+    if {result.kind for result in results} & {"collectives", "compute", "overlap"}:
+        cluster = cluster.model_copy(update={"accounts": ()})
     for result in results:
         if result.kind == "collectives":
             cluster = cluster.updated(links=links(result.summary))

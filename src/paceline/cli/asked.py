@@ -17,8 +17,8 @@ Model = Annotated[str | None, Option(help="A known model (gpt2, llama3-70b …),
 Where = Annotated[
     str | None, Option(help="A cluster.json, or DEVICE:DEVICES_OF_A_NODExNODES@GB/s; else cluster.json here, or this machine.")
 ]
-Batch = Annotated[int | None, Option(min=1, help="Samples of the global batch, over all ranks.")]
-Seq = Annotated[int | None, Option(min=1, help="Tokens of a sample, for --model.")]
+Batch = Annotated[int | None, Option(help="Samples of the global batch, over all ranks.")]
+Seq = Annotated[int | None, Option(help="Tokens of a sample, for --model.")]
 Set = Annotated[list[str] | None, Option(metavar="NAME=VALUE", help="A field of the task, or a dotted key.")]
 Precision = Annotated[str | None, Option(help="Of a task: fp32, bf16 or fp16.")]
 Peak = Annotated[float | None, Option(metavar="TFLOP/S", help="Of a device, where it is not known.")]
@@ -46,6 +46,7 @@ def asked(
     measured_on: "Cluster | None" = None,
 ) -> Asked:
     """The task or the known model that was said. `measured_on`: a task is run, and this is what is known of here. Raises SpecError."""
+    check_above_zero(batch=batch, seq=seq)
     if (target is None) == (model is None):
         raise SpecError("plan what? Name a task, or a model with --model" if target is None else f"{target} or --model {model}? Name one")
     if target is not None:
@@ -80,4 +81,5 @@ def check_above_zero(**numbers: float | None) -> None:
     """Raises SpecError for an option that is said and is no number above 0."""
     for name, number in numbers.items():
         if number is not None and not 0 < number < float("inf"):
-            raise SpecError(f"--{name} must be above 0, got {number:g}")
+            least = "at least 1" if isinstance(number, int) else "above 0"
+            raise SpecError(f"--{name} must be {least}, got {number:g}")

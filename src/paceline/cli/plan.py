@@ -4,14 +4,14 @@ from typing import Annotated
 
 from typer import Option
 
-from paceline.cli.asked import Batch, Json, Model, Peak, Precision, Price, Seq, Set, Target, Tokens, Where
+from paceline.cli.asked import Batch, Json, Model, Peak, Plot, Precision, Price, Seq, Set, Target, Tokens, Where
 
 
 def plan(
     target: Target = None,
     model: Model = None,
     cluster: Where = None,
-    ranks: Annotated[int | None, Option(min=1, help="Ranks, if not all devices.")] = None,
+    ranks: Annotated[int | None, Option(help="Ranks, if not all devices.")] = None,
     batch: Batch = None,
     seq: Seq = None,
     plan: Annotated[str | None, Option(help="Price this one, as for train; else all that there could be.")] = None,
@@ -20,17 +20,18 @@ def plan(
     peak: Peak = None,
     tokens: Tokens = None,
     price: Price = None,
-    top: Annotated[int, Option(min=1, help="Plans to show.")] = 10,
+    top: Annotated[int, Option(help="Plans to show.")] = 10,
     explain: Annotated[bool, Option("--explain", help="Each part of time and memory of the first, and what the next lacks.")] = False,
     measure: Annotated[bool, Option("--measure", help="Run the task: real steps on this process say how long it computes.")] = False,
     json: Json = None,
+    plot: Plot = None,
 ) -> None:
     """Predict step time, memory and cost of plans, the fastest that fits first. Nothing is run, but with --measure."""
     from paceline.cli.asked import asked, check_above_zero, check_outputs
     from paceline.cli.planned import cluster_of, with_peak
 
-    check_above_zero(tokens=tokens, price=price, peak=peak)
-    check_outputs(json, None)
+    check_above_zero(ranks=ranks, top=top, tokens=tokens, price=price, peak=peak)
+    check_outputs(json, plot)
     where = with_peak(cluster_of(cluster), peak)
     what = asked(target, model, batch, seq, precision, set, where if measure else None)
 
@@ -39,11 +40,15 @@ def plan(
     from paceline.plan.answer import answer
     from paceline.report.plan import as_json, heading, reasons, tables
 
-    found = answer(what.facts, where, what.batch, plan, what.recipe, ranks, tokens, price)
+    found = answer(what.facts, where, what.batch, plan, what.recipe, ranks, tokens, price, others=explain or plot is not None)
     if json is not None:
         from paceline.cluster.file import write_whole
 
         write_whole(json, as_json(found, top))
+    if plot is not None:
+        from paceline.report.bars import draw
+
+        draw(found, top, plot)
     console = Console(highlight=False)
     console.print(heading(found), soft_wrap=True, markup=False)
     for table in tables(found, top, explain):

@@ -20,6 +20,7 @@ def resume(
     epochs: Annotated[float | None, typer.Option(help="Train until so many epochs in all.")] = None,
     steps: Annotated[int | None, typer.Option(help="Train until so many steps in all.")] = None,
     lr: Annotated[float | None, typer.Option(help="Another learning rate from here on.")] = None,
+    account: Annotated[bool | None, typer.Option("--account/--no-account", help="Profile some steps. Default: as before.")] = None,
     device: Annotated[str | None, typer.Option(help="cpu or cuda. Default: as before.")] = None,
     restarts: Annotated[int | None, typer.Option(help="Start all ranks again so often after one died.")] = None,
 ) -> None:
@@ -28,7 +29,8 @@ def resume(
     from paceline.run import open_run
 
     me, folder = world(), open_run(run)
-    flags = {"ranks": ranks, "plan": plan, "epochs": epochs, "steps": steps, "optimizer.lr": lr, "device": device, "restarts": restarts}
+    flags = {"ranks": ranks, "plan": plan, "epochs": epochs, "steps": steps, "optimizer.lr": lr}
+    flags |= {"account": account, "device": device, "restarts": restarts}
     overrides = specs.one_length({key: value for key, value in flags.items() if value is not None})
     if me.launcher is not None and ranks is None:
         overrides["ranks"] = me.size

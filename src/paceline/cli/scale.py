@@ -24,7 +24,7 @@ def scale(
     efficiency: Annotated[float, Option(help="Of a rank, against one among the fewest, that makes more of them worth it.")] = 0.8,
     tokens: Tokens = None,
     epochs: Annotated[float | None, Option(help="Of a task: its whole training, if it says another.")] = None,
-    steps: Annotated[int | None, Option(min=1, help="Of a task: its whole training, with its batch.")] = None,
+    steps: Annotated[int | None, Option(help="Of a task: its whole training, with its batch.")] = None,
     price: Price = None,
     json: Json = None,
     plot: Plot = None,
@@ -34,7 +34,7 @@ def scale(
     from paceline.cli.planned import cluster_of, with_peak
     from paceline.plan.counts import WAY_OUT, parse_counts
 
-    check_above_zero(tokens=tokens, price=price, peak=peak, epochs=epochs)
+    check_above_zero(tokens=tokens, price=price, peak=peak, epochs=epochs, steps=steps)
     check_outputs(json, plot)
     if not 0 < efficiency <= 1:
         raise SpecError(f"--efficiency must be above 0 and at most 1, got {efficiency:g}")

@@ -40,6 +40,9 @@ def train(
     save_every: Annotated[int | None, Option(help="Steps between checkpoints.")] = None,
     keep: Annotated[int | None, Option(help="Keep the last so many checkpoints, and the best.")] = None,
     workers: Annotated[int | None, Option(help="Processes a rank that read samples.")] = None,
+    account: Annotated[
+        bool | None, Option("--account/--no-account", help="Profile some steps for account. Default: where it costs less than 1 %.")
+    ] = None,
     device: Annotated[str | None, Option(help="cpu or cuda. Default: CUDA where there is some.")] = None,
     restarts: Annotated[int | None, Option(help="Start all ranks again so often after one died.")] = None,
     run: Annotated[str | None, Option(help="The run's folder, a new one. Default: runs/TASK-TIME.")] = None,
@@ -56,6 +59,7 @@ def train(
         "compile": compile,
         "tf32": tf32,
         "batch_norm": batch_norm,
+        "account": account,
         "device": device,
         "restarts": restarts,
         "run": run,

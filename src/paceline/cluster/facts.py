@@ -140,6 +140,16 @@ class Disk(Value):
     checkpoint_Bps: Positive | None = None  # from all ranks at once
 
 
+class Account(Value):
+    """What a run showed of predictions made from these facts: measured seconds over predicted ones, by part of a step."""
+
+    run: str  # when it was started: no run counts twice
+    plan: str
+    ranks: int = Field(ge=1)
+    parts: tuple[str, ...]  # of the planner, that the prediction had (plan/account.py)
+    ratios: dict[str, Positive]
+
+
 class Cluster(Value):
     """Nodes that are alike. What is not known is left out, never guessed."""
 
@@ -158,11 +168,17 @@ class Cluster(Value):
     engines: tuple[Engine, ...] = ()
     overlaps: tuple[Overlap, ...] = ()
     disks: tuple[Disk, ...] = ()
+    accounts: tuple[Account, ...] = ()
     software: dict[str, str] = Field({})  # versions with which it was measured
 
     @property
     def devices(self) -> int:
         return self.nodes * self.devices_per_node
+
+    @property
+    def ranks_per_node(self) -> int:
+        """That fill a node: one a device, or one a core where the processors are the device."""
+        return (self.cores_per_node or 1) if self.device.kind == "cpu" else self.devices_per_node
 
     def updated(
         self,
@@ -170,6 +186,7 @@ class Cluster(Value):
         rates: Iterable[Rate] = (),
         overlaps: Iterable[Overlap] = (),
         disks: Iterable[Disk] = (),
+        accounts: Iterable[Account] = (),
         paces: Iterable[Pace] = (),
         engines: Iterable[Engine] = (),
     ) -> Self:
@@ -179,6 +196,7 @@ class Cluster(Value):
             "rates": _merged(self.rates, rates, lambda rate: (rate.operation, rate.dtype, rate.shape)),
             "overlaps": _merged(self.overlaps, overlaps, lambda overlap: (overlap.operation, overlap.backend)),
             "disks": _merged(self.disks, disks, lambda disk: disk.path),
+            "accounts": _merged(self.accounts, accounts, lambda account: account.run),
             "paces": _merged(self.paces, paces, lambda pace: (pace.operation, pace.threads)),
             "engines": _merged(self.engines, engines, lambda engine: (engine.name, engine.ranks)),
         }

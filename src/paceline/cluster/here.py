@@ -13,11 +13,16 @@ VECTOR_BITS = {"AVX-512": 512, "AVX2": 256, "AVX": 256, "SSE": 128, "NEON": 128,
 PLACES = (Path("cluster.json"), Path("bench/cluster.json"))
 
 
+def file_of() -> Path | None:
+    """The cluster.json of this folder."""
+    return next((path for path in PLACES if path.exists()), None)
+
+
 def known(device: str | None = None) -> Cluster:
     """What cluster.json here says; without one, or where that is of another kind of `device`, this machine as it is found."""
-    for path in PLACES:
-        if path.exists() and ((found := file.read(path)).device.kind == "cpu" or device != "cpu"):
-            return found
+    path = file_of()
+    if path is not None and ((found := file.read(path)).device.kind == "cpu" or device != "cpu"):
+        return found
     from paceline.cluster.probe import probe
 
     machine = probe()

@@ -15,7 +15,8 @@ from paceline.plan.search import MARGIN, Rejected, none_fits, search
 
 @dataclass(frozen=True)
 class Answer:
-    """`plans`: fastest first. `rejected`: those that do not fit. `assumed`: in sentences."""
+    """`plans`: fastest first; or the one that was asked for, and then `others` are those that it is compared with. `rejected`: those
+    that do not fit, leanest first. `assumed`: in sentences."""
 
     facts: ModelFacts
     cluster: Cluster
@@ -26,6 +27,12 @@ class Answer:
     assumed: tuple[str, ...]
     tokens: float | None = None
     price: float | None = None
+    others: list[tuple[Plan, Cost]] | None = None
+
+    @property
+    def pool(self) -> list[tuple[Plan, Cost]]:
+        """All that are known to fit, fastest first."""
+        return self.plans if self.others is None else self.others
 
     def bill(self, cost: Cost) -> Bill | None:
         """Of the whole training, where its tokens are said."""
@@ -51,8 +58,10 @@ def answer(
     ranks: int | None = None,
     tokens: float | None = None,
     price: float | None = None,
+    others: bool = False,
 ) -> Answer:
-    """Raises PlanError for a plan that cannot be, where none fits, and for a machine of which too little is known."""
+    """Raises PlanError for a plan that cannot be, where none fits, and for a machine of which too little is known. `others`: with
+    those that `plan` can be compared with."""
     count = ranks or cluster.devices
     if cluster.device.kind != "cpu" and count > cluster.devices:
         raise PlanError(f"{count} ranks, but {cluster.name} has {cluster.devices} devices; use --ranks {cluster.devices} or less")
@@ -61,8 +70,12 @@ def answer(
     if plan is not None:
         asked = parse(plan)
         _check(facts, asked)
-        return replace(whole, plans=[(asked, predict(facts, asked, cluster, batch, recipe, count))])
+        whole = replace(whole, plans=[(asked, predict(facts, asked, cluster, batch, recipe, count))], others=[])
+        if not others:
+            return whole
     found = search(facts, cluster, batch, MARGIN, recipe, count)
+    if plan is not None:
+        return replace(whole, others=found.fitting, rejected=found.rejected)
     if not found.fitting:
         raise none_fits(found, facts, cluster, batch, recipe, count)
     return replace(whole, plans=found.fitting, rejected=found.rejected)
@@ -70,7 +83,10 @@ def answer(
 
 def _check(facts: ModelFacts, plan: Plan) -> None:
     if plan.tp not in facts.tp_degrees:
-        raise PlanError(f"tp={plan.tp} does not divide {facts.name}; use tp={' or '.join(map(str, facts.tp_degrees[:8]))}")
+        if len(facts.tp_degrees) == 1:
+            raise PlanError(f"tp={plan.tp} cannot split {facts.name}, which has no heads or widths that are told; leave tp out")
+        shared, degrees = (" or ".join(map(str, found)) for found in (sorted(set(facts.heads)), facts.tp_degrees[:8]))
+        raise PlanError(f"tp={plan.tp} does not divide the heads of {facts.name}, {shared}; use tp={degrees}")
     if plan.pp * (plan.stages or 1) > facts.blocks:
         raise PlanError(f"plan {plan} has more stages than {facts.name} has blocks, {facts.blocks}; use a smaller pp")
     if plan.cp > 1 and (facts.sequence is None or facts.sequence % (2 * plan.cp)):

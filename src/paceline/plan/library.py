@@ -57,7 +57,7 @@ def model(name: str, **changes: Any) -> ModelFacts:
             raise SpecError(f"{known} is no transformer and has no {', '.join(changes)}; leave it out")
         return CONVOLUTIONS[known](known)
     if known not in _transformers():
-        raise SpecError(f"no model is called {name}{nearest(known, names())}; or name a TOML file with its layers, hidden, heads …")
+        raise SpecError(f"no model is called {name}, and a file with its layers, hidden … must end in .toml{nearest(known, names())}")
     return transformer(known, **changes).facts()
 
 
@@ -75,5 +75,6 @@ def _built(tree: Mapping[str, Any]) -> Transformer:
     except ValidationError as error:
         missing = [str(found["loc"][0]) for found in error.errors() if found["type"] == "missing"]
         if missing:
-            raise SpecError(f"model {tree.get('name', '')} does not say {', '.join(missing)}") from error
-        raise SpecError(explain(error, known_keys(Transformer))) from error
+            begin = "add them, or begin with like, the name of a known one"
+            raise SpecError(f"model {tree.get('name', '')} does not say {', '.join(missing)}; {begin}") from error
+        raise SpecError(f"model {tree.get('name', '')}: {explain(error, known_keys(Transformer))}") from error

@@ -74,11 +74,15 @@ def memory(facts: ModelFacts, split: Split, recipe: Recipe, limit_bytes: float) 
 def told(rank: int, values: tuple[float, ...], split: Split, recipe: Recipe, limit_bytes: float) -> Memory:
     """What `worst` found, in words."""
     sharded, whole = _is_sharded(split, recipe), _whole_gradients(split, recipe)
+    each = state(recipe, split.zero, split.shards)
     notes = {
-        "gradients": "whole until the last micro-batch" if whole else "",
+        "weights": _bytes(each.weights, recipe.weight, split.shards),
+        "optimizer": _bytes(each.optimizer, recipe.optimizer, split.shards),
+        "main weights": _bytes(each.master, recipe.master, split.shards),
+        "gradients": "whole until the last micro-batch" if whole else _bytes(each.gradients, recipe.gradient, split.shards),
         "cast weights": "in the type of the products, for a step",
         "gathered": f"of {PREFETCHED} blocks at once" if sharded and split.zero == 3 else "for a step",
-        "activations": f"of {_kept(split, rank):.3g} micro-batches, recompute {split.recompute}",
+        "activations": f"of {_kept(split, rank):.3g} micro-batch{'es' * (_kept(split, rank) > 1)}, recompute {split.recompute}",
         "computed again": "a block's activations",
         "loss": "logits and their gradients",
         "communication": "gradients under way",
@@ -86,6 +90,10 @@ def told(rank: int, values: tuple[float, ...], split: Split, recipe: Recipe, lim
     }
     parts = (Part(name, value, ERRORS.get(name, 0.0), notes.get(name, "")) for name, value in zip(NAMES, values, strict=True) if value)
     return Memory(tuple(parts), rank, limit_bytes)
+
+
+def _bytes(each: float, whole: float, shards: int) -> str:
+    return f"{each:.3g} bytes a parameter" + (f": {whole:g}, over {shards:,} ranks" if each != whole else "")
 
 
 def worst(facts: ModelFacts, split: Split, recipe: Recipe) -> tuple[int, tuple[float, ...]]:

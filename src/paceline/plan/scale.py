@@ -78,7 +78,7 @@ def scaling(
     price: float | None = None,
 ) -> Scaling:
     """On nodes like those of the cluster, as many as it takes. Raises PlanError where no plan fits on any of `counts`."""
-    most = max(-(-count // of_a_node(cluster)) for count in counts)
+    most = max(-(-count // cluster.ranks_per_node) for count in counts)
     whole, assumed = assuming(cluster.model_copy(update={"nodes": max(most, cluster.nodes)}))
     if most > cluster.nodes:
         many = "1 node" if cluster.nodes == 1 else f"{cluster.nodes:,} nodes"
@@ -106,11 +106,6 @@ def worth(curve: Curve, efficiency: float) -> Point:
     return next(point for point in reversed(curve.points) if point.efficiency >= efficiency or point is curve.points[0])
 
 
-def of_a_node(cluster: Cluster) -> int:
-    """Ranks: one a device, or one a core where the processors are the device."""
-    return (cluster.cores_per_node or 1) if cluster.device.kind == "cpu" else cluster.devices_per_node
-
-
 class _Where(NamedTuple):
     """What stays while ranks and batch change. `known`: speeds by ranks of a node, which searches on more nodes go on with."""
 
@@ -123,7 +118,7 @@ class _Where(NamedTuple):
 
 
 def _fastest(where: _Where, ranks: int, samples: Fraction) -> Point | Refused:
-    each, cluster = of_a_node(where.cluster), where.cluster
+    each, cluster = where.cluster.ranks_per_node, where.cluster
     if ranks > each and ranks % each:
         below = ranks // each * each
         return Refused(ranks, "nodes", f"nodes of {each} would not be full; ask for {below:,} or {below + each:,}")
@@ -163,6 +158,6 @@ def _none(where: _Where, batch: int, refused: Sequence[Refused]) -> PlanError:
     last = next((one for one in reversed(refused) if one.want == "memory"), refused[-1])
     if last.want != "memory":
         return PlanError(f"{last.ranks:,} ranks: {last.reason}")
-    there = where.cluster.model_copy(update={"nodes": -(-last.ranks // of_a_node(where.cluster))})
+    there = where.cluster.model_copy(update={"nodes": -(-last.ranks // where.cluster.ranks_per_node)})
     found = search(where.facts, there, batch, MARGIN, where.recipe, last.ranks)
     return none_fits(found, where.facts, there, batch, where.recipe, last.ranks)

@@ -94,10 +94,17 @@ def none_fits(found: Found, facts: ModelFacts, cluster: Cluster, batch: int, rec
     leanest = found.rejected[0]
     limit = leanest.limit_bytes
     enough = _enough(facts, cluster, batch, limit, recipe, count)
-    way_out = f"use --ranks {enough}" if enough else "use a smaller model, or devices with more memory"
+    way_out = _way_out(*enough, cluster, batch) if enough else "use a smaller model, or devices with more memory"
     return PlanError(
         f"no plan fits {format_bytes(limit)} a device; the leanest, {leanest.plan}, needs {format_bytes(leanest.peak_bytes)}: {way_out}"
     )
+
+
+def _way_out(ranks: int, samples: int, cluster: Cluster, batch: int) -> str:
+    larger = f" and a batch of {samples:,}" if samples != batch else ""
+    if cluster.device.kind != "cpu" and ranks <= cluster.devices:
+        return f"use --ranks {ranks}{larger}"
+    return f"use {ranks} ranks on {-(-ranks // cluster.ranks_per_node)} such nodes{larger}"
 
 
 def search(
@@ -189,13 +196,15 @@ def _divisors(n: int) -> tuple[int, ...]:
     return tuple(d for d in range(1, n + 1) if n % d == 0)
 
 
-def _enough(facts: ModelFacts, cluster: Cluster, batch: int, limit_bytes: float, recipe: Recipe | None, ranks: int) -> int | None:
-    """How many ranks do, if twice, four or more times as many on as many more nodes do: for this batch, or for a sample on each."""
+def _enough(
+    facts: ModelFacts, cluster: Cluster, batch: int, limit_bytes: float, recipe: Recipe | None, ranks: int
+) -> tuple[int, int] | None:
+    """How many ranks do, and which batch: this one, or a sample on each; if twice, four or more times as many on as many more nodes do."""
     for factor in (2, 4, 8, 16, 32, 64):
         larger = cluster.model_copy(update={"nodes": cluster.nodes * factor})
         on = speeds(larger, ranks=ranks * factor)
         of = recipe or recipe_for(on)
-        for samples in (batch, on.ranks):
+        for samples in (batch, max(batch, on.ranks)):
             if any(sum(worst(facts, cut, of)[1]) <= limit_bytes for cut in splits(facts, on.ranks, on.per_node, samples)):
-                return on.ranks
+                return on.ranks, samples
     return None

@@ -10,6 +10,7 @@ from paceline.errors import PlanError
 from paceline.plan.constants import CONSTANTS, Architecture, Constants, architecture
 from paceline.plan.cpu import engines_of, host_of, paces_of
 from paceline.plan.paces import Paces
+from paceline.plan.seen import Seen, seen
 
 LIKE = {"fp16": ("fp16", "bf16"), "bf16": ("bf16", "fp16"), "fp32": ("fp32",), "tf32": ("tf32",), "fp8": ("fp8",)}
 STEPS: Mapping[str, Callable[[int], float]] = {  # of nodes that a message passes one after the other
@@ -63,6 +64,7 @@ class Speeds:
     power_W: float | None = None
     price_per_hour: float | None = None
     guesses: tuple[str, ...] = ()
+    seen: Seen | None = None
 
     def product_flops(self, dtype: str) -> float:
         found = next((near for near in LIKE.get(dtype, (dtype,)) if near in self.flops), None)
@@ -109,7 +111,8 @@ class Speeds:
     def _wire(self, wires: Mapping[str | None, Wire], kind: str, where: str) -> Wire:
         wire = wires.get(kind) or wires.get(None) or next(iter(wires.values()), None)
         if wire is None:
-            raise PlanError(f"how fast devices of {self.name} talk {where} is not known; measure it with paceline bench, or say @GB/s")
+            said = "say @GB/s" if where == "between nodes" else "write a link of axis node into cluster.json"
+            raise PlanError(f"how fast devices of {self.name} talk {where} is not known; measure it with paceline bench, or {said}")
         return wire
 
     def _alpha(self, wire: Wire) -> float:
@@ -169,6 +172,7 @@ def speeds(cluster: Cluster, constants: Constants = CONSTANTS, ranks: int | None
         power_W=device.power_W.value if device.power_W else None,
         price_per_hour=cluster.price_per_device_hour.value if cluster.price_per_device_hour else None,
         guesses=tuple(guesses),
+        seen=seen(cluster.accounts),
     )
 
 

@@ -11,6 +11,7 @@ from paceline.plan.engines import engines_s
 from paceline.plan.facts import Block, ModelFacts
 from paceline.plan.memory import held, state
 from paceline.plan.recipe import Recipe
+from paceline.plan.seen import Seen
 from paceline.plan.speeds import Speeds
 from paceline.plan.split import Cut, Share, Split, shares
 from paceline.plan.work import Work, work
@@ -71,14 +72,7 @@ def time(facts: ModelFacts, split: Split, recipe: Recipe, speeds: Speeds) -> Tim
     stages = loads(facts, split.pp, split.stages, SCHEDULES[split.schedule].folded, split.cut, recipe, speeds)
     share, busiest = stages[0]
     m = split.micro
-    parts = {
-        "products": m * busiest.products_s,
-        "attention": m * busiest.attention_s,
-        "other operations": m * busiest.traffic_s,
-        "computed again": m * busiest.again_s,
-        "tensor parallel": m * busiest.tensor_s,
-        "context parallel": m * busiest.context_s,
-    }
+    parts = _of_load(m, busiest)
     if split.pp > 1:
         parts |= _pipeline(facts, split, recipe, speeds, busiest, [(one.count, its) for one, its in stages])
     params = max([held(facts, one, recipe, split.cut).params for one, _ in stages])
@@ -91,20 +85,57 @@ def time(facts: ModelFacts, split: Split, recipe: Recipe, speeds: Speeds) -> Tim
     ranks = split.ranks
     flops = facts.training_flops * split.batch / ranks
     return Time(
-        parts=tuple(Part(name, seconds, max(PARTS[name][0], doubt), PARTS[name][1]) for name, seconds in parts.items() if seconds),
+        parts=_told(parts, speeds.seen, doubt),
         flops=flops,
         hardware_flops=flops + sum(its.again_flops * one.count for one, its in stages) * m / split.pp,
         tokens=float(facts.tokens * split.batch),
         samples=float(split.batch),
         peak_flops=peak,
-        guesses=speeds.guesses + _beyond(split),
+        guesses=_guesses(split, parts, speeds),
     )
+
+
+def _told(parts: dict[str, float], seen: Seen | None, doubt: float = 0.0) -> tuple[Part, ...]:
+    """As runs have shown them to be. `doubt`: error of parts that are only guessed."""
+    found = []
+    for name, seconds in parts.items():
+        error, note = max(PARTS[name][0], doubt), PARTS[name][1]
+        if seen is not None and (factor := seen.factors.get(name)) is not None:
+            runs = f"{factor.runs} run{'s' * (factor.runs != 1)}"
+            seconds, error, note = seconds * factor.value, factor.error(error), f"{note}; × {factor.value:.2f} from {runs}"
+        if seconds:
+            found.append(Part(name, seconds, error, note))
+    return tuple(found)
+
+
+def _guesses(split: Split, parts: dict[str, float], speeds: Speeds) -> tuple[str, ...]:
+    """Where runs were seen that were like this, nothing that is known of the device alone is a guess."""
+    if speeds.seen is None:
+        return speeds.guesses + _beyond(split)
+    beyond = speeds.seen.beyond([name for name, seconds in parts.items() if seconds and name != "jitter"], split.ranks)
+    return beyond and (*speeds.guesses, *_beyond(split), *beyond)
 
 
 def least_s(facts: ModelFacts, split: Split, recipe: Recipe, speeds: Speeds) -> float:
     """What a step takes in any case: the micro-batches of the busiest rank, whatever comes on top of them."""
     stages = loads(facts, split.pp, split.stages, SCHEDULES[split.schedule].folded, split.cut, recipe, speeds)
-    return split.micro * stages[0][1].total_s * (1 + speeds.constants.jitter)
+    busiest = stages[0][1]
+    if speeds.seen is None:
+        return split.micro * busiest.total_s * (1 + speeds.constants.jitter)
+    parts = _of_load(split.micro, busiest)
+    parts["jitter"] = speeds.constants.jitter * sum(parts.values())
+    return sum(part.value for part in _told(parts, speeds.seen))
+
+
+def _of_load(micro: int, busiest: Load) -> dict[str, float]:
+    return {
+        "products": micro * busiest.products_s,
+        "attention": micro * busiest.attention_s,
+        "other operations": micro * busiest.traffic_s,
+        "computed again": micro * busiest.again_s,
+        "tensor parallel": micro * busiest.tensor_s,
+        "context parallel": micro * busiest.context_s,
+    }
 
 
 @lru_cache(65536)

@@ -2,36 +2,30 @@
 
 import json
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from rich.table import Table
 
 from paceline.plan.answer import Answer
-from paceline.plan.cost import Cost, Part, lacks
+from paceline.plan.cost import Cost
 from paceline.plan.plan import Plan
 from paceline.plan.search import MARGIN
+from paceline.report.explain import explained
+from paceline.report.scale import as_figures
 from paceline.units import format_bytes, format_count, format_seconds
 
 
 def heading(found: Answer) -> str:
     facts, where = found.facts, found.cluster.name or found.cluster.device.name
-    return f"{facts.name}: {format_count(facts.params)} parameters, {found.ranks:,} ranks on {where}, batch {found.batch:,}" + (
-        f" × {facts.tokens:,} tokens" if facts.tokens > 1 else ""
-    )
+    ranks = f"{found.ranks:,} rank{'s' * (found.ranks > 1)} on {where}"
+    tokens = f" × {facts.tokens:,} tokens" if facts.tokens > 1 else ""
+    return f"{facts.name}: {format_count(facts.params)} parameters, {ranks}, batch {found.batch:,}{tokens}"
 
 
 def tables(found: Answer, top: int, explain: bool) -> list[Table | str]:
     shown: list[Table | str] = [_plans(found, found.plans[:top])]
-    if explain:
-        plan, cost = found.plans[0]
-        shown += [f"\ntime of {plan}", _parts(cost.time.parts, format_seconds)]
-        shown += ["\nmemory of its fullest rank", _parts(cost.memory.parts, format_bytes)]
-        if len(found.plans) > 1:
-            other, slower = found.plans[1]
-            missing = [part for part in lacks(slower, cost) if abs(part.value) > 1e-3 * cost.step_s]
-            shown += [f"\nwhat the next, {other}, takes more", _parts(missing, _signed)]
-    return shown
+    return [*shown, *(explained(found) if explain else [])]
 
 
 def _plans(found: Answer, plans: Sequence[tuple[Plan, Cost]]) -> Table:
@@ -55,19 +49,6 @@ def _fits(cost: Cost) -> str:
     return "yes" if cost.memory.fits(MARGIN) else "barely" if cost.memory.fits() else "no"
 
 
-def _parts(parts: Sequence[Part], say: Callable[[float], str]) -> Table:
-    shown = _table("part", ["", "±"])
-    shown.add_column("")
-    for part in parts:
-        if part.value:
-            shown.add_row(part.name, say(part.value), f"{part.error:.0%}", part.note)
-    return shown
-
-
-def _signed(seconds: float) -> str:
-    return ("-" if seconds < 0 else "+") + format_seconds(abs(seconds))
-
-
 def _table(first: str, names: Sequence[str]) -> Table:
     shown = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
     shown.add_column(first, overflow="fold")
@@ -81,11 +62,11 @@ def reasons(found: Answer) -> list[str]:
     lines = []
     if found.rejected:
         parts = Counter(one.largest for one in found.rejected).most_common()
-        leanest = found.rejected[0]
+        nearest = found.rejected[0]
         lines.append(
-            f"{len(found.plans):,} plans fit; {len(found.rejected):,} do not: most of it is "
+            f"{len(found.pool):,} plans fit; {len(found.rejected):,} do not: most of it is "
             + ", ".join(f"{name} ({count:,})" for name, count in parts)
-            + f"; the leanest of them, {leanest.plan}, {leanest.reason}"
+            + f"; the one that lacks least, {nearest.plan}, {nearest.reason}, a tenth of the device being left free"
         )
     lines += found.assumed
     if guesses := found.plans[0][1].time.guesses:
@@ -120,5 +101,5 @@ def _figures(found: Answer, plan: Plan, cost: Cost) -> dict[str, Any]:
         "memory_bytes": {part.name: part.value for part in cost.memory.parts},
     }
     if bill is not None:
-        figures["bill"] = {"seconds": bill.seconds, "device_hours": bill.device_hours, "kWh": bill.kWh, "price": bill.price}
+        figures["bill"] = as_figures(bill)
     return figures

@@ -8,7 +8,7 @@ from typing import Any
 from rich.table import Table
 
 from paceline.plan.cost import Bill
-from paceline.plan.scale import Curve, Point, Refused, Scaling, of_a_node, worth
+from paceline.plan.scale import Curve, Point, Refused, Scaling, worth
 from paceline.units import format_count, format_seconds
 
 WORTH_NAMING = 0.01  # of the devices' time
@@ -16,7 +16,7 @@ HOUR_S, DAY_S, YEAR_S = 3600.0, 86400.0, 365 * 86400.0
 
 
 def heading(found: Scaling) -> str:
-    facts, where, each = found.facts, found.cluster, of_a_node(found.cluster)
+    facts, where, each = found.facts, found.cluster, found.cluster.ranks_per_node
     return f"{facts.name}: {format_count(facts.params)} parameters, nodes of {each} × {where.device.name}" + (
         f", samples of {facts.tokens:,} tokens" if facts.tokens > 1 else ""
     )
@@ -55,8 +55,8 @@ def _figures(found: Scaling, curve: Curve) -> Table:
         cells += [format_count(cost.time.tokens_per_s), f"{point.efficiency:.0%}"]
         if bill is not None:
             told = {"kWh": bill.kWh, "price": bill.price}
-            cells += [duration(bill.seconds), format_count(bill.device_hours)]
-            cells += [format_count(told[name] or 0.0) for name in names if name in told]
+            cells += [duration(bill.seconds), amount(bill.device_hours)]
+            cells += [amount(told[name] or 0.0) for name in names if name in told]
         shown.add_row(*cells)
     return shown
 
@@ -130,8 +130,13 @@ def _takes(point: Point) -> str:
     bill = point.bill
     if bill is None:
         return f"a step takes {format_seconds(point.cost.step_s)}"
-    paid = f", at a price of {format_count(bill.price)}" if bill.price is not None else ""
-    return f"the training takes {duration(bill.seconds)} and {format_count(bill.device_hours)} device-hours{paid}"
+    paid = f", at a price of {amount(bill.price)}" if bill.price is not None else ""
+    return f"the training takes {duration(bill.seconds)} and {amount(bill.device_hours)} device-hours{paid}"
+
+
+def amount(value: float) -> str:
+    """Of hours, energy and money, where a thousandth is nothing."""
+    return "<0.001" if 0 < value < 1e-3 else f"{value:.3f}" if value < 1 else format_count(value)
 
 
 def duration(seconds: float) -> str:
@@ -149,7 +154,7 @@ def duration(seconds: float) -> str:
 
 def as_json(found: Scaling, efficiency: float) -> str:
     whole: dict[str, Any] = {"model": found.facts.name, "parameters": found.facts.params, "source": found.facts.source}
-    whole |= {"cluster": found.cluster.name, "device": found.cluster.device.name, "ranks_of_a_node": of_a_node(found.cluster)}
+    whole |= {"cluster": found.cluster.name, "device": found.cluster.device.name, "ranks_of_a_node": found.cluster.ranks_per_node}
     whole |= {"tokens_per_sample": found.facts.tokens, "tokens": found.tokens, "assumed": found.assumed}
     whole |= {"efficiency": efficiency, "ask_for": worth(found.strong, efficiency).ranks}
     for name, curve in (("strong", found.strong), ("weak", found.weak)):
@@ -164,6 +169,7 @@ def _point(point: Point) -> dict[str, Any]:
     figures |= {"step_s": time.step_s, "step_error": time.error, "tokens_per_s": time.tokens_per_s, "efficiency": point.efficiency}
     figures |= {"mfu": time.mfu, "peak_bytes": point.cost.peak_bytes, "extrapolated": time.guesses}
     figures |= {"time_s": {part.name: part.value for part in time.parts}}
+    figures |= {"lost": {"part": point.lost.name, "share": point.lost.value} if point.lost else None}
     return figures | ({"bill": as_figures(point.bill)} if point.bill else {})
 
 

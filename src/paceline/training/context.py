@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.utils._pytree import TreeSpec, tree_leaves, tree_map, tree_unflatten
 
 from paceline.errors import PlanError
@@ -25,6 +24,7 @@ from paceline.task import Task
 from paceline.training.data import Broken, Samples, open_dataset
 from paceline.training.imagine import near
 from paceline.training.locality import Alone, Cuts, find_cuts, flatten
+from paceline.training.meshes import cp_mesh
 from paceline.training.parallelize import blocks
 from paceline.training.ring import Gather, Ring, attention, no_dropout, positions
 from paceline.training.seeds import derive, start_stream
@@ -32,14 +32,6 @@ from paceline.training.step import call
 
 RTOL = {torch.float64: 1e-8}  # of a model's output under cp to its output without; roundoff only
 COARSE = 1e-2
-
-
-def cp_mesh(plan: Plan, device: torch.device) -> DeviceMesh:
-    """The ranks that share a sequence with this one."""
-    assert plan.dp is not None
-    sizes = {"pp": plan.pp, "dp": plan.dp, "cp": plan.cp, "tp": plan.tp}
-    axes = {name: size for name, size in sizes.items() if size > 1}
-    return init_device_mesh(device.type, tuple(axes.values()), mesh_dim_names=tuple(axes))["cp"]
 
 
 def split_sequence(model: nn.Module, units: list[nn.Module], plan: Plan, device: torch.device) -> None:

@@ -25,6 +25,7 @@ from paceline.plan.ledger import Ledger
 from paceline.plan.plan import Plan, share
 from paceline.spec import Spec
 from paceline.task import Task, load_task
+from paceline.training import meshes
 from paceline.training.count import Counter
 from paceline.training.data import Batch, Part, Samples, batches, open_dataset, training_parts
 from paceline.training.figures import Wishes, tell
@@ -34,6 +35,7 @@ from paceline.training.replay import TO_COUNT, TO_SETTLE, are_alike, replayed
 from paceline.training.settle import settle
 from paceline.training.step import LossScale
 from paceline.training.twins import twins
+from paceline.training.watch import quietly
 from paceline.training.weights import allocate_
 
 CPU = torch.device("cpu")
@@ -76,6 +78,11 @@ def _ask(spec: Spec, plan: Plan, ranks: int, task: Task | None) -> _Asked:
         raise PlanError(
             f"the steps of plan {plan} are not alike, and the ledger is of one of them: use a plan of which all are, such as ddp"
         )
+    if plan.pp > 1 and plan.cp > 1:
+        raise PlanError(
+            f"plan {plan}: where sequences are split in a pipeline, ranks try out what crosses its cuts, and the ledger starts none; "
+            "use pp or cp alone, or count a step of a training (docs/ledger.md)"
+        )
     plan = plan.on(ranks)
     share(spec.batch, plan)
     task = task if task is not None else load_task(spec.task, spec.set)
@@ -96,6 +103,7 @@ def _play(asked: _Asked, world: World, studied: Studied) -> Ledger:
             allocate_(model, CPU, **where)
 
         laid = lay_out(spec, plan, world, task, CPU, fill, studied=studied)
+        stack.enter_context(quietly())  # cp tries out which arguments to cut
         try:
             return _count(laid, plan, micro_batches)
         except (DataDependentOutputException, DynamicOutputShapeException) as error:
@@ -105,6 +113,7 @@ def _play(asked: _Asked, world: World, studied: Studied) -> Ledger:
             ) from error
         finally:
             release(laid.step.model)
+            meshes.let_go()
 
 
 def _count(laid: Laid, plan: Plan, micro_batches: list[Batch]) -> Ledger:

@@ -44,6 +44,7 @@ class Wishes:
 class Told:
     steps: list[Figures]
     wishes: Wishes  # of any rank
+    step_s: float  # mean over the ranks and these steps
     together: int  # steps to be told together from now on, so that all ranks agree
 
 
@@ -66,7 +67,7 @@ class Pending:
         steps = list(map(_figures, sums[0::3], sums[1::3], sums[2::3], self.expected))
         step_s = seconds / (self.ranks * len(steps))
         together = min(MOST, max(1, int(EVERY_S / step_s))) if step_s else 1
-        return Told(steps, Wishes(stop > 0, save > 0), together)
+        return Told(steps, Wishes(stop > 0, save > 0), step_s, together)
 
 
 def _figures(loss: float, items: float, squares: float, expected: float | None) -> Figures:

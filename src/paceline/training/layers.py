@@ -8,8 +8,8 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from paceline.training.shards import local
-from paceline.training.watch import is_transposed
+from paceline.training.shards import local, longest
+from paceline.training.watch import features, is_transposed
 
 Change = Callable[[Tensor], Tensor]
 
@@ -25,7 +25,7 @@ def _column(module: Any, group: dist.ProcessGroup, enter: Change, add: Change) -
 
 
 def _gather(module: Any, group: dist.ProcessGroup, enter: Change, add: Change) -> Change:
-    return lambda x: _Gather.apply(_product(module, enter(x), bias=True), group)
+    return lambda x: _Gather.apply(_product(module, enter(x), bias=True), features(module)[1], group)
 
 
 def _row(module: Any, group: dist.ProcessGroup, enter: Change, add: Change) -> Change:
@@ -39,7 +39,7 @@ def _row(module: Any, group: dist.ProcessGroup, enter: Change, add: Change) -> C
 def _vocabulary(module: Any, group: dist.ProcessGroup, enter: Change, add: Change) -> Change:
     def forward(ids: Tensor) -> Tensor:
         weight = local(module.weight)
-        here = ids - group.rank() * len(weight)
+        here = ids - group.rank() * longest(module.num_embeddings, group.size())
         elsewhere = (here < 0) | (here >= len(weight))
         rows = F.embedding(here.masked_fill(elsewhere, 0), weight).masked_fill(elsewhere.unsqueeze(-1), 0)
         return add(rows)
@@ -53,14 +53,21 @@ def _head(module: Any, group: dist.ProcessGroup, enter: Change, add: Change) -> 
     def forward(x: Tensor) -> Tensor:
         part = _product(module, enter(x), bias=True)
         if module.training and getattr(module, SPLIT_LOSS, False):
-            from torch.distributed.tensor import DTensor, Shard
-
             mesh = module.weight.device_mesh
             axis = mesh[mesh.mesh_dim_names[-1]] if mesh.ndim > 1 else mesh
-            return DTensor.from_local(part, axis, [Shard(part.dim() - 1)], run_check=False)
-        return _Gather.apply(part, group)
+            return in_parts(part, features(module)[1], axis)
+        return _Gather.apply(part, features(module)[1], group)
 
     return forward
+
+
+def in_parts(part: Tensor, features: int, axis: Any) -> Any:
+    """The tensor whose last dimension is split over the one axis of a mesh, as torch's DTensor."""
+    from torch.distributed.tensor import DTensor, Shard
+
+    shape = torch.Size((*part.shape[:-1], features))
+    strides = torch.empty(shape, device="meta").stride()
+    return DTensor.from_local(part.contiguous(), axis, [Shard(part.dim() - 1)], run_check=False, shape=shape, stride=strides)
 
 
 SPLIT_LOSS = "_paceline_split_loss"
@@ -133,12 +140,14 @@ class _Gather(torch.autograd.Function):
     """All ranks go on alike from here, so each has the whole gradient already."""
 
     @staticmethod
-    def forward(ctx: Any, part: Tensor, group: dist.ProcessGroup) -> Tensor:
-        ctx.rank, ctx.features = group.rank(), part.shape[-1]
-        parts = [torch.empty_like(part, memory_format=torch.contiguous_format) for _ in range(group.size())]
-        dist.all_gather(parts, part.contiguous(), group=group)
-        return torch.cat(parts, -1)
+    def forward(ctx: Any, part: Tensor, features: int, group: dist.ProcessGroup) -> Tensor:
+        width = longest(features, group.size())
+        ctx.begin, ctx.features = group.rank() * width, part.shape[-1]
+        padded = F.pad(part, (0, width - part.shape[-1])).contiguous()  # nothing where all are of one width
+        parts = [torch.empty_like(padded) for _ in range(group.size())]
+        dist.all_gather(parts, padded, group=group)
+        return torch.cat(parts, -1)[..., :features]
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return grad.narrow(-1, ctx.rank * ctx.features, ctx.features), None
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        return grad.narrow(-1, ctx.begin, ctx.features), None, None

@@ -24,7 +24,8 @@ from paceline.plan.plan import Plan, share
 from paceline.run import RunFolder
 from paceline.spec import Spec, nearest
 from paceline.task import Task
-from paceline.training import checkpoint
+from paceline.training import checkpoint, meshes
+from paceline.training.account import Accounting
 from paceline.training.data import Batch, Part, batches, training_parts
 from paceline.training.evaluate import evaluate
 from paceline.training.figures import Figures, Local, Pending, Wishes, tell
@@ -93,6 +94,7 @@ def train(
             yield from _Loop(spec, laid_out, str(plan), world, task, run, here, stop, data, laid).events()
         finally:
             release(laid.update.model)
+            meshes.let_go()
 
 
 @contextlib.contextmanager
@@ -145,6 +147,7 @@ class _Loop:
         self.launched: list[_Launched] = []  # steps that were not told of yet
         self.told: tuple[list[_Launched], Pending] | None = None  # those whose figures are on their way
         self.together = 1  # steps to be told together
+        self.accounting = Accounting(spec.account, self.first, self.total, laid, plan, world, device)
 
     def events(self) -> Iterator[Event]:
         """The loop. The figures of a step are read while the next one runs, so that neither the host nor another
@@ -156,7 +159,8 @@ class _Loop:
         assert self.plan.micro is not None
         part = Part(self.spec.batch, self.plan.micro, self.plan.place(self.world.rank).dp, self.plan.dp)
         parts = training_parts(part, self.data.samples, self.spec.seed, self.first, self.total)
-        with contextlib.closing(batches(self.data.training, parts, self.device, self.workers, self.spec.data.prefetch)) as source:
+        source = batches(self.data.training, parts, self.device, self.workers, self.spec.data.prefetch)
+        with contextlib.closing(source), contextlib.closing(self.accounting):
             yield from self._steps(source)
         if self.saver is not None:
             if self.saved_step != self.step:
@@ -170,6 +174,7 @@ class _Loop:
 
     def _steps(self, source: Iterator[Batch]) -> Iterator[Event]:
         while self.step < self.total and not self.stopping:
+            self.accounting.begin(self.step)
             began = time.perf_counter()
             micro_batches = [next(source) for _ in range(self.plan.micro or 1)]
             data_s = time.perf_counter() - began
@@ -187,6 +192,7 @@ class _Loop:
             figures = self._read()
             step_s = time.perf_counter() - began
             self.launched.append(_Launched(local, self.step, self.update.base_lrs[0] * lr_factor, data_s, step_s, time.time()))
+            yield from self.accounting.end(self.step, data_s)
             self.stop_wished |= self.stop()
             if len(self.launched) >= self.together:
                 self._tell()
@@ -236,6 +242,7 @@ class _Loop:
         self.stopping |= told.wishes.stop
         self.save_wished |= told.wishes.save
         self.together = told.together
+        self.accounting.tell(told.step_s, len(launched))
         if self.device.type == "cuda":  # one of them waited for all
             step_s, data_s = (statistics.mean(getattr(one, field) for one in launched) for field in ("step_s", "data_s"))
             launched = [dataclasses.replace(one, step_s=step_s, data_s=data_s) for one in launched]

@@ -1,6 +1,5 @@
 """The one place where a model meets a plan."""
 
-import sys
 from collections.abc import Callable
 from copy import copy
 from dataclasses import dataclass
@@ -10,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_leaves, tree_map
 
@@ -18,36 +17,10 @@ from paceline.errors import PlanError, TaskError
 from paceline.plan.plan import TWICE, Plan
 from paceline.spec import nearest
 from paceline.task import Layout
+from paceline.training.meshes import build_mesh, data_mesh
 
 if TYPE_CHECKING:
     from paceline.training.tensor import Splits
-
-
-def build_mesh(plan: Plan, device: torch.device) -> DeviceMesh:
-    """The mesh of a plan whose data degree is said. Of its axes `pp`, `replicate`, `shard`, `tp` those that the plan has; the ranks
-    that share a sequence are data ranks here, and parameters that are not cut are replicated."""
-    assert plan.dp is not None
-    data = plan.dp * plan.cp
-    replicate = plan.replicate if plan.zero >= 2 else data
-    sizes = {"pp": plan.pp, "replicate": replicate, "shard": data // replicate, "tp": plan.tp}
-    axes = {name: size for name, size in sizes.items() if size > 1 or name == "shard"}
-    _forget_meshes()
-    return init_device_mesh(device.type, tuple(axes.values()), mesh_dim_names=tuple(axes))
-
-
-def _forget_meshes() -> None:
-    """What DTensor has worked out for a mesh it takes for one with the same ranks, whose process groups may be gone (torch 2.13)."""
-    if "torch.distributed.tensor" in sys.modules:
-        from torch.distributed.tensor import debug
-
-        getattr(debug, "_clear_sharding_prop_cache", lambda: None)()
-
-
-def data_mesh(mesh: DeviceMesh) -> DeviceMesh:
-    """The axes that parameters are replicated and sharded over."""
-    assert mesh.mesh_dim_names is not None
-    axes = tuple(name for name in mesh.mesh_dim_names if name in ("replicate", "shard"))
-    return mesh[axes] if axes != mesh.mesh_dim_names else mesh
 
 
 def parallelize(
@@ -72,7 +45,9 @@ def parallelize(
         assert mesh is not None
         split(model, splits, mesh["tp"])
     if plan.cp > 1:
-        _split_sequence(model, units, plan, device, compile)
+        from paceline.training.context import split_sequence
+
+        split_sequence(model, units, plan, device)
     if plan.recompute != "none":
         for unit in units or [model]:
             recompute(unit, plan)
@@ -90,16 +65,17 @@ def parallelize(
     return replicate(model)
 
 
-def _split_sequence(model: nn.Module, units: list[nn.Module], plan: Plan, device: torch.device, compile: bool) -> None:
-    from paceline.training.context import split_sequence
-
-    refuse_compiled_ring(plan, compile)
-    split_sequence(model, units, plan, device)
-
-
-def refuse_compiled_ring(plan: Plan, compile: bool) -> None:
-    if compile:
+def refuse_compiled(plan: Plan) -> None:
+    """Raise PlanError for a plan under which blocks cannot be compiled."""
+    if plan.cp > 1:
         raise PlanError(f"plan {plan}: attention that goes round a ring of ranks cannot be compiled yet; leave --compile or cp out")
+    if plan.tp > 1 and plan.recompute != "none":  # torch's compiler keeps the mesh of split weights as if it were a tensor (2.13)
+        raise PlanError(f"plan {plan}: split weights whose blocks run again cannot be compiled yet; leave --compile, recompute or tp out")
+    if plan.schedule in TWICE:
+        raise PlanError(
+            f"schedule={plan.schedule} puts off the gradients of weights, and a compiled block computes all of its gradients at once; "
+            "use schedule=1f1b or interleaved, or leave --compile out"
+        )
 
 
 def recompute(module: nn.Module, plan: Plan) -> None:

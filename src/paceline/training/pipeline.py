@@ -10,14 +10,15 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils._pytree import tree_leaves
 
 from paceline.errors import PlanError
-from paceline.plan.plan import TWICE, Place, Plan
+from paceline.plan.plan import Place, Plan
 from paceline.task import Task
 from paceline.training.context import Context
 from paceline.training.cut import Model, Recording
 from paceline.training.data import Batch
 from paceline.training.gates import Gates, parts_of
 from paceline.training.locality import flatten
-from paceline.training.parallelize import blocks, compile_units, data_mesh, own_memory, recompute, refuse_compiled_ring, refuse_scalars
+from paceline.training.meshes import data_mesh
+from paceline.training.parallelize import blocks, compile_units, own_memory, recompute, refuse_scalars
 from paceline.training.relay import Relay
 from paceline.training.seeds import derive, start_stream
 from paceline.training.slices import Slices, check_blocks
@@ -44,14 +45,6 @@ def check(plan: Plan, task: Task, model: nn.Module, recording: Recording) -> Non
     if plan.cp > 1:
         check_blocks(plan, model, blocks(model, task.layout()), parts)
     divide(plan, model, parts, recording)
-
-
-def refuse_compiled(plan: Plan) -> None:
-    if plan.schedule in TWICE:
-        raise PlanError(
-            f"schedule={plan.schedule} puts off the gradients of weights, and a compiled block computes all of its gradients at once; "
-            "use schedule=1f1b or interleaved, or leave --compile out"
-        )
 
 
 class Pipeline:
@@ -98,7 +91,6 @@ class Pipeline:
         plan, model = self.plan, self.model
         units = blocks(model, self.task.layout())
         if plan.cp > 1:
-            refuse_compiled_ring(plan, compile)
             check_blocks(plan, model, units, self.gates.parts)
             self.slices = Slices(Context(model, units, plan, self.device), self.relay, plan)
         units = units or list(self.gates.parts.values())
@@ -106,7 +98,6 @@ class Pipeline:
             for unit in units:
                 recompute(unit, plan)
         if compile:
-            refuse_compiled(plan)
             compile_units(units)
         whole = _buffers_of_all(model, self.division)
         places = places_of(model, *self.stages, whole)

@@ -26,8 +26,9 @@ from paceline.training.batch_norm import average_, over_all_ranks, running_stati
 from paceline.training.data import Batch, Samples, open_dataset
 from paceline.training.imagine import example
 from paceline.training.local_sgd import LocalSgd, local_sgd
+from paceline.training.meshes import build_mesh
 from paceline.training.optim import make_optimizer
-from paceline.training.parallelize import build_mesh, check_splits, parallelize
+from paceline.training.parallelize import check_splits, parallelize, refuse_compiled
 from paceline.training.shards import is_here
 from paceline.training.step import Step
 from paceline.training.weights import Weights, fill_, record
@@ -90,6 +91,8 @@ class Studied:
 
 def study(spec: Spec, plan: Plan, task: Task, device: torch.device, training: Samples | None = None) -> Studied:
     """Raises the PlanError or TaskError of what cannot be. `plan` has its data degree said; `training`: the split, if it is open."""
+    if spec.compile:
+        refuse_compiled(plan)
     studied = build(spec, task)
     model = studied.model
     if plan.cp > 1:
@@ -118,8 +121,6 @@ def rehearse(spec: Spec, plan: Plan, task: Task) -> None:
     if studied.recording is not None:
         from paceline.training import pipeline
 
-        if spec.compile:
-            pipeline.refuse_compiled(plan)
         pipeline.check(plan, task, studied.model, studied.recording)
 
 

@@ -22,6 +22,16 @@ def local(tensor: Tensor) -> Tensor:
     return cut.to_local() if is_cut(tensor) else tensor
 
 
+def longest(size: int, parts: int) -> int:
+    """How long all parts of a dimension are but the last, which may be shorter."""
+    return -(-size // parts)
+
+
+def fits(size: int, parts: int) -> bool:
+    """Whether each part of a dimension would have something."""
+    return longest(size, parts) * (parts - 1) < size
+
+
 def storage_of(tensor: Tensor) -> int:
     """Which memory a tensor lies in; views share it."""
     return tensor.untyped_storage()._cdata

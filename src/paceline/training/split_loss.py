@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from paceline.task import Task
 from paceline.training.data import Batch
 from paceline.training.imagine import is_imagined
-from paceline.training.layers import SPLIT_LOSS
+from paceline.training.layers import SPLIT_LOSS, in_parts
 from paceline.training.tensor import Splits
 
 
@@ -28,21 +28,21 @@ def split_loss() -> Iterator[None]:
 
 def try_split_loss(model: nn.Module, splits: Splits, task: Task, batch: Batch, mesh: DeviceMesh) -> bool:
     """Whether the task's loss is the same for an output that is split, tried on random numbers. A collective."""
-    from torch.distributed.tensor import DTensor, Shard
+    from torch.distributed.tensor import DTensor
 
     heads = [name for name, style in splits.styles.items() if style == "head"]
     if len(heads) != 1 or splits.output is None:
         return False
     head: Any = model.get_submodule(heads[0])
     drawn = torch.randn(splits.output, generator=torch.Generator().manual_seed(0), dtype=head.weight.dtype).to(head.weight.device)
-    part = drawn.chunk(mesh.size(), -1)[mesh.get_local_rank()].contiguous().requires_grad_()
+    part = drawn.chunk(mesh.size(), -1)[mesh.get_local_rank()].clone(memory_format=torch.contiguous_format).requires_grad_()
     whole = drawn.requires_grad_()
     same = True
     try:
         expected = task.loss(whole, batch)
         expected.sum().backward()
         with split_loss():
-            found: Any = task.loss(DTensor.from_local(part, mesh, [Shard(part.dim() - 1)], run_check=False), batch)
+            found: Any = task.loss(in_parts(part, drawn.shape[-1], mesh), batch)
             found = found.full_tensor() if isinstance(found, DTensor) else found
             found.sum().backward()
         assert whole.grad is not None

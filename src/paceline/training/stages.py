@@ -97,7 +97,8 @@ def _too_few(plan: Plan, stages: int, pieces: int, model: nn.Module, recording: 
     why = f" ({barred[0]})" if barred else ""
     assert plan.stages is not None
     fitting = [pp for pp in range(2, plan.pp) if pp * plan.stages <= pieces]
-    way_out = " or ".join(f"pp={pp}" for pp in fitting[-2:]) if fitting else "a plan without pp"
+    here = [pp for pp in fitting if plan.copies * plan.pp % (pp * plan.cp * plan.tp) == 0]  # on as many ranks
+    way_out = " or ".join(f"pp={pp}" for pp in (here or fitting)[-2:]) if fitting else "a plan without pp"
     if not fitting and plan.stages > 1 and pieces >= 2:
         way_out = "pp=2 with schedule=1f1b"
     return f"plan {plan} has {stages} stages, and {type(model).__name__} can be cut into {pieces} at most{why}; use {way_out}"

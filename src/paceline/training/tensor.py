@@ -26,10 +26,11 @@ from paceline.training.gates import parts_of
 from paceline.training.imagine import imagined
 from paceline.training.layers import FORWARDS, Change, Entrance, add, enter
 from paceline.training.sequence import GATHERING, Between, NotFound, find_between
-from paceline.training.shards import local
+from paceline.training.shards import fits, local
 from paceline.training.watch import features, is_embedding, is_linear, is_transposed
 
 STYLES = ("column", "row", "gather", "head", "vocabulary", "whole")
+UNEVEN = ("head", "vocabulary")  # styles whose last part may be smaller: vocabularies are seldom round
 HUGGING_FACE = {  # styles of transformers' tp_plan
     "colwise": "column",
     "rowwise": "row",
@@ -123,15 +124,18 @@ def _found_styles(model: nn.Module, found: Found, tp: int) -> dict[str, str]:
     styles = {}
     embeddings = {name: module for name, module in model.named_modules() if name in found.called and is_embedding(module)}
     largest = max(embeddings, key=lambda name: embeddings[name].weight.numel(), default=None)
+    words: Any = embeddings[largest].num_embeddings if largest is not None else 0
+    heads = {name for name in found.heads if features(model.get_submodule(name))[1] == words}
+    vocabulary = {largest, *heads} if fits(words, tp) else set()
     for name in found.called:
         module: Any = model.get_submodule(name)
         if name in found.columns:
             styles[name] = "column"
         elif name in found.rows:
             styles[name] = "row"
-        elif is_linear(module) and features(module)[1] % tp == 0:
+        elif is_linear(module) and (name in vocabulary or features(module)[1] % tp == 0):
             styles[name] = "head" if name in found.heads else "gather"
-        elif name == largest and module.num_embeddings % tp == 0:
+        elif name in vocabulary:
             styles[name] = "vocabulary"
     return styles
 
@@ -157,11 +161,11 @@ def _asked(model: nn.Module, tensor: Mapping[str, str] | None, tp: int) -> dict[
             )
         for name in names:
             module: Any = model.get_submodule(name)
-            fits = is_embedding(module) if style == "vocabulary" else is_linear(module)
-            if style != "whole" and not fits:
+            able = is_embedding(module) if style == "vocabulary" else is_linear(module)
+            if style != "whole" and not able:
                 raise TaskError(f"layout().tensor[{path!r}] is {style!r}, which a {type(module).__name__} cannot be")
-            size = module.num_embeddings if style == "vocabulary" else features(module)[0 if style == "row" else 1] if fits else 0
-            if size % tp:
+            size = module.num_embeddings if style == "vocabulary" else features(module)[0 if style == "row" else 1] if able else 0
+            if size % tp and not (style in UNEVEN and fits(size, tp)):
                 raise PlanError(f"tp={tp} does not divide the {size} {'rows' if style == 'vocabulary' else 'features'} of {name}")
             styles[name] = style
     return styles

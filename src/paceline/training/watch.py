@@ -225,11 +225,8 @@ def forwards(model: nn.Module, wrap: Callable[..., Any], others: Collection[str]
 def first_difference(run: Callable[[], Any], part: Watch, tape: list[Operation], divided: Callable[[Label], int]) -> int | None:
     """Make a pass as one rank would; where on the tape it does something else than the pass that is on it, if anywhere.
     `divided`: by how much the dimension that a label is of is smaller there."""
-    speaks = logging.getLogger("torch._subclasses.fake_tensor")  # of what fails
-    speaks.addFilter(_quiet)
-    with contextlib.suppress(RuntimeError, ValueError, TypeError, IndexError), Functions(part), part, torch.no_grad():
+    with quietly(), contextlib.suppress(RuntimeError, ValueError, TypeError, IndexError), Functions(part), part, torch.no_grad():
         run()
-    speaks.removeFilter(_quiet)
     for at, whole in enumerate(tape):
         shape = whole.shape
         if whole.label is not None:
@@ -241,5 +238,16 @@ def first_difference(run: Callable[[], Any], part: Watch, tape: list[Operation],
     return None
 
 
-def _quiet(record: logging.LogRecord) -> bool:
+@contextlib.contextmanager
+def quietly() -> Iterator[None]:
+    """What fails on tensors without values is not told: it is tried."""
+    speaks = logging.getLogger("torch._subclasses.fake_tensor")
+    speaks.addFilter(_nothing)
+    try:
+        yield
+    finally:
+        speaks.removeFilter(_nothing)
+
+
+def _nothing(record: logging.LogRecord) -> bool:
     return False

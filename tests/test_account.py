@@ -1,0 +1,433 @@
+"""Where the time and memory of a run went: from what a profiler saw, in real runs, and beside what was predicted."""
+
+import json
+import shutil
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import models
+from clusters import cluster
+from command import paceline, succeed
+from harness import ranks
+from paceline import Spec, events, train
+from paceline.bench.facts import updated
+from paceline.bench.result import Result
+from paceline.cli.account import account as command
+from paceline.cluster import file
+from paceline.cluster.facts import Account, Cluster, Device, Fact
+from paceline.errors import ClusterError, RunError, TaskError
+from paceline.events import Accounted, Event, Started, Step
+from paceline.plan.account import MEMORY, TIME, Row, beside, ratios, worst
+from paceline.plan.cost import Part
+from paceline.plan.library import model
+from paceline.plan.memory import NAMES
+from paceline.plan.plan import parse
+from paceline.plan.predict import predict
+from paceline.plan.search import fastest, search
+from paceline.plan.speeds import speeds
+from paceline.plan.time import PARTS
+from paceline.report.measured import measured
+from paceline.training.account import Accounting
+from paceline.training.peak import Allocation, held
+from paceline.training.timeline import END, GRADIENTS, STEP, UPDATED, Op, on_device, on_host
+
+MS = 1_000_000
+SPEC = Spec(batch=4, steps=8, account=True, evaluate_every=100)
+PLANS = ["ddp,micro=2", "zero1", "zero2", "zero3", "tp=2", "pp=2,micro=2", "pp=2,stages=2,schedule=interleaved,micro=2", "cp=2"]
+
+
+def op(name: str, begin_ms: float, end_ms: float, thread: int | None = 1, launched_ms: float | None = None) -> Op:
+    launched = int(launched_ms * MS) if launched_ms is not None else None
+    return Op(name, int(begin_ms * MS), int(end_ms * MS), thread, launched)
+
+
+# A step from 0 to 100 ms: 10 of input, forward and backward to 80, an optimizer to 90.
+FRAME = [op(STEP, 0, 0), op(GRADIENTS, 80, 80), op(UPDATED, 90, 90), op(END, 100, 100)]
+
+
+def test_a_collective_under_computing_is_hidden() -> None:
+    busy = [op("aten::mm", 20, 60), op("aten::add", 60, 79)]
+    found = on_host([*FRAME, *busy, op("gloo:all_reduce", 25, 55, None)], [10 * MS])
+    assert found[:7] == pytest.approx((0.1, 0.07, 0, 0, 0.01, 0.01, 0.01))
+
+
+def test_what_is_left_of_it_when_the_computing_ends_is_not() -> None:
+    busy = [op("autograd::engine::evaluate_function: X", 19, 61), op("aten::mm", 20, 60), op("aten::add", 75, 79)]
+    found = on_host([*FRAME, *busy, op("gloo:all_reduce", 25, 74, None)], [10 * MS])
+    assert found.communication == pytest.approx(0.014)
+    assert found.compute == pytest.approx(0.056)
+
+
+def test_a_collective_that_is_waited_for_at_once() -> None:
+    busy = [op("aten::mm", 20, 40), op("c10d::allreduce_", 50, 51), op("aten::add", 75, 79)]
+    found = on_host([*FRAME, *busy, op("gloo:all_reduce", 52, 70, None)], [10 * MS])
+    assert found.communication == pytest.approx(0.02), "from when it was asked for; Python before that is no waiting"
+
+
+def test_a_pause_in_which_none_ends_is_no_waiting() -> None:
+    busy = [op("aten::mm", 20, 30), op("aten::add", 60, 79)]
+    found = on_host([*FRAME, *busy, op("gloo:all_reduce", 25, 70, None)], [10 * MS])
+    assert found.communication == 0
+
+
+def test_waiting_in_the_optimizer_is_communication() -> None:
+    found = on_host([*FRAME, op("aten::mm", 10, 80), op("gloo:broadcast", 81, 87, None), op("aten::add", 88, 90)], [10 * MS])
+    assert (found.communication, found.optimizer) == pytest.approx((0.006, 0.004))
+
+
+def test_neighbours_in_a_pipeline() -> None:
+    busy = [op("aten::mm", 30, 40), op("aten::mm", 45, 79)]
+    found = on_host([*FRAME, *busy, op("gloo:recv", 12, 29, None), op("gloo:recv", 41, 44, None)], [10 * MS])
+    assert found.neighbours == pytest.approx(0.020)
+    assert (found.waits, found.transfer) == (2, pytest.approx(0.003))
+
+
+def test_a_device() -> None:
+    kernels = [
+        op("gemm", 12, 50, None, 11),
+        op("ncclDevKernel_AllReduce", 40, 70, None, 30),
+        op("adam", 70, 78, None, 85),
+    ]
+    found = on_device([*FRAME, *kernels], [10 * MS])
+    assert found.communication == pytest.approx(0.020)
+    assert found.optimizer == pytest.approx(0.008)
+    assert (found.input, found.other) == pytest.approx((0.010, 0.022))
+    assert sum(found[1:7]) == pytest.approx(found.step)
+
+
+def test_peak() -> None:
+    happened = [Allocation(1, 100, 50), Allocation(2, 200, 30), Allocation(3, 100, -50), Allocation(4, 300, 40), Allocation(9, 200, -30)]
+    found = held((7, 11), {200: 30, 300: 40, 999: 5}, happened, 0, 8, 10)
+    assert (found.weights, found.optimizer) == (7, 11)
+    assert found.gradients == 5 + 30, "what stays, and what lived at the peak"
+    assert found.total == 7 + 11 + 5 + 80
+
+
+def test_blocks_that_another_thread_gave_back() -> None:
+    happened = [Allocation(1, 100, 50), Allocation(2, 120, 10), Allocation(3, 90, 20)]
+    assert held((0, 0), {}, happened, 0, 9, 9).total == 50
+
+
+def test_the_table_has_all_parts() -> None:
+    assert {part for parts in TIME.values() for part in parts} == {*PARTS, "input", "save"}
+    assert {part for parts in MEMORY.values() for part in parts} | {"allocator", "process"} == set(NAMES)
+
+
+def test_errors_have_signs() -> None:
+    rows = beside(
+        TIME, {"compute": 2.0, "communication": 0.5, "bubble": 0.0, "input": 0.1}, (Part("products", 1.0, 0.1), Part("jitter", 1.0))
+    )
+    assert [(row.name, row.error) for row in rows] == [("compute", -0.5), ("communication", 1.0), ("input", -1.0)]
+    assert worst(rows) == Row("compute", 2.0, 1.0, 0.1)
+
+
+def accounting(total: int, wanted: bool | None = None) -> Accounting:
+    laid: Any = SimpleNamespace(servers=None, local=None)
+    return Accounting(wanted, 0, total, laid, parse("single"), SimpleNamespace(), torch.device("cpu"))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("total", "due"), [(100, False), (100_000, True)])
+def test_only_long_runs_are_profiled_unasked(total: int, due: bool) -> None:
+    one = accounting(total)
+    for _ in range(4):
+        one.tell(0.01, 1)
+    assert [one._is_due(step) for step in (2, 3)] == [False, due]
+    assert accounting(total, wanted=False)._is_due(3) is False
+    assert accounting(total, wanted=True)._is_due(3) is True
+
+
+def test_profiles_end_when_one_percent_is_spent() -> None:
+    one = accounting(1000)
+    one.tell(9.0, 1)
+    one.tell(0.1, 3)
+    one.costs_s = 0.4
+    assert one._is_due(3)
+    one.spent_s = 0.7
+    assert not one._is_due(3)
+
+
+def happened(task: Any, spec: Spec, plan: str) -> list[Event]:
+    return list(train(spec, parse(plan), task=task))
+
+
+def losses(found: list[Event]) -> list[float]:
+    return [event.loss for event in found if isinstance(event, Step)]
+
+
+def accounts(found: list[Event]) -> list[Accounted]:
+    return [event for event in found if isinstance(event, Accounted)]
+
+
+@pytest.mark.parametrize("plan", PLANS)
+def test_every_plan(plan: str) -> None:
+    task = models.ShortText(depth=4 if "stages" in plan else 2)
+    first, second = ranks(2)(happened, task, SPEC, plan)
+    [one] = accounts(first)[:1]
+    assert one.seconds.keys() == {"compute", "communication", "bubble", "input", "optimizer", "other"}
+    assert sum(one.seconds.values()) == pytest.approx(one.step_s)
+    assert min(one.seconds.values()) >= 0
+    assert one.seconds["compute"] > 0
+    assert one.seconds["communication"] > 0
+    assert (one.seconds["bubble"] > 0) == ("pp" in plan)
+    assert [event.seconds for event in accounts(second)] == [event.seconds for event in accounts(first)]
+    assert sum(measured(first).seconds.values()) == pytest.approx(measured(first).step_s)
+    without = ranks(2)(happened, task, SPEC.model_copy(update={"account": False}), plan)[0]
+    assert not accounts(without)
+    assert losses(without) == losses(first), "profiling changes a result"
+
+
+def test_weights_averaged_now_and_then() -> None:
+    spec = SPEC.model_copy(update={"steps": 12})
+    [one] = accounts(ranks(2)(happened, models.Points(), spec, "local-sgd,period=4")[0])[:1]
+    assert one.profiled == 4
+    assert one.seconds["communication"] > 0
+    assert not accounts(ranks(2)(happened, models.Points(), spec, "local-sgd,period=40")[0])
+
+
+def test_tensors_are_counted() -> None:
+    task = models.ShortText()
+    [one] = accounts(ranks(1)(happened, task, SPEC, "single")[0])[:1]
+    weights = sum(parameter.numel() * 4 for parameter in task.model().parameters())
+    buffers = sum(buffer.numel() * buffer.element_size() for buffer in task.model().buffers())
+    assert one.memory["weights"] == weights + buffers
+    assert 2 * weights <= one.memory["optimizer"] < 2 * weights + 1000, "AdamW has two moments, and a count of steps"
+    [cut] = accounts(ranks(2)(happened, task, SPEC, "zero3")[0])[:1]
+    assert cut.memory["optimizer"] == pytest.approx(one.memory["optimizer"] / 2, rel=0.1)
+    half = SPEC.model_copy(update={"batch": 2})
+    [smaller] = accounts(ranks(1)(happened, task, half, "single")[0])[:1]
+    assert smaller.memory["activations"] == pytest.approx(one.memory["activations"] / 2, rel=0.1)
+
+
+class SlowRows(models.Points):
+    """Each sample takes its time to read."""
+
+    def dataset(self, split: str) -> Any:
+        return Slow(x=models.drawn(29, 5), y=models.drawn(29, 3, seed=1)) if split == "train" else None
+
+
+class Slow(models.Pairs):
+    def __getitem__(self, index: int) -> Any:
+        time.sleep(0.01)
+        return super().__getitem__(index)
+
+
+def test_slow_input_is_found() -> None:
+    found = measured(ranks(2)(happened, SlowRows(), SPEC, "ddp")[0])
+    assert max(found.seconds, key=lambda name: found.seconds[name]) == "input"
+
+
+class OneSlowRank(models.Points):
+    def model(self) -> nn.Module:
+        return Sleepy(super().model())
+
+
+class Sleepy(nn.Module):
+    def __init__(self, inner: nn.Module):
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.device.type == "cpu" and torch.distributed.get_rank() == 1:
+            time.sleep(0.05)
+        return self.inner(x)
+
+
+def test_a_slow_rank_is_named_and_waited_for() -> None:
+    found = measured(ranks(2)(happened, OneSlowRank(), SPEC, "ddp")[0])
+    assert found.slow == 1
+    assert found.seconds["communication"] > found.step_s / 4, "half of the ranks wait for most of the step"
+    assert measured(ranks(2)(happened, SlowRows(), SPEC, "ddp")[0]).slow is None
+
+
+class SlowStages(models.ShortText):
+    def model(self) -> nn.Module:
+        found = super().model()
+        for block in found.blocks:
+            block.register_forward_hook(lambda *_: time.sleep(0.02))
+        return found
+
+
+def test_bubble() -> None:
+    """Two stages, two micro-batches, a third of the forward pass idle on each."""
+    found = measured(ranks(2)(happened, SlowStages(), SPEC, "pp=2,micro=2,schedule=gpipe")[0])
+    assert found.seconds["bubble"] > max(found.step_s / 10, found.seconds["communication"])
+
+
+def started(**changes: Any) -> Started:
+    facts = {"task": "text", "plan": "ddp", "ranks": 2, "batch": 4, "step": 0, "steps": 20, "samples": 9, "parameters": 9}
+    return Started(**{**facts, "device": "cpu", "precision": "fp32", "threads": 1, "time": 5.0, **changes})
+
+
+def step(number: int, step_s: float = 0.1) -> Step:
+    return Step(step=number, samples=4, loss=1.0, grad_norm=1.0, lr=1.0, step_s=step_s, data_s=0.01, samples_per_s=40)
+
+
+def profile(number: int, compute: float, communication: float, slowest: int = 0) -> Accounted:
+    seconds = {"compute": compute, "communication": communication, "bubble": 0.0, "input": 0.01, "optimizer": 0.0, "other": 0.0}
+    total = sum(seconds.values())
+    facts = {"step": number, "profiled": 1, "step_s": total, "seconds": seconds, "input_s": 0.01, "costs_s": 0.1}
+    return Accounted(**facts, slowest=slowest, slowest_s=2.0, busy_s=1.0, fullest=0, memory={"weights": 8})
+
+
+def test_a_mean_without_first_and_profiled_steps() -> None:
+    steps = [step(k, 9.0 if k in (1, 2, 3, 5) else 0.1) for k in range(1, 11)]
+    found = measured([started(), *steps[:5], profile(5, 0.3, 0.1), *steps[5:]])
+    assert found.step_s == pytest.approx(0.1)
+    assert found.seconds["compute"] == pytest.approx(0.09 * 3 / 4)
+    assert found.seconds["input"] == pytest.approx(0.01)
+    assert (found.steps, found.slow) == (6, 0)
+
+
+def test_profiles_stand_for_the_steps_until_the_next() -> None:
+    steps = [step(k) for k in range(1, 21)]
+    found = measured([started(), *steps, profile(4, 0.1, 0.3, slowest=1), profile(8, 0.3, 0.1)])
+    assert found.seconds["compute"] == pytest.approx(0.09 * (4 * 1 / 4 + 12 * 3 / 4) / 16)
+    assert found.slow is None, "each is slow once"
+
+
+def test_only_what_is_like_the_last_start_counts() -> None:
+    before = [started(), *(step(k, 5.0) for k in range(1, 11)), profile(4, 0.3, 0.1)]
+    with pytest.raises(RunError, match="none of its steps was profiled"):
+        measured([*before, started(step=10, plan="zero3"), *(step(k) for k in range(11, 20))])
+    assert measured([*before, started(step=10), *(step(k, 5.0) for k in range(11, 20))]).step_s == pytest.approx(5.0)
+
+
+def test_an_event_goes_through_its_file(tmp_path: Path) -> None:
+    one = profile(4, 0.1, 0.3)
+    assert events.loads(events.dumps(one)) == one
+
+
+HERE = cluster(8)
+GPT2 = model("gpt2", seq=128)
+
+
+def account(run: str, factor: float, plan: str = "ddp", ranks_: int = 4) -> Account:
+    cost = predict(GPT2, parse(plan), HERE, 32, ranks=ranks_)
+    ratio = {"compute": Fact(value=factor, source="measured")}
+    return Account(run=run, plan=plan, ranks=ranks_, parts=tuple(part.name for part in cost.time.parts), ratios=ratio)
+
+
+def part(cost: Any, name: str) -> Part:
+    return next(part for part in cost.time.parts if part.name == name)
+
+
+def test_runs_narrow_what_is_predicted() -> None:
+    raw = predict(GPT2, parse("ddp"), HERE, 32, ranks=4)
+    values, errors = [], []
+    for runs in range(1, 5):
+        seen = HERE.updated(accounts=[account(str(k), 1.05) for k in range(runs)])
+        found = part(predict(GPT2, parse("ddp"), seen, 32, ranks=4), "products")
+        values.append(found.value / part(raw, "products").value)
+        errors.append(found.error)
+    assert values == pytest.approx([1.05 ** (n / (n + 1)) for n in range(1, 5)])
+    assert errors == sorted(errors, reverse=True)
+    assert errors[0] < part(raw, "products").error
+
+
+def test_runs_that_disagree_do_not() -> None:
+    seen = HERE.updated(accounts=[account("a", 0.5), account("b", 2.0)])
+    raw, found = (part(predict(GPT2, parse("ddp"), where, 32, ranks=4), "products") for where in (HERE, seen))
+    assert found.value == pytest.approx(raw.value)
+    assert found.error > raw.error
+
+
+def test_a_run_counts_once() -> None:
+    twice = HERE.updated(accounts=[account("a", 0.5)]).updated(accounts=[account("a", 0.7)])
+    assert [one.ratios["compute"].value for one in twice.accounts] == [0.7]
+
+
+def test_what_no_run_has_shown_is_extrapolated() -> None:
+    seen = HERE.updated(accounts=[account("a", 1.1)])
+    assert not predict(GPT2, parse("ddp"), HERE, 32, ranks=4).time.guesses
+    more = predict(GPT2, parse("ddp"), seen, 32, ranks=8).time.guesses
+    other = predict(GPT2, parse("tp=4"), seen, 32, ranks=4).time.guesses
+    assert not predict(GPT2, parse("ddp"), seen, 32, ranks=4).time.guesses
+    assert "8 ranks are more than the 4 of any run here" in more
+    assert any("tensor parallel" in words for words in other)
+
+
+def test_the_search_finds_what_is_fastest_by_what_was_seen() -> None:
+    ratio = {"communication": Fact(value=30.0, source="measured"), "compute": Fact(value=0.1, source="measured")}
+    row = account("a", 1.0).model_copy(update={"parts": tuple(PARTS), "ratios": ratio})
+    seen = HERE.updated(accounts=[row])
+    best = search(GPT2, seen, 32).fitting[0]
+    assert best[0] != search(GPT2, HERE, 32).fitting[0][0]
+    assert fastest(GPT2, speeds(seen), 8, 32) == best
+
+
+def test_ratios_are_of_parts_that_matter() -> None:
+    cost = predict(GPT2, parse("ddp"), HERE, 32, ranks=4)
+    seconds = {"compute": 2 * cost.step_s, "communication": 0.0, "optimizer": 1e-9, "input": 1.0}
+    assert list(ratios(seconds, cost)) == ["compute"]
+
+
+def test_measuring_again_makes_accounts_void() -> None:
+    seen = HERE.updated(accounts=[account("a", 1.1)])
+    assert updated(seen, [Result(kind="storage")]).accounts == seen.accounts
+    assert updated(seen, [Result(kind="overlap")]).accounts == ()
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    at = tmp_path_factory.mktemp("account")
+    small = [word for name in ("width=16", "depth=2", "context=8") for word in ("--set", name)]
+    succeed("train", "text", *small, "--ranks", "2", "--batch", "4", "--steps", "12", "--account", "--run", "a", at=at)
+    [device] = {json.loads((at / "a" / "provenance.json").read_text())["processor"]}
+    facts = Device(name=device, kind="cpu", memory_bytes=Fact(value=2**30), peaks_flops={"fp32": Fact(value=1e11)})
+    file.write(at / "cluster.json", Cluster(name="here", device=facts))
+    return at / "a"
+
+
+def test_the_command(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    where, figures, picture = run.parent / "cluster.json", run.parent / "a.json", run.parent / "a.svg"
+    for _ in range(2):
+        command(run, str(where), update=True, json=figures, plot=picture)
+    said = capsys.readouterr().out
+    found = json.loads(figures.read_text())
+    parts = {name: row["measured"] for name, row in found["time_s"].items()}
+    assert sum(parts.values()) == pytest.approx(2 * parts["step"])
+    assert found["time_s"]["compute"]["predicted"] > 0
+    assert f"worst: {found['worst']}, predicted" in said
+    assert "now has 1 run, this one again" in said
+    assert picture.read_text().startswith("<?xml")
+    [row] = file.read(where).accounts
+    assert {fact.source for fact in row.ratios.values()} == {"measured"}
+    before = found["time_s"]["step"]["predicted"]
+    command(run, str(where), json=figures)
+    assert json.loads(figures.read_text())["time_s"]["step"]["predicted"] == before, "a run is not predicted from itself"
+
+
+def test_without_a_prediction(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    command(run, "a100-80g:8", measured=True)
+    assert "not predicted" in capsys.readouterr().out
+
+
+def test_one_sentence(run: Path, tmp_path: Path) -> None:
+    with pytest.raises(ClusterError, match=r"ran on .*, and the cluster is of .*; name the run's own with --cluster"):
+        command(run, "a100-80g:8")
+    with pytest.raises(ClusterError, match="there is no file a100-80g:8"):
+        command(run, "a100-80g:8", update=True)
+    with pytest.raises(RunError, match=r"there is no run .*/b"):
+        command(run.parent / "b")
+    gone = tmp_path / "gone"
+    shutil.copytree(run, gone)
+    (gone / "spec.toml").write_text((gone / "spec.toml").read_text().replace('"text"', f'"{tmp_path}/gone.py:Net"'))
+    with pytest.raises(TaskError, match="ask for --measured alone"):
+        command(gone, str(run.parent / "cluster.json"))
+
+
+def test_a_run_that_was_not_profiled(run: Path, tmp_path: Path) -> None:
+    short = tmp_path / "short"
+    shutil.copytree(run, short)
+    lines = (run / "events.jsonl").read_text().splitlines(keepends=True)
+    (short / "events.jsonl").write_text("".join(line for line in lines if '"accounted"' not in line))
+    found = paceline("account", short, at=tmp_path)
+    assert found.status == 2
+    assert "none of its steps was profiled; train again with --account" in found.err
+    assert "Traceback" not in found.err

@@ -1,0 +1,52 @@
+"""Compiled blocks: under each plan the training is that of one process, and nothing is compiled that cannot be."""
+
+from typing import Any
+
+import pytest
+import torch
+
+import models
+from harness import Trained, differences, ranks, trained, training
+from paceline import Spec, Task
+from paceline.errors import PlanError
+from paceline.plan.plan import parse
+from paceline.spec import Optimizer
+from paceline.training.prepare import rehearse
+
+SPEC = Spec(steps=2, batch=8, seed=3, precision="fp64", optimizer=Optimizer(lr=1e-2, weight_decay=0.1, clip=0.5))
+PLANS = [(2, "tp=2"), (2, "ddp"), (2, "zero3"), (2, "pp=2,micro=2"), (2, "pp=2,schedule=interleaved,micro=2"), (2, "zero3,recompute=full")]
+PLANS += [(4, "dp=2,tp=2,zero=3"), (4, "pp=2,tp=2,micro=2"), (2, "local-sgd,period=2")]
+
+
+def compiled(task: Task, plan: str) -> tuple[Trained, int]:
+    """And the graphs that were compiled."""
+    counters: Any = torch._dynamo.utils.counters
+    torch._dynamo.reset()  # of what other tests have compiled in this process
+    counters.clear()
+    return training(task, SPEC.model_copy(update={"compile": True}), plan), counters["stats"]["unique_graphs"]
+
+
+@pytest.mark.slow  # the compiler of C++ takes its time
+@pytest.mark.parametrize(("size", "plan"), PLANS)
+def test_the_training_is_that_without(size: int, plan: str) -> None:
+    task = models.ShortText(depth=4)
+    expected = trained(size, task, SPEC, plan)
+    for rank, (found, graphs) in enumerate(ranks(size)(compiled, task, plan, timeout_s=300.0)):
+        assert graphs
+        own = Trained(**{**vars(expected), "weights": {name: expected.weights[name] for name in found.weights}})
+        assert not differences(found, own, 1e-10), f"rank {rank}"
+
+
+@pytest.mark.parametrize(
+    ("plan", "size", "sentence"),
+    [
+        ("cp=2", 2, "cannot be compiled yet; leave --compile or cp out"),
+        ("pp=2,cp=2", 4, "cannot be compiled yet; leave --compile or cp out"),
+        ("tp=2,recompute=full", 2, "cannot be compiled yet; leave --compile, recompute or tp out"),
+        ("pp=2,schedule=zero-bubble", 2, "use schedule=1f1b or interleaved, or leave --compile out"),
+        ("pp=2,schedule=zbv", 2, "use schedule=1f1b or interleaved, or leave --compile out"),
+    ],
+)
+def test_what_cannot_be_compiled_is_refused_before_anything_starts(plan: str, size: int, sentence: str) -> None:
+    with pytest.raises(PlanError, match=sentence):
+        rehearse(SPEC.model_copy(update={"compile": True}), parse(plan).on(size), models.Text())

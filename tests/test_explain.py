@@ -1,0 +1,49 @@
+"""What is drawn and said of plans: the front of time and memory, colours, and why one does not fit."""
+
+import pytest
+
+from clusters import cluster
+from paceline.plan import memory, time
+from paceline.plan.answer import answer
+from paceline.plan.library import model
+from paceline.report.bars import draw, front
+from paceline.report.explain import explained
+from paceline.report.parts import COLOURS
+from paceline.report.plan import reasons
+
+
+@pytest.fixture(scope="module")
+def found():
+    return answer(model("gpt3-1.3b"), cluster(8), 64)
+
+
+def test_nothing_is_both_faster_and_leaner_than_the_front(found):
+    best = front(found.pool)
+    assert best[0] == found.pool[0]
+    assert len(best) > 3
+    for plan, cost in best:
+        assert not any(its.step_s < cost.step_s and its.peak_bytes < cost.peak_bytes for _, its in found.pool), plan
+    others = [cost for plan, cost in found.pool if plan not in dict(best)]
+    assert all(any(its.step_s <= cost.step_s and its.peak_bytes <= cost.peak_bytes for _, its in best) for cost in others)
+
+
+def test_every_part_has_its_colour_and_no_picture_has_two_alike():
+    assert set(time.PARTS) | set(memory.NAMES) | {"input", "save"} == set(COLOURS)
+    for parts in (time.PARTS, memory.NAMES):
+        assert len({COLOURS[part] for part in parts}) == len(tuple(parts))
+
+
+def test_a_plan_that_does_not_fit_says_so():
+    asked = answer(model("gpt3-13b"), cluster(8), 8, "ddp", others=True)
+    text = [line for line in explained(asked) if isinstance(line, str)]
+    assert "it does not fit" in text[0]
+    assert asked.pool
+    assert "the one that lacks least" in reasons(asked)[0]
+
+
+def test_a_picture_is_the_same_each_time(tmp_path):
+    pytest.importorskip("matplotlib")
+    asked = answer(model("resnet50"), cluster(4), 64, "zero3,micro=2", others=True)
+    for name in ("one.svg", "two.svg"):
+        draw(asked, 3, tmp_path / name)
+    assert (tmp_path / "one.svg").read_bytes() == (tmp_path / "two.svg").read_bytes()
