@@ -135,7 +135,9 @@ class Counter(TorchDispatchMode):
         if self.running.in_backward and not any(map(torch.is_floating_point, tensors)):
             return MODEL  # DDP's books: which parameters were used
         running = self.running.innermost()
-        return PACELINE if running is None else running or MODEL
+        if running is None:  # between the modules of a stage the backward pass is the model's all the same
+            return MODEL if self.running.in_backward else PACELINE
+        return running or MODEL
 
     def _owners(self, tensors: list[Tensor]) -> list[str]:
         """Names of the parameters that share their memory with what is sent, or whose gradients do: those of DDP lie in its buckets."""
