@@ -39,7 +39,7 @@ from paceline.training.timeline import END, GRADIENTS, STEP, UPDATED, Op, on_dev
 
 MS = 1_000_000
 SPEC = Spec(batch=4, steps=8, account=True, evaluate_every=100)
-PLANS = ["ddp,micro=2", "zero1", "zero2", "zero3", "tp=2", "pp=2,micro=2", "pp=2,stages=2,schedule=interleaved,micro=2", "cp=2"]
+PLANS = ["ddp,micro=2", "zero1", "zero3", "tp=2", "pp=2,micro=2", "pp=2,stages=2,schedule=interleaved,micro=2", "cp=2"]
 
 
 def op(name: str, begin_ms: float, end_ms: float, thread: int | None = 1, launched_ms: float | None = None) -> Op:

@@ -46,7 +46,7 @@ def test_an_event_is_one_line_and_comes_back_equal(event):
 
 
 def test_the_kinds_and_fields_that_others_read():
-    assert [*KINDS] == ["started", "step", "evaluated", "saved", "failed", "ended"]
+    assert [*KINDS] == ["started", "step", "accounted", "evaluated", "saved", "failed", "ended"]
     written = json.loads(dumps(ALL[1]))
     assert {*written} == {"time", "event", "step", "samples", "loss", "grad_norm", "lr", "step_s", "data_s", "samples_per_s"}
     assert {"time", "event", "step", "metrics"} <= {*json.loads(dumps(ALL[2]))}

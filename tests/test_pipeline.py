@@ -68,6 +68,14 @@ def test_every_task(task: Task) -> None:
     assert not same(2, "pp=2,micro=4", task)
 
 
+def test_evaluation_in_bf16() -> None:
+    """What crosses a cut is as small as in training."""
+    spec = SPEC.model_copy(update={"precision": "bf16", "evaluate_every": 2})
+    metrics = trained(2, models.NormedImages(), spec, "pp=2,micro=2").metrics
+    assert metrics
+    assert np.isfinite([each["loss"] for each in metrics]).all()
+
+
 @pytest.mark.parametrize("zero", [0, 2, 3])
 @pytest.mark.parametrize("task", [models.Text(), models.NormedImages(), models.Frozen(), models.Idle(), stacks.Encoder()], ids=repr)
 def test_with_data_ranks(task: Task, zero: int) -> None:

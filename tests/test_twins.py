@@ -12,7 +12,8 @@ from harness import ranks
 from paceline import Spec, Task
 from paceline.plan.ledger import Ledger
 from paceline.plan.plan import parse
-from paceline.training import dry
+from paceline.tasks.digits import Digits
+from paceline.training import dry, prepare
 from test_ledger import counted, wanted
 
 DEEP = models.ShortText(depth=8, width=64)
@@ -104,3 +105,15 @@ def test_what_is_not_alike(monkeypatch: pytest.MonkeyPatch, third: str) -> None:
     assert found == each(task, plan, size)
     sent = [{(entry.collective, entry.axis, entry.calls, entry.bytes) for entry in found[place].entries} for place in (1, 2)]
     assert (sent[0] != sent[1]) == (third in ("wider", "frozen", "shared", "without gradients"))
+
+
+def test_no_cut_between_layers_that_are_split_in_pairs() -> None:
+    """The second of a pair takes what the first has made, in parts; whole values cross cuts."""
+    task, plan = Digits(width=4), parse("tp=2,pp=3,micro=3").on(6)
+    study = prepare.study(Spec(batch=48), plan, task, torch.device("cpu"))
+    styles = study.splits.styles
+    rows = [at for at, call in enumerate(study.recording.calls) if styles.get(call.part) == "row"]
+    assert rows
+    assert not set(rows) & set(study.recording.cuts)
+    alone = prepare.study(Spec(batch=48), parse("pp=3,micro=3").on(3), task, torch.device("cpu"))
+    assert set(rows) & set(alone.recording.cuts)

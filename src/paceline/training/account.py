@@ -23,6 +23,7 @@ WARM_UP_STEPS = 3  # before the first profiled one
 MOST_STEPS = 32  # profiled together
 AGAIN = 8  # times in a training that is long enough, and more often at its beginning
 START_S = {"cpu": 0.03, "cuda": 4.0}  # of a first profile, before it is known; on CUDA its library is started
+VARIES = 1.5  # times as much as any before may the next one cost
 EVENT_S = 2e-6  # that writing down each event takes from a step
 PARTS = ("compute", "communication", "bubble", "input", "optimizer", "other")  # of a step; a save is none of a step
 
@@ -37,7 +38,7 @@ class Accounting:
         self.told_steps = -1
         self.next = first + WARM_UP_STEPS  # steps done before the next profile
         self.spent_s = 0.0
-        self.costs_s: float | None = None  # the last profile
+        self.costs_s: float | None = None  # the dearest profile so far
         self.open: _Profile | None = None
 
     def begin(self, step: int) -> None:
@@ -85,7 +86,7 @@ class Accounting:
         if self.told_steps <= 0:
             return False
         step_s = self.told_s / self.told_steps
-        costs_s = self.costs_s if self.costs_s is not None else START_S[self.device.type] + steps * step_s
+        costs_s = VARIES * self.costs_s if self.costs_s is not None else START_S[self.device.type] + steps * step_s
         return self.spent_s + costs_s <= SHARE * step_s * (self.total - self.first)
 
 

@@ -6,7 +6,7 @@ is used behind it. That is followed through every operation, also those that aut
 """
 
 import copy
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -67,6 +67,15 @@ class Recording:
     def cuts(self) -> list[int]:
         """The calls that a stage may begin with."""
         return [at for at, call in enumerate(self.calls) if at and not call.free and at not in self.barred]
+
+    def bar_pairs(self, styles: Mapping[str, str]) -> None:
+        """Bar cuts between layers that tp splits by columns and those that take their features in parts. `styles`: by module."""
+        parted = False
+        for at, here in enumerate(self.calls):
+            own = {style for name, style in styles.items() if f"{name}.".startswith(f"{here.part}.")}
+            if parted:
+                self.barred.setdefault(at, f"{here.part} takes features in the parts that tp makes of them")
+            parted = "row" not in own and (parted or "column" in own)
 
 
 class Model:

@@ -232,7 +232,8 @@ class Pipeline:
     def _evaluating(self, batch: Batch) -> Callable[[Stage, int], Any]:
         def forward(stage: Stage, micro: int) -> Any:
             self._begin(stage)
-            return call(self.task, self.model, batch)
+            with autocast(self.precision, self.device):
+                return call(self.task, self.model, batch)
 
         return forward
 

@@ -112,6 +112,8 @@ def study(spec: Spec, plan: Plan, task: Task, device: torch.device, training: Sa
 
         parts = cut.Model(model, task.layout(), device)
         recording = parts.record(task, batch, spec.precision, training=True)
+        if splits is not None:
+            recording.bar_pairs(splits.styles)
     return replace(studied, batch=batch, splits=splits, parts=parts, recording=recording)
 
 
