@@ -23,6 +23,7 @@ BRANCHES = 32  # operations side by side, so that what the engine of autograd ta
 LARGE = 2**16
 LEAST = 3
 MOST_RANKS = 8
+LEAST_S = 5e-7  # of one operation
 LINEAR = ((8, 16, 16), (64, 64, 64), (256, 128, 128), (2048, 128, 128), (2048, 256, 512), (4096, 512, 1024))  # rows, in, out
 CONVOLUTION = ((1, 8, 8, 8), (8, 16, 16, 14), (16, 32, 32, 14), (16, 64, 64, 14), (16, 128, 128, 14))  # batch, channels in and out, side
 ATTENTION = ((1, 2, 16, 16), (2, 4, 64, 32), (8, 4, 128, 32), (4, 8, 256, 64), (2, 8, 512, 64))  # batch, heads, positions, width
@@ -40,6 +41,12 @@ class Case:
 
     def forward(self) -> list[Tensor]:
         return [module(*given) for module, given in zip(self.modules, self.inputs, strict=True)]
+
+    def nothing(self) -> Callable[[], object] | None:
+        """Of the backward run what autograd.grad takes for its arguments alone: gradients of tensors by themselves."""
+        leaves = [x for given in self.inputs for x in given if x.requires_grad] or list(self.weights)
+        ones = [torch.ones_like(x) for x in leaves]
+        return partial(torch.autograd.grad, leaves, leaves, ones) if leaves else None
 
     def runs(self) -> dict[str, Callable[[], object]]:
         leaves = [x for given in self.inputs for x in given if x.requires_grad] + list(self.weights)
@@ -147,11 +154,19 @@ def measured(threads: int, budget_s: float) -> list[Row]:
         for case in cases():
             for kind, run in case.runs().items():
                 time(kind, case.size, len(case.modules), run)
+            if (nothing := case.nothing()) is not None:
+                spent = measure(nothing, Budget(each_s * 0.2, each_s * 0.1, least=LEAST), WALL).min_s / len(case.modules)
+                _take_off(rows[-1], spent)
         for elements, update in _updates():
             time("update", elements, BRANCHES if elements < LARGE else 2, update)
     finally:
         torch.set_num_threads(before)
     return rows
+
+
+def _take_off(row: Row, seconds: float) -> None:
+    for name in ("median_s", "min_s", "p95_s"):
+        row[name] = max(LEAST_S, float(row[name] or 0) - seconds)  # type: ignore[index]
 
 
 def paces(budget_s: float) -> Iterator[Row]:
