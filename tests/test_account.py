@@ -40,6 +40,7 @@ from paceline.training.timeline import END, GRADIENTS, STEP, UPDATED, Op, on_dev
 MS = 1_000_000
 SPEC = Spec(batch=4, steps=8, account=True, evaluate_every=100)
 PLANS = ["ddp,micro=2", "zero1", "zero3", "tp=2", "pp=2,micro=2", "pp=2,stages=2,schedule=interleaved,micro=2", "cp=2"]
+QUICK = ("ddp,micro=2", "tp=2", "pp=2,stages=2,schedule=interleaved,micro=2")
 
 
 def op(name: str, begin_ms: float, end_ms: float, thread: int | None = 1, launched_ms: float | None = None) -> Op:
@@ -164,7 +165,7 @@ def accounts(found: list[Event]) -> list[Accounted]:
     return [event for event in found if isinstance(event, Accounted)]
 
 
-@pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.parametrize("plan", [plan if plan in QUICK else pytest.param(plan, marks=pytest.mark.slow) for plan in PLANS])
 def test_every_plan(plan: str) -> None:
     task = models.ShortText(depth=4 if "stages" in plan else 2)
     first, second = ranks(2)(happened, task, SPEC, plan)

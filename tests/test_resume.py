@@ -259,7 +259,7 @@ ALONE = ("SIGINT", "Ctrl-C", "SIGTERM", "SIGHUP", "all killed")  # with one rank
 EACH = [  # and how it goes on: by the command, or in ranks that are there already, which takes less time
     ("ddp", "Ctrl-C", "resume"),
     ("zero1", "launcher killed", "train"),
-    ("hsdp", "rank 0 killed, restarted", "-"),
+    ("zero3", "rank 0 killed, restarted", "-"),
 ]
 FULL = [(plan, way, "-" if stop.goes_on else "resume") for plan in PLANS for way, stop in WAYS.items() if plan != "single" or way in ALONE]
 

@@ -38,9 +38,9 @@ def each(task: Task, plan: str, size: int) -> list[Ledger]:
     ("plan", "size", "plays"),
     [
         ("pp=4", 4, 3),
-        ("pp=4,tp=2,recompute=full", 8, 3),
+        pytest.param("pp=4,tp=2,recompute=full", 8, 3, marks=pytest.mark.slow),
         pytest.param("pp=4,tp=2,dp=2,zero=2", 16, 3, marks=pytest.mark.slow),
-        ("pp=4,dp=2,zero=3,schedule=interleaved", 8, 3),
+        pytest.param("pp=4,dp=2,zero=3,schedule=interleaved", 8, 3, marks=pytest.mark.slow),
         pytest.param("pp=4,dp=2,zero=3", 8, 4, marks=pytest.mark.slow),  # what is gathered depends on what runs next
         ("pp=4,schedule=zero-bubble", 4, 4),
     ],

@@ -17,6 +17,7 @@ COLOURS = {
     "optimizer": "#1b7837",
     "pipeline bubble": "#969696",
     "jitter": "#d9d9d9",
+    "engines": "#bdbdbd",
     "input": "#636363",
     "save": "#525252",
     "weights": "#00441b",
