@@ -24,24 +24,33 @@ def heading(found: Answer) -> str:
 
 
 def tables(found: Answer, top: int, explain: bool) -> list[Table | str]:
-    shown: list[Table | str] = [_plans(found, found.plans[:top])]
+    plans = found.plans[:top]
+    shown: list[Table | str] = [_plans(found, plans)]
+    if found.tokens is not None:
+        shown += ["", _bills(found, plans)]
     return [*shown, *(explained(found) if explain else [])]
 
 
 def _plans(found: Answer, plans: Sequence[tuple[Plan, Cost]]) -> Table:
     rate = "tokens/s" if found.facts.tokens > 1 else "samples/s"
     names = ["step", "±", rate, "MFU", "memory", "fits"]
-    if found.tokens is not None:
-        names += ["days", "device-hours", "kWh", "price"]
     shown = _table("plan", names)
     for plan, cost in plans:
-        time, bill = cost.time, found.bill(cost)
+        time = cost.time
         cells = [format_seconds(cost.step_s), f"{time.error:.0%}", format_count(time.tokens_per_s)]
         cells += [f"{time.mfu:.1%}" if time.mfu is not None else "", format_bytes(cost.peak_bytes), _fits(cost)]
-        if bill is not None:
-            cells += [f"{bill.days:,.1f}", f"{bill.device_hours:,.0f}"]
-            cells += ["" if value is None else f"{value:,.0f}" for value in (bill.kWh, bill.price)]
         shown.add_row(str(plan), *cells)
+    return shown
+
+
+def _bills(found: Answer, plans: Sequence[tuple[Plan, Cost]]) -> Table:
+    """Of the whole training, in a table of its own: a terminal has 80 columns."""
+    shown = _table("the whole training under", ["days", "device-hours", "kWh", "price"])
+    for plan, cost in plans:
+        bill = found.bill(cost)
+        assert bill is not None
+        cells = [f"{bill.days:,.1f}", f"{bill.device_hours:,.0f}"]
+        shown.add_row(str(plan), *cells, *("" if value is None else f"{value:,.0f}" for value in (bill.kWh, bill.price)))
     return shown
 
 
