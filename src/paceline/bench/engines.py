@@ -22,7 +22,7 @@ from paceline.plan.plan import parse
 from paceline.spec import Spec
 from paceline.task import load_task
 from paceline.training.loop import train
-from paceline.training.process import keep_memory
+from paceline.training.process import keep_memory, threads_per_rank
 
 WARM_UP = 3  # steps
 LEAST = 5
@@ -120,7 +120,7 @@ def engines(ranks: int, budget_s: float) -> Iterator[Row]:
     """A row for each engine and number of its units: the seconds that it adds to a step; `step` is that of a training of nothing."""
     each_s = budget_s / (2 * len(PLANS) + 2 + 4) / 3
     crowd = max(1.0, ranks / usable_cores())
-    threads = max(1, usable_cores() // ranks)
+    threads = threads_per_rank(ranks, None)
 
     def row(engine: str, units: int, seconds: float) -> Row:
         return {"engine": engine, "ranks": ranks, "units": units, "median_s": seconds}

@@ -24,14 +24,12 @@ def account(
     plot: Annotated[Path | None, Option(metavar="FILE.svg|png", help="Draw predicted over measured there.")] = None,
 ) -> None:
     """Show where the time and memory of a run went, part by part, beside what is predicted."""
+    from paceline.cli.asked import check_outputs
     from paceline.errors import PlanError, SpecError
     from paceline.report.account import Account, as_json, draw, heading, lines, tables
-    from paceline.report.pictures import check_picture
     from paceline.run import open_run
 
-    if json is not None and not json.absolute().parent.is_dir():
-        raise SpecError(f"cannot write {json}: there is no folder {json.parent}")
-    check_picture(plot)
+    check_outputs(json, plot)
     if update and measured:
         raise SpecError("--update compares with a prediction, and --measured makes none; leave one of them out")
     folder = open_run(run)
@@ -76,6 +74,7 @@ def _measured(folder: RunFolder) -> "Measured":
     """Raises RunError with the way out where there is no breakdown."""
     from paceline.errors import RunError
     from paceline.events import read
+    from paceline.plan.account import MOST_STEPS
     from paceline.plan.plan import parse
     from paceline.report.measured import measured
 
@@ -87,14 +86,11 @@ def _measured(folder: RunFolder) -> "Measured":
         way_out = "train again with --account, which profiles some even if they take more than 1 % of the time, and 5 steps or more"
         if plan.servers is not None:
             way_out = f"of plan {plan}, whose ranks do not wait for each other, none ever is"
-        elif plan.period is not None and plan.period > MOST_PERIOD:
-            way_out = f"of plan {plan} a whole period of at most {MOST_PERIOD} steps would have to be"
+        elif plan.period is not None and plan.period > MOST_STEPS:
+            way_out = f"of plan {plan} a whole period of at most {MOST_STEPS} steps would have to be"
         elif spec.account is False:
             way_out = "it was asked for with --no-account; leave that out"
         raise RunError(f"{folder.path} cannot be accounted for: {error}; {way_out}") from None
-
-
-MOST_PERIOD = 32  # training.account.MOST_STEPS, without torch
 
 
 def _name(seen: "Measured") -> str:

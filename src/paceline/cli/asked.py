@@ -8,6 +8,8 @@ from typer import Argument, Option
 from paceline.errors import SpecError
 
 if TYPE_CHECKING:
+    from rich.table import Table
+
     from paceline.cluster.facts import Cluster
     from paceline.plan.facts import ModelFacts
     from paceline.plan.recipe import Recipe
@@ -75,6 +77,15 @@ def check_outputs(json: Path | None, plot: Path | None) -> None:
         from paceline.report.pictures import check_picture
 
         check_picture(plot)
+
+
+def show(*shown: "Table | str") -> None:
+    """Sentences are folded by the terminal, so that they can be copied whole."""
+    from rich.console import Console
+
+    console = Console(highlight=False)
+    for one in shown:
+        console.print(one, soft_wrap=isinstance(one, str), markup=False)
 
 
 def check_above_zero(**numbers: float | None) -> None:

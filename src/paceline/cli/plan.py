@@ -27,15 +27,13 @@ def plan(
     plot: Plot = None,
 ) -> None:
     """Predict step time, memory and cost of plans, the fastest that fits first. Nothing is run, but with --measure."""
-    from paceline.cli.asked import asked, check_above_zero, check_outputs
+    from paceline.cli.asked import asked, check_above_zero, check_outputs, show
     from paceline.cli.planned import cluster_of, with_peak
 
     check_above_zero(ranks=ranks, top=top, tokens=tokens, price=price, peak=peak)
     check_outputs(json, plot)
     where = with_peak(cluster_of(cluster), peak)
     what = asked(target, model, batch, seq, precision, set, where if measure else None)
-
-    from rich.console import Console
 
     from paceline.plan.answer import answer
     from paceline.report.plan import as_json, heading, reasons, tables
@@ -49,9 +47,4 @@ def plan(
         from paceline.report.bars import draw
 
         draw(found, top, plot)
-    console = Console(highlight=False)
-    console.print(heading(found), soft_wrap=True, markup=False)
-    for table in tables(found, top, explain):
-        console.print(table, soft_wrap=isinstance(table, str), markup=False)
-    for line in reasons(found):
-        console.print(line, soft_wrap=True, markup=False)
+    show(heading(found), *tables(found, top, explain), *reasons(found))

@@ -30,7 +30,7 @@ def scale(
     plot: Plot = None,
 ) -> None:
     """Predict how a training scales: the best plan for each number of ranks, for one batch and for one batch a rank. Nothing is run."""
-    from paceline.cli.asked import asked, check_above_zero, check_outputs
+    from paceline.cli.asked import asked, check_above_zero, check_outputs, show
     from paceline.cli.planned import cluster_of, with_peak
     from paceline.plan.counts import WAY_OUT, parse_counts
 
@@ -47,8 +47,6 @@ def scale(
     if target is not None and tokens is None:
         tokens = _whole(target, what.batch, epochs, steps, set or [], what.facts)
 
-    from rich.console import Console
-
     from paceline.plan.scale import scaling
     from paceline.report.scale import as_json, heading, sentences, tables
 
@@ -61,10 +59,7 @@ def scale(
         from paceline.report.curves import draw
 
         draw(found, efficiency, plot)
-    console = Console(highlight=False)
-    console.print(heading(found), soft_wrap=True, markup=False)
-    for shown in (*tables(found), *sentences(found, efficiency)):
-        console.print(shown, soft_wrap=isinstance(shown, str), markup=False)
+    show(heading(found), *tables(found), *sentences(found, efficiency))
 
 
 def _whole(target: str, batch: int, epochs: float | None, steps: int | None, set: list[str], facts: "ModelFacts") -> float:

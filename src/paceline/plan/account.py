@@ -21,6 +21,7 @@ MEMORY: Mapping[str, tuple[str, ...]] = {  # what the planner has beside these, 
     "optimizer": ("optimizer",),
     "activations": ("activations", "computed again", "loss", "gathered", "cast weights", "communication"),
 }
+MOST_STEPS = 32  # that are profiled together: under local SGD a whole period
 LEAST = 0.01  # of a step: the ratio of a part that is smaller says nothing
 
 

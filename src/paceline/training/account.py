@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from paceline.events import Accounted
 from paceline.launch.world import World
+from paceline.plan.account import MOST_STEPS
 from paceline.plan.plan import Plan
 from paceline.training import peak
 from paceline.training.prepare import Laid
@@ -20,7 +21,6 @@ from paceline.training.timeline import END, GRADIENTS, STEP, UPDATED, Op, Second
 
 SHARE = 0.01  # of the training that it may take
 WARM_UP_STEPS = 3  # before the first profiled one
-MOST_STEPS = 32  # profiled together
 AGAIN = 8  # times in a training that is long enough, and more often at its beginning
 START_S = {"cpu": 0.03, "cuda": 4.0}  # of a first profile, before it is known; on CUDA its library is started
 VARIES = 1.5  # times as much as any before may the next one cost
