@@ -1,6 +1,8 @@
 """The order of samples is a pure function of (seed, epoch, position); no sample is lost or seen twice, on any number of ranks."""
 
+import os
 import random
+import signal
 from collections.abc import Iterator
 from contextlib import closing
 from typing import Any
@@ -12,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.data import Subset
 
+import harness
 import models
 from harness import difference, differences, trained
 from paceline import Spec, Task
@@ -151,6 +154,19 @@ def test_augmentation_is_the_same_on_any_number_of_ranks(plan: str) -> None:
     for ranks, workers in ((1, 2), (2, 0), (2, 2)):
         found = trained(ranks, Noisy(), Spec(steps=5, batch=8, precision="fp64", data=Loading(workers=workers)), plan)
         assert not differences(found, one, 1e-12)
+
+
+def _read_beside_a_lock() -> tuple[dict[int, bytes], int]:
+    """With two readers, of which the first that is forked never gets as far as Python's code."""
+    forks: list[int] = []
+    os.register_at_fork(before=lambda: forks.append(len(forks)), after_in_child=lambda: signal.pause() if forks == [0] else None)
+    return dict(read(0, 1, workers=2)), len(forks)
+
+
+def test_a_reader_that_does_not_start_is_forked_again() -> None:
+    [(samples, forks)] = harness.ranks(1)(_read_beside_a_lock)
+    assert samples == dict(read(0, 1, workers=0))
+    assert forks == 3
 
 
 class Counted(Task):

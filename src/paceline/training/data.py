@@ -7,11 +7,9 @@ they are split into micro-batches, and each of these into one contiguous part a 
 import itertools
 import math
 import random
-import signal
 import traceback
 from collections.abc import Generator, Iterable, Iterator
 from dataclasses import dataclass
-from types import FrameType
 from typing import Any
 
 import numpy as np
@@ -23,6 +21,7 @@ from torch.utils.data import DataLoader, default_collate
 
 from paceline.errors import DataError
 from paceline.task import MapDataset, Task
+from paceline.training.readers import Forked, survive_one_signal
 from paceline.training.seeds import derive
 
 Batch = Any
@@ -190,22 +189,13 @@ def batches(
         num_workers=workers,
         prefetch_factor=prefetch if workers else None,
         pin_memory=device.type == "cuda",
-        worker_init_fn=_survive_one_signal,
+        worker_init_fn=survive_one_signal,
+        multiprocessing_context=Forked() if workers else None,
     )
     if device.type == "cuda":
         yield from _moved(_checked(loader), device)
     else:
         yield from _checked(loader)
-
-
-def _survive_one_signal(worker: int) -> None:
-    """Who stops a training signals its whole process group; the rank still needs its workers then, to stop well."""
-
-    def ask(number: int, frame: FrameType | None) -> None:
-        signal.signal(number, signal.SIG_DFL)
-
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, ask)
 
 
 def _as_it_is(batch: Batch) -> Batch:
