@@ -98,6 +98,11 @@ def test_a_plan_takes_the_ranks_as_its_data_degree():
     assert parse("dp=2,zero=2").on(2) == Plan(zero=2, dp=2, micro=1)
 
 
+@pytest.mark.parametrize(("micro", "schedule"), [(1, "gpipe"), (3, "gpipe"), (4, "1f1b"), (None, "1f1b")])
+def test_a_pipeline_takes_the_schedule_that_its_micro_batches_allow(micro, schedule):
+    assert Plan(pp=4, micro=micro).on(4).schedule == schedule
+
+
 @pytest.mark.parametrize(
     ("text", "ranks", "message"),
     [

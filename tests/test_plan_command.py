@@ -35,6 +35,18 @@ def test_price_of_one_plan(tmp_path: Path) -> None:
     assert plan["bill"]["seconds"] == pytest.approx(1e9 / plan["tokens_per_s"])
 
 
+def test_a_file_says_its_batch_and_micro_is_no_size(tmp_path: Path) -> None:
+    (tmp_path / "gpt.toml").write_text('like = "gpt3-175b"\nbatch = 1536\n')
+    words = ("plan", "--model", "gpt.toml", "--cluster", "a100-80g:8x48", "--tokens", "300e9", "--price", "1.95")
+    found = succeed(*words, "--plan", "tp=8,pp=12,micro=1", at=tmp_path).out
+    assert "batch 1,536 × 2,048 tokens" in found
+    assert (
+        "the pipeline fills and drains: tp=8,pp=12,micro=1 has micro=1 micro-batch of 384 samples; micro=384 has one sample in each"
+        in found
+    )
+    assert "fills and drains" not in succeed(*words, "--plan", "tp=8,pp=12,micro=384", at=tmp_path).out
+
+
 def test_a_plan_is_explained_by_what_else_there_is(tmp_path: Path) -> None:
     """With recompute=full out of need, which a larger cut does without."""
     found = succeed(*GPT, "--plan", "zero3,micro=8,recompute=full", "--explain", at=tmp_path)
@@ -64,7 +76,7 @@ def test_task_on_this_machine(tmp_path: Path) -> None:
         (("plan", "--model", "gpt2", "--cluster", "h100:8"), "Say --batch"),
         (("plan",), "Name a task"),
         ((*GPT, "--plan", "tp=3"), "tp=3"),
-        ((*GPT, "--plan", "pp=8,micro=2"), "micro=8"),
+        ((*GPT, "--plan", "pp=8,micro=2,schedule=1f1b"), "micro=8"),
         ((*GPT, "--plan", "pp=4,tp=4"), "8"),
         ((*GPT, "--ranks", "16"), "has 8 devices"),
         (("plan", "--model", "gpt3", "--cluster", "a100-80g:8", "--batch", "8"), "no plan fits"),

@@ -61,12 +61,14 @@ def asked(
         raise SpecError(f"--measure runs a task; of --model {model} only numbers are known")
     if set or precision:
         raise SpecError("--set and --precision are of a task; a --model has --seq, or a TOML file of its own")
-    if batch is None:
-        raise SpecError("how many samples a step? Say --batch NUMBER")
     from paceline.plan.library import model as known
 
     assert model is not None
-    return Asked(known(model, **({} if seq is None else {"seq": seq})), None, batch)
+    facts = known(model, **({} if seq is None else {"seq": seq}))
+    samples = batch or facts.batch
+    if samples is None:
+        raise SpecError("how many samples a step? Say --batch NUMBER" + (f", or batch in {model}" if model.endswith(".toml") else ""))
+    return Asked(facts, None, samples)
 
 
 def check_outputs(json: Path | None, plot: Path | None) -> None:

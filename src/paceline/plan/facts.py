@@ -140,6 +140,7 @@ class ModelFacts:
 
     tokens: of a sample; 1 where samples are not sequences. `heads`: what tp must divide; `sequence`: what cp must divide.
     shared_params: weights of the head that are those of the embedding; they are counted in `first`.
+    batch: samples of a step, where none are asked for.
     source: counted, measured, or where the numbers are from.
     """
 
@@ -153,6 +154,7 @@ class ModelFacts:
     hidden: int = 0
     vocab: int = 0
     shared_params: int = 0
+    batch: int | None = None
     source: str = "few numbers"
     slower: float = 1.0  # how many times as long as predicted the computing of a real step took
 

@@ -141,9 +141,9 @@ class Plan:
                 f"plan {self} keeps {self.replicate} copies, which does not divide {dp} {'data ' * (cut > 1)}rank{'s' * (dp > 1)}: "
                 + (f"use replicate={_or(fitting)}, or zero3" if fitting else "use single" if cut == 1 else "leave replicate out")
             )
-        schedule = (self.schedule or "1f1b") if self.pp > 1 else None
-        stages = (self.stages or SCHEDULES[schedule]) if schedule else None
         micro = self.micro or (2 * self.pp if self.pp > 1 else 1)
+        schedule = (self.schedule or ("1f1b" if micro >= self.pp else "gpipe")) if self.pp > 1 else None
+        stages = (self.stages or SCHEDULES[schedule]) if schedule else None
         many = schedule is not None and SCHEDULES[schedule] > 1
         if (schedule == "1f1b" and micro < self.pp) or (many and micro % self.pp):
             needs = f"a multiple of pp={self.pp} micro-batches" if many else f"pp={self.pp} micro-batches or more"

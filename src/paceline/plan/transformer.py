@@ -26,6 +26,7 @@ class Transformer(Value):
     ffn: int | None = Field(None, ge=1)  # None: 4 × hidden
     vocab: int = Field(ge=1)
     seq: int = Field(ge=1)
+    batch: int | None = Field(None, ge=1)  # samples of a step, where none are asked for
     experts: int = Field(1, ge=1)
     active_experts: int = Field(1, ge=1)
     gated: bool = False  # the feed-forward part multiplies two projections, as SwiGLU
@@ -95,6 +96,7 @@ class Transformer(Value):
             hidden=self.hidden,
             vocab=self.vocab,
             shared_params=shared,
+            batch=self.batch,
         )
 
 

@@ -77,10 +77,23 @@ def reasons(found: Answer) -> list[str]:
             + ", ".join(f"{name} ({count:,})" for name, count in parts)
             + f"; the one that lacks least, {nearest.plan}, {nearest.reason}, a tenth of the device being left free"
         )
+    lines += _idle(found)
     lines += found.assumed
     if guesses := found.plans[0][1].time.guesses:
         lines.append("extrapolated: " + "; ".join(guesses))
     return lines
+
+
+def _idle(found: Answer) -> list[str]:
+    """Who says micro=1 may mean one sample, as other tools do."""
+    plan, cost = found.plans[0]
+    waits = sum(part.value for part in cost.time.parts if part.name == "pipeline bubble") / cost.step_s
+    if waits < 0.5:
+        return []
+    on = plan.on(found.ranks)
+    samples = found.batch // (on.dp or 1)
+    has = f"micro={on.micro} micro-batch{'es' * (on.micro != 1)} of {samples // (on.micro or 1):,} samples"
+    return [f"{waits:.0%} of the step the pipeline fills and drains: {plan} has {has}; micro={samples} has one sample in each"]
 
 
 def as_json(found: Answer, top: int) -> str:
