@@ -291,11 +291,11 @@ def bench(*words: str | Path, at: Path, **options: object) -> Result:
 
 @with_mpi
 def test_two_ranks(backends, tmp_path):
-    done = bench("--backends", backends, "--sizes", "1KiB,64KiB", "--json", "a.json", "--plot", "a.svg", at=tmp_path)
+    done = bench("--backends", backends, "--sizes", "1KiB,1MiB", "--json", "a.json", "--plot", "a.svg", at=tmp_path)
     found = read(tmp_path / "a.json", "collectives")
     assert {(row["operation"], row["backend"]) for row in found.rows} == {(name, one) for name in OPERATIONS for one in backends.split(",")}
     assert not [row for row in found.rows if row["wrong"]]
-    assert {row["bytes"] for row in found.rows if row["operation"] == "all-reduce"} == {2**10, 2**16}
+    assert {row["bytes"] for row in found.rows if row["operation"] == "all-reduce"} == {2**10, 2**20}
     assert "WRONG" not in done.out
     assert done.out.count("all-reduce") >= 2
     assert any("mpi4py" in note for note in found.notes) == ("mpi" in backends)
