@@ -88,11 +88,13 @@ def test_a_pipeline_on_shared_cores_has_no_bubble_that_others_cannot_use() -> No
 
 def test_benched_rows_become_facts() -> None:
     rows = [{"operation": "move", "threads": 1, "size": size, "min_s": size * 1e-9, "median_s": 1.0} for size in (100.0, 10.0)]
-    rows += [{"engine": "zero3", "ranks": 2, "units": units, "median_s": 1e-3 + units * 1e-4} for units in (2, 6)]
+    for units, tensors in ((2, 32), (6, 96), (6, 12)):
+        rows.append({"engine": "zero3", "ranks": 2, "units": units, "tensors": tensors, "median_s": 1e-3 + units * 1e-4 + tensors * 1e-5})
     found = updated(machine(), [Result(kind="host", rows=tuple(rows))])
     [pace], [engine] = found.paces, found.engines
     assert (pace.sizes, pace.seconds, pace.source) == ((10.0, 100.0), (1e-8, 1e-7), "measured")
-    assert (engine.name, engine.step_s.value, engine.unit_s.value) == ("zero3", pytest.approx(1e-3), pytest.approx(1e-4))
+    assert (engine.name, engine.ranks) == ("zero3", 2)
+    assert [fact.value for fact in (engine.step_s, engine.unit_s, engine.tensor_s)] == pytest.approx([1e-3, 1e-4, 1e-5], rel=1e-3)
 
 
 def test_gpus_have_no_paces() -> None:

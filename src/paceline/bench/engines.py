@@ -4,6 +4,8 @@ import os
 import statistics
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import psutil
@@ -18,9 +20,13 @@ from paceline.bench.result import Row
 from paceline.cluster.limits import usable_cores
 from paceline.events import Step
 from paceline.launch.pool import Ranks
+from paceline.plan.engines import Units, units
+from paceline.plan.facts import ModelFacts
 from paceline.plan.plan import parse
+from paceline.plan.split import shares, split
 from paceline.spec import Spec
 from paceline.task import load_task
+from paceline.training.describe import describe
 from paceline.training.loop import train
 from paceline.training.process import keep_memory, threads_per_rank
 
@@ -31,36 +37,48 @@ OTHERS = 0.08  # share of the machine that other programs may take
 PATIENCE = 8.0  # how many times as long it may take for them to leave it
 DEPTHS = (2, 6)  # blocks
 SAMPLES = 2  # of a rank
-TENSORS = 16  # of a block of the text task, which has two sums and one attention
 SMALL: dict[str, Any] = {"width": 16, "heads": 4, "context": 16}
 PLANS = {"ddp": "ddp", "zero1": "zero1", "zero2": "zero2", "zero3": "zero3", "tp": "tp={}", "cp": "cp={}"}
-UNITS = {"ddp": TENSORS, "zero1": TENSORS, "zero2": 1, "zero3": 1, "tp": 2, "cp": 1}  # of a block
 
 
+@dataclass(frozen=True)
 class Points:
-    """Batches of a number each."""
+    """Batches of some numbers each."""
+
+    width: int
 
     def __len__(self) -> int:
         return 1024
 
     def __getitem__(self, index: int) -> Tensor:
-        return torch.zeros(1)
+        return torch.zeros(self.width)
 
     def batch_of(self, indices: list[int]) -> Tensor:
-        return torch.zeros(len(indices), 1)
+        return torch.zeros(len(indices), self.width)
 
 
 class Nothing(Task):
     """The least that can be trained: what its step takes is the loop's."""
 
+    width: int = 1
+
     def model(self) -> nn.Module:
-        return nn.Linear(1, 1)
+        return nn.Linear(self.width, self.width)
 
     def dataset(self, split: str) -> Points | None:
-        return Points() if split == "train" else None
+        return Points(self.width) if split == "train" else None
 
     def loss(self, output: Tensor, batch: Tensor) -> Tensor:
         return F.mse_loss(output, batch, reduction="none")
+
+
+class Layers(Nothing):
+    """Blocks of two tensors each, where one of the text task has a dozen."""
+
+    width: int = 16
+
+    def model(self) -> nn.Module:
+        return nn.Sequential(*(part for _ in range(DEPTHS[-1]) for part in (nn.Linear(self.width, self.width), nn.ReLU())))
 
 
 class Windows:
@@ -116,35 +134,65 @@ def step_s(spec: Spec, plan: str, seconds: float, pids: Sequence[int] = ()) -> f
     return statistics.median(clean) if len(clean) >= LEAST else statistics.quantiles(found[WARM_UP:], n=10)[0]
 
 
+@dataclass(frozen=True)
+class Small:
+    """A training with hardly anything to compute."""
+
+    task: str
+    depth: int | None = None
+
+    def spec(self, batch: int, threads: int | None = None) -> Spec:
+        fields = {**SMALL, "depth": self.depth} if self.depth is not None else {}
+        return Spec(task=self.task, set=fields, batch=batch, steps=10**6, threads=threads)
+
+    def units(self, engine: str, plan: str, ranks: int, batch: int) -> Units:
+        on = split(parse(plan), ranks, batch)
+        return units(shares(_facts(self), 1, 1, even=False, folded=False)[0], on)[engine]
+
+
+@cache
+def _facts(small: Small) -> ModelFacts:
+    spec = small.spec(SAMPLES)
+    return describe(spec, load_task(spec.task, spec.set))
+
+
+NOTHING, LAYERS = Small("paceline.bench.engines:Nothing"), Small("paceline.bench.engines:Layers")
+TEXTS = [Small("text", depth) for depth in DEPTHS]
+
+
 def engines(ranks: int, budget_s: float) -> Iterator[Row]:
     """A row for each engine and number of its units: the seconds that it adds to a step; `step` is that of a training of nothing."""
-    each_s = budget_s / (2 * len(PLANS) + 2 + 4) / 3
+    each_s = budget_s / 32 / 3  # trainings; a third of the time is theirs, the rest goes by around them
     crowd = max(1.0, ranks / usable_cores())
     threads = threads_per_rank(ranks, None)
+    batch = ranks * SAMPLES
 
-    def row(engine: str, units: int, seconds: float) -> Row:
-        return {"engine": engine, "ranks": ranks, "units": units, "median_s": seconds}
+    def row(engine: str, of: Units, seconds: float) -> Row:
+        return {"engine": engine, "ranks": ranks, "units": of.units, "tensors": of.tensors, "median_s": max(0.0, seconds)}
 
     with Ranks(1) as alone:
 
-        def single(task: str, batch: int, **fields: Any) -> float:
-            spec = Spec(task=task, set=fields, batch=batch, steps=10**6, threads=threads)
-            return float(alone(step_s, spec, "single", each_s, alone.pids, timeout_s=120)[0])
+        def single(small: Small, samples: int, plan: str = "single") -> float:
+            return float(alone(step_s, small.spec(samples, threads), plan, each_s, alone.pids, timeout_s=120)[0])
 
-        yield row("step", 0, single("paceline.bench.engines:Nothing", SAMPLES))
-        own = {(depth, batch): single("text", batch, depth=depth, **SMALL) for depth in DEPTHS for batch in (SAMPLES, ranks * SAMPLES)}
+        yield row("step", Units(), single(NOTHING, SAMPLES))
+        own = {(small, samples): single(small, samples) for small in (*TEXTS, LAYERS) for samples in (SAMPLES, batch)}
+        again = "single,recompute=selective"
+        for small in (LAYERS, TEXTS[-1]):
+            yield row("selective", small.units("selective", again, 1, SAMPLES), single(small, SAMPLES, again) - own[small, SAMPLES])
     with Ranks(ranks) as together:
 
-        def of(plan: str, batch: int, depth: int) -> float:
-            spec = Spec(task="text", set={**SMALL, "depth": depth}, batch=batch, steps=10**6)
-            return float(together(step_s, spec, plan, each_s, together.pids, timeout_s=120)[0])
+        def of(small: Small, plan: str, samples: int) -> float:
+            return float(together(step_s, small.spec(samples), plan, each_s, together.pids, timeout_s=120)[0])
 
-        for engine, plan in PLANS.items():
-            for depth in DEPTHS:
-                batch = ranks * SAMPLES
-                here = SAMPLES if "=" not in plan else batch  # others split the model, not the samples
-                added = of(plan.format(ranks), batch, depth) - crowd * own[depth, here]
-                yield row(engine, depth * UNITS[engine], max(0.0, added))
+        for engine, said in PLANS.items():
+            plan = said.format(ranks)
+            here = SAMPLES if "=" not in plan else batch  # others split the model, not the samples
+            for small in TEXTS if engine == "cp" else (*TEXTS, LAYERS):
+                added = of(small, plan, batch) - crowd * own[small, here]
+                yield row(engine, small.units(engine, plan, ranks, batch), added)
+        deep = TEXTS[-1]
         for micro in (ranks, 3 * ranks):  # of SAMPLES each; the rank computes its share of the blocks for each of them
-            took = of(f"pp={ranks},micro={micro}", micro * SAMPLES, DEPTHS[-1])
-            yield row("pp", micro, max(0.0, took - crowd * (micro + ranks - 1 if crowd == 1 else micro) / ranks * own[DEPTHS[-1], SAMPLES]))
+            took = of(deep, f"pp={ranks},micro={micro}", micro * SAMPLES)
+            computes = crowd * (micro + ranks - 1 if crowd == 1 else micro) / ranks * own[deep, SAMPLES]
+            yield row("pp", Units(micro), took - computes)

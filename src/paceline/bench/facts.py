@@ -3,11 +3,14 @@
 from collections.abc import Iterable
 from typing import Any
 
-from paceline.bench.fit import links
+import numpy as np
+
+from paceline.bench.fit import least, links
 from paceline.bench.result import Result
 from paceline.cluster.facts import Cluster, Device, Disk, Engine, Fact, Overlap, Pace, Rate
 
 QUARTILES = 1.349  # standard deviations between those of a normal distribution
+LEAST_S = 1e-5  # that an engine takes
 RATES = ("matmul", "matmul 2:4", "attention", "attention backward")
 DISK = {
     "large write": "write_Bps",
@@ -76,21 +79,21 @@ def paces(result: Result) -> list[Pace]:
 
 
 def engines(result: Result) -> list[Engine]:
-    """A straight line through the two numbers of units that were measured, neither part of it below 0."""
-    found: dict[tuple[str, int], dict[int, float]] = {}
+    """The plane that is nearest to what was measured over units and tensors, in relative terms, no part of it below 0."""
+    found: dict[tuple[str, int], list[tuple[float, float, float]]] = {}
     for row in result.rows:
         if "engine" in row:
-            found.setdefault((str(row["engine"]), int(row["ranks"] or 1)), {})[int(row["units"] or 0)] = float(row["median_s"] or 0)
+            measured = (float(row["units"] or 0), float(row.get("tensors") or 0), max(LEAST_S, float(row["median_s"] or 0)))
+            found.setdefault((str(row["engine"]), int(row["ranks"] or 1)), []).append(measured)
 
     def fact(value: float) -> Fact:
         return Fact(value=float(f"{value:.4g}"), source="measured", note=f"paceline bench, {result.when}")
 
     rows = []
-    for (name, ranks), table in found.items():
-        (few, short), (many, long) = min(table.items()), max(table.items())
-        unit_s = max(0.0, (long - short) / (many - few)) if many > few else 0.0
-        unit_s = min(unit_s, long / many) if many else 0.0
-        rows.append(Engine(name=name, ranks=ranks, step_s=fact(max(0.0, long - many * unit_s)), unit_s=fact(unit_s)))
+    for (name, ranks), all_ in found.items():
+        units, tensors, seconds = np.asarray(all_).T
+        step_s, unit_s, tensor_s = map(fact, least(np.stack([np.ones(len(seconds)), units, tensors], axis=1) / seconds[:, None])[0])
+        rows.append(Engine(name=name, ranks=ranks, step_s=step_s, unit_s=unit_s, tensor_s=tensor_s))
     return rows
 
 

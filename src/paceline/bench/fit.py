@@ -4,8 +4,10 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from itertools import groupby
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from paceline.bench.operations import OPERATIONS
 from paceline.bench.result import Row, Value
@@ -32,19 +34,27 @@ class Fit:
     sizes: int
 
 
+def least(terms: npt.NDArray[Any]) -> tuple[npt.NDArray[Any], list[int]]:
+    """What makes the sums of the terms, (measurements, unknowns), come nearest to 1, none of it below 0; and the unknowns that are not
+    0 for that."""
+    scale = np.linalg.norm(terms, axis=0)
+    unknown = [at for at in range(terms.shape[1]) if scale[at] > 0]
+    found = np.zeros(terms.shape[1])
+    while unknown:
+        part = np.linalg.lstsq(terms[:, unknown] / scale[unknown], np.ones(len(terms)), rcond=None)[0] / scale[unknown]
+        if (part >= 0).all():
+            found[unknown] = part
+            break
+        unknown = [at for at, value in zip(unknown, part, strict=True) if value >= 0]
+    return found, unknown
+
+
 def fit(carried_bytes: Sequence[float], seconds: Sequence[float]) -> Fit:
     """carried_bytes: factor · S of each call."""
     x, t = np.asarray(carried_bytes, float), np.asarray(seconds, float)
     terms = np.stack([1 / t, x / t], axis=1)  # of α and 1/β
     scale = np.linalg.norm(terms, axis=0)
-    unknown = [at for at in (0, 1) if scale[at] > 0]
-    found = np.zeros(2)
-    while unknown:  # neither can be negative
-        part = np.linalg.lstsq(terms[:, unknown] / scale[unknown], np.ones(len(t)), rcond=None)[0] / scale[unknown]
-        if (part >= 0).all():
-            found[unknown] = part
-            break
-        unknown = [at for at, value in zip(unknown, part, strict=True) if value >= 0]
+    found, unknown = least(terms)
     misfits = terms @ found - 1
     errors = _errors(terms, misfits, unknown, scale)
     alpha, slope = float(found[0]), float(found[1])

@@ -114,6 +114,7 @@ class Engine(Value):
     ranks: int = Field(ge=1)
     step_s: Fact  # of each step
     unit_s: Fact  # of each of the units that it counts
+    tensor_s: Fact = Fact(value=0.0)  # of each of its tensors
 
 
 class Overlap(Value):

@@ -82,16 +82,18 @@ def architecture(name: str, constants: Constants) -> Architecture:
     return constants.architectures[found] if found else UNKNOWN
 
 
-# Cycles that an engine takes for a step, and for each of its units (plan/engines.py), collectives of gloo included, in round figures.
-ENGINES: Mapping[str, tuple[float, float]] = {
-    "step": (5e5, 0.0),
-    "ddp": (1e6, 2e4),
-    "zero1": (1e6, 4e5),
-    "zero2": (1e6, 3e6),
-    "zero3": (1e6, 5e6),
-    "tp": (5e5, 1.5e6),
-    "cp": (5e5, 5e6),
-    "pp": (5e5, 4e6),
+# Cycles that an engine takes for a step, for each of its units and of its tensors (plan/engines.py), collectives of gloo included, in
+# round figures.
+ENGINES: Mapping[str, tuple[float, float, float]] = {
+    "step": (5e5, 0.0, 0.0),
+    "ddp": (1e6, 2e4, 0.0),
+    "zero1": (1e6, 4e5, 0.0),
+    "zero2": (1e6, 2e6, 1e5),
+    "zero3": (1e6, 3e6, 1e5),
+    "tp": (5e5, 1e6, 1e5),
+    "cp": (5e5, 5e6, 0.0),
+    "pp": (5e5, 4e6, 0.0),
+    "selective": (0.0, 1e6, 0.0),
 }
 
 
@@ -100,7 +102,7 @@ class Processor:
     """A core of a CPU of which nothing was measured, in right orders of magnitude; what the system tells of it goes before.
 
     operations: of each lane in a cycle, two units that multiply and add. `product`: share of that which products reach.
-    start_cycles: to start an operation from Python and note it for the backward pass. engines: cycles of a step, and of a unit.
+    start_cycles: to start an operation from Python and note it for the backward pass. engines: cycles of a step, a unit, a tensor.
     """
 
     clock_Hz: float = 2.5e9
@@ -108,7 +110,7 @@ class Processor:
     operations: int = 4
     product: float = 0.5
     start_cycles: float = 1e4
-    engines: Mapping[str, tuple[float, float]] = field(default_factory=lambda: ENGINES)
+    engines: Mapping[str, tuple[float, float, float]] = field(default_factory=lambda: ENGINES)
     basis: Basis = "guessed"
 
 

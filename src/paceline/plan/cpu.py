@@ -59,12 +59,12 @@ def _crowded(paces: Paces, crowd: float) -> Paces:
     return Paces(tables, paces.measured)
 
 
-def engines_of(cluster: Cluster, host: Host, ranks: int) -> dict[str, tuple[float, float]]:
-    """Seconds of a step and of a unit, of each engine as it was measured on the number of ranks that is nearest; else guessed."""
+def engines_of(cluster: Cluster, host: Host, ranks: int) -> dict[str, tuple[float, float, float]]:
+    """Seconds of a step, a unit and a tensor of each engine, as it was measured on the number of ranks that is nearest; else guessed."""
     if not cluster.engines:
         second = host.crowd / host.clock_Hz
-        return {name: (step * second, unit * second) for name, (step, unit) in CPU.engines.items()}
-    found: dict[str, tuple[float, float]] = {}
+        return {name: (step * second, unit * second, tensor * second) for name, (step, unit, tensor) in CPU.engines.items()}
+    found: dict[str, tuple[float, float, float]] = {}
     for engine in sorted(cluster.engines, key=lambda engine: -abs(engine.ranks - ranks)):
-        found[engine.name] = engine.step_s.value, engine.unit_s.value
+        found[engine.name] = engine.step_s.value, engine.unit_s.value, engine.tensor_s.value
     return found

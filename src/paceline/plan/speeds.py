@@ -60,7 +60,7 @@ class Speeds:
     rates: Mapping[str, tuple[tuple[float, float], ...]] = field(default_factory=dict)
     paces: Paces | None = None  # of a CPU
     crowd: float = 1.0  # ranks that share a core
-    engines: Mapping[str, tuple[float, float]] = field(default_factory=dict)  # seconds of a step, and of a unit
+    engines: Mapping[str, tuple[float, float, float]] = field(default_factory=dict)  # seconds of a step, of a unit and of a tensor
     power_W: float | None = None
     price_per_hour: float | None = None
     guesses: tuple[str, ...] = ()

@@ -21,7 +21,11 @@ def show(console: Console, result: Result) -> None:
         console.print(table(operations, columns))
     if engines:
         columns = [Column("engine", lambda row: str(row["engine"]), right=False), Column("ranks", lambda row: str(row["ranks"]))]
-        columns += [Column("units", lambda row: str(row["units"])), Column("adds", lambda row: three_digits(number(row, "median_s")))]
+        columns += [
+            Column("units", lambda row: format_count(number(row, "units"))),
+            Column("tensors", lambda row: format_count(number(row, "tensors"))),
+        ]
+        columns += [Column("adds", lambda row: three_digits(number(row, "median_s")))]
         console.print()
         console.print(table(engines, columns))
 
@@ -39,6 +43,6 @@ def added(result: Result) -> list[tuple[str, float]]:
     """Of each engine with the most units."""
     rows = [row for row in result.rows if "engine" in row]
     return [
-        (f"{row['engine']} on {row['ranks']} ranks, {row['units']} units", number(row, "median_s"))
+        (f"{row['engine']} on {row['ranks']} ranks, {row['units']:g} units", number(row, "median_s"))
         for row in {r["engine"]: r for r in rows}.values()
     ]
