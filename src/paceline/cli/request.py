@@ -7,6 +7,7 @@ from typing import Annotated, Any, NamedTuple
 
 from typer import Argument, Option
 
+from paceline.errors import SpecError
 from paceline.spec import Launch, Spec
 
 
@@ -19,7 +20,9 @@ def request(
     target: Annotated[
         str, Argument(help="A built-in task (digits, mnist, text), my.py:Class, package.module:Class, or a run.toml.")
     ] = "digits",
-    ranks: Annotated[int | None, Option(help="Processes on this machine. Default: one a GPU, or one.")] = None,
+    ranks: Annotated[int | None, Option(help="Processes in all. Default: one a GPU, or one.")] = None,
+    nodes: Annotated[int | None, Option(help="Nodes of a Slurm allocation, over which the ranks are spread alike. Default: one.")] = None,
+    ranks_per_node: Annotated[int | None, Option(help="Processes on each node, in place of --ranks.")] = None,
     plan: Annotated[
         str | None,
         Option(
@@ -53,7 +56,8 @@ def request(
     run: Annotated[str | None, Option(help="The run's folder, a new one. Default: runs/TASK-TIME.")] = None,
 ) -> Request:
     flags: dict[str, Any] = {
-        "ranks": ranks,
+        "ranks": _in_all(ranks, nodes, ranks_per_node),
+        "nodes": nodes,
         "plan": plan,
         "batch": batch,
         "epochs": epochs,
@@ -78,6 +82,17 @@ def request(
     from paceline.cli.start import read
 
     return Request(*read(target, flags, set or []))
+
+
+def _in_all(ranks: int | None, nodes: int | None, ranks_per_node: int | None) -> int | None:
+    if ranks_per_node is None:
+        return ranks
+    if ranks_per_node < 1:
+        raise SpecError(f"--ranks-per-node must be at least 1, got {ranks_per_node}")
+    in_all = (nodes or 1) * ranks_per_node
+    if ranks not in (None, in_all):
+        raise SpecError(f"--ranks {ranks} are not {nodes or 1} × {ranks_per_node} = {in_all}, nodes × ranks a node; leave --ranks out")
+    return in_all
 
 
 def requesting(command: Callable[..., None]) -> Callable[..., None]:
