@@ -27,6 +27,7 @@ from command import (
 )
 from paceline.events import Ended, Started, Step
 from slurm import PATH, Slurm, cluster, why_not
+from test_readme import blocks
 
 COLD = (sys.executable, "-m", "paceline")
 ASKED = ("--steps", "40", "--batch", "24", "--set", "dropout=0.0", "--precision", "fp64", "--device", "cpu", "--no-account")
@@ -175,6 +176,38 @@ def test_a_container_and_a_folder_that_is_staged_in(there, tmp_path):
     assert of_kind(tmp_path / "r", Ended), next((tmp_path / "r").glob("slurm-*")).read_text()
     assert of_kind(tmp_path / "r", Started)[0].ranks == 2
     assert [(tmp_path / node / "hello").read_text() for node in ("n1", "n2")] == ["hello", "hello"]
+
+
+# The page in docs/
+
+PAGE = blocks("docs/slurm.md")
+
+
+def commands(name: str, there: Slurm, folder: Path) -> None:
+    (folder / "site.toml").write_text(PAGE["site.toml"])
+    env = environment(OMP_NUM_THREADS="1", **there.env | {"PATH": f"{Path(sys.executable).parent}:{PATH}"})
+    for line in PAGE[name].splitlines():
+        command = line.partition("#")[0].strip()
+        if command.startswith("paceline logs"):
+            until(lambda: [*(folder / "runs/a").glob("slurm-*.out")] != [], "begun", folder / "runs/a")
+        done = subprocess.run(["bash", "-c", command], cwd=folder, capture_output=True, text=True, env=env, timeout=100)
+        assert done.returncode == 0, f"{command}\n{done.stdout}\n{done.stderr}"
+
+
+@needs_slurm
+def test_the_page(there, tmp_path):
+    commands("commands", there, tmp_path)
+    again = (tmp_path / "runs/a/job").read_text().strip()
+    there.run("scancel", "--user=root")
+    assert "#SBATCH --comment=paceline\n" in (tmp_path / "runs/a/job.sh").read_text()
+    assert again
+
+
+@needs_slurm
+@pytest.mark.slow
+def test_the_page_in_an_allocation(there, tmp_path):
+    commands("allocation", there, tmp_path)
+    assert [of_kind(run, Started)[0].ranks for run in (tmp_path / "runs").iterdir()] == [2, 2]
 
 
 # What is refused: one sentence, and nothing is left

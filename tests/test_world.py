@@ -101,6 +101,11 @@ def test_two_steps_of_one_slurm_job_are_two_jobs():
     assert world(SRUN).job != world(SRUN | {"SLURM_STEP_ID": "1", "SLURM_STEPID": "1"}).job
 
 
+def test_a_number_of_tasks_that_somebody_changed():
+    with pytest.raises(LaunchError, match=r"SLURM_NTASKS=8, but SLURM_STEP_TASKS_PER_NODE=2\(x2\) makes 4"):
+        world(SRUN | {"SLURM_NTASKS": "8"})
+
+
 def test_a_job_that_was_queued_again_is_another_job():
     """Its number and those of its steps are the same as before, and so would be the note that says where ranks meet."""
     assert world(SRUN).job != world(SRUN | {"SLURM_RESTART_COUNT": "1"}).job

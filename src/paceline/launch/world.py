@@ -107,9 +107,14 @@ def _local_size(launcher: str, names: Names, environ: Mapping[str, str], size: i
         return 1 if launcher == "slurm" else size
     if launcher == "slurm":
         try:
-            local_size = expand_counts(environ[name])[int(environ.get("SLURM_NODEID", "0"))]
+            counts = expand_counts(environ[name])
+            local_size = counts[int(environ.get("SLURM_NODEID", "0"))]
         except (ValueError, IndexError):
             raise LaunchError(f"{name}={environ[name]!r} is no list of counts for each node") from None
+        if name == names.local_size[0] and sum(counts) != size:
+            raise LaunchError(
+                f"{names.size}={size}, but {name}={environ[name]} makes {sum(counts)}: srun says both, so one was changed; unset it"
+            )
     else:
         local_size = _number(environ, name)
     if not 0 <= local_rank < local_size:
