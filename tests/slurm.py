@@ -19,7 +19,7 @@ from command import environment
 
 NODES = ("n1", "n2")
 CPUS = 4
-PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "unshare")
+PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "setpriv", "unshare")
 PATH = f"{os.environ['PATH']}:/usr/sbin:/sbin"
 CONFIGURATION = """
 ClusterName=tests
@@ -137,7 +137,12 @@ def _free_ports(count: int) -> list[int]:
 def _daemon(running: contextlib.ExitStack, slurm: Slurm, words: list[str]) -> None:
     output = running.enter_context(open(slurm.configuration.with_name("daemons.log"), "a"))  # noqa: SIM115 (closed with the context)
     process = subprocess.Popen(
-        words, env=environment(**slurm.env), stdin=subprocess.DEVNULL, stdout=output, stderr=output, start_new_session=True
+        ["setpriv", "--pdeathsig", "TERM", *words],  # also when the tests are killed
+        env=environment(**slurm.env),
+        stdin=subprocess.DEVNULL,
+        stdout=output,
+        stderr=output,
+        start_new_session=True,
     )
     running.callback(_end, process)
 
