@@ -111,9 +111,28 @@ def test_help_names_the_commands_and_no_inner_one(tmp_path):
     ("typed", "offered"),
     [
         ("tr", ["train"]),
-        ("", ["train", "resume", "show", "export", "verify", "ledger", "plan", "account", "scale", "probe", "bench"]),
+        (
+            "",
+            [
+                "train",
+                "resume",
+                "submit",
+                "status",
+                "logs",
+                "cancel",
+                "show",
+                "export",
+                "verify",
+                "ledger",
+                "plan",
+                "account",
+                "scale",
+                "probe",
+                "bench",
+            ],
+        ),
         ("train --sav", ["--save-every"]),
-        ("train --plan zero3 --ra", ["--ranks"]),
+        ("train --plan zero3 --ra", ["--ranks", "--ranks-per-node"]),
     ],
 )
 def test_completion(typed, offered, tmp_path):

@@ -12,7 +12,7 @@ import pytest
 from command import succeed
 
 ROOT = Path(__file__).parent.parent
-BLOCK = re.compile(r"<!-- run as tests/test_readme.py: (\S+) -->\n```\w+\n(.*?)```", re.S)
+BLOCK = re.compile(r"<!-- run as tests/test_\w+.py: (\S+) -->\n```\w+\n(.*?)```", re.S)
 
 
 def blocks(page: str) -> dict[str, str]:

@@ -3,6 +3,7 @@
 import pytest
 
 from paceline.errors import LaunchError
+from paceline.launch.hosts import expand_hosts
 from paceline.launch.world import World, expand_counts, world
 
 TORCHRUN = {
@@ -93,11 +94,47 @@ def test_mpich():
 
 
 def test_srun():
-    assert world(SRUN) == World(3, 4, 1, 2, "slurm", job="42-0")
+    assert world(SRUN) == World(3, 4, 1, 2, "slurm", job="42-0-0", host="node0")
 
 
 def test_two_steps_of_one_slurm_job_are_two_jobs():
     assert world(SRUN).job != world(SRUN | {"SLURM_STEP_ID": "1", "SLURM_STEPID": "1"}).job
+
+
+def test_a_number_of_tasks_that_somebody_changed():
+    with pytest.raises(LaunchError, match=r"SLURM_NTASKS=8, but SLURM_STEP_TASKS_PER_NODE=2\(x2\) makes 4"):
+        world(SRUN | {"SLURM_NTASKS": "8"})
+
+
+def test_a_job_that_was_queued_again_is_another_job():
+    """Its number and those of its steps are the same as before, and so would be the note that says where ranks meet."""
+    assert world(SRUN).job != world(SRUN | {"SLURM_RESTART_COUNT": "1"}).job
+
+
+def test_ranks_of_a_step_meet_on_its_first_node():
+    assert world(SRUN | {"SLURM_STEP_NODELIST": "gpu[07-08,10]"}).host == "gpu07"
+    with pytest.raises(LaunchError, match=r"SLURM_STEP_NODELIST cannot be read: '7-' in \[7-\] is no number and no span of them"):
+        world(SRUN | {"SLURM_STEP_NODELIST": "gpu[7-]"})
+
+
+@pytest.mark.parametrize(
+    ("text", "hosts"),
+    [
+        ("login", ["login"]),
+        ("n[1-3,07]", ["n1", "n2", "n3", "n07"]),
+        ("n[008-010],login,b2", ["n008", "n009", "n010", "login", "b2"]),
+        ("rack[1-2]node[3,5].local", ["rack1node3.local", "rack1node5.local", "rack2node3.local", "rack2node5.local"]),
+        ("a-b[1],c[2-2]", ["a-b1", "c2"]),
+    ],
+)
+def test_lists_of_hosts(text, hosts):
+    assert expand_hosts(text) == hosts
+
+
+@pytest.mark.parametrize("text", ["", "n[1-", "n]1[", "a,,b", "n[1-x]", "n[]"])
+def test_what_is_no_list_of_hosts(text):
+    with pytest.raises(ValueError, match="is no"):
+        expand_hosts(text)
 
 
 def test_srun_with_unlike_nodes():

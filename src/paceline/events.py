@@ -161,6 +161,15 @@ def read(path: Path, position: int = 0) -> Iterator[Event]:
                 yield loads(line)
 
 
+def latest(path: Path, lines: int = 200) -> list[Event]:
+    """The last start, and the last lines after it: how it is, in little time also where much has happened."""
+    if not path.exists():
+        return []
+    whole = path.read_bytes().split(b"\n")[:-1]
+    begin = max((at for at, line in enumerate(whole) if b'"event": "started"' in line), default=0)
+    return [loads(line.decode()) for line in [*whole[begin : begin + 1], *whole[begin + 1 :][-lines:]]]
+
+
 def follow(path: Path, done: Callable[[], bool], position: int = 0, poll_s: float = 0.1) -> Iterator[Event]:
     """Events as they come, from a position in bytes on. Ends once `done()` holds and all is read."""
     while True:

@@ -7,6 +7,7 @@ import json
 import os
 import platform
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -27,6 +28,8 @@ class RunFolder:
 
     spec.toml         the request, resolved; `paceline train spec.toml` starts the like again
     provenance.json   where it came from: git revision, versions, host, command
+    job.sh            the script that a scheduler runs; it may be submitted again by hand
+    job               the number of the last such job
     events.jsonl      what happened, append only
     log.txt           the same for people
     ckpt/step_N/      complete checkpoints; whatever else lies in ckpt/ is not one
@@ -43,6 +46,19 @@ class RunFolder:
     @property
     def provenance(self) -> Path:
         return self.path / "provenance.json"
+
+    @property
+    def job_script(self) -> Path:
+        return self.path / "job.sh"
+
+    @property
+    def job(self) -> str | None:
+        """The last job of a scheduler that was to train this run."""
+        path = self.path / "job"
+        return path.read_text().strip() if path.exists() else None
+
+    def write_job(self, number: str) -> None:
+        (self.path / "job").write_text(f"{number}\n")
 
     @property
     def events(self) -> Path:
@@ -87,6 +103,13 @@ class RunFolder:
     def delete(self) -> None:
         shutil.rmtree(self.path)
 
+    def job_log(self) -> Path | None:
+        """What the last job of this run wrote, if it has written yet."""
+        lines = self.job_script.read_text().splitlines() if self.job_script.exists() else []
+        said = next((shlex.split(line)[1] for line in lines if line.startswith("#SBATCH --output=")), "")
+        name = re.sub(r"%(\d*)([a-zA-Z])", lambda found: self.job or "*" if found[2] == "j" else "*", Path(said).name)
+        return max(self.path.glob(name), key=lambda path: path.stat().st_mtime, default=None) if name else None
+
     def is_locked(self) -> bool:
         try:
             with open(self.path / "lock") as file:
@@ -96,6 +119,10 @@ class RunFolder:
         except BlockingIOError:
             return True
         return False
+
+    def holder(self) -> str:
+        """Who has locked it: process N on HOST."""
+        return (self.path / "lock").read_text().strip() or "another process"
 
     def lock(self, wait_s: float = 20.0) -> IO[str]:
         """Hold the run until the returned file is closed or this process ends. Raises RunError when another one holds it."""
@@ -107,10 +134,8 @@ class RunFolder:
                 break
             except OSError:
                 if time.monotonic() > deadline:
-                    with file:
-                        file.seek(0)
-                        holder = file.read().strip() or "another process"
-                    raise RunError(f"{self.path} is being trained by {holder}; wait for it or end it") from None
+                    file.close()
+                    raise RunError(f"{self.path} is being trained by {self.holder()}; wait for it or end it") from None
                 time.sleep(0.2)
         file.truncate(0)
         file.write(f"process {os.getpid()} on {platform.node()}")

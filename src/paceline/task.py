@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import dataclasses
 import importlib
 import importlib.util
@@ -9,7 +10,7 @@ import inspect
 import json
 import sys
 import traceback
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol, dataclass_transform
@@ -144,6 +145,35 @@ def resolve(reference: str) -> str:
     return f"{Path(place).resolve()}:{name or find_task(reference).__name__}"
 
 
+def locate(reference: str) -> str:
+    """What `resolve` says, of a file that is read and not run: without torch. Raises TaskError for what can be seen to be wrong."""
+    place, _, name = reference.partition(":")
+    if not place.endswith(".py"):
+        if ":" not in BUILT_IN.get(reference, reference):
+            raise _unknown(reference)
+        return reference
+    path = Path(place)
+    if not path.is_file():
+        raise TaskError(f"there is no file {path}{_similar(path)}")
+    try:
+        found = list(_names(ast.parse(path.read_bytes())))
+    except SyntaxError as error:
+        raise TaskError(f"{path}, line {error.lineno}: {error.msg}") from error
+    if name and name not in found and "*" not in found:
+        raise TaskError(f"there is no {name} in {place}{nearest(name, found)}")
+    return f"{path.resolve()}:{name}" if name else str(path.resolve())
+
+
+def _names(module: ast.Module) -> Iterator[str]:
+    """Those that may be bound at the top of a module."""
+    for node in ast.walk(module):
+        match node:
+            case ast.ClassDef(name=name) | ast.FunctionDef(name=name) | ast.Name(id=name, ctx=ast.Store()):
+                yield name
+            case ast.alias(name=name, asname=other):
+                yield other or name
+
+
 def fields_of(task: Task) -> dict[str, Any]:
     return {field.name: getattr(task, field.name) for field in dataclasses.fields(task)}
 
@@ -184,12 +214,16 @@ def _similar(path: Path) -> str:
     return nearest(str(path), beside[:50]) if beside else ""
 
 
+def _unknown(reference: str) -> TaskError:
+    return TaskError(
+        f"there is no task {reference!r}: say {', '.join(BUILT_IN)}, a file my.py:Class or a module package.module:Class"
+        + (nearest(reference, BUILT_IN) if nearest(reference, BUILT_IN).startswith("; did") else "")
+    )
+
+
 def _load_module(name: str, reference: str) -> ModuleType:
     if ":" not in BUILT_IN.get(reference, reference):
-        raise TaskError(
-            f"there is no task {reference!r}: say {', '.join(BUILT_IN)}, a file my.py:Class or a module package.module:Class"
-            + (nearest(reference, BUILT_IN) if nearest(reference, BUILT_IN).startswith("; did") else "")
-        )
+        raise _unknown(reference)
     try:
         return importlib.import_module(name)
     except (ImportError, ValueError) as error:

@@ -4,7 +4,26 @@ import sys
 
 import typer
 
-from paceline.cli import account, bench, bench_collectives, benches, export, ledger, plan, probe, rank, resume, scale, show, train, verify
+from paceline.cli import (
+    account,
+    bench,
+    bench_collectives,
+    benches,
+    cancel,
+    export,
+    ledger,
+    logs,
+    plan,
+    probe,
+    rank,
+    resume,
+    scale,
+    show,
+    status,
+    submit,
+    train,
+    verify,
+)
 from paceline.errors import Error
 
 app = typer.Typer(
@@ -15,7 +34,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode="rich",
 )
-for command in (train, resume, show, export, verify, ledger, plan, account, scale, probe):
+for command in (train, resume, submit, status, logs, cancel, show, export, verify, ledger, plan, account, scale, probe):
     app.command()(getattr(command, command.__name__.rpartition(".")[2]))
 bench.app.command("collectives")(bench_collectives.collectives)
 bench.app.command()(benches.compute)
@@ -42,7 +61,8 @@ def _options(version: bool = typer.Option(False, "--version", callback=_version,
 
 def main() -> None:
     """The top of the command line: an error that is meant is one sentence and exit status 2."""
-    debug = "--debug" in sys.argv or sys.argv[1:2] == ["rank"]  # the log of a rank says all
+    own_log = sys.argv[1:2] == ["rank"] and len(sys.argv) > 3  # of a rank of our launcher on this machine: it says all
+    debug = "--debug" in sys.argv or own_log
     sys.argv = [word for word in sys.argv if word != "--debug"]
     try:
         app()

@@ -1,12 +1,54 @@
-"""paceline rank: one rank of our own launcher. Not for people."""
+"""paceline rank: one rank of a launcher of ours. Not for people."""
 
+import os
+import sys
+import traceback
 from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from paceline.launch.world import World
+from paceline.run import RunFolder
 
 
-def rank(run: Path, launcher: int) -> None:
-    """Train the request of a run as the rank that the environment says; `launcher` is the process that started it."""
-    from paceline.launch.rank import run_started
+def rank(run: Path, launcher: Annotated[int | None, typer.Argument()] = None) -> None:
+    """Train the request of a run, or go on with it, as the rank that the environment says.
+
+    `launcher`: the process on this machine that started it and says what became of it. None: srun did, and ranks speak for themselves.
+    """
     from paceline.launch.world import world
     from paceline.run import open_run
 
-    run_started(open_run(run), world(), launcher)
+    folder, me = open_run(run), world()
+    if launcher is None:
+        _speak_once(folder, me)
+        return
+    from paceline.launch.rank import run_started
+
+    run_started(folder, me, launcher)
+
+
+def _speak_once(folder: RunFolder, me: World) -> None:
+    """Of ranks that fail together the first one says why; what the others have to say is in their logs."""
+    from paceline.cli.resume import go_on
+
+    try:
+        go_on(folder, {}, me, again=True)
+    except typer.Exit:
+        raise
+    except Exception:  # the top of a rank
+        if not _is_first(folder, me):
+            with open(folder.rank_log(me.rank), "a") as log:
+                traceback.print_exc(file=log)
+            sys.exit(2)
+        raise
+
+
+def _is_first(folder: RunFolder, me: World) -> bool:
+    folder.ranks.mkdir(exist_ok=True)
+    try:
+        os.close(os.open(folder.ranks / f"failed-{me.job}", os.O_CREAT | os.O_EXCL))
+    except FileExistsError:
+        return False
+    return True

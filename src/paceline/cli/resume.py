@@ -1,13 +1,13 @@
 """paceline resume: go on with a run, on other ranks or under another plan if need be."""
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from paceline import spec as specs
 from paceline.errors import RunError
-from paceline.launch.world import world
+from paceline.launch.world import World, world
 from paceline.plan.plan import AUTO, Plan, parse
 from paceline.run import RunFolder
 from paceline.spec import Spec
@@ -15,7 +15,8 @@ from paceline.spec import Spec
 
 def resume(
     run: Annotated[Path, typer.Argument(help="The run's folder.")],
-    ranks: Annotated[int | None, typer.Option(help="Processes on this machine. Default: as before.")] = None,
+    ranks: Annotated[int | None, typer.Option(help="Processes in all. Default: as before.")] = None,
+    nodes: Annotated[int | None, typer.Option(help="Nodes of a Slurm allocation. Default: as before.")] = None,
     plan: Annotated[str | None, typer.Option(help="Default: as before.")] = None,
     epochs: Annotated[float | None, typer.Option(help="Train until so many epochs in all.")] = None,
     steps: Annotated[int | None, typer.Option(help="Train until so many steps in all.")] = None,
@@ -25,22 +26,35 @@ def resume(
     restarts: Annotated[int | None, typer.Option(help="Start all ranks again so often after one died.")] = None,
 ) -> None:
     """Go on with a run from its last whole checkpoint, to the end that was asked for."""
-    from paceline.cli.start import check, start
     from paceline.run import open_run
 
-    me, folder = world(), open_run(run)
-    flags = {"ranks": ranks, "plan": plan, "epochs": epochs, "steps": steps, "optimizer.lr": lr}
+    flags = {"ranks": ranks, "nodes": nodes, "plan": plan, "epochs": epochs, "steps": steps, "optimizer.lr": lr}
     flags |= {"account": account, "device": device, "restarts": restarts}
-    overrides = specs.one_length({key: value for key, value in flags.items() if value is not None})
-    if me.launcher is not None and ranks is None:
-        overrides["ranks"] = me.size
+    go_on(open_run(run), specs.one_length({key: value for key, value in flags.items() if value is not None}), world())
+
+
+def go_on(folder: RunFolder, overrides: dict[str, Any], me: World, again: bool = False) -> None:
+    """Train what a run asks for, with these keys over it, from its last checkpoint. Exits with the status of the training.
+
+    again: a scheduler has started the same once more, so that there may be nothing left to do.
+    """
+    from paceline.cli.start import check, start
+
+    if me.launcher is not None:
+        overrides = {"ranks": me.size} | overrides
     spec, launch = specs.load(folder.spec, overrides)
-    if plan is not None:
+    if "plan" in overrides:
         launch = launch.model_copy(update={"chosen": None})
     elif launch.plan not in (None, AUTO) and launch.ranks is not None:
         launch = launch.model_copy(update={"plan": str(_fitting(parse(str(launch.plan)), launch.ranks))})
     launch = check(spec, launch, me)
-    _refuse_done(folder, spec)
+    if (step := _done(folder, spec)) is not None:
+        done = f"{folder.path} is done: it was trained to step {step}"
+        if not again:
+            raise RunError(f"{done}; go further with --epochs or --steps")
+        if me.rank == 0:
+            print(done)
+        return
     if me.rank == 0:
         folder.lock().close()  # nobody else is at it
         folder.write_request(spec, launch)
@@ -54,16 +68,16 @@ def _fitting(plan: Plan, ranks: int) -> Plan:
     return Plan(dp=1, micro=plan.micro) if ranks == 1 else Plan(micro=plan.micro)
 
 
-def _refuse_done(folder: RunFolder, spec: Spec) -> None:
+def _done(folder: RunFolder, spec: Spec) -> int | None:
+    """The last step of a run that has come to its end, and whose last checkpoint is whole."""
     from paceline.events import read
     from paceline.report.summary import summarize
 
     started = summarize(read(folder.events)).started if folder.events.exists() else None
     done = max(folder.checkpoints(), default=0)
     if started is None or done < spec.total_steps(started.samples):
-        return
+        return None
     from paceline.training.checkpoint import last_good
 
     path, _, _ = last_good(folder)
-    if path == folder.checkpoint(done):
-        raise RunError(f"{folder.path} is done: it was trained to step {done}; go further with --epochs or --steps")
+    return done if path == folder.checkpoint(done) else None

@@ -37,8 +37,14 @@ def say(spec: Spec, launch: Launch, me: World) -> tuple[Launch, Plan, task.Task]
     """The launch with ranks and plan said, that plan with its data degree said, and the task; the model is not looked at."""
     if me.launcher is not None and launch.ranks not in (None, me.size):
         raise LaunchError(f"--ranks {launch.ranks}, but {me.launcher} started {me.size}; leave --ranks out, or start {launch.ranks} there")
+    if me.launcher is None and launch.nodes > 1:
+        from paceline.launch.nodes import check_allocation
+
+        check_allocation(launch.nodes, launch.restarts)
     work = task.load_task(spec.task, spec.set)
-    ranks = me.size if me.launcher is not None else launch.ranks or _devices(launch.device)
+    ranks = me.size if me.launcher is not None else launch.ranks or launch.nodes * _devices(launch.device)
+    if me.launcher is None:
+        alike(ranks, launch.nodes)
     if launch.plan == AUTO and me.launcher is None:
         from paceline.training.choose import choose
 
@@ -46,10 +52,23 @@ def say(spec: Spec, launch: Launch, me: World) -> tuple[Launch, Plan, task.Task]
         launch = launch.model_copy(update={"plan": str(choice.plan), "chosen": choice.why})
     if launch.plan == AUTO:  # the ranks will choose it together
         return launch.model_copy(update={"ranks": ranks}), Plan().on(ranks), work
+    plan, laid_out = lay_out(spec, launch, ranks)
+    return launch.model_copy(update={"ranks": ranks, "plan": str(plan)}), laid_out, work
+
+
+def lay_out(spec: Spec, launch: Launch, ranks: int) -> tuple[Plan, Plan]:
+    """The plan as it is said, and with its data degree said. Raises PlanError when it does not fit ranks and batch."""
     plan = parse(launch.plan) if launch.plan is not None else Plan(dp=1) if ranks == 1 else Plan()
     laid_out = plan.on(ranks)
     share(spec.batch, laid_out)
-    return launch.model_copy(update={"ranks": ranks, "plan": str(plan)}), laid_out, work
+    return plan, laid_out
+
+
+def alike(ranks: int, nodes: int) -> int:
+    """Ranks on each node. Raises LaunchError when nodes would have unlike numbers of them."""
+    if ranks % nodes:
+        raise LaunchError(f"{ranks} ranks cannot be spread alike over {nodes} nodes: use --ranks {ranks + nodes - ranks % nodes}")
+    return ranks // nodes
 
 
 def _devices(device: str | None) -> int:
@@ -64,13 +83,18 @@ def start(spec: Spec, launch: Launch, me: World, run: RunFolder | None) -> NoRet
         from paceline.launch.rank import run_alone
 
         raise typer.Exit(run_alone(spec, launch, me, run))
-    from paceline.launch import local
-
     assert run is not None
     assert launch.ranks is not None
     new = not run.events.exists()
     try:
-        status = local.start(run, launch.ranks, launch.restarts)
+        if launch.nodes > 1:
+            from paceline.launch import nodes
+
+            status = nodes.start(run, launch.nodes, launch.ranks)
+        else:
+            from paceline.launch import local
+
+            status = local.start(run, launch.ranks, launch.restarts)
     except Error:
         if new and not _has_started(run):
             run.delete()  # nothing half done

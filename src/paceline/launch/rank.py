@@ -53,7 +53,10 @@ def run_alone(spec: Spec, launch: Launch, world: World, run: RunFolder | None) -
 
     Returns the exit status.
     """
-    with Interrupt() as interrupt, process_group(world, choose_device(world, launch.device), spec.timeout_s, Path("runs")):
+    with (
+        Interrupt() as interrupt,
+        process_group(world, choose_device(world, launch.device), spec.timeout_s, run.path if run is not None else Path("runs")),
+    ):
         try:
             if run is None:
                 run = RunFolder(Path(_agree_on_folder(launch, spec, world)))

@@ -9,11 +9,12 @@ STOPPED = 75  # exit status of a training that was stopped and can go on: EX_TEM
 
 def stop_signals() -> list[signal.Signals]:
     """Those that ask for a stop, but what this process was told to ignore (nohup)."""
-    return [number for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP) if signal.getsignal(number) != signal.SIG_IGN]
+    known = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
+    return [number for number in known if signal.getsignal(number) != signal.SIG_IGN]
 
 
 class Interrupt:
-    """The first SIGINT, SIGTERM or SIGHUP asks all ranks to save and stop; the second one ends this process at once."""
+    """The first SIGINT, SIGTERM, SIGHUP or SIGUSR1 asks all ranks to save and stop; the second one ends this process at once."""
 
     def __init__(self, launcher: int | None = None) -> None:
         self.asked = False

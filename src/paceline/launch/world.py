@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from paceline.errors import LaunchError
+from paceline.launch.hosts import expand_hosts
 
 
 @dataclass(frozen=True)
@@ -16,6 +17,7 @@ class World:
     launcher: str | None = None  # a row of LAUNCHERS; None: nobody started this process as a rank
     job: str = ""  # the same for all ranks of one start, and for no others
     address: str | None = None  # "host:port" of a store, where the launcher has agreed on one
+    host: str | None = None  # the machine of rank 0 as the others know it, where the launcher tells
     restart: int = 0  # how often the launcher has started these ranks again
 
 
@@ -58,8 +60,8 @@ def world(environ: Mapping[str, str] = os.environ) -> World:
         if not 0 <= rank < size:
             raise LaunchError(f"{names.rank}={rank} is outside {names.size}={size}: the variables of two launchers are mixed; unset them")
         job = [environ[name] for name in names.job if name in environ][:1]
-        if launcher == "slurm":
-            job.append(environ.get("SLURM_STEP_ID", "0"))
+        if launcher == "slurm":  # a job that is queued again keeps its number, and counts its steps anew
+            job += [environ.get("SLURM_RESTART_COUNT", "0"), environ.get("SLURM_STEP_ID", "0")]
         address = None
         if "MASTER_ADDR" in environ and "MASTER_PORT" in environ:
             address = f"{environ['MASTER_ADDR']}:{environ['MASTER_PORT']}"
@@ -71,6 +73,7 @@ def world(environ: Mapping[str, str] = os.environ) -> World:
             launcher=launcher,
             job="-".join(job),
             address=address,
+            host=_first_host(environ) if launcher == "slurm" else None,
             restart=int(environ.get("TORCHELASTIC_RESTART_COUNT", "0")) if launcher == "torchrun" else 0,
         )
     return World()
@@ -79,6 +82,16 @@ def world(environ: Mapping[str, str] = os.environ) -> World:
 def _is_task(environ: Mapping[str, str]) -> bool:
     """srun starts tasks; in a batch script or an interactive shell of an allocation the same variables speak of the script."""
     return "SLURM_STEP_ID" in environ and environ.get("SLURM_STEP_ID") not in ("4294967291", "4294967292", "4294967290")
+
+
+def _first_host(environ: Mapping[str, str]) -> str | None:
+    name = next((name for name in ("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST") if name in environ), None)
+    if name is None:
+        return None
+    try:
+        return expand_hosts(environ[name])[0]
+    except ValueError as error:
+        raise LaunchError(f"{name} cannot be read: {error}") from None
 
 
 def _number(environ: Mapping[str, str], name: str) -> int:
@@ -94,9 +107,14 @@ def _local_size(launcher: str, names: Names, environ: Mapping[str, str], size: i
         return 1 if launcher == "slurm" else size
     if launcher == "slurm":
         try:
-            local_size = expand_counts(environ[name])[int(environ.get("SLURM_NODEID", "0"))]
+            counts = expand_counts(environ[name])
+            local_size = counts[int(environ.get("SLURM_NODEID", "0"))]
         except (ValueError, IndexError):
             raise LaunchError(f"{name}={environ[name]!r} is no list of counts for each node") from None
+        if name == names.local_size[0] and sum(counts) != size:
+            raise LaunchError(
+                f"{names.size}={size}, but {name}={environ[name]} makes {sum(counts)}: srun says both, so one was changed; unset it"
+            )
     else:
         local_size = _number(environ, name)
     if not 0 <= local_rank < local_size:

@@ -110,6 +110,9 @@ class Saver:
         self.ranks = ranks
         self.copy, self.copies = plan.copy(plan.place(rank)), plan.copies
         self.state_is_cut = plan.zero == 1  # each rank has optimizer state that no other one has, though its tensors are whole
+        if rank == 0:  # before any rank can begin to save: they meet in making the group
+            for unfinished in run.ckpt.glob(".step_*"):
+                shutil.rmtree(unfinished)
         self.group = dist.new_group(backend="gloo") if ranks > 1 else group
         self._pinned = device.type == "cuda"
         self._stager: Any = None
@@ -133,8 +136,6 @@ class Saver:
             self._stager = DefaultStager(StagingOptions(self._pinned, False, False, self._pinned))
         self.run.ckpt.mkdir(exist_ok=True)
         unfinished = self.run.ckpt / f".step_{index.step}"
-        if self.rank == 0 and unfinished.exists():
-            shutil.rmtree(unfinished)
         whole = {key: tensor for key, tensor in found.items() if not (self.state_is_cut and key.startswith("optimizer/"))}
         mine = written_here(whole, self.copy, self.copies) | {key: found[key] for key in found.keys() - whole.keys()} | dict(own or {})
         future = async_save(

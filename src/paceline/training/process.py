@@ -98,7 +98,7 @@ def _meet(world: World, timeout: timedelta, meeting_place: Path) -> dist.Store:
     """mpirun and srun agree on no store: rank 0 opens one on a free port and writes where, in a folder that all ranks see."""
     note = meeting_place / f".meet-{world.launcher}-{world.job}"
     if world.rank == 0:
-        host = "127.0.0.1" if world.local_size == world.size else socket.getfqdn()
+        host = "127.0.0.1" if world.local_size == world.size else world.host or socket.getfqdn()
         store = dist.TCPStore(host, 0, world.size, True, timeout, wait_for_workers=False)
         meeting_place.mkdir(parents=True, exist_ok=True)
         beside = note.with_suffix(f".{os.getpid()}")

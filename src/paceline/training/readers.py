@@ -59,5 +59,5 @@ def survive_one_signal(reader: int) -> None:
     def ask(number: int, frame: FrameType | None) -> None:
         signal.signal(number, signal.SIG_DFL)
 
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
         signal.signal(number, ask)

@@ -1,0 +1,35 @@
+"""paceline cancel: end a training, which saves and can go on later."""
+
+import os
+import platform
+import re
+import signal
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+
+def cancel(run: Annotated[Path, typer.Argument(help="The run's folder.")]) -> None:
+    """End a training, in Slurm or on this machine. All ranks save and stop; a job that waits is taken from the queue."""
+    from paceline.errors import RunError
+    from paceline.events import latest
+    from paceline.launch import slurm
+    from paceline.report.state import of_run
+    from paceline.report.summary import summarize
+    from paceline.run import open_run
+
+    folder = open_run(run)
+    job = slurm.status(folder.job) if folder.job is not None else None
+    if job is not None and job.is_active:
+        slurm.cancel(job.id)
+        print(f"{run}: job {job.id} is cancelled; go on with: sbatch {folder.job_script}")
+        return
+    if not folder.is_locked():
+        raise RunError(f"{run} is not running: {of_run(folder, summarize(latest(folder.events)))}")
+    holder = folder.holder()
+    found = re.fullmatch(r"process (\d+) on (.+)", holder)
+    if found is None or found[2] != platform.node():
+        raise RunError(f"{run} is being trained by {holder}; end it there")
+    os.kill(int(found[1]), signal.SIGTERM)
+    print(f"{run}: {holder} was told to save and stop; go on with: paceline resume {run}")

@@ -1,0 +1,31 @@
+"""Lists of hosts as Slurm shortens them."""
+
+import itertools
+import re
+
+
+def expand_hosts(text: str) -> list[str]:
+    """`"n[1-3,07],login"` -> `["n1", "n2", "n3", "n07", "login"]`. Raises ValueError for what is no such list."""
+    parts = re.findall(r"(?:[^,\[\]]|\[[^\[\]]*\])+", text)
+    if not text or ",".join(parts) != text:
+        raise ValueError(f"{text!r} is no list of hosts")
+    return [host for part in parts for host in _expand(part)]
+
+
+def _expand(part: str) -> list[str]:
+    """`"r[1-2]n[3,5]"` -> `["r1n3", "r1n5", "r2n3", "r2n5"]`"""
+    pieces = re.split(r"\[([^\]]*)\]", part)  # outside, inside, outside, …
+    choices = [_numbers(piece) if at % 2 else [piece] for at, piece in enumerate(pieces)]
+    return ["".join(chosen) for chosen in itertools.product(*choices)]
+
+
+def _numbers(text: str) -> list[str]:
+    """`"1-3,07"` -> `["1", "2", "3", "07"]`: as wide as they are written."""
+    numbers: list[str] = []
+    for span in text.split(","):
+        found = re.fullmatch(r"(\d+)(?:-(\d+))?", span)
+        if found is None:
+            raise ValueError(f"{span!r} in [{text}] is no number and no span of them")
+        first, last = found[1], found[2] or found[1]
+        numbers += [f"{number:0{len(first)}}" for number in range(int(first), int(last) + 1)]
+    return numbers

@@ -1,0 +1,54 @@
+"""Start ranks on all nodes of the Slurm allocation that this process is in."""
+
+import os
+import signal
+import subprocess
+import sys
+from types import FrameType
+
+from paceline.errors import LaunchError, RankError
+from paceline.launch.script import SRUN
+from paceline.launch.signals import STOPPED, stop_signals
+from paceline.run import RunFolder
+
+
+def check_allocation(nodes: int, restarts: int) -> None:
+    """Raises LaunchError where there are fewer nodes."""
+    job = os.environ.get("SLURM_JOB_ID")
+    if job is None:
+        raise LaunchError(
+            f"--nodes {nodes} is for a Slurm allocation, and this is none: queue it with paceline submit, "
+            f"ask for one with salloc --nodes {nodes}, or train on this machine with --nodes 1"
+        )
+    got = os.environ.get("SLURM_JOB_NUM_NODES", "1")
+    if int(got) < nodes:
+        raise LaunchError(
+            f"--nodes {nodes}, but Slurm's job {job} has {got} ({os.environ.get('SLURM_JOB_NODELIST', '?')}): use --nodes {got}"
+        )
+    if restarts:
+        raise LaunchError(
+            f"--restarts {restarts} is for the ranks of one machine, got --nodes {nodes}; go on after a failure with paceline resume"
+        )
+
+
+def start(run: RunFolder, nodes: int, ranks: int) -> int:
+    """Train the request of `run` on so many nodes; rank 0 shows what happens. Returns the exit status.
+
+    Raises RankError where it failed; the ranks have said why.
+    """
+    spread = [f"--nodes={nodes}", f"--ntasks={ranks}", f"--ntasks-per-node={ranks // nodes}"]
+    words = [*SRUN, "--overlap", *spread, sys.executable, "-m", "paceline", "rank", str(run.path)]
+    process = subprocess.Popen(words, stdin=subprocess.DEVNULL, start_new_session=True)  # Ctrl-C is for us: srun would take it its own way
+
+    def pass_on(number: int, frame: FrameType | None) -> None:
+        process.send_signal(signal.SIGUSR1)
+
+    before = {number: signal.signal(number, pass_on) for number in stop_signals()}
+    try:
+        status = process.wait()
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    if status not in (0, STOPPED):
+        raise RankError(f"the ranks of {run.path} ended with exit status {status}, as they say above")
+    return status

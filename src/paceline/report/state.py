@@ -1,0 +1,26 @@
+"""How a run is, in half a sentence."""
+
+from paceline.launch.slurm import Status
+from paceline.report.summary import Summary
+from paceline.run import RunFolder
+
+
+def of_run(run: RunFolder, summary: Summary) -> str:
+    """From its files, and from whether somebody holds it."""
+    if summary.started is None:
+        return "nothing has happened yet"
+    go_on = f"go on with: paceline resume {run.path}"
+    if summary.ended is not None:
+        return f"{summary.ended.reason} at step {summary.ended.step}" + (f"; {go_on}" if summary.ended.reason == "stopped" else "")
+    so_far = f"step {summary.steps} of {summary.started.steps}"
+    return f"running, {so_far}" if run.is_locked() else f"interrupted after {so_far}; {go_on}"
+
+
+def of_job(job: Status) -> str:
+    """In Slurm's words."""
+    what = f"job {job.id} {job.state}"
+    if job.state == "PENDING":
+        return what + (f" ({job.reason})" if job.reason else "") + (f", expected to begin at {job.start}" if job.start else "")
+    if job.is_active:
+        return f"{what} on {job.nodes}, {job.run_time} of {job.time_limit}"
+    return what + (f" ({job.reason})" if job.reason else "")

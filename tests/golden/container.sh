@@ -1,0 +1,44 @@
+#!/bin/bash
+#SBATCH --job-name="it's"
+#SBATCH --nodes=2
+#SBATCH --ntasks-per-node=4
+#SBATCH --time=02:00:00
+#SBATCH --gpus-per-node=4
+#SBATCH --output="/home/me/my runs/it's/slurm-%j.out"
+#SBATCH --open-mode=append
+#SBATCH --signal=B:USR1@120
+#SBATCH --requeue
+# Trains, or goes on from the last checkpoint. Again by hand: sbatch '/home/me/my runs/it'"'"'s/job.sh'
+
+run='/home/me/my runs/it'"'"'s'
+cd '/home/me/my work' || exit
+echo "$SLURM_JOB_ID" > "$run/job"
+module load apptainer
+export DATA='a b'
+
+# The container begins without variables, so it is told those that say who a rank is.
+in_container() {
+    for name in ${!SLURM_*} CUDA_VISIBLE_DEVICES DATA; do
+        [ -z "${!name+said}" ] || export "APPTAINERENV_$name=${!name}"
+    done
+    exec apptainer exec -e --nv --bind '/home/me/my work' --bind "/local/$USER" '/images/torch 2.sif' "$@"
+}
+export -f in_container
+export run
+
+# USR1 comes before the time limit: all ranks save and end, and the job is queued again. Who cancels it tells the ranks himself.
+near_end= ranks=
+trap 'near_end=1; kill -USR1 $ranks' USR1
+trap : TERM
+before=$(ls "$run/ckpt" 2> /dev/null)
+srun --kill-on-bad-exit=0 --wait=60 --cpu-bind=none bash -c 'in_container python -m paceline rank "$run"' &
+ranks=$!
+while wait "$ranks"; status=$?; kill -0 "$ranks" 2> /dev/null; do :; done
+if [ -n "$near_end" ] && [ "$status" != 0 ]; then
+    if [ "$before" != "$(ls "$run/ckpt" 2> /dev/null)" ]; then
+        echo "paceline: the time is over; job $SLURM_JOB_ID is queued again" && scontrol requeue "$SLURM_JOB_ID"
+    else
+        echo "paceline: the time is over and nothing new was saved, so once more would be in vain; ask for more time" >&2
+    fi
+fi
+exit "$status"
