@@ -22,6 +22,7 @@ import zlib
 from collections.abc import Container, Mapping
 from concurrent.futures import Future
 from dataclasses import asdict, dataclass, field
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,7 @@ from paceline.errors import CheckpointError
 from paceline.plan.plan import Plan
 from paceline.run import RunFolder
 from paceline.training.optim import dealt, local_optimizer
+from paceline.training.process import SAVING_S
 from paceline.training.shards import is_cut, is_here
 from paceline.training.weights import aliases, named_tensors
 
@@ -110,7 +112,7 @@ class Saver:
         self.ranks = ranks
         self.copy, self.copies = plan.copy(plan.place(rank)), plan.copies
         self.state_is_cut = plan.zero == 1  # each rank has optimizer state that no other one has, though its tensors are whole
-        self.group = dist.new_group(backend="gloo") if ranks > 1 else group
+        self.group = dist.new_group(backend="gloo", timeout=timedelta(seconds=SAVING_S)) if ranks > 1 else group
         self._pinned = device.type == "cuda"
         self._stager: Any = None
         self._saving: _Saving | None = None
