@@ -111,7 +111,7 @@ def test_help_names_the_commands_and_no_inner_one(tmp_path):
     ("typed", "offered"),
     [
         ("tr", ["train"]),
-        ("", ["train", "resume", "show", "export", "verify", "ledger", "plan", "account", "scale", "probe", "bench"]),
+        ("", ["train", "resume", "show", "doctor", "export", "verify", "ledger", "plan", "account", "scale", "probe", "bench"]),
         ("train --sav", ["--save-every"]),
         ("train --plan zero3 --ra", ["--ranks"]),
     ],

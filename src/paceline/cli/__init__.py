@@ -4,7 +4,23 @@ import sys
 
 import typer
 
-from paceline.cli import account, bench, bench_collectives, benches, export, ledger, plan, probe, rank, resume, scale, show, train, verify
+from paceline.cli import (
+    account,
+    bench,
+    bench_collectives,
+    benches,
+    doctor,
+    export,
+    ledger,
+    plan,
+    probe,
+    rank,
+    resume,
+    scale,
+    show,
+    train,
+    verify,
+)
 from paceline.errors import Error
 
 app = typer.Typer(
@@ -15,7 +31,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode="rich",
 )
-for command in (train, resume, show, export, verify, ledger, plan, account, scale, probe):
+for command in (train, resume, show, doctor, export, verify, ledger, plan, account, scale, probe):
     app.command()(getattr(command, command.__name__.rpartition(".")[2]))
 bench.app.command("collectives")(bench_collectives.collectives)
 bench.app.command()(benches.compute)
