@@ -2,16 +2,18 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
 import psutil
 import pytest
 
-from command import TASK, Running, happened, of_kind, paceline, slow_down, start, unequal, weights, write_task
+from command import PACELINE, TASK, Running, happened, of_kind, paceline, slow_down, start, unequal, weights, write_task
 from paceline.doctor import ask, beat
 from paceline.doctor.ask import Reader, Seen
 from paceline.doctor.beat import Beat, Collective, Frame
@@ -30,11 +32,11 @@ STUCK = TASK.replace(
 )
 
 
-def begin(folder: Path, *more: str, steps: int = 60) -> Running:
+def begin(folder: Path, *more: str, steps: int = 60, program: Sequence[str] = PACELINE) -> Running:
     """Two ranks, whose steps take some 0.1 s."""
     slow_down(folder / "slow", 0.01)
     words = ("train", write_task(folder, STUCK), "--ranks", "2", "--batch", "16", "--steps", str(steps), "--run", "run", *more)
-    return start(*words, at=folder, SLOW=str(folder / "slow"), STUCK=str(folder / "stuck"))
+    return start(*words, at=folder, program=program, SLOW=str(folder / "slow"), STUCK=str(folder / "stuck"))
 
 
 def doctor(folder: Path) -> tuple[int, str, dict]:
@@ -48,7 +50,7 @@ def doctor(folder: Path) -> tuple[int, str, dict]:
 
 def test_a_run_that_is_well_is_said_to_be_and_takes_no_harm(tmp_path: Path) -> None:
     run = tmp_path / "run"
-    with begin(tmp_path, steps=300) as running:
+    with begin(tmp_path, steps=120) as running:
         running.until_step(run, 6)
         for _ in range(3):
             status, out, found = doctor(tmp_path)
@@ -62,7 +64,7 @@ def test_a_run_that_is_well_is_said_to_be_and_takes_no_harm(tmp_path: Path) -> N
     assert not unequal(weights(run), weights(tmp_path / "left alone"))
     assert not of_kind(run, Stalled)
     assert not RunFolder(run).diagnosis.exists()
-    assert paceline("doctor", "run", at=tmp_path).out == "run is not running: it was done at step 300\n"
+    assert paceline("doctor", "run", at=tmp_path).out == "run is not running: it was done at step 120\n"
 
 
 def test_a_rank_that_is_stuck_in_its_data_and_then_one_that_is_stopped(tmp_path: Path) -> None:
@@ -122,6 +124,27 @@ def test_a_reader_that_is_stuck(tmp_path: Path) -> None:
         psutil.Process(reader["pid"]).resume()
         (tmp_path / "stuck").unlink()
         running.until(lambda: doctor(tmp_path)[2]["verdict"] == "healthy", "healthy again")
+
+
+@pytest.mark.slow
+def test_under_another_launcher_the_cause_is_named_once(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    torchrun = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "paceline", "--")
+    with begin(tmp_path, "--timeout", "6", steps=1000, program=torchrun) as running:
+        running.until_step(run, 4)
+        [stopped] = [process for process in running.left() if process.environ().get("RANK") == "1"]
+        stopped.suspend()
+        status, out, found = doctor(tmp_path)
+        assert (status, found["at_fault"]) == (1, [1]), out
+        assert "; rank 0 waits in all_reduce of " in out
+        running.until(lambda: bool(of_kind(run, Failed)), "given up")
+        stopped.kill()
+        result = running.wait()
+        running.until_all_ended()
+    assert result.status != 0
+    [said] = of_kind(run, Stalled)
+    assert f"paceline: rank 0 lost another one: {said.message}; no checkpoint was written yet\n" in result.err
+    assert result.err.count(said.message) == 1
 
 
 # A process of its own, without torch
@@ -305,3 +328,16 @@ def test_nothing_is_said_unasked_before_half_of_the_patience() -> None:
     assert bound_s(beats, soon=False) == 30.0
     assert bound_s([replace(one, longest_s=20.0) for one in beats], soon=False) == 100.0
     assert bound_s([replace(one, phase=beat.ENDED) for one in beats], soon=False) is None
+
+
+# The commands of docs/hangs.md
+
+
+def test_the_commands_of_the_page(tmp_path: Path) -> None:
+    page = (Path(__file__).parent.parent / "docs/hangs.md").read_text()
+    [block] = re.findall(r"<!-- run as tests/test_doctor.py: commands -->\n```sh\n(.*?)```", page, re.S)
+    words = ("train", write_task(tmp_path), "--ranks", "2", "--batch", "16", "--steps", "2", "--run", "runs/a")
+    assert paceline(*words, at=tmp_path).status == 0
+    for line in block.splitlines():
+        assert paceline(*line.split()[1:], at=tmp_path).out == "runs/a is not running: it was done at step 2\n"
+    assert json.loads((tmp_path / "found.json").read_text()) is None

@@ -75,6 +75,11 @@ class RunFolder:
             return []
         return sorted(int(found[1]) for path in self.ckpt.iterdir() if (found := re.fullmatch(r"step_(\d+)", path.name)))
 
+    def way_out(self) -> str:
+        """After a failure."""
+        kept = self.checkpoints()
+        return f"go on from step {kept[-1]} with: paceline resume {self.path}" if kept else "no checkpoint was written yet"
+
     def rank_log(self, rank: int, attempt: int = 0) -> Path:
         return self.ranks / (f"{rank}.restart-{attempt}.log" if attempt else f"{rank}.log")
 

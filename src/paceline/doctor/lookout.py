@@ -15,6 +15,7 @@ from paceline.report.doctor import details, sentences
 from paceline.run import RunFolder
 
 EVERY_S = 1.0
+FILES = 100  # of ranks, at the most, that are read in a second
 GAVE_UP = re.compile("timed out", re.I)
 
 
@@ -29,6 +30,7 @@ class Lookout:
         self._began = time.time()
         self._read = events.end(run.events)
         self._told_s: float | None = None  # when the ranks had last gone on, of a standstill that was told of
+        self._every_s = EVERY_S
         self._failed_at: float | None = None
         self._failed: set[int] = set()  # ranks that said why they end
         self._over = threading.Event()
@@ -43,7 +45,7 @@ class Lookout:
         self._thread.join()
 
     def _follow(self) -> None:
-        while not self._over.wait(EVERY_S):
+        while not self._over.wait(self._every_s):
             with contextlib.suppress(OSError):  # of a folder that is gone, or cannot be written to
                 if self._happened():
                     self._tell(bound=0.0)
@@ -73,6 +75,7 @@ class Lookout:
         """More than so many seconds, and nothing was said about it."""
         now = time.time()
         found = [one if one is not None and one.began >= self._began - EVERY_S else None for one in beats(self.run)]
+        self._every_s = max(EVERY_S, len(found) / FILES)
         bound = bound_s(found, soon=False)
         still = still_s(found, now)
         if bound is None or still < bound or (self._told_s is not None and now - still < self._told_s + EVERY_S):

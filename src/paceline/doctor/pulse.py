@@ -20,7 +20,6 @@ from paceline.run import RunFolder
 EVERY_S = 1.0
 BEFORE_S = 0.1  # there is a run folder, which rank 0 may have to make
 SIGNAL = getattr(signal, "SIGRTMIN", signal.SIGUSR1) + 7  # nobody else's; makes a process write its stack, whatever it is at
-REMEMBERED = 64  # collectives
 
 
 class Pulse:
@@ -44,7 +43,6 @@ class Pulse:
 
     def __enter__(self) -> "Pulse":
         if self.run is not None:
-            os.environ.setdefault("TORCH_FR_BUFFER_SIZE", str(REMEMBERED))  # torch reads it with the first process group
             self._thread = threading.Thread(target=self._beat, name="pulse", daemon=True)
             self._thread.start()
         return self

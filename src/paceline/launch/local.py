@@ -95,7 +95,7 @@ def start(run: RunFolder, ranks: int, restarts: int) -> int:
         watcher.join()
     ended = next((event for event in _happened(run, before) if isinstance(event, Ended)), None)
     if stopped is not None and ended is None:
-        print(f"paceline: stopped by {stopped.sigval.name} before all ranks had saved; {_way_out(run)}", file=sys.stderr)
+        print(f"paceline: stopped by {stopped.sigval.name} before all ranks had saved; {run.way_out()}", file=sys.stderr)
     if stopped is not None or (ended is not None and ended.reason == "stopped"):
         return STOPPED
     if failure is None:
@@ -119,11 +119,6 @@ def _end_children(before: float | None = None) -> list[int]:
 
 def _happened(run: RunFolder, before: int) -> list[Event]:
     return list(events.read(run.events, before)) if run.events.exists() else []
-
-
-def _way_out(run: RunFolder) -> str:
-    kept = run.checkpoints()
-    return f"go on from step {kept[-1]} with: paceline resume {run.path}" if kept else "no checkpoint was written yet"
 
 
 def _log(run: RunFolder, rank: int) -> Path:
@@ -155,7 +150,7 @@ def _cause(run: RunFolder, failure: ChildFailedError, before: int, left: Contain
     own = [event for event in told.values() if not event.lost_peer]
     step = max((event.step for event in happened if isinstance(event, (Started, Step))), default=0)
     if stuck is not None and not silent and not own:
-        message = f"{stuck.sentence}; it was given up after step {step}, more in {run.diagnosis}; {_way_out(run)}"
+        message = f"{stuck.sentence}; it was given up after step {step}, more in {run.diagnosis}; {run.way_out()}"
         with contextlib.closing(events.Writer(run.events)) as writer:
             writer.write(Failed(what="run", step=step, rank=next(iter(stuck.at_fault), None), message=message))
         return RankError(message)
@@ -170,7 +165,7 @@ def _cause(run: RunFolder, failure: ChildFailedError, before: int, left: Contain
     log = _log(run, rank)
     lines = log.read_text(errors="replace").splitlines()[-LOG_LINES:] if log.exists() else []
     end = "\n".join(f"  {line}" for line in lines)
-    message = f"rank {rank} {why if silent else 'failed: ' + why}, after step {step}; {_way_out(run)}"
+    message = f"rank {rank} {why if silent else 'failed: ' + why}, after step {step}; {run.way_out()}"
     with contextlib.closing(events.Writer(run.events)) as writer:
         if silent:
             writer.write(Failed(what="run", step=step, rank=rank, message=message))

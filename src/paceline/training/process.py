@@ -57,6 +57,7 @@ def workers_per_rank(local_size: int, device: torch.device, wish: int | None) ->
     return min(4, max(0, usable_cores() // local_size - 1)) if device.type == "cuda" else 0
 
 
+REMEMBERED = 64  # collectives in torch's flight recorder, for the doctor
 STARTING_S = 600.0  # that ranks wait for one another at least, until all have done once what they will do again
 SAVING_S = 1800.0  # the same, for the slowest of them to write its part of a checkpoint
 
@@ -68,6 +69,7 @@ def process_group(world: World, device: torch.device, timeout_s: float, meeting_
     if dist.is_initialized():
         yield
         return
+    os.environ.setdefault("TORCH_FR_BUFFER_SIZE", str(REMEMBERED))  # torch reads it with the first process group
     dist.init_process_group(
         "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
         rank=world.rank,
