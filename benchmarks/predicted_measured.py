@@ -83,7 +83,7 @@ def _counted(spec: Spec, plan: str) -> int:
 
 
 class Counted(TorchDispatchMode):
-    """The most bytes of tensors at once. (torch.profiler does not see those that gloo's threads let go of, torch 2.13.)"""
+    """The most bytes of tensors at once, without fake ones. (torch.profiler does not see what gloo's threads let go of, torch 2.13.)"""
 
     def __init__(self, there: Iterable[Any]):
         super().__init__()
@@ -95,7 +95,7 @@ class Counted(TorchDispatchMode):
             return NotImplemented  # what it does with local tensors comes here one by one
         result = func(*args, **(kwargs or {}))
         for leaf in tree_leaves(result):
-            if isinstance(leaf, Tensor) and not leaf.is_meta and (memory := storage_of(leaf)) not in self.found:
+            if type(leaf) in (Tensor, torch.nn.Parameter) and not leaf.is_meta and (memory := storage_of(leaf)) not in self.found:
                 self.found[memory] = leaf.untyped_storage()._weak_ref()
         self.most = max(self.most, sum(self._sizes()))
         return result

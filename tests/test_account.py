@@ -77,6 +77,12 @@ def test_a_pause_in_which_none_ends_is_no_waiting() -> None:
     assert found.communication == 0
 
 
+def test_an_end_that_is_written_down_late() -> None:
+    busy = [op("aten::mm", 20, 30), op("aten::add", 60, 79)]
+    found = on_host([*FRAME, *busy, op("gloo:all_reduce", 31, 61, None)], [10 * MS])
+    assert found.communication == pytest.approx(0.029), "until the thread went on"
+
+
 def test_waiting_in_the_optimizer_is_communication() -> None:
     found = on_host([*FRAME, op("aten::mm", 10, 80), op("gloo:broadcast", 81, 87, None), op("aten::add", 88, 90)], [10 * MS])
     assert (found.communication, found.optimizer) == pytest.approx((0.006, 0.004))
@@ -223,27 +229,31 @@ def test_slow_input_is_found() -> None:
     assert max(found.seconds, key=lambda name: found.seconds[name]) == "input"
 
 
-class OneSlowRank(models.Points):
+class SlowRanks(models.Points):
+    first: int = 0
+
     def model(self) -> nn.Module:
-        return Sleepy(super().model())
+        return Sleepy(super().model(), self.first)
 
 
 class Sleepy(nn.Module):
-    def __init__(self, inner: nn.Module):
+    """On ranks from `first` on."""
+
+    def __init__(self, inner: nn.Module, first: int):
         super().__init__()
-        self.inner = inner
+        self.inner, self.first = inner, first
 
     def forward(self, x: Tensor) -> Tensor:
-        if x.device.type == "cpu" and torch.distributed.get_rank() == 1:
-            time.sleep(0.05)
+        if x.device.type == "cpu" and torch.distributed.get_rank() >= self.first:
+            time.sleep(0.15)
         return self.inner(x)
 
 
 def test_a_slow_rank_is_named_and_waited_for() -> None:
-    found = measured(ranks(2)(happened, OneSlowRank(), SPEC, "ddp")[0])
+    found = measured(ranks(2)(happened, SlowRanks(first=1), SPEC, "ddp")[0])
     assert found.slow == 1
     assert found.seconds["communication"] > found.step_s / 4, "half of the ranks wait for most of the step"
-    assert measured(ranks(2)(happened, SlowRows(), SPEC, "ddp")[0]).slow is None
+    assert measured(ranks(2)(happened, SlowRanks(), SPEC, "ddp")[0]).slow is None
 
 
 class SlowStages(models.ShortText):

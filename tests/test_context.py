@@ -47,7 +47,9 @@ def test_a_gpt(size: int, plan: str) -> None:
     assert not wrong(size, plan, models.Text(), wanted())
 
 
-@pytest.mark.parametrize(("size", "plan"), [(2, "cp=2"), (2, "zero3,cp=2,micro=2,recompute=full"), (4, "dp=2,cp=2")])
+@pytest.mark.parametrize(
+    ("size", "plan"), [(2, "cp=2"), (2, "zero3,cp=2,micro=2,recompute=full"), pytest.param(4, "dp=2,cp=2", marks=pytest.mark.slow)]
+)
 @pytest.mark.parametrize(
     "task",
     [

@@ -96,14 +96,12 @@ def check(size: int, plan: str, task: Task, spec: Spec) -> Ledger:
 
 TASKS = (models.Text, models.NormedImages, models.Frozen, models.Shared, models.Weighed, models.OwnOptimizer, models.Unrecorded)
 RECIPES = (wanted(), wanted(precision="fp64", optimizer=Optimizer(clip=1.0)), wanted(precision="fp16"), wanted(precision="bf16"))
-ALL = list(product((2, 4), PLANS, (1, 2), TASKS, range(len(RECIPES))))
-FEW = [  # each plan with each task on 2 ranks, the rest dealt out over them
-    case
-    for case in ALL
-    if (case[2] + case[4] + PLANS.index(case[1]) + TASKS.index(case[3])) % 8 == 0
-    and case[2] == 1 + TASKS.index(case[3]) % 2
-    and (case[0] == 2 or (TASKS.index(case[3]) + PLANS.index(case[1])) % 4 == 0)
-]
+ALL: list[tuple[int, str, int, type[Task], int]] = []  # each plan with each task, half of the recipes dealt out
+FEW: list[tuple[int, str, int, type[Task], int]] = []  # mostly on 2 ranks, one recipe dealt out
+for size, (p, plan), micro, (t, task), recipe in product((2, 4), enumerate(PLANS), (1, 2), enumerate(TASKS), range(len(RECIPES))):
+    dealt = micro + recipe + p + t
+    ALL += [(size, plan, micro, task, recipe)] if dealt % 2 == 0 else []
+    FEW += ALL[-1:] if dealt % 8 == 0 and micro == 1 + t % 2 and (size == 2 or (t + p) % 4 == 0) else []
 
 
 @pytest.mark.parametrize(("size", "plan", "micro", "task", "recipe"), FEW)

@@ -71,7 +71,11 @@ def steps(events: list[Event]) -> list[Step]:
 
 
 @pytest.mark.parametrize(
-    "task", [models.Points, models.Images, models.Text, models.Scalar, models.Idle, models.Weighed, models.OwnOptimizer, models.Routed]
+    "task",
+    [
+        *(models.Points, models.Text, models.Idle, models.OwnOptimizer),
+        *[pytest.param(task, marks=pytest.mark.slow) for task in (models.Images, models.Scalar, models.Weighed, models.Routed)],
+    ],
 )
 @pytest.mark.parametrize("optimizer", [pytest.param(ADAMW, id="adamw"), pytest.param(CLIPPED, id="sgd-clip", marks=pytest.mark.slow)])
 def test_without_staleness_it_is_one_process(task: type[Task], optimizer: Optimizer, tmp_path: Path) -> None:

@@ -2,11 +2,14 @@
 
 import os
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from command import succeed
 
 ROOT = Path(__file__).parent.parent
 BLOCK = re.compile(r"<!-- run as tests/test_readme.py: (\S+) -->\n```\w+\n(.*?)```", re.S)
@@ -33,8 +36,12 @@ def folder(tmp_path_factory):
 
 @pytest.mark.parametrize("command", [line.partition("#")[0].strip() for line in blocks("README.md")["commands"].splitlines()])
 def test_the_tour(command, folder):
-    """In their order: some go on with what others left."""
-    run(command, folder)
+    """In their order: some go on with what others left. The first is cold, as are those of other launchers."""
+    program, *words = shlex.split(command)
+    if program == "paceline" and words != ["train"]:
+        succeed(*words, at=folder)
+    else:
+        run(command, folder)
 
 
 def test_what_the_tour_leaves(folder):

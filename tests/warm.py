@@ -1,7 +1,7 @@
 """Commands in processes that are forked from one that has imported torch, which takes longer than most of what commands do.
 
 warm.run([...], cwd, env, out, err, timeout_s) -> exit status, None when it took longer. Whatever else a command sees is as if it had been
-started by itself: its own session, folder, environment and files. What `command.start` starts is cold, and all of test_readme.py.
+started by itself: its own session, folder, environment and files. What `command.start` starts is cold.
 """
 
 import atexit

@@ -3,8 +3,8 @@
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from paceline.plan.facts import Block, ModelFacts
-from paceline.plan.recipe import Again, Recipe
+from paceline.plan.facts import Block, Held, ModelFacts
+from paceline.plan.recipe import Recipe
 from paceline.plan.split import Cut, Share, Split
 
 
@@ -32,15 +32,29 @@ def kept_bytes(recipe: Recipe, block: Block, cut: Cut) -> float:
     """What the forward pass of a micro-batch leaves for the backward pass on one rank."""
     assert block.lives is not None
     again = recipe.again(cut.recompute)
-    held = block.lives.kept * _of_whole(recipe, block, cut, again) + (0.0 if again.products else _gathered_bytes(recipe, block, cut))
-    return held * cut.micro_batch / cut.cp
+    saved = block.saved.get(again.kept) if again.kept != "none" else None
+    if saved is None:
+        held = block.lives.kept * _of_whole(recipe, block, cut)
+    else:
+        held = _bytes(recipe, block, cut, saved) + _given_bytes(recipe, block, cut)
+    return (held + (0.0 if again.products else _gathered_bytes(recipe, block, cut))) * cut.micro_batch / cut.cp
 
 
 def most_bytes(recipe: Recipe, block: Block, cut: Cut) -> float:
     """At the worst moment; what is computed again is all there then."""
     assert block.lives is not None
-    held = block.lives.most * _of_whole(recipe, block, cut, recipe.again("none")) + _gathered_bytes(recipe, block, cut)
+    held = block.lives.most * _of_whole(recipe, block, cut) + _given_bytes(recipe, block, cut) + _gathered_bytes(recipe, block, cut)
     return held * cut.micro_batch / cut.cp
+
+
+def _given_bytes(recipe: Recipe, block: Block, cut: Cut) -> float:
+    """Of a sample: what products and attention gave, where that is not computed again, besides what the backward pass wants anyhow."""
+    again = recipe.again(cut.recompute)
+    if again.kept != "selective" or again.kept not in block.saved:
+        return 0.0
+    whole = sum(p.rows * p.columns * p.count / (cut.tp if p.cut == "columns" else 1) for p in block.products)
+    scored = sum(a.heads * a.queries * a.head_dim for a in block.attention) / cut.tp
+    return max(0.0, (whole + scored) * recipe.element - _bytes(recipe, block, cut, block.saved[again.kept]._replace(stream=0.0)))
 
 
 def _gathered_bytes(recipe: Recipe, block: Block, cut: Cut) -> float:
@@ -48,13 +62,16 @@ def _gathered_bytes(recipe: Recipe, block: Block, cut: Cut) -> float:
     return 0.0 if block.whole else block.sums * block.boundary * recipe.stream * (1 - 1 / cut.tp)
 
 
-def _of_whole(recipe: Recipe, block: Block, cut: Cut, again: Again) -> float:
-    """What is kept of a block against all of it in float32 on one rank."""
+def _of_whole(recipe: Recipe, block: Block, cut: Cut) -> float:
+    """What is saved of a block against that in float32 on one rank."""
     whole = block.saved["none"].bytes(4.0, 4.0)
     if not whole:
         return 1.0 if block.whole else 1 / cut.tp
-    held = block.saved.get(again.kept) or block.saved.get("selective" if again.kept == "half" else "none") or block.saved["none"]
-    return held.bytes(recipe.stream, recipe.element, cut.tp, recipe.sequence and not block.whole) / whole
+    return _bytes(recipe, block, cut, block.saved["none"]) / whole
+
+
+def _bytes(recipe: Recipe, block: Block, cut: Cut, held: Held) -> float:
+    return held.bytes(recipe.stream, recipe.element, cut.tp, recipe.sequence and not block.whole)
 
 
 def worst(pieces: list[Piece], split: Split, recipe: Recipe, kept_micro: float, cuts: float) -> Moment:
@@ -80,12 +97,14 @@ def _moments(pieces: list[Piece], split: Split, recipe: Recipe, kept_micro: floa
             gradients = params if split.micro > 1 else done * shard
             following = pieces[at - 1].params if at and not pieces[at - 1].is_root else 0.0
             gathered = params if split.zero == 2 else root + (0.0 if piece.is_root else piece.params) + following
-            sending = piece.params + behind
+            sending = behind + (piece.params if split.micro == 1 else 0.0)
         else:
             gathered = sending = 0.0
             gradients = (
                 params * (2 if split.micro > 1 and split.pp * split.tp == 1 else 1) if averaged else params if split.micro > 1 else done
             )
+        if split.micro > 1 or (averaged and not sharded):
+            gradients += piece.params  # of the block itself, before they are added to those that are there
         activations = (kept_micro - 1) * whole_kept + before + piece.most
         yield Moment(gradients * recipe.gradient, activations, gathered * recipe.gather, sending * recipe.reduce + received)
         done += piece.params

@@ -70,6 +70,7 @@ class Counting(TorchDispatchMode):
         self.running: list[str] = []
         self.where = "the model"
         self.within: list[int] = []  # blocks that run, the innermost last
+        self.before = FIRST  # the part before the one that runs
         self.begun = self.of_loss = False
         self.made: dict[int, str | None] = {}  # memory of what products take and give -> dim that is cut
         self.given: set[int] = set()  # memory of what they give
@@ -105,9 +106,9 @@ class Counting(TorchDispatchMode):
         self.running.append(name)
         self.where = name or "the model"
         if id(module) in self.unit_of:
+            if not self.within and args and isinstance(args[0], Tensor):
+                self.parts[self.before].boundary = tuple(args[0].shape)  # what lies between blocks may make it smaller
             self.within.append(self.unit_of[id(module)])
-            if not self.begun and args and isinstance(args[0], Tensor):
-                self.parts[FIRST].boundary = tuple(args[0].shape)
             self.begun = True
         self.parts[self.at].layers.add(name)
 
@@ -116,7 +117,8 @@ class Counting(TorchDispatchMode):
         self.where = (self.running[-1] if self.running else "") or "the model"
         if id(module) in self.unit_of:
             tensor = next((leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)), None)
-            self.parts[self.within.pop()].boundary = tuple(tensor.shape) if tensor is not None else ()
+            self.before = self.within.pop()
+            self.parts[self.before].boundary = tuple(tensor.shape) if tensor is not None else ()
 
     def _save(self, tensor: Tensor) -> Tensor:
         memory = storage_of(tensor)

@@ -14,6 +14,8 @@ COMPUTED = re.compile(
     r"(?!autograd::|torch::autograd::)\w+::|Torch-Compiled|CompiledF"
 )  # operations and compiled blocks, not what calls them
 
+LATE = 0.05  # of the pause
+
 Span = tuple[int, int]
 
 
@@ -117,15 +119,19 @@ def _innermost(ops: Sequence[Op]) -> Iterator[Span]:
 
 
 def _waits(pauses: Sequence[Span], posts: Sequence[Op], talks: Iterable[Op]) -> Iterator[Span]:
-    """From when it was asked for, or the pause began, to the end of each collective that ended in a pause."""
+    """From when it was asked for, or the pause began, to the end of each collective that ended in a pause, or a little after: on busy
+    cores the thread that waited may go on before the one that wrote down the end."""
     begins, posted = [begin for begin, _ in pauses], [op.begin_ns for op in posts]
     for op in talks:
         at = bisect_right(begins, op.end_ns) - 1
-        if at < 0 or op.end_ns > pauses[at][1]:
+        if at < 0:
+            continue
+        begin, end = pauses[at]
+        if op.begin_ns >= end or op.end_ns - end > LATE * (end - begin):
             continue  # ended while something was computed: nobody waited
         before = bisect_right(posted, op.begin_ns) - 1
-        asked = posted[before] if before >= 0 and posted[before] >= pauses[at][0] else op.begin_ns
-        yield max(pauses[at][0], min(asked, op.begin_ns)), op.end_ns
+        asked = posted[before] if before >= 0 and posted[before] >= begin else op.begin_ns
+        yield max(begin, min(asked, op.begin_ns)), min(op.end_ns, end)
 
 
 def _spans(ops: Iterable[Op]) -> Iterator[Span]:
