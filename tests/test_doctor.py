@@ -316,6 +316,14 @@ def test_what_goes_on_is_healthy_and_who_is_slow_is_named() -> None:
     assert said_of(*slow).sentence.endswith("; rank 2 is slow: 30.0 ms a step in data, the others 10.0 ms")
 
 
+def test_a_worker_of_a_parameter_server_may_be_gone() -> None:
+    served = at(0, beat.UPDATE, 0.2, COMPUTES)
+    worker = at(1, beat.START, 200.0, stepped=None)
+    alone = replace(worker, state="gone", beat=replace(worker.beat, patience_s=None))
+    assert said_of(served, worker, alone).verdict == "healthy"
+    assert said_of(served, replace(worker, state="gone"), alone).verdict == "stuck", "it is one that the others wait for"
+
+
 def test_a_run_that_starts_may_take_its_time() -> None:
     starts = [at(rank, beat.START, 20.0 + rank, COMPUTES, stepped=None, step=0) for rank in range(3)]
     found = said_of(*starts)

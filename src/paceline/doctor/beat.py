@@ -33,7 +33,7 @@ class Beat:
     step: int  # the last step done
     steps: int | None  # of the whole training; None: not known yet
     stepped: float | None  # when that step ended; None: none has since this start
-    longest_s: float  # step of this start, but for the first
+    longest_s: float  # step of this start, but for the first; saves and evaluations are none of it
     phase: str
     since: float  # in this phase; in an evaluation, at this batch
     patience_s: float | None  # that the ranks wait for one another now; None: they do not

@@ -63,7 +63,7 @@ def diagnose(seen: Sequence[Seen], now: float, bound: float | None) -> Diagnosis
             verdict=verdict, sentence=sentence, way_out=way_out, at_fault=tuple(at_fault), still_s=still, step=step, seen=tuple(seen)
         )
 
-    unable = [one for one in seen if one.state in ("stopped", "gone", "silent")]
+    unable = [one for one in seen if one.state in ("stopped", "gone", "silent") and (one.beat is None or one.beat.patience_s is not None)]
     if unable or (bound is not None and still > bound):
         at_fault = unable or _at_fault(seen)
         return found("stuck", _sentence(seen, at_fault, still, now), _way_out(at_fault, beats), [one.rank for one in at_fault])

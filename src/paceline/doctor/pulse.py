@@ -14,7 +14,7 @@ from types import FrameType
 from typing import Any
 
 from paceline.doctor import beat
-from paceline.doctor.beat import ENDED, SAVE, START, Answer, Beat, Collective, Frame
+from paceline.doctor.beat import DATA, ENDED, SAVE, START, Answer, Beat, Collective, Frame
 from paceline.run import RunFolder
 
 EVERY_S = 1.0
@@ -32,6 +32,7 @@ class Pulse:
         self.step, self.steps = 0, None  # type: tuple[int, int | None]
         self._began = time.time()
         self._phase, self._since = START, time.perf_counter()
+        self._step_began = self._since
         self._stepped: float | None = None
         self._longest_s = 0.0
         self._spent_s: dict[str, float] = defaultdict(float)
@@ -59,6 +60,8 @@ class Pulse:
         now = time.perf_counter()
         self._spent_s[self._phase] += now - self._since
         self._phase, self._since = phase, now
+        if phase == DATA:
+            self._step_began = now
 
     def begin(self, step: int, steps: int) -> None:
         """So many steps are done, of so many."""
@@ -67,7 +70,7 @@ class Pulse:
     def done(self, step: int) -> None:
         now = time.perf_counter()
         if self._stepped is not None:
-            self._longest_s = max(self._longest_s, now - self._stepped)
+            self._longest_s = max(self._longest_s, now - self._step_began)
         self.step, self._stepped = step, now
 
     def _beat(self) -> None:
