@@ -81,13 +81,12 @@ def diagnose(seen: Sequence[Seen], now: float, bound: float | None) -> Diagnosis
 def place(stack: Sequence[Frame]) -> str | None:
     """Where a thread is, as its user would say it: the innermost line that is none of a library's."""
     for frame in reversed(stack):
-        name = frame.function.removeprefix("<module>.")
         if frame.file.startswith(OWN) and not frame.file.startswith(TASKS):
-            return f"{name} ({os.path.relpath(frame.file, os.path.dirname(OWN))}:{frame.line})"
-        if frame.function.endswith("_BaseDataLoaderIter.__next__") or ("dataloader.py" in frame.file and name.endswith("__next__")):
+            return f"{frame.function} ({os.path.relpath(frame.file, os.path.dirname(OWN))}:{frame.line})"
+        if frame.file.endswith("dataloader.py") and frame.function.endswith("__next__"):
             return "DataLoader.__next__"
         if not LIBRARY.search(frame.file):
-            return f"{name} ({os.path.basename(frame.file)}:{frame.line})"
+            return f"{frame.function} ({os.path.basename(frame.file)}:{frame.line})"
     return None
 
 

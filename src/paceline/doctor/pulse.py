@@ -29,7 +29,8 @@ class Pulse:
         self.run, self.rank, self.ranks = run, rank, ranks
         self.patience_s: float | None = patience_s
         self.saving_s = saving_s
-        self.step, self.steps = 0, None  # type: tuple[int, int | None]
+        self.step = 0
+        self.steps: int | None = None
         self._began = time.time()
         self._phase, self._since = START, time.perf_counter()
         self._step_began = self._since

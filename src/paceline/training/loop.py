@@ -66,29 +66,15 @@ def train(
     world = world if world is not None else world_of()
     if plan is None:
         plan = Plan(dp=1) if world.size == 1 else Plan()
-    pulse = Pulse(run, world.rank, world.size, max(spec.timeout_s, STARTING_S), SAVING_S)
-    with pulse:
-        yield from _train(spec, plan, world, task, run, device, stop, observe, notes, pulse)
-
-
-def _train(
-    spec: Spec,
-    plan: Plan | Literal["auto"],
-    world: World,
-    task: Task | None,
-    run: RunFolder | None,
-    device: str | None,
-    stop: Callable[[], bool],
-    observe: Callable[[nn.Module, str, int], None] | None,
-    notes: Sequence[str],
-    pulse: Pulse,
-) -> Generator[Event]:
-    if task is None:
-        task = tasks.load_task(spec.task, spec.set)
-    else:
-        spec = spec.model_copy(update={"task": tasks.reference_to(task), "set": tasks.fields_of(task)})
-    here = choose_device(world, device)
-    with _settings(spec, world), process_group(world, here, spec.timeout_s, run.path if run is not None else Path("runs")):
+    with contextlib.ExitStack() as held:
+        pulse = held.enter_context(Pulse(run, world.rank, world.size, max(spec.timeout_s, STARTING_S), SAVING_S))
+        if task is None:
+            task = tasks.load_task(spec.task, spec.set)
+        else:
+            spec = spec.model_copy(update={"task": tasks.reference_to(task), "set": tasks.fields_of(task)})
+        here = choose_device(world, device)
+        held.enter_context(_settings(spec, world))
+        held.enter_context(process_group(world, here, spec.timeout_s, run.path if run is not None else Path("runs")))
         if isinstance(plan, str):
             from paceline.training.choose import agreed
 
