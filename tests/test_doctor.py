@@ -5,6 +5,7 @@ import os
 import re
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Sequence
 from dataclasses import replace
@@ -176,17 +177,17 @@ def test_a_rank_that_cannot_answer_still_shows_its_stack(tmp_path: Path) -> None
             while not run.alive(0).exists():
                 assert time.monotonic() < deadline
                 time.sleep(0.02)
-            [seen] = ask.ask(run, time.time())
+            [seen] = ask.ask(run)
             assert (seen.state, seen.answered, seen.beat.step) == ("runs", True, 4)
             print("go", file=child.stdin, flush=True)
             time.sleep(0.5)
-            [seen] = ask.ask(run, time.time())
+            [seen] = ask.ask(run)
             assert (seen.state, seen.answered) == ("runs", False)
             assert seen.stack[-1].function == "match"
             assert seen.stack[0].function == "<module>"
         finally:
             child.kill()
-    assert ask.state(seen.beat, time.time()) == "gone"
+    assert ask.state(seen.beat) == "gone"
 
 
 def test_a_process_that_does_not_expect_it_gets_no_signal(tmp_path: Path) -> None:
@@ -199,6 +200,33 @@ def test_a_process_that_does_not_expect_it_gets_no_signal(tmp_path: Path) -> Non
         assert other.poll() is None, "it was killed"
         os.kill(other.pid, SIGNAL)
         assert other.wait() == -SIGNAL, "the signal would have killed it"
+
+
+def test_ranks_on_other_machines_are_known_by_what_they_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever their clocks say."""
+    monkeypatch.setattr(ask, "ELSEWHERE_S", 0.5)
+    run, over = RunFolder(tmp_path), threading.Event()
+    run.ranks.mkdir()
+
+    def write(rank: int, ahead_s: float) -> None:
+        now = time.time() + ahead_s
+        beat.write(run.alive(rank), replace(WAITS.beat, rank=rank, host="another", began=1.0, time=now, since=now - 2, ranks=2))
+
+    def go_on() -> None:
+        while not over.wait(0.05):
+            write(0, -100.0)
+
+    write(0, -100.0)
+    write(1, -100.0)
+    thread = threading.Thread(target=go_on)
+    thread.start()
+    try:
+        first, second = ask.ask(run)
+    finally:
+        over.set()
+        thread.join()
+    assert (first.state, second.state) == ("runs", "silent")
+    assert 0 < time.time() - first.beat.since < 10
 
 
 # From what is known to the sentence

@@ -7,7 +7,7 @@ import re
 import time
 import uuid
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import psutil
@@ -19,7 +19,6 @@ from paceline.run import RunFolder
 
 HERE_S, ELSEWHERE_S = 2 * EVERY_S, 6 * EVERY_S  # to wait for an answer; file systems between nodes take some seconds to show a new file
 STACK_S = 0.5  # for a process to write its stack
-SILENT_S = 5 * EVERY_S  # after which a rank on another machine that writes nothing has ended, or cannot run
 LINE = re.compile(r'^  File "(.*)", line (\d+) in (.*)$')
 
 
@@ -38,7 +37,7 @@ class Seen:
 
     rank: int
     beat: Beat | None
-    state: str = "missing"  # "runs", "stopped", "gone" (its process), "silent" (on another machine), "missing": not started yet
+    state: str = "missing"  # not started yet; "runs", "stopped", "gone" (its process), "silent" (on another machine), "ended"
     stack: Sequence[Frame] = ()  # innermost last
     collectives: Sequence[Collective] = ()
     readers: Sequence[Reader] = ()
@@ -61,13 +60,14 @@ def beats(run: RunFolder) -> list[Beat | None]:
     return [of_this_start.get(rank) for rank in range(newest.ranks)]
 
 
-def state(one: Beat | None, now: float) -> str:
+def state(one: Beat | None) -> str:
+    """Of one on another machine only whether it has ended."""
     if one is None:
         return "missing"
     if one.phase == beat.ENDED:
         return "ended"
-    if one.host != platform.node():
-        return "runs" if now - one.time < SILENT_S else "silent"
+    if _is_elsewhere(one):
+        return "runs"
     with contextlib.suppress(psutil.Error):
         process = psutil.Process(one.pid)
         if process.create_time() <= one.time + 1:  # else another one has its number by now
@@ -75,10 +75,10 @@ def state(one: Beat | None, now: float) -> str:
     return "gone"
 
 
-def ask(run: RunFolder, now: float) -> list[Seen]:
+def ask(run: RunFolder) -> list[Seen]:
     """Takes some seconds at the most. No rank is disturbed but one that runs and does not answer: it gets a signal that it expects."""
     found = beats(run)
-    states = [state(one, now) for one in found]
+    states = list(map(state, found))
     asked = uuid.uuid4().hex
     with contextlib.suppress(OSError):
         run.asked.write_text(asked)
@@ -91,15 +91,28 @@ def ask(run: RunFolder, now: float) -> list[Seen]:
             if answer is not None and answer.asked == asked:
                 answers[rank] = answer
                 waiting.remove(rank)
-        one_elsewhere = any(_host(found[rank]) != platform.node() for rank in waiting)
-        if time.monotonic() - began > (ELSEWHERE_S if one_elsewhere else HERE_S):
+        if time.monotonic() - began > (ELSEWHERE_S if any(_is_elsewhere(found[rank]) for rank in waiting) else HERE_S):
             break
         time.sleep(0.05)
-    return [_seen(run, rank, one, its, answers.get(rank)) for rank, (one, its) in enumerate(zip(beats(run) or found, states, strict=True))]
+    seen = []
+    for rank, (before, its) in enumerate(zip(found, states, strict=True)):
+        one: Beat | None = (beat.read(run.alive(rank), Beat) or before) if before is not None else None
+        if one is not None and _is_elsewhere(one) and its == "runs":
+            its = "silent" if rank in waiting and one == before else "runs"
+            one = _by_our_clock(one) if its == "runs" else one
+        seen.append(_seen(run, rank, one, its, answers.get(rank)))
+    return seen
 
 
-def _host(one: Beat | None) -> str:
-    return one.host if one is not None else ""
+def _is_elsewhere(one: Beat | None) -> bool:
+    return one is not None and one.host != platform.node()
+
+
+def _by_our_clock(one: Beat) -> Beat:
+    """What was written just now, on a machine whose clock may be another."""
+    ahead = one.time - time.time()
+    stepped = one.stepped - ahead if one.stepped is not None else None
+    return replace(one, time=one.time - ahead, since=one.since - ahead, stepped=stepped)
 
 
 def _seen(run: RunFolder, rank: int, one: Beat | None, its: str, answer: Answer | None) -> Seen:

@@ -14,7 +14,7 @@ def examine(run: RunFolder, bound: float | None = None, failed: Container[int] =
 
     bound: seconds without a sign from which on it counts as stuck; None: what is worth a word as somebody asks.
     failed: ranks that have said why they end."""
-    seen = ask(run, time.time())
+    seen = ask(run)
     if not any(one.state in ("runs", "stopped") for one in seen):
         return None
     seen = [replace(one, state="failed") if one.state == "gone" and one.rank in failed else one for one in seen]
