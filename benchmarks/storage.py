@@ -115,10 +115,10 @@ def main() -> None:
     found: dict[str, list[tuple[float | None, ...]]] = {name: [] for name in TESTS}
     try:
         for turn in range(options.rounds):
-            with tempfile.TemporaryDirectory(dir=options.folder) as folder:
+            with tempfile.TemporaryDirectory(dir=folder) as scratch:
                 for name, tools in TESTS.items():
                     order = [(at + turn) % 3 for at in range(3)]
-                    rates = {at: tool(Path(folder)) if (tool := tools[at]) is not None else None for at in order}
+                    rates = {at: tool(Path(scratch)) if (tool := tools[at]) is not None else None for at in order}
                     found[name].append(tuple(rates[at] for at in range(3)))
     finally:
         NOISE.unlink()

@@ -4,6 +4,7 @@ with nodes(4, rate="100mbit") as there: there[0].start(words)   -> a process on 
 """
 
 import contextlib
+import itertools
 import os
 import subprocess
 import sys
@@ -15,6 +16,7 @@ from pathlib import Path
 SUBNET = "10.78.0"
 DEVICE = "eth0"
 BURST = "64kb"
+LETTERS = itertools.cycle("abcdefghij")
 
 
 @dataclass(frozen=True)
@@ -68,7 +70,7 @@ def has_netem() -> bool:
 @contextlib.contextmanager
 def nodes(count: int, rate: str | None = None, delay_ms: float | None = None) -> Iterator[list[Node]]:
     """`rate`: of each node, in both directions, as tc writes it. `delay_ms`: one way between any two."""
-    tag = f"pl{os.getpid() % 100000}"
+    tag = f"pl{os.getpid() % 100000}{next(LETTERS)}"  # links go a moment after their namespace
     there = [Node(f"{tag}n{at}", f"{SUBNET}.{at + 1}") for at in range(count)]
     with contextlib.ExitStack() as held:
         for node in there:
