@@ -27,7 +27,7 @@ from test_resume import trained
 # The file STUCK keeps the last rank in its data for as long as it is there.
 STUCK = TASK.replace(
     "        return self.x[index]",
-    """        while os.environ["RANK"] == "1" and os.path.exists(os.environ.get("STUCK", "")):
+    """        while os.environ.get("RANK") == "1" and os.path.exists(os.environ.get("STUCK", "")):
             time.sleep(0.1)
         return self.x[index]""",
 )
