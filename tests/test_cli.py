@@ -121,6 +121,7 @@ def test_help_names_the_commands_and_no_inner_one(tmp_path):
                 "logs",
                 "cancel",
                 "show",
+                "doctor",
                 "export",
                 "verify",
                 "ledger",

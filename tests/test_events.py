@@ -9,7 +9,7 @@ import time
 import pytest
 
 from paceline import events
-from paceline.events import KINDS, Ended, Evaluated, Event, Failed, Saved, Started, Step, Writer, dumps, follow, loads, read
+from paceline.events import KINDS, Ended, Evaluated, Event, Failed, Saved, Stalled, Started, Step, Writer, dumps, follow, loads, read
 
 STARTED = Started(
     task="digits", plan="zero3", ranks=2, batch=64, step=0, steps=10, samples=1437, parameters=99, device="cpu", precision="fp32", threads=1
@@ -20,6 +20,7 @@ ALL: list[Event] = [
     Evaluated(step=1, metrics={"loss": 0.1 + 0.2, "accuracy": 1.0}, seconds=0.5),
     Saved(step=1, path="ckpt/step_1", bytes=2**40, seconds=1.0, blocked_s=0.1),
     Failed(what="run", message='a\nb\t"c"', step=1, rank=3, lost_peer=True, meant=True),
+    Stalled(step=1, ranks=(1, 3), message="rank 1 is stopped; rank 3 too"),
     Ended(step=1, reason="done", communication=0.25),
 ]
 
@@ -46,7 +47,7 @@ def test_an_event_is_one_line_and_comes_back_equal(event):
 
 
 def test_the_kinds_and_fields_that_others_read():
-    assert [*KINDS] == ["started", "step", "accounted", "evaluated", "saved", "failed", "ended"]
+    assert [*KINDS] == ["started", "step", "accounted", "evaluated", "saved", "failed", "stalled", "ended"]
     written = json.loads(dumps(ALL[1]))
     assert {*written} == {"time", "event", "step", "samples", "loss", "grad_norm", "lr", "step_s", "data_s", "samples_per_s"}
     assert {"time", "event", "step", "metrics"} <= {*json.loads(dumps(ALL[2]))}

@@ -1,6 +1,6 @@
 """What happened in a run, one JSON object a line: the only channel from a run to those who watch it.
 
-A line has `time` (seconds since the epoch), `event` (started, step, accounted, evaluated, saved, failed, ended) and the fields of
+A line has `time` (seconds since the epoch), `event` (started, step, accounted, evaluated, saved, failed, stalled, ended) and the fields of
 that event. The figures of quick steps come together, some ten times a second: another line may stand before that of a step
 which ended earlier. A run that was interrupted and resumed repeats the steps after its last checkpoint: the later line counts.
 """
@@ -91,6 +91,15 @@ class Failed(Event):
 
 
 @dataclass(frozen=True, kw_only=True)
+class Stalled(Event):
+    """For a while no rank has gone on."""
+
+    step: int  # the last one done
+    ranks: tuple[int, ...]  # that the others wait for
+    message: str
+
+
+@dataclass(frozen=True, kw_only=True)
 class Ended(Event):
     step: int
     reason: str  # "done" | "stopped"
@@ -98,7 +107,9 @@ class Ended(Event):
     lead: int | None = None  # parameter server: most steps that a worker was seen ahead of the slowest
 
 
-KINDS: dict[str, type[Event]] = {kind.__name__.lower(): kind for kind in (Started, Step, Accounted, Evaluated, Saved, Failed, Ended)}
+KINDS: dict[str, type[Event]] = {
+    kind.__name__.lower(): kind for kind in (Started, Step, Accounted, Evaluated, Saved, Failed, Stalled, Ended)
+}
 
 
 def dumps(event: Event) -> str:

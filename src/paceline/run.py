@@ -34,6 +34,8 @@ class RunFolder:
     log.txt           the same for people
     ckpt/step_N/      complete checkpoints; whatever else lies in ckpt/ is not one
     ranks/N.log       what rank N wrote on its standard output and error
+    ranks/N.alive     what rank N is at, written about once a second; N.said and N.stacks: more of that, when asked by ranks/asked
+    diagnosis.txt     why it did not go on, the last time that it did not
     tensorboard/      scalars
     """
 
@@ -89,8 +91,30 @@ class RunFolder:
             return []
         return sorted(int(found[1]) for path in self.ckpt.iterdir() if (found := re.fullmatch(r"step_(\d+)", path.name)))
 
+    def way_out(self) -> str:
+        """After a failure."""
+        kept = self.checkpoints()
+        return f"go on from step {kept[-1]} with: paceline resume {self.path}" if kept else "no checkpoint was written yet"
+
     def rank_log(self, rank: int, attempt: int = 0) -> Path:
         return self.ranks / (f"{rank}.restart-{attempt}.log" if attempt else f"{rank}.log")
+
+    def alive(self, rank: int) -> Path:
+        return self.ranks / f"{rank}.alive"
+
+    def said(self, rank: int) -> Path:
+        return self.ranks / f"{rank}.said"
+
+    def stacks(self, rank: int) -> Path:
+        return self.ranks / f"{rank}.stacks"
+
+    @property
+    def asked(self) -> Path:
+        return self.ranks / "asked"
+
+    @property
+    def diagnosis(self) -> Path:
+        return self.path / "diagnosis.txt"
 
     def request(self) -> tuple[Spec, Launch]:
         return spec_file.load(self.spec, {})

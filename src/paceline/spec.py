@@ -99,7 +99,7 @@ class Spec(Value):
     evaluate_every: int | None = Field(None, ge=1)  # steps; None: after each epoch and at the end
     threads: int | None = Field(None, ge=1)  # of torch on each rank; None: the cores divided by the ranks of this machine
     account: bool | None = None  # profile some steps for `paceline account`; None: as often as 1 % of the time allows
-    timeout_s: float = Field(600.0, gt=0)  # after which a rank gives up waiting for another
+    timeout_s: float = Field(60.0, gt=0)  # after which a rank gives up waiting for another; until all have made a step, at least 600
     optimizer: Optimizer = Optimizer()
     schedule: Schedule = Schedule()
     save: Save = Save()

@@ -53,6 +53,7 @@ def request(
     ] = None,
     device: Annotated[str | None, Option(help="cpu or cuda. Default: CUDA where there is some.")] = None,
     restarts: Annotated[int | None, Option(help="Start all ranks again so often after one died.")] = None,
+    timeout: Annotated[float | None, Option(help="Seconds that a rank waits for another before all end. Default: 60.")] = None,
     run: Annotated[str | None, Option(help="The run's folder, a new one. Default: runs/TASK-TIME.")] = None,
 ) -> Request:
     flags: dict[str, Any] = {
@@ -70,6 +71,7 @@ def request(
         "account": account,
         "device": device,
         "restarts": restarts,
+        "timeout_s": timeout,
         "run": run,
         "optimizer.lr": lr,
         "optimizer.name": optimizer,

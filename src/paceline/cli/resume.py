@@ -24,12 +24,13 @@ def resume(
     account: Annotated[bool | None, typer.Option("--account/--no-account", help="Profile some steps. Default: as before.")] = None,
     device: Annotated[str | None, typer.Option(help="cpu or cuda. Default: as before.")] = None,
     restarts: Annotated[int | None, typer.Option(help="Start all ranks again so often after one died.")] = None,
+    timeout: Annotated[float | None, typer.Option(help="Seconds to wait for a rank. Default: as before.")] = None,
 ) -> None:
     """Go on with a run from its last whole checkpoint, to the end that was asked for."""
     from paceline.run import open_run
 
     flags = {"ranks": ranks, "nodes": nodes, "plan": plan, "epochs": epochs, "steps": steps, "optimizer.lr": lr}
-    flags |= {"account": account, "device": device, "restarts": restarts}
+    flags |= {"account": account, "device": device, "restarts": restarts, "timeout_s": timeout}
     go_on(open_run(run), specs.one_length({key: value for key, value in flags.items() if value is not None}), world())
 
 

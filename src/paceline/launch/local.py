@@ -7,6 +7,8 @@ import os
 import signal
 import sys
 import threading
+import time
+from collections.abc import Container
 from pathlib import Path
 
 import psutil
@@ -16,6 +18,8 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, launch_agent
 
 from paceline import events
+from paceline.doctor.diagnose import Diagnosis
+from paceline.doctor.lookout import Lookout
 from paceline.errors import Error, RankError
 from paceline.events import Ended, Event, Failed, Started, Step
 from paceline.launch.signals import STOPPED, stop_signals
@@ -25,6 +29,7 @@ from paceline.run import RunFolder
 
 LOG_LINES = 20  # of a dead rank, shown with its name
 AGENT_WAITS_S = 30  # for ranks that it has sent SIGTERM, before it kills them (torch 2.13)
+GRACE_S = 3  # that a rank has to end once another one has failed; one that is stopped or stuck never would
 
 
 class _RankLogs(DefaultLogsSpecs):
@@ -70,13 +75,16 @@ def start(run: RunFolder, ranks: int, restarts: int) -> int:
     watcher.start()
     failure: ChildFailedError | None = None
     stopped: SignalException | None = None
+    left: set[int] = set()
+    lookout = Lookout(run, failed=lambda at: left.update(_end_children(before=at)))
     try:
-        if servers:
-            from paceline.launch.servers import launch
+        with lookout:
+            if servers:
+                from paceline.launch.servers import launch
 
-            launch(run, ranks, servers, restarts)
-        else:
-            launch_agent(config, sys.executable, ["-m", "paceline", "rank", str(run.path), str(os.getpid())])
+                launch(run, ranks, servers, restarts)
+            else:
+                launch_agent(config, sys.executable, ["-m", "paceline", "rank", str(run.path), str(os.getpid())])
     except ChildFailedError as error:
         failure = error
     except SignalException as error:
@@ -87,28 +95,30 @@ def start(run: RunFolder, ranks: int, restarts: int) -> int:
         watcher.join()
     ended = next((event for event in _happened(run, before) if isinstance(event, Ended)), None)
     if stopped is not None and ended is None:
-        print(f"paceline: stopped by {stopped.sigval.name} before all ranks had saved; {_way_out(run)}", file=sys.stderr)
+        print(f"paceline: stopped by {stopped.sigval.name} before all ranks had saved; {run.way_out()}", file=sys.stderr)
     if stopped is not None or (ended is not None and ended.reason == "stopped"):
         return STOPPED
     if failure is None:
         return 0
-    raise _cause(run, failure, before)
+    raise _cause(run, failure, before, left, lookout.found)
 
 
-def _end_children() -> None:
-    """After a second interrupt the agent leaves its ranks behind."""
+def _end_children(before: float | None = None) -> list[int]:
+    """After a second interrupt the agent leaves its ranks behind. `before`: those that were there when a rank failed, some seconds ago;
+    the agent would wait longer."""
+    ended: list[int] = []
+    if before is not None and time.time() < before + GRACE_S:
+        return ended
     for child in psutil.Process().children(recursive=True):
         with contextlib.suppress(psutil.NoSuchProcess):
-            child.kill()
+            if before is None or child.create_time() < before:
+                child.kill()
+                ended.append(child.pid)
+    return ended
 
 
 def _happened(run: RunFolder, before: int) -> list[Event]:
     return list(events.read(run.events, before)) if run.events.exists() else []
-
-
-def _way_out(run: RunFolder) -> str:
-    kept = run.checkpoints()
-    return f"go on from step {kept[-1]} with: paceline resume {run.path}" if kept else "no checkpoint was written yet"
 
 
 def _log(run: RunFolder, rank: int) -> Path:
@@ -116,8 +126,8 @@ def _log(run: RunFolder, rank: int) -> Path:
     return max(run.ranks.glob(f"{rank}.*log"), key=lambda path: path.stat().st_mtime, default=run.rank_log(rank))
 
 
-def _cause(run: RunFolder, failure: ChildFailedError, before: int) -> Error:
-    """The one rank that failed first, of those that failed with it."""
+def _cause(run: RunFolder, failure: ChildFailedError, before: int, left: Container[int], stuck: Diagnosis | None) -> Error:
+    """The one rank that failed first, of those that failed with it; `left`: processes that were ended since they did not end with it."""
     happened = _happened(run, before)
     happened = happened[max((at for at, event in enumerate(happened) if isinstance(event, Started)), default=0) :]  # of the last start
     told = {event.rank: event for event in happened if isinstance(event, Failed) and event.what == "run"}
@@ -131,10 +141,19 @@ def _cause(run: RunFolder, failure: ChildFailedError, before: int) -> Error:
     silent = [
         (rank, child)
         for rank, child in failure.failures.items()
-        if child.exitcode < 0 and child.exitcode != -signal.SIGTERM and child.timestamp < first_at + AGENT_WAITS_S and rank not in told
+        if child.exitcode < 0
+        and child.exitcode != -signal.SIGTERM
+        and child.timestamp < first_at + AGENT_WAITS_S
+        and rank not in told
+        and child.pid not in left
     ]
     own = [event for event in told.values() if not event.lost_peer]
     step = max((event.step for event in happened if isinstance(event, (Started, Step))), default=0)
+    if stuck is not None and not silent and not own:
+        message = f"{stuck.sentence}; it was given up after step {step}, more in {run.diagnosis}; {run.way_out()}"
+        with contextlib.closing(events.Writer(run.events)) as writer:
+            writer.write(Failed(what="run", step=step, rank=next(iter(stuck.at_fault), None), message=message))
+        return RankError(message)
     if silent:
         rank, child = silent[0]
         why = f"was killed by {signal.Signals(-child.exitcode).name}"
@@ -146,7 +165,7 @@ def _cause(run: RunFolder, failure: ChildFailedError, before: int) -> Error:
     log = _log(run, rank)
     lines = log.read_text(errors="replace").splitlines()[-LOG_LINES:] if log.exists() else []
     end = "\n".join(f"  {line}" for line in lines)
-    message = f"rank {rank} {why if silent else 'failed: ' + why}, after step {step}; {_way_out(run)}"
+    message = f"rank {rank} {why if silent else 'failed: ' + why}, after step {step}; {run.way_out()}"
     with contextlib.closing(events.Writer(run.events)) as writer:
         if silent:
             writer.write(Failed(what="run", step=step, rank=rank, message=message))

@@ -14,8 +14,9 @@ import torch.distributed as dist
 from rich.console import Console
 
 from paceline import events
-from paceline.errors import Error, RunError
-from paceline.events import Ended, Event, Failed, Started, Step
+from paceline.doctor.lookout import Lookout
+from paceline.errors import Error, RankError, RunError
+from paceline.events import Ended, Event, Failed, Stalled, Started, Step
 from paceline.launch.signals import STOPPED, Interrupt
 from paceline.launch.world import World
 from paceline.plan.plan import AUTO, Plan, parse
@@ -61,12 +62,36 @@ def run_alone(spec: Spec, launch: Launch, world: World, run: RunFolder | None) -
             if run is None:
                 run = RunFolder(Path(_agree_on_folder(launch, spec, world)))
             with contextlib.closing(_recorded(spec, launch, world, run, interrupt)) as happening:
-                return _status(watch(happening, run, _console(world)) if world.rank == 0 else _last(happening))
-        except Error as error:
+                if world.rank:
+                    return _status(_last(happening))
+                with Lookout(run):
+                    return _status(watch(happening, run, _console(world)))
+        except (Error, RuntimeError, ConnectionError) as error:
+            if not isinstance(error, Error) and not is_of_lost_peer(error):
+                raise
             # One sentence for all ranks: the first one says it.
             if not _first_to_fail(world):
                 sys.exit(2)
-            raise error
+            if isinstance(error, Error) or run is None:
+                raise
+            raise RankError(f"rank {world.rank} {_what_was_lost(run)}; {run.way_out()}") from error
+
+
+def is_of_lost_peer(error: Exception) -> bool:
+    return isinstance(error, (RuntimeError, ConnectionError)) and bool(LOST_PEER.search(str(error)))
+
+
+def _what_was_lost(run: RunFolder) -> str:
+    """In the words of the doctor, where it was asked since the last start."""
+    said = None
+    for event in events.read(run.events) if run.events.exists() else ():
+        if isinstance(event, (Stalled, Started)):
+            said = event
+    return (
+        f"lost another one: {said.message}"
+        if isinstance(said, Stalled)
+        else f"lost another one; where they were tells paceline doctor {run.path}"
+    )
 
 
 def _console(world: World) -> Console | None:
@@ -138,7 +163,7 @@ def _recorded(spec: Spec, launch: Launch, world: World, run: RunFolder, interrup
                     step = event.step
                 yield event
         except Exception as error:  # the top of a rank: say why it ends, then let it end
-            lost_peer = isinstance(error, (RuntimeError, ConnectionError)) and bool(LOST_PEER.search(str(error)))
+            lost_peer = is_of_lost_peer(error)
             message = str(error) if isinstance(error, Error) else f"{type(error).__name__}: {str(error).strip() or 'no message'}"
             if run.path.exists():
                 with contextlib.closing(events.Writer(run.events)) as last_words:

@@ -4,7 +4,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from paceline.events import Accounted, Ended, Evaluated, Event, Failed, Saved, Started, Step
+from paceline.events import Accounted, Ended, Evaluated, Event, Failed, Saved, Stalled, Started, Step
 from paceline.report.summary import Summary
 from paceline.units import format_bytes, format_count, format_seconds
 
@@ -27,6 +27,8 @@ def line(event: Event) -> str:
         case Failed():
             who = "" if event.what == "save" or event.message.startswith("rank ") else f"rank {event.rank}: "
             return f"step {event.step}  {who}{event.message}"
+        case Stalled():
+            return f"step {event.step}  it does not go on: {event.message}"
         case Ended():
             return f"step {event.step}  {event.reason}"
     return type(event).__name__.lower()

@@ -12,7 +12,7 @@ from typing import Any, TextIO
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from paceline.events import Ended, Evaluated, Event, Failed, Started, Step
+from paceline.events import Ended, Evaluated, Event, Failed, Stalled, Started, Step
 from paceline.report.summary import summarize
 from paceline.report.text import closing, headline, line, metrics
 from paceline.run import RunFolder
@@ -102,6 +102,8 @@ def _bar(console: Console) -> Iterator[Show]:
                     progress.update(bar, metrics=metrics({name: value for name, value in event.metrics.items() if name != "loss"}))
                 case Failed() if event.what != "run":
                     console.print(event.message, style="red", markup=False)
+                case Stalled():
+                    console.print(line(event), style="red", markup=False)
 
         yield show
 

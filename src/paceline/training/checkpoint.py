@@ -22,6 +22,7 @@ import zlib
 from collections.abc import Container, Mapping
 from concurrent.futures import Future
 from dataclasses import asdict, dataclass, field
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,7 @@ from paceline.errors import CheckpointError
 from paceline.plan.plan import Plan
 from paceline.run import RunFolder
 from paceline.training.optim import dealt, local_optimizer
+from paceline.training.process import SAVING_S
 from paceline.training.shards import is_cut, is_here
 from paceline.training.weights import aliases, named_tensors
 
@@ -113,7 +115,7 @@ class Saver:
         if rank == 0:  # before any rank can begin to save: they meet in making the group
             for unfinished in run.ckpt.glob(".step_*"):
                 shutil.rmtree(unfinished)
-        self.group = dist.new_group(backend="gloo") if ranks > 1 else group
+        self.group = dist.new_group(backend="gloo", timeout=timedelta(seconds=SAVING_S)) if ranks > 1 else group
         self._pinned = device.type == "cuda"
         self._stager: Any = None
         self._saving: _Saving | None = None

@@ -4,6 +4,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from paceline.doctor.beat import EVALUATE
 from paceline.errors import TaskError
 from paceline.training.data import Samples, batches, validation_parts
 from paceline.training.step import ELSEWHERE, Step, autocast, weighed
@@ -20,8 +21,10 @@ def evaluate(
     parts = [(numbers or [0], numbers or [0]) for numbers in mine]
     sums: dict[str, Tensor] = {}
     update.model.eval()
+    update.enter(EVALUATE)
     try:
         for numbers, data in zip(mine, batches(samples, parts, device, workers, prefetch), strict=True):
+            update.enter(EVALUATE)
             output = update.output(data)
             if output is ELSEWHERE:
                 continue

@@ -16,6 +16,8 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from paceline import task as tasks
+from paceline.doctor.beat import DATA, REPORT, SAVE
+from paceline.doctor.pulse import Pulse
 from paceline.errors import DivergedError, SpecError
 from paceline.events import Ended, Evaluated, Event, Failed, Saved, Started, Step
 from paceline.launch.world import World
@@ -32,7 +34,7 @@ from paceline.training.figures import Figures, Local, Pending, Wishes, tell
 from paceline.training.optim import check_schedule, factor
 from paceline.training.parallelize import release
 from paceline.training.prepare import Data, Laid, lay_out, open_data, resume
-from paceline.training.process import choose_device, process_group, threads_per_rank, workers_per_rank
+from paceline.training.process import SAVING_S, STARTING_S, choose_device, limit_waits, process_group, threads_per_rank, workers_per_rank
 from paceline.training.settle import settle
 from paceline.training.step import Step as Update
 
@@ -64,12 +66,15 @@ def train(
     world = world if world is not None else world_of()
     if plan is None:
         plan = Plan(dp=1) if world.size == 1 else Plan()
-    if task is None:
-        task = tasks.load_task(spec.task, spec.set)
-    else:
-        spec = spec.model_copy(update={"task": tasks.reference_to(task), "set": tasks.fields_of(task)})
-    here = choose_device(world, device)
-    with _settings(spec, world), process_group(world, here, spec.timeout_s, run.path if run is not None else Path("runs")):
+    with contextlib.ExitStack() as held:
+        pulse = held.enter_context(Pulse(run, world.rank, world.size, max(spec.timeout_s, STARTING_S), SAVING_S))
+        if task is None:
+            task = tasks.load_task(spec.task, spec.set)
+        else:
+            spec = spec.model_copy(update={"task": tasks.reference_to(task), "set": tasks.fields_of(task)})
+        here = choose_device(world, device)
+        held.enter_context(_settings(spec, world))
+        held.enter_context(process_group(world, here, spec.timeout_s, run.path if run is not None else Path("runs")))
         if isinstance(plan, str):
             from paceline.training.choose import agreed
 
@@ -82,8 +87,9 @@ def train(
             from paceline.training.asynchronous import train_against_servers
 
             def loop(plan_of_one: Plan, me: World, nothing: Data, laid: Laid, stop: Callable[[], bool]) -> _Loop:
-                return _Loop(spec, plan_of_one, str(plan), me, task, run, here, stop, nothing, laid, world.size)
+                return _Loop(spec, plan_of_one, str(plan), me, task, run, here, stop, nothing, laid, pulse, world.size)
 
+            pulse.patience_s = None  # of servers and workers, which wait for one another by other means
             yield from train_against_servers(spec, laid_out, str(plan), world, task, here, stop, data, loop)
             return
         laid = lay_out(spec, laid_out, world, task, here, training=data.training)
@@ -91,7 +97,7 @@ def train(
         if observe is not None:
             laid.step.observe = partial(observe, laid.model)
         try:
-            yield from _Loop(spec, laid_out, str(plan), world, task, run, here, stop, data, laid).events()
+            yield from _Loop(spec, laid_out, str(plan), world, task, run, here, stop, data, laid, pulse).events()
         finally:
             release(laid.update.model)
             meshes.let_go()
@@ -125,13 +131,15 @@ class _Loop:
         stop: Callable[[], bool],
         data: Data,
         laid: Laid,
+        pulse: Pulse,
         ranks: int | None = None,  # that were started, where they are not those of `world`
     ):
         self.spec, self.plan, self.asked, self.world, self.task, self.run = spec, plan, asked, world, task, run
-        self.device, self.stop, self.ranks = device, stop, ranks or world.size
+        self.device, self.stop, self.pulse, self.ranks = device, stop, pulse, ranks or world.size
         self.data, self.laid, self.update = data, laid, laid.update
         self.total = spec.total_steps(data.samples)
         check_schedule(spec.schedule, self.total * spec.batch)
+        laid.step.enter = pulse.enter
         self.workers = workers_per_rank(world.local_size, device, spec.data.workers)
         self.saver = checkpoint.Saver(run, plan, world.rank, world.size, device, laid.group) if run is not None else None
         resumed = resume(spec, world, run, laid, data.samples) if run is not None else None
@@ -154,6 +162,7 @@ class _Loop:
         rank is waited for; those of quick steps are read together."""
         if self.run is not None and self.world.rank == 0 and self.run.ckpt.exists():
             checkpoint.clean(self.run)
+        self.pulse.begin(self.step, self.total)
         yield self._started()
         assert self.plan.dp is not None
         assert self.plan.micro is not None
@@ -176,6 +185,7 @@ class _Loop:
         while self.step < self.total and not self.stopping:
             self.accounting.begin(self.step)
             began = time.perf_counter()
+            self.pulse.enter(DATA)
             micro_batches = [next(source) for _ in range(self.plan.micro or 1)]
             data_s = time.perf_counter() - began
             if self.laid.local is not None:
@@ -185,15 +195,19 @@ class _Loop:
             lr_factor = factor(self.spec.schedule, self.step * self.spec.batch, self.total * self.spec.batch)
             local = self.update(micro_batches, self.step, lr_factor)
             self.step += 1
+            self.pulse.enter(REPORT)
             if self.laid.local is not None:
                 self.laid.local.after(self.step)
             if self.saver is not None and self.step == self.first + 1:
                 self.saver.prepare()
             figures = self._read()
+            if self.step == self.first + 2:  # every rank has done a whole step
+                self._wait_at_most(self.spec.timeout_s)
             step_s = time.perf_counter() - began
             self.launched.append(_Launched(local, self.step, self.update.base_lrs[0] * lr_factor, data_s, step_s, time.time()))
             yield from self.accounting.end(self.step, data_s)
             self.stop_wished |= self.stop()
+            self.pulse.done(self.step)
             if len(self.launched) >= self.together:
                 self._tell()
             yield from self._finished(figures)
@@ -295,12 +309,23 @@ class _Loop:
     def _evaluated(self) -> Evaluated:
         assert self.data.validation is not None
         began = time.perf_counter()
+        is_first = self.evaluated_step is None  # which may compile, one stage after the other
+        if is_first:
+            self._wait_at_most(max(self.spec.timeout_s, STARTING_S))
         with self.laid.whole():
             self.metrics = evaluate(
                 self.laid.step, self.data.validation, self.spec.batch, self.workers, self.spec.data.prefetch, self.laid.group
             )
+        if is_first:
+            self._wait_at_most(self.spec.timeout_s)
         self.evaluated_step = self.step
         return Evaluated(step=self.step, metrics=self.metrics, seconds=time.perf_counter() - began)
+
+    def _wait_at_most(self, seconds: float) -> None:
+        """Of a save nothing is said: the ranks wait for the slowest disk."""
+        self.pulse.patience_s = seconds
+        if self.world.size > 1:
+            limit_waits(seconds, but=self.saver.group if self.saver is not None else None)
 
     def _is_best(self) -> bool:
         direction, name = self.spec.save.best.split()
@@ -321,6 +346,7 @@ class _Loop:
     def _save(self) -> Iterator[Event]:
         """Start a checkpoint of this step, after the one before is done."""
         assert self.saver is not None
+        self.pulse.enter(SAVE)
         yield from self._saved(wait=True)
         found, own = self.laid.state(self.world.rank)
         index = checkpoint.Index(
@@ -342,6 +368,8 @@ class _Loop:
 
     def _saved(self, wait: bool) -> Iterator[Event]:
         """What became of the checkpoint under way. One that failed is said, and costs neither the run nor the checkpoints before."""
+        if wait:
+            self.pulse.enter(SAVE)
         result = self.saver.result(wait) if self.saver is not None else None
         if result is None or self.run is None:
             return

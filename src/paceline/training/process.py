@@ -57,12 +57,19 @@ def workers_per_rank(local_size: int, device: torch.device, wish: int | None) ->
     return min(4, max(0, usable_cores() // local_size - 1)) if device.type == "cuda" else 0
 
 
+REMEMBERED = 64  # collectives in torch's flight recorder, for the doctor
+STARTING_S = 600.0  # that ranks wait for one another at least, until all have done once what they will do again
+SAVING_S = 1800.0  # the same, for the slowest of them to write its part of a checkpoint
+
+
 @contextlib.contextmanager
 def process_group(world: World, device: torch.device, timeout_s: float, meeting_place: Path) -> Iterator[None]:
-    """The default process group: one that is there already, or one for the time of this context."""
+    """The default process group: one that is there already, or one for the time of this context, with the patience of a start."""
+    timeout_s = max(timeout_s, STARTING_S)
     if dist.is_initialized():
         yield
         return
+    os.environ.setdefault("TORCH_FR_BUFFER_SIZE", str(REMEMBERED))  # torch reads it with the first process group
     dist.init_process_group(
         "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
         rank=world.rank,
@@ -75,6 +82,15 @@ def process_group(world: World, device: torch.device, timeout_s: float, meeting_
         yield
     finally:
         dist.destroy_process_group()
+
+
+def limit_waits(timeout_s: float, but: dist.ProcessGroup | None = None) -> None:
+    """A rank that waits longer than this for another one in a collective fails, whatever the group of ranks; `but`: that is left as it is.
+
+    A group that was made without saying so has 30 minutes, also where the default group has less (torch 2.13)."""
+    for group in dist.distributed_c10d._world.pg_map:
+        if group is not but:
+            dist.distributed_c10d._set_pg_timeout(timedelta(seconds=timeout_s), group)
 
 
 _groups = itertools.count()  # process groups that this process has made

@@ -24,6 +24,7 @@ from paceline.plan.plan import Plan
 from paceline.training import checkpoint
 from paceline.training.figures import Local
 from paceline.training.pieces import Piece, join_state
+from paceline.training.process import STARTING_S
 from paceline.training.shard import Shard, load_message
 from paceline.training.transport import Message, Transport, answered
 
@@ -58,7 +59,7 @@ class Coordinator:
         self.clip, self.timeout_s, self.servers, self.workers = clip, timeout_s, plan.servers, plan.dp
         self.base_lrs = [group["lr"] for group in optimizer.param_groups]
         self.loss_scale = None
-        self.step = 0  # updates made
+        self.step = self.first = 0  # updates made; when the workers came in
         self.alive = set(range(self.workers))
         self.gone: set[int] = set()  # said goodbye
         self.pushed: dict[int, dict[int, Message]] = {}  # step -> worker -> what its gradients came to
@@ -70,7 +71,7 @@ class Coordinator:
 
     def begin(self, step: int) -> None:
         """Give all servers their share of the model as it is after `step` steps, and let the workers in."""
-        self.step = step
+        self.step = self.first = step
         params = dict(self.model.named_parameters())
         self._ask_all(lambda server: load_message(self.optimizer, params, self.dealt[server], step))
         self.optimizer.state.clear()
@@ -129,12 +130,13 @@ class Coordinator:
 
     def _all_of(self, step: int) -> dict[int, Message]:
         with self.changed:
-            here = self.changed.wait_for(lambda: self.alive <= self.pushed.get(step, {}).keys(), self.timeout_s)
+            timeout_s = max(self.timeout_s, STARTING_S) if step == self.first else self.timeout_s
+            here = self.changed.wait_for(lambda: self.alive <= self.pushed.get(step, {}).keys(), timeout_s)
             came = dict(self.pushed.get(step, {}))
             late = self.alive - came.keys()
         if not here:
             for worker in sorted(late):
-                self._drop(worker, f"it pushed nothing for {self.timeout_s:.0f} s")
+                self._drop(worker, f"it pushed nothing for {timeout_s:.0f} s")
         if not came:
             raise RankError(f"all {self.workers} workers are gone; the last good weights are in the checkpoints")
         return came

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_leaves
 
+from paceline.doctor.beat import BACKWARD, FORWARD, UPDATE
 from paceline.errors import TaskError
 from paceline.plan.plan import Place, Plan
 from paceline.task import Task
@@ -70,6 +71,7 @@ class Step:
     norm: Norm = field(init=False)
     loss_scale: LossScale | None = field(init=False)
     around_loss: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext  # forward and backward run in it
+    enter: Callable[[str], None] = lambda phase: None  # told of each phase that begins
     after_backward: list[Callable[[], None]] = field(default_factory=list)  # what the engines leave undone of the gradients
 
     def __post_init__(self) -> None:
@@ -88,6 +90,7 @@ class Step:
             losses, items, expected = self.backward(batches, step)
         for finish in self.after_backward:
             finish()
+        self.enter(UPDATE)
         if self.observe is not None:
             self.observe("gradients", step)
         norm = self.update(lr_factor)
@@ -115,6 +118,7 @@ class Step:
         if type(self.task).weights is not Task.weights:
             own = OwnWeight(self.task, batches, self.data_ranks) if self.alone else None
             weight = own or GlobalWeight(self.task, batches, self.place.is_first_of_data)
+        self.enter(FORWARD)
         if self.pipeline is not None:
             assert not isinstance(weight, OwnWeight)
             return self.pipeline.backward(batches, step, weight, self._share_of)
@@ -122,12 +126,14 @@ class Step:
         items: list[Tensor | float] = []
         whole: Tensor | float | None = None
         for micro, batch in enumerate(batches):
+            self.enter(FORWARD)
             start_stream(derive(self.seed, "model", step, micro, *self.place.stream), self.device)
             with self._sync_if(micro == len(batches) - 1):
                 with autocast(self.precision, self.device):
                     loss, items_here = weighed_loss(self.task, self.model, batch)
                 if whole is None:
                     whole = weight.result() if weight is not None else float(items_here) * len(batches) * self.data_ranks
+                self.enter(BACKWARD)
                 loss.backward(self._share_of(loss, whole))
             losses.append(loss.detach())
             items.append(items_here)

@@ -1,0 +1,104 @@
+"""What heartbeats and the flight recorder take from a step: the same training with and without them, in turns, on one process and on two.
+
+python benchmarks/heartbeat.py [--steps 300] [--times 7]
+"""
+
+import argparse
+import contextlib
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import heartbeat  # by the name that the ranks know
+from paceline import Spec
+from paceline.cluster.cpu import cpu
+from paceline.doctor import pulse
+from paceline.events import Step
+from paceline.launch.pool import Ranks
+from paceline.plan.plan import parse
+from paceline.run import RunFolder
+from paceline.spec import Save
+from paceline.training.process import REMEMBERED
+
+WARM_UP = 20
+
+
+@contextlib.contextmanager
+def silent() -> Iterator[None]:
+    """Neither notes nor files."""
+    nothing: Any = lambda *_: None  # noqa: E731
+    with (
+        mock.patch.object(pulse.Pulse, "enter", nothing),
+        mock.patch.object(pulse.Pulse, "done", nothing),
+        mock.patch.object(pulse.Pulse, "__enter__", lambda self: self),
+    ):
+        yield
+
+
+def step_s(folder: str, steps: int, beats: bool) -> float:
+    """The mean step of a training of the digits task."""
+    from paceline.training.loop import train
+
+    spec = Spec(task="digits", steps=steps, save=Save(minutes=float("inf")), evaluate_every=10**6, account=False)
+    with contextlib.nullcontext() if beats else silent():
+        run = RunFolder(Path(folder))
+        taken = [event.step_s for event in train(spec, parse("ddp"), run=run) if isinstance(event, Step)]
+    return statistics.mean(taken[WARM_UP:])
+
+
+CALLS = """
+import time, torch, torch.distributed as dist
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+x, taken = torch.ones(31), []
+for _ in range(20):
+    began = time.perf_counter()
+    for _ in range(300):
+        dist.all_reduce(x)
+    taken.append((time.perf_counter() - began) / 300)
+print(min(taken))
+"""
+
+
+def call_s(remembered: int) -> float:
+    """The least time of a collective that does nothing, with so many in the flight recorder."""
+    environ = os.environ | {"TORCH_FR_BUFFER_SIZE": str(remembered), "OMP_NUM_THREADS": "1"}
+    return float(subprocess.run([sys.executable, "-c", CALLS], env=environ, capture_output=True, text=True, check=True).stdout)
+
+
+def main() -> None:
+    options = argparse.ArgumentParser(description=__doc__)
+    options.add_argument("--steps", type=int, default=300)
+    options.add_argument("--times", type=int, default=7)
+    asked = options.parse_args()
+    print(cpu().name)
+    call = pulse.Pulse(None, 0, 1, 60.0, 60.0)
+    began = time.perf_counter()
+    for at in range(100_000):
+        call.enter("data" if at % 2 else "forward")
+    print(f"one change of phase: {(time.perf_counter() - began) / 100_000 * 1e6:.2f} µs")
+    plain, recorded = call_s(0), call_s(REMEMBERED)
+    print(f"one collective: {plain * 1e6:.1f} µs, in the flight recorder {recorded * 1e6:.1f} µs")
+    with Ranks(2) as ranks:
+        ratios = []
+        without: list[float] = []
+        for _ in range(asked.times):
+            with tempfile.TemporaryDirectory() as without_beats, tempfile.TemporaryDirectory() as with_beats:
+                quiet = ranks(heartbeat.step_s, without_beats, asked.steps, False, timeout_s=120)[0]
+                beating = ranks(heartbeat.step_s, with_beats, asked.steps, True, timeout_s=120)[0]
+            without.append(quiet)
+            ratios.append(beating / quiet - 1)
+        print(
+            f"2 ranks, ddp, {statistics.median(without) * 1e3:.2f} ms a step: "
+            f"{statistics.median(ratios):+.2%} (of {asked.times}: {min(ratios):+.2%} to {max(ratios):+.2%})"
+        )
+
+
+if __name__ == "__main__":
+    main()

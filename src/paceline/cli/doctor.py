@@ -1,0 +1,52 @@
+"""paceline doctor: does a run go on, and if not, which rank keeps it, where, and since when."""
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from paceline.run import RunFolder
+
+
+def doctor(
+    run: Annotated[Path, typer.Argument(help="The run's folder.")],
+    json: Annotated[Path | None, typer.Option(metavar="FILE", help="Write all that was found there, too.")] = None,
+) -> None:
+    """Say why a run does not go on. Exits with 1 where it is stuck. Ask from any machine that sees its folder."""
+    from paceline.cli.asked import check_outputs, show
+    from paceline.doctor.examine import examine
+    from paceline.report.doctor import details, sentences
+    from paceline.run import open_run
+
+    folder = open_run(run)
+    check_outputs(json, None)
+    found = examine(folder)
+    if json is not None:
+        _write(json, found)
+    if found is None:
+        show(f"{run} is not running: {_last_words(folder)}")
+        return
+    show(f"{run}: {sentences(found)}", *details(found))
+    if found.verdict == "stuck":
+        raise typer.Exit(1)
+
+
+def _last_words(folder: RunFolder) -> str:
+    from paceline.events import read
+    from paceline.report.summary import summarize
+
+    summary = summarize(read(folder.events)) if folder.events.exists() else summarize([])
+    if summary.started is None:
+        return "it has not started yet" if folder.is_locked() else "nothing has happened yet"
+    if summary.ended is not None:
+        return f"it was {summary.ended.reason} at step {summary.ended.step}"
+    own = [failure for failure in summary.failures if failure.what == "run" and not failure.lost_peer]
+    why = f" ({own[-1].message})" if own else ""
+    return f"it was interrupted after step {summary.steps} of {summary.started.steps}{why}; go on with: paceline resume {folder.path}"
+
+
+def _write(path: Path, found: Any) -> None:
+    import json
+    from dataclasses import asdict
+
+    path.write_text(json.dumps(asdict(found) if found is not None else None, indent=1) + "\n")

@@ -1,0 +1,100 @@
+"""What ranks say of themselves in files of the run folder, written by pulse.py and read by whoever wants to know."""
+
+import json
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+START, DATA, FORWARD, BACKWARD, UPDATE, REPORT, EVALUATE, SAVE, ENDED = (
+    "start",
+    "data",
+    "forward",
+    "backward",
+    "update",
+    "report",
+    "evaluate",
+    "save",
+    "ended",
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Beat:
+    """ranks/N.alive: written about once a second."""
+
+    rank: int
+    ranks: int
+    host: str
+    pid: int
+    began: float  # seconds since the epoch, as all times here
+    time: float
+    step: int  # the last step done
+    steps: int | None  # of the whole training; None: not known yet
+    stepped: float | None  # when that step ended; None: none has since this start
+    longest_s: float  # step of this start, but for the first; saves and evaluations are none of it
+    phase: str
+    since: float  # in this phase; in an evaluation, at this batch
+    patience_s: float | None  # that the ranks wait for one another now; None: they do not
+    spent_s: Mapping[str, float]  # in each phase, a step of late
+
+
+@dataclass(frozen=True)
+class Frame:
+    """A line of Python that is being executed."""
+
+    file: str
+    line: int
+    function: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Collective:
+    """The last one that a rank has called in a group of ranks."""
+
+    group: str  # its name, the same on all ranks
+    members: Sequence[int]
+    number: int  # counted in this group and kind
+    kind: str  # "collective" | "message", between two ranks
+    operation: str
+    items: int  # elements of its inputs
+    dtype: str
+    called: float
+    is_over: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class Answer:
+    """ranks/N.said: written when asked."""
+
+    asked: str
+    time: float
+    stack: Sequence[Frame]  # of the thread that trains, innermost last
+    collectives: Sequence[Collective]
+
+
+T = TypeVar("T")
+
+
+def write(path: Path, value: Beat | Answer) -> None:
+    """In place, in one write: a rename a second and rank is more than file systems of large machines like."""
+    data = json.dumps(asdict(value)).encode()
+    file = os.open(path, os.O_WRONLY | os.O_CREAT, 0o644)
+    try:
+        os.pwrite(file, data, 0)
+        os.ftruncate(file, len(data))
+    finally:
+        os.close(file)
+
+
+def read(path: Path, build: "type[Beat] | type[Answer]") -> Any:
+    """None where it is not there, or was caught while it is being written."""
+    try:
+        fields = json.loads(path.read_bytes())
+    except (OSError, ValueError):
+        return None
+    if build is Answer:
+        fields["stack"] = [Frame(**frame) for frame in fields["stack"]]
+        fields["collectives"] = [Collective(**one) for one in fields["collectives"]]
+    return build(**fields)

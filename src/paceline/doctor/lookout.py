@@ -1,0 +1,93 @@
+"""Follow a run from beside it: say once when it does not go on, and why."""
+
+import contextlib
+import re
+import threading
+import time
+from collections.abc import Callable
+
+from paceline import events
+from paceline.doctor.ask import beats
+from paceline.doctor.diagnose import Diagnosis, bound_s, still_s
+from paceline.doctor.examine import examine
+from paceline.events import Failed, Stalled, Started
+from paceline.report.doctor import details, sentences
+from paceline.run import RunFolder
+
+EVERY_S = 1.0
+FILES = 100  # of ranks, at the most, that are read in a second
+GAVE_UP = re.compile("timed out", re.I)
+
+
+class Lookout:
+    """A thread for as long as the context lasts. `found`: why the present start did not go on, if it did not.
+
+    failed: called with the time at which the first rank failed, every second until the ranks are started again."""
+
+    def __init__(self, run: RunFolder, failed: Callable[[float], None] = lambda time: None):
+        self.run, self.failed = run, failed
+        self.found: Diagnosis | None = None
+        self._began = time.time()
+        self._read = events.end(run.events)
+        self._told_s: float | None = None  # when the ranks had last gone on, of a standstill that was told of
+        self._every_s = EVERY_S
+        self._failed_at: float | None = None
+        self._failed: set[int] = set()  # ranks that said why they end
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._follow, name="lookout", daemon=True)
+
+    def __enter__(self) -> "Lookout":
+        self._thread.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._over.set()
+        self._thread.join()
+
+    def _follow(self) -> None:
+        while not self._over.wait(self._every_s):
+            with contextlib.suppress(OSError):  # of a folder that is gone, or cannot be written to
+                if self._happened():
+                    self._tell(bound=0.0)
+                elif (bound := self._is_still_for()) is not None:
+                    self._tell(bound)
+            if self._failed_at is not None:
+                self.failed(self._failed_at)
+
+    def _happened(self) -> bool:
+        """Whether a rank has just given up waiting for another one that nothing was said about."""
+        if not self.run.events.exists():
+            return False
+        end = events.end(self.run.events)
+        gave_up = False
+        for event in events.read(self.run.events, self._read) if end > self._read else ():
+            if isinstance(event, Started):
+                self.found = self._failed_at = None
+                self._failed.clear()
+            elif isinstance(event, Failed) and event.what == "run":
+                self._failed_at = self._failed_at or event.time
+                self._failed.add(event.rank or 0)
+                gave_up |= event.lost_peer and bool(GAVE_UP.search(event.message)) and self.found is None
+        self._read = end
+        return gave_up
+
+    def _is_still_for(self) -> float | None:
+        """More than so many seconds, and nothing was said about it."""
+        now = time.time()
+        found = [one if one is not None and one.began >= self._began - EVERY_S else None for one in beats(self.run)]
+        self._every_s = max(EVERY_S, len(found) / FILES)
+        bound = bound_s(found, soon=False)
+        still = still_s(found, now)
+        if bound is None or still < bound or (self._told_s is not None and now - still < self._told_s + EVERY_S):
+            return None
+        self._told_s = now - still
+        return bound
+
+    def _tell(self, bound: float) -> None:
+        found = examine(self.run, bound, self._failed)
+        if found is None or found.verdict != "stuck":
+            return
+        self.found = found
+        self.run.diagnosis.write_text("\n".join([time.strftime("%F %T"), sentences(found), *details(found), ""]))
+        with contextlib.closing(events.Writer(self.run.events)) as writer:
+            writer.write(Stalled(step=found.step, ranks=found.at_fault, message=sentences(found)))
