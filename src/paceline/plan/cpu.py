@@ -59,12 +59,18 @@ def _crowded(paces: Paces, crowd: float) -> Paces:
     return Paces(tables, paces.measured)
 
 
-def engines_of(cluster: Cluster, host: Host, ranks: int) -> dict[str, tuple[float, float, float]]:
-    """Seconds of a step, a unit and a tensor of each engine, as it was measured on the number of ranks that is nearest; else guessed."""
+def engines_of(cluster: Cluster, host: Host) -> dict[str, dict[int, tuple[float, float, float]]]:
+    """Seconds of a step, a unit and a tensor of each engine among so many ranks, as it was measured, where so many share a core as
+    here; else guessed."""
     if not cluster.engines:
         second = host.crowd / host.clock_Hz
-        return {name: (step * second, unit * second, tensor * second) for name, (step, unit, tensor) in CPU.engines.items()}
-    found: dict[str, tuple[float, float, float]] = {}
-    for engine in sorted(cluster.engines, key=lambda engine: -abs(engine.ranks - ranks)):
-        found[engine.name] = engine.step_s.value, engine.unit_s.value, engine.tensor_s.value
+        return {name: {1: (step * second, unit * second, tensor * second)} for name, (step, unit, tensor) in CPU.engines.items()}
+    found: dict[str, dict[int, tuple[float, float, float]]] = {}
+    for engine in cluster.engines:
+        here = host.crowd / max(1.0, engine.ranks / host.cores)
+        found.setdefault(engine.name, {})[engine.ranks] = (
+            engine.step_s.value * here,
+            engine.unit_s.value * here,
+            engine.tensor_s.value * here,
+        )
     return found

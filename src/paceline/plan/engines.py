@@ -1,5 +1,6 @@
 """Seconds that torch's engines add to a step of a rank on a CPU by themselves, as they were measured: calls, hooks, copies, waiting."""
 
+from collections.abc import Mapping
 from typing import NamedTuple
 
 from paceline.plan.speeds import Speeds
@@ -9,7 +10,7 @@ from paceline.plan.split import Share, Split
 #   step       nothing: the loop around all of them
 #   ddp        tensors; zero1: with what it broadcasts
 #   zero2      blocks, and tensors; zero3: in each micro-batch
-#   tp         sums over the ranks that share features, forward and backward together, in each micro-batch; and tensors of split blocks
+#   tp         sums over the ranks that share features, forward and backward together, and tensors of split blocks, in each micro-batch
 #   cp         attention that goes round a ring, in each micro-batch
 #   pp         micro-batches of each stage
 #   selective  blocks whose activations are computed again in part, in each micro-batch
@@ -17,13 +18,21 @@ NAMES = ("step", "ddp", "zero1", "zero2", "zero3", "tp", "cp", "pp", "selective"
 
 
 class Units(NamedTuple):
+    """`ranks`: that the engine joins."""
+
     units: float = 0.0
     tensors: float = 0.0
+    ranks: int = 1
 
 
 def engines_s(share: Share, split: Split, speeds: Speeds) -> float:
-    each = ((speeds.engines[name], found) for name, found in units(share, split).items() if name in speeds.engines)
-    return sum(step_s + found.units * unit_s + found.tensors * tensor_s for (step_s, unit_s, tensor_s), found in each)
+    return sum(_seconds(speeds.engines[name], found) for name, found in units(share, split).items() if name in speeds.engines)
+
+
+def _seconds(measured: Mapping[int, tuple[float, float, float]], found: Units) -> float:
+    """As on the number of ranks that is nearest."""
+    step_s, unit_s, tensor_s = measured[min(measured, key=lambda ranks: abs(ranks - found.ranks))]
+    return step_s + found.units * unit_s + found.tensors * tensor_s
 
 
 def units(share: Share, split: Split) -> dict[str, Units]:
@@ -32,18 +41,20 @@ def units(share: Share, split: Split) -> dict[str, Units]:
     found = {"step": Units()}
     if split.tp > 1:
         sums = sum(block.sums * count for block, count in share.parts)
-        found["tp"] = Units(split.micro * sums, sum(block.tensors * count for block, count in share.parts if block.split_params))
+        of_split = sum(block.tensors * count for block, count in share.parts if block.split_params)
+        found["tp"] = Units(split.micro * sums, float(split.micro * of_split), split.tp)
     if split.cp > 1:
-        found["cp"] = Units(split.micro * sum(len(block.attention) * count for block, count in share.parts))
+        found["cp"] = Units(split.micro * sum(len(block.attention) * count for block, count in share.parts), ranks=split.cp)
     if split.pp > 1:
-        found["pp"] = Units(split.micro * split.stages)
-    if split.dp * split.cp > 1:
+        found["pp"] = Units(split.micro * split.stages, ranks=split.pp)
+    data_ranks = split.dp * split.cp
+    if data_ranks > 1:
         if split.zero >= 2 or split.tp * split.pp > 1:
             gathers = split.zero == 3 and split.shards > 1
             times = split.micro if gathers else 1
-            found["zero3" if gathers else "zero2"] = Units(times * blocks, times * tensors)
+            found["zero3" if gathers else "zero2"] = Units(times * blocks, times * tensors, split.shards if gathers else data_ranks)
         else:
-            found["zero1" if split.zero else "ddp"] = Units(tensors)
+            found["zero1" if split.zero else "ddp"] = Units(tensors, ranks=data_ranks)
     if split.recompute == "selective":
         found["selective"] = Units(split.micro * sum(count for block, count in share.parts if "full" in block.saved))
     return found

@@ -60,7 +60,9 @@ class Speeds:
     rates: Mapping[str, tuple[tuple[float, float], ...]] = field(default_factory=dict)
     paces: Paces | None = None  # of a CPU
     crowd: float = 1.0  # ranks that share a core
-    engines: Mapping[str, tuple[float, float, float]] = field(default_factory=dict)  # seconds of a step, of a unit and of a tensor
+    engines: Mapping[str, Mapping[int, tuple[float, float, float]]] = field(
+        default_factory=dict
+    )  # by ranks: seconds of a step, a unit, a tensor
     power_W: float | None = None
     price_per_hour: float | None = None
     guesses: tuple[str, ...] = ()
@@ -168,7 +170,7 @@ def speeds(cluster: Cluster, constants: Constants = CONSTANTS, ranks: int | None
         rates=rates,
         paces=paces_of(cluster, host, next(iter(flops.values())), memory_Bps) if host is not None else None,
         crowd=host.crowd if host is not None else 1.0,
-        engines=engines_of(cluster, host, count) if host is not None else {},
+        engines=engines_of(cluster, host) if host is not None else {},
         power_W=device.power_W.value if device.power_W else None,
         price_per_hour=cluster.price_per_device_hour.value if cluster.price_per_device_hour else None,
         guesses=tuple(guesses),
