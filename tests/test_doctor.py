@@ -103,6 +103,20 @@ def test_a_rank_that_is_stuck_in_its_data_and_then_one_that_is_stopped(tmp_path:
     assert second.message in RunFolder(run).diagnosis.read_text()
 
 
+@pytest.mark.slow
+def test_a_message_that_is_never_sent_is_not_waited_for_without_end(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    with begin(tmp_path, "--plan", "pp=2,micro=2", "--timeout", "6", steps=1000) as running:
+        running.until_step(run, 4)
+        (tmp_path / "stuck").touch()
+        result = running.wait(60)
+        running.until_all_ended()
+    assert result.status == 2, result.all
+    assert "Traceback" not in result.all
+    assert result.err.startswith("paceline: rank 1 is in Points.__getitem__ (my.py:"), result.all
+    assert "it was given up after step" in result.err
+
+
 def steps_before_second_start(run: Path) -> list[Event]:
     begins = [at for at, event in enumerate(happened(run)) if isinstance(event, Started)]
     return [event for event in happened(run)[: begins[1]] if isinstance(event, Step)]

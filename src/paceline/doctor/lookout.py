@@ -15,6 +15,7 @@ from paceline.report.doctor import details, sentences
 from paceline.run import RunFolder
 
 EVERY_S = 1.0
+LATE_S = 5.0  # that ranks may take to give up
 FILES = 100  # of ranks, at the most, that are read in a second
 GAVE_UP = re.compile("timed out", re.I)
 
@@ -22,10 +23,17 @@ GAVE_UP = re.compile("timed out", re.I)
 class Lookout:
     """A thread for as long as the context lasts. `found`: why the present start did not go on, if it did not.
 
-    failed: called with the time at which the first rank failed, every second until the ranks are started again."""
+    failed: called with the time at which the first rank failed, every second until the ranks are started again.
+    hung: called every second while ranks wait that should have given up: a message between two ranks is waited for without end
+    (gloo, torch 2.13: for as long as was said when the group was made)."""
 
-    def __init__(self, run: RunFolder, failed: Callable[[float], None] = lambda time: None):
-        self.run, self.failed = run, failed
+    def __init__(
+        self,
+        run: RunFolder,
+        failed: Callable[[float], None] = lambda time: None,
+        hung: Callable[[Diagnosis], None] = lambda found: None,
+    ):
+        self.run, self.failed, self.hung = run, failed, hung
         self.found: Diagnosis | None = None
         self._began = time.time()
         self._read = events.end(run.events)
@@ -53,6 +61,8 @@ class Lookout:
                     self._tell(bound)
             if self._failed_at is not None:
                 self.failed(self._failed_at)
+            elif self.found is not None and self._is_hung():
+                self.hung(self.found)
 
     def _happened(self) -> bool:
         """Whether a rank has just given up waiting for another one that nothing was said about."""
@@ -82,6 +92,11 @@ class Lookout:
             return None
         self._told_s = now - still
         return bound
+
+    def _is_hung(self) -> bool:
+        found = beats(self.run)
+        patience_s = min((one.patience_s for one in found if one is not None and one.patience_s is not None), default=None)
+        return patience_s is not None and still_s(found, time.time()) > patience_s + LATE_S
 
     def _tell(self, bound: float) -> None:
         found = examine(self.run, bound, self._failed)

@@ -76,7 +76,9 @@ def start(run: RunFolder, ranks: int, restarts: int) -> int:
     failure: ChildFailedError | None = None
     stopped: SignalException | None = None
     left: set[int] = set()
-    lookout = Lookout(run, failed=lambda at: left.update(_end_children(before=at)))
+    lookout = Lookout(
+        run, failed=lambda at: left.update(_end_children(before=at)), hung=lambda found: left.update(_end_children(only=_kept_by(found)))
+    )
     try:
         with lookout:
             if servers:
@@ -103,7 +105,12 @@ def start(run: RunFolder, ranks: int, restarts: int) -> int:
     raise _cause(run, failure, before, left, lookout.found)
 
 
-def _end_children(before: float | None = None) -> list[int]:
+def _kept_by(found: Diagnosis) -> set[int]:
+    """The processes of the ranks for which the others wait, or of all."""
+    return {one.beat.pid for one in found.seen if one.beat is not None and (one.rank in found.at_fault or not found.at_fault)}
+
+
+def _end_children(before: float | None = None, only: Container[int] | None = None) -> list[int]:
     """After a second interrupt the agent leaves its ranks behind. `before`: those that were there when a rank failed, some seconds ago;
     the agent would wait longer."""
     ended: list[int] = []
@@ -111,7 +118,7 @@ def _end_children(before: float | None = None) -> list[int]:
         return ended
     for child in psutil.Process().children(recursive=True):
         with contextlib.suppress(psutil.NoSuchProcess):
-            if before is None or child.create_time() < before:
+            if (before is None or child.create_time() < before) and (only is None or child.pid in only):
                 child.kill()
                 ended.append(child.pid)
     return ended
