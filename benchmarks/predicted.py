@@ -20,6 +20,7 @@ import torch
 import machine
 from paceline.cluster import file
 from paceline.cluster.facts import Cluster
+from paceline.errors import PlanError
 from paceline.launch.pool import Ranks
 from paceline.plan.answer import answer
 from paceline.plan.assumed import assuming
@@ -128,7 +129,11 @@ def rows(case: Case, cluster: Cluster, plans: list[Plan], kept: Kept) -> Iterato
     for plan in plans:
         times, peaks = kept.of("step_s", case.key(plan)), kept.of("bytes", case.key(plan))
         if times and peaks:
-            cost = predict(facts, plan, cluster, case.spec.batch, FLOAT32, case.ranks)
+            try:
+                cost = predict(facts, plan, cluster, case.spec.batch, FLOAT32, case.ranks)
+            except PlanError as error:
+                print(f"left out: {plan}: {error}\n")
+                continue
             of_tensors = sum(part.value for part in cost.memory.parts if part.name not in NOT_COUNTED)
             parts = {part.name: part.value for part in cost.time.parts}
             is_auto = plan.on(case.ranks) == auto

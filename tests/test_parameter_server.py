@@ -105,6 +105,7 @@ def test_staleness_is_bounded(staleness: int) -> None:
     assert ended.lead == staleness
 
 
+@pytest.mark.slow
 def test_several_servers_are_one(tmp_path: Path) -> None:
     """On every bit, large parameters split by row included."""
     for optimizer in (ADAMW, SGD):

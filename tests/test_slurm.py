@@ -322,7 +322,7 @@ def test_a_training_on_this_machine_is_seen_and_cancelled(tmp_path):
     said = succeed("logs", "runs/a", at=tmp_path, program=PACELINE).out
     assert re.search(r"step \d+  stopped", said), said
     assert paceline("cancel", "runs/a", at=tmp_path).status == 2
-    (tmp_path / "runs/a/ranks").mkdir()
+    (tmp_path / "runs/a/ranks").mkdir(exist_ok=True)
     (tmp_path / "runs/a/ranks/1.restart-2.log").write_text("rank 1 said this\n")
     assert "runs/a has no log of rank 7; there is 1" in paceline("logs", "runs/a", "--rank", "7", at=tmp_path).err
     assert succeed("logs", "runs/a", "--rank", "1", at=tmp_path, program=PACELINE).out == "rank 1 said this\n"
