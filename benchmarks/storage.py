@@ -24,6 +24,7 @@ from paceline.bench.storage import space
 
 BLOCK, BLOCKS, SMALL = 32 * MiB, 8, 400
 RANDOM = 2000
+ORDERS = list(itertools.permutations(range(3)))  # none always comes after the same one
 Tool = Callable[[Path], float | None]
 
 
@@ -105,7 +106,7 @@ TESTS: dict[str, tuple[Tool, Tool | None, Tool]] = {
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path, nargs="?", default=Path(), help="on the disk to measure; default: here")
-    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--rounds", type=int, default=12)
     options = parser.parse_args()
     if shutil.which("fio") is None:
         sys.exit("fio is not installed: apt-get install fio")
@@ -117,8 +118,10 @@ def main() -> None:
         for turn in range(options.rounds):
             with tempfile.TemporaryDirectory(dir=folder) as scratch:
                 for name, tools in TESTS.items():
-                    order = [(at + turn) % 3 for at in range(3)]
-                    rates = {at: tool(Path(scratch)) if (tool := tools[at]) is not None else None for at in order}
+                    rates: dict[int, float | None] = {}
+                    for at in ORDERS[turn % len(ORDERS)]:
+                        os.sync()  # what the tool before left to do
+                        rates[at] = tool(Path(scratch)) if (tool := tools[at]) is not None else None
                     found[name].append(tuple(rates[at] for at in range(3)))
     finally:
         NOISE.unlink()
