@@ -49,4 +49,6 @@ def _write(path: Path, found: Any) -> None:
     import json
     from dataclasses import asdict
 
-    path.write_text(json.dumps(asdict(found) if found is not None else None, indent=1) + "\n")
+    from paceline.cluster.file import write_whole
+
+    write_whole(path, json.dumps(asdict(found) if found is not None else None, indent=1) + "\n")

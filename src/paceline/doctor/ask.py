@@ -116,7 +116,7 @@ def _by_our_clock(one: Beat) -> Beat:
 
 
 def _seen(run: RunFolder, rank: int, one: Beat | None, its: str, answer: Answer | None) -> Seen:
-    here = one is not None and one.host == platform.node()
+    here = one is not None and not _is_elsewhere(one)
     stack: Sequence[Frame] = answer.stack if answer is not None else ()
     if one is not None and here and its == "runs" and answer is None:  # something holds Python's lock
         stack = _signalled(run, rank, one.pid)

@@ -40,15 +40,19 @@ def still_s(beats: Sequence[Beat | None], now: float) -> float:
     return max(0.0, now - max((one.since for one in beats if one is not None), default=now))
 
 
+def patience_s(beats: Sequence[Beat | None]) -> float | None:
+    """Of the rank that waits least for another one; None where none does."""
+    return min((one.patience_s for one in beats if one is not None and one.patience_s is not None), default=None)
+
+
 def bound_s(beats: Sequence[Beat | None], soon: bool) -> float | None:
     """From when on that is worth a word: half of what the ranks wait for one another, or `soon`, as somebody asks. None: never."""
     going = [one for one in beats if one is not None and one.phase != beat.ENDED and one.patience_s is not None]
     if not going:
         return None
     least = max(STILL_S, TIMES * max(one.longest_s for one in going))
-    patience_s = min(one.patience_s for one in going if one.patience_s is not None)
     stepped = any(one.stepped is not None for one in going)
-    return least if soon and stepped else max(least, patience_s / 2)
+    return least if soon and stepped else max(least, (patience_s(going) or 0.0) / 2)
 
 
 def diagnose(seen: Sequence[Seen], now: float, bound: float | None) -> Diagnosis:
@@ -216,10 +220,10 @@ def _way_out(at_fault: Sequence[Seen], beats: Sequence[Beat | None]) -> str:
     stopped = [one.beat.pid for one in at_fault if one.state == "stopped" and one.beat is not None]
     if stopped:
         return f"let it go on with: kill -CONT {' '.join(map(str, stopped))}"
-    patience_s = min((one.patience_s for one in beats if one is not None and one.patience_s is not None), default=None)
-    if patience_s is None or len(beats) < 2:
+    patience = patience_s(beats)
+    if patience is None or len(beats) < 2:
         return ""
-    return f"the ranks wait for one another for {format_seconds(patience_s)} at most, then all end"
+    return f"the ranks wait for one another for {format_seconds(patience)} at most, then all end"
 
 
 def _slow(beats: Sequence[Beat | None]) -> list[str]:

@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 from paceline import events
 from paceline.doctor.ask import beats
-from paceline.doctor.diagnose import Diagnosis, bound_s, still_s
+from paceline.doctor.diagnose import Diagnosis, bound_s, patience_s, still_s
 from paceline.doctor.examine import examine
 from paceline.events import Failed, Stalled, Started
 from paceline.report.doctor import details, sentences
@@ -95,8 +95,8 @@ class Lookout:
 
     def _is_hung(self) -> bool:
         found = beats(self.run)
-        patience_s = min((one.patience_s for one in found if one is not None and one.patience_s is not None), default=None)
-        return patience_s is not None and still_s(found, time.time()) > patience_s + LATE_S
+        patience = patience_s(found)
+        return patience is not None and still_s(found, time.time()) > patience + LATE_S
 
     def _tell(self, bound: float) -> None:
         found = examine(self.run, bound, self._failed)

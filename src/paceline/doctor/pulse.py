@@ -3,6 +3,7 @@
 import contextlib
 import faulthandler
 import json
+import math
 import os
 import platform
 import signal
@@ -152,12 +153,6 @@ def _collectives() -> list[Collective]:
 
 
 def _collective(entry: Any, members: list[int]) -> Collective:
-    def count(shape: list[int]) -> int:
-        items = 1
-        for size in shape:
-            items *= size
-        return items
-
     message = entry["is_p2p"]
     dtypes = entry["input_dtypes"] or entry["output_dtypes"] or ["?"]
     return Collective(
@@ -166,7 +161,7 @@ def _collective(entry: Any, members: list[int]) -> Collective:
         number=entry["p2p_seq_id" if message else "collective_seq_id"],
         kind="message" if message else "collective",
         operation=entry["profiling_name"].rpartition(":")[2],
-        items=sum(map(count, entry["input_sizes"] or entry["output_sizes"])),
+        items=sum(map(math.prod, entry["input_sizes"] or entry["output_sizes"])),
         dtype=dtypes[0].lower(),
         called=entry["time_created_ns"] / 1e9,
         is_over=bool(entry["retired"]),  # "state" stays "scheduled" with gloo

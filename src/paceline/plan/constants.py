@@ -3,7 +3,7 @@
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Literal
+from typing import Literal, NamedTuple
 
 Basis = Literal["fitted", "published", "guessed"]  # to trainings; read off what others published of it; nothing is known
 MOST_RANKS = 6144  # of the trainings that were fitted to
@@ -82,18 +82,29 @@ def architecture(name: str, constants: Constants) -> Architecture:
     return constants.architectures[found] if found else UNKNOWN
 
 
+class Takes(NamedTuple):
+    """What an engine takes for a step, for each of its units and for each of its tensors: cycles, or seconds."""
+
+    step: float
+    unit: float
+    tensor: float = 0.0
+
+    def times(self, factor: float) -> "Takes":
+        return Takes(self.step * factor, self.unit * factor, self.tensor * factor)
+
+
 # Cycles that an engine takes for a step, for each of its units and of its tensors (plan/engines.py), collectives of gloo included, in
 # round figures.
-ENGINES: Mapping[str, tuple[float, float, float]] = {
-    "step": (5e5, 0.0, 0.0),
-    "ddp": (1e6, 2e4, 0.0),
-    "zero1": (1e6, 4e5, 0.0),
-    "zero2": (1e6, 2e6, 1e5),
-    "zero3": (1e6, 3e6, 1e5),
-    "tp": (5e5, 1e6, 1e5),
-    "cp": (5e5, 5e6, 0.0),
-    "pp": (5e5, 4e6, 0.0),
-    "selective": (0.0, 1e6, 0.0),
+ENGINES: Mapping[str, Takes] = {
+    "step": Takes(5e5, 0.0),
+    "ddp": Takes(1e6, 2e4),
+    "zero1": Takes(1e6, 4e5),
+    "zero2": Takes(1e6, 2e6, 1e5),
+    "zero3": Takes(1e6, 3e6, 1e5),
+    "tp": Takes(5e5, 1e6, 1e5),
+    "cp": Takes(5e5, 5e6),
+    "pp": Takes(5e5, 4e6),
+    "selective": Takes(0.0, 1e6),
 }
 
 
@@ -110,7 +121,7 @@ class Processor:
     operations: int = 4
     product: float = 0.5
     start_cycles: float = 1e4
-    engines: Mapping[str, tuple[float, float, float]] = field(default_factory=lambda: ENGINES)
+    engines: Mapping[str, Takes] = field(default_factory=lambda: ENGINES)
     basis: Basis = "guessed"
 
 

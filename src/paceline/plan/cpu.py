@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from paceline.cluster.facts import Cluster
-from paceline.plan.constants import CPU
+from paceline.plan.constants import CPU, Takes
 from paceline.plan.paces import Paces, blended, guessed
 
 
@@ -59,18 +59,15 @@ def _crowded(paces: Paces, crowd: float) -> Paces:
     return Paces(tables, paces.measured)
 
 
-def engines_of(cluster: Cluster, host: Host) -> dict[str, dict[int, tuple[float, float, float]]]:
+def engines_of(cluster: Cluster, host: Host) -> dict[str, dict[int, Takes]]:
     """Seconds of a step, a unit and a tensor of each engine among so many ranks, as it was measured, where so many share a core as
     here; else guessed."""
     if not cluster.engines:
         second = host.crowd / host.clock_Hz
-        return {name: {1: (step * second, unit * second, tensor * second)} for name, (step, unit, tensor) in CPU.engines.items()}
-    found: dict[str, dict[int, tuple[float, float, float]]] = {}
+        return {name: {1: cycles.times(second)} for name, cycles in CPU.engines.items()}
+    found: dict[str, dict[int, Takes]] = {}
     for engine in cluster.engines:
         here = host.crowd / max(1.0, engine.ranks / host.cores)
-        found.setdefault(engine.name, {})[engine.ranks] = (
-            engine.step_s.value * here,
-            engine.unit_s.value * here,
-            engine.tensor_s.value * here,
-        )
+        measured = Takes(engine.step_s.value, engine.unit_s.value, engine.tensor_s.value)
+        found.setdefault(engine.name, {})[engine.ranks] = measured.times(here)
     return found

@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from typing import NamedTuple
 
+from paceline.plan.constants import Takes
 from paceline.plan.speeds import Speeds
 from paceline.plan.split import Share, Split
 
@@ -14,7 +15,6 @@ from paceline.plan.split import Share, Split
 #   cp         attention that goes round a ring, in each micro-batch
 #   pp         micro-batches of each stage
 #   selective  blocks whose activations are computed again in part, in each micro-batch
-NAMES = ("step", "ddp", "zero1", "zero2", "zero3", "tp", "cp", "pp", "selective")
 
 
 class Units(NamedTuple):
@@ -29,10 +29,10 @@ def engines_s(share: Share, split: Split, speeds: Speeds) -> float:
     return sum(_seconds(speeds.engines[name], found) for name, found in units(share, split).items() if name in speeds.engines)
 
 
-def _seconds(measured: Mapping[int, tuple[float, float, float]], found: Units) -> float:
+def _seconds(measured: Mapping[int, Takes], found: Units) -> float:
     """As on the number of ranks that is nearest."""
-    step_s, unit_s, tensor_s = measured[min(measured, key=lambda ranks: abs(ranks - found.ranks))]
-    return step_s + found.units * unit_s + found.tensors * tensor_s
+    takes = measured[min(measured, key=lambda ranks: abs(ranks - found.ranks))]
+    return takes.step + found.units * takes.unit + found.tensors * takes.tensor
 
 
 def units(share: Share, split: Split) -> dict[str, Units]:

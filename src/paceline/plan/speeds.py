@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from paceline.cluster.facts import Axis, Cluster
 from paceline.errors import PlanError
-from paceline.plan.constants import CONSTANTS, Architecture, Constants, architecture
+from paceline.plan.constants import CONSTANTS, Architecture, Constants, Takes, architecture
 from paceline.plan.cpu import engines_of, host_of, paces_of
 from paceline.plan.paces import Paces
 from paceline.plan.seen import Seen, seen
@@ -60,9 +60,7 @@ class Speeds:
     rates: Mapping[str, tuple[tuple[float, float], ...]] = field(default_factory=dict)
     paces: Paces | None = None  # of a CPU
     crowd: float = 1.0  # ranks that share a core
-    engines: Mapping[str, Mapping[int, tuple[float, float, float]]] = field(
-        default_factory=dict
-    )  # by ranks: seconds of a step, a unit, a tensor
+    engines: Mapping[str, Mapping[int, Takes]] = field(default_factory=dict)  # by ranks that one joins; seconds
     power_W: float | None = None
     price_per_hour: float | None = None
     guesses: tuple[str, ...] = ()

@@ -20,7 +20,7 @@ from paceline.training.optim import check_schedule
 from paceline.training.parallelize import ELEMENTWISE
 from paceline.training.pieces import deal
 from paceline.training.prepare import Data, Laid, lay_out
-from paceline.training.process import STARTING_S, workers_per_rank
+from paceline.training.process import at_start, workers_per_rank
 from paceline.training.server import STALENESS, Coordinator, stand_by
 from paceline.training.shard import Shard
 from paceline.training.step import Step
@@ -55,7 +55,7 @@ def train_against_servers(
     total = spec.total_steps(data.samples)
     check_schedule(spec.schedule, total * spec.batch)
     first_alone = dist.new_group([0], backend="gloo")
-    transport = Rpc(world.rank, world.size, max(spec.timeout_s, STARTING_S))  # one that is gone is seen by its connection
+    transport = Rpc(world.rank, world.size, at_start(spec.timeout_s))  # one that is gone is seen by its connection
     with contextlib.closing(transport):
         if world.rank >= plan.servers:
             worker = Worker(model, update, dealt, statistics, plan, world.rank, transport)

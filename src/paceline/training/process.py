@@ -62,10 +62,15 @@ STARTING_S = 600.0  # that ranks wait for one another at least, until all have d
 SAVING_S = 1800.0  # the same, for the slowest of them to write its part of a checkpoint
 
 
+def at_start(timeout_s: float) -> float:
+    """For how long ranks wait that will wait for so long later on."""
+    return max(timeout_s, STARTING_S)
+
+
 @contextlib.contextmanager
 def process_group(world: World, device: torch.device, timeout_s: float, meeting_place: Path) -> Iterator[None]:
     """The default process group: one that is there already, or one for the time of this context, with the patience of a start."""
-    timeout_s = max(timeout_s, STARTING_S)
+    timeout_s = at_start(timeout_s)
     if dist.is_initialized():
         yield
         return

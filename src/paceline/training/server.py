@@ -24,7 +24,7 @@ from paceline.plan.plan import Plan
 from paceline.training import checkpoint
 from paceline.training.figures import Local
 from paceline.training.pieces import Piece, join_state
-from paceline.training.process import STARTING_S
+from paceline.training.process import at_start
 from paceline.training.shard import Shard, load_message
 from paceline.training.transport import Message, Transport, answered
 
@@ -130,7 +130,7 @@ class Coordinator:
 
     def _all_of(self, step: int) -> dict[int, Message]:
         with self.changed:
-            timeout_s = max(self.timeout_s, STARTING_S) if step == self.first else self.timeout_s
+            timeout_s = at_start(self.timeout_s) if step == self.first else self.timeout_s
             here = self.changed.wait_for(lambda: self.alive <= self.pushed.get(step, {}).keys(), timeout_s)
             came = dict(self.pushed.get(step, {}))
             late = self.alive - came.keys()

@@ -118,8 +118,8 @@ class Step:
         if type(self.task).weights is not Task.weights:
             own = OwnWeight(self.task, batches, self.data_ranks) if self.alone else None
             weight = own or GlobalWeight(self.task, batches, self.place.is_first_of_data)
-        self.enter(FORWARD)
         if self.pipeline is not None:
+            self.enter(FORWARD)
             assert not isinstance(weight, OwnWeight)
             return self.pipeline.backward(batches, step, weight, self._share_of)
         losses: list[Tensor] = []
