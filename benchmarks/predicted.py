@@ -196,7 +196,7 @@ def main() -> None:
                 print(f"{case.name} on {count} rank{'s' * (count > 1)}; in bold what auto takes\n")
                 table(found, options.explain)
                 groups.append(found)
-    print(summary(groups))
+    print(summary(groups) if groups else "nothing was kept of these")
 
 
 if __name__ == "__main__":

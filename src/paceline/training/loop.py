@@ -34,7 +34,7 @@ from paceline.training.figures import Figures, Local, Pending, Wishes, tell
 from paceline.training.optim import check_schedule, factor
 from paceline.training.parallelize import release
 from paceline.training.prepare import Data, Laid, lay_out, open_data, resume
-from paceline.training.process import SAVING_S, STARTING_S, choose_device, limit_waits, process_group, threads_per_rank, workers_per_rank
+from paceline.training.process import SAVING_S, at_start, choose_device, limit_waits, process_group, threads_per_rank, workers_per_rank
 from paceline.training.settle import settle
 from paceline.training.step import Step as Update
 
@@ -67,7 +67,7 @@ def train(
     if plan is None:
         plan = Plan(dp=1) if world.size == 1 else Plan()
     with contextlib.ExitStack() as held:
-        pulse = held.enter_context(Pulse(run, world.rank, world.size, max(spec.timeout_s, STARTING_S), SAVING_S))
+        pulse = held.enter_context(Pulse(run, world.rank, world.size, at_start(spec.timeout_s), SAVING_S))
         if task is None:
             task = tasks.load_task(spec.task, spec.set)
         else:
@@ -262,9 +262,10 @@ class _Loop:
             launched = [dataclasses.replace(one, step_s=step_s, data_s=data_s) for one in launched]
         return list(zip(launched, told.steps, strict=True))
 
-    def _finished(self, steps: list[tuple["_Launched", Figures]]) -> Iterator[Step]:
+    def _finished(self, steps: list[tuple["_Launched", Figures]]) -> Iterator[Event]:
         for launched, figures in steps:
             if not math.isfinite(figures.loss) or (not math.isfinite(figures.grad_norm) and self.update.loss_scale is None):
+                yield from self._saved(wait=True)  # to go back to
                 raise self._diverged(launched.step, figures)
             self.last_loss = figures.loss
             yield Step(
@@ -279,7 +280,7 @@ class _Loop:
                 samples_per_s=self.spec.batch / launched.step_s,
             )
 
-    def _flush(self) -> Iterator[Step]:
+    def _flush(self) -> Iterator[Event]:
         """All steps whose figures are still out."""
         yield from self._finished(self._read())
         if self.launched:
@@ -311,7 +312,7 @@ class _Loop:
         began = time.perf_counter()
         is_first = self.evaluated_step is None  # which may compile, one stage after the other
         if is_first:
-            self._wait_at_most(max(self.spec.timeout_s, STARTING_S))
+            self._wait_at_most(at_start(self.spec.timeout_s))
         with self.laid.whole():
             self.metrics = evaluate(
                 self.laid.step, self.data.validation, self.spec.batch, self.workers, self.spec.data.prefetch, self.laid.group
@@ -346,7 +347,6 @@ class _Loop:
     def _save(self) -> Iterator[Event]:
         """Start a checkpoint of this step, after the one before is done."""
         assert self.saver is not None
-        self.pulse.enter(SAVE)
         yield from self._saved(wait=True)
         found, own = self.laid.state(self.world.rank)
         index = checkpoint.Index(
