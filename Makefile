@@ -1,5 +1,6 @@
 PYTHON ?= python3
 BIN := .venv/bin
+SIDE_BY_SIDE := --numprocesses logical --maxprocesses 4 --dist loadfile
 
 .PHONY: train test test-all lint install clean
 
@@ -7,10 +8,10 @@ train: install  ## train a CNN on handwritten digits on 2 processes
 	$(BIN)/paceline train digits --ranks 2
 
 test: install lint  ## the test suite, without the long sweeps
-	$(BIN)/pytest
+	$(BIN)/pytest $(SIDE_BY_SIDE)
 
 test-all: install lint  ## with the long sweeps
-	$(BIN)/pytest -m ""
+	$(BIN)/pytest $(SIDE_BY_SIDE) -m ""
 
 lint: install
 	$(BIN)/ruff check
