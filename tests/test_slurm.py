@@ -225,7 +225,7 @@ def test_preflight_asks_slurm_and_queues_nothing(there, tmp_path):
         (
             "",
             ("--ranks-per-node", "9", "--batch", "72"),
-            "fails: sbatch: allocation failure: Requested node configuration is not availa",
+            "fails: sbatch: allocation failure: Requested node configuration is not available",
         ),
     ],
 )

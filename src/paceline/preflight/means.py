@@ -87,7 +87,7 @@ def room(flight: Flight) -> Says:
     size, files = needed(flight, kept)
     wanted = f"{kept} checkpoints of {format_bytes(size / kept)} (--keep {flight.spec.save.keep}, the best and the next) in {files:,} files"
     if short := [*_short(found, size, files)]:
-        yield "fails", f"{wanted} do not fit: {there} has {' and '.join(short)}; say another --run, or make room"
+        yield "fails", f"{wanted} do not fit: {there} has {' and '.join(short)}; say another --run, or make room, or --keep fewer"
         return
     free = " and ".join([format_bytes(found.free_bytes or 0), *([f"{found.free_files:,} files"] if found.free_files else [])])
     yield "passes", f"{wanted}; {there} ({found.filesystem or 'unknown'}) has {free} free"
