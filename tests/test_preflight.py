@@ -5,6 +5,7 @@ import math
 import os
 import platform
 import stat
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -132,16 +133,33 @@ def test_modules_are_loaded_as_at_a_login(here, monkeypatch):
     assert on_site('modules = ["cuda/99"]') == ["fails: module load cuda/99: no module cuda/99; module avail lists what there is"]
 
 
+def program(path: Path, text: str) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(f"#!/bin/sh\n{text}\n")
+    path.chmod(path.stat().st_mode | stat.S_IXUSR)
+    return path
+
+
 def test_a_python_without_torch(here):
     assert on_site('venv = "env"')[0].startswith("fails: venv env has no env/bin/python; make it there")
-    python = here / "env/bin/python"
-    python.parent.mkdir(parents=True)
-    python.write_text('#!/bin/sh\necho "torch" >&2\nexit 1\n')
-    python.chmod(python.stat().st_mode | stat.S_IXUSR)
-    assert on_site('venv = "env"') == ["fails: venv env lacks torch; install it there"]
-    python.write_text("#!/bin/sh\nexit 0\n")
+    program(here / "env/bin/python", "echo no torch >&2; exit 1")
+    assert on_site('venv = "env"') == ["fails: venv env: no torch; install it there, or say another one in the site file"]
+    program(here / "env/bin/python", f'exec {sys.executable} -S "$@"')  # without what is installed
+    assert on_site('venv = "env"')[0].startswith("fails: venv env: no torch")
+    program(here / "env/bin/python", f'exec {sys.executable} "$@"')
     assert on_site('venv = "env"') == ["passes: venv env has torch and paceline"]
-    assert on_site('conda = "./env"')[0].startswith("fails: conda='./env', and there is no conda on PATH")
+
+
+def test_conda_may_come_with_a_module(here, monkeypatch):
+    monkeypatch.setenv("HOME", str(here))
+    assert on_site('conda = "train"')[0] == "fails: conda='train', and there is no conda on PATH; name the module that has it"
+    program(here / "bin/conda", '[ "$3" = train ] || { echo "EnvironmentLocationNotFound: $3"; exit 1; }')
+    (here / ".bash_profile").write_text(f'module() {{ PATH="{here}/bin:$PATH"; }}\n')
+    found = on_site('modules = ["conda"]\nconda = "train"')
+    assert found == ["passes: modules conda can be loaded", "passes: conda environment train has torch and paceline"]
+    assert on_site('modules = ["conda"]\nconda = "trian"')[1].startswith(
+        "fails: conda environment trian: EnvironmentLocationNotFound: trian; "
+    )
 
 
 def test_what_the_site_file_names_is_there(here):
@@ -321,6 +339,14 @@ def test_how_often_it_is_queued_again_and_how_long_it_saves(here):
     again = -(-work_s // (3600 - 120 - 30)) - 1
     assert said[0] == "warns"
     assert said[1].endswith(f"it will be queued again {again:.0f} time{'s' * (again > 1)}")
+
+
+def test_auto_is_not_chosen_for_another_kind_of_device():
+    Path("site.toml").write_text("gpus_per_node = 2\n")
+    flight = Flight(Spec(task="models:Points", batch=12), Launch(plan="auto"), None, None, None)
+    (said,) = (one for one in findings(flight, CHECKS) if one.check == "plan")
+    assert said.verdict == "fails"
+    assert said.message.endswith("say what they are, as in --cluster a100-80g:4x1")
 
 
 def test_no_requeue():

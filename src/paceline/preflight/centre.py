@@ -5,7 +5,7 @@ import shlex
 import shutil
 import subprocess
 import tarfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from paceline.errors import LaunchError
@@ -14,12 +14,13 @@ from paceline.launch.nodes import check_allocation
 from paceline.launch.script import Job, options_of, render
 from paceline.launch.site import HERE, Site, read_site
 from paceline.launch.world import world
-from paceline.preflight.finding import Says
+from paceline.preflight.finding import Says, Verdict
 from paceline.preflight.flight import Flight
 
 ANSWER_S = 30.0
 NO_MODULE = 97  # exit status
-IMPORTS = "import importlib.util as u, sys; sys.exit(', '.join(name for name in ('torch', 'paceline') if u.find_spec(name) is None) or 0)"
+NO_COMMAND = 127
+IMPORTS = "import importlib.util as u, sys; sys.exit(' and '.join(f'no {n}' for n in ('torch', 'paceline') if u.find_spec(n) is None) or 0)"
 # Variables that win over what a job script asks for (sbatch(1), INPUT ENVIRONMENT VARIABLES).
 WIN = {
     "SBATCH_ACCOUNT": "account",
@@ -43,19 +44,18 @@ def site(flight: Flight) -> Says:
     if found.modules:
         yield from _modules(found.modules)
     if found.conda is not None:
-        yield from _conda(found.conda)
+        yield from _conda(found.conda, found.modules)
     if found.venv is not None:
-        yield from _python(Path(found.venv) / "bin/python", f"venv {found.venv}")
+        yield from _python(Path(found.venv) / "bin/python", f"venv {found.venv}", found.modules)
     if found.container is not None:
         yield from _container(found.container)
     if found.stage_in is not None:
         yield from _stage_in(Path(found.stage_in))
 
 
-def _modules(names: tuple[str, ...]) -> Says:
-    """By a shell as it is at a login."""
+def _modules(names: Sequence[str]) -> Says:
     load = shlex.join(("module", "load", *names))
-    status, said = _tried("bash", "-lc", f"type module > /dev/null 2>&1 || exit {NO_MODULE}; {load}")
+    status, said = _tried(f"type module > /dev/null 2>&1 || exit {NO_MODULE}; {load}")
     if status == NO_MODULE:
         yield "warns", f"there is no command module here, so whether there are {', '.join(names)} is not known"
     elif status or "ERROR" in said:
@@ -64,29 +64,26 @@ def _modules(names: tuple[str, ...]) -> Says:
         yield "passes", f"modules {', '.join(names)} can be loaded"
 
 
-def _conda(name: str) -> Says:
-    if shutil.which("conda") is None:
-        yield "fails", f"conda={name!r}, and there is no conda on PATH; load the module that brings it before this command"
-        return
-    if "/" in name:
-        yield from _python(Path(name) / "bin/python", f"conda environment {name}")
-        return
-    status, said = _tried("conda", "run", "-n", name, "python", "-c", IMPORTS)
-    if status:
-        yield "fails", f"conda environment {name}: {_last(said)}"
+def _conda(name: str, modules: Sequence[str]) -> Says:
+    status, said = _tried_with(modules, "conda", "run", "-p" if "/" in name else "-n", name, "python", "-c", IMPORTS)
+    if status == NO_COMMAND:
+        where = "PATH, also with the modules" if modules else "PATH"
+        yield "fails", f"conda={name!r}, and there is no conda on {where}; name the module that has it"
     else:
-        yield "passes", f"conda environment {name} has torch and paceline"
+        yield _judged(f"conda environment {name}", status, said)
 
 
-def _python(python: Path, what: str) -> Says:
-    if not python.exists():
+def _python(python: Path, what: str, modules: Sequence[str]) -> Says:
+    if python.exists():
+        yield _judged(what, *_tried_with(modules, str(python), "-c", IMPORTS))
+    else:
         yield "fails", f"{what} has no {python}; make it there, or say another one in the site file"
-        return
-    status, said = _tried(str(python), "-c", IMPORTS)
+
+
+def _judged(what: str, status: int, said: str) -> tuple[Verdict, str]:
     if status:
-        yield "fails", f"{what} lacks {_last(said)}; install it there"
-    else:
-        yield "passes", f"{what} has torch and paceline"
+        return "fails", f"{what}: {_last(said)}; install it there, or say another one in the site file"
+    return "passes", f"{what} has torch and paceline"
 
 
 def _container(image: str) -> Says:
@@ -107,11 +104,17 @@ def _stage_in(tar: Path) -> Says:
     yield ("passes", f"stage_in {tar} is a tar") if is_tar else ("fails", f"stage_in={str(tar)!r} is no tar; make one with tar -cf")
 
 
-def _tried(*words: str) -> tuple[int, str]:
-    """Exit status, and what was said on both outputs."""
+def _tried_with(modules: Sequence[str], *words: str) -> tuple[int, str]:
+    """The same of a command with modules loaded, where there are such."""
+    load = f"type module > /dev/null 2>&1 && {shlex.join(('module', 'load', *modules))} > /dev/null 2>&1; " if modules else ""
+    return _tried(load + shlex.join(words))
+
+
+def _tried(script: str) -> tuple[int, str]:
+    """Exit status, and what was said on both outputs, of a shell as it is at a login."""
     try:
         done = subprocess.run(
-            words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=ANSWER_S, stdin=subprocess.DEVNULL, check=False
+            ("bash", "-lc", script), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=ANSWER_S, stdin=subprocess.DEVNULL
         )
     except subprocess.TimeoutExpired:
         return 1, f"no answer in {ANSWER_S:.0f} s"

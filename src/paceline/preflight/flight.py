@@ -78,6 +78,7 @@ class Flight:
             return laid_out(self.launch.plan, self.job.ranks, self.spec.batch)[0]
         from paceline.training.choose import choose
 
+        self._check_devices()
         return choose(self.spec, self.task, self.job.ranks, self.launch.device, self.launch.nodes, self.cluster).plan
 
     @cached_property
@@ -96,17 +97,16 @@ class Flight:
         """What a step of the plan is predicted to take."""
         from paceline.plan.answer import answer
 
-        if (unknown := self._unknown_devices()) is not None:
-            raise ClusterError(unknown)
+        self._check_devices()
         recipe = of_precision(self.spec.precision)
         return answer(self.facts, self.cluster, self.spec.batch, str(self.plan), recipe, self.job.ranks).plans[0][1]
 
-    def _unknown_devices(self) -> str | None:
-        """Jobs get GPUs, and which is not known here."""
+    def _check_devices(self) -> None:
+        """Raises ClusterError where jobs get GPUs, and which is not known here."""
         said = self.site.gres or self.site.gpus_per_node
-        if self.target is not None or self.launch.device == "cpu" or not said or self.cluster.device.kind != "cpu":
-            return None
-        return f"jobs get GPUs ({said} a node), and there are none here: say what they are, as in --cluster a100-80g:4x{self.launch.nodes}"
+        if said and self.target is None and self.launch.device != "cpu" and self.cluster.device.kind == "cpu":
+            example = f"--cluster a100-80g:4x{self.launch.nodes}"
+            raise ClusterError(f"jobs get GPUs ({said} a node), and there are none here: say what they are, as in {example}")
 
     @cached_property
     def checkpoint_bytes(self) -> int:

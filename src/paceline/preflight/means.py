@@ -37,20 +37,21 @@ def memory(flight: Flight) -> Says:
         yield verdict, f"nodes × ranks are {asked}, nodes × devices of {where.name} {has}; ask for no more, or say another --cluster"
         return
     try:
-        needed = flight.cost.memory
+        predicted = flight.cost.memory
     except Error as error:
         yield "warns", f"not predicted: {error}"
         return
-    limit, why = needed.limit_bytes, f"a rank has on {where.name or where.device.name}"
+    limit, why = predicted.limit_bytes, f"a rank has on {where.name or where.device.name}"
     if where.device.kind == "cpu" and flight.site.memory is not None:
         asked_bytes = slurm_bytes(flight.site.memory) / job.ranks_per_node
         limit, why = (asked_bytes, f"memory={flight.site.memory!r} leaves a rank") if asked_bytes < limit else (limit, why)
-    largest = max(needed.parts, key=lambda part: part.value).name
-    said = f"{format_bytes(needed.peak_bytes)} (± {needed.error:.0%}) predicted, most of it {largest}; {format_bytes(limit)} is what {why}"
-    if needed.peak_bytes <= limit * (1 - MARGIN):
+    largest = max(predicted.parts, key=lambda part: part.value).name
+    peak = f"{format_bytes(predicted.peak_bytes)} (± {predicted.error:.0%}) predicted, most of it {largest}"
+    said = f"{peak}; {format_bytes(limit)} is what {why}"
+    if predicted.peak_bytes <= limit * (1 - MARGIN):
         yield "passes", said
     else:
-        yield "fails" if needed.peak_bytes > limit else "warns", f"{said}: {_leaner(flight, limit)}"
+        yield "fails" if predicted.peak_bytes > limit else "warns", f"{said}: {_leaner(flight, limit)}"
 
 
 def _leaner(flight: Flight, limit_bytes: float) -> str:

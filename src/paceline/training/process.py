@@ -93,7 +93,7 @@ def process_group(world: World, device: torch.device, timeout_s: float, meeting_
 
 
 def claim(store: dist.Store, gpu: str, rank: int) -> None:
-    """Raises LaunchError where another rank has the same GPU. NCCL would not begin, and hardly say why."""
+    """Raises LaunchError where another rank has the same GPU, with which NCCL would not begin."""
     holder = store.compare_set(f"gpu/{gpu}", "", str(rank)).decode()
     if holder != str(rank):
         raise LaunchError(
