@@ -65,7 +65,7 @@ def _counted(spec: Spec, plan: str) -> int:
     task = _training_only(load_task(spec.task, spec.set))
     on = parse(plan).on(me.size)
     torch.set_num_threads(1)  # they do not change what tensors take
-    data = open_data(spec, on, task, me)
+    data = open_data(spec, task)
     assert on.dp is not None
     assert on.micro is not None
     parts = training_parts(Part(spec.batch, on.micro, on.place(me.rank).dp, on.dp), data.samples, spec.seed, 0, COUNTED)

@@ -90,6 +90,11 @@ def nodes(count: int, rate: str | None = None, delay_ms: float | None = None) ->
         yield there
 
 
+def throttle(node: Node, rate: str) -> None:
+    """What it sends, if it was made with a rate."""
+    _do(f"tc -n {node.name} qdisc change dev {DEVICE} root tbf rate {rate} burst {BURST} latency 50ms")
+
+
 def _bridge(name: str, there: Sequence[Node], held: contextlib.ExitStack) -> None:
     _do(f"ip link add {name} type bridge")
     held.callback(_do, f"ip link del {name}")

@@ -1,5 +1,6 @@
 """Jobs in a real Slurm of two nodes: queued, started on both, told to save, queued again, cancelled, refused."""
 
+import json
 import os
 import re
 import stat
@@ -184,6 +185,57 @@ def test_a_container_and_a_folder_that_is_staged_in(there, tmp_path):
     assert of_kind(tmp_path / "r", Ended), next((tmp_path / "r").glob("slurm-*")).read_text()
     assert of_kind(tmp_path / "r", Started)[0].ranks == 2
     assert [(tmp_path / node / "hello").read_text() for node in ("n1", "n2")] == ["hello", "hello"]
+
+
+# What is known before a job is queued
+
+
+def preflight(folder: Path, *words: str, **env: str) -> tuple[Result, dict[str, list[str]]]:
+    """How it ended, and by check what was said, each begun by its verdict."""
+    result = paceline("preflight", "my.py:Regression", *ASKED, *words, "--json", "found.json", at=folder, **env)
+    found: dict[str, list[str]] = {}
+    for one in json.loads((folder / "found.json").read_text()):
+        found.setdefault(one["check"], []).append(f"{one['verdict']}: {one['message']}")
+    return result, found
+
+
+@needs_slurm
+def test_preflight_asks_slurm_and_queues_nothing(there, tmp_path):
+    write_task(tmp_path)
+    (tmp_path / "site.toml").write_text('partition = "short"\n')
+    words = ("--nodes", "2", "--ranks-per-node", "2", "--precision", "fp32")
+    result, found = preflight(tmp_path, *words, "--time", "00:20:00", SBATCH_QOS="long", **there.env)
+    assert result.status == 0, result.all
+    taken, overridden = found["slurm"]
+    assert re.match(r"passes: Slurm would take it: Job \d+ to start at \S+ using 4 processors on nodes n\[1-2\] in partition short$", taken)
+    assert overridden.startswith("warns: SBATCH_QOS=long wins over a job script that says no qos; unset SBATCH_QOS, or ")
+    (time,) = found["time"]
+    assert re.match(r"passes: .* predicted .*: 30 s to start, 24 steps of .*; 00:20:00 asked$", time)
+    _, found = preflight(tmp_path, *words, **there.env)
+    assert found["time"][0].endswith("; 00:30:00 is the limit of the partition")
+    assert queue(there) == ""
+    assert not (tmp_path / "runs").exists()
+
+
+@needs_slurm
+@pytest.mark.parametrize(
+    ("site", "words", "said"),
+    [
+        ('partition = "shrt"', (), "fails: Slurm: Invalid partition name specified: shrt; did you mean short?"),
+        (
+            "",
+            ("--ranks-per-node", "9", "--batch", "72"),
+            "fails: sbatch: allocation failure: Requested node configuration is not available",
+        ),
+    ],
+)
+def test_preflight_says_what_slurm_would_refuse(site, words, said, there, tmp_path):
+    write_task(tmp_path)
+    (tmp_path / "site.toml").write_text(site)
+    result, found = preflight(tmp_path, *words, **there.env)
+    assert result.status == 2
+    assert found["slurm"] == [said]
+    assert {check for check, lines in found.items() if any(line.startswith("fails") for line in lines)} == {"slurm"}
 
 
 # The page in docs/

@@ -15,6 +15,7 @@ from paceline.cli import (
     ledger,
     logs,
     plan,
+    preflight,
     probe,
     rank,
     resume,
@@ -35,7 +36,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode="rich",
 )
-for command in (train, resume, submit, status, logs, cancel, show, doctor, export, verify, ledger, plan, account, scale, probe):
+for command in (train, resume, preflight, submit, status, logs, cancel, show, doctor, export, verify, ledger, plan, account, scale, probe):
     app.command()(getattr(command, command.__name__.rpartition(".")[2]))
 bench.app.command("collectives")(bench_collectives.collectives)
 bench.app.command()(benches.compute)

@@ -9,8 +9,9 @@ import typer
 from paceline import spec as specs
 from paceline import task
 from paceline.errors import Error, LaunchError
+from paceline.launch.script import alike
 from paceline.launch.world import World
-from paceline.plan.plan import AUTO, Plan, parse, share
+from paceline.plan.plan import AUTO, Plan, laid_out
 from paceline.run import RunFolder
 from paceline.spec import Launch, Spec
 
@@ -52,23 +53,8 @@ def say(spec: Spec, launch: Launch, me: World) -> tuple[Launch, Plan, task.Task]
         launch = launch.model_copy(update={"plan": str(choice.plan), "chosen": choice.why})
     if launch.plan == AUTO:  # the ranks will choose it together
         return launch.model_copy(update={"ranks": ranks}), Plan().on(ranks), work
-    plan, laid_out = lay_out(spec, launch, ranks)
-    return launch.model_copy(update={"ranks": ranks, "plan": str(plan)}), laid_out, work
-
-
-def lay_out(spec: Spec, launch: Launch, ranks: int) -> tuple[Plan, Plan]:
-    """The plan as it is said, and with its data degree said. Raises PlanError when it does not fit ranks and batch."""
-    plan = parse(launch.plan) if launch.plan is not None else Plan(dp=1) if ranks == 1 else Plan()
-    laid_out = plan.on(ranks)
-    share(spec.batch, laid_out)
-    return plan, laid_out
-
-
-def alike(ranks: int, nodes: int) -> int:
-    """Ranks on each node. Raises LaunchError when nodes would have unlike numbers of them."""
-    if ranks % nodes:
-        raise LaunchError(f"{ranks} ranks cannot be spread alike over {nodes} nodes: use --ranks {ranks + nodes - ranks % nodes}")
-    return ranks // nodes
+    plan, on = laid_out(launch.plan, ranks, spec.batch)
+    return launch.model_copy(update={"ranks": ranks, "plan": str(plan)}), on, work
 
 
 def _devices(device: str | None) -> int:

@@ -7,45 +7,39 @@ from typer import Option
 
 from paceline.cli.request import Request, requesting
 
+Time = Annotated[str | None, Option(help="Until the job must end: 02:00:00. Default: the partition's.")]
+SiteFile = Annotated[Path | None, Option(help="What jobs must say at this centre. Default: site.toml here, if there is one.")]
+
 
 @requesting
 def submit(
     request: Request,
-    time: Annotated[str | None, Option(help="Until the job must end: 02:00:00. Default: the partition's.")] = None,
-    site: Annotated[Path | None, Option(help="What jobs must say at this centre. Default: site.toml here, if there is one.")] = None,
+    time: Time = None,
+    site: SiteFile = None,
     dry_run: Annotated[bool, Option("--dry-run", help="Print the job script, and leave it at that.")] = False,
 ) -> None:
     """Queue a training in Slurm, and print the number of the job. It saves and queues itself again before its time is over."""
-    import sys
-
     from paceline import task
-    from paceline.cli.start import alike, lay_out
-    from paceline.errors import Error, LaunchError
+    from paceline.errors import Error
     from paceline.launch import slurm
-    from paceline.launch.script import Job, render
+    from paceline.launch.script import job_of, render
     from paceline.launch.site import read_site
-    from paceline.plan.plan import AUTO
+    from paceline.plan.plan import AUTO, laid_out
     from paceline.run import create, default_path
 
     spec, launch = request
-    where = read_site(site)
-    ranks = launch.ranks or launch.nodes * (where.gpus_per_node or 1)
-    per_node = alike(ranks, launch.nodes)
-    if launch.restarts:
-        raise LaunchError(
-            f"--restarts {launch.restarts} is for the ranks of one machine; a job goes on when it is submitted again: sbatch job.sh"
-        )
-    if launch.plan != AUTO:
-        lay_out(spec, launch, ranks)
     spec = spec.model_copy(update={"task": task.locate(spec.task)})
     path = default_path(launch.run, spec.task)
-    job = Job(path.resolve(), Path.cwd(), launch.nodes, per_node, time, sys.executable)
+    where = read_site(site)
+    job = job_of(launch, where, path, time)
+    if launch.plan != AUTO:
+        laid_out(launch.plan, job.ranks, spec.batch)
     script = render(job, where)
     if dry_run:
         print(script, end="")
         return
     slurm.check(job, where)
-    run = create(path, spec, launch.model_copy(update={"ranks": ranks}))
+    run = create(path, spec, launch.model_copy(update={"ranks": job.ranks}))
     try:
         run.job_script.write_text(script)
         number = slurm.submit(run.job_script)

@@ -1,10 +1,13 @@
 """The job script of a run, a pure function of what is asked for and of the site."""
 
 import shlex
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 
+from paceline.errors import LaunchError
 from paceline.launch.site import Site
+from paceline.spec import Launch
 
 # Paceline divides the cores of a node itself. A rank that ends must not take the others with it: they save.
 SRUN = ("srun", "--kill-on-bad-exit=0", "--wait=60", "--cpu-bind=none")
@@ -19,13 +22,36 @@ class Job:
     time: str | None  # in Slurm's words; None: the partition's default
     python: str  # of the command, for a site that names none
 
+    @property
+    def ranks(self) -> int:
+        return self.nodes * self.ranks_per_node
+
+
+def job_of(launch: Launch, site: Site, run: Path, time: str | None) -> Job:
+    """The job that trains in the folder `run`, with one rank a GPU of the site where no number is said. Raises LaunchError."""
+    ranks = launch.ranks or launch.nodes * (site.gpus_per_node or 1)
+    per_node = alike(ranks, launch.nodes)
+    if launch.restarts:
+        raise LaunchError(
+            f"--restarts {launch.restarts} is for the ranks of one machine; a job goes on when it is submitted again: sbatch job.sh"
+        )
+    return Job(run.resolve(), Path.cwd(), launch.nodes, per_node, time, sys.executable)
+
+
+def alike(ranks: int, nodes: int) -> int:
+    """Ranks on each node. Raises LaunchError when nodes would have unlike numbers of them."""
+    if ranks % nodes:
+        raise LaunchError(f"{ranks} ranks cannot be spread alike over {nodes} nodes: use --ranks {ranks + nodes - ranks % nodes}")
+    return ranks // nodes
+
 
 def render(job: Job, site: Site) -> str:
     parts = [_head(job, site), _surroundings(job, site), _stage_in(site), _train(job, site)]
     return "\n\n".join(part.strip("\n") for part in parts if part) + "\n"
 
 
-def _head(job: Job, site: Site) -> str:
+def options_of(job: Job, site: Site) -> dict[str, str]:
+    """What the script asks of sbatch, but for the further options of the site."""
     options = {
         "job-name": job.run.name,
         "nodes": job.nodes,
@@ -43,7 +69,11 @@ def _head(job: Job, site: Site) -> str:
         "open-mode": "append",
         "signal": f"B:USR1@{site.notice_s}",
     }
-    said = [f"--{name}={_quoted(str(value))}" for name, value in options.items() if value is not None]
+    return {name: str(value) for name, value in options.items() if value is not None}
+
+
+def _head(job: Job, site: Site) -> str:
+    said = [f"--{name}={_quoted(value)}" for name, value in options_of(job, site).items()]
     lines = [f"#SBATCH {option}" for option in (*said, "--requeue", *site.sbatch)]
     again = f"# Trains, or goes on from the last checkpoint. Again by hand: sbatch {_word(job.run / 'job.sh')}"
     return "\n".join(["#!/bin/bash", *lines, again])

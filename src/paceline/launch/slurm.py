@@ -52,6 +52,11 @@ def submit(script: Path) -> str:
     return job
 
 
+def try_out(script: str) -> str:
+    """What Slurm says it would do with a job script, which it does not queue. Raises LaunchError with its words where it would refuse."""
+    return re.sub(r"^sbatch: ", "", _run("sbatch", "--test-only", said=script).stderr.strip().splitlines()[-1])
+
+
 def status(job: str) -> Status | None:
     """None for a job that Slurm has forgotten, some minutes after its end."""
     try:
@@ -131,14 +136,18 @@ def clock(duration_s: int) -> str:
 
 def _ask(*words: str) -> str:
     """What a command of Slurm printed. Raises LaunchError with its last words."""
+    return _run(*words).stdout
+
+
+def _run(*words: str, said: str = "") -> "subprocess.CompletedProcess[str]":
     environ = os.environ | {"LC_ALL": "C"}
     try:
-        done = subprocess.run(words, capture_output=True, text=True, timeout=ANSWER_S, env=environ, stdin=subprocess.DEVNULL)
+        done = subprocess.run(words, capture_output=True, text=True, timeout=ANSWER_S, env=environ, input=said)
     except FileNotFoundError:
         raise LaunchError(f"there is no {words[0]} on PATH, so Slurm cannot be asked here") from None
     except subprocess.TimeoutExpired:
         raise LaunchError(f"Slurm did not answer {words[0]} within {ANSWER_S:.0f} s") from None
     if done.returncode:
-        said = [re.sub(rf"^({words[0]}|slurm_\w+)?:? ?(error: )?", "", line) for line in done.stderr.strip().splitlines()]
-        raise LaunchError(f"{words[0]}: {said[-1] if said else f'it failed with exit status {done.returncode}'}")
-    return done.stdout
+        lines = [re.sub(rf"^({words[0]}|slurm_\w+)?:? ?(error: )?", "", line) for line in done.stderr.strip().splitlines()]
+        raise LaunchError(f"{words[0]}: {lines[-1] if lines else f'it failed with exit status {done.returncode}'}")
+    return done

@@ -254,3 +254,12 @@ def share(batch: int, plan: Plan) -> int:
         by = f"{plan.sharers} × micro = {plan.dp} × {plan.micro} = {parts}" if plan.dp > 1 else f"micro={plan.micro}"
         raise PlanError(f"batch {batch} is not divisible by {by}: {way_out}")
     return batch // parts
+
+
+def laid_out(said: str | None, ranks: int, batch: int) -> tuple[Plan, Plan]:
+    """The plan as it is said, or what is taken where none is, and the same with its data degree said. Raises PlanError when it does not
+    fit ranks and batch."""
+    plan = parse(said) if said is not None else Plan(dp=1) if ranks == 1 else Plan()
+    on = plan.on(ranks)
+    share(batch, on)
+    return plan, on

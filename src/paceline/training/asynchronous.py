@@ -1,7 +1,7 @@
 """A training with parameter servers, from one rank's point of view: one generator for servers and workers."""
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -40,6 +40,7 @@ def train_against_servers(
     stop: Callable[[], bool],
     data: Data,
     loop: Loop,
+    notes: Sequence[str],
 ) -> Iterator[Event]:
     """`plan` has its data degree said."""
     assert plan.servers is not None
@@ -73,7 +74,8 @@ def train_against_servers(
             yield Ended(step=shard.version, reason="done" if shard.version == total else "stopped")
             return
         coordinator = Coordinator(model, optimizer, shard, dealt, plan, transport, spec.optimizer.clip, spec.timeout_s)
-        served = replace(laid, update=coordinator, servers=coordinator, group=first_alone, notes=(*laid.notes, *_notes(plan, statistics)))
+        notes = (*notes, *laid.notes, *_notes(plan, statistics))
+        served = replace(laid, update=coordinator, servers=coordinator, group=first_alone, notes=notes)
         nothing = replace(data, training=_Nothing())  # type: ignore[arg-type]
         here = loop(replace(alone, micro=1), me, nothing, served, lambda: stop() or coordinator.stop_wished)
         coordinator.begin(here.first)

@@ -39,6 +39,7 @@ from paceline.training.watch import quietly
 from paceline.training.weights import allocate_
 
 CPU = torch.device("cpu")
+UNTOLD = (DataDependentOutputException, DynamicOutputShapeException)  # what a model asks of values that are not there
 WARM_UP = 1  # steps after which engines have settled: DDP's buckets, the order in which fully_shard gathers
 
 
@@ -93,9 +94,7 @@ def _play(asked: _Asked, world: World, studied: Studied) -> Ledger:
     spec, plan, task = asked.spec, asked.plan, asked.task
     with _fake_group(world.rank, world.size), contextlib.ExitStack() as stack:
         micro_batches = _micro_batches(spec, plan, world, task)
-        mode = FakeTensorMode(allow_non_fake_inputs=True)
-        # It remembers what it made by weak references, and torch swaps no tensor that has one, as stages of a pipeline do (torch 2.13).
-        mode.fake_tensor_converter.set_tensor_memo = lambda *_: None  # type: ignore[method-assign]
+        mode = without_memory()
 
         def fill(model: nn.Module, **where: Any) -> None:  # what is built before it, such as meshes, needs real numbers
             stack.enter_context(mode)
@@ -106,7 +105,7 @@ def _play(asked: _Asked, world: World, studied: Studied) -> Ledger:
         stack.enter_context(quietly())  # cp tries out which arguments to cut
         try:
             return _count(laid, plan, micro_batches)
-        except (DataDependentOutputException, DynamicOutputShapeException) as error:
+        except UNTOLD as error:
             raise TaskError(
                 f"{type(task).__name__} looks at values that come of its weights, with {error.func}, and the ledger computes none: "
                 "what is sent may depend on them"
@@ -114,6 +113,14 @@ def _play(asked: _Asked, world: World, studied: Studied) -> Ledger:
         finally:
             release(laid.step.model)
             meshes.let_go()
+
+
+def without_memory() -> FakeTensorMode:
+    """In it tensors have shapes and no values."""
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    # It remembers what it made by weak references, and torch swaps no tensor that has one, as stages of a pipeline do (torch 2.13).
+    mode.fake_tensor_converter.set_tensor_memo = lambda *_: None  # type: ignore[method-assign]
+    return mode
 
 
 def _count(laid: Laid, plan: Plan, micro_batches: list[Batch]) -> Ledger:

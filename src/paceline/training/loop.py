@@ -33,8 +33,9 @@ from paceline.training.evaluate import evaluate
 from paceline.training.figures import Figures, Local, Pending, Wishes, tell
 from paceline.training.optim import check_schedule, factor
 from paceline.training.parallelize import release
-from paceline.training.prepare import Data, Laid, lay_out, open_data, resume
+from paceline.training.prepare import Data, Laid, check_enough, lay_out, open_data, resume
 from paceline.training.process import SAVING_S, at_start, choose_device, limit_waits, process_group, threads_per_rank, workers_per_rank
+from paceline.training.roll_call import roll_call
 from paceline.training.settle import settle
 from paceline.training.step import Step as Update
 
@@ -82,7 +83,9 @@ def train(
             plan, notes = choice.plan, (*notes, choice.why)
         laid_out = plan.on(world.size)
         share(spec.batch, laid_out)
-        data = open_data(spec, laid_out, task, world)
+        data = open_data(spec, task)
+        notes = (*notes, *roll_call(task, world, data.lengths))
+        check_enough(data.samples, laid_out)
         if laid_out.servers is not None:
             from paceline.training.asynchronous import train_against_servers
 
@@ -90,7 +93,7 @@ def train(
                 return _Loop(spec, plan_of_one, str(plan), me, task, run, here, stop, nothing, laid, pulse, world.size)
 
             pulse.patience_s = None  # of servers and workers, which wait for one another by other means
-            yield from train_against_servers(spec, laid_out, str(plan), world, task, here, stop, data, loop)
+            yield from train_against_servers(spec, laid_out, str(plan), world, task, here, stop, data, loop, notes)
             return
         laid = lay_out(spec, laid_out, world, task, here, training=data.training)
         laid = dataclasses.replace(laid, notes=(*notes, *laid.notes))

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from paceline.errors import CheckpointError, DataError, PlanError
+from paceline.errors import CheckpointError, PlanError
 from paceline.launch.world import World
 from paceline.plan.plan import Place, Plan
 from paceline.run import RunFolder
@@ -47,23 +47,16 @@ class Data:
     validation: Samples | None
     samples: int  # of the training split
 
+    @property
+    def lengths(self) -> dict[str, int]:
+        """Samples of each split."""
+        return {"train": self.samples, "validation": len(self.validation.dataset) if self.validation is not None else 0}
 
-def open_data(spec: Spec, plan: Plan, task: Task, world: World) -> Data:
-    """Both splits, the same on all ranks. Raises DataError where they are not, PlanError for more data ranks than samples."""
+
+def open_data(spec: Spec, task: Task) -> Data:
+    """Both splits. Raises DataError."""
     train, validation = open_dataset(task, "train"), open_dataset(task, "validation")
     assert train is not None
-    lengths = {"train": len(train), "validation": len(validation) if validation is not None else 0}
-    everywhere = [lengths] * world.size
-    if world.size > 1:
-        dist.all_gather_object(everywhere, lengths)
-    for rank, there in enumerate(everywhere):
-        for split, first in everywhere[0].items():
-            if there[split] != first:
-                raise DataError(
-                    f"dataset({split!r}) has {first} samples on rank 0 and {there[split]} on rank {rank}; "
-                    "every rank must see the whole dataset, Paceline splits it"
-                )
-    check_enough(len(train), plan)
     floats = torch.float64 if spec.precision == "fp64" else None
     return Data(
         training=Samples(train, "train", spec.seed, floats),

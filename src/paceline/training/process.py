@@ -75,11 +75,14 @@ def process_group(world: World, device: torch.device, timeout_s: float, meeting_
         yield
         return
     os.environ.setdefault("TORCH_FR_BUFFER_SIZE", str(REMEMBERED))  # torch reads it with the first process group
+    store = _store(world, timeout_s, meeting_place)
+    if device.type == "cuda":
+        claim(store, str(torch.cuda.get_device_properties(device).uuid), world.rank)
     dist.init_process_group(
         "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
         rank=world.rank,
         world_size=world.size,
-        store=_store(world, timeout_s, meeting_place),
+        store=store,
         timeout=timedelta(seconds=timeout_s),
         device_id=device if device.type == "cuda" else None,
     )
@@ -87,6 +90,16 @@ def process_group(world: World, device: torch.device, timeout_s: float, meeting_
         yield
     finally:
         dist.destroy_process_group()
+
+
+def claim(store: dist.Store, gpu: str, rank: int) -> None:
+    """Raises LaunchError where another rank has the same GPU, with which NCCL would not begin."""
+    holder = store.compare_set(f"gpu/{gpu}", "", str(rank)).decode()
+    if holder != str(rank):
+        raise LaunchError(
+            f"ranks {holder} and {rank} both have GPU {gpu}; each needs one of its own: let the launcher tell local ranks, "
+            "and look at CUDA_VISIBLE_DEVICES"
+        )
 
 
 def limit_waits(timeout_s: float, but: dist.ProcessGroup | None = None) -> None:

@@ -1,0 +1,37 @@
+"""paceline preflight: would a training begin, fit and end? Asked before it is queued."""
+
+from typing import Annotated
+
+from typer import Exit, Option
+
+from paceline.cli.asked import Json
+from paceline.cli.request import Request, requesting
+from paceline.cli.submit import SiteFile, Time
+
+
+@requesting
+def preflight(
+    request: Request,
+    time: Time = None,
+    site: SiteFile = None,
+    cluster: Annotated[
+        str | None, Option(help="Where it will run: a cluster.json, or DEVICE:DEVICES_OF_A_NODExNODES@GB/s. Default: nodes like this one.")
+    ] = None,
+    json: Json = None,
+) -> None:
+    """Look at a training before it is queued: site file and Slurm, task and data, the plan built, memory, room and time."""
+    from paceline.cli.asked import check_outputs, show
+    from paceline.preflight.checks import CHECKS
+    from paceline.preflight.finding import findings
+    from paceline.preflight.flight import Flight
+    from paceline.report.preflight import as_json, table, verdict
+
+    check_outputs(json, None)
+    found = list(findings(Flight(*request, time, site, cluster), CHECKS))
+    if json is not None:
+        from paceline.cluster.file import write_whole
+
+        write_whole(json, as_json(found))
+    show(table(found), verdict(found))
+    if any(one.verdict == "fails" for one in found):
+        raise Exit(2)
