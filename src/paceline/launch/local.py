@@ -22,9 +22,8 @@ from paceline.doctor.diagnose import Diagnosis
 from paceline.doctor.lookout import Lookout
 from paceline.errors import Error, RankError
 from paceline.events import Ended, Event, Failed, Started, Step
-from paceline.launch.processes import here, launch
+from paceline.launch.processes import LOST, here, launch, servers
 from paceline.launch.signals import STOPPED, stop_signals
-from paceline.plan.plan import parse
 from paceline.report.watch import watch
 from paceline.run import RunFolder
 
@@ -53,10 +52,8 @@ def start(run: RunFolder, ranks: int, restarts: int) -> int:
     A rank that dies is started again with all others, from the last good checkpoint, up to `restarts` times.
     Raises the Error that ended the training, RankError for a rank that died without one.
     """
-    plan = run.request()[1].plan
-    servers = parse(plan).servers if plan is not None else None
-    if servers:
-        return supervise(run, lambda: launch(run, here(ranks), restarts, servers), _end_children)
+    if servers(run):
+        return supervise(run, lambda: launch(run, here(ranks), restarts), _end_children)
     return supervise(run, lambda: _launch_agent(run, ranks, restarts), _end_children)
 
 
@@ -107,7 +104,8 @@ def supervise(run: RunFolder, launch: Callable[[], None], end: End) -> int:
     ended = next((event for event in _happened(run, before) if isinstance(event, Ended)), None)
     if stopped is not None and ended is None:
         print(f"paceline: stopped by {stopped.sigval.name} before all ranks had saved; {run.way_out()}", file=sys.stderr)
-    if stopped is not None or (ended is not None and ended.reason == "stopped"):
+    lost = failure is not None and any(child.exitcode == LOST for child in failure.failures.values())
+    if stopped is not None or (ended is not None and ended.reason == "stopped" and not lost):
         return STOPPED
     if failure is None:
         return 0
@@ -172,7 +170,7 @@ def _cause(run: RunFolder, failure: ChildFailedError, before: int, left: Contain
         return RankError(message)
     if silent:
         rank, child = silent[0]
-        why = f"was killed by {signal.Signals(-child.exitcode).name}"
+        why = "was lost with its node" if child.exitcode == LOST else f"was killed by {signal.Signals(-child.exitcode).name}"
     elif own:
         rank, why = own[0].rank or 0, own[0].message
     else:

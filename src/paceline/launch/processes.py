@@ -3,6 +3,7 @@
 import contextlib
 import os
 import signal
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
@@ -14,11 +15,14 @@ import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
+from paceline.errors import LaunchError
 from paceline.launch.signals import stop_signals
 from paceline.launch.spawn import environments, spawn
+from paceline.plan.plan import parse
 from paceline.run import RunFolder
 
 POLL_S = 0.1
+LOST = -1000  # the exit status of a rank that nothing is heard of any more: below those of signals
 LAST_WORDS_S = 5.0  # for ranks that have lost another one
 SAVING_S = 30.0  # for ranks that were asked to stop; as torchrun's agent does
 
@@ -79,33 +83,48 @@ def here(ranks: int) -> Slots:
     return lambda attempt, asked: contextlib.nullcontext([_Here()] * ranks)
 
 
-def launch(run: RunFolder, slots: Slots, restarts: int, servers: int | None = None, host: str = "127.0.0.1") -> None:
-    """Returns when all ranks are done. servers: of a parameter server, whose workers may be killed; host: this machine, as ranks know it.
+def servers(run: RunFolder) -> int | None:
+    """How many keep the weights; of the other ranks any may be killed. None: there are none, and all ranks are needed."""
+    plan = run.request()[1].plan
+    return parse(plan).servers if plan is not None else None
+
+
+def launch(run: RunFolder, slots: Slots, restarts: int, host: str = "127.0.0.1") -> None:
+    """Returns when all ranks are done. host: this machine, as the ranks know it.
 
     Raises ChildFailedError for a rank that died or failed, after so many restarts of all, and SignalException when this process was
     asked to stop.
     """
+    failed: dict[int, tuple[int, int]] = {}
     with Asked() as asked:
         for attempt in range(restarts + 1):
-            failed = _run(run, slots, attempt, asked, servers, host)
-            if not failed:
+            try:
+                again = _run(run, slots, attempt, asked, host)
+            except LaunchError as error:
+                if not failed:
+                    raise
+                print(f"paceline: not started again: {error}", file=sys.stderr)  # there was room for all before
+                break
+            if not again:
                 return
+            failed = again
     raise ChildFailedError("paceline", {rank: ProcessFailure(rank, pid, status, os.devnull) for rank, (pid, status) in failed.items()})
 
 
-def _run(run: RunFolder, slots: Slots, attempt: int, asked: Asked, servers: int | None, host: str) -> dict[int, tuple[int, int]]:
+def _run(run: RunFolder, slots: Slots, attempt: int, asked: Asked, host: str) -> dict[int, tuple[int, int]]:
     """Of those that failed the process and its exit status."""
     with slots(attempt, asked) as room:
         store = dist.TCPStore(host, 0, is_master=True, wait_for_workers=False)
         told = environments([slot.node for slot in room], host, store.port, run.path.name, attempt)
         running: list[Process] = []
+        needed = servers(run) or len(room)
         try:
             for rank, (slot, environ) in enumerate(zip(room, told, strict=True)):
                 asked.heed()
                 running.append(slot.start(run.path, environ, run.rank_log(rank, attempt)))
-            failed = _watch(running, len(room) if servers is None else servers, asked)
+            _watch(running, needed, asked)
             _wait(running, LAST_WORDS_S)
-            return failed
+            return _failed(running, needed)
         except SignalException:
             _signal(running, signal.SIGTERM)
             _wait(running, SAVING_S)
@@ -115,15 +134,17 @@ def _run(run: RunFolder, slots: Slots, attempt: int, asked: Asked, servers: int 
             _wait(running, LAST_WORDS_S)
 
 
-def _watch(running: Sequence[Process], needed: int, asked: Asked) -> dict[int, tuple[int, int]]:
-    """Until all are done, or one has failed that matters: one of the first `needed`, or one that was not killed."""
-    while True:
+def _watch(running: Sequence[Process], needed: int, asked: Asked) -> None:
+    """Until all are done, or one has failed."""
+    while not _failed(running, needed) and any(process.poll() is None for process in running):
         asked.heed()
-        over = {rank: status for rank, process in enumerate(running) if (status := process.poll()) is not None}
-        failed = {rank: (running[rank].pid, status) for rank, status in over.items() if status > 0 or (status < 0 and rank < needed)}
-        if failed or len(over) == len(running):
-            return failed
         time.sleep(POLL_S)
+
+
+def _failed(running: Sequence[Process], needed: int) -> dict[int, tuple[int, int]]:
+    """Process and exit status of those that failed in a way that matters: one of the first `needed`, or one that was not killed."""
+    over = {rank: status for rank, process in enumerate(running) if (status := process.poll()) is not None}
+    return {rank: (running[rank].pid, status) for rank, status in over.items() if status > 0 or (status < 0 and rank < needed)}
 
 
 def _signal(running: Sequence[Process], number: int) -> None:
