@@ -19,7 +19,7 @@ lint: install
 
 install: .venv/installed
 
-# Open MPI, iproute2, tmux, slurm-wlm and munge are for tests only; where they cannot be installed, their tests say so and are left out.
+# Open MPI, MPICH, iproute2, tmux, slurm-wlm and munge are for tests only; where they cannot be installed, their tests say so and are left out.
 .venv/installed: pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[dev]"

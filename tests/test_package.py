@@ -32,6 +32,8 @@ WITHOUT_TORCH = (
     "paceline.cli.plan",
     "paceline.launch.world",
     "paceline.launch.nodes",
+    "paceline.launch.starters",
+    "paceline.launch.ray_agent",
     "paceline.launch.script",
     "paceline.launch.site",
     "paceline.launch.slurm",

@@ -34,13 +34,13 @@ OPENMPI = {  # mpirun of Open MPI 4.1
     "PMIX_RANK": "1",
     "PMIX_ID": "1790902273.1",
 }
-MPICH = {  # mpiexec.hydra
-    "PMI_RANK": "0",
-    "PMI_SIZE": "4",
-    "PMI_FD": "5",
-    "MPI_LOCALRANKID": "0",
-    "MPI_LOCALNRANKS": "4",
-    "GFORTRAN_UNBUFFERED_PRECONNECTED": "y",
+MPICH = {  # mpiexec.hydra of MPICH 4.0.2; PMI_FD differs from rank to rank, and nothing else names the start
+    "PMI_RANK": "1",
+    "PMI_SIZE": "2",
+    "PMI_FD": "8",
+    "MPI_LOCALRANKID": "1",
+    "MPI_LOCALNRANKS": "2",
+    "MPIR_CVAR_CH3_INTERFACE_HOSTNAME": "vm",
 }
 ALLOCATION = {  # of 2 nodes with 2 tasks each
     "SLURM_JOB_ID": "42",
@@ -69,6 +69,7 @@ SRUN = BATCH_SCRIPT | {
     "SLURM_LOCALID": "1",
     "SLURM_NODEID": "1",
 }
+OLD_SRUN = {name: value for name, value in SRUN.items() if name != "SLURM_STEP_TASKS_PER_NODE"}  # does not say what it did
 
 
 def test_nobody_started_this_process_as_a_rank():
@@ -89,12 +90,21 @@ def test_open_mpi_with_a_store_that_the_user_agreed_on():
 
 
 def test_mpich():
-    found = world(MPICH)
-    assert (found.rank, found.size, found.local_rank, found.local_size, found.launcher) == (0, 4, 0, 4, "mpich")
+    assert world(MPICH) == World(1, 2, 1, 2, "mpich", pmi=8)
 
 
 def test_srun():
     assert world(SRUN) == World(3, 4, 1, 2, "slurm", job="42-0-0", host="node0")
+
+
+def test_tasks_for_each_node_that_the_job_asked_for_and_the_step_did_not():
+    """sbatch --ntasks-per-node 1, and in it srun --ntasks 4 --overcommit: what srun did counts."""
+    assert world(SRUN | {"SLURM_NTASKS_PER_NODE": "1"}) == world(SRUN)
+
+
+def test_a_world_size_that_agrees():
+    assert world(SRUN | {"WORLD_SIZE": "4", "MASTER_ADDR": "node0", "MASTER_PORT": "1234"}).launcher == "slurm"
+    assert world(SRUN | {"RANK": "3", "LOCAL_RANK": "1", "WORLD_SIZE": "4"}).rank == 3
 
 
 def test_two_steps_of_one_slurm_job_are_two_jobs():
@@ -163,7 +173,9 @@ def test_torchrun_under_mpirun_knows_better():
 
 def test_mpirun_in_a_batch_script_and_under_srun():
     assert world(BATCH_SCRIPT | OPENMPI) == world(OPENMPI)
-    assert world(SRUN | OPENMPI) == world(OPENMPI)
+    daemons = SRUN | {"SLURM_NTASKS": "2", "SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_TASKS_PER_NODE": "1(x2)"}  # one a node
+    over_nodes = OPENMPI | {"OMPI_COMM_WORLD_SIZE": "4"}
+    assert world(daemons | over_nodes) == world(over_nodes)
 
 
 def test_srun_with_pmix_is_srun():
@@ -172,7 +184,7 @@ def test_srun_with_pmix_is_srun():
 
 def test_half_of_an_environment_is_none():
     """RANK alone is a name that anybody may use."""
-    assert world({"RANK": "1", "WORLD_SIZE": "2"}).launcher is None
+    assert world({"RANK": "1", "WORLD_SIZE": "1"}).launcher is None
     assert world({"RANK": "admiral"}).launcher is None
 
 
@@ -189,6 +201,44 @@ def test_half_of_an_environment_is_none():
             "LOCAL_RANK=2 is outside LOCAL_WORLD_SIZE=2: the variables of two launchers are mixed; unset them",
         ),
         (TORCHRUN | {"LOCAL_WORLD_SIZE": "two"}, "LOCAL_WORLD_SIZE='two' is not a number"),
+        (
+            {"WORLD_SIZE": "4"},
+            "WORLD_SIZE=4 without RANK and LOCAL_RANK: this process is none of so many ranks; unset WORLD_SIZE, or start them with --ranks "
+            "or torchrun",
+        ),
+        (
+            {"RANK": "1", "WORLD_SIZE": "2"},
+            "WORLD_SIZE=2 without LOCAL_RANK: this process is none of so many ranks; "
+            "unset WORLD_SIZE, or start them with --ranks or torchrun",
+        ),
+        (SRUN | {"WORLD_SIZE": "8"}, "WORLD_SIZE=8, but SLURM_NTASKS=4: slurm started this process; unset WORLD_SIZE"),
+        (
+            SRUN | {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2"},
+            "WORLD_SIZE=2, but SLURM_NTASKS=4: unset RANK, LOCAL_RANK and WORLD_SIZE, srun says who a task is",
+        ),
+        (
+            SRUN | {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "4"},
+            "RANK=1, but SLURM_PROCID=3: unset RANK, LOCAL_RANK and WORLD_SIZE, srun says who a task is",
+        ),
+        (
+            SRUN | OPENMPI,
+            "OMPI_COMM_WORLD_SIZE=2, all on this machine, but SLURM_NTASKS=4: each task of srun has started ranks of its own; "
+            "start them by srun alone, or mpirun without srun",
+        ),
+        (
+            SRUN | MPICH,
+            "PMI_SIZE=2, all on this machine, but SLURM_NTASKS=4: each task of srun has started ranks of its own; "
+            "start them by srun alone, or mpirun without srun",
+        ),
+        (
+            OLD_SRUN | {"SLURM_NTASKS_PER_NODE": "1"},
+            "SLURM_NTASKS=4, but SLURM_NTASKS_PER_NODE=1 on SLURM_NNODES=2 makes 2 at the most: "
+            "ask for --ntasks=2, or leave --ntasks-per-node out",
+        ),
+        (
+            OLD_SRUN | {"SLURM_STEP_NUM_TASKS": "2"},
+            "SLURM_NTASKS=4, but SLURM_STEP_NUM_TASKS=2: srun says both, so one was changed; unset it",
+        ),
         (SRUN | {"SLURM_STEP_TASKS_PER_NODE": "two"}, "SLURM_STEP_TASKS_PER_NODE='two' is no list of counts for each node"),
     ],
 )

@@ -124,7 +124,8 @@ class Launch(Value):
     plan: str | None = None  # None: single on one rank, else ddp; auto: the fastest that fits
     chosen: str | None = None  # why this plan, where auto took it
     ranks: int | None = Field(None, ge=1)  # None: one a GPU, or one
-    nodes: int = Field(1, ge=1)  # of a Slurm allocation, over which the ranks are spread alike
+    nodes: int = Field(1, ge=1)  # of a Slurm allocation or of Ray, over which the ranks are spread alike
+    launcher: Literal["local", "slurm", "ray"] | None = None  # None: slurm where there are several nodes, else local
     restarts: int = Field(0, ge=0)  # after a rank died, from the last checkpoint
     run: str | None = None  # folder; None: runs/TASK-TIME
     device: Literal["cpu", "cuda"] | None = None  # None: CUDA where there is some

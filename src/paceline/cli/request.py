@@ -21,8 +21,13 @@ def request(
         str, Argument(help="A built-in task (digits, mnist, text), my.py:Class, package.module:Class, or a run.toml.")
     ] = "digits",
     ranks: Annotated[int | None, Option(help="Processes in all. Default: one a GPU, or one.")] = None,
-    nodes: Annotated[int | None, Option(help="Nodes of a Slurm allocation, over which the ranks are spread alike. Default: one.")] = None,
+    nodes: Annotated[
+        int | None, Option(help="Nodes of a Slurm allocation or of Ray, over which ranks are spread alike. Default: one.")
+    ] = None,
     ranks_per_node: Annotated[int | None, Option(help="Processes on each node, in place of --ranks.")] = None,
+    launcher: Annotated[
+        str | None, Option(help="What starts the ranks: local, slurm (in an allocation) or ray. Default: slurm with several --nodes.")
+    ] = None,
     plan: Annotated[
         str | None,
         Option(
@@ -59,6 +64,7 @@ def request(
     flags: dict[str, Any] = {
         "ranks": _in_all(ranks, nodes, ranks_per_node),
         "nodes": nodes,
+        "launcher": launcher,
         "plan": plan,
         "batch": batch,
         "epochs": epochs,

@@ -17,6 +17,7 @@ def resume(
     run: Annotated[Path, typer.Argument(help="The run's folder.")],
     ranks: Annotated[int | None, typer.Option(help="Processes in all. Default: as before.")] = None,
     nodes: Annotated[int | None, typer.Option(help="Nodes of a Slurm allocation. Default: as before.")] = None,
+    launcher: Annotated[str | None, typer.Option(help="What starts the ranks: local, slurm or ray. Default: as before.")] = None,
     plan: Annotated[str | None, typer.Option(help="Default: as before.")] = None,
     epochs: Annotated[float | None, typer.Option(help="Train until so many epochs in all.")] = None,
     steps: Annotated[int | None, typer.Option(help="Train until so many steps in all.")] = None,
@@ -29,7 +30,7 @@ def resume(
     """Go on with a run from its last whole checkpoint, to the end that was asked for."""
     from paceline.run import open_run
 
-    flags = {"ranks": ranks, "nodes": nodes, "plan": plan, "epochs": epochs, "steps": steps, "optimizer.lr": lr}
+    flags = {"ranks": ranks, "nodes": nodes, "launcher": launcher, "plan": plan, "epochs": epochs, "steps": steps, "optimizer.lr": lr}
     flags |= {"account": account, "device": device, "restarts": restarts, "timeout_s": timeout}
     go_on(open_run(run), specs.one_length({key: value for key, value in flags.items() if value is not None}), world())
 

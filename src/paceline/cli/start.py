@@ -10,6 +10,7 @@ from paceline import spec as specs
 from paceline import task
 from paceline.errors import Error, LaunchError
 from paceline.launch.script import alike
+from paceline.launch.starters import is_rank, starter
 from paceline.launch.world import World
 from paceline.plan.plan import AUTO, Plan, laid_out
 from paceline.run import RunFolder
@@ -38,10 +39,8 @@ def say(spec: Spec, launch: Launch, me: World) -> tuple[Launch, Plan, task.Task]
     """The launch with ranks and plan said, that plan with its data degree said, and the task; the model is not looked at."""
     if me.launcher is not None and launch.ranks not in (None, me.size):
         raise LaunchError(f"--ranks {launch.ranks}, but {me.launcher} started {me.size}; leave --ranks out, or start {launch.ranks} there")
-    if me.launcher is None and launch.nodes > 1:
-        from paceline.launch.nodes import check_allocation
-
-        check_allocation(launch.nodes, launch.restarts)
+    if me.launcher is None:
+        starter(launch).check(launch)
     work = task.load_task(spec.task, spec.set)
     ranks = me.size if me.launcher is not None else launch.ranks or launch.nodes * _devices(launch.device)
     if me.launcher is None:
@@ -65,22 +64,14 @@ def _devices(device: str | None) -> int:
 
 def start(spec: Spec, launch: Launch, me: World, run: RunFolder | None) -> NoReturn:
     """Train and exit with its status. `run`: the folder with the request; None: one is made with the first event."""
-    if me.launcher is not None or (launch.ranks == 1 and not launch.restarts):
+    if is_rank(launch, me):
         from paceline.launch.rank import run_alone
 
         raise typer.Exit(run_alone(spec, launch, me, run))
     assert run is not None
-    assert launch.ranks is not None
     new = not run.events.exists()
     try:
-        if launch.nodes > 1:
-            from paceline.launch import nodes
-
-            status = nodes.start(run, launch.nodes, launch.ranks)
-        else:
-            from paceline.launch import local
-
-            status = local.start(run, launch.ranks, launch.restarts)
+        status = starter(launch).start(run, launch)
     except Error:
         if new and not _has_started(run):
             run.delete()  # nothing half done

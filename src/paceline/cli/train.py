@@ -1,6 +1,7 @@
 """paceline train: train a task on any number of ranks."""
 
 from paceline.cli.request import Request, requesting
+from paceline.errors import LaunchError
 from paceline.launch.world import World, world
 from paceline.spec import Launch, Spec
 
@@ -13,13 +14,16 @@ def train(request: Request) -> None:
 
 def start_new(spec: Spec, launch: Launch, me: World) -> None:
     """Train in a new run folder: become a rank, or start some. Exits with the status of the training."""
+    if me.launcher is not None and launch.launcher is not None:
+        raise LaunchError(f"--launcher {launch.launcher}, but {me.launcher} has started this process as a rank; leave --launcher out")
     from paceline import task
     from paceline.cli.start import check, start
+    from paceline.launch.starters import is_rank
     from paceline.run import create, default_path
 
     launch = check(spec, launch, me)
     spec = spec.model_copy(update={"task": task.resolve(spec.task)})
-    if me.launcher is not None or (launch.ranks == 1 and not launch.restarts):
+    if is_rank(launch, me):
         start(spec, launch, me, None)
         return
     start(spec, launch, me, create(default_path(launch.run, spec.task), spec, launch))

@@ -8,7 +8,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Container
+from collections.abc import Callable, Container
 from pathlib import Path
 
 import psutil
@@ -22,13 +22,14 @@ from paceline.doctor.diagnose import Diagnosis
 from paceline.doctor.lookout import Lookout
 from paceline.errors import Error, RankError
 from paceline.events import Ended, Event, Failed, Started, Step
+from paceline.launch.processes import LOST, here, launch, servers
 from paceline.launch.signals import STOPPED, stop_signals
-from paceline.plan.plan import parse
 from paceline.report.watch import watch
 from paceline.run import RunFolder
 
 LOG_LINES = 20  # of a dead rank, shown with its name
 AGENT_WAITS_S = 30  # for ranks that it has sent SIGTERM, before it kills them (torch 2.13)
+End = Callable[[float | None, Container[int] | None], list[int]]  # see _end_children
 GRACE_S = 3  # that a rank has to end once another one has failed; one that is stopped or stuck never would
 
 
@@ -51,7 +52,12 @@ def start(run: RunFolder, ranks: int, restarts: int) -> int:
     A rank that dies is started again with all others, from the last good checkpoint, up to `restarts` times.
     Raises the Error that ended the training, RankError for a rank that died without one.
     """
-    run.ranks.mkdir(exist_ok=True)
+    if servers(run):
+        return supervise(run, lambda: launch(run, here(ranks), restarts), _end_children)
+    return supervise(run, lambda: _launch_agent(run, ranks, restarts), _end_children)
+
+
+def _launch_agent(run: RunFolder, ranks: int, restarts: int) -> None:
     for name in list(logging.root.manager.loggerDict):  # what the agent would say is said below, once
         if name.startswith("torch.distributed"):
             logging.getLogger(name).setLevel(logging.CRITICAL)
@@ -67,8 +73,15 @@ def start(run: RunFolder, ranks: int, restarts: int) -> int:
         logs_specs=_RankLogs(run),
         signals_to_handle=",".join(number.name for number in stop_signals()),
     )
-    plan = run.request()[1].plan
-    servers = parse(plan).servers if plan is not None else None
+    launch_agent(config, sys.executable, ["-m", "paceline", "rank", str(run.path), str(os.getpid())])
+
+
+def supervise(run: RunFolder, launch: Callable[[], None], end: End) -> int:
+    """Show what happens while `launch` starts ranks and waits for them, and say clearly what became of them; returns the exit status.
+
+    launch: raises ChildFailedError for ranks that failed and SignalException where it was asked to stop. end: ends ranks at once.
+    """
+    run.ranks.mkdir(exist_ok=True)
     before = events.end(run.events)
     over = threading.Event()
     watcher = threading.Thread(target=watch, args=(events.follow(run.events, over.is_set, before), run), daemon=True)
@@ -76,29 +89,23 @@ def start(run: RunFolder, ranks: int, restarts: int) -> int:
     failure: ChildFailedError | None = None
     stopped: SignalException | None = None
     left: set[int] = set()
-    lookout = Lookout(
-        run, failed=lambda at: left.update(_end_children(before=at)), hung=lambda found: left.update(_end_children(only=_kept_by(found)))
-    )
+    lookout = Lookout(run, failed=lambda at: left.update(end(at, None)), hung=lambda found: left.update(end(None, _kept_by(found))))
     try:
         with lookout:
-            if servers:
-                from paceline.launch.servers import launch
-
-                launch(run, ranks, servers, restarts)
-            else:
-                launch_agent(config, sys.executable, ["-m", "paceline", "rank", str(run.path), str(os.getpid())])
+            launch()
     except ChildFailedError as error:
         failure = error
     except SignalException as error:
         stopped = error
     finally:
-        _end_children()
+        end(None, None)
         over.set()
         watcher.join()
     ended = next((event for event in _happened(run, before) if isinstance(event, Ended)), None)
     if stopped is not None and ended is None:
         print(f"paceline: stopped by {stopped.sigval.name} before all ranks had saved; {run.way_out()}", file=sys.stderr)
-    if stopped is not None or (ended is not None and ended.reason == "stopped"):
+    lost = failure is not None and any(child.exitcode == LOST for child in failure.failures.values())
+    if stopped is not None or (ended is not None and ended.reason == "stopped" and not lost):
         return STOPPED
     if failure is None:
         return 0
@@ -110,9 +117,9 @@ def _kept_by(found: Diagnosis) -> set[int]:
     return {one.beat.pid for one in found.seen if one.beat is not None and (one.rank in found.at_fault or not found.at_fault)}
 
 
-def _end_children(before: float | None = None, only: Container[int] | None = None) -> list[int]:
-    """After a second interrupt the agent leaves its ranks behind. `before`: those that were there when a rank failed, some seconds ago;
-    the agent would wait longer."""
+def _end_children(before: float | None, only: Container[int] | None) -> list[int]:
+    """Of the processes that this one started, those that were there `before` a rank failed some seconds ago, or `only` these, or all; which
+    it did. The agent would wait longer, and leaves its ranks behind after a second interrupt."""
     ended: list[int] = []
     if before is not None and time.time() < before + GRACE_S:
         return ended
@@ -163,7 +170,7 @@ def _cause(run: RunFolder, failure: ChildFailedError, before: int, left: Contain
         return RankError(message)
     if silent:
         rank, child = silent[0]
-        why = f"was killed by {signal.Signals(-child.exitcode).name}"
+        why = "was lost with its node" if child.exitcode == LOST else f"was killed by {signal.Signals(-child.exitcode).name}"
     elif own:
         rank, why = own[0].rank or 0, own[0].message
     else:

@@ -31,6 +31,8 @@ def job_of(launch: Launch, site: Site, run: Path, time: str | None) -> Job:
     """The job that trains in the folder `run`, with one rank a GPU of the site where no number is said. Raises LaunchError."""
     ranks = launch.ranks or launch.nodes * (site.gpus_per_node or 1)
     per_node = alike(ranks, launch.nodes)
+    if launch.launcher not in (None, "slurm"):
+        raise LaunchError(f"--launcher {launch.launcher} is for train; ranks of a job are started by srun: leave --launcher out")
     if launch.restarts:
         raise LaunchError(
             f"--restarts {launch.restarts} is for the ranks of one machine; a job goes on when it is submitted again: sbatch job.sh"

@@ -18,6 +18,7 @@ class World:
     job: str = ""  # the same for all ranks of one start, and for no others
     address: str | None = None  # "host:port" of a store, where the launcher has agreed on one
     host: str | None = None  # the machine of rank 0 as the others know it, where the launcher tells
+    pmi: int | None = None  # the descriptor over which ranks of MPICH can exchange words
     restart: int = 0  # how often the launcher has started these ranks again
 
 
@@ -42,7 +43,7 @@ LAUNCHERS = {
         ("OMPI_COMM_WORLD_LOCAL_SIZE",),
         ("PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid", "PMIX_ID"),
     ),
-    "mpich": Names("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", ("MPI_LOCALNRANKS",), ("PMI_JOBID", "HYDRA_JOBID", "PMI_PORT", "PMI_FD")),
+    "mpich": Names("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", ("MPI_LOCALNRANKS",), ("PMI_JOBID", "HYDRA_JOBID", "PMI_PORT")),
     "slurm": Names(
         "SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID", ("SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE"), ("SLURM_JOB_ID",)
     ),
@@ -51,11 +52,10 @@ LAUNCHERS = {
 
 def world(environ: Mapping[str, str] = os.environ) -> World:
     """Who am I? The first launcher whose rank, size and local rank are all set tells. Raises LaunchError for a contradiction."""
-    for launcher, names in LAUNCHERS.items():
-        if not {names.rank, names.size, names.local_rank} <= environ.keys():
-            continue
-        if launcher == "slurm" and not _is_task(environ):
-            continue
+    speaking = [launcher for launcher, names in LAUNCHERS.items() if _speaks(launcher, names, environ)]
+    _check(speaking, environ)
+    for launcher in speaking[:1]:
+        names = LAUNCHERS[launcher]
         rank, size, local_rank = (_number(environ, name) for name in (names.rank, names.size, names.local_rank))
         if not 0 <= rank < size:
             raise LaunchError(f"{names.rank}={rank} is outside {names.size}={size}: the variables of two launchers are mixed; unset them")
@@ -74,9 +74,56 @@ def world(environ: Mapping[str, str] = os.environ) -> World:
             job="-".join(job),
             address=address,
             host=_first_host(environ) if launcher == "slurm" else None,
+            pmi=_number(environ, "PMI_FD") if launcher == "mpich" and "PMI_FD" in environ else None,
             restart=int(environ.get("TORCHELASTIC_RESTART_COUNT", "0")) if launcher == "torchrun" else 0,
         )
     return World()
+
+
+def _speaks(launcher: str, names: Names, environ: Mapping[str, str]) -> bool:
+    return {names.rank, names.size, names.local_rank} <= environ.keys() and (launcher != "slurm" or _is_task(environ))
+
+
+def _check(speaking: list[str], environ: Mapping[str, str]) -> None:
+    """Raises LaunchError where what launchers say cannot be true together."""
+    sizes = {launcher: _number(environ, LAUNCHERS[launcher].size) for launcher in speaking}
+    if "torchrun" not in sizes and environ.get("WORLD_SIZE", "1") not in {"1", *map(str, sizes.values())}:
+        said = f"WORLD_SIZE={environ['WORLD_SIZE']}"
+        for launcher, size in sizes.items():
+            raise LaunchError(f"{said}, but {LAUNCHERS[launcher].size}={size}: {launcher} started this process; unset WORLD_SIZE")
+        missing = [name for name in ("RANK", "LOCAL_RANK") if name not in environ]
+        raise LaunchError(
+            f"{said} without {' and '.join(missing)}: this process is none of so many ranks; unset WORLD_SIZE, or start them with --ranks "
+            "or torchrun"
+        )
+    if sizes.get("slurm", 1) == 1:
+        return
+    if "SLURM_STEP_TASKS_PER_NODE" not in environ:  # which is what srun did; else it is known by what was asked for
+        _check_tasks(sizes["slurm"], environ)
+    if "torchrun" in sizes and "TORCHELASTIC_RUN_ID" not in environ:  # set by hand, so of the same ranks
+        for mine, slurms in (("WORLD_SIZE", "SLURM_NTASKS"), ("RANK", "SLURM_PROCID")):
+            if _number(environ, mine) != _number(environ, slurms):
+                unlike = f"{mine}={environ[mine]}, but {slurms}={environ[slurms]}"
+                raise LaunchError(f"{unlike}: unset RANK, LOCAL_RANK and WORLD_SIZE, srun says who a task is")
+    for launcher in ("openmpi", "mpich"):
+        names = LAUNCHERS[launcher]
+        if launcher in sizes and environ.get(names.local_size[0]) == environ[names.size]:
+            raise LaunchError(
+                f"{names.size}={sizes[launcher]}, all on this machine, but SLURM_NTASKS={sizes['slurm']}: each task of srun has started "
+                "ranks of its own; start them by srun alone, or mpirun without srun"
+            )
+
+
+def _check_tasks(size: int, environ: Mapping[str, str]) -> None:
+    step = environ.get("SLURM_STEP_NUM_TASKS", str(size))
+    if step != str(size):
+        raise LaunchError(f"SLURM_NTASKS={size}, but SLURM_STEP_NUM_TASKS={step}: srun says both, so one was changed; unset it")
+    per_node, nodes = environ.get("SLURM_NTASKS_PER_NODE", ""), environ.get("SLURM_NNODES", "")
+    if per_node.isdigit() and nodes.isdigit() and (most := int(per_node) * int(nodes)) < size:
+        raise LaunchError(
+            f"SLURM_NTASKS={size}, but SLURM_NTASKS_PER_NODE={per_node} on SLURM_NNODES={nodes} makes {most} at the most: "
+            f"ask for --ntasks={most}, or leave --ntasks-per-node out"
+        )
 
 
 def _is_task(environ: Mapping[str, str]) -> bool:

@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 from paceline.cluster.limits import usable_cores
 from paceline.errors import LaunchError
+from paceline.launch.pmi import pmi
 from paceline.launch.world import World
 
 
@@ -125,18 +126,39 @@ def _store(world: World, timeout_s: float, meeting_place: Path) -> dist.Store:
     if world.address is not None:
         host, _, port = world.address.rpartition(":")
         return dist.TCPStore(host, int(port), world.size, world.rank == 0, timeout)
+    if world.pmi is not None:
+        return _meet_by_pmi(world, world.pmi, timeout)
     return _meet(world, timeout, meeting_place)
+
+
+def _open_store(world: World, timeout: timedelta) -> tuple[dist.TCPStore, str]:
+    """And where the other ranks find it."""
+    host = "127.0.0.1" if world.local_size == world.size else world.host or socket.getfqdn()
+    store = dist.TCPStore(host, 0, world.size, True, timeout, wait_for_workers=False)
+    return store, f"{host}:{store.port}"
+
+
+def _meet_by_pmi(world: World, fd: int, timeout: timedelta) -> dist.Store:
+    """Ranks of MPICH have no name for their start that is the same for all, but can tell one another."""
+    link, key = pmi(fd, timeout.total_seconds()), f"paceline-{next(_groups)}"
+    if world.rank == 0:
+        store, where = _open_store(world, timeout)
+        link.put(key, where)
+        link.barrier()
+        return store
+    link.barrier()
+    host, _, port = link.get(key).rpartition(":")
+    return dist.TCPStore(host, int(port), world.size, False, timeout)
 
 
 def _meet(world: World, timeout: timedelta, meeting_place: Path) -> dist.Store:
     """mpirun and srun agree on no store: rank 0 opens one on a free port and writes where, in a folder that all ranks see."""
     note = meeting_place / f".meet-{world.launcher}-{world.job}"
     if world.rank == 0:
-        host = "127.0.0.1" if world.local_size == world.size else world.host or socket.getfqdn()
-        store = dist.TCPStore(host, 0, world.size, True, timeout, wait_for_workers=False)
+        store, where = _open_store(world, timeout)
         meeting_place.mkdir(parents=True, exist_ok=True)
         beside = note.with_suffix(f".{os.getpid()}")
-        beside.write_text(f"{host}:{store.port}")
+        beside.write_text(where)
         beside.replace(note)
         for rank in range(1, world.size):
             store.wait([f"here/{rank}"], timeout)
