@@ -122,6 +122,27 @@ def test_the_ring_is_attention(size: int) -> None:
                 assert all(max(far) < rtol for far in ranks(size)(attention_here, length, is_causal, dtype))
 
 
+def rows_seen(task: text.Text, spec: Spec) -> list[int]:
+    """By the model, pass by pass."""
+    seen: list[int] = []
+
+    def noting(original: Any) -> Any:
+        def forward(self: text.Gpt, tokens: torch.Tensor) -> torch.Tensor:
+            seen.append(len(tokens))
+            return original(self, tokens)
+
+        return forward
+
+    training(task, spec, "cp=2", lambda: replaced(text.Gpt, "forward", noting))
+    return seen
+
+
+def test_how_to_cut_is_found_out_on_a_few_samples(tmp_path: Path) -> None:
+    (tmp_path / "text").write_text("Riders in a paceline take turns at the front. " * 20)
+    seen = ranks(2)(rows_seen, text.Text(file=str(tmp_path / "text"), width=16, depth=2, heads=2, context=16), wanted(steps=2))[0]
+    assert max(seen[: seen.index(8)]) == context.FEW
+
+
 @contextmanager
 def local_attention() -> Iterator[None]:
     """Each slice sees but itself."""

@@ -7,6 +7,10 @@ from torch import nn
 from paceline import Task
 from paceline.errors import TaskError
 from paceline.plan.facts import ModelFacts
+from paceline.plan.memory import memory
+from paceline.plan.plan import parse
+from paceline.plan.recipe import FLOAT32
+from paceline.plan.split import split
 from paceline.plan.transformer import Transformer
 from paceline.spec import Spec
 from paceline.tasks.digits import Digits
@@ -133,3 +137,22 @@ def test_tensors_without_values_live_as_real_ones_do() -> None:
     assert block.lives is not None
     assert block.lives.kept == pytest.approx(block.saved["none"].bytes(4, 4))  # what autograd saves is what lives on
     assert block.lives.most > 1.1 * block.lives.kept  # with gradients beside it
+
+
+def peak_bytes(facts: ModelFacts, plan: str, ranks: int, part: str) -> float:
+    found = memory(facts, split(parse(plan), ranks, 8), FLOAT32, 0.0)
+    return {one.name: one.value for one in found.parts}.get(part, 0.0)
+
+
+def test_what_lies_outside_of_the_blocks_is_whole_under_cp() -> None:
+    """The same samples on two ranks: whole ones, or half of each."""
+    facts = describe(Spec(task="text", batch=8), Text())
+    whole, half = (peak_bytes(facts, plan, 2, "activations") for plan in ("dp=2", "cp=2"))
+    logits = 4 * 8 / 2 * 128 * 256  # bytes of the half that the other rank would have
+    assert whole + logits < half < whole + 5 * logits
+
+
+def test_gradients_that_wait_for_those_of_weights_take_memory() -> None:
+    facts = describe(Spec(task="text", batch=8), Text())
+    plain, split_backward = (peak_bytes(facts, f"pp=2,schedule={name}", 2, "activations") for name in ("interleaved", "zero-bubble"))
+    assert 1.1 * plain < split_backward < 1.5 * plain

@@ -6,6 +6,7 @@ from paceline.bench.facts import updated
 from paceline.bench.result import Result
 from paceline.cluster.facts import Cluster, Device, Engine, Fact, Link, Pace
 from paceline.cluster.published import find
+from paceline.plan.constants import CPU
 from paceline.plan.cpu import host_of, paces_of
 from paceline.plan.paces import KINDS, Paces
 from paceline.plan.plan import parse
@@ -50,7 +51,7 @@ def test_between_threads() -> None:
     assert of[1] == pytest.approx(1e-6)
     assert of[4] == pytest.approx(4e-6)
     assert of[1] < of[2] < of[4]
-    assert of[8] == pytest.approx(8e-6)  # two ranks share a core
+    assert of[8] == pytest.approx(8e-6 * CPU.turns)  # two ranks share a core
 
 
 def test_measured_paces_count() -> None:

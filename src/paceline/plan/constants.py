@@ -114,6 +114,7 @@ class Processor:
 
     operations: of each lane in a cycle, two units that multiply and add. `product`: share of that which products reach.
     start_cycles: to start an operation from Python and note it for the backward pass. engines: cycles of a step, a unit, a tensor.
+    turns: how many times as long ranks compute that share a core, besides that each has it for a part of the time (benchmarks/crowd.py).
     """
 
     clock_Hz: float = 2.5e9
@@ -121,6 +122,7 @@ class Processor:
     operations: int = 4
     product: float = 0.5
     start_cycles: float = 1e4
+    turns: float = 1.07
     engines: Mapping[str, Takes] = field(default_factory=lambda: ENGINES)
     basis: Basis = "guessed"
 

@@ -54,8 +54,9 @@ def _with_threads(cluster: Cluster, threads: int) -> Paces:
 
 
 def _crowded(paces: Paces, crowd: float) -> Paces:
-    """Ranks that share a core have it in turns."""
-    tables = {kind: tuple((size, seconds * crowd) for size, seconds in table) for kind, table in paces.tables.items()}
+    """Ranks that share a core have it in turns, and find its caches full of what the others left there."""
+    times = crowd * CPU.turns if crowd > 1 else 1.0
+    tables = {kind: tuple((size, seconds * times) for size, seconds in table) for kind, table in paces.tables.items()}
     return Paces(tables, paces.measured)
 
 

@@ -32,7 +32,7 @@ def attention_s(paces: Paces, attention: tuple[Attention, ...], cut: Cut) -> tup
 
 def others_s(paces: Paces, block: Block, recipe: Recipe, cut: Cut) -> tuple[float, float]:
     """Of operations that are no products, forward and backward. What is split along the sequence is smaller, and as often."""
-    split = cut.micro_batch / (cut.cp * (cut.tp if recipe.sequence and not block.whole else 1))
+    split = cut.micro_batch / (cut.cp * (cut.tp if recipe.splits_sequence(cut.cp) and not block.whole else 1))
     forward = backward = 0.0
     for one in block.operations or _usual(block):
         size = one.size if one.kind == "view" else one.size * split

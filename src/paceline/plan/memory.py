@@ -60,7 +60,7 @@ def kept_bytes(recipe: Recipe, block: Block, cut: Cut) -> float:
     saved = block.saved.get(wanted) or block.saved.get("selective" if wanted == "half" else "none")
     if saved is None:
         return 0.0
-    bytes_ = saved.bytes(recipe.stream, recipe.element, cut.tp, recipe.sequence and not block.whole)
+    bytes_ = saved.bytes(recipe.stream, recipe.element, cut.tp, recipe.splits_sequence(cut.cp) and not block.whole)
     if not recipe.fused and cut.recompute == "none":
         bytes_ += block.core.bytes(recipe.stream, recipe.element, cut.tp)
     return bytes_ * cut.micro_batch / cut.cp
@@ -194,6 +194,8 @@ def _again_bytes(recipe: Recipe, block: Block, cut: Cut) -> float:
     again = recipe.again(cut.recompute)
     if "full" not in block.saved or not (again.products or again.attention or again.traffic):
         return 0.0
-    whole = block.saved["none"].bytes(recipe.stream, recipe.element, cut.tp, recipe.sequence) if again.kept != "none" else 0.0
+    whole = (
+        block.saved["none"].bytes(recipe.stream, recipe.element, cut.tp, recipe.splits_sequence(cut.cp)) if again.kept != "none" else 0.0
+    )
     core = 0.0 if recipe.fused else block.core.bytes(recipe.stream, recipe.element, cut.tp)
     return (whole + core) * cut.micro_batch / cut.cp

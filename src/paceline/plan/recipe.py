@@ -40,6 +40,7 @@ class Recipe:
     at_rest: under zero=2 the weights are cut between the steps. early_gradients: they have their memory before the backward pass.
     buckets: of gradients that are averaged, which are copies; 0 where the gradients lie in them.
     even: stages have equally many blocks; else they cost equally much. scatter: stages send each other a slice of each tp rank.
+    sequence: activations between split layers are split along the sequence; sequence_with_cp: also where cp has cut it already.
     reserved: of the memory counted, what the allocator holds and cannot use. fixed_bytes: of the process, its context and libraries.
     """
 
@@ -58,6 +59,7 @@ class Recipe:
     attention: float = 1.0
     selective: str = "products"
     sequence: bool = False
+    sequence_with_cp: bool = True
     elementwise: float = 1.5
     loss: float = 14.0
     overlaps_data: bool = True
@@ -73,15 +75,18 @@ class Recipe:
     reserved: float = 0.03
     fixed_bytes: float = 0.0
 
+    def splits_sequence(self, cp: int) -> bool:
+        return self.sequence and (cp == 1 or self.sequence_with_cp)
+
     def again(self, recompute: str) -> Again:
         if recompute == "selective":
             return SELECTIVE[self.selective]
         return Again("full", 1.0, 1.0, 1.0) if recompute == "full" else Again("none", 0.0, 0.0, 0.0)
 
 
-PACELINE = Recipe("paceline", cast=2.0, sequence=True, buckets=0)  # float32 weights, autocast to bf16
+PACELINE = Recipe("paceline", cast=2.0, sequence=True, sequence_with_cp=False, buckets=0)  # float32 weights, autocast to bf16
 PACELINE_FP16 = replace(PACELINE, name="paceline-fp16", dtype="fp16")  # for devices without bf16
-FLOAT32 = Recipe("float32", element=4.0, dtype="fp32", loss=12.0, sequence=True, buckets=0)
+FLOAT32 = Recipe("float32", element=4.0, dtype="fp32", loss=12.0, sequence=True, sequence_with_cp=False, buckets=0)
 
 # Narayanan et al. 2021 and Korthikanti et al. 2022: fp16 with float32 main weights, kernels for softmax, GELU and dropout, the scores of
 # attention in memory, gradients averaged behind the backward pass in float32.

@@ -216,7 +216,7 @@ def _pipeline(
     others = sum(count * one.total_s for count, one in loads) - busiest.total_s
     alike = schedule.idle(split.pp, split.micro, split.stages, busiest.stage) / (busiest.total_s or 1.0)
     size = facts.first.boundary * recipe.element * split.micro_batch / split.cp
-    size /= split.tp if recipe.scatter or recipe.sequence else 1
+    size /= split.tp if recipe.scatter or recipe.splits_sequence(split.cp) else 1
     over = group(2, split.dp * split.cp * split.tp, speeds.per_node)
     send = speeds.collective_s("send", size, 2, over.together)
     bubble = alike * others / (split.pp - 1)

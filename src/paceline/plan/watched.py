@@ -3,9 +3,12 @@
 from collections.abc import Iterator
 from typing import NamedTuple
 
+from paceline.plan.bubble import SCHEDULES
 from paceline.plan.facts import Block, Held, ModelFacts
 from paceline.plan.recipe import Recipe
 from paceline.plan.split import Cut, Share, Split
+
+WAITING = 0.5  # of the micro-batches that a rank keeps, those whose gradients of weights are put off; counted in torch's schedules
 
 
 class Moment(NamedTuple):
@@ -16,11 +19,13 @@ class Moment(NamedTuple):
 
 
 class Piece(NamedTuple):
-    """A block of a rank. bytes: kept for the backward pass, and at the worst moment of it."""
+    """A block of a rank. bytes: kept for the backward pass; at the worst moment of it; and of the gradients that wait for those of weights
+    to be computed, where a schedule splits them."""
 
     params: float
     kept: float
     most: float
+    waiting: float
     is_root: bool
 
 
@@ -52,14 +57,21 @@ def _given_bytes(recipe: Recipe, block: Block, cut: Cut) -> float:
     again = recipe.again(cut.recompute)
     if again.kept != "selective" or again.kept not in block.saved:
         return 0.0
-    whole = sum(p.rows * p.columns * p.count / (cut.tp if p.cut == "columns" else 1) for p in block.products)
+    whole = _products_gave(block, cut)
     scored = sum(a.heads * a.queries * a.head_dim for a in block.attention) / cut.tp
     return max(0.0, (whole + scored) * recipe.element - _bytes(recipe, block, cut, block.saved[again.kept]._replace(stream=0.0)))
 
 
+def _products_gave(block: Block, cut: Cut) -> float:
+    """Elements, of a sample."""
+    return sum(p.rows * p.columns * p.count / (cut.tp if p.cut == "columns" else 1) for p in block.products)
+
+
 def _gathered_bytes(recipe: Recipe, block: Block, cut: Cut) -> float:
     """Of a sample: activations that are split along the sequence are gathered before split layers, which keep them whole."""
-    return 0.0 if block.whole else block.sums * block.boundary * recipe.stream * (1 - 1 / cut.tp)
+    if block.whole or not recipe.splits_sequence(cut.cp):
+        return 0.0
+    return block.sums * block.boundary * recipe.stream * (1 - 1 / cut.tp)
 
 
 def _of_whole(recipe: Recipe, block: Block, cut: Cut) -> float:
@@ -71,7 +83,11 @@ def _of_whole(recipe: Recipe, block: Block, cut: Cut) -> float:
 
 
 def _bytes(recipe: Recipe, block: Block, cut: Cut, held: Held) -> float:
-    return held.bytes(recipe.stream, recipe.element, cut.tp, recipe.sequence and not block.whole)
+    return held.bytes(recipe.stream, recipe.element, cut.tp, recipe.splits_sequence(cut.cp) and not block.whole)
+
+
+def _waiting_bytes(recipe: Recipe, block: Block, cut: Cut) -> float:
+    return _products_gave(block, cut) * recipe.element * cut.micro_batch / cut.cp
 
 
 def worst(pieces: list[Piece], split: Split, recipe: Recipe, kept_micro: float, cuts: float) -> Moment:
@@ -83,6 +99,8 @@ def _moments(pieces: list[Piece], split: Split, recipe: Recipe, kept_micro: floa
     """From the last block to the first, which has least before it and the most gradients behind it; and when all is done."""
     params = sum(piece.params for piece in pieces)
     whole_kept = sum(piece.kept for piece in pieces)
+    splits = split.pp > 1 and SCHEDULES[split.schedule].splits
+    waiting = kept_micro * WAITING * sum(piece.waiting for piece in pieces) if splits else 0.0
     root = sum(piece.params for piece in pieces if piece.is_root)
     sharded = split.zero >= 2 and split.dp * split.cp > 1
     averaged = split.dp * split.cp > 1
@@ -105,7 +123,7 @@ def _moments(pieces: list[Piece], split: Split, recipe: Recipe, kept_micro: floa
             )
         if split.micro > 1 or (averaged and not sharded):
             gradients += piece.params  # of the block itself, before they are added to those that are there
-        activations = (kept_micro - 1) * whole_kept + before + piece.most
+        activations = (kept_micro - 1) * whole_kept + before + piece.most + waiting
         yield Moment(gradients * recipe.gradient, activations, gathered * recipe.gather, sending * recipe.reduce + received)
         done += piece.params
         behind = piece.params
@@ -113,12 +131,14 @@ def _moments(pieces: list[Piece], split: Split, recipe: Recipe, kept_micro: floa
 
 
 def pieces(facts: ModelFacts, share: Share, recipe: Recipe, cut: Cut, sizes: dict[int, float]) -> list[Piece]:
-    """`sizes`: parameters of each block on a rank."""
-    return [
-        Piece(sizes[id(block)], kept_bytes(recipe, block, cut), most_bytes(recipe, block, cut), block is facts.first or block is facts.last)
-        for block, count in share.parts
-        for _ in range(count)
-    ]
+    """`sizes`: parameters of each block on a rank. Before and behind the blocks each rank has whole sequences."""
+    found: list[Piece] = []
+    for block, count in share.parts:
+        is_root = block is facts.first or block is facts.last
+        here = cut._replace(cp=1) if is_root else cut
+        held_bytes = kept_bytes(recipe, block, here), most_bytes(recipe, block, here), _waiting_bytes(recipe, block, here)
+        found += [Piece(sizes[id(block)], *held_bytes, is_root)] * count
+    return found
 
 
 def received_bytes(split: Split, share: Share, recipe: Recipe) -> float:

@@ -61,7 +61,7 @@ def work(speeds: Speeds, recipe: Recipe, block: Block, cut: Cut) -> Work:
         inputs += product_s(speeds, dtype, m, k, n, count, moved)
         weights += product_s(speeds, dtype, k, n, m, count, moved)
     attention = sum(_attention_s(speeds, recipe, one, tp, cp, micro_batch) for one in block.attention)
-    traffic, scores = _traffic_bytes(recipe, block, tp, micro_batch)
+    traffic, scores = _traffic_bytes(recipe, block, tp, cp, micro_batch)
     if recipe.dtype == "fp8" and not head:  # inputs and weights are cast, and their largest values found
         traffic += sum(3.0 * p.rows * (p.inner + p.columns) * micro_batch / tp for p in block.products)
     moved = traffic / cp / speeds.memory_Bps
@@ -162,10 +162,11 @@ def _backward(speeds: Speeds, recipe: Recipe, forward_s: float) -> float:
     return forward_s * 2.5 * speeds.device.forward / speeds.device.backward if recipe.fused else 2 * forward_s
 
 
-def _traffic_bytes(recipe: Recipe, block: Block, tp: int, micro_batch: int) -> tuple[float, float]:
+def _traffic_bytes(recipe: Recipe, block: Block, tp: int, cp: int, micro_batch: int) -> tuple[float, float]:
     """Forward, of operations that are no products; and without fused attention, of heads that are brought in order and back, and of scores
     that are written, scaled, masked, put through softmax and dropped."""
-    moved = block.traffic.bytes(recipe.stream, recipe.element, tp, recipe.sequence and not block.whole) * recipe.elementwise * micro_batch
+    along = recipe.splits_sequence(cp) and not block.whole
+    moved = block.traffic.bytes(recipe.stream, recipe.element, tp, along) * recipe.elementwise * micro_batch
     ordered = sum((4 * one.queries + 4 * one.keys) * one.heads * one.head_dim for one in block.attention) * recipe.element
     scores = sum(one.scores for one in block.attention) * (4 * recipe.element + (2 * recipe.element + 1 if block.core.split_bytes else 0))
     return moved, (ordered + scores) / tp * micro_batch

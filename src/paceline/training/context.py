@@ -32,11 +32,24 @@ from paceline.training.step import call
 
 RTOL = {torch.float64: 1e-8}  # of a model's output under cp to its output without; roundoff only
 COARSE = 1e-2
+FEW = 2  # samples of which is found out how to cut
 
 
 def split_sequence(model: nn.Module, units: list[nn.Module], plan: Plan, device: torch.device) -> None:
     """Let the forward of `model` cut the sequence at `units`, its blocks."""
     Context(model, units, plan, device).learn_first()
+
+
+def _few_samples(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The first of a batch, where all tensors are as long as the batch."""
+    leaves, structure = flatten((args, kwargs))
+    lengths = {leaf.size(0) if leaf.dim() else 0 for leaf in leaves if isinstance(leaf, Tensor)}
+    if len(lengths) != 1:
+        return args, kwargs
+    few: tuple[tuple[Any, ...], dict[str, Any]] = tree_unflatten(
+        [leaf[:FEW] if isinstance(leaf, Tensor) else leaf for leaf in leaves], structure
+    )
+    return few
 
 
 @dataclass(frozen=True)
@@ -98,7 +111,8 @@ class Context:
         def forward(*args: Any, **kwargs: Any) -> Any:
             _, structure = flatten((args, kwargs))
             if structure not in known:
-                self.learn(lambda: inner(*args, **kwargs))
+                few, named = _few_samples(args, kwargs)
+                self.learn(lambda: inner(*few, **named))
                 known.append(structure)
             return inner(*args, **kwargs)
 

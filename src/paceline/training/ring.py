@@ -130,6 +130,8 @@ class _Ring(torch.autograd.Function):
         key, value = key.contiguous(), value.contiguous()
         with _options(query, is_causal):
             out, sums, *ctx.rest = ctx.kernel.forward(mesh, query, key, value, is_causal, scale)
+        # As the kernels themselves lay it out: what joins the heads of a position then needs no copy, which would be kept as well.
+        out = out.transpose(1, 2).contiguous().transpose(1, 2)
         ctx.save_for_backward(query, key, value, out, sums)
         ctx.mesh, ctx.is_causal, ctx.scale = mesh, is_causal, scale
         return out
