@@ -161,17 +161,18 @@ class Training:
 
         def gone() -> bool:
             self._notice()
-            return not self.left()
+            return not self.left() and not self._ports_left()
 
         with contextlib.suppress(Astray):
             self.until(gone, "the end of all processes", GONE_S, poll_s=0.05)
-        left = self.left()
-        said = [f"{process.pid} ({' '.join(process.cmdline()[-3:])})" for process in left if is_alive(process)]
+            return None
+        left = [f"process {process.pid} ({' '.join(process.cmdline()[-3:])})" for process in self.left() if is_alive(process)]
+        left += [f"port {port}, which no process has" for port in self._ports_left()]
         self.kill_all()
-        if said:
-            return f"{GONE_S:.0f} s after the end of the command there were still the processes {', '.join(said)}"
-        ports = sorted(self._ports & listening(one for one in psutil.net_connections("tcp") if one.pid is None))
-        return f"port {ports[0]} still listens, and no process has it" if ports else None
+        return f"{GONE_S:.0f} s after the end of the command there was still {', '.join(left)}" if left else None
+
+    def _ports_left(self) -> list[int]:
+        return sorted(self._ports & listening(one for one in psutil.net_connections("tcp") if one.pid is None))
 
     # What is done to it
 

@@ -20,9 +20,8 @@ def table(outcomes: Sequence[Outcome]) -> Table:
     """A line a fault. seen: seconds until somebody noticed; again: until the first step of the next start."""
     shown = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False)
     for name in ("fault", "step", "rank", "what", "seen", "again", *COLUMNS, ""):
-        shown.add_column(
-            name, justify="right" if name in FIGURES else "left", no_wrap=name != "what", min_width=WHAT if name == "what" else None
-        )
+        wide = {"min_width": WHAT} if name == "what" else {"no_wrap": True}
+        shown.add_column(name, justify="right" if name in FIGURES else "left", **wide)
     for one in outcomes:
         shown.add_row(*_row(one))
     return shown
