@@ -22,7 +22,7 @@ class Update:
     batches: tuple[Indices, ...]  # samples of its micro-batches
 
 
-Start = Mapping[int, Sequence[Update]]  # of the ranks: rank -> its updates
+Start = Mapping[int, Sequence[Update]]  # of the ranks that compute the loss: rank -> its updates
 
 
 def read(folder: Path, plan: Plan) -> list[Start]:
@@ -30,14 +30,13 @@ def read(folder: Path, plan: Plan) -> list[Start]:
     found: dict[tuple[int, int], dict[int, list[Update]]] = {}
     for path in folder.iterdir():
         command, restart, rank = map(int, path.name.split("-"))
-        updates = updates_of(path.read_text(), plan.micro or 1)
-        if updates:
+        if plan.place(rank).pp == plan.last and (updates := updates_of(path.read_text(), plan.micro or 1)):
             found.setdefault((command, restart), {})[rank] = updates
     return [found[key] for key in sorted(found)]
 
 
 def updates_of(text: str, micro: int) -> list[Update]:
-    """Of one rank that computes the loss. Before its first step it may try the loss out: of that step the last `micro` batches count."""
+    """Of one rank. Before its first step it may try the loss out: of that step the last `micro` batches count."""
     found: list[Update] = []
     batches: list[Indices] = []
     for line in text.splitlines(keepends=True):
