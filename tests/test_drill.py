@@ -168,8 +168,9 @@ def drilled(folder: Path, *words: str | Path, timeout_s: float = 280.0) -> tuple
     return result.status, result.all, {one["fault"]: one for one in json.loads((folder / "found.json").read_text())["faults"]}
 
 
+@pytest.mark.slow
 def test_a_rank_is_killed_and_nothing_is_lost(tmp_path: Path) -> None:
-    """With augmentation, dropout and BatchNorm."""
+    """With augmentation, dropout and BatchNorm. (Without, the README's tour does so each time.)"""
     status, said, found = drilled(tmp_path, write_task(tmp_path), *RANKS, "--faults", "kill", "--steps", "12", "--seed", "5")
     assert status == 0, said
     kill = found["kill"]

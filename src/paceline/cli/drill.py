@@ -4,7 +4,6 @@ import json as json_file
 import shutil
 import signal
 import sys
-import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -12,6 +11,7 @@ import typer
 
 from paceline.drill.faults import FAULTS, Moment, chosen, save_every, schedule
 from paceline.errors import LaunchError, PlanError, RunError
+from paceline.run import default_path
 from paceline.spec import Launch, Spec
 
 if TYPE_CHECKING:
@@ -65,7 +65,7 @@ def drill(
     if keep is not None and keep.exists():
         raise RunError(f"{keep} exists already; say another --keep")
     spec, launch = read(target, flags, set or [])
-    one = _prepared(spec, launch, keep or Path(time.strftime("runs/drill-%Y%m%d-%H%M%S")))
+    one = _prepared(spec, launch, keep or default_path(None, "drill"))
     moments = schedule(chosen(faults), spec.seed, rounds, one.steps, one.ranks)
     found, status = _held(one, moments, spec.task)
     if json is not None:

@@ -35,7 +35,10 @@ class Scene:
 
     @property
     def rank(self) -> psutil.Process:
-        return self.training.ranks()[self.moment.rank]
+        ranks = self.training.ranks()
+        if self.moment.rank not in ranks:
+            raise Astray(f"rank {self.moment.rank} was gone before its fault; it said: {self.training.said()}")
+        return ranks[self.moment.rank]
 
 
 def kill(scene: Scene) -> str:
@@ -57,10 +60,10 @@ def delay(scene: Scene) -> str:
 
 
 def cut_off(scene: Scene) -> str:
-    ranks = scene.training.ranks()
-    one = ranks.pop(scene.moment.rank)
+    one = scene.rank
+    others = [process for process in scene.training.ranks().values() if process != one]
     try:
-        count = cut(one, ranks.values())
+        count = cut(one, others)
     except OSError as error:
         raise Untried(f"the connections of another process cannot be shut down here: {error.strerror}") from error
     if not count:

@@ -90,7 +90,7 @@ class Drill:
         with Training(folder, RunFolder(folder / "run"), self.plan, float("inf")) as training:
             _begin(training)
             if training.until_ended():
-                raise RankError(f"the training fails without any fault, too: {training.said()}")
+                raise RankError(f"the training fails without any fault, too: {training.said()}; more in {training.output}")
             seconds, starts, run = time.monotonic() - began, training.starts(), training.run
         samples, wrong = consumed(starts[0], self.plan)
         happened = list(events.read(run.events))

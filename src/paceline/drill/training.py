@@ -21,7 +21,7 @@ from paceline.plan.plan import Plan
 from paceline.run import RunFolder
 
 MARK = "PACELINE_DRILL"  # the same for all that a training starts, so that it is found again under another parent too
-NUMBER = "PACELINE_DRILL_COMMAND"  # counted from 0
+NUMBER = "PACELINE_DRILL_COMMAND"  # which of them
 STEP_S = 0.12  # that a step is made to take until it is disturbed
 SLOW_STEP_S = 1.0  # where something must be there first
 POLL_S = 0.01
@@ -54,8 +54,9 @@ class Training:
 
     def start(self, *words: str) -> None:
         """`paceline WORDS`, with what it prints in output-N.txt."""
+        self._commands += 1
         env = {**os.environ, **self._env, MARK: self._mark, NUMBER: str(self._commands)}
-        with open(self.folder / f"output-{self._commands}.txt", "wb") as out:
+        with open(self.output, "wb") as out:
             self.process = subprocess.Popen(
                 [sys.executable, "-m", "paceline", *words],
                 env=env,
@@ -64,11 +65,15 @@ class Training:
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
             )
-        self._commands += 1
+
+    @property
+    def output(self) -> Path:
+        """Of the last command."""
+        return self.folder / f"output-{self._commands}.txt"
 
     def said(self) -> str:
         """The last line that a command printed."""
-        lines = (self.folder / f"output-{self._commands - 1}.txt").read_text(errors="replace").strip().splitlines()
+        lines = self.output.read_text(errors="replace").strip().splitlines()
         return lines[-1] if lines else "nothing"
 
     # What goes on
@@ -82,10 +87,11 @@ class Training:
         return max(len(updates) for updates in starts[-1].values()) if starts else 0
 
     def ranks(self) -> dict[int, psutil.Process]:
+        """Those that are alive, of the launcher that is."""
         found = {}
-        for process in psutil.Process(self.process.pid).children():
-            with contextlib.suppress(psutil.Error):
-                if process.environ().get("RANK"):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            for process in psutil.Process(self.process.pid).children():
+                with contextlib.suppress(psutil.Error, KeyError):
                     found[int(process.environ()["RANK"])] = process
         return found
 
@@ -195,7 +201,8 @@ class Training:
 
     def kill_all(self) -> None:
         """At once, as when the power goes."""
-        while left := self.left():
+        deadline = time.monotonic() + GONE_S
+        while (left := self.left()) and time.monotonic() < deadline:
             for process in left:
                 with contextlib.suppress(psutil.NoSuchProcess):
                     process.suspend()  # so that none sees another one go
