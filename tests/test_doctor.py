@@ -290,6 +290,19 @@ def said_of(*seen: Seen) -> Diagnosis:
     return diagnose(seen, NOW, bound_s([one.beat for one in seen], soon=True))
 
 
+@pytest.mark.parametrize("wrong_s", [0.0, 3600.0, -3600.0])
+def test_the_clock_of_a_rank_may_be_wrong(wrong_s: float, tmp_path: Path) -> None:
+    """A rank whose clock is ahead would hide for as long that no rank goes on."""
+    now, its = time.time(), at(0, beat.BACKWARD, 42.0).beat
+    shift = now - its.time
+    right = replace(its, time=now, since=its.since + shift, began=now - 100, stepped=its.stepped + shift)
+    moved = {name: getattr(right, name) + wrong_s for name in ("time", "since", "began", "stepped")}
+    beat.write(tmp_path / "0.alive", replace(right, **moved))
+    found = beat.read(tmp_path / "0.alive", Beat)
+    for name in moved:
+        assert abs(getattr(found, name) - getattr(right, name)) < 1
+
+
 WAITS = at(0, beat.BACKWARD, 42.0, BACKWARD, 17)
 BEHIND = at(1, beat.DATA, 43.0, READS, 16)
 

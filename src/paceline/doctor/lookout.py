@@ -8,6 +8,7 @@ from collections.abc import Callable
 
 from paceline import events
 from paceline.doctor.ask import beats
+from paceline.doctor.beat import CLOCK_S
 from paceline.doctor.diagnose import Diagnosis, bound_s, still_s
 from paceline.doctor.examine import examine
 from paceline.events import Failed, Stalled, Started
@@ -68,14 +69,15 @@ class Lookout:
         """Whether a rank has just given up waiting for another one that nothing was said about."""
         if not self.run.events.exists():
             return False
-        end = events.end(self.run.events)
+        end, written = events.end(self.run.events), self.run.events.stat().st_mtime
         gave_up = False
         for event in events.read(self.run.events, self._read) if end > self._read else ():
             if isinstance(event, Started):
                 self.found = self._failed_at = None
                 self._failed.clear()
             elif isinstance(event, Failed) and event.what == "run":
-                self._failed_at = self._failed_at or event.time
+                has_right_clock = abs(event.time - written) < CLOCK_S
+                self._failed_at = self._failed_at or (event.time if has_right_clock else written)
                 self._failed.add(event.rank or 0)
                 gave_up |= event.lost_peer and bool(GAVE_UP.search(event.message)) and self.found is None
         self._read = end
