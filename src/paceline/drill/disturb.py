@@ -15,6 +15,7 @@ from paceline.drill.training import Astray, Training
 
 HOUR_S = 3600.0
 DELAY, CLOCK = 0.3, 1.5  # of the timeout
+BEATS_S = 1.5  # in which each rank has told its new time
 FLIPPED = 8  # bytes
 
 
@@ -122,13 +123,27 @@ def flip_bits(scene: Scene) -> str:
 
 def skew(scene: Scene) -> str:
     """And let it go on for so long that whatever looks at a clock has looked."""
-    assert scene.clock is not None
     seconds = CLOCK * scene.timeout_s
     scene.training.pace(seconds / (scene.steps - scene.moment.step - 1))
-    whose, by_s = scene.moment.draws.choice([str(scene.moment.rank), clock.ALL]), scene.moment.draws.choice([HOUR_S, -HOUR_S])
-    clock.set_clock(scene.clock, whose, by_s)
+    done = _set_a_clock(scene)
     scene.training.until_late(seconds)
-    return f"{'+' if by_s > 0 else '−'}1 h, {'all' if whose == clock.ALL else 'this rank'}"
+    return done
+
+
+def skew_and_stop(scene: Scene) -> str:
+    scene.training.pace(2 * BEATS_S / (scene.steps - scene.moment.step - 1))
+    done = _set_a_clock(scene)
+    scene.training.until_late(BEATS_S)
+    scene.rank.suspend()
+    return done
+
+
+def _set_a_clock(scene: Scene) -> str:
+    assert scene.clock is not None
+    draws = scene.moment.draws
+    whose, by_s = draws.choice([*map(str, scene.training.ranks()), clock.ALL]), draws.choice([HOUR_S, -HOUR_S])
+    clock.set_clock(scene.clock, whose, by_s)
+    return f"{'+' if by_s > 0 else '−'}1 h, {'all' if whose == clock.ALL else f'rank {whose}'}"
 
 
 DISTURB: dict[str, Callable[[Scene], str]] = {  # what exactly was done, for people
@@ -141,5 +156,6 @@ DISTURB: dict[str, Callable[[Scene], str]] = {  # what exactly was done, for peo
     "disk": fill_disk,
     "damage": kill_all,
     "clock": skew,
+    "clock-stop": skew_and_stop,
 }
 REPAIR: dict[str, Callable[[Scene], str | None]] = {"damage": flip_bits, "disk": make_room}

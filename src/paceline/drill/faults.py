@@ -45,6 +45,7 @@ FAULTS = (
         checkpoints=2,
     ),
     Fault(name="clock", does="sets the clock of a rank, or of all, an hour forward or back", follows="the training goes on", starts=1),
+    Fault(name="clock-stop", does="sets a clock so, then SIGSTOP to a rank", follows="as for stop", ranks=2),
 )
 BY_NAME = {fault.name: fault for fault in FAULTS}
 

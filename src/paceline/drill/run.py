@@ -132,7 +132,7 @@ class Drill:
         with contextlib.ExitStack() as held:
             if moment.fault.name == "disk":
                 disk = held.enter_context(_small_disk(folder / "disk", reference.checkpoint_bytes))
-            if moment.fault.name == "clock":
+            if moment.fault.name in ("clock", "clock-stop"):
                 env = clock.settable(clocks)
             run = RunFolder((disk.path if disk is not None else folder) / "run")
             training = Training(folder, run, self.plan, reference.limit_s, env)
