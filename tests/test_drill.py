@@ -90,8 +90,15 @@ def test_of_a_pipeline_the_last_stage_tells(tmp_path: Path) -> None:
     ids=["once", "again", "from the start", "lost", "short", "further", "twice", "others", "not whole"],
 )
 def test_the_audit(starts: list, wrong: str | None) -> None:
-    found = audit(EXPECTED, starts)
+    found = audit(EXPECTED, starts, [])
     assert found[:1] == ([wrong] if wrong is not None else [])
+
+
+def test_samples_and_weights_go_on_from_the_same_step() -> None:
+    assert audit(EXPECTED, [EXPECTED[:3], EXPECTED[2:]], [0, 2]) == []
+    assert audit(EXPECTED, [EXPECTED[:3], EXPECTED[2:]], [0, 1]) == [
+        "start 2 had the weights of step 1, and began with the samples of step 3"
+    ]
 
 
 def test_the_audit_of_what_nobody_disturbed() -> None:
@@ -213,7 +220,7 @@ def test_planted_defects_are_found(tmp_path: Path) -> None:
     wrong = found["kill"]["wrong"]
     assert wrong.keys() == {"weights", "losses", "samples", "left"}, said
     assert "(sleep 300)" in wrong["left"]
-    assert " was lost" in wrong["samples"] or "in place of" in wrong["samples"]
+    assert wrong["samples"].startswith("start 2 had the weights of step "), said
     assert (tmp_path / "kept/1-kill/run/events.jsonl").exists()
 
 

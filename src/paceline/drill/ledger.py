@@ -81,8 +81,10 @@ def audit_alone(steps: Sequence[Indices | None], batch: int, samples: int) -> li
     return wrong
 
 
-def audit(expected: Sequence[Indices | None], starts: Sequence[Sequence[Indices | None]]) -> list[str]:
-    """Whether the steps that count, each where it was done last, are those that were expected, each once."""
+def audit(expected: Sequence[Indices | None], starts: Sequence[Sequence[Indices | None]], states: Sequence[int]) -> list[str]:
+    """Whether the steps that count, each where it was done last, are those that were expected, each once.
+
+    states: the steps whose weights the starts began with."""
     wrong: list[str] = []
     done = 0
     for number, steps in enumerate(starts, 1):
@@ -92,6 +94,8 @@ def audit(expected: Sequence[Indices | None], starts: Sequence[Sequence[Indices 
             continue
         if first > done:
             wrong.append(f"the samples of step {done + 1} to {first} were lost: start {number} began with those of step {first + 1}")
+        if len(states) == len(starts) and first != states[number - 1]:
+            wrong.append(f"start {number} had the weights of step {states[number - 1]}, and began with the samples of step {first + 1}")
         whole = steps if number == len(starts) else [step for step in steps if step is not None]
         for at, step in enumerate(whole, first):
             if at >= len(expected):

@@ -141,7 +141,8 @@ class Drill:
     def _judge(self, training: Training, reference: Reference, outcome: Outcome) -> None:
         outcome.wrong |= _course(training, outcome)
         found = [consumed(start, self.plan) for start in training.starts()]
-        told = [sentence for _, wrong in found for sentence in wrong] + audit(reference.samples, [steps for steps, _ in found])
+        states = [event.step for event in events.read(training.run.events) if isinstance(event, Started)]
+        told = [sentence for _, wrong in found for sentence in wrong] + audit(reference.samples, [steps for steps, _ in found], states)
         for what, sentence in (
             ("weights", weights_differ(training.run, reference.run, self.steps)),
             ("losses", losses_differ(training.run, reference.run)),
