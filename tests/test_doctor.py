@@ -291,16 +291,18 @@ def said_of(*seen: Seen) -> Diagnosis:
 
 
 @pytest.mark.parametrize("wrong_s", [0.0, 3600.0, -3600.0])
-def test_the_clock_of_a_rank_may_be_wrong(wrong_s: float, tmp_path: Path) -> None:
-    """A rank whose clock is ahead would hide for as long that no rank goes on."""
-    now, its = time.time(), at(0, beat.BACKWARD, 42.0).beat
-    shift = now - its.time
-    right = replace(its, time=now, since=its.since + shift, began=now - 100, stepped=its.stepped + shift)
-    moved = {name: getattr(right, name) + wrong_s for name in ("time", "since", "began", "stepped")}
-    beat.write(tmp_path / "0.alive", replace(right, **moved))
-    found = beat.read(tmp_path / "0.alive", Beat)
-    for name in moved:
-        assert abs(getattr(found, name) - getattr(right, name)) < 1
+@pytest.mark.parametrize("ours_s", [0.0, 3600.0, -3600.0])
+def test_clocks_may_be_wrong(wrong_s: float, ours_s: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank whose clock is ahead would hide for as long that no rank goes on; where ours is, healthy ranks would seem to stand still."""
+    run, now = RunFolder(tmp_path), time.time()
+    run.ranks.mkdir()
+    its = beat.moved(at(0, beat.BACKWARD, 42.0).beat, now - NOW + 0.5)
+    assert its.time == pytest.approx(now)
+    beat.write(run.alive(0), beat.moved(replace(its, ranks=1, began=now - 100), wrong_s))
+    monkeypatch.setattr(time, "time", lambda true=time.time: true() + ours_s)
+    [found] = ask.beats(run)
+    assert time.time() - found.since == pytest.approx(42, abs=1)
+    assert time.time() - found.began == pytest.approx(100, abs=1)
 
 
 WAITS = at(0, beat.BACKWARD, 42.0, BACKWARD, 17)

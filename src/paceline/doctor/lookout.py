@@ -36,7 +36,7 @@ class Lookout:
     ):
         self.run, self.failed, self.hung = run, failed, hung
         self.found: Diagnosis | None = None
-        self._began = time.time()
+        self._began = time.monotonic()  # our clock may be set
         self._read = events.end(run.events)
         self._told_s: float | None = None  # when the ranks had last gone on, of a standstill that was told of
         self._every_s = EVERY_S
@@ -86,7 +86,8 @@ class Lookout:
     def _is_still_for(self) -> float | None:
         """More than so many seconds, and nothing was said about it."""
         now = time.time()
-        found = [one if one is not None and one.began >= self._began - EVERY_S else None for one in beats(self.run)]
+        began = now - (time.monotonic() - self._began)
+        found = [one if one is not None and one.began >= began - EVERY_S else None for one in beats(self.run)]
         self._every_s = max(EVERY_S, len(found) / FILES)
         bound = bound_s(found, soon=False)
         still = still_s(found, now)
