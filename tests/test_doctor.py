@@ -19,7 +19,7 @@ from paceline.doctor import ask, beat
 from paceline.doctor.ask import Reader, Seen
 from paceline.doctor.beat import Beat, Collective, Frame
 from paceline.doctor.diagnose import Diagnosis, bound_s, diagnose
-from paceline.doctor.pulse import SIGNAL
+from paceline.doctor.pulse import SIGNAL, Pulse
 from paceline.events import Event, Failed, Stalled, Started, Step
 from paceline.run import RunFolder
 from test_resume import trained
@@ -288,6 +288,29 @@ def at(rank: int, phase: str, since_s: float, stack: tuple[Frame, ...] = (), num
 
 def said_of(*seen: Seen) -> Diagnosis:
     return diagnose(seen, NOW, bound_s([one.beat for one in seen], soon=True))
+
+
+@pytest.mark.parametrize("wrong_s", [0.0, 3600.0, -3600.0])
+@pytest.mark.parametrize("ours_s", [0.0, 3600.0, -3600.0])
+def test_clocks_may_be_wrong(wrong_s: float, ours_s: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank whose clock is ahead would hide for as long that no rank goes on; where ours is, healthy ranks would seem to stand still."""
+    run, now = RunFolder(tmp_path), time.time()
+    run.ranks.mkdir()
+    its = beat.moved(at(0, beat.BACKWARD, 42.0).beat, now - NOW + 0.5)
+    assert its.time == pytest.approx(now)
+    beat.write(run.alive(0), beat.moved(replace(its, ranks=1, began=now - 100), wrong_s))
+    monkeypatch.setattr(time, "time", lambda true=time.time: true() + ours_s)
+    [found] = ask.beats(run)
+    assert time.time() - found.since == pytest.approx(42, abs=1)
+    assert time.time() - found.began == pytest.approx(100, abs=1)
+
+
+def test_a_rank_began_when_it_did_also_after_its_clock_was_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else it would count as one of a later start than its own signs of life."""
+    pulse = Pulse(None, 0, 1, 60.0, 60.0)
+    monkeypatch.setattr(time, "time", lambda true=time.time: true() - 3600)
+    its = pulse._now()
+    assert 0 <= its.time - its.began < 10
 
 
 WAITS = at(0, beat.BACKWARD, 42.0, BACKWARD, 17)

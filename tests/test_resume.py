@@ -393,6 +393,12 @@ def tear_the_index(checkpoint: Path) -> str:
     return "its checkpoint.json cannot be read"
 
 
+def change_the_index(checkpoint: Path) -> str:
+    index = checkpoint / "checkpoint.json"
+    index.write_text(edited(index.read_text(), '"seed": 5', '"seed": 7'))
+    return "its checkpoint.json has another checksum than when it was written"
+
+
 def empty(checkpoint: Path) -> str:
     shutil.rmtree(checkpoint)
     checkpoint.mkdir()
@@ -403,7 +409,7 @@ def replace_save(spec: Spec, **fields) -> Spec:
     return spec.model_copy(update={"save": Save(**{"minutes": NEVER} | fields)})
 
 
-DAMAGES = [flip_a_byte, truncate, lose_a_file, lose_the_index, tear_the_index, empty]
+DAMAGES = [flip_a_byte, truncate, lose_a_file, lose_the_index, tear_the_index, change_the_index, empty]
 EVERY_3 = Save(every=3, minutes=NEVER, keep=9)
 
 

@@ -11,6 +11,7 @@ from paceline.cli import (
     benches,
     cancel,
     doctor,
+    drill,
     export,
     ledger,
     logs,
@@ -36,7 +37,10 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode="rich",
 )
-for command in (train, resume, preflight, submit, status, logs, cancel, show, doctor, export, verify, ledger, plan, account, scale, probe):
+for command in (
+    *(train, resume, preflight, submit, status, logs, cancel, show, doctor),
+    *(export, verify, drill, ledger, plan, account, scale, probe),
+):
     app.command()(getattr(command, command.__name__.rpartition(".")[2]))
 bench.app.command("collectives")(bench_collectives.collectives)
 bench.app.command()(benches.compute)

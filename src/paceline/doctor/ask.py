@@ -7,7 +7,7 @@ import re
 import time
 import uuid
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
@@ -45,12 +45,13 @@ class Seen:
 
 
 def beats(run: RunFolder) -> list[Beat | None]:
-    """That of each rank of the last start; None for one that has not written any yet."""
+    """That of each rank of the last start, by our clock; None for one that has not written any yet."""
     found: list[Beat] = []
+    ahead_s = beat.ahead_s(run.ranks)
     for path in run.ranks.glob("*.alive") if run.ranks.is_dir() else ():
         for _ in range(3):
             if (one := beat.read(path, Beat)) is not None:
-                found.append(one)
+                found.append(beat.moved(one, ahead_s))
                 break
             time.sleep(0.01)
     if not found:
@@ -96,9 +97,10 @@ def ask(run: RunFolder) -> list[Seen]:
         time.sleep(0.05)
     seen = []
     for rank, (before, its) in enumerate(zip(found, states, strict=True)):
-        one: Beat | None = (beat.read(run.alive(rank), Beat) or before) if before is not None else None
-        if one is not None and _is_elsewhere(one) and its == "runs":
-            its = "silent" if rank in waiting and one == before else "runs"
+        now: Beat | None = beat.read(run.alive(rank), Beat) if before is not None else None
+        one = beat.moved(now, beat.ahead_s(run.ranks)) if now is not None else before
+        if one is not None and before is not None and _is_elsewhere(one) and its == "runs":
+            its = "silent" if rank in waiting and one.time < before.time + EVERY_S / 10 else "runs"
             one = _by_our_clock(one) if its == "runs" else one
         seen.append(_seen(run, rank, one, its, answers.get(rank)))
     return seen
@@ -110,9 +112,7 @@ def _is_elsewhere(one: Beat | None) -> bool:
 
 def _by_our_clock(one: Beat) -> Beat:
     """What was written just now, on a machine whose clock may be another."""
-    ahead = one.time - time.time()
-    stepped = one.stepped - ahead if one.stepped is not None else None
-    return replace(one, time=one.time - ahead, since=one.since - ahead, stepped=stepped)
+    return beat.moved(one, time.time() - one.time)
 
 
 def _seen(run: RunFolder, rank: int, one: Beat | None, its: str, answer: Answer | None) -> Seen:

@@ -1,9 +1,11 @@
 """What ranks say of themselves in files of the run folder, written by pulse.py and read by whoever wants to know."""
 
+import contextlib
 import json
 import os
+import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -18,6 +20,7 @@ START, DATA, FORWARD, BACKWARD, UPDATE, REPORT, EVALUATE, SAVE, ENDED = (
     "save",
     "ended",
 )
+CLOCK_S = 2.0  # that a file may be late
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,10 +94,33 @@ def write(path: Path, value: Beat | Answer) -> None:
 def read(path: Path, build: "type[Beat] | type[Answer]") -> Any:
     """None where it is not there, or was caught while it is being written."""
     try:
-        fields = json.loads(path.read_bytes())
+        with open(path, "rb") as file:
+            fields, written = json.loads(file.read()), os.fstat(file.fileno()).st_mtime
     except (OSError, ValueError):
         return None
     if build is Answer:
         fields["stack"] = [Frame(**frame) for frame in fields["stack"]]
         fields["collectives"] = [Collective(**one) for one in fields["collectives"]]
-    return build(**fields)
+        return Answer(**fields)
+    return _by_clock_of_files(Beat(**fields), written)
+
+
+def _by_clock_of_files(one: Beat, written: float) -> Beat:
+    """That is the same for all ranks, where the writer's own is another one."""
+    ahead_s = one.time - written
+    return moved(one, -ahead_s) if abs(ahead_s) > CLOCK_S else one
+
+
+def ahead_s(folder: Path) -> float:
+    """Of the clock of the file system, which dates what ranks write, seconds that ours is ahead; 0 where that is not worth a word."""
+    with contextlib.suppress(OSError):
+        os.utime(folder)
+        found = time.time() - folder.stat().st_mtime
+        return found if abs(found) > CLOCK_S else 0.0
+    return 0.0
+
+
+def moved(one: Beat, by_s: float) -> Beat:
+    """All its times."""
+    stepped = one.stepped + by_s if one.stepped is not None else None
+    return replace(one, began=one.began + by_s, time=one.time + by_s, since=one.since + by_s, stepped=stepped)

@@ -8,6 +8,7 @@ from collections.abc import Callable
 
 from paceline import events
 from paceline.doctor.ask import beats
+from paceline.doctor.beat import CLOCK_S
 from paceline.doctor.diagnose import Diagnosis, bound_s, patience_s, still_s
 from paceline.doctor.examine import examine
 from paceline.events import Failed, Stalled, Started
@@ -35,7 +36,7 @@ class Lookout:
     ):
         self.run, self.failed, self.hung = run, failed, hung
         self.found: Diagnosis | None = None
-        self._began = time.time()
+        self._began = time.monotonic()  # our clock may be set
         self._read = events.end(run.events)
         self._told_s: float | None = None  # when the ranks had last gone on, of a standstill that was told of
         self._every_s = EVERY_S
@@ -68,14 +69,15 @@ class Lookout:
         """Whether a rank has just given up waiting for another one that nothing was said about."""
         if not self.run.events.exists():
             return False
-        end = events.end(self.run.events)
+        end, written = events.end(self.run.events), self.run.events.stat().st_mtime
         gave_up = False
         for event in events.read(self.run.events, self._read) if end > self._read else ():
             if isinstance(event, Started):
                 self.found = self._failed_at = None
                 self._failed.clear()
             elif isinstance(event, Failed) and event.what == "run":
-                self._failed_at = self._failed_at or event.time
+                has_right_clock = abs(event.time - written) < CLOCK_S
+                self._failed_at = self._failed_at or (event.time if has_right_clock else written)
                 self._failed.add(event.rank or 0)
                 gave_up |= event.lost_peer and bool(GAVE_UP.search(event.message)) and self.found is None
         self._read = end
@@ -84,7 +86,8 @@ class Lookout:
     def _is_still_for(self) -> float | None:
         """More than so many seconds, and nothing was said about it."""
         now = time.time()
-        found = [one if one is not None and one.began >= self._began - EVERY_S else None for one in beats(self.run)]
+        began = now - (time.monotonic() - self._began)
+        found = [one if one is not None and one.began >= began - EVERY_S else None for one in beats(self.run)]
         self._every_s = max(EVERY_S, len(found) / FILES)
         bound = bound_s(found, soon=False)
         still = still_s(found, now)

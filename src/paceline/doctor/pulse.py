@@ -32,9 +32,9 @@ class Pulse:
         self.saving_s = saving_s
         self.step = 0
         self.steps: int | None = None
-        self._began = time.time()
-        self._phase, self._since = START, time.perf_counter()
-        self._step_began = self._since
+        self._began = time.perf_counter()  # as all times here: the clock may be set
+        self._phase, self._since = START, self._began
+        self._step_began = self._began
         self._stepped: float | None = None
         self._longest_s = 0.0
         self._spent_s: dict[str, float] = defaultdict(float)
@@ -107,7 +107,7 @@ class Pulse:
             ranks=self.ranks,
             host=platform.node(),
             pid=os.getpid(),
-            began=self._began,
+            began=now - (clock - self._began),
             time=now,
             step=self.step,
             steps=self.steps,

@@ -2,7 +2,7 @@
 
     ckpt/step_50/.metadata, *.distcp   torch's files: tensors `model/NAME`, `optimizer/NAME/KEY`, whole or in shards
                                        local SGD: besides, what only rank N has as `rank/N/model/…` and `rank/N/optimizer/…`
-    ckpt/step_50/checkpoint.json       step, samples, task, plan, shapes; size and CRC-32 of each file: written last
+    ckpt/step_50/checkpoint.json       step, samples, task, plan, shapes; size and CRC-32 of each file, and its own: written last
 
 A checkpoint is written as `.step_50` and renamed when it is complete.
 """
@@ -216,7 +216,8 @@ def _writer(unfinished: Path, final: Path, index: Index, rank: int) -> Any:
                 files |= json.loads(sums.read_text())
                 sums.unlink()
             with open(unfinished / INDEX, "w") as file:
-                json.dump(asdict(index) | {"files": files}, file, indent=1, default=str)
+                content = json.loads(json.dumps(asdict(index) | {"files": files}, default=str))
+                json.dump(content | {"crc": _crc(content)}, file, indent=1)
                 file.flush()
                 os.fsync(file.fileno())
             if final.exists():  # a step that was done again
@@ -247,9 +248,18 @@ def checksum(path: Path) -> list[int]:
 def read_index(path: Path) -> Index:
     """Raises CheckpointError for what is no checkpoint."""
     try:
-        return Index(**json.loads((path / INDEX).read_text()))
-    except (OSError, ValueError, TypeError) as error:
+        content = json.loads((path / INDEX).read_text())
+        crc = content.pop("crc", None)  # one of before had none
+        index = Index(**content)
+    except (OSError, ValueError, TypeError, AttributeError) as error:
         raise CheckpointError(f"{path} is damaged: its {INDEX} cannot be read ({error})") from error
+    if crc not in (None, _crc(content)):
+        raise CheckpointError(f"{path} is damaged: its {INDEX} has another checksum than when it was written")
+    return index
+
+
+def _crc(content: Any) -> int:
+    return zlib.crc32(json.dumps(content).encode())
 
 
 def verify(path: Path, index: Index, rank: int = 0, ranks: int = 1) -> str | None:

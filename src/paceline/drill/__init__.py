@@ -1,0 +1,1 @@
+"""Break a training on purpose, from outside, and see whether anything was lost."""

@@ -1,0 +1,35 @@
+"""The folder of one training of a drill: the task that notes what it consumes, and the request."""
+
+from pathlib import Path
+
+from paceline import spec as specs
+from paceline.drill.faults import save_every
+from paceline.drill.training import LEDGER, PACE
+from paceline.plan.plan import Plan
+from paceline.spec import Launch, Spec
+
+TASK, REQUEST = "watched.py", "request.toml"
+SOURCE = '''"""The task of a drill."""
+
+from pathlib import Path
+
+from paceline.drill.watched import Notes, watched
+from paceline.task import find_task
+
+{name} = watched(find_task({task!r}), Notes(Path({ledger!r}), Path({pace!r}), samples={samples}, micro={micro}))
+'''
+
+
+def write(folder: Path, spec: Spec, launch: Launch, plan: Plan, timeout_s: float | None = None) -> None:
+    """A new folder. The task in `spec` by its whole path, steps and data degree said. `timeout_s`: another than in `spec`."""
+    assert spec.steps is not None
+    (folder / LEDGER).mkdir(parents=True)
+    folder = folder.absolute()
+    name = spec.task.rpartition(":")[2]
+    name = name if name.isidentifier() else "Watched"
+    ledger, pace = str(folder / LEDGER), str(folder / PACE)
+    samples, micro = spec.batch // (plan.dp or 1), plan.micro or 1
+    (folder / TASK).write_text(SOURCE.format(name=name, task=spec.task, ledger=ledger, pace=pace, samples=samples, micro=micro))
+    save = spec.save.model_copy(update={"every": save_every(spec.steps), "minutes": float("inf")})
+    own = {"task": f"{folder / TASK}:{name}", "account": False, "save": save, "timeout_s": timeout_s or spec.timeout_s}
+    specs.save(folder / REQUEST, spec.model_copy(update=own), launch)
