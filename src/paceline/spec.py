@@ -122,7 +122,9 @@ class Launch(Value):
     """How the ranks are started; in a TOML file these keys stand beside those of Spec."""
 
     plan: str | None = None  # None: single on one rank, else ddp; auto: the fastest that fits
-    chosen: str | None = None  # why this plan, where auto took it
+    chosen: str | None = None  # why this plan, where Paceline took it
+    asked: str | None = None  # the plan that was asked for, where another one was taken: auto, or one that is not for these ranks
+    asked_ranks: int | None = Field(None, ge=1)  # for which it was asked
     ranks: int | None = Field(None, ge=1)  # None: one a GPU, or one
     nodes: int = Field(1, ge=1)  # of a Slurm allocation, over which the ranks are spread alike
     restarts: int = Field(0, ge=0)  # after a rank died, from the last checkpoint

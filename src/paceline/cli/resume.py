@@ -8,7 +8,6 @@ import typer
 from paceline import spec as specs
 from paceline.errors import RunError
 from paceline.launch.world import World, world
-from paceline.plan.plan import AUTO, Plan, parse
 from paceline.run import RunFolder
 from paceline.spec import Spec
 
@@ -43,11 +42,14 @@ def go_on(folder: RunFolder, overrides: dict[str, Any], me: World, again: bool =
 
     if me.launcher is not None:
         overrides = {"ranks": me.size} | overrides
+    before = folder.request()[1]
     spec, launch = specs.load(folder.spec, overrides)
     if "plan" in overrides:
-        launch = launch.model_copy(update={"chosen": None})
-    elif launch.plan not in (None, AUTO) and launch.ranks is not None:
-        launch = launch.model_copy(update={"plan": str(_fitting(parse(str(launch.plan)), launch.ranks))})
+        launch = launch.model_copy(update={"chosen": None, "asked": None, "asked_ranks": None})
+    elif launch.ranks != before.ranks and launch.ranks is not None:
+        from paceline.training.refit import refit
+
+        launch = refit(spec, before, launch)
     launch = check(spec, launch, me)
     if (step := _done(folder, spec)) is not None:
         done = f"{folder.path} is done: it was trained to step {step}"
@@ -60,13 +62,6 @@ def go_on(folder: RunFolder, overrides: dict[str, Any], me: World, again: bool =
         folder.lock().close()  # nobody else is at it
         folder.write_request(spec, launch)
     start(spec, launch, me, folder)
-
-
-def _fitting(plan: Plan, ranks: int) -> Plan:
-    """What remains of a plan on one rank, and of a plan for one rank on several."""
-    if (plan.dp == 1) == (ranks == 1):
-        return plan
-    return Plan(dp=1, micro=plan.micro) if ranks == 1 else Plan(micro=plan.micro)
 
 
 def _done(folder: RunFolder, spec: Spec) -> int | None:

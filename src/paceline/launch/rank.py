@@ -151,7 +151,7 @@ def _recorded(spec: Spec, launch: Launch, world: World, run: RunFolder, interrup
                 if world.rank == 0:
                     if writer is None:
                         if isinstance(event, Started) and plan == AUTO:
-                            launch = launch.model_copy(update={"plan": event.plan})
+                            launch = launch.model_copy(update={"plan": event.plan, "asked": AUTO, "ranks": world.size})
                             if run.path.exists():
                                 run.write_request(spec, launch)
                         if not run.path.exists():
