@@ -179,6 +179,7 @@ def test_what_was_asked_for_comes_back_with_its_ranks(stopped, tmp_path):
     assert (again.plan, again.asked, again.chosen) == ("zero3", None, None)
     auto = launch.model_copy(update={"plan": "zero3", "ranks": 4, "asked": "auto"})
     assert refit(spec, auto, auto.model_copy(update={"ranks": 2})).plan == "auto"
+    assert refit(spec, auto, auto.model_copy(update={"ranks": 3})).plan == "zero3,micro=2,uneven=1", "auto has none for 64 on 3"
 
 
 def test_a_plan_that_was_said_is_not_replaced(stopped, tmp_path):

@@ -15,7 +15,7 @@ from paceline.spec import Spec
 def resume(
     run: Annotated[Path, typer.Argument(help="The run's folder.")],
     ranks: Annotated[int | None, typer.Option(help="Processes in all. Default: as before.")] = None,
-    nodes: Annotated[int | None, typer.Option(help="Nodes of a Slurm allocation. Default: as before.")] = None,
+    nodes: Annotated[str | None, typer.Option(help="Nodes of a Slurm allocation, as of train. Default: as before.")] = None,
     plan: Annotated[str | None, typer.Option(help="Default: as before.")] = None,
     epochs: Annotated[float | None, typer.Option(help="Train until so many epochs in all.")] = None,
     steps: Annotated[int | None, typer.Option(help="Train until so many steps in all.")] = None,
@@ -26,11 +26,16 @@ def resume(
     timeout: Annotated[float | None, typer.Option(help="Seconds to wait for a rank. Default: as before.")] = None,
 ) -> None:
     """Go on with a run from its last whole checkpoint, to the end that was asked for."""
+    from paceline.cli.request import node_range
     from paceline.run import open_run
 
-    flags = {"ranks": ranks, "nodes": nodes, "plan": plan, "epochs": epochs, "steps": steps, "optimizer.lr": lr}
+    least, most = node_range(nodes)
+    flags = {"ranks": ranks, "nodes": most, "plan": plan, "epochs": epochs, "steps": steps, "optimizer.lr": lr}
     flags |= {"account": account, "device": device, "restarts": restarts, "timeout_s": timeout}
-    go_on(open_run(run), specs.one_length({key: value for key, value in flags.items() if value is not None}), world())
+    said: dict[str, Any] = {key: value for key, value in flags.items() if value is not None}
+    if most is not None:
+        said["least_nodes"] = least
+    go_on(open_run(run), specs.one_length(said), world())
 
 
 def go_on(folder: RunFolder, overrides: dict[str, Any], me: World, again: bool = False) -> None:
@@ -51,12 +56,12 @@ def go_on(folder: RunFolder, overrides: dict[str, Any], me: World, again: bool =
 
         launch = refit(spec, before, launch)
     launch = check(spec, launch, me)
-    if (step := _done(folder, spec)) is not None:
-        done = f"{folder.path} is done: it was trained to step {step}"
+    if (step := done(folder, spec)) is not None:
+        said = f"{folder.path} is done: it was trained to step {step}"
         if not again:
-            raise RunError(f"{done}; go further with --epochs or --steps")
+            raise RunError(f"{said}; go further with --epochs or --steps")
         if me.rank == 0:
-            print(done)
+            print(said)
         return
     if me.rank == 0:
         folder.lock().close()  # nobody else is at it
@@ -64,7 +69,7 @@ def go_on(folder: RunFolder, overrides: dict[str, Any], me: World, again: bool =
     start(spec, launch, me, folder)
 
 
-def _done(folder: RunFolder, spec: Spec) -> int | None:
+def done(folder: RunFolder, spec: Spec) -> int | None:
     """The last step of a run that has come to its end, and whose last checkpoint is whole."""
     from paceline.events import read
     from paceline.report.summary import summarize

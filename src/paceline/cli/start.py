@@ -38,9 +38,9 @@ def say(spec: Spec, launch: Launch, me: World) -> tuple[Launch, Plan, task.Task]
     if me.launcher is not None and launch.ranks not in (None, me.size):
         raise LaunchError(f"--ranks {launch.ranks}, but {me.launcher} started {me.size}; leave --ranks out, or start {launch.ranks} there")
     if me.launcher is None and launch.nodes > 1:
-        from paceline.launch.nodes import check_allocation
+        from paceline.launch.nodes import allocated
 
-        check_allocation(launch.nodes, launch.restarts)
+        allocated(launch.nodes, launch.least_nodes or launch.nodes)
     work = task.load_task(spec.task, spec.set)
     ranks = me.size if me.launcher is not None else launch.ranks or launch.nodes * _devices(launch.device)
     if me.launcher is None:
@@ -90,7 +90,7 @@ def start(spec: Spec, launch: Launch, me: World, run: RunFolder | None) -> NoRet
         if launch.nodes > 1:
             from paceline.launch import nodes
 
-            status = nodes.start(run, launch.nodes, launch.ranks)
+            status = nodes.start(run, launch)
         else:
             from paceline.launch import local
 

@@ -20,7 +20,7 @@ def submit(
 
     from paceline import task
     from paceline.cli.start import alike, lay_out
-    from paceline.errors import Error, LaunchError
+    from paceline.errors import Error
     from paceline.launch import slurm
     from paceline.launch.script import Job, render
     from paceline.launch.site import read_site
@@ -31,15 +31,11 @@ def submit(
     where = read_site(site)
     ranks = launch.ranks or launch.nodes * (where.gpus_per_node or 1)
     per_node = alike(ranks, launch.nodes)
-    if launch.restarts:
-        raise LaunchError(
-            f"--restarts {launch.restarts} is for the ranks of one machine; a job goes on when it is submitted again: sbatch job.sh"
-        )
     if launch.plan != AUTO:
         lay_out(spec, launch, ranks)
     spec = spec.model_copy(update={"task": task.locate(spec.task)})
     path = default_path(launch.run, spec.task)
-    job = Job(path.resolve(), Path.cwd(), launch.nodes, per_node, time, sys.executable)
+    job = Job(path.resolve(), Path.cwd(), launch.nodes, per_node, time, sys.executable, launch.least_nodes, launch.restarts)
     script = render(job, where)
     if dry_run:
         print(script, end="")

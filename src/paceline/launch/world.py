@@ -19,6 +19,7 @@ class World:
     address: str | None = None  # "host:port" of a store, where the launcher has agreed on one
     host: str | None = None  # the machine of rank 0 as the others know it, where the launcher tells
     restart: int = 0  # how often the launcher has started these ranks again
+    old_store: bool = False  # whether the store is the same as before that
 
 
 @dataclass(frozen=True)
@@ -75,6 +76,7 @@ def world(environ: Mapping[str, str] = os.environ) -> World:
             address=address,
             host=_first_host(environ) if launcher == "slurm" else None,
             restart=int(environ.get("TORCHELASTIC_RESTART_COUNT", "0")) if launcher == "torchrun" else 0,
+            old_store=launcher == "torchrun" and environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
         )
     return World()
 

@@ -10,17 +10,23 @@ from paceline.training.prepare import build, rehearse
 
 
 def refit(spec: Spec, before: Launch, launch: Launch) -> Launch:
-    """`launch` with a plan for its ranks, and in `chosen` why it is not the one of `before`. One that auto took is left to auto again.
+    """`launch` with a plan for its ranks, and in `chosen` why it is not the one of `before`. One that auto took is left to auto again,
+    which knows no uneven shares.
 
     Raises PlanError where no plan like that can be."""
     assert launch.ranks is not None
-    asked, then = before.asked or before.plan, before.asked_ranks or before.ranks
-    if asked == AUTO or then is None:
+    by_auto = AUTO in (before.asked, before.plan)
+    if by_auto and (before.plan == AUTO or spec.batch % launch.ranks == 0):
+        return launch.model_copy(update={"plan": AUTO, "chosen": None})
+    asked, then = (before.plan, before.ranks) if by_auto else (before.asked or before.plan, before.asked_ranks or before.ranks)
+    if then is None:
         return launch.model_copy(update={"plan": asked, "chosen": None})
     if asked is None:
         asked = str(Plan(dp=1) if then == 1 else Plan())
     plan, why = _nearest(spec, parse(asked), then, launch.ranks)
     is_other = str(plan) != asked
+    if by_auto:
+        return launch.model_copy(update={"plan": str(plan), "chosen": why or None, "asked": AUTO})
     return launch.model_copy(
         update={
             "plan": str(plan),
