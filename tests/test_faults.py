@@ -59,15 +59,3 @@ def test_datasets_of_unequal_length_are_refused_before_the_first_step(program: t
     assert result.status != 0
     assert result.all.count(sentence) == 1, result.all
     assert not of_kind(tmp_path / "run", Started)
-
-
-def test_the_store_of_the_ranks_is_gone(tmp_path: Path) -> None:
-    """The launcher has it: nobody is left that could start them again, and the run can go on."""
-    run = tmp_path / "run"
-    with begin(tmp_path, TASK, "--restarts", "2") as running:
-        running.until_step(run, 3)
-        running.process.kill()
-        running.until_all_ended(20)
-    (tmp_path / "slow").unlink()
-    with start("resume", "run", "--steps", "80", at=tmp_path) as again:
-        assert again.wait().status == 0

@@ -34,6 +34,7 @@ from paceline.launch.world import World
 from paceline.run import RunFolder
 from paceline.training.process import meet
 
+OF_TASK = ("SLURM_PROCID", "SLURM_LOCALID", "SLURM_NTASKS", "SLURM_NPROCS", "SLURM_STEP_NUM_TASKS")
 BACKEND = "paceline"
 MEETING_S = 60.0  # for all agents to be there
 SIGN_S, SIGNS = 2, 3  # an agent shows a sign so often; after so many that are missing it is gone
@@ -51,6 +52,8 @@ def start(run: RunFolder, me: World, ranks_per_node: int, least: int, restarts: 
     speaks = me.rank == 0
     store = _meet(run, me)
     rounds = Rounds(run, speaks)
+    for name in OF_TASK:  # the ranks are none of Slurm's tasks
+        os.environ.pop(name, None)
     os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"  # else ranks of a new start find the keys of the last one (torch 2.13)
 
     def handler(parameters: RendezvousParameters) -> RendezvousHandler:

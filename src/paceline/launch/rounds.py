@@ -30,7 +30,7 @@ class Rounds:
     def too_few(self, least: int) -> RankError:
         lost, step = self._why(()), self._step()
         return RankError(
-            f"{lost or 'nodes were lost'}, after step {step}; fewer than the least, {least}, came together; {self.run.way_out()}"
+            f"{lost or 'nodes were lost'}, after step {step}; fewer nodes than the least, {least}, came together; {self.run.way_out()}"
         )
 
     def _tell(self, names: Sequence[str]) -> None:
