@@ -13,7 +13,7 @@ import pytest
 
 import network
 import slurm
-from command import PACELINE, environment, marked, of_kind, slow_down, start, steps_done, succeed, unequal, weights, write_task
+from command import PACELINE, environment, marked, of_kind, paceline, slow_down, start, steps_done, succeed, unequal, weights, write_task
 from paceline import spec as specs
 from paceline.events import Ended, Failed, Started, Step
 from paceline.run import RunFolder, create
@@ -298,6 +298,14 @@ class TestSlurm:
         there.until_state(job, "COMPLETED", timeout_s=120)
         assert not of_kind(run, Failed)
         is_undisturbed(run, alone)
+
+    def test_in_an_allocation(self, there: Slurm, tmp_path: Path) -> None:
+        write_task(tmp_path)
+        inside = ("salloc", "--quiet", "--nodes=2", "--no-kill", *PACELINE)
+        words = ("train", "my.py:Regression", *ASKED, "--plan", "zero1", "--nodes", "1:2", "--ranks-per-node", "1", "--restarts", "1")
+        result = paceline(*words, "--run", "r", at=tmp_path, program=inside, OMP_NUM_THREADS="1", **there.env)
+        assert result.status == 0, result.all
+        assert [event.ranks for event in of_kind(tmp_path / "r", Started)] == [2]
 
     def test_jobs_of_an_array_share_their_nodes(self, there: Slurm, tmp_path: Path) -> None:
         """At the same time: no port of one is one of the other's."""

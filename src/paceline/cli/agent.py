@@ -2,6 +2,7 @@
 
 import os
 import sys
+import traceback
 from pathlib import Path
 
 import typer
@@ -14,7 +15,6 @@ def agent(run: Path) -> None:
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # before torch is there: what befell the store is said in one sentence
     from paceline.cli.rank import is_first
     from paceline.cli.resume import done
-    from paceline.errors import Error
     from paceline.launch.world import world
     from paceline.run import open_run
 
@@ -29,7 +29,9 @@ def agent(run: Path) -> None:
     assert launch.ranks is not None
     try:
         status = start(folder, me, launch.ranks // launch.nodes, launch.least_nodes or launch.nodes, launch.restarts, spec.timeout_s)
-    except Error:
+    except Exception as error:  # the top of an agent
+        with open(folder.ranks / f"agent-{me.rank}.log", "a") as log:  # who started it may be gone, and with it what it prints
+            traceback.print_exception(error, file=log)
         first = is_first(folder, me)
         if me.rank and not first:  # the first agent always says why
             raise typer.Exit(2) from None

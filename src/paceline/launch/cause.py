@@ -25,7 +25,7 @@ WORDS_S = 5.0  # for what agents of other nodes have to say
 def cause(run: RunFolder, failures: Failures, before: int, left: Container[int], stuck: Diagnosis | None) -> Error:
     """What ended the last start; `failures`: of processes on this machine; `left`: those that were ended since they did not end with it.
     `before`: where its events begin."""
-    told, step = _told(run, before)
+    told, step = last_words(run, before)
     silent = [] if any(event.meant for event in told.values()) else _silent(failures, told, left)
     if not silent and all(event.lost_peer for event in told.values()) and stuck is None:
         told, silent_elsewhere = _wait_for_others(run, before)
@@ -60,7 +60,7 @@ def cause(run: RunFolder, failures: Failures, before: int, left: Container[int],
 
 def tell_of_silent(run: RunFolder, failures: Failures, before: int, left: Container[int]) -> None:
     """Write down which ranks of this node were killed, for the agent that speaks."""
-    told, step = _told(run, before)
+    told, step = last_words(run, before)
     for rank, child in _silent(failures, told, left)[:1]:
         _wrote(run, step, rank, f"it was killed by {signal.Signals(-child.exitcode).name}")
 
@@ -77,7 +77,7 @@ def gone(run: RunFolder, ranks: Iterable[int]) -> str:
 
 def unheard(run: RunFolder, before: int) -> list[int]:
     """The ranks of the last start on other machines that have not said why they end."""
-    told, _ = _told(run, before)
+    told, _ = last_words(run, before)
     return [one.rank for one in beats(run) if one is not None and one.rank not in told and one.host != platform.node()]
 
 
@@ -87,7 +87,7 @@ def _wrote(run: RunFolder, step: int, rank: int | None, message: str) -> RankErr
     return RankError(message)
 
 
-def _told(run: RunFolder, before: int) -> tuple[dict[int | None, Failed], int]:
+def last_words(run: RunFolder, before: int) -> tuple[dict[int | None, Failed], int]:
     """What the ranks of the last start said as they ended, and the last step of it."""
     happened: list[Event] = list(events.read(run.events, before)) if run.events.exists() else []
     happened = happened[max((at for at, event in enumerate(happened) if isinstance(event, Started)), default=0) :]
@@ -99,7 +99,7 @@ def _wait_for_others(run: RunFolder, before: int) -> tuple[dict[int | None, Fail
     """What ranks on other nodes say, and those that say nothing."""
     deadline = time.monotonic() + WORDS_S
     while True:
-        told, _ = _told(run, before)
+        told, _ = last_words(run, before)
         others = unheard(run, before)
         if not others or not all(event.lost_peer for event in told.values()) or time.monotonic() > deadline:
             return told, others

@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from paceline import events
 from paceline.doctor.ask import beats
 from paceline.errors import RankError
-from paceline.events import Failed, Started, Step
+from paceline.events import Failed
+from paceline.launch.cause import last_words
 from paceline.run import RunFolder
 
 
@@ -17,7 +18,6 @@ class Rounds:
         self.run, self.speaks = run, speaks
         self.count = 0
         self._names: list[str] = []
-        self._ranks: dict[int, str] = {}  # of the last start, and where each was
         self._from = events.end(run.events)
 
     def begin(self, names: Sequence[str]) -> None:
@@ -28,13 +28,13 @@ class Rounds:
         self._names, self._from = list(names), events.end(self.run.events)
 
     def too_few(self, least: int) -> RankError:
-        lost, step = self._why(()), self._step()
+        lost, step = self._why(())
         return RankError(
             f"{lost or 'nodes were lost'}, after step {step}; fewer nodes than the least, {least}, came together; {self.run.way_out()}"
         )
 
     def _tell(self, names: Sequence[str]) -> None:
-        why, step = self._why(names), self._step()
+        why, step = self._why(names)
         if why is None:
             return
         on = f"{len(names)} node{'s' * (len(names) > 1)}"
@@ -42,25 +42,21 @@ class Rounds:
         with contextlib.closing(events.Writer(self.run.events)) as writer:
             writer.write(Failed(what="node", step=step, rank=None, message=message))
 
-    def _why(self, names: Sequence[str]) -> str | None:
-        """Why the last start ended: nodes that did not come back, else what a rank said, else ranks that said nothing."""
-        told = {event.rank: event for event in self._last() if isinstance(event, Failed) and event.what == "run"}
+    def _why(self, names: Sequence[str]) -> tuple[str | None, int]:
+        """Why the last start ended, and after which step: nodes that did not come back, else what a rank said, else ranks that said
+        nothing."""
+        told, step = last_words(self.run, self._from)
         ranks = {one.rank: one.host for one in beats(self.run) if one is not None}
-        lost = {host: [str(rank) for rank, its in ranks.items() if its == host] for host in self._names if host not in names}
-        silent = [rank for rank in ranks if rank not in told]
+        lost = {host: [rank for rank, its in ranks.items() if its == host] for host in self._names if host not in names}
         if names and lost:
-            each = [f"node {host} with rank{'s' * (len(its) > 1)} {', '.join(its)}" for host, its in lost.items()]
-            return f"{' and '.join(each)} was lost"
+            each = " and ".join(f"node {host} with {_ranks(its)}" for host, its in lost.items())
+            return f"{each} {'were' if len(lost) > 1 else 'was'} lost", step
         if own := [event for event in told.values() if not event.lost_peer]:
-            return f"rank {own[0].rank} failed: {own[0].message}"
-        if silent:
-            where = sorted({ranks[rank] for rank in silent})
-            return f"rank{'s' * (len(silent) > 1)} {', '.join(map(str, silent))} on {', '.join(where)} ended without a word"
-        return None
+            return f"rank {own[0].rank} failed: {own[0].message}", step
+        if silent := [rank for rank in ranks if rank not in told]:
+            return f"{_ranks(silent)} on {', '.join(sorted({ranks[rank] for rank in silent}))} ended without a word", step
+        return None, step
 
-    def _last(self) -> list[events.Event]:
-        happened = list(events.read(self.run.events, self._from)) if self.run.events.exists() else []
-        return happened[max((at for at, event in enumerate(happened) if isinstance(event, Started)), default=0) :]
 
-    def _step(self) -> int:
-        return max((event.step for event in self._last() if isinstance(event, (Started, Step))), default=0)
+def _ranks(which: Sequence[int]) -> str:
+    return f"rank{'s' * (len(which) > 1)} {', '.join(map(str, which))}"

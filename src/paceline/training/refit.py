@@ -46,8 +46,9 @@ def _nearest(spec: Spec, asked: Plan, then: int, ranks: int) -> tuple[Plan, str]
     for plan in near(asked, then, ranks, spec.batch, may_cut=not sees_batches):
         if (wrong := _refusal(spec, plan, ranks, task)) is None:
             most = share(spec.batch, asked.on(then))
-            why = refused or f"no rank holds more than {most} samples of the {spec.batch} at a time, as before"
-            return plan, f"plan {plan} on {_ranks(ranks)}, in place of {asked} on {then}: {why}"
+            is_cut = plan.micro != asked.micro
+            why = refused or (f"no rank holds more than {most} samples of the {spec.batch} at a time, as before" if is_cut else None)
+            return plan, f"plan {plan} on {_ranks(ranks)}, in place of {asked} on {then}" + (f": {why}" if why else "")
         refused = refused or wrong
     raise PlanError(f"no plan like {asked} can be on {_ranks(ranks)}: {refused or f'batch {spec.batch} cannot be split so'}; say --plan")
 
