@@ -15,6 +15,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+import psutil
+
 from command import environment
 
 NODES = ("n1", "n2")
@@ -74,6 +76,7 @@ def why_not() -> str | None:
 @dataclass(frozen=True)
 class Slurm:
     configuration: Path
+    running: contextlib.ExitStack  # ends what was started
 
     @property
     def env(self) -> dict[str, str]:
@@ -84,6 +87,26 @@ class Slurm:
         done = subprocess.run(words, capture_output=True, text=True, env=environment(**self.env), timeout=30)
         assert done.returncode == 0, f"{words}: {done.stderr}"
         return done.stdout
+
+    def lose(self, node: str) -> None:
+        """As if it had lost its power: everything that runs there is gone, and nobody says so."""
+        [there] = {os.readlink(f"/proc/{process.pid}/ns/uts") for process in psutil.process_iter() if self._is_slurmd(process, node)}
+        for process in psutil.process_iter():
+            with contextlib.suppress(psutil.Error, OSError):
+                if os.readlink(f"/proc/{process.pid}/ns/uts") == there:
+                    process.kill()
+
+    def _is_slurmd(self, process: psutil.Process, node: str) -> bool:
+        with contextlib.suppress(psutil.Error, OSError):
+            return process.cmdline() == ["slurmd", "-D", "-N", node] and process.environ().get("SLURM_CONF") == str(self.configuration)
+        return False
+
+    def bring_back(self, node: str) -> None:
+        _start_node(self.running, self, node)
+        deadline = time.monotonic() + 30
+        while "down" in self.run("sinfo", "-h", "-N", "-n", node, "-o", "%T"):
+            assert time.monotonic() < deadline, f"{node} does not come back"
+            time.sleep(0.1)
 
     def state(self, job: str) -> str:
         return next(
@@ -102,16 +125,13 @@ class Slurm:
 def cluster(at: Path) -> Iterator[Slurm]:
     """Started and ready; when the context ends, its jobs and daemons are gone."""
     _write(at)
-    slurm = Slurm(at / "slurm.conf")
     with contextlib.ExitStack() as running:
+        slurm = Slurm(at / "slurm.conf", running)
         munge = ["munged", "--foreground", "--force", f"--socket={at}/munge.socket", f"--key-file={at}/key", f"--pid-file={at}/munged.pid"]
         _daemon(running, slurm, [*munge, f"--log-file={at}/munged.log", f"--seed-file={at}/munged.seed"])
         _daemon(running, slurm, ["slurmctld", "-D", "-i"])
         for node in NODES:
-            # A node resolves names by its own list: torch's store waits minutes for a slow name server.
-            mounts = " && ".join(f"mount --bind {at}/{name} /etc/{name}" for name in ("hosts", "nsswitch.conf"))
-            inside = f"hostname {node} && {mounts} && exec slurmd -D -N {node}"
-            _daemon(running, slurm, ["unshare", "-u", "-m", "--propagation", "private", "sh", "-c", inside])
+            _start_node(running, slurm, node)
         running.callback(_cancel_all, slurm)
         _wait_until_ready(slurm)
         yield slurm
@@ -127,6 +147,14 @@ def _write(at: Path) -> None:
     (at / "slurm.conf").write_text(CONFIGURATION.format(host=host, at=at, ports=_free_ports(3), cpus=CPUS))
     (at / "hosts").write_text(f"127.0.0.1 localhost {host}\n127.0.77.1 n1\n127.0.77.2 n2\n")
     (at / "nsswitch.conf").write_text("hosts: files\npasswd: files\ngroup: files\n")
+
+
+def _start_node(running: contextlib.ExitStack, slurm: Slurm, node: str) -> None:
+    # A node resolves names by its own list: torch's store waits minutes for a slow name server.
+    at = slurm.configuration.parent
+    mounts = " && ".join(f"mount --bind {at}/{name} /etc/{name}" for name in ("hosts", "nsswitch.conf"))
+    inside = f"hostname {node} && {mounts} && exec slurmd -D -N {node}"
+    _daemon(running, slurm, ["unshare", "-u", "-m", "--propagation", "private", "sh", "-c", inside])
 
 
 def _free_ports(count: int) -> list[int]:

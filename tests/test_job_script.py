@@ -38,6 +38,7 @@ SCRIPTS = {
             environment={"OMP_PROC_BIND": "false"},
         ),
     ),
+    "elastic.sh": (replace(JOB, nodes=4, least_nodes=2, restarts=3), Site(cpus_per_rank=8)),
     "container.sh": (
         replace(JOB, run=Path("/home/me/my runs/it's"), folder=Path("/home/me/my work")),
         Site(gpus_per_node=4, modules=("apptainer",), container="/images/torch 2.sif", scratch="/local/$USER", environment={"DATA": "a b"}),

@@ -314,7 +314,12 @@ def test_what_slurm_refuses(site, words, said, there, tmp_path):
         (("digits", "--nodes", "2", "--ranks", "3"), "3 ranks cannot be spread alike over 2 nodes: use --ranks 4"),
         (("digits", "--nodes", "2", "--ranks", "3", "--ranks-per-node", "2"), None),
         (("digits", "--nodes", "3"), "batch 64 is not divisible by ranks × micro = 3 × 1 = 3: use --batch 66 or 63"),
-        (("digits", "--restarts", "2"), None),
+        (
+            ("digits", "--nodes", "2:4"),
+            "--nodes 2:4 goes on with fewer nodes by starting the ranks again; say how often at most: --restarts 3",
+        ),
+        (("digits", "--nodes", "4:2", "--restarts", "1"), "--nodes 4:2: the least number of nodes comes first, 2:4"),
+        (("digits", "--nodes", "two"), "--nodes 'two' is no number of nodes; write 4, or 2:4 for at least 2"),
         (("digts",), None),
         (("nowhere.py:Net",), "there is no file nowhere.py; there is my.py"),
         (("my.py:Regresion",), "there is no Regresion in my.py; did you mean Regression?"),

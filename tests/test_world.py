@@ -78,7 +78,11 @@ def test_nobody_started_this_process_as_a_rank():
 
 
 def test_torchrun():
-    assert world(TORCHRUN) == World(3, 4, 1, 2, "torchrun", job="none", address="node0:29500", restart=2)
+    assert world(TORCHRUN) == World(3, 4, 1, 2, "torchrun", job="none", address="node0:29500", restart=2, old_store=True)
+
+
+def test_torchrun_with_a_new_store_after_each_start():
+    assert not world(TORCHRUN | {"TORCHELASTIC_USE_AGENT_STORE": "False"}).old_store
 
 
 def test_open_mpi():

@@ -122,13 +122,32 @@ class Launch(Value):
     """How the ranks are started; in a TOML file these keys stand beside those of Spec."""
 
     plan: str | None = None  # None: single on one rank, else ddp; auto: the fastest that fits
-    chosen: str | None = None  # why this plan, where auto took it
+    chosen: str | None = None  # why this plan, where Paceline took it
+    asked: str | None = None  # the plan that was asked for, where another one was taken: auto, or one that is not for these ranks
+    asked_ranks: int | None = Field(None, ge=1)  # for which it was asked
     ranks: int | None = Field(None, ge=1)  # None: one a GPU, or one
     nodes: int = Field(1, ge=1)  # of a Slurm allocation or of Ray, over which the ranks are spread alike
+    least_nodes: int | None = Field(None, ge=1)  # on which to go on when others are lost; None: all
     launcher: Literal["local", "slurm", "ray"] | None = None  # None: slurm where there are several nodes, else local
     restarts: int = Field(0, ge=0)  # after a rank died, from the last checkpoint
     run: str | None = None  # folder; None: runs/TASK-TIME
     device: Literal["cpu", "cuda"] | None = None  # None: CUDA where there is some
+
+    @model_validator(mode="after")
+    def _least_nodes_need_restarts(self) -> Self:
+        if self.least_nodes is not None and self.least_nodes > self.nodes:
+            raise ValueError(
+                f"--nodes {self.least_nodes}:{self.nodes}: the least number of nodes comes first, {self.nodes}:{self.least_nodes}"
+            )
+        if self.least_nodes is not None and self.least_nodes < self.nodes and not self.restarts:
+            asked = f"--nodes {self.least_nodes}:{self.nodes}"
+            raise ValueError(f"{asked} goes on with fewer nodes by starting the ranks again; say how often at most: --restarts 3")
+        return self
+
+    @property
+    def is_elastic(self) -> bool:
+        """Whether the ranks of several nodes are started again by an agent on each of them."""
+        return self.nodes > 1 and self.restarts > 0
 
 
 def load(path: Path | None, overrides: Mapping[str, Any]) -> tuple[Spec, Launch]:

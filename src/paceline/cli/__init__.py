@@ -6,6 +6,7 @@ import typer
 
 from paceline.cli import (
     account,
+    agent,
     bench,
     bench_collectives,
     benches,
@@ -50,6 +51,7 @@ bench.app.command()(benches.storage)
 bench.app.command("input")(benches.input_)
 app.add_typer(bench.app, name="bench")
 app.command(hidden=True)(rank.rank)
+app.command(hidden=True)(agent.agent)
 
 
 def _version(wanted: bool) -> None:

@@ -38,14 +38,14 @@ def _speak_once(folder: RunFolder, me: World) -> None:
     except typer.Exit:
         raise
     except Exception:  # the top of a rank
-        if not _is_first(folder, me):
+        if not is_first(folder, me):
             with open(folder.rank_log(me.rank), "a") as log:
                 traceback.print_exc(file=log)
             sys.exit(2)
         raise
 
 
-def _is_first(folder: RunFolder, me: World) -> bool:
+def is_first(folder: RunFolder, me: World) -> bool:
     folder.ranks.mkdir(exist_ok=True)
     try:
         os.close(os.open(folder.ranks / f"failed-{me.job}", os.O_CREAT | os.O_EXCL))

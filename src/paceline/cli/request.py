@@ -2,6 +2,7 @@
 
 import functools
 import inspect
+import re
 from collections.abc import Callable
 from typing import Annotated, Any, NamedTuple
 
@@ -22,7 +23,11 @@ def request(
     ] = "digits",
     ranks: Annotated[int | None, Option(help="Processes in all. Default: one a GPU, or one.")] = None,
     nodes: Annotated[
-        int | None, Option(help="Nodes of a Slurm allocation or of Ray, over which ranks are spread alike. Default: one.")
+        str | None,
+        Option(
+            help="Nodes of a Slurm allocation or of Ray, over which ranks are spread alike. Default: one. 2:4, in Slurm, goes on "
+            "with 2 when others are lost."
+        ),
     ] = None,
     ranks_per_node: Annotated[int | None, Option(help="Processes on each node, in place of --ranks.")] = None,
     launcher: Annotated[
@@ -61,9 +66,11 @@ def request(
     timeout: Annotated[float | None, Option(help="Seconds that a rank waits for another before all end. Default: 60.")] = None,
     run: Annotated[str | None, Option(help="The run's folder, a new one. Default: runs/TASK-TIME.")] = None,
 ) -> Request:
+    least, most = node_range(nodes)
     flags: dict[str, Any] = {
-        "ranks": _in_all(ranks, nodes, ranks_per_node),
-        "nodes": nodes,
+        "ranks": _in_all(ranks, most, ranks_per_node),
+        "nodes": most,
+        "least_nodes": least,
         "launcher": launcher,
         "plan": plan,
         "batch": batch,
@@ -90,6 +97,16 @@ def request(
     from paceline.cli.start import read
 
     return Request(*read(target, flags, set or []))
+
+
+def node_range(text: str | None) -> tuple[int | None, int | None]:
+    """`2:4`: at least 2 and at most 4; `4`: so many. Raises SpecError."""
+    if text is None:
+        return None, None
+    found = re.fullmatch(r"(?:(\d+):)?(\d+)", text)
+    if found is None:
+        raise SpecError(f"--nodes {text!r} is no number of nodes; write 4, or 2:4 for at least 2")
+    return int(found[1]) if found[1] is not None else None, int(found[2])
 
 
 def _in_all(ranks: int | None, nodes: int | None, ranks_per_node: int | None) -> int | None:

@@ -8,7 +8,6 @@ import typer
 from paceline import spec as specs
 from paceline.errors import RunError
 from paceline.launch.world import World, world
-from paceline.plan.plan import AUTO, Plan, parse
 from paceline.run import RunFolder
 from paceline.spec import Spec
 
@@ -16,7 +15,7 @@ from paceline.spec import Spec
 def resume(
     run: Annotated[Path, typer.Argument(help="The run's folder.")],
     ranks: Annotated[int | None, typer.Option(help="Processes in all. Default: as before.")] = None,
-    nodes: Annotated[int | None, typer.Option(help="Nodes of a Slurm allocation. Default: as before.")] = None,
+    nodes: Annotated[str | None, typer.Option(help="Nodes of a Slurm allocation, as of train. Default: as before.")] = None,
     launcher: Annotated[str | None, typer.Option(help="What starts the ranks: local, slurm or ray. Default: as before.")] = None,
     plan: Annotated[str | None, typer.Option(help="Default: as before.")] = None,
     epochs: Annotated[float | None, typer.Option(help="Train until so many epochs in all.")] = None,
@@ -28,11 +27,16 @@ def resume(
     timeout: Annotated[float | None, typer.Option(help="Seconds to wait for a rank. Default: as before.")] = None,
 ) -> None:
     """Go on with a run from its last whole checkpoint, to the end that was asked for."""
+    from paceline.cli.request import node_range
     from paceline.run import open_run
 
-    flags = {"ranks": ranks, "nodes": nodes, "launcher": launcher, "plan": plan, "epochs": epochs, "steps": steps, "optimizer.lr": lr}
+    least, most = node_range(nodes)
+    flags = {"ranks": ranks, "nodes": most, "launcher": launcher, "plan": plan, "epochs": epochs, "steps": steps, "optimizer.lr": lr}
     flags |= {"account": account, "device": device, "restarts": restarts, "timeout_s": timeout}
-    go_on(open_run(run), specs.one_length({key: value for key, value in flags.items() if value is not None}), world())
+    said: dict[str, Any] = {key: value for key, value in flags.items() if value is not None}
+    if most is not None:
+        said["least_nodes"] = least
+    go_on(open_run(run), specs.one_length(said), world())
 
 
 def go_on(folder: RunFolder, overrides: dict[str, Any], me: World, again: bool = False) -> None:
@@ -44,18 +48,21 @@ def go_on(folder: RunFolder, overrides: dict[str, Any], me: World, again: bool =
 
     if me.launcher is not None:
         overrides = {"ranks": me.size} | overrides
+    before = folder.request()[1]
     spec, launch = specs.load(folder.spec, overrides)
     if "plan" in overrides:
-        launch = launch.model_copy(update={"chosen": None})
-    elif launch.plan not in (None, AUTO) and launch.ranks is not None:
-        launch = launch.model_copy(update={"plan": str(_fitting(parse(str(launch.plan)), launch.ranks))})
+        launch = launch.model_copy(update={"chosen": None, "asked": None, "asked_ranks": None})
+    elif launch.ranks != before.ranks and launch.ranks is not None:
+        from paceline.training.refit import refit
+
+        launch = refit(spec, before, launch)
     launch = check(spec, launch, me)
-    if (step := _done(folder, spec)) is not None:
-        done = f"{folder.path} is done: it was trained to step {step}"
+    if (step := done(folder, spec)) is not None:
+        said = f"{folder.path} is done: it was trained to step {step}"
         if not again:
-            raise RunError(f"{done}; go further with --epochs or --steps")
+            raise RunError(f"{said}; go further with --epochs or --steps")
         if me.rank == 0:
-            print(done)
+            print(said)
         return
     if me.rank == 0:
         folder.lock().close()  # nobody else is at it
@@ -63,14 +70,7 @@ def go_on(folder: RunFolder, overrides: dict[str, Any], me: World, again: bool =
     start(spec, launch, me, folder)
 
 
-def _fitting(plan: Plan, ranks: int) -> Plan:
-    """What remains of a plan on one rank, and of a plan for one rank on several."""
-    if (plan.dp == 1) == (ranks == 1):
-        return plan
-    return Plan(dp=1, micro=plan.micro) if ranks == 1 else Plan(micro=plan.micro)
-
-
-def _done(folder: RunFolder, spec: Spec) -> int | None:
+def done(folder: RunFolder, spec: Spec) -> int | None:
     """The last step of a run that has come to its end, and whose last checkpoint is whole."""
     from paceline.events import read
     from paceline.report.summary import summarize

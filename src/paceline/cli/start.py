@@ -49,7 +49,7 @@ def say(spec: Spec, launch: Launch, me: World) -> tuple[Launch, Plan, task.Task]
         from paceline.training.choose import choose
 
         choice = choose(spec, work, ranks, launch.device)
-        launch = launch.model_copy(update={"plan": str(choice.plan), "chosen": choice.why})
+        launch = launch.model_copy(update={"plan": str(choice.plan), "chosen": choice.why, "asked": AUTO})
     if launch.plan == AUTO:  # the ranks will choose it together
         return launch.model_copy(update={"ranks": ranks}), Plan().on(ranks), work
     plan, on = laid_out(launch.plan, ranks, spec.batch)

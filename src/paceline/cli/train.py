@@ -1,5 +1,7 @@
 """paceline train: train a task on any number of ranks."""
 
+from pathlib import Path
+
 from paceline.cli.request import Request, requesting
 from paceline.errors import LaunchError
 from paceline.launch.world import World, world
@@ -21,9 +23,22 @@ def start_new(spec: Spec, launch: Launch, me: World) -> None:
     from paceline.launch.starters import is_rank
     from paceline.run import create, default_path
 
+    if me.restart and (launch.run is None or Path(launch.run).exists()):
+        _go_on_with(launch, me)
+        return
     launch = check(spec, launch, me)
     spec = spec.model_copy(update={"task": task.resolve(spec.task)})
     if is_rank(launch, me):
         start(spec, launch, me, None)
         return
     start(spec, launch, me, create(default_path(launch.run, spec.task), spec, launch))
+
+
+def _go_on_with(launch: Launch, me: World) -> None:
+    """The launcher has started these ranks again."""
+    from paceline.cli.resume import go_on
+    from paceline.run import open_run
+
+    if launch.run is None:
+        raise LaunchError(f"{me.launcher} has started the ranks again, and nothing says which run to go on with: say --run FOLDER")
+    go_on(open_run(Path(launch.run)), {}, me, again=True)

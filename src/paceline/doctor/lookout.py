@@ -4,7 +4,7 @@ import contextlib
 import re
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Container
 
 from paceline import events
 from paceline.doctor.ask import beats
@@ -17,6 +17,7 @@ from paceline.run import RunFolder
 
 EVERY_S = 1.0
 LATE_S = 5.0  # that ranks may take to give up
+ALL = range(2**31)
 FILES = 100  # of ranks, at the most, that are read in a second
 GAVE_UP = re.compile("timed out", re.I)
 
@@ -25,22 +26,25 @@ class Lookout:
     """A thread for as long as the context lasts. `found`: why the present start did not go on, if it did not.
 
     failed: called with the time at which the first rank failed, every second until the ranks are started again.
-    hung: called every second while ranks wait that should have given up: a message between two ranks is waited for without end
-    (gloo, torch 2.13: for as long as was said when the group was made)."""
+    hung: called with the ranks at fault every second while ranks wait that should have given up: a message between two ranks is waited
+    for without end (gloo, torch 2.13: for as long as was said when the group was made).
+    tells: of several lookouts, on several machines, one does."""
 
     def __init__(
         self,
         run: RunFolder,
         failed: Callable[[float], None] = lambda time: None,
-        hung: Callable[[Diagnosis], None] = lambda found: None,
+        hung: Callable[[Container[int]], None] = lambda ranks: None,
+        tells: bool = True,
     ):
-        self.run, self.failed, self.hung = run, failed, hung
+        self.run, self.failed, self.hung, self.tells = run, failed, hung, tells
         self.found: Diagnosis | None = None
         self._began = time.monotonic()  # our clock may be set
         self._read = events.end(run.events)
         self._told_s: float | None = None  # when the ranks had last gone on, of a standstill that was told of
         self._every_s = EVERY_S
         self._failed_at: float | None = None
+        self._at_fault: Container[int] = ()  # of a standstill that was told of
         self._failed: set[int] = set()  # ranks that said why they end
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._follow, name="lookout", daemon=True)
@@ -56,14 +60,15 @@ class Lookout:
     def _follow(self) -> None:
         while not self._over.wait(self._every_s):
             with contextlib.suppress(OSError):  # of a folder that is gone, or cannot be written to
-                if self._happened():
+                gave_up = self._happened()
+                if gave_up and self.tells:
                     self._tell(bound=0.0)
-                elif (bound := self._is_still_for()) is not None:
+                elif self.tells and (bound := self._is_still_for()) is not None:
                     self._tell(bound)
             if self._failed_at is not None:
                 self.failed(self._failed_at)
-            elif self.found is not None and self._is_hung():
-                self.hung(self.found)
+            elif self._at_fault and self._is_hung():
+                self.hung(self._at_fault)
 
     def _happened(self) -> bool:
         """Whether a rank has just given up waiting for another one that nothing was said about."""
@@ -74,7 +79,10 @@ class Lookout:
         for event in events.read(self.run.events, self._read) if end > self._read else ():
             if isinstance(event, Started):
                 self.found = self._failed_at = None
+                self._at_fault = ()
                 self._failed.clear()
+            elif isinstance(event, Stalled):
+                self._at_fault = event.ranks or ALL
             elif isinstance(event, Failed) and event.what == "run":
                 has_right_clock = abs(event.time - written) < CLOCK_S
                 self._failed_at = self._failed_at or (event.time if has_right_clock else written)

@@ -7,13 +7,14 @@ import sys
 from types import FrameType
 
 from paceline.errors import LaunchError, RankError
-from paceline.launch.script import SRUN
+from paceline.launch.script import ELASTIC, SRUN
 from paceline.launch.signals import STOPPED, stop_signals
 from paceline.run import RunFolder
+from paceline.spec import Launch
 
 
-def check_allocation(nodes: int, restarts: int) -> None:
-    """Raises LaunchError where there are fewer nodes."""
+def allocated(nodes: int, least: int) -> int:
+    """How many of so many nodes there are. Raises LaunchError where they are fewer than the least."""
     job = os.environ.get("SLURM_JOB_ID")
     if job is None:
         raise LaunchError(
@@ -21,23 +22,25 @@ def check_allocation(nodes: int, restarts: int) -> None:
             f"ask for one with salloc --nodes {nodes}, or train on this machine with --nodes 1"
         )
     got = os.environ.get("SLURM_JOB_NUM_NODES", "1")
-    if int(got) < nodes:
+    if int(got) < least:
         raise LaunchError(
-            f"--nodes {nodes}, but Slurm's job {job} has {got} ({os.environ.get('SLURM_JOB_NODELIST', '?')}): use --nodes {got}"
+            f"--nodes {least}, but Slurm's job {job} has {got} ({os.environ.get('SLURM_JOB_NODELIST', '?')}): use --nodes {got}"
         )
-    if restarts:
-        raise LaunchError(
-            f"--restarts {restarts} is for the ranks of one machine, got --nodes {nodes}; go on after a failure with paceline resume"
-        )
+    return min(int(got), nodes)
 
 
-def start(run: RunFolder, nodes: int, ranks: int) -> int:
-    """Train the request of `run` on so many nodes; rank 0 shows what happens. Returns the exit status.
+def start(run: RunFolder, launch: Launch) -> int:
+    """Train the request of `run` on its nodes; rank 0 shows what happens. Returns the exit status.
 
     Raises RankError where it failed; the ranks have said why.
     """
-    spread = [f"--nodes={nodes}", f"--ntasks={ranks}", f"--ntasks-per-node={ranks // nodes}"]
-    words = [*SRUN, "--overlap", *spread, sys.executable, "-m", "paceline", "rank", str(run.path)]
+    assert launch.ranks is not None
+    nodes = allocated(launch.nodes, launch.least_nodes or launch.nodes)
+    if launch.is_elastic:
+        words = [*SRUN, *ELASTIC, "--overlap", f"--nodes={nodes}", f"--ntasks={nodes}", "--ntasks-per-node=1"]
+    else:
+        words = [*SRUN, "--overlap", f"--nodes={nodes}", f"--ntasks={launch.ranks}", f"--ntasks-per-node={launch.ranks // nodes}"]
+    words += [sys.executable, "-m", "paceline", "agent" if launch.is_elastic else "rank", str(run.path)]
     process = subprocess.Popen(words, stdin=subprocess.DEVNULL, start_new_session=True)  # Ctrl-C is for us: srun would take it its own way
 
     def pass_on(number: int, frame: FrameType | None) -> None:

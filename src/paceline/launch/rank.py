@@ -34,7 +34,7 @@ LOST_PEER = re.compile(
 def run_started(run: RunFolder, world: World, launcher: int) -> None:
     """A rank of our own launcher: the folder is there, the launcher shows what happens."""
     os.dup2(2, 1)  # one log a rank
-    spec, launch = run.request()
+    spec, launch = run.request()  # for more ranks, where nodes were lost
     started = threading.Event()
     with Interrupt(launcher) as interrupt, contextlib.closing(_recorded(spec, launch, world, run, interrupt)) as happening:
         threading.Thread(target=_leave_if_orphaned, args=(interrupt, started), daemon=True).start()
@@ -132,10 +132,6 @@ def _first_to_fail(world: World) -> bool:
 
 def _recorded(spec: Spec, launch: Launch, world: World, run: RunFolder, interrupt: Interrupt) -> Generator[Event]:
     """The events of the training, each written to the run before it is passed on; on all ranks, but rank 0 alone writes."""
-    plan: Plan | Literal["auto"] | None = None
-    if launch.plan is not None:
-        plan = AUTO if launch.plan == AUTO else parse(launch.plan)
-    notes = (launch.chosen,) if launch.chosen is not None else ()
     keep_memory()
     writer: events.Writer | None = None
     step = 0
@@ -147,11 +143,19 @@ def _recorded(spec: Spec, launch: Launch, world: World, run: RunFolder, interrup
         try:
             if run.path.exists() and world.rank == 0:
                 held.enter_context(run.lock())
+            if launch.ranks not in (None, world.size):
+                from paceline.training.refit import refit
+
+                launch = refit(spec, launch, launch.model_copy(update={"ranks": world.size}))
+            plan: Plan | Literal["auto"] | None = None
+            if launch.plan is not None:
+                plan = AUTO if launch.plan == AUTO else parse(launch.plan)
+            notes = (launch.chosen,) if launch.chosen is not None else ()
             for event in train(spec, plan, world, run=run, device=launch.device, stop=stop, notes=notes):
                 if world.rank == 0:
                     if writer is None:
                         if isinstance(event, Started) and plan == AUTO:
-                            launch = launch.model_copy(update={"plan": event.plan})
+                            launch = launch.model_copy(update={"plan": event.plan, "asked": AUTO, "ranks": world.size})
                             if run.path.exists():
                                 run.write_request(spec, launch)
                         if not run.path.exists():

@@ -21,7 +21,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from paceline.errors import LaunchError
 from paceline.launch import processes
-from paceline.launch.local import GRACE_S, supervise
+from paceline.launch.attend import GRACE_S, attend
 from paceline.launch.processes import Asked
 from paceline.launch.ray_agent import Agent, side_by_side
 from paceline.run import RunFolder
@@ -42,7 +42,7 @@ def start(run: RunFolder, launch: Launch) -> int:
     """
     with _connected() as host:
         room = _Room(launch)
-        return supervise(run, lambda: processes.launch(run, room.open, launch.restarts, host), room.end)
+        return attend(run, lambda: processes.launch(run, room.open, launch.restarts, host), room.end)
 
 
 @contextlib.contextmanager

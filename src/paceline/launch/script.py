@@ -11,6 +11,7 @@ from paceline.spec import Launch
 
 # Paceline divides the cores of a node itself. A rank that ends must not take the others with it: they save.
 SRUN = ("srun", "--kill-on-bad-exit=0", "--wait=60", "--cpu-bind=none")
+ELASTIC = ("--no-kill",)  # an agent on each node starts its ranks, and again when another node is lost
 
 
 @dataclass(frozen=True)
@@ -21,6 +22,12 @@ class Job:
     ranks_per_node: int
     time: str | None  # in Slurm's words; None: the partition's default
     python: str  # of the command, for a site that names none
+    least_nodes: int | None = None  # on which to go on when others are lost; None: all
+    restarts: int = 0  # of all ranks, on the nodes that are left; 0: nobody would start them
+
+    def cpus_per_task(self, site: Site) -> int | None:
+        """Of a rank, or of the agent that starts all ranks of a node."""
+        return self.ranks_per_node * (site.cpus_per_rank or 1) if self.restarts else site.cpus_per_rank
 
     @property
     def ranks(self) -> int:
@@ -33,11 +40,7 @@ def job_of(launch: Launch, site: Site, run: Path, time: str | None) -> Job:
     per_node = alike(ranks, launch.nodes)
     if launch.launcher not in (None, "slurm"):
         raise LaunchError(f"--launcher {launch.launcher} is for train; ranks of a job are started by srun: leave --launcher out")
-    if launch.restarts:
-        raise LaunchError(
-            f"--restarts {launch.restarts} is for the ranks of one machine; a job goes on when it is submitted again: sbatch job.sh"
-        )
-    return Job(run.resolve(), Path.cwd(), launch.nodes, per_node, time, sys.executable)
+    return Job(run.resolve(), Path.cwd(), launch.nodes, per_node, time, sys.executable, launch.least_nodes, launch.restarts)
 
 
 def alike(ranks: int, nodes: int) -> int:
@@ -56,9 +59,9 @@ def options_of(job: Job, site: Site) -> dict[str, str]:
     """What the script asks of sbatch, but for the further options of the site."""
     options = {
         "job-name": job.run.name,
-        "nodes": job.nodes,
-        "ntasks-per-node": job.ranks_per_node,
-        "cpus-per-task": site.cpus_per_rank,
+        "nodes": job.nodes if job.least_nodes in (None, job.nodes) else f"{job.least_nodes}-{job.nodes}",
+        "ntasks-per-node": job.ranks_per_node if not job.restarts else None,  # said, it makes Slurm take the least of 2-4 nodes
+        "cpus-per-task": job.cpus_per_task(site),
         "time": job.time,
         "partition": site.partition,
         "account": site.account,
@@ -76,7 +79,7 @@ def options_of(job: Job, site: Site) -> dict[str, str]:
 
 def _head(job: Job, site: Site) -> str:
     said = [f"--{name}={_quoted(value)}" for name, value in options_of(job, site).items()]
-    lines = [f"#SBATCH {option}" for option in (*said, "--requeue", *site.sbatch)]
+    lines = [f"#SBATCH {option}" for option in (*said, "--requeue", *(ELASTIC if job.restarts else ()), *site.sbatch)]
     again = f"# Trains, or goes on from the last checkpoint. Again by hand: sbatch {_word(job.run / 'job.sh')}"
     return "\n".join(["#!/bin/bash", *lines, again])
 
@@ -90,7 +93,7 @@ def _surroundings(job: Job, site: Site) -> str:
         f'eval "$(conda shell.bash hook)"\nconda activate {_word(site.conda)}' if site.conda is not None else None,
         f"source {_word(site.venv)}/bin/activate" if site.venv is not None else None,
         *(f"export {name}={_word(value)}" for name, value in sorted(_variables(site).items())),
-        f"export SRUN_CPUS_PER_TASK={site.cpus_per_rank}" if site.cpus_per_rank is not None else None,  # which srun ceased to take over
+        f"export SRUN_CPUS_PER_TASK={cpus}" if (cpus := job.cpus_per_task(site)) is not None else None,  # which srun ceased to take over
     ]
     return "\n".join(line for line in lines if line is not None)
 
@@ -111,11 +114,12 @@ srun --nodes="$SLURM_JOB_NUM_NODES" --ntasks="$SLURM_JOB_NUM_NODES" --ntasks-per
 
 def _train(job: Job, site: Site) -> str:
     python = job.python if site.conda is None and site.venv is None and site.container is None else "python"
-    rank = f'{_word(python)} -m paceline rank "$run"'
+    rank = f'{_word(python)} -m paceline {"agent" if job.restarts else "rank"} "$run"'
+    srun = " ".join([*SRUN, *ELASTIC, '--ntasks="$SLURM_JOB_NUM_NODES" --ntasks-per-node=1'] if job.restarts else SRUN)
     container = _container(job, site)
     if container:
         rank = f"bash -c 'in_container {rank}'"
-    return "\n\n".join(part for part in (container, f"{_BEGIN}\n{' '.join(SRUN)} {rank} &\n{_END}") if part)
+    return "\n\n".join(part for part in (container, f"{_BEGIN}\n{srun} {rank} &\n{_END}") if part)
 
 
 def _container(job: Job, site: Site) -> str:

@@ -14,7 +14,8 @@ def stop_signals() -> list[signal.Signals]:
 
 
 class Interrupt:
-    """The first SIGINT, SIGTERM, SIGHUP or SIGUSR1 asks all ranks to save and stop; the second one ends this process at once."""
+    """The first SIGINT, SIGTERM, SIGHUP or SIGUSR1 asks all ranks to save and stop; the second one ends this process at once,
+    or its launcher does."""
 
     def __init__(self, launcher: int | None = None) -> None:
         self.asked = False
@@ -29,7 +30,8 @@ class Interrupt:
 
     def _ask(self, number: int, frame: FrameType | None) -> None:
         self.asked = True
-        self._restore()
+        if self._launcher is None:  # else it ends us itself; and Slurm tells all processes of a step what their agent passes on
+            self._restore()
 
     def _restore(self) -> None:
         for number, handler in self._before.items():

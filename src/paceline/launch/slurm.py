@@ -3,6 +3,7 @@
 import os
 import re
 import shutil
+import socket
 import subprocess
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +14,8 @@ from paceline.launch.site import Site
 from paceline.spec import nearest
 
 ANSWER_S = 30.0
+NODE_S = 5.0  # for a node to answer
+SLURMD = 6818  # its port, if not said
 ACTIVE = ("PENDING", "CONFIGURING", "RUNNING", "COMPLETING", "SUSPENDED", "REQUEUED", "STOPPED", "STAGE_OUT", "SIGNALING", "RESIZING")
 # Why a job waits that will never begin, unless Slurm is told to refuse such jobs (EnforcePartLimits).
 IN_VAIN = re.compile("Partition(TimeLimit|NodeLimit|Config)|(Account|QOS)NotAllowed|Invalid(Account|QOS)|BadConstraints|use this partition")
@@ -83,6 +86,18 @@ def status(job: str) -> Status | None:
 
 def cancel(job: str) -> None:
     _ask("scancel", job)
+
+
+def requeue_without(job: str, node: str) -> bool:
+    """Queue a job again if its first node is gone, and with it the script; whether it is. With --no-kill Slurm (22.05) would keep the job
+    as it is, with nothing that runs in it. Raises LaunchError."""
+    found = dict(re.findall(r"(\w+)=(\S*)", _ask("scontrol", "show", "node", "-o", node)))
+    try:
+        socket.create_connection((found["NodeAddr"], int(found.get("Port", SLURMD))), timeout=NODE_S).close()
+    except OSError:
+        _ask("scontrol", "requeue", job)
+        return True
+    return False
 
 
 def partitions() -> list[Partition]:

@@ -28,20 +28,22 @@ def _start_here(run: RunFolder, launch: Launch) -> int:
 
 
 def _check_slurm(launch: Launch) -> None:
-    from paceline.launch.nodes import check_allocation
+    from paceline.launch.nodes import allocated
 
-    check_allocation(launch.nodes, launch.restarts)
+    allocated(launch.nodes, launch.least_nodes or launch.nodes)
 
 
 def _start_slurm(run: RunFolder, launch: Launch) -> int:
     from paceline.launch import nodes
 
-    return nodes.start(run, launch.nodes, launch.ranks or launch.nodes)
+    return nodes.start(run, launch)
 
 
 def _check_ray(launch: Launch) -> None:
     if importlib.util.find_spec("ray") is None:
         raise LaunchError('--launcher ray needs Ray, which is not installed: pip install "paceline[ray]"')
+    if launch.least_nodes not in (None, launch.nodes):
+        raise LaunchError(f"--nodes {launch.least_nodes}:{launch.nodes} is for Slurm; with --launcher ray use --nodes {launch.nodes}")
 
 
 QUIET = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_DEDUP_LOGS_SKIP_REGEX": "."}  # what Ray has to say, the launcher says in a sentence

@@ -20,6 +20,7 @@ class World:
     host: str | None = None  # the machine of rank 0 as the others know it, where the launcher tells
     pmi: int | None = None  # the descriptor over which ranks of MPICH can exchange words
     restart: int = 0  # how often the launcher has started these ranks again
+    old_store: bool = False  # whether the store is the same as before that
 
 
 @dataclass(frozen=True)
@@ -76,6 +77,7 @@ def world(environ: Mapping[str, str] = os.environ) -> World:
             host=_first_host(environ) if launcher == "slurm" else None,
             pmi=_number(environ, "PMI_FD") if launcher == "mpich" and "PMI_FD" in environ else None,
             restart=int(environ.get("TORCHELASTIC_RESTART_COUNT", "0")) if launcher == "torchrun" else 0,
+            old_store=launcher == "torchrun" and environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
         )
     return World()
 

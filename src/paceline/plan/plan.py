@@ -53,6 +53,7 @@ class Plan:
     micro: int | None = None  # micro-batches whose gradients are added up before an update; None: 1, or twice the stages of a pipeline
     schedule: str | None = None  # of a pipeline; None: 1f1b
     stages: int | None = None  # of a pipeline, on each rank; None: as few as the schedule takes
+    uneven: int = 0  # 1: the shares of the data ranks may differ by one sample, where a batch cannot be divided alike
     recompute: str = "none"  # activations of blocks in the backward pass: none, all, or but those of products and attention
     period: int | None = None
     switch: int | None = None
@@ -71,6 +72,10 @@ class Plan:
         for key, value, known in (("schedule", self.schedule, SCHEDULES), ("recompute", self.recompute, RECOMPUTE)):
             if value is not None and value not in known:
                 raise PlanError(f"there is no {key} {value!r}{nearest(value, known)}")
+        if self.uneven > 1:
+            raise PlanError(f"uneven must be 0 or 1, got uneven={self.uneven}")
+        if self.uneven and (self.tp * self.pp * self.cp > 1 or self.is_asynchronous):
+            raise PlanError(f"uneven=1 is of ddp, zero1, zero2, zero3 and hsdp, got plan {self}; leave it out")
         self._check_pipeline()
         self._check_asynchronous()
 
@@ -199,7 +204,7 @@ def _or(values: list[int]) -> str:
 AUTO: Final = "auto"  # stands for the fastest plan that fits
 KEYS = tuple(Plan.__dataclass_fields__)
 TEXTS = ("schedule", "recompute")
-LEAST = {key: 0 if key in ("zero", "staleness", "switch") else 1 for key in KEYS if key not in TEXTS}
+LEAST = {key: 0 if key in ("zero", "uneven", "staleness", "switch") else 1 for key in KEYS if key not in TEXTS}
 WORDS = {
     "ddp": Plan(),
     "zero1": Plan(zero=1),
@@ -241,13 +246,13 @@ def parse(text: str) -> Plan:
 
 
 def share(batch: int, plan: Plan) -> int:
-    """Samples of a micro-batch on one data rank (some workers of a parameter server have one more), of a plan whose data degree is said.
-    Raises PlanError when it cannot be split so."""
+    """Samples of a micro-batch on one data rank, of a plan whose data degree is said; some workers of a parameter server have one more, and
+    some ranks of an uneven plan. Raises PlanError when it cannot be split so."""
     assert plan.dp is not None
     assert plan.micro is not None
     parts = plan.dp * plan.micro
-    if plan.servers and batch >= parts:  # they weigh what each worker sends
-        return share(batch, replace(plan, dp=1, servers=None, staleness=None)) // plan.dp
+    if (plan.servers or plan.uneven) and batch >= parts:  # servers weigh what each worker sends
+        return share(batch, replace(plan, dp=1, servers=None, staleness=None, uneven=0)) // plan.dp
     if batch % parts:
         below, above = batch - batch % parts, batch - batch % parts + parts
         way_out = f"use --batch {above}" + (f" or {below}" if below else "")

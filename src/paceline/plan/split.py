@@ -69,7 +69,7 @@ def split(plan: Plan, ranks: int, batch: int) -> Split:
         cp=on.cp,
         zero=on.zero,
         replicate=on.replicate,
-        micro_batch=samples,
+        micro_batch=samples + (on.uneven and batch > samples * on.dp * on.micro),  # the rank that has most keeps the others waiting
         micro=on.micro,
         schedule=on.schedule or "1f1b",
         stages=on.stages or 1,

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from paceline.errors import LaunchError
 from paceline.launch import slurm
-from paceline.launch.nodes import check_allocation
+from paceline.launch.nodes import allocated
 from paceline.launch.script import Job, options_of, render
 from paceline.launch.site import HERE, Site, read_site
 from paceline.launch.world import world
@@ -136,7 +136,7 @@ def queue(flight: Flight) -> Says:
     yield "passes", f"Slurm would take it: {slurm.try_out(render(job, where))}"
     if "SLURM_JOB_ID" in os.environ:
         try:
-            check_allocation(job.nodes, 0)
+            allocated(job.nodes, job.least_nodes or job.nodes)
         except LaunchError as error:
             yield "warns", f"in the job in which this runs it could not begin: {error}"
     for sentence in overridden(job, where, os.environ):

@@ -12,15 +12,15 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 
-def over_all_ranks(model: nn.Module, device: torch.device, group: dist.ProcessGroup | None = None) -> nn.Module:
+def over_all_ranks(model: nn.Module, device: torch.device, group: dist.ProcessGroup | None = None, alike: bool = True) -> nn.Module:
     """`model` with BatchNorm layers that see the samples of all ranks (of one micro-batch). Names and parameters stay as they are.
 
-    group: of the ranks that have other samples for the same layers; None: all ranks."""
+    group: of the ranks that have other samples for the same layers; None: all ranks. `alike`: each has as many samples."""
     if device.type == "cuda":
         return nn.SyncBatchNorm.convert_sync_batchnorm(model, group)
     for module in model.modules():
         if isinstance(module, nn.modules.batchnorm._BatchNorm):
-            module.forward = MethodType(partial(_forward, group=group), module)  # type: ignore[method-assign]
+            module.forward = MethodType(partial(_forward, group=group, alike=alike), module)  # type: ignore[method-assign]
     return model
 
 
@@ -51,6 +51,12 @@ def average_(statistics: list[Tensor], group: dist.ProcessGroup | None) -> None:
     torch._foreach_copy_(statistics, [part.view_as(buffer) for part, buffer in zip(parts, statistics, strict=True)])
 
 
+def _sum(count: int, group: dist.ProcessGroup | None) -> int:
+    whole = torch.tensor(count)
+    dist.all_reduce(whole, group=group)
+    return int(whole)
+
+
 class _SumOverRanks(torch.autograd.Function):
     """Each rank's loss depends on the sums, so their gradients are summed over the ranks too."""
 
@@ -66,14 +72,15 @@ class _SumOverRanks(torch.autograd.Function):
         return _SumOverRanks.forward(ctx, grad, ctx.group), None
 
 
-def _forward(self: nn.modules.batchnorm._BatchNorm, x: Tensor, group: dist.ProcessGroup | None) -> Tensor:
+def _forward(self: nn.modules.batchnorm._BatchNorm, x: Tensor, group: dist.ProcessGroup | None, alike: bool) -> Tensor:
     """x: (samples, channels, …). The variance is taken around the mean, in a second sum: E[x²] - E[x]² loses half of the digits."""
     self._check_input_dim(x)
     if not self.training and self.running_mean is not None:
         return type(self).forward(self, x)
     others = [dim for dim in range(x.dim()) if dim != 1]
     shape = [1, -1] + [1] * (x.dim() - 2)
-    count = x.numel() // x.size(1) * dist.get_world_size(group)  # the ranks have equal shares of a batch
+    count = x.numel() // x.size(1)
+    count = count * dist.get_world_size(group) if alike else _sum(count, group)
     mean = _SumOverRanks.apply(x.sum(others), group) / count
     centered = x - mean.view(shape)
     variance = _SumOverRanks.apply(centered.square().sum(others), group) / count

@@ -73,7 +73,7 @@ def _mix(values: Numbers, key: int) -> Numbers:
 class Part:
     """What one rank has of the samples: micro-batch m of a step begins at step·batch + m·(batch / micro).
 
-    The parts of the ranks differ by one sample at the most; all plans but a parameter server want them equal."""
+    The parts of the ranks differ by one sample at the most; all plans but uneven ones and a parameter server want them equal."""
 
     batch: int
     micro: int

@@ -23,7 +23,7 @@ from paceline.spec import Spec
 from paceline.task import Task
 from paceline.training import checkpoint
 from paceline.training.batch_norm import average_, over_all_ranks, running_statistics
-from paceline.training.data import Batch, Samples, open_dataset
+from paceline.training.data import Batch, Part, Samples, open_dataset
 from paceline.training.imagine import example
 from paceline.training.local_sgd import LocalSgd, local_sgd
 from paceline.training.meshes import build_mesh
@@ -185,7 +185,7 @@ def lay_out(
     statistics = running_statistics(model) if plan.copies > 1 else {}
     group = _group_of_samples(plan, world.rank) if statistics else None
     if statistics and spec.batch_norm == "global":
-        model = over_all_ranks(model, device, group)
+        model = over_all_ranks(model, device, group, alike=not plan.uneven)
     pretrained = task.pretrained()
     fill = partial(fill_, weights=weights, device=device, pretrained=Path(pretrained) if pretrained is not None else None)
     if pipeline is not None:
@@ -207,6 +207,7 @@ def lay_out(
         clip=spec.optimizer.clip,
         seed=spec.seed,
         pipeline=pipeline,
+        share=(_share_of(spec, plan, world), spec.batch) if plan.uneven else None,
     )
     local = local_sgd(model, update, plan)
     if local is not None:
@@ -218,6 +219,12 @@ def lay_out(
     if splits is not None and mesh is not None:
         _split_step(update, model, splits, task, batch, mesh["tp"])
     return Laid(model, update, update, notes, local)
+
+
+def _share_of(spec: Spec, plan: Plan, world: World) -> int:
+    assert plan.micro is not None
+    assert plan.dp is not None
+    return Part(spec.batch, plan.micro, plan.place(world.rank).dp, plan.dp).share
 
 
 def _group_of_samples(plan: Plan, rank: int) -> dist.ProcessGroup | None:

@@ -121,14 +121,15 @@ def _store(world: World, timeout_s: float, meeting_place: Path) -> dist.Store:
         return dist.HashStore()
     if world.launcher == "torchrun":
         store, _, _ = next(iter(dist.rendezvous("env://", world.rank, world.size, timeout=timeout)))
-        # The agent keeps its store over restarts and over process groups, and with it the addresses of what is gone (torch 2.13).
-        return dist.PrefixStore(f"paceline/{world.restart}/{next(_groups)}", store)
+        # The agent keeps its store over restarts and over process groups, and with it the addresses of what is gone (torch 2.13). Agents of
+        # several nodes may count restarts apart, but then each has a store of its own.
+        return dist.PrefixStore(f"paceline/{world.restart if world.old_store else 0}/{next(_groups)}", store)
     if world.address is not None:
         host, _, port = world.address.rpartition(":")
         return dist.TCPStore(host, int(port), world.size, world.rank == 0, timeout)
     if world.pmi is not None:
         return _meet_by_pmi(world, world.pmi, timeout)
-    return _meet(world, timeout, meeting_place)
+    return meet(world, timeout, meeting_place)
 
 
 def _open_store(world: World, timeout: timedelta) -> tuple[dist.TCPStore, str]:
@@ -151,7 +152,7 @@ def _meet_by_pmi(world: World, fd: int, timeout: timedelta) -> dist.Store:
     return dist.TCPStore(host, int(port), world.size, False, timeout)
 
 
-def _meet(world: World, timeout: timedelta, meeting_place: Path) -> dist.Store:
+def meet(world: World, timeout: timedelta, meeting_place: Path) -> dist.TCPStore:
     """mpirun and srun agree on no store: rank 0 opens one on a free port and writes where, in a folder that all ranks see."""
     note = meeting_place / f".meet-{world.launcher}-{world.job}"
     if world.rank == 0:

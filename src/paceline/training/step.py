@@ -66,6 +66,7 @@ class Step:
     seed: int
     pipeline: "Pipeline | None" = None  # runs forward and backward, where the plan has one
     observe: Callable[[str, int], None] | None = None  # called with ("gradients", step) before each update, ("weights", step) after it
+    share: tuple[int, int] | None = None  # samples of a micro-batch here and of the global batch, where ranks have unlike numbers
     alone: bool = False  # the gradient is that of the mean over this rank's own items: local SGD
     base_lrs: list[float] = field(init=False)
     norm: Norm = field(init=False)
@@ -132,12 +133,19 @@ class Step:
                 with autocast(self.precision, self.device):
                     loss, items_here = weighed_loss(self.task, self.model, batch)
                 if whole is None:
-                    whole = weight.result() if weight is not None else float(items_here) * len(batches) * self.data_ranks
+                    whole = weight.result() if weight is not None else self._expected(float(items_here), len(batches))
                 self.enter(BACKWARD)
                 loss.backward(self._share_of(loss, whole))
             losses.append(loss.detach())
             items.append(items_here)
         return losses, items, whole if isinstance(whole, float) else None
+
+    def _expected(self, items_here: float, micro_batches: int) -> float:
+        """Items of the global batch, where a micro-batch here has so many."""
+        if self.share is None:
+            return items_here * micro_batches * self.data_ranks
+        here, everywhere = self.share
+        return items_here * everywhere / here  # exact, whatever the shares
 
     def _share_of(self, loss: Tensor, whole: Tensor | float) -> Tensor:
         """What a rank's loss × items counts for in the mean over `whole` items, as the gradient to start backward with."""

@@ -1,0 +1,127 @@
+"""Why a training ended: the one rank or node that failed first, of those that failed with it."""
+
+import contextlib
+import platform
+import signal
+import time
+from collections.abc import Container, Iterable, Mapping
+from pathlib import Path
+
+from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
+
+from paceline import events
+from paceline.doctor.ask import beats
+from paceline.doctor.diagnose import Diagnosis
+from paceline.errors import Error, RankError
+from paceline.events import Event, Failed, Started, Step
+from paceline.launch.processes import LOST
+from paceline.run import RunFolder
+
+Failures = Mapping[int, ProcessFailure]
+LOG_LINES = 20  # of a dead rank, shown with its name
+AGENT_WAITS_S = 30  # for ranks that it has sent SIGTERM, before it kills them (torch 2.13)
+WORDS_S = 5.0  # for what agents of other nodes have to say
+
+
+def cause(run: RunFolder, failures: Failures, before: int, left: Container[int], stuck: Diagnosis | None) -> Error:
+    """What ended the last start; `failures`: of processes on this machine; `left`: those that were ended since they did not end with it.
+    `before`: where its events begin."""
+    told, step = last_words(run, before)
+    silent = [] if any(event.meant for event in told.values()) else _silent(failures, told, left)
+    if not silent and all(event.lost_peer for event in told.values()) and stuck is None:
+        told, silent_elsewhere = _wait_for_others(run, before)
+        if silent_elsewhere and all(event.lost_peer for event in told.values()):
+            return _wrote(run, step, silent_elsewhere[0], f"{gone(run, silent_elsewhere)}, after step {step}; {run.way_out()}")
+    meant = [event for event in told.values() if event.meant]
+    if meant:
+        error = Error(meant[0].message)
+        log = _log(run, meant[0].rank or 0)
+        error.__cause__ = RankError(log.read_text(errors="replace") if log.exists() else "")  # for --debug
+        return error
+    own = [event for event in told.values() if not event.lost_peer]
+    if stuck is not None and not silent and not own:
+        message = f"{stuck.sentence}; it was given up after step {step}, more in {run.diagnosis}; {run.way_out()}"
+        return _wrote(run, step, next(iter(stuck.at_fault), None), message)
+    if silent:
+        rank, child = silent[0]
+        how = "was lost with its node" if child.exitcode == LOST else f"was killed by {signal.Signals(-child.exitcode).name}"
+        message = f"rank {rank} {how}, after step {step}; {run.way_out()}"
+        _wrote(run, step, rank, message)
+    else:
+        if own or not failures:
+            rank, why = next(((event.rank or 0, event.message) for event in own or told.values()), (0, "nothing is known of it"))
+        else:
+            rank, child = min(failures.items(), key=lambda item: item[1].timestamp)
+            why = told[rank].message if rank in told else f"ended with exit status {child.exitcode}"
+        message = f"rank {rank} failed: {why}, after step {step}; {run.way_out()}"
+    log = _log(run, rank)
+    lines = log.read_text(errors="replace").splitlines()[-LOG_LINES:] if log.exists() else []
+    end = "\n".join(f"  {line}" for line in lines)
+    return RankError(f"{message}\nThe end of {log}:\n{end}" if end else f"{message}\n{log} is empty")
+
+
+def tell_of_silent(run: RunFolder, failures: Failures, before: int, left: Container[int]) -> None:
+    """Write down which ranks of this node were killed, for the agent that speaks."""
+    told, step = last_words(run, before)
+    for rank, child in _silent(failures, told, left)[:1]:
+        _wrote(run, step, rank, f"it was killed by {signal.Signals(-child.exitcode).name}")
+
+
+def gone(run: RunFolder, ranks: Iterable[int]) -> str:
+    """Of ranks of the last start that said nothing."""
+    hosts: dict[str, list[str]] = {}
+    for one in beats(run):
+        if one is not None and one.rank in ranks:
+            hosts.setdefault(one.host, []).append(str(one.rank))
+    each = [f"{host} with rank{'s' * (len(there) > 1)} {', '.join(there)}" for host, there in hosts.items()]
+    return f"{' and '.join(each)} ended without a word"
+
+
+def unheard(run: RunFolder, before: int) -> list[int]:
+    """The ranks of the last start on other machines that have not said why they end."""
+    told, _ = last_words(run, before)
+    return [one.rank for one in beats(run) if one is not None and one.rank not in told and one.host != platform.node()]
+
+
+def _wrote(run: RunFolder, step: int, rank: int | None, message: str) -> RankError:
+    with contextlib.closing(events.Writer(run.events)) as writer:
+        writer.write(Failed(what="run", step=step, rank=rank, message=message))
+    return RankError(message)
+
+
+def last_words(run: RunFolder, before: int) -> tuple[dict[int | None, Failed], int]:
+    """What the ranks of the last start said as they ended, and the last step of it."""
+    happened: list[Event] = list(events.read(run.events, before)) if run.events.exists() else []
+    happened = happened[max((at for at, event in enumerate(happened) if isinstance(event, Started)), default=0) :]
+    told = {event.rank: event for event in happened if isinstance(event, Failed) and event.what == "run"}
+    return told, max((event.step for event in happened if isinstance(event, (Started, Step))), default=0)
+
+
+def _wait_for_others(run: RunFolder, before: int) -> tuple[dict[int | None, Failed], list[int]]:
+    """What ranks on other nodes say, and those that say nothing."""
+    deadline = time.monotonic() + WORDS_S
+    while True:
+        told, _ = last_words(run, before)
+        others = unheard(run, before)
+        if not others or not all(event.lost_peer for event in told.values()) or time.monotonic() > deadline:
+            return told, others
+        time.sleep(0.1)
+
+
+def _silent(failures: Failures, told: Container[int | None], left: Container[int]) -> list[tuple[int, ProcessFailure]]:
+    """A rank that was killed said nothing, and neither did those that the agent then ended."""
+    first_at = min((child.timestamp for child in failures.values()), default=0)
+    return [
+        (rank, child)
+        for rank, child in failures.items()
+        if child.exitcode < 0
+        and child.exitcode != -signal.SIGTERM
+        and child.timestamp < first_at + AGENT_WAITS_S
+        and rank not in told
+        and child.pid not in left
+    ]
+
+
+def _log(run: RunFolder, rank: int) -> Path:
+    """The log of its last start."""
+    return max(run.ranks.glob(f"{rank}.*log"), key=lambda path: path.stat().st_mtime, default=run.rank_log(rank))

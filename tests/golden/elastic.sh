@@ -1,0 +1,33 @@
+#!/bin/bash
+#SBATCH --job-name=a
+#SBATCH --nodes=2-4
+#SBATCH --cpus-per-task=32
+#SBATCH --time=02:00:00
+#SBATCH --output=/home/me/runs/a/slurm-%j.out
+#SBATCH --open-mode=append
+#SBATCH --signal=B:USR1@120
+#SBATCH --requeue
+#SBATCH --no-kill
+# Trains, or goes on from the last checkpoint. Again by hand: sbatch /home/me/runs/a/job.sh
+
+run=/home/me/runs/a
+cd /home/me || exit
+echo "$SLURM_JOB_ID" > "$run/job"
+export SRUN_CPUS_PER_TASK=32
+
+# USR1 comes before the time limit: all ranks save and end, and the job is queued again. Who cancels it tells the ranks himself.
+near_end= ranks=
+trap 'near_end=1; kill -USR1 $ranks' USR1
+trap : TERM
+before=$(ls "$run/ckpt" 2> /dev/null)
+srun --kill-on-bad-exit=0 --wait=60 --cpu-bind=none --no-kill --ntasks="$SLURM_JOB_NUM_NODES" --ntasks-per-node=1 /home/me/.venv/bin/python3 -m paceline agent "$run" &
+ranks=$!
+while wait "$ranks"; status=$?; kill -0 "$ranks" 2> /dev/null; do :; done
+if [ -n "$near_end" ] && [ "$status" != 0 ]; then
+    if [ "$before" != "$(ls "$run/ckpt" 2> /dev/null)" ]; then
+        echo "paceline: the time is over; job $SLURM_JOB_ID is queued again" && scontrol requeue "$SLURM_JOB_ID"
+    else
+        echo "paceline: the time is over and nothing new was saved, so once more would be in vain; ask for more time" >&2
+    fi
+fi
+exit "$status"

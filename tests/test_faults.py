@@ -1,0 +1,61 @@
+"""What befalls a training: named once, soon, and nobody is left behind."""
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from command import PACELINE, TASK, Running, of_kind, slow_down, start, write_task
+from paceline.events import Failed, Started
+
+# The file ROOM says how many bytes rank 1 may have; it asks for more than any machine has.
+GREEDY = TASK.replace(
+    "        return (output - batch[1]).square()",
+    """        if os.environ.get("RANK") == "1" and os.path.exists(os.environ.get("ROOM", "")):
+            import resource
+            resource.setrlimit(resource.RLIMIT_AS, (2**32, 2**32))
+            torch.zeros(2**34)
+        return (output - batch[1]).square()""",
+)
+# A dataset that a user has cut already, by a rank of his own.
+OWN_PART = TASK.replace("count = self.samples if", "count = self.samples - int(os.environ.get('RANK', 0)) if")
+TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "paceline", "--")
+LAUNCHERS = [PACELINE, pytest.param(TORCHRUN, marks=pytest.mark.slow)]
+
+
+def begin(folder: Path, source: str, *more: str, program: tuple[str, ...] = PACELINE) -> Running:
+    slow_down(folder / "slow", 0.01)
+    words = ("train", write_task(folder, source), "--ranks", "2", "--batch", "16", "--steps", "1000", "--run", "run", *more)
+    return start(*words, at=folder, program=program, SLOW=str(folder / "slow"), ROOM=str(folder / "room"), OMP_NUM_THREADS="1")
+
+
+@pytest.mark.parametrize("program", LAUNCHERS)
+def test_one_rank_is_out_of_memory_while_the_others_wait(program: tuple[str, ...], tmp_path: Path) -> None:
+    """Under the default timeout of a minute, which nobody waits for."""
+    run = tmp_path / "run"
+    with begin(tmp_path, GREEDY, program=program) as running:
+        running.until_step(run, 3)
+        (tmp_path / "room").touch()
+        result = running.wait(30)
+        running.until_all_ended(10)
+    assert result.status != 0
+    [said] = [event for event in of_kind(run, Failed) if not event.lost_peer]
+    assert said.rank == 1
+    assert "can't allocate memory" in said.message
+    if program == PACELINE:
+        assert result.status == 2, result.all
+        assert result.err.startswith("paceline: rank 1 failed: RuntimeError: "), result.all
+        assert result.err.count("paceline: ") == 1
+
+
+@pytest.mark.parametrize("program", LAUNCHERS)
+def test_datasets_of_unequal_length_are_refused_before_the_first_step(program: tuple[str, ...], tmp_path: Path) -> None:
+    with begin(tmp_path, OWN_PART, program=program) as running:
+        result = running.wait(60)
+        running.until_all_ended(10)
+    sentence = (
+        "paceline: dataset('train') has 53 samples on rank 0 and 52 on rank 1; every rank must see the whole dataset, Paceline splits it\n"
+    )
+    assert result.status != 0
+    assert result.all.count(sentence) == 1, result.all
+    assert not of_kind(tmp_path / "run", Started)

@@ -1,0 +1,189 @@
+"""A run on other ranks than it began on: its plan where that can be, else the one most like it, and the same training."""
+
+import itertools
+import shutil
+from pathlib import Path
+
+import pytest
+
+from command import of_kind, paceline, succeed, write_task
+from harness import wrong
+from models import NormedImages, Points
+from paceline import Spec
+from paceline import spec as specs
+from paceline.errors import PlanError
+from paceline.events import Started, Step
+from paceline.plan.near import near
+from paceline.plan.plan import parse, share
+from paceline.run import RunFolder
+from paceline.spec import Optimizer
+from paceline.training.data import Part
+
+# Shares that differ by one sample
+
+
+@pytest.mark.parametrize(
+    "plan",
+    [
+        "ddp,uneven=1",
+        "zero3,micro=2,uneven=1",
+        *[pytest.param(plan, marks=pytest.mark.slow) for plan in ("zero1,uneven=1", "zero2,uneven=1", "ddp,micro=2,uneven=1")],
+    ],
+)
+def test_uneven_shares_train_as_one_process(plan):
+    spec = Spec(task="-", batch=16, steps=6, precision="fp64", optimizer=Optimizer(lr=0.05, clip=0.5))
+    assert not wrong(3, plan, Points(), spec)
+
+
+def test_batch_norm_counts_the_samples_of_uneven_shares():
+    spec = Spec(task="-", batch=16, steps=4, precision="fp64")
+    assert not wrong(3, "ddp,uneven=1", NormedImages(), spec)
+
+
+class _AsIfAlike:
+    """A negative control: each rank takes its own share for that of all."""
+
+    def __enter__(self):
+        self.share, Part.share = Part.share, property(lambda part: part.batch // part.micro // part.ranks)
+
+    def __exit__(self, *error):
+        Part.share = self.share
+
+
+def test_shares_that_are_taken_for_alike_are_seen():
+    spec = Spec(task="-", batch=16, steps=6, precision="fp64")
+    with pytest.raises(AssertionError, match=r"items over all ranks|differs"):
+        assert not wrong(3, "ddp,uneven=1", Points(), spec, _AsIfAlike)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("ddp,uneven=2", "uneven must be 0 or 1, got uneven=2"),
+        ("tp=2,uneven=1", "uneven=1 is of ddp, zero1, zero2, zero3 and hsdp, got plan tp=2,uneven=1; leave it out"),
+        ("local-sgd,uneven=1", "uneven=1 is of ddp, zero1, zero2, zero3 and hsdp, got plan local-sgd,uneven=1; leave it out"),
+    ],
+)
+def test_what_cannot_be_uneven(text, message):
+    with pytest.raises(PlanError) as caught:
+        parse(text)
+    assert str(caught.value) == message
+
+
+def test_no_rank_of_an_uneven_plan_is_without_samples():
+    with pytest.raises(PlanError, match="batch 2 is not divisible"):
+        share(2, parse("ddp,uneven=1").on(3))
+
+
+# The nearest plan
+
+
+@pytest.mark.parametrize(
+    ("plan", "before", "now", "batch", "nearest"),
+    [
+        ("ddp", 4, 2, 64, "ddp,micro=2"),
+        ("ddp", 4, 3, 64, "ddp,micro=2,uneven=1"),
+        ("ddp", 4, 8, 64, "ddp"),
+        ("zero3,micro=2", 4, 2, 64, "zero3,micro=4"),
+        ("hsdp", 4, 3, 60, "zero3,micro=2"),
+        ("dp=4,zero=2", 4, 2, 64, "zero2,micro=2"),
+        ("tp=4", 4, 2, 64, "tp=2"),
+        ("tp=2,pp=2", 4, 1, 64, "single,micro=4"),
+        ("dp=2,tp=2", 4, 2, 64, "tp=2,micro=2"),
+        ("dp=2,tp=2", 4, 8, 64, "tp=2"),
+        ("pp=4,micro=8", 4, 2, 64, "pp=2,micro=8"),
+        ("single", 1, 4, 64, "ddp"),
+        ("local-sgd", 4, 2, 64, "local-sgd"),
+        ("zero3,recompute=full", 4, 2, 64, "zero3,micro=2,recompute=full"),
+    ],
+)
+def test_the_nearest_plan(plan, before, now, batch, nearest):
+    assert str(next(near(parse(plan), before, now, batch))) == nearest
+
+
+def test_a_plan_that_this_model_refuses_is_followed_by_others():
+    names = [str(plan) for plan in itertools.islice(near(parse("tp=4"), 4, 3, 64), 5)]
+    assert names[:2] == ["tp=3", "zero3,uneven=1"]
+
+
+@pytest.mark.parametrize(("plan", "before"), [("ddp", 4), ("zero1,micro=2", 4), ("dp=2,tp=2,zero=2", 4), ("pp=2,micro=4", 2), ("hsdp", 8)])
+def test_all_of_them_split_the_batch_and_no_micro_batch_grows(plan, before):
+    most = share(64, parse(plan).on(before))
+    for now in range(1, 9):
+        found = list(near(parse(plan), before, now, 64))
+        assert found
+        for other in found:
+            on = other.on(now)
+            assert share(64, on) + (on.uneven and 64 % (on.dp * on.micro) > 0) <= most, other
+
+
+def test_where_micro_batches_would_be_seen_their_number_stays():
+    assert str(next(near(parse("ddp"), 4, 2, 64, may_cut=False))) == "ddp"
+    assert str(next(near(parse("ddp"), 4, 3, 64, may_cut=False))) == "ddp,uneven=1"
+
+
+# Through the command line
+
+WORDS = ("--batch", "64", "--set", "dropout=0.0", "--set", "norm=false", "--precision", "fp64", "--device", "cpu", "--no-account")
+
+
+@pytest.fixture(scope="module")
+def stopped(tmp_path_factory) -> Path:
+    """A folder with two runs of one process: `through`, and `r`, which was stopped half way."""
+    at = tmp_path_factory.mktemp("refit")
+    write_task(at)
+    for name, steps in (("through", "12"), ("r", "6")):
+        succeed("train", "my.py:Regression", *WORDS, "--steps", steps, "--ranks", "1", "--run", name, at=at)
+    return at
+
+
+def as_if(run: RunFolder, **launch: object) -> None:
+    """As if it had been asked for otherwise."""
+    spec, was = run.request()
+    run.write_request(spec, was.model_copy(update=launch))
+
+
+@pytest.mark.parametrize(
+    ("plan", "size", "taken", "why"),
+    [
+        ("tp=4", "3", "zero3,uneven=1", "plan tp=4 needs a multiple of tp=4 = 4 ranks, got 3"),
+        pytest.param("ddp", "2", "ddp,micro=2", "no rank holds more than 16 samples", marks=pytest.mark.slow),
+    ],
+)
+def test_a_run_goes_on_on_what_is_left(plan, size, taken, why, stopped, tmp_path):
+    shutil.copytree(stopped, tmp_path, dirs_exist_ok=True)
+    run = RunFolder(tmp_path / "r")
+    as_if(run, plan=plan, ranks=4)
+    result = succeed("resume", "r", "--ranks", size, "--steps", "12", at=tmp_path)
+    started = of_kind(run.path, Started)[-1]
+    assert (started.plan, started.ranks, started.batch) == (taken, int(size), 64)
+    assert f"note: plan {taken} on {size} ranks, in place of {plan} on 4: {why}" in result.out, result.all
+    assert started.notes[0].startswith(f"plan {taken} on {size} ranks, in place of {plan} on 4: {why}")
+    losses = [[step.loss for step in of_kind(each, Step)] for each in (run.path, tmp_path / "through")]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-12)
+    launch = run.request()[1]
+    assert (launch.plan, launch.ranks, launch.asked, launch.asked_ranks) == (taken, int(size), plan, 4)
+
+
+def test_what_was_asked_for_comes_back_with_its_ranks(stopped, tmp_path):
+    """Without anything being started: the request that a launch would have."""
+    from paceline.training.refit import refit
+
+    spec, launch = specs.load(stopped / "r/spec.toml", {"task": f"{stopped}/my.py:Regression"})
+    first = launch.model_copy(update={"plan": "zero3", "ranks": 4})
+    fewer = refit(spec, first, first.model_copy(update={"ranks": 2}))
+    assert (fewer.plan, fewer.asked, fewer.asked_ranks) == ("zero3,micro=2", "zero3", 4)
+    least = refit(spec, fewer, fewer.model_copy(update={"ranks": 1}))
+    assert (least.plan, least.asked, least.asked_ranks) == ("single,micro=4", "zero3", 4)
+    again = refit(spec, least, least.model_copy(update={"ranks": 4}))
+    assert (again.plan, again.asked, again.chosen) == ("zero3", None, None)
+    auto = launch.model_copy(update={"plan": "zero3", "ranks": 4, "asked": "auto"})
+    assert refit(spec, auto, auto.model_copy(update={"ranks": 2})).plan == "auto"
+    assert refit(spec, auto, auto.model_copy(update={"ranks": 3})).plan == "zero3,micro=2,uneven=1", "auto has none for 64 on 3"
+
+
+def test_a_plan_that_was_said_is_not_replaced(stopped, tmp_path):
+    shutil.copytree(stopped, tmp_path, dirs_exist_ok=True)
+    result = paceline("resume", "r", "--ranks", "3", "--plan", "tp=2", "--steps", "12", at=tmp_path)
+    assert result.status == 2
+    assert result.err == "paceline: plan tp=2 needs a multiple of tp=2 = 2 ranks, got 3: use --ranks 2 or 4\n"
