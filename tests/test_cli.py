@@ -116,6 +116,7 @@ def test_help_names_the_commands_and_no_inner_one(tmp_path):
             [
                 "train",
                 "resume",
+                "preflight",
                 "submit",
                 "status",
                 "logs",
@@ -124,6 +125,7 @@ def test_help_names_the_commands_and_no_inner_one(tmp_path):
                 "doctor",
                 "export",
                 "verify",
+                "drill",
                 "ledger",
                 "plan",
                 "account",
