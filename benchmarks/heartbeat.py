@@ -19,7 +19,7 @@ from unittest import mock
 import heartbeat  # by the name that the ranks know
 from paceline import Spec
 from paceline.cluster.cpu import cpu
-from paceline.doctor import pulse
+from paceline.doctor import beat, pulse
 from paceline.events import Step
 from paceline.launch.pool import Ranks
 from paceline.plan.plan import parse
@@ -28,6 +28,7 @@ from paceline.spec import Save
 from paceline.training.process import REMEMBERED
 
 WARM_UP = 20
+BEATS = 2000
 
 
 @contextlib.contextmanager
@@ -72,6 +73,17 @@ def call_s(remembered: int) -> float:
     return float(subprocess.run([sys.executable, "-c", CALLS], env=environ, capture_output=True, text=True, check=True).stdout)
 
 
+def beat_s(run: RunFolder) -> float:
+    """What writing down where a rank is takes of a core, with the look at whether somebody has asked more."""
+    run.ranks.mkdir()
+    call = pulse.Pulse(run, 0, 1, 60.0, 60.0)
+    began = time.process_time()
+    for _ in range(BEATS):
+        beat.write(run.alive(0), call._now())
+        call._answer(run)
+    return (time.process_time() - began) / BEATS
+
+
 def main() -> None:
     options = argparse.ArgumentParser(description=__doc__)
     options.add_argument("--steps", type=int, default=300)
@@ -83,6 +95,9 @@ def main() -> None:
     for at in range(100_000):
         call.enter("data" if at % 2 else "forward")
     print(f"one change of phase: {(time.perf_counter() - began) / 100_000 * 1e6:.2f} µs")
+    with tempfile.TemporaryDirectory() as folder:
+        seconds = beat_s(RunFolder(Path(folder)))
+        print(f"one heartbeat: {seconds * 1e6:.0f} µs of a core, {seconds / pulse.EVERY_S:.3%} of the time")
     plain, recorded = call_s(0), call_s(REMEMBERED)
     print(f"one collective: {plain * 1e6:.1f} µs, in the flight recorder {recorded * 1e6:.1f} µs")
     with Ranks(2) as ranks:
