@@ -149,7 +149,8 @@ class Running:
 
     def ranks(self) -> dict[int, psutil.Process]:
         """The ranks that our own launcher started."""
-        return {int(found.environ()["RANK"]): found for found in psutil.Process(self.process.pid).children()}
+        started = [(found.environ(), found) for found in psutil.Process(self.process.pid).children()]
+        return {int(environ["RANK"]): found for environ, found in started if "RANK" in environ}  # others are not yet what they will be
 
     def left(self) -> list[psutil.Process]:
         """Whatever is alive of what the command started, itself included."""

@@ -49,6 +49,7 @@ def doctor(folder: Path) -> tuple[int, str, dict]:
 # Real ranks
 
 
+@pytest.mark.slow
 def test_a_run_that_is_well_is_said_to_be_and_takes_no_harm(tmp_path: Path) -> None:
     run = tmp_path / "run"
     with begin(tmp_path, steps=120) as running:

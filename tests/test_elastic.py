@@ -145,6 +145,7 @@ def agents(folder: Path, nodes: list[network.Node] | None = None, **launch: obje
             agent.communicate()
 
 
+@pytest.mark.slow
 def test_a_rank_that_is_killed_is_started_again_with_all_others(alone: Path, tmp_path: Path) -> None:
     """Once; the second time there are no restarts left, and it is said once. Weights as of ranks left alone."""
     with agents(tmp_path) as there:

@@ -68,6 +68,7 @@ def test_a_rank_that_is_killed_is_started_again(tmp_path: Path, through: dict[st
     assert {path.name for path in (run / "ranks").glob("*.log")} == {"0.log", "1.log", "0.restart-1.log", "1.restart-1.log"}
 
 
+@pytest.mark.slow
 @has_ray
 def test_more_ranks_than_the_cluster_has_room_for(tmp_path: Path) -> None:
     cores = len(os.sched_getaffinity(0))
