@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from paceline.cli.bench import Compare, Json, Option, Plot, check, hold_together, keep
+from paceline.cli.request import Target
 
 if TYPE_CHECKING:
     import torch
@@ -114,9 +115,7 @@ def storage(
 
 
 def input_(
-    target: Annotated[
-        str, typer.Argument(help="A built-in task (digits, mnist, text), my.py:Class, package.module:Class, or a run.toml.")
-    ] = "digits",
+    target: Target = "digits",
     set: Fields = None,
     batch: Batch = None,
     precision: Precision = None,

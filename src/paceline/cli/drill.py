@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from paceline.cli.request import Target
 from paceline.drill.faults import FAULTS, Moment, chosen, save_every, schedule
 from paceline.errors import LaunchError, PlanError, RunError
 from paceline.run import default_path
@@ -22,9 +23,7 @@ STEPS, RANKS = 24, 2
 
 
 def drill(
-    target: Annotated[
-        str, typer.Argument(help="A built-in task (digits, mnist, text), my.py:Class, package.module:Class, or a run.toml.")
-    ] = "digits",
+    target: Target = "digits",
     plan: Annotated[str | None, Option(help="Default: ddp.")] = None,
     ranks: Annotated[int | None, Option(help="Processes on this machine. Default: 2.")] = None,
     faults: Annotated[str | None, Option(help=f"With commas: {', '.join(fault.name for fault in FAULTS)}. Default: all.")] = None,
@@ -49,6 +48,7 @@ def drill(
     """
     from paceline.cli.asked import check_outputs
     from paceline.cli.start import read
+    from paceline.cluster.file import write_whole
 
     flags: dict[str, Any] = {
         "ranks": ranks,
@@ -69,7 +69,7 @@ def drill(
     moments = schedule(chosen(faults), spec.seed, rounds, one.steps, one.ranks)
     found, status = _held(one, moments, spec.task)
     if json is not None:
-        json.write_text(json_file.dumps(found, indent=1) + "\n")
+        write_whole(json, json_file.dumps(found, indent=1) + "\n")
     if keep is None and not status:
         shutil.rmtree(one.folder)
     else:

@@ -5,13 +5,13 @@ from typing import Annotated
 
 import typer
 
+from paceline.cli.request import Target
+
 Option = typer.Option
 
 
 def ledger(
-    target: Annotated[
-        str, typer.Argument(help="A built-in task (digits, mnist, text), my.py:Class, package.module:Class, or a run.toml.")
-    ] = "digits",
+    target: Target = "digits",
     ranks: Annotated[int | None, Option(help="Ranks to play, as many as you like; needed where a run.toml does not say.")] = None,
     plan: Annotated[str | None, Option(help="As for train.")] = None,
     batch: Annotated[int | None, Option(help="Samples of the global batch, over all ranks.")] = None,

@@ -11,6 +11,8 @@ from typer import Argument, Option
 from paceline.errors import SpecError
 from paceline.spec import Launch, Spec
 
+Target = Annotated[str, Argument(help="A built-in task (digits, mnist, text), my.py:Class, package.module:Class, or a run.toml.")]
+
 
 class Request(NamedTuple):
     spec: Spec
@@ -18,9 +20,7 @@ class Request(NamedTuple):
 
 
 def request(
-    target: Annotated[
-        str, Argument(help="A built-in task (digits, mnist, text), my.py:Class, package.module:Class, or a run.toml.")
-    ] = "digits",
+    target: Target = "digits",
     ranks: Annotated[int | None, Option(help="Processes in all. Default: one a GPU, or one.")] = None,
     nodes: Annotated[
         str | None,

@@ -7,6 +7,7 @@ from typing import Annotated, Any
 import typer
 
 from paceline import spec as specs
+from paceline.cli.request import Target
 from paceline.errors import LaunchError, PlanError, RunError, SpecError
 
 Option = typer.Option
@@ -14,9 +15,7 @@ STEPS = 3
 
 
 def verify(
-    target: Annotated[
-        str, typer.Argument(help="A built-in task (digits, mnist, text), my.py:Class, package.module:Class, or a run.toml.")
-    ] = "digits",
+    target: Target = "digits",
     plan: Annotated[str | None, Option(help="The plan to hold against one process.")] = None,
     all: Annotated[bool, Option("--all", help="Every plan that can be, as a table.")] = False,
     ranks: Annotated[int | None, Option(help="Processes on this machine. Default: 2.")] = None,

@@ -27,9 +27,9 @@ from torch.distributed.launcher.api import LaunchConfig, launch_agent
 
 from paceline.errors import LaunchError, RankError
 from paceline.launch.attend import FAILED, EndedElsewhereError, RankLogs, attend, end_children
-from paceline.launch.local import rank_words
 from paceline.launch.rounds import Rounds
 from paceline.launch.signals import stop_signals
+from paceline.launch.spawn import rank_words
 from paceline.launch.world import World
 from paceline.run import RunFolder
 from paceline.training.process import meet
@@ -84,7 +84,7 @@ def start(run: RunFolder, me: World, ranks_per_node: int, least: int, restarts: 
 
     def launch() -> None:
         try:
-            launch_agent(config, sys.executable, rank_words(run))
+            launch_agent(config, sys.executable, rank_words(run.path))
         except RendezvousClosedError:
             raise EndedElsewhereError from None
 

@@ -1,6 +1,5 @@
 """Start ranks on this machine through torchrun's elastic agent."""
 
-import os
 import sys
 
 from torch.distributed.launcher.api import LaunchConfig, launch_agent
@@ -8,6 +7,7 @@ from torch.distributed.launcher.api import LaunchConfig, launch_agent
 from paceline.launch.attend import RankLogs, attend
 from paceline.launch.processes import here, launch, servers
 from paceline.launch.signals import stop_signals
+from paceline.launch.spawn import rank_words
 from paceline.run import RunFolder
 
 
@@ -31,9 +31,4 @@ def start(run: RunFolder, ranks: int, restarts: int) -> int:
         logs_specs=RankLogs(run),
         signals_to_handle=",".join(number.name for number in stop_signals()),
     )
-    return attend(run, lambda: launch_agent(config, sys.executable, rank_words(run)))
-
-
-def rank_words(run: RunFolder) -> list[str]:
-    """What Python is called with to become a rank of this process."""
-    return ["-m", "paceline", "rank", str(run.path), str(os.getpid())]
+    return attend(run, lambda: launch_agent(config, sys.executable, rank_words(run.path)))

@@ -13,8 +13,9 @@ from paceline.run import RunFolder
 from paceline.spec import Launch
 
 
-def allocated(nodes: int, least: int) -> int:
-    """How many of so many nodes there are. Raises LaunchError where they are fewer than the least."""
+def allocated(nodes: int, least: int | None) -> int:
+    """How many of so many nodes there are. Raises LaunchError where they are fewer than the least, or than all if none is said."""
+    least = least or nodes
     job = os.environ.get("SLURM_JOB_ID")
     if job is None:
         raise LaunchError(
@@ -35,7 +36,7 @@ def start(run: RunFolder, launch: Launch) -> int:
     Raises RankError where it failed; the ranks have said why.
     """
     assert launch.ranks is not None
-    nodes = allocated(launch.nodes, launch.least_nodes or launch.nodes)
+    nodes = allocated(launch.nodes, launch.least_nodes)
     if launch.is_elastic:
         words = [*SRUN, *ELASTIC, "--overlap", f"--nodes={nodes}", f"--ntasks={nodes}", "--ntasks-per-node=1"]
     else:

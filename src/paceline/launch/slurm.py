@@ -158,7 +158,7 @@ def _run(*words: str, said: str = "") -> "subprocess.CompletedProcess[str]":
     environ = os.environ | {"LC_ALL": "C"}
     try:
         done = subprocess.run(words, capture_output=True, text=True, timeout=ANSWER_S, env=environ, input=said)
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         raise LaunchError(f"there is no {words[0]} on PATH, so Slurm cannot be asked here") from None
     except subprocess.TimeoutExpired:
         raise LaunchError(f"Slurm did not answer {words[0]} within {ANSWER_S:.0f} s") from None

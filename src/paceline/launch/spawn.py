@@ -26,8 +26,17 @@ def environments(nodes: Sequence[str], host: str, port: int, job: str, attempt: 
     return told
 
 
+def rank_words(run: Path) -> list[str]:
+    """What Python is called with to become a rank of this process."""
+    return ["-m", "paceline", "rank", str(run), str(os.getpid())]
+
+
 def spawn(run: Path, environ: Mapping[str, str], log: Path) -> "subprocess.Popen[bytes]":
     """A rank, which saves and ends when this process is gone."""
     with open(log, "wb") as file:
-        command = [sys.executable, "-m", "paceline", "rank", str(run), str(os.getpid())]
-        return subprocess.Popen(command, env={"OMP_NUM_THREADS": "1"} | os.environ | dict(environ), stderr=file, start_new_session=True)
+        return subprocess.Popen(
+            [sys.executable, *rank_words(run)],
+            env={"OMP_NUM_THREADS": "1"} | os.environ | dict(environ),
+            stderr=file,
+            start_new_session=True,
+        )

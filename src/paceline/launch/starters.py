@@ -30,7 +30,7 @@ def _start_here(run: RunFolder, launch: Launch) -> int:
 def _check_slurm(launch: Launch) -> None:
     from paceline.launch.nodes import allocated
 
-    allocated(launch.nodes, launch.least_nodes or launch.nodes)
+    allocated(launch.nodes, launch.least_nodes)
 
 
 def _start_slurm(run: RunFolder, launch: Launch) -> int:

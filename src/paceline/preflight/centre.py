@@ -136,7 +136,7 @@ def queue(flight: Flight) -> Says:
     yield "passes", f"Slurm would take it: {slurm.try_out(render(job, where))}"
     if "SLURM_JOB_ID" in os.environ:
         try:
-            allocated(job.nodes, job.least_nodes or job.nodes)
+            allocated(job.nodes, job.least_nodes)
         except LaunchError as error:
             yield "warns", f"in the job in which this runs it could not begin: {error}"
     for sentence in overridden(job, where, os.environ):
@@ -169,9 +169,10 @@ def limit_s(flight: Flight) -> int | None:
     """Seconds that a job has; None where neither the request nor Slurm says."""
     if flight.time is not None:
         return slurm.seconds(flight.time)
-    if _unreachable() is not None:
+    try:
+        known = {found.name: found.limit_s for found in slurm.partitions()}
+    except LaunchError:
         return None
-    known = {found.name: found.limit_s for found in slurm.partitions()}
     return known.get(flight.site.partition or next(iter(known), ""))
 
 
