@@ -99,7 +99,6 @@ class Agents:
                 SLOW=str(self.folder / "slow"),
                 OMP_NUM_THREADS="1",
                 PACELINE_TESTS=self.mark,
-                **({"GLOO_SOCKET_IFNAME": network.DEVICE} if self.nodes else {}),
             )
             options = {"cwd": self.folder, "env": env, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
             words = [*PACELINE, "agent", str(self.run)]

@@ -26,7 +26,6 @@ def measured(nodes: Sequence[network.Node], ranks_on_each: int, *words: str, at:
         env = environment(
             **{name: str(value) for name, value in said.items()},
             MASTER_ADDR=nodes[0].address,
-            GLOO_SOCKET_IFNAME=network.DEVICE,
             OMP_NUM_THREADS="1",
         )
         command = [sys.executable, "-m", "paceline", "bench", "collectives", *words, "--json", "found.json"]

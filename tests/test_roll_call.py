@@ -189,9 +189,7 @@ def notes_of(nodes: list[network.Node], run: Path) -> list[str]:
     running = []
     for rank, node in enumerate(nodes):
         said = {"RANK": rank, "WORLD_SIZE": len(nodes), "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1, "MASTER_PORT": PORT, "OMP_NUM_THREADS": 1}
-        env = environment(
-            MASTER_ADDR=nodes[0].address, GLOO_SOCKET_IFNAME=network.DEVICE, **{name: str(value) for name, value in said.items()}
-        )
+        env = environment(MASTER_ADDR=nodes[0].address, **{name: str(value) for name, value in said.items()})
         words = [*PACELINE, "train", "my.py:Regression", "--steps", "1", "--batch", "12", "--device", "cpu", "--run", run.name]
         running.append(node.start(words, cwd=run.parent, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True))
     try:

@@ -27,6 +27,7 @@ from torch.distributed.launcher.api import LaunchConfig, launch_agent
 
 from paceline.errors import LaunchError, RankError
 from paceline.launch.attend import FAILED, EndedElsewhereError, RankLogs, attend, end_children
+from paceline.launch.interface import address_towards
 from paceline.launch.rounds import Rounds
 from paceline.launch.signals import stop_signals
 from paceline.launch.spawn import rank_words
@@ -131,9 +132,7 @@ def _address(me: World, store: dist.TCPStore) -> str:
     """Of this node, as seen from the one where the agents meet."""
     if me.rank == 0 and me.host is not None:
         return me.host
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect((store.host, store.port))  # sends nothing
-        return str(probe.getsockname()[0])
+    return address_towards(store.host, store.port)
 
 
 class _Counted(RendezvousHandler):

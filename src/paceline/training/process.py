@@ -4,7 +4,7 @@ import contextlib
 import ctypes
 import itertools
 import os
-import socket
+import platform
 import time
 from collections.abc import Iterator
 from datetime import timedelta
@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 from paceline.cluster.limits import usable_cores
 from paceline.errors import LaunchError
+from paceline.launch.interface import check_interfaces, choose_interface, own_names
 from paceline.launch.pmi import pmi
 from paceline.launch.world import World
 
@@ -76,7 +77,10 @@ def process_group(world: World, device: torch.device, timeout_s: float, meeting_
         yield
         return
     os.environ.setdefault("TORCH_FR_BUFFER_SIZE", str(REMEMBERED))  # torch reads it with the first process group
+    check_interfaces()
     store = _store(world, timeout_s, meeting_place)
+    if world.local_size < world.size:
+        choose_interface(store, world.size)
     if device.type == "cuda":
         claim(store, str(torch.cuda.get_device_properties(device).uuid), world.rank)
     dist.init_process_group(
@@ -112,6 +116,7 @@ def limit_waits(timeout_s: float, but: dist.ProcessGroup | None = None) -> None:
             dist.distributed_c10d._set_pg_timeout(timedelta(seconds=timeout_s), group)
 
 
+HERE = "127.0.0.1"
 _groups = itertools.count()  # process groups that this process has made
 
 
@@ -133,10 +138,21 @@ def _store(world: World, timeout_s: float, meeting_place: Path) -> dist.Store:
 
 
 def _open_store(world: World, timeout: timedelta) -> tuple[dist.TCPStore, str]:
-    """And where the other ranks find it."""
-    host = "127.0.0.1" if world.local_size == world.size else world.host or socket.getfqdn()
-    store = dist.TCPStore(host, 0, world.size, True, timeout, wait_for_workers=False)
-    return store, f"{host}:{store.port}"
+    """And where the other ranks find it, for `_join`."""
+    store = dist.TCPStore(HERE, 0, world.size, True, timeout, wait_for_workers=False)
+    hosts = [HERE] if world.local_size == world.size else [world.host] if world.host else own_names()
+    return store, f"{','.join(hosts)}:{store.port}"
+
+
+def _join(where: str, world: World, timeout: timedelta) -> dist.TCPStore:
+    """Raises OSError where nobody answers."""
+    hosts, _, port = where.rpartition(":")
+    for host in hosts.split(","):
+        with contextlib.suppress(OSError, dist.DistNetworkError):
+            store = dist.TCPStore(host, int(port), world.size, False, timedelta(seconds=5))
+            store.set_timeout(timeout)
+            return store
+    raise OSError(f"no store at {where}")
 
 
 def _meet_by_pmi(world: World, fd: int, timeout: timedelta) -> dist.Store:
@@ -148,8 +164,11 @@ def _meet_by_pmi(world: World, fd: int, timeout: timedelta) -> dist.Store:
         link.barrier()
         return store
     link.barrier()
-    host, _, port = link.get(key).rpartition(":")
-    return dist.TCPStore(host, int(port), world.size, False, timeout)
+    where = link.get(key)
+    try:
+        return _join(where, world, timeout)
+    except OSError:
+        raise LaunchError(f"rank {world.rank} on {platform.node()} does not reach rank 0 at {where}") from None
 
 
 def meet(world: World, timeout: timedelta, meeting_place: Path) -> dist.TCPStore:
@@ -167,10 +186,8 @@ def meet(world: World, timeout: timedelta, meeting_place: Path) -> dist.TCPStore
         return store
     deadline = time.monotonic() + timeout.total_seconds()
     while time.monotonic() < deadline:
-        with contextlib.suppress(OSError, ValueError, dist.DistNetworkError):
-            host, _, port = note.read_text().rpartition(":")
-            store = dist.TCPStore(host, int(port), world.size, False, timedelta(seconds=5))
-            store.set_timeout(timeout)
+        with contextlib.suppress(OSError, ValueError):
+            store = _join(note.read_text(), world, timeout)
             store.set(f"here/{world.rank}", "")
             return store
         time.sleep(0.05)
