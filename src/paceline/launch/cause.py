@@ -40,8 +40,7 @@ def cause(run: RunFolder, failures: Failures, before: int, left: Container[int],
         return error
     own = [event for event in told.values() if not event.lost_peer]
     if stuck is not None and not silent and not own:
-        message = f"{stuck.sentence}; it was given up after step {step}, more in {run.diagnosis}; {run.way_out()}"
-        return _wrote(run, step, next(iter(stuck.at_fault), None), message)
+        return given_up(run, stuck, step)
     if silent:
         rank, child = silent[0]
         how = "was lost with its node" if child.exitcode == LOST else f"was killed by {signal.Signals(-child.exitcode).name}"
@@ -58,6 +57,12 @@ def cause(run: RunFolder, failures: Failures, before: int, left: Container[int],
     lines = log.read_text(errors="replace").splitlines()[-LOG_LINES:] if log.exists() else []
     end = "\n".join(f"  {line}" for line in lines)
     return RankError(f"{message}\nThe end of {log}:\n{end}" if end else f"{message}\n{log} is empty")
+
+
+def given_up(run: RunFolder, stuck: Diagnosis, step: int) -> RankError:
+    """A training that stood still after `step`."""
+    message = f"{stuck.sentence}; it was given up after step {step}, more in {run.diagnosis}; {run.way_out()}"
+    return _wrote(run, step, next(iter(stuck.at_fault), None), message)
 
 
 def tell_of_silent(run: RunFolder, failures: Failures, before: int, left: Container[int]) -> None:

@@ -14,9 +14,11 @@ import torch.distributed as dist
 from rich.console import Console
 
 from paceline import events
+from paceline.doctor.diagnose import Diagnosis
 from paceline.doctor.lookout import Lookout
 from paceline.errors import Error, RankError, RunError
 from paceline.events import Ended, Event, Failed, Stalled, Started, Step
+from paceline.launch.cause import given_up
 from paceline.launch.signals import STOPPED, Interrupt
 from paceline.launch.world import World
 from paceline.plan.plan import AUTO, Plan, parse
@@ -64,7 +66,8 @@ def run_alone(spec: Spec, launch: Launch, world: World, run: RunFolder | None) -
             with contextlib.closing(_recorded(spec, launch, world, run, interrupt)) as happening:
                 if world.rank:
                     return _status(_last(happening))
-                with Lookout(run):
+                lookout = Lookout(run, hung=lambda ranks: _give_up(run, lookout.found))
+                with lookout:
                     return _status(watch(happening, run, _console(world)))
         except (Error, RuntimeError, ConnectionError) as error:
             if not isinstance(error, Error) and not is_of_lost_peer(error):
@@ -75,6 +78,13 @@ def run_alone(spec: Spec, launch: Launch, world: World, run: RunFolder | None) -
             if isinstance(error, Error) or run is None:
                 raise
             raise RankError(f"rank {world.rank} {_what_was_lost(run)}; {run.way_out()}") from error
+
+
+def _give_up(run: RunFolder, found: Diagnosis | None) -> None:
+    """Of a rank that waits in torch and would not hear of an exception; the launcher, or their lost connections, end the others."""
+    if found is not None:
+        print(f"paceline: {given_up(run, found, found.step)}", file=sys.stderr, flush=True)
+        os._exit(2)
 
 
 def is_of_lost_peer(error: Exception) -> bool:
