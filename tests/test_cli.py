@@ -35,7 +35,9 @@ from command import (
 )
 from paceline import RunFolder, Spec, cli
 from paceline import spec as specs
+from paceline.errors import RunError
 from paceline.events import Ended, Evaluated, Failed, Started, Step, Writer
+from paceline.run import create, default_path, release, reserve
 from paceline.spec import Launch, Optimizer
 from paceline.task import load_task
 from paceline.training.weights import named_tensors
@@ -277,6 +279,26 @@ def test_resume_takes_it_further_on_other_ranks(trained, tmp_path):
     spec, launch = RunFolder(tmp_path / "r").request()
     assert spec.steps == 15, "the request is what was last asked for"
     assert (launch.ranks, launch.plan, launch.asked, launch.asked_ranks) == (1, "single,micro=2", "ddp,micro=2", 2)
+
+
+def test_trainings_that_begin_at_the_same_moment_have_folders_of_their_own(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("time.strftime", lambda form: "T")
+    first, second = reserve(None, "digits"), reserve(None, "digits")
+    assert [str(first), str(second)] == ["runs/digits-T", "runs/digits-T-2"]
+    create(second, Spec(), Launch())
+    assert default_path(None, "digits") == Path("runs/digits-T-3")
+    release(first)
+    assert default_path(None, "digits") == first
+    shutil.rmtree(second)
+    release(reserve(None, "digits"))
+    assert not os.listdir(tmp_path)
+    (tmp_path / "mine").mkdir()
+    release(reserve("mine/new", "digits"))
+    assert os.listdir(tmp_path) == ["mine"], "what was asked for is left as it is"
+    (tmp_path / "runs").touch()
+    with pytest.raises(RunError, match="cannot make the run folder runs/digits-T: File exists"):
+        reserve(None, "digits")
 
 
 # export and show

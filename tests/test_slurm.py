@@ -152,6 +152,34 @@ def test_an_allocation_that_has_too_few_nodes(there, tmp_path):
     assert not (tmp_path / "runs").exists()
 
 
+ARRAY = """#!/bin/sh
+#SBATCH --array=0-1
+#SBATCH --nodes=2
+#SBATCH --ntasks-per-node=1
+#SBATCH --output=array-%a.out
+srun "$@"
+"""
+
+
+@needs_slurm
+def test_trainings_of_a_job_array_do_not_meet_each_other(there, tmp_path):
+    """On the same nodes at the same time: no ports, notes or folders in common, though nobody named any."""
+    write_task(tmp_path)
+    (tmp_path / "array.sh").write_text(ARRAY)
+    env = environment(OMP_NUM_THREADS="1", SLOW=str(slow_down(tmp_path / "slow", 0.01)), **there.env)
+    words = ["sbatch", "--parsable", "array.sh", *PACELINE, "train", "my.py:Regression", *ASKED]
+    job = subprocess.run(words, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=60, check=True).stdout.strip()
+    for index in range(2):
+        there.until_state(f"{job}_{index}", "COMPLETED", timeout_s=120)
+    runs = list((tmp_path / "runs").iterdir())
+    assert len(runs) == 2, runs
+    first, second = ([step.loss for step in of_kind(run, Step)] for run in runs)
+    assert first == second
+    assert len(first) == 24
+    begins, ends = ([happened(run)[at].time for run in runs] for at in (0, -1))
+    assert max(begins) < min(ends), "they trained side by side"
+
+
 @needs_slurm
 @pytest.mark.slow
 def test_ranks_that_fail_say_why_once(there, tmp_path):

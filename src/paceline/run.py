@@ -1,5 +1,6 @@
 """RunFolder: the one place that knows the file names of a run."""
 
+import contextlib
 import fcntl
 import getpass
 import itertools
@@ -175,7 +176,42 @@ def default_path(path: str | None, task: str) -> Path:
         return Path(path)
     name = re.sub(r"\W+", "-", task.rpartition(":")[2]).strip("-").lower()
     stem = f"runs/{name}-{time.strftime('%Y%m%d-%H%M%S')}"
-    return next(found for k in itertools.count(1) if not (found := Path(stem + (f"-{k}" if k > 1 else ""))).exists())
+    names = (Path(stem + (f"-{k}" if k > 1 else "")) for k in itertools.count(1))
+    return next(found for found in names if not found.exists() and not _claim(found).exists())
+
+
+def reserve(path: str | None, task: str) -> Path:
+    """The same; a name that nobody asked for is given to nobody else until `create` has made it, or `release` gives it back.
+
+    Raises RunError where nothing can be written."""
+    found = default_path(path, task)
+    if path is not None:
+        return found
+    try:
+        found.parent.mkdir(exist_ok=True)
+    except OSError as error:
+        raise _cannot_make(found, error) from error
+    try:
+        _claim(found).touch(exist_ok=False)
+    except (FileExistsError, FileNotFoundError):  # taken, or the folder was given back meanwhile
+        return reserve(path, task)
+    except OSError as error:
+        raise _cannot_make(found, error) from error
+    if found.exists():  # made between two looks
+        release(found)
+        return reserve(path, task)
+    return found
+
+
+def release(path: Path) -> None:
+    """Nothing is left of a name that was reserved, if it was."""
+    with contextlib.suppress(OSError):  # it was not, or there are runs beside it
+        _claim(path).unlink()
+        path.parent.rmdir()
+
+
+def _claim(path: Path) -> Path:
+    return path.with_name(f".{path.name}")
 
 
 def create(path: Path, spec: Spec, launch: Launch) -> RunFolder:
@@ -185,11 +221,16 @@ def create(path: Path, spec: Spec, launch: Launch) -> RunFolder:
     except FileExistsError:
         raise _exists(path) from None
     except OSError as error:
-        raise RunError(f"cannot make the run folder {path}: {error.strerror}") from error
+        raise _cannot_make(path, error) from error
+    release(path)
     run = RunFolder(path)
     run.write_request(spec, launch.model_copy(update={"run": None}))
     run.provenance.write_text(json.dumps(provenance(), indent=2) + "\n")
     return run
+
+
+def _cannot_make(path: Path, error: OSError) -> RunError:
+    return RunError(f"cannot make the run folder {path}: {error.strerror}")
 
 
 def _exists(path: Path) -> RunError:

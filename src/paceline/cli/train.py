@@ -21,7 +21,7 @@ def start_new(spec: Spec, launch: Launch, me: World) -> None:
     from paceline import task
     from paceline.cli.start import check, start
     from paceline.launch.starters import is_rank
-    from paceline.run import create, default_path
+    from paceline.run import create, reserve
 
     if me.restart and (launch.run is None or Path(launch.run).exists()):
         _go_on_with(launch, me)
@@ -31,7 +31,7 @@ def start_new(spec: Spec, launch: Launch, me: World) -> None:
     if is_rank(launch, me):
         start(spec, launch, me, None)
         return
-    start(spec, launch, me, create(default_path(launch.run, spec.task), spec, launch))
+    start(spec, launch, me, create(reserve(launch.run, spec.task), spec, launch))
 
 
 def _go_on_with(launch: Launch, me: World) -> None:

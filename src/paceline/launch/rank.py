@@ -23,7 +23,7 @@ from paceline.launch.signals import STOPPED, Interrupt
 from paceline.launch.world import World
 from paceline.plan.plan import AUTO, Plan, parse
 from paceline.report.watch import watch
-from paceline.run import RunFolder, create, default_path
+from paceline.run import RunFolder, create, release, reserve
 from paceline.spec import Launch, Spec
 from paceline.training.loop import train
 from paceline.training.process import choose_device, keep_memory, process_group
@@ -78,6 +78,9 @@ def run_alone(spec: Spec, launch: Launch, world: World, run: RunFolder | None) -
             if isinstance(error, Error) or run is None:
                 raise
             raise RankError(f"rank {world.rank} {_what_was_lost(run)}; {run.way_out()}") from error
+        finally:
+            if run is not None and world.rank == 0:
+                release(run.path)
 
 
 def _give_up(run: RunFolder, found: Diagnosis | None) -> None:
@@ -121,7 +124,7 @@ def _agree_on_folder(launch: Launch, spec: Spec, world: World) -> str:
     answer: list[str | None] = [None, None]
     if world.rank == 0:
         try:
-            answer[0] = str(default_path(launch.run, spec.task))
+            answer[0] = str(reserve(launch.run, spec.task))
         except RunError as error:
             answer[1] = str(error)
     if world.size > 1:
