@@ -4,6 +4,7 @@ import json
 import math
 import os
 import platform
+import re
 import stat
 import sys
 from pathlib import Path
@@ -196,6 +197,11 @@ class Broken(Regression):
         return Missing(53) if split == "train" else None
 
 
+class Careless(Regression):
+    def loss(self, output, batch):
+        return output @ batch[1]
+
+
 class Peeking(Regression):
     def loss(self, output, batch):
         return super().loss(output, batch) * (2.0 if output.mean().item() > 0 else 1.0)
@@ -207,6 +213,15 @@ def test_the_last_sample_is_missing(here):
     found = looked(task="broken.py:Broken")
     assert found["data"] == ["fails: sample 52 of 'train' raised FileNotFoundError: img_52.png"]
     assert found["build"] == ["skipped: needs what data would tell"]
+
+
+def test_a_mistake_in_the_task_is_a_finding_like_others(here):
+    """And those that would meet it again are spared."""
+    write_task(here, BROKEN, "broken.py")
+    found = looked(task="broken.py:Careless")
+    assert re.match(r"fails: RuntimeError in loss \(broken\.py:\d+\): .*must have same", found["build"][0], re.S), found["build"]
+    assert found["memory"] == found["time"] == ["skipped: needs what build would tell"]
+    assert found["room"][0].startswith("passes: ")
 
 
 def test_a_plan_that_the_model_does_not_allow():

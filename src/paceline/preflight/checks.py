@@ -12,7 +12,7 @@ CHECKS = {
     "data": Check(build.data, needs=frozenset({"task"})),
     "plan": Check(build.plan, needs=frozenset({"ranks"})),
     "build": Check(build.built, needs=PLANNED),
-    "memory": Check(means.memory, needs=PLANNED),
+    "memory": Check(means.memory, needs=PLANNED | {"build"}),
     "room": Check(means.room, needs=frozenset({"task", "ranks"})),
-    "time": Check(means.time, needs=PLANNED),
+    "time": Check(means.time, needs=PLANNED | {"build"}),
 }

@@ -1,9 +1,12 @@
 """Finding: what one check of a training found out before anything is started."""
 
+import traceback
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
+from paceline.doctor.beat import Frame
+from paceline.doctor.diagnose import OWN, place
 from paceline.errors import Error
 from paceline.preflight.flight import Flight
 
@@ -21,7 +24,7 @@ Says = Iterator[tuple[Verdict, str]]
 
 
 class Check(NamedTuple):
-    """`run` says what it finds; an Error fails it, and skips those that need it."""
+    """`run` says what it finds; an exception fails it, and skips those that need it."""
 
     run: Callable[[Flight], Says]
     needs: frozenset[str] = frozenset()
@@ -30,9 +33,11 @@ class Check(NamedTuple):
 def findings(flight: Flight, checks: Mapping[str, Check]) -> Iterator[Finding]:
     """Of each check in turn, also after one that fails."""
     missing: set[str] = set()
+    skipped: set[str] = set()
     for name, check in checks.items():
-        if lacking := sorted(check.needs & missing):
+        if lacking := sorted(check.needs & missing - skipped or check.needs & skipped):
             missing.add(name)
+            skipped.add(name)
             yield Finding(name, "skipped", f"needs what {' and '.join(lacking)} would tell")
             continue
         try:
@@ -41,3 +46,8 @@ def findings(flight: Flight, checks: Mapping[str, Check]) -> Iterator[Finding]:
         except Error as error:
             missing.add(name)
             yield Finding(name, "fails", str(error))
+        except Exception as error:  # of the task, mostly
+            missing.add(name)
+            stack = [Frame(frame.filename, frame.lineno or 0, frame.name) for frame in traceback.extract_tb(error.__traceback__)]
+            where = place([frame for frame in stack if not frame.file.startswith(OWN)]) or place(stack)
+            yield Finding(name, "fails", f"{type(error).__name__} in {where}: {error}")
