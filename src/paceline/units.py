@@ -1,6 +1,7 @@
 """Numbers as people write them: bytes, seconds, counts, rates. GB is 10⁹ bytes and GiB is 2³⁰, never mixed."""
 
 import re
+from collections.abc import Sequence
 
 _BYTES = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
 
@@ -42,3 +43,13 @@ def format_count(count: float) -> str:
         if abs(count) >= limit:
             return f"{count / limit:.3g} {unit}"
     return f"{count:.4g}"
+
+
+def several(count: int, noun: str) -> str:
+    """1, "rank" -> `"1 rank"`; 1024, "rank" -> `"1,024 ranks"`."""
+    return f"{count:,} {noun}{'s' * (count != 1)}"
+
+
+def numbered(noun: str, numbers: Sequence[int]) -> str:
+    """ "rank", [2, 3] -> `"ranks 2, 3"`."""
+    return f"{noun}{'s' * (len(numbers) != 1)} {', '.join(map(str, numbers))}"

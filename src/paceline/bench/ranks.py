@@ -25,6 +25,7 @@ from paceline.bench.request import KEYS, Request
 from paceline.bench.result import Result, Row
 from paceline.cluster.limits import usable_cores
 from paceline.errors import BenchError, Error, RankError
+from paceline.units import several
 
 POLL_S = 0.05
 LOG_LINES = 12  # of a rank that died
@@ -37,9 +38,7 @@ def result(request: Request, ranks: int, local_ranks: int, found: Sequence[Row |
     rows = tuple(dict(one) for one in found if not isinstance(one, str))
     notes = [one for one in found if isinstance(one, str)]
     if local_ranks > (cores := usable_cores()):
-        notes.append(
-            f"{local_ranks} ranks share {cores} core{'s' * (cores > 1)} and wait for one another: times are not those of the network"
-        )
+        notes.append(f"{local_ranks} ranks share {several(cores, 'core')} and wait for one another: times are not those of the network")
     settings = request.model_dump(mode="json") | {"ranks": ranks}
     return Result(kind="collectives", settings=settings, keys=KEYS, rows=rows, summary=fits(rows), notes=tuple(notes))
 

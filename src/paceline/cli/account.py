@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from paceline.run import RunFolder
+from paceline.units import several
 
 if TYPE_CHECKING:
     from paceline.cluster.facts import Cluster
@@ -158,4 +159,4 @@ def _update(folder: RunFolder, seen: "Measured", cluster: "Cluster", said: str |
     count = len(after.accounts)
     again = ", this one again" if count == len(cluster.accounts) else ""
     words = ", ".join(f"{part} × {fact.value:.2f}" for part, fact in found.items())
-    return f"{path} now has {count} run{'s' * (count != 1)}{again}: {words}"
+    return f"{path} now has {several(count, 'run')}{again}: {words}"

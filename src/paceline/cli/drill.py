@@ -14,6 +14,7 @@ from paceline.drill.faults import FAULTS, Moment, chosen, save_every, schedule
 from paceline.errors import LaunchError, PlanError, RunError
 from paceline.run import default_path
 from paceline.spec import Launch, Spec
+from paceline.units import several
 
 if TYPE_CHECKING:
     from paceline.drill.run import Drill
@@ -107,7 +108,7 @@ def _held(one: "Drill", moments: list[Moment], task: str) -> tuple[dict[str, Any
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # as Ctrl-C: what was started is ended
     console = Console(highlight=False, emoji=False)
     outcomes = []
-    what = f"{task}: plan {one.launch.plan} on {one.ranks} rank{'s' * (one.ranks > 1)}, {one.steps} steps of {one.spec.batch} samples"
+    what = f"{task}: plan {one.launch.plan} on {several(one.ranks, 'rank')}, {one.steps} steps of {one.spec.batch} samples"
     console.print(f"{what}, seed {one.spec.seed}", markup=False)
     with console.status("undisturbed") as shown:
         reference = one.reference()

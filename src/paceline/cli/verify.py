@@ -9,6 +9,7 @@ import typer
 from paceline import spec as specs
 from paceline.cli.request import Target
 from paceline.errors import LaunchError, PlanError, RunError, SpecError
+from paceline.units import several
 
 Option = typer.Option
 STEPS = 3
@@ -89,8 +90,8 @@ def _verified(spec: specs.Spec, ranks: int, asked: str | None, batch_is_said: bo
     with Verification(spec, ranks, timeout_s) as verification:
         reference = verification.reference()
         what = f"plan {plans[0]}" if asked is not None else f"{len(plans)} plans"
-        settings = f"{spec.steps} step{'s' * (spec.steps != 1)}, batch {spec.batch}, float64"
-        console.print(f"{asked_task}: {what} on {ranks} rank{'s' * (ranks > 1)} beside one process; {settings}", markup=False)
+        settings = f"{several(spec.steps or STEPS, 'step')}, batch {spec.batch}, float64"
+        console.print(f"{asked_task}: {what} on {several(ranks, 'rank')} beside one process; {settings}", markup=False)
         for condition in conditions(reference):
             console.print(condition, markup=False)
         console.print(measure(), style="dim")

@@ -11,7 +11,7 @@ import paceline
 from paceline.doctor import beat
 from paceline.doctor.ask import Reader, Seen
 from paceline.doctor.beat import Beat, Collective, Frame
-from paceline.units import format_seconds
+from paceline.units import format_seconds, several
 
 STILL_S = 3.0  # nothing of a healthy run is without a sign for so long,
 TIMES = 5  # or for so many of its longest steps
@@ -184,7 +184,7 @@ def _how_far(one: Seen, waiting: "dict[int, Collective | str]") -> str:
         return ""
     behind = [what.number - _number(one, what) for what in waiting.values() if isinstance(what, Collective) and one.rank in what.members]
     most = max(behind, default=0)
-    return f" and {most} collective{'s' * (most > 1)} behind" if most > 0 else ""
+    return f" and {several(most, 'collective')} behind" if most > 0 else ""
 
 
 def _where(one: Seen, now: float) -> str:

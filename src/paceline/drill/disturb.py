@@ -12,6 +12,7 @@ from paceline.drill.connections import cut
 from paceline.drill.disk import SmallDisk
 from paceline.drill.faults import Moment, save_every
 from paceline.drill.training import Astray, Training
+from paceline.units import several
 
 HOUR_S = 3600.0
 DELAY, CLOCK = 0.3, 1.5  # of the timeout
@@ -69,7 +70,7 @@ def cut_off(scene: Scene) -> str:
         raise Untried(f"the connections of another process cannot be shut down here: {error.strerror}") from error
     if not count:
         raise Untried("the ranks have no TCP connections to each other")
-    return f"{count} connection{'s' * (count > 1)}"
+    return several(count, "connection")
 
 
 def kill_launcher(scene: Scene) -> str:

@@ -16,6 +16,7 @@ from paceline.errors import Error, RankError
 from paceline.events import Event, Failed, Started, Step
 from paceline.launch.processes import LOST
 from paceline.run import RunFolder
+from paceline.units import numbered
 
 Failures = Mapping[int, ProcessFailure]
 LOG_LINES = 20  # of a dead rank, shown with its name
@@ -74,11 +75,11 @@ def tell_of_silent(run: RunFolder, failures: Failures, before: int, left: Contai
 
 def gone(run: RunFolder, ranks: Iterable[int]) -> str:
     """Of ranks of the last start that said nothing."""
-    hosts: dict[str, list[str]] = {}
+    hosts: dict[str, list[int]] = {}
     for one in beats(run):
         if one is not None and one.rank in ranks:
-            hosts.setdefault(one.host, []).append(str(one.rank))
-    each = [f"{host} with rank{'s' * (len(there) > 1)} {', '.join(there)}" for host, there in hosts.items()]
+            hosts.setdefault(one.host, []).append(one.rank)
+    each = [f"{host} with {numbered('rank', there)}" for host, there in hosts.items()]
     return f"{' and '.join(each)} ended without a word"
 
 

@@ -24,6 +24,7 @@ import torch.distributed as dist
 
 from paceline.errors import Error, RankError
 from paceline.launch.rank import LOST_PEER
+from paceline.units import numbered
 
 START_S = 180.0  # to import torch, on a busy machine
 GRACE_S = 3.0  # for the other ranks, after one has failed
@@ -115,8 +116,7 @@ class Ranks:
             own = {rank: failure for rank, failure in failures.items() if not LOST_PEER.search(failure)} or failures
             if own:
                 raise RankError("; ".join(f"rank {rank} failed: {failure}" for rank, failure in sorted(own.items())[:1]))
-            which = f"rank{'s' * (len(missing) > 1)} {', '.join(map(str, missing))}"
-            raise RankError(f"no answer from {which} in {timeout_s:.0f} s{_quoted(words[missing[0]])}")
+            raise RankError(f"no answer from {numbered('rank', missing)} in {timeout_s:.0f} s{_quoted(words[missing[0]])}")
         return [answers[rank].value for rank in range(self.size)]
 
     def _answers(self, timeout_s: float) -> dict[int, _Answer]:

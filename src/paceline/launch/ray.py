@@ -26,6 +26,7 @@ from paceline.launch.processes import Asked
 from paceline.launch.ray_agent import Agent, side_by_side
 from paceline.run import RunFolder
 from paceline.spec import Launch
+from paceline.units import several
 
 ROOM_S = 60.0  # to wait for what others use
 START_S = 120.0  # for Ray to start actors
@@ -188,7 +189,7 @@ class _Room:
             if time.monotonic() > deadline:
                 free = int(ray.available_resources().get(self._kind, 0))
                 raise LaunchError(
-                    f"--ranks {self._ranks} on {self._nodes} node{'s' * (self._nodes > 1)} found no room in the Ray cluster "
+                    f"--ranks {self._ranks} on {several(self._nodes, 'node')} found no room in the Ray cluster "
                     f"for {ROOM_S:.0f} s: {free} {self._kind}s are free; ray status tells who has the others"
                 )
 

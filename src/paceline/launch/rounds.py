@@ -9,6 +9,7 @@ from paceline.errors import RankError
 from paceline.events import Failed
 from paceline.launch.cause import last_words
 from paceline.run import RunFolder
+from paceline.units import numbered, several
 
 
 class Rounds:
@@ -37,7 +38,7 @@ class Rounds:
         why, step = self._why(names)
         if why is None:
             return
-        on = f"{len(names)} node{'s' * (len(names) > 1)}"
+        on = several(len(names), "node")
         message = f"{why}, after step {step}; all ranks are started again on {on}: {', '.join(names)}"
         with contextlib.closing(events.Writer(self.run.events)) as writer:
             writer.write(Failed(what="node", step=step, rank=None, message=message))
@@ -49,14 +50,10 @@ class Rounds:
         ranks = {one.rank: one.host for one in beats(self.run) if one is not None}
         lost = {host: [rank for rank, its in ranks.items() if its == host] for host in self._names if host not in names}
         if names and lost:
-            each = " and ".join(f"node {host} with {_ranks(its)}" for host, its in lost.items())
+            each = " and ".join(f"node {host} with {numbered('rank', its)}" for host, its in lost.items())
             return f"{each} {'were' if len(lost) > 1 else 'was'} lost", step
         if own := [event for event in told.values() if not event.lost_peer]:
             return f"rank {own[0].rank} failed: {own[0].message}", step
         if silent := [rank for rank in ranks if rank not in told]:
-            return f"{_ranks(silent)} on {', '.join(sorted({ranks[rank] for rank in silent}))} ended without a word", step
+            return f"{numbered('rank', silent)} on {', '.join(sorted({ranks[rank] for rank in silent}))} ended without a word", step
         return None, step
-
-
-def _ranks(which: Sequence[int]) -> str:
-    return f"rank{'s' * (len(which) > 1)} {', '.join(map(str, which))}"

@@ -5,6 +5,7 @@ from typing import Any, Final, Self
 
 from paceline.errors import PlanError
 from paceline.spec import nearest
+from paceline.units import several
 
 SCHEDULES = {"gpipe": 1, "1f1b": 1, "interleaved": 2, "zero-bubble": 2, "zbv": 2}  # name -> stages of each rank, if not said
 TWICE = ("zero-bubble", "zbv")  # schedules that compute the gradients of weights apart from those of activations
@@ -130,12 +131,14 @@ class Plan:
         cut = self.tp * self.pp * self.cp
         axes = "".join(f" × {key}={getattr(self, key)}" for key in ("cp", "tp", "pp") if getattr(self, key) > 1)
         if servers and servers >= ranks:
-            raise PlanError(f"plan {self} has {servers} servers and no worker on {_ranks(ranks)}: use --ranks {servers + 1} or more")
+            raise PlanError(
+                f"plan {self} has {servers} servers and no worker on {several(ranks, 'rank')}: use --ranks {servers + 1} or more"
+            )
         if self.dp is not None and self.dp * cut + servers != ranks:
             wanted = self.dp * cut + servers
             another = [f"dp={(ranks - servers) // cut}"] if (ranks - servers) % cut == 0 else []
             way_out = " or ".join([f"use --ranks {wanted}", *(["another plan: ddp, zero1, zero2, zero3"] if wanted == 1 else another)])
-            raise PlanError(f"plan {self} is for {_ranks(wanted)}, got {ranks}: {way_out}")
+            raise PlanError(f"plan {self} is for {several(wanted, 'rank')}, got {ranks}: {way_out}")
         if ranks % cut:
             fitting = [cut * (ranks // cut + more) for more in (0, 1) if ranks // cut + more]
             raise PlanError(f"plan {self} needs a multiple of {axes[3:]} = {cut} ranks, got {ranks}: use --ranks {_or(fitting)}")
@@ -191,10 +194,6 @@ class Plan:
         rest, cp = divmod(rest, self.cp)
         pp, dp = divmod(rest, self.dp or 1)
         return Place(pp=pp, dp=dp, cp=cp, tp=tp)
-
-
-def _ranks(count: int) -> str:
-    return f"{count} rank{'s' * (count > 1)}"
 
 
 def _or(values: list[int]) -> str:

@@ -15,6 +15,7 @@ from paceline.plan.seen import Seen
 from paceline.plan.speeds import Speeds
 from paceline.plan.split import Cut, Share, Split, shares
 from paceline.plan.work import Work, work
+from paceline.units import several
 
 # Of each part: standard deviation as a share of it, from the published measurements (docs/planning.md), and what it rests on.
 PARTS = {
@@ -101,7 +102,7 @@ def _told(parts: dict[str, float], seen: Seen | None, doubt: float = 0.0) -> tup
     for name, seconds in parts.items():
         error, note = max(PARTS[name][0], doubt), PARTS[name][1]
         if seen is not None and (factor := seen.factors.get(name)) is not None:
-            runs = f"{factor.runs} run{'s' * (factor.runs != 1)}"
+            runs = several(factor.runs, "run")
             seconds, error, note = seconds * factor.value, factor.error(error), f"{note}; × {factor.value:.2f} from {runs}"
         if seconds:
             found.append(Part(name, seconds, error, note))

@@ -4,12 +4,15 @@ from paceline.errors import DataError, TaskError
 from paceline.plan.plan import Plan, share
 from paceline.preflight.finding import Says
 from paceline.preflight.flight import Flight
-from paceline.units import format_bytes, format_count
+from paceline.units import format_bytes, format_count, several
 
 
 def ranks(flight: Flight) -> Says:
     job = flight.job
-    yield "passes", _ranks(job.ranks) + (f" on {job.nodes} nodes, {job.ranks_per_node} on each" if job.nodes > 1 else " on one node")
+    yield (
+        "passes",
+        several(job.ranks, "rank") + (f" on {job.nodes} nodes, {job.ranks_per_node} on each" if job.nodes > 1 else " on one node"),
+    )
 
 
 def task(flight: Flight) -> Says:
@@ -40,7 +43,7 @@ def plan(flight: Flight) -> Says:
     """Whether it divides ranks and batch."""
     on, each = flight.on, share(flight.spec.batch, flight.on)
     rank = "data rank" if on.is_mixed or on.cp > 1 else "rank"
-    yield "passes", f"{flight.plan} on {_ranks(flight.job.ranks)}: {_axes(on)}; {each:,} sample{'s' * (each > 1)} at once on a {rank}"
+    yield "passes", f"{flight.plan} on {several(flight.job.ranks, 'rank')}: {_axes(on)}; {several(each, 'sample')} at once on a {rank}"
 
 
 def built(flight: Flight) -> Says:
@@ -70,10 +73,6 @@ def built(flight: Flight) -> Says:
     sent, calls = (sum(getattr(entry, field) for entry in most.entries) for field in ("sent_bytes", "calls"))
     who = ", ".join(f"{each.rank:,}" for each in played)
     yield "passes", f"a step of rank{'s' * (count > 1)} {who} was built and played: it sends {format_bytes(sent)} in {calls:,} calls"
-
-
-def _ranks(count: int) -> str:
-    return f"{count:,} rank{'s' * (count > 1)}"
 
 
 def _axes(on: Plan) -> str:

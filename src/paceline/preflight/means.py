@@ -18,7 +18,7 @@ from paceline.plan.search import MARGIN, search
 from paceline.preflight.centre import is_queued_again, limit_s
 from paceline.preflight.finding import Says, Verdict
 from paceline.preflight.flight import Flight
-from paceline.units import format_bytes, format_seconds
+from paceline.units import format_bytes, format_seconds, several
 
 FILES_OF_A_RANK = 4  # log, heartbeat, and what a doctor asks for
 FILES_OF_A_RUN = 16
@@ -156,7 +156,7 @@ def time(flight: Flight) -> Says:
         yield "fails", f"{said}; {limit}, and --no-requeue, so that it would not be done: ask for more time, or let it be queued again"
     else:
         again = math.ceil(work_s / usable_s) - 1
-        yield "warns", f"{said}; {limit}: it will be queued again {again} time{'s' * (again > 1)}"
+        yield "warns", f"{said}; {limit}: it will be queued again {several(again, 'time')}"
 
 
 def _saving(flight: Flight, steps: int, steps_s: float) -> tuple[int, float]:

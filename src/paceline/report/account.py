@@ -12,7 +12,7 @@ from paceline.plan.account import MEMORY, TIME, Row, beside, worst
 from paceline.plan.cost import Cost
 from paceline.report.measured import Measured
 from paceline.report.pictures import COLOURS, figure
-from paceline.units import format_bytes, format_seconds
+from paceline.units import format_bytes, format_seconds, several
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ def heading(found: Account) -> str:
     started = found.measured.started
     task = started.task.rpartition("/")[2]
     where = f" on {found.cluster}" if found.cluster else ""
-    ranks = f"{started.ranks} rank{'s' * (started.ranks > 1)}"
+    ranks = several(started.ranks, "rank")
     said = f"{task}: plan {started.plan} on {ranks}, {started.device}, batch {started.batch}"
     return said + (f"; predicted{where}" if found.cost is not None else f"; not predicted: {found.unpredicted}")
 
@@ -88,7 +88,7 @@ def lines(found: Account) -> Iterator[str]:
             f"rank {seen.slow} is busy for {format_seconds(seen.slow_s)} of a step, the mean rank for {format_seconds(seen.busy_s)}: "
             "the others wait for it"
         )
-    times = f"{seen.profiles} profile{'s' * (seen.profiles != 1)}"
+    times = several(seen.profiles, "profile")
     yield f"mean of {seen.steps} steps; parts from {times}, which took {seen.spent:.1%} of the run's time"
     yield from found.notes
 

@@ -8,7 +8,7 @@ from rich.table import Table
 
 from paceline.bench.compare import Comparison, quartiles
 from paceline.bench.result import Result, Row, Value
-from paceline.units import format_bytes
+from paceline.units import format_bytes, several
 
 
 @dataclass(frozen=True)
@@ -86,7 +86,7 @@ def comparison(first: Result, second: Result, found: Comparison) -> Table:
 def closing(found: Comparison) -> str:
     low, median, high = quartiles(found.ratios)
     lacking = [f"{count} only in the {which}" for count, which in ((found.only_first, "first"), (found.only_second, "second")) if count]
-    rows = f"{len(found.ratios)} row{'s' * (len(found.ratios) != 1)}"
+    rows = several(len(found.ratios), "row")
     return f"time in the first / time in the second: {median:.3f} (quartiles {low:.3f}–{high:.3f}) over {rows}" + "".join(
         f"; {one}" for one in lacking
     )

@@ -10,7 +10,7 @@ from rich.text import Text
 from paceline.cluster.machine import Backend, Directory, Interface, Machine, Quota
 from paceline.cluster.published import sheets
 from paceline.cluster.topology import among_gpus, best_nics
-from paceline.units import format_bytes, format_count
+from paceline.units import format_bytes, format_count, several
 
 
 def tables(machine: Machine) -> list[RenderableType]:
@@ -114,7 +114,7 @@ def _links(machine: Machine) -> str:
     if machine.topology is None:
         return ""
     pairs = among_gpus(machine.topology)
-    return ", ".join(f"{link} between {count} pair{'s' * (count > 1)} of GPUs" for link, count in pairs.items())
+    return ", ".join(f"{link} between {several(count, 'pair')} of GPUs" for link, count in pairs.items())
 
 
 def _accelerators(machine: Machine) -> Table:

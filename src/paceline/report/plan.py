@@ -13,12 +13,12 @@ from paceline.plan.plan import Plan
 from paceline.plan.search import MARGIN
 from paceline.report.explain import explained
 from paceline.report.scale import as_figures
-from paceline.units import format_bytes, format_count, format_seconds
+from paceline.units import format_bytes, format_count, format_seconds, several
 
 
 def heading(found: Answer) -> str:
     facts, where = found.facts, found.cluster.name or found.cluster.device.name
-    ranks = f"{found.ranks:,} rank{'s' * (found.ranks > 1)} on {where}"
+    ranks = f"{several(found.ranks, 'rank')} on {where}"
     tokens = f" × {facts.tokens:,} tokens" if facts.tokens > 1 else ""
     return f"{facts.name}: {format_count(facts.params)} parameters, {ranks}, batch {found.batch:,}{tokens}"
 

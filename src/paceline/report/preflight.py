@@ -9,6 +9,7 @@ from rich.table import Table
 from rich.text import Text
 
 from paceline.preflight.finding import Finding
+from paceline.units import several
 
 STYLES = {"passes": "green", "warns": "yellow", "fails": "bold red", "skipped": "dim"}
 
@@ -30,7 +31,7 @@ def verdict(found: Sequence[Finding]) -> str:
     if count["fails"]:
         skipped = f", and {count['skipped']} could not be looked at" if count["skipped"] else ""
         return f"it would fail: {count['fails']} of {len(found)} findings say why{skipped}"
-    return "nothing speaks against it" + (f"; {count['warns']} warning{'s' * (count['warns'] > 1)}" if count["warns"] else "")
+    return "nothing speaks against it" + (f"; {several(count['warns'], 'warning')}" if count["warns"] else "")
 
 
 def as_json(found: Sequence[Finding]) -> str:

@@ -9,7 +9,7 @@ from rich.table import Table
 
 from paceline.plan.cost import Bill
 from paceline.plan.scale import Curve, Point, Refused, Scaling, worth
-from paceline.units import format_count, format_seconds
+from paceline.units import format_count, format_seconds, several
 
 WORTH_NAMING = 0.01  # of the devices' time
 HOUR_S, DAY_S, YEAR_S = 3600.0, 86400.0, 365 * 86400.0
@@ -111,7 +111,7 @@ def sentences(found: Scaling, efficiency: float) -> list[str]:
 def recommendation(found: Scaling, efficiency: float) -> str:
     points = found.strong.points
     best = worth(found.strong, efficiency)
-    at = f"{best.ranks:,} rank{'s' * (best.ranks > 1)}"
+    at = several(best.ranks, "rank")
     if len(points) == 1:
         return f"{at} alone can be: {_takes(best)}"
     if best is points[0]:

@@ -6,7 +6,7 @@ from rich.text import Text
 
 from paceline.events import Accounted, Ended, Evaluated, Event, Failed, Saved, Stalled, Started, Step
 from paceline.report.summary import Summary
-from paceline.units import format_bytes, format_count, format_seconds
+from paceline.units import format_bytes, format_count, format_seconds, several
 
 
 def line(event: Event) -> str:
@@ -35,8 +35,8 @@ def line(event: Event) -> str:
 
 
 def headline(started: Started) -> str:
-    ranks = f"{started.ranks} rank{'s' * (started.ranks > 1)}"
-    threads = f"{started.threads} thread{'s' * (started.threads > 1)}"
+    ranks = several(started.ranks, "rank")
+    threads = several(started.threads, "thread")
     task = started.task.rpartition("/")[2]
     begin = f"from step {started.step} " if started.step else ""
     return (

@@ -7,6 +7,7 @@ from paceline.plan.plan import AUTO, Plan, parse, share
 from paceline.spec import Launch, Spec
 from paceline.training.batch_norm import running_statistics
 from paceline.training.prepare import build, rehearse
+from paceline.units import several
 
 
 def refit(spec: Spec, before: Launch, launch: Launch) -> Launch:
@@ -48,9 +49,11 @@ def _nearest(spec: Spec, asked: Plan, then: int, ranks: int) -> tuple[Plan, str]
             most = share(spec.batch, asked.on(then))
             is_cut = plan.micro != asked.micro
             why = refused or (f"no rank holds more than {most} samples of the {spec.batch} at a time, as before" if is_cut else None)
-            return plan, f"plan {plan} on {_ranks(ranks)}, in place of {asked} on {then}" + (f": {why}" if why else "")
+            return plan, f"plan {plan} on {several(ranks, 'rank')}, in place of {asked} on {then}" + (f": {why}" if why else "")
         refused = refused or wrong
-    raise PlanError(f"no plan like {asked} can be on {_ranks(ranks)}: {refused or f'batch {spec.batch} cannot be split so'}; say --plan")
+    raise PlanError(
+        f"no plan like {asked} can be on {several(ranks, 'rank')}: {refused or f'batch {spec.batch} cannot be split so'}; say --plan"
+    )
 
 
 def _refusal(spec: Spec, plan: Plan, ranks: int, task: tasks.Task) -> str | None:
@@ -63,7 +66,3 @@ def _refusal(spec: Spec, plan: Plan, ranks: int, task: tasks.Task) -> str | None
     except (PlanError, TaskError) as error:
         return str(error).partition(": use ")[0]
     return None
-
-
-def _ranks(count: int) -> str:
-    return f"{count} rank{'s' * (count > 1)}"

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from paceline.errors import DataError, LaunchError
 from paceline.launch.world import World
 from paceline.task import Task
+from paceline.units import several
 
 CLOCKS_S = 1.0  # that two clocks may be apart
 MESSAGE_BYTES = 2**22
@@ -95,7 +96,7 @@ def uneven(threads: Sequence[int], hosts: Sequence[str]) -> Iterator[str]:
     if few < max(threads):
         rank = threads.index(few)
         yield (
-            f"rank {rank} ({hosts[rank]}) computes on {few} thread{'s' * (few > 1)}, others on up to {max(threads)}, and wait for it; "
+            f"rank {rank} ({hosts[rank]}) computes on {several(few, 'thread')}, others on up to {max(threads)}, and wait for it; "
             "give all ranks as many cores, or say threads="
         )
 

@@ -8,6 +8,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from paceline.plan.plan import Plan
+from paceline.units import numbered
 from paceline.verify.compare import FLOOR, RTOL
 from paceline.verify.observe import Reference
 from paceline.verify.run import Verdict
@@ -66,7 +67,7 @@ def told(verdict: Verdict) -> str:
     assert first is not None
     subject = f"the {first.what}{f' {first.name}' if first.what in ('parameter', 'buffer') else f' of {first.name}' if first.name else ''}"
     if verdict.only_on:
-        subject += f" on rank{'s' * (len(verdict.only_on) > 1)} {', '.join(map(str, verdict.only_on))}"
+        subject += f" on {numbered('rank', verdict.only_on)}"
     when = "before the first step" if first.step == 0 else f"from step {first.step} on"
     if first.structure is not None:
         return f"{subject} {first.structure}, {when}"
