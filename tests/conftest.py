@@ -1,6 +1,11 @@
+import signal
+
 import pytest
 
 from harness import ranks
+
+if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # as a shell does for what it starts in the background; what we start would do as we
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import time
 from collections.abc import Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,6 +16,7 @@ import numpy as np
 import psutil
 import pytest
 import torch
+from torch.distributed.checkpoint import CheckpointException
 
 import command
 from command import Running, of_kind, paceline, slow_down, start, steps_done, succeed, unequal, weights, write_task
@@ -582,6 +584,20 @@ def test_a_save_that_fails_costs_nothing_but_itself(task, tmp_path):
     assert not list((run / "ckpt").glob(".*"))
     trained(2, spec, "ddp", tmp_path / "through")
     assert not unequal(weights(run), weights(tmp_path / "through"))
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
+def test_what_one_rank_of_two_writes_alone_is_no_checkpoint(tmp_path):
+    """torch does so where the process group is gone when the thread begins that writes: the training has failed just then."""
+    index = checkpoint.Index(
+        step=4, samples=8, epoch_samples=8, task="my.py:Points", set={}, plan="pp=2", ranks=2, seed=0, shapes={"w": [3]}, tied={}
+    )
+    for count, kept in ((2, False), (1, True)):
+        final = tmp_path / "step_4"
+        writer = checkpoint._writer(tmp_path / ".step_4", final, index, 0, count)
+        with nullcontext() if kept else pytest.raises(CheckpointException, match="has the state of 1 of 2 ranks"):
+            torch.distributed.checkpoint.save({"model/w": torch.ones(3)}, storage_writer=writer)
+        assert final.exists() == kept
 
 
 def weights_are_damaged(run: Path, step: int) -> bool:

@@ -142,7 +142,7 @@ class Saver:
         mine = written_here(whole, self.copy, self.copies) | {key: found[key] for key in found.keys() - whole.keys()} | dict(own or {})
         future = async_save(
             mine,
-            storage_writer=_writer(unfinished, self.run.checkpoint(index.step), index, self.rank),
+            storage_writer=_writer(unfinished, self.run.checkpoint(index.step), index, self.rank, self.ranks),
             process_group=self.group,
             async_stager=self._stager,
         )
@@ -190,7 +190,7 @@ def _cause(error: BaseException) -> str:
     return inner.strerror if isinstance(inner, OSError) and inner.strerror else str(inner).splitlines()[0]
 
 
-def _writer(unfinished: Path, final: Path, index: Index, rank: int) -> Any:
+def _writer(unfinished: Path, final: Path, index: Index, rank: int, ranks: int) -> Any:
     from torch.distributed.checkpoint import FileSystemWriter
 
     class Writer(FileSystemWriter):
@@ -210,6 +210,9 @@ def _writer(unfinished: Path, final: Path, index: Index, rank: int) -> Any:
             return done
 
         def finish(self, metadata: Any, results: Any) -> None:
+            # Where the process group is gone when a save begins, as in a rank that has just failed, each rank writes alone (torch 2.13).
+            if len(results) != ranks:
+                raise CheckpointError(f"{unfinished} has the state of {len(results)} of {ranks} ranks")
             super().finish(metadata, results)
             files = {".metadata": checksum(unfinished / ".metadata")}
             for sums in sorted(unfinished.glob("sums.*.json")):
