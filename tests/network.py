@@ -15,7 +15,7 @@ from pathlib import Path
 
 SUBNET = "10.78.0"
 DEVICE = "eth0"
-BURST = "64kb"
+BURST_S = 0.008  # of its rate may pass at once: with less than between two ticks of the kernel, 4 ms, a link does not reach its rate
 LETTERS = itertools.cycle("abcdefghij")
 
 
@@ -36,6 +36,11 @@ def _do(command: str) -> str:
     return done.stdout
 
 
+def _rate(rate: str) -> str:
+    per_s = float(rate[:-4]) * {"mbit": 1e6, "gbit": 1e9}[rate[-4:]] / 8
+    return f"rate {rate} burst {per_s * BURST_S:.0f}"
+
+
 @cache
 def why_not() -> str | None:
     """Why there can be no such nodes here; None where they can be."""
@@ -44,7 +49,7 @@ def why_not() -> str | None:
         _do(f"ip netns add {name}")
         try:
             _do(f"ip -n {name} link set lo up")
-            _do(f"tc -n {name} qdisc add dev lo root tbf rate 1gbit burst {BURST} latency 50ms")
+            _do(f"tc -n {name} qdisc add dev lo root tbf {_rate('1gbit')} latency 50ms")
             _do(f"nsenter --net=/run/netns/{name} unshare --uts hostname {name}")
         finally:
             _do(f"ip netns del {name}")
@@ -84,7 +89,7 @@ def nodes(count: int, rate: str | None = None, delay_ms: float | None = None) ->
             for at, node in enumerate(there):
                 if rate is not None:
                     for where in (f"-n {node.name} qdisc add dev {DEVICE}", f"qdisc add dev {tag}v{at}"):
-                        _do(f"tc {where} root tbf rate {rate} burst {BURST} latency 50ms")
+                        _do(f"tc {where} root tbf {_rate(rate)} latency 50ms")
                 if delay_ms is not None:
                     _do(f"tc -n {node.name} qdisc add dev {DEVICE} root netem delay {delay_ms}ms")
         yield there
@@ -92,7 +97,7 @@ def nodes(count: int, rate: str | None = None, delay_ms: float | None = None) ->
 
 def throttle(node: Node, rate: str) -> None:
     """What it sends, if it was made with a rate."""
-    _do(f"tc -n {node.name} qdisc change dev {DEVICE} root tbf rate {rate} burst {BURST} latency 50ms")
+    _do(f"tc -n {node.name} qdisc change dev {DEVICE} root tbf {_rate(rate)} latency 50ms")
 
 
 def _bridge(name: str, there: Sequence[Node], held: contextlib.ExitStack) -> None:

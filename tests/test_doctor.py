@@ -72,7 +72,7 @@ def test_a_run_that_is_well_is_said_to_be_and_takes_no_harm(tmp_path: Path) -> N
 def test_a_rank_that_is_stuck_in_its_data_and_then_one_that_is_stopped(tmp_path: Path) -> None:
     """The first one is given up, and all are started again; then they end, and say why once."""
     run = tmp_path / "run"
-    with begin(tmp_path, "--timeout", "6", "--save-every", "4", "--restarts", "1", steps=1000) as running:
+    with begin(tmp_path, "--timeout", "10", "--save-every", "4", "--restarts", "1", steps=1000) as running:
         running.until(lambda: (run / "ckpt" / "step_4").exists(), "saved")
         (tmp_path / "stuck").touch()
         running.until(lambda: bool(of_kind(run, Stalled)), "said")
@@ -95,8 +95,11 @@ def test_a_rank_that_is_stuck_in_its_data_and_then_one_that_is_stopped(tmp_path:
     assert "Traceback" not in result.all
     assert result.err.count("rank 1 is stopped by a signal") == 1
     assert f"go on from step {RunFolder(run).checkpoints()[-1]} with: paceline resume run" in result.err
-    assert [event.rank for event in of_kind(run, Failed) if not event.lost_peer] == [1]
+    again, over = [event for event in of_kind(run, Failed) if not event.lost_peer]
+    assert [(again.what, again.rank), (over.what, over.rank)] == [("rank", 1), ("run", 1)]
     first, second = of_kind(run, Stalled)
+    assert again.message.startswith("rank 1 is in Points.__getitem__ (my.py:")
+    assert again.message.endswith(f"more in {RunFolder(Path('run')).diagnosis}; all ranks are started again")
     assert first.message.startswith("rank 1 is in Points.__getitem__ (my.py:")
     assert second.message.startswith(f"rank 1 is stopped by a signal (process {stopped.pid} on ")
     assert first.message in result.out

@@ -3,6 +3,7 @@
 import itertools
 import os
 import platform
+import re
 import shutil
 import signal
 import subprocess
@@ -295,6 +296,9 @@ def test_however_it_is_stopped(plan, way, then, task, tmp_path):
     wait_until_free(run)
     if stop.goes_on:
         assert [started.step > 0 for started in of_kind(run, Started)] == [False, True]
+        [why] = [event for event in of_kind(run, Failed) if event.what == "rank"]
+        assert re.fullmatch(rf"rank {int('0' not in way)} was killed by SIGKILL, after step \d+; all ranks are started again", why.message)
+        assert why.message in result.out
     else:
         assert of_checkpoints(run)[-1] < 120, "it was not hit in the middle"
         if stop.saves:

@@ -82,7 +82,7 @@ class Saved(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class Failed(Event):
-    what: str  # "save", "worker" (of a parameter server), "node": the run goes on; "run": a rank ends
+    what: str  # "save", "worker" (of a parameter server), "rank", "node": the run goes on; "run": a rank ends
     message: str
     step: int  # the last step done
     rank: int | None = None

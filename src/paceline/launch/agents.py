@@ -19,18 +19,16 @@ from torch.distributed.elastic.rendezvous import (
     RendezvousInfo,
     RendezvousParameters,
     RendezvousTimeoutError,
-    rendezvous_handler_registry,
 )
 from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import create_handler
-from torch.distributed.launcher.api import LaunchConfig, launch_agent
 
 from paceline.errors import LaunchError, RankError
 from paceline.launch.attend import FAILED, EndedElsewhereError, RankLogs, attend, end_children
+from paceline.launch.elastic import run_agent
 from paceline.launch.interface import address_towards
+from paceline.launch.processes import Again
 from paceline.launch.rounds import Rounds
-from paceline.launch.signals import stop_signals
-from paceline.launch.spawn import rank_words
 from paceline.launch.world import World
 from paceline.run import RunFolder
 from paceline.training.process import meet
@@ -57,40 +55,32 @@ def start(run: RunFolder, me: World, ranks_per_node: int, least: int, restarts: 
         os.environ.pop(name, None)
     os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"  # else ranks of a new start find the keys of the last one (torch 2.13)
 
-    def handler(parameters: RendezvousParameters) -> RendezvousHandler:
-        backend = C10dRendezvousBackend(store, parameters.run_id)
-        return _Counted(create_handler(store, backend, parameters), rounds.begin)
-
-    rendezvous_handler_registry.register(BACKEND, handler)
-    config = LaunchConfig(
+    address = _address(me, store)
+    parameters = RendezvousParameters(
+        backend=BACKEND,
+        endpoint="",
+        run_id=run.path.name,
         min_nodes=least,
         max_nodes=me.size,
-        nproc_per_node=ranks_per_node,
-        rdzv_backend=BACKEND,
-        rdzv_configs={
-            "join_timeout": round(timeout_s) + LAST_CALL_S,  # ranks of other nodes may have to wait for so long until they fail
-            "last_call_timeout": LAST_CALL_S,
-            "keep_alive_interval": SIGN_S,
-            "keep_alive_max_attempt": SIGNS,
-        },
-        local_addr=_address(me, store),
-        run_id=run.path.name,
-        max_restarts=restarts,
-        logs_specs=RankLogs(run, lambda env: rounds.count - 1),
-        signals_to_handle=",".join(number.name for number in stop_signals()),
+        local_addr=address,
+        join_timeout=round(timeout_s) + LAST_CALL_S,  # ranks of other nodes may have to wait for so long until they fail
+        last_call_timeout=LAST_CALL_S,
+        keep_alive_interval=SIGN_S,
+        keep_alive_max_attempt=SIGNS,
     )
-
+    meeting = _Counted(create_handler(store, C10dRendezvousBackend(store, run.path.name), parameters), rounds.begin)
+    logs = RankLogs(run, lambda env: rounds.count - 1)
     if not speaks:
         threading.Thread(target=_leave_when_cut, args=(me, store), daemon=True).start()
 
-    def launch() -> None:
+    def launch(again: Again) -> None:
         try:
-            launch_agent(config, sys.executable, rank_words(run.path))
+            run_agent(run, ranks_per_node, restarts, meeting, logs, again, address)
         except RendezvousClosedError:
             raise EndedElsewhereError from None
 
     try:
-        return attend(run, launch, speaks=speaks)
+        return attend(run, launch, speaks=speaks, rounds=True)
     except RendezvousTimeoutError:
         if not speaks:
             return FAILED

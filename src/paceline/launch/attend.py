@@ -19,8 +19,8 @@ from paceline import events
 from paceline.doctor.ask import beats
 from paceline.doctor.lookout import Lookout
 from paceline.events import Ended
-from paceline.launch.cause import Failures, cause, tell_of_silent
-from paceline.launch.processes import LOST
+from paceline.launch.cause import cause, say_again, tell_of_silent
+from paceline.launch.processes import LOST, Again, Failures
 from paceline.launch.signals import STOPPED
 from paceline.report.watch import watch
 from paceline.run import RunFolder
@@ -47,12 +47,13 @@ class RankLogs(DefaultLogsSpecs):
         return dataclasses.replace(super().reify(envs), stderrs=logs)
 
 
-def attend(run: RunFolder, launch: Callable[[], object], end: End | None = None, speaks: bool = True) -> int:
+def attend(run: RunFolder, launch: Callable[[Again], object], end: End | None = None, speaks: bool = True, rounds: bool = False) -> int:
     """Call `launch`, which returns when the ranks are done, or raises what ended them. Returns the exit status.
 
-    launch: raises ChildFailedError for ranks that failed and SignalException where it was asked to stop.
+    launch: raises ChildFailedError for ranks that failed and SignalException where it was asked to stop. What it is called with, it calls
+    with those that failed before all are started again.
     end: ends ranks at once, on whatever machine; None: they are children of this process.
-    speaks: of the agents of several nodes, whether this one says what there is to say.
+    speaks: of the agents of several nodes, whether this one says what there is to say. `rounds`: another one says why all start again.
     Raises the Error that ended the training, RankError for a rank that died without one.
     """
     for name in list(logging.root.manager.loggerDict):  # what the agent would say is said below, once
@@ -73,7 +74,7 @@ def attend(run: RunFolder, launch: Callable[[], object], end: End | None = None,
         over.callback(end_ranks, None, None)
         try:
             with lookout:
-                launch()
+                launch(lambda failures: (tell_of_silent if rounds else say_again)(run, failures, before, left, lookout.found))
         except EndedElsewhereError:
             failures = {}
         except ChildFailedError as error:

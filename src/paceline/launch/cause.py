@@ -4,8 +4,9 @@ import contextlib
 import platform
 import signal
 import time
-from collections.abc import Container, Iterable, Mapping
+from collections.abc import Container, Iterable
 from pathlib import Path
+from typing import NamedTuple
 
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
@@ -14,63 +15,98 @@ from paceline.doctor.ask import beats
 from paceline.doctor.diagnose import Diagnosis
 from paceline.errors import Error, RankError
 from paceline.events import Event, Failed, Started, Step
-from paceline.launch.processes import LOST
+from paceline.launch.processes import LOST, Failures
 from paceline.run import RunFolder
 from paceline.units import numbered
 
-Failures = Mapping[int, ProcessFailure]
 LOG_LINES = 20  # of a dead rank, shown with its name
 AGENT_WAITS_S = 30  # for ranks that it has sent SIGTERM, before it kills them (torch 2.13)
 WORDS_S = 5.0  # for what agents of other nodes have to say
 
 
+class _Why(NamedTuple):
+    rank: int | None
+    text: str  # what it was, and after which step
+    shows_log: bool = False
+    is_news: bool = False  # nobody has written it down
+    meant: bool = False
+
+
 def cause(run: RunFolder, failures: Failures, before: int, left: Container[int], stuck: Diagnosis | None) -> Error:
     """What ended the last start; `failures`: of processes on this machine; `left`: those that were ended since they did not end with it.
     `before`: where its events begin."""
+    why, step = _why(run, failures, before, left, stuck)
+    log = _log(run, why.rank or 0)
+    said = log.read_text(errors="replace") if log.exists() else ""
+    if why.meant:
+        error = Error(why.text)
+        error.__cause__ = RankError(said)  # for --debug
+        return error
+    message = f"{why.text}; {run.way_out()}"
+    if why.is_news:
+        _write(run, Failed(what="run", step=step, rank=why.rank, message=message))
+    if not why.shows_log:
+        return RankError(message)
+    end = "\n".join(f"  {line}" for line in said.splitlines()[-LOG_LINES:])
+    return RankError(f"{message}\nThe end of {log}:\n{end}" if end else f"{message}\n{log} is empty")
+
+
+def say_again(run: RunFolder, failures: Failures, before: int, left: Container[int], stuck: Diagnosis | None) -> None:
+    """Write down why all ranks are started again."""
+    why, step = _why(run, failures, before, left, stuck)
+    _write(run, Failed(what="rank", step=step, rank=why.rank, message=f"{why.text}; all ranks are started again"))
+
+
+def _why(run: RunFolder, failures: Failures, before: int, left: Container[int], stuck: Diagnosis | None) -> tuple[_Why, int]:
+    """And the last step."""
     told, step = last_words(run, before)
+    after = f", after step {step}"
     silent = [] if any(event.meant for event in told.values()) else _silent(failures, told, left)
     if not silent and all(event.lost_peer for event in told.values()) and stuck is None:
         told, silent_elsewhere = _wait_for_others(run, before)
         if silent_elsewhere and all(event.lost_peer for event in told.values()):
-            return _wrote(run, step, silent_elsewhere[0], f"{gone(run, silent_elsewhere)}, after step {step}; {run.way_out()}")
-    meant = [event for event in told.values() if event.meant]
-    if meant:
-        error = Error(meant[0].message)
-        log = _log(run, meant[0].rank or 0)
-        error.__cause__ = RankError(log.read_text(errors="replace") if log.exists() else "")  # for --debug
-        return error
+            return _Why(silent_elsewhere[0], gone(run, silent_elsewhere) + after, is_news=True), step
+    if meant := [event for event in told.values() if event.meant]:
+        return _Why(meant[0].rank, meant[0].message, meant=True), step
     own = [event for event in told.values() if not event.lost_peer]
     if stuck is not None and not silent and not own:
-        return given_up(run, stuck, step)
+        return _Why(next(iter(stuck.at_fault), None), _gave_up(run, stuck, step), is_news=True), step
     if silent:
         rank, child = silent[0]
         how = "was lost with its node" if child.exitcode == LOST else f"was killed by {signal.Signals(-child.exitcode).name}"
-        message = f"rank {rank} {how}, after step {step}; {run.way_out()}"
-        _wrote(run, step, rank, message)
-    else:
-        if own or not failures:
-            rank, why = next(((event.rank or 0, event.message) for event in own or told.values()), (0, "nothing is known of it"))
-        else:
-            rank, child = min(failures.items(), key=lambda item: item[1].timestamp)
-            why = told[rank].message if rank in told else f"ended with exit status {child.exitcode}"
-        message = f"rank {rank} failed: {why}, after step {step}; {run.way_out()}"
-    log = _log(run, rank)
-    lines = log.read_text(errors="replace").splitlines()[-LOG_LINES:] if log.exists() else []
-    end = "\n".join(f"  {line}" for line in lines)
-    return RankError(f"{message}\nThe end of {log}:\n{end}" if end else f"{message}\n{log} is empty")
+        return _Why(rank, f"rank {rank} {how}{after}", shows_log=True, is_news=True), step
+    if own or (told and not failures):
+        event = (own or [*told.values()])[0]
+        return _Why(event.rank or 0, words(event) + after, shows_log=True), step
+    if not failures:
+        return _Why(0, f"nothing is known of rank 0{after}", shows_log=True), step
+    rank, child = min(failures.items(), key=lambda item: item[1].timestamp)
+    what = words(told[rank]) if rank in told else f"rank {rank} failed: ended with exit status {child.exitcode}"
+    return _Why(rank, what + after, shows_log=True), step
+
+
+def words(event: Failed) -> str:
+    """Which rank failed, and how."""
+    return event.message if event.message.startswith("rank ") else f"rank {event.rank or 0} failed: {event.message}"
 
 
 def given_up(run: RunFolder, stuck: Diagnosis, step: int) -> RankError:
     """A training that stood still after `step`."""
-    message = f"{stuck.sentence}; it was given up after step {step}, more in {run.diagnosis}; {run.way_out()}"
-    return _wrote(run, step, next(iter(stuck.at_fault), None), message)
+    message = f"{_gave_up(run, stuck, step)}; {run.way_out()}"
+    _write(run, Failed(what="run", step=step, rank=next(iter(stuck.at_fault), None), message=message))
+    return RankError(message)
 
 
-def tell_of_silent(run: RunFolder, failures: Failures, before: int, left: Container[int]) -> None:
-    """Write down which ranks of this node were killed, for the agent that speaks."""
+def _gave_up(run: RunFolder, stuck: Diagnosis, step: int) -> str:
+    return f"{stuck.sentence}; it was given up after step {step}, more in {run.diagnosis}"
+
+
+def tell_of_silent(run: RunFolder, failures: Failures, before: int, left: Container[int], stuck: Diagnosis | None = None) -> None:
+    """Write down which rank of this node was killed, for the agent that speaks."""
     told, step = last_words(run, before)
     for rank, child in _silent(failures, told, left)[:1]:
-        _wrote(run, step, rank, f"it was killed by {signal.Signals(-child.exitcode).name}")
+        message = f"rank {rank} on {platform.node()} was killed by {signal.Signals(-child.exitcode).name}"
+        _write(run, Failed(what="run", step=step, rank=rank, message=message))
 
 
 def gone(run: RunFolder, ranks: Iterable[int]) -> str:
@@ -89,10 +125,9 @@ def unheard(run: RunFolder, before: int) -> list[int]:
     return [one.rank for one in beats(run) if one is not None and one.rank not in told and one.host != platform.node()]
 
 
-def _wrote(run: RunFolder, step: int, rank: int | None, message: str) -> RankError:
+def _write(run: RunFolder, event: Failed) -> None:
     with contextlib.closing(events.Writer(run.events)) as writer:
-        writer.write(Failed(what="run", step=step, rank=rank, message=message))
-    return RankError(message)
+        writer.write(event)
 
 
 def last_words(run: RunFolder, before: int) -> tuple[dict[int | None, Failed], int]:

@@ -21,6 +21,8 @@ from paceline.launch.spawn import environments, spawn
 from paceline.plan.plan import parse
 from paceline.run import RunFolder
 
+Failures = Mapping[int, ProcessFailure]  # by rank
+Again = Callable[[Failures], None]
 POLL_S = 0.1
 LOST = -1000  # the exit status of a rank that nothing is heard of any more: below those of signals
 LAST_WORDS_S = 5.0  # for ranks that have lost another one
@@ -89,49 +91,51 @@ def servers(run: RunFolder) -> int | None:
     return parse(plan).servers if plan is not None else None
 
 
-def launch(run: RunFolder, slots: Slots, restarts: int, host: str = "127.0.0.1") -> None:
-    """Returns when all ranks are done. host: this machine, as the ranks know it.
+def launch(run: RunFolder, slots: Slots, restarts: int, again: Again, host: str = "127.0.0.1") -> None:
+    """Returns when all ranks are done. host: this machine, as the ranks know it. `again`: called with those that failed before all are
+    started again.
 
     Raises ChildFailedError for a rank that died or failed, after so many restarts of all, and SignalException when this process was
     asked to stop.
     """
-    failed: dict[int, tuple[int, int]] = {}
+    failed: dict[int, ProcessFailure] = {}
     with Asked() as asked:
         for attempt in range(restarts + 1):
             try:
-                again = _run(run, slots, attempt, asked, host)
+                with slots(attempt, asked) as room:
+                    if failed:
+                        again(failed)
+                    failed = _run(run, room, attempt, asked, host)
             except LaunchError as error:
                 if not failed:
                     raise
                 print(f"paceline: not started again: {error}", file=sys.stderr)  # there was room for all before
                 break
-            if not again:
+            if not failed:
                 return
-            failed = again
-    raise ChildFailedError("paceline", {rank: ProcessFailure(rank, pid, status, os.devnull) for rank, (pid, status) in failed.items()})
+    raise ChildFailedError("paceline", failed)
 
 
-def _run(run: RunFolder, slots: Slots, attempt: int, asked: Asked, host: str) -> dict[int, tuple[int, int]]:
-    """Of those that failed the process and its exit status."""
-    with slots(attempt, asked) as room:
-        store = dist.TCPStore(host, 0, is_master=True, wait_for_workers=False)
-        told = environments([slot.node for slot in room], host, store.port, run.path.name, attempt)
-        running: list[Process] = []
-        needed = servers(run) or len(room)
-        try:
-            for rank, (slot, environ) in enumerate(zip(room, told, strict=True)):
-                asked.heed()
-                running.append(slot.start(run.path, environ, run.rank_log(rank, attempt)))
-            _watch(running, needed, asked)
-            _wait(running, LAST_WORDS_S)
-            return _failed(running, needed)
-        except SignalException:
-            _signal(running, signal.SIGTERM)
-            _wait(running, SAVING_S)
-            raise
-        finally:
-            _signal(running, signal.SIGKILL)
-            _wait(running, LAST_WORDS_S)
+def _run(run: RunFolder, room: Sequence[Slot], attempt: int, asked: Asked, host: str) -> dict[int, ProcessFailure]:
+    """Those that failed."""
+    store = dist.TCPStore(host, 0, is_master=True, wait_for_workers=False)
+    told = environments([slot.node for slot in room], host, store.port, run.path.name, attempt)
+    running: list[Process] = []
+    needed = servers(run) or len(room)
+    try:
+        for rank, (slot, environ) in enumerate(zip(room, told, strict=True)):
+            asked.heed()
+            running.append(slot.start(run.path, environ, run.rank_log(rank, attempt)))
+        _watch(running, needed, asked)
+        _wait(running, LAST_WORDS_S)
+        return {rank: ProcessFailure(rank, running[rank].pid, status, os.devnull) for rank, status in _failed(running, needed).items()}
+    except SignalException:
+        _signal(running, signal.SIGTERM)
+        _wait(running, SAVING_S)
+        raise
+    finally:
+        _signal(running, signal.SIGKILL)
+        _wait(running, LAST_WORDS_S)
 
 
 def _watch(running: Sequence[Process], needed: int, asked: Asked) -> None:
@@ -141,10 +145,10 @@ def _watch(running: Sequence[Process], needed: int, asked: Asked) -> None:
         time.sleep(POLL_S)
 
 
-def _failed(running: Sequence[Process], needed: int) -> dict[int, tuple[int, int]]:
-    """Process and exit status of those that failed in a way that matters: one of the first `needed`, or one that was not killed."""
+def _failed(running: Sequence[Process], needed: int) -> dict[int, int]:
+    """The exit status of those that failed in a way that matters: one of the first `needed`, or one that was not killed."""
     over = {rank: status for rank, process in enumerate(running) if (status := process.poll()) is not None}
-    return {rank: (running[rank].pid, status) for rank, status in over.items() if status > 0 or (status < 0 and rank < needed)}
+    return {rank: status for rank, status in over.items() if status > 0 or (status < 0 and rank < needed)}
 
 
 def _signal(running: Sequence[Process], number: int) -> None:

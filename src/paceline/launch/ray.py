@@ -43,7 +43,7 @@ def start(run: RunFolder, launch: Launch) -> int:
     """
     with _connected() as host:
         room = _Room(launch)
-        return attend(run, lambda: processes.launch(run, room.open, launch.restarts, host), room.end)
+        return attend(run, lambda again: processes.launch(run, room.open, launch.restarts, again, host), room.end)
 
 
 @contextlib.contextmanager

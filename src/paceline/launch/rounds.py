@@ -7,7 +7,7 @@ from paceline import events
 from paceline.doctor.ask import beats
 from paceline.errors import RankError
 from paceline.events import Failed
-from paceline.launch.cause import last_words
+from paceline.launch.cause import last_words, words
 from paceline.run import RunFolder
 from paceline.units import numbered, several
 
@@ -53,7 +53,7 @@ class Rounds:
             each = " and ".join(f"node {host} with {numbered('rank', its)}" for host, its in lost.items())
             return f"{each} {'were' if len(lost) > 1 else 'was'} lost", step
         if own := [event for event in told.values() if not event.lost_peer]:
-            return f"rank {own[0].rank} failed: {own[0].message}", step
+            return words(own[0]), step
         if silent := [rank for rank in ranks if rank not in told]:
             return f"{numbered('rank', silent)} on {', '.join(sorted({ranks[rank] for rank in silent}))} ended without a word", step
         return None, step

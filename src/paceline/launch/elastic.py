@@ -1,0 +1,66 @@
+"""torch's elastic agent: starts the ranks of a machine, and starts them again when one has failed, of which it says why."""
+
+import os
+import sys
+from typing import Any
+
+from torch.distributed.elastic.agent.server import WorkerSpec
+from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+from torch.distributed.elastic.multiprocessing import LogsSpecs, SignalException
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
+from torch.distributed.elastic.rendezvous import RendezvousHandler
+
+from paceline.launch.processes import Again
+from paceline.launch.signals import stop_signals
+from paceline.launch.spawn import rank_words
+from paceline.run import RunFolder
+
+
+class _Agent(LocalElasticAgent):
+    """`again` is called with the ranks of this machine that failed, before all are started again."""
+
+    def __init__(self, spec: WorkerSpec, logs_specs: LogsSpecs, again: Again):
+        super().__init__(spec, logs_specs)
+        self._again = again
+        self._failures: dict[int, ProcessFailure] = {}
+
+    def _monitor_workers(self, worker_group: Any) -> Any:
+        result = super()._monitor_workers(worker_group)
+        self._failures = result.failures
+        return result
+
+    def _restart_workers(self, worker_group: Any) -> None:
+        if self._failures:
+            self._again(self._failures)
+        super()._restart_workers(worker_group)
+
+
+def run_agent(
+    run: RunFolder, ranks: int, restarts: int, meeting: RendezvousHandler, logs_specs: LogsSpecs, again: Again, address: str | None = None
+) -> None:
+    """Returns when the ranks of this machine are done. `address`: of this machine, as others see it.
+
+    Raises ChildFailedError for ranks that failed after so many restarts, SignalException where it was asked to stop. (torch's
+    `launch_agent` does as much, but would not say that it starts them again.)
+    """
+    os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = ",".join(number.name for number in stop_signals())
+    spec = WorkerSpec(
+        role="default",
+        local_world_size=ranks,
+        rdzv_handler=meeting,
+        entrypoint=sys.executable,
+        args=tuple(rank_words(run.path)),
+        max_restarts=restarts,
+        local_addr=address,
+    )
+    is_over = True
+    try:
+        result = _Agent(spec, logs_specs, again).run()
+    except SignalException:
+        is_over = False  # elsewhere it goes on, until it is asked to stop there
+        raise
+    finally:
+        if is_over:
+            meeting.shutdown()
+    if result.is_failed():
+        raise ChildFailedError("paceline", result.failures)
