@@ -132,8 +132,12 @@ def _shell(at: Path) -> Path:
     "begin",
     [
         by_hand,
-        pytest.param(by_mpirun, marks=pytest.mark.skipif(shutil.which("mpirun") is None, reason="Open MPI is not installed")),
-        pytest.param(by_mpich, marks=pytest.mark.skipif(shutil.which("mpiexec.hydra") is None, reason="MPICH is not installed")),
+        pytest.param(
+            by_mpirun, marks=[pytest.mark.slow, pytest.mark.skipif(not shutil.which("mpirun"), reason="Open MPI is not installed")]
+        ),
+        pytest.param(
+            by_mpich, marks=[pytest.mark.slow, pytest.mark.skipif(not shutil.which("mpiexec.hydra"), reason="no MPICH is installed")]
+        ),
     ],
 )
 def test_names_that_mean_nothing_to_others(begin: Callable[..., list["subprocess.Popen[str]"]], tmp_path: Path) -> None:

@@ -269,14 +269,14 @@ WAYS = {
 ALONE = ("SIGINT", "Ctrl-C", "SIGTERM", "SIGHUP", "all killed")  # with one rank, which is the launcher itself
 EACH = [  # and how it goes on: by the command, or in ranks that are there already, which takes less time
     ("ddp", "Ctrl-C", "resume"),
-    ("zero1", "launcher killed", "train"),
     ("zero3", "rank 0 killed, restarted", "-"),
 ]
+NIGHTLY = ("zero1", "launcher killed", "train")
 FULL = [(plan, way, "-" if stop.goes_on else "resume") for plan in PLANS for way, stop in WAYS.items() if plan != "single" or way in ALONE]
 
 
 @pytest.mark.parametrize(
-    ("plan", "way", "then"), [*EACH, *[pytest.param(*case, marks=pytest.mark.slow) for case in FULL if case not in EACH]]
+    ("plan", "way", "then"), [*EACH, *[pytest.param(*case, marks=pytest.mark.slow) for case in [NIGHTLY, *FULL] if case not in EACH]]
 )
 def test_however_it_is_stopped(plan, way, then, task, tmp_path):
     stop, size, run = WAYS[way], ON[plan], tmp_path / "r"

@@ -162,6 +162,7 @@ srun "$@"
 
 
 @needs_slurm
+@pytest.mark.slow
 def test_trainings_of_a_job_array_do_not_meet_each_other(there, tmp_path):
     """On the same nodes at the same time: no ports, notes or folders in common, though nobody named any."""
     write_task(tmp_path)
