@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
+from command import environment
+
 SUBNET = "10.78.0"
 DEVICE = "eth0"
 BURST_S = 0.008  # of its rate may pass at once: with less than between two ticks of the kernel, 4 ms, a link does not reach its rate
@@ -93,6 +95,30 @@ def nodes(count: int, rate: str | None = None, delay_ms: float | None = None) ->
                 if delay_ms is not None:
                     _do(f"tc -n {node.name} qdisc add dev {DEVICE} root netem delay {delay_ms}ms")
         yield there
+
+
+def start_ranks(nodes: Sequence[Node], words: Sequence[str], at: Path, port: int, ranks_on_each: int = 1) -> list["subprocess.Popen[str]"]:
+    """So many of `words` on each, with the variables that torchrun sets."""
+    size = len(nodes) * ranks_on_each
+    started = []
+    for rank in range(size):
+        node, local = divmod(rank, ranks_on_each)
+        said = {"RANK": rank, "WORLD_SIZE": size, "LOCAL_RANK": local, "LOCAL_WORLD_SIZE": ranks_on_each, "MASTER_PORT": port}
+        env = environment(MASTER_ADDR=nodes[0].address, OMP_NUM_THREADS="1", **{name: str(value) for name, value in said.items()})
+        started.append(nodes[node].start(words, cwd=at, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True))
+    return started
+
+
+def succeed(running: Sequence["subprocess.Popen[str]"], timeout_s: float = 120.0) -> None:
+    """All of them, each in so many seconds; none is left behind."""
+    try:
+        for process in running:
+            out, _ = process.communicate(timeout=timeout_s)
+            assert process.returncode == 0, out
+    finally:
+        for process in running:
+            process.kill()
+            process.communicate()
 
 
 def throttle(node: Node, rate: str) -> None:

@@ -92,12 +92,7 @@ class Address(NamedTuple):
 
 def by_hand(there: Sequence[network.Node], at: Path, run: str) -> list["subprocess.Popen[str]"]:
     """With the variables that torchrun sets."""
-    started = []
-    for rank, node in enumerate(there):
-        said = {"RANK": rank, "WORLD_SIZE": len(there), "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1, "MASTER_PORT": PORT}
-        env = environment(MASTER_ADDR=there[0].address, OMP_NUM_THREADS="1", **{name: str(value) for name, value in said.items()})
-        started.append(_start(node, [*PACELINE, *WORDS, run], at, env))
-    return started
+    return network.start_ranks(there, [*PACELINE, *WORDS, run], at, PORT)
 
 
 def by_mpirun(there: Sequence[network.Node], at: Path, run: str) -> list["subprocess.Popen[str]"]:
@@ -144,14 +139,6 @@ def test_names_that_mean_nothing_to_others(begin: Callable[..., list["subprocess
     write_task(tmp_path)
     assert paceline(*WORDS, "alone", at=tmp_path).status == 0
     with network.nodes(2) as there:
-        running = begin(there, tmp_path, "two")
-        try:
-            for process in running:
-                out, _ = process.communicate(timeout=120)
-                assert process.returncode == 0, out
-        finally:
-            for process in running:
-                process.kill()
-                process.communicate()
+        network.succeed(begin(there, tmp_path, "two"))
     losses = [[step.loss for step in of_kind(tmp_path / run, Step)] for run in ("alone", "two")]
     assert losses[1] == pytest.approx(losses[0], rel=1e-5)

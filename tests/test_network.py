@@ -1,7 +1,6 @@
 """Collectives over links whose rate and delay are known: namespaces on this machine, shaped by the kernel."""
 
 import json
-import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -9,7 +8,6 @@ from pathlib import Path
 import pytest
 
 import network
-from command import environment
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(network.why_not() is not None, reason=f"no network namespaces: {network.why_not()}")]
 PORT = 29477
@@ -18,26 +16,8 @@ TRIES = 3  # other programs on the machine make a link slower than it is, never 
 
 def measured(nodes: Sequence[network.Node], ranks_on_each: int, *words: str, at: Path) -> list[dict]:
     """Rows of `bench collectives`, whose ranks run on these nodes."""
-    size = len(nodes) * ranks_on_each
-    running = []
-    for rank in range(size):
-        node, local = divmod(rank, ranks_on_each)
-        said = {"RANK": rank, "WORLD_SIZE": size, "LOCAL_RANK": local, "LOCAL_WORLD_SIZE": ranks_on_each, "MASTER_PORT": PORT}
-        env = environment(
-            **{name: str(value) for name, value in said.items()},
-            MASTER_ADDR=nodes[0].address,
-            OMP_NUM_THREADS="1",
-        )
-        command = [sys.executable, "-m", "paceline", "bench", "collectives", *words, "--json", "found.json"]
-        running.append(nodes[node].start(command, cwd=at, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True))
-    try:
-        for process in running:
-            out, _ = process.communicate(timeout=200)
-            assert process.returncode == 0, out
-    finally:
-        for process in running:
-            process.kill()
-            process.communicate()
+    command = [sys.executable, "-m", "paceline", "bench", "collectives", *words, "--json", "found.json"]
+    network.succeed(network.start_ranks(nodes, command, at, PORT, ranks_on_each), timeout_s=200)
     return json.loads((at / "found.json").read_text())["rows"]
 
 

@@ -3,7 +3,6 @@
 import contextlib
 import os
 import platform
-import subprocess
 import time
 from importlib import metadata
 from pathlib import Path
@@ -14,7 +13,7 @@ import torch.distributed as dist
 
 import models
 import network
-from command import PACELINE, environment, of_kind, write_task
+from command import PACELINE, of_kind, write_task
 from harness import ranks, training
 from paceline import Spec
 from paceline.errors import LaunchError
@@ -186,20 +185,8 @@ needs_namespaces = pytest.mark.skipif(network.why_not() is not None, reason=f"no
 
 def notes_of(nodes: list[network.Node], run: Path) -> list[str]:
     """Of a training with a rank on each node."""
-    running = []
-    for rank, node in enumerate(nodes):
-        said = {"RANK": rank, "WORLD_SIZE": len(nodes), "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1, "MASTER_PORT": PORT, "OMP_NUM_THREADS": 1}
-        env = environment(MASTER_ADDR=nodes[0].address, **{name: str(value) for name, value in said.items()})
-        words = [*PACELINE, "train", "my.py:Regression", "--steps", "1", "--batch", "12", "--device", "cpu", "--run", run.name]
-        running.append(node.start(words, cwd=run.parent, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True))
-    try:
-        for process in running:
-            out, _ = process.communicate(timeout=120)
-            assert process.returncode == 0, out
-    finally:
-        for process in running:
-            process.kill()
-            process.communicate()
+    words = [*PACELINE, "train", "my.py:Regression", "--steps", "1", "--batch", "12", "--device", "cpu", "--run", run.name]
+    network.succeed(network.start_ranks(nodes, words, run.parent, PORT))
     (started,) = of_kind(run, Started)
     return [note for note in started.notes if "MB/s" in note]
 

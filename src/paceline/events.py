@@ -5,6 +5,7 @@ that event. The figures of quick steps come together, some ten times a second: a
 which ended earlier. A run that was interrupted and resumed repeats the steps after its last checkpoint: the later line counts.
 """
 
+import contextlib
 import json
 import math
 import os
@@ -148,6 +149,11 @@ class Writer:
 
     def close(self) -> None:
         os.close(self._file)
+
+
+def append(path: Path, event: Event) -> None:
+    with contextlib.closing(Writer(path)) as writer:
+        writer.write(event)
 
 
 def _drop_torn_line(file: int) -> None:

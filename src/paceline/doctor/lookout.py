@@ -115,5 +115,4 @@ class Lookout:
             return
         self.found = found
         self.run.diagnosis.write_text("\n".join([time.strftime("%F %T"), sentences(found), *details(found), ""]))
-        with contextlib.closing(events.Writer(self.run.events)) as writer:
-            writer.write(Stalled(step=found.step, ranks=found.at_fault, message=sentences(found)))
+        events.append(self.run.events, Stalled(step=found.step, ranks=found.at_fault, message=sentences(found)))

@@ -1,6 +1,5 @@
 """Why a training ended: the one rank or node that failed first, of those that failed with it."""
 
-import contextlib
 import platform
 import signal
 import time
@@ -44,7 +43,7 @@ def cause(run: RunFolder, failures: Failures, before: int, left: Container[int],
         return error
     message = f"{why.text}; {run.way_out()}"
     if why.is_news:
-        _write(run, Failed(what="run", step=step, rank=why.rank, message=message))
+        events.append(run.events, Failed(what="run", step=step, rank=why.rank, message=message))
     if not why.shows_log:
         return RankError(message)
     end = "\n".join(f"  {line}" for line in said.splitlines()[-LOG_LINES:])
@@ -54,7 +53,7 @@ def cause(run: RunFolder, failures: Failures, before: int, left: Container[int],
 def say_again(run: RunFolder, failures: Failures, before: int, left: Container[int], stuck: Diagnosis | None) -> None:
     """Write down why all ranks are started again."""
     why, step = _why(run, failures, before, left, stuck)
-    _write(run, Failed(what="rank", step=step, rank=why.rank, message=f"{why.text}; all ranks are started again"))
+    events.append(run.events, Failed(what="rank", step=step, rank=why.rank, message=f"{why.text}; all ranks are started again"))
 
 
 def _why(run: RunFolder, failures: Failures, before: int, left: Container[int], stuck: Diagnosis | None) -> tuple[_Why, int]:
@@ -93,7 +92,7 @@ def words(event: Failed) -> str:
 def given_up(run: RunFolder, stuck: Diagnosis, step: int) -> RankError:
     """A training that stood still after `step`."""
     message = f"{_gave_up(run, stuck, step)}; {run.way_out()}"
-    _write(run, Failed(what="run", step=step, rank=next(iter(stuck.at_fault), None), message=message))
+    events.append(run.events, Failed(what="run", step=step, rank=next(iter(stuck.at_fault), None), message=message))
     return RankError(message)
 
 
@@ -106,7 +105,7 @@ def tell_of_silent(run: RunFolder, failures: Failures, before: int, left: Contai
     told, step = last_words(run, before)
     for rank, child in _silent(failures, told, left)[:1]:
         message = f"rank {rank} on {platform.node()} was killed by {signal.Signals(-child.exitcode).name}"
-        _write(run, Failed(what="run", step=step, rank=rank, message=message))
+        events.append(run.events, Failed(what="run", step=step, rank=rank, message=message))
 
 
 def gone(run: RunFolder, ranks: Iterable[int]) -> str:
@@ -123,11 +122,6 @@ def unheard(run: RunFolder, before: int) -> list[int]:
     """The ranks of the last start on other machines that have not said why they end."""
     told, _ = last_words(run, before)
     return [one.rank for one in beats(run) if one is not None and one.rank not in told and one.host != platform.node()]
-
-
-def _write(run: RunFolder, event: Failed) -> None:
-    with contextlib.closing(events.Writer(run.events)) as writer:
-        writer.write(event)
 
 
 def last_words(run: RunFolder, before: int) -> tuple[dict[int | None, Failed], int]:

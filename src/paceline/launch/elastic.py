@@ -36,7 +36,7 @@ class _Agent(LocalElasticAgent):
 
 
 def run_agent(
-    run: RunFolder, ranks: int, restarts: int, meeting: RendezvousHandler, logs_specs: LogsSpecs, again: Again, address: str | None = None
+    run: RunFolder, ranks: int, restarts: int, meeting: RendezvousHandler, logs_specs: LogsSpecs, again: Again, address: str
 ) -> None:
     """Returns when the ranks of this machine are done. `address`: of this machine, as others see it.
 

@@ -18,7 +18,6 @@ from paceline.doctor.diagnose import Diagnosis
 from paceline.doctor.lookout import Lookout
 from paceline.errors import Error, RankError, RunError
 from paceline.events import Ended, Event, Failed, Stalled, Started, Step
-from paceline.launch.cause import given_up
 from paceline.launch.signals import STOPPED, Interrupt
 from paceline.launch.world import World
 from paceline.plan.plan import AUTO, Plan, parse
@@ -85,6 +84,8 @@ def run_alone(spec: Spec, launch: Launch, world: World, run: RunFolder | None) -
 
 def _give_up(run: RunFolder, found: Diagnosis | None) -> None:
     """Of a rank that waits in torch and would not hear of an exception; the launcher, or their lost connections, end the others."""
+    from paceline.launch.cause import given_up  # with torch's agent, which a rank does not need
+
     if found is not None:
         print(f"paceline: {given_up(run, found, found.step)}", file=sys.stderr, flush=True)
         os._exit(2)
@@ -183,8 +184,6 @@ def _recorded(spec: Spec, launch: Launch, world: World, run: RunFolder, interrup
             lost_peer = is_of_lost_peer(error)
             message = str(error) if isinstance(error, Error) else f"{type(error).__name__}: {str(error).strip() or 'no message'}"
             if run.path.exists():
-                with contextlib.closing(events.Writer(run.events)) as last_words:
-                    last_words.write(
-                        Failed(what="run", step=step, rank=world.rank, message=message, lost_peer=lost_peer, meant=isinstance(error, Error))
-                    )
+                meant = isinstance(error, Error)
+                events.append(run.events, Failed(what="run", step=step, rank=world.rank, message=message, lost_peer=lost_peer, meant=meant))
             raise

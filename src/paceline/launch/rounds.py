@@ -1,6 +1,5 @@
 """The starts of ranks over several nodes: which nodes were there, and which were lost between two of them."""
 
-import contextlib
 from collections.abc import Sequence
 
 from paceline import events
@@ -40,8 +39,7 @@ class Rounds:
             return
         on = several(len(names), "node")
         message = f"{why}, after step {step}; all ranks are started again on {on}: {', '.join(names)}"
-        with contextlib.closing(events.Writer(self.run.events)) as writer:
-            writer.write(Failed(what="node", step=step, rank=None, message=message))
+        events.append(self.run.events, Failed(what="node", step=step, rank=None, message=message))
 
     def _why(self, names: Sequence[str]) -> tuple[str | None, int]:
         """Why the last start ended, and after which step: nodes that did not come back, else what a rank said, else ranks that said

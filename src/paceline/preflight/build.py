@@ -9,10 +9,8 @@ from paceline.units import format_bytes, format_count, several
 
 def ranks(flight: Flight) -> Says:
     job = flight.job
-    yield (
-        "passes",
-        several(job.ranks, "rank") + (f" on {job.nodes} nodes, {job.ranks_per_node} on each" if job.nodes > 1 else " on one node"),
-    )
+    where = f"{job.nodes} nodes, {job.ranks_per_node} on each" if job.nodes > 1 else "one node"
+    yield "passes", f"{several(job.ranks, 'rank')} on {where}"
 
 
 def task(flight: Flight) -> Says:

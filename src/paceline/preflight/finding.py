@@ -32,11 +32,10 @@ class Check(NamedTuple):
 
 def findings(flight: Flight, checks: Mapping[str, Check]) -> Iterator[Finding]:
     """Of each check in turn, also after one that fails."""
-    missing: set[str] = set()
+    failed: set[str] = set()
     skipped: set[str] = set()
     for name, check in checks.items():
-        if lacking := sorted(check.needs & missing - skipped or check.needs & skipped):
-            missing.add(name)
+        if lacking := sorted(check.needs & failed or check.needs & skipped):
             skipped.add(name)
             yield Finding(name, "skipped", f"needs what {' and '.join(lacking)} would tell")
             continue
@@ -44,10 +43,10 @@ def findings(flight: Flight, checks: Mapping[str, Check]) -> Iterator[Finding]:
             for verdict, message in check.run(flight):
                 yield Finding(name, verdict, message)
         except Error as error:
-            missing.add(name)
+            failed.add(name)
             yield Finding(name, "fails", str(error))
         except Exception as error:  # of the task, mostly
-            missing.add(name)
+            failed.add(name)
             stack = [Frame(frame.filename, frame.lineno or 0, frame.name) for frame in traceback.extract_tb(error.__traceback__)]
             where = place([frame for frame in stack if not frame.file.startswith(OWN)]) or place(stack)
             yield Finding(name, "fails", f"{type(error).__name__} in {where}: {error}")
