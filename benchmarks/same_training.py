@@ -19,7 +19,7 @@ STEPS = 120
 
 def train(plan: str, ranks: int, precision: str, folder: Path) -> list[Step]:
     run = folder / f"{plan}-{precision}"
-    words = ["train", "digits", "--plan", plan, "--ranks", ranks, "--precision", precision, "--steps", STEPS, "--run", run]
+    words = ["train", "digits", "--plan", plan, "--ranks", ranks, "--precision", precision, "--steps", STEPS, "--run-dir", run]
     words += ["--device", "cpu"]
     subprocess.run([sys.executable, "-m", "paceline", *map(str, words)], check=True, stdout=subprocess.DEVNULL)
     return [event for event in read(run / "events.jsonl") if isinstance(event, Step)]

@@ -55,7 +55,7 @@ def seconds_by_hand(folder: Path) -> float:
 
 def seconds_of_paceline(folder: Path) -> float:
     began = time.time()
-    _run([sys.executable, "-m", "paceline", "train", "digits", "--ranks", str(RANKS), "--steps", "1", "--run", str(folder / "run")])
+    _run([sys.executable, "-m", "paceline", "train", "digits", "--ranks", str(RANKS), "--steps", "1", "--run-dir", str(folder / "run")])
     events = [json.loads(line) for line in (folder / "run" / "events.jsonl").read_text().splitlines()]
     return next(event["time"] for event in events if event["event"] == "step") - began
 

@@ -276,7 +276,7 @@ class Contender:
         if loop is None:
             task = CASES[case].task if name == "Paceline" else CASES[case].one_by_one
             wish = ["--batch", str(CASES[case].batch), "--steps", str(10**9), "--ranks", str(RANKS)]
-            words = ["paceline", "train", f"{__file__}:{task.__name__}", *wish, "--run", str(folder / "run")]
+            words = ["paceline", "train", f"{__file__}:{task.__name__}", *wish, "--run-dir", str(folder / "run")]
         else:
             words = ["torch.distributed.run", "--standalone", "--nproc-per-node", str(RANKS), __file__, case, "--loop", name]
         path = folder / "gate"

@@ -391,7 +391,7 @@ def test_measuring_again_makes_accounts_void() -> None:
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     at = tmp_path_factory.mktemp("account")
     small = [word for name in ("width=16", "depth=2", "context=8") for word in ("--set", name)]
-    succeed("train", "text", *small, "--ranks", "2", "--batch", "4", "--steps", "12", "--account", "--run", "a", at=at)
+    succeed("train", "text", *small, "--ranks", "2", "--batch", "4", "--steps", "12", "--account", "--run-dir", "a", at=at)
     [device] = {json.loads((at / "a" / "provenance.json").read_text())["processor"]}
     facts = Device(name=device, kind="cpu", memory_bytes=Fact(value=2**30), peaks_flops={"fp32": Fact(value=1e11)})
     file.write(at / "cluster.json", Cluster(name="here", device=facts))

@@ -35,7 +35,7 @@ def write_machine(folder: Path, memory_bytes: float = 8e9) -> None:
 def test_the_run_says_what_it_took_and_goes_on_with_it(tmp_path: Path) -> None:
     write_task(tmp_path)
     write_machine(tmp_path)
-    succeed("train", *WORDS, "--ranks", "2", "--run", "run", at=tmp_path)
+    succeed("train", *WORDS, "--ranks", "2", "--run-dir", "run", at=tmp_path)
     [started] = of_kind(tmp_path / "run", Started)
     _, launch = load(tmp_path / "run/spec.toml", {})
     assert launch.plan == started.plan == str(parse(started.plan))

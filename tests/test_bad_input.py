@@ -161,9 +161,9 @@ def refused(*words: str | Path, at: Path, status: int = 2, **env: str) -> str:
             "train bad.py:Regression --batch 10 --ranks 2 --plan zero3,micro=2",
             "batch 10 is not divisible by ranks × micro = 2 × 2 = 4: use --batch 12 or 8",
         ),
-        (f"train bad.py:Regression --run {os.devnull}", f"{os.devnull} exists already; say another --run (it is no run)"),
+        (f"train bad.py:Regression --run-dir {os.devnull}", f"{os.devnull} exists already; say another --run-dir (it is no run)"),
         (
-            f"train bad.py:Regression --ranks 2 --run {os.devnull}/r",
+            f"train bad.py:Regression --ranks 2 --run-dir {os.devnull}/r",
             f"cannot make the run folder {os.devnull}/r: Not a directory",
         ),
         ("train --set epochs=3 digits", "digits has no field epochs; there is width"),
@@ -232,8 +232,8 @@ def test_a_file_with_a_mistake(here, tmp_path):
 
 def test_a_run_that_exists_already(here, tmp_path):
     RunFolder(tmp_path).spec.touch()
-    expected = f"{tmp_path} exists already; say another --run (go on with it: paceline resume {tmp_path})"
-    assert refused("train", "bad.py:Regression", "--run", tmp_path, "--ranks", "2", at=here) == expected
+    expected = f"{tmp_path} exists already; say another --run-dir (go on with it: paceline resume {tmp_path})"
+    assert refused("train", "bad.py:Regression", "--run-dir", tmp_path, "--ranks", "2", at=here) == expected
 
 
 def test_debug_shows_where_it_came_from(here):
@@ -475,7 +475,7 @@ def test_a_metric_that_is_not_there(here):
 
 
 def train_two(here: Path, at: Path, fate: str, *words: str, **env: str) -> Result:
-    common = ("--set", f"fate={fate}", "--batch", "8", "--steps", "12", "--ranks", "2", "--run", at / "r")
+    common = ("--set", f"fate={fate}", "--batch", "8", "--steps", "12", "--ranks", "2", "--run-dir", at / "r")
     return paceline("train", f"{here}/bad.py:Changed", *common, *words, at=at, **env)
 
 
@@ -519,7 +519,7 @@ def test_a_rank_that_dies_names_itself(here, tmp_path):
 @pytest.mark.slow
 def test_a_rank_that_is_killed_names_itself(here, tmp_path):
     slow = slow_down(tmp_path / "slow", 0.02)
-    words = ("train", f"{here}/bad.py:Regression", "--batch", "8", "--steps", "200", "--ranks", "2", "--run", "r")
+    words = ("train", f"{here}/bad.py:Regression", "--batch", "8", "--steps", "200", "--ranks", "2", "--run-dir", "r")
     with start(*words, at=tmp_path, SLOW=str(slow)) as running:
         running.until_step(tmp_path / "r", 3)
         running.ranks()[1].send_signal(signal.SIGSEGV)
@@ -536,7 +536,7 @@ def test_a_rank_that_is_killed_names_itself(here, tmp_path):
 def test_of_several_starts_the_last_one_counts(here, tmp_path):
     """In the first one rank 0 is killed, and rank 1 says that it lost it; in the second it is the other way round."""
     slow, run = slow_down(tmp_path / "slow", 0.02), tmp_path / "r"
-    words = ("train", f"{here}/bad.py:Regression", "--batch", "8", "--steps", "200", "--ranks", "2", "--run", "r", "--restarts", "1")
+    words = ("train", f"{here}/bad.py:Regression", "--batch", "8", "--steps", "200", "--ranks", "2", "--run-dir", "r", "--restarts", "1")
     with start(*words, at=tmp_path, SLOW=str(slow)) as running:
         for start_number, rank in ((1, 0), (2, 1)):
             running.until(lambda n=start_number: len(of_kind(run, Started)) == n, f"started {start_number} times")
@@ -563,7 +563,7 @@ def test_a_rank_that_fails_at_its_start_is_named_and_not_the_one_that_waits_for_
 )
 def test_a_mistake_in_the_task_shows_its_line(fate, words, here, tmp_path):
     """It is the user's own code: where it broke is what helps."""
-    spec = ("train", f"{here}/bad.py:Changed", "--set", f"fate={fate}", "--batch", "8", "--steps", "12", "--run", "r")
+    spec = ("train", f"{here}/bad.py:Changed", "--set", f"fate={fate}", "--batch", "8", "--steps", "12", "--run-dir", "r")
     result = paceline(*spec, at=tmp_path)
     assert result.status != 0
     assert f'File "{here}/bad.py", line' in result.err

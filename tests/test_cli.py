@@ -79,7 +79,7 @@ def trained(tmp_path_factory) -> tuple[Path, Result]:
         'task = "my.py:Tied"\nranks = 2\nplan = "zero3"\nbatch = 12\nsteps = 9\nseed = 3\n'
         '[set]\nwidth = 12\ndropout = 0.1\n[optimizer]\nname = "sgd"\nlr = 0.5\n[save]\nkeep = 9\n'
     )
-    flags = ("--run", "r", "--plan", "ddp,micro=2", "--steps", "12", "--lr", "0.01", "--set", "width=10", "--save-every", "5")
+    flags = ("--run-dir", "r", "--plan", "ddp,micro=2", "--steps", "12", "--lr", "0.01", "--set", "width=10", "--save-every", "5")
     return at, succeed("train", "run.toml", *flags, at=at)
 
 
@@ -245,7 +245,7 @@ def test_the_revision_of_the_users_code(tmp_path):
         subprocess.run(["git", *words], cwd=tmp_path, check=True, timeout=60)
     head = subprocess.run(["git", "rev-parse", "HEAD"], cwd=tmp_path, check=True, capture_output=True, text=True).stdout.strip()
     (tmp_path / "my.py").write_text(TASK + "\n# changed\n")
-    succeed("train", "my.py:Regression", "--steps", "2", "--device", "cpu", "--run", "r", at=tmp_path)
+    succeed("train", "my.py:Regression", "--steps", "2", "--device", "cpu", "--run-dir", "r", at=tmp_path)
     facts = json.loads((tmp_path / "r/provenance.json").read_text())
     assert (facts["git_revision"], facts["git_changed"]) == (head, True)
 
@@ -265,7 +265,7 @@ def test_tensorboard_can_read_it(trained):
 def test_its_request_can_be_trained_again(trained, tmp_path):
     """And gives the same weights, bit for bit."""
     at, _ = trained
-    again = succeed("train", at / "r/spec.toml", "--run", "again", at=tmp_path)
+    again = succeed("train", at / "r/spec.toml", "--run-dir", "again", at=tmp_path)
     assert again.err == ""
     assert not unequal(weights(tmp_path / "again"), weights(at / "r"))
 
@@ -429,17 +429,29 @@ def test_whoever_starts_the_ranks_the_weights_are_the_same(launcher, tmp_path):
     assert "\x1b" not in result.out
     [run] = (tmp_path / "runs").iterdir()
     assert re.fullmatch(r"regression-\d{8}-\d{6}", run.name)
-    succeed("train", run / "spec.toml", "--run", "own", at=tmp_path)
+    succeed("train", run / "spec.toml", "--run-dir", "own", at=tmp_path)
     assert not unequal(weights(run), weights(tmp_path / "own"))
+
+
+def test_torchrun_passes_every_option_on():
+    """torchrun's parser expands abbreviations of its own options also behind the module's name."""
+    from torch.distributed.run import get_args_parser
+    from typer.main import get_command
+
+    from paceline.cli import app
+
+    for name, command in get_command(app).commands.items():
+        for option in (option for parameter in command.params for option in parameter.opts if option.startswith("-")):
+            parsed = get_args_parser().parse_args(["--nproc-per-node", "2", "-m", "paceline", name, option, "x"])
+            assert parsed.training_script_args == [name, option, "x"]
 
 
 @pytest.mark.slow
 def test_under_torchrun_it_is_stopped_and_resumed(tmp_path):
-    """torchrun reads on behind the module's name, and takes --run for one of its own options; behind -- it does not."""
     write_task(tmp_path)
     slow, run = slow_down(tmp_path / "slow", 0.01), tmp_path / "r"
-    program = (*TORCHRUN, "-m", "paceline", "--")
-    words = ("train", "my.py:Regression", "--steps", "100", "--batch", "12", "--run", "r")
+    program = (*TORCHRUN, "-m", "paceline")
+    words = ("train", "my.py:Regression", "--steps", "100", "--batch", "12", "--run-dir", "r")
     with start(*words, at=tmp_path, program=program, SLOW=str(slow)) as running:
         running.until_step(run, 4)
         running.process.send_signal(signal.SIGINT)
@@ -485,7 +497,7 @@ def on_a_terminal(*words: str, at: Path, columns: int = 120, timeout_s: float = 
 def test_progress_on_a_terminal(tmp_path):
     write_task(tmp_path)
     slow = slow_down(tmp_path / "slow", 0.01)
-    words = ("train", "my.py:Regression", "--steps", "20", "--batch", "12", "--set", "validation=6", "--run", "r", "--device", "cpu")
+    words = ("train", "my.py:Regression", "--steps", "20", "--batch", "12", "--set", "validation=6", "--run-dir", "r", "--device", "cpu")
     status, seen = on_a_terminal(*words, at=tmp_path, SLOW=str(slow))
     assert status == 0, seen
     plain = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", seen)

@@ -231,7 +231,7 @@ def test_what_attention_leaves_out_is_seen_by_the_output() -> None:
 )
 def test_before_anything_starts(words: list[str], message: str, tmp_path: Path) -> None:
     words = [word.format(tests=Path(__file__).parent) for word in words]
-    result = paceline("train", *words, "--ranks", "4", "--batch", "8", "--run", "r", at=tmp_path)
+    result = paceline("train", *words, "--ranks", "4", "--batch", "8", "--run-dir", "r", at=tmp_path)
     assert result.status == 2
     assert message in result.err
     assert result.err.count("\n") == 1

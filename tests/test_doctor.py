@@ -36,7 +36,7 @@ STUCK = TASK.replace(
 def begin(folder: Path, *more: str, steps: int = 60, program: Sequence[str] = PACELINE) -> Running:
     """Two ranks, whose steps take some 0.1 s."""
     slow_down(folder / "slow", 0.01)
-    words = ("train", write_task(folder, STUCK), "--ranks", "2", "--batch", "16", "--steps", str(steps), "--run", "run", *more)
+    words = ("train", write_task(folder, STUCK), "--ranks", "2", "--batch", "16", "--steps", str(steps), "--run-dir", "run", *more)
     return start(*words, at=folder, program=program, SLOW=str(folder / "slow"), STUCK=str(folder / "stuck"))
 
 
@@ -107,7 +107,7 @@ def test_a_rank_that_is_stuck_in_its_data_and_then_one_that_is_stopped(tmp_path:
     assert second.message in RunFolder(run).diagnosis.read_text()
 
 
-TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "paceline", "--")
+TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "paceline")
 
 
 @pytest.mark.slow
@@ -418,7 +418,7 @@ def test_nothing_is_said_unasked_before_half_of_the_patience() -> None:
 def test_the_commands_of_the_page(tmp_path: Path) -> None:
     page = (Path(__file__).parent.parent / "docs/hangs.md").read_text()
     [block] = re.findall(r"<!-- run as tests/test_doctor.py: commands -->\n```sh\n(.*?)```", page, re.S)
-    words = ("train", write_task(tmp_path), "--ranks", "2", "--batch", "16", "--steps", "2", "--run", "runs/a")
+    words = ("train", write_task(tmp_path), "--ranks", "2", "--batch", "16", "--steps", "2", "--run-dir", "runs/a")
     assert paceline(*words, at=tmp_path).status == 0
     for line in block.splitlines():
         assert paceline(*line.split()[1:], at=tmp_path).out == "runs/a is not running: it was done at step 2\n"

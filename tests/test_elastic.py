@@ -46,7 +46,7 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The same training on one process."""
     at = tmp_path_factory.mktemp("alone")
     write_task(at)
-    succeed("train", "my.py:Regression", *ASKED, "--run", "r", at=at)
+    succeed("train", "my.py:Regression", *ASKED, "--run-dir", "r", at=at)
     return at / "r"
 
 
@@ -236,7 +236,7 @@ class TestSlurm:
     def submit(self, there: Slurm, folder: Path, *words: str) -> str:
         write_task(folder)
         env = environment(OMP_NUM_THREADS="1", SLOW=str(slow_down(folder / "slow", 0.02)), **there.env)
-        command = [*PACELINE, "submit", "my.py:Regression", *ASKED, "--plan", "zero1", "--run", "r", "--ranks-per-node", "1", *words]
+        command = [*PACELINE, "submit", "my.py:Regression", *ASKED, "--plan", "zero1", "--run-dir", "r", "--ranks-per-node", "1", *words]
         done = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=60, check=True)
         return done.stdout.split()[-1]
 
@@ -305,7 +305,7 @@ class TestSlurm:
         write_task(tmp_path)
         inside = ("salloc", "--quiet", "--nodes=2", "--no-kill", *PACELINE)
         words = ("train", "my.py:Regression", *ASKED, "--plan", "zero1", "--nodes", "1:2", "--ranks-per-node", "1", "--restarts", "1")
-        result = paceline(*words, "--run", "r", at=tmp_path, program=inside, OMP_NUM_THREADS="1", **there.env)
+        result = paceline(*words, "--run-dir", "r", at=tmp_path, program=inside, OMP_NUM_THREADS="1", **there.env)
         assert result.status == 0, result.all
         assert [event.ranks for event in of_kind(tmp_path / "r", Started)] == [2]
 

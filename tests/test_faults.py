@@ -19,13 +19,13 @@ GREEDY = TASK.replace(
 )
 # A dataset that a user has cut already, by a rank of his own.
 OWN_PART = TASK.replace("count = self.samples if", "count = self.samples - int(os.environ.get('RANK', 0)) if")
-TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "paceline", "--")
+TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "paceline")
 LAUNCHERS = [PACELINE, pytest.param(TORCHRUN, marks=pytest.mark.slow)]
 
 
 def begin(folder: Path, source: str, *more: str, program: tuple[str, ...] = PACELINE) -> Running:
     slow_down(folder / "slow", 0.01)
-    words = ("train", write_task(folder, source), "--ranks", "2", "--batch", "16", "--steps", "1000", "--run", "run", *more)
+    words = ("train", write_task(folder, source), "--ranks", "2", "--batch", "16", "--steps", "1000", "--run-dir", "run", *more)
     return start(*words, at=folder, program=program, SLOW=str(folder / "slow"), ROOM=str(folder / "room"), OMP_NUM_THREADS="1")
 
 

@@ -19,7 +19,7 @@ from paceline.launch import interface
 from paceline.launch.interface import OTHERS, address_towards, check_interfaces, choose_interface, own_names
 
 PORT = 29541
-WORDS = ("train", "my.py:Regression", "--steps", "6", "--batch", "12", "--set", "dropout=0.0", "--device", "cpu", "--run")
+WORDS = ("train", "my.py:Regression", "--steps", "6", "--batch", "12", "--set", "dropout=0.0", "--device", "cpu", "--run-dir")
 needs_namespaces = pytest.mark.skipif(network.why_not() is not None, reason=f"no network namespaces: {network.why_not()}")
 
 # On this machine

@@ -28,7 +28,7 @@ FAILING = [*LAUNCHERS[:2], pytest.param(MPICH, id="mpich", marks=[has_mpich, pyt
 def alone(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
     folder = tmp_path_factory.mktemp("alone")
     write_task(folder)
-    assert paceline("train", "my.py:Regression", *WORDS, "--run", "run", at=folder).status == 0
+    assert paceline("train", "my.py:Regression", *WORDS, "--run-dir", "run", at=folder).status == 0
     return [step.loss for step in of_kind(folder / "run", Step)]
 
 
@@ -74,7 +74,7 @@ def test_other_ranks_than_were_started_are_refused(tmp_path: Path) -> None:
 def test_resume_under_torchrun(tmp_path: Path, alone: list[float]) -> None:
     write_task(tmp_path)
     words = [word if word != "12" else "7" for word in WORDS]
-    assert paceline("train", "my.py:Regression", *words, "--run", "run", at=tmp_path).status == 0
+    assert paceline("train", "my.py:Regression", *words, "--run-dir", "run", at=tmp_path).status == 0
     resumed = paceline("resume", "run", "--steps", "12", at=tmp_path, program=TORCHRUN, OMP_NUM_THREADS="1")
     assert resumed.status == 0, resumed.all
     assert [step.loss for step in of_kind(tmp_path / "run", Step)] == pytest.approx(alone, rel=1e-5)

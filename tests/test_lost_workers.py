@@ -12,7 +12,20 @@ from paceline.events import Ended, Failed, Started, Step
 def begin(folder: Path, plan: str, *more: str, steps: int = 40, source: str = TASK) -> Running:
     """Four ranks, whose steps take at least 0.04 s."""
     slow_down(folder / "slow", 0.005)
-    words = ("train", write_task(folder, source), "--batch", "24", "--steps", steps, "--set", "norm=false", "--run", "run", "--ranks", "4")
+    words = (
+        "train",
+        write_task(folder, source),
+        "--batch",
+        "24",
+        "--steps",
+        steps,
+        "--set",
+        "norm=false",
+        "--run-dir",
+        "run",
+        "--ranks",
+        "4",
+    )
     return start(*map(str, words), "--plan", plan, *more, at=folder, SLOW=str(folder / "slow"))
 
 
@@ -124,7 +137,7 @@ def test_a_signal_stops_it_and_resume_goes_on(tmp_path: Path) -> None:
     ],
 )
 def test_bad_plans_are_refused_before_anything_starts(plan: str, batch: str, message: str, tmp_path: Path) -> None:
-    words = ("train", write_task(tmp_path), "--ranks", "4", "--batch", batch, "--plan", plan, "--run", "run")
+    words = ("train", write_task(tmp_path), "--ranks", "4", "--batch", batch, "--plan", plan, "--run-dir", "run")
     with start(*words, at=tmp_path) as running:
         result = running.wait()
     assert (result.status, result.err) == (2, f"paceline: {message}\n")

@@ -101,7 +101,7 @@ def test_all_is_looked_at_even_when_much_fails():
     assert found["slurm"] == ["skipped: needs what site would tell"]
     assert found["plan"] == ["fails: batch 13 is not divisible by ranks × micro = 2 × 1 = 2: use --batch 14 or 12"]
     assert found["build"] == found["memory"] == found["time"] == ["skipped: needs what plan would tell"]
-    assert found["room"] == ["fails: . exists already; say another --run (it is no run)"]
+    assert found["room"] == ["fails: . exists already; say another --run-dir (it is no run)"]
     assert len(failing(found)) == 3
     assert found["task"][0].startswith("passes: Points makes a model of 78 parameters")
 
@@ -288,7 +288,7 @@ def test_room_is_that_of_real_checkpoints(ranks, here):
     if ranks == 1:
         list(train(Spec(task="digits", steps=2), world=World(), run=create(here / "r", Spec(), Launch())))
     else:
-        words = ("--steps", "2", "--ranks", str(ranks), "--device", "cpu", "--run", "r", "--plan", "zero1")
+        words = ("--steps", "2", "--ranks", str(ranks), "--device", "cpu", "--run-dir", "r", "--plan", "zero1")
         succeed("train", "digits", *words, at=here)
     real = [path.stat().st_size for path in (here / "r/ckpt/step_2").iterdir()]
     flight = asked(task="digits", batch=64, ranks=ranks)
@@ -301,8 +301,8 @@ def test_room_is_that_of_real_checkpoints(ranks, here):
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ("size=3m", "has 3.0 MiB free; say another --run"),
-        ("size=64m,nr_inodes=20", "has room for 19 files; say another --run"),
+        ("size=3m", "has 3.0 MiB free; say another --run-dir"),
+        ("size=64m,nr_inodes=20", "has room for 19 files; say another --run-dir"),
         ("size=64m", None),
     ],
 )

@@ -33,7 +33,7 @@ RAY = {"RAY_AUTH_MODE": "disabled", "RAY_ADDRESS": "local"}
 def through(tmp_path_factory: pytest.TempPathFactory) -> dict[str, np.ndarray]:
     folder = tmp_path_factory.mktemp("through")
     write_task(folder)
-    succeed("train", *WORDS, "--ranks", "2", "--run", "r", at=folder)
+    succeed("train", *WORDS, "--ranks", "2", "--run-dir", "r", at=folder)
     return weights(folder / "r")
 
 
@@ -41,7 +41,9 @@ def begin(folder: Path, *words: str, **env: str) -> Running:
     """With samples that take so long that it can be hit in the middle."""
     write_task(folder)
     slow = slow_down(folder / "slow", 0.01)
-    return start("train", *WORDS, "--ranks", "2", "--run", "r", "--launcher", "ray", *words, at=folder, **{"SLOW": str(slow)} | RAY | env)
+    return start(
+        "train", *WORDS, "--ranks", "2", "--run-dir", "r", "--launcher", "ray", *words, at=folder, **{"SLOW": str(slow)} | RAY | env
+    )
 
 
 def until_saved(running: Running, run: Path) -> None:

@@ -57,7 +57,7 @@ def test_the_loop_that_the_caller_owns(folder):
 
 def test_the_request_in_a_file(folder):
     (folder / "run.toml").write_text(blocks("docs/runs.md")["run.toml"])
-    assert "done" in run("paceline train run.toml --run runs/from-file", folder)
+    assert "done" in run("paceline train run.toml --run-dir runs/from-file", folder)
 
 
 def test_links_lead_somewhere():

@@ -133,7 +133,7 @@ def stopped(tmp_path_factory) -> Path:
     at = tmp_path_factory.mktemp("refit")
     write_task(at)
     for name, steps in (("through", "12"), ("r", "6")):
-        succeed("train", "my.py:Regression", *WORDS, "--steps", steps, "--ranks", "1", "--run", name, at=at)
+        succeed("train", "my.py:Regression", *WORDS, "--steps", steps, "--ranks", "1", "--run-dir", name, at=at)
     return at
 
 

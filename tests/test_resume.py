@@ -283,7 +283,7 @@ def test_however_it_is_stopped(plan, way, then, task, tmp_path):
     spec = wanted(task, steps=120, save=Save(every=4, minutes=NEVER))
     trained(size, spec, plan, tmp_path / "through")
     slow = slow_down(tmp_path / "slow", 0.01)
-    words = ("train", request(spec, tmp_path), "--run", "r", "--plan", plan, "--ranks", str(size), *stop.words)
+    words = ("train", request(spec, tmp_path), "--run-dir", "r", "--plan", plan, "--ranks", str(size), *stop.words)
     with start(*words, at=tmp_path, SLOW=str(slow)) as running:
         running.until(lambda: steps_done(run) >= 6 and of_checkpoints(run), "at step 6, with a checkpoint")
         stop(running)
@@ -325,7 +325,7 @@ def test_however_it_is_stopped(plan, way, then, task, tmp_path):
 def test_a_second_signal_ends_it_at_once(task, tmp_path):
     slow = slow_down(tmp_path / "slow", 0.01)
     spec = wanted(task, steps=120, save=Save(every=2, minutes=NEVER))
-    words = ("train", request(spec, tmp_path), "--run", "r", "--ranks", "2")
+    words = ("train", request(spec, tmp_path), "--run-dir", "r", "--ranks", "2")
     with start(*words, at=tmp_path, SLOW=str(slow)) as running:
         running.until(lambda: steps_done(tmp_path / "r") >= 4 and of_checkpoints(tmp_path / "r"), "at step 4, with a checkpoint")
         slow_down(slow, 600)
@@ -343,7 +343,7 @@ def test_a_second_signal_ends_it_at_once(task, tmp_path):
 @pytest.mark.slow
 def test_ranks_whose_launcher_is_killed_while_they_start_do_not_wait_for_it(task, tmp_path):
     """It has the store by which they would find each other."""
-    with start("train", request(wanted(task), tmp_path), "--run", "r", "--ranks", "2", at=tmp_path) as running:
+    with start("train", request(wanted(task), tmp_path), "--run-dir", "r", "--ranks", "2", at=tmp_path) as running:
         running.until(lambda: len(psutil.Process(running.process.pid).children()) == 2, "with two ranks")
         time.sleep(0.5)
         running.process.kill()
@@ -357,7 +357,7 @@ def test_ranks_whose_launcher_is_killed_while_they_start_do_not_wait_for_it(task
 def test_what_was_told_to_go_on_after_a_hang_up_goes_on(task, tmp_path):
     """nohup paceline train …"""
     slow = slow_down(tmp_path / "slow", 0.01)
-    words = ("train", request(wanted(task, steps=30), tmp_path), "--run", "r", "--ranks", "2")
+    words = ("train", request(wanted(task, steps=30), tmp_path), "--run-dir", "r", "--ranks", "2")
     with start(*words, at=tmp_path, program=("nohup", *command.PACELINE), SLOW=str(slow)) as running:
         running.until_step(tmp_path / "r", 4)
         running.process.send_signal(signal.SIGHUP)
@@ -567,7 +567,7 @@ def test_a_save_that_fails_costs_nothing_but_itself(task, tmp_path):
     """Files may not grow beyond 200 kB for a while: less than a checkpoint, more than the list of events."""
     run, slow = tmp_path / "r", slow_down(tmp_path / "slow", 0.004)
     spec = wanted(task, steps=60, save=Save(every=3, minutes=NEVER), width=256)
-    with start("train", request(spec, tmp_path), "--run", "r", "--ranks", "2", at=tmp_path, SLOW=str(slow)) as running:
+    with start("train", request(spec, tmp_path), "--run-dir", "r", "--ranks", "2", at=tmp_path, SLOW=str(slow)) as running:
         running.until(lambda: bool(of_kind(run, Saved)), "saved once")
         for rank in running.ranks().values():
             rank.rlimit(psutil.RLIMIT_FSIZE, (200_000, psutil.RLIM_INFINITY))
@@ -624,7 +624,7 @@ def test_a_disk_that_is_full_ends_no_run(task, small_disk, tmp_path):
     """All of the run lies on it: events, logs and TensorBoard's files too. Two checkpoints of 2.4 MB fit, a third one does not."""
     run = small_disk / "r"
     spec = wanted(task, steps=12, save=Save(every=3, minutes=NEVER), width=256)
-    result = succeed("train", request(spec, tmp_path), "--run", run, "--ranks", "2", at=tmp_path)
+    result = succeed("train", request(spec, tmp_path), "--run-dir", run, "--ranks", "2", at=tmp_path)
     assert result.err == ""
     assert "checkpoint of step 9 was not written: No space left on device; the last good one is step 6" in result.out
     assert of_checkpoints(run) == [3, 6]

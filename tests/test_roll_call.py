@@ -185,7 +185,7 @@ needs_namespaces = pytest.mark.skipif(network.why_not() is not None, reason=f"no
 
 def notes_of(nodes: list[network.Node], run: Path) -> list[str]:
     """Of a training with a rank on each node."""
-    words = [*PACELINE, "train", "my.py:Regression", "--steps", "1", "--batch", "12", "--device", "cpu", "--run", run.name]
+    words = [*PACELINE, "train", "my.py:Regression", "--steps", "1", "--batch", "12", "--device", "cpu", "--run-dir", run.name]
     network.succeed(network.start_ranks(nodes, words, run.parent, PORT))
     (started,) = of_kind(run, Started)
     return [note for note in started.notes if "MB/s" in note]

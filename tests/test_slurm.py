@@ -67,7 +67,7 @@ def queue(slurm: Slurm) -> str:
 def test_a_job_is_told_to_save_and_goes_on_where_it_was(ranks_per_node, there, tmp_path):
     """On two nodes; the same training as one process, to the last step that was asked for and no further."""
     slow, run = slow_down(tmp_path / "slow", 0.05 * ranks_per_node), tmp_path / "runs/a"
-    words = ("--nodes", "2", "--ranks-per-node", str(ranks_per_node), "--time", "00:10:00", "--plan", "zero1", "--run", "runs/a")
+    words = ("--nodes", "2", "--ranks-per-node", str(ranks_per_node), "--time", "00:10:00", "--plan", "zero1", "--run-dir", "runs/a")
     job = submit(there, tmp_path, *words, SLOW=str(slow))
     assert "; nothing has happened yet\n" in succeed("status", "runs/a", at=tmp_path, **there.env).out
     until(lambda: steps_done(run) >= 3, "at step 3", run)
@@ -85,7 +85,7 @@ def test_a_job_is_told_to_save_and_goes_on_where_it_was(ranks_per_node, there, t
     assert of_kind(run, Ended)[-1].reason == "done"
     assert f"job {job} is queued again" in succeed("logs", "runs/a", at=tmp_path, program=PACELINE, **there.env).out
     assert not [path for path in run.iterdir() if path.name.startswith(".")], "no note of a meeting place is left"
-    succeed("train", "my.py:Regression", *ASKED, "--run", "alone", at=tmp_path)
+    succeed("train", "my.py:Regression", *ASKED, "--run-dir", "alone", at=tmp_path)
     assert [each.loss for each in of_kind(run, Step)] == pytest.approx([each.loss for each in of_kind(tmp_path / "alone", Step)], rel=1e-10)
 
     if ranks_per_node == 1:
@@ -103,8 +103,8 @@ def test_a_job_is_told_to_save_and_goes_on_where_it_was(ranks_per_node, there, t
 def test_a_job_is_cancelled(there, tmp_path):
     """One that runs saves first; one that waits is taken from the queue."""
     slow, run = slow_down(tmp_path / "slow", 0.02), tmp_path / "runs/a"
-    job = submit(there, tmp_path, "--time", "10", "--run", "runs/a", SLOW=str(slow))
-    waiting = submit(there, tmp_path, "--nodes", "2", "--ranks-per-node", "4", "--run", "runs/b")
+    job = submit(there, tmp_path, "--time", "10", "--run-dir", "runs/a", SLOW=str(slow))
+    waiting = submit(there, tmp_path, "--nodes", "2", "--ranks-per-node", "4", "--run-dir", "runs/b")
     until(lambda: steps_done(run) >= 2, "at step 2", run)
     assert re.match(rf"runs/b: job {waiting} PENDING", succeed("status", "runs/b", at=tmp_path, **there.env).out)
     for name, number in (("b", waiting), ("a", job)):
@@ -130,7 +130,7 @@ def test_a_job_is_cancelled(there, tmp_path):
 def test_in_an_allocation_train_starts_on_all_of_its_nodes(there, tmp_path):
     write_task(tmp_path)
     inside = ("salloc", "--quiet", "--nodes=2", "--ntasks-per-node=1", *PACELINE)
-    words = ("train", "my.py:Regression", *ASKED, "--nodes", "2", "--ranks-per-node", "1", "--plan", "zero3", "--run", "r")
+    words = ("train", "my.py:Regression", *ASKED, "--nodes", "2", "--ranks-per-node", "1", "--plan", "zero3", "--run-dir", "r")
     with start(
         *words, at=tmp_path, program=inside, OMP_NUM_THREADS="1", SLOW=str(slow_down(tmp_path / "slow", 0.01)), **there.env
     ) as running:
@@ -184,7 +184,7 @@ def test_trainings_of_a_job_array_do_not_meet_each_other(there, tmp_path):
 @needs_slurm
 @pytest.mark.slow
 def test_ranks_that_fail_say_why_once(there, tmp_path):
-    job = submit(there, tmp_path, "--nodes", "2", "--ranks-per-node", "2", "--set", "widht=3", "--run", "r")
+    job = submit(there, tmp_path, "--nodes", "2", "--ranks-per-node", "2", "--set", "widht=3", "--run-dir", "r")
     there.until_state(job, "FAILED")
     log = (tmp_path / f"r/slurm-{job}.out").read_text()
     assert log.count("has no field widht; did you mean width?") == 1, log
@@ -209,7 +209,7 @@ def test_a_container_and_a_folder_that_is_staged_in(there, tmp_path):
         f'container = "image.sif"\nscratch = "{tmp_path}/$SLURMD_NODENAME"\nstage_in = "{stage}"\n[environment]\nOMP_NUM_THREADS = "1"\n'
     )
     path = f"{image.parent}:{PATH}"
-    job = submit(there, tmp_path, "--nodes", "2", "--ranks-per-node", "1", "--run", "r", PATH=path)
+    job = submit(there, tmp_path, "--nodes", "2", "--ranks-per-node", "1", "--run-dir", "r", PATH=path)
     there.until_state(job, "COMPLETED", "FAILED", timeout_s=120)
     assert of_kind(tmp_path / "r", Ended), next((tmp_path / "r").glob("slurm-*")).read_text()
     assert of_kind(tmp_path / "r", Started)[0].ranks == 2
@@ -373,7 +373,7 @@ def test_there_is_no_slurm(tmp_path):
 
 
 def test_a_dry_run_prints_the_script_and_leaves_nothing(tmp_path):
-    words = ("submit", "digits", "--nodes", "2", "--ranks-per-node", "4", "--time", "1:00:00", "--run", "runs/a", "--dry-run")
+    words = ("submit", "digits", "--nodes", "2", "--ranks-per-node", "4", "--time", "1:00:00", "--run-dir", "runs/a", "--dry-run")
     script = succeed(*words, at=tmp_path).out
     assert script.startswith("#!/bin/bash\n#SBATCH --job-name=a\n#SBATCH --nodes=2\n#SBATCH --ntasks-per-node=4\n#SBATCH --time=1:00:00\n")
     assert not [*tmp_path.iterdir()]
@@ -382,7 +382,7 @@ def test_a_dry_run_prints_the_script_and_leaves_nothing(tmp_path):
 @pytest.mark.parametrize("words", [("submit", "my.py:Regression", "--dry-run"), ("status", "r"), ("cancel", "r")])
 def test_they_do_not_wait_for_torch(words, tmp_path):
     write_task(tmp_path)
-    succeed("train", "my.py:Regression", "--steps", "1", "--device", "cpu", "--run", "r", at=tmp_path)
+    succeed("train", "my.py:Regression", "--steps", "1", "--device", "cpu", "--run-dir", "r", at=tmp_path)
     result = paceline(*words, at=tmp_path, program=(sys.executable, "-X", "importtime", "-m", "paceline"))
     imported = {line.rpartition("|")[2].strip() for line in result.err.splitlines() if line.startswith("import time:")}
     assert f"paceline.cli.{words[0]}" in imported
@@ -396,7 +396,7 @@ def test_a_training_on_this_machine_is_seen_and_cancelled(tmp_path):
     write_task(tmp_path)
     slow = slow_down(tmp_path / "slow", 0.02)
     assert paceline("status", at=tmp_path).err == "paceline: there is no run in runs/; say which folder\n"
-    with start("train", "my.py:Regression", *ASKED, "--ranks", "1", "--run", "runs/a", at=tmp_path, SLOW=str(slow)) as running:
+    with start("train", "my.py:Regression", *ASKED, "--ranks", "1", "--run-dir", "runs/a", at=tmp_path, SLOW=str(slow)) as running:
         running.until_step(tmp_path / "runs/a", 2)
         assert re.fullmatch(r"runs/a: running, step \d+ of 24, loss \d\.\d+\n", succeed("status", at=tmp_path).out)
         assert re.fullmatch(

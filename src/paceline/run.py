@@ -235,7 +235,7 @@ def _cannot_make(path: Path, error: OSError) -> RunError:
 
 def _exists(path: Path) -> RunError:
     way_out = f"go on with it: paceline resume {path}" if (path / "spec.toml").exists() else "it is no run"
-    return RunError(f"{path} exists already; say another --run ({way_out})")
+    return RunError(f"{path} exists already; say another --run-dir ({way_out})")
 
 
 def open_run(path: Path) -> RunFolder:

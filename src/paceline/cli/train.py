@@ -40,5 +40,5 @@ def _go_on_with(launch: Launch, me: World) -> None:
     from paceline.run import open_run
 
     if launch.run is None:
-        raise LaunchError(f"{me.launcher} has started the ranks again, and nothing says which run to go on with: say --run FOLDER")
+        raise LaunchError(f"{me.launcher} has started the ranks again, and nothing says which run to go on with: say --run-dir FOLDER")
     go_on(open_run(Path(launch.run)), {}, me, again=True)

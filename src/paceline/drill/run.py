@@ -153,7 +153,7 @@ class Drill:
 
 
 def _begin(training: Training) -> None:
-    training.start("train", str(training.folder / request.REQUEST), "--run", str(training.run.path), "--restarts", "1")
+    training.start("train", str(training.folder / request.REQUEST), "--run-dir", str(training.run.path), "--restarts", "1")
 
 
 def _go_through(scene: Scene, outcome: Outcome) -> None:

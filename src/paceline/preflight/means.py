@@ -76,7 +76,7 @@ def room(flight: Flight) -> Says:
     """Bytes and files of all checkpoints that are there at once, against what the file system and its quota leave."""
     there = next(folder for folder in (flight.run, *flight.run.absolute().parents) if folder.is_dir())
     if not os.access(there, os.W_OK):
-        yield "fails", f"you may not write to {there}; say another --run"
+        yield "fails", f"you may not write to {there}; say another --run-dir"
         return
     try:
         quotas = directories.quotas()
@@ -88,14 +88,14 @@ def room(flight: Flight) -> Says:
     size, files = needed(flight, kept)
     wanted = f"{kept} checkpoints of {format_bytes(size / kept)} (--keep {flight.spec.save.keep}, the best and the next) in {files:,} files"
     if short := [*_short(found, size, files)]:
-        yield "fails", f"{wanted} do not fit: {there} has {' and '.join(short)}; say another --run, or make room, or --keep fewer"
+        yield "fails", f"{wanted} do not fit: {there} has {' and '.join(short)}; say another --run-dir, or make room, or --keep fewer"
         return
     free = " and ".join([format_bytes(found.free_bytes or 0), *([f"{found.free_files:,} files"] if found.free_files else [])])
     yield "passes", f"{wanted}; {there} ({found.filesystem or 'unknown'}) has {free} free"
     if found.quota is not None and (over := [*_above_soft(found.quota, size, files)]):
         yield "warns", f"with them {' and '.join(over)} exceeded, which is allowed for a while only"
     if found.filesystem in HERE_ONLY and flight.job.nodes > 1:
-        yield "warns", f"{there} is {found.filesystem}, which other nodes do not see; say a --run on a shared file system"
+        yield "warns", f"{there} is {found.filesystem}, which other nodes do not see; say a --run-dir on a shared file system"
 
 
 def needed(flight: Flight, kept: int) -> tuple[int, int]:
