@@ -1,10 +1,11 @@
 PYTHON ?= python3
 BIN := .venv/bin
+PIP = $(BIN)/python -m pip install --constraint constraints.txt --editable
 SIDE_BY_SIDE := --numprocesses logical --maxprocesses 4 --dist loadfile
 
 .PHONY: train test test-all lint install clean
 
-train: install  ## train a CNN on handwritten digits on 2 processes
+train: .venv/paceline  ## train a CNN on handwritten digits on 2 processes
 	$(BIN)/paceline train digits --ranks 2
 
 test: install lint  ## the test suite, without the long sweeps
@@ -15,14 +16,23 @@ test-all: install lint  ## with the long sweeps
 
 lint: install
 	$(BIN)/ruff check
+	$(BIN)/ruff format --check
 	$(BIN)/mypy
 
 install: .venv/installed
 
-# Open MPI, MPICH, iproute2, tmux, slurm-wlm and munge are for tests only; where they cannot be installed, their tests say so and are left out.
-.venv/installed: pyproject.toml constraints.txt
+# What training needs: torch, and eight small packages with what they depend on.
+.venv/paceline: pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[dev]"
+	@echo "Installing Paceline and torch into .venv: 0.2 GB to download for the CPU build of torch, over 2 GB for the CUDA build."
+	$(PIP) .
+	touch $@
+
+# What tests and linters need besides. Open MPI, MPICH, iproute2, tmux, slurm-wlm and munge are for tests only; where they cannot
+# be installed, their tests say so and are left out.
+.venv/installed: .venv/paceline
+	@echo "Installing what tests and linters need into .venv: about 0.3 GB to download."
+	$(PIP) ".[dev]"
 	touch $@
 
 clean:

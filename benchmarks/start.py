@@ -16,20 +16,22 @@ from importlib.metadata import version
 from pathlib import Path
 
 RANKS = 2
+DIGITS = Path(__file__).parent.parent / "src/paceline/tasks/digits.npz"
 
 
 def by_hand() -> None:
+    import numpy as np
     import torch
     import torch.distributed as dist
     import torch.nn.functional as F
-    from sklearn.datasets import load_digits
     from torch import nn
     from torch.nn.parallel import DistributedDataParallel
     from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
     dist.init_process_group("gloo")
-    images, labels = load_digits(return_X_y=True)
-    dataset = TensorDataset(torch.tensor(images, dtype=torch.float32).view(-1, 1, 8, 8) / 16, torch.tensor(labels))
+    digits = np.load(DIGITS)
+    images, labels = torch.from_numpy(digits["images"]), torch.from_numpy(digits["labels"])
+    dataset = TensorDataset(images.float().view(-1, 1, 8, 8) / 16, labels.long())
     loader = DataLoader(dataset, batch_size=64 // RANKS, sampler=DistributedSampler(dataset))
     torch.manual_seed(0)
     layers = (nn.Conv2d(1, 32, 3, padding=1), nn.ReLU(), nn.Conv2d(32, 64, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten())

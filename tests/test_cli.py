@@ -93,7 +93,7 @@ def test_help_does_not_wait_for_torch(words, tmp_path):
     result = paceline(*words, at=tmp_path, program=(sys.executable, "-X", "importtime", "-m", "paceline"))
     imported = {line.rpartition("|")[2].strip() for line in result.err.splitlines() if line.startswith("import time:")}
     assert "paceline.cli.train" in imported
-    assert not {name for name in imported if name.partition(".")[0] in ("torch", "numpy", "sklearn", "tensorboard")}
+    assert not {name for name in imported if name.partition(".")[0] in ("torch", "numpy", "tensorboard")}
     assert result.out.strip(), "it says something"
     assert result.status == (0 if words else 2)
 
@@ -513,7 +513,6 @@ def test_progress_on_a_terminal(tmp_path):
 
 def test_the_digits_are_learnt_by_default(tmp_path):
     """`paceline train`, for a short while."""
-    pytest.importorskip("sklearn")
     succeed("train", "--steps", "60", "--device", "cpu", "--ranks", "2", at=tmp_path)
     [run] = (tmp_path / "runs").iterdir()
     assert run.name.startswith("digits-")
