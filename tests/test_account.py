@@ -33,6 +33,7 @@ from paceline.plan.search import fastest, search
 from paceline.plan.speeds import speeds
 from paceline.plan.time import PARTS
 from paceline.report.measured import measured
+from paceline.run import RunFolder
 from paceline.training.account import Accounting
 from paceline.training.peak import Allocation, held
 from paceline.training.timeline import END, GRADIENTS, STEP, UPDATED, Op, on_device, on_host
@@ -431,7 +432,8 @@ def test_one_sentence(run: Path, tmp_path: Path) -> None:
         command(run.parent / "b")
     gone = tmp_path / "gone"
     shutil.copytree(run, gone)
-    (gone / "spec.toml").write_text((gone / "spec.toml").read_text().replace('"text"', f'"{tmp_path}/gone.py:Net"'))
+    spec, launch = RunFolder(gone).request()
+    RunFolder(gone).write_request(spec.model_copy(update={"task": f"{tmp_path}/gone.py:Net"}), launch)
     with pytest.raises(TaskError, match="ask for --measured alone"):
         command(gone, str(run.parent / "cluster.json"))
 

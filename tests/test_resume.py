@@ -25,7 +25,7 @@ from harness import difference, ranks
 from paceline import Spec, World, train
 from paceline import spec as specs
 from paceline.errors import CheckpointError, RunError
-from paceline.events import Ended, Evaluated, Failed, Saved, Started
+from paceline.events import Ended, Evaluated, Failed, Saved, Started, Step
 from paceline.plan.plan import parse
 from paceline.run import RunFolder
 from paceline.spec import Launch, Optimizer, Save, Schedule
@@ -674,7 +674,7 @@ def test_what_was_changed_since_is_refused(file, was, now, message, stopped, tmp
     run.spec.write_text(edited(run.spec.read_text(), str(stopped), str(tmp_path)))
     (tmp_path / file).write_text(edited((tmp_path / file).read_text(), was, now))
     with pytest.raises(CheckpointError) as caught:
-        next(train(run.request()[0], world=World(), run=run))
+        next(train(specs.load_own(run.spec, {}, edited=True)[0], world=World(), run=run))
     assert str(caught.value).startswith(f"{run.path}/ckpt/step_2 {message}".format(at=tmp_path, stopped=stopped))
     assert "\n" not in str(caught.value)
 
@@ -692,11 +692,75 @@ def test_a_refusal_is_one_sentence(file, was, now, message, stopped, tmp_path):
     run = RunFolder(tmp_path / "r")
     run.spec.write_text(edited(run.spec.read_text(), str(stopped), str(tmp_path)))
     (tmp_path / file).write_text(edited((tmp_path / file).read_text(), was, now))
-    result = paceline("resume", "r", at=tmp_path)
+    result = paceline("resume", "r", "--edited", at=tmp_path)
     assert result.status == 2, result.all
     assert result.err.startswith(f"paceline: {message}"), result.all
     assert result.err.count("\n") == 1
     assert of_checkpoints(run.path) == [2]
+
+
+def without_line(text: bytes, start: bytes) -> bytes:
+    return b"".join(line for line in text.splitlines(keepends=True) if not line.startswith(start))
+
+
+DAMAGE = {
+    "empty": lambda text: b"",
+    "cut": lambda text: text[: len(text) // 2],
+    "zeros": lambda text: bytes(len(text)),
+    "a table lost": lambda text: text[: text.index(b"[optimizer]")],
+    "a line lost": lambda text: without_line(text, b"steps"),
+    "a digit": lambda text: text.replace(b"lr = 0.01", b"lr = 0.03"),
+    "the last line lost": lambda text: without_line(text, b"# checksum"),
+    "the last byte lost": lambda text: text[:-1],
+    "a line behind": lambda text: text + b"threads = 1\n",
+}
+
+
+def test_a_damaged_request_is_refused_and_kept(stopped, tmp_path):
+    shutil.copytree(stopped, tmp_path, dirs_exist_ok=True, ignore=shutil.ignore_patterns("__pycache__"))
+    run = RunFolder(tmp_path / "r")
+    whole = run.spec.read_bytes()
+    assert b"lr = 0.01" in whole
+    for name, damage in DAMAGE.items():
+        run.spec.write_bytes(damage(whole))
+        assert run.spec.read_bytes() != whole, name
+        found = paceline("resume", "r", at=tmp_path)
+        assert (found.status, found.err.count("\n")) == (2, 1), (name, found.all)
+        assert found.err.startswith("paceline: r/spec.toml is not "), (name, found.all)
+        assert run.spec.read_bytes() == damage(whole), name
+        assert not run.next_spec.exists()
+    for name in ("empty", "cut", "a table lost"):
+        run.spec.write_bytes(DAMAGE[name](whole))
+        found = paceline("resume", "r", "--edited", at=tmp_path)
+        assert found.status == 2, (name, found.all)
+        assert run.spec.read_bytes() == DAMAGE[name](whole), name
+    assert "r/spec.toml lacks optimizer.name and " in found.err, found.all
+    run.spec.write_bytes(whole)
+    succeed("resume", "r", "--steps", "3", at=tmp_path)  # the control
+
+
+def test_an_edited_request_is_accepted_where_that_is_said(stopped, tmp_path):
+    shutil.copytree(stopped, tmp_path, dirs_exist_ok=True, ignore=shutil.ignore_patterns("__pycache__"))
+    run = RunFolder(tmp_path / "r")
+    run.spec.write_text(edited(run.spec.read_text(), "lr = 0.01", "lr = 0.03"))
+    succeed("resume", "r", "--edited", "--steps", "3", at=tmp_path)
+    assert run.request()[0].optimizer.lr == 0.03
+    assert of_kind(run.path, Step)[-1].lr == 0.03
+    assert not run.next_spec.exists()
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_request_is_replaced_only_by_one_that_starts(ranks, stopped, tmp_path):
+    shutil.copytree(stopped, tmp_path, dirs_exist_ok=True, ignore=shutil.ignore_patterns("__pycache__"))
+    run = RunFolder(tmp_path / "r")
+    (tmp_path / "my.py").write_text(edited((tmp_path / "my.py").read_text(), "samples: int = 53", "samples: int = 54"))
+    run.spec.write_text(edited(run.spec.read_text(), str(stopped), str(tmp_path)))
+    before = run.spec.read_bytes()
+    found = paceline("resume", "r", "--edited", "--lr", "0.5", "--ranks", str(ranks), at=tmp_path)
+    assert found.status != 0
+    assert "made with training samples 53, got 54" in found.err, found.all
+    assert (run.spec.read_bytes(), run.next_spec.exists()) == (before, False)
+    assert of_checkpoints(run.path) == [2], "a run that was not made by this command is not deleted with its failure"
 
 
 def test_a_run_that_is_done_is_not_resumed_but_further(stopped, tmp_path):

@@ -27,7 +27,8 @@ from paceline.spec import Launch, Spec
 class RunFolder:
     """A run is a folder of plain files:
 
-    spec.toml         the request, resolved; `paceline train spec.toml` starts the like again
+    spec.toml         the request, resolved and with a checksum; `paceline train spec.toml` starts the like again
+    spec.next.toml    the request of a resume, until its ranks have started; then it takes the place of spec.toml
     provenance.json   where it came from: git revision, versions, host, command
     job.sh            the script that a scheduler runs; it may be submitted again by hand
     job               the number of the last such job
@@ -45,6 +46,10 @@ class RunFolder:
     @property
     def spec(self) -> Path:
         return self.path / "spec.toml"
+
+    @property
+    def next_spec(self) -> Path:
+        return self.path / "spec.next.toml"
 
     @property
     def provenance(self) -> Path:
@@ -118,12 +123,27 @@ class RunFolder:
         return self.path / "diagnosis.txt"
 
     def request(self) -> tuple[Spec, Launch]:
-        return spec_file.load(self.spec, {})
+        """What the run was last started with. Raises SpecError where the file is not whole."""
+        return spec_file.load_own(self.spec, {})
+
+    def next_request(self) -> tuple[Spec, Launch]:
+        """What the ranks are to train: the request of a resume, if there is one that has not started yet."""
+        return spec_file.load_own(self.next_spec if self.next_spec.exists() else self.spec, {})
 
     def write_request(self, spec: Spec, launch: Launch) -> None:
+        """Replace the request of the run, and with it that of a resume."""
+        self.write_next_request(spec, launch)
+        self.accept_next_request()
+
+    def write_next_request(self, spec: Spec, launch: Launch) -> None:
         beside = self.spec.with_suffix(".tmp")
         spec_file.save(beside, spec, launch)
-        beside.replace(self.spec)
+        beside.replace(self.next_spec)
+
+    def accept_next_request(self) -> None:
+        """The ranks have started with it."""
+        with contextlib.suppress(FileNotFoundError):  # accepted before, or the run is new
+            self.next_spec.replace(self.spec)
 
     def delete(self) -> None:
         shutil.rmtree(self.path)

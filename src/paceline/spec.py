@@ -1,14 +1,18 @@
 """What is wanted of a training: frozen values, read from TOML, overridden by `key=value`; nothing is repaired in silence."""
 
+import copy
 import difflib
+import os
 import re
 import tomllib
-from collections.abc import Iterable, Mapping
+import zlib
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
 import tomli_w
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic.fields import FieldInfo
 
 from paceline.errors import SpecError
 
@@ -152,7 +156,46 @@ class Launch(Value):
 
 def load(path: Path | None, overrides: Mapping[str, Any]) -> tuple[Spec, Launch]:
     """Spec and Launch from a TOML file, with dotted keys (`optimizer.lr`) on top; None takes a key back. Raises SpecError."""
-    tree = read_toml(path) if path is not None else {}
+    return _build_with(read_toml(path) if path is not None else {}, overrides)
+
+
+def load_own(path: Path, overrides: Mapping[str, Any], edited: bool = False) -> tuple[Spec, Launch]:
+    """The same from the request that `save` wrote for a run, which must be whole: no key may fall back to its default.
+
+    edited: it was changed by hand; then its checksum is not compared, but every key with a default must be there. Raises SpecError."""
+    tree = read_toml(path)
+    if not edited and not _is_sealed(path.read_bytes()):
+        raise SpecError(
+            f"{path} is not what Paceline wrote there (its checksum in the last line is missing or differs); put the file back, "
+            f"or if you edited it, accept it: paceline resume {path.parent} --edited"
+        )
+    request = _build_with(copy.deepcopy(tree), overrides)
+    if edited and (missing := [key for key in _never_absent() if not _has(tree, key.split("."))]):
+        more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
+        raise SpecError(f"{path} lacks {missing[0]}{more}; a run's request has all its keys, which paceline train --keys lists")
+    return request
+
+
+def _never_absent() -> list[str]:
+    """Keys that `save` always writes: those whose default is not None."""
+    kinds: tuple[type[BaseModel], ...] = (Launch, Spec)
+    return [".".join(path) for kind in kinds for path, field in _leaves(kind) if field.default is not None]
+
+
+def _leaves(kind: type[BaseModel]) -> Iterator[tuple[tuple[str, ...], FieldInfo]]:
+    """The keys of a table and of those within it."""
+    for name, field in kind.model_fields.items():
+        if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
+            yield from (((name, *path), leaf) for path, leaf in _leaves(field.annotation))
+        else:
+            yield (name,), field
+
+
+def _has(tree: Any, path: list[str]) -> bool:
+    return not path or (isinstance(tree, dict) and path[0] in tree and _has(tree[path[0]], path[1:]))
+
+
+def _build_with(tree: dict[str, Any], overrides: Mapping[str, Any]) -> tuple[Spec, Launch]:
     for key, value in overrides.items():
         *parents, leaf = key.split(".", 1) if not key.startswith("set.") else ("set", key.removeprefix("set."))
         node = tree
@@ -187,9 +230,23 @@ def build(tree: Mapping[str, Any]) -> tuple[Spec, Launch]:
 
 
 def save(path: Path, spec: Spec, launch: Launch) -> None:
-    """Write what `load` reads."""
+    """Write what `load` and `load_own` read: on the disk when this returns."""
     tree = launch.model_dump(exclude_none=True) | spec.model_dump(exclude_none=True)
-    path.write_text(tomli_w.dumps(tree))
+    with open(path, "wb") as file:
+        file.write(_sealed(tomli_w.dumps(tree).encode()))
+        file.flush()
+        os.fsync(file.fileno())
+
+
+SEAL = b"# checksum "
+
+
+def _sealed(text: bytes) -> bytes:
+    return text + SEAL + f"{zlib.crc32(text):08x}\n".encode()
+
+
+def _is_sealed(content: bytes) -> bool:
+    return content == _sealed(content[: max(content.rfind(SEAL), 0)])
 
 
 def parse_overrides(items: Iterable[str]) -> dict[str, Any]:

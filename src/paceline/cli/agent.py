@@ -19,7 +19,7 @@ def agent(run: Path) -> None:
     from paceline.run import open_run
 
     folder, me = open_run(run), world()
-    spec, launch = folder.request()
+    spec, launch = folder.next_request()
     if (step := done(folder, spec)) is not None:
         if me.rank == 0:
             print(f"{folder.path} is done: it was trained to step {step}")

@@ -25,6 +25,7 @@ def resume(
     device: Annotated[str | None, typer.Option(help="cpu or cuda. Default: as before.")] = None,
     restarts: Annotated[int | None, typer.Option(help="Start all ranks again so often after one died.")] = None,
     timeout: Annotated[float | None, typer.Option(help="Seconds to wait for a rank. Default: as before.")] = None,
+    edited: Annotated[bool, typer.Option("--edited", help="Accept a spec.toml that was changed by hand.")] = False,
 ) -> None:
     """Go on with a run from its last whole checkpoint, to the end that was asked for."""
     from paceline.cli.request import node_range
@@ -36,20 +37,22 @@ def resume(
     said: dict[str, Any] = {key: value for key, value in flags.items() if value is not None}
     if most is not None:
         said["least_nodes"] = least
-    go_on(open_run(run), specs.one_length(said), world())
+    go_on(open_run(run), specs.one_length(said), world(), edited=edited)
 
 
-def go_on(folder: RunFolder, overrides: dict[str, Any], me: World, again: bool = False) -> None:
+def go_on(folder: RunFolder, overrides: dict[str, Any], me: World, again: bool = False, edited: bool = False) -> None:
     """Train what a run asks for, with these keys over it, from its last checkpoint. Exits with the status of the training.
 
     again: a scheduler has started the same once more, so that there may be nothing left to do.
+    edited: the request of the run was changed by hand, and is accepted.
     """
     from paceline.cli.start import check, start
 
     if me.launcher is not None:
         overrides = {"ranks": me.size} | overrides
-    before = folder.request()[1]
-    spec, launch = specs.load(folder.spec, overrides)
+    file = folder.next_spec if again and folder.next_spec.exists() else folder.spec
+    before = specs.load_own(file, {}, edited)[1]
+    spec, launch = specs.load_own(file, overrides, edited)
     if "plan" in overrides:
         launch = launch.model_copy(update={"chosen": None, "asked": None, "asked_ranks": None})
     elif launch.ranks != before.ranks and launch.ranks is not None:
@@ -66,8 +69,12 @@ def go_on(folder: RunFolder, overrides: dict[str, Any], me: World, again: bool =
         return
     if me.rank == 0:
         folder.lock().close()  # nobody else is at it
-        folder.write_request(spec, launch)
-    start(spec, launch, me, folder)
+        folder.write_next_request(spec, launch)
+    try:
+        start(spec, launch, me, folder)
+    finally:
+        if me.rank == 0:  # refused: the run keeps the request that it has
+            folder.next_spec.unlink(missing_ok=True)
 
 
 def done(folder: RunFolder, spec: Spec) -> int | None:

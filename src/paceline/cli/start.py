@@ -8,7 +8,7 @@ import typer
 
 from paceline import spec as specs
 from paceline import task
-from paceline.errors import Error, LaunchError
+from paceline.errors import LaunchError
 from paceline.launch.script import alike
 from paceline.launch.starters import is_rank, starter
 from paceline.launch.world import World
@@ -69,17 +69,10 @@ def start(spec: Spec, launch: Launch, me: World, run: RunFolder | None) -> NoRet
 
         raise typer.Exit(run_alone(spec, launch, me, run))
     assert run is not None
-    new = not run.events.exists()
-    try:
-        status = starter(launch).start(run, launch)
-    except Error:
-        if new and not _has_started(run):
-            run.delete()  # nothing half done
-        raise
-    raise typer.Exit(status)
+    raise typer.Exit(starter(launch).start(run, launch))
 
 
-def _has_started(run: RunFolder) -> bool:
+def has_started(run: RunFolder) -> bool:
     from paceline.events import Started, read
 
     return run.events.exists() and any(isinstance(event, Started) for event in read(run.events))

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from paceline.cli.request import Request, requesting
-from paceline.errors import LaunchError
+from paceline.errors import Error, LaunchError
 from paceline.launch.world import World, world
 from paceline.spec import Launch, Spec
 
@@ -19,7 +19,7 @@ def start_new(spec: Spec, launch: Launch, me: World) -> None:
     if me.launcher is not None and launch.launcher is not None:
         raise LaunchError(f"--launcher {launch.launcher}, but {me.launcher} has started this process as a rank; leave --launcher out")
     from paceline import task
-    from paceline.cli.start import check, start
+    from paceline.cli.start import check, has_started, start
     from paceline.launch.starters import is_rank
     from paceline.run import create, reserve
 
@@ -31,7 +31,13 @@ def start_new(spec: Spec, launch: Launch, me: World) -> None:
     if is_rank(launch, me):
         start(spec, launch, me, None)
         return
-    start(spec, launch, me, create(reserve(launch.run, spec.task), spec, launch))
+    run = create(reserve(launch.run, spec.task), spec, launch)
+    try:
+        start(spec, launch, me, run)
+    except Error:
+        if not has_started(run):
+            run.delete()  # nothing half done
+        raise
 
 
 def _go_on_with(launch: Launch, me: World) -> None:

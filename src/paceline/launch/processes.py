@@ -87,7 +87,7 @@ def here(ranks: int) -> Slots:
 
 def servers(run: RunFolder) -> int | None:
     """How many keep the weights; of the other ranks any may be killed. None: there are none, and all ranks are needed."""
-    plan = run.request()[1].plan
+    plan = run.next_request()[1].plan
     return parse(plan).servers if plan is not None else None
 
 

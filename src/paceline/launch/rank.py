@@ -35,7 +35,7 @@ LOST_PEER = re.compile(
 def run_started(run: RunFolder, world: World, launcher: int) -> None:
     """A rank of our own launcher: the folder is there, the launcher shows what happens."""
     os.dup2(2, 1)  # one log a rank
-    spec, launch = run.request()  # for more ranks, where nodes were lost
+    spec, launch = run.next_request()  # for more ranks, where nodes were lost
     started = threading.Event()
     with Interrupt(launcher) as interrupt, contextlib.closing(_recorded(spec, launch, world, run, interrupt)) as happening:
         threading.Thread(target=_leave_if_orphaned, args=(interrupt, started), daemon=True).start()
@@ -172,6 +172,7 @@ def _recorded(spec: Spec, launch: Launch, world: World, run: RunFolder, interrup
                             launch = launch.model_copy(update={"plan": event.plan, "asked": AUTO, "ranks": world.size})
                             if run.path.exists():
                                 run.write_request(spec, launch)
+                        run.accept_next_request()
                         if not run.path.exists():
                             create(run.path, spec, launch.model_copy(update={"ranks": world.size}))
                             held.enter_context(run.lock())
