@@ -57,7 +57,8 @@ def beats(run: RunFolder) -> list[Beat | None]:
     if not found:
         return []
     newest = max(found, key=lambda one: one.began)
-    of_this_start = {one.rank: one for one in found if one.time >= newest.began}
+    late_s = {one.rank: 0.0 if one.host == newest.host else beat.CLOCK_S for one in found}  # clocks of other machines may differ so much
+    of_this_start = {one.rank: one for one in found if one.time >= newest.began - late_s[one.rank]}
     return [of_this_start.get(rank) for rank in range(newest.ranks)]
 
 
@@ -70,9 +71,8 @@ def state(one: Beat | None) -> str:
     if _is_elsewhere(one):
         return "runs"
     with contextlib.suppress(psutil.Error):
-        process = psutil.Process(one.pid)
-        if process.create_time() <= one.time + 1:  # else another one has its number by now
-            return _state_of(process)
+        if beat.birth(one.pid) == one.birth:  # else another process has its id by now
+            return _state_of(psutil.Process(one.pid))
     return "gone"
 
 

@@ -3,11 +3,14 @@
 import contextlib
 import json
 import os
+import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
+
+import psutil
 
 START, DATA, FORWARD, BACKWARD, UPDATE, REPORT, EVALUATE, SAVE, ENDED = (
     "start",
@@ -41,6 +44,7 @@ class Beat:
     since: float  # in this phase; in an evaluation, at this batch
     patience_s: float | None  # that the ranks wait for one another now; None: they do not
     spent_s: Mapping[str, float]  # in each phase, a step of late
+    birth: float | None = None  # of its process, see `birth`
 
 
 @dataclass(frozen=True)
@@ -78,6 +82,20 @@ class Answer:
 
 
 T = TypeVar("T")
+
+
+def birth(pid: int) -> float | None:
+    """Return what tells a process from others that had or will have its id; None where there is none with this id.
+
+    On Linux the clock ticks from the start of the machine to its own. (psutil's create_time adds the time of that start in whole seconds,
+    and moves whenever the clock is set.)"""
+    if sys.platform == "linux":
+        with contextlib.suppress(OSError):
+            return int(Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()[19])
+        return None
+    with contextlib.suppress(psutil.Error):
+        return psutil.Process(pid).create_time()
+    return None
 
 
 def write(path: Path, value: Beat | Answer) -> None:

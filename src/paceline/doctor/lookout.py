@@ -17,6 +17,7 @@ from paceline.run import RunFolder
 
 EVERY_S = 1.0
 LATE_S = 5.0  # that ranks may take to give up
+GRACE_S = 3.0  # that ranks have to end once another rank has failed; a rank that is stopped or stuck never would
 ALL = range(2**31)
 FILES = 100  # of ranks, at the most, that are read in a second
 GAVE_UP = re.compile("timed out", re.I)
@@ -25,7 +26,7 @@ GAVE_UP = re.compile("timed out", re.I)
 class Lookout:
     """A thread for as long as the context lasts. `found`: why the present start did not go on, if it did not.
 
-    failed: called with the time at which the first rank failed, every second until the ranks are started again.
+    failed: called every second from GRACE_S after the first rank failed until the ranks are started again, of which `begin` must be told.
     hung: called with the ranks at fault every second while ranks wait that should have given up: a message between two ranks is waited
     for without end (gloo, torch 2.13: for as long as was said when the group was made).
     tells: of several lookouts, on several machines, one does."""
@@ -33,7 +34,7 @@ class Lookout:
     def __init__(
         self,
         run: RunFolder,
-        failed: Callable[[float], None] = lambda time: None,
+        failed: Callable[[], None] = lambda: None,
         hung: Callable[[Container[int]], None] = lambda ranks: None,
         tells: bool = True,
     ):
@@ -43,10 +44,11 @@ class Lookout:
         self._read = events.end(run.events)
         self._told_s: float | None = None  # when the ranks had last gone on, of a standstill that was told of
         self._every_s = EVERY_S
-        self._failed_at: float | None = None
+        self._failed_at: float | None = None  # when a failure was read, by the monotonic clock
         self._at_fault: Container[int] = ()  # of a standstill that was told of
         self._failed: set[int] = set()  # ranks that said why they end
         self._over = threading.Event()
+        self._lock = threading.Lock()  # ranks that start are never ended for those before them
         self._thread = threading.Thread(target=self._follow, name="lookout", daemon=True)
 
     def __enter__(self) -> "Lookout":
@@ -57,35 +59,46 @@ class Lookout:
         self._over.set()
         self._thread.join()
 
+    def begin(self) -> None:
+        """Call when no rank of the last start is left, before the first rank of the next one: what was written so far is of the last."""
+        with self._lock:
+            self._read = events.end(self.run.events)
+            self._forget()
+
+    def _forget(self) -> None:
+        self.found = self._failed_at = None
+        self._at_fault = ()
+        self._failed.clear()
+
     def _follow(self) -> None:
         while not self._over.wait(self._every_s):
             with contextlib.suppress(OSError):  # of a folder that is gone, or cannot be written to
-                gave_up = self._happened()
+                with self._lock:
+                    gave_up = self._happened()
                 if gave_up and self.tells:
                     self._tell(bound=0.0)
                 elif self.tells and (bound := self._is_still_for()) is not None:
                     self._tell(bound)
-            if self._failed_at is not None:
-                self.failed(self._failed_at)
-            elif self._at_fault and self._is_hung():
-                self.hung(self._at_fault)
+            with self._lock:
+                if self._failed_at is not None:
+                    if time.monotonic() > self._failed_at + GRACE_S:
+                        self.failed()
+                elif self._at_fault and self._is_hung():
+                    self.hung(self._at_fault)
 
     def _happened(self) -> bool:
         """Whether a rank has just given up waiting for another one that nothing was said about."""
         if not self.run.events.exists():
             return False
-        end, written = events.end(self.run.events), self.run.events.stat().st_mtime
+        end = events.end(self.run.events)
         gave_up = False
         for event in events.read(self.run.events, self._read) if end > self._read else ():
             if isinstance(event, Started):
-                self.found = self._failed_at = None
-                self._at_fault = ()
-                self._failed.clear()
+                self._forget()
             elif isinstance(event, Stalled):
                 self._at_fault = event.ranks or ALL
             elif isinstance(event, Failed) and event.what == "run":
-                has_right_clock = abs(event.time - written) < CLOCK_S
-                self._failed_at = self._failed_at or (event.time if has_right_clock else written)
+                self._failed_at = self._failed_at or time.monotonic()
                 self._failed.add(event.rank or 0)
                 gave_up |= event.lost_peer and bool(GAVE_UP.search(event.message)) and self.found is None
         self._read = end
@@ -95,7 +108,8 @@ class Lookout:
         """More than so many seconds, and nothing was said about it."""
         now = time.time()
         began = now - (time.monotonic() - self._began)
-        found = [one if one is not None and one.began >= began - EVERY_S else None for one in beats(self.run)]
+        earliest = began - EVERY_S - CLOCK_S  # ranks of somebody else's launcher may start first, and on other machines by other clocks
+        found = [one if one is not None and one.began >= earliest else None for one in beats(self.run)]
         self._every_s = max(EVERY_S, len(found) / FILES)
         bound = bound_s(found, soon=False)
         still = still_s(found, now)

@@ -32,6 +32,7 @@ class Pulse:
         self.saving_s = saving_s
         self.step = 0
         self.steps: int | None = None
+        self._birth = beat.birth(os.getpid())
         self._began = time.perf_counter()  # as all times here: the clock may be set
         self._phase, self._since = START, self._began
         self._step_began = self._began
@@ -117,6 +118,7 @@ class Pulse:
             since=now - (clock - since),
             patience_s=self.saving_s if phase == SAVE else self.patience_s,
             spent_s={name: seconds for name, seconds in spent.items() if name != START},
+            birth=self._birth,
         )
 
     def _answer(self, run: RunFolder) -> None:

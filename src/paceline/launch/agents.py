@@ -24,7 +24,7 @@ from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRen
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import create_handler
 
 from paceline.errors import LaunchError, RankError
-from paceline.launch.attend import FAILED, EndedElsewhereError, RankLogs, attend, end_children
+from paceline.launch.attend import FAILED, Begin, EndedElsewhereError, RankLogs, attend, end_children
 from paceline.launch.elastic import run_agent
 from paceline.launch.interface import address_towards
 from paceline.launch.processes import Again
@@ -73,9 +73,9 @@ def start(run: RunFolder, me: World, ranks_per_node: int, least: int, restarts: 
     if not speaks:
         threading.Thread(target=_leave_when_cut, args=(me, store), daemon=True).start()
 
-    def launch(again: Again) -> None:
+    def launch(again: Again, begin: Begin) -> None:
         try:
-            run_agent(run, ranks_per_node, restarts, meeting, logs, again, address)
+            run_agent(run, ranks_per_node, restarts, meeting, logs, again, begin, address)
         except RendezvousClosedError:
             raise EndedElsewhereError from None
 

@@ -7,7 +7,6 @@ import os
 import platform
 import sys
 import threading
-import time
 from collections.abc import Callable, Container, Iterator
 
 import psutil
@@ -25,8 +24,8 @@ from paceline.launch.signals import STOPPED
 from paceline.report.watch import watch
 from paceline.run import RunFolder
 
-End = Callable[[float | None, Container[int] | None], list[int]]  # see end_children
-GRACE_S = 3  # that a rank has to end once another one has failed; one that is stopped or stuck never would
+End = Callable[[Container[int] | None], list[int]]  # see end_children
+Begin = Callable[[], None]
 FAILED = 2  # exit status of an agent for which another one speaks
 
 
@@ -47,11 +46,13 @@ class RankLogs(DefaultLogsSpecs):
         return dataclasses.replace(super().reify(envs), stderrs=logs)
 
 
-def attend(run: RunFolder, launch: Callable[[Again], object], end: End | None = None, speaks: bool = True, rounds: bool = False) -> int:
+def attend(
+    run: RunFolder, launch: Callable[[Again, Begin], object], end: End | None = None, speaks: bool = True, rounds: bool = False
+) -> int:
     """Call `launch`, which returns when the ranks are done, or raises what ended them. Returns the exit status.
 
-    launch: raises ChildFailedError for ranks that failed and SignalException where it was asked to stop. What it is called with, it calls
-    with those that failed before all are started again.
+    launch: raises ChildFailedError for ranks that failed and SignalException where it was asked to stop. It calls its first argument with
+    the ranks that failed before all are started again, and its second before each start, when no rank of the last start is left.
     end: ends ranks at once, on whatever machine; None: they are children of this process.
     speaks: of the agents of several nodes, whether this one says what there is to say. `rounds`: another one says why all start again.
     Raises the Error that ended the training, RankError for a rank that died without one.
@@ -66,15 +67,17 @@ def attend(run: RunFolder, launch: Callable[[Again], object], end: End | None = 
     left: set[int] = set()
     lookout = Lookout(
         run,
-        failed=lambda at: left.update(end_ranks(at, None)),
-        hung=lambda ranks: left.update(end_ranks(None, _of_ranks(run, ranks, None if end else platform.node()))),
+        failed=lambda: left.update(end_ranks(None)),
+        hung=lambda ranks: left.update(end_ranks(_of_ranks(run, ranks, None if end else platform.node()))),
         tells=speaks,
     )
     with _watched(run, before) if speaks else contextlib.nullcontext(), contextlib.ExitStack() as over:
-        over.callback(end_ranks, None, None)
+        over.callback(end_ranks, None)
         try:
             with lookout:
-                launch(lambda failures: (tell_of_silent if rounds else say_again)(run, failures, before, left, lookout.found))
+                launch(
+                    lambda failures: (tell_of_silent if rounds else say_again)(run, failures, before, left, lookout.found), lookout.begin
+                )
         except EndedElsewhereError:
             failures = {}
         except ChildFailedError as error:
@@ -112,15 +115,13 @@ def _of_ranks(run: RunFolder, ranks: Container[int], host: str | None) -> set[in
     return {one.pid for one in beats(run) if one is not None and host in (None, one.host) and one.rank in ranks}
 
 
-def end_children(before: float | None = None, only: Container[int] | None = None) -> list[int]:
-    """Of the processes that this one started, those that were there `before` a rank failed some seconds ago, or `only` these, or all; which
-    it did. The agent would wait longer, and leaves its ranks behind after a second interrupt."""
+def end_children(only: Container[int] | None = None) -> list[int]:
+    """Kill `only` these of the processes that this one started, or all; return their ids. (torch's agent waits longer, and leaves its
+    ranks behind after a second interrupt.)"""
     ended: list[int] = []
-    if before is not None and time.time() < before + GRACE_S:
-        return ended
     for child in psutil.Process().children(recursive=True):
         with contextlib.suppress(psutil.NoSuchProcess):
-            if (before is None or child.create_time() < before) and (only is None or child.pid in only):
+            if only is None or child.pid in only:
                 child.kill()
                 ended.append(child.pid)
     return ended

@@ -2,6 +2,7 @@
 
 import os
 import sys
+from collections.abc import Callable
 from typing import Any
 
 from torch.distributed.elastic.agent.server import WorkerSpec
@@ -17,11 +18,12 @@ from paceline.run import RunFolder
 
 
 class _Agent(LocalElasticAgent):
-    """`again` is called with the ranks of this machine that failed, before all are started again."""
+    """`again` is called with the ranks of this machine that failed, before all are started again; `begin` before each start, when no rank
+    of the last one is left."""
 
-    def __init__(self, spec: WorkerSpec, logs_specs: LogsSpecs, again: Again):
+    def __init__(self, spec: WorkerSpec, logs_specs: LogsSpecs, again: Again, begin: Callable[[], None]):
         super().__init__(spec, logs_specs)
-        self._again = again
+        self._again, self._begin = again, begin
         self._failures: dict[int, ProcessFailure] = {}
 
     def _monitor_workers(self, worker_group: Any) -> Any:
@@ -34,9 +36,20 @@ class _Agent(LocalElasticAgent):
             self._again(self._failures)
         super()._restart_workers(worker_group)
 
+    def _start_workers(self, worker_group: Any) -> Any:
+        self._begin()
+        return super()._start_workers(worker_group)
+
 
 def run_agent(
-    run: RunFolder, ranks: int, restarts: int, meeting: RendezvousHandler, logs_specs: LogsSpecs, again: Again, address: str
+    run: RunFolder,
+    ranks: int,
+    restarts: int,
+    meeting: RendezvousHandler,
+    logs_specs: LogsSpecs,
+    again: Again,
+    begin: Callable[[], None],
+    address: str,
 ) -> None:
     """Returns when the ranks of this machine are done. `address`: of this machine, as others see it.
 
@@ -55,7 +68,7 @@ def run_agent(
     )
     is_over = True
     try:
-        result = _Agent(spec, logs_specs, again).run()
+        result = _Agent(spec, logs_specs, again, begin).run()
     except SignalException:
         is_over = False  # elsewhere it goes on, until it is asked to stop there
         raise

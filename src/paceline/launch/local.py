@@ -16,7 +16,7 @@ def start(run: RunFolder, ranks: int, restarts: int) -> int:
     Raises the Error that ended the training, RankError for a rank that died without one.
     """
     if servers(run):
-        return attend(run, lambda again: launch(run, here(ranks), restarts, again))
+        return attend(run, lambda again, begin: launch(run, here(ranks), restarts, again, begin))
     meeting = RendezvousParameters(
         backend="c10d",
         endpoint="127.0.0.1:0",  # 0: a free port
@@ -25,4 +25,7 @@ def start(run: RunFolder, ranks: int, restarts: int) -> int:
         max_nodes=1,
         local_addr="127.0.0.1",
     )
-    return attend(run, lambda again: run_agent(run, ranks, restarts, get_rendezvous_handler(meeting), RankLogs(run), again, "127.0.0.1"))
+    return attend(
+        run,
+        lambda again, begin: run_agent(run, ranks, restarts, get_rendezvous_handler(meeting), RankLogs(run), again, begin, "127.0.0.1"),
+    )

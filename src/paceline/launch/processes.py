@@ -91,9 +91,9 @@ def servers(run: RunFolder) -> int | None:
     return parse(plan).servers if plan is not None else None
 
 
-def launch(run: RunFolder, slots: Slots, restarts: int, again: Again, host: str = "127.0.0.1") -> None:
+def launch(run: RunFolder, slots: Slots, restarts: int, again: Again, begin: Callable[[], None], host: str = "127.0.0.1") -> None:
     """Returns when all ranks are done. host: this machine, as the ranks know it. `again`: called with those that failed before all are
-    started again.
+    started again; `begin` before each start.
 
     Raises ChildFailedError for a rank that died or failed, after so many restarts of all, and SignalException when this process was
     asked to stop.
@@ -105,6 +105,7 @@ def launch(run: RunFolder, slots: Slots, restarts: int, again: Again, host: str 
                 with slots(attempt, asked) as room:
                     if failed:
                         again(failed)
+                    begin()
                     failed = _run(run, room, attempt, asked, host)
             except LaunchError as error:
                 if not failed:

@@ -9,7 +9,7 @@ import socket
 import tempfile
 import time
 from collections.abc import Container, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from paceline.errors import LaunchError
 from paceline.launch import processes
-from paceline.launch.attend import GRACE_S, attend
+from paceline.launch.attend import attend
 from paceline.launch.processes import Asked
 from paceline.launch.ray_agent import Agent, side_by_side
 from paceline.run import RunFolder
@@ -43,7 +43,7 @@ def start(run: RunFolder, launch: Launch) -> int:
     """
     with _connected() as host:
         room = _Room(launch)
-        return attend(run, lambda again: processes.launch(run, room.open, launch.restarts, again, host), room.end)
+        return attend(run, lambda again, begin: processes.launch(run, room.open, launch.restarts, again, begin, host), room.end)
 
 
 @contextlib.contextmanager
@@ -105,7 +105,6 @@ class _Rank:
     agent: Any  # a handle of Agent
     pid: int
     over: ray.ObjectRef
-    began: float = field(default_factory=time.time)
     status: int | None = None
 
     def poll(self) -> int | None:
@@ -193,15 +192,9 @@ class _Room:
                     f"for {ROOM_S:.0f} s: {free} {self._kind}s are free; ray status tells who has the others"
                 )
 
-    def end(self, before: float | None, only: Container[int] | None) -> list[int]:
+    def end(self, only: Container[int] | None) -> list[int]:
         """As `local` does it with its own processes."""
-        if before is not None and time.time() < before + GRACE_S:
-            return []
-        ended = [
-            rank
-            for rank in self._started
-            if rank.poll() is None and (before is None or rank.began < before) and (only is None or rank.pid in only)
-        ]
+        ended = [rank for rank in self._started if rank.poll() is None and (only is None or rank.pid in only)]
         for rank in ended:
             rank.send_signal(signal.SIGKILL)
         return [rank.pid for rank in ended]
