@@ -3,7 +3,8 @@
 import os
 import random
 import signal
-from collections.abc import Iterator
+import sys
+from collections.abc import Callable, Iterator
 from contextlib import closing
 from typing import Any
 
@@ -20,7 +21,8 @@ from harness import difference, differences, trained
 from paceline import Spec, Task
 from paceline.errors import DataError
 from paceline.spec import Loading, Optimizer
-from paceline.training.data import Part, Samples, batches, shuffled, training_parts, validation_parts
+from paceline.training.data import Broken, Part, Samples, batches, shuffled, training_parts, validation_parts
+from paceline.training.seeds import FIXED, derive
 
 CPU = torch.device("cpu")
 # by the workers of a data loader, from Python 3.12 on
@@ -154,6 +156,161 @@ def test_augmentation_is_the_same_on_any_number_of_ranks(plan: str) -> None:
     for ranks, workers in ((1, 2), (2, 0), (2, 2)):
         found = trained(ranks, Noisy(), Spec(steps=5, batch=8, precision="fp64", data=Loading(workers=workers)), plan)
         assert not differences(found, one, 1e-12)
+
+
+def _kept(index: int) -> float:
+    """Draws, and leaves all streams as they were."""
+    of_random, of_numpy = random.getstate(), np.random.get_state()
+    with torch.random.fork_rng(devices=[]):
+        drawn = random.random() + np.random.rand() + torch.rand(()).item()
+    random.setstate(of_random)
+    np.random.set_state(of_numpy)
+    return drawn
+
+
+DRAWS: dict[str, Callable[[int], float]] = {
+    "torch": lambda index: torch.rand(()).item(),
+    "torch normal": lambda index: torch.randn(3)[0].item(),
+    "numpy": lambda index: np.random.rand(),
+    "numpy normal": lambda index: np.random.randn(),
+    "random": lambda index: random.random(),
+    "random normal": lambda index: random.gauss(0, 1),
+    "seeds itself": lambda index: [random.seed(index), random.random()][1],  # type: ignore[func-returns-value]
+    "own generator": lambda index: torch.rand((), generator=torch.Generator().manual_seed(torch.initial_seed())).item(),
+    "own numpy generator": lambda index: np.random.default_rng(torch.initial_seed()).random(),
+    "own state": lambda index: torch.rand((), generator=torch.Generator().set_state(torch.get_rng_state())).item(),
+    "own random": lambda index: _of_state(random.getstate()),
+    "state put back": _kept,
+}
+
+
+def _of_state(state: tuple[Any, ...]) -> float:
+    own = random.Random()
+    own.setstate(state)
+    return own.random()
+
+
+class Drawing:
+    """The samples of which `drawing` is true draw. Counts how often each was read."""
+
+    def __init__(self, draw: Callable[[int], float], drawing: Callable[[int], bool]):
+        self.draw, self.drawing = draw, drawing
+        self.reads = [0] * 97
+
+    def __len__(self) -> int:
+        return 97
+
+    def __getitem__(self, index: int) -> tuple[float, int]:
+        self.reads[index] += 1
+        return self.draw(index) if self.drawing(index) else 0.0, index
+
+
+WHICH: dict[str, Callable[[int], bool]] = {
+    "never": lambda index: False,
+    "always": lambda index: True,
+    "rarely": lambda index: index == 41,
+    "often": lambda index: index % 3 == 0,
+}
+
+
+def _by_hand(dataset: Drawing, numbers: list[int], indices: list[int]) -> list[float]:
+    """Every sample from streams of its own, as torch's, numpy's and random's documentation say that one starts them."""
+    found = []
+    for number, index in zip(numbers, indices, strict=True):
+        seed = derive(9, "train", number)
+        torch.manual_seed(seed)
+        np.random.seed(seed % 2**32)
+        random.seed(seed)
+        found.append(dataset[index][0])
+    return found
+
+
+def _after() -> tuple[float, float, float]:
+    return torch.rand(()).item(), np.random.rand(), random.random()
+
+
+@pytest.mark.parametrize("which", WHICH)
+@pytest.mark.parametrize("draw", DRAWS)
+def test_samples_draw_as_if_each_had_started_the_streams(draw: str, which: str) -> None:
+    for rank, ranks in ((0, 1), (2, 3)):
+        dataset = Drawing(DRAWS[draw], WHICH[which])
+        parts = list(training_parts(Part(24, 1, rank, ranks), 97, 9, 0, 6))
+        own, expected = Drawing(DRAWS[draw], WHICH[which]), []
+        for numbers, indices in parts:
+            expected.append((_by_hand(own, numbers, indices), _after()))
+        found = []
+        for drawn, _ in batches(Samples(dataset, "train", 9, None), parts, CPU, 0, 2):
+            found.append((drawn.tolist(), _after()))  # which a loss that draws sees
+        assert found == expected
+        twice = sum(dataset.reads) - sum(own.reads)
+        assert twice == 0 if which in ("never", "always") else twice in (0, len(parts[0][0]))  # one batch
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_readers_find_out_for_themselves_whether_samples_draw(workers: int) -> None:
+    parts = list(training_parts(Part(12, 1, 0, 1), 97, 9, 0, 20))
+    draw: Callable[[int], float] = lambda index: random.random() + np.random.rand() + torch.rand(()).item()  # noqa: E731
+    own = Drawing(draw, WHICH["rarely"])
+    with closing(batches(Samples(Drawing(draw, WHICH["rarely"]), "train", 9, None), parts, CPU, workers, 2)) as found:
+        for (numbers, indices), (drawn, read) in zip(parts, found, strict=True):
+            assert read.tolist() == indices
+            assert drawn.tolist() == _by_hand(own, numbers, indices)
+
+
+def test_samples_that_do_not_draw_take_few_seeds() -> None:
+    """To start three streams takes longer than to read a sample from memory."""
+    calls = [0]
+
+    def count(frame: Any, event: str, argument: Any) -> None:
+        calls[0] += event == "c_call" and argument.__name__ == "manual_seed"
+
+    counts = {}
+    for which in ("never", "always"):
+        samples = Samples(Drawing(DRAWS["numpy"], WHICH[which]), "train", 9, None)
+        parts = list(training_parts(Part(64, 1, 0, 1), 97, 9, 0, 11))
+        samples[parts[0]]
+        before = sys.getprofile()
+        calls[0] = 0
+        sys.setprofile(count)
+        for part in parts[1:]:
+            samples[part]
+        sys.setprofile(before)
+        counts[which] = calls[0]
+    assert counts["never"] <= 2 * 10
+    assert counts["always"] == 64 * 10
+
+
+@pytest.mark.parametrize("should_fail", [False, True])
+def test_a_sample_fails_by_what_it_should_have_drawn(should_fail: bool) -> None:
+    random.seed(FIXED)
+    drawn_first = random.random()
+
+    def draw(index: int) -> float:
+        drawn = random.random()
+        if (drawn == drawn_first) != should_fail:
+            raise ValueError(f"drew {drawn}")
+        return drawn
+
+    parts = list(training_parts(Part(8, 1, 0, 1), 97, 9, 0, 12))
+    samples = Samples(Drawing(draw, WHICH["rarely"]), "train", 9, None)
+    failures = [found.message for part in parts if isinstance(found := samples[part], Broken)]
+    [number] = [number for numbers, indices in parts for number, index in zip(numbers, indices, strict=True) if index == 41]
+    random.seed(derive(9, "train", number))
+    assert failures == ([f"sample 41 of 'train' raised ValueError: drew {random.random()}"] if should_fail else [])
+
+
+def test_a_sample_that_fails_without_drawing_is_not_read_again() -> None:
+    class Failing(Drawing):
+        def __getitem__(self, index: int) -> tuple[float, int]:
+            if super().__getitem__(index) and index == 41:
+                raise StopIteration
+            return 0.0, index
+
+    dataset = Failing(DRAWS["random"], WHICH["never"])
+    samples = Samples(dataset, "train", 9, None)
+    found = [samples[part] for part in training_parts(Part(8, 1, 0, 1), 97, 9, 0, 12)]
+    assert [batch.message for batch in found if isinstance(batch, Broken)] == ["sample 41 of 'train' raised StopIteration"]
+    assert max(dataset.reads) == 1
 
 
 def _read_beside_a_lock() -> tuple[dict[int, bytes], int]:

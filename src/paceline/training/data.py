@@ -6,7 +6,6 @@ they are split into micro-batches, and each of these into one contiguous part a 
 
 import itertools
 import math
-import random
 import traceback
 from collections.abc import Generator, Iterable, Iterator
 from dataclasses import dataclass
@@ -22,12 +21,13 @@ from torch.utils.data import DataLoader, default_collate
 from paceline.errors import DataError
 from paceline.task import MapDataset, Task
 from paceline.training.readers import Forked, survive_one_signal
-from paceline.training.seeds import derive
+from paceline.training.seeds import FIXED, asked, derive, moved, start_streams, states
 
 Batch = Any
 Numbers = npt.NDArray[Any]  # of samples
 ROUNDS = 8
 CHUNK = 8192  # numbers shuffled at a time
+TRIED = 8  # samples of the first batch that show whether samples draw
 
 
 def shuffled(numbers: Numbers, samples: int, seed: int) -> Numbers:
@@ -120,40 +120,76 @@ class Broken:
 
 
 class Samples:
-    """A dataset under the hands of torch's DataLoader: a part in, a collated batch out."""
+    """A dataset under the hands of torch's DataLoader: a part in, a collated batch out.
+
+    Random augmentation belongs to the sample, not to the rank or worker that happens to read it: what a sample draws from torch on the
+    CPU, numpy and random is a pure function of seed, split and number. To start three streams takes longer than to read a sample from
+    memory, so it is done for each sample only where samples draw. The first batch shows whether they do. A later batch that draws, the
+    first of a dataset that draws rarely, is read again.
+    """
 
     def __init__(self, dataset: MapDataset, split: str, seed: int, floats: torch.dtype | None):
         self.dataset = dataset
         self.split = split
         self.seed = seed
         self.floats = floats
+        self._draws: bool | None = None  # whether samples draw; None: nothing was read yet
+        self._reading: int | list[int] = []  # the index that is read, or those that are
 
     def __getitem__(self, part: tuple[list[int], list[int]]) -> Batch | Broken:
         numbers, indices = part
-        index: Any = None
+        self._reading = indices
         try:
             if hasattr(self.dataset, "batch_of"):
-                index = indices
                 self._start_streams(numbers[0])
                 batch = self.dataset.batch_of(indices)
             else:
-                found = []
-                for number, index in zip(numbers, indices, strict=True):
-                    self._start_streams(number)
-                    found.append(self.dataset[index])
-                index = indices
-                batch = default_collate(found)
+                batch = self._one_by_one(numbers, indices)
         except Exception as error:  # the user's code; it is raised again, as a DataError, where the batch is used
-            what = f"sample {index} of {self.split!r}" if isinstance(index, int) else f"one of the samples {index} of {self.split!r}"
+            at = self._reading
+            what = f"sample {at} of {self.split!r}" if isinstance(at, int) else f"one of the samples {at} of {self.split!r}"
             return Broken(f"{what} raised {type(error).__name__}{f': {error}' if str(error) else ''}", traceback.format_exc())
         return cast_floats(batch, self.floats) if self.floats is not None else batch
 
+    def _one_by_one(self, numbers: list[int], indices: list[int]) -> Batch:
+        if self._draws is False:
+            start_streams(FIXED)
+            with asked() as has_asked:
+                try:
+                    batch, error = self._collated([self._sample(index) for index in indices], indices), None
+                except Exception as raised:  # what a sample drew may be why
+                    batch, error = None, raised
+            if not has_asked() and not moved():
+                if error is not None:
+                    raise error
+                self._start_streams(numbers[-1])  # what runs between batches finds the streams as if each sample had started them
+                return batch
+            self._draws = True
+        found = []
+        for at, (number, index) in enumerate(zip(numbers, indices, strict=True)):
+            self._start_streams(number)
+            found.append(self._sample(index) if self._draws is not None or at >= TRIED else self._tried(index))
+        self._draws = bool(self._draws)
+        return self._collated(found, indices)
+
+    def _sample(self, index: int) -> Any:
+        self._reading = index
+        return self.dataset[index]
+
+    def _tried(self, index: int) -> Any:
+        before = states()
+        with asked() as has_asked:
+            sample = self._sample(index)
+        if has_asked() or states() != before:
+            self._draws = True
+        return sample
+
+    def _collated(self, samples: list[Any], indices: list[int]) -> Batch:
+        self._reading = indices
+        return default_collate(samples)
+
     def _start_streams(self, number: int) -> None:
-        """Random augmentation belongs to the sample, not to the rank or worker that happens to read it."""
-        seed = derive(self.seed, self.split, number)
-        torch.default_generator.manual_seed(seed)
-        random.seed(seed)
-        np.random.seed(seed % 2**32)
+        start_streams(derive(self.seed, self.split, number))
 
 
 def cast_floats(batch: Batch, dtype: torch.dtype) -> Batch:
