@@ -13,6 +13,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from paceline.events import Ended, Evaluated, Event, Failed, Stalled, Started, Step
+from paceline.output import append_to
 from paceline.report.summary import summarize
 from paceline.report.text import closing, headline, line, metrics
 from paceline.run import RunFolder
@@ -30,8 +31,8 @@ def watch(events: Iterator[Event], run: RunFolder, console: Console | None = Non
         shows: list[Show] = []
         for event in events:
             if not shows:
-                log = open_now.enter_context(open(run.log, "a", buffering=1))
-                shows = [_lines(partial(_log, log))]
+                with contextlib.suppress(OSError):  # a disk that takes no more files: the run goes on
+                    shows = [_lines(partial(_log, open_now.enter_context(append_to(run.log))))]
                 shows.append(open_now.enter_context(_bar(console)) if console.is_terminal else _lines(partial(_print, console)))
                 if importlib.util.find_spec("tensorboard") is not None:
                     shows.append(open_now.enter_context(_scalars(run.tensorboard)))
@@ -50,8 +51,7 @@ def _print(console: Console, text: str) -> None:
 
 
 def _log(file: TextIO, text: str) -> None:
-    with contextlib.suppress(OSError):  # a full disk: the run goes on
-        print(time.strftime("%H:%M:%S"), text, file=file)
+    print(time.strftime("%H:%M:%S"), text, file=file)
 
 
 def _lines(write: Callable[[str], Any]) -> Show:

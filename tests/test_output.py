@@ -1,0 +1,73 @@
+"""What is printed to a person may fail in any way: the training goes on, saves and writes its log."""
+
+import os
+import threading
+from pathlib import Path
+
+import pytest
+
+import warm
+from command import PACELINE, TASK, environment, of_kind, paceline, write_task
+from paceline.events import Ended
+from paceline.output import append_to
+from paceline.run import RunFolder
+
+# A task that prints, a lot.
+PRINTS = TASK.replace("        return (output - ", "        print('loss' * 100)\n        return (output - ")
+WORDS = ("train", "my.py:Regression", "--batch", "24", "--steps", "30", "--device", "cpu", "--run-dir", "r")
+
+
+def is_whole(run: Path) -> bool:
+    assert [event.reason for event in of_kind(run, Ended)] == ["done"]
+    assert RunFolder(run).checkpoints() == [30]
+    return RunFolder(run).log.read_text().rstrip().endswith("done")
+
+
+def first_line(pipe: Path, read: list[str]) -> None:
+    with open(pipe) as file:
+        read.append(file.readline())
+
+
+@pytest.mark.parametrize(
+    ("ranks", "what"), [("1", "full"), ("1", "gone"), ("2", "full"), pytest.param("2", "gone", marks=pytest.mark.slow)]
+)
+def test_standard_output_that_fails(ranks: str, what: str, tmp_path: Path) -> None:
+    """`> /dev/full 2>&1`, and `2>&1 | head -1`."""
+    assert PRINTS != TASK
+    write_task(tmp_path, PRINTS)
+    to, read = "/dev/full", list[str]()
+    reader = threading.Thread(target=first_line, args=(tmp_path / "pipe", read))
+    if what == "gone":
+        to = str(tmp_path / "pipe")
+        os.mkfifo(to)
+        reader.start()
+    status = warm.run([*WORDS, "--ranks", ranks], tmp_path, environment(), to, to, 240.0)
+    if what == "gone":
+        reader.join()
+        assert len(read) == 1
+    assert status == 0
+    assert is_whole(tmp_path / "r")
+
+
+def test_standard_files_that_are_closed(tmp_path: Path) -> None:
+    """The next files that are opened would take their places, and what is printed would be written into them."""
+    write_task(tmp_path, PRINTS)
+    result = paceline(*WORDS, at=tmp_path, program=("sh", "-c", 'exec "$@" <&- >&- 2>&-', "sh", *PACELINE))
+    assert (result.status, result.out, result.err) == (0, "", "")
+    assert is_whole(tmp_path / "r")
+    assert not [path for path in (tmp_path / "r").rglob("*") if path.is_file() and b"lossloss" in path.read_bytes()]
+
+
+def test_an_error_that_cannot_be_printed_is_one(tmp_path: Path) -> None:
+    assert warm.run(["train", "nothing.py"], tmp_path, environment(), "/dev/full", "/dev/full", 240.0) == 2
+    assert warm.run(["status"], tmp_path, environment(), "/dev/full", "/dev/full", 240.0) != 0, "what it was asked for is lost"
+
+
+def test_a_text_file_that_fails(tmp_path: Path) -> None:
+    with append_to(Path("/dev/full")) as file:
+        print("lost", file=file)
+        print("also \udc80", file=file)
+    assert file.closed
+    with append_to(tmp_path / "log") as file:
+        print("kept", file=file)
+    assert (tmp_path / "log").read_text() == "kept\n"
