@@ -620,21 +620,44 @@ def small_disk(tmp_path) -> Iterator[Path]:
     subprocess.run(["umount", disk], check=True)
 
 
-def test_a_disk_that_is_full_ends_no_run(task, small_disk, tmp_path):
+def test_a_disk_that_is_full_ends_no_run_and_fails_it_where_the_last_checkpoint_is_lost(task, small_disk, tmp_path):
     """All of the run lies on it: events, logs and TensorBoard's files too. Two checkpoints of 2.4 MB fit, a third one does not."""
     run = small_disk / "r"
     spec = wanted(task, steps=12, save=Save(every=3, minutes=NEVER), width=256)
-    result = succeed("train", request(spec, tmp_path), "--run-dir", run, "--ranks", "2", at=tmp_path)
-    assert result.err == ""
+    result = paceline("train", request(spec, tmp_path), "--run-dir", run, "--ranks", "2", at=tmp_path)
+    assert result.status == 2, result.all
+    why = (
+        "the training came to step 12 of 12, but its last checkpoint was not written: No space left on device; "
+        f"the last good checkpoint is step 6; make room in {run}/ckpt, then: paceline resume {run}"
+    )
+    assert result.err == f"paceline: {why}\n"
+    assert succeed("status", run, at=tmp_path).out.startswith(f"{run}: failed after step 12 of 12: {why}")
     assert "checkpoint of step 9 was not written: No space left on device; the last good one is step 6" in result.out
     assert of_checkpoints(run) == [3, 6]
     assert not list((run / "ckpt").glob(".*"))
-    assert [(event.what, event.step) for event in of_kind(run, Failed)] == [("save", 9), ("save", 12)]
-    assert of_kind(run, Ended)[-1].reason == "done"
+    assert [(event.what, event.step) for event in of_kind(run, Failed) if event.what == "save"] == [("save", 9), ("save", 12)]
+    assert of_kind(run, Ended) == []
     shutil.copytree(run, tmp_path / "more room")
     trained(2, spec, "ddp", tmp_path / "through")
     trained(2, spec, "ddp", tmp_path / "more room")
     assert not unequal(weights(tmp_path / "more room"), weights(tmp_path / "through"))
+
+
+def test_files_that_may_not_grow(task, tmp_path):
+    """`ulimit -f`, in 512 bytes: no checkpoint fits, nor all events. One rank, which starts itself."""
+    spec = wanted(task, steps=40, save=Save(every=10, minutes=NEVER))
+    limited = ("sh", "-c", 'ulimit -f 16; exec "$@"', "sh", *command.PACELINE)
+    result = paceline("train", request(spec, tmp_path), "--run-dir", "r", at=tmp_path, program=limited)
+    assert result.status == 2, result.all
+    why = (
+        "the training came to step 40 of 40, but its last checkpoint was not written: File too large; there is no checkpoint; make room in "
+    )
+    assert result.err.startswith(f"paceline: {why}")
+    assert "Traceback" not in result.err
+    assert "done" not in succeed("status", "r", at=tmp_path).out
+    assert "checkpoint  step 40" in succeed("resume", "r", at=tmp_path).out
+    trained(1, spec, "single", tmp_path / "through")
+    assert not unequal(weights(tmp_path / "r"), weights(tmp_path / "through"))
 
 
 # What cannot be resumed

@@ -13,7 +13,13 @@ def of_run(run: RunFolder, summary: Summary) -> str:
     if summary.ended is not None:
         return f"{summary.ended.reason} at step {summary.ended.step}" + (f"; {go_on}" if summary.ended.reason == "stopped" else "")
     so_far = f"step {summary.steps} of {summary.started.steps}"
-    return f"running, {so_far}" if run.is_locked() else f"interrupted after {so_far}; {go_on}"
+    if run.is_locked():
+        return f"running, {so_far}"
+    since = [event for event in summary.failures if event.what == "run" and event.time >= summary.started.time]
+    if not since:
+        return f"interrupted after {so_far}; {go_on}"
+    why = next((event for event in since if not event.lost_peer), since[0])
+    return f"failed after {so_far}: {why.message}" + ("" if "paceline resume" in why.message else f"; {go_on}")
 
 
 def of_job(job: Status) -> str:

@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from paceline import task as tasks
 from paceline.doctor.beat import DATA, REPORT, SAVE
 from paceline.doctor.pulse import Pulse
-from paceline.errors import DivergedError, SpecError
+from paceline.errors import CheckpointError, DivergedError, SpecError
 from paceline.events import Ended, Evaluated, Event, Failed, Saved, Started, Step
 from paceline.launch.world import World
 from paceline.launch.world import world as world_of
@@ -62,7 +62,8 @@ def train(
     observe: called on every rank with the model as it is laid out, and ("gradients", step) before or ("weights", step) after each update.
     notes: what else is to be said at the start.
 
-    Raises PlanError, DataError, TaskError, CheckpointError before the first step, and DivergedError for a loss that is not finite.
+    Raises PlanError, DataError, TaskError, CheckpointError before the first step, DivergedError for a loss that is not finite, and
+    CheckpointError at the end where the last checkpoint could not be written.
     """
     world = world if world is not None else world_of()
     if plan is None:
@@ -152,6 +153,7 @@ class _Loop:
         self.metrics: dict[str, float] = {}
         self.evaluated_step: int | None = None
         self.saved_step = self.first
+        self.unsaved: str | None = None  # why the last checkpoint was not written, if it was not
         self.saved_at = time.perf_counter()
         self.last_loss: float | None = None
         self.stopping = self.stop_wished = self.save_wished = False
@@ -179,6 +181,8 @@ class _Loop:
                 yield from self._save()
             yield from self._saved(wait=True)
             self.saver.close()
+            if self.unsaved is not None:
+                raise self._not_saved(self.unsaved)
         if self.laid.local is not None:
             self.laid.local.average_()
         reason = "stopped" if self.step < self.total else "done"
@@ -376,6 +380,7 @@ class _Loop:
         result = self.saver.result(wait) if self.saver is not None else None
         if result is None or self.run is None:
             return
+        self.unsaved = result.error
         if result.error is not None:
             kept = self.run.checkpoints()
             last = f"the last good one is step {kept[-1]}" if kept else "there is none yet"
@@ -389,6 +394,15 @@ class _Loop:
             checkpoint.prune(self.run, self.spec.save.keep, self.spec.save.best)
         path = self.run.checkpoint(result.index.step).relative_to(self.run.path)
         yield Saved(step=result.index.step, path=str(path), bytes=result.bytes, seconds=result.seconds, blocked_s=result.blocked_s)
+
+    def _not_saved(self, why: str) -> CheckpointError:
+        assert self.run is not None
+        kept = self.run.checkpoints()
+        lost = f"the last good checkpoint is step {kept[-1]}" if kept else "there is no checkpoint"
+        way_out = f"make room in {self.run.ckpt}, then: paceline resume {self.run.path}"
+        return CheckpointError(
+            f"the training came to step {self.step} of {self.total}, but its last checkpoint was not written: {why}; {lost}; {way_out}"
+        )
 
     def _communication(self) -> float | None:
         """Share of a step in which the backward pass only waited for other ranks, where torch's engine tells."""
