@@ -31,7 +31,7 @@ from paceline.training.optim import make_optimizer
 from paceline.training.parallelize import check_splits, parallelize, refuse_compiled
 from paceline.training.shards import is_here
 from paceline.training.step import Step
-from paceline.training.weights import Weights, fill_, record
+from paceline.training.weights import Weights, fill_, loaded_names, named_tensors, record
 
 if TYPE_CHECKING:
     from paceline.training.cut import Model, Recording
@@ -169,6 +169,9 @@ def lay_out(
     `training`: the split, if it is open. `studied`: if it is; its model becomes the one that is laid out."""
     studied = studied if studied is not None else study(spec, plan, task, device, training)
     model, weights, splits, batch = studied.model, studied.weights, studied.splits, studied.batch
+    pretrained = _pretrained(task)
+    if fill_with is None:
+        weights.check_written(named_tensors(model).keys() - loaded_names(pretrained, model))  # on all ranks, whichever holds it
     notes: tuple[str, ...] = () if studied.recorded else (UNRECORDED,)
     if splits is not None:
         notes += splits.notes
@@ -186,8 +189,7 @@ def lay_out(
     group = _group_of_samples(plan, world.rank) if statistics else None
     if statistics and spec.batch_norm == "global":
         model = over_all_ranks(model, device, group, alike=not plan.uneven)
-    pretrained = task.pretrained()
-    fill = partial(fill_, weights=weights, device=device, pretrained=Path(pretrained) if pretrained is not None else None)
+    fill = partial(fill_, weights=weights, device=device, pretrained=pretrained)
     if pipeline is not None:
         pipeline.lay_out(fill_with or fill, spec.compile)
         called = model
@@ -219,6 +221,11 @@ def lay_out(
     if splits is not None and mesh is not None:
         _split_step(update, model, splits, task, batch, mesh["tp"])
     return Laid(model, update, update, notes, local)
+
+
+def _pretrained(task: Task) -> Path | None:
+    path = task.pretrained()
+    return Path(path) if path is not None else None
 
 
 def _share_of(spec: Spec, plan: Plan, world: World) -> int:

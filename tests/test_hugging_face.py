@@ -1,0 +1,205 @@
+"""Hugging Face models start from the weights that their own constructors give them."""
+
+import math
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from harness import trained
+from models import Points
+from paceline import Spec
+from paceline.training.weights import fill_, named_tensors, record
+
+transformers = pytest.importorskip("transformers")
+logging = transformers.logging
+
+SMALL = {  # of the keys that configurations use, those that a small model needs to be small
+    **dict.fromkeys(
+        ("hidden_size", "d_model", "n_embd", "embed_dim", "dim", "embedding_size", "word_embed_proj_dim", "projection_dim"), 32
+    ),
+    **dict.fromkeys(("num_hidden_layers", "n_layer", "n_layers", "num_layers"), 2),
+    **dict.fromkeys(("encoder_layers", "decoder_layers", "n_group", "topk_group", "n_shared_experts"), 1),
+    **dict.fromkeys(("num_attention_heads", "n_head", "n_heads", "num_heads", "encoder_attention_heads", "decoder_attention_heads"), 4),
+    **dict.fromkeys(("num_local_experts", "num_experts", "n_routed_experts"), 4),
+    **dict.fromkeys(("num_key_value_heads", "num_experts_per_tok", "type_vocab_size"), 2),
+    **dict.fromkeys(("intermediate_size", "d_ff", "ffn_dim", "encoder_ffn_dim", "decoder_ffn_dim", "n_inner", "hidden_dim"), 64),
+    **dict.fromkeys(("max_position_embeddings", "n_positions"), 64),
+    **dict.fromkeys(("head_dim", "d_kv", "attention_head_size", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"), 8),
+    **dict.fromkeys(("state_size", "n_mels", "num_mel_bins", "patch_size", "hidden_size_per_layer_input"), 8),
+    **dict.fromkeys(("vocab_size", "vocab_size_per_layer_input"), 99),
+    **dict.fromkeys(("moe_intermediate_size", "shared_expert_intermediate_size", "image_size"), 32),
+    **dict.fromkeys(("q_lora_rank", "d_state", "mamba_d_state"), 16),
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "decoder_start_token_id": 1,
+}
+
+
+def small(kind: str, **also: Any) -> Any:
+    """The configuration of a model type, as small as its keys allow."""
+    config = transformers.AutoConfig.for_model(kind)
+    shrink_(config)
+    for key, value in also.items():
+        setattr(config, key, value)
+    return config
+
+
+def shrink_(config: Any) -> None:
+    for key, value in list(vars(config).items()):
+        if isinstance(value, transformers.PretrainedConfig):
+            shrink_(value)
+        elif key in SMALL and isinstance(value, int):
+            setattr(config, key, SMALL[key])
+    if isinstance(vars(config).get("layer_types"), list):
+        config.layer_types = config.layer_types[: config.num_hidden_layers]
+
+
+def plain(build: Callable[[], nn.Module], seed: int) -> dict[str, Tensor]:
+    torch.manual_seed(seed)
+    return {name: tensor.detach() for name, tensor in named_tensors(build()).items()}
+
+
+def differences(build: Callable[[], nn.Module]) -> Iterator[str]:
+    """How the tensors that Paceline fills differ from those of two plain constructions. Shares nothing with Paceline's own check."""
+    model, weights, _ = record(build, 0)
+    fill_(model, weights, torch.device("cpu"))
+    found = {name: tensor.detach() for name, tensor in named_tensors(model).items()}
+    one, other = plain(build, 0), plain(build, 1)
+    if found.keys() != one.keys():
+        yield f"names: {found.keys() ^ one.keys()}"
+    for name, expected in one.items():
+        here = found[name]
+        if (here.shape, here.dtype) != (expected.shape, expected.dtype):
+            yield f"{name}: {here.shape}, {here.dtype}"
+        elif torch.equal(expected, other[name]):
+            if not torch.equal(here, expected):
+                yield f"{name}: {here.flatten()[:4].tolist()}, not {expected.flatten()[:4].tolist()}"
+        elif expected.numel() >= 256:
+            values, like = here.double(), expected.double()
+            error = math.sqrt((values.var() + like.var()) / values.numel())
+            if abs(float(values.mean() - like.mean())) > 6 * error or not 0.8 < float(values.std() / like.std()) < 1.25:
+                yield f"{name}: {values.mean():.4g} ± {values.std():.4g}, not {like.mean():.4g} ± {like.std():.4g}"
+
+
+class Within(nn.Module):
+    """A Hugging Face model among a user's own modules, changed after its construction."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.before = nn.Linear(4, 32)
+        self.body = transformers.AutoModel.from_config(small("bert"))
+        self.after = nn.ModuleList([nn.Linear(32, 32) for _ in range(2)])
+        nn.init.orthogonal_(self.after[0].weight)
+        with torch.no_grad():
+            self.body.embeddings.position_embeddings.weight.mul_(3.0)
+
+
+FAST: dict[str, Callable[[], nn.Module]] = {
+    "llama": lambda: transformers.LlamaForCausalLM(small("llama")),
+    "gpt2": lambda: transformers.GPT2LMHeadModel(small("gpt2")),
+    "bert": lambda: transformers.AutoModelForMaskedLM.from_config(small("bert")),
+    "mamba": lambda: transformers.MambaForCausalLM(small("mamba")),
+    "mixtral": lambda: transformers.MixtralForCausalLM(small("mixtral")),
+    "gemma3": lambda: transformers.Gemma3ForCausalLM(small("gemma3_text")),
+    "t5": lambda: transformers.T5ForConditionalGeneration(small("t5")),
+    "within": Within,
+}
+
+
+@pytest.mark.parametrize("build", FAST.values(), ids=FAST)
+def test_weights_are_those_of_a_plain_construction(build: Callable[[], nn.Module]) -> None:
+    assert record(build, 0)[2], "not recorded"
+    assert not list(differences(build))
+
+
+WORDS = 99
+
+
+class Masked(Points):
+    """Words to be guessed at random: nothing can be learnt, so that the first loss tells the initial weights."""
+
+    kind: str = "bert"
+
+    def model(self) -> nn.Module:
+        config = small(self.kind, tie_word_embeddings=True)
+        return (transformers.AutoModelForMaskedLM if self.kind == "bert" else transformers.AutoModelForCausalLM).from_config(config)
+
+    def dataset(self, split: str) -> Any:
+        words = torch.randint(0, WORDS, (64, 12), generator=torch.Generator().manual_seed(0))
+        return [(row, row) for row in words]
+
+    def inputs(self, batch: Any) -> Any:
+        return {"input_ids": batch[0]}
+
+    def loss(self, output: Any, batch: Any) -> Tensor:
+        guessed = torch.randint(0, WORDS, batch[1].shape, generator=torch.Generator().manual_seed(1))
+        return nn.functional.cross_entropy(output.logits.transpose(1, 2), guessed, reduction="none").mean(1)
+
+    def metrics(self, output: Any, batch: Any) -> dict[str, Tensor]:
+        return {}
+
+
+def of_plain_models(task: Masked) -> Tensor:
+    """The loss of all samples before the first step, of plain constructions from several seeds."""
+    words = torch.stack([row for row, _ in task.dataset("train")])
+    losses = []
+    for seed in range(8):
+        torch.manual_seed(seed)
+        with torch.no_grad():
+            losses.append(task.loss(task.model()(input_ids=words), (words, words)).mean())
+    return torch.stack(losses)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("plan", ["ddp", "zero3"])
+@pytest.mark.parametrize("kind", ["bert", "gemma3_text", "mamba", "mixtral"])
+def test_a_training_starts_at_the_loss_of_a_plain_model(kind: str, plan: str) -> None:
+    task = Masked(kind=kind)
+    losses, expected = trained(2, task, Spec(steps=2, batch=64), plan).losses, of_plain_models(task)
+    assert losses[0] == pytest.approx(float(expected.mean()), abs=6 * float(expected.std()) + 0.01)
+    assert expected.std() < 0.1
+    assert losses[0] == pytest.approx(math.log(WORDS), rel=0.1)
+    assert all(math.isfinite(loss) for loss in losses)
+
+
+def kinds() -> list[str]:
+    """Model types that there are in this transformers, each with a class for AutoModel."""
+    known = transformers.models.auto.modeling_auto.MODEL_MAPPING_NAMES
+    return sorted(known)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", kinds())
+def test_any_small_model(kind: str) -> None:
+    """Skips what cannot be built small from its configuration alone, or needs libraries that are not there."""
+    logging.set_verbosity_error()
+    try:
+        config = small(kind)
+        with torch.device("meta"):
+            values = sum(parameter.numel() for parameter in transformers.AutoModel.from_config(config).parameters())
+    except Exception as error:
+        pytest.skip(f"{kind} is not built: {type(error).__name__}")
+    if values > 5_000_000:
+        pytest.skip(f"{kind} has {values:,} parameters")
+    assert not list(differences(lambda: transformers.AutoModel.from_config(config)))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("library", ["torchvision", "timm"])
+def test_models_of_other_libraries(library: str) -> None:
+    try:
+        module = __import__(library)
+    except Exception as error:
+        pytest.skip(f"{library} cannot be imported: {error}")
+    if library == "timm":
+        builds = [
+            lambda name=name: module.create_model(name, num_classes=10) for name in ("resnet18", "vit_tiny_patch16_224", "convnext_atto")
+        ]
+    else:
+        builds = [lambda name=name: getattr(module.models, name)(num_classes=10) for name in ("resnet18", "mobilenet_v3_small", "swin_t")]
+    for build in builds:
+        assert not list(differences(build))
