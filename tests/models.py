@@ -306,6 +306,13 @@ class Divided(nn.Module):
         return self.linear(x) / self.temperature
 
 
+class Tempered(Points):
+    """The same behind layers that can be split."""
+
+    def model(self) -> nn.Module:
+        return nn.Sequential(nn.Linear(5, 8), nn.Tanh(), nn.Linear(8, 5), Divided())
+
+
 class Ragged(Points):
     """How many items the loss has depends on the samples, and no weights say so."""
 

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from models import SAMPLES, Points, Rows, chosen
+from models import SAMPLES, Points, Rows, chosen, drawn
 from paceline import Task
 
 VOCABULARY, CONTEXT = 11, 7
@@ -201,3 +201,72 @@ class Deciding(nn.Module):
             if x.sum() > 0:
                 x = x.tanh()
         return self.out(x)
+
+
+class EncoderDecoder(Task):
+    """Two stacks, of which the second one attends to the first. Blocks of T5 hand biases on that were computed in the first of them."""
+
+    kind: str = "t5"
+
+    def model(self) -> nn.Module:
+        import transformers
+
+        if self.kind == "t5":
+            sizes = {"d_model": 8, "d_kv": 4, "d_ff": 12, "num_layers": 2, "num_decoder_layers": 2, "num_heads": 2, "dropout_rate": 0.0}
+            return transformers.T5ForConditionalGeneration(transformers.T5Config(vocab_size=VOCABULARY, decoder_start_token_id=0, **sizes))
+        stacks = {f"{of}_{what}": 2 for of in ("encoder", "decoder") for what in ("layers", "attention_heads")}
+        sizes = {"d_model": 8, "encoder_ffn_dim": 12, "decoder_ffn_dim": 12, "dropout": 0.0, **stacks}
+        if self.kind == "bart":
+            return transformers.BartForConditionalGeneration(
+                transformers.BartConfig(vocab_size=VOCABULARY, max_position_embeddings=16, **sizes)
+            )
+        assert self.kind == "whisper"
+        tokens = {"vocab_size": VOCABULARY, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 1}
+        config = transformers.WhisperConfig(max_source_positions=8, max_target_positions=16, num_mel_bins=4, **tokens, **sizes)
+        return transformers.WhisperForConditionalGeneration(config)
+
+    def dataset(self, split: str) -> Rows | None:
+        source = {"input_features": drawn(SAMPLES, 4, 16)} if self.kind == "whisper" else {"input_ids": 3 + chosen(8, SAMPLES, CONTEXT)}
+        targets = {"decoder_input_ids": 3 + chosen(8, SAMPLES, 5, seed=1), "y": chosen(VOCABULARY, SAMPLES, 5, seed=2)}
+        return Rows(**source, **targets) if split == "train" else None
+
+    def inputs(self, batch: Any) -> Any:
+        return {name: value for name, value in batch.items() if name != "y"} | {"use_cache": False}
+
+    def loss(self, output: Any, batch: Any) -> Tensor:
+        return F.cross_entropy(output.logits.transpose(1, 2), batch["y"], reduction="none")
+
+
+class Handing(Points):
+    """Its blocks hand on what they were called with, a constant that one of them made, and what nobody uses in the end."""
+
+    def model(self) -> nn.Module:
+        return Hands()
+
+
+class Hands(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([HandingBlock(scale is None) for scale in (None, 1, 1, 1)])
+        self.out = nn.Linear(5, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        sign, scale, unused = x.sign(), None, x
+        x = x + 1
+        for block in self.blocks:
+            x, sign, scale, unused = block(x, sign, scale, unused)
+        return self.out(x * sign)
+
+
+class HandingBlock(nn.Module):
+    def __init__(self, makes_scale: bool) -> None:
+        super().__init__()
+        self.linear = nn.Linear(5, 5)
+        self.aside = nn.Linear(5, 5)
+        self.bias = nn.Parameter(torch.ones(5))
+        self.makes_scale = makes_scale
+
+    def forward(self, x: Tensor, sign: Tensor, scale: Tensor | None, unused: Tensor) -> Any:
+        if self.makes_scale:
+            scale = torch.full((5,), 0.7, dtype=x.dtype)
+        return (self.linear(x) * scale).tanh() + self.bias, sign, scale, self.aside(unused)

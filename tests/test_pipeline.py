@@ -23,6 +23,7 @@ from paceline.training.gates import parts_of
 from paceline.training.imagine import example
 from paceline.training.pipeline import Pipeline
 from paceline.training.prepare import build, rehearse
+from paceline.training.split_backward import WeightGradients
 from paceline.training.stages import Division, Stage, divide, ranks_of
 from paceline.training.tied import Tied
 
@@ -96,6 +97,13 @@ def test_four_stages(task: Task, schedule: str) -> None:
 @pytest.mark.parametrize("task", HUGGING_FACE, ids=repr)
 def test_hugging_face(task: Task) -> None:
     assert not same(2, "pp=2,micro=4", task)
+
+
+@pytest.mark.parametrize("schedule", ["interleaved", "zero-bubble", "zbv"])
+@pytest.mark.parametrize("task", [*(stacks.EncoderDecoder(kind=kind) for kind in ("t5", "bart", "whisper")), stacks.Handing()], ids=repr)
+def test_values_that_cross_beside_the_hidden_state(task: Task, schedule: str) -> None:
+    """States of an encoder, biases that another block computed, constants, and parameters that no input of their stage leads to."""
+    assert not same(2, f"pp=2,micro=2,schedule={schedule}", task)
 
 
 @pytest.mark.slow
@@ -273,11 +281,30 @@ def part_left_out() -> Any:
     return replaced(Stage, "called", called)
 
 
+def gradient_dropped() -> Any:
+    original = WeightGradients.run
+
+    def run(self: WeightGradients) -> None:
+        self.deferred = self.deferred[:-1]
+        original(self)
+
+    return replaced(WeightGradients, "run", run)
+
+
+def test_a_gradient_that_is_missing_is_an_error() -> None:
+    with pytest.raises(AssertionError, match=r"PlanError: .*: \S+.* got no gradient in this pipeline, and gets one on one process"):
+        same(2, "pp=2,micro=2,schedule=zbv", models.Text(), SPEC, gradient_dropped)
+
+
 @pytest.mark.parametrize("plant", [tied_apart, norm_counted_twice, part_left_out])
 @pytest.mark.parametrize(("size", "plan"), [(2, "pp=2,micro=2"), (4, "dp=2,pp=2,micro=2,zero=2")])
 def test_what_is_wrong_is_caught(size: int, plan: str, plant: Any) -> None:
-    if plant is tied_apart:  # the copies even differ from each other
-        with pytest.raises(AssertionError, match=r"differs from the others: \['tokens.weight"):
+    raised = {
+        tied_apart: r"differs from the others: \['tokens.weight",  # the copies even differ from each other
+        part_left_out: "got no gradient in this pipeline",
+    }
+    if plant in raised:
+        with pytest.raises(AssertionError, match=raised[plant]):
             same(size, plan, models.Text(), SPEC, plant)
     else:
         assert same(size, plan, models.Text(), SPEC, plant)

@@ -19,6 +19,8 @@ from paceline.errors import PlanError
 from paceline.task import Layout, Task
 from paceline.training.data import Batch
 from paceline.training.gates import Gates, Run, parts_of
+from paceline.training.imagine import without_values
+from paceline.training.settle import reached
 from paceline.training.shards import storage_of
 from paceline.training.step import autocast, call
 
@@ -41,6 +43,13 @@ class Like:
         return nothing.expand(self.shape).clone() if self.writable else nothing.expand(self.shape)
 
 
+@dataclass(frozen=True)
+class Passed:
+    """A tensor that a part returns as it was called with it."""
+
+    index: int  # of the leaves of (args, kwargs)
+
+
 @dataclass
 class Call:
     """One call of a part."""
@@ -48,7 +57,7 @@ class Call:
     part: str
     crossing: list[int]  # of the leaves of (args, kwargs) those that cross a cut here
     likes: list[Like]  # of these
-    output: Any = None  # a tree with Like for tensors
+    output: Any = None  # a tree with Like or Passed for tensors
     free: bool = False  # of parameters: every stage calls it itself
     flops: int = 0  # until the next call
     trace: int = 0  # of the operations until then, their shapes and whether they get gradients or are run again for them: a hash
@@ -89,6 +98,7 @@ class Model:
         self.gates = Gates(parts_of(self.copy, layout))
         self.mode = FakeTensorMode(allow_non_fake_inputs=True)
         self.names: dict[int, str] = {}  # id of a stand-in of a parameter -> name
+        self.trained = {name for name, parameter in self.copy.named_parameters() if parameter.requires_grad}
         made: dict[int, Tensor] = {}
         owned = {id(parameter): name for name, parameter in self.copy.named_parameters()}
         for module in self.copy.modules():
@@ -118,15 +128,28 @@ class Model:
         except PlanError:
             raise
         except Exception as error:  # the user's code, which meets tensors without values
-            reason = str(error).strip().splitlines()
-            raise PlanError(
-                f"the model cannot be run on tensors without values, which tells where a pipeline may cut it "
-                f"({type(error).__name__}{f': {reason[0]}' if reason else ''}); use a plan without pp"
-            ) from error
+            raise without_values(error, "where a pipeline may cut it", "a plan without pp") from error
         finally:
             torch.backends.mha.set_fastpath_enabled(fast)
             self.gates.visitor, self.gates.inside = None, False
         return recorder.recording
+
+    def learns(self, task: Task, batch: Batch, precision: str) -> frozenset[str] | None:
+        """Return the names of the parameters that a plain pass gives gradients; None where the task's loss looks at values."""
+        parameters = [tensor for module in self.copy.modules() for tensor in module._parameters.values() if tensor is not None]
+        trained = [tensor for tensor in parameters if self.names[id(tensor)] in self.trained]
+        self.copy.train()
+        try:
+            for tensor in trained:
+                tensor.requires_grad_()
+            with torch.random.fork_rng(devices=[]), torch.enable_grad(), autocast(precision, self.device):
+                loss = task.loss(call(task, self.copy, batch), batch)
+                return frozenset(self.names[leaf] for leaf in reached(loss) if leaf in self.names)
+        except Exception:  # the user's code, which meets tensors without values
+            return None
+        finally:
+            for tensor in trained:
+                tensor.requires_grad_(False)
 
 
 def _results(task: Task, output: Any, batch: Batch, training: bool) -> list[Any]:
@@ -161,6 +184,7 @@ class _Recorder(TorchDispatchMode):
         self.now = -1  # the last call
         self.gradients = gradients  # whether the pass as a whole gets them
         self.inside = False
+        self.alone = False  # inside of a part with parameters: no stage behind has what is computed there
         self.masks: dict[int, Mask] = {}  # by id of a tensor
         self.written: dict[int, Mask] = {}  # by storage
         self.outputs: dict[int, int] = {}  # storage -> call that returned it
@@ -183,6 +207,8 @@ class _Recorder(TorchDispatchMode):
                 mask |= -1 << (self.now + 1)
                 self.recording.uses.setdefault(name, set()).add(max(self.now, 0))
         if self.inside:
+            if self.alone:
+                mask |= -1 << (self.now + 1)
             self._bar(mask, self.now, f"{self.recording.calls[self.now].part} needs what was computed further ahead as well")
         result = func(*args, **kwargs)
         self._write(func, args, kwargs, mask)
@@ -237,16 +263,25 @@ class _Recorder(TorchDispatchMode):
             self.recording.barred.setdefault(at, f"{name} is called without gradients")
         if not here.crossing or not all(like.dtype.is_floating_point for like in here.likes):
             self.recording.barred.setdefault(at, f"{name} is not called with what was computed before it")
-        self.inside = self.model.gates.inside = True
-        result = run(*args, **kwargs)
-        self.inside = self.model.gates.inside = False
         has_parameters = any(True for _ in self.model.gates.parts[name].parameters())
+        self.inside = self.model.gates.inside = True
+        self.alone = has_parameters
+        result = run(*args, **kwargs)
+        self.inside = self.model.gates.inside = self.alone = False
         here.free = not has_parameters and not any(map(self.mask, _tensors(result)))
-        here.output = tree_map(lambda leaf: Like(tuple(leaf.shape), leaf.dtype) if isinstance(leaf, Tensor) else leaf, result)
+        given = {id(leaf): index for index, leaf in enumerate(tree_leaves((args, kwargs)))}
+        here.output = tree_map(lambda leaf: self._returned(leaf, given) if isinstance(leaf, Tensor) else leaf, result)
         for tensor in _tensors(result):
-            self.outputs[storage_of(tensor)] = at
+            if id(tensor) not in given:
+                if not here.free:  # whatever it depends on: no stage behind has it
+                    self.masks[id(tensor)] = self.mask(tensor) | -1 << (at + 1)
+                self.outputs[storage_of(tensor)] = at
             self.kept.append(tensor)
         return result
+
+    @staticmethod
+    def _returned(tensor: Tensor, given: Mapping[int, int]) -> Like | Passed:
+        return Passed(given[id(tensor)]) if id(tensor) in given else Like(tuple(tensor.shape), tensor.dtype)
 
     def ended(self, results: Iterable[Any]) -> None:
         mask = 0

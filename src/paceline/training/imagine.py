@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
+from paceline.errors import PlanError
 from paceline.plan.plan import Plan, share
 from paceline.spec import Spec
 from paceline.task import Task
@@ -51,6 +52,13 @@ def imagined(model: nn.Module) -> Iterator[Callable[[Batch], Batch]]:
     finally:
         for of, key, tensor in kept:
             of[key] = tensor  # type: ignore[assignment]
+
+
+def without_values(error: Exception, tells: str, instead: str) -> PlanError:
+    """The error of a model that met tensors without values in a pass that `tells` something."""
+    reason = str(error).strip().splitlines()
+    what = f"{type(error).__name__}{f': {reason[0]}' if reason else ''}"
+    return PlanError(f"the model cannot be run on tensors without values, which tells {tells} ({what}); use {instead}")
 
 
 def is_imagined(tensor: Tensor) -> bool:

@@ -146,7 +146,8 @@ class _Gather(torch.autograd.Function):
         padded = F.pad(part, (0, width - part.shape[-1])).contiguous()  # nothing where all are of one width
         parts = [torch.empty_like(padded) for _ in range(group.size())]
         dist.all_gather(parts, padded, group=group)
-        return torch.cat(parts, -1)[..., :features]
+        whole = torch.cat(parts, -1)
+        return whole if whole.shape[-1] == features else whole[..., :features].clone()  # no view, which the model could not write to
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:

@@ -86,7 +86,7 @@ def _deal_state(optimizer: torch.optim.Optimizer) -> None:
     """Leave each parameter to one of the data ranks, which updates it and sends it to the others. ZeroRedundancyOptimizer does the
     same, but broadcasts parameters as they are, which DTensors cannot be (torch 2.13)."""
     params: list[Any] = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    ranks: dist.ProcessGroup = params[0].device_mesh.get_group("replicate")
+    ranks: dist.ProcessGroup = next(parameter.device_mesh for parameter in params if is_cut(parameter)).get_group("replicate")
     owners = dict(zip(params, dealt([parameter.numel() for parameter in params], ranks.size()), strict=True))
     for group in optimizer.param_groups:
         group["params"] = [parameter for parameter in group["params"] if owners[parameter] == ranks.rank()]

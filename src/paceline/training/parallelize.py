@@ -1,6 +1,6 @@
 """The one place where a model meets a plan."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from copy import copy
 from dataclasses import dataclass
 from functools import partial
@@ -8,6 +8,7 @@ from inspect import signature
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
@@ -177,13 +178,13 @@ NO_BUFFER_SYNC: dict[str, Any] = {
 def _shard(model: nn.Module, units: list[nn.Module], plan: Plan, mesh: DeviceMesh) -> None:
     from torch.distributed.fsdp import fully_shard  # 0.7 s to import
 
-    refuse_scalars(plan, model)
     for unit in [*units, model]:
         unit.register_forward_hook(own_memory)
+    whole = scalars(model)
     for unit in units:
-        fully_shard(unit, mesh=mesh, reshard_after_forward=plan.zero == 3)
+        fully_shard(unit, mesh=mesh, reshard_after_forward=plan.zero == 3, ignored_params=whole)
     # The root is gathered again at once by the backward pass, so that to reshard it would be in vain.
-    fully_shard(model, mesh=mesh, reshard_after_forward=False)
+    fully_shard(model, mesh=mesh, reshard_after_forward=False, ignored_params=whole)
 
 
 def own_memory(module: nn.Module, args: Any, output: Any) -> Any:
@@ -196,9 +197,24 @@ def own_memory(module: nn.Module, args: Any, output: Any) -> Any:
     return tree_map(lambda leaf: leaf.clone() if is_view(leaf) else leaf, output) if any(map(is_view, tree_leaves(output))) else None
 
 
-def refuse_scalars(plan: Plan, model: nn.Module) -> None:
-    if scalars := [name for name, parameter in model.named_parameters() if not parameter.dim()]:
-        raise PlanError(f"plan {plan} cuts the weights, and {scalars[0]} is a scalar; give it the shape (1,), or use ddp or zero1")
+def scalars(model: nn.Module) -> set[nn.Parameter]:
+    """Return the parameters that `fully_shard` cannot cut: each rank keeps them whole."""
+    return {parameter for parameter in model.parameters() if not parameter.dim()}
+
+
+@torch.no_grad()
+def average_scalars_(params: Sequence[nn.Parameter], mesh: DeviceMesh) -> None:
+    """Average the gradients of scalars over the data ranks, as `fully_shard` does with what it cuts. None stays where all have None."""
+    own = [parameter.grad for parameter in params]
+    sums = torch.tensor([[0.0, float(grad is not None)] for grad in own], dtype=torch.float64, device=params[0].device)
+    for row, grad in zip(sums, own, strict=True):
+        if grad is not None:
+            row[0] = grad
+    for axis in range(mesh.ndim):
+        dist.all_reduce(sums, group=mesh.get_group(axis))
+    for (total, holders), parameter in zip(sums, params, strict=True):
+        if parameter.grad is not None or holders:
+            parameter.grad = (total / mesh.size()).to(parameter.dtype)
 
 
 def blocks(model: nn.Module, layout: Layout) -> list[nn.Module]:

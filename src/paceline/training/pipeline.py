@@ -18,9 +18,10 @@ from paceline.training.data import Batch
 from paceline.training.gates import Gates, parts_of
 from paceline.training.locality import flatten
 from paceline.training.meshes import data_mesh
-from paceline.training.parallelize import blocks, compile_units, own_memory, recompute, refuse_scalars
+from paceline.training.parallelize import blocks, compile_units, own_memory, recompute, scalars
 from paceline.training.relay import Relay
 from paceline.training.seeds import derive, start_stream
+from paceline.training.shards import is_here
 from paceline.training.slices import Slices, check_blocks
 from paceline.training.stages import Division, Stage, divide, ranks_of
 from paceline.training.step import GlobalWeight, autocast, call, weighed
@@ -83,6 +84,8 @@ class Pipeline:
         self.ranks = ranks_of(plan)
         self.stages = [Stage(index, model, self.gates, self.division, device) for index, pp in enumerate(self.ranks) if pp == self.place.pp]
         self.relay = Relay(self.stages, plan, self.place, device, mesh["pp"].get_group())
+        self.learns = recorded.learns(task, example, precision)
+        self.checked = False  # that all of these have got gradients
         self.slices: Slices | None = None
         self.failure: Exception | None = None
 
@@ -114,7 +117,6 @@ class Pipeline:
         """Returns what `Tied` wants to know of parameters that two stages of this rank hold."""
         from torch.distributed.fsdp import fully_shard
 
-        refuse_scalars(self.plan, self.model)
         copies = [
             (names[id(parameter)], stage, own)
             for at, stage in enumerate(self.stages)
@@ -126,10 +128,11 @@ class Pipeline:
             unit.register_forward_hook(own_memory)
         for stage in self.stages:
             here = {id(module) for module in stage.parts.modules()}
+            whole = scalars(stage)
             for unit in units:
                 if id(unit) in here:
-                    fully_shard(unit, mesh=data_mesh(self.mesh), reshard_after_forward=again)
-            fully_shard(stage, mesh=data_mesh(self.mesh), reshard_after_forward=False)
+                    fully_shard(unit, mesh=data_mesh(self.mesh), reshard_after_forward=again, ignored_params=whole)
+            fully_shard(stage, mesh=data_mesh(self.mesh), reshard_after_forward=False, ignored_params=whole)
         for stage in self.stages:
             stage.give_back()
         return copies
@@ -139,6 +142,8 @@ class Pipeline:
         """torch's, made when it is known what crosses the cuts."""
         from torch.distributed import pipelining
 
+        from paceline.training.split_backward import SplitStage
+
         assert self.plan.schedule is not None
         calls = self.recordings[True, self.looks].calls
 
@@ -146,7 +151,7 @@ class Pipeline:
             return tuple(torch.empty(like.shape, dtype=like.dtype, device="meta", requires_grad=True) for like in calls[cut].likes)
 
         stages = [
-            pipelining.PipelineStage(
+            SplitStage(
                 stage,
                 stage.index,
                 len(self.ranks),
@@ -194,11 +199,31 @@ class Pipeline:
         self._follow(forward, recording)
         index = torch.arange(len(batches))
         self._run(lambda: self.schedule.step(index=index, target=index, return_outputs=False))
+        if self.learns is not None:
+            self._compare_with(self.learns)
         self.tied.add_up()
         if weight is not None:
             weight.result()
         expected = whole[0] if whole and isinstance(whole[0], float) else None
         return losses, items, expected
+
+    def _compare_with(self, learns: frozenset[str]) -> None:
+        """Raise PlanError where a parameter lacks a gradient that a plain pass gives it. Drop those that a plain pass does not give:
+        zeros, of what crosses a cut and is not used behind it."""
+        shared = {*self.tied.groups, *(name for name, _, _ in self.tied.copies)}
+        here = [(name, parameter) for name, parameter in self.model.named_parameters() if parameter.requires_grad and is_here(parameter)]
+        if not self.checked:
+            missing = [name for name, parameter in here if parameter.grad is None and name in learns and name not in shared]
+            if missing:
+                others = f" and {len(missing) - 1} more" if missing[1:] else ""
+                raise PlanError(
+                    f"plan {self.plan}: {missing[0]}{others} got no gradient in this pipeline, and gets one on one process; "
+                    "this is a defect of Paceline; use schedule=1f1b or a plan without pp"
+                )
+            self.checked = True
+        for name, parameter in here:
+            if name not in learns:
+                parameter.grad = None
 
     def _follow(self, forward: Callable[[Stage, int], Any], recording: Recording) -> None:
         for stage in self.stages:

@@ -26,9 +26,9 @@ from paceline.training.batch_norm import average_, over_all_ranks, running_stati
 from paceline.training.data import Batch, Part, Samples, open_dataset
 from paceline.training.imagine import example
 from paceline.training.local_sgd import LocalSgd, local_sgd
-from paceline.training.meshes import build_mesh
+from paceline.training.meshes import build_mesh, data_mesh
 from paceline.training.optim import make_optimizer
-from paceline.training.parallelize import check_splits, parallelize, refuse_compiled
+from paceline.training.parallelize import average_scalars_, check_splits, parallelize, refuse_compiled
 from paceline.training.shards import is_here
 from paceline.training.step import Step
 from paceline.training.weights import Weights, fill_, loaded_names, named_tensors, record
@@ -211,6 +211,8 @@ def lay_out(
         pipeline=pipeline,
         share=(_share_of(spec, plan, world), spec.batch) if plan.uneven else None,
     )
+    if mesh is not None and plan.data_ranks > 1 and (whole := [p for p in update.params if not p.dim()]):
+        update.after_backward.append(partial(average_scalars_, whole, data_mesh(mesh)))
     local = local_sgd(model, update, plan)
     if local is not None:
         notes += tuple(local.notes())
@@ -267,6 +269,9 @@ def build(spec: Spec, task: Task) -> Studied:
     model, weights, recorded = record(task.model, spec.seed)
     if spec.precision == "fp64":
         model._apply(lambda tensor: tensor.to(WIDER.get(tensor.dtype)))
+    for module in model.modules():  # what torch's first weight_norm left of its computation, which could not be copied
+        computed = {key: value for key, value in vars(module).items() if isinstance(value, Tensor) and not value.is_leaf}
+        module.__dict__.update({key: value.detach() for key, value in computed.items()})
     return Studied(model, weights, recorded)
 
 

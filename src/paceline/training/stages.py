@@ -1,6 +1,6 @@
 """Which stage of a pipeline has which part of a model, and how a stage runs: the user's whole forward, of which the rest is not there."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from paceline.errors import PlanError, TaskError
 from paceline.plan.partition import partition
 from paceline.plan.plan import Plan
-from paceline.training.cut import Call, Like, Recording
+from paceline.training.cut import Call, Like, Passed, Recording
 from paceline.training.gates import Gates, Run
 
 
@@ -195,7 +195,8 @@ class Stage(nn.Module):
             leaves = tree_leaves((args, kwargs))
             raise Left(tuple(map(_leaves, (leaves[leaf] for leaf in call.crossing))))
         if at < self.first and not call.free:
-            return tree_map(lambda leaf: leaf.nothing(self.device) if isinstance(leaf, Like) else leaf, call.output)
+            given = tree_leaves((args, kwargs)) if any(isinstance(leaf, Passed) for leaf in tree_leaves(call.output)) else []
+            return tree_map(lambda leaf: self._stand_in(leaf, given), call.output)
         if at == self.first:
             leaves = tree_leaves((args, kwargs))
             for leaf, value in zip(call.crossing, self.received, strict=True):
@@ -206,6 +207,11 @@ class Stage(nn.Module):
             return run(*args, **kwargs)
         finally:
             self.gates.inside = False
+
+    def _stand_in(self, leaf: Any, given: Sequence[Any]) -> Any:
+        if isinstance(leaf, Passed):
+            return given[leaf.index]
+        return leaf.nothing(self.device) if isinstance(leaf, Like) else leaf
 
 
 def key_of(part: str) -> str:

@@ -23,11 +23,11 @@ from paceline.training.data import Batch
 from paceline.training.discover import Found, discover, pattern
 from paceline.training.draws import draw_apart, who_draws
 from paceline.training.gates import parts_of
-from paceline.training.imagine import imagined
+from paceline.training.imagine import imagined, without_values
 from paceline.training.layers import FORWARDS, Change, Entrance, add, enter
 from paceline.training.sequence import GATHERING, Between, NotFound, find_between
 from paceline.training.shards import fits, local
-from paceline.training.watch import features, is_embedding, is_linear, is_transposed
+from paceline.training.watch import features, has_computed_weight, is_embedding, is_linear, is_transposed
 
 STYLES = ("column", "row", "gather", "head", "vocabulary", "whole")
 UNEVEN = ("head", "vocabulary")  # styles whose last part may be smaller: vocabularies are seldom round
@@ -63,18 +63,22 @@ def find_splits(model: nn.Module, task: Task, batch: Batch, plan: Plan) -> Split
         outputs[:] = [call(task, model, inputs)]
         return outputs[0]
 
-    with imagined(model) as imagine:
-        inputs = imagine(batch)
-        found = discover(model, run, tp)
-        styles = _found_styles(model, found, tp) | _own_plan(model, found) | _asked(model, task.layout().tensor, tp)
-        styles = {name: style for name, style in styles.items() if style != "whole"}
-        _drop_unlike_ties(model, styles)
-        if not styles:
-            kind = type(model).__name__
-            raise PlanError(f"tp={tp}, but {kind} has no linear layer or embedding whose size {tp} divides; use pp or zero3")
-        columns = frozenset(name for name, style in styles.items() if style == "column")
-        of_features = [(name, bool(of) and of <= columns) for name, of in found.draws]
-        between, why = _between(model, run, styles, found.called, of_features, task.layout(), plan)
+    try:
+        with imagined(model) as imagine:
+            inputs = imagine(batch)
+            found = discover(model, run, tp)
+            styles = _found_styles(model, found, tp) | _own_plan(model, found) | _asked(model, task.layout().tensor, tp)
+            styles = {name: style for name, style in styles.items() if style != "whole"}
+            _drop_unlike_ties(model, styles)
+            if not styles:
+                raise PlanError(f"tp={tp}, but {_why_none(model, tp)}; use pp or zero3")
+            columns = frozenset(name for name, style in styles.items() if style == "column")
+            of_features = [(name, bool(of) and of <= columns) for name, of in found.draws]
+            between, why = _between(model, run, styles, found.called, of_features, task.layout(), plan)
+    except (PlanError, TaskError):
+        raise
+    except Exception as error:  # the user's code, which meets tensors without values
+        raise without_values(error, f"what tp={tp} may split", "a plan without tp") from error
     small = {name for name, of in found.partial.items() if of <= columns} | (between.partial if between is not None else set())
     draws, alike = who_draws(of_features, between)
     whole = [name for name, module in model.named_modules() if (is_linear(module) or is_embedding(module)) and name not in styles]
@@ -89,6 +93,20 @@ def find_splits(model: nn.Module, task: Task, batch: Batch, plan: Plan) -> Split
         notes.append(f"tp: {_list(alike)} drop alike on the ranks that share features, because they also drop of what each rank has whole")
     shape = outputs[0].shape if isinstance(outputs[0], Tensor) else None
     return Splits(styles, between, frozenset(small), draws, shape, tuple(notes))
+
+
+def _why_none(model: nn.Module, tp: int) -> str:
+    """Why no layer of a model is split."""
+    kind = type(model).__name__
+    modules = list(model.modules())
+    if any(is_linear(module) or is_embedding(module) for module in modules):
+        return f"{kind} has no linear layer or embedding whose size {tp} divides"
+    computed = [
+        name for name, module in model.named_modules() if isinstance(module, (nn.Linear, nn.Embedding)) and has_computed_weight(module)
+    ]
+    if computed:
+        return f"{kind} computes the weight of {computed[0]} from others (weight_norm, spectral_norm or another parametrization)"
+    return f"{kind} has no linear layer or embedding"
 
 
 def _between(

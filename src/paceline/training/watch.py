@@ -17,7 +17,12 @@ from paceline.training.labels import ATTENTION, PRODUCTS, SILENT, VIEWS, Label, 
 
 
 def is_linear(module: nn.Module) -> bool:
-    return type(module) is nn.Linear or is_transposed(module)
+    return (type(module) is nn.Linear or is_transposed(module)) and not has_computed_weight(module)
+
+
+def has_computed_weight(module: nn.Module) -> bool:
+    """Whether the weight of a layer is no parameter of its own, but computed from others: weight_norm, spectral_norm."""
+    return module._parameters.get("weight") is None
 
 
 def is_transposed(module: nn.Module) -> bool:
@@ -27,7 +32,7 @@ def is_transposed(module: nn.Module) -> bool:
 
 def is_embedding(module: nn.Module) -> bool:
     plain = type(module) is nn.Embedding and module.padding_idx is None and module.max_norm is None
-    return plain and not (module.sparse or module.scale_grad_by_freq)
+    return plain and not has_computed_weight(module) and not (module.sparse or module.scale_grad_by_freq)
 
 
 def features(module: Any) -> tuple[int, int]:
