@@ -112,12 +112,14 @@ KINDS: dict[str, type[Event]] = {
     kind.__name__.lower(): kind for kind in (Started, Step, Accounted, Evaluated, Saved, Failed, Stalled, Ended)
 }
 
+ENCODER = json.JSONEncoder(allow_nan=False)
+
 
 def dumps(event: Event) -> str:
     fields = dict(vars(event))
     if isinstance(event, Evaluated):  # JSON has no NaN, and no infinity
         fields["metrics"] = {name: value if math.isfinite(value) else None for name, value in event.metrics.items()}
-    return json.dumps({"time": fields.pop("time"), "event": type(event).__name__.lower(), **fields}, allow_nan=False)
+    return ENCODER.encode({"time": fields.pop("time"), "event": type(event).__name__.lower(), **fields})
 
 
 def loads(line: str) -> Event:
@@ -136,7 +138,6 @@ class Writer:
         _drop_torn_line(self._file)
 
     def write(self, event: Event) -> None:
-        before = os.fstat(self._file).st_size
         line = (dumps(event) + "\n").encode()
         try:
             written = os.write(self._file, line)
@@ -145,7 +146,7 @@ class Writer:
         if written < len(line):
             self.lost += 1
             if written:
-                os.ftruncate(self._file, before)
+                os.ftruncate(self._file, os.fstat(self._file).st_size - written)
 
     def close(self) -> None:
         os.close(self._file)

@@ -79,20 +79,20 @@ def _figures(loss: float, items: float, squares: float, expected: float | None) 
     return Figures(loss / items if items else math.nan, math.sqrt(squares))
 
 
+def _column(values: Sequence[Tensor | float], device: torch.device) -> Tensor:
+    """These numbers in float64. (To write them into a tensor one after the other takes 3 µs each.)"""
+    tensors = [value for value in values if isinstance(value, Tensor)]
+    if len(tensors) < len(values):
+        return torch.tensor([float(value) for value in values], dtype=torch.float64, device=device)
+    return torch.stack(tensors).to(torch.float64)
+
+
 def tell(steps: Sequence[Local], wishes: Wishes, seconds: float, ranks: int, device: torch.device) -> Pending:
     """Start to add up the figures of `steps`, which took so many seconds on this rank. A collective: all ranks tell of the same steps."""
-    sums = torch.zeros(3 * len(steps) + 3, dtype=torch.float64, device=device)
-    for at, step in enumerate(steps):
-        sums[3 * at] = step.loss
-        sums[3 * at + 1] = step.items
-        if step.norm is not None:
-            sums[3 * at + 2] = step.norm
-    sums[2:-3:3].square_()
-    if wishes.stop:
-        sums[-3] = 1.0
-    if wishes.save:
-        sums[-2] = 1.0
-    sums[-1] = seconds
+    norms = _column([step.norm if step.norm is not None else 0.0 for step in steps], device)
+    columns = _column([step.loss for step in steps], device), _column([step.items for step in steps], device), norms.square()
+    rest = torch.tensor([float(wishes.stop), float(wishes.save), seconds], dtype=torch.float64, device=device)
+    sums = torch.cat([torch.stack(columns, dim=1).flatten(), rest])
     expected = [step.expected for step in steps]
     work = dist.all_reduce(sums, async_op=True) if ranks > 1 else None
     if device.type != "cuda":

@@ -3,7 +3,7 @@
 import contextlib
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import reduce
 from operator import add
 from typing import TYPE_CHECKING, Any
@@ -104,7 +104,7 @@ class Step:
     @property
     def counts(self) -> bool:
         """Of the ranks with the same samples, whether this is the one whose losses and metrics count."""
-        return self.place == replace(self.place, cp=0, tp=0, pp=self.plan.last)
+        return (self.place.cp, self.place.tp, self.place.pp) == (0, 0, self.plan.last)
 
     def output(self, batch: Batch) -> object:
         """What the model makes of a batch; ELSEWHERE where another rank has the end of it."""
