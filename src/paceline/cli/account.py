@@ -10,6 +10,7 @@ from paceline.units import several
 
 if TYPE_CHECKING:
     from paceline.cluster.facts import Cluster
+    from paceline.events import Skipped
     from paceline.plan.answer import Answer
     from paceline.report.measured import Measured
 
@@ -34,7 +35,7 @@ def account(
     if update and measured:
         raise SpecError("--update compares with a prediction, and --measured makes none; leave one of them out")
     folder = open_run(run)
-    seen = _measured(folder)
+    seen, skipped = _measured(folder)
     found = Account(seen, None, "asked not to (--measured)")
     said = ""
     if not measured:
@@ -67,20 +68,20 @@ def account(
         console.print()
         console.print(table)
     console.print()
-    for line in [*lines(found), *([said] if said else [])]:
+    for line in [*lines(found), *([str(skipped)] if skipped else []), *([said] if said else [])]:
         console.print(line, soft_wrap=True, markup=False)
 
 
-def _measured(folder: RunFolder) -> "Measured":
-    """Raises RunError with the way out where there is no breakdown."""
+def _measured(folder: RunFolder) -> "tuple[Measured, Skipped]":
+    """And the lines that could not be read. Raises RunError with the way out where there is no breakdown."""
     from paceline.errors import RunError
-    from paceline.events import read
     from paceline.plan.account import MOST_STEPS
     from paceline.plan.plan import parse
-    from paceline.report.measured import measured
+    from paceline.run_view import view
 
+    found = view(folder)
     try:
-        return measured(read(folder.events) if folder.events.exists() else ())
+        return found.measured(), found.skipped
     except RunError as error:
         spec, launch = folder.request()
         plan = parse(launch.plan or "ddp")
@@ -91,7 +92,8 @@ def _measured(folder: RunFolder) -> "Measured":
             way_out = f"of plan {plan} a whole period of at most {MOST_STEPS} steps would have to be"
         elif spec.account is False:
             way_out = "it was asked for with --no-account; leave that out"
-        raise RunError(f"{folder.path} cannot be accounted for: {error}; {way_out}") from None
+        skipped = f"; {found.skipped}" if found.skipped else ""
+        raise RunError(f"{folder.path} cannot be accounted for: {error}; {way_out}{skipped}") from None
 
 
 def _name(seen: "Measured") -> str:

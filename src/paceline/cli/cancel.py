@@ -13,11 +13,10 @@ import typer
 def cancel(run: Annotated[Path, typer.Argument(help="The run's folder.")]) -> None:
     """End a training, in Slurm or on this machine. All ranks save and stop; a job that waits is taken from the queue."""
     from paceline.errors import RunError
-    from paceline.events import latest
     from paceline.launch import slurm
     from paceline.report.state import of_run
-    from paceline.report.summary import summarize
     from paceline.run import open_run
+    from paceline.run_view import glance
 
     folder = open_run(run)
     job = slurm.status(folder.job) if folder.job is not None else None
@@ -26,7 +25,7 @@ def cancel(run: Annotated[Path, typer.Argument(help="The run's folder.")]) -> No
         print(f"{run}: job {job.id} is cancelled; go on with: sbatch {folder.job_script}")
         return
     if not folder.is_locked():
-        raise RunError(f"{run} is not running: {of_run(folder, summarize(latest(folder.events)))}")
+        raise RunError(f"{run} is not running: {of_run(folder, glance(folder).summary)}")
     holder = folder.holder()
     found = re.fullmatch(r"process (\d+) on (.+)", holder)
     if found is None or found[2] != platform.node():

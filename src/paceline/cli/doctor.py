@@ -1,11 +1,14 @@
 """paceline doctor: does a run go on, and if not, which rank keeps it, where, and since when."""
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from paceline.run import RunFolder
+
+if TYPE_CHECKING:
+    from paceline.report.summary import Summary
 
 
 def doctor(
@@ -32,12 +35,18 @@ def doctor(
 
 
 def _last_words(folder: RunFolder) -> str:
-    from paceline.events import read
-    from paceline.report.summary import summarize
+    from paceline.run_view import view
 
-    summary = summarize(read(folder.events)) if folder.events.exists() else summarize([])
+    found = view(folder)
+    skipped = f"; {found.skipped}" if found.skipped else ""
+    return f"{_end_of(found.summary, folder)}{skipped}"
+
+
+def _end_of(summary: "Summary", folder: RunFolder) -> str:
     if summary.started is None:
-        return "it has not started yet" if folder.is_locked() else "nothing has happened yet"
+        from paceline.report.state import of_run
+
+        return "it has not started yet" if folder.is_locked() else of_run(folder, summary)
     if summary.ended is not None:
         return f"it was {summary.ended.reason} at step {summary.ended.step}"
     own = [failure for failure in summary.failures if failure.what == "run" and not failure.lost_peer]

@@ -79,10 +79,9 @@ def go_on(folder: RunFolder, overrides: dict[str, Any], me: World, again: bool =
 
 def done(folder: RunFolder, spec: Spec) -> int | None:
     """The last step of a run that has come to its end, and whose last checkpoint is whole."""
-    from paceline.events import read
-    from paceline.report.summary import summarize
+    from paceline.run_view import glance
 
-    started = summarize(read(folder.events)).started if folder.events.exists() else None
+    started = glance(folder).summary.started
     done = max(folder.checkpoints(), default=0)
     if started is None or done < spec.total_steps(started.samples):
         return None

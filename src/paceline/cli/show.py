@@ -10,21 +10,23 @@ def show(run: Annotated[Path, typer.Argument(help="The run's folder.")]) -> None
     """Show what happened in a run."""
     from rich.console import Console
 
-    from paceline.events import read
     from paceline.report.state import of_run
-    from paceline.report.summary import summarize
     from paceline.report.text import closing, headline, line
     from paceline.run import open_run
+    from paceline.run_view import view
 
     folder = open_run(run)
     console = Console(highlight=False)
-    summary = summarize(read(folder.events)) if folder.events.exists() else summarize([])
+    found = view(folder)
+    summary = found.summary
+    if found.skipped:
+        console.print(str(found.skipped), style="yellow", markup=False)
     if summary.started is None:
-        console.print(f"{run}: {of_run(folder, summary)}")
+        console.print(f"{run}: {of_run(folder, summary)}", markup=False)
         return
-    console.print(headline(summary.started))
+    console.print(headline(summary.started), markup=False)
     again = f", started {summary.starts} times" if summary.starts > 1 else ""
-    console.print(f"{of_run(folder, summary)}{again}")
+    console.print(f"{of_run(folder, summary)}{again}", markup=False)
     console.print(closing(summary))
     for failure in summary.failures:
         if failure.what == "run" and not failure.lost_peer:

@@ -73,6 +73,6 @@ def start(spec: Spec, launch: Launch, me: World, run: RunFolder | None) -> NoRet
 
 
 def has_started(run: RunFolder) -> bool:
-    from paceline.events import Started, read
+    from paceline.events import Started, last
 
-    return run.events.exists() and any(isinstance(event, Started) for event in read(run.events))
+    return bool(last(run.events, Started))

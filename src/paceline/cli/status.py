@@ -12,27 +12,34 @@ def status(
     runs: Annotated[list[Path] | None, typer.Argument(help="Folders of runs. Default: all in runs/.")] = None,
 ) -> None:
     """Say how runs are: a line for each."""
-    from paceline.errors import RunError
+    from paceline.errors import Error, RunError
     from paceline.run import open_run
 
     found = runs or sorted(path.parent for path in Path("runs").glob("*/spec.toml"))
     if not found:
         raise RunError("there is no run in runs/; say which folder")
-    for run in [open_run(path) for path in found]:
-        print(f"{run.path}: {_line(run)}")
+    failed: list[str] = []
+    for path in found:
+        try:
+            print(f"{path}: {_line(open_run(path))}")
+        except Error as error:  # the runs after it are shown all the same
+            failed.append(str(error))
+    if failed:
+        raise RunError("\n".join(failed))
 
 
 def _line(run: RunFolder) -> str:
-    from paceline.events import latest
     from paceline.launch import slurm
     from paceline.report.state import of_job, of_run
-    from paceline.report.summary import summarize
+    from paceline.run_view import glance
 
-    summary = summarize(latest(run.events))
+    found = glance(run)
+    summary = found.summary
+    skipped = f"; {found.skipped}" if found.skipped else ""
     job = slurm.status(run.job) if run.job is not None else None
     loss = f", loss {summary.last_loss:.4f}" if summary.last_loss is not None else ""
     if job is None:
-        return of_run(run, summary) + loss
+        return of_run(run, summary) + loss + skipped
     if job.is_active and summary.started is not None:
-        return f"{of_job(job)}; step {summary.steps} of {summary.started.steps}{loss}"
-    return f"{of_job(job)}; {of_run(run, summary)}{loss}"
+        return f"{of_job(job)}; step {summary.steps} of {summary.started.steps}{loss}{skipped}"
+    return f"{of_job(job)}; {of_run(run, summary)}{loss}{skipped}"

@@ -41,7 +41,7 @@ class Lookout:
         self.run, self.failed, self.hung, self.tells = run, failed, hung, tells
         self.found: Diagnosis | None = None
         self._began = time.monotonic()  # our clock may be set
-        self._read = events.end(run.events)
+        self._events = events.Reader(run.events, events.end(run.events))
         self._told_s: float | None = None  # when the ranks had last gone on, of a standstill that was told of
         self._every_s = EVERY_S
         self._failed_at: float | None = None  # when a failure was read, by the monotonic clock
@@ -90,9 +90,8 @@ class Lookout:
         """Whether a rank has just given up waiting for another one that nothing was said about."""
         if not self.run.events.exists():
             return False
-        end = events.end(self.run.events)
         gave_up = False
-        for event in events.read(self.run.events, self._read) if end > self._read else ():
+        for event in self._events.new(Started, Stalled, Failed):
             if isinstance(event, Started):
                 self._forget()
             elif isinstance(event, Stalled):
@@ -101,7 +100,6 @@ class Lookout:
                 self._failed_at = self._failed_at or time.monotonic()
                 self._failed.add(event.rank or 0)
                 gave_up |= event.lost_peer and bool(GAVE_UP.search(event.message)) and self.found is None
-        self._read = end
         return gave_up
 
     def _is_still_for(self) -> float | None:

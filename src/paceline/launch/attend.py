@@ -84,7 +84,7 @@ def attend(
             failures = error.failures
         except SignalException as error:
             stopped = error
-    ended = next((event for event in (events.read(run.events, before) if run.events.exists() else ()) if isinstance(event, Ended)), None)
+    ended = next((event for event in events.Reader(run.events, before).new(Ended) if isinstance(event, Ended)), None)
     if stopped is not None and ended is None and speaks:
         print(f"paceline: stopped by {stopped.sigval.name} before all ranks had saved; {run.way_out()}", file=sys.stderr)
     lost = any(child.exitcode == LOST for child in (failures or {}).values())

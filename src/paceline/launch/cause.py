@@ -13,7 +13,7 @@ from paceline import events
 from paceline.doctor.ask import beats
 from paceline.doctor.diagnose import Diagnosis
 from paceline.errors import Error, RankError
-from paceline.events import Event, Failed, Started, Step
+from paceline.events import Failed, Started, Step
 from paceline.launch.processes import LOST, Failures
 from paceline.run import RunFolder
 from paceline.units import numbered
@@ -126,10 +126,14 @@ def unheard(run: RunFolder, before: int) -> list[int]:
 
 def last_words(run: RunFolder, before: int) -> tuple[dict[int | None, Failed], int]:
     """What the ranks of the last start said as they ended, and the last step of it."""
-    happened: list[Event] = list(events.read(run.events, before)) if run.events.exists() else []
-    happened = happened[max((at for at, event in enumerate(happened) if isinstance(event, Started)), default=0) :]
-    told = {event.rank: event for event in happened if isinstance(event, Failed) and event.what == "run"}
-    return told, max((event.step for event in happened if isinstance(event, (Started, Step))), default=0)
+    told: dict[int | None, Failed] = {}
+    for event in events.Reader(run.events, before).new(Started, Failed):
+        if isinstance(event, Started):
+            told = {}
+        elif isinstance(event, Failed) and event.what == "run":
+            told[event.rank] = event
+    newest = events.last(run.events, Started, Step, until=(Started, Step), begin=before)
+    return told, max((event.step for event in newest if isinstance(event, (Started, Step))), default=0)
 
 
 def _wait_for_others(run: RunFolder, before: int) -> tuple[dict[int | None, Failed], list[int]]:

@@ -97,10 +97,7 @@ def is_of_lost_peer(error: Exception) -> bool:
 
 def _what_was_lost(run: RunFolder) -> str:
     """In the words of the doctor, where it was asked since the last start."""
-    said = None
-    for event in events.read(run.events) if run.events.exists() else ():
-        if isinstance(event, (Stalled, Started)):
-            said = event
+    said = next(iter(events.last(run.events, Stalled, Started, until=(Stalled, Started))), None)
     return (
         f"lost another one: {said.message}"
         if isinstance(said, Stalled)

@@ -89,7 +89,8 @@ def lines(found: Account) -> Iterator[str]:
             "the others wait for it"
         )
     times = several(seen.profiles, "profile")
-    yield f"mean of {seen.steps} steps; parts from {times}, which took {seen.spent:.1%} of the run's time"
+    looked_at = f", of which {seen.sampled:,} were looked at" if seen.sampled is not None else ""
+    yield f"mean of {seen.steps} steps{looked_at}; parts from {times}, which took {seen.spent:.1%} of the run's time"
     yield from found.notes
 
 

@@ -2,13 +2,15 @@
 
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from paceline.errors import RunError
 from paceline.events import Accounted, Event, Saved, Started, Step
+from paceline.report.history import History, Point
 from paceline.report.summary import WARM_UP_STEPS
 
 CONSISTENT = 1.25  # a rank is slow that is busy so many times as long as the mean
+MOST_PROFILED = 10_000  # steps of one profile, whatever a damaged line says
 
 
 @dataclass(frozen=True)
@@ -27,73 +29,87 @@ class Measured:
     slow: int | None  # a rank for which the others wait
     slow_s: float  # that it is busy in a step, and
     busy_s: float  # the mean over the ranks
+    sampled: int | None = None  # of a long run: so many of its steps were looked at, and stand for all
 
 
-@dataclass
-class _Seen:
-    """Starts that are alike, and what came after them."""
+class MeasuredBuilder:
+    """Takes events as they come, in bounded memory; a step may stand for several. Holds the starts that are like the last one."""
 
-    starts: list[Started] = field(default_factory=list)
-    steps: dict[int, Step] = field(default_factory=dict)
-    accounted: list[Accounted] = field(default_factory=list)
-    saved: list[Saved] = field(default_factory=list)
+    def __init__(self) -> None:
+        self._first: float | None = None
+        self._begin()
 
-    def is_like(self, event: Started) -> bool:
+    def _begin(self) -> None:
+        self._starts: list[Started] = []
+        self._history = History()
+        self._accounted: list[Accounted] = []
+        self._saving_s = 0.0
+
+    def add(self, event: Event, count: int = 1) -> None:
+        match event:
+            case Started():
+                if not self._is_like(event):
+                    self._begin()
+                self._starts.append(event)
+                self._history.cut(event.step)
+                self._first = self._first if self._first is not None else event.time
+            case Step():
+                self._history.add(event, count)
+            case Accounted() if event.step_s > 0:
+                self._accounted.append(event)
+            case Saved():
+                self._saving_s += event.blocked_s
+
+    def _is_like(self, event: Started) -> bool:
         names = ("task", "plan", "ranks", "batch", "device", "precision", "threads")
-        return bool(self.starts) and all(getattr(self.starts[-1], name) == getattr(event, name) for name in names)
+        return bool(self._starts) and all(getattr(self._starts[-1], name) == getattr(event, name) for name in names)
+
+    def measured(self) -> Measured:
+        """Of the last start, and of those before it that were like it. Raises RunError where no step was profiled."""
+        accounted, points = self._accounted, self._history.points
+        if not self._starts or self._first is None:
+            raise RunError("nothing has happened in it yet")
+        if not accounted or not points:
+            raise RunError("none of its steps was profiled")
+        warm = {start.step + k for start in self._starts for k in range(1, WARM_UP_STEPS + 1)}
+        slowed = {one.step - k for one in accounted for k in range(min(one.profiled, MOST_PROFILED))}
+        clean = [point for point in points if point.step not in warm and point.step not in slowed]
+        counts = [float(point.num_steps) for point in clean]
+        step_s = _mean([point.step_s for point in clean], counts) if clean else _mean([one.step_s for one in accounted])
+        weights = _weights([one.step for one in accounted], points[-1].step)
+        names = dict.fromkeys(name for one in accounted for name in one.seconds)
+        shares = {name: _mean([one.seconds.get(name, 0.0) / one.step_s for one in accounted], weights) for name in names}
+        seconds = _scaled(shares, step_s, _input_s(accounted, clean, counts, weights))
+        seconds["save"] = self._saving_s / self._history.num_steps
+        seconds["other"] = seconds.pop("other", 0.0)
+        spent = {one.step: one.costs_s for one in accounted}
+        fullest = max(accounted, key=lambda one: sum(one.memory.values()))
+        slow = _slow(accounted)
+        of_slow = [one for one in accounted if one.slowest == slow]
+        all_s = self._history.step_s
+        return Measured(
+            started=self._starts[-1],
+            first=self._first,
+            steps=sum(point.num_steps for point in clean),
+            step_s=step_s + seconds["save"],
+            seconds=seconds,
+            memory=fullest.memory,
+            fullest=fullest.fullest,
+            profiles=len(accounted),
+            spent=sum(spent.values()) / all_s if all_s else 0.0,
+            slow=slow,
+            slow_s=_mean([one.slowest_s for one in of_slow]) if of_slow else 0.0,
+            busy_s=_mean([one.busy_s for one in of_slow]) if of_slow else 0.0,
+            sampled=len(points) if self._history.is_thinned else None,
+        )
 
 
 def measured(events: Iterable[Event]) -> Measured:
     """Of the last start, and of those before it that were like it. Raises RunError where no step was profiled."""
-    seen, first = _Seen(), None
+    builder = MeasuredBuilder()
     for event in events:
-        match event:
-            case Started():
-                seen = seen if seen.is_like(event) else _Seen()
-                seen.starts.append(event)
-                seen.steps = {number: step for number, step in seen.steps.items() if number <= event.step}
-                first = first if first is not None else event.time
-            case Step():
-                seen.steps[event.step] = event
-            case Accounted():
-                seen.accounted.append(event)
-            case Saved():
-                seen.saved.append(event)
-    if not seen.starts or first is None:
-        raise RunError("nothing has happened in it yet")
-    if not seen.accounted or not seen.steps:
-        raise RunError("none of its steps was profiled")
-    return _measured(seen, first)
-
-
-def _measured(seen: _Seen, first: float) -> Measured:
-    warm = {start.step + k for start in seen.starts for k in range(1, WARM_UP_STEPS + 1)}
-    slowed = {one.step - k for one in seen.accounted for k in range(one.profiled)}
-    clean = [step for number, step in seen.steps.items() if number not in warm | slowed]
-    step_s = _mean([step.step_s for step in clean]) if clean else _mean([one.step_s for one in seen.accounted])
-    weights = _weights([one.step for one in seen.accounted], max(seen.steps))
-    shares = {name: _mean([one.seconds[name] / one.step_s for one in seen.accounted], weights) for name in seen.accounted[0].seconds}
-    seconds = _scaled(shares, step_s, _input_s(seen, clean, weights))
-    seconds["save"] = sum(saved.blocked_s for saved in seen.saved) / len(seen.steps)
-    seconds["other"] = seconds.pop("other")
-    spent = {one.step: one.costs_s for one in seen.accounted}
-    fullest = max(seen.accounted, key=lambda one: sum(one.memory.values()))
-    slow = _slow(seen.accounted)
-    of_slow = [one for one in seen.accounted if one.slowest == slow]
-    return Measured(
-        started=seen.starts[-1],
-        first=first,
-        steps=len(clean),
-        step_s=step_s + seconds["save"],
-        seconds=seconds,
-        memory=fullest.memory,
-        fullest=fullest.fullest,
-        profiles=len(seen.accounted),
-        spent=sum(spent.values()) / sum(step.step_s for step in seen.steps.values()),
-        slow=slow,
-        slow_s=_mean([one.slowest_s for one in of_slow]) if of_slow else 0.0,
-        busy_s=_mean([one.busy_s for one in of_slow]) if of_slow else 0.0,
-    )
+        builder.add(event)
+    return builder.measured()
 
 
 def _slow(accounted: list[Accounted]) -> int | None:
@@ -103,17 +119,17 @@ def _slow(accounted: list[Accounted]) -> int | None:
     return rank if 2 * times > len(accounted) else None
 
 
-def _input_s(seen: _Seen, clean: list[Step], weights: list[float]) -> float:
+def _input_s(accounted: list[Accounted], clean: list[Point], counts: list[float], weights: list[float]) -> float:
     """Each step says how long rank 0 waited for its batch; how much more or less the others do, only those that were profiled."""
-    more = _mean([one.seconds["input"] - one.input_s for one in seen.accounted], weights)
-    first = _mean([step.data_s for step in clean]) if clean else _mean([one.input_s for one in seen.accounted], weights)
+    more = _mean([one.seconds.get("input", 0.0) - one.input_s for one in accounted], weights)
+    first = _mean([point.data_s for point in clean], counts) if clean else _mean([one.input_s for one in accounted], weights)
     return max(0.0, first + more)
 
 
 def _scaled(shares: Mapping[str, float], step_s: float, input_s: float) -> dict[str, float]:
     """Profiled steps take longer than others: what is not input has its share of what is left."""
     input_s = min(input_s, step_s)
-    rest = sum(share for name, share in shares.items() if name != "input")
+    rest = sum(share for name, share in shares.items() if name != "input") or 1.0
     return {name: input_s if name == "input" else (step_s - input_s) * share / rest for name, share in shares.items()}
 
 

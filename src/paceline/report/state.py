@@ -7,11 +7,11 @@ from paceline.run import RunFolder
 
 def of_run(run: RunFolder, summary: Summary) -> str:
     """From its files, and from whether somebody holds it."""
-    if summary.started is None:
-        return "nothing has happened yet"
     go_on = f"go on with: paceline resume {run.path}"
     if summary.ended is not None:
         return f"{summary.ended.reason} at step {summary.ended.step}" + (f"; {go_on}" if summary.ended.reason == "stopped" else "")
+    if summary.started is None:
+        return f"after step {summary.steps}, of a start that cannot be read; {go_on}" if summary.steps else "nothing has happened yet"
     so_far = f"step {summary.steps} of {summary.started.steps}"
     if run.is_locked():
         return f"running, {so_far}"

@@ -1,12 +1,14 @@
 """Events -> a summary of facts. Reads files only; needs neither torch nor the run to be alive."""
 
-import statistics
+from collections import deque
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from paceline.events import Ended, Evaluated, Event, Failed, Saved, Started, Step
+from paceline.report.history import History, Spent, median
 
 WARM_UP_STEPS = 3  # left out of rates: they allocate, connect and compile
+KEPT = 1000  # evaluations, saves and failures, the last ones
 
 
 @dataclass(frozen=True)
@@ -24,58 +26,78 @@ class Summary:
     saved: tuple[Saved, ...]
     failures: tuple[Failed, ...]
     ended: Ended | None  # None: interrupted, or still running
+    sampled: int | None = None  # of a long run: so many of its steps were looked at, and stand for all
+
+
+class SummaryBuilder:
+    """Takes events as they come, in bounded memory; a step may stand for several."""
+
+    def __init__(self) -> None:
+        self.history = History()
+        self._started: Started | None = None
+        self._starts = 0
+        self._evaluating, self._saving = Spent(), Spent()
+        self._evaluated: deque[Evaluated] = deque(maxlen=KEPT)
+        self._saved: deque[Saved] = deque(maxlen=KEPT)
+        self._failures: deque[Failed] = deque(maxlen=KEPT)
+        self._ended: Ended | None = None
+
+    def add(self, event: Event, count: int = 1) -> None:
+        match event:
+            case Started():
+                self._started, self._ended = event, None
+                self._starts += 1
+                for spent in (self.history, self._evaluating, self._saving):
+                    spent.cut(event.step)
+                while self._evaluated and self._evaluated[-1].step > event.step:
+                    self._evaluated.pop()
+                while self._saved and self._saved[-1].step > event.step:
+                    self._saved.pop()
+            case Step():
+                self.history.add(event, count)
+            case Evaluated():
+                self._evaluated.append(event)
+                self._evaluating.add(event.step, event.seconds)
+            case Saved():
+                self._saved.append(event)
+                self._saving.add(event.step, event.blocked_s)
+            case Failed():
+                self._failures.append(event)
+            case Ended():
+                self._ended = event
+
+    def summary(self) -> Summary:
+        history, started, ended = self.history, self._started, self._ended
+        warm_from = (started.step if started is not None else 0) + WARM_UP_STEPS
+        warm = [point for point in history.points if point.step > warm_from] or history.points
+        evaluating_s, saving_s = self._evaluating.total_s, self._saving.total_s
+        step_s, data_s = history.step_s, history.data_s
+        total_s = step_s + evaluating_s + saving_s
+        parts = {"data": data_s}
+        if ended is not None and ended.communication is not None:
+            parts["communication"] = ended.communication * (step_s - data_s)
+        parts["compute" if "communication" in parts else "compute and communication"] = step_s - sum(parts.values())
+        parts |= {"evaluation": evaluating_s, "save": saving_s}
+        return Summary(
+            started=started,
+            starts=self._starts,
+            steps=history.points[-1].step if history.points else started.step if started is not None else 0,
+            first_loss=history.first.loss if history.first is not None else None,
+            last_loss=history.points[-1].loss if history.points else None,
+            metrics=self._evaluated[-1].metrics if self._evaluated else {},
+            samples_per_s=median((point.samples_per_s, point.num_steps) for point in warm),
+            step_s=median((point.step_s, point.num_steps) for point in warm),
+            total_s=total_s,
+            shares={name: seconds / total_s for name, seconds in parts.items()} if total_s else {},
+            saved=tuple(self._saved),
+            failures=tuple(self._failures),
+            ended=ended,
+            sampled=len(history.points) if history.is_thinned else None,
+        )
 
 
 def summarize(events: Iterable[Event]) -> Summary:
-    started: list[Started] = []
-    steps: dict[int, Step] = {}
-    evaluated: list[Evaluated] = []
-    saved: list[Saved] = []
-    failures: list[Failed] = []
-    ended: Ended | None = None
+    builder = SummaryBuilder()
     for event in events:
-        match event:
-            case Started():
-                started.append(event)
-                steps = {step: found for step, found in steps.items() if step <= event.step}
-                evaluated = [found for found in evaluated if found.step <= event.step]
-                saved = [found for found in saved if found.step <= event.step]
-                ended = None
-            case Step():
-                steps[event.step] = event
-            case Evaluated():
-                evaluated.append(event)
-            case Saved():
-                saved.append(event)
-            case Failed():
-                failures.append(event)
-            case Ended():
-                ended = event
-    warm = [step for number, step in sorted(steps.items()) if number > (started[-1].step if started else 0) + WARM_UP_STEPS] or list(
-        steps.values()
-    )
-    step_s = sum(step.step_s for step in steps.values())
-    data_s = sum(step.data_s for step in steps.values())
-    evaluating_s = sum(event.seconds for event in evaluated)
-    saving_s = sum(event.blocked_s for event in saved)
-    total_s = step_s + evaluating_s + saving_s
-    parts = {"data": data_s}
-    if ended is not None and ended.communication is not None:
-        parts["communication"] = ended.communication * (step_s - data_s)
-    parts["compute" if "communication" in parts else "compute and communication"] = step_s - sum(parts.values())
-    parts |= {"evaluation": evaluating_s, "save": saving_s}
-    return Summary(
-        started=started[-1] if started else None,
-        starts=len(started),
-        steps=max(steps, default=started[-1].step if started else 0),
-        first_loss=steps[min(steps)].loss if steps else None,
-        last_loss=steps[max(steps)].loss if steps else None,
-        metrics=evaluated[-1].metrics if evaluated else {},
-        samples_per_s=statistics.median(step.samples_per_s for step in warm) if warm else None,
-        step_s=statistics.median(step.step_s for step in warm) if warm else None,
-        total_s=total_s,
-        shares={name: seconds / total_s for name, seconds in parts.items()} if total_s else {},
-        saved=tuple(saved),
-        failures=tuple(failures),
-        ended=ended,
-    )
+        builder.add(event)
+    return builder.summary()

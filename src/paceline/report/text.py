@@ -59,8 +59,9 @@ def closing(summary: Summary) -> RenderableType:
         table.add_row("loss", f"{summary.first_loss:.4f} → {summary.last_loss:.4f}")
     for name, value in summary.metrics.items():
         table.add_row(f"validation {name}", f"{value:.4f}")
+    middle = "median" if summary.sampled is None else f"median of {summary.sampled:,} steps, evenly spaced, which stand for all"
     if summary.samples_per_s is not None and summary.step_s is not None:
-        table.add_row("speed", f"{summary.samples_per_s:,.0f} samples/s, {format_seconds(summary.step_s)} a step (median)")
+        table.add_row("speed", f"{summary.samples_per_s:,.0f} samples/s, {format_seconds(summary.step_s)} a step ({middle})")
     if summary.shares:
         table.add_row(
             "time", f"{format_seconds(summary.total_s)}: " + ", ".join(f"{name} {share:.0%}" for name, share in summary.shares.items())

@@ -14,7 +14,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from paceline.events import Ended, Evaluated, Event, Failed, Stalled, Started, Step
 from paceline.output import append_to
-from paceline.report.summary import summarize
+from paceline.report.summary import SummaryBuilder
 from paceline.report.text import closing, headline, line, metrics
 from paceline.run import RunFolder
 
@@ -26,7 +26,7 @@ SCALARS_S = 0.1
 def watch(events: Iterator[Event], run: RunFolder, console: Console | None = None) -> Event | None:
     """Show events as they come, and a table once they end. Returns the last one."""
     console = console or Console(highlight=False, soft_wrap=not sys.stdout.isatty())
-    seen: list[Event] = []
+    summary, last = SummaryBuilder(), None
     with contextlib.ExitStack() as open_now:
         shows: list[Show] = []
         for event in events:
@@ -36,14 +36,15 @@ def watch(events: Iterator[Event], run: RunFolder, console: Console | None = Non
                 shows.append(open_now.enter_context(_bar(console)) if console.is_terminal else _lines(partial(_print, console)))
                 if importlib.util.find_spec("tensorboard") is not None:
                     shows.append(open_now.enter_context(_scalars(run.tensorboard)))
-            seen.append(event)
+            summary.add(event)
+            last = event
             for show in shows:
                 show(event)
-    if seen and isinstance(seen[-1], Ended):
-        console.print(closing(summarize(seen)))
-        stopped = seen[-1].reason == "stopped"
+    if isinstance(last, Ended):
+        console.print(closing(summary.summary()))
+        stopped = last.reason == "stopped"
         console.print(f"[bold]run[/]  {run.path}" + (f"   stopped; go on with: paceline resume {run.path}" if stopped else ""))
-    return seen[-1] if seen else None
+    return last
 
 
 def _print(console: Console, text: str) -> None:
