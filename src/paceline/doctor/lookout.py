@@ -62,7 +62,7 @@ class Lookout:
     def begin(self) -> None:
         """Call when no rank of the last start is left, before the first rank of the next one: what was written so far is of the last."""
         with self._lock:
-            self._read = events.end(self.run.events)
+            self._events = events.Reader(self.run.events, events.end(self.run.events))
             self._forget()
 
     def _forget(self) -> None:
