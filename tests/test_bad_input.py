@@ -16,12 +16,16 @@ from paceline.errors import DataError, DivergedError, PlanError, SpecError, Task
 from paceline.events import Failed, Started, Step
 from paceline.plan.plan import parse
 from paceline.run import RunFolder
-from paceline.spec import Loading, Optimizer, Save, Schedule
+from paceline.spec import TOO_LARGE, Loading, Optimizer, Save, Schedule
 from paceline.task import load_task
 
 TASKS = (
     command.TASK
     + '''
+
+class Clash(Regression):
+    weights: float = 0.5
+
 
 class NoLoss(Task):
     def model(self):
@@ -115,6 +119,8 @@ def refused(*words: str | Path, at: Path, status: int = 2, **env: str) -> str:
 
 # Through the command line, before anything starts
 
+REACHED = "bad.py:Regression has no field {}; a key of the request is set by --set {}=VALUE"
+
 
 @pytest.mark.parametrize(
     ("words", "sentence"),
@@ -124,7 +130,7 @@ def refused(*words: str | Path, at: Path, status: int = 2, **env: str) -> str:
         ("train bad.py:Regresion", "there is no Regresion in bad.py; did you mean Regression?"),
         ("train bad.py:Points", "Points in bad.py is no subclass of paceline.Task"),
         ("train bad.py:NoLoss", "bad.py:NoLoss has no method loss; a task needs model, dataset, loss"),
-        ("train bad.py", "bad.py has 3 tasks (Regression, NoLoss, Changed); say which: bad.py:NAME"),
+        ("train bad.py", "bad.py has 4 tasks (Regression, Clash, NoLoss, Changed); say which: bad.py:NAME"),
         (
             "train digit",
             "there is no task 'digit': say digits, mnist, text, a file my.py:Class or a module package.module:Class; did you mean digits?",
@@ -135,6 +141,15 @@ def refused(*words: str | Path, at: Path, status: int = 2, **env: str) -> str:
         ("train bad.py:Regression --set width=wide", "bad.py:Regression: width must be an integer, got 'wide'"),
         ("train bad.py:Regression --set width", "--set 'width' is not NAME=VALUE"),
         ("train bad.py:Regression --set optimizer.momentun=0.5", "unknown key optimizer.momentun; did you mean optimizer.momentum?"),
+        ("train bad.py:Regression --set threads=1", REACHED.format("threads", "spec.threads")),
+        ("train bad.py:Regression --set lr=1", REACHED.format("lr", "optimizer.lr")),
+        ("train bad.py:Regression --set save.seed=1", "unknown key save.seed; there is every, minutes, keep, best"),
+        ("train bad.py:Clash", "bad.py:Clash has a field 'weights', and a task has a method of that name; rename the field"),
+        ("train bad.py:Clash --keys", "bad.py:Clash has a field 'weights', and a task has a method of that name; rename the field"),
+        ("train bad.py:Regression --timeout 1e30", "timeout_s must be less than or equal to 1000000, got 1e+30"),
+        ("train bad.py:Regression --epochs 1e308", "epochs must be less than or equal to 1000000000, got 1e+308"),
+        ("train bad.py:Regression --batch 999999999999999", "batch must be less than or equal to 1000000000, got 999999999999999"),
+        ("train bad.py:Regression --set width=nan", "bad.py:Regression: width must be an integer, got nan"),
         ("train bad.py:Regression --batch 0", "batch must be greater than or equal to 1, got 0"),
         ("train bad.py:Regression --ranks 0", "ranks must be greater than or equal to 1, got 0"),
         ("train bad.py:Regression --lr -0.1", "optimizer.lr must be greater than 0, got -0.1"),
@@ -166,7 +181,7 @@ def refused(*words: str | Path, at: Path, status: int = 2, **env: str) -> str:
             f"train bad.py:Regression --ranks 2 --run-dir {os.devnull}/r",
             f"cannot make the run folder {os.devnull}/r: Not a directory",
         ),
-        ("train --set epochs=3 digits", "digits has no field epochs; there is width"),
+        ("train --set epochs=3 digits", "digits has no field epochs; a key of the request is set by --set spec.epochs=VALUE"),
         ("export nowhere w.safetensors", "there is no run nowhere; there is none"),
         ("show nowhere", "there is no run nowhere; there is none"),
         ("resume nowhere", "there is no run nowhere; there is none"),
@@ -264,7 +279,7 @@ def test_a_gpu_that_is_not_there(here):
     ("reference", "message"),
     [
         ("{at}/bad.py:Nothing", "there is no Nothing in {at}/bad.py; there is Regression, NoLoss, Changed"),
-        ("{at}/bad.py:", "{at}/bad.py has 3 tasks (Regression, NoLoss, Changed); say which: {at}/bad.py:NAME"),
+        ("{at}/bad.py:", "{at}/bad.py has 4 tasks (Regression, Clash, NoLoss, Changed); say which: {at}/bad.py:NAME"),
         ("{at}/bad.py:os", "os in {at}/bad.py is no subclass of paceline.Task"),
         ("{at}/bad.py:Task", "{at}/bad.py:Task has no method model; a task needs model, dataset, loss"),
         ("{at}:Task", "cannot import '{at}', named by {at}:Task: No module named '{at}'"),
@@ -486,6 +501,19 @@ def test_before_the_first_step_nothing_is_left(here, tmp_path):
     assert result.err.startswith("paceline: dataset('train') has 50 samples on rank 0 and 51 on rank 1; ")
     assert result.err.count("\n") == 1
     assert not (tmp_path / "r").exists()
+
+
+def test_what_is_far_too_much_is_one_short_sentence(here):
+    for words, message in (
+        (("--ranks", "999999", "--batch", "999999"), "--ranks 999999 on this machine of "),
+        (("--nodes", "9" * 5000), "(5,002 characters) is no number of nodes; write 4, or 2:4 for at least 2"),
+        (("--set", f"width={'9' * 5000}"), f"(5,000 characters): {TOO_LARGE}"),
+        (("--set", f"width={'[' * 5000}"), f"(5,000 characters): {TOO_LARGE}"),
+        (("--set", f"{'w' * 5000}=1"), "(5,000 characters); there is width, depth"),
+    ):
+        sentence = refused("train", "bad.py:Regression", *words, at=here)
+        assert message in sentence
+        assert len(sentence) < 300
 
 
 def test_a_sample_that_raises_on_one_of_two_ranks(here, tmp_path):

@@ -517,3 +517,13 @@ def test_the_digits_are_learnt_by_default(tmp_path):
     [run] = (tmp_path / "runs").iterdir()
     assert run.name.startswith("digits-")
     assert of_kind(run, Evaluated)[-1].metrics["accuracy"] > 0.7
+
+
+def test_every_name_of_set_is_listed(tmp_path):
+    write_task(tmp_path)
+    out = succeed("train", "my.py:Regression", "--keys", at=tmp_path).out.splitlines()
+    fields = out[1 : out.index("keys of the request, by --set NAME=VALUE:")]
+    assert [line.split() for line in fields[1:3]] == [["width", "int", "10"], ["depth", "int", "3"]]
+    keys = {line.split()[0] for line in out[len(fields) + 3 :]}
+    assert {"spec.threads", "spec.evaluate_every", "optimizer.betas", "save.best", "data.prefetch", "spec.restarts"} <= keys
+    assert not list(tmp_path.glob("runs"))

@@ -8,7 +8,7 @@ from torch import nn
 
 import models
 from harness import difference
-from paceline import Plan
+from paceline import Plan, Spec, events, train
 from paceline.errors import PlanError, SpecError, TaskError
 from paceline.plan.plan import Place
 from paceline.spec import Optimizer, Schedule
@@ -135,3 +135,16 @@ def test_an_optimizer_that_needs_whole_weights_is_refused_on_shards() -> None:
         check_splits(Plan(zero=3, dp=2), optimizer)
     check_splits(Plan(zero=1, dp=2), optimizer)
     check_splits(Plan(zero=3, dp=2), torch.optim.SGD([nn.Parameter(torch.ones(2))]))
+
+
+def test_a_warmup_in_steps_or_epochs_is_that_many_samples() -> None:
+    """Of a training that is run: 8 samples a step, 29 in an epoch."""
+
+    def rates(warmup: int | str) -> list[float]:
+        spec = Spec(task="models:Text", batch=8, steps=7, schedule=Schedule(name="cosine", warmup=warmup))
+        return [event.lr for event in train(spec) if isinstance(event, events.Step)]
+
+    assert rates("3 steps") == rates(24) != rates(0)
+    assert rates("1 epoch") == rates(29) == rates("1.0 epochs")
+    with pytest.raises(SpecError, match=r"schedule.warmup=58 samples is longer than the training, 56 samples"):
+        rates("2 epochs")

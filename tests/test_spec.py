@@ -1,12 +1,16 @@
 """Spec and Launch: TOML there and back, overrides, and what is refused."""
 
+import ast
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 from paceline import spec as specs
+from paceline.cli.keys import type_name
 from paceline.errors import SpecError
-from paceline.spec import Launch, Loading, Optimizer, Save, Schedule, Spec, build, load, one_length, parse_overrides, parse_value
+from paceline.spec import TOO_LARGE, Launch, Loading, Optimizer, Save, Schedule, Spec, build, load, one_length, parse_overrides, parse_value
 
 FULL = Spec(
     task="my.py:Regression",
@@ -102,11 +106,40 @@ def test_values_on_the_command_line(text, value):
 
 
 def test_names_on_the_command_line():
-    found = parse_overrides(["width=64", "optimizer.eps=1e-6", "set.depth=2", "text=a=b"])
-    assert found == {"set.width": 64, "optimizer.eps": 1e-6, "set.depth": 2, "set.text": "a=b"}
+    found = parse_overrides(
+        ["width=64", "optimizer.eps=1e-6", "set.depth=2", "text=a=b", "spec.threads=1", "threads=2", "spec.save.keep=3"]
+    )
+    expected = {"set.width": 64, "optimizer.eps": 1e-6, "set.depth": 2, "set.text": "a=b", "threads": 1, "set.threads": 2, "save.keep": 3}
+    assert found == expected
 
 
-@pytest.mark.parametrize("item", ["width", "=3", ""])
+def test_every_key_is_reached_by_its_name(tmp_path):
+    """From the models themselves: whatever a key holds can be said by --set, and is then what the request holds."""
+    values = {
+        "optimizer.betas": "[0.8, 0.9]",
+        "save.best": "max f1",
+        "spec.least_nodes": 1,
+        "schedule.every": 7,
+        "spec.seed": 7,
+        "optimizer.momentum": 0.5,
+    }
+    names = dict(specs.keys())
+    assert {"spec.threads", "spec.evaluate_every", "spec.restarts", "optimizer.clip"} <= names.keys()
+    for name, field in names.items():
+        assert field.description, name
+        kind = type_name(field.annotation)
+        text = values.get(name) or {"bool": "true", "str": "runs/x"}.get(
+            kind, "1" if "float" in kind or "int" in kind else kind.split()[-1]
+        )
+        more = {"schedule.every": ["schedule.name=step"], "schedule.name": ["schedule.every=3"]}.get(name, [])
+        request = load(None, parse_overrides([f"{name}={text}", *more]))
+        held = {**request[1].model_dump(), **request[0].model_dump()}
+        for part in name.removeprefix("spec.").split("."):
+            held = held[part]
+        assert held == (tuple(parse_value(text)) if name == "optimizer.betas" else parse_value(str(text))), name
+
+
+@pytest.mark.parametrize("item", ["width", "=3", "", ".=1", "optimizer.=1", ".lr=1", "spec.=1", "a..b=1"])
 def test_what_is_no_name_and_value(item):
     with pytest.raises(SpecError) as caught:
         parse_overrides([item])
@@ -222,6 +255,122 @@ def test_what_is_no_toml(content, tmp_path):
 )
 def test_steps_of_a_training(spec, samples, steps):
     assert spec.total_steps(samples) == steps
+
+
+HUGE = [
+    ("batch", "999999999999999", "batch must be less than or equal to 1000000000, got 999999999999999"),
+    ("epochs", "1e308", "epochs must be less than or equal to 1000000000, got 1e+308"),
+    ("steps", str(10**18), f"steps must be less than or equal to 1000000000000, got {10**18}"),
+    ("timeout_s", "1e30", "timeout_s must be less than or equal to 1000000, got 1e+30"),
+    ("timeout_s", "inf", "timeout_s must be a finite number, got inf"),
+    ("epochs", "nan", "epochs must be a finite number, got nan"),
+    ("ranks", "99999999999", "ranks must be less than or equal to 1000000, got 99999999999"),
+    ("threads", "-1", "threads must be greater than or equal to 1, got -1"),
+    ("data.workers", "1000000", "data.workers must be less than or equal to 1024, got 1000000"),
+    ("seed", "9" * 30, TOO_LARGE),
+    ("width", "1" * 5000, TOO_LARGE),
+    ("width", "-" + "1" * 5000, TOO_LARGE),
+    ("width", "0x" + "f" * 5000, TOO_LARGE),
+    ("width", "[" * 5000 + "]" * 5000, TOO_LARGE),
+    ("width", "[" * 60 + "]" * 60, TOO_LARGE),
+    ("width", "{a = " * 5000 + "1" + "}" * 5000, TOO_LARGE),
+    ("width", f"{{{'a.' * 5000}a = 1}}", TOO_LARGE),
+    ("." * 5000, "1", "is not NAME=VALUE"),
+    ("a." * 5000 + "a", "1", "unknown key a"),
+]
+
+
+def test_values_beyond_all_measure_are_one_short_sentence(tmp_path):
+    for name, text, message in HUGE:
+        key = name if "." in name or name == "width" else f"spec.{name}"
+        with pytest.raises(SpecError) as caught:
+            load(None, parse_overrides([f"{key}={text}"]))
+        assert message in str(caught.value), (name[:20], text[:20])
+        assert len(str(caught.value)) < 300
+        assert "\n" not in str(caught.value)
+        if "a." not in name and "." * 9 not in name:
+            (tmp_path / "run.toml").write_text(f"{'optimizer' if name == 'width' else name} = {text}\n")
+            with pytest.raises(SpecError) as caught:
+                load(tmp_path / "run.toml", {})
+            assert len(str(caught.value)) < 300
+
+
+@pytest.mark.parametrize(
+    ("asked", "warmup", "every"),
+    [
+        ({"warmup": 50}, 50, None),
+        ({"warmup": "50 steps"}, 400, None),
+        ({"warmup": "1 step"}, 8, None),
+        ({"warmup": "0.5 epochs"}, 50, None),
+        ({"warmup": "1 epoch", "name": "step", "every": "2 epochs"}, 100, 200),
+        ({"warmup": "30 samples", "name": "step", "every": "0.001 epochs"}, 30, 1),
+    ],
+)
+def test_lengths_of_a_schedule(asked, warmup, every):
+    found = Schedule(**asked).in_samples(8, 100)
+    assert (found.warmup, found.every) == (warmup, every)
+    assert load(None, {f"schedule.{key}": value for key, value in asked.items()})[0].schedule == Schedule(**asked)
+
+
+@pytest.mark.parametrize(
+    "length", [-1, 1.5, True, "", "50", "5 parsecs", "-5 steps", "1e3 steps", "nan epochs", "steps", "٣ steps", 2**64, []]
+)
+def test_what_is_no_length_of_a_schedule(length):
+    with pytest.raises(SpecError, match=r"^schedule.warmup must be samples .*, '50 steps' or '5 epochs', got "):
+        load(None, {"schedule.warmup": length})
+
+
+class Mine:
+    def dataset(self, split): ...
+
+
+def test_a_task_is_named_not_given():
+    class Local(Mine): ...
+
+    for task, message in (
+        (Mine, "task must be a name, got the class Mine; write task='test_spec:Mine'"),
+        (Mine(), "task must be a name, got the object Mine; write task='test_spec:Mine', set={'field': value}"),
+        (Local, "move it to the top of a module"),
+    ):
+        with pytest.raises(SpecError) as caught:
+            Spec(task=task)
+        assert message in str(caught.value)
+        assert "\n" not in str(caught.value)
+
+
+def test_plain_type_checkers_see_the_defaults():
+    """By PEP 681 a default counts where it is said by its name."""
+    calls = [node for node in ast.walk(ast.parse(Path(specs.__file__).read_text())) if isinstance(node, ast.Call)]
+    fields = [call for call in calls if getattr(call.func, "id", "") == "Field"]
+    assert len(fields) > 40
+    assert not [call.lineno for call in fields if call.args]
+
+
+@pytest.mark.slow
+def test_mypy_without_plugins(tmp_path):
+    (tmp_path / "mine.py").write_text(
+        'from paceline.spec import Launch, Optimizer, Spec\n\nSpec(task="digits")\nSpec(task="a", batch=8, optimizer=Optimizer(lr=0.1))\n'
+        "Launch(ranks=2)\nSpec(bach=3)\n"
+    )
+    (tmp_path / "mypy.ini").write_text("[mypy]\nstrict = true\n")
+    words = [sys.executable, "-m", "mypy", "--follow-imports=silent", "--cache-dir", str(tmp_path / "cache"), "mine.py"]
+    found = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True)
+    errors = [line for line in found.stdout.splitlines() if ": error:" in line]
+    assert errors == ['mine.py:6: error: Unexpected keyword argument "bach" for "Spec"; did you mean "batch"?  [call-arg]'], found.stdout
+
+
+def test_names_that_are_not_near_are_not_suggested():
+    for name, message in (
+        ("optimizer.ema", "unknown key optimizer.ema; there is name, lr, weight_decay, momentum, nesterov, betas, eps, clip"),
+        ("spec.ema", "unknown key ema; paceline train --keys lists them"),
+        ("optimizer.beta", "unknown key optimizer.beta; did you mean optimizer.betas?"),
+        ("spec.lr", "unknown key lr; did you mean optimizer.lr?"),
+        ("optimiser.lr", "unknown key optimiser; did you mean optimizer?"),
+        ("save.seed", "unknown key save.seed; there is every, minutes, keep, best"),
+    ):
+        with pytest.raises(SpecError) as caught:
+            load(None, parse_overrides([f"{name}=1"]))
+        assert str(caught.value) == message
 
 
 def test_nearest_names():

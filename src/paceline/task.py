@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Protocol, dataclass_transform
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from paceline.errors import TaskError
-from paceline.spec import explain, nearest
+from paceline.spec import KEYS, TABLES, explain, nearest, set_key, shown
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -103,21 +103,37 @@ class Task:
 
 
 REQUIRED = ("model", "dataset", "loss")
+METHODS = frozenset(name for name in vars(Task) if not name.startswith("_"))
 
 
 def load_task(reference: str, fields: Mapping[str, Any]) -> Task:
     """The task that `reference` names, with these fields. Raises TaskError."""
-    kind = find_task(reference)
-    if missing := [name for name in REQUIRED if getattr(kind, name) is getattr(Task, name)]:
-        raise TaskError(f"{reference} has no method {missing[0]}; a task needs {', '.join(REQUIRED)}")
+    kind = load_kind(reference)
     known = [field.name for field in dataclasses.fields(kind)]
     for name in fields:
         if name not in known:
-            raise TaskError(f"{reference} has no field {name}{nearest(name, known)}")
+            raise TaskError(f"{reference} has no field {shown(name, str)}{_instead(name, known)}")
     try:
         return TypeAdapter(kind).validate_json(json.dumps(dict(fields), default=str))  # as JSON, a list may be a tuple
     except ValidationError as error:
         raise TaskError(f"{reference}: {explain(error, known, 'field')}") from error
+
+
+def load_kind(reference: str) -> type[Task]:
+    """The class that `reference` names, whole and without contradiction. Raises TaskError."""
+    kind = find_task(reference)
+    if missing := [name for name in REQUIRED if getattr(kind, name) is getattr(Task, name)]:
+        raise TaskError(f"{reference} has no method {missing[0]}; a task needs {', '.join(REQUIRED)}")
+    if clashing := [field.name for field in dataclasses.fields(kind) if field.name in METHODS]:
+        raise TaskError(f"{reference} has a field {clashing[0]!r}, and a task has a method of that name; rename the field")
+    return kind
+
+
+def _instead(name: str, fields: list[str]) -> str:
+    """Another field that may be meant, or a key of the request."""
+    near = nearest(name, fields)
+    keys = [set_key(key) for key in KEYS if key.rpartition(".")[2] == name and key not in TABLES]
+    return f"; a key of the request is set by --set {keys[0]}=VALUE" if keys and not near.startswith("; did") else near
 
 
 def find_task(reference: str) -> type[Task]:

@@ -9,7 +9,7 @@ from typing import Annotated, Any, NamedTuple
 from typer import Argument, Option
 
 from paceline.errors import SpecError
-from paceline.spec import Launch, Spec
+from paceline.spec import Launch, Spec, shown
 
 Target = Annotated[str, Argument(help="A built-in task (digits, mnist, text), my.py:Class, package.module:Class, or a run.toml.")]
 
@@ -46,7 +46,11 @@ def request(
     lr: Annotated[float | None, Option(help="Learning rate. Default: 0.001.")] = None,
     seed: Annotated[int | None, Option(help="Of weights, order of samples and dropout.")] = None,
     set: Annotated[
-        list[str] | None, Option(metavar="NAME=VALUE", help="A field of the task, or a dotted key such as optimizer.momentum.")
+        list[str] | None,
+        Option(
+            metavar="NAME=VALUE",
+            help="A field of the task, or a dotted key of the request: optimizer.momentum, spec.threads. --keys lists all.",
+        ),
     ] = None,
     optimizer: Annotated[str | None, Option(help="adamw or sgd.")] = None,
     schedule: Annotated[str | None, Option(help="constant, cosine, linear or step.")] = None,
@@ -103,9 +107,9 @@ def node_range(text: str | None) -> tuple[int | None, int | None]:
     """`2:4`: at least 2 and at most 4; `4`: so many. Raises SpecError."""
     if text is None:
         return None, None
-    found = re.fullmatch(r"(?:(\d+):)?(\d+)", text)
+    found = re.fullmatch(r"(?:(\d{1,9}):)?(\d{1,9})", text, re.ASCII)
     if found is None:
-        raise SpecError(f"--nodes {text!r} is no number of nodes; write 4, or 2:4 for at least 2")
+        raise SpecError(f"--nodes {shown(text)} is no number of nodes; write 4, or 2:4 for at least 2")
     return int(found[1]) if found[1] is not None else None, int(found[2])
 
 

@@ -8,7 +8,7 @@ import typer
 
 from paceline import spec as specs
 from paceline import task
-from paceline.errors import LaunchError
+from paceline.errors import LaunchError, SpecError
 from paceline.launch.script import alike
 from paceline.launch.starters import is_rank, starter
 from paceline.launch.world import World
@@ -22,6 +22,8 @@ def read(target: str, flags: Mapping[str, Any], set: list[str]) -> tuple[Spec, L
     file = Path(target) if target.endswith(".toml") else None
     task = {} if file else {"task": target}
     overrides = task | {key: value for key, value in flags.items() if value is not None} | specs.parse_overrides(set)
+    if file is not None and "task" not in overrides and "task" not in specs.read_toml(file):
+        raise SpecError(f'{file} names no task; write task = "digits" there, or task = "my.py:Class"')
     return specs.load(file, specs.one_length(overrides))
 
 

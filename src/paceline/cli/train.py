@@ -1,6 +1,9 @@
 """paceline train: train a task on any number of ranks."""
 
 from pathlib import Path
+from typing import Annotated
+
+from typer import Option
 
 from paceline.cli.request import Request, requesting
 from paceline.errors import Error, LaunchError
@@ -9,8 +12,17 @@ from paceline.spec import Launch, Spec
 
 
 @requesting
-def train(request: Request) -> None:
+def train(
+    request: Request,
+    keys: Annotated[bool, Option("--keys", help="List every NAME of --set with type, default and meaning, and leave it at that.")] = False,
+) -> None:
     """Train a task. Under torchrun, mpirun or srun this process simply becomes a rank."""
+    if keys:
+        from paceline import task
+        from paceline.cli.keys import lines
+
+        print("\n".join(lines(request.spec.task, task.load_kind(request.spec.task))))
+        return
     start_new(*request, world())
 
 

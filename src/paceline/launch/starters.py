@@ -9,6 +9,9 @@ from paceline.errors import LaunchError
 from paceline.launch.world import World
 from paceline.run import RunFolder
 from paceline.spec import Launch
+from paceline.units import several
+
+RANKS_PER_CORE = 64  # more are a mistake, and would stop the machine
 
 
 class Starter(NamedTuple):
@@ -19,6 +22,12 @@ class Starter(NamedTuple):
 def _check_here(launch: Launch) -> None:
     if launch.nodes > 1:
         raise LaunchError(f"--launcher local starts ranks on this machine alone, got --nodes {launch.nodes}: leave out one of them")
+    cores = os.cpu_count() or 1
+    if (launch.ranks or 1) > RANKS_PER_CORE * cores:
+        raise LaunchError(
+            f"--ranks {launch.ranks} on this machine of {several(cores, 'core')}: it starts at most {RANKS_PER_CORE * cores}, "
+            f"{RANKS_PER_CORE} for each core; use fewer, or several --nodes"
+        )
 
 
 def _start_here(run: RunFolder, launch: Launch) -> int:

@@ -54,7 +54,7 @@ def train_against_servers(
     dealt = deal(trained, plan.servers, by_row=type(optimizer).__name__ in ELEMENTWISE)
     statistics = running_statistics(model)
     total = spec.total_steps(data.samples)
-    check_schedule(spec.schedule, total * spec.batch)
+    check_schedule(spec.schedule.in_samples(spec.batch, data.samples), total * spec.batch)
     first_alone = dist.new_group([0], backend="gloo")
     transport = Rpc(world.rank, world.size, at_start(spec.timeout_s))  # one that is gone is seen by its connection
     with contextlib.closing(transport):

@@ -142,7 +142,8 @@ class _Loop:
         self.device, self.stop, self.pulse, self.ranks = device, stop, pulse, ranks or world.size
         self.data, self.laid, self.update = data, laid, laid.update
         self.total = spec.total_steps(data.samples)
-        check_schedule(spec.schedule, self.total * spec.batch)
+        self.schedule = spec.schedule.in_samples(spec.batch, data.samples)
+        check_schedule(self.schedule, self.total * spec.batch)
         laid.step.enter = pulse.enter
         self.workers = workers_per_rank(world.local_size, device, spec.data.workers)
         self.saver = checkpoint.Saver(run, plan, world.rank, world.size, device, laid.group) if run is not None else None
@@ -199,7 +200,7 @@ class _Loop:
                 self.laid.local.before(self.step)
             if self.step == self.first and isinstance(self.update, Update):
                 self.update.model = settle(self.update, micro_batches[0])
-            lr_factor = factor(self.spec.schedule, self.step * self.spec.batch, self.total * self.spec.batch)
+            lr_factor = factor(self.schedule, self.step * self.spec.batch, self.total * self.spec.batch)
             local = self.update(micro_batches, self.step, lr_factor)
             self.step += 1
             self.pulse.enter(REPORT)

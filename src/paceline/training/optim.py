@@ -119,17 +119,21 @@ def local_optimizer(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
 
 
 def check_schedule(schedule: Schedule, total: int) -> None:
-    """Raise SpecError for a warm-up that is longer than the training of `total` samples."""
+    """Raise SpecError for a warm-up that is longer than the training of `total` samples. `schedule`: in samples."""
+    assert isinstance(schedule.warmup, int)
     if schedule.warmup > total:
         raise SpecError(f"schedule.warmup={schedule.warmup} samples is longer than the training, {total} samples")
 
 
 def factor(schedule: Schedule, samples: int, total: int) -> float:
-    """Factor on the learning rate after so many of `total` samples. The warm-up rises in a line, not from 0 but from its first sample."""
+    """Factor on the learning rate after so many of `total` samples. The warm-up rises in a line, not from 0 but from its first sample.
+
+    schedule: its lengths in samples."""
+    assert isinstance(schedule.warmup, int)
     if samples < schedule.warmup:
         return (samples + 1) / (schedule.warmup + 1)
     if schedule.name == "step":
-        assert schedule.every is not None
+        assert isinstance(schedule.every, int)
         return schedule.factor ** (samples // schedule.every)
     done = min(1.0, (samples - schedule.warmup) / max(1, total - schedule.warmup))
     if schedule.name == "cosine":

@@ -1,0 +1,70 @@
+"""The names that `--set` reaches: fields of a task, and keys of the request."""
+
+import dataclasses
+import types
+import typing
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+from paceline.spec import keys
+from paceline.task import Task
+
+
+class Key(NamedTuple):
+    name: str  # as in --set NAME=VALUE
+    type: str
+    default: str
+    meaning: str
+
+
+def of_task(kind: type[Task]) -> list[Key]:
+    return [
+        Key(field.name, field.type if isinstance(field.type, str) else type_name(field.type), _default(field), "")
+        for field in dataclasses.fields(kind)
+    ]
+
+
+def of_request() -> list[Key]:
+    return [
+        Key(name, type_name(field.annotation), "none" if field.default is None else _shown(field.default), field.description or "")
+        for name, field in keys()
+    ]
+
+
+def _default(field: "dataclasses.Field[Any]") -> str:
+    if field.default_factory is not dataclasses.MISSING:
+        return _shown(field.default_factory())
+    return "required" if field.default is dataclasses.MISSING else _shown(field.default)
+
+
+def _shown(value: Any) -> str:
+    """As it would be written behind NAME=."""
+    if isinstance(value, tuple):
+        return repr([*value])
+    return value if isinstance(value, str) and value else str(value).lower() if isinstance(value, bool) else repr(value)
+
+
+def type_name(annotation: Any) -> str:
+    """`int`, `adamw | sgd`, `[float, float]`; without the None that a key without a value has."""
+    origin, inner = typing.get_origin(annotation), typing.get_args(annotation)
+    if origin is typing.Annotated:
+        return type_name(inner[0])
+    if origin is typing.Literal:
+        return " | ".join(map(str, inner))
+    if origin in (typing.Union, types.UnionType):
+        return " | ".join(type_name(one) for one in inner if one is not type(None))
+    if origin is tuple:
+        return f"[{', '.join('…' if one is Ellipsis else type_name(one) for one in inner)}]"
+    return getattr(annotation, "__name__", str(annotation)) if not inner else str(annotation)
+
+
+def lines(reference: str, kind: type[Task]) -> Iterator[str]:
+    tables = {f"fields of {reference}, by --set NAME=VALUE:": of_task(kind), "keys of the request, by --set NAME=VALUE:": of_request()}
+    for title, rows in tables.items():
+        yield title
+        columns = [Key("name", "type", "default", "meaning"), *rows]
+        widths = [max(len(row[at]) for row in columns) for at in range(3)]
+        for row in columns if rows else []:
+            yield "  ".join(["", *(text.ljust(width) for text, width in zip(row, widths, strict=False)), row.meaning]).rstrip()
+        if not rows:
+            yield "  none"
