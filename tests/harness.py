@@ -34,6 +34,8 @@ from torch.distributed.tensor import DTensor
 
 from paceline import Spec, Task, train
 from paceline.events import Evaluated, Step
+from paceline.launch.interface import stay_here
+from paceline.launch.store import open_store
 from paceline.plan.plan import parse
 from paceline.training.shards import is_here
 from paceline.training.weights import named_tensors
@@ -82,7 +84,7 @@ class Ranks:
         return [answers[at] for at in range(self.size)]
 
     def _start(self) -> None:
-        self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        self._store = open_store()
         for at in range(self.size):
             here, there = Pipe()
             output = tempfile.TemporaryFile()  # noqa: SIM115
@@ -133,6 +135,7 @@ def _be_a_rank(pipe: Connection) -> None:
     warnings.filterwarnings("ignore", ".*Function.> should not be instantiated", DeprecationWarning)  # by Dynamo, for tp
     warnings.filterwarnings("ignore", ".*use of fork", DeprecationWarning)  # by the workers of a data loader, from Python 3.12 on
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    stay_here()
     store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
     faulthandler.register(signal.SIGUSR1)  # says where it hangs
     gc.freeze()

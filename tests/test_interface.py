@@ -16,7 +16,8 @@ from command import PACELINE, environment, of_kind, paceline, write_task
 from paceline.errors import LaunchError
 from paceline.events import Step
 from paceline.launch import interface
-from paceline.launch.interface import OTHERS, address_towards, check_interfaces, choose_interface, own_names
+from paceline.launch.interface import OTHERS, address_towards, check_interfaces, choose_interface, where_to_listen
+from paceline.launch.store import EVERYWHERE
 
 PORT = 29541
 WORDS = ("train", "my.py:Regression", "--steps", "6", "--batch", "12", "--set", "dropout=0.0", "--device", "cpu", "--run-dir")
@@ -73,13 +74,18 @@ def test_a_name_that_means_this_machine_itself(monkeypatch: pytest.MonkeyPatch) 
     """As Debian's 127.0.1.1."""
     monkeypatch.setattr(socket, "getfqdn", lambda: "n1")
     monkeypatch.setattr(socket, "gethostbyname", lambda name: {"n1": "10.0.0.1"}[name])
-    assert own_names() == ["n1"]
-    monkeypatch.setattr(socket, "gethostbyname", lambda name: {"n1": "127.0.1.1"}[name])
-    there = {"lo": [Address("127.0.0.1")], "eth0": [Address("10.0.0.1")]}
+    there = {"lo": [Address("127.0.0.1")], "eth0": [Address("10.0.0.1")], "ib0": [Address("10.1.0.1")]}
     monkeypatch.setattr(psutil, "net_if_addrs", lambda: there)
-    assert own_names() == ["10.0.0.1"]
+    only = ("10.0.0.1", ["10.0.0.1"])
+    assert where_to_listen(None, {}) == where_to_listen("n1", {}) == only
+    assert where_to_listen("n1", {"GLOO_SOCKET_IFNAME": "ib0"}) == ("10.1.0.1", ["10.1.0.1"]), "the one that was chosen"
+    monkeypatch.setattr(socket, "gethostbyname", lambda name: {"n1": "127.0.1.1"}[name])
+    assert where_to_listen(None, {}) == (EVERYWHERE, ["10.0.0.1", "10.1.0.1"]), "which of them the others reach, nobody knows"
+    assert where_to_listen("n1", {}) == (EVERYWHERE, ["n1"])
+    del there["ib0"]
+    assert where_to_listen(None, {}) == only
     del there["eth0"]
-    assert own_names() == ["n1"]
+    assert where_to_listen(None, {}) == (EVERYWHERE, ["n1"])
 
 
 class Address(NamedTuple):

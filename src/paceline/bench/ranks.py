@@ -70,9 +70,9 @@ def _started(request: Request, ranks: int, folder: Path) -> Iterator[list[subpro
             if "mpi" in request.backends:
                 start(_mpirun(ranks) + words, environ, "0.log")
             else:
-                import torch.distributed as dist
+                from paceline.launch.store import open_store
 
-                store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+                store = open_store()
                 for rank in range(ranks):
                     start(words, environ | _who(rank, ranks, store.port), f"{rank}.log")
             yield processes

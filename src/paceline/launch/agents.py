@@ -20,13 +20,13 @@ from torch.distributed.elastic.rendezvous import (
     RendezvousParameters,
     RendezvousTimeoutError,
 )
-from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import create_handler
 
 from paceline.errors import LaunchError, RankError
 from paceline.launch.attend import FAILED, Begin, EndedElsewhereError, RankLogs, attend, end_children
 from paceline.launch.elastic import run_agent
 from paceline.launch.interface import address_towards
+from paceline.launch.meeting import BACKEND, SealedBackend, run_id
 from paceline.launch.processes import Again
 from paceline.launch.rounds import Rounds
 from paceline.launch.world import World
@@ -34,7 +34,6 @@ from paceline.run import RunFolder
 from paceline.training.process import meet
 
 OF_TASK = ("SLURM_PROCID", "SLURM_LOCALID", "SLURM_NTASKS", "SLURM_NPROCS", "SLURM_STEP_NUM_TASKS")
-BACKEND = "paceline"
 MEETING_S = 60.0  # for all agents to be there
 SIGN_S, SIGNS = 2, 3  # an agent shows a sign so often; after so many that are missing it is gone
 LOST_S = 20.0  # without an answer, until a node gives the store up
@@ -49,17 +48,17 @@ def start(run: RunFolder, me: World, ranks_per_node: int, least: int, restarts: 
     Raises the Error that ended the training, RankError for a rank or a node that was lost."""
     run.ranks.mkdir(exist_ok=True)
     speaks = me.rank == 0
-    store = _meet(run, me)
+    store, key = _meet(run, me)
     rounds = Rounds(run, speaks)
     for name in OF_TASK:  # the ranks are none of Slurm's tasks
         os.environ.pop(name, None)
     os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"  # else ranks of a new start find the keys of the last one (torch 2.13)
 
-    address = _address(me, store)
+    address, meeting_id = _address(me, store), run_id(run.path.name, key)
     parameters = RendezvousParameters(
         backend=BACKEND,
         endpoint="",
-        run_id=run.path.name,
+        run_id=meeting_id,
         min_nodes=least,
         max_nodes=me.size,
         local_addr=address,
@@ -68,7 +67,7 @@ def start(run: RunFolder, me: World, ranks_per_node: int, least: int, restarts: 
         keep_alive_interval=SIGN_S,
         keep_alive_max_attempt=SIGNS,
     )
-    meeting = _Counted(create_handler(store, C10dRendezvousBackend(store, run.path.name), parameters), rounds.begin)
+    meeting = _Counted(create_handler(store, SealedBackend(store, meeting_id, key), parameters), rounds.begin)
     logs = RankLogs(run, lambda env: rounds.count - 1)
     if not speaks:
         threading.Thread(target=_leave_when_cut, args=(me, store), daemon=True).start()
@@ -91,18 +90,18 @@ def start(run: RunFolder, me: World, ranks_per_node: int, least: int, restarts: 
         raise RankError(f"node {platform.node()} cannot meet the others: {error}; {run.way_out()}") from error
 
 
-def _meet(run: RunFolder, me: World) -> dist.TCPStore:
-    """All agents of this step, at a store of the first one."""
+def _meet(run: RunFolder, me: World) -> tuple[dist.TCPStore, str]:
+    """All agents of this step, at a store of the first one, and with a key of theirs."""
     timeout = timedelta(seconds=MEETING_S)
     try:
-        store = meet(me, timeout, run.path)
+        store, key = meet(me, timeout, run.path)
         if me.rank == 0:
             store.set("all here", "")
         store.wait(["all here"], timeout)
         store.set_timeout(timedelta(seconds=LOST_S))
     except dist.DistError as error:
         raise LaunchError(f"not all of {me.size} nodes were there after {MEETING_S:.0f} s") from error
-    return store
+    return store, key
 
 
 def _leave_when_cut(me: World, store: dist.TCPStore) -> None:

@@ -9,13 +9,14 @@ import ipaddress
 import os
 import socket
 from collections.abc import Mapping
-from typing import Any
 
 import psutil
 import torch.distributed as dist
 
 from paceline.errors import LaunchError
+from paceline.launch.store import EVERYWHERE, underlying
 
+VARIABLES = ("GLOO_SOCKET_IFNAME", "TP_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 OTHERS, TOLD, ALL_TOLD = "paceline/reached from", "paceline/told", "paceline/all told"
 
 
@@ -41,9 +42,7 @@ def choose_interface(store: dist.Store, size: int) -> None:
     """Have gloo take the interface over which the ranks of other machines are reached, where there are some and nothing else was said.
 
     All `size` ranks of a store call it."""
-    master: Any = store
-    while isinstance(master, dist.PrefixStore):
-        master = master.underlying_store
+    master = underlying(store)
     mine = address_towards(master.host, master.port)
     if not _is_loopback(mine):
         store.set(OTHERS, mine)
@@ -57,16 +56,36 @@ def choose_interface(store: dist.Store, size: int) -> None:
     for name, addresses in psutil.net_if_addrs().items():
         if any(one.address == mine for one in addresses):
             os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
+    if chosen := os.environ.get("GLOO_SOCKET_IFNAME"):
+        os.environ.setdefault("TP_SOCKET_IFNAME", chosen.partition(",")[0])
 
 
-def own_names() -> list[str]:
-    """By which other machines may find this one: its name, or all addresses where that means this machine itself."""
-    name = socket.getfqdn()
-    with contextlib.suppress(OSError):
-        if not _is_loopback(socket.gethostbyname(name)):
-            return [name]
-    known = [one.address for addresses in psutil.net_if_addrs().values() for one in addresses if one.family == socket.AF_INET]
-    return [address for address in known if not _is_loopback(address)] or [name]
+def stay_here() -> None:
+    """Have gloo, torch's RPC and NCCL take the loopback interface, for ranks that are all on this machine, where nothing else was said."""
+    up = {name for name, stats in psutil.net_if_stats().items() if stats.isup}
+    for name, addresses in psutil.net_if_addrs().items():
+        if name in up and any(one.family == socket.AF_INET and _is_loopback(one.address) for one in addresses):
+            for variable in VARIABLES:
+                os.environ.setdefault(variable, name)
+            return
+
+
+def where_to_listen(host: str | None, environ: Mapping[str, str] = os.environ) -> tuple[str, list[str]]:
+    """On which address a store for ranks of several machines listens, and by which names they may find it.
+
+    It is that of the interface that was chosen, else that of `host`, by which the others know this machine, or of its own name. Where these
+    mean this machine itself, as on a Debian, it is any: one of its addresses must be right, and there is no telling which."""
+    own = {name: [one.address for one in addresses if one.family == socket.AF_INET] for name, addresses in psutil.net_if_addrs().items()}
+    chosen = [address for name in environ.get("GLOO_SOCKET_IFNAME", "").split(",") for address in own.get(name, ())]
+    known = [address for addresses in own.values() for address in addresses if not _is_loopback(address)]
+    if not chosen:
+        with contextlib.suppress(OSError):
+            chosen = [address for address in [socket.gethostbyname(host or socket.getfqdn())] if address in known]
+    if not chosen and host is None and len(known) == 1:
+        chosen = known
+    if chosen:
+        return chosen[0], [chosen[0]]
+    return EVERYWHERE, [host] if host is not None else known or [socket.getfqdn()]
 
 
 def address_towards(host: str, port: int) -> str:

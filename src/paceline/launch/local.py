@@ -1,11 +1,10 @@
 """Start ranks on this machine through torchrun's elastic agent."""
 
-from torch.distributed.elastic.rendezvous import RendezvousParameters
-from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
-
 from paceline.launch.attend import RankLogs, attend
 from paceline.launch.elastic import run_agent
+from paceline.launch.meeting import OneNode
 from paceline.launch.processes import here, launch, servers
+from paceline.launch.store import LOOPBACK
 from paceline.run import RunFolder
 
 
@@ -17,15 +16,4 @@ def start(run: RunFolder, ranks: int, restarts: int) -> int:
     """
     if servers(run):
         return attend(run, lambda again, begin: launch(run, here(ranks), restarts, again, begin))
-    meeting = RendezvousParameters(
-        backend="c10d",
-        endpoint="127.0.0.1:0",  # 0: a free port
-        run_id=run.path.name,
-        min_nodes=1,
-        max_nodes=1,
-        local_addr="127.0.0.1",
-    )
-    return attend(
-        run,
-        lambda again, begin: run_agent(run, ranks, restarts, get_rendezvous_handler(meeting), RankLogs(run), again, begin, "127.0.0.1"),
-    )
+    return attend(run, lambda again, begin: run_agent(run, ranks, restarts, OneNode(run.path.name), RankLogs(run), again, begin, LOOPBACK))

@@ -23,7 +23,9 @@ from typing import IO, Any
 import torch.distributed as dist
 
 from paceline.errors import Error, RankError
+from paceline.launch.interface import stay_here
 from paceline.launch.rank import LOST_PEER
+from paceline.launch.store import LOOPBACK, open_store
 from paceline.units import numbered
 
 START_S = 180.0  # to import torch, on a busy machine
@@ -75,7 +77,7 @@ class Ranks:
         """Start the processes that are not there, without waiting for them."""
         if self._running:
             return
-        self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        self._store = open_store()
         for rank in range(self.size):
             here, there = Pipe()
             output = tempfile.TemporaryFile()  # noqa: SIM115 (closed in `end`)
@@ -161,8 +163,9 @@ def _quoted(words: str) -> str:
 
 def _be_a_rank(pipe: Connection, port: int, launcher: int) -> None:
     threading.Thread(target=_leave_if_orphaned, args=(launcher,), daemon=True).start()
+    stay_here()
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    store = dist.TCPStore("127.0.0.1", port, is_master=False)
+    store = dist.TCPStore(LOOPBACK, port, is_master=False)
     pipe.send_bytes(pickle.dumps(_Answer("ready")))
     for call in itertools.count():
         try:

@@ -11,13 +11,13 @@ from pathlib import Path
 from types import FrameType
 from typing import Protocol
 
-import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 from paceline.errors import LaunchError
 from paceline.launch.signals import stop_signals
 from paceline.launch.spawn import environments, spawn
+from paceline.launch.store import LOOPBACK, open_store
 from paceline.plan.plan import parse
 from paceline.run import RunFolder
 
@@ -91,7 +91,7 @@ def servers(run: RunFolder) -> int | None:
     return parse(plan).servers if plan is not None else None
 
 
-def launch(run: RunFolder, slots: Slots, restarts: int, again: Again, begin: Callable[[], None], host: str = "127.0.0.1") -> None:
+def launch(run: RunFolder, slots: Slots, restarts: int, again: Again, begin: Callable[[], None], host: str = LOOPBACK) -> None:
     """Returns when all ranks are done. host: this machine, as the ranks know it. `again`: called with those that failed before all are
     started again; `begin` before each start.
 
@@ -119,7 +119,7 @@ def launch(run: RunFolder, slots: Slots, restarts: int, again: Again, begin: Cal
 
 def _run(run: RunFolder, room: Sequence[Slot], attempt: int, asked: Asked, host: str) -> dict[int, ProcessFailure]:
     """Those that failed."""
-    store = dist.TCPStore(host, 0, is_master=True, wait_for_workers=False)
+    store = open_store(host)
     told = environments([slot.node for slot in room], host, store.port, run.path.name, attempt)
     running: list[Process] = []
     needed = servers(run) or len(room)

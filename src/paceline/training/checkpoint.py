@@ -17,7 +17,6 @@ import shutil
 import sys
 import threading
 import time
-import warnings
 import zlib
 from collections.abc import Container, Mapping
 from concurrent.futures import Future
@@ -28,9 +27,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from pydantic import TypeAdapter, ValidationError
 from torch import Tensor, nn
 
 from paceline.errors import CheckpointError
+from paceline.files import is_plain_name, open_regular, reason
 from paceline.plan.plan import Plan
 from paceline.run import RunFolder
 from paceline.training.optim import dealt, local_optimizer
@@ -242,7 +243,7 @@ def _step_back() -> None:
 def checksum(path: Path) -> list[int]:
     """[bytes, CRC-32] of a file."""
     crc = size = 0
-    with open(path, "rb") as file:
+    with open_regular(path) as file:
         while block := file.read(2**22):
             crc, size = zlib.crc32(block, crc), size + len(block)
     return [size, crc]
@@ -251,14 +252,30 @@ def checksum(path: Path) -> list[int]:
 def read_index(path: Path) -> Index:
     """Raises CheckpointError for what is no checkpoint."""
     try:
-        content = json.loads((path / INDEX).read_text())
+        with open_regular(path / INDEX) as file:
+            content = json.load(file)
         crc = content.pop("crc", None)  # one of before had none
-        index = Index(**content)
-    except (OSError, ValueError, TypeError, AttributeError) as error:
+        index = TypeAdapter(Index).validate_python(content)
+        _check(index)
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(map(str, first["loc"]))
+        raise CheckpointError(f"{path} is damaged: its {INDEX} cannot be read ({where}: {first['msg']})") from error
+    except (OSError, ValueError, TypeError, AttributeError, RecursionError) as error:
         raise CheckpointError(f"{path} is damaged: its {INDEX} cannot be read ({error})") from error
     if crc not in (None, _crc(content)):
         raise CheckpointError(f"{path} is damaged: its {INDEX} has another checksum than when it was written")
     return index
+
+
+def _check(index: Index) -> None:
+    """Raises ValueError for what no checkpoint of ours says."""
+    if min(index.step, index.samples, index.epoch_samples, index.ranks) < 1:
+        raise ValueError("step, samples, epoch_samples and ranks must be at least 1")
+    if bad := next((name for name in index.files if not is_plain_name(name)), None):
+        raise ValueError(f"{bad!r} is no name of a file in its folder")
+    if bad := next((name for name, sums in index.files.items() if len(sums) != 2), None):
+        raise ValueError(f"{bad!r} has no size and checksum")
 
 
 def _crc(content: Any) -> int:
@@ -271,7 +288,7 @@ def verify(path: Path, index: Index, rank: int = 0, ranks: int = 1) -> str | Non
         try:
             found = checksum(path / name)
         except OSError as error:
-            return f"{name}: {error.strerror}"
+            return f"{name}: {reason(error)}"
         if found[0] != expected[0]:
             return f"{name} has {found[0]} bytes, {expected[0]} were written"
         if found != expected:
@@ -324,11 +341,10 @@ def load_(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer, begin:
 
     begin: of the names to read: "", or those of a rank's `own`. `among`: the ranks that read; None: all.
     """
-    from torch.distributed.checkpoint import FileSystemReader, load
-    from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+    from paceline.training.metadata import read_tensors
 
-    reader = FileSystemReader(path)
-    stored = reader.read_metadata().state_dict_metadata
+    metadata = _metadata(path, read_index(path))
+    stored = metadata.state_dict_metadata
     wanted: dict[str, Any] = {f"{begin}model/{name}": tensor for name, tensor in model_tensors(model).items() if is_here(tensor)}
     local = local_optimizer(optimizer)
     names = {parameter: name for name, parameter in model.named_parameters()}
@@ -342,7 +358,6 @@ def load_(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer, begin:
             for key in keys.get(names[parameter], []):
                 entry = f"{begin}optimizer/{names[parameter]}/{key}"
                 meta = stored[entry]
-                assert isinstance(meta, TensorStorageMetadata)
                 dtype = meta.properties.dtype
                 if meta.size == parameter.shape and parameter.dim():
                     value = torch.empty_like(parameter, dtype=dtype, requires_grad=False)
@@ -350,26 +365,29 @@ def load_(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer, begin:
                     on_cpu = not (group.get("fused") or group.get("capturable"))
                     value = torch.empty(meta.size, dtype=dtype, device="cpu" if on_cpu else parameter.device)
                 local.state[parameter][key] = wanted[entry] = value
-    load(wanted, storage_reader=reader, process_group=among)
+    read_tensors(path, metadata, wanted, among)
+
+
+def _metadata(path: Path, index: Index) -> Any:
+    from paceline.training.metadata import read_metadata
+
+    return read_metadata(path, index.files, sum(size for size, _ in index.files.values()))
 
 
 def load_whole(path: Path) -> dict[str, Tensor]:
     """The whole weights of a checkpoint on one process, under all of the model's own names."""
-    from torch.distributed.checkpoint import FileSystemReader, load
-    from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+    from paceline.training.metadata import read_tensors
 
     index = read_index(path)
     if wrong := verify(path, index):
         raise CheckpointError(f"checkpoint {path} is damaged: {wrong}")
-    reader = FileSystemReader(path)
+    metadata = _metadata(path, index)
     wanted = {
         entry: torch.empty(meta.size, dtype=meta.properties.dtype)
-        for entry, meta in reader.read_metadata().state_dict_metadata.items()
-        if entry.startswith("model/") and isinstance(meta, TensorStorageMetadata)
+        for entry, meta in metadata.state_dict_metadata.items()
+        if entry.startswith("model/")
     }
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="torch.distributed is disabled", category=UserWarning)  # meant: one process
-        load(wanted, storage_reader=reader, no_dist=True)
+    read_tensors(path, metadata, wanted, alone=True)
     whole = {entry.removeprefix("model/"): tensor for entry, tensor in wanted.items()}
     return whole | {alias: whole[name].clone() for alias, name in index.tied.items() if name in whole}
 

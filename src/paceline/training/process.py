@@ -5,6 +5,7 @@ import ctypes
 import itertools
 import os
 import platform
+import secrets
 import time
 from collections.abc import Iterator
 from datetime import timedelta
@@ -15,8 +16,10 @@ import torch.distributed as dist
 
 from paceline.cluster.limits import usable_cores
 from paceline.errors import LaunchError
-from paceline.launch.interface import check_interfaces, choose_interface, own_names
+from paceline.files import read_own, write_secret
+from paceline.launch.interface import check_interfaces, choose_interface, stay_here, where_to_listen
 from paceline.launch.pmi import pmi
+from paceline.launch.store import LOOPBACK, open_store
 from paceline.launch.world import World
 
 
@@ -81,6 +84,8 @@ def process_group(world: World, device: torch.device, timeout_s: float, meeting_
     store = _store(world, timeout_s, meeting_place)
     if world.local_size < world.size:
         choose_interface(store, world.size)
+    else:
+        stay_here()
     if device.type == "cuda":
         claim(store, str(torch.cuda.get_device_properties(device).uuid), world.rank)
     dist.init_process_group(
@@ -116,8 +121,8 @@ def limit_waits(timeout_s: float, but: dist.ProcessGroup | None = None) -> None:
             dist.distributed_c10d._set_pg_timeout(timedelta(seconds=timeout_s), group)
 
 
-HERE = "127.0.0.1"
 _groups = itertools.count()  # process groups that this process has made
+_opened: dict[str, dist.TCPStore] = {}  # by the address that all ranks of this start were given; several process groups may use it
 
 
 def _store(world: World, timeout_s: float, meeting_place: Path) -> dist.Store:
@@ -125,22 +130,34 @@ def _store(world: World, timeout_s: float, meeting_place: Path) -> dist.Store:
     if world.size == 1:
         return dist.HashStore()
     if world.launcher == "torchrun":
-        store, _, _ = next(iter(dist.rendezvous("env://", world.rank, world.size, timeout=timeout)))
+        store = _store_at(world, timeout, open_here=world.rank == 0 and not world.old_store)
         # The agent keeps its store over restarts and over process groups, and with it the addresses of what is gone (torch 2.13). Agents of
         # several nodes may count restarts apart, but then each has a store of its own.
         return dist.PrefixStore(f"paceline/{world.restart if world.old_store else 0}/{next(_groups)}", store)
     if world.address is not None:
-        host, _, port = world.address.rpartition(":")
-        return dist.TCPStore(host, int(port), world.size, world.rank == 0, timeout)
+        return _store_at(world, timeout, open_here=world.rank == 0)
     if world.pmi is not None:
         return _meet_by_pmi(world, world.pmi, timeout)
-    return meet(world, timeout, meeting_place)
+    return meet(world, timeout, meeting_place)[0]
+
+
+def _store_at(world: World, timeout: timedelta, open_here: bool) -> dist.TCPStore:
+    """The store at the address that all ranks were given."""
+    if world.address is None:
+        raise LaunchError(f"{world.launcher} has set no MASTER_ADDR and MASTER_PORT, where rank 0 is met; set them, or start with torchrun")
+    host, _, port = world.address.rpartition(":")
+    if not open_here:
+        return dist.TCPStore(host, int(port), world.size, False, timeout)
+    if world.address not in _opened:
+        on = host if world.local_size == world.size else where_to_listen(host)[0]
+        _opened[world.address] = open_store(on, int(port), timeout)
+    return _opened[world.address]
 
 
 def _open_store(world: World, timeout: timedelta) -> tuple[dist.TCPStore, str]:
     """And where the other ranks find it, for `_join`."""
-    store = dist.TCPStore(HERE, 0, world.size, True, timeout, wait_for_workers=False)
-    hosts = [HERE] if world.local_size == world.size else [world.host] if world.host else own_names()
+    on, hosts = (LOOPBACK, [LOOPBACK]) if world.local_size == world.size else where_to_listen(world.host)
+    store = open_store(on, timeout=timeout)
     return store, f"{','.join(hosts)}:{store.port}"
 
 
@@ -171,24 +188,25 @@ def _meet_by_pmi(world: World, fd: int, timeout: timedelta) -> dist.Store:
         raise LaunchError(f"rank {world.rank} on {platform.node()} does not reach rank 0 at {where}") from None
 
 
-def meet(world: World, timeout: timedelta, meeting_place: Path) -> dist.TCPStore:
-    """mpirun and srun agree on no store: rank 0 opens one on a free port and writes where, in a folder that all ranks see."""
+def meet(world: World, timeout: timedelta, meeting_place: Path) -> tuple[dist.TCPStore, str]:
+    """mpirun and srun agree on no store: rank 0 opens one on a free port and writes where, in a folder that all ranks see. Returns it, and
+    a key that the ranks share: nobody else can read that file."""
     note = meeting_place / f".meet-{world.launcher}-{world.job}"
     if world.rank == 0:
         store, where = _open_store(world, timeout)
+        key = secrets.token_hex(32)
         meeting_place.mkdir(parents=True, exist_ok=True)
-        beside = note.with_suffix(f".{os.getpid()}")
-        beside.write_text(where)
-        beside.replace(note)
+        write_secret(note, f"{where} {key}")
         for rank in range(1, world.size):
             store.wait([f"here/{rank}"], timeout)
         note.unlink()
-        return store
+        return store, key
     deadline = time.monotonic() + timeout.total_seconds()
     while time.monotonic() < deadline:
         with contextlib.suppress(OSError, ValueError):
-            store = _join(note.read_text(), world, timeout)
+            where, key = read_own(note).split()
+            store = _join(where, world, timeout)
             store.set(f"here/{world.rank}", "")
-            return store
+            return store, key
         time.sleep(0.05)
     raise LaunchError(f"rank {world.rank} waited {timeout.total_seconds():.0f} s for rank 0 to write {note}; do all ranks see that folder?")
