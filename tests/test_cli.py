@@ -328,7 +328,10 @@ def test_export_of_an_earlier_step_and_over_a_file(trained, tmp_path):
     succeed("export", at / "r", file, "--force", at=tmp_path)
     assert not load_file(file)["up.weight"].equal(first["up.weight"])
     nowhere = paceline("export", at / "r", tmp_path / "no/w.safetensors", at=tmp_path)
-    assert (nowhere.status, nowhere.err) == (2, f"paceline: there is no folder {tmp_path}/no for w.safetensors; make it first\n")
+    assert (nowhere.status, nowhere.err) == (
+        2,
+        f"paceline: cannot write {tmp_path}/no/w.safetensors: there is no folder {tmp_path}/no for w.safetensors; make it first\n",
+    )
     assert [path.name for path in tmp_path.iterdir()] == ["w.safetensors"]
 
 

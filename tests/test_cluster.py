@@ -112,7 +112,7 @@ def test_what_is_no_cluster(text, sentence, tmp_path):
 def test_a_file_that_is_not_there_or_cannot_be_written(tmp_path):
     with pytest.raises(ClusterError, match=r"cannot read .*/cluster.json: No such file or directory; "):
         read(tmp_path / "cluster.json")
-    with pytest.raises(ClusterError, match=r"cannot write .*/no/cluster.json: No such file or directory"):
+    with pytest.raises(ClusterError, match=r"cannot write .*/no/cluster.json: there is no folder"):
         write(tmp_path / "no" / "cluster.json", FULL)
 
 

@@ -3,12 +3,20 @@
 import ast
 import base64
 import contextlib
+import dataclasses
+import fcntl
 import io
+import itertools
 import json
 import os
 import pickle
+import platform
+import re
 import shutil
+import socket
 import stat
+import subprocess
+import sys
 import time
 import zlib
 from collections.abc import Callable, Iterable
@@ -21,6 +29,7 @@ import psutil
 import pytest
 import torch
 import torch.distributed as dist
+from pydantic import ValidationError
 from safetensors.torch import load_file
 from torch.distributed.checkpoint import metadata as dcp
 from torch.distributed.elastic.rendezvous import RendezvousParameters, RendezvousStateError
@@ -29,14 +38,18 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import create_handl
 
 import paceline as paceline_package
 from command import paceline, slow_down, start, succeed, write_task
-from paceline.errors import CheckpointError, LaunchError, RunError
+from paceline.errors import CheckpointError, LaunchError, RunError, SpecError
+from paceline.files import replaced, write_whole
 from paceline.launch import interface
 from paceline.launch.interface import stay_here
 from paceline.launch.meeting import SealedBackend, run_id
 from paceline.launch.pool import Ranks as Pool
+from paceline.launch.script import Job, render
+from paceline.launch.site import Site
 from paceline.launch.store import open_store
 from paceline.launch.world import World
 from paceline.run import RunFolder
+from paceline.spec import build
 from paceline.training.checkpoint import load_whole, read_index
 from paceline.training.process import meet
 
@@ -426,3 +439,299 @@ def test_a_meeting_place_of_somebody_else_is_refused(tmp_path):
     os.chown(note, 12345, 12345)
     with pytest.raises(RunError, match=r"is of user 12345, .*; keep others out: chmod go-w"):
         meet(World(rank=1, size=2, local_size=2, launcher="slurm", job="1-0-0"), timedelta(seconds=20), tmp_path)
+
+
+# Files that are written
+
+
+@pytest.fixture
+def targets(tmp_path) -> dict[str, Path]:
+    """What is no regular file, and must stay what it is."""
+    at = tmp_path / "targets"
+    at.mkdir()
+    (at / "victim").write_text("mine")
+    (at / "folder").mkdir()
+    os.mkfifo(at / "pipe")
+    (at / "link").symlink_to("victim")
+    (at / "dangling").symlink_to("new")
+    with socket.socket(socket.AF_UNIX) as made:
+        made.bind(str(at / "socket"))
+    if os.geteuid() == 0:
+        with contextlib.suppress(PermissionError):  # in a container that may make none
+            os.mknod(at / "device", 0o666 | stat.S_IFCHR, os.makedev(1, 7))  # as /dev/full
+    return {path.name: path for path in at.iterdir() if path.name != "victim"}
+
+
+def as_they_were(targets: dict[str, Path]) -> bool:
+    kinds = {name: stat.S_IFMT(path.lstat().st_mode) for name, path in targets.items()}
+    found = {path.name for path in targets["pipe"].parent.iterdir()}
+    return (
+        stat.S_IFREG not in kinds.values()
+        and found == {*targets, "victim"}
+        and (targets["pipe"].parent / "victim").read_text() == "mine"
+        and not (targets["folder"] / "x").exists()
+    )
+
+
+def test_only_regular_files_are_replaced(targets, tmp_path):
+    for name, path in targets.items():
+        with pytest.raises(RunError, match=rf"cannot write .*/{name}: it is a .*, and only regular files are replaced"):
+            write_whole(path, "evil")
+    assert as_they_were(targets)
+    file = tmp_path / "file.json"
+    for text in ("first", "second"):
+        write_whole(file, text)
+        assert file.read_text() == text
+    with pytest.raises(ZeroDivisionError), replaced(file) as beside:
+        beside.write_text(f"half {1 / 0}")
+    assert file.read_text() == "second"
+    with pytest.raises(RunError, match="File name too long"):
+        write_whole(tmp_path / ("x" * 300), "")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["file.json", "targets"], "nothing half done stays"
+
+
+def test_no_command_replaces_anything_but_a_regular_file(trained, targets, tmp_path):
+    """Each of these commands would write there, and says at once that it does not."""
+    run = trained / "r"
+    commands: list[tuple[str | Path, ...]] = [
+        ("export", run, "FILE", "--force"),
+        ("plan", "resnet-50", "--ranks", "2", "--batch", "8", "--json", "FILE"),
+        ("scale", "resnet-50", "--ranks", "2,4", "--batch", "8", "--json", "FILE"),
+        ("ledger", "digits", "--ranks", "2", "--json", "FILE"),
+        ("verify", "digits", "--plan", "ddp", "--json", "FILE"),
+        ("drill", "digits", "--json", "FILE"),
+        ("preflight", "digits", "--json", "FILE"),
+        ("account", run, "--json", "FILE"),
+        ("doctor", run, "--json", "FILE"),
+        ("probe", "--json", "FILE"),
+        ("bench", "compute", "--json", "FILE"),
+    ]
+    names = itertools.cycle(targets)
+    for words in commands:
+        name = next(names)
+        result = paceline(*(targets[name] if word == "FILE" else word for word in words), at=tmp_path)
+        assert result.status == 2, f"{words} {name}\n{result.all}"
+        assert f"cannot write {targets[name]}: it is a" in result.err, f"{words} {name}\n{result.all}"
+        assert "Traceback" not in result.err
+    picture = targets["link"].rename(targets["link"].with_suffix(".svg"))
+    targets |= {"link.svg": picture}
+    del targets["link"]
+    for words in (("plan", "resnet-50", "--ranks", "2", "--batch", "8", "--plot", picture), ("bench", "compute", "--plot", picture)):
+        result = paceline(*words, at=tmp_path)
+        assert (result.status, "it is a link" in result.err) == (2, True), result.all
+    assert as_they_were(targets)
+
+
+def test_files_are_created_with_the_umask_of_the_user(tmp_path):
+    write_task(tmp_path)
+    words = ["train", "my.py:Regression", "--ranks", "2", "--steps", "2", "--batch", "8", "--run-dir", "r"]
+    shell = ("bash", "-c", f'umask 027; exec {sys.executable} -m paceline "$@"', "bash")
+    assert paceline(*words, at=tmp_path, program=shell).status == 0
+    modes = {path: stat.S_IMODE(path.lstat().st_mode) for path in (tmp_path / "r").rglob("*")}
+    assert {path.name: oct(mode) for path, mode in modes.items() if path.is_file() and mode != 0o640} == {}
+    assert {path.name: oct(mode) for path, mode in modes.items() if path.is_dir() and mode != 0o750} == {}
+
+
+def test_whoever_creates_a_file_says_its_mode():
+    """`os.open` makes it executable otherwise."""
+    for path in Path(paceline_package.__file__).parent.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Call) and ast.unparse(node.func) == "os.open" and "O_CREAT" in ast.unparse(node):
+                assert len(node.args) == 3, f"{path}, line {node.lineno}: say the mode, 0o666 for the user's umask"
+
+
+# Names that reach job scripts, terminals and Slurm
+
+CONTROL = ("d/x\ntouch PWNED\n#", "a\rb", "a\x1b[2Jb", "a\x00b", "a\u2028b", "a\udcffb")
+
+
+def test_no_text_of_a_job_script_makes_a_line(tmp_path):
+    """Each field by itself, whatever it is for."""
+    job = Job(Path("/r"), Path("/f"), nodes=1, ranks_per_node=1, time="10", python="python")
+    for bad in CONTROL:
+        for change in ({"run": Path("/") / bad}, {"folder": Path("/") / bad}, {"time": bad}, {"python": bad}):
+            with pytest.raises(LaunchError, match="printable and of one line"):
+                dataclasses.replace(job, **change)
+        for name, field in Site.model_fields.items():
+            if name.endswith(("_s", "_per_node", "_per_rank")):
+                continue
+            kind = str(field.annotation)
+            value = {"A": bad} if "dict" in kind else [f"-{bad}"] if "tuple" in kind else bad
+            with pytest.raises(ValidationError, match="printable and of one line"):
+                Site.model_validate({name: value} | ({"scratch": "/s"} if name == "stage_in" else {}))
+        with pytest.raises(ValidationError):
+            Site.model_validate({"environment": {bad: "1"}})
+        for value in ({"task": bad}, {"run": bad}, {"plan": bad}):
+            with pytest.raises(SpecError, match="printable and of one line"):
+                build(value)
+    with pytest.raises(ValidationError, match="names of variables"):
+        Site.model_validate({"environment": {"ä": "1"}})
+
+
+@pytest.mark.parametrize("words", [("submit", "digits", "--dry-run"), ("train", "digits")])
+def test_a_newline_in_the_name_of_a_run_is_refused(words, tmp_path):
+    refused = paceline(*words, "--run-dir", CONTROL[0], at=tmp_path)
+    assert (refused.status, refused.out) == (2, "")
+    assert refused.err == "paceline: run must be printable and of one line, got 'd/x\\ntouch PWNED\\n#'\n"
+    assert [*tmp_path.iterdir()] == []
+
+
+def test_a_newline_in_the_folder_of_a_command_is_refused(tmp_path):
+    (folder := tmp_path / "a\ntouch PWNED\n#").mkdir()
+    refused = paceline("submit", "digits", "--dry-run", "--run-dir", "r", at=folder)
+    assert (refused.status, refused.out) == (2, "")
+    assert "a job script needs names that are printable and of one line" in refused.err
+
+
+@pytest.mark.parametrize("name", ["$(touch PWNED)", "`touch PWNED`", '";touch PWNED;"', "';touch PWNED;'", "a b", "&touch PWNED", "-n"])
+def test_a_script_that_is_run_runs_nothing_of_its_names(name, tmp_path):
+    """bash reads it, up to the ranks; Slurm's commands are not there."""
+    job = Job(tmp_path / name, tmp_path, nodes=1, ranks_per_node=1, time="10", python=f"/none/{name}")
+    site = Site(
+        modules=(name,),
+        container=name,
+        environment={"A": name},
+        account=name,
+        log=f"{name}.log",
+        scratch=name if "$" not in name else "/s",  # where variables count, and commands with them
+        stage_in=name,
+    )
+    (tmp_path / name).mkdir()
+    for script in (render(job, site), render(dataclasses.replace(job, restarts=1), Site(venv=name))):
+        subprocess.run(["bash", "-c", script], cwd=tmp_path, capture_output=True, timeout=30, env={"PATH": "/usr/bin:/bin"})
+        assert not list(tmp_path.rglob("PWNED")), script
+
+
+OURS = (
+    "--array=1-4|--array 1-4|-a1-4|-a 1-4|-Ha1-4|--arr=1-4|--exclusive --array=1-4|--comment='a b' -a1|--nodes=3|-N3|-n 3|--ntasks=3|"
+    "--ntasks-per-node=3|-o x|--output=x|--signal=USR2|--open-mode=truncate|--wrap=ls"
+)
+
+
+@pytest.mark.parametrize("option", OURS.split("|"))
+def test_a_site_cannot_contradict_the_job_script(option):
+    with pytest.raises(ValidationError, match="which is not for jobs of Paceline: "):
+        Site(sbatch=(option,))
+
+
+def test_further_options_of_a_site_are_passed_on():
+    options = ("--exclusive", "--nodelist=n1", "--comment=-a", "--mail-type=END", "--acctg-freq=30", "-w n1", "-A x", "--no-requeue")
+    assert Site(sbatch=options).sbatch == options
+
+
+def test_a_job_array_is_refused_in_words(tmp_path):
+    (tmp_path / "site.toml").write_text('sbatch = ["--array=1-4"]\n')
+    refused = paceline("submit", "digits", "--dry-run", at=tmp_path)
+    assert (refused.status, refused.out) == (2, "")
+    assert (
+        "site.toml: sbatch has '--array=1-4', which is not for jobs of Paceline: its tasks would all train in one run folder" in refused.err
+    )
+    assert "submit each training by itself, with a --run-dir of its own" in refused.err
+    (tmp_path / "r").mkdir()
+    job = Job(tmp_path / "r", tmp_path, nodes=1, ranks_per_node=1, time="10", python="true")
+    environ = {"PATH": "/usr/bin:/bin", "SLURM_JOB_ID": "7", "SLURM_ARRAY_TASK_ID": "1"}
+    result = subprocess.run(["bash", "-c", render(job, Site())], capture_output=True, text=True, timeout=30, env=environ)
+    assert result.returncode == 2, "by hand: sbatch --array=1-4 job.sh"
+    assert "tasks of a job array would all train in" in result.stderr
+    assert [*(tmp_path / "r").iterdir()] == [], "the file of another task is left alone"
+
+
+@pytest.mark.parametrize(
+    ("time", "said"),
+    [("tomorrow", "is no time"), ("٢", "is no time"), ("1:2:3:4", "is no time"), ("9" * 5000, "is no time"), ("1", "leaves no room for")],
+)
+def test_a_time_is_read_before_the_script_is_shown(time, said, tmp_path):
+    refused = paceline("submit", "digits", "--time", time, "--dry-run", at=tmp_path)
+    assert (refused.status, refused.out) == (2, "")
+    assert said in refused.err
+    assert "Traceback" not in refused.err
+
+
+# Run folders of others
+
+
+@pytest.fixture
+def run(trained, tmp_path) -> Path:
+    shutil.copytree(trained / "r", tmp_path / "r")
+    return tmp_path / "r"
+
+
+def test_only_folders_with_plain_numbers_are_checkpoints(run):
+    for name in ("step_٣", "step_007", "step_", "step_-1", "step_1\n", "step_²", "step_1e3", ".step_9"):
+        (run / "ckpt" / name).mkdir()
+    (run / "ckpt/step_11").touch()
+    assert RunFolder(run).checkpoints() == [2, 4]
+    result = succeed("export", "r", "w.safetensors", at=run.parent)
+    assert "of r/ckpt/step_4" in result.out
+
+
+@pytest.mark.parametrize("name", ["ckpt", "ranks", "events.jsonl", "lock", "job", "log.txt", "provenance.json"])
+def test_what_a_run_holds_is_of_its_kind(run, name):
+    """A pipe would keep every reader for ever; a file where checkpoints should be costs the training at its end."""
+    path = run / name
+    shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
+    path.touch() if name in ("ckpt", "ranks") else os.mkfifo(path)
+    for words in ("show r", "status r", "export r w.safetensors", "doctor r", "cancel r", "resume r --steps 8"):
+        refused = paceline(*words.split(), at=run.parent, timeout_s=60.0)
+        assert refused.status == 2, refused.all
+        assert f"r/{name} is no {'folder' if name in ('ckpt', 'ranks') else 'file'}, as it is in a run; move it away" in refused.err
+        assert "Traceback" not in refused.err
+
+
+@pytest.mark.parametrize("job", ["--user=me", "-u me", "1 2", "1;ls", "all", "٣", ""])
+def test_slurm_gets_only_numbers_of_jobs(run, job):
+    (run / "job").write_text(job)
+    for words in (("cancel", "r"), ("status", "r")):
+        refused = paceline(*words, at=run.parent)
+        assert refused.status == 2
+        assert "which is no number of a job; delete it" in refused.err
+
+
+def test_cancel_ends_no_process_that_does_not_hold_the_run(run):
+    other = subprocess.Popen(["sleep", "600"])
+    try:
+        with open(run / "lock", "w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            lock.write(f"process {other.pid} on {platform.node()}")
+            lock.flush()
+            refused = paceline("cancel", "r", at=run.parent)
+        assert refused.status == 2
+        assert f"process {other.pid} on {platform.node()}, which does not hold it" in refused.err
+        assert other.poll() is None
+    finally:
+        other.kill()
+        other.wait()
+
+
+def test_doctor_writes_through_no_link(run, tmp_path):
+    victim = tmp_path / "victim"
+    victim.write_text("mine")
+    (run / "ranks").mkdir(exist_ok=True)
+    (run / "ranks/asked").unlink(missing_ok=True)
+    (run / "ranks/asked").symlink_to(victim)
+    refused = paceline("doctor", "r", at=run.parent)
+    assert (refused.status, "asked: it is a link" in refused.err) == (2, True), refused.all
+    assert victim.read_text() == "mine"
+
+
+@pytest.mark.parametrize("words", [("show", "r"), ("status", "r"), ("export", "r", "w.safetensors"), ("logs", "r")])
+def test_reading_a_run_does_not_import_its_task(run, words):
+    (run.parent / "evil.py").write_text("open('PWNED', 'w')\n")
+    spec = (run / "spec.toml").read_text()
+    (run / "spec.toml").write_text(re.sub('task = ".*"', f'task = "{run.parent}/evil.py:Evil"', spec))
+    paceline(*words, at=run.parent)
+    assert not (run.parent / "PWNED").exists()
+
+
+def test_long_names_are_refused_in_a_sentence(run):
+    long = "x" * 300
+    commands = [("train", "digits", "--run-dir", long), ("submit", "digits", "--dry-run", "--run-dir", f"a/{long}"), ("resume", long)]
+    commands += [("export", "r", long), ("show", long), ("train", f"{long}.py"), ("train", f"{long}.toml"), ("train", long)]
+    commands += [("ledger", "digits", "--ranks", "2", "--json", long), ("bench", "compute", "--plot", f"{long}.svg"), ("probe", long)]
+    commands += [("train", "digits", "--run-dir", "/".join([long[:100]] * 60)), ("submit", "digits", "--dry-run", "--site", long)]
+    for words in commands:
+        refused = paceline(*words, at=run.parent)
+        assert refused.status == 2, f"{words}\n{refused.all}"
+        assert "Traceback" not in refused.err, f"{words}\n{refused.all}"
+        assert refused.err.count("\n") == 1, f"{words}\n{refused.all}"
+    assert [path.name for path in run.parent.iterdir()] == ["r"]

@@ -247,7 +247,7 @@ class Writer:
     """Appends events to a file, each in one write. A disk that is full costs events, never the run: `lost` counts them."""
 
     def __init__(self, path: Path):
-        self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND)
+        self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o666)
         self.lost = 0
         end = _end_of_lines(self._file)  # a last line without its newline: its writer was killed, and it would spoil the next
         if end < os.fstat(self._file).st_size:

@@ -26,7 +26,7 @@ def check_target(path: Path, kind: type[Error] = RunError) -> None:
         mode = path.lstat().st_mode
     except FileNotFoundError:
         if not path.absolute().parent.is_dir():
-            raise kind(f"cannot write {path}: there is no folder {path.parent}; make it first") from None
+            raise kind(f"cannot write {path}: there is no folder {path.parent} for {path.name}; make it first") from None
         return
     except (OSError, ValueError) as error:
         raise kind(f"cannot write {path}: {reason(error)}") from error

@@ -22,6 +22,10 @@ from paceline import spec as spec_file
 from paceline.errors import RunError
 from paceline.spec import Launch, Spec
 
+STEP = re.compile("step_(0|[1-9][0-9]*)")
+JOB = re.compile("[0-9]+(_[0-9]+)?")
+NAME_BYTES = 200  # of a run's folder; what is made of its name must be no longer than file systems take
+
 
 @dataclass(frozen=True)
 class RunFolder:
@@ -63,7 +67,12 @@ class RunFolder:
     def job(self) -> str | None:
         """The last job of a scheduler that was to train this run."""
         path = self.path / "job"
-        return path.read_text().strip() if path.exists() else None
+        if not path.exists():
+            return None
+        said = path.read_text(errors="replace").strip()
+        if not JOB.fullmatch(said):  # it may be the run of somebody else, and Slurm would take it for an option
+            raise RunError(f"{path} says {said[:40]!r}, which is no number of a job; delete it")
+        return said
 
     def write_job(self, number: str) -> None:
         (self.path / "job").write_text(f"{number}\n")
@@ -95,7 +104,8 @@ class RunFolder:
         """Steps of the complete checkpoints, oldest first."""
         if not self.ckpt.is_dir():
             return []
-        return sorted(int(found[1]) for path in self.ckpt.iterdir() if (found := re.fullmatch(r"step_(\d+)", path.name)))
+        found = {path: STEP.fullmatch(path.name) for path in self.ckpt.iterdir()}
+        return sorted(int(step[1]) for path, step in found.items() if step is not None and path.is_dir())
 
     def way_out(self) -> str:
         """After a failure."""
@@ -152,7 +162,7 @@ class RunFolder:
         """What the last job of this run wrote, if it has written yet."""
         lines = self.job_script.read_text().splitlines() if self.job_script.exists() else []
         said = next((shlex.split(line)[1] for line in lines if line.startswith("#SBATCH --output=")), "")
-        name = re.sub(r"%(\d*)([a-zA-Z])", lambda found: self.job or "*" if found[2] == "j" else "*", Path(said).name)
+        name = re.sub("%([0-9]*)([a-zA-Z])", lambda found: self.job or "*" if found[2] == "j" else "*", Path(said).name)
         return max(self.path.glob(name), key=lambda path: path.stat().st_mtime, default=None) if name else None
 
     def is_locked(self) -> bool:
@@ -168,6 +178,14 @@ class RunFolder:
     def holder(self) -> str:
         """Who has locked it: process N on HOST."""
         return (self.path / "lock").read_text().strip() or "another process"
+
+    def is_held_by(self, pid: int) -> bool:
+        """Whether this process of ours has the lock open."""
+        import psutil
+
+        with contextlib.suppress(psutil.Error, OSError):
+            return any(Path(file.path).samefile(self.path / "lock") for file in psutil.Process(pid).open_files())
+        return False
 
     def lock(self, wait_s: float = 20.0) -> IO[str]:
         """Hold the run until the returned file is closed or this process ends. Raises RunError when another one holds it."""
@@ -191,9 +209,12 @@ class RunFolder:
 def default_path(path: str | None, task: str) -> Path:
     """Where a new run goes: `path`, or runs/TASK-TIME. Raises RunError when `path` exists."""
     if path is not None:
-        if Path(path).exists():
-            raise _exists(Path(path))
-        return Path(path)
+        found = Path(path)
+        if len(os.fsencode(found.name)) > NAME_BYTES:
+            raise RunError(f"the run's folder {found.name[:20]}… has a name of {len(found.name)} characters; say a shorter --run-dir")
+        if os.path.lexists(found):
+            raise _exists(found)
+        return found
     name = re.sub(r"\W+", "-", task.rpartition(":")[2]).strip("-").lower()
     stem = f"runs/{name}-{time.strftime('%Y%m%d-%H%M%S')}"
     names = (Path(stem + (f"-{k}" if k > 1 else "")) for k in itertools.count(1))
@@ -265,7 +286,15 @@ def open_run(path: Path) -> RunFolder:
         raise RunError(f"there is no run {path}" + spec_file.nearest(str(path), [str(Path(run).parent) for run in near[-20:]]))
     if not (path / "spec.toml").is_file():
         raise RunError(f"{path} is no run: it has no spec.toml")
+    for names, is_right, kind in ((FOLDERS, Path.is_dir, "folder"), (FILES, Path.is_file, "file")):
+        for found in (path / name for name in names):
+            if os.path.lexists(found) and not is_right(found):
+                raise RunError(f"{found} is no {kind}, as it is in a run; move it away")
     return RunFolder(path)
+
+
+FOLDERS = ("ckpt", "ranks", "tensorboard")
+FILES = ("provenance.json", "job.sh", "job", "events.jsonl", "log.txt", "lock", "diagnosis.txt")
 
 
 def provenance() -> dict[str, Any]:

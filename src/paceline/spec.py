@@ -27,6 +27,23 @@ class Value(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
 
 
+def check_printable(value: BaseModel, *names: str) -> None:
+    """Raise ValueError where a field has control characters, which would make two lines of one in a job script or a terminal."""
+    for name in names:
+        for text in _texts(getattr(value, name)):
+            if not text.isprintable():
+                raise ValueError(f"{name} must be printable and of one line, got {text!r}")
+
+
+def _texts(value: Any) -> Iterator[str]:
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, Mapping):
+        yield from (text for pair in value.items() for one in pair for text in _texts(one))
+    elif isinstance(value, tuple):
+        yield from (text for one in value for text in _texts(one))
+
+
 Decay = Annotated[float, Field(ge=0, lt=1)]
 Samples = int | str  # a number of samples, or "50 steps", "5 epochs"
 MOST = 2**63 - 1  # TOML and torch count in 64 bits
@@ -162,6 +179,11 @@ class Spec(Value):
         raise SpecError(f"task must be a name, got the {'class' if kind is task else 'object'} {kind.__qualname__}; {fix}")
 
     @model_validator(mode="after")
+    def _names_are_of_one_line(self) -> Self:
+        check_printable(self, "task")
+        return self
+
+    @model_validator(mode="after")
     def _one_length(self) -> Self:
         if self.epochs is not None and self.steps is not None:
             raise ValueError(f"epochs={self.epochs:g} and steps={self.steps} are two lengths of one training; say one of them")
@@ -192,6 +214,11 @@ class Launch(Value):
     restarts: int = Field(default=0, ge=0, le=10**6, description="maximum number of restarts after a rank fails")
     run: str | None = Field(default=None, description="folder of the run [default: runs/TASK-TIME]")
     device: Literal["cpu", "cuda"] | None = Field(default=None, description="[default: CUDA where there is some]")
+
+    @model_validator(mode="after")
+    def _names_are_of_one_line(self) -> Self:
+        check_printable(self, "plan", "asked", "run")
+        return self
 
     @model_validator(mode="after")
     def _least_nodes_need_restarts(self) -> Self:

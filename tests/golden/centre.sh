@@ -18,6 +18,10 @@
 # Trains, or goes on from the last checkpoint. Again by hand: sbatch /home/me/runs/a/job.sh
 
 run=/home/me/runs/a
+if [ -n "$SLURM_ARRAY_TASK_ID" ]; then
+    echo "paceline: tasks of a job array would all train in $run; submit each training by itself" >&2
+    exit 2
+fi
 cd /home/me || exit
 echo "$SLURM_JOB_ID" > "$run/job"
 module load cuda/12.4 python/3.11

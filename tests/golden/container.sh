@@ -11,6 +11,10 @@
 # Trains, or goes on from the last checkpoint. Again by hand: sbatch '/home/me/my runs/it'"'"'s/job.sh'
 
 run='/home/me/my runs/it'"'"'s'
+if [ -n "$SLURM_ARRAY_TASK_ID" ]; then
+    echo "paceline: tasks of a job array would all train in $run; submit each training by itself" >&2
+    exit 2
+fi
 cd '/home/me/my work' || exit
 echo "$SLURM_JOB_ID" > "$run/job"
 module load apptainer

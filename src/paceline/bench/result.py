@@ -12,8 +12,8 @@ from typing import Any, Literal
 import psutil
 from pydantic import Field, ValidationError
 
-from paceline.cluster.file import write_whole
 from paceline.errors import BenchError
+from paceline.files import check_target, write_whole
 from paceline.spec import Value as Frozen
 from paceline.spec import explain
 
@@ -73,11 +73,9 @@ def check_path(path: Path | None) -> None:
     """Before anything is measured. Raises BenchError where a file could not be written."""
     if path is None:
         return
-    folder = path.absolute().parent
-    if not folder.is_dir():
-        raise BenchError(f"there is no folder {path.parent} for {path.name}; make it first")
-    if path.is_dir() or not os.access(folder, os.W_OK):
-        raise BenchError(f"cannot write {path}: {'it is a folder' if path.is_dir() else 'its folder is read-only'}")
+    check_target(path, BenchError)
+    if not os.access(path.absolute().parent, os.W_OK):
+        raise BenchError(f"cannot write {path}: its folder is read-only")
 
 
 def machine() -> dict[str, Value]:

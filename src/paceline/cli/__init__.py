@@ -89,3 +89,8 @@ def main() -> None:
     except BrokenPipeError:  # paceline show … | head
         sys.stderr.close()
         sys.exit(141)
+    except OSError as error:
+        if debug or error.filename is None:  # else of a path: a name of 300 characters, a folder that others may not enter
+            raise
+        print(f"paceline: {error.filename}: {error.strerror}", file=sys.stderr)
+        sys.exit(2)

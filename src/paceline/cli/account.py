@@ -57,7 +57,7 @@ def account(
     from rich.console import Console
 
     if json is not None:
-        from paceline.cluster.file import write_whole
+        from paceline.files import write_whole
 
         write_whole(json, as_json(found))
     if plot is not None:

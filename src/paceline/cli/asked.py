@@ -73,8 +73,10 @@ def asked(
 
 def check_outputs(json: Path | None, plot: Path | None) -> None:
     """Raises SpecError where the figures could not be written, BenchError where the picture could not be drawn."""
-    if json is not None and (json.is_dir() or not json.absolute().parent.is_dir()):
-        raise SpecError(f"cannot write {json}: {'it is a folder' if json.is_dir() else f'there is no folder {json.parent}'}")
+    from paceline.files import check_target
+
+    if json is not None:
+        check_target(json, SpecError)
     if plot is not None:
         from paceline.report.pictures import check_picture
 

@@ -58,6 +58,6 @@ def _write(path: Path, found: Any) -> None:
     import json
     from dataclasses import asdict
 
-    from paceline.cluster.file import write_whole
+    from paceline.files import write_whole
 
     write_whole(path, json.dumps(asdict(found) if found is not None else None, indent=1) + "\n")

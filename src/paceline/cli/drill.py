@@ -49,7 +49,7 @@ def drill(
     """
     from paceline.cli.asked import check_outputs
     from paceline.cli.start import read
-    from paceline.cluster.file import write_whole
+    from paceline.files import write_whole
 
     flags: dict[str, Any] = {
         "ranks": ranks,

@@ -1,5 +1,6 @@
 """paceline export: the whole weights of a run, for others."""
 
+import os
 from pathlib import Path
 from typing import Annotated
 
@@ -14,16 +15,17 @@ def export(
 ) -> None:
     """Write the whole weights under the model's own parameter names."""
     from paceline.errors import CheckpointError, RunError
+    from paceline.files import check_target, replaced
     from paceline.run import open_run
     from paceline.units import format_bytes, format_count
 
     folder = open_run(run)
-    if file.exists() and not force:
+    if os.path.lexists(file) and not force:
         raise RunError(f"{file} exists already; say another file, or --force")
-    if not file.absolute().parent.is_dir():
-        raise RunError(f"there is no folder {file.parent} for {file.name}; make it first")
+    check_target(file)
     if step is not None and step not in folder.checkpoints():
         raise CheckpointError(f"{run} has no checkpoint of step {step}; it has {', '.join(map(str, folder.checkpoints())) or 'none'}")
+    from safetensors import SafetensorError
     from safetensors.torch import save_file
 
     from paceline.training.checkpoint import last_good, load_whole
@@ -36,13 +38,10 @@ def export(
     if path is None:
         raise CheckpointError(f"{run} has no whole checkpoint to export")
     weights = load_whole(path)
-    beside = file.with_name(f".{file.name}.tmp")
-    try:
-        save_file(weights, beside, metadata={"format": "pt", "step": path.name.removeprefix("step_")})
-        beside.replace(file)
-    except OSError as error:
-        raise RunError(f"cannot write {file}: {error}") from error
-    finally:
-        beside.unlink(missing_ok=True)
+    with replaced(file) as beside:
+        try:
+            save_file(weights, beside, metadata={"format": "pt", "step": path.name.removeprefix("step_")})
+        except SafetensorError as error:
+            raise RunError(f"cannot write {file}: {error}") from error
     elements = sum(tensor.numel() for tensor in weights.values())
     print(f"{file}: {len(weights)} tensors, {format_count(elements)} elements, {format_bytes(file.stat().st_size)}, of {path}")

@@ -26,6 +26,7 @@ def ledger(
     """Show bytes and calls of a training step by collective, mesh axis and module. One process plays a rank of them; nothing is sent."""
     from paceline.cli.start import read, say
     from paceline.errors import SpecError
+    from paceline.files import check_target, write_whole
     from paceline.launch.world import World
 
     flags = {
@@ -39,8 +40,8 @@ def ledger(
     spec, launch = read(target, flags, set or [])
     if launch.ranks is None:
         raise SpecError("for how many ranks? Say --ranks NUMBER; they need not be there")
-    if json is not None and not json.parent.is_dir():
-        raise SpecError(f"cannot write {json}: there is no folder {json.parent}")
+    if json is not None:
+        check_target(json)
     launch, laid_out, _ = say(spec, launch, World())
 
     from rich.console import Console
@@ -53,17 +54,8 @@ def ledger(
     assert launch.ranks is not None
     ledgers = stages(spec, parse(launch.plan), launch.ranks)
     if json is not None:
-        _write(json, as_json(spec, launch, ledgers))
+        write_whole(json, as_json(spec, launch, ledgers))
     console = Console(highlight=False)
     console.print(heading(spec, launch, laid_out), soft_wrap=True)
     for table in tables(ledgers):
         console.print(table)
-
-
-def _write(path: Path, text: str) -> None:
-    from paceline.errors import SpecError
-
-    try:
-        path.write_text(text)
-    except OSError as error:
-        raise SpecError(f"cannot write {path}: {error.strerror}") from error

@@ -40,7 +40,7 @@ def plan(
 
     found = answer(what.facts, where, what.batch, plan, what.recipe, ranks, tokens, price, others=explain or plot is not None)
     if json is not None:
-        from paceline.cluster.file import write_whole
+        from paceline.files import write_whole
 
         write_whole(json, as_json(found, top))
     if plot is not None:

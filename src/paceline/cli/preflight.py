@@ -29,7 +29,7 @@ def preflight(
     check_outputs(json, None)
     found = list(findings(Flight(*request, time, site, cluster), CHECKS))
     if json is not None:
-        from paceline.cluster.file import write_whole
+        from paceline.files import write_whole
 
         write_whole(json, as_json(found))
     show(table(found), verdict(found))

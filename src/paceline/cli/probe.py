@@ -20,8 +20,10 @@ def probe(
     for path in directories or ():
         if not path.is_dir():
             raise ClusterError(f"there is no directory {path}")
-    if json is not None and not json.parent.is_dir():
-        raise ClusterError(f"cannot write {json}: there is no folder {json.parent}")
+    from paceline.files import check_target, write_whole
+
+    if json is not None:
+        check_target(json)
 
     from paceline.cluster.backends import begin
 
@@ -30,7 +32,7 @@ def probe(
     from rich.console import Console
     from rich.text import Text
 
-    from paceline.cluster.file import layout, write_whole
+    from paceline.cluster.file import layout
     from paceline.cluster.probe import probe as look
     from paceline.report.machine import tables
 

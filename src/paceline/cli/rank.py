@@ -48,7 +48,7 @@ def _speak_once(folder: RunFolder, me: World) -> None:
 def is_first(folder: RunFolder, me: World) -> bool:
     folder.ranks.mkdir(exist_ok=True)
     try:
-        os.close(os.open(folder.ranks / f"failed-{me.job}", os.O_CREAT | os.O_EXCL))
+        os.close(os.open(folder.ranks / f"failed-{me.job}", os.O_CREAT | os.O_EXCL, 0o666))
     except FileExistsError:
         return False
     return True

@@ -52,7 +52,7 @@ def scale(
 
     found = scaling(what.facts, with_peak(cluster_of(cluster), peak), counts, what.batch, what.recipe, tokens, price)
     if json is not None:
-        from paceline.cluster.file import write_whole
+        from paceline.files import write_whole
 
         write_whole(json, as_json(found, efficiency))
     if plot is not None:

@@ -31,6 +31,7 @@ def submit(
     spec = spec.model_copy(update={"task": task.locate(spec.task)})
     path = default_path(launch.run, spec.task)
     where = read_site(site)
+    slurm.asked(time, where)
     job = job_of(launch, where, path, time)
     if launch.plan != AUTO:
         laid_out(launch.plan, job.ranks, spec.batch)

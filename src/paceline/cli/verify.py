@@ -8,7 +8,8 @@ import typer
 
 from paceline import spec as specs
 from paceline.cli.request import Target
-from paceline.errors import LaunchError, PlanError, RunError, SpecError
+from paceline.errors import LaunchError, PlanError, SpecError
+from paceline.files import check_target, write_whole
 from paceline.units import several
 
 Option = typer.Option
@@ -53,11 +54,11 @@ def verify(
         raise SpecError(f"--all is every plan, and --plan {plan} is one of them; say one of both")
     if not all and launch.plan is None:
         raise SpecError("verify needs to know what to hold against one process: say --plan PLAN or --all")
-    if json is not None and not json.absolute().parent.is_dir():
-        raise RunError(f"there is no folder {json.parent} for {json.name}; make it first")
+    if json is not None:
+        check_target(json)
     found, status = _verified(spec, launch.ranks or 2, None if all else launch.plan, batch is not None, timeout)
     if json is not None:
-        json.write_text(json_file.dumps(found, indent=1) + "\n")
+        write_whole(json, json_file.dumps(found, indent=1) + "\n")
     raise typer.Exit(status)
 
 

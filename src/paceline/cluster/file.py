@@ -1,14 +1,14 @@
 """cluster.json: read, check and write a Cluster."""
 
 import json
-import os
 from pathlib import Path
 from typing import Any, get_args
 
 from pydantic import BaseModel, ValidationError
 
 from paceline.cluster.facts import FORMAT, VERSION, Cluster, Fact
-from paceline.errors import ClusterError, Error
+from paceline.errors import ClusterError
+from paceline.files import write_whole
 from paceline.spec import explain, nearest
 
 LINE = 120  # characters
@@ -48,17 +48,7 @@ def _check_version(path: Path, version: Any) -> None:
 
 def write(path: Path, cluster: Cluster) -> None:
     """Whole or not at all. Raises ClusterError where it cannot be written."""
-    write_whole(path, layout(cluster.model_dump(mode="json")))
-
-
-def write_whole(path: Path, text: str, kind: type[Error] = ClusterError) -> None:
-    beside = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        beside.write_text(text)
-        beside.replace(path)
-    except OSError as error:
-        beside.unlink(missing_ok=True)
-        raise kind(f"cannot write {path}: {error.strerror}") from error
+    write_whole(path, layout(cluster.model_dump(mode="json")), ClusterError)
 
 
 def layout(tree: Any) -> str:

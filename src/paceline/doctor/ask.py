@@ -15,6 +15,7 @@ import psutil
 from paceline.doctor import beat
 from paceline.doctor.beat import Answer, Beat, Collective, Frame
 from paceline.doctor.pulse import EVERY_S, SIGNAL
+from paceline.files import write_whole
 from paceline.run import RunFolder
 
 HERE_S, ELSEWHERE_S = 2 * EVERY_S, 6 * EVERY_S  # to wait for an answer; file systems between nodes take some seconds to show a new file
@@ -82,7 +83,7 @@ def ask(run: RunFolder) -> list[Seen]:
     states = list(map(state, found))
     asked = uuid.uuid4().hex
     with contextlib.suppress(OSError):
-        run.asked.write_text(asked)
+        write_whole(run.asked, asked)  # it may be the folder of somebody else, where a link could lie
     waiting = {rank for rank, its in enumerate(states) if its == "runs"}
     answers: dict[int, Answer] = {}
     began = time.monotonic()

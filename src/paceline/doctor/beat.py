@@ -12,6 +12,8 @@ from typing import Any, TypeVar
 
 import psutil
 
+from paceline.files import open_regular
+
 START, DATA, FORWARD, BACKWARD, UPDATE, REPORT, EVALUATE, SAVE, ENDED = (
     "start",
     "data",
@@ -101,7 +103,7 @@ def birth(pid: int) -> float | None:
 def write(path: Path, value: Beat | Answer) -> None:
     """In place, in one write: a rename a second and rank is more than file systems of large machines like."""
     data = json.dumps(asdict(value)).encode()
-    file = os.open(path, os.O_WRONLY | os.O_CREAT, 0o644)
+    file = os.open(path, os.O_WRONLY | os.O_CREAT, 0o666)
     try:
         os.pwrite(file, data, 0)
         os.ftruncate(file, len(data))
@@ -112,7 +114,7 @@ def write(path: Path, value: Beat | Answer) -> None:
 def read(path: Path, build: "type[Beat] | type[Answer]") -> Any:
     """None where it is not there, or was caught while it is being written."""
     try:
-        with open(path, "rb") as file:
+        with open_regular(path) as file:
             fields, written = json.loads(file.read()), os.fstat(file.fileno()).st_mtime
     except (OSError, ValueError):
         return None

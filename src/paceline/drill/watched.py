@@ -41,7 +41,7 @@ class Notes:
     def consumed(self, indices: Sequence[int]) -> None:
         if self._file is None:
             name = f"{os.environ[NUMBER]}-{os.environ['TORCHELASTIC_RESTART_COUNT']}-{os.environ['RANK']}"
-            self._file = os.open(self.folder / name, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+            self._file = os.open(self.folder / name, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
             register_optimizer_step_post_hook(self._updated)
         self._write(list(indices))
         self.pause(self.micro)

@@ -25,6 +25,11 @@ class Job:
     least_nodes: int | None = None  # on which to go on when others are lost; None: all
     restarts: int = 0  # of all ranks, on the nodes that are left; 0: nobody would start them
 
+    def __post_init__(self) -> None:
+        for text in map(str, (self.run, self.folder, self.time, self.python)):
+            if not text.isprintable():
+                raise LaunchError(f"a job script needs names that are printable and of one line, got {text!r}")
+
     def cpus_per_task(self, site: Site) -> int | None:
         """Of a rank, or of the agent that starts all ranks of a node."""
         return self.ranks_per_node * (site.cpus_per_rank or 1) if self.restarts else site.cpus_per_rank
@@ -87,6 +92,7 @@ def _head(job: Job, site: Site) -> str:
 def _surroundings(job: Job, site: Site) -> str:
     lines = [
         f"run={_word(job.run)}",
+        _NO_ARRAY,
         f"cd {_word(job.folder)} || exit",
         'echo "$SLURM_JOB_ID" > "$run/job"',
         f"module load {shlex.join(site.modules)}" if site.modules else None,
@@ -143,6 +149,12 @@ def _variables(site: Site) -> dict[str, str]:
     interface = {name: site.interface for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME") if site.interface is not None}
     return {**site.environment, **interface}
 
+
+_NO_ARRAY = """
+if [ -n "$SLURM_ARRAY_TASK_ID" ]; then
+    echo "paceline: tasks of a job array would all train in $run; submit each training by itself" >&2
+    exit 2
+fi""".strip("\n")
 
 _BEGIN = """
 # USR1 comes before the time limit: all ranks save and end, and the job is queued again. Who cancels it tells the ranks himself.

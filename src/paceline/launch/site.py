@@ -1,14 +1,31 @@
 """Site: what jobs must say at a computing centre, from its site.toml."""
 
+import re
+import shlex
 from pathlib import Path
 from typing import Annotated, Self
 
 from pydantic import Field, ValidationError, model_validator
 
 from paceline.errors import SpecError
-from paceline.spec import Value, explain, known_keys, read_toml
+from paceline.spec import Value, check_printable, explain, known_keys, read_toml
 
 HERE = Path("site.toml")
+
+NAME = re.compile("[A-Za-z_][A-Za-z0-9_]*")
+# Options of sbatch that would contradict what a job script of ours says: name, letter, what to do.
+OURS = (
+    ("array", "a", "its tasks would all train in one run folder; submit each training by itself, with a --run-dir of its own"),
+    ("nodes", "N", "leave it out, and say paceline submit --nodes"),
+    ("ntasks", "n", "leave it out, and say paceline submit --ranks"),
+    ("ntasks-per-node", "", "leave it out, and say paceline submit --ranks-per-node"),
+    ("output", "o", "leave it out, and say log in site.toml"),
+    ("signal", "", "leave it out, and say notice_s in site.toml"),
+    ("open-mode", "", "leave it out; what a job logs is appended"),
+    ("wrap", "", "leave it out; the job script is what trains"),
+)
+SHORTEST = len("--ar")  # below that names of several options begin alike, and sbatch refuses them
+ALONE = "HhIkOQsvW"  # letters that take no value
 
 Words = Annotated[tuple[str, ...], Field(strict=False)]
 
@@ -47,15 +64,28 @@ class Site(Value):
     @model_validator(mode="after")
     def _lines_are_whole(self) -> Self:
         """A line of a job script must not become two."""
-        for name, value in self:
-            for text in value if isinstance(value, tuple) else value.values() if isinstance(value, dict) else (value,):
-                if isinstance(text, str) and not text.isprintable():
-                    raise ValueError(f"{name} must be printable and of one line, got {text!r}")
+        check_printable(self, *type(self).model_fields)
         if bad := next((option for option in self.sbatch if not option.startswith("-")), None):
             raise ValueError(f"sbatch has options such as '--exclusive', got {bad!r}")
-        if bad := next((variable for variable in self.environment if not variable.isidentifier()), None):
+        if bad := next((variable for variable in self.environment if not NAME.fullmatch(variable)), None):
             raise ValueError(f"environment has names of variables, got {bad!r}")
         return self
+
+    @model_validator(mode="after")
+    def _options_are_not_ours(self) -> Self:
+        for word in (word for option in self.sbatch for word in shlex.split(option)):
+            for name, letter, fix in OURS:
+                if _is_option(word, name, letter):
+                    raise ValueError(f"sbatch has {word!r}, which is not for jobs of Paceline: {fix}")
+        return self
+
+
+def _is_option(word: str, name: str, letter: str) -> bool:
+    """As sbatch reads it: a name may be cut short, and letters without a value may stand before one."""
+    said = word.partition("=")[0]
+    if said.startswith("--"):
+        return len(said) >= SHORTEST and name.startswith(said[2:])
+    return bool(letter) and re.match(f"-[{ALONE}]*{letter}", said) is not None
 
 
 def read_site(path: Path | None) -> Site:

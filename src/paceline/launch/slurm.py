@@ -117,9 +117,9 @@ def check(job: Job, site: Site) -> None:
         raise LaunchError(
             "there is no sbatch on PATH: submit where Slurm is, or train here with paceline train; --dry-run shows the script"
         )
-    asked_s = seconds(job.time) if job.time is not None else None
-    if asked_s is not None and asked_s <= site.notice_s:
-        raise LaunchError(f"--time {job.time} leaves no room for notice_s={site.notice_s}, the seconds in which to save before its end")
+    if tasks := os.environ.get("SBATCH_ARRAY_INX"):
+        raise LaunchError(f"SBATCH_ARRAY_INX={tasks} makes job arrays, whose tasks would all train in one run folder; unset it")
+    asked_s = asked(job.time, site)
     known = {found.name: found for found in partitions()}
     name = site.partition or next(iter(known), None)
     if name is None or "," in name:
@@ -133,9 +133,19 @@ def check(job: Job, site: Site) -> None:
         raise LaunchError(f"Slurm: PartitionNodeLimit: --nodes {job.nodes}, but partition {name} has {nodes}")
 
 
+def asked(time: str | None, site: Site) -> int | None:
+    """The seconds of --time. Raises LaunchError for what is no time, or leaves none to save."""
+    if time is None:
+        return None
+    asked_s = seconds(time)
+    if asked_s <= site.notice_s:
+        raise LaunchError(f"--time {time} leaves no room for notice_s={site.notice_s}, the seconds in which to save before its end")
+    return asked_s
+
+
 def seconds(text: str) -> int:
     """A time as Slurm writes it: minutes, minutes:seconds, h:m:s, days-hours, days-hours:minutes, days-hours:minutes:seconds."""
-    found = re.fullmatch(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?", text)
+    found = re.fullmatch(r"(?:(\d{1,6})-)?(\d{1,9})(?::(\d{1,9}))?(?::(\d{1,9}))?", text, re.ASCII)
     if found is None:
         raise LaunchError(f"--time {text!r} is no time; write it as 02:00:00 (hours:minutes:seconds), 90 (minutes) or 1-12 (days-hours)")
     days, *rest = found.groups()

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from paceline.bench.result import check_path
 from paceline.errors import BenchError
+from paceline.files import replaced
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -37,8 +38,5 @@ def figure(path: Path, width: float = 9.0, height: float = 5.0) -> "Iterator[Fig
     drawn = Figure(figsize=(width, height), layout="constrained")
     yield drawn
     is_svg = path.suffix.lower() == ".svg"
-    with matplotlib.rc_context({"svg.hashsalt": "paceline"}):
-        try:
-            drawn.savefig(path, dpi=150, metadata={"Date": None} if is_svg else None)
-        except OSError as error:
-            raise BenchError(f"cannot write {path}: {error.strerror}") from error
+    with matplotlib.rc_context({"svg.hashsalt": "paceline"}), replaced(path, BenchError) as beside:
+        drawn.savefig(beside, dpi=150, metadata={"Date": None} if is_svg else None)
