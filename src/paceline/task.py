@@ -9,7 +9,6 @@ import importlib.util
 import inspect
 import json
 import sys
-import traceback
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from types import ModuleType
@@ -19,6 +18,7 @@ from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from paceline.errors import TaskError
 from paceline.spec import KEYS, TABLES, explain, nearest, set_key, shown
+from paceline.user_code import UserCode, described, passes, place_of, shown_path
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -113,10 +113,13 @@ def load_task(reference: str, fields: Mapping[str, Any]) -> Task:
     for name in fields:
         if name not in known:
             raise TaskError(f"{reference} has no field {shown(name, str)}{_instead(name, known)}")
-    try:
-        return TypeAdapter(kind).validate_json(json.dumps(dict(fields), default=str))  # as JSON, a list may be a tuple
-    except ValidationError as error:
-        raise TaskError(f"{reference}: {explain(error, known, 'field')}") from error
+    with UserCode(kind.__name__, kind.__init__):  # its fields may have validators of their own
+        try:
+            return TypeAdapter(kind).validate_json(json.dumps(dict(fields), default=str))  # as JSON, a list may be a tuple
+        except ValidationError as error:
+            own = error.errors()[0].get("ctx", {}).get("error")  # raised by a validator of the task
+            why = described(own) if isinstance(own, Exception) and place_of(own) is not None else explain(error, known, "field")
+            raise TaskError(f"{reference}: {why}") from error
 
 
 def load_kind(reference: str) -> type[Task]:
@@ -175,6 +178,8 @@ def locate(reference: str) -> str:
         found = list(_names(ast.parse(path.read_bytes())))
     except SyntaxError as error:
         raise TaskError(f"{path}, line {error.lineno}: {error.msg}") from error
+    except (ValueError, RecursionError) as error:
+        raise TaskError(f"{path} is not Python: {error}") from error
     if name and name not in found and "*" not in found:
         raise TaskError(f"there is no {name} in {place}{nearest(name, found)}")
     return f"{path.resolve()}:{name}" if name else str(path.resolve())
@@ -190,6 +195,15 @@ def _names(module: ast.Module) -> Iterator[str]:
                 yield other or name
 
 
+def layout_of(task: Task) -> Layout:
+    """Return the task's layout. Raises TaskError."""
+    with UserCode("layout()", task.layout):
+        found = task.layout()
+    if not isinstance(found, Layout):
+        raise TaskError(f"layout() must return a paceline.Layout, got {type(found).__name__}")
+    return found
+
+
 def fields_of(task: Task) -> dict[str, Any]:
     return {field.name: getattr(task, field.name) for field in dataclasses.fields(task)}
 
@@ -201,7 +215,7 @@ def reference_to(task: Task) -> str:
 def _load_file(path: Path) -> ModuleType:
     if not path.is_file():
         raise TaskError(f"there is no file {path}{_similar(path)}")
-    shown, path = path, path.resolve()
+    asked, path = path, path.resolve()
     name = path.stem if importlib.util.find_spec(path.stem) is None else f"task_{path.stem}"
     for module in (sys.modules.get(path.stem), sys.modules.get(name)):
         if module is not None and getattr(module, "__file__", None) == str(path):
@@ -215,13 +229,11 @@ def _load_file(path: Path) -> ModuleType:
     sys.modules[name] = module
     try:
         spec.loader.exec_module(module)
-    except SyntaxError as error:
-        raise TaskError(f"{shown}, line {error.lineno}: {error.msg}") from error
-    except ImportError as error:
-        raise TaskError(f"{shown} cannot be imported: {error}") from error
-    except Exception as error:  # the user's code
-        lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(path)]
-        raise TaskError(f"{shown}, line {lines[-1]}: {type(error).__name__}: {error}") from error
+    except BaseException as error:
+        sys.modules.pop(name, None)
+        if passes(error):
+            raise
+        raise _not_imported(f"{asked} cannot be imported", error) from error
     return module
 
 
@@ -242,5 +254,17 @@ def _load_module(name: str, reference: str) -> ModuleType:
         raise _unknown(reference)
     try:
         return importlib.import_module(name)
-    except (ImportError, ValueError) as error:
-        raise TaskError(f"cannot import {name!r}, named by {reference}: {error}") from error
+    except BaseException as error:
+        if passes(error):
+            raise
+        raise _not_imported(f"cannot import {name!r}, named by {reference}", error) from error
+
+
+def _not_imported(what: str, error: BaseException) -> TaskError:
+    if isinstance(error, SyntaxError) and error.filename is not None:
+        return TaskError(f"{shown_path(error.filename)}, line {error.lineno}: {error.msg}")
+    if place_of(error) is None and isinstance(error, (ImportError, ValueError, SyntaxError)):
+        return TaskError(f"{what}: {error}")
+    if isinstance(error, ImportError):
+        return TaskError(f"{what}: {error} ({place_of(error)})")
+    return TaskError(f"{what}: {described(error)}")

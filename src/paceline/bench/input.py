@@ -72,7 +72,7 @@ def _measured(
     work: Callable[[Batch], object] | None,
 ) -> dict[str, Any]:
     workers, prefetch = way
-    parts = training_parts(Part(spec.batch, 1, 0, 1), len(training.dataset), spec.seed, 0, ENDLESS)
+    parts = training_parts(Part(spec.batch, 1, 0, 1), training.count, spec.seed, 0, ENDLESS)
     before = Memory()
     began = time.perf_counter()
     with contextlib.closing(batches(training, parts, device, workers, prefetch)) as source:
@@ -97,7 +97,7 @@ def _measured(
     what = "read" if work is None else "read and step"
     row: dict[str, Any] = {"what": what, "workers": workers, "prefetch": prefetch if workers else None}
     row |= {"per_s": (len(ends) - 1) * spec.batch / seconds, "first_s": first_s, "memory_bytes": memory_bytes}
-    row["passes"] = (len(ends) - 1) * spec.batch / len(training.dataset)
+    row["passes"] = (len(ends) - 1) * spec.batch / training.count
     return row | ({"wait_share": wait_s / seconds} if work is not None else {}) | timing(ends).fields()
 
 

@@ -18,7 +18,7 @@ from paceline.launch.world import World
 from paceline.plan.ledger import pattern
 from paceline.plan.plan import Plan
 from paceline.spec import Spec
-from paceline.task import Task
+from paceline.task import Task, layout_of
 from paceline.training.data import Batch
 from paceline.training.imagine import example
 from paceline.training.parallelize import blocks
@@ -109,7 +109,7 @@ def _leaf(item: Any) -> Any:
 def _kinds(of: Ready) -> list[_Kind]:
     """Blocks with the same class, parameters and inputs are of one kind."""
     model, task = of.laid.model, of.step.task
-    units = {id(block) for block in blocks(model, task.layout())}
+    units = {id(block) for block in blocks(model, layout_of(task))}
     found: dict[object, _Kind] = {}
     names = {id(module): name for name, module in model.named_modules()}
 

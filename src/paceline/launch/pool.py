@@ -24,9 +24,9 @@ import torch.distributed as dist
 
 from paceline.errors import Error, RankError
 from paceline.launch.interface import stay_here
-from paceline.launch.rank import LOST_PEER
 from paceline.launch.store import LOOPBACK, open_store
 from paceline.units import numbered
+from paceline.user_code import LOST_PEER
 
 START_S = 180.0  # to import torch, on a busy machine
 GRACE_S = 3.0  # for the other ranks, after one has failed

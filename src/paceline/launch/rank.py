@@ -3,7 +3,6 @@
 import collections
 import contextlib
 import os
-import re
 import sys
 import threading
 from collections.abc import Generator, Iterator
@@ -26,10 +25,7 @@ from paceline.run import RunFolder, create, release, reserve
 from paceline.spec import Launch, Spec
 from paceline.training.loop import train
 from paceline.training.process import choose_device, keep_memory, process_group
-
-LOST_PEER = re.compile(
-    r"connection (closed|reset|refused)|broken pipe|timed out|remote process exited|ncclRemoteError|ncclSystemError", re.I
-)
+from paceline.user_code import LOST_PEER
 
 
 def run_started(run: RunFolder, world: World, launcher: int) -> None:

@@ -29,7 +29,7 @@ def data(flight: Flight) -> Says:
     for samples in (flight.data.training, flight.data.validation):
         if samples is None:
             continue
-        count = len(samples.dataset)
+        count = samples.count
         for at in sorted({0, count - 1}):
             batch = samples[([at], [at])]
             if isinstance(batch, Broken):

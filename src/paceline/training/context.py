@@ -20,7 +20,7 @@ from torch.utils._pytree import TreeSpec, tree_leaves, tree_map, tree_unflatten
 from paceline.errors import PlanError
 from paceline.plan.plan import Plan
 from paceline.spec import Spec
-from paceline.task import Task
+from paceline.task import Task, layout_of
 from paceline.training.data import Broken, Samples, open_dataset
 from paceline.training.imagine import near
 from paceline.training.locality import Alone, Cuts, find_cuts, flatten
@@ -29,6 +29,7 @@ from paceline.training.parallelize import blocks
 from paceline.training.ring import Gather, Ring, attention, no_dropout, positions
 from paceline.training.seeds import derive, start_stream
 from paceline.training.step import call
+from paceline.user_code import UserCode
 
 RTOL = {torch.float64: 1e-8}  # of a model's output under cp to its output without; roundoff only
 COARSE = 1e-2
@@ -249,13 +250,14 @@ def check(task: Task, spec: Spec, plan: Plan, model: nn.Module) -> None:
     batch = Samples(dataset, "train", spec.seed, torch.float64 if spec.precision == "fp64" else None)[[0], [0]]
     if isinstance(batch, Broken):
         return
-    alone, units = Alone(), blocks(model, task.layout())
+    alone, units = Alone(), blocks(model, layout_of(task))
     kept = [vars(unit).get("forward") for unit in units]
     for unit in units:
         unit.forward = attention(alone)(unit.forward)
     batch = tree_map(lambda leaf: leaf.to("meta") if isinstance(leaf, Tensor) else leaf, batch)
     passed = False
-    with contextlib.suppress(Exception), torch.no_grad(), torch.device("meta"):  # the user's code
+    suppressed = contextlib.suppress(Exception)  # SystemExit and its like are not
+    with UserCode("the forward pass without values", task.model), suppressed, torch.no_grad(), torch.device("meta"):
         call(task, model, batch)
         passed = True
     for unit, own in zip(units, kept, strict=True):

@@ -127,7 +127,7 @@ class Model:
                 recorder.ended(_results(task, output, batch, training))
         except PlanError:
             raise
-        except Exception as error:  # the user's code, which meets tensors without values
+        except (RuntimeError, TypeError, ValueError) as error:  # the user's code, which meets tensors without values
             raise without_values(error, "where a pipeline may cut it", "a plan without pp") from error
         finally:
             torch.backends.mha.set_fastpath_enabled(fast)

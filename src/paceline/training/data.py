@@ -22,12 +22,14 @@ from paceline.errors import DataError
 from paceline.task import MapDataset, Task
 from paceline.training.readers import Forked, survive_one_signal
 from paceline.training.seeds import FIXED, asked, derive, moved, start_streams, states
+from paceline.user_code import UserCode, described, passes
 
 Batch = Any
 Numbers = npt.NDArray[Any]  # of samples
 ROUNDS = 8
 CHUNK = 8192  # numbers shuffled at a time
 TRIED = 8  # samples of the first batch that show whether samples draw
+DONE = object()
 
 
 def shuffled(numbers: Numbers, samples: int, seed: int) -> Numbers:
@@ -130,6 +132,7 @@ class Samples:
 
     def __init__(self, dataset: MapDataset, split: str, seed: int, floats: torch.dtype | None):
         self.dataset = dataset
+        self.count = _length(dataset, split)
         self.split = split
         self.seed = seed
         self.floats = floats
@@ -145,10 +148,12 @@ class Samples:
                 batch = self.dataset.batch_of(indices)
             else:
                 batch = self._one_by_one(numbers, indices)
-        except Exception as error:  # the user's code; it is raised again, as a DataError, where the batch is used
+        except BaseException as error:  # the user's code; it is raised again, as a DataError, where the batch is used
+            if isinstance(error, KeyboardInterrupt) and passes(error):
+                raise
             at = self._reading
             what = f"sample {at} of {self.split!r}" if isinstance(at, int) else f"one of the samples {at} of {self.split!r}"
-            return Broken(f"{what} raised {type(error).__name__}{f': {error}' if str(error) else ''}", traceback.format_exc())
+            return Broken(f"{what} raised {described(error)}", traceback.format_exc())
         return cast_floats(batch, self.floats) if self.floats is not None else batch
 
     def _one_by_one(self, numbers: list[int], indices: list[int]) -> Batch:
@@ -198,16 +203,22 @@ def cast_floats(batch: Batch, dtype: torch.dtype) -> Batch:
 
 def open_dataset(task: Task, split: str) -> MapDataset | None:
     """The dataset of a split, checked. Raises DataError."""
-    dataset = task.dataset(split)
+    with UserCode(f"dataset({split!r})", task.dataset, DataError):
+        dataset = task.dataset(split)
     if dataset is None:
         if split == "train":
             raise DataError(f"{type(task).__name__}.dataset('train') returned None; it must return the training samples")
         return None
     if not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")):
         raise DataError(f"{type(task).__name__}.dataset({split!r}) must have len() and [i], got {type(dataset).__name__}")
-    if len(dataset) == 0:
+    if _length(dataset, split) == 0:
         raise DataError(f"{type(task).__name__}.dataset({split!r}) is empty")
     return dataset
+
+
+def _length(dataset: MapDataset, split: str) -> int:
+    with UserCode(f"the length of dataset({split!r})", getattr(type(dataset), "__len__", None), DataError):
+        return len(dataset)
 
 
 def batches(
@@ -239,7 +250,12 @@ def _as_it_is(batch: Batch) -> Batch:
 
 
 def _checked(loader: Iterable[Batch | Broken]) -> Iterator[Batch]:
-    for batch in loader:
+    found = iter(loader)
+    while True:
+        with UserCode("reading samples", raises=DataError, hint="with --workers 0 each rank reads for itself"):
+            batch = next(found, DONE)
+        if batch is DONE:
+            return
         if isinstance(batch, Broken):
             raise DataError(batch.message) from DataError(batch.details)
         yield batch

@@ -21,6 +21,7 @@ from paceline.training.living import Lived, lived
 from paceline.training.shards import storage_of
 from paceline.training.step import call
 from paceline.training.tally import FIRST, LAST, Counting, Part
+from paceline.user_code import UserCode
 
 SAMPLES = 3  # BatchNorm takes no single one; a number that shapes of weights seldom have
 
@@ -35,8 +36,9 @@ def describe(spec: Spec, task: Task) -> ModelFacts:
 
 def described(model: nn.Module, task: Task, batch: Batch, samples: int) -> ModelFacts:
     """`model` is on the meta device; `batch` has so many samples."""
-    styles = _styles(model, task, batch)
-    with imagined(model) as imagine:
+    with UserCode("the forward pass without values", task.model):
+        styles = _styles(model, task, batch)
+    with UserCode("the forward pass without values", task.model), imagined(model) as imagine:
         watch = Counting(model, task, styles)
         try:
             return watched(watch, task, imagine(batch), samples)

@@ -24,7 +24,7 @@ from paceline.launch.world import World
 from paceline.plan.ledger import Ledger
 from paceline.plan.plan import Plan, share
 from paceline.spec import Spec
-from paceline.task import Task, load_task
+from paceline.task import Task, layout_of, load_task
 from paceline.training import meshes
 from paceline.training.count import Counter
 from paceline.training.data import Batch, Part, Samples, batches, open_dataset, training_parts
@@ -59,7 +59,7 @@ def ledger(spec: Spec, plan: Plan, ranks: int, rank: int = 0, task: Task | None 
 def stages(spec: Spec, plan: Plan, ranks: int, task: Task | None = None) -> list[Ledger]:
     """The same of the first rank of each place on the axis of a pipeline; other ranks of a place send the same."""
     asked = _ask(spec, plan, ranks, task)
-    places = twins(asked.plan, asked.task.layout(), asked.studied)
+    places = twins(asked.plan, layout_of(asked.task), asked.studied)
     first = [place * asked.plan.copies for place in range(plan.pp)]
     played = {at: _play(asked, World(rank=first[at], size=ranks), asked.studied.again()) for at in sorted({twin.place for twin in places})}
     return [twin.told_here(played[twin.place], rank) for twin, rank in zip(places, first, strict=True)]
@@ -105,11 +105,13 @@ def _play(asked: _Asked, world: World, studied: Studied) -> Ledger:
         stack.enter_context(quietly())  # cp tries out which arguments to cut
         try:
             return _count(laid, plan, micro_batches)
-        except UNTOLD as error:
+        except TaskError as error:
+            if not isinstance(asked_for := error.__cause__, UNTOLD):
+                raise
             raise TaskError(
-                f"{type(task).__name__} looks at values that come of its weights, with {error.func}, and the ledger computes none: "
+                f"{type(task).__name__} looks at values that come of its weights, with {asked_for.func}, and the ledger computes none: "
                 "what is sent may depend on them"
-            ) from error
+            ) from asked_for
         finally:
             release(laid.step.model)
             meshes.let_go()

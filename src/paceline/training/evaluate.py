@@ -7,7 +7,8 @@ from torch import Tensor
 from paceline.doctor.beat import EVALUATE
 from paceline.errors import TaskError
 from paceline.training.data import Samples, batches, validation_parts
-from paceline.training.step import ELSEWHERE, Step, autocast, weighed
+from paceline.training.step import ELSEWHERE, Step, autocast, weighed, weights_of
+from paceline.user_code import UserCode
 
 
 @torch.no_grad()
@@ -16,7 +17,7 @@ def evaluate(
 ) -> dict[str, float]:
     """Means over the split of the loss and of what `task.metrics` returns. A collective: all ranks of `group` must call it; None: all."""
     task, device = update.task, update.device
-    mine = list(validation_parts(len(samples.dataset), batch, update.place.dp, update.data_ranks))
+    mine = list(validation_parts(samples.count, batch, update.place.dp, update.data_ranks))
     # Under a sharded plan the forward pass is a collective: a rank without samples takes part with one that is not counted.
     parts = [(numbers or [0], numbers or [0]) for numbers in mine]
     sums: dict[str, Tensor] = {}
@@ -29,14 +30,17 @@ def evaluate(
             if output is ELSEWHERE:
                 continue
             with autocast(update.precision, device):
-                values = {"loss": task.loss(output, data), **task.metrics(output, data)}
-            weights = task.weights(data)
+                with UserCode("loss()", task.loss):
+                    values = {"loss": task.loss(output, data)}
+                with UserCode("metrics()", task.metrics):
+                    values |= task.metrics(output, data)
+            weights = weights_of(task, data)
             counted = bool(numbers) and update.counts
             for name, value in values.items():
                 if not isinstance(value, Tensor):
                     raise TaskError(f"metrics() must return tensors, got {type(value).__name__} for {name!r}")
                 fitting = weights if weights is not None and (not value.dim() or value.shape == weights.shape) else None
-                total, count = weighed(task, value.double(), fitting, data, name)
+                total, count = weighed(value.double(), fitting, data, name)
                 here = torch.stack([total, torch.as_tensor(count, dtype=total.dtype, device=total.device)])
                 sums[name] = sums.get(name, torch.zeros(2, dtype=torch.float64, device=device)) + here * counted
     finally:

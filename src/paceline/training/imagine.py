@@ -13,6 +13,7 @@ from paceline.spec import Spec
 from paceline.task import Task
 from paceline.training.data import Batch, Samples, batches, open_dataset
 from paceline.training.seeds import streams
+from paceline.user_code import described
 
 
 def example(spec: Spec, task: Task, plan: Plan, training: Samples | None = None) -> Batch:
@@ -21,7 +22,7 @@ def example(spec: Spec, task: Task, plan: Plan, training: Samples | None = None)
         dataset = open_dataset(task, "train")
         assert dataset is not None
         training = Samples(dataset, "train", spec.seed, torch.float64 if spec.precision == "fp64" else None)
-    numbers = [number % len(training.dataset) for number in range(share(spec.batch, plan))]
+    numbers = [number % training.count for number in range(share(spec.batch, plan))]
     with streams(spec.seed):
         [batch] = batches(training, [(numbers, numbers)], torch.device("cpu"), 0, 1)
     return batch
@@ -56,9 +57,7 @@ def imagined(model: nn.Module) -> Iterator[Callable[[Batch], Batch]]:
 
 def without_values(error: Exception, tells: str, instead: str) -> PlanError:
     """The error of a model that met tensors without values in a pass that `tells` something."""
-    reason = str(error).strip().splitlines()
-    what = f"{type(error).__name__}{f': {reason[0]}' if reason else ''}"
-    return PlanError(f"the model cannot be run on tensors without values, which tells {tells} ({what}); use {instead}")
+    return PlanError(f"the model cannot be run on tensors without values, which tells {tells} ({described(error)}); use {instead}")
 
 
 def is_imagined(tensor: Tensor) -> bool:

@@ -14,6 +14,7 @@ from paceline.plan.plan import Place, Plan
 from paceline.spec import Optimizer, Schedule
 from paceline.task import Task
 from paceline.training.shards import is_cut, is_first_copy, is_here, local
+from paceline.user_code import UserCode
 
 
 def make_optimizer(task: Task, spec: Optimizer, plan: Plan, model: nn.Module) -> torch.optim.Optimizer:
@@ -23,7 +24,8 @@ def make_optimizer(task: Task, spec: Optimizer, plan: Plan, model: nn.Module) ->
         raise TaskError("the model has no parameter to train: all of them have requires_grad=False")
     if not params:  # in this stage of a pipeline; torch's optimizers refuse to have none
         return torch.optim.SGD([nn.Parameter(torch.empty(0))], lr=spec.lr)
-    optimizer = task.optimizer(params)
+    with UserCode("optimizer()", task.optimizer):
+        optimizer = task.optimizer(params)
     if optimizer is None:
         optimizer = _from_spec(spec, [parameter for _, parameter in params])
     elif not isinstance(optimizer, torch.optim.Optimizer):

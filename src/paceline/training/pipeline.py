@@ -9,9 +9,9 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils._pytree import tree_leaves
 
-from paceline.errors import PlanError
+from paceline.errors import PlanError, TaskError
 from paceline.plan.plan import Place, Plan
-from paceline.task import Task
+from paceline.task import Task, layout_of
 from paceline.training.context import Context
 from paceline.training.cut import Model, Recording
 from paceline.training.data import Batch
@@ -24,9 +24,11 @@ from paceline.training.seeds import derive, start_stream
 from paceline.training.shards import is_here
 from paceline.training.slices import Slices, check_blocks
 from paceline.training.stages import Division, Stage, divide, ranks_of
-from paceline.training.step import GlobalWeight, autocast, call, weighed
+from paceline.training.step import GlobalWeight, autocast, weighed_loss
+from paceline.training.step import forward as forward_of
 from paceline.training.tied import Tied
 from paceline.training.weights import places_of
+from paceline.user_code import UserCode
 
 if TYPE_CHECKING:
     from paceline.training.tensor import Splits
@@ -42,9 +44,10 @@ SCHEDULES = {
 
 def check(plan: Plan, task: Task, model: nn.Module, recording: Recording) -> None:
     """Raise PlanError where `model`, on the meta device, cannot be cut into the stages of `plan`. Nothing is started or allocated."""
-    parts = parts_of(model, task.layout())
+    layout = layout_of(task)
+    parts = parts_of(model, layout)
     if plan.cp > 1:
-        check_blocks(plan, model, blocks(model, task.layout()), parts)
+        check_blocks(plan, model, blocks(model, layout), parts)
     divide(plan, model, parts, recording)
 
 
@@ -73,7 +76,7 @@ class Pipeline:
         self.looks = looks(task, example)
         self.recordings: dict[Any, Recording] = {(True, self.looks): recording}  # `recording` is of a training step with `example`
         self.lengths: dict[Any, int] = {}  # of the sequences of a recording that says what crosses in slices
-        parts = parts_of(model, task.layout())
+        parts = parts_of(model, layout_of(task))
         self.division = divide(plan, model, parts, recording)
         if splits is not None:
             from paceline.training.tensor import split
@@ -92,7 +95,7 @@ class Pipeline:
     def lay_out(self, fill: Callable[..., None], compile: bool) -> None:
         """Split the sequence, recompute, compile, shard over the data ranks, fill."""
         plan, model = self.plan, self.model
-        units = blocks(model, self.task.layout())
+        units = blocks(model, layout_of(self.task))
         if plan.cp > 1:
             check_blocks(plan, model, units, self.gates.parts)
             self.slices = Slices(Context(model, units, plan, self.device), self.relay, plan)
@@ -187,8 +190,7 @@ class Pipeline:
             self._begin(stage)
             batch = batches[micro]
             with autocast(self.precision, self.device):
-                output = call(self.task, self.model, batch)
-                loss, items_here = weighed(self.task, self.task.loss(output, batch), self.task.weights(batch), batch, "loss()")
+                loss, items_here = weighed_loss(self.task, self.model, batch)
             if not whole:
                 assert self.plan.dp is not None
                 whole.append(weight.result() if weight is not None else float(items_here) * len(batches) * self.plan.dp)
@@ -241,10 +243,11 @@ class Pipeline:
 
     def _run(self, run: Callable[[], Any]) -> None:
         try:
-            run()
-        except RuntimeError:
+            with UserCode("the backward pass", self.task.loss):
+                run()
+        except (RuntimeError, TaskError):
             if self.failure is not None:
-                raise self.failure from None
+                raise self.failure from self.failure.__cause__
             raise
 
     def output(self, batch: Batch) -> Any:
@@ -258,7 +261,7 @@ class Pipeline:
         def forward(stage: Stage, micro: int) -> Any:
             self._begin(stage)
             with autocast(self.precision, self.device):
-                return call(self.task, self.model, batch)
+                return forward_of(self.task, self.model, batch)
 
         return forward
 

@@ -20,7 +20,7 @@ from paceline.launch.world import World
 from paceline.plan.plan import Place, Plan
 from paceline.run import RunFolder
 from paceline.spec import Spec
-from paceline.task import Task
+from paceline.task import Task, layout_of
 from paceline.training import checkpoint
 from paceline.training.batch_norm import average_, over_all_ranks, running_statistics
 from paceline.training.data import Batch, Part, Samples, open_dataset
@@ -32,6 +32,7 @@ from paceline.training.parallelize import average_scalars_, check_splits, parall
 from paceline.training.shards import is_here
 from paceline.training.step import Step
 from paceline.training.weights import Weights, fill_, loaded_names, named_tensors, record
+from paceline.user_code import UserCode
 
 if TYPE_CHECKING:
     from paceline.training.cut import Model, Recording
@@ -50,7 +51,7 @@ class Data:
     @property
     def lengths(self) -> dict[str, int]:
         """Samples of each split."""
-        return {"train": self.samples, "validation": len(self.validation.dataset) if self.validation is not None else 0}
+        return {"train": self.samples, "validation": self.validation.count if self.validation is not None else 0}
 
 
 def open_data(spec: Spec, task: Task) -> Data:
@@ -58,10 +59,11 @@ def open_data(spec: Spec, task: Task) -> Data:
     train, validation = open_dataset(task, "train"), open_dataset(task, "validation")
     assert train is not None
     floats = torch.float64 if spec.precision == "fp64" else None
+    training = Samples(train, "train", spec.seed, floats)
     return Data(
-        training=Samples(train, "train", spec.seed, floats),
+        training=training,
         validation=Samples(validation, "validation", spec.seed, floats) if validation is not None else None,
-        samples=len(train),
+        samples=training.count,
     )
 
 
@@ -96,17 +98,18 @@ def study(spec: Spec, plan: Plan, task: Task, device: torch.device, training: Sa
         return studied
     batch = example(spec, task, plan, training)
     splits = parts = recording = None
-    if plan.tp > 1:
-        from paceline.training.tensor import find_splits
+    with UserCode("the forward pass without values", task.model):
+        if plan.tp > 1:
+            from paceline.training.tensor import find_splits
 
-        splits = find_splits(model, task, batch, plan)
-    if plan.pp > 1:
-        from paceline.training import cut
+            splits = find_splits(model, task, batch, plan)
+        if plan.pp > 1:
+            from paceline.training import cut
 
-        parts = cut.Model(model, task.layout(), device)
-        recording = parts.record(task, batch, spec.precision, training=True)
-        if splits is not None:
-            recording.bar_pairs(splits.styles)
+            parts = cut.Model(model, layout_of(task), device)
+            recording = parts.record(task, batch, spec.precision, training=True)
+            if splits is not None:
+                recording.bar_pairs(splits.styles)
     return replace(studied, batch=batch, splits=splits, parts=parts, recording=recording)
 
 
@@ -194,7 +197,7 @@ def lay_out(
         pipeline.lay_out(fill_with or fill, spec.compile)
         called = model
     else:
-        called = parallelize(model, task.layout(), plan, device, fill_with or fill, spec.compile, mesh, splits)
+        called = parallelize(model, layout_of(task), plan, device, fill_with or fill, spec.compile, mesh, splits)
     optimizer = make_optimizer(task, spec.optimizer, plan, model)
     check_splits(plan, optimizer)
     update = Step(
@@ -226,8 +229,9 @@ def lay_out(
 
 
 def _pretrained(task: Task) -> Path | None:
-    path = task.pretrained()
-    return Path(path) if path is not None else None
+    with UserCode("pretrained()", task.pretrained):
+        path = task.pretrained()
+        return Path(path) if path is not None else None
 
 
 def _share_of(spec: Spec, plan: Plan, world: World) -> int:
@@ -266,7 +270,8 @@ def _split_step(update: Step, model: nn.Module, splits: Splits, task: Task, batc
 
 def build(spec: Spec, task: Task) -> Studied:
     """The model, of which nothing more is known."""
-    model, weights, recorded = record(task.model, spec.seed)
+    with UserCode("model()", task.model):
+        model, weights, recorded = record(task.model, spec.seed)
     if spec.precision == "fp64":
         model._apply(lambda tensor: tensor.to(WIDER.get(tensor.dtype)))
     for module in model.modules():  # what torch's first weight_norm left of its computation, which could not be copied

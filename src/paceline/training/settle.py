@@ -15,6 +15,7 @@ from paceline.training.data import Batch
 from paceline.training.parallelize import release, replicate
 from paceline.training.seeds import derive, start_stream
 from paceline.training.step import Step, autocast, weighed_loss
+from paceline.user_code import UserCode
 
 
 def settle(step: Step, batch: Batch) -> nn.Module:
@@ -30,7 +31,8 @@ def settle(step: Step, batch: Batch) -> nn.Module:
     everywhere = torch.tensor(all(id(parameter) in leads_to for parameter in step.params), dtype=torch.int32, device=step.device)
     dist.all_reduce(everywhere, dist.ReduceOp.MIN)
     if everywhere.item():
-        loss.backward()
+        with UserCode("the backward pass", step.task.loss):
+            loss.backward()
         step.optimizer.zero_grad(set_to_none=True)
     else:
         whole = model.module

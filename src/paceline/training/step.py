@@ -23,6 +23,7 @@ from paceline.training.figures import Local
 from paceline.training.optim import Norm, scale_
 from paceline.training.seeds import derive, start_stream
 from paceline.training.shards import is_cut
+from paceline.user_code import UserCode
 
 if TYPE_CHECKING:
     from paceline.training.pipeline import Pipeline
@@ -111,7 +112,7 @@ class Step:
         if self.pipeline is not None:
             return self.pipeline.output(batch)
         with autocast(self.precision, self.device):
-            return call(self.task, self.model, batch)
+            return forward(self.task, self.model, batch)
 
     def backward(self, batches: Sequence[Batch], step: int) -> tuple[list[Tensor], list[Tensor | float], float | None]:
         """Add up the gradients. Returns loss × items and items of each micro-batch here, and the items expected over all ranks."""
@@ -135,7 +136,9 @@ class Step:
                 if whole is None:
                     whole = weight.result() if weight is not None else self._expected(float(items_here), len(batches))
                 self.enter(BACKWARD)
-                loss.backward(self._share_of(loss, whole))
+                share = self._share_of(loss, whole)
+                with UserCode("the backward pass", self.task.loss):
+                    loss.backward(share)
             losses.append(loss.detach())
             items.append(items_here)
         return losses, items, whole if isinstance(whole, float) else None
@@ -161,7 +164,7 @@ class Step:
             group["lr"] = lr * lr_factor
         if self.clip is None and self.loss_scale is None:
             norm = self.norm.here()
-            self.optimizer.step()
+            self._step()
         else:
             whole = self.norm.whole()
             by = torch.ones_like(whole)
@@ -172,7 +175,7 @@ class Step:
             finite = self.loss_scale is None or self.loss_scale.is_finite(whole)
             if finite:
                 scale_(self.params, by)
-                self.optimizer.step()
+                self._step()
             norm = None
             if self.alone or self.place == Place(0, 0, 0, 0):
                 norm = whole / self.loss_scale.scale if self.loss_scale is not None else whole
@@ -181,6 +184,10 @@ class Step:
         for parameter in self.params:
             parameter.grad = None
         return norm
+
+    def _step(self) -> None:
+        with UserCode("the step of the optimizer", self.task.optimizer):
+            self.optimizer.step()
 
     def _sync_if(self, last: bool) -> contextlib.AbstractContextManager[None]:
         """Gradients travel once a step, with the last micro-batch."""
@@ -200,20 +207,42 @@ def autocast(precision: str, device: torch.device) -> contextlib.AbstractContext
 
 
 def call(task: Task, model: nn.Module, batch: Batch) -> object:
-    inputs = task.inputs(batch)
+    """What `model` makes of a batch. Exceptions of the task come out as they are: for passes without values."""
+    return _pass(model, task.inputs(batch))
+
+
+def _pass(model: nn.Module, inputs: object) -> object:
     if isinstance(inputs, dict):
         return model(**inputs)
     return model(*inputs) if isinstance(inputs, tuple) else model(inputs)
 
 
-def weighed_loss(task: Task, model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor | float]:
+def forward(task: Task, model: nn.Module, batch: Batch) -> object:
+    """The same in a training: exceptions are TaskErrors."""
+    with UserCode("inputs()", task.inputs):
+        inputs = task.inputs(batch)
+    with UserCode("the forward pass", task.model):
+        return _pass(model, inputs)
+
+
+def loss_of(task: Task, output: object, batch: Batch) -> tuple[Tensor, Tensor | float]:
     """Loss × items of a batch, summed, and its items (the sum of their weights where the task has weights)."""
-    output = call(task, model, batch)
-    values: Any = task.loss(output, batch)
-    return weighed(task, values.full_tensor() if is_cut(values) else values, task.weights(batch), batch, "loss()")
+    with UserCode("loss()", task.loss):
+        values: Any = task.loss(output, batch)
+    return weighed(values.full_tensor() if is_cut(values) else values, weights_of(task, batch), batch, "loss()")
 
 
-def weighed(task: Task, values: Tensor, weights: Tensor | None, batch: Batch, what: str) -> tuple[Tensor, Tensor | float]:
+def weights_of(task: Task, batch: Batch) -> Tensor | None:
+    with UserCode("weights()", task.weights):
+        return task.weights(batch)
+
+
+def weighed_loss(task: Task, model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor | float]:
+    """The same from the model."""
+    return loss_of(task, forward(task, model, batch), batch)
+
+
+def weighed(values: Tensor, weights: Tensor | None, batch: Batch, what: str) -> tuple[Tensor, Tensor | float]:
     """The sum of values × weights, and that of the weights. A scalar is the mean over the samples of its batch."""
     if not isinstance(values, Tensor):
         raise TaskError(f"{what} must return a tensor, got {type(values).__name__}")
@@ -233,7 +262,7 @@ def samples_of(batch: Batch) -> int:
 
 
 def _weight_of(task: Task, batches: Sequence[Batch]) -> Tensor:
-    weights = [task.weights(batch) for batch in batches]
+    weights = [weights_of(task, batch) for batch in batches]
     if any(weight is None for weight in weights):
         raise TaskError("weights() must return a tensor for every batch, or not be defined")
     return torch.stack([weight.sum().double() for weight in weights if weight is not None]).sum()

@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_leaves
 
 from paceline.plan.facts import Attention, Product
 from paceline.plan.paces import Operation
-from paceline.task import Task
+from paceline.task import Task, layout_of
 from paceline.training.labels import ATTENTION, attended
 from paceline.training.parallelize import blocks
 from paceline.training.shards import storage_of
@@ -61,7 +61,7 @@ class Counting(TorchDispatchMode):
         super().__init__()
         self.model, self.styles = model, styles
         self.names = {id(module): name for name, module in model.named_modules()}
-        units = blocks(model, task.layout()) or [model]
+        units = blocks(model, layout_of(task)) or [model]
         self.unit_of = {id(unit): k for k, unit in enumerate(units)}
         self.units = units
         self.parts = {FIRST: Part("first"), LAST: Part("last")} | {k: Part(self.names[id(u)] or "model") for k, u in enumerate(units)}

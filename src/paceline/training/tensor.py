@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from paceline.errors import PlanError, TaskError
 from paceline.plan.plan import Plan
 from paceline.spec import nearest
-from paceline.task import Layout, Task
+from paceline.task import Layout, Task, layout_of
 from paceline.training.activations import Pieces, at_block, on_marked
 from paceline.training.data import Batch
 from paceline.training.discover import Found, discover, pattern
@@ -67,17 +67,17 @@ def find_splits(model: nn.Module, task: Task, batch: Batch, plan: Plan) -> Split
         with imagined(model) as imagine:
             inputs = imagine(batch)
             found = discover(model, run, tp)
-            styles = _found_styles(model, found, tp) | _own_plan(model, found) | _asked(model, task.layout().tensor, tp)
+            styles = _found_styles(model, found, tp) | _own_plan(model, found) | _asked(model, layout_of(task).tensor, tp)
             styles = {name: style for name, style in styles.items() if style != "whole"}
             _drop_unlike_ties(model, styles)
             if not styles:
                 raise PlanError(f"tp={tp}, but {_why_none(model, tp)}; use pp or zero3")
             columns = frozenset(name for name, style in styles.items() if style == "column")
             of_features = [(name, bool(of) and of <= columns) for name, of in found.draws]
-            between, why = _between(model, run, styles, found.called, of_features, task.layout(), plan)
+            between, why = _between(model, run, styles, found.called, of_features, layout_of(task), plan)
     except (PlanError, TaskError):
         raise
-    except Exception as error:  # the user's code, which meets tensors without values
+    except (RuntimeError, TypeError, ValueError) as error:  # the user's code, which meets tensors without values
         raise without_values(error, f"what tp={tp} may split", "a plan without tp") from error
     small = {name for name, of in found.partial.items() if of <= columns} | (between.partial if between is not None else set())
     draws, alike = who_draws(of_features, between)
