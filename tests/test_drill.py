@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -11,15 +12,17 @@ from pathlib import Path
 import pytest
 
 from command import TASK, environment, marked, paceline, start, write_task
+from paceline.cli.drill import _prepared
 from paceline.drill import ledger
 from paceline.drill.clock import ALL, set_clock, settable
 from paceline.drill.compare import losses_differ, weights_differ
+from paceline.drill.disturb import DISTURB, Scene
 from paceline.drill.faults import BY_NAME, FAULTS, chosen, save_every, schedule
 from paceline.drill.ledger import Update, audit, audit_alone, consumed, updates_of
 from paceline.errors import SpecError
 from paceline.plan.plan import parse
 from paceline.run import RunFolder
-from paceline.spec import Save
+from paceline.spec import Launch, Save, Spec
 from test_resume import NEVER, trained, wanted
 
 # When what happens
@@ -242,12 +245,37 @@ def test_one_rank(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_what_is_interrupted_leaves_nothing(number: signal.Signals, tmp_path: Path) -> None:
-    with start("drill", write_task(tmp_path), *RANKS, "--faults", "stop", "--keep", "kept", at=tmp_path) as running:
-        running.until((tmp_path / "kept/1-stop/run/ranks/0.alive").exists, "in the middle of a training")
+def test_what_is_interrupted_leaves_nothing_and_tells_what_it_has_found(number: signal.Signals, tmp_path: Path) -> None:
+    words = (*RANKS, "--faults", "kill,stop", "--keep", "kept")
+    with start("drill", write_task(tmp_path), *words, at=tmp_path) as running:
+        running.until((tmp_path / "kept/2-stop/run/ranks/0.alive").exists, "in the middle of the second training")
         running.process.send_signal(number)
-        assert running.wait(30).status == {signal.SIGINT: 130, signal.SIGTERM: 143}[number]
+        result = running.wait()
+        assert result.status == {signal.SIGINT: 130, signal.SIGTERM: 143}[number]
         assert not marked(running.mark)
+    assert "ended after 1 of 2 faults" in result.out
+    assert re.search(r"kill +\d+ .* SIGKILL .* holds", result.out), result.all
+    assert "1 of 1 faults left no trace" in result.out
+
+
+@pytest.mark.slow
+def test_a_fault_that_comes_after_the_last_step_is_no_alarm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where the drill waits for a core: the ranks are started again, and have nothing left to do."""
+
+    def late(scene: Scene) -> str:
+        killed = scene.rank
+        scene.training.pace(None)
+        scene.training.until(lambda: scene.training.steps_done() >= scene.steps, "the last step")
+        killed.kill()
+        return "SIGKILL"
+
+    monkeypatch.setitem(DISTURB, "kill", late)
+    spec = Spec(task=str(write_task(tmp_path)), steps=12, batch=16)
+    one = _prepared(spec, Launch(ranks=2, device="cpu"), tmp_path / "drill")
+    [moment] = schedule(chosen("kill"), 0, 1, 12, 2)
+    outcome = one.hit(moment, one.reference(), "late")
+    assert outcome.wrong == {}
+    assert outcome.untried == "the training had done its last step, 12, before the fault came; use more --steps"
 
 
 # Each fault, each plan: at night

@@ -9,8 +9,10 @@ from pathlib import Path
 import psutil
 import pytest
 
+from command import TASK, Result, of_kind, paceline, write_task
 from paceline.doctor import ask, beat
 from paceline.doctor.pulse import Pulse
+from paceline.events import Failed, Started
 from paceline.run import RunFolder
 
 # A launcher whose ranks are sleeping processes. Another process than this one: it ends all of its children.
@@ -73,3 +75,53 @@ def test_a_process_is_known_by_its_id_and_birth(offset_s: float, tmp_path: Path,
             another.kill()
             another.wait()
             assert ask.state(replace(its, pid=another.pid)) == "gone"
+
+
+# Ranks that exit with 0 before the training is over, by all means
+
+EXITS = TASK.replace(
+    "        return (output - ",
+    """        if os.environ.get("RANK") == "1" and (Path("exit")).exists():
+            Path("exit").unlink()
+            exec(os.environ["EXIT"])
+        return (output - """,
+)
+WORDS = ("train", "my.py:Regression", "--batch", "24", "--steps", "30", "--device", "cpu", "--run-dir", "r", "--ranks", "2")
+
+
+def exiting(at: Path, how: str, *more: str) -> Result:
+    assert EXITS != TASK
+    write_task(at, EXITS)
+    (at / "exit").touch()
+    return paceline(*WORDS, *more, at=at, EXIT=how)
+
+
+@pytest.mark.parametrize(
+    ("how", "plan"),
+    [
+        ("os._exit(0)", "ddp"),
+        ("import ctypes; ctypes.CDLL(None)._exit(0)", "local-sgd,period=2"),
+        pytest.param("os.execv('/bin/true', ['true'])", "ddp", marks=pytest.mark.slow),
+    ],
+)
+def test_a_rank_that_exits_with_0_has_failed(how: str, plan: str, tmp_path: Path) -> None:
+    result = exiting(tmp_path, how, "--plan", plan)
+    assert result.status == 2, result.all
+    assert result.err.startswith("paceline: rank 1 failed: ended with exit status 0 before the training was over, "), result.all
+    assert [event.rank for event in of_kind(tmp_path / "r", Failed) if not event.lost_peer] == [1]
+
+
+@pytest.mark.slow
+def test_a_worker_that_exits_with_0_has_failed(tmp_path: Path) -> None:
+    """Under the launcher of our own; the server has noticed that it is gone."""
+    result = exiting(tmp_path, "os._exit(0)", "--plan", "parameter-server")
+    assert result.status == 2, result.all
+    assert "all 1 workers are gone" in result.err
+
+
+def test_a_rank_that_exits_with_0_is_started_again(tmp_path: Path) -> None:
+    result = exiting(tmp_path, "os._exit(0)", "--restarts", "1")
+    assert result.status == 0, result.all
+    assert len(of_kind(tmp_path / "r", Started)) == 2
+    assert RunFolder(tmp_path / "r").checkpoints() == [30]
+    assert not list((tmp_path / "r").glob("ranks/*.unfinished"))

@@ -41,6 +41,7 @@ class RunFolder:
     ckpt/step_N/      complete checkpoints; whatever else lies in ckpt/ is not one
     ranks/N.log       what rank N wrote on its standard output and error
     ranks/N.alive     what rank N is at, written about once a second; N.said and N.stacks: more of that, when asked by ranks/asked
+    ranks/N.unfinished  there from the start of rank N until it has done all that it has to do
     diagnosis.txt     why it did not go on, the last time that it did not
     tensorboard/      scalars
     """
@@ -117,6 +118,10 @@ class RunFolder:
 
     def alive(self, rank: int) -> Path:
         return self.ranks / f"{rank}.alive"
+
+    def unfinished(self, rank: int) -> Path:
+        """Made by what starts a rank, deleted by the rank when the training is over: also a full disk lets files be deleted."""
+        return self.ranks / f"{rank}.unfinished"
 
     def said(self, rank: int) -> Path:
         return self.ranks / f"{rank}.said"

@@ -1,5 +1,6 @@
 """paceline drill: break a training on purpose, and see whether anything is lost."""
 
+import contextlib
 import json as json_file
 import shutil
 import signal
@@ -17,7 +18,9 @@ from paceline.spec import Launch, Spec
 from paceline.units import several
 
 if TYPE_CHECKING:
-    from paceline.drill.run import Drill
+    from rich.console import Console
+
+    from paceline.drill.run import Drill, Outcome
 
 Option = typer.Option
 STEPS, RANKS = 24, 2
@@ -103,23 +106,19 @@ def _held(one: "Drill", moments: list[Moment], task: str) -> tuple[dict[str, Any
     """Returns what goes into the JSON file, and the exit status."""
     from rich.console import Console
 
-    from paceline.report.drill import closing, sentences, table
-
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # as Ctrl-C: what was started is ended
     console = Console(highlight=False, emoji=False)
-    outcomes = []
+    outcomes: list[Outcome] = []
     what = f"{task}: plan {one.launch.plan} on {several(one.ranks, 'rank')}, {one.steps} steps of {one.spec.batch} samples"
     console.print(f"{what}, seed {one.spec.seed}", markup=False)
-    with console.status("undisturbed") as shown:
+    with contextlib.ExitStack() as at_end:
+        at_end.callback(_tell, console, outcomes, len(moments))  # also of a drill that is ended
+        shown = at_end.enter_context(console.status("undisturbed"))
         reference = one.reference()
         for at, moment in enumerate(moments, 1):
             shown.update(f"{at} of {len(moments)}: {moment.fault.name} at step {moment.step}")
             outcomes.append(one.hit(moment, reference, f"{at}-{moment.fault.name}"))
-    console.print(table(outcomes))
-    for sentence in sentences(outcomes):
-        console.print(sentence, markup=False, soft_wrap=True)
     failed = any(outcome.wrong for outcome in outcomes)
-    console.print(closing(outcomes), style="bold red" if failed else "bold green")
     found = {
         "task": one.spec.task,
         "plan": one.launch.plan,
@@ -131,3 +130,18 @@ def _held(one: "Drill", moments: list[Moment], task: str) -> tuple[dict[str, Any
         "faults": [outcome.as_json() for outcome in outcomes],
     }
     return found, int(failed)
+
+
+def _tell(console: "Console", outcomes: "list[Outcome]", faults: int) -> None:
+    """What was found so far, of so many faults."""
+    from paceline.report.drill import closing, sentences, table
+
+    if len(outcomes) < faults:
+        console.print(f"ended after {len(outcomes)} of {several(faults, 'fault')}", style="bold red")
+    if not outcomes:
+        return
+    console.print(table(outcomes))
+    for sentence in sentences(outcomes):
+        console.print(sentence, markup=False, soft_wrap=True)
+    failed = any(outcome.wrong for outcome in outcomes)
+    console.print(closing(outcomes), style="bold red" if failed else "bold green")

@@ -11,7 +11,7 @@ from paceline.drill import clock
 from paceline.drill.connections import cut
 from paceline.drill.disk import SmallDisk
 from paceline.drill.faults import Moment, save_every
-from paceline.drill.training import Astray, Training
+from paceline.drill.training import STEP_S, Astray, Training
 from paceline.units import several
 
 HOUR_S = 3600.0
@@ -88,6 +88,7 @@ def fill_disk(scene: Scene) -> str:
     """So many steps longer that two checkpoints are tried to be written."""
     assert scene.disk is not None
     scene.disk.fill()
+    scene.training.pace(STEP_S)
     scene.training.until_step(scene.moment.step + 2 * save_every(scene.steps), checkpoints=0)
     scene.training.kill_all()
     return "full"

@@ -16,7 +16,7 @@ from paceline.drill.disk import SmallDisk
 from paceline.drill.disturb import DISTURB, REPAIR, Scene, Untried
 from paceline.drill.faults import Moment
 from paceline.drill.ledger import Indices, audit, audit_alone, consumed
-from paceline.drill.training import STEP_S, Astray, Training
+from paceline.drill.training import SLOW_STEP_S, STEP_S, Astray, Training
 from paceline.errors import RankError
 from paceline.events import Started, Step
 from paceline.plan.plan import Plan
@@ -161,10 +161,13 @@ def _go_through(scene: Scene, outcome: Outcome) -> None:
     training.pace(STEP_S)
     _begin(training)
     training.until_step(scene.moment.step, fault.checkpoints)
-    time.sleep(scene.moment.share * STEP_S)
+    training.pace(SLOW_STEP_S)  # also where this process must wait for a core, the fault comes before the last step
+    time.sleep(scene.moment.share * SLOW_STEP_S)
     training.hold(but=scene.moment.rank)
     at = time.monotonic()
     outcome.done = DISTURB[fault.name](scene)
+    if fault.starts > 1 and training.steps_done() >= scene.steps:
+        raise Untried(f"the training had done its last step, {scene.steps}, before the fault came; use more --steps")
     training.pace(None)
     status = training.until_ended()
     if status != fault.status:
@@ -177,10 +180,9 @@ def _go_through(scene: Scene, outcome: Outcome) -> None:
         left = left or training.remains()
     if left is not None:
         outcome.wrong["left"] = left
-    starts = training.starts()
-    outcome.starts = len(starts)
-    if len(starts) > 1:
-        outcome.again_s = min(updates[0].time for updates in starts[1].values()) - at
+    outcome.starts = training.started()
+    if len(starts_with_updates := training.starts()) > 1:
+        outcome.again_s = min(updates[0].time for updates in starts_with_updates[1].values()) - at
 
 
 def _go_on(scene: Scene) -> str | None:

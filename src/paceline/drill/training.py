@@ -16,7 +16,7 @@ import psutil
 from paceline import events
 from paceline.drill import ledger
 from paceline.drill.ledger import Start
-from paceline.events import Ended, Failed, Stalled
+from paceline.events import Ended, Failed, Stalled, Started
 from paceline.plan.plan import Plan
 from paceline.run import RunFolder
 
@@ -51,6 +51,8 @@ class Training:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self.kill_all()
+        if hasattr(self, "process"):
+            self.process.wait()
 
     def start(self, *words: str) -> None:
         """`paceline WORDS`, with what it prints in output-N.txt."""
@@ -80,6 +82,10 @@ class Training:
 
     def starts(self) -> list[Start]:
         return ledger.read(self.folder / LEDGER, self.plan)
+
+    def started(self) -> int:
+        """How often the ranks were started, also where nothing was left to do."""
+        return sum(isinstance(event, Started) for event in events.read(self.run.events)) if self.run.events.exists() else 0
 
     def steps_done(self) -> int:
         """Since the ranks were started last."""

@@ -21,6 +21,7 @@ from paceline.events import Ended
 from paceline.launch.cause import cause, say_again, tell_of_silent
 from paceline.launch.processes import LOST, Again, Failures
 from paceline.launch.signals import STOPPED
+from paceline.launch.spawn import begin
 from paceline.report.watch import watch
 from paceline.run import RunFolder
 
@@ -34,7 +35,7 @@ class EndedElsewhereError(Exception):
 
 
 class RankLogs(DefaultLogsSpecs):
-    """Standard error of rank N goes to ranks/N.log; the rank sends its standard output there too."""
+    """Standard error of rank N goes to ranks/N.log; the rank sends its standard output there too, and has not finished yet."""
 
     def __init__(self, run: RunFolder, attempt: Callable[[dict[str, str]], int] = lambda env: int(env["TORCHELASTIC_RESTART_COUNT"])):
         super().__init__(log_dir=os.devnull)
@@ -43,6 +44,8 @@ class RankLogs(DefaultLogsSpecs):
     def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
         # torch numbers them by their place on this machine.
         logs = {local: str(self._run.rank_log(int(env["RANK"]), self._attempt(env))) for local, env in envs.items()}
+        for env in envs.values():
+            begin(self._run, int(env["RANK"]))
         return dataclasses.replace(super().reify(envs), stderrs=logs)
 
 

@@ -15,6 +15,7 @@ from paceline.doctor.diagnose import Diagnosis
 from paceline.errors import Error, RankError
 from paceline.events import Failed, Started, Step
 from paceline.launch.processes import LOST, Failures
+from paceline.launch.spawn import UNFINISHED
 from paceline.run import RunFolder
 from paceline.units import numbered
 
@@ -61,7 +62,8 @@ def _why(run: RunFolder, failures: Failures, before: int, left: Container[int], 
     told, step = last_words(run, before)
     after = f", after step {step}"
     silent = [] if any(event.meant for event in told.values()) else _silent(failures, told, left)
-    if not silent and all(event.lost_peer for event in told.values()) and stuck is None:
+    exited = _exited(failures, told, left)
+    if not silent and not exited and all(event.lost_peer for event in told.values()) and stuck is None:
         told, silent_elsewhere = _wait_for_others(run, before)
         if silent_elsewhere and all(event.lost_peer for event in told.values()):
             return _Why(silent_elsewhere[0], gone(run, silent_elsewhere) + after, is_news=True), step
@@ -72,16 +74,27 @@ def _why(run: RunFolder, failures: Failures, before: int, left: Container[int], 
         return _Why(next(iter(stuck.at_fault), None), _gave_up(run, stuck, step), is_news=True), step
     if silent:
         rank, child = silent[0]
-        how = "was lost with its node" if child.exitcode == LOST else f"was killed by {signal.Signals(-child.exitcode).name}"
-        return _Why(rank, f"rank {rank} {how}{after}", shows_log=True, is_news=True), step
+        return _Why(rank, f"rank {rank} {_how(child.exitcode)}{after}", shows_log=True, is_news=True), step
     if own or (told and not failures):
         event = (own or [*told.values()])[0]
         return _Why(event.rank or 0, words(event) + after, shows_log=True), step
+    if exited:
+        rank, child = exited[0]
+        return _Why(rank, f"rank {rank} {_how(child.exitcode)}{after}", shows_log=True, is_news=True), step
     if not failures:
         return _Why(0, f"nothing is known of rank 0{after}", shows_log=True), step
     rank, child = min(failures.items(), key=lambda item: item[1].timestamp)
-    what = words(told[rank]) if rank in told else f"rank {rank} failed: ended with exit status {child.exitcode}"
+    what = words(told[rank]) if rank in told else f"rank {rank} {_how(child.exitcode)}"
     return _Why(rank, what + after, shows_log=True), step
+
+
+def _how(status: int) -> str:
+    """A rank ended that has said nothing."""
+    if status == LOST:
+        return "was lost with its node"
+    if status == UNFINISHED:
+        return "failed: ended with exit status 0 before the training was over, as after sys.exit or os._exit"
+    return f"was killed by {signal.Signals(-status).name}" if status < 0 else f"failed: ended with exit status {status}"
 
 
 def words(event: Failed) -> str:
@@ -103,8 +116,8 @@ def _gave_up(run: RunFolder, stuck: Diagnosis, step: int) -> str:
 def tell_of_silent(run: RunFolder, failures: Failures, before: int, left: Container[int], stuck: Diagnosis | None = None) -> None:
     """Write down which rank of this node was killed, for the agent that speaks."""
     told, step = last_words(run, before)
-    for rank, child in _silent(failures, told, left)[:1]:
-        message = f"rank {rank} on {platform.node()} was killed by {signal.Signals(-child.exitcode).name}"
+    for rank, child in [*_silent(failures, told, left), *_exited(failures, told, left)][:1]:
+        message = f"rank {rank} on {platform.node()} {_how(child.exitcode)}"
         events.append(run.events, Failed(what="run", step=step, rank=rank, message=message))
 
 
@@ -159,6 +172,11 @@ def _silent(failures: Failures, told: Container[int | None], left: Container[int
         and rank not in told
         and child.pid not in left
     ]
+
+
+def _exited(failures: Failures, told: Container[int | None], left: Container[int]) -> list[tuple[int, ProcessFailure]]:
+    """Ranks that ended by themselves and said nothing: something in them has called an exit."""
+    return [(rank, child) for rank, child in failures.items() if child.exitcode >= 0 and rank not in told and child.pid not in left]
 
 
 def _log(run: RunFolder, rank: int) -> Path:

@@ -5,15 +5,16 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from torch.distributed.elastic.agent.server import WorkerSpec
+from torch.distributed.elastic.agent.server import RunResult, WorkerSpec, WorkerState
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import LogsSpecs, SignalException
+from torch.distributed.elastic.multiprocessing.api import SubprocessContext
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 from torch.distributed.elastic.rendezvous import RendezvousHandler
 
 from paceline.launch.processes import Again
 from paceline.launch.signals import stop_signals
-from paceline.launch.spawn import rank_words
+from paceline.launch.spawn import UNFINISHED, rank_words
 from paceline.run import RunFolder
 
 
@@ -21,15 +22,27 @@ class _Agent(LocalElasticAgent):
     """`again` is called with the ranks of this machine that failed, before all are started again; `begin` before each start, when no rank
     of the last one is left."""
 
-    def __init__(self, spec: WorkerSpec, logs_specs: LogsSpecs, again: Again, begin: Callable[[], None]):
+    def __init__(self, run: RunFolder, spec: WorkerSpec, logs_specs: LogsSpecs, again: Again, begin: Callable[[], None]):
         super().__init__(spec, logs_specs)
-        self._again, self._begin = again, begin
+        self._run, self._again, self._begin = run, again, begin
         self._failures: dict[int, ProcessFailure] = {}
 
     def _monitor_workers(self, worker_group: Any) -> Any:
         result = super()._monitor_workers(worker_group)
+        if unfinished := self._unfinished(worker_group):
+            result = RunResult(WorkerState.FAILED, failures={**result.failures, **unfinished})
         self._failures = result.failures
         return result
+
+    def _unfinished(self, worker_group: Any) -> dict[int, ProcessFailure]:
+        """The ranks that exited with 0 before the training was over: for torch they have succeeded."""
+        assert isinstance(self._pcontext, SubprocessContext)
+        found = {}
+        for worker in worker_group.workers:
+            process = self._pcontext.subprocess_handlers[worker.local_rank].proc
+            if process.poll() == 0 and self._run.unfinished(worker.global_rank).exists():
+                found[worker.global_rank] = ProcessFailure(worker.local_rank, process.pid, UNFINISHED, os.devnull)
+        return found
 
     def _restart_workers(self, worker_group: Any) -> None:
         if self._failures:
@@ -68,7 +81,7 @@ def run_agent(
     )
     is_over = True
     try:
-        result = _Agent(spec, logs_specs, again, begin).run()
+        result = _Agent(run, spec, logs_specs, again, begin).run()
     except SignalException:
         is_over = False  # elsewhere it goes on, until it is asked to stop there
         raise

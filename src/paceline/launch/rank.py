@@ -37,6 +37,7 @@ def run_started(run: RunFolder, world: World, launcher: int) -> None:
         threading.Thread(target=_leave_if_orphaned, args=(interrupt, started), daemon=True).start()
         for _ in happening:
             started.set()
+        run.unfinished(world.rank).unlink(missing_ok=True)
 
 
 def _leave_if_orphaned(interrupt: Interrupt, started: threading.Event) -> None:

@@ -1,10 +1,18 @@
 """One rank of ours as a process: what it is told of itself, its command, its log."""
 
+import contextlib
 import os
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+
+from paceline.run import RunFolder
+
+UNFINISHED = (
+    70  # exit status that a rank has for its launcher where it exited with 0 before the training was over; EX_SOFTWARE of sysexits.h
+)
 
 
 def environments(nodes: Sequence[str], host: str, port: int, job: str, attempt: int) -> list[dict[str, str]]:
@@ -31,12 +39,48 @@ def rank_words(run: Path) -> list[str]:
     return ["-m", "paceline", "rank", str(run), str(os.getpid())]
 
 
-def spawn(run: Path, environ: Mapping[str, str], log: Path) -> "subprocess.Popen[bytes]":
+@dataclass(frozen=True)
+class RankProcess:
+    """A process of this one that is a rank. One that exits with 0 before the training is over has the status UNFINISHED."""
+
+    process: "subprocess.Popen[bytes]"
+    unfinished: Path
+
+    @property
+    def pid(self) -> int:
+        return self.process.pid
+
+    def poll(self) -> int | None:
+        return self._status(self.process.poll())
+
+    def wait(self) -> int:
+        status = self._status(self.process.wait())
+        assert status is not None
+        return status
+
+    def send_signal(self, sig: int, /) -> None:
+        self.process.send_signal(sig)
+
+    def _status(self, status: int | None) -> int | None:
+        return UNFINISHED if status == 0 and self.unfinished.exists() else status
+
+
+def begin(run: RunFolder, rank: int) -> Path:
+    """Call before a rank is started; returns the file that it deletes when it has finished."""
+    unfinished = run.unfinished(rank)
+    with contextlib.suppress(OSError):  # of a disk that takes no more files: an exit status of 0 is believed
+        unfinished.touch()
+    return unfinished
+
+
+def spawn(run: Path, environ: Mapping[str, str], log: Path) -> RankProcess:
     """A rank, which saves and ends when this process is gone."""
+    unfinished = begin(RunFolder(run), int(environ["RANK"]))
     with open(log, "wb") as file:
-        return subprocess.Popen(
+        process = subprocess.Popen(
             [sys.executable, *rank_words(run)],
             env={"OMP_NUM_THREADS": "1"} | os.environ | dict(environ),
             stderr=file,
             start_new_session=True,
         )
+    return RankProcess(process, unfinished)
