@@ -221,6 +221,21 @@ def succeed(*words: str | Path, at: Path, **options: object) -> Result:
     return result
 
 
+NOTES_IMPORTS = """
+import atexit, sys
+from pathlib import Path
+atexit.register(lambda path: path.write_text(" ".join(sys.modules)), Path("imported").absolute())
+from paceline.cli import main
+main()
+"""
+
+
+def imports(*words: str | Path, at: Path) -> tuple[Result, set[str]]:
+    """A command, and all modules that it had imported at its end."""
+    result = paceline(*words, at=at, program=(sys.executable, "-c", NOTES_IMPORTS))
+    return result, {*(at / "imported").read_text().split()}
+
+
 def happened(run: Path) -> list[Event]:
     path = RunFolder(run).events
     return list(events.read(path)) if path.exists() else []

@@ -23,6 +23,7 @@ from command import (
     TASK,
     Result,
     environment,
+    imports,
     of_kind,
     paceline,
     slow_down,
@@ -90,16 +91,38 @@ def trained(tmp_path_factory) -> tuple[Path, Result]:
     "words", [("--help",), ("--version",), ("train", "--help"), ("resume", "--help"), ("show", "--help"), ("export", "--help"), ()]
 )
 def test_help_does_not_wait_for_torch(words, tmp_path):
-    result = paceline(*words, at=tmp_path, program=(sys.executable, "-X", "importtime", "-m", "paceline"))
-    imported = {line.rpartition("|")[2].strip() for line in result.err.splitlines() if line.startswith("import time:")}
-    assert "paceline.cli.train" in imported
-    assert not {name for name in imported if name.partition(".")[0] in ("torch", "numpy", "tensorboard")}
+    result, imported = imports(*words, at=tmp_path)
+    command = words[0] if words and not words[0].startswith("-") else None
+    assert {name for name in imported if re.fullmatch(rf"paceline\.cli\.({'|'.join(cli.COMMANDS)})", name)} == (
+        {f"paceline.cli.{command}"} if command is not None else set()
+    )
+    slow = ("torch", "numpy", "tensorboard", *(("pydantic", "pydantic_core") if command is None else ()))
+    assert not {name for name in imported if name.partition(".")[0] in slow}
     assert result.out.strip(), "it says something"
     assert result.status == (0 if words else 2)
 
 
 def test_the_version(tmp_path):
     assert re.fullmatch(r"paceline \d+\.\d+\.\d+\n", succeed("--version", at=tmp_path).out)
+
+
+def test_a_command_is_known_by_the_first_sentence_of_its_help(monkeypatch):
+    """The table and the modules say the same, so that the page of all commands and that of one do not differ."""
+    modules = {path.stem for path in Path(cli.__file__).parent.glob("*.py")}
+    for name, sentence in cli.COMMANDS.items():
+        assert name in modules
+        command = cli.load(name)
+        assert (command.name, command.hidden) == (name, name in cli.HIDDEN)
+        told = " ".join(command.help.split())
+        if name not in ("drill", *cli.HIDDEN):  # one sentence is long there, and there is no page of the others
+            assert told.startswith(sentence), f"{name}: the table says {sentence!r}, its help {told!r}"
+    assert [*cli.load("bench").commands] == ["collectives", "compute", "overlap", "host", "storage", "input"]
+
+
+def test_a_mistyped_command_is_told_its_nearest(tmp_path):
+    refused = paceline("trian", at=tmp_path)
+    assert refused.status == 2
+    assert "No such command 'trian'. Did you mean 'train'" in refused.err
 
 
 def test_help_names_the_commands_and_no_inner_one(tmp_path):
@@ -439,12 +462,9 @@ def test_whoever_starts_the_ranks_the_weights_are_the_same(launcher, tmp_path):
 def test_torchrun_passes_every_option_on():
     """torchrun's parser expands abbreviations of its own options also behind the module's name."""
     from torch.distributed.run import get_args_parser
-    from typer.main import get_command
 
-    from paceline.cli import app
-
-    for name, command in get_command(app).commands.items():
-        for option in (option for parameter in command.params for option in parameter.opts if option.startswith("-")):
+    for name in cli.COMMANDS:
+        for option in (option for parameter in cli.load(name).params for option in parameter.opts if option.startswith("-")):
             parsed = get_args_parser().parse_args(["--nproc-per-node", "2", "-m", "paceline", name, option, "x"])
             assert parsed.training_script_args == [name, option, "x"]
 

@@ -16,6 +16,7 @@ from command import (
     Result,
     environment,
     happened,
+    imports,
     of_kind,
     paceline,
     slow_down,
@@ -383,8 +384,7 @@ def test_a_dry_run_prints_the_script_and_leaves_nothing(tmp_path):
 def test_they_do_not_wait_for_torch(words, tmp_path):
     write_task(tmp_path)
     succeed("train", "my.py:Regression", "--steps", "1", "--device", "cpu", "--run-dir", "r", at=tmp_path)
-    result = paceline(*words, at=tmp_path, program=(sys.executable, "-X", "importtime", "-m", "paceline"))
-    imported = {line.rpartition("|")[2].strip() for line in result.err.splitlines() if line.startswith("import time:")}
+    _, imported = imports(*words, at=tmp_path)
     assert f"paceline.cli.{words[0]}" in imported
     assert not {name for name in imported if name.partition(".")[0] in ("torch", "numpy", "tensorboard")}
 

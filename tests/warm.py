@@ -66,8 +66,10 @@ def _serve() -> None:
 
     import paceline.launch.local
     import paceline.launch.rank  # noqa: F401
-    from paceline.cli import main
+    from paceline import cli
 
+    for name in cli.COMMANDS:
+        cli.load(name)
     gc.collect()
     gc.freeze()  # so that the pages stay shared
     there = socket.socket(fileno=0)
@@ -92,7 +94,7 @@ def _serve() -> None:
     sys.path[0] = at
     status = 0
     try:
-        main()
+        cli.main()
     except SystemExit as error:
         status = error.code if isinstance(error.code, int) else error.code is not None
     except BaseException:
