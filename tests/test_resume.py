@@ -102,6 +102,26 @@ def test_a_stop_leaves_no_trace(size, plan, stop, task, tmp_path):
     assert not unequal(weights(tmp_path / "stopped"), weights(tmp_path / "through"))
 
 
+@pytest.mark.parametrize(
+    ("size", "plan", "at"), [(2, "zero3", 5), (1, "single", STEPS), pytest.param(2, "pp=2", 5, marks=pytest.mark.slow)]
+)
+def test_a_stop_in_an_evaluation_gives_it_up_and_leaves_no_trace(size, plan, at, task, tmp_path):
+    """It is asked for in the first evaluation, or the last; that is made good when the training goes on."""
+    spec = wanted(task, validation=100, norm="pp" not in plan).model_copy(update={"evaluate_every": at})
+    through = trained(size, spec, plan, tmp_path / "through")
+    *begin, saved, ended = trained(size, spec, plan, tmp_path / "stopped", at + 1)  # asked once a step, then in the evaluation
+    assert (saved.step, ended.step, ended.reason) == (at, at, "stopped")
+    assert not any(isinstance(event, Evaluated) for event in begin)
+    again = trained(size, spec, plan, tmp_path / "stopped")
+    assert (again[0].step, again[-1].reason) == (at, "done")
+    metrics = [[(event.step, event.metrics) for event in events if isinstance(event, Evaluated)] for events in (again, through)]
+    assert metrics[0] == metrics[1]
+    assert metrics[0]
+    assert not unequal(weights(tmp_path / "stopped"), weights(tmp_path / "through"))
+    best = [checkpoint.best_score(RunFolder(tmp_path / run), spec.save.best) for run in ("stopped", "through")]
+    assert best[0] == best[1] is not None
+
+
 def test_steps_that_are_told_together_stop_together(task, tmp_path):
     stopped = trained(2, wanted(task, steps=10**6), "ddp", tmp_path / "stopped", 100, every_s=figures.EVERY_S)[-1]
     assert stopped.reason == "stopped"

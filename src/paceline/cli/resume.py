@@ -81,9 +81,10 @@ def done(folder: RunFolder, spec: Spec) -> int | None:
     """The last step of a run that has come to its end, and whose last checkpoint is whole."""
     from paceline.run_view import glance
 
-    started = glance(folder).summary.started
+    summary = glance(folder).summary
+    started, ended = summary.started, summary.ended
     done = max(folder.checkpoints(), default=0)
-    if started is None or done < spec.total_steps(started.samples):
+    if started is None or done < spec.total_steps(started.samples) or (ended is not None and ended.reason == "stopped"):
         return None
     from paceline.training.checkpoint import last_good
 

@@ -1,5 +1,8 @@
 """Metrics over a split, each of its samples counted once, whatever the number of ranks."""
 
+import time
+from collections.abc import Callable
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -10,12 +13,22 @@ from paceline.training.data import Samples, batches, validation_parts
 from paceline.training.step import ELSEWHERE, Step, autocast, weighed, weights_of
 from paceline.user_code import UserCode
 
+ASK_S = 1.0  # between two questions whether to stop
+
 
 @torch.no_grad()
 def evaluate(
-    update: Step, samples: Samples, batch: int, workers: int, prefetch: int, group: dist.ProcessGroup | None = None
-) -> dict[str, float]:
-    """Means over the split of the loss and of what `task.metrics` returns. A collective: all ranks of `group` must call it; None: all."""
+    update: Step,
+    samples: Samples,
+    batch: int,
+    workers: int,
+    prefetch: int,
+    group: dist.ProcessGroup | None = None,
+    stop: Callable[[], bool] = lambda: False,
+) -> dict[str, float] | None:
+    """Means over the split of the loss and of what `task.metrics` returns. A collective: all ranks of `group` must call it; None: all.
+
+    `stop`: asked about once a second; None where any rank answered yes, and the evaluation was given up on all of them."""
     task, device = update.task, update.device
     mine = list(validation_parts(samples.count, batch, update.place.dp, update.data_ranks))
     # Under a sharded plan the forward pass is a collective: a rank without samples takes part with one that is not counted.
@@ -23,9 +36,13 @@ def evaluate(
     sums: dict[str, Tensor] = {}
     update.model.eval()
     update.enter(EVALUATE)
+    stopping = _Stopping(stop, device, group)
+    source = batches(samples, parts, device, workers, prefetch)
     try:
-        for numbers, data in zip(mine, batches(samples, parts, device, workers, prefetch), strict=True):
+        for numbers, data in zip(mine, source, strict=True):
             update.enter(EVALUATE)
+            if stopping.asked():
+                break
             output = update.output(data)
             if output is ELSEWHERE:
                 continue
@@ -44,14 +61,44 @@ def evaluate(
                 here = torch.stack([total, torch.as_tensor(count, dtype=total.dtype, device=total.device)])
                 sums[name] = sums.get(name, torch.zeros(2, dtype=torch.float64, device=device)) + here * counted
     finally:
+        source.close()
         update.model.train()
     if update.pipeline is not None:
         update.pipeline.rest()
+    if stopping.is_asked:
+        return None
+    if update.pipeline is not None:
         sums = _with_names_of_all(sums, device)
     table = torch.stack(list(sums.values()))
     if dist.get_world_size(group) > 1:
         dist.all_reduce(table, group=group)
     return {name: total / count for name, (total, count) in zip(sums, table.tolist(), strict=True)}
+
+
+class _Stopping:
+    """Whether any rank was asked to stop: the ranks agree on that about once a second, and on when they do."""
+
+    def __init__(self, stop: Callable[[], bool], device: torch.device, group: dist.ProcessGroup | None):
+        self.stop, self.device, self.group = stop, device, group
+        self.is_asked = False
+        self._every = self._left = 1  # batches until the next question
+        self._since = time.perf_counter()
+
+    def asked(self) -> bool:
+        """Call before each batch, on all ranks."""
+        if self._left:
+            self._left -= 1
+            return False
+        seconds = time.perf_counter() - self._since
+        found = torch.tensor([float(self.stop()), seconds / self._every], dtype=torch.float64)
+        if dist.get_world_size(self.group) > 1:
+            here = found.to(self.device)
+            dist.all_reduce(here, dist.ReduceOp.MAX, group=self.group)
+            found = here.cpu()
+        self.is_asked = bool(found[0])
+        self._every = max(1, int(ASK_S / max(found[1].item(), 1e-6)))
+        self._left, self._since = self._every - 1, time.perf_counter()
+        return self.is_asked
 
 
 def _with_names_of_all(sums: dict[str, Tensor], device: torch.device) -> dict[str, Tensor]:

@@ -153,6 +153,7 @@ class _Loop:
         self.notes = [*laid.notes, *(resumed.notes if resumed else ())]
         self.metrics: dict[str, float] = {}
         self.evaluated_step: int | None = None
+        self.owes_evaluation = self.first > 0 and not (resumed is not None and resumed.evaluated)  # one that was given up
         self.saved_step = self.first
         self.unsaved: str | None = None  # why the last checkpoint was not written, if it was not
         self.saved_at = time.perf_counter()
@@ -172,6 +173,10 @@ class _Loop:
         yield self._started()
         assert self.plan.dp is not None
         assert self.plan.micro is not None
+        if self.owes_evaluation and self._evaluation_is_due():
+            if (yield from self._evaluated()) and self._is_best():
+                yield from self._save()
+            self._wait_at_most(at_start(self.spec.timeout_s))
         part = Part(self.spec.batch, self.plan.micro, self.plan.place(self.world.rank).dp, self.plan.dp)
         parts = training_parts(part, self.data.samples, self.spec.seed, self.first, self.total)
         source = batches(self.data.training, parts, self.device, self.workers, self.spec.data.prefetch)
@@ -186,7 +191,8 @@ class _Loop:
                 raise self._not_saved(self.unsaved)
         if self.laid.local is not None:
             self.laid.local.average_()
-        reason = "stopped" if self.step < self.total else "done"
+        is_done = self.step == self.total and not (self.stopping and self._evaluation_is_due() and self.evaluated_step != self.step)
+        reason = "done" if is_done else "stopped"
         yield Ended(step=self.step, reason=reason, communication=self._communication())
 
     def _steps(self, source: Iterator[Batch]) -> Iterator[Event]:
@@ -223,8 +229,8 @@ class _Loop:
             if self.step == self.total or self.stopping or evaluate_now or save_now:
                 yield from self._flush()
             if evaluate_now:
-                yield self._evaluated()
-                save_now = self._is_best() or save_now
+                evaluated = yield from self._evaluated()
+                save_now = (evaluated and self._is_best()) or save_now
             if save_now:
                 yield from self._save()
             yield from self._saved(wait=False)
@@ -315,20 +321,31 @@ class _Loop:
         epochs, epochs_before = (step * self.spec.batch // self.data.samples for step in (self.step, self.step - 1))
         return epochs > epochs_before
 
-    def _evaluated(self) -> Evaluated:
+    def _evaluated(self) -> Generator[Event, None, bool]:
+        """False where it was given up, since any rank was asked to stop."""
         assert self.data.validation is not None
         began = time.perf_counter()
         is_first = self.evaluated_step is None  # which may compile, one stage after the other
         if is_first:
             self._wait_at_most(at_start(self.spec.timeout_s))
         with self.laid.whole():
-            self.metrics = evaluate(
-                self.laid.step, self.data.validation, self.spec.batch, self.workers, self.spec.data.prefetch, self.laid.group
+            metrics = evaluate(
+                self.laid.step,
+                self.data.validation,
+                self.spec.batch,
+                self.workers,
+                self.spec.data.prefetch,
+                self.laid.group,
+                lambda: self.stop_wished or self.stop(),
             )
         if is_first:
             self._wait_at_most(self.spec.timeout_s)
-        self.evaluated_step = self.step
-        return Evaluated(step=self.step, metrics=self.metrics, seconds=time.perf_counter() - began)
+        if metrics is None:
+            self.stopping = True
+            return False
+        self.metrics, self.evaluated_step = metrics, self.step
+        yield Evaluated(step=self.step, metrics=self.metrics, seconds=time.perf_counter() - began)
+        return True
 
     def _wait_at_most(self, seconds: float) -> None:
         """Of a save nothing is said: the ranks wait for the slowest disk."""

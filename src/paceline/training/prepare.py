@@ -285,6 +285,7 @@ class Resumed:
     step: int  # 0 where there was no checkpoint
     best: float | None  # score of the best checkpoint, lower being better
     notes: tuple[str, ...]
+    evaluated: bool = True  # whether an evaluation that was due then is in the checkpoint
 
 
 def resume(spec: Spec, world: World, run: RunFolder, laid: Laid, samples: int) -> Resumed:
@@ -309,4 +310,4 @@ def resume(spec: Spec, world: World, run: RunFolder, laid: Laid, samples: int) -
     scale = laid.update.loss_scale
     if scale is not None and index.loss_scale is not None:
         scale.scale, scale.good_steps = index.loss_scale["scale"], int(index.loss_scale["good_steps"])
-    return Resumed(index.step, checkpoint.best_score(run, spec.save.best), tuple(notes))
+    return Resumed(index.step, checkpoint.best_score(run, spec.save.best), tuple(notes), bool(index.metrics))
