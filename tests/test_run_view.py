@@ -12,6 +12,8 @@ import pytest
 
 from paceline import cli, events
 from paceline import spec as specs
+from paceline.doctor import beat
+from paceline.doctor.ask import beats, unreadable
 from paceline.errors import RunError
 from paceline.events import Accounted, Ended, Evaluated, Event, Failed, Reader, Saved, Skipped, Stalled, Started, Step, dumps
 from paceline.launch.cause import last_words
@@ -191,11 +193,11 @@ def test_a_run_whose_events_cannot_be_read_hides_no_other(tmp_path, monkeypatch,
     status, text = command(monkeypatch, capsys, "status")
     assert status == 2
     assert "runs/b: stopped at step 30" in text
-    assert "cannot read runs/a/events.jsonl: it is no regular file" in text
+    assert "runs/a/events.jsonl is no file" in text
     for words in (("show", "runs/a"), ("account", "runs/a"), ("doctor", "runs/a"), ("cancel", "runs/a")):
         status, text = command(monkeypatch, capsys, *words)
         assert (status, text.count("\n")) == (2, 1), text
-        assert "it is no regular file" in text
+        assert "is no file" in text
 
 
 def test_only_rubbish(tmp_path, monkeypatch, capsys):
@@ -429,3 +431,88 @@ def test_an_unreadable_run_is_a_run_error(tmp_path):
     for look in (view, glance):
         with pytest.raises(RunError, match="it is no regular file"):
             look(run)
+
+
+# Other files of a run
+
+
+BEAT = {"rank": 0, "ranks": 2, "host": "elsewhere", "pid": 7, "began": 1.7e9, "time": 1.7e9, "step": 3, "steps": None, "stepped": None}
+BEAT |= {"longest_s": 0.1, "phase": "data", "since": 1.7e9, "patience_s": 60.0, "spent_s": {"data": 0.1}, "birth": 7}
+HEARTBEATS = {
+    "empty": b"",
+    "NUL bytes": b"\0" * 50,
+    "cut off": json.dumps(BEAT).encode()[:70],
+    "no UTF-8": b"\xff\xfe{",
+    "a list": b"[]",
+    "null": b"null",
+    "deep": b"[" * 100_000,
+    "a field is missing": json.dumps({key: value for key, value in BEAT.items() if key != "phase"}).encode(),
+    "a billion ranks": json.dumps(BEAT | {"ranks": 10**9}).encode(),
+    "rank beyond ranks": json.dumps(BEAT | {"rank": 2}).encode(),
+    "negative process": json.dumps(BEAT | {"pid": -5}).encode(),
+    "enormous process": json.dumps(BEAT | {"pid": 10**30}).encode(),
+    "time is text": json.dumps(BEAT | {"time": "now"}).encode(),
+    "time is infinite": json.dumps(BEAT | {"time": 1e999}).encode(),
+    "time is no number": json.dumps(BEAT | {"since": float("nan")}).encode(),
+    "spent is a list": json.dumps(BEAT | {"spent_s": [1]}).encode(),
+}
+
+
+@pytest.mark.parametrize("content", HEARTBEATS.values(), ids=HEARTBEATS)
+def test_a_damaged_heartbeat_is_skipped_and_named(content, tmp_path):
+    run = folder(tmp_path / "r", *SMALL)
+    run.ranks.mkdir()
+    run.alive(0).write_bytes(content)
+    run.alive(1).write_text(json.dumps(BEAT | {"rank": 1, "newer": {"a": [1]}}))
+    none, one = beats(run)
+    assert none is None
+    assert one is not None
+    assert (one.rank, one.step, one.phase) == (1, 3, "data")
+    assert unreadable(run) == [run.alive(0)]
+    run.said(1).write_bytes(content)
+    assert beat.read(run.said(1), beat.Answer) is None
+
+
+def test_doctor_names_damaged_heartbeats(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    run = folder(Path("r"), *SMALL)
+    run.ranks.mkdir()
+    run.alive(0).write_bytes(b"\0")
+    run.alive(1).mkdir()
+    status, text = command(monkeypatch, capsys, "doctor", "r")
+    assert status == 0
+    assert text.splitlines()[1:] == ["skipped damaged r/ranks/0.alive", "skipped damaged r/ranks/1.alive"], text
+
+
+@pytest.mark.parametrize("content", [b"", b"\xff\0", b"--help", b"12; touch x"], ids=["empty", "bytes", "option", "shell"])
+def test_status_shows_a_run_whose_job_is_damaged_and_those_after_it(content, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "runs").mkdir()
+    damaged = folder(tmp_path / "runs/a", *SMALL).path / "job"
+    folder(tmp_path / "runs/b", *SMALL)
+    damaged.write_bytes(content)
+    status, text = command(monkeypatch, capsys, "status")
+    first, second = text.splitlines()
+    assert first.startswith("runs/a: stopped at step 30")
+    assert str(damaged.relative_to(tmp_path)) in first
+    assert second.startswith("runs/b: stopped at step 30")
+    assert status == 0
+
+
+@pytest.mark.parametrize("content", [b"", b"\0\xff", b"[1]", b"{", b"[" * 100_000])
+def test_damaged_provenance_is_no_reason_to_stop(content, tmp_path):
+    run = folder(tmp_path / "r", *SMALL)
+    assert run.origin() == ({}, "")
+    run.provenance.write_bytes(content)
+    known, why = run.origin()
+    assert known == {}
+    assert why.startswith(f"skipped damaged {run.provenance}: ")
+
+
+def test_a_lock_that_is_none_is_named_and_hides_no_other_run(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "runs").mkdir()
+    (folder(tmp_path / "runs/a", STARTED, step(1)).path / "lock").mkdir()
+    folder(tmp_path / "runs/b", *SMALL)
+    status, text = command(monkeypatch, capsys, "status")
+    assert (status, "runs/b: stopped at step 30" in text, "runs/a/lock is no file" in text) == (2, True, True), text

@@ -20,6 +20,7 @@ from typing import IO, Any
 
 from paceline import spec as spec_file
 from paceline.errors import RunError
+from paceline.files import open_regular
 from paceline.spec import Launch, Spec
 
 STEP = re.compile("step_(0|[1-9][0-9]*)")
@@ -70,7 +71,10 @@ class RunFolder:
         path = self.path / "job"
         if not path.exists():
             return None
-        said = path.read_text(errors="replace").strip()
+        try:
+            said = path.read_text(errors="replace").strip()
+        except OSError as error:
+            raise RunError(f"cannot read {path}: {error.strerror}") from error
         if not JOB.fullmatch(said):  # it may be the run of somebody else, and Slurm would take it for an option
             raise RunError(f"{path} says {said[:40]!r}, which is no number of a job; delete it")
         return said
@@ -165,8 +169,10 @@ class RunFolder:
 
     def job_log(self) -> Path | None:
         """What the last job of this run wrote, if it has written yet."""
-        lines = self.job_script.read_text().splitlines() if self.job_script.exists() else []
-        said = next((shlex.split(line)[1] for line in lines if line.startswith("#SBATCH --output=")), "")
+        lines = self.job_script.read_text(errors="replace").splitlines() if self.job_script.is_file() else []
+        said = ""
+        with contextlib.suppress(ValueError):  # a quotation without its end: the script is damaged
+            said = next((shlex.split(line)[1] for line in lines if line.startswith("#SBATCH --output=")), "")
         name = re.sub("%([0-9]*)([a-zA-Z])", lambda found: self.job or "*" if found[2] == "j" else "*", Path(said).name)
         return max(self.path.glob(name), key=lambda path: path.stat().st_mtime, default=None) if name else None
 
@@ -178,11 +184,24 @@ class RunFolder:
             return False
         except BlockingIOError:
             return True
+        except OSError as error:
+            raise RunError(f"cannot read {self.path / 'lock'}: {error.strerror}") from error
         return False
+
+    def origin(self) -> tuple[dict[str, Any], str]:
+        """Where the run came from, as far as that is known, and why it is not, where its file is damaged."""
+        try:
+            with open_regular(self.provenance) as file:
+                found = json.loads(file.read(2**22))
+        except FileNotFoundError:
+            return {}, ""
+        except (OSError, ValueError, RecursionError) as error:
+            return {}, f"skipped damaged {self.provenance}: {error}"
+        return (found, "") if isinstance(found, dict) else ({}, f"skipped damaged {self.provenance}: it holds no object")
 
     def holder(self) -> str:
         """Who has locked it: process N on HOST."""
-        return (self.path / "lock").read_text().strip() or "another process"
+        return (self.path / "lock").read_text(errors="replace").strip() or "another process"
 
     def is_held_by(self, pid: int) -> bool:
         """Whether this process of ours has the lock open."""

@@ -68,7 +68,8 @@ def account(
         console.print()
         console.print(table)
     console.print()
-    for line in [*lines(found), *([str(skipped)] if skipped else []), *([said] if said else [])]:
+    damaged = [] if measured else [folder.origin()[1]]
+    for line in [*lines(found), *filter(None, [str(skipped), *damaged]), *([said] if said else [])]:
         console.print(line, soft_wrap=True, markup=False)
 
 
@@ -104,7 +105,6 @@ def _name(seen: "Measured") -> str:
 
 def _cluster(folder: RunFolder, seen: "Measured", said: str | None, update: bool) -> "Cluster":
     """Raises ClusterError for another device than the run had, or where there is no file to update."""
-    import json
     import re
 
     from paceline.cli.planned import cluster_of
@@ -117,8 +117,8 @@ def _cluster(folder: RunFolder, seen: "Measured", said: str | None, update: bool
         raise ClusterError(f"--update writes into a file, and there is no file {said}; write one with paceline bench")
     where = cluster_of(said)
     device = where.device
-    facts = json.loads(folder.provenance.read_text()) if folder.provenance.exists() else {}
-    ran_on = facts.get("processor", "cpu") if seen.started.device == "cpu" else seen.started.device
+    processor = folder.origin()[0].get("processor")
+    ran_on = (processor if isinstance(processor, str) else "cpu") if seen.started.device == "cpu" else seen.started.device
     flat = [re.sub(r"[^a-z0-9]", "", name.lower()) for name in (ran_on, device.name)]
     same_kind = (seen.started.device == "cpu") == (device.kind == "cpu")
     if not same_kind or (ran_on != "cpu" and flat[0] not in flat[1] and flat[1] not in flat[0]):

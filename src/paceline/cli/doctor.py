@@ -17,6 +17,7 @@ def doctor(
 ) -> None:
     """Say why a run does not go on. Exits with 1 where it is stuck. Ask from any machine that sees its folder."""
     from paceline.cli.asked import check_outputs, show
+    from paceline.doctor.ask import unreadable
     from paceline.doctor.examine import examine
     from paceline.report.doctor import details, sentences
     from paceline.run import open_run
@@ -24,12 +25,13 @@ def doctor(
     folder = open_run(run)
     check_outputs(json, None)
     found = examine(folder)
+    damaged = [f"skipped damaged {path}" for path in unreadable(folder)]
     if json is not None:
         _write(json, found)
     if found is None:
-        show(f"{run} is not running: {_last_words(folder)}")
+        show(f"{run} is not running: {_last_words(folder)}", *damaged)
         return
-    show(f"{run}: {sentences(found)}", *details(found))
+    show(f"{run}: {sentences(found)}", *details(found), *damaged)
     if found.verdict == "stuck":
         raise typer.Exit(1)
 

@@ -29,6 +29,7 @@ def status(
 
 
 def _line(run: RunFolder) -> str:
+    from paceline.errors import Error
     from paceline.launch import slurm
     from paceline.report.state import of_job, of_run
     from paceline.run_view import glance
@@ -36,7 +37,11 @@ def _line(run: RunFolder) -> str:
     found = glance(run)
     summary = found.summary
     skipped = f"; {found.skipped}" if found.skipped else ""
-    job = slurm.status(run.job) if run.job is not None else None
+    job = None
+    try:
+        job = slurm.status(run.job) if run.job is not None else None
+    except Error as error:  # its file is damaged, or Slurm cannot be asked: what the run's own files say is shown all the same
+        skipped += f"; {error}"
     loss = f", loss {summary.last_loss:.4f}" if summary.last_loss is not None else ""
     if job is None:
         return of_run(run, summary) + loss + skipped

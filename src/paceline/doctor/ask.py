@@ -15,6 +15,7 @@ import psutil
 from paceline.doctor import beat
 from paceline.doctor.beat import Answer, Beat, Collective, Frame
 from paceline.doctor.pulse import EVERY_S, SIGNAL
+from paceline.errors import RunError
 from paceline.files import write_whole
 from paceline.run import RunFolder
 
@@ -49,18 +50,34 @@ def beats(run: RunFolder) -> list[Beat | None]:
     """That of each rank of the last start, by our clock; None for one that has not written any yet."""
     found: list[Beat] = []
     ahead_s = beat.ahead_s(run.ranks)
-    for path in run.ranks.glob("*.alive") if run.ranks.is_dir() else ():
-        for _ in range(3):
-            if (one := beat.read(path, Beat)) is not None:
-                found.append(beat.moved(one, ahead_s))
-                break
-            time.sleep(0.01)
+    for path in _files(run):
+        if (one := _read(path)) is not None:
+            found.append(beat.moved(one, ahead_s))
     if not found:
         return []
     newest = max(found, key=lambda one: one.began)
     late_s = {one.rank: 0.0 if one.host == newest.host else beat.CLOCK_S for one in found}  # clocks of other machines may differ so much
     of_this_start = {one.rank: one for one in found if one.time >= newest.began - late_s[one.rank]}
     return [of_this_start.get(rank) for rank in range(newest.ranks)]
+
+
+def _files(run: RunFolder) -> list[Path]:
+    return sorted(run.ranks.glob("*.alive")) if run.ranks.is_dir() else []
+
+
+def _read(path: Path) -> Beat | None:
+    """Also one that is being written now."""
+    for _ in range(3):
+        one: Beat | None = beat.read(path, Beat)
+        if one is not None:
+            return one
+        time.sleep(0.01)
+    return None
+
+
+def unreadable(run: RunFolder) -> list[Path]:
+    """Return the files in which ranks say what they are at, as far as these are damaged."""
+    return [path for path in _files(run) if _read(path) is None]
 
 
 def state(one: Beat | None) -> str:
@@ -82,9 +99,10 @@ def ask(run: RunFolder) -> list[Seen]:
     found = beats(run)
     states = list(map(state, found))
     asked = uuid.uuid4().hex
-    with contextlib.suppress(OSError):
-        write_whole(run.asked, asked)  # it may be the folder of somebody else, where a link could lie
     waiting = {rank for rank, its in enumerate(states) if its == "runs"}
+    if waiting:
+        with contextlib.suppress(RunError):  # it may be the folder of somebody else, where we cannot write, or a link could lie
+            write_whole(run.asked, asked)
     answers: dict[int, Answer] = {}
     began = time.monotonic()
     while waiting:

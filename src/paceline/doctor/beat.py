@@ -8,10 +8,12 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import psutil
+from pydantic import TypeAdapter
 
+from paceline.events import LATEST
 from paceline.files import open_regular
 
 START, DATA, FORWARD, BACKWARD, UPDATE, REPORT, EVALUATE, SAVE, ENDED = (
@@ -26,6 +28,8 @@ START, DATA, FORWARD, BACKWARD, UPDATE, REPORT, EVALUATE, SAVE, ENDED = (
     "ended",
 )
 CLOCK_S = 2.0  # that a file may be late
+LONGEST = 2**22  # bytes of a file
+MOST_RANKS = 2**20
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,7 +87,7 @@ class Answer:
     collectives: Sequence[Collective]
 
 
-T = TypeVar("T")
+_ADAPTERS: dict[type, TypeAdapter[Any]] = {Beat: TypeAdapter(Beat), Answer: TypeAdapter(Answer)}
 
 
 def birth(pid: int) -> float | None:
@@ -112,17 +116,21 @@ def write(path: Path, value: Beat | Answer) -> None:
 
 
 def read(path: Path, build: "type[Beat] | type[Answer]") -> Any:
-    """None where it is not there, or was caught while it is being written."""
+    """None where it is not there, is damaged, or was caught while it is being written. Unknown fields are left out."""
     try:
         with open_regular(path) as file:
-            fields, written = json.loads(file.read()), os.fstat(file.fileno()).st_mtime
+            found, written = _ADAPTERS[build].validate_json(file.read(LONGEST)), os.fstat(file.fileno()).st_mtime
     except (OSError, ValueError):
         return None
-    if build is Answer:
-        fields["stack"] = [Frame(**frame) for frame in fields["stack"]]
-        fields["collectives"] = [Collective(**one) for one in fields["collectives"]]
-        return Answer(**fields)
-    return _by_clock_of_files(Beat(**fields), written)
+    if isinstance(found, Answer):
+        return found
+    return _by_clock_of_files(found, written) if _is_possible(found) else None
+
+
+def _is_possible(one: Beat) -> bool:
+    """Whether a rank could have written it: what follows would take long, or fail, with ranks and processes that cannot be."""
+    times = (one.began, one.time, one.stepped or 0.0, one.longest_s, one.since, one.patience_s or 0.0, *one.spent_s.values())
+    return 0 <= one.rank < one.ranks <= MOST_RANKS and 0 < one.pid < 2**31 and all(abs(seconds) < LATEST for seconds in times)
 
 
 def _by_clock_of_files(one: Beat, written: float) -> Beat:

@@ -123,7 +123,7 @@ class Pulse:
 
     def _answer(self, run: RunFolder) -> None:
         try:
-            asked = run.asked.read_text()
+            asked = run.asked.read_text(errors="replace")
         except FileNotFoundError:
             return
         if asked and asked != self._asked:
