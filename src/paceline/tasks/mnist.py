@@ -2,6 +2,7 @@
 
 import gzip
 import struct
+import zlib
 from pathlib import Path
 
 import numpy as np
@@ -18,9 +19,14 @@ SPLITS = {"train": "train", "validation": "t10k"}
 
 def read_idx(path: Path) -> Tensor:
     """A tensor of bytes from an IDX file: two zero bytes, the type, the number of dims, the dims, the data (big-endian)."""
-    content = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
+    try:
+        content = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
+    except (OSError, EOFError, zlib.error) as error:
+        raise DataError(f"cannot read {path}: {error}; fetch it again") from error
     if content[:3] != b"\x00\x00\x08":
         raise DataError(f"{path} is no IDX file of bytes: it begins with {content[:3].hex() or 'nothing'}, not with 000008")
+    if len(content) < (header := 4 + 4 * content[3] if len(content) > 3 else 4):
+        raise DataError(f"{path} has {len(content)} bytes, and its header alone needs {header}; fetch it again")
     shape = struct.unpack_from(f">{content[3]}I", content, 4)
     data = np.frombuffer(content, dtype=np.uint8, offset=4 + 4 * len(shape))
     if data.size != np.prod(shape):
