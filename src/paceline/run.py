@@ -26,6 +26,7 @@ from paceline.spec import Launch, Spec
 STEP = re.compile("step_(0|[1-9][0-9]*)")
 JOB = re.compile("[0-9]+(_[0-9]+)?")
 NAME_BYTES = 200  # of a run's folder; what is made of its name must be no longer than file systems take
+RUNS = Path("runs")  # where runs go that no --run-dir names
 
 
 @dataclass(frozen=True)
@@ -165,7 +166,11 @@ class RunFolder:
             self.next_spec.replace(self.spec)
 
     def delete(self) -> None:
+        """Delete the run, and the folder of runs that nobody named if it was the last one there."""
         shutil.rmtree(self.path)
+        if self.path.parent == RUNS:
+            with contextlib.suppress(OSError):  # there are other runs
+                RUNS.rmdir()
 
     def job_log(self) -> Path | None:
         """What the last job of this run wrote, if it has written yet."""
@@ -240,7 +245,7 @@ def default_path(path: str | None, task: str) -> Path:
             raise _exists(found)
         return found
     name = re.sub(r"\W+", "-", task.rpartition(":")[2]).strip("-").lower()
-    stem = f"runs/{name}-{time.strftime('%Y%m%d-%H%M%S')}"
+    stem = f"{RUNS}/{name}-{time.strftime('%Y%m%d-%H%M%S')}"
     names = (Path(stem + (f"-{k}" if k > 1 else "")) for k in itertools.count(1))
     return next(found for found in names if not found.exists() and not _claim(found).exists())
 
