@@ -8,6 +8,7 @@ import typer
 
 from paceline.cli.bench import Compare, Json, Option, Plot, check, hold_together, keep
 from paceline.cli.request import Target
+from paceline.errors import BenchError
 
 if TYPE_CHECKING:
     import torch
@@ -41,6 +42,8 @@ def compute(
         hold_together("compute", compare)
         return
     check(json, plot)
+    if task is None and (set or batch is not None or precision is not None):
+        raise BenchError("--set, --batch and --precision apply to the step of a task; add --task, e.g. --task digits")
     from paceline.cli.start import read
     from paceline.task import load_task
 
@@ -104,7 +107,6 @@ def storage(
         return
     from paceline.bench import kinds
     from paceline.bench.storage import check as usable
-    from paceline.errors import BenchError
     from paceline.report.storage import draw, show
 
     if not directories:

@@ -68,7 +68,7 @@ def request(
     device: Annotated[str | None, Option(help="cpu or cuda. Default: CUDA where there is some.")] = None,
     restarts: Annotated[int | None, Option(help="Start all ranks again so often after one died.")] = None,
     timeout: Annotated[float | None, Option(help="Seconds that a rank waits for another before all end. Default: 60.")] = None,
-    run: Annotated[str | None, Option("--run-dir", help="New folder for the run [default: runs/TASK-TIME].")] = None,
+    run: Annotated[str | None, Option("--run-dir", help="New folder for the run. Default: runs/TASK-TIME.")] = None,
 ) -> Request:
     least, most = node_range(nodes)
     flags: dict[str, Any] = {
