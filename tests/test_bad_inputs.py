@@ -1,0 +1,76 @@
+"""Every bad input of bad_inputs.py: the exit status, one sentence with what it must contain, no traceback, and nothing left behind."""
+
+import random
+import shlex
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from bad_inputs import CASES, DAMAGED, FILES, FOLDER
+from command import PACELINE, Result, paceline, succeed
+
+USAGE_ERROR = "─ Error ─"  # of the command line itself, in a box
+
+
+@pytest.fixture(scope="module")
+def here(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("bad")
+    for name, content in FILES.items():
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_bytes(content)
+    words = "train bad.py:Small --steps 4 --batch 8 --save-every 2 --run-dir run --device cpu --account"
+    succeed(*words.split(), at=folder)
+    for name, changes in DAMAGED.items():
+        shutil.copytree(folder / "run", folder / name)
+        for pattern, content in changes.items():
+            for path in [*(folder / name).glob(pattern)] or [folder / name / pattern]:
+                replace(path, content)
+    return folder
+
+
+def replace(path: Path, content: bytes | object | None) -> None:
+    if path.is_dir():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
+    if content is FOLDER:
+        path.mkdir()
+    elif isinstance(content, bytes):
+        path.write_bytes(content)
+
+
+def tree(folder: Path) -> set[Path]:
+    return {path for path in folder.rglob("*") if "__pycache__" not in path.parts}
+
+
+def mistakes(case: tuple[str, str] | tuple[str, str, int], here: Path, run: Callable[..., Result]) -> list[str]:
+    """What is wrong with the answer to one bad input; [] for nothing."""
+    words, parts, status = case if len(case) == 3 else (*case, 2)
+    before = tree(here)
+    result = run(*shlex.split(words), at=here, timeout_s=120)
+    said = result.out + result.err
+    sentence = result.err.startswith("paceline: ") and result.err.count("\n") == 1
+    found = [f"exit status {result.status}, not {status}"] if result.status != status else []
+    found += [f"no {part!r}" for part in parts.split("|") if part not in said]
+    found += ["a traceback"] if "Traceback (most recent call last)" in said else []
+    found += ["not one sentence"] if status and not (sentence or USAGE_ERROR in said or not result.err) else []
+    found += [f"left behind: {path.relative_to(here)}" for path in sorted(tree(here) - before)]
+    return [*found, result.all] if found else []
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case[0][:80].encode("unicode_escape").decode())
+def test_a_bad_input(case, here):
+    assert not (found := mistakes(case, here, paceline)), "\n".join(found)
+
+
+@pytest.mark.slow
+def test_some_in_processes_of_their_own(here):
+    """Which import everything themselves, as a person's do."""
+
+    def cold(*words: str, at: Path, timeout_s: float) -> Result:
+        return paceline(*words, at=at, timeout_s=timeout_s, program=PACELINE)
+
+    for case in random.sample(CASES, 30):
+        assert not (found := mistakes(case, here, cold)), f"{case[0][:200]}\n" + "\n".join(found)
