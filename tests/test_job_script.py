@@ -115,6 +115,21 @@ def test_a_site_file_that_is_not_there(tmp_path):
         read_site(tmp_path / "nowhere.toml")
 
 
+@pytest.mark.parametrize(("there", "flag"), [((), "--nv"), (("nvidiactl",), "--nv"), (("kfd",), "--rocm"), (("kfd", "nvidiactl"), "--nv")])
+def test_a_container_gets_the_gpus_of_its_node(there: tuple[str, ...], flag: str, tmp_path: Path) -> None:
+    for name in there:
+        (tmp_path / name).touch()
+    script = render(*SCRIPTS["container.sh"]).replace("/dev/", f"{tmp_path}/")
+    begin = script.index("in_container() {")
+    function = script[begin : script.index("\n}\n", begin) + 3]
+    stub = tmp_path / "apptainer"
+    stub.write_text("#!/bin/sh\necho $*\n")
+    stub.chmod(0o755)
+    program = f"PATH={tmp_path}:$PATH\n{function}in_container echo hello"
+    said = subprocess.run(["bash", "-c", program], capture_output=True, text=True, check=True).stdout
+    assert said.startswith(f"exec -e {flag} --bind ")
+
+
 if __name__ == "__main__":
     GOLDEN.mkdir(exist_ok=True)
     for name, asked in SCRIPTS.items():

@@ -49,6 +49,7 @@ def wanted(task: Path, steps: int = STEPS, save: Save | None = None, **fields) -
         steps=steps,
         batch=24,
         seed=5,
+        threads=1,  # by what is free there would be others, and a note
         optimizer=Optimizer(lr=1e-2, weight_decay=0.1, betas=(0.8, 0.95), clip=2.0),
         schedule=Schedule(name="cosine", warmup=48, floor=0.1),
         save=save or Save(minutes=NEVER),

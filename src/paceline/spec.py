@@ -149,7 +149,12 @@ class Spec(Value):
     evaluate_every: int | None = Field(
         default=None, ge=1, le=MOST, description="steps between evaluations [default: each epoch and the end]"
     )
-    threads: int | None = Field(default=None, ge=1, le=1024, description="of torch on each rank [default: cores ÷ ranks of the machine]")
+    threads: int | None = Field(
+        default=None,
+        ge=1,
+        le=1024,
+        description="of torch on each rank [default: cores ÷ ranks of the machine, fewer where other processes keep cores busy]",
+    )
     account: bool | None = Field(
         default=None, description="profile steps for paceline account [default: as many as cost less than 1 % of the time]"
     )

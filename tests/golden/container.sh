@@ -22,10 +22,11 @@ export DATA='a b'
 
 # The container begins without variables, so it is told those that say who a rank is.
 in_container() {
-    for name in ${!SLURM_*} CUDA_VISIBLE_DEVICES DATA; do
+    for name in ${!SLURM_*} CUDA_VISIBLE_DEVICES HIP_VISIBLE_DEVICES ROCR_VISIBLE_DEVICES DATA; do
         [ -z "${!name+said}" ] || export "APPTAINERENV_$name=${!name}"
     done
-    exec apptainer exec -e --nv --bind '/home/me/my work' --bind "/local/$USER" '/images/torch 2.sif' "$@"
+    [ -e /dev/kfd ] && [ ! -e /dev/nvidiactl ] && gpu=--rocm || gpu=--nv
+    exec apptainer exec -e "$gpu" --bind '/home/me/my work' --bind "/local/$USER" '/images/torch 2.sif' "$@"
 }
 export -f in_container
 export run

@@ -1,6 +1,8 @@
 """What this process may use of the machine: cores and memory, as its affinity and its control group have them."""
 
+import contextlib
 import os
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -9,9 +11,41 @@ CGROUPS = Path("/sys/fs/cgroup")
 
 def usable_cores() -> int:
     """Cores that this process may use: its affinity, and the quota of its control group."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    cores = len(_own_cores())
     quotas = [cpu_quota(group) for group in groups(_own_groups(), CGROUPS)]
     return min([cores, *(max(1, int(quota)) for quota in quotas if quota is not None)])
+
+
+def free_cores(busy: float) -> float:
+    """Of the cores that this process may use those that are left where so many are busy."""
+    return min(float(usable_cores()), max(0.0, len(_own_cores()) - busy))
+
+
+def busy_cores(seconds: float) -> float | None:
+    """Return how many of the cores of its affinity are busy, counted for so many seconds; None where the system does not tell."""
+    before = _ticks()
+    time.sleep(seconds)
+    after = _ticks()
+    own = [
+        (after[core][0] - before[core][0], after[core][1] - before[core][1]) for core in _own_cores() if core in before and core in after
+    ]
+    return sum(busy / (busy + idle) for busy, idle in own if busy + idle > 0) if own else None
+
+
+def _own_cores() -> set[int]:
+    return os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set(range(os.cpu_count() or 1))
+
+
+def _ticks() -> dict[int, tuple[int, int]]:
+    """Of each core those that it was busy and idle since the start of the machine."""
+    found = {}
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/stat").read_text().splitlines():
+            name, *words = line.split()
+            if name.startswith("cpu") and name != "cpu":
+                user, nice, system, idle, waiting, *others = map(int, words[:8])  # what guests take is in user too
+                found[int(name[3:])] = (user + nice + system + sum(others), idle + waiting)
+    return found
 
 
 def memory_limit() -> int | None:

@@ -3,6 +3,7 @@
 from pathlib import Path
 
 from paceline import spec as specs
+from paceline.cluster.limits import usable_cores
 from paceline.drill.faults import save_every
 from paceline.drill.training import LEDGER, PACE
 from paceline.plan.plan import Plan
@@ -31,5 +32,6 @@ def write(folder: Path, spec: Spec, launch: Launch, plan: Plan, timeout_s: float
     samples, micro = spec.batch // (plan.dp or 1), plan.micro or 1
     (folder / TASK).write_text(SOURCE.format(name=name, task=spec.task, ledger=ledger, pace=pace, samples=samples, micro=micro))
     save = spec.save.model_copy(update={"every": save_every(spec.steps), "minutes": float("inf")})
-    own = {"task": f"{folder / TASK}:{name}", "account": False, "save": save, "timeout_s": timeout_s or spec.timeout_s}
+    threads = spec.threads or max(1, usable_cores() // (launch.ranks or 1))  # the same in all trainings, which are compared by the bit
+    own = {"threads": threads, "task": f"{folder / TASK}:{name}", "account": False, "save": save, "timeout_s": timeout_s or spec.timeout_s}
     specs.save(folder / REQUEST, spec.model_copy(update=own), launch)

@@ -128,18 +128,22 @@ def _train(job: Job, site: Site) -> str:
     return "\n\n".join(part for part in (container, f"{_BEGIN}\n{srun} {rank} &\n{_END}") if part)
 
 
+DEVICES = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")  # that Slurm gives a job, by maker
+
+
 def _container(job: Job, site: Site) -> str:
     if site.container is None:
         return ""
     binds = [f"--bind {_word(job.folder)}", *([f"--bind {_expanded(site.scratch)}"] if site.scratch is not None else [])]
-    names = ["${!SLURM_*}", "CUDA_VISIBLE_DEVICES", *sorted(_variables(site))]
+    names = ["${!SLURM_*}", *DEVICES, *sorted(_variables(site))]
     return f"""
 # The container begins without variables, so it is told those that say who a rank is.
 in_container() {{
     for name in {" ".join(names)}; do
         [ -z "${{!name+said}}" ] || export "APPTAINERENV_$name=${{!name}}"
     done
-    exec apptainer exec -e --nv {" ".join(binds)} {_word(site.container)} "$@"
+    [ -e /dev/kfd ] && [ ! -e /dev/nvidiactl ] && gpu=--rocm || gpu=--nv
+    exec apptainer exec -e "$gpu" {" ".join(binds)} {_word(site.container)} "$@"
 }}
 export -f in_container
 export run""".strip("\n")

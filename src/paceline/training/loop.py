@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Literal
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -24,6 +25,7 @@ from paceline.launch.world import World
 from paceline.launch.world import world as world_of
 from paceline.plan.plan import Plan, share
 from paceline.run import RunFolder
+from paceline.run_view import glance
 from paceline.spec import Spec, nearest
 from paceline.task import Task
 from paceline.training import checkpoint, meshes
@@ -34,7 +36,16 @@ from paceline.training.figures import Figures, Local, Pending, Wishes, tell
 from paceline.training.optim import check_schedule, factor
 from paceline.training.parallelize import release
 from paceline.training.prepare import Data, Laid, check_enough, lay_out, open_data, resume
-from paceline.training.process import SAVING_S, at_start, choose_device, limit_waits, process_group, threads_per_rank, workers_per_rank
+from paceline.training.process import (
+    SAVING_S,
+    at_start,
+    choose_device,
+    free_threads,
+    limit_waits,
+    process_group,
+    threads_per_rank,
+    workers_per_rank,
+)
 from paceline.training.roll_call import roll_call
 from paceline.training.settle import settle
 from paceline.training.step import Step as Update
@@ -77,6 +88,7 @@ def train(
         here = choose_device(world, device)
         held.enter_context(_settings(spec, world))
         held.enter_context(process_group(world, here, spec.timeout_s, run.path if run is not None else Path("runs")))
+        notes = (*notes, *_set_threads(spec, world, run, here), *_without_effect(spec, here))
         if isinstance(plan, str):
             from paceline.training.choose import agreed
 
@@ -105,6 +117,37 @@ def train(
         finally:
             release(laid.update.model)
             meshes.let_go()
+
+
+def _set_threads(spec: Spec, world: World, run: RunFolder | None, device: torch.device) -> Sequence[str]:
+    """Set the threads of torch by what is free, and return what the user should know of it. A collective.
+
+    A run that goes on keeps the threads that it had: other threads round sums otherwise."""
+    if spec.threads is not None or device.type != "cpu" or run is None:
+        return ()
+    share = threads_per_rank(world.local_size, None)
+    free, busy = free_threads(world)
+    started = glance(run).summary.started if world.rank == 0 and run.events.exists() else None
+    before = torch.tensor([started.threads if started is not None and started.ranks == world.size else 0])
+    if world.size > 1:
+        dist.broadcast(before, 0)
+    had = int(before)
+    threads = had if 0 < had <= share else free
+    torch.set_num_threads(threads)
+    found = [busy] if busy is not None else []
+    if had and threads != had:
+        found.append(f"threads={threads} on each rank, and {had} before: they round sums otherwise")
+    elif threads < share:
+        found.append(
+            f"threads={threads} on each rank {'as before' if had else f'in place of {share}'}; --set spec.threads={share} sets them"
+        )
+    return found
+
+
+def _without_effect(spec: Spec, device: torch.device) -> Sequence[str]:
+    """What was asked for and changes nothing here."""
+    wanted = {"tf32": spec.tf32 and "it is of CUDA devices, and this training runs on the CPU"} if device.type == "cpu" else {}
+    return [f"{name} has no effect: {why}" for name, why in wanted.items() if why]
 
 
 @contextlib.contextmanager

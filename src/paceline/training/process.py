@@ -3,6 +3,7 @@
 import contextlib
 import ctypes
 import itertools
+import math
 import os
 import platform
 import secrets
@@ -14,7 +15,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from paceline.cluster.limits import usable_cores
+from paceline.cluster.limits import busy_cores, free_cores, usable_cores
 from paceline.errors import LaunchError
 from paceline.files import read_own, write_secret
 from paceline.launch.interface import check_interfaces, choose_interface, stay_here, where_to_listen
@@ -44,6 +45,22 @@ def threads_per_rank(local_size: int, wish: int | None) -> int:
     return wish or max(1, usable_cores() // local_size)
 
 
+def free_threads(world: World) -> tuple[int, str | None]:
+    """Return how many threads of torch each rank should have by what other processes leave free, the same on all ranks, and a sentence
+    where they leave less than the share of this training. A collective, in which all ranks stand still for a moment."""
+    share = threads_per_rank(world.local_size, None)
+    if world.size > 1:
+        dist.barrier()  # so that what the ranks themselves do does not count
+    busy = busy_cores(LOOK_S) or 0.0
+    free = free_cores(busy) / world.local_size
+    here = torch.tensor([-max(1, min(share, math.floor(free + 0.5))), share > free + 0.5, busy], dtype=torch.float64)
+    if world.size > 1:
+        dist.all_reduce(here, dist.ReduceOp.MAX)
+    threads, is_short, most = -int(here[0]), bool(here[1]), here[2].item()
+    on = "this machine" if world.local_size == world.size else "a node"
+    return threads, f"{on} is oversubscribed: other processes keep {most:.1f} of {usable_cores()} cores busy" if is_short else None
+
+
 def keep_memory() -> None:
     """Let glibc's malloc keep what is freed. Each step asks for the same again, and the kernel would have to clear it page by page."""
     with contextlib.suppress(OSError, AttributeError):  # another libc
@@ -62,6 +79,7 @@ def workers_per_rank(local_size: int, device: torch.device, wish: int | None) ->
     return min(4, max(0, usable_cores() // local_size - 1)) if device.type == "cuda" else 0
 
 
+LOOK_S = 0.25  # at the processors, for what other processes take of them
 REMEMBERED = 64  # collectives in torch's flight recorder, for the doctor
 STARTING_S = 600.0  # that ranks wait for one another at least, until all have done once what they will do again
 SAVING_S = 1800.0  # the same, for the slowest of them to write its part of a checkpoint
