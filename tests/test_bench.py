@@ -71,7 +71,7 @@ def test_a_file_that_cannot_be_read_or_written(tmp_path):
         check_path(tmp_path / "none" / "one.json")
     with pytest.raises(BenchError, match="it is a folder"):
         check_path(tmp_path)
-    with pytest.raises(BenchError, match="No such file"):
+    with pytest.raises(BenchError, match="there is no folder"):
         write(result(1e-3), tmp_path / "none" / "one.json")
 
 

@@ -143,7 +143,7 @@ def test_a_directory_that_is_read_only(tmp_path):
         (["none"], "there is no directory {at}/none; name one that exists"),
         ([".", "file"], "{at}/file is a file; name the directory to measure"),
         ([], "which directories? As in: paceline bench storage . /dev/shm"),
-        ([".", "--json", "none/a.json"], "there is no folder none for a.json; make it first"),
+        ([".", "--json", "none/a.json"], "cannot write none/a.json: there is no folder none for a.json; make it first"),
     ],
 )
 def test_bad_input_is_one_sentence(words, said, tmp_path):

@@ -541,7 +541,7 @@ def test_the_command(tmp_path):
     ("words", "sentence"),
     [
         (("nowhere",), "there is no directory nowhere"),
-        (("--json", "nowhere/x.json"), "cannot write nowhere/x.json: there is no folder nowhere"),
+        (("--json", "nowhere/x.json"), "cannot write nowhere/x.json: there is no folder nowhere for x.json; make it first"),
     ],
 )
 def test_bad_input(words, sentence, tmp_path):

@@ -38,9 +38,15 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import create_handl
 
 import paceline as paceline_package
 from command import paceline, slow_down, start, succeed, write_task
-from paceline.errors import CheckpointError, LaunchError, RunError, SpecError
+from paceline.cli.request import node_range
+from paceline.doctor import beat
+from paceline.doctor.ask import _signalled
+from paceline.doctor.beat import Beat
+from paceline.doctor.pulse import SIGNAL
+from paceline.errors import CheckpointError, Error, LaunchError, RunError, SpecError
 from paceline.files import replaced, write_whole
 from paceline.launch import interface
+from paceline.launch.hosts import expand_hosts
 from paceline.launch.interface import stay_here
 from paceline.launch.meeting import SealedBackend, run_id
 from paceline.launch.pool import Ranks as Pool
@@ -48,7 +54,9 @@ from paceline.launch.script import Job, render
 from paceline.launch.site import Site
 from paceline.launch.store import open_store
 from paceline.launch.world import World
-from paceline.run import RunFolder
+from paceline.plan.counts import parse_counts
+from paceline.plan.plan import parse
+from paceline.run import RunFolder, open_run
 from paceline.spec import build
 from paceline.training.checkpoint import load_whole, read_index
 from paceline.training.process import meet
@@ -333,16 +341,23 @@ def test_pools_listen_on_loopback_alone():
         assert ports(me)
 
 
-def test_no_other_module_opens_a_store():
-    """torch's class, called with `is_master`, listens on all interfaces."""
+def test_the_source_opens_stores_and_creates_files_in_the_safe_way():
+    """torch's class, called with `is_master`, listens on all interfaces; `os.open` makes files executable, unless it is told their mode."""
     for path in Path(paceline_package.__file__).parent.rglob("*.py"):
-        if path.name == "store.py" and path.parent.name == "launch":
-            continue
         for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.Call) and ast.unparse(node.func).endswith("TCPStore"):
+            where = f"{path}, line {getattr(node, 'lineno', 0)}"
+            if isinstance(node, ast.Constant):
+                assert not (isinstance(node.value, str) and "env://" in node.value), f"{where}: torch would open a store"
+            if not isinstance(node, ast.Call):
+                continue
+            called = ast.unparse(node.func)
+            if called.endswith("TCPStore") and path.match("launch/store.py"):
+                assert "master_listen_fd" in ast.unparse(node)
+            elif called.endswith("TCPStore"):
                 said = [*node.args[3:4], *(keyword.value for keyword in node.keywords if keyword.arg == "is_master")]
-                assert [ast.unparse(one) for one in said] == ["False"], f"{path}, line {node.lineno}: use open_store"
-            assert "env://" not in (ast.unparse(node) if isinstance(node, ast.Constant) else ""), f"{path}: torch would open a store"
+                assert [ast.unparse(one) for one in said] == ["False"], f"{where}: use open_store"
+            if called == "os.open" and "O_CREAT" in ast.unparse(node):
+                assert len(node.args) == 3, f"{where}: say the mode, 0o666 for the user's umask"
 
 
 def test_ranks_of_one_machine_stay_there(monkeypatch):
@@ -355,12 +370,14 @@ def test_ranks_of_one_machine_stay_there(monkeypatch):
 
 
 @pytest.mark.parametrize("plan", ["ddp", pytest.param("parameter-server", marks=pytest.mark.slow)])
-def test_a_local_training_listens_on_loopback_and_unpickles_nothing_of_its_store(tmp_path, plan):
+def test_a_local_training_while_it_is_attacked(tmp_path, plan):
+    """It listens on loopback, unpickles nothing of its store, and creates files with the umask of the user."""
     write_task(tmp_path)
-    slow = slow_down(tmp_path / "slow", 0.1)
+    slow, run = slow_down(tmp_path / "slow", 0.1), tmp_path / "r"
     words = ("train", "my.py:Regression", "--ranks", "2", "--plan", plan, "--steps", "6", "--batch", "8", "--run-dir", "r")
-    with start(*words, at=tmp_path, SLOW=str(slow)) as running:
-        running.until_step(tmp_path / "r", 1)
+    shell = ("bash", "-c", f'umask 027; exec {sys.executable} -m paceline "$@"', "bash")
+    with start(*words, at=tmp_path, program=shell, SLOW=str(slow)) as running:
+        running.until_step(run, 1)
         launcher = running.process.pid
         found = listening(process.pid for process in running.left())
         assert found[launcher]
@@ -371,6 +388,9 @@ def test_a_local_training_listens_on_loopback_and_unpickles_nothing_of_its_store
         slow_down(slow, 0.0)
         assert running.wait().status == 0
     assert not (tmp_path / "PWNED").exists()
+    modes = {path: stat.S_IMODE(path.lstat().st_mode) for path in run.rglob("*")}
+    assert {path.name: oct(mode) for path, mode in modes.items() if path.is_file() and mode != 0o640} == {}
+    assert {path.name: oct(mode) for path, mode in modes.items() if path.is_dir() and mode != 0o750} == {}
 
 
 def attack_store(port: int, run: str, marker: Path) -> None:
@@ -522,24 +542,6 @@ def test_no_command_replaces_anything_but_a_regular_file(trained, targets, tmp_p
     assert as_they_were(targets)
 
 
-def test_files_are_created_with_the_umask_of_the_user(tmp_path):
-    write_task(tmp_path)
-    words = ["train", "my.py:Regression", "--ranks", "2", "--steps", "2", "--batch", "8", "--run-dir", "r"]
-    shell = ("bash", "-c", f'umask 027; exec {sys.executable} -m paceline "$@"', "bash")
-    assert paceline(*words, at=tmp_path, program=shell).status == 0
-    modes = {path: stat.S_IMODE(path.lstat().st_mode) for path in (tmp_path / "r").rglob("*")}
-    assert {path.name: oct(mode) for path, mode in modes.items() if path.is_file() and mode != 0o640} == {}
-    assert {path.name: oct(mode) for path, mode in modes.items() if path.is_dir() and mode != 0o750} == {}
-
-
-def test_whoever_creates_a_file_says_its_mode():
-    """`os.open` makes it executable otherwise."""
-    for path in Path(paceline_package.__file__).parent.rglob("*.py"):
-        for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.Call) and ast.unparse(node.func) == "os.open" and "O_CREAT" in ast.unparse(node):
-                assert len(node.args) == 3, f"{path}, line {node.lineno}: say the mode, 0o666 for the user's umask"
-
-
 # Names that reach job scripts, terminals and Slurm
 
 CONTROL = ("d/x\ntouch PWNED\n#", "a\rb", "a\x1b[2Jb", "a\x00b", "a\u2028b", "a\udcffb")
@@ -665,26 +667,36 @@ def test_only_folders_with_plain_numbers_are_checkpoints(run):
     assert "of r/ckpt/step_4" in result.out
 
 
-@pytest.mark.parametrize("name", ["ckpt", "ranks", "events.jsonl", "lock", "job", "log.txt", "provenance.json"])
-def test_what_a_run_holds_is_of_its_kind(run, name):
+def test_what_a_run_holds_is_of_its_kind(run):
     """A pipe would keep every reader for ever; a file where checkpoints should be costs the training at its end."""
-    path = run / name
-    shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
-    path.touch() if name in ("ckpt", "ranks") else os.mkfifo(path)
-    for words in ("show r", "status r", "export r w.safetensors", "doctor r", "cancel r", "resume r --steps 8"):
+    for name in ("ckpt", "ranks", "tensorboard", "events.jsonl", "lock", "job", "job.sh", "log.txt", "provenance.json"):
+        path, kind = run / name, "folder" if name in ("ckpt", "ranks", "tensorboard") else "file"
+        was = path.rename(run / "was") if path.exists() else None
+        path.touch() if kind == "folder" else os.mkfifo(path)
+        with pytest.raises(RunError, match=rf"r/{name} is no {kind}, as it is in a run; move it away"):
+            open_run(run)
+        path.unlink()
+        if was is not None:
+            was.rename(path)
+    shutil.rmtree(run / "ckpt")
+    (run / "ckpt").touch()
+    for words in ("show r", "status r", "export r w.safetensors", "doctor r", "cancel r", "logs r", "resume r --steps 8"):
         refused = paceline(*words.split(), at=run.parent, timeout_s=60.0)
-        assert refused.status == 2, refused.all
-        assert f"r/{name} is no {'folder' if name in ('ckpt', 'ranks') else 'file'}, as it is in a run; move it away" in refused.err
-        assert "Traceback" not in refused.err
+        assert (refused.status, refused.err) == (2, "paceline: r/ckpt is no folder, as it is in a run; move it away\n"), words
 
 
-@pytest.mark.parametrize("job", ["--user=me", "-u me", "1 2", "1;ls", "all", "٣", ""])
-def test_slurm_gets_only_numbers_of_jobs(run, job):
-    (run / "job").write_text(job)
+def test_slurm_gets_only_numbers_of_jobs(run):
+    for job in ("--user=me", "-u me", "1 2", "1;ls", "all", "٣", ""):
+        (run / "job").write_text(job)
+        with pytest.raises(RunError, match="which is no number of a job; delete it"):
+            RunFolder(run).job  # noqa: B018 (read)
+    for job in ("7", "12_3"):
+        (run / "job").write_text(f"{job}\n")
+        assert RunFolder(run).job == job
+    (run / "job").write_text("--user=me")
     for words in (("cancel", "r"), ("status", "r")):
         refused = paceline(*words, at=run.parent)
-        assert refused.status == 2
-        assert "which is no number of a job; delete it" in refused.err
+        assert (refused.status, "which is no number of a job" in refused.err) == (2, True), refused.all
 
 
 def test_cancel_ends_no_process_that_does_not_hold_the_run(run):
@@ -735,3 +747,71 @@ def test_long_names_are_refused_in_a_sentence(run):
         assert "Traceback" not in refused.err, f"{words}\n{refused.all}"
         assert refused.err.count("\n") == 1, f"{words}\n{refused.all}"
     assert [path.name for path in run.parent.iterdir()] == ["r"]
+
+
+# What a run of somebody else says in the terminal
+
+
+ESCAPES = "\x1b]52;c;ZXZpbA==\x07\x1b[2J\x9b31m\x08\x7f\u2028"
+
+
+def controls(text: str) -> set[str]:
+    return {char for char in text if not char.isprintable() and char not in "\n"}
+
+
+def test_a_run_sends_no_commands_to_the_terminal(run):
+    events = (run / "events.jsonl").read_text().splitlines()
+    started, step = json.loads(events[0]), json.loads(events[1])
+    started |= {"notes": [f"a note {ESCAPES}"], "device": f"cpu{ESCAPES}"}
+    failed = {"time": step["time"], "event": "failed", "what": "run", "message": f"why {ESCAPES}", "step": 1}
+    evaluated = {"time": step["time"], "event": "evaluated", "step": 1, "metrics": {f"loss{ESCAPES}": 1.0}, "seconds": 1.0}
+    (run / "events.jsonl").write_text("".join(json.dumps(one) + "\n" for one in (started, step, evaluated, failed)))
+    for words in (("show", "r"), ("status", "r"), ("doctor", "r")):
+        result = paceline(*words, at=run.parent)
+        assert controls(result.out + result.err) == set(), result.all
+        assert result.status == 0, result.all
+        if words == ("show", "r"):
+            assert "why \ufffd]52" in result.out
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"ranks": 10**12}, {"rank": -1}, {"pid": "one"}, {"host": 5}, {"time": None}, {"spent_s": []}, {"host": ESCAPES}, {"rank": 10**7}, {}],
+    ids=str,
+)
+def test_a_heartbeat_of_somebody_else(run, change):
+    whole = {"rank": 0, "ranks": 1, "host": "elsewhere", "pid": 1, "began": 1.0, "time": 1.0, "step": 1, "steps": 2, "stepped": None}
+    whole |= {"longest_s": 0.0, "phase": "data", "since": 1.0, "patience_s": None, "spent_s": {}}
+    (run / "ranks").mkdir(exist_ok=True)
+    (run / "ranks/0.alive").write_text(json.dumps(whole | change))
+    found = beat.read(run / "ranks/0.alive", Beat)
+    if change.keys() <= {"host"} and change != {"host": 5}:
+        assert found is not None
+        assert controls(found.host) == set()
+    else:
+        assert found is None
+
+
+def test_no_process_is_signalled_that_does_not_write_the_stacks_of_the_run(run):
+    """Another process of this user that has a handler for this signal."""
+    code = "import signal, sys, time; signal.signal(NUMBER, lambda *a: sys.exit(7)); print(flush=True); time.sleep(600)"
+    code = code.replace("NUMBER", str(int(SIGNAL)))
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE) as other:
+        try:
+            assert other.stdout is not None
+            other.stdout.readline()
+            (run / "ranks").mkdir(exist_ok=True)
+            (run / "ranks/0.stacks").touch()
+            assert _signalled(RunFolder(run), 0, other.pid) == ()
+            assert other.poll() is None
+        finally:
+            other.kill()
+
+
+@pytest.mark.parametrize("text", ["٣", "²", "1_0", "9" * 5000, "+1", ""])
+def test_numbers_are_of_plain_digits(text):
+    for read in (lambda: parse_counts(text), lambda: parse(f"dp={text}"), lambda: node_range(text or "x")):
+        with pytest.raises(Error):
+            read()
+    with pytest.raises(ValueError, match="is no number"):
+        expand_hosts(f"n[{text}]")

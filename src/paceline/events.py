@@ -20,7 +20,7 @@ from types import NoneType, UnionType
 from typing import Any, Union, get_args, get_origin
 
 from paceline.errors import RunError
-from paceline.units import several
+from paceline.units import several, without_controls
 
 BLOCK = 2**18  # bytes that are read at a time
 LONGEST = 2**20  # bytes of a line
@@ -205,19 +205,28 @@ def _exactly(kind: type) -> Callable[[Any], Any]:
     return convert
 
 
+def _text(value: Any) -> str:
+    """As a terminal may show it: the run may be somebody else's."""
+    if type(value) is not str:
+        raise ValueError(f"expected str, got {value!r:.40}")
+    return without_controls(value)
+
+
 def _converter(hint: Any) -> Callable[[Any], Any]:
     """Return what makes a value of a field's type from its JSON; it raises ValueError for another type."""
     if hint in (int, float):
         return _integer if hint is int else _number
-    if hint in (str, bool):
-        return _exactly(hint)
+    if hint is bool:
+        return _exactly(bool)
+    if hint is str:
+        return _text
     origin, inner = get_origin(hint), get_args(hint)
     if origin in (Union, UnionType) and len(inner) == 2 and NoneType in inner:
         convert = _converter(next(one for one in inner if one is not NoneType))
         return lambda value: None if value is None else convert(value)
     if origin is Mapping and inner[0] is str:
         convert, of_object = _converter(inner[1]), _exactly(dict)
-        return lambda value: {key: convert(one) for key, one in of_object(value).items()}
+        return lambda value: {without_controls(key): convert(one) for key, one in of_object(value).items()}
     if origin is tuple and inner[1:] == (...,):
         convert, of_list = _converter(inner[0]), _exactly(list)
         return lambda value: tuple(convert(one) for one in of_list(value))
@@ -236,7 +245,7 @@ def _fields(kind: type[Event]) -> dict[str, tuple[Callable[[Any], Any], bool]]:
         found[one.name] = (_time if one.name == "time" else _converter(one.type), is_required)
     if kind is Evaluated:
         of_object = _exactly(dict)
-        found["metrics"] = (lambda value: {name: _metric(one) for name, one in of_object(value).items()}, True)
+        found["metrics"] = (lambda value: {without_controls(name): _metric(one) for name, one in of_object(value).items()}, True)
     return found
 
 

@@ -69,6 +69,15 @@ def open_regular(path: Path) -> IO[bytes]:
     return os.fdopen(file, "rb")
 
 
+def has_open(pid: int, path: Path) -> bool:
+    """Whether a process of this user has a file open: its number may have been written by somebody else, who would have another one hit."""
+    import psutil
+
+    with contextlib.suppress(psutil.Error, OSError, ValueError):
+        return any(Path(file.path).samefile(path) for file in psutil.Process(pid).open_files())
+    return False
+
+
 def write_secret(path: Path, text: str) -> None:
     """Write a file that nobody else can read. Raises OSError."""
     beside = path.with_name(f".{secrets.token_hex(8)}")

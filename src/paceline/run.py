@@ -20,7 +20,7 @@ from typing import IO, Any
 
 from paceline import spec as spec_file
 from paceline.errors import RunError
-from paceline.files import open_regular
+from paceline.files import has_open, open_regular
 from paceline.spec import Launch, Spec
 
 STEP = re.compile("step_(0|[1-9][0-9]*)")
@@ -209,12 +209,7 @@ class RunFolder:
         return (self.path / "lock").read_text(errors="replace").strip() or "another process"
 
     def is_held_by(self, pid: int) -> bool:
-        """Whether this process of ours has the lock open."""
-        import psutil
-
-        with contextlib.suppress(psutil.Error, OSError):
-            return any(Path(file.path).samefile(self.path / "lock") for file in psutil.Process(pid).open_files())
-        return False
+        return has_open(pid, self.path / "lock")
 
     def lock(self, wait_s: float = 20.0) -> IO[str]:
         """Hold the run until the returned file is closed or this process ends. Raises RunError when another one holds it."""

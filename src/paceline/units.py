@@ -3,6 +3,21 @@
 import re
 from collections.abc import Sequence
 
+# But for the ends of lines and tabs: what a terminal would take for a command, or for the end of a line.
+_CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028\u2029]")
+MOST_DIGITS = 18  # of a number that fits into 64 bits
+
+
+def without_controls(text: str) -> str:
+    """Text that a terminal may show, wherever it is from."""
+    return text if text.isprintable() else _CONTROL.sub("\ufffd", text)
+
+
+def is_whole_number(text: str) -> bool:
+    """Whether `int` reads it as a count that people would: digits of other scripts and thousands of them are none."""
+    return text.isascii() and text.isdecimal() and len(text) <= MOST_DIGITS
+
+
 _BYTES = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
 
 

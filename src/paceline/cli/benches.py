@@ -152,9 +152,10 @@ def input_(
 def numbers(flag: str, text: str | None, least: int) -> list[int]:
     """`"0,2,4"` -> [0, 2, 4]. Raises SpecError."""
     from paceline.errors import SpecError
+    from paceline.units import is_whole_number
 
     words = text.split(",") if text is not None else []
-    if not all(word.strip().isdecimal() and int(word) >= least for word in words):
+    if not all(is_whole_number(word.strip()) and int(word) >= least for word in words):
         raise SpecError(f"{flag} takes numbers from {least} on, such as 1,2,4; got {text!r}")
     return list(dict.fromkeys(int(word) for word in words))
 

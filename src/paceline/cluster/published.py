@@ -16,7 +16,7 @@ from paceline.spec import nearest
 
 ALIASES = {"h100": "h100-sxm"}
 Copies = dict[Literal["pinned", "pageable"], Fact]
-WORDS = r"(?P<device>[\w.-]+)(:(?P<each>\d+)(x(?P<nodes>\d+))?)?(@(?P<GBps>\d+(\.\d+)?))?"
+WORDS = r"(?P<device>[\w.-]+)(:(?P<each>\d{1,9})(x(?P<nodes>\d{1,9}))?)?(@(?P<GBps>\d{1,18}(\.\d+)?))?"
 
 
 @dataclass(frozen=True)

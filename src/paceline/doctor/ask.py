@@ -16,7 +16,7 @@ from paceline.doctor import beat
 from paceline.doctor.beat import Answer, Beat, Collective, Frame
 from paceline.doctor.pulse import EVERY_S, SIGNAL
 from paceline.errors import RunError
-from paceline.files import write_whole
+from paceline.files import has_open, write_whole
 from paceline.run import RunFolder
 
 HERE_S, ELSEWHERE_S = 2 * EVERY_S, 6 * EVERY_S  # to wait for an answer; file systems between nodes take some seconds to show a new file
@@ -179,7 +179,7 @@ def _reader(run: RunFolder, rank: int, process: psutil.Process) -> Reader:
 def _signalled(run: RunFolder, rank: int, pid: int) -> Sequence[Frame]:
     """The stack that a process writes when it is told to; nothing where it would be killed by that."""
     path = run.stacks(rank)
-    if not _expects_signal(pid) or not path.exists():
+    if not _expects_signal(pid) or not has_open(pid, path):
         return ()
     before = path.stat().st_size
     with contextlib.suppress(OSError):

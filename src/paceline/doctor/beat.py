@@ -15,6 +15,7 @@ from pydantic import TypeAdapter
 
 from paceline.events import LATEST
 from paceline.files import open_regular
+from paceline.units import without_controls
 
 START, DATA, FORWARD, BACKWARD, UPDATE, REPORT, EVALUATE, SAVE, ENDED = (
     "start",
@@ -119,8 +120,9 @@ def read(path: Path, build: "type[Beat] | type[Answer]") -> Any:
     """None where it is not there, is damaged, or was caught while it is being written. Unknown fields are left out."""
     try:
         with open_regular(path) as file:
-            found, written = _ADAPTERS[build].validate_json(file.read(LONGEST)), os.fstat(file.fileno()).st_mtime
-    except (OSError, ValueError):
+            found = _ADAPTERS[build].validate_python(_shown(json.loads(file.read(LONGEST))))
+            written = os.fstat(file.fileno()).st_mtime
+    except (OSError, ValueError, RecursionError):
         return None
     if isinstance(found, Answer):
         return found
@@ -131,6 +133,15 @@ def _is_possible(one: Beat) -> bool:
     """Whether a rank could have written it: what follows would take long, or fail, with ranks and processes that cannot be."""
     times = (one.began, one.time, one.stepped or 0.0, one.longest_s, one.since, one.patience_s or 0.0, *one.spent_s.values())
     return 0 <= one.rank < one.ranks <= MOST_RANKS and 0 < one.pid < 2**31 and all(abs(seconds) < LATEST for seconds in times)
+
+
+def _shown(tree: Any) -> Any:
+    """Its texts as a terminal may show them: the run may be somebody else's."""
+    if isinstance(tree, str):
+        return without_controls(tree)
+    if isinstance(tree, list):
+        return [_shown(one) for one in tree]
+    return {key: _shown(one) for key, one in tree.items()} if isinstance(tree, dict) else tree
 
 
 def _by_clock_of_files(one: Beat, written: float) -> Beat:

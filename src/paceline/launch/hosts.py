@@ -23,7 +23,7 @@ def _numbers(text: str) -> list[str]:
     """`"1-3,07"` -> `["1", "2", "3", "07"]`: as wide as they are written."""
     numbers: list[str] = []
     for span in text.split(","):
-        found = re.fullmatch(r"(\d+)(?:-(\d+))?", span)
+        found = re.fullmatch("([0-9]{1,9})(?:-([0-9]{1,9}))?", span)
         if found is None:
             raise ValueError(f"{span!r} in [{text}] is no number and no span of them")
         first, last = found[1], found[2] or found[1]

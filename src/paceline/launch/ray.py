@@ -20,6 +20,7 @@ from ray.util.placement_group import PlacementGroup, placement_group, remove_pla
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from paceline.errors import LaunchError
+from paceline.files import read_own, reason
 from paceline.launch import processes
 from paceline.launch.attend import attend
 from paceline.launch.processes import Asked
@@ -85,7 +86,12 @@ def _cluster() -> str | None:
             raise LaunchError(f"no Ray cluster answers at RAY_ADDRESS={asked}; unset it to start one on this machine")
         return asked
     note = Path(os.environ.get("RAY_TMPDIR", "/tmp")) / "ray/ray_current_cluster"
-    found = note.read_text().strip() if note.exists() else ""
+    try:
+        found = read_own(note).strip()  # anybody may write into /tmp, and whoever is there would get what we pickle
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise LaunchError(f"cannot read {note}: {reason(error)}; set RAY_ADDRESS to the cluster, or to local") from error
     return found if _answers(found) else None
 
 

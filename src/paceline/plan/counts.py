@@ -4,6 +4,7 @@ import re
 from itertools import pairwise
 
 from paceline.errors import SpecError
+from paceline.units import is_whole_number
 
 MOST = 100  # numbers of ranks at once
 WAY_OUT = "write 1,2,8, or 1,2,4,…,64, or 1:64"
@@ -11,7 +12,7 @@ WAY_OUT = "write 1,2,8, or 1,2,4,…,64, or 1:64"
 
 def parse_counts(text: str) -> tuple[int, ...]:
     """`1,2,8` as it stands; `1,2,4,…,64` (or ...) goes on as it began, by doubling or by steps; `1:64` doubles. Raises SpecError."""
-    if match := re.fullmatch(r"\s*(\d+)\s*:\s*(\d+)\s*", text):
+    if match := re.fullmatch(r"\s*([0-9]+)\s*:\s*([0-9]+)\s*", text):
         first, last = _count(match[1], text), _count(match[2], text)
         return _checked(_until(first, last, text, factor=2), text)
     words = [word.strip() for word in text.replace("...", "…").split(",")]
@@ -54,7 +55,7 @@ def _until(first: int, last: int, text: str, factor: int = 1, step: int = 0) -> 
 
 
 def _count(word: str, text: str) -> int:
-    if not word.isdecimal():
+    if not is_whole_number(word):
         raise SpecError(f"--ranks {text!r}: {word!r} is no number of ranks; {WAY_OUT}")
     if not int(word):
         raise SpecError(f"--ranks {text!r}: at least 1 rank is needed, got 0")

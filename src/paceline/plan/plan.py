@@ -5,7 +5,7 @@ from typing import Any, Final, Self
 
 from paceline.errors import PlanError
 from paceline.spec import nearest
-from paceline.units import several
+from paceline.units import is_whole_number, several
 
 SCHEDULES = {"gpipe": 1, "1f1b": 1, "interleaved": 2, "zero-bubble": 2, "zbv": 2}  # name -> stages of each rank, if not said
 TWICE = ("zero-bubble", "zbv")  # schedules that compute the gradients of weights apart from those of activations
@@ -236,7 +236,7 @@ def parse(text: str) -> Plan:
             continue
         if key not in KEYS:
             raise PlanError(f"plan {text!r}: there is no key {key!r}{nearest(key, KEYS)}")
-        if key not in TEXTS and not value.isdecimal():
+        if key not in TEXTS and not is_whole_number(value):
             raise PlanError(f"plan {text!r}: {key} must be a whole number, got {value!r}")
         if seen & {*WORDS} and key == "zero" and int(value) != plan.zero:
             raise PlanError(f"plan {text!r}: {', '.join(seen & {*WORDS})} is zero={plan.zero}, got zero={value}; say one of them")

@@ -68,7 +68,7 @@ def _leaner(flight: Flight, limit_bytes: float) -> str:
 
 def slurm_bytes(text: str) -> float:
     """`64G`, as sbatch has it: MiB without a unit, and 0 is all there is."""
-    found = re.fullmatch(r"(\d+)([KMGT]?)B?", text.strip(), re.I)
+    found = re.fullmatch(r"([0-9]{1,18})([KMGT]?)B?", text.strip(), re.I)
     return (int(found[1]) * SLURM_BYTES[found[2].upper()] if found else 0) or math.inf
 
 
