@@ -694,9 +694,9 @@ def test_slurm_gets_only_numbers_of_jobs(run):
         (run / "job").write_text(f"{job}\n")
         assert RunFolder(run).job == job
     (run / "job").write_text("--user=me")
-    for words in (("cancel", "r"), ("status", "r")):
-        refused = paceline(*words, at=run.parent)
-        assert (refused.status, "which is no number of a job" in refused.err) == (2, True), refused.all
+    for word, status in (("cancel", 2), ("status", 0)):
+        result = paceline(word, "r", at=run.parent)
+        assert (result.status, "which is no number of a job" in result.out + result.err) == (status, True), result.all
 
 
 def test_cancel_ends_no_process_that_does_not_hold_the_run(run):
