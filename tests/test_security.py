@@ -721,8 +721,8 @@ def test_doctor_writes_through_no_link(run, tmp_path):
     (run / "ranks").mkdir(exist_ok=True)
     (run / "ranks/asked").unlink(missing_ok=True)
     (run / "ranks/asked").symlink_to(victim)
-    refused = paceline("doctor", "r", at=run.parent)
-    assert (refused.status, "asked: it is a link" in refused.err) == (2, True), refused.all
+    succeed("doctor", "r", at=run.parent)
+    assert (run / "ranks/asked").is_symlink()
     assert victim.read_text() == "mine"
 
 
