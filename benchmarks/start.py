@@ -79,13 +79,14 @@ def main() -> None:
     from machine import OTHERS, TRIES, Gauge
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=10)
+    parser.add_argument("--rounds", type=int, default=10, help="at least 2")
+    parser.add_argument("--tries", type=int, default=TRIES, help="at most so many times for a start that other programs disturb")
     options = parser.parse_args()
     contenders = {"torchrun, by hand": seconds_by_hand, "paceline train": seconds_of_paceline}
     found: dict[str, list[float]] = {name: [] for name in contenders}
     for turn in range(-1, options.rounds):  # the first round warms up
         for name, seconds in list(contenders.items())[:: 1 if turn % 2 else -1]:
-            for _ in range(TRIES if turn >= 0 else 1):
+            for _ in range(options.tries if turn >= 0 else 1):
                 gauge, before = Gauge(), _children_s()
                 with tempfile.TemporaryDirectory() as folder:
                     took = seconds(Path(folder))

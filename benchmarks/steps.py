@@ -2,7 +2,8 @@
 
 Each contender has two processes of its own, started as its users start them: `paceline train`, and torchrun for the others. They
 take turns, a block of steps each, and wait meanwhile. What counts is the ratio of two blocks of the same round: the speed of a
-machine drifts, and that of two neighbouring blocks hardly does. A block that other programs disturbed is done again.
+machine drifts, and that of two neighbouring blocks hardly does. A block that other programs disturbed is done again. A library that
+is not installed, or does not start, is named and left out: pip install --constraint constraints.txt --editable ".[bench]"
 
 Started by torchrun, this file is one of the loops; for Paceline it is the file with the tasks.
 """
@@ -13,6 +14,7 @@ import importlib.util
 import itertools
 import os
 import random
+import re
 import socket
 import statistics
 import subprocess
@@ -37,7 +39,9 @@ from paceline import Task
 from paceline.tasks.digits import Digits, Images
 
 RANKS = 2
-STARTS_WITHIN_S = 120
+STARTS_WITHIN_S = 300
+PACELINE, ONE_BY_ONE = "Paceline", "Paceline, sample by sample"
+TEXTBOOK, TUNED = "textbook DDP", "DDP tuned by hand"
 
 
 class Gate:
@@ -97,12 +101,49 @@ class Mlp(Gated):
         return F.cross_entropy(output, batch[1], reduction="none")
 
 
+class Encoder(nn.Module):
+    """torch's own encoder as a language model: 256 tokens, 32 positions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        layer = nn.TransformerEncoderLayer(64, 4, 256, dropout=0.0, batch_first=True, norm_first=True)
+        self.token, self.position = nn.Embedding(256, 64), nn.Embedding(32, 64)
+        self.encoder = nn.TransformerEncoder(layer, 2, nn.LayerNorm(64), enable_nested_tensor=False)
+        self.head = nn.Linear(64, 256)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        mask = nn.Transformer.generate_square_subsequent_mask(tokens.size(1))
+        x = self.token(tokens) + self.position(torch.arange(tokens.size(1)))
+        return self.head(self.encoder(x, mask=mask, is_causal=True))
+
+
+class Transformer(Gated):
+    """135 thousand parameters, random tokens."""
+
+    def model(self) -> nn.Module:
+        return Encoder()
+
+    def dataset(self, split: str) -> Any:
+        if split != "train":
+            return None
+        tokens = torch.randint(256, (4096, 33), generator=torch.Generator().manual_seed(0))
+        return Images(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous())
+
+    def loss(self, output: Tensor, batch: tuple[Tensor, Tensor]) -> Tensor:
+        return F.cross_entropy(output.flatten(0, 1), batch[1].flatten(), reduction="none")
+
+
 class DigitsOneByOne(DigitsCnn):
     def dataset(self, split: str) -> Any:
         return one_by_one(super().dataset(split))
 
 
 class MlpOneByOne(Mlp):
+    def dataset(self, split: str) -> Any:
+        return one_by_one(super().dataset(split))
+
+
+class TransformerOneByOne(Transformer):
     def dataset(self, split: str) -> Any:
         return one_by_one(super().dataset(split))
 
@@ -135,7 +176,12 @@ class Case:
 CASES = {
     "digits": Case("digits CNN, batch 64", DigitsCnn, DigitsOneByOne, 64, 100),
     "mlp": Case("MLP of 10.5 M parameters, batch 128", Mlp, MlpOneByOne, 128, 5),
+    "transformer": Case("transformer of 135 k parameters, batch 64", Transformer, TransformerOneByOne, 64, 30),
 }
+
+
+def mean_loss(output: Tensor, labels: Tensor) -> Tensor:
+    return F.cross_entropy(output.flatten(0, -2), labels.flatten())
 
 
 def textbook(case: Case, turn: Gate) -> None:
@@ -152,7 +198,7 @@ def textbook(case: Case, turn: Gate) -> None:
         for images, labels in loader:
             turn()
             optimizer.zero_grad()
-            loss = F.cross_entropy(model(images), labels)
+            loss = mean_loss(model(images), labels)
             loss.backward()
             optimizer.step()
             running += loss.item()
@@ -172,7 +218,7 @@ def tuned(case: Case, turn: Gate) -> None:
         for begin in range(first, len(labels) - case.batch + 1, case.batch):
             turn()
             chosen = order[begin : begin + case.share]
-            loss = F.cross_entropy(model(images[chosen]), labels[chosen])
+            loss = mean_loss(model(images[chosen]), labels[chosen])
             loss.backward()
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
@@ -192,7 +238,7 @@ def fabric(case: Case, turn: Gate) -> None:
         for images, labels in loader:
             turn()
             optimizer.zero_grad()
-            fabric.backward(F.cross_entropy(model(images), labels))
+            fabric.backward(mean_loss(model(images), labels))
             optimizer.step()
 
 
@@ -207,7 +253,7 @@ def accelerate(case: Case, turn: Gate) -> None:
         for images, labels in loader:
             turn()
             optimizer.zero_grad()
-            accelerator.backward(F.cross_entropy(model(images), labels))
+            accelerator.backward(mean_loss(model(images), labels))
             optimizer.step()
 
 
@@ -222,7 +268,7 @@ def transformers(case: Case, turn: Gate) -> None:
 
         def forward(self, images: Tensor, labels: Tensor) -> dict[str, Tensor]:
             output = self.model(images)
-            return {"loss": F.cross_entropy(output, labels), "logits": output}
+            return {"loss": mean_loss(output, labels), "logits": output}
 
     class Turns(TrainerCallback):
         def on_step_begin(self, *arguments: Any, **options: Any) -> None:
@@ -248,16 +294,25 @@ def transformers(case: Case, turn: Gate) -> None:
         ).train()
 
 
-# With the module that a loop needs; Paceline's is its own.
-LOOPS: dict[str, tuple[Callable[[Case, Gate], None] | None, str | None]] = {
-    "Paceline": (None, None),
-    "Paceline, sample by sample": (None, None),
-    "textbook DDP": (textbook, None),
-    "DDP tuned by hand": (tuned, None),
-    "Lightning Fabric": (fabric, "lightning_fabric"),
-    "Accelerate": (accelerate, "accelerate"),
-    "HF Trainer": (transformers, "transformers"),
+# With the modules that a loop needs; Paceline's is its own.
+LOOPS: dict[str, tuple[Callable[[Case, Gate], None] | None, tuple[str, ...]]] = {
+    PACELINE: (None, ()),
+    ONE_BY_ONE: (None, ()),
+    TEXTBOOK: (textbook, ()),
+    TUNED: (tuned, ()),
+    "Lightning Fabric": (fabric, ("lightning_fabric",)),
+    "Accelerate": (accelerate, ("accelerate",)),
+    "HF Trainer": (transformers, ("transformers", "accelerate")),
 }
+
+
+def missing(name: str) -> list[str]:
+    """The modules that a contender needs and that are not installed."""
+    return [module for module in LOOPS[name][1] if importlib.util.find_spec(module) is None]
+
+
+class NotStartedError(Exception):
+    """A contender ended before its first step, or did not reach it in time."""
 
 
 @dataclass(frozen=True)
@@ -271,37 +326,55 @@ class Contender:
     """The processes of one contender, each waiting at its gate."""
 
     def __init__(self, name: str, case: str, folder: Path):
-        self.block = CASES[case].block
+        self.name, self.block = name, CASES[case].block
         loop, _ = LOOPS[name]
         if loop is None:
-            task = CASES[case].task if name == "Paceline" else CASES[case].one_by_one
+            task = CASES[case].task if name == PACELINE else CASES[case].one_by_one
             wish = ["--batch", str(CASES[case].batch), "--steps", str(10**9), "--ranks", str(RANKS)]
+            wish += ["--timeout", "86400"]  # while the others have their turns it stands still
             words = ["paceline", "train", f"{__file__}:{task.__name__}", *wish, "--run-dir", str(folder / "run")]
         else:
             words = ["torch.distributed.run", "--standalone", "--nproc-per-node", str(RANKS), __file__, case, "--loop", name]
-        path = folder / "gate"
-        with socket.socket(socket.AF_UNIX) as gate:
+        path, self.errors = folder / "gate", folder / "stderr"
+        with socket.socket(socket.AF_UNIX) as gate, open(self.errors, "wb") as said:
             gate.bind(str(path))
             gate.listen()
-            gate.settimeout(STARTS_WITHIN_S)
+            gate.settimeout(1)
             environ = os.environ | {"GATE": str(path), "OMP_NUM_THREADS": "1"}  # as torchrun does, with a warning
-            self.launcher = subprocess.Popen([sys.executable, "-m", *words], env=environ, stdout=subprocess.DEVNULL)
+            self.launcher = subprocess.Popen([sys.executable, "-m", *words], env=environ, stdout=subprocess.DEVNULL, stderr=said)
             try:
-                self.lines = [gate.accept()[0].makefile("rw") for _ in range(RANKS)]
-            except TimeoutError:
+                self.lines = [self._accepted(gate).makefile("rw") for _ in range(RANKS)]
+                for line in self.lines:
+                    if not line.readline():  # it has come to its first step
+                        raise NotStartedError
+            except NotStartedError:
                 self.end()
-                sys.exit(f"{name} did not start within {STARTS_WITHIN_S} s")
-        for line in self.lines:
-            line.readline()  # it has come to its first step
+                raise NotStartedError(self._reason() or f"no first step within {STARTS_WITHIN_S} s") from None
+
+    def _reason(self) -> str:
+        """What its processes say of their end: the first line that names an exception, or else the last lines."""
+        text = self.errors.read_text(errors="replace").strip()
+        named = [line for line in text.splitlines() if re.match(r"(\[\w+\]:)?(\w+\.)*\w*(Error|Exception)\b", line)]
+        return named[0] if named else text[-500:]
+
+    def _accepted(self, gate: socket.socket) -> socket.socket:
+        until = time.monotonic() + STARTS_WITHIN_S
+        while time.monotonic() < until and self.launcher.poll() is None:
+            with contextlib.suppress(TimeoutError):
+                return gate.accept()[0]
+        raise NotStartedError
 
     def turn(self) -> Block:
         gauge = machine.Gauge()
-        for line in self.lines:
-            line.write(str(self.block))
-            line.flush()
-        took = [[float(word) for word in line.readline().split()] for line in self.lines]
+        try:
+            for line in self.lines:
+                line.write(str(self.block))
+                line.flush()
+            took = [[float(word) for word in line.readline().split()] for line in self.lines]
+        except OSError:
+            took = [[]]
         if not all(took):
-            sys.exit("a contender has ended; what it said stands above")
+            sys.exit(f"{self.name} has ended: {self._reason()}")
         cpu_s = sum(cpu for _, cpu in took)
         return Block(max(wall for wall, _ in took) / self.block, cpu_s / self.block, gauge.others(cpu_s))
 
@@ -322,36 +395,44 @@ def started(name: str, case: str) -> Iterator[Contender]:
             contender.end()
 
 
-def measure(case: str, names: list[str], rounds: int) -> dict[str, list[Block]]:
+def measure(case: str, names: list[str], rounds: int, tries: int) -> dict[str, list[Block]]:
     """The blocks of each contender, round by round, in an order that is drawn anew for each round."""
-    found: dict[str, list[Block]] = {name: [] for name in names}
     with contextlib.ExitStack() as running:
-        contenders = {name: running.enter_context(started(name, case)) for name in names}
+        contenders: dict[str, Contender] = {}
+        for name in names:
+            try:
+                contenders[name] = running.enter_context(started(name, case))
+            except NotStartedError as error:
+                if not LOOPS[name][1]:
+                    sys.exit(f"{name} did not start: {error}")
+                print(f"{name} is left out, since it does not start: {error}")
+        found: dict[str, list[Block]] = {name: [] for name in contenders}
         for contender in contenders.values():
             contender.turn()  # warm up
         for turn in range(rounds):
-            for name in random.Random(turn).sample(names, len(names)):
-                for _ in range(machine.TRIES):
+            for name in random.Random(turn).sample(list(contenders), len(contenders)):
+                for at in range(tries):
                     block = contenders[name].turn()
                     if block.others < machine.OTHERS:
                         break
-                    time.sleep(1)
+                    if at + 1 < tries:
+                        time.sleep(1)
                 found[name].append(block)
     return found
 
 
-def table(case: Case, found: dict[str, list[Block]]) -> None:
+def table(case: Case, found: dict[str, list[Block]], tries: int) -> None:
     print(f"\n{case.name}\n{'':28}{'steps/s':>9}{'ms/step':>9}{'CPU ms':>9}   {'to the textbook loop':24}{'to the tuned loop'}")
-    for name, (_, module) in LOOPS.items():
+    for name in LOOPS:
         if name not in found:
-            print(f"{name:28}{'not installed' if module and importlib.util.find_spec(module) is None else 'left out':>18}")
+            print(f"{name:28}" + (f"left out: {' and '.join(absent)} not installed" if (absent := missing(name)) else "left out"))
             continue
         step_s, cpu_s = (statistics.median(getattr(block, field) for block in found[name]) for field in ("step_s", "cpu_s"))
-        ratios = [_ratio(found[other], found[name]) if other in found else "" for other in ("textbook DDP", "DDP tuned by hand")]
+        ratios = [_ratio(found[other], found[name]) if other in found else "" for other in (TEXTBOOK, TUNED)]
         print(f"{name:28}{1 / step_s:9.1f}{step_s * 1e3:9.2f}{cpu_s * 1e3:9.2f}   {ratios[0]:24}{ratios[1]}")
     disturbed = sum(block.others >= machine.OTHERS for blocks in found.values() for block in blocks)
     if disturbed:
-        print(f"{disturbed} of {sum(map(len, found.values()))} blocks were disturbed by other programs, {machine.TRIES} times in a row")
+        print(f"{disturbed} of {sum(map(len, found.values()))} blocks were disturbed by other programs, {tries} times in a row")
 
 
 def _ratio(other: list[Block], own: list[Block]) -> str:
@@ -364,7 +445,8 @@ def _ratio(other: list[Block], own: list[Block]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("cases", nargs="*", metavar="CASE", help=f"{', '.join(CASES)}; all if none is said")
-    parser.add_argument("--rounds", type=int, default=60)
+    parser.add_argument("--rounds", type=int, default=60, help="at least 2")
+    parser.add_argument("--tries", type=int, default=machine.TRIES, help="at most so many times for a block that other programs disturb")
     parser.add_argument("--only", nargs="+", choices=LOOPS, metavar="CONTENDER", help=", ".join(LOOPS))
     parser.add_argument("--loop", choices=LOOPS, help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -375,12 +457,11 @@ def main() -> None:
         assert loop is not None
         loop(CASES[options.cases[0]], Gate())
         return
-    names = [name for name, (_, module) in LOOPS.items() if module is None or importlib.util.find_spec(module) is not None]
-    names = [name for name in names if options.only is None or name in options.only]
+    names = [name for name in LOOPS if not missing(name) and (options.only is None or name in options.only)]
     print(f"{machine.description()}, torch {torch.__version__}; {RANKS} ranks over gloo, one thread each")
     print(f"{options.rounds} rounds; median of the ratios of the rounds (quartiles); above 1 is faster")
     for case in options.cases or CASES:
-        table(CASES[case], measure(case, names, options.rounds))
+        table(CASES[case], measure(case, names, options.rounds, options.tries), options.tries)
 
 
 if __name__ == "__main__":
