@@ -57,7 +57,7 @@ def replaced(path: Path, kind: type[Error] = RunError) -> Iterator[Path]:
 def write_whole(path: Path, text: str, kind: type[Error] = RunError) -> None:
     """Write a file whole or not at all. Raises `kind` where it cannot be written."""
     with replaced(path, kind) as beside:
-        beside.write_text(text)
+        beside.write_text(text, encoding="utf-8")
 
 
 def open_regular(path: Path) -> IO[bytes]:

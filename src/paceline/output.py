@@ -1,11 +1,62 @@
 """Standard output and files of text that never fail: what is printed to a person never costs a training."""
 
+import codecs
 import contextlib
 import io
 import os
 import sys
+import unicodedata
 from pathlib import Path
 from typing import Any, TextIO
+
+PLAIN = "paceline.plain"  # name of the error handler of streams: what an encoding lacks is written in ASCII
+IN_ASCII = {
+    "×": "x",
+    "÷": "/",
+    "·": "*",
+    "…": "...",
+    "–": "-",
+    "—": "-",
+    "−": "-",
+    "±": "+/-",
+    "→": "->",
+    "←": "<-",
+    "≤": "<=",
+    "≥": ">=",
+    "≈": "~",
+    "√": "sqrt",
+    "α": "alpha",
+    "β": "beta",
+    "Δ": "delta",
+    "Σ": "sum",
+    "μ": "u",
+    "µ": "u",
+    "“": '"',
+    "”": '"',
+    "‘": "'",
+    "’": "'",
+    **dict.fromkeys("─━═╌╍┄┅┈┉╴╶╸╺", "-"),
+    **dict.fromkeys("│┃║╎╏┆┇┊┋╵╷╹╻", "|"),
+    **dict.fromkeys("█▉▊▋▌▍▎▏▓▒░", "#"),
+    **dict.fromkeys("•●○■□", "*"),
+}
+
+
+def _in_ascii(char: str) -> str:
+    if char in IN_ASCII:
+        return IN_ASCII[char]
+    if "\u2500" <= char <= "\u257f":  # corners and crossings of boxes
+        return "+"
+    return unicodedata.normalize("NFKD", char).encode("ascii", "ignore").decode() or char.encode("ascii", "backslashreplace").decode()
+
+
+def _plain(error: UnicodeError) -> tuple[str, int]:
+    if not isinstance(error, UnicodeEncodeError):
+        raise error
+    return "".join(map(_in_ascii, error.object[error.start : error.end])), error.end
+
+
+codecs.register_error(PLAIN, _plain)
 
 
 class _Lenient(io.RawIOBase):
@@ -38,7 +89,7 @@ class _Lenient(io.RawIOBase):
 
 
 def _text(descriptor: int, owned: bool, encoding: str, line_buffering: bool) -> TextIO:
-    return io.TextIOWrapper(io.BufferedWriter(_Lenient(descriptor, owned)), encoding, "backslashreplace", line_buffering=line_buffering)
+    return io.TextIOWrapper(io.BufferedWriter(_Lenient(descriptor, owned)), encoding, PLAIN, line_buffering=line_buffering)
 
 
 def append_to(path: Path) -> TextIO:
@@ -68,3 +119,10 @@ def never_fail(*names: str) -> None:
         with contextlib.suppress(OSError, AttributeError):
             lines = stream.line_buffering or name == "stderr"
             setattr(sys, name, _text(stream.fileno(), False, stream.encoding, lines))
+
+
+def write_plainly() -> None:
+    """From here on write in ASCII what the encoding of standard output and error lacks, in place of failing."""
+    for name in ("stdout", "stderr"):
+        with contextlib.suppress(AttributeError):  # no stream of text in a file
+            getattr(sys, name).reconfigure(errors=PLAIN)

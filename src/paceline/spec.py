@@ -301,7 +301,7 @@ def _build_with(tree: dict[str, Any], overrides: Mapping[str, Any]) -> tuple[Spe
 def read_toml(path: Path) -> dict[str, Any]:
     """Raises SpecError for what cannot be read, or is no TOML."""
     try:
-        tree = tomllib.loads(path.read_text())
+        tree = tomllib.loads(path.read_text("utf-8"))
     except OSError as error:
         raise SpecError(f"cannot read {path}: {error.strerror}") from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:

@@ -47,7 +47,7 @@ def measured(request: Request, ranks: int) -> Iterator[Row | str]:
     """Rows and notes as they come. Raises the Error of a rank, RankError where one died. Closing it ends the ranks."""
     folder = Path(tempfile.mkdtemp(prefix="paceline-bench-"))
     try:
-        (folder / "request.json").write_text(request.model_dump_json())
+        (folder / "request.json").write_text(request.model_dump_json(), encoding="utf-8")
         (folder / "found.jsonl").touch()
         with _started(request, ranks, folder) as processes:
             yield from _follow(folder, processes)
@@ -176,7 +176,7 @@ def _be_a_rank(folder: Path, launcher: int) -> None:
             file.flush()
 
         try:
-            for found in on_rank(Request.model_validate_json((folder / "request.json").read_text()), me, folder):
+            for found in on_rank(Request.model_validate_json((folder / "request.json").read_text("utf-8")), me, folder):
                 if me.rank == 0:
                     tell({NOTE: found} if isinstance(found, str) else found)
         except Error as error:

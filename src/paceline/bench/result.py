@@ -50,7 +50,7 @@ def write(result: Result, path: Path) -> None:
 def read(path: Path, kind: str | None = None) -> Result:
     """A result from its file. Raises BenchError for one that cannot be read, or that is of another schema, version or kind."""
     try:
-        found = json.loads(path.read_text())
+        found = json.loads(path.read_text("utf-8"))
     except OSError as error:
         raise BenchError(f"cannot read {path}: {error.strerror}") from error
     except (ValueError, RecursionError) as error:

@@ -9,7 +9,7 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 from paceline.errors import Error
-from paceline.output import never_fail, open_standard_files
+from paceline.output import never_fail, open_standard_files, write_plainly
 
 TRAINING = ("train", "resume", "rank", "agent")  # commands that nothing printed may end
 
@@ -98,6 +98,7 @@ def _options(version: bool = typer.Option(False, "--version", callback=_version,
 def main() -> None:
     """The top of the command line: an error that is meant is one sentence and exit status 2."""
     open_standard_files()
+    write_plainly()
     never_fail("stderr", *(["stdout"] if sys.argv[1:2] and sys.argv[1] in TRAINING else []))
     own_log = sys.argv[1:2] == ["rank"] and len(sys.argv) > 3  # of a rank of our launcher on this machine: it says all
     debug = "--debug" in sys.argv or own_log

@@ -39,7 +39,7 @@ def _speak_once(folder: RunFolder, me: World) -> None:
         raise
     except Exception:  # the top of a rank
         if not is_first(folder, me):
-            with open(folder.rank_log(me.rank), "a") as log:
+            with open(folder.rank_log(me.rank), "a", encoding="utf-8") as log:
                 traceback.print_exc(file=log)
             sys.exit(2)
         raise

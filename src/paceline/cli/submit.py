@@ -42,7 +42,7 @@ def submit(
     slurm.check(job, where)
     run = create(path, spec, launch.model_copy(update={"ranks": job.ranks}))
     try:
-        run.job_script.write_text(script)
+        run.job_script.write_text(script, encoding="utf-8")
         number = slurm.submit(run.job_script)
         run.write_job(number)
     except (Error, OSError, KeyboardInterrupt):

@@ -17,7 +17,7 @@ LINE = 120  # characters
 def read(path: Path) -> Cluster:
     """Raises ClusterError for what is no cluster, or one of another version."""
     try:
-        text = path.read_text()
+        text = path.read_text("utf-8")
         tree = json.loads(text)
     except OSError as error:
         raise ClusterError(f"cannot read {path}: {error.strerror}; paceline bench writes one, and docs/machine.md tells how to") from error

@@ -79,7 +79,7 @@ def _peaks(numbers: Mapping[Dtype, float], source: str) -> dict[Dtype, Fact]:
 @cache
 def sheets() -> Mapping[str, Sheet]:
     """Every published device, by the name it has in `a100-80g:8x128`."""
-    tree = tomllib.loads((files("paceline.cluster") / "published.toml").read_text())
+    tree = tomllib.loads((files("paceline.cluster") / "published.toml").read_text("utf-8"))
     chips = {name: Chip(**({"name": name, "sparse": {}} | chip)) for name, chip in tree["chips"].items()}
     return {name: Sheet(**(row | {"chip": chips[row["chip"]], "driver": tuple(row["driver"])})) for name, row in tree["devices"].items()}
 

@@ -126,5 +126,5 @@ class Lookout:
         if found is None or found.verdict != "stuck":
             return
         self.found = found
-        self.run.diagnosis.write_text("\n".join([time.strftime("%F %T"), sentences(found), *details(found), ""]))
+        self.run.diagnosis.write_text("\n".join([time.strftime("%F %T"), sentences(found), *details(found), ""]), encoding="utf-8")
         events.append(self.run.events, Stalled(step=found.step, ranks=found.at_fault, message=sentences(found)))

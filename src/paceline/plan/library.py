@@ -29,7 +29,7 @@ ALIASES = {"gpt3": "gpt3-175b", "gpt2-small": "gpt2", "vit-b": "vit-b16", "vit-l
 @cache
 def _transformers() -> Mapping[str, Mapping[str, Any]]:
     rows: dict[str, dict[str, Any]] = {}
-    for name, row in tomllib.loads((files("paceline.plan") / "models.toml").read_text()).items():
+    for name, row in tomllib.loads((files("paceline.plan") / "models.toml").read_text("utf-8")).items():
         rows[name] = rows.get(row.get("like", ""), {}) | {key: value for key, value in row.items() if key != "like"} | {"name": name}
     return rows
 
