@@ -51,6 +51,7 @@ class Started(Event):
     precision: str
     threads: int  # of torch, on each rank
     notes: tuple[str, ...] = ()  # what the user should know of how it is done
+    start_s: Mapping[str, float] = field(default_factory=dict)  # how long each phase of the start took, in their order
 
 
 @dataclass(frozen=True, kw_only=True)

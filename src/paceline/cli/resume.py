@@ -46,7 +46,7 @@ def go_on(folder: RunFolder, overrides: dict[str, Any], me: World, again: bool =
     again: a scheduler has started the same once more, so that there may be nothing left to do.
     edited: the request of the run was changed by hand, and is accepted.
     """
-    from paceline.cli.start import check, start
+    from paceline.cli.start import announce, check, start
 
     if me.launcher is not None:
         overrides = {"ranks": me.size} | overrides
@@ -59,6 +59,7 @@ def go_on(folder: RunFolder, overrides: dict[str, Any], me: World, again: bool =
         from paceline.training.refit import refit
 
         launch = refit(spec, before, launch)
+    announce(me)
     launch = check(spec, launch, me)
     if (step := done(folder, spec)) is not None:
         said = f"{folder.path} is done: it was trained to step {step}"

@@ -1,5 +1,6 @@
 """What the commands share: read a request, check it before anything starts, then become a rank or start some."""
 
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NoReturn
@@ -25,6 +26,12 @@ def read(target: str, flags: Mapping[str, Any], set: list[str]) -> tuple[Spec, L
     if file is not None and "task" not in overrides and "task" not in specs.read_toml(file):
         raise SpecError(f'{file} names no task; write task = "digits" there, or task = "my.py:Class"')
     return specs.load(file, specs.one_length(overrides))
+
+
+def announce(me: World) -> None:
+    """Print that something happens while PyTorch is imported, for seconds."""
+    if me.rank == 0 and "torch" not in sys.modules:
+        print("starting: importing PyTorch and the task", flush=True)
 
 
 def check(spec: Spec, launch: Launch, me: World) -> Launch:

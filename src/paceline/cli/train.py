@@ -31,13 +31,14 @@ def start_new(spec: Spec, launch: Launch, me: World) -> None:
     if me.launcher is not None and launch.launcher is not None:
         raise LaunchError(f"--launcher {launch.launcher}, but {me.launcher} has started this process as a rank; leave --launcher out")
     from paceline import task
-    from paceline.cli.start import check, has_started, start
+    from paceline.cli.start import announce, check, has_started, start
     from paceline.launch.starters import is_rank
     from paceline.run import create, reserve
 
     if me.restart and (launch.run is None or Path(launch.run).exists()):
         _go_on_with(launch, me)
         return
+    announce(me)
     launch = check(spec, launch, me)
     spec = spec.model_copy(update={"task": task.resolve(spec.task)})
     if is_rank(launch, me):

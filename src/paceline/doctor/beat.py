@@ -105,6 +105,12 @@ def birth(pid: int) -> float | None:
     return None
 
 
+def age_s(pid: int) -> float | None:
+    """Return the seconds since a process was started; None where the system does not tell."""
+    began = birth(pid) if sys.platform == "linux" else None
+    return time.clock_gettime(time.CLOCK_BOOTTIME) - began / os.sysconf("SC_CLK_TCK") if began is not None else None
+
+
 def write(path: Path, value: Beat | Answer) -> None:
     """In place, in one write: a rename a second and rank is more than file systems of large machines like."""
     data = json.dumps(asdict(value)).encode()

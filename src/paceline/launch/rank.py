@@ -6,6 +6,7 @@ import os
 import sys
 import threading
 from collections.abc import Generator, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Literal
 
@@ -13,6 +14,7 @@ import torch.distributed as dist
 from rich.console import Console
 
 from paceline import events
+from paceline.doctor.beat import age_s
 from paceline.doctor.diagnose import Diagnosis
 from paceline.doctor.lookout import Lookout
 from paceline.errors import Error, RankError, RunError
@@ -77,6 +79,15 @@ def run_alone(spec: Spec, launch: Launch, world: World, run: RunFolder | None) -
         finally:
             if run is not None and world.rank == 0:
                 release(run.path)
+
+
+def _begun_s(launcher: int | None) -> dict[str, float]:
+    """How long this rank took until now, and its launcher before that."""
+    own = age_s(os.getpid())
+    before = age_s(launcher) if launcher is not None else None
+    if own is None:
+        return {}
+    return {"launcher": before - own, "imports": own} if before is not None else {"imports": own}
 
 
 def _give_up(run: RunFolder, found: Diagnosis | None) -> None:
@@ -159,7 +170,10 @@ def _recorded(spec: Spec, launch: Launch, world: World, run: RunFolder, interrup
             if launch.plan is not None:
                 plan = AUTO if launch.plan == AUTO else parse(launch.plan)
             notes = (launch.chosen,) if launch.chosen is not None else ()
+            begun = _begun_s(interrupt.launcher if not world.restart else None)
             for event in train(spec, plan, world, run=run, device=launch.device, stop=stop, notes=notes):
+                if isinstance(event, Started):
+                    event = replace(event, start_s={**begun, **event.start_s})
                 if world.rank == 0:
                     if writer is None:
                         if isinstance(event, Started) and plan == AUTO:

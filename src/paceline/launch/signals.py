@@ -19,7 +19,7 @@ class Interrupt:
 
     def __init__(self, launcher: int | None = None) -> None:
         self.asked = False
-        self._launcher = launcher
+        self.launcher = launcher
 
     def __enter__(self) -> "Interrupt":
         self._before = {number: signal.signal(number, self._ask) for number in stop_signals()}
@@ -30,7 +30,7 @@ class Interrupt:
 
     def _ask(self, number: int, frame: FrameType | None) -> None:
         self.asked = True
-        if self._launcher is None:  # else it ends us itself; and Slurm tells all processes of a step what their agent passes on
+        if self.launcher is None:  # else it ends us itself; and Slurm tells all processes of a step what their agent passes on
             self._restore()
 
     def _restore(self) -> None:
@@ -39,4 +39,4 @@ class Interrupt:
 
     def orphaned(self) -> bool:
         """Our own launcher was killed: nobody would notice, or clean up, if this rank went on."""
-        return self._launcher is not None and os.getppid() != self._launcher
+        return self.launcher is not None and os.getppid() != self.launcher

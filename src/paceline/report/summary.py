@@ -2,7 +2,7 @@
 
 from collections import deque
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from paceline.events import Ended, Evaluated, Event, Failed, Saved, Started, Step
 from paceline.report.history import History, Spent, median
@@ -26,6 +26,7 @@ class Summary:
     saved: tuple[Saved, ...]
     failures: tuple[Failed, ...]
     ended: Ended | None  # None: interrupted, or still running
+    wall_s: Mapping[str, float] = field(default_factory=dict)  # start, training, end; of all starts
     sampled: int | None = None  # of a long run: so many of its steps were looked at, and stand for all
 
 
@@ -41,12 +42,16 @@ class SummaryBuilder:
         self._saved: deque[Saved] = deque(maxlen=KEPT)
         self._failures: deque[Failed] = deque(maxlen=KEPT)
         self._ended: Ended | None = None
+        self._wall_s = {"start": 0.0, "training": 0.0, "end": 0.0}
+        self._until = 0.0  # when the training was last seen to go on
 
     def add(self, event: Event, count: int = 1) -> None:
         match event:
             case Started():
                 self._started, self._ended = event, None
                 self._starts += 1
+                self._wall_s["start"] += sum(event.start_s.values())
+                self._until = event.time
                 for spent in (self.history, self._evaluating, self._saving):
                     spent.cut(event.step)
                 while self._evaluated and self._evaluated[-1].step > event.step:
@@ -55,9 +60,11 @@ class SummaryBuilder:
                     self._saved.pop()
             case Step():
                 self.history.add(event, count)
+                self._trains_until(event.time)
             case Evaluated():
                 self._evaluated.append(event)
                 self._evaluating.add(event.step, event.seconds)
+                self._trains_until(event.time)
             case Saved():
                 self._saved.append(event)
                 self._saving.add(event.step, event.blocked_s)
@@ -65,6 +72,11 @@ class SummaryBuilder:
                 self._failures.append(event)
             case Ended():
                 self._ended = event
+                self._wall_s["end"] += max(0.0, event.time - self._until)
+
+    def _trains_until(self, now: float) -> None:
+        self._wall_s["training"] += max(0.0, now - self._until)
+        self._until = max(self._until, now)
 
     def summary(self) -> Summary:
         history, started, ended = self.history, self._started, self._ended
@@ -92,6 +104,7 @@ class SummaryBuilder:
             saved=tuple(self._saved),
             failures=tuple(self._failures),
             ended=ended,
+            wall_s=dict(self._wall_s),
             sampled=len(history.points) if history.is_thinned else None,
         )
 

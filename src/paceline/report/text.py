@@ -46,6 +46,12 @@ def headline(started: Started) -> str:
     )
 
 
+def phases(started: Started) -> str:
+    """How long the start took."""
+    each = ", ".join(f"{name} {format_seconds(seconds)}" for name, seconds in started.start_s.items())
+    return f"start {format_seconds(sum(started.start_s.values()))}: {each}"
+
+
 def metrics(values: object) -> str:
     return "  ".join(f"{name} {value:.4f}" for name, value in dict(values).items())  # type: ignore[call-overload]
 
@@ -66,6 +72,9 @@ def closing(summary: Summary) -> RenderableType:
         table.add_row(
             "time", f"{format_seconds(summary.total_s)}: " + ", ".join(f"{name} {share:.0%}" for name, share in summary.shares.items())
         )
+    if summary.wall_s.get("start"):
+        wall = ", ".join(f"{name} {format_seconds(seconds)}" for name, seconds in summary.wall_s.items())
+        table.add_row("wall", f"{format_seconds(sum(summary.wall_s.values()))}: {wall}")
     if summary.saved:
         last = summary.saved[-1]
         table.add_row(

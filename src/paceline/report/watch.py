@@ -15,8 +15,9 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from paceline.events import Ended, Evaluated, Event, Failed, Stalled, Started, Step
 from paceline.output import append_to
 from paceline.report.summary import SummaryBuilder
-from paceline.report.text import closing, headline, line, metrics
+from paceline.report.text import closing, headline, line, metrics, phases
 from paceline.run import RunFolder
+from paceline.run_view import view
 
 Show = Callable[[Event], None]
 LINES_S = 1.0  # at most one line of a step in so many seconds
@@ -26,7 +27,7 @@ SCALARS_S = 0.1
 def watch(events: Iterator[Event], run: RunFolder, console: Console | None = None) -> Event | None:
     """Show events as they come, and a table once they end. Returns the last one."""
     console = console or Console(highlight=False, soft_wrap=not sys.stdout.isatty())
-    summary, last = SummaryBuilder(), None
+    summary, last, is_resumed = SummaryBuilder(), None, False
     with contextlib.ExitStack() as open_now:
         shows: list[Show] = []
         for event in events:
@@ -37,11 +38,15 @@ def watch(events: Iterator[Event], run: RunFolder, console: Console | None = Non
                 if importlib.util.find_spec("tensorboard") is not None:
                     shows.append(open_now.enter_context(_scalars(run.tensorboard)))
             summary.add(event)
+            is_resumed |= last is None and isinstance(event, Started) and event.step > 0
             last = event
             for show in shows:
                 show(event)
     if isinstance(last, Ended):
-        console.print(closing(summary.summary()))
+        found = summary.summary()
+        if is_resumed and (whole := view(run).summary).ended is not None:  # a full disk may have cost events
+            found = whole
+        console.print(closing(found))
         stopped = last.reason == "stopped"
         console.print(f"[bold]run[/]  {run.path}" + (f"   stopped; go on with: paceline resume {run.path}" if stopped else ""))
     return last
@@ -67,6 +72,8 @@ def _lines(write: Callable[[str], Any]) -> Show:
         if isinstance(event, Failed) and event.what == "run":
             return  # whoever started the ranks says which of them was the cause
         write(line(event))
+        if isinstance(event, Started) and event.start_s:
+            write(phases(event))
         for note in event.notes if isinstance(event, Started) else ():
             write(f"note: {note}")
 

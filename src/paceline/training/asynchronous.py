@@ -1,7 +1,7 @@
 """A training with parameter servers, from one rank's point of view: one generator for servers and workers."""
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -41,7 +41,7 @@ def train_against_servers(
     data: Data,
     loop: Loop,
     notes: Sequence[str],
-) -> Iterator[Event]:
+) -> Generator[Event]:
     """`plan` has its data degree said."""
     assert plan.servers is not None
     if spec.precision == "fp16":

@@ -38,6 +38,7 @@ from paceline.training.parallelize import release
 from paceline.training.prepare import Data, Laid, check_enough, lay_out, open_data, resume
 from paceline.training.process import (
     SAVING_S,
+    StartClock,
     at_start,
     choose_device,
     free_threads,
@@ -79,6 +80,7 @@ def train(
     world = world if world is not None else world_of()
     if plan is None:
         plan = Plan(dp=1) if world.size == 1 else Plan()
+    clock = StartClock()
     with contextlib.ExitStack() as held:
         pulse = held.enter_context(Pulse(run, world.rank, world.size, at_start(spec.timeout_s), SAVING_S))
         if task is None:
@@ -89,6 +91,7 @@ def train(
         held.enter_context(_settings(spec, world))
         held.enter_context(process_group(world, here, spec.timeout_s, run.path if run is not None else Path("runs")))
         notes = (*notes, *_set_threads(spec, world, run, here), *_without_effect(spec, here))
+        clock.mark("ranks meet")
         if isinstance(plan, str):
             from paceline.training.choose import agreed
 
@@ -99,6 +102,7 @@ def train(
         data = open_data(spec, task)
         notes = (*notes, *roll_call(task, world, data.lengths))
         check_enough(data.samples, laid_out)
+        clock.mark("data")
         if laid_out.servers is not None:
             from paceline.training.asynchronous import train_against_servers
 
@@ -106,14 +110,15 @@ def train(
                 return _Loop(spec, plan_of_one, str(plan), me, task, run, here, stop, nothing, laid, pulse, world.size)
 
             pulse.patience_s = None  # of servers and workers, which wait for one another by other means
-            yield from train_against_servers(spec, laid_out, str(plan), world, task, here, stop, data, loop, notes)
+            yield from clock.tell(train_against_servers(spec, laid_out, str(plan), world, task, here, stop, data, loop, notes))
             return
         laid = lay_out(spec, laid_out, world, task, here, training=data.training)
         laid = dataclasses.replace(laid, notes=(*notes, *laid.notes))
+        clock.mark("model")
         if observe is not None:
             laid.step.observe = partial(observe, laid.model)
         try:
-            yield from _Loop(spec, laid_out, str(plan), world, task, run, here, stop, data, laid, pulse).events()
+            yield from clock.tell(_Loop(spec, laid_out, str(plan), world, task, run, here, stop, data, laid, pulse).events())
         finally:
             release(laid.update.model)
             meshes.let_go()
@@ -207,7 +212,7 @@ class _Loop:
         self.together = 1  # steps to be told together
         self.accounting = Accounting(spec.account, self.first, self.total, laid, plan, world, device)
 
-    def events(self) -> Iterator[Event]:
+    def events(self) -> Generator[Event]:
         """The loop. The figures of a step are read while the next one runs, so that neither the host nor another
         rank is waited for; those of quick steps are read together."""
         if self.run is not None and self.world.rank == 0 and self.run.ckpt.exists():

@@ -8,7 +8,8 @@ import os
 import platform
 import secrets
 import time
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 
@@ -17,11 +18,34 @@ import torch.distributed as dist
 
 from paceline.cluster.limits import busy_cores, free_cores, usable_cores
 from paceline.errors import LaunchError
+from paceline.events import Event, Started
 from paceline.files import read_own, write_secret
 from paceline.launch.interface import check_interfaces, choose_interface, stay_here, where_to_listen
 from paceline.launch.pmi import pmi
 from paceline.launch.store import LOOPBACK, open_store
 from paceline.launch.world import World
+
+
+class StartClock:
+    """How long each phase of a start takes."""
+
+    def __init__(self) -> None:
+        self._since = time.perf_counter()
+        self.seconds: dict[str, float] = {}
+
+    def mark(self, phase: str) -> None:
+        """Call at the end of each phase."""
+        now = time.perf_counter()
+        self.seconds[phase], self._since = now - self._since, now
+
+    def tell(self, events: Generator[Event]) -> Generator[Event]:
+        """Yield these events; the first of them ends the last phase and tells of all."""
+        with contextlib.closing(events):
+            for event in events:
+                if isinstance(event, Started):
+                    self.mark("state")
+                    event = replace(event, start_s=dict(self.seconds))
+                yield event
 
 
 def choose_device(world: World, wish: str | None) -> torch.device:
