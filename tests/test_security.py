@@ -59,6 +59,7 @@ from paceline.plan.plan import parse
 from paceline.run import RunFolder, open_run
 from paceline.spec import build
 from paceline.training.checkpoint import load_whole, read_index
+from paceline.training.parallelize import compile_units
 from paceline.training.process import meet
 
 # Folders of others: checkpoints
@@ -461,6 +462,21 @@ def test_a_meeting_place_of_somebody_else_is_refused(tmp_path):
         meet(World(rank=1, size=2, local_size=2, launcher="slurm", job="1-0-0"), timedelta(seconds=20), tmp_path)
 
 
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give files away")
+@pytest.mark.filterwarnings("ignore:.*torch.jit.* is deprecated:DeprecationWarning")
+def test_code_that_somebody_else_has_compiled_is_not_run(tmp_path, monkeypatch):
+    for owner in (os.geteuid(), 12345):
+        os.chown(tmp_path, owner, owner)
+        monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+        layer = torch.nn.Linear(2, 2)
+        if owner == os.geteuid():
+            compile_units([layer])
+            continue
+        with pytest.raises(LaunchError, match=r"is of user 12345; set TORCHINDUCTOR_CACHE_DIR"):
+            compile_units([layer])
+        assert "forward" not in vars(layer)
+
+
 # Files that are written
 
 
@@ -721,6 +737,9 @@ def test_doctor_writes_through_no_link(run, tmp_path):
     (run / "ranks").mkdir(exist_ok=True)
     (run / "ranks/asked").unlink(missing_ok=True)
     (run / "ranks/asked").symlink_to(victim)
+    whole = {"rank": 0, "ranks": 1, "host": platform.node(), "pid": os.getpid(), "birth": beat.birth(os.getpid()), "began": time.time()}
+    whole |= {"time": time.time(), "step": 1, "steps": 2, "stepped": None, "longest_s": 0.0, "phase": "forward", "since": time.time()}
+    (run / "ranks/0.alive").write_text(json.dumps(whole | {"patience_s": None, "spent_s": {}}))
     succeed("doctor", "r", at=run.parent)
     assert (run / "ranks/asked").is_symlink()
     assert victim.read_text() == "mine"

@@ -1,5 +1,6 @@
 """The one place where a model meets a plan."""
 
+import os
 from collections.abc import Callable, Sequence
 from copy import copy
 from dataclasses import dataclass
@@ -14,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_leaves, tree_map
 
-from paceline.errors import PlanError, TaskError
+from paceline.errors import LaunchError, PlanError, TaskError
 from paceline.plan.plan import TWICE, Plan
 from paceline.spec import nearest
 from paceline.task import Layout
@@ -135,7 +136,12 @@ DEAR = [
 
 def compile_units(units: list[nn.Module]) -> None:
     """Compile each unit, which is quick where they are alike. (The whole model where they are single layers of torch's own, unless it
-    is cut at them.)"""
+    is cut at them.) Raises LaunchError where the compiler's cache is somebody else's."""
+    from torch._inductor.runtime.cache_dir_utils import cache_dir
+
+    owner = os.stat(cache_dir()).st_uid
+    if owner not in (os.geteuid(), 0):  # its code would run here; torch takes whatever lies in /tmp under the name of this user
+        raise LaunchError(f"torch's compiler keeps its code in {cache_dir()}, which is of user {owner}; set TORCHINDUCTOR_CACHE_DIR")
     for module in units:
         inner = module.forward
 
