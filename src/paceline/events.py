@@ -27,6 +27,7 @@ LONGEST = 2**20  # bytes of a line
 PARSED = 2**23  # bytes of which each line is parsed where only a sample of the steps is wanted
 LATEST = 253e9  # seconds since the epoch that a date can have
 SINGLE_STEPS = 8  # of each start, which are slower than others: none of them stands for others
+LAST_STEPS = 64  # that are parsed where only the end is read
 KINDS_NAMED = 5  # unknown ones
 # How `dumps` begins the line of a step, and what stands between two lines: found without parsing them.
 _HEAD, _STEP, _SEAM = b'{"time": ', b'"event": "step", ', b'}\n{"time": '
@@ -285,9 +286,9 @@ def append(path: Path, event: Event) -> None:
 
 def _end_of_lines(file: int) -> int:
     """Return the position behind the last newline, reading from the end."""
-    end = os.fstat(file).st_size
+    end, size = os.fstat(file).st_size, min(2**12, BLOCK)  # mostly the last byte is one
     while end:
-        begin = max(0, end - BLOCK)
+        begin, size = max(0, end - size), BLOCK
         newline = os.pread(file, end - begin, begin).rfind(b"\n")
         if newline >= 0:
             return begin + newline + 1
@@ -500,8 +501,9 @@ def _blocks_back(path: Path, first: int, before: int | None, skipped: Skipped) -
         return
     try:
         begin, rest, is_too_long = _end_of_lines(file) if before is None else before, b"", False
+        size = min(2**16, BLOCK)
         while begin > first:
-            end, begin = begin, max(first, begin - BLOCK)
+            end, begin, size = begin, max(first, begin - size), BLOCK
             piece = os.pread(file, end - begin, begin)
             cut = piece.find(b"\n", 0, len(piece) - (not rest and not is_too_long)) + 1 if begin > first else 0
             if begin > first and not cut:
@@ -521,16 +523,21 @@ def _blocks_back(path: Path, first: int, before: int | None, skipped: Skipped) -
 
 
 def tail(path: Path, skipped: Skipped, size: int = 2**16) -> tuple[int, list[Event]]:
-    """Return the last events, those of about `size` bytes, and the position where the first of them begins.
+    """Return the last events, those of about `size` bytes, and the position where the first of them begins; of steps the last few.
 
     Lines that cannot be used are counted in `skipped`, and passed over as far as 64 times that size."""
     found: list[Event] = []
+    steps = 0
     position = last_line = end(path)
     for at, block in _blocks_back(path, 0, position, skipped):
         position = at + len(block)
         for line in reversed(block.split(b"\n")[:-1]):
             position -= len(line) + 1
-            if (event := skipped.parse(line)) is not None:
+            is_step = _is_step(line)
+            steps += is_step
+            if is_step and steps > LAST_STEPS:
+                size -= len(line)
+            elif (event := skipped.parse(line)) is not None:
                 found.append(event)
                 size -= len(line)
             if size <= 0 or last_line - position > 2**22:
