@@ -145,6 +145,7 @@ class Spec(Value):
     precision: Literal["fp64", "fp32", "bf16", "fp16"] = Field(default="fp32", description="in which the model computes")
     tf32: bool = Field(default=False, description="let CUDA round the inputs of float32 products to TF32")
     compile: bool = Field(default=False, description="compile the model's blocks with torch.compile")
+    allow_local_loss: bool = Field(default=False, description="accept a loss that mixes the samples of a batch")
     batch_norm: Literal["global", "local"] = Field(default="global", description="BatchNorm statistics over all ranks, or of each rank")
     evaluate_every: int | None = Field(
         default=None, ge=1, le=MOST, description="steps between evaluations [default: each epoch and the end]"

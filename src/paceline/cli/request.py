@@ -59,6 +59,9 @@ def request(
     compile: Annotated[bool | None, Option("--compile/--no-compile", help="Compile the model's blocks with torch.compile.")] = None,
     tf32: Annotated[bool | None, Option("--tf32/--no-tf32", help="Let CUDA round float32 products to TF32.")] = None,
     batch_norm: Annotated[str | None, Option(help="Statistics over the samples of all ranks, global, or of each rank, local.")] = None,
+    allow_local_loss: Annotated[
+        bool | None, Option("--allow-local-loss", help="Accept a loss that mixes samples, of each part of a divided batch alone.")
+    ] = None,
     save_every: Annotated[int | None, Option(help="Steps between checkpoints.")] = None,
     keep: Annotated[int | None, Option(help="Keep the last so many checkpoints, and the best.")] = None,
     workers: Annotated[int | None, Option(help="Processes a rank that read samples.")] = None,
@@ -85,6 +88,7 @@ def request(
         "compile": compile,
         "tf32": tf32,
         "batch_norm": batch_norm,
+        "allow_local_loss": allow_local_loss,
         "account": account,
         "device": device,
         "restarts": restarts,

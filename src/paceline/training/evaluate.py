@@ -1,7 +1,7 @@
 """Metrics over a split, each of its samples counted once, whatever the number of ranks."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import torch
 import torch.distributed as dist
@@ -10,6 +10,7 @@ from torch import Tensor
 from paceline.doctor.beat import EVALUATE
 from paceline.errors import TaskError
 from paceline.training.data import Samples, batches, validation_parts
+from paceline.training.first_loss import check_items
 from paceline.training.step import ELSEWHERE, Step, autocast, weighed, weights_of
 from paceline.user_code import UserCode
 
@@ -50,13 +51,25 @@ def evaluate(
                 with UserCode("loss()", task.loss):
                     values = {"loss": task.loss(output, data)}
                 with UserCode("metrics()", task.metrics):
-                    values |= task.metrics(output, data)
+                    metrics = task.metrics(output, data)
+                if not isinstance(metrics, Mapping):
+                    raise TaskError(f"metrics() must return a dict of tensors, got {type(metrics).__name__}")
+                values |= metrics
             weights = weights_of(task, data)
             counted = bool(numbers) and update.counts
             for name, value in values.items():
                 if not isinstance(value, Tensor):
                     raise TaskError(f"metrics() must return tensors, got {type(value).__name__} for {name!r}")
+                if value.is_complex():
+                    raise TaskError(f"metrics() must return real tensors, got {str(value.dtype).removeprefix('torch.')} for {name!r}")
+                if not value.dim() and name in metrics:
+                    raise TaskError(
+                        f"metrics() returned one number for {name!r}, and a batch of each rank would have its own; return a value for each "
+                        "sample, such as output.argmax(-1) == batch[1], of which the mean over the split is taken"
+                    )
                 fitting = weights if weights is not None and (not value.dim() or value.shape == weights.shape) else None
+                if fitting is None:
+                    check_items(value, len(numbers) or 1, "metrics()" if name in metrics else "loss()", repr(name))
                 total, count = weighed(value.double(), fitting, data, name)
                 here = torch.stack([total, torch.as_tensor(count, dtype=total.dtype, device=total.device)])
                 sums[name] = sums.get(name, torch.zeros(2, dtype=torch.float64, device=device)) + here * counted

@@ -9,7 +9,6 @@ from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Literal
 
 import torch
 import torch.distributed as dist
@@ -19,11 +18,11 @@ from torch.nn.parallel import DistributedDataParallel
 from paceline import task as tasks
 from paceline.doctor.beat import DATA, REPORT, SAVE
 from paceline.doctor.pulse import Pulse
-from paceline.errors import CheckpointError, DivergedError, SpecError
+from paceline.errors import CheckpointError, DivergedError, PlanError, SpecError
 from paceline.events import Ended, Evaluated, Event, Failed, Saved, Started, Step
 from paceline.launch.world import World
 from paceline.launch.world import world as world_of
-from paceline.plan.plan import Plan, share
+from paceline.plan.plan import AUTO, Plan, parse, share
 from paceline.run import RunFolder
 from paceline.run_view import glance
 from paceline.spec import Spec, nearest
@@ -33,6 +32,7 @@ from paceline.training.account import Accounting
 from paceline.training.data import Batch, Part, batches, training_parts
 from paceline.training.evaluate import evaluate
 from paceline.training.figures import Figures, Local, Pending, Wishes, tell
+from paceline.training.first_loss import FirstLoss
 from paceline.training.optim import check_schedule, factor
 from paceline.training.parallelize import release
 from paceline.training.prepare import Data, Laid, check_enough, lay_out, open_data, resume
@@ -54,7 +54,7 @@ from paceline.training.step import Step as Update
 
 def train(
     spec: Spec,
-    plan: Plan | Literal["auto"] | None = None,
+    plan: Plan | str | None = None,
     world: World | None = None,
     *,
     task: Task | None = None,
@@ -66,7 +66,7 @@ def train(
 ) -> Generator[Event]:
     """Train as `spec` says, laid out by `plan`; one event after another comes out. All ranks must iterate in step.
 
-    spec: what is wanted. `plan`: `single` on one rank and `ddp` on several, if not said;
+    spec: what is wanted. `plan`: `single` on one rank and `ddp` on several, if not said; in words, as of the command line;
     auto: the fastest that fits, as rank 0 predicts it. `world`: who this process is, read
     from the environment if not said. `task`: an instance, in place of the one that `spec` names.
     run: where checkpoints go; a training that has checkpoints there goes on from the last whole one. None: none are written.
@@ -80,6 +80,10 @@ def train(
     world = world if world is not None else world_of()
     if plan is None:
         plan = Plan(dp=1) if world.size == 1 else Plan()
+    if isinstance(plan, str) and plan != AUTO:
+        plan = parse(plan)
+    if not isinstance(plan, (Plan, str)):
+        raise PlanError(f"plan must be a Plan or its words, such as 'zero3', got {type(plan).__name__}")
     clock = StartClock()
     with contextlib.ExitStack() as held:
         pulse = held.enter_context(Pulse(run, world.rank, world.size, at_start(spec.timeout_s), SAVING_S))
@@ -193,6 +197,12 @@ class _Loop:
         self.schedule = spec.schedule.in_samples(spec.batch, data.samples)
         check_schedule(self.schedule, self.total * spec.batch)
         laid.step.enter = pulse.enter
+        assert plan.dp is not None
+        assert plan.micro is not None
+        samples = Part(spec.batch, plan.micro, plan.place(world.rank).dp, plan.dp).share
+        self.first_loss = FirstLoss(laid.step, samples, plan.dp * plan.micro > 1, spec.allow_local_loss)
+        if isinstance(self.update, Update):
+            laid.step.examine = self.first_loss
         self.workers = workers_per_rank(world.local_size, device, spec.data.workers)
         self.saver = checkpoint.Saver(run, plan, world.rank, world.size, device, laid.group) if run is not None else None
         resumed = resume(spec, world, run, laid, data.samples) if run is not None else None
@@ -256,6 +266,8 @@ class _Loop:
                 self.update.model = settle(self.update, micro_batches[0])
             lr_factor = factor(self.schedule, self.step * self.spec.batch, self.total * self.spec.batch)
             local = self.update(micro_batches, self.step, lr_factor)
+            if self.step == self.first and isinstance(self.update, Update):
+                self.first_loss.finish()
             self.step += 1
             self.pulse.enter(REPORT)
             if self.laid.local is not None:

@@ -2,7 +2,7 @@
 
 import inspect
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -17,8 +17,10 @@ from paceline.training.shards import is_cut, is_first_copy, is_here, local
 from paceline.user_code import UserCode
 
 
-def make_optimizer(task: Task, spec: Optimizer, plan: Plan, model: nn.Module) -> torch.optim.Optimizer:
-    """The task's own optimizer or the one of the spec, its state cut over the data ranks under zero=1."""
+def make_optimizer(
+    task: Task, spec: Optimizer, plan: Plan, model: nn.Module, say: Callable[[list[str]], None] = lambda notes: None
+) -> torch.optim.Optimizer:
+    """The task's own optimizer or the one of the spec, its state cut over the data ranks under zero=1. `say`: called with notes."""
     params = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad and is_here(parameter)]
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise TaskError("the model has no parameter to train: all of them have requires_grad=False")
@@ -30,6 +32,9 @@ def make_optimizer(task: Task, spec: Optimizer, plan: Plan, model: nn.Module) ->
         optimizer = _from_spec(spec, [parameter for _, parameter in params])
     elif not isinstance(optimizer, torch.optim.Optimizer):
         raise TaskError(f"optimizer() must return a torch optimizer or None, got {type(optimizer).__name__}")
+    else:
+        _check_own(optimizer, {id(parameter) for _, parameter in params})
+        say(_without_effect(spec, optimizer))
     if plan.zero == 1 and plan.data_ranks > 1 and not plan.is_mixed:
         optimizer = _cut_state(optimizer)
     _part_by_mesh(optimizer)
@@ -37,6 +42,31 @@ def make_optimizer(task: Task, spec: Optimizer, plan: Plan, model: nn.Module) ->
         _deal_state(optimizer)
     _start_momentum(local_optimizer(optimizer))
     return optimizer
+
+
+def _without_effect(spec: Optimizer, own: torch.optim.Optimizer) -> list[str]:
+    """A note of what is asked of the optimizer and not obeyed, because the task has its own."""
+    default = Optimizer()
+    asked = [f"optimizer.{key}={value}" for key, value in spec if key != "clip" and value != getattr(default, key)]
+    return [f"{', '.join(asked)} has no effect, because the task's optimizer() returns its own {type(own).__name__}"] if asked else []
+
+
+def _check_own(optimizer: torch.optim.Optimizer, params: Container[int]) -> None:
+    """Raise TaskError for an optimizer of the task that cannot train the model; `params`: ids of its parameters."""
+    closure = inspect.signature(type(optimizer).step).parameters.get("closure")
+    if closure is not None and closure.default is inspect.Parameter.empty:
+        raise TaskError(
+            f"optimizer() returned {type(optimizer).__name__}, whose step computes the loss again through a closure, which no plan can do; "
+            "use one that steps from the gradients, such as AdamW or SGD"
+        )
+    foreign = sum(id(parameter) not in params for group in optimizer.param_groups for parameter in group["params"])
+    if foreign:
+        raise TaskError(
+            f"optimizer() trains {foreign} tensors that are not parameters of the model; build it from the (name, parameter) pairs that it "
+            "is called with"
+        )
+    if any(not isinstance(group.get("lr"), (int, float, Tensor)) for group in optimizer.param_groups):
+        raise TaskError(f"optimizer() returned {type(optimizer).__name__} without a learning rate, which the schedule scales; give it lr=")
 
 
 def _part_by_mesh(optimizer: torch.optim.Optimizer) -> None:

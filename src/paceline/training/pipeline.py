@@ -24,7 +24,7 @@ from paceline.training.seeds import derive, start_stream
 from paceline.training.shards import is_here
 from paceline.training.slices import Slices, check_blocks
 from paceline.training.stages import Division, Stage, divide, ranks_of
-from paceline.training.step import GlobalWeight, autocast, weighed_loss
+from paceline.training.step import Examine, GlobalWeight, autocast, weighed_loss
 from paceline.training.step import forward as forward_of
 from paceline.training.tied import Tied
 from paceline.training.weights import places_of
@@ -170,7 +170,12 @@ class Pipeline:
         return kind(own, self.plan.micro, loss_fn=lambda loss, index: loss, scale_grads=False)
 
     def backward(
-        self, batches: Sequence[Batch], step: int, weight: GlobalWeight | None, share_of: Callable[[Tensor, Tensor | float], Tensor]
+        self,
+        batches: Sequence[Batch],
+        step: int,
+        weight: GlobalWeight | None,
+        share_of: Callable[[Tensor, Tensor | float], Tensor],
+        examine: Examine | None,
     ) -> tuple[list[Tensor], list[Tensor | float], float | None]:
         """Add up the gradients of all stages. Returns loss × items and items of each micro-batch, and the items expected over all ranks;
         on the ranks that have not the last stage, nothing."""
@@ -190,7 +195,7 @@ class Pipeline:
             self._begin(stage)
             batch = batches[micro]
             with autocast(self.precision, self.device):
-                loss, items_here = weighed_loss(self.task, self.model, batch)
+                loss, items_here = weighed_loss(self.task, self.model, batch, None if losses else examine)
             if not whole:
                 assert self.plan.dp is not None
                 whole.append(weight.result() if weight is not None else float(items_here) * len(batches) * self.plan.dp)

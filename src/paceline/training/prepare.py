@@ -198,7 +198,9 @@ def lay_out(
         called = model
     else:
         called = parallelize(model, layout_of(task), plan, device, fill_with or fill, spec.compile, mesh, splits)
-    optimizer = make_optimizer(task, spec.optimizer, plan, model)
+    of_optimizer: list[str] = []
+    optimizer = make_optimizer(task, spec.optimizer, plan, model, of_optimizer.extend)
+    notes += tuple(of_optimizer)
     check_splits(plan, optimizer)
     update = Step(
         task=task,

@@ -74,6 +74,7 @@ class Step:
     loss_scale: LossScale | None = field(init=False)
     around_loss: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext  # forward and backward run in it
     enter: Callable[[str], None] = lambda phase: None  # told of each phase that begins
+    examine: Callable[[object, Batch, Tensor], None] | None = None  # called with the first output, batch and loss, and never again
     after_backward: list[Callable[[], None]] = field(default_factory=list)  # what the engines leave undone of the gradients
 
     def __post_init__(self) -> None:
@@ -123,7 +124,7 @@ class Step:
         if self.pipeline is not None:
             self.enter(FORWARD)
             assert not isinstance(weight, OwnWeight)
-            return self.pipeline.backward(batches, step, weight, self._share_of)
+            return self.pipeline.backward(batches, step, weight, self._share_of, self.examine)
         losses: list[Tensor] = []
         items: list[Tensor | float] = []
         whole: Tensor | float | None = None
@@ -132,7 +133,7 @@ class Step:
             start_stream(derive(self.seed, "model", step, micro, *self.place.stream), self.device)
             with self._sync_if(micro == len(batches) - 1):
                 with autocast(self.precision, self.device):
-                    loss, items_here = weighed_loss(self.task, self.model, batch)
+                    loss, items_here = weighed_loss(self.task, self.model, batch, self.examine)
                 if whole is None:
                     whole = weight.result() if weight is not None else self._expected(float(items_here), len(batches))
                 self.enter(BACKWARD)
@@ -152,6 +153,8 @@ class Step:
 
     def _share_of(self, loss: Tensor, whole: Tensor | float) -> Tensor:
         """What a rank's loss × items counts for in the mean over `whole` items, as the gradient to start backward with."""
+        if isinstance(whole, float) and not whole:
+            raise TaskError("loss() returned no items, of which there is no mean; return one or more for each sample")
         share = self.data_ranks / whole  # the engines average over the data ranks
         if self.loss_scale is not None:
             share = share * self.loss_scale.scale
@@ -225,21 +228,25 @@ def forward(task: Task, model: nn.Module, batch: Batch) -> object:
         return _pass(model, inputs)
 
 
-def loss_of(task: Task, output: object, batch: Batch) -> tuple[Tensor, Tensor | float]:
-    """Loss × items of a batch, summed, and its items (the sum of their weights where the task has weights)."""
+Examine = Callable[[object, Batch, Tensor], None]
+
+
+def weighed_loss(task: Task, model: nn.Module, batch: Batch, examine: Examine | None = None) -> tuple[Tensor, Tensor | float]:
+    """Loss × items of a batch, summed, and its items (the sum of their weights where the task has weights).
+
+    examine: called with the output, the batch and the loss."""
+    output = forward(task, model, batch)
     with UserCode("loss()", task.loss):
         values: Any = task.loss(output, batch)
-    return weighed(values.full_tensor() if is_cut(values) else values, weights_of(task, batch), batch, "loss()")
+    whole = values.full_tensor() if is_cut(values) else values
+    if examine is not None:
+        examine(output, batch, whole)
+    return weighed(whole, weights_of(task, batch), batch, "loss()")
 
 
 def weights_of(task: Task, batch: Batch) -> Tensor | None:
     with UserCode("weights()", task.weights):
         return task.weights(batch)
-
-
-def weighed_loss(task: Task, model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor | float]:
-    """The same from the model."""
-    return loss_of(task, forward(task, model, batch), batch)
 
 
 def weighed(values: Tensor, weights: Tensor | None, batch: Batch, what: str) -> tuple[Tensor, Tensor | float]:

@@ -88,6 +88,7 @@ class Verification:
             update={
                 "precision": "fp64",
                 "batch_norm": "global",
+                "allow_local_loss": True,  # it sees what becomes of them
                 "timeout_s": timeout_s,
                 "data": spec.data.model_copy(update={"workers": 0}),
             }
