@@ -15,7 +15,8 @@ from paceline import Error, Plan, Spec, Task, World, train
 from paceline.errors import PlanError, TaskError
 from paceline.events import Evaluated, Started, Step
 from paceline.plan.plan import parse
-from paceline.spec import Optimizer
+from paceline.run import RunFolder
+from paceline.spec import Optimizer, Save
 
 CLASSES, LENGTH = 5, 6
 Loss = Callable[[Any, Any], Tensor]
@@ -300,3 +301,49 @@ def test_a_plan_in_words() -> None:
         with pytest.raises(PlanError):
             plan_of(plan)
     assert issubclass(PlanError, Error)
+
+
+SOURCE = """
+import torch
+from torch import nn
+from paceline import Task
+
+
+class Small(Task):
+    rate: float = 0.0
+
+    def model(self):
+        return nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Dropout(0.1), nn.Linear(4, 3))
+
+    def dataset(self, split):
+        return [(torch.ones(4) * i, torch.ones(3)) for i in range(16)] if split == "train" else None
+
+    def loss(self, output, batch):
+        return (output - batch[1]).square()
+"""
+
+
+def test_a_resume_says_what_is_another(tmp_path: Any) -> None:
+    def notes(source: str, steps: int, **more: Any) -> str:
+        place = tmp_path / f"at{steps}"
+        place.mkdir(exist_ok=True)
+        file = place / f"small{steps}.py"
+        file.write_text(source)
+        spec = Spec(task=f"{file}:Small", batch=8, steps=steps, save=Save(minutes=float("inf")), **more)
+        first, *_ = [event for event in train(spec, "single", World(), run=run) if isinstance(event, Started)]
+        return "; ".join(first.notes)
+
+    run = RunFolder(tmp_path / "r")
+    run.path.mkdir()
+    first = "this training is another"
+    assert first not in notes(SOURCE, 1)
+    assert first not in notes(SOURCE, 2), "the same in another file"
+    assert "from step 2 on: the code of loss() changed" in notes(SOURCE.replace(".square()", ".abs()"), 3)
+    assert "modules of the model was 1 Dropout, 2 Linear, 1 Sequential, 1 Tanh, is 1 Dropout, 2 Linear, 1 ReLU, 1 Sequential" in notes(
+        SOURCE.replace(".square()", ".abs()").replace("Tanh", "ReLU"), 4
+    )
+    now = SOURCE.replace(".square()", ".abs()").replace("Tanh", "ReLU").replace("0.1", "0.2")
+    assert "the settings of the modules of the model changed" in notes(now, 5)
+    assert "precision was 'fp32', is 'bf16'" in notes(now, 6, precision="bf16")
+    assert "optimizer.lr was 0.001, is 0.5" in notes(now, 7, precision="bf16", optimizer=Optimizer(lr=0.5))
+    assert "field rate was 0.0, is 0.5" in notes(now, 8, set={"rate": 0.5})

@@ -377,3 +377,47 @@ def test_a_real_signal_is_no_mistake_of_the_task():
         assert found.returncode == -signal.SIGINT
     with pytest.raises(DataError, match="mine"), UserCode("loss()"):
         raise DataError("mine")
+
+
+INPUTS = """
+import torch
+from torch import nn
+from paceline import Task
+
+
+class Two(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.last = nn.Linear(4, 3)
+
+    def forward(self, x, y):
+        return (self.last(x) - y).square()
+
+
+class Whole(Task):
+    ragged: bool = False
+
+    def model(self):
+        return Two()
+
+    def dataset(self, split):
+        return [(torch.ones(4 + self.ragged * i), torch.ones(3)) for i in range(8)] if split == "train" else None
+
+    def inputs(self, batch):
+        return batch
+
+    def loss(self, output, batch):
+        return output
+"""
+
+
+def test_a_batch_as_it_is(tmp_path):
+    """default_collate yields lists."""
+    path = write_task(tmp_path, INPUTS, "whole.py")
+    spec = Spec(task=f"{path}:Whole", steps=2, batch=4)
+    assert list(train(spec, "single,micro=2", World()))
+    with pytest.raises(DataError) as caught:
+        list(train(spec.model_copy(update={"set": {"ragged": True}}), "single", World()))
+    assert "stack expects each tensor to be equal size" in str(caught.value)
+    assert "give the dataset a method batch_of(indices)" in str(caught.value)
+    assert "\n" not in str(caught.value)

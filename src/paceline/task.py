@@ -78,7 +78,7 @@ class Task:
         raise NotImplementedError
 
     def inputs(self, batch: Any) -> Any:
-        """What the model is called with: a tensor, a tuple of arguments or a dict of keyword arguments."""
+        """What the model is called with: a tensor, a tuple or list of arguments, or a dict of keyword arguments."""
         return batch[0] if isinstance(batch, (tuple, list)) else batch
 
     def weights(self, batch: Any) -> Tensor | None:

@@ -59,6 +59,7 @@ class Index:
     own: bool = False  # whether it has each rank's own state besides: local SGD
     loss_scale: Mapping[str, float] | None = None  # of fp16
     metrics: Mapping[str, float] = field(default_factory=dict)  # of the last evaluation
+    identity: Mapping[str, str] = field(default_factory=dict)  # what makes the training what it is
     files: Mapping[str, list[int]] = field(default_factory=dict)  # name -> [bytes, CRC-32]
 
 

@@ -30,6 +30,10 @@ ROUNDS = 8
 CHUNK = 8192  # numbers shuffled at a time
 TRIED = 8  # samples of the first batch that show whether samples draw
 DONE = object()
+NOT_STACKED = (
+    "; samples are stacked by torch's default_collate: where their shapes or types differ, give the dataset a method batch_of(indices) "
+    "that returns the batch collated, padded for example"
+)
 
 
 def shuffled(numbers: Numbers, samples: int, seed: int) -> Numbers:
@@ -153,7 +157,8 @@ class Samples:
                 raise
             at = self._reading
             what = f"sample {at} of {self.split!r}" if isinstance(at, int) else f"one of the samples {at} of {self.split!r}"
-            return Broken(f"{what} raised {described(error)}", traceback.format_exc())
+            hint = NOT_STACKED if isinstance(at, list) and not hasattr(self.dataset, "batch_of") else ""
+            return Broken(f"{what} raised {described(error)}{hint}", traceback.format_exc())
         return cast_floats(batch, self.floats) if self.floats is not None else batch
 
     def _one_by_one(self, numbers: list[int], indices: list[int]) -> Batch:

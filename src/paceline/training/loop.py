@@ -33,6 +33,7 @@ from paceline.training.data import Batch, Part, batches, training_parts
 from paceline.training.evaluate import evaluate
 from paceline.training.figures import Figures, Local, Pending, Wishes, tell
 from paceline.training.first_loss import FirstLoss
+from paceline.training.identity import identity
 from paceline.training.optim import check_schedule, factor
 from paceline.training.parallelize import release
 from paceline.training.prepare import Data, Laid, check_enough, lay_out, open_data, resume
@@ -446,6 +447,7 @@ class _Loop:
             own=bool(own),
             loss_scale=dataclasses.asdict(self.update.loss_scale) if self.update.loss_scale is not None else None,
             metrics=self.metrics if self.evaluated_step == self.step else {},
+            identity=identity(self.spec, self.task, self.laid.modules, self.laid.step.optimizer),
             **checkpoint.describe(self.laid.model),
         )
         self.saver.start(index, found, own)

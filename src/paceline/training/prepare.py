@@ -24,6 +24,7 @@ from paceline.task import Task, layout_of
 from paceline.training import checkpoint
 from paceline.training.batch_norm import average_, over_all_ranks, running_statistics
 from paceline.training.data import Batch, Part, Samples, open_dataset
+from paceline.training.identity import changes, identity, modules_of
 from paceline.training.imagine import example
 from paceline.training.local_sgd import LocalSgd, local_sgd
 from paceline.training.meshes import build_mesh, data_mesh
@@ -141,6 +142,7 @@ class Laid:
     local: LocalSgd | None = None
     servers: Coordinator | None = None
     group: dist.ProcessGroup | None = None  # of the ranks that hold the model; None: all
+    modules: str = ""  # of the model, in words
 
     def whole(self) -> contextlib.AbstractContextManager[None]:
         """For its time the model is the one that the training came to, on all ranks. A collective."""
@@ -172,6 +174,7 @@ def lay_out(
     `training`: the split, if it is open. `studied`: if it is; its model becomes the one that is laid out."""
     studied = studied if studied is not None else study(spec, plan, task, device, training)
     model, weights, splits, batch = studied.model, studied.weights, studied.splits, studied.batch
+    modules = modules_of(model)
     pretrained = _pretrained(task)
     if fill_with is None:
         weights.check_written(named_tensors(model).keys() - loaded_names(pretrained, model))  # on all ranks, whichever holds it
@@ -227,7 +230,7 @@ def lay_out(
         notes += (LOCAL_BATCH_NORM,)
     if splits is not None and mesh is not None:
         _split_step(update, model, splits, task, batch, mesh["tp"])
-    return Laid(model, update, update, notes, local)
+    return Laid(model, update, update, notes, local, modules=modules)
 
 
 def _pretrained(task: Task) -> Path | None:
@@ -309,6 +312,8 @@ def resume(spec: Spec, world: World, run: RunFolder, laid: Laid, samples: int) -
     checkpoint.load_(path, laid.model, laid.update.optimizer, checkpoint.own(world.rank) if own else "", laid.group)
     if index.own and not own:
         notes.append(f"{path} is of local SGD on {index.ranks} ranks: this goes on from their mean, with the optimizer state of rank 0")
+    if changed := changes(index.identity, identity(spec, laid.step.task, laid.modules, laid.step.optimizer)):
+        notes.append(f"this training is another from step {index.step} on: {'; '.join(changed)}")
     scale = laid.update.loss_scale
     if scale is not None and index.loss_scale is not None:
         scale.scale, scale.good_steps = index.loss_scale["scale"], int(index.loss_scale["good_steps"])

@@ -217,7 +217,7 @@ def call(task: Task, model: nn.Module, batch: Batch) -> object:
 def _pass(model: nn.Module, inputs: object) -> object:
     if isinstance(inputs, dict):
         return model(**inputs)
-    return model(*inputs) if isinstance(inputs, tuple) else model(inputs)
+    return model(*inputs) if isinstance(inputs, (tuple, list)) else model(inputs)
 
 
 def forward(task: Task, model: nn.Module, batch: Batch) -> object:
