@@ -115,7 +115,7 @@ def test_other_meshes(size: int, plan: str, task: type[Task]) -> None:
 
 
 @pytest.mark.parametrize("recipe", ["adamw-clip-cosine", "sgd"])
-@pytest.mark.parametrize("plan", ["ddp", "zero1", "ddp,micro=2"])
+@pytest.mark.parametrize("plan", ["ddp", "zero1", "ddp,micro=2", "zero2", "zero3,micro=2"])
 @pytest.mark.parametrize("size", [2, 4])
 def test_parameters_used_on_some_ranks(size: int, plan: str, recipe: str) -> None:
     found = trained(size, models.Routed(), wanted(recipe, "fp64"), plan)

@@ -71,6 +71,7 @@ class Recording:
     calls: list[Call] = field(default_factory=list)
     barred: dict[int, str] = field(default_factory=dict)  # cut -> why it cannot be
     uses: dict[str, set[int]] = field(default_factory=dict)  # parameter -> calls during or after which it is used
+    outside: set[str] = field(default_factory=set)  # parameters that are used outside of the calls of their part, too
 
     @property
     def cuts(self) -> list[int]:
@@ -181,6 +182,10 @@ class _Recorder(TorchDispatchMode):
         self.flops = {on_cpu: flop_registry[aten._scaled_dot_product_flash_attention], **flop_registry}
         self.model = model
         self.recording = Recording()
+        self.own = {
+            name: {id(tensor) for module in part.modules() for tensor in module._parameters.values()}
+            for name, part in model.gates.parts.items()
+        }
         self.now = -1  # the last call
         self.gradients = gradients  # whether the pass as a whole gets them
         self.inside = False
@@ -206,6 +211,8 @@ class _Recorder(TorchDispatchMode):
             if name := self.model.names.get(id(tensor)):
                 mask |= -1 << (self.now + 1)
                 self.recording.uses.setdefault(name, set()).add(max(self.now, 0))
+                if not self.inside or id(tensor) not in self.own[self.recording.calls[self.now].part]:
+                    self.recording.outside.add(name)
         if self.inside:
             if self.alone:
                 mask |= -1 << (self.now + 1)

@@ -34,8 +34,11 @@ def parallelize(
     compile: bool = False,
     mesh: DeviceMesh | None = None,
     splits: "Splits | None" = None,
+    gathered: Sequence[str] | None = None,
 ) -> nn.Module:
     """Lay `model`, which is on the meta device, out as `plan` says; `fill` gives a laid-out model its weights.
+
+    gathered: names of the modules that `fully_shard` gathers on their own; None: the blocks.
 
     Returns what is to be called in place of `model`. The order matters: split weights, split the sequence, recompute, compile, shard,
     fill, replicate.
@@ -58,6 +61,8 @@ def parallelize(
     elif compile:
         compile_units(units or [model])
     if plan.zero >= 2 or (plan.is_mixed and plan.data_ranks > 1):
+        if gathered is not None:
+            units = [model.get_submodule(name) for name in gathered]
         _shard(model, units, plan, data_mesh(mesh if mesh is not None else build_mesh(plan, device)))
         fill(model)
         return model
@@ -236,13 +241,18 @@ def blocks(model: nn.Module, layout: Layout) -> list[nn.Module]:
                 known = [name for name, _ in model.named_modules() if name]
                 raise TaskError(f"layout().blocks names {path!r}, which the model has not{nearest(path, known)}") from None
             found += list(module.children()) if isinstance(module, (nn.ModuleList, nn.Sequential)) else [module]
+    return not_shared(model, found)
+
+
+def not_shared(model: nn.Module, modules: Sequence[nn.Module]) -> list[nn.Module]:
+    """Of `modules` those with parameters that no other part of `model` uses."""
     uses: dict[int, int] = {}
     for module in model.modules():
         for parameter in module._parameters.values():
             uses[id(parameter)] = uses.get(id(parameter), 0) + 1
     return [
         block
-        for block in found
+        for block in modules
         if not isinstance(block, (nn.ModuleList, nn.ModuleDict))
         and (own := [id(parameter) for parameter in block.parameters()])
         and all(uses[parameter] == sum(parameter == id(p) for m in block.modules() for p in m._parameters.values()) for parameter in own)

@@ -92,8 +92,9 @@ class Pipeline:
         self.slices: Slices | None = None
         self.failure: Exception | None = None
 
-    def lay_out(self, fill: Callable[..., None], compile: bool) -> None:
-        """Split the sequence, recompute, compile, shard over the data ranks, fill."""
+    def lay_out(self, fill: Callable[..., None], compile: bool, gathered: Sequence[str] | None = None) -> None:
+        """Split the sequence, recompute, compile, shard over the data ranks, fill. `gathered`: names of the modules that are gathered on
+        their own; None: the blocks."""
         plan, model = self.plan, self.model
         units = blocks(model, layout_of(self.task))
         if plan.cp > 1:
@@ -105,6 +106,8 @@ class Pipeline:
                 recompute(unit, plan)
         if compile:
             compile_units(units)
+        if gathered:
+            units = [model.get_submodule(name) for name in gathered]
         whole = _buffers_of_all(model, self.division)
         places = places_of(model, *self.stages, whole)
         names = {id(parameter): name for name, parameter in model.named_parameters()}
@@ -218,9 +221,11 @@ class Pipeline:
         """Raise PlanError where a parameter lacks a gradient that a plain pass gives it. Drop those that a plain pass does not give:
         zeros, of what crosses a cut and is not used behind it."""
         shared = {*self.tied.groups, *(name for name, _, _ in self.tied.copies)}
+        mine = {stage.index for stage in self.stages}
         here = [(name, parameter) for name, parameter in self.model.named_parameters() if parameter.requires_grad and is_here(parameter)]
         if not self.checked:
-            missing = [name for name, parameter in here if parameter.grad is None and name in learns and name not in shared]
+            due = {name for name in learns - shared if mine.intersection(self.division.holders[name])}
+            missing = [name for name, parameter in here if parameter.grad is None and name in due]
             if missing:
                 others = f" and {len(missing) - 1} more" if missing[1:] else ""
                 raise PlanError(

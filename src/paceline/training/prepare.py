@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from paceline.training.cut import Model, Recording
     from paceline.training.server import Coordinator
     from paceline.training.tensor import Splits
+    from paceline.training.units import Units
 
 WIDER = {torch.float32: torch.float64, torch.complex64: torch.complex128}
 
@@ -79,6 +80,7 @@ class Studied:
     splits: Splits | None = None
     parts: Model | None = None  # a copy, for recordings
     recording: Recording | None = None  # of a forward pass in training
+    units: Units | None = None  # what `fully_shard` gathers on its own
 
     def again(self) -> Studied:
         """The same, of another object: to lay a model out leaves nothing of what it was."""
@@ -95,9 +97,15 @@ def study(spec: Spec, plan: Plan, task: Task, device: torch.device, training: Sa
         from paceline.training import context
 
         context.check(task, spec, plan, model)
-    if not plan.is_mixed:
+    cuts = plan.zero >= 2 or (plan.is_mixed and plan.data_ranks > 1)
+    if not plan.is_mixed and not cuts:
         return studied
     batch = example(spec, task, plan, training)
+    units = None
+    if cuts:
+        from paceline.training.units import sharding_units
+
+        units = sharding_units(model, task, batch, spec.seed)
     splits = parts = recording = None
     with UserCode("the forward pass without values", task.model):
         if plan.tp > 1:
@@ -111,7 +119,7 @@ def study(spec: Spec, plan: Plan, task: Task, device: torch.device, training: Sa
             recording = parts.record(task, batch, spec.precision, training=True)
             if splits is not None:
                 recording.bar_pairs(splits.styles)
-    return replace(studied, batch=batch, splits=splits, parts=parts, recording=recording)
+    return replace(studied, batch=batch, splits=splits, parts=parts, recording=recording, units=units)
 
 
 def rehearse(spec: Spec, plan: Plan, task: Task) -> None:
@@ -196,11 +204,12 @@ def lay_out(
     if statistics and spec.batch_norm == "global":
         model = over_all_ranks(model, device, group, alike=not plan.uneven)
     fill = partial(fill_, weights=weights, device=device, pretrained=pretrained)
+    units = studied.units.names if studied.units is not None else None
     if pipeline is not None:
-        pipeline.lay_out(fill_with or fill, spec.compile)
+        pipeline.lay_out(fill_with or fill, spec.compile, units)
         called = model
     else:
-        called = parallelize(model, layout_of(task), plan, device, fill_with or fill, spec.compile, mesh, splits)
+        called = parallelize(model, layout_of(task), plan, device, fill_with or fill, spec.compile, mesh, splits, units)
     of_optimizer: list[str] = []
     optimizer = make_optimizer(task, spec.optimizer, plan, model, of_optimizer.extend)
     notes += tuple(of_optimizer)
@@ -219,6 +228,13 @@ def lay_out(
         pipeline=pipeline,
         share=(_share_of(spec, plan, world), spec.batch) if plan.uneven else None,
     )
+    if studied.units is not None and pipeline is None and mesh is not None:
+        from paceline.training.skipped import SkippedUnits
+
+        skipped = SkippedUnits(model, [model.get_submodule(name) for name in studied.units.names], device)
+        if not studied.units.all_used:
+            skipped.follow()
+            update.after_backward.append(partial(skipped.drop_unused_, data_mesh(mesh)))
     if mesh is not None and plan.data_ranks > 1 and (whole := [p for p in update.params if not p.dim()]):
         update.after_backward.append(partial(average_scalars_, whole, data_mesh(mesh)))
     local = local_sgd(model, update, plan)

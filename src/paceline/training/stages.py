@@ -25,6 +25,7 @@ class Division:
     calls: tuple[str, ...]  # the parts in the order of their calls
     free: frozenset[str]  # parts that every stage has and calls
     holders: Mapping[str, tuple[int, ...]]  # parameter or buffer -> stages that hold it; the first of them writes and counts it
+    outside: frozenset[str]  # parameters that are used outside of the calls of their part, too
 
     def ends(self, stage: int) -> int:
         return [*self.begins[1:], len(self.calls)][stage]
@@ -58,7 +59,9 @@ def divide(plan: Plan, model: nn.Module, parts: Mapping[str, nn.Module], recordi
     )
     starts = tuple(begins[at] for at in chosen)
     free = frozenset(call.part for call in calls if call.free)
-    division = Division(starts, tuple(call.part for call in calls), free, _holders(model, parts, recording, starts))
+    division = Division(
+        starts, tuple(call.part for call in calls), free, _holders(model, parts, recording, starts), frozenset(recording.outside)
+    )
     _check_whole(plan, model, division, stages)
     return division
 
@@ -248,12 +251,15 @@ def _bare_parameters(stage: Stage) -> Iterator[None]:
 
 
 def _bare_places(model: nn.Module, gates: Gates, division: Division, stage: Stage) -> list[tuple[nn.Module, str, str | None]]:
-    """(module, key, name in the stage) of the parameters outside of parts that are called; None for those that other stages have."""
+    """(module, key, name in the stage) of the parameters that are used outside of calls of parts; None for those that other stages have."""
+    outside = {id(parameter) for name, parameter in model.named_parameters() if name in division.outside}
+    here = {id(parameter) for parameter in stage.parts.parameters()}
     own = {id(parameter): name for name, parameter in stage._parameters.items()}
     called = {id(module) for name in division.calls for module in gates.parts[name].modules()}
     return [
         (module, key, own.get(id(parameter)))
         for module in model.modules()
         for key, parameter in module._parameters.items()
-        if parameter is not None and (id(parameter) in own or id(module) not in called)
+        if parameter is not None
+        and (id(parameter) in own or id(module) not in called or (id(parameter) in outside and id(parameter) not in here))
     ]

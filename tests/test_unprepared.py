@@ -1,0 +1,69 @@
+"""Models that nothing was made for train as one process does, or are refused in words: never with an exception of torch's."""
+
+import dataclasses
+import warnings
+from functools import cache
+
+import pytest
+
+from harness import Trained, differences, ranks, training
+from paceline import Spec
+from paceline.errors import PlanError
+from paceline.spec import Optimizer
+from unprepared import MODELS, SAMPLE_BY_SAMPLE, Unprepared
+
+SPEC = Spec(steps=3, batch=8, seed=3, precision="fp64", optimizer=Optimizer(lr=1e-2, weight_decay=0.1, clip=0.5))
+TP_NEEDS = "the model cannot be run on tensors without values, which tells what tp=2 may split"
+PP_NEEDS = "the model cannot be run on tensors without values, which tells where a pipeline may cut it"
+COMPUTED = "computes the weight of 0 from others (weight_norm, spectral_norm or another parametrization); use pp or zero3"
+REFUSED = {
+    "tp=2": {
+        **dict.fromkeys(("item", "chosen", "packed", "cumulative batch norm"), TP_NEEDS),
+        **dict.fromkeys(("first weight norm", "first spectral norm", "weight norm", "spectral norm"), COMPUTED),
+        "no linear layer": "tp=2, but Sequential has no linear layer or embedding; use pp or zero3",
+    },
+    "pp=2,micro=2": dict.fromkeys(("item", "chosen", "packed", "cumulative batch norm"), PP_NEEDS),
+    "pp=2,micro=2,schedule=zbv": {},
+}
+
+
+def train_all(plan: str, kinds: list[str]) -> dict[str, Trained | str]:
+    """What came of each model, or why it was refused."""
+    warnings.filterwarnings("ignore", ".*weight_norm. is deprecated", FutureWarning)
+    found: dict[str, Trained | str] = {}
+    for kind in kinds:
+        try:
+            found[kind] = training(Unprepared(kind=kind), SPEC, plan)
+        except PlanError as error:  # on all ranks alike, before anything is sent
+            found[kind] = str(error)
+    return found
+
+
+@cache
+def alone(plan: str, kinds: tuple[str, ...] = tuple(MODELS)) -> dict[str, Trained]:
+    return ranks(1)(train_all, plan, list(kinds))[0]
+
+
+@pytest.mark.parametrize("plan", ["ddp", "zero2", "zero3", "zero3,micro=2", "tp=2", "pp=2,micro=2"])
+def test_trains_as_one_process_does_or_is_refused_in_words(plan: str) -> None:
+    one = alone("single,micro=2" if "micro" in plan else "single")
+    first, second = ranks(2)(train_all, plan, list(MODELS))
+    wrong = {}
+    for kind in MODELS:
+        here, there, refused = first[kind], second[kind], REFUSED.get(plan, {}).get(kind)
+        if refused or isinstance(here, str) or isinstance(there, str):
+            assert here == there
+            if not (refused and isinstance(here, str) and refused in here):
+                wrong[kind] = str(here)
+        elif found := differences(dataclasses.replace(here, weights=there.weights | here.weights), one[kind], 1e-10):
+            wrong[kind] = str(found)
+    assert not wrong
+
+
+@pytest.mark.parametrize("plan", ["ddp,micro=4", "zero2,micro=4", "zero3,micro=4"])
+def test_ranks_that_skip_unlike_layers(plan: str) -> None:
+    """One sample a micro-batch, so that one process skips the same layers for it."""
+    kinds = tuple(SAMPLE_BY_SAMPLE)
+    one = alone("single,micro=8", kinds)
+    first, second = ranks(2)(train_all, plan, list(kinds))
+    assert not [found for kind in kinds for here in (first, second) if (found := differences(here[kind], one[kind], 1e-10))]
