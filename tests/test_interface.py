@@ -62,6 +62,11 @@ def test_an_address_is_the_one_that_the_other_sees() -> None:
     assert address_towards("::1", 1) == "::1"
 
 
+def test_what_means_this_machine() -> None:
+    assert all(map(interface.is_here, ("localhost", "127.0.0.1", "::1", "127.0.1.1")))
+    assert not any(map(interface.is_here, ("192.0.2.7", "no.such.host.invalid", "2001:db8::1")))
+
+
 def test_all_ranks_on_one_machine_choose_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
     store = dist.TCPStore("127.0.0.1", 0, 1, True)

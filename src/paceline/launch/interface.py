@@ -70,6 +70,16 @@ def stay_here() -> None:
             return
 
 
+def is_here(host: str) -> bool:
+    """Whether a name or address means this machine and nothing else, so that one can listen there."""
+    own = {one.address.partition("%")[0] for addresses in psutil.net_if_addrs().values() for one in addresses}
+    try:
+        found = {str(address[0]) for *_, address in socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)}
+    except OSError:
+        return False
+    return all(_is_loopback(address) or address in own for address in found)
+
+
 def where_to_listen(host: str | None, environ: Mapping[str, str] = os.environ) -> tuple[str, list[str]]:
     """On which address a store for ranks of several machines listens, and by which names they may find it.
 

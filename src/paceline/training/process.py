@@ -20,7 +20,7 @@ from paceline.cluster.limits import busy_cores, free_cores, usable_cores
 from paceline.errors import LaunchError
 from paceline.events import Event, Started
 from paceline.files import read_own, write_secret
-from paceline.launch.interface import check_interfaces, choose_interface, stay_here, where_to_listen
+from paceline.launch.interface import check_interfaces, choose_interface, is_here, stay_here, where_to_listen
 from paceline.launch.pmi import pmi
 from paceline.launch.store import LOOPBACK, open_store
 from paceline.launch.world import World
@@ -191,7 +191,7 @@ def _store_at(world: World, timeout: timedelta, open_here: bool) -> dist.TCPStor
     if not open_here:
         return dist.TCPStore(host, int(port), world.size, False, timeout)
     if world.address not in _opened:
-        on = host if world.local_size == world.size else where_to_listen(host)[0]
+        on = host if world.local_size == world.size and is_here(host) else where_to_listen(host)[0]
         _opened[world.address] = open_store(on, int(port), timeout)
     return _opened[world.address]
 
