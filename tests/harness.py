@@ -173,16 +173,21 @@ class Trained:
 def training(task: Task, spec: Spec, plan: str | None = None, plant: Callable[[], AbstractContextManager[None]] = nullcontext) -> Trained:
     """Train in this rank. `plant` may spoil something for as long as its context lasts."""
     built: list[nn.Module] = []
+    trained_here: list[nn.Module] = []
     model = type(task).model
 
     def keep() -> nn.Module:
         built.append(model(task))
         return built[-1]
 
+    def observe(model: nn.Module, what: str, step: int) -> None:
+        trained_here[:] = [model]
+
     object.__setattr__(task, "model", keep)
     with plant():
-        events = list(train(spec, parse(plan) if plan is not None else None, task=task))
-        weights = {name: _whole(tensor) for name, tensor in named_tensors(built[-1]).items() if is_here(tensor)}
+        events = list(train(spec, parse(plan) if plan is not None else None, task=task, observe=observe))
+        last = [*built, *trained_here][-1]  # rank 0 builds others to compare them
+        weights = {name: _whole(tensor) for name, tensor in named_tensors(last).items() if is_here(tensor)}
     steps = [event for event in events if isinstance(event, Step)]
     return Trained(
         losses=[step.loss for step in steps],

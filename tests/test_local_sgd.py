@@ -150,16 +150,16 @@ def test_all_ranks_are_equal_after_averaging(size: int, plan: str, averaged: tup
 
 def on_this_rank(task: Task, spec: Spec, plan: str, run: Path, stop_at: int | None = None) -> tuple[list[Event], dict[str, np.ndarray]]:
     calls = iter(range(10**9))
-    built: list[nn.Module] = []
-    model = type(task).model
+    trained_here: list[nn.Module] = []
 
-    def keep() -> nn.Module:
-        built.append(model(task))
-        return built[-1]
+    def observe(model: nn.Module, what: str, step: int) -> None:
+        trained_here[:] = [model]
 
-    object.__setattr__(task, "model", keep)
-    events = list(train(spec, parse(plan), task=task, run=RunFolder(run), stop=lambda: stop_at is not None and next(calls) >= stop_at - 1))
-    return events, {name: _whole(tensor) for name, tensor in named_tensors(built[-1]).items()}
+    def stop() -> bool:
+        return stop_at is not None and next(calls) >= stop_at - 1
+
+    events = list(train(spec, parse(plan), task=task, run=RunFolder(run), stop=stop, observe=observe))
+    return events, {name: _whole(tensor) for name, tensor in named_tensors(trained_here[0]).items()}
 
 
 def run(size: int, task: Task, spec: Spec, plan: str, path: Path, stop_at: int | None = None) -> list[Any]:

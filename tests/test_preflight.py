@@ -381,6 +381,6 @@ def test_the_command(here):
     bad = paceline(*words[:2], "--batch", "25", *words[4:], at=here, COLUMNS="160")
     assert bad.status == 2
     assert "batch 25 is not divisible by ranks × micro = 2 × 1 = 2: use --batch 26 or 24" in bad.out
-    assert bad.out.splitlines()[-1] == "it would fail: 1 of 10 findings say why, and 3 could not be looked at"
+    assert bad.out.splitlines()[-1] == "it would fail: 1 of 11 findings say why, and 3 could not be looked at"
     assert not (here / "runs").exists()
     assert platform.node() in good.out

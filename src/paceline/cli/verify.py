@@ -93,7 +93,7 @@ def _verified(spec: specs.Spec, ranks: int, asked: str | None, batch_is_said: bo
         what = f"plan {plans[0]}" if asked is not None else f"{len(plans)} plans"
         settings = f"{several(spec.steps or STEPS, 'step')}, batch {spec.batch}, float64"
         console.print(f"{asked_task}: {what} on {several(ranks, 'rank')} beside one process; {settings}", markup=False)
-        for condition in conditions(reference):
+        for condition in [*conditions(reference), *verification.notes]:
             console.print(condition, markup=False)
         console.print(measure(), style="dim")
         if asked is not None and plans[0].is_asynchronous:

@@ -22,6 +22,18 @@ def task(flight: Flight) -> Says:
     yield "passes", f"{type(flight.task).__name__} makes a model of {parameters} parameters in {len(list(model.modules()))} modules"
 
 
+def weights(flight: Flight) -> Says:
+    """Whether initial weights are those of a plain construction."""
+    from paceline.training.plain import check
+    from paceline.training.prepare import build
+
+    built = build(flight.spec, flight.task)
+    for note in (notes := check(flight.spec, flight.task, built.model, built.weights)):
+        yield "warns", note
+    if not notes:
+        yield "passes", "initial weights agree with those of a plain construction of the model"
+
+
 def data(flight: Flight) -> Says:
     """The first and the last sample of each split, read as a training would."""
     from paceline.training.data import Broken

@@ -9,6 +9,7 @@ CHECKS = {
     "ranks": Check(build.ranks),
     "slurm": Check(centre.queue, needs=frozenset({"site", "ranks"})),
     "task": Check(build.task),
+    "weights": Check(build.weights, needs=frozenset({"task"})),
     "data": Check(build.data, needs=frozenset({"task"})),
     "plan": Check(build.plan, needs=frozenset({"ranks"})),
     "build": Check(build.built, needs=PLANNED),

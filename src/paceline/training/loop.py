@@ -36,7 +36,8 @@ from paceline.training.first_loss import FirstLoss
 from paceline.training.identity import identity
 from paceline.training.optim import check_schedule, factor
 from paceline.training.parallelize import release
-from paceline.training.prepare import Data, Laid, check_enough, lay_out, open_data, resume
+from paceline.training.plain import check_once
+from paceline.training.prepare import Data, Laid, build, check_enough, lay_out, open_data, resume, study
 from paceline.training.process import (
     SAVING_S,
     StartClock,
@@ -108,6 +109,8 @@ def train(
         notes = (*notes, *roll_call(task, world, data.lengths))
         check_enough(data.samples, laid_out)
         clock.mark("data")
+        studied = study(spec, laid_out, task, here, data.training) if laid_out.servers is None else build(spec, task)
+        notes = (*notes, *check_once(spec, task, studied.model, studied.weights, world))
         if laid_out.servers is not None:
             from paceline.training.asynchronous import train_against_servers
 
@@ -117,7 +120,7 @@ def train(
             pulse.patience_s = None  # of servers and workers, which wait for one another by other means
             yield from clock.tell(train_against_servers(spec, laid_out, str(plan), world, task, here, stop, data, loop, notes))
             return
-        laid = lay_out(spec, laid_out, world, task, here, training=data.training)
+        laid = lay_out(spec, laid_out, world, task, here, studied=studied)
         laid = dataclasses.replace(laid, notes=(*notes, *laid.notes))
         clock.mark("model")
         if observe is not None:

@@ -183,7 +183,7 @@ def lay_out(
     studied = studied if studied is not None else study(spec, plan, task, device, training)
     model, weights, splits, batch = studied.model, studied.weights, studied.splits, studied.batch
     modules = modules_of(model)
-    pretrained = _pretrained(task)
+    pretrained = pretrained_of(task) if fill_with is None else None
     if fill_with is None:
         weights.check_written(named_tensors(model).keys() - loaded_names(pretrained, model))  # on all ranks, whichever holds it
     notes: tuple[str, ...] = () if studied.recorded else (UNRECORDED,)
@@ -249,7 +249,8 @@ def lay_out(
     return Laid(model, update, update, notes, local, modules=modules)
 
 
-def _pretrained(task: Task) -> Path | None:
+def pretrained_of(task: Task) -> Path | None:
+    """The file of initial weights that the user names."""
     with UserCode("pretrained()", task.pretrained):
         path = task.pretrained()
         return Path(path) if path is not None else None

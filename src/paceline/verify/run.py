@@ -13,6 +13,7 @@ from paceline.errors import PlanError, RankError, TaskError
 from paceline.launch.pool import Ranks
 from paceline.plan.plan import Plan, share
 from paceline.spec import Spec
+from paceline.task import Task
 from paceline.verify.compare import RTOL, Difference, apart_numbers, axis_of
 from paceline.verify.observe import Plant, Reference, Seen, compare, record
 
@@ -96,6 +97,7 @@ class Verification:
         self.timeout_s = timeout_s
         self.references: dict[int, Reference] = {}  # micro-batches -> of one process that runs so many
         self.sees_micro_batches = False
+        self.notes: tuple[str, ...] = ()  # what could not be checked
         self._folder = tempfile.TemporaryDirectory(prefix="paceline-verify-")
         self._own = isinstance(ranks, int)
         self._ranks = Ranks(ranks) if isinstance(ranks, int) else ranks
@@ -113,10 +115,20 @@ class Verification:
     def reference(self, micro: int = 1) -> Reference:
         if micro not in self.references:
             task = tasks.load_task(self.spec.task, self.spec.set)
+            if not self.references:
+                self._check_weights(task)
             self.references[micro] = record(self.spec, task, micro)
             self.references[micro].save(self._path(micro))
             self.sees_micro_batches |= self.references[micro].has_batch_norm
         return self.references[micro]
+
+    def _check_weights(self, task: Task) -> None:
+        """Raises TaskError where initial weights are not those of a plain construction: the reference would have them, too."""
+        from paceline.training.plain import check
+        from paceline.training.prepare import build
+
+        built = build(self.spec, task)
+        self.notes += check(self.spec, task, built.model, built.weights)
 
     def _path(self, micro: int) -> Path:
         return Path(self._folder.name) / f"micro{micro}.pt"
