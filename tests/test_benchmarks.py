@@ -15,7 +15,7 @@ FOLDER = Path(__file__).parents[1] / "benchmarks"
 SMALLEST = {
     "account": "--rounds 4",
     "collectives": "--rounds 2 --bytes 1024",
-    "compute": "--rounds 2 --seconds 0.02",
+    "compute": "--rounds 2 --seconds 0.02 --size 128",
     "crowd": "--steps 3 --times 1",
     "heartbeat": "--steps 4 --times 1",
     "ledger": "--ranks 4 --batch 4 --plan zero1",

@@ -167,7 +167,7 @@ class Samples:
             with asked() as has_asked:
                 try:
                     batch, error = self._collated([self._sample(index) for index in indices], indices), None
-                except Exception as raised:  # what a sample drew may be why
+                except (Exception, SystemExit) as raised:  # what a sample drew may be why
                     batch, error = None, raised
             if not has_asked() and not moved():
                 if error is not None:
