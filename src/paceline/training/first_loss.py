@@ -35,8 +35,8 @@ ROUNDING = 1e-6
 ORDERS = ("samples first", "views first", "second dim")  # how a tensor may be laid out whose first dimension is not that of the samples
 
 
-def check_values(values: Tensor, samples: int, weighted: bool) -> None:
-    """Raise TaskError for a loss that cannot be that of a batch of so many samples."""
+def check_values(values: Tensor) -> None:
+    """Raise TaskError for what cannot be a loss."""
     if not isinstance(values, Tensor):
         raise TaskError(f"loss() must return a tensor, got {type(values).__name__}")
     if not values.is_floating_point():
@@ -46,8 +46,6 @@ def check_values(values: Tensor, samples: int, weighted: bool) -> None:
             "loss() returned a tensor that does not require grad, so that nothing would be trained; compute it from the output of the "
             "model, without detach(), item() or torch.no_grad()"
         )
-    if not weighted:
-        check_items(values, samples, "loss()", "the loss")
 
 
 def check_items(values: Tensor, samples: int, method: str, what: str) -> None:
@@ -69,14 +67,22 @@ class FirstLoss:
         self.compares = divided and not allow
         self.batch: Batch | None = None
         self.verdict: Verdict = "adds up"
+        self.error: TaskError | None = None
         self.is_sure = False  # that tensors were cut as they should be
         self.off = 0.0  # how far the parts were from the whole, relative
         self.apart = ""
 
     def __call__(self, output: object, batch: Batch, values: Tensor) -> None:
         self.step.examine = None
-        check_values(values, self.samples, type(self.step.task).weights is not Task.weights)
-        if not self.compares:
+        check_values(values)
+        if type(self.step.task).weights is Task.weights:
+            try:
+                check_items(values, self.samples, "loss()", "the loss")
+            except TaskError as error:  # their number may be right on other ranks, which would wait for this one
+                if not values.numel():
+                    raise
+                self.error = error
+        if not self.compares or self.error is not None:
             return
         with torch.no_grad(), _as_it_was(self.step.device):
             self.verdict = self._of_output(output, batch)
@@ -154,7 +160,12 @@ class FirstLoss:
         return "mixes"
 
     def finish(self) -> None:
-        """Raise TaskError on all ranks where the loss mixes samples. A collective."""
+        """Raise TaskError on all ranks where the loss is not by sample or mixes samples. A collective."""
+        if _any(self.error is not None, self.step.device):
+            raise self.error or TaskError(
+                "loss() returned values on another rank whose number is not one of its samples; where the number of items varies, "
+                "define weights(batch) of the shape of the loss"
+            )
         if not self.compares:
             return
         verdict, apart = self.verdict, self.apart

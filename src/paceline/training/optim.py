@@ -2,19 +2,24 @@
 
 import inspect
 import math
-from collections.abc import Callable, Container, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from paceline.errors import SpecError, TaskError
+from paceline.errors import PlanError, SpecError, TaskError
 from paceline.plan.plan import Place, Plan
 from paceline.spec import Optimizer, Schedule
 from paceline.task import Task
 from paceline.training.shards import is_cut, is_first_copy, is_here, local
 from paceline.user_code import UserCode
+
+NO_SPARSE = (
+    *(torch.optim.Adam, torch.optim.AdamW, torch.optim.NAdam, torch.optim.RAdam, torch.optim.Adamax, torch.optim.Adadelta),
+    *(torch.optim.RMSprop, torch.optim.Rprop, torch.optim.ASGD),
+)
 
 
 def make_optimizer(
@@ -26,15 +31,17 @@ def make_optimizer(
         raise TaskError("the model has no parameter to train: all of them have requires_grad=False")
     if not params:  # in this stage of a pipeline; torch's optimizers refuse to have none
         return torch.optim.SGD([nn.Parameter(torch.empty(0))], lr=spec.lr)
+    sparse = sparse_parameters(model)
     with UserCode("optimizer()", task.optimizer):
         optimizer = task.optimizer(params)
     if optimizer is None:
-        optimizer = _from_spec(spec, [parameter for _, parameter in params])
+        optimizer = _from_spec(spec, [parameter for _, parameter in params], dense=not sparse)
     elif not isinstance(optimizer, torch.optim.Optimizer):
         raise TaskError(f"optimizer() must return a torch optimizer or None, got {type(optimizer).__name__}")
     else:
         _check_own(optimizer, {id(parameter) for _, parameter in params})
         say(_without_effect(spec, optimizer))
+    check_takes_sparse(optimizer, sparse)
     if plan.zero == 1 and plan.data_ranks > 1 and not plan.is_mixed:
         optimizer = _cut_state(optimizer)
     _part_by_mesh(optimizer)
@@ -89,9 +96,9 @@ def _start_momentum(optimizer: torch.optim.Optimizer) -> None:
                 optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter, requires_grad=False)
 
 
-def _from_spec(spec: Optimizer, params: Sequence[nn.Parameter]) -> torch.optim.Optimizer:
+def _from_spec(spec: Optimizer, params: Sequence[nn.Parameter], dense: bool) -> torch.optim.Optimizer:
     # One pass over the memory instead of several; fused SGD does not know DTensor (torch 2.13).
-    fused = all(p.is_floating_point() and p.device.type in ("cpu", "cuda") for p in params)
+    fused = dense and all(p.is_floating_point() and p.device.type in ("cpu", "cuda") for p in params)
     if spec.name == "adamw":
         return torch.optim.AdamW(params, lr=spec.lr, betas=spec.betas, eps=spec.eps, weight_decay=spec.weight_decay, fused=fused)
     fused = fused and not any(map(is_cut, params))
@@ -175,9 +182,46 @@ def factor(schedule: Schedule, samples: int, total: int) -> float:
     return 1.0
 
 
+def sparse_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
+    """The parameters whose gradients are sparse, by name."""
+    sparse = {id(module.weight) for module in model.modules() if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse}
+    return {name: parameter for name, parameter in model.named_parameters() if id(parameter) in sparse and parameter.requires_grad}
+
+
+def check_sparse(plan: Plan, model: nn.Module) -> None:
+    """Raise PlanError for sparse gradients under a plan that cuts or averages dense tensors."""
+    names = list(sparse_parameters(model))
+    if names and (plan.zero or plan.is_mixed or plan.cp > 1 or plan.is_asynchronous):
+        raise PlanError(
+            f"plan {plan}: the gradient of {names[0]} is sparse, which single and ddp alone can do; use one of them, or sparse=False"
+        )
+
+
+def check_takes_sparse(optimizer: torch.optim.Optimizer, sparse: Mapping[str, nn.Parameter]) -> None:
+    """Raise TaskError for one of torch's optimizers that takes no sparse gradients, or whose state would be sparse."""
+    ids = {id(parameter): name for name, parameter in sparse.items()}
+    for group in optimizer.param_groups:
+        if found := next((ids[id(parameter)] for parameter in group["params"] if id(parameter) in ids), None):
+            kind, decays = type(optimizer), bool(group.get("weight_decay"))
+            refuses = kind in NO_SPARSE or (kind is torch.optim.SGD and bool(group["momentum"]))
+            if refuses or (decays and kind in (torch.optim.SGD, torch.optim.Adagrad)):
+                raise TaskError(
+                    f"the gradient of {found} is sparse, which {kind.__name__} as it is set cannot take; use --optimizer sgd with "
+                    "optimizer.momentum=0 and optimizer.weight_decay=0, Adagrad in optimizer(), or sparse=False"
+                )
+
+
+def coalesce_(params: Iterable[nn.Parameter]) -> None:
+    """Let each row be in a sparse gradient once."""
+    for parameter in params:
+        if parameter.grad is not None and parameter.grad.is_sparse:
+            parameter.grad = parameter.grad.coalesce()
+
+
 def local_gradients(params: Iterable[nn.Parameter]) -> list[Tensor]:
-    """What this rank holds of each gradient that there is."""
-    return [local(parameter.grad) for parameter in params if parameter.grad is not None]
+    """What this rank holds of each gradient that there is; of sparse ones, which are coalesced, the rows."""
+    held = [local(parameter.grad) for parameter in params if parameter.grad is not None]
+    return [grad._values() if grad.is_sparse else grad for grad in held]
 
 
 class Norm:

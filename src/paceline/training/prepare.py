@@ -28,7 +28,7 @@ from paceline.training.identity import changes, identity, modules_of
 from paceline.training.imagine import example
 from paceline.training.local_sgd import LocalSgd, local_sgd
 from paceline.training.meshes import build_mesh, data_mesh
-from paceline.training.optim import make_optimizer
+from paceline.training.optim import check_sparse, coalesce_, make_optimizer, sparse_parameters
 from paceline.training.parallelize import average_scalars_, check_splits, parallelize, refuse_compiled
 from paceline.training.shards import is_here
 from paceline.training.step import Step
@@ -93,6 +93,7 @@ def study(spec: Spec, plan: Plan, task: Task, device: torch.device, training: Sa
         refuse_compiled(plan)
     studied = build(spec, task)
     model = studied.model
+    check_sparse(plan, model)
     if plan.cp > 1:
         from paceline.training import context
 
@@ -237,6 +238,8 @@ def lay_out(
             update.after_backward.append(partial(skipped.drop_unused_, data_mesh(mesh)))
     if mesh is not None and plan.data_ranks > 1 and (whole := [p for p in update.params if not p.dim()]):
         update.after_backward.append(partial(average_scalars_, whole, data_mesh(mesh)))
+    if sparse := list(sparse_parameters(model).values()):
+        update.after_backward.append(partial(coalesce_, sparse))
     local = local_sgd(model, update, plan)
     if local is not None:
         notes += tuple(local.notes())

@@ -113,7 +113,7 @@ def _kept(named: Iterator[tuple[str, Tensor]]) -> Tensors:
 
 
 def _copy(tensor: Tensor | None) -> Tensor | None:
-    return tensor.detach().clone() if tensor is not None else None
+    return _whole(tensor).clone() if tensor is not None else None
 
 
 def compare(spec: Spec, plan: str, path: Path, plant: Plant = nullcontext) -> Seen:
@@ -206,4 +206,4 @@ class _Beside:
 
 def _whole(tensor: Any) -> Tensor:
     tensor = tensor.detach()
-    return tensor.full_tensor() if is_cut(tensor) else tensor
+    return tensor.full_tensor() if is_cut(tensor) else tensor.to_dense() if tensor.is_sparse else tensor

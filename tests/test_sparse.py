@@ -1,0 +1,99 @@
+"""Sparse gradients of embeddings: the same training as with dense ones under single and ddp, one sentence elsewhere."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import models
+from harness import difference, trained
+from paceline import Spec, Task
+from paceline.errors import PlanError, TaskError
+from paceline.plan.plan import parse
+from paceline.spec import Optimizer
+from paceline.training.prepare import build, study
+
+CPU = torch.device("cpu")
+
+
+class Net(nn.Module):
+    def __init__(self, sparse: bool):
+        super().__init__()
+        self.bag = nn.EmbeddingBag(30, 6, sparse=sparse)
+        self.one = nn.Embedding(30, 6, sparse=sparse)
+        self.last = nn.Linear(6, 3)
+
+    def forward(self, words: Tensor) -> Any:
+        return self.last(self.bag(words) + self.one(words[:, 0]).tanh())
+
+
+class Words(Task):
+    sparse: bool = True
+    own: str = ""
+
+    def model(self) -> nn.Module:
+        return Net(self.sparse)
+
+    def dataset(self, split: str) -> Any:
+        return models.Pairs(x=models.chosen(30, 40 * 5).view(40, 5), y=models.drawn(40, 3)) if split == "train" else None
+
+    def loss(self, output: Tensor, batch: Any) -> Tensor:
+        return (output - batch[1]).square()
+
+    def optimizer(self, params: Any) -> Any:
+        params = [parameter for _, parameter in params]
+        return getattr(torch.optim, self.own)(params, lr=0.1) if self.own else None
+
+
+def sgd(**more: Any) -> Spec:
+    return Spec(steps=4, batch=8, precision="fp64", optimizer=Optimizer(name="sgd", lr=0.5, momentum=0, weight_decay=0, **more))
+
+
+@pytest.mark.parametrize(("size", "plan"), [(1, "single"), (1, "single,micro=2"), (2, "ddp"), (2, "ddp,micro=2")])
+def test_the_same_as_dense(size: int, plan: str) -> None:
+    for own, clip in (("", None), ("", 0.1)):
+        found = trained(size, Words(own=own), sgd(clip=clip), plan)
+        expected = trained(1, Words(sparse=False, own=own), sgd(clip=clip), "single")
+        assert difference(found.losses, expected.losses) < 1e-12
+        assert difference(found.grad_norms, expected.grad_norms) < 1e-12
+        for name, weight in expected.weights.items():
+            assert difference(found.weights[name], weight) < 1e-12, (own, clip, name)
+
+
+def refusals(plan: str) -> str:
+    with pytest.raises(PlanError) as caught:
+        study(sgd(), parse(plan).on(2), Words(), CPU)
+    return str(caught.value)
+
+
+def test_other_plans_refuse() -> None:
+    for plan in ("zero1", "zero2", "zero3", "tp=2", "pp=2,micro=2", "local-sgd"):
+        message = refusals(plan)
+        assert message.startswith(f"plan {parse(plan).on(2)}: the gradient of bag.weight is sparse, which single and ddp alone can do"), (
+            message
+        )
+
+
+def test_optimizers_that_take_none() -> None:
+    for task, optimizer in (
+        (Words(), Optimizer()),
+        (Words(), Optimizer(name="sgd", momentum=0.9, weight_decay=0)),
+        (Words(), Optimizer(name="sgd", momentum=0, weight_decay=0.1)),
+        (Words(own="RMSprop"), Optimizer()),
+    ):
+        with pytest.raises(TaskError, match=r"the gradient of bag.weight is sparse, which \w+ as it is set cannot take; use "):
+            list(_run(task, optimizer))
+
+
+def _run(task: Task, optimizer: Optimizer) -> Any:
+    from paceline import World, train
+
+    return train(Spec(steps=1, batch=8, optimizer=optimizer), "single", World(), task=task)
+
+
+def test_what_is_dense_is_left_alone() -> None:
+    from paceline.training.optim import sparse_parameters
+
+    assert list(sparse_parameters(build(sgd(), Words()).model)) == ["bag.weight", "one.weight"]
+    assert not sparse_parameters(build(sgd(), Words(sparse=False)).model)
