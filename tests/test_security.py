@@ -11,6 +11,7 @@ import json
 import os
 import pickle
 import platform
+import random
 import re
 import shutil
 import socket
@@ -59,6 +60,7 @@ from paceline.plan.plan import parse
 from paceline.run import RunFolder, open_run
 from paceline.spec import build
 from paceline.training.checkpoint import load_whole, read_index
+from paceline.training.metadata import read_metadata
 from paceline.training.parallelize import compile_units
 from paceline.training.process import meet
 
@@ -104,7 +106,7 @@ def instead_of_metadata(checkpoint: Path, marker: Path) -> dict[str, bytes]:
 
 
 def deep_in_metadata(checkpoint: Path, marker: Path) -> dict[str, bytes]:
-    found = read_metadata(checkpoint)
+    found = unpickled(checkpoint)
     found.planner_data = {"model/0.weight": Evil(marker)}
     return {".metadata": pickle.dumps(found)}
 
@@ -113,7 +115,7 @@ def bytes_for_a_tensor(checkpoint: Path, marker: Path) -> dict[str, bytes]:
     """The metadata make torch's planner call `torch.load(weights_only=False)` for every entry."""
     content = io.BytesIO()
     torch.save(Evil(marker), content)
-    found = read_metadata(checkpoint)
+    found = unpickled(checkpoint)
     place = next(iter(found.storage_data.values()))
     place.offset, place.length = 0, len(content.getvalue())
     found.state_dict_metadata = {name: dcp.BytesStorageMetadata() for name in found.state_dict_metadata}
@@ -125,13 +127,13 @@ def evil_tensors(checkpoint: Path, marker: Path) -> dict[str, bytes]:
     """The metadata are as they were, and each tensor is something else."""
     content = io.BytesIO()
     torch.save(Evil(marker), content)
-    found = read_metadata(checkpoint)
+    found = unpickled(checkpoint)
     for place in found.storage_data.values():
         place.offset, place.length = 0, len(content.getvalue())
     return {".metadata": pickle.dumps(found), place.relative_path: content.getvalue()}
 
 
-def read_metadata(checkpoint: Path) -> Any:
+def unpickled(checkpoint: Path) -> Any:
     return pickle.loads((checkpoint / ".metadata").read_bytes())
 
 
@@ -173,7 +175,7 @@ def test_the_attacks_would_work_on_torch_alone(trained, tmp_path):
 
     shutil.copytree(trained / "r/ckpt/step_2", tmp_path / "b")
     forge(tmp_path / "b", bytes_for_a_tensor(tmp_path / "b", tmp_path / "PWNED-too"))
-    name = next(iter(read_metadata(tmp_path / "b").state_dict_metadata))
+    name = next(iter(unpickled(tmp_path / "b").state_dict_metadata))
     with pytest.warns(UserWarning, match="assuming the intent is to load in a single process"):
         load({name: torch.zeros(1)}, storage_reader=FileSystemReader(tmp_path / "b"), no_dist=True)
     assert (tmp_path / "PWNED-too").exists()
@@ -222,7 +224,7 @@ def test_metadata_that_were_tampered_with_are_refused(trained, tmp_path, what):
 
     at = tmp_path / "step_4"
     shutil.copytree(trained / "r/ckpt/step_4", at)
-    found = read_metadata(at)
+    found = unpickled(at)
     forge(at, {".metadata": pickle.dumps(found)})
     load_whole(at)
     change(found, what)
@@ -239,6 +241,30 @@ def test_metadata_that_are_no_pickle_of_ours_are_refused(trained, tmp_path, cont
     forge(at, {".metadata": content})
     with pytest.raises(CheckpointError, match=r"is damaged: \.metadata"):
         load_whole(at)
+
+
+def test_metadata_that_were_changed_at_random_are_read_or_refused(trained, tmp_path):
+    whole, draw = (trained / "r/ckpt/step_4/.metadata").read_bytes(), random.Random(0)
+    refused = 0
+    for _ in range(400):
+        content = bytearray(whole)
+        for _ in range(draw.randint(1, 6)):
+            at, other = draw.randrange(len(content)), draw.randrange(len(content))
+            if draw.random() < 0.6:
+                content[at] = draw.randrange(256)
+            elif draw.random() < 0.5:
+                del content[at : at + draw.randint(1, 20)]
+            else:
+                content[at:at] = content[other : other + draw.randint(1, 40)]
+        (tmp_path / ".metadata").write_bytes(content)
+        try:
+            read_metadata(tmp_path, {"__0_0.distcp"}, 10**6)
+        except CheckpointError:
+            refused += 1
+    assert 300 < refused <= 400
+    (tmp_path / ".metadata").write_bytes(b"\x80\x05" + b"]" * 200_000 + b"a" * 199_999 + b".")
+    with pytest.raises(CheckpointError, match=r"is damaged: \.metadata"):
+        read_metadata(tmp_path, (), 10**6)
 
 
 def test_a_pickle_cannot_change_the_classes_that_it_names(trained, tmp_path):
@@ -286,7 +312,7 @@ def test_an_index_of_another_kind_is_damaged(trained, tmp_path, key, value):
 def test_whole_checkpoints_are_read_as_before(trained, tmp_path):
     succeed("export", trained / "r", "w.safetensors", at=tmp_path)
     found = load_file(tmp_path / "w.safetensors")
-    expected = {name: torch.empty(meta.size) for name, meta in read_metadata(trained / "r/ckpt/step_4").state_dict_metadata.items()}
+    expected = {name: torch.empty(meta.size) for name, meta in unpickled(trained / "r/ckpt/step_4").state_dict_metadata.items()}
     from torch.distributed.checkpoint import FileSystemReader, load
 
     with pytest.warns(UserWarning, match="assuming the intent is to load in a single process"):

@@ -41,7 +41,10 @@ CLASSES = {
 }
 DTYPES = {name: value for name, value in vars(torch).items() if isinstance(value, torch.dtype)}
 # What pickle raises for a file that is none of its own. (OverflowError and IndexError are among them.)
-MISREAD = (pickle.UnpicklingError, ArithmeticError, AttributeError, EOFError, LookupError, MemoryError, TypeError, ValueError)
+MISREAD = (
+    *(pickle.UnpicklingError, ArithmeticError, AttributeError, BufferError, EOFError, LookupError, MemoryError, RecursionError),
+    *(SystemError, TypeError, ValueError),
+)
 
 
 class _StandIn:
