@@ -296,7 +296,8 @@ def test_a_sample_fails_by_what_it_should_have_drawn(should_fail: bool) -> None:
     failures = [found.message for part in parts if isinstance(found := samples[part], Broken)]
     [number] = [number for numbers, indices in parts for number, index in zip(numbers, indices, strict=True) if index == 41]
     random.seed(derive(9, "train", number))
-    assert failures == ([f"sample 41 of 'train' raised ValueError: drew {random.random()}"] if should_fail else [])
+    expected = [f"sample 41 of 'train' raised ValueError: drew {random.random()}"] if should_fail else []
+    assert [message.partition(" (")[0] for message in failures] == expected  # without file and line
 
 
 def test_a_sample_that_fails_without_drawing_is_not_read_again() -> None:
@@ -309,7 +310,8 @@ def test_a_sample_that_fails_without_drawing_is_not_read_again() -> None:
     dataset = Failing(DRAWS["random"], WHICH["never"])
     samples = Samples(dataset, "train", 9, None)
     found = [samples[part] for part in training_parts(Part(8, 1, 0, 1), 97, 9, 0, 12)]
-    assert [batch.message for batch in found if isinstance(batch, Broken)] == ["sample 41 of 'train' raised StopIteration"]
+    [failure] = [batch.message for batch in found if isinstance(batch, Broken)]
+    assert failure.startswith("sample 41 of 'train' raised StopIteration")
     assert max(dataset.reads) == 1
 
 
