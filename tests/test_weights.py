@@ -1,6 +1,7 @@
 """Initial weights are what the model's own constructor says, and a pure function of (seed, name)."""
 
 import copy
+import json
 import math
 import random
 from collections.abc import Callable
@@ -564,6 +565,45 @@ def test_pretrained_weights_that_do_not_fit_are_refused(tmp_path: Path, weights:
     save_file(weights, tmp_path / "weights.safetensors")
     with pytest.raises(TaskError, match=message):
         made(models.Gpt, pretrained=tmp_path / "weights.safetensors")
+
+
+def test_pretrained_weights_of_several_files(tmp_path: Path) -> None:
+    expected = tensors(made(models.Gpt, seed=5))
+    names = sorted(expected)
+    parts = {"one.safetensors": names[::2], "two.safetensors": names[1::2]}
+    for file, part in parts.items():
+        save_file({name: expected[name].contiguous() for name in part}, tmp_path / file)
+    index = {"metadata": {}, "weight_map": {name: file for file, part in parts.items() for name in part}}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    for path in (tmp_path, tmp_path / "model.safetensors.index.json"):
+        found = tensors(made(models.Gpt, pretrained=path))
+        assert all(torch.equal(found[name], expected[name]) for name in names)
+
+
+def test_pretrained_weights_of_a_folder_with_one_file(tmp_path: Path) -> None:
+    save_file({"weight": torch.ones(2, 3)}, tmp_path / "model.safetensors")
+    assert (tensors(made(lambda: nn.Linear(3, 2), pretrained=tmp_path))["weight"] == 1).all()
+
+
+@pytest.mark.parametrize(
+    ("index", "message"),
+    [
+        (None, "has neither model.safetensors.index.json nor model.safetensors"),
+        ("{", "cannot read the index of pretrained weights"),
+        ("[]", "it needs a weight_map"),
+        ('{"weight_map": {"weight": "../one.safetensors"}}', "the files of an index lie beside it"),
+        ('{"weight_map": {"weight": 3}}', "the files of an index lie beside it"),
+        ('{"weight_map": {"weight": ["x"]}}', "cannot read the index"),
+        ('{"weight_map": {"weight": "none.safetensors"}}', "cannot read the pretrained weights"),
+        ('{"weight_map": {"bias": "one.safetensors"}}', "lacks bias, which the index"),
+    ],
+)
+def test_an_index_that_cannot_be_read_is_refused(tmp_path: Path, index: str | None, message: str) -> None:
+    save_file({"weight": torch.ones(2, 3)}, tmp_path / "one.safetensors")
+    if index is not None:
+        (tmp_path / "model.safetensors.index.json").write_text(index)
+    with pytest.raises(TaskError, match=message):
+        made(lambda: nn.Linear(3, 2), pretrained=tmp_path)
 
 
 def test_a_file_that_is_none_is_refused(tmp_path: Path) -> None:

@@ -97,8 +97,10 @@ class Task:
         return None
 
     def pretrained(self) -> str | Path | None:
-        """A safetensors file with initial weights, whole, under the names of the model's parameters. Names that it lacks keep
-        their own initialization; a name that the model lacks is an error."""
+        """A safetensors file with initial weights, or a folder with `model.safetensors` or an index of several files.
+
+        They hold whole tensors under the names of the model's parameters. Names that they lack keep their own initialization;
+        a name that the model lacks is an error."""
         return None
 
 

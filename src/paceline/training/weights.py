@@ -9,6 +9,7 @@ and a rank never holds more than one whole tensor besides its share. The idea is
 """
 
 import contextlib
+import json
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -389,7 +390,7 @@ def fill_(
         for name, tensor in named_tensors(model).items():
             if not is_here(tensor):
                 continue
-            whole = loaded.read(name) if loaded is not None and name in loaded.names else weights.draw(name)
+            whole = loaded.read(name) if loaded is not None and name in loaded.keys else weights.draw(name)
             if is_cut(tensor):
                 local(tensor).copy_(local(_cut_like(tensor, whole.to(device))))
             else:
@@ -433,27 +434,62 @@ def aliases(model: nn.Module) -> dict[str, str]:
 
 def loaded_names(path: Path | None, model: nn.Module) -> frozenset[str]:
     """The names of parameters and buffers that a file of pretrained weights brings. Raises TaskError where it does not fit."""
-    return frozenset(_Pretrained(path, model).names) if path is not None else frozenset()
+    return frozenset(_Pretrained(path, model).keys) if path is not None else frozenset()
+
+
+INDEX = "model.safetensors.index.json"
 
 
 class _Pretrained:
-    def __init__(self, path: Path, model: nn.Module):
-        from safetensors import SafetensorError, safe_open
+    """Weights of a file, or of the files that an index names. `path`: a safetensors file, an index, or a folder with either."""
 
-        try:
-            self.file = safe_open(path, framework="pt")
-        except (OSError, SafetensorError) as error:
-            raise TaskError(f"cannot read the pretrained weights {path}: {error}") from error
+    def __init__(self, path: Path, model: nn.Module):
         own, tied = named_tensors(model), aliases(model)
-        self.names: dict[str, str] = {}  # name in the model -> name in the file
-        for key in self.file.keys():  # noqa: SIM118 (no mapping)
-            name = tied.get(key, key)
-            if name not in own:
-                raise TaskError(f"{path} has weights {key}, which the model lacks{nearest(key, own)}")
-            shape = tuple(self.file.get_slice(key).get_shape())
-            if shape != tuple(own[name].shape):
-                raise TaskError(f"{path}: {key} has shape {shape}, the model's has {tuple(own[name].shape)}")
-            self.names.setdefault(name, key)
+        self.keys: dict[str, tuple[Any, str]] = {}  # name in the model -> file, name in it
+        for file, keys in _files(path):
+            opened = _opened(file)
+            found = set(opened.keys())
+            if missing := sorted((keys or set()) - found):
+                raise TaskError(f"{file} lacks {missing[0]}, which the index {path} says it has; download the weights again")
+            for key in sorted(found if keys is None else keys):
+                name = tied.get(key, key)
+                if name not in own:
+                    raise TaskError(f"{file} has weights {key}, which the model lacks{nearest(key, own)}")
+                shape = tuple(opened.get_slice(key).get_shape())
+                if shape != tuple(own[name].shape):
+                    raise TaskError(f"{file}: {key} has shape {shape}, the model's has {tuple(own[name].shape)}")
+                self.keys.setdefault(name, (opened, key))
 
     def read(self, name: str) -> Tensor:
-        return self.file.get_tensor(self.names[name])
+        file, key = self.keys[name]
+        return file.get_tensor(key)
+
+
+def _files(path: Path) -> list[tuple[Path, set[str] | None]]:
+    """Each file with the names that are read of it; None: all of them."""
+    if path.is_dir():
+        found = [file for file in (path / INDEX, path / "model.safetensors") if file.is_file()]
+        if not found:
+            raise TaskError(f"the folder {path} has neither {INDEX} nor model.safetensors; name a safetensors file in pretrained()")
+        path = found[0]
+    if path.suffix != ".json":
+        return [(path, None)]
+    try:
+        places = json.loads(path.read_text())["weight_map"]
+        by_file: dict[str, set[str]] = {}
+        for key, file in places.items():
+            by_file.setdefault(file, set()).add(key)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise TaskError(f"cannot read the index of pretrained weights {path}: {error}; it needs a weight_map of names to files") from error
+    if outside := [file for file in by_file if not isinstance(file, str) or file in ("", ".", "..") or Path(file).name != file]:
+        raise TaskError(f"the index {path} names the file {outside[0]!r}; the files of an index lie beside it")
+    return [(path.parent / file, keys) for file, keys in sorted(by_file.items())]
+
+
+def _opened(path: Path) -> Any:
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        return safe_open(path, framework="pt")
+    except (OSError, SafetensorError) as error:
+        raise TaskError(f"cannot read the pretrained weights {path}: {error}") from error
