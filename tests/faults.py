@@ -14,6 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from paceline.training import prepare, weights
 from paceline.training.optim import Norm, _norm, local_gradients, scale_
+from paceline.training.shards import local
 from paceline.training.step import Step
 
 
@@ -54,6 +55,32 @@ def gradient_times_micro() -> Any:
 
 def gradient_doubled_on_last_rank() -> Any:
     return _gradient_times(lambda step: 2 if dist.get_rank() == dist.get_world_size() - 1 else 1)
+
+
+def gradient_a_little_off() -> Any:
+    """By a part in a thousand."""
+    return _gradient_times(lambda step: 1.001)
+
+
+def weights_a_little_off() -> Any:
+    """Behind the optimizer: each update leaves the weights of the last rank a part in a hundred apart."""
+
+    def by(original: Any) -> Any:
+        def update(self: Step, *args: Any) -> Any:
+            result = original(self, *args)
+            if dist.get_rank() == dist.get_world_size() - 1:
+                _scale_weights_(self.params)
+            return result
+
+        return update
+
+    return replaced(Step, "update", by)
+
+
+@torch.no_grad()
+def _scale_weights_(params: list[nn.Parameter]) -> None:
+    for parameter in params:
+        local(parameter).mul_(1.01)
 
 
 def late_gradient_times_data() -> Any:

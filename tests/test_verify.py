@@ -17,7 +17,7 @@ import faults
 import models
 from command import paceline, start, succeed, write_task
 from paceline import Plan, Spec
-from paceline.errors import PlanError
+from paceline.errors import PlanError, TaskError
 from paceline.launch.pool import Ranks
 from paceline.plan.candidates import candidates
 from paceline.plan.plan import parse
@@ -171,6 +171,149 @@ class Drops(nn.Module):
         return self.last(F.dropout(x, 0.5, self.training) if self.functional else x)
 
 
+class Upcast(models.Points):
+    """Norms in float32, as those of Gemma and Llama."""
+
+    def model(self) -> nn.Module:
+        return nn.Sequential(nn.Linear(5, 16), Rms(16), nn.Tanh(), nn.Linear(16, 16), Rms(16), nn.Linear(16, 3))
+
+
+class Rms(nn.Module):
+    def __init__(self, width: int):
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(width))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        wide = x.float()
+        normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + 1e-6)
+        return (normed * (1 + self.weight.float())).type_as(x)
+
+
+class BiasBeforeNorm(models.Points):
+    """A gradient that is 0 but for rounding, of which Adam makes steps."""
+
+    single: bool = False
+
+    def model(self) -> nn.Module:
+        after = [Rms(8)] if self.single else []
+        return nn.Sequential(nn.Linear(5, 8), nn.BatchNorm1d(8), nn.Tanh(), *after, nn.Linear(8, 3))
+
+
+class NoKernel(models.Points):
+    def model(self) -> nn.Module:
+        return nn.Sequential(nn.Linear(5, 8), Kernel(), nn.Linear(8, 3))
+
+
+class Kernel(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if x.dtype == torch.float64:
+            raise NotImplementedError("grouped_mm is not implemented for Double")
+        return x.tanh()
+
+
+class Broken(NoKernel):
+    def loss(self, output: torch.Tensor, batch: Any) -> torch.Tensor:
+        raise RuntimeError("of no type at all")
+
+
+class Mixing(models.Points):
+    """A loss of the whole batch."""
+
+    def model(self) -> nn.Module:
+        return nn.Sequential(*(nn.Linear(5, 5) for _ in range(4)), nn.Linear(5, 3))
+
+    def loss(self, output: torch.Tensor, batch: Any) -> torch.Tensor:
+        return (output - output.mean(0) - batch[1]).square().mean(-1)
+
+
+HARSH = Optimizer(name="adamw", lr=0.05, eps=1e-14)
+PLANTED = (faults.gradient_a_little_off, faults.weights_a_little_off)
+
+
+@pytest.mark.parametrize(
+    ("name", "more", "optimizer", "plans", "said"),
+    [
+        ("Upcast", {}, Optimizer(), ("ddp", "zero3", "ddp,micro=2"), "the model computes in float32 inside of float64"),
+        ("BiasBeforeNorm", {}, HARSH, ("ddp", "zero1"), "BatchNorm takes its statistics"),
+        ("BiasBeforeNorm", {"single": True}, HARSH, ("ddp",), "the model computes in float32 inside of float64"),
+        (
+            "NoKernel",
+            {},
+            Optimizer(),
+            ("ddp", "zero3"),
+            "float64 cannot be computed (grouped_mm is not implemented for Double): compared in",
+        ),
+    ],
+    ids=["float32 inside", "zero gradient", "both", "no kernel"],
+)
+def test_rounding_is_no_difference_and_a_small_defect_is_one(two, name, more, optimizer, plans, said) -> None:
+    with Verification(spec(f"test_verify:{name}", set=more, optimizer=optimizer), two) as verification:
+        for plan in plans:
+            verdict = verification.verify(parse(plan))
+            assert verdict.same, (plan, told(verdict))
+        assert any(said in line for line in conditions(verification.reference())), conditions(verification.reference())
+        for fault in PLANTED:
+            verdict = verification.verify(parse(plans[0]), fault)
+            assert not verdict.same, (fault, sentence(verdict))
+            assert "0.0e+00 times" not in told(verdict)
+
+
+class Counting(models.Points):
+    """The whole model has buffers that are changed between its parts, so that only one stage can change them."""
+
+    times: float = 1.0  # wrongly, where there are several ranks
+
+    def model(self) -> nn.Module:
+        return Counted(self.times)
+
+
+class Counted(nn.Module):
+    def __init__(self, times: float) -> None:
+        super().__init__()
+        self.times = times
+        self.layers = nn.ModuleList([nn.Linear(5, 5) for _ in range(4)])
+        self.last = nn.Linear(5, 3)
+        self.register_buffer("mean", torch.zeros(5))
+        self.register_buffer("mask", torch.full((3, 3), -math.inf).triu(1))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers[:1]:
+            x = torch.tanh(layer(x))
+        times = self.times if torch.distributed.get_world_size() > 1 and torch.distributed.get_rank() == 0 else 1.0
+        self.mean.add_(x.detach().sum(0) * times)
+        for layer in self.layers[1:]:
+            x = torch.tanh(layer(x))
+        return self.last(x)
+
+
+def test_buffers_count_where_their_stage_runs(two: Ranks) -> None:
+    with Verification(spec("test_verify:Counting"), two) as counting:
+        verdict = counting.verify(parse("pp=2"))
+        assert verdict.same, told(verdict)
+    with Verification(spec("test_verify:Counting", set={"times": 2.0}), two) as counting:
+        verdict = counting.verify(parse("pp=2"))
+        assert not verdict.same
+        assert told(verdict).startswith("the buffer mean on rank 0 is 2.000 times that of one process from step 1 on")
+
+
+def test_a_task_that_fails_in_every_type_fails_with_its_own_words(two: Ranks) -> None:
+    with Verification(spec("test_verify:Broken"), two) as broken, pytest.raises((TaskError, NotImplementedError), match="grouped_mm"):
+        broken.reference()
+
+
+def test_it_is_said_that_micro_batches_are_another_training(two: Ranks) -> None:
+    with Verification(spec("test_verify:Mixing"), two) as mixing:
+        verdict = mixing.verify(parse("pp=2,micro=4"))
+        assert verdict.same
+        assert verdict.of_whole is not None
+        assert verdict.of_whole > 1e-3
+        assert "one process with micro=4 (not as one process on whole batches: its loss differs by " in sentence(verdict)
+        assert verdict.as_json()["compared_with"]["microbatches"] == 4
+        assert not mixing.verify(parse("ddp")).same, "each rank takes the mean of its own samples"
+    with Verification(spec("Points"), two) as points:
+        assert "whole batches" not in sentence(points.verify(parse("ddp,micro=2")))
+
+
 def test_dropout_is_switched_off_and_said(two: Ranks) -> None:
     with Verification(spec("test_verify:Dropping"), two) as dropping:
         assert dropping.verify(parse("ddp")).same
@@ -226,6 +369,9 @@ def test_how_far_apart() -> None:
     assert apart(torch.full((2,), 2e-3), torch.full((2,), 1e-3), 1.0) > 0.05  # small, and wrong
     assert apart(torch.tensor([math.nan]), torch.ones(1), 1.0) == math.inf
     assert apart(torch.ones(1), torch.zeros(1), 0.0) == math.inf
+    mask = torch.tensor([0.0, -math.inf, 2.0])
+    assert apart(mask + torch.tensor([0.0, 0.0, 1e-3]), mask, 2.0) == pytest.approx(5e-4, rel=1e-3)
+    assert apart(mask, mask.abs(), 2.0) == math.inf
     assert apart_numbers(0.0, 0.0) == 0
     assert apart_numbers(math.nan, 1.0) == math.inf
 
@@ -242,6 +388,11 @@ def test_factors_and_their_names() -> None:
     assert axis_of(math.sqrt(8), plan, 8, of_norm=True) == "√ranks"
     verdict = Verdict(plan, 8, first=Difference(2, "gradient", "up", 0, 1.0, 0.25, True), axis="1 / tp")
     assert told(verdict) == "the gradient of up is 0.250 times that of one process from step 2 on: one over the degree of tp"
+    verdict = dataclasses.replace(verdict, first=Difference(2, "gradient", "up", 0, 1e-3, 1.0, True), axis=None)
+    assert (
+        told(verdict)
+        == "the gradient of up differs in some elements from that of one process from step 2 on, by 0.001 of its largest element"
+    )
     verdict = dataclasses.replace(verdict, axis=None, first=Difference(0, "parameter", "up", 0, 0.5, 1.3, False))
     assert (
         told(verdict)

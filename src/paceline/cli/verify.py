@@ -31,7 +31,7 @@ def verify(
     optimizer: Annotated[str | None, Option(help="adamw or sgd.")] = None,
     clip: Annotated[float | None, Option(help="Largest norm of the whole gradient.")] = None,
     json: Annotated[Path | None, Option(help="Write what was found to this file.")] = None,
-    timeout: Annotated[float, Option(help="Seconds after which a plan that does not end counts as failed.", min=1)] = 120.0,
+    timeout: Annotated[float, Option(help="Seconds after which a plan that does not end counts as failed.", min=1, max=1e6)] = 120.0,
 ) -> None:
     """Hold plans against one process, step by step: loss, gradients, norm, parameters. Float64, on CPU processes.
 
@@ -91,11 +91,11 @@ def _verified(spec: specs.Spec, ranks: int, asked: str | None, batch_is_said: bo
     with Verification(spec, ranks, timeout_s) as verification:
         reference = verification.reference()
         what = f"plan {plans[0]}" if asked is not None else f"{len(plans)} plans"
-        settings = f"{several(spec.steps or STEPS, 'step')}, batch {spec.batch}, float64"
+        settings = f"{several(spec.steps or STEPS, 'step')}, batch {spec.batch}, {'float64' if reference.no_float64 is None else 'float32'}"
         console.print(f"{asked_task}: {what} on {several(ranks, 'rank')} beside one process; {settings}", markup=False)
         for condition in [*conditions(reference), *verification.notes]:
             console.print(condition, markup=False)
-        console.print(measure(), style="dim")
+        console.print(measure(reference), style="dim")
         if asked is not None and plans[0].is_asynchronous:
             console.print("this plan makes another update than one process, so that other things must hold:", markup=False)
             held = verification.held(plans[0])

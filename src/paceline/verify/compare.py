@@ -9,6 +9,13 @@ from torch import Tensor
 from paceline.plan.plan import Plan
 
 RTOL = 1e-10  # what float64 leaves of a difference in rounding is 1e-15; Adam makes up to 1e-12 of it
+# The same where a model computes in less: by the narrowest type through which its gradients pass.
+TOLERANCES = {"float64": RTOL, "float32": 1e-4, "float16": 2e-2, "bfloat16": 5e-2}
+# How far gradients lie apart by rounding alone, of the largest element of the tensor: what is planted to see what becomes of it.
+ROUNDING = {"float64": 1e-14, "float32": 2e-6, "float16": 2e-3, "bfloat16": 1e-2}
+# More is never taken for rounding in gradients, loss and norm; a parameter whose gradient is all rounding has no digits to compare.
+MOST_GROWN = {"float64": 1e-4, "float32": 5e-2, "float16": 0.5, "bfloat16": 0.5}
+MARGIN = 30.0  # between what planted rounding comes to and what is taken for rounding
 FLOOR = 1e-2  # of the largest element of all tensors of a kind: smaller tensors are held against this
 SAME_FACTOR = 1e-6
 ORDER = ("parameter", "gradient", "loss", "norm", "buffer")  # of one step, which is told first
@@ -34,6 +41,11 @@ class Difference:
         kind = len(ORDER) if after_update and self.what == "parameter" else ORDER.index(self.what)
         return self.step, self.structure is None, kind, self.position
 
+    @property
+    def may_be_rounding(self) -> bool:
+        """Whether the optimizer may have made it of rounding. Gradients and loss of the first step come before that."""
+        return self.structure is None and (self.step > 1 or (self.step == 1 and self.what in ("parameter", "buffer")))
+
 
 def apart(found: Tensor, expected: Tensor, largest: float) -> float:
     """The largest difference, relative to the largest element of `expected`, or to FLOOR × `largest` of all tensors of its kind
@@ -41,8 +53,9 @@ def apart(found: Tensor, expected: Tensor, largest: float) -> float:
     if not expected.numel() or torch.equal(found, expected):
         return 0.0
     found, expected = found.double(), expected.double()
-    difference = (found - expected).abs().max().item()
-    scale = max(expected.abs().max().item(), FLOOR * largest)
+    difference = torch.where(found == expected, 0.0, found - expected).abs().max().item()  # -inf of a mask is -inf
+    finite = expected[expected.isfinite()].abs()
+    scale = max(finite.max().item() if len(finite) else 0.0, FLOOR * largest)
     return difference / scale if math.isfinite(difference) and scale else math.inf
 
 

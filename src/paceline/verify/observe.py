@@ -9,6 +9,7 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from paceline import task as tasks
 from paceline.events import Step
@@ -19,7 +20,7 @@ from paceline.task import Task
 from paceline.training.loop import train
 from paceline.training.shards import is_cut, is_here
 from paceline.training.weights import aliases
-from paceline.verify.compare import RTOL, Difference, apart, ratio
+from paceline.verify.compare import FLOOR, MARGIN, MOST_GROWN, TOLERANCES, Difference, apart, apart_numbers, ratio
 from paceline.verify.quiet import quiet
 
 Tensors = dict[str, Tensor | None]
@@ -52,6 +53,17 @@ class Reference:
     switched_off: list[str]  # rates of dropout
     has_batch_norm: bool
     is_random: bool  # whether the model drew random numbers all the same
+    computes_in: str  # the narrowest type through which its gradients pass: float64, or what the model makes of it
+    no_float64: str | None = None  # why float64 could not be computed, where it could not
+    grown: list[dict[str, float]] = field(default_factory=list)  # for each look: "gradient NAME" -> what rounding may have become by then
+
+    @property
+    def tolerance(self) -> float:
+        return TOLERANCES[self.computes_in]
+
+    def allowed(self, step: int, what: str, name: str) -> float:
+        """The relative difference that is taken for rounding."""
+        return max(self.tolerance, self.grown[step].get(f"{what} {name}", 0.0) if self.grown else 0.0)
 
     @property
     def names(self) -> list[str]:
@@ -77,8 +89,8 @@ class Seen:
     names: set[str] = field(default_factory=set)  # of what is on this rank
 
 
-def record(spec: Spec, task: Task, micro: int) -> Reference:
-    """Train in this process alone."""
+def record(spec: Spec, task: Task, micro: int, rounding: float = 0.0) -> Reference:
+    """Train in this process alone. `rounding`: planted in the gradients of each step, of the largest element of each."""
     looks: list[Look] = [Look()]
     switched_off: list[str] = []
     told: dict[str, Any] = {"aliases": {}, "has_batch_norm": False, "is_random": False}
@@ -94,12 +106,72 @@ def record(spec: Spec, task: Task, micro: int) -> Reference:
             looks[0].parameters = _kept(model.named_parameters())
             told["aliases"] = aliases(model)
             told["has_batch_norm"] = any(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in model.modules())
+        if rounding:
+            _round_(model, rounding, step)
         looks.append(Look({name: _copy(p.grad) for name, p in model.named_parameters() if p.requires_grad}))
         told["is_random"] |= _has_drawn()
 
-    events = train(spec, Plan(dp=1, micro=micro), World(), task=quiet(task, say), device="cpu", observe=observe)
+    narrowest = Narrowest()
+    calm = quiet(task, say, narrowest)
+    events = train(spec, Plan(dp=1, micro=micro), World(), task=calm, device="cpu", observe=observe)
     steps = [event for event in events if isinstance(event, Step)]
-    return Reference(looks, [step.loss for step in steps], [step.grad_norm or 0.0 for step in steps], switched_off=switched_off, **told)
+    losses, norms = [step.loss for step in steps], [step.grad_norm or 0.0 for step in steps]
+    return Reference(looks, losses, norms, switched_off=switched_off, computes_in=narrowest.found, **told)
+
+
+class Narrowest(TorchFunctionMode):
+    """Notes the narrowest type of what is computed from parameters while it is entered."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found = "float64"
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = function(*args, **(kwargs or {}))
+        for tensor in result if isinstance(result, (tuple, list)) else (result,):
+            if isinstance(tensor, Tensor) and tensor.requires_grad and tensor.is_floating_point():
+                name = str(tensor.dtype).removeprefix("torch.")
+                if TOLERANCES.get(name, 0.0) > TOLERANCES[self.found]:
+                    self.found = name
+        return result
+
+
+def _round_(model: nn.Module, rounding: float, step: int) -> None:
+    """Elements that are exactly 0 stay so: nothing was summed up to them."""
+    draw = torch.Generator().manual_seed(step)
+    gradients = [p.grad for p in model.parameters() if p.grad is not None and p.grad.numel()]
+    largest = max((gradient.abs().max().item() for gradient in gradients), default=0.0)
+    for gradient in gradients:
+        scale = rounding * max(gradient.abs().max().item(), FLOOR * largest)
+        noise = torch.randn(gradient.shape, generator=draw, dtype=torch.float64).to(gradient.dtype)
+        gradient.add_(noise.mul_(scale).mul_(gradient != 0))
+
+
+def grow(reference: Reference, rounded: Reference) -> None:
+    """Note in `reference` what became of the rounding that was planted in `rounded`."""
+    reference.grown = [{} for _ in reference.looks]
+    most = MOST_GROWN[reference.computes_in]
+    for step, (look, other) in enumerate(zip(reference.looks, rounded.looks, strict=True)):
+        for what, expected, found in (
+            ("gradient", look.gradients, other.gradients),
+            ("parameter", look.parameters, other.parameters),
+            ("buffer", look.buffers, other.buffers),
+        ):
+            largest = largest_of(expected)
+            for name, tensor in expected.items():
+                beside = found[name]
+                if tensor is not None and beside is not None:
+                    may_be = MARGIN * apart(beside, tensor, largest)
+                    reference.grown[step][f"{what} {name}"] = min(most, may_be) if what == "gradient" else may_be
+        if step:
+            for what, a, b in (("loss", reference.losses, rounded.losses), ("norm", reference.norms, rounded.norms)):
+                reference.grown[step][f"{what} "] = min(most, MARGIN * apart_numbers(b[step - 1], a[step - 1]))
+
+
+def largest_of(tensors: Tensors) -> float:
+    """Of the finite elements: a mask of -inf is no measure for others."""
+    finite = (tensor[tensor.isfinite()].abs() for tensor in tensors.values() if tensor is not None)
+    return max((tensor.max().item() for tensor in finite if tensor.numel()), default=0.0)
 
 
 def _has_drawn() -> bool:
@@ -119,9 +191,10 @@ def _copy(tensor: Tensor | None) -> Tensor | None:
 def compare(spec: Spec, plan: str, path: Path, plant: Plant = nullcontext) -> Seen:
     """Train on this rank as `plan` says, beside the reference in `path`. All ranks of the process group call it."""
     task = quiet(tasks.load_task(spec.task, spec.set))
-    beside = _Beside(Reference.load(path))
+    asked, me = parse(plan), world()
+    beside = _Beside(Reference.load(path), asked.on(me.size).place(me.rank).pp)
     with plant():
-        for event in train(spec, parse(plan), world(), task=task, device="cpu", observe=beside.observe):
+        for event in train(spec, asked, me, task=task, device="cpu", observe=beside.observe):
             if isinstance(event, Step):
                 beside.seen.losses.append(event.loss)
                 beside.seen.norms.append(event.grad_norm or 0.0)
@@ -129,8 +202,10 @@ def compare(spec: Spec, plan: str, path: Path, plant: Plant = nullcontext) -> Se
 
 
 class _Beside:
-    def __init__(self, reference: Reference):
-        self.reference = reference
+    def __init__(self, reference: Reference, place: int):
+        """`place`: of this rank in the pipeline."""
+        self.reference, self.place = reference, place
+        self.written_before: set[str] | None = None  # buffers that a rank before it in the pipeline holds, too
         self.position = {name: at for at, name in enumerate(reference.names)}
         self.seen = Seen()
 
@@ -144,7 +219,21 @@ class _Beside:
             return
         look = self.reference.looks[step + 1]
         self._hold("parameter", step + 1, self._parameters(model), look.parameters)
-        self._hold("buffer", step + 1, self._named(model.named_buffers(remove_duplicate=False)), look.buffers)
+        self._hold("buffer", step + 1, self._buffers(model), look.buffers)
+
+    def _buffers(self, model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+        """Those that this rank is the first of the pipeline to hold, and which go into checkpoints from it. Later stages may hold them
+        without running the module that changes them."""
+        here = list(self._named(model.named_buffers(remove_duplicate=False)))
+        if self.written_before is None:
+            names = {name for name, _ in here}
+            everywhere = [(self.place, names)]
+            if dist.get_world_size() > 1:
+                everywhere *= dist.get_world_size()
+                dist.all_gather_object(everywhere, (self.place, names))
+            self.written_before = set().union(*(held for place, held in everywhere if place < self.place))
+        self.seen.names.update(name for name, _ in here)
+        return ((name, tensor) for name, tensor in here if name not in (self.written_before or ()))
 
     def _named(self, named: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
         """What is here, under the names that one process has for it."""
@@ -171,13 +260,15 @@ class _Beside:
 
     def _hold(self, what: str, step: int, found: Iterator[tuple[str, Found]], expected: Tensors) -> None:
         """Compare tensors, and note how far the furthest is apart and the first that is too far."""
-        largest = max((tensor.abs().max().item() for tensor in expected.values() if tensor is not None and tensor.numel()), default=0.0)
+        largest = largest_of(expected)
         furthest = 0.0
         for name, tensor in found:
             self.seen.names.add(name)
             difference = self._difference(what, step, name, tensor, expected.get(name), largest)
             furthest = max(furthest, difference.relative)
-            if difference.relative > RTOL and (self.seen.first is None or difference.place < self.seen.first.place):
+            if difference.relative > self.reference.allowed(step, what, name) and (
+                self.seen.first is None or difference.place < self.seen.first.place
+            ):
                 self.seen.first = difference
         self.seen.apart[step][what] = furthest
 
@@ -199,7 +290,7 @@ class _Beside:
         if found.shape != expected.shape:
             return unlike(f"has the shape {tuple(found.shape)}, but with one process {tuple(expected.shape)}")
         relative = apart(found, expected, largest)
-        if relative <= RTOL:
+        if relative <= self.reference.allowed(step, what, name):
             return Difference(step, what, name, at, relative)
         return Difference(step, what, name, at, relative, *ratio(found, expected))
 

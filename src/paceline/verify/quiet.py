@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from torch import nn
@@ -9,20 +10,32 @@ from torch import nn
 from paceline.task import Task
 
 
-def quiet(task: Task, say: Callable[[list[str]], None] = lambda switched_off: None) -> Task:
-    """`task` with dropout switched off in its model, and without a validation split. `say` is told what was switched off."""
+def quiet(
+    task: Task,
+    say: Callable[[list[str]], None] = lambda switched_off: None,
+    around: AbstractContextManager[Any] | None = None,
+) -> Task:
+    """`task` with dropout switched off in its model, and without a validation split. `say` is called with what was switched off.
+    Forward pass and loss run within `around`."""
     calm = copy.copy(task)
 
     def model() -> nn.Module:
         built = task.model()
         if isinstance(built, nn.Module):
             say(switch_dropout_off_(built))
+            if around is not None:
+                built.register_forward_pre_hook(lambda *_: around.__enter__() and None)
+                built.register_forward_hook(lambda *_: around.__exit__(None, None, None), always_call=True)
         return built
 
     def dataset(split: str) -> Any:
         return task.dataset(split) if split == "train" else None
 
-    for name, method in (("model", model), ("dataset", dataset)):
+    def loss(output: Any, batch: Any) -> Any:
+        with around or nullcontext():
+            return task.loss(output, batch)
+
+    for name, method in (("model", model), ("dataset", dataset), ("loss", loss)):
         object.__setattr__(calm, name, method)  # tasks are frozen
     return calm
 

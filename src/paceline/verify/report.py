@@ -9,11 +9,12 @@ from rich.table import Table
 
 from paceline.plan.plan import Plan
 from paceline.units import numbered
-from paceline.verify.compare import FLOOR, RTOL
+from paceline.verify.compare import FLOOR
 from paceline.verify.observe import Reference
 from paceline.verify.run import Verdict
 
 COLUMNS = {"loss": "of_loss", "norm": "of_norm", "gradients": "of_gradients", "parameters": "of_parameters"}
+NO_FACTOR = 1e-3  # of the difference: a factor nearer to 1 does not explain it
 SHOWN = 4  # names, before "and so many more"
 
 
@@ -25,6 +26,10 @@ def conditions(reference: Reference) -> list[str]:
         found.append(f"dropout is switched off: {', '.join(off[:SHOWN])}{more}")
     if reference.has_batch_norm:
         found.append("BatchNorm takes its statistics over all ranks, of one micro-batch; the one process runs as many micro-batches")
+    if reference.no_float64 is not None:
+        found.append(f"float64 cannot be computed ({reference.no_float64.rstrip('.')}): compared in float32")
+    elif reference.computes_in != "float64":
+        found.append(f"the model computes in {reference.computes_in} inside of float64")
     if reference.is_random:
         found.append("the model draws random numbers all the same, by rank and micro-batch: a difference may come from that alone")
     return found
@@ -36,13 +41,14 @@ def table(verdict: Verdict) -> Table:
     for name in ("step", "loss", "norm", *(f"Δ {name}" for name in COLUMNS)):
         shown.add_column(name, justify="right")
     for row in verdict.rows:
-        shown.add_row(str(row.step), f"{row.loss:.6f}", f"{row.norm:.6f}", *(_shown(getattr(row, of)) for of in COLUMNS.values()))
+        figures = (_shown(getattr(row, of), verdict) for of in COLUMNS.values())
+        shown.add_row(str(row.step), f"{row.loss:.6f}", f"{row.norm:.6f}", *figures)
     return shown
 
 
-def _shown(relative: float) -> str:
+def _shown(relative: float, verdict: Verdict) -> str:
     text = "0" if not relative else f"{relative:.1e}"
-    return text if relative <= RTOL else f"[bold red]{text}[/]"
+    return text if relative <= verdict.tolerance or verdict.same else f"[bold red]{text}[/]"
 
 
 def sentence(verdict: Verdict) -> str:
@@ -52,8 +58,13 @@ def sentence(verdict: Verdict) -> str:
     if verdict.failed is not None:
         return f"failed: {verdict.failed}"
     one = "one process" if verdict.micro == 1 else f"one process with micro={verdict.micro}"
+    if verdict.of_whole is not None and verdict.same:
+        one += f" (not as one process on whole batches: its loss differs by {verdict.of_whole:.1e})"
     if verdict.first is None:
-        return f"the same training as {one}, to {furthest(verdict):.0e}"
+        grown = verdict.grown is not None and furthest(verdict) > verdict.tolerance
+        return f"the same training as {one}, to {furthest(verdict):.0e}" + (
+            ", which rounding grows to in one process, too" if grown else ""
+        )
     return f"not the same training as {one}: {told(verdict)}"
 
 
@@ -71,6 +82,8 @@ def told(verdict: Verdict) -> str:
     when = "before the first step" if first.step == 0 else f"from step {first.step} on"
     if first.structure is not None:
         return f"{subject} {first.structure}, {when}"
+    if first.factor is not None and abs(first.factor - 1) < NO_FACTOR * first.relative:  # most elements agree
+        return f"{subject} differs in some elements from that of one process {when}, by {first.relative:.2g} of its largest element"
     if not first.uniform or first.factor is None:
         return f"{subject} differs from that of one process {when}, by {first.relative:.2g} of its largest element, and not by one factor"
     if first.factor == 0:
@@ -87,8 +100,11 @@ def _degree(axis: str) -> str:
     return f"one over {of}" if axis.startswith("1 / ") else of
 
 
-def measure() -> str:
-    return f"Δ: largest difference ÷ largest element of the tensor (at least {FLOOR:g} × that of all tensors); same: at most {RTOL:g}"
+def measure(reference: Reference) -> str:
+    return (
+        f"Δ: largest difference ÷ largest element of the tensor (at least {FLOOR:g} × that of all tensors); "
+        f"same: at most {reference.tolerance:g}"
+    )
 
 
 def reason(verdict: Verdict) -> str:
@@ -112,7 +128,9 @@ class Overview:
         else:
             of_gradients = max(verdict.furthest("of_gradients"), verdict.furthest("of_norm"))
             figures = [verdict.furthest("of_loss"), of_gradients, verdict.furthest("of_parameters")]
-            self._print(str(verdict.plan), "same" if verdict.same else "[bold red]differs[/]", list(map(_shown, figures)))
+            self._print(
+                str(verdict.plan), "same" if verdict.same else "[bold red]differs[/]", [_shown(figure, verdict) for figure in figures]
+            )
             if verdict.first is not None:
                 self._print_wide("", told(verdict), "red")
 

@@ -3,7 +3,7 @@
 import math
 import tempfile
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
@@ -14,8 +14,8 @@ from paceline.launch.pool import Ranks
 from paceline.plan.plan import Plan, share
 from paceline.spec import Spec
 from paceline.task import Task
-from paceline.verify.compare import RTOL, Difference, apart_numbers, axis_of
-from paceline.verify.observe import Plant, Reference, Seen, compare, record
+from paceline.verify.compare import ROUNDING, RTOL, Difference, apart_numbers, axis_of
+from paceline.verify.observe import Plant, Reference, Seen, compare, grow, record
 
 if TYPE_CHECKING:
     from paceline.verify.asynchronous import Held, Outcome
@@ -41,6 +41,9 @@ class Verdict:
     plan: Plan
     ranks: int
     micro: int = 1  # micro-batches of the one process
+    of_whole: float | None = None  # how far the losses of this one process are from those on whole batches, where that is another training
+    tolerance: float = RTOL  # the relative difference that is taken for rounding
+    grown: float | None = None  # the largest that is, where the optimizer amplifies rounding
     rows: tuple[Row, ...] = ()
     first: Difference | None = None
     axis: str | None = None  # degrees that the factor of `first` equals
@@ -66,6 +69,10 @@ class Verdict:
             "max_rel_param": _number(self.furthest("of_parameters")),
             "first_difference": None,
         }
+        if self.tolerance != RTOL or self.grown is not None:
+            found["tolerance"] = _number(max(self.tolerance, self.grown or 0.0))
+        if self.of_whole is not None:
+            found["compared_with"] = {"microbatches": self.micro, "max_rel_loss_to_whole_batch": _number(self.of_whole)}
         if first is not None:
             keys = {"step": first.step, "what": first.what, "name": first.name, "factor": first.factor, "axis": self.axis}
             found["first_difference"] = keys | ({"why": first.structure} if first.structure is not None else {})
@@ -98,6 +105,7 @@ class Verification:
         self.references: dict[int, Reference] = {}  # micro-batches -> of one process that runs so many
         self.sees_micro_batches = False
         self.notes: tuple[str, ...] = ()  # what could not be checked
+        self.no_float64: str | None = None
         self._folder = tempfile.TemporaryDirectory(prefix="paceline-verify-")
         self._own = isinstance(ranks, int)
         self._ranks = Ranks(ranks) if isinstance(ranks, int) else ranks
@@ -114,10 +122,9 @@ class Verification:
 
     def reference(self, micro: int = 1) -> Reference:
         if micro not in self.references:
-            task = tasks.load_task(self.spec.task, self.spec.set)
             if not self.references:
-                self._check_weights(task)
-            self.references[micro] = record(self.spec, task, micro)
+                self._check_weights(tasks.load_task(self.spec.task, self.spec.set))
+            self.references[micro] = self._record(micro)
             self.references[micro].save(self._path(micro))
             self.sees_micro_batches |= self.references[micro].has_batch_norm
         return self.references[micro]
@@ -129,6 +136,29 @@ class Verification:
 
         built = build(self.spec, task)
         self.notes += check(self.spec, task, built.model, built.weights)
+
+    def _record(self, micro: int, rounding: float = 0.0) -> Reference:
+        """In float64; in float32 where an operation of the model has no kernel for that."""
+        task = tasks.load_task(self.spec.task, self.spec.set)
+        try:
+            found = record(self.spec, task, micro, rounding)
+        except (TaskError, RuntimeError, TypeError) as error:
+            if self.spec.precision == "fp32":
+                raise
+            spec = self.spec.model_copy(update={"precision": "fp32"})
+            try:
+                found = record(spec, task, micro, rounding)
+            except (TaskError, RuntimeError, TypeError):
+                raise error from None  # it is wrong in both
+            self.spec, self.no_float64 = spec, str(error).partition("\n")[0]
+        found.no_float64 = self.no_float64
+        return found
+
+    def _grow(self, micro: int) -> None:
+        """Find out what becomes of rounding in one process, for the ranks to be compared by."""
+        reference = self.reference(micro)
+        grow(reference, self._record(micro, ROUNDING[reference.computes_in]))
+        reference.save(self._path(micro))
 
     def _path(self, micro: int) -> Path:
         return Path(self._folder.name) / f"micro{micro}.pt"
@@ -162,13 +192,22 @@ class Verification:
     def _held(self, asked: Plan, plan: Plan, micro: int, plant: Plant) -> Verdict:
         reference = self.reference(micro)
         seen = self._ranks(compare, self.spec, str(asked), self._path(micro), plant, timeout_s=self.timeout_s)
-        return judge(asked, plan, self.size, micro, reference, seen)
+        verdict = judge(asked, plan, self.size, micro, reference, seen)
+        if verdict.first is not None and verdict.first.may_be_rounding and not reference.grown:
+            self._grow(micro)
+            return self._held(asked, plan, micro, plant)
+        return replace(verdict, of_whole=self._of_whole(micro)) if micro > 1 and not reference.has_batch_norm else verdict
+
+    def _of_whole(self, micro: int) -> float | None:
+        """How far the losses of one process with so many micro-batches are from those on whole batches."""
+        one, other = self.reference(), self.reference(micro)
+        return max((apart_numbers(*pair) for pair in zip(other.losses, one.losses, strict=True)), default=0.0)
 
     def _depends_on(self, micro: int) -> bool:
         """Whether so many micro-batches are another training already under one process."""
         one, other = self.reference(), self.reference(micro)
         pairs = zip([*one.losses, *one.norms], [*other.losses, *other.norms], strict=True)
-        self.sees_micro_batches |= any(apart_numbers(*pair) > RTOL for pair in pairs)
+        self.sees_micro_batches |= any(apart_numbers(*pair) > one.tolerance for pair in pairs)
         return self.sees_micro_batches
 
     def outcome(self, plan: Plan, plant: Plant = nullcontext) -> Verdict:
@@ -189,14 +228,18 @@ def judge(asked: Plan, plan: Plan, ranks: int, micro: int, reference: Reference,
     for at, (loss, norm) in enumerate(zip(seen[0].losses, seen[0].norms, strict=True)):
         of_loss, of_norm = apart_numbers(loss, reference.losses[at]), apart_numbers(norm, reference.norms[at])
         for what, value, expected, by in (("loss", loss, reference.losses[at], of_loss), ("norm", norm, reference.norms[at], of_norm)):
-            if by > RTOL:
+            if by > reference.allowed(at + 1, what, ""):
                 found.append(Difference(at + 1, what, "", 0, by, value / expected if expected else None, uniform=True))
         looks = [rank.apart[step] for rank in seen for step in ((at, at + 1) if at == 0 else (at + 1,))]
         of_parameters = max(look.get(what, 0.0) for look in looks for what in ("parameter", "buffer"))
         rows.append(Row(at + 1, loss, norm, of_loss, of_norm, max(look.get("gradient", 0.0) for look in looks), of_parameters))
     first = min(found, key=lambda difference: difference.place, default=None)
     axis = axis_of(first.factor, plan, ranks, of_norm=first.what == "norm") if first is not None and first.uniform else None
-    return Verdict(asked, ranks, micro, tuple(rows), first, axis, _only_on(first, seen))
+    grown = max((value for look in reference.grown for value in look.values()), default=None)
+    only_on = _only_on(first, seen)
+    return Verdict(
+        asked, ranks, micro, tolerance=reference.tolerance, grown=grown, rows=tuple(rows), first=first, axis=axis, only_on=only_on
+    )
 
 
 def _only_on(first: Difference | None, seen: list[Seen]) -> tuple[int, ...]:
