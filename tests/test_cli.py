@@ -1,5 +1,6 @@
 """The commands on runs that go well: what they start, what they print, and the files that they leave."""
 
+import contextlib
 import fcntl
 import json
 import os
@@ -38,7 +39,7 @@ from paceline import RunFolder, Spec, cli
 from paceline import spec as specs
 from paceline.errors import RunError
 from paceline.events import Ended, Evaluated, Failed, Started, Step, Writer
-from paceline.run import create, default_path, release, reserve
+from paceline.run import create, default_path, latest, release, reserve
 from paceline.spec import Launch, Optimizer
 from paceline.task import load_task
 from paceline.training.weights import named_tensors
@@ -550,3 +551,16 @@ def test_every_name_of_set_is_listed(tmp_path):
     keys = {line.split()[0] for line in out[len(fields) + 3 :]}
     assert {"spec.threads", "spec.evaluate_every", "optimizer.betas", "save.best", "data.prefetch", "spec.restarts"} <= keys
     assert not list(tmp_path.glob("runs"))
+
+
+def test_doctor_takes_the_latest_run(tmp_path):
+    none = paceline("doctor", at=tmp_path)
+    assert (none.status, none.err) == (2, "paceline: there is no run in runs/ here; name its folder\n")
+    for at, name in enumerate(("b", "c", "a")):
+        create(tmp_path / "runs" / name, Spec(), Launch())
+        os.utime(tmp_path / "runs" / name / "spec.toml", (10**9 + at, 10**9 + at))
+    assert paceline("doctor", at=tmp_path) == paceline("doctor", "runs/a", at=tmp_path)
+    assert "runs/a is not running" in paceline("doctor", at=tmp_path).out
+    (tmp_path / "runs/b/events.jsonl").touch()
+    with contextlib.chdir(tmp_path):
+        assert latest() == Path("runs/b")

@@ -321,6 +321,18 @@ FOLDERS = ("ckpt", "ranks", "tensorboard")
 FILES = ("provenance.json", "job.sh", "job", "events.jsonl", "log.txt", "lock", "diagnosis.txt")
 
 
+def latest() -> Path:
+    """The run in runs/ that something was last written to. Raises RunError where there is none."""
+
+    def written(run: Path) -> float:
+        return max(file.stat().st_mtime for file in (run / "spec.toml", run / "events.jsonl") if file.exists())
+
+    runs = [path.parent for path in Path("runs").glob("*/spec.toml")]
+    if not runs:
+        raise RunError("there is no run in runs/ here; name its folder")
+    return max(runs, key=written)
+
+
 def provenance() -> dict[str, Any]:
     """Where a run came from. What cannot be known is left out."""
 

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 def doctor(
-    run: Annotated[Path, typer.Argument(help="The run's folder.")],
+    run: Annotated[Path | None, typer.Argument(help="The run's folder [default: the latest in runs/].")] = None,
     json: Annotated[Path | None, typer.Option(metavar="FILE", help="Write all that was found there, too.")] = None,
 ) -> None:
     """Say why a run does not go on. Exits with 1 where it is stuck. Ask from any machine that sees its folder."""
@@ -20,8 +20,9 @@ def doctor(
     from paceline.doctor.ask import unreadable
     from paceline.doctor.examine import examine
     from paceline.report.doctor import details, sentences
-    from paceline.run import open_run
+    from paceline.run import latest, open_run
 
+    run = run if run is not None else latest()
     folder = open_run(run)
     check_outputs(json, None)
     found = examine(folder)
