@@ -181,6 +181,9 @@ def test_commands_say_what_they_skipped(name, tmp_path, monkeypatch, capsys):
     status, text = command(monkeypatch, capsys, "cancel", "runs/a")
     assert status == 2
     assert "runs/a is not running: stopped at step 30" in text
+    assert said in text
+    status, text = command(monkeypatch, capsys, "resume", "runs/a")
+    assert (status, text.splitlines()[0]) == (2, f"runs/a: {said}" + (" in events.jsonl" if name == "newer" else ""))
 
 
 def test_a_run_whose_events_cannot_be_read_hides_no_other(tmp_path, monkeypatch, capsys):

@@ -25,7 +25,9 @@ def cancel(run: Annotated[Path, typer.Argument(help="The run's folder.")]) -> No
         print(f"{run}: job {job.id} is cancelled; go on with: sbatch {folder.job_script}")
         return
     if not folder.is_locked():
-        raise RunError(f"{run} is not running: {of_run(folder, glance(folder).summary)}")
+        seen = glance(folder)
+        skipped = f"; {seen.skipped}" if seen.skipped else ""
+        raise RunError(f"{run} is not running: {of_run(folder, seen.summary)}{skipped}")
     holder = folder.holder()
     found = re.fullmatch(r"process ([0-9]{1,9}) on (.+)", holder)
     if found is None or found[2] != platform.node():

@@ -1,5 +1,6 @@
 """paceline resume: go on with a run, on other ranks or under another plan if need be."""
 
+import sys
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -47,12 +48,15 @@ def go_on(folder: RunFolder, overrides: dict[str, Any], me: World, again: bool =
     edited: the request of the run was changed by hand, and is accepted.
     """
     from paceline.cli.start import announce, check, start
+    from paceline.run_view import glance
 
     if me.launcher is not None:
         overrides = {"ranks": me.size} | overrides
     file = folder.next_spec if again and folder.next_spec.exists() else folder.spec
     before = specs.load_own(file, {}, edited)[1]
     spec, launch = specs.load_own(file, overrides, edited)
+    if me.rank == 0 and (skipped := glance(folder).skipped):
+        print(f"{folder.path}: {skipped}", file=sys.stderr)
     if "plan" in overrides:
         launch = launch.model_copy(update={"chosen": None, "asked": None, "asked_ranks": None})
     elif launch.ranks != before.ranks and launch.ranks is not None:
