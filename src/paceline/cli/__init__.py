@@ -98,8 +98,8 @@ def _options(version: bool = typer.Option(False, "--version", callback=_version,
 def main() -> None:
     """The top of the command line: an error that is meant is one sentence and exit status 2."""
     open_standard_files()
-    write_plainly()
     never_fail("stderr", *(["stdout"] if sys.argv[1:2] and sys.argv[1] in TRAINING else []))
+    write_plainly()
     own_log = sys.argv[1:2] == ["rank"] and len(sys.argv) > 3  # of a rank of our launcher on this machine: it says all
     debug = "--debug" in sys.argv or own_log
     sys.argv = [word for word in sys.argv if word != "--debug"]
