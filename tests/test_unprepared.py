@@ -20,9 +20,10 @@ REFUSED = {
     "tp=2": {
         **dict.fromkeys(("item", "chosen", "packed", "cumulative batch norm"), TP_NEEDS),
         **dict.fromkeys(("first weight norm", "first spectral norm", "weight norm", "spectral norm"), COMPUTED),
+        **dict.fromkeys(("scaled", "idle"), "tp=2 does not divide the 5 features of"),
         "no linear layer": "tp=2, but Sequential has no linear layer or embedding; use pp or zero3",
     },
-    "pp=2,micro=2": dict.fromkeys(("item", "chosen", "packed", "cumulative batch norm"), PP_NEEDS),
+    "pp=2,micro=2": dict.fromkeys(("item", "chosen", "cumulative batch norm"), PP_NEEDS),
     "pp=2,micro=2,schedule=zbv": {},
 }
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_flatten, tree_leaves
 
 from paceline.errors import PlanError
 from paceline.task import Layout, Task
@@ -57,7 +57,7 @@ class Call:
     part: str
     crossing: list[int]  # of the leaves of (args, kwargs) those that cross a cut here
     likes: list[Like]  # of these
-    output: Any = None  # a tree with Like or Passed for tensors
+    output: tuple[list[Any], Any] = ([], None)  # leaves, with Like or Passed for tensors, and their structure
     free: bool = False  # of parameters: every stage calls it itself
     flops: int = 0  # until the next call
     trace: int = 0  # of the operations until then, their shapes and whether they get gradients or are run again for them: a hash
@@ -277,7 +277,8 @@ class _Recorder(TorchDispatchMode):
         self.inside = self.model.gates.inside = self.alone = False
         here.free = not has_parameters and not any(map(self.mask, _tensors(result)))
         given = {id(leaf): index for index, leaf in enumerate(tree_leaves((args, kwargs)))}
-        here.output = tree_map(lambda leaf: self._returned(leaf, given) if isinstance(leaf, Tensor) else leaf, result)
+        leaves, structure = tree_flatten(result)  # apart: what a user's structure is made of may be checked by it
+        here.output = [self._returned(leaf, given) if isinstance(leaf, Tensor) else leaf for leaf in leaves], structure
         for tensor in _tensors(result):
             if id(tensor) not in given:
                 if not here.free:  # whatever it depends on: no stage behind has it
@@ -298,7 +299,8 @@ class _Recorder(TorchDispatchMode):
         self._bar(mask, last, "the result of the model needs what was computed further ahead as well")
         for call_ in self.recording.calls:
             if call_.written:
-                call_.output = tree_map(lambda leaf: Like(leaf.shape, leaf.dtype, True) if isinstance(leaf, Like) else leaf, call_.output)
+                leaves, structure = call_.output
+                call_.output = [Like(leaf.shape, leaf.dtype, True) if isinstance(leaf, Like) else leaf for leaf in leaves], structure
 
     def _bar(self, mask: Mask, last: int, why: str) -> None:
         """Bar those cuts up to `last` that are in the mask."""

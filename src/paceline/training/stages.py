@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_leaves, tree_unflatten
 
 from paceline.errors import PlanError, TaskError
 from paceline.plan.partition import partition
@@ -198,8 +198,9 @@ class Stage(nn.Module):
             leaves = tree_leaves((args, kwargs))
             raise Left(tuple(map(_leaves, (leaves[leaf] for leaf in call.crossing))))
         if at < self.first and not call.free:
-            given = tree_leaves((args, kwargs)) if any(isinstance(leaf, Passed) for leaf in tree_leaves(call.output)) else []
-            return tree_map(lambda leaf: self._stand_in(leaf, given), call.output)
+            outputs, structure = call.output
+            given = tree_leaves((args, kwargs)) if any(isinstance(leaf, Passed) for leaf in outputs) else []
+            return tree_unflatten([self._stand_in(leaf, given) for leaf in outputs], structure)
         if at == self.first:
             leaves = tree_leaves((args, kwargs))
             for leaf, value in zip(call.crossing, self.received, strict=True):
