@@ -103,7 +103,9 @@ def test_hugging_face(task: Task) -> None:
 @pytest.mark.parametrize("task", [*(stacks.EncoderDecoder(kind=kind) for kind in ("t5", "bart", "whisper")), stacks.Handing()], ids=repr)
 def test_values_that_cross_beside_the_hidden_state(task: Task, schedule: str) -> None:
     """States of an encoder, biases that another block computed, constants, and parameters that no input of their stage leads to."""
-    assert not same(2, f"pp=2,micro=2,schedule={schedule}", task)
+    found = same(2, f"pp=2,micro=2,schedule={schedule}", task)
+    # The gradient of a bias of the keys is 0 but for rounding, which Adam divides by itself.
+    assert not [name for name in found if "k_proj.bias" not in name]
 
 
 @pytest.mark.slow
