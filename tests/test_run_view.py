@@ -391,6 +391,30 @@ def test_a_glance_at_a_long_run_reads_its_end(long_run, tmp_path):
     assert bytes_read() - before < 1e6
 
 
+@pytest.mark.parametrize(
+    ("best", "metrics", "shown"),
+    [
+        ("min loss", {"loss": 0.25, "accuracy": 0.75}, ", validation loss 0.2500"),
+        ("max accuracy", {"loss": 0.25, "accuracy": 0.75}, ", validation accuracy 0.7500"),
+        ("max accuracy", {"perplexity": float("nan"), "f1": 0.5}, ", validation perplexity nan"),  # not measured: the first
+        ("max accuracy", {}, ""),
+        ("damaged", {"f1": 0.5, "accuracy": 0.75}, ", validation f1 0.5000"),
+    ],
+)
+def test_status_shows_a_metric_and_the_speed(best, metrics, shown, tmp_path, monkeypatch, capsys):
+    """Of the last evaluation, which is 2,000 steps before the end: further than a glance reads."""
+    early = Evaluated(step=5, metrics={"loss": 9.0, "accuracy": 9.0}, seconds=0.1) if metrics else step(5)
+    late = Evaluated(step=10, metrics=metrics, seconds=0.1) if metrics else step(10)
+    run = folder(tmp_path / "r", STARTED, *map(step, range(1, 5)), early, late, *map(step, range(11, 2011)))
+    if best == "damaged":
+        run.spec.write_bytes(b"[save\n")
+    else:
+        specs.save(run.spec, Spec(task="my.py:T", save={"best": best}), Launch(ranks=2))
+    status, text = command(monkeypatch, capsys, "status", run.path)
+    assert (status, text.count("\n")) == (0, 1), text
+    assert f", loss 0.0005{shown}, 80 samples/s\n" in text, "8 samples in 0.1 s"
+
+
 def test_the_launcher_reads_a_long_run_in_bounded_memory(long_run, small_limits):
     run, happened = long_run
     tracemalloc.start()

@@ -73,7 +73,9 @@ def test_a_job_is_told_to_save_and_goes_on_where_it_was(ranks_per_node, there, t
     assert "; nothing has happened yet\n" in succeed("status", "runs/a", at=tmp_path, **there.env).out
     until(lambda: steps_done(run) >= 3, "at step 3", run)
     now = succeed("status", "runs/a", at=tmp_path, **there.env)
-    assert re.fullmatch(rf"runs/a: job {job} RUNNING on n\[1-2\], 00:\d\d:\d\d of 00:10:00; step \d+ of 24, loss \d\.\d+\n", now.out)
+    assert re.fullmatch(
+        rf"runs/a: job {job} RUNNING on n\[1-2\], 00:\d\d:\d\d of 00:10:00; step \d+ of 24, loss \d\.\d+, [\d.]+ samples/s\n", now.out
+    )
     there.run("scancel", "--signal=USR1", "--batch", job)  # what --signal=B:USR1@120 does before the end of its time
     there.until_state(job, "PENDING")
     [stopped] = of_kind(run, Ended)
@@ -398,7 +400,7 @@ def test_a_training_on_this_machine_is_seen_and_cancelled(tmp_path):
     assert paceline("status", at=tmp_path).err == "paceline: there is no run in runs/; say which folder\n"
     with start("train", "my.py:Regression", *ASKED, "--ranks", "1", "--run-dir", "runs/a", at=tmp_path, SLOW=str(slow)) as running:
         running.until_step(tmp_path / "runs/a", 2)
-        assert re.fullmatch(r"runs/a: running, step \d+ of 24, loss \d\.\d+\n", succeed("status", at=tmp_path).out)
+        assert re.fullmatch(r"runs/a: running, step \d+ of 24, loss \d\.\d+, [\d.]+( k)? samples/s\n", succeed("status", at=tmp_path).out)
         assert re.fullmatch(
             r"runs/a: process \d+ on \S+ was told to save and stop; go on with: paceline resume runs/a\n",
             succeed("cancel", "runs/a", at=tmp_path).out,

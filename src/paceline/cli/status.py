@@ -1,5 +1,6 @@
 """paceline status: how runs are, here and in Slurm."""
 
+import contextlib
 from pathlib import Path
 from typing import Annotated
 
@@ -11,7 +12,7 @@ from paceline.run import RunFolder
 def status(
     runs: Annotated[list[Path] | None, typer.Argument(help="Folders of runs. Default: all in runs/.")] = None,
 ) -> None:
-    """Say how runs are: a line for each."""
+    """Say how runs are: a line for each, with the last loss, the metric by which a checkpoint is best, and the speed."""
     from paceline.errors import Error, RunError
     from paceline.run import open_run
 
@@ -31,7 +32,7 @@ def status(
 def _line(run: RunFolder) -> str:
     from paceline.errors import Error
     from paceline.launch import slurm
-    from paceline.report.state import of_job, of_run
+    from paceline.report.state import figures, of_job, of_run
     from paceline.run_view import glance
 
     found = glance(run)
@@ -42,9 +43,13 @@ def _line(run: RunFolder) -> str:
         job = slurm.status(run.job) if run.job is not None else None
     except Error as error:  # its file is damaged, or Slurm cannot be asked: what the run's own files say is shown all the same
         skipped += f"; {error}"
-    loss = f", loss {summary.last_loss:.4f}" if summary.last_loss is not None else ""
+    best = ""
+    if summary.metrics:
+        with contextlib.suppress(Error):  # its request is damaged: the first metric is shown
+            best = run.request()[0].save.best.split()[1]
+    so_far = figures(summary, best)
     if job is None:
-        return of_run(run, summary) + loss + skipped
+        return of_run(run, summary) + so_far + skipped
     if job.is_active and summary.started is not None:
-        return f"{of_job(job)}; step {summary.steps} of {summary.started.steps}{loss}{skipped}"
-    return f"{of_job(job)}; {of_run(run, summary)}{loss}{skipped}"
+        return f"{of_job(job)}; step {summary.steps} of {summary.started.steps}{so_far}{skipped}"
+    return f"{of_job(job)}; {of_run(run, summary)}{so_far}{skipped}"

@@ -3,6 +3,7 @@
 from paceline.launch.slurm import Status
 from paceline.report.summary import Summary
 from paceline.run import RunFolder
+from paceline.units import format_count
 
 
 def of_run(run: RunFolder, summary: Summary) -> str:
@@ -20,6 +21,17 @@ def of_run(run: RunFolder, summary: Summary) -> str:
         return f"interrupted after {so_far}; {go_on}"
     why = next((event for event in since if not event.lost_peer), since[0])
     return f"failed after {so_far}: {why.message}" + ("" if "paceline resume" in why.message else f"; {go_on}")
+
+
+def figures(summary: Summary, best: str) -> str:
+    """Return the last loss, a metric of the last evaluation (`best`, else the first) and the speed, each behind a comma."""
+    found = [f"loss {summary.last_loss:.4f}"] if summary.last_loss is not None else []
+    if summary.metrics:
+        name = best if best in summary.metrics else next(iter(summary.metrics))
+        found.append(f"validation {name} {summary.metrics[name]:.4f}")
+    if summary.samples_per_s is not None:
+        found.append(f"{format_count(summary.samples_per_s)} samples/s")
+    return "".join(f", {figure}" for figure in found)
 
 
 def of_job(job: Status) -> str:
