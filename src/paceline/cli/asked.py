@@ -8,7 +8,7 @@ from typer import Argument, Option
 from paceline.errors import SpecError
 
 if TYPE_CHECKING:
-    from rich.table import Table
+    from rich.console import RenderableType
 
     from paceline.cluster.facts import Cluster
     from paceline.plan.facts import ModelFacts
@@ -83,13 +83,13 @@ def check_outputs(json: Path | None, plot: Path | None) -> None:
         check_picture(plot)
 
 
-def show(*shown: "Table | str") -> None:
+def show(*shown: "RenderableType") -> None:
     """Sentences are folded by the terminal, so that they can be copied whole."""
     from rich.console import Console
 
     console = Console(highlight=False)
     for one in shown:
-        console.print(one, soft_wrap=isinstance(one, str), markup=False)
+        console.print(one, soft_wrap=isinstance(one, str), markup=False, crop=False)
 
 
 def check_above_zero(**numbers: float | None) -> None:

@@ -92,7 +92,7 @@ def _verified(spec: specs.Spec, ranks: int, asked: str | None, batch_is_said: bo
         reference = verification.reference()
         what = f"plan {plans[0]}" if asked is not None else f"{len(plans)} plans"
         settings = f"{several(spec.steps or STEPS, 'step')}, batch {spec.batch}, {'float64' if reference.no_float64 is None else 'float32'}"
-        console.print(f"{asked_task}: {what} on {several(ranks, 'rank')} beside one process; {settings}", markup=False)
+        console.print(f"{asked_task}: {what} on {several(ranks, 'rank')} beside one process; {settings}", markup=False, soft_wrap=True)
         for condition in [*conditions(reference), *verification.notes]:
             console.print(condition, markup=False)
         console.print(measure(reference), style="dim")
@@ -108,7 +108,7 @@ def _verified(spec: specs.Spec, ranks: int, asked: str | None, batch_is_said: bo
         if asked is not None:
             verdict = verification.verify(plans[0])
             console.print(table(verdict))
-            console.print(sentence(verdict), style="bold green" if verdict.same else "bold red", markup=False)
+            console.print(sentence(verdict), style="bold green" if verdict.same else "bold red", markup=False, soft_wrap=True)
             return verdict.as_json(), 0 if verdict.same else 1
         overview, verdicts = Overview(console, plans), []
         for plan in plans:

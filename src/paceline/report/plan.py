@@ -5,6 +5,9 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
+from rich.console import Console, ConsoleOptions, RenderResult
+from rich.measure import Measurement
+from rich.segment import Segment
 from rich.table import Table
 
 from paceline.plan.answer import Answer
@@ -15,6 +18,8 @@ from paceline.report.explain import explained
 from paceline.report.scale import as_figures
 from paceline.units import format_bytes, format_count, format_seconds, several
 
+UNBOUNDED = 10**4  # columns
+
 
 def heading(found: Answer) -> str:
     facts, where = found.facts, found.cluster.name or found.cluster.device.name
@@ -23,47 +28,67 @@ def heading(found: Answer) -> str:
     return f"{facts.name}: {format_count(facts.params)} parameters, {ranks}, batch {found.batch:,}{tokens}"
 
 
-def tables(found: Answer, top: int, explain: bool) -> list[Table | str]:
+def tables(found: Answer, top: int, explain: bool) -> list["PlanTable | Table | str"]:
     plans = found.plans[:top]
-    shown: list[Table | str] = [_plans(found, plans)]
+    shown: list[PlanTable | Table | str] = [_plans(found, plans)]
     if found.tokens is not None:
         shown += ["", _bills(found, plans)]
     return [*shown, *(explained(found) if explain else [])]
 
 
-def _plans(found: Answer, plans: Sequence[tuple[Plan, Cost]]) -> Table:
+class PlanTable:
+    """Figures of plans. A plan's name is never broken, so that it can be pasted: where the terminal has no room for it beside the
+    figures, it has a line of its own above them. What is still wider is left to the terminal."""
+
+    def __init__(self, title: str, names: Sequence[str], rows: Sequence[Sequence[str]]):
+        """rows: the plan, and a figure for each of `names`."""
+        self.title, self.names, self.rows = title, names, rows
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        unbounded = options.update(max_width=UNBOUNDED)
+        beside = self._table(self.title, self.rows)
+        if Measurement.get(console, unbounded, beside).maximum <= options.max_width:
+            yield beside
+            return
+        figures = self._table(" ", [["", *row[1:]] for row in self.rows])
+        heads = [self.title, *(row[0] for row in self.rows)]
+        for head, line in zip(heads, console.render_lines(figures, unbounded, pad=False), strict=True):
+            yield from (Segment(head), Segment.line(), *line, Segment.line())
+
+    def _table(self, first: str, rows: Sequence[Sequence[str]]) -> Table:
+        shown = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+        shown.add_column(first, no_wrap=True)
+        for name in self.names:
+            shown.add_column(name, justify="right", no_wrap=True)
+        for row in rows:
+            shown.add_row(*row)
+        return shown
+
+
+def _plans(found: Answer, plans: Sequence[tuple[Plan, Cost]]) -> PlanTable:
     rate = "tokens/s" if found.facts.tokens > 1 else "samples/s"
-    names = ["step", "±", rate, "MFU", "memory", "fits"]
-    shown = _table("plan", names)
+    rows = []
     for plan, cost in plans:
         time = cost.time
         cells = [format_seconds(cost.step_s), f"{time.error:.0%}", format_count(time.tokens_per_s)]
         cells += [f"{time.mfu:.1%}" if time.mfu is not None else "", format_bytes(cost.peak_bytes), _fits(cost)]
-        shown.add_row(str(plan), *cells)
-    return shown
+        rows.append([str(plan), *cells])
+    return PlanTable("plan", ["step", "±", rate, "MFU", "memory", "fits"], rows)
 
 
-def _bills(found: Answer, plans: Sequence[tuple[Plan, Cost]]) -> Table:
+def _bills(found: Answer, plans: Sequence[tuple[Plan, Cost]]) -> PlanTable:
     """Of the whole training, in a table of its own: a terminal has 80 columns."""
-    shown = _table("the whole training under", ["days", "device-hours", "kWh", "price"])
+    rows = []
     for plan, cost in plans:
         bill = found.bill(cost)
         assert bill is not None
         cells = [f"{bill.days:,.1f}", f"{bill.device_hours:,.0f}"]
-        shown.add_row(str(plan), *cells, *("" if value is None else f"{value:,.0f}" for value in (bill.kWh, bill.price)))
-    return shown
+        rows.append([str(plan), *cells, *("" if value is None else f"{value:,.0f}" for value in (bill.kWh, bill.price))])
+    return PlanTable("the whole training under", ["days", "device-hours", "kWh", "price"], rows)
 
 
 def _fits(cost: Cost) -> str:
     return "yes" if cost.memory.fits(MARGIN) else "barely" if cost.memory.fits() else "no"
-
-
-def _table(first: str, names: Sequence[str]) -> Table:
-    shown = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
-    shown.add_column(first, overflow="fold")
-    for name in names:
-        shown.add_column(name, justify="right", no_wrap=True)
-    return shown
 
 
 def reasons(found: Answer) -> list[str]:

@@ -113,12 +113,16 @@ def reason(verdict: Verdict) -> str:
 
 
 class Overview:
-    """A line a plan, as they come."""
+    """A line a plan, as they come. Where the terminal is too narrow, a plan has a line of its own: its name is never broken."""
+
+    FIGURES = ("loss", "gradients", "parameters")
 
     def __init__(self, console: Console, plans: Iterable[Plan]):
         self.console = console
         self.plan_width = max([len("plan"), *(len(str(plan)) for plan in plans)])
-        self._print("plan", "", [f"Δ {name}" for name in ("loss", "gradients", "parameters")], style="bold")
+        figures = [len("differs"), *[len("Δ parameters")] * len(self.FIGURES)]
+        self.is_beside = self.plan_width + sum(2 + width for width in figures) <= console.width
+        self._print("plan", "", [f"Δ {name}" for name in self.FIGURES], style="bold")
 
     def add(self, verdict: Verdict) -> None:
         if verdict.cannot_be is not None:
@@ -135,20 +139,26 @@ class Overview:
                 self._print_wide("", told(verdict), "red")
 
     def _print(self, plan: str, verdict: str, figures: list[str], style: str = "") -> None:
-        row = Table.grid(padding=(0, 2, 0, 0))
-        row.add_column(width=self.plan_width)
+        row = self._row(plan, style)
         row.add_column(width=len("differs"))
         for _ in figures:
             row.add_column(width=len("Δ parameters"), justify="right")
-        row.add_row(plan, verdict, *figures, style=style)
+        row.add_row(plan if self.is_beside else "", verdict, *figures, style=style)
         self.console.print(row)
 
     def _print_wide(self, plan: str, text: str, style: str) -> None:
-        row = Table.grid(padding=(0, 2, 0, 0))
-        row.add_column(width=self.plan_width)
+        row = self._row(plan, style)
         row.add_column()
-        row.add_row(plan, escape(text), style=style)
+        row.add_row(plan if self.is_beside else "", escape(text), style=style)
         self.console.print(row)
+
+    def _row(self, plan: str, style: str) -> Table:
+        """A table with a column for the plan, or for the indentation below it."""
+        if plan and not self.is_beside:
+            self.console.print(plan, style=style, soft_wrap=True, markup=False)
+        row = Table.grid(padding=(0, 2, 0, 0))
+        row.add_column(width=self.plan_width if self.is_beside else 0)
+        return row
 
 
 def closing(verdicts: list[Verdict]) -> str:
