@@ -1,20 +1,24 @@
 """What the first loss of a training is made of, and whether it mixes the samples of a batch."""
 
+import io
 import os
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
 import torch
 import torch.nn.functional as F
+from rich.console import Console
 from torch import Tensor, nn
 
 import models
 from harness import ranks
 from paceline import Error, Plan, Spec, Task, World, train
 from paceline.errors import PlanError, TaskError
-from paceline.events import Evaluated, Started, Step
+from paceline.events import Evaluated, Started, Step, dumps, loads
 from paceline.plan.plan import parse
+from paceline.report.watch import watch
 from paceline.run import RunFolder
 from paceline.spec import Optimizer, Save
 
@@ -245,6 +249,9 @@ class Odd(Task):
             "lbfgs": lambda: torch.optim.LBFGS(params),
             "own": lambda: torch.optim.SGD(params, lr=0.1),
             "some": lambda: torch.optim.SGD(params[:1], lr=0.1),
+            "groups": lambda: torch.optim.SGD([{"params": params[:1]}, {"params": params[1:], "lr": 0.01}], lr=0.1, momentum=0.9),
+            "named": lambda: torch.optim.AdamW([{"params": [p], "lr": 0.1 / at, "name": f"w{at}"} for at, p in enumerate(params, 1)]),
+            "equal": lambda: torch.optim.SGD([{"params": params[:1]}, {"params": params[1:], "weight_decay": 0.1}], lr=0.1),
             "a class": lambda: torch.optim.SGD,
         }.get(self.what, lambda: None)()
 
@@ -289,6 +296,31 @@ def test_a_learning_rate_without_effect_is_reported() -> None:
     assert "optimizer.lr=0.5 has no effect, because the task's optimizer() returns its own SGD" in notes("own", lr=0.5)
     assert "optimizer.name" in notes("own", name="sgd")
     assert "no effect" not in notes("own") + notes("right", lr=0.5) + notes("own", clip=1.0)
+
+
+def test_a_learning_rate_names_its_parameter_group(tmp_path: Path) -> None:
+    def told(what: str) -> tuple[list[str], str, list[float]]:
+        spec, console = Spec(steps=2, batch=40), Console(file=io.StringIO(), width=300)
+        happened = list(train(spec, "single", World(), task=Odd(what=what)))
+        run = RunFolder(tmp_path / what)
+        run.path.mkdir()
+        watch(iter([loads(dumps(event)) for event in happened]), run, console)
+        lines = run.log.read_text().splitlines()
+        notes = "\n".join(event for started in happened if isinstance(started, Started) for event in started.notes)
+        return [line for line in lines if " grad norm " in line], notes, [event.lr for event in happened if isinstance(event, Step)]
+
+    for what, group, note in (
+        ("groups", "group 0 of 2", "the parameter groups have different learning rates: group 0 0.1, group 1 0.01; lr is of group 0"),
+        ("named", "group w1", "the parameter groups have different learning rates: w1 0.1, w2 0.05; lr is of w1"),
+    ):
+        lines, notes, lrs = told(what)
+        assert lines
+        assert all(f"lr {lr:.3g} ({group})" in line for line, lr in zip(lines, lrs, strict=False)), lines
+        assert note in notes
+    for what in ("own", "equal", "right"):
+        lines, notes, _ = told(what)
+        assert lines
+        assert not any("group" in text for text in (*lines, notes))
 
 
 def test_a_plan_in_words() -> None:

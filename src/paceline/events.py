@@ -52,6 +52,7 @@ class Started(Event):
     precision: str
     threads: int  # of torch, on each rank
     notes: tuple[str, ...] = ()  # what the user should know of how it is done
+    lr_group: str = ""  # parameter group whose learning rate the steps have, where groups have different ones
     start_s: Mapping[str, float] = field(default_factory=dict)  # how long each phase of the start took, in their order
 
 

@@ -9,14 +9,15 @@ from paceline.report.summary import Summary
 from paceline.units import format_bytes, format_count, format_seconds, several
 
 
-def line(event: Event) -> str:
-    """One line for a log."""
+def line(event: Event, lr_group: str = "") -> str:
+    """One line for a log. `lr_group`: of the last start."""
     match event:
         case Started():
             return headline(event)
         case Step():
             norm = f"{event.grad_norm:.3g}" if event.grad_norm is not None else "overflow, left out"
-            return f"step {event.step}  loss {event.loss:.4f}  grad norm {norm}  lr {event.lr:.3g}  {event.samples_per_s:,.0f} samples/s"
+            lr = f"{event.lr:.3g}" + (f" ({lr_group})" if lr_group else "")
+            return f"step {event.step}  loss {event.loss:.4f}  grad norm {norm}  lr {lr}  {event.samples_per_s:,.0f} samples/s"
         case Accounted():
             shares = ", ".join(f"{name} {seconds / event.step_s:.0%}" for name, seconds in event.seconds.items() if seconds)
             return f"step {event.step}  accounted: {shares}"

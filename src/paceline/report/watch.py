@@ -61,17 +61,19 @@ def _log(file: TextIO, text: str) -> None:
 
 
 def _lines(write: Callable[[str], Any]) -> Show:
-    last = float("-inf")
+    last, lr_group = float("-inf"), ""
 
     def show(event: Event) -> None:
-        nonlocal last
+        nonlocal last, lr_group
         if isinstance(event, Step):
             if event.time - last < LINES_S:
                 return
             last = event.time
         if isinstance(event, Failed) and event.what == "run":
             return  # whoever started the ranks says which of them was the cause
-        write(line(event))
+        if isinstance(event, Started):
+            lr_group = event.lr_group
+        write(line(event, lr_group))
         if isinstance(event, Started) and event.start_s:
             write(phases(event))
         for note in event.notes if isinstance(event, Started) else ():

@@ -314,6 +314,7 @@ class _Loop:
             precision=self.spec.precision,
             threads=torch.get_num_threads(),
             notes=tuple(self.notes),
+            lr_group=self.laid.lr_group,
         )
 
     def _tell(self) -> None:

@@ -2,7 +2,8 @@
 
 import inspect
 import math
-from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -22,10 +23,21 @@ NO_SPARSE = (
 )
 
 
+GROUPS_NAMED = 4  # in a note
+
+
+@dataclass
+class OptimizerReport:
+    """What the user should know of the optimizer. `lr_group`: whose learning rate is shown, where parameter groups have different ones."""
+
+    notes: list[str] = field(default_factory=list)
+    lr_group: str = ""
+
+
 def make_optimizer(
-    task: Task, spec: Optimizer, plan: Plan, model: nn.Module, say: Callable[[list[str]], None] = lambda notes: None
+    task: Task, spec: Optimizer, plan: Plan, model: nn.Module, report: OptimizerReport | None = None
 ) -> torch.optim.Optimizer:
-    """The task's own optimizer or the one of the spec, its state cut over the data ranks under zero=1. `say`: called with notes."""
+    """The task's own optimizer or the one of the spec, its state cut over the data ranks under zero=1. `report` is filled in."""
     params = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad and is_here(parameter)]
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise TaskError("the model has no parameter to train: all of them have requires_grad=False")
@@ -40,7 +52,9 @@ def make_optimizer(
         raise TaskError(f"optimizer() must return a torch optimizer or None, got {type(optimizer).__name__}")
     else:
         _check_own(optimizer, {id(parameter) for _, parameter in params})
-        say(_without_effect(spec, optimizer))
+        if report is not None:
+            report.notes += _without_effect(spec, optimizer)
+            _report_groups(optimizer, report)
     check_takes_sparse(optimizer, sparse)
     if plan.zero == 1 and plan.data_ranks > 1 and not plan.is_mixed:
         optimizer = _cut_state(optimizer)
@@ -56,6 +70,18 @@ def _without_effect(spec: Optimizer, own: torch.optim.Optimizer) -> list[str]:
     default = Optimizer()
     asked = [f"optimizer.{key}={value}" for key, value in spec if key != "clip" and value != getattr(default, key)]
     return [f"{', '.join(asked)} has no effect, because the task's optimizer() returns its own {type(own).__name__}"] if asked else []
+
+
+def _report_groups(optimizer: torch.optim.Optimizer, report: OptimizerReport) -> None:
+    """Say of which group the learning rate is that the steps show: the first."""
+    groups = optimizer.param_groups
+    if len({float(group["lr"]) for group in groups}) < 2:
+        return
+    names = [str(group.get("name", f"group {at}")) for at, group in enumerate(groups)]
+    report.lr_group = f"group {names[0]}" if "name" in groups[0] else f"{names[0]} of {len(groups)}"
+    each = [f"{name} {float(group['lr']):.3g}" for name, group in zip(names, groups, strict=True)]
+    more = f" and {len(each) - GROUPS_NAMED} more" if len(each) > GROUPS_NAMED else ""
+    report.notes.append(f"the parameter groups have different learning rates: {', '.join(each[:GROUPS_NAMED])}{more}; lr is of {names[0]}")
 
 
 def _check_own(optimizer: torch.optim.Optimizer, params: Container[int]) -> None:

@@ -28,7 +28,7 @@ from paceline.training.identity import changes, identity, modules_of
 from paceline.training.imagine import example
 from paceline.training.local_sgd import LocalSgd, local_sgd
 from paceline.training.meshes import build_mesh, data_mesh
-from paceline.training.optim import check_sparse, coalesce_, make_optimizer, sparse_parameters
+from paceline.training.optim import OptimizerReport, check_sparse, coalesce_, make_optimizer, sparse_parameters
 from paceline.training.parallelize import average_scalars_, check_splits, parallelize, refuse_compiled
 from paceline.training.shards import is_here
 from paceline.training.step import Step
@@ -152,6 +152,7 @@ class Laid:
     servers: Coordinator | None = None
     group: dist.ProcessGroup | None = None  # of the ranks that hold the model; None: all
     modules: str = ""  # of the model, in words
+    lr_group: str = ""  # as in Started
 
     def whole(self) -> contextlib.AbstractContextManager[None]:
         """For its time the model is the one that the training came to, on all ranks. A collective."""
@@ -211,9 +212,9 @@ def lay_out(
         called = model
     else:
         called = parallelize(model, layout_of(task), plan, device, fill_with or fill, spec.compile, mesh, splits, units)
-    of_optimizer: list[str] = []
-    optimizer = make_optimizer(task, spec.optimizer, plan, model, of_optimizer.extend)
-    notes += tuple(of_optimizer)
+    of_optimizer = OptimizerReport()
+    optimizer = make_optimizer(task, spec.optimizer, plan, model, of_optimizer)
+    notes += tuple(of_optimizer.notes)
     check_splits(plan, optimizer)
     update = Step(
         task=task,
@@ -249,7 +250,7 @@ def lay_out(
         notes += (LOCAL_BATCH_NORM,)
     if splits is not None and mesh is not None:
         _split_step(update, model, splits, task, batch, mesh["tp"])
-    return Laid(model, update, update, notes, local, modules=modules)
+    return Laid(model, update, update, notes, local, modules=modules, lr_group=of_optimizer.lr_group)
 
 
 def pretrained_of(task: Task) -> Path | None:
