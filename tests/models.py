@@ -217,6 +217,18 @@ class OwnOptimizer(Points):
         return torch.optim.Adam(groups, lr=1e-2, betas=(0.8, 0.9), amsgrad=True)
 
 
+class Backbone(Points):
+    """Its own optimizer, with groups of layers, and so of stages of a pipeline."""
+
+    def optimizer(self, params: Iterable[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
+        params = dict(params)
+        groups = [
+            {"params": [p for name, p in params.items() if name.startswith("0")], "name": "first"},
+            {"params": [p for name, p in params.items() if not name.startswith("0")], "name": "others", "lr": 0.1},
+        ]
+        return torch.optim.Adam(groups, lr=1e-2)
+
+
 class Shared(Points):
     """One block is used twice, and so are its gradients; the units of sharding are said."""
 

@@ -42,6 +42,7 @@ OTHERS: list[Task] = [
     models.Frozen(),
     models.Weighed(),
     models.OwnOptimizer(),
+    models.Backbone(),
     models.Shared(),
     stacks.Skips(),
 ]

@@ -108,7 +108,7 @@ def _part_by_mesh(optimizer: torch.optim.Optimizer) -> None:
         parts: dict[object, list[nn.Parameter]] = {}
         for parameter in group["params"]:
             parts.setdefault(getattr(parameter, "device_mesh", None), []).append(parameter)
-        first, *others = parts.values()
+        first, *others = parts.values() or [[]]  # a group of which this stage of a pipeline holds nothing
         if others:
             group["params"] = first
             optimizer.param_groups += [{**group, "params": params} for params in others]
