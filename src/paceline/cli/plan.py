@@ -36,15 +36,17 @@ def plan(
     what = asked(target, model, batch, seq, precision, set, where if measure else None)
 
     from paceline.plan.answer import answer
-    from paceline.report.plan import as_json, heading, reasons, tables
+    from paceline.plan.ranking import unranked
+    from paceline.report.plan import as_json, heading, reasons, tables, without_order
 
     found = answer(what.facts, where, what.batch, plan, what.recipe, ranks, tokens, price, others=explain or plot is not None)
+    close = unranked(found, target)
     if json is not None:
         from paceline.files import write_whole
 
-        write_whole(json, as_json(found, top))
+        write_whole(json, as_json(found, top, close))
     if plot is not None:
         from paceline.report.bars import draw
 
         draw(found, top, plot)
-    show(heading(found), *tables(found, top, explain), *reasons(found))
+    show(heading(found), *tables(found, top, explain), *reasons(found), *([without_order(found, close)] if close else []))

@@ -1,9 +1,10 @@
 """Seconds of a step, part by part, of the rank of a pipeline that is busiest."""
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from functools import lru_cache
 from typing import NamedTuple
 
+from paceline.plan.account import TIME
 from paceline.plan.bubble import SCHEDULES, Stage
 from paceline.plan.constants import MOST_RANKS
 from paceline.plan.cost import Part, Time
@@ -86,7 +87,7 @@ def time(facts: ModelFacts, split: Split, recipe: Recipe, speeds: Speeds) -> Tim
     ranks = split.ranks
     flops = facts.training_flops * split.batch / ranks
     return Time(
-        parts=_told(parts, speeds.seen, doubt),
+        parts=_told(parts, speeds.seen, doubt, TIME["compute"] if facts.source == "measured" else ()),
         flops=flops,
         hardware_flops=flops + sum(its.again_flops * one.count for one, its in stages) * m / split.pp,
         tokens=float(facts.tokens * split.batch),
@@ -96,11 +97,11 @@ def time(facts: ModelFacts, split: Split, recipe: Recipe, speeds: Speeds) -> Tim
     )
 
 
-def _told(parts: dict[str, float], seen: Seen | None, doubt: float = 0.0) -> tuple[Part, ...]:
-    """As runs have shown them to be. `doubt`: error of parts that are only guessed."""
+def _told(parts: dict[str, float], seen: Seen | None, doubt: float = 0.0, measured: Collection[str] = ()) -> tuple[Part, ...]:
+    """As runs have shown them to be. `doubt`: error of parts that are only guessed; `measured`: those that are not, with the task."""
     found = []
     for name, seconds in parts.items():
-        error, note = max(PARTS[name][0], doubt), PARTS[name][1]
+        error, note = max(PARTS[name][0], doubt if name not in measured else 0.0), PARTS[name][1]
         if seen is not None and (factor := seen.factors.get(name)) is not None:
             runs = several(factor.runs, "run")
             seconds, error, note = seconds * factor.value, factor.error(error), f"{note}; × {factor.value:.2f} from {runs}"

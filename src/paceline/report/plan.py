@@ -3,6 +3,7 @@
 import json
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import asdict
 from typing import Any
 
 from rich.console import Console, ConsoleOptions, RenderResult
@@ -13,6 +14,7 @@ from rich.table import Table
 from paceline.plan.answer import Answer
 from paceline.plan.cost import Cost
 from paceline.plan.plan import Plan
+from paceline.plan.ranking import Unranked
 from paceline.plan.search import MARGIN
 from paceline.report.explain import explained
 from paceline.report.scale import as_figures
@@ -109,6 +111,20 @@ def reasons(found: Answer) -> list[str]:
     return lines
 
 
+def without_order(found: Answer, unranked: Unranked) -> str:
+    """That the best plans cannot be ranked, why, and what to measure."""
+    cost = found.plans[0][1]
+    if unranked.part is None:
+        why = "as much as trainings of one plan differ by; try them out"
+    else:
+        part = next(part for part in cost.time.parts if part.name == unranked.part)
+        why = f"most of it from {part.name}, {part.value / cost.step_s:.0%} of the step and known to ±{part.error:.0%}; narrow it"
+    return (
+        f"{unranked.count:,} of {len(found.plans):,} plans cannot be ranked: their error bars overlap that of the first, "
+        f"±{cost.time.error:.0%}, {why} with: {unranked.measure}"
+    )
+
+
 def _idle(found: Answer) -> list[str]:
     """Who says micro=1 may mean one sample, as other tools do."""
     plan, cost = found.plans[0]
@@ -121,11 +137,12 @@ def _idle(found: Answer) -> list[str]:
     return [f"{waits:.0%} of the step the pipeline fills and drains: {plan} has {has}; micro={samples} has one sample in each"]
 
 
-def as_json(found: Answer, top: int) -> str:
+def as_json(found: Answer, top: int, unranked: Unranked | None = None) -> str:
     facts: dict[str, Any] = {"model": found.facts.name, "parameters": found.facts.params, "source": found.facts.source}
     facts |= {"cluster": found.cluster.name, "ranks": found.ranks, "batch": found.batch, "tokens_per_sample": found.facts.tokens}
     facts |= {"assumed": found.assumed, "plans": [_figures(found, plan, cost) for plan, cost in found.plans[:top]]}
     rejected = [{"plan": str(one.plan), "peak_bytes": one.peak_bytes, "reason": one.reason} for one in found.rejected[:top]]
+    facts |= {"unranked": asdict(unranked) if unranked is not None else None}
     return json.dumps(facts | {"fitting": len(found.plans), "rejected": len(found.rejected), "leanest_rejected": rejected}, indent=1) + "\n"
 
 
