@@ -72,7 +72,7 @@ def test_task_on_this_machine(tmp_path: Path) -> None:
     ("words", "sentence"),
     [
         (("plan", "--model", "lama3-8b", "--batch", "8"), "did you mean llama3-8b?"),
-        (("plan", "--model", "gpt2", "--batch", "8", "--cluster", "h10:8"), "did you mean h"),
+        (("plan", "--model", "gpt2", "--batch", "8", "--cluster", "h20:8"), "did you mean h200?"),
         (("plan", "--model", "gpt2", "--cluster", "h100:8"), "Say --batch"),
         (("plan",), "Name a task"),
         ((*GPT, "--plan", "tp=3"), "tp=3"),
