@@ -293,7 +293,7 @@ def test_buffers_count_where_their_stage_runs(two: Ranks) -> None:
     with Verification(spec("test_verify:Counting", set={"times": 2.0}), two) as counting:
         verdict = counting.verify(parse("pp=2"))
         assert not verdict.same
-        assert told(verdict).startswith("the buffer mean on rank 0 is 2.000 times that of one process from step 1 on")
+        assert told(verdict).startswith("the buffer mean is 2.000 times that of one process from step 1 on")
 
 
 def test_a_task_that_fails_in_every_type_fails_with_its_own_words(two: Ranks) -> None:

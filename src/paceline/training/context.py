@@ -229,13 +229,19 @@ class Context:
 def _undisturbed(model: nn.Module, device: torch.device) -> Iterator[None]:
     """Passes in this context leave nothing behind: no graph, no change of buffers or random streams; and dropout is off."""
     modes = {module: module.training for module in model.modules()}
-    buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
+    buffers = [
+        (module._buffers, key, buffer, buffer.clone())
+        for module in model.modules()
+        for key, buffer in module._buffers.items()
+        if buffer is not None
+    ]
     devices = [device] if device.type == "cuda" else []
     model.eval()
     try:
         with torch.no_grad(), torch.autocast(device.type, enabled=False), torch.random.fork_rng(devices=devices):
             yield
-            for buffer, before in buffers:
+            for own, key, buffer, before in buffers:
+                own[key] = buffer  # the model may have assigned another tensor
                 buffer.copy_(before)
     finally:
         for module, mode in modes.items():

@@ -5,6 +5,7 @@ depends on the inputs alone, each stage computes again. A cut is possible where 
 is used behind it. That is followed through every operation, also those that autograd does not know (masks, choices of an expert).
 """
 
+import contextlib
 import copy
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -17,6 +18,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves
 
 from paceline.errors import PlanError
 from paceline.task import Layout, Task
+from paceline.training.buffers import BufferUse
 from paceline.training.data import Batch
 from paceline.training.gates import Gates, Run, parts_of
 from paceline.training.imagine import without_values
@@ -72,6 +74,8 @@ class Recording:
     barred: dict[int, str] = field(default_factory=dict)  # cut -> why it cannot be
     uses: dict[str, set[int]] = field(default_factory=dict)  # parameter -> calls during or after which it is used
     outside: set[str] = field(default_factory=set)  # parameters that are used outside of the calls of their part, too
+    buffers: dict[str, BufferUse] = field(default_factory=dict)
+    together: set[int] = field(default_factory=set)  # cuts that are barred by the use of buffers
 
     @property
     def cuts(self) -> list[int]:
@@ -87,6 +91,23 @@ class Recording:
                 self.barred.setdefault(at, f"{here.part} takes features in the parts that tp makes of them")
             parted = "row" not in own and (parted or "column" in own)
 
+    def bar_by_buffers(self) -> None:
+        """Bar cuts between the uses of a buffer that must be in one stage."""
+        for name, use in self.buffers.items():
+            for cut in use.together:
+                self.together.add(cut)
+                self.barred.setdefault(cut, f"buffer {name} is changed, and used before and after it")
+
+    def join(self, evaluation: "Recording") -> None:
+        """Bar what an evaluation bars, too, where it calls the same parts."""
+        if [call.part for call in self.calls] != [call.part for call in evaluation.calls]:
+            return
+        for name, use in evaluation.buffers.items():
+            self.buffers.setdefault(name, BufferUse()).add(use)
+        self.barred |= {cut: why for cut, why in evaluation.barred.items() if cut not in self.barred}
+        self.together |= evaluation.together
+        self.bar_by_buffers()
+
 
 class Model:
     """A copy of a model for recordings: its parameters are stand-ins. To be made while the model is as its constructor left it."""
@@ -99,6 +120,7 @@ class Model:
         self.gates = Gates(parts_of(self.copy, layout))
         self.mode = FakeTensorMode(allow_non_fake_inputs=True)
         self.names: dict[int, str] = {}  # id of a stand-in of a parameter -> name
+        self.local: frozenset[str] = frozenset()  # buffers whose values only the stage that changes them knows
         self.trained = {name for name, parameter in self.copy.named_parameters() if parameter.requires_grad}
         made: dict[int, Tensor] = {}
         owned = {id(parameter): name for name, parameter in self.copy.named_parameters()}
@@ -115,9 +137,26 @@ class Model:
         with self.mode:
             return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=self.device)
 
+    def record_step(self, task: Task, batch: Batch, precision: str) -> Recording:
+        """Record a pass in training. Where it changes buffers, evaluations have to find them in the same stage."""
+        recording = self.record(task, batch, precision, training=True)
+        if any(use.changed and use.outside for use in recording.buffers.values()):
+            with contextlib.suppress(PlanError):  # an evaluation raises it, if there is one
+                recording.join(self.record(task, batch, precision, training=False))
+        return recording
+
     def record(self, task: Task, batch: Batch, precision: str, training: bool) -> Recording:
         """Raises PlanError for a model that cannot be run without values."""
+        while True:
+            recording = self._record(task, batch, precision, training)
+            local = {name for name, use in recording.buffers.items() if use.is_local}
+            if local <= self.local:
+                return recording
+            self.local |= local  # what is read of these depends on parameters
+
+    def _record(self, task: Task, batch: Batch, precision: str, training: bool) -> Recording:
         self.copy.train(training)
+        buffers = [(module._buffers, dict(module._buffers)) for module in self.copy.modules()]
         recorder = _Recorder(self, training)
         self.gates.visitor = recorder.called
         fast = torch.backends.mha.get_fastpath_enabled()
@@ -133,6 +172,8 @@ class Model:
         finally:
             torch.backends.mha.set_fastpath_enabled(fast)
             self.gates.visitor, self.gates.inside = None, False
+            for own, before in buffers:
+                own.update(before)  # a model may assign them
         return recorder.recording
 
     def learns(self, task: Task, batch: Batch, precision: str) -> frozenset[str] | None:
@@ -165,6 +206,11 @@ def _tensors(tree: Any) -> list[Tensor]:
     return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
 
 
+def _is_training(func: Any, args: Any, kwargs: Any) -> bool:
+    named = {argument.name: value for argument, value in zip(func._schema.arguments, args, strict=False)} | dict(kwargs)
+    return bool(named.get("training", True))
+
+
 def _runs_again() -> bool:
     """Whether the user's code is inside of torch.utils.checkpoint."""
     return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
@@ -195,6 +241,10 @@ class _Recorder(TorchDispatchMode):
         self.outputs: dict[int, int] = {}  # storage -> call that returned it
         self.places: dict[int, int] = {}  # id of what crossed a cut, and of views of it -> storage it would have behind the cut
         self.kept: list[Any] = []  # so that no id is used twice
+        self.buffers = {storage_of(buffer): name for name, buffer in model.copy.named_buffers()}  # by storage
+        self.assigned = [
+            (m._buffers, key, buffer) for m in model.copy.modules() for key, buffer in m._buffers.items() if buffer is not None
+        ]
 
     def mask(self, tensor: Tensor) -> Mask:
         return self.masks.get(id(tensor), 0) | self.written.get(self.place(tensor), 0)
@@ -213,6 +263,9 @@ class _Recorder(TorchDispatchMode):
                 self.recording.uses.setdefault(name, set()).add(max(self.now, 0))
                 if not self.inside or id(tensor) not in self.own[self.recording.calls[self.now].part]:
                     self.recording.outside.add(name)
+        for tensor in inputs:
+            if (name := self._use(tensor)) in self.model.local:
+                mask |= -1 << (self.now + 1)
         if self.inside:
             if self.alone:
                 mask |= -1 << (self.now + 1)
@@ -240,7 +293,11 @@ class _Recorder(TorchDispatchMode):
     def _write(self, func: Any, args: Any, kwargs: Any, mask: Mask) -> None:
         for argument, value in (*zip(func._schema.arguments, args, strict=False), *kwargs.items()):
             writes = argument == "out" or (getattr(argument, "alias_info", None) is not None and argument.alias_info.is_write)
+            # The schema of most kernels of BatchNorm does not say that they write these.
+            writes |= getattr(argument, "name", argument) in ("running_mean", "running_var") and _is_training(func, args, kwargs)
             for tensor in _tensors(value) if writes else ():
+                if name := self.buffers.get(storage_of(tensor)):
+                    self._change(name, mask)
                 place = self.place(tensor)
                 if mask:
                     self.written[place] = self.written.get(place, 0) | mask
@@ -248,13 +305,45 @@ class _Recorder(TorchDispatchMode):
                 if storage_of(tensor) in self.outputs:
                     self.recording.calls[self.outputs[storage_of(tensor)]].written = True
 
+    def _use(self, tensor: Tensor) -> str | None:
+        """Return the name of a buffer, or of that which a tensor is a view of."""
+        name = self.buffers.get(storage_of(tensor))
+        if name is not None:
+            use = self.recording.buffers.setdefault(name, BufferUse())
+            use.touched.add(max(self.now, 0))
+            use.outside |= not self.alone
+        return name
+
+    def _change(self, name: str, mask: Mask) -> None:
+        use = self.recording.buffers.setdefault(name, BufferUse())
+        use.touched.add(max(self.now, 0))
+        use.changed.add(max(self.now, 0))
+        use.outside |= not self.alone
+        use.learned |= bool(mask)
+        if not self.alone:
+            self.recording.together |= self._bar(mask, self.now, f"buffer {name} is changed by what was computed further ahead")
+
+    def _see_assignments(self) -> None:
+        """Of other tensors to buffers, since the last call of this."""
+        for at, (buffers, key, before) in enumerate(self.assigned):
+            now = buffers.get(key)
+            if now is not None and now is not before:
+                name = self.buffers[storage_of(before)]
+                self.kept.append(before)
+                self.assigned[at] = buffers, key, now
+                self.buffers[storage_of(now)] = name
+                self._change(name, self.mask(now))
+
     def called(self, name: str, run: Run, args: Any, kwargs: Any) -> Any:
+        self._see_assignments()
         calls = self.recording.calls
         at = self.now = len(calls)
         here = Call(name, [], [])
         calls.append(here)
+        for tensor in _tensors((args, kwargs)):
+            self._use(tensor)
         for index, leaf in enumerate(tree_leaves((args, kwargs))):
-            if isinstance(leaf, Tensor) and (mask := self.mask(leaf)) >> at & 1:
+            if at and isinstance(leaf, Tensor) and (mask := self.mask(leaf)) >> at & 1:
                 self.masks[id(leaf)] = mask & ~(1 << at)
                 self.places[id(leaf)] = -len(self.kept) - 1
                 self.kept.append(leaf)
@@ -274,6 +363,7 @@ class _Recorder(TorchDispatchMode):
         self.inside = self.model.gates.inside = True
         self.alone = has_parameters
         result = run(*args, **kwargs)
+        self._see_assignments()
         self.inside = self.model.gates.inside = self.alone = False
         here.free = not has_parameters and not any(map(self.mask, _tensors(result)))
         given = {id(leaf): index for index, leaf in enumerate(tree_leaves((args, kwargs)))}
@@ -292,20 +382,25 @@ class _Recorder(TorchDispatchMode):
         return Passed(given[id(tensor)]) if id(tensor) in given else Like(tuple(tensor.shape), tensor.dtype)
 
     def ended(self, results: Iterable[Any]) -> None:
+        self._see_assignments()
         mask = 0
         for tensor in _tensors(list(results)):
             mask |= self.mask(tensor)
         last = len(self.recording.calls) - 1
         self._bar(mask, last, "the result of the model needs what was computed further ahead as well")
+        self.recording.bar_by_buffers()
         for call_ in self.recording.calls:
             if call_.written:
                 leaves, structure = call_.output
                 call_.output = [Like(leaf.shape, leaf.dtype, True) if isinstance(leaf, Like) else leaf for leaf in leaves], structure
 
-    def _bar(self, mask: Mask, last: int, why: str) -> None:
-        """Bar those cuts up to `last` that are in the mask."""
+    def _bar(self, mask: Mask, last: int, why: str) -> set[int]:
+        """Bar those cuts up to `last` that are in the mask, and return them."""
+        found = set()
         stale = mask & ((1 << (last + 1)) - 1) & ~1
         while stale:
             cut = stale.bit_length() - 1
             stale ^= 1 << cut
+            found.add(cut)
             self.recording.barred.setdefault(cut, why)
+        return found

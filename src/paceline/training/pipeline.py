@@ -108,12 +108,14 @@ class Pipeline:
             compile_units(units)
         if gathered:
             units = [model.get_submodule(name) for name in gathered]
-        whole = _buffers_of_all(model, self.division)
+        mine = [stage.index for stage in self.stages]
+        for at, stage in enumerate(self.stages):
+            stage.keep_buffers(model, self.division, mine[:at])
+        whole = _buffers_around(model, self.division, set(mine))
         places = places_of(model, *self.stages, whole)
         names = {id(parameter): name for name, parameter in model.named_parameters()}
         copies = self._shard(units, names) if plan.zero >= 2 or plan.data_ranks > 1 else []
         fill(model, parts=[*self.stages, whole], places=places)
-        mine = {stage.index for stage in self.stages}
         # Of what several stages hold the first one writes a checkpoint and counts the norm.
         self.elsewhere = frozenset(name for name, holders in self.division.holders.items() if holders[0] not in mine)
         self.counted_elsewhere = {id(parameter) for name, parameter in model.named_parameters() if name in self.elsewhere}
@@ -240,6 +242,7 @@ class Pipeline:
     def _follow(self, forward: Callable[[Stage, int], Any], recording: Recording) -> None:
         for stage in self.stages:
             stage.model_forward, stage.calls = self._remembering(forward), recording.calls
+            stage.changing.renew()
 
     def _remembering(self, forward: Callable[[Stage, int], Any]) -> Callable[[Stage, int], Any]:
         def remembering(stage: Stage, micro: int) -> Any:
@@ -288,6 +291,9 @@ class Pipeline:
         recording = self.recorded.record(self.task, batch, self.precision, training)
         if tuple(call.part for call in recording.calls) != self.division.calls:
             raise PlanError("the model calls other parts in evaluation than in training, where a pipeline was cut; use a plan without pp")
+        changed = {name for name, use in recording.buffers.items() if use.changed and len(self.division.holders[name]) > 1}
+        if strange := sorted(changed - self.division.changed):
+            raise PlanError(f"the model changes buffer {strange[0]} in evaluation, and not in training; use a plan without pp")
         return recording
 
     def _cut_sequences(self, slices: Slices, key: tuple[bool, Any], batch: Batch) -> None:
@@ -314,11 +320,12 @@ class Pipeline:
                 reshard()
 
 
-def _buffers_of_all(model: nn.Module, division: Division) -> nn.Module:
-    """The buffers that every stage needs."""
+def _buffers_around(model: nn.Module, division: Division, mine: set[int]) -> nn.Module:
+    """The buffers outside of parts that these stages hold."""
     holder = nn.Module()
     for name, buffer in model.named_buffers():
-        if len(division.holders[name]) > 1:
+        holders = division.holders[name]
+        if (len(holders) > 1 or name in division.changed) and mine.intersection(holders):
             holder.register_buffer(f"buffer_{len(holder._buffers)}", buffer)
     return holder
 

@@ -117,7 +117,7 @@ def study(spec: Spec, plan: Plan, task: Task, device: torch.device, training: Sa
             from paceline.training import cut
 
             parts = cut.Model(model, layout_of(task), device)
-            recording = parts.record(task, batch, spec.precision, training=True)
+            recording = parts.record_step(task, batch, spec.precision)
             if splits is not None:
                 recording.bar_pairs(splits.styles)
     return replace(studied, batch=batch, splits=splits, parts=parts, recording=recording, units=units)

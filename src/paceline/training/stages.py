@@ -13,6 +13,7 @@ from torch.utils._pytree import tree_leaves, tree_unflatten
 from paceline.errors import PlanError, TaskError
 from paceline.plan.partition import partition
 from paceline.plan.plan import Plan
+from paceline.training.buffers import BufferUse, StageBuffers
 from paceline.training.cut import Call, Like, Passed, Recording
 from paceline.training.gates import Gates, Run
 
@@ -26,6 +27,7 @@ class Division:
     free: frozenset[str]  # parts that every stage has and calls
     holders: Mapping[str, tuple[int, ...]]  # parameter or buffer -> stages that hold it; the first of them writes and counts it
     outside: frozenset[str]  # parameters that are used outside of the calls of their part, too
+    changed: frozenset[str]  # buffers that change outside of the parts that only one stage has
 
     def ends(self, stage: int) -> int:
         return [*self.begins[1:], len(self.calls)][stage]
@@ -60,26 +62,40 @@ def divide(plan: Plan, model: nn.Module, parts: Mapping[str, nn.Module], recordi
     starts = tuple(begins[at] for at in chosen)
     free = frozenset(call.part for call in calls if call.free)
     division = Division(
-        starts, tuple(call.part for call in calls), free, _holders(model, parts, recording, starts), frozenset(recording.outside)
+        starts,
+        tuple(call.part for call in calls),
+        free,
+        _holders(model, parts, recording, starts),
+        frozenset(recording.outside),
+        frozenset(name for name in _free_buffers(model, parts, recording) if name in recording.buffers and recording.buffers[name].changed),
     )
     _check_whole(plan, model, division, stages)
     return division
 
 
 def _holders(model: nn.Module, parts: Mapping[str, nn.Module], recording: Recording, begins: tuple[int, ...]) -> dict[str, tuple[int, ...]]:
-    """A parameter is held where it is used; buffers where their part is, or everywhere."""
+    """A parameter is held where it is used; buffers where their part is, or from where they change, or everywhere."""
 
     def stage_of(call: int) -> int:
         return sum(begin <= call for begin in begins) - 1
 
     of_part: dict[str, int] = {call.part: stage_of(at) for at, call in enumerate(recording.calls) if not call.free}
     inside = {id(tensor): of_part[name] for name in of_part for tensor in (*parts[name].parameters(), *parts[name].buffers())}
-    everywhere = tuple(range(len(begins)))
-    holders = {name: (inside[id(buffer)],) if id(buffer) in inside else everywhere for name, buffer in model.named_buffers()}
+    holders: dict[str, tuple[int, ...]] = {name: (inside[id(buffer)],) for name, buffer in model.named_buffers() if id(buffer) in inside}
+    for name in _free_buffers(model, parts, recording):
+        use = recording.buffers.get(name, BufferUse())
+        first = stage_of(min(use.touched)) if use.changed else 0
+        holders[name] = (first,) if use.is_local else tuple(range(first, len(begins)))
     for name, parameter in model.named_parameters():
         used = sorted({stage_of(call) for call in recording.uses.get(name, ())})
         holders[name] = tuple(used) or (inside.get(id(parameter), 0),)
     return holders
+
+
+def _free_buffers(model: nn.Module, parts: Mapping[str, nn.Module], recording: Recording) -> list[str]:
+    """Outside of the parts that only one stage has."""
+    inside = {id(buffer) for call in recording.calls if not call.free for buffer in parts[call.part].buffers()}
+    return [name for name, buffer in model.named_buffers() if id(buffer) not in inside]
 
 
 def _check_whole(plan: Plan, model: nn.Module, division: Division, stages: int) -> None:
@@ -96,7 +112,8 @@ def _check_whole(plan: Plan, model: nn.Module, division: Division, stages: int) 
 
 
 def _too_few(plan: Plan, stages: int, pieces: int, model: nn.Module, recording: Recording) -> str:
-    barred = [f"not before {recording.calls[cut].part}: {why}" for cut, why in sorted(recording.barred.items()) if cut]
+    ordered = sorted(recording.barred.items(), key=lambda found: (found[0] not in recording.together, found[0]))
+    barred = [f"not before {recording.calls[cut].part}: {why}" for cut, why in ordered if cut]
     why = f" ({barred[0]})" if barred else ""
     assert plan.stages is not None
     fitting = [pp for pp in range(2, plan.pp) if pp * plan.stages <= pieces]
@@ -136,6 +153,8 @@ class Stage(nn.Module):
 
     model_forward: Callable[["Stage", int], Any]  # calls the model with a micro-batch, and returns what the last stage has of it
     calls: list[Call]  # how such a forward pass goes
+    changing: StageBuffers
+    nothing: dict[str, Like]  # in place of changing buffers that this stage does not hold
 
     def __init__(self, index: int, model: nn.Module, gates: Gates, division: Division, device: torch.device):
         super().__init__()
@@ -149,6 +168,14 @@ class Stage(nn.Module):
                 self.register_parameter(f"bare_{len(self._parameters)}", parameter)
         self.places = _bare_places(model, gates, division, self)
         self.lent: list[tuple[nn.Module, str, tuple[nn.Module, str]]] = []  # a place in the model, and one of the same parameter
+
+    def keep_buffers(self, model: nn.Module, division: Division, earlier: Sequence[int]) -> None:
+        """Let this stage change buffers of its own. `earlier`: the stages of the same rank before it."""
+        of = {name: division.holders[name] for name in division.changed}
+        held = [name for name, holders in of.items() if self.index in holders]
+        self.changing = StageBuffers(model, of, held, [name for name, holders in of.items() if set(earlier).intersection(holders)])
+        buffers = dict(model.named_buffers())
+        self.nothing = {name: Like(tuple(buffers[name].shape), buffers[name].dtype, True) for name in of if name not in held}
 
     def take_copies(self, earlier: Iterable["Stage"]) -> Iterator[tuple[str, nn.Parameter]]:
         """Hold copies of the parameters that earlier stages of the same rank hold too, since two groups of `fully_shard` cannot share
@@ -177,7 +204,8 @@ class Stage(nn.Module):
 
     def forward(self, *received: Tensor, index: Tensor) -> Any:
         self.at, self.received = 0, received
-        with _bare_parameters(self):
+        placeholders = {name: like.nothing(self.device) for name, like in self.nothing.items()}
+        with _bare_parameters(self), self.changing.installed(placeholders):
             self.gates.visitor = self.called
             try:
                 return self.model_forward(self, int(index))
