@@ -1,7 +1,8 @@
 """Bad inputs of every command, as data: files, runs that are damaged, and commands with what their message must contain.
 
 The folder in which the commands run has the files of FILES, a finished run `run` of bad.py:Small, and a copy of it for each row of
-DAMAGED, with the files of that row in place of its own (None: deleted; FOLDER: a folder in its place; * matches any name).
+DAMAGED, with the files of that row in place of its own (None: deleted; FOLDER: a folder in its place; * matches any name),
+and a named pipe `pipe`, which no command may replace.
 """
 
 FOLDER = object()
@@ -456,8 +457,7 @@ CASES: list[tuple[str, str] | tuple[str, str, int]] = [
     ("export run", "file"),
     ("export run bad.py", "bad.py"),
     ("export run . --force", "."),
-    ("export run /dev/full --force", "/dev/full"),
-    ("export run /dev/null --force", "/dev/null"),
+    ("export run pipe --force", "pipe"),
     ("export run nowhere/out.safetensors", "nowhere"),
     ("export run out.safetensors --step 3", "3"),
     ("export run out.safetensors --step -1", "-1"),
@@ -581,7 +581,7 @@ CASES: list[tuple[str, str] | tuple[str, str, int]] = [
     ("scale bad.py:Small", "ranks"),
     ("probe nowhere", "nowhere"),
     ("probe --json nowhere/x.json", "nowhere"),
-    ("probe --json /dev/full", "/dev/full"),
+    ("probe --json pipe", "pipe"),
     # bench
     ("bench --ranks 1", "--ranks"),
     ("bench --seconds 0", "--seconds"),

@@ -1,5 +1,6 @@
 """Every bad input of bad_inputs.py: the exit status, one sentence with what it must contain, no traceback, and nothing left behind."""
 
+import os
 import random
 import shlex
 import shutil
@@ -20,6 +21,7 @@ def here(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name, content in FILES.items():
         (folder / name).parent.mkdir(exist_ok=True)
         (folder / name).write_bytes(content)
+    os.mkfifo(folder / "pipe")
     words = "train bad.py:Small --steps 4 --batch 8 --save-every 2 --run-dir run --device cpu --account"
     succeed(*words.split(), at=folder)
     for name, changes in DAMAGED.items():
