@@ -25,6 +25,7 @@ from paceline.training.imagine import without_values
 from paceline.training.settle import reached
 from paceline.training.shards import storage_of
 from paceline.training.step import autocast, call
+from paceline.user_code import UserCode
 
 Mask = int  # bit c: depends on what lies before cut c, not through what crosses it
 
@@ -184,7 +185,8 @@ class Model:
         try:
             for tensor in trained:
                 tensor.requires_grad_()
-            with torch.random.fork_rng(devices=[]), torch.enable_grad(), autocast(precision, self.device):
+            without_values = UserCode("the forward pass without values", task.model)
+            with without_values, torch.random.fork_rng(devices=[]), torch.enable_grad(), autocast(precision, self.device):
                 loss = task.loss(call(task, self.copy, batch), batch)
                 return frozenset(self.names[leaf] for leaf in reached(loss) if leaf in self.names)
         except Exception:  # the user's code, which meets tensors without values
@@ -197,7 +199,8 @@ class Model:
 def _results(task: Task, output: Any, batch: Batch, training: bool) -> list[Any]:
     """What is used of an output."""
     try:
-        return [task.loss(output, batch), *([] if training else task.metrics(output, batch).values())]
+        with UserCode("the forward pass without values", task.loss):
+            return [task.loss(output, batch), *([] if training else task.metrics(output, batch).values())]
     except Exception:  # the user's code, which may look at values; the output as a whole stands for what it uses
         return tree_leaves(output)
 

@@ -13,6 +13,7 @@ from paceline.training.data import Batch
 from paceline.training.imagine import imagined
 from paceline.training.parallelize import blocks, not_shared
 from paceline.training.seeds import streams
+from paceline.user_code import UserCode
 
 Slot = tuple[int, str]  # id of a module, and the name of a parameter there
 
@@ -32,7 +33,7 @@ def sharding_units(model: nn.Module, task: Task, batch: Batch, seed: int) -> Uni
 
     running: dict[Slot, set[int]] = {}
     try:
-        with streams(seed), imagined(model) as imagine:
+        with UserCode("the forward pass without values", task.model), streams(seed), imagined(model) as imagine:
             inputs = imagine(batch)
             running = _running_at_uses(model, lambda: call(task, model, inputs))
     except Exception:  # the user's code, which meets tensors without values
