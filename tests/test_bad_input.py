@@ -279,7 +279,7 @@ def test_a_gpu_that_is_not_there(here):
 @pytest.mark.parametrize(
     ("reference", "message"),
     [
-        ("{at}/bad.py:Nothing", "there is no Nothing in {at}/bad.py; there is Regression, NoLoss, Changed"),
+        ("{at}/bad.py:Nothing", "there is no Nothing in {at}/bad.py; there is Regression, Clash, NoLoss, Changed"),
         ("{at}/bad.py:", "{at}/bad.py has 4 tasks (Regression, Clash, NoLoss, Changed); say which: {at}/bad.py:NAME"),
         ("{at}/bad.py:os", "os in {at}/bad.py is no subclass of paceline.Task"),
         ("{at}/bad.py:Task", "{at}/bad.py:Task has no method model; a task needs model, dataset, loss"),

@@ -179,7 +179,7 @@ def test_a_cluster_in_a_few_words():
     ("text", "sentence"),
     [
         ("a100:8x4", "there are several a100; say which: a100-40g, a100-80g, a100-pcie-40g, a100-pcie-80g"),
-        ("h10:8", "the table of published devices lacks h10 (a cluster.json can describe it); did you mean "),
+        ("h20:8", "the table of published devices lacks h20 (a cluster.json can describe it); did you mean h200"),
         ("rtx5090", "the table of published devices lacks rtx5090 (a cluster.json can describe it); there is v100-16g, "),
         (
             "a100-80g:8x",

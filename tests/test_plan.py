@@ -57,7 +57,8 @@ def test_words_and_keys(text, plan):
             "xyz",
             "plan 'xyz': there is no plan 'xyz'; there is ddp, zero1, zero2, zero3, hsdp, single, local-sgd, "
             + "post-local-sgd, parameter-server, "
-            + ", ".join(f"{key}=" for key in KEYS),
+            + ", ".join(f"{key}=" for key in KEYS[:-4])
+            + " and 4 more",
         ),
         ("ddp,mirco=2", "plan 'ddp,mirco=2': there is no key 'mirco'; did you mean micro?"),
         ("ddp,micro=two", "plan 'ddp,micro=two': micro must be a whole number, got 'two'"),

@@ -211,7 +211,7 @@ class Peeking(Regression):
 def test_the_last_sample_is_missing(here):
     write_task(here, BROKEN, "broken.py")
     found = looked(task="broken.py:Broken")
-    assert found["data"] == ["fails: sample 52 of 'train' raised FileNotFoundError: img_52.png"]
+    assert found["data"] == ["fails: sample 52 of 'train' raised FileNotFoundError: img_52.png (broken.py, line 9)"]
     assert found["build"] == ["skipped: needs what data would tell"]
 
 
@@ -219,7 +219,9 @@ def test_a_mistake_in_the_task_is_a_finding_like_others(here):
     """And those that would meet it again are spared."""
     write_task(here, BROKEN, "broken.py")
     found = looked(task="broken.py:Careless")
-    assert re.match(r"fails: RuntimeError in loss \(broken\.py:\d+\): .*must have same", found["build"][0], re.S), found["build"]
+    assert re.match(r"fails: loss\(\) raised RuntimeError: .*must have same.* \(broken\.py, line \d+\)", found["build"][0], re.S), found[
+        "build"
+    ]
     assert found["memory"] == found["time"] == ["skipped: needs what build would tell"]
     assert found["room"][0].startswith("passes: ")
 

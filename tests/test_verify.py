@@ -241,7 +241,7 @@ PLANTED = (faults.gradient_a_little_off, faults.weights_a_little_off)
             {},
             Optimizer(),
             ("ddp", "zero3"),
-            "float64 cannot be computed (grouped_mm is not implemented for Double): compared in",
+            "float64 cannot be computed (the forward pass raised NotImplementedError: grouped_mm is not implemented for Double",
         ),
     ],
     ids=["float32 inside", "zero gradient", "both", "no kernel"],
