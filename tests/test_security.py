@@ -62,7 +62,7 @@ from paceline.spec import build
 from paceline.training.checkpoint import load_whole, read_index
 from paceline.training.metadata import read_metadata
 from paceline.training.parallelize import compile_units
-from paceline.training.process import meet
+from paceline.training.process import meet, process_group
 
 # Folders of others: checkpoints
 
@@ -389,6 +389,16 @@ def test_the_source_opens_stores_and_creates_files_in_the_safe_way():
                 assert [ast.unparse(one) for one in said] == ["False"], f"{where}: use open_store"
             if called == "os.open" and "O_CREAT" in ast.unparse(node):
                 assert len(node.args) == 3, f"{where}: say the mode, 0o666 for the user's umask"
+
+
+def test_a_training_leaves_the_interfaces_as_they_were(monkeypatch):
+    """In a process that trains twice, the second time perhaps with ranks on other machines."""
+    for name in interface.VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("NCCL_SOCKET_IFNAME", "")
+    with process_group(World(), torch.device("cpu"), 60.0, Path("runs")):
+        assert os.environ["GLOO_SOCKET_IFNAME"]
+    assert {name: os.environ[name] for name in interface.VARIABLES if name in os.environ} == {"NCCL_SOCKET_IFNAME": ""}
 
 
 def test_ranks_of_one_machine_stay_there(monkeypatch):

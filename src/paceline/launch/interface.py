@@ -8,7 +8,7 @@ import contextlib
 import ipaddress
 import os
 import socket
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 import psutil
 import torch.distributed as dist
@@ -68,6 +68,20 @@ def stay_here() -> None:
             for variable in VARIABLES:
                 os.environ.setdefault(variable, name)
             return
+
+
+@contextlib.contextmanager
+def own_interfaces() -> Iterator[None]:
+    """Put the variables of the interfaces back at the end of the context: what one training chooses is not for the next one."""
+    before = {name: os.environ.get(name) for name in VARIABLES}
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
 
 
 def is_here(host: str) -> bool:

@@ -20,7 +20,7 @@ from paceline.cluster.limits import busy_cores, free_cores, usable_cores
 from paceline.errors import LaunchError
 from paceline.events import Event, Started
 from paceline.files import read_own, write_secret
-from paceline.launch.interface import check_interfaces, choose_interface, is_here, stay_here, where_to_listen
+from paceline.launch.interface import check_interfaces, choose_interface, is_here, own_interfaces, stay_here, where_to_listen
 from paceline.launch.pmi import pmi
 from paceline.launch.store import LOOPBACK, open_store
 from paceline.launch.world import World
@@ -124,24 +124,25 @@ def process_group(world: World, device: torch.device, timeout_s: float, meeting_
     os.environ.setdefault("TORCH_FR_BUFFER_SIZE", str(REMEMBERED))  # torch reads it with the first process group
     check_interfaces()
     store = _store(world, timeout_s, meeting_place)
-    if world.local_size < world.size:
-        choose_interface(store, world.size)
-    else:
-        stay_here()
-    if device.type == "cuda":
-        claim(store, str(torch.cuda.get_device_properties(device).uuid), world.rank)
-    dist.init_process_group(
-        "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
-        rank=world.rank,
-        world_size=world.size,
-        store=store,
-        timeout=timedelta(seconds=timeout_s),
-        device_id=device if device.type == "cuda" else None,
-    )
-    try:
-        yield
-    finally:
-        dist.destroy_process_group()
+    with own_interfaces():
+        if world.local_size < world.size:
+            choose_interface(store, world.size)
+        else:
+            stay_here()
+        if device.type == "cuda":
+            claim(store, str(torch.cuda.get_device_properties(device).uuid), world.rank)
+        dist.init_process_group(
+            "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
+            rank=world.rank,
+            world_size=world.size,
+            store=store,
+            timeout=timedelta(seconds=timeout_s),
+            device_id=device if device.type == "cuda" else None,
+        )
+        try:
+            yield
+        finally:
+            dist.destroy_process_group()
 
 
 def claim(store: dist.Store, gpu: str, rank: int) -> None:
