@@ -300,7 +300,7 @@ def test_passes_without_values(here):
         ("class Odd(BaseException): pass\n\nraise Odd('x y')\n", "{path} cannot be imported: Odd: x y ({path}, line 3)"),
         ("raise KeyboardInterrupt\n", "{path} cannot be imported: KeyboardInterrupt ({path}, line 1)"),
         ("from other import x\n", "{path} cannot be imported: No module named 'other' ({path}, line 1)"),
-        ("import broken\n", "{at}/broken.py, line 2: invalid syntax"),
+        ("import torn_module\n", "{at}/torn_module.py, line 2: invalid syntax"),
         ("def f(): f()\nf()\n", "{path} cannot be imported: RecursionError: maximum recursion depth exceeded ({path}, line 1)"),
         ("x = '\x00'\n", "{path} cannot be imported: source code string cannot contain null bytes"),
     ],
@@ -308,7 +308,7 @@ def test_passes_without_values(here):
 def test_at_import(source, message, tmp_path):
     """And again: nothing half imported is left."""
     path = write_task(tmp_path, source, "mine.py")
-    write_task(tmp_path, "\ndef model(:\n", "broken.py")
+    write_task(tmp_path, "\ndef model(:\n", "torn_module.py")
     for _ in range(2):
         with pytest.raises(TaskError) as caught:
             load_task(str(path), {})

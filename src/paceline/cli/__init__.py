@@ -20,7 +20,7 @@ COMMANDS = {
     "resume": "Go on with a run from its last whole checkpoint, to the end that was asked for.",
     "preflight": "Look at a training before it is queued: site file and Slurm, task and data, the plan built, memory, room and time.",
     "submit": "Queue a training in Slurm, and print the number of the job.",
-    "status": "Say how runs are: a line for each.",
+    "status": "Say how runs are: a line for each, with the last loss, the metric by which a checkpoint is best, and the speed.",
     "logs": "Print what a training said: in Slurm the output of its last job.",
     "cancel": "End a training, in Slurm or on this machine.",
     "show": "Show what happened in a run.",
