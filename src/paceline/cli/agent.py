@@ -30,9 +30,8 @@ def agent(run: Path) -> None:
     try:
         status = start(folder, me, launch.ranks // launch.nodes, launch.least_nodes or launch.nodes, launch.restarts, spec.timeout_s)
     except Exception as error:  # the top of an agent
-        with open(
-            folder.ranks / f"agent-{me.rank}.log", "a", encoding="utf-8"
-        ) as log:  # who started it may be gone, and with it what it prints
+        # who started it may be gone, and with it what it prints
+        with open(folder.ranks / f"agent-{me.rank}.log", "a", encoding="utf-8") as log:
             traceback.print_exception(error, file=log)
         first = is_first(folder, me)
         if me.rank and not first:  # the first agent always says why
