@@ -402,3 +402,8 @@ def test_what_cut_models_send_besides_is_caught(plan: str, task: type[Task], pla
     (found, _), _ = ranks(2)(counted, task(), wanted(), plan, plant)
     real, dry = sizes(found), sizes(foretold(2, plan, task(), wanted())[0])
     assert {key: real.get(key, 0) - dry.get(key, 0) for key in {*real, *dry} if real.get(key) != dry.get(key)} == more
+
+
+def test_any_number_of_ranks_is_played(tmp_path: Path) -> None:
+    """More than this machine could start."""
+    assert "on 1,024 ranks" in succeed("ledger", "digits", "--batch", "1024", "--ranks", "1024", at=tmp_path).out

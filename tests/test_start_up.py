@@ -42,3 +42,5 @@ def test_after_a_resume_the_table_is_of_the_whole_training(tmp_path: Path) -> No
 
 def test_a_bench_reports_progress_where_there_is_no_terminal(tmp_path: Path) -> None:
     assert "measuring: " in succeed("bench", "compute", "--seconds", "0.5", at=tmp_path).err
+    words = ("collectives", "--ranks", "2", "--sizes", "1KB", "--operations", "broadcast", "--seconds", "0.5")
+    assert "measuring: broadcast gloo" in succeed("bench", *words, at=tmp_path).err

@@ -347,13 +347,22 @@ def parse_overrides(items: Iterable[str]) -> dict[str, Any]:
     """`["width=64", "optimizer.eps=1e-6", "spec.threads=1"]` as keys for `load`.
 
     A plain name is a field of the task, a dotted one a key of the request, and `spec.` stands before those of its top level."""
-    found = {}
+    found: dict[str, Any] = {}
     for item in items:
         key, equals, text = item.partition("=")
         if not equals or not all(key.split(".")):
             raise SpecError(f"--set {shown(item)} is not NAME=VALUE")
-        found[key.removeprefix("spec.") if "." in key else f"set.{key}"] = parse_value(text, key)
+        name = key.removeprefix("spec.") if "." in key else f"set.{key}"
+        value = parse_value(text, key)
+        check_agree(key, "--set", found.get(name, value), "another --set", value)
+        found[name] = value
     return found
+
+
+def check_agree(key: str, one: str, value: Any, other: str, also: Any) -> None:
+    """Raises SpecError where two places of a command line give a key two values."""
+    if value != also:
+        raise SpecError(f"{shown(key, str)} is {shown(value)} by {one} and {shown(also)} by {other}; give it once")
 
 
 def set_key(key: str) -> str:

@@ -16,7 +16,7 @@ from paceline.cluster.limits import usable_cores
 from paceline.errors import Error
 from paceline.spec import Spec
 from paceline.task import Task
-from paceline.training.data import Batch, Part, Samples, batches, open_dataset, training_parts
+from paceline.training.data import Batch, Part, Samples, batches, check_batch, open_dataset, training_parts
 
 KEYS = ("what", "workers", "prefetch")
 ENDLESS = 10**9  # steps
@@ -71,6 +71,7 @@ def _measured(
     way: tuple[int, int],
     work: Callable[[Batch], object] | None,
 ) -> dict[str, Any]:
+    check_batch(spec.batch, training.count)
     workers, prefetch = way
     parts = training_parts(Part(spec.batch, 1, 0, 1), training.count, spec.seed, 0, ENDLESS)
     before = Memory()

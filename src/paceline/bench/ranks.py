@@ -25,6 +25,7 @@ from paceline.bench.request import KEYS, Request
 from paceline.bench.result import Result, Row
 from paceline.cluster.limits import usable_cores
 from paceline.errors import BenchError, Error, RankError
+from paceline.launch.starters import check_count
 from paceline.units import several
 
 POLL_S = 0.05
@@ -57,6 +58,7 @@ def measured(request: Request, ranks: int) -> Iterator[Row | str]:
 
 @contextlib.contextmanager
 def _started(request: Request, ranks: int, folder: Path) -> Iterator[list[subprocess.Popen[bytes]]]:
+    check_count(ranks)
     words = [sys.executable, "-m", "paceline.bench.ranks", str(folder), str(os.getpid())]
     environ = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "PYTHONUNBUFFERED": "1"}
     with contextlib.ExitStack() as held:

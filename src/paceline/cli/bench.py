@@ -1,6 +1,8 @@
 """paceline bench: measure the machine."""
 
-from collections.abc import Callable
+import contextlib
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -11,8 +13,10 @@ from paceline.launch.world import World
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from paceline.bench.result import Result
+    from paceline.bench.kinds import Watch
+    from paceline.bench.result import Result, Row
 
+LINES_S = 1.0  # between lines of progress where nobody watches a terminal
 Option = typer.Option
 Json = Annotated[Path | None, Option("--json", metavar="FILE", help="Write the figures there, too.")]
 Plot = Annotated[Path | None, Option("--plot", metavar="FILE", help="Draw them, as SVG or PNG by the file's ending.")]
@@ -86,9 +90,34 @@ def hold_together(kind: str, files: tuple[Path, Path]) -> None:
     console.print(closing(found), markup=False, soft_wrap=True)
 
 
-def terminal(me: World | None = None) -> "Console":
+@contextlib.contextmanager
+def progress(at_first: str, me: World | None = None) -> "Iterator[Watch]":
+    """Yield what reports a row that was just measured: on a terminal in place, else a line at most once in LINES_S."""
+    console = terminal(me, stderr=True)
+    last = float("-inf")
+    with console.status(at_first) as status:
+
+        def tell(row: "Row") -> None:
+            nonlocal last
+            said = f"measuring: {' '.join(str(row[key]) for key in list(row)[:4] if row[key] is not None)}"
+            status.update(said)
+            if not console.is_terminal and time.monotonic() > last + LINES_S:
+                last = time.monotonic()
+                console.print(said, markup=False)
+
+        yield tell
+
+
+def terminal(me: World | None = None, stderr: bool = False) -> "Console":
     """Of ranks only the first one speaks; mpirun and srun may give it a terminal of its own, also where its words go to a file."""
     from rich.console import Console
 
     of_others = me is not None and me.launcher not in (None, "torchrun")
-    return Console(highlight=False, emoji=False, quiet=me is not None and me.rank > 0, force_terminal=False if of_others else None)
+    return Console(
+        stderr=stderr,
+        soft_wrap=stderr,
+        highlight=False,
+        emoji=False,
+        quiet=me is not None and me.rank > 0,
+        force_terminal=False if of_others else None,
+    )

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from paceline.cli.bench import Compare, Json, Plot, check, hold_together, keep, terminal
+from paceline.cli.bench import Compare, Json, Plot, check, hold_together, keep, progress
 from paceline.errors import BenchError, Error, LaunchError, PlanError
 from paceline.launch.world import World, world
 
@@ -136,11 +136,11 @@ def _measured(request: "Request", me: World, ranks: int, json: Path | None, plot
 def _collected(items: "Iterator[Row | str]", me: World) -> "tuple[list[Row | str], Error | RuntimeError | KeyboardInterrupt | None]":
     found: list[Row | str] = []
     try:
-        with contextlib.closing(items), terminal(me).status("ranks start") as status:  # type: ignore[type-var]
+        with contextlib.closing(items), progress("ranks start", me) as tell:  # type: ignore[type-var]
             for item in items:
                 found.append(item)
                 if not isinstance(item, str):
-                    status.update(f"{item['operation']}, {item['backend']}")
+                    tell(item)
     except (Error, RuntimeError, KeyboardInterrupt) as error:  # RuntimeError: what torch and MPI say of ranks that are gone
         return found, error
     return found, None

@@ -31,6 +31,9 @@ PICTURES = {
 
 def whole(task: str | None, directories: list[Path], ranks: int | None, device: str | None, seconds: float, out: Path) -> None:
     """Print a summary, and leave results, pictures and cluster.json in `out`: of what there is, where one fails or is interrupted."""
+    from paceline.launch.starters import check_count
+
+    check_count(ranks or 1)
     measures, notes = _measures(task, directories, ranks, device)
     _make(out)
     before = _known(out / "cluster.json")

@@ -1,13 +1,12 @@
 """paceline bench compute, overlap, storage and input: what one process measures."""
 
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from paceline.cli.bench import Compare, Json, Option, Plot, check, hold_together, keep
+from paceline.cli.bench import Compare, Json, Option, Plot, check, hold_together, keep, progress
 from paceline.cli.request import Target
 from paceline.errors import BenchError
 
@@ -17,10 +16,9 @@ if TYPE_CHECKING:
 
     from paceline.bench.gather import Gathered
     from paceline.bench.kinds import Watch
-    from paceline.bench.result import Result, Row
+    from paceline.bench.result import Result
 
 INTERRUPTED = 130
-LINES_S = 1.0  # between lines of progress where nobody watches a terminal
 Seconds = Annotated[float, Option(min=0.5, metavar="SECONDS", help="About how long to measure.")]
 Device = Annotated[str | None, Option(help="cpu or cuda; CUDA where there is some.")]
 Fields = Annotated[list[str] | None, Option(metavar="NAME=VALUE", help="A field of the task, or a dotted key such as optimizer.lr.")]
@@ -89,6 +87,9 @@ def host(
         hold_together("host", compare)
         return
     check(json, None)
+    from paceline.launch.starters import check_count
+
+    check_count(ranks)
     from paceline.bench import kinds
     from paceline.report.host import show
 
@@ -179,21 +180,8 @@ def device_for(wish: str | None) -> "torch.device":
 
 
 def watched(measure: "Callable[[Watch], Gathered]") -> "Gathered":
-    """Report what was just measured: on a terminal in place, else a line at most once in LINES_S."""
-    from rich.console import Console
-
-    console = Console(stderr=True, highlight=False, soft_wrap=True)
-    last = float("-inf")
-    with console.status("measuring") as status:
-
-        def tell(row: "Row") -> None:
-            nonlocal last
-            said = f"measuring: {' '.join(str(row[key]) for key in list(row)[:4] if row[key] is not None)}"
-            status.update(said)
-            if not console.is_terminal and time.monotonic() > last + LINES_S:
-                last = time.monotonic()
-                console.print(said, markup=False)
-
+    """Report on standard error what was just measured."""
+    with progress("measuring") as tell:
         return measure(tell)
 
 

@@ -33,7 +33,7 @@ def drill(
     faults: Annotated[str | None, Option(help=f"With commas: {', '.join(fault.name for fault in FAULTS)}. Default: all.")] = None,
     rounds: Annotated[int, Option(help="How often each fault happens, each time at another moment.", min=1)] = 1,
     seed: Annotated[int | None, Option(help="Of the moments, and of weights and the order of samples.")] = None,
-    steps: Annotated[int, Option(help="Of each training.")] = STEPS,
+    steps: Annotated[int | None, Option(help=f"Of each training. Default: {STEPS}.")] = None,
     batch: Annotated[int | None, Option(help="Samples of the global batch.")] = None,
     lr: Annotated[float | None, Option(help="Learning rate. Default: 0.001.")] = None,
     optimizer: Annotated[str | None, Option(help="adamw or sgd.")] = None,
@@ -68,7 +68,7 @@ def drill(
     check_outputs(json, None)
     if keep is not None and keep.exists():
         raise RunError(f"{keep} exists already; say another --keep")
-    spec, launch = read(target, flags, set or [])
+    spec, launch = read(target, flags, set or [], steps=STEPS)
     one = _prepared(spec, launch, keep or default_path(None, "drill"))
     moments = schedule(chosen(faults), spec.seed, rounds, one.steps, one.ranks)
     found, status = _held(one, moments, spec.task)

@@ -18,11 +18,21 @@ from paceline.run import RunFolder
 from paceline.spec import Launch, Spec
 
 
-def read(target: str, flags: Mapping[str, Any], set: list[str]) -> tuple[Spec, Launch]:
-    """The request of a command line: a task or a TOML file, and over it the flags that are not None and NAME=VALUE."""
+def read(target: str, flags: Mapping[str, Any], set: list[str], steps: int | None = None) -> tuple[Spec, Launch]:
+    """The request of a command line: a task or a TOML file, and over it the flags that are not None and NAME=VALUE.
+
+    steps: the length of the training where neither a flag nor `set` gives it, whatever the file says.
+    Raises SpecError, also where two of them give a key two values."""
     file = Path(target) if target.endswith(".toml") else None
-    task = {} if file else {"task": target}
-    overrides = task | {key: value for key, value in flags.items() if value is not None} | specs.parse_overrides(set)
+    given = {key: value for key, value in flags.items() if value is not None}
+    if file is None and target != Spec.model_fields["task"].default:
+        given["task"] = target
+    also = specs.parse_overrides(set)
+    for key, value in also.items():
+        specs.check_agree(specs.set_key(key), "its own option or argument", given.get(key, value), "--set", value)
+    overrides = given | also
+    if steps is not None:
+        overrides.setdefault("steps", steps)
     if file is not None and "task" not in overrides and "task" not in specs.read_toml(file):
         raise SpecError(f'{file} names no task; write task = "digits" there, or task = "my.py:Class"')
     return specs.load(file, specs.one_length(overrides))
@@ -36,6 +46,8 @@ def announce(me: World) -> None:
 
 def check(spec: Spec, launch: Launch, me: World) -> Launch:
     """The launch with ranks and plan said. Raises the Error of what can be known to go wrong without starting anything."""
+    if me.launcher is None:
+        starter(launch).check(launch)
     launch, plan, work = say(spec, launch, me)
     if me.launcher is None and (plan.is_mixed or plan.cp > 1):  # what only the model can tell
         from paceline.training.prepare import rehearse
@@ -48,8 +60,6 @@ def say(spec: Spec, launch: Launch, me: World) -> tuple[Launch, Plan, task.Task]
     """The launch with ranks and plan said, that plan with its data degree said, and the task; the model is not looked at."""
     if me.launcher is not None and launch.ranks not in (None, me.size):
         raise LaunchError(f"--ranks {launch.ranks}, but {me.launcher} started {me.size}; leave --ranks out, or start {launch.ranks} there")
-    if me.launcher is None:
-        starter(launch).check(launch)
     work = task.load_task(spec.task, spec.set)
     ranks = me.size if me.launcher is not None else launch.ranks or launch.nodes * _devices(launch.device)
     if me.launcher is None:

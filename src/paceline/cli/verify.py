@@ -22,7 +22,7 @@ def verify(
     all: Annotated[bool, Option("--all", help="Every plan that can be, as a table.")] = False,
     ranks: Annotated[int | None, Option(help="Processes on this machine. Default: 2.")] = None,
     batch: Annotated[int | None, Option(help="Samples of the global batch. Default: the task's, or the least above that divides.")] = None,
-    steps: Annotated[int, Option(help="Steps to compare.", min=1)] = STEPS,
+    steps: Annotated[int | None, Option(help=f"Steps to compare. Default: {STEPS}.", min=1)] = None,
     lr: Annotated[float | None, Option(help="Learning rate. Default: 0.001.")] = None,
     seed: Annotated[int | None, Option(help="Of weights and order of samples.")] = None,
     set: Annotated[
@@ -49,7 +49,7 @@ def verify(
         "optimizer.name": optimizer,
         "optimizer.clip": clip,
     }
-    spec, launch = read(target, flags, set or [])
+    spec, launch = read(target, flags, set or [], steps=STEPS)
     if all and plan is not None:
         raise SpecError(f"--all is every plan, and --plan {plan} is one of them; say one of both")
     if not all and launch.plan is None:
@@ -67,12 +67,14 @@ def _verified(spec: specs.Spec, ranks: int, asked: str | None, batch_is_said: bo
     from rich.console import Console
 
     from paceline import task as tasks
+    from paceline.launch.starters import check_count
     from paceline.launch.world import world
     from paceline.plan.candidates import candidates
     from paceline.plan.plan import parse, share
 
     if (launcher := world().launcher) is not None:
         raise LaunchError(f"verify starts ranks itself, and {launcher} has started this process as one; run it without")
+    check_count(ranks)  # before every plan is looked for
     tasks.load_task(spec.task, spec.set)
     asked_task = spec.task
     spec = spec.model_copy(update={"task": tasks.resolve(spec.task)})

@@ -24,6 +24,7 @@ import torch.distributed as dist
 
 from paceline.errors import Error, RankError
 from paceline.launch.interface import stay_here
+from paceline.launch.starters import check_count
 from paceline.launch.store import LOOPBACK, open_store
 from paceline.units import numbered
 from paceline.user_code import LOST_PEER
@@ -74,9 +75,10 @@ class Ranks:
         return [rank.process.pid for rank in self._running]
 
     def start(self) -> None:
-        """Start the processes that are not there, without waiting for them."""
+        """Start the processes that are not there, without waiting for them. Raises LaunchError for more than the machine starts."""
         if self._running:
             return
+        check_count(self.size)
         self._store = open_store()
         for rank in range(self.size):
             here, there = Pipe()

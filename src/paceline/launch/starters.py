@@ -22,10 +22,15 @@ class Starter(NamedTuple):
 def _check_here(launch: Launch) -> None:
     if launch.nodes > 1:
         raise LaunchError(f"--launcher local starts ranks on this machine alone, got --nodes {launch.nodes}: leave out one of them")
+    check_count(launch.ranks or 1)
+
+
+def check_count(ranks: int) -> None:
+    """Raise LaunchError for more ranks than this machine starts."""
     cores = os.cpu_count() or 1
-    if (launch.ranks or 1) > RANKS_PER_CORE * cores:
+    if ranks > RANKS_PER_CORE * cores:
         raise LaunchError(
-            f"--ranks {launch.ranks} on this machine of {several(cores, 'core')}: it starts at most {RANKS_PER_CORE * cores}, "
+            f"--ranks {ranks} on this machine of {several(cores, 'core')}: it starts at most {RANKS_PER_CORE * cores}, "
             f"{RANKS_PER_CORE} for each core; use fewer, or several --nodes"
         )
 

@@ -1,5 +1,6 @@
 """All plans for a model on a cluster: those that fit, the fastest first, and the others with the reason."""
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
@@ -193,7 +194,8 @@ def plan_of(cut: Split) -> Plan:
 
 @lru_cache(1024)
 def _divisors(n: int) -> tuple[int, ...]:
-    return tuple(d for d in range(1, n + 1) if n % d == 0)
+    below = [d for d in range(1, math.isqrt(n) + 1) if n % d == 0]
+    return tuple(sorted({*below, *(n // d for d in below)}))
 
 
 def _enough(

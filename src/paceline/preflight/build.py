@@ -63,7 +63,8 @@ def built(flight: Flight) -> Says:
     from paceline.training.prepare import check_enough, rehearse
 
     spec, on, count = flight.spec, flight.on, flight.job.ranks
-    check_enough(flight.data.samples, on)
+    for note in check_enough(flight.data.samples, on, spec.batch):
+        yield "warns", note
     if spec.compile:
         refuse_compiled(on)
     if on.is_asynchronous or (on.pp > 1 and on.cp > 1):

@@ -28,6 +28,7 @@ Batch = Any
 Numbers = npt.NDArray[Any]  # of samples
 ROUNDS = 8
 CHUNK = 8192  # numbers shuffled at a time
+MOST_EPOCHS = 100  # that one batch may hold
 TRIED = 8  # samples of the first batch that show whether samples draw
 DONE = object()
 NOT_STACKED = (
@@ -219,6 +220,12 @@ def open_dataset(task: Task, split: str) -> MapDataset | None:
     if _length(dataset, split) == 0:
         raise DataError(f"{type(task).__name__}.dataset({split!r}) is empty")
     return dataset
+
+
+def check_batch(batch: int, samples: int) -> None:
+    """Raise DataError for a batch that is a mistake: reading it would fill the memory."""
+    if batch > MOST_EPOCHS * samples:
+        raise DataError(f"batch {batch:,} is more than {MOST_EPOCHS} times the {samples:,} training samples; use at most --batch {samples}")
 
 
 def _length(dataset: MapDataset, split: str) -> int:

@@ -154,7 +154,7 @@ def _micro_batches(spec: Spec, plan: Plan, world: World, task: Task) -> list[Bat
     assert plan.micro is not None
     dataset = open_dataset(task, "train")
     assert dataset is not None
-    check_enough(len(dataset), plan)
+    check_enough(len(dataset), plan, spec.batch)
     parts = training_parts(Part(spec.batch, plan.micro, plan.place(world.rank).dp, plan.dp), len(dataset), spec.seed, 0, 1)
     samples = Samples(dataset, "train", spec.seed, torch.float64 if spec.precision == "fp64" else None)
     return list(batches(samples, parts, CPU, workers=0, prefetch=1))

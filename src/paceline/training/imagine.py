@@ -11,7 +11,7 @@ from paceline.errors import PlanError
 from paceline.plan.plan import Plan, share
 from paceline.spec import Spec
 from paceline.task import Task
-from paceline.training.data import Batch, Samples, batches, open_dataset
+from paceline.training.data import Batch, Samples, batches, check_batch, open_dataset
 from paceline.training.seeds import streams
 from paceline.user_code import described
 
@@ -22,6 +22,7 @@ def example(spec: Spec, task: Task, plan: Plan, training: Samples | None = None)
         dataset = open_dataset(task, "train")
         assert dataset is not None
         training = Samples(dataset, "train", spec.seed, torch.float64 if spec.precision == "fp64" else None)
+    check_batch(spec.batch, training.count)
     numbers = [number % training.count for number in range(share(spec.batch, plan))]
     with streams(spec.seed):
         [batch] = batches(training, [(numbers, numbers)], torch.device("cpu"), 0, 1)

@@ -107,7 +107,7 @@ def train(
         share(spec.batch, laid_out)
         data = open_data(spec, task)
         notes = (*notes, *roll_call(task, world, data.lengths))
-        check_enough(data.samples, laid_out)
+        notes = (*notes, *check_enough(data.samples, laid_out, spec.batch))
         clock.mark("data")
         studied = study(spec, laid_out, task, here, data.training) if laid_out.servers is None else build(spec, task)
         notes = (*notes, *check_once(spec, task, studied.model, studied.weights, world))

@@ -23,7 +23,7 @@ from paceline.spec import Spec
 from paceline.task import Task, layout_of
 from paceline.training import checkpoint
 from paceline.training.batch_norm import average_, over_all_ranks, running_statistics
-from paceline.training.data import Batch, Part, Samples, open_dataset
+from paceline.training.data import Batch, Part, Samples, check_batch, open_dataset
 from paceline.training.identity import changes, identity, modules_of
 from paceline.training.imagine import example
 from paceline.training.local_sgd import LocalSgd, local_sgd
@@ -132,12 +132,18 @@ def rehearse(spec: Spec, plan: Plan, task: Task) -> None:
         pipeline.check(plan, task, studied.model, studied.recording)
 
 
-def check_enough(samples: int, plan: Plan) -> None:
-    """Raise PlanError for a data rank that would have no sample. `plan` has its data degree said."""
+def check_enough(samples: int, plan: Plan, batch: int) -> tuple[str, ...]:
+    """Raise PlanError for a data rank without samples, or a batch far beyond them. `plan` has its data degree said.
+
+    Returns what is to be said of a batch that holds samples several times."""
     assert plan.dp is not None
     if plan.dp > samples:
         most = samples * plan.cp * plan.tp * plan.pp + (plan.servers or 0)
         raise PlanError(f"{plan.dp} {plan.sharers} for {samples} training samples; use at most --ranks {most}")
+    check_batch(batch, samples)
+    if batch > samples:
+        return (f"batch {batch:,} is more than the {samples:,} training samples: each step has samples several times",)
+    return ()
 
 
 @dataclass(frozen=True)
