@@ -365,7 +365,7 @@ def test_a_second_signal_ends_it_at_once(task, tmp_path):
 def test_ranks_whose_launcher_is_killed_while_they_start_do_not_wait_for_it(task, tmp_path):
     """It has the store by which they would find each other."""
     with start("train", request(wanted(task), tmp_path), "--run-dir", "r", "--ranks", "2", at=tmp_path) as running:
-        running.until(lambda: len(psutil.Process(running.process.pid).children()) == 2, "with two ranks")
+        running.until(lambda: len(running.ranks()) == 2, "with two ranks")
         time.sleep(0.5)
         running.process.kill()
         running.until_all_ended()

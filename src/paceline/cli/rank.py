@@ -12,11 +12,21 @@ from paceline.launch.world import World
 from paceline.run import RunFolder
 
 
-def rank(run: Path, launcher: Annotated[int | None, typer.Argument()] = None) -> None:
+def rank(
+    run: Path, launcher: Annotated[int | None, typer.Argument()] = None, server: Annotated[int | None, typer.Argument()] = None
+) -> None:
     """Train the request of a run, or go on with it, as the rank that the environment says.
 
     `launcher`: the process on this machine that started it and says what became of it. None: srun did, and ranks speak for themselves.
+    `server`: the descriptor of a socket at which the launcher asks this process, a fork server, for ranks.
     """
+    importer = None
+    if server is not None:
+        from paceline.launch.fork_server import serve
+
+        importer = serve(server)
+        if importer is None:
+            return
     from paceline.launch.world import world
     from paceline.run import open_run
 
@@ -26,7 +36,7 @@ def rank(run: Path, launcher: Annotated[int | None, typer.Argument()] = None) ->
         return
     from paceline.launch.rank import run_started
 
-    run_started(folder, me, launcher)
+    run_started(folder, me, launcher, importer)
 
 
 def _speak_once(folder: RunFolder, me: World) -> None:

@@ -118,13 +118,13 @@ def _of_ranks(run: RunFolder, ranks: Container[int], host: str | None) -> set[in
     return {one.pid for one in beats(run) if one is not None and host in (None, one.host) and one.rank in ranks}
 
 
-def end_children(only: Container[int] | None = None) -> list[int]:
-    """Kill `only` these of the processes that this one started, or all; return their ids. (torch's agent waits longer, and leaves its
-    ranks behind after a second interrupt.)"""
+def end_children(only: Container[int] | None = None, kept: Container[int] = ()) -> list[int]:
+    """Kill `only` these of the processes that this one started, or all but `kept`; return their ids. (torch's agent waits longer, and
+    leaves its ranks behind after a second interrupt.)"""
     ended: list[int] = []
     for child in psutil.Process().children(recursive=True):
         with contextlib.suppress(psutil.NoSuchProcess):
-            if only is None or child.pid in only:
+            if child.pid not in kept and (only is None or child.pid in only):
                 child.kill()
                 ended.append(child.pid)
     return ended

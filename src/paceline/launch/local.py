@@ -1,10 +1,8 @@
-"""Start ranks on this machine through torchrun's elastic agent."""
+"""Start ranks on this machine."""
 
-from paceline.launch.attend import RankLogs, attend
-from paceline.launch.elastic import run_agent
-from paceline.launch.meeting import OneNode
-from paceline.launch.processes import here, launch, servers
-from paceline.launch.store import LOOPBACK
+from paceline.launch.attend import attend, end_children
+from paceline.launch.fork_server import fork_server
+from paceline.launch.processes import here, launch
 from paceline.run import RunFolder
 
 
@@ -14,6 +12,10 @@ def start(run: RunFolder, ranks: int, restarts: int) -> int:
     A rank that dies is started again with all others, from the last good checkpoint, up to `restarts` times.
     Raises the Error that ended the training, RankError for a rank that died without one.
     """
-    if servers(run):
-        return attend(run, lambda again, begin: launch(run, here(ranks), restarts, again, begin))
-    return attend(run, lambda again, begin: run_agent(run, ranks, restarts, OneNode(run.path.name), RankLogs(run), again, begin, LOOPBACK))
+    with fork_server(run, ranks) as server:
+        kept = {server.pid} if server is not None else ()
+        return attend(
+            run,
+            lambda again, begin: launch(run, here(ranks, server), restarts, again, begin),
+            lambda only: end_children(only, kept),
+        )

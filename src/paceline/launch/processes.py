@@ -5,7 +5,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
 from pathlib import Path
 from types import FrameType
@@ -15,6 +15,7 @@ from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 from paceline.errors import LaunchError
+from paceline.launch.fork_server import ForkServer
 from paceline.launch.signals import stop_signals
 from paceline.launch.spawn import environments, spawn
 from paceline.launch.store import LOOPBACK, open_store
@@ -80,9 +81,16 @@ class _Here:
     start = staticmethod(spawn)
 
 
-def here(ranks: int) -> Slots:
-    """All on this machine."""
-    return lambda attempt, asked: contextlib.nullcontext([_Here()] * ranks)
+def here(ranks: int, server: ForkServer | None) -> Slots:
+    """All on this machine, forked where there is a fork server."""
+
+    @contextlib.contextmanager
+    def room(attempt: int, asked: Asked) -> Iterator[Sequence[Slot]]:
+        while server is not None and not server.has_answered(POLL_S):
+            asked.heed()
+        yield [server or _Here()] * ranks
+
+    return room
 
 
 def servers(run: RunFolder) -> int | None:

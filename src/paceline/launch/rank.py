@@ -30,12 +30,12 @@ from paceline.training.process import choose_device, keep_memory, process_group
 from paceline.user_code import LOST_PEER
 
 
-def run_started(run: RunFolder, world: World, launcher: int) -> None:
-    """A rank of our own launcher: the folder is there, the launcher shows what happens."""
+def run_started(run: RunFolder, world: World, launcher: int, importer: int | None = None) -> None:
+    """A rank of our own launcher: the folder is there, the launcher shows what happens. `importer`: the process that imported for it."""
     os.dup2(2, 1)  # one log a rank
     spec, launch = run.next_request()  # for more ranks, where nodes were lost
     started = threading.Event()
-    with Interrupt(launcher) as interrupt, contextlib.closing(_recorded(spec, launch, world, run, interrupt)) as happening:
+    with Interrupt(launcher) as interrupt, contextlib.closing(_recorded(spec, launch, world, run, interrupt, importer)) as happening:
         threading.Thread(target=_leave_if_orphaned, args=(interrupt, started), daemon=True).start()
         for _ in happening:
             started.set()
@@ -81,9 +81,9 @@ def run_alone(spec: Spec, launch: Launch, world: World, run: RunFolder | None) -
                 release(run.path)
 
 
-def _begun_s(launcher: int | None) -> dict[str, float]:
-    """How long this rank took until now, and its launcher before that."""
-    own = age_s(os.getpid())
+def _begun_s(launcher: int | None, importer: int | None) -> dict[str, float]:
+    """How long this rank took until now, or the process that imported for it, and its launcher before that."""
+    own = age_s(importer or os.getpid())
     before = age_s(launcher) if launcher is not None else None
     if own is None:
         return {}
@@ -149,7 +149,9 @@ def _first_to_fail(world: World) -> bool:
     return False
 
 
-def _recorded(spec: Spec, launch: Launch, world: World, run: RunFolder, interrupt: Interrupt) -> Generator[Event]:
+def _recorded(
+    spec: Spec, launch: Launch, world: World, run: RunFolder, interrupt: Interrupt, importer: int | None = None
+) -> Generator[Event]:
     """The events of the training, each written to the run before it is passed on; on all ranks, but rank 0 alone writes."""
     keep_memory()
     writer: events.Writer | None = None
@@ -170,7 +172,7 @@ def _recorded(spec: Spec, launch: Launch, world: World, run: RunFolder, interrup
             if launch.plan is not None:
                 plan = AUTO if launch.plan == AUTO else parse(launch.plan)
             notes = (launch.chosen,) if launch.chosen is not None else ()
-            begun = _begun_s(interrupt.launcher if not world.restart else None)
+            begun = _begun_s(interrupt.launcher, importer) if not world.restart else _begun_s(None, None)
             for event in train(spec, plan, world, run=run, device=launch.device, stop=stop, notes=notes):
                 if isinstance(event, Started):
                     event = replace(event, start_s={**begun, **event.start_s})

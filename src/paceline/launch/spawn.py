@@ -7,6 +7,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 from paceline.run import RunFolder
 
@@ -34,16 +35,34 @@ def environments(nodes: Sequence[str], host: str, port: int, job: str, attempt: 
     return told
 
 
+def environment(ranks: int) -> dict[str, str]:
+    """What all of so many ranks share. torchrun's agent leaves a rank by itself all threads, too."""
+    return ({"OMP_NUM_THREADS": "1"} if ranks > 1 else {}) | os.environ
+
+
 def rank_words(run: Path) -> list[str]:
     """What Python is called with to become a rank of this process."""
     return ["-m", "paceline", "rank", str(run), str(os.getpid())]
 
 
+class Child(Protocol):
+    """What is used of a `subprocess.Popen`."""
+
+    @property
+    def pid(self) -> int: ...
+
+    def poll(self) -> int | None: ...
+
+    def wait(self) -> int | None: ...
+
+    def send_signal(self, sig: int, /) -> None: ...
+
+
 @dataclass(frozen=True)
 class RankProcess:
-    """A process of this one that is a rank. One that exits with 0 before the training is over has the status UNFINISHED."""
+    """A child of this process that is a rank. One that exits with 0 before the training is over has the status UNFINISHED."""
 
-    process: "subprocess.Popen[bytes]"
+    process: Child
     unfinished: Path
 
     @property
@@ -79,7 +98,7 @@ def spawn(run: Path, environ: Mapping[str, str], log: Path) -> RankProcess:
     with open(log, "wb") as file:
         process = subprocess.Popen(
             [sys.executable, *rank_words(run)],
-            env={"OMP_NUM_THREADS": "1"} | os.environ | dict(environ),
+            env=environment(int(environ["WORLD_SIZE"])) | dict(environ),
             stderr=file,
             start_new_session=True,
         )

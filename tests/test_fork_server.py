@@ -1,0 +1,192 @@
+"""Ranks that are forked from a process that has imported torch: as spawned ones are, whatever becomes of that process."""
+
+import json
+import signal
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from command import TASK, Running, of_kind, paceline, slow_down, start, write_task
+from paceline.events import Ended, Failed, Started
+from paceline.launch import fork_server
+from paceline.launch.fork_server import is_safe
+
+WORDS = ("train", "my.py:Regression", "--batch", "24", "--device", "cpu", "--ranks", "2", "--set", "spec.threads=1")
+
+# What a rank can see of itself when it builds the model
+LOOKS = """
+import json, resource, signal, stat, sys, threading
+
+
+def surroundings():
+    def kind(descriptor):
+        mode = os.fstat(descriptor).st_mode
+        return "socket" if stat.S_ISSOCK(mode) else "pipe" if stat.S_ISFIFO(mode) else os.readlink(f"/proc/self/fd/{descriptor}")
+
+    files = []
+    for descriptor in map(int, os.listdir("/proc/self/fd")):
+        with contextlib.suppress(OSError):
+            files.append((descriptor if descriptor < 3 else "more", kind(descriptor)))
+    umask = os.umask(0)
+    os.umask(umask)
+    shown = dict(item.split("=", 1) for item in Path("/proc/self/environ").read_text().split("\\0") if "=" in item)
+    return {
+        "environment": dict(os.environ),
+        "shown": {name: value for name, value in shown.items() if name != "PACELINE_ROOM"},
+        "words": Path("/proc/self/cmdline").read_text().split("\\0")[:5],
+        "argv": sys.argv[:3],
+        "path": sys.path,
+        "main": sys.modules["__main__"].__spec__.name,
+        "folder": os.getcwd(),
+        "files": sorted((file for file in files if not file[1].endswith(".stacks")), key=str),  # opened by a thread
+        "signals": {number: str(signal.getsignal(number)).partition(" at ")[0] for number in range(1, 32)},
+        "mask": sorted(signal.pthread_sigmask(signal.SIG_BLOCK, [])),
+        "umask": umask,
+        "limits": [resource.getrlimit(limit) for limit in range(16)],
+        "cores": sorted(os.sched_getaffinity(0)),
+        "nice": os.nice(0),
+        "session": os.getsid(0) == os.getpgrp() == os.getpid(),
+        "of the launcher": os.getppid() == int(sys.argv[3]),
+        "threads": sorted(thread.name for thread in threading.enumerate()),
+        "torch": [torch.get_num_threads(), torch.initial_seed(), torch.get_rng_state().sum().item()],
+    }
+"""
+LOOKING = LOOKS + TASK.replace(
+    "    def model(self):\n",
+    """    def model(self):
+        seen = Path(f"{os.environ['SEEN']}-{os.environ['RANK']}.json")
+        if not seen.exists():
+            seen.write_text(json.dumps(surroundings()))
+""",
+)
+# The launcher, of which ranks may be spawned as on a machine with a GPU
+LAUNCHER = """
+import os, signal, sys
+from paceline.launch import fork_server
+if os.environ["SEEN"] == "spawned":
+    fork_server.ACCELERATORS = ("/dev/null",)
+os.umask(0o027)
+signal.signal(signal.SIGHUP, signal.SIG_IGN)
+from paceline.cli import main
+main()
+"""
+
+
+def seen(how: str, at: Path) -> list[dict[str, Any]]:
+    result = paceline(*WORDS, "--steps", "1", "--run-dir", "r", at=at, program=(sys.executable, "-c", LAUNCHER), SEEN=how)
+    assert result.status == 0, result.all
+    assert (at / "r/ranks/imports.txt").exists() == (how == "forked")
+    (at / "r").rename(at / how)
+    return [json.loads((at / f"{how}-{rank}.json").read_text()) for rank in range(2)]
+
+
+def test_a_forked_rank_is_like_a_spawned_one(tmp_path: Path) -> None:
+    assert LOOKING.count("surroundings()") == 2
+    write_task(tmp_path, LOOKING)
+    for forked, spawned in zip(seen("forked", tmp_path), seen("spawned", tmp_path), strict=True):
+        for one in (forked, spawned):
+            for name in ("environment", "shown"):
+                for different in ("MASTER_PORT", "SEEN", "PACELINE_TESTS", "TORCHINDUCTOR_CACHE_DIR"):  # torch._dynamo sets the last
+                    one[name].pop(different, None)
+        assert {name: (value, spawned[name]) for name, value in forked.items() if value != spawned[name]} == {}
+        assert forked["of the launcher"]
+        assert forked["umask"] == 0o027
+        assert forked["signals"]["1"] == str(signal.SIG_IGN)
+
+
+def test_where_forks_are_not_safe(monkeypatch: pytest.MonkeyPatch) -> None:
+    one_thread = {"OMP_NUM_THREADS": "1"}
+    assert is_safe(one_thread)
+    assert not is_safe({"OMP_NUM_THREADS": "2"})
+    assert not is_safe({})
+    assert not is_safe(one_thread, num_threads=2)
+    monkeypatch.setattr(fork_server, "ACCELERATORS", ("/dev/null",))
+    assert not is_safe(one_thread)
+
+
+def server_of(running: Running) -> psutil.Process | None:
+    children = psutil.Process(running.process.pid).children()
+    return next((child for child in children if "rank" in child.cmdline() and "RANK" not in child.environ()), None)
+
+
+def test_a_fork_server_that_is_killed_takes_no_rank_with_it(tmp_path: Path) -> None:
+    """Ranks that are started again are spawned then."""
+    write_task(tmp_path)
+    slow = slow_down(tmp_path / "slow", 0.01)
+    words = (*WORDS, "--steps", "20", "--set", "save.every=1", "--restarts", "1", "--run-dir", "r")
+    with start(*words, at=tmp_path, SLOW=str(slow)) as running:
+        running.until_step(tmp_path / "r", 2)
+        server, ranks = server_of(running), running.ranks()
+        assert server is not None
+        server.kill()
+        assert [rank.is_running() for rank in ranks.values()] == [True, True]
+        running.until_step(tmp_path / "r", 5)
+        ranks[1].kill()
+        slow_down(slow, 0.0)
+        result = running.wait()
+        running.until_all_ended()
+    assert result.status == 0, result.all
+    [failed] = [failed for failed in of_kind(tmp_path / "r", Failed) if failed.what == "rank"]
+    assert failed.message.startswith("rank 1 was killed by SIGKILL, after step ")
+    assert len(of_kind(tmp_path / "r", Started)) == 2
+    assert of_kind(tmp_path / "r", Ended)[-1].step == 20
+
+
+def test_a_fork_server_that_is_killed_while_it_imports(tmp_path: Path) -> None:
+    write_task(tmp_path)
+    with start(*WORDS, "--steps", "2", "--run-dir", "r", at=tmp_path) as running:
+        running.until(lambda: server_of(running) is not None, "with a fork server")
+        server = server_of(running)
+        assert server is not None
+        server.kill()
+        result = running.wait()
+        running.until_all_ended()
+    assert result.status == 0, result.all
+
+
+def test_restarted_ranks_are_forked_again(tmp_path: Path) -> None:
+    write_task(tmp_path)
+    slow = slow_down(tmp_path / "slow", 0.01)
+    with start(*WORDS, "--steps", "20", "--restarts", "1", "--run-dir", "r", at=tmp_path, SLOW=str(slow)) as running:
+        running.until_step(tmp_path / "r", 2)
+        server, before = server_of(running), running.ranks()
+        before[0].kill()
+        running.until(lambda: len(of_kind(tmp_path / "r", Started)) == 2, "started again")
+        after = running.ranks()
+        assert server is not None
+        assert server.is_running()
+        assert all(after[rank].pid != before[rank].pid for rank in (0, 1))
+        assert after[0].cmdline() == server.cmdline()  # a spawned one has a word less
+        slow_down(slow, 0.0)
+        result = running.wait()
+        running.until_all_ended()
+    assert result.status == 0, result.all
+
+
+def test_a_process_that_nobody_tells_to_go_on_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where the fork server died before it could answer, and another process became this rank."""
+    from paceline.launch.spawn import environments
+    from paceline.run import RunFolder
+
+    run = RunFolder(tmp_path)
+    run.ranks.mkdir()
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    found = []
+    with fork_server.fork_server(run, 2) as server:
+        assert server is not None
+        while not server.has_answered(1.0):
+            pass
+        monkeypatch.setattr(fork_server, "_is_child", lambda pid: found.append(psutil.Process(pid)))
+        [environ, _] = environments(["localhost"] * 2, "127.0.0.1", 1, "job", 0)
+        assert server._fork(environ, run.rank_log(0)) is None
+        [process] = found
+        assert process.wait(60) is not None
+        assert process.pid != server.pid
+    deadline = time.monotonic() + 60
+    while psutil.pid_exists(server.pid) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not psutil.pid_exists(server.pid)
