@@ -1,7 +1,8 @@
 """Wall time from the command to the end of the first step: `paceline train` beside torchrun with a loop written by hand.
 
 Both train the digits CNN on two ranks of this machine; they take turns, and a start that other programs disturbed is done again.
-Started by torchrun, this file is that loop.
+Started by torchrun, this file is that loop. With `--cpu RANKS` it is the CPU time of a whole training of one step instead: with ranks that
+are forked, and with ranks that are spawned, as on a machine with a GPU.
 """
 
 import argparse
@@ -69,6 +70,22 @@ def _run(words: list[str]) -> str:
     return subprocess.run(words, env=environ, check=True, stdout=subprocess.PIPE, text=True).stdout
 
 
+SPAWNING = "from paceline.launch import fork_server; fork_server.ACCELERATORS = ('/dev/null',); from paceline.cli import main; main()"
+
+
+def cpu_of(ranks: int) -> None:
+    """Print the CPU seconds of all processes, which no other programs on the machine lengthen much."""
+    import machine
+
+    print(f"{machine.description()}, torch {version('torch')}; digits CNN on {ranks} ranks, one step")
+    words = ["train", "digits", "--ranks", str(ranks), "--steps", "1", "--batch", str(4 * ranks), "--device", "cpu"]
+    for name, program in (("forked", ["-m", "paceline"]), ("spawned", ["-c", SPAWNING])):
+        before, began = _children_s(), time.monotonic()
+        with tempfile.TemporaryDirectory() as folder:
+            _run([sys.executable, *program, *words, "--set", "spec.threads=1", "--run-dir", str(Path(folder) / "run")])
+        print(f"{name:20}{_children_s() - before:6.1f} s of CPU, {time.monotonic() - began:.1f} s of time", flush=True)
+
+
 def _children_s() -> float:
     times = os.times()
     return times.children_user + times.children_system
@@ -81,7 +98,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=10, help="at least 2")
     parser.add_argument("--tries", type=int, default=TRIES, help="at most so many times for a start that other programs disturb")
+    parser.add_argument("--cpu", type=int, metavar="RANKS", help="print the CPU time of one start of so many ranks")
     options = parser.parse_args()
+    if options.cpu is not None:
+        cpu_of(options.cpu)
+        return
     contenders = {"torchrun, by hand": seconds_by_hand, "paceline train": seconds_of_paceline}
     found: dict[str, list[float]] = {name: [] for name in contenders}
     for turn in range(-1, options.rounds):  # the first round warms up

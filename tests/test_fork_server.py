@@ -136,6 +136,7 @@ def test_a_fork_server_that_is_killed_takes_no_rank_with_it(tmp_path: Path) -> N
     assert of_kind(tmp_path / "r", Ended)[-1].step == 20
 
 
+@pytest.mark.slow
 def test_a_fork_server_that_is_killed_while_it_imports(tmp_path: Path) -> None:
     write_task(tmp_path)
     with start(*WORDS, "--steps", "2", "--run-dir", "r", at=tmp_path) as running:
