@@ -7,6 +7,7 @@ import os
 import pty
 import re
 import select
+import shlex
 import shutil
 import signal
 import struct
@@ -173,7 +174,8 @@ def test_completion(typed, offered, tmp_path):
 
 def test_completion_can_be_installed(tmp_path):
     home = environment(HOME=str(tmp_path), SHELL="/bin/bash")
-    found = subprocess.run([SCRIPT, "--show-completion", "bash"], env=home, capture_output=True, text=True, timeout=60)
+    typed = ["bash", "-c", f"{shlex.quote(str(SCRIPT))} --show-completion; true"]  # it asks which shell started it
+    found = subprocess.run(typed, env=home, capture_output=True, text=True, timeout=60)
     assert "_PACELINE_COMPLETE=complete_bash" in found.stdout, found.stderr
 
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from command import TASK, Running, of_kind, slow_down, start, steps_done, succeed, unequal, weights, write_task
+from command import TASK, Running, of_kind, paceline, slow_down, start, steps_done, succeed, unequal, weights, write_task
 from paceline.events import Ended, Failed, Started, Step
 
 
@@ -138,7 +138,6 @@ def test_a_signal_stops_it_and_resume_goes_on(tmp_path: Path) -> None:
 )
 def test_bad_plans_are_refused_before_anything_starts(plan: str, batch: str, message: str, tmp_path: Path) -> None:
     words = ("train", write_task(tmp_path), "--ranks", "4", "--batch", batch, "--plan", plan, "--run-dir", "run")
-    with start(*words, at=tmp_path) as running:
-        result = running.wait()
+    result = paceline(*words, at=tmp_path)
     assert (result.status, result.err) == (2, f"paceline: {message}\n")
     assert not (tmp_path / "run").exists()
