@@ -62,6 +62,10 @@ def gradient_a_little_off() -> Any:
     return _gradient_times(lambda step: 1.001)
 
 
+def gradient_off_by_a_millionth() -> Any:
+    return _gradient_times(lambda step: 1 + 1e-6)
+
+
 def weights_a_little_off() -> Any:
     """Behind the optimizer: each update leaves the weights of the last rank a part in a hundred apart."""
 

@@ -603,7 +603,7 @@ def test_a_save_that_fails_costs_nothing_but_itself(task, tmp_path):
     failed = of_kind(run, Failed)[0]
     last = max(event.step for event in of_kind(run, Saved) if event.step < failed.step)
     assert failed.what == "save"
-    assert failed.message == f"checkpoint of step {failed.step} was not written: File too large; the last good one is step {last}"
+    assert failed.message == f"checkpoint of step {failed.step} was not written: File too large; the last good checkpoint is step {last}"
     assert failed.message in result.out
     assert of_checkpoints(run)[-1] == 60
     assert not list((run / "ckpt").glob(".*"))
@@ -653,7 +653,7 @@ def test_a_disk_that_is_full_ends_no_run_and_fails_it_where_the_last_checkpoint_
     )
     assert result.err == f"paceline: {why}\n"
     assert succeed("status", run, at=tmp_path).out.startswith(f"{run}: failed after step 12 of 12: {why}")
-    assert "checkpoint of step 9 was not written: No space left on device; the last good one is step 6" in result.out
+    assert "checkpoint of step 9 was not written: No space left on device; the last good checkpoint is step 6" in result.out
     assert of_checkpoints(run) == [3, 6]
     assert not list((run / "ckpt").glob(".*"))
     assert [(event.what, event.step) for event in of_kind(run, Failed) if event.what == "save"] == [("save", 9), ("save", 12)]

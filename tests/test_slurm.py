@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shutil
 import stat
 import subprocess
 import sys
@@ -102,6 +103,19 @@ def test_a_job_is_told_to_save_and_goes_on_where_it_was(ranks_per_node, there, t
     assert said.startswith(f"runs/a: job {again} COMPLETED; done at step 24, loss ")
 
 
+def assert_asked_once(at: Path, there: Slurm, *runs: tuple[str, str, str]) -> None:
+    """Status of several runs asks Slurm one question. `runs`: name, job and state."""
+    (at / "bin").mkdir()
+    scontrol = shutil.which("scontrol", path=there.env.get("PATH"))
+    (at / "bin/scontrol").write_text(f'#!/bin/sh\necho "$@" >> {at}/asked\nexec {scontrol} "$@"\n')
+    (at / "bin/scontrol").chmod(0o755)
+    path = f"{at}/bin:{there.env.get('PATH', os.environ['PATH'])}"
+    said = succeed("status", at=at, **there.env | {"PATH": path}).out
+    for name, job, state in runs:
+        assert re.search(rf"^runs/{name}: job {job} {state}", said, re.MULTILINE), said
+    assert len((at / "asked").read_text().splitlines()) == 1
+
+
 @needs_slurm
 def test_a_job_is_cancelled(there, tmp_path):
     """One that runs saves first; one that waits is taken from the queue."""
@@ -110,6 +124,7 @@ def test_a_job_is_cancelled(there, tmp_path):
     waiting = submit(there, tmp_path, "--nodes", "2", "--ranks-per-node", "4", "--run-dir", "runs/b")
     until(lambda: steps_done(run) >= 2, "at step 2", run)
     assert re.match(rf"runs/b: job {waiting} PENDING", succeed("status", "runs/b", at=tmp_path, **there.env).out)
+    assert_asked_once(tmp_path, there, ("a", job, "RUNNING"), ("b", waiting, "PENDING"))
     for name, number in (("b", waiting), ("a", job)):
         said = succeed("cancel", f"runs/{name}", at=tmp_path, **there.env).out
         assert said == f"runs/{name}: job {number} is cancelled; go on with: sbatch runs/{name}/job.sh\n"

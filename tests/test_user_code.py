@@ -324,11 +324,14 @@ def test_a_field_that_refuses_its_value(here):
         assert f"bad.py, line {LINES[how]})" in str(caught.value)
 
 
-def one_sentence(result: Result, how: str) -> None:
+def one_sentence(result: Result, how: str, rank: int | None = None) -> None:
+    """rank: which has failed alone, where there are several."""
     assert result.status != 0, result.all
     said = [line for line in (result.out + result.err).splitlines() if HOWS[how] in line]
     assert len(said) == 1, result.all
     assert f"bad.py, line {LINES[how]})" in said[0], result.all
+    if rank is not None:
+        assert f"rank {rank}: " in said[0] if rank else "rank " not in said[0], result.all
     assert "Traceback" not in result.out + result.err, result.all
 
 
@@ -339,7 +342,7 @@ def one_sentence(result: Result, how: str) -> None:
 def test_exit_with_status_0_on_one_of_two_ranks(only_on, fate, here, tmp_path):
     words = ("train", f"{here}/bad.py:Bad", "--batch", "8", "--steps", "9", "--save-every", "1", "--ranks", "2", "--run-dir", "r")
     result = paceline(*words, "--set", f"fate={fate}", "--set", "how=exit", at=tmp_path, ONLY_ON=only_on)
-    one_sentence(result, "exit")
+    one_sentence(result, "exit", int(only_on))
     log = (tmp_path / "r" / "ranks" / f"{only_on}.log").read_text()
     assert "Traceback" in log, "the log of the rank has it"
     assert f'bad.py", line {LINES["exit"]}' in log

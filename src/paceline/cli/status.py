@@ -1,12 +1,17 @@
 """paceline status: how runs are, here and in Slurm."""
 
 import contextlib
+import functools
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from paceline.run import RunFolder
+
+if TYPE_CHECKING:
+    from paceline.errors import Error
+    from paceline.launch.slurm import Status
 
 
 def status(
@@ -31,7 +36,6 @@ def status(
 
 def _line(run: RunFolder) -> str:
     from paceline.errors import Error
-    from paceline.launch import slurm
     from paceline.report.state import figures, of_job, of_run
     from paceline.run_view import glance
 
@@ -40,8 +44,11 @@ def _line(run: RunFolder) -> str:
     skipped = f"; {found.skipped}" if found.skipped else ""
     job = None
     try:
-        job = slurm.status(run.job) if run.job is not None else None
-    except Error as error:  # its file is damaged, or Slurm cannot be asked: what the run's own files say is shown all the same
+        if run.job is not None:
+            jobs, cannot = _jobs()
+            job = jobs.get(run.job)
+            skipped += f"; {cannot}" if cannot is not None else ""
+    except Error as error:  # its file is damaged: what the run's own files say is shown all the same
         skipped += f"; {error}"
     best = ""
     if summary.metrics:
@@ -53,3 +60,15 @@ def _line(run: RunFolder) -> str:
     if job.is_active and summary.started is not None:
         return f"{of_job(job)}; step {summary.steps} of {summary.started.steps}{so_far}{skipped}"
     return f"{of_job(job)}; {of_run(run, summary)}{so_far}{skipped}"
+
+
+@functools.cache
+def _jobs() -> "tuple[dict[str, Status], Error | None]":
+    """All jobs of Slurm, which is asked once for all runs, or why it cannot be."""
+    from paceline.errors import LaunchError
+    from paceline.launch import slurm
+
+    try:
+        return slurm.statuses(), None
+    except LaunchError as error:
+        return {}, error

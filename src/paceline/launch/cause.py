@@ -68,7 +68,8 @@ def _why(run: RunFolder, failures: Failures, before: int, left: Container[int], 
         if silent_elsewhere and all(event.lost_peer for event in told.values()):
             return _Why(silent_elsewhere[0], gone(run, silent_elsewhere) + after, is_news=True), step
     if meant := [event for event in told.values() if event.meant]:
-        return _Why(meant[0].rank, meant[0].message, meant=True), step
+        first = min(meant, key=lambda event: event.rank or 0)  # which speaks for all where all have failed
+        return _Why(first.rank, first.message, meant=True), step
     own = [event for event in told.values() if not event.lost_peer]
     if stuck is not None and not silent and not own:
         return _Why(next(iter(stuck.at_fault), None), _gave_up(run, stuck, step), is_news=True), step

@@ -17,7 +17,7 @@ from paceline import events
 from paceline.doctor.beat import age_s
 from paceline.doctor.diagnose import Diagnosis
 from paceline.doctor.lookout import Lookout
-from paceline.errors import Error, RankError, RunError
+from paceline.errors import DataError, Error, RankError, RunError, TaskError
 from paceline.events import Ended, Event, Failed, Stalled, Started, Step
 from paceline.launch.signals import STOPPED, Interrupt
 from paceline.launch.world import World
@@ -191,6 +191,13 @@ def _recorded(
                 if isinstance(event, (Started, Step, Ended)):
                     step = event.step
                 yield event
+        except (TaskError, DataError) as error:
+            told = type(error)(f"rank {world.rank}: {error}") if world.rank else error  # it may have failed on this rank alone
+            if run.path.exists():
+                events.append(run.events, Failed(what="run", step=step, rank=world.rank, message=str(told), meant=True))
+            if told is error:
+                raise
+            raise told from error
         except Exception as error:  # the top of a rank: say why it ends, then let it end
             lost_peer = is_of_lost_peer(error)
             message = str(error) if isinstance(error, Error) else f"{type(error).__name__}: {str(error).strip() or 'no message'}"

@@ -68,8 +68,24 @@ def status(job: str) -> Status | None:
         if "Invalid job id" in str(error):
             return None
         raise
-    found = dict(re.findall(r"(\w+)=(.*?)(?= \w+[:\w/]*=|$)", line.strip()))
+    return _status(job, _fields(line))
 
+
+def statuses() -> dict[str, Status]:
+    """Of all jobs that Slurm knows, by id, and by ARRAY_TASK too where they are of an array: one question for many runs."""
+    found: dict[str, Status] = {}
+    for line in _ask("scontrol", "show", "job", "-o").splitlines():
+        if (fields := _fields(line)).get("JobId"):
+            job, of_array = fields["JobId"], f"{fields.get('ArrayJobId')}_{fields.get('ArrayTaskId')}"
+            found |= {name: _status(name, fields) for name in (job, of_array)}
+    return found
+
+
+def _fields(line: str) -> dict[str, str]:
+    return dict(re.findall(r"(\w+)=(.*?)(?= \w+[:\w/]*=|$)", line.strip()))
+
+
+def _status(job: str, found: dict[str, str]) -> Status:
     def said(name: str) -> str | None:
         return None if found.get(name) in (None, "", "None", "(null)", "Unknown", "N/A") else found[name]
 

@@ -466,12 +466,10 @@ class _Loop:
             return
         self.unsaved = result.error
         if result.error is not None:
-            kept = self.run.checkpoints()
-            last = f"the last good one is step {kept[-1]}" if kept else "there is none yet"
             yield Failed(
                 what="save",
                 step=result.index.step,
-                message=f"checkpoint of step {result.index.step} was not written: {result.error}; {last}",
+                message=f"checkpoint of step {result.index.step} was not written: {result.error}; {_last_good(self.run)}",
             )
             return
         if self.world.rank == 0:
@@ -481,11 +479,9 @@ class _Loop:
 
     def _not_saved(self, why: str) -> CheckpointError:
         assert self.run is not None
-        kept = self.run.checkpoints()
-        lost = f"the last good checkpoint is step {kept[-1]}" if kept else "there is no checkpoint"
-        way_out = f"make room in {self.run.ckpt}, then: paceline resume {self.run.path}"
+        kept, way_out = _last_good(self.run), f"make room in {self.run.ckpt}, then: paceline resume {self.run.path}"
         return CheckpointError(
-            f"the training came to step {self.step} of {self.total}, but its last checkpoint was not written: {why}; {lost}; {way_out}"
+            f"the training came to step {self.step} of {self.total}, but its last checkpoint was not written: {why}; {kept}; {way_out}"
         )
 
     def _communication(self) -> float | None:
@@ -515,3 +511,8 @@ class _Launched:
     data_s: float
     step_s: float
     time: float
+
+
+def _last_good(run: RunFolder) -> str:
+    kept = run.checkpoints()
+    return f"the last good checkpoint is step {kept[-1]}" if kept else "there is no checkpoint"
