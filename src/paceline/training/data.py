@@ -263,8 +263,9 @@ def _as_it_is(batch: Batch) -> Batch:
 
 def _checked(loader: Iterable[Batch | Broken]) -> Iterator[Batch]:
     found = iter(loader)
+    reading = UserCode("reading samples", raises=DataError, hint="with --workers 0 each rank reads for itself")
     while True:
-        with UserCode("reading samples", raises=DataError, hint="with --workers 0 each rank reads for itself"):
+        with reading:
             batch = next(found, DONE)
         if batch is DONE:
             return

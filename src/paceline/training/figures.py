@@ -3,6 +3,7 @@
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -14,8 +15,7 @@ EVERY_S = 0.1  # steps that are quicker are told together, about so often
 MOST = 64  # steps told together
 
 
-@dataclass(frozen=True)
-class Local:
+class Local(NamedTuple):
     """What a step came to on this rank. The parts of all ranks add up to the whole: sums, and the square of the norm."""
 
     loss: Tensor | float  # × items
@@ -24,8 +24,7 @@ class Local:
     expected: float | None  # items that the loss was divided by, where they were only inferred
 
 
-@dataclass(frozen=True)
-class Figures:
+class Figures(NamedTuple):
     """What a step came to, the same on all ranks."""
 
     loss: float

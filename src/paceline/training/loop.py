@@ -6,9 +6,9 @@ import math
 import statistics
 import time
 from collections.abc import Callable, Generator, Iterator, Sequence
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -288,7 +288,8 @@ class _Loop:
             self.pulse.done(self.step)
             if len(self.launched) >= self.together:
                 self._tell()
-            yield from self._finished(figures)
+            if figures:
+                yield from self._finished(figures)
             evaluate_now, save_now = self._evaluation_is_due(), self._save_is_due()
             if self.step == self.total or self.stopping or evaluate_now or save_now:
                 yield from self._flush()
@@ -338,7 +339,7 @@ class _Loop:
         self.accounting.tell(told.step_s, len(launched))
         if self.device.type == "cuda":  # one of them waited for all
             step_s, data_s = (statistics.mean(getattr(one, field) for one in launched) for field in ("step_s", "data_s"))
-            launched = [dataclasses.replace(one, step_s=step_s, data_s=data_s) for one in launched]
+            launched = [one._replace(step_s=step_s, data_s=data_s) for one in launched]
         return list(zip(launched, told.steps, strict=True))
 
     def _finished(self, steps: list[tuple["_Launched", Figures]]) -> Iterator[Event]:
@@ -501,8 +502,7 @@ class _Loop:
         return exposed / whole if whole else None
 
 
-@dataclass(frozen=True)
-class _Launched:
+class _Launched(NamedTuple):
     """A step whose figures are not known yet."""
 
     local: Local

@@ -20,7 +20,7 @@ from paceline.plan.plan import Place, Plan
 from paceline.task import Task
 from paceline.training.data import Batch
 from paceline.training.figures import Local
-from paceline.training.optim import Norm, scale_
+from paceline.training.optim import Norm, OptimizerStep, scale_
 from paceline.training.seeds import derive, start_stream
 from paceline.training.shards import is_cut
 from paceline.user_code import UserCode
@@ -72,6 +72,7 @@ class Step:
     base_lrs: list[float] = field(init=False)
     norm: Norm = field(init=False)
     loss_scale: LossScale | None = field(init=False)
+    step_optimizer: OptimizerStep = field(init=False)
     around_loss: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext  # forward and backward run in it
     enter: Callable[[str], None] = lambda phase: None  # told of each phase that begins
     examine: Callable[[object, Batch, Tensor], None] | None = None  # called with the first output, batch and loss, and never again
@@ -82,6 +83,7 @@ class Step:
         own = [parameter for parameter in self.params if self.pipeline is None or id(parameter) not in self.pipeline.counted_elsewhere]
         self.norm = Norm(own, self.plan, self.place, self.device)
         self.loss_scale = LossScale() if self.precision == "fp16" else None
+        self.step_optimizer = OptimizerStep(self.optimizer)
 
     @property
     def data_ranks(self) -> int:
@@ -190,7 +192,7 @@ class Step:
 
     def _step(self) -> None:
         with UserCode("the step of the optimizer", self.task.optimizer):
-            self.optimizer.step()
+            self.step_optimizer()
 
     def _sync_if(self, last: bool) -> contextlib.AbstractContextManager[None]:
         """Gradients travel once a step, with the last micro-batch."""
@@ -245,6 +247,8 @@ def weighed_loss(task: Task, model: nn.Module, batch: Batch, examine: Examine | 
 
 
 def weights_of(task: Task, batch: Batch) -> Tensor | None:
+    if type(task).weights is Task.weights:
+        return None
     with UserCode("weights()", task.weights):
         return task.weights(batch)
 
