@@ -365,9 +365,12 @@ def test_a_second_signal_ends_it_at_once(task, tmp_path):
 def test_ranks_whose_launcher_is_killed_while_they_start_do_not_wait_for_it(task, tmp_path):
     """It has the store by which they would find each other."""
     with start("train", request(wanted(task), tmp_path), "--run-dir", "r", "--ranks", "2", at=tmp_path) as running:
-        running.until(lambda: len(running.ranks()) == 2, "with two ranks")
+        running.until(lambda: 1 in running.ranks(), "with two ranks")
+        late = running.ranks()[1]
+        late.suspend()  # so that the other one waits for it
         time.sleep(0.5)
         running.process.kill()
+        late.resume()
         running.until_all_ended()
     wait_until_free(tmp_path / "r")
     assert not of_kind(tmp_path / "r", Started)
