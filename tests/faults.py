@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from paceline.training import prepare, weights
-from paceline.training.optim import Norm, _norm, local_gradients, scale_
+from paceline.training.optim import Norm, _norms, combined, local_gradients, scale_
 from paceline.training.shards import local
 from paceline.training.step import Step
 
@@ -160,10 +160,10 @@ def norm_of_shard() -> Any:
     """Also where the gradient is clipped by it."""
 
     def here(original: Any) -> Any:
-        return lambda self: _norm(local_gradients(self.params)) if dist.get_rank() == 0 else None
+        return lambda self: _norms(local_gradients(self.params)) if dist.get_rank() == 0 else []
 
     def whole(original: Any) -> Any:
-        return lambda self: _norm(local_gradients(self.params))
+        return lambda self: combined(_norms(local_gradients(self.params)), self.device)
 
     stack = contextlib.ExitStack()
     stack.enter_context(replaced(Norm, "here", here))
@@ -173,7 +173,7 @@ def norm_of_shard() -> Any:
 
 def norm_counted_by_all() -> Any:
     """What all ranks hold is counted on each of them."""
-    return replaced(Norm, "here", lambda original: lambda self: _norm(local_gradients(self.params)))
+    return replaced(Norm, "here", lambda original: lambda self: _norms(local_gradients(self.params)))
 
 
 def zero_for_none() -> Any:

@@ -12,13 +12,21 @@ CPU = torch.device("cpu")
 
 
 def local(loss: float, items: float, norm: float | None, expected: float | None = None) -> Local:
-    return Local(torch.tensor(loss), items, None if norm is None else torch.tensor(norm), expected)
+    return Local(torch.tensor(loss), items, [] if norm is None else torch.tensor(norm), expected)
 
 
 def test_each_step_keeps_its_own_figures() -> None:
     told = tell([local(6.0, 2.0, 3.0), local(8.0, 4.0, None)], Wishes(save=True), 1.0, 1, CPU).result()
     assert told.steps == [Figures(3.0, 3.0), Figures(2.0, 0.0)]
     assert told.wishes == Wishes(stop=False, save=True)
+
+
+def test_norms_of_tensors_are_combined_as_if_each_step_were_told_alone() -> None:
+    norms = [list(torch.randn(5, generator=torch.Generator().manual_seed(at)).abs()) for at in range(7)]
+    steps = [Local(torch.tensor(1.0), 1.0, norm, None) for norm in norms]
+    together = tell(steps, Wishes(), 1.0, 1, CPU).result().steps
+    assert together == [tell([step], Wishes(), 1.0, 1, CPU).result().steps[0] for step in steps]
+    assert [figures.grad_norm for figures in together] == pytest.approx([math.hypot(*map(float, norm)) for norm in norms], rel=1e-15)
 
 
 @pytest.mark.parametrize(("step_s", "together"), [(10 * EVERY_S, 1), (EVERY_S / 4.5, 4), (1e-9, MOST)])

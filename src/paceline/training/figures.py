@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from paceline.errors import TaskError
+from paceline.training.optim import combined
 
 EVERY_S = 0.1  # steps that are quicker are told together, about so often
 MOST = 64  # steps told together
@@ -20,7 +21,7 @@ class Local(NamedTuple):
 
     loss: Tensor | float  # × items
     items: Tensor | float
-    norm: Tensor | None  # of what is counted here of the gradient
+    norm: Tensor | list[Tensor]  # of what is counted here of the gradient, or the norms of the tensors that it consists of
     expected: float | None  # items that the loss was divided by, where they were only inferred
 
 
@@ -88,7 +89,8 @@ def _column(values: Sequence[Tensor | float], device: torch.device) -> Tensor:
 
 def tell(steps: Sequence[Local], wishes: Wishes, seconds: float, ranks: int, device: torch.device) -> Pending:
     """Start to add up the figures of `steps`, which took so many seconds on this rank. A collective: all ranks tell of the same steps."""
-    norms = _column([step.norm if step.norm is not None else 0.0 for step in steps], device)
+    # Here and not in the step: many in a row find their code in the caches.
+    norms = _column([step.norm if isinstance(step.norm, Tensor) else combined(step.norm, device) for step in steps], device)
     columns = _column([step.loss for step in steps], device), _column([step.items for step in steps], device), norms.square()
     rest = torch.tensor([float(wishes.stop), float(wishes.save), seconds], dtype=torch.float64, device=device)
     sums = torch.cat([torch.stack(columns, dim=1).flatten(), rest])

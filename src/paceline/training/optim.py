@@ -361,15 +361,13 @@ class Norm:
             if (is_first_copy(parameter, place) if is_cut(parameter) else owner == plan.copy(place))
         ]
 
-    def here(self) -> Tensor | None:
-        """The norm of what is counted on this rank; the squares of those of all ranks add up to that of the whole."""
-        return _norm(local_gradients(self.counted_here))
+    def here(self) -> list[Tensor]:
+        """The norms of the tensors that are counted on this rank; the squares of those of all ranks add up to that of the whole."""
+        return _norms(local_gradients(self.counted_here))
 
     def whole(self) -> Tensor:
         """The norm, the same on all ranks; a collective only where no rank has all of it."""
-        norm = self.here() if not self.whole_here else _norm(local_gradients(self.params))
-        if norm is None:
-            norm = torch.zeros((), dtype=torch.float64, device=self.device)
+        norm = combined(self.here() if not self.whole_here else _norms(local_gradients(self.params)), self.device)
         if self.whole_here:
             return norm
         squares = norm.square()
@@ -377,9 +375,16 @@ class Norm:
         return squares.sqrt()
 
 
-def _norm(grads: list[Tensor]) -> Tensor | None:
+def _norms(grads: list[Tensor]) -> list[Tensor]:
     grads = [grad for grad in grads if grad.numel()]
-    return torch.linalg.vector_norm(torch.stack(torch._foreach_norm(grads)), dtype=torch.float64) if grads else None
+    return list(torch._foreach_norm(grads)) if grads else []
+
+
+def combined(norms: Sequence[Tensor], device: torch.device) -> Tensor:
+    """Return the norm of tensors with these norms, in float64."""
+    if not norms:
+        return torch.zeros((), dtype=torch.float64, device=device)
+    return torch.linalg.vector_norm(torch.stack(list(norms)), dtype=torch.float64)
 
 
 @torch.no_grad()

@@ -20,7 +20,7 @@ from paceline.plan.plan import Place, Plan
 from paceline.task import Task
 from paceline.training.data import Batch
 from paceline.training.figures import Local
-from paceline.training.optim import Norm, OptimizerStep, scale_
+from paceline.training.optim import Norm, OptimizerStep, combined, scale_
 from paceline.training.seeds import derive, start_stream
 from paceline.training.shards import is_cut
 from paceline.user_code import UserCode
@@ -101,8 +101,8 @@ class Step:
         norm = self.update(lr_factor)
         if self.observe is not None:
             self.observe("weights", step)
-        if self.alone and norm is not None:
-            norm = norm / math.sqrt(self.data_ranks)  # so that the squares of all ranks add up to their mean
+        if self.alone:  # the squares of all ranks add up to their mean
+            norm = (norm if isinstance(norm, Tensor) else combined(norm, self.device)) / math.sqrt(self.data_ranks)
         return Local(reduce(add, losses), sum(items), norm, expected) if self.counts else Local(0.0, 0.0, norm, expected)
 
     @property
@@ -163,8 +163,9 @@ class Step:
         return share.to(loss.dtype) if isinstance(share, Tensor) else torch.full_like(loss, share)
 
     @torch.no_grad()
-    def update(self, lr_factor: float) -> Tensor | None:
-        """Clip, step and drop the gradients. Returns this rank's part of the norm of the whole gradient."""
+    def update(self, lr_factor: float) -> Tensor | list[Tensor]:
+        """Clip, step and drop the gradients. Returns this rank's part of the norm of the whole gradient, or the norms that make it up."""
+        norm: Tensor | list[Tensor]
         for group, lr in zip(self.optimizer.param_groups, self.base_lrs, strict=True):
             group["lr"] = lr * lr_factor
         if self.clip is None and self.loss_scale is None:
@@ -181,7 +182,7 @@ class Step:
             if finite:
                 scale_(self.params, by)
                 self._step()
-            norm = None
+            norm = []
             if self.alone or self.place == Place(0, 0, 0, 0):
                 norm = whole / self.loss_scale.scale if self.loss_scale is not None else whole
             if self.loss_scale is not None:
