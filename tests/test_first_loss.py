@@ -13,6 +13,7 @@ from rich.console import Console
 from torch import Tensor, nn
 
 import models
+from command import TASK, paceline, write_task
 from harness import ranks
 from paceline import Error, Plan, Spec, Task, World, train
 from paceline.errors import PlanError, TaskError
@@ -198,6 +199,20 @@ def test_on_two_ranks() -> None:
 def the_same(name: str, allow: bool) -> list[float]:
     spec = Spec(steps=4, batch=16, allow_local_loss=allow)
     return [event.loss for event in train(spec, "single,micro=2", World(), task=Mixed(loss_name=name)) if isinstance(event, Step)]
+
+
+def test_workers_of_a_parameter_server(tmp_path: Path) -> None:
+    """Each looks at its own part; what it finds is told in place of what the server sees of that."""
+    source = TASK.replace(
+        "def loss(self, output, batch):\n        return (output", "def loss(self, output, batch):\n        return (output - output.mean(0)"
+    )
+    assert source != TASK
+    write_task(tmp_path, source)
+    words = ("train", "my.py:Regression", "--set", "norm=false", "--batch", "24", "--steps", "4", "--ranks", "3", "--device", "cpu")
+    result = paceline(*words, "--plan", "parameter-server,servers=1", "--run-dir", "r", at=tmp_path)
+    assert result.status == 2, result.all
+    assert "loss() mixes the samples of a batch" in result.err
+    assert "--allow-local-loss" in result.err
 
 
 def test_the_look_changes_nothing() -> None:

@@ -60,6 +60,18 @@ def test_the_request_in_a_file(folder):
     assert "done" in run("paceline train run.toml --run-dir runs/from-file", folder)
 
 
+def rows(text: str) -> list[str]:
+    """Names of the closing table."""
+    return [name for name in re.findall(r"^(\w[\w ]*?) {2,}\S", text, re.M) if not name.startswith("step ")]
+
+
+def test_the_output_of_make_train_is_todays(tmp_path):
+    [sample] = re.findall(r"```\n(digits with .*?)```", (ROOT / "README.md").read_text(), re.S)
+    said = succeed("train", "digits", "--ranks", "2", "--steps", "4", at=tmp_path).out
+    assert "wall" in rows(said)
+    assert rows(sample) == rows(said)
+
+
 def test_links_lead_somewhere():
     for page in [ROOT / "README.md", ROOT / "benchmarks/README.md", *(ROOT / "docs").glob("*.md")]:
         for target in re.findall(r"\]\(([^)#:]+)\)", page.read_text()):

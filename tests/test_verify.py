@@ -296,6 +296,24 @@ def test_buffers_count_where_their_stage_runs(two: Ranks) -> None:
         assert told(verdict).startswith("the buffer mean is 2.000 times that of one process from step 1 on")
 
 
+@pytest.mark.parametrize("kind", ["buffers", "late buffer"])
+def test_buffers_of_every_kind_are_compared(two: Ranks, kind: str) -> None:
+    with Verification(spec("unprepared:Unprepared", set={"kind": kind}), two) as verification:
+        for plan in ("ddp", "zero3"):
+            verdict = verification.verify(parse(plan))
+            assert verdict.same, told(verdict)
+
+
+@pytest.mark.slow
+def test_statistics_of_stages_are_those_of_all_data_ranks() -> None:
+    """BatchNorm in the stages of a pipeline, each on several data ranks."""
+    with Ranks(4) as four, Verification(spec("models:Images"), four) as verification:
+        for plan in ("pp=2", "pp=2,micro=2", "pp=2,zero=1", "pp=2,zero=2", "pp=2,micro=2,schedule=zbv"):
+            verdict = verification.outcome(parse(plan))
+            assert verdict.same, (plan, sentence(verdict))
+        assert verification.reference().has_batch_norm
+
+
 def test_a_task_that_fails_in_every_type_fails_with_its_own_words(two: Ranks) -> None:
     with Verification(spec("test_verify:Broken"), two) as broken, pytest.raises((TaskError, NotImplementedError), match="grouped_mm"):
         broken.reference()

@@ -113,6 +113,27 @@ class Idle(nn.Module):
         return self.last(self.blocks[2]["used"](self.blocks[0](x).tanh()))
 
 
+class Buffers(nn.Module):
+    """One buffer with two names, one that is None until the first pass, flags and counts, and one without elements."""
+
+    def __init__(self, late: bool) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(5, 8), nn.Linear(8, 3)
+        scale = torch.arange(8.0) / 8
+        self.register_buffer("scale", scale)
+        self.register_buffer("again", scale)
+        self.register_buffer("late", None if late else torch.ones(8), persistent=False)
+        self.register_buffer("flag", torch.tensor(True))
+        self.register_buffer("count", torch.tensor(3))
+        self.register_buffer("nothing", torch.empty(0))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.late is None:
+            self.late = torch.ones(8, dtype=x.dtype)
+        h = (self.first(x) * self.scale).tanh() * self.again * self.late
+        return self.last(h * self.count if self.flag is not None else h)
+
+
 def _normed(norm: Callable[[nn.Module], nn.Module]) -> Callable[[], nn.Module]:
     return lambda: nn.Sequential(norm(nn.Linear(5, 8)), nn.ReLU(), norm(nn.Linear(8, 3)))
 
@@ -128,6 +149,8 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "modulated": Modulated,
     "scaled": Scaled,
     "idle": Idle,
+    "buffers": lambda: Buffers(late=False),
+    "late buffer": lambda: Buffers(late=True),
     "cumulative batch norm": lambda: nn.Sequential(nn.Linear(5, 8), nn.BatchNorm1d(8, momentum=None), nn.ReLU(), nn.Linear(8, 3)),
     "in place between": lambda: _in_place(nn.Linear(5, 8), nn.Hardswish(True), nn.Dropout(0.0, inplace=True), nn.Linear(8, 3)),
     "in place behind": lambda: _in_place(nn.Linear(5, 8), nn.Hardswish(True), nn.Softmax(-1), nn.Linear(8, 3), nn.Hardsigmoid(True)),

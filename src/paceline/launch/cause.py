@@ -63,13 +63,14 @@ def _why(run: RunFolder, failures: Failures, before: int, left: Container[int], 
     after = f", after step {step}"
     silent = [] if any(event.meant for event in told.values()) else _silent(failures, told, left)
     exited = _exited(failures, told, left)
-    if not silent and not exited and all(event.lost_peer for event in told.values()) and stuck is None:
+    if not silent and not exited and all(event.lost_peer and not event.meant for event in told.values()) and stuck is None:
         told, silent_elsewhere = _wait_for_others(run, before)
         if silent_elsewhere and all(event.lost_peer for event in told.values()):
             return _Why(silent_elsewhere[0], gone(run, silent_elsewhere) + after, is_news=True), step
     if meant := [event for event in told.values() if event.meant]:
-        first = min(meant, key=lambda event: event.rank or 0)  # which speaks for all where all have failed
-        return _Why(first.rank, first.message, meant=True), step
+        first = next((event for event in meant if not event.lost_peer), meant[0])
+        everywhere = next((event for event in meant if first.message == f"rank {first.rank}: {event.message}"), first)
+        return _Why(first.rank, everywhere.message, meant=True), step
     own = [event for event in told.values() if not event.lost_peer]
     if stuck is not None and not silent and not own:
         return _Why(next(iter(stuck.at_fault), None), _gave_up(run, stuck, step), is_news=True), step

@@ -199,7 +199,7 @@ def _recorded(
                 raise
             raise told from error
         except Exception as error:  # the top of a rank: say why it ends, then let it end
-            lost_peer = is_of_lost_peer(error)
+            lost_peer = is_of_lost_peer(error) or isinstance(error, RankError)
             message = str(error) if isinstance(error, Error) else f"{type(error).__name__}: {str(error).strip() or 'no message'}"
             if run.path.exists():
                 meant = isinstance(error, Error)

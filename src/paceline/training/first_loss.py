@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from paceline.errors import TaskError
+from paceline.plan.plan import Plan
 from paceline.task import Task
 from paceline.training.data import Batch, cast_floats
 from paceline.training.seeds import streams
@@ -58,12 +59,14 @@ def check_items(values: Tensor, samples: int, method: str, what: str) -> None:
 
 
 class FirstLoss:
-    """Called with the first output of a training, its batch and its loss; `finish` is called after the first update, on all ranks.
+    """Called with the first output of a training, its batch and its loss; `finish` is called after the first update, on all ranks,
+    or on a worker of a parameter server after its first gradients.
 
-    samples: of a micro-batch here. `divided`: whether the plan divides the batch. `allow`: whether a loss may mix samples all the same."""
+    samples: of a micro-batch here. `divided`: whether the plan divides the batch. `allow`: whether a loss may mix samples all the same.
+    `of_worker`: the plan of a parameter server, of which each worker decides by itself; else all ranks decide together."""
 
-    def __init__(self, step: Step, samples: int, divided: bool, allow: bool):
-        self.step, self.samples = step, samples
+    def __init__(self, step: Step, samples: int, divided: bool, allow: bool, of_worker: Plan | None = None):
+        self.step, self.samples, self.plan, self.together = step, samples, of_worker or step.plan, of_worker is None
         self.compares = divided and not allow
         self.batch: Batch | None = None
         self.verdict: Verdict = "adds up"
@@ -161,7 +164,7 @@ class FirstLoss:
 
     def finish(self) -> None:
         """Raise TaskError on all ranks where the loss is not by sample or mixes samples. A collective."""
-        if _any(self.error is not None, self.step.device):
+        if self._any(self.error is not None):
             raise self.error or TaskError(
                 "loss() returned values on another rank whose number is not one of its samples; where the number of items varies, "
                 "define weights(batch) of the shape of the loss"
@@ -169,7 +172,7 @@ class FirstLoss:
         if not self.compares:
             return
         verdict, apart = self.verdict, self.apart
-        asks_model = _any(verdict != "adds up" and not self.is_sure, self.step.device)
+        asks_model = self._any(verdict != "adds up" and not self.is_sure)
         if asks_model and self.step.pipeline is None and self.batch is not None:
             # What the parts of an output say may be wrong where another tensor has as many rows; then those of the batch say otherwise.
             rtol = RTOL_OF_MODEL.get(self.step.precision, RTOL_COARSE) if verdict != "mixes" else max(CLEARLY * self.off, ROUNDING)
@@ -177,14 +180,18 @@ class FirstLoss:
             if of_model != "unknown" and not self.is_sure:
                 verdict, apart = of_model, self.apart
         self.batch = None
-        if _any(verdict == "mixes", self.step.device):
+        if self._any(verdict == "mixes"):
             apart = f" ({apart})" if apart and verdict == "mixes" else ""
             raise TaskError(
                 f"loss() mixes the samples of a batch: its mean over a batch is not that over the parts of the batch{apart}, so that plan "
-                f"{self.step.plan} trains otherwise than one process; return the loss of each sample, define weights(batch) where the "
+                f"{self.plan} trains otherwise than one process; return the loss of each sample, define weights(batch) where the "
                 "number of items varies, use a plan that does not divide the batch (dp=1 and one micro-batch), or accept the loss of "
                 "each part with --allow-local-loss"
             )
+
+    def _any(self, here: bool) -> bool:
+        """Whether it is so on any rank that decides with this one."""
+        return _any(here, self.step.device) if self.together else here
 
     def _of_model(self, batch: Batch, rtol: float) -> Verdict:
         """As in an evaluation, where dropout is off and BatchNorm does not mix."""

@@ -127,10 +127,11 @@ def _plain(build: Callable[[], nn.Module], seed: int, at: int) -> nn.Module:
 
 def _same_structure(plain: nn.Module, model: nn.Module) -> None:
     here, there = named_tensors(model), named_tensors(plain)
-    if names := sorted(here.keys() ^ there.keys()):
+    buffers = {name for name, _ in (*model.named_buffers(remove_duplicate=False), *plain.named_buffers(remove_duplicate=False))}
+    if names := sorted((here.keys() | aliases(model).keys()) ^ (there.keys() | aliases(plain).keys())):
         raise TaskError(_message(names[0], "it is there only in one of both constructions"))
-    if aliases(plain) != aliases(model):
-        names = sorted(dict(aliases(plain).items() ^ aliases(model).items()))
+    # torch makes two buffers of one with two names where it converts a module.
+    if names := sorted(name for name in dict(aliases(plain).items() ^ aliases(model).items()) if name not in buffers):
         raise TaskError(_message(names[0], "it is tied to another parameter in only one of both constructions"))
     for name, tensor in there.items():
         for what in ("shape", "requires_grad"):

@@ -23,7 +23,7 @@ def settle(step: Step, batch: Batch) -> nn.Module:
     model = step.model
     if not isinstance(model, DistributedDataParallel):
         return model
-    kept = [buffer.clone() for buffer in model.module.buffers()]
+    kept = {name: buffer.clone() for name, buffer in model.module.named_buffers()}
     start_stream(derive(step.seed, "settle"), step.device)
     with autocast(step.precision, step.device):
         loss, _ = weighed_loss(step.task, model, batch)
@@ -40,8 +40,12 @@ def settle(step: Step, batch: Batch) -> nn.Module:
         release(model)
         model = replicate(whole, find_unused=True)
     with torch.no_grad():
-        for buffer, value in zip(model.module.buffers(), kept, strict=True):
-            buffer.copy_(value)
+        for name, buffer in list(model.module.named_buffers()):
+            if name in kept:
+                buffer.copy_(kept[name])
+            else:  # it was None until the forward pass
+                owner, _, leaf = name.rpartition(".")
+                model.module.get_submodule(owner)._buffers[leaf] = None
     return model
 
 

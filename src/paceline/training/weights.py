@@ -334,7 +334,8 @@ def record(build: Callable[[], nn.Module], seed: int) -> tuple[nn.Module, Weight
         raise TaskError(f"model() must return a torch.nn.Module, got {type(model).__name__}")
     if lazy := [name for name, tensor in named_tensors(model).items() if is_lazy(tensor)]:
         raise TaskError(f"the model's {lazy[0]} has no shape yet: Paceline cannot plan with lazy modules, give them their sizes")
-    origins = {name: tensor.detach() for name, tensor in named_tensors(model).items()}
+    # Also the other names of a buffer that has two: to convert a module makes two of it.
+    origins = {name: tensor.detach() for name, tensor in (*named_tensors(model).items(), *model.named_buffers(remove_duplicate=False))}
     for name, origin in origins.items():
         for place, operation in enumerate(tape.leading_to(storage_of(origin))):
             if operation.random and not operation.seed:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from paceline.plan.plan import Place, Plan
 from paceline.spec import Spec
 from paceline.training.data import Part, Samples, batches, training_parts
+from paceline.training.first_loss import FirstLoss
 from paceline.training.pieces import Piece
 from paceline.training.server import STALENESS
 from paceline.training.step import Step
@@ -59,6 +60,8 @@ class Worker:
         assert self.plan.micro is not None
         part = Part(spec.batch, self.plan.micro, self.number, self.plan.dp)
         parts = training_parts(part, samples, spec.seed, first, total)
+        first_loss = FirstLoss(self.update, part.share, self.plan.dp * self.plan.micro > 1, spec.allow_local_loss, of_worker=self.plan)
+        self.update.examine = first_loss
         pushing = None
         # Gradients travel while the next ones are computed; where the next weights need them, `pull` waits anyway.
         with contextlib.closing(batches(training, parts, device, readers, spec.data.prefetch)) as source, ThreadPoolExecutor(1) as sender:
@@ -67,6 +70,8 @@ class Worker:
                     break
                 micro_batches = [next(source) for _ in range(self.plan.micro)]
                 losses, items, expected = self.update.backward(micro_batches, step)
+                if step == first:
+                    first_loss.finish()
                 if pushing is not None:
                     pushing.result()
                 facts = {

@@ -170,8 +170,10 @@ def grow(reference: Reference, rounded: Reference) -> None:
 
 def largest_of(tensors: Tensors) -> float:
     """Of the finite elements: a mask of -inf is no measure for others."""
-    finite = (tensor[tensor.isfinite()].abs() for tensor in tensors.values() if tensor is not None)
-    return max((tensor.max().item() for tensor in finite if tensor.numel()), default=0.0)
+    finite = (tensor[tensor.isfinite()] for tensor in tensors.values() if tensor is not None)
+    return max(
+        (float(tensor.abs().max() if tensor.dtype != torch.bool else tensor.any()) for tensor in finite if tensor.numel()), default=0.0
+    )
 
 
 def _has_drawn() -> bool:
