@@ -15,8 +15,8 @@ import torch
 import torch.distributed as dist
 
 from machine import description
-from paceline.bench.backends import TORCH_IN_PLACE, TorchPeers
-from paceline.bench.operations import Place
+from paceline.bench.collectives.backends import TORCH_IN_PLACE, TorchPeers
+from paceline.bench.collectives.operations import Place
 from paceline.bench.timer import Budget, measure
 
 RANKS, REPETITIONS = 2, 20  # few, so that both loops of a round meet the same machine

@@ -7,7 +7,7 @@ import time
 import torch
 
 import machine
-from paceline.bench.products import KINDS
+from paceline.bench.compute.matmul import KINDS
 from paceline.bench.timer import Budget, measure
 
 

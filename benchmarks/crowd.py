@@ -14,9 +14,9 @@ from torch.utils.data import default_collate
 import crowd  # by the name that the ranks know
 import machine
 from paceline.cluster.limits import usable_cores
-from paceline.launch.pool import Ranks
+from paceline.distributed.process_group import keep_memory
+from paceline.launch.rank_pool import Ranks
 from paceline.task import load_task
-from paceline.training.process import keep_memory
 
 SAMPLES = 16  # of a rank
 

@@ -19,13 +19,14 @@ from unittest import mock
 import heartbeat  # by the name that the ranks know
 from paceline import Spec
 from paceline.cluster.cpu import cpu
-from paceline.doctor import beat, pulse
+from paceline.distributed.process_group import REMEMBERED
+from paceline.doctor import heartbeat as beat
+from paceline.doctor import heartbeat_writer
 from paceline.events import Step
-from paceline.launch.pool import Ranks
+from paceline.launch.rank_pool import Ranks
 from paceline.plan.plan import parse
 from paceline.run import RunFolder
 from paceline.spec import Save
-from paceline.training.process import REMEMBERED
 
 WARM_UP = 20
 BEATS = 2000
@@ -36,9 +37,9 @@ def silent() -> Iterator[None]:
     """Neither notes nor files."""
     nothing: Any = lambda *_: None  # noqa: E731
     with (
-        mock.patch.object(pulse.Pulse, "enter", nothing),
-        mock.patch.object(pulse.Pulse, "done", nothing),
-        mock.patch.object(pulse.Pulse, "__enter__", lambda self: self),
+        mock.patch.object(heartbeat_writer.Pulse, "enter", nothing),
+        mock.patch.object(heartbeat_writer.Pulse, "done", nothing),
+        mock.patch.object(heartbeat_writer.Pulse, "__enter__", lambda self: self),
     ):
         yield
 
@@ -76,7 +77,7 @@ def call_s(remembered: int) -> float:
 def beat_s(run: RunFolder) -> float:
     """What writing down where a rank is takes of a core, with the look at whether somebody has asked more."""
     run.ranks.mkdir()
-    call = pulse.Pulse(run, 0, 1, 60.0, 60.0)
+    call = heartbeat_writer.Pulse(run, 0, 1, 60.0, 60.0)
     began = time.process_time()
     for _ in range(BEATS):
         beat.write(run.alive(0), call._now())
@@ -90,14 +91,14 @@ def main() -> None:
     options.add_argument("--times", type=int, default=7)
     asked = options.parse_args()
     print(cpu().name)
-    call = pulse.Pulse(None, 0, 1, 60.0, 60.0)
+    call = heartbeat_writer.Pulse(None, 0, 1, 60.0, 60.0)
     began = time.perf_counter()
     for at in range(100_000):
         call.enter("data" if at % 2 else "forward")
     print(f"one change of phase: {(time.perf_counter() - began) / 100_000 * 1e6:.2f} µs")
     with tempfile.TemporaryDirectory() as folder:
         seconds = beat_s(RunFolder(Path(folder)))
-        print(f"one heartbeat: {seconds * 1e6:.0f} µs of a core, {seconds / pulse.EVERY_S:.3%} of the time")
+        print(f"one heartbeat: {seconds * 1e6:.0f} µs of a core, {seconds / heartbeat_writer.EVERY_S:.3%} of the time")
     plain, recorded = call_s(0), call_s(REMEMBERED)
     print(f"one collective: {plain * 1e6:.1f} µs, in the flight recorder {recorded * 1e6:.1f} µs")
     with Ranks(2) as ranks:

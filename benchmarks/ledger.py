@@ -70,7 +70,7 @@ def main() -> None:
     import machine
     from paceline import Spec
     from paceline.plan.plan import parse
-    from paceline.training.dry import stages
+    from paceline.training.dry_run.dry_run import stages
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--plan", default="zero3")

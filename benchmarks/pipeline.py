@@ -19,10 +19,10 @@ from torch.distributed import pipelining
 
 import turns
 from paceline import Spec
-from paceline.launch.world import world
+from paceline.distributed.world import world
 from paceline.plan.plan import parse
 from paceline.tasks.text import Text
-from paceline.training.prepare import lay_out
+from paceline.training.setup import lay_out
 
 RANKS, MICRO, SHARE = 2, 8, 4
 TASK = Text(width=128, depth=4, context=64)

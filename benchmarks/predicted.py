@@ -21,16 +21,16 @@ import machine
 from paceline.cluster import file
 from paceline.cluster.facts import Cluster
 from paceline.errors import PlanError
-from paceline.launch.pool import Ranks
-from paceline.plan.answer import answer
-from paceline.plan.assumed import assuming
+from paceline.launch.rank_pool import Ranks
+from paceline.plan.cost_model.defaults import assuming
+from paceline.plan.cost_model.framework_profiles import FLOAT32
+from paceline.plan.cost_model.predict import predict
 from paceline.plan.plan import Plan
-from paceline.plan.predict import predict
-from paceline.plan.recipe import FLOAT32
+from paceline.plan.search.best_plans import answer
 from paceline.spec import Spec, parse_overrides
 from paceline.task import load_task
-from paceline.training.choose import choose, shortest
-from paceline.training.describe import describe
+from paceline.training.auto_plan import choose, shortest
+from paceline.training.model_facts.describe import describe
 from predicted_measured import peak_bytes, possible, step_s
 
 NOT_COUNTED = ("allocator", "process")  # parts of memory that are no tensors

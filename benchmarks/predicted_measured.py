@@ -10,20 +10,20 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from paceline import Task
-from paceline.bench import engines
+from paceline.bench.compute import engine_overhead
+from paceline.data.loader import Part, batches, training_parts
+from paceline.distributed.dtensor import storage_of
+from paceline.distributed.process_group import keep_memory
+from paceline.distributed.world import world
 from paceline.errors import Error
-from paceline.launch.pool import Ranks
-from paceline.launch.world import world
-from paceline.plan.candidates import candidates
+from paceline.launch.rank_pool import Ranks
+from paceline.parallel.apply import release
 from paceline.plan.plan import Plan, parse, share
+from paceline.plan.search.candidates import candidates
 from paceline.spec import Spec
 from paceline.task import load_task
-from paceline.training.data import Part, batches, training_parts
-from paceline.training.parallelize import release
-from paceline.training.prepare import lay_out, open_data, rehearse
-from paceline.training.process import keep_memory
-from paceline.training.settle import settle
-from paceline.training.shards import storage_of
+from paceline.training.ddp_warmup import settle
+from paceline.training.setup import lay_out, open_data, rehearse
 
 CPU = torch.device("cpu")
 COUNTED = 3  # steps whose tensors are counted: engines have settled in the second
@@ -43,7 +43,7 @@ def possible(spec: Spec, task: Task, ranks: int) -> Iterator[Plan]:
 
 def step_s(ranks: Ranks, spec: Spec, plan: Plan, seconds: float) -> float:
     """Median of the steps that fit into so many seconds."""
-    return float(ranks(engines.step_s, spec, str(plan), seconds, ranks.pids, timeout_s=120 + 20 * seconds)[0])
+    return float(ranks(engine_overhead.step_s, spec, str(plan), seconds, ranks.pids, timeout_s=120 + 20 * seconds)[0])
 
 
 def peak_bytes(ranks: Ranks, spec: Spec, plan: Plan) -> list[int]:

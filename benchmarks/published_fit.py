@@ -10,11 +10,11 @@ from typing import NamedTuple
 
 import numpy as np
 
-from paceline.plan.constants import CONSTANTS, Constants
+from paceline.plan.cost_model.constants import CONSTANTS, Constants
 from published_rows import Row, answer
 
 STORED = Path(__file__).with_name("published_constants.json")
-# name: (value before any fit, how far it may be off, standard deviation as a share of it). plan/constants.py says what they are.
+# name: (value before any fit, how far it may be off, standard deviation as a share of it). plan/cost_model/constants.py says what they are.
 FITTED = {
     "A100 product": (0.78, 0.06),
     "H100 product": (0.62, 0.10),

@@ -5,15 +5,15 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 from paceline.cluster.facts import Cluster, Device, Fact
-from paceline.plan.bubble import Stage, rate
-from paceline.plan.constants import CONSTANTS
-from paceline.plan.facts import ModelFacts
-from paceline.plan.memory import memory, state
-from paceline.plan.recipe import DEEPSPEED, MEGATRON
-from paceline.plan.speeds import speeds
-from paceline.plan.split import Split
-from paceline.plan.transformer import Transformer
-from paceline.plan.work import product_s
+from paceline.plan.cost_model.compute_time import product_s
+from paceline.plan.cost_model.constants import CONSTANTS
+from paceline.plan.cost_model.framework_profiles import DEEPSPEED, MEGATRON
+from paceline.plan.cost_model.memory import memory, state
+from paceline.plan.cost_model.rates import speeds
+from paceline.plan.cost_model.schedules import Stage, rate
+from paceline.plan.cost_model.work_split import Split
+from paceline.plan.model.facts import ModelFacts
+from paceline.plan.model.transformer import Transformer
 from published_rows import Unpriced
 
 Score = tuple[str, float, float]  # id, predicted, published

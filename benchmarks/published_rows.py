@@ -11,15 +11,24 @@ from typing import NamedTuple
 from pydantic import ValidationError
 
 from paceline.cluster.facts import Cluster, Device, Fact, Link
-from paceline.plan.constants import Constants
-from paceline.plan.cost import Memory, Time
-from paceline.plan.facts import ModelFacts
-from paceline.plan.memory import memory
-from paceline.plan.recipe import DEEPSPEED, FSDP, FSDP_COMPILED, LLM_FOUNDRY, MEGATRON, MEGATRON_CORE, MEGATRON_DEEPSPEED, Recipe
-from paceline.plan.speeds import speeds
-from paceline.plan.split import Split
-from paceline.plan.time import time
-from paceline.plan.transformer import Transformer
+from paceline.plan.cost_model.constants import Constants
+from paceline.plan.cost_model.cost import Memory, Time
+from paceline.plan.cost_model.framework_profiles import (
+    DEEPSPEED,
+    FSDP,
+    FSDP_COMPILED,
+    LLM_FOUNDRY,
+    MEGATRON,
+    MEGATRON_CORE,
+    MEGATRON_DEEPSPEED,
+    Recipe,
+)
+from paceline.plan.cost_model.memory import memory
+from paceline.plan.cost_model.rates import speeds
+from paceline.plan.cost_model.step_time import time
+from paceline.plan.cost_model.work_split import Split
+from paceline.plan.model.facts import ModelFacts
+from paceline.plan.model.transformer import Transformer
 from paceline.spec import explain
 
 # GB/s of one device in one direction: (memory, inside a node, between nodes where a row does not say), by data sheets and the usual nodes

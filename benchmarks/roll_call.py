@@ -12,10 +12,10 @@ import torch.distributed as dist
 
 import roll_call as here  # by the name that the ranks know
 from paceline.cluster.cpu import cpu
-from paceline.launch.pool import Ranks
-from paceline.launch.world import world
+from paceline.distributed.world import world
+from paceline.launch.rank_pool import Ranks
 from paceline.task import load_task
-from paceline.training.roll_call import roll_call
+from paceline.training.rank_checks import roll_call
 
 SAMPLES = {"train": 1437, "validation": 360}
 

@@ -20,9 +20,9 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import machine
+from paceline.distributed.process_group import threads_per_rank
 from paceline.run import RunFolder
-from paceline.training.checkpoint import Index, Saver, describe, tensors
-from paceline.training.process import threads_per_rank
+from paceline.training.checkpoint.save import Index, Saver, describe, tensors
 from paceline.units import format_bytes, format_count
 
 WIDTH, LAYERS, BATCH = 4096, 6, 64  # six layers of 16.8 million parameters

@@ -6,11 +6,11 @@ import time
 
 from paceline.cluster.facts import Cluster
 from paceline.cluster.published import parse
-from paceline.plan.facts import ModelFacts
-from paceline.plan.library import model
-from paceline.plan.scale import scaling
-from paceline.plan.search import search
-from paceline.plan.transformer import Transformer
+from paceline.plan.model.facts import ModelFacts
+from paceline.plan.model.library import model
+from paceline.plan.model.transformer import Transformer
+from paceline.plan.search.scaling import scaling
+from paceline.plan.search.search import search
 
 COUNTS = tuple(2**power for power in range(13))
 TRILLION = Transformer(name="10¹² parameters", layers=128, hidden=25600, heads=160, vocab=51200, seq=2048, positions=2048)

@@ -18,9 +18,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 import machine
-from paceline.bench import files
-from paceline.bench.files import MiB, Room, Samples
-from paceline.bench.storage import space
+from paceline.bench.storage import io_ops
+from paceline.bench.storage.io_ops import MiB, Room, Samples
+from paceline.bench.storage.suite import space
 
 BLOCK, BLOCKS, SMALL = 32 * MiB, 8, 400
 RANDOM = 2000
@@ -35,7 +35,7 @@ def ours(operation: Callable[[Room], Samples], count: int) -> Tool:
         room = Room(folder, 2 * BLOCK * BLOCKS, 0, 1, BLOCK)
         samples = list(itertools.islice(operation(room), count))
         seconds = sum(seconds for seconds, _ in samples)
-        return (len(samples) if samples[0][1] <= files.PAGE else sum(size for _, size in samples)) / seconds
+        return (len(samples) if samples[0][1] <= io_ops.PAGE else sum(size for _, size in samples)) / seconds
 
     return run
 
@@ -64,39 +64,39 @@ def fio(*words: str, name: str = "of_fio", unit: str = "bw_bytes", side: str = "
 def drop(folder: Path) -> None:
     for path in folder.iterdir():
         with path.open("rb") as file:
-            files.drop_cache(file.fileno())
+            io_ops.drop_cache(file.fileno())
 
 
 NOISE = Path("/dev/shm/paceline-noise")
 WHOLE = BLOCK * BLOCKS
 TESTS: dict[str, tuple[Tool, Tool | None, Tool]] = {
     "large write": (
-        ours(files.write_dsync, BLOCKS),
+        ours(io_ops.write_dsync, BLOCKS),
         dd("if={noise}", "of={folder}/of_dd", f"bs={BLOCK}", f"count={BLOCKS}", "oflag=dsync"),
         fio("--rw=write", f"--bs={BLOCK}", f"--size={WHOLE}", "--sync=dsync"),
     ),
     "direct write": (
-        ours(files.write_direct, WHOLE // files.CHUNK),
-        dd("if={noise}", "of={folder}/direct_of_dd", f"bs={files.CHUNK}", f"count={WHOLE // files.CHUNK}", "oflag=direct,dsync"),
-        fio("--rw=write", f"--bs={files.CHUNK}", f"--size={WHOLE}", "--direct=1", "--sync=dsync", name="direct_of_fio"),
+        ours(io_ops.write_direct, WHOLE // io_ops.CHUNK),
+        dd("if={noise}", "of={folder}/direct_of_dd", f"bs={io_ops.CHUNK}", f"count={WHOLE // io_ops.CHUNK}", "oflag=direct,dsync"),
+        fio("--rw=write", f"--bs={io_ops.CHUNK}", f"--size={WHOLE}", "--direct=1", "--sync=dsync", name="direct_of_fio"),
     ),
     "read": (
-        ours(files.read_cold, WHOLE // MiB),
+        ours(io_ops.read_cold, WHOLE // MiB),
         dd("if={folder}/of_dd", "of=/dev/null", f"bs={MiB}"),
         fio("--rw=read", f"--bs={MiB}", f"--size={WHOLE}", "--invalidate=1", side="read"),
     ),
     "direct read": (
-        ours(files.read_direct, WHOLE // files.CHUNK),
-        dd("if={folder}/of_dd", "of=/dev/null", f"bs={files.CHUNK}", "iflag=direct"),
-        fio("--rw=read", f"--bs={files.CHUNK}", f"--size={WHOLE}", "--direct=1", side="read"),
+        ours(io_ops.read_direct, WHOLE // io_ops.CHUNK),
+        dd("if={folder}/of_dd", "of=/dev/null", f"bs={io_ops.CHUNK}", "iflag=direct"),
+        fio("--rw=read", f"--bs={io_ops.CHUNK}", f"--size={WHOLE}", "--direct=1", side="read"),
     ),
     "random read": (
-        ours(files.read_random, RANDOM),
+        ours(io_ops.read_random, RANDOM),
         None,
         fio("--rw=randread", "--bs=4k", f"--size={WHOLE}", "--direct=1", f"--number_ios={RANDOM}", unit="iops", side="read"),
     ),
     "small write": (
-        ours(files.write_small, SMALL),
+        ours(io_ops.write_small, SMALL),
         dd("if={noise}", "of={folder}/small_of_dd", "bs=512", f"count={SMALL}", "oflag=dsync", of_blocks=SMALL),
         fio("--rw=write", "--bs=512", f"--size={512 * SMALL}", "--sync=dsync", name="small_of_fio", unit="iops"),
     ),

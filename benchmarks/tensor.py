@@ -19,10 +19,10 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 import turns
 from paceline import Spec
-from paceline.launch.world import world
+from paceline.distributed.world import world
 from paceline.plan.plan import parse
 from paceline.tasks.text import Text
-from paceline.training.prepare import lay_out
+from paceline.training.setup import lay_out
 
 TP, SHARE = 2, 8
 TASK = Text(width=256, depth=4, context=128)

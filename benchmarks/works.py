@@ -14,9 +14,9 @@ import torch
 
 from paceline import Spec
 from paceline.errors import Error
-from paceline.launch.pool import Ranks
-from paceline.plan.candidates import candidates
+from paceline.launch.rank_pool import Ranks
 from paceline.plan.plan import Plan
+from paceline.plan.search.candidates import candidates
 from paceline.spec import parse_value
 from paceline.verify.report import furthest, reason, sentence
 from paceline.verify.run import Verdict, Verification, batch_for

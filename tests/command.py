@@ -251,7 +251,7 @@ def steps_done(run: Path) -> int:
 
 def weights(run: Path, step: int | None = None) -> dict[str, np.ndarray]:
     """The whole weights of a run: of a step, or of its last whole checkpoint."""
-    from paceline.training.checkpoint import last_good, load_whole
+    from paceline.training.checkpoint.save import last_good, load_whole
 
     path = RunFolder(run).checkpoint(step) if step is not None else last_good(RunFolder(run))[0]
     assert path is not None, f"{run} has no checkpoint"

@@ -12,9 +12,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from paceline.training import prepare, weights
-from paceline.training.optim import Norm, _norms, combined, local_gradients, scale_
-from paceline.training.shards import local
+from paceline.distributed.dtensor import local
+from paceline.training import setup
+from paceline.training.init import deferred_init
+from paceline.training.optimizer import Norm, _norms, combined, local_gradients, scale_
 from paceline.training.step import Step
 
 
@@ -122,7 +123,7 @@ def _before_layout(change: Callable[[nn.Module], None]) -> Any:
 
         return parallelize
 
-    return replaced(prepare, "parallelize", by)
+    return replaced(setup, "parallelize", by)
 
 
 def block_dropped() -> Any:
@@ -153,7 +154,7 @@ def shards_seeded_alike() -> Any:
 
         return cut_like
 
-    return replaced(weights, "_cut_like", by)
+    return replaced(deferred_init, "_cut_like", by)
 
 
 def norm_of_shard() -> Any:

@@ -33,12 +33,12 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from paceline import Spec, Task, train
+from paceline.distributed.dtensor import is_here
+from paceline.distributed.network_interface import stay_here
+from paceline.distributed.store import open_store
 from paceline.events import Evaluated, Step
-from paceline.launch.interface import stay_here
-from paceline.launch.store import open_store
 from paceline.plan.plan import parse
-from paceline.training.shards import is_here
-from paceline.training.weights import named_tensors
+from paceline.training.init.deferred_init import named_tensors
 
 TIMEOUT_S = 120.0
 

@@ -9,9 +9,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from paceline import Layout, Task
+from paceline.data.loader import shuffled
 from paceline.tasks import text as tasks
 from paceline.tasks.text import Windows
-from paceline.training.data import shuffled
 
 SAMPLES = 29  # a prime, so that every step begins elsewhere in an epoch
 

@@ -16,27 +16,27 @@ from clusters import cluster
 from command import paceline, succeed
 from harness import ranks
 from paceline import Spec, events, train
-from paceline.bench.facts import updated
 from paceline.bench.result import Result
+from paceline.bench.to_cluster import updated
 from paceline.cli.account import account as command
 from paceline.cluster import file
 from paceline.cluster.facts import Account, Cluster, Device, Fact
 from paceline.errors import ClusterError, RunError, TaskError
 from paceline.events import Accounted, Event, Started, Step
-from paceline.plan.account import MEMORY, TIME, Row, beside, ratios, worst
-from paceline.plan.cost import Part
-from paceline.plan.library import model
-from paceline.plan.memory import NAMES
+from paceline.plan.cost_model.compare import MEMORY, TIME, Row, beside, ratios, worst
+from paceline.plan.cost_model.cost import Part
+from paceline.plan.cost_model.memory import NAMES
+from paceline.plan.cost_model.predict import predict
+from paceline.plan.cost_model.rates import speeds
+from paceline.plan.cost_model.step_time import PARTS
+from paceline.plan.model.library import model
 from paceline.plan.plan import parse
-from paceline.plan.predict import predict
-from paceline.plan.search import fastest, search
-from paceline.plan.speeds import speeds
-from paceline.plan.time import PARTS
-from paceline.report.measured import measured
+from paceline.plan.search.search import fastest, search
+from paceline.report.breakdown import measured
 from paceline.run import RunFolder
-from paceline.training.account import Accounting
-from paceline.training.peak import Allocation, held
-from paceline.training.timeline import END, GRADIENTS, STEP, UPDATED, Op, on_device, on_host
+from paceline.training.profiling.peak_memory import Allocation, held
+from paceline.training.profiling.profiler import Accounting
+from paceline.training.profiling.time_breakdown import END, GRADIENTS, STEP, UPDATED, Op, on_device, on_host
 
 MS = 1_000_000
 SPEC = Spec(batch=4, steps=8, account=True, evaluate_every=100)

@@ -11,12 +11,12 @@ from paceline import Spec, train
 from paceline.cluster.facts import Cluster, Device, Fact
 from paceline.errors import PlanError
 from paceline.events import Started
-from paceline.plan.answer import Answer
 from paceline.plan.plan import Plan, parse
+from paceline.plan.search.best_plans import Answer
 from paceline.spec import load
 from paceline.tasks.text import Text
-from paceline.training import choose as choosing
-from paceline.training.choose import choose, shortest
+from paceline.training import auto_plan as choosing
+from paceline.training.auto_plan import choose, shortest
 
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "paceline")
 WORDS = ("my.py:Regression", "--plan", "auto", "--steps", "4", "--batch", "24", "--device", "cpu")
@@ -140,10 +140,10 @@ def test_a_plan_is_said_shortly(plan: str, ranks: int, said: str) -> None:
 
 
 def test_the_machine_of_another_device_is_left_aside(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from paceline.cluster import here
+    from paceline.cluster import local_cluster
 
     monkeypatch.chdir(tmp_path)
     gpu = {"format": "paceline.cluster", "version": 1, "device": {"name": "H100", "kind": "cuda", "memory_bytes": 8e10}}
     (tmp_path / "cluster.json").write_text(json.dumps(gpu))
-    assert here.known().device.name == "H100"
-    assert here.known("cpu").device.kind == "cpu"
+    assert local_cluster.known().device.name == "H100"
+    assert local_cluster.known("cpu").device.kind == "cpu"

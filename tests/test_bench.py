@@ -10,7 +10,7 @@ from paceline.bench.compare import compare, quartiles
 from paceline.bench.result import Result, check_path, read, write
 from paceline.bench.timer import Budget, Clock, measure, timing
 from paceline.errors import BenchError
-from paceline.report.pictures import check_picture, figure
+from paceline.plotting.figure import check_picture, figure
 
 
 def result(*times_s: float, kind: str = "collectives", **more: object) -> Result:
@@ -124,7 +124,7 @@ def test_results_that_have_nothing_in_common():
 def test_pictures_that_cannot_be(tmp_path, monkeypatch):
     with pytest.raises(BenchError, match=r"must end in \.svg or \.png"):
         check_picture(tmp_path / "a.gif")
-    monkeypatch.setattr("paceline.report.pictures.find_spec", lambda name: None)
+    monkeypatch.setattr("paceline.plotting.figure.find_spec", lambda name: None)
     with pytest.raises(BenchError, match="pip install 'paceline\\[plot\\]'"):
         check_picture(tmp_path / "a.svg")
 

@@ -14,14 +14,14 @@ import models
 from command import paceline, succeed, write_task
 from harness import ranks
 from paceline import Spec
-from paceline.bench import compute, overlap
-from paceline.bench import gather as gather_module
-from paceline.bench.compute import Sizes, summary
-from paceline.bench.gather import gather
-from paceline.bench.overlap import hidden
-from paceline.bench.products import KINDS
-from paceline.bench.step import counted, measure_step, ready
-from paceline.report.compute import bandwidth, draw
+from paceline.bench import collect as gather_module
+from paceline.bench.collect import gather
+from paceline.bench.compute import kernels, overlap
+from paceline.bench.compute.kernels import Sizes, summary
+from paceline.bench.compute.matmul import KINDS
+from paceline.bench.compute.overlap import hidden
+from paceline.bench.compute.step import counted, measure_step, ready
+from paceline.bench.report.compute import bandwidth, draw
 
 CPU = torch.device("cpu")
 TINY = Sizes((48, 96), 64, 32, (1, 4), 128, ((1, 2, 64, 32),))
@@ -60,7 +60,7 @@ def test_a_product_is_computed_and_is_right(kind, monkeypatch):
 
 
 def test_rows_of_products():
-    rows, notes = rows_of(compute.products(CPU, 3.0, TINY))
+    rows, notes = rows_of(kernels.products(CPU, 3.0, TINY))
     assert {row["dtype"] for row in rows} == {"fp64", "fp32", "bf16", "fp16", "int8"}
     for row in rows:
         m, n, k = map(int, row["shape"].split("×"))
@@ -78,8 +78,8 @@ def test_what_a_device_refuses_is_left_out_with_the_reason(monkeypatch):
         return lambda: None
 
     [fp32] = [kind for kind in KINDS if kind.dtype == "fp32"]
-    monkeypatch.setattr(compute, "KINDS", (dataclasses.replace(fp32, make=refuse),))
-    rows, notes = rows_of(compute.products(CPU, 5.0, TINY))
+    monkeypatch.setattr(kernels, "KINDS", (dataclasses.replace(fp32, make=refuse),))
+    rows, notes = rows_of(kernels.products(CPU, 5.0, TINY))
     assert notes == ["fp32 matmul of 1×128×128, 4×128×128, 48×48×48: at least 64 rows"]
     assert len(rows) == len(TINY.shapes()) - 3
 
@@ -89,7 +89,7 @@ def test_the_share_of_a_peak_is_that_of_the_published_one(monkeypatch):
     rows = [row, row | {"operation": "matmul 2:4"}, row | {"dtype": "tf32", "flops": 494.7e12}]
     for name, shares in (("NVIDIA H100 80GB HBM3", [0.5, 0.25, 1.0]), ("Nobody's GPU", [None] * 3)):
         monkeypatch.setattr(torch.cuda, "get_device_name", lambda device, name=name: name)
-        found = list(compute.with_peaks(iter(rows), torch.device("cuda")))
+        found = list(kernels.with_peaks(iter(rows), torch.device("cuda")))
         assert [one.get("peak_share") for one in found] == [None if share is None else pytest.approx(share, rel=1e-3) for share in shares]
 
 
@@ -115,12 +115,12 @@ def test_best_and_typical():
 
 
 def test_memory_and_attention(monkeypatch):
-    monkeypatch.setattr(compute, "_array_bytes", lambda device, budget_s: (2**21, 2**20))
-    rows, [note] = rows_of(compute.memory(CPU, 0.2))
+    monkeypatch.setattr(kernels, "_array_bytes", lambda device, budget_s: (2**21, 2**20))
+    rows, [note] = rows_of(kernels.memory(CPU, 0.2))
     assert "arrays of 1.0 MiB" in note
     assert [(row["operation"], row["bytes"]) for row in rows] == [("copy", 2 * 2**20), ("triad", 3 * 2**20)]
     assert all(row["Bps"] == row["bytes"] / row["median_s"] for row in rows)
-    rows, notes = rows_of(compute.attention(CPU, 1.0, TINY))
+    rows, notes = rows_of(kernels.attention(CPU, 1.0, TINY))
     assert {(row["operation"], row["kernel"]) for row in rows} >= {("attention", "flash"), ("attention backward", "math")}
     assert {(row["operation"], row["flop"]) for row in rows} == {
         ("attention", 2 * 2 * 64 * 64 * 32),

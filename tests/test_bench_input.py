@@ -7,9 +7,9 @@ import torch
 
 from command import paceline, succeed, write_task
 from paceline import Spec, Task
-from paceline.bench.input import measure, summary, up_to_cores, ways
+from paceline.bench.data_loading import measure, summary, up_to_cores, ways
+from paceline.data.loader import Part, training_parts
 from paceline.errors import DataError
-from paceline.training.data import Part, training_parts
 
 CPU = torch.device("cpu")
 READ: list[int] = []

@@ -13,9 +13,10 @@ from pathlib import Path
 import pytest
 
 from command import paceline, start, succeed
-from paceline.bench import files, storage
-from paceline.bench.advice import advice
-from paceline.bench.storage import TESTS, check, measure
+from paceline.bench.storage import io_ops
+from paceline.bench.storage import suite as storage
+from paceline.bench.storage.advice import advice
+from paceline.bench.storage.suite import TESTS, check, measure
 from paceline.errors import BenchError
 
 ALL = [test.name for test in TESTS]
@@ -65,7 +66,7 @@ def test_what_is_slow_is_told_slow(tmp_path, monkeypatch):
         time.sleep(0.02)
         return write(file, data)
 
-    monkeypatch.setattr(files.os, "write", slowly)
+    monkeypatch.setattr(io_ops.os, "write", slowly)
     found = measured(tmp_path)
     assert found["small write"]["per_s"] < 50
     assert found["create"]["per_s"] < 50
@@ -84,9 +85,9 @@ def test_a_quota_that_is_exceeded_half_way(code, tmp_path, monkeypatch):
         return written
 
     monkeypatch.setattr(storage, "MOST_BYTES", 16 * 2**20)
-    monkeypatch.setattr(files, "TRIED", 2**20)
-    monkeypatch.setattr(files, "BLOCKS", (2**20, 4096))
-    monkeypatch.setattr(files.os, "writev", limited)
+    monkeypatch.setattr(io_ops, "TRIED", 2**20)
+    monkeypatch.setattr(io_ops, "BLOCKS", (2**20, 4096))
+    monkeypatch.setattr(io_ops.os, "writev", limited)
     found = measured(tmp_path, 2.0)
     assert found["large write"]["bytes"] == 2 * 2**20
     assert found["large write"]["n"] == 2
@@ -176,10 +177,10 @@ def test_whether_a_file_is_in_the_page_cache():
             pytest.skip("what is in memory stays there")
         path = Path(folder) / "file"
         path.write_bytes(os.urandom(2**20))
-        assert files.cached_share(path) == 1.0
+        assert io_ops.cached_share(path) == 1.0
         with path.open("rb") as file:
-            files.drop_cache(file.fileno())
-        assert files.cached_share(path) == 0.0
+            io_ops.drop_cache(file.fileno())
+        assert io_ops.cached_share(path) == 0.0
 
 
 def test_advice_says_what_to_keep_where():

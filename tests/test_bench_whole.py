@@ -5,8 +5,8 @@ import json
 import pytest
 
 from command import paceline, start, succeed, write_task
-from paceline.bench.facts import updated
 from paceline.bench.result import Result, read
+from paceline.bench.to_cluster import updated
 from paceline.cluster import file
 from paceline.cluster.facts import Cluster, Device
 

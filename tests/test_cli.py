@@ -43,7 +43,7 @@ from paceline.events import Ended, Evaluated, Failed, Started, Step, Writer
 from paceline.run import create, default_path, latest, release, reserve
 from paceline.spec import Launch, Optimizer
 from paceline.task import load_task
-from paceline.training.weights import named_tensors
+from paceline.training.init.deferred_init import named_tensors
 
 SCRIPT = str(Path(sys.executable).parent / "paceline")
 TIED = (

@@ -13,18 +13,18 @@ import typer
 
 from command import PACELINE, Result, paceline, start, succeed
 from harness import ranks
-from paceline.bench import axes as axes_of
-from paceline.bench.backends import TORCH_IN_PLACE, TORCH_OUT_OF_PLACE, Call, TorchPeers, _torch_backend
-from paceline.bench.collectives import Rank, rows
-from paceline.bench.fit import fit, fits, links
-from paceline.bench.operations import OPERATIONS, Place, bandwidths_GBps, tensor, wrong
-from paceline.bench.request import DTYPES, KEYS, Request, sizes
+from paceline.bench.collectives import rank_groups as axes_of
+from paceline.bench.collectives.alpha_beta import fit, fits, links
+from paceline.bench.collectives.backends import TORCH_IN_PLACE, TORCH_OUT_OF_PLACE, Call, TorchPeers, _torch_backend
+from paceline.bench.collectives.measure import Rank, rows
+from paceline.bench.collectives.operations import OPERATIONS, Place, bandwidths_GBps, tensor, wrong
+from paceline.bench.collectives.request import DTYPES, KEYS, Request, sizes
 from paceline.bench.result import Result as ResultFile
 from paceline.bench.result import read, write
 from paceline.bench.timer import Clock
-from paceline.cli import bench_collectives
+from paceline.cli.bench import collectives
+from paceline.distributed.world import World, world
 from paceline.errors import BenchError, Error, PlanError
-from paceline.launch.world import World, world
 
 MPIRUN = ("mpirun", "--allow-run-as-root", "--oversubscribe", "--bind-to", "none", "-np", "2", *PACELINE)
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "paceline")
@@ -396,7 +396,7 @@ def test_two_files_beside_each_other(tmp_path):
 )
 def test_bad_input_is_refused_before_anything_starts(asked, said):
     with pytest.raises(Error) as refused:
-        bench_collectives.collectives(**asked)
+        collectives.collectives(**asked)
     assert said in str(refused.value)
     assert "\n" not in str(refused.value)
 
@@ -415,10 +415,10 @@ def test_a_back_end_that_is_not_there_says_how_to_get_it(tmp_path):
 def test_a_wrong_row_is_said_and_is_no_success(bad, status, monkeypatch, capsys):
     times = {"min_s": 1e-3, "p95_s": 3e-3, "n": 5, "spread": 0.1, "algbw_GBps": 1.0, "busbw_GBps": 1.0}
     found = [row("all-reduce", 2**10, 2e-3, **times), row("all-reduce", 2**12, 3e-3, **times | {"wrong": bad}), "something was left out"]
-    monkeypatch.setattr("paceline.bench.ranks.measured", lambda request, ranks: (one for one in found))
+    monkeypatch.setattr("paceline.bench.collectives.workers.measured", lambda request, ranks: (one for one in found))
     monkeypatch.setattr(signal, "signal", lambda number, handler: None)
     with pytest.raises(typer.Exit) as over:
-        bench_collectives.collectives(backends="gloo")
+        collectives.collectives(backends="gloo")
     assert over.value.exit_code == status
     out = capsys.readouterr().out
     assert ("3 WRONG" in out, "1 row of 2 came out WRONG" in out) == (bool(bad), bool(bad))
@@ -432,7 +432,7 @@ def test_sizes():
 
 
 def test_mpi_needs_a_launcher_that_speaks_it(monkeypatch):
-    from paceline.bench import backends
+    from paceline.bench.collectives import backends
 
     monkeypatch.setitem(backends.MISSING, "mpi", lambda: None)
     with pytest.raises(BenchError, match="mpi cannot be measured by ranks of torchrun: start them with mpirun or srun"):

@@ -11,7 +11,7 @@ from paceline import Spec, Task
 from paceline.errors import PlanError
 from paceline.plan.plan import parse
 from paceline.spec import Optimizer
-from paceline.training.prepare import rehearse
+from paceline.training.setup import rehearse
 
 SPEC = Spec(steps=2, batch=8, seed=3, precision="fp64", optimizer=Optimizer(lr=1e-2, weight_decay=0.1, clip=0.5))
 PLANS = [(2, "tp=2"), (2, "ddp"), (2, "zero3"), (2, "pp=2,micro=2"), (2, "pp=2,schedule=interleaved,micro=2"), (2, "zero3,recompute=full")]

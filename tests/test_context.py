@@ -17,12 +17,13 @@ from harness import difference, differences, ranks, trained, training, wrong
 from paceline import Spec, Task, train
 from paceline.errors import PlanError
 from paceline.events import Step
+from paceline.parallel.context import apply as context
+from paceline.parallel.context import ring_attention
+from paceline.parallel.context.ring_attention import Ring, positions
 from paceline.plan.plan import parse
 from paceline.run import RunFolder
 from paceline.spec import Optimizer, Save, Schedule
 from paceline.tasks import text
-from paceline.training import context, ring
-from paceline.training.ring import Ring, positions
 
 RTOL = 1e-10
 ADAMW = Optimizer(name="adamw", lr=1e-2, weight_decay=0.1, clip=0.5)
@@ -167,7 +168,7 @@ def unseen() -> Iterator[None]:
 def forgotten_factor() -> Any:
     """The gradient of a slice is not multiplied by the ranks that share the sequence."""
     return replaced(
-        ring.Gather,
+        ring_attention.Gather,
         "backward",
         lambda original: staticmethod(lambda ctx, grad: (original(ctx, grad)[0] / ctx.ranks, None, None, None)),
     )

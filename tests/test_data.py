@@ -19,10 +19,10 @@ import harness
 import models
 from harness import difference, differences, trained
 from paceline import Spec, Task
+from paceline.data.loader import Broken, Part, Samples, batches, shuffled, training_parts, validation_parts
+from paceline.distributed.rng import FIXED, derive
 from paceline.errors import DataError
 from paceline.spec import Loading, Optimizer
-from paceline.training.data import Broken, Part, Samples, batches, shuffled, training_parts, validation_parts
-from paceline.training.seeds import FIXED, derive
 
 CPU = torch.device("cpu")
 # by the workers of a data loader, from Python 3.12 on

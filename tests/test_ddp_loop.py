@@ -13,9 +13,9 @@ from torch.utils.data import default_collate
 import models
 from harness import Trained, differences, ranks, trained
 from paceline import Spec, Task
+from paceline.data.loader import shuffled
 from paceline.spec import Optimizer
-from paceline.training.data import shuffled
-from paceline.training.weights import fill_, record
+from paceline.training.init.deferred_init import fill_, record
 
 STEPS, BATCH, SEED, LR, CLIP = 12, 8, 5, 0.05, 1.0
 

@@ -6,17 +6,17 @@ from torch import nn
 
 from paceline import Task
 from paceline.errors import TaskError
-from paceline.plan.facts import ModelFacts
-from paceline.plan.memory import memory
+from paceline.plan.cost_model.framework_profiles import FLOAT32
+from paceline.plan.cost_model.memory import memory
+from paceline.plan.cost_model.work_split import split
+from paceline.plan.model.facts import ModelFacts
+from paceline.plan.model.transformer import Transformer
 from paceline.plan.plan import parse
-from paceline.plan.recipe import FLOAT32
-from paceline.plan.split import split
-from paceline.plan.transformer import Transformer
 from paceline.spec import Spec
 from paceline.tasks.digits import Digits
 from paceline.tasks.text import Text
-from paceline.training.describe import describe, described, watched
-from paceline.training.tally import Counting
+from paceline.training.model_facts.describe import describe, described, watched
+from paceline.training.model_facts.op_counter import Counting
 
 SIZES = {"layers": 3, "hidden": 32, "heads": 4, "seq": 16, "positions": 16}
 

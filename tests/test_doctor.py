@@ -15,11 +15,11 @@ import psutil
 import pytest
 
 from command import PACELINE, TASK, Running, happened, of_kind, paceline, slow_down, start, unequal, weights, write_task
-from paceline.doctor import ask, beat
-from paceline.doctor.ask import Reader, Seen
-from paceline.doctor.beat import Beat, Collective, Frame
+from paceline.doctor import heartbeat, rank_state
 from paceline.doctor.diagnose import Diagnosis, bound_s, diagnose
-from paceline.doctor.pulse import SIGNAL, Pulse
+from paceline.doctor.heartbeat import Beat, Collective, Frame
+from paceline.doctor.heartbeat_writer import SIGNAL, Pulse
+from paceline.doctor.rank_state import Reader, Seen
 from paceline.events import Event, Failed, Stalled, Started, Step
 from paceline.run import RunFolder
 from test_resume import trained
@@ -177,7 +177,7 @@ def test_under_another_launcher_the_cause_is_named_once(tmp_path: Path) -> None:
 HOLDS_PYTHON = """
 import re, sys, time
 from pathlib import Path
-from paceline.doctor.pulse import Pulse
+from paceline.doctor.heartbeat_writer import Pulse
 from paceline.run import RunFolder
 with Pulse(RunFolder(Path(sys.argv[1])), 0, 1, 60.0, 60.0) as pulse:
     pulse.begin(3, 9)
@@ -200,17 +200,17 @@ def test_a_rank_that_cannot_answer_still_shows_its_stack(tmp_path: Path) -> None
             while not run.alive(0).exists():
                 assert time.monotonic() < deadline
                 time.sleep(0.02)
-            [seen] = ask.ask(run)
+            [seen] = rank_state.ask(run)
             assert (seen.state, seen.answered, seen.beat.step) == ("runs", True, 4)
             print("go", file=child.stdin, flush=True)
             time.sleep(0.5)
-            [seen] = ask.ask(run)
+            [seen] = rank_state.ask(run)
             assert (seen.state, seen.answered) == ("runs", False)
             assert seen.stack[-1].function == "match"
             assert seen.stack[0].function == "<module>"
         finally:
             child.kill()
-    assert ask.state(seen.beat) == "gone"
+    assert rank_state.state(seen.beat) == "gone"
 
 
 def test_a_process_that_does_not_expect_it_gets_no_signal(tmp_path: Path) -> None:
@@ -218,7 +218,7 @@ def test_a_process_that_does_not_expect_it_gets_no_signal(tmp_path: Path) -> Non
     run.ranks.mkdir()
     run.stacks(0).touch()
     with subprocess.Popen(["sleep", "20"]) as other:
-        assert ask._signalled(run, 0, other.pid) == ()
+        assert rank_state._signalled(run, 0, other.pid) == ()
         time.sleep(0.1)
         assert other.poll() is None, "it was killed"
         os.kill(other.pid, SIGNAL)
@@ -227,13 +227,13 @@ def test_a_process_that_does_not_expect_it_gets_no_signal(tmp_path: Path) -> Non
 
 def test_ranks_on_other_machines_are_known_by_what_they_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever their clocks say."""
-    monkeypatch.setattr(ask, "ELSEWHERE_S", 0.5)
+    monkeypatch.setattr(rank_state, "ELSEWHERE_S", 0.5)
     run, over = RunFolder(tmp_path), threading.Event()
     run.ranks.mkdir()
 
     def write(rank: int, ahead_s: float) -> None:
         now = time.time() + ahead_s
-        beat.write(run.alive(rank), replace(WAITS.beat, rank=rank, host="another", began=1.0, time=now, since=now - 2, ranks=2))
+        heartbeat.write(run.alive(rank), replace(WAITS.beat, rank=rank, host="another", began=1.0, time=now, since=now - 2, ranks=2))
 
     def go_on() -> None:
         while not over.wait(0.05):
@@ -244,7 +244,7 @@ def test_ranks_on_other_machines_are_known_by_what_they_write(tmp_path: Path, mo
     thread = threading.Thread(target=go_on)
     thread.start()
     try:
-        first, second = ask.ask(run)
+        first, second = rank_state.ask(run)
     finally:
         over.set()
         thread.join()
@@ -277,7 +277,7 @@ def at(rank: int, phase: str, since_s: float, stack: tuple[Frame, ...] = (), num
         phase=phase,
         since=NOW - since_s,
         patience_s=60.0,
-        spent_s=more.pop("spent_s", {beat.DATA: 0.01, beat.BACKWARD: 0.03}),
+        spent_s=more.pop("spent_s", {heartbeat.DATA: 0.01, heartbeat.BACKWARD: 0.03}),
     )
     operation = more.pop("operation", "all_reduce")
     called = Collective(
@@ -305,11 +305,11 @@ def test_clocks_may_be_wrong(wrong_s: float, ours_s: float, tmp_path: Path, monk
     """A rank whose clock is ahead would hide for as long that no rank goes on; where ours is, healthy ranks would seem to stand still."""
     run, now = RunFolder(tmp_path), time.time()
     run.ranks.mkdir()
-    its = beat.moved(at(0, beat.BACKWARD, 42.0).beat, now - NOW + 0.5)
+    its = heartbeat.moved(at(0, heartbeat.BACKWARD, 42.0).beat, now - NOW + 0.5)
     assert its.time == pytest.approx(now)
-    beat.write(run.alive(0), beat.moved(replace(its, ranks=1, began=now - 100), wrong_s))
+    heartbeat.write(run.alive(0), heartbeat.moved(replace(its, ranks=1, began=now - 100), wrong_s))
     monkeypatch.setattr(time, "time", lambda true=time.time: true() + ours_s)
-    [found] = ask.beats(run)
+    [found] = rank_state.beats(run)
     assert time.time() - found.since == pytest.approx(42, abs=1)
     assert time.time() - found.began == pytest.approx(100, abs=1)
 
@@ -322,8 +322,8 @@ def test_a_rank_began_when_it_did_also_after_its_clock_was_set(monkeypatch: pyte
     assert 0 <= its.time - its.began < 10
 
 
-WAITS = at(0, beat.BACKWARD, 42.0, BACKWARD, 17)
-BEHIND = at(1, beat.DATA, 43.0, READS, 16)
+WAITS = at(0, heartbeat.BACKWARD, 42.0, BACKWARD, 17)
+BEHIND = at(1, heartbeat.DATA, 43.0, READS, 16)
 
 
 @pytest.mark.parametrize(
@@ -336,7 +336,7 @@ BEHIND = at(1, beat.DATA, 43.0, READS, 16)
             "the others wait in all_reduce of 12,345 float32 for 42.0 s",
         ),
         (
-            (WAITS, at(1, beat.FORWARD, 43.0, COMPUTES, 16), at(2, beat.BACKWARD, 41.0, BACKWARD, 17)),
+            (WAITS, at(1, heartbeat.FORWARD, 43.0, COMPUTES, 16), at(2, heartbeat.BACKWARD, 41.0, BACKWARD, 17)),
             (1,),
             "rank 1 is in Net.forward (my.py:30) for 43.0 s and 1 collective behind; "
             "the others wait in all_reduce of 12,345 float32 for 42.0 s",
@@ -353,12 +353,12 @@ BEHIND = at(1, beat.DATA, 43.0, READS, 16)
             "the others wait in all_reduce of 12,345 float32 for 42.0 s",
         ),
         (
-            (at(0, beat.FORWARD, 42.0, RECEIVES), at(1, beat.FORWARD, 43.0, COMPUTES), at(2, beat.FORWARD, 42.0, RECEIVES)),
+            (at(0, heartbeat.FORWARD, 42.0, RECEIVES), at(1, heartbeat.FORWARD, 43.0, COMPUTES), at(2, heartbeat.FORWARD, 42.0, RECEIVES)),
             (1,),
             "rank 1 is in Net.forward (my.py:30) for 43.0 s; the others wait in recv (distributed_c10d.py:3) for 42.0 s",
         ),
         (
-            (WAITS, at(1, beat.BACKWARD, 42.0, BACKWARD, 17, operation="broadcast"), replace(WAITS, rank=2)),
+            (WAITS, at(1, heartbeat.BACKWARD, 42.0, BACKWARD, 17, operation="broadcast"), replace(WAITS, rank=2)),
             (),
             "the ranks wait for one another in different places for 42.0 s: rank 0 in all_reduce of 12,345 float32; "
             "rank 1 in broadcast of 12,345 float32",
@@ -369,7 +369,7 @@ BEHIND = at(1, beat.DATA, 43.0, READS, 16)
             "all ranks wait in all_reduce of 12,345 float32 for 42.0 s, and none is behind: it is the network between them",
         ),
         (
-            (at(0, beat.DATA, 42.0, READS, readers=(Reader(pid=7, state="stopped"),)),),
+            (at(0, heartbeat.DATA, 42.0, READS, readers=(Reader(pid=7, state="stopped"),)),),
             (0,),
             "rank 0 is in Points.__getitem__ (my.py:12) for 42.0 s; no rank has gone on for 42.0 s",
         ),
@@ -382,24 +382,24 @@ def test_who_keeps_the_others(seen: tuple[Seen, ...], at_fault: tuple[int, ...],
 
 
 def test_what_goes_on_is_healthy_and_who_is_slow_is_named() -> None:
-    well = [at(rank, beat.BACKWARD, 0.2, BACKWARD, 17) for rank in range(3)]
+    well = [at(rank, heartbeat.BACKWARD, 0.2, BACKWARD, 17) for rank in range(3)]
     found = said_of(*well)
     assert (found.verdict, found.at_fault) == ("healthy", ())
     assert found.sentence == "healthy: step 7 of 50, the last one ended 200.0 ms ago"
-    slow = [*well[:2], at(2, beat.DATA, 0.2, READS, 16, spent_s={beat.DATA: 0.03, beat.BACKWARD: 0.01})]
+    slow = [*well[:2], at(2, heartbeat.DATA, 0.2, READS, 16, spent_s={heartbeat.DATA: 0.03, heartbeat.BACKWARD: 0.01})]
     assert said_of(*slow).sentence.endswith("; rank 2 is slow: 30.0 ms a step in data, the others 10.0 ms")
 
 
 def test_a_worker_of_a_parameter_server_may_be_gone() -> None:
-    served = at(0, beat.UPDATE, 0.2, COMPUTES)
-    worker = at(1, beat.START, 200.0, stepped=None)
+    served = at(0, heartbeat.UPDATE, 0.2, COMPUTES)
+    worker = at(1, heartbeat.START, 200.0, stepped=None)
     alone = replace(worker, state="gone", beat=replace(worker.beat, patience_s=None))
     assert said_of(served, worker, alone).verdict == "healthy"
     assert said_of(served, replace(worker, state="gone"), alone).verdict == "stuck", "it is one that the others wait for"
 
 
 def test_a_run_that_starts_may_take_its_time() -> None:
-    starts = [at(rank, beat.START, 20.0 + rank, COMPUTES, stepped=None, step=0) for rank in range(3)]
+    starts = [at(rank, heartbeat.START, 20.0 + rank, COMPUTES, stepped=None, step=0) for rank in range(3)]
     found = said_of(*starts)
     assert (found.verdict, found.sentence) == ("starting", "no step has ended yet; rank 0 is in Net.forward (my.py:30) for 20.0 s")
 
@@ -409,7 +409,7 @@ def test_nothing_is_said_unasked_before_half_of_the_patience() -> None:
     assert bound_s(beats, soon=True) == 3.0
     assert bound_s(beats, soon=False) == 30.0
     assert bound_s([replace(one, longest_s=20.0) for one in beats], soon=False) == 100.0
-    assert bound_s([replace(one, phase=beat.ENDED) for one in beats], soon=False) is None
+    assert bound_s([replace(one, phase=heartbeat.ENDED) for one in beats], soon=False) is None
 
 
 # The commands of docs/hangs.md

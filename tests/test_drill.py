@@ -13,12 +13,12 @@ import pytest
 
 from command import TASK, environment, marked, paceline, start, write_task
 from paceline.cli.drill import _prepared
-from paceline.drill import ledger
+from paceline.drill import sample_audit
 from paceline.drill.clock import ALL, set_clock, settable
 from paceline.drill.compare import losses_differ, weights_differ
-from paceline.drill.disturb import DISTURB, Scene
 from paceline.drill.faults import BY_NAME, FAULTS, chosen, save_every, schedule
-from paceline.drill.ledger import Update, audit, audit_alone, consumed, updates_of
+from paceline.drill.inject import DISTURB, Scene
+from paceline.drill.sample_audit import Update, audit, audit_alone, consumed, updates_of
 from paceline.errors import SpecError
 from paceline.plan.plan import parse
 from paceline.run import RunFolder
@@ -74,7 +74,7 @@ def test_of_a_pipeline_the_last_stage_tells(tmp_path: Path) -> None:
     for rank in range(2):
         (tmp_path / f"0-0-{rank}").write_text(f"[1, [{rank}]]\n[2]\n")
     (tmp_path / "0-1-1").write_text("[1, [7]]\n")
-    assert ledger.read(tmp_path, parse("pp=2,micro=1,schedule=gpipe").on(2)) == [{1: [Update(2, ((1,),))]}]
+    assert sample_audit.read(tmp_path, parse("pp=2,micro=1,schedule=gpipe").on(2)) == [{1: [Update(2, ((1,),))]}]
 
 
 @pytest.mark.parametrize(

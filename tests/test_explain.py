@@ -3,13 +3,13 @@
 import pytest
 
 from clusters import cluster
-from paceline.plan import memory, time
-from paceline.plan.answer import answer
-from paceline.plan.library import model
-from paceline.report.bars import draw, front
-from paceline.report.explain import explained
-from paceline.report.parts import COLOURS
-from paceline.report.plan import reasons
+from paceline.plan.cost_model import memory, step_time
+from paceline.plan.model.library import model
+from paceline.plan.report.bars import draw, front
+from paceline.plan.report.explain import explained
+from paceline.plan.report.plan import reasons
+from paceline.plan.search.best_plans import answer
+from paceline.plotting.colours import COLOURS
 
 
 @pytest.fixture(scope="module")
@@ -28,8 +28,8 @@ def test_nothing_is_both_faster_and_leaner_than_the_front(found):
 
 
 def test_every_part_has_its_colour_and_no_picture_has_two_alike():
-    assert set(time.PARTS) | set(memory.NAMES) | {"input", "save"} == set(COLOURS)
-    for parts in (time.PARTS, memory.NAMES):
+    assert set(step_time.PARTS) | set(memory.NAMES) | {"input", "save"} == set(COLOURS)
+    for parts in (step_time.PARTS, memory.NAMES):
         assert len({COLOURS[part] for part in parts}) == len(tuple(parts))
 
 

@@ -6,11 +6,11 @@ import sys
 import pytest
 
 from paceline.errors import SpecError
-from paceline.plan.facts import Attention, Held
-from paceline.plan.library import model, names, transformer
-from paceline.plan.memory import memory
-from paceline.plan.recipe import PACELINE
-from paceline.plan.split import Split
+from paceline.plan.cost_model.framework_profiles import PACELINE
+from paceline.plan.cost_model.memory import memory
+from paceline.plan.cost_model.work_split import Split
+from paceline.plan.model.facts import Attention, Held
+from paceline.plan.model.library import model, names, transformer
 
 PARAMETERS = {
     "gpt2": 124_439_808,
@@ -158,5 +158,7 @@ def test_an_unknown_model_has_a_nearest_one():
 
 
 def test_no_torch():
-    done = subprocess.run([sys.executable, "-c", "import sys, paceline.plan.library; print('torch' in sys.modules)"], capture_output=True)
+    done = subprocess.run(
+        [sys.executable, "-c", "import sys, paceline.plan.model.library; print('torch' in sys.modules)"], capture_output=True
+    )
     assert done.stdout.strip() == b"False"

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from paceline.errors import TaskError
-from paceline.training.figures import EVERY_S, MOST, Figures, Local, Wishes, tell
+from paceline.training.step_metrics import EVERY_S, MOST, Figures, Local, Wishes, tell
 
 CPU = torch.device("cpu")
 

@@ -19,7 +19,7 @@ from paceline import Error, Plan, Spec, Task, World, train
 from paceline.errors import PlanError, TaskError
 from paceline.events import Evaluated, Started, Step, dumps, loads
 from paceline.plan.plan import parse
-from paceline.report.watch import watch
+from paceline.report.progress import watch
 from paceline.run import RunFolder
 from paceline.spec import Optimizer, Save
 

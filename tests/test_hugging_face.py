@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from harness import trained
 from models import Points
 from paceline import Spec
-from paceline.training.weights import fill_, named_tensors, record
+from paceline.training.init.deferred_init import fill_, named_tensors, record
 
 LIBRARY = importlib.util.find_spec("transformers")  # which takes seconds to import, also where only other tests run
 if LIBRARY is None:

@@ -13,11 +13,11 @@ import torch.distributed as dist
 
 import network
 from command import PACELINE, environment, of_kind, paceline, write_task
+from paceline.distributed import network_interface
+from paceline.distributed.network_interface import OTHERS, address_towards, check_interfaces, choose_interface, where_to_listen
+from paceline.distributed.store import EVERYWHERE
 from paceline.errors import LaunchError
 from paceline.events import Step
-from paceline.launch import interface
-from paceline.launch.interface import OTHERS, address_towards, check_interfaces, choose_interface, where_to_listen
-from paceline.launch.store import EVERYWHERE
 
 PORT = 29541
 WORDS = ("train", "my.py:Regression", "--steps", "6", "--batch", "12", "--set", "dropout=0.0", "--device", "cpu", "--run-dir")
@@ -63,15 +63,15 @@ def test_an_address_is_the_one_that_the_other_sees() -> None:
 
 
 def test_what_means_this_machine() -> None:
-    assert all(map(interface.is_here, ("localhost", "127.0.0.1", "::1", "127.0.1.1")))
-    assert not any(map(interface.is_here, ("192.0.2.7", "no.such.host.invalid", "2001:db8::1")))
+    assert all(map(network_interface.is_here, ("localhost", "127.0.0.1", "::1", "127.0.1.1")))
+    assert not any(map(network_interface.is_here, ("192.0.2.7", "no.such.host.invalid", "2001:db8::1")))
 
 
 def test_all_ranks_on_one_machine_choose_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
     store = dist.TCPStore("127.0.0.1", 0, 1, True)
     choose_interface(dist.PrefixStore("a", dist.PrefixStore("b", store)), 1)
-    assert "GLOO_SOCKET_IFNAME" not in interface.os.environ
+    assert "GLOO_SOCKET_IFNAME" not in network_interface.os.environ
     assert not store.check([OTHERS])
 
 

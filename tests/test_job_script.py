@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from paceline.errors import SpecError
-from paceline.launch.script import Job, render
-from paceline.launch.site import Site, read_site
+from paceline.launch.slurm.job_script import Job, render
+from paceline.launch.slurm.site import Site, read_site
 
 GOLDEN = Path(__file__).parent / "golden"
 JOB = Job(Path("/home/me/runs/a"), Path("/home/me"), nodes=2, ranks_per_node=4, time="02:00:00", python="/home/me/.venv/bin/python3")

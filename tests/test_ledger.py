@@ -21,14 +21,14 @@ from harness import ranks
 from paceline import Spec, Task, train
 from paceline.errors import LaunchError, PlanError, TaskError
 from paceline.events import Step
-from paceline.plan.ledger import MODEL, PACELINE, Entry, Ledger, axis_of
+from paceline.plan.comm_volume import MODEL, PACELINE, Entry, Ledger, axis_of
 from paceline.plan.plan import RECOMPUTE, SCHEDULES, Plan, parse
-from paceline.report.ledger import tables
+from paceline.plan.report.ledger import tables
 from paceline.spec import Optimizer
-from paceline.training import figures, loop
-from paceline.training.count import Counter
-from paceline.training.dry import ledger
-from paceline.training.prepare import Laid
+from paceline.training import loop, step_metrics
+from paceline.training.dry_run.comm_counter import Counter
+from paceline.training.dry_run.dry_run import ledger
+from paceline.training.setup import Laid
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit.* is deprecated:DeprecationWarning")  # by torch itself, for zero1
 PLANS = ("ddp", "zero1", "zero2", "zero3", "hsdp")
@@ -42,7 +42,7 @@ def untouched(laid: Laid) -> AbstractContextManager[None]:
 def counted(task: Task, spec: Spec, plan: str, plant: Plant = untouched) -> tuple[Ledger, list[int]]:
     """The third step of a training in this rank, and the buckets of its DistributedDataParallel, in bytes."""
     kept: list[Laid] = []
-    lay_out, figures.EVERY_S = loop.lay_out, 0.0  # each step is told on its own
+    lay_out, step_metrics.EVERY_S = loop.lay_out, 0.0  # each step is told on its own
 
     def keep(*args: Any, **kwargs: Any) -> Laid:
         laid = lay_out(*args, **kwargs)
@@ -61,7 +61,7 @@ def counted(task: Task, spec: Spec, plan: str, plant: Plant = untouched) -> tupl
         buckets = _buckets(kept[0].update.model)
         list(events)
     finally:
-        loop.lay_out, figures.EVERY_S = lay_out, 0.1
+        loop.lay_out, step_metrics.EVERY_S = lay_out, 0.1
     return counter.ledger(), buckets
 
 

@@ -22,8 +22,8 @@ from paceline.run import RunFolder
 from paceline.spec import Optimizer, Save, Schedule
 from paceline.tasks.digits import Digits
 from paceline.training import local_sgd
-from paceline.training.checkpoint import load_whole
-from paceline.training.weights import named_tensors
+from paceline.training.checkpoint.save import load_whole
+from paceline.training.init.deferred_init import named_tensors
 
 PLAIN = Optimizer(name="sgd", lr=0.05, momentum=0.0, weight_decay=0.1)
 MOMENTUM = Optimizer(name="sgd", lr=0.05, momentum=0.9)
@@ -78,8 +78,8 @@ def test_until_the_switch_it_is_ddp(task: type[Task], micro: int) -> None:
 
 def by_hand(task: Task, spec: Spec, size: int, period: int) -> dict[str, np.ndarray]:
     """Local SGD of so many ranks on one process, from torch alone."""
-    from paceline.training.data import Part, shuffled
-    from paceline.training.weights import fill_, record
+    from paceline.data.loader import Part, shuffled
+    from paceline.training.init.deferred_init import fill_, record
 
     copies, optimizers = [], []
     for _ in range(size):

@@ -4,10 +4,10 @@ from dataclasses import replace
 
 import pytest
 
-from paceline.plan.library import model, transformer
-from paceline.plan.memory import held, memory, params_on_rank, state
-from paceline.plan.recipe import DEEPSPEED, FSDP, MEGATRON, PACELINE
-from paceline.plan.split import Split, shares
+from paceline.plan.cost_model.framework_profiles import DEEPSPEED, FSDP, MEGATRON, PACELINE
+from paceline.plan.cost_model.memory import held, memory, params_on_rank, state
+from paceline.plan.cost_model.work_split import Split, shares
+from paceline.plan.model.library import model, transformer
 
 GPT3 = transformer("gpt3-175b").facts()
 LLAMA = model("llama3-8b")

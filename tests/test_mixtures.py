@@ -13,17 +13,19 @@ import stacks
 from faults import replaced
 from harness import differences, ranks, trained, training, wrong
 from paceline import Spec, Task, train
+from paceline.data.fake import example
+from paceline.distributed.dtensor import local
+from paceline.distributed.world import world
 from paceline.errors import PlanError
-from paceline.launch.world import world
+from paceline.parallel.context import ring_attention
+from paceline.parallel.pipeline.tied_weights import Tied
 from paceline.plan.plan import parse
 from paceline.run import RunFolder
 from paceline.spec import Optimizer
 from paceline.tasks import text
-from paceline.training import checkpoint, optim, ring
-from paceline.training.imagine import example
-from paceline.training.prepare import lay_out, rehearse
-from paceline.training.shards import local
-from paceline.training.tied import Tied
+from paceline.training import optimizer as optim
+from paceline.training.checkpoint import save as checkpoint
+from paceline.training.setup import lay_out, rehearse
 
 RTOL = 1e-10
 ADAMW = Optimizer(lr=1e-2, weight_decay=0.1, clip=0.5)
@@ -278,7 +280,7 @@ def copy_not_renewed() -> Any:
 def forgotten_factor() -> Any:
     """The gradient of a slice is not multiplied by the ranks that share the sequence."""
     return replaced(
-        ring.Gather,
+        ring_attention.Gather,
         "backward",
         lambda original: staticmethod(lambda ctx, grad: (original(ctx, grad)[0] / ctx.ranks, None, None, None)),
     )

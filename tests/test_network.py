@@ -63,7 +63,7 @@ def test_alpha_follows_the_delay_of_the_links(tmp_path):
 
 
 def _alphas(delay_ms: float, at: Path) -> dict[str, float]:
-    from paceline.bench.fit import fits
+    from paceline.bench.collectives.alpha_beta import fits
 
     with network.nodes(2, delay_ms=delay_ms) as nodes:
         words = ("--operations", "send-recv,all-reduce", "--sizes", "64,256,1KiB", "--seconds", "0.5")

@@ -10,10 +10,10 @@ import models
 from harness import difference
 from paceline import Plan, Spec, events, train
 from paceline.errors import PlanError, SpecError, TaskError
+from paceline.parallel.apply import check_splits
 from paceline.plan.plan import Place
 from paceline.spec import Optimizer, Schedule
-from paceline.training.optim import Norm, check_schedule, combined, factor, make_optimizer
-from paceline.training.parallelize import check_splits
+from paceline.training.optimizer import Norm, check_schedule, combined, factor, make_optimizer
 from paceline.training.step import Step
 
 CPU = torch.device("cpu")

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from paceline.training.optim import OptimizerStep
+from paceline.training.optimizer import OptimizerStep
 
 STEPS = 5
 Make = Callable[[list[nn.Parameter]], torch.optim.Optimizer]

@@ -2,20 +2,20 @@
 
 import pytest
 
-from paceline.bench.facts import updated
 from paceline.bench.result import Result
+from paceline.bench.to_cluster import updated
 from paceline.cluster.facts import Cluster, Device, Engine, Fact, Link, Pace
 from paceline.cluster.published import find
-from paceline.plan.constants import CPU
-from paceline.plan.cpu import host_of, paces_of
-from paceline.plan.paces import KINDS, Paces
+from paceline.plan.cost_model.constants import CPU
+from paceline.plan.cost_model.cpu import host_of, paces_of
+from paceline.plan.cost_model.framework_profiles import FLOAT32
+from paceline.plan.cost_model.op_times import KINDS, Paces
+from paceline.plan.cost_model.predict import predict
+from paceline.plan.cost_model.rates import speeds
 from paceline.plan.plan import parse
-from paceline.plan.predict import predict
-from paceline.plan.recipe import FLOAT32
-from paceline.plan.speeds import speeds
 from paceline.spec import Spec
 from paceline.tasks.text import Text
-from paceline.training.describe import describe
+from paceline.training.model_facts.describe import describe
 
 FACTS = describe(Spec(task="text"), Text(width=16, depth=2, heads=2, context=8))
 

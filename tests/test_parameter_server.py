@@ -18,9 +18,9 @@ from paceline.plan.plan import parse
 from paceline.run import RunFolder
 from paceline.spec import Optimizer, Save, Schedule
 from paceline.tasks.digits import Digits
-from paceline.training.checkpoint import load_whole
-from paceline.training.pieces import Piece, deal
-from paceline.training.weights import named_tensors
+from paceline.training.checkpoint.save import load_whole
+from paceline.training.init.deferred_init import named_tensors
+from paceline.training.parameter_server.partition import Piece, deal
 
 ADAMW = Optimizer(name="adamw", lr=1e-2, weight_decay=0.1)
 SGD = Optimizer(name="sgd", lr=0.05, momentum=0.9)

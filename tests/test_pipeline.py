@@ -13,19 +13,19 @@ import models
 import stacks
 from harness import Trained, differences, ranks, trained
 from paceline import Spec, Task, train
+from paceline.data.fake import example
 from paceline.errors import PlanError
+from paceline.parallel.module_hooks import parts_of
+from paceline.parallel.pipeline.runner import Pipeline
+from paceline.parallel.pipeline.split_backward import WeightGradients
+from paceline.parallel.pipeline.stage import Division, Stage, divide, ranks_of
+from paceline.parallel.pipeline.tied_weights import Tied
+from paceline.parallel.pipeline.tracer import Like, Model
 from paceline.plan.plan import parse
 from paceline.run import RunFolder
 from paceline.spec import Optimizer
-from paceline.training import checkpoint
-from paceline.training.cut import Like, Model
-from paceline.training.gates import parts_of
-from paceline.training.imagine import example
-from paceline.training.pipeline import Pipeline
-from paceline.training.prepare import build, rehearse
-from paceline.training.split_backward import WeightGradients
-from paceline.training.stages import Division, Stage, divide, ranks_of
-from paceline.training.tied import Tied
+from paceline.training.checkpoint import save as checkpoint
+from paceline.training.setup import build, rehearse
 
 CPU = torch.device("cpu")
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "zero-bubble", "zbv")

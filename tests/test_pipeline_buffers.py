@@ -13,12 +13,12 @@ import models
 from harness import Trained, differences, ranks, trained
 from paceline import Spec, train
 from paceline.errors import PlanError
+from paceline.parallel.pipeline.buffers import StageBuffers
 from paceline.plan.plan import parse
 from paceline.run import RunFolder
 from paceline.spec import Optimizer
-from paceline.training import checkpoint
-from paceline.training.buffers import StageBuffers
-from paceline.training.prepare import rehearse
+from paceline.training.checkpoint import save as checkpoint
+from paceline.training.setup import rehearse
 
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "zero-bubble", "zbv")
 SPEC = Spec(steps=3, batch=8, seed=3, precision="fp64", optimizer=Optimizer(lr=1e-2))

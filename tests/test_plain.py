@@ -14,9 +14,10 @@ from command import paceline
 from harness import trained
 from paceline import Spec
 from paceline.errors import TaskError
-from paceline.training import plain, weights
-from paceline.training.plain import compare
-from paceline.training.weights import record
+from paceline.training import initial_weights
+from paceline.training.init import deferred_init
+from paceline.training.init.deferred_init import record
+from paceline.training.initial_weights import compare
 
 Build = Callable[[], nn.Module]
 
@@ -133,7 +134,7 @@ def test_finds_a_library_that_knows_where_it_is(monkeypatch: pytest.MonkeyPatch)
     config = transformers.BertConfig(vocab_size=99, hidden_size=32, num_hidden_layers=1, num_attention_heads=2, intermediate_size=64)
     build = partial(transformers.BertModel, config)
     held(build, build)
-    monkeypatch.setattr(weights, "SEEN_ON_CPU", {})
+    monkeypatch.setattr(deferred_init, "SEEN_ON_CPU", {})
     with pytest.raises(TaskError, match=r"word_embeddings\.weight are not those .* is (1\.0|0\.9)\d* here and 0\.0[12]\d* there"):
         held(build, build)
 
@@ -157,17 +158,17 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def started(task: models.Points, seed: int = 0) -> tuple[str, ...]:
-    from paceline.launch.world import World
-    from paceline.training.prepare import build
+    from paceline.distributed.world import World
+    from paceline.training.setup import build
 
     spec = Spec(batch=8, seed=seed)
     built = build(spec, task)
-    return plain.check_once(spec, task, built.model, built.weights, World())
+    return initial_weights.check_once(spec, task, built.model, built.weights, World())
 
 
 def test_a_training_checks_a_model_once(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[int] = []
-    monkeypatch.setattr(plain, "compare", lambda *args: calls.append(0))
+    monkeypatch.setattr(initial_weights, "compare", lambda *args: calls.append(0))
     assert [started(models.Points()), started(models.Points(), seed=1)] == [(), ()]
     assert len(calls) == 1
     started(KnowsMeta())
@@ -175,7 +176,7 @@ def test_a_training_checks_a_model_once(cache: Path, monkeypatch: pytest.MonkeyP
     assert len(calls) == 3
     assert cache.stat().st_mode & 0o777 == 0o700
     assert {file.stat().st_mode & 0o777 for file in cache.iterdir()} == {0o600}
-    monkeypatch.setattr(plain, "version", lambda name: "another")
+    monkeypatch.setattr(initial_weights, "version", lambda name: "another")
     started(models.Points())
     assert len(calls) == 4
     cache.chmod(0o777)  # where others may write, nothing is believed
@@ -192,7 +193,7 @@ def test_what_fails_is_not_remembered(cache: Path) -> None:
 
 
 def test_a_model_that_does_not_fit_is_noted(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(plain, "memory_limit", lambda: 100)
+    monkeypatch.setattr(initial_weights, "memory_limit", lambda: 100)
     for _ in range(2):
         (note,) = started(models.Points())
         assert "were not compared" in note

@@ -5,12 +5,12 @@ import re
 import pytest
 from rich.console import Console
 
-from paceline.cli.asked import show
+from paceline.cli.plan_options import show
 from paceline.cluster.published import find
-from paceline.plan.answer import answer
-from paceline.plan.library import model
+from paceline.plan.model.library import model
 from paceline.plan.plan import parse
-from paceline.report.plan import tables
+from paceline.plan.report.plan import tables
+from paceline.plan.search.best_plans import answer
 from paceline.verify.report import Overview
 from paceline.verify.run import Verdict
 

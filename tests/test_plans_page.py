@@ -12,7 +12,7 @@ from paceline.errors import PlanError
 from paceline.plan.plan import RECOMPUTE, SCHEDULES, WORDS, parse, share
 from paceline.spec import Spec
 from paceline.task import load_task
-from paceline.training.prepare import rehearse
+from paceline.training.setup import rehearse
 
 DOCS = Path(__file__).parent.parent / "docs"
 PAGE = (DOCS / "plans.md").read_text()

@@ -18,14 +18,14 @@ from paceline import train
 from paceline.cluster import directories, file
 from paceline.cluster.facts import Cluster, Device, Disk, Fact
 from paceline.cluster.machine import Quota
-from paceline.launch.script import Job
-from paceline.launch.site import Site
-from paceline.launch.world import World
-from paceline.preflight.centre import is_queued_again, overridden
+from paceline.distributed.world import World
+from paceline.launch.slurm.job_script import Job
+from paceline.launch.slurm.site import Site
 from paceline.preflight.checks import CHECKS
+from paceline.preflight.context import Flight
 from paceline.preflight.finding import findings
-from paceline.preflight.flight import Flight
-from paceline.preflight.means import needed, slurm_bytes
+from paceline.preflight.resource_checks import needed, slurm_bytes
+from paceline.preflight.site_checks import is_queued_again, overridden
 from paceline.run import create
 from paceline.spec import Launch, Save, Spec
 from test_bench_storage import mounted

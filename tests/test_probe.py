@@ -12,18 +12,18 @@ import psutil
 import pytest
 
 from command import paceline
-from paceline.cluster import cpu, gpus, limits, mpi, network, surroundings, topology
+from paceline.cluster import cpu, environment, gpus, limits, mpi, network, topology
 from paceline.cluster.backends import versions
-from paceline.cluster.command import run
 from paceline.cluster.directories import Mount, look, mount_of, usual
 from paceline.cluster.facts import Fact
-from paceline.cluster.here import cluster
+from paceline.cluster.local_cluster import cluster
 from paceline.cluster.machine import Cpu, Machine, Memory, Quota, Slurm
 from paceline.cluster.probe import Asked, probe
 from paceline.cluster.published import sheets
 from paceline.cluster.quota import of_directory, parse
+from paceline.cluster.run_tool import run
+from paceline.cluster.text import tables
 from paceline.errors import ClusterError
-from paceline.report.machine import tables
 
 RECORDED = Path(__file__).parent / "recorded"
 GiB = 2**30
@@ -250,10 +250,10 @@ def test_a_slurm_job():
         "SLURM_NTASKS": "8",
         "SLURM_GPUS_ON_NODE": "4",
     }
-    assert surroundings.slurm(env) == Slurm(job="4711", nodes=2, node_list="a[1-2]", tasks=8, gpus_per_node="4")
-    array = surroundings.slurm(env | {"SLURM_ARRAY_JOB_ID": "4700", "SLURM_ARRAY_TASK_ID": "3"})
+    assert environment.slurm(env) == Slurm(job="4711", nodes=2, node_list="a[1-2]", tasks=8, gpus_per_node="4")
+    array = environment.slurm(env | {"SLURM_ARRAY_JOB_ID": "4700", "SLURM_ARRAY_TASK_ID": "3"})
     assert array.job == "4700_3"
-    assert surroundings.slurm({"HOME": "/root"}) is None
+    assert environment.slurm({"HOME": "/root"}) is None
 
 
 @pytest.mark.parametrize(
@@ -270,15 +270,15 @@ def test_a_slurm_job():
     ],
 )
 def test_containers(env, marks, cgroup, found):
-    assert surroundings.container(env, frozenset(marks), cgroup) == found
+    assert environment.container(env, frozenset(marks), cgroup) == found
 
 
 def test_modules_and_visible_devices():
-    assert surroundings.modules({"LOADEDMODULES": "gcc/12.3:openmpi/4.1.6"}) == ("gcc/12.3", "openmpi/4.1.6")
-    assert surroundings.modules({}) == ()
-    assert surroundings.visible({"CUDA_VISIBLE_DEVICES": "0, 2"}) == ("0", "2")
-    assert surroundings.visible({"CUDA_VISIBLE_DEVICES": ""}) == ()
-    assert surroundings.visible({}) is None
+    assert environment.modules({"LOADEDMODULES": "gcc/12.3:openmpi/4.1.6"}) == ("gcc/12.3", "openmpi/4.1.6")
+    assert environment.modules({}) == ()
+    assert environment.visible({"CUDA_VISIBLE_DEVICES": "0, 2"}) == ("0", "2")
+    assert environment.visible({"CUDA_VISIBLE_DEVICES": ""}) == ()
+    assert environment.visible({}) is None
 
 
 # File systems and quotas

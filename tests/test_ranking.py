@@ -9,12 +9,12 @@ import pytest
 from clusters import cluster
 from command import succeed
 from paceline.cluster.facts import Account, Cluster, Device, Fact, Link, Pace
-from paceline.plan.answer import Answer, answer
-from paceline.plan.cost import NOISE, Part
-from paceline.plan.library import model
-from paceline.plan.paces import guessed
-from paceline.plan.ranking import Unranked, unranked
-from paceline.report.plan import without_order
+from paceline.plan.cost_model.cost import NOISE, Part
+from paceline.plan.cost_model.op_times import guessed
+from paceline.plan.model.library import model
+from paceline.plan.report.plan import without_order
+from paceline.plan.search.best_plans import Answer, answer
+from paceline.plan.search.ranking import Unranked, unranked
 
 GPT = model("gpt2")
 CPU = Cluster(

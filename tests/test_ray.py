@@ -15,12 +15,12 @@ import psutil
 import pytest
 
 from command import MARK, Running, environment, of_kind, paceline, slow_down, start, steps_done, succeed, unequal, weights, write_task
+from paceline.distributed.world import world
 from paceline.errors import LaunchError
 from paceline.events import Ended, Failed, Started
-from paceline.launch import starters
-from paceline.launch.ray_agent import Where, side_by_side
+from paceline.launch import launchers
+from paceline.launch.ray.actor import Where, side_by_side
 from paceline.launch.spawn import environments
-from paceline.launch.world import world
 from paceline.run import RunFolder
 from paceline.spec import Launch
 
@@ -228,6 +228,6 @@ def test_ranks_of_a_node_are_neighbours_and_see_its_gpus() -> None:
 
 
 def test_without_ray_it_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(starters.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(launchers.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(LaunchError, match=r'--launcher ray needs Ray, which is not installed: pip install "paceline\[ray\]"'):
-        starters.starter(Launch(launcher="ray")).check(Launch(launcher="ray"))
+        launchers.starter(Launch(launcher="ray")).check(Launch(launcher="ray"))

@@ -11,13 +11,13 @@ from harness import wrong
 from models import NormedImages, Points
 from paceline import Spec
 from paceline import spec as specs
+from paceline.data.loader import Part
 from paceline.errors import PlanError
 from paceline.events import Started, Step
-from paceline.plan.near import near
 from paceline.plan.plan import parse, share
+from paceline.plan.search.nearest import near
 from paceline.run import RunFolder
 from paceline.spec import Optimizer
-from paceline.training.data import Part
 
 # Shares that differ by one sample
 
@@ -167,7 +167,7 @@ def test_a_run_goes_on_on_what_is_left(plan, size, taken, why, stopped, tmp_path
 
 def test_what_was_asked_for_comes_back_with_its_ranks(stopped, tmp_path):
     """Without anything being started: the request that a launch would have."""
-    from paceline.training.refit import refit
+    from paceline.training.replan import refit
 
     spec, launch = specs.load(stopped / "r/spec.toml", {"task": f"{stopped}/my.py:Regression"})
     first = launch.model_copy(update={"plan": "zero3", "ranks": 4})

@@ -7,9 +7,9 @@ from rich.console import Console
 
 from paceline import events
 from paceline.events import Ended, Evaluated, Event, Failed, Saved, Started, Step
+from paceline.report.progress import watch
 from paceline.report.summary import summarize
 from paceline.report.text import closing, headline, line
-from paceline.report.watch import watch
 from paceline.run import RunFolder
 
 

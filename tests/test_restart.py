@@ -10,8 +10,8 @@ import psutil
 import pytest
 
 from command import TASK, Result, of_kind, paceline, write_task
-from paceline.doctor import ask, beat
-from paceline.doctor.pulse import Pulse
+from paceline.doctor import heartbeat, rank_state
+from paceline.doctor.heartbeat_writer import Pulse
 from paceline.events import Failed, Started
 from paceline.run import RunFolder
 
@@ -23,7 +23,7 @@ import psutil
 from paceline import events
 from paceline.doctor import lookout
 from paceline.events import Failed
-from paceline.launch.attend import attend
+from paceline.launch.supervise import attend
 from paceline.run import RunFolder
 
 true = psutil.Process.create_time
@@ -64,17 +64,17 @@ def test_a_process_is_known_by_its_id_and_birth(offset_s: float, tmp_path: Path,
     monkeypatch.setattr(psutil.Process, "create_time", lambda process: true(process) + offset_s)
     run = RunFolder(tmp_path)
     with Pulse(run, 0, 1, 60.0, 60.0):
-        while not (found := ask.beats(run)):
+        while not (found := rank_state.beats(run)):
             time.sleep(0.01)
         [its] = found
         assert its is not None
-        assert ask.state(its) == "runs"
+        assert rank_state.state(its) == "runs"
         with subprocess.Popen(["sleep", "600"]) as another:  # which has its id by now
-            assert ask.state(replace(its, pid=another.pid)) == "gone"
-            assert ask.state(replace(its, pid=another.pid, birth=beat.birth(another.pid))) == "runs"
+            assert rank_state.state(replace(its, pid=another.pid)) == "gone"
+            assert rank_state.state(replace(its, pid=another.pid, birth=heartbeat.birth(another.pid))) == "runs"
             another.kill()
             another.wait()
-            assert ask.state(replace(its, pid=another.pid)) == "gone"
+            assert rank_state.state(replace(its, pid=another.pid)) == "gone"
 
 
 # Ranks that exit with 0 before the training is over, by all means

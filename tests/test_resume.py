@@ -29,7 +29,8 @@ from paceline.events import Ended, Evaluated, Failed, Saved, Started, Step
 from paceline.plan.plan import parse
 from paceline.run import RunFolder
 from paceline.spec import Launch, Optimizer, Save, Schedule
-from paceline.training import checkpoint, figures
+from paceline.training import step_metrics
+from paceline.training.checkpoint import save as checkpoint
 
 NEVER = float("inf")
 PLANS = ["single", "ddp", "zero1", "zero2", "zero3", "hsdp"]
@@ -61,11 +62,11 @@ def on_this_rank(spec: Spec, plan: str, run: Path, stop_at: int | None, every_s:
     calls = itertools.count(1)
     last = os.environ["RANK"] == str(int(os.environ["WORLD_SIZE"]) - 1)
     events = train(spec, parse(plan), run=RunFolder(run), stop=lambda: next(calls) >= stop_at if stop_at and last else False)
-    before, figures.EVERY_S = figures.EVERY_S, every_s
+    before, step_metrics.EVERY_S = step_metrics.EVERY_S, every_s
     try:
         return [event for event in events if not hasattr(event, "grad_norm")]
     finally:
-        figures.EVERY_S = before
+        step_metrics.EVERY_S = before
 
 
 def trained(size: int, spec: Spec, plan: str, run: Path, stop_at: int | None = None, every_s: float = 0.0) -> list:
@@ -124,9 +125,9 @@ def test_a_stop_in_an_evaluation_gives_it_up_and_leaves_no_trace(size, plan, at,
 
 
 def test_steps_that_are_told_together_stop_together(task, tmp_path):
-    stopped = trained(2, wanted(task, steps=10**6), "ddp", tmp_path / "stopped", 100, every_s=figures.EVERY_S)[-1]
+    stopped = trained(2, wanted(task, steps=10**6), "ddp", tmp_path / "stopped", 100, every_s=step_metrics.EVERY_S)[-1]
     assert stopped.reason == "stopped"
-    assert 100 <= stopped.step <= 100 + 2 * figures.MOST
+    assert 100 <= stopped.step <= 100 + 2 * step_metrics.MOST
     assert of_checkpoints(tmp_path / "stopped") == [stopped.step]
 
 

@@ -16,11 +16,11 @@ import network
 from command import PACELINE, of_kind, write_task
 from harness import ranks, training
 from paceline import Spec
+from paceline.distributed.process_group import claim
 from paceline.errors import LaunchError
 from paceline.events import Started
-from paceline.training import roll_call
-from paceline.training.process import claim
-from paceline.training.roll_call import Link, apart, check_software, ring, slow, uneven
+from paceline.training import rank_checks
+from paceline.training.rank_checks import Link, apart, check_software, ring, slow, uneven
 
 SPEC = Spec(task="models:Points", steps=1, batch=6)
 HOSTS = ("n1", "n1", "n2", "n2", "n3")
@@ -36,7 +36,7 @@ def skewed(by_s: float):
         yield
         return
     right = time.time
-    with patch.object(platform, "node", lambda: "elsewhere"), patch.object(roll_call.time, "time", lambda: right() + by_s):
+    with patch.object(platform, "node", lambda: "elsewhere"), patch.object(rank_checks.time, "time", lambda: right() + by_s):
         yield
 
 
@@ -51,7 +51,7 @@ def nearly_right():
 @contextlib.contextmanager
 def another_version():
     wrong = os.environ["RANK"] == "1"
-    with patch.object(roll_call, "version", lambda name: "0.0.1" if wrong else metadata.version(name)):
+    with patch.object(rank_checks, "version", lambda name: "0.0.1" if wrong else metadata.version(name)):
         yield
 
 
@@ -118,14 +118,14 @@ def test_one_gpu_is_not_for_two_ranks():
 
 
 def test_software():
-    same = {"torch": "2.13.0", "paceline": "0.1.0", roll_call.SOURCE: "my.py with CRC 0000abcd"}
+    same = {"torch": "2.13.0", "paceline": "0.1.0", rank_checks.SOURCE: "my.py with CRC 0000abcd"}
     check_software([same] * 5, HOSTS)
     with pytest.raises(LaunchError, match=r"^torch is 2\.13\.0 on rank 0 \(n1\) and 2\.12\.1 on rank 3 \(n2\); use one installation"):
         check_software([same, same, same, same | {"torch": "2.12.1"}, same], HOSTS)
     with pytest.raises(
         LaunchError, match=r"^the file of the task is my\.py with CRC 0000abcd on rank 0 \(n1\) and .* on rank 4 \(n3\); all"
     ):
-        check_software([same, same, same, same, same | {roll_call.SOURCE: "my.py with CRC 0000ffff"}], HOSTS)
+        check_software([same, same, same, same, same | {rank_checks.SOURCE: "my.py with CRC 0000ffff"}], HOSTS)
 
 
 def test_threads():
@@ -147,7 +147,7 @@ def test_a_late_rank_is_no_wrong_clock():
 def test_nobody_meets_two_at_once(count):
     found = ring([f"n{at}" for at in range(count)])
     assert len(found) == (count if count > 2 else 0)
-    for turn in range(roll_call.ROUNDS):
+    for turn in range(rank_checks.ROUNDS):
         busy = [node for at, pair in found if at == turn for node in pair]
         assert len(busy) == len({*busy})
     assert all(sum(node in pair for _, pair in found) == 2 for node in {node for _, pair in found for node in pair})

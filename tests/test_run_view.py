@@ -12,15 +12,15 @@ import pytest
 
 from paceline import cli, events
 from paceline import spec as specs
-from paceline.doctor import beat
-from paceline.doctor.ask import beats, unreadable
+from paceline.doctor import heartbeat
+from paceline.doctor.rank_state import beats, unreadable
 from paceline.errors import RunError
 from paceline.events import Accounted, Ended, Evaluated, Event, Failed, Reader, Saved, Skipped, Stalled, Started, Step, dumps
-from paceline.launch.cause import last_words
+from paceline.launch.failure_cause import last_words
 from paceline.report import history as report_history
+from paceline.report.run_view import RunView, glance, view
 from paceline.report.summary import WARM_UP_STEPS, SummaryBuilder
 from paceline.run import RunFolder
-from paceline.run_view import RunView, glance, view
 from paceline.spec import Launch, Spec
 
 STARTED = Started(
@@ -497,7 +497,7 @@ def test_a_damaged_heartbeat_is_skipped_and_named(content, tmp_path):
     assert (one.rank, one.step, one.phase) == (1, 3, "data")
     assert unreadable(run) == [run.alive(0)]
     run.said(1).write_bytes(content)
-    assert beat.read(run.said(1), beat.Answer) is None
+    assert heartbeat.read(run.said(1), heartbeat.Answer) is None
 
 
 def test_doctor_names_damaged_heartbeats(tmp_path, monkeypatch, capsys):

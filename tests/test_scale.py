@@ -10,11 +10,11 @@ import pytest
 from clusters import cluster
 from command import paceline, succeed
 from paceline.errors import PlanError, SpecError
-from paceline.plan.counts import parse_counts
-from paceline.plan.library import model
-from paceline.plan.scale import scaling, worth
-from paceline.plan.search import search
-from paceline.report.scale import amount, duration
+from paceline.plan.model.library import model
+from paceline.plan.report.scale import amount, duration
+from paceline.plan.search.rank_counts import parse_counts
+from paceline.plan.search.scaling import scaling, worth
+from paceline.plan.search.search import search
 
 GPT = ("scale", "--model", "gpt3-1.3b", "--cluster", "a100-80g:8", "--batch", "64")
 WITHOUT_TORCH = "import sys; sys.modules['torch'] = None; from paceline.cli import main; main()"

@@ -5,13 +5,13 @@ import pytest
 from clusters import cluster
 from paceline.cluster.published import parse as published
 from paceline.errors import PlanError
-from paceline.plan.assumed import assuming
-from paceline.plan.library import model
+from paceline.plan.cost_model.defaults import assuming
+from paceline.plan.cost_model.predict import predict
+from paceline.plan.cost_model.rates import speeds
+from paceline.plan.model.library import model
+from paceline.plan.model.transformer import Transformer
 from paceline.plan.plan import parse
-from paceline.plan.predict import predict
-from paceline.plan.search import choose, fastest, search
-from paceline.plan.speeds import speeds
-from paceline.plan.transformer import Transformer
+from paceline.plan.search.search import choose, fastest, search
 
 TRILLION = Transformer(name="1t", layers=128, hidden=25600, heads=160, vocab=51200, seq=2048, positions=2048)
 

@@ -39,30 +39,30 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import create_handl
 
 import paceline as paceline_package
 from command import paceline, slow_down, start, succeed, write_task
-from paceline.cli.request import node_range
-from paceline.doctor import beat
-from paceline.doctor.ask import _signalled
-from paceline.doctor.beat import Beat
-from paceline.doctor.pulse import SIGNAL
+from paceline.cli.request_options import node_range
+from paceline.distributed import network_interface
+from paceline.distributed.hostlist import expand_hosts
+from paceline.distributed.network_interface import stay_here
+from paceline.distributed.process_group import meet, process_group
+from paceline.distributed.store import open_store
+from paceline.distributed.world import World
+from paceline.doctor import heartbeat
+from paceline.doctor.heartbeat import Beat
+from paceline.doctor.heartbeat_writer import SIGNAL
+from paceline.doctor.rank_state import _signalled
 from paceline.errors import CheckpointError, Error, LaunchError, RunError, SpecError
 from paceline.files import replaced, write_whole
-from paceline.launch import interface
-from paceline.launch.hosts import expand_hosts
-from paceline.launch.interface import stay_here
-from paceline.launch.meeting import SealedBackend, run_id
-from paceline.launch.pool import Ranks as Pool
-from paceline.launch.script import Job, render
-from paceline.launch.site import Site
-from paceline.launch.store import open_store
-from paceline.launch.world import World
-from paceline.plan.counts import parse_counts
+from paceline.launch.elastic.rendezvous import SealedBackend, run_id
+from paceline.launch.rank_pool import Ranks as Pool
+from paceline.launch.slurm.job_script import Job, render
+from paceline.launch.slurm.site import Site
+from paceline.parallel.apply import compile_units
 from paceline.plan.plan import parse
+from paceline.plan.search.rank_counts import parse_counts
 from paceline.run import RunFolder, open_run
 from paceline.spec import build
-from paceline.training.checkpoint import load_whole, read_index
-from paceline.training.metadata import read_metadata
-from paceline.training.parallelize import compile_units
-from paceline.training.process import meet, process_group
+from paceline.training.checkpoint.metadata import read_metadata
+from paceline.training.checkpoint.save import load_whole, read_index
 
 # Folders of others: checkpoints
 
@@ -382,7 +382,7 @@ def test_the_source_opens_stores_and_creates_files_in_the_safe_way():
             if not isinstance(node, ast.Call):
                 continue
             called = ast.unparse(node.func)
-            if called.endswith("TCPStore") and path.match("launch/store.py"):
+            if called.endswith("TCPStore") and path.match("distributed/store.py"):
                 assert "master_listen_fd" in ast.unparse(node)
             elif called.endswith("TCPStore"):
                 said = [*node.args[3:4], *(keyword.value for keyword in node.keywords if keyword.arg == "is_master")]
@@ -393,17 +393,17 @@ def test_the_source_opens_stores_and_creates_files_in_the_safe_way():
 
 def test_a_training_leaves_the_interfaces_as_they_were(monkeypatch):
     """In a process that trains twice, the second time perhaps with ranks on other machines."""
-    for name in interface.VARIABLES:
+    for name in network_interface.VARIABLES:
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("NCCL_SOCKET_IFNAME", "")
     with process_group(World(), torch.device("cpu"), 60.0, Path("runs")):
         assert os.environ["GLOO_SOCKET_IFNAME"]
-    assert {name: os.environ[name] for name in interface.VARIABLES if name in os.environ} == {"NCCL_SOCKET_IFNAME": ""}
+    assert {name: os.environ[name] for name in network_interface.VARIABLES if name in os.environ} == {"NCCL_SOCKET_IFNAME": ""}
 
 
 def test_ranks_of_one_machine_stay_there(monkeypatch):
     """gloo, RPC and NCCL would listen where the name of this machine points to."""
-    monkeypatch.setattr(interface.os, "environ", found := {"NCCL_SOCKET_IFNAME": "eth7"})
+    monkeypatch.setattr(network_interface.os, "environ", found := {"NCCL_SOCKET_IFNAME": "eth7"})
     stay_here()
     loopback = {name for name, addresses in psutil.net_if_addrs().items() if any(one.address == "127.0.0.1" for one in addresses)}
     assert {found["GLOO_SOCKET_IFNAME"], found["TP_SOCKET_IFNAME"]} <= loopback
@@ -777,7 +777,14 @@ def test_doctor_writes_through_no_link(run, tmp_path):
     (run / "ranks").mkdir(exist_ok=True)
     (run / "ranks/asked").unlink(missing_ok=True)
     (run / "ranks/asked").symlink_to(victim)
-    whole = {"rank": 0, "ranks": 1, "host": platform.node(), "pid": os.getpid(), "birth": beat.birth(os.getpid()), "began": time.time()}
+    whole = {
+        "rank": 0,
+        "ranks": 1,
+        "host": platform.node(),
+        "pid": os.getpid(),
+        "birth": heartbeat.birth(os.getpid()),
+        "began": time.time(),
+    }
     whole |= {"time": time.time(), "step": 1, "steps": 2, "stepped": None, "longest_s": 0.0, "phase": "forward", "since": time.time()}
     (run / "ranks/0.alive").write_text(json.dumps(whole | {"patience_s": None, "spent_s": {}}))
     succeed("doctor", "r", at=run.parent)
@@ -843,7 +850,7 @@ def test_a_heartbeat_of_somebody_else(run, change):
     whole |= {"longest_s": 0.0, "phase": "data", "since": 1.0, "patience_s": None, "spent_s": {}}
     (run / "ranks").mkdir(exist_ok=True)
     (run / "ranks/0.alive").write_text(json.dumps(whole | change))
-    found = beat.read(run / "ranks/0.alive", Beat)
+    found = heartbeat.read(run / "ranks/0.alive", Beat)
     if change.keys() <= {"host"} and change != {"host": 5}:
         assert found is not None
         assert controls(found.host) == set()

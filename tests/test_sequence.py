@@ -13,14 +13,15 @@ import models
 from faults import replaced
 from harness import Trained, differences, ranks, trained, training
 from paceline import Layout, Spec, Task
+from paceline.data.fake import example, is_imagined
+from paceline.parallel.tensor import apply as tensor
+from paceline.parallel.tensor import rng, sequence_comm
+from paceline.parallel.tensor.apply import Splits, find_splits
+from paceline.parallel.tensor.find_sequence_parallel import NotFound
 from paceline.plan.plan import parse
 from paceline.spec import Optimizer
-from paceline.training import activations, draws, tensor
-from paceline.training.dry import ledger
-from paceline.training.imagine import example, is_imagined
-from paceline.training.sequence import NotFound
-from paceline.training.tensor import Splits, find_splits
-from paceline.training.weights import record
+from paceline.training.dry_run.dry_run import ledger
+from paceline.training.init.deferred_init import record
 from test_ledger import check, wanted
 
 SPEC = Spec(batch=8, steps=3, precision="fp64", optimizer=Optimizer(name="sgd", lr=0.05, clip=0.5, weight_decay=0.1))
@@ -192,7 +193,7 @@ def without_sums(task: Task, plan: str) -> Trained:
 
 def with_own_gradients(task: Task, plan: str) -> Trained:
     """What enters split layers is gathered, and the gradient is that of one rank."""
-    with replaced(activations.Pieces, "reduce_scatter", lambda original: activations.Pieces.own):
+    with replaced(sequence_comm.Pieces, "reduce_scatter", lambda original: sequence_comm.Pieces.own):
         return training(task, SPEC, plan)
 
 
@@ -222,7 +223,7 @@ def pieces(length: int, dim: int) -> bool:
         assert given.grad is not None
         same.append(torch.allclose(found, expected) and torch.allclose(given.grad, expected_grad))
 
-    cut = activations.Pieces(group, dim)
+    cut = sequence_comm.Pieces(group, dim)
     check(cut.cut, drawn[0], drawn[0][at], grads[0][at], grads[0])
     check(cut.gather, drawn[0][at], drawn[0], grads[0], grads[0][at])
     check(cut.enter, drawn[0][at], drawn[0], grads[rank], grads.sum(0)[at])
@@ -328,7 +329,7 @@ def test_where_activations_are_whole() -> None:
 
 
 def drawn_alike(task: Task, plan: str) -> Drawn:
-    with replaced(draws, "derive", lambda original: lambda seed, *purpose: seed):
+    with replaced(rng, "derive", lambda original: lambda seed, *purpose: seed):
         return drawn(task, plan)
 
 

@@ -12,7 +12,7 @@ from paceline import Spec, Task
 from paceline.errors import PlanError, TaskError
 from paceline.plan.plan import parse
 from paceline.spec import Optimizer
-from paceline.training.prepare import build, study
+from paceline.training.setup import build, study
 
 CPU = torch.device("cpu")
 
@@ -93,7 +93,7 @@ def _run(task: Task, optimizer: Optimizer) -> Any:
 
 
 def test_what_is_dense_is_left_alone() -> None:
-    from paceline.training.optim import sparse_parameters
+    from paceline.training.optimizer import sparse_parameters
 
     assert list(sparse_parameters(build(sgd(), Words()).model)) == ["bag.weight", "one.weight"]
     assert not sparse_parameters(build(sgd(), Words(sparse=False)).model)

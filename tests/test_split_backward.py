@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
 from torch.utils.checkpoint import checkpoint
 
-from paceline.training.split_backward import backward_inputs
+from paceline.parallel.pipeline.split_backward import backward_inputs
 
 N = 5
 Forward = Callable[[nn.ParameterDict, Tensor, Tensor], tuple[Tensor, ...]]

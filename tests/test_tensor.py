@@ -13,11 +13,12 @@ import models
 from harness import Trained, differences, ranks, trained, training
 from paceline import Layout, Spec, Task
 from paceline.errors import PlanError, TaskError
+from paceline.parallel.tensor import apply as tensor
+from paceline.parallel.tensor import linear as layers
+from paceline.parallel.tensor.apply import Splits, find_splits
 from paceline.plan.plan import Plan, parse
 from paceline.spec import Optimizer
 from paceline.tasks.digits import Digits
-from paceline.training import layers, tensor
-from paceline.training.tensor import Splits, find_splits
 
 SPEC = Spec(
     batch=8, steps=3, precision="fp64", optimizer=Optimizer(name="sgd", lr=0.05, clip=0.5, weight_decay=0.1)
@@ -153,8 +154,8 @@ class Logits(nn.Module):
 
 
 def splits_of(task: Task, tp: int = 2) -> Splits:
-    from paceline.training.imagine import example
-    from paceline.training.weights import record
+    from paceline.data.fake import example
+    from paceline.training.init.deferred_init import record
 
     model, _, _ = record(task.model, 0)
     plan = Plan(dp=1, tp=tp, micro=1)

@@ -9,17 +9,17 @@ import pytest
 from clusters import cluster
 from paceline.cluster.facts import Fact, Link, Overlap, Rate
 from paceline.errors import PlanError
-from paceline.plan.bubble import Stage, rate
-from paceline.plan.constants import CONSTANTS
-from paceline.plan.cost import FACILITY, USED_POWER, bill, lacks, training_days
-from paceline.plan.library import model, transformer
+from paceline.plan.cost_model.compute_time import product_s
+from paceline.plan.cost_model.constants import CONSTANTS
+from paceline.plan.cost_model.cost import FACILITY, USED_POWER, bill, lacks, training_days
+from paceline.plan.cost_model.framework_profiles import MEGATRON, PACELINE
+from paceline.plan.cost_model.predict import predict, with_extra
+from paceline.plan.cost_model.rates import speeds
+from paceline.plan.cost_model.schedules import Stage, rate
+from paceline.plan.cost_model.step_time import group, time
+from paceline.plan.cost_model.work_split import Split, split
+from paceline.plan.model.library import model, transformer
 from paceline.plan.plan import parse
-from paceline.plan.predict import predict, with_extra
-from paceline.plan.recipe import MEGATRON, PACELINE
-from paceline.plan.speeds import speeds
-from paceline.plan.split import Split, split
-from paceline.plan.time import group, time
-from paceline.plan.work import product_s
 
 RATES = (("gloo", 1e9), ("nccl", 2e11))
 # arXiv 2401.10241, tables 5 and 9: schedule, ranks, micro-batches, stages a rank, forward, inputs, weights and send in ms, idle share

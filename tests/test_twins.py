@@ -10,10 +10,11 @@ from torch.utils.checkpoint import checkpoint
 import models
 from harness import ranks
 from paceline import Spec, Task
-from paceline.plan.ledger import Ledger
+from paceline.plan.comm_volume import Ledger
 from paceline.plan.plan import parse
 from paceline.tasks.digits import Digits
-from paceline.training import dry, prepare
+from paceline.training import setup
+from paceline.training.dry_run import dry_run
 from test_ledger import counted, wanted
 
 DEEP = models.ShortText(depth=8, width=64)
@@ -22,16 +23,16 @@ DEEP = models.ShortText(depth=8, width=64)
 def played(monkeypatch: pytest.MonkeyPatch, task: Task, plan: str, size: int) -> tuple[int, list[Ledger]]:
     """How many places of `plan` were played, and what is said of all."""
     kept: list[Any] = []
-    play = dry._play
-    monkeypatch.setattr(dry, "_play", lambda *args: kept.append(args) or play(*args))
-    found = dry.stages(Spec(batch=48), parse(plan), size, task)
+    play = dry_run._play
+    monkeypatch.setattr(dry_run, "_play", lambda *args: kept.append(args) or play(*args))
+    found = dry_run.stages(Spec(batch=48), parse(plan), size, task)
     monkeypatch.undo()
     return len(kept), found
 
 
 def each(task: Task, plan: str, size: int) -> list[Ledger]:
     copies = parse(plan).on(size).copies
-    return [dry.ledger(Spec(batch=48), parse(plan), size, place * copies, task) for place in range(parse(plan).pp)]
+    return [dry_run.ledger(Spec(batch=48), parse(plan), size, place * copies, task) for place in range(parse(plan).pp)]
 
 
 @pytest.mark.parametrize(
@@ -53,7 +54,7 @@ def test_it_is_what_each_place_would_say(monkeypatch: pytest.MonkeyPatch, plan: 
 
 def test_it_is_what_real_ranks_send() -> None:
     real = [ledger for ledger, _ in ranks(4)(counted, DEEP, wanted(), "pp=4")]
-    assert dry.stages(wanted(), parse("pp=4"), 4, DEEP) == real
+    assert dry_run.stages(wanted(), parse("pp=4"), 4, DEEP) == real
 
 
 class Block(nn.Module):
@@ -110,10 +111,10 @@ def test_what_is_not_alike(monkeypatch: pytest.MonkeyPatch, third: str) -> None:
 def test_no_cut_between_layers_that_are_split_in_pairs() -> None:
     """The second of a pair takes what the first has made, in parts; whole values cross cuts."""
     task, plan = Digits(width=4), parse("tp=2,pp=3,micro=3").on(6)
-    study = prepare.study(Spec(batch=48), plan, task, torch.device("cpu"))
+    study = setup.study(Spec(batch=48), plan, task, torch.device("cpu"))
     styles = study.splits.styles
     rows = [at for at, call in enumerate(study.recording.calls) if styles.get(call.part) == "row"]
     assert rows
     assert not set(rows) & set(study.recording.cuts)
-    alone = prepare.study(Spec(batch=48), parse("pp=3,micro=3").on(3), task, torch.device("cpu"))
+    alone = setup.study(Spec(batch=48), parse("pp=3,micro=3").on(3), task, torch.device("cpu"))
     assert set(rows) & set(alone.recording.cuts)

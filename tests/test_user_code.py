@@ -15,8 +15,8 @@ from paceline.errors import DataError, TaskError
 from paceline.plan.plan import parse
 from paceline.spec import Loading
 from paceline.task import load_task
-from paceline.training.describe import describe
-from paceline.training.dry import ledger
+from paceline.training.dry_run.dry_run import ledger
+from paceline.training.model_facts.describe import describe
 from paceline.user_code import UserCode
 
 SOURCE = """

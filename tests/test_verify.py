@@ -18,12 +18,12 @@ import models
 from command import paceline, start, succeed, write_task
 from paceline import Plan, Spec
 from paceline.errors import PlanError, TaskError
-from paceline.launch.pool import Ranks
-from paceline.plan.candidates import candidates
+from paceline.launch.rank_pool import Ranks
 from paceline.plan.plan import parse
+from paceline.plan.search.candidates import candidates
 from paceline.spec import Optimizer
 from paceline.verify.compare import Difference, apart, apart_numbers, axis_of, ratio
-from paceline.verify.quiet import switch_dropout_off_
+from paceline.verify.disable_dropout import switch_dropout_off_
 from paceline.verify.report import conditions, sentence, told
 from paceline.verify.run import Verdict, Verification, batch_for
 

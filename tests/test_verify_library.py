@@ -8,7 +8,7 @@ import pytest
 import faults
 from library import MODELS
 from paceline import Spec
-from paceline.launch.pool import Ranks
+from paceline.launch.rank_pool import Ranks
 from paceline.plan.plan import parse
 from paceline.spec import Optimizer
 from paceline.verify.report import sentence

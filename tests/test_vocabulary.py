@@ -11,13 +11,14 @@ import models
 from faults import replaced
 from harness import ranks, training, wrong
 from paceline import Layout, Spec, Task, train
+from paceline.distributed.dtensor import fits, longest
 from paceline.errors import PlanError
+from paceline.parallel.tensor import linear as layers
 from paceline.plan.plan import parse
 from paceline.run import RunFolder
 from paceline.spec import Optimizer
-from paceline.training import checkpoint, layers
-from paceline.training.prepare import study
-from paceline.training.shards import fits, longest
+from paceline.training.checkpoint import save as checkpoint
+from paceline.training.setup import study
 from test_ledger import check
 
 SPEC = Spec(steps=3, batch=8, seed=3, precision="fp64", optimizer=Optimizer(lr=1e-2, weight_decay=0.1, clip=0.5))

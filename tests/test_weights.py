@@ -19,9 +19,9 @@ from torch.utils._pytree import tree_leaves, tree_map
 import models
 from harness import trained
 from paceline import Spec
+from paceline.distributed.dtensor import storage_of
 from paceline.errors import TaskError
-from paceline.training.shards import storage_of
-from paceline.training.weights import Weights, _all_of, _view, aliases, fill_, named_tensors, record
+from paceline.training.init.deferred_init import Weights, _all_of, _view, aliases, fill_, named_tensors, record
 
 
 def made(build: Callable[[], nn.Module], seed: int = 0, pretrained: Path | None = None) -> nn.Module:

@@ -2,9 +2,9 @@
 
 import pytest
 
+from paceline.distributed.hostlist import expand_hosts
+from paceline.distributed.world import World, expand_counts, world
 from paceline.errors import LaunchError
-from paceline.launch.hosts import expand_hosts
-from paceline.launch.world import World, expand_counts, world
 
 TORCHRUN = {
     "RANK": "3",

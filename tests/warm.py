@@ -65,7 +65,7 @@ def _serve() -> None:
     import torch._dynamo  # noqa: F401 (by the first step of an optimizer)
 
     import paceline.launch.local
-    import paceline.launch.rank  # noqa: F401
+    import paceline.launch.rank_main  # noqa: F401
     from paceline import cli
 
     for name in cli.COMMANDS:

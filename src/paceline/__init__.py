@@ -4,8 +4,8 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from paceline.distributed.world import World as World
     from paceline.errors import Error as Error
-    from paceline.launch.world import World as World
     from paceline.plan.plan import Plan as Plan
     from paceline.run import RunFolder as RunFolder
     from paceline.spec import Spec as Spec

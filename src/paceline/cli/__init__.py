@@ -46,12 +46,12 @@ def load(name: str) -> Any:
     module, beside = import_module(f"paceline.cli.{name}"), typer.Typer(rich_markup_mode="rich")
     beside.callback()(lambda: None)
     if name == "bench":
-        from paceline.cli import bench_collectives, benches
+        from paceline.cli.bench import collectives, single
 
-        module.app.command("collectives")(bench_collectives.collectives)
-        for command in (benches.compute, benches.overlap, benches.host, benches.storage):
+        module.app.command("collectives")(collectives.collectives)
+        for command in (single.compute, single.overlap, single.host, single.storage):
             module.app.command()(command)
-        module.app.command("input")(benches.input_)
+        module.app.command("input")(single.input_)
         beside.add_typer(module.app, name=name)
     else:
         beside.command(name, hidden=name in HIDDEN)(getattr(module, name))

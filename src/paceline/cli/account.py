@@ -11,8 +11,8 @@ from paceline.units import several
 if TYPE_CHECKING:
     from paceline.cluster.facts import Cluster
     from paceline.events import Skipped
-    from paceline.plan.answer import Answer
-    from paceline.report.measured import Measured
+    from paceline.plan.search.best_plans import Answer
+    from paceline.report.breakdown import Measured
 
 Option = typer.Option
 
@@ -26,7 +26,7 @@ def account(
     plot: Annotated[Path | None, Option(metavar="FILE.svg|png", help="Draw predicted over measured there.")] = None,
 ) -> None:
     """Show where the time and memory of a run went, part by part, beside what is predicted."""
-    from paceline.cli.asked import check_outputs
+    from paceline.cli.plan_options import check_outputs
     from paceline.errors import PlanError, SpecError
     from paceline.report.account import Account, as_json, draw, heading, lines, tables
     from paceline.run import open_run
@@ -76,9 +76,9 @@ def account(
 def _measured(folder: RunFolder) -> "tuple[Measured, Skipped]":
     """And the lines that could not be read. Raises RunError with the way out where there is no breakdown."""
     from paceline.errors import RunError
-    from paceline.plan.account import MOST_STEPS
+    from paceline.plan.cost_model.compare import MOST_STEPS
     from paceline.plan.plan import parse
-    from paceline.run_view import view
+    from paceline.report.run_view import view
 
     found = view(folder)
     try:
@@ -107,8 +107,8 @@ def _cluster(folder: RunFolder, seen: "Measured", said: str | None, update: bool
     """Raises ClusterError for another device than the run had, or where there is no file to update."""
     import re
 
-    from paceline.cli.planned import cluster_of
-    from paceline.cluster.here import file_of
+    from paceline.cli.plan_inputs import cluster_of
+    from paceline.cluster.local_cluster import file_of
     from paceline.errors import ClusterError
 
     if update and said is None and file_of() is None:
@@ -129,10 +129,10 @@ def _cluster(folder: RunFolder, seen: "Measured", said: str | None, update: bool
 def _predicted(folder: RunFolder, seen: "Measured", cluster: "Cluster") -> "Answer":
     """Raises PlanError for what cannot be predicted."""
     from paceline.errors import TaskError
-    from paceline.plan.answer import answer
-    from paceline.plan.recipe import of_precision
+    from paceline.plan.cost_model.framework_profiles import of_precision
+    from paceline.plan.search.best_plans import answer
     from paceline.task import load_task
-    from paceline.training.describe import describe
+    from paceline.training.model_facts.describe import describe
 
     spec, _ = folder.request()
     try:
@@ -147,8 +147,8 @@ def _update(folder: RunFolder, seen: "Measured", cluster: "Cluster", said: str |
     """Ratios are to what the cluster's facts say without any account, so that they do not depend on the order of runs."""
     from paceline.cluster import file
     from paceline.cluster.facts import Account, Fact
-    from paceline.cluster.here import file_of
-    from paceline.plan.account import ratios
+    from paceline.cluster.local_cluster import file_of
+    from paceline.plan.cost_model.compare import ratios
 
     path = Path(said) if said is not None else file_of()
     assert path is not None

@@ -12,11 +12,11 @@ import typer
 
 def cancel(run: Annotated[Path, typer.Argument(help="The run's folder.")]) -> None:
     """End a training, in Slurm or on this machine. All ranks save and stop; a job that waits is taken from the queue."""
+    from paceline.cli.run_state import of_run
     from paceline.errors import RunError
-    from paceline.launch import slurm
-    from paceline.report.state import of_run
+    from paceline.launch.slurm import client as slurm
+    from paceline.report.run_view import glance
     from paceline.run import open_run
-    from paceline.run_view import glance
 
     folder = open_run(run)
     job = slurm.status(folder.job) if folder.job is not None else None

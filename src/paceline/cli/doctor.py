@@ -16,10 +16,10 @@ def doctor(
     json: Annotated[Path | None, typer.Option(metavar="FILE", help="Write all that was found there, too.")] = None,
 ) -> None:
     """Say why a run does not go on. Exits with 1 where it is stuck. Ask from any machine that sees its folder."""
-    from paceline.cli.asked import check_outputs, show
-    from paceline.doctor.ask import unreadable
+    from paceline.cli.plan_options import check_outputs, show
     from paceline.doctor.examine import examine
-    from paceline.report.doctor import details, sentences
+    from paceline.doctor.rank_state import unreadable
+    from paceline.doctor.text import details, sentences
     from paceline.run import latest, open_run
 
     run = run if run is not None else latest()
@@ -38,7 +38,7 @@ def doctor(
 
 
 def _last_words(folder: RunFolder) -> str:
-    from paceline.run_view import view
+    from paceline.report.run_view import view
 
     found = view(folder)
     skipped = f"; {found.skipped}" if found.skipped else ""
@@ -47,7 +47,7 @@ def _last_words(folder: RunFolder) -> str:
 
 def _end_of(summary: "Summary", folder: RunFolder) -> str:
     if summary.started is None:
-        from paceline.report.state import of_run
+        from paceline.cli.run_state import of_run
 
         return "it has not started yet" if folder.is_locked() else of_run(folder, summary)
     if summary.ended is not None:

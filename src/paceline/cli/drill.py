@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from paceline.cli.request import Target
+from paceline.cli.request_options import Target
 from paceline.drill.faults import FAULTS, Moment, chosen, save_every, schedule
 from paceline.errors import LaunchError, PlanError, RunError
 from paceline.run import default_path
@@ -50,8 +50,8 @@ def drill(
 
     Exit status: 0 nothing was lost, 1 something was, 2 bad input.
     """
-    from paceline.cli.asked import check_outputs
-    from paceline.cli.start import read
+    from paceline.cli.launching import read
+    from paceline.cli.plan_options import check_outputs
     from paceline.files import write_whole
 
     flags: dict[str, Any] = {
@@ -84,9 +84,9 @@ def drill(
 def _prepared(spec: Spec, launch: Launch, folder: Path) -> "Drill":
     """Raises the Error of what can be known to go wrong."""
     from paceline import task as tasks
-    from paceline.cli.start import check
+    from paceline.cli.launching import check
+    from paceline.distributed.world import world
     from paceline.drill.run import Drill
-    from paceline.launch.world import world
     from paceline.plan.plan import parse
 
     if (launcher := world().launcher) is not None:
@@ -134,7 +134,7 @@ def _held(one: "Drill", moments: list[Moment], task: str) -> tuple[dict[str, Any
 
 def _tell(console: "Console", outcomes: "list[Outcome]", faults: int) -> None:
     """What was found so far, of so many faults."""
-    from paceline.report.drill import closing, sentences, table
+    from paceline.drill.text import closing, sentences, table
 
     if len(outcomes) < faults:
         console.print(f"ended after {len(outcomes)} of {several(faults, 'fault')}", style="bold red")

@@ -28,7 +28,7 @@ def export(
     from safetensors import SafetensorError
     from safetensors.torch import save_file
 
-    from paceline.training.checkpoint import last_good, load_whole
+    from paceline.training.checkpoint.save import last_good, load_whole
 
     path, notes = folder.checkpoint(step) if step is not None else None, list[str]()
     if path is None:

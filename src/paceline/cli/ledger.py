@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from paceline.cli.request import Target
+from paceline.cli.request_options import Target
 
 Option = typer.Option
 
@@ -24,10 +24,10 @@ def ledger(
     json: Annotated[Path | None, Option(metavar="FILE", help="Write the figures there, too.")] = None,
 ) -> None:
     """Show bytes and calls of a training step by collective, mesh axis and module. One process plays a rank of them; nothing is sent."""
-    from paceline.cli.start import read, say
+    from paceline.cli.launching import read, say
+    from paceline.distributed.world import World
     from paceline.errors import SpecError
     from paceline.files import check_target, write_whole
-    from paceline.launch.world import World
 
     flags = {
         "ranks": ranks,
@@ -47,8 +47,8 @@ def ledger(
     from rich.console import Console
 
     from paceline.plan.plan import parse
-    from paceline.report.ledger import as_json, heading, tables
-    from paceline.training.dry import stages
+    from paceline.plan.report.ledger import as_json, heading, tables
+    from paceline.training.dry_run.dry_run import stages
 
     assert launch.plan is not None
     assert launch.ranks is not None

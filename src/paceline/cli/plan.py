@@ -4,7 +4,7 @@ from typing import Annotated
 
 from typer import Option
 
-from paceline.cli.asked import Batch, Json, Model, Peak, Plot, Precision, Price, Seq, Set, Target, Tokens, Where
+from paceline.cli.plan_options import Batch, Json, Model, Peak, Plot, Precision, Price, Seq, Set, Target, Tokens, Where
 
 
 def plan(
@@ -27,17 +27,17 @@ def plan(
     plot: Plot = None,
 ) -> None:
     """Predict step time, memory and cost of plans, the fastest that fits first. Nothing is run, but with --measure."""
-    from paceline.cli.asked import asked, check_above_zero, check_outputs, show
-    from paceline.cli.planned import cluster_of, with_peak
+    from paceline.cli.plan_inputs import cluster_of, with_peak
+    from paceline.cli.plan_options import asked, check_above_zero, check_outputs, show
 
     check_above_zero(ranks=ranks, top=top, tokens=tokens, price=price, peak=peak)
     check_outputs(json, plot)
     where = with_peak(cluster_of(cluster), peak)
     what = asked(target, model, batch, seq, precision, set, where if measure else None)
 
-    from paceline.plan.answer import answer
-    from paceline.plan.ranking import unranked
-    from paceline.report.plan import as_json, heading, reasons, tables, without_order
+    from paceline.plan.report.plan import as_json, heading, reasons, tables, without_order
+    from paceline.plan.search.best_plans import answer
+    from paceline.plan.search.ranking import unranked
 
     found = answer(what.facts, where, what.batch, plan, what.recipe, ranks, tokens, price, others=explain or plot is not None)
     close = unranked(found, target)
@@ -46,7 +46,7 @@ def plan(
 
         write_whole(json, as_json(found, top, close))
     if plot is not None:
-        from paceline.report.bars import draw
+        from paceline.plan.report.bars import draw
 
         draw(found, top, plot)
     show(heading(found), *tables(found, top, explain), *reasons(found), *([without_order(found, close)] if close else []))

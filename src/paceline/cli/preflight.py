@@ -4,8 +4,8 @@ from typing import Annotated
 
 from typer import Exit, Option
 
-from paceline.cli.asked import Json
-from paceline.cli.request import Request, requesting
+from paceline.cli.plan_options import Json
+from paceline.cli.request_options import Request, requesting
 from paceline.cli.submit import SiteFile, Time
 
 
@@ -20,11 +20,11 @@ def preflight(
     json: Json = None,
 ) -> None:
     """Look at a training before it is queued: site file and Slurm, task and data, the plan built, memory, room and time."""
-    from paceline.cli.asked import check_outputs, show
+    from paceline.cli.plan_options import check_outputs, show
     from paceline.preflight.checks import CHECKS
+    from paceline.preflight.context import Flight
     from paceline.preflight.finding import findings
-    from paceline.preflight.flight import Flight
-    from paceline.report.preflight import as_json, table, verdict
+    from paceline.preflight.text import as_json, table, verdict
 
     check_outputs(json, None)
     found = list(findings(Flight(*request, time, site, cluster), CHECKS))

@@ -34,7 +34,7 @@ def probe(
 
     from paceline.cluster.file import layout
     from paceline.cluster.probe import probe as look
-    from paceline.report.machine import tables
+    from paceline.cluster.text import tables
 
     machine = look(directories or (), torch)
     if json is not None:

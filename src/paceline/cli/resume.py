@@ -7,8 +7,8 @@ from typing import Annotated, Any
 import typer
 
 from paceline import spec as specs
+from paceline.distributed.world import World, world
 from paceline.errors import RunError
-from paceline.launch.world import World, world
 from paceline.run import RunFolder
 from paceline.spec import Spec
 
@@ -29,7 +29,7 @@ def resume(
     edited: Annotated[bool, typer.Option("--edited", help="Accept a spec.toml that was changed by hand.")] = False,
 ) -> None:
     """Go on with a run from its last whole checkpoint, to the end that was asked for."""
-    from paceline.cli.request import node_range
+    from paceline.cli.request_options import node_range
     from paceline.run import open_run
 
     least, most = node_range(nodes)
@@ -47,8 +47,8 @@ def go_on(folder: RunFolder, overrides: dict[str, Any], me: World, again: bool =
     again: a scheduler has started the same once more, so that there may be nothing left to do.
     edited: the request of the run was changed by hand, and is accepted.
     """
-    from paceline.cli.start import announce, check, start
-    from paceline.run_view import glance
+    from paceline.cli.launching import announce, check, start
+    from paceline.report.run_view import glance
 
     if me.launcher is not None:
         overrides = {"ranks": me.size} | overrides
@@ -60,7 +60,7 @@ def go_on(folder: RunFolder, overrides: dict[str, Any], me: World, again: bool =
     if "plan" in overrides:
         launch = launch.model_copy(update={"chosen": None, "asked": None, "asked_ranks": None})
     elif launch.ranks != before.ranks and launch.ranks is not None:
-        from paceline.training.refit import refit
+        from paceline.training.replan import refit
 
         launch = refit(spec, before, launch)
     announce(me)
@@ -84,14 +84,14 @@ def go_on(folder: RunFolder, overrides: dict[str, Any], me: World, again: bool =
 
 def done(folder: RunFolder, spec: Spec) -> int | None:
     """The last step of a run that has come to its end, and whose last checkpoint is whole."""
-    from paceline.run_view import glance
+    from paceline.report.run_view import glance
 
     summary = glance(folder).summary
     started, ended = summary.started, summary.ended
     done = max(folder.checkpoints(), default=0)
     if started is None or done < spec.total_steps(started.samples) or (ended is not None and ended.reason == "stopped"):
         return None
-    from paceline.training.checkpoint import last_good
+    from paceline.training.checkpoint.save import last_good
 
     path, _, _ = last_good(folder)
     return done if path == folder.checkpoint(done) else None

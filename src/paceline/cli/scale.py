@@ -4,11 +4,11 @@ from typing import TYPE_CHECKING, Annotated
 
 from typer import Option
 
-from paceline.cli.asked import Batch, Json, Model, Peak, Plot, Precision, Price, Seq, Set, Target, Tokens, Where
+from paceline.cli.plan_options import Batch, Json, Model, Peak, Plot, Precision, Price, Seq, Set, Target, Tokens, Where
 from paceline.errors import SpecError
 
 if TYPE_CHECKING:
-    from paceline.plan.facts import ModelFacts
+    from paceline.plan.model.facts import ModelFacts
 
 
 def scale(
@@ -30,9 +30,9 @@ def scale(
     plot: Plot = None,
 ) -> None:
     """Predict how a training scales: the best plan for each number of ranks, for one batch and for one batch a rank. Nothing is run."""
-    from paceline.cli.asked import asked, check_above_zero, check_outputs, show
-    from paceline.cli.planned import cluster_of, with_peak
-    from paceline.plan.counts import WAY_OUT, parse_counts
+    from paceline.cli.plan_inputs import cluster_of, with_peak
+    from paceline.cli.plan_options import asked, check_above_zero, check_outputs, show
+    from paceline.plan.search.rank_counts import WAY_OUT, parse_counts
 
     check_above_zero(tokens=tokens, price=price, peak=peak, epochs=epochs, steps=steps)
     check_outputs(json, plot)
@@ -47,8 +47,8 @@ def scale(
     if target is not None and tokens is None:
         tokens = _whole(target, what.batch, epochs, steps, set or [], what.facts)
 
-    from paceline.plan.scale import scaling
-    from paceline.report.scale import as_json, heading, sentences, tables
+    from paceline.plan.report.scale import as_json, heading, sentences, tables
+    from paceline.plan.search.scaling import scaling
 
     found = scaling(what.facts, with_peak(cluster_of(cluster), peak), counts, what.batch, what.recipe, tokens, price)
     if json is not None:
@@ -56,7 +56,7 @@ def scale(
 
         write_whole(json, as_json(found, efficiency))
     if plot is not None:
-        from paceline.report.curves import draw
+        from paceline.plan.report.curves import draw
 
         draw(found, efficiency, plot)
     show(heading(found), *tables(found), *sentences(found, efficiency))
@@ -64,9 +64,9 @@ def scale(
 
 def _whole(target: str, batch: int, epochs: float | None, steps: int | None, set: list[str], facts: "ModelFacts") -> float:
     """Tokens of the training that a task and its request say."""
-    from paceline.cli.start import read
+    from paceline.cli.launching import read
+    from paceline.data.loader import open_dataset
     from paceline.task import load_task
-    from paceline.training.data import open_dataset
 
     spec, _ = read(target, {"batch": batch, "epochs": epochs, "steps": steps}, set)
     dataset = open_dataset(load_task(spec.task, spec.set), "train")

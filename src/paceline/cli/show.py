@@ -10,10 +10,10 @@ def show(run: Annotated[Path, typer.Argument(help="The run's folder.")]) -> None
     """Show what happened in a run."""
     from rich.console import Console
 
-    from paceline.report.state import of_run
+    from paceline.cli.run_state import of_run
+    from paceline.report.run_view import view
     from paceline.report.text import closing, headline, line
     from paceline.run import open_run
-    from paceline.run_view import view
 
     folder = open_run(run)
     console = Console(highlight=False)

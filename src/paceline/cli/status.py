@@ -11,7 +11,7 @@ from paceline.run import RunFolder
 
 if TYPE_CHECKING:
     from paceline.errors import Error
-    from paceline.launch.slurm import Status
+    from paceline.launch.slurm.client import Status
 
 
 def status(
@@ -35,9 +35,9 @@ def status(
 
 
 def _line(run: RunFolder) -> str:
+    from paceline.cli.run_state import figures, of_job, of_run
     from paceline.errors import Error
-    from paceline.report.state import figures, of_job, of_run
-    from paceline.run_view import glance
+    from paceline.report.run_view import glance
 
     found = glance(run)
     summary = found.summary
@@ -66,7 +66,7 @@ def _line(run: RunFolder) -> str:
 def _jobs() -> "tuple[dict[str, Status], Error | None]":
     """All jobs of Slurm, which is asked once for all runs, or why it cannot be."""
     from paceline.errors import LaunchError
-    from paceline.launch import slurm
+    from paceline.launch.slurm import client as slurm
 
     try:
         return slurm.statuses(), None

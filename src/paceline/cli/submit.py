@@ -5,7 +5,7 @@ from typing import Annotated
 
 from typer import Option
 
-from paceline.cli.request import Request, requesting
+from paceline.cli.request_options import Request, requesting
 
 Time = Annotated[str | None, Option(help="Until the job must end: 02:00:00. Default: the partition's.")]
 SiteFile = Annotated[Path | None, Option(help="What jobs must say at this centre. Default: site.toml here, if there is one.")]
@@ -21,9 +21,9 @@ def submit(
     """Queue a training in Slurm, and print the number of the job. It saves and queues itself again before its time is over."""
     from paceline import task
     from paceline.errors import Error
-    from paceline.launch import slurm
-    from paceline.launch.script import job_of, render
-    from paceline.launch.site import read_site
+    from paceline.launch.slurm import client as slurm
+    from paceline.launch.slurm.job_script import job_of, render
+    from paceline.launch.slurm.site import read_site
     from paceline.plan.plan import AUTO, laid_out
     from paceline.run import create, default_path
 

@@ -5,9 +5,9 @@ from typing import Annotated
 
 from typer import Option
 
-from paceline.cli.request import Request, requesting
+from paceline.cli.request_options import Request, requesting
+from paceline.distributed.world import World, world
 from paceline.errors import Error, LaunchError
-from paceline.launch.world import World, world
 from paceline.spec import Launch, Spec
 
 
@@ -31,8 +31,8 @@ def start_new(spec: Spec, launch: Launch, me: World) -> None:
     if me.launcher is not None and launch.launcher is not None:
         raise LaunchError(f"--launcher {launch.launcher}, but {me.launcher} has started this process as a rank; leave --launcher out")
     from paceline import task
-    from paceline.cli.start import announce, check, has_started, start
-    from paceline.launch.starters import is_rank
+    from paceline.cli.launching import announce, check, has_started, start
+    from paceline.launch.launchers import is_rank
     from paceline.run import create, reserve
 
     if me.restart and (launch.run is None or Path(launch.run).exists()):

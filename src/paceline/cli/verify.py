@@ -7,7 +7,7 @@ from typing import Annotated, Any
 import typer
 
 from paceline import spec as specs
-from paceline.cli.request import Target
+from paceline.cli.request_options import Target
 from paceline.errors import LaunchError, PlanError, SpecError
 from paceline.files import check_target, write_whole
 from paceline.units import several
@@ -37,7 +37,7 @@ def verify(
 
     Exit status: 0 the same training, 1 not, 2 bad input.
     """
-    from paceline.cli.start import read
+    from paceline.cli.launching import read
 
     flags: dict[str, Any] = {
         "ranks": ranks,
@@ -67,10 +67,10 @@ def _verified(spec: specs.Spec, ranks: int, asked: str | None, batch_is_said: bo
     from rich.console import Console
 
     from paceline import task as tasks
-    from paceline.launch.starters import check_count
-    from paceline.launch.world import world
-    from paceline.plan.candidates import candidates
+    from paceline.distributed.world import world
+    from paceline.launch.launchers import check_count
     from paceline.plan.plan import parse, share
+    from paceline.plan.search.candidates import candidates
 
     if (launcher := world().launcher) is not None:
         raise LaunchError(f"verify starts ranks itself, and {launcher} has started this process as one; run it without")

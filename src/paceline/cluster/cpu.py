@@ -7,9 +7,9 @@ from pathlib import Path
 
 import psutil
 
-from paceline.cluster.command import run
 from paceline.cluster.limits import memory_limit, usable_cores
 from paceline.cluster.machine import Cpu, Memory
+from paceline.cluster.run_tool import run
 
 # Flags of Linux -> how people call them. `sme` is another thing on each of the two: on x86 it encrypts memory.
 X86 = {

@@ -8,9 +8,9 @@ from typing import NamedTuple
 
 import psutil
 
-from paceline.cluster.command import run
 from paceline.cluster.machine import Directory, Quota
 from paceline.cluster.quota import of_directory, parse
+from paceline.cluster.run_tool import run
 
 # Variables in which sites name the places that one may use.
 NAMES = (

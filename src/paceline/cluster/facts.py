@@ -91,7 +91,7 @@ class Pace(Value):
     for. A size counts multiplications of products and attention, weights of an update, else elements that are read and written.
     """
 
-    operation: str  # linear, linear backward, function … (paceline.plan.paces)
+    operation: str  # linear, linear backward, function … (paceline.plan.cost_model.op_times)
     threads: int = Field(ge=1)
     sizes: tuple[float, ...] = Field(min_length=1)
     seconds: tuple[float, ...] = Field(min_length=1)
@@ -110,7 +110,7 @@ class Pace(Value):
 class Engine(Value):
     """What an engine adds to a step by itself, however little there is to compute and to send: its hooks, its copies, its calls."""
 
-    name: str  # ddp, zero1 … (paceline.plan.engines)
+    name: str  # ddp, zero1 … (paceline.plan.cost_model.engine_overhead)
     ranks: int = Field(ge=1)
     step_s: Fact  # of each step
     unit_s: Fact  # of each of the units that it counts
@@ -147,7 +147,7 @@ class Account(Value):
     run: str  # when it was started: no run counts twice
     plan: str
     ranks: int = Field(ge=1)
-    parts: tuple[str, ...]  # of the planner, that the prediction had (plan/account.py)
+    parts: tuple[str, ...]  # of the planner, that the prediction had (plan/cost_model/compare.py)
     ratios: dict[str, Positive]
 
 

@@ -5,9 +5,9 @@ import json
 import re
 from typing import Any
 
-from paceline.cluster.command import run
 from paceline.cluster.machine import Accelerator
 from paceline.cluster.published import published_as
+from paceline.cluster.run_tool import run
 
 QUERY = "index,name,memory.total,driver_version,power.limit,pci.bus_id"
 

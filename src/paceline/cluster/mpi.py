@@ -4,8 +4,8 @@ import re
 import shutil
 from importlib.metadata import PackageNotFoundError, version
 
-from paceline.cluster.command import run
 from paceline.cluster.machine import Backend
+from paceline.cluster.run_tool import run
 
 
 def mpi4py() -> Backend:

@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from paceline.cluster import cpu, directories, gpus, mpi, network, surroundings, topology
+from paceline.cluster import cpu, directories, environment, gpus, mpi, network, topology
 from paceline.cluster.limits import usable_cores
 from paceline.cluster.machine import Accelerator, Directory, Machine, Torch
 from paceline.errors import ClusterError
@@ -50,14 +50,14 @@ def probe(asked: Sequence[Path] = (), torch: subprocess.Popen[str] | None = None
         cpu=found.get("the CPU") or cpu.parse("", platform.machine(), usable_cores()),
         memory=cpu.memory(),
         accelerators=found.get(NVIDIA, ()) + found.get(AMD, ()) + _apple(found.get("PyTorch")),
-        visible=surroundings.visible(os.environ),
+        visible=environment.visible(os.environ),
         topology=found.get("NVIDIA's topology") or found.get("AMD's topology"),
         interfaces=found.get("the network", ()) + found.get("RDMA", ()),
         torch=found.get("PyTorch"),
         mpi=found.get("MPI"),
-        slurm=surroundings.slurm(os.environ),
-        container=surroundings.here_container(os.environ),
-        modules=surroundings.modules(os.environ),
+        slurm=environment.slurm(os.environ),
+        container=environment.here_container(os.environ),
+        modules=environment.modules(os.environ),
         directories=looked,
         silent=tuple(f"{name}: {reason}" for name, reason in (silent | late).items()),
     )

@@ -2,8 +2,8 @@
 
 import re
 
-from paceline.cluster.command import run
 from paceline.cluster.machine import Topology
+from paceline.cluster.run_tool import run
 
 NEAREST = ("PIX", "PXB", "PHB", "NODE", "SYS")  # first is best: from one bridge between the two, to another socket
 MEANING = {

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from statistics import median
 
 import paceline
-from paceline.doctor import beat
-from paceline.doctor.ask import Reader, Seen
-from paceline.doctor.beat import Beat, Collective, Frame
+from paceline.doctor import heartbeat
+from paceline.doctor.heartbeat import Beat, Collective, Frame
+from paceline.doctor.rank_state import Reader, Seen
 from paceline.units import format_seconds, several
 
 STILL_S = 3.0  # nothing of a healthy run is without a sign for so long,
@@ -47,7 +47,7 @@ def patience_s(beats: Sequence[Beat | None]) -> float | None:
 
 def bound_s(beats: Sequence[Beat | None], soon: bool) -> float | None:
     """From when on that is worth a word: half of what the ranks wait for one another, or `soon`, as somebody asks. None: never."""
-    going = [one for one in beats if one is not None and one.phase != beat.ENDED and one.patience_s is not None]
+    going = [one for one in beats if one is not None and one.phase != heartbeat.ENDED and one.patience_s is not None]
     if not going:
         return None
     least = max(STILL_S, TIMES * max(one.longest_s for one in going))
@@ -96,7 +96,7 @@ def place(stack: Sequence[Frame]) -> str | None:
 
 def waits(one: Seen, seen: Sequence[Seen]) -> Collective | str | None:
     """What a rank waits in for another one; None where it is on its own."""
-    if one.beat is None or one.state != "runs" or one.beat.phase == beat.DATA:
+    if one.beat is None or one.state != "runs" or one.beat.phase == heartbeat.DATA:
         return None
     innermost = one.stack[-1] if one.stack else None
     if innermost is not None and not LIBRARY.search(innermost.file) and not innermost.file.startswith(OWN):
@@ -112,7 +112,7 @@ def waits(one: Seen, seen: Sequence[Seen]) -> Collective | str | None:
 
 def _called(one: Seen) -> Collective | None:
     """The last collective that it is not done with."""
-    if one.beat is None or one.beat.phase == beat.DATA:
+    if one.beat is None or one.beat.phase == heartbeat.DATA:
         return None
     return max((mine for mine in one.collectives if not mine.is_over), key=lambda mine: mine.called, default=None)
 
@@ -136,7 +136,7 @@ def _at_fault(seen: Sequence[Seen]) -> list[Seen]:
     if all(map(_called, own)):  # in different ones, or the last message is under way
         return []
     steps = {one.rank: one.beat.step for one in own if one.beat is not None}  # nothing is known of collectives
-    busy = [one for one in own if one.beat is not None and one.beat.phase == beat.DATA and steps[one.rank] == min(steps.values())]
+    busy = [one for one in own if one.beat is not None and one.beat.phase == heartbeat.DATA and steps[one.rank] == min(steps.values())]
     return busy if 0 < len(busy) < len(own) else own
 
 
@@ -231,7 +231,7 @@ def _slow(beats: Sequence[Beat | None]) -> list[str]:
     found = []
     here = [one for one in beats if one is not None]
     for one in here if len(here) > 1 else ():
-        for phase in (beat.DATA, beat.FORWARD):
+        for phase in (heartbeat.DATA, heartbeat.FORWARD):
             own = one.spent_s.get(phase, 0.0)
             others = median(other.spent_s.get(phase, 0.0) for other in here if other is not one)
             if own > SLOW * others and own - others > 0.1 * sum(one.spent_s.values()):

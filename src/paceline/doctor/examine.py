@@ -4,8 +4,8 @@ import time
 from collections.abc import Container
 from dataclasses import replace
 
-from paceline.doctor.ask import ask
 from paceline.doctor.diagnose import Diagnosis, bound_s, diagnose
+from paceline.doctor.rank_state import ask
 from paceline.run import RunFolder
 
 

@@ -6,7 +6,7 @@ from paceline import events
 from paceline.errors import CheckpointError
 from paceline.events import Step
 from paceline.run import RunFolder
-from paceline.training.checkpoint import load_whole
+from paceline.training.checkpoint.save import load_whole
 
 
 def weights_differ(run: RunFolder, reference: RunFolder, steps: int) -> str | None:

@@ -13,9 +13,9 @@ from paceline import events
 from paceline.drill import clock, request
 from paceline.drill.compare import losses_differ, weights_differ
 from paceline.drill.disk import SmallDisk
-from paceline.drill.disturb import DISTURB, REPAIR, Scene, Untried
 from paceline.drill.faults import Moment
-from paceline.drill.ledger import Indices, audit, audit_alone, consumed
+from paceline.drill.inject import DISTURB, REPAIR, Scene, Untried
+from paceline.drill.sample_audit import Indices, audit, audit_alone, consumed
 from paceline.drill.training import SLOW_STEP_S, STEP_S, Astray, Training
 from paceline.errors import RankError
 from paceline.events import Started, Step

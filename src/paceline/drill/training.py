@@ -14,8 +14,8 @@ from typing import Any
 import psutil
 
 from paceline import events
-from paceline.drill import ledger
-from paceline.drill.ledger import Start
+from paceline.drill import sample_audit
+from paceline.drill.sample_audit import Start
 from paceline.events import Ended, Failed, Stalled, Started
 from paceline.plan.plan import Plan
 from paceline.run import RunFolder
@@ -81,7 +81,7 @@ class Training:
     # What goes on
 
     def starts(self) -> list[Start]:
-        return ledger.read(self.folder / LEDGER, self.plan)
+        return sample_audit.read(self.folder / LEDGER, self.plan)
 
     def started(self) -> int:
         """How often the ranks were started, also where nothing was left to do."""

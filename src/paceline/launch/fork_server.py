@@ -168,7 +168,7 @@ def serve(descriptor: int) -> int | None:
     """Fork ranks for as long as the launcher lives. Returns in each rank the id of the fork server, and None in the server at its end."""
     import torch._dynamo  # noqa: F401 (torch imports it in the first step of any optimizer)
 
-    import paceline.launch.rank  # noqa: F401
+    import paceline.launch.rank_main  # noqa: F401
 
     os.environ.pop(ROOM, None)
     server = os.getpid()

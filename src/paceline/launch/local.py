@@ -1,8 +1,8 @@
 """Start ranks on this machine."""
 
-from paceline.launch.attend import attend, end_children
 from paceline.launch.fork_server import fork_server
-from paceline.launch.processes import here, launch
+from paceline.launch.supervise import attend, end_children
+from paceline.launch.worker_processes import here, launch
 from paceline.run import RunFolder
 
 

@@ -5,10 +5,10 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
-from paceline.doctor.beat import Frame
 from paceline.doctor.diagnose import OWN, place
+from paceline.doctor.heartbeat import Frame
 from paceline.errors import Error
-from paceline.preflight.flight import Flight
+from paceline.preflight.context import Flight
 
 Verdict = Literal["passes", "warns", "fails", "skipped"]
 

@@ -8,10 +8,10 @@ from typing import Any
 
 from rich.table import Table
 
-from paceline.plan.account import MEMORY, TIME, Row, beside, worst
-from paceline.plan.cost import Cost
-from paceline.report.measured import Measured
-from paceline.report.pictures import COLOURS, figure
+from paceline.plan.cost_model.compare import MEMORY, TIME, Row, beside, worst
+from paceline.plan.cost_model.cost import Cost
+from paceline.plotting.figure import COLOURS, figure
+from paceline.report.breakdown import Measured
 from paceline.units import format_bytes, format_seconds, several
 
 

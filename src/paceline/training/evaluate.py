@@ -7,9 +7,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from paceline.doctor.beat import EVALUATE
+from paceline.data.loader import Samples, batches, validation_parts
+from paceline.doctor.heartbeat import EVALUATE
 from paceline.errors import TaskError
-from paceline.training.data import Samples, batches, validation_parts
 from paceline.training.first_loss import check_items
 from paceline.training.step import ELSEWHERE, Step, autocast, weighed, weights_of
 from paceline.user_code import UserCode

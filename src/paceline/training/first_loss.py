@@ -17,12 +17,12 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
+from paceline.data.loader import Batch, cast_floats
+from paceline.distributed.dtensor import is_cut
+from paceline.distributed.rng import streams
 from paceline.errors import TaskError
 from paceline.plan.plan import Plan
 from paceline.task import Task
-from paceline.training.data import Batch, cast_floats
-from paceline.training.seeds import streams
-from paceline.training.shards import is_cut
 from paceline.training.step import Step
 
 Verdict = Literal["adds up", "mixes", "unknown"]

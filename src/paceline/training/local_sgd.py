@@ -15,11 +15,11 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from paceline.errors import PlanError
+from paceline.parallel.apply import release
+from paceline.parallel.batch_norm import of_this_rank, running_statistics
 from paceline.plan.plan import Place, Plan
-from paceline.training import checkpoint
-from paceline.training.batch_norm import of_this_rank, running_statistics
-from paceline.training.optim import Norm
-from paceline.training.parallelize import release
+from paceline.training.checkpoint import save as checkpoint
+from paceline.training.optimizer import Norm
 from paceline.training.step import Step
 
 

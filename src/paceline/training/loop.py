@@ -16,29 +16,9 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from paceline import task as tasks
-from paceline.doctor.beat import DATA, REPORT, SAVE
-from paceline.doctor.pulse import Pulse
-from paceline.errors import CheckpointError, DivergedError, PlanError, SpecError
-from paceline.events import Ended, Evaluated, Event, Failed, Saved, Started, Step
-from paceline.launch.world import World
-from paceline.launch.world import world as world_of
-from paceline.plan.plan import AUTO, Plan, parse, share
-from paceline.run import RunFolder
-from paceline.run_view import glance
-from paceline.spec import Spec, nearest
-from paceline.task import Task
-from paceline.training import checkpoint, meshes
-from paceline.training.account import Accounting
-from paceline.training.data import Batch, Part, batches, training_parts
-from paceline.training.evaluate import evaluate
-from paceline.training.figures import Figures, Local, Pending, Wishes, tell
-from paceline.training.first_loss import FirstLoss
-from paceline.training.identity import identity
-from paceline.training.optim import check_schedule, factor
-from paceline.training.parallelize import release
-from paceline.training.plain import check_once
-from paceline.training.prepare import Data, Laid, build, check_enough, lay_out, open_data, resume, study
-from paceline.training.process import (
+from paceline.data.loader import Batch, Part, batches, training_parts
+from paceline.distributed import mesh
+from paceline.distributed.process_group import (
     SAVING_S,
     StartClock,
     at_start,
@@ -49,9 +29,30 @@ from paceline.training.process import (
     threads_per_rank,
     workers_per_rank,
 )
-from paceline.training.roll_call import roll_call
-from paceline.training.settle import settle
+from paceline.distributed.world import World
+from paceline.distributed.world import world as world_of
+from paceline.doctor.heartbeat import DATA, REPORT, SAVE
+from paceline.doctor.heartbeat_writer import Pulse
+from paceline.errors import CheckpointError, DivergedError, PlanError, SpecError
+from paceline.events import Ended, Evaluated, Event, Failed, Saved, Started, Step
+from paceline.parallel.apply import release
+from paceline.plan.plan import AUTO, Plan, parse, share
+from paceline.report.run_view import glance
+from paceline.run import RunFolder
+from paceline.spec import Spec, nearest
+from paceline.task import Task
+from paceline.training.checkpoint import save as checkpoint
+from paceline.training.checkpoint.identity import identity
+from paceline.training.ddp_warmup import settle
+from paceline.training.evaluate import evaluate
+from paceline.training.first_loss import FirstLoss
+from paceline.training.initial_weights import check_once
+from paceline.training.optimizer import check_schedule, factor
+from paceline.training.profiling.profiler import Accounting
+from paceline.training.rank_checks import roll_call
+from paceline.training.setup import Data, Laid, build, check_enough, lay_out, open_data, resume, study
 from paceline.training.step import Step as Update
+from paceline.training.step_metrics import Figures, Local, Pending, Wishes, tell
 
 
 def train(
@@ -99,7 +100,7 @@ def train(
         notes = (*notes, *_set_threads(spec, world, run, here), *_without_effect(spec, here))
         clock.mark("ranks meet")
         if isinstance(plan, str):
-            from paceline.training.choose import agreed
+            from paceline.training.auto_plan import agreed
 
             choice = agreed(spec, task, world, device)
             plan, notes = choice.plan, (*notes, choice.why)
@@ -112,7 +113,7 @@ def train(
         studied = study(spec, laid_out, task, here, data.training) if laid_out.servers is None else build(spec, task)
         notes = (*notes, *check_once(spec, task, studied.model, studied.weights, world))
         if laid_out.servers is not None:
-            from paceline.training.asynchronous import train_against_servers
+            from paceline.training.parameter_server.train import train_against_servers
 
             def loop(plan_of_one: Plan, me: World, nothing: Data, laid: Laid, stop: Callable[[], bool]) -> _Loop:
                 return _Loop(spec, plan_of_one, str(plan), me, task, run, here, stop, nothing, laid, pulse, world.size)
@@ -129,7 +130,7 @@ def train(
             yield from clock.tell(_Loop(spec, laid_out, str(plan), world, task, run, here, stop, data, laid, pulse).events())
         finally:
             release(laid.update.model)
-            meshes.let_go()
+            mesh.let_go()
 
 
 def _set_threads(spec: Spec, world: World, run: RunFolder | None, device: torch.device) -> Sequence[str]:

@@ -14,19 +14,19 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_leaves
 
-from paceline.doctor.beat import BACKWARD, FORWARD, UPDATE
+from paceline.data.loader import Batch
+from paceline.distributed.dtensor import is_cut
+from paceline.distributed.rng import derive, start_stream
+from paceline.doctor.heartbeat import BACKWARD, FORWARD, UPDATE
 from paceline.errors import TaskError
 from paceline.plan.plan import Place, Plan
 from paceline.task import Task
-from paceline.training.data import Batch
-from paceline.training.figures import Local
-from paceline.training.optim import Norm, OptimizerStep, combined, scale_
-from paceline.training.seeds import derive, start_stream
-from paceline.training.shards import is_cut
+from paceline.training.optimizer import Norm, OptimizerStep, combined, scale_
+from paceline.training.step_metrics import Local
 from paceline.user_code import UserCode
 
 if TYPE_CHECKING:
-    from paceline.training.pipeline import Pipeline
+    from paceline.parallel.pipeline.runner import Pipeline
 
 ELSEWHERE = object()
 AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}

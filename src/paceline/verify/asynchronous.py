@@ -11,18 +11,18 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from paceline import task as tasks
+from paceline.distributed.world import world
 from paceline.events import Ended, Step
-from paceline.launch.world import world
 from paceline.plan.plan import Plan, parse
 from paceline.run import RunFolder
 from paceline.spec import Optimizer, Spec
 from paceline.task import Task
-from paceline.training.checkpoint import load_whole
+from paceline.training.checkpoint.save import load_whole
 from paceline.training.loop import train
-from paceline.training.server import STALENESS
+from paceline.training.parameter_server.coordinator import STALENESS
+from paceline.verify.capture import Reference
 from paceline.verify.compare import RTOL, apart, apart_numbers
-from paceline.verify.observe import Reference
-from paceline.verify.quiet import quiet
+from paceline.verify.disable_dropout import quiet
 
 
 @dataclass(frozen=True)

@@ -9,8 +9,8 @@ from rich.table import Table
 
 from paceline.plan.plan import Plan
 from paceline.units import numbered
+from paceline.verify.capture import Reference
 from paceline.verify.compare import FLOOR
-from paceline.verify.observe import Reference
 from paceline.verify.run import Verdict
 
 COLUMNS = {"loss": "of_loss", "norm": "of_norm", "gradients": "of_gradients", "parameters": "of_parameters"}

@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, Any
 
 from paceline import task as tasks
 from paceline.errors import PlanError, RankError, TaskError
-from paceline.launch.pool import Ranks
+from paceline.launch.rank_pool import Ranks
 from paceline.plan.plan import Plan, share
 from paceline.spec import Spec
 from paceline.task import Task
+from paceline.verify.capture import Plant, Reference, Seen, compare, grow, record
 from paceline.verify.compare import ROUNDING, RTOL, Difference, apart_numbers, axis_of
-from paceline.verify.observe import Plant, Reference, Seen, compare, grow, record
 
 if TYPE_CHECKING:
     from paceline.verify.asynchronous import Held, Outcome
@@ -131,8 +131,8 @@ class Verification:
 
     def _check_weights(self, task: Task) -> None:
         """Raises TaskError where initial weights are not those of a plain construction: the reference would have them, too."""
-        from paceline.training.plain import check
-        from paceline.training.prepare import build
+        from paceline.training.initial_weights import check
+        from paceline.training.setup import build
 
         built = build(self.spec, task)
         self.notes += check(self.spec, task, built.model, built.weights)

@@ -1,0 +1,167 @@
+"""The collectives as a table: what lies on each rank before and after, and what a call of S bytes counts for.
+
+S, algbw = S / time and busbw = algbw · factor are those of nccl-tests (PERFORMANCE.md). S is the whole tensor: of reduce-scatter the
+input, of all-gather the output, of scatter and gather what the root has, of all-to-all what each rank has.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from paceline.plan.comm_volume import SENT
+
+if TYPE_CHECKING:
+    import torch
+
+PERIOD = 5  # of the values along a tensor
+ROOT = 0
+
+
+@dataclass(frozen=True)
+class Place:
+    """A rank in its group."""
+
+    rank: int
+    size: int
+
+
+@dataclass(frozen=True)
+class Values:
+    """`count` values of rank `of` from position `start` on, or their sums over all ranks where `of` is None."""
+
+    of: int | None
+    start: int
+    count: int
+
+
+@dataclass(frozen=True)
+class Operation:
+    """elements: on a rank, of its input and its output, when S has `count` elements.
+
+    given, expected: the values of input and output on a rank, block by block; none where nothing is told of it.
+    """
+
+    name: str
+    factor: Callable[[int], float]  # busbw / algbw on so many ranks
+    elements: Callable[[Place, int], tuple[int, int]]
+    expected: Callable[[Place, int], list[Values]]
+    given: Callable[[Place, int], list[Values]] = lambda at, count: [Values(at.rank, 0, count)]
+    splits: bool = False  # S is cut into as many blocks as there are ranks
+
+
+def _block(at: Place, count: int) -> tuple[int, int]:
+    """Where the block of a rank begins in the whole, and its length."""
+    length = count // at.size
+    return at.rank * length, length
+
+
+def _at_root(at: Place, values: list[Values]) -> list[Values]:
+    return values if at.rank == ROOT else []
+
+
+def _of_all(at: Place, start: int, length: int) -> list[Values]:
+    return [Values(rank, start, length) for rank in range(at.size)]
+
+
+OPERATIONS = {
+    operation.name: operation
+    for operation in (
+        Operation(
+            "all-reduce",
+            SENT["all-reduce"],
+            elements=lambda at, count: (count, count),
+            expected=lambda at, count: [Values(None, 0, count)],
+        ),
+        Operation(
+            "reduce-scatter",
+            SENT["reduce-scatter"],
+            elements=lambda at, count: (count, count // at.size),
+            expected=lambda at, count: [Values(None, *_block(at, count))],
+            splits=True,
+        ),
+        Operation(
+            "all-gather",
+            SENT["all-gather"],
+            elements=lambda at, count: (count // at.size, count),
+            given=lambda at, count: [Values(at.rank, 0, count // at.size)],
+            expected=lambda at, count: _of_all(at, 0, count // at.size),
+            splits=True,
+        ),
+        Operation(
+            "broadcast",
+            SENT["broadcast"],
+            elements=lambda at, count: (count, count),
+            given=lambda at, count: _at_root(at, [Values(ROOT, 0, count)]),
+            expected=lambda at, count: [Values(ROOT, 0, count)],
+        ),
+        Operation(
+            "reduce",
+            SENT["reduce"],
+            elements=lambda at, count: (count, count),
+            expected=lambda at, count: _at_root(at, [Values(None, 0, count)]),
+        ),
+        Operation(
+            "scatter",
+            SENT["scatter"],
+            elements=lambda at, count: (count if at.rank == ROOT else 0, count // at.size),
+            given=lambda at, count: _at_root(at, [Values(ROOT, 0, count)]),
+            expected=lambda at, count: [Values(ROOT, *_block(at, count))],
+            splits=True,
+        ),
+        Operation(
+            "gather",
+            SENT["gather"],
+            elements=lambda at, count: (count // at.size, count if at.rank == ROOT else 0),
+            given=lambda at, count: [Values(at.rank, 0, count // at.size)],
+            expected=lambda at, count: _at_root(at, _of_all(at, 0, count // at.size)),
+            splits=True,
+        ),
+        Operation(
+            "all-to-all",
+            SENT["all-to-all"],
+            elements=lambda at, count: (count, count),
+            expected=lambda at, count: _of_all(at, *_block(at, count)),
+            splits=True,
+        ),
+        Operation(  # to the next rank and from the one before, all at once
+            "send-recv",
+            SENT["send"],
+            elements=lambda at, count: (count, count),
+            expected=lambda at, count: [Values((at.rank - 1) % at.size, 0, count)],
+        ),
+        Operation("barrier", SENT["barrier"], elements=lambda at, count: (0, 0), given=lambda at, count: [], expected=lambda at, count: []),
+    )
+}
+
+
+def tensor(blocks: list[Values], ranks: int, dtype: "torch.dtype", device: "torch.device | str") -> "torch.Tensor":
+    """The values of these blocks, one behind the other."""
+    import torch
+
+    whole = [torch.empty(0, dtype=dtype, device=device)]
+    for block in blocks:
+        once = sum(map(_once, range(ranks)), torch.zeros(PERIOD, dtype=torch.int64)) if block.of is None else _once(block.of)
+        shift = block.start % PERIOD
+        times = (shift + block.count) // PERIOD + 1
+        whole.append(once.to(dtype).to(device).repeat(times)[shift : shift + block.count])
+    return torch.cat(whole) if len(whole) > 2 else whole[-1]
+
+
+def _once(rank: int) -> "torch.Tensor":
+    """The values of a rank: [0, 1, 2, 3, 4] + its number. Those of many ranks cancel out, so that every type holds their sums exactly, in
+    whatever order they are added up."""
+    import torch
+
+    values = torch.arange(PERIOD)
+    return values + rank % 7 if rank < 16 else (values + rank) % PERIOD - 2
+
+
+def wrong(output: "torch.Tensor", blocks: list[Values], ranks: int) -> int:
+    """How many elements of an output are not what they must be."""
+    return int((output != tensor(blocks, ranks, output.dtype, output.device)).sum()) if blocks else 0
+
+
+def bandwidths_GBps(operation: Operation, ranks: int, size_bytes: int, seconds: float) -> tuple[float, float]:
+    """algbw and busbw, in 10⁹ bytes a second."""
+    algbw = size_bytes / seconds / 1e9
+    return algbw, algbw * operation.factor(ranks)

@@ -1,0 +1,84 @@
+"""How quickly samples are read, as a table and as curves."""
+
+from pathlib import Path
+
+from rich.console import Console
+
+from paceline.bench.report.bench import Column, field, table
+from paceline.bench.report.compute import number
+from paceline.bench.result import Result, Row
+from paceline.plotting.figure import COLOURS, figure
+from paceline.units import format_bytes
+
+FAR_APART = 20  # times as quick: on one scale nothing could be seen of the slower
+
+
+def show(console: Console, result: Result) -> None:
+    console.print(
+        table(
+            result.rows,
+            [
+                field("", "what", right=False),
+                field("workers", "workers"),
+                field("ahead", "prefetch"),
+                Column("samples/s", lambda row: f"{number(row, 'per_s'):,.0f}"),
+                Column("spread", lambda row: f"{number(row, 'spread'):.0%}"),
+                Column("waits", lambda row: f"{number(row, 'wait_share'):.0%}" if row.get("wait_share") is not None else "—"),
+                Column("first batch", lambda row: f"{number(row, 'first_s'):.2f} s" if row.get("first_s") else "—"),
+                Column("memory", lambda row: format_bytes(number(row, "memory_bytes")) if row.get("memory_bytes") is not None else "—"),
+            ],
+        )
+    )
+    for row in result.summary:
+        console.print(verdict(row), markup=False, soft_wrap=True)
+
+
+def verdict(row: Row) -> str:
+    """Whether reading is what limits a training, and with how many workers it is no longer."""
+    waits, share = f"{number(row, 'wait_share'):.0%}", f"{number(row, 'share_of_step'):.0%}"
+    if row["limits"]:
+        return f"reading is the limit: with {_way(row)} the step still waits {waits} of the time, and reaches {share} of what it can alone"
+    return f"reading is not the limit with {_way(row)}: the step waits {waits} of the time, and reaches {share} of what it can alone"
+
+
+def _way(row: Row) -> str:
+    if not row["workers"]:
+        return "no workers"
+    return f"{row['workers']} worker{'s' * (row['workers'] != 1)}, {row['prefetch']} batches ahead of each"
+
+
+def draw(result: Result, path: Path) -> None:
+    """Samples a second over workers, beside what the step takes in."""
+    with figure(path, 8.0, 4.5) as drawn:
+        axes = drawn.subplots()
+        step = next((row for row in result.rows if row["what"] == "step"), None)
+        for what, style in (("read", "--"), ("read and step", "-")):
+            rows = [row for row in result.rows if row["what"] == what]
+            ahead: list[int | None] = [*sorted({row["prefetch"] for row in rows if isinstance(row["prefetch"], int)})] or [None]
+            for colour, count in zip(COLOURS, ahead, strict=False):
+                of = [row for row in rows if row["prefetch"] in (None, count)]
+                label = what if count is None else f"{what}, {count} ahead"
+                axes.plot(
+                    [number(row, "workers") for row in of],
+                    [number(row, "per_s") for row in of],
+                    style,
+                    marker="o",
+                    color=colour,
+                    label=label,
+                )
+        if step is not None:
+            axes.axhline(number(step, "per_s"), color="#555555", linewidth=1)
+            axes.annotate(
+                "the step alone", (0, number(step, "per_s")), xytext=(0, 4), textcoords="offset points", color="#555555", fontsize=9
+            )
+        rates = [number(row, "per_s") for row in result.rows]
+        if max(rates) > FAR_APART * min(rates):
+            axes.set_yscale("log")
+        else:
+            axes.set_ylim(bottom=0)
+        axes.set_xticks(sorted({number(row, "workers") for row in result.rows if row["what"] != "step"}))
+        axes.set_xlabel("workers")
+        axes.set_ylabel("samples/s")
+        axes.set_title(f"Input of {result.settings.get('task', '')}, batch {result.settings.get('batch', '')}", loc="left")
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.legend(frameon=False)

@@ -1,0 +1,170 @@
+"""A rank says what it is doing: step, phase and since when, about once a second, and its stack and collectives when it is asked."""
+
+import contextlib
+import faulthandler
+import json
+import math
+import os
+import platform
+import signal
+import sys
+import threading
+import time
+from collections import defaultdict
+from types import FrameType
+from typing import Any
+
+from paceline.doctor import heartbeat
+from paceline.doctor.heartbeat import DATA, ENDED, SAVE, START, Answer, Beat, Collective, Frame
+from paceline.run import RunFolder
+
+EVERY_S = 1.0
+BEFORE_S = 0.1  # there is a run folder, which rank 0 may have to make
+SIGNAL = getattr(signal, "SIGRTMIN", signal.SIGUSR1) + 7  # nobody else's; makes a process write its stack, whatever it is at
+
+
+class Pulse:
+    """Call `enter` at each change of phase and `stepped` at the end of each step: they only note it. A thread writes it down."""
+
+    def __init__(self, run: RunFolder | None, rank: int, ranks: int, patience_s: float, saving_s: float):
+        self.run, self.rank, self.ranks = run, rank, ranks
+        self.patience_s: float | None = patience_s
+        self.saving_s = saving_s
+        self.step = 0
+        self.steps: int | None = None
+        self._birth = heartbeat.birth(os.getpid())
+        self._began = time.perf_counter()  # as all times here: the clock may be set
+        self._phase, self._since = START, self._began
+        self._step_began = self._began
+        self._stepped: float | None = None
+        self._longest_s = 0.0
+        self._spent_s: dict[str, float] = defaultdict(float)
+        self._told: tuple[int, dict[str, float], dict[str, float]] = (0, {}, {})  # step, spent until then; spent a step
+        self._asked: str | None = None
+        self._over = threading.Event()
+        self._trains = threading.get_ident()
+        self._thread: threading.Thread | None = None
+
+    def __enter__(self) -> "Pulse":
+        if self.run is not None:
+            self._thread = threading.Thread(target=self._beat, name="pulse", daemon=True)
+            self._thread.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
+        if self._thread is None:
+            return
+        if kind is None:
+            self.enter(ENDED)
+        self._over.set()
+        self._thread.join()
+
+    def enter(self, phase: str) -> None:
+        now = time.perf_counter()
+        self._spent_s[self._phase] += now - self._since
+        self._phase, self._since = phase, now
+        if phase == DATA:
+            self._step_began = now
+
+    def begin(self, step: int, steps: int) -> None:
+        """So many steps are done, of so many."""
+        self.step, self.steps, self._told = step, steps, (step, {}, {})
+
+    def done(self, step: int) -> None:
+        now = time.perf_counter()
+        if self._stepped is not None:
+            self._longest_s = max(self._longest_s, now - self._step_began)
+        self.step, self._stepped = step, now
+
+    def _beat(self) -> None:
+        assert self.run is not None
+        with contextlib.ExitStack() as registered:
+            is_here = False
+            while True:
+                last = self._over.wait(EVERY_S if is_here else BEFORE_S)
+                with contextlib.suppress(OSError):  # of a disk that is full, or gone for a while
+                    if not is_here and self.run.path.exists():
+                        self.run.ranks.mkdir(exist_ok=True)
+                        stacks = registered.enter_context(open(self.run.stacks(self.rank), "wb", buffering=0))
+                        faulthandler.register(SIGNAL, stacks)
+                        registered.callback(faulthandler.unregister, SIGNAL)
+                        is_here = True
+                    if is_here:
+                        heartbeat.write(self.run.alive(self.rank), self._now())
+                        self._answer(self.run)
+                if last:
+                    return
+
+    def _now(self) -> Beat:
+        step, before, spent = self._told
+        if self.step > step:
+            so_far = dict(self._spent_s)
+            spent = {phase: (seconds - before.get(phase, 0.0)) / (self.step - step) for phase, seconds in so_far.items()}
+            self._told = self.step, so_far, spent
+        phase, since, stepped = self._phase, self._since, self._stepped
+        now, clock = time.time(), time.perf_counter()
+        return Beat(
+            rank=self.rank,
+            ranks=self.ranks,
+            host=platform.node(),
+            pid=os.getpid(),
+            began=now - (clock - self._began),
+            time=now,
+            step=self.step,
+            steps=self.steps,
+            stepped=now - (clock - stepped) if stepped is not None else None,
+            longest_s=self._longest_s,
+            phase=phase,
+            since=now - (clock - since),
+            patience_s=self.saving_s if phase == SAVE else self.patience_s,
+            spent_s={name: seconds for name, seconds in spent.items() if name != START},
+            birth=self._birth,
+        )
+
+    def _answer(self, run: RunFolder) -> None:
+        try:
+            asked = run.asked.read_text(errors="replace")
+        except FileNotFoundError:
+            return
+        if asked and asked != self._asked:
+            stack = _frames(sys._current_frames().get(self._trains))
+            heartbeat.write(run.said(self.rank), Answer(asked=asked, time=time.time(), stack=stack, collectives=_collectives()))
+            self._asked = asked
+
+
+def _frames(frame: FrameType | None) -> list[Frame]:
+    found = []
+    while frame is not None:
+        found.append(Frame(frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_qualname))
+        frame = frame.f_back
+    return found[::-1]
+
+
+def _collectives() -> list[Collective]:
+    """The last one that this rank has called in each group, as torch's flight recorder knows them (2.13: with gloo too)."""
+    distributed = sys.modules.get("torch.distributed")
+    dump = getattr(sys.modules.get("torch._C._distributed_c10d"), "_dump_fr_trace_json", None)
+    if distributed is None or dump is None or not distributed.is_initialized():
+        return []
+    world = distributed.distributed_c10d._world
+    members = {name: sorted(world.pg_group_ranks.get(group, ())) for group, name in list(world.pg_names.items())}
+    last: dict[tuple[str, bool], Any] = {}
+    for entry in json.loads(dump(True, False)).get("entries", ()):
+        last[entry["process_group"][0], entry["is_p2p"]] = entry
+    return [_collective(entry, members.get(group, [])) for (group, _), entry in last.items()]
+
+
+def _collective(entry: Any, members: list[int]) -> Collective:
+    message = entry["is_p2p"]
+    dtypes = entry["input_dtypes"] or entry["output_dtypes"] or ["?"]
+    return Collective(
+        group=entry["process_group"][0],
+        members=members,
+        number=entry["p2p_seq_id" if message else "collective_seq_id"],
+        kind="message" if message else "collective",
+        operation=entry["profiling_name"].rpartition(":")[2],
+        items=sum(map(math.prod, entry["input_sizes"] or entry["output_sizes"])),
+        dtype=dtypes[0].lower(),
+        called=entry["time_created_ns"] / 1e9,
+        is_over=bool(entry["retired"]),  # "state" stays "scheduled" with gloo
+    )

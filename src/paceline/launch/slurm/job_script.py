@@ -1,0 +1,195 @@
+"""The job script of a run, a pure function of what is asked for and of the site."""
+
+import shlex
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+from paceline.errors import LaunchError
+from paceline.launch.slurm.site import Site
+from paceline.spec import Launch
+
+# Paceline divides the cores of a node itself. A rank that ends must not take the others with it: they save.
+SRUN = ("srun", "--kill-on-bad-exit=0", "--wait=60", "--cpu-bind=none")
+ELASTIC = ("--no-kill",)  # an agent on each node starts its ranks, and again when another node is lost
+
+
+@dataclass(frozen=True)
+class Job:
+    run: Path  # the run's folder, from the root
+    folder: Path  # in which the command was given; what the request says of files is said from there
+    nodes: int
+    ranks_per_node: int
+    time: str | None  # in Slurm's words; None: the partition's default
+    python: str  # of the command, for a site that names none
+    least_nodes: int | None = None  # on which to go on when others are lost; None: all
+    restarts: int = 0  # of all ranks, on the nodes that are left; 0: nobody would start them
+
+    def __post_init__(self) -> None:
+        for text in map(str, (self.run, self.folder, self.time, self.python)):
+            if not text.isprintable():
+                raise LaunchError(f"a job script needs names that are printable and of one line, got {text!r}")
+
+    def cpus_per_task(self, site: Site) -> int | None:
+        """Of a rank, or of the agent that starts all ranks of a node."""
+        return self.ranks_per_node * (site.cpus_per_rank or 1) if self.restarts else site.cpus_per_rank
+
+    @property
+    def ranks(self) -> int:
+        return self.nodes * self.ranks_per_node
+
+
+def job_of(launch: Launch, site: Site, run: Path, time: str | None) -> Job:
+    """The job that trains in the folder `run`, with one rank a GPU of the site where no number is said. Raises LaunchError."""
+    ranks = launch.ranks or launch.nodes * (site.gpus_per_node or 1)
+    per_node = alike(ranks, launch.nodes)
+    if launch.launcher not in (None, "slurm"):
+        raise LaunchError(f"--launcher {launch.launcher} is for train; ranks of a job are started by srun: leave --launcher out")
+    return Job(run.resolve(), Path.cwd(), launch.nodes, per_node, time, sys.executable, launch.least_nodes, launch.restarts)
+
+
+def alike(ranks: int, nodes: int) -> int:
+    """Ranks on each node. Raises LaunchError when nodes would have unlike numbers of them."""
+    if ranks % nodes:
+        raise LaunchError(f"{ranks} ranks cannot be spread alike over {nodes} nodes: use --ranks {ranks + nodes - ranks % nodes}")
+    return ranks // nodes
+
+
+def render(job: Job, site: Site) -> str:
+    parts = [_head(job, site), _surroundings(job, site), _stage_in(site), _train(job, site)]
+    return "\n\n".join(part.strip("\n") for part in parts if part) + "\n"
+
+
+def options_of(job: Job, site: Site) -> dict[str, str]:
+    """What the script asks of sbatch, but for the further options of the site."""
+    options = {
+        "job-name": job.run.name,
+        "nodes": job.nodes if job.least_nodes in (None, job.nodes) else f"{job.least_nodes}-{job.nodes}",
+        "ntasks-per-node": job.ranks_per_node if not job.restarts else None,  # said, it makes Slurm take the least of 2-4 nodes
+        "cpus-per-task": job.cpus_per_task(site),
+        "time": job.time,
+        "partition": site.partition,
+        "account": site.account,
+        "qos": site.qos,
+        "constraint": site.constraint,
+        "gres": site.gres,
+        "gpus-per-node": site.gpus_per_node,
+        "mem": site.memory,
+        "output": f"{job.run}/{site.log}",
+        "open-mode": "append",
+        "signal": f"B:USR1@{site.notice_s}",
+    }
+    return {name: str(value) for name, value in options.items() if value is not None}
+
+
+def _head(job: Job, site: Site) -> str:
+    said = [f"--{name}={_quoted(value)}" for name, value in options_of(job, site).items()]
+    lines = [f"#SBATCH {option}" for option in (*said, "--requeue", *(ELASTIC if job.restarts else ()), *site.sbatch)]
+    again = f"# Trains, or goes on from the last checkpoint. Again by hand: sbatch {_word(job.run / 'job.sh')}"
+    return "\n".join(["#!/bin/bash", *lines, again])
+
+
+def _surroundings(job: Job, site: Site) -> str:
+    lines = [
+        f"run={_word(job.run)}",
+        _NO_ARRAY,
+        f"cd {_word(job.folder)} || exit",
+        'echo "$SLURM_JOB_ID" > "$run/job"',
+        f"module load {shlex.join(site.modules)}" if site.modules else None,
+        f'eval "$(conda shell.bash hook)"\nconda activate {_word(site.conda)}' if site.conda is not None else None,
+        f"source {_word(site.venv)}/bin/activate" if site.venv is not None else None,
+        *(f"export {name}={_word(value)}" for name, value in sorted(_variables(site).items())),
+        f"export SRUN_CPUS_PER_TASK={cpus}" if (cpus := job.cpus_per_task(site)) is not None else None,  # which srun ceased to take over
+    ]
+    return "\n".join(line for line in lines if line is not None)
+
+
+def _stage_in(site: Site) -> str:
+    if site.stage_in is None or site.scratch is None:
+        return ""
+    return f"""
+# Once on each node, also where several jobs come at the same time; anew when the tar is newer than what lies there.
+stage_in() {{
+    scratch={_expanded(site.scratch)} tar={_word(site.stage_in)}
+    mkdir -p "$scratch" && exec 9> "$scratch/.${{tar##*/}}.lock" && flock 9 || return
+    [ "$scratch/.${{tar##*/}}.done" -nt "$tar" ] || {{ tar -xf "$tar" -C "$scratch" && touch "$scratch/.${{tar##*/}}.done"; }}
+}}
+export -f stage_in
+srun --nodes="$SLURM_JOB_NUM_NODES" --ntasks="$SLURM_JOB_NUM_NODES" --ntasks-per-node=1 bash -c stage_in || exit"""
+
+
+def _train(job: Job, site: Site) -> str:
+    python = job.python if site.conda is None and site.venv is None and site.container is None else "python"
+    rank = f'{_word(python)} -m paceline {"agent" if job.restarts else "rank"} "$run"'
+    srun = " ".join([*SRUN, *ELASTIC, '--ntasks="$SLURM_JOB_NUM_NODES" --ntasks-per-node=1'] if job.restarts else SRUN)
+    container = _container(job, site)
+    if container:
+        rank = f"bash -c 'in_container {rank}'"
+    return "\n\n".join(part for part in (container, f"{_BEGIN}\n{srun} {rank} &\n{_END}") if part)
+
+
+DEVICES = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")  # that Slurm gives a job, by maker
+
+
+def _container(job: Job, site: Site) -> str:
+    if site.container is None:
+        return ""
+    binds = [f"--bind {_word(job.folder)}", *([f"--bind {_expanded(site.scratch)}"] if site.scratch is not None else [])]
+    names = ["${!SLURM_*}", *DEVICES, *sorted(_variables(site))]
+    return f"""
+# The container begins without variables, so it is told those that say who a rank is.
+in_container() {{
+    for name in {" ".join(names)}; do
+        [ -z "${{!name+said}}" ] || export "APPTAINERENV_$name=${{!name}}"
+    done
+    [ -e /dev/kfd ] && [ ! -e /dev/nvidiactl ] && gpu=--rocm || gpu=--nv
+    exec apptainer exec -e "$gpu" {" ".join(binds)} {_word(site.container)} "$@"
+}}
+export -f in_container
+export run""".strip("\n")
+
+
+def _variables(site: Site) -> dict[str, str]:
+    interface = {name: site.interface for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME") if site.interface is not None}
+    return {**site.environment, **interface}
+
+
+_NO_ARRAY = """
+if [ -n "$SLURM_ARRAY_TASK_ID" ]; then
+    echo "paceline: tasks of a job array would all train in $run; submit each training by itself" >&2
+    exit 2
+fi""".strip("\n")
+
+_BEGIN = """
+# USR1 comes before the time limit: all ranks save and end, and the job is queued again. Who cancels it tells the ranks himself.
+near_end= ranks=
+trap 'near_end=1; kill -USR1 $ranks' USR1
+trap : TERM
+before=$(ls "$run/ckpt" 2> /dev/null)""".strip("\n")
+
+_END = """
+ranks=$!
+while wait "$ranks"; status=$?; kill -0 "$ranks" 2> /dev/null; do :; done
+if [ -n "$near_end" ] && [ "$status" != 0 ]; then
+    if [ "$before" != "$(ls "$run/ckpt" 2> /dev/null)" ]; then
+        echo "paceline: the time is over; job $SLURM_JOB_ID is queued again" && scontrol requeue "$SLURM_JOB_ID"
+    else
+        echo "paceline: the time is over and nothing new was saved, so once more would be in vain; ask for more time" >&2
+    fi
+fi
+exit "$status\"""".strip("\n")
+
+
+def _word(text: object) -> str:
+    """A word of the shell that stands for itself."""
+    return shlex.quote(str(text))
+
+
+def _expanded(text: str) -> str:
+    """A word of the shell in which variables count."""
+    return '"' + text.replace("\\", "\\\\").replace('"', '\\"').replace("`", "\\`") + '"'
+
+
+def _quoted(text: str) -> str:
+    """As sbatch reads it."""
+    return text if not set(text) & set(" \t'\"#") else '"' + text.replace('"', '\\"') + '"'

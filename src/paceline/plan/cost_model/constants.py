@@ -1,0 +1,130 @@
+"""What devices and networks reach of what their makers promise: the constants of the model of time, each with its source."""
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Literal, NamedTuple
+
+Basis = Literal["fitted", "published", "guessed"]  # to trainings; read off what others published of it; nothing is known
+MOST_RANKS = 6144  # of the trainings that were fitted to
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """Shares of a device's peak. product: large matrix products in a training that lasts, fp8 likewise of its own peak.
+    forward, backward: fused attention; the latter counts 5 products for the forward pass's 2. units: multiprocessors."""
+
+    product: float
+    forward: float
+    backward: float
+    units: int
+    product_fp8: float = 0.5
+    memory: float = 0.867  # share of the peak bandwidth that elementwise kernels reach
+    W_for_flops: float = 0.0  # power over peak at which these were seen; with less a device is slower by the third root, power being f·V²
+    basis: Basis = "published"
+
+
+@dataclass(frozen=True)
+class Constants:
+    """Everything that is fitted or read off, in one value.
+
+    node, across: share of a link's rate that large collectives see, inside of a node and between nodes. node_s, hop_s, step_s: start of a
+    collective inside a node, for each doubling of the nodes (trees, all-reduce), for each node (rings: gather, scatter).
+    hidden: share of a collective inside of a node that goes on under computing, where the two may overlap. launch_s: between two kernels;
+    host_s: for the host to start one. jitter: share of a step in which ranks wait for the slowest.
+    """
+
+    architectures: Mapping[str, Architecture]
+    node: float = 0.78
+    across: float = 0.758
+    node_s: float = 30e-6
+    hop_s: float = 40e-6
+    step_s: float = 6e-6
+    hidden: float = 0.594
+    one_rail: float = 0.65
+    launch_s: float = 3e-6
+    host_s: float = 6e-6
+    jitter: float = 0.02
+
+
+# What is fitted, and only for A100 and the Hoppers: product, forward and backward by one factor, memory, across and hidden, to the
+# published measurements of docs/planning.md by benchmarks/published.py --fit, from these values:
+# product: A100 0.80 of sweeps at 0.87 (stas00/ml-engineering, MAMF), 241 to 255 of 312 TFLOP/s in the shapes of a transformer
+# (EleutherAI/cookbook); H100 0.80 of the best shape alone, and less where its power is the limit. B200: SimuMax's operator table.
+# forward, backward: FlashAttention-2 (Dao 2023, arXiv 2307.08691, figures 4 and 5; on H100 35 %, Shah et al. 2024, arXiv 2407.08608).
+AMPERE = Architecture(0.772, 0.503, 0.457, 108, basis="fitted")
+HOPPER = Architecture(0.602, 0.320, 0.274, 132, W_for_flops=700 / 989.4e12, basis="fitted")
+BLACKWELL = Architecture(0.60, 0.45, 0.38, 148)
+ARCHITECTURES: Mapping[str, Architecture] = {
+    "V100": Architecture(0.75, 0.35, 0.30, 80),
+    "A100": AMPERE,
+    "A800": AMPERE,
+    "H100": HOPPER,
+    "H800": HOPPER,
+    "H200": HOPPER,
+    "GH200": replace(HOPPER, W_for_flops=0.0),  # which may draw more, with its processor
+    "B200": BLACKWELL,
+    "B300": BLACKWELL,
+    "GB200": BLACKWELL,
+    "MI250": Architecture(0.50, 0.25, 0.20, 110),
+    "MI300": Architecture(0.45, 0.30, 0.25, 304),
+    "MI325": Architecture(0.50, 0.30, 0.25, 304),
+    "MI355": Architecture(0.60, 0.35, 0.30, 256),
+}
+UNKNOWN = Architecture(0.60, 0.35, 0.30, 100, basis="guessed")
+CONSTANTS = Constants(ARCHITECTURES)
+
+
+def architecture(name: str, constants: Constants) -> Architecture:
+    """Of a device, by the longest name of a family in its own; what is not known is a guess that says so."""
+    flat = re.sub(r"[^A-Z0-9]", "", name.upper())
+    found = max((family for family in constants.architectures if family in flat), key=len, default=None)
+    return constants.architectures[found] if found else UNKNOWN
+
+
+class Takes(NamedTuple):
+    """What an engine takes for a step, for each of its units and for each of its tensors: cycles, or seconds."""
+
+    step: float
+    unit: float
+    tensor: float = 0.0
+
+    def times(self, factor: float) -> "Takes":
+        return Takes(self.step * factor, self.unit * factor, self.tensor * factor)
+
+
+# Cycles that an engine takes for a step, for each of its units and of its tensors (plan/cost_model/engine_overhead.py), collectives of gloo included, in
+# round figures.
+ENGINES: Mapping[str, Takes] = {
+    "step": Takes(5e5, 0.0),
+    "ddp": Takes(1e6, 2e4),
+    "zero1": Takes(1e6, 4e5),
+    "zero2": Takes(1e6, 2e6, 1e5),
+    "zero3": Takes(1e6, 3e6, 1e5),
+    "tp": Takes(5e5, 1e6, 1e5),
+    "cp": Takes(5e5, 5e6),
+    "pp": Takes(5e5, 4e6),
+    "selective": Takes(0.0, 1e6),
+}
+
+
+@dataclass(frozen=True)
+class Processor:
+    """A core of a CPU of which nothing was measured, in right orders of magnitude; what the system tells of it goes before.
+
+    operations: of each lane in a cycle, two units that multiply and add. `product`: share of that which products reach.
+    start_cycles: to start an operation from Python and note it for the backward pass. engines: cycles of a step, a unit, a tensor.
+    turns: how many times as long ranks compute that share a core, besides that each has it for a part of the time (benchmarks/crowd.py).
+    """
+
+    clock_Hz: float = 2.5e9
+    vector_bits: int = 256
+    operations: int = 4
+    product: float = 0.5
+    start_cycles: float = 1e4
+    turns: float = 1.07
+    engines: Mapping[str, Takes] = field(default_factory=lambda: ENGINES)
+    basis: Basis = "guessed"
+
+
+CPU = Processor()

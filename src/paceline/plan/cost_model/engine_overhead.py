@@ -1,0 +1,60 @@
+"""Seconds that torch's engines add to a step of a rank on a CPU by themselves, as they were measured: calls, hooks, copies, waiting."""
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+from paceline.plan.cost_model.constants import Takes
+from paceline.plan.cost_model.rates import Speeds
+from paceline.plan.cost_model.work_split import Share, Split
+
+# What an engine counts; what it takes for one of them has the start of its collectives in it.
+#   step       nothing: the loop around all of them
+#   ddp        tensors; zero1: with what it broadcasts
+#   zero2      blocks, and tensors; zero3: in each micro-batch
+#   tp         sums over the ranks that share features, forward and backward together, and tensors of split blocks, in each micro-batch
+#   cp         attention that goes round a ring, in each micro-batch
+#   pp         micro-batches of each stage
+#   selective  blocks whose activations are computed again in part, in each micro-batch
+
+
+class Units(NamedTuple):
+    """`ranks`: that the engine joins."""
+
+    units: float = 0.0
+    tensors: float = 0.0
+    ranks: int = 1
+
+
+def engines_s(share: Share, split: Split, speeds: Speeds) -> float:
+    return sum(_seconds(speeds.engines[name], found) for name, found in units(share, split).items() if name in speeds.engines)
+
+
+def _seconds(measured: Mapping[int, Takes], found: Units) -> float:
+    """As on the number of ranks that is nearest."""
+    takes = measured[min(measured, key=lambda ranks: abs(ranks - found.ranks))]
+    return takes.step + found.units * takes.unit + found.tensors * takes.tensor
+
+
+def units(share: Share, split: Split) -> dict[str, Units]:
+    tensors = float(sum(block.tensors * count for block, count in share.parts))
+    blocks = float(sum(count for block, count in share.parts if block.params))
+    found = {"step": Units()}
+    if split.tp > 1:
+        sums = sum(block.sums * count for block, count in share.parts)
+        of_split = sum(block.tensors * count for block, count in share.parts if block.split_params)
+        found["tp"] = Units(split.micro * sums, float(split.micro * of_split), split.tp)
+    if split.cp > 1:
+        found["cp"] = Units(split.micro * sum(len(block.attention) * count for block, count in share.parts), ranks=split.cp)
+    if split.pp > 1:
+        found["pp"] = Units(split.micro * split.stages, ranks=split.pp)
+    data_ranks = split.dp * split.cp
+    if data_ranks > 1:
+        if split.zero >= 2 or split.tp * split.pp > 1:
+            gathers = split.zero == 3 and split.shards > 1
+            times = split.micro if gathers else 1
+            found["zero3" if gathers else "zero2"] = Units(times * blocks, times * tensors, split.shards if gathers else data_ranks)
+        else:
+            found["zero1" if split.zero else "ddp"] = Units(tensors, ranks=data_ranks)
+    if split.recompute == "selective":
+        found["selective"] = Units(split.micro * sum(count for block, count in share.parts if "full" in block.saved))
+    return found

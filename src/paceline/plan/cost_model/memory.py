@@ -1,0 +1,201 @@
+"""Bytes of the rank that needs most, part by part, at its worst moment."""
+
+from functools import lru_cache
+from typing import NamedTuple
+
+from paceline.plan.cost_model.cost import Memory, Part
+from paceline.plan.cost_model.framework_profiles import Recipe
+from paceline.plan.cost_model.schedules import SCHEDULES
+from paceline.plan.cost_model.traced_memory import is_watched, pieces, received_bytes, updated_params
+from paceline.plan.cost_model.traced_memory import worst as watched_worst
+from paceline.plan.cost_model.work_split import Cut, Share, Split, shares
+from paceline.plan.model.facts import Block, ModelFacts
+
+KEPT_LOGIT_BYTES = 4.0  # that kept_bytes counts, in float32
+PREFETCHED = 2  # blocks that are gathered at once: one computes, the next one comes
+BUCKET_BYTES = 25 * 2**20  # of DistributedDataParallel
+NAMES = (
+    *("weights", "optimizer", "main weights", "cast weights", "gathered"),
+    *("gradients", "activations", "computed again", "loss", "communication"),
+    *("allocator", "process"),
+)
+ERRORS = {"activations": 0.08, "loss": 0.15, "gathered": 0.1, "allocator": 0.6, "process": 0.3, "communication": 0.5}
+
+
+class State(NamedTuple):
+    """Bytes a parameter takes on each data rank, by ZeRO stage (Rajbhandari et al. 2020, arXiv 1910.02054, section 5)."""
+
+    weights: float
+    gradients: float
+    optimizer: float
+    master: float
+
+    @property
+    def total(self) -> float:
+        return sum(self)
+
+
+def state(recipe: Recipe, zero: int, shards: int) -> State:
+    """ZeRO-1 cuts optimizer state and main weights, 2 gradients too, 3 weights too. Where it is 2 and `at_rest`, weights are cut between
+    the steps; that they are whole in a step is counted as gathered."""
+    cut_weights = zero >= 3 or (zero == 2 and recipe.at_rest)
+    return State(
+        weights=recipe.weight / (shards if cut_weights else 1),
+        gradients=recipe.gradient / (shards if zero >= 2 else 1),
+        optimizer=recipe.optimizer / (shards if zero >= 1 else 1),
+        master=recipe.master / (shards if zero >= 1 else 1),
+    )
+
+
+def params_on_rank(block: Block, tp: int, ep: int = 1) -> float:
+    """Parameters of a block that one rank computes with; experts are divided by ep on top of tp."""
+    experts = block.expert_params
+    return (block.split_params - experts) / tp + experts / (tp * ep) + block.params - block.split_params
+
+
+def kept_bytes(recipe: Recipe, block: Block, cut: Cut) -> float:
+    """What the forward pass of a micro-batch leaves for the backward pass on one rank (arXiv 2205.05198, table 2)."""
+    again = recipe.again(cut.recompute)
+    wanted = again.kept if "full" in block.saved else "none"
+    saved = block.saved.get(wanted) or block.saved.get("selective" if wanted == "half" else "none")
+    if saved is None:
+        return 0.0
+    bytes_ = saved.bytes(recipe.stream, recipe.element, cut.tp, recipe.splits_sequence(cut.cp) and not block.whole)
+    if not recipe.fused and cut.recompute == "none":
+        bytes_ += block.core.bytes(recipe.stream, recipe.element, cut.tp)
+    return bytes_ * cut.micro_batch / cut.cp
+
+
+def memory(facts: ModelFacts, split: Split, recipe: Recipe, limit_bytes: float) -> Memory:
+    """Every distinct rank of the pipeline is looked at; the one that needs most is told."""
+    return told(*worst(facts, split, recipe), split, recipe, limit_bytes)
+
+
+def told(rank: int, values: tuple[float, ...], split: Split, recipe: Recipe, limit_bytes: float) -> Memory:
+    """What `worst` found, in words."""
+    sharded, whole = _is_sharded(split, recipe), _whole_gradients(split, recipe)
+    each = state(recipe, split.zero, split.shards)
+    notes = {
+        "weights": _bytes(each.weights, recipe.weight, split.shards),
+        "optimizer": _bytes(each.optimizer, recipe.optimizer, split.shards),
+        "main weights": _bytes(each.master, recipe.master, split.shards),
+        "gradients": "whole until the last micro-batch" if whole else _bytes(each.gradients, recipe.gradient, split.shards),
+        "cast weights": "in the type of the products, for a step",
+        "gathered": f"of {PREFETCHED} blocks at once" if sharded and split.zero == 3 else "for a step",
+        "activations": f"of {_kept(split, rank):.3g} micro-batch{'es' * (_kept(split, rank) > 1)}, recompute {split.recompute}",
+        "computed again": "a block's activations",
+        "loss": "logits and their gradients",
+        "communication": "gradients under way",
+        "allocator": "held and not usable",
+    }
+    parts = (Part(name, value, ERRORS.get(name, 0.0), notes.get(name, "")) for name, value in zip(NAMES, values, strict=True) if value)
+    return Memory(tuple(parts), rank, limit_bytes)
+
+
+def _bytes(each: float, whole: float, shards: int) -> str:
+    return f"{each:.3g} bytes a parameter" + (f": {whole:g}, over {shards:,} ranks" if each != whole else "")
+
+
+def worst(facts: ModelFacts, split: Split, recipe: Recipe) -> tuple[int, tuple[float, ...]]:
+    """The rank of the pipeline that needs most, and its bytes by NAMES."""
+    found = shares(facts, split.pp, split.stages, recipe.even, SCHEDULES[split.schedule].folded)
+    best, most = (0, ()), -1.0  # type: tuple[int, tuple[float, ...]], float
+    for share in found:
+        values = _of_rank(facts, share, split, recipe)
+        total = sum(values)
+        if total > most:
+            best, most = (share.index, values), total
+    return best
+
+
+class Held(NamedTuple):
+    """Of one rank, for one micro-batch where it depends on that; parameters, and bytes."""
+
+    params: float
+    largest: float
+    gathered: float  # the largest blocks that are whole at once
+    activations: float
+    head: float
+    logits: float
+    again: float
+
+
+@lru_cache(65536)
+def held(facts: ModelFacts, share: Share, recipe: Recipe, cut: Cut) -> Held:
+    counted = [(params_on_rank(block, cut.tp, cut.ep), count) for block, count in share.parts]
+    params = sum(size * count for size, count in counted)
+    if share.is_last and facts.first not in (block for block, _ in share.parts):
+        params += facts.shared_params / cut.tp  # both ends of the pipeline hold what they share
+    whole = sorted((size for size, count in counted for _ in range(min(count, PREFETCHED))), reverse=True)[:PREFETCHED]
+    logits = sum(product.rows * product.columns for product in facts.last.products[:1]) * cut.micro_batch / (cut.tp * cut.cp)
+    return Held(
+        params=params,
+        largest=max(size for size, _ in counted),
+        gathered=sum(whole),
+        activations=sum(kept_bytes(recipe, block, cut) * count for block, count in share.parts if block is not facts.last),
+        head=kept_bytes(recipe, facts.last, cut) if share.is_last else 0.0,
+        logits=logits if share.is_last else 0.0,
+        again=max(_again_bytes(recipe, block, cut) for block, _ in share.parts),
+    )
+
+
+def _is_sharded(split: Split, recipe: Recipe) -> bool:
+    return split.shards > 1 and (split.zero == 3 or (split.zero == 2 and recipe.at_rest))
+
+
+def _whole_gradients(split: Split, recipe: Recipe) -> bool:
+    return recipe.whole_gradients and split.micro > 1 and _is_sharded(split, recipe)
+
+
+def _kept(split: Split, rank: int) -> float:
+    """Micro-batches whose activations a rank of the pipeline has at once."""
+    return SCHEDULES[split.schedule].kept(split.pp, split.micro, split.stages, rank) if split.pp > 1 else 1.0
+
+
+def _of_rank(facts: ModelFacts, share: Share, split: Split, recipe: Recipe) -> tuple[float, ...]:
+    """At the worst of three moments: in the loss, when the backward pass begins, and when it ends."""
+    if is_watched(share):
+        return _of_watched(facts, share, split, recipe)
+    mine, each, sharded = held(facts, share, recipe, split.cut), state(recipe, split.zero, split.shards), _is_sharded(split, recipe)
+    whole = max(recipe.gather, recipe.element) + recipe.cast  # what is sent in 8 bits is kept with its transpose
+    gathered = (mine.gathered if split.zero == 3 else mine.params) * whole if sharded else 0.0
+    gradients = mine.params * (recipe.gradient if _whole_gradients(split, recipe) else each.gradients)
+    averaged = split.dp * split.cp > 1
+    before = gradients if recipe.early_gradients or split.micro > 1 or (split.zero < 2 and averaged) else 0.0
+    activations = _kept(split, share.index) * mine.activations
+    reducing = mine.largest * recipe.reduce * 2 if sharded else 0.0
+    buckets = recipe.buckets * BUCKET_BYTES if averaged and split.zero < 2 and recipe.overlaps_data else 0.0
+    loss = max(0.0, mine.head + (recipe.loss - KEPT_LOGIT_BYTES) * mine.logits)
+    moments = (  # gradients, activations, computed again, loss, communication
+        (before, activations, 0.0, loss, 0.0),
+        (before, activations, mine.again, 0.0, (reducing if before else 0.0) + buckets),
+        (gradients, 0.0, mine.again, 0.0, reducing + buckets),
+    )
+    params = mine.params
+    stay = (params * each.weights, params * each.optimizer, params * each.master, 0.0 if sharded else params * recipe.cast, gathered)
+    values = stay + max(moments, key=sum)
+    return (*values, recipe.reserved * sum(values), recipe.fixed_bytes)
+
+
+def _of_watched(facts: ModelFacts, share: Share, split: Split, recipe: Recipe) -> tuple[float, ...]:
+    sizes = {id(block): params_on_rank(block, split.tp, split.ep) for block, _ in share.parts}
+    params = held(facts, share, recipe, split.cut).params
+    found = pieces(facts, share, recipe, split.cut, sizes)
+    moment = watched_worst(found, split, recipe, _kept(split, share.index), received_bytes(split, share, recipe))
+    weights = params * state(recipe, split.zero, split.shards).weights
+    updated = updated_params(share, split, params)
+    stay = (weights, updated * recipe.optimizer, updated * recipe.master, params * recipe.cast, moment.gathered)
+    values = (*stay, moment.gradients, moment.activations, 0.0, 0.0, moment.communication)
+    return (*values, recipe.reserved * sum(values), recipe.fixed_bytes)
+
+
+def _again_bytes(recipe: Recipe, block: Block, cut: Cut) -> float:
+    """A block that is computed again has all of its activations for a moment; one whose scores are, those."""
+    again = recipe.again(cut.recompute)
+    if "full" not in block.saved or not (again.products or again.attention or again.traffic):
+        return 0.0
+    whole = (
+        block.saved["none"].bytes(recipe.stream, recipe.element, cut.tp, recipe.splits_sequence(cut.cp)) if again.kept != "none" else 0.0
+    )
+    core = 0.0 if recipe.fused else block.core.bytes(recipe.stream, recipe.element, cut.tp)
+    return (whole + core) * cut.micro_batch / cut.cp

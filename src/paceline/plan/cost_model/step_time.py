@@ -1,0 +1,282 @@
+"""Seconds of a step, part by part, of the rank of a pipeline that is busiest."""
+
+from collections.abc import Collection, Iterable
+from functools import lru_cache
+from typing import NamedTuple
+
+from paceline.plan.cost_model.calibration import Seen
+from paceline.plan.cost_model.compare import TIME
+from paceline.plan.cost_model.compute_time import Work, work
+from paceline.plan.cost_model.constants import MOST_RANKS
+from paceline.plan.cost_model.cost import Part, Time
+from paceline.plan.cost_model.engine_overhead import engines_s
+from paceline.plan.cost_model.framework_profiles import Recipe
+from paceline.plan.cost_model.memory import held, state
+from paceline.plan.cost_model.rates import Speeds
+from paceline.plan.cost_model.schedules import SCHEDULES, Stage
+from paceline.plan.cost_model.work_split import Cut, Share, Split, shares
+from paceline.plan.model.facts import Block, ModelFacts
+from paceline.units import several
+
+# Of each part: standard deviation as a share of it, from the published measurements (docs/planning.md), and what it rests on.
+PARTS = {
+    "products": (0.07, "tiles and waves of each product's shape on a rank, forward and backward"),
+    "attention": (0.2, "FlashAttention-2, arXiv 2307.08691; or products and scores in memory"),
+    "other operations": (0.25, "bytes read and written over memory bandwidth; start of kernels"),
+    "computed again": (0.1, "forward once more, as recompute says; arXiv 2205.05198"),
+    "tensor parallel": (0.3, "sums of a block's outputs and of gradients of its inputs; arXiv 1909.08053"),
+    "context parallel": (0.5, "keys and values round the ring, and merging; arXiv 2310.01889"),
+    "pipeline bubble": (0.1, "filling and draining; arXiv 2104.04473, 2401.10241"),
+    "pipeline sends": (0.5, "activations that the schedule waits for; plan/cost_model/schedules.py"),
+    "data parallel": (0.4, "averaging of gradients, less what goes on under the backward pass"),
+    "gathered weights": (0.4, "gathers of ZeRO, less what goes on under computing; arXiv 1910.02054"),
+    "optimizer": (0.3, "bytes of weights and moments over memory bandwidth"),
+    "engines": (0.2, "hooks, copies and calls of torch's engines, and of the loop, as measured"),
+    "jitter": (1.0, "ranks wait for the slowest"),
+}
+GUESSED = 0.7  # of each part, where nothing was measured of a CPU
+MERGED_BYTES = 40.0  # an element of attention's output: five operations in float32 that each read and write it
+ADAM_BYTES = 28.0  # a parameter: reads and writes weight and two moments, reads the gradient, in float32
+
+
+class Group(NamedTuple):
+    """Ranks that talk with each other, of which `together` are in one node."""
+
+    ranks: int
+    together: int
+
+
+def group(ranks: int, stride: int, per_node: int) -> Group:
+    """Ranks that are `stride` apart, as Plan.place lays out the axes."""
+    return Group(ranks, max(1, min(ranks, per_node // stride)))
+
+
+class Load(NamedTuple):
+    """Seconds of one rank for one micro-batch, over all blocks that it has."""
+
+    products_s: float
+    attention_s: float
+    traffic_s: float
+    again_s: float
+    tensor_s: float
+    context_s: float
+    stage: Stage
+    flops: float
+    again_flops: float
+
+    @property
+    def total_s(self) -> float:
+        return self.products_s + self.attention_s + self.traffic_s + self.again_s + self.tensor_s + self.context_s
+
+
+def time(facts: ModelFacts, split: Split, recipe: Recipe, speeds: Speeds) -> Time:
+    """Raises PlanError where the cluster does not say how fast its devices talk."""
+    stages = loads(facts, split.pp, split.stages, SCHEDULES[split.schedule].folded, split.cut, recipe, speeds)
+    share, busiest = stages[0]
+    m = split.micro
+    parts = _of_load(m, busiest)
+    if split.pp > 1:
+        parts |= _pipeline(facts, split, recipe, speeds, busiest, [(one.count, its) for one, its in stages])
+    params = max([held(facts, one, recipe, split.cut).params for one, _ in stages])
+    parts |= _data(facts, share, split, recipe, speeds, busiest, params)
+    parts["engines"] = engines_s(share, split, speeds)
+    parts["optimizer"] = _optimizer_s(share, split, recipe, speeds, params)
+    parts["jitter"] = speeds.constants.jitter * sum(parts.values())
+    peak = next((speeds.peaks[dtype] for dtype in (recipe.dtype, "bf16", "fp16", "fp32") if dtype in speeds.peaks), None)
+    doubt = GUESSED if speeds.paces is not None and not speeds.paces.measured else 0.0
+    ranks = split.ranks
+    flops = facts.training_flops * split.batch / ranks
+    return Time(
+        parts=_told(parts, speeds.seen, doubt, TIME["compute"] if facts.source == "measured" else ()),
+        flops=flops,
+        hardware_flops=flops + sum(its.again_flops * one.count for one, its in stages) * m / split.pp,
+        tokens=float(facts.tokens * split.batch),
+        samples=float(split.batch),
+        peak_flops=peak,
+        guesses=_guesses(split, parts, speeds),
+    )
+
+
+def _told(parts: dict[str, float], seen: Seen | None, doubt: float = 0.0, measured: Collection[str] = ()) -> tuple[Part, ...]:
+    """As runs have shown them to be. `doubt`: error of parts that are only guessed; `measured`: those that are not, with the task."""
+    found = []
+    for name, seconds in parts.items():
+        error, note = max(PARTS[name][0], doubt if name not in measured else 0.0), PARTS[name][1]
+        if seen is not None and (factor := seen.factors.get(name)) is not None:
+            runs = several(factor.runs, "run")
+            seconds, error, note = seconds * factor.value, factor.error(error), f"{note}; × {factor.value:.2f} from {runs}"
+        if seconds:
+            found.append(Part(name, seconds, error, note))
+    return tuple(found)
+
+
+def _guesses(split: Split, parts: dict[str, float], speeds: Speeds) -> tuple[str, ...]:
+    """Where runs were seen that were like this, nothing that is known of the device alone is a guess."""
+    if speeds.seen is None:
+        return speeds.guesses + _beyond(split)
+    beyond = speeds.seen.beyond([name for name, seconds in parts.items() if seconds and name != "jitter"], split.ranks)
+    return beyond and (*speeds.guesses, *_beyond(split), *beyond)
+
+
+def least_s(facts: ModelFacts, split: Split, recipe: Recipe, speeds: Speeds) -> float:
+    """What a step takes in any case: the micro-batches of the busiest rank, whatever comes on top of them."""
+    stages = loads(facts, split.pp, split.stages, SCHEDULES[split.schedule].folded, split.cut, recipe, speeds)
+    busiest = stages[0][1]
+    if speeds.seen is None:
+        return split.micro * busiest.total_s * (1 + speeds.constants.jitter)
+    parts = _of_load(split.micro, busiest)
+    parts["jitter"] = speeds.constants.jitter * sum(parts.values())
+    return sum(part.value for part in _told(parts, speeds.seen))
+
+
+def _of_load(micro: int, busiest: Load) -> dict[str, float]:
+    return {
+        "products": micro * busiest.products_s,
+        "attention": micro * busiest.attention_s,
+        "other operations": micro * busiest.traffic_s,
+        "computed again": micro * busiest.again_s,
+        "tensor parallel": micro * busiest.tensor_s,
+        "context parallel": micro * busiest.context_s,
+    }
+
+
+@lru_cache(65536)
+def loads(
+    facts: ModelFacts, pp: int, stages: int, folded: bool, cut: Cut, recipe: Recipe, speeds: Speeds
+) -> tuple[tuple[Share, Load], ...]:
+    """Of the ranks of a pipeline, the busiest first."""
+    found = [(share, load(share, recipe, speeds, cut, facts.slower)) for share in shares(facts, pp, stages, recipe.even, folded)]
+    return tuple(sorted(found, key=lambda pair: -pair[1].total_s))
+
+
+def _beyond(split: Split) -> tuple[str, ...]:
+    """What is outside of the trainings that the constants were fitted to."""
+    many = f"{split.ranks} ranks are more than the {MOST_RANKS} that were seen"
+    return (many,) if split.ranks > MOST_RANKS else ()
+
+
+@lru_cache(65536)
+def load(share: Share, recipe: Recipe, speeds: Speeds, cut: Cut, slower: float = 1.0) -> Load:
+    products = attention = traffic = again = tensor = context = flops = again_flops = 0.0
+    forward = inputs = weights = 0.0
+    for block, count in share.parts:
+        one = work(speeds, recipe, block, cut)
+        if slower != 1.0:
+            one = one.stretched(slower)
+        sums, ring = _tensor_s(block, cut, recipe, speeds), _context_s(block, cut, recipe, speeds, one)
+        products += count * (one.products_s + one.inputs_s + one.weights_s)
+        attention += count * (one.attention_s + one.attention_back_s)
+        traffic += count * (one.traffic_s + one.traffic_back_s)
+        again += count * one.again_s
+        tensor += count * (sums.forward_s + sums.backward_s + sums.again_s)
+        context += count * ring
+        forward += count * (one.forward_s + sums.forward_s + ring / 3)
+        inputs += count * (one.backward_inputs_s + one.again_s + sums.backward_s + sums.again_s + ring * 2 / 3)
+        weights += count * one.weights_s
+        flops += count * one.flops
+        again_flops += count * one.again_flops
+    return Load(products, attention, traffic, again, tensor, context, Stage(forward, inputs, weights), flops, again_flops)
+
+
+class Sums(NamedTuple):
+    forward_s: float
+    backward_s: float
+    again_s: float
+
+
+def _tensor_s(block: Block, cut: Cut, recipe: Recipe, speeds: Speeds) -> Sums:
+    """All-reduces of a block's outputs forward, and of the gradients of its inputs backward (arXiv 1909.08053, section 3); under sequence
+    parallelism a gather and a scatter each, which together are as long (arXiv 2205.05198, section 4.2.2)."""
+    if cut.tp == 1 or not block.sums:
+        return Sums(0.0, 0.0, 0.0)
+    size = block.boundary * recipe.element * cut.micro_batch / cut.cp
+    over = group(cut.tp, 1, speeds.per_node)
+    one = speeds.collective_s("all-reduce", size, over.ranks, over.together) * (1 - recipe.overlaps_tensor)
+    again = one * block.sums if recipe.again(cut.recompute).products == 1 and block.attention else 0.0
+    return Sums(one * block.sums, one * block.sums, again)
+
+
+def _context_s(block: Block, cut: Cut, recipe: Recipe, speeds: Speeds, one: Work) -> float:
+    """Keys and values go round the ring while attention computes, forward, once more where it is computed again, and backward with their
+    gradients (arXiv 2310.01889); after each of cp steps a rank's output is merged with what it has, in float32."""
+    if cut.cp == 1 or not block.attention:
+        return 0.0
+    over = group(cut.cp, cut.tp, speeds.per_node)
+    width = cut.micro_batch / cut.tp
+    size = sum(2 * a.keys * a.head_dim * (a.kv_heads or a.heads) for a in block.attention) * recipe.element * width
+    ring = speeds.collective_s("all-gather", size, over.ranks, over.together)
+    merged = sum(a.queries * a.head_dim * a.heads for a in block.attention) * MERGED_BYTES * width / speeds.memory_Bps
+    left = ring - (1 - speeds.shown(over.together)) * min(ring, one.attention_s)
+    return (3 + recipe.again(cut.recompute).attention) * (left + merged)
+
+
+def _pipeline(
+    facts: ModelFacts, split: Split, recipe: Recipe, speeds: Speeds, busiest: Load, loads: Iterable[tuple[int, Load]]
+) -> dict[str, float]:
+    """Bubble of the schedule on ranks that may be unlike: those others fill and drain in their own time."""
+    schedule = SCHEDULES[split.schedule]
+    others = sum(count * one.total_s for count, one in loads) - busiest.total_s
+    alike = schedule.idle(split.pp, split.micro, split.stages, busiest.stage) / (busiest.total_s or 1.0)
+    size = facts.first.boundary * recipe.element * split.micro_batch / split.cp
+    size /= split.tp if recipe.scatter or recipe.splits_sequence(split.cp) else 1
+    over = group(2, split.dp * split.cp * split.tp, speeds.per_node)
+    send = speeds.collective_s("send", size, 2, over.together)
+    bubble = alike * others / (split.pp - 1)
+    if speeds.crowd > 1:  # a rank that idles leaves its core to others, which have it in turns
+        bubble = max(0.0, bubble / speeds.crowd - (1 - 1 / speeds.crowd) * split.micro * busiest.total_s)
+    return {
+        "pipeline bubble": bubble,
+        "pipeline sends": schedule.waits(split.pp, split.micro, split.stages) * send,
+    }
+
+
+def _data(facts: ModelFacts, share: Share, split: Split, recipe: Recipe, speeds: Speeds, busiest: Load, params: float) -> dict[str, float]:
+    """Averaging of gradients and gathering of weights, as far as they do not go on under the computing."""
+    ranks = split.dp * split.cp
+    if ranks == 1:
+        return {}
+    blocks = sum(count for _, count in share.parts)
+    over = group(ranks, split.tp, speeds.per_node)
+    shards = group(split.shards, split.tp, speeds.per_node)
+    forward, backward = busiest.stage.forward_s, busiest.stage.inputs_s + busiest.stage.weights_s
+
+    def call(kind: str, bytes_a_parameter: float, among: Group, of: float = params) -> float:
+        return speeds.collective_s(kind, of * bytes_a_parameter, among.ranks, among.together, recipe.rails)
+
+    shown = speeds.shown((shards if split.zero >= 2 else over).together if recipe.rails else 1)
+
+    def left(talking: float, computing: float) -> float:
+        """What a collective adds to the computing that it may go on under: the first or the last block has nothing to hide under."""
+        return max(talking / blocks, talking - (1 - shown) * min(talking, computing)) if recipe.overlaps_data else talking
+
+    if split.zero <= 1 or (split.zero == 2 and not recipe.at_rest):
+        whole = left(call("all-reduce", recipe.reduce, over), backward)
+        gathering = call("all-gather", recipe.weight, over) if split.zero else 0.0
+        if split.zero == 0 or not recipe.scattered:  # ZeroRedundancyOptimizer sends weights when they are updated
+            return {"data parallel": whole, "gathered weights": gathering}
+        reducing = call("reduce-scatter", recipe.reduce, over)
+        return {"data parallel": left(reducing, backward), "gathered weights": left(gathering, forward)}
+    latency = (blocks - 1) * (call("all-gather", recipe.gather, shards, 1e-9))
+    gather = call("all-gather", recipe.gather, shards) + latency
+    scatter = call("reduce-scatter", recipe.reduce, shards) + latency
+    if split.replicate > 1:
+        copies = group(split.replicate, split.tp * split.shards, speeds.per_node)
+        scatter += call("all-reduce", recipe.reduce, copies, params / split.shards)
+    often = 1 if recipe.whole_gradients else split.micro
+    twice = gather if split.zero == 3 else 0.0
+    exposed = split.micro * (left(gather, forward) + left(twice, backward)) + often * (
+        left(twice + scatter, backward) - left(twice, backward)
+    )
+    share_of_gathers = (gather + twice) / (gather + twice + scatter)
+    return {"gathered weights": exposed * share_of_gathers, "data parallel": exposed * (1 - share_of_gathers)}
+
+
+def _optimizer_s(share: Share, split: Split, recipe: Recipe, speeds: Speeds, params: float) -> float:
+    """Limited by memory bandwidth, on a CPU by so many tensors of that size; the norm of the gradients reads them once more."""
+    tensors = sum(block.tensors * count for block, count in share.parts)
+    if speeds.paces is not None and tensors:
+        here = tensors / (split.shards if split.zero == 1 else 1)
+        return here * speeds.paces.seconds("update", params / (split.shards if split.zero else 1) / here)
+    mine = state(recipe, split.zero, split.shards)
+    updated = params * mine.optimizer / recipe.optimizer
+    return (updated * (ADAM_BYTES + recipe.master / 2) + params * mine.gradients) / speeds.memory_Bps

@@ -1,0 +1,80 @@
+"""Models by name, and from TOML files."""
+
+import tomllib
+from collections.abc import Callable, Mapping
+from functools import cache
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from paceline.errors import SpecError
+from paceline.plan.model.convnets import efficientnet, resnet
+from paceline.plan.model.facts import ModelFacts
+from paceline.plan.model.transformer import Transformer
+from paceline.spec import explain, known_keys, nearest, read_toml
+
+CONVOLUTIONS: Mapping[str, Callable[[str], ModelFacts]] = {
+    "resnet50": lambda name: resnet(name, (3, 4, 6, 3)),
+    "resnet101": lambda name: resnet(name, (3, 4, 23, 3)),
+    "resnet152": lambda name: resnet(name, (3, 8, 36, 3)),
+    "efficientnet-b0": lambda name: efficientnet(name),
+    "efficientnet-b4": lambda name: efficientnet(name, 1.4, 1.8, 380),
+    "efficientnet-b7": lambda name: efficientnet(name, 2.0, 3.1, 600),
+}
+ALIASES = {"gpt3": "gpt3-175b", "gpt2-small": "gpt2", "vit-b": "vit-b16", "vit-l": "vit-l16", "bert": "bert-base", "resnet-50": "resnet50"}
+
+
+@cache
+def _transformers() -> Mapping[str, Mapping[str, Any]]:
+    rows: dict[str, dict[str, Any]] = {}
+    for name, row in tomllib.loads((files("paceline.plan") / "models.toml").read_text("utf-8")).items():
+        rows[name] = rows.get(row.get("like", ""), {}) | {key: value for key, value in row.items() if key != "like"} | {"name": name}
+    return rows
+
+
+def names() -> tuple[str, ...]:
+    return (*_transformers(), *CONVOLUTIONS)
+
+
+def transformer(name: str, **changes: Any) -> Transformer:
+    """The few numbers of a known one, some of them changed. Raises SpecError."""
+    name = ALIASES.get(name.lower(), name.lower())
+    if name not in _transformers():
+        raise SpecError(f"no transformer is called {name}{nearest(name, _transformers())}")
+    return _built({**_transformers()[name], **changes})
+
+
+def model(name: str, **changes: Any) -> ModelFacts:
+    """A known model, or one in a TOML file with the few numbers of a transformer (`like` names a known one to start from).
+    `changes`, as `seq`, are of transformers. Raises SpecError."""
+    if name.endswith(".toml"):
+        return _built(_read(Path(name)) | changes).facts()
+    known = ALIASES.get(name.lower(), name.lower())
+    if known in CONVOLUTIONS:
+        if changes:
+            raise SpecError(f"{known} is no transformer and has no {', '.join(changes)}; leave it out")
+        return CONVOLUTIONS[known](known)
+    if known not in _transformers():
+        raise SpecError(f"no model is called {name}, and a file with its layers, hidden … must end in .toml{nearest(known, names())}")
+    return transformer(known, **changes).facts()
+
+
+def _read(path: Path) -> dict[str, Any]:
+    tree = read_toml(path)
+    like = tree.pop("like", None)
+    if like is not None and like not in _transformers():
+        raise SpecError(f"{path} is like {like!r}, which is not known{nearest(str(like), _transformers())}")
+    return {**(_transformers()[like] if like else {}), "name": path.stem, **tree}
+
+
+def _built(tree: Mapping[str, Any]) -> Transformer:
+    try:
+        return Transformer.model_validate(tree)
+    except ValidationError as error:
+        missing = [str(found["loc"][0]) for found in error.errors() if found["type"] == "missing"]
+        if missing:
+            begin = "add them, or begin with like, the name of a known one"
+            raise SpecError(f"model {tree.get('name', '')} does not say {', '.join(missing)}; {begin}") from error
+        raise SpecError(f"model {tree.get('name', '')}: {explain(error, known_keys(Transformer))}") from error

@@ -1,0 +1,93 @@
+"""Answer: the best plans for a request, or the price of one, and what was assumed."""
+
+from dataclasses import dataclass, replace
+
+from paceline.cluster.facts import Cluster
+from paceline.errors import PlanError
+from paceline.plan.cost_model.cost import Bill, Cost, bill
+from paceline.plan.cost_model.defaults import assuming
+from paceline.plan.cost_model.framework_profiles import Recipe
+from paceline.plan.cost_model.predict import predict
+from paceline.plan.model.facts import ModelFacts
+from paceline.plan.plan import Plan, parse
+from paceline.plan.search.search import MARGIN, Rejected, none_fits, search
+
+
+@dataclass(frozen=True)
+class Answer:
+    """`plans`: fastest first; or the one that was asked for, and then `others` are those that it is compared with. `rejected`: those
+    that do not fit, leanest first. `assumed`: in sentences."""
+
+    facts: ModelFacts
+    cluster: Cluster
+    ranks: int
+    batch: int
+    plans: list[tuple[Plan, Cost]]
+    rejected: list[Rejected]
+    assumed: tuple[str, ...]
+    tokens: float | None = None
+    price: float | None = None
+    others: list[tuple[Plan, Cost]] | None = None
+
+    @property
+    def pool(self) -> list[tuple[Plan, Cost]]:
+        """All that are known to fit, fastest first."""
+        return self.plans if self.others is None else self.others
+
+    def bill(self, cost: Cost) -> Bill | None:
+        """Of the whole training, where its tokens are said."""
+        return billed(self.cluster, cost, self.ranks, self.tokens, self.price)
+
+
+def billed(cluster: Cluster, cost: Cost, ranks: int, tokens: float | None, price: float | None) -> Bill | None:
+    """Of a training of so many tokens; `price` of a device's hour, else what the cluster says. None where the tokens are not said."""
+    if tokens is None:
+        return None
+    power = cluster.device.power_W if cluster.device.kind != "cpu" else None
+    declared = cluster.price_per_device_hour.value if cluster.price_per_device_hour else None
+    paid = price if price is not None else declared
+    return bill(cost.step_s, tokens / cost.time.tokens, ranks, power.value if power else None, paid)
+
+
+def answer(
+    facts: ModelFacts,
+    cluster: Cluster,
+    batch: int,
+    plan: str | None = None,
+    recipe: Recipe | None = None,
+    ranks: int | None = None,
+    tokens: float | None = None,
+    price: float | None = None,
+    others: bool = False,
+) -> Answer:
+    """Raises PlanError for a plan that cannot be, where none fits, and for a machine of which too little is known. `others`: with
+    those that `plan` can be compared with."""
+    count = ranks or cluster.devices
+    if cluster.device.kind != "cpu" and count > cluster.devices:
+        raise PlanError(f"{count} ranks, but {cluster.name} has {cluster.devices} devices; use --ranks {cluster.devices} or less")
+    cluster, assumed = assuming(cluster)
+    whole = Answer(facts, cluster, count, batch, [], [], assumed, tokens, price)
+    if plan is not None:
+        asked = parse(plan)
+        _check(facts, asked)
+        whole = replace(whole, plans=[(asked, predict(facts, asked, cluster, batch, recipe, count))], others=[])
+        if not others:
+            return whole
+    found = search(facts, cluster, batch, MARGIN, recipe, count)
+    if plan is not None:
+        return replace(whole, others=found.fitting, rejected=found.rejected)
+    if not found.fitting:
+        raise none_fits(found, facts, cluster, batch, recipe, count)
+    return replace(whole, plans=found.fitting, rejected=found.rejected)
+
+
+def _check(facts: ModelFacts, plan: Plan) -> None:
+    if plan.tp not in facts.tp_degrees:
+        if len(facts.tp_degrees) == 1:
+            raise PlanError(f"tp={plan.tp} cannot split {facts.name}, which has no heads or widths that are told; leave tp out")
+        shared, degrees = (" or ".join(map(str, found)) for found in (sorted(set(facts.heads)), facts.tp_degrees[:8]))
+        raise PlanError(f"tp={plan.tp} does not divide the heads of {facts.name}, {shared}; use tp={degrees}")
+    if plan.pp * (plan.stages or 1) > facts.blocks:
+        raise PlanError(f"plan {plan} has more stages than {facts.name} has blocks, {facts.blocks}; use a smaller pp")
+    if plan.cp > 1 and (facts.sequence is None or facts.sequence % (2 * plan.cp)):
+        raise PlanError(f"cp={plan.cp} does not cut the sequences of {facts.name} in {2 * plan.cp} parts; use cp=1")

@@ -1,0 +1,70 @@
+"""A plan for other ranks than it was made for: the same where that can be, else those that are most like it."""
+
+import math
+from collections.abc import Iterator
+from dataclasses import replace
+
+from paceline.errors import PlanError
+from paceline.plan.plan import Plan, share
+from paceline.plan.search.candidates import candidates
+
+
+def near(plan: Plan, before: int, ranks: int, batch: int, may_cut: bool = True) -> Iterator[Plan]:
+    """Plans for `ranks` in place of `plan` on `before`, the most like it first, which split the same global batch. A rank's micro-batch
+    does not grow, for it may not fit: more of them are added up instead, unless they may not be cut (`may_cut`: BatchNorm would see it).
+
+    Raises PlanError where `plan` was none for `before` ranks and this batch."""
+    was = plan.on(before)
+    most = share(batch, was)
+    if was.is_asynchronous and ranks > 1:  # what it trains depends on its ranks; another plan would train something else
+        plan.on(ranks)
+        yield plan
+        return
+    alike = [Plan(dp=1, micro=was.micro, recompute=plan.recompute)]
+    if ranks > 1:
+        same = replace(plan, dp=None, micro=was.micro)
+        alike = [same, replace(same, replicate=1), *(_like(plan, other) for other in candidates(ranks))]
+    found: set[Plan] = set()
+    for other in sorted(alike, key=lambda other: _distance(was, other, ranks)):
+        for uneven in (0, 1):
+            try:
+                split = _split(replace(other, uneven=uneven), ranks, batch, most if may_cut else None)
+            except PlanError:
+                continue
+            if split is not None and split.on(ranks) not in found:
+                found.add(split.on(ranks))
+                yield split
+
+
+def _like(plan: Plan, other: Plan) -> Plan:
+    """`other` with what it has of `plan` besides the degrees."""
+    pipeline = {"schedule": plan.schedule, "stages": plan.stages} if other.pp > 1 and plan.pp > 1 else {"schedule": None, "stages": None}
+    return replace(other, micro=plan.micro, recompute=plan.recompute, **pipeline)
+
+
+def _distance(was: Plan, other: Plan, ranks: int) -> tuple[float, ...]:
+    """A cut of the model that is new comes last: it may be wrong for this model. Then one that is given up, which takes memory unless
+    ZeRO makes up for it."""
+    axes = [(getattr(was, axis), getattr(other, axis)) for axis in ("tp", "pp", "cp")]
+    new = sum(now > then == 1 for then, now in axes)
+    gone = sum(then > now == 1 for then, now in axes)
+    wanted = 3 if gone and was.tp * was.pp > 1 and ranks > 1 else was.zero
+    degrees = sum(abs(math.log2(now / then)) for then, now in axes)
+    return new, gone, abs(wanted - other.zero), degrees, abs(was.replicate - other.replicate)
+
+
+def _split(plan: Plan, ranks: int, batch: int, most: int | None) -> Plan | None:
+    """With as few more micro-batches as keep one at `most` samples; None where that cannot be. Raises PlanError where the plan cannot."""
+    on = plan.on(ranks)
+    assert on.dp is not None
+    assert on.micro is not None
+    if plan.uneven and batch % (on.dp * on.micro) == 0:
+        return None  # needs not be
+    for micro in [on.micro] if most is None else range(on.micro, batch // on.dp + 1):
+        if batch % (micro if plan.uneven else micro * on.dp) or (most is not None and -(-batch // (micro * on.dp)) > most):
+            continue
+        cut = replace(plan, micro=micro if micro != replace(on, micro=None).on(ranks).micro else None)
+        cut.on(ranks)
+        share(batch, cut.on(ranks))
+        return cut
+    return None

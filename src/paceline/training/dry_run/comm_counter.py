@@ -1,0 +1,157 @@
+"""What a rank sends: a dispatch mode that counts collectives, with their axis and module."""
+
+import itertools
+import re
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.distributed_c10d import _resolve_process_group
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from paceline.distributed.dtensor import is_cut, is_here, storage_of
+from paceline.parallel.pipeline.stage import name_of
+from paceline.plan.comm_volume import MODEL, PACELINE, Ledger, added_up, axis_of
+from paceline.plan.plan import Plan
+from paceline.training.dry_run.module_tracker import Running
+
+# operator -> collective, which argument is counted, and whether it is one rank's part of S
+C10D = {
+    "allreduce_": ("all-reduce", 0, False),
+    "allreduce_coalesced_": ("all-reduce", 0, False),
+    "broadcast_": ("broadcast", 0, False),
+    "reduce_": ("reduce", 0, False),
+    "allgather_": ("all-gather", 0, False),
+    "_allgather_base_": ("all-gather", 0, False),
+    "allgather_coalesced_": ("all-gather", 0, False),
+    "allgather_into_tensor_coalesced_": ("all-gather", 0, False),
+    "reduce_scatter_": ("reduce-scatter", 1, False),
+    "_reduce_scatter_base_": ("reduce-scatter", 1, False),
+    "reduce_scatter_tensor_coalesced_": ("reduce-scatter", 1, False),
+    "alltoall_": ("all-to-all", 1, False),
+    "alltoall_base_": ("all-to-all", 1, False),
+    "gather_": ("gather", 1, True),
+    "scatter_": ("scatter", 0, True),
+    "send": ("send", 0, False),
+    "recv_": ("recv", 0, False),
+    "recv_any_source_": ("recv", 0, False),
+    "barrier": ("barrier", 0, False),
+    "monitored_barrier_": ("barrier", 0, False),
+}
+FUNCTIONAL = {
+    "all_reduce": ("all-reduce", 0, False),
+    "all_reduce_": ("all-reduce", 0, False),
+    "all_reduce_coalesced": ("all-reduce", 0, False),
+    "all_reduce_coalesced_": ("all-reduce", 0, False),
+    "broadcast": ("broadcast", 0, False),
+    "broadcast_": ("broadcast", 0, False),
+    "all_gather_into_tensor": ("all-gather", 0, True),
+    "all_gather_into_tensor_out": ("all-gather", 0, True),
+    "all_gather_into_tensor_coalesced": ("all-gather", 0, True),
+    "reduce_scatter_tensor": ("reduce-scatter", 0, False),
+    "reduce_scatter_tensor_out": ("reduce-scatter", 0, False),
+    "reduce_scatter_tensor_coalesced": ("reduce-scatter", 0, False),
+    "all_to_all_single": ("all-to-all", 0, False),
+    "isend": ("send", 0, False),
+    "irecv": ("recv", 0, False),
+}
+TABLES = {"c10d": C10D, "_c10d_functional": FUNCTIONAL}
+OF_FSDP = re.compile(r"FSDP::\w+( \((?P<module>.*)\))?$")
+
+
+class Counter(TorchDispatchMode):
+    """Counts what this rank sends while it is entered; around whole steps, and after the first one, in which engines settle.
+
+    `plan` has its data degree said. `model` is the one inside of any wrapper, under its own names.
+    """
+
+    def __init__(self, model: nn.Module, plan: Plan):
+        super().__init__()
+        self.plan = plan
+        self.model = model
+        self.running = Running(model)
+        self.calls: list[tuple[str, str, int, str, int, int]] = []
+        self.groups: dict[str, tuple[str, int]] = {}  # name of a group -> axis, ranks
+        self.records: list[str] = []  # torch's record_function, innermost last
+
+    def ledger(self) -> Ledger:
+        return Ledger(dist.get_rank() if dist.is_initialized() else 0, added_up(self.calls))
+
+    def __enter__(self) -> "Counter":
+        self.running.__enter__()
+        super().__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        self.running.__exit__(*error)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(kind.__name__ == "DTensor" for kind in types):
+            return NotImplemented  # its own collectives come here one by one
+        space = func.namespace
+        if space in TABLES:
+            given = {argument.name: value for argument, value in zip(func._schema.arguments, args, strict=False)} | (kwargs or {})
+            if (group := given.get("process_group", given.get("group_name"))) is not None:  # else it waits, or wraps
+                self._count(space, func._schema.name.partition("::")[2], args, group)
+        elif space == "profiler":
+            self._record(func, args)
+        return func(*args, **(kwargs or {}))
+
+    def _record(self, func: Any, args: Any) -> None:
+        if "enter" in str(func):
+            self.records.append(args[0])
+        elif self.records:
+            self.records.pop()
+
+    def _count(self, space: str, name: str, args: Any, group: Any) -> None:
+        if name not in TABLES[space]:
+            raise NotImplementedError(f"the ledger does not know what {space}::{name} sends")
+        collective, which, is_part = TABLES[space][name]
+        axis, ranks = self._group(group)
+        tensors = [leaf for leaf in tree_leaves(args[which]) if isinstance(leaf, Tensor)]
+        size = sum(tensor.numel() * tensor.element_size() for tensor in tensors) if collective != "barrier" else 0
+        passed_on = axis == "pp" and collective in ("send", "recv")  # from stage to stage
+        module = MODEL if passed_on else self._module(tensors)
+        self.calls.append((collective, axis, ranks, module, 1, size * ranks if is_part else size))
+
+    def _group(self, given: Any) -> tuple[str, int]:
+        """Axis and ranks of a group, given boxed by c10d and by name or as it is by the functional collectives."""
+        group = given if isinstance(given, (str, dist.ProcessGroup)) else dist.ProcessGroup.unbox(given)
+        name: Any = group if isinstance(group, str) else group.group_name
+        if name not in self.groups:
+            ranks = dist.get_process_group_ranks(_resolve_process_group(name))
+            self.groups[name] = axis_of(self.plan, ranks), len(ranks)
+        return self.groups[name]
+
+    def _module(self, tensors: list[Tensor]) -> str:
+        for record in reversed(self.records):
+            if found := OF_FSDP.match(record):
+                return name_of(found["module"] or "") or MODEL
+        if names := self._owners(tensors):
+            return _common([name.rpartition(".")[0] for name in names]) or MODEL
+        if self.running.in_backward and not any(map(torch.is_floating_point, tensors)):
+            return MODEL  # DDP's books: which parameters were used
+        running = self.running.innermost()
+        if running is None:  # between the modules of a stage the backward pass is the model's all the same
+            return MODEL if self.running.in_backward else PACELINE
+        return running or MODEL
+
+    def _owners(self, tensors: list[Tensor]) -> list[str]:
+        """Names of the parameters that share their memory with what is sent, or whose gradients do: those of DDP lie in its buckets."""
+        sent = set(map(_storage, tensors))
+        named = [(name, parameter) for name, parameter in self.model.named_parameters() if is_here(parameter)]
+        weights = [name for name, parameter in named if _storage(parameter) in sent]
+        return weights or [name for name, parameter in named if parameter.grad is not None and _storage(parameter.grad) in sent]
+
+
+def _storage(tensor: Any) -> int:
+    return storage_of(tensor._local_tensor if is_cut(tensor) else tensor)
+
+
+def _common(modules: list[str]) -> str:
+    """The innermost module that contains all of them."""
+    first, last = (module.split(".") if module else [] for module in (min(modules), max(modules)))
+    return ".".join(one for one, _ in itertools.takewhile(lambda pair: pair[0] == pair[1], zip(first, last, strict=False)))

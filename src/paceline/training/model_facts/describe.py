@@ -1,0 +1,187 @@
+"""ModelFacts of any task: counted in one forward pass, which works out shapes and computes nothing."""
+
+import math
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import replace
+from itertools import accumulate, groupby
+from typing import Any
+
+from torch import nn
+
+from paceline.data.fake import example, imagined
+from paceline.data.loader import Batch
+from paceline.distributed.dtensor import storage_of
+from paceline.errors import PlanError, TaskError
+from paceline.plan.cost_model.op_times import Operation
+from paceline.plan.model.facts import Block, Held, Lives, ModelFacts
+from paceline.plan.plan import Plan
+from paceline.spec import Spec
+from paceline.task import Task
+from paceline.training.model_facts.live_memory import Lived, lived
+from paceline.training.model_facts.op_counter import FIRST, LAST, Counting, Part
+from paceline.training.step import call
+from paceline.user_code import UserCode
+
+SAMPLES = 3  # BatchNorm takes no single one; a number that shapes of weights seldom have
+
+
+def describe(spec: Spec, task: Task) -> ModelFacts:
+    """Of the model of `task`, from its first samples. Raises TaskError for a model that no pass without values can be made of."""
+    from paceline.training.setup import build
+
+    batch = example(spec.model_copy(update={"batch": SAMPLES}), task, Plan(dp=1, micro=1))
+    return described(build(spec, task).model, task, batch, SAMPLES)
+
+
+def described(model: nn.Module, task: Task, batch: Batch, samples: int) -> ModelFacts:
+    """`model` is on the meta device; `batch` has so many samples."""
+    with UserCode("the forward pass without values", task.model):
+        styles = _styles(model, task, batch)
+    with UserCode("the forward pass without values", task.model), imagined(model) as imagine:
+        watch = Counting(model, task, styles)
+        try:
+            return watched(watch, task, imagine(batch), samples)
+        except RuntimeError as error:
+            reason = str(error).partition("\n")[0]
+            way_out = "paceline plan --measure runs it"
+            raise TaskError(
+                f"{type(task).__name__} cannot be described: {watch.where} fails without values: {reason}; {way_out}"
+            ) from error
+
+
+def watched(watch: Counting, task: Task, batch: Batch, samples: int) -> ModelFacts:
+    """Of a model on the device of `batch`, whether or not they have values."""
+    model = watch.model
+    with watch:
+        output = call(task, model, batch)
+        watch.finish()
+        task.loss(output, batch)
+    facts = _facts(watch, type(task).__name__, samples)
+    try:
+        found = lived(model, watch.units, lambda: task.loss(call(task, model, batch), batch))
+    except RuntimeError:  # what is kept for the backward pass is counted already
+        return facts
+    return _with_lives(facts, found, samples)
+
+
+def _with_lives(facts: ModelFacts, found: tuple[Lived, list[Lived], Lived], samples: int) -> ModelFacts:
+    """Of blocks that are alike the one in the middle, which is neither the first nor the last."""
+
+    def of(block: Block, one: Lived) -> Block:
+        return replace(block, lives=Lives(one.kept / samples, one.most / samples))
+
+    first, each, last = found
+    ends = list(accumulate(count for _, count in facts.runs))
+    middle = [each[(end - count + end) // 2] for (_, count), end in zip(facts.runs, ends, strict=True)]
+    runs = tuple((of(block, one), count) for (block, count), one in zip(facts.runs, middle, strict=True))
+    return replace(facts, first=of(facts.first, first), runs=runs, last=of(facts.last, last))
+
+
+def _styles(model: nn.Module, task: Task, batch: Batch) -> Mapping[str, str]:
+    """How tensor parallelism would split each layer, if it can."""
+    from paceline.parallel.tensor.apply import find_splits
+
+    try:
+        return find_splits(model, task, batch, Plan(dp=1, tp=2)).styles
+    except (PlanError, RuntimeError):  # a pass that fails is told of with the module that it fails in
+        return {}
+
+
+def _facts(watch: Counting, name: str, samples: int) -> ModelFacts:
+    made = {k: _block(watch, k, samples) for k in watch.parts}
+    grouped = [list(alike) for _, alike in groupby((made[k] for k in range(len(watch.units))), _key)]
+    runs = tuple((alike[0], len(alike)) for alike in grouped)
+    attention = [one for block, _ in runs for one in block.attention]
+    heads: tuple[int, ...] = ()
+    if any(block.split_params for block in made.values()):
+        of_attention = {heads for one in attention for heads in (one.heads, one.kv_heads or one.heads)}
+        widths = {int(p.columns if p.cut == "columns" else p.inner) for block, _ in runs for p in block.products if p.cut}
+        heads = tuple(sorted(of_attention)) if of_attention else (math.gcd(*widths),) if widths else ()
+    boundary = watch.parts[0].boundary
+    sequence = boundary[1] if len(boundary) == 3 else None
+    outputs = made[LAST].products
+    return ModelFacts(
+        name=name,
+        first=made[FIRST],
+        runs=runs,
+        last=made[LAST],
+        tokens=sequence or 1,
+        heads=heads,
+        sequence=sequence if attention else None,
+        hidden=boundary[-1] if boundary else 0,
+        vocab=int(outputs[-1].columns) if outputs and sequence else 0,
+        shared_params=sum(watch.owner[m].numel() for m, at in watch.used.items() if {FIRST, LAST} <= at and _learns(watch, m)),
+        source="counted",
+    )
+
+
+def _learns(watch: Counting, memory: int) -> bool:
+    return isinstance(watch.owner[memory], nn.Parameter)
+
+
+def _block(watch: Counting, at: int, samples: int) -> Block:
+    part = watch.parts[at]
+    modules = dict(watch.model.named_modules())
+    own = _parameters(watch, at)
+    styled = {id(p) for n, style in watch.styles.items() for k, p in modules[n]._parameters.items() if style != "row" or k == "weight"}
+    none, given = _held(watch, part, samples)
+    boundary = math.prod(part.boundary) / samples if part.boundary and at != LAST else 0.0
+    own_layers = [watch.styles.get(layer) for layer in part.layers]
+    return Block(
+        name=part.name,
+        params=sum(p.numel() for p in own),
+        split_params=sum(p.numel() for p in own if id(p) in styled),
+        products=tuple(replace(product, rows=product.rows / samples) for product in part.products),
+        attention=tuple(part.attention),
+        saved={"none": none} if at < 0 else {"none": none, "selective": given._replace(stream=boundary), "full": Held(boundary)},
+        traffic=Held(stream=part.moved / samples),
+        boundary=boundary,
+        sums=own_layers.count("row") + own_layers.count("vocabulary") + own_layers.count("gather") / 2,
+        kernels=part.kernels,
+        operations=_counted(part.operations, samples),
+        tensors=len(own),
+        largest=max((p.numel() for p in own), default=0),
+        whole=len(watch.parts[0].boundary) != 3,
+    )
+
+
+def _counted(operations: list[Operation], samples: int) -> tuple[Operation, ...]:
+    """Those that are alike together; sizes of one sample, but for views, which have none."""
+    alike = Counter(operations)
+    return tuple(replace(one, size=one.size if one.kind == "view" else one.size / samples, count=n) for one, n in alike.items())
+
+
+def _parameters(watch: Counting, at: int) -> list[nn.Parameter]:
+    """Each parameter once: in its block, else where it is used first."""
+    of_units = {id(p): k for k, unit in enumerate(watch.units) for p in unit.parameters()}
+
+    def place(parameter: nn.Parameter) -> int:
+        return of_units.get(id(parameter), FIRST if FIRST in watch.used.get(storage_of(parameter), ()) else LAST)
+
+    return [parameter for parameter in watch.model.parameters() if place(parameter) == at]
+
+
+def _held(watch: Counting, part: Part, samples: int) -> tuple[Held, Held]:
+    """What is kept of a sample: all, and only what products and attention gave."""
+    stream = whole = split = fixed = given_whole = given_split = 0.0
+    for memory, (tensor, of_loss) in part.saved.items():
+        count = tensor.untyped_storage().nbytes() / tensor.element_size() / samples
+        if not tensor.is_floating_point():
+            fixed += count * tensor.element_size()
+        elif of_loss:
+            fixed += 4 * count  # in float32
+        elif memory not in watch.made:
+            stream += count
+        elif watch.made[memory]:
+            split += count
+            given_split += count * (memory in watch.given)
+        else:
+            whole += count
+            given_whole += count * (memory in watch.given)
+    return Held(stream, whole, split, fixed), Held(0.0, given_whole, given_split)
+
+
+def _key(block: Block) -> Any:
+    """What makes blocks alike."""
+    return [getattr(block, name) for name in Block.__dataclass_fields__ if name != "name"]
