@@ -17,7 +17,7 @@ from paceline.distributed.process_group import keep_memory
 from paceline.distributed.world import world
 from paceline.errors import Error
 from paceline.launch.rank_pool import Ranks
-from paceline.parallel.apply import release
+from paceline.parallel.ddp import release
 from paceline.plan.plan import Plan, parse, share
 from paceline.plan.search.candidates import candidates
 from paceline.spec import Spec

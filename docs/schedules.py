@@ -8,9 +8,9 @@ from typing import Any
 from torch import nn
 from torch.distributed import pipelining
 
-from paceline.plan.plan import Plan
 from paceline.parallel.pipeline.runner import SCHEDULES
 from paceline.parallel.pipeline.stage import ranks_of
+from paceline.plan.plan import Plan
 
 # Of the forward pass of all layers of a rank; a backward pass takes twice as long, half of it for the gradients of the weights.
 TIMES = {"F": 1, "B": 2, "I": 1, "W": 1}

@@ -7,10 +7,11 @@ import sys
 import pytest
 
 from paceline.bench.compare import compare, quartiles
-from paceline.bench.result import Result, check_path, read, write
+from paceline.bench.result import Result, read, write
 from paceline.bench.timer import Budget, Clock, measure, timing
 from paceline.errors import BenchError
 from paceline.plotting.figure import check_picture, figure
+from paceline.plotting.paths import check_path
 
 
 def result(*times_s: float, kind: str = "collectives", **more: object) -> Result:

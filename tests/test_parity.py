@@ -21,12 +21,12 @@ from paceline import Spec, Task
 from paceline.data.loader import Numbers, Part
 from paceline.distributed.world import world
 from paceline.errors import Error, PlanError, TaskError
+from paceline.parallel.forward import call
 from paceline.plan.plan import parse
 from paceline.spec import Optimizer, Schedule
 from paceline.training import step
 from paceline.training.optimizer import Norm, _norm, local_gradients, local_optimizer, scale_
 from paceline.training.setup import lay_out
-from paceline.training.step import call
 
 TASKS: list[type[Task]] = [
     models.Points,

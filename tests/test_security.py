@@ -56,7 +56,7 @@ from paceline.launch.elastic.rendezvous import SealedBackend, run_id
 from paceline.launch.rank_pool import Ranks as Pool
 from paceline.launch.slurm.job_script import Job, render
 from paceline.launch.slurm.site import Site
-from paceline.parallel.apply import compile_units
+from paceline.parallel.compile import compile_units
 from paceline.plan.plan import parse
 from paceline.plan.search.rank_counts import parse_counts
 from paceline.run import RunFolder, open_run

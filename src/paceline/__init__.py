@@ -21,7 +21,7 @@ _PLACES = {
     "RunFolder": "run",
     "Spec": "spec",
     "Task": "task",
-    "World": "launch.world",
+    "World": "distributed.world",
     "train": "training.loop",
 }
 __all__ = ["Error", "Layout", "Plan", "RunFolder", "Spec", "Task", "World", "train"]

@@ -9,10 +9,9 @@ from collections.abc import Callable
 from types import FrameType, TracebackType
 from typing import Any
 
-import paceline
 from paceline.errors import Error, TaskError
 
-OWN = os.path.dirname(paceline.__file__)
+OWN = os.path.dirname(__file__)
 TASKS = os.path.join(OWN, "tasks")
 BASE = os.path.join(OWN, "task.py")  # what a subclass inherits
 LIBRARY = re.compile(r"site-packages|dist-packages|/lib/python3\.|^<")

@@ -13,7 +13,7 @@ import psutil
 from pydantic import Field, ValidationError
 
 from paceline.errors import BenchError
-from paceline.files import check_target, write_whole
+from paceline.files import write_whole
 from paceline.spec import Value as Frozen
 from paceline.spec import explain
 
@@ -67,15 +67,6 @@ def read(path: Path, kind: str | None = None) -> Result:
     if kind is not None and result.kind != kind:
         raise BenchError(f"{path} is of bench {result.kind}, not of bench {kind}")
     return result
-
-
-def check_path(path: Path | None) -> None:
-    """Before anything is measured. Raises BenchError where a file could not be written."""
-    if path is None:
-        return
-    check_target(path, BenchError)
-    if not os.access(path.absolute().parent, os.W_OK):
-        raise BenchError(f"cannot write {path}: its folder is read-only")
 
 
 def machine() -> dict[str, Value]:

@@ -38,12 +38,13 @@ COMMANDS = {
     "agent": "Train as the node that the environment says.",
 }
 HIDDEN = ("rank", "agent")  # that only Paceline starts
+MODULES = {"bench": "bench.app"} | {name: f"internal.{name}" for name in HIDDEN}  # where a module has another name than its command
 
 
 @functools.cache
 def load(name: str) -> Any:
     """Return a command with all that it takes, a subclass of click's Command."""
-    module, beside = import_module(f"paceline.cli.{name}"), typer.Typer(rich_markup_mode="rich")
+    module, beside = import_module(f"paceline.cli.{MODULES.get(name, name)}"), typer.Typer(rich_markup_mode="rich")
     beside.callback()(lambda: None)
     if name == "bench":
         from paceline.cli.bench import collectives, single

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import median
 
-import paceline
 from paceline.doctor import heartbeat
 from paceline.doctor.heartbeat import Beat, Collective, Frame
 from paceline.doctor.rank_state import Reader, Seen
@@ -18,7 +17,7 @@ TIMES = 5  # or for so many of its longest steps
 SLOW = 1.5  # times what the others take of its own for a step
 SHOWN = 3  # ranks in a sentence
 
-OWN = os.path.dirname(paceline.__file__)
+OWN = os.path.dirname(os.path.dirname(__file__))
 TASKS = os.path.join(OWN, "tasks")
 LIBRARY = re.compile(r"site-packages|dist-packages|/lib/python3\.|^<frozen")
 TYPES = {"float": "float32", "double": "float64", "half": "float16", "long": "int64", "int": "int32", "byte": "uint8", "char": "int8"}
@@ -213,7 +212,7 @@ def _where(one: Seen, now: float) -> str:
 
 def _is_busy(reader: Reader) -> bool:
     here = place(reader.stack)
-    return reader.state == "stopped" or (here is not None and "worker" not in here and "readers.py" not in here)
+    return reader.state == "stopped" or (here is not None and "worker" not in here and "data/workers.py" not in here)
 
 
 def _way_out(at_fault: Sequence[Seen], beats: Sequence[Beat | None]) -> str:

@@ -9,7 +9,7 @@ from paceline.drill.training import LEDGER, PACE
 from paceline.plan.plan import Plan
 from paceline.spec import Launch, Spec
 
-TASK, REQUEST = "watched.py", "request.toml"
+TASK, REQUEST = "sample_log_task.py", "request.toml"
 SOURCE = '''"""The task of a drill."""
 
 from pathlib import Path

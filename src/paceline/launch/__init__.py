@@ -1,1 +1,4 @@
-"""Starting ranks, and what a rank knows of itself."""
+"""Start ranks here, over nodes or through Ray, watch them, start them again after a fault and report the cause.
+
+What a rank computes belongs to `training`.
+"""

@@ -11,7 +11,7 @@ from torch.utils._pytree import tree_leaves
 from paceline.data.fake import imagined
 from paceline.data.loader import Batch
 from paceline.distributed.rng import streams
-from paceline.parallel.apply import blocks, not_shared
+from paceline.parallel.blocks import blocks, not_shared
 from paceline.task import Task, layout_of
 from paceline.user_code import UserCode
 
@@ -29,7 +29,7 @@ class Units:
 def sharding_units(model: nn.Module, task: Task, batch: Batch, seed: int) -> Units:
     """Find the blocks of `model`, which is on the meta device; in place of a block that is entered through a module inside of it, the
     largest modules inside that are not. A model that looks at values is taken to enter its blocks whole."""
-    from paceline.training.step import call
+    from paceline.parallel.forward import call
 
     running: dict[Slot, set[int]] = {}
     try:

@@ -6,9 +6,9 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from paceline.bench.result import check_path
 from paceline.errors import BenchError
 from paceline.files import replaced
+from paceline.plotting.paths import check_path
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

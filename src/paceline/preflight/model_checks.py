@@ -58,7 +58,7 @@ def plan(flight: Flight) -> Says:
 
 def built(flight: Flight) -> Says:
     """The first rank of each place of a pipeline, and the last of all, on a process group that talks to nobody."""
-    from paceline.parallel.apply import refuse_compiled
+    from paceline.parallel.compile import refuse_compiled
     from paceline.training.dry_run.dry_run import UNTOLD, ledger, stages
     from paceline.training.setup import check_enough, rehearse
 

@@ -1,1 +1,4 @@
-"""The built-in tasks, which are also the examples."""
+"""The built-in tasks, which are also examples.
+
+A task here uses only what any user's task can use.
+"""

@@ -8,13 +8,15 @@
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from paceline.data.loader import Batch
 from paceline.distributed.rng import derive, start_stream
-from paceline.parallel.apply import release, replicate
-from paceline.training.step import Step, autocast, weighed_loss
+from paceline.parallel.autograd_graph import reached
+from paceline.parallel.ddp import release, replicate
+from paceline.parallel.forward import autocast, weighed_loss
+from paceline.training.step import Step
 from paceline.user_code import UserCode
 
 
@@ -47,19 +49,3 @@ def settle(step: Step, batch: Batch) -> nn.Module:
                 owner, _, leaf = name.rpartition(".")
                 model.module.get_submodule(owner)._buffers[leaf] = None
     return model
-
-
-def reached(loss: Tensor) -> set[int]:
-    """Ids of the parameters that the graph of `loss` leads to."""
-    found: set[int] = set()
-    seen = set()
-    waiting = [loss.grad_fn]
-    while waiting:
-        node = waiting.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        if hasattr(node, "variable"):
-            found.add(id(node.variable))
-        waiting += [before for before, _ in node.next_functions]
-    return found

@@ -10,8 +10,9 @@ from torch import Tensor
 from paceline.data.loader import Samples, batches, validation_parts
 from paceline.doctor.heartbeat import EVALUATE
 from paceline.errors import TaskError
+from paceline.parallel.forward import ELSEWHERE, autocast, weighed, weights_of
 from paceline.training.first_loss import check_items
-from paceline.training.step import ELSEWHERE, Step, autocast, weighed, weights_of
+from paceline.training.step import Step
 from paceline.user_code import UserCode
 
 ASK_S = 1.0  # between two questions whether to stop

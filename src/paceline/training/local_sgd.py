@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from paceline.errors import PlanError
-from paceline.parallel.apply import release
 from paceline.parallel.batch_norm import of_this_rank, running_statistics
+from paceline.parallel.ddp import release
 from paceline.plan.plan import Place, Plan
 from paceline.training.checkpoint import save as checkpoint
 from paceline.training.optimizer import Norm

@@ -35,7 +35,7 @@ from paceline.doctor.heartbeat import DATA, REPORT, SAVE
 from paceline.doctor.heartbeat_writer import Pulse
 from paceline.errors import CheckpointError, DivergedError, PlanError, SpecError
 from paceline.events import Ended, Evaluated, Event, Failed, Saved, Started, Step
-from paceline.parallel.apply import release
+from paceline.parallel.ddp import release
 from paceline.plan.plan import AUTO, Plan, parse, share
 from paceline.report.run_view import glance
 from paceline.run import RunFolder

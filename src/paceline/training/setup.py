@@ -21,8 +21,10 @@ from paceline.distributed.dtensor import is_here
 from paceline.distributed.mesh import build_mesh, data_mesh
 from paceline.distributed.world import World
 from paceline.errors import CheckpointError, PlanError
-from paceline.parallel.apply import average_scalars_, check_splits, parallelize, refuse_compiled
+from paceline.parallel.apply import check_splits, parallelize
 from paceline.parallel.batch_norm import average_, over_all_ranks, running_statistics
+from paceline.parallel.compile import refuse_compiled
+from paceline.parallel.fsdp import average_scalars_
 from paceline.plan.plan import Place, Plan
 from paceline.run import RunFolder
 from paceline.spec import Spec

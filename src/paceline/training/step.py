@@ -6,19 +6,17 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import reduce
 from operator import add
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils._pytree import tree_leaves
 
 from paceline.data.loader import Batch
-from paceline.distributed.dtensor import is_cut
 from paceline.distributed.rng import derive, start_stream
 from paceline.doctor.heartbeat import BACKWARD, FORWARD, UPDATE
 from paceline.errors import TaskError
+from paceline.parallel.forward import GlobalWeight, OwnWeight, autocast, forward, weighed_loss
 from paceline.plan.plan import Place, Plan
 from paceline.task import Task
 from paceline.training.optimizer import Norm, OptimizerStep, combined, scale_
@@ -27,9 +25,6 @@ from paceline.user_code import UserCode
 
 if TYPE_CHECKING:
     from paceline.parallel.pipeline.runner import Pipeline
-
-ELSEWHERE = object()
-AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 @dataclass
@@ -203,103 +198,3 @@ class Step:
         if set_sync is not None:  # FSDPModule, which takes 0.7 s to import
             set_sync(last)
         return contextlib.nullcontext()
-
-
-def autocast(precision: str, device: torch.device) -> contextlib.AbstractContextManager[None]:
-    """Weights stay float32 under every plan, and torch casts them by operation: so the plans agree."""
-    if precision in AUTOCAST:
-        return torch.autocast(device.type, AUTOCAST[precision])
-    return contextlib.nullcontext()
-
-
-def call(task: Task, model: nn.Module, batch: Batch) -> object:
-    """What `model` makes of a batch. Exceptions of the task come out as they are: for passes without values."""
-    return _pass(model, task.inputs(batch))
-
-
-def _pass(model: nn.Module, inputs: object) -> object:
-    if isinstance(inputs, dict):
-        return model(**inputs)
-    return model(*inputs) if isinstance(inputs, (tuple, list)) else model(inputs)
-
-
-def forward(task: Task, model: nn.Module, batch: Batch) -> object:
-    """The same in a training: exceptions are TaskErrors."""
-    with UserCode("inputs()", task.inputs):
-        inputs = task.inputs(batch)
-    with UserCode("the forward pass", task.model):
-        return _pass(model, inputs)
-
-
-Examine = Callable[[object, Batch, Tensor], None]
-
-
-def weighed_loss(task: Task, model: nn.Module, batch: Batch, examine: Examine | None = None) -> tuple[Tensor, Tensor | float]:
-    """Loss × items of a batch, summed, and its items (the sum of their weights where the task has weights).
-
-    examine: called with the output, the batch and the loss."""
-    output = forward(task, model, batch)
-    with UserCode("loss()", task.loss):
-        values: Any = task.loss(output, batch)
-    whole = values.full_tensor() if is_cut(values) else values
-    if examine is not None:
-        examine(output, batch, whole)
-    return weighed(whole, weights_of(task, batch), batch, "loss()")
-
-
-def weights_of(task: Task, batch: Batch) -> Tensor | None:
-    if type(task).weights is Task.weights:
-        return None
-    with UserCode("weights()", task.weights):
-        return task.weights(batch)
-
-
-def weighed(values: Tensor, weights: Tensor | None, batch: Batch, what: str) -> tuple[Tensor, Tensor | float]:
-    """The sum of values × weights, and that of the weights. A scalar is the mean over the samples of its batch."""
-    if not isinstance(values, Tensor):
-        raise TaskError(f"{what} must return a tensor, got {type(values).__name__}")
-    if values.dim() == 0:
-        count = weights.sum() if weights is not None else float(samples_of(batch))
-        return values * count, count
-    if weights is None:
-        return values.sum(), float(values.numel())
-    if weights.shape != values.shape:
-        raise TaskError(f"weights() must have the shape of what {what} returns, {tuple(values.shape)}, got {tuple(weights.shape)}")
-    return (values * weights).sum(), weights.sum()
-
-
-def samples_of(batch: Batch) -> int:
-    """Samples of a batch: the length of its first tensor."""
-    return next((len(leaf) for leaf in tree_leaves(batch) if isinstance(leaf, Tensor) and leaf.dim()), 1)
-
-
-def _weight_of(task: Task, batches: Sequence[Batch]) -> Tensor:
-    weights = [weights_of(task, batch) for batch in batches]
-    if any(weight is None for weight in weights):
-        raise TaskError("weights() must return a tensor for every batch, or not be defined")
-    return torch.stack([weight.sum().double() for weight in weights if weight is not None]).sum()
-
-
-class OwnWeight:
-    """The weight of a global batch whose other parts weigh as much as this rank's: what is divided by it is a mean over its own items."""
-
-    def __init__(self, task: Task, batches: Sequence[Batch], data_ranks: int):
-        self._sum, self._data_ranks = _weight_of(task, batches), data_ranks
-
-    def result(self) -> Tensor:
-        return torch.where(self._sum > 0, self._sum, 1.0) * self._data_ranks  # where all weigh nothing, so does their gradient
-
-
-class GlobalWeight:
-    """The weight of the global batch, added up over the ranks while the first forward pass runs.
-
-    `counted`: of the ranks with the same samples, whether this is the one that counts them."""
-
-    def __init__(self, task: Task, batches: Sequence[Batch], counted: bool):
-        self._sum = _weight_of(task, batches) * counted
-        self._work = dist.all_reduce(self._sum, async_op=True) if dist.get_world_size() > 1 else None
-
-    def result(self) -> Tensor:
-        if self._work is not None:
-            self._work.wait()
-        return self._sum

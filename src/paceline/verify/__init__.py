@@ -1,1 +1,4 @@
-"""Is it the same training? One process and a plan, held against each other on the user's own model."""
+"""Check that a plan computes the same training as one process, on the user's own model.
+
+References here share no code path with what they check.
+"""

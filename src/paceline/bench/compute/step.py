@@ -18,13 +18,14 @@ from paceline.data.fake import example
 from paceline.data.loader import Batch
 from paceline.distributed.process_group import process_group
 from paceline.distributed.world import World
-from paceline.parallel.apply import blocks
+from paceline.parallel.blocks import blocks
+from paceline.parallel.forward import autocast, call
 from paceline.plan.comm_volume import pattern
 from paceline.plan.plan import Plan
 from paceline.spec import Spec
 from paceline.task import Task, layout_of
 from paceline.training.setup import Laid, lay_out
-from paceline.training.step import Step, autocast, call
+from paceline.training.step import Step
 
 
 @dataclass(frozen=True)

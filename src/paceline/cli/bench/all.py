@@ -60,7 +60,7 @@ def whole(task: str | None, directories: list[Path], ranks: int | None, device: 
 
 
 def _make(out: Path) -> None:
-    from paceline.bench.result import check_path
+    from paceline.plotting.paths import check_path
 
     try:
         out.mkdir(exist_ok=True)
@@ -126,7 +126,7 @@ def _keep(before: "Cluster", results: "list[Result]", notes: list[str], out: Pat
     from paceline.bench.report.whole import notes as remarks
     from paceline.bench.result import write
     from paceline.bench.to_cluster import updated
-    from paceline.cli.bench.app import terminal
+    from paceline.cli.bench.options import terminal
     from paceline.cluster import file
 
     for result in results:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from paceline.cli.bench.app import Compare, Json, Plot, check, hold_together, keep, progress
+from paceline.cli.bench.options import Compare, Json, Plot, check, hold_together, keep, progress
 from paceline.distributed.world import World, world
 from paceline.errors import BenchError, Error, LaunchError, PlanError
 

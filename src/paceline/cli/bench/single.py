@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from paceline.cli.bench.app import Compare, Json, Option, Plot, check, hold_together, keep, progress
+from paceline.cli.bench.options import Compare, Json, Option, Plot, check, hold_together, keep, progress
 from paceline.cli.request_options import Target
 from paceline.errors import BenchError
 

@@ -22,7 +22,7 @@ def rank(
     """
     importer = None
     if server is not None:
-        from paceline.launch.fork_server import serve
+        from paceline.launch.fork_ranks import serve
 
         importer = serve(server)
         if importer is None:

@@ -1,0 +1,4 @@
+"""Ranks as Ray actors.
+
+Everything that does not import ray stays in `launch`.
+"""

@@ -22,13 +22,14 @@ from paceline.data.loader import Broken, Samples, open_dataset
 from paceline.distributed.mesh import cp_mesh
 from paceline.distributed.rng import derive, start_stream
 from paceline.errors import PlanError
-from paceline.parallel.apply import blocks
-from paceline.parallel.context.find_splits import Alone, Cuts, find_cuts, flatten
+from paceline.parallel.blocks import blocks
+from paceline.parallel.context.find_splits import Alone, Cuts, find_cuts
 from paceline.parallel.context.ring_attention import Gather, Ring, attention, no_dropout, positions
+from paceline.parallel.forward import call
+from paceline.parallel.pytree import flatten
 from paceline.plan.plan import Plan
 from paceline.spec import Spec
 from paceline.task import Task, layout_of
-from paceline.training.step import call
 from paceline.user_code import UserCode
 
 RTOL = {torch.float64: 1e-8}  # of a model's output under cp to its output without; roundoff only

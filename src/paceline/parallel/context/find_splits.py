@@ -14,10 +14,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
+from torch.utils._pytree import TreeSpec, tree_unflatten
 
 from paceline.data.fake import near
 from paceline.parallel.context.ring_attention import attention
+from paceline.parallel.pytree import flatten
 
 TRIALS = 256  # ways to cut the arguments; nearly always the first is the right one
 RTOL = 1e-5  # parts of a model may compute in float32
@@ -50,11 +51,6 @@ class Alone:
         if query.dim() > 2 and query.size(-3) != key.size(-3):  # grouped queries
             key, value = (of.repeat_interleave(query.size(-3) // of.size(-3), -3) for of in (key, value))
         return value * (1 + query.sum(-1, keepdim=True).sin()) + key.sum(-1, keepdim=True).sin()
-
-
-def flatten(arguments: Any) -> tuple[list[Any], TreeSpec]:
-    """Leaves of tuples, lists and dicts; whatever else there is (a cache) is a leaf."""
-    return tree_flatten(arguments, is_leaf=lambda value: type(value) not in (tuple, list, dict))
 
 
 def find_cuts(

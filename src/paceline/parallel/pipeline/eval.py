@@ -9,10 +9,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from paceline.errors import Error
+from paceline.parallel.forward import ELSEWHERE
 from paceline.parallel.pipeline.stage import Stage, ranks_of
 from paceline.parallel.pipeline.tracer import Recording
 from paceline.plan.plan import Place, Plan
-from paceline.training.step import ELSEWHERE
 
 NO_INDEX = torch.zeros((), dtype=torch.long)
 

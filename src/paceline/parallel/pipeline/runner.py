@@ -12,22 +12,25 @@ from torch.utils._pytree import tree_leaves
 from paceline.data.loader import Batch
 from paceline.distributed.dtensor import is_here
 from paceline.distributed.mesh import data_mesh
+from paceline.distributed.places import places_of
 from paceline.distributed.rng import derive, start_stream
 from paceline.errors import PlanError, TaskError
-from paceline.parallel.apply import blocks, compile_units, own_memory, recompute, scalars
+from paceline.parallel.activation_checkpoint import recompute
+from paceline.parallel.blocks import blocks
+from paceline.parallel.compile import compile_units
 from paceline.parallel.context.apply import Context
-from paceline.parallel.context.find_splits import flatten
+from paceline.parallel.forward import Examine, GlobalWeight, autocast, weighed_loss
+from paceline.parallel.forward import forward as forward_of
+from paceline.parallel.fsdp import own_memory, scalars
 from paceline.parallel.module_hooks import Gates, parts_of
 from paceline.parallel.pipeline.eval import Relay
 from paceline.parallel.pipeline.sequence_slices import Slices, check_blocks
 from paceline.parallel.pipeline.stage import Division, Stage, divide, ranks_of
 from paceline.parallel.pipeline.tied_weights import Tied
 from paceline.parallel.pipeline.tracer import Model, Recording
+from paceline.parallel.pytree import flatten
 from paceline.plan.plan import Place, Plan
 from paceline.task import Task, layout_of
-from paceline.training.init.deferred_init import places_of
-from paceline.training.step import Examine, GlobalWeight, autocast, weighed_loss
-from paceline.training.step import forward as forward_of
 from paceline.user_code import UserCode
 
 if TYPE_CHECKING:

@@ -20,11 +20,11 @@ from paceline.data.fake import without_values
 from paceline.data.loader import Batch
 from paceline.distributed.dtensor import storage_of
 from paceline.errors import PlanError
+from paceline.parallel.autograd_graph import reached
+from paceline.parallel.forward import autocast, call
 from paceline.parallel.module_hooks import Gates, Run, parts_of
 from paceline.parallel.pipeline.buffers import BufferUse
 from paceline.task import Layout, Task
-from paceline.training.ddp_warmup import reached
-from paceline.training.step import autocast, call
 from paceline.user_code import UserCode
 
 Mask = int  # bit c: depends on what lies before cut c, not through what crosses it

@@ -54,7 +54,7 @@ class Splits:
 def find_splits(model: nn.Module, task: Task, batch: Batch, plan: Plan) -> Splits:
     """How `model`, on the meta device, is split: as the task's layout says, as the model itself does (tp_plan), or as found.
     Raises PlanError where it cannot be, TaskError for a layout that names what is not there."""
-    from paceline.training.step import call
+    from paceline.parallel.forward import call
 
     outputs: list[Any] = []
     tp = plan.tp

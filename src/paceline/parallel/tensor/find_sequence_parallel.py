@@ -15,8 +15,8 @@ from typing import Any
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_unflatten
 
-from paceline.parallel.context.find_splits import flatten
 from paceline.parallel.op_rules import is_pointwise
+from paceline.parallel.pytree import flatten
 from paceline.parallel.tensor.sequence_comm import at_block, on_marked
 from paceline.parallel.tensor.tracer import Functions, Seen, Watch, first_difference, forwards, is_embedding, is_linear
 

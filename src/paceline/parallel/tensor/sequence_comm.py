@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_unflatten
 from torch.utils.hooks import RemovableHandle
 
 from paceline.errors import PlanError
-from paceline.parallel.context.find_splits import flatten
+from paceline.parallel.pytree import flatten
 
 
 def _nothing(tree: Any) -> None:

@@ -93,7 +93,7 @@ class Takes(NamedTuple):
         return Takes(self.step * factor, self.unit * factor, self.tensor * factor)
 
 
-# Cycles that an engine takes for a step, for each of its units and of its tensors (plan/cost_model/engine_overhead.py), collectives of gloo included, in
+# Cycles that an engine takes for a step, for each of its units and of its tensors (engine_overhead.py), collectives of gloo included, in
 # round figures.
 ENGINES: Mapping[str, Takes] = {
     "step": Takes(5e5, 0.0),

@@ -1,9 +1,10 @@
 """Seconds that a rank on a CPU computes on one block: each operation is started and done before the next."""
 
 from paceline.plan.cost_model.framework_profiles import Recipe
-from paceline.plan.cost_model.op_times import BACKWARD, Operation, Paces
+from paceline.plan.cost_model.op_times import BACKWARD, Paces
 from paceline.plan.cost_model.work_split import Cut
 from paceline.plan.model.facts import Attention, Block, Product
+from paceline.plan.model.operations import Operation
 
 
 def products_s(paces: Paces, products: list[tuple[Product, float, float]]) -> tuple[float, float, float]:

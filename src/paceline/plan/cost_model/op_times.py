@@ -11,16 +11,6 @@ BACKWARD = " backward"
 KINDS = ("linear", "convolution", "attention", "move", "function", "norm", "pool", "gather", "draw", "view", "update")
 
 
-@dataclass(frozen=True, slots=True)
-class Operation:
-    """Other than a product, in the forward pass of one sample. `size`: elements read and written; `back`: whether gradients pass it."""
-
-    kind: str
-    size: float
-    back: bool = True
-    count: float = 1.0
-
-
 @dataclass(frozen=True, eq=False)
 class Paces:
     """Of one rank. tables: of a kind (size, seconds), the smaller first; between two sizes both scales are logarithmic."""

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Literal, NamedTuple
 
-from paceline.plan.cost_model.op_times import Operation
+from paceline.plan.model.operations import Operation
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,4 @@
+"""Text and pictures of plans and predictions.
+
+Nothing here computes a cost.
+"""

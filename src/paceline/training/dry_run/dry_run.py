@@ -23,7 +23,7 @@ from paceline.data.loader import Batch, Part, Samples, batches, open_dataset, tr
 from paceline.distributed import mesh
 from paceline.distributed.world import World
 from paceline.errors import LaunchError, PlanError, TaskError
-from paceline.parallel.apply import release
+from paceline.parallel.ddp import release
 from paceline.parallel.tensor.tracer import quietly
 from paceline.plan.comm_volume import Ledger
 from paceline.plan.plan import Plan, share

@@ -25,6 +25,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map
 
 from paceline.distributed.dtensor import is_cut, is_here, local, storage_of
+from paceline.distributed.places import Places, places_of
 from paceline.distributed.rng import derive, streams
 from paceline.errors import TaskError
 from paceline.spec import nearest
@@ -371,9 +372,6 @@ def _all_known(model: nn.Module, tape: Tape) -> bool:
     )
 
 
-Places = list[list[tuple[nn.Module, str]]]
-
-
 def fill_(
     model: nn.Module,
     weights: Weights,
@@ -414,16 +412,6 @@ def _cut_like(tensor: Any, whole: Tensor) -> Tensor:
     from torch.distributed.tensor import distribute_tensor
 
     return distribute_tensor(whole, tensor.device_mesh, tensor.placements, src_data_rank=None)
-
-
-def places_of(*models: nn.Module) -> Places:
-    """The places of each parameter and buffer: `to_empty` makes a new one for each."""
-    places: dict[int, dict[tuple[nn.Module, str], None]] = {}
-    for module in (module for model in models for module in model.modules()):
-        for key, tensor in (*module._parameters.items(), *module._buffers.items()):
-            if tensor is not None:
-                places.setdefault(id(tensor), {})[module, key] = None
-    return [list(of_one) for of_one in places.values()]
 
 
 def aliases(model: nn.Module) -> dict[str, str]:

@@ -13,14 +13,14 @@ from paceline.data.fake import example, imagined
 from paceline.data.loader import Batch
 from paceline.distributed.dtensor import storage_of
 from paceline.errors import PlanError, TaskError
-from paceline.plan.cost_model.op_times import Operation
+from paceline.parallel.forward import call
 from paceline.plan.model.facts import Block, Held, Lives, ModelFacts
+from paceline.plan.model.operations import Operation
 from paceline.plan.plan import Plan
 from paceline.spec import Spec
 from paceline.task import Task
 from paceline.training.model_facts.live_memory import Lived, lived
 from paceline.training.model_facts.op_counter import FIRST, LAST, Counting, Part
-from paceline.training.step import call
 from paceline.user_code import UserCode
 
 SAMPLES = 3  # BatchNorm takes no single one; a number that shapes of weights seldom have

@@ -14,10 +14,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from paceline.distributed.dtensor import storage_of
-from paceline.parallel.apply import blocks
+from paceline.parallel.blocks import blocks
 from paceline.parallel.op_rules import ATTENTION, attended
-from paceline.plan.cost_model.op_times import Operation
 from paceline.plan.model.facts import Attention, Product
+from paceline.plan.model.operations import Operation
 from paceline.task import Task, layout_of
 
 ATEN = torch.ops.aten

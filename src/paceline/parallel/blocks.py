@@ -1,0 +1,53 @@
+"""The blocks of a model: the repeated layers that plans shard, recompute and compile one by one."""
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from torch import nn
+
+from paceline.errors import TaskError
+from paceline.spec import nearest
+from paceline.task import Layout
+
+if TYPE_CHECKING:
+    pass
+
+
+def blocks(model: nn.Module, layout: Layout) -> list[nn.Module]:
+    """The units of sharding and compilation. Blocks that share a parameter with another part belong to the root."""
+    if layout.blocks is None:
+        found = _longest_list(model)
+    else:
+        found = []
+        for path in layout.blocks:
+            try:
+                module = model.get_submodule(path)
+            except AttributeError:
+                known = [name for name, _ in model.named_modules() if name]
+                raise TaskError(f"layout().blocks names {path!r}, which the model has not{nearest(path, known)}") from None
+            found += list(module.children()) if isinstance(module, (nn.ModuleList, nn.Sequential)) else [module]
+    return not_shared(model, found)
+
+
+def not_shared(model: nn.Module, modules: Sequence[nn.Module]) -> list[nn.Module]:
+    """Of `modules` those with parameters that no other part of `model` uses."""
+    uses: dict[int, int] = {}
+    for module in model.modules():
+        for parameter in module._parameters.values():
+            uses[id(parameter)] = uses.get(id(parameter), 0) + 1
+    return [
+        block
+        for block in modules
+        if not isinstance(block, (nn.ModuleList, nn.ModuleDict))
+        and (own := [id(parameter) for parameter in block.parameters()])
+        and all(uses[parameter] == sum(parameter == id(p) for m in block.modules() for p in m._parameters.values()) for parameter in own)
+    ]
+
+
+def _longest_list(model: nn.Module) -> list[nn.Module]:
+    lists = [
+        [child for child in module.children() if any(True for _ in child.parameters())]
+        for module in model.modules()
+        if isinstance(module, (nn.ModuleList, nn.Sequential))
+    ]
+    return max(lists, key=len, default=[])

@@ -1,0 +1,16 @@
+"""Check where a file is to be written before anything is measured."""
+
+import os
+from pathlib import Path
+
+from paceline.errors import BenchError
+from paceline.files import check_target
+
+
+def check_path(path: Path | None) -> None:
+    """Before anything is measured. Raises BenchError where a file could not be written."""
+    if path is None:
+        return
+    check_target(path, BenchError)
+    if not os.access(path.absolute().parent, os.W_OK):
+        raise BenchError(f"cannot write {path}: its folder is read-only")
