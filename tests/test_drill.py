@@ -193,7 +193,8 @@ def test_a_rank_is_killed_and_nothing_is_lost(tmp_path: Path) -> None:
 # A start that is no first one reads samples of another step, a checkpoint forgets, and a process stays.
 PLANTED = """
 import subprocess
-from paceline.training import checkpoint, prepare, loop
+from paceline.training import loop
+from paceline.training.checkpoint import save as checkpoint
 
 load_, parts_ = checkpoint.load_, loop.training_parts
 

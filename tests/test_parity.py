@@ -25,7 +25,7 @@ from paceline.parallel.forward import call
 from paceline.plan.plan import parse
 from paceline.spec import Optimizer, Schedule
 from paceline.training import step
-from paceline.training.optimizer import Norm, _norm, local_gradients, local_optimizer, scale_
+from paceline.training.optimizer import Norm, combined, local_gradients, local_optimizer, scale_
 from paceline.training.setup import lay_out
 
 TASKS: list[type[Task]] = [
@@ -300,9 +300,7 @@ def clipped_by_shard() -> Any:
 
     def by(original: Any) -> Any:
         def whole(self: Norm) -> torch.Tensor:
-            norm = _norm(local_gradients(self.params))
-            assert norm is not None
-            return norm
+            return combined([grad.norm() for grad in local_gradients(self.params) if grad.numel()], self.device)
 
         return whole
 

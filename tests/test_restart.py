@@ -21,14 +21,14 @@ import subprocess, sys, time
 from pathlib import Path
 import psutil
 from paceline import events
-from paceline.doctor import lookout
+from paceline.doctor import watchdog
 from paceline.events import Failed
 from paceline.launch.supervise import attend
 from paceline.run import RunFolder
 
 true = psutil.Process.create_time
 true_time = time.time
-lookout.EVERY_S, lookout.GRACE_S = 0.05, 0.2
+watchdog.EVERY_S, watchdog.GRACE_S = 0.05, 0.2
 for offset_s in (-0.99, 0.0, 0.99):
     psutil.Process.create_time = lambda process: true(process) + offset_s
     for late_s in (-0.99, 0.0, 0.99):
