@@ -520,7 +520,7 @@ def test_what_is_far_too_much_is_one_short_sentence(here):
 def test_a_sample_that_raises_on_one_of_two_ranks(here, tmp_path):
     """One sentence, though two ranks fail; the run tells of it, and --debug tells where."""
     result = train_two(here, tmp_path, "raises", "--save-every", "1", "--workers", "2")
-    sentence = f"sample 31 of 'train' raised OSError: the disk has a hole ({here}/bad.py, line {LINE_OF_HOLE})"
+    sentence = f"rank 1: sample 31 of 'train' raised OSError: the disk has a hole ({here}/bad.py, line {LINE_OF_HOLE})"
     assert (result.status, result.err) == (2, f"paceline: {sentence}\n"), result.all
     failed = [event for event in of_kind(tmp_path / "r", Failed) if not event.lost_peer]
     assert [event.message for event in failed] == [sentence]

@@ -44,7 +44,7 @@ def test_one_rank_is_out_of_memory_while_the_others_wait(program: tuple[str, ...
     assert "can't allocate memory" in said.message
     if program == PACELINE:
         assert result.status == 2, result.all
-        assert result.err.startswith("paceline: loss() raised RuntimeError: "), result.all
+        assert result.err.startswith("paceline: rank 1: loss() raised RuntimeError: "), result.all
         assert result.err.count("paceline: ") == 1
 
 

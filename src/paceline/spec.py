@@ -361,7 +361,8 @@ def parse_overrides(items: Iterable[str]) -> dict[str, Any]:
 
 def check_agree(key: str, one: str, value: Any, other: str, also: Any) -> None:
     """Raises SpecError where two places of a command line give a key two values."""
-    if value != also:
+    are_nan = value != value and also != also
+    if value != also and not are_nan:
         raise SpecError(f"{shown(key, str)} is {shown(value)} by {one} and {shown(also)} by {other}; give it once")
 
 
