@@ -1,8 +1,11 @@
 """What the package exports, and which way its imports point."""
 
 import importlib
+import importlib.util
+import json
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -122,6 +125,37 @@ def test_each_error_is_one_that_is_meant():
     kinds = [kind for kind in vars(errors).values() if isinstance(kind, type)]
     assert all(issubclass(kind, paceline.Error) for kind in kinds)
     assert all(kind.__name__ in errors.__doc__ for kind in kinds)
+
+
+RESOLVED = """
+import warnings
+warnings.simplefilter("ignore")  # setuptools calls its own function experimental
+from setuptools.config.pyprojecttoml import read_configuration
+print(read_configuration("pyproject.toml")["project"]["version"])
+"""
+REPORTED = """
+import importlib.metadata, json
+import paceline
+from paceline.run import provenance
+print(json.dumps([importlib.metadata.version("paceline"), paceline.__version__, provenance()["packages"]["paceline"]]))
+"""
+
+
+def test_the_version_is_written_in_one_place(tmp_path):
+    """The metadata of an older installation, which an editable one keeps, change nothing."""
+    root = Path(__file__).parent.parent
+    assert "version" not in tomllib.loads((root / "pyproject.toml").read_text())["project"]
+    if importlib.util.find_spec("setuptools") is not None:
+        built = subprocess.run([sys.executable, "-c", RESOLVED], cwd=root, capture_output=True, text=True, timeout=60)
+        assert built.stdout.strip() == paceline.__version__, built.stderr
+    old = tmp_path / "paceline-9.9.9.dist-info"
+    old.mkdir()
+    (old / "METADATA").write_text("Metadata-Version: 2.1\nName: paceline\nVersion: 9.9.9\n")
+    with_old = environment(PYTHONPATH=str(tmp_path))
+    said = subprocess.run([sys.executable, "-c", REPORTED], capture_output=True, text=True, env=with_old, timeout=60)
+    assert json.loads(said.stdout) == ["9.9.9", paceline.__version__, paceline.__version__], said.stderr
+    said = subprocess.run([sys.executable, "-m", "paceline", "--version"], capture_output=True, text=True, env=with_old, timeout=60)
+    assert said.stdout == f"paceline {paceline.__version__}\n"
 
 
 def test_it_says_that_it_is_typed():

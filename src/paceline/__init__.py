@@ -3,6 +3,8 @@
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from paceline.version import __version__ as __version__
+
 if TYPE_CHECKING:
     from paceline.distributed.world import World as World
     from paceline.errors import Error as Error

@@ -22,6 +22,7 @@ from paceline import spec as spec_file
 from paceline.errors import RunError
 from paceline.files import has_open, open_regular
 from paceline.spec import Launch, Spec
+from paceline.version import __version__
 
 STEP = re.compile("step_(0|[1-9][0-9]*)")
 JOB = re.compile("[0-9]+(_[0-9]+)?")
@@ -358,7 +359,7 @@ def provenance() -> dict[str, Any]:
         "system": platform.platform(),
         "processor": cpu().name or None,
         "python": platform.python_version(),
-        "packages": {name: found for name in ("paceline", "torch", "numpy") if (found := installed(name))},
+        "packages": {"paceline": __version__} | {name: found for name in ("torch", "numpy") if (found := installed(name))},
         "git_revision": git("rev-parse", "HEAD"),
         "git_changed": bool(changed) if (changed := git("status", "--porcelain", "--untracked-files=no")) is not None else None,
     }

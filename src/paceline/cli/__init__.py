@@ -10,6 +10,7 @@ from typer.core import TyperCommand, TyperGroup
 
 from paceline.errors import Error
 from paceline.output import never_fail, open_standard_files, write_plainly
+from paceline.version import __version__
 
 TRAINING = ("train", "resume", "rank", "agent")  # commands that nothing printed may end
 
@@ -85,9 +86,7 @@ app = typer.Typer(
 
 def _version(wanted: bool) -> None:
     if wanted:
-        from importlib.metadata import version
-
-        print(f"paceline {version('paceline')}")
+        print(f"paceline {__version__}")
         raise typer.Exit
 
 

@@ -28,6 +28,7 @@ from paceline.training.init.deferred_init import Weights, aliases, loaded_names,
 from paceline.training.setup import pretrained_of
 from paceline.units import format_bytes, format_count
 from paceline.user_code import UserCode
+from paceline.version import __version__
 
 VALUES = 256  # from so many on, mean and standard deviation of random tensors are compared
 ERRORS = 6.0  # standard errors by which they may differ
@@ -36,7 +37,7 @@ ERRORS_AGAIN = 8.0  # standard errors, estimated from so few
 AT_START = 2**31  # values of the largest model that a training compares
 CHUNK = 2**22  # elements that are added up at once
 UNCOMPARED = "initial weights were not compared with those of a plain construction"
-LIBRARIES = ("torch", "transformers", "timm", "torchvision", "numpy", "paceline")
+LIBRARIES = ("torch", "transformers", "timm", "torchvision", "numpy")
 
 
 @dataclass(frozen=True)
@@ -255,7 +256,8 @@ def _mark(task: Task, model: nn.Module) -> Path | None:
 def _digest(task: Task, model: nn.Module) -> str:
     """Of all that the initial weights of a model follow from: the task's fields, the code of its modules, libraries."""
     digest = hashlib.sha256()
-    digest.update(repr((tasks.reference_to(task), tasks.fields_of(task), sys.version, [_version(name) for name in LIBRARIES])).encode())
+    versions = [sys.version, __version__, *map(_version, LIBRARIES)]
+    digest.update(repr((tasks.reference_to(task), tasks.fields_of(task), versions)).encode())
     kinds = {type(module) for module in model.modules()} | {*type(task).__mro__}
     for file in sorted({file for kind in kinds if (file := getattr(sys.modules.get(kind.__module__), "__file__", None)) is not None}):
         digest.update(hashlib.sha256(Path(file).read_bytes()).digest())

@@ -5,7 +5,6 @@ import sys
 import time
 import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from importlib.metadata import PackageNotFoundError, version
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -17,6 +16,7 @@ from paceline.distributed.world import World
 from paceline.errors import DataError, LaunchError
 from paceline.task import Task
 from paceline.units import several
+from paceline.version import __version__
 
 CLOCKS_S = 1.0  # that two clocks may be apart
 MESSAGE_BYTES = 2**22
@@ -58,13 +58,9 @@ def _told(mine: Any, ranks: int) -> list[Any]:
 
 def _software(task: Task) -> dict[str, str]:
     """What must be the same everywhere, by its name."""
-    try:
-        own = version("paceline")
-    except PackageNotFoundError:
-        own = "not installed"
     file = getattr(sys.modules.get(type(task).__module__), "__file__", None)
     source = f"{Path(file).name} with CRC {zlib.crc32(Path(file).read_bytes()):08x}" if file is not None else "none"
-    return {"torch": str(torch.__version__), "paceline": own, SOURCE: source}
+    return {"torch": str(torch.__version__), "paceline": __version__, SOURCE: source}
 
 
 SOURCE = "the file of the task"
