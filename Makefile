@@ -3,7 +3,7 @@ BIN := .venv/bin
 PIP = $(BIN)/python -m pip install --constraint constraints.txt --editable
 SIDE_BY_SIDE := --numprocesses logical --maxprocesses 4 --dist loadfile
 
-.PHONY: train test test-all lint install clean
+.PHONY: train test test-all lint docs install clean
 
 train: .venv/paceline  ## train a CNN on handwritten digits on 2 processes
 	$(BIN)/paceline train digits --ranks 2
@@ -20,6 +20,9 @@ lint: install
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
+docs: .venv/docs  ## the documentation site, in build/docs; warnings are errors
+	$(BIN)/python -m sphinx --fail-on-warning --keep-going --nitpicky --quiet -d build/doctrees docs build/docs
+
 install: .venv/installed
 
 # What training needs: torch, and eight small packages with what they depend on.
@@ -34,6 +37,11 @@ install: .venv/installed
 .venv/installed: .venv/paceline
 	@echo "Installing what tests and linters need into .venv: about 0.3 GB to download."
 	$(PIP) ".[dev]"
+	touch $@
+
+.venv/docs: .venv/paceline
+	@echo "Installing what the documentation needs into .venv: about 30 MB to download."
+	$(PIP) ".[docs]"
 	touch $@
 
 clean:

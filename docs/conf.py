@@ -1,0 +1,39 @@
+"""How Sphinx builds the documentation site: `make docs`. Nothing that a page shows is fetched from elsewhere."""
+
+import sys
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+import generate
+
+from paceline.version import __version__
+
+DOCS = Path(__file__).parent
+
+project = "Paceline"
+author = "The Paceline authors"
+version = release = __version__
+
+extensions = ["myst_parser"]
+myst_enable_extensions = ["deflist"]
+myst_heading_anchors = 3
+
+html_theme = "furo"
+html_title = f"Paceline {version}"
+html_copy_source = False
+html_show_copyright = False
+html_show_search_summary = False  # browsers do not let a page from a file:// address read other pages
+html_theme_options = {"top_of_page_buttons": []}
+
+
+def setup(app: Any) -> None:
+    generate.write(DOCS / generate.GENERATED)
+    app.connect("source-read", _relink)
+
+
+def _relink(app: Any, page: str, content: list[str]) -> None:
+    """Let links to files of the repository hold on the site, which are written for those who read docs/ as files."""
+    if not page.startswith(generate.GENERATED):
+        content[0] = generate.relink(content[0], DOCS, DOCS)

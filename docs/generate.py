@@ -1,0 +1,51 @@
+"""Write the pages of the site that repeat what the code or another file of the repository says, into docs/generated."""
+
+import os
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+GENERATED = "generated"
+# Pages outside of docs/ that are shown on the site, by their name there.
+COPIED = {"benchmarks/README.md": "benchmarks", "SECURITY.md": "security", "CHANGELOG.md": "changelog"}
+LINK = re.compile(r"\]\(([^)#:\s]+)(#[^)\s]*)?\)")
+
+
+def relink(text: str, folder: Path, page_folder: Path) -> str:
+    """Rewrite the links of a file in `folder`, so that they hold on a page of the site in `page_folder`.
+
+    A copied page is linked to under its name on the site; other files outside of docs/ become downloads.
+    """
+
+    def moved(link: re.Match[str]) -> str:
+        target = Path(os.path.normpath(folder / link[1]))
+        if not target.is_relative_to(ROOT) or not target.exists():
+            return link[0]
+        path = target.relative_to(ROOT).as_posix()
+        if path in COPIED:
+            return f"](/{GENERATED}/{COPIED[path]}.md{link[2] or ''})"
+        near = os.path.relpath(target, page_folder)
+        is_shown = path.startswith("docs/") and target.suffix in (".md", ".png", ".svg")
+        return f"]({near if is_shown else f'path:{near}'}{link[2] or ''})"
+
+    return LINK.sub(moved, text)
+
+
+def pages(folder: Path) -> Iterator[tuple[str, str]]:
+    """Yield path and text of each page, below `folder`."""
+    for path, name in COPIED.items():
+        yield f"{name}.md", relink((ROOT / path).read_text(), (ROOT / path).parent, folder)
+
+
+def write(folder: Path) -> None:
+    """Write all pages. A page that has not changed keeps its time, so that Sphinx does not build it again."""
+    wanted = dict(pages(folder))
+    for path in folder.rglob("*.md"):
+        if path.relative_to(folder).as_posix() not in wanted:
+            path.unlink()
+    for name, text in wanted.items():
+        path = folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if not path.exists() or path.read_text() != text:
+            path.write_text(text)

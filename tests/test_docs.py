@@ -1,0 +1,144 @@
+"""The documentation site: it builds without a warning, and no page asks for anything outside of it."""
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from html.parser import HTMLParser
+from pathlib import Path
+from urllib.parse import unquote, urlsplit
+
+import pytest
+
+from command import succeed
+
+ROOT = Path(__file__).parent.parent
+pytestmark = [pytest.mark.docs, pytest.mark.slow]
+LOADING = {
+    "href": {"link"},
+    "data": {"object"},
+    "poster": {"video"},
+}  # attributes that load only in these elements; src and srcset always do
+OUTSIDE = re.compile(r"(?:[a-z][a-z0-9+.-]*:)?//", re.I)
+
+
+class Page(HTMLParser):
+    """What a page loads by itself, where its links lead, and its anchors."""
+
+    def __init__(self, html: str) -> None:
+        super().__init__()
+        self.loads: list[str] = []
+        self.links: list[str] = []
+        self.anchors: set[str] = set()
+        self._in_style = False
+        self.feed(html)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self._in_style = tag == "style"
+        for name, value in attrs:
+            if name in ("src", "srcset") or tag in LOADING.get(name, ()):
+                self.loads.append(value or "")
+            elif name == "style":
+                self.loads += loaded_by_css(value or "")
+            elif (tag, name) == ("a", "href"):
+                self.links.append(value or "")
+            elif name == "id":
+                self.anchors.add(value or "")
+
+    def handle_data(self, data: str) -> None:
+        if self._in_style:
+            self.loads += loaded_by_css(data)
+
+
+def loaded_by_css(text: str) -> list[str]:
+    return [found[1] for found in re.finditer(r"""(?:url\(|@import)\s*["']?([^"')\s;]+)""", text)]
+
+
+def is_outside(address: str) -> bool:
+    return bool(OUTSIDE.match(address))
+
+
+def build(docs: Path) -> subprocess.CompletedProcess[str]:
+    """As `make docs` does."""
+    [line] = re.findall(r"^docs:.*\n\t\$\(BIN\)/python (.*)$", (ROOT / "Makefile").read_text(), re.M)
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    return subprocess.run([sys.executable, *line.split()], cwd=docs.parent, capture_output=True, text=True, env=environment, timeout=280)
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory):
+    for name in ("sphinx", "myst_parser", "furo"):
+        pytest.importorskip(name)
+    root = tmp_path_factory.mktemp("site")
+    shutil.copytree(ROOT / "docs", root / "docs", ignore=shutil.ignore_patterns("generated"))
+    for path in ("src", "tests", "benchmarks", *(page.name for page in ROOT.glob("*.md"))):
+        (root / path).symlink_to(ROOT / path)
+    done = build(root / "docs")
+    assert done.returncode == 0, done.stderr
+    return root / "build/docs"
+
+
+@pytest.fixture(scope="module")
+def pages(site):
+    return {path: Page(path.read_text()) for path in site.rglob("*.html")}
+
+
+def test_no_page_asks_for_anything_outside(site, pages):
+    assert len(pages) > 20
+    asked = {(path.name, address) for path, page in pages.items() for address in page.loads if is_outside(address)}
+    asked |= {(path.name, address) for path in site.rglob("*.css") for address in loaded_by_css(path.read_text()) if is_outside(address)}
+    assert not asked
+
+
+def test_links_within_the_site_lead_somewhere(site, pages):
+    for path, page in pages.items():
+        for address in page.links + page.loads:
+            parts = urlsplit(address)
+            if parts.scheme or parts.netloc or not (parts.path or parts.fragment):
+                continue
+            target = (path.parent / unquote(parts.path)).resolve() if parts.path else path
+            assert target.is_relative_to(site), f"{path.name}: {address}"
+            assert target.exists(), f"{path.name}: {address}"
+            if target in pages and parts.fragment:
+                assert unquote(parts.fragment) in pages[target].anchors, f"{path.name}: {address}"
+
+
+def test_every_page_is_found(site):
+    """By the table of contents, and by the search, whose index is a script, so that it is read from file:// too."""
+    index = (site / "searchindex.js").read_text()
+    found = json.loads(index.removeprefix("Search.setIndex(").removesuffix(")"))
+    assert {path.stem for path in (ROOT / "docs").glob("*.md")} <= set(found["docnames"])
+    assert "zbv" in found["terms"]
+    assert "searchindex.js" in (site / "search.html").read_text()
+
+
+def test_what_loads_from_outside_is_seen():
+    html = """<a href="https://a.org"></a><link href="//b.org/c.css"><script src="HTTP://d.org/e.js"></script>
+    <img srcset="f.png 2x"><style>@import "https://g.org/h.css"; body { background: url(https://i.org/j.png) }</style>
+    <p style="background: url('//k.org/l')"></p>"""
+    outside = [urlsplit(address).netloc for address in Page(html).loads if is_outside(address)]
+    assert outside == ["b.org", "d.org", "g.org", "i.org", "k.org"]
+
+
+@pytest.mark.parametrize("mistake", ["[nothing](nothing.md)", "[nothing](plans.md#nothing)", "{term}`nothing`", "![nothing](nothing.png)"])
+def test_a_mistake_is_an_error(site, mistake):
+    docs = site.parent.parent / "docs"
+    page = (ROOT / "docs/start.md").read_text()
+    (docs / "start.md").write_text(f"{page}\n{mistake}\n")
+    done = build(docs)
+    (docs / "start.md").write_text(page)
+    assert done.returncode != 0
+    assert "nothing" in done.stderr
+
+
+def test_the_commands_of_getting_started(tmp_path):
+    page = (ROOT / "docs/start.md").read_text()
+    [program] = re.findall(r"```python\n(.*?)```", page, re.S)
+    (tmp_path / "my.py").write_text(program)
+    commands = re.findall(r"^paceline (.*?)(?: *#.*)?$", page, re.M)
+    assert len(commands) == 7
+    for command in commands:
+        succeed(*command.split(), at=tmp_path)
+    assert {path.name for path in (tmp_path / "runs").iterdir()} == {"first", "one", "two"}
