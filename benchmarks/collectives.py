@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from machine import description
 from paceline.bench.collectives.backends import TORCH_IN_PLACE, TorchPeers
-from paceline.bench.collectives.operations import Place
+from paceline.bench.collectives.operations import GroupRank
 from paceline.bench.timer import Budget, measure
 
 RANKS, REPETITIONS = 2, 20  # few, so that both loops of a round meet the same machine
@@ -40,7 +40,7 @@ def bare(tensor: torch.Tensor) -> float:
 
 def timed(tensor: torch.Tensor) -> float:
     """The same by Paceline's timer, which looks at the clock after each; the mean of its repetitions, to compare like with like."""
-    run = TORCH_IN_PLACE["all-reduce"](None, Place(dist.get_rank(), RANKS), tensor, tensor)
+    run = TORCH_IN_PLACE["all-reduce"](None, GroupRank(dist.get_rank(), RANKS), tensor, tensor)
     peers = TorchPeers()
     ends: list[list[float]] = []
 

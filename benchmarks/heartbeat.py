@@ -37,9 +37,9 @@ def silent() -> Iterator[None]:
     """Neither notes nor files."""
     nothing: Any = lambda *_: None  # noqa: E731
     with (
-        mock.patch.object(heartbeat_writer.Pulse, "enter", nothing),
-        mock.patch.object(heartbeat_writer.Pulse, "done", nothing),
-        mock.patch.object(heartbeat_writer.Pulse, "__enter__", lambda self: self),
+        mock.patch.object(heartbeat_writer.HeartbeatWriter, "enter", nothing),
+        mock.patch.object(heartbeat_writer.HeartbeatWriter, "done", nothing),
+        mock.patch.object(heartbeat_writer.HeartbeatWriter, "__enter__", lambda self: self),
     ):
         yield
 
@@ -77,7 +77,7 @@ def call_s(remembered: int) -> float:
 def beat_s(run: RunFolder) -> float:
     """What writing down where a rank is takes of a core, with the look at whether somebody has asked more."""
     run.ranks.mkdir()
-    call = heartbeat_writer.Pulse(run, 0, 1, 60.0, 60.0)
+    call = heartbeat_writer.HeartbeatWriter(run, 0, 1, 60.0, 60.0)
     began = time.process_time()
     for _ in range(BEATS):
         beat.write(run.alive(0), call._now())
@@ -91,7 +91,7 @@ def main() -> None:
     options.add_argument("--times", type=int, default=7)
     asked = options.parse_args()
     print(cpu().name)
-    call = heartbeat_writer.Pulse(None, 0, 1, 60.0, 60.0)
+    call = heartbeat_writer.HeartbeatWriter(None, 0, 1, 60.0, 60.0)
     began = time.perf_counter()
     for at in range(100_000):
         call.enter("data" if at % 2 else "forward")

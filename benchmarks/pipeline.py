@@ -22,7 +22,7 @@ from paceline import Spec
 from paceline.distributed.world import world
 from paceline.plan.plan import parse
 from paceline.tasks.text import Text
-from paceline.training.setup import lay_out
+from paceline.training.setup import build_training
 
 RANKS, MICRO, SHARE = 2, 8, 4
 TASK = Text(width=128, depth=4, context=64)
@@ -37,7 +37,7 @@ def batches() -> list[tuple[Tensor, Tensor]]:
 
 def ours(schedule: str) -> tuple[Callable[[], Any], Any]:
     plan = parse(f"pp={RANKS},micro={MICRO},schedule={schedule}").on(RANKS)
-    laid = lay_out(Spec(batch=MICRO * SHARE), plan, world(), TASK, CPU)
+    laid = build_training(Spec(batch=MICRO * SHARE), plan, world(), TASK, CPU)
     pieces = batches()
     return lambda: laid.step(pieces, 0, 1.0), laid.step.pipeline.schedule
 

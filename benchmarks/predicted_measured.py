@@ -11,7 +11,7 @@ from torch.utils._pytree import tree_leaves
 
 from paceline import Task
 from paceline.bench.compute import engine_overhead
-from paceline.data.loader import Part, batches, training_parts
+from paceline.data.loader import RankBatchSlice, batches, training_parts
 from paceline.distributed.dtensor import storage_of
 from paceline.distributed.process_group import keep_memory
 from paceline.distributed.world import world
@@ -23,7 +23,7 @@ from paceline.plan.search.candidates import candidates
 from paceline.spec import Spec
 from paceline.task import load_task
 from paceline.training.ddp_warmup import settle
-from paceline.training.setup import lay_out, open_data, rehearse
+from paceline.training.setup import build_training, open_data, rehearse
 
 CPU = torch.device("cpu")
 COUNTED = 3  # steps whose tensors are counted: engines have settled in the second
@@ -68,9 +68,9 @@ def _counted(spec: Spec, plan: str) -> int:
     data = open_data(spec, task)
     assert on.dp is not None
     assert on.micro is not None
-    parts = training_parts(Part(spec.batch, on.micro, on.place(me.rank).dp, on.dp), data.samples, spec.seed, 0, COUNTED)
+    parts = training_parts(RankBatchSlice(spec.batch, on.micro, on.place(me.rank).dp, on.dp), data.samples, spec.seed, 0, COUNTED)
     there = set(_storages())
-    laid = lay_out(spec, on, me, task, CPU, training=data.training)
+    laid = build_training(spec, on, me, task, CPU, training=data.training)
     with Counted(storage for memory, storage in _storages().items() if memory not in there) as counted:
         source = batches(data.training, parts, CPU, 0, spec.data.prefetch)
         for step in range(COUNTED):

@@ -12,7 +12,7 @@ from pydantic import ValidationError
 
 from paceline.cluster.facts import Cluster, Device, Fact, Link
 from paceline.plan.cost_model.constants import Constants
-from paceline.plan.cost_model.cost import Memory, Time
+from paceline.plan.cost_model.cost import MemoryCost, TimeCost
 from paceline.plan.cost_model.framework_profiles import (
     DEEPSPEED,
     FSDP,
@@ -87,8 +87,8 @@ class Row:
 class Answer(NamedTuple):
     """`fits`: with MARGIN to spare."""
 
-    time: Time
-    memory: Memory
+    time: TimeCost
+    memory: MemoryCost
     fits: bool
     split: Split
 

@@ -19,7 +19,7 @@ from pathlib import Path
 
 import machine
 from paceline.bench.storage import io_ops
-from paceline.bench.storage.io_ops import MiB, Room, Samples
+from paceline.bench.storage.io_ops import MiB, Samples, StorageRoom
 from paceline.bench.storage.suite import space
 
 BLOCK, BLOCKS, SMALL = 32 * MiB, 8, 400
@@ -28,11 +28,11 @@ ORDERS = list(itertools.permutations(range(3)))  # none always comes after the s
 Tool = Callable[[Path], float | None]
 
 
-def ours(operation: Callable[[Room], Samples], count: int) -> Tool:
+def ours(operation: Callable[[StorageRoom], Samples], count: int) -> Tool:
     """Bytes a second; of small blocks, blocks."""
 
     def run(folder: Path) -> float:
-        room = Room(folder, 2 * BLOCK * BLOCKS, 0, 1, BLOCK)
+        room = StorageRoom(folder, 2 * BLOCK * BLOCKS, 0, 1, BLOCK)
         samples = list(itertools.islice(operation(room), count))
         seconds = sum(seconds for seconds, _ in samples)
         return (len(samples) if samples[0][1] <= io_ops.PAGE else sum(size for _, size in samples)) / seconds

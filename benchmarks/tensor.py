@@ -22,7 +22,7 @@ from paceline import Spec
 from paceline.distributed.world import world
 from paceline.plan.plan import parse
 from paceline.tasks.text import Text
-from paceline.training.setup import lay_out
+from paceline.training.setup import build_training
 
 TP, SHARE = 2, 8
 TASK = Text(width=256, depth=4, context=128)
@@ -37,7 +37,7 @@ def batch() -> tuple[torch.Tensor, torch.Tensor]:
 def ours() -> Callable[[], Any]:
     dp = dist.get_world_size() // TP
     plan = parse(f"tp={TP}" + (f",dp={dp},zero=2" if dp > 1 else "")).on(dist.get_world_size())
-    laid = lay_out(Spec(batch=SHARE * dp), plan, world(), TASK, CPU)
+    laid = build_training(Spec(batch=SHARE * dp), plan, world(), TASK, CPU)
     pieces = [batch()]
     return lambda: laid.step(pieces, 0, 1.0)
 

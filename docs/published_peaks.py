@@ -5,7 +5,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from paceline.cluster.facts import DTYPES
-from paceline.cluster.published import Chip, Sheet, sheets
+from paceline.cluster.published import Chip, PublishedRow, sheets
 
 PAGE = Path(__file__).parent / "machine.md"
 BEGIN, END = "<!-- published_peaks.py writes from here -->\n", "<!-- to here -->\n"
@@ -33,7 +33,7 @@ def _peaks(chip: Chip) -> list[str]:
     return [chip.name, *(f"{dense}{half}" for dense, half in zip(cells, sparse, strict=True))]
 
 
-def _device(name: str, sheet: Sheet) -> list[str]:
+def _device(name: str, sheet: PublishedRow) -> list[str]:
     link = f"{sheet.link_GBps:g} ({sheet.link})" if sheet.link_GBps else ""
     return [f"`{name}`", sheet.name, sheet.chip.name, f"{sheet.memory_GB:g} GB", f"{sheet.memory_GBps:,g}", link, f"{sheet.power_W:g}"]
 

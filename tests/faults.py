@@ -16,7 +16,7 @@ from paceline.distributed.dtensor import local
 from paceline.training import setup
 from paceline.training.init import deferred_init
 from paceline.training.optimizer import Norm, _norms, combined, local_gradients, scale_
-from paceline.training.step import Step
+from paceline.training.step import TrainingStep
 
 
 @contextlib.contextmanager
@@ -29,16 +29,16 @@ def replaced(owner: Any, attribute: str, by: Callable[[Any], Any]) -> Iterator[N
         setattr(owner, attribute, original)
 
 
-def _gradient_times(factor: Callable[[Step], float]) -> Any:
+def _gradient_times(factor: Callable[[TrainingStep], float]) -> Any:
     def by(original: Any) -> Any:
-        def backward(self: Step, *args: Any) -> Any:
+        def backward(self: TrainingStep, *args: Any) -> Any:
             result = original(self, *args)
             scale_(self.params, factor(self))
             return result
 
         return backward
 
-    return replaced(Step, "backward", by)
+    return replaced(TrainingStep, "backward", by)
 
 
 def gradient_times_data() -> Any:
@@ -71,7 +71,7 @@ def weights_a_little_off() -> Any:
     """Behind the optimizer: each update leaves the weights of the last rank a part in a hundred apart."""
 
     def by(original: Any) -> Any:
-        def update(self: Step, *args: Any) -> Any:
+        def update(self: TrainingStep, *args: Any) -> Any:
             result = original(self, *args)
             if dist.get_rank() == dist.get_world_size() - 1:
                 _scale_weights_(self.params)
@@ -79,7 +79,7 @@ def weights_a_little_off() -> Any:
 
         return update
 
-    return replaced(Step, "update", by)
+    return replaced(TrainingStep, "update", by)
 
 
 @torch.no_grad()
@@ -92,27 +92,27 @@ def late_gradient_times_data() -> Any:
     """Only what the norm and the optimizer see."""
 
     def by(original: Any) -> Any:
-        def update(self: Step, lr_factor: float) -> Any:
+        def update(self: TrainingStep, lr_factor: float) -> Any:
             scale_(self.params, self.data_ranks)
             return original(self, lr_factor)
 
         return update
 
-    return replaced(Step, "update", by)
+    return replaced(TrainingStep, "update", by)
 
 
 def no_sync() -> Any:
     """Gradients stay on the ranks that they come from."""
 
     def by(original: Any) -> Any:
-        def sync_if(self: Step, last: bool) -> Any:
+        def sync_if(self: TrainingStep, last: bool) -> Any:
             if isinstance(self.model, DistributedDataParallel):
                 return self.model.no_sync()
             return original(self, False)
 
         return sync_if
 
-    return replaced(Step, "_sync_if", by)
+    return replaced(TrainingStep, "_sync_if", by)
 
 
 def _before_layout(change: Callable[[nn.Module], None]) -> Any:
@@ -181,7 +181,7 @@ def zero_for_none() -> Any:
     """A parameter without a gradient is given one of zeros."""
 
     def by(original: Any) -> Any:
-        def backward(self: Step, *args: Any) -> Any:
+        def backward(self: TrainingStep, *args: Any) -> Any:
             result = original(self, *args)
             for parameter in self.params:
                 if parameter.grad is None:
@@ -190,19 +190,19 @@ def zero_for_none() -> Any:
 
         return backward
 
-    return replaced(Step, "backward", by)
+    return replaced(TrainingStep, "backward", by)
 
 
 def _on_rank_1(do: Callable[[], None]) -> Any:
     def by(original: Any) -> Any:
-        def update(self: Step, lr_factor: float) -> Any:
+        def update(self: TrainingStep, lr_factor: float) -> Any:
             if dist.get_rank() == 1:
                 do()
             return original(self, lr_factor)
 
         return update
 
-    return replaced(Step, "update", by)
+    return replaced(TrainingStep, "update", by)
 
 
 def hang() -> Any:

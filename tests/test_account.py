@@ -20,11 +20,11 @@ from paceline.bench.result import Result
 from paceline.bench.to_cluster import updated
 from paceline.cli.account import account as command
 from paceline.cluster import file
-from paceline.cluster.facts import Account, Cluster, Device, Fact
+from paceline.cluster.facts import CalibrationRecord, Cluster, Device, Fact
 from paceline.errors import ClusterError, RunError, TaskError
 from paceline.events import Accounted, Event, Started, Step
-from paceline.plan.cost_model.compare import MEMORY, TIME, Row, beside, ratios, worst
-from paceline.plan.cost_model.cost import Part
+from paceline.plan.cost_model.compare import MEMORY, TIME, ComparisonRow, beside, ratios, worst
+from paceline.plan.cost_model.cost import CostPart
 from paceline.plan.cost_model.memory import NAMES
 from paceline.plan.cost_model.predict import predict
 from paceline.plan.cost_model.rates import speeds
@@ -35,7 +35,7 @@ from paceline.plan.search.search import fastest, search
 from paceline.report.breakdown import measured
 from paceline.run import RunFolder
 from paceline.training.profiling.peak_memory import Allocation, held
-from paceline.training.profiling.profiler import Accounting
+from paceline.training.profiling.profiler import StepProfiler
 from paceline.training.profiling.time_breakdown import END, GRADIENTS, STEP, UPDATED, Op, on_device, on_host
 
 MS = 1_000_000
@@ -129,15 +129,15 @@ def test_the_table_has_all_parts() -> None:
 
 def test_errors_have_signs() -> None:
     rows = beside(
-        TIME, {"compute": 2.0, "communication": 0.5, "bubble": 0.0, "input": 0.1}, (Part("products", 1.0, 0.1), Part("jitter", 1.0))
+        TIME, {"compute": 2.0, "communication": 0.5, "bubble": 0.0, "input": 0.1}, (CostPart("products", 1.0, 0.1), CostPart("jitter", 1.0))
     )
     assert [(row.name, row.error) for row in rows] == [("compute", -0.5), ("communication", 1.0), ("input", -1.0)]
-    assert worst(rows) == Row("compute", 2.0, 1.0, 0.1)
+    assert worst(rows) == ComparisonRow("compute", 2.0, 1.0, 0.1)
 
 
-def accounting(total: int, wanted: bool | None = None) -> Accounting:
+def accounting(total: int, wanted: bool | None = None) -> StepProfiler:
     laid: Any = SimpleNamespace(servers=None, local=None)
-    return Accounting(wanted, 0, total, laid, parse("single"), SimpleNamespace(), torch.device("cpu"))  # type: ignore[arg-type]
+    return StepProfiler(wanted, 0, total, laid, parse("single"), SimpleNamespace(), torch.device("cpu"))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(("total", "due"), [(100, False), (100_000, True)])
@@ -322,13 +322,13 @@ HERE = cluster(8)
 GPT2 = model("gpt2", seq=128)
 
 
-def account(run: str, factor: float, plan: str = "ddp", ranks_: int = 4) -> Account:
+def account(run: str, factor: float, plan: str = "ddp", ranks_: int = 4) -> CalibrationRecord:
     cost = predict(GPT2, parse(plan), HERE, 32, ranks=ranks_)
     ratio = {"compute": Fact(value=factor, source="measured")}
-    return Account(run=run, plan=plan, ranks=ranks_, parts=tuple(part.name for part in cost.time.parts), ratios=ratio)
+    return CalibrationRecord(run=run, plan=plan, ranks=ranks_, parts=tuple(part.name for part in cost.time.parts), ratios=ratio)
 
 
-def part(cost: Any, name: str) -> Part:
+def part(cost: Any, name: str) -> CostPart:
     return next(part for part in cost.time.parts if part.name == name)
 
 

@@ -12,7 +12,7 @@ from paceline.cluster.facts import Cluster, Device, Fact
 from paceline.errors import PlanError
 from paceline.events import Started
 from paceline.plan.plan import Plan, parse
-from paceline.plan.search.best_plans import Answer
+from paceline.plan.search.best_plans import BestPlans
 from paceline.spec import load
 from paceline.tasks.text import Text
 from paceline.training import auto_plan as choosing
@@ -87,7 +87,7 @@ def test_what_cannot_be_is_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
     ask = choosing.answer
     first = ask_plans(spec, machine())
 
-    def with_one_that_cannot(*args: object, **kwargs: object) -> Answer:
+    def with_one_that_cannot(*args: object, **kwargs: object) -> BestPlans:
         found = ask(*args, **kwargs)  # type: ignore[arg-type]
         found.plans.insert(0, (Plan(dp=1, tp=2, pp=2, micro=2), found.plans[0][1]))  # on 4 ranks, of which 2 layers make 2 stages
         found.plans.insert(0, (Plan(dp=1, tp=4), found.plans[0][1]))  # 2 heads

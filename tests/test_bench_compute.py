@@ -192,7 +192,7 @@ def test_an_interrupt_keeps_what_there_is():
 
 def test_other_programs_are_remarked():
     """A child that computes and has not ended counts as another program."""
-    others = gather_module.Others()
+    others = gather_module.OtherPrograms()
     with subprocess.Popen([sys.executable, "-c", "while True: pass"]) as child:
         time.sleep(1.0)
         busy = others.remark()

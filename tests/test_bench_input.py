@@ -8,7 +8,7 @@ import torch
 from command import paceline, succeed, write_task
 from paceline import Spec, Task
 from paceline.bench.data_loading import measure, summary, up_to_cores, ways
-from paceline.data.loader import Part, training_parts
+from paceline.data.loader import RankBatchSlice, training_parts
 from paceline.errors import DataError
 
 CPU = torch.device("cpu")
@@ -84,7 +84,7 @@ def test_slow_samples_are_the_limit_and_are_told_slow():
 def test_the_samples_are_those_of_a_training_in_its_order():
     READ.clear()
     measured(Slow(), [(0, 1)])
-    parts = training_parts(Part(4, 1, 0, 1), 40, 0, 0, 3)
+    parts = training_parts(RankBatchSlice(4, 1, 0, 1), 40, 0, 0, 3)
     expected = [index for _, indices in parts for index in indices]
     assert READ[4 : 4 + len(expected)] == expected  # before them comes the batch that the step is timed on
 

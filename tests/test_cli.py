@@ -39,7 +39,7 @@ from command import (
 from paceline import RunFolder, Spec, cli
 from paceline import spec as specs
 from paceline.errors import RunError
-from paceline.events import Ended, Evaluated, Failed, Started, Step, Writer
+from paceline.events import Ended, Evaluated, EventWriter, Failed, Started, Step
 from paceline.run import create, default_path, latest, release, reserve
 from paceline.spec import Launch, Optimizer
 from paceline.task import load_task
@@ -385,7 +385,7 @@ def pretend(run: Path, *events) -> Path:
     """A run of which only the request and the events are left."""
     run.mkdir()
     specs.save(run / "spec.toml", Spec(), Launch(ranks=2))
-    writer = Writer(run / "events.jsonl")
+    writer = EventWriter(run / "events.jsonl")
     for event in events:
         writer.write(event)
     writer.close()

@@ -17,8 +17,8 @@ from paceline.bench.collectives import rank_groups as axes_of
 from paceline.bench.collectives.alpha_beta import fit, fits, links
 from paceline.bench.collectives.backends import TORCH_IN_PLACE, TORCH_OUT_OF_PLACE, Call, TorchPeers, _torch_backend
 from paceline.bench.collectives.measure import Rank, rows
-from paceline.bench.collectives.operations import OPERATIONS, Place, bandwidths_GBps, tensor, wrong
-from paceline.bench.collectives.request import DTYPES, KEYS, Request, sizes
+from paceline.bench.collectives.operations import OPERATIONS, GroupRank, bandwidths_GBps, tensor, wrong
+from paceline.bench.collectives.request import DTYPES, KEYS, CollectiveRequest, sizes
 from paceline.bench.result import Result as ResultFile
 from paceline.bench.result import read, write
 from paceline.bench.timer import Clock
@@ -59,7 +59,7 @@ def test_bandwidths_are_those_of_nccl_tests(name, factor, n):
 
 def elements(name: str, rank: int, size: int, count: int) -> tuple[list[float], list[float]]:
     """What a rank has before and after, of as many elements of S."""
-    operation, at = OPERATIONS[name], Place(rank, size)
+    operation, at = OPERATIONS[name], GroupRank(rank, size)
     before, after = (tensor(blocks(at, count), size, torch.float32, "cpu") for blocks in (operation.given, operation.expected))
     given, got = operation.elements(at, count)
     assert len(before) in (0, given)
@@ -87,8 +87,8 @@ def test_sums_are_checked_in_every_type(dtype, size):
     """Against a sum in the type itself, one rank after another, in which nothing may be rounded."""
     found = torch.zeros(40, dtype=dtype)
     for rank in range(size):
-        found += tensor(OPERATIONS["all-reduce"].given(Place(rank, size), 40), size, dtype, "cpu")
-    expected = OPERATIONS["all-reduce"].expected(Place(0, size), 40)
+        found += tensor(OPERATIONS["all-reduce"].given(GroupRank(rank, size), 40), size, dtype, "cpu")
+    expected = OPERATIONS["all-reduce"].expected(GroupRank(0, size), 40)
     assert wrong(found, expected, size) == 0
     found[7] *= 2
     found[9] = 1
@@ -102,13 +102,15 @@ def backend(**calls: Mapping[str, Call]):
     return replace(_torch_backend("gloo", torch.device("cpu"), 60.0), **calls)
 
 
-def found_by(request: Request, one) -> list:
+def found_by(request: CollectiveRequest, one) -> list:
     rank = Rank(world(), ["here"] * world().size, [one], TorchPeers())
     return [*rows(request, rank)]
 
 
 def all_right(operations: tuple[str, ...], dtypes: tuple[str, ...] = ("fp32",)) -> list:
-    return found_by(Request(operations=operations, backends=("gloo",), sizes_bytes=(4, 1000), dtypes=dtypes, seconds=0.002), backend())
+    return found_by(
+        CollectiveRequest(operations=operations, backends=("gloo",), sizes_bytes=(4, 1000), dtypes=dtypes, seconds=0.002), backend()
+    )
 
 
 @pytest.mark.parametrize("size", [2, 3])
@@ -151,7 +153,7 @@ def spoiled(name: str, how: str) -> list:
         for kind, table in (("in_place", TORCH_IN_PLACE), ("out_of_place", TORCH_OUT_OF_PLACE))
     }
     spoilt = backend(**(calls if how == "spoiled" else {}))
-    return found_by(Request(operations=(name,), backends=("gloo",), sizes_bytes=(64,), seconds=0.002), spoilt)
+    return found_by(CollectiveRequest(operations=(name,), backends=("gloo",), sizes_bytes=(64,), seconds=0.002), spoilt)
 
 
 @pytest.mark.parametrize("name", OPERATIONS)
@@ -184,7 +186,9 @@ def with_clock(seconds: float) -> list:
         "out_of_place": {k: timed(c) for k, c in TORCH_OUT_OF_PLACE.items()},
     }
     operations = tuple(name for name in OPERATIONS if name != "barrier")
-    return found_by(Request(operations=operations, backends=("gloo",), sizes_bytes=(2**10,), seconds=0.002), backend(clock=clock, **calls))
+    return found_by(
+        CollectiveRequest(operations=operations, backends=("gloo",), sizes_bytes=(2**10,), seconds=0.002), backend(clock=clock, **calls)
+    )
 
 
 def test_busbw_of_a_synthetic_clock_is_that_of_the_definition():

@@ -168,7 +168,7 @@ def unseen() -> Iterator[None]:
 def forgotten_factor() -> Any:
     """The gradient of a slice is not multiplied by the ranks that share the sequence."""
     return replaced(
-        ring_attention.Gather,
+        ring_attention.GatherSlices,
         "backward",
         lambda original: staticmethod(lambda ctx, grad: (original(ctx, grad)[0] / ctx.ranks, None, None, None)),
     )

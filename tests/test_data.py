@@ -19,7 +19,7 @@ import harness
 import models
 from harness import difference, differences, trained
 from paceline import Spec, Task
-from paceline.data.loader import Broken, Part, Samples, batches, shuffled, training_parts, validation_parts
+from paceline.data.loader import FailedSample, RankBatchSlice, Samples, batches, shuffled, training_parts, validation_parts
 from paceline.distributed.rng import FIXED, derive
 from paceline.errors import DataError
 from paceline.spec import Loading, Optimizer
@@ -72,32 +72,32 @@ def test_the_order_never_changes_from_one_release_to_the_next() -> None:
 @pytest.mark.parametrize("micro", [1, 2, 3])
 def test_parts_of_all_ranks_are_the_global_batch(micro: int) -> None:
     for ranks in (1, 2, 3, 4, 6):
-        parts = [Part(72, micro, rank, ranks).numbers(5) for rank in range(ranks)]
+        parts = [RankBatchSlice(72, micro, rank, ranks).numbers(5) for rank in range(ranks)]
         assert {part.shape for part in parts} == {(micro, 72 // micro // ranks)}
         # each micro-batch has the same samples, in the same order, on any number of ranks
-        assert np.concatenate(parts, axis=1).tolist() == Part(72, micro, 0, 1).numbers(5).tolist()
+        assert np.concatenate(parts, axis=1).tolist() == RankBatchSlice(72, micro, 0, 1).numbers(5).tolist()
         assert sorted(np.concatenate(parts, axis=None)) == list(range(360, 432))
 
 
 def test_batches_run_across_the_borders_of_epochs() -> None:
     """10 samples, batches of 4: 5 steps are 2 epochs, none short and none dropped."""
     taken = []
-    for _, indices in training_parts(Part(4, 1, 0, 1), 10, 3, 0, 5):
+    for _, indices in training_parts(RankBatchSlice(4, 1, 0, 1), 10, 3, 0, 5):
         assert len(indices) == 4
         taken += indices
     assert taken == order(10, 3, 0) + order(10, 3, 1)
 
 
 def test_a_batch_may_be_larger_than_an_epoch() -> None:
-    [(_, indices)] = training_parts(Part(12, 1, 0, 1), 5, 0, 0, 1)
+    [(_, indices)] = training_parts(RankBatchSlice(12, 1, 0, 1), 5, 0, 0, 1)
     assert indices == [*order(5, 0, 0), *order(5, 0, 1), *order(5, 0, 2)[:2]]
 
 
 def test_the_state_is_the_number_of_steps() -> None:
-    whole = list(training_parts(Part(6, 3, 1, 2), 97, 4, 0, 5000))  # more than are shuffled at a time
+    whole = list(training_parts(RankBatchSlice(6, 3, 1, 2), 97, 4, 0, 5000))  # more than are shuffled at a time
     assert len(whole) == 3 * 5000
     for step in (1, 17, 4095, 4999):
-        assert list(training_parts(Part(6, 3, 1, 2), 97, 4, step, 5000)) == whole[3 * step :]
+        assert list(training_parts(RankBatchSlice(6, 3, 1, 2), 97, 4, step, 5000)) == whole[3 * step :]
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4, 7])
@@ -132,7 +132,7 @@ class Noisy(Task):
 
 
 def read(rank: int, ranks: int, workers: int, split: str = "train", steps: int = 8) -> Iterator[tuple[int, bytes]]:
-    parts = list(training_parts(Part(4, 1, rank, ranks), 11, 9, 0, steps))
+    parts = list(training_parts(RankBatchSlice(4, 1, rank, ranks), 11, 9, 0, steps))
     with closing(batches(Samples(Augmented(), split, 9, None), parts, CPU, workers, 2)) as found:
         for (numbers, indices), (x, y) in zip(parts, found, strict=True):
             assert y.tolist() == indices
@@ -234,7 +234,7 @@ def _after() -> tuple[float, float, float]:
 def test_samples_draw_as_if_each_had_started_the_streams(draw: str, which: str) -> None:
     for rank, ranks in ((0, 1), (2, 3)):
         dataset = Drawing(DRAWS[draw], WHICH[which])
-        parts = list(training_parts(Part(24, 1, rank, ranks), 97, 9, 0, 6))
+        parts = list(training_parts(RankBatchSlice(24, 1, rank, ranks), 97, 9, 0, 6))
         own, expected = Drawing(DRAWS[draw], WHICH[which]), []
         for numbers, indices in parts:
             expected.append((_by_hand(own, numbers, indices), _after()))
@@ -248,7 +248,7 @@ def test_samples_draw_as_if_each_had_started_the_streams(draw: str, which: str) 
 
 @pytest.mark.parametrize("workers", [1, 2])
 def test_readers_find_out_for_themselves_whether_samples_draw(workers: int) -> None:
-    parts = list(training_parts(Part(12, 1, 0, 1), 97, 9, 0, 20))
+    parts = list(training_parts(RankBatchSlice(12, 1, 0, 1), 97, 9, 0, 20))
     draw: Callable[[int], float] = lambda index: random.random() + np.random.rand() + torch.rand(()).item()  # noqa: E731
     own = Drawing(draw, WHICH["rarely"])
     with closing(batches(Samples(Drawing(draw, WHICH["rarely"]), "train", 9, None), parts, CPU, workers, 2)) as found:
@@ -267,7 +267,7 @@ def test_samples_that_do_not_draw_take_few_seeds() -> None:
     counts = {}
     for which in ("never", "always"):
         samples = Samples(Drawing(DRAWS["numpy"], WHICH[which]), "train", 9, None)
-        parts = list(training_parts(Part(64, 1, 0, 1), 97, 9, 0, 11))
+        parts = list(training_parts(RankBatchSlice(64, 1, 0, 1), 97, 9, 0, 11))
         samples[parts[0]]
         before = sys.getprofile()
         calls[0] = 0
@@ -291,9 +291,9 @@ def test_a_sample_fails_by_what_it_should_have_drawn(should_fail: bool) -> None:
             raise ValueError(f"drew {drawn}")
         return drawn
 
-    parts = list(training_parts(Part(8, 1, 0, 1), 97, 9, 0, 12))
+    parts = list(training_parts(RankBatchSlice(8, 1, 0, 1), 97, 9, 0, 12))
     samples = Samples(Drawing(draw, WHICH["rarely"]), "train", 9, None)
-    failures = [found.message for part in parts if isinstance(found := samples[part], Broken)]
+    failures = [found.message for part in parts if isinstance(found := samples[part], FailedSample)]
     [number] = [number for numbers, indices in parts for number, index in zip(numbers, indices, strict=True) if index == 41]
     random.seed(derive(9, "train", number))
     expected = [f"sample 41 of 'train' raised ValueError: drew {random.random()}"] if should_fail else []
@@ -309,8 +309,8 @@ def test_a_sample_that_fails_without_drawing_is_not_read_again() -> None:
 
     dataset = Failing(DRAWS["random"], WHICH["never"])
     samples = Samples(dataset, "train", 9, None)
-    found = [samples[part] for part in training_parts(Part(8, 1, 0, 1), 97, 9, 0, 12)]
-    [failure] = [batch.message for batch in found if isinstance(batch, Broken)]
+    found = [samples[part] for part in training_parts(RankBatchSlice(8, 1, 0, 1), 97, 9, 0, 12)]
+    [failure] = [batch.message for batch in found if isinstance(batch, FailedSample)]
     assert failure.startswith("sample 41 of 'train' raised StopIteration")
     assert max(dataset.reads) == 1
 
@@ -384,7 +384,7 @@ class Faulty(Augmented):
 
 @pytest.mark.parametrize("workers", [0, 2])
 def test_a_sample_that_raises_is_named(workers: int) -> None:
-    parts = training_parts(Part(4, 1, 0, 1), 11, 9, 0, 8)
+    parts = training_parts(RankBatchSlice(4, 1, 0, 1), 11, 9, 0, 8)
     with (
         closing(batches(Samples(Faulty(), "train", 9, None), parts, CPU, workers, 2)) as found,
         pytest.raises(DataError, match=r"sample 8 of 'train' raised UnicodeDecodeError: .*invalid start byte") as raised,
@@ -399,7 +399,7 @@ class Whole(Augmented):
 
 
 def test_a_dataset_may_fetch_whole_batches() -> None:
-    parts = list(training_parts(Part(4, 2, 1, 2), 11, 9, 0, 3))
+    parts = list(training_parts(RankBatchSlice(4, 2, 1, 2), 11, 9, 0, 3))
     for (_, indices), (x, y) in zip(parts, batches(Samples(Whole(), "train", 9, torch.float64), parts, CPU, 0, 2), strict=True):
         assert y.tolist() == indices
         assert x.dtype == torch.float64
@@ -408,7 +408,7 @@ def test_a_dataset_may_fetch_whole_batches() -> None:
 
 def test_torch_subset_is_a_dataset() -> None:
     """torch's own convention: its `__getitems__` returns a list of samples, which are still to be collated."""
-    parts = list(training_parts(Part(4, 1, 0, 1), 6, 9, 0, 3))
+    parts = list(training_parts(RankBatchSlice(4, 1, 0, 1), 6, 9, 0, 3))
     samples = Samples(Subset(Augmented(), [0, 2, 4, 6, 8, 10]), "train", 9, None)
     own = Samples([Augmented()[i] for i in (0, 2, 4, 6, 8, 10)], "train", 9, None)
     for (_, indices), (x, y), (_, expected) in zip(parts, batches(samples, parts, CPU, 0, 2), batches(own, parts, CPU, 0, 2), strict=True):
@@ -416,6 +416,6 @@ def test_torch_subset_is_a_dataset() -> None:
         assert x.shape == (4, 5)
     once, again = (list(batches(samples, parts, CPU, workers, 2)) for workers in (0, 2))
     assert all(torch.equal(x, other) for (x, _), (other, _) in zip(once, again, strict=True))
-    split = Part(4, 1, 1, 2)
+    split = RankBatchSlice(4, 1, 1, 2)
     for (x, _), (half, _) in zip(once, batches(samples, training_parts(split, 6, 9, 0, 3), CPU, 0, 2), strict=True):
         assert torch.equal(x[2:], half)  # augmentation belongs to the sample

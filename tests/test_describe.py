@@ -16,7 +16,7 @@ from paceline.spec import Spec
 from paceline.tasks.digits import Digits
 from paceline.tasks.text import Text
 from paceline.training.model_facts.describe import describe, described, watched
-from paceline.training.model_facts.op_counter import Counting
+from paceline.training.model_facts.op_counter import OpCounter
 
 SIZES = {"layers": 3, "hidden": 32, "heads": 4, "seq": 16, "positions": 16}
 
@@ -110,7 +110,7 @@ def test_a_model_that_looks_at_values_is_named() -> None:
 
 def test_a_model_that_looks_at_values_is_counted_in_a_real_pass() -> None:
     model = Choice().model()
-    found = watched(Counting(model, Choice(), {}), Choice(), torch.zeros(3, 4), 3)
+    found = watched(OpCounter(model, Choice(), {}), Choice(), torch.zeros(3, 4), 3)
     assert (found.params, found.flops) == (20, 2 * 4 * 4)
 
 
@@ -130,7 +130,7 @@ def test_tensors_without_values_live_as_real_ones_do() -> None:
     expected = describe(Spec(task="text"), task)
     torch.manual_seed(0)
     tokens = torch.randint(256, (3, 16))
-    real = watched(Counting(task.model(), task, {}), task, (tokens, tokens), 3)
+    real = watched(OpCounter(task.model(), task, {}), task, (tokens, tokens), 3)
     pairs = [(one.lives, same.lives) for (one, _), (same, _) in zip(expected.parts(), real.parts(), strict=True)]
     assert all(one is not None and one == pytest.approx(same, rel=0.01) for one, same in pairs)
     block = expected.runs[0][0]

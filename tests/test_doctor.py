@@ -17,9 +17,9 @@ import pytest
 from command import PACELINE, TASK, Running, happened, of_kind, paceline, slow_down, start, unequal, weights, write_task
 from paceline.doctor import heartbeat, rank_state
 from paceline.doctor.diagnose import Diagnosis, bound_s, diagnose
-from paceline.doctor.heartbeat import Beat, Collective, Frame
-from paceline.doctor.heartbeat_writer import SIGNAL, Pulse
-from paceline.doctor.rank_state import Reader, Seen
+from paceline.doctor.heartbeat import Collective, Frame, Heartbeat
+from paceline.doctor.heartbeat_writer import SIGNAL, HeartbeatWriter
+from paceline.doctor.rank_state import RankState, ReaderProcess
 from paceline.events import Event, Failed, Stalled, Started, Step
 from paceline.run import RunFolder
 from test_resume import trained
@@ -177,9 +177,9 @@ def test_under_another_launcher_the_cause_is_named_once(tmp_path: Path) -> None:
 HOLDS_PYTHON = """
 import re, sys, time
 from pathlib import Path
-from paceline.doctor.heartbeat_writer import Pulse
+from paceline.doctor.heartbeat_writer import HeartbeatWriter
 from paceline.run import RunFolder
-with Pulse(RunFolder(Path(sys.argv[1])), 0, 1, 60.0, 60.0) as pulse:
+with HeartbeatWriter(RunFolder(Path(sys.argv[1])), 0, 1, 60.0, 60.0) as pulse:
     pulse.begin(3, 9)
     pulse.done(4)
     print("ready", flush=True)
@@ -261,9 +261,9 @@ BACKWARD = (Frame("/home/me/my.py", 1, "<module>"), Frame("/x/site-packages/torc
 RECEIVES = (Frame("/x/site-packages/torch/distributed/distributed_c10d.py", 3, "recv"),)
 
 
-def at(rank: int, phase: str, since_s: float, stack: tuple[Frame, ...] = (), number: int = 0, **more: object) -> Seen:
+def at(rank: int, phase: str, since_s: float, stack: tuple[Frame, ...] = (), number: int = 0, **more: object) -> RankState:
     """A rank of three, `number` collectives on its way, the last of which is not done."""
-    its = Beat(
+    its = Heartbeat(
         rank=rank,
         ranks=3,
         host=more.pop("host", "here"),
@@ -291,11 +291,11 @@ def at(rank: int, phase: str, since_s: float, stack: tuple[Frame, ...] = (), num
         called=NOW - since_s,
         is_over=more.pop("is_over", False),
     )
-    seen = Seen(rank=rank, beat=its, state="runs", stack=stack, collectives=(called,) if number else (), answered=bool(stack))
+    seen = RankState(rank=rank, beat=its, state="runs", stack=stack, collectives=(called,) if number else (), answered=bool(stack))
     return replace(seen, **more)
 
 
-def said_of(*seen: Seen) -> Diagnosis:
+def said_of(*seen: RankState) -> Diagnosis:
     return diagnose(seen, NOW, bound_s([one.beat for one in seen], soon=True))
 
 
@@ -316,7 +316,7 @@ def test_clocks_may_be_wrong(wrong_s: float, ours_s: float, tmp_path: Path, monk
 
 def test_a_rank_began_when_it_did_also_after_its_clock_was_set(monkeypatch: pytest.MonkeyPatch) -> None:
     """Else it would count as one of a later start than its own signs of life."""
-    pulse = Pulse(None, 0, 1, 60.0, 60.0)
+    pulse = HeartbeatWriter(None, 0, 1, 60.0, 60.0)
     monkeypatch.setattr(time, "time", lambda true=time.time: true() - 3600)
     its = pulse._now()
     assert 0 <= its.time - its.began < 10
@@ -369,13 +369,13 @@ BEHIND = at(1, heartbeat.DATA, 43.0, READS, 16)
             "all ranks wait in all_reduce of 12,345 float32 for 42.0 s, and none is behind: it is the network between them",
         ),
         (
-            (at(0, heartbeat.DATA, 42.0, READS, readers=(Reader(pid=7, state="stopped"),)),),
+            (at(0, heartbeat.DATA, 42.0, READS, readers=(ReaderProcess(pid=7, state="stopped"),)),),
             (0,),
             "rank 0 is in Points.__getitem__ (my.py:12) for 42.0 s; no rank has gone on for 42.0 s",
         ),
     ],
 )
-def test_who_keeps_the_others(seen: tuple[Seen, ...], at_fault: tuple[int, ...], sentence: str) -> None:
+def test_who_keeps_the_others(seen: tuple[RankState, ...], at_fault: tuple[int, ...], sentence: str) -> None:
     found = said_of(*seen)
     assert (found.verdict, found.at_fault) == ("stuck", at_fault)
     assert found.sentence == sentence

@@ -17,7 +17,7 @@ from paceline.drill import sample_audit
 from paceline.drill.clock import ALL, set_clock, settable
 from paceline.drill.compare import losses_differ, weights_differ
 from paceline.drill.faults import BY_NAME, FAULTS, chosen, save_every, schedule
-from paceline.drill.inject import DISTURB, Scene
+from paceline.drill.inject import DISTURB, FaultContext
 from paceline.drill.sample_audit import Update, audit, audit_alone, consumed, updates_of
 from paceline.errors import SpecError
 from paceline.plan.plan import parse
@@ -263,7 +263,7 @@ def test_what_is_interrupted_leaves_nothing_and_tells_what_it_has_found(number: 
 def test_a_fault_that_comes_after_the_last_step_is_no_alarm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As where the drill waits for a core: the ranks are started again, and have nothing left to do."""
 
-    def late(scene: Scene) -> str:
+    def late(scene: FaultContext) -> str:
         killed = scene.rank
         scene.training.pace(None)
         scene.training.until(lambda: scene.training.steps_done() >= scene.steps, "the last step")

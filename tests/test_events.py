@@ -9,7 +9,7 @@ import time
 import pytest
 
 from paceline import events
-from paceline.events import KINDS, Ended, Evaluated, Event, Failed, Saved, Stalled, Started, Step, Writer, dumps, follow, loads, read
+from paceline.events import KINDS, Ended, Evaluated, Event, EventWriter, Failed, Saved, Stalled, Started, Step, dumps, follow, loads, read
 
 STARTED = Started(
     task="digits", plan="zero3", ranks=2, batch=64, step=0, steps=10, samples=1437, parameters=99, device="cpu", precision="fp32", threads=1
@@ -30,7 +30,7 @@ def step(number: int) -> Step:
 
 
 def write(path, *written: Event) -> None:
-    writer = Writer(path)
+    writer = EventWriter(path)
     for event in written:
         writer.write(event)
     writer.close()
@@ -148,7 +148,7 @@ def test_follow_waits_for_a_file_that_is_not_there_yet(tmp_path):
 
 
 def test_a_full_disk_costs_events_and_nothing_else():
-    writer = Writer("/dev/full")
+    writer = EventWriter("/dev/full")
     writer.write(step(1))
     writer.write(step(2))
     writer.close()

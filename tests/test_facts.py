@@ -9,7 +9,7 @@ from paceline.errors import SpecError
 from paceline.plan.cost_model.framework_profiles import PACELINE
 from paceline.plan.cost_model.memory import memory
 from paceline.plan.cost_model.work_split import Split
-from paceline.plan.model.facts import Attention, Held
+from paceline.plan.model.facts import Attention, TensorVolume
 from paceline.plan.model.library import model, names, transformer
 
 PARAMETERS = {
@@ -115,7 +115,7 @@ def test_the_loss_keeps_four_bytes_a_logit():
 def test_what_tensor_parallelism_can_split():
     assert model("llama3-8b").tp_degrees == (1, 2, 4, 8)
     assert model("resnet50").tp_degrees == (1,)
-    assert Held(1, 2, 3, 4, 5).bytes(4, 2, 1) == 4 + 4 + 6 + 4 + 5
+    assert TensorVolume(1, 2, 3, 4, 5).bytes(4, 2, 1) == 4 + 4 + 6 + 4 + 5
 
 
 def test_masked_pairs():

@@ -26,25 +26,25 @@ from paceline.plan.plan import RECOMPUTE, SCHEDULES, Plan, parse
 from paceline.plan.report.ledger import tables
 from paceline.spec import Optimizer
 from paceline.training import loop, step_metrics
-from paceline.training.dry_run.comm_counter import Counter
+from paceline.training.dry_run.comm_counter import CommCounter
 from paceline.training.dry_run.dry_run import ledger
-from paceline.training.setup import Laid
+from paceline.training.setup import PreparedTraining
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit.* is deprecated:DeprecationWarning")  # by torch itself, for zero1
 PLANS = ("ddp", "zero1", "zero2", "zero3", "hsdp")
-Plant = Callable[[Laid], AbstractContextManager[None]]
+Plant = Callable[[PreparedTraining], AbstractContextManager[None]]
 
 
-def untouched(laid: Laid) -> AbstractContextManager[None]:
+def untouched(laid: PreparedTraining) -> AbstractContextManager[None]:
     return nullcontext()
 
 
 def counted(task: Task, spec: Spec, plan: str, plant: Plant = untouched) -> tuple[Ledger, list[int]]:
     """The third step of a training in this rank, and the buckets of its DistributedDataParallel, in bytes."""
-    kept: list[Laid] = []
+    kept: list[PreparedTraining] = []
     lay_out, step_metrics.EVERY_S = loop.lay_out, 0.0  # each step is told on its own
 
-    def keep(*args: Any, **kwargs: Any) -> Laid:
+    def keep(*args: Any, **kwargs: Any) -> PreparedTraining:
         laid = lay_out(*args, **kwargs)
         if laid.update.loss_scale is not None:  # an update that is left out sends less
             laid.update.loss_scale.scale = 1.0
@@ -56,7 +56,7 @@ def counted(task: Task, spec: Spec, plan: str, plant: Plant = untouched) -> tupl
         events = train(spec, parse(plan), task=task)
         while not isinstance(next(events), Step):  # it comes when step 2 is under way
             pass
-        with plant(kept[0]), Counter(kept[0].model, parse(plan).on(dist.get_world_size())) as counter:
+        with plant(kept[0]), CommCounter(kept[0].model, parse(plan).on(dist.get_world_size())) as counter:
             assert isinstance(next(events), Step)
         buckets = _buckets(kept[0].update.model)
         list(events)
@@ -139,14 +139,14 @@ def test_parameters_without_gradient() -> None:
 
 
 @contextmanager
-def one_more(laid: Laid) -> Iterator[None]:
+def one_more(laid: PreparedTraining) -> Iterator[None]:
     handle = laid.model[2].register_forward_hook(lambda module, args, output: dist.all_reduce(torch.zeros(3)))
     yield
     handle.remove()
 
 
 @contextmanager
-def one_less(laid: Laid) -> Iterator[None]:
+def one_less(laid: PreparedTraining) -> Iterator[None]:
     laid.model[2].set_reshard_after_forward(False)
     yield
     laid.model[2].set_reshard_after_forward(True)
@@ -232,7 +232,7 @@ def other_collectives() -> tuple[Ledger, Ledger]:
 
     plan, rank = Plan(tp=2).on(2), dist.get_rank()
     here, both, parts = torch.zeros(3), torch.zeros(6), [torch.zeros(3), torch.zeros(3)]
-    with Counter(nn.Module(), plan) as said:
+    with CommCounter(nn.Module(), plan) as said:
         dist.reduce(here, 0)
         dist.all_gather(parts, here)
         dist.gather(here, parts if rank == 0 else None)
@@ -245,7 +245,7 @@ def other_collectives() -> tuple[Ledger, Ledger]:
     mlp = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 4))
     whole = nn.Sequential(mlp, nn.LayerNorm(4))
     parallelize_module(mlp, init_device_mesh("cpu", (2,), mesh_dim_names=("tp",)), {"0": ColwiseParallel(), "2": RowwiseParallel()})
-    with Counter(whole, plan) as split:
+    with CommCounter(whole, plan) as split:
         whole(torch.randn(5, 4, requires_grad=True)).sum().backward()
     return said.ledger(), split.ledger()
 
@@ -371,7 +371,7 @@ def test_more_cut_models(size: int, plan: str, task: type[Task], recipe: int) ->
 
 
 @contextmanager
-def once_more(laid: Laid) -> Iterator[None]:
+def once_more(laid: PreparedTraining) -> Iterator[None]:
     """A gradient that both stages have is exchanged again."""
     kept = list(laid.step.after_backward)
     laid.step.after_backward.append(lambda: dist.all_reduce(laid.model.tokens.weight.grad))
@@ -380,7 +380,7 @@ def once_more(laid: Laid) -> Iterator[None]:
 
 
 @contextmanager
-def another_way_round(laid: Laid) -> Iterator[None]:
+def another_way_round(laid: PreparedTraining) -> Iterator[None]:
     from torch.distributed.tensor.experimental._attention import set_rotate_method
 
     set_rotate_method("alltoall")

@@ -78,7 +78,7 @@ def test_until_the_switch_it_is_ddp(task: type[Task], micro: int) -> None:
 
 def by_hand(task: Task, spec: Spec, size: int, period: int) -> dict[str, np.ndarray]:
     """Local SGD of so many ranks on one process, from torch alone."""
-    from paceline.data.loader import Part, shuffled
+    from paceline.data.loader import RankBatchSlice, shuffled
     from paceline.training.init.deferred_init import fill_, record
 
     copies, optimizers = [], []
@@ -92,7 +92,7 @@ def by_hand(task: Task, spec: Spec, size: int, period: int) -> dict[str, np.ndar
     assert samples is not None
     for step in range(spec.steps or 0):
         for rank in range(size):
-            indices = shuffled(Part(spec.batch, 1, rank, size).numbers(step).ravel(), len(samples), spec.seed)
+            indices = shuffled(RankBatchSlice(spec.batch, 1, rank, size).numbers(step).ravel(), len(samples), spec.seed)
             batch = torch.utils.data.default_collate([samples[i] for i in indices.tolist()])
             batch = [item.double() if item.is_floating_point() else item for item in batch]
             losses = task.loss(copies[rank](batch[0]), batch)

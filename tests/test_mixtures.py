@@ -18,14 +18,14 @@ from paceline.distributed.dtensor import local
 from paceline.distributed.world import world
 from paceline.errors import PlanError
 from paceline.parallel.context import ring_attention
-from paceline.parallel.pipeline.tied_weights import Tied
+from paceline.parallel.pipeline.tied_weights import TiedWeightSync
 from paceline.plan.plan import parse
 from paceline.run import RunFolder
 from paceline.spec import Optimizer
 from paceline.tasks import text
 from paceline.training import optimizer as optim
 from paceline.training.checkpoint import save as checkpoint
-from paceline.training.setup import lay_out, rehearse
+from paceline.training.setup import build_training, rehearse
 
 RTOL = 1e-10
 ADAMW = Optimizer(lr=1e-2, weight_decay=0.1, clip=0.5)
@@ -174,7 +174,7 @@ class Held:
 def held(plan: str) -> Held:
     task, me, spec = sequences.Encoder(), world(), wanted(ADAMW)
     on_ranks = parse(plan).on(me.size)
-    laid = lay_out(spec, on_ranks, me, task, torch.device("cpu"))
+    laid = build_training(spec, on_ranks, me, task, torch.device("cpu"))
     laid.update([example(spec, task, on_ranks)] * (on_ranks.micro or 1), 0, 1.0)
     state = [value for of in laid.step.optimizer.state.values() for value in of.values() if value.dim()]
     return Held(elements(laid.step.params), elements(state))
@@ -255,32 +255,32 @@ def copy_forgotten() -> Any:
     """The gradient of one of two holders is dropped."""
 
     def by(original: Any) -> Any:
-        def add_up(self: Tied) -> None:
+        def add_up(self: TiedWeightSync) -> None:
             for _, stage, own in self.copies:
                 getattr(stage, own).grad = None
             original(self)
 
         return add_up
 
-    return replaced(Tied, "add_up", by)
+    return replaced(TiedWeightSync, "add_up", by)
 
 
 def copy_not_renewed() -> Any:
     def by(original: Any) -> Any:
-        def renew(self: Tied) -> None:
+        def renew(self: TiedWeightSync) -> None:
             if not hasattr(self, "renewed"):
                 original(self)
             self.renewed = True  # type: ignore[attr-defined]
 
         return renew
 
-    return replaced(Tied, "renew_copies", by)
+    return replaced(TiedWeightSync, "renew_copies", by)
 
 
 def forgotten_factor() -> Any:
     """The gradient of a slice is not multiplied by the ranks that share the sequence."""
     return replaced(
-        ring_attention.Gather,
+        ring_attention.GatherSlices,
         "backward",
         lambda original: staticmethod(lambda ctx, grad: (original(ctx, grad)[0] / ctx.ranks, None, None, None)),
     )

@@ -11,13 +11,13 @@ from harness import difference
 from paceline import Plan, Spec, events, train
 from paceline.errors import PlanError, SpecError, TaskError
 from paceline.parallel.apply import check_splits
-from paceline.plan.plan import Place
+from paceline.plan.plan import MeshCoordinate
 from paceline.spec import Optimizer, Schedule
 from paceline.training.optimizer import Norm, check_schedule, combined, factor, make_optimizer
-from paceline.training.step import Step
+from paceline.training.step import TrainingStep
 
 CPU = torch.device("cpu")
-ALONE, FIRST = Plan(dp=1, micro=1), Place(0, 0, 0, 0)
+ALONE, FIRST = Plan(dp=1, micro=1), MeshCoordinate(0, 0, 0, 0)
 
 
 @pytest.mark.parametrize(
@@ -69,7 +69,7 @@ def test_each_gradient_is_counted_on_one_rank() -> None:
     params = list(with_gradients(torch.float64).parameters())
     whole = Norm(params, ALONE, FIRST, CPU).whole()
     for ranks in (2, 3, 100):
-        parts = [Norm(params, Plan(dp=ranks), Place(0, rank, 0, 0), CPU).here() for rank in range(ranks)]
+        parts = [Norm(params, Plan(dp=ranks), MeshCoordinate(0, rank, 0, 0), CPU).here() for rank in range(ranks)]
         assert difference(sum(norm.square() for part in parts for norm in part), whole.square()) < 1e-15
 
 
@@ -100,7 +100,7 @@ def test_an_update_is_that_of_torch(spec: Optimizer, oracle: object, clip: float
     theirs = oracle(twin.parameters())  # type: ignore[operator]
     params = list(model.parameters())
     ours = make_optimizer(models.Text(), spec, Plan(dp=1), model)
-    step = Step(models.Text(), model, ours, params, ALONE, FIRST, torch.device("cpu"), "fp64", clip, 0)
+    step = TrainingStep(models.Text(), model, ours, params, ALONE, FIRST, torch.device("cpu"), "fp64", clip, 0)
     for at, lr_factor in enumerate((1.0, 0.5, 0.25)):
         tokens = models.chosen(11, 4, 5, seed=at)
         for each in (model, twin):

@@ -9,7 +9,7 @@ from paceline.cluster.published import find
 from paceline.plan.cost_model.constants import CPU
 from paceline.plan.cost_model.cpu import host_of, paces_of
 from paceline.plan.cost_model.framework_profiles import FLOAT32
-from paceline.plan.cost_model.op_times import KINDS, Paces
+from paceline.plan.cost_model.op_times import KINDS, OpTimeTable
 from paceline.plan.cost_model.predict import predict
 from paceline.plan.cost_model.rates import speeds
 from paceline.plan.plan import parse
@@ -38,7 +38,7 @@ def step_s(cluster: Cluster, plan: str, ranks: int) -> float:
 
 
 def test_between_sizes() -> None:
-    paces = Paces({"move": ((10.0, 1.0), (1000.0, 100.0))})
+    paces = OpTimeTable({"move": ((10.0, 1.0), (1000.0, 100.0))})
     assert paces.seconds("move", 1.0) == 1.0
     assert paces.seconds("move", 100.0) == pytest.approx(10.0)
     assert paces.seconds("move", 5000.0) == pytest.approx(500.0)

@@ -1,11 +1,15 @@
 """What the package exports, and which way its imports point."""
 
+import ast
 import importlib
 import importlib.util
 import json
+import re
+import shutil
 import subprocess
 import sys
 import tomllib
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -13,97 +17,56 @@ import pytest
 import paceline
 from command import environment
 
-# What plans, submits and reports works at once on a login node, without torch.
-WITHOUT_TORCH = (
-    "paceline",
-    "paceline.__main__",
-    "paceline.errors",
-    "paceline.units",
-    "paceline.spec",
-    "paceline.events",
-    "paceline.run",
-    "paceline.task",
-    "paceline.cluster.facts",
-    "paceline.cluster.file",
-    "paceline.cluster.local_cluster",
-    "paceline.cluster.probe",
-    "paceline.cluster.published",
-    "paceline.plan.plan",
-    "paceline.plan.search.best_plans",
-    "paceline.plan.model.library",
-    "paceline.plan.report.plan",
-    "paceline.cli.plan",
-    "paceline.distributed.world",
-    "paceline.launch.slurm.srun",
-    "paceline.launch.launchers",
-    "paceline.launch.ray.actor",
-    "paceline.launch.slurm.job_script",
-    "paceline.launch.slurm.site",
-    "paceline.launch.slurm.client",
-    "paceline.report.summary",
-    "paceline.cluster.text",
-    "paceline.report.text",
-    "paceline.report.progress",
-    "paceline.cli",
-    "paceline.cli.train",
-    "paceline.cli.resume",
-    "paceline.cli.submit",
-    "paceline.cli.status",
-    "paceline.cli.logs",
-    "paceline.cli.cancel",
-    "paceline.cli.show",
-    "paceline.cli.export",
-    "paceline.bench.result",
-    "paceline.bench.timer",
-    "paceline.bench.compare",
-    "paceline.bench.collectives.request",
-    "paceline.bench.collectives.operations",
-    "paceline.bench.collectives.rank_groups",
-    "paceline.bench.collectives.workers",
-    "paceline.bench.collectives.alpha_beta",
-    "paceline.bench.report.bench",
-    "paceline.plotting.figure",
-    "paceline.bench.report.collectives",
-    "paceline.bench.report.busbw",
-    "paceline.cli.bench.app",
-    "paceline.bench.collect",
-    "paceline.bench.suites",
-    "paceline.bench.storage.io_ops",
-    "paceline.bench.storage.suite",
-    "paceline.bench.storage.advice",
-    "paceline.bench.to_cluster",
-    "paceline.bench.report.compute",
-    "paceline.bench.report.overlap",
-    "paceline.bench.report.storage",
-    "paceline.bench.report.input",
-    "paceline.bench.report.whole",
-    "paceline.cli.bench.single",
-    "paceline.cli.bench.all",
-    "paceline.cli.probe",
-    "paceline.cli.bench.collectives",
-    "paceline.cli.internal.rank",
-    "paceline.cli.launching",
-)
 EXPORTED = {"Error", "Layout", "Plan", "RunFolder", "Spec", "Task", "World", "train"}
+SOURCE = Path(paceline.__file__).parent
 WITHOUT = """
-import importlib, sys
+import importlib, sys, traceback
 sys.modules["torch"] = None
-if sys.argv[1].endswith("__main__"):
-    sys.argv = ["paceline", "--version"]
-    import runpy
+for name in sys.argv[1:]:
     try:
-        runpy.run_module("paceline", run_name="__main__")
-    except SystemExit as over:
-        assert not over.code
-else:
-    importlib.import_module(sys.argv[1])
+        importlib.import_module(name)
+    except ImportError:
+        print(name, traceback.format_exc().splitlines()[-1])
 """
 
 
-@pytest.mark.parametrize("module", WITHOUT_TORCH)
-def test_no_torch_is_needed_for(module):
-    result = subprocess.run([sys.executable, "-c", WITHOUT, module], capture_output=True, text=True, env=environment(), timeout=120)
-    assert result.returncode == 0, result.stderr
+def test_what_the_tree_marks_is_imported_without_torch():
+    marked = re.findall(r"^  (\S+)\.py +·", (SOURCE.parents[1] / "docs/tree.md").read_text(), re.M)
+    names = [f"paceline.{file.replace('/', '.')}".removesuffix(".__init__") for file in marked if file != "__main__"]
+    assert len(names) > 100
+    result = subprocess.run([sys.executable, "-c", WITHOUT, *names], capture_output=True, text=True, env=environment(), timeout=120)
+    assert (result.stdout, result.stderr, result.returncode) == ("", "", 0)
+    result = subprocess.run([sys.executable, "-c", WITHOUT, "paceline.training.loop"], capture_output=True, text=True, env=environment())
+    assert result.stdout.startswith("paceline.training.loop ")
+
+
+def test_no_class_name_occurs_twice():
+    found = [
+        (node.name, str(path.relative_to(SOURCE)))
+        for path in SOURCE.rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.ClassDef)
+    ]
+    names = Counter(name for name, _ in found)
+    assert [where for where in found if names[where[0]] > 1] == []
+
+
+def test_a_wrong_import_breaks_the_layers(tmp_path):
+    """As `make lint` finds it, in a copy of the package."""
+    shutil.copytree(SOURCE, tmp_path / "paceline")
+    shutil.copy(SOURCE.parents[1] / "pyproject.toml", tmp_path)
+    assert "0 broken" in layers(tmp_path)
+    with (tmp_path / "paceline/units.py").open("a") as file:
+        file.write("\n\ndef planted():\n    from paceline.plan.plan import Plan\n    import torch\n    return Plan, torch\n")
+    said = layers(tmp_path)
+    assert "paceline.units -> paceline.plan.plan" in said
+    assert "layers BROKEN" in said
+    assert "planning, reporting and diagnosing do not import torch BROKEN" in said
+
+
+def layers(at: Path) -> str:
+    code = "import sys; sys.path.insert(0, '.'); from importlinter.cli import lint_imports_command; lint_imports_command()"
+    return subprocess.run([sys.executable, "-c", code], cwd=at, capture_output=True, text=True, env=environment(), timeout=120).stdout
 
 
 def test_the_exported_names():

@@ -20,7 +20,7 @@ from paceline.spec import Optimizer, Save, Schedule
 from paceline.tasks.digits import Digits
 from paceline.training.checkpoint.save import load_whole
 from paceline.training.init.deferred_init import named_tensors
-from paceline.training.parameter_server.partition import Piece, deal
+from paceline.training.parameter_server.partition import ParameterSlice, deal
 
 ADAMW = Optimizer(name="adamw", lr=1e-2, weight_decay=0.1)
 SGD = Optimizer(name="sgd", lr=0.05, momentum=0.9)
@@ -153,7 +153,9 @@ def test_pieces_are_dealt_by_bytes() -> None:
     assert max(load) <= 1.1 * sum(load) / 3
     rows = sorted(piece for pieces in dealt for piece in pieces if piece.name == "large")
     assert [rows[0].begin, *(piece.end for piece in rows)] == [0, *(piece.begin for piece in rows[1:]), 90]
-    assert deal(params, 1, by_row=True) == [[Piece("large", 0, 90), Piece("one", 0, 10), Piece("two", 0, 99), Piece("scalar", 0, 1)]]
+    assert deal(params, 1, by_row=True) == [
+        [ParameterSlice("large", 0, 90), ParameterSlice("one", 0, 10), ParameterSlice("two", 0, 99), ParameterSlice("scalar", 0, 1)]
+    ]
     assert sorted(len(pieces) for pieces in deal(params, 2, by_row=False)) == [1, 3]
     with pytest.raises(PlanError, match="servers=5, but the weights are only 4 pieces; use servers=4 or fewer"):
         deal(params, 5, by_row=False)

@@ -18,7 +18,7 @@ import models
 from faults import replaced
 from harness import Trained, difference, differences, ranks, trained, training
 from paceline import Spec, Task
-from paceline.data.loader import Numbers, Part
+from paceline.data.loader import Numbers, RankBatchSlice
 from paceline.distributed.world import world
 from paceline.errors import Error, PlanError, TaskError
 from paceline.parallel.forward import call
@@ -26,7 +26,7 @@ from paceline.plan.plan import parse
 from paceline.spec import Optimizer, Schedule
 from paceline.training import step
 from paceline.training.optimizer import Norm, combined, local_gradients, local_optimizer, scale_
-from paceline.training.setup import lay_out
+from paceline.training.setup import build_training
 
 TASKS: list[type[Task]] = [
     models.Points,
@@ -188,7 +188,7 @@ class Held:
 
 def held(plan: str) -> Held:
     task, me = models.Text(), world()
-    laid = lay_out(wanted("adamw-step", "fp32"), parse(plan).on(me.size), me, task, torch.device("cpu"))
+    laid = build_training(wanted("adamw-step", "fp32"), parse(plan).on(me.size), me, task, torch.device("cpu"))
     batch = default_collate([task.dataset("train")[i] for i in range(8)])  # type: ignore[index]
     laid.update([batch], 0, 1.0)
     state = local_optimizer(laid.update.optimizer).state.values()
@@ -240,20 +240,20 @@ def scaled_by_ranks() -> Any:
     """The gradient is summed over the ranks where it should be averaged."""
 
     def by(original: Any) -> Any:
-        def update(self: step.Step, lr_factor: float) -> Any:
+        def update(self: step.TrainingStep, lr_factor: float) -> Any:
             scale_(self.params, self.data_ranks)
             return original(self, lr_factor)
 
         return update
 
-    return replaced(step.Step, "update", by)
+    return replaced(step.TrainingStep, "update", by)
 
 
 def sample_skipped() -> Any:
     """The last rank takes one sample that is not its own, once."""
 
     def by(original: Any) -> Any:
-        def numbers(self: Part, step: int) -> Numbers:
+        def numbers(self: RankBatchSlice, step: int) -> Numbers:
             found = original(self, step)
             if step == 2 and self.rank == self.ranks - 1:
                 found[-1, -1] += 1
@@ -261,7 +261,7 @@ def sample_skipped() -> Any:
 
         return numbers
 
-    return replaced(Part, "numbers", by)
+    return replaced(RankBatchSlice, "numbers", by)
 
 
 def mean_of_means() -> Any:
@@ -284,7 +284,7 @@ def zero_for_none() -> Any:
     """A parameter without a gradient is given one of zeros."""
 
     def by(original: Any) -> Any:
-        def update(self: step.Step, lr_factor: float) -> Any:
+        def update(self: step.TrainingStep, lr_factor: float) -> Any:
             for parameter in self.params:
                 if parameter.grad is None:
                     parameter.grad = torch.zeros_like(parameter)
@@ -292,7 +292,7 @@ def zero_for_none() -> Any:
 
         return update
 
-    return replaced(step.Step, "update", by)
+    return replaced(step.TrainingStep, "update", by)
 
 
 def clipped_by_shard() -> Any:

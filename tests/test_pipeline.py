@@ -18,9 +18,9 @@ from paceline.errors import PlanError
 from paceline.parallel.module_hooks import parts_of
 from paceline.parallel.pipeline.runner import Pipeline
 from paceline.parallel.pipeline.split_backward import WeightGradients
-from paceline.parallel.pipeline.stage import Division, Stage, divide, ranks_of
-from paceline.parallel.pipeline.tied_weights import Tied
-from paceline.parallel.pipeline.tracer import Like, Model
+from paceline.parallel.pipeline.stage import Stage, StagePartition, divide, ranks_of
+from paceline.parallel.pipeline.tied_weights import TiedWeightSync
+from paceline.parallel.pipeline.tracer import StandInModel, TensorMeta
 from paceline.plan.plan import parse
 from paceline.run import RunFolder
 from paceline.spec import Optimizer
@@ -183,10 +183,10 @@ def test_resume_under_another_plan(first: str, second: str, tmp_path: Path) -> N
 # What a model is cut into
 
 
-def division_of(task: Task, plan: str, size: int) -> tuple[torch.nn.Module, Division]:
+def division_of(task: Task, plan: str, size: int) -> tuple[torch.nn.Module, StagePartition]:
     laid_out = parse(plan).on(size)
     model = build(SPEC, task).model
-    recording = Model(model, task.layout(), CPU).record(task, example(SPEC, task, laid_out), "fp64", training=True)
+    recording = StandInModel(model, task.layout(), CPU).record(task, example(SPEC, task, laid_out), "fp64", training=True)
     return model, divide(laid_out, model, parts_of(model, task.layout()), recording)
 
 
@@ -212,8 +212,8 @@ def test_where_stages_lie() -> None:
 
 
 def test_placeholders_are_loud() -> None:
-    assert Like((2, 3), torch.float32).nothing(CPU).isnan().all()
-    assert Like((2, 3), torch.float32).nothing(CPU).untyped_storage().nbytes() == 4
+    assert TensorMeta((2, 3), torch.float32).nothing(CPU).isnan().all()
+    assert TensorMeta((2, 3), torch.float32).nothing(CPU).untyped_storage().nbytes() == 4
 
 
 @pytest.mark.parametrize(
@@ -259,7 +259,7 @@ def replaced(owner: Any, attribute: str, by: Any) -> Iterator[None]:
 
 
 def tied_apart() -> Any:
-    return replaced(Tied, "add_up", lambda self: None)
+    return replaced(TiedWeightSync, "add_up", lambda self: None)
 
 
 def norm_counted_twice() -> Any:

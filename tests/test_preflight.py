@@ -22,7 +22,7 @@ from paceline.distributed.world import World
 from paceline.launch.slurm.job_script import Job
 from paceline.launch.slurm.site import Site
 from paceline.preflight.checks import CHECKS
-from paceline.preflight.context import Flight
+from paceline.preflight.context import PreflightContext
 from paceline.preflight.finding import findings
 from paceline.preflight.resource_checks import needed, slurm_bytes
 from paceline.preflight.site_checks import is_queued_again, overridden
@@ -41,10 +41,10 @@ def here(tmp_path, monkeypatch):
     return tmp_path
 
 
-def asked(plan: str | None = None, ranks: int = 2, time: str | None = None, target: Path | None = None, **more: Any) -> Flight:
+def asked(plan: str | None = None, ranks: int = 2, time: str | None = None, target: Path | None = None, **more: Any) -> PreflightContext:
     launch = Launch(plan=plan, ranks=ranks, device="cpu", **{key: more.pop(key) for key in ("nodes", "run") if key in more})
     spec = Spec(**{"task": "models:Points", "batch": 12, "steps": 10} | more)
-    return Flight(spec, launch, time, None, str(target) if target is not None else None)
+    return PreflightContext(spec, launch, time, None, str(target) if target is not None else None)
 
 
 def looked(**words: Any) -> Found:
@@ -267,14 +267,14 @@ def test_memory_that_does_not_suffice(here):
 
 def test_more_ranks_than_devices(here):
     file.write(here / "gpus.json", cluster(8, of_a_node=4))
-    flight = Flight(Spec(task="models:Points", batch=16), Launch(nodes=2, ranks=16), None, None, "gpus.json")
+    flight = PreflightContext(Spec(task="models:Points", batch=16), Launch(nodes=2, ranks=16), None, None, "gpus.json")
     (said,) = (one for one in findings(flight, CHECKS) if one.check == "memory")
     assert (said.verdict, said.message.partition(";")[0]) == ("fails", "nodes × ranks are 2 × 8, nodes × devices of a100 2 × 4")
 
 
 def test_gpus_that_are_not_here():
     Path("site.toml").write_text('gres = "gpu:a100:4"\n')
-    flight = Flight(Spec(task="models:Points", batch=12), Launch(ranks=2), None, None, None)
+    flight = PreflightContext(Spec(task="models:Points", batch=12), Launch(ranks=2), None, None, None)
     said = {one.check: (one.verdict, one.message) for one in findings(flight, CHECKS)}
     assert said["memory"] == said["time"]
     assert said["memory"][0] == "warns"
@@ -361,7 +361,7 @@ def test_how_often_it_is_queued_again_and_how_long_it_saves(here):
 
 def test_auto_is_not_chosen_for_another_kind_of_device():
     Path("site.toml").write_text("gpus_per_node = 2\n")
-    flight = Flight(Spec(task="models:Points", batch=12), Launch(plan="auto"), None, None, None)
+    flight = PreflightContext(Spec(task="models:Points", batch=12), Launch(plan="auto"), None, None, None)
     (said,) = (one for one in findings(flight, CHECKS) if one.check == "plan")
     assert said.verdict == "fails"
     assert said.message.endswith("say what they are, as in --cluster a100-80g:4x1")

@@ -17,8 +17,8 @@ from paceline.cluster.backends import versions
 from paceline.cluster.directories import Mount, look, mount_of, usual
 from paceline.cluster.facts import Fact
 from paceline.cluster.local_cluster import cluster
-from paceline.cluster.machine import Cpu, Machine, Memory, Quota, Slurm
-from paceline.cluster.probe import Asked, probe
+from paceline.cluster.machine import Cpu, Machine, MemoryFacts, Quota, Slurm
+from paceline.cluster.probe import ParallelSources, probe
 from paceline.cluster.published import sheets
 from paceline.cluster.quota import of_directory, parse
 from paceline.cluster.run_tool import run
@@ -39,7 +39,7 @@ def machine(**parts) -> Machine:
         "host": "node1",
         "system": "Linux",
         "cpu": Cpu(architecture="x86_64", usable_cores=4),
-        "memory": Memory(total_bytes=64 * GiB, available_bytes=60 * GiB),
+        "memory": MemoryFacts(total_bytes=64 * GiB, available_bytes=60 * GiB),
     }
     return Machine(**(plain | parts))
 
@@ -423,7 +423,7 @@ def test_a_source_that_hangs_holds_up_nobody():
         raise OSError(5, "Input/output error")
 
     began = time.monotonic()
-    answers, reasons = Asked({"quick": lambda: 7, "slow": lambda: time.sleep(60), "broken": breaks}).within(0.3)
+    answers, reasons = ParallelSources({"quick": lambda: 7, "slow": lambda: time.sleep(60), "broken": breaks}).within(0.3)
     assert time.monotonic() - began < 30
     assert answers == {"quick": 7}
     assert reasons == {"slow": "no answer within 0.3 s", "broken": "Input/output error"}
@@ -459,7 +459,7 @@ def test_links_are_not_guessed():
 
 
 def test_the_cluster_of_a_node_without_gpus():
-    found = cluster(machine(memory=Memory(total_bytes=64 * GiB, available_bytes=GiB, limit_bytes=8 * GiB)))
+    found = cluster(machine(memory=MemoryFacts(total_bytes=64 * GiB, available_bytes=GiB, limit_bytes=8 * GiB)))
     assert (found.device.kind, found.devices_per_node, found.cores_per_node) == ("cpu", 1, 4)
     assert found.device.memory_bytes.value == found.host_memory_bytes.value == 8 * GiB
     assert found.device.peaks_flops == {}

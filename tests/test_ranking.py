@@ -8,13 +8,13 @@ import pytest
 
 from clusters import cluster
 from command import succeed
-from paceline.cluster.facts import Account, Cluster, Device, Fact, Link, Pace
-from paceline.plan.cost_model.cost import NOISE, Part
+from paceline.cluster.facts import CalibrationRecord, Cluster, Device, Fact, Link, Pace
+from paceline.plan.cost_model.cost import NOISE, CostPart
 from paceline.plan.cost_model.op_times import guessed
 from paceline.plan.model.library import model
 from paceline.plan.report.plan import without_order
-from paceline.plan.search.best_plans import Answer, answer
-from paceline.plan.search.ranking import Unranked, unranked
+from paceline.plan.search.best_plans import BestPlans, answer
+from paceline.plan.search.ranking import IndistinctPlans, unranked
 
 GPT = model("gpt2")
 CPU = Cluster(
@@ -32,17 +32,17 @@ MEASURED_CPU = CPU.model_copy(
 )
 
 
-def with_parts(found: Answer, *plans: dict[str, tuple[float, float]]) -> Answer:
+def with_parts(found: BestPlans, *plans: dict[str, tuple[float, float]]) -> BestPlans:
     """The first plans take these seconds, with these errors, by part."""
     costs = []
     for (plan, cost), parts in zip(found.plans, plans, strict=False):
-        time = replace(cost.time, parts=tuple(Part(name, *value) for name, value in parts.items()))
+        time = replace(cost.time, parts=tuple(CostPart(name, *value) for name, value in parts.items()))
         costs.append((plan, replace(cost, time=time)))
     return replace(found, plans=costs)
 
 
 @pytest.fixture(scope="module")
-def of_gpus() -> Answer:
+def of_gpus() -> BestPlans:
     return answer(GPT, cluster(16), 64)
 
 
@@ -67,7 +67,7 @@ def test_plans_without_an_order(steps, errors, count, of_gpus):
 
 
 def test_the_measurement_is_of_the_part_with_the_widest_bar(of_gpus):
-    def advice(found: Answer, part: str, target: str | None = None) -> Unranked:
+    def advice(found: BestPlans, part: str, target: str | None = None) -> IndistinctPlans:
         """Of two plans of which this part is known worst, though another one takes most of the step."""
         parts = {"other": (1.0, 0.01), part: (0.4, 0.9)}
         advised = unranked(with_parts(found, parts, parts), target)
@@ -111,7 +111,7 @@ def test_what_is_named_makes_the_bar_narrower():
         else:
             parts = tuple(part.name for part in found.plans[0][1].time.parts)
             ratios = {"compute": 1.0, "communication": 1.0, "optimizer": 1.0, "other": 1.0}
-            runs = [Account(run=str(run), plan=str(found.plans[0][0]), ranks=2, parts=parts, ratios=ratios) for run in range(3)]
+            runs = [CalibrationRecord(run=str(run), plan=str(found.plans[0][0]), ranks=2, parts=parts, ratios=ratios) for run in range(3)]
             where = where.model_copy(update={"accounts": tuple(runs)})
         assert answer(facts, where, 8, ranks=2).plans[0][1].time.error < 0.9 * error, close
     assert named[0] == "paceline plan my.py:Net"

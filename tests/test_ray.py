@@ -19,7 +19,7 @@ from paceline.distributed.world import world
 from paceline.errors import LaunchError
 from paceline.events import Ended, Failed, Started
 from paceline.launch import launchers
-from paceline.launch.ray.actor import Where, side_by_side
+from paceline.launch.ray.actor import ActorPlacement, side_by_side
 from paceline.launch.spawn import environments
 from paceline.run import RunFolder
 from paceline.spec import Launch
@@ -218,7 +218,7 @@ def test_a_node_that_is_lost(cluster: tuple[str, list[str]], tmp_path: Path, thr
 
 
 def test_ranks_of_a_node_are_neighbours_and_see_its_gpus() -> None:
-    given = [Where("a", ("2",)), Where("b", ("0",)), Where("a", ("0",)), Where("b", ("1",))]
+    given = [ActorPlacement("a", ("2",)), ActorPlacement("b", ("0",)), ActorPlacement("a", ("0",)), ActorPlacement("b", ("1",))]
     order = side_by_side(given, here="b")
     assert order == [(1, ["0", "1"]), (3, ["0", "1"]), (0, ["2", "0"]), (2, ["2", "0"])]
     told = environments([given[at].node for at, _ in order], "10.0.0.1", 1234, "digits", 2)

@@ -11,7 +11,7 @@ from harness import wrong
 from models import NormedImages, Points
 from paceline import Spec
 from paceline import spec as specs
-from paceline.data.loader import Part
+from paceline.data.loader import RankBatchSlice
 from paceline.errors import PlanError
 from paceline.events import Started, Step
 from paceline.plan.plan import parse, share
@@ -44,10 +44,10 @@ class _AsIfAlike:
     """A negative control: each rank takes its own share for that of all."""
 
     def __enter__(self):
-        self.share, Part.share = Part.share, property(lambda part: part.batch // part.micro // part.ranks)
+        self.share, RankBatchSlice.share = RankBatchSlice.share, property(lambda part: part.batch // part.micro // part.ranks)
 
     def __exit__(self, *error):
-        Part.share = self.share
+        RankBatchSlice.share = self.share
 
 
 def test_shares_that_are_taken_for_alike_are_seen():

@@ -196,7 +196,7 @@ def test_the_way_on_is_shown_when_it_was_stopped(tmp_path):
 
 def test_events_that_are_read_while_they_are_written(tmp_path):
     path = tmp_path / "events.jsonl"
-    writer = events.Writer(path)
+    writer = events.EventWriter(path)
     for event in (started(), *steps(1, 3)):
         writer.write(event)
         summarize(events.read(path))

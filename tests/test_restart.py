@@ -11,7 +11,7 @@ import pytest
 
 from command import TASK, Result, of_kind, paceline, write_task
 from paceline.doctor import heartbeat, rank_state
-from paceline.doctor.heartbeat_writer import Pulse
+from paceline.doctor.heartbeat_writer import HeartbeatWriter
 from paceline.events import Failed, Started
 from paceline.run import RunFolder
 
@@ -63,7 +63,7 @@ def test_a_process_is_known_by_its_id_and_birth(offset_s: float, tmp_path: Path,
     true = psutil.Process.create_time
     monkeypatch.setattr(psutil.Process, "create_time", lambda process: true(process) + offset_s)
     run = RunFolder(tmp_path)
-    with Pulse(run, 0, 1, 60.0, 60.0):
+    with HeartbeatWriter(run, 0, 1, 60.0, 60.0):
         while not (found := rank_state.beats(run)):
             time.sleep(0.01)
         [its] = found

@@ -20,7 +20,7 @@ from paceline.distributed.process_group import claim
 from paceline.errors import LaunchError
 from paceline.events import Started
 from paceline.training import rank_checks
-from paceline.training.rank_checks import Link, apart, check_software, ring, slow, uneven
+from paceline.training.rank_checks import NeighbourLink, apart, check_software, ring, slow, uneven
 
 SPEC = Spec(task="models:Points", steps=1, batch=6)
 HOSTS = ("n1", "n1", "n2", "n2", "n3")
@@ -153,9 +153,9 @@ def test_nobody_meets_two_at_once(count):
     assert all(sum(node in pair for _, pair in found) == 2 for node in {node for _, pair in found for node in pair})
 
 
-def links(count: int, **seconds: float) -> list[Link]:
+def links(count: int, **seconds: float) -> list[NeighbourLink]:
     """Of 0.01 s each, but for those between these nodes: n1_n2."""
-    return [Link(pair, seconds.get("_".join(pair), 0.01)) for _, pair in ring([f"n{at}" for at in range(count)])]
+    return [NeighbourLink(pair, seconds.get("_".join(pair), 0.01)) for _, pair in ring([f"n{at}" for at in range(count)])]
 
 
 @pytest.mark.parametrize(

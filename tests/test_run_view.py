@@ -15,7 +15,7 @@ from paceline import spec as specs
 from paceline.doctor import heartbeat
 from paceline.doctor.rank_state import beats, unreadable
 from paceline.errors import RunError
-from paceline.events import Accounted, Ended, Evaluated, Event, Failed, Reader, Saved, Skipped, Stalled, Started, Step, dumps
+from paceline.events import Accounted, Ended, Evaluated, Event, EventReader, Failed, Saved, Skipped, Stalled, Started, Step, dumps
 from paceline.launch.failure_cause import last_words
 from paceline.report import history as report_history
 from paceline.report.run_view import RunView, glance, view
@@ -297,7 +297,7 @@ def test_from_the_end_as_from_the_beginning(seed, tmp_path, monkeypatch):
         lines.insert(draw.randint(0, len(lines)), one)
     path = tmp_path / "e"
     path.write_bytes(b"\n".join(lines) + b"\n" + dumps(saved(99)).encode()[: draw.choice([0, 50])])
-    reader = Reader(path)
+    reader = EventReader(path)
     assert [*reader.new()] == happened
     assert reader.skipped == Skipped(damaged=3)
     assert events.end(path) == sum(map(len, lines)) + len(lines)
@@ -420,7 +420,7 @@ def test_the_launcher_reads_a_long_run_in_bounded_memory(long_run, small_limits)
     tracemalloc.start()
     try:
         assert last_words(run, 0) == ({}, 36_000)
-        assert [*Reader(run.events).new(Failed, Stalled)] == [happened[-1]]
+        assert [*EventReader(run.events).new(Failed, Stalled)] == [happened[-1]]
         assert events.last(run.events, Started)[0].step == 24_000
         assert tracemalloc.get_traced_memory()[1] < 3e6
     finally:
@@ -497,7 +497,7 @@ def test_a_damaged_heartbeat_is_skipped_and_named(content, tmp_path):
     assert (one.rank, one.step, one.phase) == (1, 3, "data")
     assert unreadable(run) == [run.alive(0)]
     run.said(1).write_bytes(content)
-    assert heartbeat.read(run.said(1), heartbeat.Answer) is None
+    assert heartbeat.read(run.said(1), heartbeat.StackAnswer) is None
 
 
 def test_doctor_names_damaged_heartbeats(tmp_path, monkeypatch, capsys):

@@ -47,7 +47,7 @@ from paceline.distributed.process_group import meet, process_group
 from paceline.distributed.store import open_store
 from paceline.distributed.world import World
 from paceline.doctor import heartbeat
-from paceline.doctor.heartbeat import Beat
+from paceline.doctor.heartbeat import Heartbeat
 from paceline.doctor.heartbeat_writer import SIGNAL
 from paceline.doctor.rank_state import _signalled
 from paceline.errors import CheckpointError, Error, LaunchError, RunError, SpecError
@@ -850,7 +850,7 @@ def test_a_heartbeat_of_somebody_else(run, change):
     whole |= {"longest_s": 0.0, "phase": "data", "since": 1.0, "patience_s": None, "spent_s": {}}
     (run / "ranks").mkdir(exist_ok=True)
     (run / "ranks/0.alive").write_text(json.dumps(whole | change))
-    found = heartbeat.read(run / "ranks/0.alive", Beat)
+    found = heartbeat.read(run / "ranks/0.alive", Heartbeat)
     if change.keys() <= {"host"} and change != {"host": 5}:
         assert found is not None
         assert controls(found.host) == set()

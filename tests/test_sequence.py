@@ -193,7 +193,7 @@ def without_sums(task: Task, plan: str) -> Trained:
 
 def with_own_gradients(task: Task, plan: str) -> Trained:
     """What enters split layers is gathered, and the gradient is that of one rank."""
-    with replaced(sequence_comm.Pieces, "reduce_scatter", lambda original: sequence_comm.Pieces.own):
+    with replaced(sequence_comm.SequenceCollectives, "reduce_scatter", lambda original: sequence_comm.SequenceCollectives.own):
         return training(task, SPEC, plan)
 
 
@@ -223,7 +223,7 @@ def pieces(length: int, dim: int) -> bool:
         assert given.grad is not None
         same.append(torch.allclose(found, expected) and torch.allclose(given.grad, expected_grad))
 
-    cut = sequence_comm.Pieces(group, dim)
+    cut = sequence_comm.SequenceCollectives(group, dim)
     check(cut.cut, drawn[0], drawn[0][at], grads[0][at], grads[0])
     check(cut.gather, drawn[0][at], drawn[0], grads[0], grads[0][at])
     check(cut.enter, drawn[0][at], drawn[0], grads[rank], grads.sum(0)[at])

@@ -12,7 +12,7 @@ from paceline import Spec, Task
 from paceline.errors import PlanError, TaskError
 from paceline.plan.plan import parse
 from paceline.spec import Optimizer
-from paceline.training.setup import build, study
+from paceline.training.setup import analyze_model, build
 
 CPU = torch.device("cpu")
 
@@ -63,7 +63,7 @@ def test_the_same_as_dense(size: int, plan: str) -> None:
 
 def refusals(plan: str) -> str:
     with pytest.raises(PlanError) as caught:
-        study(sgd(), parse(plan).on(2), Words(), CPU)
+        analyze_model(sgd(), parse(plan).on(2), Words(), CPU)
     return str(caught.value)
 
 

@@ -15,7 +15,7 @@ from paceline.plan.cost_model.cost import FACILITY, USED_POWER, bill, lacks, tra
 from paceline.plan.cost_model.framework_profiles import MEGATRON, PACELINE
 from paceline.plan.cost_model.predict import predict, with_extra
 from paceline.plan.cost_model.rates import speeds
-from paceline.plan.cost_model.schedules import Stage, rate
+from paceline.plan.cost_model.schedules import StageTimes, rate
 from paceline.plan.cost_model.step_time import group, time
 from paceline.plan.cost_model.work_split import Split, split
 from paceline.plan.model.library import model, transformer
@@ -38,7 +38,7 @@ BUBBLES = [
 
 @pytest.mark.parametrize(("schedule", "p", "m", "v", "ms", "idle"), BUBBLES)
 def test_bubbles_of_the_zero_bubble_paper(schedule, p, m, v, ms, idle):
-    assert rate(schedule, p, m, v, Stage(*ms[:3]), ms[3]) == pytest.approx(idle, abs=0.0005 if schedule != "zb-2p" else 0.006)
+    assert rate(schedule, p, m, v, StageTimes(*ms[:3]), ms[3]) == pytest.approx(idle, abs=0.0005 if schedule != "zb-2p" else 0.006)
 
 
 @pytest.mark.parametrize(("schedule", "stages"), [("gpipe", 1), ("1f1b", 1), ("interleaved", 2), ("zero-bubble", 2), ("zbv", 2)])
@@ -46,7 +46,7 @@ def test_textbook_bubbles(schedule, stages):
     p, m = 4, 16
     third = {"zero-bubble": 3, "zbv": 3}.get(schedule, 1)
     idle = (p - 1) / (m * stages * third)
-    assert rate(schedule, p, m, stages, Stage(1, 1, 1), 0.0) == pytest.approx(idle / (1 + idle))
+    assert rate(schedule, p, m, stages, StageTimes(1, 1, 1), 0.0) == pytest.approx(idle / (1 + idle))
 
 
 def test_an_all_reduce_is_a_scatter_and_a_gather_and_takes_twice_as_long():

@@ -111,10 +111,10 @@ def test_what_is_not_alike(monkeypatch: pytest.MonkeyPatch, third: str) -> None:
 def test_no_cut_between_layers_that_are_split_in_pairs() -> None:
     """The second of a pair takes what the first has made, in parts; whole values cross cuts."""
     task, plan = Digits(width=4), parse("tp=2,pp=3,micro=3").on(6)
-    study = setup.study(Spec(batch=48), plan, task, torch.device("cpu"))
+    study = setup.analyze_model(Spec(batch=48), plan, task, torch.device("cpu"))
     styles = study.splits.styles
     rows = [at for at, call in enumerate(study.recording.calls) if styles.get(call.part) == "row"]
     assert rows
     assert not set(rows) & set(study.recording.cuts)
-    alone = setup.study(Spec(batch=48), parse("pp=3,micro=3").on(3), task, torch.device("cpu"))
+    alone = setup.analyze_model(Spec(batch=48), parse("pp=3,micro=3").on(3), task, torch.device("cpu"))
     assert set(rows) & set(alone.recording.cuts)

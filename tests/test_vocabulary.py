@@ -18,7 +18,7 @@ from paceline.plan.plan import parse
 from paceline.run import RunFolder
 from paceline.spec import Optimizer
 from paceline.training.checkpoint import save as checkpoint
-from paceline.training.setup import study
+from paceline.training.setup import analyze_model
 from test_ledger import check
 
 SPEC = Spec(steps=3, batch=8, seed=3, precision="fp64", optimizer=Optimizer(lr=1e-2, weight_decay=0.1, clip=0.5))
@@ -72,7 +72,7 @@ def test_parts() -> None:
 )
 def test_the_training_is_that_of_one_process(size: int, plan: str, tied: bool) -> None:
     task = Odd(tied=tied)
-    styles = study(SPEC, parse(plan).on(size), task, torch.device("cpu")).splits.styles
+    styles = analyze_model(SPEC, parse(plan).on(size), task, torch.device("cpu")).splits.styles
     assert {name: style for name, style in styles.items() if name in ("0", "3")} == {"0": "vocabulary", "3": "head"}
     assert not wrong(size, plan, task, SPEC)
 
@@ -121,8 +121,8 @@ def test_resumed_under_other_plans(tmp_path: Path) -> None:
 def test_a_rank_that_would_have_nothing() -> None:
     """Nobody asked for the head to be split: then it is whole, and that is said. Else the sizes are."""
     plan = parse("tp=12").on(12)
-    found = study(SPEC.model_copy(update={"batch": 12}), plan, Odd(), torch.device("cpu")).splits
+    found = analyze_model(SPEC.model_copy(update={"batch": 12}), plan, Odd(), torch.device("cpu")).splits
     assert not {"0", "3"} & found.styles.keys()
     assert found.notes == ("tp: 0, 3 not split",)
     with pytest.raises(PlanError, match=r"tp=12 does not divide the 11 features of 3$"):
-        study(SPEC, plan, Odd(split="head"), torch.device("cpu"))
+        analyze_model(SPEC, plan, Odd(split="head"), torch.device("cpu"))

@@ -255,7 +255,7 @@ def _fields(kind: type[Event]) -> dict[str, tuple[Callable[[Any], Any], bool]]:
 _FIELDS = {name: _fields(kind) for name, kind in KINDS.items()}
 
 
-class Writer:
+class EventWriter:
     """Appends events to a file, each in one write. A disk that is full costs events, never the run: `lost` counts them."""
 
     def __init__(self, path: Path):
@@ -281,7 +281,7 @@ class Writer:
 
 
 def append(path: Path, event: Event) -> None:
-    with contextlib.closing(Writer(path)) as writer:
+    with contextlib.closing(EventWriter(path)) as writer:
         writer.write(event)
 
 
@@ -326,7 +326,7 @@ class Skipped:
         return f"skipped {' and '.join(filter(None, (damaged, unknown)))} in events.jsonl" if self else ""
 
 
-class Reader:
+class EventReader:
     """Reads a file of events piece by piece, each time what has been appended since the last time, in bounded memory.
 
     A last line that is still being written is left for the next time. Lines that cannot be used are counted in `skipped`. A file that has
@@ -464,7 +464,7 @@ def _is_all_steps(block: bytes) -> int:
 
 def read(path: Path, position: int = 0) -> Iterator[Event]:
     """Yield the events so far, from a position in bytes on, without those that cannot be read."""
-    return Reader(path, position).new()
+    return EventReader(path, position).new()
 
 
 def last(path: Path, *kinds: type[Event], until: Container[type[Event]] = (), begin: int = 0, before: int | None = None) -> list[Event]:
@@ -548,7 +548,7 @@ def tail(path: Path, skipped: Skipped, size: int = 2**16) -> tuple[int, list[Eve
 
 def follow(path: Path, done: Callable[[], bool], position: int = 0, poll_s: float = 0.1) -> Iterator[Event]:
     """Yield events as they come, from a position in bytes on. Ends once `done()` holds and all is read."""
-    reader = Reader(path, position)
+    reader = EventReader(path, position)
     while True:
         is_last = done()
         yield from reader.new()

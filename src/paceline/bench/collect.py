@@ -14,7 +14,7 @@ BUSY = 0.1  # share of a machine that other programs may take, unremarked
 
 
 @dataclass(frozen=True)
-class Gathered:
+class CollectedResult:
     result: Result
     interrupted: bool = False
 
@@ -26,12 +26,12 @@ def gather(
     source: Iterable[Row | str],
     watch: Callable[[Row], object] = lambda row: None,
     conclude: Callable[[Sequence[Row]], Sequence[Row]] = lambda rows: (),
-) -> Gathered:
+) -> CollectedResult:
     """`source`: rows, and as strings what was left out and why. `watch` sees each row when it is there; `conclude` makes the summary."""
     rows: list[dict[str, Any]] = []
     notes: list[str] = []
     interrupted = False
-    others = Others()
+    others = OtherPrograms()
     try:
         for found in source:
             if isinstance(found, str):
@@ -45,10 +45,10 @@ def gather(
     notes += others.remark()
     summary = tuple(dict(row) for row in conclude(rows))
     result = Result(kind=kind, keys=keys, settings=dict(settings), rows=tuple(rows), summary=summary, notes=tuple(notes))
-    return Gathered(result, interrupted)
+    return CollectedResult(result, interrupted)
 
 
-class Others:
+class OtherPrograms:
     """What other programs take of this machine, from now on."""
 
     def __init__(self) -> None:

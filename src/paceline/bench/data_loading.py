@@ -13,7 +13,7 @@ from paceline.bench.compute.step import ready, time_step
 from paceline.bench.result import Row
 from paceline.bench.timer import timing
 from paceline.cluster.limits import usable_cores
-from paceline.data.loader import Batch, Part, Samples, batches, check_batch, open_dataset, training_parts
+from paceline.data.loader import Batch, RankBatchSlice, Samples, batches, check_batch, open_dataset, training_parts
 from paceline.errors import Error
 from paceline.spec import Spec
 from paceline.task import Task
@@ -73,8 +73,8 @@ def _measured(
 ) -> dict[str, Any]:
     check_batch(spec.batch, training.count)
     workers, prefetch = way
-    parts = training_parts(Part(spec.batch, 1, 0, 1), training.count, spec.seed, 0, ENDLESS)
-    before = Memory()
+    parts = training_parts(RankBatchSlice(spec.batch, 1, 0, 1), training.count, spec.seed, 0, ENDLESS)
+    before = MemoryGrowth()
     began = time.perf_counter()
     with contextlib.closing(batches(training, parts, device, workers, prefetch)) as source:
         next(source)
@@ -113,7 +113,7 @@ def _synchronize(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-class Memory:
+class MemoryGrowth:
     """What this process and its workers have taken since; memory that several of them share is counted once."""
 
     def __init__(self) -> None:

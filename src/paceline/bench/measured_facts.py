@@ -15,7 +15,7 @@ from paceline.plan.plan import Plan
 from paceline.spec import Spec
 from paceline.task import Task
 from paceline.training.model_facts.describe import SAMPLES, describe, watched
-from paceline.training.model_facts.op_counter import Counting
+from paceline.training.model_facts.op_counter import OpCounter
 
 BUDGET_S = 5.0
 COMPUTED = ("products", "attention", "other operations", "computed again")  # parts of a step that scale with what was measured
@@ -30,7 +30,7 @@ def measure(spec: Spec, task: Task, cluster: Cluster, device: torch.device) -> M
         except TaskError:
             model = stepping.laid.model
             batch = example(spec.model_copy(update={"batch": SAMPLES}), task, Plan(dp=1, micro=1))
-            facts = watched(Counting(model, task, {}), task, batch, SAMPLES)
+            facts = watched(OpCounter(model, task, {}), task, batch, SAMPLES)
             model.zero_grad()
         took_s = time_step(stepping, BUDGET_S).median_s
     expected = predict(facts, Plan(dp=1), cluster, spec.batch, of_precision(spec.precision), ranks=1)

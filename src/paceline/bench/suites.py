@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from paceline.bench.collect import Gathered, Others, gather
+from paceline.bench.collect import CollectedResult, OtherPrograms, gather
 from paceline.bench.result import Row, machine
 
 if TYPE_CHECKING:
@@ -22,17 +22,17 @@ SIZES_BYTES = (2**10, 2**14, 2**18, 2**22, 2**25)
 START_S = 5.0  # of ranks
 
 
-def collectives(ranks: int, device: "torch.device", budget_s: float, watch: Watch) -> Gathered:
+def collectives(ranks: int, device: "torch.device", budget_s: float, watch: Watch) -> CollectedResult:
     """Those that trainings use, among ranks that are started here."""
-    from paceline.bench.collectives.request import Request
+    from paceline.bench.collectives.request import CollectiveRequest
     from paceline.bench.collectives.workers import measured, result
 
     each_s = max(0.02, (budget_s - START_S) / (2 * len(COLLECTED) * len(SIZES_BYTES)) / 1.5)  # warm-up and check included
     backend = "nccl" if device.type == "cuda" else "gloo"
-    request = Request(operations=COLLECTED, backends=(backend,), sizes_bytes=SIZES_BYTES, seconds=each_s)
+    request = CollectiveRequest(operations=COLLECTED, backends=(backend,), sizes_bytes=SIZES_BYTES, seconds=each_s)
     found: list[Row | str] = []
     interrupted = False
-    others = Others()
+    others = OtherPrograms()
     try:
         with contextlib.closing(measured(request, ranks)) as items:  # type: ignore[type-var]
             for item in items:
@@ -43,10 +43,10 @@ def collectives(ranks: int, device: "torch.device", budget_s: float, watch: Watc
         interrupted = True
         found.append("interrupted: this is what was measured until then")
     found += others.remark()
-    return Gathered(result(request, ranks, ranks, found), interrupted)
+    return CollectedResult(result(request, ranks, ranks, found), interrupted)
 
 
-def compute(device: "torch.device", budget_s: float, spec: "Spec | None", task: "Task | None", watch: Watch) -> Gathered:
+def compute(device: "torch.device", budget_s: float, spec: "Spec | None", task: "Task | None", watch: Watch) -> CollectedResult:
     """Products, memory and attention; and the step of a task, if there is one."""
     import torch
 
@@ -72,7 +72,7 @@ def compute(device: "torch.device", budget_s: float, spec: "Spec | None", task: 
     )
 
 
-def storage(directories: Sequence[Path], budget_s: float, writers: int, watch: Watch) -> Gathered:
+def storage(directories: Sequence[Path], budget_s: float, writers: int, watch: Watch) -> CollectedResult:
     """`directories` have passed `check`; so much time each."""
     from paceline.bench.storage import suite as storage
     from paceline.bench.storage.advice import advice
@@ -82,7 +82,7 @@ def storage(directories: Sequence[Path], budget_s: float, writers: int, watch: W
     return gather("storage", storage.KEYS, settings, rows, watch, advice)
 
 
-def overlap(device: "torch.device", ranks: int, budget_s: float, watch: Watch) -> Gathered:
+def overlap(device: "torch.device", ranks: int, budget_s: float, watch: Watch) -> CollectedResult:
     """Copies under computing, where there is a GPU, and a collective under computing."""
     from paceline.bench.compute import overlap
 
@@ -94,7 +94,7 @@ def overlap(device: "torch.device", ranks: int, budget_s: float, watch: Watch) -
     return gather("overlap", overlap.KEYS, settings, source(), watch)
 
 
-def host(ranks: int, budget_s: float, watch: Watch) -> Gathered:
+def host(ranks: int, budget_s: float, watch: Watch) -> CollectedResult:
     """What operations and engines take of a CPU, whatever they work on."""
 
     def source() -> Iterator[Row | str]:
@@ -108,7 +108,9 @@ def host(ranks: int, budget_s: float, watch: Watch) -> Gathered:
     return gather("host", keys, {"budget_s": budget_s, "ranks": ranks}, source(), watch)
 
 
-def read(spec: "Spec", task: "Task", device: "torch.device", budget_s: float, ways: Sequence[tuple[int, int]], watch: Watch) -> Gathered:
+def read(
+    spec: "Spec", task: "Task", device: "torch.device", budget_s: float, ways: Sequence[tuple[int, int]], watch: Watch
+) -> CollectedResult:
     """The input of a task: bench input."""
     from paceline.bench import data_loading
 

@@ -11,8 +11,8 @@ from paceline.units import several
 if TYPE_CHECKING:
     from paceline.cluster.facts import Cluster
     from paceline.events import Skipped
-    from paceline.plan.search.best_plans import Answer
-    from paceline.report.breakdown import Measured
+    from paceline.plan.search.best_plans import BestPlans
+    from paceline.report.breakdown import RunBreakdown
 
 Option = typer.Option
 
@@ -28,7 +28,7 @@ def account(
     """Show where the time and memory of a run went, part by part, beside what is predicted."""
     from paceline.cli.plan_options import check_outputs
     from paceline.errors import PlanError, SpecError
-    from paceline.report.account import Account, as_json, draw, heading, lines, tables
+    from paceline.report.account import PredictionReport, as_json, draw, heading, lines, tables
     from paceline.run import open_run
 
     check_outputs(json, plot)
@@ -36,7 +36,7 @@ def account(
         raise SpecError("--update compares with a prediction, and --measured makes none; leave one of them out")
     folder = open_run(run)
     seen, skipped = _measured(folder)
-    found = Account(seen, None, "asked not to (--measured)")
+    found = PredictionReport(seen, None, "asked not to (--measured)")
     said = ""
     if not measured:
         where = _cluster(folder, seen, cluster, update)
@@ -46,11 +46,11 @@ def account(
             answer = _predicted(folder, seen, others)
             guesses = answer.plans[0][1].time.guesses
             notes = (*answer.assumed, *(["extrapolated: " + "; ".join(guesses)] if guesses else []))
-            found = Account(seen, answer.plans[0][1], "", where.name or where.device.name, notes)
+            found = PredictionReport(seen, answer.plans[0][1], "", where.name or where.device.name, notes)
         except PlanError as error:
             if update:
                 raise
-            found = Account(seen, None, str(error))
+            found = PredictionReport(seen, None, str(error))
         if update:
             said = _update(folder, seen, where, cluster)
 
@@ -73,7 +73,7 @@ def account(
         console.print(line, soft_wrap=True, markup=False)
 
 
-def _measured(folder: RunFolder) -> "tuple[Measured, Skipped]":
+def _measured(folder: RunFolder) -> "tuple[RunBreakdown, Skipped]":
     """And the lines that could not be read. Raises RunError with the way out where there is no breakdown."""
     from paceline.errors import RunError
     from paceline.plan.cost_model.compare import MOST_STEPS
@@ -97,13 +97,13 @@ def _measured(folder: RunFolder) -> "tuple[Measured, Skipped]":
         raise RunError(f"{folder.path} cannot be accounted for: {error}; {way_out}{skipped}") from None
 
 
-def _name(seen: "Measured") -> str:
+def _name(seen: "RunBreakdown") -> str:
     from datetime import UTC, datetime
 
     return datetime.fromtimestamp(seen.first, UTC).isoformat()
 
 
-def _cluster(folder: RunFolder, seen: "Measured", said: str | None, update: bool) -> "Cluster":
+def _cluster(folder: RunFolder, seen: "RunBreakdown", said: str | None, update: bool) -> "Cluster":
     """Raises ClusterError for another device than the run had, or where there is no file to update."""
     import re
 
@@ -126,7 +126,7 @@ def _cluster(folder: RunFolder, seen: "Measured", said: str | None, update: bool
     return where
 
 
-def _predicted(folder: RunFolder, seen: "Measured", cluster: "Cluster") -> "Answer":
+def _predicted(folder: RunFolder, seen: "RunBreakdown", cluster: "Cluster") -> "BestPlans":
     """Raises PlanError for what cannot be predicted."""
     from paceline.errors import TaskError
     from paceline.plan.cost_model.framework_profiles import of_precision
@@ -143,10 +143,10 @@ def _predicted(folder: RunFolder, seen: "Measured", cluster: "Cluster") -> "Answ
     return answer(describe(spec, task), cluster, started.batch, started.plan, of_precision(spec.precision), started.ranks)
 
 
-def _update(folder: RunFolder, seen: "Measured", cluster: "Cluster", said: str | None) -> str:
+def _update(folder: RunFolder, seen: "RunBreakdown", cluster: "Cluster", said: str | None) -> str:
     """Ratios are to what the cluster's facts say without any account, so that they do not depend on the order of runs."""
     from paceline.cluster import file
-    from paceline.cluster.facts import Account, Fact
+    from paceline.cluster.facts import CalibrationRecord, Fact
     from paceline.cluster.local_cluster import file_of
     from paceline.plan.cost_model.compare import ratios
 
@@ -155,7 +155,7 @@ def _update(folder: RunFolder, seen: "Measured", cluster: "Cluster", said: str |
     _, cost = _predicted(folder, seen, cluster.model_copy(update={"accounts": ()})).plans[0]
     found = {part: Fact(value=ratio, source="measured") for part, ratio in ratios(seen.seconds, cost).items()}
     parts = tuple(part.name for part in cost.time.parts)
-    row = Account(run=_name(seen), plan=seen.started.plan, ranks=seen.started.ranks, parts=parts, ratios=found)
+    row = CalibrationRecord(run=_name(seen), plan=seen.started.plan, ranks=seen.started.ranks, parts=parts, ratios=found)
     after = cluster.updated(accounts=[row])
     file.write(path, after)
     count = len(after.accounts)

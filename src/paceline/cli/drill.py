@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from paceline.cli.request_options import Target
-from paceline.drill.faults import FAULTS, Moment, chosen, save_every, schedule
+from paceline.drill.faults import FAULTS, FaultMoment, chosen, save_every, schedule
 from paceline.errors import LaunchError, PlanError, RunError
 from paceline.run import default_path
 from paceline.spec import Launch, Spec
@@ -20,7 +20,7 @@ from paceline.units import several
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from paceline.drill.run import Drill, Outcome
+    from paceline.drill.run import Drill, FaultOutcome
 
 Option = typer.Option
 STEPS, RANKS = 24, 2
@@ -102,13 +102,13 @@ def _prepared(spec: Spec, launch: Launch, folder: Path) -> "Drill":
     return Drill(spec.model_copy(update={"task": tasks.resolve(spec.task)}), launch, plan.on(ranks), folder)
 
 
-def _held(one: "Drill", moments: list[Moment], task: str) -> tuple[dict[str, Any], int]:
+def _held(one: "Drill", moments: list[FaultMoment], task: str) -> tuple[dict[str, Any], int]:
     """Returns what goes into the JSON file, and the exit status."""
     from rich.console import Console
 
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # as Ctrl-C: what was started is ended
     console = Console(highlight=False, emoji=False)
-    outcomes: list[Outcome] = []
+    outcomes: list[FaultOutcome] = []
     what = f"{task}: plan {one.launch.plan} on {several(one.ranks, 'rank')}, {one.steps} steps of {one.spec.batch} samples"
     console.print(f"{what}, seed {one.spec.seed}", markup=False)
     with contextlib.ExitStack() as at_end:
@@ -132,7 +132,7 @@ def _held(one: "Drill", moments: list[Moment], task: str) -> tuple[dict[str, Any
     return found, int(failed)
 
 
-def _tell(console: "Console", outcomes: "list[Outcome]", faults: int) -> None:
+def _tell(console: "Console", outcomes: "list[FaultOutcome]", faults: int) -> None:
     """What was found so far, of so many faults."""
     from paceline.drill.text import closing, sentences, table
 

@@ -10,23 +10,23 @@ from paceline.spec import keys
 from paceline.task import Task
 
 
-class Key(NamedTuple):
+class RequestKey(NamedTuple):
     name: str  # as in --set NAME=VALUE
     type: str
     default: str
     meaning: str
 
 
-def of_task(kind: type[Task]) -> list[Key]:
+def of_task(kind: type[Task]) -> list[RequestKey]:
     return [
-        Key(field.name, field.type if isinstance(field.type, str) else type_name(field.type), _default(field), "")
+        RequestKey(field.name, field.type if isinstance(field.type, str) else type_name(field.type), _default(field), "")
         for field in dataclasses.fields(kind)
     ]
 
 
-def of_request() -> list[Key]:
+def of_request() -> list[RequestKey]:
     return [
-        Key(name, type_name(field.annotation), "none" if field.default is None else _shown(field.default), field.description or "")
+        RequestKey(name, type_name(field.annotation), "none" if field.default is None else _shown(field.default), field.description or "")
         for name, field in keys()
     ]
 
@@ -62,7 +62,7 @@ def lines(reference: str, kind: type[Task]) -> Iterator[str]:
     tables = {f"fields of {reference}, by --set NAME=VALUE:": of_task(kind), "keys of the request, by --set NAME=VALUE:": of_request()}
     for title, rows in tables.items():
         yield title
-        columns = [Key("name", "type", "default", "meaning"), *rows]
+        columns = [RequestKey("name", "type", "default", "meaning"), *rows]
         widths = [max(len(row[at]) for row in columns) for at in range(3)]
         for row in columns if rows else []:
             yield "  ".join(["", *(text.ljust(width) for text, width in zip(row, widths, strict=False)), row.meaning]).rstrip()

@@ -30,7 +30,7 @@ Json = Annotated[Path | None, Option(metavar="FILE", help="Write the figures the
 Plot = Annotated[Path | None, Option(metavar="FILE", help="Draw a picture: SVG or PNG.")]
 
 
-class Asked(NamedTuple):
+class PlanQuery(NamedTuple):
     """`recipe`: None is for the cluster to say."""
 
     facts: "ModelFacts"
@@ -46,7 +46,7 @@ def asked(
     precision: str | None,
     set: list[str] | None,
     measured_on: "Cluster | None" = None,
-) -> Asked:
+) -> PlanQuery:
     """The task or the known model that was said. `measured_on`: a task is run, and this is what is known of here. Raises SpecError."""
     check_above_zero(batch=batch, seq=seq)
     if (target is None) == (model is None):
@@ -56,7 +56,7 @@ def asked(
             raise SpecError("--seq is for --model; the samples of a task have their own length")
         from paceline.cli.plan_inputs import counted
 
-        return Asked(*counted(target, batch, precision, set or [], measured_on))
+        return PlanQuery(*counted(target, batch, precision, set or [], measured_on))
     if measured_on is not None:
         raise SpecError(f"--measure runs a task; of --model {model} only numbers are known")
     if set or precision:
@@ -68,7 +68,7 @@ def asked(
     samples = batch or facts.batch
     if samples is None:
         raise SpecError("how many samples a step? Say --batch NUMBER" + (f", or batch in {model}" if model.endswith(".toml") else ""))
-    return Asked(facts, None, samples)
+    return PlanQuery(facts, None, samples)
 
 
 def check_outputs(json: Path | None, plot: Path | None) -> None:

@@ -5,13 +5,13 @@ from typing import Annotated
 from typer import Exit, Option
 
 from paceline.cli.plan_options import Json
-from paceline.cli.request_options import Request, requesting
+from paceline.cli.request_options import TrainingRequest, requesting
 from paceline.cli.submit import SiteFile, Time
 
 
 @requesting
 def preflight(
-    request: Request,
+    request: TrainingRequest,
     time: Time = None,
     site: SiteFile = None,
     cluster: Annotated[
@@ -22,12 +22,12 @@ def preflight(
     """Look at a training before it is queued: site file and Slurm, task and data, the plan built, memory, room and time."""
     from paceline.cli.plan_options import check_outputs, show
     from paceline.preflight.checks import CHECKS
-    from paceline.preflight.context import Flight
+    from paceline.preflight.context import PreflightContext
     from paceline.preflight.finding import findings
     from paceline.preflight.text import as_json, table, verdict
 
     check_outputs(json, None)
-    found = list(findings(Flight(*request, time, site, cluster), CHECKS))
+    found = list(findings(PreflightContext(*request, time, site, cluster), CHECKS))
     if json is not None:
         from paceline.files import write_whole
 

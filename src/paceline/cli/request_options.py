@@ -14,7 +14,7 @@ from paceline.spec import Launch, Spec, shown
 Target = Annotated[str, Argument(help="A built-in task (digits, mnist, text), my.py:Class, package.module:Class, or a run.toml.")]
 
 
-class Request(NamedTuple):
+class TrainingRequest(NamedTuple):
     spec: Spec
     launch: Launch
 
@@ -72,7 +72,7 @@ def request(
     restarts: Annotated[int | None, Option(help="Start all ranks again so often after one died.")] = None,
     timeout: Annotated[float | None, Option(help="Seconds that a rank waits for another before all end. Default: 60.")] = None,
     run: Annotated[str | None, Option("--run-dir", help="New folder for the run. Default: runs/TASK-TIME.")] = None,
-) -> Request:
+) -> TrainingRequest:
     least, most = node_range(nodes)
     flags: dict[str, Any] = {
         "ranks": _in_all(ranks, most, ranks_per_node),
@@ -104,7 +104,7 @@ def request(
     }
     from paceline.cli.launching import read
 
-    return Request(*read(target, flags, set or []))
+    return TrainingRequest(*read(target, flags, set or []))
 
 
 def node_range(text: str | None) -> tuple[int | None, int | None]:

@@ -5,7 +5,7 @@ from typing import Annotated
 
 from typer import Option
 
-from paceline.cli.request_options import Request, requesting
+from paceline.cli.request_options import TrainingRequest, requesting
 
 Time = Annotated[str | None, Option(help="Until the job must end: 02:00:00. Default: the partition's.")]
 SiteFile = Annotated[Path | None, Option(help="What jobs must say at this centre. Default: site.toml here, if there is one.")]
@@ -13,7 +13,7 @@ SiteFile = Annotated[Path | None, Option(help="What jobs must say at this centre
 
 @requesting
 def submit(
-    request: Request,
+    request: TrainingRequest,
     time: Time = None,
     site: SiteFile = None,
     dry_run: Annotated[bool, Option("--dry-run", help="Print the job script, and leave it at that.")] = False,

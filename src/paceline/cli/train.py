@@ -5,7 +5,7 @@ from typing import Annotated
 
 from typer import Option
 
-from paceline.cli.request_options import Request, requesting
+from paceline.cli.request_options import TrainingRequest, requesting
 from paceline.distributed.world import World, world
 from paceline.errors import Error, LaunchError
 from paceline.spec import Launch, Spec
@@ -13,7 +13,7 @@ from paceline.spec import Launch, Spec
 
 @requesting
 def train(
-    request: Request,
+    request: TrainingRequest,
     keys: Annotated[bool, Option("--keys", help="List every NAME of --set with type, default and meaning, and leave it at that.")] = False,
 ) -> None:
     """Train a task. Under torchrun, mpirun or srun this process simply becomes a rank."""

@@ -8,7 +8,7 @@ from pathlib import Path
 import psutil
 
 from paceline.cluster.limits import memory_limit, usable_cores
-from paceline.cluster.machine import Cpu, Memory
+from paceline.cluster.machine import Cpu, MemoryFacts
 from paceline.cluster.run_tool import run
 
 # Flags of Linux -> how people call them. `sme` is another thing on each of the two: on x86 it encrypts memory.
@@ -32,10 +32,10 @@ def cpu() -> Cpu:
     return parse(f"{run('lscpu') or ''}\n{_cpuinfo()}", platform.machine(), usable_cores())
 
 
-def memory() -> Memory:
+def memory() -> MemoryFacts:
     found = psutil.virtual_memory()
     limit = memory_limit()
-    return Memory(
+    return MemoryFacts(
         total_bytes=found.total, available_bytes=found.available, limit_bytes=limit if limit is not None and limit < found.total else None
     )
 

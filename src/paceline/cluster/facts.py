@@ -141,7 +141,7 @@ class Disk(Value):
     checkpoint_Bps: Positive | None = None  # from all ranks at once
 
 
-class Account(Value):
+class CalibrationRecord(Value):
     """What a run showed of predictions made from these facts: measured seconds over predicted ones, by part of a step."""
 
     run: str  # when it was started: no run counts twice
@@ -169,7 +169,7 @@ class Cluster(Value):
     engines: tuple[Engine, ...] = ()
     overlaps: tuple[Overlap, ...] = ()
     disks: tuple[Disk, ...] = ()
-    accounts: tuple[Account, ...] = ()
+    accounts: tuple[CalibrationRecord, ...] = ()
     software: dict[str, str] = Field({})  # versions with which it was measured
 
     @property
@@ -187,7 +187,7 @@ class Cluster(Value):
         rates: Iterable[Rate] = (),
         overlaps: Iterable[Overlap] = (),
         disks: Iterable[Disk] = (),
-        accounts: Iterable[Account] = (),
+        accounts: Iterable[CalibrationRecord] = (),
         paces: Iterable[Pace] = (),
         engines: Iterable[Engine] = (),
     ) -> Self:

@@ -24,7 +24,7 @@ class Cpu(Value):
     virtual: str | None = None  # the hypervisor
 
 
-class Memory(Value):
+class MemoryFacts(Value):
     total_bytes: int
     available_bytes: int
     limit_bytes: int | None = None  # of the control group
@@ -60,7 +60,7 @@ class Interface(Value):
     ports: str | None = None  # of an RDMA device: the network interfaces on it
 
 
-class Backend(Value):
+class BackendFacts(Value):
     name: str
     available: bool
     version: str | None = None
@@ -72,8 +72,8 @@ class Torch(Value):
     version: str
     cuda: str | None = None
     rocm: str | None = None
-    backends: tuple[Backend, ...]
-    communication: tuple[Backend, ...]
+    backends: tuple[BackendFacts, ...]
+    communication: tuple[BackendFacts, ...]
 
 
 class Slurm(Value):
@@ -117,13 +117,13 @@ class Machine(Value):
     host: str
     system: str
     cpu: Cpu
-    memory: Memory
+    memory: MemoryFacts
     accelerators: tuple[Accelerator, ...] = ()
     visible: tuple[str, ...] | None = None  # accelerators that this process may use; None: all of them
     topology: Topology | None = None
     interfaces: tuple[Interface, ...] = ()
     torch: Torch | None = None
-    mpi: Backend | None = None
+    mpi: BackendFacts | None = None
     slurm: Slurm | None = None
     container: str | None = None
     modules: tuple[str, ...] = ()

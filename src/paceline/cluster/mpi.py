@@ -4,11 +4,11 @@ import re
 import shutil
 from importlib.metadata import PackageNotFoundError, version
 
-from paceline.cluster.machine import Backend
+from paceline.cluster.machine import BackendFacts
 from paceline.cluster.run_tool import run
 
 
-def mpi4py() -> Backend:
+def mpi4py() -> BackendFacts:
     """Importing it would start MPI, so only what is installed is looked at."""
     package = _installed()
     launcher = shutil.which("mpirun") or shutil.which("mpiexec")
@@ -17,7 +17,7 @@ def mpi4py() -> Backend:
         missing.append("install an MPI with mpirun (Debian: openmpi-bin) or load a module that has one")
     library = mpi_name(run(launcher, "--version")) if launcher else None
     found = " with ".join(word for word in (package, library) if word)
-    return Backend(name="mpi4py", available=not missing, version=found or None, note="; ".join(missing))
+    return BackendFacts(name="mpi4py", available=not missing, version=found or None, note="; ".join(missing))
 
 
 def mpi_name(text: str) -> str | None:

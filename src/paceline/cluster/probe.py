@@ -25,8 +25,8 @@ def probe(asked: Sequence[Path] = (), torch: subprocess.Popen[str] | None = None
 
     torch: from `backends.begin`, which a caller in a hurry starts before it imports this; None: PyTorch is not described.
     """
-    backends = Asked({"PyTorch": partial(_torch, torch)} if torch else {})
-    sources = Asked(
+    backends = ParallelSources({"PyTorch": partial(_torch, torch)} if torch else {})
+    sources = ParallelSources(
         {
             "the CPU": cpu.cpu,
             NVIDIA: gpus.nvidia,
@@ -63,7 +63,7 @@ def probe(asked: Sequence[Path] = (), torch: subprocess.Popen[str] | None = None
     )
 
 
-class Asked:
+class ParallelSources:
     """Sources that answer at the same time, in threads that nobody waits for at the end: a file system that is away never comes back."""
 
     def __init__(self, sources: Mapping[str, Callable[[], Any]]) -> None:
@@ -95,7 +95,7 @@ class Asked:
 
 def _look(places: Mapping[Path, tuple[str, ...]], quotas: list[Any]) -> tuple[Directory, ...]:
     among = directories.mounts()
-    asked = Asked({str(path): partial(directories.look, path, names, quotas, among) for path, names in places.items()})
+    asked = ParallelSources({str(path): partial(directories.look, path, names, quotas, among) for path, names in places.items()})
     found, mute = asked.within(LIMIT_S)
     return tuple(found.get(str(path)) or Directory(path=str(path), names=names, note=mute[str(path)]) for path, names in places.items())
 

@@ -31,7 +31,7 @@ class Chip:
 
 
 @dataclass(frozen=True)
-class Sheet:
+class PublishedRow:
     """A row of published.toml, where the units are told."""
 
     name: str
@@ -77,11 +77,13 @@ def _peaks(numbers: Mapping[Dtype, float], source: str) -> dict[Dtype, Fact]:
 
 
 @cache
-def sheets() -> Mapping[str, Sheet]:
+def sheets() -> Mapping[str, PublishedRow]:
     """Every published device, by the name it has in `a100-80g:8x128`."""
     tree = tomllib.loads((files("paceline.cluster") / "published.toml").read_text("utf-8"))
     chips = {name: Chip(**({"name": name, "sparse": {}} | chip)) for name, chip in tree["chips"].items()}
-    return {name: Sheet(**(row | {"chip": chips[row["chip"]], "driver": tuple(row["driver"])})) for name, row in tree["devices"].items()}
+    return {
+        name: PublishedRow(**(row | {"chip": chips[row["chip"]], "driver": tuple(row["driver"])})) for name, row in tree["devices"].items()
+    }
 
 
 def published_as(driver_name: str) -> str | None:

@@ -7,7 +7,7 @@ from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from paceline.cluster.machine import Backend, Directory, Interface, Machine, Quota
+from paceline.cluster.machine import BackendFacts, Directory, Interface, Machine, Quota
 from paceline.cluster.published import sheets
 from paceline.cluster.topology import among_gpus, best_nics
 from paceline.units import format_bytes, format_count, several
@@ -154,7 +154,7 @@ def _speed(Mbps: int | None) -> str:
     return "not known" if Mbps is None else f"{Mbps / 1000:g} Gbit/s" if Mbps >= 1000 else f"{Mbps} Mbit/s"
 
 
-def _backends(title: str, rows: Iterable[Backend]) -> Table:
+def _backends(title: str, rows: Iterable[BackendFacts]) -> Table:
     rows = list(rows)
     columns = {
         title: [row.name for row in rows],
@@ -165,7 +165,7 @@ def _backends(title: str, rows: Iterable[Backend]) -> Table:
     return _table(columns)
 
 
-def _flags(row: Backend) -> str:
+def _flags(row: BackendFacts) -> str:
     """Those that are on by their names, those that are off after `not`."""
     words = [
         name if value is True else f"not {name}" if value is False else f"{name} {value}"

@@ -77,7 +77,7 @@ def _mix(values: Numbers, key: int) -> Numbers:
 
 
 @dataclass(frozen=True)
-class Part:
+class RankBatchSlice:
     """What one rank has of the samples: micro-batch m of a step begins at step·batch + m·(batch / micro).
 
     The parts of the ranks differ by one sample at the most; all plans but uneven ones and a parameter server want them equal."""
@@ -101,7 +101,7 @@ class Part:
         return first + np.arange(self.micro)[:, None] * (self.batch // self.micro) + np.arange(self.share)[None, :]
 
 
-def training_parts(part: Part, samples: int, seed: int, first_step: int, steps: int) -> Iterator[tuple[list[int], list[int]]]:
+def training_parts(part: RankBatchSlice, samples: int, seed: int, first_step: int, steps: int) -> Iterator[tuple[list[int], list[int]]]:
     """(numbers, indices) of every micro-batch of this rank from `first_step` until `steps`."""
     at_once = max(1, CHUNK // (part.micro * part.share))
     for begin in range(first_step, steps, at_once):
@@ -119,7 +119,7 @@ def validation_parts(samples: int, batch: int, rank: int, ranks: int) -> Iterato
 
 
 @dataclass(frozen=True)
-class Broken:
+class FailedSample:
     """Instead of a batch: the sample that could not be read. (An exception would come out of a worker with another message.)"""
 
     message: str
@@ -144,7 +144,7 @@ class Samples:
         self._draws: bool | None = None  # whether samples draw; None: nothing was read yet
         self._reading: int | list[int] = []  # the index that is read, or those that are
 
-    def __getitem__(self, part: tuple[list[int], list[int]]) -> Batch | Broken:
+    def __getitem__(self, part: tuple[list[int], list[int]]) -> Batch | FailedSample:
         numbers, indices = part
         self._reading = indices
         try:
@@ -159,7 +159,7 @@ class Samples:
             at = self._reading
             what = f"sample {at} of {self.split!r}" if isinstance(at, int) else f"one of the samples {at} of {self.split!r}"
             hint = NOT_STACKED if isinstance(at, list) and not hasattr(self.dataset, "batch_of") else ""
-            return Broken(f"{what} raised {described(error)}{hint}", traceback.format_exc())
+            return FailedSample(f"{what} raised {described(error)}{hint}", traceback.format_exc())
         return cast_floats(batch, self.floats) if self.floats is not None else batch
 
     def _one_by_one(self, numbers: list[int], indices: list[int]) -> Batch:
@@ -261,7 +261,7 @@ def _as_it_is(batch: Batch) -> Batch:
     return batch
 
 
-def _checked(loader: Iterable[Batch | Broken]) -> Iterator[Batch]:
+def _checked(loader: Iterable[Batch | FailedSample]) -> Iterator[Batch]:
     found = iter(loader)
     reading = UserCode("reading samples", raises=DataError, hint="with --workers 0 each rank reads for itself")
     while True:
@@ -269,7 +269,7 @@ def _checked(loader: Iterable[Batch | Broken]) -> Iterator[Batch]:
             batch = next(found, DONE)
         if batch is DONE:
             return
-        if isinstance(batch, Broken):
+        if isinstance(batch, FailedSample):
             raise DataError(batch.message) from DataError(batch.details)
         yield batch
 

@@ -17,7 +17,7 @@ class _Started(popen_fork.Popen):
     """A lock that another thread holds at the fork stays locked in the child for ever. CPython before 3.11.8 has one that each thread
     of gloo takes as it lets go of a tensor (python/cpython#112275): a child that says nothing is ended, and forked again."""
 
-    def _launch(self, process: "_Reader") -> None:
+    def _launch(self, process: "_WorkerReader") -> None:
         for patience_s in PATIENCE_S:
             heard, process.said = os.pipe()
             try:
@@ -34,7 +34,7 @@ class _Started(popen_fork.Popen):
         raise DataError(f"a process that reads samples did not start, {len(PATIENCE_S)} times; with --workers 0 each rank reads for itself")
 
 
-class _Reader(ForkProcess):
+class _WorkerReader(ForkProcess):
     said: int
 
     @staticmethod
@@ -50,7 +50,7 @@ class _Reader(ForkProcess):
 class Forked(ForkContext):
     """What `multiprocessing.get_context("fork")` is, with processes that are known to have started."""
 
-    Process = _Reader
+    Process = _WorkerReader
 
 
 def survive_one_signal(reader: int) -> None:

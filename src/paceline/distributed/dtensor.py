@@ -4,7 +4,7 @@ from typing import Any
 
 from torch import Tensor
 
-from paceline.plan.plan import Place
+from paceline.plan.plan import MeshCoordinate
 
 
 def is_cut(tensor: Tensor) -> bool:
@@ -37,7 +37,7 @@ def storage_of(tensor: Tensor) -> int:
     return tensor.untyped_storage()._cdata
 
 
-def is_first_copy(tensor: Tensor, place: Place) -> bool:
+def is_first_copy(tensor: Tensor, place: MeshCoordinate) -> bool:
     """Whether this rank is the first of those that hold the same shard. `tensor` is cut, along one axis of its mesh at the least."""
     cut: Any = tensor
     coordinates = cut.device_mesh.get_coordinate() or ()

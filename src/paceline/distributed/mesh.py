@@ -36,7 +36,7 @@ def data_mesh(mesh: DeviceMesh) -> DeviceMesh:
     return mesh[axes] if axes != mesh.mesh_dim_names else mesh
 
 
-def let_go() -> None:
+def destroy_meshes() -> None:
     """At the end of a training: DTensor keeps meshes as keys of what it has worked out, and meshes keep their process groups, with
     three threads each that wake a hundred times a second, after these are destroyed (torch 2.13, gloo)."""
     while _made:

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from statistics import median
 
 from paceline.doctor import heartbeat
-from paceline.doctor.heartbeat import Beat, Collective, Frame
-from paceline.doctor.rank_state import Reader, Seen
+from paceline.doctor.heartbeat import Collective, Frame, Heartbeat
+from paceline.doctor.rank_state import RankState, ReaderProcess
 from paceline.units import format_seconds, several
 
 STILL_S = 3.0  # nothing of a healthy run is without a sign for so long,
@@ -31,20 +31,20 @@ class Diagnosis:
     at_fault: tuple[int, ...]  # ranks
     still_s: float  # since any rank showed a sign
     step: int
-    seen: tuple[Seen, ...]
+    seen: tuple[RankState, ...]
 
 
-def still_s(beats: Sequence[Beat | None], now: float) -> float:
+def still_s(beats: Sequence[Heartbeat | None], now: float) -> float:
     """For how long no rank has gone on to another phase."""
     return max(0.0, now - max((one.since for one in beats if one is not None), default=now))
 
 
-def patience_s(beats: Sequence[Beat | None]) -> float | None:
+def patience_s(beats: Sequence[Heartbeat | None]) -> float | None:
     """Of the rank that waits least for another one; None where none does."""
     return min((one.patience_s for one in beats if one is not None and one.patience_s is not None), default=None)
 
 
-def bound_s(beats: Sequence[Beat | None], soon: bool) -> float | None:
+def bound_s(beats: Sequence[Heartbeat | None], soon: bool) -> float | None:
     """From when on that is worth a word: half of what the ranks wait for one another, or `soon`, as somebody asks. None: never."""
     going = [one for one in beats if one is not None and one.phase != heartbeat.ENDED and one.patience_s is not None]
     if not going:
@@ -54,7 +54,7 @@ def bound_s(beats: Sequence[Beat | None], soon: bool) -> float | None:
     return least if soon and stepped else max(least, (patience_s(going) or 0.0) / 2)
 
 
-def diagnose(seen: Sequence[Seen], now: float, bound: float | None) -> Diagnosis:
+def diagnose(seen: Sequence[RankState], now: float, bound: float | None) -> Diagnosis:
     """bound: seconds without a sign from which on a run counts as stuck; None: none."""
     beats = [one.beat for one in seen]
     still = still_s(beats, now)
@@ -93,7 +93,7 @@ def place(stack: Sequence[Frame]) -> str | None:
     return None
 
 
-def waits(one: Seen, seen: Sequence[Seen]) -> Collective | str | None:
+def waits(one: RankState, seen: Sequence[RankState]) -> Collective | str | None:
     """What a rank waits in for another one; None where it is on its own."""
     if one.beat is None or one.state != "runs" or one.beat.phase == heartbeat.DATA:
         return None
@@ -109,24 +109,24 @@ def waits(one: Seen, seen: Sequence[Seen]) -> Collective | str | None:
     return None
 
 
-def _called(one: Seen) -> Collective | None:
+def _called(one: RankState) -> Collective | None:
     """The last collective that it is not done with."""
     if one.beat is None or one.beat.phase == heartbeat.DATA:
         return None
     return max((mine for mine in one.collectives if not mine.is_over), key=lambda mine: mine.called, default=None)
 
 
-def _behind(mine: Collective, seen: Sequence[Seen]) -> list[int]:
+def _behind(mine: Collective, seen: Sequence[RankState]) -> list[int]:
     """Members that have not called it, or do not say so."""
     numbers = {one.rank: _number(one, mine) for one in seen if one.answered}
     return [member for member in mine.members if numbers.get(member, -1) < mine.number]
 
 
-def _number(one: Seen, like: Collective) -> int:
+def _number(one: RankState, like: Collective) -> int:
     return next((its.number for its in one.collectives if (its.group, its.kind) == (like.group, like.kind)), 0)
 
 
-def _at_fault(seen: Sequence[Seen]) -> list[Seen]:
+def _at_fault(seen: Sequence[RankState]) -> list[RankState]:
     """Those that wait for nobody while others wait."""
     own = [one for one in seen if one.state == "runs" and waits(one, seen) is None]
     missing = [one for one in seen if one.state == "missing"]
@@ -139,7 +139,7 @@ def _at_fault(seen: Sequence[Seen]) -> list[Seen]:
     return busy if 0 < len(busy) < len(own) else own
 
 
-def _sentence(seen: Sequence[Seen], at_fault: Sequence[Seen], still: float, now: float) -> str:
+def _sentence(seen: Sequence[RankState], at_fault: Sequence[RankState], still: float, now: float) -> str:
     since = format_seconds(still)
     if not at_fault:
         return _nobody({one.rank: what for one in seen if (what := waits(one, seen) or _called(one)) is not None}, since)
@@ -177,7 +177,7 @@ def _named(what: Collective | str) -> str:
     return f"{what.operation} of {what.items:,} {TYPES.get(what.dtype, what.dtype)}"
 
 
-def _how_far(one: Seen, waiting: "dict[int, Collective | str]") -> str:
+def _how_far(one: RankState, waiting: "dict[int, Collective | str]") -> str:
     """By how many collectives it is behind those who wait."""
     if not one.answered:
         return ""
@@ -186,7 +186,7 @@ def _how_far(one: Seen, waiting: "dict[int, Collective | str]") -> str:
     return f" and {several(most, 'collective')} behind" if most > 0 else ""
 
 
-def _where(one: Seen, now: float) -> str:
+def _where(one: RankState, now: float) -> str:
     """What goes on behind the words "rank N"."""
     if one.beat is None:
         return "has not started"
@@ -210,12 +210,12 @@ def _where(one: Seen, now: float) -> str:
     return f"is in {here} {since}"
 
 
-def _is_busy(reader: Reader) -> bool:
+def _is_busy(reader: ReaderProcess) -> bool:
     here = place(reader.stack)
     return reader.state == "stopped" or (here is not None and "worker" not in here and "data/workers.py" not in here)
 
 
-def _way_out(at_fault: Sequence[Seen], beats: Sequence[Beat | None]) -> str:
+def _way_out(at_fault: Sequence[RankState], beats: Sequence[Heartbeat | None]) -> str:
     stopped = [one.beat.pid for one in at_fault if one.state == "stopped" and one.beat is not None]
     if stopped:
         return f"let it go on with: kill -CONT {' '.join(map(str, stopped))}"
@@ -225,7 +225,7 @@ def _way_out(at_fault: Sequence[Seen], beats: Sequence[Beat | None]) -> str:
     return f"the ranks wait for one another for {format_seconds(patience)} at most, then all end"
 
 
-def _slow(beats: Sequence[Beat | None]) -> list[str]:
+def _slow(beats: Sequence[Heartbeat | None]) -> list[str]:
     """Ranks that take longer than the others for what a rank does on its own, at least a tenth of a step."""
     found = []
     here = [one for one in beats if one is not None]

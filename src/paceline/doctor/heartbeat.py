@@ -34,7 +34,7 @@ MOST_RANKS = 2**20
 
 
 @dataclass(frozen=True, kw_only=True)
-class Beat:
+class Heartbeat:
     """ranks/N.alive: written about once a second."""
 
     rank: int
@@ -79,7 +79,7 @@ class Collective:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Answer:
+class StackAnswer:
     """ranks/N.said: written when asked."""
 
     asked: str
@@ -88,7 +88,7 @@ class Answer:
     collectives: Sequence[Collective]
 
 
-_ADAPTERS: dict[type, TypeAdapter[Any]] = {Beat: TypeAdapter(Beat), Answer: TypeAdapter(Answer)}
+_ADAPTERS: dict[type, TypeAdapter[Any]] = {Heartbeat: TypeAdapter(Heartbeat), StackAnswer: TypeAdapter(StackAnswer)}
 
 
 def birth(pid: int) -> float | None:
@@ -111,7 +111,7 @@ def age_s(pid: int) -> float | None:
     return time.clock_gettime(time.CLOCK_BOOTTIME) - began / os.sysconf("SC_CLK_TCK") if began is not None else None
 
 
-def write(path: Path, value: Beat | Answer) -> None:
+def write(path: Path, value: Heartbeat | StackAnswer) -> None:
     """In place, in one write: a rename a second and rank is more than file systems of large machines like."""
     data = json.dumps(asdict(value)).encode()
     file = os.open(path, os.O_WRONLY | os.O_CREAT, 0o666)
@@ -122,7 +122,7 @@ def write(path: Path, value: Beat | Answer) -> None:
         os.close(file)
 
 
-def read(path: Path, build: "type[Beat] | type[Answer]") -> Any:
+def read(path: Path, build: "type[Heartbeat] | type[StackAnswer]") -> Any:
     """None where it is not there, is damaged, or was caught while it is being written. Unknown fields are left out."""
     try:
         with open_regular(path) as file:
@@ -130,12 +130,12 @@ def read(path: Path, build: "type[Beat] | type[Answer]") -> Any:
             written = os.fstat(file.fileno()).st_mtime
     except (OSError, ValueError, RecursionError):
         return None
-    if isinstance(found, Answer):
+    if isinstance(found, StackAnswer):
         return found
     return _by_clock_of_files(found, written) if _is_possible(found) else None
 
 
-def _is_possible(one: Beat) -> bool:
+def _is_possible(one: Heartbeat) -> bool:
     """Whether a rank could have written it: what follows would take long, or fail, with ranks and processes that cannot be."""
     times = (one.began, one.time, one.stepped or 0.0, one.longest_s, one.since, one.patience_s or 0.0, *one.spent_s.values())
     return 0 <= one.rank < one.ranks <= MOST_RANKS and 0 < one.pid < 2**31 and all(abs(seconds) < LATEST for seconds in times)
@@ -150,7 +150,7 @@ def _shown(tree: Any) -> Any:
     return {key: _shown(one) for key, one in tree.items()} if isinstance(tree, dict) else tree
 
 
-def _by_clock_of_files(one: Beat, written: float) -> Beat:
+def _by_clock_of_files(one: Heartbeat, written: float) -> Heartbeat:
     """That is the same for all ranks, where the writer's own is another one."""
     ahead_s = one.time - written
     return moved(one, -ahead_s) if abs(ahead_s) > CLOCK_S else one
@@ -165,7 +165,7 @@ def ahead_s(folder: Path) -> float:
     return 0.0
 
 
-def moved(one: Beat, by_s: float) -> Beat:
+def moved(one: Heartbeat, by_s: float) -> Heartbeat:
     """All its times."""
     stepped = one.stepped + by_s if one.stepped is not None else None
     return replace(one, began=one.began + by_s, time=one.time + by_s, since=one.since + by_s, stepped=stepped)

@@ -15,7 +15,7 @@ from types import FrameType
 from typing import Any
 
 from paceline.doctor import heartbeat
-from paceline.doctor.heartbeat import DATA, ENDED, SAVE, START, Answer, Beat, Collective, Frame
+from paceline.doctor.heartbeat import DATA, ENDED, SAVE, START, Collective, Frame, Heartbeat, StackAnswer
 from paceline.run import RunFolder
 
 EVERY_S = 1.0
@@ -23,7 +23,7 @@ BEFORE_S = 0.1  # there is a run folder, which rank 0 may have to make
 SIGNAL = getattr(signal, "SIGRTMIN", signal.SIGUSR1) + 7  # nobody else's; makes a process write its stack, whatever it is at
 
 
-class Pulse:
+class HeartbeatWriter:
     """Call `enter` at each change of phase and `stepped` at the end of each step: they only note it. A thread writes it down."""
 
     def __init__(self, run: RunFolder | None, rank: int, ranks: int, patience_s: float, saving_s: float):
@@ -45,7 +45,7 @@ class Pulse:
         self._trains = threading.get_ident()
         self._thread: threading.Thread | None = None
 
-    def __enter__(self) -> "Pulse":
+    def __enter__(self) -> "HeartbeatWriter":
         if self.run is not None:
             self._thread = threading.Thread(target=self._beat, name="pulse", daemon=True)
             self._thread.start()
@@ -95,7 +95,7 @@ class Pulse:
                 if last:
                     return
 
-    def _now(self) -> Beat:
+    def _now(self) -> Heartbeat:
         step, before, spent = self._told
         if self.step > step:
             so_far = dict(self._spent_s)
@@ -103,7 +103,7 @@ class Pulse:
             self._told = self.step, so_far, spent
         phase, since, stepped = self._phase, self._since, self._stepped
         now, clock = time.time(), time.perf_counter()
-        return Beat(
+        return Heartbeat(
             rank=self.rank,
             ranks=self.ranks,
             host=platform.node(),
@@ -128,7 +128,7 @@ class Pulse:
             return
         if asked and asked != self._asked:
             stack = _frames(sys._current_frames().get(self._trains))
-            heartbeat.write(run.said(self.rank), Answer(asked=asked, time=time.time(), stack=stack, collectives=_collectives()))
+            heartbeat.write(run.said(self.rank), StackAnswer(asked=asked, time=time.time(), stack=stack, collectives=_collectives()))
             self._asked = asked
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import psutil
 
 from paceline.doctor import heartbeat as beat
-from paceline.doctor.heartbeat import Answer, Beat, Collective, Frame
+from paceline.doctor.heartbeat import Collective, Frame, Heartbeat, StackAnswer
 from paceline.doctor.heartbeat_writer import EVERY_S, SIGNAL
 from paceline.errors import RunError
 from paceline.files import has_open, write_whole
@@ -25,7 +25,7 @@ LINE = re.compile(r'^  File "(.*)", line (\d+) in (.*)$')
 
 
 @dataclass(frozen=True, kw_only=True)
-class Reader:
+class ReaderProcess:
     """A process that reads samples for a rank."""
 
     pid: int
@@ -34,21 +34,21 @@ class Reader:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Seen:
+class RankState:
     """What is known of one rank."""
 
     rank: int
-    beat: Beat | None
+    beat: Heartbeat | None
     state: str = "missing"  # not started yet; "runs", "stopped", "gone" (its process), "silent" (on another machine), "ended"
     stack: Sequence[Frame] = ()  # innermost last
     collectives: Sequence[Collective] = ()
-    readers: Sequence[Reader] = ()
+    readers: Sequence[ReaderProcess] = ()
     answered: bool = False
 
 
-def beats(run: RunFolder) -> list[Beat | None]:
+def beats(run: RunFolder) -> list[Heartbeat | None]:
     """That of each rank of the last start, by our clock; None for one that has not written any yet."""
-    found: list[Beat] = []
+    found: list[Heartbeat] = []
     ahead_s = beat.ahead_s(run.ranks)
     for path in _files(run):
         if (one := _read(path)) is not None:
@@ -65,10 +65,10 @@ def _files(run: RunFolder) -> list[Path]:
     return sorted(run.ranks.glob("*.alive")) if run.ranks.is_dir() else []
 
 
-def _read(path: Path) -> Beat | None:
+def _read(path: Path) -> Heartbeat | None:
     """Also one that is being written now."""
     for _ in range(3):
-        one: Beat | None = beat.read(path, Beat)
+        one: Heartbeat | None = beat.read(path, Heartbeat)
         if one is not None:
             return one
         time.sleep(0.01)
@@ -80,7 +80,7 @@ def unreadable(run: RunFolder) -> list[Path]:
     return [path for path in _files(run) if _read(path) is None]
 
 
-def state(one: Beat | None) -> str:
+def state(one: Heartbeat | None) -> str:
     """Of one on another machine only whether it has ended."""
     if one is None:
         return "missing"
@@ -94,7 +94,7 @@ def state(one: Beat | None) -> str:
     return "gone"
 
 
-def ask(run: RunFolder) -> list[Seen]:
+def ask(run: RunFolder) -> list[RankState]:
     """Takes some seconds at the most. No rank is disturbed but one that runs and does not answer: it gets a signal that it expects."""
     found = beats(run)
     states = list(map(state, found))
@@ -103,11 +103,11 @@ def ask(run: RunFolder) -> list[Seen]:
     if waiting:
         with contextlib.suppress(RunError):  # it may be the folder of somebody else, where we cannot write, or a link could lie
             write_whole(run.asked, asked)
-    answers: dict[int, Answer] = {}
+    answers: dict[int, StackAnswer] = {}
     began = time.monotonic()
     while waiting:
         for rank in list(waiting):
-            answer = beat.read(run.said(rank), Answer)
+            answer = beat.read(run.said(rank), StackAnswer)
             if answer is not None and answer.asked == asked:
                 answers[rank] = answer
                 waiting.remove(rank)
@@ -116,7 +116,7 @@ def ask(run: RunFolder) -> list[Seen]:
         time.sleep(0.05)
     seen = []
     for rank, (before, its) in enumerate(zip(found, states, strict=True)):
-        now: Beat | None = beat.read(run.alive(rank), Beat) if before is not None else None
+        now: Heartbeat | None = beat.read(run.alive(rank), Heartbeat) if before is not None else None
         one = beat.moved(now, beat.ahead_s(run.ranks)) if now is not None else before
         if one is not None and before is not None and _is_elsewhere(one) and its == "runs":
             its = "silent" if rank in waiting and one.time < before.time + EVERY_S / 10 else "runs"
@@ -125,24 +125,24 @@ def ask(run: RunFolder) -> list[Seen]:
     return seen
 
 
-def _is_elsewhere(one: Beat | None) -> bool:
+def _is_elsewhere(one: Heartbeat | None) -> bool:
     return one is not None and one.host != platform.node()
 
 
-def _by_our_clock(one: Beat) -> Beat:
+def _by_our_clock(one: Heartbeat) -> Heartbeat:
     """What was written just now, on a machine whose clock may be another."""
     return beat.moved(one, time.time() - one.time)
 
 
-def _seen(run: RunFolder, rank: int, one: Beat | None, its: str, answer: Answer | None) -> Seen:
+def _seen(run: RunFolder, rank: int, one: Heartbeat | None, its: str, answer: StackAnswer | None) -> RankState:
     here = one is not None and not _is_elsewhere(one)
     stack: Sequence[Frame] = answer.stack if answer is not None else ()
     if one is not None and here and its == "runs" and answer is None:  # something holds Python's lock
         stack = _signalled(run, rank, one.pid)
-    readers: list[Reader] = []
+    readers: list[ReaderProcess] = []
     if one is not None and here and its in ("runs", "stopped") and one.phase in (beat.DATA, beat.EVALUATE):
         readers = [_reader(run, rank, process) for process in _readers(one.pid)]
-    return Seen(
+    return RankState(
         rank=rank,
         beat=one,
         state=its,
@@ -169,11 +169,11 @@ def _readers(rank: int) -> list[psutil.Process]:
     return []
 
 
-def _reader(run: RunFolder, rank: int, process: psutil.Process) -> Reader:
+def _reader(run: RunFolder, rank: int, process: psutil.Process) -> ReaderProcess:
     with contextlib.suppress(psutil.Error):
         its = _state_of(process)
-        return Reader(pid=process.pid, state=its, stack=_signalled(run, rank, process.pid) if its == "runs" else ())
-    return Reader(pid=process.pid, state="gone")
+        return ReaderProcess(pid=process.pid, state=its, stack=_signalled(run, rank, process.pid) if its == "runs" else ())
+    return ReaderProcess(pid=process.pid, state="gone")
 
 
 def _signalled(run: RunFolder, rank: int, pid: int) -> Sequence[Frame]:

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 from paceline.doctor.diagnose import Diagnosis, place
 from paceline.doctor.heartbeat import Collective, Frame
-from paceline.doctor.rank_state import Seen
+from paceline.doctor.rank_state import RankState
 from paceline.units import format_seconds
 
 DEEPEST = 12  # lines of a stack
@@ -26,7 +26,7 @@ def details(found: Diagnosis) -> list[str]:
     return lines
 
 
-def _rank(one: Seen, now: float) -> list[str]:
+def _rank(one: RankState, now: float) -> list[str]:
     if one.beat is None:
         return [f"rank {one.rank}  {one.state}"]
     spent = ", ".join(f"{phase} {format_seconds(seconds)}" for phase, seconds in one.beat.spent_s.items() if seconds)

@@ -23,7 +23,7 @@ FILES = 100  # of ranks, at the most, that are read in a second
 GAVE_UP = re.compile("timed out", re.I)
 
 
-class Lookout:
+class HangWatchdog:
     """A thread for as long as the context lasts. `found`: why the present start did not go on, if it did not.
 
     failed: called every second from GRACE_S after the first rank failed until the ranks are started again, of which `begin` must be told.
@@ -41,7 +41,7 @@ class Lookout:
         self.run, self.failed, self.hung, self.tells = run, failed, hung, tells
         self.found: Diagnosis | None = None
         self._began = time.monotonic()  # our clock may be set
-        self._events = events.Reader(run.events, events.end(run.events))
+        self._events = events.EventReader(run.events, events.end(run.events))
         self._told_s: float | None = None  # when the ranks had last gone on, of a standstill that was told of
         self._every_s = EVERY_S
         self._failed_at: float | None = None  # when a failure was read, by the monotonic clock
@@ -51,7 +51,7 @@ class Lookout:
         self._lock = threading.Lock()  # ranks that start are never ended for those before them
         self._thread = threading.Thread(target=self._follow, name="lookout", daemon=True)
 
-    def __enter__(self) -> "Lookout":
+    def __enter__(self) -> "HangWatchdog":
         self._thread.start()
         return self
 
@@ -62,7 +62,7 @@ class Lookout:
     def begin(self) -> None:
         """Call when no rank of the last start is left, before the first rank of the next one: what was written so far is of the last."""
         with self._lock:
-            self._events = events.Reader(self.run.events, events.end(self.run.events))
+            self._events = events.EventReader(self.run.events, events.end(self.run.events))
             self._forget()
 
     def _forget(self) -> None:

@@ -51,7 +51,7 @@ BY_NAME = {fault.name: fault for fault in FAULTS}
 
 
 @dataclass(frozen=True, kw_only=True)
-class Moment:
+class FaultMoment:
     """When a fault hits, and whom."""
 
     fault: Fault
@@ -80,15 +80,15 @@ def save_every(steps: int) -> int:
     return min(3, (steps - 2) // 5)
 
 
-def schedule(faults: Iterable[Fault], seed: int, rounds: int, steps: int, ranks: int) -> list[Moment]:
+def schedule(faults: Iterable[Fault], seed: int, rounds: int, steps: int, ranks: int) -> list[FaultMoment]:
     """Each fault once a round. What hits when does not depend on which other faults there are."""
     return [_moment(fault, f"{seed} {at} {fault.name}", steps, ranks) for at in range(rounds) for fault in faults]
 
 
-def _moment(fault: Fault, seed: str, steps: int, ranks: int) -> Moment:
+def _moment(fault: Fault, seed: str, steps: int, ranks: int) -> FaultMoment:
     """With two checkpoints begun before it, and room for two after it. (Until two steps are done, ranks wait long for one another.)"""
     draws, every = random.Random(seed), save_every(steps)
-    return Moment(
+    return FaultMoment(
         fault=fault,
         step=draws.randint(2 * every + 1, steps - 2 * every - 1),
         share=draws.random(),

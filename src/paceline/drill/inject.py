@@ -10,8 +10,8 @@ import psutil
 from paceline.drill import clock
 from paceline.drill.connections import cut
 from paceline.drill.disk import SmallDisk
-from paceline.drill.faults import Moment, save_every
-from paceline.drill.training import STEP_S, Astray, Training
+from paceline.drill.faults import FaultMoment, save_every
+from paceline.drill.training import STEP_S, Training, UnexpectedCourse
 from paceline.units import several
 
 HOUR_S = 3600.0
@@ -20,16 +20,16 @@ BEATS_S = 1.5  # in which each rank has told its new time
 FLIPPED = 8  # bytes
 
 
-class Untried(Exception):
+class UntriedFault(Exception):
     """A fault that cannot be made here."""
 
 
 @dataclass
-class Scene:
+class FaultContext:
     """A training at its moment, and what its fault needs besides."""
 
     training: Training
-    moment: Moment
+    moment: FaultMoment
     steps: int
     timeout_s: float
     clock: Path | None = None  # folder of clock.settable
@@ -39,21 +39,21 @@ class Scene:
     def rank(self) -> psutil.Process:
         ranks = self.training.ranks()
         if self.moment.rank not in ranks:
-            raise Astray(f"rank {self.moment.rank} was gone before its fault; it said: {self.training.said()}")
+            raise UnexpectedCourse(f"rank {self.moment.rank} was gone before its fault; it said: {self.training.said()}")
         return ranks[self.moment.rank]
 
 
-def kill(scene: Scene) -> str:
+def kill(scene: FaultContext) -> str:
     scene.rank.kill()
     return "SIGKILL"
 
 
-def stop(scene: Scene) -> str:
+def stop(scene: FaultContext) -> str:
     scene.rank.suspend()
     return "SIGSTOP"
 
 
-def delay(scene: Scene) -> str:
+def delay(scene: FaultContext) -> str:
     rank, seconds = scene.rank, DELAY * scene.timeout_s
     rank.suspend()
     scene.training.until_late(seconds)
@@ -61,30 +61,30 @@ def delay(scene: Scene) -> str:
     return f"for {seconds:.1f} s"
 
 
-def cut_off(scene: Scene) -> str:
+def cut_off(scene: FaultContext) -> str:
     one = scene.rank
     others = [process for process in scene.training.ranks().values() if process != one]
     try:
         count = cut(one, others)
     except OSError as error:
-        raise Untried(f"the connections of another process cannot be shut down here: {error.strerror}") from error
+        raise UntriedFault(f"the connections of another process cannot be shut down here: {error.strerror}") from error
     if not count:
-        raise Untried("the ranks have no TCP connections to each other")
+        raise UntriedFault("the ranks have no TCP connections to each other")
     return several(count, "connection")
 
 
-def kill_launcher(scene: Scene) -> str:
+def kill_launcher(scene: FaultContext) -> str:
     scene.training.process.kill()
     return "SIGKILL"
 
 
-def preempt(scene: Scene) -> str:
+def preempt(scene: FaultContext) -> str:
     number = scene.moment.draws.choice([signal.SIGUSR1, signal.SIGTERM])
     scene.training.process.send_signal(number)
     return number.name
 
 
-def fill_disk(scene: Scene) -> str:
+def fill_disk(scene: FaultContext) -> str:
     """So many steps longer that two checkpoints are tried to be written."""
     assert scene.disk is not None
     scene.disk.fill()
@@ -94,7 +94,7 @@ def fill_disk(scene: Scene) -> str:
     return "full"
 
 
-def make_room(scene: Scene) -> None:
+def make_room(scene: FaultContext) -> None:
     """No checkpoint that counts as complete may be torn."""
     from paceline.training.checkpoint.save import read_index, verify
 
@@ -102,16 +102,16 @@ def make_room(scene: Scene) -> None:
     run = scene.training.run
     for path in map(run.checkpoint, run.checkpoints()):
         if torn := verify(path, read_index(path)):
-            raise Astray(f"{path} counts as complete, and is torn: {torn}")
+            raise UnexpectedCourse(f"{path} counts as complete, and is torn: {torn}")
     scene.disk.empty()
 
 
-def kill_all(scene: Scene) -> str:
+def kill_all(scene: FaultContext) -> str:
     scene.training.kill_all()
     return "SIGKILL to all"
 
 
-def flip_bits(scene: Scene) -> str:
+def flip_bits(scene: FaultContext) -> str:
     """Some bytes of one file of the last checkpoint."""
     draws, run = scene.moment.draws, scene.training.run
     last = run.checkpoint(run.checkpoints()[-1])
@@ -123,7 +123,7 @@ def flip_bits(scene: Scene) -> str:
     return f"{last.name}/{path.name}"
 
 
-def skew(scene: Scene) -> str:
+def skew(scene: FaultContext) -> str:
     """And let it go on for so long that whatever looks at a clock has looked."""
     seconds = CLOCK * scene.timeout_s
     scene.training.pace(seconds / (scene.steps - scene.moment.step - 1))
@@ -132,7 +132,7 @@ def skew(scene: Scene) -> str:
     return done
 
 
-def skew_and_stop(scene: Scene) -> str:
+def skew_and_stop(scene: FaultContext) -> str:
     scene.training.pace(2 * BEATS_S / (scene.steps - scene.moment.step - 1))
     done = _set_a_clock(scene)
     scene.training.until_late(BEATS_S)
@@ -140,7 +140,7 @@ def skew_and_stop(scene: Scene) -> str:
     return done
 
 
-def _set_a_clock(scene: Scene) -> str:
+def _set_a_clock(scene: FaultContext) -> str:
     assert scene.clock is not None
     draws = scene.moment.draws
     whose, by_s = draws.choice([*map(str, scene.training.ranks()), clock.ALL]), draws.choice([HOUR_S, -HOUR_S])
@@ -148,7 +148,7 @@ def _set_a_clock(scene: Scene) -> str:
     return f"{'+' if by_s > 0 else '−'}1 h, {'all' if whose == clock.ALL else f'rank {whose}'}"
 
 
-DISTURB: dict[str, Callable[[Scene], str]] = {  # what exactly was done, for people
+DISTURB: dict[str, Callable[[FaultContext], str]] = {  # what exactly was done, for people
     "kill": kill,
     "stop": stop,
     "delay": delay,
@@ -160,4 +160,4 @@ DISTURB: dict[str, Callable[[Scene], str]] = {  # what exactly was done, for peo
     "clock": skew,
     "clock-stop": skew_and_stop,
 }
-REPAIR: dict[str, Callable[[Scene], str | None]] = {"damage": flip_bits, "disk": make_room}
+REPAIR: dict[str, Callable[[FaultContext], str | None]] = {"damage": flip_bits, "disk": make_room}

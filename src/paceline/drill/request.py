@@ -14,10 +14,10 @@ SOURCE = '''"""The task of a drill."""
 
 from pathlib import Path
 
-from paceline.drill.sample_log_task import Notes, watched
+from paceline.drill.sample_log_task import SampleLog, watched
 from paceline.task import find_task
 
-{name} = watched(find_task({task!r}), Notes(Path({ledger!r}), Path({pace!r}), samples={samples}, micro={micro}))
+{name} = watched(find_task({task!r}), SampleLog(Path({ledger!r}), Path({pace!r}), samples={samples}, micro={micro}))
 '''
 
 

@@ -13,10 +13,10 @@ from paceline import events
 from paceline.drill import clock, request
 from paceline.drill.compare import losses_differ, weights_differ
 from paceline.drill.disk import SmallDisk
-from paceline.drill.faults import Moment
-from paceline.drill.inject import DISTURB, REPAIR, Scene, Untried
+from paceline.drill.faults import FaultMoment
+from paceline.drill.inject import DISTURB, REPAIR, FaultContext, UntriedFault
 from paceline.drill.sample_audit import Indices, audit, audit_alone, consumed
-from paceline.drill.training import SLOW_STEP_S, STEP_S, Astray, Training
+from paceline.drill.training import SLOW_STEP_S, STEP_S, Training, UnexpectedCourse
 from paceline.errors import RankError
 from paceline.events import Started, Step
 from paceline.plan.plan import Plan
@@ -31,7 +31,7 @@ DISK_SHARE = 0.25  # of the free memory, at the most
 
 
 @dataclass(frozen=True, kw_only=True)
-class Reference:
+class UndisturbedRun:
     """The training that nobody disturbed."""
 
     run: RunFolder
@@ -46,10 +46,10 @@ class Reference:
 
 
 @dataclass(kw_only=True)
-class Outcome:
+class FaultOutcome:
     """What came of one fault."""
 
-    moment: Moment
+    moment: FaultMoment
     untried: str | None = None  # why
     done: str = ""  # what exactly
     noticed_s: float | None = None  # after the fault; None: there was nothing to notice
@@ -82,7 +82,7 @@ class Drill:
         assert self.launch.ranks is not None
         return self.launch.ranks
 
-    def reference(self) -> Reference:
+    def reference(self) -> UndisturbedRun:
         """Raises RankError where the task does not even train by itself, or consumes what it should not."""
         folder = self.folder / "reference"
         request.write(folder, self.spec, self.launch, self.plan)
@@ -98,7 +98,7 @@ class Drill:
         if wrong := wrong or audit_alone(samples, self.spec.batch, epoch):
             raise RankError(f"without any fault samples are lost or repeated, too: {wrong[0]}")
         longest_s = max(event.step_s for event in happened if isinstance(event, Step) and event.step > 2)
-        return Reference(
+        return UndisturbedRun(
             run=run,
             samples=samples,
             seconds=seconds,
@@ -106,9 +106,9 @@ class Drill:
             checkpoint_bytes=sum(path.stat().st_size for path in run.checkpoint(self.steps).iterdir()),
         )
 
-    def hit(self, moment: Moment, reference: Reference, name: str) -> Outcome:
+    def hit(self, moment: FaultMoment, reference: UndisturbedRun, name: str) -> FaultOutcome:
         """Train once more and let a fault happen. `name`: of the folder for it."""
-        outcome, folder = Outcome(moment=moment), self.folder / name
+        outcome, folder = FaultOutcome(moment=moment), self.folder / name
         if moment.fault.ranks > self.ranks:
             outcome.untried = "one rank waits for no other one; use --ranks 2 or more"
             return outcome
@@ -117,16 +117,16 @@ class Drill:
             with self._scene(moment, reference, folder) as scene, scene.training:
                 try:
                     _go_through(scene, outcome)
-                except Astray as error:
+                except UnexpectedCourse as error:
                     outcome.wrong["course"] = str(error)
                 else:
                     self._judge(scene.training, reference, outcome)
-        except Untried as error:
+        except UntriedFault as error:
             outcome.untried = str(error)
         return outcome
 
     @contextlib.contextmanager
-    def _scene(self, moment: Moment, reference: Reference, folder: Path) -> Iterator[Scene]:
+    def _scene(self, moment: FaultMoment, reference: UndisturbedRun, folder: Path) -> Iterator[FaultContext]:
         """A training that is not started yet, with what its fault needs."""
         disk, clocks, env = None, folder / "clock", dict[str, str]()
         with contextlib.ExitStack() as held:
@@ -136,9 +136,9 @@ class Drill:
                 env = clock.settable(clocks)
             run = RunFolder((disk.path if disk is not None else folder) / "run")
             training = Training(folder, run, self.plan, reference.limit_s, env)
-            yield Scene(training, moment, self.steps, reference.timeout_s, clocks if env else None, disk)
+            yield FaultContext(training, moment, self.steps, reference.timeout_s, clocks if env else None, disk)
 
-    def _judge(self, training: Training, reference: Reference, outcome: Outcome) -> None:
+    def _judge(self, training: Training, reference: UndisturbedRun, outcome: FaultOutcome) -> None:
         outcome.wrong |= _course(training, outcome)
         found = [consumed(start, self.plan) for start in training.starts()]
         states = [event.step for event in events.read(training.run.events) if isinstance(event, Started)]
@@ -156,7 +156,7 @@ def _begin(training: Training) -> None:
     training.start("train", str(training.folder / request.REQUEST), "--run-dir", str(training.run.path), "--restarts", "1")
 
 
-def _go_through(scene: Scene, outcome: Outcome) -> None:
+def _go_through(scene: FaultContext, outcome: FaultOutcome) -> None:
     training, fault = scene.training, scene.moment.fault
     training.pace(STEP_S)
     _begin(training)
@@ -167,11 +167,11 @@ def _go_through(scene: Scene, outcome: Outcome) -> None:
     at = time.monotonic()
     outcome.done = DISTURB[fault.name](scene)
     if fault.starts > 1 and training.steps_done() >= scene.steps:
-        raise Untried(f"the training had done its last step, {scene.steps}, before the fault came; use more --steps")
+        raise UntriedFault(f"the training had done its last step, {scene.steps}, before the fault came; use more --steps")
     training.pace(None)
     status = training.until_ended()
     if status != fault.status:
-        raise Astray(f"it ended with exit status {status}, and {fault.status} was due; it said: {training.said()}")
+        raise UnexpectedCourse(f"it ended with exit status {status}, and {fault.status} was due; it said: {training.said()}")
     left = training.remains()
     if training.noticed is not None and fault.name not in REPAIR:
         outcome.noticed_s = training.noticed - at
@@ -185,17 +185,17 @@ def _go_through(scene: Scene, outcome: Outcome) -> None:
         outcome.again_s = min(updates[0].time for updates in starts_with_updates[1].values()) - at
 
 
-def _go_on(scene: Scene) -> str | None:
+def _go_on(scene: FaultContext) -> str | None:
     """What a person would do after the command has ended."""
     training, repair = scene.training, REPAIR.get(scene.moment.fault.name)
     done = repair(scene) if repair is not None else None
     training.start("resume", str(training.run.path))
     if status := training.until_ended():
-        raise Astray(f"resume ended with exit status {status}; it said: {training.said()}")
+        raise UnexpectedCourse(f"resume ended with exit status {status}; it said: {training.said()}")
     return done
 
 
-def _course(training: Training, outcome: Outcome) -> dict[str, str]:
+def _course(training: Training, outcome: FaultOutcome) -> dict[str, str]:
     """Whether the ranks were started as often as they should, and what should be said was said."""
     fault = outcome.moment.fault
     if fault.starts == 1 and training.noticed is not None:
@@ -213,10 +213,10 @@ def _course(training: Training, outcome: Outcome) -> dict[str, str]:
 def _small_disk(at: Path, checkpoint_bytes: int) -> Iterator[SmallDisk]:
     bytes = DISK_CHECKPOINTS * checkpoint_bytes + DISK_MORE_BYTES
     if bytes > DISK_SHARE * psutil.virtual_memory().available:
-        raise Untried(f"a small disk in memory for some checkpoints of {format_bytes(checkpoint_bytes)} would take too much of it")
+        raise UntriedFault(f"a small disk in memory for some checkpoints of {format_bytes(checkpoint_bytes)} would take too much of it")
     with contextlib.ExitStack() as held:
         try:
             disk = held.enter_context(SmallDisk(at, bytes))
         except OSError as error:
-            raise Untried(str(error)) from error
+            raise UntriedFault(str(error)) from error
         yield disk

@@ -19,7 +19,7 @@ from paceline.task import Task, fields_of
 METHODS = ("model", "inputs", "loss", "weights", "metrics", "layout", "optimizer", "pretrained")
 
 
-class Numbered(NamedTuple):
+class NumberedSample(NamedTuple):
     """A sample or a batch, with the indices in the dataset."""
 
     content: Any
@@ -27,7 +27,7 @@ class Numbered(NamedTuple):
 
 
 @dataclass
-class Notes:
+class SampleLog:
     """Where a rank notes what it consumes, and the file that says how many seconds a step is to take.
 
     They are spent in its data, its forward pass and its update alike, so that what happens at random meets all of them."""
@@ -61,24 +61,24 @@ class Notes:
 
 
 class _Samples:
-    def __init__(self, dataset: Any, notes: Notes):
+    def __init__(self, dataset: Any, notes: SampleLog):
         self.dataset, self.notes = dataset, notes
 
     def __len__(self) -> int:
         return len(self.dataset)
 
-    def __getitem__(self, index: int) -> Numbered:
+    def __getitem__(self, index: int) -> NumberedSample:
         self.notes.pause(self.notes.samples)
-        return Numbered(self.dataset[index], index)
+        return NumberedSample(self.dataset[index], index)
 
 
 class _Batches(_Samples):
-    def batch_of(self, indices: list[int]) -> Numbered:
+    def batch_of(self, indices: list[int]) -> NumberedSample:
         self.notes.pause(self.notes.micro)
-        return Numbered(self.dataset.batch_of(indices), torch.tensor(indices))
+        return NumberedSample(self.dataset.batch_of(indices), torch.tensor(indices))
 
 
-def watched(kind: type[Task], notes: Notes) -> type[Task]:
+def watched(kind: type[Task], notes: SampleLog) -> type[Task]:
     """The like of `kind`, without a validation split. Its batches know their samples, and the user's own methods do not see it."""
 
     def own(self: Any) -> Task:
@@ -97,7 +97,7 @@ def watched(kind: type[Task], notes: Notes) -> type[Task]:
         def method(self: Any, *arguments: Any) -> Any:
             if name == "loss":
                 _note(notes, *arguments)
-            return getattr(own(self), name)(*(one.content if isinstance(one, Numbered) else one for one in arguments))
+            return getattr(own(self), name)(*(one.content if isinstance(one, NumberedSample) else one for one in arguments))
 
         return method
 
@@ -106,9 +106,9 @@ def watched(kind: type[Task], notes: Notes) -> type[Task]:
     return type(kind.__name__, (kind,), {"__module__": kind.__module__, "dataset": dataset, **methods})
 
 
-def _note(notes: Notes, output: Any, batch: Any) -> None:
+def _note(notes: SampleLog, output: Any, batch: Any) -> None:
     """In training on a rank; not where a loss is tried on tensors without values."""
-    if "RANK" not in os.environ or not torch.is_grad_enabled() or not isinstance(batch, Numbered):
+    if "RANK" not in os.environ or not torch.is_grad_enabled() or not isinstance(batch, NumberedSample):
         return
     if type(batch.indices) is Tensor and not batch.indices.is_meta:
         notes.consumed(batch.indices.tolist())

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from rich.markup import escape
 from rich.table import Table
 
-from paceline.drill.run import Outcome
+from paceline.drill.run import FaultOutcome
 
 FIGURES = ("step", "rank", "seen", "again")
 WHAT = 12  # columns at least
@@ -16,7 +16,7 @@ COLUMNS = {  # of what can be wrong in a training that came to its end: good, ba
 }
 
 
-def table(outcomes: Sequence[Outcome]) -> Table:
+def table(outcomes: Sequence[FaultOutcome]) -> Table:
     """A line a fault. seen: seconds until somebody noticed; again: until the first step of the next start."""
     shown = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False)
     for name in ("fault", "step", "rank", "what", "seen", "again", *COLUMNS, ""):
@@ -27,7 +27,7 @@ def table(outcomes: Sequence[Outcome]) -> Table:
     return shown
 
 
-def _row(one: Outcome) -> list[str]:
+def _row(one: FaultOutcome) -> list[str]:
     begin = [one.moment.fault.name, str(one.moment.step), str(one.moment.rank), escape(one.done)]
     if one.untried is not None:
         return [*begin, *[""] * (2 + len(COLUMNS)), "not tried"]
@@ -41,7 +41,7 @@ def _red(word: str) -> str:
     return f"[bold red]{word}[/]"
 
 
-def sentences(outcomes: Sequence[Outcome]) -> list[str]:
+def sentences(outcomes: Sequence[FaultOutcome]) -> list[str]:
     """What failed, and what was not tried, and why."""
     found = [
         f"{one.moment.fault.name} at step {one.moment.step} on rank {one.moment.rank}, {what}: {sentence}"
@@ -52,7 +52,7 @@ def sentences(outcomes: Sequence[Outcome]) -> list[str]:
     return found + [f"{name} was not tried: {why}" for name, why in reasons.items()]
 
 
-def closing(outcomes: Sequence[Outcome]) -> str:
+def closing(outcomes: Sequence[FaultOutcome]) -> str:
     tried = [one for one in outcomes if one.untried is None]
     held = sum(not one.wrong for one in tried)
     return f"{held} of {len(tried)} faults left no trace"

@@ -29,7 +29,7 @@ GONE_S = 15.0  # that ranks may take to save and end after their launcher
 LEDGER, PACE = "ledger", "pace"
 
 
-class Astray(Exception):
+class UnexpectedCourse(Exception):
     """A training took another course than it should."""
 
 
@@ -116,7 +116,7 @@ class Training:
         deadline = time.monotonic() + (limit_s or self.limit_s)
         while not holds():
             if time.monotonic() > deadline:
-                raise Astray(f"{what} did not come in {limit_s or self.limit_s:.0f} s; it said: {self.said()}")
+                raise UnexpectedCourse(f"{what} did not come in {limit_s or self.limit_s:.0f} s; it said: {self.said()}")
             time.sleep(poll_s)
 
     def until_late(self, seconds: float) -> None:
@@ -134,7 +134,7 @@ class Training:
 
         def holds() -> bool:
             if self.process.poll() is not None:
-                raise Astray(f"it ended with exit status {self.process.returncode} before step {step}; it said: {self.said()}")
+                raise UnexpectedCourse(f"it ended with exit status {self.process.returncode} before step {step}; it said: {self.said()}")
             late = self.steps_done() >= step
             if late and len(self.run.checkpoints()) < checkpoints:
                 self.pace(SLOW_STEP_S)
@@ -175,7 +175,7 @@ class Training:
             self._notice()
             return not self.left() and not self._ports_left()
 
-        with contextlib.suppress(Astray):
+        with contextlib.suppress(UnexpectedCourse):
             self.until(gone, "the end of all processes", GONE_S, poll_s=0.05)
             return None
         left = [f"process {process.pid} ({' '.join(process.cmdline()[-3:])})" for process in self.left() if is_alive(process)]

@@ -142,7 +142,7 @@ def unheard(run: RunFolder, before: int) -> list[int]:
 def last_words(run: RunFolder, before: int) -> tuple[dict[int | None, Failed], int]:
     """What the ranks of the last start said as they ended, and the last step of it."""
     told: dict[int | None, Failed] = {}
-    for event in events.Reader(run.events, before).new(Started, Failed):
+    for event in events.EventReader(run.events, before).new(Started, Failed):
         if isinstance(event, Started):
             told = {}
         elif isinstance(event, Failed) and event.what == "run":

@@ -14,7 +14,7 @@ from paceline.units import several
 RANKS_PER_CORE = 64  # more are a mistake, and would stop the machine
 
 
-class Starter(NamedTuple):
+class Launcher(NamedTuple):
     check: Callable[[Launch], None]  # raises LaunchError for what can be known without starting anything
     start: Callable[[RunFolder, Launch], int]  # train the request of a run, show what happens, return the exit status
 
@@ -72,13 +72,13 @@ def _start_ray(run: RunFolder, launch: Launch) -> int:
 
 
 STARTERS = {
-    "local": Starter(_check_here, _start_here),
-    "slurm": Starter(_check_slurm, _start_slurm),
-    "ray": Starter(_check_ray, _start_ray),
+    "local": Launcher(_check_here, _start_here),
+    "slurm": Launcher(_check_slurm, _start_slurm),
+    "ray": Launcher(_check_ray, _start_ray),
 }
 
 
-def starter(launch: Launch) -> Starter:
+def starter(launch: Launch) -> Launcher:
     return STARTERS[launch.launcher or ("slurm" if launch.nodes > 1 else "local")]
 
 

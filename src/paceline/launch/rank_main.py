@@ -18,7 +18,7 @@ from paceline.distributed.process_group import choose_device, keep_memory, proce
 from paceline.distributed.world import World
 from paceline.doctor.diagnose import Diagnosis
 from paceline.doctor.heartbeat import age_s
-from paceline.doctor.watchdog import Lookout
+from paceline.doctor.watchdog import HangWatchdog
 from paceline.errors import DataError, Error, RankError, RunError, TaskError
 from paceline.events import Ended, Event, Failed, Stalled, Started, Step
 from paceline.launch.signals import STOPPED, Interrupt
@@ -64,7 +64,7 @@ def run_alone(spec: Spec, launch: Launch, world: World, run: RunFolder | None) -
             with contextlib.closing(_recorded(spec, launch, world, run, interrupt)) as happening:
                 if world.rank:
                     return _status(_last(happening))
-                lookout = Lookout(run, hung=lambda ranks: _give_up(run, lookout.found))
+                lookout = HangWatchdog(run, hung=lambda ranks: _give_up(run, lookout.found))
                 with lookout:
                     return _status(watch(happening, run, _console(world)))
         except (Error, RuntimeError, ConnectionError) as error:
@@ -154,7 +154,7 @@ def _recorded(
 ) -> Generator[Event]:
     """The events of the training, each written to the run before it is passed on; on all ranks, but rank 0 alone writes."""
     keep_memory()
-    writer: events.Writer | None = None
+    writer: events.EventWriter | None = None
     step = 0
 
     def stop() -> bool:
@@ -186,7 +186,7 @@ def _recorded(
                         if not run.path.exists():
                             create(run.path, spec, launch.model_copy(update={"ranks": world.size}))
                             held.enter_context(run.lock())
-                        writer = held.enter_context(contextlib.closing(events.Writer(run.events)))
+                        writer = held.enter_context(contextlib.closing(events.EventWriter(run.events)))
                     writer.write(event)
                 if isinstance(event, (Started, Step, Ended)):
                     step = event.step

@@ -35,7 +35,7 @@ LOG_LINES = 12  # of a rank that died
 
 
 @dataclass
-class _Rank:
+class _PoolRank:
     process: subprocess.Popen[bytes]
     pipe: Connection
     output: IO[bytes]
@@ -58,7 +58,7 @@ class Ranks:
 
     def __init__(self, size: int):
         self.size = size
-        self._running: list[_Rank] = []
+        self._running: list[_PoolRank] = []
         self._store: dist.TCPStore | None = None
         self._ready = False
 
@@ -93,7 +93,7 @@ class Ranks:
                 stderr=subprocess.STDOUT,
             )
             there.close()
-            self._running.append(_Rank(process, here, output))
+            self._running.append(_PoolRank(process, here, output))
 
     def __call__(self, function: Callable[..., Any], *args: Any, timeout_s: float) -> list[Any]:
         """Raises the Error that all ranks raised, RankError when one of them failed, died or did not answer in time."""

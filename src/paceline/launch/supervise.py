@@ -16,7 +16,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
 from paceline import events
 from paceline.doctor.rank_state import beats
-from paceline.doctor.watchdog import Lookout
+from paceline.doctor.watchdog import HangWatchdog
 from paceline.events import Ended
 from paceline.launch.failure_cause import cause, say_again, tell_of_silent
 from paceline.launch.signals import STOPPED
@@ -68,7 +68,7 @@ def attend(
     failures: Failures | None = None
     stopped: SignalException | None = None
     left: set[int] = set()
-    lookout = Lookout(
+    lookout = HangWatchdog(
         run,
         failed=lambda: left.update(end_ranks(None)),
         hung=lambda ranks: left.update(end_ranks(_of_ranks(run, ranks, None if end else platform.node()))),
@@ -87,7 +87,7 @@ def attend(
             failures = error.failures
         except SignalException as error:
             stopped = error
-    ended = next((event for event in events.Reader(run.events, before).new(Ended) if isinstance(event, Ended)), None)
+    ended = next((event for event in events.EventReader(run.events, before).new(Ended) if isinstance(event, Ended)), None)
     if stopped is not None and ended is None and speaks:
         print(f"paceline: stopped by {stopped.sigval.name} before all ranks had saved; {run.way_out()}", file=sys.stderr)
     lost = any(child.exitcode == LOST for child in (failures or {}).values())

@@ -50,10 +50,10 @@ class Slot(Protocol):
     def start(self, run: Path, environ: Mapping[str, str], log: Path) -> Process: ...
 
 
-class Asked:
+class StopRequest:
     """The first of the signals that ask for a stop is remembered, the second one ends the launcher and its ranks at once."""
 
-    def __enter__(self) -> "Asked":
+    def __enter__(self) -> "StopRequest":
         self._signal: signal.Signals | None = None
         self._before = {number: signal.signal(number, self._ask) for number in stop_signals()}
         return self
@@ -73,7 +73,9 @@ class Asked:
             raise SignalException(f"asked to stop by {self._signal.name}", self._signal)
 
 
-Slots = Callable[[int, Asked], AbstractContextManager[Sequence[Slot]]]  # for the n-th start: one slot a rank, those of a node side by side
+Slots = Callable[
+    [int, StopRequest], AbstractContextManager[Sequence[Slot]]
+]  # for the n-th start: one slot a rank, those of a node side by side
 
 
 class _Here:
@@ -85,7 +87,7 @@ def here(ranks: int, server: ForkServer | None) -> Slots:
     """All on this machine, forked where there is a fork server."""
 
     @contextlib.contextmanager
-    def room(attempt: int, asked: Asked) -> Iterator[Sequence[Slot]]:
+    def room(attempt: int, asked: StopRequest) -> Iterator[Sequence[Slot]]:
         while server is not None and not server.has_answered(POLL_S):
             asked.heed()
         yield [server or _Here()] * ranks
@@ -107,7 +109,7 @@ def launch(run: RunFolder, slots: Slots, restarts: int, again: Again, begin: Cal
     asked to stop.
     """
     failed: dict[int, ProcessFailure] = {}
-    with Asked() as asked:
+    with StopRequest() as asked:
         for attempt in range(restarts + 1):
             try:
                 with slots(attempt, asked) as room:
@@ -125,7 +127,7 @@ def launch(run: RunFolder, slots: Slots, restarts: int, again: Again, begin: Cal
     raise ChildFailedError("paceline", failed)
 
 
-def _run(run: RunFolder, room: Sequence[Slot], attempt: int, asked: Asked, host: str) -> dict[int, ProcessFailure]:
+def _run(run: RunFolder, room: Sequence[Slot], attempt: int, asked: StopRequest, host: str) -> dict[int, ProcessFailure]:
     """Those that failed."""
     store = open_store(host)
     told = environments([slot.node for slot in room], host, store.port, run.path.name, attempt)
@@ -147,7 +149,7 @@ def _run(run: RunFolder, room: Sequence[Slot], attempt: int, asked: Asked, host:
         _wait(running, LAST_WORDS_S)
 
 
-def _watch(running: Sequence[Process], needed: int, asked: Asked) -> None:
+def _watch(running: Sequence[Process], needed: int, asked: StopRequest) -> None:
     """Until all are done, or one has failed."""
     while not _failed(running, needed) and any(process.poll() is None for process in running):
         asked.heed()

@@ -15,7 +15,7 @@ Visitor = Callable[[str, Run, Any, Any], Any]  # name of the part, what runs it,
 LISTS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 
 
-class Gates:
+class CallInterceptor:
     """`visitor` answers the calls of the parts of a model; None: they run as they are."""
 
     def __init__(self, parts: dict[str, nn.Module]):

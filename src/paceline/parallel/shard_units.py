@@ -19,14 +19,14 @@ Slot = tuple[int, str]  # id of a module, and the name of a parameter there
 
 
 @dataclass(frozen=True)
-class Units:
+class ShardUnits:
     """The modules of a model that `fully_shard` gathers on their own."""
 
     names: tuple[str, ...]  # in the order of their first calls
     all_used: bool  # whether one pass is known to use every parameter
 
 
-def sharding_units(model: nn.Module, task: Task, batch: Batch, seed: int) -> Units:
+def sharding_units(model: nn.Module, task: Task, batch: Batch, seed: int) -> ShardUnits:
     """Find the blocks of `model`, which is on the meta device; in place of a block that is entered through a module inside of it, the
     largest modules inside that are not. A model that looks at values is taken to enter its blocks whole."""
     from paceline.parallel.forward import call
@@ -48,7 +48,7 @@ def sharding_units(model: nn.Module, task: Task, batch: Batch, seed: int) -> Uni
         at = min((order[slot] for slot in _slots(module) if slot in order), default=at)
         begins[id(module)] = at
     found.sort(key=lambda module: begins[id(module)])
-    return Units(tuple(names[id(module)] for module in found), slots <= running.keys())
+    return ShardUnits(tuple(names[id(module)] for module in found), slots <= running.keys())
 
 
 def _entered_whole(module: nn.Module, running: dict[Slot, set[int]]) -> list[nn.Module]:

@@ -13,7 +13,7 @@ RECOMPUTE = ("none", "full", "selective")
 
 
 @dataclass(frozen=True)
-class Place:
+class MeshCoordinate:
     """Coordinates of a rank on the axes of its plan."""
 
     pp: int
@@ -169,7 +169,7 @@ class Plan:
         """Ranks that have the same layers; of a plan whose data degree is said."""
         return (self.dp or 1) * self.cp * self.tp
 
-    def copy(self, place: Place) -> int:
+    def copy(self, place: MeshCoordinate) -> int:
         """Which of the ranks with the same layers stands there."""
         return (place.dp * self.cp + place.cp) * self.tp + place.tp
 
@@ -188,12 +188,12 @@ class Plan:
         """The pp rank that has the last stage of a pipeline, and with it the loss."""
         return 0 if self.schedule == "zbv" else self.pp - 1
 
-    def place(self, rank: int) -> Place:
+    def place(self, rank: int) -> MeshCoordinate:
         """Where a rank stands; of a plan whose data degree is said. Neighbours split weights, those furthest apart layers."""
         rest, tp = divmod(rank, self.tp)
         rest, cp = divmod(rest, self.cp)
         pp, dp = divmod(rest, self.dp or 1)
-        return Place(pp=pp, dp=dp, cp=cp, tp=tp)
+        return MeshCoordinate(pp=pp, dp=dp, cp=cp, tp=tp)
 
 
 def _or(values: list[int]) -> str:

@@ -21,11 +21,11 @@ if TYPE_CHECKING:
     from paceline.cluster.facts import Cluster
     from paceline.plan.cost_model.cost import Cost
     from paceline.plan.model.facts import ModelFacts
-    from paceline.training.setup import Data
+    from paceline.training.setup import TrainingData
 
 
 @dataclass(frozen=True)
-class Flight:
+class PreflightContext:
     """Every part raises the Error of what cannot be."""
 
     spec: Spec
@@ -55,7 +55,7 @@ class Flight:
         return tasks.load_task(self.spec.task, self.spec.set)
 
     @cached_property
-    def data(self) -> Data:
+    def data(self) -> TrainingData:
         from paceline.training.setup import open_data
 
         return open_data(self.spec, self.task)

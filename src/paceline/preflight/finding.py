@@ -8,7 +8,7 @@ from typing import Literal, NamedTuple
 from paceline.doctor.diagnose import OWN, place
 from paceline.doctor.heartbeat import Frame
 from paceline.errors import Error
-from paceline.preflight.context import Flight
+from paceline.preflight.context import PreflightContext
 
 Verdict = Literal["passes", "warns", "fails", "skipped"]
 
@@ -26,11 +26,11 @@ Says = Iterator[tuple[Verdict, str]]
 class Check(NamedTuple):
     """`run` says what it finds; an exception fails it, and skips those that need it."""
 
-    run: Callable[[Flight], Says]
+    run: Callable[[PreflightContext], Says]
     needs: frozenset[str] = frozenset()
 
 
-def findings(flight: Flight, checks: Mapping[str, Check]) -> Iterator[Finding]:
+def findings(flight: PreflightContext, checks: Mapping[str, Check]) -> Iterator[Finding]:
     """Of each check in turn, also after one that fails."""
     failed: set[str] = set()
     skipped: set[str] = set()

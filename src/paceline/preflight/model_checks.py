@@ -2,18 +2,18 @@
 
 from paceline.errors import DataError, TaskError
 from paceline.plan.plan import Plan, share
-from paceline.preflight.context import Flight
+from paceline.preflight.context import PreflightContext
 from paceline.preflight.finding import Says
 from paceline.units import format_bytes, format_count, several
 
 
-def ranks(flight: Flight) -> Says:
+def ranks(flight: PreflightContext) -> Says:
     job = flight.job
     where = f"{job.nodes} nodes, {job.ranks_per_node} on each" if job.nodes > 1 else "one node"
     yield "passes", f"{several(job.ranks, 'rank')} on {where}"
 
 
-def task(flight: Flight) -> Says:
+def task(flight: PreflightContext) -> Says:
     """The model on the meta device."""
     from paceline.training.setup import build
 
@@ -22,7 +22,7 @@ def task(flight: Flight) -> Says:
     yield "passes", f"{type(flight.task).__name__} makes a model of {parameters} parameters in {len(list(model.modules()))} modules"
 
 
-def weights(flight: Flight) -> Says:
+def weights(flight: PreflightContext) -> Says:
     """Whether initial weights are those of a plain construction."""
     from paceline.training.initial_weights import check
     from paceline.training.setup import build
@@ -34,9 +34,9 @@ def weights(flight: Flight) -> Says:
         yield "passes", "initial weights agree with those of a plain construction of the model"
 
 
-def data(flight: Flight) -> Says:
+def data(flight: PreflightContext) -> Says:
     """The first and the last sample of each split, read as a training would."""
-    from paceline.data.loader import Broken
+    from paceline.data.loader import FailedSample
 
     for samples in (flight.data.training, flight.data.validation):
         if samples is None:
@@ -44,19 +44,19 @@ def data(flight: Flight) -> Says:
         count = samples.count
         for at in sorted({0, count - 1}):
             batch = samples[([at], [at])]
-            if isinstance(batch, Broken):
+            if isinstance(batch, FailedSample):
                 raise DataError(batch.message)
         yield "passes", f"{count:,} samples of {samples.split!r}; the first and the last can be read"
 
 
-def plan(flight: Flight) -> Says:
+def plan(flight: PreflightContext) -> Says:
     """Whether it divides ranks and batch."""
     on, each = flight.on, share(flight.spec.batch, flight.on)
     rank = "data rank" if on.is_mixed or on.cp > 1 else "rank"
     yield "passes", f"{flight.plan} on {several(flight.job.ranks, 'rank')}: {_axes(on)}; {several(each, 'sample')} at once on a {rank}"
 
 
-def built(flight: Flight) -> Says:
+def built(flight: PreflightContext) -> Says:
     """The first rank of each place of a pipeline, and the last of all, on a process group that talks to nobody."""
     from paceline.parallel.compile import refuse_compiled
     from paceline.training.dry_run.dry_run import UNTOLD, ledger, stages

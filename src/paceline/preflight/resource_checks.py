@@ -15,7 +15,7 @@ from paceline.plan.cost_model.defaults import assuming
 from paceline.plan.cost_model.framework_profiles import of_precision
 from paceline.plan.plan import AUTO, Plan, parse
 from paceline.plan.search.search import MARGIN, search
-from paceline.preflight.context import Flight
+from paceline.preflight.context import PreflightContext
 from paceline.preflight.finding import Says, Verdict
 from paceline.preflight.site_checks import is_queued_again, limit_s
 from paceline.units import format_bytes, format_seconds, several
@@ -28,7 +28,7 @@ START_S = 30.0  # to start the ranks of a job, to import torch and to build the 
 SLURM_BYTES = {"K": 2**10, "M": 2**20, "": 2**20, "G": 2**30, "T": 2**40}
 
 
-def memory(flight: Flight) -> Says:
+def memory(flight: PreflightContext) -> Says:
     """Of the rank that needs most."""
     where, job = flight.cluster, flight.job
     if where.device.kind != "cpu" and (job.ranks_per_node > where.devices_per_node or job.nodes > where.nodes):
@@ -54,7 +54,7 @@ def memory(flight: Flight) -> Says:
         yield "fails" if predicted.peak_bytes > limit else "warns", f"{said}: {_leaner(flight, limit)}"
 
 
-def _leaner(flight: Flight, limit_bytes: float) -> str:
+def _leaner(flight: PreflightContext, limit_bytes: float) -> str:
     from paceline.training.auto_plan import shortest
 
     count = flight.job.ranks
@@ -72,7 +72,7 @@ def slurm_bytes(text: str) -> float:
     return (int(found[1]) * SLURM_BYTES[found[2].upper()] if found else 0) or math.inf
 
 
-def room(flight: Flight) -> Says:
+def room(flight: PreflightContext) -> Says:
     """Bytes and files of all checkpoints that are there at once, against what the file system and its quota leave."""
     there = next(folder for folder in (flight.run, *flight.run.absolute().parents) if folder.is_dir())
     if not os.access(there, os.W_OK):
@@ -98,7 +98,7 @@ def room(flight: Flight) -> Says:
         yield "warns", f"{there} is {found.filesystem}, which other nodes do not see; say a --run-dir on a shared file system"
 
 
-def needed(flight: Flight, kept: int) -> tuple[int, int]:
+def needed(flight: PreflightContext, kept: int) -> tuple[int, int]:
     """Bytes and files of a run with so many checkpoints."""
     ranks, said = flight.job.ranks, flight.launch.plan
     plan = parse(said) if said not in (None, AUTO) else Plan()
@@ -129,7 +129,7 @@ def _above_soft(quota: Quota, size: float, files: int) -> Iterator[str]:
         yield f"a quota of {quota.soft_files:,} files is"
 
 
-def time(flight: Flight) -> Says:
+def time(flight: PreflightContext) -> Says:
     """All steps and saves, against the time until a job is told to save and stop."""
     asked_s = limit_s(flight)
     try:
@@ -159,7 +159,7 @@ def time(flight: Flight) -> Says:
         yield "warns", f"{said}; {limit}: it will be queued again {several(again, 'time')}"
 
 
-def _saving(flight: Flight, steps: int, steps_s: float) -> tuple[int, float]:
+def _saving(flight: PreflightContext, steps: int, steps_s: float) -> tuple[int, float]:
     """How often, and how long it takes where that was measured on this disk."""
     save, rate = flight.spec.save, _rate(flight.cluster, flight.run.absolute())
     saves = max(1, steps // save.every if save.every is not None else 0, int(steps_s / (60 * save.minutes)))

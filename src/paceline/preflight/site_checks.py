@@ -14,7 +14,7 @@ from paceline.launch.slurm import client as slurm
 from paceline.launch.slurm.job_script import Job, options_of, render
 from paceline.launch.slurm.site import HERE, Site, read_site
 from paceline.launch.slurm.srun import allocated
-from paceline.preflight.context import Flight
+from paceline.preflight.context import PreflightContext
 from paceline.preflight.finding import Says, Verdict
 
 ANSWER_S = 30.0
@@ -36,7 +36,7 @@ WIN = {
 }
 
 
-def site(flight: Flight) -> Says:
+def site(flight: PreflightContext) -> Says:
     """What can be known of it where no job runs."""
     found, file = read_site(flight.site_file), flight.site_file or HERE
     said = ", ".join(name for name in Site.model_fields if name in found.model_fields_set)
@@ -125,7 +125,7 @@ def _last(said: str) -> str:
     return said.splitlines()[-1] if said else "it failed without a word"
 
 
-def queue(flight: Flight) -> Says:
+def queue(flight: PreflightContext) -> Says:
     """What Slurm would do with the job, where there is a Slurm."""
     world()  # raises for variables that contradict each other
     job, where = flight.job, flight.site
@@ -165,7 +165,7 @@ def overridden(job: Job, where: Site, environ: Mapping[str, str]) -> list[str]:
     ]
 
 
-def limit_s(flight: Flight) -> int | None:
+def limit_s(flight: PreflightContext) -> int | None:
     """Seconds that a job has; None where neither the request nor Slurm says."""
     if flight.time is not None:
         return slurm.seconds(flight.time)

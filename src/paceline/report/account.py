@@ -8,45 +8,45 @@ from typing import Any
 
 from rich.table import Table
 
-from paceline.plan.cost_model.compare import MEMORY, TIME, Row, beside, worst
+from paceline.plan.cost_model.compare import MEMORY, TIME, ComparisonRow, beside, worst
 from paceline.plan.cost_model.cost import Cost
 from paceline.plotting.figure import COLOURS, figure
-from paceline.report.breakdown import Measured
+from paceline.report.breakdown import RunBreakdown
 from paceline.units import format_bytes, format_seconds, several
 
 
 @dataclass(frozen=True)
-class Account:
+class PredictionReport:
     """`cost`: what was predicted, or why nothing was. `notes`: what that rests on."""
 
-    measured: Measured
+    measured: RunBreakdown
     cost: Cost | None
     unpredicted: str = ""
     cluster: str = ""
     notes: tuple[str, ...] = ()
 
     @property
-    def time(self) -> list[Row]:
+    def time(self) -> list[ComparisonRow]:
         return beside(TIME, self.measured.seconds, self.cost.time.parts if self.cost is not None else None)
 
     @property
-    def memory(self) -> list[Row]:
+    def memory(self) -> list[ComparisonRow]:
         return beside(MEMORY, self.measured.memory, self.cost.memory.parts if self.cost is not None else None)
 
     @property
-    def step(self) -> Row:
+    def step(self) -> ComparisonRow:
         cost = self.cost
         spread = cost.time.error * cost.step_s if cost is not None else 0.0
-        return Row("step", self.measured.step_s, cost.step_s if cost is not None else None, spread)
+        return ComparisonRow("step", self.measured.step_s, cost.step_s if cost is not None else None, spread)
 
     @property
-    def peak(self) -> Row:
+    def peak(self) -> ComparisonRow:
         rows = self.memory
         predicted = sum(row.predicted or 0.0 for row in rows) if self.cost is not None else None
-        return Row("peak", sum(row.measured for row in rows), predicted)
+        return ComparisonRow("peak", sum(row.measured for row in rows), predicted)
 
 
-def heading(found: Account) -> str:
+def heading(found: PredictionReport) -> str:
     started = found.measured.started
     task = started.task.rpartition("/")[2]
     where = f" on {found.cluster}" if found.cluster else ""
@@ -55,12 +55,12 @@ def heading(found: Account) -> str:
     return said + (f"; predicted{where}" if found.cost is not None else f"; not predicted: {found.unpredicted}")
 
 
-def tables(found: Account) -> list[Table]:
+def tables(found: PredictionReport) -> list[Table]:
     memory = f"memory of rank {found.measured.fullest}"
     return [_table("time of a step", found.time, found.step, format_seconds), _table(memory, found.memory, found.peak, format_bytes)]
 
 
-def _table(title: str, rows: list[Row], whole: Row, say: Callable[[float], str]) -> Table:
+def _table(title: str, rows: list[ComparisonRow], whole: ComparisonRow, say: Callable[[float], str]) -> Table:
     shown = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
     shown.add_column(title)
     for name in ("predicted", "±", "measured", "share", "error"):
@@ -74,7 +74,7 @@ def _table(title: str, rows: list[Row], whole: Row, say: Callable[[float], str])
     return shown
 
 
-def lines(found: Account) -> Iterator[str]:
+def lines(found: PredictionReport) -> Iterator[str]:
     """What the tables come to, in sentences."""
     seen, furthest = found.measured, worst(found.time)
     if furthest is not None and furthest.off:
@@ -94,7 +94,7 @@ def lines(found: Account) -> Iterator[str]:
     yield from found.notes
 
 
-def as_json(found: Account) -> str:
+def as_json(found: PredictionReport) -> str:
     seen, started = found.measured, found.measured.started
     facts: dict[str, Any] = {"task": started.task, "plan": started.plan, "ranks": started.ranks, "device": started.device}
     facts |= {"batch": started.batch, "steps": seen.steps, "profiles": seen.profiles, "profiling": seen.spent}
@@ -106,11 +106,11 @@ def as_json(found: Account) -> str:
     return json.dumps(facts, indent=1) + "\n"
 
 
-def _figures(rows: list[Row]) -> dict[str, dict[str, float | None]]:
+def _figures(rows: list[ComparisonRow]) -> dict[str, dict[str, float | None]]:
     return {row.name: {"predicted": row.predicted, "spread": row.spread, "measured": row.measured, "error": row.error} for row in rows}
 
 
-def draw(found: Account, path: Path) -> None:
+def draw(found: PredictionReport, path: Path) -> None:
     """Stacked bars of predicted over measured, of time and of memory."""
     with figure(path, 9.0, 4.2) as drawn:
         for axes, rows, unit, size in zip(drawn.subplots(2), (found.time, found.memory), ("ms a step", "MiB"), (1e-3, 2**20), strict=True):

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from paceline.errors import RunError
 from paceline.events import Accounted, Event, Saved, Started, Step
-from paceline.report.history import History, Point
+from paceline.report.history import History, HistoryPoint
 from paceline.report.summary import WARM_UP_STEPS
 
 CONSISTENT = 1.25  # a rank is slow that is busy so many times as long as the mean
@@ -14,7 +14,7 @@ MOST_PROFILED = 10_000  # steps of one profile, whatever a damaged line says
 
 
 @dataclass(frozen=True)
-class Measured:
+class RunBreakdown:
     """Of a step, the mean over those that were neither the first nor profiled."""
 
     started: Started  # the last start
@@ -32,7 +32,7 @@ class Measured:
     sampled: int | None = None  # of a long run: so many of its steps were looked at, and stand for all
 
 
-class MeasuredBuilder:
+class RunBreakdownBuilder:
     """Takes events as they come, in bounded memory; a step may stand for several. Holds the starts that are like the last one."""
 
     def __init__(self) -> None:
@@ -64,7 +64,7 @@ class MeasuredBuilder:
         names = ("task", "plan", "ranks", "batch", "device", "precision", "threads")
         return bool(self._starts) and all(getattr(self._starts[-1], name) == getattr(event, name) for name in names)
 
-    def measured(self) -> Measured:
+    def measured(self) -> RunBreakdown:
         """Of the last start, and of those before it that were like it. Raises RunError where no step was profiled."""
         accounted, points = self._accounted, self._history.points
         if not self._starts or self._first is None:
@@ -87,7 +87,7 @@ class MeasuredBuilder:
         slow = _slow(accounted)
         of_slow = [one for one in accounted if one.slowest == slow]
         all_s = self._history.step_s
-        return Measured(
+        return RunBreakdown(
             started=self._starts[-1],
             first=self._first,
             steps=sum(point.num_steps for point in clean),
@@ -104,9 +104,9 @@ class MeasuredBuilder:
         )
 
 
-def measured(events: Iterable[Event]) -> Measured:
+def measured(events: Iterable[Event]) -> RunBreakdown:
     """Of the last start, and of those before it that were like it. Raises RunError where no step was profiled."""
-    builder = MeasuredBuilder()
+    builder = RunBreakdownBuilder()
     for event in events:
         builder.add(event)
     return builder.measured()
@@ -119,7 +119,7 @@ def _slow(accounted: list[Accounted]) -> int | None:
     return rank if 2 * times > len(accounted) else None
 
 
-def _input_s(accounted: list[Accounted], clean: list[Point], counts: list[float], weights: list[float]) -> float:
+def _input_s(accounted: list[Accounted], clean: list[HistoryPoint], counts: list[float], weights: list[float]) -> float:
     """Each step says how long rank 0 waited for its batch; how much more or less the others do, only those that were profiled."""
     more = _mean([one.seconds.get("input", 0.0) - one.input_s for one in accounted], weights)
     first = _mean([point.data_s for point in clean], counts) if clean else _mean([one.input_s for one in accounted], weights)

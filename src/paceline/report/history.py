@@ -9,7 +9,7 @@ from paceline.events import Step
 MOST = 2**15  # points of a history that was thinned; half of what it has at the most
 
 
-class Point(NamedTuple):
+class HistoryPoint(NamedTuple):
     """A step, and how many steps it stands for: those before it, back to the point before, and itself."""
 
     step: int
@@ -22,18 +22,18 @@ class Point(NamedTuple):
     total_data_s: float
 
     @classmethod
-    def of(cls, event: Step, count: int = 1) -> "Point":
+    def of(cls, event: Step, count: int = 1) -> "HistoryPoint":
         sums = (event.step_s * count, event.data_s * count)
         return cls(event.step, event.loss, event.step_s, event.data_s, event.samples_per_s, count, *sums)
 
-    def joined(self, later: "Point") -> "Point":
+    def joined(self, later: "HistoryPoint") -> "HistoryPoint":
         return later._replace(
             num_steps=self.num_steps + later.num_steps,
             total_step_s=self.total_step_s + later.total_step_s,
             total_data_s=self.total_data_s + later.total_data_s,
         )
 
-    def until(self, step: int, begin: int) -> "Point":
+    def until(self, step: int, begin: int) -> "HistoryPoint":
         """Return what is left of a point that begins behind step `begin`, where the steps after `step` are taken away."""
         share = (step - begin) / max(1, self.step - begin)
         left = max(1, round(self.num_steps * share))
@@ -44,13 +44,13 @@ class History:
     """Steps in rising order. A step that comes again takes the place of itself and of all after it: the run was resumed before it."""
 
     def __init__(self) -> None:
-        self.points: list[Point] = []
-        self.first: Point | None = None  # it is never thinned out
+        self.points: list[HistoryPoint] = []
+        self.first: HistoryPoint | None = None  # it is never thinned out
 
     def add(self, event: Step, count: int = 1) -> None:
         if self.points and event.step <= self.points[-1].step:
             self.cut(event.step - count)
-        self.points.append(Point.of(event, count))
+        self.points.append(HistoryPoint.of(event, count))
         self.first = self.first or self.points[-1]
         if len(self.points) > 2 * MOST:
             self.points = [one.joined(two) for one, two in zip(self.points[::2], self.points[1::2], strict=False)] + (
@@ -85,7 +85,7 @@ class History:
         return any(point.num_steps > 1 for point in self.points)
 
 
-class Spent:
+class TimeSpent:
     """Seconds that something took at some steps, in bounded memory."""
 
     def __init__(self) -> None:

@@ -16,9 +16,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from paceline import events
-from paceline.events import Evaluated, Failed, Reader, Saved, Skipped, Started
-from paceline.report.breakdown import Measured, MeasuredBuilder
-from paceline.report.history import Point
+from paceline.events import Evaluated, EventReader, Failed, Saved, Skipped, Started
+from paceline.report.breakdown import RunBreakdown, RunBreakdownBuilder
+from paceline.report.history import HistoryPoint
 from paceline.report.summary import Summary, SummaryBuilder
 from paceline.run import RunFolder
 
@@ -26,11 +26,11 @@ from paceline.run import RunFolder
 class RunView:
     def __init__(self, run: RunFolder):
         self.run = run
-        self._reader = Reader(run.events)
+        self._reader = EventReader(run.events)
         self._begin()
 
     def _begin(self) -> None:
-        self._summary, self._measured = SummaryBuilder(), MeasuredBuilder()
+        self._summary, self._measured = SummaryBuilder(), RunBreakdownBuilder()
 
     def refresh(self) -> bool:
         """Read what has been appended since the last time; return whether there was anything. Raises RunError for an unreadable file."""
@@ -49,12 +49,12 @@ class RunView:
     def summary(self) -> Summary:
         return self._summary.summary()
 
-    def measured(self) -> Measured:
+    def measured(self) -> RunBreakdown:
         """Return where time and memory went. Raises RunError where no step was profiled."""
         return self._measured.measured()
 
     @property
-    def steps(self) -> Sequence[Point]:
+    def steps(self) -> Sequence[HistoryPoint]:
         """The steps in rising order, each with the number of steps that it stands for."""
         return self._summary.history.points
 
@@ -71,14 +71,14 @@ def view(run: RunFolder) -> RunView:
 
 
 @dataclass(frozen=True)
-class Glance:
+class RunGlance:
     """`summary`: of the last start, its last evaluation, save and failure, and the last lines; its rates are of these lines."""
 
     summary: Summary
     skipped: Skipped = field(default_factory=Skipped)  # of what was read
 
 
-def glance(run: RunFolder) -> Glance:
+def glance(run: RunFolder) -> RunGlance:
     """Return how a run is now. Raises RunError for an unreadable file."""
     skipped, builder = Skipped(), SummaryBuilder()
     with events.readable(run.events):
@@ -87,4 +87,4 @@ def glance(run: RunFolder) -> Glance:
         before = events.last(run.events, Started, Evaluated, Saved, Failed, until=(Started,), before=begin) if not has_start else []
     for event in [*before, *lines]:
         builder.add(event)
-    return Glance(builder.summary(), skipped)
+    return RunGlance(builder.summary(), skipped)

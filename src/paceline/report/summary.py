@@ -5,7 +5,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from paceline.events import Ended, Evaluated, Event, Failed, Saved, Started, Step
-from paceline.report.history import History, Spent, median
+from paceline.report.history import History, TimeSpent, median
 
 WARM_UP_STEPS = 3  # left out of rates: they allocate, connect and compile
 KEPT = 1000  # evaluations, saves and failures, the last ones
@@ -37,7 +37,7 @@ class SummaryBuilder:
         self.history = History()
         self._started: Started | None = None
         self._starts = 0
-        self._evaluating, self._saving = Spent(), Spent()
+        self._evaluating, self._saving = TimeSpent(), TimeSpent()
         self._evaluated: deque[Evaluated] = deque(maxlen=KEPT)
         self._saved: deque[Saved] = deque(maxlen=KEPT)
         self._failures: deque[Failed] = deque(maxlen=KEPT)

@@ -16,11 +16,11 @@ from paceline.distributed.rng import derive, start_stream
 from paceline.parallel.autograd_graph import reached
 from paceline.parallel.ddp import release, replicate
 from paceline.parallel.forward import autocast, weighed_loss
-from paceline.training.step import Step
+from paceline.training.step import TrainingStep
 from paceline.user_code import UserCode
 
 
-def settle(step: Step, batch: Batch) -> nn.Module:
+def settle(step: TrainingStep, batch: Batch) -> nn.Module:
     """The model to call in all steps. Parameters, buffers and gradients are afterwards as they were."""
     model = step.model
     if not isinstance(model, DistributedDataParallel):

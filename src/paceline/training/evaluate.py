@@ -12,7 +12,7 @@ from paceline.doctor.heartbeat import EVALUATE
 from paceline.errors import TaskError
 from paceline.parallel.forward import ELSEWHERE, autocast, weighed, weights_of
 from paceline.training.first_loss import check_items
-from paceline.training.step import Step
+from paceline.training.step import TrainingStep
 from paceline.user_code import UserCode
 
 ASK_S = 1.0  # between two questions whether to stop
@@ -20,7 +20,7 @@ ASK_S = 1.0  # between two questions whether to stop
 
 @torch.no_grad()
 def evaluate(
-    update: Step,
+    update: TrainingStep,
     samples: Samples,
     batch: int,
     workers: int,

@@ -23,7 +23,7 @@ from paceline.distributed.rng import streams
 from paceline.errors import TaskError
 from paceline.plan.plan import Plan
 from paceline.task import Task
-from paceline.training.step import Step
+from paceline.training.step import TrainingStep
 
 Verdict = Literal["adds up", "mixes", "unknown"]
 Take = Callable[[Any], Any]
@@ -65,7 +65,7 @@ class FirstLoss:
     samples: of a micro-batch here. `divided`: whether the plan divides the batch. `allow`: whether a loss may mix samples all the same.
     `of_worker`: the plan of a parameter server, of which each worker decides by itself; else all ranks decide together."""
 
-    def __init__(self, step: Step, samples: int, divided: bool, allow: bool, of_worker: Plan | None = None):
+    def __init__(self, step: TrainingStep, samples: int, divided: bool, allow: bool, of_worker: Plan | None = None):
         self.step, self.samples, self.plan, self.together = step, samples, of_worker or step.plan, of_worker is None
         self.compares = divided and not allow
         self.batch: Batch | None = None

@@ -74,7 +74,7 @@ def _chunks(tensors: list[Tensor]) -> Iterator[Tensor]:
 
 
 @dataclass(frozen=True)
-class Suspect:
+class SuspectTensors:
     """Tensors of one kind in which a first comparison found a difference. `fixed`: the values that all plain constructions share."""
 
     names: tuple[str, ...]
@@ -96,7 +96,7 @@ def compare(
     plain, other = (_plain(build, seed, at) for at in range(2))
     _same_structure(plain, model)
     again = named_tensors(other)
-    suspects: list[Suspect] = []
+    suspects: list[SuspectTensors] = []
     small: dict[Any, tuple[list[str], list[Tensor], list[Tensor]]] = {}
     for name, tensor in named_tensors(plain).items():
         expected = tensor.detach()
@@ -106,7 +106,7 @@ def compare(
         differs = unequal(expected, again[name].detach())
         fixed = _fixed_rows(differs) if differs.any() else ~differs
         if (unequal(expected, drawn) & fixed).any():
-            suspects.append(Suspect((name,), fixed))
+            suspects.append(SuspectTensors((name,), fixed))
         if differs.any() and expected.numel() >= VALUES:
             suspects += _apart([name], [expected], [drawn])
         elif differs.any():
@@ -154,7 +154,7 @@ def _fixed_rows(differs: Tensor) -> Tensor:
     return nothing
 
 
-def _apart(names: list[str], plain: list[Tensor], drawn: list[Tensor]) -> list[Suspect]:
+def _apart(names: list[str], plain: list[Tensor], drawn: list[Tensor]) -> list[SuspectTensors]:
     """Whether random tensors are of other mean, standard deviation or finiteness than those of a plain construction."""
     if sum(tensor.numel() for tensor in plain) < VALUES:
         return []
@@ -162,10 +162,10 @@ def _apart(names: list[str], plain: list[Tensor], drawn: list[Tensor]) -> list[S
     rounding = 1e-9 * (abs(expected.mean) + expected.std)
     of_mean = abs(expected.mean - found.mean) > ERRORS * (expected.mean_error**2 + found.mean_error**2) ** 0.5 + rounding
     of_std = abs(expected.std - found.std) > ERRORS * (expected.std_error**2 + found.std_error**2) ** 0.5 + rounding
-    return [Suspect(tuple(names))] if of_mean or of_std or expected.infinite != found.infinite else []
+    return [SuspectTensors(tuple(names))] if of_mean or of_std or expected.infinite != found.infinite else []
 
 
-def _confirm(build: Callable[[], nn.Module], recorded: Recorded, seed: int, suspect: Suspect) -> None:
+def _confirm(build: Callable[[], nn.Module], recorded: Recorded, seed: int, suspect: SuspectTensors) -> None:
     """Raise TaskError if a difference is also one between many constructions of each kind: values of a tensor may depend on one another."""
     plain, drawn = [], []
     for at in range(AGAIN):

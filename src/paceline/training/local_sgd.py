@@ -17,10 +17,10 @@ from torch.nn.parallel import DistributedDataParallel
 from paceline.errors import PlanError
 from paceline.parallel.batch_norm import of_this_rank, running_statistics
 from paceline.parallel.ddp import release
-from paceline.plan.plan import Place, Plan
+from paceline.plan.plan import MeshCoordinate, Plan
 from paceline.training.checkpoint import save as checkpoint
 from paceline.training.optimizer import Norm
-from paceline.training.step import Step
+from paceline.training.step import TrainingStep
 
 
 @dataclass
@@ -28,7 +28,7 @@ class LocalSgd:
     """Call `before` and `after` around each step; all ranks must do so in step."""
 
     model: nn.Module  # under its own names
-    update: Step
+    update: TrainingStep
     period: int
     switch: int  # steps with averaged gradients before
     _averaged: list[Any] = field(init=False)  # parameters, and buffers that torch's function takes too
@@ -54,7 +54,7 @@ class LocalSgd:
         if isinstance(self.update.model, DistributedDataParallel):
             self.update.model = self.update.model.module
         of_this_rank(self.model)
-        self.update.norm = Norm(self.update.params, Plan(dp=1), Place(0, 0, 0, 0), self.update.device)
+        self.update.norm = Norm(self.update.params, Plan(dp=1), MeshCoordinate(0, 0, 0, 0), self.update.device)
         self.update.alone = True
 
     def average_(self) -> None:
@@ -104,7 +104,7 @@ class LocalSgd:
         return (note, *([statistics] if running_statistics(self.model) else []))
 
 
-def local_sgd(model: nn.Module, update: Step, plan: Plan) -> LocalSgd | None:
+def local_sgd(model: nn.Module, update: TrainingStep, plan: Plan) -> LocalSgd | None:
     """What `plan`, whose data degree is said, has of it: nothing on one rank."""
     if plan.period is None or plan.dp == 1:
         return None

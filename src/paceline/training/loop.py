@@ -16,7 +16,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from paceline import task as tasks
-from paceline.data.loader import Batch, Part, batches, training_parts
+from paceline.data.loader import Batch, RankBatchSlice, batches, training_parts
 from paceline.distributed import mesh
 from paceline.distributed.process_group import (
     SAVING_S,
@@ -32,7 +32,7 @@ from paceline.distributed.process_group import (
 from paceline.distributed.world import World
 from paceline.distributed.world import world as world_of
 from paceline.doctor.heartbeat import DATA, REPORT, SAVE
-from paceline.doctor.heartbeat_writer import Pulse
+from paceline.doctor.heartbeat_writer import HeartbeatWriter
 from paceline.errors import CheckpointError, DivergedError, PlanError, SpecError
 from paceline.events import Ended, Evaluated, Event, Failed, Saved, Started, Step
 from paceline.parallel.ddp import release
@@ -48,11 +48,11 @@ from paceline.training.evaluate import evaluate
 from paceline.training.first_loss import FirstLoss
 from paceline.training.initial_weights import check_once
 from paceline.training.optimizer import check_schedule, factor
-from paceline.training.profiling.profiler import Accounting
+from paceline.training.profiling.profiler import StepProfiler
 from paceline.training.rank_checks import roll_call
-from paceline.training.setup import Data, Laid, build, check_enough, lay_out, open_data, resume, study
-from paceline.training.step import Step as Update
-from paceline.training.step_metrics import Figures, Local, Pending, Wishes, tell
+from paceline.training.setup import PreparedTraining, TrainingData, analyze_model, build, build_training, check_enough, open_data, resume
+from paceline.training.step import TrainingStep as Update
+from paceline.training.step_metrics import ControlFlags, LocalStepStats, Pending, StepMetrics, tell
 
 
 def train(
@@ -89,7 +89,7 @@ def train(
         raise PlanError(f"plan must be a Plan or its words, such as 'zero3', got {type(plan).__name__}")
     clock = StartClock()
     with contextlib.ExitStack() as held:
-        pulse = held.enter_context(Pulse(run, world.rank, world.size, at_start(spec.timeout_s), SAVING_S))
+        pulse = held.enter_context(HeartbeatWriter(run, world.rank, world.size, at_start(spec.timeout_s), SAVING_S))
         if task is None:
             task = tasks.load_task(spec.task, spec.set)
         else:
@@ -110,18 +110,18 @@ def train(
         notes = (*notes, *roll_call(task, world, data.lengths))
         notes = (*notes, *check_enough(data.samples, laid_out, spec.batch))
         clock.mark("data")
-        studied = study(spec, laid_out, task, here, data.training) if laid_out.servers is None else build(spec, task)
+        studied = analyze_model(spec, laid_out, task, here, data.training) if laid_out.servers is None else build(spec, task)
         notes = (*notes, *check_once(spec, task, studied.model, studied.weights, world))
         if laid_out.servers is not None:
             from paceline.training.parameter_server.train import train_against_servers
 
-            def loop(plan_of_one: Plan, me: World, nothing: Data, laid: Laid, stop: Callable[[], bool]) -> _Loop:
+            def loop(plan_of_one: Plan, me: World, nothing: TrainingData, laid: PreparedTraining, stop: Callable[[], bool]) -> _Loop:
                 return _Loop(spec, plan_of_one, str(plan), me, task, run, here, stop, nothing, laid, pulse, world.size)
 
             pulse.patience_s = None  # of servers and workers, which wait for one another by other means
             yield from clock.tell(train_against_servers(spec, laid_out, str(plan), world, task, here, stop, data, loop, notes))
             return
-        laid = lay_out(spec, laid_out, world, task, here, studied=studied)
+        laid = build_training(spec, laid_out, world, task, here, studied=studied)
         laid = dataclasses.replace(laid, notes=(*notes, *laid.notes))
         clock.mark("model")
         if observe is not None:
@@ -130,7 +130,7 @@ def train(
             yield from clock.tell(_Loop(spec, laid_out, str(plan), world, task, run, here, stop, data, laid, pulse).events())
         finally:
             release(laid.update.model)
-            mesh.let_go()
+            mesh.destroy_meshes()
 
 
 def _set_threads(spec: Spec, world: World, run: RunFolder | None, device: torch.device) -> Sequence[str]:
@@ -190,9 +190,9 @@ class _Loop:
         run: RunFolder | None,
         device: torch.device,
         stop: Callable[[], bool],
-        data: Data,
-        laid: Laid,
-        pulse: Pulse,
+        data: TrainingData,
+        laid: PreparedTraining,
+        pulse: HeartbeatWriter,
         ranks: int | None = None,  # that were started, where they are not those of `world`
     ):
         self.spec, self.plan, self.asked, self.world, self.task, self.run = spec, plan, asked, world, task, run
@@ -204,7 +204,7 @@ class _Loop:
         laid.step.enter = pulse.enter
         assert plan.dp is not None
         assert plan.micro is not None
-        samples = Part(spec.batch, plan.micro, plan.place(world.rank).dp, plan.dp).share
+        samples = RankBatchSlice(spec.batch, plan.micro, plan.place(world.rank).dp, plan.dp).share
         self.first_loss = FirstLoss(laid.step, samples, plan.dp * plan.micro > 1, spec.allow_local_loss)
         if isinstance(self.update, Update):
             laid.step.examine = self.first_loss
@@ -225,7 +225,7 @@ class _Loop:
         self.launched: list[_Launched] = []  # steps that were not told of yet
         self.told: tuple[list[_Launched], Pending] | None = None  # those whose figures are on their way
         self.together = 1  # steps to be told together
-        self.accounting = Accounting(spec.account, self.first, self.total, laid, plan, world, device)
+        self.accounting = StepProfiler(spec.account, self.first, self.total, laid, plan, world, device)
 
     def events(self) -> Generator[Event]:
         """The loop. The figures of a step are read while the next one runs, so that neither the host nor another
@@ -240,7 +240,7 @@ class _Loop:
             if (yield from self._evaluated()) and self._is_best():
                 yield from self._save()
             self._wait_at_most(at_start(self.spec.timeout_s))
-        part = Part(self.spec.batch, self.plan.micro, self.plan.place(self.world.rank).dp, self.plan.dp)
+        part = RankBatchSlice(self.spec.batch, self.plan.micro, self.plan.place(self.world.rank).dp, self.plan.dp)
         parts = training_parts(part, self.data.samples, self.spec.seed, self.first, self.total)
         source = batches(self.data.training, parts, self.device, self.workers, self.spec.data.prefetch)
         with contextlib.closing(source), contextlib.closing(self.accounting):
@@ -323,12 +323,12 @@ class _Loop:
         """Send the figures of the launched steps off."""
         assert self.told is None
         overdue = self.saver is not None and time.perf_counter() - self.saved_at > 60 * self.spec.save.minutes
-        wishes = Wishes(stop=self.stop_wished, save=overdue and self.world.rank == 0)
+        wishes = ControlFlags(stop=self.stop_wished, save=overdue and self.world.rank == 0)
         seconds = sum(launched.step_s for launched in self.launched)
         pending = tell([launched.local for launched in self.launched], wishes, seconds, self.world.size, self.device)
         self.launched, self.told = [], (self.launched, pending)
 
-    def _read(self) -> list[tuple["_Launched", Figures]]:
+    def _read(self) -> list[tuple["_Launched", StepMetrics]]:
         """The figures that were sent off before, if any."""
         if self.told is None:
             return []
@@ -343,7 +343,7 @@ class _Loop:
             launched = [one._replace(step_s=step_s, data_s=data_s) for one in launched]
         return list(zip(launched, told.steps, strict=True))
 
-    def _finished(self, steps: list[tuple["_Launched", Figures]]) -> Iterator[Event]:
+    def _finished(self, steps: list[tuple["_Launched", StepMetrics]]) -> Iterator[Event]:
         for launched, figures in steps:
             if not math.isfinite(figures.loss) or (not math.isfinite(figures.grad_norm) and self.update.loss_scale is None):
                 yield from self._saved(wait=True)  # to go back to
@@ -368,7 +368,7 @@ class _Loop:
             self._tell()
             yield from self._finished(self._read())
 
-    def _diverged(self, step: int, figures: Figures) -> DivergedError:
+    def _diverged(self, step: int, figures: StepMetrics) -> DivergedError:
         what = f"the loss is {figures.loss}" if not math.isfinite(figures.loss) else f"the norm of the gradient is {figures.grad_norm}"
         before = f"the last finite loss was {self.last_loss:.6g}" if self.last_loss is not None else "there was no finite loss before"
         steps = self.run.checkpoints() if self.run is not None else []
@@ -506,7 +506,7 @@ class _Loop:
 class _Launched(NamedTuple):
     """A step whose figures are not known yet."""
 
-    local: Local
+    local: LocalStepStats
     step: int
     lr: float
     data_s: float

@@ -13,7 +13,7 @@ from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimize
 
 from paceline.distributed.dtensor import is_cut, is_first_copy, is_here, local
 from paceline.errors import PlanError, SpecError, TaskError
-from paceline.plan.plan import Place, Plan
+from paceline.plan.plan import MeshCoordinate, Plan
 from paceline.spec import Optimizer, Schedule
 from paceline.task import Task
 from paceline.user_code import UserCode
@@ -351,7 +351,7 @@ class Norm:
     plan, place: of this rank, the data degree said.
     """
 
-    def __init__(self, params: Sequence[nn.Parameter], plan: Plan, place: Place, device: torch.device):
+    def __init__(self, params: Sequence[nn.Parameter], plan: Plan, place: MeshCoordinate, device: torch.device):
         self.params, self.device = params, device
         self.whole_here = plan.zero < 2 and not plan.is_mixed  # on every rank
         owners = dealt([0 if is_cut(parameter) else parameter.numel() for parameter in params], plan.copies)

@@ -25,7 +25,7 @@ SLOW = 3.0  # times what the quicker links take
 ROUNDS = 3  # in which each node exchanges messages with both of its neighbours on a ring, an odd one included
 
 
-class Link(NamedTuple):
+class NeighbourLink(NamedTuple):
     """Two neighbours, and the seconds in which each sends the other a message."""
 
     nodes: tuple[str, str]
@@ -160,13 +160,13 @@ def _seconds(peer: int) -> float:
     return min(found)
 
 
-def _links(taken_s: Sequence[Sequence[float]], hosts: Sequence[str]) -> list[Link]:
+def _links(taken_s: Sequence[Sequence[float]], hosts: Sequence[str]) -> list[NeighbourLink]:
     """`taken_s`: by rank, of `_exchange`."""
     firsts = first_of_each(hosts)
-    return [Link(pair, max(taken_s[firsts[node]][at] for node in pair)) for at, pair in ring(list(firsts))]
+    return [NeighbourLink(pair, max(taken_s[firsts[node]][at] for node in pair)) for at, pair in ring(list(firsts))]
 
 
-def slow(links: Iterable[Link]) -> Iterator[str]:
+def slow(links: Iterable[NeighbourLink]) -> Iterator[str]:
     """A node of which all links are slow, and each other slow link. Slow is what takes several times as long as the quicker quarter: of
     three nodes one slow card makes two of three links slow."""
     links = [link for link in links if link.seconds]
@@ -184,7 +184,7 @@ def slow(links: Iterable[Link]) -> Iterator[str]:
             yield f"{' and '.join(link.nodes)} exchange {_rate(link.seconds)}, {others}; have the way between them looked at"
 
 
-def _all_of(node: str, links: Iterable[Link]) -> set[Link]:
+def _all_of(node: str, links: Iterable[NeighbourLink]) -> set[NeighbourLink]:
     return {link for link in links if node in link.nodes}
 
 

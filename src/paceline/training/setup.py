@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from paceline.data.fake import example
-from paceline.data.loader import Batch, Part, Samples, check_batch, open_dataset
+from paceline.data.loader import Batch, RankBatchSlice, Samples, check_batch, open_dataset
 from paceline.distributed.dtensor import is_here
 from paceline.distributed.mesh import build_mesh, data_mesh
 from paceline.distributed.world import World
@@ -25,7 +25,7 @@ from paceline.parallel.apply import check_splits, parallelize
 from paceline.parallel.batch_norm import average_, over_all_ranks, running_statistics
 from paceline.parallel.compile import refuse_compiled
 from paceline.parallel.fsdp import average_scalars_
-from paceline.plan.plan import Place, Plan
+from paceline.plan.plan import MeshCoordinate, Plan
 from paceline.run import RunFolder
 from paceline.spec import Spec
 from paceline.task import Task, layout_of
@@ -34,12 +34,12 @@ from paceline.training.checkpoint.identity import changes, identity, modules_of
 from paceline.training.init.deferred_init import Weights, fill_, loaded_names, named_tensors, record
 from paceline.training.local_sgd import LocalSgd, local_sgd
 from paceline.training.optimizer import OptimizerReport, check_sparse, coalesce_, make_optimizer, sparse_parameters
-from paceline.training.step import Step
+from paceline.training.step import TrainingStep
 from paceline.user_code import UserCode
 
 if TYPE_CHECKING:
-    from paceline.parallel.pipeline.tracer import Model, Recording
-    from paceline.parallel.shard_units import Units
+    from paceline.parallel.pipeline.tracer import ForwardTrace, StandInModel
+    from paceline.parallel.shard_units import ShardUnits
     from paceline.parallel.tensor.apply import Splits
     from paceline.training.parameter_server.coordinator import Coordinator
 
@@ -47,7 +47,7 @@ WIDER = {torch.float32: torch.float64, torch.complex64: torch.complex128}
 
 
 @dataclass(frozen=True)
-class Data:
+class TrainingData:
     training: Samples
     validation: Samples | None
     samples: int  # of the training split
@@ -58,13 +58,13 @@ class Data:
         return {"train": self.samples, "validation": self.validation.count if self.validation is not None else 0}
 
 
-def open_data(spec: Spec, task: Task) -> Data:
+def open_data(spec: Spec, task: Task) -> TrainingData:
     """Both splits. Raises DataError."""
     train, validation = open_dataset(task, "train"), open_dataset(task, "validation")
     assert train is not None
     floats = torch.float64 if spec.precision == "fp64" else None
     training = Samples(train, "train", spec.seed, floats)
-    return Data(
+    return TrainingData(
         training=training,
         validation=Samples(validation, "validation", spec.seed, floats) if validation is not None else None,
         samples=training.count,
@@ -72,7 +72,7 @@ def open_data(spec: Spec, task: Task) -> Data:
 
 
 @dataclass(frozen=True)
-class Studied:
+class ModelAnalysis:
     """A model on the meta device, and what a plan takes to know of it before it is laid out: the same on every rank."""
 
     model: nn.Module
@@ -80,16 +80,16 @@ class Studied:
     recorded: bool  # whether its constructor could be
     batch: Batch | None = None
     splits: Splits | None = None
-    parts: Model | None = None  # a copy, for recordings
-    recording: Recording | None = None  # of a forward pass in training
-    units: Units | None = None  # what `fully_shard` gathers on its own
+    parts: StandInModel | None = None  # a copy, for recordings
+    recording: ForwardTrace | None = None  # of a forward pass in training
+    units: ShardUnits | None = None  # what `fully_shard` gathers on its own
 
-    def again(self) -> Studied:
+    def again(self) -> ModelAnalysis:
         """The same, of another object: to lay a model out leaves nothing of what it was."""
         return replace(self, model=copy.deepcopy(self.model))
 
 
-def study(spec: Spec, plan: Plan, task: Task, device: torch.device, training: Samples | None = None) -> Studied:
+def analyze_model(spec: Spec, plan: Plan, task: Task, device: torch.device, training: Samples | None = None) -> ModelAnalysis:
     """Raises the PlanError or TaskError of what cannot be. `plan` has its data degree said; `training`: the split, if it is open."""
     if spec.compile:
         refuse_compiled(plan)
@@ -118,7 +118,7 @@ def study(spec: Spec, plan: Plan, task: Task, device: torch.device, training: Sa
         if plan.pp > 1:
             from paceline.parallel.pipeline import tracer
 
-            parts = tracer.Model(model, layout_of(task), device)
+            parts = tracer.StandInModel(model, layout_of(task), device)
             recording = parts.record_step(task, batch, spec.precision)
             if splits is not None:
                 recording.bar_pairs(splits.styles)
@@ -126,8 +126,8 @@ def study(spec: Spec, plan: Plan, task: Task, device: torch.device, training: Sa
 
 
 def rehearse(spec: Spec, plan: Plan, task: Task) -> None:
-    """Raise the PlanError or TaskError that `lay_out` would, without any rank. `plan` has its data degree said."""
-    studied = study(spec, plan, task, torch.device("cpu"))
+    """Raise the PlanError or TaskError that `build_training` would, without any rank. `plan` has its data degree said."""
+    studied = analyze_model(spec, plan, task, torch.device("cpu"))
     if studied.recording is not None:
         from paceline.parallel.pipeline import runner as pipeline
 
@@ -149,12 +149,12 @@ def check_enough(samples: int, plan: Plan, batch: int) -> tuple[str, ...]:
 
 
 @dataclass(frozen=True)
-class Laid:
+class PreparedTraining:
     """A model as a plan lays it out, and the step that trains it."""
 
     model: nn.Module  # under its own names
-    step: Step  # of this process
-    update: Step | Coordinator  # what the loop calls: the same, or on the first of parameter servers what stands for all of them
+    step: TrainingStep  # of this process
+    update: TrainingStep | Coordinator  # what the loop calls: the same, or on the first of parameter servers what stands for all of them
     notes: tuple[str, ...]
     local: LocalSgd | None = None
     servers: Coordinator | None = None
@@ -178,7 +178,7 @@ class Laid:
         return checkpoint.tensors(self.model, self.step.optimizer, elsewhere), {}
 
 
-def lay_out(
+def build_training(
     spec: Spec,
     plan: Plan,
     world: World,
@@ -186,11 +186,11 @@ def lay_out(
     device: torch.device,
     fill_with: Callable[[nn.Module], None] | None = None,
     training: Samples | None = None,
-    studied: Studied | None = None,
-) -> Laid:
+    studied: ModelAnalysis | None = None,
+) -> PreparedTraining:
     """`plan` has its data degree said. `fill_with` gives the model, laid out on the meta device, other values than its initial ones.
     `training`: the split, if it is open. `studied`: if it is; its model becomes the one that is laid out."""
-    studied = studied if studied is not None else study(spec, plan, task, device, training)
+    studied = studied if studied is not None else analyze_model(spec, plan, task, device, training)
     model, weights, splits, batch = studied.model, studied.weights, studied.splits, studied.batch
     modules = modules_of(model)
     pretrained = pretrained_of(task) if fill_with is None else None
@@ -224,7 +224,7 @@ def lay_out(
     optimizer = make_optimizer(task, spec.optimizer, plan, model, of_optimizer)
     notes += tuple(of_optimizer.notes)
     check_splits(plan, optimizer)
-    update = Step(
+    update = TrainingStep(
         task=task,
         model=called,
         optimizer=optimizer,
@@ -258,7 +258,7 @@ def lay_out(
         notes += (LOCAL_BATCH_NORM,)
     if splits is not None and mesh is not None:
         _split_step(update, model, splits, task, batch, mesh["tp"])
-    return Laid(model, update, update, notes, local, modules=modules, lr_group=of_optimizer.lr_group)
+    return PreparedTraining(model, update, update, notes, local, modules=modules, lr_group=of_optimizer.lr_group)
 
 
 def pretrained_of(task: Task) -> Path | None:
@@ -271,14 +271,14 @@ def pretrained_of(task: Task) -> Path | None:
 def _share_of(spec: Spec, plan: Plan, world: World) -> int:
     assert plan.micro is not None
     assert plan.dp is not None
-    return Part(spec.batch, plan.micro, plan.place(world.rank).dp, plan.dp).share
+    return RankBatchSlice(spec.batch, plan.micro, plan.place(world.rank).dp, plan.dp).share
 
 
 def _group_of_samples(plan: Plan, rank: int) -> dist.ProcessGroup | None:
     """The ranks that have other samples for the same part of the model; None: all. A collective."""
     if plan.dp == plan.copies and plan.pp == 1:
         return None
-    members: dict[Place, list[int]] = {}
+    members: dict[MeshCoordinate, list[int]] = {}
     for other in range(plan.copies * plan.pp):
         members.setdefault(replace(plan.place(other), dp=0), []).append(other)
     groups = {place: dist.new_group(ranks) for place, ranks in members.items()}
@@ -290,7 +290,7 @@ UNRECORDED = "the model's constructor cannot be recorded, so each rank builds it
 LOCAL_BATCH_NORM = "BatchNorm takes its statistics from the samples of each rank (batch_norm=local), so ranks matter"
 
 
-def _split_step(update: Step, model: nn.Module, splits: Splits, task: Task, batch: Batch, mesh: DeviceMesh) -> None:
+def _split_step(update: TrainingStep, model: nn.Module, splits: Splits, task: Task, batch: Batch, mesh: DeviceMesh) -> None:
     """What else a step has to do where features are split."""
     from paceline.parallel.tensor.apply import sum_partial
     from paceline.parallel.tensor.vocab_parallel_loss import split_loss, try_split_loss
@@ -302,7 +302,7 @@ def _split_step(update: Step, model: nn.Module, splits: Splits, task: Task, batc
         update.around_loss = split_loss
 
 
-def build(spec: Spec, task: Task) -> Studied:
+def build(spec: Spec, task: Task) -> ModelAnalysis:
     """The model, of which nothing more is known."""
     with UserCode("model()", task.model):
         model, weights, recorded = record(task.model, spec.seed)
@@ -311,7 +311,7 @@ def build(spec: Spec, task: Task) -> Studied:
     for module in model.modules():  # what torch's first weight_norm left of its computation, which could not be copied
         computed = {key: value for key, value in vars(module).items() if isinstance(value, Tensor) and not value.is_leaf}
         module.__dict__.update({key: value.detach() for key, value in computed.items()})
-    return Studied(model, weights, recorded)
+    return ModelAnalysis(model, weights, recorded)
 
 
 @dataclass(frozen=True)
@@ -322,7 +322,7 @@ class Resumed:
     evaluated: bool = True  # whether an evaluation that was due then is in the checkpoint
 
 
-def resume(spec: Spec, world: World, run: RunFolder, laid: Laid, samples: int) -> Resumed:
+def resume(spec: Spec, world: World, run: RunFolder, laid: PreparedTraining, samples: int) -> Resumed:
     """Load the last whole checkpoint of `run`, if there is one. Raises CheckpointError when it is of another training."""
     path, index, notes = checkpoint.last_good(run, world.rank, world.size)
     if world.rank == 0:

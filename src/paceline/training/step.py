@@ -17,10 +17,10 @@ from paceline.distributed.rng import derive, start_stream
 from paceline.doctor.heartbeat import BACKWARD, FORWARD, UPDATE
 from paceline.errors import TaskError
 from paceline.parallel.forward import GlobalWeight, OwnWeight, autocast, forward, weighed_loss
-from paceline.plan.plan import Place, Plan
+from paceline.plan.plan import MeshCoordinate, Plan
 from paceline.task import Task
 from paceline.training.optimizer import Norm, OptimizerStep, combined, scale_
-from paceline.training.step_metrics import Local
+from paceline.training.step_metrics import LocalStepStats
 from paceline.user_code import UserCode
 
 if TYPE_CHECKING:
@@ -47,7 +47,7 @@ class LossScale:
 
 
 @dataclass
-class Step:
+class TrainingStep:
     """Call it with the micro-batches of a step. All that is not an argument of the call is the same for each step."""
 
     task: Task
@@ -55,7 +55,7 @@ class Step:
     optimizer: torch.optim.Optimizer
     params: Sequence[nn.Parameter]
     plan: Plan  # its data degree said
-    place: Place  # of this rank
+    place: MeshCoordinate  # of this rank
     device: torch.device
     precision: str
     clip: float | None
@@ -85,7 +85,7 @@ class Step:
         assert self.plan.dp is not None
         return self.plan.dp
 
-    def __call__(self, batches: Sequence[Batch], step: int, lr_factor: float) -> Local:
+    def __call__(self, batches: Sequence[Batch], step: int, lr_factor: float) -> LocalStepStats:
         with self.around_loss():
             losses, items, expected = self.backward(batches, step)
         for finish in self.after_backward:
@@ -98,7 +98,7 @@ class Step:
             self.observe("weights", step)
         if self.alone:  # the squares of all ranks add up to their mean
             norm = (norm if isinstance(norm, Tensor) else combined(norm, self.device)) / math.sqrt(self.data_ranks)
-        return Local(reduce(add, losses), sum(items), norm, expected) if self.counts else Local(0.0, 0.0, norm, expected)
+        return LocalStepStats(reduce(add, losses), sum(items), norm, expected) if self.counts else LocalStepStats(0.0, 0.0, norm, expected)
 
     @property
     def counts(self) -> bool:
@@ -178,7 +178,7 @@ class Step:
                 scale_(self.params, by)
                 self._step()
             norm = []
-            if self.alone or self.place == Place(0, 0, 0, 0):
+            if self.alone or self.place == MeshCoordinate(0, 0, 0, 0):
                 norm = whole / self.loss_scale.scale if self.loss_scale is not None else whole
             if self.loss_scale is not None:
                 self.loss_scale.update(finite)

@@ -16,7 +16,7 @@ EVERY_S = 0.1  # steps that are quicker are told together, about so often
 MOST = 64  # steps told together
 
 
-class Local(NamedTuple):
+class LocalStepStats(NamedTuple):
     """What a step came to on this rank. The parts of all ranks add up to the whole: sums, and the square of the norm."""
 
     loss: Tensor | float  # × items
@@ -25,7 +25,7 @@ class Local(NamedTuple):
     expected: float | None  # items that the loss was divided by, where they were only inferred
 
 
-class Figures(NamedTuple):
+class StepMetrics(NamedTuple):
     """What a step came to, the same on all ranks."""
 
     loss: float
@@ -33,7 +33,7 @@ class Figures(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Wishes:
+class ControlFlags:
     """What this rank would like all ranks to do after the steps that are told."""
 
     stop: bool = False
@@ -41,9 +41,9 @@ class Wishes:
 
 
 @dataclass(frozen=True)
-class Told:
-    steps: list[Figures]
-    wishes: Wishes  # of any rank
+class ReducedMetrics:
+    steps: list[StepMetrics]
+    wishes: ControlFlags  # of any rank
     step_s: float  # mean over the ranks and these steps
     together: int  # steps to be told together from now on, so that all ranks agree
 
@@ -58,7 +58,7 @@ class Pending:
     work: dist.Work | None
     copied: torch.cuda.Event | None
 
-    def result(self) -> Told:
+    def result(self) -> ReducedMetrics:
         if self.copied is not None:
             self.copied.synchronize()
         elif self.work is not None:
@@ -67,16 +67,16 @@ class Pending:
         steps = list(map(_figures, sums[0::3], sums[1::3], sums[2::3], self.expected))
         step_s = seconds / (self.ranks * len(steps))
         together = min(MOST, max(1, int(EVERY_S / step_s))) if step_s else 1
-        return Told(steps, Wishes(stop > 0, save > 0), step_s, together)
+        return ReducedMetrics(steps, ControlFlags(stop > 0, save > 0), step_s, together)
 
 
-def _figures(loss: float, items: float, squares: float, expected: float | None) -> Figures:
+def _figures(loss: float, items: float, squares: float, expected: float | None) -> StepMetrics:
     if expected is not None and items != expected:
         raise TaskError(
             f"loss() returned {items:.0f} items over all ranks and micro-batches where the first let expect {expected:.0f}; "
             "where their number varies, define weights(batch), so that each item weighs the same"
         )
-    return Figures(loss / items if items else math.nan, math.sqrt(squares))
+    return StepMetrics(loss / items if items else math.nan, math.sqrt(squares))
 
 
 def _column(values: Sequence[Tensor | float], device: torch.device) -> Tensor:
@@ -87,7 +87,7 @@ def _column(values: Sequence[Tensor | float], device: torch.device) -> Tensor:
     return torch.stack(tensors).to(torch.float64)
 
 
-def tell(steps: Sequence[Local], wishes: Wishes, seconds: float, ranks: int, device: torch.device) -> Pending:
+def tell(steps: Sequence[LocalStepStats], wishes: ControlFlags, seconds: float, ranks: int, device: torch.device) -> Pending:
     """Start to add up the figures of `steps`, which took so many seconds on this rank. A collective: all ranks tell of the same steps."""
     # Here and not in the step: many in a row find their code in the caches.
     norms = _column([step.norm if isinstance(step.norm, Tensor) else combined(step.norm, device) for step in steps], device)

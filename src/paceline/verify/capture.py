@@ -34,7 +34,7 @@ class Plant(Protocol):
 
 
 @dataclass
-class Look:
+class StepTensors:
     """Whole tensors of one step."""
 
     gradients: Tensors = field(default_factory=dict)
@@ -46,7 +46,7 @@ class Look:
 class Reference:
     """A training under one process. `looks[0]` has the parameters before the first step, `looks[s]` all of step s."""
 
-    looks: list[Look]
+    looks: list[StepTensors]
     losses: list[float]
     norms: list[float]
     aliases: dict[str, str]  # other names of tied parameters -> the first
@@ -75,11 +75,11 @@ class Reference:
     @classmethod
     def load(cls, path: Path) -> "Reference":
         content = torch.load(path, mmap=True, weights_only=True)
-        return cls(**content | {"looks": [Look(**look) for look in content["looks"]]})
+        return cls(**content | {"looks": [StepTensors(**look) for look in content["looks"]]})
 
 
 @dataclass
-class Seen:
+class PlanObservation:
     """What a rank saw of a training under a plan, beside the reference."""
 
     losses: list[float] = field(default_factory=list)
@@ -91,7 +91,7 @@ class Seen:
 
 def record(spec: Spec, task: Task, micro: int, rounding: float = 0.0) -> Reference:
     """Train in this process alone. `rounding`: planted in the gradients of each step, of the largest element of each."""
-    looks: list[Look] = [Look()]
+    looks: list[StepTensors] = [StepTensors()]
     switched_off: list[str] = []
     told: dict[str, Any] = {"aliases": {}, "has_batch_norm": False, "is_random": False}
 
@@ -108,10 +108,10 @@ def record(spec: Spec, task: Task, micro: int, rounding: float = 0.0) -> Referen
             told["has_batch_norm"] = any(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in model.modules())
         if rounding:
             _round_(model, rounding, step)
-        looks.append(Look({name: _copy(p.grad) for name, p in model.named_parameters() if p.requires_grad}))
+        looks.append(StepTensors({name: _copy(p.grad) for name, p in model.named_parameters() if p.requires_grad}))
         told["is_random"] |= _has_drawn()
 
-    narrowest = Narrowest()
+    narrowest = NarrowestDtype()
     calm = quiet(task, say, narrowest)
     events = train(spec, Plan(dp=1, micro=micro), World(), task=calm, device="cpu", observe=observe)
     steps = [event for event in events if isinstance(event, Step)]
@@ -119,7 +119,7 @@ def record(spec: Spec, task: Task, micro: int, rounding: float = 0.0) -> Referen
     return Reference(looks, losses, norms, switched_off=switched_off, computes_in=narrowest.found, **told)
 
 
-class Narrowest(TorchFunctionMode):
+class NarrowestDtype(TorchFunctionMode):
     """Notes the narrowest type of what is computed from parameters while it is entered."""
 
     def __init__(self) -> None:
@@ -190,7 +190,7 @@ def _copy(tensor: Tensor | None) -> Tensor | None:
     return _whole(tensor).clone() if tensor is not None else None
 
 
-def compare(spec: Spec, plan: str, path: Path, plant: Plant = nullcontext) -> Seen:
+def compare(spec: Spec, plan: str, path: Path, plant: Plant = nullcontext) -> PlanObservation:
     """Train on this rank as `plan` says, beside the reference in `path`. All ranks of the process group call it."""
     task = quiet(tasks.load_task(spec.task, spec.set))
     asked, me = parse(plan), world()
@@ -209,7 +209,7 @@ class _Beside:
         self.reference, self.place = reference, place
         self.written_before: set[str] | None = None  # buffers that a rank before it in the pipeline holds, too
         self.position = {name: at for at, name in enumerate(reference.names)}
-        self.seen = Seen()
+        self.seen = PlanObservation()
 
     def observe(self, model: nn.Module, what: str, step: int) -> None:
         if what == "gradients":

@@ -14,15 +14,15 @@ from paceline.launch.rank_pool import Ranks
 from paceline.plan.plan import Plan, share
 from paceline.spec import Spec
 from paceline.task import Task
-from paceline.verify.capture import Plant, Reference, Seen, compare, grow, record
+from paceline.verify.capture import PlanObservation, Plant, Reference, compare, grow, record
 from paceline.verify.compare import ROUNDING, RTOL, Difference, apart_numbers, axis_of
 
 if TYPE_CHECKING:
-    from paceline.verify.asynchronous import Held, Outcome
+    from paceline.verify.asynchronous import Condition, TrainingOutcome
 
 
 @dataclass(frozen=True)
-class Row:
+class StepRow:
     """One step; the rest are relative differences to one process."""
 
     step: int
@@ -44,7 +44,7 @@ class Verdict:
     of_whole: float | None = None  # how far the losses of this one process are from those on whole batches, where that is another training
     tolerance: float = RTOL  # the relative difference that is taken for rounding
     grown: float | None = None  # the largest that is, where the optimizer amplifies rounding
-    rows: tuple[Row, ...] = ()
+    rows: tuple[StepRow, ...] = ()
     first: Difference | None = None
     axis: str | None = None  # degrees that the factor of `first` equals
     only_on: tuple[int, ...] = ()  # the ranks that differ there first, where others that hold it do not
@@ -177,14 +177,14 @@ class Verification:
             return self._held(asked, plan, plan.micro, plant)
         return verdict
 
-    def held(self, asked: Plan) -> "list[Held]":
+    def held(self, asked: Plan) -> "list[Condition]":
         """What must hold of an asynchronous plan, in place of equality. Raises PlanError, TaskError and RankError."""
         from paceline.verify.asynchronous import must_hold, on_rank
 
         share(self.spec.batch, asked.on(self.size))
         task = tasks.load_task(self.spec.task, self.spec.set)
 
-        def run(spec: Spec, plan: Plan, path: Path) -> "list[Outcome]":
+        def run(spec: Spec, plan: Plan, path: Path) -> "list[TrainingOutcome]":
             return self._ranks(on_rank, spec, str(plan), path, timeout_s=self.timeout_s)
 
         return must_hold(self.spec, task, asked, self.reference(), run, Path(self._folder.name) / "runs")
@@ -220,9 +220,9 @@ class Verification:
             return Verdict(plan, self.size, failed=str(error))
 
 
-def judge(asked: Plan, plan: Plan, ranks: int, micro: int, reference: Reference, seen: list[Seen]) -> Verdict:
+def judge(asked: Plan, plan: Plan, ranks: int, micro: int, reference: Reference, seen: list[PlanObservation]) -> Verdict:
     """What the ranks saw, taken together. `micro`: the micro-batches of the one process."""
-    rows: list[Row] = []
+    rows: list[StepRow] = []
     found = [rank.first for rank in seen if rank.first is not None]
     found += _left_out(reference, seen)
     for at, (loss, norm) in enumerate(zip(seen[0].losses, seen[0].norms, strict=True)):
@@ -232,7 +232,7 @@ def judge(asked: Plan, plan: Plan, ranks: int, micro: int, reference: Reference,
                 found.append(Difference(at + 1, what, "", 0, by, value / expected if expected else None, uniform=True))
         looks = [rank.apart[step] for rank in seen for step in ((at, at + 1) if at == 0 else (at + 1,))]
         of_parameters = max(look.get(what, 0.0) for look in looks for what in ("parameter", "buffer"))
-        rows.append(Row(at + 1, loss, norm, of_loss, of_norm, max(look.get("gradient", 0.0) for look in looks), of_parameters))
+        rows.append(StepRow(at + 1, loss, norm, of_loss, of_norm, max(look.get("gradient", 0.0) for look in looks), of_parameters))
     first = min(found, key=lambda difference: difference.place, default=None)
     axis = axis_of(first.factor, plan, ranks, of_norm=first.what == "norm") if first is not None and first.uniform else None
     grown = max((value for look in reference.grown for value in look.values()), default=None)
@@ -242,7 +242,7 @@ def judge(asked: Plan, plan: Plan, ranks: int, micro: int, reference: Reference,
     )
 
 
-def _only_on(first: Difference | None, seen: list[Seen]) -> tuple[int, ...]:
+def _only_on(first: Difference | None, seen: list[PlanObservation]) -> tuple[int, ...]:
     if first is None or not first.name:
         return ()
     differing = tuple(at for at, rank in enumerate(seen) if rank.first is not None and rank.first.place == first.place)
@@ -250,7 +250,7 @@ def _only_on(first: Difference | None, seen: list[Seen]) -> tuple[int, ...]:
     return differing if differing != holding else ()
 
 
-def _left_out(reference: Reference, seen: list[Seen]) -> list[Difference]:
+def _left_out(reference: Reference, seen: list[PlanObservation]) -> list[Difference]:
     """Tensors of the model that no rank holds."""
     here: set[str] = set().union(*(rank.names for rank in seen))
     return [

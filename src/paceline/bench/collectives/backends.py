@@ -13,7 +13,7 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
-from paceline.bench.collectives.operations import ROOT, Place
+from paceline.bench.collectives.operations import ROOT, GroupRank
 from paceline.bench.timer import WALL, Clock, cuda_events
 from paceline.distributed.process_group import choose_device, process_group
 from paceline.distributed.world import World
@@ -22,7 +22,7 @@ from paceline.spec import nearest
 
 Tensor = torch.Tensor
 Run = Callable[[], object]
-Call = Callable[[Any, Place, Tensor, Tensor], Run]  # (group, place in it, input, output) -> what is timed
+Call = Callable[[Any, GroupRank, Tensor, Tensor], Run]  # (group, place in it, input, output) -> what is timed
 
 
 class Peers(Protocol):
@@ -52,15 +52,15 @@ _all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)  #
 _reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
 
 
-def _scatter(group: Any, at: Place, input: Tensor, output: Tensor) -> Run:
+def _scatter(group: Any, at: GroupRank, input: Tensor, output: Tensor) -> Run:
     return partial(dist.scatter, output, list(input.chunk(at.size)) if at.rank == ROOT else None, group=group, group_src=ROOT)
 
 
-def _gather(group: Any, at: Place, input: Tensor, output: Tensor) -> Run:
+def _gather(group: Any, at: GroupRank, input: Tensor, output: Tensor) -> Run:
     return partial(dist.gather, input, list(output.chunk(at.size)) if at.rank == ROOT else None, group=group, group_dst=ROOT)
 
 
-def _send_recv(group: Any, at: Place, input: Tensor, output: Tensor) -> Run:
+def _send_recv(group: Any, at: GroupRank, input: Tensor, output: Tensor) -> Run:
     both = [
         dist.P2POp(dist.isend, input, group=group, group_peer=(at.rank + 1) % at.size),
         dist.P2POp(dist.irecv, output, group=group, group_peer=(at.rank - 1) % at.size),

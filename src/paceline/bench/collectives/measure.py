@@ -11,9 +11,9 @@ import psutil
 import torch
 
 from paceline.bench.collectives.backends import Backend, Call, Peers, joined
-from paceline.bench.collectives.operations import OPERATIONS, Operation, Place, bandwidths_GBps, tensor, wrong
+from paceline.bench.collectives.operations import OPERATIONS, CollectiveOperation, GroupRank, bandwidths_GBps, tensor, wrong
 from paceline.bench.collectives.rank_groups import Axis, axes
-from paceline.bench.collectives.request import DTYPES, Request
+from paceline.bench.collectives.request import DTYPES, CollectiveRequest
 from paceline.bench.result import Row
 from paceline.bench.timer import Budget, measure
 from paceline.distributed.world import World
@@ -38,16 +38,16 @@ class Rank:
             self._groups[key] = backend.group([[*ranks] for ranks in axis.groups])
         return self._groups[key]
 
-    def place(self, axis: Axis) -> Place:
+    def place(self, axis: Axis) -> GroupRank:
         ranks = next(ranks for ranks in axis.groups if self.world.rank in ranks)
-        return Place(ranks.index(self.world.rank), len(ranks))
+        return GroupRank(ranks.index(self.world.rank), len(ranks))
 
 
 @dataclass(frozen=True)
-class Case:
+class CollectiveCase:
     """One row that is to be measured."""
 
-    operation: Operation
+    operation: CollectiveOperation
     backend: Backend
     axis: Axis
     dtype: str
@@ -74,14 +74,14 @@ class Case:
         return f"{self.backend.name} {self.operation.name}{size}, {self.dtype}, on axis {self.axis.name}"
 
 
-def on_rank(request: Request, world: World, meeting_place: Path) -> Iterator[Row | str]:
+def on_rank(request: CollectiveRequest, world: World, meeting_place: Path) -> Iterator[Row | str]:
     """Rows as they are measured, the same on all ranks, and between them notes of what was left out, and why."""
     with joined(request.backends, world, request.timeout_s, meeting_place) as (backends, peers):
         hosts = peers.everyone(platform.node())
         yield from rows(request, Rank(world, hosts, backends, peers))
 
 
-def rows(request: Request, rank: Rank) -> Iterator[Row | str]:
+def rows(request: CollectiveRequest, rank: Rank) -> Iterator[Row | str]:
     found, notes = axes(request.axes, request.plan, rank.hosts)
     yield from (f"{backend.name}: {backend.about}" for backend in rank.backends)
     yield from notes
@@ -95,7 +95,7 @@ def rows(request: Request, rank: Rank) -> Iterator[Row | str]:
         yield row
 
 
-def _cases(request: Request, found: Sequence[Axis], backends: Sequence[Backend]) -> Iterator[Case]:
+def _cases(request: CollectiveRequest, found: Sequence[Axis], backends: Sequence[Backend]) -> Iterator[CollectiveCase]:
     """Back ends and places next to each other, so that they are measured under the same conditions."""
     for name in request.operations:
         sized = name != "barrier"
@@ -104,12 +104,12 @@ def _cases(request: Request, found: Sequence[Axis], backends: Sequence[Backend])
                 for size_bytes in request.sizes_bytes if sized else (0,):
                     for backend in backends:
                         for place in request.places if sized else ("in",):
-                            case = Case(OPERATIONS[name], backend, axis, dtype, place == "in", size_bytes)
+                            case = CollectiveCase(OPERATIONS[name], backend, axis, dtype, place == "in", size_bytes)
                             if case.call is not None:
                                 yield case
 
 
-def _row(case: Case, rank: Rank, budget: Budget) -> Row | str:
+def _row(case: CollectiveCase, rank: Rank, budget: Budget) -> Row | str:
     """The row, or why there is none; the same answer on all ranks."""
     if reason := _too_large(case, rank):
         return reason
@@ -150,7 +150,7 @@ def _row(case: Case, rank: Rank, budget: Budget) -> Row | str:
     return row
 
 
-def _too_large(case: Case, rank: Rank) -> str | None:
+def _too_large(case: CollectiveCase, rank: Rank) -> str | None:
     """Input, output, what must come out, and as much again within the back end."""
     needed = 4 * case.elements * case.itemsize
     if case.backend.device.type == "cuda":
@@ -163,7 +163,7 @@ def _too_large(case: Case, rank: Rank) -> str | None:
     return f"{case} is left out: it takes {format_bytes(needed)} on each rank, {format_bytes(lacking)} more than is free {where}"
 
 
-def _buffers(case: Case, at: Place) -> tuple[torch.Tensor, torch.Tensor]:
+def _buffers(case: CollectiveCase, at: GroupRank) -> tuple[torch.Tensor, torch.Tensor]:
     """Input and output; in place the smaller one lies in the other, at the block of this rank."""
     dtype = dtype_of(case.dtype)
     given, got = case.operation.elements(at, case.elements)
@@ -177,7 +177,7 @@ def _buffers(case: Case, at: Place) -> tuple[torch.Tensor, torch.Tensor]:
     return (larger, smaller) if given >= got else (smaller, larger)
 
 
-def _check(case: Case, rank: Rank, at: Place, run: Any, input: torch.Tensor, output: torch.Tensor) -> int:
+def _check(case: CollectiveCase, rank: Rank, at: GroupRank, run: Any, input: torch.Tensor, output: torch.Tensor) -> int:
     """Run it once on known values; elements that came out wrong on this rank."""
     if case.operation.name == "barrier":
         return _lets_through(case, rank, run)
@@ -188,7 +188,7 @@ def _check(case: Case, rank: Rank, at: Place, run: Any, input: torch.Tensor, out
     return wrong(output, case.operation.expected(at, case.elements), at.size)
 
 
-def _lets_through(case: Case, rank: Rank, run: Any) -> int:
+def _lets_through(case: CollectiveCase, rank: Rank, run: Any) -> int:
     """Whether a barrier lets this rank go on before the last one has come."""
     rank.peers.largest([0.0])
     began = time.perf_counter()

@@ -18,7 +18,7 @@ ROOT = 0
 
 
 @dataclass(frozen=True)
-class Place:
+class GroupRank:
     """A rank in its group."""
 
     rank: int
@@ -26,7 +26,7 @@ class Place:
 
 
 @dataclass(frozen=True)
-class Values:
+class KnownValues:
     """`count` values of rank `of` from position `start` on, or their sums over all ranks where `of` is None."""
 
     of: int | None
@@ -35,7 +35,7 @@ class Values:
 
 
 @dataclass(frozen=True)
-class Operation:
+class CollectiveOperation:
     """elements: on a rank, of its input and its output, when S has `count` elements.
 
     given, expected: the values of input and output on a rank, block by block; none where nothing is told of it.
@@ -43,98 +43,100 @@ class Operation:
 
     name: str
     factor: Callable[[int], float]  # busbw / algbw on so many ranks
-    elements: Callable[[Place, int], tuple[int, int]]
-    expected: Callable[[Place, int], list[Values]]
-    given: Callable[[Place, int], list[Values]] = lambda at, count: [Values(at.rank, 0, count)]
+    elements: Callable[[GroupRank, int], tuple[int, int]]
+    expected: Callable[[GroupRank, int], list[KnownValues]]
+    given: Callable[[GroupRank, int], list[KnownValues]] = lambda at, count: [KnownValues(at.rank, 0, count)]
     splits: bool = False  # S is cut into as many blocks as there are ranks
 
 
-def _block(at: Place, count: int) -> tuple[int, int]:
+def _block(at: GroupRank, count: int) -> tuple[int, int]:
     """Where the block of a rank begins in the whole, and its length."""
     length = count // at.size
     return at.rank * length, length
 
 
-def _at_root(at: Place, values: list[Values]) -> list[Values]:
+def _at_root(at: GroupRank, values: list[KnownValues]) -> list[KnownValues]:
     return values if at.rank == ROOT else []
 
 
-def _of_all(at: Place, start: int, length: int) -> list[Values]:
-    return [Values(rank, start, length) for rank in range(at.size)]
+def _of_all(at: GroupRank, start: int, length: int) -> list[KnownValues]:
+    return [KnownValues(rank, start, length) for rank in range(at.size)]
 
 
 OPERATIONS = {
     operation.name: operation
     for operation in (
-        Operation(
+        CollectiveOperation(
             "all-reduce",
             SENT["all-reduce"],
             elements=lambda at, count: (count, count),
-            expected=lambda at, count: [Values(None, 0, count)],
+            expected=lambda at, count: [KnownValues(None, 0, count)],
         ),
-        Operation(
+        CollectiveOperation(
             "reduce-scatter",
             SENT["reduce-scatter"],
             elements=lambda at, count: (count, count // at.size),
-            expected=lambda at, count: [Values(None, *_block(at, count))],
+            expected=lambda at, count: [KnownValues(None, *_block(at, count))],
             splits=True,
         ),
-        Operation(
+        CollectiveOperation(
             "all-gather",
             SENT["all-gather"],
             elements=lambda at, count: (count // at.size, count),
-            given=lambda at, count: [Values(at.rank, 0, count // at.size)],
+            given=lambda at, count: [KnownValues(at.rank, 0, count // at.size)],
             expected=lambda at, count: _of_all(at, 0, count // at.size),
             splits=True,
         ),
-        Operation(
+        CollectiveOperation(
             "broadcast",
             SENT["broadcast"],
             elements=lambda at, count: (count, count),
-            given=lambda at, count: _at_root(at, [Values(ROOT, 0, count)]),
-            expected=lambda at, count: [Values(ROOT, 0, count)],
+            given=lambda at, count: _at_root(at, [KnownValues(ROOT, 0, count)]),
+            expected=lambda at, count: [KnownValues(ROOT, 0, count)],
         ),
-        Operation(
+        CollectiveOperation(
             "reduce",
             SENT["reduce"],
             elements=lambda at, count: (count, count),
-            expected=lambda at, count: _at_root(at, [Values(None, 0, count)]),
+            expected=lambda at, count: _at_root(at, [KnownValues(None, 0, count)]),
         ),
-        Operation(
+        CollectiveOperation(
             "scatter",
             SENT["scatter"],
             elements=lambda at, count: (count if at.rank == ROOT else 0, count // at.size),
-            given=lambda at, count: _at_root(at, [Values(ROOT, 0, count)]),
-            expected=lambda at, count: [Values(ROOT, *_block(at, count))],
+            given=lambda at, count: _at_root(at, [KnownValues(ROOT, 0, count)]),
+            expected=lambda at, count: [KnownValues(ROOT, *_block(at, count))],
             splits=True,
         ),
-        Operation(
+        CollectiveOperation(
             "gather",
             SENT["gather"],
             elements=lambda at, count: (count // at.size, count if at.rank == ROOT else 0),
-            given=lambda at, count: [Values(at.rank, 0, count // at.size)],
+            given=lambda at, count: [KnownValues(at.rank, 0, count // at.size)],
             expected=lambda at, count: _at_root(at, _of_all(at, 0, count // at.size)),
             splits=True,
         ),
-        Operation(
+        CollectiveOperation(
             "all-to-all",
             SENT["all-to-all"],
             elements=lambda at, count: (count, count),
             expected=lambda at, count: _of_all(at, *_block(at, count)),
             splits=True,
         ),
-        Operation(  # to the next rank and from the one before, all at once
+        CollectiveOperation(  # to the next rank and from the one before, all at once
             "send-recv",
             SENT["send"],
             elements=lambda at, count: (count, count),
-            expected=lambda at, count: [Values((at.rank - 1) % at.size, 0, count)],
+            expected=lambda at, count: [KnownValues((at.rank - 1) % at.size, 0, count)],
         ),
-        Operation("barrier", SENT["barrier"], elements=lambda at, count: (0, 0), given=lambda at, count: [], expected=lambda at, count: []),
+        CollectiveOperation(
+            "barrier", SENT["barrier"], elements=lambda at, count: (0, 0), given=lambda at, count: [], expected=lambda at, count: []
+        ),
     )
 }
 
 
-def tensor(blocks: list[Values], ranks: int, dtype: "torch.dtype", device: "torch.device | str") -> "torch.Tensor":
+def tensor(blocks: list[KnownValues], ranks: int, dtype: "torch.dtype", device: "torch.device | str") -> "torch.Tensor":
     """The values of these blocks, one behind the other."""
     import torch
 
@@ -156,12 +158,12 @@ def _once(rank: int) -> "torch.Tensor":
     return values + rank % 7 if rank < 16 else (values + rank) % PERIOD - 2
 
 
-def wrong(output: "torch.Tensor", blocks: list[Values], ranks: int) -> int:
+def wrong(output: "torch.Tensor", blocks: list[KnownValues], ranks: int) -> int:
     """How many elements of an output are not what they must be."""
     return int((output != tensor(blocks, ranks, output.dtype, output.device)).sum()) if blocks else 0
 
 
-def bandwidths_GBps(operation: Operation, ranks: int, size_bytes: int, seconds: float) -> tuple[float, float]:
+def bandwidths_GBps(operation: CollectiveOperation, ranks: int, size_bytes: int, seconds: float) -> tuple[float, float]:
     """algbw and busbw, in 10⁹ bytes a second."""
     algbw = size_bytes / seconds / 1e9
     return algbw, algbw * operation.factor(ranks)

@@ -14,7 +14,7 @@ FACTOR = 4  # from size to size
 KEYS = ("operation", "backend", "axis", "ranks", "dtype", "place", "bytes")  # of the rows
 
 
-class Request(Value):
+class CollectiveRequest(Value):
     operations: tuple[str, ...] = tuple(OPERATIONS)
     backends: tuple[str, ...]
     sizes_bytes: tuple[Annotated[int, Field(gt=0)], ...]

@@ -21,7 +21,7 @@ from typing import IO
 import psutil
 
 from paceline.bench.collectives.alpha_beta import fits
-from paceline.bench.collectives.request import KEYS, Request
+from paceline.bench.collectives.request import KEYS, CollectiveRequest
 from paceline.bench.result import Result, Row
 from paceline.cluster.limits import usable_cores
 from paceline.errors import BenchError, Error, RankError
@@ -34,7 +34,7 @@ AGENT = {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "
 NOTE, ERROR = "note", "error"  # keys of lines that are no rows
 
 
-def result(request: Request, ranks: int, local_ranks: int, found: Sequence[Row | str]) -> Result:
+def result(request: CollectiveRequest, ranks: int, local_ranks: int, found: Sequence[Row | str]) -> Result:
     """From rows and notes, as many as there are. `local_ranks`: on this machine."""
     rows = tuple(dict(one) for one in found if not isinstance(one, str))
     notes = [one for one in found if isinstance(one, str)]
@@ -44,7 +44,7 @@ def result(request: Request, ranks: int, local_ranks: int, found: Sequence[Row |
     return Result(kind="collectives", settings=settings, keys=KEYS, rows=rows, summary=fits(rows), notes=tuple(notes))
 
 
-def measured(request: Request, ranks: int) -> Iterator[Row | str]:
+def measured(request: CollectiveRequest, ranks: int) -> Iterator[Row | str]:
     """Rows and notes as they come. Raises the Error of a rank, RankError where one died. Closing it ends the ranks."""
     folder = Path(tempfile.mkdtemp(prefix="paceline-bench-"))
     try:
@@ -57,7 +57,7 @@ def measured(request: Request, ranks: int) -> Iterator[Row | str]:
 
 
 @contextlib.contextmanager
-def _started(request: Request, ranks: int, folder: Path) -> Iterator[list[subprocess.Popen[bytes]]]:
+def _started(request: CollectiveRequest, ranks: int, folder: Path) -> Iterator[list[subprocess.Popen[bytes]]]:
     check_count(ranks)
     words = [sys.executable, "-m", "paceline.bench.collectives.workers", str(folder), str(os.getpid())]
     environ = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "PYTHONUNBUFFERED": "1"}
@@ -178,7 +178,7 @@ def _be_a_rank(folder: Path, launcher: int) -> None:
             file.flush()
 
         try:
-            for found in on_rank(Request.model_validate_json((folder / "request.json").read_text("utf-8")), me, folder):
+            for found in on_rank(CollectiveRequest.model_validate_json((folder / "request.json").read_text("utf-8")), me, folder):
                 if me.rank == 0:
                     tell({NOTE: found} if isinstance(found, str) else found)
         except Error as error:

@@ -21,7 +21,7 @@ from paceline.cluster.limits import usable_cores
 from paceline.distributed.process_group import keep_memory, threads_per_rank
 from paceline.events import Step
 from paceline.launch.rank_pool import Ranks
-from paceline.plan.cost_model.engine_overhead import Units, units
+from paceline.plan.cost_model.engine_overhead import UnitCounts, units
 from paceline.plan.cost_model.work_split import shares, split
 from paceline.plan.model.facts import ModelFacts
 from paceline.plan.plan import parse
@@ -57,7 +57,7 @@ class Points:
         return torch.zeros(len(indices), self.width)
 
 
-class Nothing(Task):
+class EmptyTask(Task):
     """The least that can be trained: what its step takes is the loop's."""
 
     width: int = 1
@@ -72,7 +72,7 @@ class Nothing(Task):
         return F.mse_loss(output, batch, reduction="none")
 
 
-class Layers(Nothing):
+class LayeredTask(EmptyTask):
     """Blocks of two tensors each, where one of the text task has a dozen."""
 
     width: int = 16
@@ -81,7 +81,7 @@ class Layers(Nothing):
         return nn.Sequential(*(part for _ in range(DEPTHS[-1]) for part in (nn.Linear(self.width, self.width), nn.ReLU())))
 
 
-class Windows:
+class QuietWindows:
     """Pieces of a training in which other programs leave this machine alone. `pids`: of the ranks."""
 
     def __init__(self, seconds: float, pids: Sequence[int]):
@@ -121,7 +121,7 @@ def step_s(spec: Spec, plan: str, seconds: float, pids: Sequence[int] = ()) -> f
     """On each rank: the median of the steps of a training that fit into so many seconds, of those in which nobody else was busy here; the
     least tenth where there are none. Without validation, so that steps follow steps."""
     keep_memory()
-    windows = Windows(seconds, pids)
+    windows = QuietWindows(seconds, pids)
 
     def stop() -> bool:
         return windows.stop() if dist.get_rank() == 0 else False
@@ -135,7 +135,7 @@ def step_s(spec: Spec, plan: str, seconds: float, pids: Sequence[int] = ()) -> f
 
 
 @dataclass(frozen=True)
-class Small:
+class SmallTraining:
     """A training with hardly anything to compute."""
 
     task: str
@@ -145,19 +145,22 @@ class Small:
         fields = {**SMALL, "depth": self.depth} if self.depth is not None else {}
         return Spec(task=self.task, set=fields, batch=batch, steps=10**6, threads=threads)
 
-    def units(self, engine: str, plan: str, ranks: int, batch: int) -> Units:
+    def units(self, engine: str, plan: str, ranks: int, batch: int) -> UnitCounts:
         on = split(parse(plan), ranks, batch)
         return units(shares(_facts(self), 1, 1, even=False, folded=False)[0], on)[engine]
 
 
 @cache
-def _facts(small: Small) -> ModelFacts:
+def _facts(small: SmallTraining) -> ModelFacts:
     spec = small.spec(SAMPLES)
     return describe(spec, load_task(spec.task, spec.set))
 
 
-NOTHING, LAYERS = Small("paceline.bench.compute.engine_overhead:Nothing"), Small("paceline.bench.compute.engine_overhead:Layers")
-TEXTS = [Small("text", depth) for depth in DEPTHS]
+NOTHING, LAYERS = (
+    SmallTraining("paceline.bench.compute.engine_overhead:Nothing"),
+    SmallTraining("paceline.bench.compute.engine_overhead:Layers"),
+)
+TEXTS = [SmallTraining("text", depth) for depth in DEPTHS]
 
 
 def engines(ranks: int, budget_s: float) -> Iterator[Row]:
@@ -167,22 +170,22 @@ def engines(ranks: int, budget_s: float) -> Iterator[Row]:
     threads = threads_per_rank(ranks, None)
     batch = ranks * SAMPLES
 
-    def row(engine: str, of: Units, seconds: float) -> Row:
+    def row(engine: str, of: UnitCounts, seconds: float) -> Row:
         return {"engine": engine, "ranks": ranks, "units": of.units, "tensors": of.tensors, "median_s": max(0.0, seconds)}
 
     with Ranks(1) as alone:
 
-        def single(small: Small, samples: int, plan: str = "single") -> float:
+        def single(small: SmallTraining, samples: int, plan: str = "single") -> float:
             return float(alone(step_s, small.spec(samples, threads), plan, each_s, alone.pids, timeout_s=120)[0])
 
-        yield row("step", Units(), single(NOTHING, SAMPLES))
+        yield row("step", UnitCounts(), single(NOTHING, SAMPLES))
         own = {(small, samples): single(small, samples) for small in (*TEXTS, LAYERS) for samples in (SAMPLES, batch)}
         again = "single,recompute=selective"
         for small in (LAYERS, TEXTS[-1]):
             yield row("selective", small.units("selective", again, 1, SAMPLES), single(small, SAMPLES, again) - own[small, SAMPLES])
     with Ranks(ranks) as together:
 
-        def of(small: Small, plan: str, samples: int) -> float:
+        def of(small: SmallTraining, plan: str, samples: int) -> float:
             return float(together(step_s, small.spec(samples), plan, each_s, together.pids, timeout_s=120)[0])
 
         for engine, said in PLANS.items():
@@ -195,4 +198,4 @@ def engines(ranks: int, budget_s: float) -> Iterator[Row]:
         for micro in (ranks, 3 * ranks):  # of SAMPLES each; the rank computes its share of the blocks for each of them
             took = of(deep, f"pp={ranks},micro={micro}", micro * SAMPLES)
             computes = crowd * (micro + ranks - 1 if crowd == 1 else micro) / ranks * own[deep, SAMPLES]
-            yield row("pp", Units(micro), took - computes)
+            yield row("pp", UnitCounts(micro), took - computes)

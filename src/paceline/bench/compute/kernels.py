@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from paceline.bench.compute.matmul import KINDS, Kind, Run, Shape, tf32
+from paceline.bench.compute.matmul import KINDS, MatmulKind, Run, Shape, tf32
 from paceline.bench.result import Row
 from paceline.bench.timer import WALL, Budget, Clock, cuda_events, measure
 from paceline.units import format_bytes
@@ -85,7 +85,7 @@ def products(device: torch.device, budget_s: float, of: Sizes) -> Iterator[Row |
             yield f"{kind} of {', '.join(shapes) if len(shapes) < 5 else f'{shapes[0]} and {len(shapes) - 1} more'}: {why}"
 
 
-def _of_kind(kind: Kind, device: torch.device, budget_s: float, of: Sizes, left_out: dict[str, list[str]]) -> Iterator[Row]:
+def _of_kind(kind: MatmulKind, device: torch.device, budget_s: float, of: Sizes, left_out: dict[str, list[str]]) -> Iterator[Row]:
     """Shapes from small to large, as long as those before say that the next one fits into the time. `left_out`: by reason."""
     shapes = of.shapes()
     each_s = budget_s / len(shapes)

@@ -13,7 +13,7 @@ Shape = tuple[int, int, int]  # (m, n, k): an m × k matrix by a k × n one
 
 
 @dataclass(frozen=True)
-class Kind:
+class MatmulKind:
     """`make(shape, device)` prepares a product and returns what runs it; it raises RuntimeError where the device cannot."""
 
     dtype: str  # as in cluster.json
@@ -115,14 +115,14 @@ def _from(major: int, minor: int, amd: tuple[str, ...] = ()) -> Callable[[torch.
 
 
 KINDS = (
-    Kind("fp64", _dense(torch.float64), 8, 8, _anywhere),
-    Kind("fp32", _dense(torch.float32), 4, 4, _anywhere),
-    Kind("tf32", _dense(torch.float32), 4, 4, _from(8, 0, ("gfx94",))),
-    Kind("bf16", _dense(torch.bfloat16), 2, 2, _anywhere),
-    Kind("fp16", _dense(torch.float16), 2, 2, _anywhere),
-    Kind("fp8", _fp8, 1, 2, _from(8, 9, ("gfx94", "gfx95"))),
-    Kind("int8", _int8, 1, 4, _anywhere),
-    Kind("bf16", _sparse(torch.bfloat16), 2, 2, _from(8, 0), sparse=True),
-    Kind("fp16", _sparse(torch.float16), 2, 2, _from(8, 0), sparse=True),
-    Kind("int8", _sparse(torch.int8), 1, 1, _from(8, 0), sparse=True),
+    MatmulKind("fp64", _dense(torch.float64), 8, 8, _anywhere),
+    MatmulKind("fp32", _dense(torch.float32), 4, 4, _anywhere),
+    MatmulKind("tf32", _dense(torch.float32), 4, 4, _from(8, 0, ("gfx94",))),
+    MatmulKind("bf16", _dense(torch.bfloat16), 2, 2, _anywhere),
+    MatmulKind("fp16", _dense(torch.float16), 2, 2, _anywhere),
+    MatmulKind("fp8", _fp8, 1, 2, _from(8, 9, ("gfx94", "gfx95"))),
+    MatmulKind("int8", _int8, 1, 4, _anywhere),
+    MatmulKind("bf16", _sparse(torch.bfloat16), 2, 2, _from(8, 0), sparse=True),
+    MatmulKind("fp16", _sparse(torch.float16), 2, 2, _from(8, 0), sparse=True),
+    MatmulKind("int8", _sparse(torch.int8), 1, 1, _from(8, 0), sparse=True),
 )

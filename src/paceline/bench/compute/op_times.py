@@ -30,7 +30,7 @@ ATTENTION = ((1, 2, 16, 16), (2, 4, 64, 32), (8, 4, 128, 32), (4, 8, 256, 64), (
 
 
 @dataclass(frozen=True)
-class Case:
+class OperationCase:
     """One operation of one size, some times side by side. `size`: elements read and written, or multiplications of products."""
 
     kind: str
@@ -58,10 +58,10 @@ class Case:
         return {self.kind: self.forward, self.kind + BACKWARD: back}
 
 
-def _case(kind: str, size: float, make: Callable[[], tuple[Callable[..., Tensor], tuple[Tensor, ...]]], branches: int) -> Case:
+def _case(kind: str, size: float, make: Callable[[], tuple[Callable[..., Tensor], tuple[Tensor, ...]]], branches: int) -> OperationCase:
     made = [make() for _ in range(branches)]
     weights = tuple(p for module, _ in made if isinstance(module, nn.Module) for p in module.parameters())
-    return Case(kind, size, tuple(module for module, _ in made), tuple(given for _, given in made), weights)
+    return OperationCase(kind, size, tuple(module for module, _ in made), tuple(given for _, given in made), weights)
 
 
 def _pointwise(elements: int) -> dict[str, tuple[float, Callable[[], tuple[Callable[..., Tensor], tuple[Tensor, ...]]]]]:
@@ -83,7 +83,7 @@ def _pointwise(elements: int) -> dict[str, tuple[float, Callable[[], tuple[Calla
     }
 
 
-def cases() -> Iterator[Case]:
+def cases() -> Iterator[OperationCase]:
     for elements in SIZES:
         branches = BRANCHES if elements < LARGE else 2
         for kind, (moved, make) in _pointwise(elements).items():

@@ -24,19 +24,19 @@ from paceline.plan.comm_volume import pattern
 from paceline.plan.plan import Plan
 from paceline.spec import Spec
 from paceline.task import Task, layout_of
-from paceline.training.setup import Laid, lay_out
-from paceline.training.step import Step
+from paceline.training.setup import PreparedTraining, build_training
+from paceline.training.step import TrainingStep
 
 
 @dataclass(frozen=True)
-class Ready:
+class ReadyStep:
     """A task that is ready to step: its model on the device, and a batch."""
 
-    laid: Laid
+    laid: PreparedTraining
     batch: Batch
 
     @property
-    def step(self) -> Step:
+    def step(self) -> TrainingStep:
         return self.laid.step
 
     def __call__(self) -> None:
@@ -47,20 +47,20 @@ class Ready:
 
 
 @contextlib.contextmanager
-def ready(spec: Spec, task: Task, device: torch.device) -> Iterator[Ready]:
+def ready(spec: Spec, task: Task, device: torch.device) -> Iterator[ReadyStep]:
     """Raises the errors that a training would before its first step."""
     plan = Plan(dp=1).on(1)
     with process_group(World(), device, spec.timeout_s, Path("runs")):
         batch = example(spec, task, plan)
-        laid = lay_out(spec, plan, World(), task, device)
-        yield Ready(laid, tree_map(lambda item: item.to(device) if isinstance(item, Tensor) else item, batch))
+        laid = build_training(spec, plan, World(), task, device)
+        yield ReadyStep(laid, tree_map(lambda item: item.to(device) if isinstance(item, Tensor) else item, batch))
 
 
-def time_step(of: Ready, budget_s: float) -> Timing:
+def time_step(of: ReadyStep, budget_s: float) -> Timing:
     return measure(of, Budget(budget_s * 0.8, budget_s * 0.1, least=LEAST), clock(of.step.device))
 
 
-def measure_step(of: Ready, spec: Spec, budget_s: float) -> Iterator[Row]:
+def measure_step(of: ReadyStep, spec: Spec, budget_s: float) -> Iterator[Row]:
     """A row for the whole step, and two for each kind of block: forward and backward."""
     kinds = _kinds(of)
     each_s = budget_s / (1 + 2 * len(kinds))
@@ -86,7 +86,7 @@ class _Kind:
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
 
-    def runs(self, step: Step) -> dict[str, Callable[[], object]]:
+    def runs(self, step: TrainingStep) -> dict[str, Callable[[], object]]:
         args, kwargs = tree_map(_leaf, (self.args, self.kwargs))
         inputs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor) and leaf.requires_grad]
         inputs += [parameter for parameter in self.block.parameters() if parameter.requires_grad]
@@ -107,7 +107,7 @@ def _leaf(item: Any) -> Any:
     return item.detach().clone().requires_grad_(item.requires_grad) if isinstance(item, Tensor) else item
 
 
-def _kinds(of: Ready) -> list[_Kind]:
+def _kinds(of: ReadyStep) -> list[_Kind]:
     """Blocks with the same class, parameters and inputs are of one kind."""
     model, task = of.laid.model, of.step.task
     units = {id(block) for block in blocks(model, layout_of(task))}

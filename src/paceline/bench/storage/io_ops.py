@@ -23,7 +23,7 @@ Samples = Generator[tuple[float, int]]
 
 
 @dataclass
-class Room:
+class StorageRoom:
     """A folder to measure in, and how much of it may be filled."""
 
     folder: Path
@@ -42,7 +42,7 @@ class Room:
         return self.large.stat().st_size if self.large.exists() else 0
 
 
-def choose_block(room: Room, budget_s: float) -> None:
+def choose_block(room: StorageRoom, budget_s: float) -> None:
     """1 GiB, or as much as there is room for, or as can be written in a quarter of the time there is."""
     size = max(PAGE, min(TRIED, room.free_bytes // 2))
     path = room.folder / "tried"
@@ -54,13 +54,13 @@ def choose_block(room: Room, budget_s: float) -> None:
     room.block_bytes = next(block for block in BLOCKS if block <= max(PAGE, min(room.free_bytes / 2, in_time)))
 
 
-def write_dsync(room: Room) -> Samples:
+def write_dsync(room: StorageRoom) -> Samples:
     """As `dd bs=1G oflag=dsync`: each block is on the disk before the next is written."""
     with _opened(room.large, os.O_WRONLY | os.O_CREAT | DSYNC) as file:
         yield from _blocks(file, room.block_bytes, room.free_bytes // 2)
 
 
-def write_direct(room: Room) -> Samples:
+def write_direct(room: StorageRoom) -> Samples:
     """Past the page cache, and on the disk before the next."""
     path = room.folder / "direct"
     with _opened(path, os.O_WRONLY | os.O_CREAT | DSYNC | _direct()) as file:
@@ -77,7 +77,7 @@ def _blocks(file: int, block: int, free_bytes: int) -> Samples:
         yield time.perf_counter() - began, written
 
 
-def read_cold(room: Room) -> Samples:
+def read_cold(room: StorageRoom) -> Samples:
     """In order, with the page cache dropped before."""
     with _opened(room.large, os.O_RDONLY) as file:
         drop_cache(file)
@@ -85,7 +85,7 @@ def read_cold(room: Room) -> Samples:
         yield from _reads(file, room.large_bytes, min(MiB, room.block_bytes))
 
 
-def read_direct(room: Room) -> Samples:
+def read_direct(room: StorageRoom) -> Samples:
     """In order, past the page cache."""
     with _opened(room.large, os.O_RDONLY | _direct()) as file:
         yield from _reads(file, room.large_bytes, min(CHUNK, room.block_bytes))
@@ -99,7 +99,7 @@ def _reads(file: int, size: int, block: int) -> Samples:
             yield time.perf_counter() - began, read
 
 
-def read_random(room: Room) -> Samples:
+def read_random(room: StorageRoom) -> Samples:
     """4 KiB at a time, past the page cache, one after another."""
     pages = room.large_bytes // PAGE
     draw = random.Random(0)
@@ -111,7 +111,7 @@ def read_random(room: Room) -> Samples:
             yield time.perf_counter() - began, size
 
 
-def write_small(room: Room) -> Samples:
+def write_small(room: StorageRoom) -> Samples:
     """As `dd bs=512 count=50000 oflag=dsync`."""
     path = room.folder / "small"
     data = os.urandom(SMALL)
@@ -123,7 +123,7 @@ def write_small(room: Room) -> Samples:
     path.unlink()
 
 
-def create(room: Room) -> Samples:
+def create(room: StorageRoom) -> Samples:
     """Files of 4 KiB in one folder, with no word about when they must be on the disk."""
     (room.folder / "many").mkdir()
     data = os.urandom(PAGE)
@@ -134,7 +134,7 @@ def create(room: Room) -> Samples:
         yield time.perf_counter() - began, size
 
 
-def open_and_read(room: Room) -> Samples:
+def open_and_read(room: StorageRoom) -> Samples:
     for path in _files(room):
         began = time.perf_counter()
         with _opened(path, os.O_RDONLY) as file:
@@ -142,26 +142,26 @@ def open_and_read(room: Room) -> Samples:
         yield time.perf_counter() - began, size
 
 
-def stat(room: Room) -> Samples:
+def stat(room: StorageRoom) -> Samples:
     for path in _files(room):
         began = time.perf_counter()
         os.stat(path)
         yield time.perf_counter() - began, 0
 
 
-def delete(room: Room) -> Samples:
+def delete(room: StorageRoom) -> Samples:
     for path in _files(room):
         began = time.perf_counter()
         os.unlink(path)
         yield time.perf_counter() - began, 0
 
 
-def _files(room: Room) -> list[str]:
+def _files(room: StorageRoom) -> list[str]:
     folder = room.folder / "many"
     return [entry.path for entry in os.scandir(folder)] if folder.exists() else []
 
 
-def write_together(room: Room) -> Samples:
+def write_together(room: StorageRoom) -> Samples:
     """A file each by so many writers at once, on the disk at the end: as a checkpoint is written. The writers are threads, which
     the kernel treats as it does processes."""
     share = max(PAGE, min(room.free_bytes // 2, room.block_bytes) // room.writers)
@@ -179,7 +179,7 @@ def write_together(room: Room) -> Samples:
             raise faults[0]
 
 
-def _at_once(room: Room, share: int, noise: mmap.mmap, written: list[int], faults: list[OSError]) -> None:
+def _at_once(room: StorageRoom, share: int, noise: mmap.mmap, written: list[int], faults: list[OSError]) -> None:
     """`written`: bytes of each writer. An interrupt waits for all of them, so that none makes a file where the folder is being deleted."""
     over = threading.Event()
 

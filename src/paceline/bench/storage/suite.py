@@ -17,7 +17,7 @@ import psutil
 
 from paceline.bench.result import Row
 from paceline.bench.storage import io_ops
-from paceline.bench.storage.io_ops import Room, Samples
+from paceline.bench.storage.io_ops import Samples, StorageRoom
 from paceline.bench.timer import timing
 from paceline.cluster import directories
 from paceline.errors import BenchError
@@ -31,25 +31,25 @@ IN_MEMORY = ("tmpfs", "ramfs")
 
 
 @dataclass(frozen=True)
-class Test:
+class StorageTest:
     name: str
-    run: Callable[[Room], Samples]
+    run: Callable[[StorageRoom], Samples]
     share: float  # of the time there is
     rate: str  # what is counted: "Bps" or "per_s"
 
 
 TESTS = (
-    Test("large write", io_ops.write_dsync, 0.25, "Bps"),
-    Test("direct write", io_ops.write_direct, 0.1, "Bps"),
-    Test("read", io_ops.read_cold, 0.1, "Bps"),
-    Test("direct read", io_ops.read_direct, 0.1, "Bps"),
-    Test("random read", io_ops.read_random, 0.05, "per_s"),
-    Test("small write", io_ops.write_small, 0.1, "per_s"),
-    Test("create", io_ops.create, 0.05, "per_s"),
-    Test("open", io_ops.open_and_read, 0.05, "per_s"),
-    Test("stat", io_ops.stat, 0.025, "per_s"),
-    Test("delete", io_ops.delete, 0.025, "per_s"),
-    Test("checkpoint", io_ops.write_together, 0.15, "Bps"),
+    StorageTest("large write", io_ops.write_dsync, 0.25, "Bps"),
+    StorageTest("direct write", io_ops.write_direct, 0.1, "Bps"),
+    StorageTest("read", io_ops.read_cold, 0.1, "Bps"),
+    StorageTest("direct read", io_ops.read_direct, 0.1, "Bps"),
+    StorageTest("random read", io_ops.read_random, 0.05, "per_s"),
+    StorageTest("small write", io_ops.write_small, 0.1, "per_s"),
+    StorageTest("create", io_ops.create, 0.05, "per_s"),
+    StorageTest("open", io_ops.open_and_read, 0.05, "per_s"),
+    StorageTest("stat", io_ops.stat, 0.025, "per_s"),
+    StorageTest("delete", io_ops.delete, 0.025, "per_s"),
+    StorageTest("checkpoint", io_ops.write_together, 0.15, "Bps"),
 )
 
 
@@ -84,7 +84,7 @@ def measure(directory: Path, budget_s: float, writers: int) -> Iterator[Row]:
     facts = space(directory)
     free_files = facts["free_files"] // 2 if facts["free_files"] is not None else MOST_FILES
     with _folder_in(directory) as folder:
-        room = Room(folder, _most_bytes(facts), min(MOST_FILES, free_files), writers)
+        room = StorageRoom(folder, _most_bytes(facts), min(MOST_FILES, free_files), writers)
         try:
             io_ops.choose_block(room, budget_s * TESTS[0].share)
         except OSError as error:
@@ -119,7 +119,7 @@ def _most_bytes(facts: dict[str, Any]) -> int:
     return min(most, psutil.virtual_memory().available // 4) if facts["filesystem"] in IN_MEMORY else most
 
 
-def _measured(test: Test, room: Room, budget_s: float) -> Iterator[dict[str, Any]]:
+def _measured(test: StorageTest, room: StorageRoom, budget_s: float) -> Iterator[dict[str, Any]]:
     samples: list[tuple[float, int]] = []
     note = None
     deadline = time.perf_counter() + budget_s
@@ -141,7 +141,7 @@ def _measured(test: Test, room: Room, budget_s: float) -> Iterator[dict[str, Any
         yield _row(test, samples, note)
 
 
-def _row(test: Test, samples: Sequence[tuple[float, int]], note: str | None) -> dict[str, Any]:
+def _row(test: StorageTest, samples: Sequence[tuple[float, int]], note: str | None) -> dict[str, Any]:
     size, seconds = sum(size for _, size in samples), sum(seconds for seconds, _ in samples)
     row: dict[str, Any] = {"test": test.name, "bytes": size, "seconds": seconds}
     if samples:

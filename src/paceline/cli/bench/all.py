@@ -11,12 +11,12 @@ from paceline.cli.bench.single import INTERRUPTED, device_for, watched
 from paceline.errors import BenchError, ClusterError, Error, TaskError
 
 if TYPE_CHECKING:
-    from paceline.bench.collect import Gathered
+    from paceline.bench.collect import CollectedResult
     from paceline.bench.result import Result
     from paceline.bench.suites import Watch
     from paceline.cluster.facts import Cluster
 
-    Measure = Callable[[float, Watch], Gathered]
+    Measure = Callable[[float, Watch], CollectedResult]
 
 DEFAULT_TASK = "digits"
 SHARES = {"collectives": 0.22, "compute": 0.24, "host": 0.18, "overlap": 0.1, "storage": 0.13, "input": 0.13}  # of the time

@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from paceline.cli.bench.options import Compare, Json, Plot, check, hold_together, keep, progress
+from paceline.cli.bench.options import Compare, Json, Plot, check, compare_results, keep, progress
 from paceline.distributed.world import World, world
 from paceline.errors import BenchError, Error, LaunchError, PlanError
 
 if TYPE_CHECKING:
-    from paceline.bench.collectives.request import Request
+    from paceline.bench.collectives.request import CollectiveRequest
     from paceline.bench.result import Row
 
 Option = typer.Option
@@ -43,7 +43,7 @@ def collectives(
     Under torchrun, mpirun or srun this process becomes a rank. Exit status: 0 all right, 1 something came out wrong, 2 bad input.
     """
     if compare is not None:
-        return hold_together("collectives", compare)
+        return compare_results("collectives", compare)
     me = world()
     with _said_once(me):
         request, count = _request(me, ranks, backends, sizes, operations, dtypes, place, axes, plan, seconds, timeout)
@@ -74,10 +74,10 @@ def _request(
     plan: str | None,
     seconds: float,
     timeout_s: float,
-) -> "tuple[Request, int]":
+) -> "tuple[CollectiveRequest, int]":
     """What is asked for, and of how many ranks; checked as far as it can be before any are there."""
     from paceline.bench.collectives.operations import OPERATIONS
-    from paceline.bench.collectives.request import DTYPES, Request, names
+    from paceline.bench.collectives.request import DTYPES, CollectiveRequest, names
     from paceline.bench.collectives.request import sizes as parse_sizes
 
     asked = {"operations": names(operations, (*OPERATIONS,), "operation")} if operations is not None else {}
@@ -88,7 +88,7 @@ def _request(
 
     if me.launcher is not None and ranks not in (None, me.size):
         raise LaunchError(f"--ranks {ranks}, but {me.launcher} started {me.size}; leave --ranks out")
-    request = Request(
+    request = CollectiveRequest(
         backends=names(backends, (*known.MISSING,), "back end") if backends is not None else (known.default(),),
         sizes_bytes=sizes_bytes,
         dtypes=asked_dtypes,
@@ -105,7 +105,7 @@ def _request(
     return request, count
 
 
-def _measured(request: "Request", me: World, ranks: int, json: Path | None, plot: Path | None) -> int:
+def _measured(request: "CollectiveRequest", me: World, ranks: int, json: Path | None, plot: Path | None) -> int:
     """Returns the exit status. Whatever ends it, what was measured until then is shown and kept."""
     import signal
 

@@ -63,7 +63,7 @@ def keep(
         draw(result, plot)
 
 
-def hold_together(kind: str, files: tuple[Path, Path]) -> None:
+def compare_results(kind: str, files: tuple[Path, Path]) -> None:
     """Print the ratios of two results."""
     from paceline.bench.compare import compare
     from paceline.bench.report.bench import closing, comparison, heading

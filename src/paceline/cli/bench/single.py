@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from paceline.cli.bench.options import Compare, Json, Option, Plot, check, hold_together, keep, progress
+from paceline.cli.bench.options import Compare, Json, Option, Plot, check, compare_results, keep, progress
 from paceline.cli.request_options import Target
 from paceline.errors import BenchError
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     import torch
     from rich.console import Console
 
-    from paceline.bench.collect import Gathered
+    from paceline.bench.collect import CollectedResult
     from paceline.bench.result import Result
     from paceline.bench.suites import Watch
 
@@ -39,7 +39,7 @@ def compute(
 ) -> None:
     """Matrix products by number type and shape, memory, attention; with --task the step of your own blocks."""
     if compare is not None:
-        hold_together("compute", compare)
+        compare_results("compute", compare)
         return
     check(json, plot)
     if task is None and (set or batch is not None or precision is not None):
@@ -66,7 +66,7 @@ def overlap(
 ) -> None:
     """What goes on under computing: copies to and from a GPU, on one stream and on two, and a collective."""
     if compare is not None:
-        hold_together("overlap", compare)
+        compare_results("overlap", compare)
         return
     check(json, plot)
     from paceline.bench import suites
@@ -84,7 +84,7 @@ def host(
 ) -> None:
     """What a CPU takes for one operation of each kind, from small to large, and what torch's engines add to a step."""
     if compare is not None:
-        hold_together("host", compare)
+        compare_results("host", compare)
         return
     check(json, None)
     from paceline.launch.launchers import check_count
@@ -106,7 +106,7 @@ def storage(
 ) -> None:
     """How fast directories are: large and small writes that are on the disk, reads, small files, a checkpoint; and what to keep where."""
     if compare is not None:
-        hold_together("storage", compare)
+        compare_results("storage", compare)
         return
     from paceline.bench import suites
     from paceline.bench.report.storage import draw, show
@@ -134,7 +134,7 @@ def input_(
 ) -> None:
     """How many samples of a task can be read in a second, by workers and batches ahead, and when its step no longer waits for them."""
     if compare is not None:
-        hold_together("input", compare)
+        compare_results("input", compare)
         return
     check(json, plot)
     from paceline.cli.launching import read
@@ -179,14 +179,14 @@ def device_for(wish: str | None) -> "torch.device":
     return choose_device(World(), wish)
 
 
-def watched(measure: "Callable[[Watch], Gathered]") -> "Gathered":
+def watched(measure: "Callable[[Watch], CollectedResult]") -> "CollectedResult":
     """Report on standard error what was just measured."""
     with progress("measuring") as tell:
         return measure(tell)
 
 
 def finish(
-    found: "Gathered",
+    found: "CollectedResult",
     json: Path | None,
     plot: Path | None,
     show: "Callable[[Console, Result], None]",

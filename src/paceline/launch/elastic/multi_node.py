@@ -28,7 +28,7 @@ from paceline.distributed.world import World
 from paceline.errors import LaunchError, RankError
 from paceline.launch.elastic.agent import run_agent
 from paceline.launch.elastic.rendezvous import BACKEND, SealedBackend, run_id
-from paceline.launch.elastic.restarts import Rounds
+from paceline.launch.elastic.restarts import RestartLog
 from paceline.launch.supervise import FAILED, Begin, EndedElsewhereError, RankLogs, attend, end_children
 from paceline.launch.worker_processes import Again
 from paceline.run import RunFolder
@@ -49,7 +49,7 @@ def start(run: RunFolder, me: World, ranks_per_node: int, least: int, restarts: 
     run.ranks.mkdir(exist_ok=True)
     speaks = me.rank == 0
     store, key = _meet(run, me)
-    rounds = Rounds(run, speaks)
+    rounds = RestartLog(run, speaks)
     for name in OF_TASK:  # the ranks are none of Slurm's tasks
         os.environ.pop(name, None)
     os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"  # else ranks of a new start find the keys of the last one (torch 2.13)

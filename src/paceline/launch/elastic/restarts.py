@@ -11,7 +11,7 @@ from paceline.run import RunFolder
 from paceline.units import numbered, several
 
 
-class Rounds:
+class RestartLog:
     """`speaks`: whether this agent writes down what happened between two starts."""
 
     def __init__(self, run: RunFolder, speaks: bool):

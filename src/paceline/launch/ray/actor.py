@@ -10,14 +10,14 @@ from paceline.launch.spawn import spawn
 
 
 @dataclass(frozen=True)
-class Where:
+class ActorPlacement:
     """What an actor was given."""
 
     node: str
     gpus: tuple[str, ...]
 
 
-def side_by_side(given: Sequence[Where], here: str) -> list[tuple[int, list[str]]]:
+def side_by_side(given: Sequence[ActorPlacement], here: str) -> list[tuple[int, list[str]]]:
     """For each rank which actor is its own, those of a node in a row, and which GPUs it is to see. `here`: the first node.
 
     Ray shows an actor its own GPU alone; ranks of a node must see those of all, to reach one another; each takes that of its local rank.
@@ -28,12 +28,12 @@ def side_by_side(given: Sequence[Where], here: str) -> list[tuple[int, list[str]
 
 
 class Agent:
-    def where(self, folder: Path) -> Where:
+    def where(self, folder: Path) -> ActorPlacement:
         """Of the rank, which is to work in this folder."""
         import ray
 
         os.chdir(folder)
-        return Where(ray.get_runtime_context().get_node_id(), tuple(map(str, ray.get_gpu_ids())))
+        return ActorPlacement(ray.get_runtime_context().get_node_id(), tuple(map(str, ray.get_gpu_ids())))
 
     def start(self, run: Path, environ: Mapping[str, str], log: Path) -> int:
         """The process id."""

@@ -24,7 +24,7 @@ from paceline.files import read_own, reason
 from paceline.launch import worker_processes
 from paceline.launch.ray.actor import Agent, side_by_side
 from paceline.launch.supervise import attend
-from paceline.launch.worker_processes import Asked
+from paceline.launch.worker_processes import StopRequest
 from paceline.run import RunFolder
 from paceline.spec import Launch
 from paceline.units import several
@@ -105,7 +105,7 @@ def _answers(address: str) -> bool:
 
 
 @dataclass
-class _Rank:
+class _RayRank:
     """A process on some node of Ray's."""
 
     agent: Any  # a handle of Agent
@@ -130,12 +130,12 @@ class _Slot:
     agent: Any
     node: str
     gpus: Sequence[str]  # of all ranks of this node: each takes that of its local rank
-    started: list[_Rank]
+    started: list[_RayRank]
 
-    def start(self, run: Path, environ: Mapping[str, str], log: Path) -> _Rank:
+    def start(self, run: Path, environ: Mapping[str, str], log: Path) -> _RayRank:
         seen = {"CUDA_VISIBLE_DEVICES": ",".join(self.gpus)} if self.gpus else {}
         try:
-            rank = _Rank(self.agent, ray.get(self.agent.start.remote(run, {**environ, **seen}, log)), self.agent.wait.remote())
+            rank = _RayRank(self.agent, ray.get(self.agent.start.remote(run, {**environ, **seen}, log)), self.agent.wait.remote())
         except RayError as error:
             raise LaunchError(f"Ray could not start a rank: {_said(error)}") from error
         self.started.append(rank)
@@ -144,13 +144,13 @@ class _Slot:
 
 class _Room:
     def __init__(self, launch: Launch):
-        self._started: list[_Rank] = []
+        self._started: list[_RayRank] = []
         self._ranks, self._nodes = launch.ranks or 1, launch.nodes
         gpus = launch.device == "cuda" or (launch.device is None and "GPU" in ray.cluster_resources())
         self._kind = "GPU" if gpus else "CPU"
 
     @contextlib.contextmanager
-    def open(self, attempt: int, asked: Asked) -> Iterator[Sequence[_Slot]]:
+    def open(self, attempt: int, asked: StopRequest) -> Iterator[Sequence[_Slot]]:
         """Raises LaunchError where the cluster has not enough, or others keep it."""
         self._check()
         each = self._ranks // self._nodes if self._nodes > 1 else 1
@@ -186,7 +186,7 @@ class _Room:
         if alive < self._nodes:
             raise LaunchError(f"--nodes {self._nodes}, but the Ray cluster has {alive}: use --nodes {alive}")
 
-    def _wait(self, group: PlacementGroup, asked: Asked) -> None:
+    def _wait(self, group: PlacementGroup, asked: StopRequest) -> None:
         deadline = time.monotonic() + ROOM_S
         while not group.wait(POLL_S):
             asked.heed()

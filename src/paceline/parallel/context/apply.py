@@ -18,13 +18,13 @@ from torch import Tensor, nn
 from torch.utils._pytree import TreeSpec, tree_leaves, tree_map, tree_unflatten
 
 from paceline.data.fake import near
-from paceline.data.loader import Broken, Samples, open_dataset
+from paceline.data.loader import FailedSample, Samples, open_dataset
 from paceline.distributed.mesh import cp_mesh
 from paceline.distributed.rng import derive, start_stream
 from paceline.errors import PlanError
 from paceline.parallel.blocks import blocks
-from paceline.parallel.context.find_splits import Alone, Cuts, find_cuts
-from paceline.parallel.context.ring_attention import Gather, Ring, attention, no_dropout, positions
+from paceline.parallel.context.find_splits import IdentityAttention, SequenceSplits, find_cuts
+from paceline.parallel.context.ring_attention import GatherSlices, Ring, attention, no_dropout, positions
 from paceline.parallel.forward import call
 from paceline.parallel.pytree import flatten
 from paceline.plan.plan import Plan
@@ -55,13 +55,13 @@ def _few_samples(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[A
 
 
 @dataclass(frozen=True)
-class Trial:
+class SplitTrial:
     """What is found out of a call of a block."""
 
     stage: int  # of a pipeline
     unit: str
     length: int | None  # of the sequences that attention runs over in it
-    cuts: Cuts | None
+    cuts: SequenceSplits | None
 
 
 class Context:
@@ -78,12 +78,12 @@ class Context:
         self.stage = 0  # of a pipeline, that runs
         self.inside: Container[int] = ()  # stages that begin with slices
         self.known: int | None = None  # length of the sequences that a pass is tried with, once it is known
-        self.trials: list[Trial] = []  # of one pass, in the order of calls
-        self.cuts: dict[nn.Module, list[Cuts]] = {}  # of the units from the first with attention to the last
+        self.trials: list[SplitTrial] = []  # of one pass, in the order of calls
+        self.cuts: dict[nn.Module, list[SequenceSplits]] = {}  # of the units from the first with attention to the last
         self.first: nn.Module | None = None
         self.last: nn.Module | None = None
         self.length = 0  # of the sequences of the present pass
-        self.leaving: Cuts | None = None
+        self.leaving: SequenceSplits | None = None
         self.streams: list[tuple[torch.Generator, Tensor]] = []
         for name, unit in self.units.items():
             self._follow(name, unit)
@@ -95,7 +95,7 @@ class Context:
             if self.learning:
                 length, cuts = find_cuts(unit, inner, (args, kwargs), self.known)
                 self.known = self.known or length
-                self.trials.append(Trial(self.stage, name, length, cuts))
+                self.trials.append(SplitTrial(self.stage, name, length, cuts))
             if self.learning or unit not in self.cuts:
                 return inner(*args, **kwargs)
             with attention(self.ring):  # here and not around the call, since recomputation calls what is here again
@@ -134,7 +134,7 @@ class Context:
                 if differs:
                     raise PlanError(differs)
 
-    def _look(self, run: Callable[[], Any], gather: Callable[[list[Any]], list[Any]]) -> tuple[Any, list[Trial]]:
+    def _look(self, run: Callable[[], Any], gather: Callable[[list[Any]], list[Any]]) -> tuple[Any, list[SplitTrial]]:
         """What comes out, and the trials of all blocks in the order of their calls."""
         self.learning, self.trials = True, []
         try:
@@ -143,7 +143,7 @@ class Context:
             self.learning, self.known = False, None
         return output, sorted(gather(self.trials), key=lambda trial: trial.stage)
 
-    def _choose(self, trials: list[Trial]) -> None:
+    def _choose(self, trials: list[SplitTrial]) -> None:
         attending = [at for at, trial in enumerate(trials) if trial.length]
         if not attending:
             raise PlanError(no_attention(self.plan, self.kind))
@@ -207,7 +207,7 @@ class Context:
             generator.set_state(state)
         leaves, structure = flatten(output)
         whole = [
-            leaf if dim is None else Gather.apply(leaf, dim, self.length, self.mesh)
+            leaf if dim is None else GatherSlices.apply(leaf, dim, self.length, self.mesh)
             for leaf, dim in zip(leaves, self.leaving.output, strict=True)
         ]
         return tree_unflatten(whole, structure)
@@ -255,9 +255,9 @@ def check(task: Task, spec: Spec, plan: Plan, model: nn.Module) -> None:
     dataset = open_dataset(task, "train")
     assert dataset is not None
     batch = Samples(dataset, "train", spec.seed, torch.float64 if spec.precision == "fp64" else None)[[0], [0]]
-    if isinstance(batch, Broken):
+    if isinstance(batch, FailedSample):
         return
-    alone, units = Alone(), blocks(model, layout_of(task))
+    alone, units = IdentityAttention(), blocks(model, layout_of(task))
     kept = [vars(unit).get("forward") for unit in units]
     for unit in units:
         unit.forward = attention(alone)(unit.forward)

@@ -25,7 +25,7 @@ RTOL = 1e-5  # parts of a model may compute in float32
 
 
 @dataclass(frozen=True)
-class Cuts:
+class SequenceSplits:
     """The dim along which each leaf of the arguments and of the output is cut; None: it is left whole."""
 
     arguments: tuple[int | None, ...]
@@ -34,7 +34,7 @@ class Cuts:
 
 
 @dataclass
-class Alone:
+class IdentityAttention:
     """In place of attention: each position sees itself. Neither a rotation of query and key by one angle nor another order of
     positions goes unseen."""
 
@@ -55,7 +55,7 @@ class Alone:
 
 def find_cuts(
     block: nn.Module, forward: Callable[..., Any], arguments: tuple[tuple[Any, ...], dict[str, Any]], length: int | None
-) -> tuple[int | None, Cuts | None]:
+) -> tuple[int | None, SequenceSplits | None]:
     """`arguments`: positional ones and those with names, for sequences of `length` (None: not known yet).
 
     Returns the length of the sequences that attention ran over in the block (None where it did not), and the cuts; None where the
@@ -65,7 +65,7 @@ def find_cuts(
 
     def run(leaves: list[Any]) -> tuple[list[Any], set[int]]:
         args, kwargs = tree_unflatten([leaf if isinstance(leaf, Tensor) else copy.deepcopy(leaf) for leaf in leaves], structure)
-        alone = Alone()
+        alone = IdentityAttention()
         with attention(alone):
             return flatten(forward(*args, **kwargs))[0], alone.lengths
 
@@ -93,7 +93,7 @@ def find_cuts(
                 continue  # shapes that do not fit
             output = _agree(whole, part, few)
             if seen == ({len(few)} if attended is not None else set()) and output is not None:
-                return attended, Cuts(dims, structure, output)
+                return attended, SequenceSplits(dims, structure, output)
     return attended, None
 
 

@@ -46,7 +46,7 @@ def positions(length: int, rank: int, ranks: int, device: torch.device | None = 
     return torch.cat([pieces[rank], pieces[2 * ranks - 1 - rank]])
 
 
-class Gather(torch.autograd.Function):
+class GatherSlices(torch.autograd.Function):
     """The whole of what lies in slices along `dim`."""
 
     @staticmethod

@@ -11,21 +11,21 @@ from torch import Tensor
 from paceline.errors import Error
 from paceline.parallel.forward import ELSEWHERE
 from paceline.parallel.pipeline.stage import Stage, ranks_of
-from paceline.parallel.pipeline.tracer import Recording
-from paceline.plan.plan import Place, Plan
+from paceline.parallel.pipeline.tracer import ForwardTrace
+from paceline.plan.plan import MeshCoordinate, Plan
 
 NO_INDEX = torch.zeros((), dtype=torch.long)
 
 
-class Relay:
+class SequentialStageRunner:
     """The stages of this rank, and who has the next ones."""
 
-    def __init__(self, stages: Sequence[Stage], plan: Plan, place: Place, device: torch.device, group: dist.ProcessGroup):
+    def __init__(self, stages: Sequence[Stage], plan: Plan, place: MeshCoordinate, device: torch.device, group: dist.ProcessGroup):
         self.stages, self.plan, self.place, self.device, self.group = stages, plan, place, device, group
         self.ranks = ranks_of(plan)
         self.kept: Any = ()  # for the next stage, where it is on this rank as well
 
-    def run(self, recording: Recording) -> Any:
+    def run(self, recording: ForwardTrace) -> Any:
         """What the last stage makes of a batch; ELSEWHERE on the ranks that have it not."""
         result: Any = ELSEWHERE
         with _unfused_attention():
@@ -73,7 +73,7 @@ class Relay:
             for value in values:
                 dist.send(value, self._peer(stage))
 
-    def _receive(self, stage: Stage, recording: Recording) -> Sequence[Tensor]:
+    def _receive(self, stage: Stage, recording: ForwardTrace) -> Sequence[Tensor]:
         if self.ranks[stage.index - 1] == self.place.pp:
             return self.kept
         received = [torch.empty(like.shape, dtype=like.dtype, device=self.device) for like in recording.calls[stage.first].likes]

@@ -22,14 +22,14 @@ from paceline.parallel.context.apply import Context
 from paceline.parallel.forward import Examine, GlobalWeight, autocast, weighed_loss
 from paceline.parallel.forward import forward as forward_of
 from paceline.parallel.fsdp import own_memory, scalars
-from paceline.parallel.module_hooks import Gates, parts_of
-from paceline.parallel.pipeline.eval import Relay
-from paceline.parallel.pipeline.sequence_slices import Slices, check_blocks
-from paceline.parallel.pipeline.stage import Division, Stage, divide, ranks_of
-from paceline.parallel.pipeline.tied_weights import Tied
-from paceline.parallel.pipeline.tracer import Model, Recording
+from paceline.parallel.module_hooks import CallInterceptor, parts_of
+from paceline.parallel.pipeline.eval import SequentialStageRunner
+from paceline.parallel.pipeline.sequence_slices import SequenceSlices, check_blocks
+from paceline.parallel.pipeline.stage import Stage, StagePartition, divide, ranks_of
+from paceline.parallel.pipeline.tied_weights import TiedWeightSync
+from paceline.parallel.pipeline.tracer import ForwardTrace, StandInModel
 from paceline.parallel.pytree import flatten
-from paceline.plan.plan import Place, Plan
+from paceline.plan.plan import MeshCoordinate, Plan
 from paceline.task import Task, layout_of
 from paceline.user_code import UserCode
 
@@ -45,7 +45,7 @@ SCHEDULES = {
 }
 
 
-def check(plan: Plan, task: Task, model: nn.Module, recording: Recording) -> None:
+def check(plan: Plan, task: Task, model: nn.Module, recording: ForwardTrace) -> None:
     """Raise PlanError where `model`, on the meta device, cannot be cut into the stages of `plan`. Nothing is started or allocated."""
     layout = layout_of(task)
     parts = parts_of(model, layout)
@@ -69,15 +69,15 @@ class Pipeline:
         seed: int,
         example: Batch,
         splits: "Splits | None",
-        recorded: Model,
-        recording: Recording,
+        recorded: StandInModel,
+        recording: ForwardTrace,
     ):
         self.task, self.model, self.plan, self.device, self.precision, self.seed = task, model, plan, device, precision, seed
-        self.place: Place = plan.place(rank)
+        self.place: MeshCoordinate = plan.place(rank)
         self.mesh = mesh
         self.recorded = recorded
         self.looks = looks(task, example)
-        self.recordings: dict[Any, Recording] = {(True, self.looks): recording}  # `recording` is of a training step with `example`
+        self.recordings: dict[Any, ForwardTrace] = {(True, self.looks): recording}  # `recording` is of a training step with `example`
         self.lengths: dict[Any, int] = {}  # of the sequences of a recording that says what crosses in slices
         parts = parts_of(model, layout_of(task))
         self.division = divide(plan, model, parts, recording)
@@ -86,13 +86,13 @@ class Pipeline:
 
             stages = range(len(self.division.begins))
             split(model, splits, mesh["tp"], [self.division.calls[self.division.begins[at] : self.division.ends(at)] for at in stages])
-        self.gates = Gates(parts)
+        self.gates = CallInterceptor(parts)
         self.ranks = ranks_of(plan)
         self.stages = [Stage(index, model, self.gates, self.division, device) for index, pp in enumerate(self.ranks) if pp == self.place.pp]
-        self.relay = Relay(self.stages, plan, self.place, device, mesh["pp"].get_group())
+        self.relay = SequentialStageRunner(self.stages, plan, self.place, device, mesh["pp"].get_group())
         self.learns = recorded.learns(task, example, precision)
         self.checked = False  # that all of these have got gradients
-        self.slices: Slices | None = None
+        self.slices: SequenceSlices | None = None
         self.failure: Exception | None = None
 
     def lay_out(self, fill: Callable[..., None], compile: bool, gathered: Sequence[str] | None = None) -> None:
@@ -102,7 +102,7 @@ class Pipeline:
         units = blocks(model, layout_of(self.task))
         if plan.cp > 1:
             check_blocks(plan, model, units, self.gates.parts)
-            self.slices = Slices(Context(model, units, plan, self.device), self.relay, plan)
+            self.slices = SequenceSlices(Context(model, units, plan, self.device), self.relay, plan)
         units = units or list(self.gates.parts.values())
         if plan.recompute != "none":
             for unit in units:
@@ -122,10 +122,10 @@ class Pipeline:
         # Of what several stages hold the first one writes a checkpoint and counts the norm.
         self.elsewhere = frozenset(name for name, holders in self.division.holders.items() if holders[0] not in mine)
         self.counted_elsewhere = {id(parameter) for name, parameter in model.named_parameters() if name in self.elsewhere}
-        self.tied = Tied(model, self.division, plan, self.place, copies)
+        self.tied = TiedWeightSync(model, self.division, plan, self.place, copies)
 
     def _shard(self, units: Sequence[nn.Module], names: Mapping[int, str]) -> list[tuple[str, Stage, str]]:
-        """Returns what `Tied` wants to know of parameters that two stages of this rank hold."""
+        """Returns what `TiedWeightSync` wants to know of parameters that two stages of this rank hold."""
         from torch.distributed.fsdp import fully_shard
 
         copies = [
@@ -242,7 +242,7 @@ class Pipeline:
             if name not in learns:
                 parameter.grad = None
 
-    def _follow(self, forward: Callable[[Stage, int], Any], recording: Recording) -> None:
+    def _follow(self, forward: Callable[[Stage, int], Any], recording: ForwardTrace) -> None:
         for stage in self.stages:
             stage.model_forward, stage.calls = self._remembering(forward), recording.calls
             stage.changing.renew()
@@ -281,7 +281,7 @@ class Pipeline:
 
         return forward
 
-    def _recording(self, training: bool, batch: Batch) -> Recording:
+    def _recording(self, training: bool, batch: Batch) -> ForwardTrace:
         """How a pass goes with a batch that looks so, and what crosses the cuts in it."""
         key = training, looks(self.task, batch)
         if key not in self.recordings:
@@ -290,7 +290,7 @@ class Pipeline:
             self._cut_sequences(self.slices, key, batch)
         return self.recordings[key]
 
-    def _record(self, training: bool, batch: Batch) -> Recording:
+    def _record(self, training: bool, batch: Batch) -> ForwardTrace:
         recording = self.recorded.record(self.task, batch, self.precision, training)
         if tuple(call.part for call in recording.calls) != self.division.calls:
             raise PlanError("the model calls other parts in evaluation than in training, where a pipeline was cut; use a plan without pp")
@@ -299,7 +299,7 @@ class Pipeline:
             raise PlanError(f"the model changes buffer {strange[0]} in evaluation, and not in training; use a plan without pp")
         return recording
 
-    def _cut_sequences(self, slices: Slices, key: tuple[bool, Any], batch: Batch) -> None:
+    def _cut_sequences(self, slices: SequenceSlices, key: tuple[bool, Any], batch: Batch) -> None:
         """From then on slices cross in passes that look so."""
         structure = flatten(self.task.inputs(batch))[1]
         if not slices.knows(structure):
@@ -323,7 +323,7 @@ class Pipeline:
                 reshard()
 
 
-def _buffers_around(model: nn.Module, division: Division, mine: set[int]) -> nn.Module:
+def _buffers_around(model: nn.Module, division: StagePartition, mine: set[int]) -> nn.Module:
     """The buffers outside of parts that these stages hold."""
     holder = nn.Module()
     for name, buffer in model.named_buffers():

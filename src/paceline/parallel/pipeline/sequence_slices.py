@@ -9,8 +9,8 @@ from torch import nn
 
 from paceline.errors import PlanError
 from paceline.parallel.context.apply import Context, check_length
-from paceline.parallel.pipeline.eval import Relay
-from paceline.parallel.pipeline.tracer import Like, Recording
+from paceline.parallel.pipeline.eval import SequentialStageRunner
+from paceline.parallel.pipeline.tracer import ForwardTrace, TensorMeta
 from paceline.plan.plan import Plan
 
 Dims = Mapping[int, Sequence[int | None]]  # cut -> along which dim each tensor that crosses it is cut
@@ -28,17 +28,17 @@ def check_blocks(plan: Plan, model: nn.Module, units: Sequence[nn.Module], parts
 
 
 @dataclass
-class Slices:
+class SequenceSlices:
     """`model` as one rank of a pipeline has it; `units` are its blocks."""
 
     context: Context
-    relay: Relay
+    relay: SequentialStageRunner
     plan: Plan
 
     def __post_init__(self) -> None:
         self.dims: list[tuple[Any, Dims]] = []  # by the structure of what the model is called with
 
-    def learn(self, structure: Any, recording: Recording) -> None:
+    def learn(self, structure: Any, recording: ForwardTrace) -> None:
         """Find out what is cut, with the stages as they are, and that it makes no difference. `recording`: of whole sequences."""
         sizes: dict[int, list[torch.Size]] = {}
 
@@ -54,7 +54,7 @@ class Slices:
     def knows(self, structure: Any) -> bool:
         return any(known == structure for known, _ in self.dims)
 
-    def cut(self, structure: Any, recording: Recording) -> int:
+    def cut(self, structure: Any, recording: ForwardTrace) -> int:
         """Let a recording say what crosses where sequences are in slices. Returns their whole length; 0 where no cut is between blocks."""
         length = 0
         for cut, dims in next(dims for known, dims in self.dims if known == structure).items():
@@ -67,9 +67,9 @@ class Slices:
         return length
 
 
-def _dim(whole: Like, part: torch.Size) -> int | None:
+def _dim(whole: TensorMeta, part: torch.Size) -> int | None:
     return next((dim for dim, (one, other) in enumerate(zip(whole.shape, part, strict=True)) if one != other), None)
 
 
-def _part(whole: Like, dim: int | None, parts: int) -> Like:
+def _part(whole: TensorMeta, dim: int | None, parts: int) -> TensorMeta:
     return replace(whole, shape=tuple(size // parts if at == dim else size for at, size in enumerate(whole.shape)))

@@ -11,15 +11,15 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_unflatten
 
 from paceline.errors import PlanError, TaskError
-from paceline.parallel.module_hooks import Gates, Run
+from paceline.parallel.module_hooks import CallInterceptor, Run
 from paceline.parallel.pipeline.buffers import BufferUse, StageBuffers
-from paceline.parallel.pipeline.tracer import Call, Like, Passed, Recording
+from paceline.parallel.pipeline.tracer import ForwardTrace, PartCall, PassedThrough, TensorMeta
 from paceline.plan.partition import partition
 from paceline.plan.plan import Plan
 
 
 @dataclass(frozen=True)
-class Division:
+class StagePartition:
     """A model divided into stages."""
 
     begins: tuple[int, ...]  # the call of a part that each stage begins with
@@ -44,7 +44,7 @@ def ranks_of(plan: Plan) -> list[int]:
     return looped if plan.schedule != "zbv" else [*looped[: plan.pp], *reversed(looped[: plan.pp])]
 
 
-def divide(plan: Plan, model: nn.Module, parts: Mapping[str, nn.Module], recording: Recording) -> Division:
+def divide(plan: Plan, model: nn.Module, parts: Mapping[str, nn.Module], recording: ForwardTrace) -> StagePartition:
     """The balanced stages of `plan`, by FLOPs of a forward pass, and by parameters where those are equal. Raises PlanError."""
     calls = recording.calls
     stages = len(ranks_of(plan))
@@ -61,7 +61,7 @@ def divide(plan: Plan, model: nn.Module, parts: Mapping[str, nn.Module], recordi
     )
     starts = tuple(begins[at] for at in chosen)
     free = frozenset(call.part for call in calls if call.free)
-    division = Division(
+    division = StagePartition(
         starts,
         tuple(call.part for call in calls),
         free,
@@ -73,7 +73,9 @@ def divide(plan: Plan, model: nn.Module, parts: Mapping[str, nn.Module], recordi
     return division
 
 
-def _holders(model: nn.Module, parts: Mapping[str, nn.Module], recording: Recording, begins: tuple[int, ...]) -> dict[str, tuple[int, ...]]:
+def _holders(
+    model: nn.Module, parts: Mapping[str, nn.Module], recording: ForwardTrace, begins: tuple[int, ...]
+) -> dict[str, tuple[int, ...]]:
     """A parameter is held where it is used; buffers where their part is, or from where they change, or everywhere."""
 
     def stage_of(call: int) -> int:
@@ -92,13 +94,13 @@ def _holders(model: nn.Module, parts: Mapping[str, nn.Module], recording: Record
     return holders
 
 
-def _free_buffers(model: nn.Module, parts: Mapping[str, nn.Module], recording: Recording) -> list[str]:
+def _free_buffers(model: nn.Module, parts: Mapping[str, nn.Module], recording: ForwardTrace) -> list[str]:
     """Outside of the parts that only one stage has."""
     inside = {id(buffer) for call in recording.calls if not call.free for buffer in parts[call.part].buffers()}
     return [name for name, buffer in model.named_buffers() if id(buffer) not in inside]
 
 
-def _check_whole(plan: Plan, model: nn.Module, division: Division, stages: int) -> None:
+def _check_whole(plan: Plan, model: nn.Module, division: StagePartition, stages: int) -> None:
     """Nothing is dropped: each call belongs to one stage, and the parameters of the stages add up to those of the model."""
     lengths = [end - begin for begin, end in pairwise([*division.begins, len(division.calls)])]
     counted = [0] * stages
@@ -111,7 +113,7 @@ def _check_whole(plan: Plan, model: nn.Module, division: Division, stages: int) 
         )
 
 
-def _too_few(plan: Plan, stages: int, pieces: int, model: nn.Module, recording: Recording) -> str:
+def _too_few(plan: Plan, stages: int, pieces: int, model: nn.Module, recording: ForwardTrace) -> str:
     ordered = sorted(recording.barred.items(), key=lambda found: (found[0] not in recording.together, found[0]))
     barred = [f"not before {recording.calls[cut].part}: {why}" for cut, why in ordered if cut]
     why = f" ({barred[0]})" if barred else ""
@@ -124,7 +126,7 @@ def _too_few(plan: Plan, stages: int, pieces: int, model: nn.Module, recording: 
     return f"plan {plan} has {stages} stages, and {type(model).__name__} can be cut into {pieces} at most{why}; use {way_out}"
 
 
-class Left(BaseException):
+class StageExit(BaseException):
     """The forward pass of a stage is over; past the `except Exception` of a user's code."""
 
     def __init__(self, values: tuple[Tensor, ...]):
@@ -152,11 +154,11 @@ class Stage(nn.Module):
     """What a rank holds of one stage. The parts keep their place in the whole model, whose forward is called."""
 
     model_forward: Callable[["Stage", int], Any]  # calls the model with a micro-batch, and returns what the last stage has of it
-    calls: list[Call]  # how such a forward pass goes
+    calls: list[PartCall]  # how such a forward pass goes
     changing: StageBuffers
-    nothing: dict[str, Like]  # in place of changing buffers that this stage does not hold
+    nothing: dict[str, TensorMeta]  # in place of changing buffers that this stage does not hold
 
-    def __init__(self, index: int, model: nn.Module, gates: Gates, division: Division, device: torch.device):
+    def __init__(self, index: int, model: nn.Module, gates: CallInterceptor, division: StagePartition, device: torch.device):
         super().__init__()
         self.index, self.first, self.end = index, division.begins[index], division.ends(index)
         self.is_first, self.is_last = index == 0, self.end == len(division.calls)
@@ -169,13 +171,13 @@ class Stage(nn.Module):
         self.places = _bare_places(model, gates, division, self)
         self.lent: list[tuple[nn.Module, str, tuple[nn.Module, str]]] = []  # a place in the model, and one of the same parameter
 
-    def keep_buffers(self, model: nn.Module, division: Division, earlier: Sequence[int]) -> None:
+    def keep_buffers(self, model: nn.Module, division: StagePartition, earlier: Sequence[int]) -> None:
         """Let this stage change buffers of its own. `earlier`: the stages of the same rank before it."""
         of = {name: division.holders[name] for name in division.changed}
         held = [name for name, holders in of.items() if self.index in holders]
         self.changing = StageBuffers(model, of, held, [name for name, holders in of.items() if set(earlier).intersection(holders)])
         buffers = dict(model.named_buffers())
-        self.nothing = {name: Like(tuple(buffers[name].shape), buffers[name].dtype, True) for name in of if name not in held}
+        self.nothing = {name: TensorMeta(tuple(buffers[name].shape), buffers[name].dtype, True) for name in of if name not in held}
 
     def take_copies(self, earlier: Iterable["Stage"]) -> Iterator[tuple[str, nn.Parameter]]:
         """Hold copies of the parameters that earlier stages of the same rank hold too, since two groups of `fully_shard` cannot share
@@ -209,7 +211,7 @@ class Stage(nn.Module):
             self.gates.visitor = self.called
             try:
                 return self.model_forward(self, int(index))
-            except Left as left:
+            except StageExit as left:
                 return left.values
             finally:
                 self.gates.visitor, self.gates.inside, self.received = None, False, ()
@@ -224,10 +226,10 @@ class Stage(nn.Module):
         call = self.calls[at]
         if at == self.end:
             leaves = tree_leaves((args, kwargs))
-            raise Left(tuple(map(_leaves, (leaves[leaf] for leaf in call.crossing))))
+            raise StageExit(tuple(map(_leaves, (leaves[leaf] for leaf in call.crossing))))
         if at < self.first and not call.free:
             outputs, structure = call.output
-            given = tree_leaves((args, kwargs)) if any(isinstance(leaf, Passed) for leaf in outputs) else []
+            given = tree_leaves((args, kwargs)) if any(isinstance(leaf, PassedThrough) for leaf in outputs) else []
             return tree_unflatten([self._stand_in(leaf, given) for leaf in outputs], structure)
         if at == self.first:
             leaves = tree_leaves((args, kwargs))
@@ -241,9 +243,9 @@ class Stage(nn.Module):
             self.gates.inside = False
 
     def _stand_in(self, leaf: Any, given: Sequence[Any]) -> Any:
-        if isinstance(leaf, Passed):
+        if isinstance(leaf, PassedThrough):
             return given[leaf.index]
-        return leaf.nothing(self.device) if isinstance(leaf, Like) else leaf
+        return leaf.nothing(self.device) if isinstance(leaf, TensorMeta) else leaf
 
 
 def key_of(part: str) -> str:
@@ -270,7 +272,7 @@ def _bare_parameters(stage: Stage) -> Iterator[None]:
     before = [(module, key, module._parameters[key]) for module, key, _ in stage.places]
     for module, key, own in stage.places:
         there: Any = module._parameters[key]
-        nothing: Any = Like(tuple(there.shape), there.dtype).nothing(stage.device)
+        nothing: Any = TensorMeta(tuple(there.shape), there.dtype).nothing(stage.device)
         module._parameters[key] = getattr(stage, own) if own else nothing
     try:
         yield
@@ -279,7 +281,9 @@ def _bare_parameters(stage: Stage) -> Iterator[None]:
             module._parameters[key] = parameter
 
 
-def _bare_places(model: nn.Module, gates: Gates, division: Division, stage: Stage) -> list[tuple[nn.Module, str, str | None]]:
+def _bare_places(
+    model: nn.Module, gates: CallInterceptor, division: StagePartition, stage: Stage
+) -> list[tuple[nn.Module, str, str | None]]:
     """(module, key, name in the stage) of the parameters that are used outside of calls of parts; None for those that other stages have."""
     outside = {id(parameter) for name, parameter in model.named_parameters() if name in division.outside}
     here = {id(parameter) for parameter in stage.parts.parameters()}

@@ -7,15 +7,17 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from paceline.distributed.dtensor import local
-from paceline.parallel.pipeline.stage import Division, Stage, ranks_of
-from paceline.plan.plan import Place, Plan
+from paceline.parallel.pipeline.stage import Stage, StagePartition, ranks_of
+from paceline.plan.plan import MeshCoordinate, Plan
 
 
-class Tied:
+class TiedWeightSync:
     """Those of one rank. `copies`: (name in the model, stage, own name there) of what two stages of this rank hold, each sharded for
     itself; the model and its optimizer know the first one only."""
 
-    def __init__(self, model: nn.Module, division: Division, plan: Plan, place: Place, copies: Sequence[tuple[str, Stage, str]]):
+    def __init__(
+        self, model: nn.Module, division: StagePartition, plan: Plan, place: MeshCoordinate, copies: Sequence[tuple[str, Stage, str]]
+    ):
         self.model, self.copies = model, copies
         ranks, here = ranks_of(plan), place.pp
         of_name = {name: tuple(sorted({ranks[stage] for stage in division.holders[name]})) for name, _ in model.named_parameters()}
@@ -49,7 +51,7 @@ class Tied:
                 dist.all_reduce(local(grad), group=group)
 
 
-def _groups(wanted: set[tuple[int, ...]], plan: Plan, place: Place) -> dict[tuple[int, ...], dist.ProcessGroup]:
+def _groups(wanted: set[tuple[int, ...]], plan: Plan, place: MeshCoordinate) -> dict[tuple[int, ...], dist.ProcessGroup]:
     """pp ranks -> those of them that have the same part of the batch as this one. A collective."""
     groups = {}
     for of in sorted(wanted):

@@ -22,7 +22,7 @@ from paceline.distributed.dtensor import storage_of
 from paceline.errors import PlanError
 from paceline.parallel.autograd_graph import reached
 from paceline.parallel.forward import autocast, call
-from paceline.parallel.module_hooks import Gates, Run, parts_of
+from paceline.parallel.module_hooks import CallInterceptor, Run, parts_of
 from paceline.parallel.pipeline.buffers import BufferUse
 from paceline.task import Layout, Task
 from paceline.user_code import UserCode
@@ -31,7 +31,7 @@ Mask = int  # bit c: depends on what lies before cut c, not through what crosses
 
 
 @dataclass(frozen=True)
-class Like:
+class TensorMeta:
     """A tensor by its looks."""
 
     shape: tuple[int, ...]
@@ -47,19 +47,19 @@ class Like:
 
 
 @dataclass(frozen=True)
-class Passed:
+class PassedThrough:
     """A tensor that a part returns as it was called with it."""
 
     index: int  # of the leaves of (args, kwargs)
 
 
 @dataclass
-class Call:
+class PartCall:
     """One call of a part."""
 
     part: str
     crossing: list[int]  # of the leaves of (args, kwargs) those that cross a cut here
-    likes: list[Like]  # of these
+    likes: list[TensorMeta]  # of these
     output: tuple[list[Any], Any] = ([], None)  # leaves, with Like or Passed for tensors, and their structure
     free: bool = False  # of parameters: every stage calls it itself
     flops: int = 0  # until the next call
@@ -68,10 +68,10 @@ class Call:
 
 
 @dataclass
-class Recording:
+class ForwardTrace:
     """What a forward pass on stand-ins has shown."""
 
-    calls: list[Call] = field(default_factory=list)
+    calls: list[PartCall] = field(default_factory=list)
     barred: dict[int, str] = field(default_factory=dict)  # cut -> why it cannot be
     uses: dict[str, set[int]] = field(default_factory=dict)  # parameter -> calls during or after which it is used
     outside: set[str] = field(default_factory=set)  # parameters that are used outside of the calls of their part, too
@@ -99,7 +99,7 @@ class Recording:
                 self.together.add(cut)
                 self.barred.setdefault(cut, f"buffer {name} is changed, and used before and after it")
 
-    def join(self, evaluation: "Recording") -> None:
+    def join(self, evaluation: "ForwardTrace") -> None:
         """Bar what an evaluation bars, too, where it calls the same parts."""
         if [call.part for call in self.calls] != [call.part for call in evaluation.calls]:
             return
@@ -110,7 +110,7 @@ class Recording:
         self.bar_by_buffers()
 
 
-class Model:
+class StandInModel:
     """A copy of a model for recordings: its parameters are stand-ins. To be made while the model is as its constructor left it."""
 
     def __init__(self, model: nn.Module, layout: Layout, device: torch.device):
@@ -118,7 +118,7 @@ class Model:
 
         self.device = device
         self.copy = copy.deepcopy(model)
-        self.gates = Gates(parts_of(self.copy, layout))
+        self.gates = CallInterceptor(parts_of(self.copy, layout))
         self.mode = FakeTensorMode(allow_non_fake_inputs=True)
         self.names: dict[int, str] = {}  # id of a stand-in of a parameter -> name
         self.local: frozenset[str] = frozenset()  # buffers whose values only the stage that changes them knows
@@ -138,7 +138,7 @@ class Model:
         with self.mode:
             return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=self.device)
 
-    def record_step(self, task: Task, batch: Batch, precision: str) -> Recording:
+    def record_step(self, task: Task, batch: Batch, precision: str) -> ForwardTrace:
         """Record a pass in training. Where it changes buffers, evaluations have to find them in the same stage."""
         recording = self.record(task, batch, precision, training=True)
         if any(use.changed and use.outside for use in recording.buffers.values()):
@@ -146,7 +146,7 @@ class Model:
                 recording.join(self.record(task, batch, precision, training=False))
         return recording
 
-    def record(self, task: Task, batch: Batch, precision: str, training: bool) -> Recording:
+    def record(self, task: Task, batch: Batch, precision: str, training: bool) -> ForwardTrace:
         """Raises PlanError for a model that cannot be run without values."""
         while True:
             recording = self._record(task, batch, precision, training)
@@ -155,7 +155,7 @@ class Model:
                 return recording
             self.local |= local  # what is read of these depends on parameters
 
-    def _record(self, task: Task, batch: Batch, precision: str, training: bool) -> Recording:
+    def _record(self, task: Task, batch: Batch, precision: str, training: bool) -> ForwardTrace:
         self.copy.train(training)
         buffers = [(module._buffers, dict(module._buffers)) for module in self.copy.modules()]
         recorder = _Recorder(self, training)
@@ -222,7 +222,7 @@ def _runs_again() -> bool:
 class _Recorder(TorchDispatchMode):
     """Follows what depends on which parameters."""
 
-    def __init__(self, model: Model, gradients: bool):
+    def __init__(self, model: StandInModel, gradients: bool):
         super().__init__()
         from torch.utils.flop_counter import flop_registry
 
@@ -230,7 +230,7 @@ class _Recorder(TorchDispatchMode):
         on_cpu = aten._scaled_dot_product_flash_attention_for_cpu
         self.flops = {on_cpu: flop_registry[aten._scaled_dot_product_flash_attention], **flop_registry}
         self.model = model
-        self.recording = Recording()
+        self.recording = ForwardTrace()
         self.own = {
             name: {id(tensor) for module in part.modules() for tensor in module._parameters.values()}
             for name, part in model.gates.parts.items()
@@ -286,7 +286,7 @@ class _Recorder(TorchDispatchMode):
             self._weigh(self.recording.calls[self.now], func, args, kwargs, result)
         return result
 
-    def _weigh(self, call: Call, func: Any, args: Any, kwargs: Any, result: Any) -> None:
+    def _weigh(self, call: PartCall, func: Any, args: Any, kwargs: Any, result: Any) -> None:
         count = self.flops.get(func._overloadpacket)
         if count is not None:
             call.flops += count(*args, **kwargs, out_val=result)
@@ -341,7 +341,7 @@ class _Recorder(TorchDispatchMode):
         self._see_assignments()
         calls = self.recording.calls
         at = self.now = len(calls)
-        here = Call(name, [], [])
+        here = PartCall(name, [], [])
         calls.append(here)
         for tensor in _tensors((args, kwargs)):
             self._use(tensor)
@@ -351,7 +351,7 @@ class _Recorder(TorchDispatchMode):
                 self.places[id(leaf)] = -len(self.kept) - 1
                 self.kept.append(leaf)
                 here.crossing.append(index)
-                here.likes.append(Like(tuple(leaf.shape), leaf.dtype))
+                here.likes.append(TensorMeta(tuple(leaf.shape), leaf.dtype))
         earlier = [index for index, call in enumerate(calls[:-1]) if call.part == name]
         if earlier:
             for cut in range(earlier[0] + 1, at + 1):
@@ -381,8 +381,8 @@ class _Recorder(TorchDispatchMode):
         return result
 
     @staticmethod
-    def _returned(tensor: Tensor, given: Mapping[int, int]) -> Like | Passed:
-        return Passed(given[id(tensor)]) if id(tensor) in given else Like(tuple(tensor.shape), tensor.dtype)
+    def _returned(tensor: Tensor, given: Mapping[int, int]) -> TensorMeta | PassedThrough:
+        return PassedThrough(given[id(tensor)]) if id(tensor) in given else TensorMeta(tuple(tensor.shape), tensor.dtype)
 
     def ended(self, results: Iterable[Any]) -> None:
         self._see_assignments()
@@ -395,7 +395,10 @@ class _Recorder(TorchDispatchMode):
         for call_ in self.recording.calls:
             if call_.written:
                 leaves, structure = call_.output
-                call_.output = [Like(leaf.shape, leaf.dtype, True) if isinstance(leaf, Like) else leaf for leaf in leaves], structure
+                call_.output = (
+                    [TensorMeta(leaf.shape, leaf.dtype, True) if isinstance(leaf, TensorMeta) else leaf for leaf in leaves],
+                    structure,
+                )
 
     def _bar(self, mask: Mask, last: int, why: str) -> set[int]:
         """Bar those cuts up to `last` that are in the mask, and return them."""

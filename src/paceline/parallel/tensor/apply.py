@@ -19,11 +19,11 @@ from paceline.data.loader import Batch
 from paceline.distributed.dtensor import fits, local
 from paceline.errors import PlanError, TaskError
 from paceline.parallel.module_hooks import parts_of
-from paceline.parallel.tensor.find_sequence_parallel import GATHERING, Between, NotFound, find_between
-from paceline.parallel.tensor.find_splits import Found, discover, pattern
+from paceline.parallel.tensor.find_sequence_parallel import GATHERING, NotFound, SequenceParallelPlan, find_between
+from paceline.parallel.tensor.find_splits import SplitCandidates, discover, pattern
 from paceline.parallel.tensor.linear import FORWARDS, Change, Entrance, add, enter
 from paceline.parallel.tensor.rng import draw_apart, who_draws
-from paceline.parallel.tensor.sequence_comm import Pieces, at_block, on_marked
+from paceline.parallel.tensor.sequence_comm import SequenceCollectives, at_block, on_marked
 from paceline.parallel.tensor.tracer import features, has_computed_weight, is_embedding, is_linear, is_transposed
 from paceline.plan.plan import Plan
 from paceline.spec import nearest
@@ -44,7 +44,7 @@ class Splits:
     """What is done with each module that is split, with activations between them, and with what draws at random."""
 
     styles: Mapping[str, str]
-    between: Between | None
+    between: SequenceParallelPlan | None
     partial: frozenset[str]  # parameters that see a part of features or activations: their gradients are summed over the axis
     draws: Mapping[str, bool]  # module -> whether each rank draws for a part of its own
     output: torch.Size | None  # shape of what the model returns, where that is one tensor
@@ -117,7 +117,7 @@ def _between(
     of_features: Sequence[tuple[str, bool]],
     layout: Layout,
     plan: Plan,
-) -> tuple[Between | None, str]:
+) -> tuple[SequenceParallelPlan | None, str]:
     """What is done with activations between split layers, or why nothing is."""
     if plan.cp > 1:  # along which the sequence is cut already
         return None, ""
@@ -138,7 +138,7 @@ def _list(names: list[str]) -> str:
     return ", ".join(patterns[:8]) + (" …" if len(patterns) > 8 else "")
 
 
-def _found_styles(model: nn.Module, found: Found, tp: int) -> dict[str, str]:
+def _found_styles(model: nn.Module, found: SplitCandidates, tp: int) -> dict[str, str]:
     styles = {}
     embeddings = {name: module for name, module in model.named_modules() if name in found.called and is_embedding(module)}
     largest = max(embeddings, key=lambda name: embeddings[name].weight.numel(), default=None)
@@ -158,7 +158,7 @@ def _found_styles(model: nn.Module, found: Found, tp: int) -> dict[str, str]:
     return styles
 
 
-def _own_plan(model: nn.Module, found: Found) -> dict[str, str]:
+def _own_plan(model: nn.Module, found: SplitCandidates) -> dict[str, str]:
     """Of the model's own plan what was not found: the watching cannot see as far as its author."""
     plan = getattr(model, "tp_plan", None)
     if not isinstance(plan, Mapping):
@@ -226,7 +226,7 @@ def split(model: nn.Module, splits: Splits, mesh: DeviceMesh, stages: Sequence[C
     cut: dict[int, nn.Parameter] = {}
     entrances: dict[str, Entrance] = {}
     between = splits.between
-    pieces = Pieces(group, between.dim) if between is not None else None
+    pieces = SequenceCollectives(group, between.dim) if between is not None else None
     for name, style in splits.styles.items():
         module: Any = model.get_submodule(name)
         for key, dim in _cuts(module, style).items():
@@ -253,7 +253,7 @@ def split(model: nn.Module, splits: Splits, mesh: DeviceMesh, stages: Sequence[C
     draw_apart(model, splits.draws, group, mesh.device_type)
 
 
-def split_between(model: nn.Module, between: Between, pieces: Pieces, stages: Sequence[Collection[str]]) -> None:
+def split_between(model: nn.Module, between: SequenceParallelPlan, pieces: SequenceCollectives, stages: Sequence[Collection[str]]) -> None:
     """Cut and gather the activations where split layers do not."""
 
     def then(module: nn.Module, change: Change) -> None:

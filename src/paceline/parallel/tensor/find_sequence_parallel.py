@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_leaves, tree_unflatten
 from paceline.parallel.op_rules import is_pointwise
 from paceline.parallel.pytree import flatten
 from paceline.parallel.tensor.sequence_comm import at_block, on_marked
-from paceline.parallel.tensor.tracer import Functions, Seen, Watch, first_difference, forwards, is_embedding, is_linear
+from paceline.parallel.tensor.tracer import LabelTracer, TraceResult, WholeFunctions, first_difference, forwards, is_embedding, is_linear
 
 BETWEEN = ""  # the one group of labels
 GATHERING = ("column", "gather", "head")
@@ -26,7 +26,7 @@ ROUNDS = 4
 
 
 @dataclass(frozen=True)
-class Edges:
+class BlockEdges:
     """Which leaves of the arguments of a block and of its output are split."""
 
     arguments: tuple[bool, ...]
@@ -34,11 +34,11 @@ class Edges:
 
 
 @dataclass(frozen=True)
-class Between:
+class SequenceParallelPlan:
     """What is done with activations between split layers, by names of modules."""
 
     dim: int  # that is cut
-    blocks: Mapping[str, Edges]  # in the order of their calls
+    blocks: Mapping[str, BlockEdges]  # in the order of their calls
     closed: bool  # only blocks do something with what is split
     exits: frozenset[str]  # row layers whose sum is scattered
     entrances: frozenset[str]  # split layers that gather their input
@@ -55,7 +55,7 @@ class NotFound(Exception):
 
 def find_between(
     model: nn.Module, run: Callable[[], Any], styles: Mapping[str, str], blocks: Mapping[str, nn.Module], order: Collection[str], tp: int
-) -> Between:
+) -> SequenceParallelPlan:
     """`run` calls the model, which is on the meta device; `order`: linear layers as they are called. Raises NotFound."""
     owners = [owner for name in order if styles.get(name) == "row" for owner in blocks if name.startswith(f"{owner}.")]
     if not owners:
@@ -76,10 +76,10 @@ def find_between(
     raise failed
 
 
-class _Watch(Watch):
+class _Watch(LabelTracer):
     """Notes what is whole where a part is needed, if it can be cut where a module returns it; and goes on as if it were."""
 
-    def __init__(self, seen: Seen):
+    def __init__(self, seen: TraceResult):
         super().__init__(seen)
         self.missing: set[str] = set()
         self.outside = False  # of blocks
@@ -112,15 +112,20 @@ class _Watching:
     scatters: frozenset[str]
     whole_shape: tuple[int, ...] | None = None  # of what is cut first
     open: bool = False  # from there to the end of the last block
-    edges: dict[str, Edges] = field(default_factory=dict)  # in the order of calls
+    edges: dict[str, BlockEdges] = field(default_factory=dict)  # in the order of calls
     exits: dict[str, set[bool]] = field(default_factory=dict)
     entered: list[tuple[str, int | None]] = field(default_factory=list)  # split layer, id of its input if that is split
     at_edges: set[int] = field(default_factory=set)
 
-    def find(self, run: Callable[[], Any]) -> tuple[Between | None, set[str]]:
+    def find(self, run: Callable[[], Any]) -> tuple[SequenceParallelPlan | None, set[str]]:
         """What is done with activations; or modules whose outputs have to be cut first."""
-        self.watch = _Watch(Seen(self.model, root_of={BETWEEN: BETWEEN}))
-        with self._at_blocks(self._begin, self._end), forwards(self.model, self._wrap, self.scatters), Functions(self.watch), self.watch:
+        self.watch = _Watch(TraceResult(self.model, root_of={BETWEEN: BETWEEN}))
+        with (
+            self._at_blocks(self._begin, self._end),
+            forwards(self.model, self._wrap, self.scatters),
+            WholeFunctions(self.watch),
+            self.watch,
+        ):
             output = run()
         self.watch.spoil([leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)], "the output")
         seen = self.watch.seen
@@ -132,7 +137,7 @@ class _Watching:
             return None, self.watch.missing
         return self._found(seen), set()
 
-    def _found(self, seen: Seen) -> Between:
+    def _found(self, seen: TraceResult) -> SequenceParallelPlan:
         gathered = self._gathered()
         kinds: dict[str, set[str]] = {}
         for name, at in self.entered:
@@ -142,7 +147,7 @@ class _Watching:
         twice = [name for name, ways in kinds.items() if len(ways) > 1] + [name for name, ways in self.exits.items() if len(ways) > 1]
         if twice or parameters & seen.whole:
             raise NotFound(f"{(twice or sorted(parameters & seen.whole))[0]}, which is used in several ways")
-        return Between(
+        return SequenceParallelPlan(
             dim=self.dim,
             blocks=self.edges,
             closed=self.watch.closed,
@@ -186,14 +191,14 @@ class _Watching:
             if name in self.edges:
                 raise NotFound(f"{name}, which is called more than once")
             self.watch.outside = False
-            self.edges[name] = Edges(self._marks(leaves), ())
+            self.edges[name] = BlockEdges(self._marks(leaves), ())
         return tree_unflatten(leaves, structure)
 
     def _end(self, name: str, output: Any) -> Any:
         if not self.open:
             return None
         leaves, _ = flatten(output)
-        self.edges[name] = Edges(self.edges[name].arguments, self._marks(leaves))
+        self.edges[name] = BlockEdges(self.edges[name].arguments, self._marks(leaves))
         self.watch.outside = True
         if name != self.last:
             return None
@@ -249,11 +254,11 @@ class _Watching:
                 watch.put(y, label)
                 watch.seen.partial.setdefault(BETWEEN, set()).update(met)
 
-    def prove(self, run: Callable[[], Any], found: Between) -> None:
+    def prove(self, run: Callable[[], Any], found: SequenceParallelPlan) -> None:
         """Make the pass as one rank would. Raises NotFound where that does something else."""
         assert self.whole_shape is not None
         dim, tp, length = self.dim, self.tp, self.whole_shape[self.dim]
-        part = Watch(Seen(self.model))
+        part = LabelTracer(TraceResult(self.model))
 
         def cut(whole: Tensor) -> Tensor:
             if whole.shape[dim] != length:

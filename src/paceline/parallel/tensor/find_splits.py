@@ -16,11 +16,11 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from paceline.errors import PlanError
-from paceline.parallel.tensor.tracer import Functions, Seen, Watch, features, first_difference, forwards, is_linear
+from paceline.parallel.tensor.tracer import LabelTracer, TraceResult, WholeFunctions, features, first_difference, forwards, is_linear
 
 
 @dataclass(frozen=True)
-class Found:
+class SplitCandidates:
     """Names of modules by what is to be done with them."""
 
     columns: frozenset[str]
@@ -32,7 +32,7 @@ class Found:
     notes: tuple[str, ...]
 
 
-def discover(model: nn.Module, run: Callable[[], Any], tp: int) -> Found:
+def discover(model: nn.Module, run: Callable[[], Any], tp: int) -> SplitCandidates:
     """`run` calls the model, which is on the meta device. Raises PlanError for heads or hidden sizes that tp does not divide."""
     seen = _watch(model, run)
     rejected: set[str] = set()
@@ -52,16 +52,16 @@ def discover(model: nn.Module, run: Callable[[], Any], tp: int) -> Found:
             partial[name] = partial.get(name, frozenset()) | members[seen.root(one)]
     draws = tuple((name, members.get(seen.root(one), frozenset()) if one is not None else frozenset()) for name, one in seen.draws)
     called = tuple(name for name in seen.calls if name not in seen.looked_at)
-    return Found(frozenset(columns), frozenset(rows), frozenset(seen.heads - rows), called, partial, draws, notes)
+    return SplitCandidates(frozenset(columns), frozenset(rows), frozenset(seen.heads - rows), called, partial, draws, notes)
 
 
 def pattern(name: str) -> str:
     return re.sub(r"\d+", "*", name)
 
 
-def _watch(model: nn.Module, run: Callable[[], Any]) -> Seen:
-    seen = Seen(model)
-    watch = Watch(seen)
+def _watch(model: nn.Module, run: Callable[[], Any]) -> TraceResult:
+    seen = TraceResult(model)
+    watch = LabelTracer(seen)
 
     def wrap(name: str, module: nn.Module, inner: Callable[..., Any]) -> Callable[..., Any]:
         def forward(x: Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -80,7 +80,7 @@ def _watch(model: nn.Module, run: Callable[[], Any]) -> Seen:
 
         return forward
 
-    with forwards(model, wrap), Functions(watch), watch:
+    with forwards(model, wrap), WholeFunctions(watch), watch:
         output = run()
     for tensor in tree_leaves(output):
         if label := watch.label(tensor):
@@ -90,7 +90,7 @@ def _watch(model: nn.Module, run: Callable[[], Any]) -> Seen:
     return seen
 
 
-def _pairs(seen: Seen, rejected: set[str]) -> tuple[set[str], set[str], set[str]]:
+def _pairs(seen: TraceResult, rejected: set[str]) -> tuple[set[str], set[str], set[str]]:
     """Columns, rows, and the names of their groups: those whose every use ends in a row."""
     members: dict[str, list[str]] = {}
     for name in seen.root_of:
@@ -112,7 +112,7 @@ def _pairs(seen: Seen, rejected: set[str]) -> tuple[set[str], set[str], set[str]
     return columns, rows, groups
 
 
-def _check_divisible(seen: Seen, columns: set[str], tp: int, groups: set[str]) -> None:
+def _check_divisible(seen: TraceResult, columns: set[str], tp: int, groups: set[str]) -> None:
     for name in (name for name in seen.calls if name in columns):
         hidden = features(seen.model.get_submodule(name))[1]
         for size in sorted(seen.sizes[name] | {hidden}):
@@ -124,10 +124,10 @@ def _check_divisible(seen: Seen, columns: set[str], tp: int, groups: set[str]) -
 
 
 def _differs(
-    model: nn.Module, run: Callable[[], Any], seen: Seen, columns: set[str], rows: set[str], groups: set[str], tp: int
+    model: nn.Module, run: Callable[[], Any], seen: TraceResult, columns: set[str], rows: set[str], groups: set[str], tp: int
 ) -> str | None:
     """Make the pass as one rank would; the group where it does something else than the whole pass, if there is one."""
-    part = Watch(Seen(model))
+    part = LabelTracer(TraceResult(model))
 
     def wrap(name: str, module: nn.Module, inner: Callable[..., Any]) -> Callable[..., Any]:
         def forward(x: Tensor, *args: Any, **kwargs: Any) -> Any:

@@ -25,7 +25,7 @@ def _column(module: Any, group: dist.ProcessGroup, enter: Change, add: Change) -
 
 
 def _gather(module: Any, group: dist.ProcessGroup, enter: Change, add: Change) -> Change:
-    return lambda x: _Gather.apply(_product(module, enter(x), bias=True), features(module)[1], group)
+    return lambda x: _GatherOutput.apply(_product(module, enter(x), bias=True), features(module)[1], group)
 
 
 def _row(module: Any, group: dist.ProcessGroup, enter: Change, add: Change) -> Change:
@@ -56,7 +56,7 @@ def _head(module: Any, group: dist.ProcessGroup, enter: Change, add: Change) -> 
             mesh = module.weight.device_mesh
             axis = mesh[mesh.mesh_dim_names[-1]] if mesh.ndim > 1 else mesh
             return in_parts(part, features(module)[1], axis)
-        return _Gather.apply(part, features(module)[1], group)
+        return _GatherOutput.apply(part, features(module)[1], group)
 
     return forward
 
@@ -100,7 +100,7 @@ class Entrance:
 
 def enter(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     """Whole activations, whose gradient is summed."""
-    entered: Tensor = _Enter.apply(x, group)
+    entered: Tensor = _EnterSplitLinear.apply(x, group)
     return entered
 
 
@@ -110,7 +110,7 @@ def add(summand: Tensor, group: dist.ProcessGroup) -> Tensor:
     return whole
 
 
-class _Enter(torch.autograd.Function):
+class _EnterSplitLinear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
         ctx.group = group
@@ -136,7 +136,7 @@ class _Sum(torch.autograd.Function):
         return grad, None
 
 
-class _Gather(torch.autograd.Function):
+class _GatherOutput(torch.autograd.Function):
     """All ranks go on alike from here, so each has the whole gradient already."""
 
     @staticmethod

@@ -15,10 +15,10 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import _disable_current_modes
 
 from paceline.distributed.rng import derive, start_stream
-from paceline.parallel.tensor.find_sequence_parallel import Between
+from paceline.parallel.tensor.find_sequence_parallel import SequenceParallelPlan
 
 
-def who_draws(features: Sequence[tuple[str, bool]], between: Between | None) -> tuple[dict[str, bool], list[str]]:
+def who_draws(features: Sequence[tuple[str, bool]], between: SequenceParallelPlan | None) -> tuple[dict[str, bool], list[str]]:
     """Of modules that draw at random whether they do so for parts, by the draws of a pass in their order: of `features`, or of activations.
     And modules that do both: they draw for parts as if those were whole."""
     others = between.draws if between is not None else features

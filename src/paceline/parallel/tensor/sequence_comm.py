@@ -35,7 +35,7 @@ def on_marked(change: Callable[[Tensor], Tensor], marks: tuple[bool, ...], tree:
     return tree_unflatten([change(leaf) if marked else leaf for leaf, marked in zip(leaves, marks, strict=True)], structure)
 
 
-class Pieces:
+class SequenceCollectives:
     """The pieces of one pass: all that are cut have one length, which is that of the micro-batch or of its sequences."""
 
     def __init__(self, group: dist.ProcessGroup, dim: int):
@@ -57,13 +57,13 @@ class Pieces:
     def gather(self, piece: Tensor) -> Tensor:
         """For what each rank computes in the same way."""
         self._check(piece)
-        whole: Tensor = _Gather.apply(piece, self)
+        whole: Tensor = _GatherSequence.apply(piece, self)
         return whole
 
     def enter(self, piece: Tensor) -> Tensor:
         """For split layers, each of which knows a part of the gradient."""
         self._check(piece)
-        whole: Tensor = _Enter.apply(piece, self)
+        whole: Tensor = _EnterSplitSequence.apply(piece, self)
         return whole
 
     def _check(self, piece: Tensor) -> None:
@@ -114,7 +114,7 @@ class Pieces:
 
 class _Cut(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, whole: Tensor, pieces: Pieces) -> Tensor:
+    def forward(ctx: Any, whole: Tensor, pieces: SequenceCollectives) -> Tensor:
         ctx.pieces = pieces
         ctx.length = whole.shape[pieces.dim]
         return pieces.own(whole)
@@ -124,9 +124,9 @@ class _Cut(torch.autograd.Function):
         return ctx.pieces.all_gather(grad, ctx.length), None
 
 
-class _Gather(torch.autograd.Function):
+class _GatherSequence(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, piece: Tensor, pieces: Pieces) -> Tensor:
+    def forward(ctx: Any, piece: Tensor, pieces: SequenceCollectives) -> Tensor:
         ctx.pieces = pieces
         return pieces.all_gather(piece, pieces.length)
 
@@ -135,9 +135,9 @@ class _Gather(torch.autograd.Function):
         return ctx.pieces.own(grad), None
 
 
-class _Enter(torch.autograd.Function):
+class _EnterSplitSequence(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, piece: Tensor, pieces: Pieces) -> Tensor:
+    def forward(ctx: Any, piece: Tensor, pieces: SequenceCollectives) -> Tensor:
         ctx.pieces = pieces
         return pieces.all_gather(piece, pieces.length)
 
@@ -148,7 +148,7 @@ class _Enter(torch.autograd.Function):
 
 class _Add(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, summand: Tensor, pieces: Pieces) -> Tensor:
+    def forward(ctx: Any, summand: Tensor, pieces: SequenceCollectives) -> Tensor:
         ctx.pieces = pieces
         ctx.length = summand.shape[pieces.dim]
         return pieces.reduce_scatter(summand)

@@ -42,7 +42,7 @@ def features(module: Any) -> tuple[int, int]:
 
 
 @dataclass
-class Operation:
+class TracedOperation:
     """As it should be in a pass on one rank: the same, on results of the sizes that are expected there."""
 
     name: str
@@ -52,7 +52,7 @@ class Operation:
 
 
 @dataclass
-class Seen:
+class TraceResult:
     model: nn.Module
     calls: dict[str, int] = field(default_factory=dict)  # module -> times called, in order of the first
     root_of: dict[str, str] = field(default_factory=dict)  # linear layer -> the one that its group is named after
@@ -64,7 +64,7 @@ class Seen:
     heads: set[str] = field(default_factory=set)
     looked_at: set[str] = field(default_factory=set)  # modules whose parameters are used outside of them
     draws: list[tuple[str, str | None]] = field(default_factory=list)  # module that draws at random, and the layer whose parts it is for
-    tape: list[Operation] = field(default_factory=list)
+    tape: list[TracedOperation] = field(default_factory=list)
 
     def root(self, name: str) -> str:
         while self.root_of[name] != name:
@@ -77,10 +77,10 @@ class Seen:
         return one
 
 
-class Watch(TorchDispatchMode):
+class LabelTracer(TorchDispatchMode):
     """Follows the labels and writes the tape."""
 
-    def __init__(self, seen: Seen):
+    def __init__(self, seen: TraceResult):
         super().__init__()
         self.seen = seen
         self.labels: dict[int, Label] = {}
@@ -156,7 +156,7 @@ class Watch(TorchDispatchMode):
         if packet not in SILENT:
             numbers = tuple(item for item in leaves if isinstance(item, float) or (isinstance(item, int) and is_pointwise(func)))
             name = "view" if packet in VIEWS else name
-            self.seen.tape += [Operation(name, numbers, tuple(tensor.shape), self.label(tensor)) for tensor in results]
+            self.seen.tape += [TracedOperation(name, numbers, tuple(tensor.shape), self.label(tensor)) for tensor in results]
 
     def follow(self, func: Any, args: Any, kwargs: Any, tensors: list[Tensor], results: list[Tensor]) -> list[int | None] | None:
         return follow(func, args, kwargs, tensors, results, self.label)
@@ -191,10 +191,10 @@ class Watch(TorchDispatchMode):
             self.kept.append(output)
 
 
-class Functions(TorchFunctionMode):
+class WholeFunctions(TorchFunctionMode):
     """Attention and products of matrices, seen whole: torch would take them apart."""
 
-    def __init__(self, watch: Watch):
+    def __init__(self, watch: LabelTracer):
         super().__init__()
         self.watch = watch
 
@@ -227,10 +227,10 @@ def forwards(model: nn.Module, wrap: Callable[..., Any], others: Collection[str]
                 module.forward = own[name]
 
 
-def first_difference(run: Callable[[], Any], part: Watch, tape: list[Operation], divided: Callable[[Label], int]) -> int | None:
+def first_difference(run: Callable[[], Any], part: LabelTracer, tape: list[TracedOperation], divided: Callable[[Label], int]) -> int | None:
     """Make a pass as one rank would; where on the tape it does something else than the pass that is on it, if anywhere.
     `divided`: by how much the dimension that a label is of is smaller there."""
-    with quietly(), contextlib.suppress(RuntimeError, ValueError, TypeError, IndexError), Functions(part), part, torch.no_grad():
+    with quietly(), contextlib.suppress(RuntimeError, ValueError, TypeError, IndexError), WholeFunctions(part), part, torch.no_grad():
         run()
     for at, whole in enumerate(tape):
         shape = whole.shape

@@ -5,7 +5,7 @@ import statistics
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from paceline.cluster.facts import Account
+from paceline.cluster.facts import CalibrationRecord
 from paceline.plan.cost_model.compare import TIME
 
 
@@ -27,7 +27,7 @@ class Factor:
 
 
 @dataclass(frozen=True, eq=False)
-class Seen:
+class Calibration:
     """`parts`: of the planner, that any run had; those too short to say anything have no factor. `ranks`: most of any run."""
 
     factors: Mapping[str, Factor]
@@ -41,7 +41,7 @@ class Seen:
         return (*words, *([f"{ranks} ranks are more than the {self.ranks} of any run here"] if ranks > self.ranks else []))
 
 
-def seen(accounts: Iterable[Account]) -> Seen | None:
+def seen(accounts: Iterable[CalibrationRecord]) -> Calibration | None:
     """None where there are no accounts."""
     logs: dict[str, list[float]] = {}
     accounts = list(accounts)
@@ -55,4 +55,6 @@ def seen(accounts: Iterable[Account]) -> Seen | None:
     for part, found in logs.items():
         mean = statistics.mean(found)
         factors[part] = Factor(len(found), mean, sum((one - mean) ** 2 for one in found))
-    return Seen(factors, frozenset(part for account in accounts for part in account.parts), max(account.ranks for account in accounts))
+    return Calibration(
+        factors, frozenset(part for account in accounts for part in account.parts), max(account.ranks for account in accounts)
+    )

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from math import hypot
 
-from paceline.plan.cost_model.cost import Cost, Part
+from paceline.plan.cost_model.cost import Cost, CostPart
 
 TIME: Mapping[str, tuple[str, ...]] = {
     "compute": ("products", "attention", "other operations", "computed again"),
@@ -26,7 +26,7 @@ LEAST = 0.01  # of a step: the ratio of a part that is smaller says nothing
 
 
 @dataclass(frozen=True)
-class Row:
+class ComparisonRow:
     """`predicted`: None where nothing was; `spread`: its standard deviation, both in the unit of `measured`."""
 
     name: str
@@ -45,18 +45,20 @@ class Row:
         return self.off / self.measured if self.predicted is not None and self.measured else None
 
 
-def beside(table: Mapping[str, tuple[str, ...]], measured: Mapping[str, float], predicted: tuple[Part, ...] | None) -> list[Row]:
+def beside(
+    table: Mapping[str, tuple[str, ...]], measured: Mapping[str, float], predicted: tuple[CostPart, ...] | None
+) -> list[ComparisonRow]:
     """A row for each part that was measured or predicted. What the planner says nothing of, as input, is predicted to take nothing."""
     known = {part.name: part for part in predicted or ()}
     rows = []
     for name, value in measured.items():
         parts = [known[one] for one in table[name] if one in known]
         total = sum(part.value for part in parts) if predicted is not None else None
-        rows.append(Row(name, value, total, hypot(*(part.value * part.error for part in parts))))
+        rows.append(ComparisonRow(name, value, total, hypot(*(part.value * part.error for part in parts))))
     return [row for row in rows if row.measured or row.predicted]
 
 
-def worst(rows: list[Row]) -> Row | None:
+def worst(rows: list[ComparisonRow]) -> ComparisonRow | None:
     """The part that is furthest off, in seconds or bytes."""
     return max((row for row in rows if row.predicted is not None), key=lambda row: abs(row.off), default=None)
 

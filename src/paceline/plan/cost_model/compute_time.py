@@ -6,10 +6,10 @@ from typing import NamedTuple
 
 from paceline.plan.cost_model import cpu_compute_time
 from paceline.plan.cost_model.framework_profiles import Recipe
-from paceline.plan.cost_model.op_times import Paces
-from paceline.plan.cost_model.rates import Speeds
-from paceline.plan.cost_model.work_split import Cut
-from paceline.plan.model.facts import Attention, Block, Product
+from paceline.plan.cost_model.op_times import OpTimeTable
+from paceline.plan.cost_model.rates import DeviceRates
+from paceline.plan.cost_model.work_split import MicrobatchKey
+from paceline.plan.model.facts import Attention, BlockFacts, Product
 
 TILE_ROWS, TILE_COLUMNS = 128, 256  # of a product's output, one multiprocessor at a time (CUTLASS; the larger tiles of cuBLAS)
 NARROW, VECTOR = 8, 1 / 16  # sides below which a product takes vector units, and their rate against matrix cores: float32 on A100
@@ -18,7 +18,7 @@ PROLOGUE = 64  # elements of the inner dim that pass before a tile computes at i
 BACKWARD_TRAFFIC = 1.75  # of the forward pass's: a norm and an activation read their input again, a residual sum reads nothing
 
 
-class Work(NamedTuple):
+class ComputeTime(NamedTuple):
     """Seconds: forward, and backward, where products are made for the inputs and for the weights apart."""
 
     products_s: float
@@ -32,7 +32,7 @@ class Work(NamedTuple):
     flops: float  # forward and backward, of one rank
     again_flops: float
 
-    def stretched(self, by: float) -> "Work":
+    def stretched(self, by: float) -> "ComputeTime":
         """The same FLOPs in so many times the seconds."""
         seconds = {name: value * by for name, value in self._asdict().items() if name.endswith("_s")}
         return self._replace(**seconds)
@@ -47,7 +47,7 @@ class Work(NamedTuple):
 
 
 @lru_cache(65536)
-def work(speeds: Speeds, recipe: Recipe, block: Block, cut: Cut) -> Work:
+def work(speeds: DeviceRates, recipe: Recipe, block: BlockFacts, cut: MicrobatchKey) -> ComputeTime:
     tp, cp, micro_batch, recompute = cut.tp, cut.cp, cut.micro_batch, cut.recompute
     if speeds.paces is not None:
         return _on_cpu(speeds.paces, recipe, block, cut)
@@ -74,7 +74,7 @@ def work(speeds: Speeds, recipe: Recipe, block: Block, cut: Cut) -> Work:
     short = max(0.0, started - forward - attention_s - moved - kernels)
     flops = block.flops * micro_batch / (tp * cp)
     again_flops = (again.products * block.product_flops + again.attention * block.attention_flops) * micro_batch / (tp * cp)
-    return Work(
+    return ComputeTime(
         products_s=forward,
         attention_s=attention_s,
         traffic_s=moved + kernels + short,
@@ -88,7 +88,7 @@ def work(speeds: Speeds, recipe: Recipe, block: Block, cut: Cut) -> Work:
     )
 
 
-def _on_cpu(paces: Paces, recipe: Recipe, block: Block, cut: Cut) -> Work:
+def _on_cpu(paces: OpTimeTable, recipe: Recipe, block: BlockFacts, cut: MicrobatchKey) -> ComputeTime:
     """Each operation is started and done before the next, so that times add up."""
     sides = [(product, *_on_rank(product, cut.tp, cut.cp, cut.micro_batch)) for product in block.products]
     forward, inputs, weights = cpu_compute_time.products_s(paces, [(product, m * n * k, count) for product, m, n, k, count in sides])
@@ -97,7 +97,7 @@ def _on_cpu(paces: Paces, recipe: Recipe, block: Block, cut: Cut) -> Work:
     again = recipe.again(cut.recompute if block.boundary and "full" in block.saved else "none")
     again_flops = again.products * block.product_flops + again.attention * block.attention_flops
     ranks = cut.tp * cut.cp
-    return Work(
+    return ComputeTime(
         products_s=forward,
         attention_s=attention,
         traffic_s=others,
@@ -122,7 +122,7 @@ def _on_rank(product: Product, tp: int, cp: int, micro_batch: int) -> tuple[floa
     return m, n, k, count
 
 
-def product_s(speeds: Speeds, dtype: str, m: float, n: float, k: float, count: float = 1.0, moved: float | None = None) -> float:
+def product_s(speeds: DeviceRates, dtype: str, m: float, n: float, k: float, count: float = 1.0, moved: float | None = None) -> float:
     """m × k times k × n, as fast as measured products of that size. Where none was measured, tiles that are not full and waves that are
     not compute for nothing. What is small waits for the memory."""
     moving = (2.0 * (m * k + k * n + m * n) * count if moved is None else moved) / speeds.memory_Bps
@@ -143,7 +143,7 @@ def product_s(speeds: Speeds, dtype: str, m: float, n: float, k: float, count: f
     return max(computing, moving) + speeds.constants.launch_s
 
 
-def _attention_s(speeds: Speeds, recipe: Recipe, one: Attention, tp: int, cp: int, micro_batch: int) -> float:
+def _attention_s(speeds: DeviceRates, recipe: Recipe, one: Attention, tp: int, cp: int, micro_batch: int) -> float:
     """Forward, without the traffic of its scores."""
     heads = micro_batch * one.heads / tp
     if recipe.fused:
@@ -157,12 +157,12 @@ def _attention_s(speeds: Speeds, recipe: Recipe, one: Attention, tp: int, cp: in
     )
 
 
-def _backward(speeds: Speeds, recipe: Recipe, forward_s: float) -> float:
+def _backward(speeds: DeviceRates, recipe: Recipe, forward_s: float) -> float:
     """Fused: 5 products where the forward pass has 2, as it makes the scores again; else twice as many."""
     return forward_s * 2.5 * speeds.device.forward / speeds.device.backward if recipe.fused else 2 * forward_s
 
 
-def _traffic_bytes(recipe: Recipe, block: Block, tp: int, cp: int, micro_batch: int) -> tuple[float, float]:
+def _traffic_bytes(recipe: Recipe, block: BlockFacts, tp: int, cp: int, micro_batch: int) -> tuple[float, float]:
     """Forward, of operations that are no products; and without fused attention, of heads that are brought in order and back, and of scores
     that are written, scaled, masked, put through softmax and dropped."""
     along = recipe.splits_sequence(cp) and not block.whole

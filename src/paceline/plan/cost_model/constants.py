@@ -82,29 +82,29 @@ def architecture(name: str, constants: Constants) -> Architecture:
     return constants.architectures[found] if found else UNKNOWN
 
 
-class Takes(NamedTuple):
+class OverheadCosts(NamedTuple):
     """What an engine takes for a step, for each of its units and for each of its tensors: cycles, or seconds."""
 
     step: float
     unit: float
     tensor: float = 0.0
 
-    def times(self, factor: float) -> "Takes":
-        return Takes(self.step * factor, self.unit * factor, self.tensor * factor)
+    def times(self, factor: float) -> "OverheadCosts":
+        return OverheadCosts(self.step * factor, self.unit * factor, self.tensor * factor)
 
 
 # Cycles that an engine takes for a step, for each of its units and of its tensors (engine_overhead.py), collectives of gloo included, in
 # round figures.
-ENGINES: Mapping[str, Takes] = {
-    "step": Takes(5e5, 0.0),
-    "ddp": Takes(1e6, 2e4),
-    "zero1": Takes(1e6, 4e5),
-    "zero2": Takes(1e6, 2e6, 1e5),
-    "zero3": Takes(1e6, 3e6, 1e5),
-    "tp": Takes(5e5, 1e6, 1e5),
-    "cp": Takes(5e5, 5e6),
-    "pp": Takes(5e5, 4e6),
-    "selective": Takes(0.0, 1e6),
+ENGINES: Mapping[str, OverheadCosts] = {
+    "step": OverheadCosts(5e5, 0.0),
+    "ddp": OverheadCosts(1e6, 2e4),
+    "zero1": OverheadCosts(1e6, 4e5),
+    "zero2": OverheadCosts(1e6, 2e6, 1e5),
+    "zero3": OverheadCosts(1e6, 3e6, 1e5),
+    "tp": OverheadCosts(5e5, 1e6, 1e5),
+    "cp": OverheadCosts(5e5, 5e6),
+    "pp": OverheadCosts(5e5, 4e6),
+    "selective": OverheadCosts(0.0, 1e6),
 }
 
 
@@ -123,7 +123,7 @@ class Processor:
     product: float = 0.5
     start_cycles: float = 1e4
     turns: float = 1.07
-    engines: Mapping[str, Takes] = field(default_factory=lambda: ENGINES)
+    engines: Mapping[str, OverheadCosts] = field(default_factory=lambda: ENGINES)
     basis: Basis = "guessed"
 
 

@@ -7,7 +7,7 @@ NOISE = 0.05  # of a step: one configuration moved by 0 to 11 % between two publ
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class CostPart:
     """A share of the step's seconds or of a rank's bytes; `error`: standard deviation as a share of it."""
 
     name: str
@@ -17,10 +17,10 @@ class Part:
 
 
 @dataclass(frozen=True, slots=True)
-class Memory:
+class MemoryCost:
     """Of the rank that needs most, at its worst moment; the parts add up to it. `rank` of the pipeline. `limit_bytes`: of a device."""
 
-    parts: tuple[Part, ...]
+    parts: tuple[CostPart, ...]
     rank: int
     limit_bytes: float
 
@@ -38,10 +38,10 @@ class Memory:
 
 
 @dataclass(frozen=True, slots=True)
-class Time:
+class TimeCost:
     """Of one step; the parts add up to it. `flops` of the model and `hardware_flops` with what is computed again, both of one rank."""
 
-    parts: tuple[Part, ...]
+    parts: tuple[CostPart, ...]
     flops: float
     hardware_flops: float
     tokens: float  # of all ranks
@@ -85,8 +85,8 @@ class Time:
 class Cost:
     """What a plan is predicted to take; `micro_batch` samples at once on a data rank."""
 
-    time: Time
-    memory: Memory
+    time: TimeCost
+    memory: MemoryCost
     micro_batch: int
 
     @property
@@ -98,17 +98,17 @@ class Cost:
         return self.memory.peak_bytes
 
 
-def lacks(cost: Cost, best: Cost) -> list[Part]:
+def lacks(cost: Cost, best: Cost) -> list[CostPart]:
     """Seconds that each part of a step takes more than in the best plan, the largest first; less is below 0."""
     own, other = ({part.name: part for part in one.time.parts} for one in (cost, best))
     found = []
     for name in own.keys() | other.keys():
         seconds = (own[name].value if name in own else 0.0) - (other[name].value if name in other else 0.0)
-        found.append(Part(name, seconds, (own.get(name) or other[name]).error))
+        found.append(CostPart(name, seconds, (own.get(name) or other[name]).error))
     return sorted(found, key=lambda part: (-part.value, part.name))
 
 
-def _together(parts: tuple[Part, ...], total: float) -> float:
+def _together(parts: tuple[CostPart, ...], total: float) -> float:
     """Errors of parts are taken as independent."""
     return sqrt(sum((part.value * part.error) ** 2 for part in parts)) / total if total else 0.0
 

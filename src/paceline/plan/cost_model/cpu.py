@@ -3,12 +3,12 @@
 from dataclasses import dataclass
 
 from paceline.cluster.facts import Cluster
-from paceline.plan.cost_model.constants import CPU, Takes
-from paceline.plan.cost_model.op_times import Paces, blended, guessed
+from paceline.plan.cost_model.constants import CPU, OverheadCosts
+from paceline.plan.cost_model.op_times import OpTimeTable, blended, guessed
 
 
 @dataclass(frozen=True)
-class Host:
+class CpuHost:
     """Of one rank. crowd: ranks that share a core. flops: in float32, guessed."""
 
     threads: int
@@ -18,13 +18,13 @@ class Host:
     flops: float
 
 
-def host_of(cluster: Cluster, per_node: int) -> Host:
+def host_of(cluster: Cluster, per_node: int) -> CpuHost:
     """Each rank has as many threads as training.process.threads_per_rank gives it."""
     device, cores = cluster.device, cluster.cores_per_node or per_node
     threads = max(1, cores // per_node)
     clock = device.clock_Hz.value if device.clock_Hz else CPU.clock_Hz
     lanes = (device.vector_bits or CPU.vector_bits) / 32
-    return Host(
+    return CpuHost(
         threads=threads,
         cores=cores,
         crowd=max(1.0, per_node * threads / cores),
@@ -33,7 +33,7 @@ def host_of(cluster: Cluster, per_node: int) -> Host:
     )
 
 
-def paces_of(cluster: Cluster, host: Host, flops: float, memory_Bps: float) -> Paces:
+def paces_of(cluster: Cluster, host: CpuHost, flops: float, memory_Bps: float) -> OpTimeTable:
     """Measured with that many threads, between those with one and with all; guessed where nothing was measured."""
     found = {threads: _with_threads(cluster, threads) for threads in {pace.threads for pace in cluster.paces}}
     if not found:
@@ -48,27 +48,27 @@ def paces_of(cluster: Cluster, host: Host, flops: float, memory_Bps: float) -> P
     return _crowded(blended(found[few], found[many], share), host.crowd)
 
 
-def _with_threads(cluster: Cluster, threads: int) -> Paces:
+def _with_threads(cluster: Cluster, threads: int) -> OpTimeTable:
     rows = [pace for pace in cluster.paces if pace.threads == threads]
-    return Paces({pace.operation: tuple(zip(pace.sizes, pace.seconds, strict=True)) for pace in rows})
+    return OpTimeTable({pace.operation: tuple(zip(pace.sizes, pace.seconds, strict=True)) for pace in rows})
 
 
-def _crowded(paces: Paces, crowd: float) -> Paces:
+def _crowded(paces: OpTimeTable, crowd: float) -> OpTimeTable:
     """Ranks that share a core have it in turns, and find its caches full of what the others left there."""
     times = crowd * CPU.turns if crowd > 1 else 1.0
     tables = {kind: tuple((size, seconds * times) for size, seconds in table) for kind, table in paces.tables.items()}
-    return Paces(tables, paces.measured)
+    return OpTimeTable(tables, paces.measured)
 
 
-def engines_of(cluster: Cluster, host: Host) -> dict[str, dict[int, Takes]]:
+def engines_of(cluster: Cluster, host: CpuHost) -> dict[str, dict[int, OverheadCosts]]:
     """Seconds of a step, a unit and a tensor of each engine among so many ranks, as it was measured, where so many share a core as
     here; else guessed."""
     if not cluster.engines:
         second = host.crowd / host.clock_Hz
         return {name: {1: cycles.times(second)} for name, cycles in CPU.engines.items()}
-    found: dict[str, dict[int, Takes]] = {}
+    found: dict[str, dict[int, OverheadCosts]] = {}
     for engine in cluster.engines:
         here = host.crowd / max(1.0, engine.ranks / host.cores)
-        measured = Takes(engine.step_s.value, engine.unit_s.value, engine.tensor_s.value)
+        measured = OverheadCosts(engine.step_s.value, engine.unit_s.value, engine.tensor_s.value)
         found.setdefault(engine.name, {})[engine.ranks] = measured.times(here)
     return found

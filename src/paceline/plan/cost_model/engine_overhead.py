@@ -3,9 +3,9 @@
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from paceline.plan.cost_model.constants import Takes
-from paceline.plan.cost_model.rates import Speeds
-from paceline.plan.cost_model.work_split import Share, Split
+from paceline.plan.cost_model.constants import OverheadCosts
+from paceline.plan.cost_model.rates import DeviceRates
+from paceline.plan.cost_model.work_split import Split, StageAssignment
 
 # What an engine counts; what it takes for one of them has the start of its collectives in it.
 #   step       nothing: the loop around all of them
@@ -17,7 +17,7 @@ from paceline.plan.cost_model.work_split import Share, Split
 #   selective  blocks whose activations are computed again in part, in each micro-batch
 
 
-class Units(NamedTuple):
+class UnitCounts(NamedTuple):
     """`ranks`: that the engine joins."""
 
     units: float = 0.0
@@ -25,36 +25,36 @@ class Units(NamedTuple):
     ranks: int = 1
 
 
-def engines_s(share: Share, split: Split, speeds: Speeds) -> float:
+def engines_s(share: StageAssignment, split: Split, speeds: DeviceRates) -> float:
     return sum(_seconds(speeds.engines[name], found) for name, found in units(share, split).items() if name in speeds.engines)
 
 
-def _seconds(measured: Mapping[int, Takes], found: Units) -> float:
+def _seconds(measured: Mapping[int, OverheadCosts], found: UnitCounts) -> float:
     """As on the number of ranks that is nearest."""
     takes = measured[min(measured, key=lambda ranks: abs(ranks - found.ranks))]
     return takes.step + found.units * takes.unit + found.tensors * takes.tensor
 
 
-def units(share: Share, split: Split) -> dict[str, Units]:
+def units(share: StageAssignment, split: Split) -> dict[str, UnitCounts]:
     tensors = float(sum(block.tensors * count for block, count in share.parts))
     blocks = float(sum(count for block, count in share.parts if block.params))
-    found = {"step": Units()}
+    found = {"step": UnitCounts()}
     if split.tp > 1:
         sums = sum(block.sums * count for block, count in share.parts)
         of_split = sum(block.tensors * count for block, count in share.parts if block.split_params)
-        found["tp"] = Units(split.micro * sums, float(split.micro * of_split), split.tp)
+        found["tp"] = UnitCounts(split.micro * sums, float(split.micro * of_split), split.tp)
     if split.cp > 1:
-        found["cp"] = Units(split.micro * sum(len(block.attention) * count for block, count in share.parts), ranks=split.cp)
+        found["cp"] = UnitCounts(split.micro * sum(len(block.attention) * count for block, count in share.parts), ranks=split.cp)
     if split.pp > 1:
-        found["pp"] = Units(split.micro * split.stages, ranks=split.pp)
+        found["pp"] = UnitCounts(split.micro * split.stages, ranks=split.pp)
     data_ranks = split.dp * split.cp
     if data_ranks > 1:
         if split.zero >= 2 or split.tp * split.pp > 1:
             gathers = split.zero == 3 and split.shards > 1
             times = split.micro if gathers else 1
-            found["zero3" if gathers else "zero2"] = Units(times * blocks, times * tensors, split.shards if gathers else data_ranks)
+            found["zero3" if gathers else "zero2"] = UnitCounts(times * blocks, times * tensors, split.shards if gathers else data_ranks)
         else:
-            found["zero1" if split.zero else "ddp"] = Units(tensors, ranks=data_ranks)
+            found["zero1" if split.zero else "ddp"] = UnitCounts(tensors, ranks=data_ranks)
     if split.recompute == "selective":
-        found["selective"] = Units(split.micro * sum(count for block, count in share.parts if "full" in block.saved))
+        found["selective"] = UnitCounts(split.micro * sum(count for block, count in share.parts if "full" in block.saved))
     return found

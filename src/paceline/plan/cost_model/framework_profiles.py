@@ -7,7 +7,7 @@ from typing import NamedTuple
 from paceline.errors import PlanError
 
 
-class Again(NamedTuple):
+class RecomputeShares(NamedTuple):
     """Shares of the forward pass that are computed once more in the backward pass, and what of `Block.saved` is kept meanwhile."""
 
     kept: str
@@ -18,10 +18,10 @@ class Again(NamedTuple):
 
 # core: the scores of attention alone (arXiv 2205.05198, section 5); products: whatever is no product and no attention, as Paceline does;
 # half: besides that every second product, as torchtitan does (torchtitan/distributed/activation_checkpoint.py).
-SELECTIVE: Mapping[str, Again] = {
-    "core": Again("none", 0.0, 1.0, 0.0),
-    "products": Again("selective", 0.0, 0.0, 1.0),
-    "half": Again("half", 0.4, 0.0, 1.0),
+SELECTIVE: Mapping[str, RecomputeShares] = {
+    "core": RecomputeShares("none", 0.0, 1.0, 0.0),
+    "products": RecomputeShares("selective", 0.0, 0.0, 1.0),
+    "half": RecomputeShares("half", 0.4, 0.0, 1.0),
 }
 
 
@@ -78,10 +78,10 @@ class Recipe:
     def splits_sequence(self, cp: int) -> bool:
         return self.sequence and (cp == 1 or self.sequence_with_cp)
 
-    def again(self, recompute: str) -> Again:
+    def again(self, recompute: str) -> RecomputeShares:
         if recompute == "selective":
             return SELECTIVE[self.selective]
-        return Again("full", 1.0, 1.0, 1.0) if recompute == "full" else Again("none", 0.0, 0.0, 0.0)
+        return RecomputeShares("full", 1.0, 1.0, 1.0) if recompute == "full" else RecomputeShares("none", 0.0, 0.0, 0.0)
 
 
 PACELINE = Recipe("paceline", cast=2.0, sequence=True, sequence_with_cp=False, buckets=0)  # float32 weights, autocast to bf16

@@ -3,13 +3,13 @@
 from functools import lru_cache
 from typing import NamedTuple
 
-from paceline.plan.cost_model.cost import Memory, Part
+from paceline.plan.cost_model.cost import CostPart, MemoryCost
 from paceline.plan.cost_model.framework_profiles import Recipe
 from paceline.plan.cost_model.schedules import SCHEDULES
 from paceline.plan.cost_model.traced_memory import is_watched, pieces, received_bytes, updated_params
 from paceline.plan.cost_model.traced_memory import worst as watched_worst
-from paceline.plan.cost_model.work_split import Cut, Share, Split, shares
-from paceline.plan.model.facts import Block, ModelFacts
+from paceline.plan.cost_model.work_split import MicrobatchKey, Split, StageAssignment, shares
+from paceline.plan.model.facts import BlockFacts, ModelFacts
 
 KEPT_LOGIT_BYTES = 4.0  # that kept_bytes counts, in float32
 PREFETCHED = 2  # blocks that are gathered at once: one computes, the next one comes
@@ -22,7 +22,7 @@ NAMES = (
 ERRORS = {"activations": 0.08, "loss": 0.15, "gathered": 0.1, "allocator": 0.6, "process": 0.3, "communication": 0.5}
 
 
-class State(NamedTuple):
+class BytesPerParameter(NamedTuple):
     """Bytes a parameter takes on each data rank, by ZeRO stage (Rajbhandari et al. 2020, arXiv 1910.02054, section 5)."""
 
     weights: float
@@ -35,11 +35,11 @@ class State(NamedTuple):
         return sum(self)
 
 
-def state(recipe: Recipe, zero: int, shards: int) -> State:
+def state(recipe: Recipe, zero: int, shards: int) -> BytesPerParameter:
     """ZeRO-1 cuts optimizer state and main weights, 2 gradients too, 3 weights too. Where it is 2 and `at_rest`, weights are cut between
     the steps; that they are whole in a step is counted as gathered."""
     cut_weights = zero >= 3 or (zero == 2 and recipe.at_rest)
-    return State(
+    return BytesPerParameter(
         weights=recipe.weight / (shards if cut_weights else 1),
         gradients=recipe.gradient / (shards if zero >= 2 else 1),
         optimizer=recipe.optimizer / (shards if zero >= 1 else 1),
@@ -47,13 +47,13 @@ def state(recipe: Recipe, zero: int, shards: int) -> State:
     )
 
 
-def params_on_rank(block: Block, tp: int, ep: int = 1) -> float:
+def params_on_rank(block: BlockFacts, tp: int, ep: int = 1) -> float:
     """Parameters of a block that one rank computes with; experts are divided by ep on top of tp."""
     experts = block.expert_params
     return (block.split_params - experts) / tp + experts / (tp * ep) + block.params - block.split_params
 
 
-def kept_bytes(recipe: Recipe, block: Block, cut: Cut) -> float:
+def kept_bytes(recipe: Recipe, block: BlockFacts, cut: MicrobatchKey) -> float:
     """What the forward pass of a micro-batch leaves for the backward pass on one rank (arXiv 2205.05198, table 2)."""
     again = recipe.again(cut.recompute)
     wanted = again.kept if "full" in block.saved else "none"
@@ -66,12 +66,12 @@ def kept_bytes(recipe: Recipe, block: Block, cut: Cut) -> float:
     return bytes_ * cut.micro_batch / cut.cp
 
 
-def memory(facts: ModelFacts, split: Split, recipe: Recipe, limit_bytes: float) -> Memory:
+def memory(facts: ModelFacts, split: Split, recipe: Recipe, limit_bytes: float) -> MemoryCost:
     """Every distinct rank of the pipeline is looked at; the one that needs most is told."""
     return told(*worst(facts, split, recipe), split, recipe, limit_bytes)
 
 
-def told(rank: int, values: tuple[float, ...], split: Split, recipe: Recipe, limit_bytes: float) -> Memory:
+def told(rank: int, values: tuple[float, ...], split: Split, recipe: Recipe, limit_bytes: float) -> MemoryCost:
     """What `worst` found, in words."""
     sharded, whole = _is_sharded(split, recipe), _whole_gradients(split, recipe)
     each = state(recipe, split.zero, split.shards)
@@ -88,8 +88,8 @@ def told(rank: int, values: tuple[float, ...], split: Split, recipe: Recipe, lim
         "communication": "gradients under way",
         "allocator": "held and not usable",
     }
-    parts = (Part(name, value, ERRORS.get(name, 0.0), notes.get(name, "")) for name, value in zip(NAMES, values, strict=True) if value)
-    return Memory(tuple(parts), rank, limit_bytes)
+    parts = (CostPart(name, value, ERRORS.get(name, 0.0), notes.get(name, "")) for name, value in zip(NAMES, values, strict=True) if value)
+    return MemoryCost(tuple(parts), rank, limit_bytes)
 
 
 def _bytes(each: float, whole: float, shards: int) -> str:
@@ -108,7 +108,7 @@ def worst(facts: ModelFacts, split: Split, recipe: Recipe) -> tuple[int, tuple[f
     return best
 
 
-class Held(NamedTuple):
+class MemoryBreakdown(NamedTuple):
     """Of one rank, for one micro-batch where it depends on that; parameters, and bytes."""
 
     params: float
@@ -121,14 +121,14 @@ class Held(NamedTuple):
 
 
 @lru_cache(65536)
-def held(facts: ModelFacts, share: Share, recipe: Recipe, cut: Cut) -> Held:
+def held(facts: ModelFacts, share: StageAssignment, recipe: Recipe, cut: MicrobatchKey) -> MemoryBreakdown:
     counted = [(params_on_rank(block, cut.tp, cut.ep), count) for block, count in share.parts]
     params = sum(size * count for size, count in counted)
     if share.is_last and facts.first not in (block for block, _ in share.parts):
         params += facts.shared_params / cut.tp  # both ends of the pipeline hold what they share
     whole = sorted((size for size, count in counted for _ in range(min(count, PREFETCHED))), reverse=True)[:PREFETCHED]
     logits = sum(product.rows * product.columns for product in facts.last.products[:1]) * cut.micro_batch / (cut.tp * cut.cp)
-    return Held(
+    return MemoryBreakdown(
         params=params,
         largest=max(size for size, _ in counted),
         gathered=sum(whole),
@@ -152,7 +152,7 @@ def _kept(split: Split, rank: int) -> float:
     return SCHEDULES[split.schedule].kept(split.pp, split.micro, split.stages, rank) if split.pp > 1 else 1.0
 
 
-def _of_rank(facts: ModelFacts, share: Share, split: Split, recipe: Recipe) -> tuple[float, ...]:
+def _of_rank(facts: ModelFacts, share: StageAssignment, split: Split, recipe: Recipe) -> tuple[float, ...]:
     """At the worst of three moments: in the loss, when the backward pass begins, and when it ends."""
     if is_watched(share):
         return _of_watched(facts, share, split, recipe)
@@ -177,7 +177,7 @@ def _of_rank(facts: ModelFacts, share: Share, split: Split, recipe: Recipe) -> t
     return (*values, recipe.reserved * sum(values), recipe.fixed_bytes)
 
 
-def _of_watched(facts: ModelFacts, share: Share, split: Split, recipe: Recipe) -> tuple[float, ...]:
+def _of_watched(facts: ModelFacts, share: StageAssignment, split: Split, recipe: Recipe) -> tuple[float, ...]:
     sizes = {id(block): params_on_rank(block, split.tp, split.ep) for block, _ in share.parts}
     params = held(facts, share, recipe, split.cut).params
     found = pieces(facts, share, recipe, split.cut, sizes)
@@ -189,7 +189,7 @@ def _of_watched(facts: ModelFacts, share: Share, split: Split, recipe: Recipe) -
     return (*values, recipe.reserved * sum(values), recipe.fixed_bytes)
 
 
-def _again_bytes(recipe: Recipe, block: Block, cut: Cut) -> float:
+def _again_bytes(recipe: Recipe, block: BlockFacts, cut: MicrobatchKey) -> float:
     """A block that is computed again has all of its activations for a moment; one whose scores are, those."""
     again = recipe.again(cut.recompute)
     if "full" not in block.saved or not (again.products or again.attention or again.traffic):

@@ -12,7 +12,7 @@ KINDS = ("linear", "convolution", "attention", "move", "function", "norm", "pool
 
 
 @dataclass(frozen=True, eq=False)
-class Paces:
+class OpTimeTable:
     """Of one rank. tables: of a kind (size, seconds), the smaller first; between two sizes both scales are logarithmic."""
 
     tables: Mapping[str, tuple[tuple[float, float], ...]]
@@ -40,19 +40,19 @@ def _between(table: tuple[tuple[float, float], ...], size: float) -> float:
     return quick ** (1 - share) * slow**share
 
 
-def blended(few: Paces, many: Paces, share: float) -> Paces:
+def blended(few: OpTimeTable, many: OpTimeTable, share: float) -> OpTimeTable:
     """Between those with few threads and those with many, on logarithmic scales."""
     tables = {}
     for kind, table in few.tables.items():
         tables[kind] = tuple((size, seconds ** (1 - share) * many.seconds(kind, size) ** share) for size, seconds in table)
-    return Paces(tables, few.measured and many.measured)
+    return OpTimeTable(tables, few.measured and many.measured)
 
 
 LARGE = 2.0**24
 
 
 @lru_cache(64)
-def guessed(flops: float, memory_Bps: float, start_s: float) -> Paces:
+def guessed(flops: float, memory_Bps: float, start_s: float) -> OpTimeTable:
     """Of the right order of magnitude, from what the products and the memory of a rank reach, and what it takes to start an operation."""
     per_s = {"linear": flops / 2, "convolution": flops / 4, "attention": flops / 6, "move": memory_Bps / 4, "norm": memory_Bps / 6}
     per_s |= {"function": memory_Bps / 10, "pool": memory_Bps / 16, "gather": memory_Bps / 8, "draw": memory_Bps / 40}
@@ -66,4 +66,4 @@ def guessed(flops: float, memory_Bps: float, start_s: float) -> Paces:
             if name not in ("draw" + BACKWARD, "update" + BACKWARD):
                 sizes = (1.0, rate * start_s, LARGE * 2**10)
                 tables[name] = tuple((size, times * max(start_s, size / rate)) for size in sorted(sizes))
-    return Paces(tables, measured=False)
+    return OpTimeTable(tables, measured=False)

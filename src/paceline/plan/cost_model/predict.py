@@ -1,10 +1,10 @@
 """What a plan costs on a cluster: the arrow from facts, plan and cluster to Cost."""
 
 from paceline.cluster.facts import Cluster
-from paceline.plan.cost_model.cost import Cost, Part, Time
+from paceline.plan.cost_model.cost import Cost, CostPart, TimeCost
 from paceline.plan.cost_model.framework_profiles import FLOAT32, PACELINE, PACELINE_FP16, Recipe
 from paceline.plan.cost_model.memory import memory
-from paceline.plan.cost_model.rates import Speeds, speeds
+from paceline.plan.cost_model.rates import DeviceRates, speeds
 from paceline.plan.cost_model.step_time import time
 from paceline.plan.cost_model.work_split import Split, split
 from paceline.plan.model.facts import ModelFacts
@@ -19,20 +19,20 @@ def predict(facts: ModelFacts, plan: Plan, cluster: Cluster, batch: int, recipe:
     return price(facts, split(plan, count, batch), recipe or recipe_for(on), on)
 
 
-def price(facts: ModelFacts, cut: Split, recipe: Recipe, on: Speeds) -> Cost:
+def price(facts: ModelFacts, cut: Split, recipe: Recipe, on: DeviceRates) -> Cost:
     return Cost(time(facts, cut, recipe, on), memory(facts, cut, recipe, on.memory_bytes), cut.micro_batch)
 
 
-def recipe_for(on: Speeds) -> Recipe:
+def recipe_for(on: DeviceRates) -> Recipe:
     """16 bits by autocast where the device has a rate for them; else float32."""
     return PACELINE if "bf16" in on.flops else PACELINE_FP16 if "fp16" in on.flops else FLOAT32
 
 
-def with_extra(time_: Time, input_s: float = 0.0, save_s: float = 0.0, steps_between_saves: float = 1.0) -> Time:
+def with_extra(time_: TimeCost, input_s: float = 0.0, save_s: float = 0.0, steps_between_saves: float = 1.0) -> TimeCost:
     """With what the planner cannot know by itself: seconds that a rank waits for its batch, and for a checkpoint."""
     extra = (
-        Part("input", max(0.0, input_s - time_.step_s), 0.3, "what preparing a batch takes longer than a step"),
-        Part("save", save_s / steps_between_saves, 0.3, f"a checkpoint each {steps_between_saves:g} steps"),
+        CostPart("input", max(0.0, input_s - time_.step_s), 0.3, "what preparing a batch takes longer than a step"),
+        CostPart("save", save_s / steps_between_saves, 0.3, f"a checkpoint each {steps_between_saves:g} steps"),
     )
     parts = (*time_.parts, *(part for part in extra if part.value))
-    return Time(parts, time_.flops, time_.hardware_flops, time_.tokens, time_.samples, time_.peak_flops, time_.guesses)
+    return TimeCost(parts, time_.flops, time_.hardware_flops, time_.tokens, time_.samples, time_.peak_flops, time_.guesses)

@@ -7,10 +7,10 @@ from dataclasses import dataclass, field
 
 from paceline.cluster.facts import Axis, Cluster
 from paceline.errors import PlanError
-from paceline.plan.cost_model.calibration import Seen, seen
-from paceline.plan.cost_model.constants import CONSTANTS, Architecture, Constants, Takes, architecture
+from paceline.plan.cost_model.calibration import Calibration, seen
+from paceline.plan.cost_model.constants import CONSTANTS, Architecture, Constants, OverheadCosts, architecture
 from paceline.plan.cost_model.cpu import engines_of, host_of, paces_of
-from paceline.plan.cost_model.op_times import Paces
+from paceline.plan.cost_model.op_times import OpTimeTable
 
 LIKE = {"fp16": ("fp16", "bf16"), "bf16": ("bf16", "fp16"), "fp32": ("fp32",), "tf32": ("tf32",), "fp8": ("fp8",)}
 STEPS: Mapping[str, Callable[[int], float]] = {  # of nodes that a message passes one after the other
@@ -29,7 +29,7 @@ BASES = {"published": "read off single measurements of others, and not fitted to
 
 
 @dataclass(frozen=True)
-class Wire:
+class LinkModel:
     """alpha_s + factor · bytes / beta_Bps, of one rank while all do; `measured`: for this collective, so that nothing is taken off."""
 
     alpha_s: float | None
@@ -38,7 +38,7 @@ class Wire:
 
 
 @dataclass(frozen=True, eq=False)
-class Speeds:
+class DeviceRates:
     """Of one rank. `flops`: matrix products that are large, by dtype; `rates`: measured ones by m·n·k.
     `clock`: against a device with all the power it may have; in `flops`, and not in `peaks`.
     `hidden`: measured share of a collective that goes on under computing, or None. `guesses`: in words, what is neither
@@ -52,19 +52,19 @@ class Speeds:
     flops: Mapping[str, float]
     peaks: Mapping[str, float]
     device: Architecture
-    node: Mapping[str | None, Wire]
-    across: Mapping[str | None, Wire]
+    node: Mapping[str | None, LinkModel]
+    across: Mapping[str | None, LinkModel]
     constants: Constants
     clock: float = 1.0
     hidden: float | None = None
     rates: Mapping[str, tuple[tuple[float, float], ...]] = field(default_factory=dict)
-    paces: Paces | None = None  # of a CPU
+    paces: OpTimeTable | None = None  # of a CPU
     crowd: float = 1.0  # ranks that share a core
-    engines: Mapping[str, Mapping[int, Takes]] = field(default_factory=dict)  # by ranks that one joins; seconds
+    engines: Mapping[str, Mapping[int, OverheadCosts]] = field(default_factory=dict)  # by ranks that one joins; seconds
     power_W: float | None = None
     price_per_hour: float | None = None
     guesses: tuple[str, ...] = ()
-    seen: Seen | None = None
+    seen: Calibration | None = None
 
     def product_flops(self, dtype: str) -> float:
         found = next((near for near in LIKE.get(dtype, (dtype,)) if near in self.flops), None)
@@ -108,23 +108,23 @@ class Speeds:
         start = outside.alpha_s if outside.alpha_s is not None else self.constants.node_s + hops + rings
         return start + factor * size / beta
 
-    def _wire(self, wires: Mapping[str | None, Wire], kind: str, where: str) -> Wire:
+    def _wire(self, wires: Mapping[str | None, LinkModel], kind: str, where: str) -> LinkModel:
         wire = wires.get(kind) or wires.get(None) or next(iter(wires.values()), None)
         if wire is None:
             said = "say @GB/s" if where == "between nodes" else "write a link of axis node into cluster.json"
             raise PlanError(f"how fast devices of {self.name} talk {where} is not known; measure it with paceline bench, or {said}")
         return wire
 
-    def _alpha(self, wire: Wire) -> float:
+    def _alpha(self, wire: LinkModel) -> float:
         if self.engines:  # they were measured with it
             return 0.0
         return self.constants.node_s if wire.alpha_s is None else wire.alpha_s
 
-    def _beta(self, wire: Wire, share: float) -> float:
+    def _beta(self, wire: LinkModel, share: float) -> float:
         return wire.beta_Bps if wire.measured else wire.beta_Bps * share
 
 
-def speeds(cluster: Cluster, constants: Constants = CONSTANTS, ranks: int | None = None) -> Speeds:
+def speeds(cluster: Cluster, constants: Constants = CONSTANTS, ranks: int | None = None) -> DeviceRates:
     """Of one of so many ranks, or of one on each device. GPUs are filled node by node; of CPUs any number share each. Raises PlanError
     where a device's peak is not known and nothing was measured."""
     device, guesses = cluster.device, []
@@ -151,7 +151,7 @@ def speeds(cluster: Cluster, constants: Constants = CONSTANTS, ranks: int | None
     memory_Bps = device.memory_Bps.value * family.memory * part if device.memory_Bps else next(iter(flops.values())) / 100
     if device.memory_Bps is None:
         guesses.append(f"the memory bandwidth of {device.name} is guessed")
-    return Speeds(
+    return DeviceRates(
         name=cluster.name or device.name,
         ranks=count,
         per_node=per_node,
@@ -186,12 +186,12 @@ def _rates(cluster: Cluster, part: float) -> dict[str, tuple[tuple[float, float]
     return {dtype: tuple(sorted(table.items())) for dtype, table in found.items()}
 
 
-def _wires(cluster: Cluster, axis: Axis) -> dict[str | None, Wire]:
+def _wires(cluster: Cluster, axis: Axis) -> dict[str | None, LinkModel]:
     """By collective: of the back end that the device takes, and of the most ranks, where several are known."""
     backend = "gloo" if cluster.device.kind == "cpu" else "nccl"
     links = [link for link in cluster.links if link.axis == axis]
     links.sort(key=lambda link: (link.backend == backend, link.backend is None, link.ranks or 0))
     return {
-        link.collective: Wire(link.alpha_s.value if link.alpha_s else None, link.beta_Bps.value, link.beta_Bps.source == "measured")
+        link.collective: LinkModel(link.alpha_s.value if link.alpha_s else None, link.beta_Bps.value, link.beta_Bps.source == "measured")
         for link in links
     }

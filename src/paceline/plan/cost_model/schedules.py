@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 
-class Stage(NamedTuple):
+class StageTimes(NamedTuple):
     """Seconds of one micro-batch on one rank, over all of its stages: forward, backward by inputs, backward by weights."""
 
     forward_s: float
@@ -18,7 +18,7 @@ class Stage(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Schedule:
+class PipelineSchedule:
     """p ranks, m micro-batches, v stages a rank.
 
     idle: of (p, m, v, stage): seconds that filling and draining costs one rank, of p equal ones.
@@ -27,7 +27,7 @@ class Schedule:
     splits: whether gradients of weights are computed apart from those of activations.
     """
 
-    idle: Callable[[int, int, int, Stage], float]
+    idle: Callable[[int, int, int, StageTimes], float]
     waits: Callable[[int, int, int], float]
     kept: Callable[[int, int, int, int], float]
     splits: bool = False
@@ -51,7 +51,7 @@ def _twice(p: int, m: int, v: int, r: int) -> float:
     return float(min(m, 2 * p - 1))
 
 
-def _filled(p: int, m: int, t: Stage, most: float) -> float:
+def _filled(p: int, m: int, t: StageTimes, most: float) -> float:
     """The first rank waits for its last gradient through p - 1 forward and backward passes, and meanwhile computes gradients of weights
     that it kept for that: at most so many, and no more than there are before the last."""
     return max(0.0, (p - 1) * (t.forward_s + t.inputs_s) - min(most, m - 1) * t.weights_s)
@@ -62,34 +62,34 @@ def _filled(p: int, m: int, t: Stage, most: float) -> float:
 # the three passes are equal (docs/decisions.md); zb-v is the published one, whose ranks do not wait for each other at the end of a step.
 # waits: 1F1B has p micro-batches under way in a round of p·(F + B) and 2·(p - 1) sends, so that each micro-batch waits for 2·(p - 1)/p of
 # them; the others wait while they fill and drain alone.
-SCHEDULES: Mapping[str, Schedule] = {
-    "gpipe": Schedule(lambda p, m, v, t: (p - 1) * t.total_s, lambda p, m, v: 2.0 * (p - 1), lambda p, m, v, r: float(m)),
-    "1f1b": Schedule(lambda p, m, v, t: (p - 1) * t.total_s, lambda p, m, v: 2 * (p - 1) / p * m + 2 * (p - 2), _one_for_one),
-    "interleaved": Schedule(lambda p, m, v, t: (p - 1) * t.total_s / v, lambda p, m, v: float(2 * p * v - p - 2), _in_turns),
-    "zero-bubble": Schedule(
+SCHEDULES: Mapping[str, PipelineSchedule] = {
+    "gpipe": PipelineSchedule(lambda p, m, v, t: (p - 1) * t.total_s, lambda p, m, v: 2.0 * (p - 1), lambda p, m, v, r: float(m)),
+    "1f1b": PipelineSchedule(lambda p, m, v, t: (p - 1) * t.total_s, lambda p, m, v: 2 * (p - 1) / p * m + 2 * (p - 2), _one_for_one),
+    "interleaved": PipelineSchedule(lambda p, m, v, t: (p - 1) * t.total_s / v, lambda p, m, v: float(2 * p * v - p - 2), _in_turns),
+    "zero-bubble": PipelineSchedule(
         lambda p, m, v, t: _filled(p, m * v, t, p - 1) / v, lambda p, m, v: float(2 * p * v - p - 2), _in_turns, splits=True
     ),
-    "zbv": Schedule(
+    "zbv": PipelineSchedule(
         lambda p, m, v, t: _filled(p, 2 * m, t, p - 1) / 2,
         lambda p, m, v: 4.0 * (p - 1),
         _alike,
         splits=True,
         folded=True,
     ),
-    "zb-v": Schedule(
+    "zb-v": PipelineSchedule(
         lambda p, m, v, t: (p - 1) * max(0.0, t.forward_s + t.inputs_s - 2 * t.weights_s) / 4,
         lambda p, m, v: 8.0 * (p - 1),
         _alike,
         splits=True,
         folded=True,
     ),
-    "zb-h1": Schedule(lambda p, m, v, t: _filled(p, m, t, p - 1), lambda p, m, v: 4.0 * (p - 1), _alike, splits=True),
-    "zb-h2": Schedule(lambda p, m, v, t: _filled(p, m, t, 2 * (p - 1)), lambda p, m, v: 2.0 * (p - 1), _twice, splits=True),
-    "zb-2p": Schedule(lambda p, m, v, t: _filled(p, m, t, m), lambda p, m, v: 1.5 * (p - 1), _twice, splits=True),
+    "zb-h1": PipelineSchedule(lambda p, m, v, t: _filled(p, m, t, p - 1), lambda p, m, v: 4.0 * (p - 1), _alike, splits=True),
+    "zb-h2": PipelineSchedule(lambda p, m, v, t: _filled(p, m, t, 2 * (p - 1)), lambda p, m, v: 2.0 * (p - 1), _twice, splits=True),
+    "zb-2p": PipelineSchedule(lambda p, m, v, t: _filled(p, m, t, m), lambda p, m, v: 1.5 * (p - 1), _twice, splits=True),
 }
 
 
-def rate(schedule: str, p: int, m: int, v: int, stage: Stage, send_s: float) -> float:
+def rate(schedule: str, p: int, m: int, v: int, stage: StageTimes, send_s: float) -> float:
     """Share of a step's time that a rank is idle, of p equal ones."""
     row = SCHEDULES[schedule]
     work = m * stage.total_s

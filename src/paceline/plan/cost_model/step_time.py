@@ -4,18 +4,18 @@ from collections.abc import Collection, Iterable
 from functools import lru_cache
 from typing import NamedTuple
 
-from paceline.plan.cost_model.calibration import Seen
+from paceline.plan.cost_model.calibration import Calibration
 from paceline.plan.cost_model.compare import TIME
-from paceline.plan.cost_model.compute_time import Work, work
+from paceline.plan.cost_model.compute_time import ComputeTime, work
 from paceline.plan.cost_model.constants import MOST_RANKS
-from paceline.plan.cost_model.cost import Part, Time
+from paceline.plan.cost_model.cost import CostPart, TimeCost
 from paceline.plan.cost_model.engine_overhead import engines_s
 from paceline.plan.cost_model.framework_profiles import Recipe
 from paceline.plan.cost_model.memory import held, state
-from paceline.plan.cost_model.rates import Speeds
-from paceline.plan.cost_model.schedules import SCHEDULES, Stage
-from paceline.plan.cost_model.work_split import Cut, Share, Split, shares
-from paceline.plan.model.facts import Block, ModelFacts
+from paceline.plan.cost_model.rates import DeviceRates
+from paceline.plan.cost_model.schedules import SCHEDULES, StageTimes
+from paceline.plan.cost_model.work_split import MicrobatchKey, Split, StageAssignment, shares
+from paceline.plan.model.facts import BlockFacts, ModelFacts
 from paceline.units import several
 
 # Of each part: standard deviation as a share of it, from the published measurements (docs/planning.md), and what it rests on.
@@ -51,7 +51,7 @@ def group(ranks: int, stride: int, per_node: int) -> Group:
     return Group(ranks, max(1, min(ranks, per_node // stride)))
 
 
-class Load(NamedTuple):
+class StageLoad(NamedTuple):
     """Seconds of one rank for one micro-batch, over all blocks that it has."""
 
     products_s: float
@@ -60,7 +60,7 @@ class Load(NamedTuple):
     again_s: float
     tensor_s: float
     context_s: float
-    stage: Stage
+    stage: StageTimes
     flops: float
     again_flops: float
 
@@ -69,7 +69,7 @@ class Load(NamedTuple):
         return self.products_s + self.attention_s + self.traffic_s + self.again_s + self.tensor_s + self.context_s
 
 
-def time(facts: ModelFacts, split: Split, recipe: Recipe, speeds: Speeds) -> Time:
+def time(facts: ModelFacts, split: Split, recipe: Recipe, speeds: DeviceRates) -> TimeCost:
     """Raises PlanError where the cluster does not say how fast its devices talk."""
     stages = loads(facts, split.pp, split.stages, SCHEDULES[split.schedule].folded, split.cut, recipe, speeds)
     share, busiest = stages[0]
@@ -86,7 +86,7 @@ def time(facts: ModelFacts, split: Split, recipe: Recipe, speeds: Speeds) -> Tim
     doubt = GUESSED if speeds.paces is not None and not speeds.paces.measured else 0.0
     ranks = split.ranks
     flops = facts.training_flops * split.batch / ranks
-    return Time(
+    return TimeCost(
         parts=_told(parts, speeds.seen, doubt, TIME["compute"] if facts.source == "measured" else ()),
         flops=flops,
         hardware_flops=flops + sum(its.again_flops * one.count for one, its in stages) * m / split.pp,
@@ -97,7 +97,7 @@ def time(facts: ModelFacts, split: Split, recipe: Recipe, speeds: Speeds) -> Tim
     )
 
 
-def _told(parts: dict[str, float], seen: Seen | None, doubt: float = 0.0, measured: Collection[str] = ()) -> tuple[Part, ...]:
+def _told(parts: dict[str, float], seen: Calibration | None, doubt: float = 0.0, measured: Collection[str] = ()) -> tuple[CostPart, ...]:
     """As runs have shown them to be. `doubt`: error of parts that are only guessed; `measured`: those that are not, with the task."""
     found = []
     for name, seconds in parts.items():
@@ -106,11 +106,11 @@ def _told(parts: dict[str, float], seen: Seen | None, doubt: float = 0.0, measur
             runs = several(factor.runs, "run")
             seconds, error, note = seconds * factor.value, factor.error(error), f"{note}; × {factor.value:.2f} from {runs}"
         if seconds:
-            found.append(Part(name, seconds, error, note))
+            found.append(CostPart(name, seconds, error, note))
     return tuple(found)
 
 
-def _guesses(split: Split, parts: dict[str, float], speeds: Speeds) -> tuple[str, ...]:
+def _guesses(split: Split, parts: dict[str, float], speeds: DeviceRates) -> tuple[str, ...]:
     """Where runs were seen that were like this, nothing that is known of the device alone is a guess."""
     if speeds.seen is None:
         return speeds.guesses + _beyond(split)
@@ -118,7 +118,7 @@ def _guesses(split: Split, parts: dict[str, float], speeds: Speeds) -> tuple[str
     return beyond and (*speeds.guesses, *_beyond(split), *beyond)
 
 
-def least_s(facts: ModelFacts, split: Split, recipe: Recipe, speeds: Speeds) -> float:
+def least_s(facts: ModelFacts, split: Split, recipe: Recipe, speeds: DeviceRates) -> float:
     """What a step takes in any case: the micro-batches of the busiest rank, whatever comes on top of them."""
     stages = loads(facts, split.pp, split.stages, SCHEDULES[split.schedule].folded, split.cut, recipe, speeds)
     busiest = stages[0][1]
@@ -129,7 +129,7 @@ def least_s(facts: ModelFacts, split: Split, recipe: Recipe, speeds: Speeds) -> 
     return sum(part.value for part in _told(parts, speeds.seen))
 
 
-def _of_load(micro: int, busiest: Load) -> dict[str, float]:
+def _of_load(micro: int, busiest: StageLoad) -> dict[str, float]:
     return {
         "products": micro * busiest.products_s,
         "attention": micro * busiest.attention_s,
@@ -142,8 +142,8 @@ def _of_load(micro: int, busiest: Load) -> dict[str, float]:
 
 @lru_cache(65536)
 def loads(
-    facts: ModelFacts, pp: int, stages: int, folded: bool, cut: Cut, recipe: Recipe, speeds: Speeds
-) -> tuple[tuple[Share, Load], ...]:
+    facts: ModelFacts, pp: int, stages: int, folded: bool, cut: MicrobatchKey, recipe: Recipe, speeds: DeviceRates
+) -> tuple[tuple[StageAssignment, StageLoad], ...]:
     """Of the ranks of a pipeline, the busiest first."""
     found = [(share, load(share, recipe, speeds, cut, facts.slower)) for share in shares(facts, pp, stages, recipe.even, folded)]
     return tuple(sorted(found, key=lambda pair: -pair[1].total_s))
@@ -156,7 +156,7 @@ def _beyond(split: Split) -> tuple[str, ...]:
 
 
 @lru_cache(65536)
-def load(share: Share, recipe: Recipe, speeds: Speeds, cut: Cut, slower: float = 1.0) -> Load:
+def load(share: StageAssignment, recipe: Recipe, speeds: DeviceRates, cut: MicrobatchKey, slower: float = 1.0) -> StageLoad:
     products = attention = traffic = again = tensor = context = flops = again_flops = 0.0
     forward = inputs = weights = 0.0
     for block, count in share.parts:
@@ -175,28 +175,28 @@ def load(share: Share, recipe: Recipe, speeds: Speeds, cut: Cut, slower: float =
         weights += count * one.weights_s
         flops += count * one.flops
         again_flops += count * one.again_flops
-    return Load(products, attention, traffic, again, tensor, context, Stage(forward, inputs, weights), flops, again_flops)
+    return StageLoad(products, attention, traffic, again, tensor, context, StageTimes(forward, inputs, weights), flops, again_flops)
 
 
-class Sums(NamedTuple):
+class PassTimes(NamedTuple):
     forward_s: float
     backward_s: float
     again_s: float
 
 
-def _tensor_s(block: Block, cut: Cut, recipe: Recipe, speeds: Speeds) -> Sums:
+def _tensor_s(block: BlockFacts, cut: MicrobatchKey, recipe: Recipe, speeds: DeviceRates) -> PassTimes:
     """All-reduces of a block's outputs forward, and of the gradients of its inputs backward (arXiv 1909.08053, section 3); under sequence
     parallelism a gather and a scatter each, which together are as long (arXiv 2205.05198, section 4.2.2)."""
     if cut.tp == 1 or not block.sums:
-        return Sums(0.0, 0.0, 0.0)
+        return PassTimes(0.0, 0.0, 0.0)
     size = block.boundary * recipe.element * cut.micro_batch / cut.cp
     over = group(cut.tp, 1, speeds.per_node)
     one = speeds.collective_s("all-reduce", size, over.ranks, over.together) * (1 - recipe.overlaps_tensor)
     again = one * block.sums if recipe.again(cut.recompute).products == 1 and block.attention else 0.0
-    return Sums(one * block.sums, one * block.sums, again)
+    return PassTimes(one * block.sums, one * block.sums, again)
 
 
-def _context_s(block: Block, cut: Cut, recipe: Recipe, speeds: Speeds, one: Work) -> float:
+def _context_s(block: BlockFacts, cut: MicrobatchKey, recipe: Recipe, speeds: DeviceRates, one: ComputeTime) -> float:
     """Keys and values go round the ring while attention computes, forward, once more where it is computed again, and backward with their
     gradients (arXiv 2310.01889); after each of cp steps a rank's output is merged with what it has, in float32."""
     if cut.cp == 1 or not block.attention:
@@ -211,7 +211,7 @@ def _context_s(block: Block, cut: Cut, recipe: Recipe, speeds: Speeds, one: Work
 
 
 def _pipeline(
-    facts: ModelFacts, split: Split, recipe: Recipe, speeds: Speeds, busiest: Load, loads: Iterable[tuple[int, Load]]
+    facts: ModelFacts, split: Split, recipe: Recipe, speeds: DeviceRates, busiest: StageLoad, loads: Iterable[tuple[int, StageLoad]]
 ) -> dict[str, float]:
     """Bubble of the schedule on ranks that may be unlike: those others fill and drain in their own time."""
     schedule = SCHEDULES[split.schedule]
@@ -230,7 +230,9 @@ def _pipeline(
     }
 
 
-def _data(facts: ModelFacts, share: Share, split: Split, recipe: Recipe, speeds: Speeds, busiest: Load, params: float) -> dict[str, float]:
+def _data(
+    facts: ModelFacts, share: StageAssignment, split: Split, recipe: Recipe, speeds: DeviceRates, busiest: StageLoad, params: float
+) -> dict[str, float]:
     """Averaging of gradients and gathering of weights, as far as they do not go on under the computing."""
     ranks = split.dp * split.cp
     if ranks == 1:
@@ -271,7 +273,7 @@ def _data(facts: ModelFacts, share: Share, split: Split, recipe: Recipe, speeds:
     return {"gathered weights": exposed * share_of_gathers, "data parallel": exposed * (1 - share_of_gathers)}
 
 
-def _optimizer_s(share: Share, split: Split, recipe: Recipe, speeds: Speeds, params: float) -> float:
+def _optimizer_s(share: StageAssignment, split: Split, recipe: Recipe, speeds: DeviceRates, params: float) -> float:
     """Limited by memory bandwidth, on a CPU by so many tensors of that size; the norm of the gradients reads them once more."""
     tensors = sum(block.tensors * count for block, count in share.parts)
     if speeds.paces is not None and tensors:

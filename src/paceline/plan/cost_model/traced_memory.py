@@ -5,20 +5,20 @@ from typing import NamedTuple
 
 from paceline.plan.cost_model.framework_profiles import Recipe
 from paceline.plan.cost_model.schedules import SCHEDULES
-from paceline.plan.cost_model.work_split import Cut, Share, Split
-from paceline.plan.model.facts import Block, Held, ModelFacts
+from paceline.plan.cost_model.work_split import MicrobatchKey, Split, StageAssignment
+from paceline.plan.model.facts import BlockFacts, ModelFacts, TensorVolume
 
 WAITING = 0.5  # of the micro-batches that a rank keeps, those whose gradients of weights are put off; counted in torch's schedules
 
 
-class Moment(NamedTuple):
+class MemoryMoment(NamedTuple):
     gradients: float
     activations: float
     gathered: float
     communication: float
 
 
-class Piece(NamedTuple):
+class BlockMemory(NamedTuple):
     """A block of a rank. bytes: kept for the backward pass; at the worst moment of it; and of the gradients that wait for those of weights
     to be computed, where a schedule splits them."""
 
@@ -29,11 +29,11 @@ class Piece(NamedTuple):
     is_root: bool
 
 
-def is_watched(share: Share) -> bool:
+def is_watched(share: StageAssignment) -> bool:
     return all(block.lives is not None for block, _ in share.parts)
 
 
-def kept_bytes(recipe: Recipe, block: Block, cut: Cut) -> float:
+def kept_bytes(recipe: Recipe, block: BlockFacts, cut: MicrobatchKey) -> float:
     """What the forward pass of a micro-batch leaves for the backward pass on one rank."""
     assert block.lives is not None
     again = recipe.again(cut.recompute)
@@ -45,14 +45,14 @@ def kept_bytes(recipe: Recipe, block: Block, cut: Cut) -> float:
     return (held + (0.0 if again.products else _gathered_bytes(recipe, block, cut))) * cut.micro_batch / cut.cp
 
 
-def most_bytes(recipe: Recipe, block: Block, cut: Cut) -> float:
+def most_bytes(recipe: Recipe, block: BlockFacts, cut: MicrobatchKey) -> float:
     """At the worst moment; what is computed again is all there then."""
     assert block.lives is not None
     held = block.lives.most * _of_whole(recipe, block, cut) + _given_bytes(recipe, block, cut) + _gathered_bytes(recipe, block, cut)
     return held * cut.micro_batch / cut.cp
 
 
-def _given_bytes(recipe: Recipe, block: Block, cut: Cut) -> float:
+def _given_bytes(recipe: Recipe, block: BlockFacts, cut: MicrobatchKey) -> float:
     """Of a sample: what products and attention gave, where that is not computed again, besides what the backward pass wants anyhow."""
     again = recipe.again(cut.recompute)
     if again.kept != "selective" or again.kept not in block.saved:
@@ -62,19 +62,19 @@ def _given_bytes(recipe: Recipe, block: Block, cut: Cut) -> float:
     return max(0.0, (whole + scored) * recipe.element - _bytes(recipe, block, cut, block.saved[again.kept]._replace(stream=0.0)))
 
 
-def _products_gave(block: Block, cut: Cut) -> float:
+def _products_gave(block: BlockFacts, cut: MicrobatchKey) -> float:
     """Elements, of a sample."""
     return sum(p.rows * p.columns * p.count / (cut.tp if p.cut == "columns" else 1) for p in block.products)
 
 
-def _gathered_bytes(recipe: Recipe, block: Block, cut: Cut) -> float:
+def _gathered_bytes(recipe: Recipe, block: BlockFacts, cut: MicrobatchKey) -> float:
     """Of a sample: activations that are split along the sequence are gathered before split layers, which keep them whole."""
     if block.whole or not recipe.splits_sequence(cut.cp):
         return 0.0
     return block.sums * block.boundary * recipe.stream * (1 - 1 / cut.tp)
 
 
-def _of_whole(recipe: Recipe, block: Block, cut: Cut) -> float:
+def _of_whole(recipe: Recipe, block: BlockFacts, cut: MicrobatchKey) -> float:
     """What is saved of a block against that in float32 on one rank."""
     whole = block.saved["none"].bytes(4.0, 4.0)
     if not whole:
@@ -82,20 +82,20 @@ def _of_whole(recipe: Recipe, block: Block, cut: Cut) -> float:
     return _bytes(recipe, block, cut, block.saved["none"]) / whole
 
 
-def _bytes(recipe: Recipe, block: Block, cut: Cut, held: Held) -> float:
+def _bytes(recipe: Recipe, block: BlockFacts, cut: MicrobatchKey, held: TensorVolume) -> float:
     return held.bytes(recipe.stream, recipe.element, cut.tp, recipe.splits_sequence(cut.cp) and not block.whole)
 
 
-def _waiting_bytes(recipe: Recipe, block: Block, cut: Cut) -> float:
+def _waiting_bytes(recipe: Recipe, block: BlockFacts, cut: MicrobatchKey) -> float:
     return _products_gave(block, cut) * recipe.element * cut.micro_batch / cut.cp
 
 
-def worst(pieces: list[Piece], split: Split, recipe: Recipe, kept_micro: float, cuts: float) -> Moment:
+def worst(pieces: list[BlockMemory], split: Split, recipe: Recipe, kept_micro: float, cuts: float) -> MemoryMoment:
     """kept_micro: micro-batches whose activations are there; `cuts`: bytes that the stages of this rank are sent in a micro-batch."""
     return max(_moments(pieces, split, recipe, kept_micro, cuts), key=sum)
 
 
-def _moments(pieces: list[Piece], split: Split, recipe: Recipe, kept_micro: float, cuts: float) -> Iterator[Moment]:
+def _moments(pieces: list[BlockMemory], split: Split, recipe: Recipe, kept_micro: float, cuts: float) -> Iterator[MemoryMoment]:
     """From the last block to the first, which has least before it and the most gradients behind it; and when all is done."""
     params = sum(piece.params for piece in pieces)
     whole_kept = sum(piece.kept for piece in pieces)
@@ -124,29 +124,29 @@ def _moments(pieces: list[Piece], split: Split, recipe: Recipe, kept_micro: floa
         if split.micro > 1 or (averaged and not sharded):
             gradients += piece.params  # of the block itself, before they are added to those that are there
         activations = (kept_micro - 1) * whole_kept + before + piece.most + waiting
-        yield Moment(gradients * recipe.gradient, activations, gathered * recipe.gather, sending * recipe.reduce + received)
+        yield MemoryMoment(gradients * recipe.gradient, activations, gathered * recipe.gather, sending * recipe.reduce + received)
         done += piece.params
         behind = piece.params
-    yield Moment(params * shard * recipe.gradient, 0.0, 0.0 if split.zero != 2 or not sharded else params * recipe.gather, received)
+    yield MemoryMoment(params * shard * recipe.gradient, 0.0, 0.0 if split.zero != 2 or not sharded else params * recipe.gather, received)
 
 
-def pieces(facts: ModelFacts, share: Share, recipe: Recipe, cut: Cut, sizes: dict[int, float]) -> list[Piece]:
+def pieces(facts: ModelFacts, share: StageAssignment, recipe: Recipe, cut: MicrobatchKey, sizes: dict[int, float]) -> list[BlockMemory]:
     """`sizes`: parameters of each block on a rank. Before and behind the blocks each rank has whole sequences."""
-    found: list[Piece] = []
+    found: list[BlockMemory] = []
     for block, count in share.parts:
         is_root = block is facts.first or block is facts.last
         here = cut._replace(cp=1) if is_root else cut
         held_bytes = kept_bytes(recipe, block, here), most_bytes(recipe, block, here), _waiting_bytes(recipe, block, here)
-        found += [Piece(sizes[id(block)], *held_bytes, is_root)] * count
+        found += [BlockMemory(sizes[id(block)], *held_bytes, is_root)] * count
     return found
 
 
-def received_bytes(split: Split, share: Share, recipe: Recipe) -> float:
+def received_bytes(split: Split, share: StageAssignment, recipe: Recipe) -> float:
     """Activations and gradients that cross the cuts on both sides of a rank's stages, of one micro-batch."""
     return share.crossing * recipe.stream * split.micro_batch / split.cp
 
 
-def updated_params(share: Share, split: Split, params: float) -> float:
+def updated_params(share: StageAssignment, split: Split, params: float) -> float:
     """Of the rank that updates most: ZeRO-1 deals out whole tensors, ZeRO-2 and 3 cut each."""
     if split.zero == 1 and split.shards > 1:
         largest = max((block.largest for block, _ in share.parts), default=0) / split.tp

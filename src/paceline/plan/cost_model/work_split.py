@@ -6,11 +6,11 @@ from itertools import groupby
 from typing import NamedTuple
 
 from paceline.errors import PlanError
-from paceline.plan.model.facts import Block, ModelFacts
+from paceline.plan.model.facts import BlockFacts, ModelFacts
 from paceline.plan.plan import Plan, share
 
 
-class Cut(NamedTuple):
+class MicrobatchKey(NamedTuple):
     """What a rank's work on one micro-batch of a block depends on."""
 
     tp: int
@@ -38,8 +38,8 @@ class Split:
     recompute: str = "none"
 
     @property
-    def cut(self) -> Cut:
-        return Cut(self.tp, self.cp, self.ep, self.micro_batch, self.recompute)
+    def cut(self) -> MicrobatchKey:
+        return MicrobatchKey(self.tp, self.cp, self.ep, self.micro_batch, self.recompute)
 
     @property
     def ranks(self) -> int:
@@ -78,19 +78,19 @@ def split(plan: Plan, ranks: int, batch: int) -> Split:
 
 
 @dataclass(frozen=True, eq=False)
-class Share:
+class StageAssignment:
     """What ranks of a pipeline that are alike have: `count` of them, the earliest being `index`; blocks with how often they occur.
     Compared by identity, so that what follows from one is quick to look up."""
 
     index: int
     count: int
-    parts: tuple[tuple[Block, int], ...]
+    parts: tuple[tuple[BlockFacts, int], ...]
     is_last: bool
     crossing: float = 0.0  # elements of a sample that its stages get from others, activations and their gradients
 
 
 @lru_cache(4096)
-def shares(facts: ModelFacts, pp: int, stages: int, even: bool, folded: bool) -> tuple[Share, ...]:
+def shares(facts: ModelFacts, pp: int, stages: int, even: bool, folded: bool) -> tuple[StageAssignment, ...]:
     """Who has which blocks, of pp × stages stages dealt out in turns, or there and back where `folded` (ZB-V)."""
     pieces = [block for block, count in facts.runs for _ in range(count)]
     if pp * stages > len(pieces) + 2 * even:
@@ -103,10 +103,10 @@ def shares(facts: ModelFacts, pp: int, stages: int, even: bool, folded: bool) ->
         facts.first.boundary,
         *(stage[-1].boundary if stage else facts.first.boundary for stage in per_stage),
     ]  # to each stage, and behind the last
-    ranks: list[tuple[tuple[tuple[Block, int], ...], bool, float]] = []
+    ranks: list[tuple[tuple[tuple[BlockFacts, int], ...], bool, float]] = []
     for rank in range(pp):
         mine = {2 * pp - 1 - rank, rank} if folded else set(range(rank, pp * stages, pp))
-        blocks: list[Block] = []
+        blocks: list[BlockFacts] = []
         for stage in sorted(mine):
             blocks += [facts.first] * (stage == 0) + per_stage[stage] + [facts.last] * (stage == pp * stages - 1)
         counted = {id(block): (block, 0) for block in blocks}
@@ -117,7 +117,7 @@ def shares(facts: ModelFacts, pp: int, stages: int, even: bool, folded: bool) ->
     found, index = [], 0
     for (parts, is_last, crossing), group in groupby(ranks):
         count = len(list(group))
-        found.append(Share(index, count, parts, is_last, crossing))
+        found.append(StageAssignment(index, count, parts, is_last, crossing))
         index += count
     return tuple(found)
 

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from math import ceil
 
-from paceline.plan.model.facts import Block, Held, ModelFacts, Product
+from paceline.plan.model.facts import BlockFacts, ModelFacts, Product, TensorVolume
 
 CLASSES = 1000
 
@@ -46,32 +46,32 @@ class Conv:
         return 5 * self.given
 
 
-def _block(name: str, convs: list[Conv], extra: Sequence[Product] = (), extra_params: int = 0, extra_moved: float = 0.0) -> Block:
+def _block(name: str, convs: list[Conv], extra: Sequence[Product] = (), extra_params: int = 0, extra_moved: float = 0.0) -> BlockFacts:
     first, last = convs[0], convs[-1]
     products = (*(conv.product for conv in convs), *extra)
     given = last.outputs * last.size**2
-    return Block(
+    return BlockFacts(
         name=name,
         params=sum(conv.params for conv in convs) + extra_params,
         products=products,
         saved={
-            "none": Held(whole=sum(conv.kept for conv in convs)),
-            "selective": Held(whole=sum(conv.given for conv in convs) + first.inputs * (first.size * first.stride) ** 2),
-            "full": Held(whole=float(first.inputs * (first.size * first.stride) ** 2)),
+            "none": TensorVolume(whole=sum(conv.kept for conv in convs)),
+            "selective": TensorVolume(whole=sum(conv.given for conv in convs) + first.inputs * (first.size * first.stride) ** 2),
+            "full": TensorVolume(whole=float(first.inputs * (first.size * first.stride) ** 2)),
         },
-        traffic=Held(whole=sum(conv.moved for conv in convs) + extra_moved),
+        traffic=TensorVolume(whole=sum(conv.moved for conv in convs) + extra_moved),
         boundary=float(given),
         kernels=3 * len(convs) + 2,
     )
 
 
-def _head(inputs: int, size: int) -> Block:
-    return Block(
+def _head(inputs: int, size: int) -> BlockFacts:
+    return BlockFacts(
         name="head",
         params=inputs * CLASSES + CLASSES,
         products=(Product(1.0, CLASSES, inputs),),
-        saved={"none": Held(whole=inputs * size**2 + inputs, split_bytes=4.0 * CLASSES)},
-        traffic=Held(whole=float(inputs * size**2)),
+        saved={"none": TensorVolume(whole=inputs * size**2 + inputs, split_bytes=4.0 * CLASSES)},
+        traffic=TensorVolume(whole=float(inputs * size**2)),
         kernels=6,
     )
 
@@ -121,7 +121,7 @@ def efficientnet(name: str, wider: float = 1.0, deeper: float = 1.0, image: int 
     return ModelFacts(name, stem, (*runs, (last, 1)), _head(wide, size), source="arXiv 1905.11946, table 1")
 
 
-def _inverted(name: str, inputs: int, outputs: int, kernel: int, stride: int, expansion: int, size: int) -> Block:
+def _inverted(name: str, inputs: int, outputs: int, kernel: int, stride: int, expansion: int, size: int) -> BlockFacts:
     wide, after, squeezed = inputs * expansion, ceil(size / stride), max(1, inputs // 4)
     expand = [Conv(inputs, wide, 1, size, activation=2.0)] if expansion > 1 else []
     convs = [*expand, Conv(wide, wide, kernel, after, stride, wide, 2.0), Conv(wide, outputs, 1, after)]

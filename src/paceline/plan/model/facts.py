@@ -62,7 +62,7 @@ class Attention:
         return float(self.heads) * self.queries * self.keys
 
 
-class Held(NamedTuple):
+class TensorVolume(NamedTuple):
     """How much of something a sample takes: kept for the backward pass, or read and written.
 
     stream, whole, split: elements. `stream` has the type of the residual stream, the others that of activations; `split` is what tensor
@@ -81,10 +81,10 @@ class Held(NamedTuple):
         return whole / (tp if sequence else 1) + (self.split * element_bytes + self.split_bytes) / tp
 
 
-NOTHING = Held()
+NOTHING = TensorVolume()
 
 
-class Lives(NamedTuple):
+class LiveBytes(NamedTuple):
     """Bytes of tensors of a sample in float32, weights and gradients of weights left out. kept: from a block's forward pass to its
     backward pass; `most`: at the block's worst moment, with what is only there for that moment. What blocks before it keep comes on top."""
 
@@ -93,7 +93,7 @@ class Lives(NamedTuple):
 
 
 @dataclass(frozen=True, eq=False)
-class Block:
+class BlockFacts:
     """A part of a model that is computed, gathered and recomputed as one; all numbers are of one sample.
 
     params, of which `split_params` are divided by tensor parallelism, and `expert_params` belong to experts.
@@ -108,9 +108,9 @@ class Block:
     expert_params: int = 0
     products: tuple[Product, ...] = ()
     attention: tuple[Attention, ...] = ()
-    saved: Mapping[str, Held] = field(default_factory=dict)
-    core: Held = NOTHING
-    traffic: Held = NOTHING
+    saved: Mapping[str, TensorVolume] = field(default_factory=dict)
+    core: TensorVolume = NOTHING
+    traffic: TensorVolume = NOTHING
     boundary: float = 0.0
     sums: float = 0.0
     kernels: int = 10  # operations that are launched, forward
@@ -118,7 +118,7 @@ class Block:
     tensors: int = 0  # parameters, where they were counted
     largest: int = 0  # parameters of the largest of them
     whole: bool = False  # under tensor parallelism each rank has all of what lies between split layers
-    lives: Lives | None = None  # where a pass was watched
+    lives: LiveBytes | None = None  # where a pass was watched
 
     @property
     def product_flops(self) -> float:
@@ -145,9 +145,9 @@ class ModelFacts:
     """
 
     name: str
-    first: Block
-    runs: tuple[tuple[Block, int], ...]
-    last: Block
+    first: BlockFacts
+    runs: tuple[tuple[BlockFacts, int], ...]
+    last: BlockFacts
     tokens: int = 1
     heads: tuple[int, ...] = ()
     sequence: int | None = None
@@ -158,7 +158,7 @@ class ModelFacts:
     source: str = "few numbers"
     slower: float = 1.0  # how many times as long as predicted the computing of a real step took
 
-    def parts(self) -> Iterator[tuple[Block, int]]:
+    def parts(self) -> Iterator[tuple[BlockFacts, int]]:
         yield self.first, 1
         yield from self.runs
         yield self.last, 1

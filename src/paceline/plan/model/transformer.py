@@ -4,7 +4,7 @@ from typing import Literal, Self
 
 from pydantic import Field, model_validator
 
-from paceline.plan.model.facts import Attention, Block, Held, ModelFacts, Product
+from paceline.plan.model.facts import Attention, BlockFacts, ModelFacts, Product, TensorVolume
 from paceline.spec import Value
 
 NORMS = {"layer": 2, "rms": 1}  # vectors of weights
@@ -81,7 +81,7 @@ class Transformer(Value):
 
     def facts(self) -> ModelFacts:
         decoder = _block(self, "block", cross=self.encoder_layers > 0, causal=self.causal)
-        runs: tuple[tuple[Block, int], ...] = ((decoder, self.layers),)
+        runs: tuple[tuple[BlockFacts, int], ...] = ((decoder, self.layers),)
         if self.encoder_layers:
             runs = ((_block(self, "encoder block", cross=False, causal=False), self.encoder_layers), *runs)
         shared = self.vocab * self.hidden if self.tied and self.head != "classes" else 0
@@ -100,7 +100,7 @@ class Transformer(Value):
         )
 
 
-def _block(m: Transformer, name: str, cross: bool, causal: bool) -> Block:
+def _block(m: Transformer, name: str, cross: bool, causal: bool) -> BlockFacts:
     """Kept activations: arXiv 2205.05198, equation 1, taken apart into its tensors; without biases, dropout or with gates accordingly."""
     h, s, w, kv, f = m.hidden, m.seq, m.width, m.kv_width, m.wide
     many, gates, active = 1 + cross, 1 + m.gated, m.active_experts
@@ -114,7 +114,7 @@ def _block(m: Transformer, name: str, cross: bool, causal: bool) -> Block:
     tensors = many * (w + 2 * kv + w) + active * ((2 + 2 * m.gated) * f)  # q, k, v, what the projection and the second product see
     outputs = many * (w + 2 * kv + w) + active * gates * f  # what products and attention give, before the last one of each part
     scores = float(many * m.heads * s * s)
-    return Block(
+    return BlockFacts(
         name=name,
         params=split + many * biases[1] + ffn_biases[1] + router + (2 + cross) * m.norm_params,
         split_params=split,
@@ -127,12 +127,12 @@ def _block(m: Transformer, name: str, cross: bool, causal: bool) -> Block:
         ),
         attention=tuple(Attention(m.heads, s, s, m.dim, seen and causal, m.window, m.kv_heads) for seen in (True, False)[:many]),
         saved={
-            "none": Held((1 + many) * h * s, (many + active) * h * s, tensors * s, (1 + many) * drop * h * s, 0.0),
-            "selective": Held(h * s, (many + active) * h * s, outputs * s, 0.0, 0.0),
-            "half": Held(h * s, active * h * s, (many * (2 * w + kv) + active * f) * s, 0.0, 0.0),
-            "full": Held(h * s),
+            "none": TensorVolume((1 + many) * h * s, (many + active) * h * s, tensors * s, (1 + many) * drop * h * s, 0.0),
+            "selective": TensorVolume(h * s, (many + active) * h * s, outputs * s, 0.0, 0.0),
+            "half": TensorVolume(h * s, active * h * s, (many * (2 * w + kv) + active * f) * s, 0.0, 0.0),
+            "full": TensorVolume(h * s),
         },
-        core=Held(0.0, 0.0, (1 + drop) * scores, 0.0, drop * scores),
+        core=TensorVolume(0.0, 0.0, (1 + drop) * scores, 0.0, drop * scores),
         traffic=_traffic(m, many),
         boundary=h * s,
         sums=many + 1,
@@ -140,7 +140,7 @@ def _block(m: Transformer, name: str, cross: bool, causal: bool) -> Block:
     )
 
 
-def _traffic(m: Transformer, many: int) -> Held:
+def _traffic(m: Transformer, many: int) -> TensorVolume:
     """Elements read and written outside of products and attention: norms (1 + 1), residual sums (2 + 1), rotation (q and k, in and out),
     activation (in and out; a gate reads two)."""
     h, s, w, kv = m.hidden, m.seq, m.width, m.kv_width
@@ -148,7 +148,7 @@ def _traffic(m: Transformer, many: int) -> Held:
     rotated = 0 if m.positions or m.relative_positions else 2 * (w + kv)
     active = m.active_experts
     spread = 4 * active * h if m.experts > 1 else 0  # tokens dealt out to experts and brought back
-    return Held(
+    return TensorVolume(
         stream=(1 + many) * 5 * h * s,
         whole=spread * s,
         split=(many * rotated + active * (2 + m.gated) * m.wide) * s,
@@ -156,7 +156,7 @@ def _traffic(m: Transformer, many: int) -> Held:
     )
 
 
-def _embedding(m: Transformer) -> Block:
+def _embedding(m: Transformer) -> BlockFacts:
     h, s = m.hidden, m.seq
     norm = m.norm_params if m.embedding_norm else 0
     if m.patch is not None:
@@ -167,20 +167,20 @@ def _embedding(m: Transformer) -> Block:
         weights, table, extra, products = 0, m.vocab * h, 0, []
     positions = m.positions * h
     relative = m.relative_positions * m.heads * (1 + (m.encoder_layers > 0))
-    return Block(
+    return BlockFacts(
         name="embedding",
         params=table + positions + relative + weights + extra + m.token_types * h + norm,
         split_params=table,
         products=tuple(products),
-        saved={"none": Held(float(h * s) * (norm > 0), 0.0, 0.0, float(m.dropout) * h * s)},
-        traffic=Held(stream=2.0 * h * s),
+        saved={"none": TensorVolume(float(h * s) * (norm > 0), 0.0, 0.0, float(m.dropout) * h * s)},
+        traffic=TensorVolume(stream=2.0 * h * s),
         boundary=float(h * s),
         sums=1.0 if table else 0.0,
         kernels=4,
     )
 
 
-def _head(m: Transformer) -> Block:
+def _head(m: Transformer) -> BlockFacts:
     """Loss in float32: 4 bytes a logit are kept (arXiv 2205.05198, section 4.3)."""
     h, v = m.hidden, m.vocab
     s = 1 if m.head == "classes" else m.seq
@@ -189,12 +189,12 @@ def _head(m: Transformer) -> Block:
     norms = (1 + (m.encoder_layers > 0)) * m.norm_params if m.final_norm else 0
     extra = h * h + h + 2 * h + v if transform else v if m.head == "classes" else 0
     products = (Product(s, v, h, 1.0, "columns"), *((Product(s, h, h),) if transform else ()))
-    return Block(
+    return BlockFacts(
         name="head",
         params=own + norms + extra,
         split_params=own,
         products=products,
-        saved={"none": Held(float(h * s), float(h * s), 0.0, 0.0, 4.0 * v * s)},
-        traffic=Held(stream=2.0 * h * s, split=float(v * s), split_bytes=16.0 * v * s),
+        saved={"none": TensorVolume(float(h * s), float(h * s), 0.0, 0.0, 4.0 * v * s)},
+        traffic=TensorVolume(stream=2.0 * h * s, split=float(v * s), split_bytes=16.0 * v * s),
         kernels=8,
     )

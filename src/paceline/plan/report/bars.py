@@ -5,10 +5,10 @@ from math import hypot, log
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from paceline.plan.cost_model.cost import Cost, Part
+from paceline.plan.cost_model.cost import Cost, CostPart
 from paceline.plan.plan import Plan
 from paceline.plan.report.plan import heading
-from paceline.plan.search.best_plans import Answer
+from paceline.plan.search.best_plans import BestPlans
 from paceline.plan.search.search import MARGIN
 from paceline.plotting.colours import STRONG, WEAK, colour
 from paceline.plotting.figure import figure
@@ -27,7 +27,7 @@ LIMIT = "#b2182b"
 OPTIONS_A_LINE = 44  # characters of a plan's name beside its bar
 
 
-def draw(found: Answer, top: int, path: Path) -> None:
+def draw(found: BestPlans, top: int, path: Path) -> None:
     """Above: the best plans, as stacked bars. Below, where there are several: all that fit by memory and time, and the front of them."""
     asked = [plan.on(found.ranks) for plan, _ in found.plans]
     plans = [*found.plans, *(pair for pair in found.others or () if pair[0] not in asked)][:top]
@@ -91,7 +91,7 @@ def _memory_scale(most_bytes: float) -> tuple[float, str]:
     return (2.0**30, "GiB") if most_bytes > 2**29 else (2.0**20, "MiB")
 
 
-def _stacked(field: "Axes", rows: Sequence[Sequence[Part]], unit: float) -> None:
+def _stacked(field: "Axes", rows: Sequence[Sequence[CostPart]], unit: float) -> None:
     """A bar of parts for each plan; parts in the order of the first plan that has them."""
     names = list(dict.fromkeys(part.name for parts in rows for part in parts if part.value))
     starts = [0.0] * len(rows)
@@ -101,7 +101,7 @@ def _stacked(field: "Axes", rows: Sequence[Sequence[Part]], unit: float) -> None
         starts = [start + width for start, width in zip(starts, widths, strict=True)]
 
 
-def _front(drawn: "SubFigure", found: Answer) -> None:
+def _front(drawn: "SubFigure", found: BestPlans) -> None:
     """All that fit, and a number for each of the front, which the list beside tells."""
     field, beside = drawn.subplots(1, 2, width_ratios=(1.0, 0.9))
     best = front(found.pool)

@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from paceline.plan.search.scaling import Point, Scaling, worth
+from paceline.plan.search.scaling import Scaling, ScalingPoint, worth
 from paceline.plotting.colours import STRONG, WEAK
 from paceline.plotting.figure import figure
 from paceline.units import format_count
@@ -28,7 +28,7 @@ def draw(found: Scaling, efficiency: float, path: Path) -> None:
         drawn.suptitle(f"{name}: strong, a batch of {found.batch:,}; weak, {of_rank}; bands are one standard deviation", fontsize="medium")
 
 
-def _curves(found: Scaling) -> tuple[tuple[Sequence[Point], str, str, str], ...]:
+def _curves(found: Scaling) -> tuple[tuple[Sequence[ScalingPoint], str, str, str], ...]:
     return (found.weak.points, "weak", WEAK, "s"), (found.strong.points, "strong", STRONG, "o")
 
 
@@ -56,7 +56,7 @@ def _efficiency(field: "Axes", found: Scaling, asked: float) -> None:
     field.set(title=f"efficiency, and the {asked:.0%} asked for")
 
 
-def _over_ranks(field: "Axes", found: Scaling, value: Callable[[Point], float]) -> None:
+def _over_ranks(field: "Axes", found: Scaling, value: Callable[[ScalingPoint], float]) -> None:
     for points, label, colour, mark in _curves(found):
         ranks, values = [point.ranks for point in points], [value(point) for point in points]
         errors = [point.cost.time.error for point in points]
@@ -111,11 +111,11 @@ def _name(field: "Axes", text: str, at: tuple[float, float], colour: str, above:
     field.annotate(text, at, xytext=offset, textcoords="offset points", ha="left" if above else "center", fontsize=7.5, color=colour)
 
 
-def _seconds(point: Point) -> float:
+def _seconds(point: ScalingPoint) -> float:
     return point.bill.seconds if point.bill is not None else point.cost.step_s
 
 
-def _cost(point: Point, priced: bool) -> float:
+def _cost(point: ScalingPoint, priced: bool) -> float:
     if point.bill is None:
         return point.cost.step_s * point.ranks
     return point.bill.price or 0.0 if priced else point.bill.device_hours

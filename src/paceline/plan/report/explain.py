@@ -4,10 +4,10 @@ from collections.abc import Callable, Mapping, Sequence
 
 from rich.table import Table
 
-from paceline.plan.cost_model.cost import Cost, Part, lacks
+from paceline.plan.cost_model.cost import Cost, CostPart, lacks
 from paceline.plan.cost_model.step_time import group
 from paceline.plan.plan import Plan
-from paceline.plan.search.best_plans import Answer
+from paceline.plan.search.best_plans import BestPlans
 from paceline.units import format_bytes, format_seconds
 
 CHOICES: Mapping[str, Callable[[Plan], str]] = {
@@ -21,7 +21,7 @@ CHOICES: Mapping[str, Callable[[Plan], str]] = {
 ALTERNATIVES = 3  # of each choice, the best
 
 
-def explained(found: Answer) -> list[Table | str]:
+def explained(found: BestPlans) -> list[Table | str]:
     """Of the first plan: parts, choices, and the next best."""
     plan, cost = found.plans[0]
     shown: list[Table | str] = [*_why(found, plan, cost), *_choices(found, plan.on(found.ranks), cost)]
@@ -37,7 +37,7 @@ def explained(found: Answer) -> list[Table | str]:
     return shown
 
 
-def _why(found: Answer, plan: Plan, cost: Cost) -> list[str]:
+def _why(found: BestPlans, plan: Plan, cost: Cost) -> list[str]:
     """The plan in a sentence: where it stands, and what it does most."""
     pool = found.pool
     most = max(cost.time.parts, key=lambda part: part.value)
@@ -55,7 +55,7 @@ def _why(found: Answer, plan: Plan, cost: Cost) -> list[str]:
     return [*lines, f"the fastest, {best}, takes {format_seconds(fastest.step_s)}: this one takes {more or 'as long'}"]
 
 
-def _choices(found: Answer, plan: Plan, cost: Cost) -> list[Table | str]:
+def _choices(found: BestPlans, plan: Plan, cost: Cost) -> list[Table | str]:
     """For each choice in the plan what another one takes: the fastest that has it; but of a plan that was asked for and is not the best,
     the one that differs in this alone, and perhaps in its micro-batches."""
     shown = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
@@ -86,14 +86,14 @@ def _changed(plan: Plan, other: Plan) -> set[str]:
     return {name for name, choice in CHOICES.items() if choice(other) != choice(plan)}
 
 
-def _telling(parts: Sequence[Part], step_s: float) -> list[Part]:
+def _telling(parts: Sequence[CostPart], step_s: float) -> list[CostPart]:
     """The two that are most more, and the one that is most less."""
     more = [part for part in parts if part.value > 0.01 * step_s][:2]
     less = [part for part in parts[-1:] if part.value < -0.01 * step_s]
     return [*more, *less]
 
 
-def _among(found: Answer, plan: Plan) -> dict[str, str]:
+def _among(found: BestPlans, plan: Plan) -> dict[str, str]:
     """Who talks to whom, of which how many are in one node."""
     on = plan.on(found.ranks)
     per_node = min(found.ranks, found.cluster.ranks_per_node)
@@ -115,7 +115,7 @@ def _among(found: Answer, plan: Plan) -> dict[str, str]:
     }
 
 
-def _parts(parts: Sequence[Part], whole: float, say: Callable[[float], str], among: Mapping[str, str]) -> Table:
+def _parts(parts: Sequence[CostPart], whole: float, say: Callable[[float], str], among: Mapping[str, str]) -> Table:
     shown = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
     shown.add_column("part", no_wrap=True)
     for name in ("", "share", "±"):

@@ -15,22 +15,22 @@ from paceline.plan.cost_model.cost import Cost
 from paceline.plan.plan import Plan
 from paceline.plan.report.explain import explained
 from paceline.plan.report.scale import as_figures
-from paceline.plan.search.best_plans import Answer
-from paceline.plan.search.ranking import Unranked
+from paceline.plan.search.best_plans import BestPlans
+from paceline.plan.search.ranking import IndistinctPlans
 from paceline.plan.search.search import MARGIN
 from paceline.units import format_bytes, format_count, format_seconds, several
 
 UNBOUNDED = 10**4  # columns
 
 
-def heading(found: Answer) -> str:
+def heading(found: BestPlans) -> str:
     facts, where = found.facts, found.cluster.name or found.cluster.device.name
     ranks = f"{several(found.ranks, 'rank')} on {where}"
     tokens = f" × {facts.tokens:,} tokens" if facts.tokens > 1 else ""
     return f"{facts.name}: {format_count(facts.params)} parameters, {ranks}, batch {found.batch:,}{tokens}"
 
 
-def tables(found: Answer, top: int, explain: bool) -> list["PlanTable | Table | str"]:
+def tables(found: BestPlans, top: int, explain: bool) -> list["PlanTable | Table | str"]:
     plans = found.plans[:top]
     shown: list[PlanTable | Table | str] = [_plans(found, plans)]
     if found.tokens is not None:
@@ -67,7 +67,7 @@ class PlanTable:
         return shown
 
 
-def _plans(found: Answer, plans: Sequence[tuple[Plan, Cost]]) -> PlanTable:
+def _plans(found: BestPlans, plans: Sequence[tuple[Plan, Cost]]) -> PlanTable:
     rate = "tokens/s" if found.facts.tokens > 1 else "samples/s"
     rows = []
     for plan, cost in plans:
@@ -78,7 +78,7 @@ def _plans(found: Answer, plans: Sequence[tuple[Plan, Cost]]) -> PlanTable:
     return PlanTable("plan", ["step", "±", rate, "MFU", "memory", "fits"], rows)
 
 
-def _bills(found: Answer, plans: Sequence[tuple[Plan, Cost]]) -> PlanTable:
+def _bills(found: BestPlans, plans: Sequence[tuple[Plan, Cost]]) -> PlanTable:
     """Of the whole training, in a table of its own: a terminal has 80 columns."""
     rows = []
     for plan, cost in plans:
@@ -93,7 +93,7 @@ def _fits(cost: Cost) -> str:
     return "yes" if cost.memory.fits(MARGIN) else "barely" if cost.memory.fits() else "no"
 
 
-def reasons(found: Answer) -> list[str]:
+def reasons(found: BestPlans) -> list[str]:
     """What does not fit, what is assumed, and what is a guess."""
     lines = []
     if found.rejected:
@@ -111,7 +111,7 @@ def reasons(found: Answer) -> list[str]:
     return lines
 
 
-def without_order(found: Answer, unranked: Unranked) -> str:
+def without_order(found: BestPlans, unranked: IndistinctPlans) -> str:
     """That the best plans cannot be ranked, why, and what to measure."""
     cost = found.plans[0][1]
     if unranked.part is None:
@@ -125,7 +125,7 @@ def without_order(found: Answer, unranked: Unranked) -> str:
     )
 
 
-def _idle(found: Answer) -> list[str]:
+def _idle(found: BestPlans) -> list[str]:
     """Who says micro=1 may mean one sample, as other tools do."""
     plan, cost = found.plans[0]
     waits = sum(part.value for part in cost.time.parts if part.name == "pipeline bubble") / cost.step_s
@@ -137,7 +137,7 @@ def _idle(found: Answer) -> list[str]:
     return [f"{waits:.0%} of the step the pipeline fills and drains: {plan} has {has}; micro={samples} has one sample in each"]
 
 
-def as_json(found: Answer, top: int, unranked: Unranked | None = None) -> str:
+def as_json(found: BestPlans, top: int, unranked: IndistinctPlans | None = None) -> str:
     facts: dict[str, Any] = {"model": found.facts.name, "parameters": found.facts.params, "source": found.facts.source}
     facts |= {"cluster": found.cluster.name, "ranks": found.ranks, "batch": found.batch, "tokens_per_sample": found.facts.tokens}
     facts |= {"assumed": found.assumed, "plans": [_figures(found, plan, cost) for plan, cost in found.plans[:top]]}
@@ -146,7 +146,7 @@ def as_json(found: Answer, top: int, unranked: Unranked | None = None) -> str:
     return json.dumps(facts | {"fitting": len(found.plans), "rejected": len(found.rejected), "leanest_rejected": rejected}, indent=1) + "\n"
 
 
-def _figures(found: Answer, plan: Plan, cost: Cost) -> dict[str, Any]:
+def _figures(found: BestPlans, plan: Plan, cost: Cost) -> dict[str, Any]:
     time, bill = cost.time, found.bill(cost)
     figures = {
         "plan": str(plan),

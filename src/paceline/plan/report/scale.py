@@ -8,7 +8,7 @@ from typing import Any
 from rich.table import Table
 
 from paceline.plan.cost_model.cost import Bill
-from paceline.plan.search.scaling import Curve, Point, Refused, Scaling, worth
+from paceline.plan.search.scaling import Curve, InfeasibleCount, Scaling, ScalingPoint, worth
 from paceline.units import format_count, format_seconds, several
 
 WORTH_NAMING = 0.01  # of the devices' time
@@ -71,7 +71,7 @@ def _plans(found: Scaling) -> list[str]:
     ]
 
 
-def _refused(refused: Sequence[Refused]) -> list[Table | str]:
+def _refused(refused: Sequence[InfeasibleCount]) -> list[Table | str]:
     """Numbers of ranks that lack the same, in one sentence: of the last that lacks memory, of the first that lacks samples."""
     lines: list[Table | str] = []
     for want, group in groupby(refused, key=lambda one: one.want):
@@ -126,7 +126,7 @@ def recommendation(found: Scaling, efficiency: float) -> str:
     return f"{line}. {more.ranks:,} would take {seconds:.0%} of the time and {best.efficiency / more.efficiency - 1:.0%} more device-hours"
 
 
-def _takes(point: Point) -> str:
+def _takes(point: ScalingPoint) -> str:
     bill = point.bill
     if bill is None:
         return f"a step takes {format_seconds(point.cost.step_s)}"
@@ -163,7 +163,7 @@ def as_json(found: Scaling, efficiency: float) -> str:
     return json.dumps(whole, indent=1) + "\n"
 
 
-def _point(point: Point) -> dict[str, Any]:
+def _point(point: ScalingPoint) -> dict[str, Any]:
     time = point.cost.time
     figures: dict[str, Any] = {"ranks": point.ranks, "nodes": point.nodes, "batch": point.batch, "plan": str(point.plan)}
     figures |= {"step_s": time.step_s, "step_error": time.error, "tokens_per_s": time.tokens_per_s, "efficiency": point.efficiency}

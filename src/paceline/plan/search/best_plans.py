@@ -10,11 +10,11 @@ from paceline.plan.cost_model.framework_profiles import Recipe
 from paceline.plan.cost_model.predict import predict
 from paceline.plan.model.facts import ModelFacts
 from paceline.plan.plan import Plan, parse
-from paceline.plan.search.search import MARGIN, Rejected, none_fits, search
+from paceline.plan.search.search import MARGIN, RejectedPlan, none_fits, search
 
 
 @dataclass(frozen=True)
-class Answer:
+class BestPlans:
     """`plans`: fastest first; or the one that was asked for, and then `others` are those that it is compared with. `rejected`: those
     that do not fit, leanest first. `assumed`: in sentences."""
 
@@ -23,7 +23,7 @@ class Answer:
     ranks: int
     batch: int
     plans: list[tuple[Plan, Cost]]
-    rejected: list[Rejected]
+    rejected: list[RejectedPlan]
     assumed: tuple[str, ...]
     tokens: float | None = None
     price: float | None = None
@@ -59,14 +59,14 @@ def answer(
     tokens: float | None = None,
     price: float | None = None,
     others: bool = False,
-) -> Answer:
+) -> BestPlans:
     """Raises PlanError for a plan that cannot be, where none fits, and for a machine of which too little is known. `others`: with
     those that `plan` can be compared with."""
     count = ranks or cluster.devices
     if cluster.device.kind != "cpu" and count > cluster.devices:
         raise PlanError(f"{count} ranks, but {cluster.name} has {cluster.devices} devices; use --ranks {cluster.devices} or less")
     cluster, assumed = assuming(cluster)
-    whole = Answer(facts, cluster, count, batch, [], [], assumed, tokens, price)
+    whole = BestPlans(facts, cluster, count, batch, [], [], assumed, tokens, price)
     if plan is not None:
         asked = parse(plan)
         _check(facts, asked)

@@ -7,11 +7,11 @@ from paceline.cluster.facts import Axis, Cluster
 from paceline.plan.cost_model.compare import TIME
 from paceline.plan.cost_model.cost import NOISE, Cost
 from paceline.plan.plan import Plan
-from paceline.plan.search.best_plans import Answer
+from paceline.plan.search.best_plans import BestPlans
 
 
 @dataclass(frozen=True)
-class Unranked:
+class IndistinctPlans:
     """`count`: the first plan and those whose error bars overlap with its. `part`: that most of the first's bar comes from; None where
     it is what two trainings of one plan differ by. `measure`: commands."""
 
@@ -20,13 +20,13 @@ class Unranked:
     measure: str
 
 
-def unranked(found: Answer, target: str | None) -> Unranked | None:
+def unranked(found: BestPlans, target: str | None) -> IndistinctPlans | None:
     """Return what leaves the best plans without an order, or None where the first is the fastest. `target`: the task, if it is one."""
     count = overlapping(found.plans)
     if count < 2:
         return None
     part = widest(found.plans[0][1])
-    return Unranked(count, part, _measure(found, target, part))
+    return IndistinctPlans(count, part, _measure(found, target, part))
 
 
 def overlapping(plans: Sequence[tuple[Plan, Cost]]) -> int:
@@ -44,7 +44,7 @@ def widest(cost: Cost) -> str | None:
     return max(spread, key=lambda name: spread[name])
 
 
-def _measure(found: Answer, target: str | None, part: str | None) -> str:
+def _measure(found: BestPlans, target: str | None, part: str | None) -> str:
     """What is not measured yet and narrows the error of the part; else trainings, which show it as it is."""
     train = f"paceline train {target or 'TASK'} --ranks {found.ranks} --batch {found.batch} --plan {found.plans[0][0]}"
     if part is None:

@@ -7,11 +7,11 @@ from typing import Literal, NamedTuple
 
 from paceline.cluster.facts import Cluster
 from paceline.errors import PlanError
-from paceline.plan.cost_model.cost import Bill, Cost, Part
+from paceline.plan.cost_model.cost import Bill, Cost, CostPart
 from paceline.plan.cost_model.defaults import assuming
 from paceline.plan.cost_model.framework_profiles import Recipe
 from paceline.plan.cost_model.predict import recipe_for
-from paceline.plan.cost_model.rates import Speeds, speeds
+from paceline.plan.cost_model.rates import DeviceRates, speeds
 from paceline.plan.model.facts import ModelFacts
 from paceline.plan.plan import Plan
 from paceline.plan.search.best_plans import billed
@@ -19,7 +19,7 @@ from paceline.plan.search.search import MARGIN, fastest, leanest, none_fits, sea
 
 
 @dataclass(frozen=True)
-class Point:
+class ScalingPoint:
     """The fastest plan that fits on so many ranks; `bill` of the whole training, where its tokens are said.
 
     efficiency: samples a second of a rank, against those on the fewest ranks of the curve.
@@ -33,11 +33,11 @@ class Point:
     cost: Cost
     bill: Bill | None
     efficiency: float = 1.0
-    lost: Part | None = None
+    lost: CostPart | None = None
 
 
 @dataclass(frozen=True)
-class Refused:
+class InfeasibleCount:
     """Why no plan can be on so many ranks: for want of memory, or of samples to split; or because they would not fill their nodes."""
 
     ranks: int
@@ -49,8 +49,8 @@ class Refused:
 class Curve:
     """By ranks, the fewest first."""
 
-    points: tuple[Point, ...]
-    refused: tuple[Refused, ...]
+    points: tuple[ScalingPoint, ...]
+    refused: tuple[InfeasibleCount, ...]
 
 
 @dataclass(frozen=True)
@@ -87,10 +87,10 @@ def scaling(
 
     def curve(batches: dict[int, Fraction]) -> Curve:
         found = [_fastest(on, count, samples) for count, samples in batches.items()]
-        points = [one for one in found if isinstance(one, Point)]
+        points = [one for one in found if isinstance(one, ScalingPoint)]
         return Curve(
             points=tuple(_against(points[0], point) for point in points),
-            refused=tuple(one for one in found if isinstance(one, Refused)),
+            refused=tuple(one for one in found if isinstance(one, InfeasibleCount)),
         )
 
     strong = curve(dict.fromkeys(counts, Fraction(batch)))
@@ -101,7 +101,7 @@ def scaling(
     return Scaling(facts, whole, batch, each, strong, weak, tokens, assumed)
 
 
-def worth(curve: Curve, efficiency: float) -> Point:
+def worth(curve: Curve, efficiency: float) -> ScalingPoint:
     """The most ranks of which each does at least such a share of what it would do among the fewest."""
     return next(point for point in reversed(curve.points) if point.efficiency >= efficiency or point is curve.points[0])
 
@@ -114,46 +114,46 @@ class _Where(NamedTuple):
     recipe: Recipe | None
     tokens: float | None
     price: float | None
-    known: dict[int, Speeds]
+    known: dict[int, DeviceRates]
 
 
-def _fastest(where: _Where, ranks: int, samples: Fraction) -> Point | Refused:
+def _fastest(where: _Where, ranks: int, samples: Fraction) -> ScalingPoint | InfeasibleCount:
     each, cluster = where.cluster.ranks_per_node, where.cluster
     if ranks > each and ranks % each:
         below = ranks // each * each
-        return Refused(ranks, "nodes", f"nodes of {each} would not be full; ask for {below:,} or {below + each:,}")
+        return InfeasibleCount(ranks, "nodes", f"nodes of {each} would not be full; ask for {below:,} or {below + each:,}")
     if samples.denominator > 1:
-        return Refused(ranks, "samples", f"a batch of {float(samples):g} is no whole number of samples")
+        return InfeasibleCount(ranks, "samples", f"a batch of {float(samples):g} is no whole number of samples")
     nodes, batch = -(-ranks // each), int(samples)
     if min(ranks, each) not in where.known:
         where.known[min(ranks, each)] = speeds(cluster.model_copy(update={"nodes": nodes}), ranks=ranks)
     on = where.known[min(ranks, each)]
     recipe = where.recipe or recipe_for(on)
     if found := fastest(where.facts, on, ranks, batch, MARGIN, recipe):
-        return Point(ranks, nodes, batch, *found, billed(cluster, found[1], ranks, where.tokens, where.price))
+        return ScalingPoint(ranks, nodes, batch, *found, billed(cluster, found[1], ranks, where.tokens, where.price))
     best = leanest(where.facts, on, ranks, batch, MARGIN, recipe)
     if best is None:
-        return Refused(ranks, "samples", f"a batch of {batch:,} cannot be split over {ranks:,} ranks")
-    return Refused(ranks, "memory", f"the leanest plan, {best.plan}, {best.reason}")
+        return InfeasibleCount(ranks, "samples", f"a batch of {batch:,} cannot be split over {ranks:,} ranks")
+    return InfeasibleCount(ranks, "memory", f"the leanest plan, {best.plan}, {best.reason}")
 
 
-def _against(first: Point, point: Point) -> Point:
+def _against(first: ScalingPoint, point: ScalingPoint) -> ScalingPoint:
     """With its efficiency, and what it is lost to."""
     if point is first:
         return point
 
-    def of_sample(one: Point) -> dict[str, float]:
+    def of_sample(one: ScalingPoint) -> dict[str, float]:
         return {part.name: part.value * one.ranks / one.batch for part in one.cost.time.parts}
 
     before, now = of_sample(first), of_sample(point)
     total = sum(now.values())
     name = max(now, key=lambda part: now[part] - before.get(part, 0.0))
     more = (now[name] - before.get(name, 0.0)) / total
-    lost = Part(name, more) if more > 0 else None
+    lost = CostPart(name, more) if more > 0 else None
     return replace(point, efficiency=sum(before.values()) / total, lost=lost)
 
 
-def _none(where: _Where, batch: int, refused: Sequence[Refused]) -> PlanError:
+def _none(where: _Where, batch: int, refused: Sequence[InfeasibleCount]) -> PlanError:
     """What to say where no plan fits on any number of ranks: what the most ranks lack."""
     last = next((one for one in reversed(refused) if one.want == "memory"), refused[-1])
     if last.want != "memory":

@@ -11,7 +11,7 @@ from paceline.plan.cost_model.cost import Cost
 from paceline.plan.cost_model.framework_profiles import Recipe
 from paceline.plan.cost_model.memory import NAMES, told, worst
 from paceline.plan.cost_model.predict import recipe_for
-from paceline.plan.cost_model.rates import Speeds, speeds
+from paceline.plan.cost_model.rates import DeviceRates, speeds
 from paceline.plan.cost_model.step_time import least_s, time
 from paceline.plan.cost_model.work_split import Split
 from paceline.plan.model.facts import ModelFacts
@@ -27,7 +27,7 @@ SLICE = 4096  # positions, at least, of a sequence that is split in a pipeline: 
 
 
 @dataclass(frozen=True, slots=True)
-class Rejected:
+class RejectedPlan:
     """A plan that does not fit, and the part that takes most."""
 
     plan: Plan
@@ -43,11 +43,11 @@ class Rejected:
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class SearchResult:
     """`fitting`: fastest first, then leanest. `rejected`: leanest first."""
 
     fitting: list[tuple[Plan, Cost]]
-    rejected: list[Rejected]
+    rejected: list[RejectedPlan]
 
 
 def choose(
@@ -61,7 +61,7 @@ def choose(
 
 
 def fastest(
-    facts: ModelFacts, on: Speeds, ranks: int, batch: int, margin: float = MARGIN, recipe: Recipe | None = None
+    facts: ModelFacts, on: DeviceRates, ranks: int, batch: int, margin: float = MARGIN, recipe: Recipe | None = None
 ) -> tuple[Plan, Cost] | None:
     """The first of `search`, several times as soon: plans are looked at in the order of what they take at least, until no other can be
     faster. `on` may be of other numbers of ranks that fill nodes as these do, and what was worked out for those is not worked out again."""
@@ -80,14 +80,14 @@ def fastest(
     return (plan_of(best[0]), best[1]) if best else None
 
 
-def leanest(facts: ModelFacts, on: Speeds, ranks: int, batch: int, margin: float, recipe: Recipe) -> Rejected | None:
+def leanest(facts: ModelFacts, on: DeviceRates, ranks: int, batch: int, margin: float, recipe: Recipe) -> RejectedPlan | None:
     """Where none fits, the one that needs least; None where the batch cannot be split."""
     looked = ((worst(facts, cut, recipe)[1], cut) for cut in splits(facts, ranks, on.per_node, batch))
     found = min(looked, key=lambda pair: sum(pair[0]), default=None)
     return _rejected(found[1], found[0], on.memory_bytes * (1 - margin)) if found else None
 
 
-def none_fits(found: Found, facts: ModelFacts, cluster: Cluster, batch: int, recipe: Recipe | None, ranks: int | None) -> PlanError:
+def none_fits(found: SearchResult, facts: ModelFacts, cluster: Cluster, batch: int, recipe: Recipe | None, ranks: int | None) -> PlanError:
     """What to say of a search that found no plan that fits."""
     count = ranks or cluster.devices
     if not found.rejected:
@@ -110,13 +110,13 @@ def _way_out(ranks: int, samples: int, cluster: Cluster, batch: int) -> str:
 
 def search(
     facts: ModelFacts, cluster: Cluster, batch: int, margin: float = MARGIN, recipe: Recipe | None = None, ranks: int | None = None
-) -> Found:
+) -> SearchResult:
     """Every legal plan on so many ranks, or on all devices, priced if it fits with a share of the memory to spare."""
     on = speeds(cluster, ranks=ranks)
     recipe = recipe or recipe_for(on)
     limit = on.memory_bytes * (1 - margin)
     fitting: list[tuple[Plan, Cost]] = []
-    rejected: list[Rejected] = []
+    rejected: list[RejectedPlan] = []
     for cut in splits(facts, on.ranks, on.per_node, batch):
         rank, values = worst(facts, cut, recipe)
         if sum(values) > limit:
@@ -126,11 +126,11 @@ def search(
         fitting.append((plan_of(cut), Cost(time(facts, cut, recipe, on), needed, cut.micro_batch)))
     fitting.sort(key=lambda pair: (pair[1].step_s, pair[1].peak_bytes))
     rejected.sort(key=lambda one: one.peak_bytes)
-    return Found(fitting, rejected)
+    return SearchResult(fitting, rejected)
 
 
-def _rejected(cut: Split, values: tuple[float, ...], limit_bytes: float) -> Rejected:
-    return Rejected(plan_of(cut), sum(values), limit_bytes, NAMES[values.index(max(values))])
+def _rejected(cut: Split, values: tuple[float, ...], limit_bytes: float) -> RejectedPlan:
+    return RejectedPlan(plan_of(cut), sum(values), limit_bytes, NAMES[values.index(max(values))])
 
 
 def splits(facts: ModelFacts, ranks: int, per_node: int, batch: int) -> Iterator[Split]:

@@ -140,7 +140,7 @@ def _place(index: Any, place: Any, files: Container[str]) -> tuple[MetadataIndex
     return MetadataIndex(_of(name, str), _shape(offset)), _StorageInfo(file, begin, length)
 
 
-class _Reader(FileSystemReader):
+class _MetadataReader(FileSystemReader):
     """torch's, with metadata that have been read already."""
 
     def __init__(self, path: Path, metadata: Metadata):
@@ -163,7 +163,7 @@ def read_tensors(
     asked. Raises CheckpointError where its files are not what they should be."""
     with _misread(path), warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled", category=UserWarning)  # meant: one process
-        load(wanted, storage_reader=_Reader(path, metadata), planner=_TensorsOnly(), process_group=among, no_dist=alone)
+        load(wanted, storage_reader=_MetadataReader(path, metadata), planner=_TensorsOnly(), process_group=among, no_dist=alone)
 
 
 @contextlib.contextmanager

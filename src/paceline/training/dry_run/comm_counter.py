@@ -15,7 +15,7 @@ from paceline.distributed.dtensor import is_cut, is_here, storage_of
 from paceline.parallel.pipeline.stage import name_of
 from paceline.plan.comm_volume import MODEL, PACELINE, Ledger, added_up, axis_of
 from paceline.plan.plan import Plan
-from paceline.training.dry_run.module_tracker import Running
+from paceline.training.dry_run.module_tracker import ModuleTracker
 
 # operator -> collective, which argument is counted, and whether it is one rank's part of S
 C10D = {
@@ -61,7 +61,7 @@ TABLES = {"c10d": C10D, "_c10d_functional": FUNCTIONAL}
 OF_FSDP = re.compile(r"FSDP::\w+( \((?P<module>.*)\))?$")
 
 
-class Counter(TorchDispatchMode):
+class CommCounter(TorchDispatchMode):
     """Counts what this rank sends while it is entered; around whole steps, and after the first one, in which engines settle.
 
     `plan` has its data degree said. `model` is the one inside of any wrapper, under its own names.
@@ -71,7 +71,7 @@ class Counter(TorchDispatchMode):
         super().__init__()
         self.plan = plan
         self.model = model
-        self.running = Running(model)
+        self.running = ModuleTracker(model)
         self.calls: list[tuple[str, str, int, str, int, int]] = []
         self.groups: dict[str, tuple[str, int]] = {}  # name of a group -> axis, ranks
         self.records: list[str] = []  # torch's record_function, innermost last
@@ -79,7 +79,7 @@ class Counter(TorchDispatchMode):
     def ledger(self) -> Ledger:
         return Ledger(dist.get_rank() if dist.is_initialized() else 0, added_up(self.calls))
 
-    def __enter__(self) -> "Counter":
+    def __enter__(self) -> "CommCounter":
         self.running.__enter__()
         super().__enter__()
         return self

@@ -19,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from paceline.data.loader import Batch, Part, Samples, batches, open_dataset, training_parts
+from paceline.data.loader import Batch, RankBatchSlice, Samples, batches, open_dataset, training_parts
 from paceline.distributed import mesh
 from paceline.distributed.world import World
 from paceline.errors import LaunchError, PlanError, TaskError
@@ -30,13 +30,13 @@ from paceline.plan.plan import Plan, share
 from paceline.spec import Spec
 from paceline.task import Task, layout_of, load_task
 from paceline.training.ddp_warmup import settle
-from paceline.training.dry_run.comm_counter import Counter
+from paceline.training.dry_run.comm_counter import CommCounter
 from paceline.training.dry_run.identical_stages import twins
 from paceline.training.dry_run.microbatch_replay import TO_COUNT, TO_SETTLE, are_alike, replayed
 from paceline.training.init.deferred_init import allocate_
-from paceline.training.setup import Laid, Studied, check_enough, lay_out, study
+from paceline.training.setup import ModelAnalysis, PreparedTraining, analyze_model, build_training, check_enough
 from paceline.training.step import LossScale
-from paceline.training.step_metrics import Wishes, tell
+from paceline.training.step_metrics import ControlFlags, tell
 
 CPU = torch.device("cpu")
 UNTOLD = (DataDependentOutputException, DynamicOutputShapeException)  # what a model asks of values that are not there
@@ -70,7 +70,7 @@ class _Asked:
     spec: Spec
     plan: Plan  # its data degree said
     task: Task
-    studied: Studied
+    studied: ModelAnalysis
 
 
 def _ask(spec: Spec, plan: Plan, ranks: int, task: Task | None) -> _Asked:
@@ -87,10 +87,10 @@ def _ask(spec: Spec, plan: Plan, ranks: int, task: Task | None) -> _Asked:
     plan = plan.on(ranks)
     share(spec.batch, plan)
     task = task if task is not None else load_task(spec.task, spec.set)
-    return _Asked(spec, plan, task, study(spec, plan, task, CPU))
+    return _Asked(spec, plan, task, analyze_model(spec, plan, task, CPU))
 
 
-def _play(asked: _Asked, world: World, studied: Studied) -> Ledger:
+def _play(asked: _Asked, world: World, studied: ModelAnalysis) -> Ledger:
     spec, plan, task = asked.spec, asked.plan, asked.task
     with _fake_group(world.rank, world.size), contextlib.ExitStack() as stack:
         micro_batches = _micro_batches(spec, plan, world, task)
@@ -101,7 +101,7 @@ def _play(asked: _Asked, world: World, studied: Studied) -> Ledger:
             stack.enter_context(_Dry())
             allocate_(model, CPU, **where)
 
-        laid = lay_out(spec, plan, world, task, CPU, fill, studied=studied)
+        laid = build_training(spec, plan, world, task, CPU, fill, studied=studied)
         stack.enter_context(quietly())  # cp tries out which arguments to cut
         try:
             return _count(laid, plan, micro_batches)
@@ -114,7 +114,7 @@ def _play(asked: _Asked, world: World, studied: Studied) -> Ledger:
             ) from asked_for
         finally:
             release(laid.step.model)
-            mesh.let_go()
+            mesh.destroy_meshes()
 
 
 def without_memory() -> FakeTensorMode:
@@ -125,7 +125,7 @@ def without_memory() -> FakeTensorMode:
     return mode
 
 
-def _count(laid: Laid, plan: Plan, micro_batches: list[Batch]) -> Ledger:
+def _count(laid: PreparedTraining, plan: Plan, micro_batches: list[Batch]) -> Ledger:
     update = laid.step
     if update.loss_scale is not None:
         update.loss_scale = _Fitting()
@@ -134,7 +134,7 @@ def _count(laid: Laid, plan: Plan, micro_batches: list[Batch]) -> Ledger:
     if settled is not update.model:
         _complete(settled)
     update.model = settled
-    counter = Counter(laid.model, plan)
+    counter = CommCounter(laid.model, plan)
     assert plan.micro is not None
     for step in range(WARM_UP + 1):
         counts = step == WARM_UP
@@ -144,7 +144,7 @@ def _count(laid: Laid, plan: Plan, micro_batches: list[Batch]) -> Ledger:
             counter if counts else contextlib.nullcontext(),
         ):
             local = update(micro_batches, step, 1.0)
-            tell([local], Wishes(), 0.0, dist.get_world_size(), update.device)
+            tell([local], ControlFlags(), 0.0, dist.get_world_size(), update.device)
     return counter.ledger()
 
 
@@ -155,7 +155,7 @@ def _micro_batches(spec: Spec, plan: Plan, world: World, task: Task) -> list[Bat
     dataset = open_dataset(task, "train")
     assert dataset is not None
     check_enough(len(dataset), plan, spec.batch)
-    parts = training_parts(Part(spec.batch, plan.micro, plan.place(world.rank).dp, plan.dp), len(dataset), spec.seed, 0, 1)
+    parts = training_parts(RankBatchSlice(spec.batch, plan.micro, plan.place(world.rank).dp, plan.dp), len(dataset), spec.seed, 0, 1)
     samples = Samples(dataset, "train", spec.seed, torch.float64 if spec.precision == "fp64" else None)
     return list(batches(samples, parts, CPU, workers=0, prefetch=1))
 

@@ -6,18 +6,18 @@ from dataclasses import dataclass, replace
 from torch import nn
 
 from paceline.parallel.module_hooks import parts_of
-from paceline.parallel.pipeline.stage import Division, divide, ranks_of
-from paceline.parallel.pipeline.tracer import Recording
+from paceline.parallel.pipeline.stage import StagePartition, divide, ranks_of
+from paceline.parallel.pipeline.tracer import ForwardTrace
 from paceline.parallel.tensor.apply import Splits
 from paceline.plan.comm_volume import Ledger, added_up
 from paceline.plan.plan import TWICE, Plan
 from paceline.task import Layout
 from paceline.training.dry_run.microbatch_replay import are_alike
-from paceline.training.setup import Studied
+from paceline.training.setup import ModelAnalysis
 
 
 @dataclass(frozen=True)
-class Twin:
+class IdenticalPlace:
     """The first place that a place is like, and the part here of each part there. A place that is like none before it is its own."""
 
     place: int
@@ -33,12 +33,12 @@ class Twin:
         return module if part is None else self.names[part] + module[len(part) :]
 
 
-def twins(plan: Plan, layout: Layout, studied: Studied) -> list[Twin]:
+def twins(plan: Plan, layout: Layout, studied: ModelAnalysis) -> list[IdenticalPlace]:
     """Of each place of `plan`, whose data degree is said.
 
     Alike are stages between the first and the last that run the same operations on the same shapes, with parameters that are the same
     and split the same way. Schedules that compute gradients in two halves choose by the place for which micro-batches they do."""
-    found = [Twin(place, {}) for place in range(plan.pp)]
+    found = [IdenticalPlace(place, {}) for place in range(plan.pp)]
     if studied.recording is None or plan.schedule in TWICE or not are_alike(plan):
         return found
     parts = parts_of(studied.model, layout)
@@ -49,11 +49,13 @@ def twins(plan: Plan, layout: Layout, studied: Studied) -> list[Twin]:
         looks = tuple(_looks(stage, division, parts, studied.recording, studied) for stage in stages)
         there = first.setdefault(looks, place)
         names = [[part for stage in of for part in division.of(stage)] for of in (of_place[there], stages)]
-        found[place] = Twin(there, dict(zip(*names, strict=True)))
+        found[place] = IdenticalPlace(there, dict(zip(*names, strict=True)))
     return found
 
 
-def _looks(stage: int, division: Division, parts: Mapping[str, nn.Module], recording: Recording, studied: Studied) -> Hashable:
+def _looks(
+    stage: int, division: StagePartition, parts: Mapping[str, nn.Module], recording: ForwardTrace, studied: ModelAnalysis
+) -> Hashable:
     """What a stage is told apart by: its number where it is at an end or has parameters outside of parts or in common with others."""
     begin, end, own = division.begins[stage], division.ends(stage), division.of(stage)
     inside = {id(parameter) for name in own for parameter in parts[name].parameters()}

@@ -5,7 +5,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from paceline.plan.plan import Plan
-from paceline.training.dry_run.comm_counter import Counter
+from paceline.training.dry_run.comm_counter import CommCounter
 
 TO_COUNT = 2  # the first gathers what stays gathered
 TO_SETTLE = 1
@@ -18,7 +18,7 @@ def are_alike(plan: Plan) -> bool:
 
 
 @contextmanager
-def replayed(counter: Counter, micro: int, played: int) -> Iterator[None]:
+def replayed(counter: CommCounter, micro: int, played: int) -> Iterator[None]:
     """For a step of `micro` micro-batches, of which so many run, and in which `counter` counts or does not. What one stage hands on
     stands for all that it would."""
     from torch.distributed.pipelining import PipelineStage

@@ -9,7 +9,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
 
-class Running:
+class ModuleTracker:
     """Follows the modules of `model` while it is entered. (torch's ModuleTracker leaves a module before its own hooks run, and what
     tensor parallelism sends is sent there.)"""
 
@@ -19,7 +19,7 @@ class Running:
         self.hooks: list[RemovableHandle] = []
         self.resets = False
 
-    def __enter__(self) -> "Running":
+    def __enter__(self) -> "ModuleTracker":
         for name, module in self.model.named_modules():
             self.hooks.append(module.register_forward_pre_hook(self._before(name), prepend=True, with_kwargs=True))
             self.hooks.append(module.register_forward_hook(self._after(name), with_kwargs=True, always_call=True))

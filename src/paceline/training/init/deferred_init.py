@@ -86,7 +86,7 @@ def _as_now(item: Any) -> Any:
 
 
 @dataclass
-class Operation:
+class RecordedOperation:
     run: Callable[..., Any]
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
@@ -98,9 +98,9 @@ class Operation:
 
 
 @dataclass
-class Tape:
+class OperationTape:
     seed: int  # from which the constructor starts to draw
-    operations: list[Operation] = field(default_factory=list)
+    operations: list[RecordedOperation] = field(default_factory=list)
     writers: dict[int, list[int]] = field(default_factory=dict)  # storage -> indices of operations
     whole: bool = True  # to replay it gives what the constructor would
 
@@ -117,9 +117,9 @@ class Tape:
             for storage in set(writes):
                 self.writers.setdefault(storage, []).append(len(self.operations))
             args, kwargs, results = tree_map(_as_now, (args, kwargs, results))
-            self.operations.append(Operation(run, args, kwargs, results, reads, writes, random))
+            self.operations.append(RecordedOperation(run, args, kwargs, results, reads, writes, random))
 
-    def leading_to(self, storage: int) -> list[Operation]:
+    def leading_to(self, storage: int) -> list[RecordedOperation]:
         """The operations that the content of `storage` depends on, in order."""
         found: set[int] = set()
         wanted, seen = [storage], {storage}
@@ -136,7 +136,7 @@ class Tape:
 class _Operations(TorchDispatchMode):
     """Records what happens on the meta device."""
 
-    def __init__(self, tape: Tape):
+    def __init__(self, tape: OperationTape):
         super().__init__()
         self.tape = tape
 
@@ -176,7 +176,7 @@ class _Constructor(TorchFunctionMode):
     Numbers that the constructor brings along are kept. What fails, as looking at values does, makes the tape useless.
     """
 
-    def __init__(self, tape: Tape):
+    def __init__(self, tape: OperationTape):
         super().__init__()
         self.tape = tape
 
@@ -226,7 +226,7 @@ class _Poison(TorchDispatchMode):
 
 
 @contextlib.contextmanager
-def _whole_trunc_normal(tape: Tape) -> Iterator[None]:
+def _whole_trunc_normal(tape: OperationTape) -> Iterator[None]:
     """Record trunc_normal_ as one operation: since torch 2.13 it draws until all values fit, which a meta tensor cannot tell."""
     original = nn.init._no_grad_trunc_normal_
 
@@ -247,7 +247,7 @@ def _whole_trunc_normal(tape: Tape) -> Iterator[None]:
 class Weights:
     """Where the initial values of a model come from."""
 
-    tape: Tape
+    tape: OperationTape
     origins: dict[str, Tensor]  # name -> the tensor as the constructor left it: on meta, or real
     unwritten: dict[str, int]  # name -> how many of its elements nothing wrote, as far as that is known before they are drawn
 
@@ -275,7 +275,7 @@ class Weights:
                 )
 
 
-def _replayed(operations: list[Operation], origin: Tensor, second: bool) -> Tensor:
+def _replayed(operations: list[RecordedOperation], origin: Tensor, second: bool) -> Tensor:
     """What the operations make of `origin`. `second`: with other values in memory that they do not write."""
     made: dict[int, Tensor] = {}  # storage -> all of it, one-dimensional
 
@@ -321,14 +321,14 @@ def record(build: Callable[[], nn.Module], seed: int) -> tuple[nn.Module, Weight
     recorded: it is then run for real, whole. What it draws outside of torch, or on a device that it names, comes from `seed`.
     """
     start = derive(seed, "model")
-    tape, poison = Tape(start), _Poison(second=False)
+    tape, poison = OperationTape(start), _Poison(second=False)
     model: nn.Module | None = None
     # whatever it raises: the plain construction below shows whether that is the user's mistake
     with contextlib.suppress(Exception), streams(start), _whole_trunc_normal(tape), poison, _Constructor(tape), _Operations(tape):
         model = build()
     recorded = isinstance(model, nn.Module) and tape.whole and _all_known(model, tape)
     if not recorded:
-        tape, poison = Tape(start), _Poison(second=False)
+        tape, poison = OperationTape(start), _Poison(second=False)
         with streams(start), poison:
             model = build()
     if not isinstance(model, nn.Module):
@@ -350,7 +350,7 @@ def record(build: Callable[[], nn.Module], seed: int) -> tuple[nn.Module, Weight
     return (model if recorded else model.to("meta")), Weights(tape, origins, unwritten), recorded
 
 
-def _never_written(origins: Mapping[str, Tensor], tape: Tape) -> dict[str, int]:
+def _never_written(origins: Mapping[str, Tensor], tape: OperationTape) -> dict[str, int]:
     """Elements of tensors on the meta device on which no operation worked."""
     found = {}
     for name, origin in origins.items():
@@ -360,7 +360,7 @@ def _never_written(origins: Mapping[str, Tensor], tape: Tape) -> dict[str, int]:
     return found
 
 
-def _all_known(model: nn.Module, tape: Tape) -> bool:
+def _all_known(model: nn.Module, tape: OperationTape) -> bool:
     """Whether the tape leads to all tensors of a model that are on the meta device, and all of them can be found by name."""
     registered = named_tensors(model).values()
     if any(is_lazy(tensor) for tensor in registered):

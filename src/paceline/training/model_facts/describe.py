@@ -14,13 +14,13 @@ from paceline.data.loader import Batch
 from paceline.distributed.dtensor import storage_of
 from paceline.errors import PlanError, TaskError
 from paceline.parallel.forward import call
-from paceline.plan.model.facts import Block, Held, Lives, ModelFacts
+from paceline.plan.model.facts import BlockFacts, LiveBytes, ModelFacts, TensorVolume
 from paceline.plan.model.operations import Operation
 from paceline.plan.plan import Plan
 from paceline.spec import Spec
 from paceline.task import Task
-from paceline.training.model_facts.live_memory import Lived, lived
-from paceline.training.model_facts.op_counter import FIRST, LAST, Counting, Part
+from paceline.training.model_facts.live_memory import LiveMemory, lived
+from paceline.training.model_facts.op_counter import FIRST, LAST, BlockCount, OpCounter
 from paceline.user_code import UserCode
 
 SAMPLES = 3  # BatchNorm takes no single one; a number that shapes of weights seldom have
@@ -39,7 +39,7 @@ def described(model: nn.Module, task: Task, batch: Batch, samples: int) -> Model
     with UserCode("the forward pass without values", task.model):
         styles = _styles(model, task, batch)
     with UserCode("the forward pass without values", task.model), imagined(model) as imagine:
-        watch = Counting(model, task, styles)
+        watch = OpCounter(model, task, styles)
         try:
             return watched(watch, task, imagine(batch), samples)
         except RuntimeError as error:
@@ -50,7 +50,7 @@ def described(model: nn.Module, task: Task, batch: Batch, samples: int) -> Model
             ) from error
 
 
-def watched(watch: Counting, task: Task, batch: Batch, samples: int) -> ModelFacts:
+def watched(watch: OpCounter, task: Task, batch: Batch, samples: int) -> ModelFacts:
     """Of a model on the device of `batch`, whether or not they have values."""
     model = watch.model
     with watch:
@@ -65,11 +65,11 @@ def watched(watch: Counting, task: Task, batch: Batch, samples: int) -> ModelFac
     return _with_lives(facts, found, samples)
 
 
-def _with_lives(facts: ModelFacts, found: tuple[Lived, list[Lived], Lived], samples: int) -> ModelFacts:
+def _with_lives(facts: ModelFacts, found: tuple[LiveMemory, list[LiveMemory], LiveMemory], samples: int) -> ModelFacts:
     """Of blocks that are alike the one in the middle, which is neither the first nor the last."""
 
-    def of(block: Block, one: Lived) -> Block:
-        return replace(block, lives=Lives(one.kept / samples, one.most / samples))
+    def of(block: BlockFacts, one: LiveMemory) -> BlockFacts:
+        return replace(block, lives=LiveBytes(one.kept / samples, one.most / samples))
 
     first, each, last = found
     ends = list(accumulate(count for _, count in facts.runs))
@@ -88,7 +88,7 @@ def _styles(model: nn.Module, task: Task, batch: Batch) -> Mapping[str, str]:
         return {}
 
 
-def _facts(watch: Counting, name: str, samples: int) -> ModelFacts:
+def _facts(watch: OpCounter, name: str, samples: int) -> ModelFacts:
     made = {k: _block(watch, k, samples) for k in watch.parts}
     grouped = [list(alike) for _, alike in groupby((made[k] for k in range(len(watch.units))), _key)]
     runs = tuple((alike[0], len(alike)) for alike in grouped)
@@ -116,11 +116,11 @@ def _facts(watch: Counting, name: str, samples: int) -> ModelFacts:
     )
 
 
-def _learns(watch: Counting, memory: int) -> bool:
+def _learns(watch: OpCounter, memory: int) -> bool:
     return isinstance(watch.owner[memory], nn.Parameter)
 
 
-def _block(watch: Counting, at: int, samples: int) -> Block:
+def _block(watch: OpCounter, at: int, samples: int) -> BlockFacts:
     part = watch.parts[at]
     modules = dict(watch.model.named_modules())
     own = _parameters(watch, at)
@@ -128,14 +128,14 @@ def _block(watch: Counting, at: int, samples: int) -> Block:
     none, given = _held(watch, part, samples)
     boundary = math.prod(part.boundary) / samples if part.boundary and at != LAST else 0.0
     own_layers = [watch.styles.get(layer) for layer in part.layers]
-    return Block(
+    return BlockFacts(
         name=part.name,
         params=sum(p.numel() for p in own),
         split_params=sum(p.numel() for p in own if id(p) in styled),
         products=tuple(replace(product, rows=product.rows / samples) for product in part.products),
         attention=tuple(part.attention),
-        saved={"none": none} if at < 0 else {"none": none, "selective": given._replace(stream=boundary), "full": Held(boundary)},
-        traffic=Held(stream=part.moved / samples),
+        saved={"none": none} if at < 0 else {"none": none, "selective": given._replace(stream=boundary), "full": TensorVolume(boundary)},
+        traffic=TensorVolume(stream=part.moved / samples),
         boundary=boundary,
         sums=own_layers.count("row") + own_layers.count("vocabulary") + own_layers.count("gather") / 2,
         kernels=part.kernels,
@@ -152,7 +152,7 @@ def _counted(operations: list[Operation], samples: int) -> tuple[Operation, ...]
     return tuple(replace(one, size=one.size if one.kind == "view" else one.size / samples, count=n) for one, n in alike.items())
 
 
-def _parameters(watch: Counting, at: int) -> list[nn.Parameter]:
+def _parameters(watch: OpCounter, at: int) -> list[nn.Parameter]:
     """Each parameter once: in its block, else where it is used first."""
     of_units = {id(p): k for k, unit in enumerate(watch.units) for p in unit.parameters()}
 
@@ -162,7 +162,7 @@ def _parameters(watch: Counting, at: int) -> list[nn.Parameter]:
     return [parameter for parameter in watch.model.parameters() if place(parameter) == at]
 
 
-def _held(watch: Counting, part: Part, samples: int) -> tuple[Held, Held]:
+def _held(watch: OpCounter, part: BlockCount, samples: int) -> tuple[TensorVolume, TensorVolume]:
     """What is kept of a sample: all, and only what products and attention gave."""
     stream = whole = split = fixed = given_whole = given_split = 0.0
     for memory, (tensor, of_loss) in part.saved.items():
@@ -179,9 +179,9 @@ def _held(watch: Counting, part: Part, samples: int) -> tuple[Held, Held]:
         else:
             whole += count
             given_whole += count * (memory in watch.given)
-    return Held(stream, whole, split, fixed), Held(0.0, given_whole, given_split)
+    return TensorVolume(stream, whole, split, fixed), TensorVolume(0.0, given_whole, given_split)
 
 
-def _key(block: Block) -> Any:
+def _key(block: BlockFacts) -> Any:
     """What makes blocks alike."""
-    return [getattr(block, name) for name in Block.__dataclass_fields__ if name != "name"]
+    return [getattr(block, name) for name in BlockFacts.__dataclass_fields__ if name != "name"]

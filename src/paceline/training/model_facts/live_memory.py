@@ -14,7 +14,7 @@ from paceline.distributed.dtensor import storage_of
 
 
 @dataclass
-class Lived:
+class LiveMemory:
     """Bytes of a block, of all samples together. kept: from the end of its forward pass to its backward pass, above what the blocks before
     it keep; `most`: at its worst moment, likewise. Weights and their gradients are left out."""
 
@@ -22,7 +22,7 @@ class Lived:
     most: int = 0
 
 
-class Living(TorchDispatchMode):
+class LiveMemoryTracer(TorchDispatchMode):
     """Enter it for a pass through a model and back; `units` are its blocks in order. Tensors may have no values."""
 
     def __init__(self, model: nn.Module, units: list[nn.Module]):
@@ -35,10 +35,12 @@ class Living(TorchDispatchMode):
         self.most = [0] * (len(units) + 2)
         self.at = 0
 
-    def lived(self) -> tuple[Lived, list[Lived], Lived]:
+    def lived(self) -> tuple[LiveMemory, list[LiveMemory], LiveMemory]:
         """Ahead of the blocks, of each, and behind them."""
         ends = [*self.before[1:], self.before[-1]]
-        found = [Lived(max(0, end - begin), max(0, most - begin)) for begin, end, most in zip(self.before, ends, self.most, strict=True)]
+        found = [
+            LiveMemory(max(0, end - begin), max(0, most - begin)) for begin, end, most in zip(self.before, ends, self.most, strict=True)
+        ]
         return found[0], found[1:-1], found[-1]
 
     def _begin(self, at: int) -> None:
@@ -111,9 +113,9 @@ def _forget(parameter: Tensor) -> None:
     parameter.grad = None
 
 
-def lived(model: nn.Module, units: list[nn.Module], run: Callable[[], Tensor]) -> tuple[Lived, list[Lived], Lived]:
+def lived(model: nn.Module, units: list[nn.Module], run: Callable[[], Tensor]) -> tuple[LiveMemory, list[LiveMemory], LiveMemory]:
     """`run` returns the loss of a pass forward."""
-    watch = Living(model, units)
+    watch = LiveMemoryTracer(model, units)
     with watch, torch.enable_grad():
         run().sum().backward()
     return watch.lived()

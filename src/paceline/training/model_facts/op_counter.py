@@ -40,7 +40,7 @@ KIND_OF = {
 
 
 @dataclass
-class Part:
+class BlockCount:
     """What is counted of a block, of all samples together."""
 
     name: str
@@ -54,7 +54,7 @@ class Part:
     layers: set[str] = field(default_factory=set)
 
 
-class Counting(TorchDispatchMode):
+class OpCounter(TorchDispatchMode):
     """Follows a pass through the blocks of a model."""
 
     def __init__(self, model: nn.Module, task: Task, styles: Mapping[str, str]):
@@ -64,7 +64,9 @@ class Counting(TorchDispatchMode):
         units = blocks(model, layout_of(task)) or [model]
         self.unit_of = {id(unit): k for k, unit in enumerate(units)}
         self.units = units
-        self.parts = {FIRST: Part("first"), LAST: Part("last")} | {k: Part(self.names[id(u)] or "model") for k, u in enumerate(units)}
+        self.parts = {FIRST: BlockCount("first"), LAST: BlockCount("last")} | {
+            k: BlockCount(self.names[id(u)] or "model") for k, u in enumerate(units)
+        }
         self.owner = {storage_of(p): p for p in (*model.parameters(), *model.buffers())}
         self.used: dict[int, set[int]] = {}  # parameter -> parts that use it
         self.running: list[str] = []
@@ -169,7 +171,7 @@ class Counting(TorchDispatchMode):
 class _Attentions(TorchFunctionMode):
     """Attention, seen whole."""
 
-    def __init__(self, counting: Counting):
+    def __init__(self, counting: OpCounter):
         super().__init__()
         self.counting = counting
 

@@ -23,10 +23,10 @@ from paceline.errors import RankError
 from paceline.events import Ended, Event, Failed, Started, Step
 from paceline.plan.plan import Plan
 from paceline.training.checkpoint import save as checkpoint
-from paceline.training.parameter_server.partition import Piece, join_state
+from paceline.training.parameter_server.partition import ParameterSlice, join_state
 from paceline.training.parameter_server.rpc import Message, Transport, answered
 from paceline.training.parameter_server.server_shard import Shard, load_message
-from paceline.training.step_metrics import Local
+from paceline.training.step_metrics import LocalStepStats
 
 STALENESS = 4  # where a plan does not say it
 GOODBYE_S = 30.0  # for workers to say that they have seen the end
@@ -47,7 +47,7 @@ class Coordinator:
         model: nn.Module,
         optimizer: torch.optim.Optimizer,
         shard: Shard,
-        dealt: list[list[Piece]],
+        dealt: list[list[ParameterSlice]],
         plan: Plan,
         transport: Transport,
         clip: float | None,
@@ -112,7 +112,7 @@ class Coordinator:
             self.lost.append(_Lost(worker, max([self.step - 1, *steps]) + 1, why))
             self.changed.notify_all()
 
-    def __call__(self, batches: object, step: int, lr_factor: float) -> Local:
+    def __call__(self, batches: object, step: int, lr_factor: float) -> LocalStepStats:
         """Wait until all workers have pushed this step, and make its update."""
         came = self._all_of(step)
         self.parts[step + 1] = len(came)
@@ -126,7 +126,7 @@ class Coordinator:
             self.pushed.pop(step, None)
         expected = sum(message.facts["expected"] or 0.0 for message in came.values())
         loss = math.fsum(message.facts["loss"] for _, message in sorted(came.items()))
-        return Local(loss, sum(items.values()), torch.tensor(norm, dtype=torch.float64), expected or None)
+        return LocalStepStats(loss, sum(items.values()), torch.tensor(norm, dtype=torch.float64), expected or None)
 
     def _all_of(self, step: int) -> dict[int, Message]:
         with self.changed:
@@ -150,11 +150,11 @@ class Coordinator:
     def gather_(self) -> dict[str, Tensor]:
         """Bring all weights into this rank's model; returns the optimizer's state, by its name in a checkpoint."""
         params = dict(self.model.named_parameters())
-        states: dict[str, dict[Piece, dict[str, Tensor]]] = {}
+        states: dict[str, dict[ParameterSlice, dict[str, Tensor]]] = {}
         with torch.no_grad():
             for answer in self._ask_all(lambda _: Message("state")):
                 for key, value in answer.tensors.items():
-                    if isinstance(key, Piece):
+                    if isinstance(key, ParameterSlice):
                         key.of(params[key.name].data).copy_(value)
                         states.setdefault(key.name, {}).setdefault(key, {})
                     else:

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor, nn
 from torch.futures import Future
 
-from paceline.training.parameter_server.partition import Piece, cut_state
+from paceline.training.parameter_server.partition import ParameterSlice, cut_state
 from paceline.training.parameter_server.rpc import Message, answered
 
-Gradients = Mapping[Piece, Tensor]
+Gradients = Mapping[ParameterSlice, Tensor]
 
 
 @dataclass
@@ -30,7 +30,7 @@ class Shard:
 
     model: nn.Module
     optimizer: torch.optim.Optimizer  # of the whole model; only its groups are looked at
-    pieces: Sequence[Piece]
+    pieces: Sequence[ParameterSlice]
     statistics: Mapping[str, Tensor]  # buffers that are averaged over the workers; on the first server
     version: int = 0  # updates made
     is_over: bool = False
@@ -53,7 +53,7 @@ class Shard:
         self.base_lrs = [group["lr"] for group in self.optimizer.param_groups]
         self.pushed: dict[int, dict[int, Message]] = {}  # step -> worker -> gradients
         self.waiting: list[tuple[int, int, Future[Message]]] = []
-        self.copy: dict[Piece | str, Tensor] | None = None  # of the weights, for all who pull this version
+        self.copy: dict[ParameterSlice | str, Tensor] | None = None  # of the weights, for all who pull this version
         self.lock = threading.RLock()
 
     def answer(self, message: Message) -> "Future[Message]":
@@ -84,7 +84,7 @@ class Shard:
             tensors = self._weights() if self.version > have and not self.is_over else {}
             future.set_result(Message("weights", dict(tensors), {"version": self.version, "over": self.is_over}))
 
-    def _weights(self) -> dict[Piece | str, Tensor]:
+    def _weights(self) -> dict[ParameterSlice | str, Tensor]:
         if self.copy is None:
             self.copy = {piece: part.detach().clone().cpu() for piece, part in self.parts.items()}
             self.copy |= {name: buffer.clone().cpu() for name, buffer in self.statistics.items()}
@@ -147,7 +147,9 @@ class Shard:
         return Message("ended")
 
 
-def load_message(optimizer: torch.optim.Optimizer, params: Mapping[str, nn.Parameter], pieces: Sequence[Piece], version: int) -> Message:
+def load_message(
+    optimizer: torch.optim.Optimizer, params: Mapping[str, nn.Parameter], pieces: Sequence[ParameterSlice], version: int
+) -> Message:
     """What a shard starts from, of a whole model and its optimizer."""
     tensors: dict[object, Tensor] = {}
     for piece in pieces:

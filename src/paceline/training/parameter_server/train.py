@@ -24,10 +24,10 @@ from paceline.training.parameter_server.partition import deal
 from paceline.training.parameter_server.rpc import Rpc
 from paceline.training.parameter_server.server_shard import Shard
 from paceline.training.parameter_server.worker import Worker
-from paceline.training.setup import Data, Laid, lay_out
-from paceline.training.step import Step
+from paceline.training.setup import PreparedTraining, TrainingData, build_training
+from paceline.training.step import TrainingStep
 
-Loop = Callable[[Plan, World, Data, Laid, Callable[[], bool]], Any]  # makes the loop of one process
+Loop = Callable[[Plan, World, TrainingData, PreparedTraining, Callable[[], bool]], Any]  # makes the loop of one process
 
 
 def train_against_servers(
@@ -38,7 +38,7 @@ def train_against_servers(
     task: Task,
     device: torch.device,
     stop: Callable[[], bool],
-    data: Data,
+    data: TrainingData,
     loop: Loop,
     notes: Sequence[str],
 ) -> Generator[Event]:
@@ -47,9 +47,9 @@ def train_against_servers(
     if spec.precision == "fp16":
         raise PlanError(f"plan {asked} with fp16: each worker would need a loss scale of its own; use bf16 or fp32")
     alone, me = replace(plan, dp=1, servers=None, staleness=None), replace(world, rank=0, size=1)
-    laid = lay_out(spec, alone, me, task, device)
+    laid = build_training(spec, alone, me, task, device)
     model, update, optimizer = laid.model, laid.update, laid.update.optimizer
-    assert isinstance(update, Step)
+    assert isinstance(update, TrainingStep)
     trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
     dealt = deal(trained, plan.servers, by_row=type(optimizer).__name__ in ELEMENTWISE)
     statistics = running_statistics(model)
@@ -101,7 +101,7 @@ def _notes(plan: Plan, statistics: dict[str, Tensor]) -> tuple[str, ...]:
     )
 
 
-def _started(spec: Spec, asked: str, world: World, model: nn.Module, data: Data, step: int, total: int) -> Started:
+def _started(spec: Spec, asked: str, world: World, model: nn.Module, data: TrainingData, step: int, total: int) -> Started:
     """What a rank tells that is not the first; nobody writes it down."""
     return Started(
         task=spec.task,

@@ -8,14 +8,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from paceline.data.loader import Part, Samples, batches, training_parts
-from paceline.plan.plan import Place, Plan
+from paceline.data.loader import RankBatchSlice, Samples, batches, training_parts
+from paceline.plan.plan import MeshCoordinate, Plan
 from paceline.spec import Spec
 from paceline.training.first_loss import FirstLoss
 from paceline.training.parameter_server.coordinator import STALENESS
-from paceline.training.parameter_server.partition import Piece
+from paceline.training.parameter_server.partition import ParameterSlice
 from paceline.training.parameter_server.rpc import Message, Transport
-from paceline.training.step import Step
+from paceline.training.step import TrainingStep
 
 
 class Worker:
@@ -24,8 +24,8 @@ class Worker:
     def __init__(
         self,
         model: nn.Module,
-        update: Step,
-        dealt: list[list[Piece]],
+        update: TrainingStep,
+        dealt: list[list[ParameterSlice]],
         statistics: dict[str, Tensor],
         plan: Plan,
         rank: int,
@@ -37,7 +37,7 @@ class Worker:
         self.number = rank - plan.servers
         self.staleness = plan.staleness if plan.staleness is not None else STALENESS
         self.have = [-1] * plan.servers  # updates in the weights of each server that are here
-        update.alone, update.place = True, Place(pp=0, dp=self.number, cp=0, tp=0)
+        update.alone, update.place = True, MeshCoordinate(pp=0, dp=self.number, cp=0, tp=0)
 
     def first(self) -> int:
         """The step to begin with, once the servers are ready."""
@@ -58,7 +58,7 @@ class Worker:
         """Work until it is over; yields the number of each step."""
         assert self.plan.dp is not None
         assert self.plan.micro is not None
-        part = Part(spec.batch, self.plan.micro, self.number, self.plan.dp)
+        part = RankBatchSlice(spec.batch, self.plan.micro, self.number, self.plan.dp)
         parts = training_parts(part, samples, spec.seed, first, total)
         first_loss = FirstLoss(self.update, part.share, self.plan.dp * self.plan.micro > 1, spec.allow_local_loss, of_worker=self.plan)
         self.update.examine = first_loss
@@ -103,7 +103,7 @@ class Worker:
             over |= answer.facts["over"]
             self.have[server] = answer.facts["version"]
             for key, value in answer.tensors.items():
-                (key.of(self.params[key.name].data) if isinstance(key, Piece) else self.statistics[key]).copy_(value)
+                (key.of(self.params[key.name].data) if isinstance(key, ParameterSlice) else self.statistics[key]).copy_(value)
         return over
 
     def _gradients(self) -> list[dict[Any, Tensor]]:

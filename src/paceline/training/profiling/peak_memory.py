@@ -10,7 +10,7 @@ from torch import Tensor
 from paceline.distributed.dtensor import is_here, local
 from paceline.training.init.deferred_init import named_tensors
 from paceline.training.optimizer import local_optimizer
-from paceline.training.setup import Laid
+from paceline.training.setup import PreparedTraining
 
 Storages = dict[int, int]  # bytes by address
 
@@ -23,7 +23,7 @@ class Allocation(NamedTuple):
     bytes: int
 
 
-class Held(NamedTuple):
+class PeakMemory(NamedTuple):
     """Bytes of a rank at its peak."""
 
     weights: float
@@ -36,17 +36,17 @@ class Held(NamedTuple):
         return sum(self)
 
 
-def weights(laid: Laid) -> int:
+def weights(laid: PreparedTraining) -> int:
     """Bytes of the parameters and buffers here."""
     return sum(storages(tensor for tensor in named_tensors(laid.model).values() if is_here(tensor)).values())
 
 
-def optimizer_state(laid: Laid) -> int:
+def optimizer_state(laid: PreparedTraining) -> int:
     states = local_optimizer(laid.step.optimizer).state.values()
     return sum(storages(value for state in states for value in state.values() if isinstance(value, Tensor)).values())
 
 
-def gradients(laid: Laid) -> Storages:
+def gradients(laid: PreparedTraining) -> Storages:
     return storages(parameter.grad for parameter in laid.step.params if parameter.grad is not None)
 
 
@@ -69,7 +69,7 @@ def allocations(tree: Iterable[Any], device: torch.device) -> list[Allocation]:
     return sorted(found)
 
 
-def held(stays: tuple[int, int], grads: Storages, happened: Sequence[Allocation], begin_ns: int, marked_ns: int, end_ns: int) -> Held:
+def held(stays: tuple[int, int], grads: Storages, happened: Sequence[Allocation], begin_ns: int, marked_ns: int, end_ns: int) -> PeakMemory:
     """`stays`: weights and optimizer state. `grads`: at `marked_ns`. The peak is looked for between begin and end."""
     alive, most, peak_ns = _Alive(), 0, begin_ns
     for one in happened:
@@ -81,7 +81,7 @@ def held(stays: tuple[int, int], grads: Storages, happened: Sequence[Allocation]
     born = {one.address: one.time_ns for one in happened if one.bytes > 0 and one.time_ns <= marked_ns}
     old = sum(size for address, size in grads.items() if address not in born)  # in buckets that stay
     new = sum(size for address, size in grads.items() if address in born and born[address] <= peak_ns)
-    return Held(stays[0], old + new, stays[1], max(0, most - new))
+    return PeakMemory(stays[0], old + new, stays[1], max(0, most - new))
 
 
 class _Alive:

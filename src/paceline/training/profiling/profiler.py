@@ -16,8 +16,8 @@ from paceline.events import Accounted
 from paceline.plan.cost_model.compare import MOST_STEPS
 from paceline.plan.plan import Plan
 from paceline.training.profiling import peak_memory
-from paceline.training.profiling.time_breakdown import END, GRADIENTS, STEP, UPDATED, Op, Seconds, marked, on_device, on_host
-from paceline.training.setup import Laid
+from paceline.training.profiling.time_breakdown import END, GRADIENTS, STEP, UPDATED, Op, StepSeconds, marked, on_device, on_host
+from paceline.training.setup import PreparedTraining
 
 SHARE = 0.01  # of the training that it may take
 WARM_UP_STEPS = 3  # before the first profiled one
@@ -28,10 +28,10 @@ EVENT_S = 2e-6  # that writing down each event takes from a step
 PARTS = ("compute", "communication", "bubble", "input", "optimizer", "other")  # of a step; a save is none of a step
 
 
-class Accounting:
+class StepProfiler:
     """Call `begin` before and `end` after each step; all ranks must do so in step."""
 
-    def __init__(self, wanted: bool | None, first: int, total: int, laid: Laid, plan: Plan, world: World, device: torch.device):
+    def __init__(self, wanted: bool | None, first: int, total: int, laid: PreparedTraining, plan: Plan, world: World, device: torch.device):
         self.wanted = wanted if laid.servers is None else False
         self.first, self.total, self.laid, self.plan, self.world, self.device = first, total, laid, plan, world, device
         self.told_s = 0.0
@@ -93,7 +93,7 @@ class Accounting:
 class _Profile:
     """A few steps under torch's profiler."""
 
-    def __init__(self, laid: Laid, device: torch.device, steps: int, first: int):
+    def __init__(self, laid: PreparedTraining, device: torch.device, steps: int, first: int):
         self.laid, self.device, self.steps, self.first = laid, device, steps, first
         began = time.perf_counter()
         self.data_ns: list[int] = []
@@ -172,7 +172,7 @@ def _logs_from(level: int) -> int:
     return level
 
 
-COLUMNS = 2 + len(Seconds._fields) + len(peak_memory.Held._fields)
+COLUMNS = 2 + len(StepSeconds._fields) + len(peak_memory.PeakMemory._fields)
 
 
 _mark = torch.autograd.profiler.record_function
@@ -211,9 +211,9 @@ def _gathered(row: list[float], world: World, device: torch.device) -> list[list
 
 def _accounted(rows: list[list[float]], plan: Plan, step: int, profiled: int) -> Accounted:
     """Of what the ranks saw, by rank."""
-    count = len(Seconds._fields)
-    seconds = [Seconds(*row[2 : 2 + count]) for row in rows]
-    held = [peak_memory.Held(*row[2 + count :]) for row in rows]
+    count = len(StepSeconds._fields)
+    seconds = [StepSeconds(*row[2 : 2 + count]) for row in rows]
+    held = [peak_memory.PeakMemory(*row[2 + count :]) for row in rows]
     split = [_parts(one, plan, min(other.transfer for other in seconds)) for one in seconds]
     busy = [one["compute"] + one["input"] + one["optimizer"] + one["other"] for one in split]
     stages = [[rank for rank in range(len(rows)) if plan.place(rank).pp == pp] for pp in range(plan.pp)]
@@ -235,7 +235,7 @@ def _accounted(rows: list[list[float]], plan: Plan, step: int, profiled: int) ->
     )
 
 
-def _parts(one: Seconds, plan: Plan, transfer: float) -> dict[str, float]:
+def _parts(one: StepSeconds, plan: Plan, transfer: float) -> dict[str, float]:
     """In a pipeline, waiting for a neighbour is the bubble, but for what the transfer itself takes."""
     sent = min(one.neighbours, one.waits * transfer) if plan.pp > 1 and one.waits else one.neighbours
     bubble = one.neighbours - sent

@@ -30,7 +30,7 @@ class Op(NamedTuple):
     launched_ns: int | None = None
 
 
-class Seconds(NamedTuple):
+class StepSeconds(NamedTuple):
     """Of a step on one rank. `neighbours`: in sends and receives, with which nothing computes, in `waits` pauses; `transfer`: the
     shortest of those calls, which waited for nobody."""
 
@@ -45,7 +45,7 @@ class Seconds(NamedTuple):
     transfer: float = float("inf")
 
 
-def on_host(ops: Sequence[Op], data_ns: Sequence[int]) -> Seconds:
+def on_host(ops: Sequence[Op], data_ns: Sequence[int]) -> StepSeconds:
     """Of the steps from each STEP to its END, each of which waited so long for its batch; what does not wait in forward and backward
     computes, Python's part of it included."""
     steps, gradients, updated, ends = marked(ops)
@@ -70,7 +70,7 @@ def on_host(ops: Sequence[Op], data_ns: Sequence[int]) -> Seconds:
     return _mean(found, len(steps), beside, near)
 
 
-def on_device(ops: Sequence[Op], data_ns: Sequence[int]) -> Seconds:
+def on_device(ops: Sequence[Op], data_ns: Sequence[int]) -> StepSeconds:
     """The same where a device computes, which is idle at the first STEP and at the last END: what it does counts, not the host that runs
     ahead."""
     steps, gradients, updated, ends = marked(ops)
@@ -96,10 +96,10 @@ def marked(ops: Sequence[Op]) -> tuple[list[int], list[Span], list[int], list[in
     return steps, found[1], updated, ends
 
 
-def _mean(found: Mapping[str, int], steps: int, beside: Sequence[Span], near: Sequence[Op]) -> Seconds:
+def _mean(found: Mapping[str, int], steps: int, beside: Sequence[Span], near: Sequence[Op]) -> StepSeconds:
     parts = {name: ns / steps / 1e9 for name, ns in found.items()}
     transfer = min((op.end_ns - op.begin_ns for op in near), default=float("inf")) / 1e9
-    return Seconds(**parts, waits=len(beside) / steps, transfer=transfer)
+    return StepSeconds(**parts, waits=len(beside) / steps, transfer=transfer)
 
 
 def _apart(talks: Iterable[Op]) -> tuple[list[Op], list[Op]]:
