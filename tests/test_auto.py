@@ -51,6 +51,7 @@ def test_the_run_says_what_it_took_and_goes_on_with_it(tmp_path: Path) -> None:
     assert not any(note.startswith("auto took") for note in last.notes)
 
 
+@pytest.mark.slow
 def test_ranks_of_another_launcher_agree(tmp_path: Path) -> None:
     write_task(tmp_path)
     write_machine(tmp_path)

@@ -149,6 +149,7 @@ def test_a_fork_server_that_is_killed_while_it_imports(tmp_path: Path) -> None:
     assert result.status == 0, result.all
 
 
+@pytest.mark.slow
 def test_restarted_ranks_are_forked_again(tmp_path: Path) -> None:
     write_task(tmp_path)
     slow = slow_down(tmp_path / "slow", 0.01)

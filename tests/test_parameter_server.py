@@ -73,8 +73,11 @@ def steps(events: list[Event]) -> list[Step]:
 @pytest.mark.parametrize(
     "task",
     [
-        *(models.Points, models.Text, models.Idle, models.OwnOptimizer),
-        *[pytest.param(task, marks=pytest.mark.slow) for task in (models.Images, models.Scalar, models.Weighed, models.Routed)],
+        *(models.Points, models.Text),
+        *[
+            pytest.param(task, marks=pytest.mark.slow)
+            for task in (models.Idle, models.OwnOptimizer, models.Images, models.Scalar, models.Weighed, models.Routed)
+        ],
     ],
 )
 @pytest.mark.parametrize("optimizer", [pytest.param(ADAMW, id="adamw"), pytest.param(CLIPPED, id="sgd-clip", marks=pytest.mark.slow)])

@@ -78,9 +78,8 @@ def trained(size: int, spec: Spec, plan: str, run: Path, stop_at: int | None = N
 # Stop at a step and go on: bit for bit
 
 CASES = [
-    *[(ON[plan], plan, 7) for plan in ("zero1", "zero3")],
+    (2, "zero3", 7),
     (4, "ddp", 10),  # the order of DDP's buckets matters from three ranks on
-    (2, "ddp,micro=2", 5),
 ]
 SWEEP = [
     (size, f"{plan}{micro}", stop)

@@ -505,6 +505,7 @@ def test_the_command_on_what_is_not(at: Path) -> None:
     }
 
 
+@pytest.mark.slow
 def test_the_command_on_all_plans(at: Path) -> None:
     words = ("verify", "my.py:Mine", "--all", "--ranks", "2", "--steps", "1", "--json", "all.json")
     result = succeed(*words, at=at, COLUMNS="80")
