@@ -17,7 +17,6 @@ author = "The Paceline authors"
 version = release = __version__
 
 extensions = ["myst_parser"]
-myst_enable_extensions = ["deflist"]
 myst_heading_anchors = 3
 
 html_theme = "furo"

@@ -133,6 +133,25 @@ def test_a_mistake_is_an_error(site, mistake):
     assert "nothing" in done.stderr
 
 
+def test_the_glossary_is_in_order():
+    terms = re.findall(r"^(\S.*)\n  \S", (ROOT / "docs/glossary.md").read_text(), re.M)
+    assert len(terms) > 50
+    assert terms == sorted(set(terms), key=lambda term: term.lower().replace("-", " "))
+
+
+def test_every_file_of_a_run_is_described(tmp_path):
+    succeed("train", "digits", "--steps", "2", "--ranks", "2", "--run-dir", "run", at=tmp_path)
+    page = (ROOT / "docs/files.md").read_text()
+    for path in (tmp_path / "run").iterdir():
+        assert f"`{path.name}/" in page if path.is_dir() else f"`{path.name}`" in page, path.name
+    for path in (tmp_path / "run/ranks").iterdir():
+        assert f"`ranks/{re.sub('[0-9]+', 'N', path.name)}`" in page, path.name
+    for path in (tmp_path / "run/ckpt/step_2").iterdir():
+        assert f"`{path.name}`" in page or f"`*{path.suffix}`" in page, path.name
+    keys = set(json.loads((tmp_path / "run/provenance.json").read_text()))
+    assert keys <= set(re.findall(r"^\| `(\w+)` \|", page, re.M))
+
+
 def test_the_commands_of_getting_started(tmp_path):
     page = (ROOT / "docs/start.md").read_text()
     [program] = re.findall(r"```python\n(.*?)```", page, re.S)
