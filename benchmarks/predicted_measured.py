@@ -23,7 +23,7 @@ from paceline.plan.search.candidates import candidates
 from paceline.spec import Spec
 from paceline.task import load_task
 from paceline.training.ddp_warmup import settle
-from paceline.training.setup import build_training, open_data, rehearse
+from paceline.training.setup import build_training, open_data, validate_plan
 
 CPU = torch.device("cpu")
 COUNTED = 3  # steps whose tensors are counted: engines have settled in the second
@@ -35,7 +35,7 @@ def possible(spec: Spec, task: Task, ranks: int) -> Iterator[Plan]:
         try:
             on = plan.on(ranks)
             share(spec.batch, on)
-            rehearse(spec, on, task)
+            validate_plan(spec, on, task)
         except Error:
             continue
         yield plan

@@ -541,8 +541,8 @@ def test_a_rank_that_dies_names_itself(here, tmp_path):
     kept = RunFolder(tmp_path / "r").checkpoints()[-1]
     first, *rest = result.err.splitlines()
     assert result.status == 2
-    way_out = f"go on from step {kept} with: paceline resume {tmp_path}/r"
-    assert first == f"paceline: rank 1 failed: ended with exit status 7, after step {steps}; {way_out}"
+    hint = f"go on from step {kept} with: paceline resume {tmp_path}/r"
+    assert first == f"paceline: rank 1 failed: ended with exit status 7, after step {steps}; {hint}"
     assert rest == [f"The end of {tmp_path}/r/ranks/1.log:", "  these are my last words"]
 
 

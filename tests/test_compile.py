@@ -11,7 +11,7 @@ from paceline import Spec, Task
 from paceline.errors import PlanError
 from paceline.plan.plan import parse
 from paceline.spec import Optimizer
-from paceline.training.setup import rehearse
+from paceline.training.setup import validate_plan
 
 SPEC = Spec(steps=2, batch=8, seed=3, precision="fp64", optimizer=Optimizer(lr=1e-2, weight_decay=0.1, clip=0.5))
 PLANS = [(2, "tp=2"), (2, "ddp"), (2, "zero3"), (2, "pp=2,micro=2"), (2, "pp=2,schedule=interleaved,micro=2"), (2, "zero3,recompute=full")]
@@ -49,4 +49,4 @@ def test_the_training_is_that_without(size: int, plan: str) -> None:
 )
 def test_what_cannot_be_compiled_is_refused_before_anything_starts(plan: str, size: int, sentence: str) -> None:
     with pytest.raises(PlanError, match=sentence):
-        rehearse(SPEC.model_copy(update={"compile": True}), parse(plan).on(size), models.Text())
+        validate_plan(SPEC.model_copy(update={"compile": True}), parse(plan).on(size), models.Text())

@@ -25,7 +25,7 @@ from paceline.spec import Optimizer
 from paceline.tasks import text
 from paceline.training import optimizer as optim
 from paceline.training.checkpoint import save as checkpoint
-from paceline.training.setup import build_training, rehearse
+from paceline.training.setup import build_training, validate_plan
 
 RTOL = 1e-10
 ADAMW = Optimizer(lr=1e-2, weight_decay=0.1, clip=0.5)
@@ -92,7 +92,7 @@ EIGHT = [
 def test_eight_ranks(task: Task, plan: str) -> None:
     spec = wanted()
     try:
-        rehearse(spec, parse(plan).on(8), task)
+        validate_plan(spec, parse(plan).on(8), task)
     except PlanError:
         pytest.skip("too few parts")
     assert not wrong(8, plan, task, spec)
@@ -147,7 +147,7 @@ class OneBlock(sequences.Llama):
 def test_blocks_are_not_cut_inside_and_across() -> None:
     pytest.importorskip("transformers")
     with pytest.raises(PlanError, match=r"pp can cut model.layers.0, which has most of the parameters, and cp needs it whole"):
-        rehearse(wanted(), parse("pp=2,cp=2").on(4), OneBlock())
+        validate_plan(wanted(), parse("pp=2,cp=2").on(4), OneBlock())
 
 
 # Optimizer state that is dealt out where parameters are cut
@@ -194,8 +194,8 @@ def test_state_is_dealt_out(axis: str) -> None:
 
 
 def test_dealing() -> None:
-    assert optim.dealt([1, 5, 3, 3], 2) == [0, 0, 1, 1]
-    assert optim.dealt([], 2) == []
+    assert optim.balance_by_size([1, 5, 3, 3], 2) == [0, 0, 1, 1]
+    assert optim.balance_by_size([], 2) == []
 
 
 # Tied weights of which both holders are one rank

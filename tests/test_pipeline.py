@@ -25,7 +25,7 @@ from paceline.plan.plan import parse
 from paceline.run import RunFolder
 from paceline.spec import Optimizer
 from paceline.training.checkpoint import save as checkpoint
-from paceline.training.setup import build, rehearse
+from paceline.training.setup import build, validate_plan
 
 CPU = torch.device("cpu")
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "zero-bubble", "zbv")
@@ -121,7 +121,7 @@ def test_values_that_cross_beside_the_hidden_state(task: Task, schedule: str) ->
 )
 def test_whole_product(size: int, plan: str, task: Task) -> None:
     try:
-        rehearse(SPEC, parse(plan).on(size), task)
+        validate_plan(SPEC, parse(plan).on(size), task)
     except PlanError:
         pytest.skip("too few parts")
     assert not same(size, plan, task)
@@ -242,7 +242,7 @@ def test_placeholders_are_loud() -> None:
 def test_what_cannot_be_cut_is_refused_before_anything_starts(task: Task, plan: str, size: int, sentence: str) -> None:
     spec = SPEC.model_copy(update={"batch": 16 * size})
     with pytest.raises(PlanError, match=sentence):
-        rehearse(spec, parse(plan).on(size), task)
+        validate_plan(spec, parse(plan).on(size), task)
 
 
 # Negative controls

@@ -18,7 +18,7 @@ from paceline.plan.plan import parse
 from paceline.run import RunFolder
 from paceline.spec import Optimizer
 from paceline.training.checkpoint import save as checkpoint
-from paceline.training.setup import rehearse
+from paceline.training.setup import validate_plan
 
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "zero-bubble", "zbv")
 SPEC = Spec(steps=3, batch=8, seed=3, precision="fp64", optimizer=Optimizer(lr=1e-2))
@@ -165,7 +165,7 @@ KINDS = ("late", "inputs", "evaluated", "skip", "derived", "middle")
 def test_what_no_stage_could_keep_is_refused(kind: str, plan: str, sentence: str) -> None:
     ranks = 7 if "pp=7" in plan else 2
     with pytest.raises(PlanError, match=sentence + "; use pp="):
-        rehearse(SPEC.model_copy(update={"batch": 7 * 16}), parse(plan).on(ranks), Kept(kind=kind))
+        validate_plan(SPEC.model_copy(update={"batch": 7 * 16}), parse(plan).on(ranks), Kept(kind=kind))
 
 
 @pytest.mark.parametrize("kind", KINDS)

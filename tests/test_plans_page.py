@@ -12,7 +12,7 @@ from paceline.errors import PlanError
 from paceline.plan.plan import RECOMPUTE, SCHEDULES, WORDS, parse, share
 from paceline.spec import Spec
 from paceline.task import load_task
-from paceline.training.setup import rehearse
+from paceline.training.setup import validate_plan
 
 DOCS = Path(__file__).parent.parent / "docs"
 PAGE = (DOCS / "plans.md").read_text()
@@ -26,7 +26,7 @@ def plan_of(command: str):
     plan = parse(said["--plan"]).on(int(said["--ranks"]))
     spec = Spec(task=words[2], batch=int(said.get("--batch", Spec.model_fields["batch"].default)))
     share(spec.batch, plan)
-    rehearse(spec, plan, load_task(spec.task, spec.set))
+    validate_plan(spec, plan, load_task(spec.task, spec.set))
 
 
 def script(*flags: str):

@@ -330,8 +330,8 @@ def test_however_it_is_stopped(plan, way, then, task, tmp_path):
             assert result.err == ""
         if stop.status == 2:
             rank, kept = (0 if "0" in way else 1), of_checkpoints(run)[-1]
-            way_out = f"go on from step {kept} with: paceline resume r\n"
-            told = f"paceline: rank {rank} was killed by SIGKILL, after step {steps_done(run)}; {way_out}"
+            hint = f"go on from step {kept} with: paceline resume r\n"
+            told = f"paceline: rank {rank} was killed by SIGKILL, after step {steps_done(run)}; {hint}"
             assert result.err.startswith(told), result.all
             assert [event.rank for event in of_kind(run, Failed) if not event.lost_peer] == [rank]
         if then == "resume":

@@ -88,15 +88,15 @@ def test_a_model_that_fits_nowhere():
 
 
 @pytest.mark.parametrize(
-    ("name", "memory_GiB", "ranks", "batch", "way_out", "enough"),
+    ("name", "memory_GiB", "ranks", "batch", "hint", "enough"),
     [
         ("llama3-8b", 80, 1, 8, "use --ranks 4", (4, 8)),
         ("gpt3-175b", 80, 8, 8, "use 64 ranks on 8 such nodes", (64, 8)),
         ("resnet152", 0.2, 8, 8, "use 16 ranks on 2 such nodes and a batch of 16", (16, 16)),
     ],
 )
-def test_the_way_out_of_what_does_not_fit_is_one(name, memory_GiB, ranks, batch, way_out, enough):
-    with pytest.raises(PlanError, match=f": {way_out}$"):
+def test_the_way_out_of_what_does_not_fit_is_one(name, memory_GiB, ranks, batch, hint, enough):
+    with pytest.raises(PlanError, match=f": {hint}$"):
         choose(model(name), cluster(8, memory_GiB=memory_GiB), batch, ranks=ranks)
     assert choose(model(name), cluster(max(8, enough[0]), memory_GiB=memory_GiB), enough[1], ranks=enough[0])
 

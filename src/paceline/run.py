@@ -114,7 +114,7 @@ class RunFolder:
         found = {path: STEP.fullmatch(path.name) for path in self.ckpt.iterdir()}
         return sorted(int(step[1]) for path, step in found.items() if step is not None and path.is_dir())
 
-    def way_out(self) -> str:
+    def hint(self) -> str:
         """After a failure."""
         kept = self.checkpoints()
         return f"go on from step {kept[-1]} with: paceline resume {self.path}" if kept else "no checkpoint was written yet"
@@ -300,8 +300,8 @@ def _cannot_make(path: Path, error: OSError) -> RunError:
 
 
 def _exists(path: Path) -> RunError:
-    way_out = f"go on with it: paceline resume {path}" if (path / "spec.toml").exists() else "it is no run"
-    return RunError(f"{path} exists already; say another --run-dir ({way_out})")
+    hint = f"go on with it: paceline resume {path}" if (path / "spec.toml").exists() else "it is no run"
+    return RunError(f"{path} exists already; say another --run-dir ({hint})")
 
 
 def open_run(path: Path) -> RunFolder:

@@ -58,8 +58,8 @@ def read(path: Path, kind: str | None = None) -> Result:
     if not isinstance(found, dict) or found.pop("schema", None) != SCHEMA:
         raise BenchError(f"{path} is no result of paceline bench: its schema is not {SCHEMA!r}")
     if (written := found.get("version")) != VERSION:
-        way_out = "use the Paceline that wrote it" if isinstance(written, int) and written > VERSION else "measure again"
-        raise BenchError(f"{path} is of version {written!r}, and this Paceline reads {VERSION}; {way_out}")
+        hint = "use the Paceline that wrote it" if isinstance(written, int) and written > VERSION else "measure again"
+        raise BenchError(f"{path} is of version {written!r}, and this Paceline reads {VERSION}; {hint}")
     try:
         result = Result.model_validate_json(json.dumps(found))
     except ValidationError as error:

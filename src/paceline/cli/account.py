@@ -86,15 +86,15 @@ def _measured(folder: RunFolder) -> "tuple[RunBreakdown, Skipped]":
     except RunError as error:
         spec, launch = folder.request()
         plan = parse(launch.plan or "ddp")
-        way_out = "train again with --account, which profiles some even if they take more than 1 % of the time, and 5 steps or more"
+        hint = "train again with --account, which profiles some even if they take more than 1 % of the time, and 5 steps or more"
         if plan.servers is not None:
-            way_out = f"of plan {plan}, whose ranks do not wait for each other, none ever is"
+            hint = f"of plan {plan}, whose ranks do not wait for each other, none ever is"
         elif plan.period is not None and plan.period > MOST_STEPS:
-            way_out = f"of plan {plan} a whole period of at most {MOST_STEPS} steps would have to be"
+            hint = f"of plan {plan} a whole period of at most {MOST_STEPS} steps would have to be"
         elif spec.account is False:
-            way_out = "it was asked for with --no-account; leave that out"
+            hint = "it was asked for with --no-account; leave that out"
         skipped = f"; {found.skipped}" if found.skipped else ""
-        raise RunError(f"{folder.path} cannot be accounted for: {error}; {way_out}{skipped}") from None
+        raise RunError(f"{folder.path} cannot be accounted for: {error}; {hint}{skipped}") from None
 
 
 def _name(seen: "RunBreakdown") -> str:

@@ -50,9 +50,9 @@ def check(spec: Spec, launch: Launch, me: World) -> Launch:
         starter(launch).check(launch)
     launch, plan, work = say(spec, launch, me)
     if me.launcher is None and (plan.is_mixed or plan.cp > 1):  # what only the model can tell
-        from paceline.training.setup import rehearse
+        from paceline.training.setup import validate_plan
 
-        rehearse(spec, plan, work)
+        validate_plan(spec, plan, work)
     return launch
 
 

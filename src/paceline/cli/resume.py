@@ -38,10 +38,10 @@ def resume(
     said: dict[str, Any] = {key: value for key, value in flags.items() if value is not None}
     if most is not None:
         said["least_nodes"] = least
-    go_on(open_run(run), specs.one_length(said), world(), edited=edited)
+    resume_run(open_run(run), specs.one_length(said), world(), edited=edited)
 
 
-def go_on(folder: RunFolder, overrides: dict[str, Any], me: World, again: bool = False, edited: bool = False) -> None:
+def resume_run(folder: RunFolder, overrides: dict[str, Any], me: World, again: bool = False, edited: bool = False) -> None:
     """Train what a run asks for, with these keys over it, from its last checkpoint. Exits with the status of the training.
 
     again: a scheduler has started the same once more, so that there may be nothing left to do.

@@ -55,9 +55,9 @@ def start_new(spec: Spec, launch: Launch, me: World) -> None:
 
 def _go_on_with(launch: Launch, me: World) -> None:
     """The launcher has started these ranks again."""
-    from paceline.cli.resume import go_on
+    from paceline.cli.resume import resume_run
     from paceline.run import open_run
 
     if launch.run is None:
         raise LaunchError(f"{me.launcher} has started the ranks again, and nothing says which run to go on with: say --run-dir FOLDER")
-    go_on(open_run(Path(launch.run)), {}, me, again=True)
+    resume_run(open_run(Path(launch.run)), {}, me, again=True)

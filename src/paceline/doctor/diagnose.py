@@ -27,7 +27,7 @@ TYPES = {"float": "float32", "double": "float64", "half": "float16", "long": "in
 class Diagnosis:
     verdict: str  # "healthy", "starting", "stuck"
     sentence: str
-    way_out: str  # "" where none is needed
+    hint: str  # "" where none is needed
     at_fault: tuple[int, ...]  # ranks
     still_s: float  # since any rank showed a sign
     step: int
@@ -61,15 +61,15 @@ def diagnose(seen: Sequence[RankState], now: float, bound: float | None) -> Diag
     step = max((one.step for one in beats if one is not None), default=0)
     stepped = max((one.stepped for one in beats if one is not None and one.stepped is not None), default=None)
 
-    def found(verdict: str, sentence: str, way_out: str = "", at_fault: Sequence[int] = ()) -> Diagnosis:
+    def found(verdict: str, sentence: str, hint: str = "", at_fault: Sequence[int] = ()) -> Diagnosis:
         return Diagnosis(
-            verdict=verdict, sentence=sentence, way_out=way_out, at_fault=tuple(at_fault), still_s=still, step=step, seen=tuple(seen)
+            verdict=verdict, sentence=sentence, hint=hint, at_fault=tuple(at_fault), still_s=still, step=step, seen=tuple(seen)
         )
 
     unable = [one for one in seen if one.state in ("stopped", "gone", "silent") and (one.beat is None or one.beat.patience_s is not None)]
     if unable or (bound is not None and still > bound):
         at_fault = unable or _at_fault(seen)
-        return found("stuck", _sentence(seen, at_fault, still, now), _way_out(at_fault, beats), [one.rank for one in at_fault])
+        return found("stuck", _sentence(seen, at_fault, still, now), _hint(at_fault, beats), [one.rank for one in at_fault])
     if stepped is None:
         first = max((one for one in seen if one.beat is not None), key=lambda one: one.beat.since if one.beat else 0.0)
         missing = [one.rank for one in seen if one.state == "missing"]
@@ -215,7 +215,7 @@ def _is_busy(reader: ReaderProcess) -> bool:
     return reader.state == "stopped" or (here is not None and "worker" not in here and "data/workers.py" not in here)
 
 
-def _way_out(at_fault: Sequence[RankState], beats: Sequence[Heartbeat | None]) -> str:
+def _hint(at_fault: Sequence[RankState], beats: Sequence[Heartbeat | None]) -> str:
     stopped = [one.beat.pid for one in at_fault if one.state == "stopped" and one.beat is not None]
     if stopped:
         return f"let it go on with: kill -CONT {' '.join(map(str, stopped))}"

@@ -12,7 +12,7 @@ DEEPEST = 12  # lines of a stack
 
 
 def sentences(found: Diagnosis) -> str:
-    return f"{found.sentence}; {found.way_out}" if found.way_out else found.sentence
+    return f"{found.sentence}; {found.hint}" if found.hint else found.sentence
 
 
 def details(found: Diagnosis) -> list[str]:

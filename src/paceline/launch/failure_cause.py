@@ -42,7 +42,7 @@ def cause(run: RunFolder, failures: Failures, before: int, left: Container[int],
         error = Error(why.text)
         error.__cause__ = RankError(said)  # for --debug
         return error
-    message = f"{why.text}; {run.way_out()}"
+    message = f"{why.text}; {run.hint()}"
     if why.is_news:
         events.append(run.events, Failed(what="run", step=step, rank=why.rank, message=message))
     if not why.shows_log:
@@ -51,7 +51,7 @@ def cause(run: RunFolder, failures: Failures, before: int, left: Container[int],
     return RankError(f"{message}\nThe end of {log}:\n{end}" if end else f"{message}\n{log} is empty")
 
 
-def say_again(run: RunFolder, failures: Failures, before: int, left: Container[int], stuck: Diagnosis | None) -> None:
+def log_restart(run: RunFolder, failures: Failures, before: int, left: Container[int], stuck: Diagnosis | None) -> None:
     """Write down why all ranks are started again."""
     why, step = _why(run, failures, before, left, stuck)
     events.append(run.events, Failed(what="rank", step=step, rank=why.rank, message=f"{why.text}; all ranks are started again"))
@@ -106,7 +106,7 @@ def words(event: Failed) -> str:
 
 def given_up(run: RunFolder, stuck: Diagnosis, step: int) -> RankError:
     """A training that stood still after `step`."""
-    message = f"{_gave_up(run, stuck, step)}; {run.way_out()}"
+    message = f"{_gave_up(run, stuck, step)}; {run.hint()}"
     events.append(run.events, Failed(what="run", step=step, rank=next(iter(stuck.at_fault), None), message=message))
     return RankError(message)
 

@@ -75,7 +75,7 @@ def run_alone(spec: Spec, launch: Launch, world: World, run: RunFolder | None) -
                 sys.exit(2)
             if isinstance(error, Error) or run is None:
                 raise
-            raise RankError(f"rank {world.rank} {_what_was_lost(run)}; {run.way_out()}") from error
+            raise RankError(f"rank {world.rank} {_what_was_lost(run)}; {run.hint()}") from error
         finally:
             if run is not None and world.rank == 0:
                 release(run.path)

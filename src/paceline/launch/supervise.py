@@ -18,7 +18,7 @@ from paceline import events
 from paceline.doctor.rank_state import beats
 from paceline.doctor.watchdog import HangWatchdog
 from paceline.events import Ended
-from paceline.launch.failure_cause import cause, say_again, tell_of_silent
+from paceline.launch.failure_cause import cause, log_restart, tell_of_silent
 from paceline.launch.signals import STOPPED
 from paceline.launch.spawn import begin
 from paceline.launch.worker_processes import LOST, Again, Failures
@@ -79,7 +79,7 @@ def attend(
         try:
             with lookout:
                 launch(
-                    lambda failures: (tell_of_silent if rounds else say_again)(run, failures, before, left, lookout.found), lookout.begin
+                    lambda failures: (tell_of_silent if rounds else log_restart)(run, failures, before, left, lookout.found), lookout.begin
                 )
         except EndedElsewhereError:
             failures = {}
@@ -89,7 +89,7 @@ def attend(
             stopped = error
     ended = next((event for event in events.EventReader(run.events, before).new(Ended) if isinstance(event, Ended)), None)
     if stopped is not None and ended is None and speaks:
-        print(f"paceline: stopped by {stopped.sigval.name} before all ranks had saved; {run.way_out()}", file=sys.stderr)
+        print(f"paceline: stopped by {stopped.sigval.name} before all ranks had saved; {run.hint()}", file=sys.stderr)
     lost = any(child.exitcode == LOST for child in (failures or {}).values())
     if stopped is not None or (ended is not None and ended.reason == "stopped" and not lost):
         return STOPPED

@@ -137,8 +137,8 @@ class Plan:
         if self.dp is not None and self.dp * cut + servers != ranks:
             wanted = self.dp * cut + servers
             another = [f"dp={(ranks - servers) // cut}"] if (ranks - servers) % cut == 0 else []
-            way_out = " or ".join([f"use --ranks {wanted}", *(["another plan: ddp, zero1, zero2, zero3"] if wanted == 1 else another)])
-            raise PlanError(f"plan {self} is for {several(wanted, 'rank')}, got {ranks}: {way_out}")
+            hint = " or ".join([f"use --ranks {wanted}", *(["another plan: ddp, zero1, zero2, zero3"] if wanted == 1 else another)])
+            raise PlanError(f"plan {self} is for {several(wanted, 'rank')}, got {ranks}: {hint}")
         if ranks % cut:
             fitting = [cut * (ranks // cut + more) for more in (0, 1) if ranks // cut + more]
             raise PlanError(f"plan {self} needs a multiple of {axes[3:]} = {cut} ranks, got {ranks}: use --ranks {_or(fitting)}")
@@ -254,9 +254,9 @@ def share(batch: int, plan: Plan) -> int:
         return share(batch, replace(plan, dp=1, servers=None, staleness=None, uneven=0)) // plan.dp
     if batch % parts:
         below, above = batch - batch % parts, batch - batch % parts + parts
-        way_out = f"use --batch {above}" + (f" or {below}" if below else "")
+        hint = f"use --batch {above}" + (f" or {below}" if below else "")
         by = f"{plan.sharers} × micro = {plan.dp} × {plan.micro} = {parts}" if plan.dp > 1 else f"micro={plan.micro}"
-        raise PlanError(f"batch {batch} is not divisible by {by}: {way_out}")
+        raise PlanError(f"batch {batch} is not divisible by {by}: {hint}")
     return batch // parts
 
 

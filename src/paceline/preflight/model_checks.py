@@ -60,7 +60,7 @@ def built(flight: PreflightContext) -> Says:
     """The first rank of each place of a pipeline, and the last of all, on a process group that talks to nobody."""
     from paceline.parallel.compile import refuse_compiled
     from paceline.training.dry_run.dry_run import UNTOLD, ledger, stages
-    from paceline.training.setup import check_enough, rehearse
+    from paceline.training.setup import check_enough, validate_plan
 
     spec, on, count = flight.spec, flight.on, flight.job.ranks
     for note in check_enough(flight.data.samples, on, spec.batch):
@@ -68,7 +68,7 @@ def built(flight: PreflightContext) -> Says:
     if spec.compile:
         refuse_compiled(on)
     if on.is_asynchronous or (on.pp > 1 and on.cp > 1):
-        rehearse(spec, on, flight.task)
+        validate_plan(spec, on, flight.task)
         yield "warns", f"plan {flight.plan} cannot be built without its ranks; on real ones paceline verify tries it"
         return
     try:

@@ -18,7 +18,7 @@ from paceline.plan.search.best_plans import answer
 from paceline.spec import Spec
 from paceline.task import Task
 from paceline.training.model_facts.describe import describe
-from paceline.training.setup import build, rehearse
+from paceline.training.setup import build, validate_plan
 from paceline.units import format_bytes, format_seconds
 
 
@@ -30,7 +30,7 @@ class Choice:
     why: str
 
 
-def agreed(spec: Spec, task: Task, world: World, device: str | None) -> Choice:
+def broadcast_choice(spec: Spec, task: Task, world: World, device: str | None) -> Choice:
     """What rank 0 chooses, on all ranks. A collective. Raises PlanError and TaskError on all of them."""
     answers: list[Choice | PlanError | TaskError | None] = [None]
     if world.rank == 0:
@@ -71,7 +71,7 @@ def _possible(found: list[tuple[Plan, Cost]], spec: Spec, task: Task, ranks: int
             refused.append(f"plan {plan} cuts the batch, and the statistics of BatchNorm with it")
             continue
         try:
-            rehearse(spec, on, task)
+            validate_plan(spec, on, task)
         except (PlanError, TaskError) as error:
             refused.append(str(error))
             continue

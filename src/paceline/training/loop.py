@@ -52,7 +52,7 @@ from paceline.training.profiling.profiler import StepProfiler
 from paceline.training.rank_checks import roll_call
 from paceline.training.setup import PreparedTraining, TrainingData, analyze_model, build, build_training, check_enough, open_data, resume
 from paceline.training.step import TrainingStep as Update
-from paceline.training.step_metrics import ControlFlags, LocalStepStats, Pending, StepMetrics, tell
+from paceline.training.step_metrics import ControlFlags, LocalStepStats, Pending, StepMetrics, reduce_metrics_async
 
 
 def train(
@@ -100,9 +100,9 @@ def train(
         notes = (*notes, *_set_threads(spec, world, run, here), *_without_effect(spec, here))
         clock.mark("ranks meet")
         if isinstance(plan, str):
-            from paceline.training.auto_plan import agreed
+            from paceline.training.auto_plan import broadcast_choice
 
-            choice = agreed(spec, task, world, device)
+            choice = broadcast_choice(spec, task, world, device)
             plan, notes = choice.plan, (*notes, choice.why)
         laid_out = plan.on(world.size)
         share(spec.batch, laid_out)
@@ -325,7 +325,7 @@ class _Loop:
         overdue = self.saver is not None and time.perf_counter() - self.saved_at > 60 * self.spec.save.minutes
         wishes = ControlFlags(stop=self.stop_wished, save=overdue and self.world.rank == 0)
         seconds = sum(launched.step_s for launched in self.launched)
-        pending = tell([launched.local for launched in self.launched], wishes, seconds, self.world.size, self.device)
+        pending = reduce_metrics_async([launched.local for launched in self.launched], wishes, seconds, self.world.size, self.device)
         self.launched, self.told = [], (self.launched, pending)
 
     def _read(self) -> list[tuple["_Launched", StepMetrics]]:
@@ -373,10 +373,10 @@ class _Loop:
         before = f"the last finite loss was {self.last_loss:.6g}" if self.last_loss is not None else "there was no finite loss before"
         steps = self.run.checkpoints() if self.run is not None else []
         if steps and self.run is not None:
-            way_out = f"go back to step {steps[-1]} with: paceline resume {self.run.path} --lr SMALLER"
+            hint = f"go back to step {steps[-1]} with: paceline resume {self.run.path} --lr SMALLER"
         else:
-            way_out = "no checkpoint was written yet; try a smaller --lr, --set schedule.warmup=SAMPLES or --clip NORM"
-        return DivergedError(f"{what} at step {step}; {before}; {way_out}")
+            hint = "no checkpoint was written yet; try a smaller --lr, --set schedule.warmup=SAMPLES or --clip NORM"
+        return DivergedError(f"{what} at step {step}; {before}; {hint}")
 
     def _evaluation_is_due(self) -> bool:
         if self.data.validation is None:
@@ -481,9 +481,9 @@ class _Loop:
 
     def _not_saved(self, why: str) -> CheckpointError:
         assert self.run is not None
-        kept, way_out = _last_good(self.run), f"make room in {self.run.ckpt}, then: paceline resume {self.run.path}"
+        kept, hint = _last_good(self.run), f"make room in {self.run.ckpt}, then: paceline resume {self.run.path}"
         return CheckpointError(
-            f"the training came to step {self.step} of {self.total}, but its last checkpoint was not written: {why}; {kept}; {way_out}"
+            f"the training came to step {self.step} of {self.total}, but its last checkpoint was not written: {why}; {kept}; {hint}"
         )
 
     def _communication(self) -> float | None:

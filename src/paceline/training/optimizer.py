@@ -153,7 +153,7 @@ def _deal_state(optimizer: torch.optim.Optimizer) -> None:
     same, but broadcasts parameters as they are, which DTensors cannot be (torch 2.13)."""
     params: list[Any] = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     ranks: dist.ProcessGroup = next(parameter.device_mesh for parameter in params if is_cut(parameter)).get_group("replicate")
-    owners = dict(zip(params, dealt([parameter.numel() for parameter in params], ranks.size()), strict=True))
+    owners = dict(zip(params, balance_by_size([parameter.numel() for parameter in params], ranks.size()), strict=True))
     for group in optimizer.param_groups:
         group["params"] = [parameter for parameter in group["params"] if owners[parameter] == ranks.rank()]
     for parameter in params:
@@ -170,7 +170,7 @@ def _deal_state(optimizer: torch.optim.Optimizer) -> None:
     optimizer.register_step_post_hook(send)
 
 
-def dealt(sizes: Sequence[int], ranks: int) -> list[int]:
+def balance_by_size(sizes: Sequence[int], ranks: int) -> list[int]:
     """Which of so many ranks each goes to, so that all get about as much: the largest first, to whom has least."""
     load, owners = [0] * ranks, [0] * len(sizes)
     for at in sorted(range(len(sizes)), key=lambda at: -sizes[at]):
@@ -354,7 +354,7 @@ class Norm:
     def __init__(self, params: Sequence[nn.Parameter], plan: Plan, place: MeshCoordinate, device: torch.device):
         self.params, self.device = params, device
         self.whole_here = plan.zero < 2 and not plan.is_mixed  # on every rank
-        owners = dealt([0 if is_cut(parameter) else parameter.numel() for parameter in params], plan.copies)
+        owners = balance_by_size([0 if is_cut(parameter) else parameter.numel() for parameter in params], plan.copies)
         self.counted_here = [
             parameter
             for parameter, owner in zip(params, owners, strict=True)

@@ -71,8 +71,8 @@ def check_software(found: Sequence[Mapping[str, str]], hosts: Sequence[str]) -> 
     for rank, there in enumerate(found):
         for name, first in found[0].items():
             if there[name] != first:
-                way_out = "all nodes must see the same file" if name == SOURCE else "use one installation for all nodes"
-                raise LaunchError(f"{name} is {first} on rank 0 ({hosts[0]}) and {there[name]} on rank {rank} ({hosts[rank]}); {way_out}")
+                hint = "all nodes must see the same file" if name == SOURCE else "use one installation for all nodes"
+                raise LaunchError(f"{name} is {first} on rank 0 ({hosts[0]}) and {there[name]} on rank {rank} ({hosts[rank]}); {hint}")
 
 
 def check_samples(found: Sequence[Mapping[str, int]]) -> None:

@@ -6,7 +6,7 @@ from paceline.parallel.batch_norm import running_statistics
 from paceline.plan.plan import AUTO, Plan, parse, share
 from paceline.plan.search.nearest import near
 from paceline.spec import Launch, Spec
-from paceline.training.setup import build, rehearse
+from paceline.training.setup import build, validate_plan
 from paceline.units import several
 
 
@@ -62,7 +62,7 @@ def _refusal(spec: Spec, plan: Plan, ranks: int, task: tasks.Task) -> str | None
         on = plan.on(ranks)
         share(spec.batch, on)
         if on.is_mixed or on.cp > 1 or spec.compile:
-            rehearse(spec, on, task)
+            validate_plan(spec, on, task)
     except (PlanError, TaskError) as error:
         return str(error).partition(": use ")[0]
     return None

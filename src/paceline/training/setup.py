@@ -125,7 +125,7 @@ def analyze_model(spec: Spec, plan: Plan, task: Task, device: torch.device, trai
     return replace(studied, batch=batch, splits=splits, parts=parts, recording=recording, units=units)
 
 
-def rehearse(spec: Spec, plan: Plan, task: Task) -> None:
+def validate_plan(spec: Spec, plan: Plan, task: Task) -> None:
     """Raise the PlanError or TaskError that `build_training` would, without any rank. `plan` has its data degree said."""
     studied = analyze_model(spec, plan, task, torch.device("cpu"))
     if studied.recording is not None:
@@ -326,7 +326,7 @@ def resume(spec: Spec, world: World, run: RunFolder, laid: PreparedTraining, sam
     """Load the last whole checkpoint of `run`, if there is one. Raises CheckpointError when it is of another training."""
     path, index, notes = checkpoint.last_good(run, world.rank, world.size)
     if world.rank == 0:
-        checkpoint.set_aside(run, index.step if index is not None else 0)
+        checkpoint.quarantine(run, index.step if index is not None else 0)
     if path is None or index is None:
         return Resumed(0, None, tuple(notes))
     checkpoint.check_same_model(path, index, spec.task, spec.set, laid.model)

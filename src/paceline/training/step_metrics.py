@@ -87,7 +87,9 @@ def _column(values: Sequence[Tensor | float], device: torch.device) -> Tensor:
     return torch.stack(tensors).to(torch.float64)
 
 
-def tell(steps: Sequence[LocalStepStats], wishes: ControlFlags, seconds: float, ranks: int, device: torch.device) -> Pending:
+def reduce_metrics_async(
+    steps: Sequence[LocalStepStats], wishes: ControlFlags, seconds: float, ranks: int, device: torch.device
+) -> Pending:
     """Start to add up the figures of `steps`, which took so many seconds on this rank. A collective: all ranks tell of the same steps."""
     # Here and not in the step: many in a row find their code in the caches.
     norms = _column([step.norm if isinstance(step.norm, Tensor) else combined(step.norm, device) for step in steps], device)

@@ -39,7 +39,7 @@ def names(text: str, known: "tuple[str, ...]", what: str) -> tuple[str, ...]:
 
 def sizes(text: str) -> tuple[int, ...]:
     """`"1KiB:64MiB"`, each 4 times the one before, `"1KiB:64MiB:2"`, or a list: `"1KiB,1MiB"`. Raises BenchError."""
-    way_out = "write a range as 1KiB:64MiB or 1KiB:64MiB:2, or sizes as 1KiB,1MiB"
+    hint = "write a range as 1KiB:64MiB or 1KiB:64MiB:2, or sizes as 1KiB,1MiB"
     try:
         if ":" not in text:
             found = [parse_bytes(word) for word in text.split(",")]
@@ -50,9 +50,9 @@ def sizes(text: str) -> tuple[int, ...]:
                 raise ValueError(f"a factor of at least 2, got {':'.join(rest)}")
             found = _range(parse_bytes(first), parse_bytes(last), factor)
     except ValueError as error:
-        raise BenchError(f"--sizes {text}: {error}; {way_out}") from None
+        raise BenchError(f"--sizes {text}: {error}; {hint}") from None
     if not found or min(found) <= 0:
-        raise BenchError(f"--sizes {text}: {'no size is 0' if found else 'the first size is above the last'}; {way_out}")
+        raise BenchError(f"--sizes {text}: {'no size is 0' if found else 'the first size is above the last'}; {hint}")
     return tuple(sorted({*found}))
 
 

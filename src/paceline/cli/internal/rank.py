@@ -41,10 +41,10 @@ def rank(
 
 def _speak_once(folder: RunFolder, me: World) -> None:
     """Of ranks that fail together the first one says why; what the others have to say is in their logs."""
-    from paceline.cli.resume import go_on
+    from paceline.cli.resume import resume_run
 
     try:
-        go_on(folder, {}, me, again=True)
+        resume_run(folder, {}, me, again=True)
     except typer.Exit:
         raise
     except Exception:  # the top of a rank

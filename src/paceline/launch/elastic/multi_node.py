@@ -85,9 +85,9 @@ def start(run: RunFolder, me: World, ranks_per_node: int, least: int, restarts: 
             return FAILED
         raise rounds.too_few(least) from None
     except (RendezvousConnectionError, dist.DistError) as error:
-        raise RankError(f"node {platform.node()} has lost node {me.host}, where the agents meet; {run.way_out()}") from error
+        raise RankError(f"node {platform.node()} has lost node {me.host}, where the agents meet; {run.hint()}") from error
     except RendezvousError as error:
-        raise RankError(f"node {platform.node()} cannot meet the others: {error}; {run.way_out()}") from error
+        raise RankError(f"node {platform.node()} cannot meet the others: {error}; {run.hint()}") from error
 
 
 def _meet(run: RunFolder, me: World) -> tuple[dist.TCPStore, str]:

@@ -30,7 +30,7 @@ class RestartLog:
     def too_few(self, least: int) -> RankError:
         lost, step = self._why(())
         return RankError(
-            f"{lost or 'nodes were lost'}, after step {step}; fewer nodes than the least, {least}, came together; {self.run.way_out()}"
+            f"{lost or 'nodes were lost'}, after step {step}; fewer nodes than the least, {least}, came together; {self.run.hint()}"
         )
 
     def _tell(self, names: Sequence[str]) -> None:

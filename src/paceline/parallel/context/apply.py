@@ -291,8 +291,8 @@ def check_length(plan: Plan, length: int) -> None:
     if length % plan.cp:
         fitting = [str(cp) for cp in range(2, plan.cp) if length % cp == 0]
         below, above = length - length % plan.cp, length - length % plan.cp + plan.cp
-        way_out = f"cut them to {below}" if below else f"pad them to {above}"
+        hint = f"cut them to {below}" if below else f"pad them to {above}"
         raise PlanError(
-            f"plan {plan}: sequences of {length} positions are not divisible by cp={plan.cp}; {way_out}, "
+            f"plan {plan}: sequences of {length} positions are not divisible by cp={plan.cp}; {hint}, "
             + (f"or use cp={' or '.join(fitting)}" if fitting else "or use a plan without cp")
         )

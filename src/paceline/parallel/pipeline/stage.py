@@ -120,10 +120,10 @@ def _too_few(plan: Plan, stages: int, pieces: int, model: nn.Module, recording: 
     assert plan.stages is not None
     fitting = [pp for pp in range(2, plan.pp) if pp * plan.stages <= pieces]
     here = [pp for pp in fitting if plan.copies * plan.pp % (pp * plan.cp * plan.tp) == 0]  # on as many ranks
-    way_out = " or ".join(f"pp={pp}" for pp in (here or fitting)[-2:]) if fitting else "a plan without pp"
+    hint = " or ".join(f"pp={pp}" for pp in (here or fitting)[-2:]) if fitting else "a plan without pp"
     if not fitting and plan.stages > 1 and pieces >= 2:
-        way_out = "pp=2 with schedule=1f1b"
-    return f"plan {plan} has {stages} stages, and {type(model).__name__} can be cut into {pieces} at most{why}; use {way_out}"
+        hint = "pp=2 with schedule=1f1b"
+    return f"plan {plan} has {stages} stages, and {type(model).__name__} can be cut into {pieces} at most{why}; use {hint}"
 
 
 class StageExit(BaseException):

@@ -22,7 +22,7 @@ from paceline.parallel.module_hooks import parts_of
 from paceline.parallel.tensor.find_sequence_parallel import GATHERING, NotFound, SequenceParallelPlan, find_between
 from paceline.parallel.tensor.find_splits import SplitCandidates, discover, pattern
 from paceline.parallel.tensor.linear import FORWARDS, Change, Entrance, add, enter
-from paceline.parallel.tensor.rng import draw_apart, who_draws
+from paceline.parallel.tensor.rng import install_dropout_rng, plan_dropout_rng
 from paceline.parallel.tensor.sequence_comm import SequenceCollectives, at_block, on_marked
 from paceline.parallel.tensor.tracer import features, has_computed_weight, is_embedding, is_linear, is_transposed
 from paceline.plan.plan import Plan
@@ -80,7 +80,7 @@ def find_splits(model: nn.Module, task: Task, batch: Batch, plan: Plan) -> Split
     except (RuntimeError, TypeError, ValueError) as error:  # the user's code, which meets tensors without values
         raise without_values(error, f"what tp={tp} may split", "a plan without tp") from error
     small = {name for name, of in found.partial.items() if of <= columns} | (between.partial if between is not None else set())
-    draws, alike = who_draws(of_features, between)
+    draws, alike = plan_dropout_rng(of_features, between)
     whole = [name for name, module in model.named_modules() if (is_linear(module) or is_embedding(module)) and name not in styles]
     notes = [*found.notes]
     if gathered := [name for name, style in styles.items() if style == "gather"]:
@@ -127,7 +127,7 @@ def _between(
         return None, str(error)
     if plan.pp > 1 and not between.closed:
         return None, "what is done with them between blocks, which may lie on two stages"
-    _, alike = who_draws(of_features, between)
+    _, alike = plan_dropout_rng(of_features, between)
     if mixed := [name for name, of_activations in between.draws if of_activations and name in alike]:
         return None, f"{mixed[0]}, which drops of them and of what is whole"
     return between, ""
@@ -250,7 +250,7 @@ def split(model: nn.Module, splits: Splits, mesh: DeviceMesh, stages: Sequence[C
             module.forward = FORWARDS[style](module, group, partial(entrance, enter=enters), adds)
     if between is not None and pieces is not None:
         split_between(model, between, pieces, stages if stages is not None else [between.blocks])
-    draw_apart(model, splits.draws, group, mesh.device_type)
+    install_dropout_rng(model, splits.draws, group, mesh.device_type)
 
 
 def split_between(model: nn.Module, between: SequenceParallelPlan, pieces: SequenceCollectives, stages: Sequence[Collection[str]]) -> None:

@@ -119,8 +119,8 @@ def _check_divisible(seen: TraceResult, columns: set[str], tp: int, groups: set[
             if size % tp:
                 what = f"{size} heads" if size != hidden else f"{size} features"
                 fitting = [str(n) for n in range(2, size + 1) if not any(s % n for s in seen.sizes[name] | {hidden})]
-                way_out = f"use tp={' or '.join(fitting[:3])}" if fitting else "use pp or zero3 in place of tp"
-                raise PlanError(f"tp={tp} does not divide the {what} of {name}; {way_out}")
+                hint = f"use tp={' or '.join(fitting[:3])}" if fitting else "use pp or zero3 in place of tp"
+                raise PlanError(f"tp={tp} does not divide the {what} of {name}; {hint}")
 
 
 def _differs(

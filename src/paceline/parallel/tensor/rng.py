@@ -18,7 +18,7 @@ from paceline.distributed.rng import derive, start_stream
 from paceline.parallel.tensor.find_sequence_parallel import SequenceParallelPlan
 
 
-def who_draws(features: Sequence[tuple[str, bool]], between: SequenceParallelPlan | None) -> tuple[dict[str, bool], list[str]]:
+def plan_dropout_rng(features: Sequence[tuple[str, bool]], between: SequenceParallelPlan | None) -> tuple[dict[str, bool], list[str]]:
     """Of modules that draw at random whether they do so for parts, by the draws of a pass in their order: of `features`, or of activations.
     And modules that do both: they draw for parts as if those were whole."""
     others = between.draws if between is not None else features
@@ -28,7 +28,7 @@ def who_draws(features: Sequence[tuple[str, bool]], between: SequenceParallelPla
     return {name: found == {True} for name, found in ways.items()}, [name for name, found in ways.items() if len(found) > 1]
 
 
-def draw_apart(model: nn.Module, draws: Mapping[str, bool], group: dist.ProcessGroup, device_type: str) -> None:
+def install_dropout_rng(model: nn.Module, draws: Mapping[str, bool], group: dist.ProcessGroup, device_type: str) -> None:
     if not any(draws.values()):
         return
     streams = _Streams(group.rank(), device_type)

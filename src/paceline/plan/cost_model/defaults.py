@@ -23,6 +23,6 @@ def assuming(cluster: Cluster) -> tuple[Cluster, tuple[str, ...]]:
         family = next((name for name in CARD_GBps if name in cluster.device.name.lower()), "")
         GBps = SHARED_GBps if cluster.device.kind == "cpu" else CARD_GBps.get(family, OTHER_GBps)
         links.append(Link(axis="across", beta_Bps=Fact(value=GBps * 1e9, note="assumed")))
-        way_out = "paceline bench measures them" if cluster.device.kind == "cpu" else "say what there is with @GB/s behind the cluster"
-        words.append(f"between nodes {GBps:g} GB/s of each device are assumed; {way_out}")
+        hint = "paceline bench measures them" if cluster.device.kind == "cpu" else "say what there is with @GB/s behind the cluster"
+        words.append(f"between nodes {GBps:g} GB/s of each device are assumed; {hint}")
     return cluster.updated(links=links), tuple(words)

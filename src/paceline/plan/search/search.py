@@ -95,13 +95,13 @@ def none_fits(found: SearchResult, facts: ModelFacts, cluster: Cluster, batch: i
     leanest = found.rejected[0]
     limit = leanest.limit_bytes
     enough = _enough(facts, cluster, batch, limit, recipe, count)
-    way_out = _way_out(*enough, cluster, batch) if enough else "use a smaller model, or devices with more memory"
+    hint = _hint(*enough, cluster, batch) if enough else "use a smaller model, or devices with more memory"
     return PlanError(
-        f"no plan fits {format_bytes(limit)} a device; the leanest, {leanest.plan}, needs {format_bytes(leanest.peak_bytes)}: {way_out}"
+        f"no plan fits {format_bytes(limit)} a device; the leanest, {leanest.plan}, needs {format_bytes(leanest.peak_bytes)}: {hint}"
     )
 
 
-def _way_out(ranks: int, samples: int, cluster: Cluster, batch: int) -> str:
+def _hint(ranks: int, samples: int, cluster: Cluster, batch: int) -> str:
     larger = f" and a batch of {samples:,}" if samples != batch else ""
     if cluster.device.kind != "cpu" and ranks <= cluster.devices:
         return f"use --ranks {ranks}{larger}"

@@ -37,7 +37,7 @@ from paceline.files import is_plain_name, open_regular, reason
 from paceline.plan.plan import Plan
 from paceline.run import RunFolder
 from paceline.training.init.deferred_init import aliases, named_tensors
-from paceline.training.optimizer import dealt, local_optimizer
+from paceline.training.optimizer import balance_by_size, local_optimizer
 
 INDEX = "checkpoint.json"
 
@@ -84,7 +84,7 @@ def tensors(model: nn.Module, optimizer: torch.optim.Optimizer, elsewhere: Conta
 def written_here(found: Mapping[str, Tensor], copy: int, copies: int) -> dict[str, Tensor]:
     """The part of the state that this rank writes: shards where they lie, what all copies of its layers hold dealt out by size."""
     keys = sorted(found)
-    owners = dealt([0 if is_cut(found[key]) else found[key].numel() for key in keys], copies)
+    owners = balance_by_size([0 if is_cut(found[key]) else found[key].numel() for key in keys], copies)
     return {key: found[key] for key, owner in zip(keys, owners, strict=True) if is_cut(found[key]) or owner == copy}
 
 
@@ -423,7 +423,7 @@ def prune(run: RunFolder, keep: int, best: str) -> None:
             shutil.rmtree(doomed, ignore_errors=True)
 
 
-def set_aside(run: RunFolder, after: int) -> None:
+def quarantine(run: RunFolder, after: int) -> None:
     """Rename the damaged checkpoints that are newer than the good one: as "the last" they would be kept in place of good ones."""
     for step in run.checkpoints():
         if step > after:

@@ -36,7 +36,7 @@ from paceline.training.dry_run.microbatch_replay import TO_COUNT, TO_SETTLE, are
 from paceline.training.init.deferred_init import allocate_
 from paceline.training.setup import ModelAnalysis, PreparedTraining, analyze_model, build_training, check_enough
 from paceline.training.step import LossScale
-from paceline.training.step_metrics import ControlFlags, tell
+from paceline.training.step_metrics import ControlFlags, reduce_metrics_async
 
 CPU = torch.device("cpu")
 UNTOLD = (DataDependentOutputException, DynamicOutputShapeException)  # what a model asks of values that are not there
@@ -144,7 +144,7 @@ def _count(laid: PreparedTraining, plan: Plan, micro_batches: list[Batch]) -> Le
             counter if counts else contextlib.nullcontext(),
         ):
             local = update(micro_batches, step, 1.0)
-            tell([local], ControlFlags(), 0.0, dist.get_world_size(), update.device)
+            reduce_metrics_async([local], ControlFlags(), 0.0, dist.get_world_size(), update.device)
     return counter.ledger()
 
 

@@ -44,10 +44,8 @@ def described(model: nn.Module, task: Task, batch: Batch, samples: int) -> Model
             return watched(watch, task, imagine(batch), samples)
         except RuntimeError as error:
             reason = str(error).partition("\n")[0]
-            way_out = "paceline plan --measure runs it"
-            raise TaskError(
-                f"{type(task).__name__} cannot be described: {watch.where} fails without values: {reason}; {way_out}"
-            ) from error
+            hint = "paceline plan --measure runs it"
+            raise TaskError(f"{type(task).__name__} cannot be described: {watch.where} fails without values: {reason}; {hint}") from error
 
 
 def watched(watch: OpCounter, task: Task, batch: Batch, samples: int) -> ModelFacts:
