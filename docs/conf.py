@@ -7,6 +7,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parent))
 
 import generate
+import reference
 
 from paceline.version import __version__
 
@@ -16,7 +17,10 @@ project = "Paceline"
 author = "The Paceline authors"
 version = release = __version__
 
-extensions = ["myst_parser"]
+extensions = ["myst_parser", "sphinx.ext.autodoc"]
+autodoc_member_order = "bysource"
+autodoc_typehints_format = "short"
+nitpick_ignore_regex = [("py:.*", ".*")]  # types in signatures: most have no page here
 myst_heading_anchors = 3
 
 html_theme = "furo"
@@ -30,9 +34,19 @@ html_theme_options = {"top_of_page_buttons": []}
 def setup(app: Any) -> None:
     generate.write(DOCS / generate.GENERATED)
     app.connect("source-read", _relink)
+    app.connect("autodoc-process-docstring", _restructure)
+    app.connect("autodoc-skip-member", _skip)
 
 
 def _relink(app: Any, page: str, content: list[str]) -> None:
     """Let links to files of the repository hold on the site, which are written for those who read docs/ as files."""
     if not page.startswith(generate.GENERATED):
         content[0] = generate.relink(content[0], DOCS, DOCS)
+
+
+def _restructure(app: Any, what: str, name: str, thing: Any, options: Any, lines: list[str]) -> None:
+    lines[:] = reference.as_rst(lines)
+
+
+def _skip(app: Any, what: str, name: str, thing: Any, skip: bool, options: Any) -> bool | None:
+    return True if name == "model_config" else None

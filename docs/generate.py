@@ -5,6 +5,8 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
+import reference
+
 ROOT = Path(__file__).parent.parent
 GENERATED = "generated"
 # Pages outside of docs/ that are shown on the site, by their name there.
@@ -36,6 +38,7 @@ def pages(folder: Path) -> Iterator[tuple[str, str]]:
     """Yield path and text of each page, below `folder`."""
     for path, name in COPIED.items():
         yield f"{name}.md", relink((ROOT / path).read_text(), (ROOT / path).parent, folder)
+    yield from reference.pages()
 
 
 def write(folder: Path) -> None:

@@ -12,6 +12,7 @@ from urllib.parse import unquote, urlsplit
 
 import pytest
 
+import paceline
 from command import succeed
 
 ROOT = Path(__file__).parent.parent
@@ -112,6 +113,47 @@ def test_every_page_is_found(site):
     assert {path.stem for path in (ROOT / "docs").glob("*.md")} <= set(found["docnames"])
     assert "zbv" in found["terms"]
     assert "searchindex.js" in (site / "search.html").read_text()
+
+
+def sections(html: str) -> dict[str, str]:
+    """The text of each section of a page, without its subsections, by its anchor."""
+    found = re.split(r'<section id="([^"]+)">', html)
+    return {name: re.sub(r"<[^>]+>", "", text) for name, text in zip(found[1::2], found[2::2], strict=True)}
+
+
+def test_the_reference_has_every_option(site, tmp_path):
+    """Compared with what the commands print, not with what the pages are made of."""
+    commands = re.findall(r"^│ (\w+) ", succeed("--help", at=tmp_path).out, re.M)
+    assert len(commands) > 15
+    for command in commands:
+        page = re.sub(r"<[^>]+>", "", (site / f"generated/cli/{command}.html").read_text())
+        options = set(re.findall(r"^│ +(?:\* +)?(--[\w-]+)", succeed(command, "--help", at=tmp_path).out, re.M))
+        assert options
+        assert not {option for option in options - {"--help"} if not re.search(rf"{option}\b", page)}, command
+
+
+def test_the_reference_has_every_key(site, tmp_path):
+    printed = re.findall(r"^  ([a-z]+\.[a-z_]+) ", succeed("train", "--keys", at=tmp_path).out, re.M)
+    assert len(printed) > 40
+    page = (site / "generated/keys.html").read_text()
+    assert not [key for key in printed if f">{key}<" not in page]
+
+
+def test_the_reference_has_every_public_name(site):
+    page = (site / "generated/api.html").read_text()
+    assert not [name for name in paceline.__all__ if f'id="paceline.{name}"' not in page]
+
+
+def test_the_records_have_every_key(site, tmp_path):
+    succeed("train", "digits", "--steps", "2", "--ranks", "2", "--account", "--run-dir", "run", at=tmp_path)
+    pages = sections((site / "generated/records.html").read_text())
+    lines = [json.loads(line) for line in (tmp_path / "run/events.jsonl").read_text().splitlines()]
+    assert len({line["event"] for line in lines}) > 4
+    records = [(line.pop("event"), line.keys() - {"time"}) for line in lines]
+    records += [("ckpt-step-n-checkpoint-json", json.loads((tmp_path / "run/ckpt/step_2/checkpoint.json").read_text()).keys())]
+    records += [("ranks-n-alive", json.loads((tmp_path / "run/ranks/0.alive").read_text()).keys())]
+    for name, found in records:
+        assert not {key for key in found if not re.search(rf"\b{key}\b", pages[name])}, name
 
 
 def test_what_loads_from_outside_is_seen():
