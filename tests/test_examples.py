@@ -1,0 +1,110 @@
+"""The examples: the commands of their page are run as they are written there."""
+
+import csv
+import importlib.util
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from command import Result, of_kind, paceline, succeed
+from paceline.events import Ended, Evaluated, Step
+
+EXAMPLES = Path(__file__).parent.parent / "examples"
+PAGE = (EXAMPLES / "README.md").read_text()
+[BLOCK] = re.findall(r"```sh\n(.*?)```", PAGE, re.S)
+LINES = [shlex.split(line) for line in BLOCK.splitlines()]
+SUBMIT = next(words for words in LINES if words[1] == "submit")
+COMMANDS = {next(word for word in words if word.endswith(".py")): words for words in LINES if words is not SUBMIT}
+LONGEST = 80  # lines
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return Path(shutil.copytree(EXAMPLES, tmp_path / "examples", ignore=shutil.ignore_patterns("__pycache__", "runs")))
+
+
+def run(words: list[str], folder: Path) -> Result:
+    program, *rest = words
+    if program == "paceline":
+        return succeed(*rest, at=folder)
+    result = paceline(*rest, at=folder, program=(sys.executable,))
+    assert result.status == 0, result.all
+    return result
+
+
+def test_the_page_lists_each_example_and_each_is_short():
+    files = {path.name for path in EXAMPLES.iterdir() if path.suffix in (".py", ".toml")}
+    assert files == set(re.findall(r"^\| \[(\S+)\]\(\1\)", PAGE, re.M))
+    assert {*COMMANDS} == files - {"site.toml"}, "and each can be run"
+    for name in files:
+        lines = (EXAMPLES / name).read_text().splitlines()
+        assert len(lines) < LONGEST, name
+        commands = [line for line in lines[:8] if line.startswith(("paceline ", "python "))]
+        assert name == "site.toml" or commands[0] in BLOCK.splitlines(), f"{name} and the page give the same command"
+
+
+@pytest.mark.parametrize(
+    ("name", "metric", "above"),
+    [
+        ("image_classification.py", "accuracy", 0.3),
+        ("lstm.py", None, None),
+        pytest.param("hugging_face.py", "right", -1.0, marks=pytest.mark.slow),  # three processes import transformers
+    ],
+)
+def test_a_task_learns(name, metric, above, folder):
+    if name == "hugging_face.py" and importlib.util.find_spec("transformers") is None:
+        pytest.skip("transformers is not installed")
+    run([*COMMANDS[name], "--run-dir", "run"], folder)
+    losses = [event.loss for event in of_kind(folder / "run", Step)]
+    assert losses[-1] < 0.7 * losses[0]
+    assert of_kind(folder / "run", Ended)[-1].reason == "done"
+    if metric is not None:
+        assert of_kind(folder / "run", Evaluated)[-1].metrics[metric] > above
+
+
+def test_padding_does_not_count(folder, monkeypatch):
+    """A second way to the loss: the mean over the values of each series by itself."""
+    monkeypatch.syspath_prepend(folder)
+    lstm = importlib.import_module("lstm")
+    task = lstm.Forecast(samples=9)
+    data, model = task.dataset("train"), task.model()
+    batch = data.batch_of([*range(9)])
+    weights = task.weights(batch)
+    found = (task.loss(model(task.inputs(batch)), batch) * weights).sum() / weights.sum()
+    alone = [(model(one[None, :-1])[0] - one[1:]).square() for one in data.series]
+    expected = sum(each.sum() for each in alone) / sum(each.numel() for each in alone)
+    assert found.item() == pytest.approx(expected.item(), rel=1e-5)
+    assert len({len(one) for one in data.series}) > 1
+
+
+def test_the_loop_stops_early_and_writes_its_curve(folder):
+    said = run(COMMANDS["own_loop.py"], folder).out
+    assert re.search(r"^step \d+: stopped, best accuracy 0\.[89]\d+$", said, re.M), said
+    with (folder / "losses.csv").open() as file:
+        header, *rows = csv.reader(file)
+    assert header == ["step", "loss"]
+    assert [int(step) for step, _ in rows] == [*range(1, len(rows) + 1)]
+    assert float(rows[-1][1]) < float(rows[0][1])
+
+
+@pytest.mark.slow
+def test_the_loop_under_torchrun(folder):
+    words = ("-m", "torch.distributed.run", "--nproc-per-node", "2", "own_loop.py")
+    assert "plan ddp on 2 ranks" in run([sys.executable, *words], folder).out
+
+
+def test_the_site_file_makes_a_job_script(folder):
+    script = run(SUBMIT, folder).out
+    assert subprocess.run(["bash", "-n"], input=script, text=True, capture_output=True, timeout=20).stderr == ""
+    site = tomllib.loads((folder / "site.toml").read_text())
+    values = [site["partition"], site["account"], site["venv"], site["interface"], site["stage_in"], f"USR1@{site['notice_s']}"]
+    for value in [*values, *site["modules"], *site["sbatch"], *site["environment"]]:
+        assert value in script, value
+    (folder / "site.toml").write_text(f"{(folder / 'site.toml').read_text()}\n[partitions]\n")
+    assert "unknown key partitions" in paceline(*SUBMIT[1:], at=folder).err
