@@ -14,7 +14,7 @@ from paceline.version import __version__
 DOCS = Path(__file__).parent
 
 project = "Paceline"
-author = "The Paceline authors"
+author = "The Paceline developers"
 version = release = __version__
 
 extensions = ["myst_parser", "sphinx.ext.autodoc"]

@@ -45,3 +45,18 @@ def test_it_is_yaml(name):
     if "body" in found:
         assert {"name", "description"} <= {*found}
         assert len({field["id"] for field in found["body"]}) == len(found["body"])
+
+
+def test_what_contributing_names_is_there():
+    """Files, targets of make, and names of classes, tables and functions: the page follows when they are renamed."""
+    page = (ROOT / "CONTRIBUTING.md").read_text()
+    quoted = set(re.findall(r"`([^`\n]+)`", page))
+    paths = {word for word in quoted if re.fullmatch(r"(src|tests|docs)/[\w./]+\w", word)}
+    assert len(paths) > 25
+    assert not [path for path in paths if not (ROOT / path).exists()]
+    sources = "\n".join(path.read_text() for folder in ("src", "tests") for path in (ROOT / folder).rglob("*.py"))
+    names = {word for word in quoted if re.fullmatch(r"[A-Z]{4,}\w*|[A-Z][a-z]+[A-Z]\w+|_[a-z]\w+|test_\w+", word)} - {"PLAN"}
+    assert len(names) > 15
+    assert not [name for name in names if not re.search(rf"\b{name}\b", sources)]
+    targets = set(re.findall(r"make ([\w-]+)`", page))
+    assert targets == {*re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.M)} - {"clean"}, "the table of commands"

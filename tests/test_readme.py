@@ -73,7 +73,13 @@ def test_the_output_of_make_train_is_todays(tmp_path):
 
 
 def test_links_lead_somewhere():
-    for page in [ROOT / "README.md", ROOT / "benchmarks/README.md", ROOT / "examples/README.md", *(ROOT / "docs").glob("*.md")]:
+    for page in [
+        ROOT / "README.md",
+        ROOT / "benchmarks/README.md",
+        ROOT / "examples/README.md",
+        ROOT / "CONTRIBUTING.md",
+        *(ROOT / "docs").glob("*.md"),
+    ]:
         for target in re.findall(r"\]\(([^)#:]+)\)", page.read_text()):
             assert (page.parent / target).exists(), f"{page.name} links to {target}"
 
