@@ -36,7 +36,7 @@ install: .venv/installed
 # be installed, their tests say so and are left out.
 .venv/installed: .venv/paceline
 	@echo "Installing what tests and linters need into .venv: about 0.3 GB to download."
-	$(PIP) ".[dev]"
+	$(PIP) ".[dev,docs]"
 	touch $@
 
 .venv/docs: .venv/paceline

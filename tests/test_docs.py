@@ -194,6 +194,45 @@ def test_every_file_of_a_run_is_described(tmp_path):
     assert keys <= set(re.findall(r"^\| `(\w+)` \|", page, re.M))
 
 
+BY_PART = ("time_s", "memory_bytes")  # objects whose keys are names of parts
+JSON = {
+    "plan": "--model gpt2 --cluster h100:8@50 --batch 64 --tokens 1e9 --price 2 --top 1",
+    "scale": "--model gpt2 --cluster h100:8@50 --ranks 1:4 --batch 64 --tokens 1e9",
+    "ledger": "digits --plan ddp --ranks 2",
+    "preflight": "digits --ranks 2 --steps 2",
+    "verify": "digits --plan ddp --ranks 2 --steps 2",
+    "drill": "digits --ranks 2 --faults kill",
+    "account": "run",
+}
+
+
+def keys_of(tree: object, path: str = "") -> set[str]:
+    if isinstance(tree, list):
+        return {key for one in tree for key in keys_of(one, f"{path}[]")}
+    if not isinstance(tree, dict):
+        return set()
+    found = set()
+    for name, value in tree.items():
+        key = f"{path}.{name}".lstrip(".")
+        values = value.values() if name in BY_PART else ()
+        inner = {under for one in values for under in keys_of(one, f"{key}.*")} if name in BY_PART else keys_of(value, key)
+        found |= {key} | (set() if name in ("set", "wrong") else inner)
+    return found
+
+
+def test_every_json_key_is_described(tmp_path):
+    page = (ROOT / "docs/json.md").read_text()
+    described = dict(re.findall(r"^## paceline (\w+)\n(.*?)(?=^## )", page, re.M | re.S))
+    assert described.keys() == JSON.keys()
+    succeed("train", "digits", "--steps", "4", "--ranks", "2", "--account", "--run-dir", "run", at=tmp_path)
+    for command, words in JSON.items():
+        succeed(command, *words.split(), "--json", "found.json", at=tmp_path)
+        found = {key.replace("weak.", "strong.") for key in keys_of(json.loads((tmp_path / "found.json").read_text()))}
+        first_columns = "".join(line.split(" | ")[0] for line in described[command].splitlines() if line.startswith("| `"))
+        assert len(found) > 2
+        assert not found - set(re.findall(r"`([^`]+)`", first_columns)), command
+
+
 def test_the_commands_of_getting_started(tmp_path):
     page = (ROOT / "docs/start.md").read_text()
     [program] = re.findall(r"```python\n(.*?)```", page, re.S)
