@@ -10,26 +10,36 @@ import reference
 ROOT = Path(__file__).parent.parent
 GENERATED = "generated"
 # Pages outside of docs/ that are shown on the site, by their name there.
-COPIED = {"benchmarks/README.md": "benchmarks", "SECURITY.md": "security", "CHANGELOG.md": "changelog"}
-LINK = re.compile(r"\]\(([^)#:\s]+)(#[^)\s]*)?\)")
+COPIED = {
+    "benchmarks/README.md": "benchmarks",
+    "CHANGELOG.md": "changelog",
+    "CONTRIBUTING.md": "contributing",
+    "SECURITY.md": "security",
+    "examples/README.md": "examples",
+}
+LINK = re.compile(r"\[([^\]]*)\]\(([^)#:\s]+)(#[^)\s]*)?\)")
 
 
 def relink(text: str, folder: Path, page_folder: Path) -> str:
     """Rewrite the links of a file in `folder`, so that they hold on a page of the site in `page_folder`.
 
-    A copied page is linked to under its name on the site; other files outside of docs/ become downloads.
+    A copied page is linked to under its name on the site; other files outside of docs/ become downloads,
+    and of a link to a folder only its text is left.
     """
 
     def moved(link: re.Match[str]) -> str:
-        target = Path(os.path.normpath(folder / link[1]))
+        text, address, anchor = link[1], link[2], link[3] or ""
+        target = Path(os.path.normpath(folder / address))
         if not target.is_relative_to(ROOT) or not target.exists():
             return link[0]
+        if target.is_dir():
+            return text
         path = target.relative_to(ROOT).as_posix()
         if path in COPIED:
-            return f"](/{GENERATED}/{COPIED[path]}.md{link[2] or ''})"
+            return f"[{text}](/{GENERATED}/{COPIED[path]}.md{anchor})"
         near = os.path.relpath(target, page_folder)
         is_shown = path.startswith("docs/") and target.suffix in (".md", ".png", ".svg")
-        return f"]({near if is_shown else f'path:{near}'}{link[2] or ''})"
+        return f"[{text}]({near if is_shown else f'path:{near}'}{anchor})"
 
     return LINK.sub(moved, text)
 

@@ -74,7 +74,7 @@ def site(tmp_path_factory):
         pytest.importorskip(name)
     root = tmp_path_factory.mktemp("site")
     shutil.copytree(ROOT / "docs", root / "docs", ignore=shutil.ignore_patterns("generated"))
-    for path in ("src", "tests", "benchmarks", *(page.name for page in ROOT.glob("*.md"))):
+    for path in ("src", "tests", "benchmarks", "examples", *(page.name for page in ROOT.glob("*.md"))):
         (root / path).symlink_to(ROOT / path)
     done = build(root / "docs")
     assert done.returncode == 0, done.stderr
