@@ -94,6 +94,19 @@ def test_the_loop_stops_early_and_writes_its_curve(folder):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("plan", ["zero3", "tp=2", "pp=2"])
+@pytest.mark.parametrize("name", ["image_classification.py", "lstm.py"])
+def test_the_page_tells_under_which_plans_they_train(name, plan, folder):
+    found = paceline("verify", name, "--plan", plan, "--ranks", "2", "--steps", "1", at=folder)
+    if name == "lstm.py" and plan != "zero3":
+        assert found.status == 2, found.all
+        assert plan.partition("=")[0] in found.err or "pipeline" in found.err
+    else:
+        assert found.status == 0, found.all
+        assert "the same training as one process" in found.out
+
+
+@pytest.mark.slow
 def test_the_loop_under_torchrun(folder):
     words = ("-m", "torch.distributed.run", "--nproc-per-node", "2", "own_loop.py")
     assert "plan ddp on 2 ranks" in run([sys.executable, *words], folder).out
