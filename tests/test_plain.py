@@ -83,7 +83,7 @@ WRONG: dict[str, tuple[Build, Build, str]] = {
     "names": (lambda: nn.Linear(3, 3), lambda: nn.Linear(3, 3, bias=False), "only in one of both"),
     "shape": (lambda: nn.Linear(3, 3), lambda: nn.Linear(3, 4), r"shape is torch.Size\(\[4, 3\]\) here"),
     "frozen": (frozen(False), frozen(True), "requires_grad is False here and True there"),
-    "untied": (tied(True), tied(False), "only in one of both"),
+    "untied": (tied(True), tied(False), "tied to another parameter in only one of both"),
 }
 
 
