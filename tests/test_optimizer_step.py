@@ -11,6 +11,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from paceline.training.optimizer import OptimizerStep
 
 STEPS = 5
+Trained = tuple[nn.Module, Callable[[], object]]  # a model, and what updates it
 Make = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 MADE: dict[str, Make] = {
     "fused AdamW": lambda params: torch.optim.AdamW(params, lr=1e-2, fused=True),
@@ -43,6 +44,14 @@ def fill_gradients(made: nn.Module, step: int, without: int | None = None) -> No
         parameter.grad = None if at == without else torch.randn(parameter.shape, generator=drawn, dtype=parameter.dtype)
 
 
+def update(mine: Trained, theirs: Trained, at: int, without: int | None = None) -> None:
+    """A step of both on the same gradients."""
+    for each, call in (mine, theirs):
+        fill_gradients(each, at, without)
+        with torch.no_grad():
+            call()
+
+
 def params_of(optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
@@ -66,10 +75,7 @@ def test_the_update_is_torchs_to_the_last_bit(name: str) -> None:
     mine, optimizer, theirs, expected = pair(MADE[name])
     step = OptimizerStep(optimizer)
     for at in range(STEPS):
-        for each, call in ((mine, step), (theirs, expected.step)):
-            fill_gradients(each, at)
-            with torch.no_grad():
-                call()
+        update((mine, step), (theirs, expected.step), at)
         for group in (*optimizer.param_groups, *expected.param_groups):  # as a schedule sets it
             if not isinstance(group["lr"], Tensor):
                 group["lr"] *= 0.7
@@ -81,10 +87,7 @@ def test_float64_and_half_precision() -> None:
         mine, optimizer, theirs, expected = pair(MADE["fused AdamW"], lambda dtype=dtype: model().to(dtype))  # type: ignore[misc]
         step = OptimizerStep(optimizer)
         for at in range(STEPS):
-            for each, call in ((mine, step), (theirs, expected.step)):
-                fill_gradients(each, at)
-                with torch.no_grad():
-                    call()
+            update((mine, step), (theirs, expected.step), at)
         assert same(optimizer, expected)
 
 
@@ -92,10 +95,7 @@ def test_a_parameter_without_gradient_is_left_alone_in_that_step() -> None:
     mine, optimizer, theirs, expected = pair(MADE["two groups"])
     step = OptimizerStep(optimizer)
     for at, without in enumerate((None, 3, None, 0, None)):
-        for each, call in ((mine, step), (theirs, expected.step)):
-            fill_gradients(each, at, without)
-            with torch.no_grad():
-                call()
+        update((mine, step), (theirs, expected.step), at, without)
     assert same(optimizer, expected)
 
 
@@ -103,10 +103,7 @@ def test_a_parameter_that_gets_its_first_gradient_later() -> None:
     mine, optimizer, theirs, expected = pair(MADE["fused AdamW"])
     step = OptimizerStep(optimizer)
     for at, without in enumerate((1, 1, None, None, None)):
-        for each, call in ((mine, step), (theirs, expected.step)):
-            fill_gradients(each, at, without)
-            with torch.no_grad():
-                call()
+        update((mine, step), (theirs, expected.step), at, without)
     assert same(optimizer, expected)
 
 
@@ -114,10 +111,7 @@ def test_a_state_that_is_loaded_is_used() -> None:
     mine, optimizer, theirs, expected = pair(MADE["fused AdamW"])
     step = OptimizerStep(optimizer)
     for at in range(STEPS):
-        for each, call in ((mine, step), (theirs, expected.step)):
-            fill_gradients(each, at)
-            with torch.no_grad():
-                call()
+        update((mine, step), (theirs, expected.step), at)
         if at == 2:
             for one in (optimizer, expected):
                 state = copy.deepcopy(one.state_dict())
@@ -139,10 +133,7 @@ def test_a_parameter_that_is_added_is_trained(to_a_group: bool) -> None:
                     one.param_groups[0]["params"].append(last)
                 else:
                     one.add_param_group({"params": [last]})
-        for each, call in ((mine, step), (theirs, expected.step)):
-            fill_gradients(each, at)
-            with torch.no_grad():
-                call()
+        update((mine, step), (theirs, expected.step), at)
     assert len(params_of(optimizer)) == 4
     assert same(optimizer, expected)
 

@@ -191,17 +191,14 @@ def _recorded(
                 if isinstance(event, (Started, Step, Ended)):
                     step = event.step
                 yield event
-        except (TaskError, DataError) as error:
-            told = type(error)(f"rank {world.rank}: {error}") if world.rank else error  # it may have failed on this rank alone
-            if run.path.exists():
-                events.append(run.events, Failed(what="run", step=step, rank=world.rank, message=str(told), meant=True))
-            if told is error:
-                raise
-            raise told from error
         except Exception as error:  # the top of a rank: say why it ends, then let it end
+            of_task = isinstance(error, (TaskError, DataError))
+            told = type(error)(f"rank {world.rank}: {error}") if of_task and world.rank else error  # it may have failed here alone
             lost_peer = is_of_lost_peer(error) or isinstance(error, RankError)
-            message = str(error) if isinstance(error, Error) else f"{type(error).__name__}: {str(error).strip() or 'no message'}"
+            message = str(told) if isinstance(error, Error) else f"{type(error).__name__}: {str(error).strip() or 'no message'}"
             if run.path.exists():
                 meant = isinstance(error, Error)
                 events.append(run.events, Failed(what="run", step=step, rank=world.rank, message=message, lost_peer=lost_peer, meant=meant))
-            raise
+            if told is error:
+                raise
+            raise told from error

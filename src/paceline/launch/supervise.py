@@ -37,13 +37,13 @@ class EndedElsewhereError(Exception):
 class RankLogs(DefaultLogsSpecs):
     """Standard error of rank N goes to ranks/N.log; the rank sends its standard output there too, and has not finished yet."""
 
-    def __init__(self, run: RunFolder, attempt: Callable[[dict[str, str]], int] = lambda env: int(env["TORCHELASTIC_RESTART_COUNT"])):
+    def __init__(self, run: RunFolder, attempt: Callable[[], int]):
         super().__init__(log_dir=os.devnull)
         self._run, self._attempt = run, attempt
 
     def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
         # torch numbers them by their place on this machine.
-        logs = {local: str(self._run.rank_log(int(env["RANK"]), self._attempt(env))) for local, env in envs.items()}
+        logs = {local: str(self._run.rank_log(int(env["RANK"]), self._attempt())) for local, env in envs.items()}
         for env in envs.values():
             begin(self._run, int(env["RANK"]))
         return dataclasses.replace(super().reify(envs), stderrs=logs)

@@ -73,9 +73,8 @@ class StopRequest:
             raise SignalException(f"asked to stop by {self._signal.name}", self._signal)
 
 
-Slots = Callable[
-    [int, StopRequest], AbstractContextManager[Sequence[Slot]]
-]  # for the n-th start: one slot a rank, those of a node side by side
+# For the n-th start: one slot a rank, those of a node side by side.
+Slots = Callable[[int, StopRequest], AbstractContextManager[Sequence[Slot]]]
 
 
 class _Here:

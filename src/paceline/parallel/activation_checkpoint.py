@@ -3,15 +3,12 @@
 from copy import copy
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
 
 from paceline.plan.plan import TWICE, Plan
-
-if TYPE_CHECKING:
-    pass
 
 
 def recompute(module: nn.Module, plan: Plan) -> None:
@@ -53,8 +50,6 @@ class _Again:
 
 
 ATEN = torch.ops.aten
-
-
 DEAR = [
     op.default
     for op in (

@@ -1,16 +1,12 @@
 """The blocks of a model: the repeated layers that plans shard, recompute and compile one by one."""
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 from torch import nn
 
 from paceline.errors import TaskError
 from paceline.spec import nearest
 from paceline.task import Layout
-
-if TYPE_CHECKING:
-    pass
 
 
 def blocks(model: nn.Module, layout: Layout) -> list[nn.Module]:

@@ -2,16 +2,13 @@
 
 import os
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
 
 from paceline.errors import LaunchError, PlanError
 from paceline.plan.plan import TWICE, Plan
-
-if TYPE_CHECKING:
-    pass
 
 
 def refuse_compiled(plan: Plan) -> None:

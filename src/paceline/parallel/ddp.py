@@ -1,13 +1,10 @@
 """Replicated data parallelism: torch's DistributedDataParallel."""
 
 from inspect import signature
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
-
-if TYPE_CHECKING:
-    pass
 
 
 def replicate(model: nn.Module, find_unused: bool = False) -> DistributedDataParallel:

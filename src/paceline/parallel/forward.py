@@ -2,7 +2,7 @@
 
 import contextlib
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -15,13 +15,7 @@ from paceline.errors import TaskError
 from paceline.task import Task
 from paceline.user_code import UserCode
 
-if TYPE_CHECKING:
-    pass
-
-
 ELSEWHERE = object()
-
-
 AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 

@@ -1,7 +1,7 @@
 """Sharded data parallelism: `fully_shard` over the blocks of a model."""
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -10,9 +10,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils._pytree import tree_leaves, tree_map
 
 from paceline.plan.plan import Plan
-
-if TYPE_CHECKING:
-    pass
 
 
 def shard(model: nn.Module, units: list[nn.Module], plan: Plan, mesh: DeviceMesh) -> None:

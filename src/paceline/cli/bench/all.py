@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from paceline.cli.bench.single import INTERRUPTED, device_for, watched
+from paceline.cli.bench.options import INTERRUPTED, terminal
+from paceline.cli.bench.single import device_for, watched
 from paceline.errors import BenchError, ClusterError, Error, TaskError
 
 if TYPE_CHECKING:
@@ -126,7 +127,6 @@ def _keep(before: "Cluster", results: "list[Result]", notes: list[str], out: Pat
     from paceline.bench.report.whole import notes as remarks
     from paceline.bench.result import write
     from paceline.bench.to_cluster import updated
-    from paceline.cli.bench.options import terminal
     from paceline.cluster import file
 
     for result in results:

@@ -1,15 +1,11 @@
 """paceline bench: measure the machine."""
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
 from paceline.cli.bench.options import Option
-
-if TYPE_CHECKING:
-    pass
-
 
 app = typer.Typer()
 

@@ -9,16 +9,13 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from paceline.cli.bench.options import Compare, Json, Plot, check, compare_results, keep, progress
+from paceline.cli.bench.options import INTERRUPTED, Compare, Json, Option, Plot, check, compare_results, keep, progress
 from paceline.distributed.world import World, world
 from paceline.errors import BenchError, Error, LaunchError, PlanError
 
 if TYPE_CHECKING:
     from paceline.bench.collectives.request import CollectiveRequest
     from paceline.bench.result import Row
-
-Option = typer.Option
-INTERRUPTED = 130
 
 
 def collectives(

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from paceline.cli.bench.options import Compare, Json, Option, Plot, check, compare_results, keep, progress
+from paceline.cli.bench.options import INTERRUPTED, Compare, Json, Option, Plot, check, compare_results, keep, progress
 from paceline.cli.request_options import Target
 from paceline.errors import BenchError
 
@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     from paceline.bench.result import Result
     from paceline.bench.suites import Watch
 
-INTERRUPTED = 130
 Seconds = Annotated[float, Option(min=0.5, metavar="SECONDS", help="About how long to measure.")]
 Device = Annotated[str | None, Option(help="cpu or cuda; CUDA where there is some.")]
 Fields = Annotated[list[str] | None, Option(metavar="NAME=VALUE", help="A field of the task, or a dotted key such as optimizer.lr.")]

@@ -68,7 +68,7 @@ def start(run: RunFolder, me: World, ranks_per_node: int, least: int, restarts: 
         keep_alive_max_attempt=SIGNS,
     )
     meeting = _Counted(create_handler(store, SealedBackend(store, meeting_id, key), parameters), rounds.begin)
-    logs = RankLogs(run, lambda env: rounds.count - 1)
+    logs = RankLogs(run, lambda: rounds.count - 1)
     if not speaks:
         threading.Thread(target=_leave_when_cut, args=(me, store), daemon=True).start()
 

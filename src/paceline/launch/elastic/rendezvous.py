@@ -4,11 +4,9 @@ what carries the seal of a key that is passed outside of it."""
 import hmac
 
 import torch.distributed as dist
-from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo, RendezvousStateError, RendezvousStoreInfo
+from torch.distributed.elastic.rendezvous import RendezvousStateError
 from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import RendezvousBackend, Token
-
-from paceline.distributed.store import LOOPBACK, open_store
 
 BACKEND = "paceline"
 SEAL_BYTES = 32
@@ -45,37 +43,3 @@ class SealedBackend(RendezvousBackend):
         if not hmac.compare_digest(seal, self._seal(state)):
             raise RendezvousStateError("somebody without the key of this training has written into its store")
         return state
-
-
-class OneNode(RendezvousHandler):
-    """The meeting of an agent with nobody else: nothing to agree on, and nothing to unpickle. It has a store on loopback for its ranks."""
-
-    def __init__(self, name: str):
-        self._name, self._store, self._rounds = name, open_store(), 0
-
-    def next_rendezvous(self) -> RendezvousInfo:
-        self._rounds += 1
-        store = dist.PrefixStore(f"agent/{self._rounds}", self._store)
-        return RendezvousInfo(store, 0, 1, RendezvousStoreInfo(LOOPBACK, self._store.port))
-
-    @property
-    def use_agent_store(self) -> bool:
-        return True
-
-    def get_backend(self) -> str:
-        return BACKEND
-
-    def is_closed(self) -> bool:
-        return False
-
-    def set_closed(self) -> None:
-        pass
-
-    def num_nodes_waiting(self) -> int:
-        return 0
-
-    def get_run_id(self) -> str:
-        return self._name
-
-    def shutdown(self) -> bool:
-        return True
