@@ -65,7 +65,9 @@ def rank(rounds: int, size_bytes: int) -> None:
             found[name].append(ways[name]())
     ratios = [one / other for one, other in zip(found["timed"], found["bare"], strict=True)]
     if dist.get_rank() == 0:
-        print(f"{description()}; torch {torch.__version__}, gloo, {RANKS} ranks, {size_bytes:,} bytes, {rounds} rounds of {REPETITIONS}")
+        print(
+            f"{description()}; torch {torch.__version__}, gloo, {RANKS} ranks, {size_bytes:,} bytes, {rounds} rounds of {REPETITIONS}"
+        )
         for name, seconds in found.items():
             print(f"{name:6} {statistics.median(seconds) * 1e6:8.1f} µs an all-reduce (median of the rounds)")
         print(f"the timer around nothing: {measure(nothing, EMPTY).median_s * 1e9:.0f} ns a repetition")
@@ -83,4 +85,8 @@ if __name__ == "__main__":
         rank(asked.rounds, asked.bytes)
     else:
         words = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(RANKS), *sys.argv]
-        sys.exit(subprocess.run([sys.executable, *words], check=False, env=os.environ | {"OMP_NUM_THREADS": "1"}).returncode)
+        sys.exit(
+            subprocess.run(
+                [sys.executable, *words], check=False, env=os.environ | {"OMP_NUM_THREADS": "1"}
+            ).returncode
+        )

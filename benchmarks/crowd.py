@@ -44,20 +44,26 @@ def step_s(steps: int) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--steps", type=int, default=12)
     parser.add_argument("--times", type=int, default=3)
     options = parser.parse_args()
     cores = usable_cores()
     print(f"{machine.description()}, torch {torch.__version__}\n")
-    print("| ranks | ms a step | beside one rank a core, each having its share of a core |\n| --- | --- | --- |")
+    print(
+        "| ranks | ms a step | beside one rank a core, each having its share of a core |\n| --- | --- | --- |"
+    )
     found: dict[int, list[float]] = {cores: [], 2 * cores: []}
     for _ in range(options.times):
         for ranks, seconds in found.items():
             with Ranks(ranks) as started:
                 seconds.append(statistics.mean(started(crowd.step_s, options.steps, timeout_s=300)))
     for ranks, seconds in found.items():
-        ratio = statistics.median(mine / alone for mine, alone in zip(seconds, found[cores], strict=True)) / (ranks / cores)
+        ratio = statistics.median(mine / alone for mine, alone in zip(seconds, found[cores], strict=True)) / (
+            ranks / cores
+        )
         print(f"| {ranks} | {statistics.median(seconds) * 1e3:.1f} | {ratio:.2f} |")
 
 

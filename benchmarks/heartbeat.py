@@ -48,7 +48,9 @@ def step_s(folder: str, steps: int, beats: bool) -> float:
     """The mean step of a training of the digits task."""
     from paceline.training.loop import train
 
-    spec = Spec(task="digits", steps=steps, save=Save(minutes=float("inf")), evaluate_every=10**6, account=False)
+    spec = Spec(
+        task="digits", steps=steps, save=Save(minutes=float("inf")), evaluate_every=10**6, account=False
+    )
     with contextlib.nullcontext() if beats else silent():
         run = RunFolder(Path(folder))
         taken = [event.step_s for event in train(spec, parse("ddp"), run=run) if isinstance(event, Step)]
@@ -71,7 +73,11 @@ print(min(taken))
 def call_s(remembered: int) -> float:
     """The least time of a collective that does nothing, with so many in the flight recorder."""
     environ = os.environ | {"TORCH_FR_BUFFER_SIZE": str(remembered), "OMP_NUM_THREADS": "1"}
-    return float(subprocess.run([sys.executable, "-c", CALLS], env=environ, capture_output=True, text=True, check=True).stdout)
+    return float(
+        subprocess.run(
+            [sys.executable, "-c", CALLS], env=environ, capture_output=True, text=True, check=True
+        ).stdout
+    )
 
 
 def beat_s(run: RunFolder) -> float:
@@ -98,7 +104,9 @@ def main() -> None:
     print(f"one change of phase: {(time.perf_counter() - began) / 100_000 * 1e6:.2f} µs")
     with tempfile.TemporaryDirectory() as folder:
         seconds = beat_s(RunFolder(Path(folder)))
-        print(f"one heartbeat: {seconds * 1e6:.0f} µs of a core, {seconds / heartbeat_writer.EVERY_S:.3%} of the time")
+        print(
+            f"one heartbeat: {seconds * 1e6:.0f} µs of a core, {seconds / heartbeat_writer.EVERY_S:.3%} of the time"
+        )
     plain, recorded = call_s(0), call_s(REMEMBERED)
     print(f"one collective: {plain * 1e6:.1f} µs, in the flight recorder {recorded * 1e6:.1f} µs")
     with Ranks(2) as ranks:

@@ -72,7 +72,9 @@ def main() -> None:
     from paceline.plan.plan import parse
     from paceline.training.dry_run.dry_run import stages
 
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--plan", default="zero3")
     parser.add_argument("--ranks", type=int, default=1024)
     parser.add_argument("--batch", type=int, default=1024)
@@ -82,11 +84,17 @@ def main() -> None:
     found = stages(Spec(batch=options.batch), parse(options.plan), options.ranks, Llama())
     took, cpu_s = time.perf_counter() - began, time.process_time() - before_s
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
-    print(f"{machine.description()}, torch {version('torch')}, transformers {version('transformers')}; one thread")
-    print(f"plan {options.plan} on {options.ranks:,} ranks: {took:.1f} s ({cpu_s:.1f} s of a core), {format_bytes(peak)} at the most")
+    print(
+        f"{machine.description()}, torch {version('torch')}, transformers {version('transformers')}; one thread"
+    )
+    print(
+        f"plan {options.plan} on {options.ranks:,} ranks: {took:.1f} s ({cpu_s:.1f} s of a core), {format_bytes(peak)} at the most"
+    )
     for place, ledger in enumerate(found):
         of = f"pp {place} of {len(found)}: " if len(found) > 1 else ""
-        print(f"{of}{ledger.calls:,} calls, {format_bytes(ledger.bytes)}; a rank sends {format_bytes(ledger.sent_bytes)}")
+        print(
+            f"{of}{ledger.calls:,} calls, {format_bytes(ledger.bytes)}; a rank sends {format_bytes(ledger.sent_bytes)}"
+        )
 
 
 if __name__ == "__main__":

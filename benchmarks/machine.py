@@ -8,7 +8,9 @@ from pathlib import Path
 
 import psutil
 
-OTHERS = 0.1  # what was measured while other programs took more than this share of the machine is measured again
+OTHERS = (
+    0.1  # what was measured while other programs took more than this share of the machine is measured again
+)
 TRIES = 20
 
 
@@ -22,7 +24,9 @@ def description() -> str:
 def _busy_s() -> float:
     """CPU seconds that the machine has spent on anything, those taken by its host included."""
     times = psutil.cpu_times()._asdict()
-    return sum(seconds for name, seconds in times.items() if name not in ("idle", "iowait", "guest", "guest_nice"))
+    return sum(
+        seconds for name, seconds in times.items() if name not in ("idle", "iowait", "guest", "guest_nice")
+    )
 
 
 @dataclass(frozen=True)
@@ -34,4 +38,6 @@ class Gauge:
 
     def others(self, own_s: float) -> float:
         """Share of the machine that others took, when the benchmark itself took so many CPU seconds."""
-        return (_busy_s() - self.busy_s - own_s) / ((time.perf_counter() - self.began) * (os.cpu_count() or 1))
+        return (_busy_s() - self.busy_s - own_s) / (
+            (time.perf_counter() - self.began) * (os.cpu_count() or 1)
+        )

@@ -45,7 +45,11 @@ def ours(schedule: str) -> tuple[Callable[[], Any], Any]:
 class First(nn.Module):
     def __init__(self, model: Any):
         super().__init__()
-        self.token, self.position, self.blocks = model.token, model.position, nn.ModuleList(model.blocks[: TASK.depth // 2])
+        self.token, self.position, self.blocks = (
+            model.token,
+            model.position,
+            nn.ModuleList(model.blocks[: TASK.depth // 2]),
+        )
 
     def forward(self, tokens: Tensor) -> Tensor:
         x = self.token(tokens) + self.position(torch.arange(tokens.size(1)))
@@ -57,7 +61,11 @@ class First(nn.Module):
 class Second(nn.Module):
     def __init__(self, model: Any):
         super().__init__()
-        self.blocks, self.norm, self.head = nn.ModuleList(model.blocks[TASK.depth // 2 :]), model.norm, model.head
+        self.blocks, self.norm, self.head = (
+            nn.ModuleList(model.blocks[TASK.depth // 2 :]),
+            model.norm,
+            model.head,
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         for block in self.blocks:
@@ -69,7 +77,9 @@ def by_hand() -> Callable[[], Any]:
     rank = dist.get_rank()
     module = (First, Second)[rank](TASK.model())
     stage = pipelining.PipelineStage(module, rank, RANKS, CPU)
-    schedule = pipelining.Schedule1F1B(stage, MICRO, loss_fn=lambda output, y: F.cross_entropy(output.flatten(0, 1), y.flatten()))
+    schedule = pipelining.Schedule1F1B(
+        stage, MICRO, loss_fn=lambda output, y: F.cross_entropy(output.flatten(0, 1), y.flatten())
+    )
     optimizer = torch.optim.AdamW(module.parameters(), fused=True)
     x, y = (torch.cat(part) for part in zip(*batches(), strict=True))
 
@@ -116,7 +126,13 @@ def computing(schedule: Any) -> Iterator[list[float]]:
 def formula(schedule: str) -> float:
     """Part of the time of a step; forward, backward by input and backward by weight taken as equally long, communication as nothing."""
     p, m, v = RANKS, MICRO, 2
-    ideal = {"gpipe": (p - 1) / m, "1f1b": (p - 1) / m, "interleaved": (p - 1) / (v * m), "zero-bubble": (p - 1) / (3 * v * m), "zbv": 0.0}
+    ideal = {
+        "gpipe": (p - 1) / m,
+        "1f1b": (p - 1) / m,
+        "interleaved": (p - 1) / (v * m),
+        "zero-bubble": (p - 1) / (3 * v * m),
+        "zbv": 0.0,
+    }
     return ideal[schedule] / (1 + ideal[schedule])
 
 

@@ -78,7 +78,9 @@ class Kept:
 
     def __init__(self, path: Path | None):
         self.path = path
-        self.found: dict[str, Any] = json.loads(path.read_text()) if path is not None and path.exists() else {}
+        self.found: dict[str, Any] = (
+            json.loads(path.read_text()) if path is not None and path.exists() else {}
+        )
 
     def put(self, what: str, key: str, value: Any) -> None:
         self.found.setdefault(what, {})[key] = value
@@ -92,8 +94,13 @@ class Kept:
 def known(path: Path, ranks: list[int]) -> Cluster:
     if not path.exists():
         for count in (count for count in ranks if count > 1):
-            print(f"there is no {path}: measuring this machine with {count} ranks", file=sys.stderr, flush=True)
-            subprocess.run([sys.executable, "-m", "paceline", "bench", "--ranks", str(count), "--out", str(path.parent)], check=True)
+            print(
+                f"there is no {path}: measuring this machine with {count} ranks", file=sys.stderr, flush=True
+            )
+            subprocess.run(
+                [sys.executable, "-m", "paceline", "bench", "--ranks", str(count), "--out", str(path.parent)],
+                check=True,
+            )
     return assuming(file.read(path))[0]
 
 
@@ -101,8 +108,13 @@ def plans_of(case: Case, cluster: Cluster) -> list[Plan]:
     """Those that can be, and what auto may take. On one rank ZeRO has nothing to cut."""
     task = load_task(case.spec.task, case.spec.set)
     plans = [plan for plan in possible(case.spec, task, case.ranks) if case.ranks > 1 or not plan.zero]
-    fastest = answer(describe(case.spec, task), cluster, case.spec.batch, recipe=FLOAT32, ranks=case.ranks).plans[:MORE]
-    wanted = [choose(case.spec, task, case.ranks, cluster=cluster).plan, *(shortest(plan, case.ranks) for plan, _ in fastest)]
+    fastest = answer(
+        describe(case.spec, task), cluster, case.spec.batch, recipe=FLOAT32, ranks=case.ranks
+    ).plans[:MORE]
+    wanted = [
+        choose(case.spec, task, case.ranks, cluster=cluster).plan,
+        *(shortest(plan, case.ranks) for plan, _ in fastest),
+    ]
     seen = {plan.on(case.ranks) for plan in plans}
     for plan in wanted:
         if plan.on(case.ranks) not in seen:
@@ -125,7 +137,10 @@ def measure(case: Case, plans: list[Plan], kept: Kept, rounds: int, seconds: flo
 
 def rows(case: Case, cluster: Cluster, plans: list[Plan], kept: Kept) -> Iterator[Row]:
     task = load_task(case.spec.task, case.spec.set)
-    facts, auto = describe(case.spec, task), choose(case.spec, task, case.ranks, cluster=cluster).plan.on(case.ranks)
+    facts, auto = (
+        describe(case.spec, task),
+        choose(case.spec, task, case.ranks, cluster=cluster).plan.on(case.ranks),
+    )
     for plan in plans:
         times, peaks = kept.of("step_s", case.key(plan)), kept.of("bytes", case.key(plan))
         if times and peaks:
@@ -137,7 +152,9 @@ def rows(case: Case, cluster: Cluster, plans: list[Plan], kept: Kept) -> Iterato
             of_tensors = sum(part.value for part in cost.memory.parts if part.name not in NOT_COUNTED)
             parts = {part.name: part.value for part in cost.time.parts}
             is_auto = plan.on(case.ranks) == auto
-            yield Row(case, str(plan), cost.step_s, statistics.median(times), of_tensors, max(peaks), is_auto, parts)
+            yield Row(
+                case, str(plan), cost.step_s, statistics.median(times), of_tensors, max(peaks), is_auto, parts
+            )
 
 
 def table(found: list[Row], explain: bool) -> None:
@@ -146,38 +163,61 @@ def table(found: list[Row], explain: bool) -> None:
     for row in sorted(found, key=lambda row: row.step_s):
         cells = [f"**{row.plan}**" if row.is_auto else row.plan]
         cells += [f"{row.predicted_s * 1e3:.2f}", f"{row.step_s * 1e3:.2f}", f"{row.time_error:+.0%}"]
-        cells += [f"{row.predicted_bytes / 2**20:.1f}", f"{row.peak_bytes / 2**20:.1f}", f"{row.memory_error:+.1%}"]
-        cells += [", ".join(f"{name} {value * 1e3:.2f}" for name, value in row.parts_s.items())] if explain else []
+        cells += [
+            f"{row.predicted_bytes / 2**20:.1f}",
+            f"{row.peak_bytes / 2**20:.1f}",
+            f"{row.memory_error:+.1%}",
+        ]
+        cells += (
+            [", ".join(f"{name} {value * 1e3:.2f}" for name, value in row.parts_s.items())] if explain else []
+        )
         print("| " + " | ".join(cells) + " |")
     print(flush=True)
 
 
 def summary(groups: list[list[Row]]) -> str:
-    lines = ["| task | ranks | plans | step time, mean error | memory, mean error | auto took | slower than the best |", "|" + " --- |" * 7]
+    lines = [
+        "| task | ranks | plans | step time, mean error | memory, mean error | auto took | slower than the best |",
+        "|" + " --- |" * 7,
+    ]
     for found in groups:
         auto = next((row for row in found if row.is_auto), None)
         best = min(row.step_s for row in found)
-        lost = f"{auto.plan} | {auto.step_s / best - 1:.1%}" if auto is not None else "a plan that was not measured | "
-        lines.append(f"| {found[0].case.name} | {found[0].case.ranks} | {len(found)} | {_means(found)} | {lost} |")
+        lost = (
+            f"{auto.plan} | {auto.step_s / best - 1:.1%}"
+            if auto is not None
+            else "a plan that was not measured | "
+        )
+        lines.append(
+            f"| {found[0].case.name} | {found[0].case.ranks} | {len(found)} | {_means(found)} | {lost} |"
+        )
     every = [row for found in groups for row in found]
     lines.append(f"| all | | {len(every)} | {_means(every)} | | |")
     return "\n".join(lines)
 
 
 def _means(found: list[Row]) -> str:
-    means = [statistics.mean(abs(getattr(row, name)) for row in found) for name in ("time_error", "memory_error")]
+    means = [
+        statistics.mean(abs(getattr(row, name)) for row in found) for name in ("time_error", "memory_error")
+    ]
     return " | ".join(f"{mean:.1%}" for mean in means)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("tasks", nargs="*", default=["digits", "text"], metavar="TASK")
-    parser.add_argument("--set", action="append", default=[], metavar="NAME=VALUE", help="a field of the task")
+    parser.add_argument(
+        "--set", action="append", default=[], metavar="NAME=VALUE", help="a field of the task"
+    )
     parser.add_argument("--ranks", default="1,2,4")
     parser.add_argument("--batch", type=int, default=64)
     parser.add_argument("--cluster", type=Path, default=Path("bench/cluster.json"))
     parser.add_argument("--rounds", type=int, default=2, help="0: only what was kept is shown")
-    parser.add_argument("--seconds", type=float, default=0.5, help="of the timed steps of a plan in a round, at least")
+    parser.add_argument(
+        "--seconds", type=float, default=0.5, help="of the timed steps of a plan in a round, at least"
+    )
     parser.add_argument("--json", type=Path, metavar="FILE", help="what was measured")
     parser.add_argument("--explain", action="store_true", help="parts of the predicted time")
     options = parser.parse_args()

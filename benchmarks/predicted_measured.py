@@ -43,7 +43,9 @@ def possible(spec: Spec, task: Task, ranks: int) -> Iterator[Plan]:
 
 def step_s(ranks: Ranks, spec: Spec, plan: Plan, seconds: float) -> float:
     """Median of the steps that fit into so many seconds."""
-    return float(ranks(engine_overhead.step_s, spec, str(plan), seconds, ranks.pids, timeout_s=120 + 20 * seconds)[0])
+    return float(
+        ranks(engine_overhead.step_s, spec, str(plan), seconds, ranks.pids, timeout_s=120 + 20 * seconds)[0]
+    )
 
 
 def peak_bytes(ranks: Ranks, spec: Spec, plan: Plan) -> list[int]:
@@ -68,7 +70,9 @@ def _counted(spec: Spec, plan: str) -> int:
     data = open_data(spec, task)
     assert on.dp is not None
     assert on.micro is not None
-    parts = training_parts(RankBatchSlice(spec.batch, on.micro, on.place(me.rank).dp, on.dp), data.samples, spec.seed, 0, COUNTED)
+    parts = training_parts(
+        RankBatchSlice(spec.batch, on.micro, on.place(me.rank).dp, on.dp), data.samples, spec.seed, 0, COUNTED
+    )
     there = set(_storages())
     laid = build_training(spec, on, me, task, CPU, training=data.training)
     with Counted(storage for memory, storage in _storages().items() if memory not in there) as counted:
@@ -95,7 +99,11 @@ class Counted(TorchDispatchMode):
             return NotImplemented  # what it does with local tensors comes here one by one
         result = func(*args, **(kwargs or {}))
         for leaf in tree_leaves(result):
-            if type(leaf) in (Tensor, torch.nn.Parameter) and not leaf.is_meta and (memory := storage_of(leaf)) not in self.found:
+            if (
+                type(leaf) in (Tensor, torch.nn.Parameter)
+                and not leaf.is_meta
+                and (memory := storage_of(leaf)) not in self.found
+            ):
                 self.found[memory] = leaf.untyped_storage()._weak_ref()
         self.most = max(self.most, sum(self._sizes()))
         return result
@@ -112,5 +120,9 @@ class Counted(TorchDispatchMode):
 
 def _storages() -> dict[int, Any]:
     """The memory of all tensors that Python knows."""
-    found = [thing for thing in gc.get_objects() if type(thing) in (Tensor, torch.nn.Parameter) and not thing.is_meta]
+    found = [
+        thing
+        for thing in gc.get_objects()
+        if type(thing) in (Tensor, torch.nn.Parameter) and not thing.is_meta
+    ]
     return {storage_of(tensor): tensor.untyped_storage() for tensor in found}

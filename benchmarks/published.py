@@ -37,8 +37,13 @@ def main() -> None:
     asked = parser.parse_args()
     steps = [path for path in asked.files if "row_id" in _header(path)]
     if asked.fit:
-        for left, values in store({_name(path): [row for row in read(path) if isinstance(row, Row)] for path in steps}).items():
-            print(f"without {left or 'nothing'}: " + ", ".join(f"{name} {value:g}" for name, value in values.items()))
+        for left, values in store(
+            {_name(path): [row for row in read(path) if isinstance(row, Row)] for path in steps}
+        ).items():
+            print(
+                f"without {left or 'nothing'}: "
+                + ", ".join(f"{name} {value:g}" for name, value in values.items())
+            )
     scored = [_scored(path) for path in steps]
     print_times(scored)
     print_choices(scored)
@@ -51,7 +56,10 @@ def main() -> None:
             for row, found in file.priced:
                 print_row(row, found)
     if asked.json:
-        asked.json.write_text(json.dumps([_as_json(row, found) for file in scored for row, found in file.priced], indent=1) + "\n")
+        asked.json.write_text(
+            json.dumps([_as_json(row, found) for file in scored for row, found in file.priced], indent=1)
+            + "\n"
+        )
 
 
 def _name(path: Path) -> str:
@@ -100,11 +108,30 @@ def print_times(files: Sequence[File]) -> None:
     for file in files:
         if not (ratios := _ratios(file)):
             continue
-        base = [found.time.hardware_flops / (found.time.peak_flops or 1) / row.step_s for row, found in file.priced if row.step_s]
-        inside = [abs(found.time.step_s / row.step_s - 1) <= 2 * found.time.error for row, found in file.priced if row.step_s]
+        base = [
+            found.time.hardware_flops / (found.time.peak_flops or 1) / row.step_s
+            for row, found in file.priced
+            if row.step_s
+        ]
+        inside = [
+            abs(found.time.step_s / row.step_s - 1) <= 2 * found.time.error
+            for row, found in file.priced
+            if row.step_s
+        ]
         errors = f"{_mean_error(ratios):.1%}", f"{fmean(ratios) - 1:+.1%}", f"{_best_constant(base):.1%}"
         rows.append((file.name, str(len(ratios)), *errors, f"{fmean(inside):.0%}", str(len(file.left_out))))
-    print_table(("seconds of a step", "rows", "mean error", "bias", "one constant", "within two error bars", "not priced"), rows)
+    print_table(
+        (
+            "seconds of a step",
+            "rows",
+            "mean error",
+            "bias",
+            "one constant",
+            "within two error bars",
+            "not priced",
+        ),
+        rows,
+    )
 
 
 def _ratios(file: File) -> list[float]:
@@ -117,7 +144,9 @@ def _mean_error(ratios: Sequence[float]) -> float:
 
 def _best_constant(ratios: Sequence[float]) -> float:
     """The mean error with the one factor for which it is least, which is one of their inverses."""
-    return min(_mean_error([ratio * factor for ratio in ratios]) for factor in (1 / ratio for ratio in ratios))
+    return min(
+        _mean_error([ratio * factor for ratio in ratios]) for factor in (1 / ratio for ratio in ratios)
+    )
 
 
 def print_choices(files: Sequence[File]) -> None:
@@ -134,7 +163,14 @@ def print_choices(files: Sequence[File]) -> None:
             lost.append(min(pairs)[1] / min(measured for _, measured in pairs) - 1)
             correlation = _spearman(pairs) if len(pairs) > 2 else None
             ranks += [correlation] if correlation is not None else []
-            rows.append((f"{file.name} {name}", str(len(pairs)), f"{lost[-1]:.1%}", "" if correlation is None else f"{correlation:.2f}"))
+            rows.append(
+                (
+                    f"{file.name} {name}",
+                    str(len(pairs)),
+                    f"{lost[-1]:.1%}",
+                    "" if correlation is None else f"{correlation:.2f}",
+                )
+            )
     if rows and ranks:
         rows.append(("mean", "", f"{fmean(lost):.1%}", f"{fmean(ranks):.2f}"))
     print_table(("choice of a plan", "plans", "slower than the best", "rank correlation"), rows)
@@ -149,18 +185,35 @@ def _spearman(pairs: Sequence[tuple[float, float]]) -> float:
 
 def _ranks(values: Sequence[float]) -> list[float]:
     """Alike values share the mean of their ranks."""
-    return [sum(other < value for other in values) + (sum(other == value for other in values) - 1) / 2 for value in values]
+    return [
+        sum(other < value for other in values) + (sum(other == value for other in values) - 1) / 2
+        for value in values
+    ]
 
 
 def print_memory(files: Sequence[File]) -> None:
     rows = []
     for file in files:
-        ratios = [found.memory.peak_bytes / row.memory_bytes for row, found in file.priced if row.memory_bytes]
+        ratios = [
+            found.memory.peak_bytes / row.memory_bytes for row, found in file.priced if row.memory_bytes
+        ]
         errors = (f"{_mean_error(ratios):.1%}", f"{fmean(ratios) - 1:+.1%}") if ratios else ("", "")
         wrong = [row.id for row, found in file.priced if row.oom and found.fits]
         refused = [row.id for row, found in file.priced if not row.oom and not found.fits]
-        rows.append((file.name, str(len(ratios)), *errors, ", ".join(wrong) or "none", ", ".join(refused) or "none"))
-    print_table(("memory of a rank", "rows", "mean error", "bias", "said to fit, and did not", "said not to fit, and did"), rows)
+        rows.append(
+            (file.name, str(len(ratios)), *errors, ", ".join(wrong) or "none", ", ".join(refused) or "none")
+        )
+    print_table(
+        (
+            "memory of a rank",
+            "rows",
+            "mean error",
+            "bias",
+            "said to fit, and did not",
+            "said not to fit, and did",
+        ),
+        rows,
+    )
 
 
 def print_forms(paths: Sequence[Path]) -> None:
@@ -179,7 +232,17 @@ def print_forms(paths: Sequence[Path]) -> None:
         errors = [abs(found / wanted - 1) for found, wanted in pairs if wanted]
         apart = [abs(found - wanted) for found, wanted in pairs]
         shares = f"{median(errors):.2%}", f"{fmean(errors):.2%}", f"{max(errors):.2%}"
-        rows.append((path.stem, what, str(len(pairs)), *shares, f"{fmean(apart):.3g}", f"{max(apart):.3g}", str(skipped)))
+        rows.append(
+            (
+                path.stem,
+                what,
+                str(len(pairs)),
+                *shares,
+                f"{fmean(apart):.3g}",
+                f"{max(apart):.3g}",
+                str(skipped),
+            )
+        )
     units = "median error", "mean", "largest", "mean distance", "largest", "rows of something else"
     print_table(("single figures", "of what", "rows", *units), rows)
 
@@ -189,7 +252,9 @@ def print_row(row: Row, found: Answer) -> None:
     memory = f"{row.memory_bytes / 1e9:.3g}" if row.memory_bytes else "?"
     parts = ", ".join(f"{part.name} {part.value:.3g}" for part in found.time.parts)
     ratio = f"{found.time.step_s / row.step_s - 1:+.0%}" if row.step_s else ""
-    print(f"{row.id} {row.facts.name} {found.split}: {found.time.step_s:.4g} s for {measured} {ratio}; {parts}")
+    print(
+        f"{row.id} {row.facts.name} {found.split}: {found.time.step_s:.4g} s for {measured} {ratio}; {parts}"
+    )
     parts = ", ".join(f"{part.name} {part.value / 1e9:.3g}" for part in found.memory.parts)
     print(f"   {found.memory.peak_bytes / 1e9:.3g} GB for {memory}; {parts}")
 

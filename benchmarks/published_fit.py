@@ -38,7 +38,11 @@ def constants(values: Mapping[str, float]) -> Constants:
         forward, backward = (share * values["attention"] for share in ATTENTION[kind])
         for name in names:
             families[name] = replace(
-                families[name], product=values[f"{kind} product"], forward=forward, backward=backward, memory=values["memory"]
+                families[name],
+                product=values[f"{kind} product"],
+                forward=forward,
+                backward=backward,
+                memory=values["memory"],
             )
     return replace(CONSTANTS, architectures=families, across=values["across"], hidden=values["hidden"])
 

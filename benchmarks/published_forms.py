@@ -30,14 +30,26 @@ TIMES = {
     "28.3B": (32, (10.4, 10.2, 7.7), 0.42),
 }
 LAYERS = {"1.5B": 22, "6.2B": 30, "14.6B": 46, "28.3B": 62}
-BUBBLES = {"1F1B": "1f1b", "1F1B-I": "interleaved", "ZB-H1": "zb-h1", "ZB-1p": "zb-h1", "ZB-H2": "zb-h2", "ZB-2p": "zb-2p", "ZB-V": "zb-v"}
+BUBBLES = {
+    "1F1B": "1f1b",
+    "1F1B-I": "interleaved",
+    "ZB-H1": "zb-h1",
+    "ZB-1p": "zb-h1",
+    "ZB-H2": "zb-h2",
+    "ZB-2p": "zb-2p",
+    "ZB-V": "zb-v",
+}
 
 
 def zero_table1(row: Mapping[str, str]) -> Score:
     """GB a device needs for a model's state."""
     stage = int(row["stage"][5])
     each = state(replace(DEEPSPEED, at_rest=False), stage, int(row["dp_degree"])).total
-    return f"{row['model']} {row['stage']} on {row['dp_degree']}", float(row["params"]) * each / 1e9, float(row["formula_GB"])
+    return (
+        f"{row['model']} {row['stage']} on {row['dp_degree']}",
+        float(row["params"]) * each / 1e9,
+        float(row["formula_GB"]),
+    )
 
 
 def zero_table2(row: Mapping[str, str]) -> Score:
@@ -49,7 +61,9 @@ def zero_table2(row: Mapping[str, str]) -> Score:
 
 def _korthikanti(name: str) -> tuple[ModelFacts, Split]:
     layers, hidden, heads, tp, pp, stages, micro_batch = MODELS[name]
-    facts = Transformer(layers=layers, hidden=hidden, heads=heads, vocab=51200, seq=2048, dropout=True, positions=2048).facts()
+    facts = Transformer(
+        layers=layers, hidden=hidden, heads=heads, vocab=51200, seq=2048, dropout=True, positions=2048
+    ).facts()
     kind = "interleaved" if stages > 1 else "1f1b"
     return facts, Split(tp=tp, pp=pp, micro_batch=micro_batch, micro=4 * pp, schedule=kind, stages=stages)
 
@@ -90,16 +104,29 @@ def gemm(row: Mapping[str, str]) -> Score:
     """TFLOP/s of one matrix product."""
     sizes = re.findall(r"\b[mkn]=(\d+)", row["shape"])
     batch = re.match(r"b=(\d+)", row["shape"])
-    if "matmul" not in row["kind"] or "group" in row["kind"] or len(sizes) != 3 or not batch or batch[1] != "1":
+    if (
+        "matmul" not in row["kind"]
+        or "group" in row["kind"]
+        or len(sizes) != 3
+        or not batch
+        or batch[1] != "1"
+    ):
         raise Unpriced(f"{row['kind']} is no plain product")
     m, k, n = map(int, sizes)
     peak = float(row["theory_TFLOPs"]) * 1e12
     memory_Bps = 1935e9 if "A100" in row["gpu"] else 8000e9
     device = Device(
-        name=row["gpu"], memory_bytes=Fact(value=8e10), memory_Bps=Fact(value=memory_Bps), peaks_flops={"bf16": Fact(value=peak)}
+        name=row["gpu"],
+        memory_bytes=Fact(value=8e10),
+        memory_Bps=Fact(value=memory_Bps),
+        peaks_flops={"bf16": Fact(value=peak)},
     )
     on = speeds(Cluster(device=device), CONSTANTS)
-    return f"{row['gpu']} {row['shape']}", 2e-12 * m * n * k / product_s(on, "bf16", m, n, k), float(row["measured_TFLOPs"])
+    return (
+        f"{row['gpu']} {row['shape']}",
+        2e-12 * m * n * k / product_s(on, "bf16", m, n, k),
+        float(row["measured_TFLOPs"]),
+    )
 
 
 # a column that only such a file has: what it says, and how one row of it is predicted

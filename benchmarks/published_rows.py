@@ -58,7 +58,9 @@ SCHEDULES = {
 }
 
 
-VOCAB = 32000  # where a row has none: n_params of the four zero-bubble models leave room for 28 to 34 thousand
+VOCAB = (
+    32000  # where a row has none: n_params of the four zero-bubble models leave room for 28 to 34 thousand
+)
 
 
 class Unpriced(Exception):
@@ -162,7 +164,9 @@ def _float(row: Mapping[str, str], key: str) -> float:
 
 
 def _recipe(row: Mapping[str, str]) -> Recipe:
-    said = " ".join(row.get(key, "") for key in ("dataset", "source", "notes", "zero_stage", "url_or_path")).lower()
+    said = " ".join(
+        row.get(key, "") for key in ("dataset", "source", "notes", "zero_stage", "url_or_path")
+    ).lower()
     if "deepspeed" in said and row["zero_stage"].startswith("3"):
         recipe = DEEPSPEED
     elif "fsdp" in said or "torchtitan" in said:
@@ -176,17 +180,25 @@ def _recipe(row: Mapping[str, str]) -> Recipe:
             recipe = replace(recipe, reduce=2.0)
     elif "deepspeed" in said:
         recipe = MEGATRON_DEEPSPEED
-    elif row["gpu_type"].startswith(("H", "B", "GH", "GB", "MI")) or re.search(r"\bm?core\b|nemo\b|flash|transformer.?engine|mlperf", said):
+    elif row["gpu_type"].startswith(("H", "B", "GH", "GB", "MI")) or re.search(
+        r"\bm?core\b|nemo\b|flash|transformer.?engine|mlperf", said
+    ):
         recipe = MEGATRON_CORE
     else:
         recipe = replace(MEGATRON, sequence="2205.05198" in said and row["recompute"].startswith("selective"))
     if "asynctp" in said and "vanilla" not in said:
         recipe = replace(recipe, overlaps_tensor=0.6)
-    if recipe.name.startswith("fsdp") and _int(row, "tp", 1) > 1:  # the loss of split logits has two more copies of them in float32
+    if (
+        recipe.name.startswith("fsdp") and _int(row, "tp", 1) > 1
+    ):  # the loss of split logits has two more copies of them in float32
         recipe = replace(recipe, loss=recipe.loss + 8.0)
-    if recipe.name.startswith("fsdp") and _int(row, "pp", 1) > 1:  # torchtitan keeps a stage's weights and gradients whole in a step
+    if (
+        recipe.name.startswith("fsdp") and _int(row, "pp", 1) > 1
+    ):  # torchtitan keeps a stage's weights and gradients whole in a step
         recipe = replace(recipe, whole_gradients=True)
-    if "fp8" in row["precision"] and "rowwise" not in row["precision"]:  # products scaled by row were no faster than bf16 in 2025
+    if (
+        "fp8" in row["precision"] and "rowwise" not in row["precision"]
+    ):  # products scaled by row were no faster than bf16 in 2025
         recipe = replace(recipe, dtype="fp8", gather=1.0 if recipe.name.startswith("fsdp") else recipe.gather)
     if "zero bubble" in said:
         recipe = replace(recipe, gradient=2.0, scatter=False, sequence=False)
@@ -201,7 +213,9 @@ def _model(row: Mapping[str, str], recipe: Recipe, seq: int) -> Transformer:
     name = row["model"].lower()
     hidden, heads = _int(row, "hidden"), _int(row, "heads")
     kv, ffn = _int(row, "kv_heads", heads), _int(row, "ffn", 4 * hidden)
-    gated = any(word in name for word in ("llama", "qwen", "mistral", "deepseek", "gemma")) or ffn % hidden != 0
+    gated = (
+        any(word in name for word in ("llama", "qwen", "mistral", "deepseek", "gemma")) or ffn % hidden != 0
+    )
     return Transformer(
         name=row["model"],
         layers=_int(row, "layers"),
@@ -225,7 +239,9 @@ def _splits(row: Mapping[str, str], model: Transformer) -> tuple[Split, ...]:
     ranks, tp, pp, cp = _int(row, "n_gpus"), _int(row, "tp", 1), _int(row, "pp", 1), _int(row, "cp", 1)
     cut, batch = tp * pp * cp, _int(row, "global_batch")
     if not cut or not ranks or ranks % cut or pp > model.layers or model.heads % tp:
-        raise Unpriced(f"tp × pp × cp = {tp} × {pp} × {cp} do not cut {ranks} devices, {model.layers} layers and {model.heads} heads")
+        raise Unpriced(
+            f"tp × pp × cp = {tp} × {pp} × {cp} do not cut {ranks} devices, {model.layers} layers and {model.heads} heads"
+        )
     dp = ranks // cut
     if batch < dp:
         raise Unpriced(f"global_batch {batch} is less than {dp} data ranks")
@@ -235,7 +251,9 @@ def _splits(row: Mapping[str, str], model: Transformer) -> tuple[Split, ...]:
     micro_batches = [told] if told else [b for b in (1, 2, 4, 8) if each % b == 0]
     if zero == 3 and pp > 1:
         zero = 2
-    if told and pp > 1 and told * dp == batch and each > 1:  # the samples of a data rank, and not of a micro-batch
+    if (
+        told and pp > 1 and told * dp == batch and each > 1
+    ):  # the samples of a data rank, and not of a micro-batch
         micro_batches = [max(1, each // pp)]
     recompute = row["recompute"].split("(")[0].split("+")[0].strip().split(" ")[0]
     recomputes = [recompute] if recompute in ("none", "selective", "full") else ["none", "selective", "full"]
@@ -250,7 +268,9 @@ def _splits(row: Mapping[str, str], model: Transformer) -> tuple[Split, ...]:
             continue
         kind = schedule or ("interleaved" if v > 1 else "1f1b")
         for stage in (0, 1) if zero is None else (zero,):
-            found.append(Split(dp, tp, pp, cp, 1, stage, 1, b, each // b, kind, v if pp > 1 else 1, recompute))
+            found.append(
+                Split(dp, tp, pp, cp, 1, stage, 1, b, each // b, kind, v if pp > 1 else 1, recompute)
+            )
     if not found:
         raise Unpriced(f"global_batch {batch} is not dp × micro_batch × a whole number")
     return tuple(found)
@@ -275,7 +295,9 @@ def _cluster(row: Mapping[str, str]) -> Cluster:
     memory, node, across = found
     peak = _float(row, "peak_TFLOPs_bf16") * 1e12
     nic = float(row["internode_GBps"]) if row["internode_GBps"] else across
-    peaks = {"bf16": peak, "fp16": peak} | ({"fp8": 2 * peak} if not kind.startswith(("A100", "V100")) else {})
+    peaks = {"bf16": peak, "fp16": peak} | (
+        {"fp8": 2 * peak} if not kind.startswith(("A100", "V100")) else {}
+    )
     return Cluster(
         name=row["gpu_type"],
         nodes=-(-_int(row, "n_gpus") // _int(row, "gpus_per_node", 8)),
@@ -287,7 +309,10 @@ def _cluster(row: Mapping[str, str]) -> Cluster:
             power_W=Fact(value=float(watts[1])) if (watts := re.search(r"\((\d+)W\)", kind)) else None,
             peaks_flops={dtype: Fact(value=value) for dtype, value in peaks.items()},
         ),
-        links=(Link(axis="node", beta_Bps=Fact(value=node * 1e9)), Link(axis="across", beta_Bps=Fact(value=nic * 1e9))),
+        links=(
+            Link(axis="node", beta_Bps=Fact(value=node * 1e9)),
+            Link(axis="across", beta_Bps=Fact(value=nic * 1e9)),
+        ),
     )
 
 

@@ -41,16 +41,25 @@ def seconds(what: Callable[[], None], times: int) -> list[float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
     parser.add_argument("--times", type=int, default=50)
     options = parser.parse_args()
-    print(f"{cpu().name}, {cpu().usable_cores} cores; ms on the rank that takes longest: the first, and the median of the others")
+    print(
+        f"{cpu().name}, {cpu().usable_cores} cores; ms on the rank that takes longest: the first, and the median of the others"
+    )
     for count in options.ranks:
         with Ranks(count) as ranks:
             for what in (here.bare, here.whole):
-                each = [max(all_s) for all_s in zip(*ranks(here.seconds, what, options.times, timeout_s=120.0), strict=True)]
-                print(f"{count} ranks, {what.__name__}: {each[0] * 1e3:.1f}, {statistics.median(each[1:]) * 1e3:.1f}")
+                each = [
+                    max(all_s)
+                    for all_s in zip(*ranks(here.seconds, what, options.times, timeout_s=120.0), strict=True)
+                ]
+                print(
+                    f"{count} ranks, {what.__name__}: {each[0] * 1e3:.1f}, {statistics.median(each[1:]) * 1e3:.1f}"
+                )
 
 
 if __name__ == "__main__":

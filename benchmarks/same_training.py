@@ -18,14 +18,32 @@ PLANS = {"single": 1, "ddp": 2, "zero1": 2, "zero2": 2, "zero3": 2, "hsdp": 4, "
 
 def train(plan: str, ranks: int, precision: str, steps: int, folder: Path) -> list[Step]:
     run = folder / f"{plan}-{precision}"
-    words = ["train", "digits", "--plan", plan, "--ranks", ranks, "--precision", precision, "--steps", steps, "--run-dir", run]
+    words = [
+        "train",
+        "digits",
+        "--plan",
+        plan,
+        "--ranks",
+        ranks,
+        "--precision",
+        precision,
+        "--steps",
+        steps,
+        "--run-dir",
+        run,
+    ]
     words += ["--device", "cpu"]
-    subprocess.run([sys.executable, "-m", "paceline", *map(str, words)], check=True, stdout=subprocess.DEVNULL)
+    subprocess.run(
+        [sys.executable, "-m", "paceline", *map(str, words)], check=True, stdout=subprocess.DEVNULL
+    )
     return [event for event in read(run / "events.jsonl") if isinstance(event, Step)]
 
 
 def apart(one: list[Step], other: list[Step], what: str) -> float:
-    return max(abs(getattr(a, what) - getattr(b, what)) / abs(getattr(b, what)) for a, b in zip(other, one, strict=True))
+    return max(
+        abs(getattr(a, what) - getattr(b, what)) / abs(getattr(b, what))
+        for a, b in zip(other, one, strict=True)
+    )
 
 
 def draw(curves: dict[str, list[Step]], file: Path) -> None:
@@ -34,13 +52,22 @@ def draw(curves: dict[str, list[Step]], file: Path) -> None:
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    plt.rcParams |= {"font.size": 11, "axes.spines.top": False, "axes.spines.right": False, "svg.hashsalt": "paceline"}
-    figure, (above, below) = plt.subplots(2, 1, figsize=(8, 5.2), sharex=True, height_ratios=(3, 2), layout="constrained")
+    plt.rcParams |= {
+        "font.size": 11,
+        "axes.spines.top": False,
+        "axes.spines.right": False,
+        "svg.hashsalt": "paceline",
+    }
+    figure, (above, below) = plt.subplots(
+        2, 1, figsize=(8, 5.2), sharex=True, height_ratios=(3, 2), layout="constrained"
+    )
     one = curves["single"]
     widths = [9, 7, 5.6, 4.4, 3.2, 2, 1]
     for (plan, steps), width in zip(curves.items(), widths, strict=True):
         x, label = [step.step for step in steps], f"{plan}, {PLANS[plan]} rank{'s' * (PLANS[plan] > 1)}"
-        (line,) = above.plot(x, [step.loss for step in steps], linewidth=width, label=label, solid_capstyle="round")
+        (line,) = above.plot(
+            x, [step.loss for step in steps], linewidth=width, label=label, solid_capstyle="round"
+        )
         if plan != "single":
             gap = [max(abs(a.loss - b.loss) / b.loss, 1e-17) for a, b in zip(steps, one, strict=True)]
             below.semilogy(x, gap, ".", markersize=3, color=line.get_color())
@@ -57,11 +84,21 @@ def main() -> None:
     parser.add_argument("--picture", type=Path)
     parser.add_argument("--steps", type=int, default=120)
     options = parser.parse_args()
-    print(f"{'plan':16}{'ranks':>6}" + "".join(f"{name:>18}" for name in ("loss fp64", "norm fp64", "loss fp32", "norm fp32")))
+    print(
+        f"{'plan':16}{'ranks':>6}"
+        + "".join(f"{name:>18}" for name in ("loss fp64", "norm fp64", "loss fp32", "norm fp32"))
+    )
     with tempfile.TemporaryDirectory() as folder:
-        runs = {p: {plan: train(plan, ranks, p, options.steps, Path(folder)) for plan, ranks in PLANS.items()} for p in ("fp64", "fp32")}
+        runs = {
+            p: {plan: train(plan, ranks, p, options.steps, Path(folder)) for plan, ranks in PLANS.items()}
+            for p in ("fp64", "fp32")
+        }
     for plan, ranks in PLANS.items():
-        gaps = [apart(runs[p]["single"], runs[p][plan], what) for p in ("fp64", "fp32") for what in ("loss", "grad_norm")]
+        gaps = [
+            apart(runs[p]["single"], runs[p][plan], what)
+            for p in ("fp64", "fp32")
+            for what in ("loss", "grad_norm")
+        ]
         print(f"{plan:16}{ranks:6}" + "".join(f"{gap:18.1e}" for gap in gaps))
     if options.picture is not None:
         draw(runs["fp64"], options.picture)

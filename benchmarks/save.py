@@ -30,8 +30,12 @@ WIDTH, LAYERS, BATCH = 4096, 6, 64  # six layers of 16.8 million parameters
 
 class Training:
     def __init__(self, ranks: int):
-        self.model = nn.Sequential(*(layer for _ in range(LAYERS) for layer in (nn.Linear(WIDTH, WIDTH), nn.ReLU())))
-        self.called = DistributedDataParallel(self.model, gradient_as_bucket_view=True) if ranks > 1 else self.model
+        self.model = nn.Sequential(
+            *(layer for _ in range(LAYERS) for layer in (nn.Linear(WIDTH, WIDTH), nn.ReLU()))
+        )
+        self.called = (
+            DistributedDataParallel(self.model, gradient_as_bucket_view=True) if ranks > 1 else self.model
+        )
         self.optimizer = torch.optim.AdamW(self.model.parameters(), fused=True)
         self.inputs = torch.randn(BATCH // ranks, WIDTH)
         self.ranks = ranks
@@ -123,16 +127,22 @@ def _report(training: Training, found: list[tuple[float, float, float, float, fl
     alone_s, sync_s, start_s, complete_s, held_s = map(statistics.median, zip(*found, strict=True))
     low, middle, high = statistics.quantiles((held / sync for _, sync, _, _, held in found), n=4)
     s = "s" * (training.ranks > 1)
-    print(f"\n{training.ranks} rank{s}, {format_count(parameters)} parameters, {format_bytes(size)} of state, {len(found)} rounds, medians")
+    print(
+        f"\n{training.ranks} rank{s}, {format_count(parameters)} parameters, {format_bytes(size)} of state, {len(found)} rounds, medians"
+    )
     print(f"  a step alone                         {alone_s:7.3f} s")
     print(f"  a synchronous save                   {sync_s:7.3f} s   {format_bytes(size / sync_s)}/s")
     print(f"  an asynchronous save: copied aside   {start_s:7.3f} s")
     print(f"                        complete after {complete_s:7.3f} s")
-    print(f"                        steps held up  {held_s:7.3f} s   {middle:.1%} of a synchronous save (quartiles {low:.1%}–{high:.1%})")
+    print(
+        f"                        steps held up  {held_s:7.3f} s   {middle:.1%} of a synchronous save (quartiles {low:.1%}–{high:.1%})"
+    )
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2])
     parser.add_argument("--threads", type=int, help="of torch on each rank; default: all cores are used")
     parser.add_argument("--steps", type=int, default=8, help="at least so many beside a save")
@@ -145,8 +155,19 @@ def main() -> None:
     sys.stdout.flush()
     for ranks in options.ranks:
         with tempfile.TemporaryDirectory(dir=options.folder) as folder:
-            words = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks), *sys.argv]
-            environ = os.environ | {"SAVE_TO": folder, "OMP_NUM_THREADS": str(threads_per_rank(ranks, options.threads))}
+            words = [
+                sys.executable,
+                "-m",
+                "torch.distributed.run",
+                "--standalone",
+                "--nproc-per-node",
+                str(ranks),
+                *sys.argv,
+            ]
+            environ = os.environ | {
+                "SAVE_TO": folder,
+                "OMP_NUM_THREADS": str(threads_per_rank(ranks, options.threads)),
+            }
             subprocess.run(words, env=environ, check=True)
 
 

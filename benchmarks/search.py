@@ -13,7 +13,9 @@ from paceline.plan.search.scaling import scaling
 from paceline.plan.search.search import search
 
 COUNTS = tuple(2**power for power in range(13))
-TRILLION = Transformer(name="10¹² parameters", layers=128, hidden=25600, heads=160, vocab=51200, seq=2048, positions=2048)
+TRILLION = Transformer(
+    name="10¹² parameters", layers=128, hidden=25600, heads=160, vocab=51200, seq=2048, positions=2048
+)
 
 
 def main() -> None:
@@ -21,7 +23,11 @@ def main() -> None:
     print(f"One core, {platform.machine()}, Python {platform.python_version()}; torch is not imported")
     print("| model | devices | batch | plans | that fit | seconds | plans/s |")
     print("|" + " --- |" * 7)
-    for facts, devices, batch in ((model("llama3-8b"), 64, 1024), (model("llama3-70b"), 512, 2048), (TRILLION.facts(), 3072, 3072)):
+    for facts, devices, batch in (
+        (model("llama3-8b"), 64, 1024),
+        (model("llama3-70b"), 512, 2048),
+        (TRILLION.facts(), 3072, 3072),
+    ):
         measure(facts, parse(f"a100-80g:8x{devices // 8}@25"), batch)
     print("\n| model | numbers of ranks | that fit | seconds of scale |")
     print("|" + " --- |" * 4)
@@ -40,7 +46,9 @@ def measure(facts: ModelFacts, cluster: Cluster, batch: int) -> None:
         seconds = min(seconds, time.process_time() - begin)
     assert found is not None
     plans = len(found.fitting) + len(found.rejected)
-    print(f"| {facts.name} | {cluster.devices} | {batch} | {plans} | {len(found.fitting)} | {seconds:.2f} | {plans / seconds:,.0f} |")
+    print(
+        f"| {facts.name} | {cluster.devices} | {batch} | {plans} | {len(found.fitting)} | {seconds:.2f} | {plans / seconds:,.0f} |"
+    )
 
 
 if __name__ == "__main__":

@@ -35,8 +35,17 @@ def by_hand() -> None:
     dataset = TensorDataset(images.float().view(-1, 1, 8, 8) / 16, labels.long())
     loader = DataLoader(dataset, batch_size=64 // RANKS, sampler=DistributedSampler(dataset))
     torch.manual_seed(0)
-    layers = (nn.Conv2d(1, 32, 3, padding=1), nn.ReLU(), nn.Conv2d(32, 64, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten())
-    model = DistributedDataParallel(nn.Sequential(*layers, nn.Linear(1024, 128), nn.ReLU(), nn.Linear(128, 10)))
+    layers = (
+        nn.Conv2d(1, 32, 3, padding=1),
+        nn.ReLU(),
+        nn.Conv2d(32, 64, 3, padding=1),
+        nn.ReLU(),
+        nn.MaxPool2d(2),
+        nn.Flatten(),
+    )
+    model = DistributedDataParallel(
+        nn.Sequential(*layers, nn.Linear(1024, 128), nn.ReLU(), nn.Linear(128, 10))
+    )
     optimizer = torch.optim.AdamW(model.parameters())
     for inputs, targets in loader:
         optimizer.zero_grad()
@@ -52,13 +61,35 @@ def by_hand() -> None:
 
 def seconds_by_hand(folder: Path) -> float:
     began = time.time()
-    words = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(RANKS), __file__]
+    words = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        str(RANKS),
+        __file__,
+    ]
     return json.loads(_run(words).splitlines()[-1])["time"] - began
 
 
 def seconds_of_paceline(folder: Path) -> float:
     began = time.time()
-    _run([sys.executable, "-m", "paceline", "train", "digits", "--ranks", str(RANKS), "--steps", "1", "--run-dir", str(folder / "run")])
+    _run(
+        [
+            sys.executable,
+            "-m",
+            "paceline",
+            "train",
+            "digits",
+            "--ranks",
+            str(RANKS),
+            "--steps",
+            "1",
+            "--run-dir",
+            str(folder / "run"),
+        ]
+    )
     events = [json.loads(line) for line in (folder / "run" / "events.jsonl").read_text().splitlines()]
     return next(event["time"] for event in events if event["event"] == "step") - began
 
@@ -78,12 +109,36 @@ def cpu_of(ranks: int) -> None:
     import machine
 
     print(f"{machine.description()}, torch {version('torch')}; digits CNN on {ranks} ranks, one step")
-    words = ["train", "digits", "--ranks", str(ranks), "--steps", "1", "--batch", str(4 * ranks), "--device", "cpu"]
+    words = [
+        "train",
+        "digits",
+        "--ranks",
+        str(ranks),
+        "--steps",
+        "1",
+        "--batch",
+        str(4 * ranks),
+        "--device",
+        "cpu",
+    ]
     for name, program in (("forked", ["-m", "paceline"]), ("spawned", ["-c", SPAWNING])):
         before, began = _children_s(), time.monotonic()
         with tempfile.TemporaryDirectory() as folder:
-            _run([sys.executable, *program, *words, "--set", "spec.threads=1", "--run-dir", str(Path(folder) / "run")])
-        print(f"{name:20}{_children_s() - before:6.1f} s of CPU, {time.monotonic() - began:.1f} s of time", flush=True)
+            _run(
+                [
+                    sys.executable,
+                    *program,
+                    *words,
+                    "--set",
+                    "spec.threads=1",
+                    "--run-dir",
+                    str(Path(folder) / "run"),
+                ]
+            )
+        print(
+            f"{name:20}{_children_s() - before:6.1f} s of CPU, {time.monotonic() - began:.1f} s of time",
+            flush=True,
+        )
 
 
 def _children_s() -> float:
@@ -95,10 +150,19 @@ def main() -> None:
     import machine
     from machine import OTHERS, TRIES, Gauge
 
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--rounds", type=int, default=10, help="at least 2")
-    parser.add_argument("--tries", type=int, default=TRIES, help="at most so many times for a start that other programs disturb")
-    parser.add_argument("--cpu", type=int, metavar="RANKS", help="print the CPU time of one start of so many ranks")
+    parser.add_argument(
+        "--tries",
+        type=int,
+        default=TRIES,
+        help="at most so many times for a start that other programs disturb",
+    )
+    parser.add_argument(
+        "--cpu", type=int, metavar="RANKS", help="print the CPU time of one start of so many ranks"
+    )
     options = parser.parse_args()
     if options.cpu is not None:
         cpu_of(options.cpu)
@@ -115,9 +179,13 @@ def main() -> None:
                     break
             if turn >= 0:
                 found[name].append(took)
-    print(f"{machine.description()}, torch {version('torch')}; digits CNN on {RANKS} ranks; {options.rounds} rounds")
+    print(
+        f"{machine.description()}, torch {version('torch')}; digits CNN on {RANKS} ranks; {options.rounds} rounds"
+    )
     for name, all_s in found.items():
-        print(f"{name:20}{statistics.median(all_s):6.2f} s from command to first step (fastest {min(all_s):.2f} s)")
+        print(
+            f"{name:20}{statistics.median(all_s):6.2f} s from command to first step (fastest {min(all_s):.2f} s)"
+        )
     low, middle, high = statistics.quantiles((p / h for h, p in zip(*found.values(), strict=True)), n=4)
     print(f"ratio of the rounds: median {middle:.2f} (quartiles {low:.2f}–{high:.2f})")
 

@@ -176,7 +176,9 @@ class Case:
 CASES = {
     "digits": Case("digits CNN, batch 64", DigitsCnn, DigitsOneByOne, 64, 100),
     "mlp": Case("MLP of 10.5 M parameters, batch 128", Mlp, MlpOneByOne, 128, 5),
-    "transformer": Case("transformer of 135 k parameters, batch 64", Transformer, TransformerOneByOne, 64, 30),
+    "transformer": Case(
+        "transformer of 135 k parameters, batch 64", Transformer, TransformerOneByOne, 64, 30
+    ),
 }
 
 
@@ -289,7 +291,9 @@ def transformers(case: Case, turn: Gate) -> None:
             model=WithLoss(case.model()),
             args=arguments,
             train_dataset=case.dataset,
-            data_collator=lambda samples: dict(zip(("images", "labels"), default_collate(samples), strict=True)),
+            data_collator=lambda samples: dict(
+                zip(("images", "labels"), default_collate(samples), strict=True)
+            ),
             callbacks=[Turns()],
         ).train()
 
@@ -332,16 +336,37 @@ class Contender:
             task = CASES[case].task if name == PACELINE else CASES[case].one_by_one
             wish = ["--batch", str(CASES[case].batch), "--steps", str(10**9), "--ranks", str(RANKS)]
             wish += ["--timeout", "86400"]  # while the others have their turns it stands still
-            words = ["paceline", "train", f"{__file__}:{task.__name__}", *wish, "--run-dir", str(folder / "run")]
+            words = [
+                "paceline",
+                "train",
+                f"{__file__}:{task.__name__}",
+                *wish,
+                "--run-dir",
+                str(folder / "run"),
+            ]
         else:
-            words = ["torch.distributed.run", "--standalone", "--nproc-per-node", str(RANKS), __file__, case, "--loop", name]
+            words = [
+                "torch.distributed.run",
+                "--standalone",
+                "--nproc-per-node",
+                str(RANKS),
+                __file__,
+                case,
+                "--loop",
+                name,
+            ]
         path, self.errors = folder / "gate", folder / "stderr"
         with socket.socket(socket.AF_UNIX) as gate, open(self.errors, "wb") as said:
             gate.bind(str(path))
             gate.listen()
             gate.settimeout(1)
-            environ = os.environ | {"GATE": str(path), "OMP_NUM_THREADS": "1"}  # as torchrun does, with a warning
-            self.launcher = subprocess.Popen([sys.executable, "-m", *words], env=environ, stdout=subprocess.DEVNULL, stderr=said)
+            environ = os.environ | {
+                "GATE": str(path),
+                "OMP_NUM_THREADS": "1",
+            }  # as torchrun does, with a warning
+            self.launcher = subprocess.Popen(
+                [sys.executable, "-m", *words], env=environ, stdout=subprocess.DEVNULL, stderr=said
+            )
             try:
                 self.lines = [self._accepted(gate).makefile("rw") for _ in range(RANKS)]
                 for line in self.lines:
@@ -354,7 +379,9 @@ class Contender:
     def _reason(self) -> str:
         """What its processes say of their end: the first line that names an exception, or else the last lines."""
         text = self.errors.read_text(errors="replace").strip()
-        named = [line for line in text.splitlines() if re.match(r"(\[\w+\]:)?(\w+\.)*\w*(Error|Exception)\b", line)]
+        named = [
+            line for line in text.splitlines() if re.match(r"(\[\w+\]:)?(\w+\.)*\w*(Error|Exception)\b", line)
+        ]
         return named[0] if named else text[-500:]
 
     def _accepted(self, gate: socket.socket) -> socket.socket:
@@ -422,17 +449,30 @@ def measure(case: str, names: list[str], rounds: int, tries: int) -> dict[str, l
 
 
 def table(case: Case, found: dict[str, list[Block]], tries: int) -> None:
-    print(f"\n{case.name}\n{'':28}{'steps/s':>9}{'ms/step':>9}{'CPU ms':>9}   {'to the textbook loop':24}{'to the tuned loop'}")
+    print(
+        f"\n{case.name}\n{'':28}{'steps/s':>9}{'ms/step':>9}{'CPU ms':>9}   {'to the textbook loop':24}{'to the tuned loop'}"
+    )
     for name in LOOPS:
         if name not in found:
-            print(f"{name:28}" + (f"left out: {' and '.join(absent)} not installed" if (absent := missing(name)) else "left out"))
+            print(
+                f"{name:28}"
+                + (
+                    f"left out: {' and '.join(absent)} not installed"
+                    if (absent := missing(name))
+                    else "left out"
+                )
+            )
             continue
-        step_s, cpu_s = (statistics.median(getattr(block, field) for block in found[name]) for field in ("step_s", "cpu_s"))
+        step_s, cpu_s = (
+            statistics.median(getattr(block, field) for block in found[name]) for field in ("step_s", "cpu_s")
+        )
         ratios = [_ratio(found[other], found[name]) if other in found else "" for other in (TEXTBOOK, TUNED)]
         print(f"{name:28}{1 / step_s:9.1f}{step_s * 1e3:9.2f}{cpu_s * 1e3:9.2f}   {ratios[0]:24}{ratios[1]}")
     disturbed = sum(block.others >= machine.OTHERS for blocks in found.values() for block in blocks)
     if disturbed:
-        print(f"{disturbed} of {sum(map(len, found.values()))} blocks were disturbed by other programs, {tries} times in a row")
+        print(
+            f"{disturbed} of {sum(map(len, found.values()))} blocks were disturbed by other programs, {tries} times in a row"
+        )
 
 
 def _ratio(other: list[Block], own: list[Block]) -> str:
@@ -443,10 +483,17 @@ def _ratio(other: list[Block], own: list[Block]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("cases", nargs="*", metavar="CASE", help=f"{', '.join(CASES)}; all if none is said")
     parser.add_argument("--rounds", type=int, default=60, help="at least 2")
-    parser.add_argument("--tries", type=int, default=machine.TRIES, help="at most so many times for a block that other programs disturb")
+    parser.add_argument(
+        "--tries",
+        type=int,
+        default=machine.TRIES,
+        help="at most so many times for a block that other programs disturb",
+    )
     parser.add_argument("--only", nargs="+", choices=LOOPS, metavar="CONTENDER", help=", ".join(LOOPS))
     parser.add_argument("--loop", choices=LOOPS, help=argparse.SUPPRESS)
     options = parser.parse_args()

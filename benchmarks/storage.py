@@ -44,7 +44,10 @@ def dd(*words: str, of_blocks: int | None = None) -> Tool:
     def run(folder: Path) -> float:
         drop(folder)
         done = subprocess.run(
-            ["dd", *(word.format(folder=folder, noise=NOISE) for word in words)], capture_output=True, text=True, check=True
+            ["dd", *(word.format(folder=folder, noise=NOISE) for word in words)],
+            capture_output=True,
+            text=True,
+            check=True,
         )
         size, seconds = re.search(r"(\d+) bytes.* copied, ([\d.e-]+) s", done.stderr).groups()
         return (of_blocks or int(size)) / float(seconds)
@@ -54,7 +57,15 @@ def dd(*words: str, of_blocks: int | None = None) -> Tool:
 
 def fio(*words: str, name: str = "of_fio", unit: str = "bw_bytes", side: str = "write") -> Tool:
     def run(folder: Path) -> float:
-        command = ["fio", "--name=x", "--ioengine=psync", "--randrepeat=0", "--output-format=json", f"--filename={folder}/{name}", *words]
+        command = [
+            "fio",
+            "--name=x",
+            "--ioengine=psync",
+            "--randrepeat=0",
+            "--output-format=json",
+            f"--filename={folder}/{name}",
+            *words,
+        ]
         done = subprocess.run(command, capture_output=True, text=True, check=True, cwd=folder)
         return float(json.loads(done.stdout[done.stdout.index("{") :])["jobs"][0][side][unit])
 
@@ -77,8 +88,21 @@ TESTS: dict[str, tuple[Tool, Tool | None, Tool]] = {
     ),
     "direct write": (
         ours(io_ops.write_direct, WHOLE // io_ops.CHUNK),
-        dd("if={noise}", "of={folder}/direct_of_dd", f"bs={io_ops.CHUNK}", f"count={WHOLE // io_ops.CHUNK}", "oflag=direct,dsync"),
-        fio("--rw=write", f"--bs={io_ops.CHUNK}", f"--size={WHOLE}", "--direct=1", "--sync=dsync", name="direct_of_fio"),
+        dd(
+            "if={noise}",
+            "of={folder}/direct_of_dd",
+            f"bs={io_ops.CHUNK}",
+            f"count={WHOLE // io_ops.CHUNK}",
+            "oflag=direct,dsync",
+        ),
+        fio(
+            "--rw=write",
+            f"--bs={io_ops.CHUNK}",
+            f"--size={WHOLE}",
+            "--direct=1",
+            "--sync=dsync",
+            name="direct_of_fio",
+        ),
     ),
     "read": (
         ours(io_ops.read_cold, WHOLE // MiB),
@@ -93,25 +117,53 @@ TESTS: dict[str, tuple[Tool, Tool | None, Tool]] = {
     "random read": (
         ours(io_ops.read_random, RANDOM),
         None,
-        fio("--rw=randread", "--bs=4k", f"--size={WHOLE}", "--direct=1", f"--number_ios={RANDOM}", unit="iops", side="read"),
+        fio(
+            "--rw=randread",
+            "--bs=4k",
+            f"--size={WHOLE}",
+            "--direct=1",
+            f"--number_ios={RANDOM}",
+            unit="iops",
+            side="read",
+        ),
     ),
     "small write": (
         ours(io_ops.write_small, SMALL),
-        dd("if={noise}", "of={folder}/small_of_dd", "bs=512", f"count={SMALL}", "oflag=dsync", of_blocks=SMALL),
-        fio("--rw=write", "--bs=512", f"--size={512 * SMALL}", "--sync=dsync", name="small_of_fio", unit="iops"),
+        dd(
+            "if={noise}",
+            "of={folder}/small_of_dd",
+            "bs=512",
+            f"count={SMALL}",
+            "oflag=dsync",
+            of_blocks=SMALL,
+        ),
+        fio(
+            "--rw=write",
+            "--bs=512",
+            f"--size={512 * SMALL}",
+            "--sync=dsync",
+            name="small_of_fio",
+            unit="iops",
+        ),
     ),
 }
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("folder", type=Path, nargs="?", default=Path(), help="on the disk to measure; default: here")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "folder", type=Path, nargs="?", default=Path(), help="on the disk to measure; default: here"
+    )
     parser.add_argument("--rounds", type=int, default=12)
     options = parser.parse_args()
     if shutil.which("fio") is None:
         sys.exit("fio is not installed: apt-get install fio")
     folder = options.folder.resolve()
-    print(f"{machine.description()}, {folder}: {space(folder)['filesystem']}, {options.rounds} rounds, medians")
+    print(
+        f"{machine.description()}, {folder}: {space(folder)['filesystem']}, {options.rounds} rounds, medians"
+    )
     NOISE.write_bytes(os.urandom(WHOLE))
     found: dict[str, list[tuple[float | None, ...]]] = {name: [] for name in TESTS}
     try:
@@ -134,7 +186,10 @@ def _tell(name: str, rounds: list[tuple[float | None, ...]]) -> None:
     print(f"{name:14}", end="")
     for at, tool in enumerate(("paceline", "dd", "fio")):
         rates = [rates[at] for rates in rounds if rates[at] is not None]
-        print(f"  {tool} " + (f"{statistics.median(rates) / scale:,.0f}{unit}" if rates else "—").rjust(12), end="")
+        print(
+            f"  {tool} " + (f"{statistics.median(rates) / scale:,.0f}{unit}" if rates else "—").rjust(12),
+            end="",
+        )
     for at, tool in ((1, "dd"), (2, "fio")):
         ratios = [rates[0] / rates[at] for rates in rounds if rates[at]]
         if ratios:

@@ -15,7 +15,12 @@ import torch.nn.functional as F
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Replicate, Shard
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, loss_parallel, parallelize_module
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    loss_parallel,
+    parallelize_module,
+)
 
 import turns
 from paceline import Spec
@@ -52,7 +57,9 @@ def by_hand() -> Callable[[], Any]:
         mesh["tp"],
         {
             "token": RowwiseParallel(input_layouts=Replicate(), output_layouts=Replicate()),
-            "head": ColwiseParallel(input_layouts=Replicate(), output_layouts=Shard(-1), use_local_output=False),
+            "head": ColwiseParallel(
+                input_layouts=Replicate(), output_layouts=Shard(-1), use_local_output=False
+            ),
             **{f"blocks.*.{name}": ColwiseParallel() for name in columns},
             **{f"blocks.*.{name}": RowwiseParallel() for name in rows},
         },

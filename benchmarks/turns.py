@@ -34,11 +34,15 @@ def compare(name: str, ours: Step, by_hand: Step, rounds: int) -> None:
         seconds(step)
     ratios, own = [], []
     for at in range(rounds):
-        took = {which: seconds(contenders[which]) for which in (("hand", "ours") if at % 2 else ("ours", "hand"))}
+        took = {
+            which: seconds(contenders[which]) for which in (("hand", "ours") if at % 2 else ("ours", "hand"))
+        }
         ratios.append(took["hand"] / took["ours"])
         own.append(took["ours"])
     low, middle, high = statistics.quantiles(ratios, n=4)
-    say(f"{name:24} {1e3 * statistics.median(own):7.1f} ms a step; steps/s of those by hand: {middle:.3f} ({low:.3f}–{high:.3f})")
+    say(
+        f"{name:24} {1e3 * statistics.median(own):7.1f} ms a step; steps/s of those by hand: {middle:.3f} ({low:.3f}–{high:.3f})"
+    )
 
 
 def say(line: str) -> None:
@@ -59,8 +63,22 @@ def main(doc: str, be_a_rank: Callable[[int], None], sizes: Sequence[int]) -> No
         return
     import machine
 
-    print(f"{machine.description()}, torch {torch.__version__}; gloo, one thread a rank; median (quartiles) of {rounds} rounds", flush=True)
+    print(
+        f"{machine.description()}, torch {torch.__version__}; gloo, one thread a rank; median (quartiles) of {rounds} rounds",
+        flush=True,
+    )
     for ranks in sizes:
-        words = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks), sys.argv[0], "--rounds", str(rounds)]
-        if status := subprocess.run([sys.executable, *words], env=os.environ | {"OMP_NUM_THREADS": "1"}).returncode:
+        words = [
+            "-m",
+            "torch.distributed.run",
+            "--standalone",
+            "--nproc-per-node",
+            str(ranks),
+            sys.argv[0],
+            "--rounds",
+            str(rounds),
+        ]
+        if status := subprocess.run(
+            [sys.executable, *words], env=os.environ | {"OMP_NUM_THREADS": "1"}
+        ).returncode:
             sys.exit(status)

@@ -63,7 +63,11 @@ torch {torch}.
 
 def plans(ranks: int) -> list[Plan]:
     """From MANY ranks on not each with two micro-batches, too, nor mixtures of tp and pp with each stage of ZeRO."""
-    return [plan for plan in candidates(ranks) if ranks < MANY or (plan.micro is None and (plan.zero in (0, 3) or not plan.is_mixed))]
+    return [
+        plan
+        for plan in candidates(ranks)
+        if ranks < MANY or (plan.micro is None and (plan.zero in (0, 3) or not plan.is_mixed))
+    ]
 
 
 def spec_of(words: str, ranks: int, steps: int) -> Spec:
@@ -91,7 +95,12 @@ def verdicts(words: str, ranks: Ranks, steps: int) -> list[Verdict] | str:
 def page(ranks: int, found: dict[str, list[Verdict] | str]) -> list[str]:
     """The table of so many ranks, and the reasons."""
     reasons: dict[str, int] = {}
-    lines = [f"## {ranks} ranks", "", "| plan | " + " | ".join(found) + " |", "| --- |" + " :-: |" * len(found)]
+    lines = [
+        f"## {ranks} ranks",
+        "",
+        "| plan | " + " | ".join(found) + " |",
+        "| --- |" + " :-: |" * len(found),
+    ]
 
     def mark(verdict: Verdict) -> str:
         if verdict.same:
@@ -106,7 +115,11 @@ def page(ranks: int, found: dict[str, list[Verdict] | str]) -> list[str]:
     lines += ["", *(f"{number}. {text}" for text, number in reasons.items()), ""]
     lines += [f"{name}: {of}\n" for name, of in found.items() if isinstance(of, str)]
     for name, of in found.items():
-        wrong = [verdict for verdict in of if not verdict.same and verdict.cannot_be is None] if isinstance(of, list) else []
+        wrong = (
+            [verdict for verdict in of if not verdict.same and verdict.cannot_be is None]
+            if isinstance(of, list)
+            else []
+        )
         lines += [f"✗ {name}, `{verdict.plan}`: {sentence(verdict)}\n" for verdict in wrong]
     return lines
 
@@ -133,13 +146,22 @@ def main() -> None:
 
 
 def everything(found: dict[int, dict[str, list[Verdict] | str]]) -> list[Verdict]:
-    return [verdict for of_size in found.values() for of in of_size.values() if isinstance(of, list) for verdict in of]
+    return [
+        verdict
+        for of_size in found.values()
+        for of in of_size.values()
+        if isinstance(of, list)
+        for verdict in of
+    ]
 
 
 def whole(found: dict[int, dict[str, list[Verdict] | str]], steps: int) -> str:
     head = HEAD.format(
         steps=steps,
-        models="\n".join(f"* *{name}*: {TOLD[name]}" for name in dict.fromkeys(name for of_size in found.values() for name in of_size)),
+        models="\n".join(
+            f"* *{name}*: {TOLD[name]}"
+            for name in dict.fromkeys(name for of_size in found.values() for name in of_size)
+        ),
         furthest=max((furthest(verdict) for verdict in everything(found) if verdict.same), default=0.0),
         torch=torch.__version__.partition("+")[0],
     )

@@ -54,13 +54,20 @@ class Encoder(nn.Module):
 
     def __init__(self, width: int, depth: int, heads: int):
         super().__init__()
-        layer = nn.TransformerEncoderLayer(width, heads, 4 * width, dropout=0.1, batch_first=True, norm_first=True)
-        self.token, self.position = nn.Embedding(VOCABULARY, width), nn.Parameter(torch.randn(LENGTH, width) * 0.02)
+        layer = nn.TransformerEncoderLayer(
+            width, heads, 4 * width, dropout=0.1, batch_first=True, norm_first=True
+        )
+        self.token, self.position = (
+            nn.Embedding(VOCABULARY, width),
+            nn.Parameter(torch.randn(LENGTH, width) * 0.02),
+        )
         self.encoder = nn.TransformerEncoder(layer, depth, nn.LayerNorm(width), enable_nested_tensor=False)
         self.head = nn.Linear(width, VOCABULARY)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        mask = nn.Transformer.generate_square_subsequent_mask(tokens.size(1), device=tokens.device, dtype=self.position.dtype)
+        mask = nn.Transformer.generate_square_subsequent_mask(
+            tokens.size(1), device=tokens.device, dtype=self.position.dtype
+        )
         return self.head(self.encoder(self.token(tokens) + self.position, mask=mask, is_causal=True))
 
 
@@ -141,7 +148,9 @@ class ResNet(Task):
     def model(self) -> nn.Module:
         widths = [self.width * factor for factor in (1, 1, 2, 4, 8)]
         return nn.Sequential(
-            nn.Sequential(nn.Conv2d(3, self.width, 3, 1, 1, bias=False), nn.BatchNorm2d(self.width), nn.ReLU()),
+            nn.Sequential(
+                nn.Conv2d(3, self.width, 3, 1, 1, bias=False), nn.BatchNorm2d(self.width), nn.ReLU()
+            ),
             *(
                 Residual(inside if block == 0 else outside, outside, 2 if block == 0 and stage else 1)
                 for stage, (inside, outside) in enumerate(pairwise(widths))

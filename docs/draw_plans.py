@@ -23,7 +23,12 @@ COLOURS = {
     "Adam": "#3fb06f",
     "activations": "#b48ee0",
 }
-KINDS = {"F": ("#8cc4f0", "#4f9bd9"), "B": ("#f4b183", "#e07b39"), "I": ("#f4b183", "#e07b39"), "W": ("#8ed6a8", "#43a868")}
+KINDS = {
+    "F": ("#8cc4f0", "#4f9bd9"),
+    "B": ("#f4b183", "#e07b39"),
+    "I": ("#f4b183", "#e07b39"),
+    "W": ("#8ed6a8", "#43a868"),
+}
 MEANINGS = {"F": "forward", "B": "backward", "I": "backward, input", "W": "backward, weights"}
 FONT = 'font-family="Helvetica, Arial, sans-serif"'
 
@@ -55,7 +60,9 @@ AVERAGE = Sent("all-reduce of gradients, each step", ALL, "gradients")
 SHARDED = {"gradients": OWN, "Adam": OWN}
 
 PICTURES = {
-    "single": Picture(("rank 0",), {"batch": ("####",), "weights": ("####",), "gradients": ("####",), "Adam": ("####",)}),
+    "single": Picture(
+        ("rank 0",), {"batch": ("####",), "weights": ("####",), "gradients": ("####",), "Adam": ("####",)}
+    ),
     "ddp": Picture(FOUR, {"batch": OWN, "weights": WHOLE, "gradients": WHOLE, "Adam": WHOLE}, (AVERAGE,)),
     "zero1": Picture(
         FOUR,
@@ -65,7 +72,10 @@ PICTURES = {
     "zero2": Picture(
         FOUR,
         {"batch": OWN, "weights": PASSING} | SHARDED,
-        (Sent("all-gather of weights: forward", ALL), Sent("reduce-scatter of gradients: backward", ALL, "gradients")),
+        (
+            Sent("all-gather of weights: forward", ALL),
+            Sent("reduce-scatter of gradients: backward", ALL, "gradients"),
+        ),
     ),
     "zero3": Picture(
         FOUR,
@@ -77,7 +87,12 @@ PICTURES = {
     ),
     "hsdp": Picture(
         FOUR,
-        {"batch": OWN, "weights": ("##++", "++##") * 2, "gradients": ("##..", "..##") * 2, "Adam": ("##..", "..##") * 2},
+        {
+            "batch": OWN,
+            "weights": ("##++", "++##") * 2,
+            "gradients": ("##..", "..##") * 2,
+            "Adam": ("##..", "..##") * 2,
+        },
         (
             Sent("in each copy as zero3: all-gather, reduce-scatter", PAIRS),
             Sent("between copies: all-reduce of the shards of gradients", ACROSS, "gradients"),
@@ -85,12 +100,24 @@ PICTURES = {
     ),
     "tp": Picture(
         FOUR[:2],
-        {"batch": ("####",) * 2} | dict.fromkeys(("weights", "gradients", "Adam", "activations"), ("##..", "..##")),
-        (Sent("all-gather and reduce-scatter of activations, for each pair of layers", ((0, 1),), "activations"),),
+        {"batch": ("####",) * 2}
+        | dict.fromkeys(("weights", "gradients", "Adam", "activations"), ("##..", "..##")),
+        (
+            Sent(
+                "all-gather and reduce-scatter of activations, for each pair of layers",
+                ((0, 1),),
+                "activations",
+            ),
+        ),
     ),
     "cp": Picture(
         FOUR[:2],
-        {"sequence": ("#..#", ".##."), "weights": ("####",) * 2, "gradients": ("####",) * 2, "Adam": ("####",) * 2},
+        {
+            "sequence": ("#..#", ".##."),
+            "weights": ("####",) * 2,
+            "gradients": ("####",) * 2,
+            "Adam": ("####",) * 2,
+        },
         (
             Sent("keys and values, in each attention", ((0, 1),), "activations"),
             Sent("all-reduce of gradients, each step", ((0, 1),), "gradients"),
@@ -108,15 +135,34 @@ PICTURES = {
         tuple(f"rank {rank}" for rank in range(8)),
         {
             "batch": ("##..", "##..", "..##", "..##") * 2,
-            "weights": ("#+......", "..#+....", "+#......", "..+#....", "....#+..", "......#+", "....+#..", "......+#"),
+            "weights": (
+                "#+......",
+                "..#+....",
+                "+#......",
+                "..+#....",
+                "....#+..",
+                "......#+",
+                "....+#..",
+                "......+#",
+            ),
         }
         | dict.fromkeys(
-            ("gradients", "Adam"), ("#.......", "..#.....", ".#......", "...#....", "....#...", "......#.", ".....#..", ".......#")
+            ("gradients", "Adam"),
+            ("#.......", "..#.....", ".#......", "...#....", "....#...", "......#.", ".....#..", ".......#"),
         ),
         (
-            Sent("tp: all-gather, reduce-scatter of activations", ((0, 1), (2, 3), (4, 5), (6, 7)), "activations"),
+            Sent(
+                "tp: all-gather, reduce-scatter of activations",
+                ((0, 1), (2, 3), (4, 5), (6, 7)),
+                "activations",
+            ),
             Sent("dp: all-gather of weights, reduce-scatter of gradients", ((0, 2), (1, 3), (4, 6), (5, 7))),
-            Sent("pp: activations, and their gradients back", ((0, 4), (1, 5), (2, 6), (3, 7)), "activations", arrows=True),
+            Sent(
+                "pp: activations, and their gradients back",
+                ((0, 4), (1, 5), (2, 6), (3, 7)),
+                "activations",
+                arrows=True,
+            ),
         ),
     ),
     "recompute": Picture(
@@ -144,15 +190,28 @@ PICTURES = {
 }
 
 
-def text(x: float, y: float, words: str, size: int = 12, colour: str = GREY, anchor: str = "start", more: str = "") -> str:
+def text(
+    x: float, y: float, words: str, size: int = 12, colour: str = GREY, anchor: str = "start", more: str = ""
+) -> str:
     return f'<text x="{x:g}" y="{y:g}" {FONT} font-size="{size}" fill="{colour}" text-anchor="{anchor}"{more}>{escape(words)}</text>'
 
 
-def box(x: float, y: float, width: float, height: float, fill: str, stroke: str = "none", round_: float = 2, more: str = "") -> str:
+def box(
+    x: float,
+    y: float,
+    width: float,
+    height: float,
+    fill: str,
+    stroke: str = "none",
+    round_: float = 2,
+    more: str = "",
+) -> str:
     return f'<rect x="{x:g}" y="{y:g}" width="{width:g}" height="{height:g}" rx="{round_:g}" fill="{fill}" stroke="{stroke}"{more}/>'
 
 
-def line(x: float, y: float, to_x: float, to_y: float, colour: str, width: float = 1.5, more: str = "") -> str:
+def line(
+    x: float, y: float, to_x: float, to_y: float, colour: str, width: float = 1.5, more: str = ""
+) -> str:
     return f'<line x1="{x:g}" y1="{y:g}" x2="{to_x:g}" y2="{to_y:g}" stroke="{colour}" stroke-width="{width:g}"{more}/>'
 
 
@@ -172,14 +231,23 @@ def draw(name: str, picture: Picture) -> str:
     parts = []
     for at, head in enumerate(picture.boxes):
         x = middles[at] - wide / 2
-        parts += [text(middles[at], 15, head, anchor="middle"), box(x, 22, wide, bottom - 22, GREY, GREY, 6, ' fill-opacity="0.08"')]
+        parts += [
+            text(middles[at], 15, head, anchor="middle"),
+            box(x, 22, wide, bottom - 22, GREY, GREY, 6, ' fill-opacity="0.08"'),
+        ]
         for row, (what, cells_of) in enumerate(picture.held.items()):
             cells = cells_of[at]
             y, step = 32 + row * ROW, (wide - 2 * PAD) / len(cells)
             for cell, letter in enumerate(cells):
                 fill = COLOURS[what] if letter != "." else "none"
                 edge = COLOURS[what] if letter != "." else GREY
-                more = ' fill-opacity="0.28"' if letter == "+" else ' stroke-dasharray="2 2" stroke-opacity="0.6"' if letter == "." else ""
+                more = (
+                    ' fill-opacity="0.28"'
+                    if letter == "+"
+                    else ' stroke-dasharray="2 2" stroke-opacity="0.6"'
+                    if letter == "."
+                    else ""
+                )
                 parts.append(box(x + PAD + cell * step + 1, y, step - 2, ROW - 8, fill, edge, more=more))
     parts += [text(LEFT - 12, 44 + row * ROW, what, anchor="end") for row, what in enumerate(picture.held)]
     y = bottom + 16
@@ -193,12 +261,19 @@ def draw(name: str, picture: Picture) -> str:
             lane.append(group)
         for lane in lanes:
             for group in lane:
-                parts += _arrows(group, middles, y, colour) if sent.arrows else _bus(group, middles, y, colour)
+                parts += (
+                    _arrows(group, middles, y, colour) if sent.arrows else _bus(group, middles, y, colour)
+                )
             y += 12
         y -= 12
         parts.append(text((middles[0] + middles[-1]) / 2, y + 19, sent.text, anchor="middle"))
         y += 36
-    return page(middles[-1] + wide / 2 + 8, y - 6 if picture.sent else bottom + 6, f"What each rank holds and sends: {name}", parts)
+    return page(
+        middles[-1] + wide / 2 + 8,
+        y - 6 if picture.sent else bottom + 6,
+        f"What each rank holds and sends: {name}",
+        parts,
+    )
 
 
 def _overlap(one: Sequence[int], other: Sequence[int]) -> bool:
@@ -232,12 +307,18 @@ def draw_chart(of: Chart) -> str:
     lanes = plan.pp * LANE
     parts = [text(SIDE, 14, f"{plan.schedule}: ranks wait {float(of.bubble):.1%} of the time")]
     parts += [text(SIDE - 8, 22 + rank * LANE + 16, f"rank {rank}", anchor="end") for rank in range(plan.pp)]
-    parts += [box(SIDE, 22 + rank * LANE, length, LANE - 3, GREY, round_=0, more=' fill-opacity="0.2"') for rank in range(plan.pp)]
+    parts += [
+        box(SIDE, 22 + rank * LANE, length, LANE - 3, GREY, round_=0, more=' fill-opacity="0.2"')
+        for rank in range(plan.pp)
+    ]
     for slot in of.slots:
         x, wide = SIDE + float(slot.start) * UNIT, float(slot.end - slot.start) * UNIT
         y, fill = 22 + slot.rank * LANE, KINDS[slot.kind][slot.stage >= plan.pp]
         size = 11 if wide > 12 else 9
-        parts += [box(x + 0.5, y, wide - 1, LANE - 3, fill, round_=1), text(x + wide / 2, y + 15, str(slot.micro), size, INK, "middle")]
+        parts += [
+            box(x + 0.5, y, wide - 1, LANE - 3, fill, round_=1),
+            text(x + wide / 2, y + 15, str(slot.micro), size, INK, "middle"),
+        ]
     at: float = SIDE
     for kind in [kind for kind in KINDS if any(slot.kind == kind for slot in of.slots)]:
         parts += [box(at, lanes + 28, 11, 11, KINDS[kind][0]), text(at + 16, lanes + 38, MEANINGS[kind], 11)]
@@ -273,7 +354,11 @@ def main() -> None:
         print(report(of))
     print(f"unit times: {', '.join(f'{MEANINGS[kind]} {time}' for kind, time in TIMES.items())}")
     if "--check" in sys.argv:
-        stale = [name for name, svg in files.items() if not (FOLDER / name).exists() or (FOLDER / name).read_text() != svg]
+        stale = [
+            name
+            for name, svg in files.items()
+            if not (FOLDER / name).exists() or (FOLDER / name).read_text() != svg
+        ]
         sys.exit(f"others now: {', '.join(stale)}" if stale else 0)
     FOLDER.mkdir(exist_ok=True)
     for name, svg in files.items():

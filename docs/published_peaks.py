@@ -13,10 +13,13 @@ BEGIN, END = "<!-- published_peaks.py writes from here -->\n", "<!-- to here -->
 
 def tables() -> str:
     chips = {sheet.chip.name: sheet.chip for sheet in sheets().values()}
-    sources = dict.fromkeys(source for sheet in sheets().values() for source in (sheet.chip.source, sheet.source))
+    sources = dict.fromkeys(
+        source for sheet in sheets().values() for source in (sheet.chip.source, sheet.source)
+    )
     peaks = _table(["10¹² operations/s", *DTYPES], [_peaks(chip) for chip in chips.values()])
     devices = _table(
-        ["`--cluster`", "device", "chip", "memory", "GB/s of it", "GB/s in a node", "W"], [_device(*item) for item in sheets().items()]
+        ["`--cluster`", "device", "chip", "memory", "GB/s of it", "GB/s in a node", "W"],
+        [_device(*item) for item in sheets().items()],
     )
     return f"{peaks}\n{devices}\n" + "".join(f"* {source}\n" for source in sources)
 
@@ -35,7 +38,15 @@ def _peaks(chip: Chip) -> list[str]:
 
 def _device(name: str, sheet: PublishedRow) -> list[str]:
     link = f"{sheet.link_GBps:g} ({sheet.link})" if sheet.link_GBps else ""
-    return [f"`{name}`", sheet.name, sheet.chip.name, f"{sheet.memory_GB:g} GB", f"{sheet.memory_GBps:,g}", link, f"{sheet.power_W:g}"]
+    return [
+        f"`{name}`",
+        sheet.name,
+        sheet.chip.name,
+        f"{sheet.memory_GB:g} GB",
+        f"{sheet.memory_GBps:,g}",
+        link,
+        f"{sheet.power_W:g}",
+    ]
 
 
 def main() -> int:

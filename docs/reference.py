@@ -46,7 +46,9 @@ def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 def _text(text: str) -> str:
     """Return plain text as MyST that shows it as it is, but for words in backticks."""
     parts = re.split(r"(`[^`]+`)", " ".join(text.split()))
-    return "".join(part if part.startswith("`") else re.sub(r"([\\*_\[\]<>{}$#])", r"\\\1", part) for part in parts)
+    return "".join(
+        part if part.startswith("`") else re.sub(r"([\\*_\[\]<>{}$#])", r"\\\1", part) for part in parts
+    )
 
 
 def _code(text: str) -> str:
@@ -60,8 +62,15 @@ def _command(name: str, command: Any, level: int = 2) -> Iterator[str]:
     """Yield usage, help, arguments and options of a command, and the same of the commands below it."""
     below = getattr(command, "commands", {})
     takes = [one for one in command.params if not getattr(one, "hidden", False)]
-    arguments, options = ([one for one in takes if (one.param_type_name == kind)] for kind in ("argument", "option"))
-    words = [name, *(["[OPTIONS]"] if options else []), *(["[COMMAND]"] if below else []), *map(_argument, arguments)]
+    arguments, options = (
+        [one for one in takes if (one.param_type_name == kind)] for kind in ("argument", "option")
+    )
+    words = [
+        name,
+        *(["[OPTIONS]"] if options else []),
+        *(["[COMMAND]"] if below else []),
+        *map(_argument, arguments),
+    ]
     yield f"```text\n{' '.join(words)}\n```"
     yield from (_text(part) for part in inspect.cleandoc(command.help or "").split("\n\n"))
     if arguments:
@@ -84,7 +93,9 @@ def _option(one: Any) -> str:
 
 
 def _meaning(one: Any) -> str:
-    default = "" if one.required or one.default in (None, False, (), []) or callable(one.default) else one.default
+    default = (
+        "" if one.required or one.default in (None, False, (), []) or callable(one.default) else one.default
+    )
     shown = str(default) if isinstance(default, PurePath) else default
     return _text(one.help or "") + (f" Default: `{shown}`." if shown not in ("", True) else "")
 
@@ -99,7 +110,9 @@ def _keys() -> Iterator[str]:
     )
     rows: dict[str, list[Sequence[str]]] = {}
     for key in keys.of_request():
-        rows.setdefault(key.name.partition(".")[0], []).append((_code(key.name), _code(key.type), _code(key.default), _text(key.meaning)))
+        rows.setdefault(key.name.partition(".")[0], []).append(
+            (_code(key.name), _code(key.type), _code(key.default), _text(key.meaning))
+        )
     for table, keys_of_table in rows.items():
         yield f"## {table}"
         yield _table(("key", "type", "default", "meaning"), keys_of_table)
@@ -136,9 +149,20 @@ def _fields(kind: type, without: Sequence[str] = ()) -> str:
     for field in dataclasses.fields(kind):
         is_required = field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
         if field.name not in without:
-            shown = keys.type_name(field.type) if isinstance(field.type, type) else str(field.type).replace("typing.", "")
+            shown = (
+                keys.type_name(field.type)
+                if isinstance(field.type, type)
+                else str(field.type).replace("typing.", "")
+            )
             shown = shown.replace("collections.abc.", "")
-            rows.append((_code(field.name), _code(shown), "yes" if is_required else "", _text(comments.get(field.name, ""))))
+            rows.append(
+                (
+                    _code(field.name),
+                    _code(shown),
+                    "yes" if is_required else "",
+                    _text(comments.get(field.name, "")),
+                )
+            )
     return _table(("key", "type", "required", "meaning"), rows)
 
 
@@ -155,7 +179,9 @@ def _comments(kind: type) -> dict[str, str]:
     return {
         node.target.id: by_line[node.end_lineno]
         for node in body.body
-        if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name) and node.end_lineno in by_line
+        if isinstance(node, ast.AnnAssign)
+        and isinstance(node.target, ast.Name)
+        and node.end_lineno in by_line
     }
 
 
@@ -180,6 +206,8 @@ def as_rst(lines: Sequence[str]) -> list[str]:
             found += ["::", "", *("   " + line for line in paragraph.splitlines()), ""]
             continue
         parts = re.split(r"(`[^`]+`)", paragraph)
-        shown = (f"`{part}`" if part.startswith("`") else re.sub(r"([\\*_|])", r"\\\1", part) for part in parts)
+        shown = (
+            f"`{part}`" if part.startswith("`") else re.sub(r"([\\*_|])", r"\\\1", part) for part in parts
+        )
         found += [*"".join(shown).splitlines(), ""]
     return found

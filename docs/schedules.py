@@ -100,13 +100,24 @@ def order(plan: Plan) -> dict[int, list[tuple[int, str, int]]]:
             schedule._step_microbatches()
         return {rank: recorder.order for rank, recorder in enumerate(recorders)}
     own = [
-        SimpleNamespace(stage_index=stage, num_stages=len(ranks), group_size=plan.pp, group_rank=0, has_backward=True, submod=nn.Identity())
+        SimpleNamespace(
+            stage_index=stage,
+            num_stages=len(ranks),
+            group_size=plan.pp,
+            group_rank=0,
+            has_backward=True,
+            submod=nn.Identity(),
+        )
         for stage, rank in enumerate(ranks)
         if rank == 0
     ]
     actions = kind(own, plan.micro, loss_fn=lambda output, target: output).pipeline_order
     return {
-        rank: [(action.stage_index, action.computation_type.value, action.microbatch_index) for action in of if action is not None]
+        rank: [
+            (action.stage_index, action.computation_type.value, action.microbatch_index)
+            for action in of
+            if action is not None
+        ]
         for rank, of in actions.items()
     }
 

@@ -69,7 +69,11 @@ class Digits(Task):
 
     def dataset(self, split: str) -> Images:
         images, labels = load()
-        return Images(images[:1437], labels[:1437], True) if split == "train" else Images(images[1437:], labels[1437:], False)
+        return (
+            Images(images[:1437], labels[:1437], True)
+            if split == "train"
+            else Images(images[1437:], labels[1437:], False)
+        )
 
     def loss(self, output: Tensor, batch: tuple[Tensor, Tensor]) -> Tensor:  # one value per sample
         return F.cross_entropy(output, batch[1], reduction="none")

@@ -19,7 +19,9 @@ class Series:
         draw = torch.Generator().manual_seed(seed)
         lengths = torch.randint(9, 42, (count,), generator=draw)
         factors = torch.rand(count, 3, generator=draw)
-        self.series = [self._series(int(length), *row) for length, row in zip(lengths, factors.tolist(), strict=True)]
+        self.series = [
+            self._series(int(length), *row) for length, row in zip(lengths, factors.tolist(), strict=True)
+        ]
 
     @staticmethod
     def _series(length: int, frequency: float, phase: float, damping: float) -> Tensor:

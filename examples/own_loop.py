@@ -23,7 +23,14 @@ def main() -> None:
         return len(accuracies) > PATIENCE and max(accuracies[-PATIENCE:]) <= max(accuracies[:-PATIENCE])
 
     # The task is built in; "image_classification.py:Digits" names one in a file.
-    spec = Spec(task="digits", set={"width": 16}, epochs=10, evaluate_every=10, optimizer=Optimizer(lr=5e-3), threads=1)
+    spec = Spec(
+        task="digits",
+        set={"width": 16},
+        epochs=10,
+        evaluate_every=10,
+        optimizer=Optimizer(lr=5e-3),
+        threads=1,
+    )
     is_first = os.environ.get("RANK", "0") == "0"  # under torchrun each rank runs this file
     # All ranks must iterate in step. To stop, do not break: `stop` is asked at each step, and all ranks end together.
     for event in train(spec, stop=is_over):

@@ -23,7 +23,18 @@ from paceline.run import RunFolder
 E = TypeVar("E", bound=Event)
 TIMEOUT_S = 240.0
 PACELINE = (sys.executable, "-m", "paceline")
-OF_LAUNCHERS = ("OMPI_", "PMI", "SLURM_", "TORCHELASTIC_", "MPI_", "HYDRA_", "LOCAL_", "MASTER_", "GROUP_", "ROLE_")
+OF_LAUNCHERS = (
+    "OMPI_",
+    "PMI",
+    "SLURM_",
+    "TORCHELASTIC_",
+    "MPI_",
+    "HYDRA_",
+    "LOCAL_",
+    "MASTER_",
+    "GROUP_",
+    "ROLE_",
+)
 MARK = "PACELINE_TESTS"  # by which whatever a command started is found again, also when it has another parent by now
 
 # Whatever could get lost between a stop and a resume: random augmentation, dropout, BatchNorm's statistics.
@@ -126,7 +137,9 @@ class Running:
         try:
             self.process.wait(timeout_s)
         except subprocess.TimeoutExpired:
-            raise AssertionError(f"{self.process.args} did not end in {timeout_s:.0f} s\n{self.so_far().all}") from None
+            raise AssertionError(
+                f"{self.process.args} did not end in {timeout_s:.0f} s\n{self.so_far().all}"
+            ) from None
         return self.so_far()
 
     def so_far(self) -> Result:
@@ -150,7 +163,9 @@ class Running:
     def ranks(self) -> dict[int, psutil.Process]:
         """The ranks that our own launcher started."""
         started = [(found.environ(), found) for found in psutil.Process(self.process.pid).children()]
-        return {int(environ["RANK"]): found for environ, found in started if "RANK" in environ}  # others are not yet what they will be
+        return {
+            int(environ["RANK"]): found for environ, found in started if "RANK" in environ
+        }  # others are not yet what they will be
 
     def left(self) -> list[psutil.Process]:
         """Whatever is alive of what the command started, itself included."""
@@ -160,7 +175,9 @@ class Running:
         """Wait until nothing is left of it, without doing anything about it."""
         deadline = time.monotonic() + timeout_s
         while left := self.left():
-            assert time.monotonic() < deadline, f"still there: {[(process.pid, process.cmdline()) for process in left]}"
+            assert time.monotonic() < deadline, (
+                f"still there: {[(process.pid, process.cmdline()) for process in left]}"
+            )
             self.process.poll()
             time.sleep(0.05)
 
@@ -177,7 +194,11 @@ def marked(mark: str) -> list[psutil.Process]:
 
 def environment(**more: str) -> dict[str, str]:
     """This process's, without what a launcher may have said to it."""
-    own = {name: value for name, value in os.environ.items() if not name.startswith(OF_LAUNCHERS) and name not in ("RANK", "WORLD_SIZE")}
+    own = {
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith(OF_LAUNCHERS) and name not in ("RANK", "WORLD_SIZE")
+    }
     return own | {"COLUMNS": "200"} | more
 
 
@@ -197,7 +218,13 @@ def start(*words: str | Path, at: Path, program: Sequence[str] = PACELINE, **env
     return Running(process, mark, out, err)
 
 
-def paceline(*words: str | Path, at: Path, timeout_s: float = TIMEOUT_S, program: Sequence[str] | None = None, **env: str) -> Result:
+def paceline(
+    *words: str | Path,
+    at: Path,
+    timeout_s: float = TIMEOUT_S,
+    program: Sequence[str] | None = None,
+    **env: str,
+) -> Result:
     """Run a command to its end, in the folder `at`; in a warm process unless `program` says otherwise."""
     if program is not None:
         with start(*words, at=at, program=program, **env) as running:
@@ -205,13 +232,25 @@ def paceline(*words: str | Path, at: Path, timeout_s: float = TIMEOUT_S, program
     mark = uuid.uuid4().hex
     with tempfile.NamedTemporaryFile("w") as out, tempfile.NamedTemporaryFile("w") as err:
         try:
-            status = warm.run([str(word) for word in words], at, environment(**env, **{MARK: mark}), out.name, err.name, timeout_s)
+            status = warm.run(
+                [str(word) for word in words],
+                at,
+                environment(**env, **{MARK: mark}),
+                out.name,
+                err.name,
+                timeout_s,
+            )
         finally:
             for process in marked(mark):
                 with contextlib.suppress(psutil.NoSuchProcess):
                     process.kill()
-        result = Result(status if status is not None else -1, *(Path(file.name).read_text(errors="replace") for file in (out, err)))
-    assert status is not None, f"paceline {' '.join(map(str, words))} did not end in {timeout_s:.0f} s\n{result.all}"
+        result = Result(
+            status if status is not None else -1,
+            *(Path(file.name).read_text(errors="replace") for file in (out, err)),
+        )
+    assert status is not None, (
+        f"paceline {' '.join(map(str, words))} did not end in {timeout_s:.0f} s\n{result.all}"
+    )
     return result
 
 

@@ -7,11 +7,17 @@ import pytest
 
 from harness import ranks
 
-if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # as a shell does for what it starts in the background; what we start would do as we
+if (
+    signal.getsignal(signal.SIGINT) == signal.SIG_IGN
+):  # as a shell does for what it starts in the background; what we start would do as we
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
-CACHE = tempfile.TemporaryDirectory(prefix="paceline-cache-")  # what tests find out of their models is not the user's
-os.environ.setdefault("MPLCONFIGDIR", str(Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")).expanduser() / "matplotlib"))
+CACHE = tempfile.TemporaryDirectory(
+    prefix="paceline-cache-"
+)  # what tests find out of their models is not the user's
+os.environ.setdefault(
+    "MPLCONFIGDIR", str(Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")).expanduser() / "matplotlib")
+)
 os.environ["XDG_CACHE_HOME"] = CACHE.name
 
 

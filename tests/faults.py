@@ -149,7 +149,9 @@ def shards_seeded_alike() -> Any:
         def cut_like(tensor: Any, whole: Tensor) -> Any:
             cut = original(tensor, whole)
             part = cut.to_local()
-            part.copy_(torch.randn(part.shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64))
+            part.copy_(
+                torch.randn(part.shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+            )
             return cut
 
         return cut_like

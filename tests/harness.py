@@ -130,10 +130,18 @@ ranks = cache(Ranks)
 def _be_a_rank(pipe: Connection) -> None:
     warnings.filterwarnings("error")
     warnings.filterwarnings("ignore", ".*is deprecated", FutureWarning, "torch")
-    warnings.filterwarnings("ignore", ".*torch.jit.* is deprecated", DeprecationWarning)  # by torch itself, for zero1
-    warnings.filterwarnings("ignore", "The .grad attribute of a Tensor", UserWarning)  # Dynamo hides it from users by other means
-    warnings.filterwarnings("ignore", ".*Function.> should not be instantiated", DeprecationWarning)  # by Dynamo, for tp
-    warnings.filterwarnings("ignore", ".*use of fork", DeprecationWarning)  # by the workers of a data loader, from Python 3.12 on
+    warnings.filterwarnings(
+        "ignore", ".*torch.jit.* is deprecated", DeprecationWarning
+    )  # by torch itself, for zero1
+    warnings.filterwarnings(
+        "ignore", "The .grad attribute of a Tensor", UserWarning
+    )  # Dynamo hides it from users by other means
+    warnings.filterwarnings(
+        "ignore", ".*Function.> should not be instantiated", DeprecationWarning
+    )  # by Dynamo, for tp
+    warnings.filterwarnings(
+        "ignore", ".*use of fork", DeprecationWarning
+    )  # by the workers of a data loader, from Python 3.12 on
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     stay_here()
     store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
@@ -147,7 +155,9 @@ def _be_a_rank(pipe: Connection) -> None:
         try:
             function, args = pickle.loads(asked)
             own = dist.PrefixStore(str(call), store)
-            dist.init_process_group("gloo", store=own, rank=rank, world_size=size, timeout=timedelta(seconds=TIMEOUT_S))
+            dist.init_process_group(
+                "gloo", store=own, rank=rank, world_size=size, timeout=timedelta(seconds=TIMEOUT_S)
+            )
             dist.barrier()  # all are connected, before one can be done
             answer = function(*args), None
             gc.collect()  # what is left of DistributedDataParallel must not be the last to hold the group
@@ -166,11 +176,18 @@ class Trained:
     grad_norms: list[float | None]
     lrs: list[float]
     metrics: list[dict[str, float]]
-    weights: dict[str, np.ndarray]  # whole, after the last step; buffers too; those of the stages that lie on the rank
+    weights: dict[
+        str, np.ndarray
+    ]  # whole, after the last step; buffers too; those of the stages that lie on the rank
     notes: tuple[str, ...]
 
 
-def training(task: Task, spec: Spec, plan: str | None = None, plant: Callable[[], AbstractContextManager[None]] = nullcontext) -> Trained:
+def training(
+    task: Task,
+    spec: Spec,
+    plan: str | None = None,
+    plant: Callable[[], AbstractContextManager[None]] = nullcontext,
+) -> Trained:
     """Train in this rank. `plant` may spoil something for as long as its context lasts."""
     built: list[nn.Module] = []
     trained_here: list[nn.Module] = []
@@ -241,7 +258,11 @@ def differences(found: Trained, expected: Trained, rtol: float) -> list[str]:
         },
         **{name: (found.weights[name], expected.weights[name]) for name in expected.weights},
     }
-    return [f"{name} by {by:.2g}" for name, (one, other) in pairs.items() if not (by := difference(one, other)) <= rtol]
+    return [
+        f"{name} by {by:.2g}"
+        for name, (one, other) in pairs.items()
+        if not (by := difference(one, other)) <= rtol
+    ]
 
 
 def difference(found: Any, expected: Any) -> float:

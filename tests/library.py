@@ -56,21 +56,44 @@ T5: dict[str, Any] = {
     "decoder_start_token_id": 1,
 }
 SOUNDS: dict[str, Any] = {"num_mel_bins": 8, "max_source_positions": 16, "max_target_positions": 32}
-RESNET: dict[str, Any] = {"embedding_size": 8, "hidden_sizes": [8, 16], "depths": [2, 2], "layer_type": "basic", "num_labels": 3}
+RESNET: dict[str, Any] = {
+    "embedding_size": 8,
+    "hidden_sizes": [8, 16],
+    "depths": [2, 2],
+    "layer_type": "basic",
+    "num_labels": 3,
+}
 VIT: dict[str, Any] = {"image_size": 32, "patch_size": 8, "num_labels": 3}
 MODELS: dict[str, Callable[[], nn.Module]] = {
-    "gemma3": lambda: _made("Gemma3ForCausalLM", "gemma3_text", **DECODER, layer_types=["sliding_attention", "full_attention"] * 2),
+    "gemma3": lambda: _made(
+        "Gemma3ForCausalLM", "gemma3_text", **DECODER, layer_types=["sliding_attention", "full_attention"] * 2
+    ),
     "mamba": lambda: _made("MambaForCausalLM", "mamba", **STATES),
-    "mamba2": lambda: _made("Mamba2ForCausalLM", "mamba2", **STATES, num_heads=8, head_dim=8, n_groups=2, chunk_size=4),
-    "mixtral": lambda: _made("MixtralForCausalLM", "mixtral", **DECODER, num_local_experts=4, num_experts_per_tok=2),
+    "mamba2": lambda: _made(
+        "Mamba2ForCausalLM", "mamba2", **STATES, num_heads=8, head_dim=8, n_groups=2, chunk_size=4
+    ),
+    "mixtral": lambda: _made(
+        "MixtralForCausalLM", "mixtral", **DECODER, num_local_experts=4, num_experts_per_tok=2
+    ),
     "qwen3-moe": lambda: _made(
-        "Qwen3MoeForCausalLM", "qwen3_moe", **DECODER, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32
+        "Qwen3MoeForCausalLM",
+        "qwen3_moe",
+        **DECODER,
+        num_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=32,
     ),
     "bart": lambda: _made("BartForConditionalGeneration", "bart", **BOTH, max_position_embeddings=32),
     "t5": lambda: _made("T5ForConditionalGeneration", "t5", **T5),
     "whisper": lambda: _made("WhisperForConditionalGeneration", "whisper", **BOTH, **SOUNDS),
     "resnet": lambda: _made("ResNetForImageClassification", "resnet", **RESNET),
-    "mobilenet": lambda: _made("MobileNetV2ForImageClassification", "mobilenet_v2", image_size=32, depth_multiplier=0.25, num_labels=3),
+    "mobilenet": lambda: _made(
+        "MobileNetV2ForImageClassification",
+        "mobilenet_v2",
+        image_size=32,
+        depth_multiplier=0.25,
+        num_labels=3,
+    ),
     "vit": lambda: _made("ViTForImageClassification", "vit", **DECODER, **VIT),
 }
 IMAGES, SOUND, TWO_SIDED = ("resnet", "mobilenet", "vit"), ("whisper",), ("bart", "t5")
@@ -88,7 +111,10 @@ class Library(Task):
         if self.kind in IMAGES:
             return Pairs(x=drawn(SAMPLES, 3, 32, 32), y=chosen(3, SAMPLES, seed=1))
         words = 3 + chosen(WORDS - 3, SAMPLES, LENGTH)
-        return Pairs(x=drawn(SAMPLES, 8, 32) if self.kind in SOUND else words, y=3 + chosen(WORDS - 3, SAMPLES, LENGTH, seed=1))
+        return Pairs(
+            x=drawn(SAMPLES, 8, 32) if self.kind in SOUND else words,
+            y=3 + chosen(WORDS - 3, SAMPLES, LENGTH, seed=1),
+        )
 
     def inputs(self, batch: Any) -> Any:
         if self.kind in IMAGES:
@@ -101,4 +127,6 @@ class Library(Task):
 
     def loss(self, output: Any, batch: Any) -> Tensor:
         logits = output.logits
-        return F.cross_entropy(logits.movedim(-1, 1), batch[1].roll(-1, 1) if logits.dim() == 3 else batch[1], reduction="none")
+        return F.cross_entropy(
+            logits.movedim(-1, 1), batch[1].roll(-1, 1) if logits.dim() == 3 else batch[1], reduction="none"
+        )

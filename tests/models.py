@@ -60,7 +60,12 @@ class Images(Task):
 
     def model(self) -> nn.Module:
         return nn.Sequential(
-            nn.Conv2d(1, 3, 3, padding=1), nn.Tanh(), nn.Conv2d(3, 5, 3, stride=2), nn.Tanh(), nn.Flatten(), nn.Linear(45, 7)
+            nn.Conv2d(1, 3, 3, padding=1),
+            nn.Tanh(),
+            nn.Conv2d(3, 5, 3, stride=2),
+            nn.Tanh(),
+            nn.Flatten(),
+            nn.Linear(45, 7),
         )
 
     def dataset(self, split: str) -> Pairs:
@@ -79,7 +84,12 @@ class NormedImages(Images):
 
     def model(self) -> nn.Module:
         return nn.Sequential(
-            nn.Conv2d(1, 3, 3, bias=False), nn.BatchNorm2d(3), nn.Tanh(), nn.Flatten(), nn.Linear(108, 7, bias=False), nn.BatchNorm1d(7)
+            nn.Conv2d(1, 3, 3, bias=False),
+            nn.BatchNorm2d(3),
+            nn.Tanh(),
+            nn.Flatten(),
+            nn.Linear(108, 7, bias=False),
+            nn.BatchNorm1d(7),
         )
 
 
@@ -122,7 +132,11 @@ class Text(Task):
 
     def dataset(self, split: str) -> Rows | None:
         lengths = torch.arange(SAMPLES) * 5 % 9
-        return Rows(tokens=chosen(11, SAMPLES, 9), mask=torch.arange(8) < lengths[:, None]) if split == "train" else None
+        return (
+            Rows(tokens=chosen(11, SAMPLES, 9), mask=torch.arange(8) < lengths[:, None])
+            if split == "train"
+            else None
+        )
 
     def inputs(self, batch: Any) -> Any:
         return {"tokens": batch["tokens"][:, :-1]}
@@ -224,7 +238,11 @@ class Backbone(Points):
         params = dict(params)
         groups = [
             {"params": [p for name, p in params.items() if name.startswith("0")], "name": "first"},
-            {"params": [p for name, p in params.items() if not name.startswith("0")], "name": "others", "lr": 0.1},
+            {
+                "params": [p for name, p in params.items() if not name.startswith("0")],
+                "name": "others",
+                "lr": 0.1,
+            },
         ]
         return torch.optim.Adam(groups, lr=1e-2)
 

@@ -27,7 +27,16 @@ class Node:
     address: str
 
     def start(self, words: Sequence[str], **options: object) -> "subprocess.Popen[str]":
-        inside = ["nsenter", f"--net=/run/netns/{self.name}", "unshare", "--uts", "sh", "-c", f'hostname {self.name}; exec "$@"', "sh"]
+        inside = [
+            "nsenter",
+            f"--net=/run/netns/{self.name}",
+            "unshare",
+            "--uts",
+            "sh",
+            "-c",
+            f'hostname {self.name}; exec "$@"',
+            "sh",
+        ]
         return subprocess.Popen([*inside, *words], **options)
 
 
@@ -97,15 +106,31 @@ def nodes(count: int, rate: str | None = None, delay_ms: float | None = None) ->
         yield there
 
 
-def start_ranks(nodes: Sequence[Node], words: Sequence[str], at: Path, port: int, ranks_on_each: int = 1) -> list["subprocess.Popen[str]"]:
+def start_ranks(
+    nodes: Sequence[Node], words: Sequence[str], at: Path, port: int, ranks_on_each: int = 1
+) -> list["subprocess.Popen[str]"]:
     """So many of `words` on each, with the variables that torchrun sets."""
     size = len(nodes) * ranks_on_each
     started = []
     for rank in range(size):
         node, local = divmod(rank, ranks_on_each)
-        said = {"RANK": rank, "WORLD_SIZE": size, "LOCAL_RANK": local, "LOCAL_WORLD_SIZE": ranks_on_each, "MASTER_PORT": port}
-        env = environment(MASTER_ADDR=nodes[0].address, OMP_NUM_THREADS="1", **{name: str(value) for name, value in said.items()})
-        started.append(nodes[node].start(words, cwd=at, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True))
+        said = {
+            "RANK": rank,
+            "WORLD_SIZE": size,
+            "LOCAL_RANK": local,
+            "LOCAL_WORLD_SIZE": ranks_on_each,
+            "MASTER_PORT": port,
+        }
+        env = environment(
+            MASTER_ADDR=nodes[0].address,
+            OMP_NUM_THREADS="1",
+            **{name: str(value) for name, value in said.items()},
+        )
+        started.append(
+            nodes[node].start(
+                words, cwd=at, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+            )
+        )
     return started
 
 
@@ -140,7 +165,12 @@ def _bridge(name: str, there: Sequence[Node], held: contextlib.ExitStack) -> Non
 
 @contextlib.contextmanager
 def _switch(there: Sequence[Node], delay_ms: float) -> Iterator[None]:
-    words = [sys.executable, str(Path(__file__).with_name("switch.py")), str(delay_ms), *(node.name for node in there)]
+    words = [
+        sys.executable,
+        str(Path(__file__).with_name("switch.py")),
+        str(delay_ms),
+        *(node.name for node in there),
+    ]
     process = subprocess.Popen(words, stdout=subprocess.PIPE, text=True)
     try:
         assert process.stdout is not None

@@ -57,8 +57,16 @@ class Llama(models.Text):
     def model(self) -> nn.Module:
         from transformers import LlamaConfig, LlamaForCausalLM
 
-        sizes = {"hidden_size": 16, "intermediate_size": 20, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
-        return LlamaForCausalLM(LlamaConfig(vocab_size=11, attn_implementation="sdpa", tie_word_embeddings=self.tied, **sizes))
+        sizes = {
+            "hidden_size": 16,
+            "intermediate_size": 20,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+        }
+        return LlamaForCausalLM(
+            LlamaConfig(vocab_size=11, attn_implementation="sdpa", tie_word_embeddings=self.tied, **sizes)
+        )
 
     def inputs(self, batch: Any) -> Any:
         return {"input_ids": batch["tokens"][:, :-1]}
@@ -98,13 +106,17 @@ class OddBlock(nn.Module):
         nn.init.zeros_(self.conv.bias)
         self.multihead = nn.MultiheadAttention(width, 2, batch_first=True, bias=False)
 
-    def forward(self, x: Tensor, angles: tuple[Tensor, Tensor], start: Tensor, condition: Tensor, mask: Tensor | None) -> Tensor:
+    def forward(
+        self, x: Tensor, angles: tuple[Tensor, Tensor], start: Tensor, condition: Tensor, mask: Tensor | None
+    ) -> Tensor:
         cos, sin = angles
         if self.what == "rotary inside":
             cos, sin = table(x)
         if self.what == "multihead":
             return x + self.multihead(x, x, x)[0] + self.down(self.up(x).relu())
-        q, k, v = (part.unflatten(-1, (2, -1)).transpose(1, 2) for part in self.qkv(self.norm(x)).chunk(3, -1))
+        q, k, v = (
+            part.unflatten(-1, (2, -1)).transpose(1, 2) for part in self.qkv(self.norm(x)).chunk(3, -1)
+        )
         q, k = rotated(q, cos, sin), rotated(k, cos, sin)
         if self.what == "by hand":
             mixed = (q @ k.transpose(-1, -2)).softmax(-1) @ v
@@ -116,7 +128,9 @@ class OddBlock(nn.Module):
             x = x + self.conv(x.transpose(1, 2)).transpose(1, 2)
         if self.what == "mean":
             x = x - x.mean(1, keepdim=True)
-        return x + F.dropout(self.down(F.gelu(self.up(x))), 0.2 if self.what == "dropout" else 0.0, self.training)
+        return x + F.dropout(
+            self.down(F.gelu(self.up(x))), 0.2 if self.what == "dropout" else 0.0, self.training
+        )
 
 
 class OddGpt(nn.Module):
@@ -132,7 +146,10 @@ class OddGpt(nn.Module):
     def forward(self, tokens: Tensor) -> Tensor:
         x = start = F.dropout(self.tokens(tokens), 0.2 if self.what == "dropout" else 0.0, self.training)
         condition, on_the_way = self.conditions(tokens[:, 0]), []
-        mask = {"causal mask": torch.ones(LENGTH, LENGTH).tril().bool(), "window": torch.ones(LENGTH, LENGTH).tril().triu(-2).bool()}
+        mask = {
+            "causal mask": torch.ones(LENGTH, LENGTH).tril().bool(),
+            "window": torch.ones(LENGTH, LENGTH).tril().triu(-2).bool(),
+        }
         for block in self.blocks:
             x = block(x, table(x, whole=tokens.size(1)), start, condition, mask.get(self.what))
             on_the_way.append(x)
@@ -145,7 +162,9 @@ class OddGpt(nn.Module):
 
 def table(x: Tensor, whole: int | None = None) -> tuple[Tensor, Tensor]:
     """Cosines and sines of shape (T, 2)."""
-    angles = torch.arange(whole or x.size(1), dtype=x.dtype, device=x.device)[:, None] / torch.tensor([1.0, 10.0], device=x.device)
+    angles = torch.arange(whole or x.size(1), dtype=x.dtype, device=x.device)[:, None] / torch.tensor(
+        [1.0, 10.0], device=x.device
+    )
     return angles.cos(), angles.sin()
 
 
@@ -159,7 +178,9 @@ class Sequential(models.Text):
 
     def model(self) -> nn.Module:
         whole = Gpt()
-        return nn.Sequential(nn.Embedding(11, 6), *whole.blocks, nn.LayerNorm(6), nn.Linear(6, 11, bias=False))
+        return nn.Sequential(
+            nn.Embedding(11, 6), *whole.blocks, nn.LayerNorm(6), nn.Linear(6, 11, bias=False)
+        )
 
     def inputs(self, batch: Any) -> Any:
         return batch["tokens"][:, :-1]

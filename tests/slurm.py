@@ -69,7 +69,9 @@ def why_not() -> str | None:
     """Why there can be no such cluster here; None where there can be."""
     if lacking := [name for name in PROGRAMS if shutil.which(name, path=PATH) is None]:
         return f"needs {', '.join(lacking)}: apt-get install slurm-wlm munge"
-    tried = subprocess.run(["unshare", "-u", "-m", "hostname", "n1"], capture_output=True, text=True, timeout=20)
+    tried = subprocess.run(
+        ["unshare", "-u", "-m", "hostname", "n1"], capture_output=True, text=True, timeout=20
+    )
     return f"needs namespaces ({tried.stderr.strip()})" if tried.returncode else None
 
 
@@ -90,7 +92,11 @@ class Slurm:
 
     def lose(self, node: str) -> None:
         """As if it had lost its power: everything that runs there is gone, and nobody says so."""
-        [there] = {os.readlink(f"/proc/{process.pid}/ns/uts") for process in psutil.process_iter() if self._is_slurmd(process, node)}
+        [there] = {
+            os.readlink(f"/proc/{process.pid}/ns/uts")
+            for process in psutil.process_iter()
+            if self._is_slurmd(process, node)
+        }
         for process in psutil.process_iter():
             with contextlib.suppress(psutil.Error, OSError):
                 if os.readlink(f"/proc/{process.pid}/ns/uts") == there:
@@ -98,7 +104,9 @@ class Slurm:
 
     def _is_slurmd(self, process: psutil.Process, node: str) -> bool:
         with contextlib.suppress(psutil.Error, OSError):
-            return process.cmdline() == ["slurmd", "-D", "-N", node] and process.environ().get("SLURM_CONF") == str(self.configuration)
+            return process.cmdline() == ["slurmd", "-D", "-N", node] and process.environ().get(
+                "SLURM_CONF"
+            ) == str(self.configuration)
         return False
 
     def bring_back(self, node: str) -> None:
@@ -110,13 +118,18 @@ class Slurm:
 
     def state(self, job: str) -> str:
         return next(
-            word.partition("=")[2] for word in self.run("scontrol", "show", "job", "-o", job).split() if word.startswith("JobState=")
+            word.partition("=")[2]
+            for word in self.run("scontrol", "show", "job", "-o", job).split()
+            if word.startswith("JobState=")
         )
 
     def until_state(self, job: str, *states: str, timeout_s: float = 60.0) -> None:
         deadline = time.monotonic() + timeout_s
         while (found := self.state(job)) not in states:
-            over = found in ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL") or time.monotonic() > deadline
+            over = (
+                found in ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL")
+                or time.monotonic() > deadline
+            )
             assert not over, f"job {job} is {found}, not {states}"
             time.sleep(0.1)
 
@@ -127,7 +140,14 @@ def cluster(at: Path) -> Iterator[Slurm]:
     _write(at)
     with contextlib.ExitStack() as running:
         slurm = Slurm(at / "slurm.conf", running)
-        munge = ["munged", "--foreground", "--force", f"--socket={at}/munge.socket", f"--key-file={at}/key", f"--pid-file={at}/munged.pid"]
+        munge = [
+            "munged",
+            "--foreground",
+            "--force",
+            f"--socket={at}/munge.socket",
+            f"--key-file={at}/key",
+            f"--pid-file={at}/munged.pid",
+        ]
         _daemon(running, slurm, [*munge, f"--log-file={at}/munged.log", f"--seed-file={at}/munged.seed"])
         _daemon(running, slurm, ["slurmctld", "-D", "-i"])
         for node in NODES:

@@ -22,7 +22,11 @@ class Encoder(Task):
     def dataset(self, split: str) -> Rows:
         size = SAMPLES if split == "train" else 5
         lengths = torch.arange(size) * 5 % CONTEXT + 1
-        return Rows(tokens=chosen(VOCABULARY, size, CONTEXT), padding=torch.arange(CONTEXT) >= lengths[:, None], y=chosen(3, size))
+        return Rows(
+            tokens=chosen(VOCABULARY, size, CONTEXT),
+            padding=torch.arange(CONTEXT) >= lengths[:, None],
+            y=chosen(3, size),
+        )
 
     def inputs(self, batch: Any) -> Any:
         return batch["tokens"], batch["padding"]
@@ -60,19 +64,42 @@ class HuggingFace(Task):
     def model(self) -> nn.Module:
         import transformers
 
-        own = {"vocab_size": VOCABULARY, "tie_word_embeddings": self.tied, "bos_token_id": 0, "eos_token_id": 0}
+        own = {
+            "vocab_size": VOCABULARY,
+            "tie_word_embeddings": self.tied,
+            "bos_token_id": 0,
+            "eos_token_id": 0,
+        }
         if self.kind == "gpt2":
             config = transformers.GPT2Config(
-                n_embd=8, n_layer=3, n_head=2, n_positions=16, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0, **own
+                n_embd=8,
+                n_layer=3,
+                n_head=2,
+                n_positions=16,
+                resid_pdrop=0,
+                embd_pdrop=0,
+                attn_pdrop=0,
+                **own,
             )
             return transformers.GPT2LMHeadModel(config)
-        sizes = {"hidden_size": 8, "intermediate_size": 12, "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2}
-        return transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes, max_position_embeddings=16, **own))
+        sizes = {
+            "hidden_size": 8,
+            "intermediate_size": 12,
+            "num_hidden_layers": 3,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+        }
+        return transformers.LlamaForCausalLM(
+            transformers.LlamaConfig(**sizes, max_position_embeddings=16, **own)
+        )
 
     def dataset(self, split: str) -> Rows:
         size = SAMPLES if split == "train" else 5
         lengths = torch.arange(size) * 5 % CONTEXT + 2
-        return Rows(input_ids=chosen(VOCABULARY, size, CONTEXT + 1), attention_mask=(torch.arange(CONTEXT + 1) < lengths[:, None]).long())
+        return Rows(
+            input_ids=chosen(VOCABULARY, size, CONTEXT + 1),
+            attention_mask=(torch.arange(CONTEXT + 1) < lengths[:, None]).long(),
+        )
 
     def inputs(self, batch: Any) -> Any:
         return {"input_ids": batch["input_ids"][:, :-1], "attention_mask": batch["attention_mask"][:, :-1]}
@@ -212,22 +239,49 @@ class EncoderDecoder(Task):
         import transformers
 
         if self.kind == "t5":
-            sizes = {"d_model": 8, "d_kv": 4, "d_ff": 12, "num_layers": 2, "num_decoder_layers": 2, "num_heads": 2, "dropout_rate": 0.0}
-            return transformers.T5ForConditionalGeneration(transformers.T5Config(vocab_size=VOCABULARY, decoder_start_token_id=0, **sizes))
-        stacks = {f"{of}_{what}": 2 for of in ("encoder", "decoder") for what in ("layers", "attention_heads")}
+            sizes = {
+                "d_model": 8,
+                "d_kv": 4,
+                "d_ff": 12,
+                "num_layers": 2,
+                "num_decoder_layers": 2,
+                "num_heads": 2,
+                "dropout_rate": 0.0,
+            }
+            return transformers.T5ForConditionalGeneration(
+                transformers.T5Config(vocab_size=VOCABULARY, decoder_start_token_id=0, **sizes)
+            )
+        stacks = {
+            f"{of}_{what}": 2 for of in ("encoder", "decoder") for what in ("layers", "attention_heads")
+        }
         sizes = {"d_model": 8, "encoder_ffn_dim": 12, "decoder_ffn_dim": 12, "dropout": 0.0, **stacks}
         if self.kind == "bart":
             return transformers.BartForConditionalGeneration(
                 transformers.BartConfig(vocab_size=VOCABULARY, max_position_embeddings=16, **sizes)
             )
         assert self.kind == "whisper"
-        tokens = {"vocab_size": VOCABULARY, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 1}
-        config = transformers.WhisperConfig(max_source_positions=8, max_target_positions=16, num_mel_bins=4, **tokens, **sizes)
+        tokens = {
+            "vocab_size": VOCABULARY,
+            "pad_token_id": 0,
+            "bos_token_id": 1,
+            "eos_token_id": 2,
+            "decoder_start_token_id": 1,
+        }
+        config = transformers.WhisperConfig(
+            max_source_positions=8, max_target_positions=16, num_mel_bins=4, **tokens, **sizes
+        )
         return transformers.WhisperForConditionalGeneration(config)
 
     def dataset(self, split: str) -> Rows | None:
-        source = {"input_features": drawn(SAMPLES, 4, 16)} if self.kind == "whisper" else {"input_ids": 3 + chosen(8, SAMPLES, CONTEXT)}
-        targets = {"decoder_input_ids": 3 + chosen(8, SAMPLES, 5, seed=1), "y": chosen(VOCABULARY, SAMPLES, 5, seed=2)}
+        source = (
+            {"input_features": drawn(SAMPLES, 4, 16)}
+            if self.kind == "whisper"
+            else {"input_ids": 3 + chosen(8, SAMPLES, CONTEXT)}
+        )
+        targets = {
+            "decoder_input_ids": 3 + chosen(8, SAMPLES, 5, seed=1),
+            "y": chosen(VOCABULARY, SAMPLES, 5, seed=2),
+        }
         return Rows(**source, **targets) if split == "train" else None
 
     def inputs(self, batch: Any) -> Any:

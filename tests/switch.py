@@ -35,7 +35,9 @@ def tap(namespace: str) -> int:
 
 def main(delay_s: float, ports: list[int]) -> None:
     behind: dict[bytes, int] = {}  # port by address
-    waiting: deque[tuple[float, int, bytes]] = deque()  # all frames wait equally long, so that the first is always due first
+    waiting: deque[tuple[float, int, bytes]] = (
+        deque()
+    )  # all frames wait equally long, so that the first is always due first
     poll = select.poll()
     for port in ports:
         poll.register(port, select.POLLIN)

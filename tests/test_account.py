@@ -40,11 +40,21 @@ from paceline.training.profiling.time_breakdown import END, GRADIENTS, STEP, UPD
 
 MS = 1_000_000
 SPEC = Spec(batch=4, steps=8, account=True, evaluate_every=100)
-PLANS = ["ddp,micro=2", "zero1", "zero3", "tp=2", "pp=2,micro=2", "pp=2,stages=2,schedule=interleaved,micro=2", "cp=2"]
+PLANS = [
+    "ddp,micro=2",
+    "zero1",
+    "zero3",
+    "tp=2",
+    "pp=2,micro=2",
+    "pp=2,stages=2,schedule=interleaved,micro=2",
+    "cp=2",
+]
 QUICK = ("ddp,micro=2", "tp=2", "pp=2,stages=2,schedule=interleaved,micro=2")
 
 
-def op(name: str, begin_ms: float, end_ms: float, thread: int | None = 1, launched_ms: float | None = None) -> Op:
+def op(
+    name: str, begin_ms: float, end_ms: float, thread: int | None = 1, launched_ms: float | None = None
+) -> Op:
     launched = int(launched_ms * MS) if launched_ms is not None else None
     return Op(name, int(begin_ms * MS), int(end_ms * MS), thread, launched)
 
@@ -60,7 +70,11 @@ def test_a_collective_under_computing_is_hidden() -> None:
 
 
 def test_what_is_left_of_it_when_the_computing_ends_is_not() -> None:
-    busy = [op("autograd::engine::evaluate_function: X", 19, 61), op("aten::mm", 20, 60), op("aten::add", 75, 79)]
+    busy = [
+        op("autograd::engine::evaluate_function: X", 19, 61),
+        op("aten::mm", 20, 60),
+        op("aten::add", 75, 79),
+    ]
     found = on_host([*FRAME, *busy, op("gloo:all_reduce", 25, 74, None)], [10 * MS])
     assert found.communication == pytest.approx(0.014)
     assert found.compute == pytest.approx(0.056)
@@ -69,7 +83,9 @@ def test_what_is_left_of_it_when_the_computing_ends_is_not() -> None:
 def test_a_collective_that_is_waited_for_at_once() -> None:
     busy = [op("aten::mm", 20, 40), op("c10d::allreduce_", 50, 51), op("aten::add", 75, 79)]
     found = on_host([*FRAME, *busy, op("gloo:all_reduce", 52, 70, None)], [10 * MS])
-    assert found.communication == pytest.approx(0.02), "from when it was asked for; Python before that is no waiting"
+    assert found.communication == pytest.approx(0.02), (
+        "from when it was asked for; Python before that is no waiting"
+    )
 
 
 def test_a_pause_in_which_none_ends_is_no_waiting() -> None:
@@ -85,7 +101,10 @@ def test_an_end_that_is_written_down_late() -> None:
 
 
 def test_waiting_in_the_optimizer_is_communication() -> None:
-    found = on_host([*FRAME, op("aten::mm", 10, 80), op("gloo:broadcast", 81, 87, None), op("aten::add", 88, 90)], [10 * MS])
+    found = on_host(
+        [*FRAME, op("aten::mm", 10, 80), op("gloo:broadcast", 81, 87, None), op("aten::add", 88, 90)],
+        [10 * MS],
+    )
     assert (found.communication, found.optimizer) == pytest.approx((0.006, 0.004))
 
 
@@ -110,7 +129,13 @@ def test_a_device() -> None:
 
 
 def test_peak() -> None:
-    happened = [Allocation(1, 100, 50), Allocation(2, 200, 30), Allocation(3, 100, -50), Allocation(4, 300, 40), Allocation(9, 200, -30)]
+    happened = [
+        Allocation(1, 100, 50),
+        Allocation(2, 200, 30),
+        Allocation(3, 100, -50),
+        Allocation(4, 300, 40),
+        Allocation(9, 200, -30),
+    ]
     found = held((7, 11), {200: 30, 300: 40, 999: 5}, happened, 0, 8, 10)
     assert (found.weights, found.optimizer) == (7, 11)
     assert found.gradients == 5 + 30, "what stays, and what lived at the peak"
@@ -129,9 +154,15 @@ def test_the_table_has_all_parts() -> None:
 
 def test_errors_have_signs() -> None:
     rows = beside(
-        TIME, {"compute": 2.0, "communication": 0.5, "bubble": 0.0, "input": 0.1}, (CostPart("products", 1.0, 0.1), CostPart("jitter", 1.0))
+        TIME,
+        {"compute": 2.0, "communication": 0.5, "bubble": 0.0, "input": 0.1},
+        (CostPart("products", 1.0, 0.1), CostPart("jitter", 1.0)),
     )
-    assert [(row.name, row.error) for row in rows] == [("compute", -0.5), ("communication", 1.0), ("input", -1.0)]
+    assert [(row.name, row.error) for row in rows] == [
+        ("compute", -0.5),
+        ("communication", 1.0),
+        ("input", -1.0),
+    ]
     assert worst(rows) == ComparisonRow("compute", 2.0, 1.0, 0.1)
 
 
@@ -172,7 +203,9 @@ def accounts(found: list[Event]) -> list[Accounted]:
     return [event for event in found if isinstance(event, Accounted)]
 
 
-@pytest.mark.parametrize("plan", [plan if plan in QUICK else pytest.param(plan, marks=pytest.mark.slow) for plan in PLANS])
+@pytest.mark.parametrize(
+    "plan", [plan if plan in QUICK else pytest.param(plan, marks=pytest.mark.slow) for plan in PLANS]
+)
 def test_every_plan(plan: str) -> None:
     task = models.ShortText(depth=4 if "stages" in plan else 2)
     first, second = ranks(2)(happened, task, SPEC, plan)
@@ -204,7 +237,9 @@ def test_tensors_are_counted() -> None:
     weights = sum(parameter.numel() * 4 for parameter in task.model().parameters())
     buffers = sum(buffer.numel() * buffer.element_size() for buffer in task.model().buffers())
     assert one.memory["weights"] == weights + buffers
-    assert 2 * weights <= one.memory["optimizer"] < 2 * weights + 1000, "AdamW has two moments, and a count of steps"
+    assert 2 * weights <= one.memory["optimizer"] < 2 * weights + 1000, (
+        "AdamW has two moments, and a count of steps"
+    )
     [cut] = accounts(ranks(2)(happened, task, SPEC, "zero3")[0])[:1]
     assert cut.memory["optimizer"] == pytest.approx(one.memory["optimizer"] / 2, rel=0.1)
     half = SPEC.model_copy(update={"batch": 2})
@@ -278,18 +313,43 @@ def test_bubble() -> None:
 
 
 def started(**changes: Any) -> Started:
-    facts = {"task": "text", "plan": "ddp", "ranks": 2, "batch": 4, "step": 0, "steps": 20, "samples": 9, "parameters": 9}
+    facts = {
+        "task": "text",
+        "plan": "ddp",
+        "ranks": 2,
+        "batch": 4,
+        "step": 0,
+        "steps": 20,
+        "samples": 9,
+        "parameters": 9,
+    }
     return Started(**{**facts, "device": "cpu", "precision": "fp32", "threads": 1, "time": 5.0, **changes})
 
 
 def step(number: int, step_s: float = 0.1) -> Step:
-    return Step(step=number, samples=4, loss=1.0, grad_norm=1.0, lr=1.0, step_s=step_s, data_s=0.01, samples_per_s=40)
+    return Step(
+        step=number, samples=4, loss=1.0, grad_norm=1.0, lr=1.0, step_s=step_s, data_s=0.01, samples_per_s=40
+    )
 
 
 def profile(number: int, compute: float, communication: float, slowest: int = 0) -> Accounted:
-    seconds = {"compute": compute, "communication": communication, "bubble": 0.0, "input": 0.01, "optimizer": 0.0, "other": 0.0}
+    seconds = {
+        "compute": compute,
+        "communication": communication,
+        "bubble": 0.0,
+        "input": 0.01,
+        "optimizer": 0.0,
+        "other": 0.0,
+    }
     total = sum(seconds.values())
-    facts = {"step": number, "profiled": 1, "step_s": total, "seconds": seconds, "input_s": 0.01, "costs_s": 0.1}
+    facts = {
+        "step": number,
+        "profiled": 1,
+        "step_s": total,
+        "seconds": seconds,
+        "input_s": 0.01,
+        "costs_s": 0.1,
+    }
     return Accounted(**facts, slowest=slowest, slowest_s=2.0, busy_s=1.0, fullest=0, memory={"weights": 8})
 
 
@@ -313,7 +373,9 @@ def test_only_what_is_like_the_last_start_counts() -> None:
     before = [started(), *(step(k, 5.0) for k in range(1, 11)), profile(4, 0.3, 0.1)]
     with pytest.raises(RunError, match="none of its steps was profiled"):
         measured([*before, started(step=10, plan="zero3"), *(step(k) for k in range(11, 20))])
-    assert measured([*before, started(step=10), *(step(k, 5.0) for k in range(11, 20))]).step_s == pytest.approx(5.0)
+    assert measured(
+        [*before, started(step=10), *(step(k, 5.0) for k in range(11, 20))]
+    ).step_s == pytest.approx(5.0)
 
 
 def test_an_event_goes_through_its_file(tmp_path: Path) -> None:
@@ -328,7 +390,9 @@ GPT2 = model("gpt2", seq=128)
 def account(run: str, factor: float, plan: str = "ddp", ranks_: int = 4) -> CalibrationRecord:
     cost = predict(GPT2, parse(plan), HERE, 32, ranks=ranks_)
     ratio = {"compute": Fact(value=factor, source="measured")}
-    return CalibrationRecord(run=run, plan=plan, ranks=ranks_, parts=tuple(part.name for part in cost.time.parts), ratios=ratio)
+    return CalibrationRecord(
+        run=run, plan=plan, ranks=ranks_, parts=tuple(part.name for part in cost.time.parts), ratios=ratio
+    )
 
 
 def part(cost: Any, name: str) -> CostPart:
@@ -371,7 +435,10 @@ def test_what_no_run_has_shown_is_extrapolated() -> None:
 
 
 def test_the_search_finds_what_is_fastest_by_what_was_seen() -> None:
-    ratio = {"communication": Fact(value=30.0, source="measured"), "compute": Fact(value=0.1, source="measured")}
+    ratio = {
+        "communication": Fact(value=30.0, source="measured"),
+        "compute": Fact(value=0.1, source="measured"),
+    }
     row = account("a", 1.0).model_copy(update={"parts": tuple(PARTS), "ratios": ratio})
     seen = HERE.updated(accounts=[row])
     best = search(GPT2, seen, 32).fitting[0]
@@ -395,9 +462,25 @@ def test_measuring_again_makes_accounts_void() -> None:
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     at = tmp_path_factory.mktemp("account")
     small = [word for name in ("width=16", "depth=2", "context=8") for word in ("--set", name)]
-    succeed("train", "text", *small, "--ranks", "2", "--batch", "4", "--steps", "12", "--account", "--run-dir", "a", at=at)
+    succeed(
+        "train",
+        "text",
+        *small,
+        "--ranks",
+        "2",
+        "--batch",
+        "4",
+        "--steps",
+        "12",
+        "--account",
+        "--run-dir",
+        "a",
+        at=at,
+    )
     [device] = {json.loads((at / "a" / "provenance.json").read_text())["processor"]}
-    facts = Device(name=device, kind="cpu", memory_bytes=Fact(value=2**30), peaks_flops={"fp32": Fact(value=1e11)})
+    facts = Device(
+        name=device, kind="cpu", memory_bytes=Fact(value=2**30), peaks_flops={"fp32": Fact(value=1e11)}
+    )
     file.write(at / "cluster.json", Cluster(name="here", device=facts))
     return at / "a"
 
@@ -418,7 +501,9 @@ def test_the_command(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert {fact.source for fact in row.ratios.values()} == {"measured"}
     before = found["time_s"]["step"]["predicted"]
     command(run, str(where), json=figures)
-    assert json.loads(figures.read_text())["time_s"]["step"]["predicted"] == before, "a run is not predicted from itself"
+    assert json.loads(figures.read_text())["time_s"]["step"]["predicted"] == before, (
+        "a run is not predicted from itself"
+    )
 
 
 def test_without_a_prediction(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -427,7 +512,9 @@ def test_without_a_prediction(run: Path, capsys: pytest.CaptureFixture[str]) -> 
 
 
 def test_one_sentence(run: Path, tmp_path: Path) -> None:
-    with pytest.raises(ClusterError, match=r"ran on .*, and the cluster is of .*; name the run's own with --cluster"):
+    with pytest.raises(
+        ClusterError, match=r"ran on .*, and the cluster is of .*; name the run's own with --cluster"
+    ):
         command(run, "a100-80g:8")
     with pytest.raises(ClusterError, match="there is no file a100-80g:8"):
         command(run, "a100-80g:8", update=True)

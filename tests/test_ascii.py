@@ -29,7 +29,19 @@ Path("ends.json").write_text(json.dumps(ends))
 """
 RUN = "r-größe-λ-日本"
 COMMANDS = {
-    ("train", "größe.py:Größe", "--steps", "3", "--device", "cpu", "--run-dir", RUN, "--account", "--set", "validation=5"): 0,
+    (
+        "train",
+        "größe.py:Größe",
+        "--steps",
+        "3",
+        "--device",
+        "cpu",
+        "--run-dir",
+        RUN,
+        "--account",
+        "--set",
+        "validation=5",
+    ): 0,
     ("status", RUN): 0,
     ("show", RUN): 0,
     ("doctor", RUN): 0,
@@ -45,7 +57,10 @@ COMMANDS = {
     ("train", "größe.py:Größe", "--set", "größe=1", "--device", "cpu"): 2,
     ("--help",): 0,
     ("--version",): 0,
-    **{(name, "--help"): 0 for name in ("train", "submit", "verify", "drill", "bench", "ledger", "preflight", "export")},
+    **{
+        (name, "--help"): 0
+        for name in ("train", "submit", "verify", "drill", "bench", "ledger", "preflight", "export")
+    },
     ("bench", "storage", "--help"): 0,
     ("trän",): 2,
 }
@@ -54,7 +69,9 @@ COMMANDS = {
 def test_no_command_fails_for_a_letter(tmp_path):
     write_task(tmp_path, TASK.replace("Regression", "Größe"), "größe.py")
     (tmp_path / "commands.json").write_text(json.dumps([*COMMANDS]))
-    result = paceline(at=tmp_path, program=(sys.executable, "-c", ALL), LC_ALL="C", PYTHONIOENCODING="ascii", NO_COLOR="1")
+    result = paceline(
+        at=tmp_path, program=(sys.executable, "-c", ALL), LC_ALL="C", PYTHONIOENCODING="ascii", NO_COLOR="1"
+    )
     assert result.status == 0, result.all
     ends = json.loads((tmp_path / "ends.json").read_text())
     for words, expected in COMMANDS.items():
@@ -76,7 +93,12 @@ def test_what_ascii_lacks_is_written_in_words():
 
 def test_whatever_the_package_prints_has_words_in_ascii():
     """No escapes for the signs that are in its own sentences."""
-    signs = {sign for path in Path(output.__file__).parent.rglob("*.py") for sign in path.read_text() if not sign.isascii()}
+    signs = {
+        sign
+        for path in Path(output.__file__).parent.rglob("*.py")
+        for sign in path.read_text()
+        if not sign.isascii()
+    }
     for sign in signs:
         assert "\\" not in sign.encode("ascii", output.PLAIN).decode(), sign
 

@@ -18,14 +18,27 @@ from paceline.tasks.text import Text
 from paceline.training import auto_plan as choosing
 from paceline.training.auto_plan import choose, shortest
 
-TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "paceline")
+TORCHRUN = (
+    sys.executable,
+    "-m",
+    "torch.distributed.run",
+    "--standalone",
+    "--nproc-per-node",
+    "2",
+    "-m",
+    "paceline",
+)
 WORDS = ("my.py:Regression", "--plan", "auto", "--steps", "4", "--batch", "24", "--device", "cpu")
 SMALL = Text(width=16, depth=2, heads=2, context=8)
 
 
 def machine(memory_bytes: float = 8e9) -> Cluster:
     """Of which little is known."""
-    return Cluster(name="here", device=Device(name="a CPU", kind="cpu", memory_bytes=Fact(value=memory_bytes)), cores_per_node=2)
+    return Cluster(
+        name="here",
+        device=Device(name="a CPU", kind="cpu", memory_bytes=Fact(value=memory_bytes)),
+        cores_per_node=2,
+    )
 
 
 def write_machine(folder: Path, memory_bytes: float = 8e9) -> None:
@@ -63,7 +76,9 @@ def test_ranks_of_another_launcher_agree(tmp_path: Path) -> None:
     assert any(note.startswith(f"auto took plan {started.plan}: ") for note in started.notes)
 
 
-@pytest.mark.parametrize("program", [(sys.executable, "-m", "paceline"), pytest.param(TORCHRUN, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "program", [(sys.executable, "-m", "paceline"), pytest.param(TORCHRUN, marks=pytest.mark.slow)]
+)
 def test_nothing_fits(program: tuple[str, ...], tmp_path: Path) -> None:
     write_task(tmp_path)
     write_machine(tmp_path, 2000.0)
@@ -90,7 +105,9 @@ def test_what_cannot_be_is_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def with_one_that_cannot(*args: object, **kwargs: object) -> BestPlans:
         found = ask(*args, **kwargs)  # type: ignore[arg-type]
-        found.plans.insert(0, (Plan(dp=1, tp=2, pp=2, micro=2), found.plans[0][1]))  # on 4 ranks, of which 2 layers make 2 stages
+        found.plans.insert(
+            0, (Plan(dp=1, tp=2, pp=2, micro=2), found.plans[0][1])
+        )  # on 4 ranks, of which 2 layers make 2 stages
         found.plans.insert(0, (Plan(dp=1, tp=4), found.plans[0][1]))  # 2 heads
         return found
 
@@ -104,7 +121,9 @@ def ask_plans(spec: Spec, cluster: Cluster) -> Plan:
     return choose(spec, SMALL, 4, cluster=cluster).plan
 
 
-def test_micro_batches_are_another_training_for_batch_norm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_micro_batches_are_another_training_for_batch_norm(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "my.py").write_text(TASK)
     monkeypatch.chdir(tmp_path)
     from paceline.task import load_task
@@ -120,7 +139,9 @@ def test_micro_batches_are_another_training_for_batch_norm(tmp_path: Path, monke
 
 
 def test_float64_is_not_predicted() -> None:
-    with pytest.raises(PlanError, match="fp64 takes is not predicted; use --precision fp32, bf16, fp16, or name a plan"):
+    with pytest.raises(
+        PlanError, match="fp64 takes is not predicted; use --precision fp32, bf16, fp16, or name a plan"
+    ):
         choose(Spec(task="text", precision="fp64"), SMALL, 2, cluster=machine())
 
 
@@ -144,7 +165,11 @@ def test_the_machine_of_another_device_is_left_aside(tmp_path: Path, monkeypatch
     from paceline.cluster import local_cluster
 
     monkeypatch.chdir(tmp_path)
-    gpu = {"format": "paceline.cluster", "version": 1, "device": {"name": "H100", "kind": "cuda", "memory_bytes": 8e10}}
+    gpu = {
+        "format": "paceline.cluster",
+        "version": 1,
+        "device": {"name": "H100", "kind": "cuda", "memory_bytes": 8e10},
+    }
     (tmp_path / "cluster.json").write_text(json.dumps(gpu))
     assert local_cluster.known().device.name == "H100"
     assert local_cluster.known("cpu").device.kind == "cpu"

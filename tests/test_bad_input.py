@@ -138,37 +138,76 @@ REACHED = "bad.py:Regression has no field {}; a key of the request is set by --s
         ),
         ("train no.such:Thing", "cannot import 'no.such', named by no.such:Thing: No module named 'no'"),
         ("train run.toml", "cannot read run.toml: No such file or directory"),
-        ("train bad.py:Regression --set widht=3", "bad.py:Regression has no field widht; did you mean width?"),
-        ("train bad.py:Regression --set width=wide", "bad.py:Regression: width must be an integer, got 'wide'"),
+        (
+            "train bad.py:Regression --set widht=3",
+            "bad.py:Regression has no field widht; did you mean width?",
+        ),
+        (
+            "train bad.py:Regression --set width=wide",
+            "bad.py:Regression: width must be an integer, got 'wide'",
+        ),
         ("train bad.py:Regression --set width", "--set 'width' is not NAME=VALUE"),
-        ("train bad.py:Regression --set optimizer.momentun=0.5", "unknown key optimizer.momentun; did you mean optimizer.momentum?"),
+        (
+            "train bad.py:Regression --set optimizer.momentun=0.5",
+            "unknown key optimizer.momentun; did you mean optimizer.momentum?",
+        ),
         ("train bad.py:Regression --set threads=1", REACHED.format("threads", "spec.threads")),
         ("train bad.py:Regression --set lr=1", REACHED.format("lr", "optimizer.lr")),
-        ("train bad.py:Regression --set save.seed=1", "unknown key save.seed; there is every, minutes, keep, best"),
-        ("train bad.py:Clash", "bad.py:Clash has a field 'weights', and a task has a method of that name; rename the field"),
-        ("train bad.py:Clash --keys", "bad.py:Clash has a field 'weights', and a task has a method of that name; rename the field"),
-        ("train bad.py:Regression --timeout 1e30", "timeout_s must be less than or equal to 1000000, got 1e+30"),
-        ("train bad.py:Regression --epochs 1e308", "epochs must be less than or equal to 1000000000, got 1e+308"),
-        ("train bad.py:Regression --batch 999999999999999", "batch must be less than or equal to 1000000000, got 999999999999999"),
+        (
+            "train bad.py:Regression --set save.seed=1",
+            "unknown key save.seed; there is every, minutes, keep, best",
+        ),
+        (
+            "train bad.py:Clash",
+            "bad.py:Clash has a field 'weights', and a task has a method of that name; rename the field",
+        ),
+        (
+            "train bad.py:Clash --keys",
+            "bad.py:Clash has a field 'weights', and a task has a method of that name; rename the field",
+        ),
+        (
+            "train bad.py:Regression --timeout 1e30",
+            "timeout_s must be less than or equal to 1000000, got 1e+30",
+        ),
+        (
+            "train bad.py:Regression --epochs 1e308",
+            "epochs must be less than or equal to 1000000000, got 1e+308",
+        ),
+        (
+            "train bad.py:Regression --batch 999999999999999",
+            "batch must be less than or equal to 1000000000, got 999999999999999",
+        ),
         ("train bad.py:Regression --set width=nan", "bad.py:Regression: width must be an integer, got nan"),
         ("train bad.py:Regression --batch 0", "batch must be greater than or equal to 1, got 0"),
         ("train bad.py:Regression --ranks 0", "ranks must be greater than or equal to 1, got 0"),
         ("train bad.py:Regression --lr -0.1", "optimizer.lr must be greater than 0, got -0.1"),
         ("train bad.py:Regression --epochs inf", "epochs must be a finite number, got inf"),
-        ("train bad.py:Regression --epochs 2 --steps 5", "epochs=2 and steps=5 are two lengths of one training; say one of them"),
+        (
+            "train bad.py:Regression --epochs 2 --steps 5",
+            "epochs=2 and steps=5 are two lengths of one training; say one of them",
+        ),
         ("train bad.py:Regression --optimizer adam", "optimizer.name must be 'adamw' or 'sgd', got 'adam'"),
-        ("train bad.py:Regression --precision fp8", "precision must be 'fp64', 'fp32', 'bf16' or 'fp16', got 'fp8'"),
+        (
+            "train bad.py:Regression --precision fp8",
+            "precision must be 'fp64', 'fp32', 'bf16' or 'fp16', got 'fp8'",
+        ),
         ("train bad.py:Regression --device gpu", "device must be 'cpu' or 'cuda', got 'gpu'"),
         (
             "train bad.py:Regression --schedule step",
             "schedule.every (samples between two decays) belongs to name='step', got name='step', every=None",
         ),
-        ("train bad.py:Regression --plan zerro3", "plan 'zerro3': there is no plan 'zerro3'; did you mean zero3?"),
+        (
+            "train bad.py:Regression --plan zerro3",
+            "plan 'zerro3': there is no plan 'zerro3'; did you mean zero3?",
+        ),
         (
             "train bad.py:Regression --plan single --ranks 2",
             "plan single is for 1 rank, got 2: use --ranks 1 or another plan: ddp, zero1, zero2, zero3",
         ),
-        ("train bad.py:Regression --plan hsdp --device cpu", "plan hsdp keeps 2 copies, which does not divide 1 rank: use single"),
+        (
+            "train bad.py:Regression --plan hsdp --device cpu",
+            "plan hsdp keeps 2 copies, which does not divide 1 rank: use single",
+        ),
         (
             "train bad.py:Regression --batch 10 --ranks 4",
             "batch 10 is not divisible by ranks × micro = 4 × 1 = 4: use --batch 12 or 8",
@@ -177,18 +216,26 @@ REACHED = "bad.py:Regression has no field {}; a key of the request is set by --s
             "train bad.py:Regression --batch 10 --ranks 2 --plan zero3,micro=2",
             "batch 10 is not divisible by ranks × micro = 2 × 2 = 4: use --batch 12 or 8",
         ),
-        (f"train bad.py:Regression --run-dir {os.devnull}", f"{os.devnull} exists already; say another --run-dir (it is no run)"),
+        (
+            f"train bad.py:Regression --run-dir {os.devnull}",
+            f"{os.devnull} exists already; say another --run-dir (it is no run)",
+        ),
         (
             f"train bad.py:Regression --ranks 2 --run-dir {os.devnull}/r",
             f"cannot make the run folder {os.devnull}/r: Not a directory",
         ),
-        ("train --set epochs=3 digits", "digits has no field epochs; a key of the request is set by --set spec.epochs=VALUE"),
+        (
+            "train --set epochs=3 digits",
+            "digits has no field epochs; a key of the request is set by --set spec.epochs=VALUE",
+        ),
         ("export nowhere w.safetensors", "there is no run nowhere; there is none"),
         ("show nowhere", "there is no run nowhere; there is none"),
         ("resume nowhere", "there is no run nowhere; there is none"),
         ("resume .", ". is no run: it has no spec.toml"),
     ],
-    ids=lambda value: value.replace(" ", "_") if value.startswith(("train", "resume", "show", "export")) else "",
+    ids=lambda value: (
+        value.replace(" ", "_") if value.startswith(("train", "resume", "show", "export")) else ""
+    ),
 )
 def test_one_sentence_and_nothing_left(words, sentence, here, monkeypatch, capsys):
     """In this process: each of its own would take a second."""
@@ -206,11 +253,19 @@ def test_one_sentence_and_nothing_left(words, sentence, here, monkeypatch, capsy
     [
         ("train nowhere.py:Task", "there is no file nowhere.py; there is bad.py"),
         ("train bad.py:NoLoss", "bad.py:NoLoss has no method loss; a task needs model, dataset, loss"),
-        ("train bad.py:Regression --set widht=3", "bad.py:Regression has no field widht; did you mean width?"),
-        ("train bad.py:Regression --batch 9 --ranks 2", "batch 9 is not divisible by ranks × micro = 2 × 1 = 2: use --batch 10 or 8"),
+        (
+            "train bad.py:Regression --set widht=3",
+            "bad.py:Regression has no field widht; did you mean width?",
+        ),
+        (
+            "train bad.py:Regression --batch 9 --ranks 2",
+            "batch 9 is not divisible by ranks × micro = 2 × 1 = 2: use --batch 10 or 8",
+        ),
         ("resume .", ". is no run: it has no spec.toml"),
     ],
-    ids=lambda value: value.replace(" ", "_") if value.startswith(("train", "resume", "show", "export")) else "",
+    ids=lambda value: (
+        value.replace(" ", "_") if value.startswith(("train", "resume", "show", "export")) else ""
+    ),
 )
 def test_one_sentence_of_a_process(words, sentence, here):
     assert refused(*words.split(" "), at=here) == sentence
@@ -241,9 +296,13 @@ def test_a_file_with_a_mistake(here, tmp_path):
     file.write_text('task = "bad.py:Regression"\nbatch = "many"\n')
     assert refused("train", file, at=here) == "batch must be an integer, got 'many'"
     file.write_text('task = "bad.py:Regression"\n[optimizer]\nlr = 0.1\nmomentun = 0.9\n')
-    assert refused("train", file, at=here) == "unknown key optimizer.momentun; did you mean optimizer.momentum?"
+    assert (
+        refused("train", file, at=here) == "unknown key optimizer.momentun; did you mean optimizer.momentum?"
+    )
     file.write_text("batch = \n")
-    assert refused("train", file, at=here).startswith(f"{file} is not TOML: Invalid value (at line 1, column 9)")
+    assert refused("train", file, at=here).startswith(
+        f"{file} is not TOML: Invalid value (at line 1, column 9)"
+    )
 
 
 def test_a_run_that_exists_already(here, tmp_path):
@@ -279,8 +338,14 @@ def test_a_gpu_that_is_not_there(here):
 @pytest.mark.parametrize(
     ("reference", "message"),
     [
-        ("{at}/bad.py:Nothing", "there is no Nothing in {at}/bad.py; there is Regression, Clash, NoLoss, Changed"),
-        ("{at}/bad.py:", "{at}/bad.py has 4 tasks (Regression, Clash, NoLoss, Changed); say which: {at}/bad.py:NAME"),
+        (
+            "{at}/bad.py:Nothing",
+            "there is no Nothing in {at}/bad.py; there is Regression, Clash, NoLoss, Changed",
+        ),
+        (
+            "{at}/bad.py:",
+            "{at}/bad.py has 4 tasks (Regression, Clash, NoLoss, Changed); say which: {at}/bad.py:NAME",
+        ),
         ("{at}/bad.py:os", "os in {at}/bad.py is no subclass of paceline.Task"),
         ("{at}/bad.py:Task", "{at}/bad.py:Task has no method model; a task needs model, dataset, loss"),
         ("{at}:Task", "cannot import '{at}', named by {at}:Task: No module named '{at}'"),
@@ -304,8 +369,14 @@ def test_references_that_lead_nowhere(reference, message, here):
     [
         ("def model(:\n", "{path}, line 1: invalid syntax"),
         ("import torhc\n", "{path} cannot be imported: No module named 'torhc'"),
-        ("from paceline import Tsak\n", "{path} cannot be imported: cannot import name 'Tsak' from 'paceline'"),
-        ("import os\n\n1 / 0\n", "{path} cannot be imported: ZeroDivisionError: division by zero ({path}, line 3)"),
+        (
+            "from paceline import Tsak\n",
+            "{path} cannot be imported: cannot import name 'Tsak' from 'paceline'",
+        ),
+        (
+            "import os\n\n1 / 0\n",
+            "{path} cannot be imported: ZeroDivisionError: division by zero ({path}, line 3)",
+        ),
         (
             "from paceline import Task\nclass My(Task):\n    width: int\n",
             "{path} has no method model; a task needs model, dataset, loss",
@@ -365,7 +436,15 @@ def test_fields_that_do_not_fit(fields, message, tmp_path):
 def test_fields_that_fit(tmp_path):
     path = write_task(tmp_path, FIELDS, "fields.py")
     task = load_task(f"{path}:Fields", {"must": 1, "rate": 2, "sizes": [3], "act": "gelu", "name": "a"})
-    assert vars(task) == {"must": 1, "width": 3, "rate": 2.0, "flag": False, "sizes": (3,), "act": "gelu", "name": "a"}
+    assert vars(task) == {
+        "must": 1,
+        "width": 3,
+        "rate": 2.0,
+        "flag": False,
+        "sizes": (3,),
+        "act": "gelu",
+        "name": "a",
+    }
 
 
 def test_a_field_that_is_unknown(tmp_path):
@@ -385,7 +464,9 @@ def wanted(here: Path, fate: str = "none", **more) -> Spec:
 def failing(spec: Spec, plan: str | None = None, run: RunFolder | None = None) -> Error:
     """The error that ends a training on this rank."""
     with pytest.raises(Error) as caught:
-        for _ in train(spec, parse(plan) if plan else None, World() if "RANK" not in os.environ else None, run=run):
+        for _ in train(
+            spec, parse(plan) if plan else None, World() if "RANK" not in os.environ else None, run=run
+        ):
             pass
     assert str(caught.value), "it must say something"
     return caught.value
@@ -394,14 +475,26 @@ def failing(spec: Spec, plan: str | None = None, run: RunFolder | None = None) -
 @pytest.mark.parametrize(
     ("fate", "kind", "message"),
     [
-        ("none at all", DataError, "Changed.dataset('train') returned None; it must return the training samples"),
+        (
+            "none at all",
+            DataError,
+            "Changed.dataset('train') returned None; it must return the training samples",
+        ),
         ("empty", DataError, "Changed.dataset('train') is empty"),
         ("a generator", DataError, "Changed.dataset('train') must have len() and [i], got generator"),
         ("no module", TaskError, "model() must return a torch.nn.Module, got function"),
         ("frozen", TaskError, "the model has no parameter to train: all of them have requires_grad=False"),
         ("a number", TaskError, "loss() must return a tensor, got float"),
-        ("raises", DataError, f"sample 31 of 'train' raised OSError: the disk has a hole ({{here}}/bad.py, line {LINE_OF_HOLE})"),
-        ("raises without a word", DataError, f"sample 31 of 'train' raised AssertionError ({{here}}/bad.py, line {LINE_OF_HOLE + 2})"),
+        (
+            "raises",
+            DataError,
+            f"sample 31 of 'train' raised OSError: the disk has a hole ({{here}}/bad.py, line {LINE_OF_HOLE})",
+        ),
+        (
+            "raises without a word",
+            DataError,
+            f"sample 31 of 'train' raised AssertionError ({{here}}/bad.py, line {LINE_OF_HOLE + 2})",
+        ),
     ],
 )
 def test_a_task_that_answers_nonsense(fate, kind, message, here):
@@ -413,7 +506,10 @@ def test_a_task_that_answers_nonsense(fate, kind, message, here):
 def test_a_sample_that_raises_is_named(workers, here):
     """Whichever process read it; and where in the task is behind it, for --debug."""
     error = failing(wanted(here, "raises", data=Loading(workers=workers)))
-    assert str(error) == f"sample 31 of 'train' raised OSError: the disk has a hole ({here}/bad.py, line {LINE_OF_HOLE})"
+    assert (
+        str(error)
+        == f"sample 31 of 'train' raised OSError: the disk has a hole ({here}/bad.py, line {LINE_OF_HOLE})"
+    )
     assert f'File "{here}/bad.py", line' in str(error.__cause__)
 
 
@@ -427,7 +523,10 @@ def test_samples_of_unlike_shapes_are_named(here):
 @pytest.mark.parametrize(
     ("more", "message"),
     [
-        ({"schedule": Schedule(warmup=97)}, "schedule.warmup=97 samples is longer than the training, 96 samples"),
+        (
+            {"schedule": Schedule(warmup=97)},
+            "schedule.warmup=97 samples is longer than the training, 96 samples",
+        ),
         ({"batch": 9}, "batch 9 is not divisible by micro=2: use --batch 10 or 8"),
     ],
 )
@@ -443,10 +542,25 @@ def refusal_here(spec: Spec, plan: str) -> str:
 @pytest.mark.parametrize(
     ("fate", "samples", "plan", "message"),
     [
-        ("uneven", 50, "ddp", "dataset('train') has 50 samples on rank 0 and 51 on rank 1; every rank must see the whole dataset, "),
+        (
+            "uneven",
+            50,
+            "ddp",
+            "dataset('train') has 50 samples on rank 0 and 51 on rank 1; every rank must see the whole dataset, ",
+        ),
         ("none", 1, "zero3", "2 ranks for 1 training samples; use at most --ranks 1"),
-        ("none", 50, "single", "plan single is for 1 rank, got 2: use --ranks 1 or another plan: ddp, zero1, zero2, zero3"),
-        ("none", 50, "hsdp,replicate=3", "plan hsdp,replicate=3 keeps 3 copies, which does not divide 2 ranks: use replicate=2, or zero3"),
+        (
+            "none",
+            50,
+            "single",
+            "plan single is for 1 rank, got 2: use --ranks 1 or another plan: ddp, zero1, zero2, zero3",
+        ),
+        (
+            "none",
+            50,
+            "hsdp,replicate=3",
+            "plan hsdp,replicate=3 keeps 3 copies, which does not divide 2 ranks: use replicate=2, or zero3",
+        ),
     ],
 )
 def test_what_several_ranks_cannot_do(fate, samples, plan, message, here):
@@ -462,16 +576,22 @@ def test_a_loss_that_is_not_finite(here, tmp_path):
     seen = []
     with pytest.raises(DivergedError) as caught:
         seen.extend(event for event in train(spec, world=World(), run=run) if isinstance(event, Step))
-    assert f" at step {seen[-1].step + 1}; the last finite loss was {seen[-1].loss:.6g}; " in str(caught.value)
+    assert f" at step {seen[-1].step + 1}; the last finite loss was {seen[-1].loss:.6g}; " in str(
+        caught.value
+    )
     assert str(caught.value).startswith("the loss is nan at step ")
-    assert f"go back to step {run.checkpoints()[-1]} with: paceline resume {tmp_path} --lr SMALLER" in str(caught.value)
+    assert f"go back to step {run.checkpoints()[-1]} with: paceline resume {tmp_path} --lr SMALLER" in str(
+        caught.value
+    )
 
 
 def test_a_loss_that_is_not_finite_before_any_checkpoint(here):
     error = failing(wanted(here, "diverges"))
     assert isinstance(error, DivergedError)
     assert "; the last finite loss was " in str(error)
-    assert str(error).endswith("no checkpoint was written yet; try a smaller --lr, --set schedule.warmup=SAMPLES or --clip NORM")
+    assert str(error).endswith(
+        "no checkpoint was written yet; try a smaller --lr, --set schedule.warmup=SAMPLES or --clip NORM"
+    )
     first = failing(wanted(here, "diverges", batch=53))
     assert str(first).startswith("the loss is nan at step 1; there was no finite loss before; ")
 
@@ -549,7 +669,18 @@ def test_a_rank_that_dies_names_itself(here, tmp_path):
 @pytest.mark.slow
 def test_a_rank_that_is_killed_names_itself(here, tmp_path):
     slow = slow_down(tmp_path / "slow", 0.02)
-    words = ("train", f"{here}/bad.py:Regression", "--batch", "8", "--steps", "200", "--ranks", "2", "--run-dir", "r")
+    words = (
+        "train",
+        f"{here}/bad.py:Regression",
+        "--batch",
+        "8",
+        "--steps",
+        "200",
+        "--ranks",
+        "2",
+        "--run-dir",
+        "r",
+    )
     with start(*words, at=tmp_path, SLOW=str(slow)) as running:
         running.until_step(tmp_path / "r", 3)
         running.ranks()[1].send_signal(signal.SIGSEGV)
@@ -566,10 +697,25 @@ def test_a_rank_that_is_killed_names_itself(here, tmp_path):
 def test_of_several_starts_the_last_one_counts(here, tmp_path):
     """In the first one rank 0 is killed, and rank 1 says that it lost it; in the second it is the other way round."""
     slow, run = slow_down(tmp_path / "slow", 0.02), tmp_path / "r"
-    words = ("train", f"{here}/bad.py:Regression", "--batch", "8", "--steps", "200", "--ranks", "2", "--run-dir", "r", "--restarts", "1")
+    words = (
+        "train",
+        f"{here}/bad.py:Regression",
+        "--batch",
+        "8",
+        "--steps",
+        "200",
+        "--ranks",
+        "2",
+        "--run-dir",
+        "r",
+        "--restarts",
+        "1",
+    )
     with start(*words, at=tmp_path, SLOW=str(slow)) as running:
         for start_number, rank in ((1, 0), (2, 1)):
-            running.until(lambda n=start_number: len(of_kind(run, Started)) == n, f"started {start_number} times")
+            running.until(
+                lambda n=start_number: len(of_kind(run, Started)) == n, f"started {start_number} times"
+            )
             running.until_step(run, 3)
             running.ranks()[rank].kill()
         result = running.wait()
@@ -584,17 +730,33 @@ def test_a_rank_that_fails_at_its_start_is_named_and_not_the_one_that_waits_for_
     write_task(tmp_path, source)
     result = paceline("train", "my.py:Regression", "--ranks", "2", at=tmp_path)
     assert result.status == 2
-    assert result.err.startswith("paceline: rank 1 failed: ended with exit status 7, after step 0; no checkpoint was written yet\n")
+    assert result.err.startswith(
+        "paceline: rank 1 failed: ended with exit status 7, after step 0; no checkpoint was written yet\n"
+    )
     assert not list((tmp_path / "runs").glob("*"))
 
 
 @pytest.mark.parametrize(
     ("fate", "words"),
-    [("model raises", "model() raised ValueError: a width of 10 is unheard of"), ("loss raises", "loss() raised KeyError: 'labels'")],
+    [
+        ("model raises", "model() raised ValueError: a width of 10 is unheard of"),
+        ("loss raises", "loss() raised KeyError: 'labels'"),
+    ],
 )
 def test_a_mistake_in_the_task_is_one_sentence(fate, words, here, tmp_path):
     """It is the user's own code: where it broke is what helps."""
-    spec = ("train", f"{here}/bad.py:Changed", "--set", f"fate={fate}", "--batch", "8", "--steps", "12", "--run-dir", "r")
+    spec = (
+        "train",
+        f"{here}/bad.py:Changed",
+        "--set",
+        f"fate={fate}",
+        "--batch",
+        "8",
+        "--steps",
+        "12",
+        "--run-dir",
+        "r",
+    )
     result = paceline(*spec, at=tmp_path)
     assert result.status == 2
     assert result.err.startswith(f"paceline: {words} ({here}/bad.py, line "), result.all
@@ -605,6 +767,8 @@ def test_a_mistake_in_the_task_is_one_sentence(fate, words, here, tmp_path):
 def test_a_mistake_in_the_task_on_several_ranks(here, tmp_path):
     result = train_two(here, tmp_path, "model raises")
     assert result.status == 2
-    assert result.err.startswith(f"paceline: model() raised ValueError: a width of 10 is unheard of ({here}/bad.py, line "), result.all
+    assert result.err.startswith(
+        f"paceline: model() raised ValueError: a width of 10 is unheard of ({here}/bad.py, line "
+    ), result.all
     assert result.err.count("\n") == 1
     assert not (tmp_path / "r").exists()

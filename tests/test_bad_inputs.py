@@ -47,7 +47,9 @@ def tree(folder: Path) -> set[Path]:
     return {path for path in folder.rglob("*") if "__pycache__" not in path.parts}
 
 
-def mistakes(case: tuple[str, str] | tuple[str, str, int], here: Path, run: Callable[..., Result]) -> list[str]:
+def mistakes(
+    case: tuple[str, str] | tuple[str, str, int], here: Path, run: Callable[..., Result]
+) -> list[str]:
     """What is wrong with the answer to one bad input; [] for nothing."""
     words, parts, status = case if len(case) == 3 else (*case, 2)
     before = tree(here)
@@ -57,7 +59,9 @@ def mistakes(case: tuple[str, str] | tuple[str, str, int], here: Path, run: Call
     found = [f"exit status {result.status}, not {status}"] if result.status != status else []
     found += [f"no {part!r}" for part in parts.split("|") if part not in said]
     found += ["a traceback"] if "Traceback (most recent call last)" in said else []
-    found += ["not one sentence"] if status and not (sentence or USAGE_ERROR in said or not result.err) else []
+    found += (
+        ["not one sentence"] if status and not (sentence or USAGE_ERROR in said or not result.err) else []
+    )
     found += [f"left behind: {path.relative_to(here)}" for path in sorted(tree(here) - before)]
     return [*found, result.all] if found else []
 

@@ -16,7 +16,15 @@ from paceline.plotting.paths import check_path
 
 def result(*times_s: float, kind: str = "collectives", **more: object) -> Result:
     rows = tuple(
-        {"operation": "all-reduce", "bytes": 2**at, "median_s": time_s, "min_s": time_s, "p95_s": time_s, "spread": 0.1, "n": 5}
+        {
+            "operation": "all-reduce",
+            "bytes": 2**at,
+            "median_s": time_s,
+            "min_s": time_s,
+            "p95_s": time_s,
+            "spread": 0.1,
+            "n": 5,
+        }
         for at, time_s in enumerate(times_s)
     )
     return Result(kind=kind, keys=("operation", "bytes"), rows=rows, **more)
@@ -78,7 +86,13 @@ def test_a_file_that_cannot_be_read_or_written(tmp_path):
 
 def test_the_figures_of_repetitions():
     found = timing([0.0, 1.0, 3.0, 6.0, 10.0, 15.0])
-    assert (found.n, found.min_s, found.median_s, found.p95_s, found.spread) == (5, 1.0, 3.0, pytest.approx(4.8), pytest.approx(2 / 3))
+    assert (found.n, found.min_s, found.median_s, found.p95_s, found.spread) == (
+        5,
+        1.0,
+        3.0,
+        pytest.approx(4.8),
+        pytest.approx(2 / 3),
+    )
 
 
 def test_as_many_repetitions_as_the_budget_allows_and_none_of_the_warm_up():
@@ -102,7 +116,9 @@ def test_ranks_repeat_alike_and_the_last_one_counts():
         meetings.append(len(values))
         return [3 * value for value in values]
 
-    found = measure(device.run, Budget(seconds=6.0, warmup_s=0.1, least=3, most=100), device.clock, with_a_slower_one)
+    found = measure(
+        device.run, Budget(seconds=6.0, warmup_s=0.1, least=3, most=100), device.clock, with_a_slower_one
+    )
     assert (found.n, found.median_s) == (4, 1.5)
     assert meetings == [2, 2, 5]
 
@@ -143,4 +159,9 @@ def test_the_same_figures_give_the_same_picture(name, tmp_path):
 
 def test_the_command_line_waits_for_no_heavy_import():
     code = "import sys, paceline.cli; print([name for name in ('torch', 'matplotlib', 'numpy') if name in sys.modules])"
-    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip() == "[]"
+    assert (
+        subprocess.run(
+            [sys.executable, "-c", code], capture_output=True, text=True, check=True
+        ).stdout.strip()
+        == "[]"
+    )

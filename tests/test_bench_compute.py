@@ -41,7 +41,9 @@ def one_thread():
     torch.set_num_threads(before)
 
 
-@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind.missing(CPU) is None], ids=lambda kind: kind.dtype)
+@pytest.mark.parametrize(
+    "kind", [kind for kind in KINDS if kind.missing(CPU) is None], ids=lambda kind: kind.dtype
+)
 def test_a_product_is_computed_and_is_right(kind, monkeypatch):
     made = []
     random = torch.randn if kind.dtype != "int8" else torch.randint
@@ -68,7 +70,10 @@ def test_rows_of_products():
         assert row["flops"] == row["flop"] / row["median_s"]
         assert set(TIMED) < set(row)
         assert "peak_share" not in row
-    assert notes[0] == "tf32 matmul, fp8 matmul, bf16 matmul 2:4, fp16 matmul 2:4, int8 matmul 2:4: a CPU has none"
+    assert (
+        notes[0]
+        == "tf32 matmul, fp8 matmul, bf16 matmul 2:4, fp16 matmul 2:4, int8 matmul 2:4: a CPU has none"
+    )
 
 
 def test_what_a_device_refuses_is_left_out_with_the_reason(monkeypatch):
@@ -90,13 +95,17 @@ def test_the_share_of_a_peak_is_that_of_the_published_one(monkeypatch):
     for name, shares in (("NVIDIA H100 80GB HBM3", [0.5, 0.25, 1.0]), ("Nobody's GPU", [None] * 3)):
         monkeypatch.setattr(torch.cuda, "get_device_name", lambda device, name=name: name)
         found = list(kernels.with_peaks(iter(rows), torch.device("cuda")))
-        assert [one.get("peak_share") for one in found] == [None if share is None else pytest.approx(share, rel=1e-3) for share in shares]
+        assert [one.get("peak_share") for one in found] == [
+            None if share is None else pytest.approx(share, rel=1e-3) for share in shares
+        ]
 
 
 def test_a_device_has_what_its_compute_capability_says(monkeypatch):
     def there(capability):
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
-        return [f"{kind.dtype} {kind.operation}" for kind in KINDS if kind.missing(torch.device("cuda")) is None]
+        return [
+            f"{kind.dtype} {kind.operation}" for kind in KINDS if kind.missing(torch.device("cuda")) is None
+        ]
 
     assert "tf32 matmul" not in there((7, 0))
     assert {"tf32 matmul", "bf16 matmul 2:4"} < set(there((8, 0)))
@@ -106,7 +115,14 @@ def test_a_device_has_what_its_compute_capability_says(monkeypatch):
 
 def test_best_and_typical():
     rows = [
-        {"operation": "matmul", "dtype": "fp32", "shape": shape, "flop": flop, "flops": flop / seconds, "median_s": seconds}
+        {
+            "operation": "matmul",
+            "dtype": "fp32",
+            "shape": shape,
+            "flop": flop,
+            "flops": flop / seconds,
+            "median_s": seconds,
+        }
         for shape, flop, seconds in (("a", 100, 2.0), ("b", 300, 2.0), ("c", 1000, 4.0))
     ]
     [found] = summary(rows, ["a", "b"])
@@ -121,7 +137,10 @@ def test_memory_and_attention(monkeypatch):
     assert [(row["operation"], row["bytes"]) for row in rows] == [("copy", 2 * 2**20), ("triad", 3 * 2**20)]
     assert all(row["Bps"] == row["bytes"] / row["median_s"] for row in rows)
     rows, notes = rows_of(kernels.attention(CPU, 1.0, TINY))
-    assert {(row["operation"], row["kernel"]) for row in rows} >= {("attention", "flash"), ("attention backward", "math")}
+    assert {(row["operation"], row["kernel"]) for row in rows} >= {
+        ("attention", "flash"),
+        ("attention backward", "math"),
+    }
     assert {(row["operation"], row["flop"]) for row in rows} == {
         ("attention", 2 * 2 * 64 * 64 * 32),
         ("attention backward", 5 * 2 * 64 * 64 * 32),
@@ -143,13 +162,18 @@ def test_the_step_of_a_task_and_of_its_blocks():
         before = [parameter.clone() for parameter in stepping.laid.model.parameters()]
         rows = list(measure_step(stepping, spec, 1.0))
         after = list(stepping.laid.model.parameters())
-    assert any(not torch.equal(old, new) for old, new in zip(before, after, strict=True))  # they are real steps
+    assert any(
+        not torch.equal(old, new) for old, new in zip(before, after, strict=True)
+    )  # they are real steps
     step, *blocks = rows
     assert step["per_s"] == 4 / step["median_s"]
     assert {row["operation"] for row in blocks} == {"block forward", "block backward"}
     whole = sum(row["flop"] * row["count"] for row in blocks)
     assert 0 < whole <= step["flop"]
-    forward, backward = (sum(row["flop"] for row in blocks if row["operation"] == f"block {way}") for way in ("forward", "backward"))
+    forward, backward = (
+        sum(row["flop"] for row in blocks if row["operation"] == f"block {way}")
+        for way in ("forward", "backward")
+    )
     assert 1.5 < backward / forward < 3
 
 
@@ -175,7 +199,9 @@ def test_a_collective_under_computing():
 
 
 def test_without_a_gpu_copies_are_not_shown():
-    assert list(overlap.copies(CPU, 1.0)) == ["no CUDA device here: copies to it, and streams, cannot be shown"]
+    assert list(overlap.copies(CPU, 1.0)) == [
+        "no CUDA device here: copies to it, and streams, cannot be shown"
+    ]
 
 
 def test_an_interrupt_keeps_what_there_is():
@@ -203,7 +229,20 @@ def test_other_programs_are_remarked():
 
 def test_the_command(tmp_path):
     write_task(tmp_path)
-    words = ("bench", "compute", "--seconds", "3", "--device", "cpu", "--task", "my.py:Regression", "--json", "a.json", "--plot", "a.svg")
+    words = (
+        "bench",
+        "compute",
+        "--seconds",
+        "3",
+        "--device",
+        "cpu",
+        "--task",
+        "my.py:Regression",
+        "--json",
+        "a.json",
+        "--plot",
+        "a.svg",
+    )
     result = succeed(*words, at=tmp_path)
     found = json.loads((tmp_path / "a.json").read_text())
     operations = {row["operation"] for row in found["rows"]}
@@ -261,6 +300,11 @@ def test_the_roofline(tmp_path):
 
 
 def test_a_roofline_of_nothing(tmp_path):
-    result = gather("compute", ("operation",), {}, iter([{"operation": "triad", "dtype": "fp32", "shape": "1", "Bps": 2e10}])).result
+    result = gather(
+        "compute",
+        ("operation",),
+        {},
+        iter([{"operation": "triad", "dtype": "fp32", "shape": "1", "Bps": 2e10}]),
+    ).result
     draw(result, tmp_path / "a.svg")
     assert (tmp_path / "a.svg").read_text().startswith("<?xml")

@@ -110,7 +110,10 @@ def test_the_first_way_that_is_enough():
         return {"what": what, "workers": workers, "prefetch": 2, "per_s": per_s, "wait_share": waits}
 
     step, read = row("step", None, 100.0), row("read", 1, 500.0)
-    together = [row("read and step", workers, rate, waits) for workers, rate, waits in ((0, 50.0, 0.5), (1, 96.0, 0.04), (2, 99.0, 0.01))]
+    together = [
+        row("read and step", workers, rate, waits)
+        for workers, rate, waits in ((0, 50.0, 0.5), (1, 96.0, 0.04), (2, 99.0, 0.01))
+    ]
     enough = {"workers": 1, "prefetch": 2, "wait_share": 0.04, "limits": False, "share_of_step": 0.96}
     assert summary([step, read, *together]) == [enough]
     assert summary([read, *together]) == []
@@ -138,7 +141,20 @@ def test_a_sample_that_cannot_be_read():
 
 def test_the_command(tmp_path):
     write_task(tmp_path)
-    words = ("--batch", "8", "--workers", "0,1", "--prefetch", "2", "--seconds", "2", "--json", "a.json", "--plot", "a.png")
+    words = (
+        "--batch",
+        "8",
+        "--workers",
+        "0,1",
+        "--prefetch",
+        "2",
+        "--seconds",
+        "2",
+        "--json",
+        "a.json",
+        "--plot",
+        "a.png",
+    )
     result = succeed("bench", "input", "my.py:Regression", *words, at=tmp_path)
     found = json.loads((tmp_path / "a.json").read_text())
     assert [(row["what"], row.get("workers")) for row in found["rows"]] == [
@@ -155,8 +171,14 @@ def test_the_command(tmp_path):
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["my.py:Regression", "--workers", "two"], "--workers takes numbers from 0 on, such as 1,2,4; got 'two'"),
-        (["my.py:Regression", "--prefetch", "0"], "--prefetch takes numbers from 1 on, such as 1,2,4; got '0'"),
+        (
+            ["my.py:Regression", "--workers", "two"],
+            "--workers takes numbers from 0 on, such as 1,2,4; got 'two'",
+        ),
+        (
+            ["my.py:Regression", "--prefetch", "0"],
+            "--prefetch takes numbers from 1 on, such as 1,2,4; got '0'",
+        ),
         (["my.py:None"], "there is no None in my.py"),
         (["my.py:Regression", "--set", "depths=3"], "my.py:Regression has no field depths"),
     ],

@@ -25,7 +25,9 @@ ALL = [test.name for test in TESTS]
 @contextmanager
 def mounted(folder: Path, options: str):
     """A small file system in memory; the test is skipped where it cannot be mounted."""
-    done = subprocess.run(["mount", "-t", "tmpfs", "-o", options, "tmpfs", folder], capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", options, "tmpfs", folder], capture_output=True, text=True, check=False
+    )
     if done.returncode:
         pytest.skip(f"cannot mount a tmpfs here: {done.stderr.strip()}")
     try:
@@ -41,7 +43,9 @@ def measured(folder: Path, budget_s: float = 0.5) -> dict[str, dict]:
 def test_the_command_measures_and_leaves_nothing(tmp_path):
     folder = tmp_path / "measured"
     folder.mkdir()
-    result = succeed("bench", "storage", folder, "--seconds", "1", "--json", "a.json", "--plot", "a.svg", at=tmp_path)
+    result = succeed(
+        "bench", "storage", folder, "--seconds", "1", "--json", "a.json", "--plot", "a.svg", at=tmp_path
+    )
     assert list(folder.iterdir()) == []
     found = json.loads((tmp_path / "a.json").read_text())
     assert [row["test"] for row in found["rows"]] == ALL
@@ -50,7 +54,9 @@ def test_the_command_measures_and_leaves_nothing(tmp_path):
         rate, of = ("Bps", row["bytes"]) if "Bps" in row else ("per_s", row["n"])
         assert row[rate] == pytest.approx(of / row["seconds"])
         assert row["min_s"] <= row["median_s"] <= row["p95_s"]
-    assert found["rows"][ALL.index("small write")]["bytes"] == 512 * found["rows"][ALL.index("small write")]["n"]
+    assert (
+        found["rows"][ALL.index("small write")]["bytes"] == 512 * found["rows"][ALL.index("small write")]["n"]
+    )
     assert all(test in result.out for test in ALL)
     assert f"{folder}: " in result.out
     assert (tmp_path / "a.svg").read_text().startswith("<?xml")
@@ -114,7 +120,9 @@ def test_a_file_system_with_little_room(tmp_path):
     with mounted(tmp_path, "size=3m,nr_inodes=60") as folder:
         found = measured(folder)
         assert list(found) == ALL
-        assert all(row["bytes"] <= 2**21 for name, row in found.items() if "write" in name and name != "small write")
+        assert all(
+            row["bytes"] <= 2**21 for name, row in found.items() if "write" in name and name != "small write"
+        )
         assert found["create"]["n"] <= 30
         assert "page cache" in found["read"]["note"]
         assert list(folder.iterdir()) == []
@@ -123,18 +131,27 @@ def test_a_file_system_with_little_room(tmp_path):
 def test_a_directory_that_is_full(tmp_path):
     with mounted(tmp_path, "size=1200k") as folder:
         (folder / "filler").write_bytes(bytes(2**20))
-        with pytest.raises(BenchError, match=rf"^{folder} is full: there is room for 1.*KiB .*; make room, or name another directory"):
+        with pytest.raises(
+            BenchError,
+            match=rf"^{folder} is full: there is room for 1.*KiB .*; make room, or name another directory",
+        ):
             check([folder])
         assert [path.name for path in folder.iterdir()] == ["filler"]
 
 
 def test_a_directory_without_files_left(tmp_path):
-    with mounted(tmp_path, "size=8m,nr_inodes=20") as folder, pytest.raises(BenchError, match=r"and 1\d files, and at least"):
+    with (
+        mounted(tmp_path, "size=8m,nr_inodes=20") as folder,
+        pytest.raises(BenchError, match=r"and 1\d files, and at least"),
+    ):
         check([folder])
 
 
 def test_a_directory_that_is_read_only(tmp_path):
-    with mounted(tmp_path, "size=4m,ro") as folder, pytest.raises(BenchError, match=r"^cannot write in .*: Read-only file system"):
+    with (
+        mounted(tmp_path, "size=4m,ro") as folder,
+        pytest.raises(BenchError, match=r"^cannot write in .*: Read-only file system"),
+    ):
         check([folder])
 
 
@@ -144,7 +161,10 @@ def test_a_directory_that_is_read_only(tmp_path):
         (["none"], "there is no directory {at}/none; name one that exists"),
         ([".", "file"], "{at}/file is a file; name the directory to measure"),
         ([], "which directories? As in: paceline bench storage . /dev/shm"),
-        ([".", "--json", "none/a.json"], "cannot write none/a.json: there is no folder none for a.json; make it first"),
+        (
+            [".", "--json", "none/a.json"],
+            "cannot write none/a.json: there is no folder none for a.json; make it first",
+        ),
     ],
 )
 def test_bad_input_is_one_sentence(words, said, tmp_path):
@@ -158,7 +178,9 @@ def test_bad_input_is_one_sentence(words, said, tmp_path):
 def test_an_interrupt_tells_what_was_measured_and_leaves_nothing(number, tmp_path):
     folder = tmp_path / "measured"
     folder.mkdir()
-    with start("bench", "storage", folder, "--seconds", "10", "--json", "a.json", "--plot", "a.svg", at=tmp_path) as running:
+    with start(
+        "bench", "storage", folder, "--seconds", "10", "--json", "a.json", "--plot", "a.svg", at=tmp_path
+    ) as running:
         running.until(lambda: any(folder.glob("*/direct")), "at the second test")
         running.process.send_signal(number)
         result = running.wait()

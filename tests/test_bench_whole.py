@@ -50,29 +50,61 @@ def test_what_was_measured_becomes_facts():
                 "storage",
                 disk | {"test": "large write", "bytes": 8, "Bps": 3e8},
                 disk | {"test": "small write", "bytes": 8, "per_s": 5528.0},
-                disk | {"test": "read", "bytes": 8, "Bps": 9e9, "note": "100% of it from the page cache, which could not be dropped"},
+                disk
+                | {
+                    "test": "read",
+                    "bytes": 8,
+                    "Bps": 9e9,
+                    "note": "100% of it from the page cache, which could not be dropped",
+                },
             ),
         ],
     )
     product, of_attention = found.rates
-    assert (product.operation, product.shape, product.flops.value, product.flops.source) == ("matmul", (2, 3, 4), 1e9, "measured")
-    assert product.flops.spread == pytest.approx(0.1)  # of a normal distribution, whose quartiles are 1.349 standard deviations apart
+    assert (product.operation, product.shape, product.flops.value, product.flops.source) == (
+        "matmul",
+        (2, 3, 4),
+        1e9,
+        "measured",
+    )
+    assert product.flops.spread == pytest.approx(
+        0.1
+    )  # of a normal distribution, whose quartiles are 1.349 standard deviations apart
     assert (of_attention.flops.value, of_attention.flops.note.endswith(", flash")) == (3e9, True)
     assert found.device.memory_Bps.value == 25e9
-    assert {memory: rate.value for memory, rate in found.device.to_device_Bps.items()} == {"pinned": 2e10, "pageable": 5e9}
+    assert {memory: rate.value for memory, rate in found.device.to_device_Bps.items()} == {
+        "pinned": 2e10,
+        "pageable": 5e9,
+    }
     assert {(row.operation, row.backend): row.hidden.value for row in found.overlaps} == {
         ("copy to device", None): 0.9,
         ("all-reduce", "gloo"): 0.0,
     }
     [only] = found.disks
-    assert (only.path, only.write_Bps.value, only.sync_writes_per_s.value, only.read_Bps) == ("/data", 3e8, 5528.0, None)
+    assert (only.path, only.write_Bps.value, only.sync_writes_per_s.value, only.read_Bps) == (
+        "/data",
+        3e8,
+        5528.0,
+        None,
+    )
 
 
 @pytest.mark.slow
 def test_the_command(tmp_path):
     write_task(tmp_path)
     (tmp_path / "data").mkdir()
-    words = ("--seconds", "5", "--task", "my.py:Regression", "--device", "cpu", "--directory", "data", "--out", "found")
+    words = (
+        "--seconds",
+        "5",
+        "--task",
+        "my.py:Regression",
+        "--device",
+        "cpu",
+        "--directory",
+        "data",
+        "--out",
+        "found",
+    )
     told = succeed("bench", *words, at=tmp_path)
     found = tmp_path / "found"
     assert sorted(path.name for path in found.iterdir()) == sorted(
@@ -95,12 +127,18 @@ def test_an_interrupt_keeps_what_there_is(tmp_path):
     write_task(tmp_path)
     words = ("--task", "my.py:Regression", "--device", "cpu", "--directory", ".", "--seconds", "40")
     with start("bench", *words, at=tmp_path) as running:
-        running.until(lambda: any(tmp_path.glob(".paceline-bench-*/direct")), "at the second test of the storage")
+        running.until(
+            lambda: any(tmp_path.glob(".paceline-bench-*/direct")), "at the second test of the storage"
+        )
         running.process.send_signal(2)
         told = running.wait()
         running.until_all_ended()
     assert told.status == 130, told.all
-    assert sorted(path.name for path in (tmp_path / "bench").iterdir()) == ["cluster.json", "storage.json", "storage.svg"]
+    assert sorted(path.name for path in (tmp_path / "bench").iterdir()) == [
+        "cluster.json",
+        "storage.json",
+        "storage.svg",
+    ]
     assert json.loads((tmp_path / "bench" / "storage.json").read_text())["rows"][0]["test"] == "large write"
     assert file.read(tmp_path / "bench" / "cluster.json").disks[0].write_Bps is not None
     assert list(tmp_path.glob(".paceline-bench-*")) == []
@@ -110,7 +148,10 @@ def test_an_interrupt_keeps_what_there_is(tmp_path):
     ("text", "said"),
     [
         ('{"version": 0}', "bench/cluster.json is of version 0"),
-        ('{"version": 1, "device": {"name": "B200", "memory_bytes": 1}}', "bench/cluster.json is of B200, and this is "),
+        (
+            '{"version": 1, "device": {"name": "B200", "memory_bytes": 1}}',
+            "bench/cluster.json is of B200, and this is ",
+        ),
     ],
 )
 def test_a_cluster_that_is_not_this_one_is_kept(text, said, tmp_path):

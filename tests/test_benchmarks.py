@@ -55,8 +55,13 @@ def test_a_script_runs(script: str, tmp_path: Path) -> None:
     assert "Traceback" not in done.stdout + done.stderr
     assert any(character.isdigit() for character in done.stdout)
     if script == "steps":
-        for name, modules in {"Lightning Fabric": ["lightning_fabric"], "HF Trainer": ["transformers", "accelerate"]}.items():
+        for name, modules in {
+            "Lightning Fabric": ["lightning_fabric"],
+            "HF Trainer": ["transformers", "accelerate"],
+        }.items():
             absent = [module for module in modules if importlib.util.find_spec(module) is None]
             rows = [line for line in done.stdout.splitlines() if line.startswith(name + " ")]
             assert len(rows) == 3
-            assert all((f"left out: {' and '.join(absent)} not installed" in row) == bool(absent) for row in rows)
+            assert all(
+                (f"left out: {' and '.join(absent)} not installed" in row) == bool(absent) for row in rows
+            )

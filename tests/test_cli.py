@@ -82,7 +82,20 @@ def trained(tmp_path_factory) -> tuple[Path, Result]:
         'task = "my.py:Tied"\nranks = 2\nplan = "zero3"\nbatch = 12\nsteps = 9\nseed = 3\n'
         '[set]\nwidth = 12\ndropout = 0.1\n[optimizer]\nname = "sgd"\nlr = 0.5\n[save]\nkeep = 9\n'
     )
-    flags = ("--run-dir", "r", "--plan", "ddp,micro=2", "--steps", "12", "--lr", "0.01", "--set", "width=10", "--save-every", "5")
+    flags = (
+        "--run-dir",
+        "r",
+        "--plan",
+        "ddp,micro=2",
+        "--steps",
+        "12",
+        "--lr",
+        "0.01",
+        "--set",
+        "width=10",
+        "--save-every",
+        "5",
+    )
     return at, succeed("train", "run.toml", *flags, at=at)
 
 
@@ -90,14 +103,23 @@ def trained(tmp_path_factory) -> tuple[Path, Result]:
 
 
 @pytest.mark.parametrize(
-    "words", [("--help",), ("--version",), ("train", "--help"), ("resume", "--help"), ("show", "--help"), ("export", "--help"), ()]
+    "words",
+    [
+        ("--help",),
+        ("--version",),
+        ("train", "--help"),
+        ("resume", "--help"),
+        ("show", "--help"),
+        ("export", "--help"),
+        (),
+    ],
 )
 def test_help_does_not_wait_for_torch(words, tmp_path):
     result, imported = imports(*words, at=tmp_path)
     command = words[0] if words and not words[0].startswith("-") else None
-    assert {name for name in imported if re.fullmatch(rf"paceline\.cli\.({'|'.join(cli.COMMANDS)})", name)} == (
-        {f"paceline.cli.{command}"} if command is not None else set()
-    )
+    assert {
+        name for name in imported if re.fullmatch(rf"paceline\.cli\.({'|'.join(cli.COMMANDS)})", name)
+    } == ({f"paceline.cli.{command}"} if command is not None else set())
     slow = ("torch", "numpy", "tensorboard", *(("pydantic", "pydantic_core") if command is None else ()))
     assert not {name for name in imported if name.partition(".")[0] in slow}
     assert result.out.strip(), "it says something"
@@ -117,7 +139,10 @@ def test_a_command_is_known_by_the_first_sentence_of_its_help(monkeypatch):
         command = cli.load(name)
         assert (command.name, command.hidden) == (name, name in cli.HIDDEN)
         told = " ".join(command.help.split())
-        if name not in ("drill", *cli.HIDDEN):  # one sentence is long there, and there is no page of the others
+        if name not in (
+            "drill",
+            *cli.HIDDEN,
+        ):  # one sentence is long there, and there is no page of the others
             assert told.startswith(sentence), f"{name}: the table says {sentence!r}, its help {told!r}"
     assert [*cli.load("bench").commands] == ["collectives", "compute", "overlap", "host", "storage", "input"]
 
@@ -168,14 +193,24 @@ def test_help_names_the_commands_and_no_inner_one(tmp_path):
 )
 def test_completion(typed, offered, tmp_path):
     words = typed.split(" ")
-    completion = {"_PACELINE_COMPLETE": "complete_bash", "COMP_WORDS": f"paceline {typed}", "COMP_CWORD": str(len(words))}
-    found = subprocess.run([SCRIPT], cwd=tmp_path, env=environment(**completion), capture_output=True, text=True, timeout=60)
+    completion = {
+        "_PACELINE_COMPLETE": "complete_bash",
+        "COMP_WORDS": f"paceline {typed}",
+        "COMP_CWORD": str(len(words)),
+    }
+    found = subprocess.run(
+        [SCRIPT], cwd=tmp_path, env=environment(**completion), capture_output=True, text=True, timeout=60
+    )
     assert found.stdout.split() == offered, found.stderr
 
 
 def test_completion_can_be_installed(tmp_path):
     home = environment(HOME=str(tmp_path), SHELL="/bin/bash")
-    typed = ["bash", "-c", f"{shlex.quote(str(SCRIPT))} --show-completion; true"]  # it asks which shell started it
+    typed = [
+        "bash",
+        "-c",
+        f"{shlex.quote(str(SCRIPT))} --show-completion; true",
+    ]  # it asks which shell started it
     found = subprocess.run(typed, env=home, capture_output=True, text=True, timeout=60)
     assert "_PACELINE_COMPLETE=complete_bash" in found.stdout, found.stderr
 
@@ -231,11 +266,26 @@ def test_its_events(trained):
     steps = [line for line in lines if line["event"] == "step"]
     assert [line["step"] for line in steps] == [*range(1, 13)]
     assert [line["samples"] for line in steps] == [*range(12, 145, 12)]
-    fields = {"time", "event", "step", "samples", "loss", "grad_norm", "lr", "step_s", "data_s", "samples_per_s"}
+    fields = {
+        "time",
+        "event",
+        "step",
+        "samples",
+        "loss",
+        "grad_norm",
+        "lr",
+        "step_s",
+        "data_s",
+        "samples_per_s",
+    }
     assert all({*line} == fields for line in steps)
-    assert all(line["loss"] > 0 and line["grad_norm"] > 0 and 0 <= line["data_s"] <= line["step_s"] for line in steps)
+    assert all(
+        line["loss"] > 0 and line["grad_norm"] > 0 and 0 <= line["data_s"] <= line["step_s"] for line in steps
+    )
     evaluated = [line for line in lines if line["event"] == "evaluated"]
-    assert [line["step"] for line in evaluated] == [5, 9, 12], "after each epoch of 53 samples, and at the end"
+    assert [line["step"] for line in evaluated] == [5, 9, 12], (
+        "after each epoch of 53 samples, and at the end"
+    )
     assert all({*line["metrics"]} == {"loss", "close"} for line in evaluated)
     assert {5, 10, 12} <= {line["step"] for line in lines if line["event"] == "saved"}
     times = [line["time"] for line in steps]
@@ -245,7 +295,15 @@ def test_its_events(trained):
 def test_its_files(trained):
     at, _ = trained
     names = {path.name for path in (at / "r").iterdir()}
-    assert {"spec.toml", "provenance.json", "events.jsonl", "log.txt", "ckpt", "ranks", "tensorboard"} <= names
+    assert {
+        "spec.toml",
+        "provenance.json",
+        "events.jsonl",
+        "log.txt",
+        "ckpt",
+        "ranks",
+        "tensorboard",
+    } <= names
     assert not [name for name in names if name.startswith(".")], "nothing half done"
     assert {path.name for path in (at / "r/ranks").iterdir()} >= {"0.log", "1.log"}
     assert not [path for path in (at / "r/ckpt").iterdir() if path.name.startswith(".")]
@@ -270,7 +328,9 @@ def test_the_revision_of_the_users_code(tmp_path):
     identity = ("-c", "user.name=me", "-c", "user.email=me@example.org")
     for words in (["init", "-q"], ["add", "my.py"], [*identity, "commit", "-q", "-m", "first"]):
         subprocess.run(["git", *words], cwd=tmp_path, check=True, timeout=60)
-    head = subprocess.run(["git", "rev-parse", "HEAD"], cwd=tmp_path, check=True, capture_output=True, text=True).stdout.strip()
+    head = subprocess.run(
+        ["git", "rev-parse", "HEAD"], cwd=tmp_path, check=True, capture_output=True, text=True
+    ).stdout.strip()
     (tmp_path / "my.py").write_text(TASK + "\n# changed\n")
     succeed("train", "my.py:Regression", "--steps", "2", "--device", "cpu", "--run-dir", "r", at=tmp_path)
     facts = json.loads((tmp_path / "r/provenance.json").read_text())
@@ -282,7 +342,14 @@ def test_tensorboard_can_read_it(trained):
     at, _ = trained
     board = accumulator.EventAccumulator(str(at / "r/tensorboard"))
     board.Reload()
-    names = {"train/loss", "train/grad_norm", "train/lr", "train/samples_per_s", "validation/loss", "validation/close"}
+    names = {
+        "train/loss",
+        "train/grad_norm",
+        "train/lr",
+        "train/samples_per_s",
+        "validation/loss",
+        "validation/close",
+    }
     assert {*board.Tags()["scalars"]} == names
     losses = {event.step: event.loss for event in of_kind(at / "r", Step)}
     assert all(scalar.value == pytest.approx(losses[scalar.step]) for scalar in board.Scalars("train/loss"))
@@ -305,7 +372,12 @@ def test_resume_takes_it_further_on_other_ranks(trained, tmp_path):
     assert [event.step for event in of_kind(tmp_path / "r", Ended)] == [12, 15]
     spec, launch = RunFolder(tmp_path / "r").request()
     assert spec.steps == 15, "the request is what was last asked for"
-    assert (launch.ranks, launch.plan, launch.asked, launch.asked_ranks) == (1, "single,micro=2", "ddp,micro=2", 2)
+    assert (launch.ranks, launch.plan, launch.asked, launch.asked_ranks) == (
+        1,
+        "single,micro=2",
+        "ddp,micro=2",
+        2,
+    )
 
 
 def test_trainings_that_begin_at_the_same_moment_have_folders_of_their_own(tmp_path, monkeypatch):
@@ -342,7 +414,9 @@ def test_exported_weights_load_into_the_model(trained, tmp_path):
     assert found["up.weight"].equal(found["down.weight"]), "a tied weight is there under each of its names"
     for name, tensor in named_tensors(model).items():
         assert tensor.equal(found[name])
-    assert {name: tuple(tensor.shape) for name, tensor in found.items()} == {k: tuple(v.shape) for k, v in model.state_dict().items()}
+    assert {name: tuple(tensor.shape) for name, tensor in found.items()} == {
+        k: tuple(v.shape) for k, v in model.state_dict().items()
+    }
 
 
 def test_export_of_an_earlier_step_and_over_a_file(trained, tmp_path):
@@ -351,7 +425,10 @@ def test_export_of_an_earlier_step_and_over_a_file(trained, tmp_path):
     succeed("export", at / "r", file, "--step", "5", at=tmp_path)
     first = load_file(file)
     refused = paceline("export", at / "r", file, at=tmp_path)
-    assert (refused.status, refused.err) == (2, f"paceline: {file} exists already; say another file, or --force\n")
+    assert (refused.status, refused.err) == (
+        2,
+        f"paceline: {file} exists already; say another file, or --force\n",
+    )
     succeed("export", at / "r", file, "--force", at=tmp_path)
     assert not load_file(file)["up.weight"].equal(first["up.weight"])
     nowhere = paceline("export", at / "r", tmp_path / "no/w.safetensors", at=tmp_path)
@@ -378,7 +455,10 @@ def test_show_of_a_run_that_is_done(trained):
     assert "done at step 12" in text
     closing = result.out[result.out.index("\nloss ") : result.out.index("\nrun  r")]
     assert closing in text, "the same table as at the end"
-    assert "checkpoints kept: step 5, step 9, step 10, step 12" in text or "checkpoints kept: step 5, step 10, step 12" in text
+    assert (
+        "checkpoints kept: step 5, step 9, step 10, step 12" in text
+        or "checkpoints kept: step 5, step 10, step 12" in text
+    )
 
 
 def pretend(run: Path, *events) -> Path:
@@ -393,9 +473,22 @@ def pretend(run: Path, *events) -> Path:
 
 
 STARTED = Started(
-    task="my.py:Points", plan="ddp", ranks=2, batch=8, step=0, steps=20, samples=53, parameters=9, device="cpu", precision="fp32", threads=1
+    task="my.py:Points",
+    plan="ddp",
+    ranks=2,
+    batch=8,
+    step=0,
+    steps=20,
+    samples=53,
+    parameters=9,
+    device="cpu",
+    precision="fp32",
+    threads=1,
 )
-STEPS = [Step(step=n, samples=8 * n, loss=1 / n, grad_norm=1.0, lr=0.1, step_s=0.1, data_s=0.0, samples_per_s=80.0) for n in range(1, 8)]
+STEPS = [
+    Step(step=n, samples=8 * n, loss=1 / n, grad_norm=1.0, lr=0.1, step_s=0.1, data_s=0.0, samples_per_s=80.0)
+    for n in range(1, 8)
+]
 
 
 def test_show_of_a_run_that_was_interrupted(tmp_path, monkeypatch, capsys):
@@ -445,15 +538,32 @@ def test_show_leaves_the_run_as_it_is(trained):
 
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
 MPIRUN = ("mpirun", "--allow-run-as-root", "--oversubscribe", "--bind-to", "none", "-np", "2", sys.executable)
-has_mpirun = pytest.mark.skipif(shutil.which("mpirun") is None, reason="Open MPI is not installed: apt-get install openmpi-bin")
+has_mpirun = pytest.mark.skipif(
+    shutil.which("mpirun") is None, reason="Open MPI is not installed: apt-get install openmpi-bin"
+)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("launcher", [pytest.param(TORCHRUN, id="torchrun"), pytest.param(MPIRUN, id="mpirun", marks=has_mpirun)])
+@pytest.mark.parametrize(
+    "launcher", [pytest.param(TORCHRUN, id="torchrun"), pytest.param(MPIRUN, id="mpirun", marks=has_mpirun)]
+)
 def test_whoever_starts_the_ranks_the_weights_are_the_same(launcher, tmp_path):
     """Bit for bit; and what is printed is for a file, also where mpirun gives its ranks a terminal."""
     write_task(tmp_path)
-    words = ("train", "my.py:Regression", "--steps", "12", "--batch", "12", "--seed", "3", "--plan", "zero2", "--set", "validation=17")
+    words = (
+        "train",
+        "my.py:Regression",
+        "--steps",
+        "12",
+        "--batch",
+        "12",
+        "--seed",
+        "3",
+        "--plan",
+        "zero2",
+        "--set",
+        "validation=17",
+    )
     result = succeed(*words, at=tmp_path, program=(*launcher, "-m", "paceline"))
     assert result.out.count("step 12  done") == 1, "one rank speaks for all"
     assert "\x1b" not in result.out
@@ -468,8 +578,15 @@ def test_torchrun_passes_every_option_on():
     from torch.distributed.run import get_args_parser
 
     for name in cli.COMMANDS:
-        for option in (option for parameter in cli.load(name).params for option in parameter.opts if option.startswith("-")):
-            parsed = get_args_parser().parse_args(["--nproc-per-node", "2", "-m", "paceline", name, option, "x"])
+        for option in (
+            option
+            for parameter in cli.load(name).params
+            for option in parameter.opts
+            if option.startswith("-")
+        ):
+            parsed = get_args_parser().parse_args(
+                ["--nproc-per-node", "2", "-m", "paceline", name, option, "x"]
+            )
             assert parsed.training_script_args == [name, option, "x"]
 
 
@@ -494,14 +611,22 @@ def test_under_torchrun_it_is_stopped_and_resumed(tmp_path):
 # On a terminal
 
 
-def on_a_terminal(*words: str, at: Path, columns: int = 120, timeout_s: float = 240.0, **env: str) -> tuple[int, str]:
+def on_a_terminal(
+    *words: str, at: Path, columns: int = 120, timeout_s: float = 240.0, **env: str
+) -> tuple[int, str]:
     """Exit status, and all that came to the terminal."""
     ours, theirs = pty.openpty()
     fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 40, columns, 0, 0))
     variables = environment(TERM="xterm-256color", **env)
     del variables["COLUMNS"]
     process = subprocess.Popen(
-        [*PACELINE, *words], cwd=at, env=variables, stdin=theirs, stdout=theirs, stderr=theirs, start_new_session=True
+        [*PACELINE, *words],
+        cwd=at,
+        env=variables,
+        stdin=theirs,
+        stdout=theirs,
+        stderr=theirs,
+        start_new_session=True,
     )
     os.close(theirs)
     seen = b""
@@ -524,7 +649,20 @@ def on_a_terminal(*words: str, at: Path, columns: int = 120, timeout_s: float = 
 def test_progress_on_a_terminal(tmp_path):
     write_task(tmp_path)
     slow = slow_down(tmp_path / "slow", 0.01)
-    words = ("train", "my.py:Regression", "--steps", "20", "--batch", "12", "--set", "validation=6", "--run-dir", "r", "--device", "cpu")
+    words = (
+        "train",
+        "my.py:Regression",
+        "--steps",
+        "20",
+        "--batch",
+        "12",
+        "--set",
+        "validation=6",
+        "--run-dir",
+        "r",
+        "--device",
+        "cpu",
+    )
     status, seen = on_a_terminal(*words, at=tmp_path, SLOW=str(slow))
     assert status == 0, seen
     plain = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", seen)
@@ -552,7 +690,14 @@ def test_every_name_of_set_is_listed(tmp_path):
     fields = out[1 : out.index("keys of the request, by --set NAME=VALUE:")]
     assert [line.split() for line in fields[1:3]] == [["width", "int", "10"], ["depth", "int", "3"]]
     keys = {line.split()[0] for line in out[len(fields) + 3 :]}
-    assert {"spec.threads", "spec.evaluate_every", "optimizer.betas", "save.best", "data.prefetch", "spec.restarts"} <= keys
+    assert {
+        "spec.threads",
+        "spec.evaluate_every",
+        "optimizer.betas",
+        "save.best",
+        "data.prefetch",
+        "spec.restarts",
+    } <= keys
     assert not list(tmp_path.glob("runs"))
 
 

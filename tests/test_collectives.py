@@ -15,7 +15,13 @@ from command import PACELINE, Result, paceline, start, succeed
 from harness import ranks
 from paceline.bench.collectives import rank_groups as axes_of
 from paceline.bench.collectives.alpha_beta import fit, fits, links
-from paceline.bench.collectives.backends import TORCH_IN_PLACE, TORCH_OUT_OF_PLACE, Call, TorchPeers, _torch_backend
+from paceline.bench.collectives.backends import (
+    TORCH_IN_PLACE,
+    TORCH_OUT_OF_PLACE,
+    Call,
+    TorchPeers,
+    _torch_backend,
+)
 from paceline.bench.collectives.measure import Rank, rows
 from paceline.bench.collectives.operations import OPERATIONS, GroupRank, bandwidths_GBps, tensor, wrong
 from paceline.bench.collectives.request import DTYPES, KEYS, CollectiveRequest, sizes
@@ -27,11 +33,24 @@ from paceline.distributed.world import World, world
 from paceline.errors import BenchError, Error, PlanError
 
 MPIRUN = ("mpirun", "--allow-run-as-root", "--oversubscribe", "--bind-to", "none", "-np", "2", *PACELINE)
-TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "paceline")
+TORCHRUN = (
+    sys.executable,
+    "-m",
+    "torch.distributed.run",
+    "--standalone",
+    "--nproc-per-node",
+    "2",
+    "-m",
+    "paceline",
+)
 QUICK = ("--seconds", "0.005")
 ONE_THREAD = {"OMP_NUM_THREADS": "1"}
-needs_mpi = pytest.mark.skipif(shutil.which("mpirun") is None, reason="Open MPI is not installed: apt-get install openmpi-bin")
-with_mpi = pytest.mark.parametrize("backends", [pytest.param("gloo", marks=pytest.mark.slow), pytest.param("gloo,mpi", marks=needs_mpi)])
+needs_mpi = pytest.mark.skipif(
+    shutil.which("mpirun") is None, reason="Open MPI is not installed: apt-get install openmpi-bin"
+)
+with_mpi = pytest.mark.parametrize(
+    "backends", [pytest.param("gloo", marks=pytest.mark.slow), pytest.param("gloo,mpi", marks=needs_mpi)]
+)
 
 
 # --- definitions ---
@@ -60,7 +79,10 @@ def test_bandwidths_are_those_of_nccl_tests(name, factor, n):
 def elements(name: str, rank: int, size: int, count: int) -> tuple[list[float], list[float]]:
     """What a rank has before and after, of as many elements of S."""
     operation, at = OPERATIONS[name], GroupRank(rank, size)
-    before, after = (tensor(blocks(at, count), size, torch.float32, "cpu") for blocks in (operation.given, operation.expected))
+    before, after = (
+        tensor(blocks(at, count), size, torch.float32, "cpu")
+        for blocks in (operation.given, operation.expected)
+    )
     given, got = operation.elements(at, count)
     assert len(before) in (0, given)
     assert len(after) in (0, got)
@@ -68,20 +90,33 @@ def elements(name: str, rank: int, size: int, count: int) -> tuple[list[float], 
 
 
 def test_what_lies_where():
-    assert [elements("all-reduce", r, 4, 4) for r in range(4)] == [([r, r + 1, r + 2, r + 3], [6, 10, 14, 18]) for r in range(4)]
+    assert [elements("all-reduce", r, 4, 4) for r in range(4)] == [
+        ([r, r + 1, r + 2, r + 3], [6, 10, 14, 18]) for r in range(4)
+    ]
     assert [elements("reduce-scatter", r, 4, 4) for r in range(4)] == [
         ([r, r + 1, r + 2, r + 3], [s]) for r, s in enumerate([6, 10, 14, 18])
     ]
-    assert [elements("all-gather", r, 2, 4) for r in range(2)] == [([r, r + 1], [0, 1, 1, 2]) for r in range(2)]
-    assert [elements("all-to-all", r, 2, 4) for r in range(2)] == [([0, 1, 2, 3], [0, 1, 1, 2]), ([1, 2, 3, 4], [2, 3, 3, 4])]
+    assert [elements("all-gather", r, 2, 4) for r in range(2)] == [
+        ([r, r + 1], [0, 1, 1, 2]) for r in range(2)
+    ]
+    assert [elements("all-to-all", r, 2, 4) for r in range(2)] == [
+        ([0, 1, 2, 3], [0, 1, 1, 2]),
+        ([1, 2, 3, 4], [2, 3, 3, 4]),
+    ]
     assert [elements("broadcast", r, 2, 3) for r in range(2)] == [([0, 1, 2], [0, 1, 2]), ([], [0, 1, 2])]
     assert [elements("reduce", r, 2, 3) for r in range(2)] == [([0, 1, 2], [1, 3, 5]), ([1, 2, 3], [])]
     assert [elements("scatter", r, 2, 4) for r in range(2)] == [([0, 1, 2, 3], [0, 1]), ([], [2, 3])]
     assert [elements("gather", r, 2, 4) for r in range(2)] == [([0, 1], [0, 1, 1, 2]), ([1, 2], [])]
-    assert [elements("send-recv", r, 3, 2) for r in range(3)] == [([0, 1], [2, 3]), ([1, 2], [0, 1]), ([2, 3], [1, 2])]
+    assert [elements("send-recv", r, 3, 2) for r in range(3)] == [
+        ([0, 1], [2, 3]),
+        ([1, 2], [0, 1]),
+        ([2, 3], [1, 2]),
+    ]
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int8, torch.uint8])
+@pytest.mark.parametrize(
+    "dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int8, torch.uint8]
+)
 @pytest.mark.parametrize("size", [2, 8, 500])
 def test_sums_are_checked_in_every_type(dtype, size):
     """Against a sum in the type itself, one rank after another, in which nothing may be rounded."""
@@ -109,7 +144,10 @@ def found_by(request: CollectiveRequest, one) -> list:
 
 def all_right(operations: tuple[str, ...], dtypes: tuple[str, ...] = ("fp32",)) -> list:
     return found_by(
-        CollectiveRequest(operations=operations, backends=("gloo",), sizes_bytes=(4, 1000), dtypes=dtypes, seconds=0.002), backend()
+        CollectiveRequest(
+            operations=operations, backends=("gloo",), sizes_bytes=(4, 1000), dtypes=dtypes, seconds=0.002
+        ),
+        backend(),
     )
 
 
@@ -125,7 +163,9 @@ def test_every_operation_computes_what_it_should(size):
 def test_every_type_comes_through():
     operations = ("all-reduce", "all-gather")
     found = [row for row in ranks(2)(all_right, operations, tuple(DTYPES))[0] if not isinstance(row, str)]
-    assert {(row["operation"], row["dtype"]) for row in found} == {(name, dtype) for name in operations for dtype in DTYPES}
+    assert {(row["operation"], row["dtype"]) for row in found} == {
+        (name, dtype) for name in operations for dtype in DTYPES
+    }
     assert not [row for row in found if row["wrong"]]
 
 
@@ -153,7 +193,9 @@ def spoiled(name: str, how: str) -> list:
         for kind, table in (("in_place", TORCH_IN_PLACE), ("out_of_place", TORCH_OUT_OF_PLACE))
     }
     spoilt = backend(**(calls if how == "spoiled" else {}))
-    return found_by(CollectiveRequest(operations=(name,), backends=("gloo",), sizes_bytes=(64,), seconds=0.002), spoilt)
+    return found_by(
+        CollectiveRequest(operations=(name,), backends=("gloo",), sizes_bytes=(64,), seconds=0.002), spoilt
+    )
 
 
 @pytest.mark.parametrize("name", OPERATIONS)
@@ -187,7 +229,8 @@ def with_clock(seconds: float) -> list:
     }
     operations = tuple(name for name in OPERATIONS if name != "barrier")
     return found_by(
-        CollectiveRequest(operations=operations, backends=("gloo",), sizes_bytes=(2**10,), seconds=0.002), backend(clock=clock, **calls)
+        CollectiveRequest(operations=operations, backends=("gloo",), sizes_bytes=(2**10,), seconds=0.002),
+        backend(clock=clock, **calls),
     )
 
 
@@ -197,9 +240,12 @@ def test_busbw_of_a_synthetic_clock_is_that_of_the_definition():
         if not isinstance(row, str):
             assert row["median_s"] == row["min_s"] == row["p95_s"] == 0.25
             assert row["algbw_GBps"] == 2**10 / 0.25 / 1e9
-            assert row["busbw_GBps"] == row["algbw_GBps"] * {"all-reduce": 1.0, "broadcast": 1, "reduce": 1, "send-recv": 1}.get(
-                row["operation"], 0.5
-            )
+            assert row["busbw_GBps"] == row["algbw_GBps"] * {
+                "all-reduce": 1.0,
+                "broadcast": 1,
+                "reduce": 1,
+                "send-recv": 1,
+            }.get(row["operation"], 0.5)
 
 
 # --- axes ---
@@ -208,7 +254,10 @@ def test_busbw_of_a_synthetic_clock_is_that_of_the_definition():
 def test_axes_of_a_plan_and_of_nodes():
     here = ["a"] * 4
     found, notes = axes_of.axes((), "tp=2", here)
-    assert {axis.name: axis.groups for axis in found} == {"replicate": ((0, 2), (1, 3)), "tp": ((0, 1), (2, 3))}
+    assert {axis.name: axis.groups for axis in found} == {
+        "replicate": ((0, 2), (1, 3)),
+        "tp": ((0, 1), (2, 3)),
+    }
     assert not notes
     found, _ = axes_of.axes(("node", "across", "world"), None, ["a", "a", "b", "b"])
     assert {axis.name: (axis.groups, axis.spans) for axis in found} == {
@@ -245,8 +294,15 @@ def test_the_error_of_a_fit_covers_the_truth():
     covered = []
     for _ in range(200):
         noise = (1 + 0.05 * torch.randn(len(sizes_bytes), generator=draw)).tolist()
-        found = fit(sizes_bytes, [(2e-5 + size / 3e9) * one for size, one in zip(sizes_bytes, noise, strict=True)])
-        covered.append((abs(found.alpha_s - 2e-5) < 2 * found.alpha_error_s, abs(found.beta_Bps - 3e9) < 2 * found.beta_error_Bps))
+        found = fit(
+            sizes_bytes, [(2e-5 + size / 3e9) * one for size, one in zip(sizes_bytes, noise, strict=True)]
+        )
+        covered.append(
+            (
+                abs(found.alpha_s - 2e-5) < 2 * found.alpha_error_s,
+                abs(found.beta_Bps - 3e9) < 2 * found.beta_error_Bps,
+            )
+        )
     assert all(170 <= sum(one) <= 199 for one in zip(*covered, strict=True))
 
 
@@ -262,7 +318,15 @@ def test_fits_at_the_edge():
 
 
 def row(operation: str, size: int, seconds: float, **more) -> dict:
-    facts = {"operation": operation, "backend": "gloo", "axis": "world", "spans": "node", "ranks": 4, "dtype": "fp32", "place": "in"}
+    facts = {
+        "operation": operation,
+        "backend": "gloo",
+        "axis": "world",
+        "spans": "node",
+        "ranks": 4,
+        "dtype": "fp32",
+        "place": "in",
+    }
     return facts | {"bytes": size, "median_s": seconds, "wrong": 0} | more
 
 
@@ -279,7 +343,10 @@ def test_links_of_a_cluster_are_bus_bandwidths():
         for size in (1024, 2**16, 2**22)
     ]
     slower = [row("all-reduce", size, 2 * alpha + 9 * size / busbw, dtype="fp64") for size in (1024, 2**22)]
-    found = {(link.axis, link.collective): link for link in links(fits([*slower, *measured, row("barrier", 0, 1e-4)]))}
+    found = {
+        (link.axis, link.collective): link
+        for link in links(fits([*slower, *measured, row("barrier", 0, 1e-4)]))
+    }
     assert {*found} == {("node", "all-reduce"), ("node", "send"), ("across", "reduce")}
     for link in found.values():
         assert (link.backend, link.ranks, link.alpha_s.source) == ("gloo", 4, "measured")
@@ -298,9 +365,13 @@ FITTED = {"all-reduce", "send", "all-to-all"}
 
 @with_mpi
 def test_two_ranks(backends, tmp_path):
-    done = bench("--backends", backends, "--sizes", "1KiB,1MiB", "--json", "a.json", "--plot", "a.svg", at=tmp_path)
+    done = bench(
+        "--backends", backends, "--sizes", "1KiB,1MiB", "--json", "a.json", "--plot", "a.svg", at=tmp_path
+    )
     found = read(tmp_path / "a.json", "collectives")
-    assert {(row["operation"], row["backend"]) for row in found.rows} == {(name, one) for name in OPERATIONS for one in backends.split(",")}
+    assert {(row["operation"], row["backend"]) for row in found.rows} == {
+        (name, one) for name in OPERATIONS for one in backends.split(",")
+    }
     assert not [row for row in found.rows if row["wrong"]]
     assert {row["bytes"] for row in found.rows if row["operation"] == "all-reduce"} == {2**10, 2**20}
     assert "WRONG" not in done.out
@@ -312,16 +383,34 @@ def test_two_ranks(backends, tmp_path):
             bench("--backends", backends, "--sizes", "1KiB,1MiB", "--json", "b.json", at=tmp_path)
             fitted |= {link.collective for link in links(read(tmp_path / "b.json", "collectives").summary)}
     assert fitted >= FITTED
-    assert (tmp_path / "a.svg").read_text().count("reduce-scatter") >= 1 or "<svg" in (tmp_path / "a.svg").read_text()
+    assert (tmp_path / "a.svg").read_text().count("reduce-scatter") >= 1 or "<svg" in (
+        tmp_path / "a.svg"
+    ).read_text()
 
 
 @needs_mpi
 def test_four_ranks_along_the_axes_of_a_plan_and_what_is_left_out(tmp_path):
-    words = ("--backends", "gloo,mpi", "--operations", "all-reduce,barrier", "--plan", "tp=2", "--dtypes", "fp32,bf16")
+    words = (
+        "--backends",
+        "gloo,mpi",
+        "--operations",
+        "all-reduce,barrier",
+        "--plan",
+        "tp=2",
+        "--dtypes",
+        "fp32,bf16",
+    )
     bench("--ranks", "4", *words, "--sizes", "1KiB,8TiB", "--json", "a.json", at=tmp_path)
     found = read(tmp_path / "a.json")
-    assert {(row["axis"], row["ranks"], row["groups"]) for row in found.rows} == {("replicate", 2, 2), ("tp", 2, 2)}
-    assert {(row["backend"], row["dtype"]) for row in found.rows} == {("gloo", "fp32"), ("gloo", "bf16"), ("mpi", "fp32")}
+    assert {(row["axis"], row["ranks"], row["groups"]) for row in found.rows} == {
+        ("replicate", 2, 2),
+        ("tp", 2, 2),
+    }
+    assert {(row["backend"], row["dtype"]) for row in found.rows} == {
+        ("gloo", "fp32"),
+        ("gloo", "bf16"),
+        ("mpi", "fp32"),
+    }
     notes = "\n".join(found.notes)
     assert "mpi all-reduce of bf16 is left out: " in notes
     assert "gloo all-reduce of 8.0 TiB, fp32, on axis tp is left out: it takes 32.0 TiB on each rank" in notes
@@ -336,7 +425,18 @@ def test_four_ranks_along_the_axes_of_a_plan_and_what_is_left_out(tmp_path):
     ],
 )
 def test_as_ranks_of_a_launcher(program, backends, tmp_path):
-    words = ("--backends", backends, "--operations", "all-reduce,send-recv", "--sizes", "4KiB", "--axes", "node,across", "--json", "a.json")
+    words = (
+        "--backends",
+        backends,
+        "--operations",
+        "all-reduce,send-recv",
+        "--sizes",
+        "4KiB",
+        "--axes",
+        "node,across",
+        "--json",
+        "a.json",
+    )
     done = bench(*words, at=tmp_path, program=program)
     found = read(tmp_path / "a.json")
     assert {row["backend"] for row in found.rows} == {*backends.split(",")}
@@ -347,12 +447,25 @@ def test_as_ranks_of_a_launcher(program, backends, tmp_path):
 
 @pytest.mark.parametrize("backends", ["gloo", pytest.param("gloo,mpi", marks=[needs_mpi, pytest.mark.slow])])
 def test_an_interrupt_shows_what_was_measured(backends, tmp_path):
-    words = ("--backends", backends, "--operations", "all-reduce", "--sizes", "1KiB:512KiB:2", "--seconds", "0.5", "--json", "a.json")
+    words = (
+        "--backends",
+        backends,
+        "--operations",
+        "all-reduce",
+        "--sizes",
+        "1KiB:512KiB:2",
+        "--seconds",
+        "0.5",
+        "--json",
+        "a.json",
+    )
     temporary = tmp_path / "temporary"
     temporary.mkdir()
 
     def measured() -> bool:
-        return any(path.read_text().count("median_s") > 1 for path in temporary.glob("paceline-bench-*/found.jsonl"))
+        return any(
+            path.read_text().count("median_s") > 1 for path in temporary.glob("paceline-bench-*/found.jsonl")
+        )
 
     with start("bench", "collectives", *words, at=tmp_path, TMPDIR=str(temporary), **ONE_THREAD) as running:
         running.until(measured, "two rows are measured")
@@ -403,7 +516,10 @@ def test_two_files_beside_each_other(tmp_path):
         ({"ranks": 1}, "one rank has nobody to talk to: use --ranks 2 or more"),
         ({"plot": Path("a.gif")}, "cannot draw a.gif: its name must end in .svg or .png"),
         ({"json": Path("none/a.json")}, "there is no folder none for a.json; make it first"),
-        ({"compare": (Path("none.json"), Path("b.json"))}, "cannot read none.json: No such file or directory"),
+        (
+            {"compare": (Path("none.json"), Path("b.json"))},
+            "cannot read none.json: No such file or directory",
+        ),
     ],
 )
 def test_bad_input_is_refused_before_anything_starts(asked, said):
@@ -426,8 +542,14 @@ def test_a_back_end_that_is_not_there_says_how_to_get_it(tmp_path):
 @pytest.mark.parametrize(("bad", "status"), [(0, 0), (3, 1)])
 def test_a_wrong_row_is_said_and_is_no_success(bad, status, monkeypatch, capsys):
     times = {"min_s": 1e-3, "p95_s": 3e-3, "n": 5, "spread": 0.1, "algbw_GBps": 1.0, "busbw_GBps": 1.0}
-    found = [row("all-reduce", 2**10, 2e-3, **times), row("all-reduce", 2**12, 3e-3, **times | {"wrong": bad}), "something was left out"]
-    monkeypatch.setattr("paceline.bench.collectives.workers.measured", lambda request, ranks: (one for one in found))
+    found = [
+        row("all-reduce", 2**10, 2e-3, **times),
+        row("all-reduce", 2**12, 3e-3, **times | {"wrong": bad}),
+        "something was left out",
+    ]
+    monkeypatch.setattr(
+        "paceline.bench.collectives.workers.measured", lambda request, ranks: (one for one in found)
+    )
     monkeypatch.setattr(signal, "signal", lambda number, handler: None)
     with pytest.raises(typer.Exit) as over:
         collectives.collectives(backends="gloo")
@@ -447,13 +569,17 @@ def test_mpi_needs_a_launcher_that_speaks_it(monkeypatch):
     from paceline.bench.collectives import backends
 
     monkeypatch.setitem(backends.MISSING, "mpi", lambda: None)
-    with pytest.raises(BenchError, match="mpi cannot be measured by ranks of torchrun: start them with mpirun or srun"):
+    with pytest.raises(
+        BenchError, match="mpi cannot be measured by ranks of torchrun: start them with mpirun or srun"
+    ):
         backends.check(("mpi",), World(launcher="torchrun"), 2)
     monkeypatch.setenv("PATH", "")
     with pytest.raises(BenchError, match="there is no mpirun: apt-get install openmpi-bin"):
         backends.check(("mpi",), World(), 2)
     monkeypatch.setitem(backends.MISSING, "mpi", lambda: "it is not installed: pip install 'paceline[mpi]'")
-    with pytest.raises(BenchError, match=r"not installed: pip install 'paceline\[mpi\]'; or leave mpi out of --backends"):
+    with pytest.raises(
+        BenchError, match=r"not installed: pip install 'paceline\[mpi\]'; or leave mpi out of --backends"
+    ):
         backends.check(("mpi",), World(), 2)
     with pytest.raises(PlanError):
         axes_of.check((), "tp=3", 4)

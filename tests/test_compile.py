@@ -13,8 +13,17 @@ from paceline.plan.plan import parse
 from paceline.spec import Optimizer
 from paceline.training.setup import validate_plan
 
-SPEC = Spec(steps=2, batch=8, seed=3, precision="fp64", optimizer=Optimizer(lr=1e-2, weight_decay=0.1, clip=0.5))
-PLANS = [(2, "tp=2"), (2, "ddp"), (2, "zero3"), (2, "pp=2,micro=2"), (2, "pp=2,schedule=interleaved,micro=2"), (2, "zero3,recompute=full")]
+SPEC = Spec(
+    steps=2, batch=8, seed=3, precision="fp64", optimizer=Optimizer(lr=1e-2, weight_decay=0.1, clip=0.5)
+)
+PLANS = [
+    (2, "tp=2"),
+    (2, "ddp"),
+    (2, "zero3"),
+    (2, "pp=2,micro=2"),
+    (2, "pp=2,schedule=interleaved,micro=2"),
+    (2, "zero3,recompute=full"),
+]
 PLANS += [(4, "dp=2,tp=2,zero=3"), (4, "pp=2,tp=2,micro=2"), (2, "local-sgd,period=2")]
 
 
@@ -33,7 +42,9 @@ def test_the_training_is_that_without(size: int, plan: str) -> None:
     expected = trained(size, task, SPEC, plan)
     for rank, (found, graphs) in enumerate(ranks(size)(compiled, task, plan, timeout_s=300.0)):
         assert graphs
-        own = Trained(**{**vars(expected), "weights": {name: expected.weights[name] for name in found.weights}})
+        own = Trained(
+            **{**vars(expected), "weights": {name: expected.weights[name] for name in found.weights}}
+        )
         assert not differences(found, own, 1e-10), f"rank {rank}"
 
 
@@ -47,6 +58,8 @@ def test_the_training_is_that_without(size: int, plan: str) -> None:
         ("pp=2,schedule=zbv", 2, "use schedule=1f1b or interleaved, or leave --compile out"),
     ],
 )
-def test_what_cannot_be_compiled_is_refused_before_anything_starts(plan: str, size: int, sentence: str) -> None:
+def test_what_cannot_be_compiled_is_refused_before_anything_starts(
+    plan: str, size: int, sentence: str
+) -> None:
     with pytest.raises(PlanError, match=sentence):
         validate_plan(SPEC.model_copy(update={"compile": True}), parse(plan).on(size), models.Text())

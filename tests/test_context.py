@@ -27,18 +27,41 @@ from paceline.tasks import text
 
 RTOL = 1e-10
 ADAMW = Optimizer(name="adamw", lr=1e-2, weight_decay=0.1, clip=0.5)
-SGD = Optimizer(name="sgd", lr=0.05, weight_decay=0.1)  # Adam divides the gradient of a bias of the keys, which is 0, by itself
+SGD = Optimizer(
+    name="sgd", lr=0.05, weight_decay=0.1
+)  # Adam divides the gradient of a bias of the keys, which is 0, by itself
 
 
 def wanted(optimizer: Optimizer = ADAMW, **more: Any) -> Spec:
     """Steps over the border of an epoch."""
     schedule = Schedule(name="cosine", warmup=12, floor=0.1)
-    return Spec(**{"steps": 5, "batch": 8, "seed": 3, "precision": "fp64", "optimizer": optimizer, "schedule": schedule, **more})
+    return Spec(
+        **{
+            "steps": 5,
+            "batch": 8,
+            "seed": 3,
+            "precision": "fp64",
+            "optimizer": optimizer,
+            "schedule": schedule,
+            **more,
+        }
+    )
 
 
 PLANS = [
-    *[(2, plan) for plan in ("cp=2", "zero1,cp=2", "zero2,cp=2,micro=2", "zero3,cp=2", "cp=2,micro=2,recompute=full")],
-    *[(4, plan) for plan in ("cp=4,recompute=selective", "dp=2,cp=2", "zero3,cp=4,recompute=full", "zero2,dp=2,cp=2,micro=2")],
+    *[
+        (2, plan)
+        for plan in ("cp=2", "zero1,cp=2", "zero2,cp=2,micro=2", "zero3,cp=2", "cp=2,micro=2,recompute=full")
+    ],
+    *[
+        (4, plan)
+        for plan in (
+            "cp=4,recompute=selective",
+            "dp=2,cp=2",
+            "zero3,cp=4,recompute=full",
+            "zero2,dp=2,cp=2,micro=2",
+        )
+    ],
     (4, "hsdp,dp=2,cp=2"),
 ]
 
@@ -49,7 +72,12 @@ def test_a_gpt(size: int, plan: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("size", "plan"), [(2, "cp=2"), (2, "zero3,cp=2,micro=2,recompute=full"), pytest.param(4, "dp=2,cp=2", marks=pytest.mark.slow)]
+    ("size", "plan"),
+    [
+        (2, "cp=2"),
+        (2, "zero3,cp=2,micro=2,recompute=full"),
+        pytest.param(4, "dp=2,cp=2", marks=pytest.mark.slow),
+    ],
 )
 @pytest.mark.parametrize(
     "task",
@@ -83,7 +111,9 @@ def test_the_text_task(tmp_path: Path) -> None:
 
 def test_bf16() -> None:
     spec = wanted(precision="bf16")
-    found, expected = (trained(size, models.Text(), spec, plan) for size, plan in ((2, "cp=2"), (1, "single")))
+    found, expected = (
+        trained(size, models.Text(), spec, plan) for size, plan in ((2, "cp=2"), (1, "single"))
+    )
     assert not differences(found, expected, 0.02)
 
 
@@ -100,7 +130,9 @@ def attention_here(length: int, is_causal: bool, dtype: torch.dtype) -> list[flo
 
     mesh = init_device_mesh("cpu", (torch.distributed.get_world_size(),))
     draw = torch.Generator().manual_seed(1)
-    query, key, value, grad = (torch.randn(3, heads, length, 6, generator=draw, dtype=dtype) for heads in (4, 2, 2, 4))
+    query, key, value, grad = (
+        torch.randn(3, heads, length, 6, generator=draw, dtype=dtype) for heads in (4, 2, 2, 4)
+    )
     here = positions(length, mesh.get_local_rank(), mesh.size())
     whole = [of.requires_grad_() for of in (query, key, value)]
     options = {"is_causal": is_causal, "scale": 0.3, "enable_gqa": True}
@@ -140,7 +172,11 @@ def rows_seen(task: text.Text, spec: Spec) -> list[int]:
 
 def test_how_to_cut_is_found_out_on_a_few_samples(tmp_path: Path) -> None:
     (tmp_path / "text").write_text("Riders in a paceline take turns at the front. " * 20)
-    seen = ranks(2)(rows_seen, text.Text(file=str(tmp_path / "text"), width=16, depth=2, heads=2, context=16), wanted(steps=2))[0]
+    seen = ranks(2)(
+        rows_seen,
+        text.Text(file=str(tmp_path / "text"), width=16, depth=2, heads=2, context=16),
+        wanted(steps=2),
+    )[0]
     assert max(seen[: seen.index(8)]) == context.FEW
 
 
@@ -170,7 +206,9 @@ def forgotten_factor() -> Any:
     return replaced(
         ring_attention.GatherSlices,
         "backward",
-        lambda original: staticmethod(lambda ctx, grad: (original(ctx, grad)[0] / ctx.ranks, None, None, None)),
+        lambda original: staticmethod(
+            lambda ctx, grad: (original(ctx, grad)[0] / ctx.ranks, None, None, None)
+        ),
     )
 
 
@@ -198,12 +236,27 @@ def refused(task: Task, plan: str, plant: Any = None, **more: Any) -> str:
         ),
         (sequences.Odd(what="mean"), "blocks.0 (OddBlock) mixes, numbers or masks positions"),
         (sequences.Odd(what="rotary inside"), "blocks.0 (OddBlock) mixes, numbers or masks positions"),
-        (sequences.Odd(what="cumulative between"), "the output of OddGpt with its blocks on slices of the sequence differs"),
-        (sequences.Odd(what="results on the way"), "the output of OddGpt with its blocks on slices of the sequence differs"),
-        (sequences.Odd(what="dropout of attention"), "attention has a dropout of 0.1, which ring attention has not"),
-        (sequences.Encoder(mask="banded"), "encoder.layers.0 (TransformerEncoderLayer) mixes, numbers or masks positions"),
+        (
+            sequences.Odd(what="cumulative between"),
+            "the output of OddGpt with its blocks on slices of the sequence differs",
+        ),
+        (
+            sequences.Odd(what="results on the way"),
+            "the output of OddGpt with its blocks on slices of the sequence differs",
+        ),
+        (
+            sequences.Odd(what="dropout of attention"),
+            "attention has a dropout of 0.1, which ring attention has not",
+        ),
+        (
+            sequences.Encoder(mask="banded"),
+            "encoder.layers.0 (TransformerEncoderLayer) mixes, numbers or masks positions",
+        ),
         (sequences.Odd(what="window"), "attention has a mask of shape (8, 8) that is not the causal one"),
-        (sequences.Ragged(), "sequences of 7 positions are not divisible by cp=2; cut them to 6, or use a plan without cp"),
+        (
+            sequences.Ragged(),
+            "sequences of 7 positions are not divisible by cp=2; cut them to 6, or use a plan without cp",
+        ),
     ],
     ids=str,
 )
@@ -227,7 +280,10 @@ def test_what_attention_leaves_out_is_seen_by_the_output() -> None:
             "sequences of 30 positions are not divisible by cp=4; cut them to 28, or use cp=2",
         ),
         (["digits", "--plan", "cp=4"], "calls no F.scaled_dot_product_attention in its blocks"),
-        (["{tests}/sequences.py:Encoder", "--set", "dropout=0.1", "--plan", "cp=4"], "attention has a dropout of 0.1"),
+        (
+            ["{tests}/sequences.py:Encoder", "--set", "dropout=0.1", "--plan", "cp=4"],
+            "attention has a dropout of 0.1",
+        ),
     ],
 )
 def test_before_anything_starts(words: list[str], message: str, tmp_path: Path) -> None:
@@ -240,7 +296,11 @@ def test_before_anything_starts(words: list[str], message: str, tmp_path: Path) 
 
 
 def steps(spec: Spec, plan: str, run: Path) -> list[float]:
-    return [event.loss for event in train(spec, parse(plan), task=models.Text(), run=RunFolder(run)) if isinstance(event, Step)]
+    return [
+        event.loss
+        for event in train(spec, parse(plan), task=models.Text(), run=RunFolder(run))
+        if isinstance(event, Step)
+    ]
 
 
 BEFORE_AND_AFTER = [

@@ -19,7 +19,15 @@ import harness
 import models
 from harness import difference, differences, trained
 from paceline import Spec, Task
-from paceline.data.loader import FailedSample, RankBatchSlice, Samples, batches, shuffled, training_parts, validation_parts
+from paceline.data.loader import (
+    FailedSample,
+    RankBatchSlice,
+    Samples,
+    batches,
+    shuffled,
+    training_parts,
+    validation_parts,
+)
 from paceline.distributed.rng import FIXED, derive
 from paceline.errors import DataError
 from paceline.spec import Loading, Optimizer
@@ -66,7 +74,12 @@ def test_the_order_never_changes_from_one_release_to_the_next() -> None:
     assert shuffled(np.arange(8), 1797, 0).tolist() == [1171, 1284, 1756, 1277, 1029, 611, 1759, 3]
     assert shuffled(1797 + np.arange(8), 1797, 0).tolist() == [178, 1180, 1428, 659, 1287, 845, 1298, 671]
     assert shuffled(np.arange(10), 10, 7).tolist() == [5, 7, 9, 1, 0, 6, 3, 4, 2, 8]
-    assert shuffled(10**12 + np.arange(4), 10**9 + 7, 123).tolist() == [263876599, 912415230, 293652711, 87795930]
+    assert shuffled(10**12 + np.arange(4), 10**9 + 7, 123).tolist() == [
+        263876599,
+        912415230,
+        293652711,
+        87795930,
+    ]
 
 
 @pytest.mark.parametrize("micro", [1, 2, 3])
@@ -94,7 +107,9 @@ def test_a_batch_may_be_larger_than_an_epoch() -> None:
 
 
 def test_the_state_is_the_number_of_steps() -> None:
-    whole = list(training_parts(RankBatchSlice(6, 3, 1, 2), 97, 4, 0, 5000))  # more than are shuffled at a time
+    whole = list(
+        training_parts(RankBatchSlice(6, 3, 1, 2), 97, 4, 0, 5000)
+    )  # more than are shuffled at a time
     assert len(whole) == 3 * 5000
     for step in (1, 17, 4095, 4999):
         assert list(training_parts(RankBatchSlice(6, 3, 1, 2), 97, 4, step, 5000)) == whole[3 * step :]
@@ -105,8 +120,12 @@ def test_validation_has_each_sample_on_one_rank(ranks: int) -> None:
     for samples in (1, 2, 3, 8, 11, 64, 97):
         for batch in (1, 3, 8, 64):
             parts = [list(validation_parts(samples, batch, rank, ranks)) for rank in range(ranks)]
-            assert len({len(of_rank) for of_rank in parts}) == 1  # equally many, so that a collective never waits for ever
-            assert sorted(index for of_rank in parts for part in of_rank for index in part) == list(range(samples))
+            assert (
+                len({len(of_rank) for of_rank in parts}) == 1
+            )  # equally many, so that a collective never waits for ever
+            assert sorted(index for of_rank in parts for part in of_rank for index in part) == list(
+                range(samples)
+            )
 
 
 class Augmented:
@@ -116,7 +135,9 @@ class Augmented:
         return 11
 
     def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
-        noise = torch.tensor([random.random(), np.random.rand(), torch.rand(()).item(), random.gauss(0, 1), np.random.randn()])
+        noise = torch.tensor(
+            [random.random(), np.random.rand(), torch.rand(()).item(), random.gauss(0, 1), np.random.randn()]
+        )
         return noise + index, torch.tensor(index)
 
 
@@ -131,7 +152,9 @@ class Noisy(Task):
         return output.square()
 
 
-def read(rank: int, ranks: int, workers: int, split: str = "train", steps: int = 8) -> Iterator[tuple[int, bytes]]:
+def read(
+    rank: int, ranks: int, workers: int, split: str = "train", steps: int = 8
+) -> Iterator[tuple[int, bytes]]:
     parts = list(training_parts(RankBatchSlice(4, 1, rank, ranks), 11, 9, 0, steps))
     with closing(batches(Samples(Augmented(), split, 9, None), parts, CPU, workers, 2)) as found:
         for (numbers, indices), (x, y) in zip(parts, found, strict=True):
@@ -154,7 +177,9 @@ def test_augmentation_belongs_to_the_sample() -> None:
 def test_augmentation_is_the_same_on_any_number_of_ranks(plan: str) -> None:
     one = trained(1, Noisy(), Spec(steps=5, batch=8, precision="fp64", data=Loading(workers=0)), "single")
     for ranks, workers in ((1, 2), (2, 0), (2, 2)):
-        found = trained(ranks, Noisy(), Spec(steps=5, batch=8, precision="fp64", data=Loading(workers=workers)), plan)
+        found = trained(
+            ranks, Noisy(), Spec(steps=5, batch=8, precision="fp64", data=Loading(workers=workers)), plan
+        )
         assert not differences(found, one, 1e-12)
 
 
@@ -176,9 +201,13 @@ DRAWS: dict[str, Callable[[int], float]] = {
     "random": lambda index: random.random(),
     "random normal": lambda index: random.gauss(0, 1),
     "seeds itself": lambda index: [random.seed(index), random.random()][1],  # type: ignore[func-returns-value]
-    "own generator": lambda index: torch.rand((), generator=torch.Generator().manual_seed(torch.initial_seed())).item(),
+    "own generator": lambda index: torch.rand(
+        (), generator=torch.Generator().manual_seed(torch.initial_seed())
+    ).item(),
     "own numpy generator": lambda index: np.random.default_rng(torch.initial_seed()).random(),
-    "own state": lambda index: torch.rand((), generator=torch.Generator().set_state(torch.get_rng_state())).item(),
+    "own state": lambda index: torch.rand(
+        (), generator=torch.Generator().set_state(torch.get_rng_state())
+    ).item(),
     "own random": lambda index: _of_state(random.getstate()),
     "state put back": _kept,
 }
@@ -251,7 +280,9 @@ def test_readers_find_out_for_themselves_whether_samples_draw(workers: int) -> N
     parts = list(training_parts(RankBatchSlice(12, 1, 0, 1), 97, 9, 0, 20))
     draw: Callable[[int], float] = lambda index: random.random() + np.random.rand() + torch.rand(()).item()  # noqa: E731
     own = Drawing(draw, WHICH["rarely"])
-    with closing(batches(Samples(Drawing(draw, WHICH["rarely"]), "train", 9, None), parts, CPU, workers, 2)) as found:
+    with closing(
+        batches(Samples(Drawing(draw, WHICH["rarely"]), "train", 9, None), parts, CPU, workers, 2)
+    ) as found:
         for (numbers, indices), (drawn, read) in zip(parts, found, strict=True):
             assert read.tolist() == indices
             assert drawn.tolist() == _by_hand(own, numbers, indices)
@@ -294,7 +325,12 @@ def test_a_sample_fails_by_what_it_should_have_drawn(should_fail: bool) -> None:
     parts = list(training_parts(RankBatchSlice(8, 1, 0, 1), 97, 9, 0, 12))
     samples = Samples(Drawing(draw, WHICH["rarely"]), "train", 9, None)
     failures = [found.message for part in parts if isinstance(found := samples[part], FailedSample)]
-    [number] = [number for numbers, indices in parts for number, index in zip(numbers, indices, strict=True) if index == 41]
+    [number] = [
+        number
+        for numbers, indices in parts
+        for number, index in zip(numbers, indices, strict=True)
+        if index == 41
+    ]
     random.seed(derive(9, "train", number))
     expected = [f"sample 41 of 'train' raised ValueError: drew {random.random()}"] if should_fail else []
     assert [message.partition(" (")[0] for message in failures] == expected  # without file and line
@@ -318,7 +354,10 @@ def test_a_sample_that_fails_without_drawing_is_not_read_again() -> None:
 def _read_beside_a_lock() -> tuple[dict[int, bytes], int]:
     """With two readers, of which the first that is forked never gets as far as Python's code."""
     forks: list[int] = []
-    os.register_at_fork(before=lambda: forks.append(len(forks)), after_in_child=lambda: signal.pause() if forks == [0] else None)
+    os.register_at_fork(
+        before=lambda: forks.append(len(forks)),
+        after_in_child=lambda: signal.pause() if forks == [0] else None,
+    )
     return dict(read(0, 1, workers=2)), len(forks)
 
 
@@ -339,7 +378,9 @@ class Counted(Task):
 
     def dataset(self, split: str) -> models.Pairs:
         size = 16 if split == "train" else self.samples
-        return models.Pairs(x=models.drawn(size, 2), y=models.chosen(3, size), power=2.0 ** torch.arange(size).double())
+        return models.Pairs(
+            x=models.drawn(size, 2), y=models.chosen(3, size), power=2.0 ** torch.arange(size).double()
+        )
 
     def loss(self, output: Tensor, batch: Any) -> Tensor:
         return F.cross_entropy(output, batch[1], reduction="none")
@@ -352,13 +393,17 @@ class Counted(Task):
         return {"power": batch[2], "powers": batch[2].repeat(2, 1).T}
 
 
-@pytest.mark.parametrize(("ranks", "plan"), [(1, "single"), (2, "ddp"), (2, "zero3"), (4, "ddp"), (4, "zero2"), (4, "hsdp")])
+@pytest.mark.parametrize(
+    ("ranks", "plan"), [(1, "single"), (2, "ddp"), (2, "zero3"), (4, "ddp"), (4, "zero2"), (4, "hsdp")]
+)
 @pytest.mark.parametrize("samples", [1, 3, 7, 16])
 def test_evaluation_counts_each_sample_once(ranks: int, plan: str, samples: int) -> None:
     spec = Spec(steps=2, batch=4, optimizer=Optimizer(name="sgd", lr=0.1))
     found = trained(ranks, Counted(samples=samples), spec, plan)
     power = (2.0**samples - 1) / samples
-    assert found.metrics[-1] == pytest.approx(found.metrics[-1] | {"power": power, "powers": power}, rel=1e-12)
+    assert found.metrics[-1] == pytest.approx(
+        found.metrics[-1] | {"power": power, "powers": power}, rel=1e-12
+    )
 
 
 @pytest.mark.parametrize("masked", [False, True])
@@ -369,7 +414,9 @@ def test_evaluation_is_that_of_the_whole_split(masked: bool) -> None:
         x, y, power = (column.double() for column in task.dataset("validation").columns.values())
         weights = power % 3 if masked else torch.ones(7)
         losses = F.cross_entropy(
-            x @ torch.tensor(found.weights["weight"]).T + torch.tensor(found.weights["bias"]), y.long(), reduction="none"
+            x @ torch.tensor(found.weights["weight"]).T + torch.tensor(found.weights["bias"]),
+            y.long(),
+            reduction="none",
         )
         assert difference(found.metrics[-1]["loss"], (losses * weights).sum() / weights.sum()) < 1e-12
         assert difference(found.metrics[-1]["power"], (power * weights).sum() / weights.sum()) < 1e-12
@@ -378,7 +425,9 @@ def test_evaluation_is_that_of_the_whole_split(masked: bool) -> None:
 class Faulty(Augmented):
     def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
         if index == 8:
-            raise UnicodeDecodeError("utf-8", b"\xff", 0, 1, "invalid start byte")  # one that torch's workers cannot send
+            raise UnicodeDecodeError(
+                "utf-8", b"\xff", 0, 1, "invalid start byte"
+            )  # one that torch's workers cannot send
         return super().__getitem__(index)
 
 
@@ -387,7 +436,9 @@ def test_a_sample_that_raises_is_named(workers: int) -> None:
     parts = training_parts(RankBatchSlice(4, 1, 0, 1), 11, 9, 0, 8)
     with (
         closing(batches(Samples(Faulty(), "train", 9, None), parts, CPU, workers, 2)) as found,
-        pytest.raises(DataError, match=r"sample 8 of 'train' raised UnicodeDecodeError: .*invalid start byte") as raised,
+        pytest.raises(
+            DataError, match=r"sample 8 of 'train' raised UnicodeDecodeError: .*invalid start byte"
+        ) as raised,
     ):
         list(found)
     assert "in __getitem__" in str(raised.value.__cause__)
@@ -400,7 +451,9 @@ class Whole(Augmented):
 
 def test_a_dataset_may_fetch_whole_batches() -> None:
     parts = list(training_parts(RankBatchSlice(4, 2, 1, 2), 11, 9, 0, 3))
-    for (_, indices), (x, y) in zip(parts, batches(Samples(Whole(), "train", 9, torch.float64), parts, CPU, 0, 2), strict=True):
+    for (_, indices), (x, y) in zip(
+        parts, batches(Samples(Whole(), "train", 9, torch.float64), parts, CPU, 0, 2), strict=True
+    ):
         assert y.tolist() == indices
         assert x.dtype == torch.float64
         assert x.tolist() == [index / 2 for index in indices]
@@ -411,11 +464,15 @@ def test_torch_subset_is_a_dataset() -> None:
     parts = list(training_parts(RankBatchSlice(4, 1, 0, 1), 6, 9, 0, 3))
     samples = Samples(Subset(Augmented(), [0, 2, 4, 6, 8, 10]), "train", 9, None)
     own = Samples([Augmented()[i] for i in (0, 2, 4, 6, 8, 10)], "train", 9, None)
-    for (_, indices), (x, y), (_, expected) in zip(parts, batches(samples, parts, CPU, 0, 2), batches(own, parts, CPU, 0, 2), strict=True):
+    for (_, indices), (x, y), (_, expected) in zip(
+        parts, batches(samples, parts, CPU, 0, 2), batches(own, parts, CPU, 0, 2), strict=True
+    ):
         assert y.tolist() == expected.tolist() == [2 * index for index in indices]
         assert x.shape == (4, 5)
     once, again = (list(batches(samples, parts, CPU, workers, 2)) for workers in (0, 2))
     assert all(torch.equal(x, other) for (x, _), (other, _) in zip(once, again, strict=True))
     split = RankBatchSlice(4, 1, 1, 2)
-    for (x, _), (half, _) in zip(once, batches(samples, training_parts(split, 6, 9, 0, 3), CPU, 0, 2), strict=True):
+    for (x, _), (half, _) in zip(
+        once, batches(samples, training_parts(split, 6, 9, 0, 3), CPU, 0, 2), strict=True
+    ):
         assert torch.equal(x[2:], half)  # augmentation belongs to the sample

@@ -40,7 +40,11 @@ def by_hand(task: Task, name: str, clip: float | None) -> Trained:
         optimizer.zero_grad()
         loss = F.cross_entropy(ddp(x), y)
         loss.backward()
-        norms.append(torch.nn.utils.clip_grad_norm_(ddp.parameters(), clip if clip is not None else float("inf")).item())
+        norms.append(
+            torch.nn.utils.clip_grad_norm_(
+                ddp.parameters(), clip if clip is not None else float("inf")
+            ).item()
+        )
         optimizer.step()
         loss = loss.detach()
         dist.all_reduce(loss, dist.ReduceOp.AVG)
@@ -58,7 +62,13 @@ class TrainImages(models.Images):
 @pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
 @pytest.mark.parametrize("plan", ["ddp", "zero1", "zero3", "ddp,micro=2"])
 def test_the_same_as_a_loop_by_hand(plan: str, optimizer: str, clip: float | None) -> None:
-    spec = Spec(steps=STEPS, batch=BATCH, seed=SEED, precision="fp64", optimizer=Optimizer(name=optimizer, lr=LR, clip=clip))  # type: ignore[arg-type]
+    spec = Spec(
+        steps=STEPS,
+        batch=BATCH,
+        seed=SEED,
+        precision="fp64",
+        optimizer=Optimizer(name=optimizer, lr=LR, clip=clip),
+    )  # type: ignore[arg-type]
     expected = ranks(2)(by_hand, TrainImages(), optimizer, clip)[0]
     found = trained(2, TrainImages(), spec, plan)
     assert not differences(found, expected, 1e-12)

@@ -31,7 +31,11 @@ def assert_agree(found: ModelFacts, expected: ModelFacts) -> None:
     assert block.attention_flops == same.attention_flops
     assert block.boundary == same.boundary
     assert (found.first.params, found.last.params) == (expected.first.params, expected.last.params)
-    assert (found.tokens, found.hidden, found.tp_degrees) == (expected.tokens, expected.hidden, expected.tp_degrees)
+    assert (found.tokens, found.hidden, found.tp_degrees) == (
+        expected.tokens,
+        expected.hidden,
+        expected.tp_degrees,
+    )
     assert found.first.boundary == expected.first.boundary
 
 
@@ -40,7 +44,9 @@ class Gpt2(Task):
         from transformers import GPT2Config, GPT2LMHeadModel
 
         drop = {"attn_pdrop": 0.0, "resid_pdrop": 0.0, "embd_pdrop": 0.0}
-        return GPT2LMHeadModel(GPT2Config(vocab_size=48, n_embd=32, n_layer=3, n_head=4, n_positions=16, use_cache=False, **drop))
+        return GPT2LMHeadModel(
+            GPT2Config(vocab_size=48, n_embd=32, n_layer=3, n_head=4, n_positions=16, use_cache=False, **drop)
+        )
 
     def loss(self, output: object, batch: torch.Tensor) -> torch.Tensor:
         return output.logits.flatten(0, 1).logsumexp(-1)  # type: ignore[attr-defined]
@@ -104,7 +110,10 @@ class Choice(Task):
 def test_a_model_that_looks_at_values_is_named() -> None:
     with torch.device("meta"):
         model = Choice().model()
-    with pytest.raises(TaskError, match=r"Choice cannot be described: 0 fails without values: .*; paceline plan --measure runs it"):
+    with pytest.raises(
+        TaskError,
+        match=r"Choice cannot be described: 0 fails without values: .*; paceline plan --measure runs it",
+    ):
         described(model, Choice(), torch.zeros(2, 4), 2)
 
 
@@ -118,7 +127,9 @@ def test_operations_are_counted_by_kind() -> None:
     block = describe(Spec(task="text"), Text(width=32, depth=1, heads=4, context=16)).runs[0][0]
     found = {(one.kind, one.size): one.count for one in block.operations if one.kind != "view"}
     assert found["function", 2 * 4 * 32 * 16] == 1  # GELU reads and writes four times the width of 16 tokens
-    assert found["norm", 2 * 32 * 16 + 2 * 16 + 2 * 32 / 3] == 2  # with mean and deviation of each token, and its weights for 3 samples
+    assert (
+        found["norm", 2 * 32 * 16 + 2 * 16 + 2 * 32 / 3] == 2
+    )  # with mean and deviation of each token, and its weights for 3 samples
     assert found["move", 3 * 32 * 16] == 2  # the residual sums
     assert block.tensors == 16
     first = describe(Spec(task="digits"), Digits()).runs[0][0].products[0]
@@ -131,11 +142,15 @@ def test_tensors_without_values_live_as_real_ones_do() -> None:
     torch.manual_seed(0)
     tokens = torch.randint(256, (3, 16))
     real = watched(OpCounter(task.model(), task, {}), task, (tokens, tokens), 3)
-    pairs = [(one.lives, same.lives) for (one, _), (same, _) in zip(expected.parts(), real.parts(), strict=True)]
+    pairs = [
+        (one.lives, same.lives) for (one, _), (same, _) in zip(expected.parts(), real.parts(), strict=True)
+    ]
     assert all(one is not None and one == pytest.approx(same, rel=0.01) for one, same in pairs)
     block = expected.runs[0][0]
     assert block.lives is not None
-    assert block.lives.kept == pytest.approx(block.saved["none"].bytes(4, 4))  # what autograd saves is what lives on
+    assert block.lives.kept == pytest.approx(
+        block.saved["none"].bytes(4, 4)
+    )  # what autograd saves is what lives on
     assert block.lives.most > 1.1 * block.lives.kept  # with gradients beside it
 
 
@@ -154,5 +169,8 @@ def test_what_lies_outside_of_the_blocks_is_whole_under_cp() -> None:
 
 def test_gradients_that_wait_for_those_of_weights_take_memory() -> None:
     facts = describe(Spec(task="text", batch=8), Text())
-    plain, split_backward = (peak_bytes(facts, f"pp=2,schedule={name}", 2, "activations") for name in ("interleaved", "zero-bubble"))
+    plain, split_backward = (
+        peak_bytes(facts, f"pp=2,schedule={name}", 2, "activations")
+        for name in ("interleaved", "zero-bubble")
+    )
     assert 1.1 * plain < split_backward < 1.5 * plain

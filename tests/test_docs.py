@@ -65,7 +65,14 @@ def build(docs: Path) -> subprocess.CompletedProcess[str]:
     """As `make docs` does."""
     [line] = re.findall(r"^docs:.*\n\t\$\(BIN\)/python (.*)$", (ROOT / "Makefile").read_text(), re.M)
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-    return subprocess.run([sys.executable, *line.split()], cwd=docs.parent, capture_output=True, text=True, env=environment, timeout=280)
+    return subprocess.run(
+        [sys.executable, *line.split()],
+        cwd=docs.parent,
+        capture_output=True,
+        text=True,
+        env=environment,
+        timeout=280,
+    )
 
 
 @pytest.fixture(scope="module")
@@ -88,8 +95,15 @@ def pages(site):
 
 def test_no_page_asks_for_anything_outside(site, pages):
     assert len(pages) > 20
-    asked = {(path.name, address) for path, page in pages.items() for address in page.loads if is_outside(address)}
-    asked |= {(path.name, address) for path in site.rglob("*.css") for address in loaded_by_css(path.read_text()) if is_outside(address)}
+    asked = {
+        (path.name, address) for path, page in pages.items() for address in page.loads if is_outside(address)
+    }
+    asked |= {
+        (path.name, address)
+        for path in site.rglob("*.css")
+        for address in loaded_by_css(path.read_text())
+        if is_outside(address)
+    }
     assert not asked
 
 
@@ -127,7 +141,9 @@ def test_the_reference_has_every_option(site, tmp_path):
     assert len(commands) > 15
     for command in commands:
         page = re.sub(r"<[^>]+>", "", (site / f"generated/cli/{command}.html").read_text())
-        options = set(re.findall(r"^│ +(?:\* +)?(--[\w-]+)", succeed(command, "--help", at=tmp_path).out, re.M))
+        options = set(
+            re.findall(r"^│ +(?:\* +)?(--[\w-]+)", succeed(command, "--help", at=tmp_path).out, re.M)
+        )
         assert options
         assert not {option for option in options - {"--help"} if not re.search(rf"{option}\b", page)}, command
 
@@ -150,7 +166,12 @@ def test_the_records_have_every_key(site, tmp_path):
     lines = [json.loads(line) for line in (tmp_path / "run/events.jsonl").read_text().splitlines()]
     assert len({line["event"] for line in lines}) > 4
     records = [(line.pop("event"), line.keys() - {"time"}) for line in lines]
-    records += [("ckpt-step-n-checkpoint-json", json.loads((tmp_path / "run/ckpt/step_2/checkpoint.json").read_text()).keys())]
+    records += [
+        (
+            "ckpt-step-n-checkpoint-json",
+            json.loads((tmp_path / "run/ckpt/step_2/checkpoint.json").read_text()).keys(),
+        )
+    ]
     records += [("ranks-n-alive", json.loads((tmp_path / "run/ranks/0.alive").read_text()).keys())]
     for name, found in records:
         assert not {key for key in found if not re.search(rf"\b{key}\b", pages[name])}, name
@@ -164,7 +185,10 @@ def test_what_loads_from_outside_is_seen():
     assert outside == ["b.org", "d.org", "g.org", "i.org", "k.org"]
 
 
-@pytest.mark.parametrize("mistake", ["[nothing](nothing.md)", "[nothing](plans.md#nothing)", "{term}`nothing`", "![nothing](nothing.png)"])
+@pytest.mark.parametrize(
+    "mistake",
+    ["[nothing](nothing.md)", "[nothing](plans.md#nothing)", "{term}`nothing`", "![nothing](nothing.png)"],
+)
 def test_a_mistake_is_an_error(site, mistake):
     docs = site.parent.parent / "docs"
     page = (ROOT / "docs/start.md").read_text()
@@ -215,7 +239,11 @@ def keys_of(tree: object, path: str = "") -> set[str]:
     for name, value in tree.items():
         key = f"{path}.{name}".lstrip(".")
         values = value.values() if name in BY_PART else ()
-        inner = {under for one in values for under in keys_of(one, f"{key}.*")} if name in BY_PART else keys_of(value, key)
+        inner = (
+            {under for one in values for under in keys_of(one, f"{key}.*")}
+            if name in BY_PART
+            else keys_of(value, key)
+        )
         found |= {key} | (set() if name in ("set", "wrong") else inner)
     return found
 
@@ -227,8 +255,13 @@ def test_every_json_key_is_described(tmp_path):
     succeed("train", "digits", "--steps", "4", "--ranks", "2", "--account", "--run-dir", "run", at=tmp_path)
     for command, words in JSON.items():
         succeed(command, *words.split(), "--json", "found.json", at=tmp_path)
-        found = {key.replace("weak.", "strong.") for key in keys_of(json.loads((tmp_path / "found.json").read_text()))}
-        first_columns = "".join(line.split(" | ")[0] for line in described[command].splitlines() if line.startswith("| `"))
+        found = {
+            key.replace("weak.", "strong.")
+            for key in keys_of(json.loads((tmp_path / "found.json").read_text()))
+        }
+        first_columns = "".join(
+            line.split(" | ")[0] for line in described[command].splitlines() if line.startswith("| `")
+        )
         assert len(found) > 2
         assert not found - set(re.findall(r"`([^`]+)`", first_columns)), command
 

@@ -14,7 +14,19 @@ from pathlib import Path
 import psutil
 import pytest
 
-from command import PACELINE, TASK, Running, happened, of_kind, paceline, slow_down, start, unequal, weights, write_task
+from command import (
+    PACELINE,
+    TASK,
+    Running,
+    happened,
+    of_kind,
+    paceline,
+    slow_down,
+    start,
+    unequal,
+    weights,
+    write_task,
+)
 from paceline.doctor import heartbeat, rank_state
 from paceline.doctor.diagnose import Diagnosis, bound_s, diagnose
 from paceline.doctor.heartbeat import Collective, Frame, Heartbeat
@@ -36,7 +48,19 @@ STUCK = TASK.replace(
 def begin(folder: Path, *more: str, steps: int = 60, program: Sequence[str] = PACELINE) -> Running:
     """Two ranks, whose steps take some 0.1 s."""
     slow_down(folder / "slow", 0.01)
-    words = ("train", write_task(folder, STUCK), "--ranks", "2", "--batch", "16", "--steps", str(steps), "--run-dir", "run", *more)
+    words = (
+        "train",
+        write_task(folder, STUCK),
+        "--ranks",
+        "2",
+        "--batch",
+        "16",
+        "--steps",
+        str(steps),
+        "--run-dir",
+        "run",
+        *more,
+    )
     return start(*words, at=folder, program=program, SLOW=str(folder / "slow"), STUCK=str(folder / "stuck"))
 
 
@@ -82,7 +106,13 @@ def test_a_rank_that_is_stuck_in_its_data_and_then_one_that_is_stopped(tmp_path:
         assert " collective behind; rank 0 waits in all_reduce of " in out
         running.until(lambda: bool(of_kind(run, Failed)), "given up")
         (tmp_path / "stuck").unlink()
-        running.until(lambda: len(of_kind(run, Started)) == 2 and len(of_kind(run, Step)) > len(steps_before_second_start(run)), "on")
+        running.until(
+            lambda: (
+                len(of_kind(run, Started)) == 2
+                and len(of_kind(run, Step)) > len(steps_before_second_start(run))
+            ),
+            "on",
+        )
         stopped = running.ranks()[1]
         stopped.suspend()
         status, out, found = doctor(tmp_path)
@@ -107,12 +137,23 @@ def test_a_rank_that_is_stuck_in_its_data_and_then_one_that_is_stopped(tmp_path:
     assert second.message in RunFolder(run).diagnosis.read_text()
 
 
-TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "paceline")
+TORCHRUN = (
+    sys.executable,
+    "-m",
+    "torch.distributed.run",
+    "--standalone",
+    "--nproc-per-node",
+    "2",
+    "-m",
+    "paceline",
+)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("program", [PACELINE, TORCHRUN], ids=["alone", "torchrun"])
-def test_a_message_that_is_never_sent_is_not_waited_for_without_end(program: tuple[str, ...], tmp_path: Path) -> None:
+def test_a_message_that_is_never_sent_is_not_waited_for_without_end(
+    program: tuple[str, ...], tmp_path: Path
+) -> None:
     run = tmp_path / "run"
     with begin(tmp_path, "--plan", "pp=2,micro=2", "--timeout", "6", steps=1000, program=program) as running:
         running.until_step(run, 4)
@@ -190,7 +231,12 @@ with HeartbeatWriter(RunFolder(Path(sys.argv[1])), 0, 1, 60.0, 60.0) as pulse:
 
 def test_a_rank_that_cannot_answer_still_shows_its_stack(tmp_path: Path) -> None:
     run = RunFolder(tmp_path)
-    child = subprocess.Popen([sys.executable, "-c", HOLDS_PYTHON, str(tmp_path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    child = subprocess.Popen(
+        [sys.executable, "-c", HOLDS_PYTHON, str(tmp_path)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
     with child:
         assert child.stdin is not None
         assert child.stdout is not None
@@ -225,7 +271,9 @@ def test_a_process_that_does_not_expect_it_gets_no_signal(tmp_path: Path) -> Non
         assert other.wait() == -SIGNAL, "the signal would have killed it"
 
 
-def test_ranks_on_other_machines_are_known_by_what_they_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_on_other_machines_are_known_by_what_they_write(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Whatever their clocks say."""
     monkeypatch.setattr(rank_state, "ELSEWHERE_S", 0.5)
     run, over = RunFolder(tmp_path), threading.Event()
@@ -233,7 +281,10 @@ def test_ranks_on_other_machines_are_known_by_what_they_write(tmp_path: Path, mo
 
     def write(rank: int, ahead_s: float) -> None:
         now = time.time() + ahead_s
-        heartbeat.write(run.alive(rank), replace(WAITS.beat, rank=rank, host="another", began=1.0, time=now, since=now - 2, ranks=2))
+        heartbeat.write(
+            run.alive(rank),
+            replace(WAITS.beat, rank=rank, host="another", began=1.0, time=now, since=now - 2, ranks=2),
+        )
 
     def go_on() -> None:
         while not over.wait(0.05):
@@ -255,13 +306,25 @@ def test_ranks_on_other_machines_are_known_by_what_they_write(tmp_path: Path, mo
 # From what is known to the sentence
 
 NOW = 1000.0
-READS = (Frame("/x/site-packages/torch/data.py", 3, "f"), Frame("/home/me/my.py", 12, "Points.__getitem__"), Frame("<frozen x>", 1, "g"))
-COMPUTES = (Frame("/home/me/my.py", 30, "Net.forward"), Frame("/x/site-packages/torch/nn/linear.py", 3, "Linear.forward"))
-BACKWARD = (Frame("/home/me/my.py", 1, "<module>"), Frame("/x/site-packages/torch/autograd/graph.py", 3, "_engine_run_backward"))
+READS = (
+    Frame("/x/site-packages/torch/data.py", 3, "f"),
+    Frame("/home/me/my.py", 12, "Points.__getitem__"),
+    Frame("<frozen x>", 1, "g"),
+)
+COMPUTES = (
+    Frame("/home/me/my.py", 30, "Net.forward"),
+    Frame("/x/site-packages/torch/nn/linear.py", 3, "Linear.forward"),
+)
+BACKWARD = (
+    Frame("/home/me/my.py", 1, "<module>"),
+    Frame("/x/site-packages/torch/autograd/graph.py", 3, "_engine_run_backward"),
+)
 RECEIVES = (Frame("/x/site-packages/torch/distributed/distributed_c10d.py", 3, "recv"),)
 
 
-def at(rank: int, phase: str, since_s: float, stack: tuple[Frame, ...] = (), number: int = 0, **more: object) -> RankState:
+def at(
+    rank: int, phase: str, since_s: float, stack: tuple[Frame, ...] = (), number: int = 0, **more: object
+) -> RankState:
     """A rank of three, `number` collectives on its way, the last of which is not done."""
     its = Heartbeat(
         rank=rank,
@@ -291,7 +354,14 @@ def at(rank: int, phase: str, since_s: float, stack: tuple[Frame, ...] = (), num
         called=NOW - since_s,
         is_over=more.pop("is_over", False),
     )
-    seen = RankState(rank=rank, beat=its, state="runs", stack=stack, collectives=(called,) if number else (), answered=bool(stack))
+    seen = RankState(
+        rank=rank,
+        beat=its,
+        state="runs",
+        stack=stack,
+        collectives=(called,) if number else (),
+        answered=bool(stack),
+    )
     return replace(seen, **more)
 
 
@@ -301,7 +371,9 @@ def said_of(*seen: RankState) -> Diagnosis:
 
 @pytest.mark.parametrize("wrong_s", [0.0, 3600.0, -3600.0])
 @pytest.mark.parametrize("ours_s", [0.0, 3600.0, -3600.0])
-def test_clocks_may_be_wrong(wrong_s: float, ours_s: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_clocks_may_be_wrong(
+    wrong_s: float, ours_s: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A rank whose clock is ahead would hide for as long that no rank goes on; where ours is, healthy ranks would seem to stand still."""
     run, now = RunFolder(tmp_path), time.time()
     run.ranks.mkdir()
@@ -336,29 +408,49 @@ BEHIND = at(1, heartbeat.DATA, 43.0, READS, 16)
             "the others wait in all_reduce of 12,345 float32 for 42.0 s",
         ),
         (
-            (WAITS, at(1, heartbeat.FORWARD, 43.0, COMPUTES, 16), at(2, heartbeat.BACKWARD, 41.0, BACKWARD, 17)),
+            (
+                WAITS,
+                at(1, heartbeat.FORWARD, 43.0, COMPUTES, 16),
+                at(2, heartbeat.BACKWARD, 41.0, BACKWARD, 17),
+            ),
             (1,),
             "rank 1 is in Net.forward (my.py:30) for 43.0 s and 1 collective behind; "
             "the others wait in all_reduce of 12,345 float32 for 42.0 s",
         ),
         (
-            (WAITS, replace(BEHIND, state="stopped", stack=(), collectives=(), answered=False), replace(WAITS, rank=2)),
+            (
+                WAITS,
+                replace(BEHIND, state="stopped", stack=(), collectives=(), answered=False),
+                replace(WAITS, rank=2),
+            ),
             (1,),
             "rank 1 is stopped by a signal (process 101 on here); the others wait in all_reduce of 12,345 float32 for 42.0 s",
         ),
         (
-            (WAITS, replace(BEHIND, state="gone", stack=(), collectives=(), answered=False), replace(WAITS, rank=2)),
+            (
+                WAITS,
+                replace(BEHIND, state="gone", stack=(), collectives=(), answered=False),
+                replace(WAITS, rank=2),
+            ),
             (1,),
             "rank 1 has ended without a word (process 101 on here), in data of step 8; "
             "the others wait in all_reduce of 12,345 float32 for 42.0 s",
         ),
         (
-            (at(0, heartbeat.FORWARD, 42.0, RECEIVES), at(1, heartbeat.FORWARD, 43.0, COMPUTES), at(2, heartbeat.FORWARD, 42.0, RECEIVES)),
+            (
+                at(0, heartbeat.FORWARD, 42.0, RECEIVES),
+                at(1, heartbeat.FORWARD, 43.0, COMPUTES),
+                at(2, heartbeat.FORWARD, 42.0, RECEIVES),
+            ),
             (1,),
             "rank 1 is in Net.forward (my.py:30) for 43.0 s; the others wait in recv (distributed_c10d.py:3) for 42.0 s",
         ),
         (
-            (WAITS, at(1, heartbeat.BACKWARD, 42.0, BACKWARD, 17, operation="broadcast"), replace(WAITS, rank=2)),
+            (
+                WAITS,
+                at(1, heartbeat.BACKWARD, 42.0, BACKWARD, 17, operation="broadcast"),
+                replace(WAITS, rank=2),
+            ),
             (),
             "the ranks wait for one another in different places for 42.0 s: rank 0 in all_reduce of 12,345 float32; "
             "rank 1 in broadcast of 12,345 float32",
@@ -386,7 +478,10 @@ def test_what_goes_on_is_healthy_and_who_is_slow_is_named() -> None:
     found = said_of(*well)
     assert (found.verdict, found.at_fault) == ("healthy", ())
     assert found.sentence == "healthy: step 7 of 50, the last one ended 200.0 ms ago"
-    slow = [*well[:2], at(2, heartbeat.DATA, 0.2, READS, 16, spent_s={heartbeat.DATA: 0.03, heartbeat.BACKWARD: 0.01})]
+    slow = [
+        *well[:2],
+        at(2, heartbeat.DATA, 0.2, READS, 16, spent_s={heartbeat.DATA: 0.03, heartbeat.BACKWARD: 0.01}),
+    ]
     assert said_of(*slow).sentence.endswith("; rank 2 is slow: 30.0 ms a step in data, the others 10.0 ms")
 
 
@@ -395,13 +490,18 @@ def test_a_worker_of_a_parameter_server_may_be_gone() -> None:
     worker = at(1, heartbeat.START, 200.0, stepped=None)
     alone = replace(worker, state="gone", beat=replace(worker.beat, patience_s=None))
     assert said_of(served, worker, alone).verdict == "healthy"
-    assert said_of(served, replace(worker, state="gone"), alone).verdict == "stuck", "it is one that the others wait for"
+    assert said_of(served, replace(worker, state="gone"), alone).verdict == "stuck", (
+        "it is one that the others wait for"
+    )
 
 
 def test_a_run_that_starts_may_take_its_time() -> None:
     starts = [at(rank, heartbeat.START, 20.0 + rank, COMPUTES, stepped=None, step=0) for rank in range(3)]
     found = said_of(*starts)
-    assert (found.verdict, found.sentence) == ("starting", "no step has ended yet; rank 0 is in Net.forward (my.py:30) for 20.0 s")
+    assert (found.verdict, found.sentence) == (
+        "starting",
+        "no step has ended yet; rank 0 is in Net.forward (my.py:30) for 20.0 s",
+    )
 
 
 def test_nothing_is_said_unasked_before_half_of_the_patience() -> None:
@@ -418,8 +518,21 @@ def test_nothing_is_said_unasked_before_half_of_the_patience() -> None:
 def test_the_commands_of_the_page(tmp_path: Path) -> None:
     page = (Path(__file__).parent.parent / "docs/hangs.md").read_text()
     [block] = re.findall(r"<!-- run as tests/test_doctor.py: commands -->\n```sh\n(.*?)```", page, re.S)
-    words = ("train", write_task(tmp_path), "--ranks", "2", "--batch", "16", "--steps", "2", "--run-dir", "runs/a")
+    words = (
+        "train",
+        write_task(tmp_path),
+        "--ranks",
+        "2",
+        "--batch",
+        "16",
+        "--steps",
+        "2",
+        "--run-dir",
+        "runs/a",
+    )
     assert paceline(*words, at=tmp_path).status == 0
     for line in block.splitlines():
-        assert paceline(*line.split()[1:], at=tmp_path).out == "runs/a is not running: it was done at step 2\n"
+        assert (
+            paceline(*line.split()[1:], at=tmp_path).out == "runs/a is not running: it was done at step 2\n"
+        )
     assert json.loads((tmp_path / "found.json").read_text()) is None

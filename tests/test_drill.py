@@ -64,7 +64,10 @@ def test_what_ranks_note_is_read_as_steps() -> None:
 
 def test_steps_are_put_together_from_the_ranks() -> None:
     plan = parse("tp=2,micro=2").on(4)
-    first, second = [Update(1, ((0, 1), (4, 5))), Update(2, ((8, 9), (12, 13)))], [Update(1, ((2, 3), (6, 7)))]
+    first, second = (
+        [Update(1, ((0, 1), (4, 5))), Update(2, ((8, 9), (12, 13)))],
+        [Update(1, ((2, 3), (6, 7)))],
+    )
     assert consumed({0: first, 1: first[:1], 2: second, 3: second}, plan) == ([tuple(range(8)), None], [])
     _, wrong = consumed({0: first, 1: [Update(1, ((0, 2), (4, 5)))], 2: second}, plan)
     assert wrong == ["ranks 0 and 1 consumed other samples, and should have shared them"]
@@ -74,7 +77,9 @@ def test_of_a_pipeline_the_last_stage_tells(tmp_path: Path) -> None:
     for rank in range(2):
         (tmp_path / f"0-0-{rank}").write_text(f"[1, [{rank}]]\n[2]\n")
     (tmp_path / "0-1-1").write_text("[1, [7]]\n")
-    assert sample_audit.read(tmp_path, parse("pp=2,micro=1,schedule=gpipe").on(2)) == [{1: [Update(2, ((1,),))]}]
+    assert sample_audit.read(tmp_path, parse("pp=2,micro=1,schedule=gpipe").on(2)) == [
+        {1: [Update(2, ((1,),))]}
+    ]
 
 
 @pytest.mark.parametrize(
@@ -83,11 +88,20 @@ def test_of_a_pipeline_the_last_stage_tells(tmp_path: Path) -> None:
         ([EXPECTED], None),
         ([[*EXPECTED[:3], None], EXPECTED[2:]], None),
         ([EXPECTED[:3], EXPECTED], None),
-        ([EXPECTED[:2], EXPECTED[3:]], "the samples of step 3 to 3 were lost: start 2 began with those of step 4"),
+        (
+            [EXPECTED[:2], EXPECTED[3:]],
+            "the samples of step 3 to 3 were lost: start 2 began with those of step 4",
+        ),
         ([EXPECTED[:4]], "the samples of step 5 to 5 were lost at the end"),
         ([[*EXPECTED, (10, 11)]], "start 1 went on past the end, with step 6 of 5"),
-        ([EXPECTED[:2], [(2, 3), (2, 3), *EXPECTED[3:]]], "start 2 consumed 2, 3 … (2) in step 3, in place of 4, 5 … (2)"),
-        ([EXPECTED[:2], [(2, 9)]], "start 2 began with samples 2, 9 … (2), with which no step of the undisturbed training did"),
+        (
+            [EXPECTED[:2], [(2, 3), (2, 3), *EXPECTED[3:]]],
+            "start 2 consumed 2, 3 … (2) in step 3, in place of 4, 5 … (2)",
+        ),
+        (
+            [EXPECTED[:2], [(2, 9)]],
+            "start 2 began with samples 2, 9 … (2), with which no step of the undisturbed training did",
+        ),
         ([[*EXPECTED[:4], None]], "start 1 consumed  … (0) in step 5, in place of 8, 9 … (2)"),
     ],
     ids=["once", "again", "from the start", "lost", "short", "further", "twice", "others", "not whole"],
@@ -129,7 +143,11 @@ def test_a_clock_is_set(tmp_path: Path) -> None:
 
     def hours_off() -> int:
         told = subprocess.run(
-            [sys.executable, "-c", "import time; print(time.time())"], env=env, capture_output=True, text=True, check=True
+            [sys.executable, "-c", "import time; print(time.time())"],
+            env=env,
+            capture_output=True,
+            text=True,
+            check=True,
         )
         return round((float(told.stdout) - time.time()) / 3600)
 
@@ -155,7 +173,10 @@ def test_a_clock_is_set(tmp_path: Path) -> None:
             ("--plan", "parameter-server"),
             "under plan parameter-server no two trainings are the same, so there is nothing to compare",
         ),
-        (("--ranks", "3", "--plan", "tp=2"), "plan tp=2 needs a multiple of tp=2 = 2 ranks, got 3: use --ranks 2 or 4"),
+        (
+            ("--ranks", "3", "--plan", "tp=2"),
+            "plan tp=2 needs a multiple of tp=2 = 2 ranks, got 3: use --ranks 2 or 4",
+        ),
         (("--json", "nowhere/found.json"), "cannot write nowhere/found.json: there is no folder nowhere"),
     ],
 )
@@ -175,13 +196,19 @@ def drilled(folder: Path, *words: str | Path, timeout_s: float = 280.0) -> tuple
     """Exit status, what it said, and what was found of each fault."""
     result = paceline("drill", *words, "--json", "found.json", at=folder, timeout_s=timeout_s)
     assert result.status in (0, 1), result.all
-    return result.status, result.all, {one["fault"]: one for one in json.loads((folder / "found.json").read_text())["faults"]}
+    return (
+        result.status,
+        result.all,
+        {one["fault"]: one for one in json.loads((folder / "found.json").read_text())["faults"]},
+    )
 
 
 @pytest.mark.slow
 def test_a_rank_is_killed_and_nothing_is_lost(tmp_path: Path) -> None:
     """With augmentation, dropout and BatchNorm. (Without, the README's tour does so each time.)"""
-    status, said, found = drilled(tmp_path, write_task(tmp_path), *RANKS, "--faults", "kill", "--steps", "12", "--seed", "5")
+    status, said, found = drilled(
+        tmp_path, write_task(tmp_path), *RANKS, "--faults", "kill", "--steps", "12", "--seed", "5"
+    )
     assert status == 0, said
     kill = found["kill"]
     assert (kill["wrong"], kill["starts"], kill["untried"]) == ({}, 2, None)
@@ -238,7 +265,9 @@ def test_a_task_that_is_not_the_same_twice_is_found(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_one_rank(tmp_path: Path) -> None:
-    status, said, found = drilled(tmp_path, write_task(tmp_path), "--ranks", "1", "--faults", "kill,cut,preempt", "--batch", "16")
+    status, said, found = drilled(
+        tmp_path, write_task(tmp_path), "--ranks", "1", "--faults", "kill,cut,preempt", "--batch", "16"
+    )
     assert status == 0, said
     assert "cut was not tried: one rank waits for no other one; use --ranks 2 or more" in said
     assert [one["untried"] is None for one in found.values()] == [True, False, True]
@@ -246,10 +275,14 @@ def test_one_rank(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_what_is_interrupted_leaves_nothing_and_tells_what_it_has_found(number: signal.Signals, tmp_path: Path) -> None:
+def test_what_is_interrupted_leaves_nothing_and_tells_what_it_has_found(
+    number: signal.Signals, tmp_path: Path
+) -> None:
     words = (*RANKS, "--faults", "kill,stop", "--keep", "kept")
     with start("drill", write_task(tmp_path), *words, at=tmp_path) as running:
-        running.until((tmp_path / "kept/2-stop/run/ranks/0.alive").exists, "in the middle of the second training")
+        running.until(
+            (tmp_path / "kept/2-stop/run/ranks/0.alive").exists, "in the middle of the second training"
+        )
         running.process.send_signal(number)
         result = running.wait()
         assert result.status == {signal.SIGINT: 130, signal.SIGTERM: 143}[number]
@@ -260,7 +293,9 @@ def test_what_is_interrupted_leaves_nothing_and_tells_what_it_has_found(number: 
 
 
 @pytest.mark.slow
-def test_a_fault_that_comes_after_the_last_step_is_no_alarm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_fault_that_comes_after_the_last_step_is_no_alarm(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """As where the drill waits for a core: the ranks are started again, and have nothing left to do."""
 
     def late(scene: FaultContext) -> str:
@@ -276,18 +311,24 @@ def test_a_fault_that_comes_after_the_last_step_is_no_alarm(tmp_path: Path, monk
     [moment] = schedule(chosen("kill"), 0, 1, 12, 2)
     outcome = one.hit(moment, one.reference(), "late")
     assert outcome.wrong == {}
-    assert outcome.untried == "the training had done its last step, 12, before the fault came; use more --steps"
+    assert (
+        outcome.untried == "the training had done its last step, 12, before the fault came; use more --steps"
+    )
 
 
 # Each fault, each plan: at night
 
 PLANS = {"ddp": None, "zero1": None, "zero3": None, "tp=2": "digits", "pp=2": "digits"}
-NIGHTLY = [(plan, seed, FAULTS if seed == 0 else FAULTS[seed % 3 :: 3]) for plan in PLANS for seed in range(4)]
+NIGHTLY = [
+    (plan, seed, FAULTS if seed == 0 else FAULTS[seed % 3 :: 3]) for plan in PLANS for seed in range(4)
+]
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(1500)
-@pytest.mark.parametrize(("plan", "seed", "faults"), [pytest.param(*one, id=f"{one[0]}-{one[1]}") for one in NIGHTLY])
+@pytest.mark.parametrize(
+    ("plan", "seed", "faults"), [pytest.param(*one, id=f"{one[0]}-{one[1]}") for one in NIGHTLY]
+)
 def test_every_fault_under_every_plan(plan: str, seed: int, faults: tuple, tmp_path: Path) -> None:
     task = PLANS[plan] or write_task(tmp_path)
     names = ",".join(fault.name for fault in faults)

@@ -14,7 +14,18 @@ import pytest
 
 import network
 import slurm
-from command import PACELINE, environment, marked, of_kind, paceline, slow_down, start, steps_done, succeed, write_task
+from command import (
+    PACELINE,
+    environment,
+    marked,
+    of_kind,
+    paceline,
+    slow_down,
+    start,
+    steps_done,
+    succeed,
+    write_task,
+)
 from paceline import spec as specs
 from paceline.events import Ended, Failed, Started, Step
 from paceline.run import RunFolder, create
@@ -38,7 +49,10 @@ ASKED = (
     "4",
 )
 needs_slurm = [pytest.mark.slow, pytest.mark.skipif(slurm.why_not() is not None, reason=str(slurm.why_not()))]
-needs_network = [pytest.mark.slow, pytest.mark.skipif(network.why_not() is not None, reason=str(network.why_not()))]
+needs_network = [
+    pytest.mark.slow,
+    pytest.mark.skipif(network.why_not() is not None, reason=str(network.why_not())),
+]
 
 
 @pytest.fixture(scope="module")
@@ -65,7 +79,9 @@ def is_open(port: int) -> bool:
 def is_undisturbed(run: Path, alone: Path) -> None:
     """The curve of the losses, of which the later lines count, is that of one process."""
     losses = {step.step: step.loss for step in of_kind(run, Step)}
-    assert [losses[step] for step in range(1, 61)] == pytest.approx([step.loss for step in of_kind(alone, Step)], rel=1e-10)
+    assert [losses[step] for step in range(1, 61)] == pytest.approx(
+        [step.loss for step in of_kind(alone, Step)], rel=1e-10
+    )
 
 
 def process(run: Path, kind: str, rank: int | None = None) -> psutil.Process:
@@ -93,7 +109,15 @@ class Agents:
     def start(self) -> None:
         hosts = ",".join(node.address for node in self.nodes) if self.nodes else "localhost,localhost"
         for at in range(2):
-            said = {"PROCID": at, "NODEID": at, "LOCALID": 0, "NTASKS": 2, "JOB_ID": 7, "STEP_ID": 0, "STEP_TASKS_PER_NODE": "1(x2)"}
+            said = {
+                "PROCID": at,
+                "NODEID": at,
+                "LOCALID": 0,
+                "NTASKS": 2,
+                "JOB_ID": 7,
+                "STEP_ID": 0,
+                "STEP_TASKS_PER_NODE": "1(x2)",
+            }
             env = environment(
                 **{f"SLURM_{name}": str(value) for name, value in said.items()},
                 SLURM_STEP_NODELIST=hosts,
@@ -101,9 +125,17 @@ class Agents:
                 OMP_NUM_THREADS="1",
                 PACELINE_TESTS=self.mark,
             )
-            options = {"cwd": self.folder, "env": env, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+            options = {
+                "cwd": self.folder,
+                "env": env,
+                "stdout": subprocess.PIPE,
+                "stderr": subprocess.PIPE,
+                "text": True,
+            }
             words = [*PACELINE, "agent", str(self.run)]
-            self.processes.append(self.nodes[at].start(words, **options) if self.nodes else subprocess.Popen(words, **options))
+            self.processes.append(
+                self.nodes[at].start(words, **options) if self.nodes else subprocess.Popen(words, **options)
+            )
 
     @property
     def mark(self) -> str:
@@ -122,7 +154,15 @@ class Agents:
 
 def request(folder: Path) -> None:
     """The folder of a run that nobody has started."""
-    asked = {"task": f"{folder}/my.py:Regression", "plan": "zero1", "ranks": 2, "nodes": 2, "restarts": 1, "device": "cpu", "steps": 60}
+    asked = {
+        "task": f"{folder}/my.py:Regression",
+        "plan": "zero1",
+        "ranks": 2,
+        "nodes": 2,
+        "restarts": 1,
+        "device": "cpu",
+        "steps": 60,
+    }
     asked |= {"batch": 24, "precision": "fp64", "account": False, "save.every": 4, "set.dropout": 0.0}
     create(folder / "r", *specs.load(None, asked))
 
@@ -191,8 +231,23 @@ def test_torchrun_by_hand_goes_on_with_fewer_nodes(alone: Path, tmp_path: Path) 
     with socket.create_server(("localhost", 0)) as free:
         port = free.getsockname()[1]
     conf = "last_call_timeout=3,keep_alive_interval=1,keep_alive_max_attempt=3"
-    words = ["--nnodes=1:2", "--nproc-per-node=1", "--max-restarts=3", "--rdzv-backend=c10d", f"--rdzv-endpoint=localhost:{port}"]
-    program = [sys.executable, "-m", "torch.distributed.run", *words, "--rdzv-id=7", f"--rdzv-conf={conf}", "-m", "paceline"]
+    words = [
+        "--nnodes=1:2",
+        "--nproc-per-node=1",
+        "--max-restarts=3",
+        "--rdzv-backend=c10d",
+        f"--rdzv-endpoint=localhost:{port}",
+    ]
+    program = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        *words,
+        "--rdzv-id=7",
+        f"--rdzv-conf={conf}",
+        "-m",
+        "paceline",
+    ]
     env = {"SLOW": str(slow), "OMP_NUM_THREADS": "1", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
     with contextlib.ExitStack() as held:
         first = held.enter_context(start("resume", "r", at=tmp_path, program=program, **env))
@@ -222,11 +277,17 @@ class TestNetwork:
             (first, out, err), (second, _, lost) = there.wait()
         assert (first, err) == (0, "")
         assert second == 2
-        assert lost == f"paceline: node {nodes[1].name} ends: for 20 s it could not reach node {nodes[0].address}, where the agents meet\n"
+        assert (
+            lost
+            == f"paceline: node {nodes[1].name} ends: for 20 s it could not reach node {nodes[0].address}, where the agents meet\n"
+        )
         [said] = [event for event in of_kind(there.run, Failed) if event.what == "node"]
         assert said.message.startswith(f"node {nodes[1].name} with rank 1 was lost, after step "), said
         assert out.count(said.message) >= 1
-        assert [(event.ranks, event.plan) for event in of_kind(there.run, Started)] == [(2, "zero1"), (1, "single")]
+        assert [(event.ranks, event.plan) for event in of_kind(there.run, Started)] == [
+            (2, "zero1"),
+            (1, "single"),
+        ]
         is_undisturbed(there.run, alone)
 
 
@@ -236,8 +297,22 @@ class TestSlurm:
     def submit(self, there: Slurm, folder: Path, *words: str) -> str:
         write_task(folder)
         env = environment(OMP_NUM_THREADS="1", SLOW=str(slow_down(folder / "slow", 0.02)), **there.env)
-        command = [*PACELINE, "submit", "my.py:Regression", *ASKED, "--plan", "zero1", "--run-dir", "r", "--ranks-per-node", "1", *words]
-        done = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=60, check=True)
+        command = [
+            *PACELINE,
+            "submit",
+            "my.py:Regression",
+            *ASKED,
+            "--plan",
+            "zero1",
+            "--run-dir",
+            "r",
+            "--ranks-per-node",
+            "1",
+            *words,
+        ]
+        done = subprocess.run(
+            command, cwd=folder, env=env, capture_output=True, text=True, timeout=60, check=True
+        )
         return done.stdout.split()[-1]
 
     def test_a_node_is_lost(self, there: Slurm, alone: Path, tmp_path: Path) -> None:
@@ -304,13 +379,29 @@ class TestSlurm:
     def test_in_an_allocation(self, there: Slurm, tmp_path: Path) -> None:
         write_task(tmp_path)
         inside = ("salloc", "--quiet", "--nodes=2", "--no-kill", *PACELINE)
-        words = ("train", "my.py:Regression", *ASKED, "--plan", "zero1", "--nodes", "1:2", "--ranks-per-node", "1", "--restarts", "1")
-        result = paceline(*words, "--run-dir", "r", at=tmp_path, program=inside, OMP_NUM_THREADS="1", **there.env)
+        words = (
+            "train",
+            "my.py:Regression",
+            *ASKED,
+            "--plan",
+            "zero1",
+            "--nodes",
+            "1:2",
+            "--ranks-per-node",
+            "1",
+            "--restarts",
+            "1",
+        )
+        result = paceline(
+            *words, "--run-dir", "r", at=tmp_path, program=inside, OMP_NUM_THREADS="1", **there.env
+        )
         assert result.status == 0, result.all
         assert [event.ranks for event in of_kind(tmp_path / "r", Started)] == [2]
 
     def test_the_page(self, there: Slurm, tmp_path: Path) -> None:
-        env = environment(OMP_NUM_THREADS="1", **there.env | {"PATH": f"{Path(sys.executable).parent}:{slurm.PATH}"})
+        env = environment(
+            OMP_NUM_THREADS="1", **there.env | {"PATH": f"{Path(sys.executable).parent}:{slurm.PATH}"}
+        )
         for line in blocks("docs/slurm.md")["lost"].splitlines():
             subprocess.run(["bash", "-c", line], cwd=tmp_path, env=env, check=True, timeout=60)
         run = tmp_path / "runs/a"

@@ -9,14 +9,41 @@ import time
 import pytest
 
 from paceline import events
-from paceline.events import KINDS, Ended, Evaluated, Event, EventWriter, Failed, Saved, Stalled, Started, Step, dumps, follow, loads, read
+from paceline.events import (
+    KINDS,
+    Ended,
+    Evaluated,
+    Event,
+    EventWriter,
+    Failed,
+    Saved,
+    Stalled,
+    Started,
+    Step,
+    dumps,
+    follow,
+    loads,
+    read,
+)
 
 STARTED = Started(
-    task="digits", plan="zero3", ranks=2, batch=64, step=0, steps=10, samples=1437, parameters=99, device="cpu", precision="fp32", threads=1
+    task="digits",
+    plan="zero3",
+    ranks=2,
+    batch=64,
+    step=0,
+    steps=10,
+    samples=1437,
+    parameters=99,
+    device="cpu",
+    precision="fp32",
+    threads=1,
 )
 ALL: list[Event] = [
     dataclasses.replace(STARTED, notes=("one", "zwei → drei")),
-    Step(step=1, samples=64, loss=1 / 3, grad_norm=None, lr=1e-300, step_s=0.1, data_s=0.0, samples_per_s=640.0),
+    Step(
+        step=1, samples=64, loss=1 / 3, grad_norm=None, lr=1e-300, step_s=0.1, data_s=0.0, samples_per_s=640.0
+    ),
     Evaluated(step=1, metrics={"loss": 0.1 + 0.2, "accuracy": 1.0}, seconds=0.5),
     Saved(step=1, path="ckpt/step_1", bytes=2**40, seconds=1.0, blocked_s=0.1),
     Failed(what="run", message='a\nb\t"c"', step=1, rank=3, lost_peer=True, meant=True),
@@ -26,7 +53,16 @@ ALL: list[Event] = [
 
 
 def step(number: int) -> Step:
-    return Step(step=number, samples=number, loss=1.0, grad_norm=1.0, lr=1.0, step_s=1.0, data_s=0.0, samples_per_s=1.0)
+    return Step(
+        step=number,
+        samples=number,
+        loss=1.0,
+        grad_norm=1.0,
+        lr=1.0,
+        step_s=1.0,
+        data_s=0.0,
+        samples_per_s=1.0,
+    )
 
 
 def write(path, *written: Event) -> None:
@@ -49,7 +85,18 @@ def test_an_event_is_one_line_and_comes_back_equal(event):
 def test_the_kinds_and_fields_that_others_read():
     assert [*KINDS] == ["started", "step", "accounted", "evaluated", "saved", "failed", "stalled", "ended"]
     written = json.loads(dumps(ALL[1]))
-    assert {*written} == {"time", "event", "step", "samples", "loss", "grad_norm", "lr", "step_s", "data_s", "samples_per_s"}
+    assert {*written} == {
+        "time",
+        "event",
+        "step",
+        "samples",
+        "loss",
+        "grad_norm",
+        "lr",
+        "step_s",
+        "data_s",
+        "samples_per_s",
+    }
     assert {"time", "event", "step", "metrics"} <= {*json.loads(dumps(ALL[2]))}
 
 

@@ -20,13 +20,17 @@ PAGE = (EXAMPLES / "README.md").read_text()
 [BLOCK] = re.findall(r"```sh\n(.*?)```", PAGE, re.S)
 LINES = [shlex.split(line) for line in BLOCK.splitlines()]
 SUBMIT = next(words for words in LINES if words[1] == "submit")
-COMMANDS = {next(word for word in words if word.endswith(".py")): words for words in LINES if words is not SUBMIT}
+COMMANDS = {
+    next(word for word in words if word.endswith(".py")): words for words in LINES if words is not SUBMIT
+}
 LONGEST = 80  # lines
 
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    return Path(shutil.copytree(EXAMPLES, tmp_path / "examples", ignore=shutil.ignore_patterns("__pycache__", "runs")))
+    return Path(
+        shutil.copytree(EXAMPLES, tmp_path / "examples", ignore=shutil.ignore_patterns("__pycache__", "runs"))
+    )
 
 
 def run(words: list[str], folder: Path) -> Result:
@@ -46,7 +50,9 @@ def test_the_page_lists_each_example_and_each_is_short():
         lines = (EXAMPLES / name).read_text().splitlines()
         assert len(lines) < LONGEST, name
         commands = [line for line in lines[:8] if line.startswith(("paceline ", "python "))]
-        assert name == "site.toml" or commands[0] in BLOCK.splitlines(), f"{name} and the page give the same command"
+        assert name == "site.toml" or commands[0] in BLOCK.splitlines(), (
+            f"{name} and the page give the same command"
+        )
 
 
 @pytest.mark.parametrize(
@@ -54,7 +60,9 @@ def test_the_page_lists_each_example_and_each_is_short():
     [
         ("image_classification.py", "accuracy", 0.3),
         ("lstm.py", None, None),
-        pytest.param("hugging_face.py", "right", -1.0, marks=pytest.mark.slow),  # three processes import transformers
+        pytest.param(
+            "hugging_face.py", "right", -1.0, marks=pytest.mark.slow
+        ),  # three processes import transformers
     ],
 )
 def test_a_task_learns(name, metric, above, folder):
@@ -114,9 +122,18 @@ def test_the_loop_under_torchrun(folder):
 
 def test_the_site_file_makes_a_job_script(folder):
     script = run(SUBMIT, folder).out
-    assert subprocess.run(["bash", "-n"], input=script, text=True, capture_output=True, timeout=20).stderr == ""
+    assert (
+        subprocess.run(["bash", "-n"], input=script, text=True, capture_output=True, timeout=20).stderr == ""
+    )
     site = tomllib.loads((folder / "site.toml").read_text())
-    values = [site["partition"], site["account"], site["venv"], site["interface"], site["stage_in"], f"USR1@{site['notice_s']}"]
+    values = [
+        site["partition"],
+        site["account"],
+        site["venv"],
+        site["interface"],
+        site["stage_in"],
+        f"USR1@{site['notice_s']}",
+    ]
     for value in [*values, *site["modules"], *site["sbatch"], *site["environment"]]:
         assert value in script, value
     (folder / "site.toml").write_text(f"{(folder / 'site.toml').read_text()}\n[partitions]\n")

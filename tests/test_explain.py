@@ -22,9 +22,14 @@ def test_nothing_is_both_faster_and_leaner_than_the_front(found):
     assert best[0] == found.pool[0]
     assert len(best) > 3
     for plan, cost in best:
-        assert not any(its.step_s < cost.step_s and its.peak_bytes < cost.peak_bytes for _, its in found.pool), plan
+        assert not any(
+            its.step_s < cost.step_s and its.peak_bytes < cost.peak_bytes for _, its in found.pool
+        ), plan
     others = [cost for plan, cost in found.pool if plan not in dict(best)]
-    assert all(any(its.step_s <= cost.step_s and its.peak_bytes <= cost.peak_bytes for _, its in best) for cost in others)
+    assert all(
+        any(its.step_s <= cost.step_s and its.peak_bytes <= cost.peak_bytes for _, its in best)
+        for cost in others
+    )
 
 
 def test_every_part_has_its_colour_and_no_picture_has_two_alike():

@@ -58,7 +58,9 @@ def test_flops_of_a_gpt_are_those_of_narayanan_et_al():
     """arXiv 2104.04473, equation 3, without its recompute: 72·B·s·l·h²·(1 + s/6h + V/12lh)."""
     m = transformer("gpt3-175b")
     layers, h, s, v = m.layers, m.hidden, m.seq, m.vocab
-    assert m.facts().training_flops == pytest.approx(72 * s * layers * h**2 * (1 + s / (6 * h) + v / (12 * layers * h)), rel=1e-12)
+    assert m.facts().training_flops == pytest.approx(
+        72 * s * layers * h**2 * (1 + s / (6 * h) + v / (12 * layers * h)), rel=1e-12
+    )
 
 
 @pytest.mark.parametrize(("name", "active"), [("mixtral-8x7b", 12.9e9), ("mixtral-8x22b", 39.1e9)])
@@ -159,6 +161,7 @@ def test_an_unknown_model_has_a_nearest_one():
 
 def test_no_torch():
     done = subprocess.run(
-        [sys.executable, "-c", "import sys, paceline.plan.model.library; print('torch' in sys.modules)"], capture_output=True
+        [sys.executable, "-c", "import sys, paceline.plan.model.library; print('torch' in sys.modules)"],
+        capture_output=True,
     )
     assert done.stdout.strip() == b"False"

@@ -19,14 +19,42 @@ GREEDY = TASK.replace(
 )
 # A dataset that a user has cut already, by a rank of his own.
 OWN_PART = TASK.replace("count = self.samples if", "count = self.samples - int(os.environ.get('RANK', 0)) if")
-TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "paceline")
+TORCHRUN = (
+    sys.executable,
+    "-m",
+    "torch.distributed.run",
+    "--standalone",
+    "--nproc-per-node",
+    "2",
+    "-m",
+    "paceline",
+)
 LAUNCHERS = [PACELINE, pytest.param(TORCHRUN, marks=pytest.mark.slow)]
 
 
 def begin(folder: Path, source: str, *more: str, program: tuple[str, ...] = PACELINE) -> Running:
     slow_down(folder / "slow", 0.01)
-    words = ("train", write_task(folder, source), "--ranks", "2", "--batch", "16", "--steps", "1000", "--run-dir", "run", *more)
-    return start(*words, at=folder, program=program, SLOW=str(folder / "slow"), ROOM=str(folder / "room"), OMP_NUM_THREADS="1")
+    words = (
+        "train",
+        write_task(folder, source),
+        "--ranks",
+        "2",
+        "--batch",
+        "16",
+        "--steps",
+        "1000",
+        "--run-dir",
+        "run",
+        *more,
+    )
+    return start(
+        *words,
+        at=folder,
+        program=program,
+        SLOW=str(folder / "slow"),
+        ROOM=str(folder / "room"),
+        OMP_NUM_THREADS="1",
+    )
 
 
 @pytest.mark.parametrize("program", LAUNCHERS)
@@ -49,13 +77,13 @@ def test_one_rank_is_out_of_memory_while_the_others_wait(program: tuple[str, ...
 
 
 @pytest.mark.parametrize("program", LAUNCHERS)
-def test_datasets_of_unequal_length_are_refused_before_the_first_step(program: tuple[str, ...], tmp_path: Path) -> None:
+def test_datasets_of_unequal_length_are_refused_before_the_first_step(
+    program: tuple[str, ...], tmp_path: Path
+) -> None:
     with begin(tmp_path, OWN_PART, program=program) as running:
         result = running.wait(60)
         running.until_all_ended(10)
-    sentence = (
-        "paceline: dataset('train') has 53 samples on rank 0 and 52 on rank 1; every rank must see the whole dataset, Paceline splits it\n"
-    )
+    sentence = "paceline: dataset('train') has 53 samples on rank 0 and 52 on rank 1; every rank must see the whole dataset, Paceline splits it\n"
     assert result.status != 0
     assert result.all.count(sentence) == 1, result.all
     assert not of_kind(tmp_path / "run", Started)

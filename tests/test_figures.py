@@ -6,7 +6,14 @@ import pytest
 import torch
 
 from paceline.errors import TaskError
-from paceline.training.step_metrics import EVERY_S, MOST, ControlFlags, LocalStepStats, StepMetrics, reduce_metrics_async
+from paceline.training.step_metrics import (
+    EVERY_S,
+    MOST,
+    ControlFlags,
+    LocalStepStats,
+    StepMetrics,
+    reduce_metrics_async,
+)
 
 CPU = torch.device("cpu")
 
@@ -16,7 +23,9 @@ def local(loss: float, items: float, norm: float | None, expected: float | None 
 
 
 def test_each_step_keeps_its_own_figures() -> None:
-    told = reduce_metrics_async([local(6.0, 2.0, 3.0), local(8.0, 4.0, None)], ControlFlags(save=True), 1.0, 1, CPU).result()
+    told = reduce_metrics_async(
+        [local(6.0, 2.0, 3.0), local(8.0, 4.0, None)], ControlFlags(save=True), 1.0, 1, CPU
+    ).result()
     assert told.steps == [StepMetrics(3.0, 3.0), StepMetrics(2.0, 0.0)]
     assert told.wishes == ControlFlags(stop=False, save=True)
 
@@ -25,13 +34,20 @@ def test_norms_of_tensors_are_combined_as_if_each_step_were_told_alone() -> None
     norms = [list(torch.randn(5, generator=torch.Generator().manual_seed(at)).abs()) for at in range(7)]
     steps = [LocalStepStats(torch.tensor(1.0), 1.0, norm, None) for norm in norms]
     together = reduce_metrics_async(steps, ControlFlags(), 1.0, 1, CPU).result().steps
-    assert together == [reduce_metrics_async([step], ControlFlags(), 1.0, 1, CPU).result().steps[0] for step in steps]
-    assert [figures.grad_norm for figures in together] == pytest.approx([math.hypot(*map(float, norm)) for norm in norms], rel=1e-15)
+    assert together == [
+        reduce_metrics_async([step], ControlFlags(), 1.0, 1, CPU).result().steps[0] for step in steps
+    ]
+    assert [figures.grad_norm for figures in together] == pytest.approx(
+        [math.hypot(*map(float, norm)) for norm in norms], rel=1e-15
+    )
 
 
 @pytest.mark.parametrize(("step_s", "together"), [(10 * EVERY_S, 1), (EVERY_S / 4.5, 4), (1e-9, MOST)])
 def test_quick_steps_are_told_together(step_s: float, together: int) -> None:
-    assert reduce_metrics_async([local(1.0, 1.0, 1.0)] * 3, ControlFlags(), 3 * step_s, 1, CPU).result().together == together
+    assert (
+        reduce_metrics_async([local(1.0, 1.0, 1.0)] * 3, ControlFlags(), 3 * step_s, 1, CPU).result().together
+        == together
+    )
 
 
 def test_the_number_of_items_must_be_as_expected() -> None:
@@ -41,4 +57,6 @@ def test_the_number_of_items_must_be_as_expected() -> None:
 
 
 def test_no_items_is_no_number() -> None:
-    assert math.isnan(reduce_metrics_async([local(0.0, 0.0, 1.0)], ControlFlags(), 1.0, 1, CPU).result().steps[0].loss)
+    assert math.isnan(
+        reduce_metrics_async([local(0.0, 0.0, 1.0)], ControlFlags(), 1.0, 1, CPU).result().steps[0].loss
+    )

@@ -38,7 +38,9 @@ class Net(nn.Module):
     def __init__(self, own: str, norm: bool):
         super().__init__()
         self.own = own
-        self.body = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8) if norm else nn.Identity(), nn.ReLU(), nn.Dropout(0.3))
+        self.body = nn.Sequential(
+            nn.Linear(4, 8), nn.BatchNorm1d(8) if norm else nn.Identity(), nn.ReLU(), nn.Dropout(0.3)
+        )
         self.last = nn.Linear(8, CLASSES)
         self.scale = nn.Parameter(torch.tensor(1.0))
 
@@ -103,28 +105,46 @@ MIXING: dict[str, tuple[Loss, str]] = {
     "CLIP": (clip, "clip"),
     "variance of the batch": (lambda output, batch: output.var(0).sum(), ""),
     "normalized by the batch": (lambda output, batch: (output - output.mean(0)).square().mean(-1), ""),
-    "detached normalization": (lambda output, batch: cross(output, batch) / cross(output, batch).mean().detach(), ""),
+    "detached normalization": (
+        lambda output, batch: cross(output, batch) / cross(output, batch).mean().detach(),
+        "",
+    ),
     "mean over tokens": (token_mean, ""),
     "the model's own, of padded tokens": (lambda output, batch: output.loss, "tokens"),
     "the hardest sample": (lambda output, batch: cross(output, batch).max(), ""),
     "ranks of pairs": (lambda output, batch: F.softplus(output[:, None, 0] - output[None, :, 0]).mean(), ""),
     "sum in place of mean": (lambda output, batch: cross(output, batch).sum(), ""),
     "whole by root": (lambda output, batch: cross(output, batch).square().mean().sqrt(), ""),
-    "entropy of the mean": (lambda output, batch: cross(output, batch) - F.softmax(output, -1).mean(0).log().mean(), ""),
+    "entropy of the mean": (
+        lambda output, batch: cross(output, batch) - F.softmax(output, -1).mean(0).log().mean(),
+        "",
+    ),
 }
 APART: dict[str, tuple[Loss, str]] = {
     "by item": (cross, ""),
     "mean": (lambda output, batch: F.cross_entropy(output, batch[2]), ""),
     "by element": (lambda output, batch: (output - batch[0].mean(-1, keepdim=True)).square(), ""),
     "by token": (lambda output, batch: (output[:, None] - batch[1][..., None]).square().mean(-1), ""),
-    "by token, flat": (lambda output, batch: (output[:, None] - batch[1][..., None]).square().mean(-1).flatten(), ""),
+    "by token, flat": (
+        lambda output, batch: (output[:, None] - batch[1][..., None]).square().mean(-1).flatten(),
+        "",
+    ),
     "the model's own": (lambda output, batch: output["loss"], "samples"),
-    "with a number of the model": (lambda output, batch: cross(output[0], batch) * output[1] + output[1].square(), "scale"),
+    "with a number of the model": (
+        lambda output, batch: cross(output[0], batch) * output[1] + output[1].square(),
+        "scale",
+    ),
     "dropout in the loss": (lambda output, batch: cross(F.dropout(output, 0.5), batch).mean(), ""),
     "triplets in blocks": (triplet, "views"),
     "time first": (lambda output, batch: (output - batch[2][None, :, None]).square().mean((0, 2)), "time"),
-    "time first, by token": (lambda output, batch: (output - batch[2][None, :, None]).square().mean(-1), "time"),
-    "penalty of weights": (lambda output, batch: F.cross_entropy(output, batch[2], label_smoothing=0.1, weight=None), ""),
+    "time first, by token": (
+        lambda output, batch: (output - batch[2][None, :, None]).square().mean(-1),
+        "time",
+    ),
+    "penalty of weights": (
+        lambda output, batch: F.cross_entropy(output, batch[2], label_smoothing=0.1, weight=None),
+        "",
+    ),
     "in place": (lambda output, batch: output.mul(2).sub_(1).square(), ""),
     "near nothing": (lambda output, batch: (output * 1e-12).square(), ""),
     "float32 inside": (lambda output, batch: F.cross_entropy(output.float(), batch[2], reduction="none"), ""),
@@ -145,7 +165,11 @@ class Mixed(Task):
         draw = torch.Generator().manual_seed(3)
         tokens = torch.randint(0, CLASSES, (48, LENGTH), generator=draw)
         tokens[torch.arange(LENGTH)[None] >= torch.randint(1, LENGTH + 1, (48, 1), generator=draw)] = -100
-        return models.Pairs(x=torch.randn(48, 4, generator=draw), tokens=tokens, y=torch.randint(0, CLASSES, (48,), generator=draw))
+        return models.Pairs(
+            x=torch.randn(48, 4, generator=draw),
+            tokens=tokens,
+            y=torch.randint(0, CLASSES, (48,), generator=draw),
+        )
 
     def inputs(self, batch: Any) -> Any:
         return tuple(batch)
@@ -166,13 +190,19 @@ def said(name: str, plan: str, **more: Any) -> str:
 
 
 def test_losses_that_mix_samples() -> None:
-    missed = [name for name in MIXING if not said(name, "single,micro=2").startswith("loss() mixes the samples of a batch: ")]
+    missed = [
+        name
+        for name in MIXING
+        if not said(name, "single,micro=2").startswith("loss() mixes the samples of a batch: ")
+    ]
     assert not missed
 
 
 def test_losses_that_do_not() -> None:
     for precision in ("fp32", "bf16", "fp64"):
-        alarms = {name: message for name in APART if (message := said(name, "single,micro=2", precision=precision))}
+        alarms = {
+            name: message for name in APART if (message := said(name, "single,micro=2", precision=precision))
+        }
         assert not alarms, precision
 
 
@@ -187,8 +217,18 @@ def on_ranks(cases: list[tuple[str, str]]) -> list[str]:
 
 def test_on_two_ranks() -> None:
     """All ranks say so, also where a sharded model must run again."""
-    mixing = [("contrastive", "ddp"), ("the model's own, of padded tokens", "zero3"), ("CLIP", "ddp"), ("Barlow Twins", "zero2")]
-    apart = [("by item", "ddp"), ("the model's own", "zero3"), ("triplets in blocks", "ddp"), ("dropout in the loss", "zero1")]
+    mixing = [
+        ("contrastive", "ddp"),
+        ("the model's own, of padded tokens", "zero3"),
+        ("CLIP", "ddp"),
+        ("Barlow Twins", "zero2"),
+    ]
+    apart = [
+        ("by item", "ddp"),
+        ("the model's own", "zero3"),
+        ("triplets in blocks", "ddp"),
+        ("dropout in the loss", "zero1"),
+    ]
     for found in ranks(2)(on_ranks, mixing + apart):
         assert all(message.startswith("loss() mixes") for message in found[: len(mixing)]), found
         assert found[len(mixing) :] == [""] * len(apart), found
@@ -198,17 +238,35 @@ def test_on_two_ranks() -> None:
 
 def the_same(name: str, allow: bool) -> list[float]:
     spec = Spec(steps=4, batch=16, allow_local_loss=allow)
-    return [event.loss for event in train(spec, "single,micro=2", World(), task=Mixed(loss_name=name)) if isinstance(event, Step)]
+    return [
+        event.loss
+        for event in train(spec, "single,micro=2", World(), task=Mixed(loss_name=name))
+        if isinstance(event, Step)
+    ]
 
 
 def test_workers_of_a_parameter_server(tmp_path: Path) -> None:
     """Each looks at its own part; what it finds is told in place of what the server sees of that."""
     source = TASK.replace(
-        "def loss(self, output, batch):\n        return (output", "def loss(self, output, batch):\n        return (output - output.mean(0)"
+        "def loss(self, output, batch):\n        return (output",
+        "def loss(self, output, batch):\n        return (output - output.mean(0)",
     )
     assert source != TASK
     write_task(tmp_path, source)
-    words = ("train", "my.py:Regression", "--set", "norm=false", "--batch", "24", "--steps", "4", "--ranks", "3", "--device", "cpu")
+    words = (
+        "train",
+        "my.py:Regression",
+        "--set",
+        "norm=false",
+        "--batch",
+        "24",
+        "--steps",
+        "4",
+        "--ranks",
+        "3",
+        "--device",
+        "cpu",
+    )
     result = paceline(*words, "--plan", "parameter-server,servers=1", "--run-dir", "r", at=tmp_path)
     assert result.status == 2, result.all
     assert "loss() mixes the samples of a batch" in result.err
@@ -264,9 +322,15 @@ class Odd(Task):
             "lbfgs": lambda: torch.optim.LBFGS(params),
             "own": lambda: torch.optim.SGD(params, lr=0.1),
             "some": lambda: torch.optim.SGD(params[:1], lr=0.1),
-            "groups": lambda: torch.optim.SGD([{"params": params[:1]}, {"params": params[1:], "lr": 0.01}], lr=0.1, momentum=0.9),
-            "named": lambda: torch.optim.AdamW([{"params": [p], "lr": 0.1 / at, "name": f"w{at}"} for at, p in enumerate(params, 1)]),
-            "equal": lambda: torch.optim.SGD([{"params": params[:1]}, {"params": params[1:], "weight_decay": 0.1}], lr=0.1),
+            "groups": lambda: torch.optim.SGD(
+                [{"params": params[:1]}, {"params": params[1:], "lr": 0.01}], lr=0.1, momentum=0.9
+            ),
+            "named": lambda: torch.optim.AdamW(
+                [{"params": [p], "lr": 0.1 / at, "name": f"w{at}"} for at, p in enumerate(params, 1)]
+            ),
+            "equal": lambda: torch.optim.SGD(
+                [{"params": params[:1]}, {"params": params[1:], "weight_decay": 0.1}], lr=0.1
+            ),
             "a class": lambda: torch.optim.SGD,
         }.get(self.what, lambda: None)()
 
@@ -305,10 +369,16 @@ def test_what_a_task_may_not_return() -> None:
 def test_a_learning_rate_without_effect_is_reported() -> None:
     def notes(what: str, **optimizer: Any) -> str:
         spec = Spec(steps=1, batch=40, optimizer=Optimizer(**optimizer))
-        first = next(event for event in train(spec, "single", World(), task=Odd(what=what)) if isinstance(event, Started))
+        first = next(
+            event
+            for event in train(spec, "single", World(), task=Odd(what=what))
+            if isinstance(event, Started)
+        )
         return "; ".join(first.notes)
 
-    assert "optimizer.lr=0.5 has no effect, because the task's optimizer() returns its own SGD" in notes("own", lr=0.5)
+    assert "optimizer.lr=0.5 has no effect, because the task's optimizer() returns its own SGD" in notes(
+        "own", lr=0.5
+    )
     assert "optimizer.name" in notes("own", name="sgd")
     assert "no effect" not in notes("own") + notes("right", lr=0.5) + notes("own", clip=1.0)
 
@@ -321,12 +391,26 @@ def test_a_learning_rate_names_its_parameter_group(tmp_path: Path) -> None:
         run.path.mkdir()
         watch(iter([loads(dumps(event)) for event in happened]), run, console)
         lines = run.log.read_text().splitlines()
-        notes = "\n".join(event for started in happened if isinstance(started, Started) for event in started.notes)
-        return [line for line in lines if " grad norm " in line], notes, [event.lr for event in happened if isinstance(event, Step)]
+        notes = "\n".join(
+            event for started in happened if isinstance(started, Started) for event in started.notes
+        )
+        return (
+            [line for line in lines if " grad norm " in line],
+            notes,
+            [event.lr for event in happened if isinstance(event, Step)],
+        )
 
     for what, group, note in (
-        ("groups", "group 0 of 2", "the parameter groups have different learning rates: group 0 0.1, group 1 0.01; lr is of group 0"),
-        ("named", "group w1", "the parameter groups have different learning rates: w1 0.1, w2 0.05; lr is of w1"),
+        (
+            "groups",
+            "group 0 of 2",
+            "the parameter groups have different learning rates: group 0 0.1, group 1 0.01; lr is of group 0",
+        ),
+        (
+            "named",
+            "group w1",
+            "the parameter groups have different learning rates: w1 0.1, w2 0.05; lr is of w1",
+        ),
     ):
         lines, notes, lrs = told(what)
         assert lines
@@ -340,7 +424,11 @@ def test_a_learning_rate_names_its_parameter_group(tmp_path: Path) -> None:
 
 def test_a_plan_in_words() -> None:
     def plan_of(plan: Any) -> str:
-        return next(event.plan for event in train(Spec(steps=1, batch=40), plan, World(), task=Odd()) if isinstance(event, Started))
+        return next(
+            event.plan
+            for event in train(Spec(steps=1, batch=40), plan, World(), task=Odd())
+            if isinstance(event, Started)
+        )
 
     assert plan_of("single,micro=2") == str(parse("single,micro=2"))
     assert plan_of(Plan(dp=1)) == plan_of("single")
@@ -386,8 +474,9 @@ def test_a_resume_says_what_is_another(tmp_path: Any) -> None:
     assert first not in notes(SOURCE, 1)
     assert first not in notes(SOURCE, 2), "the same in another file"
     assert "from step 2 on: the code of loss() changed" in notes(SOURCE.replace(".square()", ".abs()"), 3)
-    assert "modules of the model was 1 Dropout, 2 Linear, 1 Sequential, 1 Tanh, is 1 Dropout, 2 Linear, 1 ReLU, 1 Sequential" in notes(
-        SOURCE.replace(".square()", ".abs()").replace("Tanh", "ReLU"), 4
+    assert (
+        "modules of the model was 1 Dropout, 2 Linear, 1 Sequential, 1 Tanh, is 1 Dropout, 2 Linear, 1 ReLU, 1 Sequential"
+        in notes(SOURCE.replace(".square()", ".abs()").replace("Tanh", "ReLU"), 4)
     )
     now = SOURCE.replace(".square()", ".abs()").replace("Tanh", "ReLU").replace("0.1", "0.2")
     assert "the settings of the modules of the model changed" in notes(now, 5)

@@ -15,7 +15,18 @@ from paceline.events import Ended, Failed, Started
 from paceline.launch import fork_server
 from paceline.launch.fork_server import is_safe
 
-WORDS = ("train", "my.py:Regression", "--batch", "24", "--device", "cpu", "--ranks", "2", "--set", "spec.threads=1")
+WORDS = (
+    "train",
+    "my.py:Regression",
+    "--batch",
+    "24",
+    "--device",
+    "cpu",
+    "--ranks",
+    "2",
+    "--set",
+    "spec.threads=1",
+)
 
 # What a rank can see of itself when it builds the model
 LOOKS = """
@@ -77,7 +88,9 @@ main()
 
 
 def seen(how: str, at: Path) -> list[dict[str, Any]]:
-    result = paceline(*WORDS, "--steps", "1", "--run-dir", "r", at=at, program=(sys.executable, "-c", LAUNCHER), SEEN=how)
+    result = paceline(
+        *WORDS, "--steps", "1", "--run-dir", "r", at=at, program=(sys.executable, "-c", LAUNCHER), SEEN=how
+    )
     assert result.status == 0, result.all
     assert (at / "r/ranks/imports.txt").exists() == (how == "forked")
     (at / "r").rename(at / how)
@@ -90,9 +103,16 @@ def test_a_forked_rank_is_like_a_spawned_one(tmp_path: Path) -> None:
     for forked, spawned in zip(seen("forked", tmp_path), seen("spawned", tmp_path), strict=True):
         for one in (forked, spawned):
             for name in ("environment", "shown"):
-                for different in ("MASTER_PORT", "SEEN", "PACELINE_TESTS", "TORCHINDUCTOR_CACHE_DIR"):  # torch._dynamo sets the last
+                for different in (
+                    "MASTER_PORT",
+                    "SEEN",
+                    "PACELINE_TESTS",
+                    "TORCHINDUCTOR_CACHE_DIR",
+                ):  # torch._dynamo sets the last
                     one[name].pop(different, None)
-        assert {name: (value, spawned[name]) for name, value in forked.items() if value != spawned[name]} == {}
+        assert {
+            name: (value, spawned[name]) for name, value in forked.items() if value != spawned[name]
+        } == {}
         assert forked["of the launcher"]
         assert forked["umask"] == 0o027
         assert forked["signals"]["1"] == str(signal.SIG_IGN)
@@ -110,7 +130,9 @@ def test_where_forks_are_not_safe(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def server_of(running: Running) -> psutil.Process | None:
     children = psutil.Process(running.process.pid).children()
-    return next((child for child in children if "rank" in child.cmdline() and "RANK" not in child.environ()), None)
+    return next(
+        (child for child in children if "rank" in child.cmdline() and "RANK" not in child.environ()), None
+    )
 
 
 def test_a_fork_server_that_is_killed_takes_no_rank_with_it(tmp_path: Path) -> None:
@@ -153,7 +175,9 @@ def test_a_fork_server_that_is_killed_while_it_imports(tmp_path: Path) -> None:
 def test_restarted_ranks_are_forked_again(tmp_path: Path) -> None:
     write_task(tmp_path)
     slow = slow_down(tmp_path / "slow", 0.01)
-    with start(*WORDS, "--steps", "20", "--restarts", "1", "--run-dir", "r", at=tmp_path, SLOW=str(slow)) as running:
+    with start(
+        *WORDS, "--steps", "20", "--restarts", "1", "--run-dir", "r", at=tmp_path, SLOW=str(slow)
+    ) as running:
         running.until_step(tmp_path / "r", 2)
         server, before = server_of(running), running.ranks()
         before[0].kill()

@@ -15,23 +15,67 @@ from models import Points
 from paceline import Spec
 from paceline.training.init.deferred_init import fill_, named_tensors, record
 
-LIBRARY = importlib.util.find_spec("transformers")  # which takes seconds to import, also where only other tests run
+LIBRARY = importlib.util.find_spec(
+    "transformers"
+)  # which takes seconds to import, also where only other tests run
 if LIBRARY is None:
     pytest.skip("transformers is not installed", allow_module_level=True)
 FOLDERS = [Path(folder) / "models" for folder in LIBRARY.submodule_search_locations or ()]
 
 SMALL = {  # of the keys that configurations use, those that a small model needs to be small
     **dict.fromkeys(
-        ("hidden_size", "d_model", "n_embd", "embed_dim", "dim", "embedding_size", "word_embed_proj_dim", "projection_dim"), 32
+        (
+            "hidden_size",
+            "d_model",
+            "n_embd",
+            "embed_dim",
+            "dim",
+            "embedding_size",
+            "word_embed_proj_dim",
+            "projection_dim",
+        ),
+        32,
     ),
     **dict.fromkeys(("num_hidden_layers", "n_layer", "n_layers", "num_layers"), 2),
     **dict.fromkeys(("encoder_layers", "decoder_layers", "n_group", "topk_group", "n_shared_experts"), 1),
-    **dict.fromkeys(("num_attention_heads", "n_head", "n_heads", "num_heads", "encoder_attention_heads", "decoder_attention_heads"), 4),
+    **dict.fromkeys(
+        (
+            "num_attention_heads",
+            "n_head",
+            "n_heads",
+            "num_heads",
+            "encoder_attention_heads",
+            "decoder_attention_heads",
+        ),
+        4,
+    ),
     **dict.fromkeys(("num_local_experts", "num_experts", "n_routed_experts"), 4),
     **dict.fromkeys(("num_key_value_heads", "num_experts_per_tok", "type_vocab_size"), 2),
-    **dict.fromkeys(("intermediate_size", "d_ff", "ffn_dim", "encoder_ffn_dim", "decoder_ffn_dim", "n_inner", "hidden_dim"), 64),
+    **dict.fromkeys(
+        (
+            "intermediate_size",
+            "d_ff",
+            "ffn_dim",
+            "encoder_ffn_dim",
+            "decoder_ffn_dim",
+            "n_inner",
+            "hidden_dim",
+        ),
+        64,
+    ),
     **dict.fromkeys(("max_position_embeddings", "n_positions"), 64),
-    **dict.fromkeys(("head_dim", "d_kv", "attention_head_size", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"), 8),
+    **dict.fromkeys(
+        (
+            "head_dim",
+            "d_kv",
+            "attention_head_size",
+            "kv_lora_rank",
+            "qk_nope_head_dim",
+            "qk_rope_head_dim",
+            "v_head_dim",
+        ),
+        8,
+    ),
     **dict.fromkeys(("state_size", "n_mels", "num_mel_bins", "patch_size", "hidden_size_per_layer_input"), 8),
     **dict.fromkeys(("vocab_size", "vocab_size_per_layer_input"), 99),
     **dict.fromkeys(("moe_intermediate_size", "shared_expert_intermediate_size", "image_size"), 32),
@@ -89,7 +133,10 @@ def differences(build: Callable[[], nn.Module]) -> Iterator[str]:
         elif expected.numel() >= 256:
             values, like = here.double(), expected.double()
             error = math.sqrt((values.var() + like.var()) / values.numel())
-            if abs(float(values.mean() - like.mean())) > 6 * error or not 0.8 < float(values.std() / like.std()) < 1.25:
+            if (
+                abs(float(values.mean() - like.mean())) > 6 * error
+                or not 0.8 < float(values.std() / like.std()) < 1.25
+            ):
                 yield f"{name}: {values.mean():.4g} ± {values.std():.4g}, not {like.mean():.4g} ± {like.std():.4g}"
 
 
@@ -97,7 +144,11 @@ def of(kind_of_model: str, kind: str, **also: Any) -> Any:
     import transformers
 
     made = getattr(transformers, kind_of_model)
-    return made.from_config(small(kind, **also)) if kind_of_model.startswith("Auto") else made(small(kind, **also))
+    return (
+        made.from_config(small(kind, **also))
+        if kind_of_model.startswith("Auto")
+        else made(small(kind, **also))
+    )
 
 
 class Within(nn.Module):
@@ -140,7 +191,11 @@ class Masked(Points):
     kind: str = "bert"
 
     def model(self) -> nn.Module:
-        return of("AutoModelForMaskedLM" if self.kind == "bert" else "AutoModelForCausalLM", self.kind, tie_word_embeddings=True)
+        return of(
+            "AutoModelForMaskedLM" if self.kind == "bert" else "AutoModelForCausalLM",
+            self.kind,
+            tie_word_embeddings=True,
+        )
 
     def dataset(self, split: str) -> Any:
         words = torch.randint(0, WORDS, (64, 12), generator=torch.Generator().manual_seed(0))
@@ -181,7 +236,9 @@ def test_a_training_starts_at_the_loss_of_a_plain_model(kind: str, plan: str) ->
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", sorted(path.parent.name for folder in FOLDERS for path in folder.glob("*/modeling_*.py")))
+@pytest.mark.parametrize(
+    "kind", sorted(path.parent.name for folder in FOLDERS for path in folder.glob("*/modeling_*.py"))
+)
 def test_any_small_model(kind: str) -> None:
     """Skips what cannot be built small from its configuration alone, or needs libraries that are not there."""
     import transformers
@@ -190,7 +247,9 @@ def test_any_small_model(kind: str) -> None:
     try:
         config = small(kind)
         with torch.device("meta"):
-            values = sum(parameter.numel() for parameter in transformers.AutoModel.from_config(config).parameters())
+            values = sum(
+                parameter.numel() for parameter in transformers.AutoModel.from_config(config).parameters()
+            )
     except Exception as error:
         pytest.skip(f"{kind} is not built: {type(error).__name__}")
     if values > 5_000_000:
@@ -207,9 +266,13 @@ def test_models_of_other_libraries(library: str) -> None:
         pytest.skip(f"{library} cannot be imported: {error}")
     if library == "timm":
         builds = [
-            lambda name=name: module.create_model(name, num_classes=10) for name in ("resnet18", "vit_tiny_patch16_224", "convnext_atto")
+            lambda name=name: module.create_model(name, num_classes=10)
+            for name in ("resnet18", "vit_tiny_patch16_224", "convnext_atto")
         ]
     else:
-        builds = [lambda name=name: getattr(module.models, name)(num_classes=10) for name in ("resnet18", "mobilenet_v3_small", "swin_t")]
+        builds = [
+            lambda name=name: getattr(module.models, name)(num_classes=10)
+            for name in ("resnet18", "mobilenet_v3_small", "swin_t")
+        ]
     for build in builds:
         assert not list(differences(build))

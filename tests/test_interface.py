@@ -14,14 +14,34 @@ import torch.distributed as dist
 import network
 from command import PACELINE, environment, of_kind, paceline, write_task
 from paceline.distributed import network_interface
-from paceline.distributed.network_interface import OTHERS, address_towards, check_interfaces, choose_interface, where_to_listen
+from paceline.distributed.network_interface import (
+    OTHERS,
+    address_towards,
+    check_interfaces,
+    choose_interface,
+    where_to_listen,
+)
 from paceline.distributed.store import EVERYWHERE
 from paceline.errors import LaunchError
 from paceline.events import Step
 
 PORT = 29541
-WORDS = ("train", "my.py:Regression", "--steps", "6", "--batch", "12", "--set", "dropout=0.0", "--device", "cpu", "--run-dir")
-needs_namespaces = pytest.mark.skipif(network.why_not() is not None, reason=f"no network namespaces: {network.why_not()}")
+WORDS = (
+    "train",
+    "my.py:Regression",
+    "--steps",
+    "6",
+    "--batch",
+    "12",
+    "--set",
+    "dropout=0.0",
+    "--device",
+    "cpu",
+    "--run-dir",
+)
+needs_namespaces = pytest.mark.skipif(
+    network.why_not() is not None, reason=f"no network namespaces: {network.why_not()}"
+)
 
 # On this machine
 
@@ -29,7 +49,10 @@ needs_namespaces = pytest.mark.skipif(network.why_not() is not None, reason=f"no
 @pytest.mark.parametrize(
     ("environ", "wrong"),
     [
-        ({"GLOO_SOCKET_IFNAME": "ib9"}, "GLOO_SOCKET_IFNAME=ib9, but {host} has no such interface, only lo, eth0"),
+        (
+            {"GLOO_SOCKET_IFNAME": "ib9"},
+            "GLOO_SOCKET_IFNAME=ib9, but {host} has no such interface, only lo, eth0",
+        ),
         ({"GLOO_SOCKET_IFNAME": "lo,ib9"}, "GLOO_SOCKET_IFNAME=ib9, but"),
         ({"NCCL_SOCKET_IFNAME": "ib,mlx"}, "NCCL_SOCKET_IFNAME=ib,mlx, but"),
         ({"NCCL_SOCKET_IFNAME": "=l"}, "NCCL_SOCKET_IFNAME==l, but"),
@@ -40,7 +63,9 @@ needs_namespaces = pytest.mark.skipif(network.why_not() is not None, reason=f"no
         ({}, None),
     ],
 )
-def test_an_interface_that_is_not_there(environ: dict[str, str], wrong: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interface_that_is_not_there(
+    environ: dict[str, str], wrong: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(psutil, "net_if_addrs", lambda: {"lo": [], "eth0": []})
     if wrong is None:
         check_interfaces(environ)
@@ -83,9 +108,13 @@ def test_a_name_that_means_this_machine_itself(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(psutil, "net_if_addrs", lambda: there)
     only = ("10.0.0.1", ["10.0.0.1"])
     assert where_to_listen(None, {}) == where_to_listen("n1", {}) == only
-    assert where_to_listen("n1", {"GLOO_SOCKET_IFNAME": "ib0"}) == ("10.1.0.1", ["10.1.0.1"]), "the one that was chosen"
+    assert where_to_listen("n1", {"GLOO_SOCKET_IFNAME": "ib0"}) == ("10.1.0.1", ["10.1.0.1"]), (
+        "the one that was chosen"
+    )
     monkeypatch.setattr(socket, "gethostbyname", lambda name: {"n1": "127.0.1.1"}[name])
-    assert where_to_listen(None, {}) == (EVERYWHERE, ["10.0.0.1", "10.1.0.1"]), "which of them the others reach, nobody knows"
+    assert where_to_listen(None, {}) == (EVERYWHERE, ["10.0.0.1", "10.1.0.1"]), (
+        "which of them the others reach, nobody knows"
+    )
     assert where_to_listen("n1", {}) == (EVERYWHERE, ["n1"])
     del there["ib0"]
     assert where_to_listen(None, {}) == only
@@ -108,18 +137,62 @@ def by_hand(there: Sequence[network.Node], at: Path, run: str) -> list["subproce
 
 def by_mpirun(there: Sequence[network.Node], at: Path, run: str) -> list["subprocess.Popen[str]"]:
     hosts = ",".join(f"{node.name}:1" for node in there)
-    words = ["mpirun", "--allow-run-as-root", "--bind-to", "none", "--mca", "plm_rsh_agent", str(_shell(at)), "--host", hosts]
-    return [_start(there[0], [*words, "-np", str(len(there)), *PACELINE, *WORDS, run], at, environment(OMP_NUM_THREADS="1"))]
+    words = [
+        "mpirun",
+        "--allow-run-as-root",
+        "--bind-to",
+        "none",
+        "--mca",
+        "plm_rsh_agent",
+        str(_shell(at)),
+        "--host",
+        hosts,
+    ]
+    return [
+        _start(
+            there[0],
+            [*words, "-np", str(len(there)), *PACELINE, *WORDS, run],
+            at,
+            environment(OMP_NUM_THREADS="1"),
+        )
+    ]
 
 
 def by_mpich(there: Sequence[network.Node], at: Path, run: str) -> list["subprocess.Popen[str]"]:
     hosts = ",".join(node.name for node in there)
-    words = ["mpiexec.hydra", "-launcher", "ssh", "-launcher-exec", str(_shell(at)), "-iface", network.DEVICE, "-hosts", hosts]
-    return [_start(there[0], [*words, "-np", str(len(there)), *PACELINE, *WORDS, run], at, environment(OMP_NUM_THREADS="1"))]
+    words = [
+        "mpiexec.hydra",
+        "-launcher",
+        "ssh",
+        "-launcher-exec",
+        str(_shell(at)),
+        "-iface",
+        network.DEVICE,
+        "-hosts",
+        hosts,
+    ]
+    return [
+        _start(
+            there[0],
+            [*words, "-np", str(len(there)), *PACELINE, *WORDS, run],
+            at,
+            environment(OMP_NUM_THREADS="1"),
+        )
+    ]
 
 
-def _start(node: network.Node, words: Sequence[str], at: Path, env: dict[str, str]) -> "subprocess.Popen[str]":
-    return node.start(words, cwd=at, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True)
+def _start(
+    node: network.Node, words: Sequence[str], at: Path, env: dict[str, str]
+) -> "subprocess.Popen[str]":
+    return node.start(
+        words,
+        cwd=at,
+        env=env,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
 
 
 def _shell(at: Path) -> Path:
@@ -139,14 +212,24 @@ def _shell(at: Path) -> Path:
     [
         by_hand,
         pytest.param(
-            by_mpirun, marks=[pytest.mark.slow, pytest.mark.skipif(not shutil.which("mpirun"), reason="Open MPI is not installed")]
+            by_mpirun,
+            marks=[
+                pytest.mark.slow,
+                pytest.mark.skipif(not shutil.which("mpirun"), reason="Open MPI is not installed"),
+            ],
         ),
         pytest.param(
-            by_mpich, marks=[pytest.mark.slow, pytest.mark.skipif(not shutil.which("mpiexec.hydra"), reason="no MPICH is installed")]
+            by_mpich,
+            marks=[
+                pytest.mark.slow,
+                pytest.mark.skipif(not shutil.which("mpiexec.hydra"), reason="no MPICH is installed"),
+            ],
         ),
     ],
 )
-def test_names_that_mean_nothing_to_others(begin: Callable[..., list["subprocess.Popen[str]"]], tmp_path: Path) -> None:
+def test_names_that_mean_nothing_to_others(
+    begin: Callable[..., list["subprocess.Popen[str]"]], tmp_path: Path
+) -> None:
     write_task(tmp_path)
     assert paceline(*WORDS, "alone", at=tmp_path).status == 0
     with network.nodes(2) as there:

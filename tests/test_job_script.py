@@ -14,7 +14,14 @@ from paceline.launch.slurm.job_script import Job, render
 from paceline.launch.slurm.site import Site, read_site
 
 GOLDEN = Path(__file__).parent / "golden"
-JOB = Job(Path("/home/me/runs/a"), Path("/home/me"), nodes=2, ranks_per_node=4, time="02:00:00", python="/home/me/.venv/bin/python3")
+JOB = Job(
+    Path("/home/me/runs/a"),
+    Path("/home/me"),
+    nodes=2,
+    ranks_per_node=4,
+    time="02:00:00",
+    python="/home/me/.venv/bin/python3",
+)
 SCRIPTS = {
     "plain.sh": (JOB, Site()),
     "centre.sh": (
@@ -41,7 +48,13 @@ SCRIPTS = {
     "elastic.sh": (replace(JOB, nodes=4, least_nodes=2, restarts=3), Site(cpus_per_rank=8)),
     "container.sh": (
         replace(JOB, run=Path("/home/me/my runs/it's"), folder=Path("/home/me/my work")),
-        Site(gpus_per_node=4, modules=("apptainer",), container="/images/torch 2.sif", scratch="/local/$USER", environment={"DATA": "a b"}),
+        Site(
+            gpus_per_node=4,
+            modules=("apptainer",),
+            container="/images/torch 2.sif",
+            scratch="/local/$USER",
+            environment={"DATA": "a b"},
+        ),
     ),
 }
 
@@ -49,15 +62,31 @@ SCRIPTS = {
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_a_job_script(name):
     script = render(*SCRIPTS[name])
-    assert script == (GOLDEN / name).read_text(), "if it is meant: python tests/test_job_script.py, and read what changed"
-    assert subprocess.run(["bash", "-n"], input=script, text=True, capture_output=True, timeout=20).stderr == ""
+    assert script == (GOLDEN / name).read_text(), (
+        "if it is meant: python tests/test_job_script.py, and read what changed"
+    )
+    assert (
+        subprocess.run(["bash", "-n"], input=script, text=True, capture_output=True, timeout=20).stderr == ""
+    )
 
 
 def test_what_is_asked_for_changes_the_script():
     """Each of its words counts."""
-    others = [replace(JOB, nodes=3), replace(JOB, ranks_per_node=1), replace(JOB, time="1-0"), replace(JOB, python="/bin/python")]
+    others = [
+        replace(JOB, nodes=3),
+        replace(JOB, ranks_per_node=1),
+        replace(JOB, time="1-0"),
+        replace(JOB, python="/bin/python"),
+    ]
     assert len({render(job, Site()) for job in [JOB, *others]}) == 5
-    said = {"conda": "a", "interface": "ib1", "environment": {"A": "1"}, "sbatch": ["--comment=x"], "container": "i.sif", "log": "%j.log"}
+    said = {
+        "conda": "a",
+        "interface": "ib1",
+        "environment": {"A": "1"},
+        "sbatch": ["--comment=x"],
+        "container": "i.sif",
+        "log": "%j.log",
+    }
     assert len({render(JOB, Site.model_validate({name: value})) for name, value in said.items()}) == len(said)
 
 
@@ -77,8 +106,13 @@ def site(tmp_path: Path, text: str) -> Site:
 
 
 def test_a_site_file(tmp_path):
-    found = site(tmp_path, 'partition = "gpu"\nmodules = ["cuda/12.4"]\nsbatch = ["--exclusive"]\n[environment]\nA = "1"\n')
-    assert found == Site(partition="gpu", modules=("cuda/12.4",), sbatch=("--exclusive",), environment={"A": "1"})
+    found = site(
+        tmp_path,
+        'partition = "gpu"\nmodules = ["cuda/12.4"]\nsbatch = ["--exclusive"]\n[environment]\nA = "1"\n',
+    )
+    assert found == Site(
+        partition="gpu", modules=("cuda/12.4",), sbatch=("--exclusive",), environment={"A": "1"}
+    )
 
 
 def test_the_site_file_of_this_folder(tmp_path, monkeypatch):
@@ -95,7 +129,10 @@ def test_the_site_file_of_this_folder(tmp_path, monkeypatch):
         ("gpus_per_node = 0", "site.toml: gpus_per_node must be greater than or equal to 1, got 0"),
         ('modules = "cuda"', "site.toml: modules must be a tuple, got 'cuda'"),
         ('conda = "a"\nvenv = "b"', "conda='a' and venv='b' are two answers to one question; keep one"),
-        ('gres = "gpu:2"\ngpus_per_node = 2', "gres='gpu:2' and gpus_per_node=2 are two answers to one question; keep one"),
+        (
+            'gres = "gpu:2"\ngpus_per_node = 2',
+            "gres='gpu:2' and gpus_per_node=2 are two answers to one question; keep one",
+        ),
         ('stage_in = "data.tar"', "stage_in='data.tar' needs scratch, a folder to unpack it to"),
         ('account = "a\\nrm -rf b"', "account must be printable and of one line, got 'a\\nrm -rf b'"),
         ('sbatch = ["exclusive"]', "sbatch has options such as '--exclusive', got 'exclusive'"),
@@ -115,7 +152,10 @@ def test_a_site_file_that_is_not_there(tmp_path):
         read_site(tmp_path / "nowhere.toml")
 
 
-@pytest.mark.parametrize(("there", "flag"), [((), "--nv"), (("nvidiactl",), "--nv"), (("kfd",), "--rocm"), (("kfd", "nvidiactl"), "--nv")])
+@pytest.mark.parametrize(
+    ("there", "flag"),
+    [((), "--nv"), (("nvidiactl",), "--nv"), (("kfd",), "--rocm"), (("kfd", "nvidiactl"), "--nv")],
+)
 def test_a_container_gets_the_gpus_of_its_node(there: tuple[str, ...], flag: str, tmp_path: Path) -> None:
     for name in there:
         (tmp_path / name).touch()

@@ -10,12 +10,36 @@ import pytest
 from command import Result, happened, of_kind, paceline, write_task
 from paceline.events import Ended, Started, Step
 
-TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "paceline")
-MPIRUN = ("mpirun", "--allow-run-as-root", "--oversubscribe", "--bind-to", "none", "-np", "2", sys.executable, "-m", "paceline")
+TORCHRUN = (
+    sys.executable,
+    "-m",
+    "torch.distributed.run",
+    "--standalone",
+    "--nproc-per-node",
+    "2",
+    "-m",
+    "paceline",
+)
+MPIRUN = (
+    "mpirun",
+    "--allow-run-as-root",
+    "--oversubscribe",
+    "--bind-to",
+    "none",
+    "-np",
+    "2",
+    sys.executable,
+    "-m",
+    "paceline",
+)
 WORDS = ("--steps", "12", "--batch", "24", "--set", "dropout=0.0", "--device", "cpu")
 MPICH = ("mpiexec.hydra", "-np", "2", sys.executable, "-m", "paceline")
-has_mpich = pytest.mark.skipif(shutil.which("mpiexec.hydra") is None, reason="MPICH is not installed: apt-get install mpich")
-has_mpirun = pytest.mark.skipif(shutil.which("mpirun") is None, reason="Open MPI is not installed: apt-get install openmpi-bin")
+has_mpich = pytest.mark.skipif(
+    shutil.which("mpiexec.hydra") is None, reason="MPICH is not installed: apt-get install mpich"
+)
+has_mpirun = pytest.mark.skipif(
+    shutil.which("mpirun") is None, reason="Open MPI is not installed: apt-get install openmpi-bin"
+)
 LAUNCHERS = [
     pytest.param(TORCHRUN, id="torchrun"),
     pytest.param(MPIRUN, id="mpirun", marks=has_mpirun),

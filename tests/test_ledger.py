@@ -30,7 +30,9 @@ from paceline.training.dry_run.comm_counter import CommCounter
 from paceline.training.dry_run.dry_run import ledger
 from paceline.training.setup import PreparedTraining
 
-pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit.* is deprecated:DeprecationWarning")  # by torch itself, for zero1
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:.*torch.jit.* is deprecated:DeprecationWarning"
+)  # by torch itself, for zero1
 PLANS = ("ddp", "zero1", "zero2", "zero3", "hsdp")
 Plant = Callable[[PreparedTraining], AbstractContextManager[None]]
 
@@ -94,11 +96,28 @@ def check(size: int, plan: str, task: Task, spec: Spec) -> Ledger:
     return expected[0]
 
 
-TASKS = (models.Text, models.NormedImages, models.Frozen, models.Shared, models.Weighed, models.OwnOptimizer, models.Unrecorded)
-RECIPES = (wanted(), wanted(precision="fp64", optimizer=Optimizer(clip=1.0)), wanted(precision="fp16"), wanted(precision="bf16"))
-ALL: list[tuple[int, str, int, type[Task], int]] = []  # each plan with each task, half of the recipes dealt out
+TASKS = (
+    models.Text,
+    models.NormedImages,
+    models.Frozen,
+    models.Shared,
+    models.Weighed,
+    models.OwnOptimizer,
+    models.Unrecorded,
+)
+RECIPES = (
+    wanted(),
+    wanted(precision="fp64", optimizer=Optimizer(clip=1.0)),
+    wanted(precision="fp16"),
+    wanted(precision="bf16"),
+)
+ALL: list[
+    tuple[int, str, int, type[Task], int]
+] = []  # each plan with each task, half of the recipes dealt out
 FEW: list[tuple[int, str, int, type[Task], int]] = []  # mostly on 2 ranks, one recipe dealt out
-for size, (p, plan), micro, (t, task), recipe in product((2, 4), enumerate(PLANS), (1, 2), enumerate(TASKS), range(len(RECIPES))):
+for size, (p, plan), micro, (t, task), recipe in product(
+    (2, 4), enumerate(PLANS), (1, 2), enumerate(TASKS), range(len(RECIPES))
+):
     dealt = micro + recipe + p + t
     ALL += [(size, plan, micro, task, recipe)] if dealt % 2 == 0 else []
     FEW += ALL[-1:] if dealt % 8 == 0 and micro == 1 + t % 2 and (size == 2 or (t + p) % 4 == 0) else []
@@ -110,7 +129,9 @@ def test_it_is_what_real_ranks_send(task: type[Task], size: int, plan: str, micr
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("size", "plan", "micro", "task", "recipe"), [case for case in ALL if case not in FEW])
+@pytest.mark.parametrize(
+    ("size", "plan", "micro", "task", "recipe"), [case for case in ALL if case not in FEW]
+)
 def test_whole_product(task: type[Task], size: int, plan: str, micro: int, recipe: int) -> None:
     check(size, f"{plan},micro={micro}", task(), RECIPES[recipe])
 
@@ -198,7 +219,10 @@ def test_bytes_by_hand(size: int) -> None:
 
 
 def test_what_a_rank_sends_in_a_ring() -> None:
-    sent = {name: Entry(name, "world", 4, "", 1, 100).sent_bytes for name in ("all-reduce", "all-gather", "reduce-scatter", "broadcast")}
+    sent = {
+        name: Entry(name, "world", 4, "", 1, 100).sent_bytes
+        for name in ("all-reduce", "all-gather", "reduce-scatter", "broadcast")
+    }
     assert sent == {"all-reduce": 150, "all-gather": 75, "reduce-scatter": 75, "broadcast": 100}
     assert Entry("all-reduce", "self", 1, "", 1, 100).sent_bytes == 0
 
@@ -244,7 +268,11 @@ def other_collectives() -> tuple[Ledger, Ledger]:
             work.wait()
     mlp = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 4))
     whole = nn.Sequential(mlp, nn.LayerNorm(4))
-    parallelize_module(mlp, init_device_mesh("cpu", (2,), mesh_dim_names=("tp",)), {"0": ColwiseParallel(), "2": RowwiseParallel()})
+    parallelize_module(
+        mlp,
+        init_device_mesh("cpu", (2,), mesh_dim_names=("tp",)),
+        {"0": ColwiseParallel(), "2": RowwiseParallel()},
+    )
     with CommCounter(whole, plan) as split:
         whole(torch.randn(5, 4, requires_grad=True)).sum().backward()
     return said.ledger(), split.ledger()
@@ -252,8 +280,19 @@ def other_collectives() -> tuple[Ledger, Ledger]:
 
 def test_other_collectives() -> None:
     for said, split in ranks(2)(other_collectives):
-        sizes = {entry.collective: (entry.axis, entry.module, entry.calls, entry.bytes) for entry in said.entries}
-        each = {"reduce": 12, "all-gather": 24, "gather": 24, "scatter": 24, "all-to-all": 24, "barrier": 0, "send": 12, "recv": 12}
+        sizes = {
+            entry.collective: (entry.axis, entry.module, entry.calls, entry.bytes) for entry in said.entries
+        }
+        each = {
+            "reduce": 12,
+            "all-gather": 24,
+            "gather": 24,
+            "scatter": 24,
+            "all-to-all": 24,
+            "barrier": 0,
+            "send": 12,
+            "recv": 12,
+        }
         assert sizes == {name: ("tp", PACELINE, 1, size) for name, size in each.items()}
         forward = Entry("all-reduce", "tp", 2, "0.2", 1, 4 * 5 * 4)
         backward = Entry("all-reduce", "tp", 2, "0.0", 1, 4 * 5 * 4)
@@ -265,7 +304,11 @@ def test_one_process_among_many() -> None:
     spec = Spec(task="digits", batch=1024)
     first, last = (ledger(spec, parse("hsdp,replicate=4"), 1024, rank) for rank in (0, 1023))
     assert first.entries == last.entries
-    assert {(entry.axis, entry.ranks) for entry in first.entries} == {("shard", 256), ("replicate", 4), ("world", 1024)}
+    assert {(entry.axis, entry.ranks) for entry in first.entries} == {
+        ("shard", 256),
+        ("replicate", 4),
+        ("world", 1024),
+    }
 
 
 def test_blocks_that_are_alike_are_one_line() -> None:
@@ -287,7 +330,9 @@ def test_bad_input() -> None:
         ledger(Spec(batch=32), parse("ddp"), 32, task=models.Points())
     with pytest.raises(PlanError, match="steps of plan local-sgd are not alike"):
         ledger(Spec(batch=8), parse("local-sgd"), 4, task=models.Points())
-    with pytest.raises(PlanError, match="plan pp=2,cp=2: where sequences are split in a pipeline, ranks try out"):
+    with pytest.raises(
+        PlanError, match="plan pp=2,cp=2: where sequences are split in a pipeline, ranks try out"
+    ):
         ledger(Spec(batch=8), parse("pp=2,cp=2"), 4, task=models.Text())
     for message in ranks(2)(in_a_rank):
         assert "this process is a rank already" in message
@@ -301,7 +346,20 @@ def in_a_rank() -> str:
 
 def test_the_command(tmp_path: Path) -> None:
     write_task(tmp_path)
-    words = ("ledger", "my.py:Regression", "--ranks", "6", "--plan", "hsdp", "--batch", "48", "--set", "width=12", "--set", "norm=false")
+    words = (
+        "ledger",
+        "my.py:Regression",
+        "--ranks",
+        "6",
+        "--plan",
+        "hsdp",
+        "--batch",
+        "48",
+        "--set",
+        "width=12",
+        "--set",
+        "norm=false",
+    )
     said = succeed(*words, "--json", "found.json", at=tmp_path)
     assert said.err == ""
     heading, *_, total = said.out.splitlines()
@@ -348,11 +406,23 @@ CUT = [  # ranks, plan, task; Text has tied weights, whose gradients the stages 
     (4, "cp=2", models.ShortText),
 ]
 CUT_MORE = [
-    *((2, f"pp=2,schedule={schedule}", task) for schedule in SCHEDULES for task in (models.Text, models.ShortText)),
+    *(
+        (2, f"pp=2,schedule={schedule}", task)
+        for schedule in SCHEDULES
+        for task in (models.Text, models.ShortText)
+    ),
     *((2, f"pp=2,schedule={schedule}", models.NormedImages) for schedule in ("gpipe", "1f1b")),
-    *((4, f"pp=2,zero={zero},schedule={schedule}", models.Text) for schedule in ("gpipe", "1f1b", "zero-bubble") for zero in (0, 2, 3)),
+    *(
+        (4, f"pp=2,zero={zero},schedule={schedule}", models.Text)
+        for schedule in ("gpipe", "1f1b", "zero-bubble")
+        for zero in (0, 2, 3)
+    ),
     *((4, f"pp=2,tp=2,schedule={schedule}", models.ShortText) for schedule in SCHEDULES),
-    *((4, f"{plan},recompute={how}", models.ShortText) for plan in ("pp=2,tp=2", "cp=2,tp=2", "cp=2,zero=3") for how in RECOMPUTE),
+    *(
+        (4, f"{plan},recompute={how}", models.ShortText)
+        for plan in ("pp=2,tp=2", "cp=2,tp=2", "cp=2,zero=3")
+        for how in RECOMPUTE
+    ),
     (4, "pp=4", models.ShortText),
     (4, "cp=4", models.ShortText),
 ]
@@ -392,18 +462,33 @@ def another_way_round(laid: PreparedTraining) -> Iterator[None]:
     ("plan", "task", "plant", "more"),
     [
         ("pp=2", models.Text, once_more, {("all-reduce", "tokens"): 4 * 11 * 6}),
-        ("cp=2", models.ShortText, another_way_round, {("all-gather", f"blocks.{at}"): -2 * 2 * 4 * (8 * 8 * 16) for at in (0, 1)}),
+        (
+            "cp=2",
+            models.ShortText,
+            another_way_round,
+            {("all-gather", f"blocks.{at}"): -2 * 2 * 4 * (8 * 8 * 16) for at in (0, 1)},
+        ),
     ],
 )
-def test_what_cut_models_send_besides_is_caught(plan: str, task: type[Task], plant: Plant, more: dict[tuple[str, str], int]) -> None:
+def test_what_cut_models_send_besides_is_caught(
+    plan: str, task: type[Task], plant: Plant, more: dict[tuple[str, str], int]
+) -> None:
     def sizes(of: Ledger) -> dict[tuple[str, str], int]:
-        return {(entry.collective, entry.module): entry.bytes for entry in of.entries if entry.collective != "all-to-all"}
+        return {
+            (entry.collective, entry.module): entry.bytes
+            for entry in of.entries
+            if entry.collective != "all-to-all"
+        }
 
     (found, _), _ = ranks(2)(counted, task(), wanted(), plan, plant)
     real, dry = sizes(found), sizes(foretold(2, plan, task(), wanted())[0])
-    assert {key: real.get(key, 0) - dry.get(key, 0) for key in {*real, *dry} if real.get(key) != dry.get(key)} == more
+    assert {
+        key: real.get(key, 0) - dry.get(key, 0) for key in {*real, *dry} if real.get(key) != dry.get(key)
+    } == more
 
 
 def test_any_number_of_ranks_is_played(tmp_path: Path) -> None:
     """More than this machine could start."""
-    assert "on 1,024 ranks" in succeed("ledger", "digits", "--batch", "1024", "--ranks", "1024", at=tmp_path).out
+    assert (
+        "on 1,024 ranks" in succeed("ledger", "digits", "--batch", "1024", "--ranks", "1024", at=tmp_path).out
+    )

@@ -39,7 +39,9 @@ def without_norms(found: Trained) -> Trained:
     return replace(found, grad_norms=[])
 
 
-@pytest.mark.parametrize("task", [models.Points, models.Images, models.Frozen, models.Idle, models.Shared, models.Scalar])
+@pytest.mark.parametrize(
+    "task", [models.Points, models.Images, models.Frozen, models.Idle, models.Shared, models.Scalar]
+)
 @pytest.mark.parametrize(("size", "micro"), [(2, 1), (4, 2)])
 def test_averaging_after_each_step_is_ddp(task: type[Task], size: int, micro: int) -> None:
     """The mean of steps is the step of the mean, for SGD without momentum."""
@@ -48,7 +50,9 @@ def test_averaging_after_each_step_is_ddp(task: type[Task], size: int, micro: in
     expected = trained(size, task(), spec, f"ddp,micro={micro}")
     assert not differences(without_norms(found), without_norms(expected), 1e-12)
     assert difference(found.grad_norms, expected.grad_norms) > 1e-3
-    assert np.greater(found.grad_norms, expected.grad_norms).all(), "the gradient of a mean is no longer than their mean square"
+    assert np.greater(found.grad_norms, expected.grad_norms).all(), (
+        "the gradient of a mean is no longer than their mean square"
+    )
 
 
 @pytest.mark.parametrize("plan", ["local-sgd,period=2", "post-local-sgd,period=1,switch=3"])
@@ -69,7 +73,9 @@ def test_until_the_switch_it_is_ddp(task: type[Task], micro: int) -> None:
     expected = trained(2, task(), wanted(), f"ddp,micro={micro}")
     found = trained(2, task(), wanted(), plan)
     before = Trained(expected.losses[:5], expected.grad_norms[:5], expected.lrs[:5], [], {}, ())
-    assert not differences(Trained(found.losses[:5], found.grad_norms[:5], found.lrs[:5], [], {}, ()), before, 0.0)
+    assert not differences(
+        Trained(found.losses[:5], found.grad_norms[:5], found.lrs[:5], [], {}, ()), before, 0.0
+    )
     assert found.losses[5] == expected.losses[5] or task is models.NormedImages  # before its update
     assert found.losses[6] != expected.losses[6]
     ended = trained(2, task(), wanted(steps=5, schedule=Schedule()), plan)
@@ -87,22 +93,31 @@ def by_hand(task: Task, spec: Spec, size: int, period: int) -> dict[str, np.ndar
         model._apply(lambda tensor: tensor.double())
         fill_(model, weights, torch.device("cpu"))
         copies.append(model)
-        optimizers.append(torch.optim.SGD(model.parameters(), lr=spec.optimizer.lr, momentum=spec.optimizer.momentum))
+        optimizers.append(
+            torch.optim.SGD(model.parameters(), lr=spec.optimizer.lr, momentum=spec.optimizer.momentum)
+        )
     samples = task.dataset("train")
     assert samples is not None
     for step in range(spec.steps or 0):
         for rank in range(size):
-            indices = shuffled(RankBatchSlice(spec.batch, 1, rank, size).numbers(step).ravel(), len(samples), spec.seed)
+            indices = shuffled(
+                RankBatchSlice(spec.batch, 1, rank, size).numbers(step).ravel(), len(samples), spec.seed
+            )
             batch = torch.utils.data.default_collate([samples[i] for i in indices.tolist()])
             batch = [item.double() if item.is_floating_point() else item for item in batch]
             losses = task.loss(copies[rank](batch[0]), batch)
             weights_of = task.weights(batch)
-            (losses.mean() if weights_of is None else (losses * weights_of).sum() / weights_of.sum()).backward()
+            (
+                losses.mean() if weights_of is None else (losses * weights_of).sum() / weights_of.sum()
+            ).backward()
             nn.utils.clip_grad_norm_(copies[rank].parameters(), spec.optimizer.clip or 1e9)
             optimizers[rank].step()
             optimizers[rank].zero_grad()
         if (step + 1) % period == 0 or step + 1 == spec.steps:
-            means = [torch.stack(same).mean(0) for same in zip(*(copy.parameters() for copy in copies), strict=True)]
+            means = [
+                torch.stack(same).mean(0)
+                for same in zip(*(copy.parameters() for copy in copies), strict=True)
+            ]
             for copy in copies:
                 for parameter, mean in zip(copy.parameters(), means, strict=True):
                     parameter.data.copy_(mean)
@@ -127,7 +142,9 @@ def weights_after(task: Task, spec: Spec, plan: str) -> list[dict[str, np.ndarra
 
     def look(self: local_sgd.LocalSgd, step: int) -> None:
         after(self, step)
-        seen.append({name: tensor.detach().clone().numpy() for name, tensor in named_tensors(self.model).items()})
+        seen.append(
+            {name: tensor.detach().clone().numpy() for name, tensor in named_tensors(self.model).items()}
+        )
 
     local_sgd.LocalSgd.after = look  # type: ignore[method-assign]
     try:
@@ -137,7 +154,10 @@ def weights_after(task: Task, spec: Spec, plan: str) -> list[dict[str, np.ndarra
     return seen
 
 
-@pytest.mark.parametrize(("size", "plan", "averaged"), [(2, "local-sgd,period=3", (3, 6)), (4, "post-local-sgd,period=2,switch=3", (5, 7))])
+@pytest.mark.parametrize(
+    ("size", "plan", "averaged"),
+    [(2, "local-sgd,period=3", (3, 6)), (4, "post-local-sgd,period=2,switch=3", (5, 7))],
+)
 def test_all_ranks_are_equal_after_averaging(size: int, plan: str, averaged: tuple[int, ...]) -> None:
     """On every bit, BatchNorm's statistics included; and they differ in between."""
     first, *others = ranks(size)(weights_after, models.NormedImages(), wanted(batch=16), plan)
@@ -148,7 +168,9 @@ def test_all_ranks_are_equal_after_averaging(size: int, plan: str, averaged: tup
             assert all(same) == together, f"after step {step}"
 
 
-def on_this_rank(task: Task, spec: Spec, plan: str, run: Path, stop_at: int | None = None) -> tuple[list[Event], dict[str, np.ndarray]]:
+def on_this_rank(
+    task: Task, spec: Spec, plan: str, run: Path, stop_at: int | None = None
+) -> tuple[list[Event], dict[str, np.ndarray]]:
     calls = iter(range(10**9))
     trained_here: list[nn.Module] = []
 
@@ -167,7 +189,11 @@ def run(size: int, task: Task, spec: Spec, plan: str, path: Path, stop_at: int |
     return ranks(size)(on_this_rank, task, spec, plan, path, stop_at)
 
 
-STOPPED = [(2, "local-sgd,period=4", 6), (2, "post-local-sgd,period=3,switch=4", 2), (2, "post-local-sgd,period=3,switch=4", 8)]
+STOPPED = [
+    (2, "local-sgd,period=4", 6),
+    (2, "post-local-sgd,period=3,switch=4", 2),
+    (2, "post-local-sgd,period=3,switch=4", 8),
+]
 
 
 @pytest.mark.parametrize(("size", "plan", "stop_at"), STOPPED)
@@ -191,12 +217,16 @@ def test_a_stop_leaves_no_trace(size: int, plan: str, stop_at: int, tmp_path: Pa
     assert all(np.array_equal(kept[name].numpy(), weights) for name, weights in through[0][1].items())
 
 
-@pytest.mark.parametrize(("size", "plan"), [(1, "single"), (2, "ddp"), (2, "zero3"), (4, "local-sgd,period=4")])
+@pytest.mark.parametrize(
+    ("size", "plan"), [(1, "single"), (2, "ddp"), (2, "zero3"), (4, "local-sgd,period=4")]
+)
 def test_others_go_on_from_the_mean(size: int, plan: str, tmp_path: Path) -> None:
     spec = wanted(steps=6, save=Save(minutes=1e9))
     run(2, models.Images(), spec, "local-sgd,period=4", tmp_path / "run")
     mean = load_whole(RunFolder(tmp_path / "run").checkpoint(6))
-    (events, weights), *_ = run(size, models.Images(), spec.model_copy(update={"steps": 7}), plan, tmp_path / "run")
+    (events, weights), *_ = run(
+        size, models.Images(), spec.model_copy(update={"steps": 7}), plan, tmp_path / "run"
+    )
     assert events[0].step == 6
     assert any("from their mean" in note for note in events[0].notes)
     found = next(event.loss for event in events if isinstance(event, Step))
@@ -211,7 +241,9 @@ def test_others_go_on_from_the_mean(size: int, plan: str, tmp_path: Path) -> Non
 def test_it_starts_from_a_checkpoint_of_another_plan(tmp_path: Path) -> None:
     spec = wanted(steps=4, save=Save(minutes=1e9))
     run(2, models.Images(), spec, "zero3", tmp_path / "run")
-    (events, _), *_ = run(2, models.Images(), spec.model_copy(update={"steps": 9}), "local-sgd,period=2", tmp_path / "run")
+    (events, _), *_ = run(
+        2, models.Images(), spec.model_copy(update={"steps": 9}), "local-sgd,period=2", tmp_path / "run"
+    )
     assert events[0].step == 4
     assert isinstance(events[-1], Ended)
 
@@ -241,11 +273,19 @@ def test_ranks_that_are_not_averaged_are_caught() -> None:
 
 @pytest.mark.parametrize("plan", ["local-sgd,period=8", "post-local-sgd,period=8,switch=40"])
 def test_digits_are_learnt_as_well(plan: str) -> None:
-    spec = Spec(epochs=10, batch=64, optimizer=Optimizer(lr=3e-3), schedule=Schedule(name="cosine"), evaluate_every=10**6)
+    spec = Spec(
+        epochs=10,
+        batch=64,
+        optimizer=Optimizer(lr=3e-3),
+        schedule=Schedule(name="cosine"),
+        evaluate_every=10**6,
+    )
     accuracy = {}
     for each in ("ddp", plan):
         events = ranks(2)(events_of, Digits(width=16), spec, each)[0]
-        accuracy[each] = next(event.metrics["accuracy"] for event in reversed(events) if isinstance(event, Evaluated))
+        accuracy[each] = next(
+            event.metrics["accuracy"] for event in reversed(events) if isinstance(event, Evaluated)
+        )
     assert accuracy["ddp"] > 0.95
     assert accuracy[plan] == pytest.approx(accuracy["ddp"], abs=0.01)
 

@@ -5,7 +5,19 @@ from pathlib import Path
 
 import pytest
 
-from command import TASK, Running, of_kind, paceline, slow_down, start, steps_done, succeed, unequal, weights, write_task
+from command import (
+    TASK,
+    Running,
+    of_kind,
+    paceline,
+    slow_down,
+    start,
+    steps_done,
+    succeed,
+    unequal,
+    weights,
+    write_task,
+)
 from paceline.events import Ended, Failed, Started, Step
 
 
@@ -30,7 +42,11 @@ def begin(folder: Path, plan: str, *more: str, steps: int = 40, source: str = TA
 
 
 @pytest.mark.parametrize(
-    "plan", ["parameter-server,staleness=0", pytest.param("parameter-server,staleness=3,servers=2", marks=pytest.mark.slow)]
+    "plan",
+    [
+        "parameter-server,staleness=0",
+        pytest.param("parameter-server,staleness=3,servers=2", marks=pytest.mark.slow),
+    ],
 )
 def test_the_others_go_on(plan: str, tmp_path: Path) -> None:
     run = tmp_path / "run"
@@ -90,7 +106,8 @@ def test_a_server_that_dies_ends_all_and_restarts(tmp_path: Path) -> None:
 def test_a_worker_that_fails_ends_all(tmp_path: Path) -> None:
     """It would fail on the others too."""
     source = TASK.replace(
-        "        return self.x[index]", "        if index == 7: raise ValueError('a torn sample')\n        return self.x[index]"
+        "        return self.x[index]",
+        "        if index == 7: raise ValueError('a torn sample')\n        return self.x[index]",
     )
     with begin(tmp_path, "parameter-server", source=source) as running:
         result = running.wait()
@@ -126,18 +143,39 @@ def test_a_signal_stops_it_and_resume_goes_on(tmp_path: Path) -> None:
             "24",
             "plan parameter-server,servers=4 has 4 servers and no worker on 4 ranks: use --ranks 5 or more",
         ),
-        ("parameter-server,tp=2", "24", "parameter-server keeps the whole model on each rank; leave zero, tp, pp and cp out"),
+        (
+            "parameter-server,tp=2",
+            "24",
+            "parameter-server keeps the whole model on each rank; leave zero, tp, pp and cp out",
+        ),
         ("parameter-server", "2", "batch 2 is not divisible by workers × micro = 3 × 1 = 3: use --batch 3"),
         ("parameter-server,micro=2", "25", "batch 25 is not divisible by micro=2: use --batch 26 or 24"),
         ("parameter-server,servers=0", "24", "servers must be at least 1, got servers=0"),
         ("local-sgd,period=0", "24", "period must be at least 1, got period=0"),
-        ("local-sgd,tp=2", "24", "local-sgd keeps the whole model on each rank; leave zero, tp, pp and cp out"),
+        (
+            "local-sgd,tp=2",
+            "24",
+            "local-sgd keeps the whole model on each rank; leave zero, tp, pp and cp out",
+        ),
         ("ddp,switch=3", "24", "switch=3 needs period=, which is not said"),
         ("ddp,staleness=3", "24", "staleness=3 needs servers=, which is not said"),
     ],
 )
-def test_bad_plans_are_refused_before_anything_starts(plan: str, batch: str, message: str, tmp_path: Path) -> None:
-    words = ("train", write_task(tmp_path), "--ranks", "4", "--batch", batch, "--plan", plan, "--run-dir", "run")
+def test_bad_plans_are_refused_before_anything_starts(
+    plan: str, batch: str, message: str, tmp_path: Path
+) -> None:
+    words = (
+        "train",
+        write_task(tmp_path),
+        "--ranks",
+        "4",
+        "--batch",
+        batch,
+        "--plan",
+        plan,
+        "--run-dir",
+        "run",
+    )
     result = paceline(*words, at=tmp_path)
     assert (result.status, result.err) == (2, f"paceline: {message}\n")
     assert not (tmp_path / "run").exists()

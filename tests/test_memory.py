@@ -18,7 +18,8 @@ def parts(facts, split, recipe):
 
 
 @pytest.mark.parametrize(
-    ("zero", "expected"), [(0, lambda n: 16), (1, lambda n: 4 + 12 / n), (2, lambda n: 2 + 14 / n), (3, lambda n: 16 / n)]
+    ("zero", "expected"),
+    [(0, lambda n: 16), (1, lambda n: 4 + 12 / n), (2, lambda n: 2 + 14 / n), (3, lambda n: 16 / n)],
 )
 @pytest.mark.parametrize("ranks", [1, 4, 64, 1024])
 def test_zero_with_mixed_precision_is_the_closed_form(zero, expected, ranks):
@@ -53,13 +54,19 @@ def test_activations_of_gpt3_on_64_gpus(sequence, recompute, gib):
 
 def test_the_first_stage_keeps_more_than_the_last():
     split = Split(pp=8, micro_batch=1, micro=32, schedule="1f1b")
-    blocks = replace(LLAMA, first=replace(LLAMA.first, params=0, split_params=0), last=replace(LLAMA.last, saved={}, products=(), params=0))
+    blocks = replace(
+        LLAMA,
+        first=replace(LLAMA.first, params=0, split_params=0),
+        last=replace(LLAMA.last, saved={}, products=(), params=0),
+    )
     assert memory(blocks, split, replace(PACELINE, even=True), 80e9).rank == 0
 
 
 def test_gpipe_keeps_all_micro_batches_and_1f1b_as_many_as_there_are_stages():
     def kept(schedule, micro):
-        return parts(LLAMA, Split(pp=4, micro_batch=1, micro=micro, schedule=schedule), replace(PACELINE, even=True))["activations"]
+        return parts(
+            LLAMA, Split(pp=4, micro_batch=1, micro=micro, schedule=schedule), replace(PACELINE, even=True)
+        )["activations"]
 
     assert kept("gpipe", 16) == pytest.approx(4 * kept("1f1b", 16))
     assert kept("1f1b", 16) == kept("1f1b", 64)
@@ -69,9 +76,17 @@ def test_gpipe_keeps_all_micro_batches_and_1f1b_as_many_as_there_are_stages():
 def test_what_each_measure_saves():
     base = Split(dp=8, micro_batch=2)
     whole = memory(LLAMA, base, PACELINE, 80e9).peak_bytes
-    for leaner in (replace(base, zero=1), replace(base, zero=3), replace(base, recompute="full"), replace(base, recompute="selective")):
+    for leaner in (
+        replace(base, zero=1),
+        replace(base, zero=3),
+        replace(base, recompute="full"),
+        replace(base, recompute="selective"),
+    ):
         assert memory(LLAMA, leaner, PACELINE, 80e9).peak_bytes < whole
-    sizes = [memory(LLAMA, replace(base, zero=3, recompute=how), PACELINE, 80e9).peak_bytes for how in ("full", "selective", "none")]
+    sizes = [
+        memory(LLAMA, replace(base, zero=3, recompute=how), PACELINE, 80e9).peak_bytes
+        for how in ("full", "selective", "none")
+    ]
     assert sizes == sorted(sizes)
 
 
@@ -83,7 +98,10 @@ def test_gathered_weights_of_two_blocks():
 
 def test_whole_gradients_between_micro_batches():
     """FSDP2's set_requires_gradient_sync(False) keeps them whole."""
-    few, many = (parts(LLAMA, Split(dp=8, zero=3, micro_batch=1, micro=micro, recompute="full"), PACELINE) for micro in (1, 4))
+    few, many = (
+        parts(LLAMA, Split(dp=8, zero=3, micro_batch=1, micro=micro, recompute="full"), PACELINE)
+        for micro in (1, 4)
+    )
     assert many["gradients"] == LLAMA.params * 4
     assert few.get("gradients", 0.0) <= LLAMA.params * 4 / 8
 

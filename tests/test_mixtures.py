@@ -29,7 +29,9 @@ from paceline.training.setup import build_training, validate_plan
 
 RTOL = 1e-10
 ADAMW = Optimizer(lr=1e-2, weight_decay=0.1, clip=0.5)
-SGD = Optimizer(name="sgd", lr=0.05, weight_decay=0.1)  # Adam divides the gradient of a bias of the keys, which is 0, by itself
+SGD = Optimizer(
+    name="sgd", lr=0.05, weight_decay=0.1
+)  # Adam divides the gradient of a bias of the keys, which is 0, by itself
 CLIPPED = SGD.model_copy(update={"clip": 0.1})
 
 
@@ -51,7 +53,9 @@ SLOW = pytest.mark.slow
         pytest.param(sequences.Llama(), marks=SLOW),
         pytest.param(sequences.Encoder(mask="causal"), marks=SLOW),
         pytest.param(sequences.Encoder(batch_first=False, mask="causal"), marks=SLOW),
-        pytest.param(sequences.Odd(what="causal mask"), marks=SLOW),  # rotary tables, and values that go to every block
+        pytest.param(
+            sequences.Odd(what="causal mask"), marks=SLOW
+        ),  # rotary tables, and values that go to every block
     ],
     ids=str,
 )
@@ -88,7 +92,11 @@ EIGHT = [
 
 @pytest.mark.slow
 @pytest.mark.parametrize("plan", EIGHT)
-@pytest.mark.parametrize("task", [models.Text(), sequences.Encoder(mask="causal"), sequences.Llama(tied=True), sequences.Llama()], ids=str)
+@pytest.mark.parametrize(
+    "task",
+    [models.Text(), sequences.Encoder(mask="causal"), sequences.Llama(tied=True), sequences.Llama()],
+    ids=str,
+)
 def test_eight_ranks(task: Task, plan: str) -> None:
     spec = wanted()
     try:
@@ -124,9 +132,20 @@ def refused(task: Task, plan: str) -> str:
 @pytest.mark.parametrize(
     ("task", "message"),
     [
-        pytest.param(sequences.Odd(what="convolution"), "(OddBlock) mixes, numbers or masks positions outside of", marks=SLOW),
-        pytest.param(sequences.Odd(what="window"), "attention has a mask of shape (8, 8) that is not the causal one", marks=SLOW),
-        (sequences.Odd(what="cumulative between"), "the output of OddGpt with its blocks on slices of the sequence differs"),
+        pytest.param(
+            sequences.Odd(what="convolution"),
+            "(OddBlock) mixes, numbers or masks positions outside of",
+            marks=SLOW,
+        ),
+        pytest.param(
+            sequences.Odd(what="window"),
+            "attention has a mask of shape (8, 8) that is not the causal one",
+            marks=SLOW,
+        ),
+        (
+            sequences.Odd(what="cumulative between"),
+            "the output of OddGpt with its blocks on slices of the sequence differs",
+        ),
     ],
     ids=str,
 )
@@ -146,7 +165,9 @@ class OneBlock(sequences.Llama):
 
 def test_blocks_are_not_cut_inside_and_across() -> None:
     pytest.importorskip("transformers")
-    with pytest.raises(PlanError, match=r"pp can cut model.layers.0, which has most of the parameters, and cp needs it whole"):
+    with pytest.raises(
+        PlanError, match=r"pp can cut model.layers.0, which has most of the parameters, and cp needs it whole"
+    ):
         validate_plan(wanted(), parse("pp=2,cp=2").on(4), OneBlock())
 
 
@@ -202,7 +223,9 @@ def test_dealing() -> None:
 
 
 @pytest.mark.parametrize("zero", [0, pytest.param(1, marks=SLOW), pytest.param(3, marks=SLOW)])
-@pytest.mark.parametrize("task", [models.Text(), pytest.param(stacks.HuggingFace(), marks=SLOW)], ids=["text", "llama"])
+@pytest.mark.parametrize(
+    "task", [models.Text(), pytest.param(stacks.HuggingFace(), marks=SLOW)], ids=["text", "llama"]
+)
 def test_tied_on_one_rank(task: Task, zero: int) -> None:
     if isinstance(task, stacks.HuggingFace):
         pytest.importorskip("transformers")
@@ -226,7 +249,10 @@ def kept(plan: str, steps: int, run: Path) -> None:
 def test_resumed_under_another_mixture(plans: tuple[str, str], tmp_path: Path) -> None:
     """And then on one process."""
     whole, run = tmp_path / "whole", tmp_path / "run"
-    for path, plan, steps in ((whole, "single", 4), *((run, plan, at) for at, plan in enumerate((*plans, "single"), start=2))):
+    for path, plan, steps in (
+        (whole, "single", 4),
+        *((run, plan, at) for at, plan in enumerate((*plans, "single"), start=2)),
+    ):
         path.mkdir(exist_ok=True)
         ranks(1 if plan == "single" else 4)(kept, plan, steps, path)
     expected, found = (checkpoint.load_whole(RunFolder(path).checkpoint(4)) for path in (whole, run))
@@ -282,7 +308,9 @@ def forgotten_factor() -> Any:
     return replaced(
         ring_attention.GatherSlices,
         "backward",
-        lambda original: staticmethod(lambda ctx, grad: (original(ctx, grad)[0] / ctx.ranks, None, None, None)),
+        lambda original: staticmethod(
+            lambda ctx, grad: (original(ctx, grad)[0] / ctx.ranks, None, None, None)
+        ),
     )
 
 

@@ -9,7 +9,10 @@ import pytest
 
 import network
 
-pytestmark = [pytest.mark.slow, pytest.mark.skipif(network.why_not() is not None, reason=f"no network namespaces: {network.why_not()}")]
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(network.why_not() is not None, reason=f"no network namespaces: {network.why_not()}"),
+]
 PORT = 29477
 TRIES = 3  # other programs on the machine make a link slower than it is, never quicker
 
@@ -28,7 +31,19 @@ def measured(nodes: Sequence[network.Node], ranks_on_each: int, *words: str, at:
 def test_busbw_follows_the_rate_of_the_links(rate, rate_Bps, size, tmp_path):
     with network.nodes(4, rate=rate) as nodes:
         for _ in range(TRIES):
-            (row,) = measured(nodes, 1, "--operations", "all-reduce", "--sizes", size, "--seconds", "1", "--axes", "across", at=tmp_path)
+            (row,) = measured(
+                nodes,
+                1,
+                "--operations",
+                "all-reduce",
+                "--sizes",
+                size,
+                "--seconds",
+                "1",
+                "--axes",
+                "across",
+                at=tmp_path,
+            )
             assert (row["ranks"], row["spans"], row["wrong"]) == (4, "across", 0)
             share = row["busbw_GBps"] * 1e9 / rate_Bps
             assert share < 1.15
@@ -39,7 +54,9 @@ def test_busbw_follows_the_rate_of_the_links(rate, rate_Bps, size, tmp_path):
 
 def test_inside_of_nodes_is_quicker_than_across(tmp_path):
     with network.nodes(2, rate="100mbit") as nodes:
-        rows = measured(nodes, 2, "--operations", "all-reduce", "--sizes", "1MiB", "--axes", "node,across", at=tmp_path)
+        rows = measured(
+            nodes, 2, "--operations", "all-reduce", "--sizes", "1MiB", "--axes", "node,across", at=tmp_path
+        )
     busbw = {row["axis"]: row["busbw_GBps"] for row in rows}
     assert {(row["axis"], row["spans"], row["ranks"], row["groups"]) for row in rows} == {
         ("node", "node", 2, 2),

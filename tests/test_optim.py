@@ -25,18 +25,29 @@ ALONE, FIRST = Plan(dp=1, micro=1), MeshCoordinate(0, 0, 0, 0)
     [
         (Schedule(), {0: 1, 50: 1, 100: 1}),
         (Schedule(warmup=9), {0: 0.1, 4: 0.5, 8: 0.9, 9: 1, 100: 1}),
-        (Schedule(name="cosine"), {0: 1, 25: 0.8535533905932737, 50: 0.5, 75: 0.14644660940672627, 100: 0, 101: 0}),
+        (
+            Schedule(name="cosine"),
+            {0: 1, 25: 0.8535533905932737, 50: 0.5, 75: 0.14644660940672627, 100: 0, 101: 0},
+        ),
         (Schedule(name="cosine", floor=0.2), {0: 1, 25: 0.882842712474619, 50: 0.6, 100: 0.2}),
-        (Schedule(name="cosine", warmup=20), {0: 1 / 21, 19: 20 / 21, 20: 1, 60: 0.5, 80: 0.14644660940672627, 100: 0}),
+        (
+            Schedule(name="cosine", warmup=20),
+            {0: 1 / 21, 19: 20 / 21, 20: 1, 60: 0.5, 80: 0.14644660940672627, 100: 0},
+        ),
         (Schedule(name="linear"), {0: 1, 25: 0.75, 100: 0, 120: 0}),
         (Schedule(name="linear", warmup=20, floor=0.5), {9: 10 / 21, 20: 1, 60: 0.75, 100: 0.5}),
         (Schedule(name="step", every=30), {0: 1, 29: 1, 30: 0.1, 59: 0.1, 60: 0.01, 90: 0.001}),
-        (Schedule(name="step", every=40, factor=0.5, warmup=10), {0: 1 / 11, 10: 1, 39: 1, 40: 0.5, 80: 0.25}),
+        (
+            Schedule(name="step", every=40, factor=0.5, warmup=10),
+            {0: 1 / 11, 10: 1, 39: 1, 40: 0.5, 80: 0.25},
+        ),
         (Schedule(name="cosine", warmup=100), {99: 100 / 101, 100: 1}),
     ],
 )
 def test_factors(schedule: Schedule, expected: dict[int, float]) -> None:
-    assert {samples: factor(schedule, samples, 100) for samples in expected} == pytest.approx(expected, abs=1e-15)
+    assert {samples: factor(schedule, samples, 100) for samples in expected} == pytest.approx(
+        expected, abs=1e-15
+    )
 
 
 def test_a_warmup_longer_than_the_training_is_refused() -> None:
@@ -69,7 +80,9 @@ def test_each_gradient_is_counted_on_one_rank() -> None:
     params = list(with_gradients(torch.float64).parameters())
     whole = Norm(params, ALONE, FIRST, CPU).whole()
     for ranks in (2, 3, 100):
-        parts = [Norm(params, Plan(dp=ranks), MeshCoordinate(0, rank, 0, 0), CPU).here() for rank in range(ranks)]
+        parts = [
+            Norm(params, Plan(dp=ranks), MeshCoordinate(0, rank, 0, 0), CPU).here() for rank in range(ranks)
+        ]
         assert difference(sum(norm.square() for part in parts for norm in part), whole.square()) < 1e-15
 
 
@@ -81,8 +94,14 @@ def test_no_gradient_at_all() -> None:
 
 OPTIMIZERS = [
     (Optimizer(name="sgd", lr=0.1, momentum=0.0), lambda p: torch.optim.SGD(p, 0.1)),
-    (Optimizer(name="sgd", lr=0.1, weight_decay=0.1), lambda p: torch.optim.SGD(p, 0.1, momentum=0.9, weight_decay=0.1)),
-    (Optimizer(name="sgd", lr=0.1, momentum=0.8, nesterov=True), lambda p: torch.optim.SGD(p, 0.1, momentum=0.8, nesterov=True)),
+    (
+        Optimizer(name="sgd", lr=0.1, weight_decay=0.1),
+        lambda p: torch.optim.SGD(p, 0.1, momentum=0.9, weight_decay=0.1),
+    ),
+    (
+        Optimizer(name="sgd", lr=0.1, momentum=0.8, nesterov=True),
+        lambda p: torch.optim.SGD(p, 0.1, momentum=0.8, nesterov=True),
+    ),
     (
         Optimizer(name="adamw", lr=0.01, betas=(0.8, 0.9), eps=1e-6, weight_decay=0.1),
         lambda p: torch.optim.AdamW(p, 0.01, (0.8, 0.9), 1e-6, 0.1),
@@ -100,7 +119,9 @@ def test_an_update_is_that_of_torch(spec: Optimizer, oracle: object, clip: float
     theirs = oracle(twin.parameters())  # type: ignore[operator]
     params = list(model.parameters())
     ours = make_optimizer(models.Text(), spec, Plan(dp=1), model)
-    step = TrainingStep(models.Text(), model, ours, params, ALONE, FIRST, torch.device("cpu"), "fp64", clip, 0)
+    step = TrainingStep(
+        models.Text(), model, ours, params, ALONE, FIRST, torch.device("cpu"), "fp64", clip, 0
+    )
     for at, lr_factor in enumerate((1.0, 0.5, 0.25)):
         tokens = models.chosen(11, 4, 5, seed=at)
         for each in (model, twin):
@@ -130,7 +151,9 @@ def test_only_what_is_trained_is_given_to_the_optimizer() -> None:
 
 def test_an_optimizer_that_needs_whole_weights_is_refused_on_shards() -> None:
     optimizer = torch.optim.Adafactor([nn.Parameter(torch.ones(2, 2))])
-    with pytest.raises(PlanError, match=r"Adafactor is not known to update each element on its own; use ddp or zero1"):
+    with pytest.raises(
+        PlanError, match=r"Adafactor is not known to update each element on its own; use ddp or zero1"
+    ):
         check_splits(Plan(zero=3, dp=2), optimizer)
     check_splits(Plan(zero=1, dp=2), optimizer)
     check_splits(Plan(zero=3, dp=2), torch.optim.SGD([nn.Parameter(torch.ones(2))]))
@@ -145,5 +168,7 @@ def test_a_warmup_in_steps_or_epochs_is_that_many_samples() -> None:
 
     assert rates("3 steps") == rates(24) != rates(0)
     assert rates("1 epoch") == rates(29) == rates("1.0 epochs")
-    with pytest.raises(SpecError, match=r"schedule.warmup=58 samples is longer than the training, 56 samples"):
+    with pytest.raises(
+        SpecError, match=r"schedule.warmup=58 samples is longer than the training, 56 samples"
+    ):
         rates("2 epochs")

@@ -16,7 +16,11 @@ Make = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 MADE: dict[str, Make] = {
     "fused AdamW": lambda params: torch.optim.AdamW(params, lr=1e-2, fused=True),
     "two groups": lambda params: torch.optim.AdamW(
-        [{"params": params[:2], "weight_decay": 0.3}, {"params": params[2:], "lr": 1e-3, "betas": (0.5, 0.7), "eps": 1e-3}], fused=True
+        [
+            {"params": params[:2], "weight_decay": 0.3},
+            {"params": params[2:], "lr": 1e-3, "betas": (0.5, 0.7), "eps": 1e-3},
+        ],
+        fused=True,
     ),
     "AdamW, not fused": lambda params: torch.optim.AdamW(params, lr=1e-2),
     "amsgrad": lambda params: torch.optim.AdamW(params, lr=1e-2, amsgrad=True, fused=True),
@@ -41,7 +45,9 @@ def model() -> nn.Module:
 def fill_gradients(made: nn.Module, step: int, without: int | None = None) -> None:
     drawn = torch.Generator().manual_seed(step)
     for at, parameter in enumerate(made.parameters()):
-        parameter.grad = None if at == without else torch.randn(parameter.shape, generator=drawn, dtype=parameter.dtype)
+        parameter.grad = (
+            None if at == without else torch.randn(parameter.shape, generator=drawn, dtype=parameter.dtype)
+        )
 
 
 def update(mine: Trained, theirs: Trained, at: int, without: int | None = None) -> None:
@@ -61,11 +67,17 @@ def same(one: torch.optim.Optimizer, other: torch.optim.Optimizer) -> bool:
     for mine, theirs in zip(params_of(one), params_of(other), strict=True):
         pairs.append((mine, theirs))
         assert one.state[mine].keys() == other.state[theirs].keys()
-        pairs += [(value, other.state[theirs][key]) for key, value in one.state[mine].items() if isinstance(value, Tensor)]
+        pairs += [
+            (value, other.state[theirs][key])
+            for key, value in one.state[mine].items()
+            if isinstance(value, Tensor)
+        ]
     return all(torch.equal(a, b) for a, b in pairs)
 
 
-def pair(make: Make, of: Callable[[], nn.Module] = model) -> tuple[nn.Module, torch.optim.Optimizer, nn.Module, torch.optim.Optimizer]:
+def pair(
+    make: Make, of: Callable[[], nn.Module] = model
+) -> tuple[nn.Module, torch.optim.Optimizer, nn.Module, torch.optim.Optimizer]:
     mine, theirs = of(), of()
     return mine, make(list(mine.parameters())), theirs, make(list(theirs.parameters()))
 
@@ -123,7 +135,9 @@ def test_a_state_that_is_loaded_is_used() -> None:
 
 @pytest.mark.parametrize("to_a_group", [True, False])
 def test_a_parameter_that_is_added_is_trained(to_a_group: bool) -> None:
-    mine, optimizer, theirs, expected = pair(lambda params: torch.optim.AdamW(params[:3], lr=1e-2, fused=True))
+    mine, optimizer, theirs, expected = pair(
+        lambda params: torch.optim.AdamW(params[:3], lr=1e-2, fused=True)
+    )
     step = OptimizerStep(optimizer)
     for at in range(STEPS):
         if at == 3:

@@ -29,7 +29,8 @@ def first_line(pipe: Path, read: list[str]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("ranks", "what"), [("1", "full"), ("1", "gone"), ("2", "full"), pytest.param("2", "gone", marks=pytest.mark.slow)]
+    ("ranks", "what"),
+    [("1", "full"), ("1", "gone"), ("2", "full"), pytest.param("2", "gone", marks=pytest.mark.slow)],
 )
 def test_standard_output_that_fails(ranks: str, what: str, tmp_path: Path) -> None:
     """`> /dev/full 2>&1`, and `2>&1 | head -1`."""
@@ -55,12 +56,16 @@ def test_standard_files_that_are_closed(tmp_path: Path) -> None:
     result = paceline(*WORDS, at=tmp_path, program=("sh", "-c", 'exec "$@" <&- >&- 2>&-', "sh", *PACELINE))
     assert (result.status, result.out, result.err) == (0, "", "")
     assert is_whole(tmp_path / "r")
-    assert not [path for path in (tmp_path / "r").rglob("*") if path.is_file() and b"lossloss" in path.read_bytes()]
+    assert not [
+        path for path in (tmp_path / "r").rglob("*") if path.is_file() and b"lossloss" in path.read_bytes()
+    ]
 
 
 def test_an_error_that_cannot_be_printed_is_one(tmp_path: Path) -> None:
     assert warm.run(["train", "nothing.py"], tmp_path, environment(), "/dev/full", "/dev/full", 240.0) == 2
-    assert warm.run(["status"], tmp_path, environment(), "/dev/full", "/dev/full", 240.0) != 0, "what it was asked for is lost"
+    assert warm.run(["status"], tmp_path, environment(), "/dev/full", "/dev/full", 240.0) != 0, (
+        "what it was asked for is lost"
+    )
 
 
 def test_a_text_file_that_fails(tmp_path: Path) -> None:

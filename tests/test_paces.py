@@ -22,14 +22,27 @@ FACTS = describe(Spec(task="text"), Text(width=16, depth=2, heads=2, context=8))
 
 def machine(**more: object) -> Cluster:
     device = Device(name="a CPU", kind="cpu", memory_bytes=Fact(value=8e9), memory_Bps=Fact(value=2e10))
-    links = (Link(axis="node", beta_Bps=Fact(value=1e9, source="measured"), alpha_s=Fact(value=1e-4, source="measured")),)
+    links = (
+        Link(
+            axis="node",
+            beta_Bps=Fact(value=1e9, source="measured"),
+            alpha_s=Fact(value=1e-4, source="measured"),
+        ),
+    )
     return Cluster(device=device, cores_per_node=4, links=links, **more)  # type: ignore[arg-type]
 
 
 def measured(threads: int, seconds: float) -> tuple[Pace, ...]:
     kinds = [name for kind in KINDS for name in (kind, f"{kind} backward")]
     return tuple(
-        Pace(operation=kind, threads=threads, sizes=(1.0, 1e6), seconds=(seconds, 100 * seconds), source="measured") for kind in kinds
+        Pace(
+            operation=kind,
+            threads=threads,
+            sizes=(1.0, 1e6),
+            seconds=(seconds, 100 * seconds),
+            source="measured",
+        )
+        for kind in kinds
     )
 
 
@@ -47,7 +60,10 @@ def test_between_sizes() -> None:
 
 def test_between_threads() -> None:
     cluster = machine(paces=(*measured(1, 4e-6), *measured(4, 1e-6)))
-    of = {ranks: paces_of(cluster, host_of(cluster, ranks), 1e9, 1e9).seconds("move", 1.0) for ranks in (1, 2, 4, 8)}
+    of = {
+        ranks: paces_of(cluster, host_of(cluster, ranks), 1e9, 1e9).seconds("move", 1.0)
+        for ranks in (1, 2, 4, 8)
+    }
     assert of[1] == pytest.approx(1e-6)
     assert of[4] == pytest.approx(4e-6)
     assert of[1] < of[2] < of[4]
@@ -64,7 +80,10 @@ def test_what_was_not_measured_is_a_guess_and_says_so() -> None:
     assert found.paces is not None
     assert not found.paces.measured
     assert any("guessed from its cores" in guess for guess in found.guesses)
-    guess, known = (predict(FACTS, parse("single"), machine(paces=paces), 16, FLOAT32, 1).time for paces in ((), measured(1, 1e-5)))
+    guess, known = (
+        predict(FACTS, parse("single"), machine(paces=paces), 16, FLOAT32, 1).time
+        for paces in ((), measured(1, 1e-5))
+    )
     assert 1e-5 < guess.step_s < 1.0
     assert guess.error > 0.3 > known.error
 
@@ -81,21 +100,39 @@ def test_engines_are_added_in_place_of_the_start_of_collectives() -> None:
 
 def test_a_pipeline_on_shared_cores_has_no_bubble_that_others_cannot_use() -> None:
     crowded = machine(paces=measured(1, 1e-5)).model_copy(update={"cores_per_node": 1})
-    parts = {part.name: part.value for part in predict(FACTS, parse("pp=2"), crowded, 16, FLOAT32, 2).time.parts}
-    roomy = {part.name: part.value for part in predict(FACTS, parse("pp=2"), machine(paces=measured(1, 1e-5)), 16, FLOAT32, 2).time.parts}
+    parts = {
+        part.name: part.value for part in predict(FACTS, parse("pp=2"), crowded, 16, FLOAT32, 2).time.parts
+    }
+    roomy = {
+        part.name: part.value
+        for part in predict(FACTS, parse("pp=2"), machine(paces=measured(1, 1e-5)), 16, FLOAT32, 2).time.parts
+    }
     assert roomy["pipeline bubble"] > 0
     assert "pipeline bubble" not in parts
 
 
 def test_benched_rows_become_facts() -> None:
-    rows = [{"operation": "move", "threads": 1, "size": size, "min_s": size * 1e-9, "median_s": 1.0} for size in (100.0, 10.0)]
+    rows = [
+        {"operation": "move", "threads": 1, "size": size, "min_s": size * 1e-9, "median_s": 1.0}
+        for size in (100.0, 10.0)
+    ]
     for units, tensors in ((2, 32), (6, 96), (6, 12)):
-        rows.append({"engine": "zero3", "ranks": 2, "units": units, "tensors": tensors, "median_s": 1e-3 + units * 1e-4 + tensors * 1e-5})
+        rows.append(
+            {
+                "engine": "zero3",
+                "ranks": 2,
+                "units": units,
+                "tensors": tensors,
+                "median_s": 1e-3 + units * 1e-4 + tensors * 1e-5,
+            }
+        )
     found = updated(machine(), [Result(kind="host", rows=tuple(rows))])
     [pace], [engine] = found.paces, found.engines
     assert (pace.sizes, pace.seconds, pace.source) == ((10.0, 100.0), (1e-8, 1e-7), "measured")
     assert (engine.name, engine.ranks) == ("zero3", 2)
-    assert [fact.value for fact in (engine.step_s, engine.unit_s, engine.tensor_s)] == pytest.approx([1e-3, 1e-4, 1e-5], rel=1e-3)
+    assert [fact.value for fact in (engine.step_s, engine.unit_s, engine.tensor_s)] == pytest.approx(
+        [1e-3, 1e-4, 1e-5], rel=1e-3
+    )
 
 
 def test_gpus_have_no_paces() -> None:

@@ -32,11 +32,26 @@ for name in sys.argv[1:]:
 
 def test_what_the_tree_marks_is_imported_without_torch():
     marked = re.findall(r"^  (\S+)\.py +·", (SOURCE.parents[1] / "docs/tree.md").read_text(), re.M)
-    names = [f"paceline.{file.replace('/', '.')}".removesuffix(".__init__") for file in marked if file != "__main__"]
+    names = [
+        f"paceline.{file.replace('/', '.')}".removesuffix(".__init__")
+        for file in marked
+        if file != "__main__"
+    ]
     assert len(names) > 100
-    result = subprocess.run([sys.executable, "-c", WITHOUT, *names], capture_output=True, text=True, env=environment(), timeout=120)
+    result = subprocess.run(
+        [sys.executable, "-c", WITHOUT, *names],
+        capture_output=True,
+        text=True,
+        env=environment(),
+        timeout=120,
+    )
     assert (result.stdout, result.stderr, result.returncode) == ("", "", 0)
-    result = subprocess.run([sys.executable, "-c", WITHOUT, "paceline.training.loop"], capture_output=True, text=True, env=environment())
+    result = subprocess.run(
+        [sys.executable, "-c", WITHOUT, "paceline.training.loop"],
+        capture_output=True,
+        text=True,
+        env=environment(),
+    )
     assert result.stdout.startswith("paceline.training.loop ")
 
 
@@ -57,7 +72,9 @@ def test_a_wrong_import_breaks_the_layers(tmp_path):
     shutil.copy(SOURCE.parents[1] / "pyproject.toml", tmp_path)
     assert "0 broken" in layers(tmp_path)
     with (tmp_path / "paceline/units.py").open("a") as file:
-        file.write("\n\ndef planted():\n    from paceline.plan.plan import Plan\n    import torch\n    return Plan, torch\n")
+        file.write(
+            "\n\ndef planted():\n    from paceline.plan.plan import Plan\n    import torch\n    return Plan, torch\n"
+        )
     said = layers(tmp_path)
     assert "paceline.units -> paceline.plan.plan" in said
     assert "layers BROKEN" in said
@@ -66,7 +83,9 @@ def test_a_wrong_import_breaks_the_layers(tmp_path):
 
 def layers(at: Path) -> str:
     code = "import sys; sys.path.insert(0, '.'); from importlinter.cli import lint_imports_command; lint_imports_command()"
-    return subprocess.run([sys.executable, "-c", code], cwd=at, capture_output=True, text=True, env=environment(), timeout=120).stdout
+    return subprocess.run(
+        [sys.executable, "-c", code], cwd=at, capture_output=True, text=True, env=environment(), timeout=120
+    ).stdout
 
 
 def test_the_exported_names():
@@ -109,15 +128,25 @@ def test_the_version_is_written_in_one_place(tmp_path):
     root = Path(__file__).parent.parent
     assert "version" not in tomllib.loads((root / "pyproject.toml").read_text())["project"]
     if importlib.util.find_spec("setuptools") is not None:
-        built = subprocess.run([sys.executable, "-c", RESOLVED], cwd=root, capture_output=True, text=True, timeout=60)
+        built = subprocess.run(
+            [sys.executable, "-c", RESOLVED], cwd=root, capture_output=True, text=True, timeout=60
+        )
         assert built.stdout.strip() == paceline.__version__, built.stderr
     old = tmp_path / "paceline-9.9.9.dist-info"
     old.mkdir()
     (old / "METADATA").write_text("Metadata-Version: 2.1\nName: paceline\nVersion: 9.9.9\n")
     with_old = environment(PYTHONPATH=str(tmp_path))
-    said = subprocess.run([sys.executable, "-c", REPORTED], capture_output=True, text=True, env=with_old, timeout=60)
+    said = subprocess.run(
+        [sys.executable, "-c", REPORTED], capture_output=True, text=True, env=with_old, timeout=60
+    )
     assert json.loads(said.stdout) == ["9.9.9", paceline.__version__, paceline.__version__], said.stderr
-    said = subprocess.run([sys.executable, "-m", "paceline", "--version"], capture_output=True, text=True, env=with_old, timeout=60)
+    said = subprocess.run(
+        [sys.executable, "-m", "paceline", "--version"],
+        capture_output=True,
+        text=True,
+        env=with_old,
+        timeout=60,
+    )
     assert said.stdout == f"paceline {paceline.__version__}\n"
 
 

@@ -29,10 +29,17 @@ NEVER = Save(minutes=1e9)
 
 
 def wanted(optimizer: Optimizer = ADAMW, **fields: Any) -> Spec:
-    return Spec(**({"steps": 6, "batch": 12, "seed": 3, "precision": "fp64", "optimizer": optimizer, "save": NEVER} | fields))
+    return Spec(
+        **(
+            {"steps": 6, "batch": 12, "seed": 3, "precision": "fp64", "optimizer": optimizer, "save": NEVER}
+            | fields
+        )
+    )
 
 
-def on_this_rank(task: Task, spec: Spec, plan: str, run: Path | None, stop_at: int | None, slow: int | None) -> tuple[list[Event], Any]:
+def on_this_rank(
+    task: Task, spec: Spec, plan: str, run: Path | None, stop_at: int | None, slow: int | None
+) -> tuple[list[Event], Any]:
     """Rank `slow` takes its time."""
     import torch.distributed as dist
 
@@ -50,19 +57,30 @@ def on_this_rank(task: Task, spec: Spec, plan: str, run: Path | None, stop_at: i
         return stop_at is not None and next(calls) >= stop_at - 1
 
     object.__setattr__(task, "model", keep)
-    events = list(train(spec, parse(plan), task=task, run=RunFolder(run) if run is not None else None, stop=stop))
+    events = list(
+        train(spec, parse(plan), task=task, run=RunFolder(run) if run is not None else None, stop=stop)
+    )
     return events, {name: _whole(tensor).copy() for name, tensor in named_tensors(built[-1]).items()}
 
 
 def served(
-    size: int, task: Task, spec: Spec, plan: str, run: Path | None = None, stop_at: int | None = None, slow: int | None = None
+    size: int,
+    task: Task,
+    spec: Spec,
+    plan: str,
+    run: Path | None = None,
+    stop_at: int | None = None,
+    slow: int | None = None,
 ) -> tuple[list[Event], Any]:
     """The events of the first server, and its weights, whole where there is one server or a checkpoint is read."""
     if run is not None:
         run.mkdir(exist_ok=True)
     events, weights = ranks(size)(on_this_rank, task, spec, plan, run, stop_at, slow)[0]
     if run is not None:
-        weights = {name: tensor.numpy() for name, tensor in load_whole(RunFolder(run).checkpoint(events[-1].step)).items()}
+        weights = {
+            name: tensor.numpy()
+            for name, tensor in load_whole(RunFolder(run).checkpoint(events[-1].step)).items()
+        }
     return events, weights
 
 
@@ -76,16 +94,32 @@ def steps(events: list[Event]) -> list[Step]:
         *(models.Points, models.Text),
         *[
             pytest.param(task, marks=pytest.mark.slow)
-            for task in (models.Idle, models.OwnOptimizer, models.Images, models.Scalar, models.Weighed, models.Routed)
+            for task in (
+                models.Idle,
+                models.OwnOptimizer,
+                models.Images,
+                models.Scalar,
+                models.Weighed,
+                models.Routed,
+            )
         ],
     ],
 )
-@pytest.mark.parametrize("optimizer", [pytest.param(ADAMW, id="adamw"), pytest.param(CLIPPED, id="sgd-clip", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "optimizer",
+    [pytest.param(ADAMW, id="adamw"), pytest.param(CLIPPED, id="sgd-clip", marks=pytest.mark.slow)],
+)
 def test_without_staleness_it_is_one_process(task: type[Task], optimizer: Optimizer, tmp_path: Path) -> None:
     spec = wanted(optimizer, schedule=Schedule(name="cosine", warmup=12))
     expected = trained(1, task(), spec, "single")
-    for size, plan in ((3, "servers=1,micro=2"), (4, "servers=2"), (6, "servers=1")):  # 12 samples over 5 workers
-        events, weights = served(size, task(), spec, f"parameter-server,staleness=0,{plan}", tmp_path / str(size))
+    for size, plan in (
+        (3, "servers=1,micro=2"),
+        (4, "servers=2"),
+        (6, "servers=1"),
+    ):  # 12 samples over 5 workers
+        events, weights = served(
+            size, task(), spec, f"parameter-server,staleness=0,{plan}", tmp_path / str(size)
+        )
         assert difference([step.loss for step in steps(events)], expected.losses) < 1e-12
         assert difference([step.grad_norm for step in steps(events)], expected.grad_norms) < 1e-12
         assert max(difference(weights[name], expected.weights[name]) for name in expected.weights) < 1e-12
@@ -102,7 +136,9 @@ def test_gradients_of_older_weights_are_told_apart() -> None:
 @pytest.mark.parametrize("staleness", [0, 1, 3])
 def test_staleness_is_bounded(staleness: int) -> None:
     """One worker is slow; the other gets as far ahead as it may, and no further."""
-    events, _ = served(3, models.Images(), wanted(steps=12), f"parameter-server,staleness={staleness}", slow=2)
+    events, _ = served(
+        3, models.Images(), wanted(steps=12), f"parameter-server,staleness={staleness}", slow=2
+    )
     ended = events[-1]
     assert isinstance(ended, Ended)
     assert ended.lead == staleness
@@ -115,14 +151,18 @@ def test_several_servers_are_one(tmp_path: Path) -> None:
         found = []
         for size, servers in ((3, 1), (5, 3)):
             plan = f"parameter-server,staleness=0,servers={servers}"
-            events, weights = served(size, models.Images(), wanted(optimizer), plan, tmp_path / f"{optimizer.name}{servers}")
+            events, weights = served(
+                size, models.Images(), wanted(optimizer), plan, tmp_path / f"{optimizer.name}{servers}"
+            )
             found.append(([step.loss for step in steps(events)], weights))
         for losses, weights in found[1:]:
             assert losses == found[0][0]
             assert all(np.array_equal(weights[name], found[0][1][name]) for name in weights)
 
 
-@pytest.mark.parametrize(("size", "plan"), [(3, "parameter-server,staleness=0"), (4, "parameter-server,staleness=0,servers=2")])
+@pytest.mark.parametrize(
+    ("size", "plan"), [(3, "parameter-server,staleness=0"), (4, "parameter-server,staleness=0,servers=2")]
+)
 def test_a_stop_leaves_no_trace(size: int, plan: str, tmp_path: Path) -> None:
     spec = wanted(steps=9)
     through = served(size, models.NormedImages(), spec, plan, tmp_path / "through")[1]
@@ -143,13 +183,20 @@ def test_other_plans_go_on_and_back(tmp_path: Path) -> None:
         (6, (2, "zero3")),
         (9, (3, "parameter-server,staleness=0")),
     ):
-        _, weights = served(size, models.Images(), spec.model_copy(update={"steps": until}), plan, tmp_path / "run")
+        _, weights = served(
+            size, models.Images(), spec.model_copy(update={"steps": until}), plan, tmp_path / "run"
+        )
     expected = trained(1, models.Images(), spec, "single").weights
     assert max(difference(weights[name], expected[name]) for name in expected) < 1e-12
 
 
 def test_pieces_are_dealt_by_bytes() -> None:
-    params = {"large": torch.zeros(90, 10), "one": torch.zeros(10, 10), "two": torch.zeros(99), "scalar": torch.zeros(())}
+    params = {
+        "large": torch.zeros(90, 10),
+        "one": torch.zeros(10, 10),
+        "two": torch.zeros(99),
+        "scalar": torch.zeros(()),
+    }
     dealt = deal(params, 3, by_row=True)
     load = [sum(piece.of(params[piece.name]).numel() for piece in pieces) for pieces in dealt]
     assert sum(load) == 1100
@@ -157,10 +204,17 @@ def test_pieces_are_dealt_by_bytes() -> None:
     rows = sorted(piece for pieces in dealt for piece in pieces if piece.name == "large")
     assert [rows[0].begin, *(piece.end for piece in rows)] == [0, *(piece.begin for piece in rows[1:]), 90]
     assert deal(params, 1, by_row=True) == [
-        [ParameterSlice("large", 0, 90), ParameterSlice("one", 0, 10), ParameterSlice("two", 0, 99), ParameterSlice("scalar", 0, 1)]
+        [
+            ParameterSlice("large", 0, 90),
+            ParameterSlice("one", 0, 10),
+            ParameterSlice("two", 0, 99),
+            ParameterSlice("scalar", 0, 1),
+        ]
     ]
     assert sorted(len(pieces) for pieces in deal(params, 2, by_row=False)) == [1, 3]
-    with pytest.raises(PlanError, match="servers=5, but the weights are only 4 pieces; use servers=4 or fewer"):
+    with pytest.raises(
+        PlanError, match="servers=5, but the weights are only 4 pieces; use servers=4 or fewer"
+    ):
         deal(params, 5, by_row=False)
 
 
@@ -172,10 +226,18 @@ def test_fp16_is_refused() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("plan", ["parameter-server", "parameter-server,staleness=0"])
 def test_digits_are_learnt_as_well(plan: str) -> None:
-    spec = Spec(epochs=20, batch=64, optimizer=Optimizer(lr=2e-3), schedule=Schedule(name="cosine"), evaluate_every=10**6)
+    spec = Spec(
+        epochs=20,
+        batch=64,
+        optimizer=Optimizer(lr=2e-3),
+        schedule=Schedule(name="cosine"),
+        evaluate_every=10**6,
+    )
     accuracy = []
     for size, each in ((2, "ddp"), (3, plan)):
         events, _ = ranks(size)(on_this_rank, Digits(width=16), spec, each, None, None, None)[0]
-        accuracy.append(next(event.metrics["accuracy"] for event in reversed(events) if isinstance(event, Evaluated)))
+        accuracy.append(
+            next(event.metrics["accuracy"] for event in reversed(events) if isinstance(event, Evaluated))
+        )
     assert accuracy[0] > 0.95
     assert accuracy[1] == pytest.approx(accuracy[0], abs=0.01)

@@ -53,16 +53,23 @@ RECIPES = {
         Schedule(name="cosine", warmup=12, floor=0.1),
     ),
     "sgd": (Optimizer(name="sgd", lr=0.05, weight_decay=0.1), Schedule()),
-    "nesterov-clip-linear": (Optimizer(name="sgd", lr=0.1, nesterov=True, weight_decay=0.1, clip=0.3), Schedule(name="linear")),
+    "nesterov-clip-linear": (
+        Optimizer(name="sgd", lr=0.1, nesterov=True, weight_decay=0.1, clip=0.3),
+        Schedule(name="linear"),
+    ),
     "adamw-step": (Optimizer(name="adamw", lr=1e-2, betas=(0.8, 0.9)), Schedule(name="step", every=16)),
 }
 RTOL = {"fp64": 1e-12, "fp32": 1e-5}
 Case = tuple[int, str, int, type[Task], str, str]  # ranks, plan, micro, task, recipe, precision
 
 
-ALL: list[Case] = []  # the recipes dealt out over plans, micro-batches and tasks; each plan with each recipe for one task
+ALL: list[
+    Case
+] = []  # the recipes dealt out over plans, micro-batches and tasks; each plan with each recipe for one task
 FEW: list[Case] = []  # each plan with each task, recipes and micro-batches dealt out
-for (p, (size, plan)), (m, micro), (t, task), (r, recipe) in product(*map(enumerate, (PLANS, MICRO, TASKS, RECIPES))):
+for (p, (size, plan)), (m, micro), (t, task), (r, recipe) in product(
+    *map(enumerate, (PLANS, MICRO, TASKS, RECIPES))
+):
     dealt = r == (p + m + t) % len(RECIPES)
     if dealt or task is models.Text:
         ALL += [(size, plan, micro, task, recipe, precision) for precision in RTOL]
@@ -107,7 +114,14 @@ def test_whole_product(case: Case) -> None:
 
 @pytest.mark.parametrize("task", [models.Points, models.Text])
 @pytest.mark.parametrize(
-    ("size", "plan"), [(3, "zero1"), (3, "zero3,micro=2"), (3, "hsdp,replicate=3"), (4, "zero2,replicate=2"), (4, "hsdp,replicate=4")]
+    ("size", "plan"),
+    [
+        (3, "zero1"),
+        (3, "zero3,micro=2"),
+        (3, "hsdp,replicate=3"),
+        (4, "zero2,replicate=2"),
+        (4, "hsdp,replicate=4"),
+    ],
 )
 def test_other_meshes(size: int, plan: str, task: type[Task]) -> None:
     spec = wanted("adamw-clip-cosine", "fp64").model_copy(update={"batch": 12})
@@ -133,7 +147,9 @@ def test_a_scalar_parameter(plan: str, recipe: str) -> None:
 @pytest.mark.parametrize("plan", ["tp=2,dp=2", "tp=2,dp=2,zero=1", "pp=2,dp=2,zero=3"])
 def test_a_scalar_parameter_in_mixtures(plan: str) -> None:
     spec = wanted("adamw-clip-cosine", "fp64")
-    assert not differences(trained(4, models.Tempered(), spec, plan), trained(1, models.Tempered(), spec, "single"), 1e-12)
+    assert not differences(
+        trained(4, models.Tempered(), spec, plan), trained(1, models.Tempered(), spec, "single"), 1e-12
+    )
 
 
 @pytest.mark.parametrize("plan", ["ddp", "zero1", "zero3"])
@@ -146,7 +162,9 @@ def test_batch_norm_of_each_rank(plan: str) -> None:
     whole = trained(1, models.NormedImages(), spec, "single")
     assert found.losses != pytest.approx(whole.losses, rel=1e-6)
     assert found.losses == pytest.approx(halves.losses, rel=1e-12)
-    assert difference(found.weights["1.running_mean"], whole.weights["1.running_mean"]) < 1e-12  # the mean of the ranks' means
+    assert (
+        difference(found.weights["1.running_mean"], whole.weights["1.running_mean"]) < 1e-12
+    )  # the mean of the ranks' means
     assert difference(found.weights["1.running_var"], whole.weights["1.running_var"]) > 1e-6
     for name, weight in found.weights.items():
         if "running" not in name and "num_batches" not in name:
@@ -188,7 +206,9 @@ class Held:
 
 def held(plan: str) -> Held:
     task, me = models.Text(), world()
-    laid = build_training(wanted("adamw-step", "fp32"), parse(plan).on(me.size), me, task, torch.device("cpu"))
+    laid = build_training(
+        wanted("adamw-step", "fp32"), parse(plan).on(me.size), me, task, torch.device("cpu")
+    )
     batch = default_collate([task.dataset("train")[i] for i in range(8)])  # type: ignore[index]
     laid.update([batch], 0, 1.0)
     state = local_optimizer(laid.update.optimizer).state.values()
@@ -199,7 +219,12 @@ def held(plan: str) -> Held:
         whole_after_forward=False,
     )
     call(task, laid.update.model, batch)
-    return replace(here, whole_after_forward=not any(isinstance(parameter, DTensor) for parameter in laid.model.blocks.parameters()))
+    return replace(
+        here,
+        whole_after_forward=not any(
+            isinstance(parameter, DTensor) for parameter in laid.model.blocks.parameters()
+        ),
+    )
 
 
 def elements(tensors: Iterable[torch.Tensor]) -> int:
@@ -230,7 +255,9 @@ def test_there_is_something_to_go_wrong() -> None:
     assert len(one_process(models.Text, "sgd", "fp64").weights) == len(list(models.Gpt().parameters()))
     assert len(set(models.Text().dataset("train").columns["mask"].sum(1).tolist())) > 5
     for one, other in combinations(RECIPES, 2):
-        assert differences(one_process(models.Points, one, "fp64"), one_process(models.Points, other, "fp64"), 1e-3)
+        assert differences(
+            one_process(models.Points, one, "fp64"), one_process(models.Points, other, "fp64"), 1e-3
+        )
 
 
 # Negative controls: what is planted here must be caught by the comparison above.
@@ -300,7 +327,9 @@ def clipped_by_shard() -> Any:
 
     def by(original: Any) -> Any:
         def whole(self: Norm) -> torch.Tensor:
-            return combined([grad.norm() for grad in local_gradients(self.params) if grad.numel()], self.device)
+            return combined(
+                [grad.norm() for grad in local_gradients(self.params) if grad.numel()], self.device
+            )
 
         return whole
 
@@ -321,7 +350,9 @@ def clipped_by_shard() -> Any:
     ],
 )
 @pytest.mark.parametrize("precision", ["fp64", pytest.param("fp32", marks=pytest.mark.slow)])
-def test_what_is_wrong_is_caught(plant: Any, task: type[Task], recipe: str, plans: str, precision: str) -> None:
+def test_what_is_wrong_is_caught(
+    plant: Any, task: type[Task], recipe: str, plans: str, precision: str
+) -> None:
     for plan in plans.split():
         found = trained(2 if plan != "hsdp" else 4, task(), wanted(recipe, precision), plan, plant)
         assert differences(found, one_process(task, recipe, precision), 10 * RTOL[precision])

@@ -30,9 +30,15 @@ from paceline.training.setup import build, validate_plan
 CPU = torch.device("cpu")
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "zero-bubble", "zbv")
 RTOL = 1e-10  # BatchNorm over the two samples of a micro-batch is worth a digit or two
-SPEC = Spec(steps=3, batch=8, seed=3, precision="fp64", optimizer=Optimizer(lr=1e-2, weight_decay=0.1, clip=0.5))
+SPEC = Spec(
+    steps=3, batch=8, seed=3, precision="fp64", optimizer=Optimizer(lr=1e-2, weight_decay=0.1, clip=0.5)
+)
 DEEP: list[Task] = [models.Text(), models.Idle(), models.Unrecorded(), stacks.Encoder(), stacks.TwoTowers()]
-HUGGING_FACE: list[Task] = [stacks.HuggingFace(kind="gpt2"), stacks.HuggingFace(), stacks.HuggingFace(tied=False)]
+HUGGING_FACE: list[Task] = [
+    stacks.HuggingFace(kind="gpt2"),
+    stacks.HuggingFace(),
+    stacks.HuggingFace(tied=False),
+]
 OTHERS: list[Task] = [
     models.Points(),
     models.Images(),
@@ -79,7 +85,9 @@ def test_evaluation_in_bf16() -> None:
 
 
 @pytest.mark.parametrize("zero", [0, 2, 3])
-@pytest.mark.parametrize("task", [models.Text(), models.NormedImages(), models.Frozen(), models.Idle(), stacks.Encoder()], ids=repr)
+@pytest.mark.parametrize(
+    "task", [models.Text(), models.NormedImages(), models.Frozen(), models.Idle(), stacks.Encoder()], ids=repr
+)
 def test_with_data_ranks(task: Task, zero: int) -> None:
     assert not same(4, f"dp=2,pp=2,micro=2,zero={zero}", task)
 
@@ -101,7 +109,11 @@ def test_hugging_face(task: Task) -> None:
 
 
 @pytest.mark.parametrize("schedule", ["interleaved", "zero-bubble", "zbv"])
-@pytest.mark.parametrize("task", [*(stacks.EncoderDecoder(kind=kind) for kind in ("t5", "bart", "whisper")), stacks.Handing()], ids=repr)
+@pytest.mark.parametrize(
+    "task",
+    [*(stacks.EncoderDecoder(kind=kind) for kind in ("t5", "bart", "whisper")), stacks.Handing()],
+    ids=repr,
+)
 def test_values_that_cross_beside_the_hidden_state(task: Task, schedule: str) -> None:
     """States of an encoder, biases that another block computed, constants, and parameters that no input of their stage leads to."""
     found = same(2, f"pp=2,micro=2,schedule={schedule}", task)
@@ -116,7 +128,11 @@ def test_values_that_cross_beside_the_hidden_state(task: Task, schedule: str) ->
     [
         *[(2, f"pp=2,micro={micro},schedule={schedule}") for schedule in SCHEDULES for micro in (2, 8)],
         *[(4, f"pp=4,micro=4,schedule={schedule}") for schedule in SCHEDULES],
-        *[(4, f"dp=2,pp=2,micro=2,zero={zero},schedule={schedule}") for zero in (0, 2, 3) for schedule in SCHEDULES],
+        *[
+            (4, f"dp=2,pp=2,micro=2,zero={zero},schedule={schedule}")
+            for zero in (0, 2, 3)
+            for schedule in SCHEDULES
+        ],
     ],
 )
 def test_whole_product(size: int, plan: str, task: Task) -> None:
@@ -165,7 +181,12 @@ def kept(task: Task, plan: str, steps: int, run: Path) -> None:
 
 @pytest.mark.parametrize(
     ("first", "second"),
-    [("pp=2,micro=2", "single"), ("single", "pp=2,micro=2"), ("pp=2,micro=2,schedule=zbv", "zero3"), ("ddp", "pp=2,micro=2")],
+    [
+        ("pp=2,micro=2", "single"),
+        ("single", "pp=2,micro=2"),
+        ("pp=2,micro=2,schedule=zbv", "zero3"),
+        ("ddp", "pp=2,micro=2"),
+    ],
 )
 def test_resume_under_another_plan(first: str, second: str, tmp_path: Path) -> None:
     """Tied weights, and the state of the optimizer, go from stages to whole models and back."""
@@ -186,16 +207,24 @@ def test_resume_under_another_plan(first: str, second: str, tmp_path: Path) -> N
 def division_of(task: Task, plan: str, size: int) -> tuple[torch.nn.Module, StagePartition]:
     laid_out = parse(plan).on(size)
     model = build(SPEC, task).model
-    recording = StandInModel(model, task.layout(), CPU).record(task, example(SPEC, task, laid_out), "fp64", training=True)
+    recording = StandInModel(model, task.layout(), CPU).record(
+        task, example(SPEC, task, laid_out), "fp64", training=True
+    )
     return model, divide(laid_out, model, parts_of(model, task.layout()), recording)
 
 
 def test_stages_are_balanced_by_what_they_compute() -> None:
     """Not by counts: the first convolution of digits is cheap, the second one is nearly all there is."""
     _, division = division_of(models.Text(), "pp=2,micro=2", 2)
-    assert [division.calls[begin] for begin in division.begins] == ["tokens", "blocks.2"]  # the head weighs less than a block
+    assert [division.calls[begin] for begin in division.begins] == [
+        "tokens",
+        "blocks.2",
+    ]  # the head weighs less than a block
     model, division = division_of(stacks.Encoder(), "pp=4,micro=4", 4)
-    assert [division.calls[begin] for begin in division.begins][1:-1] == ["encoder.layers.1", "encoder.layers.2"]
+    assert [division.calls[begin] for begin in division.begins][1:-1] == [
+        "encoder.layers.1",
+        "encoder.layers.2",
+    ]
     assert set(division.holders) == {name for name, _ in model.named_parameters()}
 
 
@@ -221,7 +250,12 @@ def test_placeholders_are_loud() -> None:
     [
         (models.Points(), "pp=4", 4, r"has 4 stages, and Sequential can be cut into 3 at most; use pp=2$"),
         (models.Points(), "pp=2,schedule=zbv", 2, r"has 4 stages, .* 3 at most; use pp=2 with schedule=1f1b"),
-        (stacks.Skips(), "pp=5,micro=8", 5, r"not before up.0: up.1 needs what was computed further ahead as well\); use pp=3 or pp=4"),
+        (
+            stacks.Skips(),
+            "pp=5,micro=8",
+            5,
+            r"not before up.0: up.1 needs what was computed further ahead as well\); use pp=3 or pp=4",
+        ),
         (
             stacks.Hidden(),
             "pp=3,micro=4",
@@ -235,11 +269,18 @@ def test_placeholders_are_loud() -> None:
             r"\(not before blocks.1: the model itself, and not recompute=full, computes blocks.1 again in the backward pass\); use a plan",
         ),
         (models.Temperature(), "pp=2", 2, r"can be cut into 1 at most; use a plan without pp"),
-        (stacks.Conditional(), "pp=2", 2, r"cannot be run on tensors without values, .*use a plan without pp"),
+        (
+            stacks.Conditional(),
+            "pp=2",
+            2,
+            r"cannot be run on tensors without values, .*use a plan without pp",
+        ),
         (models.Routed(), "pp=2", 2, r"cannot be run on tensors without values, .*use a plan without pp"),
     ],
 )
-def test_what_cannot_be_cut_is_refused_before_anything_starts(task: Task, plan: str, size: int, sentence: str) -> None:
+def test_what_cannot_be_cut_is_refused_before_anything_starts(
+    task: Task, plan: str, size: int, sentence: str
+) -> None:
     spec = SPEC.model_copy(update={"batch": 16 * size})
     with pytest.raises(PlanError, match=sentence):
         validate_plan(spec, parse(plan).on(size), task)
@@ -295,7 +336,10 @@ def gradient_dropped() -> Any:
 
 
 def test_a_gradient_that_is_missing_is_an_error() -> None:
-    with pytest.raises(AssertionError, match=r"PlanError: .*: \S+.* got no gradient in this pipeline, and gets one on one process"):
+    with pytest.raises(
+        AssertionError,
+        match=r"PlanError: .*: \S+.* got no gradient in this pipeline, and gets one on one process",
+    ):
         same(2, "pp=2,micro=2,schedule=zbv", models.Text(), SPEC, gradient_dropped)
 
 

@@ -150,16 +150,36 @@ KINDS = ("late", "inputs", "evaluated", "skip", "derived", "middle")
 @pytest.mark.parametrize(
     ("kind", "plan", "sentence"),
     [
-        ("late", "pp=2,schedule=zbv", r"into 2 at most \(not before layers.1: buffer kept is changed, and used before and after it\)"),
-        ("inputs", "pp=2,schedule=zbv", r"into 2 at most \(not before layers.1: buffer kept is changed, and used before and after it\)"),
+        (
+            "late",
+            "pp=2,schedule=zbv",
+            r"into 2 at most \(not before layers.1: buffer kept is changed, and used before and after it\)",
+        ),
+        (
+            "inputs",
+            "pp=2,schedule=zbv",
+            r"into 2 at most \(not before layers.1: buffer kept is changed, and used before and after it\)",
+        ),
         (
             "evaluated",
             "pp=2,schedule=interleaved",
             r"into 2 at most \(not before layers.1: buffer kept is changed, and used before and after it\)",
         ),
-        ("skip", "pp=2,schedule=zbv", r"into 2 at most \(not before layers.1: buffer kept is changed by what was computed further ahead\)"),
-        ("derived", "pp=2,schedule=zbv", r"into 2 at most \(not before layers.1: head needs what was computed further ahead as well\)"),
-        ("middle", "pp=7,micro=7", r"into 6 at most \(not before layers.1: buffer kept is changed, and used before and after it\)"),
+        (
+            "skip",
+            "pp=2,schedule=zbv",
+            r"into 2 at most \(not before layers.1: buffer kept is changed by what was computed further ahead\)",
+        ),
+        (
+            "derived",
+            "pp=2,schedule=zbv",
+            r"into 2 at most \(not before layers.1: head needs what was computed further ahead as well\)",
+        ),
+        (
+            "middle",
+            "pp=7,micro=7",
+            r"into 6 at most \(not before layers.1: buffer kept is changed, and used before and after it\)",
+        ),
     ],
 )
 def test_what_no_stage_could_keep_is_refused(kind: str, plan: str, sentence: str) -> None:
@@ -171,7 +191,9 @@ def test_what_no_stage_could_keep_is_refused(kind: str, plan: str, sentence: str
 @pytest.mark.parametrize("kind", KINDS)
 def test_what_one_stage_can_keep_is_right(kind: str) -> None:
     plan = "pp=2,micro=2,schedule=zbv" if kind == "middle" else "pp=2,micro=2"
-    assert not differences(trained(2, Kept(kind=kind), SPEC, plan), trained(1, Kept(kind=kind), SPEC, "single,micro=2"), 1e-10)
+    assert not differences(
+        trained(2, Kept(kind=kind), SPEC, plan), trained(1, Kept(kind=kind), SPEC, "single,micro=2"), 1e-10
+    )
 
 
 class Scaled(nn.Sequential):
@@ -191,7 +213,9 @@ class Scaling(models.Points):
 
 
 def test_nothing_crosses_into_the_first_stage() -> None:
-    assert not differences(trained(2, Scaling(), SPEC, "pp=2,micro=2"), trained(1, Scaling(), SPEC, "single,micro=2"), 1e-10)
+    assert not differences(
+        trained(2, Scaling(), SPEC, "pp=2,micro=2"), trained(1, Scaling(), SPEC, "single,micro=2"), 1e-10
+    )
 
 
 class Counting(nn.Sequential):
@@ -232,7 +256,8 @@ def kept(plan: str, steps: int, run: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("first", "second"), [("pp=2,micro=2,schedule=zbv", "single,micro=2"), ("single,micro=2", "pp=2,micro=2,schedule=zbv")]
+    ("first", "second"),
+    [("pp=2,micro=2,schedule=zbv", "single,micro=2"), ("single,micro=2", "pp=2,micro=2,schedule=zbv")],
 )
 def test_checkpoints_hold_what_the_stage_has_that_changes_it(first: str, second: str, tmp_path: Path) -> None:
     whole, run = tmp_path / "whole", tmp_path / "run"

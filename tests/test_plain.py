@@ -69,14 +69,38 @@ def with_numbers(value: float) -> Build:
 
 
 WRONG: dict[str, tuple[Build, Build, str]] = {
-    "std": (holding(lambda: 0.02 * torch.randn(100, 100)), holding(lambda: 0.0215 * torch.randn(100, 100)), "standard deviation is 0.021"),
-    "std-of-few": (holding(lambda: torch.randn(256)), holding(lambda: 2.5 * torch.randn(256)), "standard deviation is 2.4"),
-    "mean": (holding(lambda: torch.randn(100, 100)), holding(lambda: 0.1 + torch.randn(100, 100)), r"mean is (0\.10|0\.09)"),
-    "uniform": (holding(lambda: torch.rand(3000)), holding(lambda: 0.5 + 0.35 * torch.randn(3000)), "standard deviation is 0.3"),
-    "constant": (with_numbers(2.0), with_numbers(2.0000002), "1 constant values differ, the first is 2.0000002"),
+    "std": (
+        holding(lambda: 0.02 * torch.randn(100, 100)),
+        holding(lambda: 0.0215 * torch.randn(100, 100)),
+        "standard deviation is 0.021",
+    ),
+    "std-of-few": (
+        holding(lambda: torch.randn(256)),
+        holding(lambda: 2.5 * torch.randn(256)),
+        "standard deviation is 2.4",
+    ),
+    "mean": (
+        holding(lambda: torch.randn(100, 100)),
+        holding(lambda: 0.1 + torch.randn(100, 100)),
+        r"mean is (0\.10|0\.09)",
+    ),
+    "uniform": (
+        holding(lambda: torch.rand(3000)),
+        holding(lambda: 0.5 + 0.35 * torch.randn(3000)),
+        "standard deviation is 0.3",
+    ),
+    "constant": (
+        with_numbers(2.0),
+        with_numbers(2.0000002),
+        "1 constant values differ, the first is 2.0000002",
+    ),
     "not-random": (holding(lambda: torch.randn(500)), holding(lambda: torch.ones(500)), "mean is 1 here"),
     "random": (holding(lambda: torch.ones(5)), holding(lambda: torch.randn(5)), "5 constant values differ"),
-    "nan": (holding(lambda: torch.randn(500)), holding(lambda: torch.randn(500) / torch.arange(500).clamp(max=1)), "not finite is 0.002"),
+    "nan": (
+        holding(lambda: torch.randn(500)),
+        holding(lambda: torch.randn(500) / torch.arange(500).clamp(max=1)),
+        "not finite is 0.002",
+    ),
     "padding": (padded(3), padded(None), "16 constant values differ"),
     "small-of-many": (layers(0.1), layers(0.2), r"standard deviation is (0\.20|0\.19)"),
     "small-of-many-mean": (layers(0.1), layers(0.1, 0.05), r"mean is 0\.0[45]"),
@@ -89,7 +113,10 @@ WRONG: dict[str, tuple[Build, Build, str]] = {
 
 @pytest.mark.parametrize(("build", "recorded_as", "what"), WRONG.values(), ids=WRONG)
 def test_finds(build: Build, recorded_as: Build, what: str) -> None:
-    with pytest.raises(TaskError, match=f"the initial values of the model's .* are not those of a plain construction: .*{what}"):
+    with pytest.raises(
+        TaskError,
+        match=f"the initial values of the model's .* are not those of a plain construction: .*{what}",
+    ):
         held(build, recorded_as)
 
 
@@ -121,7 +148,9 @@ STRANGE: dict[str, Build] = {  # what breaks estimates of errors that count on i
 }
 
 
-@pytest.mark.parametrize("seeds", [range(3), pytest.param(range(3, 40), marks=pytest.mark.slow)], ids=["few", "many"])
+@pytest.mark.parametrize(
+    "seeds", [range(3), pytest.param(range(3, 40), marks=pytest.mark.slow)], ids=["few", "many"]
+)
 @pytest.mark.parametrize("build", STRANGE.values(), ids=STRANGE)
 def test_no_false_alarm(build: Build, seeds: range) -> None:
     for seed in seeds:
@@ -131,11 +160,16 @@ def test_no_false_alarm(build: Build, seeds: range) -> None:
 def test_finds_a_library_that_knows_where_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
     """As transformers did while tensors said that they are on the meta device."""
     transformers = pytest.importorskip("transformers")
-    config = transformers.BertConfig(vocab_size=99, hidden_size=32, num_hidden_layers=1, num_attention_heads=2, intermediate_size=64)
+    config = transformers.BertConfig(
+        vocab_size=99, hidden_size=32, num_hidden_layers=1, num_attention_heads=2, intermediate_size=64
+    )
     build = partial(transformers.BertModel, config)
     held(build, build)
     monkeypatch.setattr(deferred_init, "SEEN_ON_CPU", {})
-    with pytest.raises(TaskError, match=r"word_embeddings\.weight are not those .* is (1\.0|0\.9)\d* here and 0\.0[12]\d* there"):
+    with pytest.raises(
+        TaskError,
+        match=r"word_embeddings\.weight are not those .* is (1\.0|0\.9)\d* here and 0\.0[12]\d* there",
+    ):
         held(build, build)
 
 
@@ -201,7 +235,10 @@ def test_a_model_that_does_not_fit_is_noted(cache: Path, monkeypatch: pytest.Mon
 
 
 def test_a_training_on_ranks_is_refused() -> None:
-    with pytest.raises(AssertionError, match="TaskError: the initial values of the model's extra are not those of a plain construction"):
+    with pytest.raises(
+        AssertionError,
+        match="TaskError: the initial values of the model's extra are not those of a plain construction",
+    ):
         trained(2, KnowsMeta(), Spec(steps=1, batch=8), "ddp")
 
 
@@ -235,6 +272,8 @@ def test_commands_say_it(sly: bool, tmp_path: Path) -> None:
     ]
     for command in done:
         shown = " ".join(command.all.split())
-        assert ("the initial values of the model's weight are not those of a plain construction" in shown) == sly, shown
+        assert (
+            "the initial values of the model's weight are not those of a plain construction" in shown
+        ) == sly, shown
         assert (command.status == 0) != sly
     assert sly or "initial weights agree with those of a plain construction" in done[2].all

@@ -9,7 +9,9 @@ from paceline.plan.plan import KEYS, WORDS, Plan, parse, share
 
 ALL = [
     Plan(zero=zero, dp=dp, replicate=replicate, micro=micro)
-    for zero, dp, replicate, micro in itertools.product((0, 1, 2, 3), (None, 1, 2, 4, 8), (1, 2, 4), (1, 2, 3))
+    for zero, dp, replicate, micro in itertools.product(
+        (0, 1, 2, 3), (None, 1, 2, 4, 8), (1, 2, 4), (1, 2, 3)
+    )
     if replicate == 1 or zero >= 2
 ]
 
@@ -71,7 +73,10 @@ def test_words_and_keys(text, plan):
         ("zero1,zero2", "plan 'zero1,zero2': zero2 must come first, and alone of its kind"),
         ("zero1,zero=3", "plan 'zero1,zero=3': zero1 is zero=1, got zero=3; say one of them"),
         ("ddp,replicate=2", "replicate=2 needs shards to replicate: use zero=2, zero=3 or hsdp, got zero=0"),
-        ("zero=1,replicate=2", "replicate=2 needs shards to replicate: use zero=2, zero=3 or hsdp, got zero=1"),
+        (
+            "zero=1,replicate=2",
+            "replicate=2 needs shards to replicate: use zero=2, zero=3 or hsdp, got zero=1",
+        ),
         ("replicate=0,zero=3", "replicate must be at least 1, got replicate=0"),
     ],
 )
@@ -107,11 +112,19 @@ def test_a_pipeline_takes_the_schedule_that_its_micro_batches_allow(micro, sched
 @pytest.mark.parametrize(
     ("text", "ranks", "message"),
     [
-        ("single", 2, "plan single is for 1 rank, got 2: use --ranks 1 or another plan: ddp, zero1, zero2, zero3"),
+        (
+            "single",
+            2,
+            "plan single is for 1 rank, got 2: use --ranks 1 or another plan: ddp, zero1, zero2, zero3",
+        ),
         ("dp=4,zero=2", 3, "plan zero2,dp=4 is for 4 ranks, got 3: use --ranks 4 or dp=3"),
         ("hsdp", 3, "plan hsdp keeps 2 copies, which does not divide 3 ranks: use replicate=3, or zero3"),
         ("hsdp", 1, "plan hsdp keeps 2 copies, which does not divide 1 rank: use single"),
-        ("hsdp,replicate=3", 4, "plan hsdp,replicate=3 keeps 3 copies, which does not divide 4 ranks: use replicate=2 or 4, or zero3"),
+        (
+            "hsdp,replicate=3",
+            4,
+            "plan hsdp,replicate=3 keeps 3 copies, which does not divide 4 ranks: use replicate=2 or 4, or zero3",
+        ),
     ],
 )
 def test_a_plan_that_does_not_fit_the_ranks(text, ranks, message):

@@ -22,14 +22,23 @@ def test_model_without_torch(tmp_path: Path) -> None:
     assert all(plan["fits"] for plan in figures["plans"])
     assert sum(figures["plans"][0]["time_s"].values()) == pytest.approx(steps[0])
     assert figures["rejected"] > 0
-    for words in (figures["plans"][0]["plan"], "tokens/s", "MFU", "do not: most of it", "optimizer", "what the next"):
+    for words in (
+        figures["plans"][0]["plan"],
+        "tokens/s",
+        "MFU",
+        "do not: most of it",
+        "optimizer",
+        "what the next",
+    ):
         assert words in found.out
     assert f"why {figures['plans'][0]['plan']}: the fastest of {figures['fitting']:,} that fit" in found.out
     assert "<svg" in (tmp_path / "plans.svg").read_text()
 
 
 def test_price_of_one_plan(tmp_path: Path) -> None:
-    succeed(*GPT, "--plan", "tp=2,micro=4", "--tokens", "1e9", "--price", "2", "--json", "one.json", at=tmp_path)
+    succeed(
+        *GPT, "--plan", "tp=2,micro=4", "--tokens", "1e9", "--price", "2", "--json", "one.json", at=tmp_path
+    )
     [plan] = json.loads((tmp_path / "one.json").read_text())["plans"]
     assert plan["bill"]["price"] == pytest.approx(2 * plan["bill"]["device_hours"])
     assert plan["bill"]["seconds"] == pytest.approx(1e9 / plan["tokens_per_s"])
@@ -37,7 +46,17 @@ def test_price_of_one_plan(tmp_path: Path) -> None:
 
 def test_a_file_says_its_batch_and_micro_is_no_size(tmp_path: Path) -> None:
     (tmp_path / "gpt.toml").write_text('like = "gpt3-175b"\nbatch = 1536\n')
-    words = ("plan", "--model", "gpt.toml", "--cluster", "a100-80g:8x48", "--tokens", "300e9", "--price", "1.95")
+    words = (
+        "plan",
+        "--model",
+        "gpt.toml",
+        "--cluster",
+        "a100-80g:8x48",
+        "--tokens",
+        "300e9",
+        "--price",
+        "1.95",
+    )
     found = succeed(*words, "--plan", "tp=8,pp=12,micro=1", at=tmp_path).out
     assert "batch 1,536 × 2,048 tokens" in found
     assert (
@@ -51,7 +70,11 @@ def test_a_plan_is_explained_by_what_else_there_is(tmp_path: Path) -> None:
     """With recompute=full out of need, which a larger cut does without."""
     found = succeed(*GPT, "--plan", "zero3,micro=8,recompute=full", "--explain", at=tmp_path)
     assert "plans that fit are faster" in found.out
-    rows = {line.split()[0]: line for line in found.out.splitlines() if line.startswith(("recompute=", "zero=", "tp="))}
+    rows = {
+        line.split()[0]: line
+        for line in found.out.splitlines()
+        if line.startswith(("recompute=", "zero=", "tp="))
+    }
     assert "-" in rows["recompute=none"].split()[1]
     assert "again" in rows["recompute=none"]
     assert "tensor parallel" in rows["tp=2"]
@@ -85,8 +108,14 @@ def test_task_on_this_machine(tmp_path: Path) -> None:
         ((*GPT, "--plan", "dp=3"), "use --ranks 3 or dp=8"),
         ((*GPT, "--plan", "tp=5"), "use tp=1 or 2 or 4 or 8"),
         ((*GPT, "--batch", "4", "--plan", "ddp"), "use --batch 8"),
-        (("plan", "--model", "resnet50", "--batch", "4", "--cluster", "h100:8"), "no plan splits a batch of 4 over 8 ranks"),
-        (("plan", "--model", "resnet50", "--batch", "8", "--cluster", "h100:8", "--plan", "tp=2"), "leave tp out"),
+        (
+            ("plan", "--model", "resnet50", "--batch", "4", "--cluster", "h100:8"),
+            "no plan splits a batch of 4 over 8 ranks",
+        ),
+        (
+            ("plan", "--model", "resnet50", "--batch", "8", "--cluster", "h100:8", "--plan", "tp=2"),
+            "leave tp out",
+        ),
         ((*GPT, "--measure"), "--measure runs a task"),
     ],
 )
@@ -137,7 +166,9 @@ def test_a_model_that_cannot_be_described_is_run(tmp_path: Path) -> None:
 
 def test_unknown_peak_is_asked_for(tmp_path: Path) -> None:
     device = {"name": "new", "kind": "cuda", "memory_bytes": 8e10}
-    (tmp_path / "cluster.json").write_text(json.dumps({"format": "paceline.cluster", "version": 1, "device": device}))
+    (tmp_path / "cluster.json").write_text(
+        json.dumps({"format": "paceline.cluster", "version": 1, "device": device})
+    )
     words = ("plan", "--model", "gpt2", "--batch", "8")
     assert "--peak" in paceline(*words, at=tmp_path).err
     assert "extrapolated" in succeed(*words, "--peak", "300", at=tmp_path).out

@@ -30,10 +30,15 @@ def test_of_predictions(width, found, monkeypatch, capsys):
     assert max(map(len, plans)) > 25, "some are longer than some of the terminals"
     show(*tables(found, 20, explain=True))
     lines = capsys.readouterr().out.splitlines()
-    of_step, of_training = (next(at for at, line in enumerate(lines) if line.startswith(head)) for head in ("plan", "the whole training"))
+    of_step, of_training = (
+        next(at for at, line in enumerate(lines) if line.startswith(head))
+        for head in ("plan", "the whole training")
+    )
     for begin in (of_step, of_training):
         words = [line.split(" ")[0] for line in lines[begin + 1 :]]
-        assert [word for word in words if word in plans][:20] == plans, "in their order, each from the left edge on"
+        assert [word for word in words if word in plans][:20] == plans, (
+            "in their order, each from the left edge on"
+        )
     for plan, cost in found.plans[:20]:
         at = next(at for at, line in enumerate(lines) if line.split(" ")[0] == str(plan))
         figures = lines[at].split()[1:] or lines[at + 1].split()
@@ -51,6 +56,10 @@ def test_of_verdicts(width, capsys):
     overview.add(Verdict(plans[1], 2))
     overview.add(Verdict(plans[1], 2, cannot_be=f"plan {LONG}: 8 ranks are too few"))
     lines = capsys.readouterr().out.splitlines()
-    assert [line.split(" ")[0] for line in lines if line.startswith(("ddp", LONG))] == ["ddp", str(plans[1]), str(plans[1])]
+    assert [line.split(" ")[0] for line in lines if line.startswith(("ddp", LONG))] == [
+        "ddp",
+        str(plans[1]),
+        str(plans[1]),
+    ]
     assert any("same" in line for line in lines) or width < 40
     assert "8 ranks are too few" in " ".join(" ".join(lines).split()) or width < 25

@@ -30,7 +30,9 @@ def plan_of(command: str):
 
 
 def script(*flags: str):
-    return subprocess.run([sys.executable, DOCS / "draw_plans.py", *flags], capture_output=True, text=True, timeout=120)
+    return subprocess.run(
+        [sys.executable, DOCS / "draw_plans.py", *flags], capture_output=True, text=True, timeout=120
+    )
 
 
 @pytest.fixture(scope="module")
@@ -60,8 +62,12 @@ def test_another_picture_is_noticed(tmp_path):
         (tmp_path / name).write_text((DOCS / name).read_text())
     (tmp_path / "plans").mkdir()
     for picture in (DOCS / "plans").glob("*.svg"):
-        (tmp_path / "plans" / picture.name).write_text(picture.read_text().replace("backward, input", "backwards"))
-    done = subprocess.run([sys.executable, tmp_path / "draw_plans.py", "--check"], capture_output=True, text=True, timeout=120)
+        (tmp_path / "plans" / picture.name).write_text(
+            picture.read_text().replace("backward, input", "backwards")
+        )
+    done = subprocess.run(
+        [sys.executable, tmp_path / "draw_plans.py", "--check"], capture_output=True, text=True, timeout=120
+    )
     assert done.returncode == 1
     assert "schedule-zbv.svg" in done.stderr
     assert "ddp.svg" not in done.stderr
@@ -72,7 +78,9 @@ def test_each_command_is_a_plan(command):
     plan_of(command)
 
 
-@pytest.mark.parametrize("plan", ["pp=4,schedule=interleaved,micro=6", "tp=3", "pp=4,schedule=interleaved,stages=3,micro=8"])
+@pytest.mark.parametrize(
+    "plan", ["pp=4,schedule=interleaved,micro=6", "tp=3", "pp=4,schedule=interleaved,stages=3,micro=8"]
+)
 def test_a_command_that_cannot_be_is_noticed(plan):
     with pytest.raises(PlanError):
         plan_of(f"paceline train text --plan {plan} --ranks 4")
@@ -80,12 +88,19 @@ def test_a_command_that_cannot_be_is_noticed(plan):
 
 def test_every_plan_has_its_place_and_picture():
     said = "\n".join(COMMANDS)
-    words = [*WORDS, *(f"schedule={name}" for name in SCHEDULES), *(f"recompute={name}" for name in RECOMPUTE if name != "none")]
+    words = [
+        *WORDS,
+        *(f"schedule={name}" for name in SCHEDULES),
+        *(f"recompute={name}" for name in RECOMPUTE if name != "none"),
+    ]
     assert [word for word in words if word not in said] == []
     shown = set(re.findall(r"\]\(plans/(\S+)\)", PAGE))
     assert shown == {picture.name for picture in (DOCS / "plans").glob("*.svg")}
 
 
 def test_links_within_the_page_lead_somewhere():
-    anchors = {re.sub(r"[^\w\- ]", "", head.lower()).replace(" ", "-") for head in re.findall(r"^## (.+)$", PAGE, re.M)}
+    anchors = {
+        re.sub(r"[^\w\- ]", "", head.lower()).replace(" ", "-")
+        for head in re.findall(r"^## (.+)$", PAGE, re.M)
+    }
     assert set(re.findall(r"\]\(#([^)]+)\)", PAGE)) <= anchors

@@ -41,8 +41,15 @@ def here(tmp_path, monkeypatch):
     return tmp_path
 
 
-def asked(plan: str | None = None, ranks: int = 2, time: str | None = None, target: Path | None = None, **more: Any) -> PreflightContext:
-    launch = Launch(plan=plan, ranks=ranks, device="cpu", **{key: more.pop(key) for key in ("nodes", "run") if key in more})
+def asked(
+    plan: str | None = None, ranks: int = 2, time: str | None = None, target: Path | None = None, **more: Any
+) -> PreflightContext:
+    launch = Launch(
+        plan=plan,
+        ranks=ranks,
+        device="cpu",
+        **{key: more.pop(key) for key in ("nodes", "run") if key in more},
+    )
     spec = Spec(**{"task": "models:Points", "batch": 12, "steps": 10} | more)
     return PreflightContext(spec, launch, time, None, str(target) if target is not None else None)
 
@@ -99,7 +106,9 @@ def test_all_is_looked_at_even_when_much_fails():
     found = looked(batch=13, run=".")
     assert found["site"] == ["fails: site.toml: unknown key partiton; did you mean partition?"]
     assert found["slurm"] == ["skipped: needs what site would tell"]
-    assert found["plan"] == ["fails: batch 13 is not divisible by ranks × micro = 2 × 1 = 2: use --batch 14 or 12"]
+    assert found["plan"] == [
+        "fails: batch 13 is not divisible by ranks × micro = 2 × 1 = 2: use --batch 14 or 12"
+    ]
     assert found["build"] == found["memory"] == found["time"] == ["skipped: needs what plan would tell"]
     assert found["room"] == ["fails: . exists already; say another --run-dir (it is no run)"]
     assert len(failing(found)) == 3
@@ -115,7 +124,9 @@ def test_ranks_that_cannot_be():
 def test_two_nodes_need_a_slurm(monkeypatch):
     monkeypatch.setenv("PATH", os.devnull)
     assert looked(nodes=2)["slurm"][0].startswith("fails: there is no sbatch on PATH")
-    assert looked(nodes=1)["slurm"] == ["passes: Slurm is not asked: there is no sbatch on PATH; one node is here"]
+    assert looked(nodes=1)["slurm"] == [
+        "passes: Slurm is not asked: there is no sbatch on PATH; one node is here"
+    ]
 
 
 # The site file
@@ -129,9 +140,13 @@ def on_site(text: str) -> list[str]:
 def test_modules_are_loaded_as_at_a_login(here, monkeypatch):
     monkeypatch.setenv("HOME", str(here))
     assert on_site('modules = ["cuda/12"]')[0].startswith("warns: there is no command module here")
-    (here / ".bash_profile").write_text('module() { [ "$2" = cuda/12 ] || { echo "no module $2" >&2; return 1; }; }\n')
+    (here / ".bash_profile").write_text(
+        'module() { [ "$2" = cuda/12 ] || { echo "no module $2" >&2; return 1; }; }\n'
+    )
     assert on_site('modules = ["cuda/12"]') == ["passes: modules cuda/12 can be loaded"]
-    assert on_site('modules = ["cuda/99"]') == ["fails: module load cuda/99: no module cuda/99; module avail lists what there is"]
+    assert on_site('modules = ["cuda/99"]') == [
+        "fails: module load cuda/99: no module cuda/99; module avail lists what there is"
+    ]
 
 
 def program(path: Path, text: str) -> Path:
@@ -144,7 +159,9 @@ def program(path: Path, text: str) -> Path:
 def test_a_python_without_torch(here):
     assert on_site('venv = "env"')[0].startswith("fails: venv env has no env/bin/python; make it there")
     program(here / "env/bin/python", "echo no torch >&2; exit 1")
-    assert on_site('venv = "env"') == ["fails: venv env: no torch; install it there, or say another one in the site file"]
+    assert on_site('venv = "env"') == [
+        "fails: venv env: no torch; install it there, or say another one in the site file"
+    ]
     program(here / "env/bin/python", f'exec {sys.executable} -S "$@"')  # without what is installed
     assert on_site('venv = "env"')[0].startswith("fails: venv env: no torch")
     program(here / "env/bin/python", f'exec {sys.executable} "$@"')
@@ -153,11 +170,17 @@ def test_a_python_without_torch(here):
 
 def test_conda_may_come_with_a_module(here, monkeypatch):
     monkeypatch.setenv("HOME", str(here))
-    assert on_site('conda = "train"')[0] == "fails: conda='train', and there is no conda on PATH; name the module that has it"
+    assert (
+        on_site('conda = "train"')[0]
+        == "fails: conda='train', and there is no conda on PATH; name the module that has it"
+    )
     program(here / "bin/conda", '[ "$3" = train ] || { echo "EnvironmentLocationNotFound: $3"; exit 1; }')
     (here / ".bash_profile").write_text(f'module() {{ PATH="{here}/bin:$PATH"; }}\n')
     found = on_site('modules = ["conda"]\nconda = "train"')
-    assert found == ["passes: modules conda can be loaded", "passes: conda environment train has torch and paceline"]
+    assert found == [
+        "passes: modules conda can be loaded",
+        "passes: conda environment train has torch and paceline",
+    ]
     assert on_site('modules = ["conda"]\nconda = "trian"')[1].startswith(
         "fails: conda environment trian: EnvironmentLocationNotFound: trian; "
     )
@@ -165,8 +188,12 @@ def test_conda_may_come_with_a_module(here, monkeypatch):
 
 def test_what_the_site_file_names_is_there(here):
     Path("no.tar").write_text("no tar")
-    assert on_site('container = "no.sif"') == ["fails: there is no container no.sif; say its whole path in the site file"]
-    assert on_site('scratch = "/x"\nstage_in = "none.tar"')[0].startswith("fails: stage_in='none.tar' cannot be read: No such file")
+    assert on_site('container = "no.sif"') == [
+        "fails: there is no container no.sif; say its whole path in the site file"
+    ]
+    assert on_site('scratch = "/x"\nstage_in = "none.tar"')[0].startswith(
+        "fails: stage_in='none.tar' cannot be read: No such file"
+    )
     assert on_site('scratch = "/x"\nstage_in = "no.tar"')[0].startswith("fails: stage_in='no.tar' is no tar")
 
 
@@ -174,7 +201,9 @@ def test_variables_that_win_over_the_script():
     job = Job(Path("/r"), Path("/"), 2, 4, "02:00:00", "python")
     environ = {"SBATCH_PARTITION": "gpu", "SBATCH_TIMELIMIT": "02:00:00", "HOME": "/"}
     (said,) = overridden(job, Site(partition="cpu"), environ)
-    assert said.startswith("SBATCH_PARTITION=gpu wins over partition=cpu of the job script; unset SBATCH_PARTITION")
+    assert said.startswith(
+        "SBATCH_PARTITION=gpu wins over partition=cpu of the job script; unset SBATCH_PARTITION"
+    )
     assert overridden(job, Site(partition="gpu"), environ) == []
 
 
@@ -211,7 +240,9 @@ class Peeking(Regression):
 def test_the_last_sample_is_missing(here):
     write_task(here, BROKEN, "broken.py")
     found = looked(task="broken.py:Broken")
-    assert found["data"] == ["fails: sample 52 of 'train' raised FileNotFoundError: img_52.png (broken.py, line 9)"]
+    assert found["data"] == [
+        "fails: sample 52 of 'train' raised FileNotFoundError: img_52.png (broken.py, line 9)"
+    ]
     assert found["build"] == ["skipped: needs what data would tell"]
 
 
@@ -219,9 +250,11 @@ def test_a_mistake_in_the_task_is_a_finding_like_others(here):
     """And those that would meet it again are spared."""
     write_task(here, BROKEN, "broken.py")
     found = looked(task="broken.py:Careless")
-    assert re.match(r"fails: loss\(\) raised RuntimeError: .*must have same.* \(broken\.py, line \d+\)", found["build"][0], re.S), found[
-        "build"
-    ]
+    assert re.match(
+        r"fails: loss\(\) raised RuntimeError: .*must have same.* \(broken\.py, line \d+\)",
+        found["build"][0],
+        re.S,
+    ), found["build"]
     assert found["memory"] == found["time"] == ["skipped: needs what build would tell"]
     assert found["room"][0].startswith("passes: ")
 
@@ -231,8 +264,13 @@ def test_a_plan_that_the_model_does_not_allow():
     assert found["plan"][0].startswith("passes")
     [failed] = [said for said in found["build"] if said.startswith("fails: ")]
     assert failed.count("; ") + failed.count(": ") >= 2  # with a way out
-    assert "warns: batch 96 is more than the 29 training samples: each step has samples several times" in found["build"]
-    assert looked(plan="ddp", ranks=30, batch=30)["build"] == ["fails: 30 ranks for 29 training samples; use at most --ranks 29"]
+    assert (
+        "warns: batch 96 is more than the 29 training samples: each step has samples several times"
+        in found["build"]
+    )
+    assert looked(plan="ddp", ranks=30, batch=30)["build"] == [
+        "fails: 30 ranks for 29 training samples; use at most --ranks 29"
+    ]
 
 
 def test_what_cannot_be_built_without_values_is_not_held_against_it(here):
@@ -267,9 +305,14 @@ def test_memory_that_does_not_suffice(here):
 
 def test_more_ranks_than_devices(here):
     file.write(here / "gpus.json", cluster(8, of_a_node=4))
-    flight = PreflightContext(Spec(task="models:Points", batch=16), Launch(nodes=2, ranks=16), None, None, "gpus.json")
+    flight = PreflightContext(
+        Spec(task="models:Points", batch=16), Launch(nodes=2, ranks=16), None, None, "gpus.json"
+    )
     (said,) = (one for one in findings(flight, CHECKS) if one.check == "memory")
-    assert (said.verdict, said.message.partition(";")[0]) == ("fails", "nodes × ranks are 2 × 8, nodes × devices of a100 2 × 4")
+    assert (said.verdict, said.message.partition(";")[0]) == (
+        "fails",
+        "nodes × ranks are 2 × 8, nodes × devices of a100 2 × 4",
+    )
 
 
 def test_gpus_that_are_not_here():
@@ -278,10 +321,14 @@ def test_gpus_that_are_not_here():
     said = {one.check: (one.verdict, one.message) for one in findings(flight, CHECKS)}
     assert said["memory"] == said["time"]
     assert said["memory"][0] == "warns"
-    assert said["memory"][1].startswith("not predicted: jobs get GPUs (gpu:a100:4 a node), and there are none here: say what they are")
+    assert said["memory"][1].startswith(
+        "not predicted: jobs get GPUs (gpu:a100:4 a node), and there are none here: say what they are"
+    )
 
 
-@pytest.mark.parametrize(("text", "size"), [("64G", 2**36), ("500", 500 * 2**20), ("1T", 2**40), ("0", math.inf), ("?", math.inf)])
+@pytest.mark.parametrize(
+    ("text", "size"), [("64G", 2**36), ("500", 500 * 2**20), ("1T", 2**40), ("0", math.inf), ("?", math.inf)]
+)
 def test_memory_as_slurm_writes_it(text, size):
     assert slurm_bytes(text) == size
 
@@ -291,7 +338,18 @@ def test_room_is_that_of_real_checkpoints(ranks, here):
     if ranks == 1:
         list(train(Spec(task="digits", steps=2), world=World(), run=create(here / "r", Spec(), Launch())))
     else:
-        words = ("--steps", "2", "--ranks", str(ranks), "--device", "cpu", "--run-dir", "r", "--plan", "zero1")
+        words = (
+            "--steps",
+            "2",
+            "--ranks",
+            str(ranks),
+            "--device",
+            "cpu",
+            "--run-dir",
+            "r",
+            "--plan",
+            "zero1",
+        )
         succeed("train", "digits", *words, at=here)
     real = [path.stat().st_size for path in (here / "r/ckpt/step_2").iterdir()]
     flight = asked(task="digits", batch=64, ranks=ranks)
@@ -313,7 +371,10 @@ def test_too_little_room(options, said, here):
     (here / "small").mkdir()
     with mounted(here / "small", options):
         (found,) = only("room", task="digits", batch=64, run="small/a")
-    assert found.startswith(("fails" if said else "passes") + ": 4 checkpoints of 1.8 MiB (--keep 2, the best and the next) in 42 files")
+    assert found.startswith(
+        ("fails" if said else "passes")
+        + ": 4 checkpoints of 1.8 MiB (--keep 2, the best and the next) in 42 files"
+    )
     assert said is None or said in found
 
 
@@ -325,7 +386,9 @@ def test_quotas(monkeypatch, here):
     assert of(limit_bytes=2**30, soft_bytes=2**30).startswith("passes: ")
     assert "has 1.0 MiB left of a quota of 1.0 MiB; say another" in of(limit_bytes=2**20)
     assert "has 5 files left of a quota of 10; say another" in of(used_files=5, limit_files=10)
-    assert "warns: with them a quota of 1.0 MiB is exceeded, which is allowed for a while only" in of(soft_bytes=2**20)
+    assert "warns: with them a quota of 1.0 MiB is exceeded, which is allowed for a while only" in of(
+        soft_bytes=2**20
+    )
 
 
 @pytest.mark.parametrize(
@@ -333,8 +396,20 @@ def test_quotas(monkeypatch, here):
     [
         (100, "02:00:00", "", "passes", "02:00:00 asked"),
         (10**7, "02:00:00", "", "warns", "02:00:00 asked: it will be queued again "),
-        (10**7, "02:00:00", 'sbatch = ["--no-requeue"]', "fails", "and --no-requeue, so that it would not be done"),
-        (10**7, "2", "notice_s = 90", "fails", "and 90 s before no step would be done and saved: ask for more time"),
+        (
+            10**7,
+            "02:00:00",
+            'sbatch = ["--no-requeue"]',
+            "fails",
+            "and --no-requeue, so that it would not be done",
+        ),
+        (
+            10**7,
+            "2",
+            "notice_s = 90",
+            "fails",
+            "and 90 s before no step would be done and saved: ask for more time",
+        ),
         (10**7, "two hours", "", "fails", "--time 'two hours' is no time"),
     ],
 )
@@ -349,7 +424,14 @@ def test_how_often_it_is_queued_again_and_how_long_it_saves(here):
     """From the figures of the sentence itself."""
     disk = Disk(path=str(here), checkpoint_Bps=Fact(value=1e5))
     target = machine(here, 2**30, flops=1e9, disks=(disk,))
-    flight = asked(task="digits", batch=64, steps=10**5, time="01:00:00", target=target, save=Save(every=10**4, minutes=math.inf))
+    flight = asked(
+        task="digits",
+        batch=64,
+        steps=10**5,
+        time="01:00:00",
+        target=target,
+        save=Save(every=10**4, minutes=math.inf),
+    )
     (said,) = CHECKS["time"].run(flight)
     save_s = flight.checkpoint_bytes / 1e5
     work_s = 10**5 * flight.cost.step_s + 10 * save_s
@@ -377,7 +459,18 @@ def test_no_requeue():
 
 
 def test_the_command(here):
-    words = ("preflight", "my.py:Regression", "--batch", "24", "--ranks", "2", "--steps", "10", "--device", "cpu")
+    words = (
+        "preflight",
+        "my.py:Regression",
+        "--batch",
+        "24",
+        "--ranks",
+        "2",
+        "--steps",
+        "10",
+        "--device",
+        "cpu",
+    )
     good = succeed(*words, "--json", "found.json", at=here, COLUMNS="160")
     assert good.out.splitlines()[-1].startswith("nothing speaks against it")
     assert {one["check"] for one in json.loads((here / "found.json").read_text())} == {*CHECKS}

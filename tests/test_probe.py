@@ -64,7 +64,9 @@ def test_gpus_of_nvidia_smi():
         ("NVIDIA H200", "cuda", 143771 * 2**20, 700.0, "570.211.01", "h200")
     }
     v100 = gpus.parse_nvidia(recorded("nvidia-smi-query-2xV100.csv"))
-    assert [(row.sheet, row.memory_bytes, row.power_W) for row in v100] == [("v100-pcie-32g", 32 * GiB, None)] * 2
+    assert [(row.sheet, row.memory_bytes, row.power_W) for row in v100] == [
+        ("v100-pcie-32g", 32 * GiB, None)
+    ] * 2
 
 
 def test_a_gpu_that_only_looks_like_a_published_one_has_no_peaks():
@@ -80,7 +82,9 @@ def test_no_gpus(text):
 
 
 def test_gpus_of_rocm_smi():
-    found = gpus.parse_amd("WARNING: AMD GPU device(s) is/are in a low-power state\n" + recorded("rocm-smi-2xMI250.json"))
+    found = gpus.parse_amd(
+        "WARNING: AMD GPU device(s) is/are in a low-power state\n" + recorded("rocm-smi-2xMI250.json")
+    )
     assert [(row.index, row.name, row.power_W, row.driver, row.bus) for row in found] == [
         (k, "AMD INSTINCT MI250 (MCM) OAM AC MBA", 560.0, "6.2.4", "0000:2F:00.0") for k in range(2)
     ]
@@ -106,7 +110,9 @@ def test_eight_gpus_with_network_cards():
     found = topology.parse_nvidia(recorded("nvidia-smi-topo-8xH100.txt"))
     assert topology.gpus(found) == tuple(f"GPU{k}" for k in range(8))
     assert topology.among_gpus(found) == {"NV18": 28}
-    assert topology.best_nics(found) == {f"GPU{k}": ("PXB", (f"NIC{nic}",)) for k, nic in enumerate((0, 3, 4, 5, 6, 9, 10, 11))}
+    assert topology.best_nics(found) == {
+        f"GPU{k}": ("PXB", (f"NIC{nic}",)) for k, nic in enumerate((0, 3, 4, 5, 6, 9, 10, 11))
+    }
     assert found.numa["GPU3"] == "0"
     assert found.numa["GPU4"] == "1"
 
@@ -199,9 +205,13 @@ def test_limits_of_the_first_version(tmp_path):
         for name, text in files.items():
             (folder / name).write_text(text + "\n")
     (tmp_path / "memory" / "memory.limit_in_bytes").write_text("9223372036854771712\n")
-    found = list(limits.groups("4:memory:/docker/abc\n2:cpu,cpuacct:/docker/abc\n1:name=systemd:/\n", tmp_path))
+    found = list(
+        limits.groups("4:memory:/docker/abc\n2:cpu,cpuacct:/docker/abc\n1:name=systemd:/\n", tmp_path)
+    )
     assert [limits.cpu_quota(group) for group in found if limits.cpu_quota(group)] == [2.0]
-    assert [limits.memory_of(group) for group in found if limits.memory_of(group)] == [4 * GiB], "nearly 2^63 is no limit"
+    assert [limits.memory_of(group) for group in found if limits.memory_of(group)] == [4 * GiB], (
+        "nearly 2^63 is no limit"
+    )
 
 
 def test_usable_cores_are_those_of_the_affinity():
@@ -250,7 +260,9 @@ def test_a_slurm_job():
         "SLURM_NTASKS": "8",
         "SLURM_GPUS_ON_NODE": "4",
     }
-    assert environment.slurm(env) == Slurm(job="4711", nodes=2, node_list="a[1-2]", tasks=8, gpus_per_node="4")
+    assert environment.slurm(env) == Slurm(
+        job="4711", nodes=2, node_list="a[1-2]", tasks=8, gpus_per_node="4"
+    )
     array = environment.slurm(env | {"SLURM_ARRAY_JOB_ID": "4700", "SLURM_ARRAY_TASK_ID": "3"})
     assert array.job == "4700_3"
     assert environment.slurm({"HOME": "/root"}) is None
@@ -309,10 +321,19 @@ def test_quotas_of_several_file_systems():
 
 def test_quotas_of_lustre():
     [(_, human)] = parse(recorded("lfs-quota-human.txt"), "lfs quota")
-    assert (human.used_bytes, human.soft_bytes, human.limit_bytes) == (round(792.3 * 2**20), None, round(9.537 * 2**40))
+    assert (human.used_bytes, human.soft_bytes, human.limit_bytes) == (
+        round(792.3 * 2**20),
+        None,
+        round(9.537 * 2**40),
+    )
     assert (human.used_files, human.limit_files) == (9, 2_000_000)
     [(name, kbytes)] = parse(recorded("lfs-quota-kbytes.txt"), "lfs quota")
-    assert (name, kbytes.used_bytes, kbytes.limit_bytes, kbytes.limit_files) == ("/fred", 1041408 * 1024, 6291456 * 1024, None)
+    assert (name, kbytes.used_bytes, kbytes.limit_bytes, kbytes.limit_files) == (
+        "/fred",
+        1041408 * 1024,
+        6291456 * 1024,
+        None,
+    )
 
 
 def test_a_site_counts_bytes_and_files():
@@ -340,14 +361,21 @@ Filesystem                 space   quota   limit   files   quota   limit
 
 @pytest.mark.parametrize(
     "text",
-    ["", "Disk quotas for user root (uid 0): none\n", "usage is fine\nFilesystem 3 4\n", "Filesystem blocks quota limit\n/home x y z\n"],
+    [
+        "",
+        "Disk quotas for user root (uid 0): none\n",
+        "usage is fine\nFilesystem 3 4\n",
+        "Filesystem blocks quota limit\n/home x y z\n",
+    ],
 )
 def test_no_quota(text):
     assert parse(text, "quota") == []
 
 
 def test_the_quota_of_a_directory():
-    rows = [(name, Quota(used_bytes=k)) for k, name in enumerate(("server:/home", "/home/me", "/", "/scratch"))]
+    rows = [
+        (name, Quota(used_bytes=k)) for k, name in enumerate(("server:/home", "/home/me", "/", "/scratch"))
+    ]
     assert of_directory("/home/me/x", "/home", "server:/home", rows).used_bytes == 0
     assert of_directory("/home/me/x", "/home", "/dev/sda", rows).used_bytes == 1
     assert of_directory("/scratch/me", "/scratch", None, rows).used_bytes == 3
@@ -382,7 +410,12 @@ def test_a_directory_here(tmp_path):
     quota = Quota(used_bytes=5)
     found = look(tmp_path, ("SCRATCH",), [("disk", quota)], own)
     usage = psutil.disk_usage(str(tmp_path))
-    assert (found.filesystem, found.mount, found.quota, found.size_bytes) == ("made up", str(tmp_path), quota, usage.total)
+    assert (found.filesystem, found.mount, found.quota, found.size_bytes) == (
+        "made up",
+        str(tmp_path),
+        quota,
+        usage.total,
+    )
     assert found.free_bytes == pytest.approx(usage.free, abs=GiB)
 
 
@@ -400,8 +433,14 @@ def test_versions_in_what_torch_was_built_with():
 @pytest.mark.parametrize(
     ("text", "name"),
     [
-        ("mpirun (Open MPI) 4.1.4\n\nReport bugs to http://www.open-mpi.org/community/help/\n", "Open MPI 4.1.4"),
-        ("HYDRA build details:\n    Version:                                 4.0.2\n    Release Date: …", "MPICH 4.0.2"),
+        (
+            "mpirun (Open MPI) 4.1.4\n\nReport bugs to http://www.open-mpi.org/community/help/\n",
+            "Open MPI 4.1.4",
+        ),
+        (
+            "HYDRA build details:\n    Version:                                 4.0.2\n    Release Date: …",
+            "MPICH 4.0.2",
+        ),
         ("Intel(R) MPI Library for Linux* OS, Version 2021.9 Build 20230306", "Intel MPI 2021.9"),
         ("", None),
     ],
@@ -423,7 +462,9 @@ def test_a_source_that_hangs_holds_up_nobody():
         raise OSError(5, "Input/output error")
 
     began = time.monotonic()
-    answers, reasons = ParallelSources({"quick": lambda: 7, "slow": lambda: time.sleep(60), "broken": breaks}).within(0.3)
+    answers, reasons = ParallelSources(
+        {"quick": lambda: 7, "slow": lambda: time.sleep(60), "broken": breaks}
+    ).within(0.3)
     assert time.monotonic() - began < 30
     assert answers == {"quick": 7}
     assert reasons == {"slow": "no answer within 0.3 s", "broken": "Input/output error"}
@@ -436,7 +477,9 @@ def h100s(**parts) -> Machine:
     query = "index, name, memory.total [MiB], driver_version, power.limit [W]\n"
     rows = "".join(f"{k}, NVIDIA H100 80GB HBM3, 81559 MiB, 550.90, 700.00 W\n" for k in range(8))
     return machine(
-        accelerators=gpus.parse_nvidia(query + rows), topology=topology.parse_nvidia(recorded("nvidia-smi-topo-8xH100.txt")), **parts
+        accelerators=gpus.parse_nvidia(query + rows),
+        topology=topology.parse_nvidia(recorded("nvidia-smi-topo-8xH100.txt")),
+        **parts,
     )
 
 
@@ -455,11 +498,18 @@ def test_links_are_not_guessed():
     assert cluster(whole.model_copy(update={"topology": None})).links == ()
     links = {name: dict(row) for name, row in whole.topology.links.items()}
     links["GPU0"]["GPU7"] = "SYS"
-    assert cluster(whole.model_copy(update={"topology": whole.topology.model_copy(update={"links": links})})).links == ()
+    assert (
+        cluster(
+            whole.model_copy(update={"topology": whole.topology.model_copy(update={"links": links})})
+        ).links
+        == ()
+    )
 
 
 def test_the_cluster_of_a_node_without_gpus():
-    found = cluster(machine(memory=MemoryFacts(total_bytes=64 * GiB, available_bytes=GiB, limit_bytes=8 * GiB)))
+    found = cluster(
+        machine(memory=MemoryFacts(total_bytes=64 * GiB, available_bytes=GiB, limit_bytes=8 * GiB))
+    )
     assert (found.device.kind, found.devices_per_node, found.cores_per_node) == ("cpu", 1, 4)
     assert found.device.memory_bytes.value == found.host_memory_bytes.value == 8 * GiB
     assert found.device.peaks_flops == {}
@@ -469,7 +519,12 @@ def test_the_cluster_of_a_node_without_gpus():
 @pytest.mark.parametrize("width", [80, 120])
 def test_a_big_machine_as_text(width):
     text = text_of(
-        h100s(container="docker", modules=("cuda/12.8",), slurm=Slurm(job="4711", nodes=2, node_list="a[1-2]", partition="gpu")), width
+        h100s(
+            container="docker",
+            modules=("cuda/12.8",),
+            slurm=Slurm(job="4711", nodes=2, node_list="a[1-2]", partition="gpu"),
+        ),
+        width,
     )
     assert max(map(len, text.splitlines())) <= width
     words = " ".join(text.split())
@@ -494,11 +549,15 @@ def test_what_is_not_there_is_not_shown():
 def test_a_driver_that_fails_does_not_mean_that_there_is_no_gpu(tmp_path, monkeypatch):
     """A tool of the same name stands in its place, and says what the real one says without its driver."""
     smi = tmp_path / "nvidia-smi"
-    smi.write_text("#!/bin/sh\necho 'NVIDIA-SMI has failed because it could not communicate with the NVIDIA driver.'\nexit 9\n")
+    smi.write_text(
+        "#!/bin/sh\necho 'NVIDIA-SMI has failed because it could not communicate with the NVIDIA driver.'\nexit 9\n"
+    )
     smi.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     found = probe([tmp_path])
-    assert "NVIDIA's GPUs: nvidia-smi failed with exit status 9: NVIDIA-SMI has failed" in " ".join(found.silent)
+    assert "NVIDIA's GPUs: nvidia-smi failed with exit status 9: NVIDIA-SMI has failed" in " ".join(
+        found.silent
+    )
     assert re.search(r"^GPUs +not known", text_of(found), re.M)
 
 
@@ -514,11 +573,16 @@ def test_this_machine(tmp_path):
 
 def test_a_torch_that_is_broken(tmp_path):
     broken = subprocess.Popen(
-        [sys.executable, "-c", "import torch_of_another_name"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        [sys.executable, "-c", "import torch_of_another_name"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
     )
     found = probe([tmp_path], broken)
     assert found.torch is None
-    assert found.silent == ("PyTorch: import torch failed: ModuleNotFoundError: No module named 'torch_of_another_name'",)
+    assert found.silent == (
+        "PyTorch: import torch failed: ModuleNotFoundError: No module named 'torch_of_another_name'",
+    )
 
 
 def test_the_command(tmp_path):
@@ -528,7 +592,16 @@ def test_the_command(tmp_path):
     assert (tree["format"], tree["version"]) == ("paceline.probe", 1)
     found = Machine.model_validate_json((tmp_path / "found.json").read_text())
     assert found.torch is not None, found.silent
-    assert [row.name for row in found.torch.backends] == ["cuda", "cudnn", "mps", "mkl", "mkldnn", "openmp", "opt_einsum", "xeon"]
+    assert [row.name for row in found.torch.backends] == [
+        "cuda",
+        "cudnn",
+        "mps",
+        "mkl",
+        "mkldnn",
+        "openmp",
+        "opt_einsum",
+        "xeon",
+    ]
     assert {row.name: row.available for row in found.torch.communication}["gloo"]
     assert all(row.available or row.note for row in (*found.torch.backends, *found.torch.communication)), (
         "whatever is missing says how to get it"
@@ -541,7 +614,10 @@ def test_the_command(tmp_path):
     ("words", "sentence"),
     [
         (("nowhere",), "there is no directory nowhere"),
-        (("--json", "nowhere/x.json"), "cannot write nowhere/x.json: there is no folder nowhere for x.json; make it first"),
+        (
+            ("--json", "nowhere/x.json"),
+            "cannot write nowhere/x.json: there is no folder nowhere for x.json; make it first",
+        ),
     ],
 )
 def test_bad_input(words, sentence, tmp_path):

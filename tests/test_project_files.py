@@ -32,7 +32,11 @@ def test_the_hooks_run_what_make_lint_runs():
     assert hooks == re.findall(r"\$\(BIN\)/(.*)", recipe)
 
 
-FILES = [".pre-commit-config.yaml", "CITATION.cff", *(f".github/ISSUE_TEMPLATE/{name}.yml" for name in ("bug", "feature", "config"))]
+FILES = [
+    ".pre-commit-config.yaml",
+    "CITATION.cff",
+    *(f".github/ISSUE_TEMPLATE/{name}.yml" for name in ("bug", "feature", "config")),
+]
 
 
 @pytest.mark.parametrize("name", FILES)
@@ -54,9 +58,17 @@ def test_what_contributing_names_is_there():
     paths = {word for word in quoted if re.fullmatch(r"(src|tests|docs)/[\w./]+\w", word)}
     assert len(paths) > 25
     assert not [path for path in paths if not (ROOT / path).exists()]
-    sources = "\n".join(path.read_text() for folder in ("src", "tests") for path in (ROOT / folder).rglob("*.py"))
-    names = {word for word in quoted if re.fullmatch(r"[A-Z]{4,}\w*|[A-Z][a-z]+[A-Z]\w+|_[a-z]\w+|test_\w+", word)} - {"PLAN"}
+    sources = "\n".join(
+        path.read_text() for folder in ("src", "tests") for path in (ROOT / folder).rglob("*.py")
+    )
+    names = {
+        word for word in quoted if re.fullmatch(r"[A-Z]{4,}\w*|[A-Z][a-z]+[A-Z]\w+|_[a-z]\w+|test_\w+", word)
+    } - {"PLAN"}
     assert len(names) > 15
     assert not [name for name in names if not re.search(rf"\b{name}\b", sources)]
     targets = set(re.findall(r"make ([\w-]+)`", page))
-    assert {"install", "lint", "test"} <= targets <= {*re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.M)}
+    assert (
+        {"install", "lint", "test"}
+        <= targets
+        <= {*re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.M)}
+    )

@@ -72,7 +72,9 @@ def test_a_file_of_measurements(tmp_path):
     assert set(priced) == {"mine#1", "mine#5", "mine#7"}
     assert 12 < priced["mine#1"]["predicted_step_time_s"] < 17
     assert priced["mine#1"]["fits"]
-    assert priced["mine#7"]["predicted_step_time_s"] > 1.3 * priced["mine#1"]["predicted_step_time_s"]  # tp across nodes
+    assert (
+        priced["mine#7"]["predicted_step_time_s"] > 1.3 * priced["mine#1"]["predicted_step_time_s"]
+    )  # tp across nodes
     assert priced["mine#5"]["predicted_step_time_s"] <= priced["mine#1"]["predicted_step_time_s"]
     assert "not priced: mine#2: hidden is not said" in done.stdout
     assert "not priced: mine#3: the experts are not told" in done.stdout

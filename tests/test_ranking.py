@@ -25,7 +25,12 @@ CPU = Cluster(
 MEASURED_CPU = CPU.model_copy(
     update={
         "paces": tuple(
-            Pace(operation=name, threads=1, sizes=tuple(size for size, _ in table), seconds=tuple(seconds for _, seconds in table))
+            Pace(
+                operation=name,
+                threads=1,
+                sizes=tuple(size for size, _ in table),
+                seconds=tuple(seconds for _, seconds in table),
+            )
             for name, table in guessed(5e10, 5e9, 1e-6).tables.items()
         )
     }
@@ -59,9 +64,13 @@ def of_gpus() -> BestPlans:
     ],
 )
 def test_plans_without_an_order(steps, errors, count, of_gpus):
-    found = unranked(with_parts(of_gpus, *[{"products": each} for each in zip(steps, errors, strict=True)]), None)
+    found = unranked(
+        with_parts(of_gpus, *[{"products": each} for each in zip(steps, errors, strict=True)]), None
+    )
     spreads = [(error**2 + NOISE**2) ** 0.5 for error in errors]
-    intervals = [(step * (1 - spread), step * (1 + spread)) for step, spread in zip(steps, spreads, strict=True)]
+    intervals = [
+        (step * (1 - spread), step * (1 + spread)) for step, spread in zip(steps, spreads, strict=True)
+    ]
     assert sum(low < intervals[0][1] for low, _ in intervals) == (count or 1), "the figures of this test"
     assert (found.count if found else None) == count
 
@@ -76,13 +85,21 @@ def test_the_measurement_is_of_the_part_with_the_widest_bar(of_gpus):
 
     trained = f"paceline train TASK --ranks 16 --batch 64 --plan {of_gpus.plans[0][0]} --account, and then paceline account RUN --update"
     assert advice(of_gpus, "products") == trained
-    assert advice(of_gpus, "data parallel") == "paceline bench collectives --axes across, started by srun on those nodes"
+    assert (
+        advice(of_gpus, "data parallel")
+        == "paceline bench collectives --axes across, started by srun on those nodes"
+    )
     assert advice(replace(of_gpus, ranks=8), "tensor parallel") == "paceline bench"
-    links = tuple(Link(axis=axis, beta_Bps=Fact(value=1e11, source="measured")) for axis in ("node", "across"))
+    links = tuple(
+        Link(axis=axis, beta_Bps=Fact(value=1e11, source="measured")) for axis in ("node", "across")
+    )
     measured = replace(of_gpus, cluster=of_gpus.cluster.model_copy(update={"links": links}))
     assert advice(measured, "data parallel") == trained
     of_cpu = answer(GPT, CPU, 4, ranks=2)
-    assert advice(of_cpu, "products", "my.py:Net") == "paceline plan my.py:Net --measure, or paceline bench --task my.py:Net"
+    assert (
+        advice(of_cpu, "products", "my.py:Net")
+        == "paceline plan my.py:Net --measure, or paceline bench --task my.py:Net"
+    )
     assert advice(of_cpu, "data parallel", "my.py:Net") == "paceline bench --task my.py:Net"
     assert advice(of_cpu, "products") == "paceline bench"
     exact = {"products": (1.0, 0.01)}
@@ -111,7 +128,12 @@ def test_what_is_named_makes_the_bar_narrower():
         else:
             parts = tuple(part.name for part in found.plans[0][1].time.parts)
             ratios = {"compute": 1.0, "communication": 1.0, "optimizer": 1.0, "other": 1.0}
-            runs = [CalibrationRecord(run=str(run), plan=str(found.plans[0][0]), ranks=2, parts=parts, ratios=ratios) for run in range(3)]
+            runs = [
+                CalibrationRecord(
+                    run=str(run), plan=str(found.plans[0][0]), ranks=2, parts=parts, ratios=ratios
+                )
+                for run in range(3)
+            ]
             where = where.model_copy(update={"accounts": tuple(runs)})
         assert answer(facts, where, 8, ranks=2).plans[0][1].time.error < 0.9 * error, close
     assert named[0] == "paceline plan my.py:Net"

@@ -14,7 +14,20 @@ import numpy as np
 import psutil
 import pytest
 
-from command import MARK, Running, environment, of_kind, paceline, slow_down, start, steps_done, succeed, unequal, weights, write_task
+from command import (
+    MARK,
+    Running,
+    environment,
+    of_kind,
+    paceline,
+    slow_down,
+    start,
+    steps_done,
+    succeed,
+    unequal,
+    weights,
+    write_task,
+)
 from paceline.distributed.world import world
 from paceline.errors import LaunchError
 from paceline.events import Ended, Failed, Started
@@ -24,8 +37,22 @@ from paceline.launch.spawn import environments
 from paceline.run import RunFolder
 from paceline.spec import Launch
 
-has_ray = pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason='Ray is not installed: pip install "paceline[ray]"')
-WORDS = ("my.py:Regression", "--steps", "40", "--batch", "24", "--save-every", "4", "--device", "cpu", "--seed", "5")
+has_ray = pytest.mark.skipif(
+    importlib.util.find_spec("ray") is None, reason='Ray is not installed: pip install "paceline[ray]"'
+)
+WORDS = (
+    "my.py:Regression",
+    "--steps",
+    "40",
+    "--batch",
+    "24",
+    "--save-every",
+    "4",
+    "--device",
+    "cpu",
+    "--seed",
+    "5",
+)
 RAY = {"RAY_AUTH_MODE": "disabled", "RAY_ADDRESS": "local"}
 
 
@@ -42,16 +69,32 @@ def begin(folder: Path, *words: str, **env: str) -> Running:
     write_task(folder)
     slow = slow_down(folder / "slow", 0.01)
     return start(
-        "train", *WORDS, "--ranks", "2", "--run-dir", "r", "--launcher", "ray", *words, at=folder, **{"SLOW": str(slow)} | RAY | env
+        "train",
+        *WORDS,
+        "--ranks",
+        "2",
+        "--run-dir",
+        "r",
+        "--launcher",
+        "ray",
+        *words,
+        at=folder,
+        **{"SLOW": str(slow)} | RAY | env,
     )
 
 
 def until_saved(running: Running, run: Path) -> None:
-    running.until(lambda: steps_done(run) >= 6 and bool(RunFolder(run).checkpoints()), "at step 6, with a checkpoint")
+    running.until(
+        lambda: steps_done(run) >= 6 and bool(RunFolder(run).checkpoints()), "at step 6, with a checkpoint"
+    )
 
 
 def ranks(running: Running) -> dict[int, psutil.Process]:
-    return {int(found.environ()["RANK"]): found for found in running.left() if found.cmdline()[1:4] == ["-m", "paceline", "rank"]}
+    return {
+        int(found.environ()["RANK"]): found
+        for found in running.left()
+        if found.cmdline()[1:4] == ["-m", "paceline", "rank"]
+    }
 
 
 @has_ray
@@ -64,10 +107,17 @@ def test_a_rank_that_is_killed_is_started_again(tmp_path: Path, through: dict[st
         result = running.wait()
         assert result.status == 0, result.all
         running.until_all_ended()
-    assert (result.err, "ray" in result.out.lower(), result.out.count("463 parameters")) == ("", False, 2), result.all
+    assert (result.err, "ray" in result.out.lower(), result.out.count("463 parameters")) == ("", False, 2), (
+        result.all
+    )
     assert [started.step > 0 for started in of_kind(run, Started)] == [False, True]
     assert not unequal(weights(run), through)
-    assert {path.name for path in (run / "ranks").glob("*.log")} == {"0.log", "1.log", "0.restart-1.log", "1.restart-1.log"}
+    assert {path.name for path in (run / "ranks").glob("*.log")} == {
+        "0.log",
+        "1.log",
+        "0.restart-1.log",
+        "1.restart-1.log",
+    }
 
 
 @pytest.mark.slow
@@ -83,8 +133,12 @@ def test_more_ranks_than_the_cluster_has_room_for(tmp_path: Path) -> None:
 
 @has_ray
 @pytest.mark.slow
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1], ids=lambda number: number.name)
-def test_it_saves_when_it_is_asked_to_stop(number: signal.Signals, tmp_path: Path, through: dict[str, np.ndarray]) -> None:
+@pytest.mark.parametrize(
+    "number", [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1], ids=lambda number: number.name
+)
+def test_it_saves_when_it_is_asked_to_stop(
+    number: signal.Signals, tmp_path: Path, through: dict[str, np.ndarray]
+) -> None:
     run = tmp_path / "r"
     with begin(tmp_path) as running:
         until_saved(running, run)
@@ -107,7 +161,9 @@ def test_a_rank_that_is_killed_is_named(tmp_path: Path) -> None:
         result = running.wait()
         assert result.status == 2, result.all
         running.until_all_ended()
-    assert result.err.startswith(f"paceline: rank 0 was killed by SIGKILL, after step {steps_done(run)}; go on from step"), result.all
+    assert result.err.startswith(
+        f"paceline: rank 0 was killed by SIGKILL, after step {steps_done(run)}; go on from step"
+    ), result.all
     assert [event.rank for event in of_kind(run, Failed) if not event.lost_peer] == [0]
 
 
@@ -158,10 +214,20 @@ def cluster() -> Iterator[tuple[str, list[str]]]:
     def ray(mark: str, *words: str) -> str:
         env = environment(RAY_AUTH_MODE="disabled", RAY_TMPDIR=folder, **{MARK: mark})
         program = [sys.executable, "-m", "ray.scripts.scripts", *words]
-        return subprocess.run(program, env=env, capture_output=True, text=True, timeout=120, check=True).stdout
+        return subprocess.run(
+            program, env=env, capture_output=True, text=True, timeout=120, check=True
+        ).stdout
 
     try:
-        ray(marks[0], "start", "--head", "--port=0", "--num-cpus=1", "--include-dashboard=false", f"--temp-dir={folder}/ray")
+        ray(
+            marks[0],
+            "start",
+            "--head",
+            "--port=0",
+            "--num-cpus=1",
+            "--include-dashboard=false",
+            f"--temp-dir={folder}/ray",
+        )
         address = (Path(folder) / "ray/ray_current_cluster").read_text().strip()
         ray(marks[1], "start", f"--address={address}", "--num-cpus=1")
         yield folder, marks
@@ -182,7 +248,9 @@ def end(mark: str) -> None:
 
 @has_ray
 @pytest.mark.slow
-def test_a_cluster_of_two_nodes(cluster: tuple[str, list[str]], tmp_path: Path, through: dict[str, np.ndarray]) -> None:
+def test_a_cluster_of_two_nodes(
+    cluster: tuple[str, list[str]], tmp_path: Path, through: dict[str, np.ndarray]
+) -> None:
     folder, _ = cluster
     run = tmp_path / "r"
     env = {"RAY_TMPDIR": folder, "RAY_ADDRESS": "auto"}
@@ -192,12 +260,16 @@ def test_a_cluster_of_two_nodes(cluster: tuple[str, list[str]], tmp_path: Path, 
         assert result.status == 0, result.all
     assert not unequal(weights(run), through)
     result = paceline("train", *WORDS, "--ranks", "3", "--launcher", "ray", at=tmp_path, **RAY | env)
-    assert "--ranks 3 take as many CPUs of the Ray cluster, and it has 2: use --ranks 2" in result.err, result.all
+    assert "--ranks 3 take as many CPUs of the Ray cluster, and it has 2: use --ranks 2" in result.err, (
+        result.all
+    )
 
 
 @has_ray
 @pytest.mark.slow
-def test_a_node_that_is_lost(cluster: tuple[str, list[str]], tmp_path: Path, through: dict[str, np.ndarray]) -> None:
+def test_a_node_that_is_lost(
+    cluster: tuple[str, list[str]], tmp_path: Path, through: dict[str, np.ndarray]
+) -> None:
     folder, marks = cluster
     run = tmp_path / "r"
     with begin(tmp_path, "--restarts", "1", RAY_TMPDIR=folder, RAY_ADDRESS="auto") as running:
@@ -207,9 +279,14 @@ def test_a_node_that_is_lost(cluster: tuple[str, list[str]], tmp_path: Path, thr
         assert result.status == 2, result.all
         running.until_all_ended()
     told, cause, *_ = result.err.splitlines()
-    assert told == "paceline: not started again: --ranks 2 take as many CPUs of the Ray cluster, and it has 1: use --ranks 1", result.all
+    assert (
+        told
+        == "paceline: not started again: --ranks 2 take as many CPUs of the Ray cluster, and it has 1: use --ranks 1"
+    ), result.all
     assert cause.startswith("paceline: rank 1 was lost with its node, after step"), result.all
-    resumed = succeed("resume", "r", "--ranks", "1", at=tmp_path, **RAY | {"RAY_TMPDIR": folder, "RAY_ADDRESS": "auto"})
+    resumed = succeed(
+        "resume", "r", "--ranks", "1", at=tmp_path, **RAY | {"RAY_TMPDIR": folder, "RAY_ADDRESS": "auto"}
+    )
     assert resumed.err == ""
     assert of_kind(run, Ended)[-1].reason == "done"
 
@@ -218,16 +295,28 @@ def test_a_node_that_is_lost(cluster: tuple[str, list[str]], tmp_path: Path, thr
 
 
 def test_ranks_of_a_node_are_neighbours_and_see_its_gpus() -> None:
-    given = [ActorPlacement("a", ("2",)), ActorPlacement("b", ("0",)), ActorPlacement("a", ("0",)), ActorPlacement("b", ("1",))]
+    given = [
+        ActorPlacement("a", ("2",)),
+        ActorPlacement("b", ("0",)),
+        ActorPlacement("a", ("0",)),
+        ActorPlacement("b", ("1",)),
+    ]
     order = side_by_side(given, here="b")
     assert order == [(1, ["0", "1"]), (3, ["0", "1"]), (0, ["2", "0"]), (2, ["2", "0"])]
     told = environments([given[at].node for at, _ in order], "10.0.0.1", 1234, "digits", 2)
     worlds = [world(environ) for environ in told]
-    assert [(who.rank, who.local_rank, who.local_size) for who in worlds] == [(0, 0, 2), (1, 1, 2), (2, 0, 2), (3, 1, 2)]
+    assert [(who.rank, who.local_rank, who.local_size) for who in worlds] == [
+        (0, 0, 2),
+        (1, 1, 2),
+        (2, 0, 2),
+        (3, 1, 2),
+    ]
     assert {(who.size, who.address, who.restart) for who in worlds} == {(4, "10.0.0.1:1234", 2)}
 
 
 def test_without_ray_it_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launchers.importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(LaunchError, match=r'--launcher ray needs Ray, which is not installed: pip install "paceline\[ray\]"'):
+    with pytest.raises(
+        LaunchError, match=r'--launcher ray needs Ray, which is not installed: pip install "paceline\[ray\]"'
+    ):
         launchers.starter(Launch(launcher="ray")).check(Launch(launcher="ray"))

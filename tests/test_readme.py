@@ -22,7 +22,9 @@ def blocks(page: str) -> dict[str, str]:
 def run(command: str, folder: Path) -> str:
     bin_folder = Path(sys.executable).parent
     environment = {**os.environ, "PATH": f"{bin_folder}:{os.environ['PATH']}", "COLUMNS": "160"}
-    done = subprocess.run(["bash", "-c", command], cwd=folder, capture_output=True, text=True, env=environment, timeout=280)
+    done = subprocess.run(
+        ["bash", "-c", command], cwd=folder, capture_output=True, text=True, env=environment, timeout=280
+    )
     assert done.returncode == 0, f"{command}\n{done.stdout}\n{done.stderr}"
     return done.stdout
 
@@ -34,7 +36,9 @@ def folder(tmp_path_factory):
     return folder
 
 
-@pytest.mark.parametrize("command", [line.partition("#")[0].strip() for line in blocks("README.md")["commands"].splitlines()])
+@pytest.mark.parametrize(
+    "command", [line.partition("#")[0].strip() for line in blocks("README.md")["commands"].splitlines()]
+)
 def test_the_tour(command, folder):
     """In their order: some go on with what others left. The first is cold, as are those of other launchers."""
     program, *words = shlex.split(command)
@@ -86,4 +90,6 @@ def test_links_lead_somewhere():
 
 def test_the_tree_names_every_file():
     listed = set(re.findall(r"^  (\S+\.py)", (ROOT / "docs/tree.md").read_text(), re.M))
-    assert listed == {str(path.relative_to(ROOT / "src/paceline")) for path in (ROOT / "src/paceline").rglob("*.py")}
+    assert listed == {
+        str(path.relative_to(ROOT / "src/paceline")) for path in (ROOT / "src/paceline").rglob("*.py")
+    }

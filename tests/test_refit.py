@@ -27,7 +27,10 @@ from paceline.spec import Optimizer
     [
         "ddp,uneven=1",
         "zero3,micro=2,uneven=1",
-        *[pytest.param(plan, marks=pytest.mark.slow) for plan in ("zero1,uneven=1", "zero2,uneven=1", "ddp,micro=2,uneven=1")],
+        *[
+            pytest.param(plan, marks=pytest.mark.slow)
+            for plan in ("zero1,uneven=1", "zero2,uneven=1", "ddp,micro=2,uneven=1")
+        ],
     ],
 )
 def test_uneven_shares_train_as_one_process(plan):
@@ -44,7 +47,10 @@ class _AsIfAlike:
     """A negative control: each rank takes its own share for that of all."""
 
     def __enter__(self):
-        self.share, RankBatchSlice.share = RankBatchSlice.share, property(lambda part: part.batch // part.micro // part.ranks)
+        self.share, RankBatchSlice.share = (
+            RankBatchSlice.share,
+            property(lambda part: part.batch // part.micro // part.ranks),
+        )
 
     def __exit__(self, *error):
         RankBatchSlice.share = self.share
@@ -60,8 +66,14 @@ def test_shares_that_are_taken_for_alike_are_seen():
     ("text", "message"),
     [
         ("ddp,uneven=2", "uneven must be 0 or 1, got uneven=2"),
-        ("tp=2,uneven=1", "uneven=1 is of ddp, zero1, zero2, zero3 and hsdp, got plan tp=2,uneven=1; leave it out"),
-        ("local-sgd,uneven=1", "uneven=1 is of ddp, zero1, zero2, zero3 and hsdp, got plan local-sgd,uneven=1; leave it out"),
+        (
+            "tp=2,uneven=1",
+            "uneven=1 is of ddp, zero1, zero2, zero3 and hsdp, got plan tp=2,uneven=1; leave it out",
+        ),
+        (
+            "local-sgd,uneven=1",
+            "uneven=1 is of ddp, zero1, zero2, zero3 and hsdp, got plan local-sgd,uneven=1; leave it out",
+        ),
     ],
 )
 def test_what_cannot_be_uneven(text, message):
@@ -106,7 +118,10 @@ def test_a_plan_that_this_model_refuses_is_followed_by_others():
     assert names[:2] == ["tp=3", "zero3,uneven=1"]
 
 
-@pytest.mark.parametrize(("plan", "before"), [("ddp", 4), ("zero1,micro=2", 4), ("dp=2,tp=2,zero=2", 4), ("pp=2,micro=4", 2), ("hsdp", 8)])
+@pytest.mark.parametrize(
+    ("plan", "before"),
+    [("ddp", 4), ("zero1,micro=2", 4), ("dp=2,tp=2,zero=2", 4), ("pp=2,micro=4", 2), ("hsdp", 8)],
+)
 def test_all_of_them_split_the_batch_and_no_micro_batch_grows(plan, before):
     most = share(64, parse(plan).on(before))
     for now in range(1, 9):
@@ -124,7 +139,19 @@ def test_where_micro_batches_would_be_seen_their_number_stays():
 
 # Through the command line
 
-WORDS = ("--batch", "64", "--set", "dropout=0.0", "--set", "norm=false", "--precision", "fp64", "--device", "cpu", "--no-account")
+WORDS = (
+    "--batch",
+    "64",
+    "--set",
+    "dropout=0.0",
+    "--set",
+    "norm=false",
+    "--precision",
+    "fp64",
+    "--device",
+    "cpu",
+    "--no-account",
+)
 
 
 @pytest.fixture(scope="module")
@@ -133,7 +160,9 @@ def stopped(tmp_path_factory) -> Path:
     at = tmp_path_factory.mktemp("refit")
     write_task(at)
     for name, steps in (("through", "12"), ("r", "6")):
-        succeed("train", "my.py:Regression", *WORDS, "--steps", steps, "--ranks", "1", "--run-dir", name, at=at)
+        succeed(
+            "train", "my.py:Regression", *WORDS, "--steps", steps, "--ranks", "1", "--run-dir", name, at=at
+        )
     return at
 
 
@@ -179,7 +208,9 @@ def test_what_was_asked_for_comes_back_with_its_ranks(stopped, tmp_path):
     assert (again.plan, again.asked, again.chosen) == ("zero3", None, None)
     auto = launch.model_copy(update={"plan": "zero3", "ranks": 4, "asked": "auto"})
     assert refit(spec, auto, auto.model_copy(update={"ranks": 2})).plan == "auto"
-    assert refit(spec, auto, auto.model_copy(update={"ranks": 3})).plan == "zero3,micro=2,uneven=1", "auto has none for 64 on 3"
+    assert refit(spec, auto, auto.model_copy(update={"ranks": 3})).plan == "zero3,micro=2,uneven=1", (
+        "auto has none for 64 on 3"
+    )
 
 
 def test_a_plan_that_was_said_is_not_replaced(stopped, tmp_path):

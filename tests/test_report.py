@@ -14,7 +14,15 @@ from paceline.run import RunFolder
 
 
 def started(step: int = 0, **more) -> Started:
-    said = {"task": "/home/me/my.py:Points", "plan": "zero3", "ranks": 2, "batch": 10, "steps": 20, "samples": 1437, "parameters": 151_000}
+    said = {
+        "task": "/home/me/my.py:Points",
+        "plan": "zero3",
+        "ranks": 2,
+        "batch": 10,
+        "steps": 20,
+        "samples": 1437,
+        "parameters": 151_000,
+    }
     return Started(**said | {"device": "cpu", "precision": "fp32", "threads": 1} | more, step=step)
 
 
@@ -49,7 +57,14 @@ def test_nothing_has_happened():
     found = summarize([])
     assert found.started is None
     assert found.ended is None
-    assert (found.starts, found.steps, found.first_loss, found.last_loss, found.total_s, found.shares) == (0, 0, None, None, 0, {})
+    assert (found.starts, found.steps, found.first_loss, found.last_loss, found.total_s, found.shares) == (
+        0,
+        0,
+        None,
+        None,
+        0,
+        {},
+    )
     assert shown(closing(found)).strip() == ""
 
 
@@ -71,7 +86,13 @@ def test_a_run_that_went_through():
     assert found.total_s == pytest.approx(20 * 0.1 + 0.5 + 0.05)
     assert sum(found.shares.values()) == pytest.approx(1)
     seconds = {name: share * found.total_s for name, share in found.shares.items()}
-    expected = {"data": 20 * 0.02, "communication": 0.25 * 20 * 0.08, "compute": 0.75 * 20 * 0.08, "evaluation": 0.5, "save": 0.05}
+    expected = {
+        "data": 20 * 0.02,
+        "communication": 0.25 * 20 * 0.08,
+        "compute": 0.75 * 20 * 0.08,
+        "evaluation": 0.5,
+        "save": 0.05,
+    }
     assert seconds == pytest.approx(expected)
 
 
@@ -94,7 +115,9 @@ def test_a_run_that_was_interrupted():
 
 def test_steps_that_were_done_again_count_once_and_the_later_line_counts():
     again = [step(number, loss=100.0 + number) for number in range(11, 21)]
-    found = summarize([started(), *steps(1, 14), saved(10), started(10), *again, Ended(step=20, reason="done")])
+    found = summarize(
+        [started(), *steps(1, 14), saved(10), started(10), *again, Ended(step=20, reason="done")]
+    )
     assert (found.starts, found.steps) == (2, 20)
     assert found.last_loss == 120.0
     assert found.total_s == pytest.approx(20 * 0.1 + 0.05)
@@ -130,7 +153,11 @@ def test_a_loss_of_the_last_evaluation_that_was_done_again():
 
 
 def test_failures_are_told():
-    full = Failed(what="save", message="checkpoint of step 5 was not written: No space left on device; there is none yet", step=5)
+    full = Failed(
+        what="save",
+        message="checkpoint of step 5 was not written: No space left on device; there is none yet",
+        step=5,
+    )
     found = summarize([started(), *steps(1, 5), full, *steps(6, 20), Ended(step=20, reason="done")])
     assert found.failures == (full,)
     assert "No space left on device" in shown(closing(found))
@@ -140,10 +167,16 @@ def test_failures_are_told():
     ("event", "text"),
     [
         (step(3), "step 3  loss 0.3333  grad norm 1  lr 0.1  100 samples/s"),
-        (Evaluated(step=3, metrics={"loss": 0.25, "accuracy": 0.5}, seconds=1.0), "step 3  evaluated: loss 0.2500  accuracy 0.5000"),
+        (
+            Evaluated(step=3, metrics={"loss": 0.25, "accuracy": 0.5}, seconds=1.0),
+            "step 3  evaluated: loss 0.2500  accuracy 0.5000",
+        ),
         (saved(3), "step 3  saved ckpt/step_3, 1.0 KiB in 1.0 s"),
         (Failed(what="run", message="ValueError: no", step=3, rank=1), "step 3  rank 1: ValueError: no"),
-        (Failed(what="run", message="rank 1 was killed by SIGKILL", step=3, rank=1), "step 3  rank 1 was killed by SIGKILL"),
+        (
+            Failed(what="run", message="rank 1 was killed by SIGKILL", step=3, rank=1),
+            "step 3  rank 1 was killed by SIGKILL",
+        ),
         (Ended(step=3, reason="stopped"), "step 3  stopped"),
         (
             started(5),
@@ -158,7 +191,9 @@ def test_an_event_in_one_line(event, text):
 
 
 def test_a_step_whose_update_was_left_out_says_so():
-    overflowed = Step(step=1, samples=1, loss=1.0, grad_norm=None, lr=0.1, step_s=1.0, data_s=0.0, samples_per_s=1.0)
+    overflowed = Step(
+        step=1, samples=1, loss=1.0, grad_norm=None, lr=0.1, step_s=1.0, data_s=0.0, samples_per_s=1.0
+    )
     assert "overflow" in line(overflowed)
 
 
@@ -168,10 +203,26 @@ def test_one_rank_and_several():
 
 def test_the_closing_table():
     found = summarize(
-        [started(), *steps(1, 20), Evaluated(step=20, metrics={"accuracy": 0.9}, seconds=0.3), saved(20), Ended(step=20, reason="done")]
+        [
+            started(),
+            *steps(1, 20),
+            Evaluated(step=20, metrics={"accuracy": 0.9}, seconds=0.3),
+            saved(20),
+            Ended(step=20, reason="done"),
+        ]
     )
     text = shown(closing(found))
-    for said in ("loss", "1.0000 → 0.0500", "validation accuracy", "0.9000", "100 samples/s", "100.0 ms a step", "data", "save", "1.0 KiB"):
+    for said in (
+        "loss",
+        "1.0000 → 0.0500",
+        "validation accuracy",
+        "0.9000",
+        "100 samples/s",
+        "100.0 ms a step",
+        "data",
+        "save",
+        "1.0 KiB",
+    ):
         assert said in text, text
 
 
@@ -184,13 +235,19 @@ def test_plain_lines_and_a_log_where_there_is_no_terminal(tmp_path):
         assert "note: something [bold]to know[/]" in text
         assert "step 20  saved ckpt/step_20" in text
         assert "\x1b" not in text
-    assert len([found for found in log.splitlines() if "loss" in found]) == 1, "not a line a step where steps are short"
+    assert len([found for found in log.splitlines() if "loss" in found]) == 1, (
+        "not a line a step where steps are short"
+    )
     assert f"run  {tmp_path}" in out
 
 
 def test_the_way_on_is_shown_when_it_was_stopped(tmp_path):
     console = Console(file=io.StringIO(), width=200)
-    watch(iter([started(), *steps(1, 5), saved(5), Ended(step=5, reason="stopped")]), RunFolder(tmp_path), console)
+    watch(
+        iter([started(), *steps(1, 5), saved(5), Ended(step=5, reason="stopped")]),
+        RunFolder(tmp_path),
+        console,
+    )
     assert f"go on with: paceline resume {tmp_path}" in console.file.getvalue()
 
 

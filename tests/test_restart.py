@@ -59,7 +59,9 @@ def test_a_failure_ends_the_ranks_of_its_start_and_no_later_ones(tmp_path: Path)
 
 
 @pytest.mark.parametrize("offset_s", [-0.99, 0.0, 0.99])
-def test_a_process_is_known_by_its_id_and_birth(offset_s: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_process_is_known_by_its_id_and_birth(
+    offset_s: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     true = psutil.Process.create_time
     monkeypatch.setattr(psutil.Process, "create_time", lambda process: true(process) + offset_s)
     run = RunFolder(tmp_path)
@@ -71,7 +73,9 @@ def test_a_process_is_known_by_its_id_and_birth(offset_s: float, tmp_path: Path,
         assert rank_state.state(its) == "runs"
         with subprocess.Popen(["sleep", "600"]) as another:  # which has its id by now
             assert rank_state.state(replace(its, pid=another.pid)) == "gone"
-            assert rank_state.state(replace(its, pid=another.pid, birth=heartbeat.birth(another.pid))) == "runs"
+            assert (
+                rank_state.state(replace(its, pid=another.pid, birth=heartbeat.birth(another.pid))) == "runs"
+            )
             another.kill()
             another.wait()
             assert rank_state.state(replace(its, pid=another.pid)) == "gone"
@@ -86,7 +90,20 @@ EXITS = TASK.replace(
             exec(os.environ["EXIT"])
         return (output - """,
 )
-WORDS = ("train", "my.py:Regression", "--batch", "24", "--steps", "30", "--device", "cpu", "--run-dir", "r", "--ranks", "2")
+WORDS = (
+    "train",
+    "my.py:Regression",
+    "--batch",
+    "24",
+    "--steps",
+    "30",
+    "--device",
+    "cpu",
+    "--run-dir",
+    "r",
+    "--ranks",
+    "2",
+)
 
 
 def exiting(at: Path, how: str, *more: str) -> Result:
@@ -107,7 +124,9 @@ def exiting(at: Path, how: str, *more: str) -> Result:
 def test_a_rank_that_exits_with_0_has_failed(how: str, plan: str, tmp_path: Path) -> None:
     result = exiting(tmp_path, how, "--plan", plan)
     assert result.status == 2, result.all
-    assert result.err.startswith("paceline: rank 1 failed: ended with exit status 0 before the training was over, "), result.all
+    assert result.err.startswith(
+        "paceline: rank 1 failed: ended with exit status 0 before the training was over, "
+    ), result.all
     assert [event.rank for event in of_kind(tmp_path / "r", Failed) if not event.lost_peer] == [1]
 
 

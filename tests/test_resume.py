@@ -20,7 +20,18 @@ import torch
 from torch.distributed.checkpoint import CheckpointException
 
 import command
-from command import Running, of_kind, paceline, slow_down, start, steps_done, succeed, unequal, weights, write_task
+from command import (
+    Running,
+    of_kind,
+    paceline,
+    slow_down,
+    start,
+    steps_done,
+    succeed,
+    unequal,
+    weights,
+    write_task,
+)
 from harness import difference, ranks
 from paceline import Spec, World, train
 from paceline import spec as specs
@@ -61,7 +72,12 @@ def on_this_rank(spec: Spec, plan: str, run: Path, stop_at: int | None, every_s:
     """Train; from step `stop_at` on, the last rank alone asks all to stop. Returns the events that are not steps."""
     calls = itertools.count(1)
     last = os.environ["RANK"] == str(int(os.environ["WORLD_SIZE"]) - 1)
-    events = train(spec, parse(plan), run=RunFolder(run), stop=lambda: next(calls) >= stop_at if stop_at and last else False)
+    events = train(
+        spec,
+        parse(plan),
+        run=RunFolder(run),
+        stop=lambda: next(calls) >= stop_at if stop_at and last else False,
+    )
     before, step_metrics.EVERY_S = step_metrics.EVERY_S, every_s
     try:
         return [event for event in events if not hasattr(event, "grad_norm")]
@@ -69,7 +85,9 @@ def on_this_rank(spec: Spec, plan: str, run: Path, stop_at: int | None, every_s:
         step_metrics.EVERY_S = before
 
 
-def trained(size: int, spec: Spec, plan: str, run: Path, stop_at: int | None = None, every_s: float = 0.0) -> list:
+def trained(
+    size: int, spec: Spec, plan: str, run: Path, stop_at: int | None = None, every_s: float = 0.0
+) -> list:
     """The events of rank 0; each step is told of alone, so that the training stops at a step that is known."""
     run.mkdir(exist_ok=True)
     return ranks(size)(on_this_rank, spec, plan, run, stop_at, every_s)[0]
@@ -91,7 +109,9 @@ SWEEP = [
 ]
 
 
-@pytest.mark.parametrize(("size", "plan", "stop"), [*CASES, *[pytest.param(*case, marks=pytest.mark.slow) for case in SWEEP]])
+@pytest.mark.parametrize(
+    ("size", "plan", "stop"), [*CASES, *[pytest.param(*case, marks=pytest.mark.slow) for case in SWEEP]]
+)
 def test_a_stop_leaves_no_trace(size, plan, stop, task, tmp_path):
     spec = wanted(task, validation=17)
     trained(size, spec, plan, tmp_path / "through")
@@ -104,27 +124,37 @@ def test_a_stop_leaves_no_trace(size, plan, stop, task, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("size", "plan", "at"), [(2, "zero3", 5), (1, "single", STEPS), pytest.param(2, "pp=2", 5, marks=pytest.mark.slow)]
+    ("size", "plan", "at"),
+    [(2, "zero3", 5), (1, "single", STEPS), pytest.param(2, "pp=2", 5, marks=pytest.mark.slow)],
 )
 def test_a_stop_in_an_evaluation_gives_it_up_and_leaves_no_trace(size, plan, at, task, tmp_path):
     """It is asked for in the first evaluation, or the last; that is made good when the training goes on."""
     spec = wanted(task, validation=100, norm="pp" not in plan).model_copy(update={"evaluate_every": at})
     through = trained(size, spec, plan, tmp_path / "through")
-    *begin, saved, ended = trained(size, spec, plan, tmp_path / "stopped", at + 1)  # asked once a step, then in the evaluation
+    *begin, saved, ended = trained(
+        size, spec, plan, tmp_path / "stopped", at + 1
+    )  # asked once a step, then in the evaluation
     assert (saved.step, ended.step, ended.reason) == (at, at, "stopped")
     assert not any(isinstance(event, Evaluated) for event in begin)
     again = trained(size, spec, plan, tmp_path / "stopped")
     assert (again[0].step, again[-1].reason) == (at, "done")
-    metrics = [[(event.step, event.metrics) for event in events if isinstance(event, Evaluated)] for events in (again, through)]
+    metrics = [
+        [(event.step, event.metrics) for event in events if isinstance(event, Evaluated)]
+        for events in (again, through)
+    ]
     assert metrics[0] == metrics[1]
     assert metrics[0]
     assert not unequal(weights(tmp_path / "stopped"), weights(tmp_path / "through"))
-    best = [checkpoint.best_score(RunFolder(tmp_path / run), spec.save.best) for run in ("stopped", "through")]
+    best = [
+        checkpoint.best_score(RunFolder(tmp_path / run), spec.save.best) for run in ("stopped", "through")
+    ]
     assert best[0] == best[1] is not None
 
 
 def test_steps_that_are_told_together_stop_together(task, tmp_path):
-    stopped = trained(2, wanted(task, steps=10**6), "ddp", tmp_path / "stopped", 100, every_s=step_metrics.EVERY_S)[-1]
+    stopped = trained(
+        2, wanted(task, steps=10**6), "ddp", tmp_path / "stopped", 100, every_s=step_metrics.EVERY_S
+    )[-1]
     assert stopped.reason == "stopped"
     assert 100 <= stopped.step <= 100 + 2 * step_metrics.MOST
     assert of_checkpoints(tmp_path / "stopped") == [stopped.step]
@@ -135,7 +165,10 @@ def forgetful(lost: str, *args) -> list:
     original = checkpoint.tensors
 
     def spoilt(*of) -> dict[str, torch.Tensor]:
-        return {name: torch.zeros_like(tensor) if name.endswith(lost) else tensor for name, tensor in original(*of).items()}
+        return {
+            name: torch.zeros_like(tensor) if name.endswith(lost) else tensor
+            for name, tensor in original(*of).items()
+        }
 
     checkpoint.tensors = spoilt
     try:
@@ -173,7 +206,11 @@ def of_checkpoints(run: Path) -> list[int]:
 
 OTHERS = [
     *[(1, plan) for plan in ("single", "ddp", "zero1", "zero2", "zero3")],
-    *[(size, plan) for size in (2, 3) for plan in ("ddp", "zero1", "zero2", "zero3", f"hsdp,replicate={size}")],
+    *[
+        (size, plan)
+        for size in (2, 3)
+        for plan in ("ddp", "zero1", "zero2", "zero3", f"hsdp,replicate={size}")
+    ],
 ]
 SOME = [(1, "single"), (2, "zero1"), (3, "ddp"), (3, "hsdp,replicate=3")]
 
@@ -187,7 +224,10 @@ def saved_by_four(task, tmp_path_factory) -> tuple[Spec, Path, Path]:
     return spec, folder / "stopped", folder / "through"
 
 
-@pytest.mark.parametrize(("size", "plan"), [*SOME, *[pytest.param(*case, marks=pytest.mark.slow) for case in OTHERS if case not in SOME]])
+@pytest.mark.parametrize(
+    ("size", "plan"),
+    [*SOME, *[pytest.param(*case, marks=pytest.mark.slow) for case in OTHERS if case not in SOME]],
+)
 def test_saved_by_four_and_resumed_otherwise(size, plan, saved_by_four, tmp_path):
     spec, stopped, through = saved_by_four
     shutil.copytree(stopped, tmp_path / "resumed")
@@ -293,18 +333,34 @@ EACH = [  # and how it goes on: by the command, or in ranks that are there alrea
     ("zero3", "rank 0 killed, restarted", "-"),
 ]
 NIGHTLY = ("zero1", "launcher killed", "train")
-FULL = [(plan, way, "-" if stop.goes_on else "resume") for plan in PLANS for way, stop in WAYS.items() if plan != "single" or way in ALONE]
+FULL = [
+    (plan, way, "-" if stop.goes_on else "resume")
+    for plan in PLANS
+    for way, stop in WAYS.items()
+    if plan != "single" or way in ALONE
+]
 
 
 @pytest.mark.parametrize(
-    ("plan", "way", "then"), [*EACH, *[pytest.param(*case, marks=pytest.mark.slow) for case in [NIGHTLY, *FULL] if case not in EACH]]
+    ("plan", "way", "then"),
+    [*EACH, *[pytest.param(*case, marks=pytest.mark.slow) for case in [NIGHTLY, *FULL] if case not in EACH]],
 )
 def test_however_it_is_stopped(plan, way, then, task, tmp_path):
     stop, size, run = WAYS[way], ON[plan], tmp_path / "r"
     spec = wanted(task, steps=120, save=Save(every=4, minutes=NEVER))
     trained(size, spec, plan, tmp_path / "through")
     slow = slow_down(tmp_path / "slow", 0.01)
-    words = ("train", request(spec, tmp_path), "--run-dir", "r", "--plan", plan, "--ranks", str(size), *stop.words)
+    words = (
+        "train",
+        request(spec, tmp_path),
+        "--run-dir",
+        "r",
+        "--plan",
+        plan,
+        "--ranks",
+        str(size),
+        *stop.words,
+    )
     with start(*words, at=tmp_path, SLOW=str(slow)) as running:
         running.until(lambda: steps_done(run) >= 6 and of_checkpoints(run), "at step 6, with a checkpoint")
         stop(running)
@@ -318,7 +374,10 @@ def test_however_it_is_stopped(plan, way, then, task, tmp_path):
     if stop.goes_on:
         assert [started.step > 0 for started in of_kind(run, Started)] == [False, True]
         [why] = [event for event in of_kind(run, Failed) if event.what == "rank"]
-        assert re.fullmatch(rf"rank {int('0' not in way)} was killed by SIGKILL, after step \d+; all ranks are started again", why.message)
+        assert re.fullmatch(
+            rf"rank {int('0' not in way)} was killed by SIGKILL, after step \d+; all ranks are started again",
+            why.message,
+        )
         assert why.message in result.out
     else:
         assert of_checkpoints(run)[-1] < 120, "it was not hit in the middle"
@@ -348,7 +407,10 @@ def test_a_second_signal_ends_it_at_once(task, tmp_path):
     spec = wanted(task, steps=120, save=Save(every=2, minutes=NEVER))
     words = ("train", request(spec, tmp_path), "--run-dir", "r", "--ranks", "2")
     with start(*words, at=tmp_path, SLOW=str(slow)) as running:
-        running.until(lambda: steps_done(tmp_path / "r") >= 4 and of_checkpoints(tmp_path / "r"), "at step 4, with a checkpoint")
+        running.until(
+            lambda: steps_done(tmp_path / "r") >= 4 and of_checkpoints(tmp_path / "r"),
+            "at step 4, with a checkpoint",
+        )
         slow_down(slow, 600)
         running.process.send_signal(signal.SIGINT)
         time.sleep(1)
@@ -358,13 +420,18 @@ def test_a_second_signal_ends_it_at_once(task, tmp_path):
         running.until_all_ended()
     kept = of_checkpoints(tmp_path / "r")[-1]
     assert result.status == 75
-    assert result.err == f"paceline: stopped by SIGINT before all ranks had saved; go on from step {kept} with: paceline resume r\n"
+    assert (
+        result.err
+        == f"paceline: stopped by SIGINT before all ranks had saved; go on from step {kept} with: paceline resume r\n"
+    )
 
 
 @pytest.mark.slow
 def test_ranks_whose_launcher_is_killed_while_they_start_do_not_wait_for_it(task, tmp_path):
     """It has the store by which they would find each other."""
-    with start("train", request(wanted(task), tmp_path), "--run-dir", "r", "--ranks", "2", at=tmp_path) as running:
+    with start(
+        "train", request(wanted(task), tmp_path), "--run-dir", "r", "--ranks", "2", at=tmp_path
+    ) as running:
         running.until(lambda: 1 in running.ranks(), "with two ranks")
         late = running.ranks()[1]
         late.suspend()  # so that the other one waits for it
@@ -496,7 +563,9 @@ def test_what_was_left_half_written_is_no_checkpoint_and_goes(with_checkpoints, 
     shutil.copytree(run / "ckpt/step_3", run / "ckpt/.old_3")
     started, *_ = trained(2, spec, "zero3", run)
     assert (started.step, started.notes) == (8, ())
-    assert {path.name for path in (run / "ckpt").iterdir()} == {f"step_{step}" for step in (3, 6, 8, 9, 12, 14)}
+    assert {path.name for path in (run / "ckpt").iterdir()} == {
+        f"step_{step}" for step in (3, 6, 8, 9, 12, 14)
+    }
     assert not unequal(weights(run), weights(through))
 
 
@@ -555,10 +624,14 @@ def test_the_last_and_the_best_are_kept(task, tmp_path):
 
 def test_a_better_one_is_saved_at_once(task, tmp_path):
     """Also where no save was due, and it is remembered over a stop."""
-    spec = wanted(task, steps=21, save=Save(minutes=NEVER, keep=1), validation=17).model_copy(update={"evaluate_every": 3})
+    spec = wanted(task, steps=21, save=Save(minutes=NEVER, keep=1), validation=17).model_copy(
+        update={"evaluate_every": 3}
+    )
     events = trained(1, spec, "single", tmp_path / "through")
     losses = {event.step: event.metrics["loss"] for event in events if isinstance(event, Evaluated)}
-    best = [step for step in losses if losses[step] == min(losses[other] for other in losses if other <= step)]
+    best = [
+        step for step in losses if losses[step] == min(losses[other] for other in losses if other <= step)
+    ]
     assert [event.step for event in events if isinstance(event, Saved)] == sorted({*best, 21})
     assert of_checkpoints(tmp_path / "through") == sorted({best[-1], 21})
     trained(1, spec, "single", tmp_path / "stopped", 16)
@@ -567,7 +640,10 @@ def test_a_better_one_is_saved_at_once(task, tmp_path):
 
 
 def test_a_metric_that_is_no_number_is_never_the_best(task, tmp_path):
-    source = command.TASK + '\n    def metrics(self, output, batch):\n        return {"score": (output - batch[1]).mean(-1).log()}\n'
+    source = (
+        command.TASK
+        + '\n    def metrics(self, output, batch):\n        return {"score": (output - batch[1]).mean(-1).log()}\n'
+    )
     path = write_task(tmp_path, source, "nan.py")
     spec = wanted(path, steps=9, save=Save(minutes=NEVER, keep=1, best="max score"), validation=17)
     spec = spec.model_copy(update={"evaluate_every": 3})
@@ -591,7 +667,9 @@ def test_a_save_that_fails_costs_nothing_but_itself(task, tmp_path):
     """Files may not grow beyond 200 kB for a while: less than a checkpoint, more than the list of events."""
     run, slow = tmp_path / "r", slow_down(tmp_path / "slow", 0.004)
     spec = wanted(task, steps=60, save=Save(every=3, minutes=NEVER), width=256)
-    with start("train", request(spec, tmp_path), "--run-dir", "r", "--ranks", "2", at=tmp_path, SLOW=str(slow)) as running:
+    with start(
+        "train", request(spec, tmp_path), "--run-dir", "r", "--ranks", "2", at=tmp_path, SLOW=str(slow)
+    ) as running:
         running.until(lambda: bool(of_kind(run, Saved)), "saved once")
         for rank in running.ranks().values():
             rank.rlimit(psutil.RLIMIT_FSIZE, (200_000, psutil.RLIM_INFINITY))
@@ -606,7 +684,10 @@ def test_a_save_that_fails_costs_nothing_but_itself(task, tmp_path):
     failed = of_kind(run, Failed)[0]
     last = max(event.step for event in of_kind(run, Saved) if event.step < failed.step)
     assert failed.what == "save"
-    assert failed.message == f"checkpoint of step {failed.step} was not written: File too large; the last good checkpoint is step {last}"
+    assert (
+        failed.message
+        == f"checkpoint of step {failed.step} was not written: File too large; the last good checkpoint is step {last}"
+    )
     assert failed.message in result.out
     assert of_checkpoints(run)[-1] == 60
     assert not list((run / "ckpt").glob(".*"))
@@ -618,18 +699,36 @@ def test_a_save_that_fails_costs_nothing_but_itself(task, tmp_path):
 def test_what_one_rank_of_two_writes_alone_is_no_checkpoint(tmp_path):
     """torch does so where the process group is gone when the thread begins that writes: the training has failed just then."""
     index = checkpoint.Index(
-        step=4, samples=8, epoch_samples=8, task="my.py:Points", set={}, plan="pp=2", ranks=2, seed=0, shapes={"w": [3]}, tied={}
+        step=4,
+        samples=8,
+        epoch_samples=8,
+        task="my.py:Points",
+        set={},
+        plan="pp=2",
+        ranks=2,
+        seed=0,
+        shapes={"w": [3]},
+        tied={},
     )
     for count, kept in ((2, False), (1, True)):
         final = tmp_path / "step_4"
         writer = checkpoint._writer(tmp_path / ".step_4", final, index, 0, count)
-        with nullcontext() if kept else pytest.raises(CheckpointException, match="has the state of 1 of 2 ranks"):
+        with (
+            nullcontext()
+            if kept
+            else pytest.raises(CheckpointException, match="has the state of 1 of 2 ranks")
+        ):
             torch.distributed.checkpoint.save({"model/w": torch.ones(3)}, storage_writer=writer)
         assert final.exists() == kept
 
 
 def weights_are_damaged(run: Path, step: int) -> bool:
-    return checkpoint.verify(RunFolder(run).checkpoint(step), checkpoint.read_index(RunFolder(run).checkpoint(step))) is not None
+    return (
+        checkpoint.verify(
+            RunFolder(run).checkpoint(step), checkpoint.read_index(RunFolder(run).checkpoint(step))
+        )
+        is not None
+    )
 
 
 @pytest.fixture
@@ -637,14 +736,18 @@ def small_disk(tmp_path) -> Iterator[Path]:
     """6 MB."""
     disk = tmp_path / "disk"
     disk.mkdir()
-    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=6m", "tmpfs", disk], capture_output=True, text=True)
+    mounted = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=6m", "tmpfs", disk], capture_output=True, text=True
+    )
     if mounted.returncode:
         pytest.skip(f"a small disk cannot be mounted here: {mounted.stderr.strip()}")
     yield disk
     subprocess.run(["umount", disk], check=True)
 
 
-def test_a_disk_that_is_full_ends_no_run_and_fails_it_where_the_last_checkpoint_is_lost(task, small_disk, tmp_path):
+def test_a_disk_that_is_full_ends_no_run_and_fails_it_where_the_last_checkpoint_is_lost(
+    task, small_disk, tmp_path
+):
     """All of the run lies on it: events, logs and TensorBoard's files too. Two checkpoints of 2.4 MB fit, a third one does not."""
     run = small_disk / "r"
     spec = wanted(task, steps=12, save=Save(every=3, minutes=NEVER), width=256)
@@ -656,10 +759,16 @@ def test_a_disk_that_is_full_ends_no_run_and_fails_it_where_the_last_checkpoint_
     )
     assert result.err == f"paceline: {why}\n"
     assert succeed("status", run, at=tmp_path).out.startswith(f"{run}: failed after step 12 of 12: {why}")
-    assert "checkpoint of step 9 was not written: No space left on device; the last good checkpoint is step 6" in result.out
+    assert (
+        "checkpoint of step 9 was not written: No space left on device; the last good checkpoint is step 6"
+        in result.out
+    )
     assert of_checkpoints(run) == [3, 6]
     assert not list((run / "ckpt").glob(".*"))
-    assert [(event.what, event.step) for event in of_kind(run, Failed) if event.what == "save"] == [("save", 9), ("save", 12)]
+    assert [(event.what, event.step) for event in of_kind(run, Failed) if event.what == "save"] == [
+        ("save", 9),
+        ("save", 12),
+    ]
     assert of_kind(run, Ended) == []
     shutil.copytree(run, tmp_path / "more room")
     trained(2, spec, "ddp", tmp_path / "through")
@@ -673,9 +782,7 @@ def test_files_that_may_not_grow(task, tmp_path):
     limited = ("sh", "-c", 'ulimit -f 16; exec "$@"', "sh", *command.PACELINE)
     result = paceline("train", request(spec, tmp_path), "--run-dir", "r", at=tmp_path, program=limited)
     assert result.status == 2, result.all
-    why = (
-        "the training came to step 40 of 40, but its last checkpoint was not written: File too large; there is no checkpoint; make room in "
-    )
+    why = "the training came to step 40 of 40, but its last checkpoint was not written: File too large; there is no checkpoint; make room in "
     assert result.err.startswith(f"paceline: {why}")
     assert "Traceback" not in result.err
     assert "done" not in succeed("status", "r", at=tmp_path).out
@@ -706,9 +813,24 @@ def edited(text: str, was: str, now: str) -> str:
 @pytest.mark.parametrize(
     ("file", "was", "now", "message"),
     [
-        ("r/spec.toml", "my.py:Regression", "my.py:Other", "is of the task {stopped}/my.py:Regression, not of {at}/my.py:Other; "),
-        ("my.py", "width: int = 10", "width: int = 12", "is of another model: 0.weight has shape (10, 6) in the checkpoint and has "),
-        ("r/spec.toml", "norm = false", "norm = false\nwidth = 12", "is of another model (--set width=None then, 12 now): 0.weight "),
+        (
+            "r/spec.toml",
+            "my.py:Regression",
+            "my.py:Other",
+            "is of the task {stopped}/my.py:Regression, not of {at}/my.py:Other; ",
+        ),
+        (
+            "my.py",
+            "width: int = 10",
+            "width: int = 12",
+            "is of another model: 0.weight has shape (10, 6) in the checkpoint and has ",
+        ),
+        (
+            "r/spec.toml",
+            "norm = false",
+            "norm = false\nwidth = 12",
+            "is of another model (--set width=None then, 12 now): 0.weight ",
+        ),
         ("r/spec.toml", "batch = 24", "batch = 12", "was made with batch 24, got 12; "),
         ("r/spec.toml", "seed = 5", "seed = 6", "was made with seed 5, got 6; "),
         ("my.py", "samples: int = 53", "samples: int = 54", "was made with training samples 53, got 54; "),
@@ -722,7 +844,9 @@ def test_what_was_changed_since_is_refused(file, was, now, message, stopped, tmp
     (tmp_path / file).write_text(edited((tmp_path / file).read_text(), was, now))
     with pytest.raises(CheckpointError) as caught:
         next(train(specs.load_own(run.spec, {}, edited=True)[0], world=World(), run=run))
-    assert str(caught.value).startswith(f"{run.path}/ckpt/step_2 {message}".format(at=tmp_path, stopped=stopped))
+    assert str(caught.value).startswith(
+        f"{run.path}/ckpt/step_2 {message}".format(at=tmp_path, stopped=stopped)
+    )
     assert "\n" not in str(caught.value)
 
 
@@ -800,21 +924,28 @@ def test_an_edited_request_is_accepted_where_that_is_said(stopped, tmp_path):
 def test_a_request_is_replaced_only_by_one_that_starts(ranks, stopped, tmp_path):
     shutil.copytree(stopped, tmp_path, dirs_exist_ok=True, ignore=shutil.ignore_patterns("__pycache__"))
     run = RunFolder(tmp_path / "r")
-    (tmp_path / "my.py").write_text(edited((tmp_path / "my.py").read_text(), "samples: int = 53", "samples: int = 54"))
+    (tmp_path / "my.py").write_text(
+        edited((tmp_path / "my.py").read_text(), "samples: int = 53", "samples: int = 54")
+    )
     run.spec.write_text(edited(run.spec.read_text(), str(stopped), str(tmp_path)))
     before = run.spec.read_bytes()
     found = paceline("resume", "r", "--edited", "--lr", "0.5", "--ranks", str(ranks), at=tmp_path)
     assert found.status != 0
     assert "made with training samples 53, got 54" in found.err, found.all
     assert (run.spec.read_bytes(), run.next_spec.exists()) == (before, False)
-    assert of_checkpoints(run.path) == [2], "a run that was not made by this command is not deleted with its failure"
+    assert of_checkpoints(run.path) == [2], (
+        "a run that was not made by this command is not deleted with its failure"
+    )
 
 
 def test_a_run_that_is_done_is_not_resumed_but_further(stopped, tmp_path):
     shutil.copytree(stopped, tmp_path, dirs_exist_ok=True, ignore=shutil.ignore_patterns("__pycache__"))
     assert "ended" not in (result := succeed("resume", "r", "--steps", "4", at=tmp_path)).err, result.all
     done = paceline("resume", "r", at=tmp_path)
-    assert (done.status, done.err) == (2, "paceline: r is done: it was trained to step 4; go further with --epochs or --steps\n")
+    assert (done.status, done.err) == (
+        2,
+        "paceline: r is done: it was trained to step 4; go further with --epochs or --steps\n",
+    )
     flip_a_byte(tmp_path / "r/ckpt/step_4")
     assert "damaged" in succeed("resume", "r", at=tmp_path).out, "what is damaged is not done"
     assert succeed("resume", "r", "--epochs", "3", at=tmp_path).out.count("step 7  done") == 1
@@ -840,7 +971,9 @@ def test_a_run_that_somebody_trains_is_not_resumed(stopped, tmp_path):
     shutil.copytree(stopped, tmp_path, dirs_exist_ok=True, ignore=shutil.ignore_patterns("__pycache__"))
     with RunFolder(tmp_path / "r").lock(), pytest.raises(RunError) as caught:
         RunFolder(tmp_path / "r").lock(wait_s=0)
-    message = f"{tmp_path}/r is being trained by process {os.getpid()} on {platform.node()}; wait for it or end it"
+    message = (
+        f"{tmp_path}/r is being trained by process {os.getpid()} on {platform.node()}; wait for it or end it"
+    )
     assert str(caught.value) == message
     RunFolder(tmp_path / "r").lock(wait_s=0).close()
 

@@ -36,7 +36,10 @@ def skewed(by_s: float):
         yield
         return
     right = time.time
-    with patch.object(platform, "node", lambda: "elsewhere"), patch.object(rank_checks.time, "time", lambda: right() + by_s):
+    with (
+        patch.object(platform, "node", lambda: "elsewhere"),
+        patch.object(rank_checks.time, "time", lambda: right() + by_s),
+    ):
         yield
 
 
@@ -68,7 +71,10 @@ def noted(plant) -> list[tuple[str, ...]]:
 
 def test_a_clock_that_is_wrong_is_told_of():
     host = platform.node()
-    ways = f"the clock of elsewhere (rank 1) is 3.0 s behind that of {host}", f"the clock of {host} (rank 0) is 3.0 s ahead of that of else"
+    ways = (
+        f"the clock of elsewhere (rank 1) is 3.0 s behind that of {host}",
+        f"the clock of {host} (rank 0) is 3.0 s ahead of that of else",
+    )
     for (note,) in noted(three_seconds_off):
         assert note.startswith(ways)
     assert noted(nearly_right) == [(), ()]
@@ -120,12 +126,18 @@ def test_one_gpu_is_not_for_two_ranks():
 def test_software():
     same = {"torch": "2.13.0", "paceline": "0.1.0", rank_checks.SOURCE: "my.py with CRC 0000abcd"}
     check_software([same] * 5, HOSTS)
-    with pytest.raises(LaunchError, match=r"^torch is 2\.13\.0 on rank 0 \(n1\) and 2\.12\.1 on rank 3 \(n2\); use one installation"):
+    with pytest.raises(
+        LaunchError,
+        match=r"^torch is 2\.13\.0 on rank 0 \(n1\) and 2\.12\.1 on rank 3 \(n2\); use one installation",
+    ):
         check_software([same, same, same, same | {"torch": "2.12.1"}, same], HOSTS)
     with pytest.raises(
-        LaunchError, match=r"^the file of the task is my\.py with CRC 0000abcd on rank 0 \(n1\) and .* on rank 4 \(n3\); all"
+        LaunchError,
+        match=r"^the file of the task is my\.py with CRC 0000abcd on rank 0 \(n1\) and .* on rank 4 \(n3\); all",
     ):
-        check_software([same, same, same, same, same | {rank_checks.SOURCE: "my.py with CRC 0000ffff"}], HOSTS)
+        check_software(
+            [same, same, same, same, same | {rank_checks.SOURCE: "my.py with CRC 0000ffff"}], HOSTS
+        )
 
 
 def test_threads():
@@ -150,12 +162,17 @@ def test_nobody_meets_two_at_once(count):
     for turn in range(rank_checks.ROUNDS):
         busy = [node for at, pair in found if at == turn for node in pair]
         assert len(busy) == len({*busy})
-    assert all(sum(node in pair for _, pair in found) == 2 for node in {node for _, pair in found for node in pair})
+    assert all(
+        sum(node in pair for _, pair in found) == 2 for node in {node for _, pair in found for node in pair}
+    )
 
 
 def links(count: int, **seconds: float) -> list[NeighbourLink]:
     """Of 0.01 s each, but for those between these nodes: n1_n2."""
-    return [NeighbourLink(pair, seconds.get("_".join(pair), 0.01)) for _, pair in ring([f"n{at}" for at in range(count)])]
+    return [
+        NeighbourLink(pair, seconds.get("_".join(pair), 0.01))
+        for _, pair in ring([f"n{at}" for at in range(count)])
+    ]
 
 
 @pytest.mark.parametrize(
@@ -167,7 +184,10 @@ def links(count: int, **seconds: float) -> list[NeighbourLink]:
         (links(5, n1_n2=0.05), ["n1 and n2 exchange 84 MB/s, others 419 MB/s"]),
         (links(3, n1_n2=0.05), ["n1 and n2 exchange 84 MB/s, others 419 MB/s"]),
         (links(3, n0_n1=0.05, n1_n2=0.04), ["n1 exchanges 105 MB/s with its neighbours, others 419 MB/s"]),
-        (links(6, n0_n1=0.05, n5_n0=0.05, n2_n3=0.04), ["n0 exchanges 84 MB/s", "n2 and n3 exchange 105 MB/s"]),
+        (
+            links(6, n0_n1=0.05, n5_n0=0.05, n2_n3=0.04),
+            ["n0 exchanges 84 MB/s", "n2 and n3 exchange 105 MB/s"],
+        ),
     ],
 )
 def test_slow_links_and_nodes_are_named(found, said):
@@ -180,12 +200,26 @@ def test_slow_links_and_nodes_are_named(found, said):
 # Over links that are slow
 
 PORT = 29533
-needs_namespaces = pytest.mark.skipif(network.why_not() is not None, reason=f"no network namespaces: {network.why_not()}")
+needs_namespaces = pytest.mark.skipif(
+    network.why_not() is not None, reason=f"no network namespaces: {network.why_not()}"
+)
 
 
 def notes_of(nodes: list[network.Node], run: Path) -> list[str]:
     """Of a training with a rank on each node."""
-    words = [*PACELINE, "train", "my.py:Regression", "--steps", "1", "--batch", "12", "--device", "cpu", "--run-dir", run.name]
+    words = [
+        *PACELINE,
+        "train",
+        "my.py:Regression",
+        "--steps",
+        "1",
+        "--batch",
+        "12",
+        "--device",
+        "cpu",
+        "--run-dir",
+        run.name,
+    ]
     network.succeed(network.start_ranks(nodes, words, run.parent, PORT))
     (started,) = of_kind(run, Started)
     return [note for note in started.notes if "MB/s" in note]

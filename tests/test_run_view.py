@@ -15,7 +15,20 @@ from paceline import spec as specs
 from paceline.doctor import heartbeat
 from paceline.doctor.rank_state import beats, unreadable
 from paceline.errors import RunError
-from paceline.events import Accounted, Ended, Evaluated, Event, EventReader, Failed, Saved, Skipped, Stalled, Started, Step, dumps
+from paceline.events import (
+    Accounted,
+    Ended,
+    Evaluated,
+    Event,
+    EventReader,
+    Failed,
+    Saved,
+    Skipped,
+    Stalled,
+    Started,
+    Step,
+    dumps,
+)
 from paceline.launch.failure_cause import last_words
 from paceline.report import history as report_history
 from paceline.report.run_view import RunView, glance, view
@@ -33,7 +46,14 @@ def step(number: int, draw: random.Random | None = None) -> Step:
     step_s = draw.uniform(0.1, 0.3) if draw is not None else 0.1
     loss = draw.random() if draw is not None else 1 / number
     return Step(
-        step=number, samples=8 * number, loss=loss, grad_norm=1.0, lr=0.1, step_s=step_s, data_s=step_s / 4, samples_per_s=8 / step_s
+        step=number,
+        samples=8 * number,
+        loss=loss,
+        grad_norm=1.0,
+        lr=0.1,
+        step_s=step_s,
+        data_s=step_s / 4,
+        samples_per_s=8 / step_s,
     )
 
 
@@ -46,8 +66,22 @@ def saved(number: int) -> Saved:
 
 
 def accounted(number: int) -> Accounted:
-    seconds = {"compute": 0.08, "communication": 0.01, "bubble": 0.0, "input": 0.01, "optimizer": 0.0, "other": 0.0}
-    facts = {"step": number, "profiled": 2, "step_s": 0.1, "seconds": seconds, "input_s": 0.01, "costs_s": 0.1}
+    seconds = {
+        "compute": 0.08,
+        "communication": 0.01,
+        "bubble": 0.0,
+        "input": 0.01,
+        "optimizer": 0.0,
+        "other": 0.0,
+    }
+    facts = {
+        "step": number,
+        "profiled": 2,
+        "step_s": 0.1,
+        "seconds": seconds,
+        "input_s": 0.01,
+        "costs_s": 0.1,
+    }
     return Accounted(**facts, slowest=0, slowest_s=2.0, busy_s=1.0, fullest=0, memory={"weights": 8})
 
 
@@ -104,8 +138,12 @@ DAMAGE = {
     "event is empty": with_field(event=""),
     "time is text": with_field(time="now"),
     "time is beyond dates": with_field(time=1e300),
-    "no time": json.dumps({key: value for key, value in json.loads(dumps(step(15))).items() if key != "time"}).encode(),
-    "a field is missing": json.dumps({key: value for key, value in json.loads(dumps(step(15))).items() if key != "loss"}).encode(),
+    "no time": json.dumps(
+        {key: value for key, value in json.loads(dumps(step(15))).items() if key != "time"}
+    ).encode(),
+    "a field is missing": json.dumps(
+        {key: value for key, value in json.loads(dumps(step(15))).items() if key != "loss"}
+    ).encode(),
     "step is text": with_field(step="15"),
     "step is true": with_field(step=True),
     "step is a fraction": with_field(step=15.5),
@@ -114,7 +152,9 @@ DAMAGE = {
     "loss is text": with_field(loss="0.1"),
     "loss is a list": with_field(loss=[1.0]),
     "metrics are a list": json.dumps(json.loads(dumps(evaluated(20))) | {"metrics": [1]}).encode(),
-    "metrics are text": json.dumps(json.loads(dumps(evaluated(20))) | {"metrics": {"accuracy": "high"}}).encode(),
+    "metrics are text": json.dumps(
+        json.loads(dumps(evaluated(20))) | {"metrics": {"accuracy": "high"}}
+    ).encode(),
     "seconds are text": json.dumps(json.loads(dumps(accounted(10))) | {"seconds": {"compute": "?"}}).encode(),
     "ranks are text": json.dumps(json.loads(dumps(STARTED)) | {"ranks": "two"}).encode(),
     "notes are numbers": json.dumps(json.loads(dumps(STARTED)) | {"notes": [1, 2]}).encode(),
@@ -145,7 +185,11 @@ def test_a_damaged_line_is_skipped_and_counted(line, at, tmp_path):
 
 
 NEWER = {
-    "kind": (b'{"time": 1.0, "event": "paused", "why": [1]}', Skipped(unknown={"paused": 1}), "1 event of an unknown kind (paused)"),
+    "kind": (
+        b'{"time": 1.0, "event": "paused", "why": [1]}',
+        Skipped(unknown={"paused": 1}),
+        "1 event of an unknown kind (paused)",
+    ),
     "field": (with_field(step=16, temperature=[1, {"a": None}]), Skipped(), ""),
 }
 
@@ -167,7 +211,11 @@ def test_commands_say_what_they_skipped(name, tmp_path, monkeypatch, capsys):
     run = folder(tmp_path / "runs/a", *SMALL)
     folder(tmp_path / "runs/b", *SMALL)
     put(run, MIDDLE, DAMAGE.get(name, NEWER["kind"][0]))
-    said = "skipped 1 event of an unknown kind (paused)" if name == "newer" else "skipped 1 damaged line in events.jsonl"
+    said = (
+        "skipped 1 event of an unknown kind (paused)"
+        if name == "newer"
+        else "skipped 1 damaged line in events.jsonl"
+    )
     for words in (("show", "runs/a"), ("account", "runs/a", "--measured"), ("doctor", "runs/a")):
         status, text = command(monkeypatch, capsys, *words)
         assert status == 0, text
@@ -183,7 +231,10 @@ def test_commands_say_what_they_skipped(name, tmp_path, monkeypatch, capsys):
     assert "runs/a is not running: stopped at step 30" in text
     assert said in text
     status, text = command(monkeypatch, capsys, "resume", "runs/a")
-    assert (status, text.splitlines()[0]) == (2, f"runs/a: {said}" + (" in events.jsonl" if name == "newer" else ""))
+    assert (status, text.splitlines()[0]) == (
+        2,
+        f"runs/a: {said}" + (" in events.jsonl" if name == "newer" else ""),
+    )
 
 
 def test_a_run_whose_events_cannot_be_read_hides_no_other(tmp_path, monkeypatch, capsys):
@@ -236,8 +287,16 @@ def simple(happened: list[Event]) -> tuple[object, ...]:
         elif isinstance(event, (Evaluated, Saved)):
             done.append(event)
     warm = [one for number, one in steps.items() if number > start + WARM_UP_STEPS] or [*steps.values()]
-    total_s = sum(one.step_s for one in steps.values()) + sum(getattr(one, "blocked_s", one.seconds) for one in done)
-    return max(steps), steps[min(steps)].loss, steps[max(steps)].loss, statistics.median(one.step_s for one in warm), total_s
+    total_s = sum(one.step_s for one in steps.values()) + sum(
+        getattr(one, "blocked_s", one.seconds) for one in done
+    )
+    return (
+        max(steps),
+        steps[min(steps)].loss,
+        steps[max(steps)].loss,
+        statistics.median(one.step_s for one in warm),
+        total_s,
+    )
 
 
 def history(draw: random.Random, steps: int, starts: int) -> list[Event]:
@@ -269,11 +328,18 @@ def test_read_at_once_or_as_it_grows(seed, tmp_path):
         growing.refresh()
     assert not growing.refresh(), "there is nothing new"
     found = growing.summary
-    assert (found.steps, found.first_loss, found.last_loss, found.step_s, found.total_s) == pytest.approx(simple(happened))
+    assert (found.steps, found.first_loss, found.last_loss, found.step_s, found.total_s) == pytest.approx(
+        simple(happened)
+    )
     assert found == view(run).summary
     assert found.starts == sum(isinstance(event, Started) for event in happened)
     now = glance(run).summary
-    assert (now.started, now.steps, now.last_loss, now.metrics) == (found.started, found.steps, found.last_loss, found.metrics)
+    assert (now.started, now.steps, now.last_loss, now.metrics) == (
+        found.started,
+        found.steps,
+        found.last_loss,
+        found.metrics,
+    )
 
 
 def test_a_file_that_was_replaced_is_read_again(tmp_path):
@@ -292,7 +358,9 @@ def test_from_the_end_as_from_the_beginning(seed, tmp_path, monkeypatch):
     monkeypatch.setattr(events, "LONGEST", 800)
     happened = history(draw, 30, 3)
     lines = [dumps(event).encode() for event in happened]
-    long = [b'{"time": 1, "event": "saved", "x": "' + b"x" * draw.choice([900, 3000]) + b'"}' for _ in range(3)]
+    long = [
+        b'{"time": 1, "event": "saved", "x": "' + b"x" * draw.choice([900, 3000]) + b'"}' for _ in range(3)
+    ]
     for one in long:
         lines.insert(draw.randint(0, len(lines)), one)
     path = tmp_path / "e"
@@ -303,7 +371,9 @@ def test_from_the_end_as_from_the_beginning(seed, tmp_path, monkeypatch):
     assert events.end(path) == sum(map(len, lines)) + len(lines)
     for kinds in ((Started,), (Step,), (Evaluated, Saved), (Started, Step, Saved), (Ended,)):
         expected = [next((one for one in reversed(happened) if type(one) is kind), None) for kind in kinds]
-        assert sorted(map(dumps, events.last(path, *kinds))) == sorted(dumps(one) for one in expected if one is not None)
+        assert sorted(map(dumps, events.last(path, *kinds))) == sorted(
+            dumps(one) for one in expected if one is not None
+        )
     [newest] = events.last(path, Started, Step, until=(Started, Step))
     assert newest == next(one for one in reversed(happened) if isinstance(one, (Started, Step)))
     position, found = events.tail(path, Skipped(), 2000)
@@ -321,7 +391,11 @@ def long_run(tmp_path_factory) -> tuple[RunFolder, list[Event]]:
     for first, until in ((0, 28_000), (24_000, 36_000)):
         happened.append(dataclasses.replace(STARTED, step=first, steps=36_000, notes=("started",)))
         for number in range(first + 1, until + 1):
-            happened.append(step(number, draw) if number > first + 3 else dataclasses.replace(step(number, draw), step_s=1000.0))
+            happened.append(
+                step(number, draw)
+                if number > first + 3
+                else dataclasses.replace(step(number, draw), step_s=1000.0)
+            )
             if not number % 1000:
                 happened += [evaluated(number), saved(number)]
             if not number % 5000:
@@ -355,11 +429,18 @@ def test_a_long_run_is_read_once_and_in_bounded_memory(long_run, small_limits):
         tracemalloc.stop()
     summary = found.summary
     steps, first_loss, last_loss, step_s, total_s = simple(happened)
-    assert (summary.steps, summary.first_loss, summary.last_loss, summary.starts) == (steps, first_loss, last_loss, 2)
+    assert (summary.steps, summary.first_loss, summary.last_loss, summary.starts) == (
+        steps,
+        first_loss,
+        last_loss,
+        2,
+    )
     assert summary.sampled is not None
     assert 3_000 < summary.sampled < 6_000
     assert summary.step_s == pytest.approx(step_s, rel=0.02)
-    assert summary.total_s == pytest.approx(total_s, rel=0.01), "the slow first steps stand for themselves alone"
+    assert summary.total_s == pytest.approx(total_s, rel=0.01), (
+        "the slow first steps stand for themselves alone"
+    )
     assert sum(point.num_steps for point in found.steps) == 36_000
     assert [point.step for point in found.steps] == sorted({point.step for point in found.steps})
     assert summary.metrics == {"accuracy": 360.0}
@@ -374,7 +455,9 @@ def test_a_long_run_is_read_once_and_in_bounded_memory(long_run, small_limits):
 def test_a_glance_at_a_long_run_reads_its_end(long_run, tmp_path):
     run, _ = long_run
     again = folder(tmp_path / "r")
-    again.events.write_bytes(run.events.read_bytes() + (dumps(dataclasses.replace(STARTED, step=36_000)) + "\n").encode())
+    again.events.write_bytes(
+        run.events.read_bytes() + (dumps(dataclasses.replace(STARTED, step=36_000)) + "\n").encode()
+    )
     with open(again.events, "a") as file:
         file.writelines(dumps(step(number)) + "\n" for number in range(36_001, 37_001))
     before = bytes_read()
@@ -396,7 +479,11 @@ def test_a_glance_at_a_long_run_reads_its_end(long_run, tmp_path):
     [
         ("min loss", {"loss": 0.25, "accuracy": 0.75}, ", validation loss 0.2500"),
         ("max accuracy", {"loss": 0.25, "accuracy": 0.75}, ", validation accuracy 0.7500"),
-        ("max accuracy", {"perplexity": float("nan"), "f1": 0.5}, ", validation perplexity nan"),  # not measured: the first
+        (
+            "max accuracy",
+            {"perplexity": float("nan"), "f1": 0.5},
+            ", validation perplexity nan",
+        ),  # not measured: the first
         ("max accuracy", {}, ""),
         ("damaged", {"f1": 0.5, "accuracy": 0.75}, ", validation f1 0.5000"),
     ],
@@ -463,8 +550,25 @@ def test_an_unreadable_run_is_a_run_error(tmp_path):
 # Other files of a run
 
 
-BEAT = {"rank": 0, "ranks": 2, "host": "elsewhere", "pid": 7, "began": 1.7e9, "time": 1.7e9, "step": 3, "steps": None, "stepped": None}
-BEAT |= {"longest_s": 0.1, "phase": "data", "since": 1.7e9, "patience_s": 60.0, "spent_s": {"data": 0.1}, "birth": 7}
+BEAT = {
+    "rank": 0,
+    "ranks": 2,
+    "host": "elsewhere",
+    "pid": 7,
+    "began": 1.7e9,
+    "time": 1.7e9,
+    "step": 3,
+    "steps": None,
+    "stepped": None,
+}
+BEAT |= {
+    "longest_s": 0.1,
+    "phase": "data",
+    "since": 1.7e9,
+    "patience_s": 60.0,
+    "spent_s": {"data": 0.1},
+    "birth": 7,
+}
 HEARTBEATS = {
     "empty": b"",
     "NUL bytes": b"\0" * 50,
@@ -508,10 +612,14 @@ def test_doctor_names_damaged_heartbeats(tmp_path, monkeypatch, capsys):
     run.alive(1).mkdir()
     status, text = command(monkeypatch, capsys, "doctor", "r")
     assert status == 0
-    assert text.splitlines()[1:] == ["skipped damaged r/ranks/0.alive", "skipped damaged r/ranks/1.alive"], text
+    assert text.splitlines()[1:] == ["skipped damaged r/ranks/0.alive", "skipped damaged r/ranks/1.alive"], (
+        text
+    )
 
 
-@pytest.mark.parametrize("content", [b"", b"\xff\0", b"--help", b"12; touch x"], ids=["empty", "bytes", "option", "shell"])
+@pytest.mark.parametrize(
+    "content", [b"", b"\xff\0", b"--help", b"12; touch x"], ids=["empty", "bytes", "option", "shell"]
+)
 def test_status_shows_a_run_whose_job_is_damaged_and_those_after_it(content, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "runs").mkdir()
@@ -542,4 +650,8 @@ def test_a_lock_that_is_none_is_named_and_hides_no_other_run(tmp_path, monkeypat
     (folder(tmp_path / "runs/a", STARTED, step(1)).path / "lock").mkdir()
     folder(tmp_path / "runs/b", *SMALL)
     status, text = command(monkeypatch, capsys, "status")
-    assert (status, "runs/b: stopped at step 30" in text, "runs/a/lock is no file" in text) == (2, True, True), text
+    assert (status, "runs/b: stopped at step 30" in text, "runs/a/lock is no file" in text) == (
+        2,
+        True,
+        True,
+    ), text

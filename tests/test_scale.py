@@ -75,17 +75,23 @@ def test_efficiency_is_the_throughput_of_a_rank_against_the_fewest():
     found = scaling(model("resnet50"), cluster(8), (1, 2, 8, 16), 512, tokens=1e6, price=3)
     for curve in (found.strong, found.weak):
         of_rank = [point.cost.time.samples / point.cost.step_s / point.ranks for point in curve.points]
-        assert [point.efficiency for point in curve.points] == pytest.approx([one / of_rank[0] for one in of_rank])
+        assert [point.efficiency for point in curve.points] == pytest.approx(
+            [one / of_rank[0] for one in of_rank]
+        )
         for point in curve.points:
             hours = 1e6 / point.batch * point.cost.step_s / 3600
-            assert (point.bill.seconds, point.bill.device_hours) == pytest.approx((hours * 3600, hours * point.ranks))
+            assert (point.bill.seconds, point.bill.device_hours) == pytest.approx(
+                (hours * 3600, hours * point.ranks)
+            )
             assert point.bill.price == pytest.approx(3 * point.bill.device_hours)
     assert found.strong.points[-1].efficiency < found.weak.points[-1].efficiency
 
 
 def test_a_slow_network_is_what_efficiency_is_lost_to():
     facts = model("resnet50")
-    fast, slow = (scaling(facts, cluster(64, across_GBps=GBps), (8, 64, 512), 2048).strong.points for GBps in (200, 0.2))
+    fast, slow = (
+        scaling(facts, cluster(64, across_GBps=GBps), (8, 64, 512), 2048).strong.points for GBps in (200, 0.2)
+    )
     assert fast[1].efficiency > 0.8
     assert slow[1].efficiency < 0.3
     assert slow[2].lost.name == "data parallel"
@@ -104,13 +110,19 @@ def test_the_most_ranks_that_are_worth_it():
 
 def test_numbers_that_cannot_be_say_why():
     found = scaling(model("llama3-8b"), cluster(8), (1, 12, 16, 3000), 48)
-    assert {one.ranks: one.want for one in found.strong.refused} == {1: "memory", 12: "nodes", 3000: "samples"}
+    assert {one.ranks: one.want for one in found.strong.refused} == {
+        1: "memory",
+        12: "nodes",
+        3000: "samples",
+    }
     by_ranks = {one.ranks: one.reason for one in found.strong.refused}
     assert "most of it optimizer" in by_ranks[1]
     assert "ask for 8 or 16" in by_ranks[12]
     assert "a batch of 48 cannot be split over 3,000 ranks" in by_ranks[3000]
     assert found.each == Fraction(48, 16)
-    assert any("has 1 node; the others of 375 are taken to be alike" in sentence for sentence in found.assumed)
+    assert any(
+        "has 1 node; the others of 375 are taken to be alike" in sentence for sentence in found.assumed
+    )
 
 
 def test_a_batch_of_parts_of_samples():
@@ -124,40 +136,90 @@ def test_a_batch_of_parts_of_samples():
 
 
 def test_where_nothing_fits():
-    with pytest.raises(PlanError, match=r"no plan fits 72.0 GiB a device; the leanest, .* needs .*: use 32 ranks on 4 such nodes"):
+    with pytest.raises(
+        PlanError,
+        match=r"no plan fits 72.0 GiB a device; the leanest, .* needs .*: use 32 ranks on 4 such nodes",
+    ):
         scaling(model("llama3-70b"), cluster(8), (1, 2, 4), 64)
 
 
-@pytest.mark.parametrize(("value", "text"), [(0.0, "0.000"), (1e-5, "<0.001"), (0.25, "0.250"), (12.5, "12.5"), (6.19e6, "6.19 M")])
+@pytest.mark.parametrize(
+    ("value", "text"), [(0.0, "0.000"), (1e-5, "<0.001"), (0.25, "0.250"), (12.5, "12.5"), (6.19e6, "6.19 M")]
+)
 def test_amounts(value, text):
     assert amount(value) == text
 
 
 def test_durations():
-    assert [duration(seconds) for seconds in (40, 7200, 2 * 86400, 800 * 86400)] == ["40.0 s", "2.0 h", "2.0 days", "2.2 years"]
+    assert [duration(seconds) for seconds in (40, 7200, 2 * 86400, 800 * 86400)] == [
+        "40.0 s",
+        "2.0 h",
+        "2.0 days",
+        "2.2 years",
+    ]
 
 
 def test_command_without_torch(tmp_path: Path) -> None:
-    words = (*GPT, "--ranks", "1,2,4,...,64", "--tokens", "1e9", "--price", "2", "--json", "scale.json", "--plot", "scale.svg")
+    words = (
+        *GPT,
+        "--ranks",
+        "1,2,4,...,64",
+        "--tokens",
+        "1e9",
+        "--price",
+        "2",
+        "--json",
+        "scale.json",
+        "--plot",
+        "scale.svg",
+    )
     found = succeed(*words, at=tmp_path, program=(sys.executable, "-c", WITHOUT_TORCH))
     figures = json.loads((tmp_path / "scale.json").read_text())
     assert [point["ranks"] for point in figures["strong"]["points"]] == [1, 2, 4, 8, 16, 32, 64]
-    assert [point["batch"] for point in figures["weak"]["points"]] == [64 * ranks for ranks in (1, 2, 4, 8, 16, 32, 64)]
+    assert [point["batch"] for point in figures["weak"]["points"]] == [
+        64 * ranks for ranks in (1, 2, 4, 8, 16, 32, 64)
+    ]
     assert f"ask for {figures['ask_for']} rank" in found.out
     plan = figures["strong"]["points"][3]["plan"]
-    for words in ("strong scaling", "weak scaling", "efficiency", "are taken to be alike", "are assumed", plan):
+    for words in (
+        "strong scaling",
+        "weak scaling",
+        "efficiency",
+        "are taken to be alike",
+        "are assumed",
+        plan,
+    ):
         assert words in found.out, words
-    of_tables = [line for line in found.out.partition("the fastest plans")[0].splitlines() if line.strip()[:1].isdecimal()]
+    of_tables = [
+        line
+        for line in found.out.partition("the fastest plans")[0].splitlines()
+        if line.strip()[:1].isdecimal()
+    ]
     assert len(of_tables) == 14
     assert max(map(len, of_tables)) <= 80
     assert (tmp_path / "scale.svg").read_text().startswith("<?xml")
 
 
 def test_a_task_says_how_long_its_training_is(tmp_path: Path) -> None:
-    words = ("scale", "digits", "--ranks", "1,2", "--batch", "32", "--peak", "0.1", "--epochs", "2", "--json", "scale.json")
+    words = (
+        "scale",
+        "digits",
+        "--ranks",
+        "1,2",
+        "--batch",
+        "32",
+        "--peak",
+        "0.1",
+        "--epochs",
+        "2",
+        "--json",
+        "scale.json",
+    )
     succeed(*words, at=tmp_path)
     points = json.loads((tmp_path / "scale.json").read_text())["strong"]["points"]
-    assert [point["bill"]["seconds"] / point["step_s"] for point in points] == pytest.approx([90, 90])  # 1,437 samples
+    assert [point["bill"]["seconds"] / point["step_s"] for point in points] == pytest.approx(
+        [90, 90]
+    )  # 1,437 samples
 
 
 @pytest.mark.parametrize(
@@ -168,8 +230,14 @@ def test_a_task_says_how_long_its_training_is(tmp_path: Path) -> None:
         ((*GPT, "--ranks", "8", "--efficiency", "80"), "--efficiency must be above 0 and at most 1, got 80"),
         ((*GPT, "--ranks", "8", "--steps", "10"), "of a --model say --tokens"),
         ((*GPT, "--ranks", "8", "--plot", "scale.pdf"), "must end in .svg or .png"),
-        (("scale", "--model", "gpt3", "--cluster", "a100-80g:8", "--batch", "8", "--ranks", "1:8"), "no plan fits"),
-        (("scale", "--model", "resnet50", "--cluster", "a100-80g:8", "--batch", "3", "--ranks", "8"), "cannot be split over 8 ranks"),
+        (
+            ("scale", "--model", "gpt3", "--cluster", "a100-80g:8", "--batch", "8", "--ranks", "1:8"),
+            "no plan fits",
+        ),
+        (
+            ("scale", "--model", "resnet50", "--cluster", "a100-80g:8", "--batch", "3", "--ranks", "8"),
+            "cannot be split over 8 ranks",
+        ),
     ],
 )
 def test_bad_input_is_one_sentence(tmp_path: Path, words: tuple[str, ...], sentence: str) -> None:

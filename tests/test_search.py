@@ -16,7 +16,9 @@ from paceline.plan.search.search import choose, fastest, search
 TRILLION = Transformer(name="1t", layers=128, hidden=25600, heads=160, vocab=51200, seq=2048, positions=2048)
 
 
-@pytest.mark.parametrize(("name", "devices", "batch"), [("llama3-8b", 16, 32), ("gpt2", 8, 24), ("resnet50", 4, 64)])
+@pytest.mark.parametrize(
+    ("name", "devices", "batch"), [("llama3-8b", 16, 32), ("gpt2", 8, 24), ("resnet50", 4, 64)]
+)
 def test_every_plan_is_one_that_paceline_takes(name, devices, batch):
     found = search(model(name), cluster(devices), batch)
     plans = [plan for plan, _ in found.fitting] + [one.plan for one in found.rejected]
@@ -37,7 +39,9 @@ def test_the_cost_of_a_choice_is_the_prediction_of_its_plan():
         assert (alone.step_s, alone.peak_bytes) == pytest.approx((cost.step_s, cost.peak_bytes), rel=1e-12)
 
 
-@pytest.mark.parametrize(("name", "batch", "memory_GiB"), [("gpt3-1.3b", 64, 80), ("gpt3-1.3b", 96, 12), ("resnet50", 512, 80)])
+@pytest.mark.parametrize(
+    ("name", "batch", "memory_GiB"), [("gpt3-1.3b", 64, 80), ("gpt3-1.3b", 96, 12), ("resnet50", 512, 80)]
+)
 def test_the_fastest_is_the_first_of_all(name, batch, memory_GiB):
     """Also with speeds of other ranks that fill their nodes alike, as `scale` has them."""
     facts, on = model(name), speeds(cluster(64, memory_GiB=memory_GiB))
@@ -83,8 +87,13 @@ def test_rejected_plans_say_why():
 
 
 def test_a_model_that_fits_nowhere():
-    with pytest.raises(PlanError, match=r"no plan fits 72.0 GiB a device; the leanest, .* needs .* GiB: use \d+ ranks on \d+ such nodes"):
-        choose(model("llama3-405b"), cluster(8).model_copy(update={"links": cluster(8).links[:1]}), 8)  # the network is not known
+    with pytest.raises(
+        PlanError,
+        match=r"no plan fits 72.0 GiB a device; the leanest, .* needs .* GiB: use \d+ ranks on \d+ such nodes",
+    ):
+        choose(
+            model("llama3-405b"), cluster(8).model_copy(update={"links": cluster(8).links[:1]}), 8
+        )  # the network is not known
 
 
 @pytest.mark.parametrize(
@@ -113,7 +122,9 @@ def test_a_trillion_parameters_on_3072_devices():
     assert len(found.fitting) + len(found.rejected) > 5000
 
 
-@pytest.mark.parametrize(("words", "GBps"), [("h100:8x2", 50), ("a100-80g:8x2", 25), ("v100-32g:8x2", 25), ("h100:8x2@12", 12)])
+@pytest.mark.parametrize(
+    ("words", "GBps"), [("h100:8x2", 50), ("a100-80g:8x2", 25), ("v100-32g:8x2", 25), ("h100:8x2@12", 12)]
+)
 def test_links_between_nodes_are_those_said_or_usual_ones(words, GBps):
     on, sentences = assuming(published(words))
     assert next(link for link in on.links if link.axis == "across").beta_Bps.value == GBps * 1e9

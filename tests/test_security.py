@@ -82,7 +82,21 @@ def trained(tmp_path_factory) -> Path:
     """A run of one rank with two checkpoints."""
     at = tmp_path_factory.mktemp("trained")
     write_task(at)
-    succeed("train", "my.py:Regression", "--ranks", "1", "--steps", "4", "--batch", "8", "--save-every", "2", "--run-dir", "r", at=at)
+    succeed(
+        "train",
+        "my.py:Regression",
+        "--ranks",
+        "1",
+        "--steps",
+        "4",
+        "--batch",
+        "8",
+        "--save-every",
+        "2",
+        "--run-dir",
+        "r",
+        at=at,
+    )
     return at
 
 
@@ -98,7 +112,9 @@ def forge(checkpoint: Path, files: dict[str, bytes]) -> None:
 
 def write_index(checkpoint: Path, index: dict[str, Any]) -> None:
     index.pop("crc", None)
-    (checkpoint / "checkpoint.json").write_text(json.dumps(index | {"crc": zlib.crc32(json.dumps(index).encode())}))
+    (checkpoint / "checkpoint.json").write_text(
+        json.dumps(index | {"crc": zlib.crc32(json.dumps(index).encode())})
+    )
 
 
 def instead_of_metadata(checkpoint: Path, marker: Path) -> dict[str, bytes]:
@@ -152,7 +168,11 @@ def test_a_checkpoint_runs_no_code(trained, tmp_path, attack):
     at, marker = tmp_path / "at", tmp_path / "PWNED"
     for step in (2, 4):
         forge(at / f"r/ckpt/step_{step}", attack(at / f"r/ckpt/step_{step}", marker))
-    for words in (("export", "r", "w.safetensors"), ("export", "r", "w.safetensors", "--step", "2"), ("resume", "r", "--steps", "6")):
+    for words in (
+        ("export", "r", "w.safetensors"),
+        ("export", "r", "w.safetensors", "--step", "2"),
+        ("resume", "r", "--steps", "6"),
+    ):
         refused = paceline(*words, at=at)
         assert not marker.exists(), f"{words} ran the code\n{refused.all}"
         assert refused.status != 0, refused.all
@@ -193,7 +213,10 @@ def change(found: Any, what: str) -> None:
         case "before the beginning":
             place.offset = -5
         case "more than there is":
-            entry.size, entry.chunks = torch.Size([10**14]), [dcp.ChunkStorageMetadata(torch.Size([0]), torch.Size([10**14]))]
+            entry.size, entry.chunks = (
+                torch.Size([10**14]),
+                [dcp.ChunkStorageMetadata(torch.Size([0]), torch.Size([10**14]))],
+            )
         case "a part missing":
             entry.chunks = []
         case "a part outside":
@@ -233,7 +256,10 @@ def test_metadata_that_were_tampered_with_are_refused(trained, tmp_path, what):
         load_whole(at)
 
 
-@pytest.mark.parametrize("content", [b"", b"junk", b"\x80\x04.", b"\x80\x04N.", b"\x80\x04(((((.", b"cos\nsystem\n(S'x'\ntR.", b"P1\n."])
+@pytest.mark.parametrize(
+    "content",
+    [b"", b"junk", b"\x80\x04.", b"\x80\x04N.", b"\x80\x04(((((.", b"cos\nsystem\n(S'x'\ntR.", b"P1\n."],
+)
 def test_metadata_that_are_no_pickle_of_ours_are_refused(trained, tmp_path, content):
 
     at = tmp_path / "step_4"
@@ -273,7 +299,12 @@ def test_a_pickle_cannot_change_the_classes_that_it_names(trained, tmp_path):
     at = tmp_path / "step_4"
     shutil.copytree(trained / "r/ckpt/step_4", at)
     whole = (at / ".metadata").read_bytes()
-    forge(at, {".metadata": b"\x80\x02ctorch.distributed.checkpoint.metadata\nMetadata\n(N}(X\x04\x00\x00\x00evilK\x01utb."})
+    forge(
+        at,
+        {
+            ".metadata": b"\x80\x02ctorch.distributed.checkpoint.metadata\nMetadata\n(N}(X\x04\x00\x00\x00evilK\x01utb."
+        },
+    )
     with pytest.raises(CheckpointError, match=r"is damaged: \.metadata"):
         load_whole(at)
     assert not hasattr(dcp.Metadata, "evil")
@@ -297,7 +328,16 @@ def test_an_index_names_only_regular_files_of_its_folder(trained, tmp_path, name
 
 
 @pytest.mark.parametrize(
-    ("key", "value"), [("step", 0), ("samples", 0), ("files", []), ("files", {"a": [1]}), ("shapes", 3), ("step", "four"), ("tied", [1])]
+    ("key", "value"),
+    [
+        ("step", 0),
+        ("samples", 0),
+        ("files", []),
+        ("files", {"a": [1]}),
+        ("shapes", 3),
+        ("step", "four"),
+        ("tied", [1]),
+    ],
 )
 def test_an_index_of_another_kind_is_damaged(trained, tmp_path, key, value):
 
@@ -312,12 +352,17 @@ def test_an_index_of_another_kind_is_damaged(trained, tmp_path, key, value):
 def test_whole_checkpoints_are_read_as_before(trained, tmp_path):
     succeed("export", trained / "r", "w.safetensors", at=tmp_path)
     found = load_file(tmp_path / "w.safetensors")
-    expected = {name: torch.empty(meta.size) for name, meta in unpickled(trained / "r/ckpt/step_4").state_dict_metadata.items()}
+    expected = {
+        name: torch.empty(meta.size)
+        for name, meta in unpickled(trained / "r/ckpt/step_4").state_dict_metadata.items()
+    }
     from torch.distributed.checkpoint import FileSystemReader, load
 
     with pytest.warns(UserWarning, match="assuming the intent is to load in a single process"):
         load(expected, storage_reader=FileSystemReader(trained / "r/ckpt/step_4"), no_dist=True)
-    weights = {name.removeprefix("model/"): tensor for name, tensor in expected.items() if name.startswith("model/")}
+    weights = {
+        name.removeprefix("model/"): tensor for name, tensor in expected.items() if name.startswith("model/")
+    }
     assert found.keys() == weights.keys()
     assert all(found[name].equal(weights[name]) for name in weights)
     assert RunFolder(trained / "r").checkpoints() == [2, 4]
@@ -328,7 +373,11 @@ def test_whole_checkpoints_are_read_as_before(trained, tmp_path):
 
 def sockets() -> set[tuple[str, int]]:
     """Addresses and ports on which this process listens."""
-    return {tuple(one.laddr) for one in psutil.Process().net_connections("inet") if one.status == psutil.CONN_LISTEN}
+    return {
+        tuple(one.laddr)
+        for one in psutil.Process().net_connections("inet")
+        if one.status == psutil.CONN_LISTEN
+    }
 
 
 def listening(pids: Iterable[int]) -> dict[int, set[str]]:
@@ -336,18 +385,28 @@ def listening(pids: Iterable[int]) -> dict[int, set[str]]:
     found: dict[int, set[str]] = {pid: set() for pid in pids}
     for pid, addresses in found.items():
         with contextlib.suppress(psutil.NoSuchProcess):
-            addresses |= {one.laddr.ip for one in psutil.Process(pid).net_connections("inet") if one.status == psutil.CONN_LISTEN}
+            addresses |= {
+                one.laddr.ip
+                for one in psutil.Process(pid).net_connections("inet")
+                if one.status == psutil.CONN_LISTEN
+            }
     return found
 
 
 def ports(pid: int) -> list[int]:
-    return [one.laddr.port for one in psutil.Process(pid).net_connections("inet") if one.status == psutil.CONN_LISTEN]
+    return [
+        one.laddr.port
+        for one in psutil.Process(pid).net_connections("inet")
+        if one.status == psutil.CONN_LISTEN
+    ]
 
 
 def test_a_store_listens_on_its_address_alone():
     before = sockets()
     stock = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    assert {address for address, _ in sockets() - before} != {"127.0.0.1"}, "torch's own listens everywhere, and this test can tell"
+    assert {address for address, _ in sockets() - before} != {"127.0.0.1"}, (
+        "torch's own listens everywhere, and this test can tell"
+    )
     del stock
     store = open_store()
     assert sockets() - before == {("127.0.0.1", store.port)}
@@ -378,14 +437,19 @@ def test_the_source_opens_stores_and_creates_files_in_the_safe_way():
         for node in ast.walk(ast.parse(path.read_text())):
             where = f"{path}, line {getattr(node, 'lineno', 0)}"
             if isinstance(node, ast.Constant):
-                assert not (isinstance(node.value, str) and "env://" in node.value), f"{where}: torch would open a store"
+                assert not (isinstance(node.value, str) and "env://" in node.value), (
+                    f"{where}: torch would open a store"
+                )
             if not isinstance(node, ast.Call):
                 continue
             called = ast.unparse(node.func)
             if called.endswith("TCPStore") and path.match("distributed/store.py"):
                 assert "master_listen_fd" in ast.unparse(node)
             elif called.endswith("TCPStore"):
-                said = [*node.args[3:4], *(keyword.value for keyword in node.keywords if keyword.arg == "is_master")]
+                said = [
+                    *node.args[3:4],
+                    *(keyword.value for keyword in node.keywords if keyword.arg == "is_master"),
+                ]
                 assert [ast.unparse(one) for one in said] == ["False"], f"{where}: use open_store"
             if called == "os.open" and "O_CREAT" in ast.unparse(node):
                 assert len(node.args) == 3, f"{where}: say the mode, 0o666 for the user's umask"
@@ -398,14 +462,20 @@ def test_a_training_leaves_the_interfaces_as_they_were(monkeypatch):
     monkeypatch.setenv("NCCL_SOCKET_IFNAME", "")
     with process_group(World(), torch.device("cpu"), 60.0, Path("runs")):
         assert os.environ["GLOO_SOCKET_IFNAME"]
-    assert {name: os.environ[name] for name in network_interface.VARIABLES if name in os.environ} == {"NCCL_SOCKET_IFNAME": ""}
+    assert {name: os.environ[name] for name in network_interface.VARIABLES if name in os.environ} == {
+        "NCCL_SOCKET_IFNAME": ""
+    }
 
 
 def test_ranks_of_one_machine_stay_there(monkeypatch):
     """gloo, RPC and NCCL would listen where the name of this machine points to."""
     monkeypatch.setattr(network_interface.os, "environ", found := {"NCCL_SOCKET_IFNAME": "eth7"})
     stay_here()
-    loopback = {name for name, addresses in psutil.net_if_addrs().items() if any(one.address == "127.0.0.1" for one in addresses)}
+    loopback = {
+        name
+        for name, addresses in psutil.net_if_addrs().items()
+        if any(one.address == "127.0.0.1" for one in addresses)
+    }
     assert {found["GLOO_SOCKET_IFNAME"], found["TP_SOCKET_IFNAME"]} <= loopback
     assert found["NCCL_SOCKET_IFNAME"] == "eth7", "what was said stays"
 
@@ -415,7 +485,20 @@ def test_a_local_training_while_it_is_attacked(tmp_path, plan):
     """It listens on loopback, unpickles nothing of its store, and creates files with the umask of the user."""
     write_task(tmp_path)
     slow, run = slow_down(tmp_path / "slow", 0.1), tmp_path / "r"
-    words = ("train", "my.py:Regression", "--ranks", "2", "--plan", plan, "--steps", "6", "--batch", "8", "--run-dir", "r")
+    words = (
+        "train",
+        "my.py:Regression",
+        "--ranks",
+        "2",
+        "--plan",
+        plan,
+        "--steps",
+        "6",
+        "--batch",
+        "8",
+        "--run-dir",
+        "r",
+    )
     shell = ("bash", "-c", f'umask 027; exec {sys.executable} -m paceline "$@"', "bash")
     with start(*words, at=tmp_path, program=shell, SLOW=str(slow)) as running:
         running.until_step(run, 1)
@@ -448,7 +531,11 @@ KEPT_S = 1.1  # for so long torch's agents take what they have read as it was
 
 
 def agents_handler(store: dist.Store, backend: Any, name: str) -> Any:
-    return create_handler(store, backend, RendezvousParameters("x", "", name, 1, 1, "127.0.0.1", join_timeout=20, last_call_timeout=1))
+    return create_handler(
+        store,
+        backend,
+        RendezvousParameters("x", "", name, 1, 1, "127.0.0.1", join_timeout=20, last_call_timeout=1),
+    )
 
 
 def test_agents_of_several_nodes_unpickle_only_what_they_have_sealed(tmp_path):
@@ -499,7 +586,11 @@ def test_a_meeting_place_of_somebody_else_is_refused(tmp_path):
     note.write_text("127.0.0.1:1 " + "0" * 64)
     os.chown(note, 12345, 12345)
     with pytest.raises(RunError, match=r"is of user 12345, .*; keep others out: chmod go-w"):
-        meet(World(rank=1, size=2, local_size=2, launcher="slurm", job="1-0-0"), timedelta(seconds=20), tmp_path)
+        meet(
+            World(rank=1, size=2, local_size=2, launcher="slurm", job="1-0-0"),
+            timedelta(seconds=20),
+            tmp_path,
+        )
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can give files away")
@@ -551,7 +642,9 @@ def as_they_were(targets: dict[str, Path]) -> bool:
 
 def test_only_regular_files_are_replaced(targets, tmp_path):
     for name, path in targets.items():
-        with pytest.raises(RunError, match=rf"cannot write .*/{name}: it is a .*, and only regular files are replaced"):
+        with pytest.raises(
+            RunError, match=rf"cannot write .*/{name}: it is a .*, and only regular files are replaced"
+        ):
             write_whole(path, "evil")
     assert as_they_were(targets)
     file = tmp_path / "file.json"
@@ -563,7 +656,9 @@ def test_only_regular_files_are_replaced(targets, tmp_path):
     assert file.read_text() == "second"
     with pytest.raises(RunError, match="File name too long"):
         write_whole(tmp_path / ("x" * 300), "")
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["file.json", "targets"], "nothing half done stays"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["file.json", "targets"], (
+        "nothing half done stays"
+    )
 
 
 def test_no_command_replaces_anything_but_a_regular_file(trained, targets, tmp_path):
@@ -592,7 +687,10 @@ def test_no_command_replaces_anything_but_a_regular_file(trained, targets, tmp_p
     picture = targets["link"].rename(targets["link"].with_suffix(".svg"))
     targets |= {"link.svg": picture}
     del targets["link"]
-    for words in (("plan", "resnet-50", "--ranks", "2", "--batch", "8", "--plot", picture), ("bench", "compute", "--plot", picture)):
+    for words in (
+        ("plan", "resnet-50", "--ranks", "2", "--batch", "8", "--plot", picture),
+        ("bench", "compute", "--plot", picture),
+    ):
         result = paceline(*words, at=tmp_path)
         assert (result.status, "it is a link" in result.err) == (2, True), result.all
     assert as_they_were(targets)
@@ -641,7 +739,10 @@ def test_a_newline_in_the_folder_of_a_command_is_refused(tmp_path):
     assert "a job script needs names that are printable and of one line" in refused.err
 
 
-@pytest.mark.parametrize("name", ["$(touch PWNED)", "`touch PWNED`", '";touch PWNED;"', "';touch PWNED;'", "a b", "&touch PWNED", "-n"])
+@pytest.mark.parametrize(
+    "name",
+    ["$(touch PWNED)", "`touch PWNED`", '";touch PWNED;"', "';touch PWNED;'", "a b", "&touch PWNED", "-n"],
+)
 def test_a_script_that_is_run_runs_nothing_of_its_names(name, tmp_path):
     """bash reads it, up to the ranks; Slurm's commands are not there."""
     job = Job(tmp_path / name, tmp_path, nodes=1, ranks_per_node=1, time="10", python=f"/none/{name}")
@@ -656,7 +757,13 @@ def test_a_script_that_is_run_runs_nothing_of_its_names(name, tmp_path):
     )
     (tmp_path / name).mkdir()
     for script in (render(job, site), render(dataclasses.replace(job, restarts=1), Site(venv=name))):
-        subprocess.run(["bash", "-c", script], cwd=tmp_path, capture_output=True, timeout=30, env={"PATH": "/usr/bin:/bin"})
+        subprocess.run(
+            ["bash", "-c", script],
+            cwd=tmp_path,
+            capture_output=True,
+            timeout=30,
+            env={"PATH": "/usr/bin:/bin"},
+        )
         assert not list(tmp_path.rglob("PWNED")), script
 
 
@@ -673,7 +780,16 @@ def test_a_site_cannot_contradict_the_job_script(option):
 
 
 def test_further_options_of_a_site_are_passed_on():
-    options = ("--exclusive", "--nodelist=n1", "--comment=-a", "--mail-type=END", "--acctg-freq=30", "-w n1", "-A x", "--no-requeue")
+    options = (
+        "--exclusive",
+        "--nodelist=n1",
+        "--comment=-a",
+        "--mail-type=END",
+        "--acctg-freq=30",
+        "-w n1",
+        "-A x",
+        "--no-requeue",
+    )
     assert Site(sbatch=options).sbatch == options
 
 
@@ -682,13 +798,16 @@ def test_a_job_array_is_refused_in_words(tmp_path):
     refused = paceline("submit", "digits", "--dry-run", at=tmp_path)
     assert (refused.status, refused.out) == (2, "")
     assert (
-        "site.toml: sbatch has '--array=1-4', which is not for jobs of Paceline: its tasks would all train in one run folder" in refused.err
+        "site.toml: sbatch has '--array=1-4', which is not for jobs of Paceline: its tasks would all train in one run folder"
+        in refused.err
     )
     assert "submit each training by itself, with a --run-dir of its own" in refused.err
     (tmp_path / "r").mkdir()
     job = Job(tmp_path / "r", tmp_path, nodes=1, ranks_per_node=1, time="10", python="true")
     environ = {"PATH": "/usr/bin:/bin", "SLURM_JOB_ID": "7", "SLURM_ARRAY_TASK_ID": "1"}
-    result = subprocess.run(["bash", "-c", render(job, Site())], capture_output=True, text=True, timeout=30, env=environ)
+    result = subprocess.run(
+        ["bash", "-c", render(job, Site())], capture_output=True, text=True, timeout=30, env=environ
+    )
     assert result.returncode == 2, "by hand: sbatch --array=1-4 job.sh"
     assert "tasks of a job array would all train in" in result.stderr
     assert [*(tmp_path / "r").iterdir()] == [], "the file of another task is left alone"
@@ -696,7 +815,13 @@ def test_a_job_array_is_refused_in_words(tmp_path):
 
 @pytest.mark.parametrize(
     ("time", "said"),
-    [("tomorrow", "is no time"), ("٢", "is no time"), ("1:2:3:4", "is no time"), ("9" * 5000, "is no time"), ("1", "leaves no room for")],
+    [
+        ("tomorrow", "is no time"),
+        ("٢", "is no time"),
+        ("1:2:3:4", "is no time"),
+        ("9" * 5000, "is no time"),
+        ("1", "leaves no room for"),
+    ],
 )
 def test_a_time_is_read_before_the_script_is_shown(time, said, tmp_path):
     refused = paceline("submit", "digits", "--time", time, "--dry-run", at=tmp_path)
@@ -725,7 +850,17 @@ def test_only_folders_with_plain_numbers_are_checkpoints(run):
 
 def test_what_a_run_holds_is_of_its_kind(run):
     """A pipe would keep every reader for ever; a file where checkpoints should be costs the training at its end."""
-    for name in ("ckpt", "ranks", "tensorboard", "events.jsonl", "lock", "job", "job.sh", "log.txt", "provenance.json"):
+    for name in (
+        "ckpt",
+        "ranks",
+        "tensorboard",
+        "events.jsonl",
+        "lock",
+        "job",
+        "job.sh",
+        "log.txt",
+        "provenance.json",
+    ):
         path, kind = run / name, "folder" if name in ("ckpt", "ranks", "tensorboard") else "file"
         was = path.rename(run / "was") if path.exists() else None
         path.touch() if kind == "folder" else os.mkfifo(path)
@@ -736,9 +871,20 @@ def test_what_a_run_holds_is_of_its_kind(run):
             was.rename(path)
     shutil.rmtree(run / "ckpt")
     (run / "ckpt").touch()
-    for words in ("show r", "status r", "export r w.safetensors", "doctor r", "cancel r", "logs r", "resume r --steps 8"):
+    for words in (
+        "show r",
+        "status r",
+        "export r w.safetensors",
+        "doctor r",
+        "cancel r",
+        "logs r",
+        "resume r --steps 8",
+    ):
         refused = paceline(*words.split(), at=run.parent, timeout_s=60.0)
-        assert (refused.status, refused.err) == (2, "paceline: r/ckpt is no folder, as it is in a run; move it away\n"), words
+        assert (refused.status, refused.err) == (
+            2,
+            "paceline: r/ckpt is no folder, as it is in a run; move it away\n",
+        ), words
 
 
 def test_slurm_gets_only_numbers_of_jobs(run):
@@ -752,7 +898,9 @@ def test_slurm_gets_only_numbers_of_jobs(run):
     (run / "job").write_text("--user=me")
     for word, status in (("cancel", 2), ("status", 0)):
         result = paceline(word, "r", at=run.parent)
-        assert (result.status, "which is no number of a job" in result.out + result.err) == (status, True), result.all
+        assert (result.status, "which is no number of a job" in result.out + result.err) == (status, True), (
+            result.all
+        )
 
 
 def test_cancel_ends_no_process_that_does_not_hold_the_run(run):
@@ -785,14 +933,24 @@ def test_doctor_writes_through_no_link(run, tmp_path):
         "birth": heartbeat.birth(os.getpid()),
         "began": time.time(),
     }
-    whole |= {"time": time.time(), "step": 1, "steps": 2, "stepped": None, "longest_s": 0.0, "phase": "forward", "since": time.time()}
+    whole |= {
+        "time": time.time(),
+        "step": 1,
+        "steps": 2,
+        "stepped": None,
+        "longest_s": 0.0,
+        "phase": "forward",
+        "since": time.time(),
+    }
     (run / "ranks/0.alive").write_text(json.dumps(whole | {"patience_s": None, "spent_s": {}}))
     succeed("doctor", "r", at=run.parent)
     assert (run / "ranks/asked").is_symlink()
     assert victim.read_text() == "mine"
 
 
-@pytest.mark.parametrize("words", [("show", "r"), ("status", "r"), ("export", "r", "w.safetensors"), ("logs", "r")])
+@pytest.mark.parametrize(
+    "words", [("show", "r"), ("status", "r"), ("export", "r", "w.safetensors"), ("logs", "r")]
+)
 def test_reading_a_run_does_not_import_its_task(run, words):
     (run.parent / "evil.py").write_text("open('PWNED', 'w')\n")
     spec = (run / "spec.toml").read_text()
@@ -803,10 +961,27 @@ def test_reading_a_run_does_not_import_its_task(run, words):
 
 def test_long_names_are_refused_in_a_sentence(run):
     long = "x" * 300
-    commands = [("train", "digits", "--run-dir", long), ("submit", "digits", "--dry-run", "--run-dir", f"a/{long}"), ("resume", long)]
-    commands += [("export", "r", long), ("show", long), ("train", f"{long}.py"), ("train", f"{long}.toml"), ("train", long)]
-    commands += [("ledger", "digits", "--ranks", "2", "--json", long), ("bench", "compute", "--plot", f"{long}.svg"), ("probe", long)]
-    commands += [("train", "digits", "--run-dir", "/".join([long[:100]] * 60)), ("submit", "digits", "--dry-run", "--site", long)]
+    commands = [
+        ("train", "digits", "--run-dir", long),
+        ("submit", "digits", "--dry-run", "--run-dir", f"a/{long}"),
+        ("resume", long),
+    ]
+    commands += [
+        ("export", "r", long),
+        ("show", long),
+        ("train", f"{long}.py"),
+        ("train", f"{long}.toml"),
+        ("train", long),
+    ]
+    commands += [
+        ("ledger", "digits", "--ranks", "2", "--json", long),
+        ("bench", "compute", "--plot", f"{long}.svg"),
+        ("probe", long),
+    ]
+    commands += [
+        ("train", "digits", "--run-dir", "/".join([long[:100]] * 60)),
+        ("submit", "digits", "--dry-run", "--site", long),
+    ]
     for words in commands:
         refused = paceline(*words, at=run.parent)
         assert refused.status == 2, f"{words}\n{refused.all}"
@@ -830,8 +1005,16 @@ def test_a_run_sends_no_commands_to_the_terminal(run):
     started, step = json.loads(events[0]), json.loads(events[1])
     started |= {"notes": [f"a note {ESCAPES}"], "device": f"cpu{ESCAPES}"}
     failed = {"time": step["time"], "event": "failed", "what": "run", "message": f"why {ESCAPES}", "step": 1}
-    evaluated = {"time": step["time"], "event": "evaluated", "step": 1, "metrics": {f"loss{ESCAPES}": 1.0}, "seconds": 1.0}
-    (run / "events.jsonl").write_text("".join(json.dumps(one) + "\n" for one in (started, step, evaluated, failed)))
+    evaluated = {
+        "time": step["time"],
+        "event": "evaluated",
+        "step": 1,
+        "metrics": {f"loss{ESCAPES}": 1.0},
+        "seconds": 1.0,
+    }
+    (run / "events.jsonl").write_text(
+        "".join(json.dumps(one) + "\n" for one in (started, step, evaluated, failed))
+    )
     for words in (("show", "r"), ("status", "r"), ("doctor", "r")):
         result = paceline(*words, at=run.parent)
         assert controls(result.out + result.err) == set(), result.all
@@ -842,11 +1025,31 @@ def test_a_run_sends_no_commands_to_the_terminal(run):
 
 @pytest.mark.parametrize(
     "change",
-    [{"ranks": 10**12}, {"rank": -1}, {"pid": "one"}, {"host": 5}, {"time": None}, {"spent_s": []}, {"host": ESCAPES}, {"rank": 10**7}, {}],
+    [
+        {"ranks": 10**12},
+        {"rank": -1},
+        {"pid": "one"},
+        {"host": 5},
+        {"time": None},
+        {"spent_s": []},
+        {"host": ESCAPES},
+        {"rank": 10**7},
+        {},
+    ],
     ids=str,
 )
 def test_a_heartbeat_of_somebody_else(run, change):
-    whole = {"rank": 0, "ranks": 1, "host": "elsewhere", "pid": 1, "began": 1.0, "time": 1.0, "step": 1, "steps": 2, "stepped": None}
+    whole = {
+        "rank": 0,
+        "ranks": 1,
+        "host": "elsewhere",
+        "pid": 1,
+        "began": 1.0,
+        "time": 1.0,
+        "step": 1,
+        "steps": 2,
+        "stepped": None,
+    }
     whole |= {"longest_s": 0.0, "phase": "data", "since": 1.0, "patience_s": None, "spent_s": {}}
     (run / "ranks").mkdir(exist_ok=True)
     (run / "ranks/0.alive").write_text(json.dumps(whole | change))

@@ -24,7 +24,9 @@ from paceline.training.dry_run.dry_run import ledger
 from paceline.training.init.deferred_init import record
 from test_ledger import check, wanted
 
-SPEC = Spec(batch=8, steps=3, precision="fp64", optimizer=Optimizer(name="sgd", lr=0.05, clip=0.5, weight_decay=0.1))
+SPEC = Spec(
+    batch=8, steps=3, precision="fp64", optimizer=Optimizer(name="sgd", lr=0.05, clip=0.5, weight_decay=0.1)
+)
 
 
 class Block(nn.Module):
@@ -33,7 +35,11 @@ class Block(nn.Module):
         self.norm1, self.norm2 = nn.LayerNorm(16), nn.RMSNorm(16)
         self.q, self.k, self.v, self.o = (nn.Linear(16, 16) for _ in range(4))
         self.up, self.down = nn.Linear(16, 32), nn.Linear(32, 16)
-        self.drop1, self.drop2, self.inner = nn.Dropout(drop), nn.Dropout(drop), nn.Sequential(nn.Tanh(), nn.Dropout(drop))
+        self.drop1, self.drop2, self.inner = (
+            nn.Dropout(drop),
+            nn.Dropout(drop),
+            nn.Sequential(nn.Tanh(), nn.Dropout(drop)),
+        )
         self.attention = Attention(drop)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -49,7 +55,9 @@ class Attention(nn.Module):
 
     def forward(self, *qkv: Tensor) -> Tensor:
         q, k, v = (part.unflatten(-1, (-1, 4)).transpose(1, 2) for part in qkv)
-        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True, dropout_p=self.rate if self.training else 0.0)
+        mixed = F.scaled_dot_product_attention(
+            q, k, v, is_causal=True, dropout_p=self.rate if self.training else 0.0
+        )
         return mixed.transpose(1, 2).flatten(2)
 
 
@@ -108,7 +116,9 @@ class Words(models.Text):
         return Net(self.kind, self.drop)
 
     def dataset(self, split: str) -> models.Rows | None:
-        return models.Rows(tokens=models.chosen(12, 29, 7), mask=torch.ones(29, 6)) if split == "train" else None
+        return (
+            models.Rows(tokens=models.chosen(12, 29, 7), mask=torch.ones(29, 6)) if split == "train" else None
+        )
 
     def layout(self) -> Layout:
         return Layout(blocks=("blocks",))
@@ -128,7 +138,9 @@ def test_what_is_found() -> None:
     assert between.gathers == {f"blocks.{at}.{norm}" for at in (0, 1) for norm in ("norm1", "norm2")}
     assert between.exits == {f"blocks.{at}.{row}" for at in (0, 1) for row in ("o", "down")}
     assert between.partial == {
-        f"blocks.{at}.{small}" for at in (0, 1) for small in ("norm1.weight", "norm1.bias", "norm2.weight", "o.bias", "down.bias")
+        f"blocks.{at}.{small}"
+        for at in (0, 1)
+        for small in ("norm1.weight", "norm1.bias", "norm2.weight", "o.bias", "down.bias")
     }
 
 
@@ -154,8 +166,14 @@ def test_what_can_be_split(kind: str, plan: str, dim: int | None) -> None:
 
 
 def test_it_says_why() -> None:
-    assert splits_of(Words(kind="TakesMean"), "tp=2").notes[-1].endswith("because of aten.mean.dim in blocks.0")
-    assert splits_of(Words(kind="GoesBySize"), "tp=2").notes[-1].endswith("because of aten.div.Tensor, which goes by their sizes")
+    assert (
+        splits_of(Words(kind="TakesMean"), "tp=2").notes[-1].endswith("because of aten.mean.dim in blocks.0")
+    )
+    assert (
+        splits_of(Words(kind="GoesBySize"), "tp=2")
+        .notes[-1]
+        .endswith("because of aten.div.Tensor, which goes by their sizes")
+    )
     assert splits_of(Words(), "tp=4,micro=8").notes[-1].endswith("because of their shape (1, 6, 16)")
 
 
@@ -180,7 +198,9 @@ MANY = [
 ]
 
 
-@pytest.mark.parametrize(("size", "plan", "kind"), [*FEW, *(pytest.param(*case, marks=pytest.mark.slow) for case in MANY)])
+@pytest.mark.parametrize(
+    ("size", "plan", "kind"), [*FEW, *(pytest.param(*case, marks=pytest.mark.slow) for case in MANY)]
+)
 def test_the_training_is_that_of_one_process(size: int, plan: str, kind: str) -> None:
     task = Words(kind=kind)
     assert not differences(trained(size, task, SPEC, plan), trained(1, task, SPEC), 1e-11)
@@ -193,7 +213,11 @@ def without_sums(task: Task, plan: str) -> Trained:
 
 def with_own_gradients(task: Task, plan: str) -> Trained:
     """What enters split layers is gathered, and the gradient is that of one rank."""
-    with replaced(sequence_comm.SequenceCollectives, "reduce_scatter", lambda original: sequence_comm.SequenceCollectives.own):
+    with replaced(
+        sequence_comm.SequenceCollectives,
+        "reduce_scatter",
+        lambda original: sequence_comm.SequenceCollectives.own,
+    ):
         return training(task, SPEC, plan)
 
 
@@ -216,7 +240,13 @@ def pieces(length: int, dim: int) -> bool:
     at = (own, slice(None)) if dim == 0 else (slice(None), own)
     same = []
 
-    def check(change: Callable[[Tensor], Tensor], given: Tensor, expected: Tensor, grad: Tensor, expected_grad: Tensor) -> None:
+    def check(
+        change: Callable[[Tensor], Tensor],
+        given: Tensor,
+        expected: Tensor,
+        grad: Tensor,
+        expected_grad: Tensor,
+    ) -> None:
         given = given.clone().requires_grad_()
         found = change(given)
         found.backward(grad)
@@ -242,14 +272,22 @@ def saved_bytes(between: bool) -> tuple[int, int]:
     running: list[nn.Module] = []
 
     def keep(saved: Tensor) -> Tensor:
-        if not is_imagined(saved) and not saved.is_leaf and any(isinstance(module, Block) for module in running):
+        if (
+            not is_imagined(saved)
+            and not saved.is_leaf
+            and any(isinstance(module, Block) for module in running)
+        ):
             is_between = isinstance(running[-1], (Block, nn.LayerNorm, nn.RMSNorm))
-            kept.setdefault(saved.untyped_storage().data_ptr(), (saved.untyped_storage().nbytes(), is_between))
+            kept.setdefault(
+                saved.untyped_storage().data_ptr(), (saved.untyped_storage().nbytes(), is_between)
+            )
         return saved
 
     hooks = [
         nn.modules.module.register_module_forward_pre_hook(lambda module, args: running.append(module)),
-        nn.modules.module.register_module_forward_hook(lambda module, args, output: running.pop() and None, always_call=True),
+        nn.modules.module.register_module_forward_hook(
+            lambda module, args, output: running.pop() and None, always_call=True
+        ),
     ]
     once = SPEC.model_copy(update={"steps": 1})
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda saved: saved):
@@ -260,11 +298,15 @@ def saved_bytes(between: bool) -> tuple[int, int]:
                 training(Words(), once, "tp=2")
     for hook in hooks:
         hook.remove()
-    return sum(size for size, is_between in kept.values() if is_between), sum(size for size, _ in kept.values())
+    return sum(size for size, is_between in kept.values() if is_between), sum(
+        size for size, _ in kept.values()
+    )
 
 
 def test_each_rank_keeps_a_part_of_the_activations() -> None:
-    for (split, all_split), (full, all_full) in zip(ranks(2)(saved_bytes, True), ranks(2)(saved_bytes, False), strict=True):
+    for (split, all_split), (full, all_full) in zip(
+        ranks(2)(saved_bytes, True), ranks(2)(saved_bytes, False), strict=True
+    ):
         assert 2 * split == full
         assert all_split == all_full - split
 
@@ -276,7 +318,10 @@ def test_as_many_bytes_are_sent() -> None:
     with replaced(tensor, "find_between", lambda original: whole):
         full = ledger(spec, parse("tp=2"), 2, task=Words())
     edges, small = 2 * (4 * 8 * 6 * 16) // 2, 4 * 2 * 5 * 16
-    assert sum(entry.sent_bytes for entry in split.entries) == sum(entry.sent_bytes for entry in full.entries) + edges + small
+    assert (
+        sum(entry.sent_bytes for entry in split.entries)
+        == sum(entry.sent_bytes for entry in full.entries) + edges + small
+    )
 
 
 def test_the_ledger_tells_what_real_ranks_send() -> None:
@@ -307,7 +352,10 @@ def drawn(task: Task, plan: str) -> Drawn:
             found["attention"] = torch.default_generator.get_state().numpy().tobytes()
         return attention(*args, **kwargs)
 
-    with replaced(F, "scaled_dot_product_attention", lambda original: attend), replaced(Words, "model", lambda original: watched):
+    with (
+        replaced(F, "scaled_dot_product_attention", lambda original: attend),
+        replaced(Words, "model", lambda original: watched),
+    ):
         training(task, SPEC, plan)
     found["stream"] = torch.default_generator.get_state().numpy().tobytes()
     return found

@@ -36,7 +36,11 @@ class Words(Task):
         return Net(self.sparse)
 
     def dataset(self, split: str) -> Any:
-        return models.Pairs(x=models.chosen(30, 40 * 5).view(40, 5), y=models.drawn(40, 3)) if split == "train" else None
+        return (
+            models.Pairs(x=models.chosen(30, 40 * 5).view(40, 5), y=models.drawn(40, 3))
+            if split == "train"
+            else None
+        )
 
     def loss(self, output: Tensor, batch: Any) -> Tensor:
         return (output - batch[1]).square()
@@ -47,10 +51,17 @@ class Words(Task):
 
 
 def sgd(**more: Any) -> Spec:
-    return Spec(steps=4, batch=8, precision="fp64", optimizer=Optimizer(name="sgd", lr=0.5, momentum=0, weight_decay=0, **more))
+    return Spec(
+        steps=4,
+        batch=8,
+        precision="fp64",
+        optimizer=Optimizer(name="sgd", lr=0.5, momentum=0, weight_decay=0, **more),
+    )
 
 
-@pytest.mark.parametrize(("size", "plan"), [(1, "single"), (1, "single,micro=2"), (2, "ddp"), (2, "ddp,micro=2")])
+@pytest.mark.parametrize(
+    ("size", "plan"), [(1, "single"), (1, "single,micro=2"), (2, "ddp"), (2, "ddp,micro=2")]
+)
 def test_the_same_as_dense(size: int, plan: str) -> None:
     for own, clip in (("", None), ("", 0.1)):
         found = trained(size, Words(own=own), sgd(clip=clip), plan)
@@ -70,9 +81,9 @@ def refusals(plan: str) -> str:
 def test_other_plans_refuse() -> None:
     for plan in ("zero1", "zero2", "zero3", "tp=2", "pp=2,micro=2", "local-sgd"):
         message = refusals(plan)
-        assert message.startswith(f"plan {parse(plan).on(2)}: the gradient of bag.weight is sparse, which single and ddp alone can do"), (
-            message
-        )
+        assert message.startswith(
+            f"plan {parse(plan).on(2)}: the gradient of bag.weight is sparse, which single and ddp alone can do"
+        ), message
 
 
 def test_optimizers_that_take_none() -> None:
@@ -82,7 +93,9 @@ def test_optimizers_that_take_none() -> None:
         (Words(), Optimizer(name="sgd", momentum=0, weight_decay=0.1)),
         (Words(own="RMSprop"), Optimizer()),
     ):
-        with pytest.raises(TaskError, match=r"the gradient of bag.weight is sparse, which \w+ as it is set cannot take; use "):
+        with pytest.raises(
+            TaskError, match=r"the gradient of bag.weight is sparse, which \w+ as it is set cannot take; use "
+        ):
             list(_run(task, optimizer))
 
 

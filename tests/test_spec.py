@@ -10,7 +10,20 @@ import pytest
 from paceline import spec as specs
 from paceline.cli.keys import type_name
 from paceline.errors import SpecError
-from paceline.spec import TOO_LARGE, Launch, Loading, Optimizer, Save, Schedule, Spec, build, load, one_length, parse_overrides, parse_value
+from paceline.spec import (
+    TOO_LARGE,
+    Launch,
+    Loading,
+    Optimizer,
+    Save,
+    Schedule,
+    Spec,
+    build,
+    load,
+    one_length,
+    parse_overrides,
+    parse_value,
+)
 
 FULL = Spec(
     task="my.py:Regression",
@@ -24,7 +37,16 @@ FULL = Spec(
     evaluate_every=3,
     threads=2,
     timeout_s=5.5,
-    optimizer=Optimizer(name="sgd", lr=0.1 + 0.2, momentum=0.5, nesterov=True, clip=0.5, betas=(0.8, 0.95), eps=1e-6, weight_decay=0.01),
+    optimizer=Optimizer(
+        name="sgd",
+        lr=0.1 + 0.2,
+        momentum=0.5,
+        nesterov=True,
+        clip=0.5,
+        betas=(0.8, 0.95),
+        eps=1e-6,
+        weight_decay=0.01,
+    ),
     schedule=Schedule(name="step", warmup=10, every=100, factor=0.5, floor=0.1),
     save=Save(every=5, minutes=0.5, keep=3, best="max accuracy"),
     data=Loading(workers=2, prefetch=4),
@@ -60,7 +82,13 @@ def test_a_flag_wins_over_the_file(tmp_path):
     file = tmp_path / "run.toml"
     file.write_text("batch = 32\nranks = 2\n[optimizer]\nlr = 0.5\nclip = 1.0\n[set]\nwidth = 8\ndepth = 2\n")
     spec, launch = load(file, {"batch": 64, "optimizer.lr": 0.25, "set.width": 16, "ranks": 4})
-    assert (spec.batch, spec.optimizer.lr, spec.optimizer.clip, spec.set, launch.ranks) == (64, 0.25, 1.0, {"width": 16, "depth": 2}, 4)
+    assert (spec.batch, spec.optimizer.lr, spec.optimizer.clip, spec.set, launch.ranks) == (
+        64,
+        0.25,
+        1.0,
+        {"width": 16, "depth": 2},
+        4,
+    )
 
 
 def test_none_takes_a_key_back(tmp_path):
@@ -107,9 +135,25 @@ def test_values_on_the_command_line(text, value):
 
 def test_names_on_the_command_line():
     found = parse_overrides(
-        ["width=64", "optimizer.eps=1e-6", "set.depth=2", "text=a=b", "spec.threads=1", "threads=2", "spec.save.keep=3"]
+        [
+            "width=64",
+            "optimizer.eps=1e-6",
+            "set.depth=2",
+            "text=a=b",
+            "spec.threads=1",
+            "threads=2",
+            "spec.save.keep=3",
+        ]
     )
-    expected = {"set.width": 64, "optimizer.eps": 1e-6, "set.depth": 2, "set.text": "a=b", "threads": 1, "set.threads": 2, "save.keep": 3}
+    expected = {
+        "set.width": 64,
+        "optimizer.eps": 1e-6,
+        "set.depth": 2,
+        "set.text": "a=b",
+        "threads": 1,
+        "set.threads": 2,
+        "save.keep": 3,
+    }
     assert found == expected
 
 
@@ -136,7 +180,9 @@ def test_every_key_is_reached_by_its_name(tmp_path):
         held = {**request[1].model_dump(), **request[0].model_dump()}
         for part in name.removeprefix("spec.").split("."):
             held = held[part]
-        assert held == (tuple(parse_value(text)) if name == "optimizer.betas" else parse_value(str(text))), name
+        assert held == (tuple(parse_value(text)) if name == "optimizer.betas" else parse_value(str(text))), (
+            name
+        )
 
 
 @pytest.mark.parametrize("item", ["width", "=3", "", ".=1", "optimizer.=1", ".lr=1", "spec.=1", "a..b=1"])
@@ -182,12 +228,18 @@ def test_what_is_no_name_and_value(item):
         ("[optimizer]\nmomentum = 1.0", "optimizer.momentum must be less than 1, got 1.0"),
         ('[optimizer]\nname = "adam"', "optimizer.name must be 'adamw' or 'sgd', got 'adam'"),
         ("[optimizer]\nbetas = [0.9, 1.5]", "optimizer.betas.1 must be less than 1, got 1.5"),
-        ("[optimizer]\nname = 'sgd'\nnesterov = true\nmomentum = 0.0", "nesterov needs momentum above 0, got momentum=0.0"),
+        (
+            "[optimizer]\nname = 'sgd'\nnesterov = true\nmomentum = 0.0",
+            "nesterov needs momentum above 0, got momentum=0.0",
+        ),
         (
             '[schedule]\nname = "step"',
             "schedule.every (samples between two decays) belongs to name='step', got name='step', every=None",
         ),
-        ("[schedule]\nevery = 3", "schedule.every (samples between two decays) belongs to name='step', got name='constant', every=3"),
+        (
+            "[schedule]\nevery = 3",
+            "schedule.every (samples between two decays) belongs to name='step', got name='constant', every=3",
+        ),
         ("[schedule]\nfloor = 1.5", "schedule.floor must be less than or equal to 1, got 1.5"),
         ('[save]\nbest = "accuracy"', "save.best must be 'min NAME' or 'max NAME', got 'accuracy'"),
         ("[save]\nkeep = 0", "save.keep must be greater than or equal to 1, got 0"),
@@ -309,14 +361,33 @@ def test_values_beyond_all_measure_are_one_short_sentence(tmp_path):
 def test_lengths_of_a_schedule(asked, warmup, every):
     found = Schedule(**asked).in_samples(8, 100)
     assert (found.warmup, found.every) == (warmup, every)
-    assert load(None, {f"schedule.{key}": value for key, value in asked.items()})[0].schedule == Schedule(**asked)
+    assert load(None, {f"schedule.{key}": value for key, value in asked.items()})[0].schedule == Schedule(
+        **asked
+    )
 
 
 @pytest.mark.parametrize(
-    "length", [-1, 1.5, True, "", "50", "5 parsecs", "-5 steps", "1e3 steps", "nan epochs", "steps", "٣ steps", 2**64, []]
+    "length",
+    [
+        -1,
+        1.5,
+        True,
+        "",
+        "50",
+        "5 parsecs",
+        "-5 steps",
+        "1e3 steps",
+        "nan epochs",
+        "steps",
+        "٣ steps",
+        2**64,
+        [],
+    ],
 )
 def test_what_is_no_length_of_a_schedule(length):
-    with pytest.raises(SpecError, match=r"^schedule.warmup must be samples .*, '50 steps' or '5 epochs', got "):
+    with pytest.raises(
+        SpecError, match=r"^schedule.warmup must be samples .*, '50 steps' or '5 epochs', got "
+    ):
         load(None, {"schedule.warmup": length})
 
 
@@ -329,7 +400,10 @@ def test_a_task_is_named_not_given():
 
     for task, message in (
         (Mine, "task must be a name, got the class Mine; write task='test_spec:Mine'"),
-        (Mine(), "task must be a name, got the object Mine; write task='test_spec:Mine', set={'field': value}"),
+        (
+            Mine(),
+            "task must be a name, got the object Mine; write task='test_spec:Mine', set={'field': value}",
+        ),
         (Local, "move it to the top of a module"),
     ):
         with pytest.raises(SpecError) as caught:
@@ -340,7 +414,9 @@ def test_a_task_is_named_not_given():
 
 def test_plain_type_checkers_see_the_defaults():
     """By PEP 681 a default counts where it is said by its name."""
-    calls = [node for node in ast.walk(ast.parse(Path(specs.__file__).read_text())) if isinstance(node, ast.Call)]
+    calls = [
+        node for node in ast.walk(ast.parse(Path(specs.__file__).read_text())) if isinstance(node, ast.Call)
+    ]
     fields = [call for call in calls if getattr(call.func, "id", "") == "Field"]
     assert len(fields) > 40
     assert not [call.lineno for call in fields if call.args]
@@ -353,15 +429,28 @@ def test_mypy_without_plugins(tmp_path):
         "Launch(ranks=2)\nSpec(bach=3)\n"
     )
     (tmp_path / "mypy.ini").write_text("[mypy]\nstrict = true\n")
-    words = [sys.executable, "-m", "mypy", "--follow-imports=silent", "--cache-dir", str(tmp_path / "cache"), "mine.py"]
+    words = [
+        sys.executable,
+        "-m",
+        "mypy",
+        "--follow-imports=silent",
+        "--cache-dir",
+        str(tmp_path / "cache"),
+        "mine.py",
+    ]
     found = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True)
     errors = [line for line in found.stdout.splitlines() if ": error:" in line]
-    assert errors == ['mine.py:6: error: Unexpected keyword argument "bach" for "Spec"; did you mean "batch"?  [call-arg]'], found.stdout
+    assert errors == [
+        'mine.py:6: error: Unexpected keyword argument "bach" for "Spec"; did you mean "batch"?  [call-arg]'
+    ], found.stdout
 
 
 def test_names_that_are_not_near_are_not_suggested():
     for name, message in (
-        ("optimizer.ema", "unknown key optimizer.ema; there is name, lr, weight_decay, momentum, nesterov, betas, eps, clip"),
+        (
+            "optimizer.ema",
+            "unknown key optimizer.ema; there is name, lr, weight_decay, momentum, nesterov, betas, eps, clip",
+        ),
         ("spec.ema", "unknown key ema; paceline train --keys lists them"),
         ("optimizer.beta", "unknown key optimizer.beta; did you mean optimizer.betas?"),
         ("spec.lr", "unknown key lr; did you mean optimizer.lr?"),

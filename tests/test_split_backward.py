@@ -40,13 +40,19 @@ def unused(w: nn.ParameterDict, x: Tensor, y: Tensor) -> tuple[Tensor, ...]:
 
 
 GRAPHS: dict[str, Forward] = {
-    "layers": lambda w, x, y: ((F.layer_norm((x @ w["a"]).tanh() @ w["b"], (N,), w["scale"], w["bias"]) + y).tanh(),),
+    "layers": lambda w, x, y: (
+        (F.layer_norm((x @ w["a"]).tanh() @ w["b"], (N,), w["scale"], w["bias"]) + y).tanh(),
+    ),
     "shared": lambda w, x, y: ((((x @ w["a"]).tanh() @ w["a"]).tanh() @ w["a"] + y @ w["b"]),),
-    "shared bias": lambda w, x, y: (((x @ w["a"] + w["bias"]).tanh() @ w["b"] + w["bias"]).tanh() * w["bias"],),
+    "shared bias": lambda w, x, y: (
+        ((x @ w["a"] + w["bias"]).tanh() @ w["b"] + w["bias"]).tanh() * w["bias"],
+    ),
     "computed weight": lambda w, x, y: ((x @ (w["a"] @ w["b"]) + y @ (w["b"] @ w["a"]).tanh()),),
     "no input leads to it": lambda w, x, y: (x * 2, (w["a"] @ w["b"]).tanh(), y),
     "both ways": lambda w, x, y: (x @ w["a"], w["a"].tanh()),
-    "joined late": lambda w, x, y: ((w["table"][:, None] @ w["a"] + w["bias"]).squeeze(1).tanh() + x @ w["b"] + y,),
+    "joined late": lambda w, x, y: (
+        (w["table"][:, None] @ w["a"] + w["bias"]).squeeze(1).tanh() + x @ w["b"] + y,
+    ),
     "two of one gradient": lambda w, x, y: (x + w["bias"] + w["scale"], y @ w["a"]),
     "input unused": unused,
     "nothing of inputs": lambda w, x, y: ((w["a"] @ w["b"]).tanh(),),
@@ -55,14 +61,18 @@ GRAPHS: dict[str, Forward] = {
     "own operation": lambda w, x, y: Doubling.apply(x @ w["a"], w["scale"]),
     "one result of two": lambda w, x, y: (Doubling.apply(x @ w["a"], w["scale"])[1] + y,),
     "hooks of the user": lambda w, x, y: ((hooked(x @ w["a"]).tanh() @ w["b"] + hooked(y * w["scale"]),)),
-    "computed again": lambda w, x, y: (checkpoint(lambda h: (h @ w["a"]).tanh() @ w["b"] + w["bias"], x, use_reentrant=False) + y,),
+    "computed again": lambda w, x, y: (
+        checkpoint(lambda h: (h @ w["a"]).tanh() @ w["b"] + w["bias"], x, use_reentrant=False) + y,
+    ),
 }
 
 
 def parameters() -> nn.ParameterDict:
     draw = torch.Generator().manual_seed(0)
     shapes = {"a": (N, N), "b": (N, N), "table": (3, N), "bias": (N,), "scale": (N,), "idle": (N,)}
-    return nn.ParameterDict({name: torch.randn(shape, generator=draw, dtype=torch.float64) for name, shape in shapes.items()})
+    return nn.ParameterDict(
+        {name: torch.randn(shape, generator=draw, dtype=torch.float64) for name, shape in shapes.items()}
+    )
 
 
 def passes(forward: Forward, split: Callable[..., None] | None) -> dict[str, Tensor | None]:
@@ -76,11 +86,14 @@ def passes(forward: Forward, split: Callable[..., None] | None) -> dict[str, Ten
         outputs = tuple(forward(weights, x, y))
         grads = tuple(torch.randn(output.shape, generator=draw, dtype=torch.float64) for output in outputs)
         if split is None:
-            pairs = [(output, grad) for output, grad in zip(outputs, grads, strict=True) if output.requires_grad]
+            pairs = [
+                (output, grad) for output, grad in zip(outputs, grads, strict=True) if output.requires_grad
+            ]
             torch.autograd.backward([output for output, _ in pairs], [grad for _, grad in pairs])
         else:
             outputs = tuple(
-                output.clone() if output._is_view() or (output.is_leaf and output.requires_grad) else output for output in outputs
+                output.clone() if output._is_view() or (output.is_leaf and output.requires_grad) else output
+                for output in outputs
             )
             later.append(split(outputs, grads, [x, y], weights))
         found |= {f"x{micro}": x.grad, f"y{micro}": y.grad}
@@ -89,11 +102,15 @@ def passes(forward: Forward, split: Callable[..., None] | None) -> dict[str, Ten
     return found | {name: parameter.grad for name, parameter in weights.items()}
 
 
-def ours(outputs: tuple[Tensor, ...], grads: tuple[Tensor, ...], inputs: list[Tensor], weights: nn.ParameterDict) -> Any:
+def ours(
+    outputs: tuple[Tensor, ...], grads: tuple[Tensor, ...], inputs: list[Tensor], weights: nn.ParameterDict
+) -> Any:
     return backward_inputs(outputs, grads, inputs)[1].run
 
 
-def of_torch(outputs: tuple[Tensor, ...], grads: tuple[Tensor, ...], inputs: list[Tensor], weights: nn.ParameterDict) -> Any:
+def of_torch(
+    outputs: tuple[Tensor, ...], grads: tuple[Tensor, ...], inputs: list[Tensor], weights: nn.ParameterDict
+) -> Any:
     groups = stage_backward_input(list(outputs), list(grads), inputs, iter(weights.values()))[1]
     return lambda: stage_backward_weight(iter(weights.values()), groups)
 
@@ -114,7 +131,9 @@ def test_both_halves_together_are_the_whole(graph: str) -> None:
 
 def test_the_split_of_torch_is_wrong_where_this_one_is_needed() -> None:
     """If it no longer is, this one can go."""
-    wrong = {name for name in ("no input leads to it", "both ways", "shared bias") if unlike_or_fails(GRAPHS[name])}
+    wrong = {
+        name for name in ("no input leads to it", "both ways", "shared bias") if unlike_or_fails(GRAPHS[name])
+    }
     assert "no input leads to it" in wrong
 
 

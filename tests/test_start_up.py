@@ -6,7 +6,20 @@ from pathlib import Path
 from command import PACELINE, of_kind, succeed, write_task
 from paceline.events import Started
 
-WORDS = ("train", "my.py:Regression", "--batch", "24", "--steps", "8", "--device", "cpu", "--run-dir", "r", "--set", "spec.threads=1")
+WORDS = (
+    "train",
+    "my.py:Regression",
+    "--batch",
+    "24",
+    "--steps",
+    "8",
+    "--device",
+    "cpu",
+    "--run-dir",
+    "r",
+    "--set",
+    "spec.threads=1",
+)
 PHASES = ["imports", "ranks meet", "data", "model", "state"]
 
 
@@ -25,14 +38,18 @@ def test_a_start_is_seen_while_and_after_it_happens(tmp_path: Path) -> None:
     assert min(started.start_s.values()) >= 0
     log = (tmp_path / "r/log.txt").read_text()
     assert re.search(r"start [\d.]+ m?s: imports [\d.]+ m?s, ranks meet .*, data .*, model .*, state ", log)
-    assert re.fullmatch(r"[\d.]+ m?s: start [\d.]+ m?s, training [\d.]+ m?s, end [\d.]+ m?s", row("wall", said))
+    assert re.fullmatch(
+        r"[\d.]+ m?s: start [\d.]+ m?s, training [\d.]+ m?s, end [\d.]+ m?s", row("wall", said)
+    )
 
 
 def test_after_a_resume_the_table_is_of_the_whole_training(tmp_path: Path) -> None:
     write_task(tmp_path)
     first = succeed(*WORDS, "--ranks", "2", at=tmp_path).out
     again = succeed("resume", "r", "--steps", "12", at=tmp_path).out
-    assert [list(started.start_s) for started in of_kind(tmp_path / "r", Started)] == [["launcher", *PHASES]] * 2
+    assert [list(started.start_s) for started in of_kind(tmp_path / "r", Started)] == [
+        ["launcher", *PHASES]
+    ] * 2
     assert row("loss", again).split(" → ")[0] == row("loss", first).split(" → ")[0]
     assert row("loss", again).split(" → ")[1] != row("loss", first).split(" → ")[1]
     shown = succeed("show", "r", at=tmp_path).out

@@ -101,7 +101,11 @@ class Sequences(Task):
         return nn.Sequential(nn.Linear(6, 16), globals()[self.kind](), nn.LayerNorm(16), nn.Linear(16, 3))
 
     def dataset(self, split: str) -> models.Pairs | None:
-        return models.Pairs(x=models.drawn(29, 5, 6), y=models.drawn(29, 5, 3, seed=1)) if split == "train" else None
+        return (
+            models.Pairs(x=models.drawn(29, 5, 6), y=models.drawn(29, 5, 3, seed=1))
+            if split == "train"
+            else None
+        )
 
     def loss(self, output: Tensor, batch: Any) -> Tensor:
         return (output - batch[1]).square()
@@ -115,30 +119,65 @@ class Normed(models.NormedImages):
 
     def model(self) -> nn.Module:
         return nn.Sequential(
-            nn.Conv2d(1, 4, 3, bias=False), nn.BatchNorm2d(4), nn.Tanh(), nn.Flatten(), nn.Linear(144, 8), nn.Tanh(), nn.Linear(8, 7)
+            nn.Conv2d(1, 4, 3, bias=False),
+            nn.BatchNorm2d(4),
+            nn.Tanh(),
+            nn.Flatten(),
+            nn.Linear(144, 8),
+            nn.Tanh(),
+            nn.Linear(8, 7),
         )
 
 
 class Encoder(Sequences):
     def model(self) -> nn.Module:
         layer = nn.TransformerEncoderLayer(16, 2, 32, dropout=0.0, batch_first=True)
-        return nn.Sequential(nn.Linear(6, 16), nn.TransformerEncoder(layer, 2, enable_nested_tensor=False), nn.Linear(16, 3))
+        return nn.Sequential(
+            nn.Linear(6, 16), nn.TransformerEncoder(layer, 2, enable_nested_tensor=False), nn.Linear(16, 3)
+        )
 
 
 class HuggingFace(models.Text):
     kind: str = "llama"
 
     def model(self) -> nn.Module:
-        from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
+        from transformers import (
+            GPT2Config,
+            GPT2LMHeadModel,
+            LlamaConfig,
+            LlamaForCausalLM,
+            Qwen3Config,
+            Qwen3ForCausalLM,
+        )
 
-        sizes = {"vocab_size": 12, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "head_dim": 4, "use_cache": False}
+        sizes = {
+            "vocab_size": 12,
+            "hidden_size": 16,
+            "intermediate_size": 24,
+            "num_hidden_layers": 2,
+            "head_dim": 4,
+            "use_cache": False,
+        }
         heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "bos_token_id": 0, "eos_token_id": 1}
         if self.kind == "gpt2":
-            off = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0, "use_cache": False, "bos_token_id": 0, "eos_token_id": 1}
-            return Logits(GPT2LMHeadModel(GPT2Config(vocab_size=12, n_embd=16, n_layer=2, n_head=4, n_positions=16, **off)))
+            off = {
+                "resid_pdrop": 0.0,
+                "embd_pdrop": 0.0,
+                "attn_pdrop": 0.0,
+                "use_cache": False,
+                "bos_token_id": 0,
+                "eos_token_id": 1,
+            }
+            return Logits(
+                GPT2LMHeadModel(
+                    GPT2Config(vocab_size=12, n_embd=16, n_layer=2, n_head=4, n_positions=16, **off)
+                )
+            )
         if self.kind == "qwen3":
             return Logits(Qwen3ForCausalLM(Qwen3Config(**sizes, **heads)))
-        return Logits(LlamaForCausalLM(LlamaConfig(**sizes, **heads, tie_word_embeddings=self.kind == "llama-tied")))
+        return Logits(
+            LlamaForCausalLM(LlamaConfig(**sizes, **heads, tie_word_embeddings=self.kind == "llama-tied"))
+        )
 
     def inputs(self, batch: Any) -> Any:
         return batch["tokens"][:, :-1]
@@ -186,7 +225,9 @@ def test_a_small_parameter_among_the_heads_is_noticed() -> None:
 
 def test_what_is_not_split_in_pairs_is_said() -> None:
     notes = splits_of(Sequences(kind="SaysHeads")).notes
-    assert notes[0] == "tp: *.k, *.q, *.v cannot be split in pairs, because the forward says their sizes itself"
+    assert (
+        notes[0] == "tp: *.k, *.q, *.v cannot be split in pairs, because the forward says their sizes itself"
+    )
     assert "3 not split" in notes[-1]
 
 
@@ -198,7 +239,11 @@ def test_the_layout_has_the_last_word() -> None:
 @pytest.mark.parametrize(
     ("tensor", "kind", "message"),
     [
-        ({"1.upp": "column"}, TaskError, "layout().tensor names '1.upp', which the model has not; did you mean 1.up?"),
+        (
+            {"1.upp": "column"},
+            TaskError,
+            "layout().tensor names '1.upp', which the model has not; did you mean 1.up?",
+        ),
         ({"1.up": "colum"}, TaskError, "layout().tensor['1.up'] is 'colum'; did you mean column?"),
         ({"2": "column"}, TaskError, "layout().tensor['2'] is 'column', which a LayerNorm cannot be"),
         ({"3": "column"}, PlanError, "tp=2 does not divide the 3 features of 3"),
@@ -263,7 +308,11 @@ CASES = [
 def test_the_training_is_that_of_one_process(at: int, size: int, plan: str) -> None:
     skip_without_transformers(TASKS[at])
     # BatchNorm takes its statistics from a micro-batch
-    alone = f"single,micro={parse(plan).micro}" if isinstance(TASKS[at], Normed) and parse(plan).micro else "single"
+    alone = (
+        f"single,micro={parse(plan).micro}"
+        if isinstance(TASKS[at], Normed) and parse(plan).micro
+        else "single"
+    )
     assert not differences(trained(size, TASKS[at], SPEC, plan), one_process(at, alone), 1e-11)
 
 

@@ -39,7 +39,10 @@ def test_busy_cores_are_those_of_other_processes() -> None:
     assert free_cores(0.0) == usable_cores()
 
 
-@pytest.mark.skipif(not 2 <= usable_cores() == CORES, reason="one core is not to be shared, and a quota keeps cores from being busy")
+@pytest.mark.skipif(
+    not 2 <= usable_cores() == CORES,
+    reason="one core is not to be shared, and a quota keeps cores from being busy",
+)
 def test_threads_are_what_is_free_and_stay_in_a_run(tmp_path: Path) -> None:
     write_task(tmp_path)
     with busy(sorted(os.sched_getaffinity(0))):
@@ -47,11 +50,17 @@ def test_threads_are_what_is_free_and_stay_in_a_run(tmp_path: Path) -> None:
         [first] = of_kind(tmp_path / "r", Started)
         assert first.threads == 1
         assert "this machine is oversubscribed: other processes keep " in " ".join(first.notes)
-        assert f"threads=1 on each rank in place of {usable_cores()}; --set spec.threads={usable_cores()} sets them" in first.notes
+        assert (
+            f"threads=1 on each rank in place of {usable_cores()}; --set spec.threads={usable_cores()} sets them"
+            in first.notes
+        )
         assert "note: this machine is oversubscribed" in said
         wished = succeed(*WORDS[:-1], "w", "--set", "spec.threads=2", "--tf32", at=tmp_path).out
         [own] = of_kind(tmp_path / "w", Started)
-        assert (own.threads, own.notes) == (2, ("tf32 has no effect: it is of CUDA devices, and this training runs on the CPU",))
+        assert (own.threads, own.notes) == (
+            2,
+            ("tf32 has no effect: it is of CUDA devices, and this training runs on the CPU",),
+        )
         assert "note: tf32 has no effect" in wished
     succeed("resume", "r", "--steps", "5", at=tmp_path)
     again = of_kind(tmp_path / "r", Started)[-1]
@@ -61,6 +70,8 @@ def test_threads_are_what_is_free_and_stay_in_a_run(tmp_path: Path) -> None:
 def test_ticks_are_read_of_each_core(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """user nice system idle iowait irq softirq steal guest guest_nice; guests are counted in user."""
     stat = tmp_path / "stat"
-    stat.write_text("cpu  9 9 9 9 9 9 9 9 9 9\ncpu0 1 2 3 100 20 4 5 6 7 8\ncpu7 0 0 0 1 0 0 0 0 0 0\nintr 5\n")
+    stat.write_text(
+        "cpu  9 9 9 9 9 9 9 9 9 9\ncpu0 1 2 3 100 20 4 5 6 7 8\ncpu7 0 0 0 1 0 0 0 0 0 0\nintr 5\n"
+    )
     monkeypatch.setattr(limits, "Path", lambda path: stat if path == "/proc/stat" else Path(path))
     assert limits._ticks() == {0: (21, 120), 7: (0, 1)}

@@ -38,10 +38,14 @@ BUBBLES = [
 
 @pytest.mark.parametrize(("schedule", "p", "m", "v", "ms", "idle"), BUBBLES)
 def test_bubbles_of_the_zero_bubble_paper(schedule, p, m, v, ms, idle):
-    assert rate(schedule, p, m, v, StageTimes(*ms[:3]), ms[3]) == pytest.approx(idle, abs=0.0005 if schedule != "zb-2p" else 0.006)
+    assert rate(schedule, p, m, v, StageTimes(*ms[:3]), ms[3]) == pytest.approx(
+        idle, abs=0.0005 if schedule != "zb-2p" else 0.006
+    )
 
 
-@pytest.mark.parametrize(("schedule", "stages"), [("gpipe", 1), ("1f1b", 1), ("interleaved", 2), ("zero-bubble", 2), ("zbv", 2)])
+@pytest.mark.parametrize(
+    ("schedule", "stages"), [("gpipe", 1), ("1f1b", 1), ("interleaved", 2), ("zero-bubble", 2), ("zbv", 2)]
+)
 def test_textbook_bubbles(schedule, stages):
     p, m = 4, 16
     third = {"zero-bubble": 3, "zbv": 3}.get(schedule, 1)
@@ -52,10 +56,14 @@ def test_textbook_bubbles(schedule, stages):
 def test_an_all_reduce_is_a_scatter_and_a_gather_and_takes_twice_as_long():
     on = speeds(cluster(64), ranks=64)
     size = 1e12
-    reduce, gather, scatter = (on.collective_s(kind, size, 64, 8) for kind in ("all-reduce", "all-gather", "reduce-scatter"))
+    reduce, gather, scatter = (
+        on.collective_s(kind, size, 64, 8) for kind in ("all-reduce", "all-gather", "reduce-scatter")
+    )
     assert reduce == pytest.approx(gather + scatter, rel=1e-3)
     constants = on.constants
-    assert gather == pytest.approx(63 / 64 * size / min(300e9 * constants.node, 8 * 25e9 * constants.across), rel=1e-3)
+    assert gather == pytest.approx(
+        63 / 64 * size / min(300e9 * constants.node, 8 * 25e9 * constants.across), rel=1e-3
+    )
     assert on.collective_s("all-reduce", size, 1, 1) == 0.0
 
 
@@ -65,7 +73,10 @@ def test_ranks_of_a_node_share_its_network_devices():
     assert on.collective_s("all-gather", 1e11, 64, 8) < on.collective_s("all-gather", 1e11, 8, 1)
 
 
-@pytest.mark.parametrize(("words", "devices", "of_a_node"), [("tp=4,pp=2", 32, 8), ("tp=2,cp=2", 32, 4), ("ddp", 16, 8), ("pp=4", 16, 8)])
+@pytest.mark.parametrize(
+    ("words", "devices", "of_a_node"),
+    [("tp=4,pp=2", 32, 8), ("tp=2,cp=2", 32, 4), ("ddp", 16, 8), ("pp=4", 16, 8)],
+)
 def test_groups_are_those_of_the_plan(words, devices, of_a_node):
     """How many ranks of an axis are in one node, by Plan.place."""
     plan = parse(words).on(devices)
@@ -73,17 +84,27 @@ def test_groups_are_those_of_the_plan(words, devices, of_a_node):
     for axis, stride in strides.items():
         others = [name for name in strides if name != axis]
         first = plan.place(0)
-        members = [r for r in range(devices) if all(getattr(plan.place(r), o) == getattr(first, o) for o in others)]
+        members = [
+            r for r in range(devices) if all(getattr(plan.place(r), o) == getattr(first, o) for o in others)
+        ]
         together = sum(member < of_a_node for member in members)
         assert group(len(members), stride, of_a_node) == (getattr(plan, axis), together)
 
 
 def test_constants_are_those_of_the_last_fit():
     """benchmarks/published.py --fit writes them down."""
-    fitted = json.loads((Path(__file__).parents[1] / "benchmarks" / "published_constants.json").read_text())[""]
+    fitted = json.loads((Path(__file__).parents[1] / "benchmarks" / "published_constants.json").read_text())[
+        ""
+    ]
     ampere, hopper = (CONSTANTS.architectures[name] for name in ("A100", "H100"))
     assert (ampere.product, hopper.product, CONSTANTS.across, CONSTANTS.hidden, ampere.memory) == (
-        *(fitted["A100 product"], fitted["H100 product"], fitted["across"], fitted["hidden"], fitted["memory"]),
+        *(
+            fitted["A100 product"],
+            fitted["H100 product"],
+            fitted["across"],
+            fitted["hidden"],
+            fitted["memory"],
+        ),
     )
     assert ampere.forward == pytest.approx(0.55 * fitted["attention"], rel=0.01)
 
@@ -124,10 +145,19 @@ def test_what_was_measured_goes_before_what_is_known():
 
     on = cluster(8).updated(
         links=[
-            Link(axis="node", backend=name, collective="all-reduce", alpha_s=measured(1e-5), beta_Bps=measured(rate))
+            Link(
+                axis="node",
+                backend=name,
+                collective="all-reduce",
+                alpha_s=measured(1e-5),
+                beta_Bps=measured(rate),
+            )
             for name, rate in RATES
         ],
-        rates=[Rate(operation="matmul", dtype="bf16", shape=(n, n, n), flops=measured(f)) for n, f in ((256, 1e13), (4096, 1e14))],
+        rates=[
+            Rate(operation="matmul", dtype="bf16", shape=(n, n, n), flops=measured(f))
+            for n, f in ((256, 1e13), (4096, 1e14))
+        ],
         overlaps=[Overlap(operation="all-reduce", hidden=measured(0.25))],
     )
     found = speeds(on, ranks=8)
@@ -140,7 +170,8 @@ def test_what_was_measured_goes_before_what_is_known():
 
 
 @pytest.mark.parametrize(
-    ("name", "samples", "least", "most"), [("resnet50", 256, 1200, 2600), ("vit-b16", 128, 800, 1600), ("bert-large", 32, 80, 160)]
+    ("name", "samples", "least", "most"),
+    [("resnet50", 256, 1200, 2600), ("vit-b16", 128, 800, 1600), ("bert-large", 32, 80, 160)],
 )
 def test_other_models_are_in_the_range_of_what_people_reach(name, samples, least, most):
     """Samples/s of one A100 in mixed precision, from eager PyTorch to NVIDIA's DeepLearningExamples."""
@@ -176,7 +207,9 @@ def test_days_of_large_trainings(params, shape, pp, batch, gpus, days):
     on = speeds(cluster(gpus), ranks=gpus)
     found = time(facts, cut, MEGATRON, on)
     assert bill(found.step_s, 300e9 / found.tokens, gpus).days == pytest.approx(days, rel=0.06)
-    assert training_days(300e9, facts.params, gpus, found.hardware_flops_per_s) == pytest.approx(days, rel=0.1)
+    assert training_days(300e9, facts.params, gpus, found.hardware_flops_per_s) == pytest.approx(
+        days, rel=0.1
+    )
 
 
 # arXiv 2104.04473, table 2: 10⁹ parameters, GPUs, TFLOP/s of each, days for 300·10⁹ tokens; ZeRO-3, then PTD-P.
@@ -229,14 +262,18 @@ def test_the_same_training_costs_the_same_on_more_devices_of_one_price(devices, 
 def test_parts_add_up_and_the_efficiencies_follow():
     found = predict(model("llama3-8b"), parse("zero3,recompute=full"), cluster(64), 64).time
     assert found.step_s == pytest.approx(sum(part.value for part in found.parts))
-    assert found.hardware_flops == pytest.approx(found.flops * 4 / 3, rel=0.05)  # head and embedding are not computed again
+    assert found.hardware_flops == pytest.approx(
+        found.flops * 4 / 3, rel=0.05
+    )  # head and embedding are not computed again
     assert found.mfu == pytest.approx(found.flops / found.step_s / 312e12)
     assert found.tokens_per_s == pytest.approx(64 * 8192 / found.step_s)
     assert 0.02 < found.error < 0.3
 
 
 def test_what_a_plan_lacks():
-    ours, best = (predict(model("llama3-8b"), parse(words), cluster(64), 64) for words in ("tp=8,zero=3", "zero3"))
+    ours, best = (
+        predict(model("llama3-8b"), parse(words), cluster(64), 64) for words in ("tp=8,zero=3", "zero3")
+    )
     more = {part.name: part.value for part in lacks(ours, best)}
     assert more["tensor parallel"] > 0 > more["gathered weights"]
     assert sum(part.value for part in lacks(ours, best)) == pytest.approx(ours.step_s - best.step_s)

@@ -32,7 +32,10 @@ def played(monkeypatch: pytest.MonkeyPatch, task: Task, plan: str, size: int) ->
 
 def each(task: Task, plan: str, size: int) -> list[Ledger]:
     copies = parse(plan).on(size).copies
-    return [dry_run.ledger(Spec(batch=48), parse(plan), size, place * copies, task) for place in range(parse(plan).pp)]
+    return [
+        dry_run.ledger(Spec(batch=48), parse(plan), size, place * copies, task)
+        for place in range(parse(plan).pp)
+    ]
 
 
 @pytest.mark.parametrize(
@@ -42,11 +45,15 @@ def each(task: Task, plan: str, size: int) -> list[Ledger]:
         pytest.param("pp=4,tp=2,recompute=full", 8, 3, marks=pytest.mark.slow),
         pytest.param("pp=4,tp=2,dp=2,zero=2", 16, 3, marks=pytest.mark.slow),
         pytest.param("pp=4,dp=2,zero=3,schedule=interleaved", 8, 3, marks=pytest.mark.slow),
-        pytest.param("pp=4,dp=2,zero=3", 8, 4, marks=pytest.mark.slow),  # what is gathered depends on what runs next
+        pytest.param(
+            "pp=4,dp=2,zero=3", 8, 4, marks=pytest.mark.slow
+        ),  # what is gathered depends on what runs next
         ("pp=4,schedule=zero-bubble", 4, 4),
     ],
 )
-def test_it_is_what_each_place_would_say(monkeypatch: pytest.MonkeyPatch, plan: str, size: int, plays: int) -> None:
+def test_it_is_what_each_place_would_say(
+    monkeypatch: pytest.MonkeyPatch, plan: str, size: int, plays: int
+) -> None:
     task = models.ShortText(depth=16, width=64) if "interleaved" in plan else DEEP
     found = played(monkeypatch, task, plan, size)
     assert found == (plays, each(task, plan, size))
@@ -95,16 +102,23 @@ class Stacked(models.Points):
         return Stack(self.third)
 
     def dataset(self, split: str) -> models.Pairs | None:
-        return models.Pairs(x=models.drawn(64, 6), y=models.drawn(64, 6, seed=1)) if split == "train" else None
+        return (
+            models.Pairs(x=models.drawn(64, 6), y=models.drawn(64, 6, seed=1)) if split == "train" else None
+        )
 
 
-@pytest.mark.parametrize("third", ["", "wider", "frozen", "shared", "run again", "without gradients", "doubled"])
+@pytest.mark.parametrize(
+    "third", ["", "wider", "frozen", "shared", "run again", "without gradients", "doubled"]
+)
 def test_what_is_not_alike(monkeypatch: pytest.MonkeyPatch, third: str) -> None:
     task, plan, size = Stacked(third=third), "pp=6,dp=2,micro=2,schedule=gpipe", 12
     plays, found = played(monkeypatch, task, plan, size)
     assert plays == (4 if third else 3)
     assert found == each(task, plan, size)
-    sent = [{(entry.collective, entry.axis, entry.calls, entry.bytes) for entry in found[place].entries} for place in (1, 2)]
+    sent = [
+        {(entry.collective, entry.axis, entry.calls, entry.bytes) for entry in found[place].entries}
+        for place in (1, 2)
+    ]
     assert (sent[0] != sent[1]) == (third in ("wider", "frozen", "shared", "without gradients"))
 
 

@@ -21,14 +21,23 @@ def test_bytes_are_read(text, count):
 
 @pytest.mark.parametrize("text", ["", "GiB", "80 GiG", "eighty", "-1 GB", "1 2", "1,5 GB", "1.2.3 GB", "."])
 def test_what_is_no_number_of_bytes_is_refused(text):
-    with pytest.raises(ValueError, match=r"is not a number of bytes; write it as '80 GiB' or '500 MB'") as caught:
+    with pytest.raises(
+        ValueError, match=r"is not a number of bytes; write it as '80 GiB' or '500 MB'"
+    ) as caught:
         parse_bytes(text)
     assert repr(text) in str(caught.value)
 
 
 @pytest.mark.parametrize(
     ("count", "text"),
-    [(0, "0 B"), (1023, "1023 B"), (1024, "1.0 KiB"), (80 * 2**30, "80.0 GiB"), (3 * 2**50, "3072.0 TiB"), (-2048, "-2.0 KiB")],
+    [
+        (0, "0 B"),
+        (1023, "1023 B"),
+        (1024, "1.0 KiB"),
+        (80 * 2**30, "80.0 GiB"),
+        (3 * 2**50, "3072.0 TiB"),
+        (-2048, "-2.0 KiB"),
+    ],
 )
 def test_bytes_are_written(count, text):
     assert format_bytes(count) == text
@@ -57,7 +66,16 @@ def test_seconds_are_written(seconds, text):
 
 
 @pytest.mark.parametrize(
-    ("count", "text"), [(1234567, "1.23 M"), (999, "999"), (1000, "1 k"), (151_000, "151 k"), (7e9, "7 G"), (1.2e12, "1.2 T"), (0.5, "0.5")]
+    ("count", "text"),
+    [
+        (1234567, "1.23 M"),
+        (999, "999"),
+        (1000, "1 k"),
+        (151_000, "151 k"),
+        (7e9, "7 G"),
+        (1.2e12, "1.2 T"),
+        (0.5, "0.5"),
+    ],
 )
 def test_counts_are_written(count, text):
     assert format_count(count) == text

@@ -12,14 +12,18 @@ from paceline.errors import PlanError
 from paceline.spec import Optimizer
 from unprepared import MODELS, SAMPLE_BY_SAMPLE, Unprepared
 
-SPEC = Spec(steps=3, batch=8, seed=3, precision="fp64", optimizer=Optimizer(lr=1e-2, weight_decay=0.1, clip=0.5))
+SPEC = Spec(
+    steps=3, batch=8, seed=3, precision="fp64", optimizer=Optimizer(lr=1e-2, weight_decay=0.1, clip=0.5)
+)
 TP_NEEDS = "the model cannot be run on tensors without values, which tells what tp=2 may split"
 PP_NEEDS = "the model cannot be run on tensors without values, which tells where a pipeline may cut it"
 COMPUTED = "computes the weight of 0 from others (weight_norm, spectral_norm or another parametrization); use pp or zero3"
 REFUSED = {
     "tp=2": {
         **dict.fromkeys(("item", "chosen", "packed", "cumulative batch norm"), TP_NEEDS),
-        **dict.fromkeys(("first weight norm", "first spectral norm", "weight norm", "spectral norm"), COMPUTED),
+        **dict.fromkeys(
+            ("first weight norm", "first spectral norm", "weight norm", "spectral norm"), COMPUTED
+        ),
         **dict.fromkeys(("scaled", "idle"), "tp=2 does not divide the 5 features of"),
         "no linear layer": "tp=2, but Sequential has no linear layer or embedding; use pp or zero3",
     },
@@ -56,7 +60,9 @@ def test_trains_as_one_process_does_or_is_refused_in_words(plan: str) -> None:
             assert here == there
             if not (refused and isinstance(here, str) and refused in here):
                 wrong[kind] = str(here)
-        elif found := differences(dataclasses.replace(here, weights=there.weights | here.weights), one[kind], 1e-10):
+        elif found := differences(
+            dataclasses.replace(here, weights=there.weights | here.weights), one[kind], 1e-10
+        ):
             wrong[kind] = str(found)
     assert not wrong
 
@@ -67,4 +73,9 @@ def test_ranks_that_skip_unlike_layers(plan: str) -> None:
     kinds = tuple(SAMPLE_BY_SAMPLE)
     one = alone("single,micro=8", kinds)
     first, second = ranks(2)(train_all, plan, list(kinds))
-    assert not [found for kind in kinds for here in (first, second) if (found := differences(here[kind], one[kind], 1e-10))]
+    assert not [
+        found
+        for kind in kinds
+        for here in (first, second)
+        if (found := differences(here[kind], one[kind], 1e-10))
+    ]

@@ -185,7 +185,9 @@ HOWS = {
     "unreadable": "Unreadable, whose text cannot be read: its __str__ raised ValueError",
     "library": "RuntimeError: ",
 }
-LINES = dict(zip(HOWS, [at for at, line in enumerate(SOURCE.splitlines(), 1) if line.endswith("# LINE")], strict=True))
+LINES = dict(
+    zip(HOWS, [at for at, line in enumerate(SOURCE.splitlines(), 1) if line.endswith("# LINE")], strict=True)
+)
 WHERE = {
     "dataset": "dataset('train') raised",
     "__len__": "the length of dataset('train') raised",
@@ -214,7 +216,9 @@ def here(tmp_path_factory) -> Path:
 
 def ended(path: str, fate: str, how: str, plan: str = "single", workers: int = 0) -> tuple[str, str]:
     """How a training of 3 steps ends on this rank."""
-    spec = Spec(task=f"{path}:Bad", set={"fate": fate, "how": how}, steps=3, batch=8, data=Loading(workers=workers))
+    spec = Spec(
+        task=f"{path}:Bad", set={"fate": fate, "how": how}, steps=3, batch=8, data=Loading(workers=workers)
+    )
     world = World() if "RANK" not in os.environ else None
     try:
         for _ in train(spec, parse(plan), world):
@@ -225,7 +229,12 @@ def ended(path: str, fate: str, how: str, plan: str = "single", workers: int = 0
 
 
 def meant(message: str, fate: str, how: str) -> bool:
-    return message.startswith(WHERE[fate]) and HOWS[how] in message and f"bad.py, line {LINES[how]})" in message and "\n" not in message
+    return (
+        message.startswith(WHERE[fate])
+        and HOWS[how] in message
+        and f"bad.py, line {LINES[how]})" in message
+        and "\n" not in message
+    )
 
 
 def test_every_place_and_every_exception(here):
@@ -263,7 +272,18 @@ def test_under_engines_of_torch(here):
 
 
 def test_in_a_pipeline(here, tmp_path):
-    words = ("train", f"{here}/bad.py:Bad", "--batch", "8", "--steps", "3", "--ranks", "2", "--plan", "pp=2,micro=2")
+    words = (
+        "train",
+        f"{here}/bad.py:Bad",
+        "--batch",
+        "8",
+        "--steps",
+        "3",
+        "--ranks",
+        "2",
+        "--plan",
+        "pp=2,micro=2",
+    )
     one_sentence(paceline(*words, "--set", "fate=backward", "--set", "how=odd", at=tmp_path), "odd")
 
 
@@ -286,7 +306,10 @@ def test_passes_without_values(here):
     for fate in ("model", "forward", "loss", "layout"):
         for how in ("KeyError", "exit", "odd"):
             task = load_task(f"{here}/bad.py:Bad", {"fate": fate, "how": how})
-            for ask in (lambda spec, task: describe(spec, task), lambda spec, task: ledger(spec, parse("ddp"), 2, 0, task)):
+            for ask in (
+                lambda spec, task: describe(spec, task),
+                lambda spec, task: ledger(spec, parse("ddp"), 2, 0, task),
+            ):
                 with pytest.raises((TaskError, DataError)) as caught:
                     ask(Spec(task=f"{here}/bad.py:Bad", batch=8), task)
                 assert f"bad.py, line {LINES[how]})" in str(caught.value), (fate, how, str(caught.value))
@@ -297,11 +320,17 @@ def test_passes_without_values(here):
     ("source", "message"),
     [
         ("import sys\nsys.exit(0)\n", "{path} cannot be imported: SystemExit: 0 ({path}, line 2)"),
-        ("class Odd(BaseException): pass\n\nraise Odd('x y')\n", "{path} cannot be imported: Odd: x y ({path}, line 3)"),
+        (
+            "class Odd(BaseException): pass\n\nraise Odd('x y')\n",
+            "{path} cannot be imported: Odd: x y ({path}, line 3)",
+        ),
         ("raise KeyboardInterrupt\n", "{path} cannot be imported: KeyboardInterrupt ({path}, line 1)"),
         ("from other import x\n", "{path} cannot be imported: No module named 'other' ({path}, line 1)"),
         ("import torn_module\n", "{at}/torn_module.py, line 2: invalid syntax"),
-        ("def f(): f()\nf()\n", "{path} cannot be imported: RecursionError: maximum recursion depth exceeded ({path}, line 1)"),
+        (
+            "def f(): f()\nf()\n",
+            "{path} cannot be imported: RecursionError: maximum recursion depth exceeded ({path}, line 1)",
+        ),
         ("x = '\x00'\n", "{path} cannot be imported: source code string cannot contain null bytes"),
     ],
 )
@@ -337,10 +366,27 @@ def one_sentence(result: Result, how: str, rank: int | None = None) -> None:
 
 @pytest.mark.parametrize(
     ("only_on", "fate"),
-    [("1", "__getitem__"), pytest.param("0", "__getitem__", marks=pytest.mark.slow), pytest.param("0", "loss", marks=pytest.mark.slow)],
+    [
+        ("1", "__getitem__"),
+        pytest.param("0", "__getitem__", marks=pytest.mark.slow),
+        pytest.param("0", "loss", marks=pytest.mark.slow),
+    ],
 )
 def test_exit_with_status_0_on_one_of_two_ranks(only_on, fate, here, tmp_path):
-    words = ("train", f"{here}/bad.py:Bad", "--batch", "8", "--steps", "9", "--save-every", "1", "--ranks", "2", "--run-dir", "r")
+    words = (
+        "train",
+        f"{here}/bad.py:Bad",
+        "--batch",
+        "8",
+        "--steps",
+        "9",
+        "--save-every",
+        "1",
+        "--ranks",
+        "2",
+        "--run-dir",
+        "r",
+    )
     result = paceline(*words, "--set", f"fate={fate}", "--set", "how=exit", at=tmp_path, ONLY_ON=only_on)
     one_sentence(result, "exit", int(only_on))
     log = (tmp_path / "r" / "ranks" / f"{only_on}.log").read_text()
@@ -348,16 +394,46 @@ def test_exit_with_status_0_on_one_of_two_ranks(only_on, fate, here, tmp_path):
     assert f'bad.py", line {LINES["exit"]}' in log
 
 
-@pytest.mark.parametrize("words", ["train", "verify --ranks 1 --plan single", "preflight", "ledger --plan ddp --ranks 2", "plan --ranks 2"])
+@pytest.mark.parametrize(
+    "words",
+    ["train", "verify --ranks 1 --plan single", "preflight", "ledger --plan ddp --ranks 2", "plan --ranks 2"],
+)
 def test_every_command(words, here, tmp_path):
     command, *more = words.split(" ")
-    at_commands = {"train": "loss", "verify": "forward", "preflight": "model", "ledger": "loss", "plan": "forward"}
-    result = paceline(command, f"{here}/bad.py:Bad", *more, "--set", f"fate={at_commands[command]}", "--set", "how=exit", at=tmp_path)
+    at_commands = {
+        "train": "loss",
+        "verify": "forward",
+        "preflight": "model",
+        "ledger": "loss",
+        "plan": "forward",
+    }
+    result = paceline(
+        command,
+        f"{here}/bad.py:Bad",
+        *more,
+        "--set",
+        f"fate={at_commands[command]}",
+        "--set",
+        "how=exit",
+        at=tmp_path,
+    )
     one_sentence(result, "exit")
 
 
 def test_debug_shows_the_traceback(here, tmp_path):
-    words = ("train", f"{here}/bad.py:Bad", "--batch", "8", "--steps", "3", "--set", "fate=loss", "--set", "how=exit", "--debug")
+    words = (
+        "train",
+        f"{here}/bad.py:Bad",
+        "--batch",
+        "8",
+        "--steps",
+        "3",
+        "--set",
+        "fate=loss",
+        "--set",
+        "how=exit",
+        "--debug",
+    )
     result = paceline(*words, at=tmp_path)
     assert result.status != 0
     assert f'bad.py", line {LINES["exit"]}, in fail' in result.err
@@ -374,7 +450,9 @@ def test_a_real_signal_is_no_mistake_of_the_task():
         "    while True: {wait}\n"
     )
     for wait in ("pass", "time.sleep(9)"):
-        found = subprocess.run([sys.executable, "-c", source.format(wait=wait)], capture_output=True, text=True, check=False)
+        found = subprocess.run(
+            [sys.executable, "-c", source.format(wait=wait)], capture_output=True, text=True, check=False
+        )
         assert found.stderr.splitlines()[-1] == "KeyboardInterrupt", found.stderr
         assert "TaskError" not in found.stderr
         assert found.returncode == -signal.SIGINT

@@ -83,7 +83,9 @@ FAULTS = [
 
 
 @pytest.mark.parametrize(
-    ("plan", "fault", "step", "what", "name", "factor", "axis"), FAULTS, ids=lambda value: getattr(value, "__name__", None)
+    ("plan", "fault", "step", "what", "name", "factor", "axis"),
+    FAULTS,
+    ids=lambda value: getattr(value, "__name__", None),
 )
 def test_what_is_planted_is_found(
     text: Verification, plan: str, fault: Any, step: int, what: str, name: str, factor: Any, axis: Any
@@ -91,14 +93,22 @@ def test_what_is_planted_is_found(
     verdict = text.verify(parse(plan), fault)
     assert not verdict.same
     assert verdict.first is not None
-    assert (verdict.first.step, verdict.first.what, verdict.first.name, verdict.axis) == (step, what, name, axis)
+    assert (verdict.first.step, verdict.first.what, verdict.first.name, verdict.axis) == (
+        step,
+        what,
+        name,
+        axis,
+    )
     if factor is ...:
         assert verdict.first.factor != pytest.approx(1, abs=1e-6)
     else:
         assert verdict.first.factor == (pytest.approx(factor, rel=1e-9) if factor is not None else None)
     assert verdict.as_json()["first_difference"]["axis"] == axis
     if fault is faults.gradient_times_data:
-        assert told(verdict) == "the gradient of tokens.weight is 2.000 times that of one process from step 1 on: the degree of dp"
+        assert (
+            told(verdict)
+            == "the gradient of tokens.weight is 2.000 times that of one process from step 1 on: the degree of dp"
+        )
     if fault is faults.gradient_doubled_on_last_rank:
         assert "tokens.weight on rank 1 is 2.000 times" in told(verdict)
     assert text.verify(parse(plan)).same  # nothing of it is left
@@ -122,13 +132,19 @@ def test_none_is_not_zero(two: Ranks) -> None:
     assert "has a gradient, but with one process it has none" in told(verdict)
 
 
-@pytest.mark.parametrize("fault", [pytest.param(faults.hang, marks=pytest.mark.slow), faults.die, faults.fail])
+@pytest.mark.parametrize(
+    "fault", [pytest.param(faults.hang, marks=pytest.mark.slow), faults.die, faults.fail]
+)
 def test_ranks_that_do_not_answer_fail_alone(two: Ranks, fault: Any) -> None:
     with Verification(spec("Points"), two, timeout_s=5.0) as points:
         verdict = points.outcome(parse("ddp"), fault)
         assert not verdict.same
         assert verdict.failed is not None
-        expected = {faults.hang: "", faults.die: "rank 1 failed: it was killed by SIGKILL", faults.fail: "rank 1 failed: IndexError"}
+        expected = {
+            faults.hang: "",
+            faults.die: "rank 1 failed: it was killed by SIGKILL",
+            faults.fail: "rank 1 failed: IndexError",
+        }
         assert expected[fault] in verdict.failed
         assert verdict.as_json()["same"] is False
         assert points.outcome(parse("zero3")).same
@@ -142,7 +158,10 @@ def test_one_process_runs_as_many_micro_batches_where_these_matter(two: Ranks) -
     with Verification(spec("test_verify:Summed"), two) as summed:
         verdict = summed.verify(parse("ddp,micro=2"))
         assert summed.sees_micro_batches
-        assert "not the same training as one process with micro=2: the gradient of 0.weight is 0.500 times" in sentence(verdict)
+        assert (
+            "not the same training as one process with micro=2: the gradient of 0.weight is 0.500 times"
+            in sentence(verdict)
+        )
         assert "one over the degree of dp" in sentence(verdict)
 
 
@@ -175,7 +194,9 @@ class Upcast(models.Points):
     """Norms in float32, as those of Gemma and Llama."""
 
     def model(self) -> nn.Module:
-        return nn.Sequential(nn.Linear(5, 16), Rms(16), nn.Tanh(), nn.Linear(16, 16), Rms(16), nn.Linear(16, 3))
+        return nn.Sequential(
+            nn.Linear(5, 16), Rms(16), nn.Tanh(), nn.Linear(16, 16), Rms(16), nn.Linear(16, 3)
+        )
 
 
 class Rms(nn.Module):
@@ -233,9 +254,21 @@ PLANTED = (faults.gradient_a_little_off, faults.weights_a_little_off)
 @pytest.mark.parametrize(
     ("name", "more", "optimizer", "plans", "said"),
     [
-        ("Upcast", {}, Optimizer(), ("ddp", "zero3", "ddp,micro=2"), "the model computes in float32 inside of float64"),
+        (
+            "Upcast",
+            {},
+            Optimizer(),
+            ("ddp", "zero3", "ddp,micro=2"),
+            "the model computes in float32 inside of float64",
+        ),
         ("BiasBeforeNorm", {}, HARSH, ("ddp", "zero1"), "BatchNorm takes its statistics"),
-        ("BiasBeforeNorm", {"single": True}, HARSH, ("ddp",), "the model computes in float32 inside of float64"),
+        (
+            "BiasBeforeNorm",
+            {"single": True},
+            HARSH,
+            ("ddp",),
+            "the model computes in float32 inside of float64",
+        ),
         (
             "NoKernel",
             {},
@@ -251,7 +284,9 @@ def test_rounding_is_no_difference_and_a_small_defect_is_one(two, name, more, op
         for plan in plans:
             verdict = verification.verify(parse(plan))
             assert verdict.same, (plan, told(verdict))
-        assert any(said in line for line in conditions(verification.reference())), conditions(verification.reference())
+        assert any(said in line for line in conditions(verification.reference())), conditions(
+            verification.reference()
+        )
         for fault in PLANTED:
             verdict = verification.verify(parse(plans[0]), fault)
             assert not verdict.same, (fault, sentence(verdict))
@@ -279,7 +314,11 @@ class Counted(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for layer in self.layers[:1]:
             x = torch.tanh(layer(x))
-        times = self.times if torch.distributed.get_world_size() > 1 and torch.distributed.get_rank() == 0 else 1.0
+        times = (
+            self.times
+            if torch.distributed.get_world_size() > 1 and torch.distributed.get_rank() == 0
+            else 1.0
+        )
         self.mean.add_(x.detach().sum(0) * times)
         for layer in self.layers[1:]:
             x = torch.tanh(layer(x))
@@ -315,7 +354,10 @@ def test_statistics_of_stages_are_those_of_all_data_ranks() -> None:
 
 
 def test_a_task_that_fails_in_every_type_fails_with_its_own_words(two: Ranks) -> None:
-    with Verification(spec("test_verify:Broken"), two) as broken, pytest.raises((TaskError, NotImplementedError), match="grouped_mm"):
+    with (
+        Verification(spec("test_verify:Broken"), two) as broken,
+        pytest.raises((TaskError, NotImplementedError), match="grouped_mm"),
+    ):
         broken.reference()
 
 
@@ -325,7 +367,10 @@ def test_it_is_said_that_micro_batches_are_another_training(two: Ranks) -> None:
         assert verdict.same
         assert verdict.of_whole is not None
         assert verdict.of_whole > 1e-3
-        assert "one process with micro=4 (not as one process on whole batches: its loss differs by " in sentence(verdict)
+        assert (
+            "one process with micro=4 (not as one process on whole batches: its loss differs by "
+            in sentence(verdict)
+        )
         assert verdict.as_json()["compared_with"]["microbatches"] == 4
         assert not mixing.verify(parse("ddp")).same, "each rank takes the mean of its own samples"
     with Verification(spec("Points"), two) as points:
@@ -353,7 +398,9 @@ def test_every_kind_of_dropout_is_found() -> None:
             self.attn_dropout, self.scale = 0.1, 0.5
             self.drop = nn.Dropout2d(0.3)
 
-    model = nn.ModuleDict({"torch": nn.TransformerEncoderLayer(4, 2, 8), "lstm": nn.LSTM(3, 3, 2, dropout=0.5), "ours": Ours()})
+    model = nn.ModuleDict(
+        {"torch": nn.TransformerEncoderLayer(4, 2, 8), "lstm": nn.LSTM(3, 3, 2, dropout=0.5), "ours": Ours()}
+    )
     assert switch_dropout_off_(model) == [
         "torch.self_attn.dropout",
         "torch.dropout.p",
@@ -401,17 +448,31 @@ def test_factors_and_their_names() -> None:
     assert ratio(one.flip(0), one)[1] is False
     assert ratio(one, torch.zeros(50)) == (None, False)
     plan = parse("dp=2,tp=4,micro=3").on(8)
-    assert [axis_of(factor, plan, 8) for factor in (2.0, 0.25, 3.0, 8.0, 5.0, None)] == ["dp", "1 / tp", "micro", "ranks", None, None]
+    assert [axis_of(factor, plan, 8) for factor in (2.0, 0.25, 3.0, 8.0, 5.0, None)] == [
+        "dp",
+        "1 / tp",
+        "micro",
+        "ranks",
+        None,
+        None,
+    ]
     assert axis_of(2.0, parse("dp=2,tp=2").on(4), 4) == "dp or tp"
     assert axis_of(math.sqrt(8), plan, 8, of_norm=True) == "√ranks"
     verdict = Verdict(plan, 8, first=Difference(2, "gradient", "up", 0, 1.0, 0.25, True), axis="1 / tp")
-    assert told(verdict) == "the gradient of up is 0.250 times that of one process from step 2 on: one over the degree of tp"
-    verdict = dataclasses.replace(verdict, first=Difference(2, "gradient", "up", 0, 1e-3, 1.0, True), axis=None)
+    assert (
+        told(verdict)
+        == "the gradient of up is 0.250 times that of one process from step 2 on: one over the degree of tp"
+    )
+    verdict = dataclasses.replace(
+        verdict, first=Difference(2, "gradient", "up", 0, 1e-3, 1.0, True), axis=None
+    )
     assert (
         told(verdict)
         == "the gradient of up differs in some elements from that of one process from step 2 on, by 0.001 of its largest element"
     )
-    verdict = dataclasses.replace(verdict, axis=None, first=Difference(0, "parameter", "up", 0, 0.5, 1.3, False))
+    verdict = dataclasses.replace(
+        verdict, axis=None, first=Difference(0, "parameter", "up", 0, 0.5, 1.3, False)
+    )
     assert (
         told(verdict)
         == "the parameter up differs from that of one process before the first step, by 0.5 of its largest element, and not by one factor"
@@ -422,7 +483,13 @@ def test_factors_and_their_names() -> None:
 def test_candidates_fit_the_ranks(ranks: int) -> None:
     plans = list(candidates(ranks))
     assert len({plan.on(ranks) for plan in plans}) == len(plans)
-    assert {str(plan) for plan in plans} >= {"ddp" if ranks > 1 else "single", "zero1", "zero2", "zero3", "zero3,micro=2"}
+    assert {str(plan) for plan in plans} >= {
+        "ddp" if ranks > 1 else "single",
+        "zero1",
+        "zero2",
+        "zero3",
+        "zero3,micro=2",
+    }
     if ranks > 1:
         assert {plan.schedule for plan in plans} >= {"gpipe", "1f1b", "interleaved", "zero-bubble", "zbv"}
         assert {Plan(tp=ranks), Plan(cp=ranks)} <= set(plans)
@@ -479,14 +546,31 @@ def at(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_the_command_on_what_is_the_same(at: Path) -> None:
-    result = succeed("verify", "my.py:Mine", "--plan", "zero3", "--ranks", "2", "--json", "same.json", at=at, COLUMNS="80")
-    assert "plan zero3 on 2 ranks beside one process; 3 steps, batch 64, float64" in " ".join(result.out.split())
+    result = succeed(
+        "verify", "my.py:Mine", "--plan", "zero3", "--ranks", "2", "--json", "same.json", at=at, COLUMNS="80"
+    )
+    assert "plan zero3 on 2 ranks beside one process; 3 steps, batch 64, float64" in " ".join(
+        result.out.split()
+    )
     assert "dropout is switched off: 2.p" in result.out
     assert "the same training as one process" in result.out
     assert max(map(len, result.out.splitlines())) <= 80
     found = json.loads((at / "same.json").read_text())
-    assert list(found) == ["plan", "ranks", "same", "max_rel_loss", "max_rel_grad", "max_rel_param", "first_difference"]
-    assert (found["plan"], found["ranks"], found["same"], found["first_difference"]) == ("zero3", 2, True, None)
+    assert list(found) == [
+        "plan",
+        "ranks",
+        "same",
+        "max_rel_loss",
+        "max_rel_grad",
+        "max_rel_param",
+        "first_difference",
+    ]
+    assert (found["plan"], found["ranks"], found["same"], found["first_difference"]) == (
+        "zero3",
+        2,
+        True,
+        None,
+    )
     assert max(found["max_rel_loss"], found["max_rel_grad"], found["max_rel_param"]) < 1e-11
     assert not (at / "runs").exists()
 
@@ -495,7 +579,10 @@ def test_the_command_on_what_is_not(at: Path) -> None:
     words = ("--set", "by_rank=true", "--ranks", "2", "--batch", "8", "--steps", "2")
     result = paceline("verify", "my.py:Mine", "--plan", "ddp", *words, "--json", "other.json", at=at)
     assert result.status == 1, result.all
-    assert "the parameter 3.weight on rank 1 is 2.000 times that of one process before the first step" in result.out
+    assert (
+        "the parameter 3.weight on rank 1 is 2.000 times that of one process before the first step"
+        in result.out
+    )
     first = json.loads((at / "other.json").read_text())["first_difference"]
     assert {key: first[key] for key in ("step", "what", "name", "factor")} == {
         "step": 0,
@@ -539,7 +626,17 @@ def test_bad_input(at: Path, words: tuple[str, ...], sentence: str) -> None:
 
 
 def test_not_as_a_rank(at: Path) -> None:
-    result = paceline("verify", "my.py:Mine", "--plan", "ddp", at=at, RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", LOCAL_WORLD_SIZE="1")
+    result = paceline(
+        "verify",
+        "my.py:Mine",
+        "--plan",
+        "ddp",
+        at=at,
+        RANK="0",
+        WORLD_SIZE="1",
+        LOCAL_RANK="0",
+        LOCAL_WORLD_SIZE="1",
+    )
     assert result.status == 2
     assert "run it without" in result.err
 

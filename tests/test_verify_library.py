@@ -17,9 +17,17 @@ from paceline.verify.run import Verification
 if importlib.util.find_spec("transformers") is None:
     pytest.skip("transformers is not installed", allow_module_level=True)
 PLANS = ("ddp", "zero1", "zero3", "pp=2", "pp=2,micro=2", "tp=2")
-NO_VALUES, NO_LAYER = "cannot be run on tensors without values", "has no linear layer or embedding whose size 2 divides"
+NO_VALUES, NO_LAYER = (
+    "cannot be run on tensors without values",
+    "has no linear layer or embedding whose size 2 divides",
+)
 EXPERTS = {"pp=2": NO_VALUES, "pp=2,micro=2": NO_VALUES, "tp=2": NO_VALUES}
-REFUSED = {"mixtral": EXPERTS, "qwen3-moe": EXPERTS, "resnet": {"tp=2": NO_LAYER}, "mobilenet": {"tp=2": NO_LAYER}}
+REFUSED = {
+    "mixtral": EXPERTS,
+    "qwen3-moe": EXPERTS,
+    "resnet": {"tp=2": NO_LAYER},
+    "mobilenet": {"tp=2": NO_LAYER},
+}
 
 
 @pytest.fixture(scope="module")
@@ -29,7 +37,9 @@ def two() -> Iterator[Ranks]:
 
 
 def verification(two: Ranks, kind: str, **optimizer: float) -> Verification:
-    spec = Spec(task="library:Library", batch=8, steps=3, seed=3, set={"kind": kind}, optimizer=Optimizer(**optimizer))
+    spec = Spec(
+        task="library:Library", batch=8, steps=3, seed=3, set={"kind": kind}, optimizer=Optimizer(**optimizer)
+    )
     return Verification(spec, two, timeout_s=240)
 
 
@@ -40,10 +50,14 @@ def test_no_false_alarm_and_a_small_defect_is_found(two: Ranks, kind: str) -> No
     with verification(two, kind) as of_model:
         for plan in PLANS:
             verdict, why = of_model.outcome(parse(plan)), REFUSED.get(kind, {}).get(plan)
-            assert (verdict.same, why) == (True, None) or (why is not None and why in (verdict.cannot_be or "")), (plan, sentence(verdict))
+            assert (verdict.same, why) == (True, None) or (
+                why is not None and why in (verdict.cannot_be or "")
+            ), (plan, sentence(verdict))
         small = of_model.reference().computes_in == "float64" and of_model.no_float64 is None
         for plan in ("ddp", "zero3"):
-            verdict = of_model.outcome(parse(plan), faults.gradient_off_by_a_millionth if small else faults.gradient_a_little_off)
+            verdict = of_model.outcome(
+                parse(plan), faults.gradient_off_by_a_millionth if small else faults.gradient_a_little_off
+            )
             assert verdict.first is not None, (plan, sentence(verdict))
             assert verdict.first.what == "gradient"
             assert verdict.first.step == 1

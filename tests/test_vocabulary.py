@@ -21,7 +21,9 @@ from paceline.training.checkpoint import save as checkpoint
 from paceline.training.setup import analyze_model
 from test_ledger import check
 
-SPEC = Spec(steps=3, batch=8, seed=3, precision="fp64", optimizer=Optimizer(lr=1e-2, weight_decay=0.1, clip=0.5))
+SPEC = Spec(
+    steps=3, batch=8, seed=3, precision="fp64", optimizer=Optimizer(lr=1e-2, weight_decay=0.1, clip=0.5)
+)
 
 
 class Mlp(nn.Module):
@@ -73,7 +75,10 @@ def test_parts() -> None:
 def test_the_training_is_that_of_one_process(size: int, plan: str, tied: bool) -> None:
     task = Odd(tied=tied)
     styles = analyze_model(SPEC, parse(plan).on(size), task, torch.device("cpu")).splits.styles
-    assert {name: style for name, style in styles.items() if name in ("0", "3")} == {"0": "vocabulary", "3": "head"}
+    assert {name: style for name, style in styles.items() if name in ("0", "3")} == {
+        "0": "vocabulary",
+        "3": "head",
+    }
     assert not wrong(size, plan, task, SPEC)
 
 
@@ -103,12 +108,20 @@ def test_a_wrong_offset_is_caught(tp: int) -> None:
 
 
 def kept(plan: str, steps: int, run: Path) -> None:
-    list(train(SPEC.model_copy(update={"steps": steps}), parse(plan), task=Odd(tied=True), run=RunFolder(run)))
+    list(
+        train(SPEC.model_copy(update={"steps": steps}), parse(plan), task=Odd(tied=True), run=RunFolder(run))
+    )
 
 
 def test_resumed_under_other_plans(tmp_path: Path) -> None:
     whole, run = tmp_path / "whole", tmp_path / "run"
-    stops = ((1, "single", 5, whole), (4, "dp=2,tp=2,zero=3", 2, run), (4, "tp=4", 3, run), (1, "single", 4, run), (2, "tp=2", 5, run))
+    stops = (
+        (1, "single", 5, whole),
+        (4, "dp=2,tp=2,zero=3", 2, run),
+        (4, "tp=4", 3, run),
+        (1, "single", 4, run),
+        (2, "tp=2", 5, run),
+    )
     for size, plan, steps, path in stops:
         path.mkdir(exist_ok=True)
         ranks(size)(kept, plan, steps, path)

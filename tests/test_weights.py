@@ -21,7 +21,15 @@ from harness import trained
 from paceline import Spec
 from paceline.distributed.dtensor import storage_of
 from paceline.errors import TaskError
-from paceline.training.init.deferred_init import Weights, _all_of, _view, aliases, fill_, named_tensors, record
+from paceline.training.init.deferred_init import (
+    Weights,
+    _all_of,
+    _view,
+    aliases,
+    fill_,
+    named_tensors,
+    record,
+)
 
 
 def made(build: Callable[[], nn.Module], seed: int = 0, pretrained: Path | None = None) -> nn.Module:
@@ -101,7 +109,9 @@ RANDOM: dict[str, Callable[[], nn.Module]] = {
     "embedding": padded,
     "embedding-bag": lambda: nn.EmbeddingBag(12, 10),
     "attention": lambda: nn.MultiheadAttention(12, 3, add_bias_kv=True),
-    "transformer": lambda: nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, 11, batch_first=True), 3, enable_nested_tensor=False),
+    "transformer": lambda: nn.TransformerEncoder(
+        nn.TransformerEncoderLayer(8, 2, 11, batch_first=True), 3, enable_nested_tensor=False
+    ),
     "lstm": lambda: nn.LSTM(5, 7, 2, bidirectional=True),
     "gru": lambda: nn.GRU(5, 7),
     "bilinear": lambda: nn.Bilinear(4, 5, 6),
@@ -166,7 +176,12 @@ def given_data() -> nn.Module:
 def seen(module: nn.Module) -> None:
     """Takes what a constructor can ask of its tensors and of the default device, as a library does that leaves out its work on meta."""
     probe = torch.tensor([])
-    plain = [probe.device, torch.empty(2).device, torch.get_default_device(), nn.Linear(2, 2).weight.device] == [torch.device("cpu")] * 4
+    plain = [
+        probe.device,
+        torch.empty(2).device,
+        torch.get_default_device(),
+        nn.Linear(2, 2).weight.device,
+    ] == [torch.device("cpu")] * 4
     real = plain and not torch.empty(1).is_meta and torch.zeros(1).is_cpu and str(probe.device) == "cpu"
     module.w = nn.Parameter(torch.full((3,), 7.0 if real else -1.0))
 
@@ -174,7 +189,12 @@ def seen(module: nn.Module) -> None:
 def by_device(module: nn.Module) -> None:
     """Tensors that are made where others are."""
     base = torch.linspace(0, 1, 6)
-    made = [torch.zeros(6, device=base.device), torch.arange(6.0, device="cpu"), torch.ones_like(base, device=base.device), base.cpu()]
+    made = [
+        torch.zeros(6, device=base.device),
+        torch.arange(6.0, device="cpu"),
+        torch.ones_like(base, device=base.device),
+        base.cpu(),
+    ]
     moved = base.to("cpu").add_(1)  # which is the same tensor
     module.register_buffer("sum", sum(made) + moved.to(torch.device("cpu"), torch.float64))
     module.register_buffer("base", base)
@@ -255,7 +275,9 @@ SURE: dict[str, Callable[[], nn.Module]] = {
     "stack": holding(w=lambda: torch.stack([torch.tensor(1.0), torch.tensor(2.0)])),
     "scalar": holding(w=lambda: torch.tensor(2.5)),
     "bias-after": lambda: Built(
-        lambda module: setattr(module, "b", nn.Parameter(torch.zeros(5).index_fill_(0, torch.tensor([1, 3]), -2.0)))
+        lambda module: setattr(
+            module, "b", nn.Parameter(torch.zeros(5).index_fill_(0, torch.tensor([1, 3]), -2.0))
+        )
     ),
     "positions": positions,
     "shared-buffer": shared_buffer,
@@ -293,12 +315,21 @@ def test_drawn_like_the_constructor(build: Callable[[], nn.Module]) -> None:
     assert here.keys() == eager.keys()
     for name, expected in eager.items():
         found = here[name]
-        assert (found.shape, found.dtype, found.stride()) == (expected.shape, expected.dtype, expected.stride())
+        assert (found.shape, found.dtype, found.stride()) == (
+            expected.shape,
+            expected.dtype,
+            expected.stride(),
+        )
         assert torch.equal(found, again[name])
     assert any(not torch.equal(here[name], other[name]) for name in here)
-    many = [{name: statistics(tensor) for name, tensor in tensors(made(build, seed)).items()} for seed in range(40)]
+    many = [
+        {name: statistics(tensor) for name, tensor in tensors(made(build, seed)).items()}
+        for seed in range(40)
+    ]
     torch.manual_seed(0)
-    expected_many = [{name: statistics(tensor) for name, tensor in tensors(build()).items()} for _ in range(40)]
+    expected_many = [
+        {name: statistics(tensor) for name, tensor in tensors(build()).items()} for _ in range(40)
+    ]
     for name in here:
         found, expected = (torch.stack([each[name] for each in of]) for of in (many, expected_many))
         error = torch.sqrt((found.var(0) + expected.var(0)) / 40) + 1e-7
@@ -350,7 +381,13 @@ def test_the_tape_is_the_constructor(build: Callable[[], nn.Module]) -> None:
 
 def test_a_weight_depends_on_its_name_alone() -> None:
     alone = tensors(made(lambda: nn.ModuleDict({"here": nn.Linear(5, 7)})))
-    among = tensors(made(lambda: nn.ModuleDict({"before": nn.LSTM(3, 3), "here": nn.Linear(5, 7), "after": nn.Linear(5, 7)})))
+    among = tensors(
+        made(
+            lambda: nn.ModuleDict(
+                {"before": nn.LSTM(3, 3), "here": nn.Linear(5, 7), "after": nn.Linear(5, 7)}
+            )
+        )
+    )
     assert torch.equal(alone["here.weight"], among["here.weight"])
     assert torch.equal(alone["here.bias"], among["here.bias"])
     assert not torch.equal(among["here.weight"], among["after.weight"])
@@ -362,7 +399,9 @@ def test_what_was_drawn_before_does_not_matter(recorded: bool) -> None:
         if not recorded:
             torch.rand(3).sum().item()
         own = torch.rand(5, device="cpu") + random.random() + np.random.rand()
-        return nn.ModuleList([nn.Linear(5, 7), nn.Linear(7, 3, device="cpu"), Built(lambda m: m.register_buffer("own", own))])
+        return nn.ModuleList(
+            [nn.Linear(5, 7), nn.Linear(7, 3, device="cpu"), Built(lambda m: m.register_buffer("own", own))]
+        )
 
     first = tensors(made(build, 3))
     assert record(build, 3)[2] == recorded
@@ -385,7 +424,9 @@ class FromNumpy(models.Points):
 
     def model(self) -> nn.Module:
         model = super().model()
-        model[0].weight = nn.Parameter(torch.tensor(np.random.randn(7, 5) * random.random(), dtype=torch.float32))
+        model[0].weight = nn.Parameter(
+            torch.tensor(np.random.randn(7, 5) * random.random(), dtype=torch.float32)
+        )
         return model
 
 
@@ -493,31 +534,51 @@ UNWRITTEN: dict[str, tuple[Callable[[], nn.Module], str, str]] = {
     "strided": (holding(w=lambda: torch.empty_strided((2, 3), (1, 2))), "w", "6 of its 6"),
     "partly": (partly, "w", "9 of its 30"),
     "computed": (computed, "table", "5 of its 5"),
-    "integers": (lambda: Built(lambda m: m.register_buffer("n", torch.empty(3, dtype=torch.int64))), "n", "3 of its 3"),
-    "booleans": (lambda: Built(lambda m: m.register_buffer("n", torch.empty(3, dtype=torch.bool))), "n", "3 of its 3"),
+    "integers": (
+        lambda: Built(lambda m: m.register_buffer("n", torch.empty(3, dtype=torch.int64))),
+        "n",
+        "3 of its 3",
+    ),
+    "booleans": (
+        lambda: Built(lambda m: m.register_buffer("n", torch.empty(3, dtype=torch.bool))),
+        "n",
+        "3 of its 3",
+    ),
     "complex": (holding(w=lambda: torch.empty(3, dtype=torch.complex64)), "w", "3 of its 3"),
     "bfloat16": (holding(w=lambda: torch.empty(3, dtype=torch.bfloat16)), "w", "3 of its 3"),
     "legacy": (holding(w=lambda: torch.Tensor(3, 2)), "w", "6 of its 6"),
-    "legacy-integers": (lambda: Built(lambda m: m.register_buffer("n", torch.IntTensor(3))), "n", "3 of its 3"),
+    "legacy-integers": (
+        lambda: Built(lambda m: m.register_buffer("n", torch.IntTensor(3))),
+        "n",
+        "3 of its 3",
+    ),
     "skipped": (lambda: nn.utils.skip_init(nn.Linear, 3, 2, bias=False), "weight", "6 of its 6"),
 }
 
 
 @pytest.mark.parametrize("recorded", [True, False])
 @pytest.mark.parametrize(("build", "name", "count"), UNWRITTEN.values(), ids=UNWRITTEN)
-def test_what_nothing_wrote_is_named(build: Callable[[], nn.Module], name: str, count: str, recorded: bool) -> None:
-    with pytest.raises(TaskError, match=rf"the model's {name} is not initialized: model\(\) never writes {count} values"):
+def test_what_nothing_wrote_is_named(
+    build: Callable[[], nn.Module], name: str, count: str, recorded: bool
+) -> None:
+    with pytest.raises(
+        TaskError, match=rf"the model's {name} is not initialized: model\(\) never writes {count} values"
+    ):
         made(build if recorded else lambda: behind_a_look(build))
 
 
 def test_a_tensor_left_on_meta_is_named() -> None:
-    with pytest.raises(TaskError, match=r"the model's weight is not initialized: model\(\) never writes 6 of its 6 values"):
+    with pytest.raises(
+        TaskError, match=r"the model's weight is not initialized: model\(\) never writes 6 of its 6 values"
+    ):
         made(lambda: nn.Linear(3, 2, device="meta"))
 
 
 def test_pretrained_weights_initialize_too(tmp_path: Path) -> None:
     save_file({"w": torch.ones(4, 3)}, tmp_path / "weights.safetensors")
-    assert (tensors(made(UNWRITTEN["parameter"][0], pretrained=tmp_path / "weights.safetensors"))["w"] == 1).all()
+    assert (
+        tensors(made(UNWRITTEN["parameter"][0], pretrained=tmp_path / "weights.safetensors"))["w"] == 1
+    ).all()
 
 
 class Unwritten(models.Points):
@@ -546,7 +607,11 @@ def test_pretrained_weights_are_obeyed(tmp_path: Path) -> None:
     model, fresh = tensors(made(models.Gpt, pretrained=file)), tensors(made(models.Gpt))
     assert (model["tokens.weight"] == 0.25).all()  # by the name of the tie
     assert (model["blocks.1.norm.bias"] == 1).all()
-    assert all(torch.equal(model[name], fresh[name]) for name in fresh if name not in ("tokens.weight", "blocks.1.norm.bias"))
+    assert all(
+        torch.equal(model[name], fresh[name])
+        for name in fresh
+        if name not in ("tokens.weight", "blocks.1.norm.bias")
+    )
     spec = Spec(steps=1, batch=8, precision="fp64")
     expected = trained(1, Pretrained(file=str(file)), spec, "single").losses
     assert expected != trained(1, models.Text(), spec, "single").losses
@@ -557,11 +622,19 @@ def test_pretrained_weights_are_obeyed(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("weights", "message"),
     [
-        ({"tokens.weight": torch.zeros(11, 5)}, r"tokens.weight has shape \(11, 5\), the model's has \(11, 6\)"),
-        ({"token.weight": torch.zeros(11, 6)}, r"weights token.weight, which the model lacks; did you mean tokens.weight\?"),
+        (
+            {"tokens.weight": torch.zeros(11, 5)},
+            r"tokens.weight has shape \(11, 5\), the model's has \(11, 6\)",
+        ),
+        (
+            {"token.weight": torch.zeros(11, 6)},
+            r"weights token.weight, which the model lacks; did you mean tokens.weight\?",
+        ),
     ],
 )
-def test_pretrained_weights_that_do_not_fit_are_refused(tmp_path: Path, weights: dict[str, Tensor], message: str) -> None:
+def test_pretrained_weights_that_do_not_fit_are_refused(
+    tmp_path: Path, weights: dict[str, Tensor], message: str
+) -> None:
     save_file(weights, tmp_path / "weights.safetensors")
     with pytest.raises(TaskError, match=message):
         made(models.Gpt, pretrained=tmp_path / "weights.safetensors")

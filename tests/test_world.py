@@ -69,7 +69,9 @@ SRUN = BATCH_SCRIPT | {
     "SLURM_LOCALID": "1",
     "SLURM_NODEID": "1",
 }
-OLD_SRUN = {name: value for name, value in SRUN.items() if name != "SLURM_STEP_TASKS_PER_NODE"}  # does not say what it did
+OLD_SRUN = {
+    name: value for name, value in SRUN.items() if name != "SLURM_STEP_TASKS_PER_NODE"
+}  # does not say what it did
 
 
 def test_nobody_started_this_process_as_a_rank():
@@ -78,7 +80,9 @@ def test_nobody_started_this_process_as_a_rank():
 
 
 def test_torchrun():
-    assert world(TORCHRUN) == World(3, 4, 1, 2, "torchrun", job="none", address="node0:29500", restart=2, old_store=True)
+    assert world(TORCHRUN) == World(
+        3, 4, 1, 2, "torchrun", job="none", address="node0:29500", restart=2, old_store=True
+    )
 
 
 def test_torchrun_with_a_new_store_after_each_start():
@@ -107,7 +111,9 @@ def test_tasks_for_each_node_that_the_job_asked_for_and_the_step_did_not():
 
 
 def test_a_world_size_that_agrees():
-    assert world(SRUN | {"WORLD_SIZE": "4", "MASTER_ADDR": "node0", "MASTER_PORT": "1234"}).launcher == "slurm"
+    assert (
+        world(SRUN | {"WORLD_SIZE": "4", "MASTER_ADDR": "node0", "MASTER_PORT": "1234"}).launcher == "slurm"
+    )
     assert world(SRUN | {"RANK": "3", "LOCAL_RANK": "1", "WORLD_SIZE": "4"}).rank == 3
 
 
@@ -127,7 +133,10 @@ def test_a_job_that_was_queued_again_is_another_job():
 
 def test_ranks_of_a_step_meet_on_its_first_node():
     assert world(SRUN | {"SLURM_STEP_NODELIST": "gpu[07-08,10]"}).host == "gpu07"
-    with pytest.raises(LaunchError, match=r"SLURM_STEP_NODELIST cannot be read: '7-' in \[7-\] is no number and no span of them"):
+    with pytest.raises(
+        LaunchError,
+        match=r"SLURM_STEP_NODELIST cannot be read: '7-' in \[7-\] is no number and no span of them",
+    ):
         world(SRUN | {"SLURM_STEP_NODELIST": "gpu[7-]"})
 
 
@@ -137,7 +146,10 @@ def test_ranks_of_a_step_meet_on_its_first_node():
         ("login", ["login"]),
         ("n[1-3,07]", ["n1", "n2", "n3", "n07"]),
         ("n[008-010],login,b2", ["n008", "n009", "n010", "login", "b2"]),
-        ("rack[1-2]node[3,5].local", ["rack1node3.local", "rack1node5.local", "rack2node3.local", "rack2node5.local"]),
+        (
+            "rack[1-2]node[3,5].local",
+            ["rack1node3.local", "rack1node5.local", "rack2node3.local", "rack2node5.local"],
+        ),
         ("a-b[1],c[2-2]", ["a-b1", "c2"]),
     ],
 )
@@ -152,11 +164,16 @@ def test_what_is_no_list_of_hosts(text):
 
 
 def test_srun_with_unlike_nodes():
-    found = world(SRUN | {"SLURM_NTASKS": "3", "SLURM_STEP_TASKS_PER_NODE": "2,1", "SLURM_PROCID": "2", "SLURM_LOCALID": "0"})
+    found = world(
+        SRUN
+        | {"SLURM_NTASKS": "3", "SLURM_STEP_TASKS_PER_NODE": "2,1", "SLURM_PROCID": "2", "SLURM_LOCALID": "0"}
+    )
     assert (found.rank, found.size, found.local_rank, found.local_size) == (2, 3, 0, 1)
 
 
-@pytest.mark.parametrize("step", [None, "4294967291", "4294967290", "4294967292"], ids=["none", "batch", "interactive", "extern"])
+@pytest.mark.parametrize(
+    "step", [None, "4294967291", "4294967290", "4294967292"], ids=["none", "batch", "interactive", "extern"]
+)
 def test_a_batch_script_is_no_task(step):
     """Its SLURM_PROCID is 0 and its SLURM_NTASKS is what was asked for: as a rank it would wait for others forever."""
     environ = BATCH_SCRIPT if step is None else BATCH_SCRIPT | {"SLURM_STEP_ID": step, "SLURM_STEPID": step}
@@ -177,7 +194,11 @@ def test_torchrun_under_mpirun_knows_better():
 
 def test_mpirun_in_a_batch_script_and_under_srun():
     assert world(BATCH_SCRIPT | OPENMPI) == world(OPENMPI)
-    daemons = SRUN | {"SLURM_NTASKS": "2", "SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_TASKS_PER_NODE": "1(x2)"}  # one a node
+    daemons = SRUN | {
+        "SLURM_NTASKS": "2",
+        "SLURM_STEP_NUM_TASKS": "2",
+        "SLURM_STEP_TASKS_PER_NODE": "1(x2)",
+    }  # one a node
     over_nodes = OPENMPI | {"OMPI_COMM_WORLD_SIZE": "4"}
     assert world(daemons | over_nodes) == world(over_nodes)
 
@@ -195,9 +216,18 @@ def test_half_of_an_environment_is_none():
 @pytest.mark.parametrize(
     ("environ", "message"),
     [
-        (TORCHRUN | {"RANK": "4"}, "RANK=4 is outside WORLD_SIZE=4: the variables of two launchers are mixed; unset them"),
-        (TORCHRUN | {"RANK": "-1"}, "RANK=-1 is outside WORLD_SIZE=4: the variables of two launchers are mixed; unset them"),
-        (TORCHRUN | {"WORLD_SIZE": "0"}, "RANK=3 is outside WORLD_SIZE=0: the variables of two launchers are mixed; unset them"),
+        (
+            TORCHRUN | {"RANK": "4"},
+            "RANK=4 is outside WORLD_SIZE=4: the variables of two launchers are mixed; unset them",
+        ),
+        (
+            TORCHRUN | {"RANK": "-1"},
+            "RANK=-1 is outside WORLD_SIZE=4: the variables of two launchers are mixed; unset them",
+        ),
+        (
+            TORCHRUN | {"WORLD_SIZE": "0"},
+            "RANK=3 is outside WORLD_SIZE=0: the variables of two launchers are mixed; unset them",
+        ),
         (TORCHRUN | {"RANK": "first"}, "RANK='first' is not a number"),
         (OPENMPI | {"OMPI_COMM_WORLD_SIZE": ""}, "OMPI_COMM_WORLD_SIZE='' is not a number"),
         (
@@ -215,7 +245,10 @@ def test_half_of_an_environment_is_none():
             "WORLD_SIZE=2 without LOCAL_RANK: this process is none of so many ranks; "
             "unset WORLD_SIZE, or start them with --ranks or torchrun",
         ),
-        (SRUN | {"WORLD_SIZE": "8"}, "WORLD_SIZE=8, but SLURM_NTASKS=4: slurm started this process; unset WORLD_SIZE"),
+        (
+            SRUN | {"WORLD_SIZE": "8"},
+            "WORLD_SIZE=8, but SLURM_NTASKS=4: slurm started this process; unset WORLD_SIZE",
+        ),
         (
             SRUN | {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2"},
             "WORLD_SIZE=2, but SLURM_NTASKS=4: unset RANK, LOCAL_RANK and WORLD_SIZE, srun says who a task is",
@@ -243,7 +276,10 @@ def test_half_of_an_environment_is_none():
             OLD_SRUN | {"SLURM_STEP_NUM_TASKS": "2"},
             "SLURM_NTASKS=4, but SLURM_STEP_NUM_TASKS=2: srun says both, so one was changed; unset it",
         ),
-        (SRUN | {"SLURM_STEP_TASKS_PER_NODE": "two"}, "SLURM_STEP_TASKS_PER_NODE='two' is no list of counts for each node"),
+        (
+            SRUN | {"SLURM_STEP_TASKS_PER_NODE": "two"},
+            "SLURM_STEP_TASKS_PER_NODE='two' is no list of counts for each node",
+        ),
     ],
 )
 def test_contradictions(environ, message):
@@ -253,7 +289,8 @@ def test_contradictions(environ, message):
 
 
 @pytest.mark.parametrize(
-    ("text", "counts"), [("4", [4]), ("2(x3),1", [2, 2, 2, 1]), ("1,2,3", [1, 2, 3]), ("16(x2)", [16, 16]), ("1(x10)", [1] * 10)]
+    ("text", "counts"),
+    [("4", [4]), ("2(x3),1", [2, 2, 2, 1]), ("1,2,3", [1, 2, 3]), ("16(x2)", [16, 16]), ("1(x10)", [1] * 10)],
 )
 def test_slurms_counts(text, counts):
     assert expand_counts(text) == counts

@@ -38,7 +38,9 @@ class Packed(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         lengths = (x[:, 0] > 0).long().cpu() + 2
-        packed = nn.utils.rnn.pack_padded_sequence(x[:, None].expand(-1, 4, -1), lengths, batch_first=True, enforce_sorted=False)
+        packed = nn.utils.rnn.pack_padded_sequence(
+            x[:, None].expand(-1, 4, -1), lengths, batch_first=True, enforce_sorted=False
+        )
         return self.last(self.middle(self.lstm(packed)[1][0][-1]).relu())
 
 
@@ -106,7 +108,13 @@ class Idle(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList([nn.Linear(5, 5), nn.Linear(5, 5), nn.ModuleDict({"used": nn.Linear(5, 5), "idle": nn.Linear(5, 5)})])
+        self.blocks = nn.ModuleList(
+            [
+                nn.Linear(5, 5),
+                nn.Linear(5, 5),
+                nn.ModuleDict({"used": nn.Linear(5, 5), "idle": nn.Linear(5, 5)}),
+            ]
+        )
         self.last = nn.Linear(5, 3)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -151,18 +159,32 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "idle": Idle,
     "buffers": lambda: Buffers(late=False),
     "late buffer": lambda: Buffers(late=True),
-    "cumulative batch norm": lambda: nn.Sequential(nn.Linear(5, 8), nn.BatchNorm1d(8, momentum=None), nn.ReLU(), nn.Linear(8, 3)),
-    "in place between": lambda: _in_place(nn.Linear(5, 8), nn.Hardswish(True), nn.Dropout(0.0, inplace=True), nn.Linear(8, 3)),
-    "in place behind": lambda: _in_place(nn.Linear(5, 8), nn.Hardswish(True), nn.Softmax(-1), nn.Linear(8, 3), nn.Hardsigmoid(True)),
-    "in place, gathered": lambda: _in_place(nn.Linear(5, 6), nn.Hardswish(True), nn.LayerNorm(6), nn.ReLU(True), nn.Linear(6, 3)),
+    "cumulative batch norm": lambda: nn.Sequential(
+        nn.Linear(5, 8), nn.BatchNorm1d(8, momentum=None), nn.ReLU(), nn.Linear(8, 3)
+    ),
+    "in place between": lambda: _in_place(
+        nn.Linear(5, 8), nn.Hardswish(True), nn.Dropout(0.0, inplace=True), nn.Linear(8, 3)
+    ),
+    "in place behind": lambda: _in_place(
+        nn.Linear(5, 8), nn.Hardswish(True), nn.Softmax(-1), nn.Linear(8, 3), nn.Hardsigmoid(True)
+    ),
+    "in place, gathered": lambda: _in_place(
+        nn.Linear(5, 6), nn.Hardswish(True), nn.LayerNorm(6), nn.ReLU(True), nn.Linear(6, 3)
+    ),
     "first weight norm": _normed(nn.utils.weight_norm),
     "first spectral norm": _normed(nn.utils.spectral_norm),
     "weight norm": _normed(nn.utils.parametrizations.weight_norm),
     "spectral norm": _normed(nn.utils.parametrizations.spectral_norm),
-    "one weight norm": lambda: nn.Sequential(nn.utils.weight_norm(nn.Linear(5, 8)), nn.ReLU(), nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 3)),
-    "no linear layer": lambda: nn.Sequential(nn.LayerNorm(5), nn.Unflatten(1, (1, 5)), nn.Conv1d(1, 3, 5), nn.Flatten()),
+    "one weight norm": lambda: nn.Sequential(
+        nn.utils.weight_norm(nn.Linear(5, 8)), nn.ReLU(), nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 3)
+    ),
+    "no linear layer": lambda: nn.Sequential(
+        nn.LayerNorm(5), nn.Unflatten(1, (1, 5)), nn.Conv1d(1, 3, 5), nn.Flatten()
+    ),
 }
-SAMPLE_BY_SAMPLE: dict[str, Callable[[], nn.Module]] = {"dropping": Dropping}  # that do not compute the same on a batch as on its samples
+SAMPLE_BY_SAMPLE: dict[str, Callable[[], nn.Module]] = {
+    "dropping": Dropping
+}  # that do not compute the same on a batch as on its samples
 
 
 class Unprepared(Points):

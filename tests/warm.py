@@ -34,7 +34,9 @@ def _end(process: subprocess.Popen[bytes], here: socket.socket) -> None:
     process.wait()
 
 
-def run(words: Sequence[str], at: Path, env: dict[str, str], out: str, err: str, timeout_s: float) -> int | None:
+def run(
+    words: Sequence[str], at: Path, env: dict[str, str], out: str, err: str, timeout_s: float
+) -> int | None:
     """Run `paceline WORDS` to its end. Its process is gone afterwards, though not what it started and left behind."""
     here = _parent()[1]
     here.sendall(json.dumps([list(words), str(at), env, out, err]).encode() + b"\n")
@@ -83,7 +85,11 @@ def _serve() -> None:
     else:
         return
     os.setsid()
-    for to, path, flags in ((1, out, os.O_WRONLY | os.O_APPEND), (2, err, os.O_WRONLY | os.O_APPEND), (0, os.devnull, os.O_RDONLY)):
+    for to, path, flags in (
+        (1, out, os.O_WRONLY | os.O_APPEND),
+        (2, err, os.O_WRONLY | os.O_APPEND),
+        (0, os.devnull, os.O_RDONLY),
+    ):
         file = os.open(path, flags)
         os.dup2(file, to)
         os.close(file)

@@ -53,7 +53,9 @@ class Started(Event):
     threads: int  # of torch, on each rank
     notes: tuple[str, ...] = ()  # what the user should know of how it is done
     lr_group: str = ""  # parameter group whose learning rate the steps have, where groups have different ones
-    start_s: Mapping[str, float] = field(default_factory=dict)  # how long each phase of the start took, in their order
+    start_s: Mapping[str, float] = field(
+        default_factory=dict
+    )  # how long each phase of the start took, in their order
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,7 +63,9 @@ class Step(Event):
     step: int  # counted from 1: so many updates have been made
     samples: int  # consumed so far, over all ranks
     loss: float  # mean over the global batch, before the update
-    grad_norm: float | None  # of the whole gradient, before clipping; None where fp16 overflowed and the update was left out
+    grad_norm: (
+        float | None
+    )  # of the whole gradient, before clipping; None where fp16 overflowed and the update was left out
     lr: float
     step_s: float  # wall time of this step, data_s included
     data_s: float  # waiting for the batch
@@ -75,7 +79,9 @@ class Accounted(Event):
     step: int
     profiled: int
     step_s: float
-    seconds: Mapping[str, float]  # of step_s by part, the mean over the ranks; in a pipeline over those of the stage that is busiest
+    seconds: Mapping[
+        str, float
+    ]  # of step_s by part, the mean over the ranks; in a pipeline over those of the stage that is busiest
     input_s: float  # of rank 0, as in Step
     slowest: int  # rank that is busy longest, for which the others wait
     slowest_s: float  # not waiting for others, in a step
@@ -124,12 +130,15 @@ class Stalled(Event):
 class Ended(Event):
     step: int
     reason: str  # "done" | "stopped"
-    communication: float | None = None  # share of the step time spent waiting for other ranks, where the engine tells
+    communication: float | None = (
+        None  # share of the step time spent waiting for other ranks, where the engine tells
+    )
     lead: int | None = None  # parameter server: most steps that a worker was seen ahead of the slowest
 
 
 KINDS: dict[str, type[Event]] = {
-    kind.__name__.lower(): kind for kind in (Started, Step, Accounted, Evaluated, Saved, Failed, Stalled, Ended)
+    kind.__name__.lower(): kind
+    for kind in (Started, Step, Accounted, Evaluated, Saved, Failed, Stalled, Ended)
 }
 
 ENCODER = json.JSONEncoder(allow_nan=False)
@@ -146,7 +155,9 @@ class UnknownEventError(ValueError):
 def dumps(event: Event) -> str:
     fields = dict(vars(event))
     if isinstance(event, Evaluated):  # JSON has no NaN, and no infinity
-        fields["metrics"] = {name: value if math.isfinite(value) else None for name, value in event.metrics.items()}
+        fields["metrics"] = {
+            name: value if math.isfinite(value) else None for name, value in event.metrics.items()
+        }
     return ENCODER.encode({"time": fields.pop("time"), "event": type(event).__name__.lower(), **fields})
 
 
@@ -248,7 +259,10 @@ def _fields(kind: type[Event]) -> dict[str, tuple[Callable[[Any], Any], bool]]:
         found[one.name] = (_time if one.name == "time" else _converter(one.type), is_required)
     if kind is Evaluated:
         of_object = _exactly(dict)
-        found["metrics"] = (lambda value: {without_controls(name): _metric(one) for name, one in of_object(value).items()}, True)
+        found["metrics"] = (
+            lambda value: {without_controls(name): _metric(one) for name, one in of_object(value).items()},
+            True,
+        )
     return found
 
 
@@ -261,7 +275,9 @@ class EventWriter:
     def __init__(self, path: Path):
         self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o666)
         self.lost = 0
-        end = _end_of_lines(self._file)  # a last line without its newline: its writer was killed, and it would spoil the next
+        end = _end_of_lines(
+            self._file
+        )  # a last line without its newline: its writer was killed, and it would spoil the next
         if end < os.fstat(self._file).st_size:
             os.ftruncate(self._file, end)
 
@@ -309,7 +325,9 @@ class Skipped:
         try:
             return loads(line)
         except UnknownEventError as error:
-            self.unknown[error.kind if error.kind in self.unknown or len(self.unknown) < KINDS_NAMED else "others"] += 1
+            self.unknown[
+                error.kind if error.kind in self.unknown or len(self.unknown) < KINDS_NAMED else "others"
+            ] += 1
         except ValueError:
             self.damaged += 1
         return None
@@ -322,7 +340,11 @@ class Skipped:
         damaged = several(self.damaged, "damaged line") if self.damaged else ""
         count = self.unknown.total()
         kinds = ", ".join(sorted(self.unknown))
-        unknown = f"{several(count, 'event')} of {'an unknown kind' if count == 1 else 'unknown kinds'} ({kinds})" if count else ""
+        unknown = (
+            f"{several(count, 'event')} of {'an unknown kind' if count == 1 else 'unknown kinds'} ({kinds})"
+            if count
+            else ""
+        )
         return f"skipped {' and '.join(filter(None, (damaged, unknown)))} in events.jsonl" if self else ""
 
 
@@ -452,13 +474,20 @@ def readable(path: Path) -> Iterator[None]:
 
 def _is_step(line: bytes) -> bool:
     """Whether a line is a step, whole as far as that shows without parsing it."""
-    return line.startswith(_HEAD) and _STEP in line and line.endswith(b"}") and line.isascii() and 0 not in line
+    return (
+        line.startswith(_HEAD) and _STEP in line and line.endswith(b"}") and line.isascii() and 0 not in line
+    )
 
 
 def _is_all_steps(block: bytes) -> int:
     """Return the number of lines of a block where all are steps, whole as far as that shows without parsing them; else 0."""
     count = block.count(b"\n")
-    is_whole = block.count(_STEP) == count and block.count(_SEAM) == count - 1 and block.startswith(_HEAD) and block.endswith(b"}\n")
+    is_whole = (
+        block.count(_STEP) == count
+        and block.count(_SEAM) == count - 1
+        and block.startswith(_HEAD)
+        and block.endswith(b"}\n")
+    )
     return count if is_whole and block.isascii() and 0 not in block else 0
 
 
@@ -467,7 +496,13 @@ def read(path: Path, position: int = 0) -> Iterator[Event]:
     return EventReader(path, position).new()
 
 
-def last(path: Path, *kinds: type[Event], until: Container[type[Event]] = (), begin: int = 0, before: int | None = None) -> list[Event]:
+def last(
+    path: Path,
+    *kinds: type[Event],
+    until: Container[type[Event]] = (),
+    begin: int = 0,
+    before: int | None = None,
+) -> list[Event]:
     """Return the last event of each of these kinds, in the order of the file, which is read from its end.
 
     until: the search ends at the first that it finds of these kinds, which are some of `kinds`.
@@ -506,7 +541,9 @@ def _blocks_back(path: Path, first: int, before: int | None, skipped: Skipped) -
         while begin > first:
             end, begin, size = begin, max(first, begin - size), BLOCK
             piece = os.pread(file, end - begin, begin)
-            cut = piece.find(b"\n", 0, len(piece) - (not rest and not is_too_long)) + 1 if begin > first else 0
+            cut = (
+                piece.find(b"\n", 0, len(piece) - (not rest and not is_too_long)) + 1 if begin > first else 0
+            )
             if begin > first and not cut:
                 rest = piece + rest
                 if is_too_long or len(rest) > LONGEST:

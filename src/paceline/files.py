@@ -26,13 +26,17 @@ def check_target(path: Path, kind: type[Error] = RunError) -> None:
         mode = path.lstat().st_mode
     except FileNotFoundError:
         if not path.absolute().parent.is_dir():
-            raise kind(f"cannot write {path}: there is no folder {path.parent} for {path.name}; make it first") from None
+            raise kind(
+                f"cannot write {path}: there is no folder {path.parent} for {path.name}; make it first"
+            ) from None
         return
     except (OSError, ValueError) as error:
         raise kind(f"cannot write {path}: {reason(error)}") from error
     if not stat.S_ISREG(mode):
         found = KINDS.get(stat.S_IFMT(mode), "no regular file")
-        raise kind(f"cannot write {path}: it is {found}, and only regular files are replaced; name another file")
+        raise kind(
+            f"cannot write {path}: it is {found}, and only regular files are replaced; name another file"
+        )
 
 
 @contextlib.contextmanager
@@ -92,7 +96,9 @@ def read_own(path: Path) -> str:
     with open_regular(path) as file:
         owner = os.fstat(file.fileno()).st_uid
         if owner not in (os.geteuid(), 0):
-            raise RunError(f"{path} is of user {owner}, who can write in {path.parent}, too; keep others out: chmod go-w {path.parent}")
+            raise RunError(
+                f"{path} is of user {owner}, who can write in {path.parent}, too; keep others out: chmod go-w {path.parent}"
+            )
         return file.read().decode()
 
 

@@ -47,7 +47,10 @@ def _in_ascii(char: str) -> str:
         return IN_ASCII[char]
     if "\u2500" <= char <= "\u257f":  # corners and crossings of boxes
         return "+"
-    return unicodedata.normalize("NFKD", char).encode("ascii", "ignore").decode() or char.encode("ascii", "backslashreplace").decode()
+    return (
+        unicodedata.normalize("NFKD", char).encode("ascii", "ignore").decode()
+        or char.encode("ascii", "backslashreplace").decode()
+    )
 
 
 def _plain(error: UnicodeError) -> tuple[str, int]:
@@ -89,7 +92,9 @@ class _Lenient(io.RawIOBase):
 
 
 def _text(descriptor: int, owned: bool, encoding: str, line_buffering: bool) -> TextIO:
-    return io.TextIOWrapper(io.BufferedWriter(_Lenient(descriptor, owned)), encoding, PLAIN, line_buffering=line_buffering)
+    return io.TextIOWrapper(
+        io.BufferedWriter(_Lenient(descriptor, owned)), encoding, PLAIN, line_buffering=line_buffering
+    )
 
 
 def append_to(path: Path) -> TextIO:
@@ -104,7 +109,9 @@ def open_standard_files() -> None:
         try:
             os.fstat(descriptor)
         except OSError:
-            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)  # takes the lowest that is free, which is this one
+            os.set_inheritable(
+                os.open(os.devnull, os.O_RDWR), True
+            )  # takes the lowest that is free, which is this one
     for name, descriptor in (("stdout", 1), ("stderr", 2)):
         if getattr(sys, name) is None:
             setattr(sys, name, _text(descriptor, False, "utf-8", True))

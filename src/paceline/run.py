@@ -77,7 +77,9 @@ class RunFolder:
             said = path.read_text(errors="replace").strip()
         except OSError as error:
             raise RunError(f"cannot read {path}: {error.strerror}") from error
-        if not JOB.fullmatch(said):  # it may be the run of somebody else, and Slurm would take it for an option
+        if not JOB.fullmatch(
+            said
+        ):  # it may be the run of somebody else, and Slurm would take it for an option
             raise RunError(f"{path} says {said[:40]!r}, which is no number of a job; delete it")
         return said
 
@@ -117,7 +119,11 @@ class RunFolder:
     def hint(self) -> str:
         """After a failure."""
         kept = self.checkpoints()
-        return f"go on from step {kept[-1]} with: paceline resume {self.path}" if kept else "no checkpoint was written yet"
+        return (
+            f"go on from step {kept[-1]} with: paceline resume {self.path}"
+            if kept
+            else "no checkpoint was written yet"
+        )
 
     def rank_log(self, rank: int, attempt: int = 0) -> Path:
         return self.ranks / (f"{rank}.restart-{attempt}.log" if attempt else f"{rank}.log")
@@ -179,8 +185,12 @@ class RunFolder:
         said = ""
         with contextlib.suppress(ValueError):  # a quotation without its end: the script is damaged
             said = next((shlex.split(line)[1] for line in lines if line.startswith("#SBATCH --output=")), "")
-        name = re.sub("%([0-9]*)([a-zA-Z])", lambda found: self.job or "*" if found[2] == "j" else "*", Path(said).name)
-        return max(self.path.glob(name), key=lambda path: path.stat().st_mtime, default=None) if name else None
+        name = re.sub(
+            "%([0-9]*)([a-zA-Z])", lambda found: self.job or "*" if found[2] == "j" else "*", Path(said).name
+        )
+        return (
+            max(self.path.glob(name), key=lambda path: path.stat().st_mtime, default=None) if name else None
+        )
 
     def is_locked(self) -> bool:
         try:
@@ -203,7 +213,11 @@ class RunFolder:
             return {}, ""
         except (OSError, ValueError, RecursionError) as error:
             return {}, f"skipped damaged {self.provenance}: {error}"
-        return (found, "") if isinstance(found, dict) else ({}, f"skipped damaged {self.provenance}: it holds no object")
+        return (
+            (found, "")
+            if isinstance(found, dict)
+            else ({}, f"skipped damaged {self.provenance}: it holds no object")
+        )
 
     def holder(self) -> str:
         """Who has locked it: process N on HOST."""
@@ -223,7 +237,9 @@ class RunFolder:
             except OSError:
                 if time.monotonic() > deadline:
                     file.close()
-                    raise RunError(f"{self.path} is being trained by {self.holder()}; wait for it or end it") from None
+                    raise RunError(
+                        f"{self.path} is being trained by {self.holder()}; wait for it or end it"
+                    ) from None
                 time.sleep(0.2)
         file.truncate(0)
         file.write(f"process {os.getpid()} on {platform.node()}")
@@ -236,7 +252,9 @@ def default_path(path: str | None, task: str) -> Path:
     if path is not None:
         found = Path(path)
         if len(os.fsencode(found.name)) > NAME_BYTES:
-            raise RunError(f"the run's folder {found.name[:20]}… has a name of {len(found.name)} characters; say a shorter --run-dir")
+            raise RunError(
+                f"the run's folder {found.name[:20]}… has a name of {len(found.name)} characters; say a shorter --run-dir"
+            )
         if os.path.lexists(found):
             raise _exists(found)
         return found
@@ -308,7 +326,10 @@ def open_run(path: Path) -> RunFolder:
     """An existing run. Raises RunError for what is none."""
     if not path.is_dir():
         near = [str(run) for run in path.parent.glob("*/spec.toml")] if path.parent.is_dir() else []
-        raise RunError(f"there is no run {path}" + spec_file.nearest(str(path), [str(Path(run).parent) for run in near[-20:]]))
+        raise RunError(
+            f"there is no run {path}"
+            + spec_file.nearest(str(path), [str(Path(run).parent) for run in near[-20:]])
+        )
     if not (path / "spec.toml").is_file():
         raise RunError(f"{path} is no run: it has no spec.toml")
     for names, is_right, kind in ((FOLDERS, Path.is_dir, "folder"), (FILES, Path.is_file, "file")):
@@ -326,7 +347,9 @@ def latest() -> Path:
     """The run in runs/ that something was last written to. Raises RunError where there is none."""
 
     def written(run: Path) -> float:
-        return max(file.stat().st_mtime for file in (run / "spec.toml", run / "events.jsonl") if file.exists())
+        return max(
+            file.stat().st_mtime for file in (run / "spec.toml", run / "events.jsonl") if file.exists()
+        )
 
     runs = [path.parent for path in Path("runs").glob("*/spec.toml")]
     if not runs:
@@ -339,7 +362,9 @@ def provenance() -> dict[str, Any]:
 
     def git(*words: str) -> str | None:
         try:
-            return subprocess.run(["git", *words], capture_output=True, text=True, check=True, timeout=5).stdout.strip()
+            return subprocess.run(
+                ["git", *words], capture_output=True, text=True, check=True, timeout=5
+            ).stdout.strip()
         except (OSError, subprocess.SubprocessError):
             return None
 
@@ -359,8 +384,11 @@ def provenance() -> dict[str, Any]:
         "system": platform.platform(),
         "processor": cpu().name or None,
         "python": platform.python_version(),
-        "packages": {"paceline": __version__} | {name: found for name in ("torch", "numpy") if (found := installed(name))},
+        "packages": {"paceline": __version__}
+        | {name: found for name in ("torch", "numpy") if (found := installed(name))},
         "git_revision": git("rev-parse", "HEAD"),
-        "git_changed": bool(changed) if (changed := git("status", "--porcelain", "--untracked-files=no")) is not None else None,
+        "git_changed": bool(changed)
+        if (changed := git("status", "--porcelain", "--untracked-files=no")) is not None
+        else None,
     }
     return {key: value for key, value in facts.items() if value is not None}

@@ -12,7 +12,15 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
 import tomli_w
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    ValidationError,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
 from pydantic.fields import FieldInfo
 
 from paceline.errors import SpecError
@@ -53,12 +61,18 @@ DEEPEST = 50  # levels of a value
 class Optimizer(Value):
     """Defaults are torch's, but that `lr` of SGD is asked for in the same field."""
 
-    name: Literal["adamw", "sgd"] = Field(default="adamw", description="optimizer, unless the task has its own")
+    name: Literal["adamw", "sgd"] = Field(
+        default="adamw", description="optimizer, unless the task has its own"
+    )
     lr: float = Field(default=1e-3, gt=0, description="learning rate, before the schedule's factor")
-    weight_decay: float = Field(default=0.0, ge=0, description="decoupled for adamw, added to the gradient for sgd")
+    weight_decay: float = Field(
+        default=0.0, ge=0, description="decoupled for adamw, added to the gradient for sgd"
+    )
     momentum: float = Field(default=0.9, ge=0, lt=1, description="of sgd")
     nesterov: bool = Field(default=False, description="Nesterov momentum, of sgd")
-    betas: tuple[Decay, Decay] = Field(default=(0.9, 0.999), strict=False, description="decay rates of the moments, of adamw")
+    betas: tuple[Decay, Decay] = Field(
+        default=(0.9, 0.999), strict=False, description="decay rates of the moments, of adamw"
+    )
     eps: float = Field(default=1e-8, gt=0, description="added to the root of the second moment, of adamw")
     clip: float | None = Field(default=None, gt=0, description="largest norm of the whole gradient")
 
@@ -72,10 +86,14 @@ class Optimizer(Value):
 class Schedule(Value):
     """Factor on the learning rate, counted in samples, so that it does not depend on ranks or micro-batches."""
 
-    name: Literal["constant", "cosine", "linear", "step"] = Field(default="constant", description="shape behind the warm-up")
+    name: Literal["constant", "cosine", "linear", "step"] = Field(
+        default="constant", description="shape behind the warm-up"
+    )
     warmup: Samples = Field(default=0, description='linear warm-up: samples, or "50 steps", "5 epochs"')
     floor: float = Field(default=0.0, ge=0, le=1, description="of cosine and linear: the factor at the end")
-    every: Samples | None = Field(default=None, description='of step: samples between two decays, or "50 steps", "5 epochs"')
+    every: Samples | None = Field(
+        default=None, description='of step: samples between two decays, or "50 steps", "5 epochs"'
+    )
     factor: float = Field(default=0.1, gt=0, le=1, description="of step: the factor of each decay")
 
     @field_validator("warmup", "every", mode="before")
@@ -83,7 +101,11 @@ class Schedule(Value):
     def _is_a_length(cls, value: Any, about: ValidationInfo) -> Any:
         least = 0 if about.field_name == "warmup" else 1
         is_number = isinstance(value, int) and not isinstance(value, bool) and least <= value <= MOST
-        if is_number or (value is None and about.field_name == "every") or (isinstance(value, str) and LENGTH.fullmatch(value)):
+        if (
+            is_number
+            or (value is None and about.field_name == "every")
+            or (isinstance(value, str) and LENGTH.fullmatch(value))
+        ):
             return value
         wanted = f"samples (a whole number, at least {least}), '50 steps' or '5 epochs'"
         raise ValueError(f"schedule.{about.field_name} must be {wanted}, got {shown(value)}")
@@ -103,7 +125,9 @@ class Schedule(Value):
             if isinstance(length, int):
                 return length
             number, unit = length.split()
-            return round(float(number) * {"sample": 1, "step": batch, "epoch": samples}[unit.removesuffix("s")])
+            return round(
+                float(number) * {"sample": 1, "step": batch, "epoch": samples}[unit.removesuffix("s")]
+            )
 
         every = max(1, counted(self.every)) if self.every is not None else None
         return self.model_copy(update={"warmup": counted(self.warmup), "every": every})
@@ -113,9 +137,18 @@ class Save(Value):
     """When to write checkpoints, besides the one at the end, and which to keep."""
 
     every: int | None = Field(default=None, gt=0, le=MOST, description="steps between two checkpoints")
-    minutes: float = Field(default=10.0, gt=0, allow_inf_nan=True, description="minutes between two checkpoints; inf: never by time")
-    keep: int = Field(default=2, ge=1, le=MOST, description="number of recent checkpoints to keep, besides the best")
-    best: str = Field(default="min loss", description="metric of the evaluation by which one is best: min NAME or max NAME")
+    minutes: float = Field(
+        default=10.0,
+        gt=0,
+        allow_inf_nan=True,
+        description="minutes between two checkpoints; inf: never by time",
+    )
+    keep: int = Field(
+        default=2, ge=1, le=MOST, description="number of recent checkpoints to keep, besides the best"
+    )
+    best: str = Field(
+        default="min loss", description="metric of the evaluation by which one is best: min NAME or max NAME"
+    )
 
     @model_validator(mode="after")
     def _best_is_a_direction(self) -> Self:
@@ -128,7 +161,10 @@ class Loading(Value):
     """How each rank reads its samples."""
 
     workers: int | None = Field(
-        default=None, ge=0, le=1024, description="reading processes per rank [default: spare cores on a machine with GPUs, else 0]"
+        default=None,
+        ge=0,
+        le=1024,
+        description="reading processes per rank [default: spare cores on a machine with GPUs, else 0]",
     )
     prefetch: int = Field(default=2, ge=1, le=1024, description="batches that each worker reads ahead")
 
@@ -136,17 +172,32 @@ class Loading(Value):
 class Spec(Value):
     """What is wanted: task, global batch, length, optimizer, schedule, seed, precision."""
 
-    task: str = Field(default="digits", description='built-in name, "path/to/file.py:Class" or "package.module:Class"')
+    task: str = Field(
+        default="digits", description='built-in name, "path/to/file.py:Class" or "package.module:Class"'
+    )
     set: dict[str, Any] = Field(default={}, description="fields of the task: its hyper-parameters")
-    batch: int = Field(default=64, ge=1, le=10**9, description="samples of the global batch; the plan decides how it is split")
-    epochs: float | None = Field(default=None, gt=0, le=1e9, description=f"length in epochs [default: {DEFAULT_EPOCHS}]")
+    batch: int = Field(
+        default=64,
+        ge=1,
+        le=10**9,
+        description="samples of the global batch; the plan decides how it is split",
+    )
+    epochs: float | None = Field(
+        default=None, gt=0, le=1e9, description=f"length in epochs [default: {DEFAULT_EPOCHS}]"
+    )
     steps: int | None = Field(default=None, ge=1, le=10**12, description="length in steps, instead of epochs")
     seed: int = Field(default=0, ge=0, le=MOST, description="of weights, order of samples and dropout")
-    precision: Literal["fp64", "fp32", "bf16", "fp16"] = Field(default="fp32", description="in which the model computes")
+    precision: Literal["fp64", "fp32", "bf16", "fp16"] = Field(
+        default="fp32", description="in which the model computes"
+    )
     tf32: bool = Field(default=False, description="let CUDA round the inputs of float32 products to TF32")
     compile: bool = Field(default=False, description="compile the model's blocks with torch.compile")
-    allow_local_loss: bool = Field(default=False, description="accept a loss that mixes the samples of a batch")
-    batch_norm: Literal["global", "local"] = Field(default="global", description="BatchNorm statistics over all ranks, or of each rank")
+    allow_local_loss: bool = Field(
+        default=False, description="accept a loss that mixes the samples of a batch"
+    )
+    batch_norm: Literal["global", "local"] = Field(
+        default="global", description="BatchNorm statistics over all ranks, or of each rank"
+    )
     evaluate_every: int | None = Field(
         default=None, ge=1, le=MOST, description="steps between evaluations [default: each epoch and the end]"
     )
@@ -157,10 +208,14 @@ class Spec(Value):
         description="of torch on each rank [default: cores ÷ ranks of the machine, fewer where other processes keep cores busy]",
     )
     account: bool | None = Field(
-        default=None, description="profile steps for paceline account [default: as many as cost less than 1 % of the time]"
+        default=None,
+        description="profile steps for paceline account [default: as many as cost less than 1 % of the time]",
     )
     timeout_s: float = Field(
-        default=60.0, gt=0, le=1e6, description="seconds a rank waits for another; at least 600 until all have made a step"
+        default=60.0,
+        gt=0,
+        le=1e6,
+        description="seconds a rank waits for another; at least 600 until all have made a step",
     )
     optimizer: Optimizer = Optimizer()
     schedule: Schedule = Schedule()
@@ -180,9 +235,17 @@ class Spec(Value):
             fix = "move it to the top of a module, and name it: task='my.py:Class'"
         else:
             module = sys.modules.get(kind.__module__)
-            place = getattr(module, "__file__", None) or "my.py" if kind.__module__ == "__main__" else kind.__module__
-            fix = f"write task={f'{place}:{kind.__qualname__}'!r}" + ("" if isinstance(task, type) else ", set={'field': value}")
-        raise SpecError(f"task must be a name, got the {'class' if kind is task else 'object'} {kind.__qualname__}; {fix}")
+            place = (
+                getattr(module, "__file__", None) or "my.py"
+                if kind.__module__ == "__main__"
+                else kind.__module__
+            )
+            fix = f"write task={f'{place}:{kind.__qualname__}'!r}" + (
+                "" if isinstance(task, type) else ", set={'field': value}"
+            )
+        raise SpecError(
+            f"task must be a name, got the {'class' if kind is task else 'object'} {kind.__qualname__}; {fix}"
+        )
 
     @model_validator(mode="after")
     def _names_are_of_one_line(self) -> Self:
@@ -192,7 +255,9 @@ class Spec(Value):
     @model_validator(mode="after")
     def _one_length(self) -> Self:
         if self.epochs is not None and self.steps is not None:
-            raise ValueError(f"epochs={self.epochs:g} and steps={self.steps} are two lengths of one training; say one of them")
+            raise ValueError(
+                f"epochs={self.epochs:g} and steps={self.steps} are two lengths of one training; say one of them"
+            )
         return self
 
     def total_steps(self, samples: int) -> int:
@@ -205,21 +270,38 @@ class Spec(Value):
 class Launch(Value):
     """How the ranks are started; in a TOML file these keys stand beside those of Spec."""
 
-    plan: str | None = Field(default=None, description="[default: single on one rank, else ddp]; auto: the fastest that fits")
+    plan: str | None = Field(
+        default=None, description="[default: single on one rank, else ddp]; auto: the fastest that fits"
+    )
     chosen: str | None = Field(default=None, description="written by Paceline: why it took this plan")
-    asked: str | None = Field(default=None, description="written by Paceline: the plan that was asked for, where it took another")
-    asked_ranks: int | None = Field(default=None, ge=1, le=10**6, description="written by Paceline: for how many ranks it was asked")
-    ranks: int | None = Field(default=None, ge=1, le=10**6, description="processes in all [default: one per GPU, or 1]")
-    nodes: int = Field(default=1, ge=1, le=10**6, description="nodes of Slurm or Ray, over which the ranks are spread evenly")
+    asked: str | None = Field(
+        default=None, description="written by Paceline: the plan that was asked for, where it took another"
+    )
+    asked_ranks: int | None = Field(
+        default=None, ge=1, le=10**6, description="written by Paceline: for how many ranks it was asked"
+    )
+    ranks: int | None = Field(
+        default=None, ge=1, le=10**6, description="processes in all [default: one per GPU, or 1]"
+    )
+    nodes: int = Field(
+        default=1, ge=1, le=10**6, description="nodes of Slurm or Ray, over which the ranks are spread evenly"
+    )
     least_nodes: int | None = Field(
-        default=None, ge=1, le=10**6, description="nodes on which to continue when others are lost [default: all]"
+        default=None,
+        ge=1,
+        le=10**6,
+        description="nodes on which to continue when others are lost [default: all]",
     )
     launcher: Literal["local", "slurm", "ray"] | None = Field(
         default=None, description="what starts the ranks [default: slurm with several nodes, else local]"
     )
-    restarts: int = Field(default=0, ge=0, le=10**6, description="maximum number of restarts after a rank fails")
+    restarts: int = Field(
+        default=0, ge=0, le=10**6, description="maximum number of restarts after a rank fails"
+    )
     run: str | None = Field(default=None, description="folder of the run [default: runs/TASK-TIME]")
-    device: Literal["cpu", "cuda"] | None = Field(default=None, description="[default: CUDA where there is some]")
+    device: Literal["cpu", "cuda"] | None = Field(
+        default=None, description="[default: CUDA where there is some]"
+    )
 
     @model_validator(mode="after")
     def _names_are_of_one_line(self) -> Self:
@@ -234,7 +316,9 @@ class Launch(Value):
             )
         if self.least_nodes is not None and self.least_nodes < self.nodes and not self.restarts:
             asked = f"--nodes {self.least_nodes}:{self.nodes}"
-            raise ValueError(f"{asked} goes on with fewer nodes by starting the ranks again; say how often at most: --restarts 3")
+            raise ValueError(
+                f"{asked} goes on with fewer nodes by starting the ranks again; say how often at most: --restarts 3"
+            )
         return self
 
     @property
@@ -261,7 +345,9 @@ def load_own(path: Path, overrides: Mapping[str, Any], edited: bool = False) -> 
     request = _build_with(copy.deepcopy(tree), overrides)
     if edited and (missing := [key for key in _never_absent() if not _has(tree, key.split("."))]):
         more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
-        raise SpecError(f"{path} lacks {missing[0]}{more}; a run's request has all its keys, which paceline train --keys lists")
+        raise SpecError(
+            f"{path} lacks {missing[0]}{more}; a run's request has all its keys, which paceline train --keys lists"
+        )
     return request
 
 
@@ -286,7 +372,9 @@ def _has(tree: Any, path: list[str]) -> bool:
 
 def _build_with(tree: dict[str, Any], overrides: Mapping[str, Any]) -> tuple[Spec, Launch]:
     for key, value in overrides.items():
-        *parents, leaf = key.split(".", 1) if not key.startswith("set.") else ("set", key.removeprefix("set."))
+        *parents, leaf = (
+            key.split(".", 1) if not key.startswith("set.") else ("set", key.removeprefix("set."))
+        )
         node = tree
         for name in parents:
             node = node.setdefault(name, {})
@@ -363,7 +451,9 @@ def check_agree(key: str, one: str, value: Any, other: str, also: Any) -> None:
     """Raises SpecError where two places of a command line give a key two values."""
     are_nan = value != value and also != also
     if value != also and not are_nan:
-        raise SpecError(f"{shown(key, str)} is {shown(value)} by {one} and {shown(also)} by {other}; give it once")
+        raise SpecError(
+            f"{shown(key, str)} is {shown(value)} by {one} and {shown(also)} by {other}; give it once"
+        )
 
 
 def set_key(key: str) -> str:
@@ -387,7 +477,9 @@ def parse_value(text: str, key: str = "VALUE") -> Any:
         raise SpecError(f"--set {shown(key, str)}={shown(text, str)}: {TOO_LARGE}") from None
     if is_too_large(read):
         raise SpecError(f"--set {shown(key, str)}={shown(text, str)}: {TOO_LARGE}")
-    return read["x"] if len(read) == 1 and isinstance(read["x"], (bool, int, float, str, list, dict)) else text
+    return (
+        read["x"] if len(read) == 1 and isinstance(read["x"], (bool, int, float, str, list, dict)) else text
+    )
 
 
 TOO_LARGE = f"a number beyond 64 bits, or more than {DEEPEST} levels"

@@ -35,8 +35,12 @@ BUILT_IN = {
 class Layout:
     """How a model may be cut: a value beside the model, so that a stock module is used as it is."""
 
-    blocks: tuple[str, ...] | None = None  # paths of modules whose children are the units of sharding; None: the longest list found
-    tensor: Mapping[str, str] | None = None  # path of a module, * for any part of it -> how tp splits it, in place of what is found:
+    blocks: tuple[str, ...] | None = (
+        None  # paths of modules whose children are the units of sharding; None: the longest list found
+    )
+    tensor: Mapping[str, str] | None = (
+        None  # path of a module, * for any part of it -> how tp splits it, in place of what is found:
+    )
     # "column", "row", "gather" (by columns, output gathered), "vocabulary" (an embedding), "whole"
 
 
@@ -117,10 +121,16 @@ def load_task(reference: str, fields: Mapping[str, Any]) -> Task:
             raise TaskError(f"{reference} has no field {shown(name, str)}{_instead(name, known)}")
     with UserCode(kind.__name__, kind.__init__):  # its fields may have validators of their own
         try:
-            return TypeAdapter(kind).validate_json(json.dumps(dict(fields), default=str))  # as JSON, a list may be a tuple
+            return TypeAdapter(kind).validate_json(
+                json.dumps(dict(fields), default=str)
+            )  # as JSON, a list may be a tuple
         except ValidationError as error:
             own = error.errors()[0].get("ctx", {}).get("error")  # raised by a validator of the task
-            why = described(own) if isinstance(own, Exception) and place_of(own) is not None else explain(error, known, "field")
+            why = (
+                described(own)
+                if isinstance(own, Exception) and place_of(own) is not None
+                else explain(error, known, "field")
+            )
             raise TaskError(f"{reference}: {why}") from error
 
 
@@ -130,7 +140,9 @@ def load_kind(reference: str) -> type[Task]:
     if missing := [name for name in REQUIRED if getattr(kind, name) is getattr(Task, name)]:
         raise TaskError(f"{reference} has no method {missing[0]}; a task needs {', '.join(REQUIRED)}")
     if clashing := [field.name for field in dataclasses.fields(kind) if field.name in METHODS]:
-        raise TaskError(f"{reference} has a field {clashing[0]!r}, and a task has a method of that name; rename the field")
+        raise TaskError(
+            f"{reference} has a field {clashing[0]!r}, and a task has a method of that name; rename the field"
+        )
     return kind
 
 
@@ -138,17 +150,27 @@ def _instead(name: str, fields: list[str]) -> str:
     """Another field that may be meant, or a key of the request."""
     near = nearest(name, fields)
     keys = [set_key(key) for key in KEYS if key.rpartition(".")[2] == name and key not in TABLES]
-    return f"; a key of the request is set by --set {keys[0]}=VALUE" if keys and not near.startswith("; did") else near
+    return (
+        f"; a key of the request is set by --set {keys[0]}=VALUE"
+        if keys and not near.startswith("; did")
+        else near
+    )
 
 
 def find_task(reference: str) -> type[Task]:
     place, _, name = BUILT_IN.get(reference, reference).partition(":")
     module = _load_file(Path(place)) if place.endswith(".py") else _load_module(place, reference)
-    tasks = [key for key, value in vars(module).items() if inspect.isclass(value) and issubclass(value, Task) and value is not Task]
+    tasks = [
+        key
+        for key, value in vars(module).items()
+        if inspect.isclass(value) and issubclass(value, Task) and value is not Task
+    ]
     if not name:
         own = [key for key in tasks if getattr(module, key).__module__ == module.__name__]
         if len(own) != 1:
-            raise TaskError(f"{place} has {len(own)} tasks ({', '.join(own) or 'none'}); say which: {place}:NAME")
+            raise TaskError(
+                f"{place} has {len(own)} tasks ({', '.join(own) or 'none'}); say which: {place}:NAME"
+            )
         name = own[0]
     kind = getattr(module, name, None)
     if kind is None:
@@ -223,7 +245,9 @@ def _load_file(path: Path) -> ModuleType:
         if module is not None and getattr(module, "__file__", None) == str(path):
             return module
     if str(path.parent) not in sys.path:
-        sys.path.insert(0, str(path.parent))  # its neighbours may be imported, also by the workers of its data loader
+        sys.path.insert(
+            0, str(path.parent)
+        )  # its neighbours may be imported, also by the workers of its data loader
     spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None
     assert spec.loader is not None

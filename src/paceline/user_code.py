@@ -17,7 +17,8 @@ BASE = os.path.join(OWN, "task.py")  # what a subclass inherits
 LIBRARY = re.compile(r"site-packages|dist-packages|/lib/python3\.|^<")
 TORCH = re.compile(r"/(site|dist)-packages/torch/")
 LOST_PEER = re.compile(
-    r"connection (closed|reset|refused)|broken pipe|timed out|remote process exited|ncclRemoteError|ncclSystemError", re.I
+    r"connection (closed|reset|refused)|broken pipe|timed out|remote process exited|ncclRemoteError|ncclSystemError",
+    re.I,
 )
 MAX_TEXT = 300  # characters of an exception's message in a sentence; torch may list pages of operators
 CALLED_BY_TORCH = ("__torch_dispatch__", "__torch_function__")  # in which the task's operations run
@@ -36,13 +37,21 @@ class UserCode:
 
     __slots__ = ("hint", "method", "raises", "what")
 
-    def __init__(self, what: str, method: Callable[..., Any] | None = None, raises: type[Error] = TaskError, hint: str = ""):
+    def __init__(
+        self,
+        what: str,
+        method: Callable[..., Any] | None = None,
+        raises: type[Error] = TaskError,
+        hint: str = "",
+    ):
         self.what, self.method, self.raises, self.hint = what, method, raises, hint
 
     def __enter__(self) -> None:
         pass
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         if error is not None:
             error = _unwrapped(error)
         if error is not None and not passes(error):
@@ -79,7 +88,10 @@ def _where(error: BaseException, method: Callable[..., Any] | None) -> str:
     if (found := place_of(error)) is not None:
         return found
     of_libraries = [frame for frame in _frames(error) if not frame[0].startswith((OWN + os.sep, "<"))]
-    places = [_line(*frame) for frame in [frame for frame in of_libraries if not TORCH.search(frame[0])][-1:] or of_libraries[-1:]]
+    places = [
+        _line(*frame)
+        for frame in [frame for frame in of_libraries if not TORCH.search(frame[0])][-1:] or of_libraries[-1:]
+    ]
     code = getattr(inspect.unwrap(method), "__code__", None) if method is not None else None
     if method is not None and code is not None and _is_users(code.co_filename):
         places.append(f"{method.__name__}() is at {_line(code.co_filename, code.co_firstlineno)}")
@@ -113,7 +125,11 @@ def passes(error: BaseException) -> bool:
     if isinstance(error, KeyboardInterrupt):
         return not is_raised  # a signal comes anywhere, but not as a `raise`
     of_paceline = file.startswith(OWN + os.sep) and not _is_users(file) and file != BASE
-    if isinstance(error, (RuntimeError, ConnectionError)) and (of_paceline or TORCH.search(file)) and LOST_PEER.search(str(error)):
+    if (
+        isinstance(error, (RuntimeError, ConnectionError))
+        and (of_paceline or TORCH.search(file))
+        and LOST_PEER.search(str(error))
+    ):
         return True
     inside = of_paceline and trace.tb_frame.f_code.co_name not in CALLED_BY_TORCH and trace is not outermost
     return (of_paceline and is_raised) or (inside and place_of(error) is None)
@@ -123,7 +139,11 @@ def _unwrapped(error: BaseException) -> BaseException:
     """What torch's engines raise another exception for, with all that they know of their tensors."""
     cause = error.__cause__
     frames = _frames(error)
-    return cause if cause is not None and frames and TORCH.search(frames[-1][0]) and place_of(cause) is not None else error
+    return (
+        cause
+        if cause is not None and frames and TORCH.search(frames[-1][0]) and place_of(cause) is not None
+        else error
+    )
 
 
 def _is_raise(frame: FrameType, at: int) -> bool:

@@ -44,7 +44,9 @@ def gather(
         notes.append("interrupted: this is what was measured until then")
     notes += others.remark()
     summary = tuple(dict(row) for row in conclude(rows))
-    result = Result(kind=kind, keys=keys, settings=dict(settings), rows=tuple(rows), summary=summary, notes=tuple(notes))
+    result = Result(
+        kind=kind, keys=keys, settings=dict(settings), rows=tuple(rows), summary=summary, notes=tuple(notes)
+    )
     return CollectedResult(result, interrupted)
 
 
@@ -56,16 +58,22 @@ class OtherPrograms:
 
     def remark(self) -> list[str]:
         own_s = _own_s() - self._own_s
-        share = (busy_s() - self._busy_s - own_s) / ((time.perf_counter() - self._began) * (os.cpu_count() or 1))
+        share = (busy_s() - self._busy_s - own_s) / (
+            (time.perf_counter() - self._began) * (os.cpu_count() or 1)
+        )
         if share < BUSY:
             return []
-        return [f"other programs took {min(share, 1.0):.0%} of this machine meanwhile: it can do more than was measured"]
+        return [
+            f"other programs took {min(share, 1.0):.0%} of this machine meanwhile: it can do more than was measured"
+        ]
 
 
 def busy_s() -> float:
     """Of all cores together, what a host of virtual machines took from them included."""
     times = psutil.cpu_times()._asdict()
-    return sum(seconds for name, seconds in times.items() if name not in ("idle", "iowait", "guest", "guest_nice"))
+    return sum(
+        seconds for name, seconds in times.items() if name not in ("idle", "iowait", "guest", "guest_nice")
+    )
 
 
 def _own_s() -> float:

@@ -32,18 +32,26 @@ class Comparison:
 def compare(first: Result, second: Result) -> Comparison:
     """Rows with the same keys. Raises BenchError where there are none."""
     if first.keys != second.keys:
-        raise BenchError(f"rows of bench {first.kind} and of bench {second.kind} have other keys: compare two results of one bench")
-    timed = [{result.key(row): row for row in result.rows if row.get("median_s")} for result in (first, second)]
+        raise BenchError(
+            f"rows of bench {first.kind} and of bench {second.kind} have other keys: compare two results of one bench"
+        )
+    timed = [
+        {result.key(row): row for row in result.rows if row.get("median_s")} for result in (first, second)
+    ]
     both = [key for key in timed[0] if key in timed[1]]
     if not both:
-        raise BenchError("the two results have no row in common: measure both with the same operations, sizes and types")
+        raise BenchError(
+            "the two results have no row in common: measure both with the same operations, sizes and types"
+        )
     ratios = tuple(_ratio(timed[0][key], timed[1][key]) for key in both)
     return Comparison(ratios, len(timed[0]) - len(both), len(timed[1]) - len(both))
 
 
 def _ratio(first: Row, second: Row) -> Ratio:
     ratio = _number(first, "median_s") / _number(second, "median_s")
-    return Ratio(first, second, ratio, ratio * math.hypot(_number(first, "spread"), _number(second, "spread")))
+    return Ratio(
+        first, second, ratio, ratio * math.hypot(_number(first, "spread"), _number(second, "spread"))
+    )
 
 
 def _number(row: Row, name: str) -> float:

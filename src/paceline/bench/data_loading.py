@@ -13,7 +13,15 @@ from paceline.bench.compute.step import ready, time_step
 from paceline.bench.result import Row
 from paceline.bench.timer import timing
 from paceline.cluster.limits import usable_cores
-from paceline.data.loader import Batch, RankBatchSlice, Samples, batches, check_batch, open_dataset, training_parts
+from paceline.data.loader import (
+    Batch,
+    RankBatchSlice,
+    Samples,
+    batches,
+    check_batch,
+    open_dataset,
+    training_parts,
+)
 from paceline.errors import Error
 from paceline.spec import Spec
 from paceline.task import Task
@@ -34,7 +42,9 @@ def up_to_cores() -> list[int]:
     return [0, *(2**power for power in range(usable_cores().bit_length()))]
 
 
-def measure(spec: Spec, task: Task, device: torch.device, budget_s: float, how: Sequence[tuple[int, int]]) -> Iterator[Row | str]:
+def measure(
+    spec: Spec, task: Task, device: torch.device, budget_s: float, how: Sequence[tuple[int, int]]
+) -> Iterator[Row | str]:
     """A row for the step alone, and for each way two: the training split read as quickly as can be, and read by its steps.
 
     Read by what reads it in a training. Raises DataError for samples that cannot be read.
@@ -80,7 +90,9 @@ def _measured(
         next(source)
         first_s = time.perf_counter() - began
         deadline = time.perf_counter() + budget_s
-        for batch in _until(source, time.perf_counter() + budget_s / 5, workers * prefetch):  # what had been read ahead meanwhile
+        for batch in _until(
+            source, time.perf_counter() + budget_s / 5, workers * prefetch
+        ):  # what had been read ahead meanwhile
             if work is not None:
                 work(batch)
         wait_s, ends = 0.0, [time.perf_counter()]

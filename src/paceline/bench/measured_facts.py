@@ -18,7 +18,12 @@ from paceline.training.model_facts.describe import SAMPLES, describe, watched
 from paceline.training.model_facts.op_counter import OpCounter
 
 BUDGET_S = 5.0
-COMPUTED = ("products", "attention", "other operations", "computed again")  # parts of a step that scale with what was measured
+COMPUTED = (
+    "products",
+    "attention",
+    "other operations",
+    "computed again",
+)  # parts of a step that scale with what was measured
 
 
 def measure(spec: Spec, task: Task, cluster: Cluster, device: torch.device) -> ModelFacts:

@@ -22,7 +22,9 @@ VERSION = 1  # one more when an older Paceline would read a newer file wrongly
 TIMES = ("median_s", "min_s", "p95_s", "spread", "n")  # of a Timing, in every row that was timed
 
 Value = str | int | float | bool | None
-Row = Mapping[str, Value]  # flat; names carry units; those of `Result.keys` say what was measured, TIMES and the rest what came out
+Row = Mapping[
+    str, Value
+]  # flat; names carry units; those of `Result.keys` say what was measured, TIMES and the rest what came out
 
 
 class Result(Frozen):
@@ -58,7 +60,11 @@ def read(path: Path, kind: str | None = None) -> Result:
     if not isinstance(found, dict) or found.pop("schema", None) != SCHEMA:
         raise BenchError(f"{path} is no result of paceline bench: its schema is not {SCHEMA!r}")
     if (written := found.get("version")) != VERSION:
-        hint = "use the Paceline that wrote it" if isinstance(written, int) and written > VERSION else "measure again"
+        hint = (
+            "use the Paceline that wrote it"
+            if isinstance(written, int) and written > VERSION
+            else "measure again"
+        )
         raise BenchError(f"{path} is of version {written!r}, and this Paceline reads {VERSION}; {hint}")
     try:
         result = Result.model_validate_json(json.dumps(found))

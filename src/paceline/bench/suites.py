@@ -27,9 +27,13 @@ def collectives(ranks: int, device: "torch.device", budget_s: float, watch: Watc
     from paceline.bench.collectives.request import CollectiveRequest
     from paceline.bench.collectives.workers import measured, result
 
-    each_s = max(0.02, (budget_s - START_S) / (2 * len(COLLECTED) * len(SIZES_BYTES)) / 1.5)  # warm-up and check included
+    each_s = max(
+        0.02, (budget_s - START_S) / (2 * len(COLLECTED) * len(SIZES_BYTES)) / 1.5
+    )  # warm-up and check included
     backend = "nccl" if device.type == "cuda" else "gloo"
-    request = CollectiveRequest(operations=COLLECTED, backends=(backend,), sizes_bytes=SIZES_BYTES, seconds=each_s)
+    request = CollectiveRequest(
+        operations=COLLECTED, backends=(backend,), sizes_bytes=SIZES_BYTES, seconds=each_s
+    )
     found: list[Row | str] = []
     interrupted = False
     others = OtherPrograms()
@@ -46,7 +50,9 @@ def collectives(ranks: int, device: "torch.device", budget_s: float, watch: Watc
     return CollectedResult(result(request, ranks, ranks, found), interrupted)
 
 
-def compute(device: "torch.device", budget_s: float, spec: "Spec | None", task: "Task | None", watch: Watch) -> CollectedResult:
+def compute(
+    device: "torch.device", budget_s: float, spec: "Spec | None", task: "Task | None", watch: Watch
+) -> CollectedResult:
     """Products, memory and attention; and the step of a task, if there is one."""
     import torch
 
@@ -54,7 +60,11 @@ def compute(device: "torch.device", budget_s: float, spec: "Spec | None", task: 
     from paceline.bench.compute.step import measure_step, ready
 
     of = compute.sizes(device)
-    settings: dict[str, Any] = {"device": device_name(device), "budget_s": budget_s, "layer": [compute.text(shape) for shape in of.layer]}
+    settings: dict[str, Any] = {
+        "device": device_name(device),
+        "budget_s": budget_s,
+        "layer": [compute.text(shape) for shape in of.layer],
+    }
 
     def source() -> Iterator[Row | str]:
         share = budget_s * (0.8 if task is None else 0.6)
@@ -68,7 +78,12 @@ def compute(device: "torch.device", budget_s: float, spec: "Spec | None", task: 
                 yield from measure_step(stepping, spec, budget_s - share)
 
     return gather(
-        "compute", compute.KEYS, settings | _of_task(spec), source(), watch, lambda rows: compute.summary(rows, settings["layer"])
+        "compute",
+        compute.KEYS,
+        settings | _of_task(spec),
+        source(),
+        watch,
+        lambda rows: compute.summary(rows, settings["layer"]),
     )
 
 
@@ -109,7 +124,12 @@ def host(ranks: int, budget_s: float, watch: Watch) -> CollectedResult:
 
 
 def read(
-    spec: "Spec", task: "Task", device: "torch.device", budget_s: float, ways: Sequence[tuple[int, int]], watch: Watch
+    spec: "Spec",
+    task: "Task",
+    device: "torch.device",
+    budget_s: float,
+    ways: Sequence[tuple[int, int]],
+    watch: Watch,
 ) -> CollectedResult:
     """The input of a task: bench input."""
     from paceline.bench import data_loading
@@ -134,4 +154,8 @@ def device_name(device: "torch.device") -> str:
 
 
 def _of_task(spec: "Spec | None") -> dict[str, Any]:
-    return {"task": spec.task, "set": spec.set, "batch": spec.batch, "precision": spec.precision} if spec is not None else {}
+    return (
+        {"task": spec.task, "set": spec.set, "batch": spec.batch, "precision": spec.precision}
+        if spec is not None
+        else {}
+    )

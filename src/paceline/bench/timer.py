@@ -88,7 +88,10 @@ def alone(values: Sequence[float]) -> list[float]:
 
 
 def measure(
-    run: Callable[[], object], budget: Budget | None = None, clock: Clock = WALL, largest: Callable[[Sequence[float]], list[float]] = alone
+    run: Callable[[], object],
+    budget: Budget | None = None,
+    clock: Clock = WALL,
+    largest: Callable[[Sequence[float]], list[float]] = alone,
 ) -> Timing:
     """Time `run`, back to back as nccl-tests does, without anything in between.
 

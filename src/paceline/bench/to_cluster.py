@@ -34,11 +34,15 @@ def updated(cluster: Cluster, results: Iterable[Result]) -> Cluster:
         if result.kind == "collectives":
             cluster = cluster.updated(links=links(result.summary))
         if result.kind == "compute":
-            cluster = cluster.updated(rates=rates(result)).model_copy(update={"device": _with_memory(cluster.device, result)})
+            cluster = cluster.updated(rates=rates(result)).model_copy(
+                update={"device": _with_memory(cluster.device, result)}
+            )
         if result.kind == "host":
             cluster = cluster.updated(paces=paces(result), engines=engines(result))
         if result.kind == "overlap":
-            cluster = cluster.updated(overlaps=overlaps(result)).model_copy(update={"device": _with_copies(cluster.device, result)})
+            cluster = cluster.updated(overlaps=overlaps(result)).model_copy(
+                update={"device": _with_copies(cluster.device, result)}
+            )
         if result.kind == "storage":
             cluster = cluster.updated(disks=disks(result))
     return cluster
@@ -53,7 +57,10 @@ def rates(result: Result) -> list[Rate]:
             found[key] = row
     return [
         Rate(
-            operation=operation, dtype=dtype, shape=tuple(map(int, shape.split("×"))), flops=_fact(result, row, "flops", row.get("kernel"))
+            operation=operation,
+            dtype=dtype,
+            shape=tuple(map(int, shape.split("×"))),
+            flops=_fact(result, row, "flops", row.get("kernel")),
         )
         for (operation, dtype, shape), row in found.items()
     ]
@@ -64,7 +71,9 @@ def paces(result: Result) -> list[Pace]:
     found: dict[tuple[Any, Any], dict[float, float]] = {}
     for row in result.rows:
         if "operation" in row:
-            found.setdefault((row["operation"], row["threads"]), {})[float(row["size"] or 0)] = float(row["min_s"] or 0)
+            found.setdefault((row["operation"], row["threads"]), {})[float(row["size"] or 0)] = float(
+                row["min_s"] or 0
+            )
     return [
         Pace(
             operation=operation,
@@ -83,7 +92,11 @@ def engines(result: Result) -> list[Engine]:
     found: dict[tuple[str, int], list[tuple[float, float, float]]] = {}
     for row in result.rows:
         if "engine" in row:
-            measured = (float(row["units"] or 0), float(row.get("tensors") or 0), max(LEAST_S, float(row["median_s"] or 0)))
+            measured = (
+                float(row["units"] or 0),
+                float(row.get("tensors") or 0),
+                max(LEAST_S, float(row["median_s"] or 0)),
+            )
             found.setdefault((str(row["engine"]), int(row["ranks"] or 1)), []).append(measured)
 
     def fact(value: float) -> Fact:
@@ -92,7 +105,9 @@ def engines(result: Result) -> list[Engine]:
     rows = []
     for (name, ranks), all_ in found.items():
         units, tensors, seconds = np.asarray(all_).T
-        step_s, unit_s, tensor_s = map(fact, least(np.stack([np.ones(len(seconds)), units, tensors], axis=1) / seconds[:, None])[0])
+        step_s, unit_s, tensor_s = map(
+            fact, least(np.stack([np.ones(len(seconds)), units, tensors], axis=1) / seconds[:, None])[0]
+        )
         rows.append(Engine(name=name, ranks=ranks, step_s=step_s, unit_s=unit_s, tensor_s=tensor_s))
     return rows
 
@@ -104,7 +119,11 @@ def overlaps(result: Result) -> list[Overlap]:
         if row.get("memory") != "pageable" and row.get("streams") != 1:
             found[str(row["operation"]), row.get("backend")] = row
     return [
-        Overlap(operation=operation, backend=backend, hidden=_fact(result, row | {"hidden": min(1.0, max(0.0, row["hidden"]))}, "hidden"))
+        Overlap(
+            operation=operation,
+            backend=backend,
+            hidden=_fact(result, row | {"hidden": min(1.0, max(0.0, row["hidden"]))}, "hidden"),
+        )
         for (operation, backend), row in found.items()
     ]
 
@@ -113,7 +132,9 @@ def disks(result: Result) -> list[Disk]:
     """Without what a remark casts doubt on, as where a page cache could not be dropped."""
     found: dict[str, dict[str, Any]] = {}
     for row in result.rows:
-        disk = found.setdefault(str(row["directory"]), {"path": row["directory"], "filesystem": row["filesystem"]})
+        disk = found.setdefault(
+            str(row["directory"]), {"path": row["directory"], "filesystem": row["filesystem"]}
+        )
         rate = "Bps" if "Bps" in row else "per_s"
         if row["test"] in DISK and row.get(rate) and not row.get("note"):
             disk[DISK[str(row["test"])]] = _fact(result, row, rate)
@@ -123,13 +144,19 @@ def disks(result: Result) -> list[Disk]:
 def _with_memory(device: Device, result: Result) -> Device:
     found = [row for row in result.rows if row["operation"] in ("copy", "triad")]
     best = max(found, key=lambda row: float(row["Bps"] or 0), default=None)
-    return device.model_copy(update={"memory_Bps": _fact(result, best, "Bps", best["operation"])}) if best is not None else device
+    return (
+        device.model_copy(update={"memory_Bps": _fact(result, best, "Bps", best["operation"])})
+        if best is not None
+        else device
+    )
 
 
 def _with_copies(device: Device, result: Result) -> Device:
     update: dict[str, Any] = {}
     for field, operation in (("to_device_Bps", "copy to device"), ("to_host_Bps", "copy to host")):
-        found = {row["memory"]: _fact(result, row, "Bps") for row in result.rows if row["operation"] == operation}
+        found = {
+            row["memory"]: _fact(result, row, "Bps") for row in result.rows if row["operation"] == operation
+        }
         update |= {field: found} if found else {}
     return device.model_copy(update=update)
 
@@ -140,6 +167,8 @@ def _fact(result: Result, row: Any, name: str, more: object = None) -> Fact:
     return Fact(
         value=row[name],
         source="measured",
-        spread=round(float(spread) / QUARTILES, 4) if isinstance(spread, (int, float)) and row.get("n", 0) != 1 else None,
+        spread=round(float(spread) / QUARTILES, 4)
+        if isinstance(spread, (int, float)) and row.get("n", 0) != 1
+        else None,
         note=note,
     )

@@ -39,13 +39,18 @@ COMMANDS = {
     "agent": "Train as the node that the environment says.",
 }
 HIDDEN = ("rank", "agent")  # that only Paceline starts
-MODULES = {"bench": "bench.app"} | {name: f"internal.{name}" for name in HIDDEN}  # where a module has another name than its command
+MODULES = {"bench": "bench.app"} | {
+    name: f"internal.{name}" for name in HIDDEN
+}  # where a module has another name than its command
 
 
 @functools.cache
 def load(name: str) -> Any:
     """Return a command with all that it takes, a subclass of click's Command."""
-    module, beside = import_module(f"paceline.cli.{MODULES.get(name, name)}"), typer.Typer(rich_markup_mode="rich")
+    module, beside = (
+        import_module(f"paceline.cli.{MODULES.get(name, name)}"),
+        typer.Typer(rich_markup_mode="rich"),
+    )
     beside.callback()(lambda: None)
     if name == "bench":
         from paceline.cli.bench import collectives, single
@@ -65,7 +70,9 @@ class _Commands(TyperGroup):
     """Help, completion and suggestions know the commands by their names and first sentences; the one that is called is loaded."""
 
     def __init__(self, **attrs: Any):
-        commands = {name: TyperCommand(name, help=help, hidden=name in HIDDEN) for name, help in COMMANDS.items()}
+        commands = {
+            name: TyperCommand(name, help=help, hidden=name in HIDDEN) for name, help in COMMANDS.items()
+        }
         super().__init__(**attrs | {"commands": commands})
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
@@ -91,7 +98,11 @@ def _version(wanted: bool) -> None:
 
 
 @app.callback()
-def _options(version: bool = typer.Option(False, "--version", callback=_version, is_eager=True, help="Print the version.")) -> None:
+def _options(
+    version: bool = typer.Option(
+        False, "--version", callback=_version, is_eager=True, help="Print the version."
+    ),
+) -> None:
     pass
 
 
@@ -100,7 +111,9 @@ def main() -> None:
     open_standard_files()
     never_fail("stderr", *(["stdout"] if sys.argv[1:2] and sys.argv[1] in TRAINING else []))
     write_plainly()
-    own_log = sys.argv[1:2] == ["rank"] and len(sys.argv) > 3  # of a rank of our launcher on this machine: it says all
+    own_log = (
+        sys.argv[1:2] == ["rank"] and len(sys.argv) > 3
+    )  # of a rank of our launcher on this machine: it says all
     debug = "--debug" in sys.argv or own_log
     sys.argv = [word for word in sys.argv if word != "--debug"]
     try:
@@ -116,7 +129,9 @@ def main() -> None:
         sys.stderr.close()
         sys.exit(141)
     except OSError as error:
-        if debug or error.filename is None:  # else of a path: a name of 300 characters, a folder that others may not enter
+        if (
+            debug or error.filename is None
+        ):  # else of a path: a name of 300 characters, a folder that others may not enter
             raise
         print(f"paceline: {error.filename}: {error.strerror}", file=sys.stderr)
         sys.exit(2)

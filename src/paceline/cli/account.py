@@ -19,11 +19,18 @@ Option = typer.Option
 
 def account(
     run: Annotated[Path, typer.Argument(help="The run's folder.")],
-    cluster: Annotated[str | None, Option(help="Predict on this one, as for plan. Default: cluster.json here, or this machine.")] = None,
-    update: Annotated[bool, Option("--update", help="Write what the run shows of predictions into the cluster.json.")] = False,
+    cluster: Annotated[
+        str | None,
+        Option(help="Predict on this one, as for plan. Default: cluster.json here, or this machine."),
+    ] = None,
+    update: Annotated[
+        bool, Option("--update", help="Write what the run shows of predictions into the cluster.json.")
+    ] = False,
     measured: Annotated[bool, Option("--measured", help="Predict nothing.")] = False,
     json: Annotated[Path | None, Option(metavar="FILE", help="Write the figures there, too.")] = None,
-    plot: Annotated[Path | None, Option(metavar="FILE.svg|png", help="Draw predicted over measured there.")] = None,
+    plot: Annotated[
+        Path | None, Option(metavar="FILE.svg|png", help="Draw predicted over measured there.")
+    ] = None,
 ) -> None:
     """Show where the time and memory of a run went, part by part, beside what is predicted."""
     from paceline.cli.plan_options import check_outputs
@@ -33,7 +40,9 @@ def account(
 
     check_outputs(json, plot)
     if update and measured:
-        raise SpecError("--update compares with a prediction, and --measured makes none; leave one of them out")
+        raise SpecError(
+            "--update compares with a prediction, and --measured makes none; leave one of them out"
+        )
     folder = open_run(run)
     seen, skipped = _measured(folder)
     found = PredictionReport(seen, None, "asked not to (--measured)")
@@ -42,7 +51,9 @@ def account(
         where = _cluster(folder, seen, cluster, update)
         name = _name(seen)
         try:
-            others = where.model_copy(update={"accounts": tuple(one for one in where.accounts if one.run != name)})
+            others = where.model_copy(
+                update={"accounts": tuple(one for one in where.accounts if one.run != name)}
+            )
             answer = _predicted(folder, seen, others)
             guesses = answer.plans[0][1].time.guesses
             notes = (*answer.assumed, *(["extrapolated: " + "; ".join(guesses)] if guesses else []))
@@ -112,17 +123,27 @@ def _cluster(folder: RunFolder, seen: "RunBreakdown", said: str | None, update: 
     from paceline.errors import ClusterError
 
     if update and said is None and file_of() is None:
-        raise ClusterError("there is no cluster.json here to update; write one with paceline bench, or name one with --cluster FILE")
+        raise ClusterError(
+            "there is no cluster.json here to update; write one with paceline bench, or name one with --cluster FILE"
+        )
     if update and said is not None and not Path(said).is_file():
-        raise ClusterError(f"--update writes into a file, and there is no file {said}; write one with paceline bench")
+        raise ClusterError(
+            f"--update writes into a file, and there is no file {said}; write one with paceline bench"
+        )
     where = cluster_of(said)
     device = where.device
     processor = folder.origin()[0].get("processor")
-    ran_on = (processor if isinstance(processor, str) else "cpu") if seen.started.device == "cpu" else seen.started.device
+    ran_on = (
+        (processor if isinstance(processor, str) else "cpu")
+        if seen.started.device == "cpu"
+        else seen.started.device
+    )
     flat = [re.sub(r"[^a-z0-9]", "", name.lower()) for name in (ran_on, device.name)]
     same_kind = (seen.started.device == "cpu") == (device.kind == "cpu")
     if not same_kind or (ran_on != "cpu" and flat[0] not in flat[1] and flat[1] not in flat[0]):
-        raise ClusterError(f"{folder.path} ran on {ran_on}, and the cluster is of {device.name}; name the run's own with --cluster FILE")
+        raise ClusterError(
+            f"{folder.path} ran on {ran_on}, and the cluster is of {device.name}; name the run's own with --cluster FILE"
+        )
     return where
 
 
@@ -138,9 +159,18 @@ def _predicted(folder: RunFolder, seen: "RunBreakdown", cluster: "Cluster") -> "
     try:
         task = load_task(spec.task, spec.set)
     except TaskError as error:
-        raise TaskError(f"{error}; what {folder.path} takes cannot be predicted without its task: ask for --measured alone") from error
+        raise TaskError(
+            f"{error}; what {folder.path} takes cannot be predicted without its task: ask for --measured alone"
+        ) from error
     started = seen.started
-    return answer(describe(spec, task), cluster, started.batch, started.plan, of_precision(spec.precision), started.ranks)
+    return answer(
+        describe(spec, task),
+        cluster,
+        started.batch,
+        started.plan,
+        of_precision(spec.precision),
+        started.ranks,
+    )
 
 
 def _update(folder: RunFolder, seen: "RunBreakdown", cluster: "Cluster", said: str | None) -> str:
@@ -155,7 +185,9 @@ def _update(folder: RunFolder, seen: "RunBreakdown", cluster: "Cluster", said: s
     _, cost = _predicted(folder, seen, cluster.model_copy(update={"accounts": ()})).plans[0]
     found = {part: Fact(value=ratio, source="measured") for part, ratio in ratios(seen.seconds, cost).items()}
     parts = tuple(part.name for part in cost.time.parts)
-    row = CalibrationRecord(run=_name(seen), plan=seen.started.plan, ranks=seen.started.ranks, parts=parts, ratios=found)
+    row = CalibrationRecord(
+        run=_name(seen), plan=seen.started.plan, ranks=seen.started.ranks, parts=parts, ratios=found
+    )
     after = cluster.updated(accounts=[row])
     file.write(path, after)
     count = len(after.accounts)

@@ -32,7 +32,11 @@ def cancel(run: Annotated[Path, typer.Argument(help="The run's folder.")]) -> No
     found = re.fullmatch(r"process ([0-9]{1,9}) on (.+)", holder)
     if found is None or found[2] != platform.node():
         raise RunError(f"{run} is being trained by {holder}; end it there")
-    if not folder.is_held_by(int(found[1])):  # it may be the run of somebody else, who wrote there what he liked
-        raise RunError(f"{run} says that it is being trained by {holder}, which does not hold it; end the right one by kill")
+    if not folder.is_held_by(
+        int(found[1])
+    ):  # it may be the run of somebody else, who wrote there what he liked
+        raise RunError(
+            f"{run} says that it is being trained by {holder}, which does not hold it; end the right one by kill"
+        )
     os.kill(int(found[1]), signal.SIGTERM)
     print(f"{run}: {holder} was told to save and stop; go on with: paceline resume {run}")

@@ -12,8 +12,12 @@ if TYPE_CHECKING:
 
 
 def doctor(
-    run: Annotated[Path | None, typer.Argument(help="The run's folder [default: the latest in runs/].")] = None,
-    json: Annotated[Path | None, typer.Option(metavar="FILE", help="Write all that was found there, too.")] = None,
+    run: Annotated[
+        Path | None, typer.Argument(help="The run's folder [default: the latest in runs/].")
+    ] = None,
+    json: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Write all that was found there, too.")
+    ] = None,
 ) -> None:
     """Say why a run does not go on. Exits with 1 where it is stuck. Ask from any machine that sees its folder."""
     from paceline.cli.plan_options import check_outputs, show

@@ -30,20 +30,33 @@ def drill(
     target: Target = "digits",
     plan: Annotated[str | None, Option(help="Default: ddp.")] = None,
     ranks: Annotated[int | None, Option(help="Processes on this machine. Default: 2.")] = None,
-    faults: Annotated[str | None, Option(help=f"With commas: {', '.join(fault.name for fault in FAULTS)}. Default: all.")] = None,
-    rounds: Annotated[int, Option(help="How often each fault happens, each time at another moment.", min=1)] = 1,
-    seed: Annotated[int | None, Option(help="Of the moments, and of weights and the order of samples.")] = None,
+    faults: Annotated[
+        str | None, Option(help=f"With commas: {', '.join(fault.name for fault in FAULTS)}. Default: all.")
+    ] = None,
+    rounds: Annotated[
+        int, Option(help="How often each fault happens, each time at another moment.", min=1)
+    ] = 1,
+    seed: Annotated[
+        int | None, Option(help="Of the moments, and of weights and the order of samples.")
+    ] = None,
     steps: Annotated[int | None, Option(help=f"Of each training. Default: {STEPS}.")] = None,
     batch: Annotated[int | None, Option(help="Samples of the global batch.")] = None,
     lr: Annotated[float | None, Option(help="Learning rate. Default: 0.001.")] = None,
     optimizer: Annotated[str | None, Option(help="adamw or sgd.")] = None,
     clip: Annotated[float | None, Option(help="Largest norm of the whole gradient.")] = None,
     set: Annotated[
-        list[str] | None, Option(metavar="NAME=VALUE", help="A field of the task, to make it small, or a dotted key: optimizer.momentum.")
+        list[str] | None,
+        Option(
+            metavar="NAME=VALUE",
+            help="A field of the task, to make it small, or a dotted key: optimizer.momentum.",
+        ),
     ] = None,
     device: Annotated[str | None, Option(help="cpu or cuda. Default: CUDA where there is some.")] = None,
     json: Annotated[Path | None, Option(help="Write what was found to this file.")] = None,
-    keep: Annotated[Path | None, Option(metavar="FOLDER", help="Keep all trainings in this new folder. Else only if one failed.")] = None,
+    keep: Annotated[
+        Path | None,
+        Option(metavar="FOLDER", help="Keep all trainings in this new folder. Else only if one failed."),
+    ] = None,
 ) -> None:
     """Train undisturbed, then once for each fault, which happens at a random but seeded moment, and compare: weights and losses bit by
     bit, the samples that were consumed, the processes and ports that are left.
@@ -90,15 +103,23 @@ def _prepared(spec: Spec, launch: Launch, folder: Path) -> "Drill":
     from paceline.plan.plan import parse
 
     if (launcher := world().launcher) is not None:
-        raise LaunchError(f"drill starts ranks itself, and {launcher} has started this process as one; run it without")
+        raise LaunchError(
+            f"drill starts ranks itself, and {launcher} has started this process as one; run it without"
+        )
     if launch.nodes > 1:
-        raise LaunchError(f"drill breaks what it can reach, the ranks of one machine, got nodes={launch.nodes}; leave it out")
+        raise LaunchError(
+            f"drill breaks what it can reach, the ranks of one machine, got nodes={launch.nodes}; leave it out"
+        )
     assert spec.steps is not None
     save_every(spec.steps)
-    launch = check(spec, launch.model_copy(update={"ranks": launch.ranks or RANKS, "run": None, "restarts": 0}), world())
+    launch = check(
+        spec, launch.model_copy(update={"ranks": launch.ranks or RANKS, "run": None, "restarts": 0}), world()
+    )
     ranks, plan = launch.ranks or RANKS, parse(str(launch.plan))
     if plan.servers is not None:
-        raise PlanError(f"under plan {plan} no two trainings are the same, so there is nothing to compare with; use another plan")
+        raise PlanError(
+            f"under plan {plan} no two trainings are the same, so there is nothing to compare with; use another plan"
+        )
     return Drill(spec.model_copy(update={"task": tasks.resolve(spec.task)}), launch, plan.on(ranks), folder)
 
 
@@ -106,7 +127,9 @@ def _held(one: "Drill", moments: list[FaultMoment], task: str) -> tuple[dict[str
     """Returns what goes into the JSON file, and the exit status."""
     from rich.console import Console
 
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # as Ctrl-C: what was started is ended
+    signal.signal(
+        signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM)
+    )  # as Ctrl-C: what was started is ended
     console = Console(highlight=False, emoji=False)
     outcomes: list[FaultOutcome] = []
     what = f"{task}: plan {one.launch.plan} on {several(one.ranks, 'rank')}, {one.steps} steps of {one.spec.batch} samples"

@@ -24,7 +24,9 @@ def export(
         raise RunError(f"{file} exists already; say another file, or --force")
     check_target(file)
     if step is not None and step not in folder.checkpoints():
-        raise CheckpointError(f"{run} has no checkpoint of step {step}; it has {', '.join(map(str, folder.checkpoints())) or 'none'}")
+        raise CheckpointError(
+            f"{run} has no checkpoint of step {step}; it has {', '.join(map(str, folder.checkpoints())) or 'none'}"
+        )
     from safetensors import SafetensorError
     from safetensors.torch import save_file
 
@@ -44,4 +46,6 @@ def export(
         except SafetensorError as error:
             raise RunError(f"cannot write {file}: {error}") from error
     elements = sum(tensor.numel() for tensor in weights.values())
-    print(f"{file}: {len(weights)} tensors, {format_count(elements)} elements, {format_bytes(file.stat().st_size)}, of {path}")
+    print(
+        f"{file}: {len(weights)} tensors, {format_count(elements)} elements, {format_bytes(file.stat().st_size)}, of {path}"
+    )

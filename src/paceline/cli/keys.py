@@ -19,14 +19,24 @@ class RequestKey(NamedTuple):
 
 def of_task(kind: type[Task]) -> list[RequestKey]:
     return [
-        RequestKey(field.name, field.type if isinstance(field.type, str) else type_name(field.type), _default(field), "")
+        RequestKey(
+            field.name,
+            field.type if isinstance(field.type, str) else type_name(field.type),
+            _default(field),
+            "",
+        )
         for field in dataclasses.fields(kind)
     ]
 
 
 def of_request() -> list[RequestKey]:
     return [
-        RequestKey(name, type_name(field.annotation), "none" if field.default is None else _shown(field.default), field.description or "")
+        RequestKey(
+            name,
+            type_name(field.annotation),
+            "none" if field.default is None else _shown(field.default),
+            field.description or "",
+        )
         for name, field in keys()
     ]
 
@@ -41,7 +51,13 @@ def _shown(value: Any) -> str:
     """As it would be written behind NAME=."""
     if isinstance(value, tuple):
         return repr([*value])
-    return value if isinstance(value, str) and value else str(value).lower() if isinstance(value, bool) else repr(value)
+    return (
+        value
+        if isinstance(value, str) and value
+        else str(value).lower()
+        if isinstance(value, bool)
+        else repr(value)
+    )
 
 
 def type_name(annotation: Any) -> str:
@@ -59,12 +75,17 @@ def type_name(annotation: Any) -> str:
 
 
 def lines(reference: str, kind: type[Task]) -> Iterator[str]:
-    tables = {f"fields of {reference}, by --set NAME=VALUE:": of_task(kind), "keys of the request, by --set NAME=VALUE:": of_request()}
+    tables = {
+        f"fields of {reference}, by --set NAME=VALUE:": of_task(kind),
+        "keys of the request, by --set NAME=VALUE:": of_request(),
+    }
     for title, rows in tables.items():
         yield title
         columns = [RequestKey("name", "type", "default", "meaning"), *rows]
         widths = [max(len(row[at]) for row in columns) for at in range(3)]
         for row in columns if rows else []:
-            yield "  ".join(["", *(text.ljust(width) for text, width in zip(row, widths, strict=False)), row.meaning]).rstrip()
+            yield "  ".join(
+                ["", *(text.ljust(width) for text, width in zip(row, widths, strict=False)), row.meaning]
+            ).rstrip()
         if not rows:
             yield "  none"

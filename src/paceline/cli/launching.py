@@ -18,7 +18,9 @@ from paceline.run import RunFolder
 from paceline.spec import Launch, Spec
 
 
-def read(target: str, flags: Mapping[str, Any], set: list[str], steps: int | None = None) -> tuple[Spec, Launch]:
+def read(
+    target: str, flags: Mapping[str, Any], set: list[str], steps: int | None = None
+) -> tuple[Spec, Launch]:
     """The request of a command line: a task or a TOML file, and over it the flags that are not None and NAME=VALUE.
 
     steps: the length of the training where neither a flag nor `set` gives it, whatever the file says.
@@ -29,7 +31,9 @@ def read(target: str, flags: Mapping[str, Any], set: list[str], steps: int | Non
         given["task"] = target
     also = specs.parse_overrides(set)
     for key, value in also.items():
-        specs.check_agree(specs.set_key(key), "its own option or argument", given.get(key, value), "--set", value)
+        specs.check_agree(
+            specs.set_key(key), "its own option or argument", given.get(key, value), "--set", value
+        )
     overrides = given | also
     if steps is not None:
         overrides.setdefault("steps", steps)
@@ -59,7 +63,9 @@ def check(spec: Spec, launch: Launch, me: World) -> Launch:
 def say(spec: Spec, launch: Launch, me: World) -> tuple[Launch, Plan, task.Task]:
     """The launch with ranks and plan said, that plan with its data degree said, and the task; the model is not looked at."""
     if me.launcher is not None and launch.ranks not in (None, me.size):
-        raise LaunchError(f"--ranks {launch.ranks}, but {me.launcher} started {me.size}; leave --ranks out, or start {launch.ranks} there")
+        raise LaunchError(
+            f"--ranks {launch.ranks}, but {me.launcher} started {me.size}; leave --ranks out, or start {launch.ranks} there"
+        )
     work = task.load_task(spec.task, spec.set)
     ranks = me.size if me.launcher is not None else launch.ranks or launch.nodes * _devices(launch.device)
     if me.launcher is None:

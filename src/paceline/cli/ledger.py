@@ -12,11 +12,14 @@ Option = typer.Option
 
 def ledger(
     target: Target = "digits",
-    ranks: Annotated[int | None, Option(help="Ranks to play, as many as you like; needed where a run.toml does not say.")] = None,
+    ranks: Annotated[
+        int | None, Option(help="Ranks to play, as many as you like; needed where a run.toml does not say.")
+    ] = None,
     plan: Annotated[str | None, Option(help="As for train.")] = None,
     batch: Annotated[int | None, Option(help="Samples of the global batch, over all ranks.")] = None,
     set: Annotated[
-        list[str] | None, Option(metavar="NAME=VALUE", help="A field of the task, or a dotted key such as optimizer.momentum.")
+        list[str] | None,
+        Option(metavar="NAME=VALUE", help="A field of the task, or a dotted key such as optimizer.momentum."),
     ] = None,
     optimizer: Annotated[str | None, Option(help="adamw or sgd.")] = None,
     clip: Annotated[float | None, Option(help="Largest norm of the whole gradient.")] = None,

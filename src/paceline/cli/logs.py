@@ -11,7 +11,9 @@ from paceline.run import RunFolder
 
 def logs(
     run: Annotated[Path, typer.Argument(help="The run's folder.")],
-    rank: Annotated[int | None, typer.Option(help="What this rank wrote, in place of what the training said.")] = None,
+    rank: Annotated[
+        int | None, typer.Option(help="What this rank wrote, in place of what the training said.")
+    ] = None,
     follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on as it grows, until Ctrl-C.")] = False,
 ) -> None:
     """Print what a training said: in Slurm the output of its last job."""
@@ -28,7 +30,10 @@ def _of_run(run: RunFolder) -> Path:
     file = run.job_log() if run.job is not None else run.log
     if file is not None and file.exists():
         return file
-    raise RunError(f"{run.path} has said nothing yet" + (f": job {run.job} has not begun (paceline status {run.path})" if run.job else ""))
+    raise RunError(
+        f"{run.path} has said nothing yet"
+        + (f": job {run.job} has not begun (paceline status {run.path})" if run.job else "")
+    )
 
 
 def _of_rank(run: RunFolder, rank: int) -> Path:

@@ -4,7 +4,20 @@ from typing import Annotated
 
 from typer import Option
 
-from paceline.cli.plan_options import Batch, Json, Model, Peak, Plot, Precision, Price, Seq, Set, Target, Tokens, Where
+from paceline.cli.plan_options import (
+    Batch,
+    Json,
+    Model,
+    Peak,
+    Plot,
+    Precision,
+    Price,
+    Seq,
+    Set,
+    Target,
+    Tokens,
+    Where,
+)
 
 
 def plan(
@@ -14,15 +27,21 @@ def plan(
     ranks: Annotated[int | None, Option(help="Ranks, if not all devices.")] = None,
     batch: Batch = None,
     seq: Seq = None,
-    plan: Annotated[str | None, Option(help="Price this one, as for train; else all that there could be.")] = None,
+    plan: Annotated[
+        str | None, Option(help="Price this one, as for train; else all that there could be.")
+    ] = None,
     set: Set = None,
     precision: Precision = None,
     peak: Peak = None,
     tokens: Tokens = None,
     price: Price = None,
     top: Annotated[int, Option(help="Plans to show.")] = 10,
-    explain: Annotated[bool, Option("--explain", help="Each part of time and memory of the first, and what the next lacks.")] = False,
-    measure: Annotated[bool, Option("--measure", help="Run the task: real steps on this process say how long it computes.")] = False,
+    explain: Annotated[
+        bool, Option("--explain", help="Each part of time and memory of the first, and what the next lacks.")
+    ] = False,
+    measure: Annotated[
+        bool, Option("--measure", help="Run the task: real steps on this process say how long it computes.")
+    ] = False,
     json: Json = None,
     plot: Plot = None,
 ) -> None:
@@ -39,7 +58,17 @@ def plan(
     from paceline.plan.search.best_plans import answer
     from paceline.plan.search.ranking import unranked
 
-    found = answer(what.facts, where, what.batch, plan, what.recipe, ranks, tokens, price, others=explain or plot is not None)
+    found = answer(
+        what.facts,
+        where,
+        what.batch,
+        plan,
+        what.recipe,
+        ranks,
+        tokens,
+        price,
+        others=explain or plot is not None,
+    )
     close = unranked(found, target)
     if json is not None:
         from paceline.files import write_whole
@@ -49,4 +78,9 @@ def plan(
         from paceline.plan.report.bars import draw
 
         draw(found, top, plot)
-    show(heading(found), *tables(found, top, explain), *reasons(found), *([without_order(found, close)] if close else []))
+    show(
+        heading(found),
+        *tables(found, top, explain),
+        *reasons(found),
+        *([without_order(found, close)] if close else []),
+    )

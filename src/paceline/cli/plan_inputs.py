@@ -24,7 +24,11 @@ def counted(
         from paceline.cli.bench.single import device_for
         from paceline.plan.cost_model.defaults import assuming
 
-        return measure(spec, task, assuming(on)[0], device_for("cpu" if on.device.kind == "cpu" else None)), recipe, spec.batch
+        return (
+            measure(spec, task, assuming(on)[0], device_for("cpu" if on.device.kind == "cpu" else None)),
+            recipe,
+            spec.batch,
+        )
     from paceline.training.model_facts.describe import describe
 
     return describe(spec, task), recipe, spec.batch

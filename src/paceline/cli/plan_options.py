@@ -15,16 +15,23 @@ if TYPE_CHECKING:
     from paceline.plan.model.facts import ModelFacts
 
 Target = Annotated[str | None, Argument(help="As for train; or say --model.")]
-Model = Annotated[str | None, Option(help="A known model (gpt2, llama3-70b …), or a TOML file with its few numbers.")]
+Model = Annotated[
+    str | None, Option(help="A known model (gpt2, llama3-70b …), or a TOML file with its few numbers.")
+]
 Where = Annotated[
-    str | None, Option(help="A cluster.json, or DEVICE:DEVICES_OF_A_NODExNODES@GB/s; else cluster.json here, or this machine.")
+    str | None,
+    Option(
+        help="A cluster.json, or DEVICE:DEVICES_OF_A_NODExNODES@GB/s; else cluster.json here, or this machine."
+    ),
 ]
 Batch = Annotated[int | None, Option(help="Samples of the global batch, over all ranks.")]
 Seq = Annotated[int | None, Option(help="Tokens of a sample, for --model.")]
 Set = Annotated[list[str] | None, Option(metavar="NAME=VALUE", help="A field of the task, or a dotted key.")]
 Precision = Annotated[str | None, Option(help="Of a task: fp32, bf16 or fp16.")]
 Peak = Annotated[float | None, Option(metavar="TFLOP/S", help="Of a device, where it is not known.")]
-Tokens = Annotated[float | None, Option(help="Tokens of the whole training (samples, where they are no sequences).")]
+Tokens = Annotated[
+    float | None, Option(help="Tokens of the whole training (samples, where they are no sequences).")
+]
 Price = Annotated[float | None, Option(help="Of a device for an hour.")]
 Json = Annotated[Path | None, Option(metavar="FILE", help="Write the figures there, too.")]
 Plot = Annotated[Path | None, Option(metavar="FILE", help="Draw a picture: SVG or PNG.")]
@@ -50,7 +57,11 @@ def asked(
     """The task or the known model that was said. `measured_on`: a task is run, and this is what is known of here. Raises SpecError."""
     check_above_zero(batch=batch, seq=seq)
     if (target is None) == (model is None):
-        raise SpecError("plan what? Name a task, or a model with --model" if target is None else f"{target} or --model {model}? Name one")
+        raise SpecError(
+            "plan what? Name a task, or a model with --model"
+            if target is None
+            else f"{target} or --model {model}? Name one"
+        )
     if target is not None:
         if seq is not None:
             raise SpecError("--seq is for --model; the samples of a task have their own length")
@@ -67,7 +78,10 @@ def asked(
     facts = known(model, **({} if seq is None else {"seq": seq}))
     samples = batch or facts.batch
     if samples is None:
-        raise SpecError("how many samples a step? Say --batch NUMBER" + (f", or batch in {model}" if model.endswith(".toml") else ""))
+        raise SpecError(
+            "how many samples a step? Say --batch NUMBER"
+            + (f", or batch in {model}" if model.endswith(".toml") else "")
+        )
     return PlanQuery(facts, None, samples)
 
 

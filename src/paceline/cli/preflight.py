@@ -15,7 +15,10 @@ def preflight(
     time: Time = None,
     site: SiteFile = None,
     cluster: Annotated[
-        str | None, Option(help="Where it will run: a cluster.json, or DEVICE:DEVICES_OF_A_NODExNODES@GB/s. Default: nodes like this one.")
+        str | None,
+        Option(
+            help="Where it will run: a cluster.json, or DEVICE:DEVICES_OF_A_NODExNODES@GB/s. Default: nodes like this one."
+        ),
     ] = None,
     json: Json = None,
 ) -> None:

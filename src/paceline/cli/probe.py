@@ -10,7 +10,10 @@ Option = typer.Option
 
 def probe(
     directories: Annotated[
-        list[Path] | None, typer.Argument(metavar="[DIRECTORY]...", help="Look at these, in place of home, scratch, this folder and /tmp.")
+        list[Path] | None,
+        typer.Argument(
+            metavar="[DIRECTORY]...", help="Look at these, in place of home, scratch, this folder and /tmp."
+        ),
     ] = None,
     json: Annotated[Path | None, Option(metavar="FILE", help="Write what was found there, too.")] = None,
 ) -> None:

@@ -11,7 +11,10 @@ from typer import Argument, Option
 from paceline.errors import SpecError
 from paceline.spec import Launch, Spec, shown
 
-Target = Annotated[str, Argument(help="A built-in task (digits, mnist, text), my.py:Class, package.module:Class, or a run.toml.")]
+Target = Annotated[
+    str,
+    Argument(help="A built-in task (digits, mnist, text), my.py:Class, package.module:Class, or a run.toml."),
+]
 
 
 class TrainingRequest(NamedTuple):
@@ -31,7 +34,10 @@ def request(
     ] = None,
     ranks_per_node: Annotated[int | None, Option(help="Processes on each node, in place of --ranks.")] = None,
     launcher: Annotated[
-        str | None, Option(help="What starts the ranks: local, slurm (in an allocation) or ray. Default: slurm with several --nodes.")
+        str | None,
+        Option(
+            help="What starts the ranks: local, slurm (in an allocation) or ray. Default: slurm with several --nodes."
+        ),
     ] = None,
     plan: Annotated[
         str | None,
@@ -56,22 +62,40 @@ def request(
     schedule: Annotated[str | None, Option(help="constant, cosine, linear or step.")] = None,
     clip: Annotated[float | None, Option(help="Largest norm of the whole gradient.")] = None,
     precision: Annotated[str | None, Option(help="fp64, fp32, bf16 or fp16.")] = None,
-    compile: Annotated[bool | None, Option("--compile/--no-compile", help="Compile the model's blocks with torch.compile.")] = None,
-    tf32: Annotated[bool | None, Option("--tf32/--no-tf32", help="Let CUDA round float32 products to TF32.")] = None,
-    batch_norm: Annotated[str | None, Option(help="Statistics over the samples of all ranks, global, or of each rank, local.")] = None,
+    compile: Annotated[
+        bool | None, Option("--compile/--no-compile", help="Compile the model's blocks with torch.compile.")
+    ] = None,
+    tf32: Annotated[
+        bool | None, Option("--tf32/--no-tf32", help="Let CUDA round float32 products to TF32.")
+    ] = None,
+    batch_norm: Annotated[
+        str | None, Option(help="Statistics over the samples of all ranks, global, or of each rank, local.")
+    ] = None,
     allow_local_loss: Annotated[
-        bool | None, Option("--allow-local-loss", help="Accept a loss that mixes samples, of each part of a divided batch alone.")
+        bool | None,
+        Option(
+            "--allow-local-loss",
+            help="Accept a loss that mixes samples, of each part of a divided batch alone.",
+        ),
     ] = None,
     save_every: Annotated[int | None, Option(help="Steps between checkpoints.")] = None,
     keep: Annotated[int | None, Option(help="Keep the last so many checkpoints, and the best.")] = None,
     workers: Annotated[int | None, Option(help="Processes a rank that read samples.")] = None,
     account: Annotated[
-        bool | None, Option("--account/--no-account", help="Profile some steps for account. Default: where it costs less than 1 %.")
+        bool | None,
+        Option(
+            "--account/--no-account",
+            help="Profile some steps for account. Default: where it costs less than 1 %.",
+        ),
     ] = None,
     device: Annotated[str | None, Option(help="cpu or cuda. Default: CUDA where there is some.")] = None,
     restarts: Annotated[int | None, Option(help="Start all ranks again so often after one died.")] = None,
-    timeout: Annotated[float | None, Option(help="Seconds that a rank waits for another before all end. Default: 60.")] = None,
-    run: Annotated[str | None, Option("--run-dir", help="New folder for the run. Default: runs/TASK-TIME.")] = None,
+    timeout: Annotated[
+        float | None, Option(help="Seconds that a rank waits for another before all end. Default: 60.")
+    ] = None,
+    run: Annotated[
+        str | None, Option("--run-dir", help="New folder for the run. Default: runs/TASK-TIME.")
+    ] = None,
 ) -> TrainingRequest:
     least, most = node_range(nodes)
     flags: dict[str, Any] = {
@@ -124,7 +148,9 @@ def _in_all(ranks: int | None, nodes: int | None, ranks_per_node: int | None) ->
         raise SpecError(f"--ranks-per-node must be at least 1, got {ranks_per_node}")
     in_all = (nodes or 1) * ranks_per_node
     if ranks not in (None, in_all):
-        raise SpecError(f"--ranks {ranks} are not {nodes or 1} × {ranks_per_node} = {in_all}, nodes × ranks a node; leave --ranks out")
+        raise SpecError(
+            f"--ranks {ranks} are not {nodes or 1} × {ranks_per_node} = {in_all}, nodes × ranks a node; leave --ranks out"
+        )
     return in_all
 
 

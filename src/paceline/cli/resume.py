@@ -16,24 +16,44 @@ from paceline.spec import Spec
 def resume(
     run: Annotated[Path, typer.Argument(help="The run's folder.")],
     ranks: Annotated[int | None, typer.Option(help="Processes in all. Default: as before.")] = None,
-    nodes: Annotated[str | None, typer.Option(help="Nodes of a Slurm allocation, as of train. Default: as before.")] = None,
-    launcher: Annotated[str | None, typer.Option(help="What starts the ranks: local, slurm or ray. Default: as before.")] = None,
+    nodes: Annotated[
+        str | None, typer.Option(help="Nodes of a Slurm allocation, as of train. Default: as before.")
+    ] = None,
+    launcher: Annotated[
+        str | None, typer.Option(help="What starts the ranks: local, slurm or ray. Default: as before.")
+    ] = None,
     plan: Annotated[str | None, typer.Option(help="Default: as before.")] = None,
     epochs: Annotated[float | None, typer.Option(help="Train until so many epochs in all.")] = None,
     steps: Annotated[int | None, typer.Option(help="Train until so many steps in all.")] = None,
     lr: Annotated[float | None, typer.Option(help="Another learning rate from here on.")] = None,
-    account: Annotated[bool | None, typer.Option("--account/--no-account", help="Profile some steps. Default: as before.")] = None,
+    account: Annotated[
+        bool | None, typer.Option("--account/--no-account", help="Profile some steps. Default: as before.")
+    ] = None,
     device: Annotated[str | None, typer.Option(help="cpu or cuda. Default: as before.")] = None,
-    restarts: Annotated[int | None, typer.Option(help="Start all ranks again so often after one died.")] = None,
-    timeout: Annotated[float | None, typer.Option(help="Seconds to wait for a rank. Default: as before.")] = None,
-    edited: Annotated[bool, typer.Option("--edited", help="Accept a spec.toml that was changed by hand.")] = False,
+    restarts: Annotated[
+        int | None, typer.Option(help="Start all ranks again so often after one died.")
+    ] = None,
+    timeout: Annotated[
+        float | None, typer.Option(help="Seconds to wait for a rank. Default: as before.")
+    ] = None,
+    edited: Annotated[
+        bool, typer.Option("--edited", help="Accept a spec.toml that was changed by hand.")
+    ] = False,
 ) -> None:
     """Go on with a run from its last whole checkpoint, to the end that was asked for."""
     from paceline.cli.request_options import node_range
     from paceline.run import open_run
 
     least, most = node_range(nodes)
-    flags = {"ranks": ranks, "nodes": most, "launcher": launcher, "plan": plan, "epochs": epochs, "steps": steps, "optimizer.lr": lr}
+    flags = {
+        "ranks": ranks,
+        "nodes": most,
+        "launcher": launcher,
+        "plan": plan,
+        "epochs": epochs,
+        "steps": steps,
+        "optimizer.lr": lr,
+    }
     flags |= {"account": account, "device": device, "restarts": restarts, "timeout_s": timeout}
     said: dict[str, Any] = {key: value for key, value in flags.items() if value is not None}
     if most is not None:
@@ -41,7 +61,9 @@ def resume(
     resume_run(open_run(run), specs.one_length(said), world(), edited=edited)
 
 
-def resume_run(folder: RunFolder, overrides: dict[str, Any], me: World, again: bool = False, edited: bool = False) -> None:
+def resume_run(
+    folder: RunFolder, overrides: dict[str, Any], me: World, again: bool = False, edited: bool = False
+) -> None:
     """Train what a run asks for, with these keys over it, from its last checkpoint. Exits with the status of the training.
 
     again: a scheduler has started the same once more, so that there may be nothing left to do.
@@ -89,7 +111,11 @@ def done(folder: RunFolder, spec: Spec) -> int | None:
     summary = glance(folder).summary
     started, ended = summary.started, summary.ended
     done = max(folder.checkpoints(), default=0)
-    if started is None or done < spec.total_steps(started.samples) or (ended is not None and ended.reason == "stopped"):
+    if (
+        started is None
+        or done < spec.total_steps(started.samples)
+        or (ended is not None and ended.reason == "stopped")
+    ):
         return None
     from paceline.training.checkpoint.save import last_good
 

@@ -4,7 +4,20 @@ from typing import TYPE_CHECKING, Annotated
 
 from typer import Option
 
-from paceline.cli.plan_options import Batch, Json, Model, Peak, Plot, Precision, Price, Seq, Set, Target, Tokens, Where
+from paceline.cli.plan_options import (
+    Batch,
+    Json,
+    Model,
+    Peak,
+    Plot,
+    Precision,
+    Price,
+    Seq,
+    Set,
+    Target,
+    Tokens,
+    Where,
+)
 from paceline.errors import SpecError
 
 if TYPE_CHECKING:
@@ -13,7 +26,9 @@ if TYPE_CHECKING:
 
 def scale(
     target: Target = None,
-    ranks: Annotated[str | None, Option(metavar="1,2,4,…,64", help="Numbers of ranks; 1:64 is the same.")] = None,
+    ranks: Annotated[
+        str | None, Option(metavar="1,2,4,…,64", help="Numbers of ranks; 1:64 is the same.")
+    ] = None,
     model: Model = None,
     cluster: Where = None,
     batch: Batch = None,
@@ -21,7 +36,9 @@ def scale(
     set: Set = None,
     precision: Precision = None,
     peak: Peak = None,
-    efficiency: Annotated[float, Option(help="Of a rank, against one among the fewest, that makes more of them worth it.")] = 0.8,
+    efficiency: Annotated[
+        float, Option(help="Of a rank, against one among the fewest, that makes more of them worth it.")
+    ] = 0.8,
     tokens: Tokens = None,
     epochs: Annotated[float | None, Option(help="Of a task: its whole training, if it says another.")] = None,
     steps: Annotated[int | None, Option(help="Of a task: its whole training, with its batch.")] = None,
@@ -50,7 +67,9 @@ def scale(
     from paceline.plan.report.scale import as_json, heading, sentences, tables
     from paceline.plan.search.scaling import scaling
 
-    found = scaling(what.facts, with_peak(cluster_of(cluster), peak), counts, what.batch, what.recipe, tokens, price)
+    found = scaling(
+        what.facts, with_peak(cluster_of(cluster), peak), counts, what.batch, what.recipe, tokens, price
+    )
     if json is not None:
         from paceline.files import write_whole
 
@@ -62,7 +81,9 @@ def scale(
     show(heading(found), *tables(found), *sentences(found, efficiency))
 
 
-def _whole(target: str, batch: int, epochs: float | None, steps: int | None, set: list[str], facts: "ModelFacts") -> float:
+def _whole(
+    target: str, batch: int, epochs: float | None, steps: int | None, set: list[str], facts: "ModelFacts"
+) -> float:
     """Tokens of the training that a task and its request say."""
     from paceline.cli.launching import read
     from paceline.data.loader import open_dataset

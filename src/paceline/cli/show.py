@@ -32,4 +32,6 @@ def show(run: Annotated[Path, typer.Argument(help="The run's folder.")]) -> None
         if failure.what == "run" and not failure.lost_peer:
             console.print(line(failure), style="red", markup=False)
     kept = folder.checkpoints()
-    console.print(f"checkpoints kept: {', '.join(f'step {step}' for step in kept)}" if kept else "no checkpoint")
+    console.print(
+        f"checkpoints kept: {', '.join(f'step {step}' for step in kept)}" if kept else "no checkpoint"
+    )

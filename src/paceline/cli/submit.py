@@ -8,7 +8,9 @@ from typer import Option
 from paceline.cli.request_options import TrainingRequest, requesting
 
 Time = Annotated[str | None, Option(help="Until the job must end: 02:00:00. Default: the partition's.")]
-SiteFile = Annotated[Path | None, Option(help="What jobs must say at this centre. Default: site.toml here, if there is one.")]
+SiteFile = Annotated[
+    Path | None, Option(help="What jobs must say at this centre. Default: site.toml here, if there is one.")
+]
 
 
 @requesting

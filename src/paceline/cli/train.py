@@ -14,7 +14,12 @@ from paceline.spec import Launch, Spec
 @requesting
 def train(
     request: TrainingRequest,
-    keys: Annotated[bool, Option("--keys", help="List every NAME of --set with type, default and meaning, and leave it at that.")] = False,
+    keys: Annotated[
+        bool,
+        Option(
+            "--keys", help="List every NAME of --set with type, default and meaning, and leave it at that."
+        ),
+    ] = False,
 ) -> None:
     """Train a task. Under torchrun, mpirun or srun this process simply becomes a rank."""
     if keys:
@@ -29,7 +34,9 @@ def train(
 def start_new(spec: Spec, launch: Launch, me: World) -> None:
     """Train in a new run folder: become a rank, or start some. Exits with the status of the training."""
     if me.launcher is not None and launch.launcher is not None:
-        raise LaunchError(f"--launcher {launch.launcher}, but {me.launcher} has started this process as a rank; leave --launcher out")
+        raise LaunchError(
+            f"--launcher {launch.launcher}, but {me.launcher} has started this process as a rank; leave --launcher out"
+        )
     from paceline import task
     from paceline.cli.launching import announce, check, has_started, start
     from paceline.launch.launchers import is_rank
@@ -59,5 +66,7 @@ def _go_on_with(launch: Launch, me: World) -> None:
     from paceline.run import open_run
 
     if launch.run is None:
-        raise LaunchError(f"{me.launcher} has started the ranks again, and nothing says which run to go on with: say --run-dir FOLDER")
+        raise LaunchError(
+            f"{me.launcher} has started the ranks again, and nothing says which run to go on with: say --run-dir FOLDER"
+        )
     resume_run(open_run(Path(launch.run)), {}, me, again=True)

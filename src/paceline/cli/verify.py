@@ -21,17 +21,26 @@ def verify(
     plan: Annotated[str | None, Option(help="The plan to hold against one process.")] = None,
     all: Annotated[bool, Option("--all", help="Every plan that can be, as a table.")] = False,
     ranks: Annotated[int | None, Option(help="Processes on this machine. Default: 2.")] = None,
-    batch: Annotated[int | None, Option(help="Samples of the global batch. Default: the task's, or the least above that divides.")] = None,
+    batch: Annotated[
+        int | None,
+        Option(help="Samples of the global batch. Default: the task's, or the least above that divides."),
+    ] = None,
     steps: Annotated[int | None, Option(help=f"Steps to compare. Default: {STEPS}.", min=1)] = None,
     lr: Annotated[float | None, Option(help="Learning rate. Default: 0.001.")] = None,
     seed: Annotated[int | None, Option(help="Of weights and order of samples.")] = None,
     set: Annotated[
-        list[str] | None, Option(metavar="NAME=VALUE", help="A field of the task, to make it small, or a dotted key: optimizer.clip.")
+        list[str] | None,
+        Option(
+            metavar="NAME=VALUE",
+            help="A field of the task, to make it small, or a dotted key: optimizer.clip.",
+        ),
     ] = None,
     optimizer: Annotated[str | None, Option(help="adamw or sgd.")] = None,
     clip: Annotated[float | None, Option(help="Largest norm of the whole gradient.")] = None,
     json: Annotated[Path | None, Option(help="Write what was found to this file.")] = None,
-    timeout: Annotated[float, Option(help="Seconds after which a plan that does not end counts as failed.", min=1, max=1e6)] = 120.0,
+    timeout: Annotated[
+        float, Option(help="Seconds after which a plan that does not end counts as failed.", min=1, max=1e6)
+    ] = 120.0,
 ) -> None:
     """Hold plans against one process, step by step: loss, gradients, norm, parameters. Float64, on CPU processes.
 
@@ -56,13 +65,17 @@ def verify(
         raise SpecError("verify needs to know what to hold against one process: say --plan PLAN or --all")
     if json is not None:
         check_target(json)
-    found, status = _verified(spec, launch.ranks or 2, None if all else launch.plan, batch is not None, timeout)
+    found, status = _verified(
+        spec, launch.ranks or 2, None if all else launch.plan, batch is not None, timeout
+    )
     if json is not None:
         write_whole(json, json_file.dumps(found, indent=1) + "\n")
     raise typer.Exit(status)
 
 
-def _verified(spec: specs.Spec, ranks: int, asked: str | None, batch_is_said: bool, timeout_s: float) -> tuple[Any, int]:
+def _verified(
+    spec: specs.Spec, ranks: int, asked: str | None, batch_is_said: bool, timeout_s: float
+) -> tuple[Any, int]:
     """`asked`: None for all plans. Returns what goes into the JSON file, and the exit status."""
     from rich.console import Console
 
@@ -73,7 +86,9 @@ def _verified(spec: specs.Spec, ranks: int, asked: str | None, batch_is_said: bo
     from paceline.plan.search.candidates import candidates
 
     if (launcher := world().launcher) is not None:
-        raise LaunchError(f"verify starts ranks itself, and {launcher} has started this process as one; run it without")
+        raise LaunchError(
+            f"verify starts ranks itself, and {launcher} has started this process as one; run it without"
+        )
     check_count(ranks)  # before every plan is looked for
     tasks.load_task(spec.task, spec.set)
     asked_task = spec.task
@@ -94,23 +109,44 @@ def _verified(spec: specs.Spec, ranks: int, asked: str | None, batch_is_said: bo
         reference = verification.reference()
         what = f"plan {plans[0]}" if asked is not None else f"{len(plans)} plans"
         settings = f"{several(spec.steps or STEPS, 'step')}, batch {spec.batch}, {'float64' if reference.no_float64 is None else 'float32'}"
-        console.print(f"{asked_task}: {what} on {several(ranks, 'rank')} beside one process; {settings}", markup=False, soft_wrap=True)
+        console.print(
+            f"{asked_task}: {what} on {several(ranks, 'rank')} beside one process; {settings}",
+            markup=False,
+            soft_wrap=True,
+        )
         for condition in [*conditions(reference), *verification.notes]:
             console.print(condition, markup=False)
         console.print(measure(reference), style="dim")
         if asked is not None and plans[0].is_asynchronous:
-            console.print("this plan makes another update than one process, so that other things must hold:", markup=False)
+            console.print(
+                "this plan makes another update than one process, so that other things must hold:",
+                markup=False,
+            )
             held = verification.held(plans[0])
             for one in held:
-                style, word = {True: ("bold green", "holds"), False: ("bold red", "fails"), None: ("dim", "—")}[one.holds]
+                style, word = {
+                    True: ("bold green", "holds"),
+                    False: ("bold red", "fails"),
+                    None: ("dim", "—"),
+                }[one.holds]
                 console.print(f"{word:6}", style=style, end="")
                 console.print(f" {one.what}{f' ({one.detail})' if one.detail else ''}", markup=False)
             status = 1 if any(one.holds is False for one in held) else 0
-            return {"plan": str(plans[0]), "ranks": ranks, "same": None, "holds": [one.as_json() for one in held]}, status
+            return {
+                "plan": str(plans[0]),
+                "ranks": ranks,
+                "same": None,
+                "holds": [one.as_json() for one in held],
+            }, status
         if asked is not None:
             verdict = verification.verify(plans[0])
             console.print(table(verdict))
-            console.print(sentence(verdict), style="bold green" if verdict.same else "bold red", markup=False, soft_wrap=True)
+            console.print(
+                sentence(verdict),
+                style="bold green" if verdict.same else "bold red",
+                markup=False,
+                soft_wrap=True,
+            )
             return verdict.as_json(), 0 if verdict.same else 1
         overview, verdicts = Overview(console, plans), []
         for plan in plans:
@@ -119,4 +155,6 @@ def _verified(spec: specs.Spec, ranks: int, asked: str | None, batch_is_said: bo
     if all(verdict.cannot_be is not None for verdict in verdicts):
         raise PlanError(f"none of {len(plans)} plans can be: {verdicts[0].cannot_be}")
     console.print(closing(verdicts))
-    return [verdict.as_json() for verdict in verdicts], 0 if all(verdict.same or verdict.cannot_be for verdict in verdicts) else 1
+    return [verdict.as_json() for verdict in verdicts], 0 if all(
+        verdict.same or verdict.cannot_be for verdict in verdicts
+    ) else 1

@@ -12,7 +12,9 @@ from importlib import import_module
 from types import ModuleType
 from typing import Any
 
-Row = dict[str, Any]  # a Backend of machine.py: plain, since this process is what a probe waits for, and imports nothing but torch
+Row = dict[
+    str, Any
+]  # a Backend of machine.py: plain, since this process is what a probe waits for, and imports nothing but torch
 
 # What is read of each back end, and shown under this name. A flag that this version of PyTorch does not have is left out.
 FLAGS: Mapping[str, tuple[str, ...]] = {
@@ -44,7 +46,9 @@ MISSING = {
 def begin() -> subprocess.Popen[str]:
     """The process that prints them."""
     words = [sys.executable, "-m", __name__]
-    return subprocess.Popen(words, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    return subprocess.Popen(
+        words, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
 
 
 def describe() -> Row:
@@ -71,7 +75,13 @@ def _backend(torch: Any, name: str) -> Row:
     available = torch.cuda.is_available() if name == "cuda" else module.is_available()
     flags = _flags(module, FLAGS[name]) if available else {}
     note = "" if available else _missing(module, name)
-    return {"name": name, "available": available, "version": _version(torch, name), "flags": flags, "note": note}
+    return {
+        "name": name,
+        "available": available,
+        "version": _version(torch, name),
+        "flags": flags,
+        "note": note,
+    }
 
 
 def _missing(module: Any, name: str) -> str:
@@ -89,7 +99,11 @@ def _version(torch: Any, name: str) -> str | None:
         number = torch.backends.cudnn.version() if torch.backends.cudnn.is_available() else None
         return str(number) if number else None
     if name == "mps":
-        return torch.backends.mps.get_name() if torch.backends.mps.is_available() and hasattr(torch.backends.mps, "get_name") else None
+        return (
+            torch.backends.mps.get_name()
+            if torch.backends.mps.is_available() and hasattr(torch.backends.mps, "get_name")
+            else None
+        )
     if name == "opt_einsum":
         return _installed("opt_einsum")
     return versions(torch.__config__.show()).get(name)
@@ -125,7 +139,9 @@ def communication() -> list[Row]:
 
     rows = []
     for name, missing in MISSING.items():
-        available = getattr(dist, f"is_{name}_available", None)  # there is none where PyTorch was built without all of it
+        available = getattr(
+            dist, f"is_{name}_available", None
+        )  # there is none where PyTorch was built without all of it
         there = available is not None and available()
         version = ".".join(map(str, torch.cuda.nccl.version())) if there and name == "nccl" else None
         shown = "rccl" if name == "nccl" and torch.version.hip else name

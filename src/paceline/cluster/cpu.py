@@ -25,7 +25,12 @@ X86 = {
 X86_MATRIX = {"amx_bf16": "AMX BF16", "amx_int8": "AMX INT8", "amx_fp16": "AMX FP16"}
 ARM = {"asimd": "NEON", "sve": "SVE", "sve2": "SVE2", "bf16": "BF16", "i8mm": "I8MM"}
 ARM_MATRIX = {"sme": "SME", "sme2": "SME2"}
-OLDER = {"AVX": {"SSE4.2"}, "AVX2": {"SSE4.2", "AVX"}, "AVX-512": {"SSE4.2", "AVX", "AVX2"}, "SVE2": {"SVE"}}  # goes without saying
+OLDER = {
+    "AVX": {"SSE4.2"},
+    "AVX2": {"SSE4.2", "AVX"},
+    "AVX-512": {"SSE4.2", "AVX", "AVX2"},
+    "SVE2": {"SVE"},
+}  # goes without saying
 
 
 def cpu() -> Cpu:
@@ -36,7 +41,9 @@ def memory() -> MemoryFacts:
     found = psutil.virtual_memory()
     limit = memory_limit()
     return MemoryFacts(
-        total_bytes=found.total, available_bytes=found.available, limit_bytes=limit if limit is not None and limit < found.total else None
+        total_bytes=found.total,
+        available_bytes=found.available,
+        limit_bytes=limit if limit is not None and limit < found.total else None,
     )
 
 
@@ -69,7 +76,11 @@ def parse(text: str, architecture: str, usable: int) -> Cpu:
         cores=sockets * per_socket if sockets and per_socket else None,
         threads=_number(rows, "cpu(s)") or text.lower().count("processor\t:") or None,
         usable_cores=usable,
-        numa=tuple(rows[key] for k in range(_number(rows, "numa node(s)") or 0) if (key := f"numa node{k} cpu(s)") in rows),
+        numa=tuple(
+            rows[key]
+            for k in range(_number(rows, "numa node(s)") or 0)
+            if (key := f"numa node{k} cpu(s)") in rows
+        ),
         vector=tuple(name for name in vector if name not in old),
         matrix=tuple(name for flag, name in matrices.items() if flag in flags),
         clock_Hz=_clock_Hz(rows),

@@ -57,7 +57,9 @@ def mount_of(path: str, among: Sequence[Mount]) -> Mount | None:
     return max(reversed(holding), key=lambda row: len(row.point), default=None)
 
 
-def look(path: Path, names: tuple[str, ...], quotas: list[tuple[str, Quota]], among: Sequence[Mount]) -> Directory:
+def look(
+    path: Path, names: tuple[str, ...], quotas: list[tuple[str, Quota]], among: Sequence[Mount]
+) -> Directory:
     """May wait for as long as a server does not answer."""
     whole = str(path.resolve())
     mount = mount_of(whole, among)
@@ -71,7 +73,8 @@ def look(path: Path, names: tuple[str, ...], quotas: list[tuple[str, Quota]], am
         size_bytes=room.f_blocks * room.f_frsize,
         free_bytes=room.f_bavail * room.f_frsize,
         free_files=room.f_favail if room.f_files else None,  # some file systems do not count them
-        quota=quota or of_directory(whole, mount.point if mount else None, mount.device if mount else None, quotas),
+        quota=quota
+        or of_directory(whole, mount.point if mount else None, mount.device if mount else None, quotas),
     )
 
 

@@ -16,7 +16,9 @@ def slurm(env: Mapping[str, str]) -> Slurm | None:
     if job is None:
         return None
     return Slurm(
-        job=job if "SLURM_ARRAY_TASK_ID" not in env else f"{env.get('SLURM_ARRAY_JOB_ID', job)}_{env['SLURM_ARRAY_TASK_ID']}",
+        job=job
+        if "SLURM_ARRAY_TASK_ID" not in env
+        else f"{env.get('SLURM_ARRAY_JOB_ID', job)}_{env['SLURM_ARRAY_TASK_ID']}",
         nodes=_number(env.get("SLURM_JOB_NUM_NODES") or env.get("SLURM_NNODES")),
         node_list=env.get("SLURM_JOB_NODELIST") or env.get("SLURM_NODELIST"),
         tasks=_number(env.get("SLURM_NTASKS")),
@@ -47,7 +49,9 @@ def visible(env: Mapping[str, str]) -> tuple[str, ...] | None:
 
 
 def here_container(env: Mapping[str, str]) -> str | None:
-    return container(env, frozenset(mark for mark in MARKS if Path(mark).exists()), _text(Path("/proc/1/cgroup")))
+    return container(
+        env, frozenset(mark for mark in MARKS if Path(mark).exists()), _text(Path("/proc/1/cgroup"))
+    )
 
 
 def modules(env: Mapping[str, str]) -> tuple[str, ...]:

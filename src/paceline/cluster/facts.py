@@ -22,7 +22,9 @@ class Fact(Value):
 
     value: float = Field(ge=0)
     source: Literal["measured", "declared", "published"] = "declared"
-    spread: float | None = Field(None, ge=0)  # standard deviation or error of the fit, as a share of the value
+    spread: float | None = Field(
+        None, ge=0
+    )  # standard deviation or error of the fit, as a share of the value
     note: str = ""  # how it was measured, or where it is published
 
     @model_validator(mode="before")
@@ -50,7 +52,9 @@ class Device(Value):
     name: str
     kind: Literal["cuda", "rocm", "mps", "cpu"] = "cuda"
     memory_bytes: Positive
-    peaks_flops: dict[Dtype, Positive] = Field({})  # of dense matrix products, on tensor or matrix cores where it has them
+    peaks_flops: dict[Dtype, Positive] = Field(
+        {}
+    )  # of dense matrix products, on tensor or matrix cores where it has them
     sparse_flops: dict[Dtype, Positive] = Field({})  # the same with 2:4 sparsity
     vector_flops: dict[Dtype, Positive] = Field({})  # without tensor or matrix cores
     memory_Bps: Positive | None = None
@@ -101,7 +105,9 @@ class Pace(Value):
     @model_validator(mode="after")
     def _one_each(self) -> Self:
         if len(self.sizes) != len(self.seconds):
-            raise ValueError(f"{len(self.sizes)} sizes and {len(self.seconds)} seconds of {self.operation}; each size has its seconds")
+            raise ValueError(
+                f"{len(self.sizes)} sizes and {len(self.seconds)} seconds of {self.operation}; each size has its seconds"
+            )
         if list(self.sizes) != sorted({*self.sizes}) or min(*self.sizes, *self.seconds) <= 0:
             raise ValueError(f"sizes of {self.operation} must rise, and be above 0 as their seconds")
         return self
@@ -193,9 +199,13 @@ class Cluster(Value):
     ) -> Self:
         """The same with new rows, each in the place of the one about the same thing, if there is one."""
         rows = {
-            "links": _merged(self.links, links, lambda link: (link.axis, link.backend, link.collective, link.ranks)),
+            "links": _merged(
+                self.links, links, lambda link: (link.axis, link.backend, link.collective, link.ranks)
+            ),
             "rates": _merged(self.rates, rates, lambda rate: (rate.operation, rate.dtype, rate.shape)),
-            "overlaps": _merged(self.overlaps, overlaps, lambda overlap: (overlap.operation, overlap.backend)),
+            "overlaps": _merged(
+                self.overlaps, overlaps, lambda overlap: (overlap.operation, overlap.backend)
+            ),
             "disks": _merged(self.disks, disks, lambda disk: disk.path),
             "accounts": _merged(self.accounts, accounts, lambda account: account.run),
             "paces": _merged(self.paces, paces, lambda pace: (pace.operation, pace.threads)),

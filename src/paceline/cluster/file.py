@@ -20,7 +20,9 @@ def read(path: Path) -> Cluster:
         text = path.read_text("utf-8")
         tree = json.loads(text)
     except OSError as error:
-        raise ClusterError(f"cannot read {path}: {error.strerror}; paceline bench writes one, and docs/machine.md tells how to") from error
+        raise ClusterError(
+            f"cannot read {path}: {error.strerror}; paceline bench writes one, and docs/machine.md tells how to"
+        ) from error
     except (ValueError, RecursionError) as error:
         raise ClusterError(f"{path} is not JSON: {error}") from error
     if not isinstance(tree, dict):
@@ -43,7 +45,9 @@ def _check_version(path: Path, version: Any) -> None:
         raise ClusterError(
             f"{path} is of version {version}, newer than this Paceline, which reads {VERSION}; use the Paceline that wrote it"
         )
-    raise ClusterError(f"{path} is of version {version!r}, and this Paceline reads {VERSION}; write it again with paceline bench")
+    raise ClusterError(
+        f"{path} is of version {version!r}, and this Paceline reads {VERSION}; write it again with paceline bench"
+    )
 
 
 def write(path: Path, cluster: Cluster) -> None:
@@ -75,7 +79,9 @@ def _layout(tree: Any, depth: int) -> str:
 
 def _explain(error: ValidationError) -> str:
     """One sentence: where, what, and for an unknown key the nearest one of its table."""
-    first = min(error.errors(), key=lambda found: found["type"] != "extra_forbidden")  # a key misspelt is also one missing
+    first = min(
+        error.errors(), key=lambda found: found["type"] != "extra_forbidden"
+    )  # a key misspelt is also one missing
     *place, leaf = (str(part) for part in first["loc"] if part != "[key]")
     key = ".".join([*place, leaf])
     if first["type"] == "extra_forbidden":

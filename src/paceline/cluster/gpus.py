@@ -18,7 +18,16 @@ def nvidia() -> tuple[Accelerator, ...]:
 
 def amd() -> tuple[Accelerator, ...]:
     return parse_amd(
-        run("rocm-smi", "--showproductname", "--showmeminfo", "vram", "--showbus", "--showmaxpower", "--showdriverversion", "--json")
+        run(
+            "rocm-smi",
+            "--showproductname",
+            "--showmeminfo",
+            "vram",
+            "--showbus",
+            "--showmaxpower",
+            "--showdriverversion",
+            "--json",
+        )
     )
 
 
@@ -28,7 +37,9 @@ def parse_nvidia(text: str) -> tuple[Accelerator, ...]:
     if not lines or "index" not in lines[0]:
         return ()
     heads = [head.partition(" ")[0] for head in lines[0]]
-    return tuple(_nvidia(dict(zip(heads, line, strict=True))) for line in lines[1:] if len(line) == len(heads))
+    return tuple(
+        _nvidia(dict(zip(heads, line, strict=True))) for line in lines[1:] if len(line) == len(heads)
+    )
 
 
 def _nvidia(row: dict[str, str]) -> Accelerator:
@@ -53,13 +64,18 @@ def parse_amd(text: str) -> tuple[Accelerator, ...]:
     except json.JSONDecodeError:
         return ()
     driver = _value(tree.get("system", {}), "driver version")
-    cards = sorted((int(found[1]), row) for key, row in tree.items() if (found := re.fullmatch(r"card(\d+)", key)))
+    cards = sorted(
+        (int(found[1]), row) for key, row in tree.items() if (found := re.fullmatch(r"card(\d+)", key))
+    )
     return tuple(_amd(index, row, driver) for index, row in cards)
 
 
 def _amd(index: int, row: dict[str, Any], driver: str | None) -> Accelerator:
     name = _value(row, "card series") or _value(row, "device name") or _value(row, "card model") or "AMD GPU"
-    memory, power = _number(_value(row, "vram total memory (b)")), _number(_value(row, "max graphics package power (w)"))
+    memory, power = (
+        _number(_value(row, "vram total memory (b)")),
+        _number(_value(row, "max graphics package power (w)")),
+    )
     return Accelerator(
         index=index,
         name=name,

@@ -27,7 +27,9 @@ def busy_cores(seconds: float) -> float | None:
     time.sleep(seconds)
     after = _ticks()
     own = [
-        (after[core][0] - before[core][0], after[core][1] - before[core][1]) for core in _own_cores() if core in before and core in after
+        (after[core][0] - before[core][0], after[core][1] - before[core][1])
+        for core in _own_cores()
+        if core in before and core in after
     ]
     return sum(busy / (busy + idle) for busy, idle in own if busy + idle > 0) if own else None
 
@@ -43,7 +45,9 @@ def _ticks() -> dict[int, tuple[int, int]]:
         for line in Path("/proc/stat").read_text().splitlines():
             name, *words = line.split()
             if name.startswith("cpu") and name != "cpu":
-                user, nice, system, idle, waiting, *others = map(int, words[:8])  # what guests take is in user too
+                user, nice, system, idle, waiting, *others = map(
+                    int, words[:8]
+                )  # what guests take is in user too
                 found[int(name[3:])] = (user + nice + system + sum(others), idle + waiting)
     return found
 
@@ -81,7 +85,10 @@ def groups(own: str, root: Path) -> Iterator[Path]:
 
 def cpu_quota(group: Path) -> float | None:
     """CPUs."""
-    both = _words(group / "cpu.max") or [*_words(group / "cpu.cfs_quota_us"), *_words(group / "cpu.cfs_period_us")]
+    both = _words(group / "cpu.max") or [
+        *_words(group / "cpu.cfs_quota_us"),
+        *_words(group / "cpu.cfs_period_us"),
+    ]
     if len(both) != 2 or not all(word.isdigit() for word in both) or not int(both[1]):
         return None  # `max`, or -1 in version 1
     return int(both[0]) / int(both[1])

@@ -59,7 +59,9 @@ def _accelerators(machine: Machine) -> tuple[int, Device, tuple[Link, ...]] | No
 
 def _device(row: Accelerator) -> Device:
     assert row.memory_bytes is not None
-    memory = Fact(value=row.memory_bytes, source="measured", note="nvidia-smi" if row.kind == "cuda" else "rocm-smi")
+    memory = Fact(
+        value=row.memory_bytes, source="measured", note="nvidia-smi" if row.kind == "cuda" else "rocm-smi"
+    )
     if row.sheet is None:
         return Device(name=row.name, kind=row.kind, memory_bytes=memory)
     return sheets()[row.sheet].device().model_copy(update={"memory_bytes": memory})
@@ -77,7 +79,11 @@ def _links(row: Accelerator, machine: Machine) -> tuple[Link, ...]:
 
 def _cpu(machine: Machine, memory_bytes: int) -> Device:
     clock = machine.cpu.clock_Hz
-    widths = [bits for name, bits in VECTOR_BITS.items() if any(found.startswith(name) for found in machine.cpu.vector)]
+    widths = [
+        bits
+        for name, bits in VECTOR_BITS.items()
+        if any(found.startswith(name) for found in machine.cpu.vector)
+    ]
     return Device(
         name=machine.cpu.name or machine.cpu.architecture,
         kind="cpu",
@@ -89,6 +95,10 @@ def _cpu(machine: Machine, memory_bytes: int) -> Device:
 
 def _software(machine: Machine) -> dict[str, str]:
     versions = {"torch": machine.torch.version if machine.torch else None}
-    versions |= {row.name: row.version for row in (machine.torch.communication if machine.torch else ()) if row.available}
+    versions |= {
+        row.name: row.version
+        for row in (machine.torch.communication if machine.torch else ())
+        if row.available
+    }
     versions["driver"] = next((row.driver for row in machine.accelerators if row.driver), None)
     return {name: version for name, version in versions.items() if version}

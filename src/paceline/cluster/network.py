@@ -20,7 +20,9 @@ def interfaces() -> tuple[Interface, ...]:
         kind = _kind(SYS / "net" / name)
         if kind == "loopback" or name.startswith("veth"):
             continue
-        own = tuple(address.address for address in addresses.get(name, ()) if address.family == socket.AF_INET)
+        own = tuple(
+            address.address for address in addresses.get(name, ()) if address.family == socket.AF_INET
+        )
         found.append(
             Interface(
                 name=name,
@@ -35,7 +37,9 @@ def interfaces() -> tuple[Interface, ...]:
 
 
 def _speed(Mbps: int) -> int | None:
-    return Mbps if 0 < Mbps < 2**31 and Mbps != 65535 else None  # psutil says 0, and virtual drivers -1, for what is not known
+    return (
+        Mbps if 0 < Mbps < 2**31 and Mbps != 65535 else None
+    )  # psutil says 0, and virtual drivers -1, for what is not known
 
 
 def rdma(root: Path = SYS) -> tuple[Interface, ...]:

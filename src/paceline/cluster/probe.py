@@ -69,7 +69,10 @@ class ParallelSources:
     def __init__(self, sources: Mapping[str, Callable[[], Any]]) -> None:
         self._answers: dict[str, Any] = {}
         self._reasons: dict[str, str] = {}
-        self._threads = {name: threading.Thread(target=self._ask, args=(name, source), daemon=True) for name, source in sources.items()}
+        self._threads = {
+            name: threading.Thread(target=self._ask, args=(name, source), daemon=True)
+            for name, source in sources.items()
+        }
         for thread in self._threads.values():
             thread.start()
 
@@ -89,15 +92,22 @@ class ParallelSources:
         running = {name for name, thread in self._threads.items() if thread.is_alive()}
         answers, reasons = dict(self._answers), dict(self._reasons)
         for name in self._threads.keys() - answers.keys() - reasons.keys():
-            reasons[name] = f"no answer within {limit_s:g} s" if name in running else "broke, see the traceback above"
+            reasons[name] = (
+                f"no answer within {limit_s:g} s" if name in running else "broke, see the traceback above"
+            )
         return answers, reasons
 
 
 def _look(places: Mapping[Path, tuple[str, ...]], quotas: list[Any]) -> tuple[Directory, ...]:
     among = directories.mounts()
-    asked = ParallelSources({str(path): partial(directories.look, path, names, quotas, among) for path, names in places.items()})
+    asked = ParallelSources(
+        {str(path): partial(directories.look, path, names, quotas, among) for path, names in places.items()}
+    )
     found, mute = asked.within(LIMIT_S)
-    return tuple(found.get(str(path)) or Directory(path=str(path), names=names, note=mute[str(path)]) for path, names in places.items())
+    return tuple(
+        found.get(str(path)) or Directory(path=str(path), names=names, note=mute[str(path)])
+        for path, names in places.items()
+    )
 
 
 def _torch(process: subprocess.Popen[str]) -> Torch:
@@ -108,7 +118,9 @@ def _torch(process: subprocess.Popen[str]) -> Torch:
         process.communicate()
         raise ClusterError(f"import torch took longer than {TORCH_LIMIT_S:g} s") from None
     if process.returncode:
-        raise ClusterError(f"import torch failed: {(error.strip() or f'exit status {process.returncode}').splitlines()[-1]}")
+        raise ClusterError(
+            f"import torch failed: {(error.strip() or f'exit status {process.returncode}').splitlines()[-1]}"
+        )
     return Torch.model_validate_json(said)
 
 

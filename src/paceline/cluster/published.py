@@ -82,7 +82,8 @@ def sheets() -> Mapping[str, PublishedRow]:
     tree = tomllib.loads((files("paceline.cluster") / "published.toml").read_text("utf-8"))
     chips = {name: Chip(**({"name": name, "sparse": {}} | chip)) for name, chip in tree["chips"].items()}
     return {
-        name: PublishedRow(**(row | {"chip": chips[row["chip"]], "driver": tuple(row["driver"])})) for name, row in tree["devices"].items()
+        name: PublishedRow(**(row | {"chip": chips[row["chip"]], "driver": tuple(row["driver"])}))
+        for name, row in tree["devices"].items()
     }
 
 
@@ -113,10 +114,22 @@ def parse(text: str) -> Cluster:
         )
     for count in ("each", "nodes"):
         if said[count] is not None and int(said[count]) == 0:
-            raise ClusterError(f"cluster {text!r} has 0 {'nodes' if count == 'nodes' else 'devices in a node'}; at least 1 is needed")
+            raise ClusterError(
+                f"cluster {text!r} has 0 {'nodes' if count == 'nodes' else 'devices in a node'}; at least 1 is needed"
+            )
     links = sheet.links()
     if said["GBps"] is not None:
         if not float(said["GBps"]):
-            raise ClusterError(f"cluster {text!r} has 0 GB/s across nodes; leave @0 out where it is not known")
-        links += (Link(axis="across", beta_Bps=Fact(value=float(said["GBps"]) * 1e9, note=f"@{said['GBps']}")),)
-    return Cluster(name=text, nodes=int(said["nodes"] or 1), devices_per_node=int(said["each"] or 1), device=sheet.device(), links=links)
+            raise ClusterError(
+                f"cluster {text!r} has 0 GB/s across nodes; leave @0 out where it is not known"
+            )
+        links += (
+            Link(axis="across", beta_Bps=Fact(value=float(said["GBps"]) * 1e9, note=f"@{said['GBps']}")),
+        )
+    return Cluster(
+        name=text,
+        nodes=int(said["nodes"] or 1),
+        devices_per_node=int(said["each"] or 1),
+        device=sheet.device(),
+        links=links,
+    )

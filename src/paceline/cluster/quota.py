@@ -93,7 +93,13 @@ def _amount(text: str, units: dict[str, int]) -> int | None:
     return round(float(found[1]) * units[found[2].lower()])
 
 
-def of_directory(path: str, mount: str | None, device: str | None, rows: list[tuple[str, Quota]]) -> Quota | None:
+def of_directory(
+    path: str, mount: str | None, device: str | None, rows: list[tuple[str, Quota]]
+) -> Quota | None:
     """The row that is about the file system of a directory: named as it is mounted, as its device, or as a folder above."""
-    named = [(name, quota) for name, quota in rows if name in (mount, device) or path == name or path.startswith(name.rstrip("/") + "/")]
+    named = [
+        (name, quota)
+        for name, quota in rows
+        if name in (mount, device) or path == name or path.startswith(name.rstrip("/") + "/")
+    ]
     return max(named, key=lambda row: (row[0] in (mount, device), len(row[0])))[1] if named else None

@@ -13,7 +13,15 @@ def run(*words: str, good: frozenset[int] = frozenset({0}), limit_s: float = 10.
     """
     env = os.environ | {"LC_ALL": "C"}
     try:
-        done = subprocess.run(words, capture_output=True, text=True, errors="replace", timeout=limit_s, env=env, stdin=subprocess.DEVNULL)
+        done = subprocess.run(
+            words,
+            capture_output=True,
+            text=True,
+            errors="replace",
+            timeout=limit_s,
+            env=env,
+            stdin=subprocess.DEVNULL,
+        )
     except FileNotFoundError:
         return ""
     except subprocess.TimeoutExpired:
@@ -22,5 +30,7 @@ def run(*words: str, good: frozenset[int] = frozenset({0}), limit_s: float = 10.
         raise ClusterError(f"{words[0]} cannot be run: {error.strerror}") from error
     if done.returncode not in good:
         said = (done.stderr.strip() or done.stdout.strip()).splitlines()
-        raise ClusterError(f"{words[0]} failed with exit status {done.returncode}" + (f": {said[-1]}" if said else ""))
+        raise ClusterError(
+            f"{words[0]} failed with exit status {done.returncode}" + (f": {said[-1]}" if said else "")
+        )
     return done.stdout

@@ -86,7 +86,9 @@ def _numa(nodes: tuple[str, ...]) -> str:
 
 def _memory(machine: Machine) -> str:
     found = machine.memory
-    limit = f", limited to {format_bytes(found.limit_bytes)} by the control group" if found.limit_bytes else ""
+    limit = (
+        f", limited to {format_bytes(found.limit_bytes)} by the control group" if found.limit_bytes else ""
+    )
     return f"{format_bytes(found.total_bytes)}, {format_bytes(found.available_bytes)} free{limit}"
 
 
@@ -97,8 +99,16 @@ def _gpus(machine: Machine) -> str:
     for row in machine.accelerators:
         names[row.name] = names.get(row.name, 0) + 1
     driver = next((row.driver for row in machine.accelerators if row.driver), None)
-    visible = "" if machine.visible is None else f"; visible to this process: {', '.join(machine.visible) or 'none'}"
-    return ", ".join(f"{count} × {name}" for name, count in names.items()) + (f", driver {driver}" if driver else "") + visible
+    visible = (
+        ""
+        if machine.visible is None
+        else f"; visible to this process: {', '.join(machine.visible) or 'none'}"
+    )
+    return (
+        ", ".join(f"{count} × {name}" for name, count in names.items())
+        + (f", driver {driver}" if driver else "")
+        + visible
+    )
 
 
 def _peaks(machine: Machine) -> str:
@@ -106,8 +116,13 @@ def _peaks(machine: Machine) -> str:
     if name is None:
         return "not published" if any(row.kind != "mps" for row in machine.accelerators) else ""
     chip = sheets()[name].chip
-    rows = [f"{dtype} {peak:,g}" + (f" ({chip.sparse[dtype]:,g})" if dtype in chip.sparse else "") for dtype, peak in chip.dense.items()]
-    return ", ".join(rows) + " TFLOP/s, published" + ("; with 2:4 sparsity in brackets" if chip.sparse else "")
+    rows = [
+        f"{dtype} {peak:,g}" + (f" ({chip.sparse[dtype]:,g})" if dtype in chip.sparse else "")
+        for dtype, peak in chip.dense.items()
+    ]
+    return (
+        ", ".join(rows) + " TFLOP/s, published" + ("; with 2:4 sparsity in brackets" if chip.sparse else "")
+    )
 
 
 def _links(machine: Machine) -> str:
@@ -124,14 +139,18 @@ def _accelerators(machine: Machine) -> Table:
     columns = {
         "GPU": [str(row.index) for row in machine.accelerators],
         "name": names if len({*names}) > 1 else [],  # else it is told above
-        "memory": [format_bytes(row.memory_bytes) if row.memory_bytes else "" for row in machine.accelerators],
+        "memory": [
+            format_bytes(row.memory_bytes) if row.memory_bytes else "" for row in machine.accelerators
+        ],
         "power": [f"{row.power_W:g} W" if row.power_W else "" for row in machine.accelerators],
     }
     keys = [f"GPU{row.index}" for row in machine.accelerators]
     if topology is not None:
         columns["NUMA"] = [topology.numa.get(key, "") for key in keys]
         columns["CPUs"] = [topology.cpus.get(key, "") for key in keys]
-        columns["nearest network"] = [f"{', '.join(near[key][1])} ({near[key][0]})" if key in near else "" for key in keys]
+        columns["nearest network"] = [
+            f"{', '.join(near[key][1])} ({near[key][0]})" if key in near else "" for key in keys
+        ]
     return _table({name: cells for name, cells in columns.items() if any(cells)}, right=("memory", "power"))
 
 
@@ -200,7 +219,9 @@ def _table(columns: dict[str, list[str]], right: tuple[str, ...] = (), caption: 
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), caption=caption, caption_justify="left")
     kept = {name: cells for name, cells in columns.items() if any(cells)}
     for name in kept:
-        table.add_column(name, justify="right" if name in right else "left", no_wrap=name in right, overflow="fold")
+        table.add_column(
+            name, justify="right" if name in right else "left", no_wrap=name in right, overflow="fold"
+        )
     for cells in zip(*kept.values(), strict=True):
         table.add_row(*cells)
     return table

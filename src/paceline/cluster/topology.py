@@ -5,7 +5,13 @@ import re
 from paceline.cluster.machine import Topology
 from paceline.cluster.run_tool import run
 
-NEAREST = ("PIX", "PXB", "PHB", "NODE", "SYS")  # first is best: from one bridge between the two, to another socket
+NEAREST = (
+    "PIX",
+    "PXB",
+    "PHB",
+    "NODE",
+    "SYS",
+)  # first is best: from one bridge between the two, to another socket
 MEANING = {
     "PIX": "one PCIe bridge",
     "PXB": "several PCIe bridges",
@@ -57,7 +63,10 @@ def parse_amd(text: str) -> Topology | None:
         if name not in heads:
             break
         links[name] = {peer: cell for peer, cell in zip(heads, cells, strict=True) if peer != name}
-    numa = {f"GPU{index}": node for index, node in re.findall(r"GPU\[(\d+)\]\s*: \(Topology\) Numa Node: (\d+)", text)}
+    numa = {
+        f"GPU{index}": node
+        for index, node in re.findall(r"GPU\[(\d+)\]\s*: \(Topology\) Numa Node: (\d+)", text)
+    }
     return Topology(links=links, numa=numa)
 
 
@@ -69,10 +78,17 @@ def best_nics(topology: Topology) -> dict[str, tuple[str, tuple[str, ...]]]:
     """For each GPU, how near its nearest NICs are, and which they are."""
     best = {}
     for gpu in gpus(topology):
-        nics = {peer: link for peer, link in topology.links[gpu].items() if not peer.startswith("GPU") and link in NEAREST}
+        nics = {
+            peer: link
+            for peer, link in topology.links[gpu].items()
+            if not peer.startswith("GPU") and link in NEAREST
+        }
         if nics:
             nearest = min(nics.values(), key=NEAREST.index)
-            best[gpu] = (nearest, tuple(topology.nics.get(nic, nic) for nic, link in nics.items() if link == nearest))
+            best[gpu] = (
+                nearest,
+                tuple(topology.nics.get(nic, nic) for nic, link in nics.items() if link == nearest),
+            )
     return best
 
 

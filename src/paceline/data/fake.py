@@ -41,16 +41,25 @@ def imagined(model: nn.Module) -> Iterator[Callable[[Batch], Batch]]:
         if id(tensor) not in made:
             with mode:
                 new = torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype)
-            made[id(tensor)] = nn.Parameter(new, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else new
+            made[id(tensor)] = (
+                nn.Parameter(new, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else new
+            )
         return made[id(tensor)]
 
-    kept = [(of, key, tensor) for m in model.modules() for of in (m._parameters, m._buffers) for key, tensor in of.items()]
+    kept = [
+        (of, key, tensor)
+        for m in model.modules()
+        for of in (m._parameters, m._buffers)
+        for key, tensor in of.items()
+    ]
     for of, key, tensor in kept:
         if tensor is not None and tensor.is_meta:
             of[key] = pretend(tensor)  # type: ignore[assignment]
     try:
         with mode:
-            yield lambda batch: tree_map(lambda item: mode.from_tensor(item) if isinstance(item, Tensor) else item, batch)
+            yield lambda batch: tree_map(
+                lambda item: mode.from_tensor(item) if isinstance(item, Tensor) else item, batch
+            )
     finally:
         for of, key, tensor in kept:
             of[key] = tensor  # type: ignore[assignment]
@@ -58,7 +67,9 @@ def imagined(model: nn.Module) -> Iterator[Callable[[Batch], Batch]]:
 
 def without_values(error: Exception, tells: str, instead: str) -> PlanError:
     """The error of a model that met tensors without values in a pass that `tells` something."""
-    return PlanError(f"the model cannot be run on tensors without values, which tells {tells} ({described(error)}); use {instead}")
+    return PlanError(
+        f"the model cannot be run on tensors without values, which tells {tells} ({described(error)}); use {instead}"
+    )
 
 
 def is_imagined(tensor: Tensor) -> bool:

@@ -98,10 +98,16 @@ class RankBatchSlice:
     def numbers(self, step: int) -> Numbers:
         """Numbers of the samples of a step on this rank, shape (micro, share)."""
         first = step * self.batch + self._begin(self.rank)
-        return first + np.arange(self.micro)[:, None] * (self.batch // self.micro) + np.arange(self.share)[None, :]
+        return (
+            first
+            + np.arange(self.micro)[:, None] * (self.batch // self.micro)
+            + np.arange(self.share)[None, :]
+        )
 
 
-def training_parts(part: RankBatchSlice, samples: int, seed: int, first_step: int, steps: int) -> Iterator[tuple[list[int], list[int]]]:
+def training_parts(
+    part: RankBatchSlice, samples: int, seed: int, first_step: int, steps: int
+) -> Iterator[tuple[list[int], list[int]]]:
     """(numbers, indices) of every micro-batch of this rank from `first_step` until `steps`."""
     at_once = max(1, CHUNK // (part.micro * part.share))
     for begin in range(first_step, steps, at_once):
@@ -153,11 +159,17 @@ class Samples:
                 batch = self.dataset.batch_of(indices)
             else:
                 batch = self._one_by_one(numbers, indices)
-        except BaseException as error:  # the user's code; it is raised again, as a DataError, where the batch is used
+        except (
+            BaseException
+        ) as error:  # the user's code; it is raised again, as a DataError, where the batch is used
             if isinstance(error, KeyboardInterrupt) and passes(error):
                 raise
             at = self._reading
-            what = f"sample {at} of {self.split!r}" if isinstance(at, int) else f"one of the samples {at} of {self.split!r}"
+            what = (
+                f"sample {at} of {self.split!r}"
+                if isinstance(at, int)
+                else f"one of the samples {at} of {self.split!r}"
+            )
             hint = NOT_STACKED if isinstance(at, list) and not hasattr(self.dataset, "batch_of") else ""
             return FailedSample(f"{what} raised {described(error)}{hint}", traceback.format_exc())
         return cast_floats(batch, self.floats) if self.floats is not None else batch
@@ -173,13 +185,17 @@ class Samples:
             if not has_asked() and not moved():
                 if error is not None:
                     raise error
-                self._start_streams(numbers[-1])  # what runs between batches finds the streams as if each sample had started them
+                self._start_streams(
+                    numbers[-1]
+                )  # what runs between batches finds the streams as if each sample had started them
                 return batch
             self._draws = True
         found = []
         for at, (number, index) in enumerate(zip(numbers, indices, strict=True)):
             self._start_streams(number)
-            found.append(self._sample(index) if self._draws is not None or at >= TRIED else self._tried(index))
+            found.append(
+                self._sample(index) if self._draws is not None or at >= TRIED else self._tried(index)
+            )
         self._draws = bool(self._draws)
         return self._collated(found, indices)
 
@@ -204,7 +220,9 @@ class Samples:
 
 
 def cast_floats(batch: Batch, dtype: torch.dtype) -> Batch:
-    return tree_map(lambda item: item.to(dtype) if isinstance(item, Tensor) and item.is_floating_point() else item, batch)
+    return tree_map(
+        lambda item: item.to(dtype) if isinstance(item, Tensor) and item.is_floating_point() else item, batch
+    )
 
 
 def open_dataset(task: Task, split: str) -> MapDataset | None:
@@ -213,10 +231,14 @@ def open_dataset(task: Task, split: str) -> MapDataset | None:
         dataset = task.dataset(split)
     if dataset is None:
         if split == "train":
-            raise DataError(f"{type(task).__name__}.dataset('train') returned None; it must return the training samples")
+            raise DataError(
+                f"{type(task).__name__}.dataset('train') returned None; it must return the training samples"
+            )
         return None
     if not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")):
-        raise DataError(f"{type(task).__name__}.dataset({split!r}) must have len() and [i], got {type(dataset).__name__}")
+        raise DataError(
+            f"{type(task).__name__}.dataset({split!r}) must have len() and [i], got {type(dataset).__name__}"
+        )
     if _length(dataset, split) == 0:
         raise DataError(f"{type(task).__name__}.dataset({split!r}) is empty")
     return dataset
@@ -225,7 +247,9 @@ def open_dataset(task: Task, split: str) -> MapDataset | None:
 def check_batch(batch: int, samples: int) -> None:
     """Raise DataError for a batch that is a mistake: reading it would fill the memory."""
     if batch > MOST_EPOCHS * samples:
-        raise DataError(f"batch {batch:,} is more than {MOST_EPOCHS} times the {samples:,} training samples; use at most --batch {samples}")
+        raise DataError(
+            f"batch {batch:,} is more than {MOST_EPOCHS} times the {samples:,} training samples; use at most --batch {samples}"
+        )
 
 
 def _length(dataset: MapDataset, split: str) -> int:
@@ -234,7 +258,11 @@ def _length(dataset: MapDataset, split: str) -> int:
 
 
 def batches(
-    samples: Samples, parts: Iterable[tuple[list[int], list[int]]], device: torch.device, workers: int, prefetch: int
+    samples: Samples,
+    parts: Iterable[tuple[list[int], list[int]]],
+    device: torch.device,
+    workers: int,
+    prefetch: int,
 ) -> Generator[Batch]:
     """The batches of `parts` on `device`, read ahead. Raises DataError for a sample that cannot be read."""
     if not workers and device.type != "cuda":
@@ -263,7 +291,9 @@ def _as_it_is(batch: Batch) -> Batch:
 
 def _checked(loader: Iterable[Batch | FailedSample]) -> Iterator[Batch]:
     found = iter(loader)
-    reading = UserCode("reading samples", raises=DataError, hint="with --workers 0 each rank reads for itself")
+    reading = UserCode(
+        "reading samples", raises=DataError, hint="with --workers 0 each rank reads for itself"
+    )
     while True:
         with reading:
             batch = next(found, DONE)
@@ -280,7 +310,9 @@ def _moved(loader: Iterator[Batch], device: torch.device) -> Iterator[Batch]:
 
     def start_copy(batch: Batch) -> Batch:
         with torch.cuda.stream(stream):
-            return tree_map(lambda item: item.to(device, non_blocking=True) if isinstance(item, Tensor) else item, batch)
+            return tree_map(
+                lambda item: item.to(device, non_blocking=True) if isinstance(item, Tensor) else item, batch
+            )
 
     def finish_copy(batch: Batch) -> Batch:
         here = torch.cuda.current_stream(device)

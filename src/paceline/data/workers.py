@@ -31,7 +31,9 @@ class _Started(popen_fork.Popen):
             self.wait()
             self.returncode = None
             self.close()
-        raise DataError(f"a process that reads samples did not start, {len(PATIENCE_S)} times; with --workers 0 each rank reads for itself")
+        raise DataError(
+            f"a process that reads samples did not start, {len(PATIENCE_S)} times; with --workers 0 each rank reads for itself"
+        )
 
 
 class _WorkerReader(ForkProcess):

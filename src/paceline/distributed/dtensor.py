@@ -43,4 +43,6 @@ def is_first_copy(tensor: Tensor, place: MeshCoordinate) -> bool:
     coordinates = cut.device_mesh.get_coordinate() or ()
     if place.tp and "tp" not in (cut.device_mesh.mesh_dim_names or ()):
         return False
-    return not any(at for at, placement in zip(coordinates, cut.placements, strict=True) if placement.is_replicate())
+    return not any(
+        at for at, placement in zip(coordinates, cut.placements, strict=True) if placement.is_replicate()
+    )

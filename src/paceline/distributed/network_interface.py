@@ -64,7 +64,9 @@ def stay_here() -> None:
     """Have gloo, torch's RPC and NCCL take the loopback interface, for ranks that are all on this machine, where nothing else was said."""
     up = {name for name, stats in psutil.net_if_stats().items() if stats.isup}
     for name, addresses in psutil.net_if_addrs().items():
-        if name in up and any(one.family == socket.AF_INET and _is_loopback(one.address) for one in addresses):
+        if name in up and any(
+            one.family == socket.AF_INET and _is_loopback(one.address) for one in addresses
+        ):
             for variable in VARIABLES:
                 os.environ.setdefault(variable, name)
             return
@@ -99,12 +101,19 @@ def where_to_listen(host: str | None, environ: Mapping[str, str] = os.environ) -
 
     It is that of the interface that was chosen, else that of `host`, by which the others know this machine, or of its own name. Where these
     mean this machine itself, as on a Debian, it is any: one of its addresses must be right, and there is no telling which."""
-    own = {name: [one.address for one in addresses if one.family == socket.AF_INET] for name, addresses in psutil.net_if_addrs().items()}
-    chosen = [address for name in environ.get("GLOO_SOCKET_IFNAME", "").split(",") for address in own.get(name, ())]
+    own = {
+        name: [one.address for one in addresses if one.family == socket.AF_INET]
+        for name, addresses in psutil.net_if_addrs().items()
+    }
+    chosen = [
+        address for name in environ.get("GLOO_SOCKET_IFNAME", "").split(",") for address in own.get(name, ())
+    ]
     known = [address for addresses in own.values() for address in addresses if not _is_loopback(address)]
     if not chosen:
         with contextlib.suppress(OSError):
-            chosen = [address for address in [socket.gethostbyname(host or socket.getfqdn())] if address in known]
+            chosen = [
+                address for address in [socket.gethostbyname(host or socket.getfqdn())] if address in known
+            ]
     if not chosen and host is None and len(known) == 1:
         chosen = known
     if chosen:

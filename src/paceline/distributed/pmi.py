@@ -14,7 +14,9 @@ class Pmi:
     """With the launcher of this process. `fd`: PMI_FD; timeout_s: for each answer, among them that all ranks have come to a barrier."""
 
     def __init__(self, fd: int, timeout_s: float):
-        connection = socket.socket(fileno=os.dup(fd))  # the descriptor itself is left to the MPI that a task may use
+        connection = socket.socket(
+            fileno=os.dup(fd)
+        )  # the descriptor itself is left to the MPI that a task may use
         connection.settimeout(timeout_s)
         self._lines = connection.makefile("rw", buffering=1)
         self._ask("init pmi_version=1 pmi_subversion=1")

@@ -17,7 +17,14 @@ import torch
 import torch.distributed as dist
 
 from paceline.cluster.limits import busy_cores, free_cores, usable_cores
-from paceline.distributed.network_interface import check_interfaces, choose_interface, is_here, own_interfaces, stay_here, where_to_listen
+from paceline.distributed.network_interface import (
+    check_interfaces,
+    choose_interface,
+    is_here,
+    own_interfaces,
+    stay_here,
+    where_to_listen,
+)
 from paceline.distributed.pmi import pmi
 from paceline.distributed.store import LOOPBACK, open_store
 from paceline.distributed.world import World
@@ -53,7 +60,9 @@ def choose_device(world: World, wish: str | None) -> torch.device:
     if wish == "cpu" or (wish is None and not torch.cuda.is_available()):
         return torch.device("cpu")
     if not torch.cuda.is_available():
-        raise LaunchError(f"device={wish}, but torch {torch.__version__} finds no CUDA device here; use --device cpu")
+        raise LaunchError(
+            f"device={wish}, but torch {torch.__version__} finds no CUDA device here; use --device cpu"
+        )
     if world.local_rank >= torch.cuda.device_count():
         raise LaunchError(
             f"{world.local_size} ranks on this machine need as many GPUs, got {torch.cuda.device_count()}; "
@@ -77,12 +86,19 @@ def free_threads(world: World) -> tuple[int, str | None]:
         dist.barrier()  # so that what the ranks themselves do does not count
     busy = busy_cores(LOOK_S) or 0.0
     free = free_cores(busy) / world.local_size
-    here = torch.tensor([-max(1, min(share, math.floor(free + 0.5))), share > free + 0.5, busy], dtype=torch.float64)
+    here = torch.tensor(
+        [-max(1, min(share, math.floor(free + 0.5))), share > free + 0.5, busy], dtype=torch.float64
+    )
     if world.size > 1:
         dist.all_reduce(here, dist.ReduceOp.MAX)
     threads, is_short, most = -int(here[0]), bool(here[1]), here[2].item()
     on = "this machine" if world.local_size == world.size else "a node"
-    return threads, f"{on} is oversubscribed: other processes keep {most:.1f} of {usable_cores()} cores busy" if is_short else None
+    return (
+        threads,
+        f"{on} is oversubscribed: other processes keep {most:.1f} of {usable_cores()} cores busy"
+        if is_short
+        else None,
+    )
 
 
 def keep_memory() -> None:
@@ -105,7 +121,9 @@ def workers_per_rank(local_size: int, device: torch.device, wish: int | None) ->
 
 LOOK_S = 0.25  # at the processors, for what other processes take of them
 REMEMBERED = 64  # collectives in torch's flight recorder, for the doctor
-STARTING_S = 600.0  # that ranks wait for one another at least, until all have done once what they will do again
+STARTING_S = (
+    600.0  # that ranks wait for one another at least, until all have done once what they will do again
+)
 SAVING_S = 1800.0  # the same, for the slowest of them to write its part of a checkpoint
 
 
@@ -115,13 +133,17 @@ def at_start(timeout_s: float) -> float:
 
 
 @contextlib.contextmanager
-def process_group(world: World, device: torch.device, timeout_s: float, meeting_place: Path) -> Iterator[None]:
+def process_group(
+    world: World, device: torch.device, timeout_s: float, meeting_place: Path
+) -> Iterator[None]:
     """The default process group: one that is there already, or one for the time of this context, with the patience of a start."""
     timeout_s = at_start(timeout_s)
     if dist.is_initialized():
         yield
         return
-    os.environ.setdefault("TORCH_FR_BUFFER_SIZE", str(REMEMBERED))  # torch reads it with the first process group
+    os.environ.setdefault(
+        "TORCH_FR_BUFFER_SIZE", str(REMEMBERED)
+    )  # torch reads it with the first process group
     check_interfaces()
     store = _store(world, timeout_s, meeting_place)
     with own_interfaces():
@@ -165,7 +187,9 @@ def limit_waits(timeout_s: float, but: dist.ProcessGroup | None = None) -> None:
 
 
 _groups = itertools.count()  # process groups that this process has made
-_opened: dict[str, dist.TCPStore] = {}  # by the address that all ranks of this start were given; several process groups may use it
+_opened: dict[
+    str, dist.TCPStore
+] = {}  # by the address that all ranks of this start were given; several process groups may use it
 
 
 def _store(world: World, timeout_s: float, meeting_place: Path) -> dist.Store:
@@ -187,7 +211,9 @@ def _store(world: World, timeout_s: float, meeting_place: Path) -> dist.Store:
 def _store_at(world: World, timeout: timedelta, open_here: bool) -> dist.TCPStore:
     """The store at the address that all ranks were given."""
     if world.address is None:
-        raise LaunchError(f"{world.launcher} has set no MASTER_ADDR and MASTER_PORT, where rank 0 is met; set them, or start with torchrun")
+        raise LaunchError(
+            f"{world.launcher} has set no MASTER_ADDR and MASTER_PORT, where rank 0 is met; set them, or start with torchrun"
+        )
     host, _, port = world.address.rpartition(":")
     if not open_here:
         return dist.TCPStore(host, int(port), world.size, False, timeout)
@@ -228,7 +254,9 @@ def _meet_by_pmi(world: World, fd: int, timeout: timedelta) -> dist.Store:
     try:
         return _join(where, world, timeout)
     except OSError:
-        raise LaunchError(f"rank {world.rank} on {platform.node()} does not reach rank 0 at {where}") from None
+        raise LaunchError(
+            f"rank {world.rank} on {platform.node()} does not reach rank 0 at {where}"
+        ) from None
 
 
 def meet(world: World, timeout: timedelta, meeting_place: Path) -> tuple[dist.TCPStore, str]:
@@ -252,4 +280,6 @@ def meet(world: World, timeout: timedelta, meeting_place: Path) -> tuple[dist.TC
             store.set(f"here/{world.rank}", "")
             return store, key
         time.sleep(0.05)
-    raise LaunchError(f"rank {world.rank} waited {timeout.total_seconds():.0f} s for rank 0 to write {note}; do all ranks see that folder?")
+    raise LaunchError(
+        f"rank {world.rank} waited {timeout.total_seconds():.0f} s for rank 0 to write {note}; do all ranks see that folder?"
+    )

@@ -47,7 +47,12 @@ def streams(seed: int) -> Iterator[None]:
 def states() -> tuple[object, ...]:
     """Return the states of the three streams, to be compared (60 µs)."""
     of_numpy: Any = np.random.get_state()
-    return torch.default_generator.get_state().numpy().tobytes(), random.getstate(), of_numpy[1].tobytes(), of_numpy[2:]
+    return (
+        torch.default_generator.get_state().numpy().tobytes(),
+        random.getstate(),
+        of_numpy[1].tobytes(),
+        of_numpy[2:],
+    )
 
 
 FIXED = derive(0, "no sample draws from this")
@@ -70,7 +75,11 @@ def _first() -> tuple[object, ...]:
 
 # Code that depends on the streams without moving them on passes through these names: to seed a generator of its own, or to put a
 # stream back after a draw. torch.initial_seed(), get_rng_state() and fork_rng() look torch's generator up in torch.random.
-_ASKED: tuple[tuple[Any, str], ...] = ((torch.random, "default_generator"), (random, "getstate"), (np.random, "get_state"))
+_ASKED: tuple[tuple[Any, str], ...] = (
+    (torch.random, "default_generator"),
+    (random, "getstate"),
+    (np.random, "get_state"),
+)
 
 
 @contextlib.contextmanager

@@ -14,7 +14,9 @@ BACKLOG = 2048  # connections that wait to be taken, when thousands of ranks com
 WAIT = timedelta(seconds=300)
 
 
-def open_store(host: str = LOOPBACK, port: int = 0, timeout: timedelta = WAIT, wait_for: int | None = None) -> dist.TCPStore:
+def open_store(
+    host: str = LOOPBACK, port: int = 0, timeout: timedelta = WAIT, wait_for: int | None = None
+) -> dist.TCPStore:
     """Open a store that listens on the address of `host` alone; port 0: a free one. `wait_for`: so many ranks, this one included."""
     try:
         listening = _listening(host, port)
@@ -37,8 +39,12 @@ def open_store(host: str = LOOPBACK, port: int = 0, timeout: timedelta = WAIT, w
 
 def _listening(host: str, port: int) -> socket.socket:
     if host == EVERYWHERE and socket.has_dualstack_ipv6():
-        return socket.create_server((host, port), family=socket.AF_INET6, backlog=BACKLOG, dualstack_ipv6=True)
-    family, *_, address = socket.getaddrinfo(host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
+        return socket.create_server(
+            (host, port), family=socket.AF_INET6, backlog=BACKLOG, dualstack_ipv6=True
+        )
+    family, *_, address = socket.getaddrinfo(
+        host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+    )[0]
     return socket.create_server(address[:2], family=family, backlog=BACKLOG)
 
 

@@ -44,9 +44,19 @@ LAUNCHERS = {
         ("OMPI_COMM_WORLD_LOCAL_SIZE",),
         ("PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid", "PMIX_ID"),
     ),
-    "mpich": Names("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", ("MPI_LOCALNRANKS",), ("PMI_JOBID", "HYDRA_JOBID", "PMI_PORT")),
+    "mpich": Names(
+        "PMI_RANK",
+        "PMI_SIZE",
+        "MPI_LOCALRANKID",
+        ("MPI_LOCALNRANKS",),
+        ("PMI_JOBID", "HYDRA_JOBID", "PMI_PORT"),
+    ),
     "slurm": Names(
-        "SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID", ("SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE"), ("SLURM_JOB_ID",)
+        "SLURM_PROCID",
+        "SLURM_NTASKS",
+        "SLURM_LOCALID",
+        ("SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE"),
+        ("SLURM_JOB_ID",),
     ),
 }
 
@@ -57,9 +67,13 @@ def world(environ: Mapping[str, str] = os.environ) -> World:
     _check(speaking, environ)
     for launcher in speaking[:1]:
         names = LAUNCHERS[launcher]
-        rank, size, local_rank = (_number(environ, name) for name in (names.rank, names.size, names.local_rank))
+        rank, size, local_rank = (
+            _number(environ, name) for name in (names.rank, names.size, names.local_rank)
+        )
         if not 0 <= rank < size:
-            raise LaunchError(f"{names.rank}={rank} is outside {names.size}={size}: the variables of two launchers are mixed; unset them")
+            raise LaunchError(
+                f"{names.rank}={rank} is outside {names.size}={size}: the variables of two launchers are mixed; unset them"
+            )
         job = [environ[name] for name in names.job if name in environ][:1]
         if launcher == "slurm":  # a job that is queued again keeps its number, and counts its steps anew
             job += [environ.get("SLURM_RESTART_COUNT", "0"), environ.get("SLURM_STEP_ID", "0")]
@@ -83,7 +97,9 @@ def world(environ: Mapping[str, str] = os.environ) -> World:
 
 
 def _speaks(launcher: str, names: Names, environ: Mapping[str, str]) -> bool:
-    return {names.rank, names.size, names.local_rank} <= environ.keys() and (launcher != "slurm" or _is_task(environ))
+    return {names.rank, names.size, names.local_rank} <= environ.keys() and (
+        launcher != "slurm" or _is_task(environ)
+    )
 
 
 def _check(speaking: list[str], environ: Mapping[str, str]) -> None:
@@ -92,7 +108,9 @@ def _check(speaking: list[str], environ: Mapping[str, str]) -> None:
     if "torchrun" not in sizes and environ.get("WORLD_SIZE", "1") not in {"1", *map(str, sizes.values())}:
         said = f"WORLD_SIZE={environ['WORLD_SIZE']}"
         for launcher, size in sizes.items():
-            raise LaunchError(f"{said}, but {LAUNCHERS[launcher].size}={size}: {launcher} started this process; unset WORLD_SIZE")
+            raise LaunchError(
+                f"{said}, but {LAUNCHERS[launcher].size}={size}: {launcher} started this process; unset WORLD_SIZE"
+            )
         missing = [name for name in ("RANK", "LOCAL_RANK") if name not in environ]
         raise LaunchError(
             f"{said} without {' and '.join(missing)}: this process is none of so many ranks; unset WORLD_SIZE, or start them with --ranks "
@@ -100,7 +118,9 @@ def _check(speaking: list[str], environ: Mapping[str, str]) -> None:
         )
     if sizes.get("slurm", 1) == 1:
         return
-    if "SLURM_STEP_TASKS_PER_NODE" not in environ:  # which is what srun did; else it is known by what was asked for
+    if (
+        "SLURM_STEP_TASKS_PER_NODE" not in environ
+    ):  # which is what srun did; else it is known by what was asked for
         _check_tasks(sizes["slurm"], environ)
     if "torchrun" in sizes and "TORCHELASTIC_RUN_ID" not in environ:  # set by hand, so of the same ranks
         for mine, slurms in (("WORLD_SIZE", "SLURM_NTASKS"), ("RANK", "SLURM_PROCID")):
@@ -119,7 +139,9 @@ def _check(speaking: list[str], environ: Mapping[str, str]) -> None:
 def _check_tasks(size: int, environ: Mapping[str, str]) -> None:
     step = environ.get("SLURM_STEP_NUM_TASKS", str(size))
     if step != str(size):
-        raise LaunchError(f"SLURM_NTASKS={size}, but SLURM_STEP_NUM_TASKS={step}: srun says both, so one was changed; unset it")
+        raise LaunchError(
+            f"SLURM_NTASKS={size}, but SLURM_STEP_NUM_TASKS={step}: srun says both, so one was changed; unset it"
+        )
     per_node, nodes = environ.get("SLURM_NTASKS_PER_NODE", ""), environ.get("SLURM_NNODES", "")
     if per_node.isdigit() and nodes.isdigit() and (most := int(per_node) * int(nodes)) < size:
         raise LaunchError(
@@ -130,7 +152,11 @@ def _check_tasks(size: int, environ: Mapping[str, str]) -> None:
 
 def _is_task(environ: Mapping[str, str]) -> bool:
     """srun starts tasks; in a batch script or an interactive shell of an allocation the same variables speak of the script."""
-    return "SLURM_STEP_ID" in environ and environ.get("SLURM_STEP_ID") not in ("4294967291", "4294967292", "4294967290")
+    return "SLURM_STEP_ID" in environ and environ.get("SLURM_STEP_ID") not in (
+        "4294967291",
+        "4294967292",
+        "4294967290",
+    )
 
 
 def _first_host(environ: Mapping[str, str]) -> str | None:

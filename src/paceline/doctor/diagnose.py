@@ -20,7 +20,15 @@ SHOWN = 3  # ranks in a sentence
 OWN = os.path.dirname(os.path.dirname(__file__))
 TASKS = os.path.join(OWN, "tasks")
 LIBRARY = re.compile(r"site-packages|dist-packages|/lib/python3\.|^<frozen")
-TYPES = {"float": "float32", "double": "float64", "half": "float16", "long": "int64", "int": "int32", "byte": "uint8", "char": "int8"}
+TYPES = {
+    "float": "float32",
+    "double": "float64",
+    "half": "float16",
+    "long": "int64",
+    "int": "int32",
+    "byte": "uint8",
+    "char": "int8",
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,12 +49,18 @@ def still_s(beats: Sequence[Heartbeat | None], now: float) -> float:
 
 def patience_s(beats: Sequence[Heartbeat | None]) -> float | None:
     """Of the rank that waits least for another one; None where none does."""
-    return min((one.patience_s for one in beats if one is not None and one.patience_s is not None), default=None)
+    return min(
+        (one.patience_s for one in beats if one is not None and one.patience_s is not None), default=None
+    )
 
 
 def bound_s(beats: Sequence[Heartbeat | None], soon: bool) -> float | None:
     """From when on that is worth a word: half of what the ranks wait for one another, or `soon`, as somebody asks. None: never."""
-    going = [one for one in beats if one is not None and one.phase != heartbeat.ENDED and one.patience_s is not None]
+    going = [
+        one
+        for one in beats
+        if one is not None and one.phase != heartbeat.ENDED and one.patience_s is not None
+    ]
     if not going:
         return None
     least = max(STILL_S, TIMES * max(one.longest_s for one in going))
@@ -63,15 +77,33 @@ def diagnose(seen: Sequence[RankState], now: float, bound: float | None) -> Diag
 
     def found(verdict: str, sentence: str, hint: str = "", at_fault: Sequence[int] = ()) -> Diagnosis:
         return Diagnosis(
-            verdict=verdict, sentence=sentence, hint=hint, at_fault=tuple(at_fault), still_s=still, step=step, seen=tuple(seen)
+            verdict=verdict,
+            sentence=sentence,
+            hint=hint,
+            at_fault=tuple(at_fault),
+            still_s=still,
+            step=step,
+            seen=tuple(seen),
         )
 
-    unable = [one for one in seen if one.state in ("stopped", "gone", "silent") and (one.beat is None or one.beat.patience_s is not None)]
+    unable = [
+        one
+        for one in seen
+        if one.state in ("stopped", "gone", "silent")
+        and (one.beat is None or one.beat.patience_s is not None)
+    ]
     if unable or (bound is not None and still > bound):
         at_fault = unable or _at_fault(seen)
-        return found("stuck", _sentence(seen, at_fault, still, now), _hint(at_fault, beats), [one.rank for one in at_fault])
+        return found(
+            "stuck",
+            _sentence(seen, at_fault, still, now),
+            _hint(at_fault, beats),
+            [one.rank for one in at_fault],
+        )
     if stepped is None:
-        first = max((one for one in seen if one.beat is not None), key=lambda one: one.beat.since if one.beat else 0.0)
+        first = max(
+            (one for one in seen if one.beat is not None), key=lambda one: one.beat.since if one.beat else 0.0
+        )
         missing = [one.rank for one in seen if one.state == "missing"]
         what = f"rank {missing[0]} is not there yet" if missing else f"rank {first.rank} {_where(first, now)}"
         return found("starting", f"no step has ended yet; {what}")
@@ -113,7 +145,9 @@ def _called(one: RankState) -> Collective | None:
     """The last collective that it is not done with."""
     if one.beat is None or one.beat.phase == heartbeat.DATA:
         return None
-    return max((mine for mine in one.collectives if not mine.is_over), key=lambda mine: mine.called, default=None)
+    return max(
+        (mine for mine in one.collectives if not mine.is_over), key=lambda mine: mine.called, default=None
+    )
 
 
 def _behind(mine: Collective, seen: Sequence[RankState]) -> list[int]:
@@ -123,7 +157,9 @@ def _behind(mine: Collective, seen: Sequence[RankState]) -> list[int]:
 
 
 def _number(one: RankState, like: Collective) -> int:
-    return next((its.number for its in one.collectives if (its.group, its.kind) == (like.group, like.kind)), 0)
+    return next(
+        (its.number for its in one.collectives if (its.group, its.kind) == (like.group, like.kind)), 0
+    )
 
 
 def _at_fault(seen: Sequence[RankState]) -> list[RankState]:
@@ -134,16 +170,28 @@ def _at_fault(seen: Sequence[RankState]) -> list[RankState]:
         return missing + own
     if all(map(_called, own)):  # in different ones, or the last message is under way
         return []
-    steps = {one.rank: one.beat.step for one in own if one.beat is not None}  # nothing is known of collectives
-    busy = [one for one in own if one.beat is not None and one.beat.phase == heartbeat.DATA and steps[one.rank] == min(steps.values())]
+    steps = {
+        one.rank: one.beat.step for one in own if one.beat is not None
+    }  # nothing is known of collectives
+    busy = [
+        one
+        for one in own
+        if one.beat is not None
+        and one.beat.phase == heartbeat.DATA
+        and steps[one.rank] == min(steps.values())
+    ]
     return busy if 0 < len(busy) < len(own) else own
 
 
 def _sentence(seen: Sequence[RankState], at_fault: Sequence[RankState], still: float, now: float) -> str:
     since = format_seconds(still)
     if not at_fault:
-        return _nobody({one.rank: what for one in seen if (what := waits(one, seen) or _called(one)) is not None}, since)
-    waiting = {one.rank: what for one in seen if one not in at_fault and (what := waits(one, seen)) is not None}
+        return _nobody(
+            {one.rank: what for one in seen if (what := waits(one, seen) or _called(one)) is not None}, since
+        )
+    waiting = {
+        one.rank: what for one in seen if one not in at_fault and (what := waits(one, seen)) is not None
+    }
     who = "; ".join(f"rank {one.rank} {_where(one, now)}{_how_far(one, waiting)}" for one in at_fault[:SHOWN])
     if len(at_fault) > SHOWN:
         who += f"; and {len(at_fault) - SHOWN} more"
@@ -151,8 +199,12 @@ def _sentence(seen: Sequence[RankState], at_fault: Sequence[RankState], still: f
         return f"{who}; no rank has gone on for {since}"
     alike = Counter(map(_named, waiting.values()))
     what, count = alike.most_common(1)[0]
-    called = min((what.called for what in waiting.values() if isinstance(what, Collective)), default=now - still)
-    whom = "the others wait" if count == len(seen) - len(at_fault) > 1 else f"rank {_first(waiting, what)} waits"
+    called = min(
+        (what.called for what in waiting.values() if isinstance(what, Collective)), default=now - still
+    )
+    whom = (
+        "the others wait" if count == len(seen) - len(at_fault) > 1 else f"rank {_first(waiting, what)} waits"
+    )
     return f"{who}; {whom} in {what} for {format_seconds(max(0.0, now - called))}"
 
 
@@ -181,7 +233,11 @@ def _how_far(one: RankState, waiting: "dict[int, Collective | str]") -> str:
     """By how many collectives it is behind those who wait."""
     if not one.answered:
         return ""
-    behind = [what.number - _number(one, what) for what in waiting.values() if isinstance(what, Collective) and one.rank in what.members]
+    behind = [
+        what.number - _number(one, what)
+        for what in waiting.values()
+        if isinstance(what, Collective) and one.rank in what.members
+    ]
     most = max(behind, default=0)
     return f" and {several(most, 'collective')} behind" if most > 0 else ""
 
@@ -212,7 +268,9 @@ def _where(one: RankState, now: float) -> str:
 
 def _is_busy(reader: ReaderProcess) -> bool:
     here = place(reader.stack)
-    return reader.state == "stopped" or (here is not None and "worker" not in here and "data/workers.py" not in here)
+    return reader.state == "stopped" or (
+        here is not None and "worker" not in here and "data/workers.py" not in here
+    )
 
 
 def _hint(at_fault: Sequence[RankState], beats: Sequence[Heartbeat | None]) -> str:
@@ -234,5 +292,7 @@ def _slow(beats: Sequence[Heartbeat | None]) -> list[str]:
             own = one.spent_s.get(phase, 0.0)
             others = median(other.spent_s.get(phase, 0.0) for other in here if other is not one)
             if own > SLOW * others and own - others > 0.1 * sum(one.spent_s.values()):
-                found.append(f"rank {one.rank} is slow: {format_seconds(own)} a step in {phase}, the others {format_seconds(others)}")
+                found.append(
+                    f"rank {one.rank} is slow: {format_seconds(own)} a step in {phase}, the others {format_seconds(others)}"
+                )
     return found[:SHOWN]

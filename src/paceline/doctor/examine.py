@@ -17,5 +17,9 @@ def examine(run: RunFolder, bound: float | None = None, failed: Container[int] =
     seen = ask(run)
     if not any(one.state in ("runs", "stopped") for one in seen):
         return None
-    seen = [replace(one, state="failed") if one.state == "gone" and one.rank in failed else one for one in seen]
-    return diagnose(seen, time.time(), bound if bound is not None else bound_s([one.beat for one in seen], soon=True))
+    seen = [
+        replace(one, state="failed") if one.state == "gone" and one.rank in failed else one for one in seen
+    ]
+    return diagnose(
+        seen, time.time(), bound if bound is not None else bound_s([one.beat for one in seen], soon=True)
+    )

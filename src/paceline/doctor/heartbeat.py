@@ -88,7 +88,10 @@ class StackAnswer:
     collectives: Sequence[Collective]
 
 
-_ADAPTERS: dict[type, TypeAdapter[Any]] = {Heartbeat: TypeAdapter(Heartbeat), StackAnswer: TypeAdapter(StackAnswer)}
+_ADAPTERS: dict[type, TypeAdapter[Any]] = {
+    Heartbeat: TypeAdapter(Heartbeat),
+    StackAnswer: TypeAdapter(StackAnswer),
+}
 
 
 def birth(pid: int) -> float | None:
@@ -108,7 +111,11 @@ def birth(pid: int) -> float | None:
 def age_s(pid: int) -> float | None:
     """Return the seconds since a process was started; None where the system does not tell."""
     began = birth(pid) if sys.platform == "linux" else None
-    return time.clock_gettime(time.CLOCK_BOOTTIME) - began / os.sysconf("SC_CLK_TCK") if began is not None else None
+    return (
+        time.clock_gettime(time.CLOCK_BOOTTIME) - began / os.sysconf("SC_CLK_TCK")
+        if began is not None
+        else None
+    )
 
 
 def write(path: Path, value: Heartbeat | StackAnswer) -> None:
@@ -137,8 +144,20 @@ def read(path: Path, build: "type[Heartbeat] | type[StackAnswer]") -> Any:
 
 def _is_possible(one: Heartbeat) -> bool:
     """Whether a rank could have written it: what follows would take long, or fail, with ranks and processes that cannot be."""
-    times = (one.began, one.time, one.stepped or 0.0, one.longest_s, one.since, one.patience_s or 0.0, *one.spent_s.values())
-    return 0 <= one.rank < one.ranks <= MOST_RANKS and 0 < one.pid < 2**31 and all(abs(seconds) < LATEST for seconds in times)
+    times = (
+        one.began,
+        one.time,
+        one.stepped or 0.0,
+        one.longest_s,
+        one.since,
+        one.patience_s or 0.0,
+        *one.spent_s.values(),
+    )
+    return (
+        0 <= one.rank < one.ranks <= MOST_RANKS
+        and 0 < one.pid < 2**31
+        and all(abs(seconds) < LATEST for seconds in times)
+    )
 
 
 def _shown(tree: Any) -> Any:

@@ -20,7 +20,9 @@ from paceline.run import RunFolder
 
 EVERY_S = 1.0
 BEFORE_S = 0.1  # there is a run folder, which rank 0 may have to make
-SIGNAL = getattr(signal, "SIGRTMIN", signal.SIGUSR1) + 7  # nobody else's; makes a process write its stack, whatever it is at
+SIGNAL = (
+    getattr(signal, "SIGRTMIN", signal.SIGUSR1) + 7
+)  # nobody else's; makes a process write its stack, whatever it is at
 
 
 class HeartbeatWriter:
@@ -39,7 +41,11 @@ class HeartbeatWriter:
         self._stepped: float | None = None
         self._longest_s = 0.0
         self._spent_s: dict[str, float] = defaultdict(float)
-        self._told: tuple[int, dict[str, float], dict[str, float]] = (0, {}, {})  # step, spent until then; spent a step
+        self._told: tuple[int, dict[str, float], dict[str, float]] = (
+            0,
+            {},
+            {},
+        )  # step, spent until then; spent a step
         self._asked: str | None = None
         self._over = threading.Event()
         self._trains = threading.get_ident()
@@ -99,7 +105,10 @@ class HeartbeatWriter:
         step, before, spent = self._told
         if self.step > step:
             so_far = dict(self._spent_s)
-            spent = {phase: (seconds - before.get(phase, 0.0)) / (self.step - step) for phase, seconds in so_far.items()}
+            spent = {
+                phase: (seconds - before.get(phase, 0.0)) / (self.step - step)
+                for phase, seconds in so_far.items()
+            }
             self._told = self.step, so_far, spent
         phase, since, stepped = self._phase, self._since, self._stepped
         now, clock = time.time(), time.perf_counter()
@@ -128,7 +137,10 @@ class HeartbeatWriter:
             return
         if asked and asked != self._asked:
             stack = _frames(sys._current_frames().get(self._trains))
-            heartbeat.write(run.said(self.rank), StackAnswer(asked=asked, time=time.time(), stack=stack, collectives=_collectives()))
+            heartbeat.write(
+                run.said(self.rank),
+                StackAnswer(asked=asked, time=time.time(), stack=stack, collectives=_collectives()),
+            )
             self._asked = asked
 
 
@@ -147,7 +159,9 @@ def _collectives() -> list[Collective]:
     if distributed is None or dump is None or not distributed.is_initialized():
         return []
     world = distributed.distributed_c10d._world
-    members = {name: sorted(world.pg_group_ranks.get(group, ())) for group, name in list(world.pg_names.items())}
+    members = {
+        name: sorted(world.pg_group_ranks.get(group, ())) for group, name in list(world.pg_names.items())
+    }
     last: dict[tuple[str, bool], Any] = {}
     for entry in json.loads(dump(True, False)).get("entries", ()):
         last[entry["process_group"][0], entry["is_p2p"]] = entry

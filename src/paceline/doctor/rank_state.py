@@ -19,7 +19,10 @@ from paceline.errors import RunError
 from paceline.files import has_open, write_whole
 from paceline.run import RunFolder
 
-HERE_S, ELSEWHERE_S = 2 * EVERY_S, 6 * EVERY_S  # to wait for an answer; file systems between nodes take some seconds to show a new file
+HERE_S, ELSEWHERE_S = (
+    2 * EVERY_S,
+    6 * EVERY_S,
+)  # to wait for an answer; file systems between nodes take some seconds to show a new file
 STACK_S = 0.5  # for a process to write its stack
 LINE = re.compile(r'^  File "(.*)", line (\d+) in (.*)$')
 
@@ -56,7 +59,9 @@ def beats(run: RunFolder) -> list[Heartbeat | None]:
     if not found:
         return []
     newest = max(found, key=lambda one: one.began)
-    late_s = {one.rank: 0.0 if one.host == newest.host else beat.CLOCK_S for one in found}  # clocks of other machines may differ so much
+    late_s = {
+        one.rank: 0.0 if one.host == newest.host else beat.CLOCK_S for one in found
+    }  # clocks of other machines may differ so much
     of_this_start = {one.rank: one for one in found if one.time >= newest.began - late_s[one.rank]}
     return [of_this_start.get(rank) for rank in range(newest.ranks)]
 
@@ -101,7 +106,9 @@ def ask(run: RunFolder) -> list[RankState]:
     asked = uuid.uuid4().hex
     waiting = {rank for rank, its in enumerate(states) if its == "runs"}
     if waiting:
-        with contextlib.suppress(RunError):  # it may be the folder of somebody else, where we cannot write, or a link could lie
+        with contextlib.suppress(
+            RunError
+        ):  # it may be the folder of somebody else, where we cannot write, or a link could lie
             write_whole(run.asked, asked)
     answers: dict[int, StackAnswer] = {}
     began = time.monotonic()
@@ -111,7 +118,9 @@ def ask(run: RunFolder) -> list[RankState]:
             if answer is not None and answer.asked == asked:
                 answers[rank] = answer
                 waiting.remove(rank)
-        if time.monotonic() - began > (ELSEWHERE_S if any(_is_elsewhere(found[rank]) for rank in waiting) else HERE_S):
+        if time.monotonic() - began > (
+            ELSEWHERE_S if any(_is_elsewhere(found[rank]) for rank in waiting) else HERE_S
+        ):
             break
         time.sleep(0.05)
     seen = []
@@ -134,7 +143,9 @@ def _by_our_clock(one: Heartbeat) -> Heartbeat:
     return beat.moved(one, time.time() - one.time)
 
 
-def _seen(run: RunFolder, rank: int, one: Heartbeat | None, its: str, answer: StackAnswer | None) -> RankState:
+def _seen(
+    run: RunFolder, rank: int, one: Heartbeat | None, its: str, answer: StackAnswer | None
+) -> RankState:
     here = one is not None and not _is_elsewhere(one)
     stack: Sequence[Frame] = answer.stack if answer is not None else ()
     if one is not None and here and its == "runs" and answer is None:  # something holds Python's lock
@@ -172,7 +183,9 @@ def _readers(rank: int) -> list[psutil.Process]:
 def _reader(run: RunFolder, rank: int, process: psutil.Process) -> ReaderProcess:
     with contextlib.suppress(psutil.Error):
         its = _state_of(process)
-        return ReaderProcess(pid=process.pid, state=its, stack=_signalled(run, rank, process.pid) if its == "runs" else ())
+        return ReaderProcess(
+            pid=process.pid, state=its, stack=_signalled(run, rank, process.pid) if its == "runs" else ()
+        )
     return ReaderProcess(pid=process.pid, state="gone")
 
 
@@ -208,4 +221,6 @@ def _expects_signal(pid: int) -> bool:
 def parsed(text: str) -> list[Frame]:
     """Of what faulthandler writes, the first thread of the process, which it writes last."""
     last = re.split(r"\n(?=Current thread|Thread)", text)[-1]
-    return [Frame(found[1], int(found[2]), found[3]) for line in last.splitlines() if (found := LINE.match(line))][::-1]
+    return [
+        Frame(found[1], int(found[2]), found[3]) for line in last.splitlines() if (found := LINE.match(line))
+    ][::-1]

@@ -22,14 +22,19 @@ def details(found: Diagnosis) -> list[str]:
         if one.rank in found.at_fault and one.stack:
             lines += [f"rank {one.rank}, innermost line last:", *_stack(one.stack)]
         for reader in one.readers:
-            lines += [f"reader of rank {one.rank} (process {reader.pid}), which {reader.state}:", *_stack(reader.stack)]
+            lines += [
+                f"reader of rank {one.rank} (process {reader.pid}), which {reader.state}:",
+                *_stack(reader.stack),
+            ]
     return lines
 
 
 def _rank(one: RankState, now: float) -> list[str]:
     if one.beat is None:
         return [f"rank {one.rank}  {one.state}"]
-    spent = ", ".join(f"{phase} {format_seconds(seconds)}" for phase, seconds in one.beat.spent_s.items() if seconds)
+    spent = ", ".join(
+        f"{phase} {format_seconds(seconds)}" for phase, seconds in one.beat.spent_s.items() if seconds
+    )
     words = [
         f"rank {one.rank}  {one.state}: process {one.beat.pid} on {one.beat.host}",
         f"step {one.beat.step} done",
@@ -41,9 +46,7 @@ def _rank(one: RankState, now: float) -> list[str]:
 
 
 def _collective(one: Collective, now: float) -> str:
-    what = (
-        f"group {one.group} of ranks {', '.join(map(str, one.members))}: {one.kind} {one.number} is {one.operation} of {one.items:,} items"
-    )
+    what = f"group {one.group} of ranks {', '.join(map(str, one.members))}: {one.kind} {one.number} is {one.operation} of {one.items:,} items"
     return f"{what}, called {format_seconds(max(0.0, now - one.called))} ago, {'done' if one.is_over else 'not done'}"
 
 

@@ -17,7 +17,9 @@ from paceline.run import RunFolder
 
 EVERY_S = 1.0
 LATE_S = 5.0  # that ranks may take to give up
-GRACE_S = 3.0  # that ranks have to end once another rank has failed; a rank that is stopped or stuck never would
+GRACE_S = (
+    3.0  # that ranks have to end once another rank has failed; a rank that is stopped or stuck never would
+)
 ALL = range(2**31)
 FILES = 100  # of ranks, at the most, that are read in a second
 GAVE_UP = re.compile("timed out", re.I)
@@ -106,12 +108,18 @@ class HangWatchdog:
         """More than so many seconds, and nothing was said about it."""
         now = time.time()
         began = now - (time.monotonic() - self._began)
-        earliest = began - EVERY_S - CLOCK_S  # ranks of somebody else's launcher may start first, and on other machines by other clocks
+        earliest = (
+            began - EVERY_S - CLOCK_S
+        )  # ranks of somebody else's launcher may start first, and on other machines by other clocks
         found = [one if one is not None and one.began >= earliest else None for one in beats(self.run)]
         self._every_s = max(EVERY_S, len(found) / FILES)
         bound = bound_s(found, soon=False)
         still = still_s(found, now)
-        if bound is None or still < bound or (self._told_s is not None and now - still < self._told_s + EVERY_S):
+        if (
+            bound is None
+            or still < bound
+            or (self._told_s is not None and now - still < self._told_s + EVERY_S)
+        ):
             return None
         self._told_s = now - still
         return bound
@@ -126,5 +134,9 @@ class HangWatchdog:
         if found is None or found.verdict != "stuck":
             return
         self.found = found
-        self.run.diagnosis.write_text("\n".join([time.strftime("%F %T"), sentences(found), *details(found), ""]), encoding="utf-8")
-        events.append(self.run.events, Stalled(step=found.step, ranks=found.at_fault, message=sentences(found)))
+        self.run.diagnosis.write_text(
+            "\n".join([time.strftime("%F %T"), sentences(found), *details(found), ""]), encoding="utf-8"
+        )
+        events.append(
+            self.run.events, Stalled(step=found.step, ranks=found.at_fault, message=sentences(found))
+        )

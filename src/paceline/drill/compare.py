@@ -33,7 +33,9 @@ def _bytes(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _kind(tensor: torch.Tensor | None) -> str:
-    return "not there" if tensor is None else f"{tuple(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}"
+    return (
+        "not there" if tensor is None else f"{tuple(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}"
+    )
 
 
 def losses_differ(run: RunFolder, reference: RunFolder) -> str | None:

@@ -32,4 +32,8 @@ def cut(process: psutil.Process, others: Iterable[psutil.Process]) -> int:
 
 
 def _established(process: psutil.Process) -> list[Any]:
-    return [found for found in process.net_connections("tcp") if found.status == psutil.CONN_ESTABLISHED and found.raddr]
+    return [
+        found
+        for found in process.net_connections("tcp")
+        if found.status == psutil.CONN_ESTABLISHED and found.raddr
+    ]

@@ -35,7 +35,9 @@ class SmallDisk:
         if self._holder.stdout.readline() != "mounted\n":
             said = self._holder.stderr.read().strip().splitlines()
             self.__exit__()
-            raise OSError(f"a small disk cannot be mounted here: {said[-1] if said else 'unshare says nothing'}")
+            raise OSError(
+                f"a small disk cannot be mounted here: {said[-1] if said else 'unshare says nothing'}"
+            )
         return self
 
     def __exit__(self, *error: object) -> None:

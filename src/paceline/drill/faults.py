@@ -25,11 +25,36 @@ class Fault:
 
 FAULTS = (
     Fault(name="kill", does="SIGKILL to a rank", follows="all ranks start again from the last checkpoint"),
-    Fault(name="stop", does="SIGSTOP to a rank", follows="the others give up after the timeout; all ranks start again", ranks=2),
-    Fault(name="delay", does="SIGSTOP to a rank, SIGCONT before the timeout", follows="the training goes on", starts=1),
-    Fault(name="cut", does="closes the connections of a rank to the others", follows="all ranks start again", ranks=2),
-    Fault(name="launcher", does="SIGKILL to the launcher", follows="the ranks save and end; resume goes on", status=KILLED),
-    Fault(name="preempt", does="SIGUSR1 or SIGTERM to the launcher", follows="the ranks save; exit 75; resume goes on", status=STOPPED),
+    Fault(
+        name="stop",
+        does="SIGSTOP to a rank",
+        follows="the others give up after the timeout; all ranks start again",
+        ranks=2,
+    ),
+    Fault(
+        name="delay",
+        does="SIGSTOP to a rank, SIGCONT before the timeout",
+        follows="the training goes on",
+        starts=1,
+    ),
+    Fault(
+        name="cut",
+        does="closes the connections of a rank to the others",
+        follows="all ranks start again",
+        ranks=2,
+    ),
+    Fault(
+        name="launcher",
+        does="SIGKILL to the launcher",
+        follows="the ranks save and end; resume goes on",
+        status=KILLED,
+    ),
+    Fault(
+        name="preempt",
+        does="SIGUSR1 or SIGTERM to the launcher",
+        follows="the ranks save; exit 75; resume goes on",
+        status=STOPPED,
+    ),
     Fault(
         name="disk",
         does="fills the disk; after some more steps SIGKILL to all",
@@ -44,7 +69,12 @@ FAULTS = (
         status=KILLED,
         checkpoints=2,
     ),
-    Fault(name="clock", does="sets the clock of a rank, or of all, an hour forward or back", follows="the training goes on", starts=1),
+    Fault(
+        name="clock",
+        does="sets the clock of a rank, or of all, an hour forward or back",
+        follows="the training goes on",
+        starts=1,
+    ),
     Fault(name="clock-stop", does="sets a clock so, then SIGSTOP to a rank", follows="as for stop", ranks=2),
 )
 BY_NAME = {fault.name: fault for fault in FAULTS}
@@ -76,13 +106,17 @@ def chosen(names: str | None) -> list[Fault]:
 def save_every(steps: int) -> int:
     """Steps between checkpoints, so that there are some before each moment and after it. Raises SpecError."""
     if steps < LEAST:
-        raise SpecError(f"a drill hits a training in its middle and takes {LEAST} steps at least, got --steps {steps}")
+        raise SpecError(
+            f"a drill hits a training in its middle and takes {LEAST} steps at least, got --steps {steps}"
+        )
     return min(3, (steps - 2) // 5)
 
 
 def schedule(faults: Iterable[Fault], seed: int, rounds: int, steps: int, ranks: int) -> list[FaultMoment]:
     """Each fault once a round. What hits when does not depend on which other faults there are."""
-    return [_moment(fault, f"{seed} {at} {fault.name}", steps, ranks) for at in range(rounds) for fault in faults]
+    return [
+        _moment(fault, f"{seed} {at} {fault.name}", steps, ranks) for at in range(rounds) for fault in faults
+    ]
 
 
 def _moment(fault: Fault, seed: str, steps: int, ranks: int) -> FaultMoment:

@@ -39,7 +39,9 @@ class FaultContext:
     def rank(self) -> psutil.Process:
         ranks = self.training.ranks()
         if self.moment.rank not in ranks:
-            raise UnexpectedCourse(f"rank {self.moment.rank} was gone before its fault; it said: {self.training.said()}")
+            raise UnexpectedCourse(
+                f"rank {self.moment.rank} was gone before its fault; it said: {self.training.said()}"
+            )
         return ranks[self.moment.rank]
 
 
@@ -67,7 +69,9 @@ def cut_off(scene: FaultContext) -> str:
     try:
         count = cut(one, others)
     except OSError as error:
-        raise UntriedFault(f"the connections of another process cannot be shut down here: {error.strerror}") from error
+        raise UntriedFault(
+            f"the connections of another process cannot be shut down here: {error.strerror}"
+        ) from error
     if not count:
         raise UntriedFault("the ranks have no TCP connections to each other")
     return several(count, "connection")
@@ -143,7 +147,10 @@ def skew_and_stop(scene: FaultContext) -> str:
 def _set_a_clock(scene: FaultContext) -> str:
     assert scene.clock is not None
     draws = scene.moment.draws
-    whose, by_s = draws.choice([*map(str, scene.training.ranks()), clock.ALL]), draws.choice([HOUR_S, -HOUR_S])
+    whose, by_s = (
+        draws.choice([*map(str, scene.training.ranks()), clock.ALL]),
+        draws.choice([HOUR_S, -HOUR_S]),
+    )
     clock.set_clock(scene.clock, whose, by_s)
     return f"{'+' if by_s > 0 else '−'}1 h, {'all' if whose == clock.ALL else f'rank {whose}'}"
 

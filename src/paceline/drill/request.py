@@ -31,9 +31,18 @@ def write(folder: Path, spec: Spec, launch: Launch, plan: Plan, timeout_s: float
     ledger, pace = str(folder / LEDGER), str(folder / PACE)
     samples, micro = spec.batch // (plan.dp or 1), plan.micro or 1
     (folder / TASK).write_text(
-        SOURCE.format(name=name, task=spec.task, ledger=ledger, pace=pace, samples=samples, micro=micro), encoding="utf-8"
+        SOURCE.format(name=name, task=spec.task, ledger=ledger, pace=pace, samples=samples, micro=micro),
+        encoding="utf-8",
     )
     save = spec.save.model_copy(update={"every": save_every(spec.steps), "minutes": float("inf")})
-    threads = spec.threads or max(1, usable_cores() // (launch.ranks or 1))  # the same in all trainings, which are compared by the bit
-    own = {"threads": threads, "task": f"{folder / TASK}:{name}", "account": False, "save": save, "timeout_s": timeout_s or spec.timeout_s}
+    threads = spec.threads or max(
+        1, usable_cores() // (launch.ranks or 1)
+    )  # the same in all trainings, which are compared by the bit
+    own = {
+        "threads": threads,
+        "task": f"{folder / TASK}:{name}",
+        "account": False,
+        "save": save,
+        "timeout_s": timeout_s or spec.timeout_s,
+    }
     specs.save(folder / REQUEST, spec.model_copy(update=own), launch)

@@ -25,7 +25,10 @@ from paceline.spec import Launch, Spec
 from paceline.units import format_bytes
 
 LEAST_TIMEOUT_S, STEPS_TIMEOUT = 5.0, 20  # how long ranks wait for one another: so many of the longest steps
-LEAST_LIMIT_S, TIMES_LIMIT = 90.0, 20  # after which something counts as not happening: so many times what a whole training takes
+LEAST_LIMIT_S, TIMES_LIMIT = (
+    90.0,
+    20,
+)  # after which something counts as not happening: so many times what a whole training takes
 DISK_CHECKPOINTS, DISK_MORE_BYTES = 4, 16 * 2**20  # on the small disk, besides logs and the like
 DISK_SHARE = 0.25  # of the free memory, at the most
 
@@ -55,10 +58,17 @@ class FaultOutcome:
     noticed_s: float | None = None  # after the fault; None: there was nothing to notice
     again_s: float | None = None  # until the first update of a later start; None: there was none
     starts: int = 0
-    wrong: dict[str, str] = field(default_factory=dict)  # "course", "weights", "losses", "samples", "left" -> a sentence
+    wrong: dict[str, str] = field(
+        default_factory=dict
+    )  # "course", "weights", "losses", "samples", "left" -> a sentence
 
     def as_json(self) -> dict[str, Any]:
-        fields = {"fault": self.moment.fault.name, "step": self.moment.step, "rank": self.moment.rank, **asdict(self)}
+        fields = {
+            "fault": self.moment.fault.name,
+            "step": self.moment.step,
+            "rank": self.moment.rank,
+            **asdict(self),
+        }
         del fields["moment"]
         return fields
 
@@ -90,7 +100,9 @@ class Drill:
         with Training(folder, RunFolder(folder / "run"), self.plan, float("inf")) as training:
             _begin(training)
             if training.until_ended():
-                raise RankError(f"the training fails without any fault, too: {training.said()}; more in {training.output}")
+                raise RankError(
+                    f"the training fails without any fault, too: {training.said()}; more in {training.output}"
+                )
             seconds, starts, run = time.monotonic() - began, training.starts(), training.run
         samples, wrong = consumed(starts[0], self.plan)
         happened = list(events.read(run.events))
@@ -136,13 +148,17 @@ class Drill:
                 env = clock.settable(clocks)
             run = RunFolder((disk.path if disk is not None else folder) / "run")
             training = Training(folder, run, self.plan, reference.limit_s, env)
-            yield FaultContext(training, moment, self.steps, reference.timeout_s, clocks if env else None, disk)
+            yield FaultContext(
+                training, moment, self.steps, reference.timeout_s, clocks if env else None, disk
+            )
 
     def _judge(self, training: Training, reference: UndisturbedRun, outcome: FaultOutcome) -> None:
         outcome.wrong |= _course(training, outcome)
         found = [consumed(start, self.plan) for start in training.starts()]
         states = [event.step for event in events.read(training.run.events) if isinstance(event, Started)]
-        told = [sentence for _, wrong in found for sentence in wrong] + audit(reference.samples, [steps for steps, _ in found], states)
+        told = [sentence for _, wrong in found for sentence in wrong] + audit(
+            reference.samples, [steps for steps, _ in found], states
+        )
         for what, sentence in (
             ("weights", weights_differ(training.run, reference.run, self.steps)),
             ("losses", losses_differ(training.run, reference.run)),
@@ -153,7 +169,14 @@ class Drill:
 
 
 def _begin(training: Training) -> None:
-    training.start("train", str(training.folder / request.REQUEST), "--run-dir", str(training.run.path), "--restarts", "1")
+    training.start(
+        "train",
+        str(training.folder / request.REQUEST),
+        "--run-dir",
+        str(training.run.path),
+        "--restarts",
+        "1",
+    )
 
 
 def _go_through(scene: FaultContext, outcome: FaultOutcome) -> None:
@@ -161,17 +184,23 @@ def _go_through(scene: FaultContext, outcome: FaultOutcome) -> None:
     training.pace(STEP_S)
     _begin(training)
     training.until_step(scene.moment.step, fault.checkpoints)
-    training.pace(SLOW_STEP_S)  # also where this process must wait for a core, the fault comes before the last step
+    training.pace(
+        SLOW_STEP_S
+    )  # also where this process must wait for a core, the fault comes before the last step
     time.sleep(scene.moment.share * SLOW_STEP_S)
     training.hold(but=scene.moment.rank)
     at = time.monotonic()
     outcome.done = DISTURB[fault.name](scene)
     if fault.starts > 1 and training.steps_done() >= scene.steps:
-        raise UntriedFault(f"the training had done its last step, {scene.steps}, before the fault came; use more --steps")
+        raise UntriedFault(
+            f"the training had done its last step, {scene.steps}, before the fault came; use more --steps"
+        )
     training.pace(None)
     status = training.until_ended()
     if status != fault.status:
-        raise UnexpectedCourse(f"it ended with exit status {status}, and {fault.status} was due; it said: {training.said()}")
+        raise UnexpectedCourse(
+            f"it ended with exit status {status}, and {fault.status} was due; it said: {training.said()}"
+        )
     left = training.remains()
     if training.noticed is not None and fault.name not in REPAIR:
         outcome.noticed_s = training.noticed - at
@@ -203,7 +232,12 @@ def _course(training: Training, outcome: FaultOutcome) -> dict[str, str]:
     if outcome.starts != fault.starts:
         return {"course": f"the ranks were started {outcome.starts} times, and {fault.starts} were due"}
     if fault.name == "damage":
-        notes = [note for event in events.read(training.run.events) if isinstance(event, Started) for note in event.notes]
+        notes = [
+            note
+            for event in events.read(training.run.events)
+            if isinstance(event, Started)
+            for note in event.notes
+        ]
         if not any("is damaged" in note for note in notes):
             return {"course": "nothing was said of the damaged checkpoint"}
     return {}
@@ -213,7 +247,9 @@ def _course(training: Training, outcome: FaultOutcome) -> dict[str, str]:
 def _small_disk(at: Path, checkpoint_bytes: int) -> Iterator[SmallDisk]:
     bytes = DISK_CHECKPOINTS * checkpoint_bytes + DISK_MORE_BYTES
     if bytes > DISK_SHARE * psutil.virtual_memory().available:
-        raise UntriedFault(f"a small disk in memory for some checkpoints of {format_bytes(checkpoint_bytes)} would take too much of it")
+        raise UntriedFault(
+            f"a small disk in memory for some checkpoints of {format_bytes(checkpoint_bytes)} would take too much of it"
+        )
     with contextlib.ExitStack() as held:
         try:
             disk = held.enter_context(SmallDisk(at, bytes))

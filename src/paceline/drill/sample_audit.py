@@ -66,13 +66,21 @@ def consumed(start: Start, plan: Plan) -> tuple[list[Indices | None], list[str]]
     for at in range(max(map(len, ranks))):
         here = [updates[at].batches for updates in ranks if at < len(updates)]
         whole = len(here) == len(ranks)
-        steps.append(tuple(index for micro in zip(*here, strict=False) for part in micro for index in part) if whole else None)
+        steps.append(
+            tuple(index for micro in zip(*here, strict=False) for part in micro for index in part)
+            if whole
+            else None
+        )
     return steps, wrong
 
 
 def audit_alone(steps: Sequence[Indices | None], batch: int, samples: int) -> list[str]:
     """Of a training that nobody disturbed: each step a whole batch, each epoch each sample once."""
-    wrong = [f"step {at} consumed {len(step or ())} samples of {batch}" for at, step in enumerate(steps, 1) if len(step or ()) != batch]
+    wrong = [
+        f"step {at} consumed {len(step or ())} samples of {batch}"
+        for at, step in enumerate(steps, 1)
+        if len(step or ()) != batch
+    ]
     stream = [index for step in steps for index in step or ()]
     for begin in range(0, len(stream), samples):
         epoch = stream[begin : begin + samples]
@@ -81,7 +89,9 @@ def audit_alone(steps: Sequence[Indices | None], batch: int, samples: int) -> li
     return wrong
 
 
-def audit(expected: Sequence[Indices | None], starts: Sequence[Sequence[Indices | None]], states: Sequence[int]) -> list[str]:
+def audit(
+    expected: Sequence[Indices | None], starts: Sequence[Sequence[Indices | None]], states: Sequence[int]
+) -> list[str]:
     """Whether the steps that count, each where it was done last, are those that were expected, each once.
 
     states: the steps whose weights the starts began with."""
@@ -90,18 +100,26 @@ def audit(expected: Sequence[Indices | None], starts: Sequence[Sequence[Indices 
     for number, steps in enumerate(starts, 1):
         first = _first(expected, steps)
         if first is None:
-            wrong.append(f"start {number} began with samples {_shown(steps[0])}, with which no step of the undisturbed training did")
+            wrong.append(
+                f"start {number} began with samples {_shown(steps[0])}, with which no step of the undisturbed training did"
+            )
             continue
         if first > done:
-            wrong.append(f"the samples of step {done + 1} to {first} were lost: start {number} began with those of step {first + 1}")
+            wrong.append(
+                f"the samples of step {done + 1} to {first} were lost: start {number} began with those of step {first + 1}"
+            )
         if len(states) == len(starts) and first != states[number - 1]:
-            wrong.append(f"start {number} had the weights of step {states[number - 1]}, and began with the samples of step {first + 1}")
+            wrong.append(
+                f"start {number} had the weights of step {states[number - 1]}, and began with the samples of step {first + 1}"
+            )
         whole = steps if number == len(starts) else [step for step in steps if step is not None]
         for at, step in enumerate(whole, first):
             if at >= len(expected):
                 wrong.append(f"start {number} went on past the end, with step {at + 1} of {len(expected)}")
             elif step != expected[at]:
-                wrong.append(f"start {number} consumed {_shown(step)} in step {at + 1}, in place of {_shown(expected[at])}")
+                wrong.append(
+                    f"start {number} consumed {_shown(step)} in step {at + 1}, in place of {_shown(expected[at])}"
+                )
             else:
                 continue
             break

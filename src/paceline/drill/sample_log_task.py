@@ -97,12 +97,18 @@ def watched(kind: type[Task], notes: SampleLog) -> type[Task]:
         def method(self: Any, *arguments: Any) -> Any:
             if name == "loss":
                 _note(notes, *arguments)
-            return getattr(own(self), name)(*(one.content if isinstance(one, NumberedSample) else one for one in arguments))
+            return getattr(own(self), name)(
+                *(one.content if isinstance(one, NumberedSample) else one for one in arguments)
+            )
 
         return method
 
     # A method that a task does not define says something: that its items weigh the same.
-    methods = {name: passed_on(name) for name in METHODS if name == "inputs" or getattr(kind, name) is not getattr(Task, name)}
+    methods = {
+        name: passed_on(name)
+        for name in METHODS
+        if name == "inputs" or getattr(kind, name) is not getattr(Task, name)
+    }
     return type(kind.__name__, (kind,), {"__module__": kind.__module__, "dataset": dataset, **methods})
 
 

@@ -33,7 +33,9 @@ def _row(one: FaultOutcome) -> list[str]:
         return [*begin, *[""] * (2 + len(COLUMNS)), "not tried"]
     seconds = [f"{figure:.1f} s" if figure is not None else "" for figure in (one.noticed_s, one.again_s)]
     wrong = {"weights" if what == "losses" else what for what in one.wrong}
-    cells = [_red(bad) if what in wrong else good if one.starts else "" for what, (good, bad) in COLUMNS.items()]
+    cells = [
+        _red(bad) if what in wrong else good if one.starts else "" for what, (good, bad) in COLUMNS.items()
+    ]
     return [*begin, *seconds, *cells, _red("fails") if one.wrong else "[bold green]holds[/]"]
 
 

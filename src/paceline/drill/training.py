@@ -49,7 +49,9 @@ class Training:
     def __enter__(self) -> "Training":
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self.kill_all()
         if hasattr(self, "process"):
             self.process.wait()
@@ -85,7 +87,11 @@ class Training:
 
     def started(self) -> int:
         """How often the ranks were started, also where nothing was left to do."""
-        return sum(isinstance(event, Started) for event in events.read(self.run.events)) if self.run.events.exists() else 0
+        return (
+            sum(isinstance(event, Started) for event in events.read(self.run.events))
+            if self.run.events.exists()
+            else 0
+        )
 
     def steps_done(self) -> int:
         """Since the ranks were started last."""
@@ -112,11 +118,15 @@ class Training:
 
     # Waiting
 
-    def until(self, holds: Callable[[], bool], what: str, limit_s: float | None = None, poll_s: float = POLL_S) -> None:
+    def until(
+        self, holds: Callable[[], bool], what: str, limit_s: float | None = None, poll_s: float = POLL_S
+    ) -> None:
         deadline = time.monotonic() + (limit_s or self.limit_s)
         while not holds():
             if time.monotonic() > deadline:
-                raise UnexpectedCourse(f"{what} did not come in {limit_s or self.limit_s:.0f} s; it said: {self.said()}")
+                raise UnexpectedCourse(
+                    f"{what} did not come in {limit_s or self.limit_s:.0f} s; it said: {self.said()}"
+                )
             time.sleep(poll_s)
 
     def until_late(self, seconds: float) -> None:
@@ -134,7 +144,9 @@ class Training:
 
         def holds() -> bool:
             if self.process.poll() is not None:
-                raise UnexpectedCourse(f"it ended with exit status {self.process.returncode} before step {step}; it said: {self.said()}")
+                raise UnexpectedCourse(
+                    f"it ended with exit status {self.process.returncode} before step {step}; it said: {self.said()}"
+                )
             late = self.steps_done() >= step
             if late and len(self.run.checkpoints()) < checkpoints:
                 self.pace(SLOW_STEP_S)
@@ -157,7 +169,9 @@ class Training:
         """The first sign of trouble: what the run says of it, or that a rank has ended that nobody disturbed."""
         if self.noticed is not None or not self.run.events.exists():
             return
-        has_ended = not all(map(is_alive, self._others))  # asked first: a rank that is done says so before it ends
+        has_ended = not all(
+            map(is_alive, self._others)
+        )  # asked first: a rank that is done says so before it ends
         before, self._read = self._read, events.end(self.run.events)
         for event in events.read(self.run.events, before) if self._read > before else ():
             if isinstance(event, Stalled) or (isinstance(event, Failed) and event.what == "run"):
@@ -178,13 +192,21 @@ class Training:
         with contextlib.suppress(UnexpectedCourse):
             self.until(gone, "the end of all processes", GONE_S, poll_s=0.05)
             return None
-        left = [f"process {process.pid} ({' '.join(process.cmdline()[-3:])})" for process in self.left() if is_alive(process)]
+        left = [
+            f"process {process.pid} ({' '.join(process.cmdline()[-3:])})"
+            for process in self.left()
+            if is_alive(process)
+        ]
         left += [f"port {port}, which no process has" for port in self._ports_left()]
         self.kill_all()
-        return f"{GONE_S:.0f} s after the end of the command there was still {', '.join(left)}" if left else None
+        return (
+            f"{GONE_S:.0f} s after the end of the command there was still {', '.join(left)}" if left else None
+        )
 
     def _ports_left(self) -> list[int]:
-        return sorted(self._ports & listening(one for one in psutil.net_connections("tcp") if one.pid is None))
+        return sorted(
+            self._ports & listening(one for one in psutil.net_connections("tcp") if one.pid is None)
+        )
 
     # What is done to it
 

@@ -32,7 +32,9 @@ class _Why(NamedTuple):
     meant: bool = False
 
 
-def cause(run: RunFolder, failures: Failures, before: int, left: Container[int], stuck: Diagnosis | None) -> Error:
+def cause(
+    run: RunFolder, failures: Failures, before: int, left: Container[int], stuck: Diagnosis | None
+) -> Error:
     """What ended the last start; `failures`: of processes on this machine; `left`: those that were ended since they did not end with it.
     `before`: where its events begin."""
     why, step = _why(run, failures, before, left, stuck)
@@ -51,25 +53,39 @@ def cause(run: RunFolder, failures: Failures, before: int, left: Container[int],
     return RankError(f"{message}\nThe end of {log}:\n{end}" if end else f"{message}\n{log} is empty")
 
 
-def log_restart(run: RunFolder, failures: Failures, before: int, left: Container[int], stuck: Diagnosis | None) -> None:
+def log_restart(
+    run: RunFolder, failures: Failures, before: int, left: Container[int], stuck: Diagnosis | None
+) -> None:
     """Write down why all ranks are started again."""
     why, step = _why(run, failures, before, left, stuck)
-    events.append(run.events, Failed(what="rank", step=step, rank=why.rank, message=f"{why.text}; all ranks are started again"))
+    events.append(
+        run.events,
+        Failed(what="rank", step=step, rank=why.rank, message=f"{why.text}; all ranks are started again"),
+    )
 
 
-def _why(run: RunFolder, failures: Failures, before: int, left: Container[int], stuck: Diagnosis | None) -> tuple[_Why, int]:
+def _why(
+    run: RunFolder, failures: Failures, before: int, left: Container[int], stuck: Diagnosis | None
+) -> tuple[_Why, int]:
     """And the last step."""
     told, step = last_words(run, before)
     after = f", after step {step}"
     silent = [] if any(event.meant for event in told.values()) else _silent(failures, told, left)
     exited = _exited(failures, told, left)
-    if not silent and not exited and all(event.lost_peer and not event.meant for event in told.values()) and stuck is None:
+    if (
+        not silent
+        and not exited
+        and all(event.lost_peer and not event.meant for event in told.values())
+        and stuck is None
+    ):
         told, silent_elsewhere = _wait_for_others(run, before)
         if silent_elsewhere and all(event.lost_peer for event in told.values()):
             return _Why(silent_elsewhere[0], gone(run, silent_elsewhere) + after, is_news=True), step
     if meant := [event for event in told.values() if event.meant]:
         first = next((event for event in meant if not event.lost_peer), meant[0])
-        everywhere = next((event for event in meant if first.message == f"rank {first.rank}: {event.message}"), first)
+        everywhere = next(
+            (event for event in meant if first.message == f"rank {first.rank}: {event.message}"), first
+        )
         return _Why(first.rank, everywhere.message, meant=True), step
     own = [event for event in told.values() if not event.lost_peer]
     if stuck is not None and not silent and not own:
@@ -96,18 +112,28 @@ def _how(status: int) -> str:
         return "was lost with its node"
     if status == UNFINISHED:
         return "failed: ended with exit status 0 before the training was over, as after sys.exit or os._exit"
-    return f"was killed by {signal.Signals(-status).name}" if status < 0 else f"failed: ended with exit status {status}"
+    return (
+        f"was killed by {signal.Signals(-status).name}"
+        if status < 0
+        else f"failed: ended with exit status {status}"
+    )
 
 
 def words(event: Failed) -> str:
     """Which rank failed, and how."""
-    return event.message if event.message.startswith("rank ") else f"rank {event.rank or 0} failed: {event.message}"
+    return (
+        event.message
+        if event.message.startswith("rank ")
+        else f"rank {event.rank or 0} failed: {event.message}"
+    )
 
 
 def given_up(run: RunFolder, stuck: Diagnosis, step: int) -> RankError:
     """A training that stood still after `step`."""
     message = f"{_gave_up(run, stuck, step)}; {run.hint()}"
-    events.append(run.events, Failed(what="run", step=step, rank=next(iter(stuck.at_fault), None), message=message))
+    events.append(
+        run.events, Failed(what="run", step=step, rank=next(iter(stuck.at_fault), None), message=message)
+    )
     return RankError(message)
 
 
@@ -115,7 +141,9 @@ def _gave_up(run: RunFolder, stuck: Diagnosis, step: int) -> str:
     return f"{stuck.sentence}; it was given up after step {step}, more in {run.diagnosis}"
 
 
-def tell_of_silent(run: RunFolder, failures: Failures, before: int, left: Container[int], stuck: Diagnosis | None = None) -> None:
+def tell_of_silent(
+    run: RunFolder, failures: Failures, before: int, left: Container[int], stuck: Diagnosis | None = None
+) -> None:
     """Write down which rank of this node was killed, for the agent that speaks."""
     told, step = last_words(run, before)
     for rank, child in [*_silent(failures, told, left), *_exited(failures, told, left)][:1]:
@@ -136,7 +164,11 @@ def gone(run: RunFolder, ranks: Iterable[int]) -> str:
 def unheard(run: RunFolder, before: int) -> list[int]:
     """The ranks of the last start on other machines that have not said why they end."""
     told, _ = last_words(run, before)
-    return [one.rank for one in beats(run) if one is not None and one.rank not in told and one.host != platform.node()]
+    return [
+        one.rank
+        for one in beats(run)
+        if one is not None and one.rank not in told and one.host != platform.node()
+    ]
 
 
 def last_words(run: RunFolder, before: int) -> tuple[dict[int | None, Failed], int]:
@@ -162,7 +194,9 @@ def _wait_for_others(run: RunFolder, before: int) -> tuple[dict[int | None, Fail
         time.sleep(0.1)
 
 
-def _silent(failures: Failures, told: Container[int | None], left: Container[int]) -> list[tuple[int, ProcessFailure]]:
+def _silent(
+    failures: Failures, told: Container[int | None], left: Container[int]
+) -> list[tuple[int, ProcessFailure]]:
     """A rank that was killed said nothing, and neither did those that the agent then ended."""
     first_at = min((child.timestamp for child in failures.values()), default=0)
     return [
@@ -176,11 +210,19 @@ def _silent(failures: Failures, told: Container[int | None], left: Container[int
     ]
 
 
-def _exited(failures: Failures, told: Container[int | None], left: Container[int]) -> list[tuple[int, ProcessFailure]]:
+def _exited(
+    failures: Failures, told: Container[int | None], left: Container[int]
+) -> list[tuple[int, ProcessFailure]]:
     """Ranks that ended by themselves and said nothing: something in them has called an exit."""
-    return [(rank, child) for rank, child in failures.items() if child.exitcode >= 0 and rank not in told and child.pid not in left]
+    return [
+        (rank, child)
+        for rank, child in failures.items()
+        if child.exitcode >= 0 and rank not in told and child.pid not in left
+    ]
 
 
 def _log(run: RunFolder, rank: int) -> Path:
     """The log of its last start."""
-    return max(run.ranks.glob(f"{rank}.*log"), key=lambda path: path.stat().st_mtime, default=run.rank_log(rank))
+    return max(
+        run.ranks.glob(f"{rank}.*log"), key=lambda path: path.stat().st_mtime, default=run.rank_log(rank)
+    )

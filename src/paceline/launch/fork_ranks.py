@@ -89,5 +89,8 @@ def _show(told: bytes) -> None:
     fields = Path("/proc/self/stat").read_bytes().rpartition(b")")[2].split()
     start, end = int(fields[ENV_START]), int(fields[ENV_END])
     room = len(ROOM) + 1 + ROOM_BYTES
-    if len(told) + len(ROOM) + 2 <= room <= end - start and ctypes.string_at(start, len(ROOM)) == ROOM.encode():
+    if (
+        len(told) + len(ROOM) + 2 <= room <= end - start
+        and ctypes.string_at(start, len(ROOM)) == ROOM.encode()
+    ):
         ctypes.memmove(start, (told + b"\0" + ROOM.encode() + b"=").ljust(room, b"-"), room)

@@ -21,7 +21,10 @@ from paceline.run import RunFolder
 
 ACCELERATORS = ("/dev/nvidiactl", "/dev/nvidia0", "/dev/kfd", "/dev/dxg")
 READY, UNSAFE, GO = b"ready", b"unsafe", b"go"
-ROOM, ROOM_BYTES = "PACELINE_ROOM", 1000  # in the memory that the system shows as the environment of a process
+ROOM, ROOM_BYTES = (
+    "PACELINE_ROOM",
+    1000,
+)  # in the memory that the system shows as the environment of a process
 LONGEST = 2**16  # bytes of a request
 PR_SET_CHILD_SUBREAPER = 36  # Linux, sys/prctl.h
 
@@ -33,7 +36,12 @@ def is_safe(environ: Mapping[str, str], num_threads: int = 1) -> bool:
     process from the import of torch on: on machines that have one, every rank is spawned.
     """
     has_accelerator = any(os.path.exists(device) for device in ACCELERATORS)
-    return sys.platform == "linux" and not has_accelerator and num_threads == 1 and environ.get("OMP_NUM_THREADS") == "1"
+    return (
+        sys.platform == "linux"
+        and not has_accelerator
+        and num_threads == 1
+        and environ.get("OMP_NUM_THREADS") == "1"
+    )
 
 
 # In the launcher
@@ -96,13 +104,22 @@ class ForkServer:
 
     def start(self, run: Path, environ: Mapping[str, str], log: Path) -> RankProcess:
         pid = self._fork(environ, log) if self._is_ready else None
-        return RankProcess(_Forked(pid), begin(RunFolder(run), int(environ["RANK"]))) if pid is not None else spawn(run, environ, log)
+        return (
+            RankProcess(_Forked(pid), begin(RunFolder(run), int(environ["RANK"])))
+            if pid is not None
+            else spawn(run, environ, log)
+        )
 
     def _fork(self, environ: Mapping[str, str], log: Path) -> int | None:
         """Return the id of a process that becomes this rank; None where there is none."""
         told = _block(environ)
         go_there, go = os.pipe()
-        with open(log, "wb") as file, os.fdopen(go, "wb", 0) as go_on, os.fdopen(go_there, "rb", 0), _adopting():
+        with (
+            open(log, "wb") as file,
+            os.fdopen(go, "wb", 0) as go_on,
+            os.fdopen(go_there, "rb", 0),
+            _adopting(),
+        ):
             try:
                 socket.send_fds(self._here, [told], [file.fileno(), go_there])
             except OSError:  # it is gone

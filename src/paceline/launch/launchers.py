@@ -16,12 +16,16 @@ RANKS_PER_CORE = 64  # more are a mistake, and would stop the machine
 
 class Launcher(NamedTuple):
     check: Callable[[Launch], None]  # raises LaunchError for what can be known without starting anything
-    start: Callable[[RunFolder, Launch], int]  # train the request of a run, show what happens, return the exit status
+    start: Callable[
+        [RunFolder, Launch], int
+    ]  # train the request of a run, show what happens, return the exit status
 
 
 def _check_here(launch: Launch) -> None:
     if launch.nodes > 1:
-        raise LaunchError(f"--launcher local starts ranks on this machine alone, got --nodes {launch.nodes}: leave out one of them")
+        raise LaunchError(
+            f"--launcher local starts ranks on this machine alone, got --nodes {launch.nodes}: leave out one of them"
+        )
     check_count(launch.ranks or 1)
 
 
@@ -57,10 +61,15 @@ def _check_ray(launch: Launch) -> None:
     if importlib.util.find_spec("ray") is None:
         raise LaunchError('--launcher ray needs Ray, which is not installed: pip install "paceline[ray]"')
     if launch.least_nodes not in (None, launch.nodes):
-        raise LaunchError(f"--nodes {launch.least_nodes}:{launch.nodes} is for Slurm; with --launcher ray use --nodes {launch.nodes}")
+        raise LaunchError(
+            f"--nodes {launch.least_nodes}:{launch.nodes} is for Slurm; with --launcher ray use --nodes {launch.nodes}"
+        )
 
 
-QUIET = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_DEDUP_LOGS_SKIP_REGEX": "."}  # what Ray has to say, the launcher says in a sentence
+QUIET = {
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_DEDUP_LOGS_SKIP_REGEX": ".",
+}  # what Ray has to say, the launcher says in a sentence
 
 
 def _start_ray(run: RunFolder, launch: Launch) -> int:
@@ -84,4 +93,6 @@ def starter(launch: Launch) -> Launcher:
 
 def is_rank(launch: Launch, me: World) -> bool:
     """Whether this process trains itself: somebody has started it as a rank, or it is all that is needed."""
-    return me.launcher is not None or (starter(launch) is STARTERS["local"] and launch.ranks == 1 and not launch.restarts)
+    return me.launcher is not None or (
+        starter(launch) is STARTERS["local"] and launch.ranks == 1 and not launch.restarts
+    )

@@ -35,7 +35,10 @@ def run_started(run: RunFolder, world: World, launcher: int, importer: int | Non
     os.dup2(2, 1)  # one log a rank
     spec, launch = run.next_request()  # for more ranks, where nodes were lost
     started = threading.Event()
-    with Interrupt(launcher) as interrupt, contextlib.closing(_recorded(spec, launch, world, run, interrupt, importer)) as happening:
+    with (
+        Interrupt(launcher) as interrupt,
+        contextlib.closing(_recorded(spec, launch, world, run, interrupt, importer)) as happening,
+    ):
         threading.Thread(target=_leave_if_orphaned, args=(interrupt, started), daemon=True).start()
         for _ in happening:
             started.set()
@@ -56,7 +59,12 @@ def run_alone(spec: Spec, launch: Launch, world: World, run: RunFolder | None) -
     """
     with (
         Interrupt() as interrupt,
-        process_group(world, choose_device(world, launch.device), spec.timeout_s, run.path if run is not None else Path("runs")),
+        process_group(
+            world,
+            choose_device(world, launch.device),
+            spec.timeout_s,
+            run.path if run is not None else Path("runs"),
+        ),
     ):
         try:
             if run is None:
@@ -115,7 +123,11 @@ def _what_was_lost(run: RunFolder) -> str:
 
 def _console(world: World) -> Console | None:
     """mpirun and srun may give a rank a terminal of its own, also where what it prints goes to a file."""
-    return None if world.launcher in (None, "torchrun") else Console(highlight=False, soft_wrap=True, force_terminal=False)
+    return (
+        None
+        if world.launcher in (None, "torchrun")
+        else Console(highlight=False, soft_wrap=True, force_terminal=False)
+    )
 
 
 def _last(happening: Iterator[Event]) -> Event | None:
@@ -150,7 +162,12 @@ def _first_to_fail(world: World) -> bool:
 
 
 def _recorded(
-    spec: Spec, launch: Launch, world: World, run: RunFolder, interrupt: Interrupt, importer: int | None = None
+    spec: Spec,
+    launch: Launch,
+    world: World,
+    run: RunFolder,
+    interrupt: Interrupt,
+    importer: int | None = None,
 ) -> Generator[Event]:
     """The events of the training, each written to the run before it is passed on; on all ranks, but rank 0 alone writes."""
     keep_memory()
@@ -179,7 +196,9 @@ def _recorded(
                 if world.rank == 0:
                     if writer is None:
                         if isinstance(event, Started) and plan == AUTO:
-                            launch = launch.model_copy(update={"plan": event.plan, "asked": AUTO, "ranks": world.size})
+                            launch = launch.model_copy(
+                                update={"plan": event.plan, "asked": AUTO, "ranks": world.size}
+                            )
                             if run.path.exists():
                                 run.write_request(spec, launch)
                         run.accept_next_request()
@@ -193,12 +212,28 @@ def _recorded(
                 yield event
         except Exception as error:  # the top of a rank: say why it ends, then let it end
             of_task = isinstance(error, (TaskError, DataError))
-            told = type(error)(f"rank {world.rank}: {error}") if of_task and world.rank else error  # it may have failed here alone
+            told = (
+                type(error)(f"rank {world.rank}: {error}") if of_task and world.rank else error
+            )  # it may have failed here alone
             lost_peer = is_of_lost_peer(error) or isinstance(error, RankError)
-            message = str(told) if isinstance(error, Error) else f"{type(error).__name__}: {str(error).strip() or 'no message'}"
+            message = (
+                str(told)
+                if isinstance(error, Error)
+                else f"{type(error).__name__}: {str(error).strip() or 'no message'}"
+            )
             if run.path.exists():
                 meant = isinstance(error, Error)
-                events.append(run.events, Failed(what="run", step=step, rank=world.rank, message=message, lost_peer=lost_peer, meant=meant))
+                events.append(
+                    run.events,
+                    Failed(
+                        what="run",
+                        step=step,
+                        rank=world.rank,
+                        message=message,
+                        lost_peer=lost_peer,
+                        meant=meant,
+                    ),
+                )
             if told is error:
                 raise
             raise told from error

@@ -85,8 +85,17 @@ class Ranks:
             output = tempfile.TemporaryFile()  # noqa: SIM115 (closed in `end`)
             names = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": self.size, "LOCAL_WORLD_SIZE": self.size}
             process = subprocess.Popen(
-                [sys.executable, "-m", "paceline.launch.rank_pool", str(there.fileno()), str(self._store.port), str(os.getpid())],
-                env=os.environ | {name: str(value) for name, value in names.items()} | {"PYTHONPATH": os.pathsep.join(sys.path)},
+                [
+                    sys.executable,
+                    "-m",
+                    "paceline.launch.rank_pool",
+                    str(there.fileno()),
+                    str(self._store.port),
+                    str(os.getpid()),
+                ],
+                env=os.environ
+                | {name: str(value) for name, value in names.items()}
+                | {"PYTHONPATH": os.pathsep.join(sys.path)},
                 pass_fds=[there.fileno()],
                 stdin=subprocess.DEVNULL,
                 stdout=output,
@@ -117,10 +126,16 @@ class Ranks:
         if failures or missing:
             words = {rank: self._running[rank].last_words() for rank in missing}
             self.end()
-            own = {rank: failure for rank, failure in failures.items() if not LOST_PEER.search(failure)} or failures
+            own = {
+                rank: failure for rank, failure in failures.items() if not LOST_PEER.search(failure)
+            } or failures
             if own:
-                raise RankError("; ".join(f"rank {rank} failed: {failure}" for rank, failure in sorted(own.items())[:1]))
-            raise RankError(f"no answer from {numbered('rank', missing)} in {timeout_s:.0f} s{_quoted(words[missing[0]])}")
+                raise RankError(
+                    "; ".join(f"rank {rank} failed: {failure}" for rank, failure in sorted(own.items())[:1])
+                )
+            raise RankError(
+                f"no answer from {numbered('rank', missing)} in {timeout_s:.0f} s{_quoted(words[missing[0]])}"
+            )
         return [answers[rank].value for rank in range(self.size)]
 
     def _answers(self, timeout_s: float) -> dict[int, _Answer]:
@@ -145,7 +160,11 @@ class Ranks:
             answer = pickle.loads(pipe.recv_bytes())
         except (EOFError, ConnectionError):
             status = self._running[rank].process.wait()
-            how = f"it was killed by {signal.Signals(-status).name}" if status < 0 else f"it ended with exit status {status}"
+            how = (
+                f"it was killed by {signal.Signals(-status).name}"
+                if status < 0
+                else f"it ended with exit status {status}"
+            )
             return _Answer(failure=how + _quoted(self._running[rank].last_words()))
         assert isinstance(answer, _Answer)
         return answer
@@ -178,7 +197,9 @@ def _be_a_rank(pipe: Connection, port: int, launcher: int) -> None:
         try:
             function, args, timeout_s = pickle.loads(question)
             own = dist.PrefixStore(str(call), store)
-            dist.init_process_group("gloo", store=own, rank=rank, world_size=size, timeout=timedelta(seconds=timeout_s))
+            dist.init_process_group(
+                "gloo", store=own, rank=rank, world_size=size, timeout=timedelta(seconds=timeout_s)
+            )
             dist.barrier()  # all are connected, before one can be done
             answer = _Answer(function(*args))
             dist.barrier()

@@ -30,7 +30,9 @@ class Interrupt:
 
     def _ask(self, number: int, frame: FrameType | None) -> None:
         self.asked = True
-        if self.launcher is None:  # else it ends us itself; and Slurm tells all processes of a step what their agent passes on
+        if (
+            self.launcher is None
+        ):  # else it ends us itself; and Slurm tells all processes of a step what their agent passes on
             self._restore()
 
     def _restore(self) -> None:

@@ -11,9 +11,7 @@ from typing import Protocol
 
 from paceline.run import RunFolder
 
-UNFINISHED = (
-    70  # exit status that a rank has for its launcher where it exited with 0 before the training was over; EX_SOFTWARE of sysexits.h
-)
+UNFINISHED = 70  # exit status that a rank has for its launcher where it exited with 0 before the training was over; EX_SOFTWARE of sysexits.h
 
 
 def environments(nodes: Sequence[str], host: str, port: int, job: str, attempt: int) -> list[dict[str, str]]:

@@ -43,14 +43,20 @@ class RankLogs(DefaultLogsSpecs):
 
     def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
         # torch numbers them by their place on this machine.
-        logs = {local: str(self._run.rank_log(int(env["RANK"]), self._attempt())) for local, env in envs.items()}
+        logs = {
+            local: str(self._run.rank_log(int(env["RANK"]), self._attempt())) for local, env in envs.items()
+        }
         for env in envs.values():
             begin(self._run, int(env["RANK"]))
         return dataclasses.replace(super().reify(envs), stderrs=logs)
 
 
 def attend(
-    run: RunFolder, launch: Callable[[Again, Begin], object], end: End | None = None, speaks: bool = True, rounds: bool = False
+    run: RunFolder,
+    launch: Callable[[Again, Begin], object],
+    end: End | None = None,
+    speaks: bool = True,
+    rounds: bool = False,
 ) -> int:
     """Call `launch`, which returns when the ranks are done, or raises what ended them. Returns the exit status.
 
@@ -79,7 +85,10 @@ def attend(
         try:
             with lookout:
                 launch(
-                    lambda failures: (tell_of_silent if rounds else log_restart)(run, failures, before, left, lookout.found), lookout.begin
+                    lambda failures: (tell_of_silent if rounds else log_restart)(
+                        run, failures, before, left, lookout.found
+                    ),
+                    lookout.begin,
                 )
         except EndedElsewhereError:
             failures = {}
@@ -87,9 +96,15 @@ def attend(
             failures = error.failures
         except SignalException as error:
             stopped = error
-    ended = next((event for event in events.EventReader(run.events, before).new(Ended) if isinstance(event, Ended)), None)
+    ended = next(
+        (event for event in events.EventReader(run.events, before).new(Ended) if isinstance(event, Ended)),
+        None,
+    )
     if stopped is not None and ended is None and speaks:
-        print(f"paceline: stopped by {stopped.sigval.name} before all ranks had saved; {run.hint()}", file=sys.stderr)
+        print(
+            f"paceline: stopped by {stopped.sigval.name} before all ranks had saved; {run.hint()}",
+            file=sys.stderr,
+        )
     lost = any(child.exitcode == LOST for child in (failures or {}).values())
     if stopped is not None or (ended is not None and ended.reason == "stopped" and not lost):
         return STOPPED
@@ -104,7 +119,9 @@ def attend(
 @contextlib.contextmanager
 def _watched(run: RunFolder, before: int) -> Iterator[None]:
     over = threading.Event()
-    watcher = threading.Thread(target=watch, args=(events.follow(run.events, over.is_set, before), run), daemon=True)
+    watcher = threading.Thread(
+        target=watch, args=(events.follow(run.events, over.is_set, before), run), daemon=True
+    )
     watcher.start()
     try:
         yield
@@ -115,7 +132,9 @@ def _watched(run: RunFolder, before: int) -> Iterator[None]:
 
 def _of_ranks(run: RunFolder, ranks: Container[int], host: str | None) -> set[int]:
     """The processes of these ranks that are on this machine, or on any."""
-    return {one.pid for one in beats(run) if one is not None and host in (None, one.host) and one.rank in ranks}
+    return {
+        one.pid for one in beats(run) if one is not None and host in (None, one.host) and one.rank in ranks
+    }
 
 
 def end_children(only: Container[int] | None = None, kept: Container[int] = ()) -> list[int]:

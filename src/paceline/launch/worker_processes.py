@@ -100,7 +100,9 @@ def servers(run: RunFolder) -> int | None:
     return parse(plan).servers if plan is not None else None
 
 
-def launch(run: RunFolder, slots: Slots, restarts: int, again: Again, begin: Callable[[], None], host: str = LOOPBACK) -> None:
+def launch(
+    run: RunFolder, slots: Slots, restarts: int, again: Again, begin: Callable[[], None], host: str = LOOPBACK
+) -> None:
     """Returns when all ranks are done. host: this machine, as the ranks know it. `again`: called with those that failed before all are
     started again; `begin` before each start.
 
@@ -119,14 +121,18 @@ def launch(run: RunFolder, slots: Slots, restarts: int, again: Again, begin: Cal
             except LaunchError as error:
                 if not failed:
                     raise
-                print(f"paceline: not started again: {error}", file=sys.stderr)  # there was room for all before
+                print(
+                    f"paceline: not started again: {error}", file=sys.stderr
+                )  # there was room for all before
                 break
             if not failed:
                 return
     raise ChildFailedError("paceline", failed)
 
 
-def _run(run: RunFolder, room: Sequence[Slot], attempt: int, asked: StopRequest, host: str) -> dict[int, ProcessFailure]:
+def _run(
+    run: RunFolder, room: Sequence[Slot], attempt: int, asked: StopRequest, host: str
+) -> dict[int, ProcessFailure]:
     """Those that failed."""
     store = open_store(host)
     told = environments([slot.node for slot in room], host, store.port, run.path.name, attempt)
@@ -138,7 +144,10 @@ def _run(run: RunFolder, room: Sequence[Slot], attempt: int, asked: StopRequest,
             running.append(slot.start(run.path, environ, run.rank_log(rank, attempt)))
         _watch(running, needed, asked)
         _wait(running, LAST_WORDS_S)
-        return {rank: ProcessFailure(rank, running[rank].pid, status, os.devnull) for rank, status in _failed(running, needed).items()}
+        return {
+            rank: ProcessFailure(rank, running[rank].pid, status, os.devnull)
+            for rank, status in _failed(running, needed).items()
+        }
     except SignalException:
         _signal(running, signal.SIGTERM)
         _wait(running, SAVING_S)

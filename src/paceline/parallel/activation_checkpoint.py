@@ -18,7 +18,9 @@ def recompute(module: nn.Module, plan: Plan) -> None:
 
     inner = module.forward
     selective = plan.recompute == "selective"
-    options: dict[str, Any] = {"context_fn": partial(_selective, again=plan.schedule in TWICE)} if selective else {}
+    options: dict[str, Any] = (
+        {"context_fn": partial(_selective, again=plan.schedule in TWICE)} if selective else {}
+    )
 
     def forward(*args: Any, **kwargs: Any) -> Any:
         return checkpoint(inner, *args, use_reentrant=False, **options, **kwargs)

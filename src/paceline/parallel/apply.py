@@ -77,4 +77,6 @@ def check_splits(plan: Plan, optimizer: torch.optim.Optimizer) -> None:
         )
 
 
-ELEMENTWISE = frozenset({"SGD", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "Adagrad", "Adadelta", "ASGD", "Rprop"})
+ELEMENTWISE = frozenset(
+    {"SGD", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "Adagrad", "Adadelta", "ASGD", "Rprop"}
+)

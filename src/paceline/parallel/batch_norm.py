@@ -12,7 +12,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 
-def over_all_ranks(model: nn.Module, device: torch.device, group: dist.ProcessGroup | None = None, alike: bool = True) -> nn.Module:
+def over_all_ranks(
+    model: nn.Module, device: torch.device, group: dist.ProcessGroup | None = None, alike: bool = True
+) -> nn.Module:
     """`model` with BatchNorm layers that see the samples of all ranks (of one micro-batch). Names and parameters stay as they are.
 
     group: of the ranks that have other samples for the same layers; None: all ranks. `alike`: each has as many samples."""
@@ -48,7 +50,9 @@ def average_(statistics: list[Tensor], group: dist.ProcessGroup | None) -> None:
     dist.all_reduce(flat, group=group)
     flat /= dist.get_world_size(group)
     parts = flat.split([buffer.numel() for buffer in statistics])
-    torch._foreach_copy_(statistics, [part.view_as(buffer) for part, buffer in zip(parts, statistics, strict=True)])
+    torch._foreach_copy_(
+        statistics, [part.view_as(buffer) for part, buffer in zip(parts, statistics, strict=True)]
+    )
 
 
 def _sum(count: int, group: dist.ProcessGroup | None) -> int:
@@ -72,7 +76,9 @@ class _SumOverRanks(torch.autograd.Function):
         return _SumOverRanks.forward(ctx, grad, ctx.group), None
 
 
-def _forward(self: nn.modules.batchnorm._BatchNorm, x: Tensor, group: dist.ProcessGroup | None, alike: bool) -> Tensor:
+def _forward(
+    self: nn.modules.batchnorm._BatchNorm, x: Tensor, group: dist.ProcessGroup | None, alike: bool
+) -> Tensor:
     """x: (samples, channels, …). The variance is taken around the mean, in a second sum: E[x²] - E[x]² loses half of the digits."""
     self._check_input_dim(x)
     if not self.training and self.running_mean is not None:
@@ -90,7 +96,9 @@ def _forward(self: nn.modules.batchnorm._BatchNorm, x: Tensor, group: dist.Proce
             self.num_batches_tracked.add_(1)
             momentum = self.momentum if self.momentum is not None else 1 / float(self.num_batches_tracked)
             self.running_mean.lerp_(mean.to(self.running_mean.dtype), momentum)
-            self.running_var.lerp_((variance * (count / max(1, count - 1))).to(self.running_var.dtype), momentum)
+            self.running_var.lerp_(
+                (variance * (count / max(1, count - 1))).to(self.running_var.dtype), momentum
+            )
     normal = centered * torch.rsqrt(variance + self.eps).view(shape)
     if not self.affine:
         return normal

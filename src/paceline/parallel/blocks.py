@@ -20,8 +20,12 @@ def blocks(model: nn.Module, layout: Layout) -> list[nn.Module]:
                 module = model.get_submodule(path)
             except AttributeError:
                 known = [name for name, _ in model.named_modules() if name]
-                raise TaskError(f"layout().blocks names {path!r}, which the model has not{nearest(path, known)}") from None
-            found += list(module.children()) if isinstance(module, (nn.ModuleList, nn.Sequential)) else [module]
+                raise TaskError(
+                    f"layout().blocks names {path!r}, which the model has not{nearest(path, known)}"
+                ) from None
+            found += (
+                list(module.children()) if isinstance(module, (nn.ModuleList, nn.Sequential)) else [module]
+            )
     return not_shared(model, found)
 
 
@@ -36,7 +40,11 @@ def not_shared(model: nn.Module, modules: Sequence[nn.Module]) -> list[nn.Module
         for block in modules
         if not isinstance(block, (nn.ModuleList, nn.ModuleDict))
         and (own := [id(parameter) for parameter in block.parameters()])
-        and all(uses[parameter] == sum(parameter == id(p) for m in block.modules() for p in m._parameters.values()) for parameter in own)
+        and all(
+            uses[parameter]
+            == sum(parameter == id(p) for m in block.modules() for p in m._parameters.values())
+            for parameter in own
+        )
     ]
 
 

@@ -14,9 +14,15 @@ from paceline.plan.plan import TWICE, Plan
 def refuse_compiled(plan: Plan) -> None:
     """Raise PlanError for a plan under which blocks cannot be compiled."""
     if plan.cp > 1:
-        raise PlanError(f"plan {plan}: attention that goes round a ring of ranks cannot be compiled yet; leave --compile or cp out")
-    if plan.tp > 1 and plan.recompute != "none":  # torch's compiler keeps the mesh of split weights as if it were a tensor (2.13)
-        raise PlanError(f"plan {plan}: split weights whose blocks run again cannot be compiled yet; leave --compile, recompute or tp out")
+        raise PlanError(
+            f"plan {plan}: attention that goes round a ring of ranks cannot be compiled yet; leave --compile or cp out"
+        )
+    if (
+        plan.tp > 1 and plan.recompute != "none"
+    ):  # torch's compiler keeps the mesh of split weights as if it were a tensor (2.13)
+        raise PlanError(
+            f"plan {plan}: split weights whose blocks run again cannot be compiled yet; leave --compile, recompute or tp out"
+        )
     if plan.schedule in TWICE:
         raise PlanError(
             f"schedule={plan.schedule} puts off the gradients of weights, and a compiled block computes all of its gradients at once; "
@@ -30,8 +36,13 @@ def compile_units(units: list[nn.Module]) -> None:
     from torch._inductor.runtime.cache_dir_utils import cache_dir
 
     owner = os.stat(cache_dir()).st_uid
-    if owner not in (os.geteuid(), 0):  # its code would run here; torch takes whatever lies in /tmp under the name of this user
-        raise LaunchError(f"torch's compiler keeps its code in {cache_dir()}, which is of user {owner}; set TORCHINDUCTOR_CACHE_DIR")
+    if owner not in (
+        os.geteuid(),
+        0,
+    ):  # its code would run here; torch takes whatever lies in /tmp under the name of this user
+        raise LaunchError(
+            f"torch's compiler keeps its code in {cache_dir()}, which is of user {owner}; set TORCHINDUCTOR_CACHE_DIR"
+        )
     for module in units:
         inner = module.forward
 

@@ -27,5 +27,7 @@ def release(model: nn.Module) -> None:
 
 # torch 2.13 has another name for it, and 2.11 only the old one.
 NO_BUFFER_SYNC: dict[str, Any] = {
-    "forward_sync_buffers" if "forward_sync_buffers" in signature(DistributedDataParallel).parameters else "broadcast_buffers": False
+    "forward_sync_buffers"
+    if "forward_sync_buffers" in signature(DistributedDataParallel).parameters
+    else "broadcast_buffers": False
 }

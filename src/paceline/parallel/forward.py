@@ -48,7 +48,9 @@ def forward(task: Task, model: nn.Module, batch: Batch) -> object:
 Examine = Callable[[object, Batch, Tensor], None]
 
 
-def weighed_loss(task: Task, model: nn.Module, batch: Batch, examine: Examine | None = None) -> tuple[Tensor, Tensor | float]:
+def weighed_loss(
+    task: Task, model: nn.Module, batch: Batch, examine: Examine | None = None
+) -> tuple[Tensor, Tensor | float]:
     """Loss × items of a batch, summed, and its items (the sum of their weights where the task has weights).
 
     examine: called with the output, the batch and the loss."""
@@ -78,7 +80,9 @@ def weighed(values: Tensor, weights: Tensor | None, batch: Batch, what: str) -> 
     if weights is None:
         return values.sum(), float(values.numel())
     if weights.shape != values.shape:
-        raise TaskError(f"weights() must have the shape of what {what} returns, {tuple(values.shape)}, got {tuple(weights.shape)}")
+        raise TaskError(
+            f"weights() must have the shape of what {what} returns, {tuple(values.shape)}, got {tuple(weights.shape)}"
+        )
     return (values * weights).sum(), weights.sum()
 
 
@@ -101,7 +105,9 @@ class OwnWeight:
         self._sum, self._data_ranks = _weight_of(task, batches), data_ranks
 
     def result(self) -> Tensor:
-        return torch.where(self._sum > 0, self._sum, 1.0) * self._data_ranks  # where all weigh nothing, so does their gradient
+        return (
+            torch.where(self._sum > 0, self._sum, 1.0) * self._data_ranks
+        )  # where all weigh nothing, so does their gradient
 
 
 class GlobalWeight:

@@ -31,7 +31,11 @@ def own_memory(module: nn.Module, args: Any, output: Any) -> Any:
     def is_view(leaf: Any) -> bool:
         return isinstance(leaf, torch.Tensor) and leaf.requires_grad and leaf._is_view()
 
-    return tree_map(lambda leaf: leaf.clone() if is_view(leaf) else leaf, output) if any(map(is_view, tree_leaves(output))) else None
+    return (
+        tree_map(lambda leaf: leaf.clone() if is_view(leaf) else leaf, output)
+        if any(map(is_view, tree_leaves(output)))
+        else None
+    )
 
 
 def scalars(model: nn.Module) -> set[nn.Parameter]:
@@ -43,7 +47,9 @@ def scalars(model: nn.Module) -> set[nn.Parameter]:
 def average_scalars_(params: Sequence[nn.Parameter], mesh: DeviceMesh) -> None:
     """Average the gradients of scalars over the data ranks, as `fully_shard` does with what it cuts. None stays where all have None."""
     own = [parameter.grad for parameter in params]
-    sums = torch.tensor([[0.0, float(grad is not None)] for grad in own], dtype=torch.float64, device=params[0].device)
+    sums = torch.tensor(
+        [[0.0, float(grad is not None)] for grad in own], dtype=torch.float64, device=params[0].device
+    )
     for row, grad in zip(sums, own, strict=True):
         if grad is not None:
             row[0] = grad

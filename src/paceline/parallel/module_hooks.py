@@ -11,7 +11,9 @@ from paceline.spec import nearest
 from paceline.task import Layout
 
 Run = Callable[..., Any]
-Visitor = Callable[[str, Run, Any, Any], Any]  # name of the part, what runs it, args, kwargs -> what the call returns
+Visitor = Callable[
+    [str, Run, Any, Any], Any
+]  # name of the part, what runs it, args, kwargs -> what the call returns
 LISTS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 
 
@@ -40,7 +42,11 @@ def _gated(kind: type[nn.Module]) -> type[nn.Module]:
         gates, name = self.__dict__["_gate"]
         return gates.pass_through(name, lambda *a, **k: kind.__call__(self, *a, **k), args, kwargs)
 
-    return type(kind.__name__, (kind,), {"__call__": call, "__module__": kind.__module__, "__qualname__": kind.__qualname__})
+    return type(
+        kind.__name__,
+        (kind,),
+        {"__call__": call, "__module__": kind.__module__, "__qualname__": kind.__qualname__},
+    )
 
 
 def parts_of(model: nn.Module, layout: Layout) -> dict[str, nn.Module]:
@@ -57,7 +63,9 @@ def parts_of(model: nn.Module, layout: Layout) -> dict[str, nn.Module]:
         if named is not None:
             return any(inner is not module and inner in named for inner in module.modules())
         has_lists = any(isinstance(inner, LISTS) for inner in module.modules())
-        return (has_lists and not is_block) or (_elements(module) > most and any(map(_has_state, module.children())))
+        return (has_lists and not is_block) or (
+            _elements(module) > most and any(map(_has_state, module.children()))
+        )
 
     def visit(path: str, module: nn.Module, is_block: bool) -> None:
         if not is_open(module, is_block):
@@ -76,7 +84,9 @@ def _path(layout: Layout, model: nn.Module, path: str) -> nn.Module:
         return model.get_submodule(path)
     except AttributeError:
         known = [name for name, _ in model.named_modules() if name]
-        raise TaskError(f"layout().blocks names {path!r}, which the model has not{nearest(path, known)}") from None
+        raise TaskError(
+            f"layout().blocks names {path!r}, which the model has not{nearest(path, known)}"
+        ) from None
 
 
 def _has_state(module: nn.Module) -> bool:

@@ -25,7 +25,13 @@ LIKE_ITS_INPUT = {  # beside those that torch tags as elementwise
 }
 VIEWS = {ATEN.view, ATEN._unsafe_view, ATEN.reshape, ATEN._reshape_alias}
 SILENT = {ATEN.detach, ATEN.alias, ATEN.clone}  # come and go with gradients and the layout of memory
-ALONG_ONE = {ATEN.slice, ATEN.split, ATEN.split_with_sizes, ATEN._softmax, ATEN._log_softmax}  # (tensor, …, dim): not that one
+ALONG_ONE = {
+    ATEN.slice,
+    ATEN.split,
+    ATEN.split_with_sizes,
+    ATEN._softmax,
+    ATEN._log_softmax,
+}  # (tensor, …, dim): not that one
 NORMS = {ATEN.native_layer_norm, ATEN._fused_rms_norm}
 ATTENTION = F.scaled_dot_product_attention
 PRODUCTS = {torch.matmul, torch.Tensor.matmul, torch.Tensor.__matmul__, torch.bmm, torch.Tensor.bmm}
@@ -42,7 +48,9 @@ def draws(func: Any, args: Any, kwargs: Any) -> bool:
     return torch.Tag.nondeterministic_seeded in getattr(func, "tags", ())
 
 
-def follow(func: Any, args: Any, kwargs: Any, tensors: list[Tensor], results: list[Tensor], label: Any) -> list[int | None] | None:
+def follow(
+    func: Any, args: Any, kwargs: Any, tensors: list[Tensor], results: list[Tensor], label: Any
+) -> list[int | None] | None:
     """The split dimension of each result; None where the operation cannot be done on parts."""
     if func is ATTENTION:
         return _attention(args, kwargs, results, label)
@@ -67,7 +75,9 @@ def follow(func: Any, args: Any, kwargs: Any, tensors: list[Tensor], results: li
     return _moved(packet, args, kwargs, first, results, dim)
 
 
-def _moved(packet: Any, args: Any, kwargs: Any, first: Tensor, results: list[Tensor], dim: int) -> list[int | None] | None:
+def _moved(
+    packet: Any, args: Any, kwargs: Any, first: Tensor, results: list[Tensor], dim: int
+) -> list[int | None] | None:
     rank = first.dim()
     if packet is ATEN.transpose:
         one, other = args[1] % rank, args[2] % rank
@@ -79,7 +89,11 @@ def _moved(packet: Any, args: Any, kwargs: Any, first: Tensor, results: list[Ten
     if packet is ATEN.unsqueeze:
         return [dim + (dim >= args[1] % (rank + 1))]
     if packet is ATEN.squeeze:
-        gone = [at % rank for at in ([args[1]] if isinstance(args[1], int) else args[1])] if len(args) > 1 else range(rank)
+        gone = (
+            [at % rank for at in ([args[1]] if isinstance(args[1], int) else args[1])]
+            if len(args) > 1
+            else range(rank)
+        )
         gone = [at for at in gone if first.shape[at] == 1]
         return [dim - sum(at < dim for at in gone)] if dim not in gone else None
     if packet is ATEN.expand:
@@ -117,7 +131,9 @@ def _attention(args: Any, kwargs: Any, results: list[Tensor], label: Any) -> lis
     return [results[0].dim() - 3]
 
 
-def _from_right(tensors: list[Tensor], results: list[Tensor], label: Any, least: int) -> list[int | None] | None:
+def _from_right(
+    tensors: list[Tensor], results: list[Tensor], label: Any, least: int
+) -> list[int | None] | None:
     """Elementwise with broadcasting, from dimension -least on to the left."""
     from_right = {tensor.dim() - label(tensor)[1] for tensor in tensors if label(tensor)}
     if len(from_right) != 1 or (back := from_right.pop()) < least:

@@ -33,13 +33,19 @@ def sharding_units(model: nn.Module, task: Task, batch: Batch, seed: int) -> Sha
 
     running: dict[Slot, set[int]] = {}
     try:
-        with UserCode("the forward pass without values", task.model), streams(seed), imagined(model) as imagine:
+        with (
+            UserCode("the forward pass without values", task.model),
+            streams(seed),
+            imagined(model) as imagine,
+        ):
             inputs = imagine(batch)
             running = _running_at_uses(model, lambda: call(task, model, inputs))
     except Exception:  # the user's code, which meets tensors without values
         running = {}
     names = {id(module): name for name, module in model.named_modules()}
-    found = not_shared(model, [module for unit in blocks(model, layout_of(task)) for module in _entered_whole(unit, running)])
+    found = not_shared(
+        model, [module for unit in blocks(model, layout_of(task)) for module in _entered_whole(unit, running)]
+    )
     order = {slot: at for at, slot in enumerate(running)}
     slots = {slot for slots in _places(model).values() for slot in slots[:1]}
     at = 0
@@ -74,7 +80,11 @@ def _running_at_uses(model: nn.Module, run: Callable[[], Any]) -> dict[Slot, set
     hooks = []
     for module in model.modules():
         hooks.append(module.register_forward_pre_hook(lambda module, args: now.add(id(module)), prepend=True))
-        hooks.append(module.register_forward_hook(lambda module, args, output: now.discard(id(module)), always_call=True))
+        hooks.append(
+            module.register_forward_hook(
+                lambda module, args, output: now.discard(id(module)), always_call=True
+            )
+        )
     try:
         with Uses():
             run()
@@ -85,7 +95,12 @@ def _running_at_uses(model: nn.Module, run: Callable[[], Any]) -> dict[Slot, set
 
 
 def _slots(module: nn.Module) -> list[Slot]:
-    return [(id(inner), key) for inner in module.modules() for key, parameter in inner._parameters.items() if parameter is not None]
+    return [
+        (id(inner), key)
+        for inner in module.modules()
+        for key, parameter in inner._parameters.items()
+        if parameter is not None
+    ]
 
 
 def _places(model: nn.Module) -> dict[int, list[Slot]]:

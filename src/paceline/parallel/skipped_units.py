@@ -56,13 +56,17 @@ class SkippedUnits:
             for key, value in changed.items():
                 output[key] = value
             return output
-        values, _ = self._pass_through(skipped, tuple(output) if isinstance(output, (tuple, list)) else (), {})
+        values, _ = self._pass_through(
+            skipped, tuple(output) if isinstance(output, (tuple, list)) else (), {}
+        )
         return type(output)(values) if type(output) in (tuple, list) else None
 
     def _pass_through(self, skipped: Sequence[int], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
         """Let the first tensor with a gradient go through the units: its gradient comes back through them."""
         values = [*args, *kwargs.values()]
-        tensors = [at for at, value in enumerate(values) if isinstance(value, Tensor) and value.is_floating_point()]
+        tensors = [
+            at for at, value in enumerate(values) if isinstance(value, Tensor) and value.is_floating_point()
+        ]
         chosen = next((at for at in tensors if values[at].requires_grad), tensors[0] if tensors else None)
         if chosen is None:
             self._pass(skipped, torch.zeros((), device=self.device))
@@ -105,8 +109,14 @@ class SkippedUnits:
     @torch.no_grad()
     def drop_unused_(self, mesh: DeviceMesh) -> None:
         """Leave a parameter without a gradient where no rank has used it, as it is on one process; else an optimizer would decay it."""
-        parameters = [(name, parameter) for name, parameter in self.model.named_parameters() if parameter.requires_grad and parameter.dim()]
-        used = torch.tensor([name in self.used for name, _ in parameters], dtype=torch.uint8, device=self.device)
+        parameters = [
+            (name, parameter)
+            for name, parameter in self.model.named_parameters()
+            if parameter.requires_grad and parameter.dim()
+        ]
+        used = torch.tensor(
+            [name in self.used for name, _ in parameters], dtype=torch.uint8, device=self.device
+        )
         for axis in range(mesh.ndim):
             dist.all_reduce(used, dist.ReduceOp.MAX, group=mesh.get_group(axis))
         for at, (name, parameter) in enumerate(parameters):

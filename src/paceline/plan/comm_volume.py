@@ -8,7 +8,9 @@ from typing import Any
 from paceline.plan.plan import Plan
 
 MODEL = "(model)"  # what belongs to no submodule
-PACELINE = "paceline"  # what is said between the ranks outside of the model: figures, norms, weights of batches
+PACELINE = (
+    "paceline"  # what is said between the ranks outside of the model: figures, norms, weights of batches
+)
 
 
 @dataclass(frozen=True, order=True)
@@ -70,11 +72,19 @@ class Ledger:
 
     def of(self, collective: str, axis: str | None = None) -> "Ledger":
         """The entries of a collective, on all axes or one."""
-        return Ledger(self.rank, tuple(e for e in self.entries if e.collective == collective and axis in (None, e.axis)))
+        return Ledger(
+            self.rank, tuple(e for e in self.entries if e.collective == collective and axis in (None, e.axis))
+        )
 
     def as_json(self) -> dict[str, Any]:
         entries = [asdict(entry) | {"sent_bytes": round(entry.sent_bytes)} for entry in self.entries]
-        return {"rank": self.rank, "calls": self.calls, "bytes": self.bytes, "sent_bytes": round(self.sent_bytes), "entries": entries}
+        return {
+            "rank": self.rank,
+            "calls": self.calls,
+            "bytes": self.bytes,
+            "sent_bytes": round(self.sent_bytes),
+            "entries": entries,
+        }
 
 
 def added_up(calls: Iterable[tuple[str, str, int, str, int, int]]) -> tuple[Entry, ...]:
@@ -102,7 +112,14 @@ def axis_of(plan: Plan, group: Iterable[int]) -> str:
     for rank in members:
         place = plan.place(rank)
         replicate, shard = divmod(place.dp * plan.cp + place.cp, shards)
-        at = {"pp": place.pp, "replicate": replicate, "shard": shard, "tp": place.tp, "dp": place.dp, "cp": place.cp}
+        at = {
+            "pp": place.pp,
+            "replicate": replicate,
+            "shard": shard,
+            "tp": place.tp,
+            "dp": place.dp,
+            "cp": place.cp,
+        }
         for name, index in at.items():
             seen.setdefault(name, set()).add(index)
     varied = {name for name, indices in seen.items() if len(indices) > 1}

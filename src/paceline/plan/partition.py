@@ -15,7 +15,9 @@ def partition(costs: Sequence[float], stages: int, ties: Sequence[float] | None 
     return _starts(ties if ties is not None else costs, stages, costs, dearest)[0]
 
 
-def _starts(weights: Sequence[float], stages: int, costs: Sequence[float], most: float) -> tuple[list[int], float]:
+def _starts(
+    weights: Sequence[float], stages: int, costs: Sequence[float], most: float
+) -> tuple[list[int], float]:
     """The starts that make the largest sum of `weights` least where no stage may cost more than `most`, and that largest sum."""
     pieces = len(costs)
     weight, cost = ([0.0, *accumulate(map(float, values))] for values in (weights, costs))

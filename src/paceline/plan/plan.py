@@ -7,8 +7,17 @@ from paceline.errors import PlanError
 from paceline.spec import nearest
 from paceline.units import is_whole_number, several
 
-SCHEDULES = {"gpipe": 1, "1f1b": 1, "interleaved": 2, "zero-bubble": 2, "zbv": 2}  # name -> stages of each rank, if not said
-TWICE = ("zero-bubble", "zbv")  # schedules that compute the gradients of weights apart from those of activations
+SCHEDULES = {
+    "gpipe": 1,
+    "1f1b": 1,
+    "interleaved": 2,
+    "zero-bubble": 2,
+    "zbv": 2,
+}  # name -> stages of each rank, if not said
+TWICE = (
+    "zero-bubble",
+    "zbv",
+)  # schedules that compute the gradients of weights apart from those of activations
 RECOMPUTE = ("none", "full", "selective")
 
 
@@ -51,10 +60,14 @@ class Plan:
     tp: int = 1
     pp: int = 1
     cp: int = 1
-    micro: int | None = None  # micro-batches whose gradients are added up before an update; None: 1, or twice the stages of a pipeline
+    micro: int | None = (
+        None  # micro-batches whose gradients are added up before an update; None: 1, or twice the stages of a pipeline
+    )
     schedule: str | None = None  # of a pipeline; None: 1f1b
     stages: int | None = None  # of a pipeline, on each rank; None: as few as the schedule takes
-    uneven: int = 0  # 1: the shares of the data ranks may differ by one sample, where a batch cannot be divided alike
+    uneven: int = (
+        0  # 1: the shares of the data ranks may differ by one sample, where a batch cannot be divided alike
+    )
     recompute: str = "none"  # activations of blocks in the backward pass: none, all, or but those of products and attention
     period: int | None = None
     switch: int | None = None
@@ -69,36 +82,53 @@ class Plan:
         if self.zero > 3:
             raise PlanError(f"zero must be 0, 1, 2 or 3, got zero={self.zero}")
         if self.replicate > 1 and self.zero < 2:
-            raise PlanError(f"replicate={self.replicate} needs shards to replicate: use zero=2, zero=3 or hsdp, got zero={self.zero}")
-        for key, value, known in (("schedule", self.schedule, SCHEDULES), ("recompute", self.recompute, RECOMPUTE)):
+            raise PlanError(
+                f"replicate={self.replicate} needs shards to replicate: use zero=2, zero=3 or hsdp, got zero={self.zero}"
+            )
+        for key, value, known in (
+            ("schedule", self.schedule, SCHEDULES),
+            ("recompute", self.recompute, RECOMPUTE),
+        ):
             if value is not None and value not in known:
                 raise PlanError(f"there is no {key} {value!r}{nearest(value, known)}")
         if self.uneven > 1:
             raise PlanError(f"uneven must be 0 or 1, got uneven={self.uneven}")
         if self.uneven and (self.tp * self.pp * self.cp > 1 or self.is_asynchronous):
-            raise PlanError(f"uneven=1 is of ddp, zero1, zero2, zero3 and hsdp, got plan {self}; leave it out")
+            raise PlanError(
+                f"uneven=1 is of ddp, zero1, zero2, zero3 and hsdp, got plan {self}; leave it out"
+            )
         self._check_pipeline()
         self._check_asynchronous()
 
     def _check_pipeline(self) -> None:
         for key in ("schedule", "stages"):
             if self.pp == 1 and getattr(self, key) is not None:
-                raise PlanError(f"{key}={getattr(self, key)} is of a pipeline, got pp=1; say pp=2 or more, or leave {key} out")
+                raise PlanError(
+                    f"{key}={getattr(self, key)} is of a pipeline, got pp=1; say pp=2 or more, or leave {key} out"
+                )
         if self.stages is not None:
             one, schedule = SCHEDULES[self.schedule or "1f1b"] == 1, self.schedule or "1f1b"
             if one and self.stages > 1:
-                raise PlanError(f"schedule={schedule} has one stage on each rank, got stages={self.stages}; use schedule=interleaved")
+                raise PlanError(
+                    f"schedule={schedule} has one stage on each rank, got stages={self.stages}; use schedule=interleaved"
+                )
             if schedule == "zbv" and self.stages != 2:
-                raise PlanError(f"schedule=zbv has two stages on each rank, got stages={self.stages}; leave stages out")
+                raise PlanError(
+                    f"schedule=zbv has two stages on each rank, got stages={self.stages}; leave stages out"
+                )
             if not one and self.stages == 1:
-                raise PlanError(f"schedule={schedule} has two stages or more on each rank, got stages=1; use schedule=1f1b")
+                raise PlanError(
+                    f"schedule={schedule} has two stages or more on each rank, got stages=1; use schedule=1f1b"
+                )
 
     def _check_asynchronous(self) -> None:
         for key, of in (("switch", "period"), ("staleness", "servers")):
             if getattr(self, key) is not None and getattr(self, of) is None:
                 raise PlanError(f"{key}={getattr(self, key)} needs {of}=, which is not said")
         if self.period is not None and self.servers is not None:
-            raise PlanError(f"period={self.period} is of local SGD and servers={self.servers} of a parameter server; say one of them")
+            raise PlanError(
+                f"period={self.period} is of local SGD and servers={self.servers} of a parameter server; say one of them"
+            )
         if self.is_asynchronous and (self.zero or self.tp * self.pp * self.cp > 1):
             what = "local-sgd" if self.period is not None else "parameter-server"
             raise PlanError(f"{what} keeps the whole model on each rank; leave zero, tp, pp and cp out")
@@ -110,7 +140,11 @@ class Plan:
 
     def __str__(self) -> str:
         word = self._word()
-        options = [f"{key}={getattr(self, key)}" for key in KEYS if getattr(self, key) != getattr(WORDS.get(word, Plan()), key)]
+        options = [
+            f"{key}={getattr(self, key)}"
+            for key in KEYS
+            if getattr(self, key) != getattr(WORDS.get(word, Plan()), key)
+        ]
         return ",".join([word, *options] if word else options)
 
     def _word(self) -> str:
@@ -129,7 +163,9 @@ class Plan:
         does not fit them."""
         servers = self.servers or 0
         cut = self.tp * self.pp * self.cp
-        axes = "".join(f" × {key}={getattr(self, key)}" for key in ("cp", "tp", "pp") if getattr(self, key) > 1)
+        axes = "".join(
+            f" × {key}={getattr(self, key)}" for key in ("cp", "tp", "pp") if getattr(self, key) > 1
+        )
         if servers and servers >= ranks:
             raise PlanError(
                 f"plan {self} has {servers} servers and no worker on {several(ranks, 'rank')}: use --ranks {servers + 1} or more"
@@ -137,26 +173,43 @@ class Plan:
         if self.dp is not None and self.dp * cut + servers != ranks:
             wanted = self.dp * cut + servers
             another = [f"dp={(ranks - servers) // cut}"] if (ranks - servers) % cut == 0 else []
-            hint = " or ".join([f"use --ranks {wanted}", *(["another plan: ddp, zero1, zero2, zero3"] if wanted == 1 else another)])
+            hint = " or ".join(
+                [
+                    f"use --ranks {wanted}",
+                    *(["another plan: ddp, zero1, zero2, zero3"] if wanted == 1 else another),
+                ]
+            )
             raise PlanError(f"plan {self} is for {several(wanted, 'rank')}, got {ranks}: {hint}")
         if ranks % cut:
             fitting = [cut * (ranks // cut + more) for more in (0, 1) if ranks // cut + more]
-            raise PlanError(f"plan {self} needs a multiple of {axes[3:]} = {cut} ranks, got {ranks}: use --ranks {_or(fitting)}")
+            raise PlanError(
+                f"plan {self} needs a multiple of {axes[3:]} = {cut} ranks, got {ranks}: use --ranks {_or(fitting)}"
+            )
         dp = ranks // cut - servers
         if dp % self.replicate:
             fitting = [r for r in range(2, dp + 1) if dp % r == 0]
             raise PlanError(
                 f"plan {self} keeps {self.replicate} copies, which does not divide {dp} {'data ' * (cut > 1)}rank{'s' * (dp > 1)}: "
-                + (f"use replicate={_or(fitting)}, or zero3" if fitting else "use single" if cut == 1 else "leave replicate out")
+                + (
+                    f"use replicate={_or(fitting)}, or zero3"
+                    if fitting
+                    else "use single"
+                    if cut == 1
+                    else "leave replicate out"
+                )
             )
         micro = self.micro or (2 * self.pp if self.pp > 1 else 1)
         schedule = (self.schedule or ("1f1b" if micro >= self.pp else "gpipe")) if self.pp > 1 else None
         stages = (self.stages or SCHEDULES[schedule]) if schedule else None
         many = schedule is not None and SCHEDULES[schedule] > 1
         if (schedule == "1f1b" and micro < self.pp) or (many and micro % self.pp):
-            needs = f"a multiple of pp={self.pp} micro-batches" if many else f"pp={self.pp} micro-batches or more"
+            needs = (
+                f"a multiple of pp={self.pp} micro-batches" if many else f"pp={self.pp} micro-batches or more"
+            )
             enough = -(-micro // self.pp) * self.pp
-            raise PlanError(f"plan {self}: schedule={schedule} needs {needs}, got micro={micro}; use micro={enough} or schedule=gpipe")
+            raise PlanError(
+                f"plan {self}: schedule={schedule} needs {needs}, got micro={micro}; use micro={enough} or schedule=gpipe"
+            )
         return replace(self, dp=dp, micro=micro, schedule=schedule, stages=stages)
 
     @property
@@ -203,7 +256,9 @@ def _or(values: list[int]) -> str:
 AUTO: Final = "auto"  # stands for the fastest plan that fits
 KEYS = tuple(Plan.__dataclass_fields__)
 TEXTS = ("schedule", "recompute")
-LEAST = {key: 0 if key in ("zero", "uneven", "staleness", "switch") else 1 for key in KEYS if key not in TEXTS}
+LEAST = {
+    key: 0 if key in ("zero", "uneven", "staleness", "switch") else 1 for key in KEYS if key not in TEXTS
+}
 WORDS = {
     "ddp": Plan(),
     "zero1": Plan(zero=1),
@@ -229,7 +284,9 @@ def parse(text: str) -> Plan:
         seen.add(key)
         if not equals:
             if part not in WORDS:
-                raise PlanError(f"plan {text!r}: there is no plan {part!r}{nearest(part, [*WORDS, *(f'{key}=' for key in KEYS)])}")
+                raise PlanError(
+                    f"plan {text!r}: there is no plan {part!r}{nearest(part, [*WORDS, *(f'{key}=' for key in KEYS)])}"
+                )
             if place:
                 raise PlanError(f"plan {text!r}: {part} must come first, and alone of its kind")
             plan = WORDS[part]
@@ -239,7 +296,9 @@ def parse(text: str) -> Plan:
         if key not in TEXTS and not is_whole_number(value):
             raise PlanError(f"plan {text!r}: {key} must be a whole number, got {value!r}")
         if seen & {*WORDS} and key == "zero" and int(value) != plan.zero:
-            raise PlanError(f"plan {text!r}: {', '.join(seen & {*WORDS})} is zero={plan.zero}, got zero={value}; say one of them")
+            raise PlanError(
+                f"plan {text!r}: {', '.join(seen & {*WORDS})} is zero={plan.zero}, got zero={value}; say one of them"
+            )
         keys[key] = value if key in TEXTS else int(value)
     return replace(plan, **keys)
 
@@ -255,7 +314,11 @@ def share(batch: int, plan: Plan) -> int:
     if batch % parts:
         below, above = batch - batch % parts, batch - batch % parts + parts
         hint = f"use --batch {above}" + (f" or {below}" if below else "")
-        by = f"{plan.sharers} × micro = {plan.dp} × {plan.micro} = {parts}" if plan.dp > 1 else f"micro={plan.micro}"
+        by = (
+            f"{plan.sharers} × micro = {plan.dp} × {plan.micro} = {parts}"
+            if plan.dp > 1
+            else f"micro={plan.micro}"
+        )
         raise PlanError(f"batch {batch} is not divisible by {by}: {hint}")
     return batch // parts
 

@@ -24,7 +24,9 @@ def check_picture(path: Path | None) -> None:
     if path.suffix.lower() not in ENDINGS:
         raise BenchError(f"cannot draw {path}: its name must end in {' or '.join(ENDINGS)}")
     if find_spec("matplotlib") is None:
-        raise BenchError("pictures are drawn by matplotlib, which is not installed: pip install 'paceline[plot]'")
+        raise BenchError(
+            "pictures are drawn by matplotlib, which is not installed: pip install 'paceline[plot]'"
+        )
     check_path(path)
 
 

@@ -79,7 +79,9 @@ class PreflightContext:
         from paceline.training.auto_plan import choose
 
         self._check_devices()
-        return choose(self.spec, self.task, self.job.ranks, self.launch.device, self.launch.nodes, self.cluster).plan
+        return choose(
+            self.spec, self.task, self.job.ranks, self.launch.device, self.launch.nodes, self.cluster
+        ).plan
 
     @cached_property
     def on(self) -> Plan:
@@ -99,14 +101,18 @@ class PreflightContext:
 
         self._check_devices()
         recipe = of_precision(self.spec.precision)
-        return answer(self.facts, self.cluster, self.spec.batch, str(self.plan), recipe, self.job.ranks).plans[0][1]
+        return answer(
+            self.facts, self.cluster, self.spec.batch, str(self.plan), recipe, self.job.ranks
+        ).plans[0][1]
 
     def _check_devices(self) -> None:
         """Raises ClusterError where jobs get GPUs, and which is not known here."""
         said = self.site.gres or self.site.gpus_per_node
         if said and self.target is None and self.launch.device != "cpu" and self.cluster.device.kind == "cpu":
             example = f"--cluster a100-80g:4x{self.launch.nodes}"
-            raise ClusterError(f"jobs get GPUs ({said} a node), and there are none here: say what they are, as in {example}")
+            raise ClusterError(
+                f"jobs get GPUs ({said} a node), and there are none here: say what they are, as in {example}"
+            )
 
     @cached_property
     def checkpoint_bytes(self) -> int:

@@ -47,6 +47,9 @@ def findings(flight: PreflightContext, checks: Mapping[str, Check]) -> Iterator[
             yield Finding(name, "fails", str(error))
         except Exception as error:  # of the task, mostly
             failed.add(name)
-            stack = [Frame(frame.filename, frame.lineno or 0, frame.name) for frame in traceback.extract_tb(error.__traceback__)]
+            stack = [
+                Frame(frame.filename, frame.lineno or 0, frame.name)
+                for frame in traceback.extract_tb(error.__traceback__)
+            ]
             where = place([frame for frame in stack if not frame.file.startswith(OWN)]) or place(stack)
             yield Finding(name, "fails", f"{type(error).__name__} in {where}: {error}")

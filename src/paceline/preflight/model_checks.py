@@ -19,7 +19,10 @@ def task(flight: PreflightContext) -> Says:
 
     model = build(flight.spec, flight.task).model
     parameters = format_count(sum(parameter.numel() for parameter in model.parameters()))
-    yield "passes", f"{type(flight.task).__name__} makes a model of {parameters} parameters in {len(list(model.modules()))} modules"
+    yield (
+        "passes",
+        f"{type(flight.task).__name__} makes a model of {parameters} parameters in {len(list(model.modules()))} modules",
+    )
 
 
 def weights(flight: PreflightContext) -> Says:
@@ -53,7 +56,10 @@ def plan(flight: PreflightContext) -> Says:
     """Whether it divides ranks and batch."""
     on, each = flight.on, share(flight.spec.batch, flight.on)
     rank = "data rank" if on.is_mixed or on.cp > 1 else "rank"
-    yield "passes", f"{flight.plan} on {several(flight.job.ranks, 'rank')}: {_axes(on)}; {several(each, 'sample')} at once on a {rank}"
+    yield (
+        "passes",
+        f"{flight.plan} on {several(flight.job.ranks, 'rank')}: {_axes(on)}; {several(each, 'sample')} at once on a {rank}",
+    )
 
 
 def built(flight: PreflightContext) -> Says:
@@ -69,7 +75,10 @@ def built(flight: PreflightContext) -> Says:
         refuse_compiled(on)
     if on.is_asynchronous or (on.pp > 1 and on.cp > 1):
         validate_plan(spec, on, flight.task)
-        yield "warns", f"plan {flight.plan} cannot be built without its ranks; on real ones paceline verify tries it"
+        yield (
+            "warns",
+            f"plan {flight.plan} cannot be built without its ranks; on real ones paceline verify tries it",
+        )
         return
     try:
         played = stages(spec, flight.plan, count, flight.task)
@@ -83,9 +92,16 @@ def built(flight: PreflightContext) -> Says:
     most = max(played, key=lambda each: sum(entry.sent_bytes for entry in each.entries))
     sent, calls = (sum(getattr(entry, field) for entry in most.entries) for field in ("sent_bytes", "calls"))
     who = ", ".join(f"{each.rank:,}" for each in played)
-    yield "passes", f"a step of rank{'s' * (count > 1)} {who} was built and played: it sends {format_bytes(sent)} in {calls:,} calls"
+    yield (
+        "passes",
+        f"a step of rank{'s' * (count > 1)} {who} was built and played: it sends {format_bytes(sent)} in {calls:,} calls",
+    )
 
 
 def _axes(on: Plan) -> str:
-    degrees = [f"{name}={getattr(on, name)}" for name in ("dp", "cp", "tp", "pp") if getattr(on, name) != 1 or name == "dp"]
+    degrees = [
+        f"{name}={getattr(on, name)}"
+        for name in ("dp", "cp", "tp", "pp")
+        if getattr(on, name) != 1 or name == "dp"
+    ]
     return " × ".join(degrees) + (f", micro={on.micro}" if on.micro != 1 else "")

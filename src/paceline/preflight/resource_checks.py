@@ -31,10 +31,17 @@ SLURM_BYTES = {"K": 2**10, "M": 2**20, "": 2**20, "G": 2**30, "T": 2**40}
 def memory(flight: PreflightContext) -> Says:
     """Of the rank that needs most."""
     where, job = flight.cluster, flight.job
-    if where.device.kind != "cpu" and (job.ranks_per_node > where.devices_per_node or job.nodes > where.nodes):
+    if where.device.kind != "cpu" and (
+        job.ranks_per_node > where.devices_per_node or job.nodes > where.nodes
+    ):
         asked, has = f"{job.nodes} × {job.ranks_per_node}", f"{where.nodes} × {where.devices_per_node}"
-        verdict: Verdict = "fails" if flight.target is not None else "warns"  # who queues a job may be on another kind of node
-        yield verdict, f"nodes × ranks are {asked}, nodes × devices of {where.name} {has}; ask for no more, or say another --cluster"
+        verdict: Verdict = (
+            "fails" if flight.target is not None else "warns"
+        )  # who queues a job may be on another kind of node
+        yield (
+            verdict,
+            f"nodes × ranks are {asked}, nodes × devices of {where.name} {has}; ask for no more, or say another --cluster",
+        )
         return
     try:
         predicted = flight.cost.memory
@@ -44,7 +51,11 @@ def memory(flight: PreflightContext) -> Says:
     limit, why = predicted.limit_bytes, f"a rank has on {where.name or where.device.name}"
     if where.device.kind == "cpu" and flight.site.memory is not None:
         asked_bytes = slurm_bytes(flight.site.memory) / job.ranks_per_node
-        limit, why = (asked_bytes, f"memory={flight.site.memory!r} leaves a rank") if asked_bytes < limit else (limit, why)
+        limit, why = (
+            (asked_bytes, f"memory={flight.site.memory!r} leaves a rank")
+            if asked_bytes < limit
+            else (limit, why)
+        )
     largest = max(predicted.parts, key=lambda part: part.value).name
     peak = f"{format_bytes(predicted.peak_bytes)} (± {predicted.error:.0%}) predicted, most of it {largest}"
     said = f"{peak}; {format_bytes(limit)} is what {why}"
@@ -58,7 +69,14 @@ def _leaner(flight: PreflightContext, limit_bytes: float) -> str:
     from paceline.training.auto_plan import shortest
 
     count = flight.job.ranks
-    found = search(flight.facts, assuming(flight.cluster)[0], flight.spec.batch, MARGIN, of_precision(flight.spec.precision), count)
+    found = search(
+        flight.facts,
+        assuming(flight.cluster)[0],
+        flight.spec.batch,
+        MARGIN,
+        of_precision(flight.spec.precision),
+        count,
+    )
     fitting = [(plan, cost) for plan, cost in found.fitting if cost.peak_bytes <= limit_bytes * (1 - MARGIN)]
     if not fitting:
         return "no plan needs so little on as many ranks; use more of them, or a smaller --batch"
@@ -88,14 +106,22 @@ def room(flight: PreflightContext) -> Says:
     size, files = needed(flight, kept)
     wanted = f"{kept} checkpoints of {format_bytes(size / kept)} (--keep {flight.spec.save.keep}, the best and the next) in {files:,} files"
     if short := [*_short(found, size, files)]:
-        yield "fails", f"{wanted} do not fit: {there} has {' and '.join(short)}; say another --run-dir, or make room, or --keep fewer"
+        yield (
+            "fails",
+            f"{wanted} do not fit: {there} has {' and '.join(short)}; say another --run-dir, or make room, or --keep fewer",
+        )
         return
-    free = " and ".join([format_bytes(found.free_bytes or 0), *([f"{found.free_files:,} files"] if found.free_files else [])])
+    free = " and ".join(
+        [format_bytes(found.free_bytes or 0), *([f"{found.free_files:,} files"] if found.free_files else [])]
+    )
     yield "passes", f"{wanted}; {there} ({found.filesystem or 'unknown'}) has {free} free"
     if found.quota is not None and (over := [*_above_soft(found.quota, size, files)]):
         yield "warns", f"with them {' and '.join(over)} exceeded, which is allowed for a while only"
     if found.filesystem in HERE_ONLY and flight.job.nodes > 1:
-        yield "warns", f"{there} is {found.filesystem}, which other nodes do not see; say a --run-dir on a shared file system"
+        yield (
+            "warns",
+            f"{there} is {found.filesystem}, which other nodes do not see; say a --run-dir on a shared file system",
+        )
 
 
 def needed(flight: PreflightContext, kept: int) -> tuple[int, int]:
@@ -118,14 +144,22 @@ def _short(found: Directory, size: float, files: int) -> Iterator[str]:
         return
     if quota.limit_bytes is not None and size > (left := max(0, quota.limit_bytes - quota.used_bytes)):
         yield f"{format_bytes(left)} left of a quota of {format_bytes(quota.limit_bytes)}"
-    if quota.limit_files is not None and quota.used_files is not None and files > (more := max(0, quota.limit_files - quota.used_files)):
+    if (
+        quota.limit_files is not None
+        and quota.used_files is not None
+        and files > (more := max(0, quota.limit_files - quota.used_files))
+    ):
         yield f"{more:,} files left of a quota of {quota.limit_files:,}"
 
 
 def _above_soft(quota: Quota, size: float, files: int) -> Iterator[str]:
     if quota.soft_bytes is not None and quota.used_bytes + size > quota.soft_bytes:
         yield f"a quota of {format_bytes(quota.soft_bytes)} is"
-    if quota.soft_files is not None and quota.used_files is not None and quota.used_files + files > quota.soft_files:
+    if (
+        quota.soft_files is not None
+        and quota.used_files is not None
+        and quota.used_files + files > quota.soft_files
+    ):
         yield f"a quota of {quota.soft_files:,} files is"
 
 
@@ -151,9 +185,15 @@ def time(flight: PreflightContext) -> Says:
     if work_s <= usable_s:
         yield "passes", f"{said}; {limit}"
     elif usable_s < step_s + save_s:
-        yield "fails", f"{said}; {limit}, and {flight.site.notice_s} s before no step would be done and saved: ask for more time"
+        yield (
+            "fails",
+            f"{said}; {limit}, and {flight.site.notice_s} s before no step would be done and saved: ask for more time",
+        )
     elif not is_queued_again(flight.site, os.environ):
-        yield "fails", f"{said}; {limit}, and --no-requeue, so that it would not be done: ask for more time, or let it be queued again"
+        yield (
+            "fails",
+            f"{said}; {limit}, and --no-requeue, so that it would not be done: ask for more time, or let it be queued again",
+        )
     else:
         again = math.ceil(work_s / usable_s) - 1
         yield "warns", f"{said}; {limit}: it will be queued again {several(again, 'time')}"

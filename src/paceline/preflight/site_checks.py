@@ -40,7 +40,12 @@ def site(flight: PreflightContext) -> Says:
     """What can be known of it where no job runs."""
     found, file = read_site(flight.site_file), flight.site_file or HERE
     said = ", ".join(name for name in Site.model_fields if name in found.model_fields_set)
-    yield "passes", f"{file}: {said or 'nothing is said'}" if file.exists() else f"there is no {file}: jobs ask for nothing special"
+    yield (
+        "passes",
+        f"{file}: {said or 'nothing is said'}"
+        if file.exists()
+        else f"there is no {file}: jobs ask for nothing special",
+    )
     if found.modules:
         yield from _modules(found.modules)
     if found.conda is not None:
@@ -57,7 +62,10 @@ def _modules(names: Sequence[str]) -> Says:
     load = shlex.join(("module", "load", *names))
     status, said = _tried(f"type module > /dev/null 2>&1 || exit {NO_MODULE}; {load}")
     if status == NO_MODULE:
-        yield "warns", f"there is no command module here, so whether there are {', '.join(names)} is not known"
+        yield (
+            "warns",
+            f"there is no command module here, so whether there are {', '.join(names)} is not known",
+        )
     elif status or "ERROR" in said:
         yield "fails", f"{load}: {_last(said)}; module avail lists what there is"
     else:
@@ -65,7 +73,9 @@ def _modules(names: Sequence[str]) -> Says:
 
 
 def _conda(name: str, modules: Sequence[str]) -> Says:
-    status, said = _tried_with(modules, "conda", "run", "-p" if "/" in name else "-n", name, "python", "-c", IMPORTS)
+    status, said = _tried_with(
+        modules, "conda", "run", "-p" if "/" in name else "-n", name, "python", "-c", IMPORTS
+    )
     if status == NO_COMMAND:
         where = "PATH, also with the modules" if modules else "PATH"
         yield "fails", f"conda={name!r}, and there is no conda on {where}; name the module that has it"
@@ -90,7 +100,10 @@ def _container(image: str) -> Says:
     if "://" not in image and not Path(image).exists():
         yield "fails", f"there is no container {image}; say its whole path in the site file"
     elif shutil.which("apptainer") is None:
-        yield "warns", f"there is no apptainer on PATH here, so container {image} was not tried; the nodes must have it"
+        yield (
+            "warns",
+            f"there is no apptainer on PATH here, so container {image} was not tried; the nodes must have it",
+        )
     else:
         yield "passes", f"container {image}, and apptainer to run it"
 
@@ -101,12 +114,20 @@ def _stage_in(tar: Path) -> Says:
     except OSError as error:
         yield "fails", f"stage_in={str(tar)!r} cannot be read: {error.strerror}"
         return
-    yield ("passes", f"stage_in {tar} is a tar") if is_tar else ("fails", f"stage_in={str(tar)!r} is no tar; make one with tar -cf")
+    yield (
+        ("passes", f"stage_in {tar} is a tar")
+        if is_tar
+        else ("fails", f"stage_in={str(tar)!r} is no tar; make one with tar -cf")
+    )
 
 
 def _tried_with(modules: Sequence[str], *words: str) -> tuple[int, str]:
     """The same of a command with modules loaded, where there are such."""
-    load = f"type module > /dev/null 2>&1 && {shlex.join(('module', 'load', *modules))} > /dev/null 2>&1; " if modules else ""
+    load = (
+        f"type module > /dev/null 2>&1 && {shlex.join(('module', 'load', *modules))} > /dev/null 2>&1; "
+        if modules
+        else ""
+    )
     return _tried(load + shlex.join(words))
 
 
@@ -114,7 +135,12 @@ def _tried(script: str) -> tuple[int, str]:
     """Exit status, and what was said on both outputs, of a shell as it is at a login."""
     try:
         done = subprocess.run(
-            ("bash", "-lc", script), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=ANSWER_S, stdin=subprocess.DEVNULL
+            ("bash", "-lc", script),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            timeout=ANSWER_S,
+            stdin=subprocess.DEVNULL,
         )
     except subprocess.TimeoutExpired:
         return 1, f"no answer in {ANSWER_S:.0f} s"
@@ -158,7 +184,11 @@ def overridden(job: Job, where: Site, environ: Mapping[str, str]) -> list[str]:
     asked = options_of(job, where)
     return [
         f"{name}={environ[name]} wins over "
-        + (f"{option}={asked[option]} of the job script" if option in asked else "a job script that says no " + option)
+        + (
+            f"{option}={asked[option]} of the job script"
+            if option in asked
+            else "a job script that says no " + option
+        )
         + f"; unset {name}, or say it in the site file"
         for name, option in WIN.items()
         if name in environ and environ[name] != asked.get(option)

@@ -21,7 +21,11 @@ def table(found: Sequence[Finding]) -> Table:
     shown.add_column(overflow="fold")
     before = None
     for one in found:
-        shown.add_row(one.check if one.check != before else "", Text(one.verdict, STYLES[one.verdict]), Text(one.message))
+        shown.add_row(
+            one.check if one.check != before else "",
+            Text(one.verdict, STYLES[one.verdict]),
+            Text(one.message),
+        )
         before = one.check
     return shown
 

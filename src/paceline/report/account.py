@@ -52,12 +52,17 @@ def heading(found: PredictionReport) -> str:
     where = f" on {found.cluster}" if found.cluster else ""
     ranks = several(started.ranks, "rank")
     said = f"{task}: plan {started.plan} on {ranks}, {started.device}, batch {started.batch}"
-    return said + (f"; predicted{where}" if found.cost is not None else f"; not predicted: {found.unpredicted}")
+    return said + (
+        f"; predicted{where}" if found.cost is not None else f"; not predicted: {found.unpredicted}"
+    )
 
 
 def tables(found: PredictionReport) -> list[Table]:
     memory = f"memory of rank {found.measured.fullest}"
-    return [_table("time of a step", found.time, found.step, format_seconds), _table(memory, found.memory, found.peak, format_bytes)]
+    return [
+        _table("time of a step", found.time, found.step, format_seconds),
+        _table(memory, found.memory, found.peak, format_bytes),
+    ]
 
 
 def _table(title: str, rows: list[ComparisonRow], whole: ComparisonRow, say: Callable[[float], str]) -> Table:
@@ -70,7 +75,15 @@ def _table(title: str, rows: list[ComparisonRow], whole: ComparisonRow, say: Cal
         error = f"{row.error:+.0%}" if row.error is not None else ""
         predicted = say(row.predicted) if row.predicted is not None else ""
         style = "bold" if row is whole else None
-        shown.add_row(row.name, predicted, spread, say(row.measured), f"{row.measured / whole.measured:.0%}", error, style=style)
+        shown.add_row(
+            row.name,
+            predicted,
+            spread,
+            say(row.measured),
+            f"{row.measured / whole.measured:.0%}",
+            error,
+            style=style,
+        )
     return shown
 
 
@@ -96,24 +109,51 @@ def lines(found: PredictionReport) -> Iterator[str]:
 
 def as_json(found: PredictionReport) -> str:
     seen, started = found.measured, found.measured.started
-    facts: dict[str, Any] = {"task": started.task, "plan": started.plan, "ranks": started.ranks, "device": started.device}
+    facts: dict[str, Any] = {
+        "task": started.task,
+        "plan": started.plan,
+        "ranks": started.ranks,
+        "device": started.device,
+    }
     facts |= {"batch": started.batch, "steps": seen.steps, "profiles": seen.profiles, "profiling": seen.spent}
-    facts |= {"cluster": found.cluster or None, "not_predicted": found.unpredicted or None, "notes": found.notes}
-    facts |= {"slow_rank": seen.slow, "slow_rank_busy_s": seen.slow_s, "mean_rank_busy_s": seen.busy_s, "memory_rank": seen.fullest}
+    facts |= {
+        "cluster": found.cluster or None,
+        "not_predicted": found.unpredicted or None,
+        "notes": found.notes,
+    }
+    facts |= {
+        "slow_rank": seen.slow,
+        "slow_rank_busy_s": seen.slow_s,
+        "mean_rank_busy_s": seen.busy_s,
+        "memory_rank": seen.fullest,
+    }
     furthest = worst(found.time)
     facts |= {"worst": furthest.name if furthest is not None else None}
-    facts |= {"time_s": _figures([*found.time, found.step]), "memory_bytes": _figures([*found.memory, found.peak])}
+    facts |= {
+        "time_s": _figures([*found.time, found.step]),
+        "memory_bytes": _figures([*found.memory, found.peak]),
+    }
     return json.dumps(facts, indent=1) + "\n"
 
 
 def _figures(rows: list[ComparisonRow]) -> dict[str, dict[str, float | None]]:
-    return {row.name: {"predicted": row.predicted, "spread": row.spread, "measured": row.measured, "error": row.error} for row in rows}
+    return {
+        row.name: {
+            "predicted": row.predicted,
+            "spread": row.spread,
+            "measured": row.measured,
+            "error": row.error,
+        }
+        for row in rows
+    }
 
 
 def draw(found: PredictionReport, path: Path) -> None:
     """Stacked bars of predicted over measured, of time and of memory."""
     with figure(path, 9.0, 4.2) as drawn:
-        for axes, rows, unit, size in zip(drawn.subplots(2), (found.time, found.memory), ("ms a step", "MiB"), (1e-3, 2**20), strict=True):
+        for axes, rows, unit, size in zip(
+            drawn.subplots(2), (found.time, found.memory), ("ms a step", "MiB"), (1e-3, 2**20), strict=True
+        ):
             left = [0.0, 0.0]
             for at, row in enumerate(rows):
                 values = [row.measured / size, (row.predicted or 0.0) / size]

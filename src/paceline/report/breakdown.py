@@ -62,7 +62,9 @@ class RunBreakdownBuilder:
 
     def _is_like(self, event: Started) -> bool:
         names = ("task", "plan", "ranks", "batch", "device", "precision", "threads")
-        return bool(self._starts) and all(getattr(self._starts[-1], name) == getattr(event, name) for name in names)
+        return bool(self._starts) and all(
+            getattr(self._starts[-1], name) == getattr(event, name) for name in names
+        )
 
     def measured(self) -> RunBreakdown:
         """Of the last start, and of those before it that were like it. Raises RunError where no step was profiled."""
@@ -75,10 +77,17 @@ class RunBreakdownBuilder:
         slowed = {one.step - k for one in accounted for k in range(min(one.profiled, MOST_PROFILED))}
         clean = [point for point in points if point.step not in warm and point.step not in slowed]
         counts = [float(point.num_steps) for point in clean]
-        step_s = _mean([point.step_s for point in clean], counts) if clean else _mean([one.step_s for one in accounted])
+        step_s = (
+            _mean([point.step_s for point in clean], counts)
+            if clean
+            else _mean([one.step_s for one in accounted])
+        )
         weights = _weights([one.step for one in accounted], points[-1].step)
         names = dict.fromkeys(name for one in accounted for name in one.seconds)
-        shares = {name: _mean([one.seconds.get(name, 0.0) / one.step_s for one in accounted], weights) for name in names}
+        shares = {
+            name: _mean([one.seconds.get(name, 0.0) / one.step_s for one in accounted], weights)
+            for name in names
+        }
         seconds = _scaled(shares, step_s, _input_s(accounted, clean, counts, weights))
         seconds["save"] = self._saving_s / self._history.num_steps
         seconds["other"] = seconds.pop("other", 0.0)
@@ -119,10 +128,16 @@ def _slow(accounted: list[Accounted]) -> int | None:
     return rank if 2 * times > len(accounted) else None
 
 
-def _input_s(accounted: list[Accounted], clean: list[HistoryPoint], counts: list[float], weights: list[float]) -> float:
+def _input_s(
+    accounted: list[Accounted], clean: list[HistoryPoint], counts: list[float], weights: list[float]
+) -> float:
     """Each step says how long rank 0 waited for its batch; how much more or less the others do, only those that were profiled."""
     more = _mean([one.seconds.get("input", 0.0) - one.input_s for one in accounted], weights)
-    first = _mean([point.data_s for point in clean], counts) if clean else _mean([one.input_s for one in accounted], weights)
+    first = (
+        _mean([point.data_s for point in clean], counts)
+        if clean
+        else _mean([one.input_s for one in accounted], weights)
+    )
     return max(0.0, first + more)
 
 
@@ -130,7 +145,10 @@ def _scaled(shares: Mapping[str, float], step_s: float, input_s: float) -> dict[
     """Profiled steps take longer than others: what is not input has its share of what is left."""
     input_s = min(input_s, step_s)
     rest = sum(share for name, share in shares.items() if name != "input") or 1.0
-    return {name: input_s if name == "input" else (step_s - input_s) * share / rest for name, share in shares.items()}
+    return {
+        name: input_s if name == "input" else (step_s - input_s) * share / rest
+        for name, share in shares.items()
+    }
 
 
 def _weights(steps: list[int], last: int) -> list[float]:

@@ -37,7 +37,12 @@ class HistoryPoint(NamedTuple):
         """Return what is left of a point that begins behind step `begin`, where the steps after `step` are taken away."""
         share = (step - begin) / max(1, self.step - begin)
         left = max(1, round(self.num_steps * share))
-        return self._replace(step=step, num_steps=left, total_step_s=self.total_step_s * share, total_data_s=self.total_data_s * share)
+        return self._replace(
+            step=step,
+            num_steps=left,
+            total_step_s=self.total_step_s * share,
+            total_data_s=self.total_data_s * share,
+        )
 
 
 class History:
@@ -53,16 +58,20 @@ class History:
         self.points.append(HistoryPoint.of(event, count))
         self.first = self.first or self.points[-1]
         if len(self.points) > 2 * MOST:
-            self.points = [one.joined(two) for one, two in zip(self.points[::2], self.points[1::2], strict=False)] + (
-                self.points[-1:] if len(self.points) % 2 else []
-            )
+            self.points = [
+                one.joined(two) for one, two in zip(self.points[::2], self.points[1::2], strict=False)
+            ] + (self.points[-1:] if len(self.points) % 2 else [])
 
     def cut(self, step: int) -> None:
         """Forget the steps after this one."""
         at = bisect.bisect_right(self.points, step, key=lambda point: point.step)
         straddling = self.points[at] if at < len(self.points) else None
         del self.points[at:]
-        begin = self.points[-1].step if self.points else (straddling.step - straddling.num_steps if straddling is not None else 0)
+        begin = (
+            self.points[-1].step
+            if self.points
+            else (straddling.step - straddling.num_steps if straddling is not None else 0)
+        )
         if straddling is not None and straddling.num_steps > 1 and begin < step:
             self.points.append(straddling.until(step, begin))
         if self.first is not None and self.first.step > step:
@@ -95,7 +104,9 @@ class TimeSpent:
         self._at.append((step, seconds))
         if len(self._at) > 2 * MOST:
             pairs = zip(self._at[::2], self._at[1::2], strict=False)
-            self._at = [(later, one + two) for (_, one), (later, two) in pairs] + (self._at[-1:] if len(self._at) % 2 else [])
+            self._at = [(later, one + two) for (_, one), (later, two) in pairs] + (
+                self._at[-1:] if len(self._at) % 2 else []
+            )
 
     def cut(self, step: int) -> None:
         self._at = [one for one in self._at if one[0] <= step]

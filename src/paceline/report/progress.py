@@ -34,7 +34,11 @@ def watch(events: Iterator[Event], run: RunFolder, console: Console | None = Non
             if not shows:
                 with contextlib.suppress(OSError):  # a disk that takes no more files: the run goes on
                     shows = [_lines(partial(_log, open_now.enter_context(append_to(run.log))))]
-                shows.append(open_now.enter_context(_bar(console)) if console.is_terminal else _lines(partial(_print, console)))
+                shows.append(
+                    open_now.enter_context(_bar(console))
+                    if console.is_terminal
+                    else _lines(partial(_print, console))
+                )
                 if importlib.util.find_spec("tensorboard") is not None:
                     shows.append(open_now.enter_context(_scalars(run.tensorboard)))
             summary.add(event)
@@ -48,7 +52,10 @@ def watch(events: Iterator[Event], run: RunFolder, console: Console | None = Non
             found = whole
         console.print(closing(found))
         stopped = last.reason == "stopped"
-        console.print(f"[bold]run[/]  {run.path}" + (f"   stopped; go on with: paceline resume {run.path}" if stopped else ""))
+        console.print(
+            f"[bold]run[/]  {run.path}"
+            + (f"   stopped; go on with: paceline resume {run.path}" if stopped else "")
+        )
     return last
 
 
@@ -107,9 +114,19 @@ def _bar(console: Console) -> Iterator[Show]:
                     if event.time - last < SCALARS_S and event.step != progress.tasks[0].total:
                         return
                     last = event.time
-                    progress.update(bar, completed=event.step, loss=f"{event.loss:.4f}", speed=f"{event.samples_per_s:,.0f}")
+                    progress.update(
+                        bar,
+                        completed=event.step,
+                        loss=f"{event.loss:.4f}",
+                        speed=f"{event.samples_per_s:,.0f}",
+                    )
                 case Evaluated():
-                    progress.update(bar, metrics=metrics({name: value for name, value in event.metrics.items() if name != "loss"}))
+                    progress.update(
+                        bar,
+                        metrics=metrics(
+                            {name: value for name, value in event.metrics.items() if name != "loss"}
+                        ),
+                    )
                 case Failed() if event.what != "run":
                     console.print(event.message, style="red", markup=False)
                 case Stalled():
@@ -126,17 +143,23 @@ def _scalars(folder: Path) -> Iterator[Show]:
 
     def show(event: Event) -> None:
         nonlocal writer, last
-        if not isinstance(event, (Step, Evaluated)) or (isinstance(event, Step) and event.time - last < SCALARS_S):
+        if not isinstance(event, (Step, Evaluated)) or (
+            isinstance(event, Step) and event.time - last < SCALARS_S
+        ):
             return
         if writer is None:  # imported late: the first step does not wait for it
             from torch.utils.tensorboard import SummaryWriter
 
             writer = SummaryWriter(folder)
         if isinstance(event, Evaluated):
-            values: dict[str, float | None] = {f"validation/{name}": value for name, value in event.metrics.items()}
+            values: dict[str, float | None] = {
+                f"validation/{name}": value for name, value in event.metrics.items()
+            }
         else:
             last = event.time
-            values = {f"train/{name}": getattr(event, name) for name in ("loss", "grad_norm", "lr", "samples_per_s")}
+            values = {
+                f"train/{name}": getattr(event, name) for name in ("loss", "grad_norm", "lr", "samples_per_s")
+            }
         with contextlib.suppress(OSError):
             for name, value in values.items():
                 if value is not None:

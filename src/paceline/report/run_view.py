@@ -84,7 +84,11 @@ def glance(run: RunFolder) -> RunGlance:
     with events.readable(run.events):
         begin, lines = events.tail(run.events, skipped)
         has_start = any(isinstance(event, Started) for event in lines)
-        before = events.last(run.events, Started, Evaluated, Saved, Failed, until=(Started,), before=begin) if not has_start else []
+        before = (
+            events.last(run.events, Started, Evaluated, Saved, Failed, until=(Started,), before=begin)
+            if not has_start
+            else []
+        )
     for event in [*before, *lines]:
         builder.add(event)
     return RunGlance(builder.summary(), skipped)

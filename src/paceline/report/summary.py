@@ -88,7 +88,9 @@ class SummaryBuilder:
         parts = {"data": data_s}
         if ended is not None and ended.communication is not None:
             parts["communication"] = ended.communication * (step_s - data_s)
-        parts["compute" if "communication" in parts else "compute and communication"] = step_s - sum(parts.values())
+        parts["compute" if "communication" in parts else "compute and communication"] = step_s - sum(
+            parts.values()
+        )
         parts |= {"evaluation": evaluating_s, "save": saving_s}
         return Summary(
             started=started,

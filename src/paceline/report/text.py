@@ -19,7 +19,9 @@ def line(event: Event, lr_group: str = "") -> str:
             lr = f"{event.lr:.3g}" + (f" ({lr_group})" if lr_group else "")
             return f"step {event.step}  loss {event.loss:.4f}  grad norm {norm}  lr {lr}  {event.samples_per_s:,.0f} samples/s"
         case Accounted():
-            shares = ", ".join(f"{name} {seconds / event.step_s:.0%}" for name, seconds in event.seconds.items() if seconds)
+            shares = ", ".join(
+                f"{name} {seconds / event.step_s:.0%}" for name, seconds in event.seconds.items() if seconds
+            )
             return f"step {event.step}  accounted: {shares}"
         case Evaluated():
             return f"step {event.step}  evaluated: {metrics(event.metrics)}"
@@ -66,12 +68,21 @@ def closing(summary: Summary) -> RenderableType:
         table.add_row("loss", f"{summary.first_loss:.4f} → {summary.last_loss:.4f}")
     for name, value in summary.metrics.items():
         table.add_row(f"validation {name}", f"{value:.4f}")
-    middle = "median" if summary.sampled is None else f"median of {summary.sampled:,} steps, evenly spaced, which stand for all"
+    middle = (
+        "median"
+        if summary.sampled is None
+        else f"median of {summary.sampled:,} steps, evenly spaced, which stand for all"
+    )
     if summary.samples_per_s is not None and summary.step_s is not None:
-        table.add_row("speed", f"{summary.samples_per_s:,.0f} samples/s, {format_seconds(summary.step_s)} a step ({middle})")
+        table.add_row(
+            "speed",
+            f"{summary.samples_per_s:,.0f} samples/s, {format_seconds(summary.step_s)} a step ({middle})",
+        )
     if summary.shares:
         table.add_row(
-            "time", f"{format_seconds(summary.total_s)}: " + ", ".join(f"{name} {share:.0%}" for name, share in summary.shares.items())
+            "time",
+            f"{format_seconds(summary.total_s)}: "
+            + ", ".join(f"{name} {share:.0%}" for name, share in summary.shares.items()),
         )
     if summary.wall_s.get("start"):
         wall = ", ".join(f"{name} {format_seconds(seconds)}" for name, seconds in summary.wall_s.items())
@@ -79,8 +90,11 @@ def closing(summary: Summary) -> RenderableType:
     if summary.saved:
         last = summary.saved[-1]
         table.add_row(
-            "checkpoint", f"step {last.step}, {format_bytes(last.bytes)}, training stood still for {format_seconds(last.blocked_s)}"
+            "checkpoint",
+            f"step {last.step}, {format_bytes(last.bytes)}, training stood still for {format_seconds(last.blocked_s)}",
         )
-    notes = [Text(f"note: {note}", style="yellow") for note in (summary.started.notes if summary.started else ())]
+    notes = [
+        Text(f"note: {note}", style="yellow") for note in (summary.started.notes if summary.started else ())
+    ]
     lost = [Text(failure.message, style="red") for failure in summary.failures if failure.what != "run"]
     return Group(table, *notes, *lost)

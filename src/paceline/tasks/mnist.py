@@ -24,13 +24,19 @@ def read_idx(path: Path) -> Tensor:
     except (OSError, EOFError, zlib.error) as error:
         raise DataError(f"cannot read {path}: {error}; fetch it again") from error
     if content[:3] != b"\x00\x00\x08":
-        raise DataError(f"{path} is no IDX file of bytes: it begins with {content[:3].hex() or 'nothing'}, not with 000008")
+        raise DataError(
+            f"{path} is no IDX file of bytes: it begins with {content[:3].hex() or 'nothing'}, not with 000008"
+        )
     if len(content) < (header := 4 + 4 * content[3] if len(content) > 3 else 4):
-        raise DataError(f"{path} has {len(content)} bytes, and its header alone needs {header}; fetch it again")
+        raise DataError(
+            f"{path} has {len(content)} bytes, and its header alone needs {header}; fetch it again"
+        )
     shape = struct.unpack_from(f">{content[3]}I", content, 4)
     data = np.frombuffer(content, dtype=np.uint8, offset=4 + 4 * len(shape))
     if data.size != np.prod(shape):
-        raise DataError(f"{path} has {data.size} bytes of data where its shape {shape} needs {np.prod(shape)}")
+        raise DataError(
+            f"{path} has {data.size} bytes of data where its shape {shape} needs {np.prod(shape)}"
+        )
     return torch.from_numpy(data.reshape(shape).copy())
 
 
@@ -61,9 +67,18 @@ class Mnist(Task):
     def dataset(self, split: str) -> Images:
         folder = Path(self.folder)
         if not folder.is_dir():
-            raise DataError(f"there is no folder {folder}; name the one with the IDX files: --set folder=PATH")
-        found = {name: (find(folder, f"{stem}-images"), find(folder, f"{stem}-labels")) for name, stem in SPLITS.items()}
-        whole = {name: (read_idx(images), read_idx(labels)) for name, (images, labels) in found.items() if images and labels}
+            raise DataError(
+                f"there is no folder {folder}; name the one with the IDX files: --set folder=PATH"
+            )
+        found = {
+            name: (find(folder, f"{stem}-images"), find(folder, f"{stem}-labels"))
+            for name, stem in SPLITS.items()
+        }
+        whole = {
+            name: (read_idx(images), read_idx(labels))
+            for name, (images, labels) in found.items()
+            if images and labels
+        }
         if not whole:
             raise DataError(
                 f"{folder} has no IDX files (train-images…, train-labels…, t10k-images…, t10k-labels…); name another --set folder=PATH"

@@ -27,7 +27,10 @@ class Block(nn.Module):
 
     def forward(self, x_BTC: Tensor) -> Tensor:
         normal_BTC = self.norm1(x_BTC)
-        q, k, v = (part(normal_BTC).unflatten(-1, (-1, self.size)).transpose(1, 2) for part in (self.query, self.key, self.value))
+        q, k, v = (
+            part(normal_BTC).unflatten(-1, (-1, self.size)).transpose(1, 2)
+            for part in (self.query, self.key, self.value)
+        )
         mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         x_BTC = x_BTC + self.out(mixed.transpose(1, 2).flatten(2))
         return x_BTC + self.down(F.gelu(self.up(self.norm2(x_BTC))))
@@ -46,7 +49,9 @@ class Gpt(nn.Module):
                 nn.init.normal_(parameter, std=0.02)
 
     def forward(self, tokens_BT: Tensor) -> Tensor:
-        x_BTC = self.token(tokens_BT) + self.position(torch.arange(tokens_BT.size(1), device=tokens_BT.device))
+        x_BTC = self.token(tokens_BT) + self.position(
+            torch.arange(tokens_BT.size(1), device=tokens_BT.device)
+        )
         for block in self.blocks:
             x_BTC = block(x_BTC)
         return self.head(self.norm(x_BTC))
@@ -76,7 +81,9 @@ def read(file: str | None) -> Tensor:
             library = sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py"))
             content = b"".join(path.read_bytes() for path in library)[:1_000_000]
     except OSError as error:
-        raise DataError(f"cannot read the text {file}: {error.strerror}; name a file with --set file=PATH") from error
+        raise DataError(
+            f"cannot read the text {file}: {error.strerror}; name a file with --set file=PATH"
+        ) from error
     return torch.from_numpy(np.frombuffer(content, dtype=np.uint8).copy())
 
 

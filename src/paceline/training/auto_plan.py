@@ -46,7 +46,14 @@ def broadcast_choice(spec: Spec, task: Task, world: World, device: str | None) -
     return answers[0]
 
 
-def choose(spec: Spec, task: Task, ranks: int, device: str | None = None, nodes: int = 1, cluster: Cluster | None = None) -> Choice:
+def choose(
+    spec: Spec,
+    task: Task,
+    ranks: int,
+    device: str | None = None,
+    nodes: int = 1,
+    cluster: Cluster | None = None,
+) -> Choice:
     """For so many ranks on so many nodes like this one; `cluster`: cluster.json here, or this machine, if not said. Raises PlanError where
     no plan fits, or none of those that fit can be."""
     recipe = of_precision(spec.precision)
@@ -62,7 +69,9 @@ def choose(spec: Spec, task: Task, ranks: int, device: str | None = None, nodes:
     return Choice(taken[0], _why(*taken, next(can, None)))
 
 
-def _possible(found: list[tuple[Plan, Cost]], spec: Spec, task: Task, ranks: int, refused: list[str]) -> Iterator[tuple[Plan, Cost]]:
+def _possible(
+    found: list[tuple[Plan, Cost]], spec: Spec, task: Task, ranks: int, refused: list[str]
+) -> Iterator[tuple[Plan, Cost]]:
     """Those that nothing speaks against, without any process being started. `refused`: is told why others cannot be."""
     sees_batches = bool(running_statistics(build(spec, task).model))
     for plan, cost in found:

@@ -30,7 +30,9 @@ def settle(step: TrainingStep, batch: Batch) -> nn.Module:
     with autocast(step.precision, step.device):
         loss, _ = weighed_loss(step.task, model, batch)
     leads_to = reached(loss)
-    everywhere = torch.tensor(all(id(parameter) in leads_to for parameter in step.params), dtype=torch.int32, device=step.device)
+    everywhere = torch.tensor(
+        all(id(parameter) in leads_to for parameter in step.params), dtype=torch.int32, device=step.device
+    )
     dist.all_reduce(everywhere, dist.ReduceOp.MIN)
     if everywhere.item():
         with UserCode("the backward pass", step.task.loss):

@@ -62,18 +62,28 @@ def evaluate(
                 if not isinstance(value, Tensor):
                     raise TaskError(f"metrics() must return tensors, got {type(value).__name__} for {name!r}")
                 if value.is_complex():
-                    raise TaskError(f"metrics() must return real tensors, got {str(value.dtype).removeprefix('torch.')} for {name!r}")
+                    raise TaskError(
+                        f"metrics() must return real tensors, got {str(value.dtype).removeprefix('torch.')} for {name!r}"
+                    )
                 if not value.dim() and name in metrics:
                     raise TaskError(
                         f"metrics() returned one number for {name!r}, and a batch of each rank would have its own; return a value for each "
                         "sample, such as output.argmax(-1) == batch[1], of which the mean over the split is taken"
                     )
-                fitting = weights if weights is not None and (not value.dim() or value.shape == weights.shape) else None
+                fitting = (
+                    weights
+                    if weights is not None and (not value.dim() or value.shape == weights.shape)
+                    else None
+                )
                 if fitting is None:
-                    check_items(value, len(numbers) or 1, "metrics()" if name in metrics else "loss()", repr(name))
+                    check_items(
+                        value, len(numbers) or 1, "metrics()" if name in metrics else "loss()", repr(name)
+                    )
                 total, count = weighed(value.double(), fitting, data, name)
                 here = torch.stack([total, torch.as_tensor(count, dtype=total.dtype, device=total.device)])
-                sums[name] = sums.get(name, torch.zeros(2, dtype=torch.float64, device=device)) + here * counted
+                sums[name] = (
+                    sums.get(name, torch.zeros(2, dtype=torch.float64, device=device)) + here * counted
+                )
     finally:
         source.close()
         update.model.train()
@@ -119,4 +129,7 @@ def _with_names_of_all(sums: dict[str, Tensor], device: torch.device) -> dict[st
     """The ranks without the last stage of a pipeline have not seen any value."""
     everywhere: list[list[str]] = [[]] * dist.get_world_size()
     dist.all_gather_object(everywhere, list(sums))
-    return {name: sums.get(name, torch.zeros(2, dtype=torch.float64, device=device)) for name in max(everywhere, key=len)}
+    return {
+        name: sums.get(name, torch.zeros(2, dtype=torch.float64, device=device))
+        for name in max(everywhere, key=len)
+    }

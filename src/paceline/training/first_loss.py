@@ -31,9 +31,15 @@ RTOL = 1e-5  # of losses in float64
 RTOL_OF = {torch.float64: 1e-5, torch.float32: 1e-4}  # of losses and models as they are; coarser types:
 RTOL_OF_MODEL = {"fp64": 1e-5, "fp32": 1e-3}
 RTOL_COARSE = 3e-2
-CLEARLY = 0.1  # of how far parts of an output were off, that parts of the batch may be so that the latter count
+CLEARLY = (
+    0.1  # of how far parts of an output were off, that parts of the batch may be so that the latter count
+)
 ROUNDING = 1e-6
-ORDERS = ("samples first", "views first", "second dim")  # how a tensor may be laid out whose first dimension is not that of the samples
+ORDERS = (
+    "samples first",
+    "views first",
+    "second dim",
+)  # how a tensor may be laid out whose first dimension is not that of the samples
 
 
 def check_values(values: Tensor) -> None:
@@ -41,7 +47,9 @@ def check_values(values: Tensor) -> None:
     if not isinstance(values, Tensor):
         raise TaskError(f"loss() must return a tensor, got {type(values).__name__}")
     if not values.is_floating_point():
-        raise TaskError(f"loss() must return a real floating-point tensor, got {str(values.dtype).removeprefix('torch.')}")
+        raise TaskError(
+            f"loss() must return a real floating-point tensor, got {str(values.dtype).removeprefix('torch.')}"
+        )
     if not values.requires_grad:
         raise TaskError(
             "loss() returned a tensor that does not require grad, so that nothing would be trained; compute it from the output of the "
@@ -65,8 +73,15 @@ class FirstLoss:
     samples: of a micro-batch here. `divided`: whether the plan divides the batch. `allow`: whether a loss may mix samples all the same.
     `of_worker`: the plan of a parameter server, of which each worker decides by itself; else all ranks decide together."""
 
-    def __init__(self, step: TrainingStep, samples: int, divided: bool, allow: bool, of_worker: Plan | None = None):
-        self.step, self.samples, self.plan, self.together = step, samples, of_worker or step.plan, of_worker is None
+    def __init__(
+        self, step: TrainingStep, samples: int, divided: bool, allow: bool, of_worker: Plan | None = None
+    ):
+        self.step, self.samples, self.plan, self.together = (
+            step,
+            samples,
+            of_worker or step.plan,
+            of_worker is None,
+        )
         self.compares = divided and not allow
         self.batch: Batch | None = None
         self.verdict: Verdict = "adds up"
@@ -81,7 +96,9 @@ class FirstLoss:
         if type(self.step.task).weights is Task.weights:
             try:
                 check_items(values, self.samples, "loss()", "the loss")
-            except TaskError as error:  # their number may be right on other ranks, which would wait for this one
+            except (
+                TaskError
+            ) as error:  # their number may be right on other ranks, which would wait for this one
                 if not values.numel():
                     raise
                 self.error = error
@@ -95,11 +112,15 @@ class FirstLoss:
         output = _whole(output)
         samples = self.samples
         if samples == 1:  # it has no parts, but it is half of itself twice
-            output, batch = _map((output, batch), lambda item: torch.cat([item, item]) if _has(item, 1, 0) else item)
+            output, batch = _map(
+                (output, batch), lambda item: torch.cat([item, item]) if _has(item, 1, 0) else item
+            )
             samples = 2
         found: Verdict
         try:
-            found = self._parts_of_output(cast_floats(output, torch.float64), cast_floats(batch, torch.float64), samples, RTOL)
+            found = self._parts_of_output(
+                cast_floats(output, torch.float64), cast_floats(batch, torch.float64), samples, RTOL
+            )
         except Exception:  # a task that cannot compute in float64
             found = "unknown"
         if found == "unknown":
@@ -107,7 +128,9 @@ class FirstLoss:
                 found = self._parts_of_output(output, batch, samples, None)
             except Exception:  # the real call of loss() says what is wrong
                 return "unknown"
-        alone = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor) and leaf.is_floating_point()]
+        alone = [
+            leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor) and leaf.is_floating_point()
+        ]
         rows = [leaf for leaf in tree_leaves((output, batch)) if isinstance(leaf, Tensor) and leaf.dim()]
         self.is_sure = found == "mixes" and all(len(leaf) == samples for leaf in rows)
         if found == "adds up" and not all(_has(leaf, samples, 0) or _has(leaf, samples, 1) for leaf in alone):
@@ -121,14 +144,18 @@ class FirstLoss:
             return "unknown"  # it draws at random
         found: Verdict = "unknown"
         for order in ORDERS:
-            verdicts = [self._compare(whole, output, batch, cut, samples, order, rtol) for cut in _cuts(samples)]
+            verdicts = [
+                self._compare(whole, output, batch, cut, samples, order, rtol) for cut in _cuts(samples)
+            ]
             if "mixes" not in verdicts and "adds up" in verdicts:
                 return "adds up"
             if "mixes" in verdicts:
                 found = "mixes"
         return found
 
-    def _compare(self, whole: "_Loss", output: Any, batch: Any, cut: int, samples: int, order: str, rtol: float | None) -> Verdict:
+    def _compare(
+        self, whole: "_Loss", output: Any, batch: Any, cut: int, samples: int, order: str, rtol: float | None
+    ) -> Verdict:
         takes = _takes(samples, cut, order)
         try:
             parts = [self._loss(take(output), take(batch), 0, rtol is not None) for take in takes]
@@ -140,11 +167,19 @@ class FirstLoss:
         task = self.step.task
         plain = torch.autocast(self.step.device.type, enabled=False) if exact else contextlib.nullcontext()
         with streams(seed), plain:
-            output, batch = _map((output, batch), lambda item: item.clone() if isinstance(item, Tensor) else item)
+            output, batch = _map(
+                (output, batch), lambda item: item.clone() if isinstance(item, Tensor) else item
+            )
             return _Loss(_whole(task.loss(output, batch)), task.weights(batch))
 
     def _judge(
-        self, whole: "_Loss", parts: "list[_Loss]", takes: list[Take], sizes: tuple[int, int], samples: int, rtol: float | None
+        self,
+        whole: "_Loss",
+        parts: "list[_Loss]",
+        takes: list[Take],
+        sizes: tuple[int, int],
+        samples: int,
+        rtol: float | None,
     ) -> Verdict:
         if not whole.is_finite:
             return "unknown"
@@ -159,7 +194,11 @@ class FirstLoss:
         if off <= (rtol if rtol is not None else RTOL_OF.get(whole.values.dtype, RTOL_COARSE)):
             return "adds up"
         self.off = off
-        self.apart = f"{total / count:.6g} for the whole and {together / items:.6g} for its parts" if count and items else ""
+        self.apart = (
+            f"{total / count:.6g} for the whole and {together / items:.6g} for its parts"
+            if count and items
+            else ""
+        )
         return "mixes"
 
     def finish(self) -> None:
@@ -175,7 +214,11 @@ class FirstLoss:
         asks_model = self._any(verdict != "adds up" and not self.is_sure)
         if asks_model and self.step.pipeline is None and self.batch is not None:
             # What the parts of an output say may be wrong where another tensor has as many rows; then those of the batch say otherwise.
-            rtol = RTOL_OF_MODEL.get(self.step.precision, RTOL_COARSE) if verdict != "mixes" else max(CLEARLY * self.off, ROUNDING)
+            rtol = (
+                RTOL_OF_MODEL.get(self.step.precision, RTOL_COARSE)
+                if verdict != "mixes"
+                else max(CLEARLY * self.off, ROUNDING)
+            )
             of_model = self._of_model(self.batch, rtol)
             if of_model != "unknown" and not self.is_sure:
                 verdict, apart = of_model, self.apart
@@ -209,7 +252,12 @@ class FirstLoss:
             for module, mode in modes:
                 module.training = mode
         found = [part for part in parts if part is not None]
-        if whole is None or again is None or len(found) < len(parts) or not _near(whole, again, max(rtol, RTOL)):
+        if (
+            whole is None
+            or again is None
+            or len(found) < len(parts)
+            or not _near(whole, again, max(rtol, RTOL))
+        ):
             return "unknown"
         return self._judge(whole, found, takes, (cut, self.samples - cut), self.samples, rtol)
 
@@ -258,7 +306,10 @@ def _all_off(one: Tensor, other: Tensor) -> float:
 
 def _near(one: _Loss, other: _Loss, rtol: float | None) -> bool:
     bound = rtol if rtol is not None else RTOL_OF.get(one.values.dtype, RTOL_COARSE)
-    return one.values.shape == other.values.shape and _all_off(one.values.nan_to_num(), other.values.nan_to_num()) <= bound
+    return (
+        one.values.shape == other.values.shape
+        and _all_off(one.values.nan_to_num(), other.values.nan_to_num()) <= bound
+    )
 
 
 def _cuts(samples: int) -> list[int]:
@@ -270,7 +321,9 @@ def _takes(samples: int, cut: int, order: str) -> list[Take]:
     """The two parts of whatever belongs to a batch."""
 
     def take(begin: int, end: int) -> Take:
-        return lambda tree: _map(tree, lambda item: _part(item, begin, end, samples, order), samples, (begin, end))
+        return lambda tree: _map(
+            tree, lambda item: _part(item, begin, end, samples, order), samples, (begin, end)
+        )
 
     return [take(0, cut), take(cut, samples)]
 
@@ -297,7 +350,9 @@ def _has(item: Any, samples: int, dim: int) -> bool:
     return item.shape[dim] == samples or (dim == 0 and samples > 1 and item.shape[0] % samples == 0)
 
 
-def _map(tree: Any, of: Callable[[Any], Any], samples: int | None = None, part: tuple[int, int] = (0, 0)) -> Any:
+def _map(
+    tree: Any, of: Callable[[Any], Any], samples: int | None = None, part: tuple[int, int] = (0, 0)
+) -> Any:
     """The same of all leaves; of a list with an element for each sample, its part."""
 
     def again(item: Any) -> Any:

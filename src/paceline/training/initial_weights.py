@@ -24,7 +24,14 @@ from paceline.distributed.world import World
 from paceline.errors import TaskError
 from paceline.spec import Spec
 from paceline.task import Task
-from paceline.training.init.deferred_init import Weights, aliases, loaded_names, named_tensors, record, unequal
+from paceline.training.init.deferred_init import (
+    Weights,
+    aliases,
+    loaded_names,
+    named_tensors,
+    record,
+    unequal,
+)
 from paceline.training.setup import pretrained_of
 from paceline.units import format_bytes, format_count
 from paceline.user_code import UserCode
@@ -85,7 +92,12 @@ Recorded = Callable[[int], tuple[nn.Module, Weights, bool]]  # from a seed, as b
 
 
 def compare(
-    build: Callable[[], nn.Module], recorded: Recorded, model: nn.Module, weights: Weights, seed: int, skip: frozenset[str] = frozenset()
+    build: Callable[[], nn.Module],
+    recorded: Recorded,
+    model: nn.Module,
+    weights: Weights,
+    seed: int,
+    skip: frozenset[str] = frozenset(),
 ) -> None:
     """Raise TaskError where the initial tensors of `model` are not those that `build` makes without a recorder on the CPU.
 
@@ -100,7 +112,12 @@ def compare(
     small: dict[Any, tuple[list[str], list[Tensor], list[Tensor]]] = {}
     for name, tensor in named_tensors(plain).items():
         expected = tensor.detach()
-        if name in skip or expected.layout is not torch.strided or expected.is_quantized or not expected.numel():
+        if (
+            name in skip
+            or expected.layout is not torch.strided
+            or expected.is_quantized
+            or not expected.numel()
+        ):
             continue
         drawn = weights.draw(name)
         differs = unequal(expected, again[name].detach())
@@ -110,7 +127,9 @@ def compare(
         if differs.any() and expected.numel() >= VALUES:
             suspects += _apart([name], [expected], [drawn])
         elif differs.any():
-            names, of_plain, of_drawn = small.setdefault((re.sub(r"\d+", "*", name), expected.shape, expected.dtype), ([], [], []))
+            names, of_plain, of_drawn = small.setdefault(
+                (re.sub(r"\d+", "*", name), expected.shape, expected.dtype), ([], [], [])
+            )
             names.append(name)
             of_plain.append(expected)
             of_drawn.append(drawn)
@@ -128,16 +147,30 @@ def _plain(build: Callable[[], nn.Module], seed: int, at: int) -> nn.Module:
 
 def _same_structure(plain: nn.Module, model: nn.Module) -> None:
     here, there = named_tensors(model), named_tensors(plain)
-    buffers = {name for name, _ in (*model.named_buffers(remove_duplicate=False), *plain.named_buffers(remove_duplicate=False))}
+    buffers = {
+        name
+        for name, _ in (
+            *model.named_buffers(remove_duplicate=False),
+            *plain.named_buffers(remove_duplicate=False),
+        )
+    }
     if names := sorted((here.keys() | aliases(model).keys()) ^ (there.keys() | aliases(plain).keys())):
         raise TaskError(_message(names[0], "it is there only in one of both constructions"))
     # torch makes two buffers of one with two names where it converts a module.
-    if names := sorted(name for name in dict(aliases(plain).items() ^ aliases(model).items()) if name not in buffers):
-        raise TaskError(_message(names[0], "it is tied to another parameter in only one of both constructions"))
+    if names := sorted(
+        name for name in dict(aliases(plain).items() ^ aliases(model).items()) if name not in buffers
+    ):
+        raise TaskError(
+            _message(names[0], "it is tied to another parameter in only one of both constructions")
+        )
     for name, tensor in there.items():
         for what in ("shape", "requires_grad"):
             if getattr(tensor, what) != getattr(here[name], what):
-                raise TaskError(_message(name, f"{what} is {getattr(here[name], what)} here and {getattr(tensor, what)} there"))
+                raise TaskError(
+                    _message(
+                        name, f"{what} is {getattr(here[name], what)} here and {getattr(tensor, what)} there"
+                    )
+                )
 
 
 def _fixed_rows(differs: Tensor) -> Tensor:
@@ -160,8 +193,14 @@ def _apart(names: list[str], plain: list[Tensor], drawn: list[Tensor]) -> list[S
         return []
     expected, found = moments(plain), moments(drawn)
     rounding = 1e-9 * (abs(expected.mean) + expected.std)
-    of_mean = abs(expected.mean - found.mean) > ERRORS * (expected.mean_error**2 + found.mean_error**2) ** 0.5 + rounding
-    of_std = abs(expected.std - found.std) > ERRORS * (expected.std_error**2 + found.std_error**2) ** 0.5 + rounding
+    of_mean = (
+        abs(expected.mean - found.mean)
+        > ERRORS * (expected.mean_error**2 + found.mean_error**2) ** 0.5 + rounding
+    )
+    of_std = (
+        abs(expected.std - found.std)
+        > ERRORS * (expected.std_error**2 + found.std_error**2) ** 0.5 + rounding
+    )
     return [SuspectTensors(tuple(names))] if of_mean or of_std or expected.infinite != found.infinite else []
 
 
@@ -182,15 +221,28 @@ def _confirm(build: Callable[[], nn.Module], recorded: Recorded, seed: int, susp
         if len(wrong) > AGAIN // 2:
             where = (unequal(expected, wrong[0]) & suspect.fixed).reshape(-1)
             here, there = (tensor.reshape(-1)[where][0].item() for tensor in (wrong[0], expected))
-            raise TaskError(_message(name, f"{int(where.sum()):,} constant values differ, the first is {here} here and {there} there"))
+            raise TaskError(
+                _message(
+                    name,
+                    f"{int(where.sum()):,} constant values differ, the first is {here} here and {there} there",
+                )
+            )
         return
     for what in ("mean", "std", "infinite"):
-        expected_all, found_all = (torch.tensor([getattr(moments(each), what) for each in of]).double() for of in (plain, drawn))
+        expected_all, found_all = (
+            torch.tensor([getattr(moments(each), what) for each in of]).double() for of in (plain, drawn)
+        )
         error = float(((expected_all.var() + found_all.var()) / AGAIN).sqrt())
         expected_mean, found_mean = float(expected_all.mean()), float(found_all.mean())
         if abs(expected_mean - found_mean) > ERRORS_AGAIN * error + 1e-6 * float(expected_all.abs().mean()):
-            word = {"mean": "mean", "std": "standard deviation", "infinite": "share of values that are not finite"}[what]
-            raise TaskError(_message(name, f"its {word} is {found_mean:.6g} here and {expected_mean:.6g} there"))
+            word = {
+                "mean": "mean",
+                "std": "standard deviation",
+                "infinite": "share of values that are not finite",
+            }[what]
+            raise TaskError(
+                _message(name, f"its {word} is {found_mean:.6g} here and {expected_mean:.6g} there")
+            )
 
 
 def _message(name: str, what: str) -> str:
@@ -206,9 +258,18 @@ def check(spec: Spec, task: Task, model: nn.Module, weights: Weights) -> tuple[s
     limit = memory_limit()
     free = min(psutil.virtual_memory().available, limit if limit is not None else sys.maxsize)
     if needed > free:
-        return (f"{UNCOMPARED}: this takes {format_bytes(needed)} of memory, and {format_bytes(free)} are free",)
+        return (
+            f"{UNCOMPARED}: this takes {format_bytes(needed)} of memory, and {format_bytes(free)} are free",
+        )
     with UserCode("model()", task.model):
-        compare(task.model, partial(record, task.model), model, weights, spec.seed, loaded_names(pretrained_of(task), model))
+        compare(
+            task.model,
+            partial(record, task.model),
+            model,
+            weights,
+            spec.seed,
+            loaded_names(pretrained_of(task), model),
+        )
     return ()
 
 
@@ -236,7 +297,9 @@ def _check_in_time(spec: Spec, task: Task, model: nn.Module, weights: Weights) -
     """The other ranks wait."""
     values = sum(tensor.numel() for tensor in named_tensors(model).values())
     if values > AT_START:
-        return (f"{UNCOMPARED}: the model has {format_count(values)} values; paceline preflight compares them",)
+        return (
+            f"{UNCOMPARED}: the model has {format_count(values)} values; paceline preflight compares them",
+        )
     return check(spec, task, model, weights)
 
 
@@ -248,7 +311,12 @@ def _mark(task: Task, model: nn.Module) -> Path | None:
         found = folder.lstat()
     except OSError:
         return None
-    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o077 or not os.access(folder, os.W_OK):
+    if (
+        not stat.S_ISDIR(found.st_mode)
+        or found.st_uid != os.getuid()
+        or found.st_mode & 0o077
+        or not os.access(folder, os.W_OK)
+    ):
         return None
     return folder / _digest(task, model)
 
@@ -259,7 +327,13 @@ def _digest(task: Task, model: nn.Module) -> str:
     versions = [sys.version, __version__, *map(_version, LIBRARIES)]
     digest.update(repr((tasks.reference_to(task), tasks.fields_of(task), versions)).encode())
     kinds = {type(module) for module in model.modules()} | {*type(task).__mro__}
-    for file in sorted({file for kind in kinds if (file := getattr(sys.modules.get(kind.__module__), "__file__", None)) is not None}):
+    for file in sorted(
+        {
+            file
+            for kind in kinds
+            if (file := getattr(sys.modules.get(kind.__module__), "__file__", None)) is not None
+        }
+    ):
         digest.update(hashlib.sha256(Path(file).read_bytes()).digest())
     for name, tensor in named_tensors(model).items():
         digest.update(repr((name, tuple(tensor.shape), tensor.dtype, tensor.requires_grad)).encode())

@@ -35,8 +35,13 @@ class LocalSgd:
 
     def __post_init__(self) -> None:
         if self.update.loss_scale is not None:
-            raise PlanError(f"plan {self.update.plan} with fp16: each rank would need a loss scale of its own; use bf16 or fp32")
-        self._averaged = [*self.update.params, *filter(torch.is_floating_point, running_statistics(self.model).values())]
+            raise PlanError(
+                f"plan {self.update.plan} with fp16: each rank would need a loss scale of its own; use bf16 or fp32"
+            )
+        self._averaged = [
+            *self.update.params,
+            *filter(torch.is_floating_point, running_statistics(self.model).values()),
+        ]
 
     def before(self, step: int) -> None:
         """`step` steps are done."""
@@ -54,7 +59,9 @@ class LocalSgd:
         if isinstance(self.update.model, DistributedDataParallel):
             self.update.model = self.update.model.module
         of_this_rank(self.model)
-        self.update.norm = Norm(self.update.params, Plan(dp=1), MeshCoordinate(0, 0, 0, 0), self.update.device)
+        self.update.norm = Norm(
+            self.update.params, Plan(dp=1), MeshCoordinate(0, 0, 0, 0), self.update.device
+        )
         self.update.alone = True
 
     def average_(self) -> None:
@@ -98,7 +105,9 @@ class LocalSgd:
 
     def notes(self) -> tuple[str, ...]:
         until = f"gradients are averaged until step {self.switch}, then " if self.switch else ""
-        every = "the weights are averaged" + (f" every {self.period} steps" if self.period > 1 else " after each step")
+        every = "the weights are averaged" + (
+            f" every {self.period} steps" if self.period > 1 else " after each step"
+        )
         note = f"local SGD: {until}each rank makes its own updates and {every}, which is not the update of one process"
         statistics = "BatchNorm takes its statistics from the samples of each rank then; the running ones are averaged with the weights"
         return (note, *([statistics] if running_statistics(self.model) else []))

@@ -50,9 +50,24 @@ from paceline.training.initial_weights import check_once
 from paceline.training.optimizer import check_schedule, factor
 from paceline.training.profiling.profiler import StepProfiler
 from paceline.training.rank_checks import roll_call
-from paceline.training.setup import PreparedTraining, TrainingData, analyze_model, build, build_training, check_enough, open_data, resume
+from paceline.training.setup import (
+    PreparedTraining,
+    TrainingData,
+    analyze_model,
+    build,
+    build_training,
+    check_enough,
+    open_data,
+    resume,
+)
 from paceline.training.step import TrainingStep as Update
-from paceline.training.step_metrics import ControlFlags, LocalStepStats, Pending, StepMetrics, reduce_metrics_async
+from paceline.training.step_metrics import (
+    ControlFlags,
+    LocalStepStats,
+    Pending,
+    StepMetrics,
+    reduce_metrics_async,
+)
 
 
 def train(
@@ -89,14 +104,18 @@ def train(
         raise PlanError(f"plan must be a Plan or its words, such as 'zero3', got {type(plan).__name__}")
     clock = StartClock()
     with contextlib.ExitStack() as held:
-        pulse = held.enter_context(HeartbeatWriter(run, world.rank, world.size, at_start(spec.timeout_s), SAVING_S))
+        pulse = held.enter_context(
+            HeartbeatWriter(run, world.rank, world.size, at_start(spec.timeout_s), SAVING_S)
+        )
         if task is None:
             task = tasks.load_task(spec.task, spec.set)
         else:
             spec = spec.model_copy(update={"task": tasks.reference_to(task), "set": tasks.fields_of(task)})
         here = choose_device(world, device)
         held.enter_context(_settings(spec, world))
-        held.enter_context(process_group(world, here, spec.timeout_s, run.path if run is not None else Path("runs")))
+        held.enter_context(
+            process_group(world, here, spec.timeout_s, run.path if run is not None else Path("runs"))
+        )
         notes = (*notes, *_set_threads(spec, world, run, here), *_without_effect(spec, here))
         clock.mark("ranks meet")
         if isinstance(plan, str):
@@ -110,16 +129,30 @@ def train(
         notes = (*notes, *roll_call(task, world, data.lengths))
         notes = (*notes, *check_enough(data.samples, laid_out, spec.batch))
         clock.mark("data")
-        studied = analyze_model(spec, laid_out, task, here, data.training) if laid_out.servers is None else build(spec, task)
+        studied = (
+            analyze_model(spec, laid_out, task, here, data.training)
+            if laid_out.servers is None
+            else build(spec, task)
+        )
         notes = (*notes, *check_once(spec, task, studied.model, studied.weights, world))
         if laid_out.servers is not None:
             from paceline.training.parameter_server.train import train_against_servers
 
-            def loop(plan_of_one: Plan, me: World, nothing: TrainingData, laid: PreparedTraining, stop: Callable[[], bool]) -> _Loop:
-                return _Loop(spec, plan_of_one, str(plan), me, task, run, here, stop, nothing, laid, pulse, world.size)
+            def loop(
+                plan_of_one: Plan,
+                me: World,
+                nothing: TrainingData,
+                laid: PreparedTraining,
+                stop: Callable[[], bool],
+            ) -> _Loop:
+                return _Loop(
+                    spec, plan_of_one, str(plan), me, task, run, here, stop, nothing, laid, pulse, world.size
+                )
 
             pulse.patience_s = None  # of servers and workers, which wait for one another by other means
-            yield from clock.tell(train_against_servers(spec, laid_out, str(plan), world, task, here, stop, data, loop, notes))
+            yield from clock.tell(
+                train_against_servers(spec, laid_out, str(plan), world, task, here, stop, data, loop, notes)
+            )
             return
         laid = build_training(spec, laid_out, world, task, here, studied=studied)
         laid = dataclasses.replace(laid, notes=(*notes, *laid.notes))
@@ -127,7 +160,9 @@ def train(
         if observe is not None:
             laid.step.observe = partial(observe, laid.model)
         try:
-            yield from clock.tell(_Loop(spec, laid_out, str(plan), world, task, run, here, stop, data, laid, pulse).events())
+            yield from clock.tell(
+                _Loop(spec, laid_out, str(plan), world, task, run, here, stop, data, laid, pulse).events()
+            )
         finally:
             release(laid.update.model)
             mesh.destroy_meshes()
@@ -160,7 +195,11 @@ def _set_threads(spec: Spec, world: World, run: RunFolder | None, device: torch.
 
 def _without_effect(spec: Spec, device: torch.device) -> Sequence[str]:
     """What was asked for and changes nothing here."""
-    wanted = {"tf32": spec.tf32 and "it is of CUDA devices, and this training runs on the CPU"} if device.type == "cpu" else {}
+    wanted = (
+        {"tf32": spec.tf32 and "it is of CUDA devices, and this training runs on the CPU"}
+        if device.type == "cpu"
+        else {}
+    )
     return [f"{name} has no effect: {why}" for name, why in wanted.items() if why]
 
 
@@ -195,7 +234,14 @@ class _Loop:
         pulse: HeartbeatWriter,
         ranks: int | None = None,  # that were started, where they are not those of `world`
     ):
-        self.spec, self.plan, self.asked, self.world, self.task, self.run = spec, plan, asked, world, task, run
+        self.spec, self.plan, self.asked, self.world, self.task, self.run = (
+            spec,
+            plan,
+            asked,
+            world,
+            task,
+            run,
+        )
         self.device, self.stop, self.pulse, self.ranks = device, stop, pulse, ranks or world.size
         self.data, self.laid, self.update = data, laid, laid.update
         self.total = spec.total_steps(data.samples)
@@ -209,14 +255,20 @@ class _Loop:
         if isinstance(self.update, Update):
             laid.step.examine = self.first_loss
         self.workers = workers_per_rank(world.local_size, device, spec.data.workers)
-        self.saver = checkpoint.Saver(run, plan, world.rank, world.size, device, laid.group) if run is not None else None
+        self.saver = (
+            checkpoint.Saver(run, plan, world.rank, world.size, device, laid.group)
+            if run is not None
+            else None
+        )
         resumed = resume(spec, world, run, laid, data.samples) if run is not None else None
         self.first = self.step = resumed.step if resumed else 0
         self.best = resumed.best if resumed else None
         self.notes = [*laid.notes, *(resumed.notes if resumed else ())]
         self.metrics: dict[str, float] = {}
         self.evaluated_step: int | None = None
-        self.owes_evaluation = self.first > 0 and not (resumed is not None and resumed.evaluated)  # one that was given up
+        self.owes_evaluation = self.first > 0 and not (
+            resumed is not None and resumed.evaluated
+        )  # one that was given up
         self.saved_step = self.first
         self.unsaved: str | None = None  # why the last checkpoint was not written, if it was not
         self.saved_at = time.perf_counter()
@@ -240,7 +292,9 @@ class _Loop:
             if (yield from self._evaluated()) and self._is_best():
                 yield from self._save()
             self._wait_at_most(at_start(self.spec.timeout_s))
-        part = RankBatchSlice(self.spec.batch, self.plan.micro, self.plan.place(self.world.rank).dp, self.plan.dp)
+        part = RankBatchSlice(
+            self.spec.batch, self.plan.micro, self.plan.place(self.world.rank).dp, self.plan.dp
+        )
         parts = training_parts(part, self.data.samples, self.spec.seed, self.first, self.total)
         source = batches(self.data.training, parts, self.device, self.workers, self.spec.data.prefetch)
         with contextlib.closing(source), contextlib.closing(self.accounting):
@@ -254,7 +308,9 @@ class _Loop:
                 raise self._not_saved(self.unsaved)
         if self.laid.local is not None:
             self.laid.local.average_()
-        is_done = self.step == self.total and not (self.stopping and self._evaluation_is_due() and self.evaluated_step != self.step)
+        is_done = self.step == self.total and not (
+            self.stopping and self._evaluation_is_due() and self.evaluated_step != self.step
+        )
         reason = "done" if is_done else "stopped"
         yield Ended(step=self.step, reason=reason, communication=self._communication())
 
@@ -283,7 +339,9 @@ class _Loop:
             if self.step == self.first + 2:  # every rank has done a whole step
                 self._wait_at_most(self.spec.timeout_s)
             step_s = time.perf_counter() - began
-            self.launched.append(_Launched(local, self.step, self.update.base_lrs[0] * lr_factor, data_s, step_s, time.time()))
+            self.launched.append(
+                _Launched(local, self.step, self.update.base_lrs[0] * lr_factor, data_s, step_s, time.time())
+            )
             yield from self.accounting.end(self.step, data_s)
             self.stop_wished |= self.stop()
             self.pulse.done(self.step)
@@ -325,7 +383,9 @@ class _Loop:
         overdue = self.saver is not None and time.perf_counter() - self.saved_at > 60 * self.spec.save.minutes
         wishes = ControlFlags(stop=self.stop_wished, save=overdue and self.world.rank == 0)
         seconds = sum(launched.step_s for launched in self.launched)
-        pending = reduce_metrics_async([launched.local for launched in self.launched], wishes, seconds, self.world.size, self.device)
+        pending = reduce_metrics_async(
+            [launched.local for launched in self.launched], wishes, seconds, self.world.size, self.device
+        )
         self.launched, self.told = [], (self.launched, pending)
 
     def _read(self) -> list[tuple["_Launched", StepMetrics]]:
@@ -339,13 +399,17 @@ class _Loop:
         self.together = told.together
         self.accounting.tell(told.step_s, len(launched))
         if self.device.type == "cuda":  # one of them waited for all
-            step_s, data_s = (statistics.mean(getattr(one, field) for one in launched) for field in ("step_s", "data_s"))
+            step_s, data_s = (
+                statistics.mean(getattr(one, field) for one in launched) for field in ("step_s", "data_s")
+            )
             launched = [one._replace(step_s=step_s, data_s=data_s) for one in launched]
         return list(zip(launched, told.steps, strict=True))
 
     def _finished(self, steps: list[tuple["_Launched", StepMetrics]]) -> Iterator[Event]:
         for launched, figures in steps:
-            if not math.isfinite(figures.loss) or (not math.isfinite(figures.grad_norm) and self.update.loss_scale is None):
+            if not math.isfinite(figures.loss) or (
+                not math.isfinite(figures.grad_norm) and self.update.loss_scale is None
+            ):
                 yield from self._saved(wait=True)  # to go back to
                 raise self._diverged(launched.step, figures)
             self.last_loss = figures.loss
@@ -369,8 +433,16 @@ class _Loop:
             yield from self._finished(self._read())
 
     def _diverged(self, step: int, figures: StepMetrics) -> DivergedError:
-        what = f"the loss is {figures.loss}" if not math.isfinite(figures.loss) else f"the norm of the gradient is {figures.grad_norm}"
-        before = f"the last finite loss was {self.last_loss:.6g}" if self.last_loss is not None else "there was no finite loss before"
+        what = (
+            f"the loss is {figures.loss}"
+            if not math.isfinite(figures.loss)
+            else f"the norm of the gradient is {figures.grad_norm}"
+        )
+        before = (
+            f"the last finite loss was {self.last_loss:.6g}"
+            if self.last_loss is not None
+            else "there was no finite loss before"
+        )
         steps = self.run.checkpoints() if self.run is not None else []
         if steps and self.run is not None:
             hint = f"go back to step {steps[-1]} with: paceline resume {self.run.path} --lr SMALLER"
@@ -385,7 +457,9 @@ class _Loop:
             return True
         if self.spec.evaluate_every is not None:
             return self.step % self.spec.evaluate_every == 0
-        epochs, epochs_before = (step * self.spec.batch // self.data.samples for step in (self.step, self.step - 1))
+        epochs, epochs_before = (
+            step * self.spec.batch // self.data.samples for step in (self.step, self.step - 1)
+        )
         return epochs > epochs_before
 
     def _evaluated(self) -> Generator[Event, None, bool]:
@@ -423,7 +497,9 @@ class _Loop:
     def _is_best(self) -> bool:
         direction, name = self.spec.save.best.split()
         if name not in self.metrics:
-            raise SpecError(f"save.best={self.spec.save.best!r}, but the evaluation has no {name}{nearest(name, self.metrics)}")
+            raise SpecError(
+                f"save.best={self.spec.save.best!r}, but the evaluation has no {name}{nearest(name, self.metrics)}"
+            )
         score = self.metrics[name] if direction == "min" else -self.metrics[name]
         if math.isnan(score) or (self.best is not None and score >= self.best):
             return False
@@ -451,7 +527,9 @@ class _Loop:
             ranks=self.ranks,
             seed=self.spec.seed,
             own=bool(own),
-            loss_scale=dataclasses.asdict(self.update.loss_scale) if self.update.loss_scale is not None else None,
+            loss_scale=dataclasses.asdict(self.update.loss_scale)
+            if self.update.loss_scale is not None
+            else None,
             metrics=self.metrics if self.evaluated_step == self.step else {},
             identity=identity(self.spec, self.task, self.laid.modules, self.laid.step.optimizer),
             **checkpoint.describe(self.laid.model),
@@ -477,11 +555,20 @@ class _Loop:
         if self.world.rank == 0:
             checkpoint.prune(self.run, self.spec.save.keep, self.spec.save.best)
         path = self.run.checkpoint(result.index.step).relative_to(self.run.path)
-        yield Saved(step=result.index.step, path=str(path), bytes=result.bytes, seconds=result.seconds, blocked_s=result.blocked_s)
+        yield Saved(
+            step=result.index.step,
+            path=str(path),
+            bytes=result.bytes,
+            seconds=result.seconds,
+            blocked_s=result.blocked_s,
+        )
 
     def _not_saved(self, why: str) -> CheckpointError:
         assert self.run is not None
-        kept, hint = _last_good(self.run), f"make room in {self.run.ckpt}, then: paceline resume {self.run.path}"
+        kept, hint = (
+            _last_good(self.run),
+            f"make room in {self.run.ckpt}, then: paceline resume {self.run.path}",
+        )
         return CheckpointError(
             f"the training came to step {self.step} of {self.total}, but its last checkpoint was not written: {why}; {kept}; {hint}"
         )

@@ -19,7 +19,14 @@ from paceline.task import Task
 from paceline.user_code import UserCode
 
 NO_SPARSE = (
-    *(torch.optim.Adam, torch.optim.AdamW, torch.optim.NAdam, torch.optim.RAdam, torch.optim.Adamax, torch.optim.Adadelta),
+    *(
+        torch.optim.Adam,
+        torch.optim.AdamW,
+        torch.optim.NAdam,
+        torch.optim.RAdam,
+        torch.optim.Adamax,
+        torch.optim.Adadelta,
+    ),
     *(torch.optim.RMSprop, torch.optim.Rprop, torch.optim.ASGD),
 )
 
@@ -39,7 +46,11 @@ def make_optimizer(
     task: Task, spec: Optimizer, plan: Plan, model: nn.Module, report: OptimizerReport | None = None
 ) -> torch.optim.Optimizer:
     """The task's own optimizer or the one of the spec, its state cut over the data ranks under zero=1. `report` is filled in."""
-    params = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad and is_here(parameter)]
+    params = [
+        (name, parameter)
+        for name, parameter in model.named_parameters()
+        if parameter.requires_grad and is_here(parameter)
+    ]
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise TaskError("the model has no parameter to train: all of them have requires_grad=False")
     if not params:  # in this stage of a pipeline; torch's optimizers refuse to have none
@@ -69,8 +80,16 @@ def make_optimizer(
 def _without_effect(spec: Optimizer, own: torch.optim.Optimizer) -> list[str]:
     """A note of what is asked of the optimizer and not obeyed, because the task has its own."""
     default = Optimizer()
-    asked = [f"optimizer.{key}={value}" for key, value in spec if key != "clip" and value != getattr(default, key)]
-    return [f"{', '.join(asked)} has no effect, because the task's optimizer() returns its own {type(own).__name__}"] if asked else []
+    asked = [
+        f"optimizer.{key}={value}" for key, value in spec if key != "clip" and value != getattr(default, key)
+    ]
+    return (
+        [
+            f"{', '.join(asked)} has no effect, because the task's optimizer() returns its own {type(own).__name__}"
+        ]
+        if asked
+        else []
+    )
 
 
 def _report_groups(optimizer: torch.optim.Optimizer, report: OptimizerReport) -> None:
@@ -82,7 +101,9 @@ def _report_groups(optimizer: torch.optim.Optimizer, report: OptimizerReport) ->
     report.lr_group = f"group {names[0]}" if "name" in groups[0] else f"{names[0]} of {len(groups)}"
     each = [f"{name} {float(group['lr']):.3g}" for name, group in zip(names, groups, strict=True)]
     more = f" and {len(each) - GROUPS_NAMED} more" if len(each) > GROUPS_NAMED else ""
-    report.notes.append(f"the parameter groups have different learning rates: {', '.join(each[:GROUPS_NAMED])}{more}; lr is of {names[0]}")
+    report.notes.append(
+        f"the parameter groups have different learning rates: {', '.join(each[:GROUPS_NAMED])}{more}; lr is of {names[0]}"
+    )
 
 
 def _check_own(optimizer: torch.optim.Optimizer, params: Container[int]) -> None:
@@ -93,14 +114,18 @@ def _check_own(optimizer: torch.optim.Optimizer, params: Container[int]) -> None
             f"optimizer() returned {type(optimizer).__name__}, whose step computes the loss again through a closure, which no plan can do; "
             "use one that steps from the gradients, such as AdamW or SGD"
         )
-    foreign = sum(id(parameter) not in params for group in optimizer.param_groups for parameter in group["params"])
+    foreign = sum(
+        id(parameter) not in params for group in optimizer.param_groups for parameter in group["params"]
+    )
     if foreign:
         raise TaskError(
             f"optimizer() trains {foreign} tensors that are not parameters of the model; build it from the (name, parameter) pairs that it "
             "is called with"
         )
     if any(not isinstance(group.get("lr"), (int, float, Tensor)) for group in optimizer.param_groups):
-        raise TaskError(f"optimizer() returned {type(optimizer).__name__} without a learning rate, which the schedule scales; give it lr=")
+        raise TaskError(
+            f"optimizer() returned {type(optimizer).__name__} without a learning rate, which the schedule scales; give it lr="
+        )
 
 
 def _part_by_mesh(optimizer: torch.optim.Optimizer) -> None:
@@ -118,16 +143,25 @@ def _part_by_mesh(optimizer: torch.optim.Optimizer) -> None:
 def _start_momentum(optimizer: torch.optim.Optimizer) -> None:
     """Fused SGD (torch 2.13) fails on a parameter whose first gradient comes later than those of others."""
     for group in optimizer.param_groups:
-        if isinstance(optimizer, torch.optim.SGD) and group["fused"] and group["momentum"] and not group["dampening"]:
+        if (
+            isinstance(optimizer, torch.optim.SGD)
+            and group["fused"]
+            and group["momentum"]
+            and not group["dampening"]
+        ):
             for parameter in group["params"]:
-                optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter, requires_grad=False)
+                optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(
+                    parameter, requires_grad=False
+                )
 
 
 def _from_spec(spec: Optimizer, params: Sequence[nn.Parameter], dense: bool) -> torch.optim.Optimizer:
     # One pass over the memory instead of several; fused SGD does not know DTensor (torch 2.13).
     fused = dense and all(p.is_floating_point() and p.device.type in ("cpu", "cuda") for p in params)
     if spec.name == "adamw":
-        return torch.optim.AdamW(params, lr=spec.lr, betas=spec.betas, eps=spec.eps, weight_decay=spec.weight_decay, fused=fused)
+        return torch.optim.AdamW(
+            params, lr=spec.lr, betas=spec.betas, eps=spec.eps, weight_decay=spec.weight_decay, fused=fused
+        )
     fused = fused and not any(map(is_cut, params))
     return torch.optim.SGD(
         params,
@@ -143,7 +177,10 @@ def _cut_state(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
     from torch.distributed.optim import ZeroRedundancyOptimizer
 
     takes = inspect.signature(type(optimizer)).parameters
-    groups = [{key: value for key, value in group.items() if key == "params" or key in takes} for group in optimizer.param_groups]
+    groups = [
+        {key: value for key, value in group.items() if key == "params" or key in takes}
+        for group in optimizer.param_groups
+    ]
     defaults = {key: value for key, value in optimizer.defaults.items() if key in takes}
     return ZeroRedundancyOptimizer(groups, optimizer_class=type(optimizer), **defaults)
 
@@ -152,8 +189,12 @@ def _deal_state(optimizer: torch.optim.Optimizer) -> None:
     """Leave each parameter to one of the data ranks, which updates it and sends it to the others. ZeroRedundancyOptimizer does the
     same, but broadcasts parameters as they are, which DTensors cannot be (torch 2.13)."""
     params: list[Any] = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    ranks: dist.ProcessGroup = next(parameter.device_mesh for parameter in params if is_cut(parameter)).get_group("replicate")
-    owners = dict(zip(params, balance_by_size([parameter.numel() for parameter in params], ranks.size()), strict=True))
+    ranks: dist.ProcessGroup = next(
+        parameter.device_mesh for parameter in params if is_cut(parameter)
+    ).get_group("replicate")
+    owners = dict(
+        zip(params, balance_by_size([parameter.numel() for parameter in params], ranks.size()), strict=True)
+    )
     for group in optimizer.param_groups:
         group["params"] = [parameter for parameter in group["params"] if owners[parameter] == ranks.rank()]
     for parameter in params:
@@ -162,7 +203,10 @@ def _deal_state(optimizer: torch.optim.Optimizer) -> None:
 
     @torch.no_grad()
     def send(*step: Any) -> None:
-        sent = [dist.broadcast(local(parameter), group=ranks, group_src=owner, async_op=True) for parameter, owner in owners.items()]
+        sent = [
+            dist.broadcast(local(parameter), group=ranks, group_src=owner, async_op=True)
+            for parameter, owner in owners.items()
+        ]
         for work in sent:
             assert work is not None
             work.wait()
@@ -188,7 +232,9 @@ def check_schedule(schedule: Schedule, total: int) -> None:
     """Raise SpecError for a warm-up that is longer than the training of `total` samples. `schedule`: in samples."""
     assert isinstance(schedule.warmup, int)
     if schedule.warmup > total:
-        raise SpecError(f"schedule.warmup={schedule.warmup} samples is longer than the training, {total} samples")
+        raise SpecError(
+            f"schedule.warmup={schedule.warmup} samples is longer than the training, {total} samples"
+        )
 
 
 def factor(schedule: Schedule, samples: int, total: int) -> float:
@@ -211,8 +257,16 @@ def factor(schedule: Schedule, samples: int, total: int) -> float:
 
 def sparse_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
     """The parameters whose gradients are sparse, by name."""
-    sparse = {id(module.weight) for module in model.modules() if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse}
-    return {name: parameter for name, parameter in model.named_parameters() if id(parameter) in sparse and parameter.requires_grad}
+    sparse = {
+        id(module.weight)
+        for module in model.modules()
+        if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse
+    }
+    return {
+        name: parameter
+        for name, parameter in model.named_parameters()
+        if id(parameter) in sparse and parameter.requires_grad
+    }
 
 
 def check_sparse(plan: Plan, model: nn.Module) -> None:
@@ -263,7 +317,9 @@ class OptimizerStep:
     def __init__(self, optimizer: torch.optim.Optimizer):
         self.optimizer = optimizer
         self._is_known = type(optimizer) is torch.optim.AdamW and all(map(_is_fused, optimizer.param_groups))
-        self._state: object = None  # of which the tensors were collected; a state that is loaded is another object
+        self._state: object = (
+            None  # of which the tensors were collected; a state that is loaded is another object
+        )
         self._collected: list[_Collected] = []
 
     def __call__(self) -> None:
@@ -273,7 +329,10 @@ class OptimizerStep:
             if self._is_known:
                 self._collect()
             return
-        grads = [[grad for parameter in tensors.params if (grad := parameter.grad) is not None] for tensors in self._collected]
+        grads = [
+            [grad for parameter in tensors.params if (grad := parameter.grad) is not None]
+            for tensors in self._collected
+        ]
         if [len(group["params"]) for group in optimizer.param_groups] != [len(found) for found in grads]:
             optimizer.step()  # a parameter has no gradient, or was added
             return
@@ -305,7 +364,9 @@ class OptimizerStep:
         self._state = state
         self._collected = [
             _Collected(
-                group, list(group["params"]), *([state[p][key] for p in group["params"]] for key in ("step", "exp_avg", "exp_avg_sq"))
+                group,
+                list(group["params"]),
+                *([state[p][key] for p in group["params"]] for key in ("step", "exp_avg", "exp_avg_sq")),
             )
             for group in groups
         ]
@@ -328,7 +389,13 @@ def _is_fused(group: Mapping[str, Any]) -> bool:
     is_plain = all(type(parameter.data) is Tensor for parameter in params)
     are_numbers = not any(isinstance(value, Tensor) for value in (group["lr"], *group["betas"]))
     options = any(group[name] for name in ("amsgrad", "maximize", "capturable", "differentiable"))
-    return group["fused"] and is_plain and are_numbers and not options and len({(p.device, p.dtype) for p in params}) == 1
+    return (
+        group["fused"]
+        and is_plain
+        and are_numbers
+        and not options
+        and len({(p.device, p.dtype) for p in params}) == 1
+    )
 
 
 def _is_hooked(optimizer: torch.optim.Optimizer) -> bool:
@@ -351,10 +418,14 @@ class Norm:
     plan, place: of this rank, the data degree said.
     """
 
-    def __init__(self, params: Sequence[nn.Parameter], plan: Plan, place: MeshCoordinate, device: torch.device):
+    def __init__(
+        self, params: Sequence[nn.Parameter], plan: Plan, place: MeshCoordinate, device: torch.device
+    ):
         self.params, self.device = params, device
         self.whole_here = plan.zero < 2 and not plan.is_mixed  # on every rank
-        owners = balance_by_size([0 if is_cut(parameter) else parameter.numel() for parameter in params], plan.copies)
+        owners = balance_by_size(
+            [0 if is_cut(parameter) else parameter.numel() for parameter in params], plan.copies
+        )
         self.counted_here = [
             parameter
             for parameter, owner in zip(params, owners, strict=True)
@@ -367,7 +438,9 @@ class Norm:
 
     def whole(self) -> Tensor:
         """The norm, the same on all ranks; a collective only where no rank has all of it."""
-        norm = combined(self.here() if not self.whole_here else _norms(local_gradients(self.params)), self.device)
+        norm = combined(
+            self.here() if not self.whole_here else _norms(local_gradients(self.params)), self.device
+        )
         if self.whole_here:
             return norm
         squares = norm.square()

@@ -39,14 +39,23 @@ def roll_call(task: Task, world: World, samples: Mapping[str, int]) -> tuple[str
     """
     if world.size == 1:
         return ()
-    mine = {"host": platform.node(), "threads": torch.get_num_threads(), "samples": dict(samples), "software": _software(task)}
+    mine = {
+        "host": platform.node(),
+        "threads": torch.get_num_threads(),
+        "samples": dict(samples),
+        "software": _software(task),
+    }
     everyone = _told(mine, world.size)
     hosts = [one["host"] for one in everyone]
     check_software([one["software"] for one in everyone], hosts)
     check_samples([one["samples"] for one in everyone])
     found = _told((_moment(world.size), _exchange(world.rank, first_of_each(hosts))), world.size)
     moments, taken_s = zip(*found, strict=True)
-    return (*uneven([one["threads"] for one in everyone], hosts), *apart(moments, hosts), *slow(_links(taken_s, hosts)))
+    return (
+        *uneven([one["threads"] for one in everyone], hosts),
+        *apart(moments, hosts),
+        *slow(_links(taken_s, hosts)),
+    )
 
 
 def _told(mine: Any, ranks: int) -> list[Any]:
@@ -59,7 +68,11 @@ def _told(mine: Any, ranks: int) -> list[Any]:
 def _software(task: Task) -> dict[str, str]:
     """What must be the same everywhere, by its name."""
     file = getattr(sys.modules.get(type(task).__module__), "__file__", None)
-    source = f"{Path(file).name} with CRC {zlib.crc32(Path(file).read_bytes()):08x}" if file is not None else "none"
+    source = (
+        f"{Path(file).name} with CRC {zlib.crc32(Path(file).read_bytes()):08x}"
+        if file is not None
+        else "none"
+    )
     return {"torch": str(torch.__version__), "paceline": __version__, SOURCE: source}
 
 
@@ -71,8 +84,14 @@ def check_software(found: Sequence[Mapping[str, str]], hosts: Sequence[str]) -> 
     for rank, there in enumerate(found):
         for name, first in found[0].items():
             if there[name] != first:
-                hint = "all nodes must see the same file" if name == SOURCE else "use one installation for all nodes"
-                raise LaunchError(f"{name} is {first} on rank 0 ({hosts[0]}) and {there[name]} on rank {rank} ({hosts[rank]}); {hint}")
+                hint = (
+                    "all nodes must see the same file"
+                    if name == SOURCE
+                    else "use one installation for all nodes"
+                )
+                raise LaunchError(
+                    f"{name} is {first} on rank 0 ({hosts[0]}) and {there[name]} on rank {rank} ({hosts[rank]}); {hint}"
+                )
 
 
 def check_samples(found: Sequence[Mapping[str, int]]) -> None:
@@ -163,7 +182,10 @@ def _seconds(peer: int) -> float:
 def _links(taken_s: Sequence[Sequence[float]], hosts: Sequence[str]) -> list[NeighbourLink]:
     """`taken_s`: by rank, of `_exchange`."""
     firsts = first_of_each(hosts)
-    return [NeighbourLink(pair, max(taken_s[firsts[node]][at] for node in pair)) for at, pair in ring(list(firsts))]
+    return [
+        NeighbourLink(pair, max(taken_s[firsts[node]][at] for node in pair))
+        for at, pair in ring(list(firsts))
+    ]
 
 
 def slow(links: Iterable[NeighbourLink]) -> Iterator[str]:
@@ -175,7 +197,11 @@ def slow(links: Iterable[NeighbourLink]) -> Iterator[str]:
     usual_s = sorted(link.seconds for link in links)[(len(links) - 1) // 4]
     slow_ones = [link for link in links if link.seconds > SLOW * usual_s]
     others = f"others {_rate(usual_s)}: all wait for the slowest"
-    nodes = [node for node in dict.fromkeys(node for link in slow_ones for node in link.nodes) if _all_of(node, links) <= {*slow_ones}]
+    nodes = [
+        node
+        for node in dict.fromkeys(node for link in slow_ones for node in link.nodes)
+        if _all_of(node, links) <= {*slow_ones}
+    ]
     for node in nodes:
         best_s = min(link.seconds for link in _all_of(node, links))
         yield f"{node} exchanges {_rate(best_s)} with its neighbours, {others}; have its network seen to, or leave it out: --exclude={node}"

@@ -19,7 +19,11 @@ def refit(spec: Spec, before: Launch, launch: Launch) -> Launch:
     by_auto = AUTO in (before.asked, before.plan)
     if by_auto and (before.plan == AUTO or spec.batch % launch.ranks == 0):
         return launch.model_copy(update={"plan": AUTO, "chosen": None})
-    asked, then = (before.plan, before.ranks) if by_auto else (before.asked or before.plan, before.asked_ranks or before.ranks)
+    asked, then = (
+        (before.plan, before.ranks)
+        if by_auto
+        else (before.asked or before.plan, before.asked_ranks or before.ranks)
+    )
     if then is None:
         return launch.model_copy(update={"plan": asked, "chosen": None})
     if asked is None:
@@ -48,8 +52,14 @@ def _nearest(spec: Spec, asked: Plan, then: int, ranks: int) -> tuple[Plan, str]
         if (wrong := _refusal(spec, plan, ranks, task)) is None:
             most = share(spec.batch, asked.on(then))
             is_cut = plan.micro != asked.micro
-            why = refused or (f"no rank holds more than {most} samples of the {spec.batch} at a time, as before" if is_cut else None)
-            return plan, f"plan {plan} on {several(ranks, 'rank')}, in place of {asked} on {then}" + (f": {why}" if why else "")
+            why = refused or (
+                f"no rank holds more than {most} samples of the {spec.batch} at a time, as before"
+                if is_cut
+                else None
+            )
+            return plan, f"plan {plan} on {several(ranks, 'rank')}, in place of {asked} on {then}" + (
+                f": {why}" if why else ""
+            )
         refused = refused or wrong
     raise PlanError(
         f"no plan like {asked} can be on {several(ranks, 'rank')}: {refused or f'batch {spec.batch} cannot be split so'}; say --plan"

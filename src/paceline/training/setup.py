@@ -33,7 +33,13 @@ from paceline.training.checkpoint import save as checkpoint
 from paceline.training.checkpoint.identity import changes, identity, modules_of
 from paceline.training.init.deferred_init import Weights, fill_, loaded_names, named_tensors, record
 from paceline.training.local_sgd import LocalSgd, local_sgd
-from paceline.training.optimizer import OptimizerReport, check_sparse, coalesce_, make_optimizer, sparse_parameters
+from paceline.training.optimizer import (
+    OptimizerReport,
+    check_sparse,
+    coalesce_,
+    make_optimizer,
+    sparse_parameters,
+)
 from paceline.training.step import TrainingStep
 from paceline.user_code import UserCode
 
@@ -55,7 +61,10 @@ class TrainingData:
     @property
     def lengths(self) -> dict[str, int]:
         """Samples of each split."""
-        return {"train": self.samples, "validation": self.validation.count if self.validation is not None else 0}
+        return {
+            "train": self.samples,
+            "validation": self.validation.count if self.validation is not None else 0,
+        }
 
 
 def open_data(spec: Spec, task: Task) -> TrainingData:
@@ -89,7 +98,9 @@ class ModelAnalysis:
         return replace(self, model=copy.deepcopy(self.model))
 
 
-def analyze_model(spec: Spec, plan: Plan, task: Task, device: torch.device, training: Samples | None = None) -> ModelAnalysis:
+def analyze_model(
+    spec: Spec, plan: Plan, task: Task, device: torch.device, training: Samples | None = None
+) -> ModelAnalysis:
     """Raises the PlanError or TaskError of what cannot be. `plan` has its data degree said; `training`: the split, if it is open."""
     if spec.compile:
         refuse_compiled(plan)
@@ -141,10 +152,14 @@ def check_enough(samples: int, plan: Plan, batch: int) -> tuple[str, ...]:
     assert plan.dp is not None
     if plan.dp > samples:
         most = samples * plan.cp * plan.tp * plan.pp + (plan.servers or 0)
-        raise PlanError(f"{plan.dp} {plan.sharers} for {samples} training samples; use at most --ranks {most}")
+        raise PlanError(
+            f"{plan.dp} {plan.sharers} for {samples} training samples; use at most --ranks {most}"
+        )
     check_batch(batch, samples)
     if batch > samples:
-        return (f"batch {batch:,} is more than the {samples:,} training samples: each step has samples several times",)
+        return (
+            f"batch {batch:,} is more than the {samples:,} training samples: each step has samples several times",
+        )
     return ()
 
 
@@ -154,7 +169,9 @@ class PreparedTraining:
 
     model: nn.Module  # under its own names
     step: TrainingStep  # of this process
-    update: TrainingStep | Coordinator  # what the loop calls: the same, or on the first of parameter servers what stands for all of them
+    update: (
+        TrainingStep | Coordinator
+    )  # what the loop calls: the same, or on the first of parameter servers what stands for all of them
     notes: tuple[str, ...]
     local: LocalSgd | None = None
     servers: Coordinator | None = None
@@ -166,7 +183,11 @@ class PreparedTraining:
         """For its time the model is the one that the training came to, on all ranks. A collective."""
         if self.servers is not None:
             self.servers.gather_()
-        return self.local.averaged() if self.local is not None and self.local.update.alone else contextlib.nullcontext()
+        return (
+            self.local.averaged()
+            if self.local is not None and self.local.update.alone
+            else contextlib.nullcontext()
+        )
 
     def state(self, rank: int) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         """By its name in a checkpoint, what other ranks may have too, and what only this one has: local SGD. A collective."""
@@ -195,7 +216,9 @@ def build_training(
     modules = modules_of(model)
     pretrained = pretrained_of(task) if fill_with is None else None
     if fill_with is None:
-        weights.check_written(named_tensors(model).keys() - loaded_names(pretrained, model))  # on all ranks, whichever holds it
+        weights.check_written(
+            named_tensors(model).keys() - loaded_names(pretrained, model)
+        )  # on all ranks, whichever holds it
     notes: tuple[str, ...] = () if studied.recorded else (UNRECORDED,)
     if splits is not None:
         notes += splits.notes
@@ -208,7 +231,9 @@ def build_training(
         assert studied.parts is not None
         assert studied.recording is not None
         known = studied.parts, studied.recording
-        pipeline = Pipeline(task, model, plan, mesh, world.rank, device, spec.precision, spec.seed, batch, splits, *known)
+        pipeline = Pipeline(
+            task, model, plan, mesh, world.rank, device, spec.precision, spec.seed, batch, splits, *known
+        )
     statistics = running_statistics(model) if plan.copies > 1 else {}
     group = _group_of_samples(plan, world.rank) if statistics else None
     if statistics and spec.batch_norm == "global":
@@ -219,7 +244,9 @@ def build_training(
         pipeline.lay_out(fill_with or fill, spec.compile, units)
         called = model
     else:
-        called = parallelize(model, layout_of(task), plan, device, fill_with or fill, spec.compile, mesh, splits, units)
+        called = parallelize(
+            model, layout_of(task), plan, device, fill_with or fill, spec.compile, mesh, splits, units
+        )
     of_optimizer = OptimizerReport()
     optimizer = make_optimizer(task, spec.optimizer, plan, model, of_optimizer)
     notes += tuple(of_optimizer.notes)
@@ -228,7 +255,9 @@ def build_training(
         task=task,
         model=called,
         optimizer=optimizer,
-        params=[parameter for parameter in model.parameters() if parameter.requires_grad and is_here(parameter)],
+        params=[
+            parameter for parameter in model.parameters() if parameter.requires_grad and is_here(parameter)
+        ],
         plan=plan,
         place=plan.place(world.rank),
         device=device,
@@ -253,12 +282,18 @@ def build_training(
     if local is not None:
         notes += tuple(local.notes())
     if spec.batch_norm == "local" and statistics and local is None:
-        own = [buffer for buffer in running_statistics(model).values() if buffer.is_floating_point() and is_here(buffer)]
+        own = [
+            buffer
+            for buffer in running_statistics(model).values()
+            if buffer.is_floating_point() and is_here(buffer)
+        ]
         update.after_backward.append(partial(average_, own, group))
         notes += (LOCAL_BATCH_NORM,)
     if splits is not None and mesh is not None:
         _split_step(update, model, splits, task, batch, mesh["tp"])
-    return PreparedTraining(model, update, update, notes, local, modules=modules, lr_group=of_optimizer.lr_group)
+    return PreparedTraining(
+        model, update, update, notes, local, modules=modules, lr_group=of_optimizer.lr_group
+    )
 
 
 def pretrained_of(task: Task) -> Path | None:
@@ -287,16 +322,24 @@ def _group_of_samples(plan: Plan, rank: int) -> dist.ProcessGroup | None:
 
 UNRECORDED = "the model's constructor cannot be recorded, so each rank builds it whole before it keeps its share (docs/tasks.md)"
 
-LOCAL_BATCH_NORM = "BatchNorm takes its statistics from the samples of each rank (batch_norm=local), so ranks matter"
+LOCAL_BATCH_NORM = (
+    "BatchNorm takes its statistics from the samples of each rank (batch_norm=local), so ranks matter"
+)
 
 
-def _split_step(update: TrainingStep, model: nn.Module, splits: Splits, task: Task, batch: Batch, mesh: DeviceMesh) -> None:
+def _split_step(
+    update: TrainingStep, model: nn.Module, splits: Splits, task: Task, batch: Batch, mesh: DeviceMesh
+) -> None:
     """What else a step has to do where features are split."""
     from paceline.parallel.tensor.apply import sum_partial
     from paceline.parallel.tensor.vocab_parallel_loss import split_loss, try_split_loss
 
     if splits.partial:
-        params = [parameter for name, parameter in model.named_parameters() if name in splits.partial and is_here(parameter)]
+        params = [
+            parameter
+            for name, parameter in model.named_parameters()
+            if name in splits.partial and is_here(parameter)
+        ]
         update.after_backward.append(partial(sum_partial, params, mesh.get_group()))
     if update.pipeline is None and try_split_loss(model, splits, task, batch, mesh):
         update.around_loss = split_loss
@@ -308,8 +351,14 @@ def build(spec: Spec, task: Task) -> ModelAnalysis:
         model, weights, recorded = record(task.model, spec.seed)
     if spec.precision == "fp64":
         model._apply(lambda tensor: tensor.to(WIDER.get(tensor.dtype)))
-    for module in model.modules():  # what torch's first weight_norm left of its computation, which could not be copied
-        computed = {key: value for key, value in vars(module).items() if isinstance(value, Tensor) and not value.is_leaf}
+    for (
+        module
+    ) in model.modules():  # what torch's first weight_norm left of its computation, which could not be copied
+        computed = {
+            key: value
+            for key, value in vars(module).items()
+            if isinstance(value, Tensor) and not value.is_leaf
+        }
         module.__dict__.update({key: value.detach() for key, value in computed.items()})
     return ModelAnalysis(model, weights, recorded)
 
@@ -336,11 +385,17 @@ def resume(spec: Spec, world: World, run: RunFolder, laid: PreparedTraining, sam
         ("training samples", index.epoch_samples, samples),
     ):
         if then != now:
-            raise CheckpointError(f"{path} was made with {what} {then}, got {now}; the order of samples counts on it: start a new run")
+            raise CheckpointError(
+                f"{path} was made with {what} {then}, got {now}; the order of samples counts on it: start a new run"
+            )
     own = laid.local is not None and index.own and index.ranks == world.size
-    checkpoint.load_(path, laid.model, laid.update.optimizer, checkpoint.own(world.rank) if own else "", laid.group)
+    checkpoint.load_(
+        path, laid.model, laid.update.optimizer, checkpoint.own(world.rank) if own else "", laid.group
+    )
     if index.own and not own:
-        notes.append(f"{path} is of local SGD on {index.ranks} ranks: this goes on from their mean, with the optimizer state of rank 0")
+        notes.append(
+            f"{path} is of local SGD on {index.ranks} ranks: this goes on from their mean, with the optimizer state of rank 0"
+        )
     if changed := changes(index.identity, identity(spec, laid.step.task, laid.modules, laid.step.optimizer)):
         notes.append(f"this training is another from step {index.step} on: {'; '.join(changed)}")
     scale = laid.update.loss_scale

@@ -61,21 +61,35 @@ class TrainingStep:
     clip: float | None
     seed: int
     pipeline: "Pipeline | None" = None  # runs forward and backward, where the plan has one
-    observe: Callable[[str, int], None] | None = None  # called with ("gradients", step) before each update, ("weights", step) after it
-    share: tuple[int, int] | None = None  # samples of a micro-batch here and of the global batch, where ranks have unlike numbers
+    observe: Callable[[str, int], None] | None = (
+        None  # called with ("gradients", step) before each update, ("weights", step) after it
+    )
+    share: tuple[int, int] | None = (
+        None  # samples of a micro-batch here and of the global batch, where ranks have unlike numbers
+    )
     alone: bool = False  # the gradient is that of the mean over this rank's own items: local SGD
     base_lrs: list[float] = field(init=False)
     norm: Norm = field(init=False)
     loss_scale: LossScale | None = field(init=False)
     step_optimizer: OptimizerStep = field(init=False)
-    around_loss: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext  # forward and backward run in it
+    around_loss: Callable[[], contextlib.AbstractContextManager[None]] = (
+        contextlib.nullcontext
+    )  # forward and backward run in it
     enter: Callable[[str], None] = lambda phase: None  # told of each phase that begins
-    examine: Callable[[object, Batch, Tensor], None] | None = None  # called with the first output, batch and loss, and never again
-    after_backward: list[Callable[[], None]] = field(default_factory=list)  # what the engines leave undone of the gradients
+    examine: Callable[[object, Batch, Tensor], None] | None = (
+        None  # called with the first output, batch and loss, and never again
+    )
+    after_backward: list[Callable[[], None]] = field(
+        default_factory=list
+    )  # what the engines leave undone of the gradients
 
     def __post_init__(self) -> None:
         self.base_lrs = [group["lr"] for group in self.optimizer.param_groups]
-        own = [parameter for parameter in self.params if self.pipeline is None or id(parameter) not in self.pipeline.counted_elsewhere]
+        own = [
+            parameter
+            for parameter in self.params
+            if self.pipeline is None or id(parameter) not in self.pipeline.counted_elsewhere
+        ]
         self.norm = Norm(own, self.plan, self.place, self.device)
         self.loss_scale = LossScale() if self.precision == "fp16" else None
         self.step_optimizer = OptimizerStep(self.optimizer)
@@ -97,8 +111,14 @@ class TrainingStep:
         if self.observe is not None:
             self.observe("weights", step)
         if self.alone:  # the squares of all ranks add up to their mean
-            norm = (norm if isinstance(norm, Tensor) else combined(norm, self.device)) / math.sqrt(self.data_ranks)
-        return LocalStepStats(reduce(add, losses), sum(items), norm, expected) if self.counts else LocalStepStats(0.0, 0.0, norm, expected)
+            norm = (norm if isinstance(norm, Tensor) else combined(norm, self.device)) / math.sqrt(
+                self.data_ranks
+            )
+        return (
+            LocalStepStats(reduce(add, losses), sum(items), norm, expected)
+            if self.counts
+            else LocalStepStats(0.0, 0.0, norm, expected)
+        )
 
     @property
     def counts(self) -> bool:
@@ -112,7 +132,9 @@ class TrainingStep:
         with autocast(self.precision, self.device):
             return forward(self.task, self.model, batch)
 
-    def backward(self, batches: Sequence[Batch], step: int) -> tuple[list[Tensor], list[Tensor | float], float | None]:
+    def backward(
+        self, batches: Sequence[Batch], step: int
+    ) -> tuple[list[Tensor], list[Tensor | float], float | None]:
         """Add up the gradients. Returns loss × items and items of each micro-batch here, and the items expected over all ranks."""
         weight: GlobalWeight | OwnWeight | None = None
         if type(self.task).weights is not Task.weights:
@@ -132,7 +154,11 @@ class TrainingStep:
                 with autocast(self.precision, self.device):
                     loss, items_here = weighed_loss(self.task, self.model, batch, self.examine)
                 if whole is None:
-                    whole = weight.result() if weight is not None else self._expected(float(items_here), len(batches))
+                    whole = (
+                        weight.result()
+                        if weight is not None
+                        else self._expected(float(items_here), len(batches))
+                    )
                 self.enter(BACKWARD)
                 share = self._share_of(loss, whole)
                 with UserCode("the backward pass", self.task.loss):
@@ -151,7 +177,9 @@ class TrainingStep:
     def _share_of(self, loss: Tensor, whole: Tensor | float) -> Tensor:
         """What a rank's loss × items counts for in the mean over `whole` items, as the gradient to start backward with."""
         if isinstance(whole, float) and not whole:
-            raise TaskError("loss() returned no items, of which there is no mean; return one or more for each sample")
+            raise TaskError(
+                "loss() returned no items, of which there is no mean; return one or more for each sample"
+            )
         share = self.data_ranks / whole  # the engines average over the data ranks
         if self.loss_scale is not None:
             share = share * self.loss_scale.scale

@@ -21,7 +21,9 @@ class LocalStepStats(NamedTuple):
 
     loss: Tensor | float  # × items
     items: Tensor | float
-    norm: Tensor | list[Tensor]  # of what is counted here of the gradient, or the norms of the tensors that it consists of
+    norm: (
+        Tensor | list[Tensor]
+    )  # of what is counted here of the gradient, or the norms of the tensors that it consists of
     expected: float | None  # items that the loss was divided by, where they were only inferred
 
 
@@ -92,8 +94,15 @@ def reduce_metrics_async(
 ) -> Pending:
     """Start to add up the figures of `steps`, which took so many seconds on this rank. A collective: all ranks tell of the same steps."""
     # Here and not in the step: many in a row find their code in the caches.
-    norms = _column([step.norm if isinstance(step.norm, Tensor) else combined(step.norm, device) for step in steps], device)
-    columns = _column([step.loss for step in steps], device), _column([step.items for step in steps], device), norms.square()
+    norms = _column(
+        [step.norm if isinstance(step.norm, Tensor) else combined(step.norm, device) for step in steps],
+        device,
+    )
+    columns = (
+        _column([step.loss for step in steps], device),
+        _column([step.items for step in steps], device),
+        norms.square(),
+    )
     rest = torch.tensor([float(wishes.stop), float(wishes.save), seconds], dtype=torch.float64, device=device)
     sums = torch.cat([torch.stack(columns, dim=1).flatten(), rest])
     expected = [step.expected for step in steps]

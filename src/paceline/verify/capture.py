@@ -20,7 +20,16 @@ from paceline.spec import Spec
 from paceline.task import Task
 from paceline.training.init.deferred_init import aliases
 from paceline.training.loop import train
-from paceline.verify.compare import FLOOR, MARGIN, MOST_GROWN, TOLERANCES, Difference, apart, apart_numbers, ratio
+from paceline.verify.compare import (
+    FLOOR,
+    MARGIN,
+    MOST_GROWN,
+    TOLERANCES,
+    Difference,
+    apart,
+    apart_numbers,
+    ratio,
+)
 from paceline.verify.disable_dropout import quiet
 
 Tensors = dict[str, Tensor | None]
@@ -53,9 +62,13 @@ class Reference:
     switched_off: list[str]  # rates of dropout
     has_batch_norm: bool
     is_random: bool  # whether the model drew random numbers all the same
-    computes_in: str  # the narrowest type through which its gradients pass: float64, or what the model makes of it
+    computes_in: (
+        str  # the narrowest type through which its gradients pass: float64, or what the model makes of it
+    )
     no_float64: str | None = None  # why float64 could not be computed, where it could not
-    grown: list[dict[str, float]] = field(default_factory=list)  # for each look: "gradient NAME" -> what rounding may have become by then
+    grown: list[dict[str, float]] = field(
+        default_factory=list
+    )  # for each look: "gradient NAME" -> what rounding may have become by then
 
     @property
     def tolerance(self) -> float:
@@ -84,7 +97,9 @@ class PlanObservation:
 
     losses: list[float] = field(default_factory=list)
     norms: list[float] = field(default_factory=list)
-    apart: list[dict[str, float]] = field(default_factory=list)  # for each look: what -> the largest relative difference
+    apart: list[dict[str, float]] = field(
+        default_factory=list
+    )  # for each look: what -> the largest relative difference
     first: Difference | None = None
     names: set[str] = field(default_factory=set)  # of what is on this rank
 
@@ -100,15 +115,22 @@ def record(spec: Spec, task: Task, micro: int, rounding: float = 0.0) -> Referen
 
     def observe(model: nn.Module, what: str, step: int) -> None:
         if what == "weights":
-            looks[-1].parameters, looks[-1].buffers = _kept(model.named_parameters()), _kept(model.named_buffers())
+            looks[-1].parameters, looks[-1].buffers = (
+                _kept(model.named_parameters()),
+                _kept(model.named_buffers()),
+            )
             return
         if step == 0:
             looks[0].parameters = _kept(model.named_parameters())
             told["aliases"] = aliases(model)
-            told["has_batch_norm"] = any(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in model.modules())
+            told["has_batch_norm"] = any(
+                isinstance(module, nn.modules.batchnorm._BatchNorm) for module in model.modules()
+            )
         if rounding:
             _round_(model, rounding, step)
-        looks.append(StepTensors({name: _copy(p.grad) for name, p in model.named_parameters() if p.requires_grad}))
+        looks.append(
+            StepTensors({name: _copy(p.grad) for name, p in model.named_parameters() if p.requires_grad})
+        )
         told["is_random"] |= _has_drawn()
 
     narrowest = NarrowestDtype()
@@ -162,17 +184,29 @@ def grow(reference: Reference, rounded: Reference) -> None:
                 beside = found[name]
                 if tensor is not None and beside is not None:
                     may_be = MARGIN * apart(beside, tensor, largest)
-                    reference.grown[step][f"{what} {name}"] = min(most, may_be) if what == "gradient" else may_be
+                    reference.grown[step][f"{what} {name}"] = (
+                        min(most, may_be) if what == "gradient" else may_be
+                    )
         if step:
-            for what, a, b in (("loss", reference.losses, rounded.losses), ("norm", reference.norms, rounded.norms)):
-                reference.grown[step][f"{what} "] = min(most, MARGIN * apart_numbers(b[step - 1], a[step - 1]))
+            for what, a, b in (
+                ("loss", reference.losses, rounded.losses),
+                ("norm", reference.norms, rounded.norms),
+            ):
+                reference.grown[step][f"{what} "] = min(
+                    most, MARGIN * apart_numbers(b[step - 1], a[step - 1])
+                )
 
 
 def largest_of(tensors: Tensors) -> float:
     """Of the finite elements: a mask of -inf is no measure for others."""
     finite = (tensor[tensor.isfinite()] for tensor in tensors.values() if tensor is not None)
     return max(
-        (float(tensor.abs().max() if tensor.dtype != torch.bool else tensor.any()) for tensor in finite if tensor.numel()), default=0.0
+        (
+            float(tensor.abs().max() if tensor.dtype != torch.bool else tensor.any())
+            for tensor in finite
+            if tensor.numel()
+        ),
+        default=0.0,
     )
 
 
@@ -207,7 +241,9 @@ class _Beside:
     def __init__(self, reference: Reference, place: int):
         """`place`: of this rank in the pipeline."""
         self.reference, self.place = reference, place
-        self.written_before: set[str] | None = None  # buffers that a rank before it in the pipeline holds, too
+        self.written_before: set[str] | None = (
+            None  # buffers that a rank before it in the pipeline holds, too
+        )
         self.position = {name: at for at, name in enumerate(reference.names)}
         self.seen = PlanObservation()
 
@@ -244,10 +280,17 @@ class _Beside:
                 yield self.reference.aliases.get(name, name), tensor
 
     def _parameters(self, model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-        return ((name, _whole(tensor)) for name, tensor in self._named(model.named_parameters(remove_duplicate=False)))
+        return (
+            (name, _whole(tensor))
+            for name, tensor in self._named(model.named_parameters(remove_duplicate=False))
+        )
 
     def _gradients(self, model: nn.Module) -> Iterator[tuple[str, Found]]:
-        here = [(name, p) for name, p in self._named(model.named_parameters(remove_duplicate=False)) if p.requires_grad]
+        here = [
+            (name, p)
+            for name, p in self._named(model.named_parameters(remove_duplicate=False))
+            if p.requires_grad
+        ]
         has = {name: parameter.grad is not None for name, parameter in here}
         everywhere: list[dict[str, bool]] = [has]
         if dist.get_world_size() > 1:
@@ -255,7 +298,9 @@ class _Beside:
             dist.all_gather_object(everywhere, has)
         for name, parameter in here:
             without = [str(rank) for rank, there in enumerate(everywhere) if not there.get(name, True)]
-            if without and len(without) < sum(name in there for there in everywhere):  # to gather it would hang
+            if without and len(without) < sum(
+                name in there for there in everywhere
+            ):  # to gather it would hang
                 yield name, f"has a gradient on some ranks, and none on rank {', '.join(without)}"
             else:
                 yield name, _whole(parameter.grad) if parameter.grad is not None else None
@@ -274,7 +319,9 @@ class _Beside:
                 self.seen.first = difference
         self.seen.apart[step][what] = furthest
 
-    def _difference(self, what: str, step: int, name: str, found: Found, expected: Tensor | None, largest: float) -> Difference:
+    def _difference(
+        self, what: str, step: int, name: str, found: Found, expected: Tensor | None, largest: float
+    ) -> Difference:
         at = self.position.get(name, len(self.position))
 
         def unlike(structure: str) -> Difference:

@@ -44,7 +44,9 @@ class Difference:
     @property
     def may_be_rounding(self) -> bool:
         """Whether the optimizer may have made it of rounding. Gradients and loss of the first step come before that."""
-        return self.structure is None and (self.step > 1 or (self.step == 1 and self.what in ("parameter", "buffer")))
+        return self.structure is None and (
+            self.step > 1 or (self.step == 1 and self.what in ("parameter", "buffer"))
+        )
 
 
 def apart(found: Tensor, expected: Tensor, largest: float) -> float:
@@ -53,7 +55,9 @@ def apart(found: Tensor, expected: Tensor, largest: float) -> float:
     if not expected.numel() or torch.equal(found, expected):
         return 0.0
     found, expected = found.double(), expected.double()
-    difference = torch.where(found == expected, 0.0, found - expected).abs().max().item()  # -inf of a mask is -inf
+    difference = (
+        torch.where(found == expected, 0.0, found - expected).abs().max().item()
+    )  # -inf of a mask is -inf
     finite = expected[expected.isfinite()].abs()
     scale = max(finite.max().item() if len(finite) else 0.0, FLOOR * largest)
     return difference / scale if math.isfinite(difference) and scale else math.inf
@@ -75,7 +79,9 @@ def ratio(found: Tensor, expected: Tensor) -> tuple[float | None, bool]:
     middle = ratios.median()
     if not middle.isfinite():
         return None, False
-    return middle.item(), bool((ratios - middle).abs().median() <= SAME_FACTOR * max(1e-3, abs(middle.item())))
+    return middle.item(), bool(
+        (ratios - middle).abs().median() <= SAME_FACTOR * max(1e-3, abs(middle.item()))
+    )
 
 
 def axis_of(factor: float | None, plan: Plan, ranks: int, of_norm: bool = False) -> str | None:
@@ -88,7 +94,11 @@ def axis_of(factor: float | None, plan: Plan, ranks: int, of_norm: bool = False)
     degrees["ranks"] = ranks
     forms = {"{}": 1.0, "1 / {}": -1.0, **({"√{}": 0.5, "1 / √{}": -0.5} if of_norm else {})}
     for form, power in forms.items():
-        meant = [key for key, degree in degrees.items() if degree > 1 and factor and abs(factor / degree**power - 1) < SAME_FACTOR]
+        meant = [
+            key
+            for key, degree in degrees.items()
+            if degree > 1 and factor and abs(factor / degree**power - 1) < SAME_FACTOR
+        ]
         if meant:
             return " or ".join(form.format(key) for key in meant if key != "ranks" or len(meant) == 1)
     return None

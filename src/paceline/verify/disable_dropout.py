@@ -57,7 +57,9 @@ def _zero_(owner: Any, of_dropout: bool) -> list[str]:
     keys = [
         key
         for key, value in vars(owner).items()
-        if isinstance(value, float) and 0 < value <= 1 and ("drop" in key.lower() or (of_dropout and key == "p"))
+        if isinstance(value, float)
+        and 0 < value <= 1
+        and ("drop" in key.lower() or (of_dropout and key == "p"))
     ]
     for key in keys:
         setattr(owner, key, 0.0)

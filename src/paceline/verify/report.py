@@ -25,13 +25,17 @@ def conditions(reference: Reference) -> list[str]:
         more = f" and {len(off) - SHOWN} more" if len(off) > SHOWN else ""
         found.append(f"dropout is switched off: {', '.join(off[:SHOWN])}{more}")
     if reference.has_batch_norm:
-        found.append("BatchNorm takes its statistics over all ranks, of one micro-batch; the one process runs as many micro-batches")
+        found.append(
+            "BatchNorm takes its statistics over all ranks, of one micro-batch; the one process runs as many micro-batches"
+        )
     if reference.no_float64 is not None:
         found.append(f"float64 cannot be computed ({reference.no_float64.rstrip('.')}): compared in float32")
     elif reference.computes_in != "float64":
         found.append(f"the model computes in {reference.computes_in} inside of float64")
     if reference.is_random:
-        found.append("the model draws random numbers all the same, by rank and micro-batch: a difference may come from that alone")
+        found.append(
+            "the model draws random numbers all the same, by rank and micro-batch: a difference may come from that alone"
+        )
     return found
 
 
@@ -88,7 +92,11 @@ def told(verdict: Verdict) -> str:
         return f"{subject} differs from that of one process {when}, by {first.relative:.2g} of its largest element, and not by one factor"
     if first.factor == 0:
         return f"{subject} is 0 {when}, and with one process it is not"
-    by = f"{first.factor:.3f}" if abs(first.factor - 1) > 5e-4 else f"1 {'+' if first.factor > 1 else '-'} {abs(first.factor - 1):.1e}"
+    by = (
+        f"{first.factor:.3f}"
+        if abs(first.factor - 1) > 5e-4
+        else f"1 {'+' if first.factor > 1 else '-'} {abs(first.factor - 1):.1e}"
+    )
     meant = f": {_degree(axis)}" if axis is not None else ""
     return f"{subject} is {by} times that of one process {when}{meant}"
 
@@ -133,7 +141,9 @@ class Overview:
             of_gradients = max(verdict.furthest("of_gradients"), verdict.furthest("of_norm"))
             figures = [verdict.furthest("of_loss"), of_gradients, verdict.furthest("of_parameters")]
             self._print(
-                str(verdict.plan), "same" if verdict.same else "[bold red]differs[/]", [_shown(figure, verdict) for figure in figures]
+                str(verdict.plan),
+                "same" if verdict.same else "[bold red]differs[/]",
+                [_shown(figure, verdict) for figure in figures],
             )
             if verdict.first is not None:
                 self._print_wide("", told(verdict), "red")

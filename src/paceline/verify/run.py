@@ -41,7 +41,9 @@ class Verdict:
     plan: Plan
     ranks: int
     micro: int = 1  # micro-batches of the one process
-    of_whole: float | None = None  # how far the losses of this one process are from those on whole batches, where that is another training
+    of_whole: float | None = (
+        None  # how far the losses of this one process are from those on whole batches, where that is another training
+    )
     tolerance: float = RTOL  # the relative difference that is taken for rounding
     grown: float | None = None  # the largest that is, where the optimizer amplifies rounding
     rows: tuple[StepRow, ...] = ()
@@ -72,10 +74,21 @@ class Verdict:
         if self.tolerance != RTOL or self.grown is not None:
             found["tolerance"] = _number(max(self.tolerance, self.grown or 0.0))
         if self.of_whole is not None:
-            found["compared_with"] = {"microbatches": self.micro, "max_rel_loss_to_whole_batch": _number(self.of_whole)}
+            found["compared_with"] = {
+                "microbatches": self.micro,
+                "max_rel_loss_to_whole_batch": _number(self.of_whole),
+            }
         if first is not None:
-            keys = {"step": first.step, "what": first.what, "name": first.name, "factor": first.factor, "axis": self.axis}
-            found["first_difference"] = keys | ({"why": first.structure} if first.structure is not None else {})
+            keys = {
+                "step": first.step,
+                "what": first.what,
+                "name": first.name,
+                "factor": first.factor,
+                "axis": self.axis,
+            }
+            found["first_difference"] = keys | (
+                {"why": first.structure} if first.structure is not None else {}
+            )
         for key, reason in (("cannot_be", self.cannot_be), ("failed", self.failed)):
             if reason is not None:
                 found |= {key: reason, "max_rel_loss": None, "max_rel_grad": None, "max_rel_param": None}
@@ -115,7 +128,9 @@ class Verification:
         self._ranks.start()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         if self._own:
             self._ranks.end()
         self._folder.cleanup()
@@ -167,7 +182,9 @@ class Verification:
         """Raises PlanError and TaskError for a plan that cannot be, RankError when a rank failed."""
         plan = asked.on(self.size)
         if plan.is_asynchronous:
-            raise PlanError(f"plan {asked} makes another update than that of one process; held() tells what holds of it instead")
+            raise PlanError(
+                f"plan {asked} makes another update than that of one process; held() tells what holds of it instead"
+            )
         share(self.spec.batch, plan)
         assert plan.micro is not None
         self.reference()
@@ -196,7 +213,11 @@ class Verification:
         if verdict.first is not None and verdict.first.may_be_rounding and not reference.grown:
             self._grow(micro)
             return self._held(asked, plan, micro, plant)
-        return replace(verdict, of_whole=self._of_whole(micro)) if micro > 1 and not reference.has_batch_norm else verdict
+        return (
+            replace(verdict, of_whole=self._of_whole(micro))
+            if micro > 1 and not reference.has_batch_norm
+            else verdict
+        )
 
     def _of_whole(self, micro: int) -> float | None:
         """How far the losses of one process with so many micro-batches are from those on whole batches."""
@@ -220,32 +241,63 @@ class Verification:
             return Verdict(plan, self.size, failed=str(error))
 
 
-def judge(asked: Plan, plan: Plan, ranks: int, micro: int, reference: Reference, seen: list[PlanObservation]) -> Verdict:
+def judge(
+    asked: Plan, plan: Plan, ranks: int, micro: int, reference: Reference, seen: list[PlanObservation]
+) -> Verdict:
     """What the ranks saw, taken together. `micro`: the micro-batches of the one process."""
     rows: list[StepRow] = []
     found = [rank.first for rank in seen if rank.first is not None]
     found += _left_out(reference, seen)
     for at, (loss, norm) in enumerate(zip(seen[0].losses, seen[0].norms, strict=True)):
         of_loss, of_norm = apart_numbers(loss, reference.losses[at]), apart_numbers(norm, reference.norms[at])
-        for what, value, expected, by in (("loss", loss, reference.losses[at], of_loss), ("norm", norm, reference.norms[at], of_norm)):
+        for what, value, expected, by in (
+            ("loss", loss, reference.losses[at], of_loss),
+            ("norm", norm, reference.norms[at], of_norm),
+        ):
             if by > reference.allowed(at + 1, what, ""):
-                found.append(Difference(at + 1, what, "", 0, by, value / expected if expected else None, uniform=True))
+                found.append(
+                    Difference(at + 1, what, "", 0, by, value / expected if expected else None, uniform=True)
+                )
         looks = [rank.apart[step] for rank in seen for step in ((at, at + 1) if at == 0 else (at + 1,))]
         of_parameters = max(look.get(what, 0.0) for look in looks for what in ("parameter", "buffer"))
-        rows.append(StepRow(at + 1, loss, norm, of_loss, of_norm, max(look.get("gradient", 0.0) for look in looks), of_parameters))
+        rows.append(
+            StepRow(
+                at + 1,
+                loss,
+                norm,
+                of_loss,
+                of_norm,
+                max(look.get("gradient", 0.0) for look in looks),
+                of_parameters,
+            )
+        )
     first = min(found, key=lambda difference: difference.place, default=None)
-    axis = axis_of(first.factor, plan, ranks, of_norm=first.what == "norm") if first is not None and first.uniform else None
+    axis = (
+        axis_of(first.factor, plan, ranks, of_norm=first.what == "norm")
+        if first is not None and first.uniform
+        else None
+    )
     grown = max((value for look in reference.grown for value in look.values()), default=None)
     only_on = _only_on(first, seen)
     return Verdict(
-        asked, ranks, micro, tolerance=reference.tolerance, grown=grown, rows=tuple(rows), first=first, axis=axis, only_on=only_on
+        asked,
+        ranks,
+        micro,
+        tolerance=reference.tolerance,
+        grown=grown,
+        rows=tuple(rows),
+        first=first,
+        axis=axis,
+        only_on=only_on,
     )
 
 
 def _only_on(first: Difference | None, seen: list[PlanObservation]) -> tuple[int, ...]:
     if first is None or not first.name:
         return ()
-    differing = tuple(at for at, rank in enumerate(seen) if rank.first is not None and rank.first.place == first.place)
+    differing = tuple(
+        at for at, rank in enumerate(seen) if rank.first is not None and rank.first.place == first.place
+    )
     holding = tuple(at for at, rank in enumerate(seen) if first.name in rank.names)
     return differing if differing != holding else ()
 

@@ -41,7 +41,10 @@ def least(terms: npt.NDArray[Any]) -> tuple[npt.NDArray[Any], list[int]]:
     unknown = [at for at in range(terms.shape[1]) if scale[at] > 0]
     found = np.zeros(terms.shape[1])
     while unknown:
-        part = np.linalg.lstsq(terms[:, unknown] / scale[unknown], np.ones(len(terms)), rcond=None)[0] / scale[unknown]
+        part = (
+            np.linalg.lstsq(terms[:, unknown] / scale[unknown], np.ones(len(terms)), rcond=None)[0]
+            / scale[unknown]
+        )
         if (part >= 0).all():
             found[unknown] = part
             break
@@ -68,7 +71,9 @@ def fit(carried_bytes: Sequence[float], seconds: Sequence[float]) -> Fit:
     )
 
 
-def _errors(terms: "np.ndarray", misfits: "np.ndarray", unknown: list[int], scale: "np.ndarray") -> list[float | None]:
+def _errors(
+    terms: "np.ndarray", misfits: "np.ndarray", unknown: list[int], scale: "np.ndarray"
+) -> list[float | None]:
     free = len(misfits) - len(unknown)
     if free <= 0:
         return [None, None]
@@ -89,7 +94,9 @@ def fits(rows: Iterable[Row]) -> tuple[dict[str, Value], ...]:
             continue
         operation = OPERATIONS[str(like["operation"])]
         factor = operation.factor(_int(like["ranks"]))
-        one = fit([factor * _int(size) for size in sizes], [_float(row["median_s"]) for row in sizes.values()])
+        one = fit(
+            [factor * _int(size) for size in sizes], [_float(row["median_s"]) for row in sizes.values()]
+        )
         found.append({**like, "spans": group[0].get("spans"), **asdict(one)})
     return tuple(found)
 

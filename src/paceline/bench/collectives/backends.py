@@ -41,23 +41,39 @@ class Backend:
     about: str  # what a row says of it
     device: torch.device
     clock: Clock
-    group: Callable[[list[list[int]]], Any]  # of these groups, which all ranks make together, the one of this rank
+    group: Callable[
+        [list[list[int]]], Any
+    ]  # of these groups, which all ranks make together, the one of this rank
     out_of_place: Mapping[str, Call]
     in_place: Mapping[str, Call]
 
 
 # --- torch ---
 
-_all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)  # the new names are torch 2.13's, the old ones 2.11's
+_all_gather = getattr(
+    dist, "all_gather_single", dist.all_gather_into_tensor
+)  # the new names are torch 2.13's, the old ones 2.11's
 _reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
 
 
 def _scatter(group: Any, at: GroupRank, input: Tensor, output: Tensor) -> Run:
-    return partial(dist.scatter, output, list(input.chunk(at.size)) if at.rank == ROOT else None, group=group, group_src=ROOT)
+    return partial(
+        dist.scatter,
+        output,
+        list(input.chunk(at.size)) if at.rank == ROOT else None,
+        group=group,
+        group_src=ROOT,
+    )
 
 
 def _gather(group: Any, at: GroupRank, input: Tensor, output: Tensor) -> Run:
-    return partial(dist.gather, input, list(output.chunk(at.size)) if at.rank == ROOT else None, group=group, group_dst=ROOT)
+    return partial(
+        dist.gather,
+        input,
+        list(output.chunk(at.size)) if at.rank == ROOT else None,
+        group=group,
+        group_dst=ROOT,
+    )
 
 
 def _send_recv(group: Any, at: GroupRank, input: Tensor, output: Tensor) -> Run:
@@ -81,13 +97,17 @@ _MOVING: Mapping[str, Call] = {
 }
 TORCH_OUT_OF_PLACE: Mapping[str, Call] = {
     **_MOVING,
-    "all-to-all": lambda group, at, input, output: partial(dist.all_to_all_single, output, input, group=group),
+    "all-to-all": lambda group, at, input, output: partial(
+        dist.all_to_all_single, output, input, group=group
+    ),
     "send-recv": _send_recv,
 }
 TORCH_IN_PLACE: Mapping[str, Call] = {
     **_MOVING,
     "all-reduce": lambda group, at, input, output: partial(dist.all_reduce, output, group=group),
-    "broadcast": lambda group, at, input, output: partial(dist.broadcast, output, group=group, group_src=ROOT),
+    "broadcast": lambda group, at, input, output: partial(
+        dist.broadcast, output, group=group, group_src=ROOT
+    ),
     "reduce": lambda group, at, input, output: partial(dist.reduce, output, group=group, group_dst=ROOT),
     "barrier": lambda group, at, input, output: partial(dist.barrier, group=group),
 }
@@ -135,9 +155,15 @@ def _mpi_calls(here: Any) -> tuple[Mapping[str, Call], Mapping[str, Call]]:
         "all-reduce": lambda comm, sent, got: partial(comm.Allreduce, sent, got),
         "reduce-scatter": lambda comm, sent, got: partial(comm.Reduce_scatter_block, sent, got),
         "all-gather": lambda comm, sent, got: partial(comm.Allgather, sent, got),
-        "reduce": lambda comm, sent, got: partial(comm.Reduce, sent, got if _is_root(comm) else None, root=ROOT),
-        "scatter": lambda comm, sent, got: partial(comm.Scatter, sent if _is_root(comm) else None, got, root=ROOT),
-        "gather": lambda comm, sent, got: partial(comm.Gather, sent, got if _is_root(comm) else None, root=ROOT),
+        "reduce": lambda comm, sent, got: partial(
+            comm.Reduce, sent, got if _is_root(comm) else None, root=ROOT
+        ),
+        "scatter": lambda comm, sent, got: partial(
+            comm.Scatter, sent if _is_root(comm) else None, got, root=ROOT
+        ),
+        "gather": lambda comm, sent, got: partial(
+            comm.Gather, sent, got if _is_root(comm) else None, root=ROOT
+        ),
         "all-to-all": lambda comm, sent, got: partial(comm.Alltoall, sent, got),
         "send-recv": lambda comm, sent, got: partial(
             comm.Sendrecv, sent, (comm.rank + 1) % comm.size, recvbuf=got, source=(comm.rank - 1) % comm.size
@@ -147,13 +173,21 @@ def _mpi_calls(here: Any) -> tuple[Mapping[str, Call], Mapping[str, Call]]:
         "all-reduce": lambda comm, sent, got: partial(comm.Allreduce, here, got),
         "all-gather": lambda comm, sent, got: partial(comm.Allgather, here, got),
         "broadcast": lambda comm, sent, got: partial(comm.Bcast, got, root=ROOT),
-        "reduce": lambda comm, sent, got: partial(comm.Reduce, *((here, got) if _is_root(comm) else (sent, None)), root=ROOT),
-        "scatter": lambda comm, sent, got: partial(comm.Scatter, *((sent, here) if _is_root(comm) else (None, got)), root=ROOT),
-        "gather": lambda comm, sent, got: partial(comm.Gather, *((here, got) if _is_root(comm) else (sent, None)), root=ROOT),
+        "reduce": lambda comm, sent, got: partial(
+            comm.Reduce, *((here, got) if _is_root(comm) else (sent, None)), root=ROOT
+        ),
+        "scatter": lambda comm, sent, got: partial(
+            comm.Scatter, *((sent, here) if _is_root(comm) else (None, got)), root=ROOT
+        ),
+        "gather": lambda comm, sent, got: partial(
+            comm.Gather, *((here, got) if _is_root(comm) else (sent, None)), root=ROOT
+        ),
         "all-to-all": lambda comm, sent, got: partial(comm.Alltoall, here, got),
         "barrier": lambda comm, sent, got: comm.Barrier,
     }
-    return {name: _with_place(call) for name, call in out_of_place.items()}, {name: _with_place(call) for name, call in in_place.items()}
+    return {name: _with_place(call) for name, call in out_of_place.items()}, {
+        name: _with_place(call) for name, call in in_place.items()
+    }
 
 
 class MpiPeers:
@@ -187,7 +221,9 @@ def _mpi() -> tuple[Backend, Peers]:
     world = MPI.COMM_WORLD
 
     def group(groups: list[list[int]]) -> Any:
-        return world.Split(color=next(at for at, ranks in enumerate(groups) if world.rank in ranks), key=world.rank)
+        return world.Split(
+            color=next(at for at, ranks in enumerate(groups) if world.rank in ranks), key=world.rank
+        )
 
     library = MPI.Get_library_version().split(",")[0].strip()
     about = f"{library}, host memory, through mpi4py {__version__}"
@@ -199,7 +235,11 @@ def _mpi() -> tuple[Backend, Peers]:
 
 
 def _no_gloo() -> str | None:
-    return None if dist.is_gloo_available() else f"torch {torch.__version__} was built without it: install torch from PyPI"
+    return (
+        None
+        if dist.is_gloo_available()
+        else f"torch {torch.__version__} was built without it: install torch from PyPI"
+    )
 
 
 def _no_nccl() -> str | None:
@@ -230,13 +270,19 @@ def check(names: Sequence[str], world: World, ranks: int) -> None:
         if why := MISSING[name]():
             raise BenchError(f"{name} cannot be measured: {why}; or leave {name} out of --backends")
     if "nccl" in names and world.launcher is None and ranks > torch.cuda.device_count():
-        raise BenchError(f"nccl needs a GPU for each of {ranks} ranks, and there are {torch.cuda.device_count()}; use fewer, or gloo")
+        raise BenchError(
+            f"nccl needs a GPU for each of {ranks} ranks, and there are {torch.cuda.device_count()}; use fewer, or gloo"
+        )
     if "mpi" not in names:
         return
     if world.launcher is None and shutil.which("mpirun") is None:
-        raise BenchError("mpi cannot be measured: there is no mpirun: apt-get install openmpi-bin, or load the module of your site")
+        raise BenchError(
+            "mpi cannot be measured: there is no mpirun: apt-get install openmpi-bin, or load the module of your site"
+        )
     if world.launcher is not None and world.launcher not in MPI_LAUNCHERS:
-        raise BenchError(f"mpi cannot be measured by ranks of {world.launcher}: start them with mpirun or srun, or leave mpi out")
+        raise BenchError(
+            f"mpi cannot be measured by ranks of {world.launcher}: start them with mpirun or srun, or leave mpi out"
+        )
 
 
 def default() -> str:
@@ -249,19 +295,25 @@ def devices() -> int:
 
 
 @contextmanager
-def joined(names: Sequence[str], world: World, timeout_s: float, meeting_place: Path) -> Iterator[tuple[list[Backend], Peers]]:
+def joined(
+    names: Sequence[str], world: World, timeout_s: float, meeting_place: Path
+) -> Iterator[tuple[list[Backend], Peers]]:
     """This rank among the others, on each back end. `meeting_place`: a folder that all ranks see, for launchers that agree on no store."""
     backends: dict[str, Backend] = {}
     peers: Peers = TorchPeers()
     if "mpi" in names:
         backends["mpi"], of_mpi = _mpi()
-        if len(names) == 1:  # else they meet over gloo, which sleeps while it waits; MPI takes a core of each rank
+        if (
+            len(names) == 1
+        ):  # else they meet over gloo, which sleeps while it waits; MPI takes a core of each rank
             peers = of_mpi
     of_torch = [name for name in names if name != "mpi"]
     device = choose_device(world, None if "nccl" in names else "cpu") if of_torch else torch.device("cpu")
     with process_group(world, device, timeout_s, meeting_place) if of_torch else nullcontext():
         for name in of_torch:
-            backends[name] = _torch_backend(name, device if name == "nccl" else torch.device("cpu"), timeout_s)
+            backends[name] = _torch_backend(
+                name, device if name == "nccl" else torch.device("cpu"), timeout_s
+            )
         yield [backends[name] for name in names], peers
     if "mpi" in names:  # not after an error: it waits for all ranks, and mpirun ends them
         _load_mpi().Finalize()

@@ -11,7 +11,14 @@ import psutil
 import torch
 
 from paceline.bench.collectives.backends import Backend, Call, Peers, joined
-from paceline.bench.collectives.operations import OPERATIONS, CollectiveOperation, GroupRank, bandwidths_GBps, tensor, wrong
+from paceline.bench.collectives.operations import (
+    OPERATIONS,
+    CollectiveOperation,
+    GroupRank,
+    bandwidths_GBps,
+    tensor,
+    wrong,
+)
 from paceline.bench.collectives.rank_groups import Axis, axes
 from paceline.bench.collectives.request import DTYPES, CollectiveRequest
 from paceline.bench.result import Row
@@ -95,7 +102,9 @@ def rows(request: CollectiveRequest, rank: Rank) -> Iterator[Row | str]:
         yield row
 
 
-def _cases(request: CollectiveRequest, found: Sequence[Axis], backends: Sequence[Backend]) -> Iterator[CollectiveCase]:
+def _cases(
+    request: CollectiveRequest, found: Sequence[Axis], backends: Sequence[Backend]
+) -> Iterator[CollectiveCase]:
     """Back ends and places next to each other, so that they are measured under the same conditions."""
     for name in request.operations:
         sized = name != "barrier"
@@ -104,7 +113,9 @@ def _cases(request: CollectiveRequest, found: Sequence[Axis], backends: Sequence
                 for size_bytes in request.sizes_bytes if sized else (0,):
                     for backend in backends:
                         for place in request.places if sized else ("in",):
-                            case = CollectiveCase(OPERATIONS[name], backend, axis, dtype, place == "in", size_bytes)
+                            case = CollectiveCase(
+                                OPERATIONS[name], backend, axis, dtype, place == "in", size_bytes
+                            )
                             if case.call is not None:
                                 yield case
 
@@ -145,7 +156,9 @@ def _row(case: CollectiveCase, rank: Rank, budget: Budget) -> Row | str:
         "wrong": bad,
     }
     if case.elements:
-        algbw, busbw = bandwidths_GBps(case.operation, case.axis.ranks, case.elements * case.itemsize, timing.median_s)
+        algbw, busbw = bandwidths_GBps(
+            case.operation, case.axis.ranks, case.elements * case.itemsize, timing.median_s
+        )
         row |= {"algbw_GBps": algbw, "busbw_GBps": busbw}
     return row
 
@@ -177,7 +190,9 @@ def _buffers(case: CollectiveCase, at: GroupRank) -> tuple[torch.Tensor, torch.T
     return (larger, smaller) if given >= got else (smaller, larger)
 
 
-def _check(case: CollectiveCase, rank: Rank, at: GroupRank, run: Any, input: torch.Tensor, output: torch.Tensor) -> int:
+def _check(
+    case: CollectiveCase, rank: Rank, at: GroupRank, run: Any, input: torch.Tensor, output: torch.Tensor
+) -> int:
     """Run it once on known values; elements that came out wrong on this rank."""
     if case.operation.name == "barrier":
         return _lets_through(case, rank, run)

@@ -130,19 +130,29 @@ OPERATIONS = {
             expected=lambda at, count: [KnownValues((at.rank - 1) % at.size, 0, count)],
         ),
         CollectiveOperation(
-            "barrier", SENT["barrier"], elements=lambda at, count: (0, 0), given=lambda at, count: [], expected=lambda at, count: []
+            "barrier",
+            SENT["barrier"],
+            elements=lambda at, count: (0, 0),
+            given=lambda at, count: [],
+            expected=lambda at, count: [],
         ),
     )
 }
 
 
-def tensor(blocks: list[KnownValues], ranks: int, dtype: "torch.dtype", device: "torch.device | str") -> "torch.Tensor":
+def tensor(
+    blocks: list[KnownValues], ranks: int, dtype: "torch.dtype", device: "torch.device | str"
+) -> "torch.Tensor":
     """The values of these blocks, one behind the other."""
     import torch
 
     whole = [torch.empty(0, dtype=dtype, device=device)]
     for block in blocks:
-        once = sum(map(_once, range(ranks)), torch.zeros(PERIOD, dtype=torch.int64)) if block.of is None else _once(block.of)
+        once = (
+            sum(map(_once, range(ranks)), torch.zeros(PERIOD, dtype=torch.int64))
+            if block.of is None
+            else _once(block.of)
+        )
         shift = block.start % PERIOD
         times = (shift + block.count) // PERIOD + 1
         whole.append(once.to(dtype).to(device).repeat(times)[shift : shift + block.count])
@@ -163,7 +173,9 @@ def wrong(output: "torch.Tensor", blocks: list[KnownValues], ranks: int) -> int:
     return int((output != tensor(blocks, ranks, output.dtype, output.device)).sum()) if blocks else 0
 
 
-def bandwidths_GBps(operation: CollectiveOperation, ranks: int, size_bytes: int, seconds: float) -> tuple[float, float]:
+def bandwidths_GBps(
+    operation: CollectiveOperation, ranks: int, size_bytes: int, seconds: float
+) -> tuple[float, float]:
     """algbw and busbw, in 10⁹ bytes a second."""
     algbw = size_bytes / seconds / 1e9
     return algbw, algbw * operation.factor(ranks)

@@ -40,7 +40,10 @@ def axes(names: Sequence[str], plan: str | None, hosts: Sequence[str]) -> tuple[
         else:
             found.append(Axis(name, groups, _spans(groups, hosts)))
     if not found:
-        raise BenchError(f"nothing to measure among {len(hosts)} ranks: " + ("; ".join(notes) or "no axis of the plan has two"))
+        raise BenchError(
+            f"nothing to measure among {len(hosts)} ranks: "
+            + ("; ".join(notes) or "no axis of the plan has two")
+        )
     return found, notes
 
 
@@ -68,7 +71,9 @@ def _key(name: str, plan: str | None, hosts: Sequence[str]) -> Callable[[int], H
         return lambda rank: [*hosts[:rank]].count(hosts[rank])
     assert plan is not None
     laid_out = parse(plan).on(len(hosts))
-    return lambda rank: tuple(at for axis, at in _coordinates(laid_out, rank, name == "cp").items() if axis != name)
+    return lambda rank: tuple(
+        at for axis, at in _coordinates(laid_out, rank, name == "cp").items() if axis != name
+    )
 
 
 def _coordinates(plan: Plan, rank: int, context: bool) -> dict[str, int]:

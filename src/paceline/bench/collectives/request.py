@@ -52,7 +52,9 @@ def sizes(text: str) -> tuple[int, ...]:
     except ValueError as error:
         raise BenchError(f"--sizes {text}: {error}; {hint}") from None
     if not found or min(found) <= 0:
-        raise BenchError(f"--sizes {text}: {'no size is 0' if found else 'the first size is above the last'}; {hint}")
+        raise BenchError(
+            f"--sizes {text}: {'no size is 0' if found else 'the first size is above the last'}; {hint}"
+        )
     return tuple(sorted({*found}))
 
 

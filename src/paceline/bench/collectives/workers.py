@@ -39,9 +39,13 @@ def result(request: CollectiveRequest, ranks: int, local_ranks: int, found: Sequ
     rows = tuple(dict(one) for one in found if not isinstance(one, str))
     notes = [one for one in found if isinstance(one, str)]
     if local_ranks > (cores := usable_cores()):
-        notes.append(f"{local_ranks} ranks share {several(cores, 'core')} and wait for one another: times are not those of the network")
+        notes.append(
+            f"{local_ranks} ranks share {several(cores, 'core')} and wait for one another: times are not those of the network"
+        )
     settings = request.model_dump(mode="json") | {"ranks": ranks}
-    return Result(kind="collectives", settings=settings, keys=KEYS, rows=rows, summary=fits(rows), notes=tuple(notes))
+    return Result(
+        kind="collectives", settings=settings, keys=KEYS, rows=rows, summary=fits(rows), notes=tuple(notes)
+    )
 
 
 def measured(request: CollectiveRequest, ranks: int) -> Iterator[Row | str]:
@@ -84,7 +88,13 @@ def _started(request: CollectiveRequest, ranks: int, folder: Path) -> Iterator[l
 
 def _who(rank: int, ranks: int, port: int) -> dict[str, str]:
     """What torchrun would tell a rank: also that the store is there already."""
-    said = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks, "MASTER_PORT": port}
+    said = {
+        "RANK": rank,
+        "LOCAL_RANK": rank,
+        "WORLD_SIZE": ranks,
+        "LOCAL_WORLD_SIZE": ranks,
+        "MASTER_PORT": port,
+    }
     return {name: str(value) for name, value in said.items()} | {"MASTER_ADDR": "127.0.0.1", **AGENT}
 
 
@@ -97,7 +107,14 @@ def _mpirun(ranks: int) -> list[str]:
 
 def _process(words: list[str], environ: dict[str, str], output: IO[bytes]) -> "subprocess.Popen[bytes]":
     """In a session of its own: Ctrl-C reaches the parent only, which prints what there is and ends the others."""
-    return subprocess.Popen(words, env=environ, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT, start_new_session=True)
+    return subprocess.Popen(
+        words,
+        env=environ,
+        stdin=subprocess.DEVNULL,
+        stdout=output,
+        stderr=subprocess.STDOUT,
+        start_new_session=True,
+    )
 
 
 def _end(processes: "list[subprocess.Popen[bytes]]") -> None:
@@ -123,7 +140,11 @@ def _follow(folder: Path, processes: "list[subprocess.Popen[bytes]]") -> Iterato
         failed = min(wrong, key=wrong.__getitem__)  # a killed one first
         lines = (folder / f"{failed}.log").read_text(errors="replace").splitlines()[-LOG_LINES:]
         status = wrong[failed]
-        how = f"was killed by {signal.Signals(-status).name}" if status < 0 else f"ended with exit status {status}"
+        how = (
+            f"was killed by {signal.Signals(-status).name}"
+            if status < 0
+            else f"ended with exit status {status}"
+        )
         raise RankError("\n  ".join([f"rank {failed} {how}; the end of its output:", *lines]))
 
 
@@ -178,7 +199,11 @@ def _be_a_rank(folder: Path, launcher: int) -> None:
             file.flush()
 
         try:
-            for found in on_rank(CollectiveRequest.model_validate_json((folder / "request.json").read_text("utf-8")), me, folder):
+            for found in on_rank(
+                CollectiveRequest.model_validate_json((folder / "request.json").read_text("utf-8")),
+                me,
+                folder,
+            ):
                 if me.rank == 0:
                     tell({NOTE: found} if isinstance(found, str) else found)
         except Error as error:

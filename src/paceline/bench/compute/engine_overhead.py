@@ -78,7 +78,9 @@ class LayeredTask(EmptyTask):
     width: int = 16
 
     def model(self) -> nn.Module:
-        return nn.Sequential(*(part for _ in range(DEPTHS[-1]) for part in (nn.Linear(self.width, self.width), nn.ReLU())))
+        return nn.Sequential(
+            *(part for _ in range(DEPTHS[-1]) for part in (nn.Linear(self.width, self.width), nn.ReLU()))
+        )
 
 
 class QuietWindows:
@@ -111,7 +113,12 @@ class QuietWindows:
         return (done >= LEAST and self.clean_s >= self.wanted_s) or self.all_s > PATIENCE * self.wanted_s
 
     def _begin(self) -> None:
-        self.first, self.began, self.busy_s, self.own_s = self.steps, time.perf_counter(), busy_s(), self._own_s()
+        self.first, self.began, self.busy_s, self.own_s = (
+            self.steps,
+            time.perf_counter(),
+            busy_s(),
+            self._own_s(),
+        )
 
     def _own_s(self) -> float:
         return sum(sum(rank.cpu_times()[:2]) for rank in self.ranks)
@@ -129,7 +136,9 @@ def step_s(spec: Spec, plan: str, seconds: float, pids: Sequence[int] = ()) -> f
     task = load_task(spec.task, spec.set)
     dataset = type(task).dataset
     object.__setattr__(task, "dataset", lambda split: dataset(task, split) if split == "train" else None)
-    found = [event.step_s for event in train(spec, parse(plan), task=task, stop=stop) if isinstance(event, Step)]
+    found = [
+        event.step_s for event in train(spec, parse(plan), task=task, stop=stop) if isinstance(event, Step)
+    ]
     clean = [found[at] for window in windows.clean for at in window if at < len(found)]
     return statistics.median(clean) if len(clean) >= LEAST else statistics.quantiles(found[WARM_UP:], n=10)[0]
 
@@ -171,18 +180,34 @@ def engines(ranks: int, budget_s: float) -> Iterator[Row]:
     batch = ranks * SAMPLES
 
     def row(engine: str, of: UnitCounts, seconds: float) -> Row:
-        return {"engine": engine, "ranks": ranks, "units": of.units, "tensors": of.tensors, "median_s": max(0.0, seconds)}
+        return {
+            "engine": engine,
+            "ranks": ranks,
+            "units": of.units,
+            "tensors": of.tensors,
+            "median_s": max(0.0, seconds),
+        }
 
     with Ranks(1) as alone:
 
         def single(small: SmallTraining, samples: int, plan: str = "single") -> float:
-            return float(alone(step_s, small.spec(samples, threads), plan, each_s, alone.pids, timeout_s=120)[0])
+            return float(
+                alone(step_s, small.spec(samples, threads), plan, each_s, alone.pids, timeout_s=120)[0]
+            )
 
         yield row("step", UnitCounts(), single(NOTHING, SAMPLES))
-        own = {(small, samples): single(small, samples) for small in (*TEXTS, LAYERS) for samples in (SAMPLES, batch)}
+        own = {
+            (small, samples): single(small, samples)
+            for small in (*TEXTS, LAYERS)
+            for samples in (SAMPLES, batch)
+        }
         again = "single,recompute=selective"
         for small in (LAYERS, TEXTS[-1]):
-            yield row("selective", small.units("selective", again, 1, SAMPLES), single(small, SAMPLES, again) - own[small, SAMPLES])
+            yield row(
+                "selective",
+                small.units("selective", again, 1, SAMPLES),
+                single(small, SAMPLES, again) - own[small, SAMPLES],
+            )
     with Ranks(ranks) as together:
 
         def of(small: SmallTraining, plan: str, samples: int) -> float:
@@ -195,7 +220,10 @@ def engines(ranks: int, budget_s: float) -> Iterator[Row]:
                 added = of(small, plan, batch) - crowd * own[small, here]
                 yield row(engine, small.units(engine, plan, ranks, batch), added)
         deep = TEXTS[-1]
-        for micro in (ranks, 3 * ranks):  # of SAMPLES each; the rank computes its share of the blocks for each of them
+        for micro in (
+            ranks,
+            3 * ranks,
+        ):  # of SAMPLES each; the rank computes its share of the blocks for each of them
             took = of(deep, f"pp={ranks},micro={micro}", micro * SAMPLES)
             computes = crowd * (micro + ranks - 1 if crowd == 1 else micro) / ranks * own[deep, SAMPLES]
             yield row("pp", UnitCounts(micro), took - computes)

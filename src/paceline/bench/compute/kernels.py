@@ -46,17 +46,31 @@ class Sizes:
     @property
     def layer(self) -> tuple[Shape, ...]:
         tokens, width = self.tokens, self.width
-        return ((tokens, 3 * width, width), (tokens, width, width), (tokens, 4 * width, width), (tokens, width, 4 * width))
+        return (
+            (tokens, 3 * width, width),
+            (tokens, width, width),
+            (tokens, 4 * width, width),
+            (tokens, width, 4 * width),
+        )
 
     def shapes(self) -> tuple[Shape, ...]:
         """By their FLOPs."""
         rows = tuple((m, self.wide, self.wide) for m in self.rows)
-        return tuple(sorted({*((size, size, size) for size in self.squares), *self.layer, *rows}, key=math.prod))
+        return tuple(
+            sorted({*((size, size, size) for size in self.squares), *self.layer, *rows}, key=math.prod)
+        )
 
 
-CPU = Sizes((256, 512, 1024, 2048, 4096), 2048, 1024, (1, 4, 16, 64, 256), 4096, ((1, 8, 1024, 64), (1, 8, 4096, 64)))
+CPU = Sizes(
+    (256, 512, 1024, 2048, 4096), 2048, 1024, (1, 4, 16, 64, 256), 4096, ((1, 8, 1024, 64), (1, 8, 4096, 64))
+)
 GPU = Sizes(
-    (512, 1024, 2048, 4096, 8192, 16384), 8192, 4096, (1, 16, 32, 64, 128, 256, 512), 8192, ((4, 16, 2048, 128), (1, 16, 16384, 128))
+    (512, 1024, 2048, 4096, 8192, 16384),
+    8192,
+    4096,
+    (1, 16, 32, 64, 128, 256, 512),
+    8192,
+    ((4, 16, 2048, 128), (1, 16, 16384, 128)),
 )
 
 
@@ -85,7 +99,9 @@ def products(device: torch.device, budget_s: float, of: Sizes) -> Iterator[Row |
             yield f"{kind} of {', '.join(shapes) if len(shapes) < 5 else f'{shapes[0]} and {len(shapes) - 1} more'}: {why}"
 
 
-def _of_kind(kind: MatmulKind, device: torch.device, budget_s: float, of: Sizes, left_out: dict[str, list[str]]) -> Iterator[Row]:
+def _of_kind(
+    kind: MatmulKind, device: torch.device, budget_s: float, of: Sizes, left_out: dict[str, list[str]]
+) -> Iterator[Row]:
     """Shapes from small to large, as long as those before say that the next one fits into the time. `left_out`: by reason."""
     shapes = of.shapes()
     each_s = budget_s / len(shapes)
@@ -101,7 +117,11 @@ def _of_kind(kind: MatmulKind, device: torch.device, budget_s: float, of: Sizes,
         else:
             try:
                 with tf32(kind.dtype == "tf32"), torch.no_grad():
-                    found = measure(kind.make(shape, device), Budget(each_s * 0.7, each_s * 0.2, least=LEAST, most=2000), clock(device))
+                    found = measure(
+                        kind.make(shape, device),
+                        Budget(each_s * 0.7, each_s * 0.2, least=LEAST, most=2000),
+                        clock(device),
+                    )
             except RuntimeError as error:  # the device, or torch, has no such product
                 why = first_line(error)
         if why is not None:
@@ -133,7 +153,10 @@ def _peaks(device: torch.device) -> tuple[dict[str, float], dict[str, float]]:
     if name is None:
         return {}, {}
     of = sheets()[name].device()
-    dense, sparse = ({str(dtype): peak.value for dtype, peak in peaks.items()} for peaks in (of.peaks_flops, of.sparse_flops))
+    dense, sparse = (
+        {str(dtype): peak.value for dtype, peak in peaks.items()}
+        for peaks in (of.peaks_flops, of.sparse_flops)
+    )
     return dense, sparse
 
 
@@ -152,7 +175,9 @@ def _best(rows: Sequence[Any], layer: Sequence[str]) -> Row:
     told = {name: best.get(name) for name in ("operation", "dtype", "shape", "flops", "peak_share")}
     if {row["shape"] for row in of_layer} != set(layer):
         return told | {"typical_flops": None}
-    return told | {"typical_flops": sum(row["flop"] for row in of_layer) / sum(row["median_s"] for row in of_layer)}
+    return told | {
+        "typical_flops": sum(row["flop"] for row in of_layer) / sum(row["median_s"] for row in of_layer)
+    }
 
 
 def memory(device: torch.device, budget_s: float) -> Iterator[Row | str]:
@@ -167,12 +192,20 @@ def memory(device: torch.device, budget_s: float) -> Iterator[Row | str]:
     }
     for name, (run, arrays) in runs.items():
         found = measure(run, Budget(budget_s * 0.4, budget_s * 0.05, least=LEAST), clock(device))
-        yield _row(name, "fp32", (size // 4,)) | {"bytes": arrays * size, "Bps": arrays * size / found.median_s} | found.fields()
+        yield (
+            _row(name, "fp32", (size // 4,))
+            | {"bytes": arrays * size, "Bps": arrays * size / found.median_s}
+            | found.fields()
+        )
 
 
 def _array_bytes(device: torch.device, budget_s: float) -> tuple[int, int]:
     """Three arrays are to be four times the last cache; what there is room for, and time for at a few GB/s."""
-    cache = torch.cuda.get_device_properties(device).L2_cache_size if device.type == "cuda" else _last_cache_bytes()
+    cache = (
+        torch.cuda.get_device_properties(device).L2_cache_size
+        if device.type == "cuda"
+        else _last_cache_bytes()
+    )
     wanted = max(2**28, 4 * cache // 3) // MiB * MiB
     return wanted, max(MiB, int(min(wanted, _free_bytes(device) // 12, budget_s * 5e8)) // MiB * MiB)
 
@@ -182,7 +215,12 @@ def _last_cache_bytes() -> int:
     found = 0
     for path in Path("/sys/devices/system/cpu/cpu0/cache").glob("index*/size"):
         number = path.read_text().strip()
-        found = max(found, int(number[:-1]) * {"K": 2**10, "M": 2**20, "G": 2**30}.get(number[-1], 1) if number[:-1].isdigit() else 0)
+        found = max(
+            found,
+            int(number[:-1]) * {"K": 2**10, "M": 2**20, "G": 2**30}.get(number[-1], 1)
+            if number[:-1].isdigit()
+            else 0,
+        )
     return found
 
 
@@ -190,7 +228,9 @@ def attention(device: torch.device, budget_s: float, of: Sizes) -> Iterator[Row 
     """Causal scaled_dot_product_attention, forward and backward, by each kernel there is. FLOPs as FlashAttention's authors count them:
     4·b·h·s²·d forward, of which a causal mask leaves half, and 2.5 times as many backward (Dao, FlashAttention-2, 2023, section 4.1)."""
     deadline = time.perf_counter() + 2 * budget_s
-    wanted = [(dtype, shape, kernel) for dtype in ATTENTION_DTYPES for shape in of.attention for kernel in KERNELS]
+    wanted = [
+        (dtype, shape, kernel) for dtype in ATTENTION_DTYPES for shape in of.attention for kernel in KERNELS
+    ]
     for dtype, shape, kernel in wanted:
         if kernel == "math" and shape is not of.attention[0]:
             continue  # it holds positions × positions, which nobody wants
@@ -206,9 +246,13 @@ def attention(device: torch.device, budget_s: float, of: Sizes) -> Iterator[Row 
                 yield f"{dtype} attention {text(shape)}, {kernel}: {first_line(error)}"
 
 
-def _attention(dtype: str, shape: tuple[int, int, int, int], device: torch.device, budget_s: float) -> Iterator[dict[str, Any]]:
+def _attention(
+    dtype: str, shape: tuple[int, int, int, int], device: torch.device, budget_s: float
+) -> Iterator[dict[str, Any]]:
     batch, heads, positions, width = shape
-    query, key, value = (torch.randn(shape, dtype=ATTENTION_DTYPES[dtype], device=device, requires_grad=True) for _ in range(3))
+    query, key, value = (
+        torch.randn(shape, dtype=ATTENTION_DTYPES[dtype], device=device, requires_grad=True) for _ in range(3)
+    )
 
     def forward() -> torch.Tensor:
         return F.scaled_dot_product_attention(query, key, value, is_causal=True)

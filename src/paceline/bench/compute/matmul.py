@@ -61,7 +61,11 @@ def _int8(shape: Shape, device: torch.device) -> Run:
 
 def _fp8(shape: Shape, device: torch.device) -> Run:
     m, n, k = shape
-    kind = torch.float8_e4m3fnuz if torch.version.hip and _arch(device).startswith("gfx94") else torch.float8_e4m3fn
+    kind = (
+        torch.float8_e4m3fnuz
+        if torch.version.hip and _arch(device).startswith("gfx94")
+        else torch.float8_e4m3fn
+    )
     a, b = _random(m, k, kind, device), _random(n, k, kind, device).t()
     one = torch.ones((), device=device)
     return lambda: torch._scaled_mm(a, b, one, one, out_dtype=torch.bfloat16, use_fast_accum=True)
@@ -109,7 +113,11 @@ def _from(major: int, minor: int, amd: tuple[str, ...] = ()) -> Callable[[torch.
         if torch.version.hip:
             return None if _arch(device).startswith(amd) else f"{_arch(device)} has none"
         found = torch.cuda.get_device_capability(device)
-        return None if found >= (major, minor) else f"needs compute capability {major}.{minor}, this is {found[0]}.{found[1]}"
+        return (
+            None
+            if found >= (major, minor)
+            else f"needs compute capability {major}.{minor}, this is {found[0]}.{found[1]}"
+        )
 
     return missing
 

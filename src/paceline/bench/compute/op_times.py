@@ -24,9 +24,28 @@ LARGE = 2**16
 LEAST = 3
 MOST_RANKS = 8
 LEAST_S = 5e-7  # of one operation
-LINEAR = ((8, 16, 16), (64, 64, 64), (256, 128, 128), (2048, 128, 128), (2048, 256, 512), (4096, 512, 1024))  # rows, in, out
-CONVOLUTION = ((1, 8, 8, 8), (8, 16, 16, 14), (16, 32, 32, 14), (16, 64, 64, 14), (16, 128, 128, 14))  # batch, channels in and out, side
-ATTENTION = ((1, 2, 16, 16), (2, 4, 64, 32), (8, 4, 128, 32), (4, 8, 256, 64), (2, 8, 512, 64))  # batch, heads, positions, width
+LINEAR = (
+    (8, 16, 16),
+    (64, 64, 64),
+    (256, 128, 128),
+    (2048, 128, 128),
+    (2048, 256, 512),
+    (4096, 512, 1024),
+)  # rows, in, out
+CONVOLUTION = (
+    (1, 8, 8, 8),
+    (8, 16, 16, 14),
+    (16, 32, 32, 14),
+    (16, 64, 64, 14),
+    (16, 128, 128, 14),
+)  # batch, channels in and out, side
+ATTENTION = (
+    (1, 2, 16, 16),
+    (2, 4, 64, 32),
+    (8, 4, 128, 32),
+    (4, 8, 256, 64),
+    (2, 8, 512, 64),
+)  # batch, heads, positions, width
 
 
 @dataclass(frozen=True)
@@ -58,13 +77,22 @@ class OperationCase:
         return {self.kind: self.forward, self.kind + BACKWARD: back}
 
 
-def _case(kind: str, size: float, make: Callable[[], tuple[Callable[..., Tensor], tuple[Tensor, ...]]], branches: int) -> OperationCase:
+def _case(
+    kind: str,
+    size: float,
+    make: Callable[[], tuple[Callable[..., Tensor], tuple[Tensor, ...]]],
+    branches: int,
+) -> OperationCase:
     made = [make() for _ in range(branches)]
     weights = tuple(p for module, _ in made if isinstance(module, nn.Module) for p in module.parameters())
-    return OperationCase(kind, size, tuple(module for module, _ in made), tuple(given for _, given in made), weights)
+    return OperationCase(
+        kind, size, tuple(module for module, _ in made), tuple(given for _, given in made), weights
+    )
 
 
-def _pointwise(elements: int) -> dict[str, tuple[float, Callable[[], tuple[Callable[..., Tensor], tuple[Tensor, ...]]]]]:
+def _pointwise(
+    elements: int,
+) -> dict[str, tuple[float, Callable[[], tuple[Callable[..., Tensor], tuple[Tensor, ...]]]]]:
     """By kind: elements read and written for each of the input, and what makes one."""
     width = min(64, elements)
     side = int(math.sqrt(elements / 16))
@@ -93,7 +121,10 @@ def cases() -> Iterator[OperationCase]:
         yield _case(
             "linear",
             volume,
-            lambda rows=rows, given=given, got=got: (nn.Linear(given, got), (torch.randn(rows, given, requires_grad=True),)),  # type: ignore[misc]
+            lambda rows=rows, given=given, got=got: (
+                nn.Linear(given, got),
+                (torch.randn(rows, given, requires_grad=True),),
+            ),  # type: ignore[misc]
             BRANCHES if volume < 2**20 else 2,
         )
     for batch, given, got, side in CONVOLUTION:
@@ -108,7 +139,9 @@ def cases() -> Iterator[OperationCase]:
             2,
         )
     for shape in ATTENTION:
-        yield _case("attention", 2 * math.prod(shape) * shape[2], lambda shape=shape: (_attend, _heads(shape)), 2)  # type: ignore[misc]
+        yield _case(
+            "attention", 2 * math.prod(shape) * shape[2], lambda shape=shape: (_attend, _heads(shape)), 2
+        )  # type: ignore[misc]
 
 
 def _attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
@@ -146,7 +179,9 @@ def measured(threads: int, budget_s: float) -> list[Row]:
 
     def time(kind: str, size: float, count: int, run: Callable[[], object]) -> None:
         found = measure(run, Budget(each_s * 0.7, each_s * 0.2, least=LEAST), WALL)
-        figures: dict[str, Any] = {name: value / count if name.endswith("_s") else value for name, value in found.fields().items()}
+        figures: dict[str, Any] = {
+            name: value / count if name.endswith("_s") else value for name, value in found.fields().items()
+        }
         row: dict[str, Any] = {"operation": kind, "threads": threads, "size": float(size)}
         rows.append(row | figures)
 
@@ -155,7 +190,9 @@ def measured(threads: int, budget_s: float) -> list[Row]:
             for kind, run in case.runs().items():
                 time(kind, case.size, len(case.modules), run)
             if (nothing := case.nothing()) is not None:
-                spent = measure(nothing, Budget(each_s * 0.2, each_s * 0.1, least=LEAST), WALL).min_s / len(case.modules)
+                spent = measure(nothing, Budget(each_s * 0.2, each_s * 0.1, least=LEAST), WALL).min_s / len(
+                    case.modules
+                )
                 _take_off(rows[-1], spent)
         for elements, update in _updates():
             time("update", elements, BRANCHES if elements < LARGE else 2, update)

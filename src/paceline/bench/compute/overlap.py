@@ -71,8 +71,13 @@ def copies(device: torch.device, budget_s: float) -> Iterator[Row | str]:
                 work()
                 copy()
 
-            found = _beside(copy, multiply, {1: on_one_stream, 2: on_two_streams}, budget_s / 4, wall(device), alone)
-            yield from (row | figures | {"streams": streams, "Bps": COPIED_BYTES / figures["alone_s"]} for streams, figures in found)
+            found = _beside(
+                copy, multiply, {1: on_one_stream, 2: on_two_streams}, budget_s / 4, wall(device), alone
+            )
+            yield from (
+                row | figures | {"streams": streams, "Bps": COPIED_BYTES / figures["alone_s"]}
+                for streams, figures in found
+            )
 
 
 def collectives(device: torch.device, ranks: int, budget_s: float) -> Iterator[Row | str]:
@@ -103,8 +108,15 @@ def on_rank(kind: str, budget_s: float) -> list[Row]:
             work()
             sending.wait()
 
-        [(_, figures)] = _beside(send, multiply, {0: both}, budget_s / len(SENT_BYTES), wall(device), _largest)
-        row: dict[str, Any] = {"operation": "all-reduce", "bytes": sent, "backend": "nccl" if group else "gloo", "ranks": size}
+        [(_, figures)] = _beside(
+            send, multiply, {0: both}, budget_s / len(SENT_BYTES), wall(device), _largest
+        )
+        row: dict[str, Any] = {
+            "operation": "all-reduce",
+            "bytes": sent,
+            "backend": "nccl" if group else "gloo",
+            "ranks": size,
+        }
         rows.append(row | figures | {"Bps": sent / figures["alone_s"]})
     return rows
 
@@ -126,7 +138,11 @@ def _beside(
 ) -> Iterator[tuple[int, dict[str, Any]]]:
     """Times of `send` alone, of about as much computing alone, and of both in each way there is: in turns, and of the turns the median, so
     that what else goes on in a machine is in all of them."""
-    budget = Budget(budget_s / (2 + len(together)) / TURNS * 0.8, budget_s / (2 + len(together)) / TURNS * 0.1, least=LEAST)
+    budget = Budget(
+        budget_s / (2 + len(together)) / TURNS * 0.8,
+        budget_s / (2 + len(together)) / TURNS * 0.1,
+        least=LEAST,
+    )
 
     def timed(run: Run) -> Timing:
         return measure(run, budget, clock, largest)
@@ -139,7 +155,12 @@ def _beside(
 
     runs: list[Run] = [send, work, *(partial(both, work) for both in together.values())]
     turns = [[timed(run) for run in runs] for _ in range(TURNS)]
-    sent, computed, *both = (sorted(of_run, key=lambda found: found.median_s)[TURNS // 2] for of_run in zip(*turns, strict=True))
+    sent, computed, *both = (
+        sorted(of_run, key=lambda found: found.median_s)[TURNS // 2] for of_run in zip(*turns, strict=True)
+    )
     for key, found in zip(together, both, strict=True):
         figures: dict[str, Any] = {"alone_s": sent.median_s, "compute_s": computed.median_s}
-        yield key, figures | {"hidden": hidden(sent.median_s, computed.median_s, found.median_s)} | found.fields()
+        yield (
+            key,
+            figures | {"hidden": hidden(sent.median_s, computed.median_s, found.median_s)} | found.fields(),
+        )

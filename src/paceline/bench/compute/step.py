@@ -53,7 +53,9 @@ def ready(spec: Spec, task: Task, device: torch.device) -> Iterator[ReadyStep]:
     with process_group(World(), device, spec.timeout_s, Path("runs")):
         batch = example(spec, task, plan)
         laid = build_training(spec, plan, World(), task, device)
-        yield ReadyStep(laid, tree_map(lambda item: item.to(device) if isinstance(item, Tensor) else item, batch))
+        yield ReadyStep(
+            laid, tree_map(lambda item: item.to(device) if isinstance(item, Tensor) else item, batch)
+        )
 
 
 def time_step(of: ReadyStep, budget_s: float) -> Timing:
@@ -67,12 +69,21 @@ def measure_step(of: ReadyStep, spec: Spec, budget_s: float) -> Iterator[Row]:
     flop = counted(of)
     found = time_step(of, each_s)
     row: dict[str, Any] = {"operation": "step", "dtype": spec.precision, "shape": f"{spec.batch} samples"}
-    yield row | {"flop": flop, "flops": flop / found.median_s, "per_s": spec.batch / found.median_s} | found.fields()
+    yield (
+        row
+        | {"flop": flop, "flops": flop / found.median_s, "per_s": spec.batch / found.median_s}
+        | found.fields()
+    )
     for kind in kinds:
         for name, run in kind.runs(of.step).items():
             flop = counted(run)
             found = measure(run, Budget(each_s * 0.7, each_s * 0.2, least=LEAST), clock(of.step.device))
-            row = {"operation": f"block {name}", "dtype": spec.precision, "shape": kind.name, "count": kind.count}
+            row = {
+                "operation": f"block {name}",
+                "dtype": spec.precision,
+                "shape": kind.name,
+                "count": kind.count,
+            }
             yield row | {"flop": flop, "flops": flop / found.median_s} | found.fields()
 
 
@@ -88,7 +99,9 @@ class _Kind:
 
     def runs(self, step: TrainingStep) -> dict[str, Callable[[], object]]:
         args, kwargs = tree_map(_leaf, (self.args, self.kwargs))
-        inputs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor) and leaf.requires_grad]
+        inputs = [
+            leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor) and leaf.requires_grad
+        ]
         inputs += [parameter for parameter in self.block.parameters() if parameter.requires_grad]
 
         def forward() -> Any:
@@ -99,7 +112,9 @@ class _Kind:
         runs: dict[str, Callable[[], object]] = {"forward": forward}
         if inputs and outputs:
             gradients = [torch.randn_like(output) for output in outputs]
-            runs["backward"] = lambda: torch.autograd.grad(outputs, inputs, gradients, retain_graph=True, allow_unused=True)
+            runs["backward"] = lambda: torch.autograd.grad(
+                outputs, inputs, gradients, retain_graph=True, allow_unused=True
+            )
         return runs
 
 
@@ -118,11 +133,17 @@ def _kinds(of: ReadyStep) -> list[_Kind]:
         key = (type(block), *_shapes(list(block.parameters())), *_shapes((args, kwargs)))
         if key in found:
             found[key].count += 1
-            found[key].name = f"{pattern(names[id(found[key].block)])} {type(block).__name__} × {found[key].count}"
+            found[
+                key
+            ].name = f"{pattern(names[id(found[key].block)])} {type(block).__name__} × {found[key].count}"
         else:
             found[key] = _Kind(f"{names[id(block)]} {type(block).__name__}", 1, block, args, kwargs)
 
-    hooks = [module.register_forward_pre_hook(note, with_kwargs=True) for module in model.modules() if id(module) in units]
+    hooks = [
+        module.register_forward_pre_hook(note, with_kwargs=True)
+        for module in model.modules()
+        if id(module) in units
+    ]
     try:
         with autocast(of.step.precision, of.step.device):
             call(task, model, of.batch)
@@ -134,7 +155,10 @@ def _kinds(of: ReadyStep) -> list[_Kind]:
 
 def _shapes(tree: Any) -> list[object]:
     leaves, structure = tree_flatten(tree)
-    return [structure, *((leaf.shape, leaf.dtype) if isinstance(leaf, Tensor) else repr(leaf) for leaf in leaves)]
+    return [
+        structure,
+        *((leaf.shape, leaf.dtype) if isinstance(leaf, Tensor) else repr(leaf) for leaf in leaves),
+    ]
 
 
 def counted(run: Callable[[], object]) -> int:
@@ -148,7 +172,9 @@ def _forward(query: Any, key: Any, value: Any, *args: Any, out_shape: Any = None
     return int(sdpa_flop_count(query, key, value))
 
 
-def _backward(gradient: Any, query: Any, key: Any, value: Any, *args: Any, out_shape: Any = None, **kwargs: Any) -> int:
+def _backward(
+    gradient: Any, query: Any, key: Any, value: Any, *args: Any, out_shape: Any = None, **kwargs: Any
+) -> int:
     return int(sdpa_backward_flop_count(gradient, query, key, value))
 
 

@@ -49,7 +49,9 @@ def three_digits(seconds: float) -> str:
 
 def table(rows: Sequence[Row], columns: Sequence[Column], title: str | None = None) -> Table:
     """Columns that show the same dash in all rows are left out."""
-    shown = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), title=title, title_justify="left", title_style="bold")
+    shown = Table(
+        box=None, pad_edge=False, padding=(0, 2, 0, 0), title=title, title_justify="left", title_style="bold"
+    )
     cells = [[column.show(row) for row in rows] for column in columns]
     kept = [(column, texts) for column, texts in zip(columns, cells, strict=True) if set(texts) != {"—"}]
     for column, _ in kept:
@@ -85,8 +87,13 @@ def comparison(first: Result, second: Result, found: Comparison) -> Table:
 
 def closing(found: Comparison) -> str:
     low, median, high = quartiles(found.ratios)
-    lacking = [f"{count} only in the {which}" for count, which in ((found.only_first, "first"), (found.only_second, "second")) if count]
+    lacking = [
+        f"{count} only in the {which}"
+        for count, which in ((found.only_first, "first"), (found.only_second, "second"))
+        if count
+    ]
     rows = several(len(found.ratios), "row")
-    return f"time in the first / time in the second: {median:.3f} (quartiles {low:.3f}–{high:.3f}) over {rows}" + "".join(
-        f"; {one}" for one in lacking
+    return (
+        f"time in the first / time in the second: {median:.3f} (quartiles {low:.3f}–{high:.3f}) over {rows}"
+        + "".join(f"; {one}" for one in lacking)
     )

@@ -21,7 +21,11 @@ def busbw(result: Result, path: Path) -> None:
     if not rows:
         raise BenchError("there is nothing to draw: no operation that moves bytes was measured")
     names = list(dict.fromkeys(str(row["operation"]) for row in rows))
-    differing = [name for name in result.keys if name not in ("operation", "bytes") and len({row[name] for row in rows}) > 1]
+    differing = [
+        name
+        for name in result.keys
+        if name not in ("operation", "bytes") and len({row[name] for row in rows}) > 1
+    ]
     told = differing or ["backend"]
     colours = dict(zip(dict.fromkeys(_named(row, told) for row in rows), cycle(COLOURS), strict=False))
     columns = min(3, len(names))
@@ -33,22 +37,35 @@ def busbw(result: Result, path: Path) -> None:
         for name, field in zip(names, fields.flat, strict=False):
             for series, colour in colours.items():
                 of_series = [row for row in rows if row["operation"] == name and _named(row, told) == series]
-                fits = [one for one in result.summary if one["operation"] == name and _named(one, told) == series]
+                fits = [
+                    one for one in result.summary if one["operation"] == name and _named(one, told) == series
+                ]
                 _draw(field, of_series, fits, series, colour)
             field.set(title=name, yscale="log")
             field.set_xscale("log", base=2)
             field.xaxis.set_major_formatter(lambda size, _: format_bytes(size).replace(".0 ", " "))
             field.grid(alpha=0.25)
         drawn.supylabel("busbw, GB/s (10⁹)")
-        handles = {label: handle for field in fields.flat for handle, label in zip(*field.get_legend_handles_labels(), strict=True)}
-        drawn.legend(handles.values(), handles, loc="outside lower center", ncols=min(4, len(handles)), frameon=False)
+        handles = {
+            label: handle
+            for field in fields.flat
+            for handle, label in zip(*field.get_legend_handles_labels(), strict=True)
+        }
+        drawn.legend(
+            handles.values(), handles, loc="outside lower center", ncols=min(4, len(handles)), frameon=False
+        )
         ranks = f"{result.settings.get('ranks')} ranks, {result.machine.get('host')}"
-        drawn.suptitle(f"{ranks}: median (points, down to the 95th percentile) and α + factor · S / β (lines)", fontsize="medium")
+        drawn.suptitle(
+            f"{ranks}: median (points, down to the 95th percentile) and α + factor · S / β (lines)",
+            fontsize="medium",
+        )
 
 
 def _named(row: Row, told: Sequence[str]) -> str:
     words: dict[Any, str] = {"in": "in place", "out": "out of place"}
-    return ", ".join(f"{row[name]} ranks" if name == "ranks" else words.get(row[name], str(row[name])) for name in told)
+    return ", ".join(
+        f"{row[name]} ranks" if name == "ranks" else words.get(row[name], str(row[name])) for name in told
+    )
 
 
 def _draw(field: "Axes", rows: Sequence[Row], fits: Sequence[Row], series: str, colour: str) -> None:
@@ -56,13 +73,30 @@ def _draw(field: "Axes", rows: Sequence[Row], fits: Sequence[Row], series: str, 
         return
     rows = sorted(rows, key=lambda row: _number(row["bytes"]))
     sizes, medians = [_number(row["bytes"]) for row in rows], [_number(row["busbw_GBps"]) for row in rows]
-    down = [busbw * (1 - _number(row["median_s"]) / _number(row["p95_s"])) for busbw, row in zip(medians, rows, strict=True)]
-    field.errorbar(sizes, medians, yerr=[down, [0.0] * len(rows)], fmt="o", markersize=3.5, linewidth=0.8, color=colour, label=series)
+    down = [
+        busbw * (1 - _number(row["median_s"]) / _number(row["p95_s"]))
+        for busbw, row in zip(medians, rows, strict=True)
+    ]
+    field.errorbar(
+        sizes,
+        medians,
+        yerr=[down, [0.0] * len(rows)],
+        fmt="o",
+        markersize=3.5,
+        linewidth=0.8,
+        color=colour,
+        label=series,
+    )
     for fit in fits:
         factor = OPERATIONS[str(fit["operation"])].factor(int(_number(fit["ranks"])))
         between = [sizes[0] * (sizes[-1] / sizes[0]) ** (step / 60) for step in range(61)]
         per_byte = factor / _number(fit["beta_Bps"]) if fit.get("beta_Bps") else 0.0
-        field.plot(between, [factor * size / (_number(fit["alpha_s"]) + per_byte * size) / 1e9 for size in between], lw=1, color=colour)
+        field.plot(
+            between,
+            [factor * size / (_number(fit["alpha_s"]) + per_byte * size) / 1e9 for size in between],
+            lw=1,
+            color=colour,
+        )
 
 
 def _number(value: Any) -> float:

@@ -19,7 +19,9 @@ def show(console: Console, result: Result) -> None:
     varied = [field(name, name, right=False) for name in several]
     console.print(_by_operation(result.rows, (ROW[0], *varied, *ROW[1:])))
     if result.summary:
-        console.print("\ntime = α + factor · S / β, with the factor of busbw; ± one standard error", style="dim")
+        console.print(
+            "\ntime = α + factor · S / β, with the factor of busbw; ± one standard error", style="dim"
+        )
         console.print(table(result.summary, (FIT[0], *varied, *FIT[1:])))
     if bad := sum(bool(row["wrong"]) for row in result.rows):
         console.print(f"{bad} row{'s' * (bad > 1)} of {len(result.rows)} came out WRONG", style="bold red")
@@ -51,7 +53,9 @@ def _wrong(row: Row) -> str:
 
 def _alpha(row: Row) -> str:
     error = row.get("alpha_error_s")
-    return as_text("alpha_s", row["alpha_s"]) + (f" ± {as_text('alpha_s', error)}" if error is not None else "")
+    return as_text("alpha_s", row["alpha_s"]) + (
+        f" ± {as_text('alpha_s', error)}" if error is not None else ""
+    )
 
 
 def _beta(row: Row) -> str:

@@ -63,7 +63,11 @@ BEST = [
     Column("typical", lambda row: rate(row, "typical_flops") if row.get("typical_flops") else "—"),
 ]
 OTHERS = [
-    Column("", lambda row: " ".join(str(row[key]) for key in ("operation", "dtype", "kernel") if row.get(key)), right=False),
+    Column(
+        "",
+        lambda row: " ".join(str(row[key]) for key in ("operation", "dtype", "kernel") if row.get(key)),
+        right=False,
+    ),
     field("shape", "shape", right=False),
     Column("rate", lambda row: _rate_of_other(row)),
     Column("time", lambda row: three_digits(number(row, "median_s"))),
@@ -83,9 +87,14 @@ def _by_shape(result: Result) -> Table:
     cells = {(row["shape"], name): row for name, rows in by_kind.items() for row in rows}
 
     def column(name: str) -> Column:
-        return Column(name, lambda row: _billions(cells[row["shape"], name]) if (row["shape"], name) in cells else "—")
+        return Column(
+            name, lambda row: _billions(cells[row["shape"], name]) if (row["shape"], name) in cells else "—"
+        )
 
-    return table([{"shape": shape} for shape in shapes], [field("GFLOP/s, m×n×k", "shape", right=False), *map(column, by_kind)])
+    return table(
+        [{"shape": shape} for shape in shapes],
+        [field("GFLOP/s, m×n×k", "shape", right=False), *map(column, by_kind)],
+    )
 
 
 def _billions(row: Row) -> str:
@@ -140,7 +149,11 @@ def draw(result: Result, path: Path) -> None:
 
 def _points(axes: "Axes", name: str, rows: Sequence[Row], colour: str) -> None:
     axes.scatter(
-        [number(row, "flop") / number(row, "bytes") for row in rows], [number(row, "flops") for row in rows], s=16, color=colour, label=name
+        [number(row, "flop") / number(row, "bytes") for row in rows],
+        [number(row, "flops") for row in rows],
+        s=16,
+        color=colour,
+        label=name,
     )
 
 
@@ -151,5 +164,12 @@ def _label_tops(axes: "Axes", tops: list[tuple[str, float]], at: float) -> None:
         shown = max(top, shown * 1.22)
         text = f"{name} {format_count(top)}{'OP/s' if name.startswith('int8') else 'FLOP/s'}"
         axes.annotate(
-            text, (at, shown), xytext=(5, 0), textcoords="offset points", color=colour, fontsize=9, va="center", annotation_clip=False
+            text,
+            (at, shown),
+            xytext=(5, 0),
+            textcoords="offset points",
+            color=colour,
+            fontsize=9,
+            va="center",
+            annotation_clip=False,
         )

@@ -12,7 +12,10 @@ def show(console: Console, result: Result) -> None:
     operations = [row for row in result.rows if "operation" in row]
     engines = [row for row in result.rows if "engine" in row]
     if operations:
-        columns = [Column("operation", lambda row: str(row["operation"]), right=False), Column("threads", lambda row: str(row["threads"]))]
+        columns = [
+            Column("operation", lambda row: str(row["operation"]), right=False),
+            Column("threads", lambda row: str(row["threads"])),
+        ]
         columns += [
             Column("size", lambda row: format_count(number(row, "size"))),
             Column("least", lambda row: three_digits(number(row, "min_s"))),
@@ -20,7 +23,10 @@ def show(console: Console, result: Result) -> None:
         columns.append(Column("median", lambda row: three_digits(number(row, "median_s"))))
         console.print(table(operations, columns))
     if engines:
-        columns = [Column("engine", lambda row: str(row["engine"]), right=False), Column("ranks", lambda row: str(row["ranks"]))]
+        columns = [
+            Column("engine", lambda row: str(row["engine"]), right=False),
+            Column("ranks", lambda row: str(row["ranks"])),
+        ]
         columns += [
             Column("units", lambda row: format_count(number(row, "units"))),
             Column("tensors", lambda row: format_count(number(row, "tensors"))),
@@ -36,7 +42,11 @@ def starts(result: Result) -> list[tuple[str, float]]:
     for row in result.rows:
         if row.get("threads") == 1:
             found.setdefault(f"{row['operation']}, 1 thread", number(row, "min_s"))
-    return [(name, seconds) for name, seconds in found.items() if name.split(",")[0] in ("move", "linear", "linear backward", "update")]
+    return [
+        (name, seconds)
+        for name, seconds in found.items()
+        if name.split(",")[0] in ("move", "linear", "linear backward", "update")
+    ]
 
 
 def added(result: Result) -> list[tuple[str, float]]:

@@ -23,9 +23,24 @@ def show(console: Console, result: Result) -> None:
                 field("ahead", "prefetch"),
                 Column("samples/s", lambda row: f"{number(row, 'per_s'):,.0f}"),
                 Column("spread", lambda row: f"{number(row, 'spread'):.0%}"),
-                Column("waits", lambda row: f"{number(row, 'wait_share'):.0%}" if row.get("wait_share") is not None else "—"),
-                Column("first batch", lambda row: f"{number(row, 'first_s'):.2f} s" if row.get("first_s") else "—"),
-                Column("memory", lambda row: format_bytes(number(row, "memory_bytes")) if row.get("memory_bytes") is not None else "—"),
+                Column(
+                    "waits",
+                    lambda row: (
+                        f"{number(row, 'wait_share'):.0%}" if row.get("wait_share") is not None else "—"
+                    ),
+                ),
+                Column(
+                    "first batch",
+                    lambda row: f"{number(row, 'first_s'):.2f} s" if row.get("first_s") else "—",
+                ),
+                Column(
+                    "memory",
+                    lambda row: (
+                        format_bytes(number(row, "memory_bytes"))
+                        if row.get("memory_bytes") is not None
+                        else "—"
+                    ),
+                ),
             ],
         )
     )
@@ -54,7 +69,9 @@ def draw(result: Result, path: Path) -> None:
         step = next((row for row in result.rows if row["what"] == "step"), None)
         for what, style in (("read", "--"), ("read and step", "-")):
             rows = [row for row in result.rows if row["what"] == what]
-            ahead: list[int | None] = [*sorted({row["prefetch"] for row in rows if isinstance(row["prefetch"], int)})] or [None]
+            ahead: list[int | None] = [
+                *sorted({row["prefetch"] for row in rows if isinstance(row["prefetch"], int)})
+            ] or [None]
             for colour, count in zip(COLOURS, ahead, strict=False):
                 of = [row for row in rows if row["prefetch"] in (None, count)]
                 label = what if count is None else f"{what}, {count} ahead"
@@ -69,7 +86,12 @@ def draw(result: Result, path: Path) -> None:
         if step is not None:
             axes.axhline(number(step, "per_s"), color="#555555", linewidth=1)
             axes.annotate(
-                "the step alone", (0, number(step, "per_s")), xytext=(0, 4), textcoords="offset points", color="#555555", fontsize=9
+                "the step alone",
+                (0, number(step, "per_s")),
+                xytext=(0, 4),
+                textcoords="offset points",
+                color="#555555",
+                fontsize=9,
             )
         rates = [number(row, "per_s") for row in result.rows]
         if max(rates) > FAR_APART * min(rates):
@@ -79,6 +101,9 @@ def draw(result: Result, path: Path) -> None:
         axes.set_xticks(sorted({number(row, "workers") for row in result.rows if row["what"] != "step"}))
         axes.set_xlabel("workers")
         axes.set_ylabel("samples/s")
-        axes.set_title(f"Input of {result.settings.get('task', '')}, batch {result.settings.get('batch', '')}", loc="left")
+        axes.set_title(
+            f"Input of {result.settings.get('task', '')}, batch {result.settings.get('batch', '')}",
+            loc="left",
+        )
         axes.spines[["top", "right"]].set_visible(False)
         axes.legend(frameon=False)

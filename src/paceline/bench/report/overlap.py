@@ -28,7 +28,9 @@ def show(console: Console, result: Result) -> None:
 def name(row: Row) -> str:
     words = [f"{row['operation']}, {number(row, 'bytes') / 2**20:g} MiB"]
     words += [str(row[key]) for key in ("memory", "backend") if row.get(key)]
-    return ", ".join(words) + (f", {row['streams']} stream{'s' * (row['streams'] != 1)}" if row.get("streams") else "")
+    return ", ".join(words) + (
+        f", {row['streams']} stream{'s' * (row['streams'] != 1)}" if row.get("streams") else ""
+    )
 
 
 def draw(result: Result, path: Path) -> None:
@@ -37,10 +39,18 @@ def draw(result: Result, path: Path) -> None:
         axes = drawn.subplots()
         for place, row in enumerate(result.rows):
             whole = number(row, "alone_s") + number(row, "compute_s")
-            parts = (("alone", 0.0, "alone_s", COLOURS[0], 0.2), ("computing", number(row, "alone_s"), "compute_s", COLOURS[1], 0.2))
+            parts = (
+                ("alone", 0.0, "alone_s", COLOURS[0], 0.2),
+                ("computing", number(row, "alone_s"), "compute_s", COLOURS[1], 0.2),
+            )
             for label, left, field_name, colour, shift in parts:
                 axes.barh(
-                    place - shift, number(row, field_name) / whole, 0.36, left / whole, color=colour, label=label if not place else None
+                    place - shift,
+                    number(row, field_name) / whole,
+                    0.36,
+                    left / whole,
+                    color=colour,
+                    label=label if not place else None,
                 )
             both = number(row, "median_s") / whole
             axes.barh(place + 0.2, both, 0.36, color=COLOURS[3], label="both at once" if not place else None)

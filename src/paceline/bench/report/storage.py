@@ -48,7 +48,9 @@ def _table(result: Result, names: Sequence[str]) -> Table:
 FACTS: dict[str, Callable[[Row], str]] = {
     "file system": lambda row: str(row.get("filesystem") or "—"),
     "free": lambda row: format_bytes(number(row, "free_bytes")) + _by_quota(row),
-    "files free": lambda row: format_count(number(row, "free_files")) + _by_quota(row) if row.get("free_files") is not None else "—",
+    "files free": lambda row: (
+        format_count(number(row, "free_files")) + _by_quota(row) if row.get("free_files") is not None else "—"
+    ),
 }
 
 
@@ -67,7 +69,9 @@ def cell(row: Row) -> str:
     bytes_Bps = f"{format_count(number(row, 'bytes') / number(row, 'seconds'))}B/s"
     if "Bps" in row:
         return bytes_Bps + star
-    return f"{number(row, 'per_s'):,.0f}/s" + (f", {bytes_Bps}" if row["test"] == "small write" else "") + star
+    return (
+        f"{number(row, 'per_s'):,.0f}/s" + (f", {bytes_Bps}" if row["test"] == "small write" else "") + star
+    )
 
 
 def remarks(result: Result) -> list[str]:
@@ -76,14 +80,23 @@ def remarks(result: Result) -> list[str]:
 
 
 def _figure(result: Result, name: str, test: str, rate: str) -> float | None:
-    return next((number(row, rate) for row in result.rows if row["directory"] == name and row["test"] == test and row.get(rate)), None)
+    return next(
+        (
+            number(row, rate)
+            for row in result.rows
+            if row["directory"] == name and row["test"] == test and row.get(rate)
+        ),
+        None,
+    )
 
 
 def draw(result: Result, path: Path) -> None:
     """Bars by test and directory: bytes a second, and operations a second."""
     names = directories(result)
     units = {"Bps": "bytes/s", "per_s": "operations/s"}
-    rates = [rate for rate in units if any(row.get(rate) for row in result.rows)]  # an interrupted bench may have one of them
+    rates = [
+        rate for rate in units if any(row.get(rate) for row in result.rows)
+    ]  # an interrupted bench may have one of them
     with figure(path, 5.0 * max(1, len(rates)), 5.0) as drawn:
         panels = drawn.subplots(1, max(1, len(rates)), squeeze=False)[0]
         for axes, rate in zip(panels, rates, strict=False):
@@ -93,8 +106,12 @@ def draw(result: Result, path: Path) -> None:
             for number_of, name in enumerate(names):
                 places = [place + height * number_of for place in range(len(tests))]
                 values = [_figure(result, name, test, rate) or 0.0 for test in tests]
-                bars = axes.barh(places, values, height * 0.92, color=COLOURS[number_of % len(COLOURS)], label=name)
-                axes.bar_label(bars, [format_count(value) if value else "" for value in values], padding=3, fontsize=8)
+                bars = axes.barh(
+                    places, values, height * 0.92, color=COLOURS[number_of % len(COLOURS)], label=name
+                )
+                axes.bar_label(
+                    bars, [format_count(value) if value else "" for value in values], padding=3, fontsize=8
+                )
             axes.set_yticks([place + height * (len(names) - 1) / 2 for place in range(len(tests))], tests)
             axes.invert_yaxis()
             axes.set_xscale("log")

@@ -46,7 +46,8 @@ def _collectives(result: Result) -> list[Line]:
         if name not in found or number(row, "beta_Bps") > number(found[name], "beta_Bps"):
             found[name] = row
     return [
-        (name, f"{three_digits(number(row, 'alpha_s'))} a call, {format_count(number(row, 'beta_Bps'))}B/s") for name, row in found.items()
+        (name, f"{three_digits(number(row, 'alpha_s'))} a call, {format_count(number(row, 'beta_Bps'))}B/s")
+        for name, row in found.items()
     ]
 
 
@@ -63,7 +64,11 @@ def _compute(result: Result) -> list[Line]:
         if rows:
             best = max(rows, key=lambda row: number(row, "flops"))
             lines.append((name, f"{rate(best)} with {best['kernel']} in {best['dtype']} at {best['shape']}"))
-    lines += [("step", f"{number(row, 'per_s'):,.0f} samples/s") for row in result.rows if row["operation"] == "step"]
+    lines += [
+        ("step", f"{number(row, 'per_s'):,.0f} samples/s")
+        for row in result.rows
+        if row["operation"] == "step"
+    ]
     return lines
 
 
@@ -78,7 +83,11 @@ def _overlap(result: Result) -> list[Line]:
 
 
 def _hidden(share: float) -> str:
-    return f"{min(share, 1.0):.0%} hidden under computing" if share >= 0.005 else "nothing hidden under computing: in each other's way"
+    return (
+        f"{min(share, 1.0):.0%} hidden under computing"
+        if share >= 0.005
+        else "nothing hidden under computing: in each other's way"
+    )
 
 
 def _storage(result: Result) -> list[Line]:
@@ -86,7 +95,12 @@ def _storage(result: Result) -> list[Line]:
     for name in storage.directories(result):
         rows = [row for row in result.rows if row["directory"] == name]
         figures = ", ".join(f"{row['test']} {storage.cell(row)}" for row in rows if row["test"] in TOLD)
-        lines.append((f"{name}, {rows[0]['filesystem']}", f"{format_bytes(number(rows[0], 'free_bytes'))} free; {figures}"))
+        lines.append(
+            (
+                f"{name}, {rows[0]['filesystem']}",
+                f"{format_bytes(number(rows[0], 'free_bytes'))} free; {figures}",
+            )
+        )
         lines += [("", str(row["advice"])) for row in result.summary if row["directory"] == name]
     return lines
 
@@ -95,7 +109,10 @@ TOLD = ("large write", "read", "small write", "create", "checkpoint")
 
 
 def _input(result: Result) -> list[Line]:
-    return [(f"{result.settings.get('task')}, batch {result.settings.get('batch')}", input.verdict(row)) for row in result.summary]
+    return [
+        (f"{result.settings.get('task')}, batch {result.settings.get('batch')}", input.verdict(row))
+        for row in result.summary
+    ]
 
 
 LINES: dict[str, Callable[[Result], list[Line]]] = {

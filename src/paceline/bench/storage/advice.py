@@ -19,14 +19,20 @@ def advice(rows: Sequence[Row]) -> list[Row]:
         figures = found.setdefault(str(row["directory"]), {"filesystem": row["filesystem"]})
         figures[str(row["test"])] = row.get("Bps", row.get("per_s"))
     lasting = {name: figures for name, figures in found.items() if figures["filesystem"] not in IN_MEMORY}
-    quickest = max(lasting, key=lambda name: lasting[name].get("checkpoint") or 0.0) if len(lasting) > 1 else None
-    return [{"directory": name, "advice": _line(figures, name == quickest)} for name, figures in found.items()]
+    quickest = (
+        max(lasting, key=lambda name: lasting[name].get("checkpoint") or 0.0) if len(lasting) > 1 else None
+    )
+    return [
+        {"directory": name, "advice": _line(figures, name == quickest)} for name, figures in found.items()
+    ]
 
 
 def _line(figures: dict[str, Any], quickest: bool) -> str:
     if figures["filesystem"] in IN_MEMORY:
         return "this is memory, which a job pays for and which is empty afterwards: put here what is read often, and keep nothing"
-    creates, writes, reads, checkpoint = (figures.get(test) for test in ("create", "small write", "random read", "checkpoint"))
+    creates, writes, reads, checkpoint = (
+        figures.get(test) for test in ("create", "small write", "random read", "checkpoint")
+    )
     found = []
     if quickest and checkpoint:
         found.append(f"keep checkpoints here, {format_count(checkpoint)}B/s is the most of these directories")

@@ -31,7 +31,9 @@ class StorageRoom:
     free_files: int
     writers: int
     block_bytes: int = PAGE  # of large writes
-    cached_share: float = 0.0  # of the large file, when it was read: what could not be dropped from the page cache
+    cached_share: float = (
+        0.0  # of the large file, when it was read: what could not be dropped from the page cache
+    )
 
     @property
     def large(self) -> Path:
@@ -51,7 +53,9 @@ def choose_block(room: StorageRoom, budget_s: float) -> None:
         _write(file, _noise(size), size)
     path.unlink()
     in_time = size / (time.perf_counter() - began) * budget_s / 4  # so that there are some
-    room.block_bytes = next(block for block in BLOCKS if block <= max(PAGE, min(room.free_bytes / 2, in_time)))
+    room.block_bytes = next(
+        block for block in BLOCKS if block <= max(PAGE, min(room.free_bytes / 2, in_time))
+    )
 
 
 def write_dsync(room: StorageRoom) -> Samples:
@@ -179,7 +183,9 @@ def write_together(room: StorageRoom) -> Samples:
             raise faults[0]
 
 
-def _at_once(room: StorageRoom, share: int, noise: mmap.mmap, written: list[int], faults: list[OSError]) -> None:
+def _at_once(
+    room: StorageRoom, share: int, noise: mmap.mmap, written: list[int], faults: list[OSError]
+) -> None:
     """`written`: bytes of each writer. An interrupt waits for all of them, so that none makes a file where the folder is being deleted."""
     over = threading.Event()
 
@@ -247,6 +253,8 @@ def cached_share(path: Path) -> float:
     with path.open("r+b") as file, mmap.mmap(file.fileno(), size) as view:
         flags = (ctypes.c_ubyte * -(-size // mmap.PAGESIZE))()
         start = ctypes.c_char.from_buffer(view)
-        failed = ctypes.CDLL(None).mincore(ctypes.c_void_p(ctypes.addressof(start)), ctypes.c_size_t(size), flags)
+        failed = ctypes.CDLL(None).mincore(
+            ctypes.c_void_p(ctypes.addressof(start)), ctypes.c_size_t(size), flags
+        )
         del start
     return 1.0 if failed else sum(flag & 1 for flag in flags) / len(flags)

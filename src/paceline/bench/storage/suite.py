@@ -100,7 +100,11 @@ def space(directory: Path) -> dict[str, Any]:
     found = directories.look(directory, (), directories.quotas(), directories.mounts())
     quota = found.quota
     left_bytes = quota.limit_bytes - quota.used_bytes if quota and quota.limit_bytes is not None else None
-    left_files = quota.limit_files - quota.used_files if quota and quota.limit_files is not None and quota.used_files is not None else None
+    left_files = (
+        quota.limit_files - quota.used_files
+        if quota and quota.limit_files is not None and quota.used_files is not None
+        else None
+    )
     return {
         "directory": str(directory),
         "filesystem": found.filesystem,
@@ -145,7 +149,10 @@ def _row(test: StorageTest, samples: Sequence[tuple[float, int]], note: str | No
     size, seconds = sum(size for _, size in samples), sum(seconds for seconds, _ in samples)
     row: dict[str, Any] = {"test": test.name, "bytes": size, "seconds": seconds}
     if samples:
-        row |= {"block_bytes": samples[0][1], test.rate: (size if test.rate == "Bps" else len(samples)) / seconds}
+        row |= {
+            "block_bytes": samples[0][1],
+            test.rate: (size if test.rate == "Bps" else len(samples)) / seconds,
+        }
         row |= timing([0.0, *accumulate(seconds for seconds, _ in samples)]).fields()
     return row | ({"note": note} if note else {})
 

@@ -20,7 +20,14 @@ if TYPE_CHECKING:
     Measure = Callable[[float, Watch], CollectedResult]
 
 DEFAULT_TASK = "digits"
-SHARES = {"collectives": 0.22, "compute": 0.24, "host": 0.18, "overlap": 0.1, "storage": 0.13, "input": 0.13}  # of the time
+SHARES = {
+    "collectives": 0.22,
+    "compute": 0.24,
+    "host": 0.18,
+    "overlap": 0.1,
+    "storage": 0.13,
+    "input": 0.13,
+}  # of the time
 PICTURES = {
     "collectives": "paceline.bench.report.busbw:busbw",
     "compute": "paceline.bench.report.compute:draw",
@@ -30,7 +37,14 @@ PICTURES = {
 }
 
 
-def whole(task: str | None, directories: list[Path], ranks: int | None, device: str | None, seconds: float, out: Path) -> None:
+def whole(
+    task: str | None,
+    directories: list[Path],
+    ranks: int | None,
+    device: str | None,
+    seconds: float,
+    out: Path,
+) -> None:
     """Print a summary, and leave results, pictures and cluster.json in `out`: of what there is, where one fails or is interrupted."""
     from paceline.launch.launchers import check_count
 
@@ -66,7 +80,9 @@ def _make(out: Path) -> None:
     try:
         out.mkdir(exist_ok=True)
     except OSError as error:
-        raise BenchError(f"cannot make the folder {out}: {error.strerror}; name another one with --out") from error
+        raise BenchError(
+            f"cannot make the folder {out}: {error.strerror}; name another one with --out"
+        ) from error
     check_path(out / "cluster.json")
 
 
@@ -81,11 +97,15 @@ def _known(path: Path) -> "Cluster":
         return here
     known = file.read(path)
     if known.device.name != here.device.name:
-        raise ClusterError(f"{path} is of {known.device.name}, and this is {here.device.name}; name another folder with --out")
+        raise ClusterError(
+            f"{path} is of {known.device.name}, and this is {here.device.name}; name another folder with --out"
+        )
     return known
 
 
-def _measures(task: str | None, directories: list[Path], ranks: int | None, device: str | None) -> "tuple[dict[str, Measure], list[str]]":
+def _measures(
+    task: str | None, directories: list[Path], ranks: int | None, device: str | None
+) -> "tuple[dict[str, Measure], list[str]]":
     """By kind, and what was left out. Raises the Error of whatever was asked for and cannot be."""
     from paceline.bench import suites
     from paceline.bench.data_loading import up_to_cores, ways
@@ -111,14 +131,18 @@ def _measures(task: str | None, directories: list[Path], ranks: int | None, devi
     found: dict[str, Measure] = {
         "storage": lambda budget_s, watch: suites.storage(places, budget_s / len(places), 4, watch),
         "collectives": lambda budget_s, watch: suites.collectives(count, here, budget_s, watch),
-        "compute": lambda budget_s, watch: suites.compute(here, budget_s, spec if work else None, work, watch),
+        "compute": lambda budget_s, watch: suites.compute(
+            here, budget_s, spec if work else None, work, watch
+        ),
         "overlap": lambda budget_s, watch: suites.overlap(here, max(2, count), budget_s, watch),
     }
     if here.type == "cpu":
         found["host"] = lambda budget_s, watch: suites.host(max(2, count), budget_s, watch)
     if work is not None:
         task_of = work
-        found["input"] = lambda budget_s, watch: suites.read(spec, task_of, here, budget_s, ways(up_to_cores(), [2]), watch)
+        found["input"] = lambda budget_s, watch: suites.read(
+            spec, task_of, here, budget_s, ways(up_to_cores(), [2]), watch
+        )
     return found, notes
 
 
@@ -138,7 +162,11 @@ def _keep(before: "Cluster", results: "list[Result]", notes: list[str], out: Pat
         console.print(table(results))
     for note in (*remarks(results), *notes, *_drawn(results, out)):
         console.print(note, style="dim", markup=False, soft_wrap=True)
-    console.print(f"{out}/: cluster.json, and of each bench its figures (.json) and its picture (.svg)", markup=False, soft_wrap=True)
+    console.print(
+        f"{out}/: cluster.json, and of each bench its figures (.json) and its picture (.svg)",
+        markup=False,
+        soft_wrap=True,
+    )
 
 
 def _drawn(results: "list[Result]", out: Path) -> list[str]:

@@ -9,7 +9,17 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from paceline.cli.bench.options import INTERRUPTED, Compare, Json, Option, Plot, check, compare_results, keep, progress
+from paceline.cli.bench.options import (
+    INTERRUPTED,
+    Compare,
+    Json,
+    Option,
+    Plot,
+    check,
+    compare_results,
+    keep,
+    progress,
+)
 from paceline.distributed.world import World, world
 from paceline.errors import BenchError, Error, LaunchError, PlanError
 
@@ -19,18 +29,34 @@ if TYPE_CHECKING:
 
 
 def collectives(
-    ranks: Annotated[int | None, Option(help="Processes on this machine. Default: one for each GPU, or 2.", min=1)] = None,
-    backends: Annotated[
-        str | None, Option(metavar="A,B", help="Of gloo, nccl, mpi. Default: nccl where there are GPUs, else gloo.")
+    ranks: Annotated[
+        int | None, Option(help="Processes on this machine. Default: one for each GPU, or 2.", min=1)
     ] = None,
-    sizes: Annotated[str, Option(metavar="A:B", help="1KiB:64MiB, each 4 times the one before; 1KiB:64MiB:2; or a list.")] = "1KiB:64MiB",
-    operations: Annotated[str | None, Option(metavar="A,B", help="Such as all-reduce,send-recv. Default: all ten.")] = None,
-    dtypes: Annotated[str, Option(metavar="A,B", help="fp64, fp32, bf16, fp16, int64, int32, int8, uint8.")] = "fp32",
-    place: Annotated[str, Option(metavar="A,B", help="out, in, or both: the result beside the input, or in its place.")] = "out,in",
-    axes: Annotated[str | None, Option(metavar="A,B", help="world, node (inside of nodes), across (nodes), or those of --plan.")] = None,
+    backends: Annotated[
+        str | None,
+        Option(metavar="A,B", help="Of gloo, nccl, mpi. Default: nccl where there are GPUs, else gloo."),
+    ] = None,
+    sizes: Annotated[
+        str, Option(metavar="A:B", help="1KiB:64MiB, each 4 times the one before; 1KiB:64MiB:2; or a list.")
+    ] = "1KiB:64MiB",
+    operations: Annotated[
+        str | None, Option(metavar="A,B", help="Such as all-reduce,send-recv. Default: all ten.")
+    ] = None,
+    dtypes: Annotated[
+        str, Option(metavar="A,B", help="fp64, fp32, bf16, fp16, int64, int32, int8, uint8.")
+    ] = "fp32",
+    place: Annotated[
+        str, Option(metavar="A,B", help="out, in, or both: the result beside the input, or in its place.")
+    ] = "out,in",
+    axes: Annotated[
+        str | None,
+        Option(metavar="A,B", help="world, node (inside of nodes), across (nodes), or those of --plan."),
+    ] = None,
     plan: Annotated[str | None, Option(help="Measure along the axes of its mesh, such as tp=2.")] = None,
     seconds: Annotated[float, Option(help="To measure each row for, its warm-up apart.", min=0.001)] = 0.2,
-    timeout: Annotated[float, Option(help="Seconds after which a call that does not end counts as failed.", min=1)] = 300.0,
+    timeout: Annotated[
+        float, Option(help="Seconds after which a call that does not end counts as failed.", min=1)
+    ] = 300.0,
     json: Json = None,
     plot: Plot = None,
     compare: Compare = None,
@@ -43,7 +69,9 @@ def collectives(
         return compare_results("collectives", compare)
     me = world()
     with _said_once(me):
-        request, count = _request(me, ranks, backends, sizes, operations, dtypes, place, axes, plan, seconds, timeout)
+        request, count = _request(
+            me, ranks, backends, sizes, operations, dtypes, place, axes, plan, seconds, timeout
+        )
         check(json, plot)
         raise typer.Exit(_measured(request, me, count, json, plot))
 
@@ -78,7 +106,11 @@ def _request(
     from paceline.bench.collectives.request import sizes as parse_sizes
 
     asked = {"operations": names(operations, (*OPERATIONS,), "operation")} if operations is not None else {}
-    sizes_bytes, asked_dtypes, places = parse_sizes(sizes), names(dtypes, (*DTYPES,), "type"), names(place, ("out", "in"), "place")
+    sizes_bytes, asked_dtypes, places = (
+        parse_sizes(sizes),
+        names(dtypes, (*DTYPES,), "type"),
+        names(place, ("out", "in"), "place"),
+    )
 
     from paceline.bench.collectives import backends as known
     from paceline.bench.collectives.rank_groups import check as check_axes
@@ -86,7 +118,9 @@ def _request(
     if me.launcher is not None and ranks not in (None, me.size):
         raise LaunchError(f"--ranks {ranks}, but {me.launcher} started {me.size}; leave --ranks out")
     request = CollectiveRequest(
-        backends=names(backends, (*known.MISSING,), "back end") if backends is not None else (known.default(),),
+        backends=names(backends, (*known.MISSING,), "back end")
+        if backends is not None
+        else (known.default(),),
         sizes_bytes=sizes_bytes,
         dtypes=asked_dtypes,
         places=places,
@@ -102,7 +136,9 @@ def _request(
     return request, count
 
 
-def _measured(request: "CollectiveRequest", me: World, ranks: int, json: Path | None, plot: Path | None) -> int:
+def _measured(
+    request: "CollectiveRequest", me: World, ranks: int, json: Path | None, plot: Path | None
+) -> int:
     """Returns the exit status. Whatever ends it, what was measured until then is shown and kept."""
     import signal
 
@@ -121,7 +157,14 @@ def _measured(request: "CollectiveRequest", me: World, ranks: int, json: Path | 
     if isinstance(ended, KeyboardInterrupt):
         found.append("stopped before the end")
     if me.rank == 0 and rows:
-        keep(result(request, ranks, me.local_size if me.launcher is not None else ranks, found), json, plot, show, busbw, me)
+        keep(
+            result(request, ranks, me.local_size if me.launcher is not None else ranks, found),
+            json,
+            plot,
+            show,
+            busbw,
+            me,
+        )
     if isinstance(ended, KeyboardInterrupt) and me.launcher is not None:
         sys.stdout.flush()
         os._exit(INTERRUPTED)  # the thread that measures may wait for ranks that are gone
@@ -130,7 +173,9 @@ def _measured(request: "CollectiveRequest", me: World, ranks: int, json: Path | 
     return 1 if any(row["wrong"] for row in rows) else 0
 
 
-def _collected(items: "Iterator[Row | str]", me: World) -> "tuple[list[Row | str], Error | RuntimeError | KeyboardInterrupt | None]":
+def _collected(
+    items: "Iterator[Row | str]", me: World
+) -> "tuple[list[Row | str], Error | RuntimeError | KeyboardInterrupt | None]":
     found: list[Row | str] = []
     try:
         with contextlib.closing(items), progress("ranks start", me) as tell:  # type: ignore[type-var]
@@ -138,6 +183,10 @@ def _collected(items: "Iterator[Row | str]", me: World) -> "tuple[list[Row | str
                 found.append(item)
                 if not isinstance(item, str):
                     tell(item)
-    except (Error, RuntimeError, KeyboardInterrupt) as error:  # RuntimeError: what torch and MPI say of ranks that are gone
+    except (
+        Error,
+        RuntimeError,
+        KeyboardInterrupt,
+    ) as error:  # RuntimeError: what torch and MPI say of ranks that are gone
         return found, error
     return found, None

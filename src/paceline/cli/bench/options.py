@@ -21,8 +21,13 @@ INTERRUPTED = 130  # exit status
 LINES_S = 1.0  # between lines of progress where nobody watches a terminal
 Option = typer.Option
 Json = Annotated[Path | None, Option("--json", metavar="FILE", help="Write the figures there, too.")]
-Plot = Annotated[Path | None, Option("--plot", metavar="FILE", help="Draw them, as SVG or PNG by the file's ending.")]
-Compare = Annotated[tuple[Path, Path] | None, Option("--compare", metavar="A B", help="Measure nothing; hold two JSON files together.")]
+Plot = Annotated[
+    Path | None, Option("--plot", metavar="FILE", help="Draw them, as SVG or PNG by the file's ending.")
+]
+Compare = Annotated[
+    tuple[Path, Path] | None,
+    Option("--compare", metavar="A B", help="Measure nothing; hold two JSON files together."),
+]
 
 
 def check(json: Path | None, plot: Path | None) -> None:

@@ -6,7 +6,17 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from paceline.cli.bench.options import INTERRUPTED, Compare, Json, Option, Plot, check, compare_results, keep, progress
+from paceline.cli.bench.options import (
+    INTERRUPTED,
+    Compare,
+    Json,
+    Option,
+    Plot,
+    check,
+    compare_results,
+    keep,
+    progress,
+)
 from paceline.cli.request_options import Target
 from paceline.errors import BenchError
 
@@ -20,13 +30,19 @@ if TYPE_CHECKING:
 
 Seconds = Annotated[float, Option(min=0.5, metavar="SECONDS", help="About how long to measure.")]
 Device = Annotated[str | None, Option(help="cpu or cuda; CUDA where there is some.")]
-Fields = Annotated[list[str] | None, Option(metavar="NAME=VALUE", help="A field of the task, or a dotted key such as optimizer.lr.")]
+Fields = Annotated[
+    list[str] | None,
+    Option(metavar="NAME=VALUE", help="A field of the task, or a dotted key such as optimizer.lr."),
+]
 Batch = Annotated[int | None, Option(help="Samples of a step.")]
 Precision = Annotated[str | None, Option(help="fp64, fp32, bf16 or fp16.")]
 
 
 def compute(
-    task: Annotated[str | None, Option(help="Time the step of this task and of its blocks, too: my.py:Class, or a built-in one.")] = None,
+    task: Annotated[
+        str | None,
+        Option(help="Time the step of this task and of its blocks, too: my.py:Class, or a built-in one."),
+    ] = None,
     set: Fields = None,
     batch: Batch = None,
     precision: Precision = None,
@@ -42,7 +58,9 @@ def compute(
         return
     check(json, plot)
     if task is None and (set or batch is not None or precision is not None):
-        raise BenchError("--set, --batch and --precision apply to the step of a task; add --task, e.g. --task digits")
+        raise BenchError(
+            "--set, --batch and --precision apply to the step of a task; add --task, e.g. --task digits"
+        )
     from paceline.cli.launching import read
     from paceline.task import load_task
 
@@ -92,13 +110,19 @@ def host(
     from paceline.bench import suites
     from paceline.bench.report.host import show
 
-    finish(watched(lambda watch: suites.host(ranks, seconds, watch)), json, None, show, lambda result, path: None)
+    finish(
+        watched(lambda watch: suites.host(ranks, seconds, watch)), json, None, show, lambda result, path: None
+    )
 
 
 def storage(
-    directories: Annotated[list[Path] | None, typer.Argument(metavar="DIR…", help="Where to measure; nothing is left there.")] = None,
+    directories: Annotated[
+        list[Path] | None, typer.Argument(metavar="DIR…", help="Where to measure; nothing is left there.")
+    ] = None,
     writers: Annotated[int, Option(min=1, help="Files of a checkpoint that are written at once.")] = 4,
-    seconds: Annotated[float, Option(min=0.5, metavar="SECONDS", help="About how long to measure, in each directory.")] = 20.0,
+    seconds: Annotated[
+        float, Option(min=0.5, metavar="SECONDS", help="About how long to measure, in each directory.")
+    ] = 20.0,
     json: Json = None,
     plot: Plot = None,
     compare: Compare = None,
@@ -123,7 +147,9 @@ def input_(
     set: Fields = None,
     batch: Batch = None,
     precision: Precision = None,
-    workers: Annotated[str | None, Option(metavar="0,1,2", help="Processes that read; from none to the cores there are.")] = None,
+    workers: Annotated[
+        str | None, Option(metavar="0,1,2", help="Processes that read; from none to the cores there are.")
+    ] = None,
     prefetch: Annotated[str, Option(metavar="2,4", help="Batches that each of them reads ahead.")] = "2,4",
     device: Device = None,
     seconds: Seconds = 30.0,
@@ -148,7 +174,9 @@ def input_(
 
     here = device_for(device)
     found = ways(counts or up_to_cores(), ahead or [2])
-    finish(watched(lambda watch: suites.read(spec, task, here, seconds, found, watch)), json, plot, show, draw)
+    finish(
+        watched(lambda watch: suites.read(spec, task, here, seconds, found, watch)), json, plot, show, draw
+    )
 
 
 def numbers(flag: str, text: str | None, least: int) -> list[int]:

@@ -12,7 +12,9 @@ from paceline.distributed.world import World
 
 def agent(run: Path) -> None:
     """Train the request of a run, or go on with it, as the node that the environment says."""
-    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # before torch is there: what befell the store is said in one sentence
+    os.environ.setdefault(
+        "TORCH_CPP_LOG_LEVEL", "ERROR"
+    )  # before torch is there: what befell the store is said in one sentence
     from paceline.cli.internal.rank import is_first
     from paceline.cli.resume import done
     from paceline.distributed.world import world
@@ -28,7 +30,14 @@ def agent(run: Path) -> None:
 
     assert launch.ranks is not None
     try:
-        status = start(folder, me, launch.ranks // launch.nodes, launch.least_nodes or launch.nodes, launch.restarts, spec.timeout_s)
+        status = start(
+            folder,
+            me,
+            launch.ranks // launch.nodes,
+            launch.least_nodes or launch.nodes,
+            launch.restarts,
+            spec.timeout_s,
+        )
     except Exception as error:  # the top of an agent
         # who started it may be gone, and with it what it prints
         with open(folder.ranks / f"agent-{me.rank}.log", "a", encoding="utf-8") as log:
@@ -50,6 +59,8 @@ def _queue_again(me: World) -> None:
     from paceline.launch.slurm.client import requeue_without
 
     job = me.job.partition("-")[0]
-    with contextlib.suppress(LaunchError):  # no job that can be, or no Slurm in this container: the way out is said
+    with contextlib.suppress(
+        LaunchError
+    ):  # no job that can be, or no Slurm in this container: the way out is said
         if me.host is not None and requeue_without(job, me.host):
             print(f"paceline: node {me.host} is gone; job {job} is queued again", file=sys.stderr)

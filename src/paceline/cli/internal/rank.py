@@ -13,7 +13,9 @@ from paceline.run import RunFolder
 
 
 def rank(
-    run: Path, launcher: Annotated[int | None, typer.Argument()] = None, server: Annotated[int | None, typer.Argument()] = None
+    run: Path,
+    launcher: Annotated[int | None, typer.Argument()] = None,
+    server: Annotated[int | None, typer.Argument()] = None,
 ) -> None:
     """Train the request of a run, or go on with it, as the rank that the environment says.
 

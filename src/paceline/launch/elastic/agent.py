@@ -22,7 +22,9 @@ class _Agent(LocalElasticAgent):
     """`again` is called with the ranks of this machine that failed, before all are started again; `begin` before each start, when no rank
     of the last one is left."""
 
-    def __init__(self, run: RunFolder, spec: WorkerSpec, logs_specs: LogsSpecs, again: Again, begin: Callable[[], None]):
+    def __init__(
+        self, run: RunFolder, spec: WorkerSpec, logs_specs: LogsSpecs, again: Again, begin: Callable[[], None]
+    ):
         super().__init__(spec, logs_specs)
         self._run, self._again, self._begin = run, again, begin
         self._failures: dict[int, ProcessFailure] = {}
@@ -41,7 +43,9 @@ class _Agent(LocalElasticAgent):
         for worker in worker_group.workers:
             process = self._pcontext.subprocess_handlers[worker.local_rank].proc
             if process.poll() == 0 and self._run.unfinished(worker.global_rank).exists():
-                found[worker.global_rank] = ProcessFailure(worker.local_rank, process.pid, UNFINISHED, os.devnull)
+                found[worker.global_rank] = ProcessFailure(
+                    worker.local_rank, process.pid, UNFINISHED, os.devnull
+                )
         return found
 
     def _restart_workers(self, worker_group: Any) -> None:

@@ -52,7 +52,9 @@ def start(run: RunFolder, me: World, ranks_per_node: int, least: int, restarts: 
     rounds = RestartLog(run, speaks)
     for name in OF_TASK:  # the ranks are none of Slurm's tasks
         os.environ.pop(name, None)
-    os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"  # else ranks of a new start find the keys of the last one (torch 2.13)
+    os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = (
+        "1"  # else ranks of a new start find the keys of the last one (torch 2.13)
+    )
 
     address, meeting_id = _address(me, store), run_id(run.path.name, key)
     parameters = RendezvousParameters(
@@ -62,7 +64,8 @@ def start(run: RunFolder, me: World, ranks_per_node: int, least: int, restarts: 
         min_nodes=least,
         max_nodes=me.size,
         local_addr=address,
-        join_timeout=round(timeout_s) + LAST_CALL_S,  # ranks of other nodes may have to wait for so long until they fail
+        join_timeout=round(timeout_s)
+        + LAST_CALL_S,  # ranks of other nodes may have to wait for so long until they fail
         last_call_timeout=LAST_CALL_S,
         keep_alive_interval=SIGN_S,
         keep_alive_max_attempt=SIGNS,
@@ -85,7 +88,9 @@ def start(run: RunFolder, me: World, ranks_per_node: int, least: int, restarts: 
             return FAILED
         raise rounds.too_few(least) from None
     except (RendezvousConnectionError, dist.DistError) as error:
-        raise RankError(f"node {platform.node()} has lost node {me.host}, where the agents meet; {run.hint()}") from error
+        raise RankError(
+            f"node {platform.node()} has lost node {me.host}, where the agents meet; {run.hint()}"
+        ) from error
     except RendezvousError as error:
         raise RankError(f"node {platform.node()} cannot meet the others: {error}; {run.hint()}") from error
 
@@ -113,7 +118,10 @@ def _leave_when_cut(me: World, store: dist.TCPStore) -> None:
             heard = time.monotonic()
     end_children()
     here = platform.node()
-    print(f"paceline: node {here} ends: for {LOST_S:.0f} s it could not reach node {me.host}, where the agents meet", file=sys.stderr)
+    print(
+        f"paceline: node {here} ends: for {LOST_S:.0f} s it could not reach node {me.host}, where the agents meet",
+        file=sys.stderr,
+    )
     os._exit(FAILED)
 
 

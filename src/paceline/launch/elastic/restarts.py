@@ -46,12 +46,19 @@ class RestartLog:
         nothing."""
         told, step = last_words(self.run, self._from)
         ranks = {one.rank: one.host for one in beats(self.run) if one is not None}
-        lost = {host: [rank for rank, its in ranks.items() if its == host] for host in self._names if host not in names}
+        lost = {
+            host: [rank for rank, its in ranks.items() if its == host]
+            for host in self._names
+            if host not in names
+        }
         if names and lost:
             each = " and ".join(f"node {host} with {numbered('rank', its)}" for host, its in lost.items())
             return f"{each} {'were' if len(lost) > 1 else 'was'} lost", step
         if own := [event for event in told.values() if not event.lost_peer]:
             return words(own[0]), step
         if silent := [rank for rank in ranks if rank not in told]:
-            return f"{numbered('rank', silent)} on {', '.join(sorted({ranks[rank] for rank in silent}))} ended without a word", step
+            return (
+                f"{numbered('rank', silent)} on {', '.join(sorted({ranks[rank] for rank in silent}))} ended without a word",
+                step,
+            )
         return None, step

@@ -44,7 +44,11 @@ def start(run: RunFolder, launch: Launch) -> int:
     """
     with _connected() as host:
         room = _Room(launch)
-        return attend(run, lambda again, begin: worker_processes.launch(run, room.open, launch.restarts, again, begin, host), room.end)
+        return attend(
+            run,
+            lambda again, begin: worker_processes.launch(run, room.open, launch.restarts, again, begin, host),
+            room.end,
+        )
 
 
 @contextlib.contextmanager
@@ -52,7 +56,9 @@ def _connected() -> Iterator[str]:
     """To a cluster, or to a Ray of our own for as long as this lasts; gives this machine's address."""
     logging.getLogger("ray").setLevel(logging.CRITICAL)
     cluster = _cluster()
-    folder = tempfile.mkdtemp(prefix="ray-", dir="/tmp") if cluster is None else None  # there are sockets in it: its path must be short
+    folder = (
+        tempfile.mkdtemp(prefix="ray-", dir="/tmp") if cluster is None else None
+    )  # there are sockets in it: its path must be short
     try:
         _init(cluster, folder)
         yield get_node_ip_address() if cluster is not None else "127.0.0.1"
@@ -63,9 +69,19 @@ def _connected() -> Iterator[str]:
 
 
 def _init(cluster: str | None, folder: str | None) -> None:
-    own: dict[str, Any] = {"include_dashboard": False, "object_store_memory": OBJECTS_BYTES, "_temp_dir": folder} if folder else {}
+    own: dict[str, Any] = (
+        {"include_dashboard": False, "object_store_memory": OBJECTS_BYTES, "_temp_dir": folder}
+        if folder
+        else {}
+    )
     try:
-        ray.init(address=cluster or "local", log_to_driver=False, configure_logging=False, logging_level=logging.CRITICAL, **own)
+        ray.init(
+            address=cluster or "local",
+            log_to_driver=False,
+            configure_logging=False,
+            logging_level=logging.CRITICAL,
+            **own,
+        )
     except (OSError, RuntimeError, ValueError, RayError) as error:
         what = f"joined at {cluster}" if cluster else "started here"
         raise LaunchError(f"Ray could not be {what}: {_said(error)}") from error
@@ -83,15 +99,21 @@ def _cluster() -> str | None:
                 f"RAY_ADDRESS={asked} is for clients outside of a cluster: start paceline on one of its nodes, or by ray job submit"
             )
         if not _answers(asked):
-            raise LaunchError(f"no Ray cluster answers at RAY_ADDRESS={asked}; unset it to start one on this machine")
+            raise LaunchError(
+                f"no Ray cluster answers at RAY_ADDRESS={asked}; unset it to start one on this machine"
+            )
         return asked
     note = Path(os.environ.get("RAY_TMPDIR", "/tmp")) / "ray/ray_current_cluster"
     try:
-        found = read_own(note).strip()  # anybody may write into /tmp, and whoever is there would get what we pickle
+        found = read_own(
+            note
+        ).strip()  # anybody may write into /tmp, and whoever is there would get what we pickle
     except FileNotFoundError:
         return None
     except OSError as error:
-        raise LaunchError(f"cannot read {note}: {reason(error)}; set RAY_ADDRESS to the cluster, or to local") from error
+        raise LaunchError(
+            f"cannot read {note}: {reason(error)}; set RAY_ADDRESS to the cluster, or to local"
+        ) from error
     return found if _answers(found) else None
 
 
@@ -135,7 +157,11 @@ class _Slot:
     def start(self, run: Path, environ: Mapping[str, str], log: Path) -> _RayRank:
         seen = {"CUDA_VISIBLE_DEVICES": ",".join(self.gpus)} if self.gpus else {}
         try:
-            rank = _RayRank(self.agent, ray.get(self.agent.start.remote(run, {**environ, **seen}, log)), self.agent.wait.remote())
+            rank = _RayRank(
+                self.agent,
+                ray.get(self.agent.start.remote(run, {**environ, **seen}, log)),
+                self.agent.wait.remote(),
+            )
         except RayError as error:
             raise LaunchError(f"Ray could not start a rank: {_said(error)}") from error
         self.started.append(rank)
@@ -155,7 +181,9 @@ class _Room:
         self._check()
         each = self._ranks // self._nodes if self._nodes > 1 else 1
         bundle = {"CPU": each} | ({"GPU": each} if self._kind == "GPU" else {})
-        group = placement_group([bundle] * (self._ranks // each), strategy="STRICT_SPREAD" if self._nodes > 1 else "PACK")
+        group = placement_group(
+            [bundle] * (self._ranks // each), strategy="STRICT_SPREAD" if self._nodes > 1 else "PACK"
+        )
         agents: list[Any] = []
         try:
             self._wait(group, asked)
@@ -169,7 +197,10 @@ class _Room:
                 raise LaunchError(f"Ray could not start ranks: {_said(error)}") from error
             self._started = []
             here = ray.get_runtime_context().get_node_id()
-            yield [_Slot(agents[at], given[at].node, gpus, self._started) for at, gpus in side_by_side(given, here)]
+            yield [
+                _Slot(agents[at], given[at].node, gpus, self._started)
+                for at, gpus in side_by_side(given, here)
+            ]
         finally:
             for agent in agents:
                 ray.kill(agent)

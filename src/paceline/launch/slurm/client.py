@@ -16,9 +16,22 @@ from paceline.spec import nearest
 ANSWER_S = 30.0
 NODE_S = 5.0  # for a node to answer
 SLURMD = 6818  # its port, if not said
-ACTIVE = ("PENDING", "CONFIGURING", "RUNNING", "COMPLETING", "SUSPENDED", "REQUEUED", "STOPPED", "STAGE_OUT", "SIGNALING", "RESIZING")
+ACTIVE = (
+    "PENDING",
+    "CONFIGURING",
+    "RUNNING",
+    "COMPLETING",
+    "SUSPENDED",
+    "REQUEUED",
+    "STOPPED",
+    "STAGE_OUT",
+    "SIGNALING",
+    "RESIZING",
+)
 # Why a job waits that will never begin, unless Slurm is told to refuse such jobs (EnforcePartLimits).
-IN_VAIN = re.compile("Partition(TimeLimit|NodeLimit|Config)|(Account|QOS)NotAllowed|Invalid(Account|QOS)|BadConstraints|use this partition")
+IN_VAIN = re.compile(
+    "Partition(TimeLimit|NodeLimit|Config)|(Account|QOS)NotAllowed|Invalid(Account|QOS)|BadConstraints|use this partition"
+)
 
 
 @dataclass(frozen=True)
@@ -49,7 +62,12 @@ def submit(script: Path) -> str:
     """Queue a job script; its id. Raises LaunchError with Slurm's words where it is refused, or would wait for ever."""
     job = _ask("sbatch", "--parsable", str(script)).strip().partition(";")[0]
     found = status(job)
-    if found is not None and found.state == "PENDING" and found.reason is not None and IN_VAIN.search(found.reason):
+    if (
+        found is not None
+        and found.state == "PENDING"
+        and found.reason is not None
+        and IN_VAIN.search(found.reason)
+    ):
         cancel(job)
         raise LaunchError(f"Slurm would keep the job waiting: {found.reason}; it was cancelled")
     return job
@@ -57,7 +75,9 @@ def submit(script: Path) -> str:
 
 def try_out(script: str) -> str:
     """What Slurm says it would do with a job script, which it does not queue. Raises LaunchError with its words where it would refuse."""
-    return re.sub(r"^sbatch: ", "", _run("sbatch", "--test-only", said=script).stderr.strip().splitlines()[-1])
+    return re.sub(
+        r"^sbatch: ", "", _run("sbatch", "--test-only", said=script).stderr.strip().splitlines()[-1]
+    )
 
 
 def status(job: str) -> Status | None:
@@ -134,7 +154,9 @@ def check(job: Job, site: Site) -> None:
             "there is no sbatch on PATH: submit where Slurm is, or train here with paceline train; --dry-run shows the script"
         )
     if tasks := os.environ.get("SBATCH_ARRAY_INX"):
-        raise LaunchError(f"SBATCH_ARRAY_INX={tasks} makes job arrays, whose tasks would all train in one run folder; unset it")
+        raise LaunchError(
+            f"SBATCH_ARRAY_INX={tasks} makes job arrays, whose tasks would all train in one run folder; unset it"
+        )
     asked_s = asked(job.time, site)
     known = {found.name: found for found in partitions()}
     name = site.partition or next(iter(known), None)
@@ -144,7 +166,9 @@ def check(job: Job, site: Site) -> None:
         raise LaunchError(f"Slurm: Invalid partition name specified: {name}{nearest(name, known)}")
     limit_s, nodes = known[name].limit_s, known[name].nodes
     if asked_s is not None and limit_s is not None and asked_s > limit_s:
-        raise LaunchError(f"Slurm: PartitionTimeLimit: --time {job.time} is over the limit of partition {name}, {clock(limit_s)}")
+        raise LaunchError(
+            f"Slurm: PartitionTimeLimit: --time {job.time} is over the limit of partition {name}, {clock(limit_s)}"
+        )
     if job.nodes > nodes:
         raise LaunchError(f"Slurm: PartitionNodeLimit: --nodes {job.nodes}, but partition {name} has {nodes}")
 
@@ -155,7 +179,9 @@ def asked(time: str | None, site: Site) -> int | None:
         return None
     asked_s = seconds(time)
     if asked_s <= site.notice_s:
-        raise LaunchError(f"--time {time} leaves no room for notice_s={site.notice_s}, the seconds in which to save before its end")
+        raise LaunchError(
+            f"--time {time} leaves no room for notice_s={site.notice_s}, the seconds in which to save before its end"
+        )
     return asked_s
 
 
@@ -163,10 +189,14 @@ def seconds(text: str) -> int:
     """A time as Slurm writes it: minutes, minutes:seconds, h:m:s, days-hours, days-hours:minutes, days-hours:minutes:seconds."""
     found = re.fullmatch(r"(?:(\d{1,6})-)?(\d{1,9})(?::(\d{1,9}))?(?::(\d{1,9}))?", text, re.ASCII)
     if found is None:
-        raise LaunchError(f"--time {text!r} is no time; write it as 02:00:00 (hours:minutes:seconds), 90 (minutes) or 1-12 (days-hours)")
+        raise LaunchError(
+            f"--time {text!r} is no time; write it as 02:00:00 (hours:minutes:seconds), 90 (minutes) or 1-12 (days-hours)"
+        )
     days, *rest = found.groups()
     numbers = [int(number) for number in rest if number is not None]
-    hours, minutes, left = [*numbers, 0, 0][:3] if days is not None or len(numbers) == 3 else [0, *numbers, 0][:3]
+    hours, minutes, left = (
+        [*numbers, 0, 0][:3] if days is not None or len(numbers) == 3 else [0, *numbers, 0][:3]
+    )
     return ((int(days or 0) * 24 + hours) * 60 + minutes) * 60 + left
 
 
@@ -183,12 +213,19 @@ def _ask(*words: str) -> str:
 def _run(*words: str, said: str = "") -> "subprocess.CompletedProcess[str]":
     environ = os.environ | {"LC_ALL": "C"}
     try:
-        done = subprocess.run(words, capture_output=True, text=True, timeout=ANSWER_S, env=environ, input=said)
+        done = subprocess.run(
+            words, capture_output=True, text=True, timeout=ANSWER_S, env=environ, input=said
+        )
     except (FileNotFoundError, NotADirectoryError):
         raise LaunchError(f"there is no {words[0]} on PATH, so Slurm cannot be asked here") from None
     except subprocess.TimeoutExpired:
         raise LaunchError(f"Slurm did not answer {words[0]} within {ANSWER_S:.0f} s") from None
     if done.returncode:
-        lines = [re.sub(rf"^({words[0]}|slurm_\w+)?:? ?(error: )?", "", line) for line in done.stderr.strip().splitlines()]
-        raise LaunchError(f"{words[0]}: {lines[-1] if lines else f'it failed with exit status {done.returncode}'}")
+        lines = [
+            re.sub(rf"^({words[0]}|slurm_\w+)?:? ?(error: )?", "", line)
+            for line in done.stderr.strip().splitlines()
+        ]
+        raise LaunchError(
+            f"{words[0]}: {lines[-1] if lines else f'it failed with exit status {done.returncode}'}"
+        )
     return done

@@ -28,7 +28,9 @@ class Job:
     def __post_init__(self) -> None:
         for text in map(str, (self.run, self.folder, self.time, self.python)):
             if not text.isprintable():
-                raise LaunchError(f"a job script needs names that are printable and of one line, got {text!r}")
+                raise LaunchError(
+                    f"a job script needs names that are printable and of one line, got {text!r}"
+                )
 
     def cpus_per_task(self, site: Site) -> int | None:
         """Of a rank, or of the agent that starts all ranks of a node."""
@@ -44,14 +46,27 @@ def job_of(launch: Launch, site: Site, run: Path, time: str | None) -> Job:
     ranks = launch.ranks or launch.nodes * (site.gpus_per_node or 1)
     per_node = alike(ranks, launch.nodes)
     if launch.launcher not in (None, "slurm"):
-        raise LaunchError(f"--launcher {launch.launcher} is for train; ranks of a job are started by srun: leave --launcher out")
-    return Job(run.resolve(), Path.cwd(), launch.nodes, per_node, time, sys.executable, launch.least_nodes, launch.restarts)
+        raise LaunchError(
+            f"--launcher {launch.launcher} is for train; ranks of a job are started by srun: leave --launcher out"
+        )
+    return Job(
+        run.resolve(),
+        Path.cwd(),
+        launch.nodes,
+        per_node,
+        time,
+        sys.executable,
+        launch.least_nodes,
+        launch.restarts,
+    )
 
 
 def alike(ranks: int, nodes: int) -> int:
     """Ranks on each node. Raises LaunchError when nodes would have unlike numbers of them."""
     if ranks % nodes:
-        raise LaunchError(f"{ranks} ranks cannot be spread alike over {nodes} nodes: use --ranks {ranks + nodes - ranks % nodes}")
+        raise LaunchError(
+            f"{ranks} ranks cannot be spread alike over {nodes} nodes: use --ranks {ranks + nodes - ranks % nodes}"
+        )
     return ranks // nodes
 
 
@@ -65,7 +80,9 @@ def options_of(job: Job, site: Site) -> dict[str, str]:
     options = {
         "job-name": job.run.name,
         "nodes": job.nodes if job.least_nodes in (None, job.nodes) else f"{job.least_nodes}-{job.nodes}",
-        "ntasks-per-node": job.ranks_per_node if not job.restarts else None,  # said, it makes Slurm take the least of 2-4 nodes
+        "ntasks-per-node": job.ranks_per_node
+        if not job.restarts
+        else None,  # said, it makes Slurm take the least of 2-4 nodes
         "cpus-per-task": job.cpus_per_task(site),
         "time": job.time,
         "partition": site.partition,
@@ -84,8 +101,13 @@ def options_of(job: Job, site: Site) -> dict[str, str]:
 
 def _head(job: Job, site: Site) -> str:
     said = [f"--{name}={_quoted(value)}" for name, value in options_of(job, site).items()]
-    lines = [f"#SBATCH {option}" for option in (*said, "--requeue", *(ELASTIC if job.restarts else ()), *site.sbatch)]
-    again = f"# Trains, or goes on from the last checkpoint. Again by hand: sbatch {_word(job.run / 'job.sh')}"
+    lines = [
+        f"#SBATCH {option}"
+        for option in (*said, "--requeue", *(ELASTIC if job.restarts else ()), *site.sbatch)
+    ]
+    again = (
+        f"# Trains, or goes on from the last checkpoint. Again by hand: sbatch {_word(job.run / 'job.sh')}"
+    )
     return "\n".join(["#!/bin/bash", *lines, again])
 
 
@@ -96,10 +118,14 @@ def _surroundings(job: Job, site: Site) -> str:
         f"cd {_word(job.folder)} || exit",
         'echo "$SLURM_JOB_ID" > "$run/job"',
         f"module load {shlex.join(site.modules)}" if site.modules else None,
-        f'eval "$(conda shell.bash hook)"\nconda activate {_word(site.conda)}' if site.conda is not None else None,
+        f'eval "$(conda shell.bash hook)"\nconda activate {_word(site.conda)}'
+        if site.conda is not None
+        else None,
         f"source {_word(site.venv)}/bin/activate" if site.venv is not None else None,
         *(f"export {name}={_word(value)}" for name, value in sorted(_variables(site).items())),
-        f"export SRUN_CPUS_PER_TASK={cpus}" if (cpus := job.cpus_per_task(site)) is not None else None,  # which srun ceased to take over
+        f"export SRUN_CPUS_PER_TASK={cpus}"
+        if (cpus := job.cpus_per_task(site)) is not None
+        else None,  # which srun ceased to take over
     ]
     return "\n".join(line for line in lines if line is not None)
 
@@ -121,20 +147,29 @@ srun --nodes="$SLURM_JOB_NUM_NODES" --ntasks="$SLURM_JOB_NUM_NODES" --ntasks-per
 def _train(job: Job, site: Site) -> str:
     python = job.python if site.conda is None and site.venv is None and site.container is None else "python"
     rank = f'{_word(python)} -m paceline {"agent" if job.restarts else "rank"} "$run"'
-    srun = " ".join([*SRUN, *ELASTIC, '--ntasks="$SLURM_JOB_NUM_NODES" --ntasks-per-node=1'] if job.restarts else SRUN)
+    srun = " ".join(
+        [*SRUN, *ELASTIC, '--ntasks="$SLURM_JOB_NUM_NODES" --ntasks-per-node=1'] if job.restarts else SRUN
+    )
     container = _container(job, site)
     if container:
         rank = f"bash -c 'in_container {rank}'"
     return "\n\n".join(part for part in (container, f"{_BEGIN}\n{srun} {rank} &\n{_END}") if part)
 
 
-DEVICES = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")  # that Slurm gives a job, by maker
+DEVICES = (
+    "CUDA_VISIBLE_DEVICES",
+    "HIP_VISIBLE_DEVICES",
+    "ROCR_VISIBLE_DEVICES",
+)  # that Slurm gives a job, by maker
 
 
 def _container(job: Job, site: Site) -> str:
     if site.container is None:
         return ""
-    binds = [f"--bind {_word(job.folder)}", *([f"--bind {_expanded(site.scratch)}"] if site.scratch is not None else [])]
+    binds = [
+        f"--bind {_word(job.folder)}",
+        *([f"--bind {_expanded(site.scratch)}"] if site.scratch is not None else []),
+    ]
     names = ["${!SLURM_*}", *DEVICES, *sorted(_variables(site))]
     return f"""
 # The container begins without variables, so it is told those that say who a rank is.
@@ -150,7 +185,11 @@ export run""".strip("\n")
 
 
 def _variables(site: Site) -> dict[str, str]:
-    interface = {name: site.interface for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME") if site.interface is not None}
+    interface = {
+        name: site.interface
+        for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
+        if site.interface is not None
+    }
     return {**site.environment, **interface}
 
 

@@ -15,7 +15,11 @@ HERE = Path("site.toml")
 NAME = re.compile("[A-Za-z_][A-Za-z0-9_]*")
 # Options of sbatch that would contradict what a job script of ours says: name, letter, what to do.
 OURS = (
-    ("array", "a", "its tasks would all train in one run folder; submit each training by itself, with a --run-dir of its own"),
+    (
+        "array",
+        "a",
+        "its tasks would all train in one run folder; submit each training by itself, with a --run-dir of its own",
+    ),
     ("nodes", "N", "leave it out, and say paceline submit --nodes"),
     ("ntasks", "n", "leave it out, and say paceline submit --ranks"),
     ("ntasks-per-node", "", "leave it out, and say paceline submit --ranks-per-node"),

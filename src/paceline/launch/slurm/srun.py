@@ -40,9 +40,17 @@ def start(run: RunFolder, launch: Launch) -> int:
     if launch.is_elastic:
         words = [*SRUN, *ELASTIC, "--overlap", f"--nodes={nodes}", f"--ntasks={nodes}", "--ntasks-per-node=1"]
     else:
-        words = [*SRUN, "--overlap", f"--nodes={nodes}", f"--ntasks={launch.ranks}", f"--ntasks-per-node={launch.ranks // nodes}"]
+        words = [
+            *SRUN,
+            "--overlap",
+            f"--nodes={nodes}",
+            f"--ntasks={launch.ranks}",
+            f"--ntasks-per-node={launch.ranks // nodes}",
+        ]
     words += [sys.executable, "-m", "paceline", "agent" if launch.is_elastic else "rank", str(run.path)]
-    process = subprocess.Popen(words, stdin=subprocess.DEVNULL, start_new_session=True)  # Ctrl-C is for us: srun would take it its own way
+    process = subprocess.Popen(
+        words, stdin=subprocess.DEVNULL, start_new_session=True
+    )  # Ctrl-C is for us: srun would take it its own way
 
     def pass_on(number: int, frame: FrameType | None) -> None:
         process.send_signal(signal.SIGUSR1)

@@ -71,7 +71,9 @@ class Context:
         self.model, self.plan, self.device = model, plan, device
         self.kind = type(model).__name__
         self.units = {name: module for name, module in model.named_modules() if module in units}
-        self.names = {name: f"{name} ({type(module).__name__})" for name, module in self.units.items()}  # before engines change classes
+        self.names = {
+            name: f"{name} ({type(module).__name__})" for name, module in self.units.items()
+        }  # before engines change classes
         self.mesh = cp_mesh(plan, device)
         self.ring = Ring(self.mesh, plan)
         self.learning = False
@@ -79,7 +81,9 @@ class Context:
         self.inside: Container[int] = ()  # stages that begin with slices
         self.known: int | None = None  # length of the sequences that a pass is tried with, once it is known
         self.trials: list[SplitTrial] = []  # of one pass, in the order of calls
-        self.cuts: dict[nn.Module, list[SequenceSplits]] = {}  # of the units from the first with attention to the last
+        self.cuts: dict[
+            nn.Module, list[SequenceSplits]
+        ] = {}  # of the units from the first with attention to the last
         self.first: nn.Module | None = None
         self.last: nn.Module | None = None
         self.length = 0  # of the sequences of the present pass
@@ -98,7 +102,9 @@ class Context:
                 self.trials.append(SplitTrial(self.stage, name, length, cuts))
             if self.learning or unit not in self.cuts:
                 return inner(*args, **kwargs)
-            with attention(self.ring):  # here and not around the call, since recomputation calls what is here again
+            with attention(
+                self.ring
+            ):  # here and not around the call, since recomputation calls what is here again
                 return inner(*args, **kwargs)
 
         unit.forward = forward
@@ -134,7 +140,9 @@ class Context:
                 if differs:
                     raise PlanError(differs)
 
-    def _look(self, run: Callable[[], Any], gather: Callable[[list[Any]], list[Any]]) -> tuple[Any, list[SplitTrial]]:
+    def _look(
+        self, run: Callable[[], Any], gather: Callable[[list[Any]], list[Any]]
+    ) -> tuple[Any, list[SplitTrial]]:
         """What comes out, and the trials of all blocks in the order of their calls."""
         self.learning, self.trials = True, []
         try:
@@ -158,7 +166,10 @@ class Context:
                 )
             self.cuts.setdefault(self.units[trial.unit], []).append(trial.cuts)
         self.first, self.last = self.units[inside[0].unit], self.units[inside[-1].unit]
-        self.inside, self.length = range(inside[0].stage + 1, inside[-1].stage + 1), trials[attending[0]].length or 0
+        self.inside, self.length = (
+            range(inside[0].stage + 1, inside[-1].stage + 1),
+            trials[attending[0]].length or 0,
+        )
 
     def _differs(self, expected: Any, run: Callable[[], Any]) -> str | None:
         """What is wrong with the output of a pass on slices. What lies between the blocks is not tried for itself, nor what leaves
@@ -188,13 +199,17 @@ class Context:
                 f"plan {self.plan}: {self.names[name]} is called with other arguments than in the first pass; use a plan without cp"
             )
         if unit is self.first:
-            self.length = next(leaf.size(dim) for leaf, dim in zip(leaves, cuts.arguments, strict=True) if dim is not None)
+            self.length = next(
+                leaf.size(dim) for leaf, dim in zip(leaves, cuts.arguments, strict=True) if dim is not None
+            )
             check_length(self.plan, self.length)
             self._part_streams()
         self.leaving = cuts
         here = positions(self.length, self.mesh.get_local_rank(), self.plan.cp, self.device)
         cut = [
-            leaf.index_select(dim, here) if isinstance(leaf, Tensor) and dim is not None and leaf.size(dim) == self.length else leaf
+            leaf.index_select(dim, here)
+            if isinstance(leaf, Tensor) and dim is not None and leaf.size(dim) == self.length
+            else leaf
             for leaf, dim in zip(leaves, cuts.arguments, strict=True)
         ]
         return tree_unflatten(cut, structure)
@@ -222,7 +237,11 @@ class Context:
         """Dropout draws the same on the ranks that share a sequence before and after the blocks, and other numbers for each slice."""
         cuda = torch.cuda.default_generators[self.device.index or 0] if self.device.type == "cuda" else None
         seed = int(torch.randint(2**62, (), device="cpu"))
-        self.streams = [(generator, generator.get_state()) for generator in (torch.default_generator, cuda) if generator is not None]
+        self.streams = [
+            (generator, generator.get_state())
+            for generator in (torch.default_generator, cuda)
+            if generator is not None
+        ]
         start_stream(derive(seed, "cp", self.mesh.get_local_rank()), self.device)
 
 
@@ -239,7 +258,11 @@ def _undisturbed(model: nn.Module, device: torch.device) -> Iterator[None]:
     devices = [device] if device.type == "cuda" else []
     model.eval()
     try:
-        with torch.no_grad(), torch.autocast(device.type, enabled=False), torch.random.fork_rng(devices=devices):
+        with (
+            torch.no_grad(),
+            torch.autocast(device.type, enabled=False),
+            torch.random.fork_rng(devices=devices),
+        ):
             yield
             for own, key, buffer, before in buffers:
                 own[key] = buffer  # the model may have assigned another tensor
@@ -254,7 +277,9 @@ def check(task: Task, spec: Spec, plan: Plan, model: nn.Module) -> None:
     its numbers. A model that looks at them (or breaks) ends that pass early, and is told what is wrong with it by its first step."""
     dataset = open_dataset(task, "train")
     assert dataset is not None
-    batch = Samples(dataset, "train", spec.seed, torch.float64 if spec.precision == "fp64" else None)[[0], [0]]
+    batch = Samples(dataset, "train", spec.seed, torch.float64 if spec.precision == "fp64" else None)[
+        [0], [0]
+    ]
     if isinstance(batch, FailedSample):
         return
     alone, units = IdentityAttention(), blocks(model, layout_of(task))
@@ -264,7 +289,12 @@ def check(task: Task, spec: Spec, plan: Plan, model: nn.Module) -> None:
     batch = tree_map(lambda leaf: leaf.to("meta") if isinstance(leaf, Tensor) else leaf, batch)
     passed = False
     suppressed = contextlib.suppress(Exception)  # SystemExit and its like are not
-    with UserCode("the forward pass without values", task.model), suppressed, torch.no_grad(), torch.device("meta"):
+    with (
+        UserCode("the forward pass without values", task.model),
+        suppressed,
+        torch.no_grad(),
+        torch.device("meta"),
+    ):
         call(task, model, batch)
         passed = True
     for unit, own in zip(units, kept, strict=True):

@@ -42,7 +42,14 @@ class IdentityAttention:
     dropout: float = 0.0
 
     def __call__(
-        self, query: Tensor, key: Tensor, value: Tensor, attn_mask: Any = None, dropout_p: float = 0.0, *args: Any, **options: Any
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_mask: Any = None,
+        dropout_p: float = 0.0,
+        *args: Any,
+        **options: Any,
     ) -> Tensor:
         self.lengths |= {query.size(-2), key.size(-2)}
         self.dropout = max(self.dropout, dropout_p)
@@ -54,7 +61,10 @@ class IdentityAttention:
 
 
 def find_cuts(
-    block: nn.Module, forward: Callable[..., Any], arguments: tuple[tuple[Any, ...], dict[str, Any]], length: int | None
+    block: nn.Module,
+    forward: Callable[..., Any],
+    arguments: tuple[tuple[Any, ...], dict[str, Any]],
+    length: int | None,
 ) -> tuple[int | None, SequenceSplits | None]:
     """`arguments`: positional ones and those with names, for sequences of `length` (None: not known yet).
 
@@ -64,13 +74,18 @@ def find_cuts(
     leaves, structure = flatten(arguments)
 
     def run(leaves: list[Any]) -> tuple[list[Any], set[int]]:
-        args, kwargs = tree_unflatten([leaf if isinstance(leaf, Tensor) else copy.deepcopy(leaf) for leaf in leaves], structure)
+        args, kwargs = tree_unflatten(
+            [leaf if isinstance(leaf, Tensor) else copy.deepcopy(leaf) for leaf in leaves], structure
+        )
         alone = IdentityAttention()
         with attention(alone):
             return flatten(forward(*args, **kwargs))[0], alone.lengths
 
     with _random_weights(block):
-        leaves = [leaf.double() if isinstance(leaf, Tensor) and leaf.is_floating_point() else leaf for leaf in leaves]
+        leaves = [
+            leaf.double() if isinstance(leaf, Tensor) and leaf.is_floating_point() else leaf
+            for leaf in leaves
+        ]
         whole, lengths = run(leaves)
         attended = max(lengths, default=None)
         length = attended if length is None else length
@@ -86,7 +101,10 @@ def find_cuts(
         few = torch.arange(length - 1, -1, -2, device=leaves[hidden].device)  # backwards, every other one
         ways = [_ways(leaf, length, is_hidden=at == hidden) for at, leaf in enumerate(leaves)]
         for dims in itertools.islice(itertools.product(*ways), TRIALS):
-            parts = [leaf if dim is None else leaf.index_select(dim, few) for leaf, dim in zip(leaves, dims, strict=True)]
+            parts = [
+                leaf if dim is None else leaf.index_select(dim, few)
+                for leaf, dim in zip(leaves, dims, strict=True)
+            ]
             try:
                 part, seen = run(parts)
             except (RuntimeError, ValueError, IndexError, AssertionError):
@@ -127,7 +145,9 @@ def _agree(whole: list[Any], part: list[Any], few: Tensor) -> tuple[int | None, 
 
 def _drawn(shape: torch.Size, device: torch.device) -> Tensor:
     """Numbers that depend on nothing but the shape."""
-    return torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(shape.numel())).to(device)
+    return torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(shape.numel())).to(
+        device
+    )
 
 
 @contextlib.contextmanager
@@ -141,9 +161,13 @@ def _random_weights(block: nn.Module) -> Iterator[None]:
             for name, weight in module._parameters.items():
                 if weight is not None and weight.is_floating_point():
                     drawn = _drawn(weight.shape, weight.device)
-                    module._parameters[name] = drawn / weight.size(-1) ** 0.5 if weight.dim() > 1 else 1 + drawn / 2  # type: ignore[assignment]
+                    module._parameters[name] = (
+                        drawn / weight.size(-1) ** 0.5 if weight.dim() > 1 else 1 + drawn / 2
+                    )  # type: ignore[assignment]
             for name, buffer in module._buffers.items():
-                module._buffers[name] = buffer.double() if buffer is not None and buffer.is_floating_point() else buffer
+                module._buffers[name] = (
+                    buffer.double() if buffer is not None and buffer.is_floating_point() else buffer
+                )
         yield
     finally:
         for own, before in kept:

@@ -125,8 +125,12 @@ def no_dropout(plan: Plan, probability: float) -> str:
 
 class _Ring(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, mesh: DeviceMesh, is_causal: bool, scale: float, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        ctx.kernel = _KERNELS["cpu" if query.device.type == "cpu" else "half" if query.dtype.itemsize == 2 else "float"]
+    def forward(
+        ctx: Any, mesh: DeviceMesh, is_causal: bool, scale: float, query: Tensor, key: Tensor, value: Tensor
+    ) -> Tensor:
+        ctx.kernel = _KERNELS[
+            "cpu" if query.device.type == "cpu" else "half" if query.dtype.itemsize == 2 else "float"
+        ]
         key, value = key.contiguous(), value.contiguous()
         with _options(query, is_causal):
             out, sums, *ctx.rest = ctx.kernel.forward(mesh, query, key, value, is_causal, scale)
@@ -140,7 +144,12 @@ class _Ring(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
         with _options(grad, ctx.is_causal):
             grads = ctx.kernel.backward(
-                ctx.mesh, grad.contiguous(), *ctx.saved_tensors, *ctx.rest, is_causal=ctx.is_causal, scale=ctx.scale
+                ctx.mesh,
+                grad.contiguous(),
+                *ctx.saved_tensors,
+                *ctx.rest,
+                is_causal=ctx.is_causal,
+                scale=ctx.scale,
             )
         return None, None, None, *grads[:3]
 
@@ -152,7 +161,10 @@ def _options(query: Tensor, is_causal: bool) -> Iterator[None]:
 
     kept = options.enable_load_balance, options.convert_to_f32
     # Without a mask the order of positions does not matter. An odd number of them here is not a head and a tail.
-    options.enable_load_balance, options.convert_to_f32 = is_causal and query.size(2) % 2 == 0, query.dtype != torch.float64
+    options.enable_load_balance, options.convert_to_f32 = (
+        is_causal and query.size(2) % 2 == 0,
+        query.dtype != torch.float64,
+    )
     try:
         yield
     finally:
@@ -170,33 +182,45 @@ class _Kernel:
 
 def _cpu(mesh: DeviceMesh, query: Tensor, key: Tensor, value: Tensor, is_causal: bool, scale: float) -> Any:
     op: Any = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-    return _torchs()._templated_ring_attention(mesh.get_group(), 2, op, query, key, value, is_causal=is_causal, scale=scale)
+    return _torchs()._templated_ring_attention(
+        mesh.get_group(), 2, op, query, key, value, is_causal=is_causal, scale=scale
+    )
 
 
 def _cpu_backward(mesh: DeviceMesh, grad: Tensor, *saved: Tensor, is_causal: bool, scale: float) -> Any:
     op: Any = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
     ring = _torchs()._templated_ring_attention_backward
-    return ring(mesh.get_group(), 2, op, grad, "grad_out", *saved, is_causal=is_causal, dropout_p=0.0, scale=scale)
+    return ring(
+        mesh.get_group(), 2, op, grad, "grad_out", *saved, is_causal=is_causal, dropout_p=0.0, scale=scale
+    )
 
 
 def _half(mesh: DeviceMesh, query: Tensor, key: Tensor, value: Tensor, is_causal: bool, scale: float) -> Any:
-    return _torchs()._scaled_dot_product_ring_flash_attention(mesh, query, key, value, is_causal=is_causal, scale=scale)
+    return _torchs()._scaled_dot_product_ring_flash_attention(
+        mesh, query, key, value, is_causal=is_causal, scale=scale
+    )
 
 
 def _half_backward(mesh: DeviceMesh, grad: Tensor, *saved: Any, is_causal: bool, scale: float) -> Any:
     first, (seed, offset) = saved[:9], saved[9:11]
-    return _torchs()._scaled_dot_product_ring_flash_attention_backward(mesh, grad, *first, 0.0, is_causal, seed, offset, scale=scale)
+    return _torchs()._scaled_dot_product_ring_flash_attention_backward(
+        mesh, grad, *first, 0.0, is_causal, seed, offset, scale=scale
+    )
 
 
 def _float(mesh: DeviceMesh, query: Tensor, key: Tensor, value: Tensor, is_causal: bool, scale: float) -> Any:
-    return _torchs()._scaled_dot_product_ring_efficient_attention(mesh, query, key, value, is_causal=is_causal, scale=scale)
+    return _torchs()._scaled_dot_product_ring_efficient_attention(
+        mesh, query, key, value, is_causal=is_causal, scale=scale
+    )
 
 
 def _float_backward(mesh: DeviceMesh, grad: Tensor, *saved: Tensor, is_causal: bool, scale: float) -> Any:
     query, key, value, out, sums, seed, offset = saved
     wanted = (True, True, True, False)
     ring = _torchs()._scaled_dot_product_ring_efficient_attention_backward
-    return ring(mesh, grad, query, key, value, None, out, sums, seed, offset, 0.0, wanted, is_causal, scale=scale)
+    return ring(
+        mesh, grad, query, key, value, None, out, sums, seed, offset, 0.0, wanted, is_causal, scale=scale
+    )
 
 
 def _torchs() -> Any:
@@ -205,4 +229,8 @@ def _torchs() -> Any:
     return _attention
 
 
-_KERNELS = {"cpu": _Kernel(_cpu, _cpu_backward), "half": _Kernel(_half, _half_backward), "float": _Kernel(_float, _float_backward)}
+_KERNELS = {
+    "cpu": _Kernel(_cpu, _cpu_backward),
+    "half": _Kernel(_half, _half_backward),
+    "float": _Kernel(_float, _float_backward),
+}

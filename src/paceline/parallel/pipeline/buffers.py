@@ -46,7 +46,9 @@ class StageBuffers:
     rank that holds it, of the stage's own copy in the later ones that hold it, and of placeholders in those that do not. A pass never
     changes a tensor that an earlier one has saved for its backward pass."""
 
-    def __init__(self, model: nn.Module, changed: Collection[str], held: Collection[str], earlier: Collection[str]):
+    def __init__(
+        self, model: nn.Module, changed: Collection[str], held: Collection[str], earlier: Collection[str]
+    ):
         """`held`: of `changed`, those that this stage holds; `earlier`: those that an earlier stage of this rank holds."""
         names = {id(buffer): name for name, buffer in model.named_buffers() if name in changed}
         self.places: dict[str, list[Place]] = {name: [] for name in names.values()}
@@ -64,8 +66,13 @@ class StageBuffers:
 
     @contextmanager
     def installed(self, placeholders: Mapping[str, Tensor]) -> Iterator[None]:
-        before = {name: [module._buffers[key] for module, key in places] for name, places in self.places.items()}
-        given = {name: self.copies.get(name, _current(self.places[name])).clone() for name in (*self.models, *self.copied)}
+        before = {
+            name: [module._buffers[key] for module, key in places] for name, places in self.places.items()
+        }
+        given = {
+            name: self.copies.get(name, _current(self.places[name])).clone()
+            for name in (*self.models, *self.copied)
+        }
         given |= {name: tensor for name, tensor in placeholders.items() if name not in given}
         for name, places in self.places.items():
             _put(places, [given[name]] * len(places))

@@ -20,7 +20,14 @@ NO_INDEX = torch.zeros((), dtype=torch.long)
 class SequentialStageRunner:
     """The stages of this rank, and who has the next ones."""
 
-    def __init__(self, stages: Sequence[Stage], plan: Plan, place: MeshCoordinate, device: torch.device, group: dist.ProcessGroup):
+    def __init__(
+        self,
+        stages: Sequence[Stage],
+        plan: Plan,
+        place: MeshCoordinate,
+        device: torch.device,
+        group: dist.ProcessGroup,
+    ):
         self.stages, self.plan, self.place, self.device, self.group = stages, plan, place, device, group
         self.ranks = ranks_of(plan)
         self.kept: Any = ()  # for the next stage, where it is on this rank as well
@@ -76,7 +83,10 @@ class SequentialStageRunner:
     def _receive(self, stage: Stage, recording: ForwardTrace) -> Sequence[Tensor]:
         if self.ranks[stage.index - 1] == self.place.pp:
             return self.kept
-        received = [torch.empty(like.shape, dtype=like.dtype, device=self.device) for like in recording.calls[stage.first].likes]
+        received = [
+            torch.empty(like.shape, dtype=like.dtype, device=self.device)
+            for like in recording.calls[stage.first].likes
+        ]
         for value in received:
             dist.recv(value, self._peer(stage.index - 1))
         return received

@@ -72,12 +72,21 @@ class Pipeline:
         recorded: StandInModel,
         recording: ForwardTrace,
     ):
-        self.task, self.model, self.plan, self.device, self.precision, self.seed = task, model, plan, device, precision, seed
+        self.task, self.model, self.plan, self.device, self.precision, self.seed = (
+            task,
+            model,
+            plan,
+            device,
+            precision,
+            seed,
+        )
         self.place: MeshCoordinate = plan.place(rank)
         self.mesh = mesh
         self.recorded = recorded
         self.looks = looks(task, example)
-        self.recordings: dict[Any, ForwardTrace] = {(True, self.looks): recording}  # `recording` is of a training step with `example`
+        self.recordings: dict[Any, ForwardTrace] = {
+            (True, self.looks): recording
+        }  # `recording` is of a training step with `example`
         self.lengths: dict[Any, int] = {}  # of the sequences of a recording that says what crosses in slices
         parts = parts_of(model, layout_of(task))
         self.division = divide(plan, model, parts, recording)
@@ -85,17 +94,28 @@ class Pipeline:
             from paceline.parallel.tensor.apply import split
 
             stages = range(len(self.division.begins))
-            split(model, splits, mesh["tp"], [self.division.calls[self.division.begins[at] : self.division.ends(at)] for at in stages])
+            split(
+                model,
+                splits,
+                mesh["tp"],
+                [self.division.calls[self.division.begins[at] : self.division.ends(at)] for at in stages],
+            )
         self.gates = CallInterceptor(parts)
         self.ranks = ranks_of(plan)
-        self.stages = [Stage(index, model, self.gates, self.division, device) for index, pp in enumerate(self.ranks) if pp == self.place.pp]
+        self.stages = [
+            Stage(index, model, self.gates, self.division, device)
+            for index, pp in enumerate(self.ranks)
+            if pp == self.place.pp
+        ]
         self.relay = SequentialStageRunner(self.stages, plan, self.place, device, mesh["pp"].get_group())
         self.learns = recorded.learns(task, example, precision)
         self.checked = False  # that all of these have got gradients
         self.slices: SequenceSlices | None = None
         self.failure: Exception | None = None
 
-    def lay_out(self, fill: Callable[..., None], compile: bool, gathered: Sequence[str] | None = None) -> None:
+    def lay_out(
+        self, fill: Callable[..., None], compile: bool, gathered: Sequence[str] | None = None
+    ) -> None:
         """Split the sequence, recompute, compile, shard over the data ranks, fill. `gathered`: names of the modules that are gathered on
         their own; None: the blocks."""
         plan, model = self.plan, self.model
@@ -120,8 +140,12 @@ class Pipeline:
         copies = self._shard(units, names) if plan.zero >= 2 or plan.data_ranks > 1 else []
         fill(model, parts=[*self.stages, whole], places=places)
         # Of what several stages hold the first one writes a checkpoint and counts the norm.
-        self.elsewhere = frozenset(name for name, holders in self.division.holders.items() if holders[0] not in mine)
-        self.counted_elsewhere = {id(parameter) for name, parameter in model.named_parameters() if name in self.elsewhere}
+        self.elsewhere = frozenset(
+            name for name, holders in self.division.holders.items() if holders[0] not in mine
+        )
+        self.counted_elsewhere = {
+            id(parameter) for name, parameter in model.named_parameters() if name in self.elsewhere
+        }
         self.tied = TiedWeightSync(model, self.division, plan, self.place, copies)
 
     def _shard(self, units: Sequence[nn.Module], names: Mapping[int, str]) -> list[tuple[str, Stage, str]]:
@@ -142,7 +166,9 @@ class Pipeline:
             whole = scalars(stage)
             for unit in units:
                 if id(unit) in here:
-                    fully_shard(unit, mesh=data_mesh(self.mesh), reshard_after_forward=again, ignored_params=whole)
+                    fully_shard(
+                        unit, mesh=data_mesh(self.mesh), reshard_after_forward=again, ignored_params=whole
+                    )
             fully_shard(stage, mesh=data_mesh(self.mesh), reshard_after_forward=False, ignored_params=whole)
         for stage in self.stages:
             stage.give_back()
@@ -159,7 +185,10 @@ class Pipeline:
         calls = self.recordings[True, self.looks].calls
 
         def crossing(cut: int) -> tuple[Tensor, ...]:
-            return tuple(torch.empty(like.shape, dtype=like.dtype, device="meta", requires_grad=True) for like in calls[cut].likes)
+            return tuple(
+                torch.empty(like.shape, dtype=like.dtype, device="meta", requires_grad=True)
+                for like in calls[cut].likes
+            )
 
         stages = [
             SplitStage(
@@ -168,7 +197,9 @@ class Pipeline:
                 len(self.ranks),
                 self.device,
                 input_args=() if stage.is_first else crossing(stage.first),
-                output_args=torch.empty(1, device="meta", requires_grad=True) if stage.is_last else crossing(stage.end),
+                output_args=torch.empty(1, device="meta", requires_grad=True)
+                if stage.is_last
+                else crossing(stage.end),
                 group=self.mesh["pp"].get_group(),
             )
             for stage in self.stages
@@ -199,17 +230,23 @@ class Pipeline:
         whole: list[Tensor | float] = []
 
         def forward(stage: Stage, micro: int) -> Tensor:
-            start_stream(derive(self.seed, "model", step, micro, *self.place.stream, stage.index), self.device)
+            start_stream(
+                derive(self.seed, "model", step, micro, *self.place.stream, stage.index), self.device
+            )
             self._begin(stage)
             batch = batches[micro]
             with autocast(self.precision, self.device):
                 loss, items_here = weighed_loss(self.task, self.model, batch, None if losses else examine)
             if not whole:
                 assert self.plan.dp is not None
-                whole.append(weight.result() if weight is not None else float(items_here) * len(batches) * self.plan.dp)
+                whole.append(
+                    weight.result() if weight is not None else float(items_here) * len(batches) * self.plan.dp
+                )
             losses.append(loss.detach())
             items.append(items_here)
-            return torch.stack([loss * share_of(loss, whole[0])])  # no view, which torch's engine could not detach
+            return torch.stack(
+                [loss * share_of(loss, whole[0])]
+            )  # no view, which torch's engine could not detach
 
         self._follow(forward, recording)
         index = torch.arange(len(batches))
@@ -227,7 +264,11 @@ class Pipeline:
         zeros, of what crosses a cut and is not used behind it."""
         shared = {*self.tied.groups, *(name for name, _, _ in self.tied.copies)}
         mine = {stage.index for stage in self.stages}
-        here = [(name, parameter) for name, parameter in self.model.named_parameters() if parameter.requires_grad and is_here(parameter)]
+        here = [
+            (name, parameter)
+            for name, parameter in self.model.named_parameters()
+            if parameter.requires_grad and is_here(parameter)
+        ]
         if not self.checked:
             due = {name for name in learns - shared if mine.intersection(self.division.holders[name])}
             missing = [name for name, parameter in here if parameter.grad is None and name in due]
@@ -251,7 +292,9 @@ class Pipeline:
         def remembering(stage: Stage, micro: int) -> Any:
             try:
                 return forward(stage, micro)
-            except Exception as error:  # torch's engine raises another one, with all that it knows of its tensors
+            except (
+                Exception
+            ) as error:  # torch's engine raises another one, with all that it knows of its tensors
                 self.failure = error
                 raise
 
@@ -293,10 +336,18 @@ class Pipeline:
     def _record(self, training: bool, batch: Batch) -> ForwardTrace:
         recording = self.recorded.record(self.task, batch, self.precision, training)
         if tuple(call.part for call in recording.calls) != self.division.calls:
-            raise PlanError("the model calls other parts in evaluation than in training, where a pipeline was cut; use a plan without pp")
-        changed = {name for name, use in recording.buffers.items() if use.changed and len(self.division.holders[name]) > 1}
+            raise PlanError(
+                "the model calls other parts in evaluation than in training, where a pipeline was cut; use a plan without pp"
+            )
+        changed = {
+            name
+            for name, use in recording.buffers.items()
+            if use.changed and len(self.division.holders[name]) > 1
+        }
         if strange := sorted(changed - self.division.changed):
-            raise PlanError(f"the model changes buffer {strange[0]} in evaluation, and not in training; use a plan without pp")
+            raise PlanError(
+                f"the model changes buffer {strange[0]} in evaluation, and not in training; use a plan without pp"
+            )
         return recording
 
     def _cut_sequences(self, slices: SequenceSlices, key: tuple[bool, Any], batch: Batch) -> None:
@@ -334,7 +385,10 @@ def _buffers_around(model: nn.Module, division: StagePartition, mine: set[int]) 
 
 
 def looks(task: Task, batch: Batch) -> tuple[Any, ...]:
-    return tuple((tuple(leaf.shape), leaf.dtype) if isinstance(leaf, Tensor) else type(leaf) for leaf in tree_leaves(task.inputs(batch)))
+    return tuple(
+        (tuple(leaf.shape), leaf.dtype) if isinstance(leaf, Tensor) else type(leaf)
+        for leaf in tree_leaves(task.inputs(batch))
+    )
 
 
 def _shapes(found: tuple[Any, ...]) -> str:

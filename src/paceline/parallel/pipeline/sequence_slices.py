@@ -16,7 +16,9 @@ from paceline.plan.plan import Plan
 Dims = Mapping[int, Sequence[int | None]]  # cut -> along which dim each tensor that crosses it is cut
 
 
-def check_blocks(plan: Plan, model: nn.Module, units: Sequence[nn.Module], parts: Mapping[str, nn.Module]) -> None:
+def check_blocks(
+    plan: Plan, model: nn.Module, units: Sequence[nn.Module], parts: Mapping[str, nn.Module]
+) -> None:
     """Raise PlanError where a pipeline would cut blocks inside, which attend to slices as a whole."""
     whole = {id(module) for part in parts.values() for module in part.modules()}
     for name, module in model.named_modules():
@@ -48,7 +50,11 @@ class SequenceSlices:
             return output
 
         self.context.learn(run, self.relay.gather)
-        here = [(cut, [_dim(*pair) for pair in zip(recording.calls[cut].likes, found, strict=True)]) for cut, found in sizes.items() if cut]
+        here = [
+            (cut, [_dim(*pair) for pair in zip(recording.calls[cut].likes, found, strict=True)])
+            for cut, found in sizes.items()
+            if cut
+        ]
         self.dims.append((structure, dict(self.relay.gather(here))))
 
     def knows(self, structure: Any) -> bool:
@@ -63,13 +69,19 @@ class SequenceSlices:
                 if dim is not None:
                     length = like.shape[dim]
                     check_length(self.plan, length)
-            recording.calls[cut].likes = [_part(like, dim, self.plan.cp) for like, dim in zip(likes, dims, strict=True)]
+            recording.calls[cut].likes = [
+                _part(like, dim, self.plan.cp) for like, dim in zip(likes, dims, strict=True)
+            ]
         return length
 
 
 def _dim(whole: TensorMeta, part: torch.Size) -> int | None:
-    return next((dim for dim, (one, other) in enumerate(zip(whole.shape, part, strict=True)) if one != other), None)
+    return next(
+        (dim for dim, (one, other) in enumerate(zip(whole.shape, part, strict=True)) if one != other), None
+    )
 
 
 def _part(whole: TensorMeta, dim: int | None, parts: int) -> TensorMeta:
-    return replace(whole, shape=tuple(size // parts if at == dim else size for at, size in enumerate(whole.shape)))
+    return replace(
+        whole, shape=tuple(size // parts if at == dim else size for at, size in enumerate(whole.shape))
+    )

@@ -67,9 +67,13 @@ def backward_inputs(
     """
     inputs = list(inputs)
     wanted = [value for value in inputs if isinstance(value, Tensor) and value.requires_grad]
-    roots = [(get_gradient_edge(output), output, at) for at, output in enumerate(outputs) if output.requires_grad]
+    roots = [
+        (get_gradient_edge(output), output, at) for at, output in enumerate(outputs) if output.requires_grad
+    ]
     graph = _Graph([edge.node for edge, _, _ in roots], {get_gradient_edge(value).node for value in wanted})
-    owners: dict[Node, set[Node | None]] = {}  # leaf -> the operations that its gradient comes through; None: outputs alone
+    owners: dict[
+        Node, set[Node | None]
+    ] = {}  # leaf -> the operations that its gradient comes through; None: outputs alone
     for node in graph.nodes:
         if node in graph.leading:
             for following in _next(node):
@@ -88,12 +92,16 @@ def backward_inputs(
     def grad_of(output: Tensor, at: int) -> Tensor | None:
         return torch.ones_like(output) if output_grads is None else output_grads[at]
 
-    rest = WeightGradients([], [(edge, grad_of(output, at)) for edge, output, at in outside], later.pop(None, []))
+    rest = WeightGradients(
+        [], [(edge, grad_of(output, at)) for edge, output, at in outside], later.pop(None, [])
+    )
     rest.deferred = [_Deferred(owner, parameters) for owner, parameters in later.items() if owner is not None]
     hooks = [each.node.register_prehook(each.keep) for each in rest.deferred]
     try:
         given = [(edge, grad_of(output, at)) for edge, output, at in roots]
-        _backward([edge for edge, _ in given], [grad for _, grad in given], [*wanted, *now], retain_graph=True)
+        _backward(
+            [edge for edge, _ in given], [grad for _, grad in given], [*wanted, *now], retain_graph=True
+        )
     finally:
         for hook in hooks:
             hook.remove()
@@ -137,25 +145,36 @@ def _next(node: Node) -> list[Node]:
     return [following for following, _ in node.next_functions if following is not None]
 
 
-def _backward(edges: Sequence[GradientEdge], grads: Grads, leaves: Sequence[Tensor], retain_graph: bool = False) -> None:
+def _backward(
+    edges: Sequence[GradientEdge], grads: Grads, leaves: Sequence[Tensor], retain_graph: bool = False
+) -> None:
     """Add to `.grad` of `leaves` what comes of these gradients."""
     pairs = [(edge, grad) for edge, grad in zip(edges, grads, strict=True) if grad is not None]
     if pairs and leaves:
-        torch.autograd.backward([edge for edge, _ in pairs], [grad for _, grad in pairs], retain_graph, inputs=list(leaves))
+        torch.autograd.backward(
+            [edge for edge, _ in pairs], [grad for _, grad in pairs], retain_graph, inputs=list(leaves)
+        )
 
 
 class SplitStage(PipelineStage):
     """torch's stage, with this split in place of its own."""
 
-    def backward_maybe_with_nosync(self, backward_type: str, bwd_kwargs: dict[str, Any], last_backward: bool = False) -> Any:
+    def backward_maybe_with_nosync(
+        self, backward_type: str, bwd_kwargs: dict[str, Any], last_backward: bool = False
+    ) -> Any:
         if backward_type == "full":
             return super().backward_maybe_with_nosync(backward_type, bwd_kwargs, last_backward)
-        if isinstance(self.submod, FSDPModule):  # as torch's: the schedule reduces the gradients when all are there
+        if isinstance(
+            self.submod, FSDPModule
+        ):  # as torch's: the schedule reduces the gradients when all are there
             self.submod.set_is_last_backward(False)
             self.submod.set_reshard_after_backward(False)
             self.submod.set_requires_gradient_sync(False)
         if backward_type == "input":
-            outputs, bwd_kwargs["stage_output"] = bwd_kwargs["stage_output"], ()  # what does not wait is let go of
+            outputs, bwd_kwargs["stage_output"] = (
+                bwd_kwargs["stage_output"],
+                (),
+            )  # what does not wait is let go of
             return backward_inputs(outputs, bwd_kwargs["output_grads"], bwd_kwargs["input_values"])
         bwd_kwargs["param_groups"].run()
         return (), None

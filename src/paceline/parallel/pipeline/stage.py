@@ -25,7 +25,9 @@ class StagePartition:
     begins: tuple[int, ...]  # the call of a part that each stage begins with
     calls: tuple[str, ...]  # the parts in the order of their calls
     free: frozenset[str]  # parts that every stage has and calls
-    holders: Mapping[str, tuple[int, ...]]  # parameter or buffer -> stages that hold it; the first of them writes and counts it
+    holders: Mapping[
+        str, tuple[int, ...]
+    ]  # parameter or buffer -> stages that hold it; the first of them writes and counts it
     outside: frozenset[str]  # parameters that are used outside of the calls of their part, too
     changed: frozenset[str]  # buffers that change outside of the parts that only one stage has
 
@@ -34,7 +36,11 @@ class StagePartition:
 
     def of(self, stage: int) -> list[str]:
         """The parts that this stage has and no other."""
-        return [part for part in dict.fromkeys(self.calls[self.begins[stage] : self.ends(stage)]) if part not in self.free]
+        return [
+            part
+            for part in dict.fromkeys(self.calls[self.begins[stage] : self.ends(stage)])
+            if part not in self.free
+        ]
 
 
 def ranks_of(plan: Plan) -> list[int]:
@@ -44,7 +50,9 @@ def ranks_of(plan: Plan) -> list[int]:
     return looped if plan.schedule != "zbv" else [*looped[: plan.pp], *reversed(looped[: plan.pp])]
 
 
-def divide(plan: Plan, model: nn.Module, parts: Mapping[str, nn.Module], recording: ForwardTrace) -> StagePartition:
+def divide(
+    plan: Plan, model: nn.Module, parts: Mapping[str, nn.Module], recording: ForwardTrace
+) -> StagePartition:
     """The balanced stages of `plan`, by FLOPs of a forward pass, and by parameters where those are equal. Raises PlanError."""
     calls = recording.calls
     stages = len(ranks_of(plan))
@@ -53,7 +61,9 @@ def divide(plan: Plan, model: nn.Module, parts: Mapping[str, nn.Module], recordi
         raise PlanError(_too_few(plan, stages, len(begins), model, recording))
     ends = [*begins[1:], len(calls)]
     sizes = {name: parameter.numel() for name, parameter in model.named_parameters()}
-    of_call = [sum(sizes[name] for name, used in recording.uses.items() if at in used) for at in range(len(calls))]
+    of_call = [
+        sum(sizes[name] for name, used in recording.uses.items() if at in used) for at in range(len(calls))
+    ]
     chosen = partition(
         [sum(call.flops for call in calls[begin:end]) for begin, end in zip(begins, ends, strict=True)],
         stages,
@@ -67,7 +77,11 @@ def divide(plan: Plan, model: nn.Module, parts: Mapping[str, nn.Module], recordi
         free,
         _holders(model, parts, recording, starts),
         frozenset(recording.outside),
-        frozenset(name for name in _free_buffers(model, parts, recording) if name in recording.buffers and recording.buffers[name].changed),
+        frozenset(
+            name
+            for name in _free_buffers(model, parts, recording)
+            if name in recording.buffers and recording.buffers[name].changed
+        ),
     )
     _check_whole(plan, model, division, stages)
     return division
@@ -81,9 +95,17 @@ def _holders(
     def stage_of(call: int) -> int:
         return sum(begin <= call for begin in begins) - 1
 
-    of_part: dict[str, int] = {call.part: stage_of(at) for at, call in enumerate(recording.calls) if not call.free}
-    inside = {id(tensor): of_part[name] for name in of_part for tensor in (*parts[name].parameters(), *parts[name].buffers())}
-    holders: dict[str, tuple[int, ...]] = {name: (inside[id(buffer)],) for name, buffer in model.named_buffers() if id(buffer) in inside}
+    of_part: dict[str, int] = {
+        call.part: stage_of(at) for at, call in enumerate(recording.calls) if not call.free
+    }
+    inside = {
+        id(tensor): of_part[name]
+        for name in of_part
+        for tensor in (*parts[name].parameters(), *parts[name].buffers())
+    }
+    holders: dict[str, tuple[int, ...]] = {
+        name: (inside[id(buffer)],) for name, buffer in model.named_buffers() if id(buffer) in inside
+    }
     for name in _free_buffers(model, parts, recording):
         use = recording.buffers.get(name, BufferUse())
         first = stage_of(min(use.touched)) if use.changed else 0
@@ -96,7 +118,9 @@ def _holders(
 
 def _free_buffers(model: nn.Module, parts: Mapping[str, nn.Module], recording: ForwardTrace) -> list[str]:
     """Outside of the parts that only one stage has."""
-    inside = {id(buffer) for call in recording.calls if not call.free for buffer in parts[call.part].buffers()}
+    inside = {
+        id(buffer) for call in recording.calls if not call.free for buffer in parts[call.part].buffers()
+    }
     return [name for name, buffer in model.named_buffers() if id(buffer) not in inside]
 
 
@@ -114,7 +138,9 @@ def _check_whole(plan: Plan, model: nn.Module, division: StagePartition, stages:
 
 
 def _too_few(plan: Plan, stages: int, pieces: int, model: nn.Module, recording: ForwardTrace) -> str:
-    ordered = sorted(recording.barred.items(), key=lambda found: (found[0] not in recording.together, found[0]))
+    ordered = sorted(
+        recording.barred.items(), key=lambda found: (found[0] not in recording.together, found[0])
+    )
     barred = [f"not before {recording.calls[cut].part}: {why}" for cut, why in ordered if cut]
     why = f" ({barred[0]})" if barred else ""
     assert plan.stages is not None
@@ -147,18 +173,31 @@ class _Arrives(torch.autograd.Function):
 
 def _leaves(value: Tensor) -> Tensor:
     """As it can be sent, and not a view: torch's engine detaches it in place."""
-    return value.clone(memory_format=torch.contiguous_format) if value._is_view() or not value.is_contiguous() else value
+    return (
+        value.clone(memory_format=torch.contiguous_format)
+        if value._is_view() or not value.is_contiguous()
+        else value
+    )
 
 
 class Stage(nn.Module):
     """What a rank holds of one stage. The parts keep their place in the whole model, whose forward is called."""
 
-    model_forward: Callable[["Stage", int], Any]  # calls the model with a micro-batch, and returns what the last stage has of it
+    model_forward: Callable[
+        ["Stage", int], Any
+    ]  # calls the model with a micro-batch, and returns what the last stage has of it
     calls: list[PartCall]  # how such a forward pass goes
     changing: StageBuffers
     nothing: dict[str, TensorMeta]  # in place of changing buffers that this stage does not hold
 
-    def __init__(self, index: int, model: nn.Module, gates: CallInterceptor, division: StagePartition, device: torch.device):
+    def __init__(
+        self,
+        index: int,
+        model: nn.Module,
+        gates: CallInterceptor,
+        division: StagePartition,
+        device: torch.device,
+    ):
         super().__init__()
         self.index, self.first, self.end = index, division.begins[index], division.ends(index)
         self.is_first, self.is_last = index == 0, self.end == len(division.calls)
@@ -169,15 +208,23 @@ class Stage(nn.Module):
             if index in division.holders[name] and id(parameter) not in own:
                 self.register_parameter(f"bare_{len(self._parameters)}", parameter)
         self.places = _bare_places(model, gates, division, self)
-        self.lent: list[tuple[nn.Module, str, tuple[nn.Module, str]]] = []  # a place in the model, and one of the same parameter
+        self.lent: list[
+            tuple[nn.Module, str, tuple[nn.Module, str]]
+        ] = []  # a place in the model, and one of the same parameter
 
     def keep_buffers(self, model: nn.Module, division: StagePartition, earlier: Sequence[int]) -> None:
         """Let this stage change buffers of its own. `earlier`: the stages of the same rank before it."""
         of = {name: division.holders[name] for name in division.changed}
         held = [name for name, holders in of.items() if self.index in holders]
-        self.changing = StageBuffers(model, of, held, [name for name, holders in of.items() if set(earlier).intersection(holders)])
+        self.changing = StageBuffers(
+            model, of, held, [name for name, holders in of.items() if set(earlier).intersection(holders)]
+        )
         buffers = dict(model.named_buffers())
-        self.nothing = {name: TensorMeta(tuple(buffers[name].shape), buffers[name].dtype, True) for name in of if name not in held}
+        self.nothing = {
+            name: TensorMeta(tuple(buffers[name].shape), buffers[name].dtype, True)
+            for name in of
+            if name not in held
+        }
 
     def take_copies(self, earlier: Iterable["Stage"]) -> Iterator[tuple[str, nn.Parameter]]:
         """Hold copies of the parameters that earlier stages of the same rank hold too, since two groups of `fully_shard` cannot share
@@ -189,7 +236,9 @@ class Stage(nn.Module):
                 continue
             if id(parameter) not in copies:
                 copies[id(parameter)] = f"bare_{len(self._parameters)}"
-                self.register_parameter(copies[id(parameter)], nn.Parameter(torch.empty_like(parameter), parameter.requires_grad))
+                self.register_parameter(
+                    copies[id(parameter)], nn.Parameter(torch.empty_like(parameter), parameter.requires_grad)
+                )
                 yield copies[id(parameter)], parameter
             own = copies[id(parameter)]
             if module is self:
@@ -229,7 +278,11 @@ class Stage(nn.Module):
             raise StageExit(tuple(map(_leaves, (leaves[leaf] for leaf in call.crossing))))
         if at < self.first and not call.free:
             outputs, structure = call.output
-            given = tree_leaves((args, kwargs)) if any(isinstance(leaf, PassedThrough) for leaf in outputs) else []
+            given = (
+                tree_leaves((args, kwargs))
+                if any(isinstance(leaf, PassedThrough) for leaf in outputs)
+                else []
+            )
             return tree_unflatten([self._stand_in(leaf, given) for leaf in outputs], structure)
         if at == self.first:
             leaves = tree_leaves((args, kwargs))
@@ -294,5 +347,9 @@ def _bare_places(
         for module in model.modules()
         for key, parameter in module._parameters.items()
         if parameter is not None
-        and (id(parameter) in own or id(module) not in called or (id(parameter) in outside and id(parameter) not in here))
+        and (
+            id(parameter) in own
+            or id(module) not in called
+            or (id(parameter) in outside and id(parameter) not in here)
+        )
     ]

@@ -16,11 +16,19 @@ class TiedWeightSync:
     itself; the model and its optimizer know the first one only."""
 
     def __init__(
-        self, model: nn.Module, division: StagePartition, plan: Plan, place: MeshCoordinate, copies: Sequence[tuple[str, Stage, str]]
+        self,
+        model: nn.Module,
+        division: StagePartition,
+        plan: Plan,
+        place: MeshCoordinate,
+        copies: Sequence[tuple[str, Stage, str]],
     ):
         self.model, self.copies = model, copies
         ranks, here = ranks_of(plan), place.pp
-        of_name = {name: tuple(sorted({ranks[stage] for stage in division.holders[name]})) for name, _ in model.named_parameters()}
+        of_name = {
+            name: tuple(sorted({ranks[stage] for stage in division.holders[name]}))
+            for name, _ in model.named_parameters()
+        }
         groups = _groups({of for of in of_name.values() if len(of) > 1}, plan, place)
         self.groups = {name: groups[of] for name, of in sorted(of_name.items()) if len(of) > 1 and here in of}
 
@@ -51,7 +59,9 @@ class TiedWeightSync:
                 dist.all_reduce(local(grad), group=group)
 
 
-def _groups(wanted: set[tuple[int, ...]], plan: Plan, place: MeshCoordinate) -> dict[tuple[int, ...], dist.ProcessGroup]:
+def _groups(
+    wanted: set[tuple[int, ...]], plan: Plan, place: MeshCoordinate
+) -> dict[tuple[int, ...], dist.ProcessGroup]:
     """pp ranks -> those of them that have the same part of the batch as this one. A collective."""
     groups = {}
     for of in sorted(wanted):

@@ -41,7 +41,10 @@ class TensorMeta:
     def nothing(self, device: torch.device) -> Tensor:
         """What must not be used: NaN, and no memory where nobody writes into it."""
         nothing = torch.full(
-            (), float("nan") if self.dtype.is_floating_point or self.dtype.is_complex else 0, dtype=self.dtype, device=device
+            (),
+            float("nan") if self.dtype.is_floating_point or self.dtype.is_complex else 0,
+            dtype=self.dtype,
+            device=device,
         )
         return nothing.expand(self.shape).clone() if self.writable else nothing.expand(self.shape)
 
@@ -73,8 +76,12 @@ class ForwardTrace:
 
     calls: list[PartCall] = field(default_factory=list)
     barred: dict[int, str] = field(default_factory=dict)  # cut -> why it cannot be
-    uses: dict[str, set[int]] = field(default_factory=dict)  # parameter -> calls during or after which it is used
-    outside: set[str] = field(default_factory=set)  # parameters that are used outside of the calls of their part, too
+    uses: dict[str, set[int]] = field(
+        default_factory=dict
+    )  # parameter -> calls during or after which it is used
+    outside: set[str] = field(
+        default_factory=set
+    )  # parameters that are used outside of the calls of their part, too
     buffers: dict[str, BufferUse] = field(default_factory=dict)
     together: set[int] = field(default_factory=set)  # cuts that are barred by the use of buffers
 
@@ -121,7 +128,9 @@ class StandInModel:
         self.gates = CallInterceptor(parts_of(self.copy, layout))
         self.mode = FakeTensorMode(allow_non_fake_inputs=True)
         self.names: dict[int, str] = {}  # id of a stand-in of a parameter -> name
-        self.local: frozenset[str] = frozenset()  # buffers whose values only the stage that changes them knows
+        self.local: frozenset[str] = (
+            frozenset()
+        )  # buffers whose values only the stage that changes them knows
         self.trained = {name for name, parameter in self.copy.named_parameters() if parameter.requires_grad}
         made: dict[int, Tensor] = {}
         owned = {id(parameter): name for name, parameter in self.copy.named_parameters()}
@@ -163,12 +172,21 @@ class StandInModel:
         fast = torch.backends.mha.get_fastpath_enabled()
         torch.backends.mha.set_fastpath_enabled(False)
         try:
-            with torch.random.fork_rng(devices=[]), torch.set_grad_enabled(training), recorder, autocast(precision, self.device):
+            with (
+                torch.random.fork_rng(devices=[]),
+                torch.set_grad_enabled(training),
+                recorder,
+                autocast(precision, self.device),
+            ):
                 output = call(task, self.copy, batch)
                 recorder.ended(_results(task, output, batch, training))
         except PlanError:
             raise
-        except (RuntimeError, TypeError, ValueError) as error:  # the user's code, which meets tensors without values
+        except (
+            RuntimeError,
+            TypeError,
+            ValueError,
+        ) as error:  # the user's code, which meets tensors without values
             raise without_values(error, "where a pipeline may cut it", "a plan without pp") from error
         finally:
             torch.backends.mha.set_fastpath_enabled(fast)
@@ -179,14 +197,24 @@ class StandInModel:
 
     def learns(self, task: Task, batch: Batch, precision: str) -> frozenset[str] | None:
         """Return the names of the parameters that a plain pass gives gradients; None where the task's loss looks at values."""
-        parameters = [tensor for module in self.copy.modules() for tensor in module._parameters.values() if tensor is not None]
+        parameters = [
+            tensor
+            for module in self.copy.modules()
+            for tensor in module._parameters.values()
+            if tensor is not None
+        ]
         trained = [tensor for tensor in parameters if self.names[id(tensor)] in self.trained]
         self.copy.train()
         try:
             for tensor in trained:
                 tensor.requires_grad_()
             without_values = UserCode("the forward pass without values", task.model)
-            with without_values, torch.random.fork_rng(devices=[]), torch.enable_grad(), autocast(precision, self.device):
+            with (
+                without_values,
+                torch.random.fork_rng(devices=[]),
+                torch.enable_grad(),
+                autocast(precision, self.device),
+            ):
                 loss = task.loss(call(task, self.copy, batch), batch)
                 return frozenset(self.names[leaf] for leaf in reached(loss) if leaf in self.names)
         except Exception:  # the user's code, which meets tensors without values
@@ -201,7 +229,9 @@ def _results(task: Task, output: Any, batch: Batch, training: bool) -> list[Any]
     try:
         with UserCode("the forward pass without values", task.loss):
             return [task.loss(output, batch), *([] if training else task.metrics(output, batch).values())]
-    except Exception:  # the user's code, which may look at values; the output as a whole stands for what it uses
+    except (
+        Exception
+    ):  # the user's code, which may look at values; the output as a whole stands for what it uses
         return tree_leaves(output)
 
 
@@ -210,7 +240,9 @@ def _tensors(tree: Any) -> list[Tensor]:
 
 
 def _is_training(func: Any, args: Any, kwargs: Any) -> bool:
-    named = {argument.name: value for argument, value in zip(func._schema.arguments, args, strict=False)} | dict(kwargs)
+    named = {
+        argument.name: value for argument, value in zip(func._schema.arguments, args, strict=False)
+    } | dict(kwargs)
     return bool(named.get("training", True))
 
 
@@ -242,11 +274,16 @@ class _Recorder(TorchDispatchMode):
         self.masks: dict[int, Mask] = {}  # by id of a tensor
         self.written: dict[int, Mask] = {}  # by storage
         self.outputs: dict[int, int] = {}  # storage -> call that returned it
-        self.places: dict[int, int] = {}  # id of what crossed a cut, and of views of it -> storage it would have behind the cut
+        self.places: dict[
+            int, int
+        ] = {}  # id of what crossed a cut, and of views of it -> storage it would have behind the cut
         self.kept: list[Any] = []  # so that no id is used twice
         self.buffers = {storage_of(buffer): name for name, buffer in model.copy.named_buffers()}  # by storage
         self.assigned = [
-            (m._buffers, key, buffer) for m in model.copy.modules() for key, buffer in m._buffers.items() if buffer is not None
+            (m._buffers, key, buffer)
+            for m in model.copy.modules()
+            for key, buffer in m._buffers.items()
+            if buffer is not None
         ]
 
     def mask(self, tensor: Tensor) -> Mask:
@@ -272,10 +309,16 @@ class _Recorder(TorchDispatchMode):
         if self.inside:
             if self.alone:
                 mask |= -1 << (self.now + 1)
-            self._bar(mask, self.now, f"{self.recording.calls[self.now].part} needs what was computed further ahead as well")
+            self._bar(
+                mask,
+                self.now,
+                f"{self.recording.calls[self.now].part} needs what was computed further ahead as well",
+            )
         result = func(*args, **kwargs)
         self._write(func, args, kwargs, mask)
-        moved = {storage_of(tensor): self.places[id(tensor)] for tensor in inputs if id(tensor) in self.places}
+        moved = {
+            storage_of(tensor): self.places[id(tensor)] for tensor in inputs if id(tensor) in self.places
+        }
         for tensor in _tensors(result):
             if mask or id(tensor) in self.masks:
                 self.masks[id(tensor)] = mask
@@ -290,14 +333,21 @@ class _Recorder(TorchDispatchMode):
         count = self.flops.get(func._overloadpacket)
         if count is not None:
             call.flops += count(*args, **kwargs, out_val=result)
-        seen = [(leaf.shape, leaf.dtype) if isinstance(leaf, Tensor) else str(leaf) for leaf in tree_leaves((args, kwargs, result))]
+        seen = [
+            (leaf.shape, leaf.dtype) if isinstance(leaf, Tensor) else str(leaf)
+            for leaf in tree_leaves((args, kwargs, result))
+        ]
         call.trace = hash((call.trace, func, tuple(seen), torch.is_grad_enabled(), _runs_again()))
 
     def _write(self, func: Any, args: Any, kwargs: Any, mask: Mask) -> None:
         for argument, value in (*zip(func._schema.arguments, args, strict=False), *kwargs.items()):
-            writes = argument == "out" or (getattr(argument, "alias_info", None) is not None and argument.alias_info.is_write)
+            writes = argument == "out" or (
+                getattr(argument, "alias_info", None) is not None and argument.alias_info.is_write
+            )
             # The schema of most kernels of BatchNorm does not say that they write these.
-            writes |= getattr(argument, "name", argument) in ("running_mean", "running_var") and _is_training(func, args, kwargs)
+            writes |= getattr(argument, "name", argument) in ("running_mean", "running_var") and _is_training(
+                func, args, kwargs
+            )
             for tensor in _tensors(value) if writes else ():
                 if name := self.buffers.get(storage_of(tensor)):
                     self._change(name, mask)
@@ -324,7 +374,9 @@ class _Recorder(TorchDispatchMode):
         use.outside |= not self.alone
         use.learned |= bool(mask)
         if not self.alone:
-            self.recording.together |= self._bar(mask, self.now, f"buffer {name} is changed by what was computed further ahead")
+            self.recording.together |= self._bar(
+                mask, self.now, f"buffer {name} is changed by what was computed further ahead"
+            )
 
     def _see_assignments(self) -> None:
         """Of other tensors to buffers, since the last call of this."""
@@ -357,7 +409,9 @@ class _Recorder(TorchDispatchMode):
             for cut in range(earlier[0] + 1, at + 1):
                 self.recording.barred.setdefault(cut, f"{name} is called more than once")
         if _runs_again():
-            self.recording.barred.setdefault(at, f"the model itself, and not recompute=full, computes {name} again in the backward pass")
+            self.recording.barred.setdefault(
+                at, f"the model itself, and not recompute=full, computes {name} again in the backward pass"
+            )
         if torch.is_grad_enabled() != self.gradients:
             self.recording.barred.setdefault(at, f"{name} is called without gradients")
         if not here.crossing or not all(like.dtype.is_floating_point for like in here.likes):
@@ -370,8 +424,13 @@ class _Recorder(TorchDispatchMode):
         self.inside = self.model.gates.inside = self.alone = False
         here.free = not has_parameters and not any(map(self.mask, _tensors(result)))
         given = {id(leaf): index for index, leaf in enumerate(tree_leaves((args, kwargs)))}
-        leaves, structure = tree_flatten(result)  # apart: what a user's structure is made of may be checked by it
-        here.output = [self._returned(leaf, given) if isinstance(leaf, Tensor) else leaf for leaf in leaves], structure
+        leaves, structure = tree_flatten(
+            result
+        )  # apart: what a user's structure is made of may be checked by it
+        here.output = (
+            [self._returned(leaf, given) if isinstance(leaf, Tensor) else leaf for leaf in leaves],
+            structure,
+        )
         for tensor in _tensors(result):
             if id(tensor) not in given:
                 if not here.free:  # whatever it depends on: no stage behind has it
@@ -382,7 +441,11 @@ class _Recorder(TorchDispatchMode):
 
     @staticmethod
     def _returned(tensor: Tensor, given: Mapping[int, int]) -> TensorMeta | PassedThrough:
-        return PassedThrough(given[id(tensor)]) if id(tensor) in given else TensorMeta(tuple(tensor.shape), tensor.dtype)
+        return (
+            PassedThrough(given[id(tensor)])
+            if id(tensor) in given
+            else TensorMeta(tuple(tensor.shape), tensor.dtype)
+        )
 
     def ended(self, results: Iterable[Any]) -> None:
         self._see_assignments()
@@ -396,7 +459,10 @@ class _Recorder(TorchDispatchMode):
             if call_.written:
                 leaves, structure = call_.output
                 call_.output = (
-                    [TensorMeta(leaf.shape, leaf.dtype, True) if isinstance(leaf, TensorMeta) else leaf for leaf in leaves],
+                    [
+                        TensorMeta(leaf.shape, leaf.dtype, True) if isinstance(leaf, TensorMeta) else leaf
+                        for leaf in leaves
+                    ],
                     structure,
                 )
 

@@ -19,12 +19,23 @@ from paceline.data.loader import Batch
 from paceline.distributed.dtensor import fits, local
 from paceline.errors import PlanError, TaskError
 from paceline.parallel.module_hooks import parts_of
-from paceline.parallel.tensor.find_sequence_parallel import GATHERING, NotFound, SequenceParallelPlan, find_between
+from paceline.parallel.tensor.find_sequence_parallel import (
+    GATHERING,
+    NotFound,
+    SequenceParallelPlan,
+    find_between,
+)
 from paceline.parallel.tensor.find_splits import SplitCandidates, discover, pattern
 from paceline.parallel.tensor.linear import FORWARDS, Change, Entrance, add, enter
 from paceline.parallel.tensor.rng import install_dropout_rng, plan_dropout_rng
 from paceline.parallel.tensor.sequence_comm import SequenceCollectives, at_block, on_marked
-from paceline.parallel.tensor.tracer import features, has_computed_weight, is_embedding, is_linear, is_transposed
+from paceline.parallel.tensor.tracer import (
+    features,
+    has_computed_weight,
+    is_embedding,
+    is_linear,
+    is_transposed,
+)
 from paceline.plan.plan import Plan
 from paceline.spec import nearest
 from paceline.task import Layout, Task, layout_of
@@ -45,7 +56,9 @@ class Splits:
 
     styles: Mapping[str, str]
     between: SequenceParallelPlan | None
-    partial: frozenset[str]  # parameters that see a part of features or activations: their gradients are summed over the axis
+    partial: frozenset[
+        str
+    ]  # parameters that see a part of features or activations: their gradients are summed over the axis
     draws: Mapping[str, bool]  # module -> whether each rank draws for a part of its own
     output: torch.Size | None  # shape of what the model returns, where that is one tensor
     notes: tuple[str, ...]
@@ -67,7 +80,11 @@ def find_splits(model: nn.Module, task: Task, batch: Batch, plan: Plan) -> Split
         with imagined(model) as imagine:
             inputs = imagine(batch)
             found = discover(model, run, tp)
-            styles = _found_styles(model, found, tp) | _own_plan(model, found) | _asked(model, layout_of(task).tensor, tp)
+            styles = (
+                _found_styles(model, found, tp)
+                | _own_plan(model, found)
+                | _asked(model, layout_of(task).tensor, tp)
+            )
             styles = {name: style for name, style in styles.items() if style != "whole"}
             _drop_unlike_ties(model, styles)
             if not styles:
@@ -77,20 +94,34 @@ def find_splits(model: nn.Module, task: Task, batch: Batch, plan: Plan) -> Split
             between, why = _between(model, run, styles, found.called, of_features, layout_of(task), plan)
     except (PlanError, TaskError):
         raise
-    except (RuntimeError, TypeError, ValueError) as error:  # the user's code, which meets tensors without values
+    except (
+        RuntimeError,
+        TypeError,
+        ValueError,
+    ) as error:  # the user's code, which meets tensors without values
         raise without_values(error, f"what tp={tp} may split", "a plan without tp") from error
-    small = {name for name, of in found.partial.items() if of <= columns} | (between.partial if between is not None else set())
+    small = {name for name, of in found.partial.items() if of <= columns} | (
+        between.partial if between is not None else set()
+    )
     draws, alike = plan_dropout_rng(of_features, between)
-    whole = [name for name, module in model.named_modules() if (is_linear(module) or is_embedding(module)) and name not in styles]
+    whole = [
+        name
+        for name, module in model.named_modules()
+        if (is_linear(module) or is_embedding(module)) and name not in styles
+    ]
     notes = [*found.notes]
     if gathered := [name for name, style in styles.items() if style == "gather"]:
-        notes.append(f"tp: {_list(gathered)} split by columns and gathered, because no layer takes their outputs in parts")
+        notes.append(
+            f"tp: {_list(gathered)} split by columns and gathered, because no layer takes their outputs in parts"
+        )
     if whole:
         notes.append(f"tp: {_list(whole)} not split")
     if why:
         notes.append(f"tp: activations between split layers are whole on each rank, because of {why}")
     if alike:
-        notes.append(f"tp: {_list(alike)} drop alike on the ranks that share features, because they also drop of what each rank has whole")
+        notes.append(
+            f"tp: {_list(alike)} drop alike on the ranks that share features, because they also drop of what each rank has whole"
+        )
     shape = outputs[0].shape if isinstance(outputs[0], Tensor) else None
     return Splits(styles, between, frozenset(small), draws, shape, tuple(notes))
 
@@ -102,7 +133,9 @@ def _why_none(model: nn.Module, tp: int) -> str:
     if any(is_linear(module) or is_embedding(module) for module in modules):
         return f"{kind} has no linear layer or embedding whose size {tp} divides"
     computed = [
-        name for name, module in model.named_modules() if isinstance(module, (nn.Linear, nn.Embedding)) and has_computed_weight(module)
+        name
+        for name, module in model.named_modules()
+        if isinstance(module, (nn.Linear, nn.Embedding)) and has_computed_weight(module)
     ]
     if computed:
         return f"{kind} computes the weight of {computed[0]} from others (weight_norm, spectral_norm or another parametrization)"
@@ -140,7 +173,11 @@ def _list(names: list[str]) -> str:
 
 def _found_styles(model: nn.Module, found: SplitCandidates, tp: int) -> dict[str, str]:
     styles = {}
-    embeddings = {name: module for name, module in model.named_modules() if name in found.called and is_embedding(module)}
+    embeddings = {
+        name: module
+        for name, module in model.named_modules()
+        if name in found.called and is_embedding(module)
+    }
     largest = max(embeddings, key=lambda name: embeddings[name].weight.numel(), default=None)
     words: Any = embeddings[largest].num_embeddings if largest is not None else 0
     heads = {name for name in found.heads if features(model.get_submodule(name))[1] == words}
@@ -163,8 +200,17 @@ def _own_plan(model: nn.Module, found: SplitCandidates) -> dict[str, str]:
     plan = getattr(model, "tp_plan", None)
     if not isinstance(plan, Mapping):
         return {}
-    styles = {name: HUGGING_FACE[style] for names, style in plan.items() if style in HUGGING_FACE for name in _matching(model, names)}
-    return {name: style for name, style in styles.items() if name not in found.called and is_linear(model.get_submodule(name))}
+    styles = {
+        name: HUGGING_FACE[style]
+        for names, style in plan.items()
+        if style in HUGGING_FACE
+        for name in _matching(model, names)
+    }
+    return {
+        name: style
+        for name, style in styles.items()
+        if name not in found.called and is_linear(model.get_submodule(name))
+    }
 
 
 def _asked(model: nn.Module, tensor: Mapping[str, str] | None, tp: int) -> dict[str, str]:
@@ -181,10 +227,20 @@ def _asked(model: nn.Module, tensor: Mapping[str, str] | None, tp: int) -> dict[
             module: Any = model.get_submodule(name)
             able = is_embedding(module) if style == "vocabulary" else is_linear(module)
             if style != "whole" and not able:
-                raise TaskError(f"layout().tensor[{path!r}] is {style!r}, which a {type(module).__name__} cannot be")
-            size = module.num_embeddings if style == "vocabulary" else features(module)[0 if style == "row" else 1] if able else 0
+                raise TaskError(
+                    f"layout().tensor[{path!r}] is {style!r}, which a {type(module).__name__} cannot be"
+                )
+            size = (
+                module.num_embeddings
+                if style == "vocabulary"
+                else features(module)[0 if style == "row" else 1]
+                if able
+                else 0
+            )
             if size % tp and not (style in UNEVEN and fits(size, tp)):
-                raise PlanError(f"tp={tp} does not divide the {size} {'rows' if style == 'vocabulary' else 'features'} of {name}")
+                raise PlanError(
+                    f"tp={tp} does not divide the {size} {'rows' if style == 'vocabulary' else 'features'} of {name}"
+                )
             styles[name] = style
     return styles
 
@@ -216,7 +272,9 @@ def _cuts(module: nn.Module, style: str | None) -> dict[str, int]:
     return {"weight": 1 if is_transposed(module) else 0, "bias": 0}
 
 
-def split(model: nn.Module, splits: Splits, mesh: DeviceMesh, stages: Sequence[Collection[str]] | None = None) -> None:
+def split(
+    model: nn.Module, splits: Splits, mesh: DeviceMesh, stages: Sequence[Collection[str]] | None = None
+) -> None:
     """Cut the parameters of `model`, on the meta device, over the one axis of `mesh`, and let the layers compute on their parts.
     `stages`: the blocks of each stage of a pipeline; what goes from one to the next is whole."""
     from torch.distributed.tensor import Shard, distribute_tensor
@@ -253,7 +311,12 @@ def split(model: nn.Module, splits: Splits, mesh: DeviceMesh, stages: Sequence[C
     install_dropout_rng(model, splits.draws, group, mesh.device_type)
 
 
-def split_between(model: nn.Module, between: SequenceParallelPlan, pieces: SequenceCollectives, stages: Sequence[Collection[str]]) -> None:
+def split_between(
+    model: nn.Module,
+    between: SequenceParallelPlan,
+    pieces: SequenceCollectives,
+    stages: Sequence[Collection[str]],
+) -> None:
     """Cut and gather the activations where split layers do not."""
 
     def then(module: nn.Module, change: Change) -> None:

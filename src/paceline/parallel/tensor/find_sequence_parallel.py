@@ -18,7 +18,15 @@ from torch.utils._pytree import tree_leaves, tree_unflatten
 from paceline.parallel.op_rules import is_pointwise
 from paceline.parallel.pytree import flatten
 from paceline.parallel.tensor.sequence_comm import at_block, on_marked
-from paceline.parallel.tensor.tracer import LabelTracer, TraceResult, WholeFunctions, first_difference, forwards, is_embedding, is_linear
+from paceline.parallel.tensor.tracer import (
+    LabelTracer,
+    TraceResult,
+    WholeFunctions,
+    first_difference,
+    forwards,
+    is_embedding,
+    is_linear,
+)
 
 BETWEEN = ""  # the one group of labels
 GATHERING = ("column", "gather", "head")
@@ -42,7 +50,9 @@ class SequenceParallelPlan:
     closed: bool  # only blocks do something with what is split
     exits: frozenset[str]  # row layers whose sum is scattered
     entrances: frozenset[str]  # split layers that gather their input
-    gathers: frozenset[str]  # modules whose output is gathered, since split layers take it and nothing else does
+    gathers: frozenset[
+        str
+    ]  # modules whose output is gathered, since split layers take it and nothing else does
     fed: frozenset[str]  # these layers
     scatters: frozenset[str]  # modules whose output is whole, and is cut
     partial: frozenset[str]  # parameters that see a part of the activations
@@ -54,10 +64,21 @@ class NotFound(Exception):
 
 
 def find_between(
-    model: nn.Module, run: Callable[[], Any], styles: Mapping[str, str], blocks: Mapping[str, nn.Module], order: Collection[str], tp: int
+    model: nn.Module,
+    run: Callable[[], Any],
+    styles: Mapping[str, str],
+    blocks: Mapping[str, nn.Module],
+    order: Collection[str],
+    tp: int,
 ) -> SequenceParallelPlan:
     """`run` calls the model, which is on the meta device; `order`: linear layers as they are called. Raises NotFound."""
-    owners = [owner for name in order if styles.get(name) == "row" for owner in blocks if name.startswith(f"{owner}.")]
+    owners = [
+        owner
+        for name in order
+        if styles.get(name) == "row"
+        for owner in blocks
+        if name.startswith(f"{owner}.")
+    ]
     if not owners:
         raise NotFound
     failed = NotFound()
@@ -85,7 +106,9 @@ class _Watch(LabelTracer):
         self.outside = False  # of blocks
         self.closed = True
 
-    def follow(self, func: Any, args: Any, kwargs: Any, tensors: list[Tensor], results: list[Tensor]) -> list[int | None] | None:
+    def follow(
+        self, func: Any, args: Any, kwargs: Any, tensors: list[Tensor], results: list[Tensor]
+    ) -> list[int | None] | None:
         self.closed &= not self.outside
         dims = super().follow(func, args, kwargs, tensors, results)
         if dims is not None or not is_pointwise(func):
@@ -114,7 +137,9 @@ class _Watching:
     open: bool = False  # from there to the end of the last block
     edges: dict[str, BlockEdges] = field(default_factory=dict)  # in the order of calls
     exits: dict[str, set[bool]] = field(default_factory=dict)
-    entered: list[tuple[str, int | None]] = field(default_factory=list)  # split layer, id of its input if that is split
+    entered: list[tuple[str, int | None]] = field(
+        default_factory=list
+    )  # split layer, id of its input if that is split
     at_edges: set[int] = field(default_factory=set)
 
     def find(self, run: Callable[[], Any]) -> tuple[SequenceParallelPlan | None, set[str]]:
@@ -141,10 +166,14 @@ class _Watching:
         gathered = self._gathered()
         kinds: dict[str, set[str]] = {}
         for name, at in self.entered:
-            kinds.setdefault(name, set()).add("whole" if at is None else "fed" if at in gathered else "entrance")
+            kinds.setdefault(name, set()).add(
+                "whole" if at is None else "fed" if at in gathered else "entrance"
+            )
         exits = frozenset(name for name, ways in self.exits.items() if True in ways)
         parameters = seen.partial.get(BETWEEN, set()) | {f"{name}.bias" for name in exits}
-        twice = [name for name, ways in kinds.items() if len(ways) > 1] + [name for name, ways in self.exits.items() if len(ways) > 1]
+        twice = [name for name, ways in kinds.items() if len(ways) > 1] + [
+            name for name, ways in self.exits.items() if len(ways) > 1
+        ]
         if twice or parameters & seen.whole:
             raise NotFound(f"{(twice or sorted(parameters & seen.whole))[0]}, which is used in several ways")
         return SequenceParallelPlan(
@@ -163,14 +192,26 @@ class _Watching:
     def _gathered(self) -> dict[int, str]:
         """Tensors that are made by a module and taken by split layers alone: a forward may go by their sizes."""
         watch = self.watch
-        taken = {at for _, at in self.entered if at is not None and not watch.uses.get(at) and at not in self.at_edges}
-        made = {at: watch.made[at] for at in taken if watch.made.get(at) not in (None, *self.blocks, *self.scatters, *self.styles)}
+        taken = {
+            at
+            for _, at in self.entered
+            if at is not None and not watch.uses.get(at) and at not in self.at_edges
+        }
+        made = {
+            at: watch.made[at]
+            for at in taken
+            if watch.made.get(at) not in (None, *self.blocks, *self.scatters, *self.styles)
+        }
         others = {name for at, name in watch.made.items() if at not in made}
         return {at: name for at, name in made.items() if name not in others}
 
     @contextlib.contextmanager
     def _at_blocks(self, before: Any, after: Any) -> Iterator[None]:
-        hooks = [hook for name, block in self.blocks.items() for hook in at_block(block, partial(before, name), partial(after, name))]
+        hooks = [
+            hook
+            for name, block in self.blocks.items()
+            for hook in at_block(block, partial(before, name), partial(after, name))
+        ]
         try:
             yield
         finally:
@@ -301,5 +342,9 @@ class _Watching:
 
 def _hidden(leaves: list[Any]) -> int | None:
     """Which argument of a block are the activations."""
-    likely = [at for at, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and leaf.is_floating_point() and leaf.dim() > 2]
+    likely = [
+        at
+        for at, leaf in enumerate(leaves)
+        if isinstance(leaf, Tensor) and leaf.is_floating_point() and leaf.dim() > 2
+    ]
     return next((at for at in likely if leaves[at].requires_grad), likely[0] if likely else None)

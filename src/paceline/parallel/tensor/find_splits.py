@@ -16,7 +16,15 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from paceline.errors import PlanError
-from paceline.parallel.tensor.tracer import LabelTracer, TraceResult, WholeFunctions, features, first_difference, forwards, is_linear
+from paceline.parallel.tensor.tracer import (
+    LabelTracer,
+    TraceResult,
+    WholeFunctions,
+    features,
+    first_difference,
+    forwards,
+    is_linear,
+)
 
 
 @dataclass(frozen=True)
@@ -26,9 +34,15 @@ class SplitCandidates:
     columns: frozenset[str]
     rows: frozenset[str]
     heads: frozenset[str]  # what the model returns is split along its last dimension
-    called: tuple[str, ...]  # linear layers and embeddings that are run as modules, and whose parameters nobody else looks at
-    partial: Mapping[str, frozenset[str]]  # small parameter that sees only a part of the features -> columns that these come from
-    draws: tuple[tuple[str, frozenset[str]], ...]  # module that draws at random -> columns that the features come from it draws for
+    called: tuple[
+        str, ...
+    ]  # linear layers and embeddings that are run as modules, and whose parameters nobody else looks at
+    partial: Mapping[
+        str, frozenset[str]
+    ]  # small parameter that sees only a part of the features -> columns that these come from
+    draws: tuple[
+        tuple[str, frozenset[str]], ...
+    ]  # module that draws at random -> columns that the features come from it draws for
     notes: tuple[str, ...]
 
 
@@ -44,15 +58,24 @@ def discover(model: nn.Module, run: Callable[[], Any], tp: int) -> SplitCandidat
             break
         rejected |= {root for root in groups if pattern(root) == pattern(wrong)}
     own = sorted({pattern(name) for name, root in seen.root_of.items() if root in rejected})
-    notes = (f"tp: {', '.join(own)} cannot be split in pairs, because the forward says their sizes itself",) if own else ()
+    notes = (
+        (f"tp: {', '.join(own)} cannot be split in pairs, because the forward says their sizes itself",)
+        if own
+        else ()
+    )
     members = {root: frozenset(name for name in columns if seen.root(name) == root) for root in groups}
     partial: dict[str, frozenset[str]] = {}
     for one, names in seen.partial.items():
         for name in names if seen.root(one) in groups else ():
             partial[name] = partial.get(name, frozenset()) | members[seen.root(one)]
-    draws = tuple((name, members.get(seen.root(one), frozenset()) if one is not None else frozenset()) for name, one in seen.draws)
+    draws = tuple(
+        (name, members.get(seen.root(one), frozenset()) if one is not None else frozenset())
+        for name, one in seen.draws
+    )
     called = tuple(name for name in seen.calls if name not in seen.looked_at)
-    return SplitCandidates(frozenset(columns), frozenset(rows), frozenset(seen.heads - rows), called, partial, draws, notes)
+    return SplitCandidates(
+        frozenset(columns), frozenset(rows), frozenset(seen.heads - rows), called, partial, draws, notes
+    )
 
 
 def pattern(name: str) -> str:
@@ -95,15 +118,27 @@ def _pairs(seen: TraceResult, rejected: set[str]) -> tuple[set[str], set[str], s
     members: dict[str, list[str]] = {}
     for name in seen.root_of:
         members.setdefault(seen.root(name), []).append(name)
-    both = {seen.root(name) for name, partial in seen.partial.items() if partial & seen.whole}  # no sum would be right for them
+    both = {
+        seen.root(name) for name, partial in seen.partial.items() if partial & seen.whole
+    }  # no sum would be right for them
     spoiled = {seen.root(name) for name in seen.spoiled} | both | rejected
     columns: set[str] = set()
     rows: set[str] = set()
     groups: set[str] = set()
-    ends_of = {root: [name for name, given in seen.inputs.items() if root in {seen.root(one) for one in given if one}] for root in members}
-    for root in sorted(members, key=lambda root: (len(ends_of[root]), -len(members[root]))):  # a sum costs most: first where there are few
+    ends_of = {
+        root: [
+            name for name, given in seen.inputs.items() if root in {seen.root(one) for one in given if one}
+        ]
+        for root in members
+    }
+    for root in sorted(
+        members, key=lambda root: (len(ends_of[root]), -len(members[root]))
+    ):  # a sum costs most: first where there are few
         names, ends = {*members[root]}, {*ends_of[root]}
-        alike = all({seen.root(one) if one is not None else None for one in seen.inputs[name]} == {root} for name in ends)
+        alike = all(
+            {seen.root(one) if one is not None else None for one in seen.inputs[name]} == {root}
+            for name in ends
+        )
         free = not (names & rows or ends & columns or (names | ends) & seen.looked_at or names & ends)
         if root not in spoiled and ends and alike and free:
             columns |= names
@@ -118,13 +153,21 @@ def _check_divisible(seen: TraceResult, columns: set[str], tp: int, groups: set[
         for size in sorted(seen.sizes[name] | {hidden}):
             if size % tp:
                 what = f"{size} heads" if size != hidden else f"{size} features"
-                fitting = [str(n) for n in range(2, size + 1) if not any(s % n for s in seen.sizes[name] | {hidden})]
+                fitting = [
+                    str(n) for n in range(2, size + 1) if not any(s % n for s in seen.sizes[name] | {hidden})
+                ]
                 hint = f"use tp={' or '.join(fitting[:3])}" if fitting else "use pp or zero3 in place of tp"
                 raise PlanError(f"tp={tp} does not divide the {what} of {name}; {hint}")
 
 
 def _differs(
-    model: nn.Module, run: Callable[[], Any], seen: TraceResult, columns: set[str], rows: set[str], groups: set[str], tp: int
+    model: nn.Module,
+    run: Callable[[], Any],
+    seen: TraceResult,
+    columns: set[str],
+    rows: set[str],
+    groups: set[str],
+    tp: int,
 ) -> str | None:
     """Make the pass as one rank would; the group where it does something else than the whole pass, if there is one."""
     part = LabelTracer(TraceResult(model))

@@ -67,11 +67,15 @@ def in_parts(part: Tensor, features: int, axis: Any) -> Any:
 
     shape = torch.Size((*part.shape[:-1], features))
     strides = torch.empty(shape, device="meta").stride()
-    return DTensor.from_local(part.contiguous(), axis, [Shard(part.dim() - 1)], run_check=False, shape=shape, stride=strides)
+    return DTensor.from_local(
+        part.contiguous(), axis, [Shard(part.dim() - 1)], run_check=False, shape=shape, stride=strides
+    )
 
 
 SPLIT_LOSS = "_paceline_split_loss"
-FORWARDS: dict[str, Callable[[Any, Any, Change, Change], Change]] = {  # module, group, what enters, what is summed
+FORWARDS: dict[
+    str, Callable[[Any, Any, Change, Change], Change]
+] = {  # module, group, what enters, what is summed
     "column": _column,
     "row": _row,
     "gather": _gather,
@@ -85,7 +89,9 @@ class Entrance:
 
     def __init__(self) -> None:
         self.layers = 0
-        self.last: tuple[Tensor, Tensor] | None = None  # what came, and what was made of it, until all layers have had it
+        self.last: tuple[Tensor, Tensor] | None = (
+            None  # what came, and what was made of it, until all layers have had it
+        )
         self.left = 0
 
     def __call__(self, x: Tensor, enter: Change) -> Tensor:
@@ -147,7 +153,9 @@ class _GatherOutput(torch.autograd.Function):
         parts = [torch.empty_like(padded) for _ in range(group.size())]
         dist.all_gather(parts, padded, group=group)
         whole = torch.cat(parts, -1)
-        return whole if whole.shape[-1] == features else whole[..., :features].clone()  # no view, which the model could not write to
+        return (
+            whole if whole.shape[-1] == features else whole[..., :features].clone()
+        )  # no view, which the model could not write to
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:

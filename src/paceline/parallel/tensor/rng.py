@@ -18,17 +18,23 @@ from paceline.distributed.rng import derive, start_stream
 from paceline.parallel.tensor.find_sequence_parallel import SequenceParallelPlan
 
 
-def plan_dropout_rng(features: Sequence[tuple[str, bool]], between: SequenceParallelPlan | None) -> tuple[dict[str, bool], list[str]]:
+def plan_dropout_rng(
+    features: Sequence[tuple[str, bool]], between: SequenceParallelPlan | None
+) -> tuple[dict[str, bool], list[str]]:
     """Of modules that draw at random whether they do so for parts, by the draws of a pass in their order: of `features`, or of activations.
     And modules that do both: they draw for parts as if those were whole."""
     others = between.draws if between is not None else features
     ways: dict[str, set[bool]] = {}
     for (name, of_features), (_, of_activations) in zip(features, others, strict=True):
         ways.setdefault(name, set()).add(of_features or of_activations)
-    return {name: found == {True} for name, found in ways.items()}, [name for name, found in ways.items() if len(found) > 1]
+    return {name: found == {True} for name, found in ways.items()}, [
+        name for name, found in ways.items() if len(found) > 1
+    ]
 
 
-def install_dropout_rng(model: nn.Module, draws: Mapping[str, bool], group: dist.ProcessGroup, device_type: str) -> None:
+def install_dropout_rng(
+    model: nn.Module, draws: Mapping[str, bool], group: dist.ProcessGroup, device_type: str
+) -> None:
     if not any(draws.values()):
         return
     streams = _Streams(group.rank(), device_type)
@@ -38,7 +44,9 @@ def install_dropout_rng(model: nn.Module, draws: Mapping[str, bool], group: dist
 
 
 def _drawing(
-    module: nn.Module, inner: Callable[..., Any], stream: Callable[[], contextlib.AbstractContextManager[None]]
+    module: nn.Module,
+    inner: Callable[..., Any],
+    stream: Callable[[], contextlib.AbstractContextManager[None]],
 ) -> Callable[..., Any]:
     def forward(*args: Any, **kwargs: Any) -> Any:
         if not module.training:
@@ -53,7 +61,9 @@ class _Streams:
     def __init__(self, rank: int, device_type: str):
         cuda = torch.cuda.default_generators[torch.cuda.current_device()] if device_type == "cuda" else None
         self.rank, self.device = rank, torch.device(device_type)
-        self.generators = [generator for generator in (torch.default_generator, cuda) if generator is not None]
+        self.generators = [
+            generator for generator in (torch.default_generator, cuda) if generator is not None
+        ]
         self.put_by: list[Tensor] | None = None  # states of the shared stream, while the own one runs
 
     @contextlib.contextmanager

@@ -21,7 +21,9 @@ def _nothing(tree: Any) -> None:
     return None
 
 
-def at_block(block: nn.Module, before: Callable[[Any], Any] = _nothing, after: Callable[[Any], Any] = _nothing) -> list[RemovableHandle]:
+def at_block(
+    block: nn.Module, before: Callable[[Any], Any] = _nothing, after: Callable[[Any], Any] = _nothing
+) -> list[RemovableHandle]:
     """Call a block with what `before` makes of its arguments, and let it return what `after` makes of its output; None: as it is."""
     return [
         block.register_forward_pre_hook(lambda _, args, kwargs: before((args, kwargs)), with_kwargs=True),
@@ -32,7 +34,9 @@ def at_block(block: nn.Module, before: Callable[[Any], Any] = _nothing, after: C
 def on_marked(change: Callable[[Tensor], Tensor], marks: tuple[bool, ...], tree: Any) -> Any:
     """`tree` with some of its leaves changed."""
     leaves, structure = flatten(tree)
-    return tree_unflatten([change(leaf) if marked else leaf for leaf, marked in zip(leaves, marks, strict=True)], structure)
+    return tree_unflatten(
+        [change(leaf) if marked else leaf for leaf, marked in zip(leaves, marks, strict=True)], structure
+    )
 
 
 class SequenceCollectives:
@@ -82,7 +86,9 @@ class SequenceCollectives:
         return start, min(self._step(length), length - start)
 
     def own(self, whole: Tensor) -> Tensor:
-        return whole.narrow(self.dim, *self._span(whole.shape[self.dim])).clone(memory_format=torch.contiguous_format)
+        return whole.narrow(self.dim, *self._span(whole.shape[self.dim])).clone(
+            memory_format=torch.contiguous_format
+        )
 
     def all_gather(self, piece: Tensor, length: int) -> Tensor:
         ranks, piece = self.group.size(), self._padded(piece, self._step(length)).contiguous()
@@ -93,8 +99,15 @@ class SequenceCollectives:
     def reduce_scatter(self, whole: Tensor) -> Tensor:
         ranks, length = self.group.size(), whole.shape[self.dim]
         step = self._step(length)
-        parts = self._padded(whole, step * ranks).unflatten(self.dim, (ranks, step)).movedim(self.dim, 0).contiguous()
-        if whole.device.type == "cpu":  # gloo's reduce-scatter takes twice the time of an all-reduce (torch 2.13)
+        parts = (
+            self._padded(whole, step * ranks)
+            .unflatten(self.dim, (ranks, step))
+            .movedim(self.dim, 0)
+            .contiguous()
+        )
+        if (
+            whole.device.type == "cpu"
+        ):  # gloo's reduce-scatter takes twice the time of an all-reduce (torch 2.13)
             received = torch.empty_like(parts)
             dist.all_to_all_single(received, parts, group=self.group)
             piece = received.sum(0)

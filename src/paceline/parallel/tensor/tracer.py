@@ -55,15 +55,25 @@ class TracedOperation:
 class TraceResult:
     model: nn.Module
     calls: dict[str, int] = field(default_factory=dict)  # module -> times called, in order of the first
-    root_of: dict[str, str] = field(default_factory=dict)  # linear layer -> the one that its group is named after
-    inputs: dict[str, set[str | None]] = field(default_factory=dict)  # linear layer -> layers whose split features it is given
+    root_of: dict[str, str] = field(
+        default_factory=dict
+    )  # linear layer -> the one that its group is named after
+    inputs: dict[str, set[str | None]] = field(
+        default_factory=dict
+    )  # linear layer -> layers whose split features it is given
     spoiled: dict[str, str] = field(default_factory=dict)  # layer -> what cannot be done on parts of it
-    sizes: dict[str, set[int]] = field(default_factory=dict)  # layer -> sizes of dimensions that would be split
-    partial: dict[str, set[str]] = field(default_factory=dict)  # layer -> parameters that meet its split features
+    sizes: dict[str, set[int]] = field(
+        default_factory=dict
+    )  # layer -> sizes of dimensions that would be split
+    partial: dict[str, set[str]] = field(
+        default_factory=dict
+    )  # layer -> parameters that meet its split features
     whole: set[str] = field(default_factory=set)  # parameters that meet what is not split
     heads: set[str] = field(default_factory=set)
     looked_at: set[str] = field(default_factory=set)  # modules whose parameters are used outside of them
-    draws: list[tuple[str, str | None]] = field(default_factory=list)  # module that draws at random, and the layer whose parts it is for
+    draws: list[tuple[str, str | None]] = field(
+        default_factory=list
+    )  # module that draws at random, and the layer whose parts it is for
     tape: list[TracedOperation] = field(default_factory=list)
 
     def root(self, name: str) -> str:
@@ -88,7 +98,9 @@ class LabelTracer(TorchDispatchMode):
         self.inside = 0
         self.names = {id(module): name for name, module in seen.model.named_modules()}
         self.running = [""]  # modules, the innermost last
-        self.made: dict[int, str] = {}  # what a module returned, the innermost of those that returned the same
+        self.made: dict[
+            int, str
+        ] = {}  # what a module returned, the innermost of those that returned the same
         self.uses: dict[int, int] = {}  # of labelled tensors by operations
         self.owners: dict[int, str] = {}
         for name, module in seen.model.named_modules():
@@ -154,11 +166,19 @@ class LabelTracer(TorchDispatchMode):
             self.seen.draws.append((self.running[-1], label[0] if label else None))
         packet = getattr(func, "overloadpacket", func)
         if packet not in SILENT:
-            numbers = tuple(item for item in leaves if isinstance(item, float) or (isinstance(item, int) and is_pointwise(func)))
+            numbers = tuple(
+                item
+                for item in leaves
+                if isinstance(item, float) or (isinstance(item, int) and is_pointwise(func))
+            )
             name = "view" if packet in VIEWS else name
-            self.seen.tape += [TracedOperation(name, numbers, tuple(tensor.shape), self.label(tensor)) for tensor in results]
+            self.seen.tape += [
+                TracedOperation(name, numbers, tuple(tensor.shape), self.label(tensor)) for tensor in results
+            ]
 
-    def follow(self, func: Any, args: Any, kwargs: Any, tensors: list[Tensor], results: list[Tensor]) -> list[int | None] | None:
+    def follow(
+        self, func: Any, args: Any, kwargs: Any, tensors: list[Tensor], results: list[Tensor]
+    ) -> list[int | None] | None:
         return follow(func, args, kwargs, tensors, results, self.label)
 
     def others_are_fixed(self, tensors: list[Tensor], labelled: list[Tensor]) -> bool:
@@ -173,7 +193,9 @@ class LabelTracer(TorchDispatchMode):
 
     def __enter__(self) -> Self:
         self.hooks = [
-            register_module_forward_pre_hook(lambda module, args: self.running.append(self.names.get(id(module), ""))),
+            register_module_forward_pre_hook(
+                lambda module, args: self.running.append(self.names.get(id(module), ""))
+            ),
             register_module_forward_hook(self._left, always_call=True),
         ]
         super().__enter__()
@@ -214,7 +236,11 @@ class WholeFunctions(TorchFunctionMode):
 @contextlib.contextmanager
 def forwards(model: nn.Module, wrap: Callable[..., Any], others: Collection[str] = ()) -> Iterator[None]:
     """All linear layers and embeddings with another forward, and these other modules."""
-    modules = {name: module for name, module in model.named_modules() if is_linear(module) or is_embedding(module) or name in others}
+    modules = {
+        name: module
+        for name, module in model.named_modules()
+        if is_linear(module) or is_embedding(module) or name in others
+    }
     own = {name: module.__dict__.get("forward") for name, module in modules.items()}
     for name, module in modules.items():
         module.forward = wrap(name, module, module.forward)
@@ -227,10 +253,18 @@ def forwards(model: nn.Module, wrap: Callable[..., Any], others: Collection[str]
                 module.forward = own[name]
 
 
-def first_difference(run: Callable[[], Any], part: LabelTracer, tape: list[TracedOperation], divided: Callable[[Label], int]) -> int | None:
+def first_difference(
+    run: Callable[[], Any], part: LabelTracer, tape: list[TracedOperation], divided: Callable[[Label], int]
+) -> int | None:
     """Make a pass as one rank would; where on the tape it does something else than the pass that is on it, if anywhere.
     `divided`: by how much the dimension that a label is of is smaller there."""
-    with quietly(), contextlib.suppress(RuntimeError, ValueError, TypeError, IndexError), WholeFunctions(part), part, torch.no_grad():
+    with (
+        quietly(),
+        contextlib.suppress(RuntimeError, ValueError, TypeError, IndexError),
+        WholeFunctions(part),
+        part,
+        torch.no_grad(),
+    ):
         run()
     for at, whole in enumerate(tape):
         shape = whole.shape

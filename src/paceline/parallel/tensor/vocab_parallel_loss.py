@@ -34,8 +34,14 @@ def try_split_loss(model: nn.Module, splits: Splits, task: Task, batch: Batch, m
     if len(heads) != 1 or splits.output is None:
         return False
     head: Any = model.get_submodule(heads[0])
-    drawn = torch.randn(splits.output, generator=torch.Generator().manual_seed(0), dtype=head.weight.dtype).to(head.weight.device)
-    part = drawn.chunk(mesh.size(), -1)[mesh.get_local_rank()].clone(memory_format=torch.contiguous_format).requires_grad_()
+    drawn = torch.randn(
+        splits.output, generator=torch.Generator().manual_seed(0), dtype=head.weight.dtype
+    ).to(head.weight.device)
+    part = (
+        drawn.chunk(mesh.size(), -1)[mesh.get_local_rank()]
+        .clone(memory_format=torch.contiguous_format)
+        .requires_grad_()
+    )
     whole = drawn.requires_grad_()
     same = True
     try:
@@ -48,8 +54,14 @@ def try_split_loss(model: nn.Module, splits: Splits, task: Task, batch: Batch, m
         assert whole.grad is not None
         own = whole.grad.chunk(mesh.size(), -1)[mesh.get_local_rank()]
         close = is_imagined(found) or torch.allclose(found, expected, rtol=1e-4)
-        same = close and part.grad is not None and (is_imagined(own) or torch.allclose(part.grad, own, rtol=1e-3, atol=1e-5))
-    except Exception:  # whatever the user's loss does with a split output that torch cannot: then it is given the whole
+        same = (
+            close
+            and part.grad is not None
+            and (is_imagined(own) or torch.allclose(part.grad, own, rtol=1e-3, atol=1e-5))
+        )
+    except (
+        Exception
+    ):  # whatever the user's loss does with a split output that torch cannot: then it is given the whole
         same = False
     if not is_imagined(drawn):
         agreed = torch.tensor(int(same), device=drawn.device)

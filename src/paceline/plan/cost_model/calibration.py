@@ -23,7 +23,9 @@ class Factor:
 
     def error(self, before: float) -> float:
         """Standard deviation, when it was so much without any run: of runs and that one together, and what is not taken in yet."""
-        return math.hypot(math.sqrt((before**2 + self.scatter) / (self.runs + 1)), self.mean / (self.runs + 1))
+        return math.hypot(
+            math.sqrt((before**2 + self.scatter) / (self.runs + 1)), self.mean / (self.runs + 1)
+        )
 
 
 @dataclass(frozen=True, eq=False)
@@ -38,7 +40,14 @@ class Calibration:
         """What of a prediction is outside of what was seen, in words."""
         unseen = [part for part in parts if part not in self.parts]
         words = [f"no run that was accounted for here had {' or '.join(unseen)}"] if unseen else []
-        return (*words, *([f"{ranks} ranks are more than the {self.ranks} of any run here"] if ranks > self.ranks else []))
+        return (
+            *words,
+            *(
+                [f"{ranks} ranks are more than the {self.ranks} of any run here"]
+                if ranks > self.ranks
+                else []
+            ),
+        )
 
 
 def seen(accounts: Iterable[CalibrationRecord]) -> Calibration | None:
@@ -56,5 +65,7 @@ def seen(accounts: Iterable[CalibrationRecord]) -> Calibration | None:
         mean = statistics.mean(found)
         factors[part] = Factor(len(found), mean, sum((one - mean) ** 2 for one in found))
     return Calibration(
-        factors, frozenset(part for account in accounts for part in account.parts), max(account.ranks for account in accounts)
+        factors,
+        frozenset(part for account in accounts for part in account.parts),
+        max(account.ranks for account in accounts),
     )

@@ -8,14 +8,23 @@ from paceline.plan.cost_model.cost import Cost, CostPart
 
 TIME: Mapping[str, tuple[str, ...]] = {
     "compute": ("products", "attention", "other operations", "computed again"),
-    "communication": ("tensor parallel", "context parallel", "data parallel", "gathered weights", "pipeline sends", "jitter"),
+    "communication": (
+        "tensor parallel",
+        "context parallel",
+        "data parallel",
+        "gathered weights",
+        "pipeline sends",
+        "jitter",
+    ),
     "bubble": ("pipeline bubble",),
     "input": ("input",),
     "optimizer": ("optimizer",),
     "save": ("save",),
     "other": ("engines",),
 }
-MEMORY: Mapping[str, tuple[str, ...]] = {  # what the planner has beside these, of the allocator and the process, is no tensor's
+MEMORY: Mapping[
+    str, tuple[str, ...]
+] = {  # what the planner has beside these, of the allocator and the process, is no tensor's
     "weights": ("weights", "main weights"),
     "gradients": ("gradients",),
     "optimizer": ("optimizer",),
@@ -46,7 +55,9 @@ class ComparisonRow:
 
 
 def beside(
-    table: Mapping[str, tuple[str, ...]], measured: Mapping[str, float], predicted: tuple[CostPart, ...] | None
+    table: Mapping[str, tuple[str, ...]],
+    measured: Mapping[str, float],
+    predicted: tuple[CostPart, ...] | None,
 ) -> list[ComparisonRow]:
     """A row for each part that was measured or predicted. What the planner says nothing of, as input, is predicted to take nothing."""
     known = {part.name: part for part in predicted or ()}
@@ -67,4 +78,8 @@ def ratios(seconds: Mapping[str, float], cost: Cost) -> dict[str, float]:
     """Measured over predicted, of the parts that are there in both and matter."""
     least = LEAST * min(cost.step_s, sum(seconds.values()))
     rows = beside(TIME, seconds, cost.time.parts)
-    return {row.name: row.measured / row.predicted for row in rows if row.predicted and min(row.measured, row.predicted) > least}
+    return {
+        row.name: row.measured / row.predicted
+        for row in rows
+        if row.predicted and min(row.measured, row.predicted) > least
+    }

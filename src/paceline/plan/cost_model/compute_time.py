@@ -11,8 +11,14 @@ from paceline.plan.cost_model.rates import DeviceRates
 from paceline.plan.cost_model.work_split import MicrobatchKey
 from paceline.plan.model.facts import Attention, BlockFacts, Product
 
-TILE_ROWS, TILE_COLUMNS = 128, 256  # of a product's output, one multiprocessor at a time (CUTLASS; the larger tiles of cuBLAS)
-NARROW, VECTOR = 8, 1 / 16  # sides below which a product takes vector units, and their rate against matrix cores: float32 on A100
+TILE_ROWS, TILE_COLUMNS = (
+    128,
+    256,
+)  # of a product's output, one multiprocessor at a time (CUTLASS; the larger tiles of cuBLAS)
+NARROW, VECTOR = (
+    8,
+    1 / 16,
+)  # sides below which a product takes vector units, and their rate against matrix cores: float32 on A100
 SPLIT = 512  # elements of the inner dim that a multiprocessor has at least, where several share a tile
 PROLOGUE = 64  # elements of the inner dim that pass before a tile computes at its rate
 BACKWARD_TRAFFIC = 1.75  # of the forward pass's: a norm and an activation read their input again, a residual sum reads nothing
@@ -73,7 +79,11 @@ def work(speeds: DeviceRates, recipe: Recipe, block: BlockFacts, cut: Microbatch
     started = block.kernels * speeds.constants.host_s
     short = max(0.0, started - forward - attention_s - moved - kernels)
     flops = block.flops * micro_batch / (tp * cp)
-    again_flops = (again.products * block.product_flops + again.attention * block.attention_flops) * micro_batch / (tp * cp)
+    again_flops = (
+        (again.products * block.product_flops + again.attention * block.attention_flops)
+        * micro_batch
+        / (tp * cp)
+    )
     return ComputeTime(
         products_s=forward,
         attention_s=attention_s,
@@ -91,7 +101,9 @@ def work(speeds: DeviceRates, recipe: Recipe, block: BlockFacts, cut: Microbatch
 def _on_cpu(paces: OpTimeTable, recipe: Recipe, block: BlockFacts, cut: MicrobatchKey) -> ComputeTime:
     """Each operation is started and done before the next, so that times add up."""
     sides = [(product, *_on_rank(product, cut.tp, cut.cp, cut.micro_batch)) for product in block.products]
-    forward, inputs, weights = cpu_compute_time.products_s(paces, [(product, m * n * k, count) for product, m, n, k, count in sides])
+    forward, inputs, weights = cpu_compute_time.products_s(
+        paces, [(product, m * n * k, count) for product, m, n, k, count in sides]
+    )
     attention, attention_back = cpu_compute_time.attention_s(paces, block.attention, cut)
     others, others_back = cpu_compute_time.others_s(paces, block, recipe, cut)
     again = recipe.again(cut.recompute if block.boundary and "full" in block.saved else "none")
@@ -122,19 +134,32 @@ def _on_rank(product: Product, tp: int, cp: int, micro_batch: int) -> tuple[floa
     return m, n, k, count
 
 
-def product_s(speeds: DeviceRates, dtype: str, m: float, n: float, k: float, count: float = 1.0, moved: float | None = None) -> float:
+def product_s(
+    speeds: DeviceRates,
+    dtype: str,
+    m: float,
+    n: float,
+    k: float,
+    count: float = 1.0,
+    moved: float | None = None,
+) -> float:
     """m × k times k × n, as fast as measured products of that size. Where none was measured, tiles that are not full and waves that are
     not compute for nothing. What is small waits for the memory."""
     moving = (2.0 * (m * k + k * n + m * n) * count if moved is None else moved) / speeds.memory_Bps
     if min(m, n, k) < NARROW:  # a convolution of each channel by itself: no product for matrix cores
-        return max(2.0 * m * n * k * count / (speeds.product_flops(dtype) * VECTOR), moving) + speeds.constants.launch_s
+        return (
+            max(2.0 * m * n * k * count / (speeds.product_flops(dtype) * VECTOR), moving)
+            + speeds.constants.launch_s
+        )
     if measured := speeds.measured_flops(dtype, m * n * k):
         return max(2.0 * m * n * k * count / measured, moving) + speeds.constants.launch_s
     units = speeds.device.units
     rows, columns = math.ceil(m / TILE_ROWS), math.ceil(n / TILE_COLUMNS)
     rows2, columns2 = math.ceil(m / TILE_COLUMNS), math.ceil(n / TILE_ROWS)
     tiles = min(rows * columns, rows2 * columns2) * count
-    if tiles < units and k > SPLIT:  # too few for all units: several share a tile, each a part of the inner dim
+    if (
+        tiles < units and k > SPLIT
+    ):  # too few for all units: several share a tile, each a part of the inner dim
         parts = min(math.ceil(units / tiles), k // SPLIT)
         tiles, k = tiles * parts, k / parts
     tile_flops = 2.0 * TILE_ROWS * TILE_COLUMNS * (k + PROLOGUE)
@@ -143,13 +168,25 @@ def product_s(speeds: DeviceRates, dtype: str, m: float, n: float, k: float, cou
     return max(computing, moving) + speeds.constants.launch_s
 
 
-def _attention_s(speeds: DeviceRates, recipe: Recipe, one: Attention, tp: int, cp: int, micro_batch: int) -> float:
+def _attention_s(
+    speeds: DeviceRates, recipe: Recipe, one: Attention, tp: int, cp: int, micro_batch: int
+) -> float:
     """Forward, without the traffic of its scores."""
     heads = micro_batch * one.heads / tp
     if recipe.fused:
-        rate = speeds.peaks.get(recipe.dtype if recipe.dtype != "fp8" else "bf16") or speeds.product_flops(recipe.dtype)
-        small = min(1.0, 0.82 + 0.18 * one.head_dim / 128)  # arXiv 2307.08691, figure 5, causal: 64 against 128
-        return one.flops * one.seen * micro_batch / (tp * cp) / (rate * speeds.clock * speeds.device.forward * recipe.attention * small)
+        rate = speeds.peaks.get(recipe.dtype if recipe.dtype != "fp8" else "bf16") or speeds.product_flops(
+            recipe.dtype
+        )
+        small = min(
+            1.0, 0.82 + 0.18 * one.head_dim / 128
+        )  # arXiv 2307.08691, figure 5, causal: 64 against 128
+        return (
+            one.flops
+            * one.seen
+            * micro_batch
+            / (tp * cp)
+            / (rate * speeds.clock * speeds.device.forward * recipe.attention * small)
+        )
     dtype = "bf16" if recipe.dtype == "fp8" else recipe.dtype
     queries = one.queries / cp
     return product_s(speeds, dtype, queries, one.keys, one.head_dim, heads) + product_s(
@@ -162,11 +199,18 @@ def _backward(speeds: DeviceRates, recipe: Recipe, forward_s: float) -> float:
     return forward_s * 2.5 * speeds.device.forward / speeds.device.backward if recipe.fused else 2 * forward_s
 
 
-def _traffic_bytes(recipe: Recipe, block: BlockFacts, tp: int, cp: int, micro_batch: int) -> tuple[float, float]:
+def _traffic_bytes(
+    recipe: Recipe, block: BlockFacts, tp: int, cp: int, micro_batch: int
+) -> tuple[float, float]:
     """Forward, of operations that are no products; and without fused attention, of heads that are brought in order and back, and of scores
     that are written, scaled, masked, put through softmax and dropped."""
     along = recipe.splits_sequence(cp) and not block.whole
     moved = block.traffic.bytes(recipe.stream, recipe.element, tp, along) * recipe.elementwise * micro_batch
-    ordered = sum((4 * one.queries + 4 * one.keys) * one.heads * one.head_dim for one in block.attention) * recipe.element
-    scores = sum(one.scores for one in block.attention) * (4 * recipe.element + (2 * recipe.element + 1 if block.core.split_bytes else 0))
+    ordered = (
+        sum((4 * one.queries + 4 * one.keys) * one.heads * one.head_dim for one in block.attention)
+        * recipe.element
+    )
+    scores = sum(one.scores for one in block.attention) * (
+        4 * recipe.element + (2 * recipe.element + 1 if block.core.split_bytes else 0)
+    )
     return moved, (ordered + scores) / tp * micro_batch

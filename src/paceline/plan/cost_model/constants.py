@@ -5,7 +5,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Literal, NamedTuple
 
-Basis = Literal["fitted", "published", "guessed"]  # to trainings; read off what others published of it; nothing is known
+Basis = Literal[
+    "fitted", "published", "guessed"
+]  # to trainings; read off what others published of it; nothing is known
 MOST_RANKS = 6144  # of the trainings that were fitted to
 
 

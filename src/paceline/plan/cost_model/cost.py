@@ -132,7 +132,12 @@ FACILITY = 1.1  # power usage effectiveness of a modern data centre (the same, t
 
 
 def bill(
-    step_s: float, steps: float, devices: int, power_W: float | None = None, price_per_hour: float | None = None, facility: float = FACILITY
+    step_s: float,
+    steps: float,
+    devices: int,
+    power_W: float | None = None,
+    price_per_hour: float | None = None,
+    facility: float = FACILITY,
 ) -> Bill:
     """For so many steps on so many devices."""
     seconds = step_s * steps

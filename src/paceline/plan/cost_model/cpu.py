@@ -37,7 +37,9 @@ def paces_of(cluster: Cluster, host: CpuHost, flops: float, memory_Bps: float) -
     """Measured with that many threads, between those with one and with all; guessed where nothing was measured."""
     found = {threads: _with_threads(cluster, threads) for threads in {pace.threads for pace in cluster.paces}}
     if not found:
-        return _crowded(guessed(flops * host.crowd, memory_Bps * host.crowd, CPU.start_cycles / host.clock_Hz), host.crowd)
+        return _crowded(
+            guessed(flops * host.crowd, memory_Bps * host.crowd, CPU.start_cycles / host.clock_Hz), host.crowd
+        )
     few, many = (
         max((t for t in found if t <= host.threads), default=min(found)),
         min((t for t in found if t >= host.threads), default=max(found)),
@@ -56,7 +58,10 @@ def _with_threads(cluster: Cluster, threads: int) -> OpTimeTable:
 def _crowded(paces: OpTimeTable, crowd: float) -> OpTimeTable:
     """Ranks that share a core have it in turns, and find its caches full of what the others left there."""
     times = crowd * CPU.turns if crowd > 1 else 1.0
-    tables = {kind: tuple((size, seconds * times) for size, seconds in table) for kind, table in paces.tables.items()}
+    tables = {
+        kind: tuple((size, seconds * times) for size, seconds in table)
+        for kind, table in paces.tables.items()
+    }
     return OpTimeTable(tables, paces.measured)
 
 

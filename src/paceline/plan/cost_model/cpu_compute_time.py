@@ -7,7 +7,9 @@ from paceline.plan.model.facts import Attention, BlockFacts, Product
 from paceline.plan.model.operations import Operation
 
 
-def products_s(paces: OpTimeTable, products: list[tuple[Product, float, float]]) -> tuple[float, float, float]:
+def products_s(
+    paces: OpTimeTable, products: list[tuple[Product, float, float]]
+) -> tuple[float, float, float]:
     """Forward, for the inputs and for the weights, of (product, multiplications, count) on a rank."""
     forward = inputs = weights = 0.0
     for product, volume, count in products:
@@ -25,13 +27,19 @@ def _usual(block: BlockFacts) -> tuple[Operation, ...]:
     return (Operation("move", sum(block.traffic[:3]) / count, True, count),)
 
 
-def attention_s(paces: OpTimeTable, attention: tuple[Attention, ...], cut: MicrobatchKey) -> tuple[float, float]:
+def attention_s(
+    paces: OpTimeTable, attention: tuple[Attention, ...], cut: MicrobatchKey
+) -> tuple[float, float]:
     """Forward and backward."""
     volumes = [one.flops / 2 * cut.micro_batch / (cut.tp * cut.cp) for one in attention]
-    return sum(paces.seconds("attention", v) for v in volumes), sum(paces.seconds("attention" + BACKWARD, v) for v in volumes)
+    return sum(paces.seconds("attention", v) for v in volumes), sum(
+        paces.seconds("attention" + BACKWARD, v) for v in volumes
+    )
 
 
-def others_s(paces: OpTimeTable, block: BlockFacts, recipe: Recipe, cut: MicrobatchKey) -> tuple[float, float]:
+def others_s(
+    paces: OpTimeTable, block: BlockFacts, recipe: Recipe, cut: MicrobatchKey
+) -> tuple[float, float]:
     """Of operations that are no products, forward and backward. What is split along the sequence is smaller, and as often."""
     split = cut.micro_batch / (cut.cp * (cut.tp if recipe.splits_sequence(cut.cp) and not block.whole else 1))
     forward = backward = 0.0

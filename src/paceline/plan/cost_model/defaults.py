@@ -2,7 +2,11 @@
 
 from paceline.cluster.facts import Cluster, Fact, Link
 
-CARD_GBps = {"a100": 25.0, "h100": 50.0, "h200": 50.0}  # a network card of 200 or 400 Gbit/s for each device, as in the DGX of these
+CARD_GBps = {
+    "a100": 25.0,
+    "h100": 50.0,
+    "h200": 50.0,
+}  # a network card of 200 or 400 Gbit/s for each device, as in the DGX of these
 OTHER_GBps = 25.0
 CPU_GBps = 20.0  # two channels of memory, in round figures
 SHARED_GBps = 1.0  # gloo between processes of one node, or over 10 Gbit/s, in round figures
@@ -18,11 +22,17 @@ def assuming(cluster: Cluster) -> tuple[Cluster, tuple[str, ...]]:
         words.append(f"a memory bandwidth of {CPU_GBps:g} GB/s is assumed; paceline bench measures it")
     if cluster.device.kind == "cpu" and "node" not in known:
         links.append(Link(axis="node", beta_Bps=Fact(value=SHARED_GBps * 1e9, note="assumed")))
-        words.append(f"between ranks of a node {SHARED_GBps:g} GB/s are assumed; paceline bench measures them")
+        words.append(
+            f"between ranks of a node {SHARED_GBps:g} GB/s are assumed; paceline bench measures them"
+        )
     if cluster.nodes > 1 and "across" not in known:
         family = next((name for name in CARD_GBps if name in cluster.device.name.lower()), "")
         GBps = SHARED_GBps if cluster.device.kind == "cpu" else CARD_GBps.get(family, OTHER_GBps)
         links.append(Link(axis="across", beta_Bps=Fact(value=GBps * 1e9, note="assumed")))
-        hint = "paceline bench measures them" if cluster.device.kind == "cpu" else "say what there is with @GB/s behind the cluster"
+        hint = (
+            "paceline bench measures them"
+            if cluster.device.kind == "cpu"
+            else "say what there is with @GB/s behind the cluster"
+        )
         words.append(f"between nodes {GBps:g} GB/s of each device are assumed; {hint}")
     return cluster.updated(links=links), tuple(words)

@@ -26,7 +26,11 @@ class UnitCounts(NamedTuple):
 
 
 def engines_s(share: StageAssignment, split: Split, speeds: DeviceRates) -> float:
-    return sum(_seconds(speeds.engines[name], found) for name, found in units(share, split).items() if name in speeds.engines)
+    return sum(
+        _seconds(speeds.engines[name], found)
+        for name, found in units(share, split).items()
+        if name in speeds.engines
+    )
 
 
 def _seconds(measured: Mapping[int, OverheadCosts], found: UnitCounts) -> float:
@@ -44,7 +48,9 @@ def units(share: StageAssignment, split: Split) -> dict[str, UnitCounts]:
         of_split = sum(block.tensors * count for block, count in share.parts if block.split_params)
         found["tp"] = UnitCounts(split.micro * sums, float(split.micro * of_split), split.tp)
     if split.cp > 1:
-        found["cp"] = UnitCounts(split.micro * sum(len(block.attention) * count for block, count in share.parts), ranks=split.cp)
+        found["cp"] = UnitCounts(
+            split.micro * sum(len(block.attention) * count for block, count in share.parts), ranks=split.cp
+        )
     if split.pp > 1:
         found["pp"] = UnitCounts(split.micro * split.stages, ranks=split.pp)
     data_ranks = split.dp * split.cp
@@ -52,9 +58,13 @@ def units(share: StageAssignment, split: Split) -> dict[str, UnitCounts]:
         if split.zero >= 2 or split.tp * split.pp > 1:
             gathers = split.zero == 3 and split.shards > 1
             times = split.micro if gathers else 1
-            found["zero3" if gathers else "zero2"] = UnitCounts(times * blocks, times * tensors, split.shards if gathers else data_ranks)
+            found["zero3" if gathers else "zero2"] = UnitCounts(
+                times * blocks, times * tensors, split.shards if gathers else data_ranks
+            )
         else:
             found["zero1" if split.zero else "ddp"] = UnitCounts(tensors, ranks=data_ranks)
     if split.recompute == "selective":
-        found["selective"] = UnitCounts(split.micro * sum(count for block, count in share.parts if "full" in block.saved))
+        found["selective"] = UnitCounts(
+            split.micro * sum(count for block, count in share.parts if "full" in block.saved)
+        )
     return found

@@ -81,12 +81,20 @@ class Recipe:
     def again(self, recompute: str) -> RecomputeShares:
         if recompute == "selective":
             return SELECTIVE[self.selective]
-        return RecomputeShares("full", 1.0, 1.0, 1.0) if recompute == "full" else RecomputeShares("none", 0.0, 0.0, 0.0)
+        return (
+            RecomputeShares("full", 1.0, 1.0, 1.0)
+            if recompute == "full"
+            else RecomputeShares("none", 0.0, 0.0, 0.0)
+        )
 
 
-PACELINE = Recipe("paceline", cast=2.0, sequence=True, sequence_with_cp=False, buckets=0)  # float32 weights, autocast to bf16
+PACELINE = Recipe(
+    "paceline", cast=2.0, sequence=True, sequence_with_cp=False, buckets=0
+)  # float32 weights, autocast to bf16
 PACELINE_FP16 = replace(PACELINE, name="paceline-fp16", dtype="fp16")  # for devices without bf16
-FLOAT32 = Recipe("float32", element=4.0, dtype="fp32", loss=12.0, sequence=True, sequence_with_cp=False, buckets=0)
+FLOAT32 = Recipe(
+    "float32", element=4.0, dtype="fp32", loss=12.0, sequence=True, sequence_with_cp=False, buckets=0
+)
 
 # Narayanan et al. 2021 and Korthikanti et al. 2022: fp16 with float32 main weights, kernels for softmax, GELU and dropout, the scores of
 # attention in memory, gradients averaged behind the backward pass in float32.
@@ -111,19 +119,44 @@ MEGATRON = Recipe(
 )
 # Megatron-Core since 2023: flash attention, sequence parallelism, averaging and tensor parallelism's sums under the computing.
 MEGATRON_CORE = replace(
-    MEGATRON, name="megatron-core", dtype="bf16", fused=True, sequence=True, overlaps_data=True, overlaps_tensor=0.6, gather=2.0
+    MEGATRON,
+    name="megatron-core",
+    dtype="bf16",
+    fused=True,
+    sequence=True,
+    overlaps_data=True,
+    overlaps_tensor=0.6,
+    gather=2.0,
 )
 # Rajbhandari et al. 2020: 2 + 2 + 12 bytes a parameter. Of DeepSpeed's first ZeRO-3 it is known that it gathers each weight by itself.
 DEEPSPEED = replace(
-    MEGATRON, name="deepspeed", gradient=2.0, reduce=2.0, overlaps_data=True, whole_gradients=False, early_gradients=False, rails=False
+    MEGATRON,
+    name="deepspeed",
+    gradient=2.0,
+    reduce=2.0,
+    overlaps_data=True,
+    whole_gradients=False,
+    early_gradients=False,
+    rails=False,
 )
 # FSDP with mixed precision: float32 shards, bf16 while it computes, gradients averaged in float32 after each micro-batch.
-FSDP = Recipe("fsdp", stream=2.0, gather=2.0, whole_gradients=False, selective="half", sequence=True, elementwise=1.5, reserved=0.1)
+FSDP = Recipe(
+    "fsdp",
+    stream=2.0,
+    gather=2.0,
+    whole_gradients=False,
+    selective="half",
+    sequence=True,
+    elementwise=1.5,
+    reserved=0.1,
+)
 FSDP_COMPILED = replace(FSDP, name="fsdp-compiled", elementwise=1.0)  # blocks are compiled, the loss is not
 
 # MosaicML's llm-foundry of 2023: attention in Triton, than which FlashAttention-2 is 1.3 to 1.5 times faster (arXiv 2307.08691,
 # section 4.1), and a loss that turns 16-bit logits into their gradients in place.
-LLM_FOUNDRY = replace(FSDP, name="llm-foundry", selective="core", elementwise=1.2, attention=0.7, loss=2.0, reserved=0.03)
+LLM_FOUNDRY = replace(
+    FSDP, name="llm-foundry", selective="core", elementwise=1.2, attention=0.7, loss=2.0, reserved=0.03
+)
 # Megatron-DeepSpeed without ZeRO: gradients stay in fp16.
 MEGATRON_DEEPSPEED = replace(MEGATRON, name="megatron-deepspeed", gradient=2.0, reduce=2.0)
 
@@ -150,5 +183,7 @@ OWN: Mapping[str, Recipe] = {"fp32": FLOAT32, "bf16": PACELINE, "fp16": PACELINE
 def of_precision(precision: str) -> Recipe:
     """How Paceline goes about a step. Raises PlanError for a precision that is not predicted."""
     if precision not in OWN:
-        raise PlanError(f"what a step in {precision} takes is not predicted; use --precision {', '.join(OWN)}, or name a plan")
+        raise PlanError(
+            f"what a step in {precision} takes is not predicted; use --precision {', '.join(OWN)}, or name a plan"
+        )
     return OWN[precision]

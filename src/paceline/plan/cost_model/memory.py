@@ -19,7 +19,14 @@ NAMES = (
     *("gradients", "activations", "computed again", "loss", "communication"),
     *("allocator", "process"),
 )
-ERRORS = {"activations": 0.08, "loss": 0.15, "gathered": 0.1, "allocator": 0.6, "process": 0.3, "communication": 0.5}
+ERRORS = {
+    "activations": 0.08,
+    "loss": 0.15,
+    "gathered": 0.1,
+    "allocator": 0.6,
+    "process": 0.3,
+    "communication": 0.5,
+}
 
 
 class BytesPerParameter(NamedTuple):
@@ -60,7 +67,9 @@ def kept_bytes(recipe: Recipe, block: BlockFacts, cut: MicrobatchKey) -> float:
     saved = block.saved.get(wanted) or block.saved.get("selective" if wanted == "half" else "none")
     if saved is None:
         return 0.0
-    bytes_ = saved.bytes(recipe.stream, recipe.element, cut.tp, recipe.splits_sequence(cut.cp) and not block.whole)
+    bytes_ = saved.bytes(
+        recipe.stream, recipe.element, cut.tp, recipe.splits_sequence(cut.cp) and not block.whole
+    )
     if not recipe.fused and cut.recompute == "none":
         bytes_ += block.core.bytes(recipe.stream, recipe.element, cut.tp)
     return bytes_ * cut.micro_batch / cut.cp
@@ -71,7 +80,9 @@ def memory(facts: ModelFacts, split: Split, recipe: Recipe, limit_bytes: float) 
     return told(*worst(facts, split, recipe), split, recipe, limit_bytes)
 
 
-def told(rank: int, values: tuple[float, ...], split: Split, recipe: Recipe, limit_bytes: float) -> MemoryCost:
+def told(
+    rank: int, values: tuple[float, ...], split: Split, recipe: Recipe, limit_bytes: float
+) -> MemoryCost:
     """What `worst` found, in words."""
     sharded, whole = _is_sharded(split, recipe), _whole_gradients(split, recipe)
     each = state(recipe, split.zero, split.shards)
@@ -79,7 +90,9 @@ def told(rank: int, values: tuple[float, ...], split: Split, recipe: Recipe, lim
         "weights": _bytes(each.weights, recipe.weight, split.shards),
         "optimizer": _bytes(each.optimizer, recipe.optimizer, split.shards),
         "main weights": _bytes(each.master, recipe.master, split.shards),
-        "gradients": "whole until the last micro-batch" if whole else _bytes(each.gradients, recipe.gradient, split.shards),
+        "gradients": "whole until the last micro-batch"
+        if whole
+        else _bytes(each.gradients, recipe.gradient, split.shards),
         "cast weights": "in the type of the products, for a step",
         "gathered": f"of {PREFETCHED} blocks at once" if sharded and split.zero == 3 else "for a step",
         "activations": f"of {_kept(split, rank):.3g} micro-batch{'es' * (_kept(split, rank) > 1)}, recompute {split.recompute}",
@@ -88,7 +101,11 @@ def told(rank: int, values: tuple[float, ...], split: Split, recipe: Recipe, lim
         "communication": "gradients under way",
         "allocator": "held and not usable",
     }
-    parts = (CostPart(name, value, ERRORS.get(name, 0.0), notes.get(name, "")) for name, value in zip(NAMES, values, strict=True) if value)
+    parts = (
+        CostPart(name, value, ERRORS.get(name, 0.0), notes.get(name, ""))
+        for name, value in zip(NAMES, values, strict=True)
+        if value
+    )
     return MemoryCost(tuple(parts), rank, limit_bytes)
 
 
@@ -126,13 +143,21 @@ def held(facts: ModelFacts, share: StageAssignment, recipe: Recipe, cut: Microba
     params = sum(size * count for size, count in counted)
     if share.is_last and facts.first not in (block for block, _ in share.parts):
         params += facts.shared_params / cut.tp  # both ends of the pipeline hold what they share
-    whole = sorted((size for size, count in counted for _ in range(min(count, PREFETCHED))), reverse=True)[:PREFETCHED]
-    logits = sum(product.rows * product.columns for product in facts.last.products[:1]) * cut.micro_batch / (cut.tp * cut.cp)
+    whole = sorted((size for size, count in counted for _ in range(min(count, PREFETCHED))), reverse=True)[
+        :PREFETCHED
+    ]
+    logits = (
+        sum(product.rows * product.columns for product in facts.last.products[:1])
+        * cut.micro_batch
+        / (cut.tp * cut.cp)
+    )
     return MemoryBreakdown(
         params=params,
         largest=max(size for size, _ in counted),
         gathered=sum(whole),
-        activations=sum(kept_bytes(recipe, block, cut) * count for block, count in share.parts if block is not facts.last),
+        activations=sum(
+            kept_bytes(recipe, block, cut) * count for block, count in share.parts if block is not facts.last
+        ),
         head=kept_bytes(recipe, facts.last, cut) if share.is_last else 0.0,
         logits=logits if share.is_last else 0.0,
         again=max(_again_bytes(recipe, block, cut) for block, _ in share.parts),
@@ -156,8 +181,14 @@ def _of_rank(facts: ModelFacts, share: StageAssignment, split: Split, recipe: Re
     """At the worst of three moments: in the loss, when the backward pass begins, and when it ends."""
     if is_watched(share):
         return _of_watched(facts, share, split, recipe)
-    mine, each, sharded = held(facts, share, recipe, split.cut), state(recipe, split.zero, split.shards), _is_sharded(split, recipe)
-    whole = max(recipe.gather, recipe.element) + recipe.cast  # what is sent in 8 bits is kept with its transpose
+    mine, each, sharded = (
+        held(facts, share, recipe, split.cut),
+        state(recipe, split.zero, split.shards),
+        _is_sharded(split, recipe),
+    )
+    whole = (
+        max(recipe.gather, recipe.element) + recipe.cast
+    )  # what is sent in 8 bits is kept with its transpose
     gathered = (mine.gathered if split.zero == 3 else mine.params) * whole if sharded else 0.0
     gradients = mine.params * (recipe.gradient if _whole_gradients(split, recipe) else each.gradients)
     averaged = split.dp * split.cp > 1
@@ -172,7 +203,13 @@ def _of_rank(facts: ModelFacts, share: StageAssignment, split: Split, recipe: Re
         (gradients, 0.0, mine.again, 0.0, reducing + buckets),
     )
     params = mine.params
-    stay = (params * each.weights, params * each.optimizer, params * each.master, 0.0 if sharded else params * recipe.cast, gathered)
+    stay = (
+        params * each.weights,
+        params * each.optimizer,
+        params * each.master,
+        0.0 if sharded else params * recipe.cast,
+        gathered,
+    )
     values = stay + max(moments, key=sum)
     return (*values, recipe.reserved * sum(values), recipe.fixed_bytes)
 
@@ -181,10 +218,18 @@ def _of_watched(facts: ModelFacts, share: StageAssignment, split: Split, recipe:
     sizes = {id(block): params_on_rank(block, split.tp, split.ep) for block, _ in share.parts}
     params = held(facts, share, recipe, split.cut).params
     found = pieces(facts, share, recipe, split.cut, sizes)
-    moment = watched_worst(found, split, recipe, _kept(split, share.index), received_bytes(split, share, recipe))
+    moment = watched_worst(
+        found, split, recipe, _kept(split, share.index), received_bytes(split, share, recipe)
+    )
     weights = params * state(recipe, split.zero, split.shards).weights
     updated = updated_params(share, split, params)
-    stay = (weights, updated * recipe.optimizer, updated * recipe.master, params * recipe.cast, moment.gathered)
+    stay = (
+        weights,
+        updated * recipe.optimizer,
+        updated * recipe.master,
+        params * recipe.cast,
+        moment.gathered,
+    )
     values = (*stay, moment.gradients, moment.activations, 0.0, 0.0, moment.communication)
     return (*values, recipe.reserved * sum(values), recipe.fixed_bytes)
 
@@ -195,7 +240,9 @@ def _again_bytes(recipe: Recipe, block: BlockFacts, cut: MicrobatchKey) -> float
     if "full" not in block.saved or not (again.products or again.attention or again.traffic):
         return 0.0
     whole = (
-        block.saved["none"].bytes(recipe.stream, recipe.element, cut.tp, recipe.splits_sequence(cut.cp)) if again.kept != "none" else 0.0
+        block.saved["none"].bytes(recipe.stream, recipe.element, cut.tp, recipe.splits_sequence(cut.cp))
+        if again.kept != "none"
+        else 0.0
     )
     core = 0.0 if recipe.fused else block.core.bytes(recipe.stream, recipe.element, cut.tp)
     return (whole + core) * cut.micro_batch / cut.cp

@@ -8,7 +8,19 @@ from functools import lru_cache
 
 BACKWARD = " backward"
 # What sizes count: multiplications of products and attention; parameters of an update; else elements that are read and written.
-KINDS = ("linear", "convolution", "attention", "move", "function", "norm", "pool", "gather", "draw", "view", "update")
+KINDS = (
+    "linear",
+    "convolution",
+    "attention",
+    "move",
+    "function",
+    "norm",
+    "pool",
+    "gather",
+    "draw",
+    "view",
+    "update",
+)
 
 
 @dataclass(frozen=True, eq=False)
@@ -44,7 +56,9 @@ def blended(few: OpTimeTable, many: OpTimeTable, share: float) -> OpTimeTable:
     """Between those with few threads and those with many, on logarithmic scales."""
     tables = {}
     for kind, table in few.tables.items():
-        tables[kind] = tuple((size, seconds ** (1 - share) * many.seconds(kind, size) ** share) for size, seconds in table)
+        tables[kind] = tuple(
+            (size, seconds ** (1 - share) * many.seconds(kind, size) ** share) for size, seconds in table
+        )
     return OpTimeTable(tables, few.measured and many.measured)
 
 
@@ -54,8 +68,19 @@ LARGE = 2.0**24
 @lru_cache(64)
 def guessed(flops: float, memory_Bps: float, start_s: float) -> OpTimeTable:
     """Of the right order of magnitude, from what the products and the memory of a rank reach, and what it takes to start an operation."""
-    per_s = {"linear": flops / 2, "convolution": flops / 4, "attention": flops / 6, "move": memory_Bps / 4, "norm": memory_Bps / 6}
-    per_s |= {"function": memory_Bps / 10, "pool": memory_Bps / 16, "gather": memory_Bps / 8, "draw": memory_Bps / 40}
+    per_s = {
+        "linear": flops / 2,
+        "convolution": flops / 4,
+        "attention": flops / 6,
+        "move": memory_Bps / 4,
+        "norm": memory_Bps / 6,
+    }
+    per_s |= {
+        "function": memory_Bps / 10,
+        "pool": memory_Bps / 16,
+        "gather": memory_Bps / 8,
+        "draw": memory_Bps / 40,
+    }
     per_s |= {"update": memory_Bps / 32}
     tables: dict[str, tuple[tuple[float, float], ...]] = {
         "view": ((1.0, start_s / 4), (LARGE, start_s / 4)),

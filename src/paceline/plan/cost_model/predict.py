@@ -11,7 +11,14 @@ from paceline.plan.model.facts import ModelFacts
 from paceline.plan.plan import Plan
 
 
-def predict(facts: ModelFacts, plan: Plan, cluster: Cluster, batch: int, recipe: Recipe | None = None, ranks: int | None = None) -> Cost:
+def predict(
+    facts: ModelFacts,
+    plan: Plan,
+    cluster: Cluster,
+    batch: int,
+    recipe: Recipe | None = None,
+    ranks: int | None = None,
+) -> Cost:
     """Of a step with `batch` samples, on all devices or on so many ranks. Raises PlanError for a plan that cannot be, or a machine of
     which too little is known."""
     count = ranks or cluster.devices
@@ -28,11 +35,19 @@ def recipe_for(on: DeviceRates) -> Recipe:
     return PACELINE if "bf16" in on.flops else PACELINE_FP16 if "fp16" in on.flops else FLOAT32
 
 
-def with_extra(time_: TimeCost, input_s: float = 0.0, save_s: float = 0.0, steps_between_saves: float = 1.0) -> TimeCost:
+def with_extra(
+    time_: TimeCost, input_s: float = 0.0, save_s: float = 0.0, steps_between_saves: float = 1.0
+) -> TimeCost:
     """With what the planner cannot know by itself: seconds that a rank waits for its batch, and for a checkpoint."""
     extra = (
-        CostPart("input", max(0.0, input_s - time_.step_s), 0.3, "what preparing a batch takes longer than a step"),
-        CostPart("save", save_s / steps_between_saves, 0.3, f"a checkpoint each {steps_between_saves:g} steps"),
+        CostPart(
+            "input", max(0.0, input_s - time_.step_s), 0.3, "what preparing a batch takes longer than a step"
+        ),
+        CostPart(
+            "save", save_s / steps_between_saves, 0.3, f"a checkpoint each {steps_between_saves:g} steps"
+        ),
     )
     parts = (*time_.parts, *(part for part in extra if part.value))
-    return TimeCost(parts, time_.flops, time_.hardware_flops, time_.tokens, time_.samples, time_.peak_flops, time_.guesses)
+    return TimeCost(
+        parts, time_.flops, time_.hardware_flops, time_.tokens, time_.samples, time_.peak_flops, time_.guesses
+    )

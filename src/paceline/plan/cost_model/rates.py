@@ -12,7 +12,13 @@ from paceline.plan.cost_model.constants import CONSTANTS, Architecture, Constant
 from paceline.plan.cost_model.cpu import engines_of, host_of, paces_of
 from paceline.plan.cost_model.op_times import OpTimeTable
 
-LIKE = {"fp16": ("fp16", "bf16"), "bf16": ("bf16", "fp16"), "fp32": ("fp32",), "tf32": ("tf32",), "fp8": ("fp8",)}
+LIKE = {
+    "fp16": ("fp16", "bf16"),
+    "bf16": ("bf16", "fp16"),
+    "fp32": ("fp32",),
+    "tf32": ("tf32",),
+    "fp8": ("fp8",),
+}
 STEPS: Mapping[str, Callable[[int], float]] = {  # of nodes that a message passes one after the other
     "all-reduce": lambda nodes: math.log2(nodes),
     "send": lambda nodes: 1.0,
@@ -25,7 +31,10 @@ FACTORS: Mapping[str, Callable[[int], float]] = {  # nccl-tests, PERFORMANCE.md
     "send": lambda n: 1.0,
 }
 
-BASES = {"published": "read off single measurements of others, and not fitted to trainings", "guessed": "a guess"}
+BASES = {
+    "published": "read off single measurements of others, and not fitted to trainings",
+    "guessed": "a guess",
+}
 
 
 @dataclass(frozen=True)
@@ -60,7 +69,9 @@ class DeviceRates:
     rates: Mapping[str, tuple[tuple[float, float], ...]] = field(default_factory=dict)
     paces: OpTimeTable | None = None  # of a CPU
     crowd: float = 1.0  # ranks that share a core
-    engines: Mapping[str, Mapping[int, OverheadCosts]] = field(default_factory=dict)  # by ranks that one joins; seconds
+    engines: Mapping[str, Mapping[int, OverheadCosts]] = field(
+        default_factory=dict
+    )  # by ranks that one joins; seconds
     power_W: float | None = None
     price_per_hour: float | None = None
     guesses: tuple[str, ...] = ()
@@ -69,7 +80,9 @@ class DeviceRates:
     def product_flops(self, dtype: str) -> float:
         found = next((near for near in LIKE.get(dtype, (dtype,)) if near in self.flops), None)
         if found is None:
-            raise PlanError(f"how fast {self.name} computes in {dtype} is not known; give its peak with --peak, or measure it")
+            raise PlanError(
+                f"how fast {self.name} computes in {dtype} is not known; give its peak with --peak, or measure it"
+            )
         return self.flops[found]
 
     def measured_flops(self, dtype: str, volume: float) -> float | None:
@@ -87,7 +100,11 @@ class DeviceRates:
     def shown(self, together: int) -> float:
         """Share of a collective that shows, though there is computing that it could go on under. Where it was not measured: what goes over
         links inside of a node takes multiprocessors and memory bandwidth from what computes, what the network does takes little."""
-        return 1 - self.hidden if self.hidden is not None else (1 - self.constants.hidden) * (together - 1) / together
+        return (
+            1 - self.hidden
+            if self.hidden is not None
+            else (1 - self.constants.hidden) * (together - 1) / together
+        )
 
     def collective_s(self, kind: str, size: float, ranks: int, together: int, rails: bool = True) -> float:
         """One call of S = `size` bytes among `ranks`, of which `together` are in each node."""
@@ -112,7 +129,9 @@ class DeviceRates:
         wire = wires.get(kind) or wires.get(None) or next(iter(wires.values()), None)
         if wire is None:
             said = "say @GB/s" if where == "between nodes" else "write a link of axis node into cluster.json"
-            raise PlanError(f"how fast devices of {self.name} talk {where} is not known; measure it with paceline bench, or {said}")
+            raise PlanError(
+                f"how fast devices of {self.name} talk {where} is not known; measure it with paceline bench, or {said}"
+            )
         return wire
 
     def _alpha(self, wire: LinkModel) -> float:
@@ -133,22 +152,33 @@ def speeds(cluster: Cluster, constants: Constants = CONSTANTS, ranks: int | None
     per_node = -(-count // cluster.nodes) if device.kind == "cpu" else min(count, cluster.devices_per_node)
     part = 1 / per_node if device.kind == "cpu" else 1.0  # ranks share the node's cores and memory
     peaks: dict[str, float] = {dtype: fact.value * part for dtype, fact in device.peaks_flops.items()}
-    wanted_W = family.W_for_flops * max((peaks[dtype] for dtype in ("bf16", "fp16") if dtype in peaks), default=0.0)
+    wanted_W = family.W_for_flops * max(
+        (peaks[dtype] for dtype in ("bf16", "fp16") if dtype in peaks), default=0.0
+    )
     clock = min(1.0, device.power_W.value / wanted_W) ** (1 / 3) if device.power_W and wanted_W else 1.0
     flops: dict[str, float] = {
-        dtype: clock * peak * (family.product_fp8 if dtype == "fp8" else family.product) for dtype, peak in peaks.items()
+        dtype: clock * peak * (family.product_fp8 if dtype == "fp8" else family.product)
+        for dtype, peak in peaks.items()
     }
     rates = _rates(cluster, part)
     flops |= {dtype: max(speed for _, speed in table) for dtype, table in rates.items()}
     host = host_of(cluster, per_node) if device.kind == "cpu" else None
     if host is not None and not flops:
         flops["fp32"] = host.flops
-        guesses.append(f"what {device.name} computes a second is guessed from its cores, clock and vectors; paceline bench measures it")
+        guesses.append(
+            f"what {device.name} computes a second is guessed from its cores, clock and vectors; paceline bench measures it"
+        )
     if not flops:
-        raise PlanError(f"the peak of {device.name} is not known; give it with --peak, or measure the device with paceline bench")
+        raise PlanError(
+            f"the peak of {device.name} is not known; give it with --peak, or measure the device with paceline bench"
+        )
     if family.basis != "fitted" and not cluster.rates and (host is None or peaks):
         guesses.append(f"what {device.name} reaches of its peak is {BASES[family.basis]}")
-    memory_Bps = device.memory_Bps.value * family.memory * part if device.memory_Bps else next(iter(flops.values())) / 100
+    memory_Bps = (
+        device.memory_Bps.value * family.memory * part
+        if device.memory_Bps
+        else next(iter(flops.values())) / 100
+    )
     if device.memory_Bps is None:
         guesses.append(f"the memory bandwidth of {device.name} is guessed")
     return DeviceRates(
@@ -164,7 +194,9 @@ def speeds(cluster: Cluster, constants: Constants = CONSTANTS, ranks: int | None
         across=_wires(cluster, "across"),
         constants=constants,
         clock=clock,
-        hidden=next((overlap.hidden.value for overlap in cluster.overlaps if overlap.operation == "all-reduce"), None),
+        hidden=next(
+            (overlap.hidden.value for overlap in cluster.overlaps if overlap.operation == "all-reduce"), None
+        ),
         rates=rates,
         paces=paces_of(cluster, host, next(iter(flops.values())), memory_Bps) if host is not None else None,
         crowd=host.crowd if host is not None else 1.0,
@@ -192,6 +224,10 @@ def _wires(cluster: Cluster, axis: Axis) -> dict[str | None, LinkModel]:
     links = [link for link in cluster.links if link.axis == axis]
     links.sort(key=lambda link: (link.backend == backend, link.backend is None, link.ranks or 0))
     return {
-        link.collective: LinkModel(link.alpha_s.value if link.alpha_s else None, link.beta_Bps.value, link.beta_Bps.source == "measured")
+        link.collective: LinkModel(
+            link.alpha_s.value if link.alpha_s else None,
+            link.beta_Bps.value,
+            link.beta_Bps.source == "measured",
+        )
         for link in links
     }

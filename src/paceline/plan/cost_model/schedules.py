@@ -63,11 +63,22 @@ def _filled(p: int, m: int, t: StageTimes, most: float) -> float:
 # waits: 1F1B has p micro-batches under way in a round of p·(F + B) and 2·(p - 1) sends, so that each micro-batch waits for 2·(p - 1)/p of
 # them; the others wait while they fill and drain alone.
 SCHEDULES: Mapping[str, PipelineSchedule] = {
-    "gpipe": PipelineSchedule(lambda p, m, v, t: (p - 1) * t.total_s, lambda p, m, v: 2.0 * (p - 1), lambda p, m, v, r: float(m)),
-    "1f1b": PipelineSchedule(lambda p, m, v, t: (p - 1) * t.total_s, lambda p, m, v: 2 * (p - 1) / p * m + 2 * (p - 2), _one_for_one),
-    "interleaved": PipelineSchedule(lambda p, m, v, t: (p - 1) * t.total_s / v, lambda p, m, v: float(2 * p * v - p - 2), _in_turns),
+    "gpipe": PipelineSchedule(
+        lambda p, m, v, t: (p - 1) * t.total_s, lambda p, m, v: 2.0 * (p - 1), lambda p, m, v, r: float(m)
+    ),
+    "1f1b": PipelineSchedule(
+        lambda p, m, v, t: (p - 1) * t.total_s,
+        lambda p, m, v: 2 * (p - 1) / p * m + 2 * (p - 2),
+        _one_for_one,
+    ),
+    "interleaved": PipelineSchedule(
+        lambda p, m, v, t: (p - 1) * t.total_s / v, lambda p, m, v: float(2 * p * v - p - 2), _in_turns
+    ),
     "zero-bubble": PipelineSchedule(
-        lambda p, m, v, t: _filled(p, m * v, t, p - 1) / v, lambda p, m, v: float(2 * p * v - p - 2), _in_turns, splits=True
+        lambda p, m, v, t: _filled(p, m * v, t, p - 1) / v,
+        lambda p, m, v: float(2 * p * v - p - 2),
+        _in_turns,
+        splits=True,
     ),
     "zbv": PipelineSchedule(
         lambda p, m, v, t: _filled(p, 2 * m, t, p - 1) / 2,
@@ -83,9 +94,15 @@ SCHEDULES: Mapping[str, PipelineSchedule] = {
         splits=True,
         folded=True,
     ),
-    "zb-h1": PipelineSchedule(lambda p, m, v, t: _filled(p, m, t, p - 1), lambda p, m, v: 4.0 * (p - 1), _alike, splits=True),
-    "zb-h2": PipelineSchedule(lambda p, m, v, t: _filled(p, m, t, 2 * (p - 1)), lambda p, m, v: 2.0 * (p - 1), _twice, splits=True),
-    "zb-2p": PipelineSchedule(lambda p, m, v, t: _filled(p, m, t, m), lambda p, m, v: 1.5 * (p - 1), _twice, splits=True),
+    "zb-h1": PipelineSchedule(
+        lambda p, m, v, t: _filled(p, m, t, p - 1), lambda p, m, v: 4.0 * (p - 1), _alike, splits=True
+    ),
+    "zb-h2": PipelineSchedule(
+        lambda p, m, v, t: _filled(p, m, t, 2 * (p - 1)), lambda p, m, v: 2.0 * (p - 1), _twice, splits=True
+    ),
+    "zb-2p": PipelineSchedule(
+        lambda p, m, v, t: _filled(p, m, t, m), lambda p, m, v: 1.5 * (p - 1), _twice, splits=True
+    ),
 }
 
 

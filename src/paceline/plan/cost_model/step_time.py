@@ -35,7 +35,9 @@ PARTS = {
     "jitter": (1.0, "ranks wait for the slowest"),
 }
 GUESSED = 0.7  # of each part, where nothing was measured of a CPU
-MERGED_BYTES = 40.0  # an element of attention's output: five operations in float32 that each read and write it
+MERGED_BYTES = (
+    40.0  # an element of attention's output: five operations in float32 that each read and write it
+)
 ADAM_BYTES = 28.0  # a parameter: reads and writes weight and two moments, reads the gradient, in float32
 
 
@@ -66,7 +68,14 @@ class StageLoad(NamedTuple):
 
     @property
     def total_s(self) -> float:
-        return self.products_s + self.attention_s + self.traffic_s + self.again_s + self.tensor_s + self.context_s
+        return (
+            self.products_s
+            + self.attention_s
+            + self.traffic_s
+            + self.again_s
+            + self.tensor_s
+            + self.context_s
+        )
 
 
 def time(facts: ModelFacts, split: Split, recipe: Recipe, speeds: DeviceRates) -> TimeCost:
@@ -82,7 +91,10 @@ def time(facts: ModelFacts, split: Split, recipe: Recipe, speeds: DeviceRates) -
     parts["engines"] = engines_s(share, split, speeds)
     parts["optimizer"] = _optimizer_s(share, split, recipe, speeds, params)
     parts["jitter"] = speeds.constants.jitter * sum(parts.values())
-    peak = next((speeds.peaks[dtype] for dtype in (recipe.dtype, "bf16", "fp16", "fp32") if dtype in speeds.peaks), None)
+    peak = next(
+        (speeds.peaks[dtype] for dtype in (recipe.dtype, "bf16", "fp16", "fp32") if dtype in speeds.peaks),
+        None,
+    )
     doubt = GUESSED if speeds.paces is not None and not speeds.paces.measured else 0.0
     ranks = split.ranks
     flops = facts.training_flops * split.batch / ranks
@@ -97,14 +109,20 @@ def time(facts: ModelFacts, split: Split, recipe: Recipe, speeds: DeviceRates) -
     )
 
 
-def _told(parts: dict[str, float], seen: Calibration | None, doubt: float = 0.0, measured: Collection[str] = ()) -> tuple[CostPart, ...]:
+def _told(
+    parts: dict[str, float], seen: Calibration | None, doubt: float = 0.0, measured: Collection[str] = ()
+) -> tuple[CostPart, ...]:
     """As runs have shown them to be. `doubt`: error of parts that are only guessed; `measured`: those that are not, with the task."""
     found = []
     for name, seconds in parts.items():
         error, note = max(PARTS[name][0], doubt if name not in measured else 0.0), PARTS[name][1]
         if seen is not None and (factor := seen.factors.get(name)) is not None:
             runs = several(factor.runs, "run")
-            seconds, error, note = seconds * factor.value, factor.error(error), f"{note}; × {factor.value:.2f} from {runs}"
+            seconds, error, note = (
+                seconds * factor.value,
+                factor.error(error),
+                f"{note}; × {factor.value:.2f} from {runs}",
+            )
         if seconds:
             found.append(CostPart(name, seconds, error, note))
     return tuple(found)
@@ -114,7 +132,9 @@ def _guesses(split: Split, parts: dict[str, float], speeds: DeviceRates) -> tupl
     """Where runs were seen that were like this, nothing that is known of the device alone is a guess."""
     if speeds.seen is None:
         return speeds.guesses + _beyond(split)
-    beyond = speeds.seen.beyond([name for name, seconds in parts.items() if seconds and name != "jitter"], split.ranks)
+    beyond = speeds.seen.beyond(
+        [name for name, seconds in parts.items() if seconds and name != "jitter"], split.ranks
+    )
     return beyond and (*speeds.guesses, *_beyond(split), *beyond)
 
 
@@ -142,10 +162,19 @@ def _of_load(micro: int, busiest: StageLoad) -> dict[str, float]:
 
 @lru_cache(65536)
 def loads(
-    facts: ModelFacts, pp: int, stages: int, folded: bool, cut: MicrobatchKey, recipe: Recipe, speeds: DeviceRates
+    facts: ModelFacts,
+    pp: int,
+    stages: int,
+    folded: bool,
+    cut: MicrobatchKey,
+    recipe: Recipe,
+    speeds: DeviceRates,
 ) -> tuple[tuple[StageAssignment, StageLoad], ...]:
     """Of the ranks of a pipeline, the busiest first."""
-    found = [(share, load(share, recipe, speeds, cut, facts.slower)) for share in shares(facts, pp, stages, recipe.even, folded)]
+    found = [
+        (share, load(share, recipe, speeds, cut, facts.slower))
+        for share in shares(facts, pp, stages, recipe.even, folded)
+    ]
     return tuple(sorted(found, key=lambda pair: -pair[1].total_s))
 
 
@@ -156,7 +185,9 @@ def _beyond(split: Split) -> tuple[str, ...]:
 
 
 @lru_cache(65536)
-def load(share: StageAssignment, recipe: Recipe, speeds: DeviceRates, cut: MicrobatchKey, slower: float = 1.0) -> StageLoad:
+def load(
+    share: StageAssignment, recipe: Recipe, speeds: DeviceRates, cut: MicrobatchKey, slower: float = 1.0
+) -> StageLoad:
     products = attention = traffic = again = tensor = context = flops = again_flops = 0.0
     forward = inputs = weights = 0.0
     for block, count in share.parts:
@@ -171,11 +202,23 @@ def load(share: StageAssignment, recipe: Recipe, speeds: DeviceRates, cut: Micro
         tensor += count * (sums.forward_s + sums.backward_s + sums.again_s)
         context += count * ring
         forward += count * (one.forward_s + sums.forward_s + ring / 3)
-        inputs += count * (one.backward_inputs_s + one.again_s + sums.backward_s + sums.again_s + ring * 2 / 3)
+        inputs += count * (
+            one.backward_inputs_s + one.again_s + sums.backward_s + sums.again_s + ring * 2 / 3
+        )
         weights += count * one.weights_s
         flops += count * one.flops
         again_flops += count * one.again_flops
-    return StageLoad(products, attention, traffic, again, tensor, context, StageTimes(forward, inputs, weights), flops, again_flops)
+    return StageLoad(
+        products,
+        attention,
+        traffic,
+        again,
+        tensor,
+        context,
+        StageTimes(forward, inputs, weights),
+        flops,
+        again_flops,
+    )
 
 
 class PassTimes(NamedTuple):
@@ -196,22 +239,38 @@ def _tensor_s(block: BlockFacts, cut: MicrobatchKey, recipe: Recipe, speeds: Dev
     return PassTimes(one * block.sums, one * block.sums, again)
 
 
-def _context_s(block: BlockFacts, cut: MicrobatchKey, recipe: Recipe, speeds: DeviceRates, one: ComputeTime) -> float:
+def _context_s(
+    block: BlockFacts, cut: MicrobatchKey, recipe: Recipe, speeds: DeviceRates, one: ComputeTime
+) -> float:
     """Keys and values go round the ring while attention computes, forward, once more where it is computed again, and backward with their
     gradients (arXiv 2310.01889); after each of cp steps a rank's output is merged with what it has, in float32."""
     if cut.cp == 1 or not block.attention:
         return 0.0
     over = group(cut.cp, cut.tp, speeds.per_node)
     width = cut.micro_batch / cut.tp
-    size = sum(2 * a.keys * a.head_dim * (a.kv_heads or a.heads) for a in block.attention) * recipe.element * width
+    size = (
+        sum(2 * a.keys * a.head_dim * (a.kv_heads or a.heads) for a in block.attention)
+        * recipe.element
+        * width
+    )
     ring = speeds.collective_s("all-gather", size, over.ranks, over.together)
-    merged = sum(a.queries * a.head_dim * a.heads for a in block.attention) * MERGED_BYTES * width / speeds.memory_Bps
+    merged = (
+        sum(a.queries * a.head_dim * a.heads for a in block.attention)
+        * MERGED_BYTES
+        * width
+        / speeds.memory_Bps
+    )
     left = ring - (1 - speeds.shown(over.together)) * min(ring, one.attention_s)
     return (3 + recipe.again(cut.recompute).attention) * (left + merged)
 
 
 def _pipeline(
-    facts: ModelFacts, split: Split, recipe: Recipe, speeds: DeviceRates, busiest: StageLoad, loads: Iterable[tuple[int, StageLoad]]
+    facts: ModelFacts,
+    split: Split,
+    recipe: Recipe,
+    speeds: DeviceRates,
+    busiest: StageLoad,
+    loads: Iterable[tuple[int, StageLoad]],
 ) -> dict[str, float]:
     """Bubble of the schedule on ranks that may be unlike: those others fill and drain in their own time."""
     schedule = SCHEDULES[split.schedule]
@@ -231,7 +290,13 @@ def _pipeline(
 
 
 def _data(
-    facts: ModelFacts, share: StageAssignment, split: Split, recipe: Recipe, speeds: DeviceRates, busiest: StageLoad, params: float
+    facts: ModelFacts,
+    share: StageAssignment,
+    split: Split,
+    recipe: Recipe,
+    speeds: DeviceRates,
+    busiest: StageLoad,
+    params: float,
 ) -> dict[str, float]:
     """Averaging of gradients and gathering of weights, as far as they do not go on under the computing."""
     ranks = split.dp * split.cp
@@ -249,12 +314,18 @@ def _data(
 
     def left(talking: float, computing: float) -> float:
         """What a collective adds to the computing that it may go on under: the first or the last block has nothing to hide under."""
-        return max(talking / blocks, talking - (1 - shown) * min(talking, computing)) if recipe.overlaps_data else talking
+        return (
+            max(talking / blocks, talking - (1 - shown) * min(talking, computing))
+            if recipe.overlaps_data
+            else talking
+        )
 
     if split.zero <= 1 or (split.zero == 2 and not recipe.at_rest):
         whole = left(call("all-reduce", recipe.reduce, over), backward)
         gathering = call("all-gather", recipe.weight, over) if split.zero else 0.0
-        if split.zero == 0 or not recipe.scattered:  # ZeroRedundancyOptimizer sends weights when they are updated
+        if (
+            split.zero == 0 or not recipe.scattered
+        ):  # ZeroRedundancyOptimizer sends weights when they are updated
             return {"data parallel": whole, "gathered weights": gathering}
         reducing = call("reduce-scatter", recipe.reduce, over)
         return {"data parallel": left(reducing, backward), "gathered weights": left(gathering, forward)}
@@ -273,7 +344,9 @@ def _data(
     return {"gathered weights": exposed * share_of_gathers, "data parallel": exposed * (1 - share_of_gathers)}
 
 
-def _optimizer_s(share: StageAssignment, split: Split, recipe: Recipe, speeds: DeviceRates, params: float) -> float:
+def _optimizer_s(
+    share: StageAssignment, split: Split, recipe: Recipe, speeds: DeviceRates, params: float
+) -> float:
     """Limited by memory bandwidth, on a CPU by so many tensors of that size; the norm of the gradients reads them once more."""
     tensors = sum(block.tensors * count for block, count in share.parts)
     if speeds.paces is not None and tensors:

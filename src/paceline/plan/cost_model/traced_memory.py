@@ -42,13 +42,19 @@ def kept_bytes(recipe: Recipe, block: BlockFacts, cut: MicrobatchKey) -> float:
         held = block.lives.kept * _of_whole(recipe, block, cut)
     else:
         held = _bytes(recipe, block, cut, saved) + _given_bytes(recipe, block, cut)
-    return (held + (0.0 if again.products else _gathered_bytes(recipe, block, cut))) * cut.micro_batch / cut.cp
+    return (
+        (held + (0.0 if again.products else _gathered_bytes(recipe, block, cut))) * cut.micro_batch / cut.cp
+    )
 
 
 def most_bytes(recipe: Recipe, block: BlockFacts, cut: MicrobatchKey) -> float:
     """At the worst moment; what is computed again is all there then."""
     assert block.lives is not None
-    held = block.lives.most * _of_whole(recipe, block, cut) + _given_bytes(recipe, block, cut) + _gathered_bytes(recipe, block, cut)
+    held = (
+        block.lives.most * _of_whole(recipe, block, cut)
+        + _given_bytes(recipe, block, cut)
+        + _gathered_bytes(recipe, block, cut)
+    )
     return held * cut.micro_batch / cut.cp
 
 
@@ -59,7 +65,11 @@ def _given_bytes(recipe: Recipe, block: BlockFacts, cut: MicrobatchKey) -> float
         return 0.0
     whole = _products_gave(block, cut)
     scored = sum(a.heads * a.queries * a.head_dim for a in block.attention) / cut.tp
-    return max(0.0, (whole + scored) * recipe.element - _bytes(recipe, block, cut, block.saved[again.kept]._replace(stream=0.0)))
+    return max(
+        0.0,
+        (whole + scored) * recipe.element
+        - _bytes(recipe, block, cut, block.saved[again.kept]._replace(stream=0.0)),
+    )
 
 
 def _products_gave(block: BlockFacts, cut: MicrobatchKey) -> float:
@@ -83,19 +93,25 @@ def _of_whole(recipe: Recipe, block: BlockFacts, cut: MicrobatchKey) -> float:
 
 
 def _bytes(recipe: Recipe, block: BlockFacts, cut: MicrobatchKey, held: TensorVolume) -> float:
-    return held.bytes(recipe.stream, recipe.element, cut.tp, recipe.splits_sequence(cut.cp) and not block.whole)
+    return held.bytes(
+        recipe.stream, recipe.element, cut.tp, recipe.splits_sequence(cut.cp) and not block.whole
+    )
 
 
 def _waiting_bytes(recipe: Recipe, block: BlockFacts, cut: MicrobatchKey) -> float:
     return _products_gave(block, cut) * recipe.element * cut.micro_batch / cut.cp
 
 
-def worst(pieces: list[BlockMemory], split: Split, recipe: Recipe, kept_micro: float, cuts: float) -> MemoryMoment:
+def worst(
+    pieces: list[BlockMemory], split: Split, recipe: Recipe, kept_micro: float, cuts: float
+) -> MemoryMoment:
     """kept_micro: micro-batches whose activations are there; `cuts`: bytes that the stages of this rank are sent in a micro-batch."""
     return max(_moments(pieces, split, recipe, kept_micro, cuts), key=sum)
 
 
-def _moments(pieces: list[BlockMemory], split: Split, recipe: Recipe, kept_micro: float, cuts: float) -> Iterator[MemoryMoment]:
+def _moments(
+    pieces: list[BlockMemory], split: Split, recipe: Recipe, kept_micro: float, cuts: float
+) -> Iterator[MemoryMoment]:
     """From the last block to the first, which has least before it and the most gradients behind it; and when all is done."""
     params = sum(piece.params for piece in pieces)
     whole_kept = sum(piece.kept for piece in pieces)
@@ -107,36 +123,60 @@ def _moments(pieces: list[BlockMemory], split: Split, recipe: Recipe, kept_micro
     shard = 1 / split.shards if sharded else 1.0
     received = split.micro * cuts  # torch's stages have a buffer for each micro-batch
     before, done = whole_kept, 0.0
-    behind = 0.0  # parameters of the block that came before in the backward pass, whose gradients are on their way
+    behind = (
+        0.0  # parameters of the block that came before in the backward pass, whose gradients are on their way
+    )
     for at in range(len(pieces) - 1, -1, -1):
         piece = pieces[at]
         before -= piece.kept
         if sharded:
             gradients = params if split.micro > 1 else done * shard
             following = pieces[at - 1].params if at and not pieces[at - 1].is_root else 0.0
-            gathered = params if split.zero == 2 else root + (0.0 if piece.is_root else piece.params) + following
+            gathered = (
+                params if split.zero == 2 else root + (0.0 if piece.is_root else piece.params) + following
+            )
             sending = behind + (piece.params if split.micro == 1 else 0.0)
         else:
             gathered = sending = 0.0
             gradients = (
-                params * (2 if split.micro > 1 and split.pp * split.tp == 1 else 1) if averaged else params if split.micro > 1 else done
+                params * (2 if split.micro > 1 and split.pp * split.tp == 1 else 1)
+                if averaged
+                else params
+                if split.micro > 1
+                else done
             )
         if split.micro > 1 or (averaged and not sharded):
             gradients += piece.params  # of the block itself, before they are added to those that are there
         activations = (kept_micro - 1) * whole_kept + before + piece.most + waiting
-        yield MemoryMoment(gradients * recipe.gradient, activations, gathered * recipe.gather, sending * recipe.reduce + received)
+        yield MemoryMoment(
+            gradients * recipe.gradient,
+            activations,
+            gathered * recipe.gather,
+            sending * recipe.reduce + received,
+        )
         done += piece.params
         behind = piece.params
-    yield MemoryMoment(params * shard * recipe.gradient, 0.0, 0.0 if split.zero != 2 or not sharded else params * recipe.gather, received)
+    yield MemoryMoment(
+        params * shard * recipe.gradient,
+        0.0,
+        0.0 if split.zero != 2 or not sharded else params * recipe.gather,
+        received,
+    )
 
 
-def pieces(facts: ModelFacts, share: StageAssignment, recipe: Recipe, cut: MicrobatchKey, sizes: dict[int, float]) -> list[BlockMemory]:
+def pieces(
+    facts: ModelFacts, share: StageAssignment, recipe: Recipe, cut: MicrobatchKey, sizes: dict[int, float]
+) -> list[BlockMemory]:
     """`sizes`: parameters of each block on a rank. Before and behind the blocks each rank has whole sequences."""
     found: list[BlockMemory] = []
     for block, count in share.parts:
         is_root = block is facts.first or block is facts.last
         here = cut._replace(cp=1) if is_root else cut
-        held_bytes = kept_bytes(recipe, block, here), most_bytes(recipe, block, here), _waiting_bytes(recipe, block, here)
+        held_bytes = (
+            kept_bytes(recipe, block, here),
+            most_bytes(recipe, block, here),
+            _waiting_bytes(recipe, block, here),
+        )
         found += [BlockMemory(sizes[id(block)], *held_bytes, is_root)] * count
     return found
 

@@ -58,7 +58,9 @@ class Split:
 def split(plan: Plan, ranks: int, batch: int) -> Split:
     """A plan on so many ranks. Raises PlanError where it cannot be."""
     if plan.is_asynchronous:
-        raise PlanError(f"what plan {plan} costs is not predicted: its ranks do not wait for each other; ask for ddp, or measure it")
+        raise PlanError(
+            f"what plan {plan} costs is not predicted: its ranks do not wait for each other; ask for ddp, or measure it"
+        )
     on = plan.on(ranks)
     samples = share(batch, on)
     assert on.dp is not None and on.micro is not None  # noqa: PT018 - of a plan on its ranks
@@ -69,7 +71,10 @@ def split(plan: Plan, ranks: int, batch: int) -> Split:
         cp=on.cp,
         zero=on.zero,
         replicate=on.replicate,
-        micro_batch=samples + (on.uneven and batch > samples * on.dp * on.micro),  # the rank that has most keeps the others waiting
+        micro_batch=samples
+        + (
+            on.uneven and batch > samples * on.dp * on.micro
+        ),  # the rank that has most keeps the others waiting
         micro=on.micro,
         schedule=on.schedule or "1f1b",
         stages=on.stages or 1,
@@ -86,7 +91,9 @@ class StageAssignment:
     count: int
     parts: tuple[tuple[BlockFacts, int], ...]
     is_last: bool
-    crossing: float = 0.0  # elements of a sample that its stages get from others, activations and their gradients
+    crossing: float = (
+        0.0  # elements of a sample that its stages get from others, activations and their gradients
+    )
 
 
 @lru_cache(4096)
@@ -96,8 +103,14 @@ def shares(facts: ModelFacts, pp: int, stages: int, even: bool, folded: bool) ->
     if pp * stages > len(pieces) + 2 * even:
         raise PlanError(f"{pp} × {stages} stages need as many blocks, and {facts.name} has {len(pieces)}")
     if folded and stages != 2:
-        raise PlanError(f"a schedule that goes there and back has two stages on each rank, got stages={stages}")
-    starts = _even(len(pieces), pp * stages) if even else _balanced([b.flops for b in pieces], facts.last.flops, pp * stages)
+        raise PlanError(
+            f"a schedule that goes there and back has two stages on each rank, got stages={stages}"
+        )
+    starts = (
+        _even(len(pieces), pp * stages)
+        if even
+        else _balanced([b.flops for b in pieces], facts.last.flops, pp * stages)
+    )
     per_stage = [pieces[a:b] for a, b in zip(starts, [*starts[1:], len(pieces)], strict=True)]
     given = [
         facts.first.boundary,
@@ -108,11 +121,15 @@ def shares(facts: ModelFacts, pp: int, stages: int, even: bool, folded: bool) ->
         mine = {2 * pp - 1 - rank, rank} if folded else set(range(rank, pp * stages, pp))
         blocks: list[BlockFacts] = []
         for stage in sorted(mine):
-            blocks += [facts.first] * (stage == 0) + per_stage[stage] + [facts.last] * (stage == pp * stages - 1)
+            blocks += (
+                [facts.first] * (stage == 0) + per_stage[stage] + [facts.last] * (stage == pp * stages - 1)
+            )
         counted = {id(block): (block, 0) for block in blocks}
         for block in blocks:
             counted[id(block)] = (block, counted[id(block)][1] + 1)
-        crossing = sum(given[stage] * (stage > 0) + given[stage + 1] * (stage < pp * stages - 1) for stage in mine)
+        crossing = sum(
+            given[stage] * (stage > 0) + given[stage + 1] * (stage < pp * stages - 1) for stage in mine
+        )
         ranks.append((tuple(counted.values()), pp * stages - 1 in mine, crossing))
     found, index = [], 0
     for (parts, is_last, crossing), group in groupby(ranks):
@@ -125,7 +142,9 @@ def shares(facts: ModelFacts, pp: int, stages: int, even: bool, folded: bool) ->
 def _even(blocks: int, stages: int) -> list[int]:
     """Equally many blocks; what does not divide is left out at the ends, where embedding and head are."""
     each, over = divmod(blocks, stages)
-    order = sorted(range(stages), key=lambda stage: (min(stage, stages - 1 - stage) == 0, stage == stages - 1, stage))
+    order = sorted(
+        range(stages), key=lambda stage: (min(stage, stages - 1 - stage) == 0, stage == stages - 1, stage)
+    )
     larger = set(order[:over])
     starts, at = [], 0
     for stage in range(stages):

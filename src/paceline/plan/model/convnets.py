@@ -19,7 +19,9 @@ class Conv:
     size: int  # of the output, in each direction
     stride: int = 1
     groups: int = 1
-    activation: float = 1.0  # elements an activation keeps for each output: 1 for ReLU in place or none, 2 for SiLU
+    activation: float = (
+        1.0  # elements an activation keeps for each output: 1 for ReLU in place or none, 2 for SiLU
+    )
 
     @property
     def params(self) -> int:
@@ -29,7 +31,9 @@ class Conv:
     def product(self) -> Product:
         inner = self.kernel**2 * self.inputs / self.groups
         windows = max(1.0, (self.kernel / self.stride) ** 2)
-        return Product(float(self.size**2), self.outputs / self.groups, inner, float(self.groups), reuse=windows)
+        return Product(
+            float(self.size**2), self.outputs / self.groups, inner, float(self.groups), reuse=windows
+        )
 
     @property
     def given(self) -> float:
@@ -46,7 +50,13 @@ class Conv:
         return 5 * self.given
 
 
-def _block(name: str, convs: list[Conv], extra: Sequence[Product] = (), extra_params: int = 0, extra_moved: float = 0.0) -> BlockFacts:
+def _block(
+    name: str,
+    convs: list[Conv],
+    extra: Sequence[Product] = (),
+    extra_params: int = 0,
+    extra_moved: float = 0.0,
+) -> BlockFacts:
     first, last = convs[0], convs[-1]
     products = (*(conv.product for conv in convs), *extra)
     given = last.outputs * last.size**2
@@ -56,7 +66,9 @@ def _block(name: str, convs: list[Conv], extra: Sequence[Product] = (), extra_pa
         products=products,
         saved={
             "none": TensorVolume(whole=sum(conv.kept for conv in convs)),
-            "selective": TensorVolume(whole=sum(conv.given for conv in convs) + first.inputs * (first.size * first.stride) ** 2),
+            "selective": TensorVolume(
+                whole=sum(conv.given for conv in convs) + first.inputs * (first.size * first.stride) ** 2
+            ),
             "full": TensorVolume(whole=float(first.inputs * (first.size * first.stride) ** 2)),
         },
         traffic=TensorVolume(whole=sum(conv.moved for conv in convs) + extra_moved),
@@ -83,7 +95,11 @@ def resnet(name: str, depths: tuple[int, int, int, int], image: int = 224) -> Mo
     for stage, depth in enumerate(depths):
         width, stride = 64 * 2**stage, 1 if stage == 0 else 2
         size //= stride
-        entry = [Conv(inputs, width, 1, size * stride), Conv(width, width, 3, size, stride), Conv(width, 4 * width, 1, size)]
+        entry = [
+            Conv(inputs, width, 1, size * stride),
+            Conv(width, width, 3, size, stride),
+            Conv(width, 4 * width, 1, size),
+        ]
         short = Conv(inputs, 4 * width, 1, size, stride)
         residual = 3.0 * 4 * width * size**2
         runs.append((_block(f"entry {stage + 1}", [short, *entry], extra_moved=residual), 1))
@@ -114,14 +130,18 @@ def efficientnet(name: str, wider: float = 1.0, deeper: float = 1.0, image: int 
         outputs = _eights(channels * wider)
         for layer in range(ceil(layers * deeper)):
             by = stride if layer == 0 else 1
-            runs.append((_inverted(f"block {stage + 1}.{layer + 1}", inputs, outputs, kernel, by, expansion, size), 1))
+            runs.append(
+                (_inverted(f"block {stage + 1}.{layer + 1}", inputs, outputs, kernel, by, expansion, size), 1)
+            )
             size, inputs = ceil(size / by), outputs
     wide = _eights(1280 * wider)
     last = _block("last convolution", [Conv(inputs, wide, 1, size, activation=2.0)])
     return ModelFacts(name, stem, (*runs, (last, 1)), _head(wide, size), source="arXiv 1905.11946, table 1")
 
 
-def _inverted(name: str, inputs: int, outputs: int, kernel: int, stride: int, expansion: int, size: int) -> BlockFacts:
+def _inverted(
+    name: str, inputs: int, outputs: int, kernel: int, stride: int, expansion: int, size: int
+) -> BlockFacts:
     wide, after, squeezed = inputs * expansion, ceil(size / stride), max(1, inputs // 4)
     expand = [Conv(inputs, wide, 1, size, activation=2.0)] if expansion > 1 else []
     convs = [*expand, Conv(wide, wide, kernel, after, stride, wide, 2.0), Conv(wide, outputs, 1, after)]

@@ -114,7 +114,9 @@ class BlockFacts:
     boundary: float = 0.0
     sums: float = 0.0
     kernels: int = 10  # operations that are launched, forward
-    operations: tuple[Operation, ...] = ()  # other than products and attention, views included, where they were counted
+    operations: tuple[
+        Operation, ...
+    ] = ()  # other than products and attention, views included, where they were counted
     tensors: int = 0  # parameters, where they were counted
     largest: int = 0  # parameters of the largest of them
     whole: bool = False  # under tensor parallelism each rank has all of what lies between split layers

@@ -23,14 +23,25 @@ CONVOLUTIONS: Mapping[str, Callable[[str], ModelFacts]] = {
     "efficientnet-b4": lambda name: efficientnet(name, 1.4, 1.8, 380),
     "efficientnet-b7": lambda name: efficientnet(name, 2.0, 3.1, 600),
 }
-ALIASES = {"gpt3": "gpt3-175b", "gpt2-small": "gpt2", "vit-b": "vit-b16", "vit-l": "vit-l16", "bert": "bert-base", "resnet-50": "resnet50"}
+ALIASES = {
+    "gpt3": "gpt3-175b",
+    "gpt2-small": "gpt2",
+    "vit-b": "vit-b16",
+    "vit-l": "vit-l16",
+    "bert": "bert-base",
+    "resnet-50": "resnet50",
+}
 
 
 @cache
 def _transformers() -> Mapping[str, Mapping[str, Any]]:
     rows: dict[str, dict[str, Any]] = {}
     for name, row in tomllib.loads((files("paceline.plan") / "models.toml").read_text("utf-8")).items():
-        rows[name] = rows.get(row.get("like", ""), {}) | {key: value for key, value in row.items() if key != "like"} | {"name": name}
+        rows[name] = (
+            rows.get(row.get("like", ""), {})
+            | {key: value for key, value in row.items() if key != "like"}
+            | {"name": name}
+        )
     return rows
 
 
@@ -57,7 +68,9 @@ def model(name: str, **changes: Any) -> ModelFacts:
             raise SpecError(f"{known} is no transformer and has no {', '.join(changes)}; leave it out")
         return CONVOLUTIONS[known](known)
     if known not in _transformers():
-        raise SpecError(f"no model is called {name}, and a file with its layers, hidden … must end in .toml{nearest(known, names())}")
+        raise SpecError(
+            f"no model is called {name}, and a file with its layers, hidden … must end in .toml{nearest(known, names())}"
+        )
     return transformer(known, **changes).facts()
 
 
@@ -76,5 +89,7 @@ def _built(tree: Mapping[str, Any]) -> Transformer:
         missing = [str(found["loc"][0]) for found in error.errors() if found["type"] == "missing"]
         if missing:
             begin = "add them, or begin with like, the name of a known one"
-            raise SpecError(f"model {tree.get('name', '')} does not say {', '.join(missing)}; {begin}") from error
+            raise SpecError(
+                f"model {tree.get('name', '')} does not say {', '.join(missing)}; {begin}"
+            ) from error
         raise SpecError(f"model {tree.get('name', '')}: {explain(error, known_keys(Transformer))}") from error

@@ -111,8 +111,12 @@ def _block(m: Transformer, name: str, cross: bool, causal: bool) -> BlockFacts:
     router = h * m.experts if m.experts > 1 else 0
     split = many * (weights + biases[0]) + experts + ffn_biases[0]
     drop = float(m.dropout)
-    tensors = many * (w + 2 * kv + w) + active * ((2 + 2 * m.gated) * f)  # q, k, v, what the projection and the second product see
-    outputs = many * (w + 2 * kv + w) + active * gates * f  # what products and attention give, before the last one of each part
+    tensors = many * (w + 2 * kv + w) + active * (
+        (2 + 2 * m.gated) * f
+    )  # q, k, v, what the projection and the second product see
+    outputs = (
+        many * (w + 2 * kv + w) + active * gates * f
+    )  # what products and attention give, before the last one of each part
     scores = float(many * m.heads * s * s)
     return BlockFacts(
         name=name,
@@ -125,9 +129,14 @@ def _block(m: Transformer, name: str, cross: bool, causal: bool) -> BlockFacts:
             Product(s, gates * f, h, active, "columns", m.experts),
             Product(s, h, f, active, "inner", m.experts),
         ),
-        attention=tuple(Attention(m.heads, s, s, m.dim, seen and causal, m.window, m.kv_heads) for seen in (True, False)[:many]),
+        attention=tuple(
+            Attention(m.heads, s, s, m.dim, seen and causal, m.window, m.kv_heads)
+            for seen in (True, False)[:many]
+        ),
         saved={
-            "none": TensorVolume((1 + many) * h * s, (many + active) * h * s, tensors * s, (1 + many) * drop * h * s, 0.0),
+            "none": TensorVolume(
+                (1 + many) * h * s, (many + active) * h * s, tensors * s, (1 + many) * drop * h * s, 0.0
+            ),
             "selective": TensorVolume(h * s, (many + active) * h * s, outputs * s, 0.0, 0.0),
             "half": TensorVolume(h * s, active * h * s, (many * (2 * w + kv) + active * f) * s, 0.0, 0.0),
             "full": TensorVolume(h * s),

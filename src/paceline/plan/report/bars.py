@@ -62,11 +62,22 @@ def _bars(drawn: "SubFigure", plans: Sequence[tuple[Plan, Cost]]) -> None:
     _stacked(left, [cost.time.parts for _, cost in plans], unit)
     _stacked(right, [cost.memory.parts for _, cost in plans], of_memory)
     for at, (_, cost) in enumerate(plans):
-        for field, value, error in ((left, cost.step_s / unit, cost.time.error), (right, cost.peak_bytes / of_memory, cost.memory.error)):
+        for field, value, error in (
+            (left, cost.step_s / unit, cost.time.error),
+            (right, cost.peak_bytes / of_memory, cost.memory.error),
+        ):
             field.errorbar(value, at, xerr=error * value, color="0.2", capsize=2.5, linewidth=1)
     if most > limit / FAR:
-        right.axvline(limit / of_memory, color=LIMIT, linewidth=1.5, label=f"the device's {format_bytes(limit)}")
-        right.axvline(limit / of_memory * (1 - MARGIN), color=LIMIT, linewidth=1, linestyle="--", label=f"less {MARGIN:.0%}")
+        right.axvline(
+            limit / of_memory, color=LIMIT, linewidth=1.5, label=f"the device's {format_bytes(limit)}"
+        )
+        right.axvline(
+            limit / of_memory * (1 - MARGIN),
+            color=LIMIT,
+            linewidth=1,
+            linestyle="--",
+            label=f"less {MARGIN:.0%}",
+        )
     else:
         right.plot([], [], color=LIMIT, linewidth=1.5, label=f"far right: {format_bytes(limit)}")
     left.set_yticks(range(len(plans)), [_folded(str(plan)) for plan, _ in plans], fontsize=8)
@@ -79,8 +90,17 @@ def _bars(drawn: "SubFigure", plans: Sequence[tuple[Plan, Cost]]) -> None:
         field.set_xlim(left=0)
         field.grid(axis="x", alpha=0.25)
         field.set_axisbelow(True)
-        nothing = [Patch(alpha=0.0)] * (max(len(names) for _, names in told) - len(labels))  # so that both halves are as high
-        half.legend([*handles, *nothing], [*labels, *("" for _ in nothing)], loc="outside lower center", ncols=4, fontsize=8, frameon=False)
+        nothing = [Patch(alpha=0.0)] * (
+            max(len(names) for _, names in told) - len(labels)
+        )  # so that both halves are as high
+        half.legend(
+            [*handles, *nothing],
+            [*labels, *("" for _ in nothing)],
+            loc="outside lower center",
+            ncols=4,
+            fontsize=8,
+            frameon=False,
+        )
 
 
 def _scale(seconds: float) -> tuple[float, str]:
@@ -97,7 +117,16 @@ def _stacked(field: "Axes", rows: Sequence[Sequence[CostPart]], unit: float) -> 
     starts = [0.0] * len(rows)
     for name in names:
         widths = [sum(part.value for part in parts if part.name == name) / unit for parts in rows]
-        field.barh(range(len(rows)), widths, left=starts, height=0.72, color=colour(name), edgecolor="white", linewidth=0.4, label=name)
+        field.barh(
+            range(len(rows)),
+            widths,
+            left=starts,
+            height=0.72,
+            color=colour(name),
+            edgecolor="white",
+            linewidth=0.4,
+            label=name,
+        )
         starts = [start + width for start, width in zip(starts, widths, strict=True)]
 
 
@@ -123,7 +152,15 @@ def _front(drawn: "SubFigure", found: BestPlans) -> None:
     lines = []
     for number, (plan, cost) in enumerate(_spread(best), 1):
         at = cost.peak_bytes / of_memory, cost.step_s / unit
-        field.annotate(str(number), at, xytext=(-5, -11), textcoords="offset points", ha="center", fontsize=8, color=STRONG)
+        field.annotate(
+            str(number),
+            at,
+            xytext=(-5, -11),
+            textcoords="offset points",
+            ha="center",
+            fontsize=8,
+            color=STRONG,
+        )
         lines.append(f"{number}  {format_seconds(cost.step_s)}, {format_bytes(cost.peak_bytes)}\n    {plan}")
     field.set_yscale("log")
     field.set_ylim(0.85 * best[0][1].step_s / unit, highest / unit)

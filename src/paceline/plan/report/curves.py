@@ -25,7 +25,10 @@ def draw(found: Scaling, efficiency: float, path: Path) -> None:
         _costs(right, found)
         name = f"{found.facts.name} on {found.cluster.device.name}"
         of_rank = f"{float(found.each):,.4g} sample{'s' * (found.each > 1)} a rank"
-        drawn.suptitle(f"{name}: strong, a batch of {found.batch:,}; weak, {of_rank}; bands are one standard deviation", fontsize="medium")
+        drawn.suptitle(
+            f"{name}: strong, a batch of {found.batch:,}; weak, {of_rank}; bands are one standard deviation",
+            fontsize="medium",
+        )
 
 
 def _curves(found: Scaling) -> tuple[tuple[Sequence[ScalingPoint], str, str, str], ...]:
@@ -34,9 +37,19 @@ def _curves(found: Scaling) -> tuple[tuple[Sequence[ScalingPoint], str, str, str
 
 def _throughput(field: "Axes", found: Scaling) -> None:
     _over_ranks(field, found, lambda point: point.cost.time.tokens_per_s)
-    first, last = found.strong.points[0], max(point.ranks for points, *_ in _curves(found) for point in points)
+    first, last = (
+        found.strong.points[0],
+        max(point.ranks for points, *_ in _curves(found) for point in points),
+    )
     rate = first.cost.time.tokens_per_s
-    field.plot([first.ranks, last], [rate, rate * last / first.ranks], linestyle="--", color="0.45", linewidth=1, label="ideal")
+    field.plot(
+        [first.ranks, last],
+        [rate, rate * last / first.ranks],
+        linestyle="--",
+        color="0.45",
+        linewidth=1,
+        label="ideal",
+    )
     field.set_yscale("log")
     field.yaxis.set_major_formatter(lambda rate, _: format_count(rate))
     field.set(ylabel="tokens/s" if found.facts.tokens > 1 else "samples/s", title="throughput")
@@ -49,9 +62,19 @@ def _efficiency(field: "Axes", found: Scaling, asked: float) -> None:
     field.axhline(asked, linestyle=":", color="0.45", linewidth=1)
     best = worth(found.strong, asked)
     at = [best.ranks], [best.efficiency]
-    field.plot(*at, marker="o", markersize=12, fillstyle="none", color=STRONG, linestyle="none", label=f"ask for {best.ranks:,}")
+    field.plot(
+        *at,
+        marker="o",
+        markersize=12,
+        fillstyle="none",
+        color=STRONG,
+        linestyle="none",
+        label=f"ask for {best.ranks:,}",
+    )
     field.set_ylim(0, max(field.get_ylim()[1], 1.2))
-    field.legend(*([found[-1]] for found in field.get_legend_handles_labels()), frameon=False, loc="lower left")
+    field.legend(
+        *([found[-1]] for found in field.get_legend_handles_labels()), frameon=False, loc="lower left"
+    )
     field.yaxis.set_major_formatter(lambda share, _: f"{share:.0%}")
     field.set(title=f"efficiency, and the {asked:.0%} asked for")
 
@@ -60,7 +83,9 @@ def _over_ranks(field: "Axes", found: Scaling, value: Callable[[ScalingPoint], f
     for points, label, colour, mark in _curves(found):
         ranks, values = [point.ranks for point in points], [value(point) for point in points]
         errors = [point.cost.time.error for point in points]
-        low, high = ([one * (1 + sign * error) for one, error in zip(values, errors, strict=True)] for sign in (-1, 1))
+        low, high = (
+            [one * (1 + sign * error) for one, error in zip(values, errors, strict=True)] for sign in (-1, 1)
+        )
         field.fill_between(ranks, low, high, color=colour, alpha=0.2, linewidth=0)
         field.plot(ranks, values, marker=mark, markersize=4.5, color=colour, label=label)
     ticks = sorted({point.ranks for points, *_ in _curves(found) for point in points})
@@ -76,11 +101,16 @@ def _over_ranks(field: "Axes", found: Scaling, value: Callable[[ScalingPoint], f
 def _costs(field: "Axes", found: Scaling) -> None:
     points = [point for points, *_ in _curves(found) for point in points]
     unit, unit_s = next(((unit, s) for unit, s in UNITS if min(map(_seconds, points)) >= s), UNITS[-1])
-    priced, whole = all(point.bill is not None and point.bill.price is not None for point in points), found.tokens is not None
+    priced, whole = (
+        all(point.bill is not None and point.bill.price is not None for point in points),
+        found.tokens is not None,
+    )
     costs = [_cost(point, priced) for point in points]
     for of_curve, _, colour, mark in _curves(found):
         times = [_seconds(point) / unit_s for point in of_curve]
-        field.plot(times, [_cost(point, priced) for point in of_curve], marker=mark, markersize=4.5, color=colour)
+        field.plot(
+            times, [_cost(point, priced) for point in of_curve], marker=mark, markersize=4.5, color=colour
+        )
     field.set_xscale("log")
     if max(costs) > 8 * min(costs):
         field.set_yscale("log")
@@ -88,19 +118,40 @@ def _costs(field: "Axes", found: Scaling) -> None:
     else:
         field.margins(x=0.12)
         field.set_ylim(0, 1.15 * max(costs))
-    for axis, say in ((field.xaxis, lambda time, _: f"{time:,g}"), (field.yaxis, lambda cost, _: format_count(cost))):
+    for axis, say in (
+        (field.xaxis, lambda time, _: f"{time:,g}"),
+        (field.yaxis, lambda cost, _: format_count(cost)),
+    ):
         axis.set_major_formatter(say)
         axis.set_minor_formatter(lambda *_: "")
     named: list[tuple[float, float]] = []
     for of_curve, _, colour, _ in reversed(_curves(found)):
         for point in of_curve:
-            _name(field, f"{point.ranks:,}", (_seconds(point) / unit_s, _cost(point, priced)), colour, colour == STRONG, named)
+            _name(
+                field,
+                f"{point.ranks:,}",
+                (_seconds(point) / unit_s, _cost(point, priced)),
+                colour,
+                colour == STRONG,
+                named,
+            )
     what = "price" if priced else "device-hours" if whole else "device-seconds"
-    field.set(xlabel=f"{unit} of {'the training' if whole else 'a step'}", ylabel=what, title=f"{what} over time, by ranks")
+    field.set(
+        xlabel=f"{unit} of {'the training' if whole else 'a step'}",
+        ylabel=what,
+        title=f"{what} over time, by ranks",
+    )
     field.grid(alpha=0.25)
 
 
-def _name(field: "Axes", text: str, at: tuple[float, float], colour: str, above: bool, named: list[tuple[float, float]]) -> None:
+def _name(
+    field: "Axes",
+    text: str,
+    at: tuple[float, float],
+    colour: str,
+    above: bool,
+    named: list[tuple[float, float]],
+) -> None:
     """Unless a name stands there."""
     offset = (4, 5) if above else (-4, -13)
     x, y = field.transData.transform(at)
@@ -108,7 +159,15 @@ def _name(field: "Axes", text: str, at: tuple[float, float], colour: str, above:
     if any(abs(place[0] - other[0]) < 26 and abs(place[1] - other[1]) < 11 for other in named):
         return
     named.append(place)
-    field.annotate(text, at, xytext=offset, textcoords="offset points", ha="left" if above else "center", fontsize=7.5, color=colour)
+    field.annotate(
+        text,
+        at,
+        xytext=offset,
+        textcoords="offset points",
+        ha="left" if above else "center",
+        fontsize=7.5,
+        color=colour,
+    )
 
 
 def _seconds(point: ScalingPoint) -> float:

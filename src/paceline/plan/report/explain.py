@@ -27,12 +27,17 @@ def explained(found: BestPlans) -> list[Table | str]:
     shown: list[Table | str] = [*_why(found, plan, cost), *_choices(found, plan.on(found.ranks), cost)]
     shown += [f"\ntime of {plan}", _parts(cost.time.parts, cost.step_s, format_seconds, _among(found, plan))]
     at = f", rank {cost.memory.rank} of the pipeline" if plan.pp > 1 else ""
-    shown += [f"\nmemory of its fullest rank{at}", _parts(cost.memory.parts, cost.peak_bytes, format_bytes, {})]
+    shown += [
+        f"\nmemory of its fullest rank{at}",
+        _parts(cost.memory.parts, cost.peak_bytes, format_bytes, {}),
+    ]
     if len(found.plans) > 1:
         other, slower = found.plans[1]
         more = [part for part in lacks(slower, cost) if abs(part.value) > 1e-3 * cost.step_s]
         bytes_ = slower.peak_bytes - cost.peak_bytes
-        shown += [f"\nwhat the next, {other}, takes more: {_signed(slower.step_s - cost.step_s)}, {_signed(bytes_, format_bytes)}"]
+        shown += [
+            f"\nwhat the next, {other}, takes more: {_signed(slower.step_s - cost.step_s)}, {_signed(bytes_, format_bytes)}"
+        ]
         shown += [_parts(more, cost.step_s, _signed, {})] if more else []
     return shown
 
@@ -51,8 +56,13 @@ def _why(found: BestPlans, plan: Plan, cost: Cost) -> list[str]:
         return [f"\nwhy {plan}: the fastest of {len(pool):,} that fit; {of_step}{peak}"]
     behind = sum(other.step_s < cost.step_s for _, other in pool)
     lines = [f"\n{plan}: {behind:,} of {len(pool):,} plans that fit are faster; {of_step}{peak}"]
-    more = ", ".join(f"{part.name} {_signed(part.value)}" for part in _telling(lacks(cost, fastest), cost.step_s))
-    return [*lines, f"the fastest, {best}, takes {format_seconds(fastest.step_s)}: this one takes {more or 'as long'}"]
+    more = ", ".join(
+        f"{part.name} {_signed(part.value)}" for part in _telling(lacks(cost, fastest), cost.step_s)
+    )
+    return [
+        *lines,
+        f"the fastest, {best}, takes {format_seconds(fastest.step_s)}: this one takes {more or 'as long'}",
+    ]
 
 
 def _choices(found: BestPlans, plan: Plan, cost: Cost) -> list[Table | str]:
@@ -72,13 +82,24 @@ def _choices(found: BestPlans, plan: Plan, cost: Cost) -> list[Table | str]:
             if changed == {name} or (is_best and name in changed):
                 best.setdefault(choice(other), its)
         for value, its in list(best.items())[:ALTERNATIVES]:
-            parts = ", ".join(f"{part.name} {_signed(part.value)}" for part in _telling(lacks(its, cost), cost.step_s))
+            parts = ", ".join(
+                f"{part.name} {_signed(part.value)}" for part in _telling(lacks(its, cost), cost.step_s)
+            )
             shown.add_row(value, _signed(its.step_s - cost.step_s), format_bytes(its.peak_bytes), parts)
         lean = (one for changed, one in unfit if changed == {name} or (is_best and name in changed))
         if (nearest := next((one for one in lean if choice(one.plan) not in best), None)) is not None:
-            row = choice(nearest.plan), "", format_bytes(nearest.peak_bytes), f"does not fit, most of it {nearest.largest}"
+            row = (
+                choice(nearest.plan),
+                "",
+                format_bytes(nearest.peak_bytes),
+                f"does not fit, most of it {nearest.largest}",
+            )
             shown.add_row(*row)
-    what = "the fastest with another choice, all else free" if is_best else "with one choice changed, and perhaps the micro-batches"
+    what = (
+        "the fastest with another choice, all else free"
+        if is_best
+        else "with one choice changed, and perhaps the micro-batches"
+    )
     return [f"\n{what}", shown] if shown.row_count else []
 
 
@@ -101,7 +122,11 @@ def _among(found: BestPlans, plan: Plan) -> dict[str, str]:
     def ranks(count: int, stride: int) -> str:
         inside = group(count, stride, per_node).together
         return f"{count:,} ranks" + (
-            " of a node" if inside >= count else f", {inside} in each node" if inside > 1 else ", each in its own node"
+            " of a node"
+            if inside >= count
+            else f", {inside} in each node"
+            if inside > 1
+            else ", each in its own node"
         )
 
     data = ranks((on.dp or 1) * on.cp, on.tp)
@@ -115,7 +140,9 @@ def _among(found: BestPlans, plan: Plan) -> dict[str, str]:
     }
 
 
-def _parts(parts: Sequence[CostPart], whole: float, say: Callable[[float], str], among: Mapping[str, str]) -> Table:
+def _parts(
+    parts: Sequence[CostPart], whole: float, say: Callable[[float], str], among: Mapping[str, str]
+) -> Table:
     shown = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
     shown.add_column("part", no_wrap=True)
     for name in ("", "share", "±"):

@@ -40,7 +40,9 @@ def _title(places: Sequence[int], those: Sequence[Ledger], of: int) -> str:
 def _lines(ledger: Ledger) -> list[tuple[str, ...]]:
     """A line for each collective on each axis, and below it one for each module, those that are alike but for a number together."""
     lines: list[tuple[str, ...]] = []
-    for (collective, axis, ranks), of_axis in groupby(ledger.entries, key=lambda entry: (entry.collective, entry.axis, entry.ranks)):
+    for (collective, axis, ranks), of_axis in groupby(
+        ledger.entries, key=lambda entry: (entry.collective, entry.axis, entry.ranks)
+    ):
         entries = tuple(of_axis)
         lines.append((collective, axis, f"{ranks:,}", *_sums(entries)))
         lines += [(f"  {name}", "", "", *_sums(alike)) for name, alike in _alike(entries)]
@@ -48,7 +50,9 @@ def _lines(ledger: Ledger) -> list[tuple[str, ...]]:
 
 
 def _table(lines: Sequence[tuple[str, ...]], title: str | None) -> Table:
-    shown = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), title=title, title_justify="left", title_style="bold")
+    shown = Table(
+        box=None, pad_edge=False, padding=(0, 2, 0, 0), title=title, title_justify="left", title_style="bold"
+    )
     shown.add_column("collective, module", overflow="fold")
     shown.add_column("axis", no_wrap=True)
     for name in ("ranks", "calls", "bytes", "sent"):
@@ -76,7 +80,9 @@ def _one_name(modules: list[str]) -> str:
 
 
 def _sums(entries: Sequence[Entry]) -> tuple[str, str, str]:
-    calls, size, sent = (sum(getattr(entry, field) for entry in entries) for field in ("calls", "bytes", "sent_bytes"))
+    calls, size, sent = (
+        sum(getattr(entry, field) for entry in entries) for field in ("calls", "bytes", "sent_bytes")
+    )
     return f"{calls:,}", format_bytes(size), format_bytes(sent)
 
 

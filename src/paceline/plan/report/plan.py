@@ -73,7 +73,11 @@ def _plans(found: BestPlans, plans: Sequence[tuple[Plan, Cost]]) -> PlanTable:
     for plan, cost in plans:
         time = cost.time
         cells = [format_seconds(cost.step_s), f"{time.error:.0%}", format_count(time.tokens_per_s)]
-        cells += [f"{time.mfu:.1%}" if time.mfu is not None else "", format_bytes(cost.peak_bytes), _fits(cost)]
+        cells += [
+            f"{time.mfu:.1%}" if time.mfu is not None else "",
+            format_bytes(cost.peak_bytes),
+            _fits(cost),
+        ]
         rows.append([str(plan), *cells])
     return PlanTable("plan", ["step", "±", rate, "MFU", "memory", "fits"], rows)
 
@@ -85,7 +89,13 @@ def _bills(found: BestPlans, plans: Sequence[tuple[Plan, Cost]]) -> PlanTable:
         bill = found.bill(cost)
         assert bill is not None
         cells = [f"{bill.days:,.1f}", f"{bill.device_hours:,.0f}"]
-        rows.append([str(plan), *cells, *("" if value is None else f"{value:,.0f}" for value in (bill.kWh, bill.price))])
+        rows.append(
+            [
+                str(plan),
+                *cells,
+                *("" if value is None else f"{value:,.0f}" for value in (bill.kWh, bill.price)),
+            ]
+        )
     return PlanTable("the whole training under", ["days", "device-hours", "kWh", "price"], rows)
 
 
@@ -134,16 +144,40 @@ def _idle(found: BestPlans) -> list[str]:
     on = plan.on(found.ranks)
     samples = found.batch // (on.dp or 1)
     has = f"micro={on.micro} micro-batch{'es' * (on.micro != 1)} of {samples // (on.micro or 1):,} samples"
-    return [f"{waits:.0%} of the step the pipeline fills and drains: {plan} has {has}; micro={samples} has one sample in each"]
+    return [
+        f"{waits:.0%} of the step the pipeline fills and drains: {plan} has {has}; micro={samples} has one sample in each"
+    ]
 
 
 def as_json(found: BestPlans, top: int, unranked: IndistinctPlans | None = None) -> str:
-    facts: dict[str, Any] = {"model": found.facts.name, "parameters": found.facts.params, "source": found.facts.source}
-    facts |= {"cluster": found.cluster.name, "ranks": found.ranks, "batch": found.batch, "tokens_per_sample": found.facts.tokens}
-    facts |= {"assumed": found.assumed, "plans": [_figures(found, plan, cost) for plan, cost in found.plans[:top]]}
-    rejected = [{"plan": str(one.plan), "peak_bytes": one.peak_bytes, "reason": one.reason} for one in found.rejected[:top]]
+    facts: dict[str, Any] = {
+        "model": found.facts.name,
+        "parameters": found.facts.params,
+        "source": found.facts.source,
+    }
+    facts |= {
+        "cluster": found.cluster.name,
+        "ranks": found.ranks,
+        "batch": found.batch,
+        "tokens_per_sample": found.facts.tokens,
+    }
+    facts |= {
+        "assumed": found.assumed,
+        "plans": [_figures(found, plan, cost) for plan, cost in found.plans[:top]],
+    }
+    rejected = [
+        {"plan": str(one.plan), "peak_bytes": one.peak_bytes, "reason": one.reason}
+        for one in found.rejected[:top]
+    ]
     facts |= {"unranked": asdict(unranked) if unranked is not None else None}
-    return json.dumps(facts | {"fitting": len(found.plans), "rejected": len(found.rejected), "leanest_rejected": rejected}, indent=1) + "\n"
+    return (
+        json.dumps(
+            facts
+            | {"fitting": len(found.plans), "rejected": len(found.rejected), "leanest_rejected": rejected},
+            indent=1,
+        )
+        + "\n"
+    )
 
 
 def _figures(found: BestPlans, plan: Plan, cost: Cost) -> dict[str, Any]:

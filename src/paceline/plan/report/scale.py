@@ -26,7 +26,10 @@ def tables(found: Scaling) -> list[Table | str]:
     """Figures, and below them the plans, whose names are long."""
     each = found.each
     per_rank = f"{each.numerator:,}" if each.denominator == 1 else f"{each.numerator:,}/{each.denominator:,}"
-    shown: list[Table | str] = [f"\nstrong scaling: a batch of {found.batch:,}, whatever the ranks", _figures(found, found.strong)]
+    shown: list[Table | str] = [
+        f"\nstrong scaling: a batch of {found.batch:,}, whatever the ranks",
+        _figures(found, found.strong),
+    ]
     shown += _refused(found.strong.refused)
     shown += [f"\nweak scaling: {per_rank} samples of a batch for each rank", _figures(found, found.weak)]
     shown += [] if _alike(found) else _refused(found.weak.refused)
@@ -45,7 +48,11 @@ def _figures(found: Scaling, curve: Curve) -> Table:
     names = ["ranks", "step", "±", rate, "efficiency"]
     if found.tokens is not None:
         names += ["time", "device\nhours"]
-        names += [name for name in ("kWh", "price") if any(getattr(point.bill, name) is not None for point in curve.points)]
+        names += [
+            name
+            for name in ("kWh", "price")
+            if any(getattr(point.bill, name) is not None for point in curve.points)
+        ]
     shown = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
     for name in names:
         shown.add_column(name, justify="right", no_wrap=True)
@@ -63,11 +70,16 @@ def _figures(found: Scaling, curve: Curve) -> Table:
 
 def _plans(found: Scaling) -> list[str]:
     """Names are long: lines that a terminal may wrap, and that can be copied."""
-    points = {(point.ranks, point.batch): point for curve in (found.strong, found.weak) for point in curve.points}
+    points = {
+        (point.ranks, point.batch): point for curve in (found.strong, found.weak) for point in curve.points
+    }
     wide, wider = (max(len(f"{key[at]:,}") for key in points) for at in (0, 1))
     return [
         f"{'ranks':>{max(wide, 5)}}  {'batch':>{max(wider, 5)}}  plan",
-        *(f"{point.ranks:>{max(wide, 5)},}  {point.batch:>{max(wider, 5)},}  {point.plan}" for _, point in sorted(points.items())),
+        *(
+            f"{point.ranks:>{max(wide, 5)},}  {point.batch:>{max(wider, 5)},}  {point.plan}"
+            for _, point in sorted(points.items())
+        ),
     ]
 
 
@@ -89,20 +101,31 @@ def sentences(found: Scaling, efficiency: float) -> list[str]:
     points, batch = found.strong.points, found.batch
     last = points[-1]
     if last.lost and last.lost.value > WORTH_NAMING > last.efficiency - 1:
-        lines.append(f"on {last.ranks:,}, most is lost to {last.lost.name}: {last.lost.value:.0%} of the time of all devices")
+        lines.append(
+            f"on {last.ranks:,}, most is lost to {last.lost.name}: {last.lost.value:.0%} of the time of all devices"
+        )
     if max(point.efficiency for point in points) > 1 + WORTH_NAMING:
         lines.append("above 100%: more ranks have the memory for plans that compute less twice, or wait less")
     if last.ranks > batch:
         many = next(point.ranks for point in points if point.ranks > batch)
-        lines.append(f"a batch of {batch:,} has no sample for each rank from {many:,} on: there, ranks share samples by tp, pp or cp")
+        lines.append(
+            f"a batch of {batch:,} has no sample for each rank from {many:,} on: there, ranks share samples by tp, pp or cp"
+        )
     largest = found.weak.points[-1] if found.weak.points else None
     if largest and largest.batch > batch:
-        tokens = f" ({format_count(largest.batch * found.facts.tokens)} tokens)" if found.facts.tokens > 1 else ""
+        tokens = (
+            f" ({format_count(largest.batch * found.facts.tokens)} tokens)" if found.facts.tokens > 1 else ""
+        )
         size = f"{largest.batch:,}{tokens}"
-        lines.append(f"weak scaling ends at a batch of {size}: whether so large a one learns as much from each sample is not predicted")
+        lines.append(
+            f"weak scaling ends at a batch of {size}: whether so large a one learns as much from each sample is not predicted"
+        )
     lines += found.assumed
     if guesses := dict.fromkeys(
-        guess for curve in (found.strong, found.weak) for point in curve.points for guess in point.cost.time.guesses
+        guess
+        for curve in (found.strong, found.weak)
+        for point in curve.points
+        for guess in point.cost.time.guesses
     ):
         lines.append("extrapolated: " + "; ".join(guesses))
     return lines
@@ -153,20 +176,43 @@ def duration(seconds: float) -> str:
 
 
 def as_json(found: Scaling, efficiency: float) -> str:
-    whole: dict[str, Any] = {"model": found.facts.name, "parameters": found.facts.params, "source": found.facts.source}
-    whole |= {"cluster": found.cluster.name, "device": found.cluster.device.name, "ranks_of_a_node": found.cluster.ranks_per_node}
+    whole: dict[str, Any] = {
+        "model": found.facts.name,
+        "parameters": found.facts.params,
+        "source": found.facts.source,
+    }
+    whole |= {
+        "cluster": found.cluster.name,
+        "device": found.cluster.device.name,
+        "ranks_of_a_node": found.cluster.ranks_per_node,
+    }
     whole |= {"tokens_per_sample": found.facts.tokens, "tokens": found.tokens, "assumed": found.assumed}
     whole |= {"efficiency": efficiency, "ask_for": worth(found.strong, efficiency).ranks}
     for name, curve in (("strong", found.strong), ("weak", found.weak)):
         points = [_point(point) for point in curve.points]
-        whole[name] = {"points": points, "refused": [{"ranks": one.ranks, "want": one.want, "reason": one.reason} for one in curve.refused]}
+        whole[name] = {
+            "points": points,
+            "refused": [
+                {"ranks": one.ranks, "want": one.want, "reason": one.reason} for one in curve.refused
+            ],
+        }
     return json.dumps(whole, indent=1) + "\n"
 
 
 def _point(point: ScalingPoint) -> dict[str, Any]:
     time = point.cost.time
-    figures: dict[str, Any] = {"ranks": point.ranks, "nodes": point.nodes, "batch": point.batch, "plan": str(point.plan)}
-    figures |= {"step_s": time.step_s, "step_error": time.error, "tokens_per_s": time.tokens_per_s, "efficiency": point.efficiency}
+    figures: dict[str, Any] = {
+        "ranks": point.ranks,
+        "nodes": point.nodes,
+        "batch": point.batch,
+        "plan": str(point.plan),
+    }
+    figures |= {
+        "step_s": time.step_s,
+        "step_error": time.error,
+        "tokens_per_s": time.tokens_per_s,
+        "efficiency": point.efficiency,
+    }
     figures |= {"mfu": time.mfu, "peak_bytes": point.cost.peak_bytes, "extrapolated": time.guesses}
     figures |= {"time_s": {part.name: part.value for part in time.parts}}
     figures |= {"lost": {"part": point.lost.name, "share": point.lost.value} if point.lost else None}

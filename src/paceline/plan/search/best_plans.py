@@ -39,7 +39,9 @@ class BestPlans:
         return billed(self.cluster, cost, self.ranks, self.tokens, self.price)
 
 
-def billed(cluster: Cluster, cost: Cost, ranks: int, tokens: float | None, price: float | None) -> Bill | None:
+def billed(
+    cluster: Cluster, cost: Cost, ranks: int, tokens: float | None, price: float | None
+) -> Bill | None:
     """Of a training of so many tokens; `price` of a device's hour, else what the cluster says. None where the tokens are not said."""
     if tokens is None:
         return None
@@ -64,13 +66,17 @@ def answer(
     those that `plan` can be compared with."""
     count = ranks or cluster.devices
     if cluster.device.kind != "cpu" and count > cluster.devices:
-        raise PlanError(f"{count} ranks, but {cluster.name} has {cluster.devices} devices; use --ranks {cluster.devices} or less")
+        raise PlanError(
+            f"{count} ranks, but {cluster.name} has {cluster.devices} devices; use --ranks {cluster.devices} or less"
+        )
     cluster, assumed = assuming(cluster)
     whole = BestPlans(facts, cluster, count, batch, [], [], assumed, tokens, price)
     if plan is not None:
         asked = parse(plan)
         _check(facts, asked)
-        whole = replace(whole, plans=[(asked, predict(facts, asked, cluster, batch, recipe, count))], others=[])
+        whole = replace(
+            whole, plans=[(asked, predict(facts, asked, cluster, batch, recipe, count))], others=[]
+        )
         if not others:
             return whole
     found = search(facts, cluster, batch, MARGIN, recipe, count)
@@ -84,10 +90,18 @@ def answer(
 def _check(facts: ModelFacts, plan: Plan) -> None:
     if plan.tp not in facts.tp_degrees:
         if len(facts.tp_degrees) == 1:
-            raise PlanError(f"tp={plan.tp} cannot split {facts.name}, which has no heads or widths that are told; leave tp out")
-        shared, degrees = (" or ".join(map(str, found)) for found in (sorted(set(facts.heads)), facts.tp_degrees[:8]))
+            raise PlanError(
+                f"tp={plan.tp} cannot split {facts.name}, which has no heads or widths that are told; leave tp out"
+            )
+        shared, degrees = (
+            " or ".join(map(str, found)) for found in (sorted(set(facts.heads)), facts.tp_degrees[:8])
+        )
         raise PlanError(f"tp={plan.tp} does not divide the heads of {facts.name}, {shared}; use tp={degrees}")
     if plan.pp * (plan.stages or 1) > facts.blocks:
-        raise PlanError(f"plan {plan} has more stages than {facts.name} has blocks, {facts.blocks}; use a smaller pp")
+        raise PlanError(
+            f"plan {plan} has more stages than {facts.name} has blocks, {facts.blocks}; use a smaller pp"
+        )
     if plan.cp > 1 and (facts.sequence is None or facts.sequence % (2 * plan.cp)):
-        raise PlanError(f"cp={plan.cp} does not cut the sequences of {facts.name} in {2 * plan.cp} parts; use cp=1")
+        raise PlanError(
+            f"cp={plan.cp} does not cut the sequences of {facts.name} in {2 * plan.cp} parts; use cp=1"
+        )

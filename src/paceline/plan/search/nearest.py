@@ -16,7 +16,9 @@ def near(plan: Plan, before: int, ranks: int, batch: int, may_cut: bool = True) 
     Raises PlanError where `plan` was none for `before` ranks and this batch."""
     was = plan.on(before)
     most = share(batch, was)
-    if was.is_asynchronous and ranks > 1:  # what it trains depends on its ranks; another plan would train something else
+    if (
+        was.is_asynchronous and ranks > 1
+    ):  # what it trains depends on its ranks; another plan would train something else
         plan.on(ranks)
         yield plan
         return
@@ -38,7 +40,11 @@ def near(plan: Plan, before: int, ranks: int, batch: int, may_cut: bool = True) 
 
 def _like(plan: Plan, other: Plan) -> Plan:
     """`other` with what it has of `plan` besides the degrees."""
-    pipeline = {"schedule": plan.schedule, "stages": plan.stages} if other.pp > 1 and plan.pp > 1 else {"schedule": None, "stages": None}
+    pipeline = (
+        {"schedule": plan.schedule, "stages": plan.stages}
+        if other.pp > 1 and plan.pp > 1
+        else {"schedule": None, "stages": None}
+    )
     return replace(other, micro=plan.micro, recompute=plan.recompute, **pipeline)
 
 
@@ -61,7 +67,9 @@ def _split(plan: Plan, ranks: int, batch: int, most: int | None) -> Plan | None:
     if plan.uneven and batch % (on.dp * on.micro) == 0:
         return None  # needs not be
     for micro in [on.micro] if most is None else range(on.micro, batch // on.dp + 1):
-        if batch % (micro if plan.uneven else micro * on.dp) or (most is not None and -(-batch // (micro * on.dp)) > most):
+        if batch % (micro if plan.uneven else micro * on.dp) or (
+            most is not None and -(-batch // (micro * on.dp)) > most
+        ):
             continue
         cut = replace(plan, micro=micro if micro != replace(on, micro=None).on(ranks).micro else None)
         cut.on(ranks)

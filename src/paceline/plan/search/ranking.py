@@ -57,12 +57,18 @@ def _measure(found: BestPlans, target: str | None, part: str | None) -> str:
         if found.facts.source != "measured":
             return f"paceline plan {target} --measure, or {bench}" if target is not None else bench
     if part in TIME["communication"] and (axis := _unmeasured(cluster, found.ranks)) is not None:
-        return "paceline bench" if axis == "node" else "paceline bench collectives --axes across, started by srun on those nodes"
+        return (
+            "paceline bench"
+            if axis == "node"
+            else "paceline bench collectives --axes across, started by srun on those nodes"
+        )
     return f"{train} --account, and then paceline account RUN --update"
 
 
 def _unmeasured(cluster: Cluster, ranks: int) -> Axis | None:
     """Return the slowest kind of link between so many ranks that nobody measured."""
-    axes: list[Axis] = ["across", "node"] if cluster.nodes > 1 and ranks > cluster.ranks_per_node else ["node"]
+    axes: list[Axis] = (
+        ["across", "node"] if cluster.nodes > 1 and ranks > cluster.ranks_per_node else ["node"]
+    )
     measured = {link.axis for link in cluster.links if link.beta_Bps.source == "measured"}
     return next((axis for axis in axes if axis not in measured), None)

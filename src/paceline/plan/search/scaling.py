@@ -82,7 +82,10 @@ def scaling(
     whole, assumed = assuming(cluster.model_copy(update={"nodes": max(most, cluster.nodes)}))
     if most > cluster.nodes:
         many = "1 node" if cluster.nodes == 1 else f"{cluster.nodes:,} nodes"
-        assumed = (f"{cluster.name or cluster.device.name} has {many}; the others of {most:,} are taken to be alike", *assumed)
+        assumed = (
+            f"{cluster.name or cluster.device.name} has {many}; the others of {most:,} are taken to be alike",
+            *assumed,
+        )
     on = _Where(facts, whole, recipe, tokens, price, {})
 
     def curve(batches: dict[int, Fraction]) -> Curve:
@@ -103,7 +106,11 @@ def scaling(
 
 def worth(curve: Curve, efficiency: float) -> ScalingPoint:
     """The most ranks of which each does at least such a share of what it would do among the fewest."""
-    return next(point for point in reversed(curve.points) if point.efficiency >= efficiency or point is curve.points[0])
+    return next(
+        point
+        for point in reversed(curve.points)
+        if point.efficiency >= efficiency or point is curve.points[0]
+    )
 
 
 class _Where(NamedTuple):
@@ -121,16 +128,22 @@ def _fastest(where: _Where, ranks: int, samples: Fraction) -> ScalingPoint | Inf
     each, cluster = where.cluster.ranks_per_node, where.cluster
     if ranks > each and ranks % each:
         below = ranks // each * each
-        return InfeasibleCount(ranks, "nodes", f"nodes of {each} would not be full; ask for {below:,} or {below + each:,}")
+        return InfeasibleCount(
+            ranks, "nodes", f"nodes of {each} would not be full; ask for {below:,} or {below + each:,}"
+        )
     if samples.denominator > 1:
-        return InfeasibleCount(ranks, "samples", f"a batch of {float(samples):g} is no whole number of samples")
+        return InfeasibleCount(
+            ranks, "samples", f"a batch of {float(samples):g} is no whole number of samples"
+        )
     nodes, batch = -(-ranks // each), int(samples)
     if min(ranks, each) not in where.known:
         where.known[min(ranks, each)] = speeds(cluster.model_copy(update={"nodes": nodes}), ranks=ranks)
     on = where.known[min(ranks, each)]
     recipe = where.recipe or recipe_for(on)
     if found := fastest(where.facts, on, ranks, batch, MARGIN, recipe):
-        return ScalingPoint(ranks, nodes, batch, *found, billed(cluster, found[1], ranks, where.tokens, where.price))
+        return ScalingPoint(
+            ranks, nodes, batch, *found, billed(cluster, found[1], ranks, where.tokens, where.price)
+        )
     best = leanest(where.facts, on, ranks, batch, MARGIN, recipe)
     if best is None:
         return InfeasibleCount(ranks, "samples", f"a batch of {batch:,} cannot be split over {ranks:,} ranks")

@@ -38,7 +38,11 @@ class RejectedPlan:
     @property
     def reason(self) -> str:
         needed, limit = format_bytes(self.peak_bytes), format_bytes(self.limit_bytes)
-        of = f"{needed} of {limit}" if needed != limit else f"{format_bytes(self.peak_bytes - self.limit_bytes)} more than {limit}"
+        of = (
+            f"{needed} of {limit}"
+            if needed != limit
+            else f"{format_bytes(self.peak_bytes - self.limit_bytes)} more than {limit}"
+        )
         return f"needs {of}, most of it {self.largest}"
 
 
@@ -51,7 +55,12 @@ class SearchResult:
 
 
 def choose(
-    facts: ModelFacts, cluster: Cluster, batch: int, margin: float = MARGIN, recipe: Recipe | None = None, ranks: int | None = None
+    facts: ModelFacts,
+    cluster: Cluster,
+    batch: int,
+    margin: float = MARGIN,
+    recipe: Recipe | None = None,
+    ranks: int | None = None,
 ) -> list[tuple[Plan, Cost]]:
     """Plans that fit, the fastest first. Raises PlanError where none does: what the leanest one needs, and how many devices do."""
     found = search(facts, cluster, batch, margin, recipe, ranks)
@@ -61,12 +70,20 @@ def choose(
 
 
 def fastest(
-    facts: ModelFacts, on: DeviceRates, ranks: int, batch: int, margin: float = MARGIN, recipe: Recipe | None = None
+    facts: ModelFacts,
+    on: DeviceRates,
+    ranks: int,
+    batch: int,
+    margin: float = MARGIN,
+    recipe: Recipe | None = None,
 ) -> tuple[Plan, Cost] | None:
     """The first of `search`, several times as soon: plans are looked at in the order of what they take at least, until no other can be
     faster. `on` may be of other numbers of ranks that fill nodes as these do, and what was worked out for those is not worked out again."""
     recipe = recipe or recipe_for(on)
-    least = [(least_s(facts, cut, recipe, on), at, cut) for at, cut in enumerate(splits(facts, ranks, on.per_node, batch))]
+    least = [
+        (least_s(facts, cut, recipe, on), at, cut)
+        for at, cut in enumerate(splits(facts, ranks, on.per_node, batch))
+    ]
     best: tuple[Split, Cost] | None = None
     for seconds, _, cut in sorted(least, key=lambda one: one[:2]):
         if best is not None and seconds > best[1].step_s * (1 + 1e-9):
@@ -74,24 +91,37 @@ def fastest(
         rank, values = worst(facts, cut, recipe)
         if sum(values) > on.memory_bytes * (1 - margin):
             continue
-        cost = Cost(time(facts, cut, recipe, on), told(rank, values, cut, recipe, on.memory_bytes), cut.micro_batch)
+        cost = Cost(
+            time(facts, cut, recipe, on), told(rank, values, cut, recipe, on.memory_bytes), cut.micro_batch
+        )
         if best is None or (cost.step_s, cost.peak_bytes) < (best[1].step_s, best[1].peak_bytes):
             best = cut, cost
     return (plan_of(best[0]), best[1]) if best else None
 
 
-def leanest(facts: ModelFacts, on: DeviceRates, ranks: int, batch: int, margin: float, recipe: Recipe) -> RejectedPlan | None:
+def leanest(
+    facts: ModelFacts, on: DeviceRates, ranks: int, batch: int, margin: float, recipe: Recipe
+) -> RejectedPlan | None:
     """Where none fits, the one that needs least; None where the batch cannot be split."""
     looked = ((worst(facts, cut, recipe)[1], cut) for cut in splits(facts, ranks, on.per_node, batch))
     found = min(looked, key=lambda pair: sum(pair[0]), default=None)
     return _rejected(found[1], found[0], on.memory_bytes * (1 - margin)) if found else None
 
 
-def none_fits(found: SearchResult, facts: ModelFacts, cluster: Cluster, batch: int, recipe: Recipe | None, ranks: int | None) -> PlanError:
+def none_fits(
+    found: SearchResult,
+    facts: ModelFacts,
+    cluster: Cluster,
+    batch: int,
+    recipe: Recipe | None,
+    ranks: int | None,
+) -> PlanError:
     """What to say of a search that found no plan that fits."""
     count = ranks or cluster.devices
     if not found.rejected:
-        return PlanError(f"no plan splits a batch of {batch} over {count} ranks; use a batch that {count} divides, or --ranks {batch}")
+        return PlanError(
+            f"no plan splits a batch of {batch} over {count} ranks; use a batch that {count} divides, or --ranks {batch}"
+        )
     leanest = found.rejected[0]
     limit = leanest.limit_bytes
     enough = _enough(facts, cluster, batch, limit, recipe, count)
@@ -109,7 +139,12 @@ def _hint(ranks: int, samples: int, cluster: Cluster, batch: int) -> str:
 
 
 def search(
-    facts: ModelFacts, cluster: Cluster, batch: int, margin: float = MARGIN, recipe: Recipe | None = None, ranks: int | None = None
+    facts: ModelFacts,
+    cluster: Cluster,
+    batch: int,
+    margin: float = MARGIN,
+    recipe: Recipe | None = None,
+    ranks: int | None = None,
 ) -> SearchResult:
     """Every legal plan on so many ranks, or on all devices, priced if it fits with a share of the memory to spare."""
     on = speeds(cluster, ranks=ranks)
@@ -141,15 +176,25 @@ def splits(facts: ModelFacts, ranks: int, per_node: int, batch: int) -> Iterator
         for pp in _divisors(ranks // tp):
             for cp in _divisors(ranks // (tp * pp)):
                 dp = ranks // (tp * pp * cp)
-                if batch % dp or (cp > 1 and (facts.sequence is None or facts.sequence % (2 * cp))) or pp > facts.blocks:
+                if (
+                    batch % dp
+                    or (cp > 1 and (facts.sequence is None or facts.sequence % (2 * cp)))
+                    or pp > facts.blocks
+                ):
                     continue
                 if cp > 1 and pp > 1 and facts.sequence is not None and facts.sequence < SLICE * cp:
                     continue
                 yield from _with_degrees(facts, per_node, batch // dp, dp, tp, pp, cp)
 
 
-def _with_degrees(facts: ModelFacts, per_node: int, samples: int, dp: int, tp: int, pp: int, cp: int) -> Iterator[Split]:
-    pipelines = [(kind, stages) for kind, stages in PIPELINES if pp * stages <= facts.blocks] if pp > 1 else [("1f1b", 1)]
+def _with_degrees(
+    facts: ModelFacts, per_node: int, samples: int, dp: int, tp: int, pp: int, cp: int
+) -> Iterator[Split]:
+    pipelines = (
+        [(kind, stages) for kind, stages in PIPELINES if pp * stages <= facts.blocks]
+        if pp > 1
+        else [("1f1b", 1)]
+    )
     data = _data(dp * cp, dp, tp, per_node)
     for micro_batch in _divisors(samples):
         micro = samples // micro_batch
@@ -160,7 +205,9 @@ def _with_degrees(facts: ModelFacts, per_node: int, samples: int, dp: int, tp: i
                 continue
             for recompute in RECOMPUTE:
                 for zero, replicate in data:
-                    yield Split(dp, tp, pp, cp, 1, zero, replicate, micro_batch, micro, kind, stages, recompute)
+                    yield Split(
+                        dp, tp, pp, cp, 1, zero, replicate, micro_batch, micro, kind, stages, recompute
+                    )
 
 
 def _data(ranks: int, dp: int, tp: int, per_node: int) -> list[tuple[int, int]]:
@@ -207,6 +254,9 @@ def _enough(
         on = speeds(larger, ranks=ranks * factor)
         of = recipe or recipe_for(on)
         for samples in (batch, max(batch, on.ranks)):
-            if any(sum(worst(facts, cut, of)[1]) <= limit_bytes for cut in splits(facts, on.ranks, on.per_node, samples)):
+            if any(
+                sum(worst(facts, cut, of)[1]) <= limit_bytes
+                for cut in splits(facts, on.ranks, on.per_node, samples)
+            ):
                 return on.ranks, samples
     return None

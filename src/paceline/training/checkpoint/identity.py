@@ -63,8 +63,12 @@ class _Change:
     def __str__(self) -> str:
         if self.name.startswith(CODE):
             return f"the {self.name} changed"
-        then, now = (value.partition(" [")[0] if self.name == MODULES else value for value in (self.then, self.now))
-        return f"{self.name} was {then}, is {now}" if then != now else f"the settings of the {self.name} changed"
+        then, now = (
+            value.partition(" [")[0] if self.name == MODULES else value for value in (self.then, self.now)
+        )
+        return (
+            f"{self.name} was {then}, is {now}" if then != now else f"the settings of the {self.name} changed"
+        )
 
 
 def changes(then: Mapping[str, str], now: Mapping[str, str]) -> list[str]:

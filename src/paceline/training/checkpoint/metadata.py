@@ -18,7 +18,13 @@ import torch
 from torch.distributed.checkpoint import DefaultLoadPlanner, FileSystemReader, load
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import _StorageInfo
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex, TensorProperties, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
 from torch.distributed.checkpoint.planner import ReadItem
 
 from paceline.errors import CheckpointError
@@ -42,7 +48,16 @@ CLASSES = {
 DTYPES = {name: value for name, value in vars(torch).items() if isinstance(value, torch.dtype)}
 # What pickle raises for a file that is none of its own. (OverflowError and IndexError are among them.)
 MISREAD = (
-    *(pickle.UnpicklingError, ArithmeticError, AttributeError, BufferError, EOFError, LookupError, MemoryError, RecursionError),
+    *(
+        pickle.UnpicklingError,
+        ArithmeticError,
+        AttributeError,
+        BufferError,
+        EOFError,
+        LookupError,
+        MemoryError,
+        RecursionError,
+    ),
     *(SystemError, TypeError, ValueError),
 )
 
@@ -90,9 +105,13 @@ def read_metadata(path: Path, files: Container[str], limit_bytes: int) -> Metada
     except OSError as error:
         raise CheckpointError(f"{path} is damaged: .metadata cannot be read ({error.strerror})") from error
     except MISREAD as error:
-        raise CheckpointError(f"{path} is damaged: .metadata cannot be read ({str(error) or type(error).__name__})") from error
+        raise CheckpointError(
+            f"{path} is damaged: .metadata cannot be read ({str(error) or type(error).__name__})"
+        ) from error
     if sum(math.prod(one.size) * one.properties.dtype.itemsize for one in tensors.values()) > limit_bytes:
-        raise CheckpointError(f"{path} is damaged: .metadata names tensors that are larger than its files, of {limit_bytes} bytes")
+        raise CheckpointError(
+            f"{path} is damaged: .metadata names tensors that are larger than its files, of {limit_bytes} bytes"
+        )
     return Metadata(state_dict_metadata=dict(tensors), planner_data={}, storage_data=storage)
 
 
@@ -119,7 +138,9 @@ def _tensor(name: str, entry: Any) -> TensorStorageMetadata:
         raise ValueError(f"{name!r} is no tensor, and a checkpoint holds nothing else")
     properties, size, chunks = _fields(entry, "properties", "size", "chunks")
     dtype = _of(_of(getattr(properties, "state", None), tuple)[0], torch.dtype)
-    parts = [ChunkStorageMetadata(*map(_shape, _fields(chunk, "offsets", "sizes"))) for chunk in _of(chunks, list)]
+    parts = [
+        ChunkStorageMetadata(*map(_shape, _fields(chunk, "offsets", "sizes"))) for chunk in _of(chunks, list)
+    ]
     whole = _shape(size)
     for part in parts:
         ends = [offset + extent for offset, extent in zip(part.offsets, part.sizes, strict=True)]
@@ -153,17 +174,31 @@ class _MetadataReader(FileSystemReader):
 
 class _TensorsOnly(DefaultLoadPlanner):
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
-        raise CheckpointError(f"{read_item.dest_index.fqn!r} is no tensor, and a checkpoint holds nothing else")
+        raise CheckpointError(
+            f"{read_item.dest_index.fqn!r} is no tensor, and a checkpoint holds nothing else"
+        )
 
 
 def read_tensors(
-    path: Path, metadata: Metadata, wanted: dict[str, Any], among: torch.distributed.ProcessGroup | None = None, alone: bool = False
+    path: Path,
+    metadata: Metadata,
+    wanted: dict[str, Any],
+    among: torch.distributed.ProcessGroup | None = None,
+    alone: bool = False,
 ) -> None:
     """Fill the tensors of `wanted` from a checkpoint with these metadata. `among`: the ranks that read; None: all. `alone`: no others are
     asked. Raises CheckpointError where its files are not what they should be."""
     with _misread(path), warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="torch.distributed is disabled", category=UserWarning)  # meant: one process
-        load(wanted, storage_reader=_MetadataReader(path, metadata), planner=_TensorsOnly(), process_group=among, no_dist=alone)
+        warnings.filterwarnings(
+            "ignore", message="torch.distributed is disabled", category=UserWarning
+        )  # meant: one process
+        load(
+            wanted,
+            storage_reader=_MetadataReader(path, metadata),
+            planner=_TensorsOnly(),
+            process_group=among,
+            no_dist=alone,
+        )
 
 
 @contextlib.contextmanager

@@ -69,15 +69,27 @@ def model_tensors(model: nn.Module) -> dict[str, Tensor]:
     return {name: tensor.detach() for name, tensor in named_tensors(model).items() if name in kept}
 
 
-def tensors(model: nn.Module, optimizer: torch.optim.Optimizer, elsewhere: Container[str] = ()) -> dict[str, Tensor]:
+def tensors(
+    model: nn.Module, optimizer: torch.optim.Optimizer, elsewhere: Container[str] = ()
+) -> dict[str, Tensor]:
     """All the state that lies on this rank, by its name in a checkpoint; without that of `elsewhere`, which another stage writes."""
-    found = {f"model/{name}": tensor for name, tensor in model_tensors(model).items() if is_here(tensor) and name not in elsewhere}
+    found = {
+        f"model/{name}": tensor
+        for name, tensor in model_tensors(model).items()
+        if is_here(tensor) and name not in elsewhere
+    }
     # Only now: a state dict makes `fully_shard` put its shards back in place of whole parameters.
-    names: dict[Tensor, str] = {parameter: name for name, parameter in model.named_parameters() if name not in elsewhere}
+    names: dict[Tensor, str] = {
+        parameter: name for name, parameter in model.named_parameters() if name not in elsewhere
+    }
     for parameter, state in local_optimizer(optimizer).state.items():
         if parameter not in names:
             continue
-        found |= {f"optimizer/{names[parameter]}/{key}": value for key, value in state.items() if isinstance(value, Tensor)}
+        found |= {
+            f"optimizer/{names[parameter]}/{key}": value
+            for key, value in state.items()
+            if isinstance(value, Tensor)
+        }
     return found
 
 
@@ -85,7 +97,11 @@ def written_here(found: Mapping[str, Tensor], copy: int, copies: int) -> dict[st
     """The part of the state that this rank writes: shards where they lie, what all copies of its layers hold dealt out by size."""
     keys = sorted(found)
     owners = balance_by_size([0 if is_cut(found[key]) else found[key].numel() for key in keys], copies)
-    return {key: found[key] for key, owner in zip(keys, owners, strict=True) if is_cut(found[key]) or owner == copy}
+    return {
+        key: found[key]
+        for key, owner in zip(keys, owners, strict=True)
+        if is_cut(found[key]) or owner == copy
+    }
 
 
 @dataclass
@@ -108,25 +124,41 @@ class SaveResult:
 class Saver:
     """Writes checkpoints of one run, one at a time. The collectives are on a group of their own, so that training may go on."""
 
-    def __init__(self, run: RunFolder, plan: Plan, rank: int, ranks: int, device: torch.device, group: dist.ProcessGroup | None = None):
+    def __init__(
+        self,
+        run: RunFolder,
+        plan: Plan,
+        rank: int,
+        ranks: int,
+        device: torch.device,
+        group: dist.ProcessGroup | None = None,
+    ):
         self.run = run
         self.rank = rank
         self.ranks = ranks
         self.copy, self.copies = plan.copy(plan.place(rank)), plan.copies
-        self.state_is_cut = plan.zero == 1  # each rank has optimizer state that no other one has, though its tensors are whole
+        self.state_is_cut = (
+            plan.zero == 1
+        )  # each rank has optimizer state that no other one has, though its tensors are whole
         if rank == 0:  # before any rank can begin to save: they meet in making the group
             for unfinished in run.ckpt.glob(".step_*"):
                 shutil.rmtree(unfinished)
-        self.group = dist.new_group(backend="gloo", timeout=timedelta(seconds=SAVING_S)) if ranks > 1 else group
+        self.group = (
+            dist.new_group(backend="gloo", timeout=timedelta(seconds=SAVING_S)) if ranks > 1 else group
+        )
         self._pinned = device.type == "cuda"
         self._stager: Any = None
         self._saving: _Saving | None = None
 
     def prepare(self) -> None:
         """Import torch's distributed checkpoint aside, which takes a second, so that the first save does not wait for it."""
-        threading.Thread(target=importlib.import_module, args=("torch.distributed.checkpoint",), daemon=True).start()
+        threading.Thread(
+            target=importlib.import_module, args=("torch.distributed.checkpoint",), daemon=True
+        ).start()
 
-    def start(self, index: Index, found: Mapping[str, Tensor], own: Mapping[str, Tensor] | None = None) -> None:
+    def start(
+        self, index: Index, found: Mapping[str, Tensor], own: Mapping[str, Tensor] | None = None
+    ) -> None:
         """Copy the state aside and write it in the background. Waits for a save that is still under way: look at `result` first.
 
         found: what other ranks may have too. `own`: what no other rank has.
@@ -140,8 +172,16 @@ class Saver:
             self._stager = DefaultStager(StagingOptions(self._pinned, False, False, self._pinned))
         self.run.ckpt.mkdir(exist_ok=True)
         unfinished = self.run.ckpt / f".step_{index.step}"
-        whole = {key: tensor for key, tensor in found.items() if not (self.state_is_cut and key.startswith("optimizer/"))}
-        mine = written_here(whole, self.copy, self.copies) | {key: found[key] for key in found.keys() - whole.keys()} | dict(own or {})
+        whole = {
+            key: tensor
+            for key, tensor in found.items()
+            if not (self.state_is_cut and key.startswith("optimizer/"))
+        }
+        mine = (
+            written_here(whole, self.copy, self.copies)
+            | {key: found[key] for key in found.keys() - whole.keys()}
+            | dict(own or {})
+        )
         future = async_save(
             mine,
             storage_writer=_writer(unfinished, self.run.checkpoint(index.step), index, self.rank, self.ranks),
@@ -261,7 +301,9 @@ def read_index(path: Path) -> Index:
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(map(str, first["loc"]))
-        raise CheckpointError(f"{path} is damaged: its {INDEX} cannot be read ({where}: {first['msg']})") from error
+        raise CheckpointError(
+            f"{path} is damaged: its {INDEX} cannot be read ({where}: {first['msg']})"
+        ) from error
     except (OSError, ValueError, TypeError, AttributeError, RecursionError) as error:
         raise CheckpointError(f"{path} is damaged: its {INDEX} cannot be read ({error})") from error
     if crc not in (None, _crc(content)):
@@ -318,18 +360,30 @@ def last_good(run: RunFolder, rank: int = 0, ranks: int = 1) -> tuple[Path | Non
     return None, None, notes
 
 
-def check_same_model(path: Path, index: Index, task: str, settings: Mapping[str, Any], model: nn.Module) -> None:
+def check_same_model(
+    path: Path, index: Index, task: str, settings: Mapping[str, Any], model: nn.Module
+) -> None:
     """Raise CheckpointError when a checkpoint is of another task or of other shapes."""
     if index.task.rpartition(":")[2] != task.rpartition(":")[2]:
-        raise CheckpointError(f"{path} is of the task {index.task}, not of {task}; start that one in a run of its own")
+        raise CheckpointError(
+            f"{path} is of the task {index.task}, not of {task}; start that one in a run of its own"
+        )
     own = {name: list(tensor.shape) for name, tensor in model_tensors(model).items()}
     if own == index.shapes:
         return
     name = next(name for name in [*own, *index.shapes] if own.get(name) != index.shapes.get(name))
-    here, there = (f"has shape {tuple(of[name])}" if name in of else "is not there" for of in (own, index.shapes))
+    here, there = (
+        f"has shape {tuple(of[name])}" if name in of else "is not there" for of in (own, index.shapes)
+    )
     changed = [key for key in {*settings, *index.set} if settings.get(key) != index.set.get(key)]
-    why = f" (--set {changed[0]}={index.set.get(changed[0])!r} then, {settings.get(changed[0])!r} now)" if changed else ""
-    raise CheckpointError(f"{path} is of another model{why}: {name} {there} in the checkpoint and {here} in the model")
+    why = (
+        f" (--set {changed[0]}={index.set.get(changed[0])!r} then, {settings.get(changed[0])!r} now)"
+        if changed
+        else ""
+    )
+    raise CheckpointError(
+        f"{path} is of another model{why}: {name} {there} in the checkpoint and {here} in the model"
+    )
 
 
 def own(rank: int) -> str:
@@ -337,7 +391,13 @@ def own(rank: int) -> str:
     return f"rank/{rank}/"
 
 
-def load_(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer, begin: str = "", among: dist.ProcessGroup | None = None) -> None:
+def load_(
+    path: Path,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    begin: str = "",
+    among: dist.ProcessGroup | None = None,
+) -> None:
     """Read a checkpoint into a model and optimizer that are laid out by any plan; each rank reads what it holds.
 
     begin: of the names to read: "", or those of a rank's `own`. `among`: the ranks that read; None: all.
@@ -346,7 +406,9 @@ def load_(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer, begin:
 
     metadata = _metadata(path, read_index(path))
     stored = metadata.state_dict_metadata
-    wanted: dict[str, Any] = {f"{begin}model/{name}": tensor for name, tensor in model_tensors(model).items() if is_here(tensor)}
+    wanted: dict[str, Any] = {
+        f"{begin}model/{name}": tensor for name, tensor in model_tensors(model).items() if is_here(tensor)
+    }
     local = local_optimizer(optimizer)
     names = {parameter: name for name, parameter in model.named_parameters()}
     keys: dict[str, list[str]] = {}
@@ -395,7 +457,10 @@ def load_whole(path: Path) -> dict[str, Tensor]:
 
 def describe(model: nn.Module) -> dict[str, Any]:
     """The fields of an Index that are of the model."""
-    return {"shapes": {name: list(tensor.shape) for name, tensor in model_tensors(model).items()}, "tied": aliases(model)}
+    return {
+        "shapes": {name: list(tensor.shape) for name, tensor in model_tensors(model).items()},
+        "tied": aliases(model),
+    }
 
 
 def scores(run: RunFolder, best: str) -> dict[int, float]:
@@ -405,7 +470,11 @@ def scores(run: RunFolder, best: str) -> dict[int, float]:
     for step in run.checkpoints():
         with contextlib.suppress(CheckpointError):
             found[step] = read_index(run.checkpoint(step)).metrics.get(name, math.nan)
-    return {step: score if direction == "min" else -score for step, score in found.items() if not math.isnan(score)}
+    return {
+        step: score if direction == "min" else -score
+        for step, score in found.items()
+        if not math.isnan(score)
+    }
 
 
 def best_score(run: RunFolder, best: str) -> float | None:
@@ -419,7 +488,9 @@ def prune(run: RunFolder, keep: int, best: str) -> None:
     for step in run.checkpoints():
         if step not in kept:
             doomed = run.ckpt / f".old_{step}"
-            run.checkpoint(step).rename(doomed)  # so that a deletion that is cut short leaves no half checkpoint
+            run.checkpoint(step).rename(
+                doomed
+            )  # so that a deletion that is cut short leaves no half checkpoint
             shutil.rmtree(doomed, ignore_errors=True)
 
 

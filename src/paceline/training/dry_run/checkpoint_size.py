@@ -29,4 +29,6 @@ def state_bytes(spec: Spec, task: Task) -> int:
             more = 0
         except RuntimeError:
             more = MOMENTS * sum(parameter.nbytes for parameter in trained)
-        return more + sum(tensor.nbytes + FRAME_BYTES for tensor in checkpoint.tensors(model, optimizer).values())
+        return more + sum(
+            tensor.nbytes + FRAME_BYTES for tensor in checkpoint.tensors(model, optimizer).values()
+        )

@@ -93,8 +93,12 @@ class CommCounter(TorchDispatchMode):
             return NotImplemented  # its own collectives come here one by one
         space = func.namespace
         if space in TABLES:
-            given = {argument.name: value for argument, value in zip(func._schema.arguments, args, strict=False)} | (kwargs or {})
-            if (group := given.get("process_group", given.get("group_name"))) is not None:  # else it waits, or wraps
+            given = {
+                argument.name: value for argument, value in zip(func._schema.arguments, args, strict=False)
+            } | (kwargs or {})
+            if (
+                group := given.get("process_group", given.get("group_name"))
+            ) is not None:  # else it waits, or wraps
                 self._count(space, func._schema.name.partition("::")[2], args, group)
         elif space == "profiler":
             self._record(func, args)
@@ -112,7 +116,11 @@ class CommCounter(TorchDispatchMode):
         collective, which, is_part = TABLES[space][name]
         axis, ranks = self._group(group)
         tensors = [leaf for leaf in tree_leaves(args[which]) if isinstance(leaf, Tensor)]
-        size = sum(tensor.numel() * tensor.element_size() for tensor in tensors) if collective != "barrier" else 0
+        size = (
+            sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+            if collective != "barrier"
+            else 0
+        )
         passed_on = axis == "pp" and collective in ("send", "recv")  # from stage to stage
         module = MODEL if passed_on else self._module(tensors)
         self.calls.append((collective, axis, ranks, module, 1, size * ranks if is_part else size))
@@ -144,7 +152,11 @@ class CommCounter(TorchDispatchMode):
         sent = set(map(_storage, tensors))
         named = [(name, parameter) for name, parameter in self.model.named_parameters() if is_here(parameter)]
         weights = [name for name, parameter in named if _storage(parameter) in sent]
-        return weights or [name for name, parameter in named if parameter.grad is not None and _storage(parameter.grad) in sent]
+        return weights or [
+            name
+            for name, parameter in named
+            if parameter.grad is not None and _storage(parameter.grad) in sent
+        ]
 
 
 def _storage(tensor: Any) -> int:
@@ -154,4 +166,6 @@ def _storage(tensor: Any) -> int:
 def _common(modules: list[str]) -> str:
     """The innermost module that contains all of them."""
     first, last = (module.split(".") if module else [] for module in (min(modules), max(modules)))
-    return ".".join(one for one, _ in itertools.takewhile(lambda pair: pair[0] == pair[1], zip(first, last, strict=False)))
+    return ".".join(
+        one for one, _ in itertools.takewhile(lambda pair: pair[0] == pair[1], zip(first, last, strict=False))
+    )

@@ -34,12 +34,21 @@ from paceline.training.dry_run.comm_counter import CommCounter
 from paceline.training.dry_run.identical_stages import twins
 from paceline.training.dry_run.microbatch_replay import TO_COUNT, TO_SETTLE, are_alike, replayed
 from paceline.training.init.deferred_init import allocate_
-from paceline.training.setup import ModelAnalysis, PreparedTraining, analyze_model, build_training, check_enough
+from paceline.training.setup import (
+    ModelAnalysis,
+    PreparedTraining,
+    analyze_model,
+    build_training,
+    check_enough,
+)
 from paceline.training.step import LossScale
 from paceline.training.step_metrics import ControlFlags, reduce_metrics_async
 
 CPU = torch.device("cpu")
-UNTOLD = (DataDependentOutputException, DynamicOutputShapeException)  # what a model asks of values that are not there
+UNTOLD = (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+)  # what a model asks of values that are not there
 WARM_UP = 1  # steps after which engines have settled: DDP's buckets, the order in which fully_shard gathers
 
 
@@ -61,7 +70,10 @@ def stages(spec: Spec, plan: Plan, ranks: int, task: Task | None = None) -> list
     asked = _ask(spec, plan, ranks, task)
     places = twins(asked.plan, layout_of(asked.task), asked.studied)
     first = [place * asked.plan.copies for place in range(plan.pp)]
-    played = {at: _play(asked, World(rank=first[at], size=ranks), asked.studied.again()) for at in sorted({twin.place for twin in places})}
+    played = {
+        at: _play(asked, World(rank=first[at], size=ranks), asked.studied.again())
+        for at in sorted({twin.place for twin in places})
+    }
     return [twin.told_here(played[twin.place], rank) for twin, rank in zip(places, first, strict=True)]
 
 
@@ -96,7 +108,9 @@ def _play(asked: _Asked, world: World, studied: ModelAnalysis) -> Ledger:
         micro_batches = _micro_batches(spec, plan, world, task)
         mode = without_memory()
 
-        def fill(model: nn.Module, **where: Any) -> None:  # what is built before it, such as meshes, needs real numbers
+        def fill(
+            model: nn.Module, **where: Any
+        ) -> None:  # what is built before it, such as meshes, needs real numbers
             stack.enter_context(mode)
             stack.enter_context(_Dry())
             allocate_(model, CPU, **where)
@@ -155,7 +169,13 @@ def _micro_batches(spec: Spec, plan: Plan, world: World, task: Task) -> list[Bat
     dataset = open_dataset(task, "train")
     assert dataset is not None
     check_enough(len(dataset), plan, spec.batch)
-    parts = training_parts(RankBatchSlice(spec.batch, plan.micro, plan.place(world.rank).dp, plan.dp), len(dataset), spec.seed, 0, 1)
+    parts = training_parts(
+        RankBatchSlice(spec.batch, plan.micro, plan.place(world.rank).dp, plan.dp),
+        len(dataset),
+        spec.seed,
+        0,
+        1,
+    )
     samples = Samples(dataset, "train", spec.seed, torch.float64 if spec.precision == "fp64" else None)
     return list(batches(samples, parts, CPU, workers=0, prefetch=1))
 
@@ -166,7 +186,9 @@ def _fake_group(rank: int, ranks: int) -> Iterator[None]:
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     if dist.is_initialized():
-        raise LaunchError("this process is a rank already; the ledger plays one in a process without a process group")
+        raise LaunchError(
+            "this process is a rank already; the ledger plays one in a process without a process group"
+        )
     dist.init_process_group("fake", rank=rank, world_size=ranks, store=FakeStore())
     try:
         yield
@@ -213,7 +235,9 @@ class _Dry(TorchDispatchMode):
             if all(tensor.is_floating_point() or tensor.is_complex() for tensor in _tensors(made)):
                 return made
         with unset_fake_temporarily():
-            if func is torch.ops.c10d.recv_.default:  # the stages of a pipeline ask each other whether all shapes are said: they are
+            if (
+                func is torch.ops.c10d.recv_.default
+            ):  # the stages of a pipeline ask each other whether all shapes are said: they are
                 args[0][0].fill_(1)
             return func(*args, **kwargs)
 

@@ -26,7 +26,9 @@ class IdenticalPlace:
     def told_here(self, there: Ledger, rank: int) -> Ledger:
         """What `rank` sends here, where the first rank of the other place sends so."""
         entries = [replace(entry, module=self._here(entry.module)) for entry in there.entries]
-        return Ledger(rank, added_up((e.collective, e.axis, e.ranks, e.module, e.calls, e.bytes) for e in entries))
+        return Ledger(
+            rank, added_up((e.collective, e.axis, e.ranks, e.module, e.calls, e.bytes) for e in entries)
+        )
 
     def _here(self, module: str) -> str:
         part = next((part for part in self.names if module == part or module.startswith(f"{part}.")), None)
@@ -54,16 +56,30 @@ def twins(plan: Plan, layout: Layout, studied: ModelAnalysis) -> list[IdenticalP
 
 
 def _looks(
-    stage: int, division: StagePartition, parts: Mapping[str, nn.Module], recording: ForwardTrace, studied: ModelAnalysis
+    stage: int,
+    division: StagePartition,
+    parts: Mapping[str, nn.Module],
+    recording: ForwardTrace,
+    studied: ModelAnalysis,
 ) -> Hashable:
     """What a stage is told apart by: its number where it is at an end or has parameters outside of parts or in common with others."""
     begin, end, own = division.begins[stage], division.ends(stage), division.of(stage)
     inside = {id(parameter) for name in own for parameter in parts[name].parameters()}
-    held = [(id(parameter) in inside, division.holders[name]) for name, parameter in studied.model.named_parameters()]
-    if begin == 0 or end == len(recording.calls) or any(stage in at and (not within or len(at) > 1) for within, at in held):
+    held = [
+        (id(parameter) in inside, division.holders[name])
+        for name, parameter in studied.model.named_parameters()
+    ]
+    if (
+        begin == 0
+        or end == len(recording.calls)
+        or any(stage in at and (not within or len(at) > 1) for within, at in held)
+    ):
         return stage
     return (
-        tuple((own.index(call.part) if call.part in own else call.part, call.trace) for call in recording.calls[begin:end]),
+        tuple(
+            (own.index(call.part) if call.part in own else call.part, call.trace)
+            for call in recording.calls[begin:end]
+        ),
         tuple(tuple(recording.calls[cut].likes) for cut in (begin, end)),
         tuple((name.rpartition(".")[0], _looks_of_part(name, parts[name], studied.splits)) for name in own),
     )
@@ -71,7 +87,8 @@ def _looks(
 
 def _looks_of_part(part: str, module: nn.Module, splits: Splits | None) -> Hashable:
     return tuple(
-        (inner, type(one), _own(one), _said(f"{part}.{inner}" if inner else part, one, splits)) for inner, one in module.named_modules()
+        (inner, type(one), _own(one), _said(f"{part}.{inner}" if inner else part, one, splits))
+        for inner, one in module.named_modules()
     )
 
 
@@ -85,7 +102,11 @@ def _said(name: str, module: nn.Module, splits: Splits | None) -> Hashable:
     if splits is None:
         return None
     between = splits.between
-    lists = (between.exits, between.entrances, between.gathers, between.fed, between.scatters) if between is not None else ()
+    lists = (
+        (between.exits, between.entrances, between.gathers, between.fed, between.scatters)
+        if between is not None
+        else ()
+    )
     return (
         splits.styles.get(name),
         splits.draws.get(name),

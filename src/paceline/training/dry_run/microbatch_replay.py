@@ -55,7 +55,11 @@ def replayed(counter: CommCounter, micro: int, played: int) -> Iterator[None]:
             repeated.extend(counter.calls[before:])
         return result
 
-    instead = {"forward_one_chunk": forward, "backward_one_chunk": backward, "backward_weight_one_chunk": backward_weight}
+    instead = {
+        "forward_one_chunk": forward,
+        "backward_one_chunk": backward,
+        "backward_weight_one_chunk": backward_weight,
+    }
     inner = {name: getattr(PipelineStage, name) for name in instead}
     for name, function in instead.items():
         setattr(PipelineStage, name, function)

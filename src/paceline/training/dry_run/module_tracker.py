@@ -21,8 +21,12 @@ class ModuleTracker:
 
     def __enter__(self) -> "ModuleTracker":
         for name, module in self.model.named_modules():
-            self.hooks.append(module.register_forward_pre_hook(self._before(name), prepend=True, with_kwargs=True))
-            self.hooks.append(module.register_forward_hook(self._after(name), with_kwargs=True, always_call=True))
+            self.hooks.append(
+                module.register_forward_pre_hook(self._before(name), prepend=True, with_kwargs=True)
+            )
+            self.hooks.append(
+                module.register_forward_hook(self._after(name), with_kwargs=True, always_call=True)
+            )
         return self
 
     def __exit__(self, *error: Any) -> None:
@@ -59,7 +63,9 @@ class ModuleTracker:
         return leave
 
     def _at_gradients(self, tensors: Any, call: Any) -> None:
-        differentiable = [leaf for leaf in tree_leaves(tensors) if isinstance(leaf, Tensor) and leaf.requires_grad]
+        differentiable = [
+            leaf for leaf in tree_leaves(tensors) if isinstance(leaf, Tensor) and leaf.requires_grad
+        ]
         if differentiable:
             self.hooks.append(register_multi_grad_hook(differentiable, call))
 

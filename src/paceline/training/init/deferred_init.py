@@ -31,7 +31,12 @@ from paceline.errors import TaskError
 from paceline.spec import nearest
 
 CPU, META = torch.device("cpu"), torch.device("meta")
-FROM_VALUES = (torch.tensor, torch.as_tensor, torch.asarray, torch.from_numpy)  # what makes a tensor of the caller's numbers
+FROM_VALUES = (
+    torch.tensor,
+    torch.as_tensor,
+    torch.asarray,
+    torch.from_numpy,
+)  # what makes a tensor of the caller's numbers
 SEEN_ON_CPU = {  # attributes of a tensor on the meta device, as its constructor sees them
     Tensor.device.__get__: CPU,
     Tensor.is_meta.__get__: False,  # type: ignore[attr-defined]
@@ -74,7 +79,10 @@ def _may_be_poisoned(tensor: Tensor) -> bool:
 
 def unequal(one: Tensor, other: Tensor) -> Tensor:
     """Where two tensors of one shape differ; NaN equals NaN."""
-    one, other = (item.float() if item.is_floating_point() and item.element_size() == 1 else item for item in (one, other))
+    one, other = (
+        item.float() if item.is_floating_point() and item.element_size() == 1 else item
+        for item in (one, other)
+    )
     return (one != other) & ~((one != one) & (other != other))
 
 
@@ -104,7 +112,15 @@ class OperationTape:
     writers: dict[int, list[int]] = field(default_factory=dict)  # storage -> indices of operations
     whole: bool = True  # to replay it gives what the constructor would
 
-    def add(self, run: Callable[..., Any], args: Any, kwargs: Any, result: Any, written: list[Tensor], random: bool) -> None:
+    def add(
+        self,
+        run: Callable[..., Any],
+        args: Any,
+        kwargs: Any,
+        result: Any,
+        written: list[Tensor],
+        random: bool,
+    ) -> None:
         inputs = [item for item in tree_flatten((args, kwargs))[0] if isinstance(item, Tensor)]
         results = [item for item in tree_flatten(result)[0] if isinstance(item, Tensor)]
         reads = [storage_of(item) for item in inputs]
@@ -112,7 +128,9 @@ class OperationTape:
         if random:  # and the user has not chosen what to draw
             own = any(isinstance(item, torch.Generator) for item in tree_flatten((args, kwargs))[0])
             self.whole &= not own and torch.default_generator.initial_seed() == self.seed
-        writes = [storage_of(item) for item in written] + [made for item in results if (made := storage_of(item)) not in reads]
+        writes = [storage_of(item) for item in written] + [
+            made for item in results if (made := storage_of(item)) not in reads
+        ]
         if writes:  # the others are views
             for storage in set(writes):
                 self.writers.setdefault(storage, []).append(len(self.operations))
@@ -150,10 +168,16 @@ class _Operations(TorchDispatchMode):
         ]
         written += [value for name, value in kwargs.items() if name == "out" and isinstance(value, Tensor)]
         if any(_on_meta(item) for item in inputs):
-            lifted = {id(item): self._lift(item) for item in inputs if not _on_meta(item) and not any(item is one for one in written)}
+            lifted = {
+                id(item): self._lift(item)
+                for item in inputs
+                if not _on_meta(item) and not any(item is one for one in written)
+            }
             args, kwargs = tree_map(lambda item: lifted.get(id(item), _device_here(item)), (args, kwargs))
         result = func(*args, **kwargs)
-        if any(isinstance(item, Tensor) and _on_meta(item) for item in tree_flatten((args, kwargs, result))[0]):
+        if any(
+            isinstance(item, Tensor) and _on_meta(item) for item in tree_flatten((args, kwargs, result))[0]
+        ):
             self.tape.add(func, args, kwargs, result, written, torch.Tag.nondeterministic_seeded in func.tags)
         return result
 
@@ -185,11 +209,17 @@ class _Constructor(TorchFunctionMode):
         if func in SEEN_ON_CPU:
             return SEEN_ON_CPU[func] if _on_meta(args[0]) else func(*args, **kwargs)
         try:
-            if func in FROM_VALUES and kwargs.get("device") is None and not (args and isinstance(args[0], Tensor)):
+            if (
+                func in FROM_VALUES
+                and kwargs.get("device") is None
+                and not (args and isinstance(args[0], Tensor))
+            ):
                 return self._from_values(func(*args, **kwargs))
             if func in _device_constructors():
                 device = kwargs.get("device")
-                self.tape.whole &= device is None or torch.device(device).type != "meta"  # there the constructor wants no values
+                self.tape.whole &= (
+                    device is None or torch.device(device).type != "meta"
+                )  # there the constructor wants no values
                 return func(*args, **{**kwargs, "device": META if device is None else device})
             if args and isinstance(args[0], Tensor) and _on_meta(args[0]):
                 if func is Tensor.cpu:
@@ -222,7 +252,9 @@ class _Poison(TorchDispatchMode):
         return result
 
     def may_be_in(self, tensor: Tensor) -> bool:
-        return _may_be_poisoned(tensor) and (tensor.is_floating_point() or tensor.is_complex() or tensor.dtype in self.types)
+        return _may_be_poisoned(tensor) and (
+            tensor.is_floating_point() or tensor.is_complex() or tensor.dtype in self.types
+        )
 
 
 @contextlib.contextmanager
@@ -249,7 +281,9 @@ class Weights:
 
     tape: OperationTape
     origins: dict[str, Tensor]  # name -> the tensor as the constructor left it: on meta, or real
-    unwritten: dict[str, int]  # name -> how many of its elements nothing wrote, as far as that is known before they are drawn
+    unwritten: dict[
+        str, int
+    ]  # name -> how many of its elements nothing wrote, as far as that is known before they are drawn
 
     def draw(self, name: str) -> Tensor:
         """The whole initial tensor of one parameter or buffer, on the CPU. Raises TaskError where some of it is nowhere written."""
@@ -324,7 +358,14 @@ def record(build: Callable[[], nn.Module], seed: int) -> tuple[nn.Module, Weight
     tape, poison = OperationTape(start), _Poison(second=False)
     model: nn.Module | None = None
     # whatever it raises: the plain construction below shows whether that is the user's mistake
-    with contextlib.suppress(Exception), streams(start), _whole_trunc_normal(tape), poison, _Constructor(tape), _Operations(tape):
+    with (
+        contextlib.suppress(Exception),
+        streams(start),
+        _whole_trunc_normal(tape),
+        poison,
+        _Constructor(tape),
+        _Operations(tape),
+    ):
         model = build()
     recorded = isinstance(model, nn.Module) and tape.whole and _all_known(model, tape)
     if not recorded:
@@ -334,19 +375,28 @@ def record(build: Callable[[], nn.Module], seed: int) -> tuple[nn.Module, Weight
     if not isinstance(model, nn.Module):
         raise TaskError(f"model() must return a torch.nn.Module, got {type(model).__name__}")
     if lazy := [name for name, tensor in named_tensors(model).items() if is_lazy(tensor)]:
-        raise TaskError(f"the model's {lazy[0]} has no shape yet: Paceline cannot plan with lazy modules, give them their sizes")
+        raise TaskError(
+            f"the model's {lazy[0]} has no shape yet: Paceline cannot plan with lazy modules, give them their sizes"
+        )
     # Also the other names of a buffer that has two: to convert a module makes two of it.
-    origins = {name: tensor.detach() for name, tensor in (*named_tensors(model).items(), *model.named_buffers(remove_duplicate=False))}
+    origins = {
+        name: tensor.detach()
+        for name, tensor in (*named_tensors(model).items(), *model.named_buffers(remove_duplicate=False))
+    }
     for name, origin in origins.items():
         for place, operation in enumerate(tape.leading_to(storage_of(origin))):
             if operation.random and not operation.seed:
                 operation.seed = derive(seed, "weights", name, place)
     unwritten = _never_written(origins, tape)
-    suspects = {name: origin for name, origin in origins.items() if not origin.is_meta and poison.may_be_in(origin)}
+    suspects = {
+        name: origin for name, origin in origins.items() if not origin.is_meta and poison.may_be_in(origin)
+    }
     if suspects:  # the same once more, with other values in memory that nobody wrote
         with streams(start), _Poison(second=True):
             again = named_tensors(build())
-        unwritten |= {name: int(unequal(origin, again[name].detach()).sum()) for name, origin in suspects.items()}
+        unwritten |= {
+            name: int(unequal(origin, again[name].detach()).sum()) for name, origin in suspects.items()
+        }
     return (model if recorded else model.to("meta")), Weights(tape, origins, unwritten), recorded
 
 
@@ -366,7 +416,12 @@ def _all_known(model: nn.Module, tape: OperationTape) -> bool:
     if any(is_lazy(tensor) for tensor in registered):
         return False
     known = {id(tensor) for tensor in registered}
-    others = [leaf for module in model.modules() for leaf in tree_flatten(list(vars(module).values()))[0] if isinstance(leaf, Tensor)]
+    others = [
+        leaf
+        for module in model.modules()
+        for leaf in tree_flatten(list(vars(module).values()))[0]
+        if isinstance(leaf, Tensor)
+    ]
     return all(id(tensor) in known or not tensor.is_meta for tensor in others) and all(
         not tensor.is_meta or storage_of(tensor) in tape.writers for tensor in registered
     )
@@ -396,7 +451,12 @@ def fill_(
                 tensor.copy_(whole)
 
 
-def allocate_(model: nn.Module, device: torch.device, parts: Sequence[nn.Module] | None = None, places: Places | None = None) -> None:
+def allocate_(
+    model: nn.Module,
+    device: torch.device,
+    parts: Sequence[nn.Module] | None = None,
+    places: Places | None = None,
+) -> None:
     """Give a model on the meta device its storage. What is tied stays so. `parts`, `places`: as for `fill_`."""
     places = places if places is not None else places_of(model)
     for part in parts if parts is not None else [model]:
@@ -439,14 +499,18 @@ class _Pretrained:
             opened = _opened(file)
             found = set(opened.keys())
             if missing := sorted((keys or set()) - found):
-                raise TaskError(f"{file} lacks {missing[0]}, which the index {path} says it has; download the weights again")
+                raise TaskError(
+                    f"{file} lacks {missing[0]}, which the index {path} says it has; download the weights again"
+                )
             for key in sorted(found if keys is None else keys):
                 name = tied.get(key, key)
                 if name not in own:
                     raise TaskError(f"{file} has weights {key}, which the model lacks{nearest(key, own)}")
                 shape = tuple(opened.get_slice(key).get_shape())
                 if shape != tuple(own[name].shape):
-                    raise TaskError(f"{file}: {key} has shape {shape}, the model's has {tuple(own[name].shape)}")
+                    raise TaskError(
+                        f"{file}: {key} has shape {shape}, the model's has {tuple(own[name].shape)}"
+                    )
                 self.keys.setdefault(name, (opened, key))
 
     def read(self, name: str) -> Tensor:
@@ -459,7 +523,9 @@ def _files(path: Path) -> list[tuple[Path, set[str] | None]]:
     if path.is_dir():
         found = [file for file in (path / INDEX, path / "model.safetensors") if file.is_file()]
         if not found:
-            raise TaskError(f"the folder {path} has neither {INDEX} nor model.safetensors; name a safetensors file in pretrained()")
+            raise TaskError(
+                f"the folder {path} has neither {INDEX} nor model.safetensors; name a safetensors file in pretrained()"
+            )
         path = found[0]
     if path.suffix != ".json":
         return [(path, None)]
@@ -469,9 +535,17 @@ def _files(path: Path) -> list[tuple[Path, set[str] | None]]:
         for key, file in places.items():
             by_file.setdefault(file, set()).add(key)
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise TaskError(f"cannot read the index of pretrained weights {path}: {error}; it needs a weight_map of names to files") from error
-    if outside := [file for file in by_file if not isinstance(file, str) or file in ("", ".", "..") or Path(file).name != file]:
-        raise TaskError(f"the index {path} names the file {outside[0]!r}; the files of an index lie beside it")
+        raise TaskError(
+            f"cannot read the index of pretrained weights {path}: {error}; it needs a weight_map of names to files"
+        ) from error
+    if outside := [
+        file
+        for file in by_file
+        if not isinstance(file, str) or file in ("", ".", "..") or Path(file).name != file
+    ]:
+        raise TaskError(
+            f"the index {path} names the file {outside[0]!r}; the files of an index lie beside it"
+        )
     return [(path.parent / file, keys) for file, keys in sorted(by_file.items())]
 
 

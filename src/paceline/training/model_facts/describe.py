@@ -45,7 +45,9 @@ def described(model: nn.Module, task: Task, batch: Batch, samples: int) -> Model
         except RuntimeError as error:
             reason = str(error).partition("\n")[0]
             hint = "paceline plan --measure runs it"
-            raise TaskError(f"{type(task).__name__} cannot be described: {watch.where} fails without values: {reason}; {hint}") from error
+            raise TaskError(
+                f"{type(task).__name__} cannot be described: {watch.where} fails without values: {reason}; {hint}"
+            ) from error
 
 
 def watched(watch: OpCounter, task: Task, batch: Batch, samples: int) -> ModelFacts:
@@ -63,7 +65,9 @@ def watched(watch: OpCounter, task: Task, batch: Batch, samples: int) -> ModelFa
     return _with_lives(facts, found, samples)
 
 
-def _with_lives(facts: ModelFacts, found: tuple[LiveMemory, list[LiveMemory], LiveMemory], samples: int) -> ModelFacts:
+def _with_lives(
+    facts: ModelFacts, found: tuple[LiveMemory, list[LiveMemory], LiveMemory], samples: int
+) -> ModelFacts:
     """Of blocks that are alike the one in the middle, which is neither the first nor the last."""
 
     def of(block: BlockFacts, one: LiveMemory) -> BlockFacts:
@@ -94,7 +98,12 @@ def _facts(watch: OpCounter, name: str, samples: int) -> ModelFacts:
     heads: tuple[int, ...] = ()
     if any(block.split_params for block in made.values()):
         of_attention = {heads for one in attention for heads in (one.heads, one.kv_heads or one.heads)}
-        widths = {int(p.columns if p.cut == "columns" else p.inner) for block, _ in runs for p in block.products if p.cut}
+        widths = {
+            int(p.columns if p.cut == "columns" else p.inner)
+            for block, _ in runs
+            for p in block.products
+            if p.cut
+        }
         heads = tuple(sorted(of_attention)) if of_attention else (math.gcd(*widths),) if widths else ()
     boundary = watch.parts[0].boundary
     sequence = boundary[1] if len(boundary) == 3 else None
@@ -109,7 +118,11 @@ def _facts(watch: OpCounter, name: str, samples: int) -> ModelFacts:
         sequence=sequence if attention else None,
         hidden=boundary[-1] if boundary else 0,
         vocab=int(outputs[-1].columns) if outputs and sequence else 0,
-        shared_params=sum(watch.owner[m].numel() for m, at in watch.used.items() if {FIRST, LAST} <= at and _learns(watch, m)),
+        shared_params=sum(
+            watch.owner[m].numel()
+            for m, at in watch.used.items()
+            if {FIRST, LAST} <= at and _learns(watch, m)
+        ),
         source="counted",
     )
 
@@ -122,7 +135,12 @@ def _block(watch: OpCounter, at: int, samples: int) -> BlockFacts:
     part = watch.parts[at]
     modules = dict(watch.model.named_modules())
     own = _parameters(watch, at)
-    styled = {id(p) for n, style in watch.styles.items() for k, p in modules[n]._parameters.items() if style != "row" or k == "weight"}
+    styled = {
+        id(p)
+        for n, style in watch.styles.items()
+        for k, p in modules[n]._parameters.items()
+        if style != "row" or k == "weight"
+    }
     none, given = _held(watch, part, samples)
     boundary = math.prod(part.boundary) / samples if part.boundary and at != LAST else 0.0
     own_layers = [watch.styles.get(layer) for layer in part.layers]
@@ -132,7 +150,9 @@ def _block(watch: OpCounter, at: int, samples: int) -> BlockFacts:
         split_params=sum(p.numel() for p in own if id(p) in styled),
         products=tuple(replace(product, rows=product.rows / samples) for product in part.products),
         attention=tuple(part.attention),
-        saved={"none": none} if at < 0 else {"none": none, "selective": given._replace(stream=boundary), "full": TensorVolume(boundary)},
+        saved={"none": none}
+        if at < 0
+        else {"none": none, "selective": given._replace(stream=boundary), "full": TensorVolume(boundary)},
         traffic=TensorVolume(stream=part.moved / samples),
         boundary=boundary,
         sums=own_layers.count("row") + own_layers.count("vocabulary") + own_layers.count("gather") / 2,
@@ -147,7 +167,10 @@ def _block(watch: OpCounter, at: int, samples: int) -> BlockFacts:
 def _counted(operations: list[Operation], samples: int) -> tuple[Operation, ...]:
     """Those that are alike together; sizes of one sample, but for views, which have none."""
     alike = Counter(operations)
-    return tuple(replace(one, size=one.size if one.kind == "view" else one.size / samples, count=n) for one, n in alike.items())
+    return tuple(
+        replace(one, size=one.size if one.kind == "view" else one.size / samples, count=n)
+        for one, n in alike.items()
+    )
 
 
 def _parameters(watch: OpCounter, at: int) -> list[nn.Parameter]:
@@ -155,7 +178,9 @@ def _parameters(watch: OpCounter, at: int) -> list[nn.Parameter]:
     of_units = {id(p): k for k, unit in enumerate(watch.units) for p in unit.parameters()}
 
     def place(parameter: nn.Parameter) -> int:
-        return of_units.get(id(parameter), FIRST if FIRST in watch.used.get(storage_of(parameter), ()) else LAST)
+        return of_units.get(
+            id(parameter), FIRST if FIRST in watch.used.get(storage_of(parameter), ()) else LAST
+        )
 
     return [parameter for parameter in watch.model.parameters() if place(parameter) == at]
 

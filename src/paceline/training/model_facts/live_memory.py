@@ -31,7 +31,9 @@ class LiveMemoryTracer(TorchDispatchMode):
         self.shapes = {tuple(parameter.shape) for parameter in model.parameters()}
         self.bytes: dict[int, tuple[StorageWeakRef, int]] = {}
         self.live = 0
-        self.before = [0] * (len(units) + 2)  # live where a block's forward pass begins; ahead of the blocks, and behind them
+        self.before = [0] * (
+            len(units) + 2
+        )  # live where a block's forward pass begins; ahead of the blocks, and behind them
         self.most = [0] * (len(units) + 2)
         self.at = 0
 
@@ -39,7 +41,8 @@ class LiveMemoryTracer(TorchDispatchMode):
         """Ahead of the blocks, of each, and behind them."""
         ends = [*self.before[1:], self.before[-1]]
         found = [
-            LiveMemory(max(0, end - begin), max(0, most - begin)) for begin, end, most in zip(self.before, ends, self.most, strict=True)
+            LiveMemory(max(0, end - begin), max(0, most - begin))
+            for begin, end, most in zip(self.before, ends, self.most, strict=True)
         ]
         return found[0], found[1:-1], found[-1]
 
@@ -95,7 +98,11 @@ class LiveMemoryTracer(TorchDispatchMode):
         self._count()
         given = {storage_of(leaf) for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)}
         for leaf in tree_leaves(result):
-            if isinstance(leaf, Tensor) and (memory := storage_of(leaf)) not in self.bytes and memory not in given:
+            if (
+                isinstance(leaf, Tensor)
+                and (memory := storage_of(leaf)) not in self.bytes
+                and memory not in given
+            ):
                 if self._is_of_weights(leaf):
                     continue
                 storage = leaf.untyped_storage()
@@ -106,14 +113,19 @@ class LiveMemoryTracer(TorchDispatchMode):
 
     def _is_of_weights(self, made: Tensor) -> bool:
         """In the backward pass, whether it looks like a weight's gradient."""
-        return torch._C._current_graph_task_id() != -1 and {tuple(made.shape), tuple(made.shape[::-1])} & self.shapes != set()
+        return (
+            torch._C._current_graph_task_id() != -1
+            and {tuple(made.shape), tuple(made.shape[::-1])} & self.shapes != set()
+        )
 
 
 def _forget(parameter: Tensor) -> None:
     parameter.grad = None
 
 
-def lived(model: nn.Module, units: list[nn.Module], run: Callable[[], Tensor]) -> tuple[LiveMemory, list[LiveMemory], LiveMemory]:
+def lived(
+    model: nn.Module, units: list[nn.Module], run: Callable[[], Tensor]
+) -> tuple[LiveMemory, list[LiveMemory], LiveMemory]:
     """`run` returns the loss of a pass forward."""
     watch = LiveMemoryTracer(model, units)
     with watch, torch.enable_grad():

@@ -22,9 +22,33 @@ from paceline.task import Task, layout_of
 
 ATEN = torch.ops.aten
 FIRST, LAST = -1, -2  # what is computed ahead of the blocks, and behind or between them
-CUTS: Mapping[str, Literal["rows", "columns", "inner"]] = {"column": "columns", "head": "columns", "gather": "columns", "row": "inner"}
-VIEWS = {ATEN.view, ATEN._unsafe_view, ATEN.reshape, ATEN.t, ATEN.transpose, ATEN.permute, ATEN.expand, ATEN.unsqueeze, ATEN.squeeze}
-VIEWS |= {ATEN.detach, ATEN.alias, ATEN.slice, ATEN.select, ATEN.split, ATEN.unbind, ATEN.split_with_sizes, ATEN.chunk}
+CUTS: Mapping[str, Literal["rows", "columns", "inner"]] = {
+    "column": "columns",
+    "head": "columns",
+    "gather": "columns",
+    "row": "inner",
+}
+VIEWS = {
+    ATEN.view,
+    ATEN._unsafe_view,
+    ATEN.reshape,
+    ATEN.t,
+    ATEN.transpose,
+    ATEN.permute,
+    ATEN.expand,
+    ATEN.unsqueeze,
+    ATEN.squeeze,
+}
+VIEWS |= {
+    ATEN.detach,
+    ATEN.alias,
+    ATEN.slice,
+    ATEN.select,
+    ATEN.split,
+    ATEN.unbind,
+    ATEN.split_with_sizes,
+    ATEN.chunk,
+}
 KIND_OF = {
     getattr(ATEN, name): kind
     for kind, names in {
@@ -46,7 +70,9 @@ class BlockCount:
     name: str
     products: list[Product] = field(default_factory=list)
     attention: list[Attention] = field(default_factory=list)
-    saved: dict[int, tuple[Tensor, bool]] = field(default_factory=dict)  # by memory: the tensor, and whether it is of the loss
+    saved: dict[int, tuple[Tensor, bool]] = field(
+        default_factory=dict
+    )  # by memory: the tensor, and whether it is of the loss
     moved: float = 0.0  # elements
     kernels: int = 0
     operations: list[Operation] = field(default_factory=list)
@@ -88,7 +114,10 @@ class OpCounter(TorchDispatchMode):
         return self.within[-1] if self.within else LAST if self.begun else FIRST
 
     def __enter__(self) -> Self:
-        self.hooks = [register_module_forward_pre_hook(self._enter), register_module_forward_hook(self._leave, always_call=False)]
+        self.hooks = [
+            register_module_forward_pre_hook(self._enter),
+            register_module_forward_hook(self._leave, always_call=False),
+        ]
         self.attention = _Attentions(self)
         self.saving = saved_tensors_hooks(self._save, lambda kept: kept)
         self.saving.__enter__()
@@ -109,7 +138,9 @@ class OpCounter(TorchDispatchMode):
         self.where = name or "the model"
         if id(module) in self.unit_of:
             if not self.within and args and isinstance(args[0], Tensor):
-                self.parts[self.before].boundary = tuple(args[0].shape)  # what lies between blocks may make it smaller
+                self.parts[self.before].boundary = tuple(
+                    args[0].shape
+                )  # what lies between blocks may make it smaller
             self.within.append(self.unit_of[id(module)])
             self.begun = True
         self.parts[self.at].layers.add(name)
@@ -146,10 +177,16 @@ class OpCounter(TorchDispatchMode):
             return result
         part.kernels += 1
         if found := _product(packet, args, results[0]):
-            found = replace(found, first=not tensors[-2 if packet is not ATEN.convolution else 0].requires_grad)
+            found = replace(
+                found, first=not tensors[-2 if packet is not ATEN.convolution else 0].requires_grad
+            )
             cut = CUTS.get(self.styles.get(self.running[-1], "")) if self.running else None
             part.products.append(replace(found, cut=cut))
-            self.touch(tensors, results, cut if self.styles.get(self.running[-1] if self.running else "") != "gather" else None)
+            self.touch(
+                tensors,
+                results,
+                cut if self.styles.get(self.running[-1] if self.running else "") != "gather" else None,
+            )
         else:
             moved = sum(tensor.numel() for tensor in (*tensors, *results) if tensor.is_floating_point())
             part.moved += moved
@@ -189,8 +226,19 @@ class _Attentions(TorchFunctionMode):
         causal = bool(kwargs.get("is_causal", len(args) > 5 and args[5]))
         part = of.parts[of.at]
         part.kernels += 1
-        part.attention.append(Attention(query.shape[-3], query.shape[-2], key.shape[-2], query.shape[-1], causal, kv_heads=key.shape[-3]))
-        split = "columns" if any(of.styles.get(layer) == "column" for layer in part.layers) else None  # those that ran before it
+        part.attention.append(
+            Attention(
+                query.shape[-3],
+                query.shape[-2],
+                key.shape[-2],
+                query.shape[-1],
+                causal,
+                kv_heads=key.shape[-3],
+            )
+        )
+        split = (
+            "columns" if any(of.styles.get(layer) == "column" for layer in part.layers) else None
+        )  # those that ran before it
         of.touch([query, key, value], [result], None)
         for tensor in (query, key, value, result):
             of.made[storage_of(tensor)] = split
@@ -208,8 +256,14 @@ def _product(packet: Any, args: Any, result: Tensor) -> Product | None:
     if packet is ATEN.convolution:
         weight = args[1]
         window = math.prod(weight.shape[2:])
-        small = result if not args[6] else args[0]  # a transposed one has a row for each position of its input
+        small = (
+            result if not args[6] else args[0]
+        )  # a transposed one has a row for each position of its input
         rows = small.shape[0] * math.prod(small.shape[2:])
-        columns, inner = (weight.shape[0], weight.shape[1] * window) if not args[6] else (weight.shape[1] * window, weight.shape[0])
+        columns, inner = (
+            (weight.shape[0], weight.shape[1] * window)
+            if not args[6]
+            else (weight.shape[1] * window, weight.shape[0])
+        )
         return Product(rows, columns, inner, reuse=float(window) / math.prod(args[3]), convolution=True)
     return None

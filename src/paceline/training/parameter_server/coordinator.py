@@ -55,7 +55,13 @@ class Coordinator:
     ):
         assert plan.dp is not None
         assert plan.servers is not None
-        self.model, self.optimizer, self.shard, self.dealt, self.transport = model, optimizer, shard, dealt, transport
+        self.model, self.optimizer, self.shard, self.dealt, self.transport = (
+            model,
+            optimizer,
+            shard,
+            dealt,
+            transport,
+        )
         self.clip, self.timeout_s, self.servers, self.workers = clip, timeout_s, plan.servers, plan.dp
         self.base_lrs = [group["lr"] for group in optimizer.param_groups]
         self.loss_scale = None
@@ -76,7 +82,9 @@ class Coordinator:
         self._ask_all(lambda server: load_message(self.optimizer, params, self.dealt[server], step))
         self.optimizer.state.clear()
         for worker in range(self.workers):
-            self.transport.watch(self.servers + worker, lambda worker=worker: self._drop(worker, "its connection was lost"))  # type: ignore[misc]
+            self.transport.watch(
+                self.servers + worker, lambda worker=worker: self._drop(worker, "its connection was lost")
+            )  # type: ignore[misc]
         self.transport.serve(self.answer)
 
     def answer(self, message: Message) -> "Future[Message]":
@@ -117,7 +125,10 @@ class Coordinator:
         came = self._all_of(step)
         self.parts[step + 1] = len(came)
         items = {worker: message.facts["items"] for worker, message in came.items()}
-        squares = sum(answer.facts["squares"] for answer in self._ask_all(lambda _: Message("sum", facts={"step": step, "items": items})))
+        squares = sum(
+            answer.facts["squares"]
+            for answer in self._ask_all(lambda _: Message("sum", facts={"step": step, "items": items}))
+        )
         norm = math.sqrt(squares)
         by = min(1.0, self.clip / (norm + 1e-6)) if self.clip is not None else 1.0
         self._ask_all(lambda _: Message("update", facts={"by": by, "lr_factor": lr_factor}))
@@ -126,7 +137,9 @@ class Coordinator:
             self.pushed.pop(step, None)
         expected = sum(message.facts["expected"] or 0.0 for message in came.values())
         loss = math.fsum(message.facts["loss"] for _, message in sorted(came.items()))
-        return LocalStepStats(loss, sum(items.values()), torch.tensor(norm, dtype=torch.float64), expected or None)
+        return LocalStepStats(
+            loss, sum(items.values()), torch.tensor(norm, dtype=torch.float64), expected or None
+        )
 
     def _all_of(self, step: int) -> dict[int, Message]:
         with self.changed:
@@ -138,7 +151,9 @@ class Coordinator:
             for worker in sorted(late):
                 self._drop(worker, f"it pushed nothing for {timeout_s:.0f} s")
         if not came:
-            raise RankError(f"all {self.workers} workers are gone; the last good weights are in the checkpoints")
+            raise RankError(
+                f"all {self.workers} workers are gone; the last good weights are in the checkpoints"
+            )
         return came
 
     def _ask_all(self, message: Callable[[int], Message]) -> list[Message]:
@@ -169,7 +184,9 @@ class Coordinator:
     def state(self) -> dict[str, Tensor]:
         """All there is, by its name in a checkpoint."""
         found = self.gather_()
-        return {f"model/{name}": tensor for name, tensor in checkpoint.model_tensors(self.model).items()} | found
+        return {
+            f"model/{name}": tensor for name, tensor in checkpoint.model_tensors(self.model).items()
+        } | found
 
     def followed(self, events: Iterator[Event], ranks: int) -> Iterator[Event]:
         """What the loop tells, with what it does not know."""
@@ -179,7 +196,9 @@ class Coordinator:
             if isinstance(event, Started):
                 event = replace(event, ranks=ranks)
             elif isinstance(event, Step):
-                event = replace(event, samples_per_s=event.samples_per_s * self.parts.pop(event.step) / self.workers)
+                event = replace(
+                    event, samples_per_s=event.samples_per_s * self.parts.pop(event.step) / self.workers
+                )
             elif isinstance(event, Ended):
                 event = replace(event, lead=self.lead, communication=None)  # of its own process it would be 0
                 self.end()
@@ -187,7 +206,9 @@ class Coordinator:
 
     def _told(self, lost: _Lost) -> Failed:
         rank, left = self.servers + lost.worker, len(self.alive)
-        others = f"the other {left} go on" if left > 1 else "the other goes on" if left else "no other is left"
+        others = (
+            f"the other {left} go on" if left > 1 else "the other goes on" if left else "no other is left"
+        )
         message = f"rank {rank}, a worker, was dropped ({lost.why}); {others}; "
         message += f"its part of each batch is left out from step {lost.step + 1} on"
         return Failed(what="worker", rank=rank, step=self.step, message=message)

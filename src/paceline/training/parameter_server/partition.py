@@ -36,9 +36,14 @@ def deal(params: Mapping[str, Tensor], servers: int, by_row: bool) -> list[list[
     for name in params:
         parts = min(rows[name], -(-bytes_[name] // max(1, int(share)))) if by_row else 1
         ends = [rows[name] * part // max(1, parts) for part in range(max(1, parts) + 1)]
-        pieces += [(bytes_[name] * (end - begin) / max(1, rows[name]), ParameterSlice(name, begin, end)) for begin, end in pairwise(ends)]
+        pieces += [
+            (bytes_[name] * (end - begin) / max(1, rows[name]), ParameterSlice(name, begin, end))
+            for begin, end in pairwise(ends)
+        ]
     if len(pieces) < servers:
-        raise PlanError(f"servers={servers}, but the weights are only {len(pieces)} pieces; use servers={len(pieces)} or fewer")
+        raise PlanError(
+            f"servers={servers}, but the weights are only {len(pieces)} pieces; use servers={len(pieces)} or fewer"
+        )
     dealt: list[list[ParameterSlice]] = [[] for _ in range(servers)]
     load = [0.0] * servers
     for size, piece in sorted(pieces, key=lambda item: (-item[0], item[1])):

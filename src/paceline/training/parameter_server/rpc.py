@@ -21,7 +21,9 @@ class Message:
     facts: dict[str, Any] = field(default_factory=dict)
 
 
-Answer = Callable[[Message], "Future[Message]"]  # called in threads of the transport, several at a time; must not wait
+Answer = Callable[
+    [Message], "Future[Message]"
+]  # called in threads of the transport, several at a time; must not wait
 
 
 class Transport(Protocol):
@@ -57,9 +59,13 @@ class Rpc:
 
         self._rpc = rpc
         _serving.clear()
-        options = rpc.TensorPipeRpcBackendOptions(init_method=_use_our_store(), rpc_timeout=timeout_s, num_worker_threads=ranks + 4)
+        options = rpc.TensorPipeRpcBackendOptions(
+            init_method=_use_our_store(), rpc_timeout=timeout_s, num_worker_threads=ranks + 4
+        )
         with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "You are using a Backend", UserWarning)  # torch's own doing (2.13)
+            warnings.filterwarnings(
+                "ignore", "You are using a Backend", UserWarning
+            )  # torch's own doing (2.13)
             rpc.init_rpc(_name(rank), rank=rank, world_size=ranks, rpc_backend_options=options)
 
     def serve(self, answer: Answer) -> None:
@@ -105,7 +111,11 @@ def _use_our_store() -> str:
 
 
 def _meet(url: str, **options: Any) -> Iterator[tuple[dist.Store, int, int]]:
-    yield dist.PrefixStore("rpc", dist.distributed_c10d._get_default_store()), dist.get_rank(), dist.get_world_size()
+    yield (
+        dist.PrefixStore("rpc", dist.distributed_c10d._get_default_store()),
+        dist.get_rank(),
+        dist.get_world_size(),
+    )
 
 
 class _Serving:

@@ -38,7 +38,9 @@ class Shard:
 
     def __post_init__(self) -> None:
         whole = dict(self.model.named_parameters())
-        self.parts = {piece: nn.Parameter(piece.of(whole[piece.name].data)) for piece in self.pieces}  # share the memory of the model
+        self.parts = {
+            piece: nn.Parameter(piece.of(whole[piece.name].data)) for piece in self.pieces
+        }  # share the memory of the model
         names = {parameter: name for name, parameter in whole.items()}
         takes = inspect.signature(type(self.optimizer)).parameters
         # Fused kernels treat the last elements of a tensor otherwise: other bits, depending on where a parameter is cut (torch 2.13).
@@ -47,13 +49,17 @@ class Shard:
         for group in self.optimizer.param_groups:
             own = {names[parameter] for parameter in group["params"]}
             options = {key: value for key, value in group.items() if key in takes and key != "params"} | plain
-            groups.append(options | {"params": [part for piece, part in self.parts.items() if piece.name in own]})
+            groups.append(
+                options | {"params": [part for piece, part in self.parts.items() if piece.name in own]}
+            )
         defaults = {key: value for key, value in self.optimizer.defaults.items() if key in takes} | plain
         self.own_optimizer = type(self.optimizer)(groups, **defaults)
         self.base_lrs = [group["lr"] for group in self.optimizer.param_groups]
         self.pushed: dict[int, dict[int, Message]] = {}  # step -> worker -> gradients
         self.waiting: list[tuple[int, int, Future[Message]]] = []
-        self.copy: dict[ParameterSlice | str, Tensor] | None = None  # of the weights, for all who pull this version
+        self.copy: dict[ParameterSlice | str, Tensor] | None = (
+            None  # of the weights, for all who pull this version
+        )
         self.lock = threading.RLock()
 
     def answer(self, message: Message) -> "Future[Message]":
@@ -82,7 +88,9 @@ class Shard:
         self.waiting = [entry for entry in self.waiting if not (self.is_over or entry[0] <= self.version)]
         for _, have, future in ready:
             tensors = self._weights() if self.version > have and not self.is_over else {}
-            future.set_result(Message("weights", dict(tensors), {"version": self.version, "over": self.is_over}))
+            future.set_result(
+                Message("weights", dict(tensors), {"version": self.version, "over": self.is_over})
+            )
 
     def _weights(self) -> dict[ParameterSlice | str, Tensor]:
         if self.copy is None:
@@ -97,10 +105,14 @@ class Shard:
         squares = 0.0
         for piece, part in self.parts.items():
             grads = [
-                came[worker].tensors[piece].to(part.device) * items[worker] for worker in sorted(items) if piece in came[worker].tensors
+                came[worker].tensors[piece].to(part.device) * items[worker]
+                for worker in sorted(items)
+                if piece in came[worker].tensors
             ]
             part.grad = torch.stack(grads).sum(0).div_(whole).to(part.dtype) if grads else None
-            squares += float(torch.linalg.vector_norm(part.grad, dtype=torch.float64).square()) if grads else 0.0
+            squares += (
+                float(torch.linalg.vector_norm(part.grad, dtype=torch.float64).square()) if grads else 0.0
+            )
         for name, buffer in self.statistics.items():
             values = torch.stack([came[worker].tensors[name] for worker in sorted(items)])
             buffer.copy_(values.mean(0) if values.is_floating_point() else values.amax(0))
@@ -123,7 +135,11 @@ class Shard:
     def _load(self, message: Message) -> Message:
         for piece, part in self.parts.items():
             part.copy_(message.tensors[piece])
-            state = {key[1]: value for key, value in message.tensors.items() if isinstance(key, tuple) and key[0] == piece}
+            state = {
+                key[1]: value
+                for key, value in message.tensors.items()
+                if isinstance(key, tuple) and key[0] == piece
+            }
             if state:
                 self.own_optimizer.state[part].update(state)
         self.version = message.facts["version"]
@@ -148,7 +164,10 @@ class Shard:
 
 
 def load_message(
-    optimizer: torch.optim.Optimizer, params: Mapping[str, nn.Parameter], pieces: Sequence[ParameterSlice], version: int
+    optimizer: torch.optim.Optimizer,
+    params: Mapping[str, nn.Parameter],
+    pieces: Sequence[ParameterSlice],
+    version: int,
 ) -> Message:
     """What a shard starts from, of a whole model and its optimizer."""
     tensors: dict[object, Tensor] = {}

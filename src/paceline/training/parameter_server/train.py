@@ -27,7 +27,9 @@ from paceline.training.parameter_server.worker import Worker
 from paceline.training.setup import PreparedTraining, TrainingData, build_training
 from paceline.training.step import TrainingStep
 
-Loop = Callable[[Plan, World, TrainingData, PreparedTraining, Callable[[], bool]], Any]  # makes the loop of one process
+Loop = Callable[
+    [Plan, World, TrainingData, PreparedTraining, Callable[[], bool]], Any
+]  # makes the loop of one process
 
 
 def train_against_servers(
@@ -45,7 +47,9 @@ def train_against_servers(
     """`plan` has its data degree said."""
     assert plan.servers is not None
     if spec.precision == "fp16":
-        raise PlanError(f"plan {asked} with fp16: each worker would need a loss scale of its own; use bf16 or fp32")
+        raise PlanError(
+            f"plan {asked} with fp16: each worker would need a loss scale of its own; use bf16 or fp32"
+        )
     alone, me = replace(plan, dp=1, servers=None, staleness=None), replace(world, rank=0, size=1)
     laid = build_training(spec, alone, me, task, device)
     model, update, optimizer = laid.model, laid.update, laid.update.optimizer
@@ -56,7 +60,9 @@ def train_against_servers(
     total = spec.total_steps(data.samples)
     check_schedule(spec.schedule.in_samples(spec.batch, data.samples), total * spec.batch)
     first_alone = dist.new_group([0], backend="gloo")
-    transport = Rpc(world.rank, world.size, at_start(spec.timeout_s))  # one that is gone is seen by its connection
+    transport = Rpc(
+        world.rank, world.size, at_start(spec.timeout_s)
+    )  # one that is gone is seen by its connection
     with contextlib.closing(transport):
         if world.rank >= plan.servers:
             worker = Worker(model, update, dealt, statistics, plan, world.rank, transport)
@@ -73,7 +79,9 @@ def train_against_servers(
             stand_by(shard, transport)
             yield Ended(step=shard.version, reason="done" if shard.version == total else "stopped")
             return
-        coordinator = Coordinator(model, optimizer, shard, dealt, plan, transport, spec.optimizer.clip, spec.timeout_s)
+        coordinator = Coordinator(
+            model, optimizer, shard, dealt, plan, transport, spec.optimizer.clip, spec.timeout_s
+        )
         notes = (*notes, *laid.notes, *_notes(plan, statistics))
         served = replace(laid, update=coordinator, servers=coordinator, group=first_alone, notes=notes)
         nothing = replace(data, training=_Nothing())  # type: ignore[arg-type]
@@ -97,11 +105,17 @@ def _notes(plan: Plan, statistics: dict[str, Tensor]) -> tuple[str, ...]:
     note = f"parameter server: {servers}; {stale if staleness else exact}"
     return (
         note,
-        *(["BatchNorm takes its statistics from the samples of each worker; the running ones are averaged"] if statistics else []),
+        *(
+            ["BatchNorm takes its statistics from the samples of each worker; the running ones are averaged"]
+            if statistics
+            else []
+        ),
     )
 
 
-def _started(spec: Spec, asked: str, world: World, model: nn.Module, data: TrainingData, step: int, total: int) -> Started:
+def _started(
+    spec: Spec, asked: str, world: World, model: nn.Module, data: TrainingData, step: int, total: int
+) -> Started:
     """What a rank tells that is not the first; nobody writes it down."""
     return Started(
         task=spec.task,

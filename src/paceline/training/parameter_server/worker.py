@@ -32,7 +32,13 @@ class Worker:
         transport: Transport,
     ):
         assert plan.servers is not None
-        self.update, self.dealt, self.statistics, self.plan, self.transport = update, dealt, statistics, plan, transport
+        self.update, self.dealt, self.statistics, self.plan, self.transport = (
+            update,
+            dealt,
+            statistics,
+            plan,
+            transport,
+        )
         self.params = dict(model.named_parameters())
         self.number = rank - plan.servers
         self.staleness = plan.staleness if plan.staleness is not None else STALENESS
@@ -60,11 +66,20 @@ class Worker:
         assert self.plan.micro is not None
         part = RankBatchSlice(spec.batch, self.plan.micro, self.number, self.plan.dp)
         parts = training_parts(part, samples, spec.seed, first, total)
-        first_loss = FirstLoss(self.update, part.share, self.plan.dp * self.plan.micro > 1, spec.allow_local_loss, of_worker=self.plan)
+        first_loss = FirstLoss(
+            self.update,
+            part.share,
+            self.plan.dp * self.plan.micro > 1,
+            spec.allow_local_loss,
+            of_worker=self.plan,
+        )
         self.update.examine = first_loss
         pushing = None
         # Gradients travel while the next ones are computed; where the next weights need them, `pull` waits anyway.
-        with contextlib.closing(batches(training, parts, device, readers, spec.data.prefetch)) as source, ThreadPoolExecutor(1) as sender:
+        with (
+            contextlib.closing(batches(training, parts, device, readers, spec.data.prefetch)) as source,
+            ThreadPoolExecutor(1) as sender,
+        ):
             for step in range(first, total):
                 if self._pull(step, first):
                     break
@@ -94,7 +109,9 @@ class Worker:
         """Weights that lack `staleness` updates at the most. Returns whether the training is over."""
         need = max(first, step - self.staleness)
         waits = [
-            self.transport.call(server, Message("pull", facts={"need": need, "have": have, "worker": self.number}))
+            self.transport.call(
+                server, Message("pull", facts={"need": need, "have": have, "worker": self.number})
+            )
             for server, have in enumerate(self.have)
         ]
         over = False
@@ -103,13 +120,22 @@ class Worker:
             over |= answer.facts["over"]
             self.have[server] = answer.facts["version"]
             for key, value in answer.tensors.items():
-                (key.of(self.params[key.name].data) if isinstance(key, ParameterSlice) else self.statistics[key]).copy_(value)
+                (
+                    key.of(self.params[key.name].data)
+                    if isinstance(key, ParameterSlice)
+                    else self.statistics[key]
+                ).copy_(value)
         return over
 
     def _gradients(self) -> list[dict[Any, Tensor]]:
         """By server; they are dropped here."""
         found: list[dict[Any, Tensor]] = [
-            {piece: piece.of(grad).cpu() for piece in pieces if (grad := self.params[piece.name].grad) is not None} for pieces in self.dealt
+            {
+                piece: piece.of(grad).cpu()
+                for piece in pieces
+                if (grad := self.params[piece.name].grad) is not None
+            }
+            for pieces in self.dealt
         ]
         found[0] |= {name: buffer.clone().cpu() for name, buffer in self.statistics.items()}
         for parameter in self.params.values():
@@ -118,7 +144,10 @@ class Worker:
 
     def _push(self, gradients: list[dict[Any, Tensor]], facts: dict[str, Any]) -> None:
         """To the first server last: it is the one that says whose gradients count, and by then all have them."""
-        waits = [self.transport.call(server, Message("push", gradients[server], facts)) for server in range(1, len(self.dealt))]
+        waits = [
+            self.transport.call(server, Message("push", gradients[server], facts))
+            for server in range(1, len(self.dealt))
+        ]
         for wait in waits:
             wait()
         self.transport.call(0, Message("push", gradients[0], facts))()

@@ -43,7 +43,9 @@ def weights(laid: PreparedTraining) -> int:
 
 def optimizer_state(laid: PreparedTraining) -> int:
     states = local_optimizer(laid.step.optimizer).state.values()
-    return sum(storages(value for state in states for value in state.values() if isinstance(value, Tensor)).values())
+    return sum(
+        storages(value for state in states for value in state.values() if isinstance(value, Tensor)).values()
+    )
 
 
 def gradients(laid: PreparedTraining) -> Storages:
@@ -69,7 +71,14 @@ def allocations(tree: Iterable[Any], device: torch.device) -> list[Allocation]:
     return sorted(found)
 
 
-def held(stays: tuple[int, int], grads: Storages, happened: Sequence[Allocation], begin_ns: int, marked_ns: int, end_ns: int) -> PeakMemory:
+def held(
+    stays: tuple[int, int],
+    grads: Storages,
+    happened: Sequence[Allocation],
+    begin_ns: int,
+    marked_ns: int,
+    end_ns: int,
+) -> PeakMemory:
     """`stays`: weights and optimizer state. `grads`: at `marked_ns`. The peak is looked for between begin and end."""
     alive, most, peak_ns = _Alive(), 0, begin_ns
     for one in happened:

@@ -16,7 +16,17 @@ from paceline.events import Accounted
 from paceline.plan.cost_model.compare import MOST_STEPS
 from paceline.plan.plan import Plan
 from paceline.training.profiling import peak_memory
-from paceline.training.profiling.time_breakdown import END, GRADIENTS, STEP, UPDATED, Op, StepSeconds, marked, on_device, on_host
+from paceline.training.profiling.time_breakdown import (
+    END,
+    GRADIENTS,
+    STEP,
+    UPDATED,
+    Op,
+    StepSeconds,
+    marked,
+    on_device,
+    on_host,
+)
 from paceline.training.setup import PreparedTraining
 
 SHARE = 0.01  # of the training that it may take
@@ -25,15 +35,38 @@ AGAIN = 8  # times in a training that is long enough, and more often at its begi
 START_S = {"cpu": 0.03, "cuda": 4.0}  # of a first profile, before it is known; on CUDA its library is started
 VARIES = 1.5  # times as much as any before may the next one cost
 EVENT_S = 2e-6  # that writing down each event takes from a step
-PARTS = ("compute", "communication", "bubble", "input", "optimizer", "other")  # of a step; a save is none of a step
+PARTS = (
+    "compute",
+    "communication",
+    "bubble",
+    "input",
+    "optimizer",
+    "other",
+)  # of a step; a save is none of a step
 
 
 class StepProfiler:
     """Call `begin` before and `end` after each step; all ranks must do so in step."""
 
-    def __init__(self, wanted: bool | None, first: int, total: int, laid: PreparedTraining, plan: Plan, world: World, device: torch.device):
+    def __init__(
+        self,
+        wanted: bool | None,
+        first: int,
+        total: int,
+        laid: PreparedTraining,
+        plan: Plan,
+        world: World,
+        device: torch.device,
+    ):
         self.wanted = wanted if laid.servers is None else False
-        self.first, self.total, self.laid, self.plan, self.world, self.device = first, total, laid, plan, world, device
+        self.first, self.total, self.laid, self.plan, self.world, self.device = (
+            first,
+            total,
+            laid,
+            plan,
+            world,
+            device,
+        )
         self.told_s = 0.0
         self.told_steps = -1
         self.next = first + WARM_UP_STEPS  # steps done before the next profile
@@ -86,7 +119,9 @@ class StepProfiler:
         if self.told_steps <= 0:
             return False
         step_s = self.told_s / self.told_steps
-        costs_s = VARIES * self.costs_s if self.costs_s is not None else START_S[self.device.type] + steps * step_s
+        costs_s = (
+            VARIES * self.costs_s if self.costs_s is not None else START_S[self.device.type] + steps * step_s
+        )
         return self.spent_s + costs_s <= SHARE * step_s * (self.total - self.first)
 
 
@@ -102,10 +137,14 @@ class _Profile:
         self.observe, laid.step.observe = laid.step.observe, self._observe
         self.profiler: Any = None
         if not torch.autograd._profiler_enabled():  # by the user, whose own it is
-            os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # else it says on standard error that it starts (torch 2.13)
+            os.environ.setdefault(
+                "KINETO_LOG_LEVEL", "6"
+            )  # else it says on standard error that it starts (torch 2.13)
             self.logs_from = _logs_from(ERROR)
             use = "cuda" if device.type == "cuda" else None
-            with torch.autograd.profiler.profile(use_device=use):  # the first operation that is profiled takes long
+            with torch.autograd.profiler.profile(
+                use_device=use
+            ):  # the first operation that is profiled takes long
                 torch.zeros(1, device=device)
             if device.type == "cuda":
                 torch.cuda.synchronize(device)
@@ -166,7 +205,9 @@ def _logs_from(level: int) -> int:
     """Which level torch's own log begins with; returns the one before. Else it warns of each tensor that is older than the profile and
     freed in it (torch 2.13)."""
     with contextlib.suppress(OSError, ValueError):  # another platform, or torch
-        begins = ctypes.c_int.in_dll(ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libc10.so")), "FLAGS_caffe2_log_level")
+        begins = ctypes.c_int.in_dll(
+            ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libc10.so")), "FLAGS_caffe2_log_level"
+        )
         before, begins.value = begins.value, level
         return before
     return level
@@ -184,13 +225,24 @@ def _ops(events: Sequence[Any], cuda: bool) -> Iterator[Op]:
         for event in events:
             if (name := event.name()) != "[memory]":
                 begin = event.start_ns()
-                yield Op(name, begin, begin + event.duration_ns(), None if event.is_async() else event.start_thread_id())
+                yield Op(
+                    name,
+                    begin,
+                    begin + event.duration_ns(),
+                    None if event.is_async() else event.start_thread_id(),
+                )
         return
     from torch.autograd import DeviceType
 
     on_host = [event.device_type() == DeviceType.CPU for event in events]
-    launches = {event.correlation_id(): event.start_ns() for event in events if event.name().startswith(("cuda", "cuLaunch"))}
-    asked = {event.name() for event, here in zip(events, on_host, strict=True) if here}  # annotations, which a device has too
+    launches = {
+        event.correlation_id(): event.start_ns()
+        for event in events
+        if event.name().startswith(("cuda", "cuLaunch"))
+    }
+    asked = {
+        event.name() for event, here in zip(events, on_host, strict=True) if here
+    }  # annotations, which a device has too
     for event, here in zip(events, on_host, strict=True):
         name, begin, end = event.name(), event.start_ns(), event.start_ns() + event.duration_ns()
         if here and name != "[memory]":

@@ -6,7 +6,9 @@ from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
-STEP, GRADIENTS, UPDATED, END = MARKS = tuple(f"paceline: {what}" for what in ("step", "gradients", "updated", "end"))
+STEP, GRADIENTS, UPDATED, END = MARKS = tuple(
+    f"paceline: {what}" for what in ("step", "gradients", "updated", "end")
+)
 COLLECTIVE = re.compile(r"(gloo|nccl|mpi|ucc):")
 POSTED = re.compile(r"_?c10d(_functional)?::")
 NEIGHBOURS = re.compile(r"send|recv", re.I)
@@ -50,14 +52,19 @@ def on_host(ops: Sequence[Op], data_ns: Sequence[int]) -> StepSeconds:
     computes, Python's part of it included."""
     steps, gradients, updated, ends = marked(ops)
     [thread] = {op.thread for op in ops if op.name == STEP}
-    own = sorted((op for op in ops if op.thread == thread and op.name not in MARKS), key=lambda op: (op.begin_ns, -op.end_ns))
+    own = sorted(
+        (op for op in ops if op.thread == thread and op.name not in MARKS),
+        key=lambda op: (op.begin_ns, -op.end_ns),
+    )
     posts = [op for op in own if POSTED.match(op.name)]
     pauses = minus([(steps[0], ends[-1])], merged(_innermost(own)))
     near, far = _apart(op for op in ops if op.thread is None and COLLECTIVE.match(op.name))
     waiting = merged([*_waits(pauses, posts, far), *_spans(posts)])
     beside = minus(merged(_waits(pauses, posts, near)), waiting)
     both = merged([*waiting, *beside])
-    found = dict.fromkeys(("step", "compute", "communication", "neighbours", "input", "optimizer", "other"), 0)
+    found = dict.fromkeys(
+        ("step", "compute", "communication", "neighbours", "input", "optimizer", "other"), 0
+    )
     for begin, data, (middle, after), last, end in zip(steps, data_ns, gradients, updated, ends, strict=True):
         read = begin + data
         found["step"] += end - begin - (after - middle)
@@ -80,13 +87,24 @@ def on_device(ops: Sequence[Op], data_ns: Sequence[int]) -> StepSeconds:
     waiting = minus(merged(_spans(far)), work)
     beside = minus(minus(merged(_spans(near)), work), waiting)
     spans = [(begin, last) for (begin, _), last in zip(gradients, updated, strict=True)]
-    updates = merged(_spans(op for op in kernels if any(first <= (op.launched_ns or 0) <= last for first, last in spans)))
+    updates = merged(
+        _spans(op for op in kernels if any(first <= (op.launched_ns or 0) <= last for first, last in spans))
+    )
     whole, talk, neighbours = ends[-1] - steps[0], length(waiting), length(beside)
     idle = whole - length(work) - talk - neighbours
     optimizer, input_ = length(minus(minus(updates, waiting), beside)), min(idle, sum(data_ns))
     other = max(0, min(idle - input_, ends[-1] - max((op.end_ns for op in kernels), default=ends[-1])))
-    found = {"step": whole, "communication": talk, "neighbours": neighbours, "input": input_, "optimizer": optimizer, "other": other}
-    return _mean(found | {"compute": whole - talk - neighbours - input_ - optimizer - other}, len(steps), beside, near)
+    found = {
+        "step": whole,
+        "communication": talk,
+        "neighbours": neighbours,
+        "input": input_,
+        "optimizer": optimizer,
+        "other": other,
+    }
+    return _mean(
+        found | {"compute": whole - talk - neighbours - input_ - optimizer - other}, len(steps), beside, near
+    )
 
 
 def marked(ops: Sequence[Op]) -> tuple[list[int], list[Span], list[int], list[int]]:
