@@ -49,7 +49,7 @@ def step_s(folder: str, steps: int, beats: bool) -> float:
     from paceline.training.loop import train
 
     spec = Spec(
-        task="digits", steps=steps, save=Save(minutes=float("inf")), evaluate_every=10**6, account=False
+        task="digits", steps=steps, save=Save(minutes=float("inf")), evaluate_every=10**6, profile=False
     )
     with contextlib.nullcontext() if beats else silent():
         run = RunFolder(Path(folder))

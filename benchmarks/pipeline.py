@@ -36,7 +36,7 @@ def batches() -> list[tuple[Tensor, Tensor]]:
 
 
 def ours(schedule: str) -> tuple[Callable[[], Any], Any]:
-    plan = parse(f"pp={RANKS},micro={MICRO},schedule={schedule}").on(RANKS)
+    plan = parse(f"pp={RANKS},microbatches={MICRO},pp_schedule={schedule}").on(RANKS)
     laid = build_training(Spec(batch=MICRO * SHARE), plan, world(), TASK, CPU)
     pieces = batches()
     return lambda: laid.step(pieces, 0, 1.0), laid.step.pipeline.schedule
@@ -150,7 +150,7 @@ def bubble(schedule: str) -> float:
 
 
 def be_a_rank(rounds: int) -> None:
-    turns.compare(f"pp={RANKS}, 1f1b, micro={MICRO}", ours("1f1b")[0], by_hand(), rounds)
+    turns.compare(f"pp={RANKS}, 1f1b, microbatches={MICRO}", ours("1f1b")[0], by_hand(), rounds)
     turns.say("schedule       bubble   formula")
     for schedule in ("gpipe", "1f1b", "interleaved", "zero-bubble", "zbv"):
         turns.say(f"{schedule:12} {bubble(schedule):8.1%} {formula(schedule):9.1%}")

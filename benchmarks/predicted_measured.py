@@ -69,16 +69,20 @@ def _counted(spec: Spec, plan: str) -> int:
     torch.set_num_threads(1)  # they do not change what tensors take
     data = open_data(spec, task)
     assert on.dp is not None
-    assert on.micro is not None
+    assert on.microbatches is not None
     parts = training_parts(
-        RankBatchSlice(spec.batch, on.micro, on.place(me.rank).dp, on.dp), data.samples, spec.seed, 0, COUNTED
+        RankBatchSlice(spec.batch, on.microbatches, on.place(me.rank).dp, on.dp),
+        data.samples,
+        spec.seed,
+        0,
+        COUNTED,
     )
     there = set(_storages())
     laid = build_training(spec, on, me, task, CPU, training=data.training)
     with Counted(storage for memory, storage in _storages().items() if memory not in there) as counted:
         source = batches(data.training, parts, CPU, 0, spec.data.prefetch)
         for step in range(COUNTED):
-            micro_batches = [next(source) for _ in range(on.micro)]
+            micro_batches = [next(source) for _ in range(on.microbatches)]
             if step == 0:
                 laid.step.model = settle(laid.step, micro_batches[0])
             laid.step(micro_batches, step, 1.0)

@@ -65,7 +65,9 @@ def _korthikanti(name: str) -> tuple[ModelFacts, Split]:
         layers=layers, hidden=hidden, heads=heads, vocab=51200, seq=2048, dropout=True, positions=2048
     ).facts()
     kind = "interleaved" if stages > 1 else "1f1b"
-    return facts, Split(tp=tp, pp=pp, micro_batch=micro_batch, micro=4 * pp, schedule=kind, stages=stages)
+    return facts, Split(
+        tp=tp, pp=pp, micro_batch=micro_batch, microbatches=4 * pp, schedule=kind, stages=stages
+    )
 
 
 def selective_recompute(row: Mapping[str, str]) -> Score:

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from paceline.events import Step, read
 
-PLANS = {"single": 1, "ddp": 2, "zero1": 2, "zero2": 2, "zero3": 2, "hsdp": 4, "zero3,micro=2": 4}
+PLANS = {"single": 1, "ddp": 2, "zero1": 2, "zero2": 2, "zero3": 2, "hsdp": 4, "zero3,microbatches=2": 4}
 
 
 def train(plan: str, ranks: int, precision: str, steps: int, folder: Path) -> list[Step]:

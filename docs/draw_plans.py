@@ -305,7 +305,7 @@ def draw_chart(of: Chart) -> str:
     """Time to the right, a lane a rank; the second stages of ranks are darker."""
     plan, length = of.plan, float(of.length) * UNIT
     lanes = plan.pp * LANE
-    parts = [text(SIDE, 14, f"{plan.schedule}: ranks wait {float(of.bubble):.1%} of the time")]
+    parts = [text(SIDE, 14, f"{plan.pp_schedule}: ranks wait {float(of.bubble):.1%} of the time")]
     parts += [text(SIDE - 8, 22 + rank * LANE + 16, f"rank {rank}", anchor="end") for rank in range(plan.pp)]
     parts += [
         box(SIDE, 22 + rank * LANE, length, LANE - 3, GREY, round_=0, more=' fill-opacity="0.2"')
@@ -317,7 +317,7 @@ def draw_chart(of: Chart) -> str:
         size = 11 if wide > 12 else 9
         parts += [
             box(x + 0.5, y, wide - 1, LANE - 3, fill, round_=1),
-            text(x + wide / 2, y + 15, str(slot.micro), size, INK, "middle"),
+            text(x + wide / 2, y + 15, str(slot.microbatches), size, INK, "middle"),
         ]
     at: float = SIDE
     for kind in [kind for kind in KINDS if any(slot.kind == kind for slot in of.slots)]:
@@ -327,25 +327,25 @@ def draw_chart(of: Chart) -> str:
 
 
 def charts() -> list[Chart]:
-    return [chart(parse(f"pp=4,schedule={schedule},micro=8").on(4)) for schedule in SCHEDULES]
+    return [chart(parse(f"pp=4,pp_schedule={schedule},microbatches=8").on(4)) for schedule in SCHEDULES]
 
 
 def drawn() -> dict[str, str]:
     """File name -> what it holds."""
     plans = {f"{name}.svg": draw(name, picture) for name, picture in PICTURES.items()}
-    return plans | {f"schedule-{of.plan.schedule}.svg": draw_chart(of) for of in charts()}
+    return plans | {f"schedule-{of.plan.pp_schedule}.svg": draw_chart(of) for of in charts()}
 
 
 def report(of: Chart) -> str:
     plan = of.plan
-    assert plan.micro is not None
+    assert plan.microbatches is not None
     assert plan.stages is not None
     apart = any(slot.kind == "W" for slot in of.slots)  # nothing waits but for a forward pass
-    ideal = (plan.pp - 1) / (plan.stages * plan.micro * (3 if apart else 1))
+    ideal = (plan.pp - 1) / (plan.stages * plan.microbatches * (3 if apart else 1))
     formula = f"; by formula {ideal / (1 + ideal):.1%} and {ideal:.2%}"
     kept = " ".join(f"{float(of.kept(rank)):g}" for rank in range(plan.pp))
     bubble, more = float(of.bubble), float(of.length / of.ideal - 1)
-    return f"{plan.schedule:12} bubble {bubble:.1%} of the time, {more:.2%} of the ideal time{formula}; micro-batches kept by rank: {kept}"
+    return f"{plan.pp_schedule:12} bubble {bubble:.1%} of the time, {more:.2%} of the ideal time{formula}; micro-batches kept by rank: {kept}"
 
 
 def main() -> None:

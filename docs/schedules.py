@@ -21,7 +21,7 @@ class Slot:
     rank: int
     stage: int
     kind: str  # forward, backward, or of a backward pass in two: for the input, for the weights
-    micro: int
+    microbatch: int
     start: Fraction
     end: Fraction
 
@@ -67,13 +67,13 @@ class Recorder:
         self.is_first, self.is_last = stage == 0, stage == stages - 1
         self.order: list[tuple[int, str, int]] = []
 
-    def forward_one_chunk(self, micro: int, *args: Any, **kwargs: Any) -> None:
-        self.order.append((self.stage_index, "F", micro))
+    def forward_one_chunk(self, microbatch: int, *args: Any, **kwargs: Any) -> None:
+        self.order.append((self.stage_index, "F", microbatch))
 
-    def backward_one_chunk(self, micro: int, *args: Any, **kwargs: Any) -> None:
-        self.order.append((self.stage_index, "B", micro))
+    def backward_one_chunk(self, microbatch: int, *args: Any, **kwargs: Any) -> None:
+        self.order.append((self.stage_index, "B", microbatch))
 
-    def sends(self, micro: int) -> list[Any]:
+    def sends(self, microbatch: int) -> list[Any]:
         return []
 
     get_fwd_recv_ops = get_fwd_send_ops = get_bwd_recv_ops = get_bwd_send_ops = sends
@@ -88,14 +88,14 @@ def order(plan: Plan) -> dict[int, list[tuple[int, str, int]]]:
     Schedules with several stages on a rank keep a list of it; the others are run on stages that only take notes, since the list that
     some releases keep of them is not what they do.
     """
-    assert plan.schedule is not None
-    assert plan.micro is not None
-    kind = getattr(pipelining, SCHEDULES[plan.schedule])
+    assert plan.pp_schedule is not None
+    assert plan.microbatches is not None
+    kind = getattr(pipelining, SCHEDULES[plan.pp_schedule])
     ranks = ranks_of(plan)
     if plan.stages == 1:
         recorders = [Recorder(stage, plan.pp) for stage in range(plan.pp)]
         for recorder in recorders:
-            schedule = kind(recorder, plan.micro)
+            schedule = kind(recorder, plan.microbatches)
             schedule._initialize_stage = lambda *args, **kwargs: None
             schedule._step_microbatches()
         return {rank: recorder.order for rank, recorder in enumerate(recorders)}
@@ -111,7 +111,7 @@ def order(plan: Plan) -> dict[int, list[tuple[int, str, int]]]:
         for stage, rank in enumerate(ranks)
         if rank == 0
     ]
-    actions = kind(own, plan.micro, loss_fn=lambda output, target: output).pipeline_order
+    actions = kind(own, plan.microbatches, loss_fn=lambda output, target: output).pipeline_order
     return {
         rank: [
             (action.stage_index, action.computation_type.value, action.microbatch_index)
@@ -134,19 +134,19 @@ def chart(plan: Plan) -> Chart:
         before = len(done)
         for rank, of in waiting.items():
             while of and all(need in done for need in _needs(*of[0], last)):
-                stage, kind, micro = of.pop(0)
-                start = max([free[rank], *(done[need] for need in _needs(stage, kind, micro, last))])
+                stage, kind, microbatch = of.pop(0)
+                start = max([free[rank], *(done[need] for need in _needs(stage, kind, microbatch, last))])
                 free[rank] = start + Fraction(TIMES[kind], plan.stages)
-                slots.append(Slot(rank, stage, kind, micro, start, free[rank]))
-                done[stage, "B" if kind == "I" else kind, micro] = free[rank]
+                slots.append(Slot(rank, stage, kind, microbatch, start, free[rank]))
+                done[stage, "B" if kind == "I" else kind, microbatch] = free[rank]
         if len(done) == before:
             raise RuntimeError(f"{plan}: each rank waits for another")
     return Chart(plan, tuple(slots))
 
 
-def _needs(stage: int, kind: str, micro: int, last: int) -> list[tuple[int, str, int]]:
+def _needs(stage: int, kind: str, microbatch: int, last: int) -> list[tuple[int, str, int]]:
     if kind == "F":
-        return [(stage - 1, "F", micro)] if stage else []
+        return [(stage - 1, "F", microbatch)] if stage else []
     if kind == "W":
-        return [(stage, "B", micro)]
-    return [(stage, "F", micro), *([(stage + 1, "B", micro)] if stage < last else [])]
+        return [(stage, "B", microbatch)]
+    return [(stage, "F", microbatch), *([(stage + 1, "B", microbatch)] if stage < last else [])]

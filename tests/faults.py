@@ -51,7 +51,7 @@ def gradient_over_data() -> Any:
 
 
 def gradient_times_micro() -> Any:
-    return _gradient_times(lambda step: step.plan.micro)
+    return _gradient_times(lambda step: step.plan.microbatches)
 
 
 def gradient_doubled_on_last_rank() -> Any:

@@ -38,14 +38,14 @@ COMMANDS = {
         "cpu",
         "--run-dir",
         RUN,
-        "--account",
+        "--profile",
         "--set",
         "validation=5",
     ): 0,
     ("status", RUN): 0,
     ("show", RUN): 0,
     ("doctor", RUN): 0,
-    ("account", RUN, "--measured"): 2,  # a few steps, none of them profiled
+    ("profile", RUN, "--measured"): 2,  # a few steps, none of them profiled
     ("cancel", RUN): 2,
     ("resume", RUN): 2,
     ("show", "nö"): 2,
@@ -59,7 +59,7 @@ COMMANDS = {
     ("--version",): 0,
     **{
         (name, "--help"): 0
-        for name in ("train", "submit", "verify", "drill", "bench", "ledger", "preflight", "export")
+        for name in ("train", "submit", "verify", "drill", "bench", "comms", "preflight", "export")
     },
     ("bench", "storage", "--help"): 0,
     ("trän",): 2,

@@ -106,14 +106,14 @@ def test_what_cannot_be_is_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
     def with_one_that_cannot(*args: object, **kwargs: object) -> BestPlans:
         found = ask(*args, **kwargs)  # type: ignore[arg-type]
         found.plans.insert(
-            0, (Plan(dp=1, tp=2, pp=2, micro=2), found.plans[0][1])
+            0, (Plan(dp=1, tp=2, pp=2, microbatches=2), found.plans[0][1])
         )  # on 4 ranks, of which 2 layers make 2 stages
         found.plans.insert(0, (Plan(dp=1, tp=4), found.plans[0][1]))  # 2 heads
         return found
 
     monkeypatch.setattr(choosing, "answer", with_one_that_cannot)
     taken = choose(spec, SMALL, 4, cluster=machine()).plan
-    assert taken.on(4) in (first.on(4), Plan(dp=1, tp=2, pp=2, micro=2).on(4))
+    assert taken.on(4) in (first.on(4), Plan(dp=1, tp=2, pp=2, microbatches=2).on(4))
     assert taken.tp != 4
 
 
@@ -133,8 +133,8 @@ def test_micro_batches_are_another_training_for_batch_norm(
         task = load_task(spec.task, {"norm": norm})
         found: list[str] = []
         plans = choosing.answer(choosing.describe(spec, task), machine(), 24, ranks=2).plans
-        can = [plan.on(2).micro for plan, _ in choosing._possible(plans, spec, task, 2, found)]
-        assert (max(micro or 1 for micro in can) > 1) is not norm
+        can = [plan.on(2).microbatches for plan, _ in choosing._possible(plans, spec, task, 2, found)]
+        assert (max(microbatches or 1 for microbatches in can) > 1) is not norm
         assert any("BatchNorm" in why for why in found) is norm
 
 
@@ -148,12 +148,12 @@ def test_float64_is_not_predicted() -> None:
 @pytest.mark.parametrize(
     ("plan", "ranks", "said"),
     [
-        ("ddp,dp=2,micro=1", 2, "ddp"),
-        ("dp=1,micro=1", 1, "single"),
-        ("zero3,dp=4,micro=2", 4, "zero3,micro=2"),
-        ("dp=2,pp=2,micro=4", 4, "pp=2"),
-        ("dp=1,pp=2,micro=4,schedule=interleaved,stages=2", 2, "pp=2,schedule=interleaved"),
-        ("dp=1,pp=2,micro=2,schedule=1f1b,stages=1", 2, "pp=2,micro=2"),
+        ("ddp,dp=2,microbatches=1", 2, "ddp"),
+        ("dp=1,microbatches=1", 1, "single"),
+        ("zero3,dp=4,microbatches=2", 4, "zero3,microbatches=2"),
+        ("dp=2,pp=2,microbatches=4", 4, "pp=2"),
+        ("dp=1,pp=2,microbatches=4,pp_schedule=interleaved,stages=2", 2, "pp=2,pp_schedule=interleaved"),
+        ("dp=1,pp=2,microbatches=2,pp_schedule=1f1b,stages=1", 2, "pp=2,microbatches=2"),
     ],
 )
 def test_a_plan_is_said_shortly(plan: str, ranks: int, said: str) -> None:

@@ -210,11 +210,11 @@ REACHED = "bad.py:Regression has no field {}; a key of the request is set by --s
         ),
         (
             "train bad.py:Regression --batch 10 --ranks 4",
-            "batch 10 is not divisible by ranks × micro = 4 × 1 = 4: use --batch 12 or 8",
+            "batch 10 is not divisible by ranks × microbatches = 4 × 1 = 4: use --batch 12 or 8",
         ),
         (
-            "train bad.py:Regression --batch 10 --ranks 2 --plan zero3,micro=2",
-            "batch 10 is not divisible by ranks × micro = 2 × 2 = 4: use --batch 12 or 8",
+            "train bad.py:Regression --batch 10 --ranks 2 --plan zero3,microbatches=2",
+            "batch 10 is not divisible by ranks × microbatches = 2 × 2 = 4: use --batch 12 or 8",
         ),
         (
             f"train bad.py:Regression --run-dir {os.devnull}",
@@ -259,7 +259,7 @@ def test_one_sentence_and_nothing_left(words, sentence, here, monkeypatch, capsy
         ),
         (
             "train bad.py:Regression --batch 9 --ranks 2",
-            "batch 9 is not divisible by ranks × micro = 2 × 1 = 2: use --batch 10 or 8",
+            "batch 9 is not divisible by ranks × microbatches = 2 × 1 = 2: use --batch 10 or 8",
         ),
         ("resume .", ". is no run: it has no spec.toml"),
     ],
@@ -527,11 +527,11 @@ def test_samples_of_unlike_shapes_are_named(here):
             {"schedule": Schedule(warmup=97)},
             "schedule.warmup=97 samples is longer than the training, 96 samples",
         ),
-        ({"batch": 9}, "batch 9 is not divisible by micro=2: use --batch 10 or 8"),
+        ({"batch": 9}, "batch 9 is not divisible by microbatches=2: use --batch 10 or 8"),
     ],
 )
 def test_a_request_that_contradicts_itself(more, message, here):
-    error = failing(wanted(here, **more), "single,micro=2")
+    error = failing(wanted(here, **more), "single,microbatches=2")
     assert (type(error) in (SpecError, PlanError), str(error)) == (True, message)
 
 

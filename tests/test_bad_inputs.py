@@ -22,7 +22,7 @@ def here(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (folder / name).parent.mkdir(exist_ok=True)
         (folder / name).write_bytes(content)
     os.mkfifo(folder / "pipe")
-    words = "train bad.py:Small --steps 4 --batch 8 --save-every 2 --run-dir run --device cpu --account"
+    words = "train bad.py:Small --steps 4 --batch 8 --save-every 2 --run-dir run --device cpu --profile"
     succeed(*words.split(), at=folder)
     for name, changes in DAMAGED.items():
         shutil.copytree(folder / "run", folder / name)

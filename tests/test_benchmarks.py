@@ -13,12 +13,12 @@ from test_published import ROW
 
 FOLDER = Path(__file__).parents[1] / "benchmarks"
 SMALLEST = {
-    "account": "--rounds 4",
+    "profiling": "--rounds 4",
     "collectives": "--rounds 2 --bytes 1024",
     "compute": "--rounds 2 --seconds 0.02 --size 128",
     "crowd": "--steps 3 --times 1",
     "heartbeat": "--steps 24 --times 1",
-    "ledger": "--ranks 4 --batch 4 --plan zero1",
+    "comms": "--ranks 4 --batch 4 --plan zero1",
     "pipeline": "--rounds 2",
     "predicted": "digits --ranks 1 --rounds 1 --seconds 0.01 --json kept.json",
     "published": "mine.csv",

@@ -86,7 +86,7 @@ def trained(tmp_path_factory) -> tuple[Path, Result]:
         "--run-dir",
         "r",
         "--plan",
-        "ddp,micro=2",
+        "ddp,microbatches=2",
         "--steps",
         "12",
         "--lr",
@@ -179,9 +179,9 @@ def test_help_names_the_commands_and_no_inner_one(tmp_path):
                 "export",
                 "verify",
                 "drill",
-                "ledger",
+                "comms",
                 "plan",
-                "account",
+                "profile",
                 "scale",
                 "probe",
                 "bench",
@@ -230,7 +230,7 @@ def test_flags_win_over_the_file(trained):
         optimizer=Optimizer(name="sgd", lr=0.01),
         save=specs.Save(every=5, keep=9),
     )
-    assert launch == Launch(ranks=2, plan="ddp,micro=2")
+    assert launch == Launch(ranks=2, plan="ddp,microbatches=2")
 
 
 def test_what_it_prints(trained):
@@ -238,7 +238,7 @@ def test_what_it_prints(trained):
     lines = result.out.splitlines()
     assert result.err == ""
     assert re.match(
-        r"my.py:Tied with \d+ parameters: to step 12, batch 12 of 53 samples; plan ddp,micro=2 on 2 ranks, cpu, fp32, \d threads? each",
+        r"my.py:Tied with \d+ parameters: to step 12, batch 12 of 53 samples; plan ddp,microbatches=2 on 2 ranks, cpu, fp32, \d threads? each",
         lines[0],
     )
     for pattern in (
@@ -368,14 +368,16 @@ def test_resume_takes_it_further_on_other_ranks(trained, tmp_path):
     at, _ = trained
     shutil.copytree(at / "r", tmp_path / "r")
     result = succeed("resume", "r", "--ranks", "1", "--steps", "15", at=tmp_path)
-    assert "from step 12 to step 15, batch 12 of 53 samples; plan single,micro=2 on 1 rank" in result.out
+    assert (
+        "from step 12 to step 15, batch 12 of 53 samples; plan single,microbatches=2 on 1 rank" in result.out
+    )
     assert [event.step for event in of_kind(tmp_path / "r", Ended)] == [12, 15]
     spec, launch = RunFolder(tmp_path / "r").request()
     assert spec.steps == 15, "the request is what was last asked for"
     assert (launch.ranks, launch.plan, launch.asked, launch.asked_ranks) == (
         1,
-        "single,micro=2",
-        "ddp,micro=2",
+        "single,microbatches=2",
+        "ddp,microbatches=2",
         2,
     )
 

@@ -20,11 +20,11 @@ PLANS = [
     (2, "tp=2"),
     (2, "ddp"),
     (2, "zero3"),
-    (2, "pp=2,micro=2"),
-    (2, "pp=2,schedule=interleaved,micro=2"),
+    (2, "pp=2,microbatches=2"),
+    (2, "pp=2,pp_schedule=interleaved,microbatches=2"),
     (2, "zero3,recompute=full"),
 ]
-PLANS += [(4, "dp=2,tp=2,zero=3"), (4, "pp=2,tp=2,micro=2"), (2, "local-sgd,period=2")]
+PLANS += [(4, "dp=2,tp=2,zero=3"), (4, "pp=2,tp=2,microbatches=2"), (2, "local-sgd,period=2")]
 
 
 def compiled(task: Task, plan: str) -> tuple[Trained, int]:
@@ -54,8 +54,8 @@ def test_the_training_is_that_without(size: int, plan: str) -> None:
         ("cp=2", 2, "cannot be compiled yet; leave --compile or cp out"),
         ("pp=2,cp=2", 4, "cannot be compiled yet; leave --compile or cp out"),
         ("tp=2,recompute=full", 2, "cannot be compiled yet; leave --compile, recompute or tp out"),
-        ("pp=2,schedule=zero-bubble", 2, "use schedule=1f1b or interleaved, or leave --compile out"),
-        ("pp=2,schedule=zbv", 2, "use schedule=1f1b or interleaved, or leave --compile out"),
+        ("pp=2,pp_schedule=zero-bubble", 2, "use pp_schedule=1f1b or interleaved, or leave --compile out"),
+        ("pp=2,pp_schedule=zbv", 2, "use pp_schedule=1f1b or interleaved, or leave --compile out"),
     ],
 )
 def test_what_cannot_be_compiled_is_refused_before_anything_starts(

@@ -51,7 +51,13 @@ def wanted(optimizer: Optimizer = ADAMW, **more: Any) -> Spec:
 PLANS = [
     *[
         (2, plan)
-        for plan in ("cp=2", "zero1,cp=2", "zero2,cp=2,micro=2", "zero3,cp=2", "cp=2,micro=2,recompute=full")
+        for plan in (
+            "cp=2",
+            "zero1,cp=2",
+            "zero2,cp=2,microbatches=2",
+            "zero3,cp=2",
+            "cp=2,microbatches=2,recompute=full",
+        )
     ],
     *[
         (4, plan)
@@ -59,7 +65,7 @@ PLANS = [
             "cp=4,recompute=selective",
             "dp=2,cp=2",
             "zero3,cp=4,recompute=full",
-            "zero2,dp=2,cp=2,micro=2",
+            "zero2,dp=2,cp=2,microbatches=2",
         )
     ],
     (4, "hsdp,dp=2,cp=2"),
@@ -75,7 +81,7 @@ def test_a_gpt(size: int, plan: str) -> None:
     ("size", "plan"),
     [
         (2, "cp=2"),
-        (2, "zero3,cp=2,micro=2,recompute=full"),
+        (2, "zero3,cp=2,microbatches=2,recompute=full"),
         pytest.param(4, "dp=2,cp=2", marks=pytest.mark.slow),
     ],
 )

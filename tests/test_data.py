@@ -82,13 +82,16 @@ def test_the_order_never_changes_from_one_release_to_the_next() -> None:
     ]
 
 
-@pytest.mark.parametrize("micro", [1, 2, 3])
-def test_parts_of_all_ranks_are_the_global_batch(micro: int) -> None:
+@pytest.mark.parametrize("microbatches", [1, 2, 3])
+def test_parts_of_all_ranks_are_the_global_batch(microbatches: int) -> None:
     for ranks in (1, 2, 3, 4, 6):
-        parts = [RankBatchSlice(72, micro, rank, ranks).numbers(5) for rank in range(ranks)]
-        assert {part.shape for part in parts} == {(micro, 72 // micro // ranks)}
+        parts = [RankBatchSlice(72, microbatches, rank, ranks).numbers(5) for rank in range(ranks)]
+        assert {part.shape for part in parts} == {(microbatches, 72 // microbatches // ranks)}
         # each micro-batch has the same samples, in the same order, on any number of ranks
-        assert np.concatenate(parts, axis=1).tolist() == RankBatchSlice(72, micro, 0, 1).numbers(5).tolist()
+        assert (
+            np.concatenate(parts, axis=1).tolist()
+            == RankBatchSlice(72, microbatches, 0, 1).numbers(5).tolist()
+        )
         assert sorted(np.concatenate(parts, axis=None)) == list(range(360, 432))
 
 

@@ -60,7 +60,7 @@ class TrainImages(models.Images):
 
 @pytest.mark.parametrize("clip", [None, CLIP])
 @pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
-@pytest.mark.parametrize("plan", ["ddp", "zero1", "zero3", "ddp,micro=2"])
+@pytest.mark.parametrize("plan", ["ddp", "zero1", "zero3", "ddp,microbatches=2"])
 def test_the_same_as_a_loop_by_hand(plan: str, optimizer: str, clip: float | None) -> None:
     spec = Spec(
         steps=STEPS,

@@ -170,7 +170,7 @@ def test_what_lies_outside_of_the_blocks_is_whole_under_cp() -> None:
 def test_gradients_that_wait_for_those_of_weights_take_memory() -> None:
     facts = describe(Spec(task="text", batch=8), Text())
     plain, split_backward = (
-        peak_bytes(facts, f"pp=2,schedule={name}", 2, "activations")
+        peak_bytes(facts, f"pp=2,pp_schedule={name}", 2, "activations")
         for name in ("interleaved", "zero-bubble")
     )
     assert 1.1 * plain < split_backward < 1.5 * plain

@@ -161,7 +161,7 @@ def test_the_reference_has_every_public_name(site):
 
 
 def test_the_records_have_every_key(site, tmp_path):
-    succeed("train", "digits", "--steps", "2", "--ranks", "2", "--account", "--run-dir", "run", at=tmp_path)
+    succeed("train", "digits", "--steps", "2", "--ranks", "2", "--profile", "--run-dir", "run", at=tmp_path)
     pages = sections((site / "generated/records.html").read_text())
     lines = [json.loads(line) for line in (tmp_path / "run/events.jsonl").read_text().splitlines()]
     assert len({line["event"] for line in lines}) > 4
@@ -222,11 +222,11 @@ BY_PART = ("time_s", "memory_bytes")  # objects whose keys are names of parts
 JSON = {
     "plan": "--model gpt2 --cluster h100:8@50 --batch 64 --tokens 1e9 --price 2 --top 1",
     "scale": "--model gpt2 --cluster h100:8@50 --ranks 1:4 --batch 64 --tokens 1e9",
-    "ledger": "digits --plan ddp --ranks 2",
+    "comms": "digits --plan ddp --ranks 2",
     "preflight": "digits --ranks 2 --steps 2",
     "verify": "digits --plan ddp --ranks 2 --steps 2",
     "drill": "digits --ranks 2 --faults kill",
-    "account": "run",
+    "profile": "run",
 }
 
 
@@ -252,7 +252,7 @@ def test_every_json_key_is_described(tmp_path):
     page = (ROOT / "docs/json.md").read_text()
     described = dict(re.findall(r"^## paceline (\w+)\n(.*?)(?=^## )", page, re.M | re.S))
     assert described.keys() == JSON.keys()
-    succeed("train", "digits", "--steps", "4", "--ranks", "2", "--account", "--run-dir", "run", at=tmp_path)
+    succeed("train", "digits", "--steps", "4", "--ranks", "2", "--profile", "--run-dir", "run", at=tmp_path)
     for command, words in JSON.items():
         succeed(command, *words.split(), "--json", "found.json", at=tmp_path)
         found = {

@@ -155,7 +155,9 @@ def test_a_message_that_is_never_sent_is_not_waited_for_without_end(
     program: tuple[str, ...], tmp_path: Path
 ) -> None:
     run = tmp_path / "run"
-    with begin(tmp_path, "--plan", "pp=2,micro=2", "--timeout", "6", steps=1000, program=program) as running:
+    with begin(
+        tmp_path, "--plan", "pp=2,microbatches=2", "--timeout", "6", steps=1000, program=program
+    ) as running:
         running.until_step(run, 4)
         (tmp_path / "stuck").touch()
         result = running.wait(60)

@@ -44,7 +44,7 @@ ASKED = (
     "fp64",
     "--device",
     "cpu",
-    "--no-account",
+    "--no-profile",
     "--save-every",
     "4",
 )
@@ -163,7 +163,7 @@ def request(folder: Path) -> None:
         "device": "cpu",
         "steps": 60,
     }
-    asked |= {"batch": 24, "precision": "fp64", "account": False, "save.every": 4, "set.dropout": 0.0}
+    asked |= {"batch": 24, "precision": "fp64", "profile": False, "save.every": 4, "set.dropout": 0.0}
     create(folder / "r", *specs.load(None, asked))
 
 

@@ -83,7 +83,7 @@ def test_an_event_is_one_line_and_comes_back_equal(event):
 
 
 def test_the_kinds_and_fields_that_others_read():
-    assert [*KINDS] == ["started", "step", "accounted", "evaluated", "saved", "failed", "stalled", "ended"]
+    assert [*KINDS] == ["started", "step", "profiled", "evaluated", "saved", "failed", "stalled", "ended"]
     written = json.loads(dumps(ALL[1]))
     assert {*written} == {
         "time",

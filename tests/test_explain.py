@@ -48,7 +48,7 @@ def test_a_plan_that_does_not_fit_says_so():
 
 def test_a_picture_is_the_same_each_time(tmp_path):
     pytest.importorskip("matplotlib")
-    asked = answer(model("resnet50"), cluster(4), 64, "zero3,micro=2", others=True)
+    asked = answer(model("resnet50"), cluster(4), 64, "zero3,microbatches=2", others=True)
     for name in ("one.svg", "two.svg"):
         draw(asked, 3, tmp_path / name)
     assert (tmp_path / "one.svg").read_bytes() == (tmp_path / "two.svg").read_bytes()

@@ -193,7 +193,7 @@ def test_losses_that_mix_samples() -> None:
     missed = [
         name
         for name in MIXING
-        if not said(name, "single,micro=2").startswith("loss() mixes the samples of a batch: ")
+        if not said(name, "single,microbatches=2").startswith("loss() mixes the samples of a batch: ")
     ]
     assert not missed
 
@@ -201,14 +201,16 @@ def test_losses_that_mix_samples() -> None:
 def test_losses_that_do_not() -> None:
     for precision in ("fp32", "bf16", "fp64"):
         alarms = {
-            name: message for name in APART if (message := said(name, "single,micro=2", precision=precision))
+            name: message
+            for name in APART
+            if (message := said(name, "single,microbatches=2", precision=precision))
         }
         assert not alarms, precision
 
 
 def test_where_the_batch_is_whole_or_it_is_allowed() -> None:
     assert [said(name, "single") for name in MIXING] == [""] * len(MIXING)
-    assert said("contrastive", "single,micro=2", allow_local_loss=True) == ""
+    assert said("contrastive", "single,microbatches=2", allow_local_loss=True) == ""
 
 
 def on_ranks(cases: list[tuple[str, str]]) -> list[str]:
@@ -240,7 +242,7 @@ def the_same(name: str, allow: bool) -> list[float]:
     spec = Spec(steps=4, batch=16, allow_local_loss=allow)
     return [
         event.loss
-        for event in train(spec, "single,micro=2", World(), task=Mixed(loss_name=name))
+        for event in train(spec, "single,microbatches=2", World(), task=Mixed(loss_name=name))
         if isinstance(event, Step)
     ]
 
@@ -430,7 +432,7 @@ def test_a_plan_in_words() -> None:
             if isinstance(event, Started)
         )
 
-    assert plan_of("single,micro=2") == str(parse("single,micro=2"))
+    assert plan_of("single,microbatches=2") == str(parse("single,microbatches=2"))
     assert plan_of(Plan(dp=1)) == plan_of("single")
     for plan in ("zerro3", "single,mikro=2", 3, ["ddp"]):
         with pytest.raises(PlanError):

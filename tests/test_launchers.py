@@ -79,7 +79,7 @@ def test_two_ranks_one_run(program: tuple[str, ...], plan: str, tmp_path: Path, 
 def test_an_error_is_said_once(program: tuple[str, ...], tmp_path: Path) -> None:
     result = become(program, tmp_path, "my.py:Regression", "--batch", "25", "--ranks", "2")
     assert result.status != 0
-    assert "batch 25 is not divisible by ranks × micro = 2 × 1 = 2: use --batch 26 or 24" in result.all
+    assert "batch 25 is not divisible by ranks × microbatches = 2 × 1 = 2: use --batch 26 or 24" in result.all
     assert not (tmp_path / "runs").exists()
 
 

@@ -42,12 +42,12 @@ def without_norms(found: Trained) -> Trained:
 @pytest.mark.parametrize(
     "task", [models.Points, models.Images, models.Frozen, models.Idle, models.Shared, models.Scalar]
 )
-@pytest.mark.parametrize(("size", "micro"), [(2, 1), (4, 2)])
-def test_averaging_after_each_step_is_ddp(task: type[Task], size: int, micro: int) -> None:
+@pytest.mark.parametrize(("size", "microbatches"), [(2, 1), (4, 2)])
+def test_averaging_after_each_step_is_ddp(task: type[Task], size: int, microbatches: int) -> None:
     """The mean of steps is the step of the mean, for SGD without momentum."""
     spec = wanted(PLAIN, schedule=Schedule(name="cosine", warmup=12))
-    found = trained(size, task(), spec, f"local-sgd,period=1,micro={micro}")
-    expected = trained(size, task(), spec, f"ddp,micro={micro}")
+    found = trained(size, task(), spec, f"local-sgd,period=1,microbatches={microbatches}")
+    expected = trained(size, task(), spec, f"ddp,microbatches={microbatches}")
     assert not differences(without_norms(found), without_norms(expected), 1e-12)
     assert difference(found.grad_norms, expected.grad_norms) > 1e-3
     assert np.greater(found.grad_norms, expected.grad_norms).all(), (
@@ -66,11 +66,11 @@ def test_it_is_no_ddp_otherwise(plan: str, optimizer: Optimizer) -> None:
 
 
 @pytest.mark.parametrize("task", [models.Images, models.NormedImages, models.Text, models.Idle])
-@pytest.mark.parametrize("micro", [1, 2])
-def test_until_the_switch_it_is_ddp(task: type[Task], micro: int) -> None:
+@pytest.mark.parametrize("microbatches", [1, 2])
+def test_until_the_switch_it_is_ddp(task: type[Task], microbatches: int) -> None:
     """To the last bit, BatchNorm over all ranks included."""
-    plan = f"post-local-sgd,period=2,switch=5,micro={micro}"
-    expected = trained(2, task(), wanted(), f"ddp,micro={micro}")
+    plan = f"post-local-sgd,period=2,switch=5,microbatches={microbatches}"
+    expected = trained(2, task(), wanted(), f"ddp,microbatches={microbatches}")
     found = trained(2, task(), wanted(), plan)
     before = Trained(expected.losses[:5], expected.grad_norms[:5], expected.lrs[:5], [], {}, ())
     assert not differences(
@@ -79,7 +79,9 @@ def test_until_the_switch_it_is_ddp(task: type[Task], micro: int) -> None:
     assert found.losses[5] == expected.losses[5] or task is models.NormedImages  # before its update
     assert found.losses[6] != expected.losses[6]
     ended = trained(2, task(), wanted(steps=5, schedule=Schedule()), plan)
-    assert not differences(ended, trained(2, task(), wanted(steps=5), f"ddp,micro={micro}"), 0.0)
+    assert not differences(
+        ended, trained(2, task(), wanted(steps=5), f"ddp,microbatches={microbatches}"), 0.0
+    )
 
 
 def by_hand(task: Task, spec: Spec, size: int, period: int) -> dict[str, np.ndarray]:

@@ -148,8 +148,16 @@ def test_a_signal_stops_it_and_resume_goes_on(tmp_path: Path) -> None:
             "24",
             "parameter-server keeps the whole model on each rank; leave zero, tp, pp and cp out",
         ),
-        ("parameter-server", "2", "batch 2 is not divisible by workers × micro = 3 × 1 = 3: use --batch 3"),
-        ("parameter-server,micro=2", "25", "batch 25 is not divisible by micro=2: use --batch 26 or 24"),
+        (
+            "parameter-server",
+            "2",
+            "batch 2 is not divisible by workers × microbatches = 3 × 1 = 3: use --batch 3",
+        ),
+        (
+            "parameter-server,microbatches=2",
+            "25",
+            "batch 25 is not divisible by microbatches=2: use --batch 26 or 24",
+        ),
         ("parameter-server,servers=0", "24", "servers must be at least 1, got servers=0"),
         ("local-sgd,period=0", "24", "period must be at least 1, got period=0"),
         (

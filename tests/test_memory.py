@@ -47,13 +47,15 @@ def test_the_state_of_gpt3_on_64_gpus():
 def test_activations_of_gpt3_on_64_gpus(sequence, recompute, gib):
     """arXiv 2205.05198, figure 1: with three interleaved stages a rank, the first one holds L·(1 + (p - 1)/(p·m)) blocks' worth."""
     bare = replace(GPT3, first=replace(GPT3.first, saved={}), last=replace(GPT3.last, saved={}))
-    split = Split(tp=8, pp=8, micro_batch=1, micro=64, schedule="interleaved", stages=3, recompute=recompute)
+    split = Split(
+        tp=8, pp=8, micro_batch=1, microbatches=64, schedule="interleaved", stages=3, recompute=recompute
+    )
     found = parts(bare, split, replace(MEGATRON, sequence=sequence))
     assert found["activations"] / 2**30 == pytest.approx(gib, rel=1e-12)
 
 
 def test_the_first_stage_keeps_more_than_the_last():
-    split = Split(pp=8, micro_batch=1, micro=32, schedule="1f1b")
+    split = Split(pp=8, micro_batch=1, microbatches=32, schedule="1f1b")
     blocks = replace(
         LLAMA,
         first=replace(LLAMA.first, params=0, split_params=0),
@@ -63,9 +65,11 @@ def test_the_first_stage_keeps_more_than_the_last():
 
 
 def test_gpipe_keeps_all_micro_batches_and_1f1b_as_many_as_there_are_stages():
-    def kept(schedule, micro):
+    def kept(schedule, microbatches):
         return parts(
-            LLAMA, Split(pp=4, micro_batch=1, micro=micro, schedule=schedule), replace(PACELINE, even=True)
+            LLAMA,
+            Split(pp=4, micro_batch=1, microbatches=microbatches, schedule=schedule),
+            replace(PACELINE, even=True),
         )["activations"]
 
     assert kept("gpipe", 16) == pytest.approx(4 * kept("1f1b", 16))
@@ -99,15 +103,17 @@ def test_gathered_weights_of_two_blocks():
 def test_whole_gradients_between_micro_batches():
     """FSDP2's set_requires_gradient_sync(False) keeps them whole."""
     few, many = (
-        parts(LLAMA, Split(dp=8, zero=3, micro_batch=1, micro=micro, recompute="full"), PACELINE)
-        for micro in (1, 4)
+        parts(
+            LLAMA, Split(dp=8, zero=3, micro_batch=1, microbatches=microbatches, recompute="full"), PACELINE
+        )
+        for microbatches in (1, 4)
     )
     assert many["gradients"] == LLAMA.params * 4
     assert few.get("gradients", 0.0) <= LLAMA.params * 4 / 8
 
 
 def test_tied_weights_are_on_both_ends_of_a_pipeline():
-    split = Split(pp=2, micro_batch=1, micro=4)
+    split = Split(pp=2, micro_batch=1, microbatches=4)
     facts = model("gpt2")
     first, last = shares(facts, 2, 1, True, False)
     both = held(facts, first, MEGATRON, split.cut).params + held(facts, last, MEGATRON, split.cut).params

@@ -62,31 +62,31 @@ SLOW = pytest.mark.slow
 def test_sequences_in_a_pipeline(task: Task) -> None:
     if isinstance(task, sequences.Llama):
         pytest.importorskip("transformers")
-    assert not wrong(4, "pp=2,cp=2,micro=2", task, wanted())
+    assert not wrong(4, "pp=2,cp=2,microbatches=2", task, wanted())
 
 
 @pytest.mark.parametrize(
     "plan",
     [
-        "schedule=zero-bubble,recompute=selective",
-        pytest.param("schedule=interleaved", marks=SLOW),
-        pytest.param("schedule=zbv,zero=3", marks=SLOW),
-        pytest.param("schedule=gpipe,zero=1,recompute=full", marks=SLOW),
+        "pp_schedule=zero-bubble,recompute=selective",
+        pytest.param("pp_schedule=interleaved", marks=SLOW),
+        pytest.param("pp_schedule=zbv,zero=3", marks=SLOW),
+        pytest.param("pp_schedule=gpipe,zero=1,recompute=full", marks=SLOW),
     ],
 )
 def test_sequences_under_every_schedule(plan: str) -> None:
-    assert not wrong(4, f"pp=2,cp=2,micro=2,{plan}", models.Text(), wanted(ADAMW))
+    assert not wrong(4, f"pp=2,cp=2,microbatches=2,{plan}", models.Text(), wanted(ADAMW))
 
 
 EIGHT = [
-    "pp=2,cp=2,dp=2,micro=2",
-    "pp=2,cp=2,dp=2,micro=2,zero=1",
-    "pp=2,cp=2,dp=2,micro=2,zero=3,schedule=zbv",
-    "pp=2,cp=2,tp=2,micro=2",
-    "pp=4,cp=2,micro=4",
-    "pp=2,dp=2,tp=2,micro=2,zero=1",
+    "pp=2,cp=2,dp=2,microbatches=2",
+    "pp=2,cp=2,dp=2,microbatches=2,zero=1",
+    "pp=2,cp=2,dp=2,microbatches=2,zero=3,pp_schedule=zbv",
+    "pp=2,cp=2,tp=2,microbatches=2",
+    "pp=4,cp=2,microbatches=4",
+    "pp=2,dp=2,tp=2,microbatches=2,zero=1",
     "cp=2,dp=2,tp=2,zero=1",
-    "pp=2,dp=2,tp=2,micro=2,schedule=zbv",
+    "pp=2,dp=2,tp=2,microbatches=2,pp_schedule=zbv",
 ]
 
 
@@ -111,15 +111,15 @@ def test_evaluation_in_slices(tmp_path: Path) -> None:
     file = tmp_path / "text"
     file.write_text("Riders in a paceline take turns at the front. " * 20)
     task = text.Text(file=str(file), width=16, depth=2, heads=2, context=16)
-    assert not wrong(4, "pp=2,cp=2,micro=2", task, wanted(evaluate_every=2))
+    assert not wrong(4, "pp=2,cp=2,microbatches=2", task, wanted(evaluate_every=2))
 
 
 @pytest.mark.slow
 def test_dropout_in_slices() -> None:
     """Each stage and slice has a stream of its own, and draws the same again."""
     task, spec = sequences.Odd(what="dropout"), wanted()
-    first = trained(4, task, spec, "pp=2,cp=2,micro=2")
-    assert not differences(trained(4, task, spec, "pp=2,cp=2,micro=2"), first, 0.0)
+    first = trained(4, task, spec, "pp=2,cp=2,microbatches=2")
+    assert not differences(trained(4, task, spec, "pp=2,cp=2,microbatches=2"), first, 0.0)
     assert differences(first, trained(1, task, spec, "single"), 1e-3)
 
 
@@ -150,7 +150,7 @@ def refused(task: Task, plan: str) -> str:
     ids=str,
 )
 def test_what_is_refused_in_one_stage_is_refused_on_all_ranks(task: Task, message: str) -> None:
-    for said in ranks(4)(refused, task, "pp=2,cp=2,micro=2"):
+    for said in ranks(4)(refused, task, "pp=2,cp=2,microbatches=2"):
         assert message in said
 
 
@@ -177,9 +177,9 @@ def test_blocks_are_not_cut_inside_and_across() -> None:
 @pytest.mark.parametrize(
     ("plan", "task", "optimizer"),
     [
-        ("dp=2,pp=2,micro=2,zero=1", models.Text(), ADAMW),
+        ("dp=2,pp=2,microbatches=2,zero=1", models.Text(), ADAMW),
         ("dp=2,tp=2,zero=1", sequences.Encoder(), SGD),
-        pytest.param("cp=2,tp=2,micro=2,zero=1", sequences.Encoder(), CLIPPED, marks=SLOW),
+        pytest.param("cp=2,tp=2,microbatches=2,zero=1", sequences.Encoder(), CLIPPED, marks=SLOW),
     ],
 )
 def test_dealt_state(plan: str, task: Task, optimizer: Optimizer) -> None:
@@ -196,7 +196,7 @@ def held(plan: str) -> Held:
     task, me, spec = sequences.Encoder(), world(), wanted(ADAMW)
     on_ranks = parse(plan).on(me.size)
     laid = build_training(spec, on_ranks, me, task, torch.device("cpu"))
-    laid.update([example(spec, task, on_ranks)] * (on_ranks.micro or 1), 0, 1.0)
+    laid.update([example(spec, task, on_ranks)] * (on_ranks.microbatches or 1), 0, 1.0)
     state = [value for of in laid.step.optimizer.state.values() for value in of.values() if value.dim()]
     return Held(elements(laid.step.params), elements(state))
 
@@ -205,7 +205,7 @@ def elements(tensors: Any) -> int:
     return sum(local(tensor).numel() for tensor in tensors)
 
 
-@pytest.mark.parametrize("axis", ["pp=2,micro=2", pytest.param("tp=2", marks=SLOW)])
+@pytest.mark.parametrize("axis", ["pp=2,microbatches=2", pytest.param("tp=2", marks=SLOW)])
 def test_state_is_dealt_out(axis: str) -> None:
     whole, dealt = (ranks(4)(held, f"dp=2,{axis},zero={zero}") for zero in (0, 1))
     assert [of.parameters for of in dealt] == [of.parameters for of in whole]
@@ -229,7 +229,7 @@ def test_dealing() -> None:
 def test_tied_on_one_rank(task: Task, zero: int) -> None:
     if isinstance(task, stacks.HuggingFace):
         pytest.importorskip("transformers")
-    assert not wrong(4, f"dp=2,pp=2,micro=2,schedule=zbv,zero={zero}", task, wanted(ADAMW))
+    assert not wrong(4, f"dp=2,pp=2,microbatches=2,pp_schedule=zbv,zero={zero}", task, wanted(ADAMW))
 
 
 # Checkpoints
@@ -242,8 +242,8 @@ def kept(plan: str, steps: int, run: Path) -> None:
 @pytest.mark.parametrize(
     "plans",
     [
-        ("pp=2,cp=2,micro=2", "dp=2,tp=2,zero=1"),
-        pytest.param(("dp=2,pp=2,micro=2,zero=1", "pp=2,cp=2,micro=2,zero=3"), marks=SLOW),
+        ("pp=2,cp=2,microbatches=2", "dp=2,tp=2,zero=1"),
+        pytest.param(("dp=2,pp=2,microbatches=2,zero=1", "pp=2,cp=2,microbatches=2,zero=3"), marks=SLOW),
     ],
 )
 def test_resumed_under_another_mixture(plans: tuple[str, str], tmp_path: Path) -> None:
@@ -317,9 +317,9 @@ def forgotten_factor() -> Any:
 @pytest.mark.parametrize(
     ("plant", "plan"),
     [
-        (copy_forgotten, "dp=2,pp=2,micro=2,schedule=zbv"),
-        (copy_not_renewed, "dp=2,pp=2,micro=2,schedule=zbv,zero=2"),
-        (forgotten_factor, "pp=2,cp=2,micro=2"),
+        (copy_forgotten, "dp=2,pp=2,microbatches=2,pp_schedule=zbv"),
+        (copy_not_renewed, "dp=2,pp=2,microbatches=2,pp_schedule=zbv,zero=2"),
+        (forgotten_factor, "pp=2,cp=2,microbatches=2"),
     ],
 )
 def test_what_is_wrong_is_caught(plant: Any, plan: str) -> None:
@@ -328,4 +328,4 @@ def test_what_is_wrong_is_caught(plant: Any, plan: str) -> None:
 
 def test_state_that_is_not_sent_is_caught() -> None:
     with pytest.raises(AssertionError, match="differs from the others"):
-        wrong(4, "dp=2,pp=2,micro=2,zero=1", models.Text(), wanted(), not_sent)
+        wrong(4, "dp=2,pp=2,microbatches=2,zero=1", models.Text(), wanted(), not_sent)

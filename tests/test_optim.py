@@ -17,7 +17,7 @@ from paceline.training.optimizer import Norm, check_schedule, combined, factor, 
 from paceline.training.step import TrainingStep
 
 CPU = torch.device("cpu")
-ALONE, FIRST = Plan(dp=1, micro=1), MeshCoordinate(0, 0, 0, 0)
+ALONE, FIRST = Plan(dp=1, microbatches=1), MeshCoordinate(0, 0, 0, 0)
 
 
 @pytest.mark.parametrize(

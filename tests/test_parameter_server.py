@@ -113,7 +113,7 @@ def test_without_staleness_it_is_one_process(task: type[Task], optimizer: Optimi
     spec = wanted(optimizer, schedule=Schedule(name="cosine", warmup=12))
     expected = trained(1, task(), spec, "single")
     for size, plan in (
-        (3, "servers=1,micro=2"),
+        (3, "servers=1,microbatches=2"),
         (4, "servers=2"),
         (6, "servers=1"),
     ):  # 12 samples over 5 workers

@@ -60,26 +60,26 @@ RECIPES = {
     "adamw-step": (Optimizer(name="adamw", lr=1e-2, betas=(0.8, 0.9)), Schedule(name="step", every=16)),
 }
 RTOL = {"fp64": 1e-12, "fp32": 1e-5}
-Case = tuple[int, str, int, type[Task], str, str]  # ranks, plan, micro, task, recipe, precision
+Case = tuple[int, str, int, type[Task], str, str]  # ranks, plan, microbatches, task, recipe, precision
 
 
 ALL: list[
     Case
 ] = []  # the recipes dealt out over plans, micro-batches and tasks; each plan with each recipe for one task
 FEW: list[Case] = []  # each plan with each task, recipes and micro-batches dealt out
-for (p, (size, plan)), (m, micro), (t, task), (r, recipe) in product(
+for (p, (size, plan)), (m, microbatches), (t, task), (r, recipe) in product(
     *map(enumerate, (PLANS, MICRO, TASKS, RECIPES))
 ):
     dealt = r == (p + m + t) % len(RECIPES)
     if dealt or task is models.Text:
-        ALL += [(size, plan, micro, task, recipe, precision) for precision in RTOL]
+        ALL += [(size, plan, microbatches, task, recipe, precision) for precision in RTOL]
     if dealt and m == (p + t // 2) % len(MICRO):
         FEW += ALL[-2:] if task in (models.Images, models.Text) else ALL[-2:-1]
 
 
 def name(case: Case) -> str:
-    size, plan, micro, task, recipe, precision = case
-    return f"{size}-{plan}-micro{micro}-{task.__name__}-{recipe}-{precision}"
+    size, plan, microbatches, task, recipe, precision = case
+    return f"{size}-{plan}-micro{microbatches}-{task.__name__}-{recipe}-{precision}"
 
 
 def wanted(recipe: str, precision: str) -> Spec:
@@ -89,15 +89,15 @@ def wanted(recipe: str, precision: str) -> Spec:
 
 
 @cache
-def one_process(task: type[Task], recipe: str, precision: str, micro: int = 1) -> Trained:
-    return trained(1, task(), wanted(recipe, precision), f"single,micro={micro}")
+def one_process(task: type[Task], recipe: str, precision: str, microbatches: int = 1) -> Trained:
+    return trained(1, task(), wanted(recipe, precision), f"single,microbatches={microbatches}")
 
 
 def check(case: Case) -> None:
-    size, plan, micro, task, recipe, precision = case
-    found = trained(size, task(), wanted(recipe, precision), f"{plan},micro={micro}")
+    size, plan, microbatches, task, recipe, precision = case
+    found = trained(size, task(), wanted(recipe, precision), f"{plan},microbatches={microbatches}")
     # BatchNorm takes its statistics from a micro-batch
-    expected = one_process(task, recipe, precision, micro if task is models.NormedImages else 1)
+    expected = one_process(task, recipe, precision, microbatches if task is models.NormedImages else 1)
     assert not differences(found, expected, RTOL[precision])
 
 
@@ -117,7 +117,7 @@ def test_whole_product(case: Case) -> None:
     ("size", "plan"),
     [
         (3, "zero1"),
-        (3, "zero3,micro=2"),
+        (3, "zero3,microbatches=2"),
         (3, "hsdp,replicate=3"),
         (4, "zero2,replicate=2"),
         (4, "hsdp,replicate=4"),
@@ -129,7 +129,7 @@ def test_other_meshes(size: int, plan: str, task: type[Task]) -> None:
 
 
 @pytest.mark.parametrize("recipe", ["adamw-clip-cosine", "sgd"])
-@pytest.mark.parametrize("plan", ["ddp", "zero1", "ddp,micro=2", "zero2", "zero3,micro=2"])
+@pytest.mark.parametrize("plan", ["ddp", "zero1", "ddp,microbatches=2", "zero2", "zero3,microbatches=2"])
 @pytest.mark.parametrize("size", [2, 4])
 def test_parameters_used_on_some_ranks(size: int, plan: str, recipe: str) -> None:
     found = trained(size, models.Routed(), wanted(recipe, "fp64"), plan)
@@ -137,7 +137,7 @@ def test_parameters_used_on_some_ranks(size: int, plan: str, recipe: str) -> Non
 
 
 @pytest.mark.parametrize("recipe", ["adamw-clip-cosine", "sgd"])
-@pytest.mark.parametrize("plan", ["ddp", "zero1", "zero2,micro=2", "zero3", "hsdp"])
+@pytest.mark.parametrize("plan", ["ddp", "zero1", "zero2,microbatches=2", "zero3", "hsdp"])
 def test_a_scalar_parameter(plan: str, recipe: str) -> None:
     """Plans that cut weights leave it whole."""
     found = trained(2, models.Temperature(), wanted(recipe, "fp64"), plan)
@@ -158,7 +158,7 @@ def test_batch_norm_of_each_rank(plan: str) -> None:
     spec = wanted("sgd", "fp64").model_copy(update={"steps": 1})
     found = trained(2, models.NormedImages(), spec.model_copy(update={"batch_norm": "local"}), plan)
     assert any("batch_norm=local" in note for note in found.notes)
-    halves = trained(1, models.NormedImages(), spec, "single,micro=2")
+    halves = trained(1, models.NormedImages(), spec, "single,microbatches=2")
     whole = trained(1, models.NormedImages(), spec, "single")
     assert found.losses != pytest.approx(whole.losses, rel=1e-6)
     assert found.losses == pytest.approx(halves.losses, rel=1e-12)
@@ -177,14 +177,16 @@ def refused(task: Task, plan: str, error: type[Error] = PlanError) -> str:
     return str(raised.value)
 
 
-@pytest.mark.parametrize(("size", "plan"), [(1, "single,micro=2"), (2, "ddp"), (2, "zero3,micro=2")])
+@pytest.mark.parametrize(
+    ("size", "plan"), [(1, "single,microbatches=2"), (2, "ddp"), (2, "zero3,microbatches=2")]
+)
 def test_items_that_vary_need_weights(size: int, plan: str) -> None:
     """Their mean over the global batch could not be known before the backward pass; it is not replaced by another one."""
     for message in ranks(size)(refused, models.Ragged(), plan, TaskError):
         assert "define weights(batch)" in message
 
 
-@pytest.mark.parametrize("plan", ["ddp", "zero1", "zero2", "zero3", "ddp,micro=2"])
+@pytest.mark.parametrize("plan", ["ddp", "zero1", "zero2", "zero3", "ddp,microbatches=2"])
 def test_bf16(plan: str) -> None:
     """To the precision of that format: the products over the samples of a rank are rounded before they are added up."""
     spec = wanted("adamw-clip-cosine", "fp32").model_copy(update={"precision": "bf16"})

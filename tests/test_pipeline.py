@@ -57,10 +57,10 @@ one_process: dict[tuple[Any, ...], Trained] = {}
 
 def same(size: int, plan: str, task: Task, spec: Spec = SPEC, plant: Any = None) -> list[str]:
     """Where a plan differs from one process with the same micro-batches."""
-    micro = next(word for word in plan.split(",") if word.startswith("micro"))
-    key = repr(task), micro, spec.model_dump_json()
+    microbatches = next(word for word in plan.split(",") if word.startswith("microbatches"))
+    key = repr(task), microbatches, spec.model_dump_json()
     if key not in one_process:
-        one_process[key] = trained(1, task, spec, f"single,{micro}")
+        one_process[key] = trained(1, task, spec, f"single,{microbatches}")
     found = trained(size, task, spec, plan, plant) if plant is not None else trained(size, task, spec, plan)
     return differences(found, one_process[key], RTOL)
 
@@ -68,18 +68,18 @@ def same(size: int, plan: str, task: Task, spec: Spec = SPEC, plant: Any = None)
 @pytest.mark.parametrize("task", DEEP, ids=repr)
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_every_schedule(schedule: str, task: Task) -> None:
-    assert not same(2, f"pp=2,micro=4,schedule={schedule}", task)
+    assert not same(2, f"pp=2,microbatches=4,pp_schedule={schedule}", task)
 
 
 @pytest.mark.parametrize("task", OTHERS, ids=repr)
 def test_every_task(task: Task) -> None:
-    assert not same(2, "pp=2,micro=4", task)
+    assert not same(2, "pp=2,microbatches=4", task)
 
 
 def test_evaluation_in_bf16() -> None:
     """What crosses a cut is as small as in training."""
     spec = SPEC.model_copy(update={"precision": "bf16", "evaluate_every": 2})
-    metrics = trained(2, models.NormedImages(), spec, "pp=2,micro=2").metrics
+    metrics = trained(2, models.NormedImages(), spec, "pp=2,microbatches=2").metrics
     assert metrics
     assert np.isfinite([each["loss"] for each in metrics]).all()
 
@@ -89,23 +89,23 @@ def test_evaluation_in_bf16() -> None:
     "task", [models.Text(), models.NormedImages(), models.Frozen(), models.Idle(), stacks.Encoder()], ids=repr
 )
 def test_with_data_ranks(task: Task, zero: int) -> None:
-    assert not same(4, f"dp=2,pp=2,micro=2,zero={zero}", task)
+    assert not same(4, f"dp=2,pp=2,microbatches=2,zero={zero}", task)
 
 
 @pytest.mark.parametrize("schedule", ["interleaved", "zero-bubble", "zbv"])
 def test_several_stages_of_a_rank_with_data_ranks(schedule: str) -> None:
-    assert not same(4, f"dp=2,pp=2,micro=2,zero=3,schedule={schedule}", stacks.Encoder())
+    assert not same(4, f"dp=2,pp=2,microbatches=2,zero=3,pp_schedule={schedule}", stacks.Encoder())
 
 
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
 @pytest.mark.parametrize("task", [models.Text(), stacks.Encoder()], ids=repr)
 def test_four_stages(task: Task, schedule: str) -> None:
-    assert not same(4, f"pp=4,micro=4,schedule={schedule}", task)
+    assert not same(4, f"pp=4,microbatches=4,pp_schedule={schedule}", task)
 
 
 @pytest.mark.parametrize("task", HUGGING_FACE, ids=repr)
 def test_hugging_face(task: Task) -> None:
-    assert not same(2, "pp=2,micro=4", task)
+    assert not same(2, "pp=2,microbatches=4", task)
 
 
 @pytest.mark.parametrize("schedule", ["interleaved", "zero-bubble", "zbv"])
@@ -116,7 +116,7 @@ def test_hugging_face(task: Task) -> None:
 )
 def test_values_that_cross_beside_the_hidden_state(task: Task, schedule: str) -> None:
     """States of an encoder, biases that another block computed, constants, and parameters that no input of their stage leads to."""
-    found = same(2, f"pp=2,micro=2,schedule={schedule}", task)
+    found = same(2, f"pp=2,microbatches=2,pp_schedule={schedule}", task)
     # The gradient of a bias of the keys is 0 but for rounding, which Adam divides by itself.
     assert not [name for name in found if "k_proj.bias" not in name]
 
@@ -126,10 +126,14 @@ def test_values_that_cross_beside_the_hidden_state(task: Task, schedule: str) ->
 @pytest.mark.parametrize(
     ("size", "plan"),
     [
-        *[(2, f"pp=2,micro={micro},schedule={schedule}") for schedule in SCHEDULES for micro in (2, 8)],
-        *[(4, f"pp=4,micro=4,schedule={schedule}") for schedule in SCHEDULES],
         *[
-            (4, f"dp=2,pp=2,micro=2,zero={zero},schedule={schedule}")
+            (2, f"pp=2,microbatches={microbatches},pp_schedule={schedule}")
+            for schedule in SCHEDULES
+            for microbatches in (2, 8)
+        ],
+        *[(4, f"pp=4,microbatches=4,pp_schedule={schedule}") for schedule in SCHEDULES],
+        *[
+            (4, f"dp=2,pp=2,microbatches=2,zero={zero},pp_schedule={schedule}")
             for zero in (0, 2, 3)
             for schedule in SCHEDULES
         ],
@@ -155,20 +159,22 @@ def test_whole_product(size: int, plan: str, task: Task) -> None:
     ],
 )
 def test_recomputed_activations(schedule: str, recompute: str) -> None:
-    assert not same(2, f"pp=2,micro=2,schedule={schedule},recompute={recompute}", models.Text())
+    assert not same(2, f"pp=2,microbatches=2,pp_schedule={schedule},recompute={recompute}", models.Text())
 
 
 def test_sgd_without_clipping() -> None:
     """Where no rank knows the norm of the whole gradient before the update."""
     spec = SPEC.model_copy(update={"optimizer": Optimizer(name="sgd", lr=0.05, weight_decay=0.1)})
-    assert not same(2, "pp=2,micro=2", models.Text(), spec)
-    assert not same(4, "dp=2,pp=2,micro=2,zero=2", models.Text(), spec)
+    assert not same(2, "pp=2,microbatches=2", models.Text(), spec)
+    assert not same(4, "dp=2,pp=2,microbatches=2,zero=2", models.Text(), spec)
 
 
 def test_dropout_draws_anew_in_each_stage_and_step() -> None:
-    one = trained(2, stacks.Dropping(), SPEC, "pp=2,micro=4,schedule=interleaved")
-    assert not differences(trained(2, stacks.Dropping(), SPEC, "pp=2,micro=4,schedule=interleaved"), one, 0.0)
-    assert differences(trained(2, stacks.Dropping(), SPEC, "pp=2,micro=4"), one, 1e-3)
+    one = trained(2, stacks.Dropping(), SPEC, "pp=2,microbatches=4,pp_schedule=interleaved")
+    assert not differences(
+        trained(2, stacks.Dropping(), SPEC, "pp=2,microbatches=4,pp_schedule=interleaved"), one, 0.0
+    )
+    assert differences(trained(2, stacks.Dropping(), SPEC, "pp=2,microbatches=4"), one, 1e-3)
     assert all(np.isfinite(one.losses))
 
 
@@ -182,10 +188,10 @@ def kept(task: Task, plan: str, steps: int, run: Path) -> None:
 @pytest.mark.parametrize(
     ("first", "second"),
     [
-        ("pp=2,micro=2", "single"),
-        ("single", "pp=2,micro=2"),
-        ("pp=2,micro=2,schedule=zbv", "zero3"),
-        ("ddp", "pp=2,micro=2"),
+        ("pp=2,microbatches=2", "single"),
+        ("single", "pp=2,microbatches=2"),
+        ("pp=2,microbatches=2,pp_schedule=zbv", "zero3"),
+        ("ddp", "pp=2,microbatches=2"),
     ],
 )
 def test_resume_under_another_plan(first: str, second: str, tmp_path: Path) -> None:
@@ -215,12 +221,12 @@ def division_of(task: Task, plan: str, size: int) -> tuple[torch.nn.Module, Stag
 
 def test_stages_are_balanced_by_what_they_compute() -> None:
     """Not by counts: the first convolution of digits is cheap, the second one is nearly all there is."""
-    _, division = division_of(models.Text(), "pp=2,micro=2", 2)
+    _, division = division_of(models.Text(), "pp=2,microbatches=2", 2)
     assert [division.calls[begin] for begin in division.begins] == [
         "tokens",
         "blocks.2",
     ]  # the head weighs less than a block
-    model, division = division_of(stacks.Encoder(), "pp=4,micro=4", 4)
+    model, division = division_of(stacks.Encoder(), "pp=4,microbatches=4", 4)
     assert [division.calls[begin] for begin in division.begins][1:-1] == [
         "encoder.layers.1",
         "encoder.layers.2",
@@ -229,15 +235,15 @@ def test_stages_are_balanced_by_what_they_compute() -> None:
 
 
 def test_what_several_stages_use_they_all_hold() -> None:
-    model, division = division_of(models.Text(), "pp=4,micro=4", 4)
+    model, division = division_of(models.Text(), "pp=4,microbatches=4", 4)
     assert division.holders["tokens.weight"] == (0, 3)
     assert {len(of) for name, of in division.holders.items() if name != "tokens.weight"} == {1}
     assert [name for name, _ in model.named_parameters()] == list(division.holders)
 
 
 def test_where_stages_lie() -> None:
-    assert ranks_of(parse("pp=2,schedule=interleaved").on(2)) == [0, 1, 0, 1]
-    assert ranks_of(parse("pp=3,schedule=zbv,micro=6").on(3)) == [0, 1, 2, 2, 1, 0]
+    assert ranks_of(parse("pp=2,pp_schedule=interleaved").on(2)) == [0, 1, 0, 1]
+    assert ranks_of(parse("pp=3,pp_schedule=zbv,microbatches=6").on(3)) == [0, 1, 2, 2, 1, 0]
 
 
 def test_placeholders_are_loud() -> None:
@@ -249,16 +255,21 @@ def test_placeholders_are_loud() -> None:
     ("task", "plan", "size", "sentence"),
     [
         (models.Points(), "pp=4", 4, r"has 4 stages, and Sequential can be cut into 3 at most; use pp=2$"),
-        (models.Points(), "pp=2,schedule=zbv", 2, r"has 4 stages, .* 3 at most; use pp=2 with schedule=1f1b"),
+        (
+            models.Points(),
+            "pp=2,pp_schedule=zbv",
+            2,
+            r"has 4 stages, .* 3 at most; use pp=2 with pp_schedule=1f1b",
+        ),
         (
             stacks.Skips(),
-            "pp=5,micro=8",
+            "pp=5,microbatches=8",
             5,
             r"not before up.0: up.1 needs what was computed further ahead as well\); use pp=3 or pp=4",
         ),
         (
             stacks.Hidden(),
-            "pp=3,micro=4",
+            "pp=3,microbatches=4",
             3,
             r"can be cut into 2 at most \(not before blocks.0: blocks.0 is called more than once\); use pp=2",
         ),
@@ -340,11 +351,13 @@ def test_a_gradient_that_is_missing_is_an_error() -> None:
         AssertionError,
         match=r"PlanError: .*: \S+.* got no gradient in this pipeline, and gets one on one process",
     ):
-        same(2, "pp=2,micro=2,schedule=zbv", models.Text(), SPEC, gradient_dropped)
+        same(2, "pp=2,microbatches=2,pp_schedule=zbv", models.Text(), SPEC, gradient_dropped)
 
 
 @pytest.mark.parametrize("plant", [tied_apart, norm_counted_twice, part_left_out])
-@pytest.mark.parametrize(("size", "plan"), [(2, "pp=2,micro=2"), (4, "dp=2,pp=2,micro=2,zero=2")])
+@pytest.mark.parametrize(
+    ("size", "plan"), [(2, "pp=2,microbatches=2"), (4, "dp=2,pp=2,microbatches=2,zero=2")]
+)
 def test_what_is_wrong_is_caught(size: int, plan: str, plant: Any) -> None:
     raised = {
         tied_apart: r"differs from the others: \['tokens.weight",  # the copies even differ from each other

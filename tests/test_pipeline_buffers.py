@@ -95,16 +95,16 @@ one_process: dict[str, Trained] = {}
 
 
 def wrong(plan: str, size: int = 2, *plant: Any) -> list[str]:
-    micro = next(word for word in plan.split(",") if word.startswith("micro"))
-    if micro not in one_process:
-        one_process[micro] = trained(1, Tracking(), SPEC, f"single,{micro}")
-        assert all(value.any() for value in one_process[micro].weights.values())
-    return differences(trained(size, Tracking(), SPEC, plan, *plant), one_process[micro], 1e-10)
+    microbatches = next(word for word in plan.split(",") if word.startswith("microbatches"))
+    if microbatches not in one_process:
+        one_process[microbatches] = trained(1, Tracking(), SPEC, f"single,{microbatches}")
+        assert all(value.any() for value in one_process[microbatches].weights.values())
+    return differences(trained(size, Tracking(), SPEC, plan, *plant), one_process[microbatches], 1e-10)
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_each_buffer_changes_once_per_micro_batch(schedule: str) -> None:
-    assert not wrong(f"pp=2,micro=4,schedule={schedule}")
+    assert not wrong(f"pp=2,microbatches=4,pp_schedule={schedule}")
 
 
 class Keeping(nn.Module):
@@ -152,32 +152,32 @@ KINDS = ("late", "inputs", "evaluated", "skip", "derived", "middle")
     [
         (
             "late",
-            "pp=2,schedule=zbv",
+            "pp=2,pp_schedule=zbv",
             r"into 2 at most \(not before layers.1: buffer kept is changed, and used before and after it\)",
         ),
         (
             "inputs",
-            "pp=2,schedule=zbv",
+            "pp=2,pp_schedule=zbv",
             r"into 2 at most \(not before layers.1: buffer kept is changed, and used before and after it\)",
         ),
         (
             "evaluated",
-            "pp=2,schedule=interleaved",
+            "pp=2,pp_schedule=interleaved",
             r"into 2 at most \(not before layers.1: buffer kept is changed, and used before and after it\)",
         ),
         (
             "skip",
-            "pp=2,schedule=zbv",
+            "pp=2,pp_schedule=zbv",
             r"into 2 at most \(not before layers.1: buffer kept is changed by what was computed further ahead\)",
         ),
         (
             "derived",
-            "pp=2,schedule=zbv",
+            "pp=2,pp_schedule=zbv",
             r"into 2 at most \(not before layers.1: head needs what was computed further ahead as well\)",
         ),
         (
             "middle",
-            "pp=7,micro=7",
+            "pp=7,microbatches=7",
             r"into 6 at most \(not before layers.1: buffer kept is changed, and used before and after it\)",
         ),
     ],
@@ -190,9 +190,11 @@ def test_what_no_stage_could_keep_is_refused(kind: str, plan: str, sentence: str
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_what_one_stage_can_keep_is_right(kind: str) -> None:
-    plan = "pp=2,micro=2,schedule=zbv" if kind == "middle" else "pp=2,micro=2"
+    plan = "pp=2,microbatches=2,pp_schedule=zbv" if kind == "middle" else "pp=2,microbatches=2"
     assert not differences(
-        trained(2, Kept(kind=kind), SPEC, plan), trained(1, Kept(kind=kind), SPEC, "single,micro=2"), 1e-10
+        trained(2, Kept(kind=kind), SPEC, plan),
+        trained(1, Kept(kind=kind), SPEC, "single,microbatches=2"),
+        1e-10,
     )
 
 
@@ -214,7 +216,9 @@ class Scaling(models.Points):
 
 def test_nothing_crosses_into_the_first_stage() -> None:
     assert not differences(
-        trained(2, Scaling(), SPEC, "pp=2,micro=2"), trained(1, Scaling(), SPEC, "single,micro=2"), 1e-10
+        trained(2, Scaling(), SPEC, "pp=2,microbatches=2"),
+        trained(1, Scaling(), SPEC, "single,microbatches=2"),
+        1e-10,
     )
 
 
@@ -244,9 +248,9 @@ def shared_by_stages() -> Iterator[None]:
 
 
 def test_a_buffer_that_two_stages_change_is_caught() -> None:
-    one = trained(1, Counted(), SPEC, "single,micro=2")
+    one = trained(1, Counted(), SPEC, "single,microbatches=2")
     assert one.weights["steps"] == 6
-    plan = "pp=2,micro=2,schedule=interleaved"
+    plan = "pp=2,microbatches=2,pp_schedule=interleaved"
     assert not differences(trained(2, Counted(), SPEC, plan), one, 1e-10)
     assert differences(trained(2, Counted(), SPEC, plan, shared_by_stages), one, 1e-10) == ["steps by 1"]
 
@@ -257,11 +261,14 @@ def kept(plan: str, steps: int, run: Path) -> None:
 
 @pytest.mark.parametrize(
     ("first", "second"),
-    [("pp=2,micro=2,schedule=zbv", "single,micro=2"), ("single,micro=2", "pp=2,micro=2,schedule=zbv")],
+    [
+        ("pp=2,microbatches=2,pp_schedule=zbv", "single,microbatches=2"),
+        ("single,microbatches=2", "pp=2,microbatches=2,pp_schedule=zbv"),
+    ],
 )
 def test_checkpoints_hold_what_the_stage_has_that_changes_it(first: str, second: str, tmp_path: Path) -> None:
     whole, run = tmp_path / "whole", tmp_path / "run"
-    for path, plan, steps in ((whole, "single,micro=2", 4), (run, first, 2), (run, second, 4)):
+    for path, plan, steps in ((whole, "single,microbatches=2", 4), (run, first, 2), (run, second, 4)):
         path.mkdir(exist_ok=True)
         ranks(1 if plan.startswith("single") else 2)(kept, plan, steps, path)
     expected, found = (checkpoint.load_whole(RunFolder(path).checkpoint(4)) for path in (whole, run))

@@ -8,8 +8,8 @@ from paceline.errors import PlanError
 from paceline.plan.plan import KEYS, WORDS, Plan, parse, share
 
 ALL = [
-    Plan(zero=zero, dp=dp, replicate=replicate, micro=micro)
-    for zero, dp, replicate, micro in itertools.product(
+    Plan(zero=zero, dp=dp, replicate=replicate, microbatches=microbatches)
+    for zero, dp, replicate, microbatches in itertools.product(
         (0, 1, 2, 3), (None, 1, 2, 4, 8), (1, 2, 4), (1, 2, 3)
     )
     if replicate == 1 or zero >= 2
@@ -36,13 +36,13 @@ def test_a_word_is_written_as_itself(word):
         ("ddp", Plan()),
         ("single", Plan(dp=1)),
         ("zero1", Plan(zero=1)),
-        ("zero3,micro=4", Plan(zero=3, micro=4)),
+        ("zero3,microbatches=4", Plan(zero=3, microbatches=4)),
         ("hsdp", Plan(zero=3, replicate=2)),
         ("hsdp,replicate=4", Plan(zero=3, replicate=4)),
-        ("dp=4,zero=2,micro=8", Plan(zero=2, dp=4, micro=8)),
-        ("zero=3,replicate=2,micro=4", Plan(zero=3, replicate=2, micro=4)),
-        ("micro=2", Plan(micro=2)),
-        (" zero2 , micro=2 ", Plan(zero=2, micro=2)),
+        ("dp=4,zero=2,microbatches=8", Plan(zero=2, dp=4, microbatches=8)),
+        ("zero=3,replicate=2,microbatches=4", Plan(zero=3, replicate=2, microbatches=4)),
+        ("microbatches=2", Plan(microbatches=2)),
+        (" zero2 , microbatches=2 ", Plan(zero=2, microbatches=2)),
         ("zero2,replicate=2", Plan(zero=2, replicate=2)),
     ],
 )
@@ -62,14 +62,20 @@ def test_words_and_keys(text, plan):
             + ", ".join(f"{key}=" for key in KEYS[:-4])
             + " and 4 more",
         ),
-        ("ddp,mirco=2", "plan 'ddp,mirco=2': there is no key 'mirco'; did you mean micro?"),
-        ("ddp,micro=two", "plan 'ddp,micro=two': micro must be a whole number, got 'two'"),
-        ("ddp,micro=-2", "plan 'ddp,micro=-2': micro must be a whole number, got '-2'"),
-        ("ddp,micro=", "plan 'ddp,micro=': micro must be a whole number, got ''"),
-        ("ddp,micro=0", "micro must be at least 1, got micro=0"),
+        ("ddp,mirco=2", "plan 'ddp,mirco=2': there is no key 'mirco'; did you mean microbatches?"),
+        (
+            "ddp,microbatches=two",
+            "plan 'ddp,microbatches=two': microbatches must be a whole number, got 'two'",
+        ),
+        ("ddp,microbatches=-2", "plan 'ddp,microbatches=-2': microbatches must be a whole number, got '-2'"),
+        ("ddp,microbatches=", "plan 'ddp,microbatches=': microbatches must be a whole number, got ''"),
+        ("ddp,microbatches=0", "microbatches must be at least 1, got microbatches=0"),
         ("zero=4", "zero must be 0, 1, 2 or 3, got zero=4"),
-        ("ddp,micro=2,micro=4", "plan 'ddp,micro=2,micro=4' says micro twice"),
-        ("micro=2,ddp", "plan 'micro=2,ddp': ddp must come first, and alone of its kind"),
+        (
+            "ddp,microbatches=2,microbatches=4",
+            "plan 'ddp,microbatches=2,microbatches=4' says microbatches twice",
+        ),
+        ("microbatches=2,ddp", "plan 'microbatches=2,ddp': ddp must come first, and alone of its kind"),
         ("zero1,zero2", "plan 'zero1,zero2': zero2 must come first, and alone of its kind"),
         ("zero1,zero=3", "plan 'zero1,zero=3': zero1 is zero=1, got zero=3; say one of them"),
         ("ddp,replicate=2", "replicate=2 needs shards to replicate: use zero=2, zero=3 or hsdp, got zero=0"),
@@ -98,15 +104,17 @@ def test_the_order_of_keys_does_not_matter(text):
 
 
 def test_a_plan_takes_the_ranks_as_its_data_degree():
-    assert parse("zero3").on(4) == Plan(zero=3, dp=4, micro=1)
-    assert parse("single").on(1) == Plan(dp=1, micro=1)
-    assert parse("hsdp").on(4) == Plan(zero=3, dp=4, replicate=2, micro=1)
-    assert parse("dp=2,zero=2").on(2) == Plan(zero=2, dp=2, micro=1)
+    assert parse("zero3").on(4) == Plan(zero=3, dp=4, microbatches=1)
+    assert parse("single").on(1) == Plan(dp=1, microbatches=1)
+    assert parse("hsdp").on(4) == Plan(zero=3, dp=4, replicate=2, microbatches=1)
+    assert parse("dp=2,zero=2").on(2) == Plan(zero=2, dp=2, microbatches=1)
 
 
-@pytest.mark.parametrize(("micro", "schedule"), [(1, "gpipe"), (3, "gpipe"), (4, "1f1b"), (None, "1f1b")])
-def test_a_pipeline_takes_the_schedule_that_its_micro_batches_allow(micro, schedule):
-    assert Plan(pp=4, micro=micro).on(4).schedule == schedule
+@pytest.mark.parametrize(
+    ("microbatches", "schedule"), [(1, "gpipe"), (3, "gpipe"), (4, "1f1b"), (None, "1f1b")]
+)
+def test_a_pipeline_takes_the_schedule_that_its_micro_batches_allow(microbatches, schedule):
+    assert Plan(pp=4, microbatches=microbatches).on(4).pp_schedule == schedule
 
 
 @pytest.mark.parametrize(
@@ -134,15 +142,20 @@ def test_a_plan_that_does_not_fit_the_ranks(text, ranks, message):
 
 
 def test_each_rank_gets_an_equal_share_of_a_micro_batch():
-    assert share(24, parse("zero3,micro=3").on(4)) == 2
+    assert share(24, parse("zero3,microbatches=3").on(4)) == 2
 
 
 @pytest.mark.parametrize(
     ("batch", "text", "ranks", "message"),
     [
-        (10, "ddp", 4, "batch 10 is not divisible by ranks × micro = 4 × 1 = 4: use --batch 12 or 8"),
-        (10, "ddp,micro=4", 1, "batch 10 is not divisible by micro=4: use --batch 12 or 8"),
-        (2, "ddp,micro=2", 2, "batch 2 is not divisible by ranks × micro = 2 × 2 = 4: use --batch 4"),
+        (10, "ddp", 4, "batch 10 is not divisible by ranks × microbatches = 4 × 1 = 4: use --batch 12 or 8"),
+        (10, "ddp,microbatches=4", 1, "batch 10 is not divisible by microbatches=4: use --batch 12 or 8"),
+        (
+            2,
+            "ddp,microbatches=2",
+            2,
+            "batch 2 is not divisible by ranks × microbatches = 2 × 2 = 4: use --batch 4",
+        ),
     ],
 )
 def test_a_batch_that_cannot_be_split(batch, text, ranks, message):

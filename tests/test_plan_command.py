@@ -37,7 +37,16 @@ def test_model_without_torch(tmp_path: Path) -> None:
 
 def test_price_of_one_plan(tmp_path: Path) -> None:
     succeed(
-        *GPT, "--plan", "tp=2,micro=4", "--tokens", "1e9", "--price", "2", "--json", "one.json", at=tmp_path
+        *GPT,
+        "--plan",
+        "tp=2,microbatches=4",
+        "--tokens",
+        "1e9",
+        "--price",
+        "2",
+        "--json",
+        "one.json",
+        at=tmp_path,
     )
     [plan] = json.loads((tmp_path / "one.json").read_text())["plans"]
     assert plan["bill"]["price"] == pytest.approx(2 * plan["bill"]["device_hours"])
@@ -57,18 +66,18 @@ def test_a_file_says_its_batch_and_micro_is_no_size(tmp_path: Path) -> None:
         "--price",
         "1.95",
     )
-    found = succeed(*words, "--plan", "tp=8,pp=12,micro=1", at=tmp_path).out
+    found = succeed(*words, "--plan", "tp=8,pp=12,microbatches=1", at=tmp_path).out
     assert "batch 1,536 × 2,048 tokens" in found
     assert (
-        "the pipeline fills and drains: tp=8,pp=12,micro=1 has micro=1 micro-batch of 384 samples; micro=384 has one sample in each"
+        "the pipeline fills and drains: tp=8,pp=12,microbatches=1 has microbatches=1 micro-batch of 384 samples; microbatches=384 has one sample in each"
         in found
     )
-    assert "fills and drains" not in succeed(*words, "--plan", "tp=8,pp=12,micro=384", at=tmp_path).out
+    assert "fills and drains" not in succeed(*words, "--plan", "tp=8,pp=12,microbatches=384", at=tmp_path).out
 
 
 def test_a_plan_is_explained_by_what_else_there_is(tmp_path: Path) -> None:
     """With recompute=full out of need, which a larger cut does without."""
-    found = succeed(*GPT, "--plan", "zero3,micro=8,recompute=full", "--explain", at=tmp_path)
+    found = succeed(*GPT, "--plan", "zero3,microbatches=8,recompute=full", "--explain", at=tmp_path)
     assert "plans that fit are faster" in found.out
     rows = {
         line.split()[0]: line
@@ -99,7 +108,7 @@ def test_task_on_this_machine(tmp_path: Path) -> None:
         (("plan", "--model", "gpt2", "--cluster", "h100:8"), "Say --batch"),
         (("plan",), "Name a task"),
         ((*GPT, "--plan", "tp=3"), "tp=3"),
-        ((*GPT, "--plan", "pp=8,micro=2,schedule=1f1b"), "micro=8"),
+        ((*GPT, "--plan", "pp=8,microbatches=2,pp_schedule=1f1b"), "microbatches=8"),
         ((*GPT, "--plan", "pp=4,tp=4"), "8"),
         ((*GPT, "--ranks", "16"), "has 8 devices"),
         (("plan", "--model", "gpt3", "--cluster", "a100-80g:8", "--batch", "8"), "no plan fits"),

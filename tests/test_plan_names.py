@@ -15,7 +15,7 @@ from paceline.verify.report import Overview
 from paceline.verify.run import Verdict
 
 WIDTHS = (10, 25, 40, 60, 80, 200)
-LONG = "zero1,tp=2,pp=4,micro=16,schedule=interleaved,stages=2,recompute=full"
+LONG = "zero1,tp=2,pp=4,microbatches=16,pp_schedule=interleaved,stages=2,recompute=full"
 
 
 @pytest.fixture(scope="module")

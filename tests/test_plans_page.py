@@ -79,7 +79,12 @@ def test_each_command_is_a_plan(command):
 
 
 @pytest.mark.parametrize(
-    "plan", ["pp=4,schedule=interleaved,micro=6", "tp=3", "pp=4,schedule=interleaved,stages=3,micro=8"]
+    "plan",
+    [
+        "pp=4,pp_schedule=interleaved,microbatches=6",
+        "tp=3",
+        "pp=4,pp_schedule=interleaved,stages=3,microbatches=8",
+    ],
 )
 def test_a_command_that_cannot_be_is_noticed(plan):
     with pytest.raises(PlanError):
@@ -90,7 +95,7 @@ def test_every_plan_has_its_place_and_picture():
     said = "\n".join(COMMANDS)
     words = [
         *WORDS,
-        *(f"schedule={name}" for name in SCHEDULES),
+        *(f"pp_schedule={name}" for name in SCHEDULES),
         *(f"recompute={name}" for name in RECOMPUTE if name != "none"),
     ]
     assert [word for word in words if word not in said] == []

@@ -107,7 +107,7 @@ def test_all_is_looked_at_even_when_much_fails():
     assert found["site"] == ["fails: site.toml: unknown key partiton; did you mean partition?"]
     assert found["slurm"] == ["skipped: needs what site would tell"]
     assert found["plan"] == [
-        "fails: batch 13 is not divisible by ranks × micro = 2 × 1 = 2: use --batch 14 or 12"
+        "fails: batch 13 is not divisible by ranks × microbatches = 2 × 1 = 2: use --batch 14 or 12"
     ]
     assert found["build"] == found["memory"] == found["time"] == ["skipped: needs what plan would tell"]
     assert found["room"] == ["fails: . exists already; say another --run-dir (it is no run)"]
@@ -476,7 +476,7 @@ def test_the_command(here):
     assert {one["check"] for one in json.loads((here / "found.json").read_text())} == {*CHECKS}
     bad = paceline(*words[:2], "--batch", "25", *words[4:], at=here, COLUMNS="160")
     assert bad.status == 2
-    assert "batch 25 is not divisible by ranks × micro = 2 × 1 = 2: use --batch 26 or 24" in bad.out
+    assert "batch 25 is not divisible by ranks × microbatches = 2 × 1 = 2: use --batch 26 or 24" in bad.out
     assert bad.out.splitlines()[-1] == "it would fail: 1 of 11 findings say why, and 3 could not be looked at"
     assert not (here / "runs").exists()
     assert platform.node() in good.out

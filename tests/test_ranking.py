@@ -83,7 +83,7 @@ def test_the_measurement_is_of_the_part_with_the_widest_bar(of_gpus):
         assert advised.part == part
         return advised.measure
 
-    trained = f"paceline train TASK --ranks 16 --batch 64 --plan {of_gpus.plans[0][0]} --account, and then paceline account RUN --update"
+    trained = f"paceline train TASK --ranks 16 --batch 64 --plan {of_gpus.plans[0][0]} --profile, and then paceline profile RUN --update"
     assert advice(of_gpus, "products") == trained
     assert (
         advice(of_gpus, "data parallel")
@@ -134,7 +134,7 @@ def test_what_is_named_makes_the_bar_narrower():
                 )
                 for run in range(3)
             ]
-            where = where.model_copy(update={"accounts": tuple(runs)})
+            where = where.model_copy(update={"calibrations": tuple(runs)})
         assert answer(facts, where, 8, ranks=2).plans[0][1].time.error < 0.9 * error, close
     assert named[0] == "paceline plan my.py:Net"
     assert "paceline train my.py:Net" in named

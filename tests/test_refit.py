@@ -26,10 +26,10 @@ from paceline.spec import Optimizer
     "plan",
     [
         "ddp,uneven=1",
-        "zero3,micro=2,uneven=1",
+        "zero3,microbatches=2,uneven=1",
         *[
             pytest.param(plan, marks=pytest.mark.slow)
-            for plan in ("zero1,uneven=1", "zero2,uneven=1", "ddp,micro=2,uneven=1")
+            for plan in ("zero1,uneven=1", "zero2,uneven=1", "ddp,microbatches=2,uneven=1")
         ],
     ],
 )
@@ -49,7 +49,7 @@ class _AsIfAlike:
     def __enter__(self):
         self.share, RankBatchSlice.share = (
             RankBatchSlice.share,
-            property(lambda part: part.batch // part.micro // part.ranks),
+            property(lambda part: part.batch // part.microbatches // part.ranks),
         )
 
     def __exit__(self, *error):
@@ -93,20 +93,20 @@ def test_no_rank_of_an_uneven_plan_is_without_samples():
 @pytest.mark.parametrize(
     ("plan", "before", "now", "batch", "nearest"),
     [
-        ("ddp", 4, 2, 64, "ddp,micro=2"),
-        ("ddp", 4, 3, 64, "ddp,micro=2,uneven=1"),
+        ("ddp", 4, 2, 64, "ddp,microbatches=2"),
+        ("ddp", 4, 3, 64, "ddp,microbatches=2,uneven=1"),
         ("ddp", 4, 8, 64, "ddp"),
-        ("zero3,micro=2", 4, 2, 64, "zero3,micro=4"),
-        ("hsdp", 4, 3, 60, "zero3,micro=2"),
-        ("dp=4,zero=2", 4, 2, 64, "zero2,micro=2"),
+        ("zero3,microbatches=2", 4, 2, 64, "zero3,microbatches=4"),
+        ("hsdp", 4, 3, 60, "zero3,microbatches=2"),
+        ("dp=4,zero=2", 4, 2, 64, "zero2,microbatches=2"),
         ("tp=4", 4, 2, 64, "tp=2"),
-        ("tp=2,pp=2", 4, 1, 64, "single,micro=4"),
-        ("dp=2,tp=2", 4, 2, 64, "tp=2,micro=2"),
+        ("tp=2,pp=2", 4, 1, 64, "single,microbatches=4"),
+        ("dp=2,tp=2", 4, 2, 64, "tp=2,microbatches=2"),
         ("dp=2,tp=2", 4, 8, 64, "tp=2"),
-        ("pp=4,micro=8", 4, 2, 64, "pp=2,micro=8"),
+        ("pp=4,microbatches=8", 4, 2, 64, "pp=2,microbatches=8"),
         ("single", 1, 4, 64, "ddp"),
         ("local-sgd", 4, 2, 64, "local-sgd"),
-        ("zero3,recompute=full", 4, 2, 64, "zero3,micro=2,recompute=full"),
+        ("zero3,recompute=full", 4, 2, 64, "zero3,microbatches=2,recompute=full"),
     ],
 )
 def test_the_nearest_plan(plan, before, now, batch, nearest):
@@ -120,7 +120,13 @@ def test_a_plan_that_this_model_refuses_is_followed_by_others():
 
 @pytest.mark.parametrize(
     ("plan", "before"),
-    [("ddp", 4), ("zero1,micro=2", 4), ("dp=2,tp=2,zero=2", 4), ("pp=2,micro=4", 2), ("hsdp", 8)],
+    [
+        ("ddp", 4),
+        ("zero1,microbatches=2", 4),
+        ("dp=2,tp=2,zero=2", 4),
+        ("pp=2,microbatches=4", 2),
+        ("hsdp", 8),
+    ],
 )
 def test_all_of_them_split_the_batch_and_no_micro_batch_grows(plan, before):
     most = share(64, parse(plan).on(before))
@@ -129,7 +135,7 @@ def test_all_of_them_split_the_batch_and_no_micro_batch_grows(plan, before):
         assert found
         for other in found:
             on = other.on(now)
-            assert share(64, on) + (on.uneven and 64 % (on.dp * on.micro) > 0) <= most, other
+            assert share(64, on) + (on.uneven and 64 % (on.dp * on.microbatches) > 0) <= most, other
 
 
 def test_where_micro_batches_would_be_seen_their_number_stays():
@@ -150,7 +156,7 @@ WORDS = (
     "fp64",
     "--device",
     "cpu",
-    "--no-account",
+    "--no-profile",
 )
 
 
@@ -176,7 +182,9 @@ def as_if(run: RunFolder, **launch: object) -> None:
     ("plan", "size", "taken", "why"),
     [
         ("tp=4", "3", "zero3,uneven=1", "plan tp=4 needs a multiple of tp=4 = 4 ranks, got 3"),
-        pytest.param("ddp", "2", "ddp,micro=2", "no rank holds more than 16 samples", marks=pytest.mark.slow),
+        pytest.param(
+            "ddp", "2", "ddp,microbatches=2", "no rank holds more than 16 samples", marks=pytest.mark.slow
+        ),
     ],
 )
 def test_a_run_goes_on_on_what_is_left(plan, size, taken, why, stopped, tmp_path):
@@ -201,14 +209,14 @@ def test_what_was_asked_for_comes_back_with_its_ranks(stopped, tmp_path):
     spec, launch = specs.load(stopped / "r/spec.toml", {"task": f"{stopped}/my.py:Regression"})
     first = launch.model_copy(update={"plan": "zero3", "ranks": 4})
     fewer = refit(spec, first, first.model_copy(update={"ranks": 2}))
-    assert (fewer.plan, fewer.asked, fewer.asked_ranks) == ("zero3,micro=2", "zero3", 4)
+    assert (fewer.plan, fewer.asked, fewer.asked_ranks) == ("zero3,microbatches=2", "zero3", 4)
     least = refit(spec, fewer, fewer.model_copy(update={"ranks": 1}))
-    assert (least.plan, least.asked, least.asked_ranks) == ("single,micro=4", "zero3", 4)
+    assert (least.plan, least.asked, least.asked_ranks) == ("single,microbatches=4", "zero3", 4)
     again = refit(spec, least, least.model_copy(update={"ranks": 4}))
     assert (again.plan, again.asked, again.chosen) == ("zero3", None, None)
     auto = launch.model_copy(update={"plan": "zero3", "ranks": 4, "asked": "auto"})
     assert refit(spec, auto, auto.model_copy(update={"ranks": 2})).plan == "auto"
-    assert refit(spec, auto, auto.model_copy(update={"ranks": 3})).plan == "zero3,micro=2,uneven=1", (
+    assert refit(spec, auto, auto.model_copy(update={"ranks": 3})).plan == "zero3,microbatches=2,uneven=1", (
         "auto has none for 64 on 3"
     )
 

@@ -100,12 +100,12 @@ CASES = [
     (4, "ddp", 10),  # the order of DDP's buckets matters from three ranks on
 ]
 SWEEP = [
-    (size, f"{plan}{micro}", stop)
+    (size, f"{plan}{microbatches}", stop)
     for plan in PLANS
     for size in ((1,) if plan == "single" else (2, 4))
-    for micro in ("", ",micro=2")
+    for microbatches in ("", ",microbatches=2")
     for stop in (1, 2, 7, 11, STEPS - 2)
-    if (size, f"{plan}{micro}", stop) not in CASES
+    if (size, f"{plan}{microbatches}", stop) not in CASES
 ]
 
 

@@ -16,12 +16,12 @@ from paceline.doctor import heartbeat
 from paceline.doctor.rank_state import beats, unreadable
 from paceline.errors import RunError
 from paceline.events import (
-    Accounted,
     Ended,
     Evaluated,
     Event,
     EventReader,
     Failed,
+    Profiled,
     Saved,
     Skipped,
     Stalled,
@@ -65,7 +65,7 @@ def saved(number: int) -> Saved:
     return Saved(step=number, path=f"ckpt/step_{number}", bytes=1024, seconds=1.0, blocked_s=0.25)
 
 
-def accounted(number: int) -> Accounted:
+def profiled(number: int) -> Profiled:
     seconds = {
         "compute": 0.08,
         "communication": 0.01,
@@ -82,7 +82,7 @@ def accounted(number: int) -> Accounted:
         "input_s": 0.01,
         "costs_s": 0.1,
     }
-    return Accounted(**facts, slowest=0, slowest_s=2.0, busy_s=1.0, fullest=0, memory={"weights": 8})
+    return Profiled(**facts, slowest=0, slowest_s=2.0, busy_s=1.0, fullest=0, memory={"weights": 8})
 
 
 def folder(at: Path, *happened: Event) -> RunFolder:
@@ -95,7 +95,7 @@ def folder(at: Path, *happened: Event) -> RunFolder:
 SMALL = [
     STARTED,
     *map(step, range(1, 21)),
-    accounted(10),
+    profiled(10),
     evaluated(20),
     saved(20),
     *map(step, range(21, 31)),
@@ -155,7 +155,7 @@ DAMAGE = {
     "metrics are text": json.dumps(
         json.loads(dumps(evaluated(20))) | {"metrics": {"accuracy": "high"}}
     ).encode(),
-    "seconds are text": json.dumps(json.loads(dumps(accounted(10))) | {"seconds": {"compute": "?"}}).encode(),
+    "seconds are text": json.dumps(json.loads(dumps(profiled(10))) | {"seconds": {"compute": "?"}}).encode(),
     "ranks are text": json.dumps(json.loads(dumps(STARTED)) | {"ranks": "two"}).encode(),
     "notes are numbers": json.dumps(json.loads(dumps(STARTED)) | {"notes": [1, 2]}).encode(),
 }
@@ -216,7 +216,7 @@ def test_commands_say_what_they_skipped(name, tmp_path, monkeypatch, capsys):
         if name == "newer"
         else "skipped 1 damaged line in events.jsonl"
     )
-    for words in (("show", "runs/a"), ("account", "runs/a", "--measured"), ("doctor", "runs/a")):
+    for words in (("show", "runs/a"), ("profile", "runs/a", "--measured"), ("doctor", "runs/a")):
         status, text = command(monkeypatch, capsys, *words)
         assert status == 0, text
         assert said in text, words
@@ -248,7 +248,7 @@ def test_a_run_whose_events_cannot_be_read_hides_no_other(tmp_path, monkeypatch,
     assert status == 2
     assert "runs/b: stopped at step 30" in text
     assert "runs/a/events.jsonl is no file" in text
-    for words in (("show", "runs/a"), ("account", "runs/a"), ("doctor", "runs/a"), ("cancel", "runs/a")):
+    for words in (("show", "runs/a"), ("profile", "runs/a"), ("doctor", "runs/a"), ("cancel", "runs/a")):
         status, text = command(monkeypatch, capsys, *words)
         assert (status, text.count("\n")) == (2, 1), text
         assert "is no file" in text
@@ -399,7 +399,7 @@ def long_run(tmp_path_factory) -> tuple[RunFolder, list[Event]]:
             if not number % 1000:
                 happened += [evaluated(number), saved(number)]
             if not number % 5000:
-                happened.append(accounted(number))
+                happened.append(profiled(number))
     happened.append(Failed(what="save", message="full", step=36_000))
     return folder(tmp_path_factory.mktemp("long") / "r", *happened), happened
 

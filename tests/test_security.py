@@ -668,11 +668,11 @@ def test_no_command_replaces_anything_but_a_regular_file(trained, targets, tmp_p
         ("export", run, "FILE", "--force"),
         ("plan", "resnet-50", "--ranks", "2", "--batch", "8", "--json", "FILE"),
         ("scale", "resnet-50", "--ranks", "2,4", "--batch", "8", "--json", "FILE"),
-        ("ledger", "digits", "--ranks", "2", "--json", "FILE"),
+        ("comms", "digits", "--ranks", "2", "--json", "FILE"),
         ("verify", "digits", "--plan", "ddp", "--json", "FILE"),
         ("drill", "digits", "--json", "FILE"),
         ("preflight", "digits", "--json", "FILE"),
-        ("account", run, "--json", "FILE"),
+        ("profile", run, "--json", "FILE"),
         ("doctor", run, "--json", "FILE"),
         ("probe", "--json", "FILE"),
         ("bench", "compute", "--json", "FILE"),
@@ -974,7 +974,7 @@ def test_long_names_are_refused_in_a_sentence(run):
         ("train", long),
     ]
     commands += [
-        ("ledger", "digits", "--ranks", "2", "--json", long),
+        ("comms", "digits", "--ranks", "2", "--json", long),
         ("bench", "compute", "--plot", f"{long}.svg"),
         ("probe", long),
     ]

@@ -20,9 +20,9 @@ from paceline.parallel.tensor.apply import Splits, find_splits
 from paceline.parallel.tensor.find_sequence_parallel import NotFound
 from paceline.plan.plan import parse
 from paceline.spec import Optimizer
-from paceline.training.dry_run.dry_run import ledger
+from paceline.training.dry_run.dry_run import comm_volume
 from paceline.training.init.deferred_init import record
-from test_ledger import check, wanted
+from test_comms import check, wanted
 
 SPEC = Spec(
     batch=8, steps=3, precision="fp64", optimizer=Optimizer(name="sgd", lr=0.05, clip=0.5, weight_decay=0.1)
@@ -147,11 +147,11 @@ def test_what_is_found() -> None:
 @pytest.mark.parametrize(
     ("kind", "plan", "dim"),
     [
-        ("Block", "tp=2,micro=4", 0),
-        ("Block", "tp=2,micro=8", 1),
-        ("Block", "tp=4,micro=8", None),  # of one sample, of six positions
+        ("Block", "tp=2,microbatches=4", 0),
+        ("Block", "tp=2,microbatches=8", 1),
+        ("Block", "tp=4,microbatches=8", None),  # of one sample, of six positions
         ("Numbers", "tp=2", 0),
-        ("Numbers", "tp=2,micro=8", None),
+        ("Numbers", "tp=2,microbatches=8", None),
         ("TakesMean", "tp=2", None),
         ("GoesBySize", "tp=2", None),
         ("SharesNorm", "tp=2", None),
@@ -174,26 +174,26 @@ def test_it_says_why() -> None:
         .notes[-1]
         .endswith("because of aten.div.Tensor, which goes by their sizes")
     )
-    assert splits_of(Words(), "tp=4,micro=8").notes[-1].endswith("because of their shape (1, 6, 16)")
+    assert splits_of(Words(), "tp=4,microbatches=8").notes[-1].endswith("because of their shape (1, 6, 16)")
 
 
 def whole(*args: Any) -> None:
     raise NotFound
 
 
-FEW = [(2, "tp=2", "Block"), (2, "tp=2,micro=8,recompute=full", "Block")]
+FEW = [(2, "tp=2", "Block"), (2, "tp=2,microbatches=8,recompute=full", "Block")]
 MANY = [
     (2, "tp=2", "Numbers"),
     (2, "tp=2", "TakesMean"),
     (2, "tp=2", "SharesNorm"),
     (2, "tp=2", "GoesBySize"),
     (4, "tp=4", "Block"),
-    (4, "tp=2,micro=4", "Block"),
+    (4, "tp=2,microbatches=4", "Block"),
     (4, "tp=2,zero=2,recompute=selective", "Block"),
-    (4, "tp=2,zero=3,micro=4", "Block"),
-    (4, "tp=2,pp=2,micro=4", "Block"),
-    (4, "tp=2,pp=2,micro=8,schedule=1f1b,recompute=full", "Block"),
-    (4, "tp=2,pp=2,micro=4,schedule=zbv", "Block"),
+    (4, "tp=2,zero=3,microbatches=4", "Block"),
+    (4, "tp=2,pp=2,microbatches=4", "Block"),
+    (4, "tp=2,pp=2,microbatches=8,pp_schedule=1f1b,recompute=full", "Block"),
+    (4, "tp=2,pp=2,microbatches=4,pp_schedule=zbv", "Block"),
     (4, "tp=2,cp=2", "Block"),
 ]
 
@@ -314,9 +314,9 @@ def test_each_rank_keeps_a_part_of_the_activations() -> None:
 def test_as_many_bytes_are_sent() -> None:
     """But for whole activations at the edges, and the gradients of small parameters."""
     spec = Spec(batch=8)
-    split = ledger(spec, parse("tp=2"), 2, task=Words())
+    split = comm_volume(spec, parse("tp=2"), 2, task=Words())
     with replaced(tensor, "find_between", lambda original: whole):
-        full = ledger(spec, parse("tp=2"), 2, task=Words())
+        full = comm_volume(spec, parse("tp=2"), 2, task=Words())
     edges, small = 2 * (4 * 8 * 6 * 16) // 2, 4 * 2 * 5 * 16
     assert (
         sum(entry.sent_bytes for entry in split.entries)

@@ -42,7 +42,7 @@ ASKED = (
     "fp64",
     "--device",
     "cpu",
-    "--no-account",
+    "--no-profile",
 )
 needs_slurm = pytest.mark.skipif(why_not() is not None, reason=str(why_not()))
 
@@ -458,7 +458,7 @@ def test_what_slurm_refuses(site, words, said, there, tmp_path):
         (("digits", "--nodes", "2", "--ranks", "3", "--ranks-per-node", "2"), None),
         (
             ("digits", "--nodes", "3"),
-            "batch 64 is not divisible by ranks × micro = 3 × 1 = 3: use --batch 66 or 63",
+            "batch 64 is not divisible by ranks × microbatches = 3 × 1 = 3: use --batch 66 or 63",
         ),
         (
             ("digits", "--nodes", "2:4"),

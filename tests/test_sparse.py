@@ -60,7 +60,7 @@ def sgd(**more: Any) -> Spec:
 
 
 @pytest.mark.parametrize(
-    ("size", "plan"), [(1, "single"), (1, "single,micro=2"), (2, "ddp"), (2, "ddp,micro=2")]
+    ("size", "plan"), [(1, "single"), (1, "single,microbatches=2"), (2, "ddp"), (2, "ddp,microbatches=2")]
 )
 def test_the_same_as_dense(size: int, plan: str) -> None:
     for own, clip in (("", None), ("", 0.1)):
@@ -79,7 +79,7 @@ def refusals(plan: str) -> str:
 
 
 def test_other_plans_refuse() -> None:
-    for plan in ("zero1", "zero2", "zero3", "tp=2", "pp=2,micro=2", "local-sgd"):
+    for plan in ("zero1", "zero2", "zero3", "tp=2", "pp=2,microbatches=2", "local-sgd"):
         message = refusals(plan)
         assert message.startswith(
             f"plan {parse(plan).on(2)}: the gradient of bag.weight is sparse, which single and ddp alone can do"

@@ -57,7 +57,10 @@ FULL = Spec(
     ("spec", "launch"),
     [
         (Spec(), Launch()),
-        (Spec(epochs=2.5, set={"path": 'a "quoted" \\ path\n'}), Launch(plan="zero3,micro=2", ranks=4)),
+        (
+            Spec(epochs=2.5, set={"path": 'a "quoted" \\ path\n'}),
+            Launch(plan="zero3,microbatches=2", ranks=4),
+        ),
         (FULL, Launch(plan="hsdp", ranks=4, restarts=2, run="runs/a", device="cpu")),
     ],
     ids=["defaults", "few", "all"],

@@ -81,7 +81,7 @@ def passes(forward: Forward, split: Callable[..., None] | None) -> dict[str, Ten
     weights = parameters()
     found: dict[str, Tensor | None] = {}
     later = []
-    for micro in range(2):
+    for microbatches in range(2):
         x, y = (torch.randn(3, N, generator=draw, dtype=torch.float64, requires_grad=True) for _ in range(2))
         outputs = tuple(forward(weights, x, y))
         grads = tuple(torch.randn(output.shape, generator=draw, dtype=torch.float64) for output in outputs)
@@ -96,7 +96,7 @@ def passes(forward: Forward, split: Callable[..., None] | None) -> dict[str, Ten
                 for output in outputs
             )
             later.append(split(outputs, grads, [x, y], weights))
-        found |= {f"x{micro}": x.grad, f"y{micro}": y.grad}
+        found |= {f"x{microbatches}": x.grad, f"y{microbatches}": y.grad}
     for run in later:
         run()
     return found | {name: parameter.grad for name, parameter in weights.items()}

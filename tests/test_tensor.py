@@ -197,7 +197,7 @@ def splits_of(task: Task, tp: int = 2) -> Splits:
     from paceline.training.init.deferred_init import record
 
     model, _, _ = record(task.model, 0)
-    plan = Plan(dp=1, tp=tp, micro=1)
+    plan = Plan(dp=1, tp=tp, microbatches=1)
     return find_splits(model, task, example(SPEC, task, plan), plan)
 
 
@@ -279,7 +279,7 @@ TASKS: list[Task] = [
     *(HuggingFace(kind=kind) for kind in ("llama", "llama-tied", "gpt2", "qwen3")),
     Sequences(tensor={"1.*": "whole"}),  # and the scale of its heads is whole as well
 ]
-PLANS = [(2, "tp=2"), (4, "tp=2"), (4, "tp=2,zero=2"), (4, "tp=2,zero=3,micro=2")]
+PLANS = [(2, "tp=2"), (4, "tp=2"), (4, "tp=2,zero=2"), (4, "tp=2,zero=3,microbatches=2")]
 
 
 def skip_without_transformers(task: Task) -> None:
@@ -309,8 +309,8 @@ def test_the_training_is_that_of_one_process(at: int, size: int, plan: str) -> N
     skip_without_transformers(TASKS[at])
     # BatchNorm takes its statistics from a micro-batch
     alone = (
-        f"single,micro={parse(plan).micro}"
-        if isinstance(TASKS[at], Normed) and parse(plan).micro
+        f"single,microbatches={parse(plan).microbatches}"
+        if isinstance(TASKS[at], Normed) and parse(plan).microbatches
         else "single"
     )
     assert not differences(trained(size, TASKS[at], SPEC, plan), one_process(at, alone), 1e-11)

@@ -203,7 +203,7 @@ def test_days_of_large_trainings(params, shape, pp, batch, gpus, days):
     facts = transformer("gpt3-175b", layers=layers, hidden=hidden, heads=heads, vocab=51200).facts()
     assert facts.params == pytest.approx(params, rel=1e-3)
     dp = gpus // (8 * pp)
-    cut = Split(dp=dp, tp=8, pp=pp, micro_batch=1, micro=batch // dp, recompute="full")
+    cut = Split(dp=dp, tp=8, pp=pp, micro_batch=1, microbatches=batch // dp, recompute="full")
     on = speeds(cluster(gpus), ranks=gpus)
     found = time(facts, cut, MEGATRON, on)
     assert bill(found.step_s, 300e9 / found.tokens, gpus).days == pytest.approx(days, rel=0.06)

@@ -10,17 +10,17 @@ from torch.utils.checkpoint import checkpoint
 import models
 from harness import ranks
 from paceline import Spec, Task
-from paceline.plan.comm_volume import Ledger
+from paceline.plan.comm_volume import CommVolume
 from paceline.plan.plan import parse
 from paceline.tasks.digits import Digits
 from paceline.training import setup
 from paceline.training.dry_run import dry_run
-from test_ledger import counted, wanted
+from test_comms import counted, wanted
 
 DEEP = models.ShortText(depth=8, width=64)
 
 
-def played(monkeypatch: pytest.MonkeyPatch, task: Task, plan: str, size: int) -> tuple[int, list[Ledger]]:
+def played(monkeypatch: pytest.MonkeyPatch, task: Task, plan: str, size: int) -> tuple[int, list[CommVolume]]:
     """How many places of `plan` were played, and what is said of all."""
     kept: list[Any] = []
     play = dry_run._play
@@ -30,10 +30,10 @@ def played(monkeypatch: pytest.MonkeyPatch, task: Task, plan: str, size: int) ->
     return len(kept), found
 
 
-def each(task: Task, plan: str, size: int) -> list[Ledger]:
+def each(task: Task, plan: str, size: int) -> list[CommVolume]:
     copies = parse(plan).on(size).copies
     return [
-        dry_run.ledger(Spec(batch=48), parse(plan), size, place * copies, task)
+        dry_run.comm_volume(Spec(batch=48), parse(plan), size, place * copies, task)
         for place in range(parse(plan).pp)
     ]
 
@@ -44,11 +44,11 @@ def each(task: Task, plan: str, size: int) -> list[Ledger]:
         ("pp=4", 4, 3),
         pytest.param("pp=4,tp=2,recompute=full", 8, 3, marks=pytest.mark.slow),
         pytest.param("pp=4,tp=2,dp=2,zero=2", 16, 3, marks=pytest.mark.slow),
-        pytest.param("pp=4,dp=2,zero=3,schedule=interleaved", 8, 3, marks=pytest.mark.slow),
+        pytest.param("pp=4,dp=2,zero=3,pp_schedule=interleaved", 8, 3, marks=pytest.mark.slow),
         pytest.param(
             "pp=4,dp=2,zero=3", 8, 4, marks=pytest.mark.slow
         ),  # what is gathered depends on what runs next
-        ("pp=4,schedule=zero-bubble", 4, 4),
+        ("pp=4,pp_schedule=zero-bubble", 4, 4),
     ],
 )
 def test_it_is_what_each_place_would_say(
@@ -60,7 +60,7 @@ def test_it_is_what_each_place_would_say(
 
 
 def test_it_is_what_real_ranks_send() -> None:
-    real = [ledger for ledger, _ in ranks(4)(counted, DEEP, wanted(), "pp=4")]
+    real = [volume for volume, _ in ranks(4)(counted, DEEP, wanted(), "pp=4")]
     assert dry_run.stages(wanted(), parse("pp=4"), 4, DEEP) == real
 
 
@@ -111,7 +111,7 @@ class Stacked(models.Points):
     "third", ["", "wider", "frozen", "shared", "run again", "without gradients", "doubled"]
 )
 def test_what_is_not_alike(monkeypatch: pytest.MonkeyPatch, third: str) -> None:
-    task, plan, size = Stacked(third=third), "pp=6,dp=2,micro=2,schedule=gpipe", 12
+    task, plan, size = Stacked(third=third), "pp=6,dp=2,microbatches=2,pp_schedule=gpipe", 12
     plays, found = played(monkeypatch, task, plan, size)
     assert plays == (4 if third else 3)
     assert found == each(task, plan, size)
@@ -124,11 +124,11 @@ def test_what_is_not_alike(monkeypatch: pytest.MonkeyPatch, third: str) -> None:
 
 def test_no_cut_between_layers_that_are_split_in_pairs() -> None:
     """The second of a pair takes what the first has made, in parts; whole values cross cuts."""
-    task, plan = Digits(width=4), parse("tp=2,pp=3,micro=3").on(6)
+    task, plan = Digits(width=4), parse("tp=2,pp=3,microbatches=3").on(6)
     study = setup.analyze_model(Spec(batch=48), plan, task, torch.device("cpu"))
     styles = study.splits.styles
     rows = [at for at, call in enumerate(study.recording.calls) if styles.get(call.part) == "row"]
     assert rows
     assert not set(rows) & set(study.recording.cuts)
-    alone = setup.analyze_model(Spec(batch=48), parse("pp=3,micro=3").on(3), task, torch.device("cpu"))
+    alone = setup.analyze_model(Spec(batch=48), parse("pp=3,microbatches=3").on(3), task, torch.device("cpu"))
     assert set(rows) & set(alone.recording.cuts)

@@ -27,8 +27,8 @@ REFUSED = {
         **dict.fromkeys(("scaled", "idle"), "tp=2 does not divide the 5 features of"),
         "no linear layer": "tp=2, but Sequential has no linear layer or embedding; use pp or zero3",
     },
-    "pp=2,micro=2": dict.fromkeys(("item", "chosen", "cumulative batch norm"), PP_NEEDS),
-    "pp=2,micro=2,schedule=zbv": {},
+    "pp=2,microbatches=2": dict.fromkeys(("item", "chosen", "cumulative batch norm"), PP_NEEDS),
+    "pp=2,microbatches=2,pp_schedule=zbv": {},
 }
 
 
@@ -49,9 +49,11 @@ def alone(plan: str, kinds: tuple[str, ...] = tuple(MODELS)) -> dict[str, Traine
     return ranks(1)(train_all, plan, list(kinds))[0]
 
 
-@pytest.mark.parametrize("plan", ["ddp", "zero2", "zero3", "zero3,micro=2", "tp=2", "pp=2,micro=2"])
+@pytest.mark.parametrize(
+    "plan", ["ddp", "zero2", "zero3", "zero3,microbatches=2", "tp=2", "pp=2,microbatches=2"]
+)
 def test_trains_as_one_process_does_or_is_refused_in_words(plan: str) -> None:
-    one = alone("single,micro=2" if "micro" in plan else "single")
+    one = alone("single,microbatches=2" if "microbatches" in plan else "single")
     first, second = ranks(2)(train_all, plan, list(MODELS))
     wrong = {}
     for kind in MODELS:
@@ -67,11 +69,11 @@ def test_trains_as_one_process_does_or_is_refused_in_words(plan: str) -> None:
     assert not wrong
 
 
-@pytest.mark.parametrize("plan", ["ddp,micro=4", "zero2,micro=4", "zero3,micro=4"])
+@pytest.mark.parametrize("plan", ["ddp,microbatches=4", "zero2,microbatches=4", "zero3,microbatches=4"])
 def test_ranks_that_skip_unlike_layers(plan: str) -> None:
     """One sample a micro-batch, so that one process skips the same layers for it."""
     kinds = tuple(SAMPLE_BY_SAMPLE)
-    one = alone("single,micro=8", kinds)
+    one = alone("single,microbatches=8", kinds)
     first, second = ranks(2)(train_all, plan, list(kinds))
     assert not [
         found

@@ -15,7 +15,7 @@ from paceline.errors import DataError, TaskError
 from paceline.plan.plan import parse
 from paceline.spec import Loading
 from paceline.task import load_task
-from paceline.training.dry_run.dry_run import ledger
+from paceline.training.dry_run.dry_run import comm_volume
 from paceline.training.model_facts.describe import describe
 from paceline.user_code import UserCode
 
@@ -282,7 +282,7 @@ def test_in_a_pipeline(here, tmp_path):
         "--ranks",
         "2",
         "--plan",
-        "pp=2,micro=2",
+        "pp=2,microbatches=2",
     )
     one_sentence(paceline(*words, "--set", "fate=backward", "--set", "how=odd", at=tmp_path), "odd")
 
@@ -302,13 +302,13 @@ def test_an_error_inside_torch_names_the_model(here):
 
 
 def test_passes_without_values(here):
-    """What ledger, preflight and plan run."""
+    """What comms, preflight and plan run."""
     for fate in ("model", "forward", "loss", "layout"):
         for how in ("KeyError", "exit", "odd"):
             task = load_task(f"{here}/bad.py:Bad", {"fate": fate, "how": how})
             for ask in (
                 lambda spec, task: describe(spec, task),
-                lambda spec, task: ledger(spec, parse("ddp"), 2, 0, task),
+                lambda spec, task: comm_volume(spec, parse("ddp"), 2, 0, task),
             ):
                 with pytest.raises((TaskError, DataError)) as caught:
                     ask(Spec(task=f"{here}/bad.py:Bad", batch=8), task)
@@ -396,7 +396,7 @@ def test_exit_with_status_0_on_one_of_two_ranks(only_on, fate, here, tmp_path):
 
 @pytest.mark.parametrize(
     "words",
-    ["train", "verify --ranks 1 --plan single", "preflight", "ledger --plan ddp --ranks 2", "plan --ranks 2"],
+    ["train", "verify --ranks 1 --plan single", "preflight", "comms --plan ddp --ranks 2", "plan --ranks 2"],
 )
 def test_every_command(words, here, tmp_path):
     command, *more = words.split(" ")
@@ -404,7 +404,7 @@ def test_every_command(words, here, tmp_path):
         "train": "loss",
         "verify": "forward",
         "preflight": "model",
-        "ledger": "loss",
+        "comms": "loss",
         "plan": "forward",
     }
     result = paceline(
@@ -496,7 +496,7 @@ def test_a_batch_as_it_is(tmp_path):
     """default_collate yields lists."""
     path = write_task(tmp_path, INPUTS, "whole.py")
     spec = Spec(task=f"{path}:Whole", steps=2, batch=4)
-    assert list(train(spec, "single,micro=2", World()))
+    assert list(train(spec, "single,microbatches=2", World()))
     with pytest.raises(DataError) as caught:
         list(train(spec.model_copy(update={"set": {"ragged": True}}), "single", World()))
     assert "stack expects each tensor to be equal size" in str(caught.value)

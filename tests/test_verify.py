@@ -53,7 +53,9 @@ def clipped(two: Ranks) -> Iterator[Verification]:
         yield verification
 
 
-@pytest.mark.parametrize("plan", ["ddp", "zero1", "zero2,micro=2", "zero3", "hsdp", "ddp,recompute=full"])
+@pytest.mark.parametrize(
+    "plan", ["ddp", "zero1", "zero2,microbatches=2", "zero3", "hsdp", "ddp,recompute=full"]
+)
 def test_the_same(text: Verification, plan: str) -> None:
     verdict = text.verify(parse(plan))
     assert verdict.same
@@ -68,7 +70,7 @@ FAULTS = [
     ("ddp", faults.gradient_times_data, 1, "gradient", "tokens.weight", 2.0, "dp"),
     ("zero3", faults.gradient_times_data, 1, "gradient", "tokens.weight", 2.0, "dp"),
     ("zero2", faults.gradient_over_data, 1, "gradient", "tokens.weight", 0.5, "1 / dp"),
-    ("ddp,micro=4", faults.gradient_times_micro, 1, "gradient", "tokens.weight", 4.0, "micro"),
+    ("ddp,microbatches=4", faults.gradient_times_micro, 1, "gradient", "tokens.weight", 4.0, "microbatches"),
     ("ddp", faults.gradient_doubled_on_last_rank, 1, "gradient", "tokens.weight", 2.0, "dp"),
     ("zero1", faults.late_gradient_times_data, 1, "norm", "", 2.0, "dp"),
     ("ddp", faults.no_sync, 1, "gradient", "tokens.weight", ..., None),
@@ -152,14 +154,14 @@ def test_ranks_that_do_not_answer_fail_alone(two: Ranks, fault: Any) -> None:
 
 def test_one_process_runs_as_many_micro_batches_where_these_matter(two: Ranks) -> None:
     with Verification(spec("NormedImages"), two) as normed:
-        assert normed.verify(parse("zero3,micro=2")).same
+        assert normed.verify(parse("zero3,microbatches=2")).same
         assert any("BatchNorm" in line for line in conditions(normed.reference()))
         assert normed.references.keys() == {1, 2}
     with Verification(spec("test_verify:Summed"), two) as summed:
-        verdict = summed.verify(parse("ddp,micro=2"))
+        verdict = summed.verify(parse("ddp,microbatches=2"))
         assert summed.sees_micro_batches
         assert (
-            "not the same training as one process with micro=2: the gradient of 0.weight is 0.500 times"
+            "not the same training as one process with microbatches=2: the gradient of 0.weight is 0.500 times"
             in sentence(verdict)
         )
         assert "one over the degree of dp" in sentence(verdict)
@@ -258,7 +260,7 @@ PLANTED = (faults.gradient_a_little_off, faults.weights_a_little_off)
             "Upcast",
             {},
             Optimizer(),
-            ("ddp", "zero3", "ddp,micro=2"),
+            ("ddp", "zero3", "ddp,microbatches=2"),
             "the model computes in float32 inside of float64",
         ),
         ("BiasBeforeNorm", {}, HARSH, ("ddp", "zero1"), "BatchNorm takes its statistics"),
@@ -347,7 +349,13 @@ def test_buffers_of_every_kind_are_compared(two: Ranks, kind: str) -> None:
 def test_statistics_of_stages_are_those_of_all_data_ranks() -> None:
     """BatchNorm in the stages of a pipeline, each on several data ranks."""
     with Ranks(4) as four, Verification(spec("models:Images"), four) as verification:
-        for plan in ("pp=2", "pp=2,micro=2", "pp=2,zero=1", "pp=2,zero=2", "pp=2,micro=2,schedule=zbv"):
+        for plan in (
+            "pp=2",
+            "pp=2,microbatches=2",
+            "pp=2,zero=1",
+            "pp=2,zero=2",
+            "pp=2,microbatches=2,pp_schedule=zbv",
+        ):
             verdict = verification.outcome(parse(plan))
             assert verdict.same, (plan, sentence(verdict))
         assert verification.reference().has_batch_norm
@@ -363,18 +371,18 @@ def test_a_task_that_fails_in_every_type_fails_with_its_own_words(two: Ranks) ->
 
 def test_it_is_said_that_micro_batches_are_another_training(two: Ranks) -> None:
     with Verification(spec("test_verify:Mixing"), two) as mixing:
-        verdict = mixing.verify(parse("pp=2,micro=4"))
+        verdict = mixing.verify(parse("pp=2,microbatches=4"))
         assert verdict.same
         assert verdict.of_whole is not None
         assert verdict.of_whole > 1e-3
         assert (
-            "one process with micro=4 (not as one process on whole batches: its loss differs by "
+            "one process with microbatches=4 (not as one process on whole batches: its loss differs by "
             in sentence(verdict)
         )
         assert verdict.as_json()["compared_with"]["microbatches"] == 4
         assert not mixing.verify(parse("ddp")).same, "each rank takes the mean of its own samples"
     with Verification(spec("Points"), two) as points:
-        assert "whole batches" not in sentence(points.verify(parse("ddp,micro=2")))
+        assert "whole batches" not in sentence(points.verify(parse("ddp,microbatches=2")))
 
 
 def test_dropout_is_switched_off_and_said(two: Ranks) -> None:
@@ -447,11 +455,11 @@ def test_factors_and_their_names() -> None:
     assert ratio(torch.zeros(50), one) == (0, True)
     assert ratio(one.flip(0), one)[1] is False
     assert ratio(one, torch.zeros(50)) == (None, False)
-    plan = parse("dp=2,tp=4,micro=3").on(8)
+    plan = parse("dp=2,tp=4,microbatches=3").on(8)
     assert [axis_of(factor, plan, 8) for factor in (2.0, 0.25, 3.0, 8.0, 5.0, None)] == [
         "dp",
         "1 / tp",
-        "micro",
+        "microbatches",
         "ranks",
         None,
         None,
@@ -488,10 +496,10 @@ def test_candidates_fit_the_ranks(ranks: int) -> None:
         "zero1",
         "zero2",
         "zero3",
-        "zero3,micro=2",
+        "zero3,microbatches=2",
     }
     if ranks > 1:
-        assert {plan.schedule for plan in plans} >= {"gpipe", "1f1b", "interleaved", "zero-bubble", "zbv"}
+        assert {plan.pp_schedule for plan in plans} >= {"gpipe", "1f1b", "interleaved", "zero-bubble", "zbv"}
         assert {Plan(tp=ranks), Plan(cp=ranks)} <= set(plans)
     if ranks == 8:
         assert parse("dp=2,tp=2,pp=2,zero=2") in plans
@@ -600,7 +608,7 @@ def test_the_command_on_all_plans(at: Path) -> None:
     found = json.loads((at / "all.json").read_text())
     assert [verdict["plan"] for verdict in found] == [str(plan) for plan in candidates(2)]
     same = [verdict["plan"] for verdict in found if verdict["same"]]
-    assert {"ddp", "zero1", "zero2", "zero3", "hsdp", "zero3,micro=2"} <= set(same)
+    assert {"ddp", "zero1", "zero2", "zero3", "hsdp", "zero3,microbatches=2"} <= set(same)
     assert all("cannot_be" in verdict for verdict in found if not verdict["same"])
     assert f"{len(same)} of {len(same)} plans are the same training" in result.out
 

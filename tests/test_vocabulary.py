@@ -19,7 +19,7 @@ from paceline.run import RunFolder
 from paceline.spec import Optimizer
 from paceline.training.checkpoint import save as checkpoint
 from paceline.training.setup import analyze_model
-from test_ledger import check
+from test_comms import check
 
 SPEC = Spec(
     steps=3, batch=8, seed=3, precision="fp64", optimizer=Optimizer(lr=1e-2, weight_decay=0.1, clip=0.5)
@@ -64,12 +64,12 @@ def test_parts() -> None:
     [
         (2, "tp=2", False),
         (2, "tp=2", True),
-        (4, "tp=4,micro=2", True),
+        (4, "tp=4,microbatches=2", True),
         (4, "dp=2,tp=2,zero=3", False),
-        (4, "pp=2,tp=2,micro=2", False),
+        (4, "pp=2,tp=2,microbatches=2", False),
         *(pytest.param(4, f"dp=2,tp=2,zero={zero}", True, marks=pytest.mark.slow) for zero in (0, 1, 2, 3)),
-        pytest.param(4, "pp=2,tp=2,micro=2", True, marks=pytest.mark.slow),
-        pytest.param(8, "dp=2,pp=2,tp=2,micro=2,zero=3", False, marks=pytest.mark.slow),
+        pytest.param(4, "pp=2,tp=2,microbatches=2", True, marks=pytest.mark.slow),
+        pytest.param(8, "dp=2,pp=2,tp=2,microbatches=2,zero=3", False, marks=pytest.mark.slow),
     ],
 )
 def test_the_training_is_that_of_one_process(size: int, plan: str, tied: bool) -> None:

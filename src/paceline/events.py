@@ -1,6 +1,6 @@
 """What happened in a run, one JSON object a line: the only channel from a run to those who watch it.
 
-A line has `time` (seconds since the epoch), `event` (started, step, accounted, evaluated, saved, failed, stalled, ended) and the fields of
+A line has `time` (seconds since the epoch), `event` (started, step, profiled, evaluated, saved, failed, stalled, ended) and the fields of
 that event. The figures of quick steps come together, some ten times a second: another line may stand before that of a step
 which ended earlier. A run that was interrupted and resumed repeats the steps after its last checkpoint: the later line counts.
 """
@@ -73,11 +73,11 @@ class Step(Event):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Accounted(Event):
-    """Where the time and memory of some steps went. They were profiled, and slower for it; the last `profiled` steps up to `step` were."""
+class Profiled(Event):
+    """Where the time and memory of some steps went. They were profiled, and slower for it; the last `num_steps` steps up to `step` were."""
 
     step: int
-    profiled: int
+    num_steps: int
     step_s: float
     seconds: Mapping[
         str, float
@@ -138,7 +138,7 @@ class Ended(Event):
 
 KINDS: dict[str, type[Event]] = {
     kind.__name__.lower(): kind
-    for kind in (Started, Step, Accounted, Evaluated, Saved, Failed, Stalled, Ended)
+    for kind in (Started, Step, Profiled, Evaluated, Saved, Failed, Stalled, Ended)
 }
 
 ENCODER = json.JSONEncoder(allow_nan=False)

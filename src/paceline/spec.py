@@ -207,9 +207,9 @@ class Spec(Value):
         le=1024,
         description="of torch on each rank [default: cores ÷ ranks of the machine, fewer where other processes keep cores busy]",
     )
-    account: bool | None = Field(
+    profile: bool | None = Field(
         default=None,
-        description="profile steps for paceline account [default: as many as cost less than 1 % of the time]",
+        description="profile steps for paceline profile [default: as many as cost less than 1 % of the time]",
     )
     timeout_s: float = Field(
         default=60.0,

@@ -34,7 +34,7 @@ def measure(spec: Spec, task: Task, cluster: Cluster, device: torch.device) -> M
             facts = describe(spec, task)
         except TaskError:
             model = stepping.laid.model
-            batch = example(spec.model_copy(update={"batch": SAMPLES}), task, Plan(dp=1, micro=1))
+            batch = example(spec.model_copy(update={"batch": SAMPLES}), task, Plan(dp=1, microbatches=1))
             facts = watched(OpCounter(model, task, {}), task, batch, SAMPLES)
             model.zero_grad()
         took_s = time_step(stepping, BUDGET_S).median_s

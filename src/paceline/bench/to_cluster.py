@@ -26,10 +26,10 @@ DISK = {
 
 
 def updated(cluster: Cluster, results: Iterable[Result]) -> Cluster:
-    """The same with what was measured in the place of what was known before. Accounts are of predictions from that: they go."""
+    """The same with what was measured in the place of what was known before. Calibrations are of predictions from that: they go."""
     results = list(results)
     if {result.kind for result in results} & {"collectives", "compute", "overlap"}:
-        cluster = cluster.model_copy(update={"accounts": ()})
+        cluster = cluster.model_copy(update={"calibrations": ()})
     for result in results:
         if result.kind == "collectives":
             cluster = cluster.updated(links=links(result.summary))

@@ -43,7 +43,7 @@ def request(
         str | None,
         Option(
             help="single, ddp, zero1, zero2, zero3, hsdp, local-sgd, post-local-sgd, parameter-server, or key=value: "
-            "tp=2, pp=2,schedule=1f1b,micro=8, cp=2, dp=2,tp=2,pp=2,zero=2; or auto: the fastest that fits."
+            "tp=2, pp=2,pp_schedule=1f1b,microbatches=8, cp=2, dp=2,tp=2,pp=2,zero=2; or auto: the fastest that fits."
         ),
     ] = None,
     batch: Annotated[int | None, Option(help="Samples of the global batch, over all ranks.")] = None,
@@ -81,11 +81,11 @@ def request(
     save_every: Annotated[int | None, Option(help="Steps between checkpoints.")] = None,
     keep: Annotated[int | None, Option(help="Keep the last so many checkpoints, and the best.")] = None,
     workers: Annotated[int | None, Option(help="Processes a rank that read samples.")] = None,
-    account: Annotated[
+    profile: Annotated[
         bool | None,
         Option(
-            "--account/--no-account",
-            help="Profile some steps for account. Default: where it costs less than 1 %.",
+            "--profile/--no-profile",
+            help="Profile some steps. Default: where it costs less than 1 %.",
         ),
     ] = None,
     device: Annotated[str | None, Option(help="cpu or cuda. Default: CUDA where there is some.")] = None,
@@ -113,7 +113,7 @@ def request(
         "tf32": tf32,
         "batch_norm": batch_norm,
         "allow_local_loss": allow_local_loss,
-        "account": account,
+        "profile": profile,
         "device": device,
         "restarts": restarts,
         "timeout_s": timeout,

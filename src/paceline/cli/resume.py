@@ -26,8 +26,8 @@ def resume(
     epochs: Annotated[float | None, typer.Option(help="Train until so many epochs in all.")] = None,
     steps: Annotated[int | None, typer.Option(help="Train until so many steps in all.")] = None,
     lr: Annotated[float | None, typer.Option(help="Another learning rate from here on.")] = None,
-    account: Annotated[
-        bool | None, typer.Option("--account/--no-account", help="Profile some steps. Default: as before.")
+    profile: Annotated[
+        bool | None, typer.Option("--profile/--no-profile", help="Profile some steps. Default: as before.")
     ] = None,
     device: Annotated[str | None, typer.Option(help="cpu or cuda. Default: as before.")] = None,
     restarts: Annotated[
@@ -54,7 +54,7 @@ def resume(
         "steps": steps,
         "optimizer.lr": lr,
     }
-    flags |= {"account": account, "device": device, "restarts": restarts, "timeout_s": timeout}
+    flags |= {"profile": profile, "device": device, "restarts": restarts, "timeout_s": timeout}
     said: dict[str, Any] = {key: value for key, value in flags.items() if value is not None}
     if most is not None:
         said["least_nodes"] = least

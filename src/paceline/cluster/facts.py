@@ -175,7 +175,7 @@ class Cluster(Value):
     engines: tuple[Engine, ...] = ()
     overlaps: tuple[Overlap, ...] = ()
     disks: tuple[Disk, ...] = ()
-    accounts: tuple[CalibrationRecord, ...] = ()
+    calibrations: tuple[CalibrationRecord, ...] = ()
     software: dict[str, str] = Field({})  # versions with which it was measured
 
     @property
@@ -193,7 +193,7 @@ class Cluster(Value):
         rates: Iterable[Rate] = (),
         overlaps: Iterable[Overlap] = (),
         disks: Iterable[Disk] = (),
-        accounts: Iterable[CalibrationRecord] = (),
+        calibrations: Iterable[CalibrationRecord] = (),
         paces: Iterable[Pace] = (),
         engines: Iterable[Engine] = (),
     ) -> Self:
@@ -207,7 +207,7 @@ class Cluster(Value):
                 self.overlaps, overlaps, lambda overlap: (overlap.operation, overlap.backend)
             ),
             "disks": _merged(self.disks, disks, lambda disk: disk.path),
-            "accounts": _merged(self.accounts, accounts, lambda account: account.run),
+            "calibrations": _merged(self.calibrations, calibrations, lambda record: record.run),
             "paces": _merged(self.paces, paces, lambda pace: (pace.operation, pace.threads)),
             "engines": _merged(self.engines, engines, lambda engine: (engine.name, engine.ranks)),
         }

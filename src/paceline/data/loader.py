@@ -78,12 +78,12 @@ def _mix(values: Numbers, key: int) -> Numbers:
 
 @dataclass(frozen=True)
 class RankBatchSlice:
-    """What one rank has of the samples: micro-batch m of a step begins at step·batch + m·(batch / micro).
+    """What one rank has of the samples: micro-batch m of a step begins at step·batch + m·(batch / microbatches).
 
     The parts of the ranks differ by one sample at the most; all plans but uneven ones and a parameter server want them equal."""
 
     batch: int
-    micro: int
+    microbatches: int
     rank: int
     ranks: int
 
@@ -93,14 +93,14 @@ class RankBatchSlice:
         return self._begin(self.rank + 1) - self._begin(self.rank)
 
     def _begin(self, rank: int) -> int:
-        return self.batch // self.micro * rank // self.ranks
+        return self.batch // self.microbatches * rank // self.ranks
 
     def numbers(self, step: int) -> Numbers:
-        """Numbers of the samples of a step on this rank, shape (micro, share)."""
+        """Numbers of the samples of a step on this rank, shape (microbatches, share)."""
         first = step * self.batch + self._begin(self.rank)
         return (
             first
-            + np.arange(self.micro)[:, None] * (self.batch // self.micro)
+            + np.arange(self.microbatches)[:, None] * (self.batch // self.microbatches)
             + np.arange(self.share)[None, :]
         )
 
@@ -109,7 +109,7 @@ def training_parts(
     part: RankBatchSlice, samples: int, seed: int, first_step: int, steps: int
 ) -> Iterator[tuple[list[int], list[int]]]:
     """(numbers, indices) of every micro-batch of this rank from `first_step` until `steps`."""
-    at_once = max(1, CHUNK // (part.micro * part.share))
+    at_once = max(1, CHUNK // (part.microbatches * part.share))
     for begin in range(first_step, steps, at_once):
         numbers = np.stack([part.numbers(step) for step in range(begin, min(begin + at_once, steps))])
         indices = shuffled(numbers.ravel(), samples, seed).reshape(numbers.shape)

@@ -5,7 +5,7 @@ from pathlib import Path
 from paceline import spec as specs
 from paceline.cluster.limits import usable_cores
 from paceline.drill.faults import save_every
-from paceline.drill.training import LEDGER, PACE
+from paceline.drill.training import PACE, SAMPLE_LOG
 from paceline.plan.plan import Plan
 from paceline.spec import Launch, Spec
 
@@ -17,21 +17,23 @@ from pathlib import Path
 from paceline.drill.sample_log_task import SampleLog, watched
 from paceline.task import find_task
 
-{name} = watched(find_task({task!r}), SampleLog(Path({ledger!r}), Path({pace!r}), samples={samples}, micro={micro}))
+{name} = watched(find_task({task!r}), SampleLog(Path({log!r}), Path({pace!r}), samples={samples}, microbatches={microbatches}))
 '''
 
 
 def write(folder: Path, spec: Spec, launch: Launch, plan: Plan, timeout_s: float | None = None) -> None:
     """A new folder. The task in `spec` by its whole path, steps and data degree said. `timeout_s`: another than in `spec`."""
     assert spec.steps is not None
-    (folder / LEDGER).mkdir(parents=True)
+    (folder / SAMPLE_LOG).mkdir(parents=True)
     folder = folder.absolute()
     name = spec.task.rpartition(":")[2]
     name = name if name.isidentifier() else "Watched"
-    ledger, pace = str(folder / LEDGER), str(folder / PACE)
-    samples, micro = spec.batch // (plan.dp or 1), plan.micro or 1
+    log, pace = str(folder / SAMPLE_LOG), str(folder / PACE)
+    samples, microbatches = spec.batch // (plan.dp or 1), plan.microbatches or 1
     (folder / TASK).write_text(
-        SOURCE.format(name=name, task=spec.task, ledger=ledger, pace=pace, samples=samples, micro=micro),
+        SOURCE.format(
+            name=name, task=spec.task, ledger=log, pace=pace, samples=samples, microbatches=microbatches
+        ),
         encoding="utf-8",
     )
     save = spec.save.model_copy(update={"every": save_every(spec.steps), "minutes": float("inf")})
@@ -41,7 +43,7 @@ def write(folder: Path, spec: Spec, launch: Launch, plan: Plan, timeout_s: float
     own = {
         "threads": threads,
         "task": f"{folder / TASK}:{name}",
-        "account": False,
+        "profile": False,
         "save": save,
         "timeout_s": timeout_s or spec.timeout_s,
     }

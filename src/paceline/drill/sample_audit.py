@@ -30,13 +30,15 @@ def read(folder: Path, plan: Plan) -> list[Start]:
     found: dict[tuple[int, int], dict[int, list[Update]]] = {}
     for path in folder.iterdir():
         command, restart, rank = map(int, path.name.split("-"))
-        if plan.place(rank).pp == plan.last and (updates := updates_of(path.read_text(), plan.micro or 1)):
+        if plan.place(rank).pp == plan.last and (
+            updates := updates_of(path.read_text(), plan.microbatches or 1)
+        ):
             found.setdefault((command, restart), {})[rank] = updates
     return [found[key] for key in sorted(found)]
 
 
-def updates_of(text: str, micro: int) -> list[Update]:
-    """Of one rank. Before its first step it may try the loss out: of that step the last `micro` batches count."""
+def updates_of(text: str, microbatches: int) -> list[Update]:
+    """Of one rank. Before its first step it may try the loss out: of that step the last `microbatches` batches count."""
     found: list[Update] = []
     batches: list[Indices] = []
     for line in text.splitlines(keepends=True):
@@ -46,7 +48,7 @@ def updates_of(text: str, micro: int) -> list[Update]:
         if indices:
             batches.append(tuple(indices[0]))
         elif batches:  # an optimizer within another one updates, and then the other one does
-            found.append(Update(time, tuple(batches if found else batches[-micro:])))
+            found.append(Update(time, tuple(batches if found else batches[-microbatches:])))
             batches = []
     return found
 
@@ -67,7 +69,9 @@ def consumed(start: Start, plan: Plan) -> tuple[list[Indices | None], list[str]]
         here = [updates[at].batches for updates in ranks if at < len(updates)]
         whole = len(here) == len(ranks)
         steps.append(
-            tuple(index for micro in zip(*here, strict=False) for part in micro for index in part)
+            tuple(
+                index for microbatches in zip(*here, strict=False) for part in microbatches for index in part
+            )
             if whole
             else None
         )

@@ -35,7 +35,7 @@ class SampleLog:
     folder: Path
     pace: Path
     samples: int  # of a step on one rank
-    micro: int
+    microbatches: int
     _file: int | None = field(default=None, init=False)
 
     def consumed(self, indices: Sequence[int]) -> None:
@@ -44,7 +44,7 @@ class SampleLog:
             self._file = os.open(self.folder / name, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
             register_optimizer_step_post_hook(self._updated)
         self._write(list(indices))
-        self.pause(self.micro)
+        self.pause(self.microbatches)
 
     def _updated(self, *optimizer: object) -> None:
         self._write()
@@ -74,7 +74,7 @@ class _Samples:
 
 class _Batches(_Samples):
     def batch_of(self, indices: list[int]) -> NumberedSample:
-        self.notes.pause(self.notes.micro)
+        self.notes.pause(self.notes.microbatches)
         return NumberedSample(self.dataset.batch_of(indices), torch.tensor(indices))
 
 

@@ -26,7 +26,7 @@ STEP_S = 0.12  # that a step is made to take until it is disturbed
 SLOW_STEP_S = 1.0  # where something must be there first
 POLL_S = 0.01
 GONE_S = 15.0  # that ranks may take to save and end after their launcher
-LEDGER, PACE = "ledger", "pace"
+SAMPLE_LOG, PACE = "samples", "pace"
 
 
 class UnexpectedCourse(Exception):
@@ -83,7 +83,7 @@ class Training:
     # What goes on
 
     def starts(self) -> list[Start]:
-        return sample_audit.read(self.folder / LEDGER, self.plan)
+        return sample_audit.read(self.folder / SAMPLE_LOG, self.plan)
 
     def started(self) -> int:
         """How often the ranks were started, also where nothing was left to do."""

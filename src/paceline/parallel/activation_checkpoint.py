@@ -19,7 +19,7 @@ def recompute(module: nn.Module, plan: Plan) -> None:
     inner = module.forward
     selective = plan.recompute == "selective"
     options: dict[str, Any] = (
-        {"context_fn": partial(_selective, again=plan.schedule in TWICE)} if selective else {}
+        {"context_fn": partial(_selective, again=plan.pp_schedule in TWICE)} if selective else {}
     )
 
     def forward(*args: Any, **kwargs: Any) -> Any:

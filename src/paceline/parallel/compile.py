@@ -23,10 +23,10 @@ def refuse_compiled(plan: Plan) -> None:
         raise PlanError(
             f"plan {plan}: split weights whose blocks run again cannot be compiled yet; leave --compile, recompute or tp out"
         )
-    if plan.schedule in TWICE:
+    if plan.pp_schedule in TWICE:
         raise PlanError(
-            f"schedule={plan.schedule} puts off the gradients of weights, and a compiled block computes all of its gradients at once; "
-            "use schedule=1f1b or interleaved, or leave --compile out"
+            f"pp_schedule={plan.pp_schedule} puts off the gradients of weights, and a compiled block computes all of its gradients at once; "
+            "use pp_schedule=1f1b or interleaved, or leave --compile out"
         )
 
 

@@ -1,4 +1,4 @@
-"""Ledger: what one training step sends, by collective, mesh axis and module."""
+"""CommVolume: what one training step sends, by collective, mesh axis and module."""
 
 import re
 from collections.abc import Callable, Iterable, Mapping
@@ -52,7 +52,7 @@ SENT: Mapping[str, Callable[[int], float]] = {
 
 
 @dataclass(frozen=True)
-class Ledger:
+class CommVolume:
     """What one rank sends in one step."""
 
     rank: int
@@ -70,9 +70,9 @@ class Ledger:
     def sent_bytes(self) -> float:
         return sum(entry.sent_bytes for entry in self.entries)
 
-    def of(self, collective: str, axis: str | None = None) -> "Ledger":
+    def of(self, collective: str, axis: str | None = None) -> "CommVolume":
         """The entries of a collective, on all axes or one."""
-        return Ledger(
+        return CommVolume(
             self.rank, tuple(e for e in self.entries if e.collective == collective and axis in (None, e.axis))
         )
 

@@ -60,10 +60,10 @@ class Plan:
     tp: int = 1
     pp: int = 1
     cp: int = 1
-    micro: int | None = (
+    microbatches: int | None = (
         None  # micro-batches whose gradients are added up before an update; None: 1, or twice the stages of a pipeline
     )
-    schedule: str | None = None  # of a pipeline; None: 1f1b
+    pp_schedule: str | None = None  # of a pipeline; None: 1f1b
     stages: int | None = None  # of a pipeline, on each rank; None: as few as the schedule takes
     uneven: int = (
         0  # 1: the shares of the data ranks may differ by one sample, where a batch cannot be divided alike
@@ -86,7 +86,7 @@ class Plan:
                 f"replicate={self.replicate} needs shards to replicate: use zero=2, zero=3 or hsdp, got zero={self.zero}"
             )
         for key, value, known in (
-            ("schedule", self.schedule, SCHEDULES),
+            ("pp_schedule", self.pp_schedule, SCHEDULES),
             ("recompute", self.recompute, RECOMPUTE),
         ):
             if value is not None and value not in known:
@@ -101,24 +101,24 @@ class Plan:
         self._check_asynchronous()
 
     def _check_pipeline(self) -> None:
-        for key in ("schedule", "stages"):
+        for key in ("pp_schedule", "stages"):
             if self.pp == 1 and getattr(self, key) is not None:
                 raise PlanError(
                     f"{key}={getattr(self, key)} is of a pipeline, got pp=1; say pp=2 or more, or leave {key} out"
                 )
         if self.stages is not None:
-            one, schedule = SCHEDULES[self.schedule or "1f1b"] == 1, self.schedule or "1f1b"
+            one, schedule = SCHEDULES[self.pp_schedule or "1f1b"] == 1, self.pp_schedule or "1f1b"
             if one and self.stages > 1:
                 raise PlanError(
-                    f"schedule={schedule} has one stage on each rank, got stages={self.stages}; use schedule=interleaved"
+                    f"pp_schedule={schedule} has one stage on each rank, got stages={self.stages}; use pp_schedule=interleaved"
                 )
             if schedule == "zbv" and self.stages != 2:
                 raise PlanError(
-                    f"schedule=zbv has two stages on each rank, got stages={self.stages}; leave stages out"
+                    f"pp_schedule=zbv has two stages on each rank, got stages={self.stages}; leave stages out"
                 )
             if not one and self.stages == 1:
                 raise PlanError(
-                    f"schedule={schedule} has two stages or more on each rank, got stages=1; use schedule=1f1b"
+                    f"pp_schedule={schedule} has two stages or more on each rank, got stages=1; use pp_schedule=1f1b"
                 )
 
     def _check_asynchronous(self) -> None:
@@ -198,19 +198,21 @@ class Plan:
                     else "leave replicate out"
                 )
             )
-        micro = self.micro or (2 * self.pp if self.pp > 1 else 1)
-        schedule = (self.schedule or ("1f1b" if micro >= self.pp else "gpipe")) if self.pp > 1 else None
+        microbatches = self.microbatches or (2 * self.pp if self.pp > 1 else 1)
+        schedule = (
+            (self.pp_schedule or ("1f1b" if microbatches >= self.pp else "gpipe")) if self.pp > 1 else None
+        )
         stages = (self.stages or SCHEDULES[schedule]) if schedule else None
         many = schedule is not None and SCHEDULES[schedule] > 1
-        if (schedule == "1f1b" and micro < self.pp) or (many and micro % self.pp):
+        if (schedule == "1f1b" and microbatches < self.pp) or (many and microbatches % self.pp):
             needs = (
                 f"a multiple of pp={self.pp} micro-batches" if many else f"pp={self.pp} micro-batches or more"
             )
-            enough = -(-micro // self.pp) * self.pp
+            enough = -(-microbatches // self.pp) * self.pp
             raise PlanError(
-                f"plan {self}: schedule={schedule} needs {needs}, got micro={micro}; use micro={enough} or schedule=gpipe"
+                f"plan {self}: pp_schedule={schedule} needs {needs}, got microbatches={microbatches}; use microbatches={enough} or pp_schedule=gpipe"
             )
-        return replace(self, dp=dp, micro=micro, schedule=schedule, stages=stages)
+        return replace(self, dp=dp, microbatches=microbatches, pp_schedule=schedule, stages=stages)
 
     @property
     def data_ranks(self) -> int:
@@ -239,7 +241,7 @@ class Plan:
     @property
     def last(self) -> int:
         """The pp rank that has the last stage of a pipeline, and with it the loss."""
-        return 0 if self.schedule == "zbv" else self.pp - 1
+        return 0 if self.pp_schedule == "zbv" else self.pp - 1
 
     def place(self, rank: int) -> MeshCoordinate:
         """Where a rank stands; of a plan whose data degree is said. Neighbours split weights, those furthest apart layers."""
@@ -255,7 +257,7 @@ def _or(values: list[int]) -> str:
 
 AUTO: Final = "auto"  # stands for the fastest plan that fits
 KEYS = tuple(Plan.__dataclass_fields__)
-TEXTS = ("schedule", "recompute")
+TEXTS = ("pp_schedule", "recompute")
 LEAST = {
     key: 0 if key in ("zero", "uneven", "staleness", "switch") else 1 for key in KEYS if key not in TEXTS
 }
@@ -307,17 +309,17 @@ def share(batch: int, plan: Plan) -> int:
     """Samples of a micro-batch on one data rank, of a plan whose data degree is said; some workers of a parameter server have one more, and
     some ranks of an uneven plan. Raises PlanError when it cannot be split so."""
     assert plan.dp is not None
-    assert plan.micro is not None
-    parts = plan.dp * plan.micro
+    assert plan.microbatches is not None
+    parts = plan.dp * plan.microbatches
     if (plan.servers or plan.uneven) and batch >= parts:  # servers weigh what each worker sends
         return share(batch, replace(plan, dp=1, servers=None, staleness=None, uneven=0)) // plan.dp
     if batch % parts:
         below, above = batch - batch % parts, batch - batch % parts + parts
         hint = f"use --batch {above}" + (f" or {below}" if below else "")
         by = (
-            f"{plan.sharers} × micro = {plan.dp} × {plan.micro} = {parts}"
+            f"{plan.sharers} × microbatches = {plan.dp} × {plan.microbatches} = {parts}"
             if plan.dp > 1
-            else f"micro={plan.micro}"
+            else f"microbatches={plan.microbatches}"
         )
         raise PlanError(f"batch {batch} is not divisible by {by}: {hint}")
     return batch // parts

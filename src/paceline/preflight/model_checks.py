@@ -65,7 +65,7 @@ def plan(flight: PreflightContext) -> Says:
 def built(flight: PreflightContext) -> Says:
     """The first rank of each place of a pipeline, and the last of all, on a process group that talks to nobody."""
     from paceline.parallel.compile import refuse_compiled
-    from paceline.training.dry_run.dry_run import UNTOLD, ledger, stages
+    from paceline.training.dry_run.dry_run import UNTOLD, comm_volume, stages
     from paceline.training.setup import check_enough, validate_plan
 
     spec, on, count = flight.spec, flight.on, flight.job.ranks
@@ -83,7 +83,7 @@ def built(flight: PreflightContext) -> Says:
     try:
         played = stages(spec, flight.plan, count, flight.task)
         if count > 1:
-            played.append(ledger(spec, flight.plan, count, count - 1, flight.task))
+            played.append(comm_volume(spec, flight.plan, count, count - 1, flight.task))
     except TaskError as error:
         if not isinstance(error.__cause__, UNTOLD):
             raise
@@ -104,4 +104,4 @@ def _axes(on: Plan) -> str:
         for name in ("dp", "cp", "tp", "pp")
         if getattr(on, name) != 1 or name == "dp"
     ]
-    return " × ".join(degrees) + (f", micro={on.micro}" if on.micro != 1 else "")
+    return " × ".join(degrees) + (f", microbatches={on.microbatches}" if on.microbatches != 1 else "")

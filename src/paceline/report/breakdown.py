@@ -5,7 +5,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from paceline.errors import RunError
-from paceline.events import Accounted, Event, Saved, Started, Step
+from paceline.events import Event, Profiled, Saved, Started, Step
 from paceline.report.history import History, HistoryPoint
 from paceline.report.summary import WARM_UP_STEPS
 
@@ -42,7 +42,7 @@ class RunBreakdownBuilder:
     def _begin(self) -> None:
         self._starts: list[Started] = []
         self._history = History()
-        self._accounted: list[Accounted] = []
+        self._profiled: list[Profiled] = []
         self._saving_s = 0.0
 
     def add(self, event: Event, count: int = 1) -> None:
@@ -55,8 +55,8 @@ class RunBreakdownBuilder:
                 self._first = self._first if self._first is not None else event.time
             case Step():
                 self._history.add(event, count)
-            case Accounted() if event.step_s > 0:
-                self._accounted.append(event)
+            case Profiled() if event.step_s > 0:
+                self._profiled.append(event)
             case Saved():
                 self._saving_s += event.blocked_s
 
@@ -68,33 +68,33 @@ class RunBreakdownBuilder:
 
     def measured(self) -> RunBreakdown:
         """Of the last start, and of those before it that were like it. Raises RunError where no step was profiled."""
-        accounted, points = self._accounted, self._history.points
+        profiled, points = self._profiled, self._history.points
         if not self._starts or self._first is None:
             raise RunError("nothing has happened in it yet")
-        if not accounted or not points:
+        if not profiled or not points:
             raise RunError("none of its steps was profiled")
         warm = {start.step + k for start in self._starts for k in range(1, WARM_UP_STEPS + 1)}
-        slowed = {one.step - k for one in accounted for k in range(min(one.profiled, MOST_PROFILED))}
+        slowed = {one.step - k for one in profiled for k in range(min(one.num_steps, MOST_PROFILED))}
         clean = [point for point in points if point.step not in warm and point.step not in slowed]
         counts = [float(point.num_steps) for point in clean]
         step_s = (
             _mean([point.step_s for point in clean], counts)
             if clean
-            else _mean([one.step_s for one in accounted])
+            else _mean([one.step_s for one in profiled])
         )
-        weights = _weights([one.step for one in accounted], points[-1].step)
-        names = dict.fromkeys(name for one in accounted for name in one.seconds)
+        weights = _weights([one.step for one in profiled], points[-1].step)
+        names = dict.fromkeys(name for one in profiled for name in one.seconds)
         shares = {
-            name: _mean([one.seconds.get(name, 0.0) / one.step_s for one in accounted], weights)
+            name: _mean([one.seconds.get(name, 0.0) / one.step_s for one in profiled], weights)
             for name in names
         }
-        seconds = _scaled(shares, step_s, _input_s(accounted, clean, counts, weights))
+        seconds = _scaled(shares, step_s, _input_s(profiled, clean, counts, weights))
         seconds["save"] = self._saving_s / self._history.num_steps
         seconds["other"] = seconds.pop("other", 0.0)
-        spent = {one.step: one.costs_s for one in accounted}
-        fullest = max(accounted, key=lambda one: sum(one.memory.values()))
-        slow = _slow(accounted)
-        of_slow = [one for one in accounted if one.slowest == slow]
+        spent = {one.step: one.costs_s for one in profiled}
+        fullest = max(profiled, key=lambda one: sum(one.memory.values()))
+        slow = _slow(profiled)
+        of_slow = [one for one in profiled if one.slowest == slow]
         all_s = self._history.step_s
         return RunBreakdown(
             started=self._starts[-1],
@@ -104,7 +104,7 @@ class RunBreakdownBuilder:
             seconds=seconds,
             memory=fullest.memory,
             fullest=fullest.fullest,
-            profiles=len(accounted),
+            profiles=len(profiled),
             spent=sum(spent.values()) / all_s if all_s else 0.0,
             slow=slow,
             slow_s=_mean([one.slowest_s for one in of_slow]) if of_slow else 0.0,
@@ -121,22 +121,22 @@ def measured(events: Iterable[Event]) -> RunBreakdown:
     return builder.measured()
 
 
-def _slow(accounted: list[Accounted]) -> int | None:
+def _slow(profiled: list[Profiled]) -> int | None:
     """The rank that is slowest in more than half of the profiles."""
-    found = Counter(one.slowest for one in accounted if one.slowest_s > CONSISTENT * one.busy_s)
+    found = Counter(one.slowest for one in profiled if one.slowest_s > CONSISTENT * one.busy_s)
     rank, times = max(found.items(), key=lambda pair: pair[1], default=(None, 0))
-    return rank if 2 * times > len(accounted) else None
+    return rank if 2 * times > len(profiled) else None
 
 
 def _input_s(
-    accounted: list[Accounted], clean: list[HistoryPoint], counts: list[float], weights: list[float]
+    profiled: list[Profiled], clean: list[HistoryPoint], counts: list[float], weights: list[float]
 ) -> float:
     """Each step says how long rank 0 waited for its batch; how much more or less the others do, only those that were profiled."""
-    more = _mean([one.seconds.get("input", 0.0) - one.input_s for one in accounted], weights)
+    more = _mean([one.seconds.get("input", 0.0) - one.input_s for one in profiled], weights)
     first = (
         _mean([point.data_s for point in clean], counts)
         if clean
-        else _mean([one.input_s for one in accounted], weights)
+        else _mean([one.input_s for one in profiled], weights)
     )
     return max(0.0, first + more)
 

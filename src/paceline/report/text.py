@@ -4,7 +4,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from paceline.events import Accounted, Ended, Evaluated, Event, Failed, Saved, Stalled, Started, Step
+from paceline.events import Ended, Evaluated, Event, Failed, Profiled, Saved, Stalled, Started, Step
 from paceline.report.summary import Summary
 from paceline.units import format_bytes, format_count, format_seconds, several
 
@@ -18,11 +18,11 @@ def line(event: Event, lr_group: str = "") -> str:
             norm = f"{event.grad_norm:.3g}" if event.grad_norm is not None else "overflow, left out"
             lr = f"{event.lr:.3g}" + (f" ({lr_group})" if lr_group else "")
             return f"step {event.step}  loss {event.loss:.4f}  grad norm {norm}  lr {lr}  {event.samples_per_s:,.0f} samples/s"
-        case Accounted():
+        case Profiled():
             shares = ", ".join(
                 f"{name} {seconds / event.step_s:.0%}" for name, seconds in event.seconds.items() if seconds
             )
-            return f"step {event.step}  accounted: {shares}"
+            return f"step {event.step}  profiled: {shares}"
         case Evaluated():
             return f"step {event.step}  evaluated: {metrics(event.metrics)}"
         case Saved():

@@ -76,7 +76,7 @@ def _possible(
     sees_batches = bool(running_statistics(build(spec, task).model))
     for plan, cost in found:
         on = plan.on(ranks)
-        if sees_batches and on.micro != 1:
+        if sees_batches and on.microbatches != 1:
             refused.append(f"plan {plan} cuts the batch, and the statistics of BatchNorm with it")
             continue
         try:
@@ -89,7 +89,7 @@ def _possible(
 
 def shortest(plan: Plan, ranks: int) -> Plan:
     """The same without what goes without saying on so many ranks."""
-    for key in ("dp", "micro", "stages", "schedule"):
+    for key in ("dp", "microbatches", "stages", "pp_schedule"):
         if key == "dp" and ranks == 1:  # as in `single`
             continue
         with contextlib.suppress(PlanError):

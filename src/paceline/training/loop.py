@@ -249,9 +249,11 @@ class _Loop:
         check_schedule(self.schedule, self.total * spec.batch)
         laid.step.enter = pulse.enter
         assert plan.dp is not None
-        assert plan.micro is not None
-        samples = RankBatchSlice(spec.batch, plan.micro, plan.place(world.rank).dp, plan.dp).share
-        self.first_loss = FirstLoss(laid.step, samples, plan.dp * plan.micro > 1, spec.allow_local_loss)
+        assert plan.microbatches is not None
+        samples = RankBatchSlice(spec.batch, plan.microbatches, plan.place(world.rank).dp, plan.dp).share
+        self.first_loss = FirstLoss(
+            laid.step, samples, plan.dp * plan.microbatches > 1, spec.allow_local_loss
+        )
         if isinstance(self.update, Update):
             laid.step.examine = self.first_loss
         self.workers = workers_per_rank(world.local_size, device, spec.data.workers)
@@ -277,7 +279,7 @@ class _Loop:
         self.launched: list[_Launched] = []  # steps that were not told of yet
         self.told: tuple[list[_Launched], Pending] | None = None  # those whose figures are on their way
         self.together = 1  # steps to be told together
-        self.accounting = StepProfiler(spec.account, self.first, self.total, laid, plan, world, device)
+        self.profiler = StepProfiler(spec.profile, self.first, self.total, laid, plan, world, device)
 
     def events(self) -> Generator[Event]:
         """The loop. The figures of a step are read while the next one runs, so that neither the host nor another
@@ -287,17 +289,17 @@ class _Loop:
         self.pulse.begin(self.step, self.total)
         yield self._started()
         assert self.plan.dp is not None
-        assert self.plan.micro is not None
+        assert self.plan.microbatches is not None
         if self.owes_evaluation and self._evaluation_is_due():
             if (yield from self._evaluated()) and self._is_best():
                 yield from self._save()
             self._wait_at_most(at_start(self.spec.timeout_s))
         part = RankBatchSlice(
-            self.spec.batch, self.plan.micro, self.plan.place(self.world.rank).dp, self.plan.dp
+            self.spec.batch, self.plan.microbatches, self.plan.place(self.world.rank).dp, self.plan.dp
         )
         parts = training_parts(part, self.data.samples, self.spec.seed, self.first, self.total)
         source = batches(self.data.training, parts, self.device, self.workers, self.spec.data.prefetch)
-        with contextlib.closing(source), contextlib.closing(self.accounting):
+        with contextlib.closing(source), contextlib.closing(self.profiler):
             yield from self._steps(source)
         if self.saver is not None:
             if self.saved_step != self.step:
@@ -316,10 +318,10 @@ class _Loop:
 
     def _steps(self, source: Iterator[Batch]) -> Iterator[Event]:
         while self.step < self.total and not self.stopping:
-            self.accounting.begin(self.step)
+            self.profiler.begin(self.step)
             began = time.perf_counter()
             self.pulse.enter(DATA)
-            micro_batches = [next(source) for _ in range(self.plan.micro or 1)]
+            micro_batches = [next(source) for _ in range(self.plan.microbatches or 1)]
             data_s = time.perf_counter() - began
             if self.laid.local is not None:
                 self.laid.local.before(self.step)
@@ -342,7 +344,7 @@ class _Loop:
             self.launched.append(
                 _Launched(local, self.step, self.update.base_lrs[0] * lr_factor, data_s, step_s, time.time())
             )
-            yield from self.accounting.end(self.step, data_s)
+            yield from self.profiler.end(self.step, data_s)
             self.stop_wished |= self.stop()
             self.pulse.done(self.step)
             if len(self.launched) >= self.together:
@@ -397,7 +399,7 @@ class _Loop:
         self.stopping |= told.wishes.stop
         self.save_wished |= told.wishes.save
         self.together = told.together
-        self.accounting.tell(told.step_s, len(launched))
+        self.profiler.tell(told.step_s, len(launched))
         if self.device.type == "cuda":  # one of them waited for all
             step_s, data_s = (
                 statistics.mean(getattr(one, field) for one in launched) for field in ("step_s", "data_s")

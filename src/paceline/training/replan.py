@@ -51,7 +51,7 @@ def _nearest(spec: Spec, asked: Plan, then: int, ranks: int) -> tuple[Plan, str]
     for plan in near(asked, then, ranks, spec.batch, may_cut=not sees_batches):
         if (wrong := _refusal(spec, plan, ranks, task)) is None:
             most = share(spec.batch, asked.on(then))
-            is_cut = plan.micro != asked.micro
+            is_cut = plan.microbatches != asked.microbatches
             why = refused or (
                 f"no rank holds more than {most} samples of the {spec.batch} at a time, as before"
                 if is_cut

@@ -304,9 +304,9 @@ def pretrained_of(task: Task) -> Path | None:
 
 
 def _share_of(spec: Spec, plan: Plan, world: World) -> int:
-    assert plan.micro is not None
+    assert plan.microbatches is not None
     assert plan.dp is not None
-    return RankBatchSlice(spec.batch, plan.micro, plan.place(world.rank).dp, plan.dp).share
+    return RankBatchSlice(spec.batch, plan.microbatches, plan.place(world.rank).dp, plan.dp).share
 
 
 def _group_of_samples(plan: Plan, rank: int) -> dist.ProcessGroup | None:

@@ -147,10 +147,10 @@ class TrainingStep:
         losses: list[Tensor] = []
         items: list[Tensor | float] = []
         whole: Tensor | float | None = None
-        for micro, batch in enumerate(batches):
+        for index, batch in enumerate(batches):
             self.enter(FORWARD)
-            start_stream(derive(self.seed, "model", step, micro, *self.place.stream), self.device)
-            with self._sync_if(micro == len(batches) - 1):
+            start_stream(derive(self.seed, "model", step, index, *self.place.stream), self.device)
+            with self._sync_if(index == len(batches) - 1):
                 with autocast(self.precision, self.device):
                     loss, items_here = weighed_loss(self.task, self.model, batch, self.examine)
                 if whole is None:

@@ -107,7 +107,7 @@ def _of_local_sgd(
         return [equal, Condition(what, None, f"not of this task: {why}")]
     plain = spec.model_copy(update={"optimizer": Optimizer(name="sgd", lr=spec.optimizer.lr, momentum=0.0)})
     own = run(plain, replace(plan, period=1), folder / "own")[0]
-    ddp = run(plain, Plan(micro=asked.micro), folder / "ddp")[0]
+    ddp = run(plain, Plan(microbatches=asked.microbatches), folder / "ddp")[0]
     return [
         equal,
         _same(what, own.losses, ddp.losses, _weights(folder / "own", spec), _weights(folder / "ddp", spec)),

@@ -104,7 +104,7 @@ class PlanObservation:
     names: set[str] = field(default_factory=set)  # of what is on this rank
 
 
-def record(spec: Spec, task: Task, micro: int, rounding: float = 0.0) -> Reference:
+def record(spec: Spec, task: Task, microbatches: int, rounding: float = 0.0) -> Reference:
     """Train in this process alone. `rounding`: planted in the gradients of each step, of the largest element of each."""
     looks: list[StepTensors] = [StepTensors()]
     switched_off: list[str] = []
@@ -135,7 +135,9 @@ def record(spec: Spec, task: Task, micro: int, rounding: float = 0.0) -> Referen
 
     narrowest = NarrowestDtype()
     calm = quiet(task, say, narrowest)
-    events = train(spec, Plan(dp=1, micro=micro), World(), task=calm, device="cpu", observe=observe)
+    events = train(
+        spec, Plan(dp=1, microbatches=microbatches), World(), task=calm, device="cpu", observe=observe
+    )
     steps = [event for event in events if isinstance(event, Step)]
     losses, norms = [step.loss for step in steps], [step.grad_norm or 0.0 for step in steps]
     return Reference(looks, losses, norms, switched_off=switched_off, computes_in=narrowest.found, **told)

@@ -88,7 +88,7 @@ def axis_of(factor: float | None, plan: Plan, ranks: int, of_norm: bool = False)
     """The degrees of `plan`, all of them said, that a factor equals or is the inverse of: "dp", "1 / tp", "dp or tp".
 
     `of_norm`: also the roots of them, as squares that are counted once a rank make it."""
-    degrees = {key: getattr(plan, key) or 1 for key in ("dp", "tp", "pp", "cp", "replicate", "micro")}
+    degrees = {key: getattr(plan, key) or 1 for key in ("dp", "tp", "pp", "cp", "replicate", "microbatches")}
     if plan.replicate > 1:
         degrees["shards"] = (plan.dp or 1) // plan.replicate
     degrees["ranks"] = ranks

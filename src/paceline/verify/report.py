@@ -61,7 +61,11 @@ def sentence(verdict: Verdict) -> str:
         return f"cannot be: {verdict.cannot_be}"
     if verdict.failed is not None:
         return f"failed: {verdict.failed}"
-    one = "one process" if verdict.micro == 1 else f"one process with micro={verdict.micro}"
+    one = (
+        "one process"
+        if verdict.microbatches == 1
+        else f"one process with microbatches={verdict.microbatches}"
+    )
     if verdict.of_whole is not None and verdict.same:
         one += f" (not as one process on whole batches: its loss differs by {verdict.of_whole:.1e})"
     if verdict.first is None:

@@ -40,7 +40,7 @@ class Verdict:
 
     plan: Plan
     ranks: int
-    micro: int = 1  # micro-batches of the one process
+    microbatches: int = 1  # micro-batches of the one process
     of_whole: float | None = (
         None  # how far the losses of this one process are from those on whole batches, where that is another training
     )
@@ -75,7 +75,7 @@ class Verdict:
             found["tolerance"] = _number(max(self.tolerance, self.grown or 0.0))
         if self.of_whole is not None:
             found["compared_with"] = {
-                "microbatches": self.micro,
+                "microbatches": self.microbatches,
                 "max_rel_loss_to_whole_batch": _number(self.of_whole),
             }
         if first is not None:
@@ -135,14 +135,14 @@ class Verification:
             self._ranks.end()
         self._folder.cleanup()
 
-    def reference(self, micro: int = 1) -> Reference:
-        if micro not in self.references:
+    def reference(self, microbatches: int = 1) -> Reference:
+        if microbatches not in self.references:
             if not self.references:
                 self._check_weights(tasks.load_task(self.spec.task, self.spec.set))
-            self.references[micro] = self._record(micro)
-            self.references[micro].save(self._path(micro))
-            self.sees_micro_batches |= self.references[micro].has_batch_norm
-        return self.references[micro]
+            self.references[microbatches] = self._record(microbatches)
+            self.references[microbatches].save(self._path(microbatches))
+            self.sees_micro_batches |= self.references[microbatches].has_batch_norm
+        return self.references[microbatches]
 
     def _check_weights(self, task: Task) -> None:
         """Raises TaskError where initial weights are not those of a plain construction: the reference would have them, too."""
@@ -152,31 +152,31 @@ class Verification:
         built = build(self.spec, task)
         self.notes += check(self.spec, task, built.model, built.weights)
 
-    def _record(self, micro: int, rounding: float = 0.0) -> Reference:
+    def _record(self, microbatches: int, rounding: float = 0.0) -> Reference:
         """In float64; in float32 where an operation of the model has no kernel for that."""
         task = tasks.load_task(self.spec.task, self.spec.set)
         try:
-            found = record(self.spec, task, micro, rounding)
+            found = record(self.spec, task, microbatches, rounding)
         except (TaskError, RuntimeError, TypeError) as error:
             if self.spec.precision == "fp32":
                 raise
             spec = self.spec.model_copy(update={"precision": "fp32"})
             try:
-                found = record(spec, task, micro, rounding)
+                found = record(spec, task, microbatches, rounding)
             except (TaskError, RuntimeError, TypeError):
                 raise error from None  # it is wrong in both
             self.spec, self.no_float64 = spec, str(error).partition("\n")[0]
         found.no_float64 = self.no_float64
         return found
 
-    def _grow(self, micro: int) -> None:
+    def _grow(self, microbatches: int) -> None:
         """Find out what becomes of rounding in one process, for the ranks to be compared by."""
-        reference = self.reference(micro)
-        grow(reference, self._record(micro, ROUNDING[reference.computes_in]))
-        reference.save(self._path(micro))
+        reference = self.reference(microbatches)
+        grow(reference, self._record(microbatches, ROUNDING[reference.computes_in]))
+        reference.save(self._path(microbatches))
 
-    def _path(self, micro: int) -> Path:
-        return Path(self._folder.name) / f"micro{micro}.pt"
+    def _path(self, microbatches: int) -> Path:
+        return Path(self._folder.name) / f"microbatches{microbatches}.pt"
 
     def verify(self, asked: Plan, plant: Plant = nullcontext) -> Verdict:
         """Raises PlanError and TaskError for a plan that cannot be, RankError when a rank failed."""
@@ -186,12 +186,12 @@ class Verification:
                 f"plan {asked} makes another update than that of one process; held() tells what holds of it instead"
             )
         share(self.spec.batch, plan)
-        assert plan.micro is not None
+        assert plan.microbatches is not None
         self.reference()
-        micro = plan.micro if self.sees_micro_batches else 1
-        verdict = self._held(asked, plan, micro, plant)
-        if not verdict.same and plan.micro != micro and self._depends_on(plan.micro):
-            return self._held(asked, plan, plan.micro, plant)
+        microbatches = plan.microbatches if self.sees_micro_batches else 1
+        verdict = self._held(asked, plan, microbatches, plant)
+        if not verdict.same and plan.microbatches != microbatches and self._depends_on(plan.microbatches):
+            return self._held(asked, plan, plan.microbatches, plant)
         return verdict
 
     def held(self, asked: Plan) -> "list[Condition]":
@@ -206,27 +206,29 @@ class Verification:
 
         return must_hold(self.spec, task, asked, self.reference(), run, Path(self._folder.name) / "runs")
 
-    def _held(self, asked: Plan, plan: Plan, micro: int, plant: Plant) -> Verdict:
-        reference = self.reference(micro)
-        seen = self._ranks(compare, self.spec, str(asked), self._path(micro), plant, timeout_s=self.timeout_s)
-        verdict = judge(asked, plan, self.size, micro, reference, seen)
+    def _held(self, asked: Plan, plan: Plan, microbatches: int, plant: Plant) -> Verdict:
+        reference = self.reference(microbatches)
+        seen = self._ranks(
+            compare, self.spec, str(asked), self._path(microbatches), plant, timeout_s=self.timeout_s
+        )
+        verdict = judge(asked, plan, self.size, microbatches, reference, seen)
         if verdict.first is not None and verdict.first.may_be_rounding and not reference.grown:
-            self._grow(micro)
-            return self._held(asked, plan, micro, plant)
+            self._grow(microbatches)
+            return self._held(asked, plan, microbatches, plant)
         return (
-            replace(verdict, of_whole=self._of_whole(micro))
-            if micro > 1 and not reference.has_batch_norm
+            replace(verdict, of_whole=self._of_whole(microbatches))
+            if microbatches > 1 and not reference.has_batch_norm
             else verdict
         )
 
-    def _of_whole(self, micro: int) -> float | None:
+    def _of_whole(self, microbatches: int) -> float | None:
         """How far the losses of one process with so many micro-batches are from those on whole batches."""
-        one, other = self.reference(), self.reference(micro)
+        one, other = self.reference(), self.reference(microbatches)
         return max((apart_numbers(*pair) for pair in zip(other.losses, one.losses, strict=True)), default=0.0)
 
-    def _depends_on(self, micro: int) -> bool:
+    def _depends_on(self, microbatches: int) -> bool:
         """Whether so many micro-batches are another training already under one process."""
-        one, other = self.reference(), self.reference(micro)
+        one, other = self.reference(), self.reference(microbatches)
         pairs = zip([*one.losses, *one.norms], [*other.losses, *other.norms], strict=True)
         self.sees_micro_batches |= any(apart_numbers(*pair) > one.tolerance for pair in pairs)
         return self.sees_micro_batches
@@ -242,9 +244,9 @@ class Verification:
 
 
 def judge(
-    asked: Plan, plan: Plan, ranks: int, micro: int, reference: Reference, seen: list[PlanObservation]
+    asked: Plan, plan: Plan, ranks: int, microbatches: int, reference: Reference, seen: list[PlanObservation]
 ) -> Verdict:
-    """What the ranks saw, taken together. `micro`: the micro-batches of the one process."""
+    """What the ranks saw, taken together. `microbatches`: the micro-batches of the one process."""
     rows: list[StepRow] = []
     found = [rank.first for rank in seen if rank.first is not None]
     found += _left_out(reference, seen)
@@ -282,7 +284,7 @@ def judge(
     return Verdict(
         asked,
         ranks,
-        micro,
+        microbatches,
         tolerance=reference.tolerance,
         grown=grown,
         rows=tuple(rows),
@@ -320,5 +322,5 @@ def batch_for(spec_batch: int, plans: list[Plan], ranks: int) -> int:
             said = plan.on(ranks)
         except PlanError:
             continue
-        parts = math.lcm(parts, (said.dp or 1) * (said.micro or 1))
+        parts = math.lcm(parts, (said.dp or 1) * (said.microbatches or 1))
     return -(-spec_batch // parts) * parts

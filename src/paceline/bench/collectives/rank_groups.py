@@ -77,7 +77,7 @@ def _key(name: str, plan: str | None, hosts: Sequence[str]) -> Callable[[int], H
 
 
 def _coordinates(plan: Plan, rank: int, context: bool) -> dict[str, int]:
-    """On the axes of the mesh, by the names that a ledger has for them; the ranks of cp are data ranks to everything else."""
+    """On the axes of the mesh, by the names that paceline comms has for them; the ranks of cp are data ranks to everything else."""
     place = plan.place(rank)
     if context:
         return {"pp": place.pp, "dp": place.dp, "cp": place.cp, "tp": place.tp}

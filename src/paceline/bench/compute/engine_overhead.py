@@ -220,10 +220,15 @@ def engines(ranks: int, budget_s: float) -> Iterator[Row]:
                 added = of(small, plan, batch) - crowd * own[small, here]
                 yield row(engine, small.units(engine, plan, ranks, batch), added)
         deep = TEXTS[-1]
-        for micro in (
+        for microbatches in (
             ranks,
             3 * ranks,
         ):  # of SAMPLES each; the rank computes its share of the blocks for each of them
-            took = of(deep, f"pp={ranks},micro={micro}", micro * SAMPLES)
-            computes = crowd * (micro + ranks - 1 if crowd == 1 else micro) / ranks * own[deep, SAMPLES]
-            yield row("pp", UnitCounts(micro), took - computes)
+            took = of(deep, f"pp={ranks},microbatches={microbatches}", microbatches * SAMPLES)
+            computes = (
+                crowd
+                * (microbatches + ranks - 1 if crowd == 1 else microbatches)
+                / ranks
+                * own[deep, SAMPLES]
+            )
+            yield row("pp", UnitCounts(microbatches), took - computes)

@@ -139,17 +139,15 @@ def cases() -> Iterator[OperationCase]:
             2,
         )
     for shape in ATTENTION:
-        yield _case(
-            "attention", 2 * math.prod(shape) * shape[2], lambda shape=shape: (_attend, _heads(shape)), 2
-        )  # type: ignore[misc]
+        yield _case("attention", 2 * math.prod(shape) * shape[2], partial(_attention, shape), 2)
 
 
 def _attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
     return F.scaled_dot_product_attention(query, key, value, is_causal=True)
 
 
-def _heads(shape: tuple[int, int, int, int]) -> tuple[Tensor, ...]:
-    return tuple(torch.randn(shape, requires_grad=True) for _ in range(3))
+def _attention(shape: tuple[int, int, int, int]) -> tuple[Callable[..., Tensor], tuple[Tensor, ...]]:
+    return _attend, tuple(torch.randn(shape, requires_grad=True) for _ in range(3))
 
 
 def _updates() -> Iterator[tuple[float, Callable[[], object]]]:

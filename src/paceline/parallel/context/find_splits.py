@@ -161,9 +161,8 @@ def _random_weights(block: nn.Module) -> Iterator[None]:
             for name, weight in module._parameters.items():
                 if weight is not None and weight.is_floating_point():
                     drawn = _drawn(weight.shape, weight.device)
-                    module._parameters[name] = (
-                        drawn / weight.size(-1) ** 0.5 if weight.dim() > 1 else 1 + drawn / 2
-                    )  # type: ignore[assignment]
+                    value = drawn / weight.size(-1) ** 0.5 if weight.dim() > 1 else 1 + drawn / 2
+                    module._parameters[name] = value  # type: ignore[assignment]
             for name, buffer in module._buffers.items():
                 module._buffers[name] = (
                     buffer.double() if buffer is not None and buffer.is_floating_point() else buffer

@@ -181,7 +181,7 @@ class Pipeline:
 
         from paceline.parallel.pipeline.split_backward import SplitStage
 
-        assert self.plan.schedule is not None
+        assert self.plan.pp_schedule is not None
         calls = self.recordings[True, self.looks].calls
 
         def crossing(cut: int) -> tuple[Tensor, ...]:
@@ -204,9 +204,9 @@ class Pipeline:
             )
             for stage in self.stages
         ]
-        kind = getattr(pipelining, SCHEDULES[self.plan.schedule])
+        kind = getattr(pipelining, SCHEDULES[self.plan.pp_schedule])
         own = stages if len(stages) > 1 else stages[0]
-        return kind(own, self.plan.micro, loss_fn=lambda loss, index: loss, scale_grads=False)
+        return kind(own, self.plan.microbatches, loss_fn=lambda loss, index: loss, scale_grads=False)
 
     def backward(
         self,
@@ -229,12 +229,12 @@ class Pipeline:
         items: list[Tensor | float] = []
         whole: list[Tensor | float] = []
 
-        def forward(stage: Stage, micro: int) -> Tensor:
+        def forward(stage: Stage, microbatches: int) -> Tensor:
             start_stream(
-                derive(self.seed, "model", step, micro, *self.place.stream, stage.index), self.device
+                derive(self.seed, "model", step, microbatches, *self.place.stream, stage.index), self.device
             )
             self._begin(stage)
-            batch = batches[micro]
+            batch = batches[microbatches]
             with autocast(self.precision, self.device):
                 loss, items_here = weighed_loss(self.task, self.model, batch, None if losses else examine)
             if not whole:
@@ -276,7 +276,7 @@ class Pipeline:
                 others = f" and {len(missing) - 1} more" if missing[1:] else ""
                 raise PlanError(
                     f"plan {self.plan}: {missing[0]}{others} got no gradient in this pipeline, and gets one on one process; "
-                    "this is a defect of Paceline; use schedule=1f1b or a plan without pp"
+                    "this is a defect of Paceline; use pp_schedule=1f1b or a plan without pp"
                 )
             self.checked = True
         for name, parameter in here:
@@ -289,9 +289,9 @@ class Pipeline:
             stage.changing.renew()
 
     def _remembering(self, forward: Callable[[Stage, int], Any]) -> Callable[[Stage, int], Any]:
-        def remembering(stage: Stage, micro: int) -> Any:
+        def remembering(stage: Stage, microbatches: int) -> Any:
             try:
-                return forward(stage, micro)
+                return forward(stage, microbatches)
             except (
                 Exception
             ) as error:  # torch's engine raises another one, with all that it knows of its tensors
@@ -317,7 +317,7 @@ class Pipeline:
         return self.relay.run(recording)
 
     def _evaluating(self, batch: Batch) -> Callable[[Stage, int], Any]:
-        def forward(stage: Stage, micro: int) -> Any:
+        def forward(stage: Stage, microbatches: int) -> Any:
             self._begin(stage)
             with autocast(self.precision, self.device):
                 return forward_of(self.task, self.model, batch)

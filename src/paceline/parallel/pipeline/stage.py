@@ -47,7 +47,7 @@ def ranks_of(plan: Plan) -> list[int]:
     """The pp rank of each stage."""
     assert plan.stages is not None
     looped = [stage % plan.pp for stage in range(plan.pp * plan.stages)]
-    return looped if plan.schedule != "zbv" else [*looped[: plan.pp], *reversed(looped[: plan.pp])]
+    return looped if plan.pp_schedule != "zbv" else [*looped[: plan.pp], *reversed(looped[: plan.pp])]
 
 
 def divide(
@@ -148,7 +148,7 @@ def _too_few(plan: Plan, stages: int, pieces: int, model: nn.Module, recording: 
     here = [pp for pp in fitting if plan.copies * plan.pp % (pp * plan.cp * plan.tp) == 0]  # on as many ranks
     hint = " or ".join(f"pp={pp}" for pp in (here or fitting)[-2:]) if fitting else "a plan without pp"
     if not fitting and plan.stages > 1 and pieces >= 2:
-        hint = "pp=2 with schedule=1f1b"
+        hint = "pp=2 with pp_schedule=1f1b"
     return f"plan {plan} has {stages} stages, and {type(model).__name__} can be cut into {pieces} at most{why}; use {hint}"
 
 

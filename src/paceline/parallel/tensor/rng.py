@@ -71,7 +71,9 @@ class _Streams:
         if self.put_by is not None:
             yield
             return
-        with _disable_current_modes():  # the stream is real, also in a step without numbers (the ledger's)
+        with (
+            _disable_current_modes()
+        ):  # the stream is real, also in a step without numbers (that of paceline comms)
             seed = int(torch.randint(2**62, (), dtype=torch.int64, device="cpu"))
             self.put_by = self._states()
             start_stream(derive(seed, "tp", self.rank), self.device)

@@ -39,7 +39,7 @@ class Calibration:
     def beyond(self, parts: Iterable[str], ranks: int) -> tuple[str, ...]:
         """What of a prediction is outside of what was seen, in words."""
         unseen = [part for part in parts if part not in self.parts]
-        words = [f"no run that was accounted for here had {' or '.join(unseen)}"] if unseen else []
+        words = [f"no profiled run here had {' or '.join(unseen)}"] if unseen else []
         return (
             *words,
             *(
@@ -50,15 +50,15 @@ class Calibration:
         )
 
 
-def seen(accounts: Iterable[CalibrationRecord]) -> Calibration | None:
-    """None where there are no accounts."""
+def seen(records: Iterable[CalibrationRecord]) -> Calibration | None:
+    """None where there are no records."""
     logs: dict[str, list[float]] = {}
-    accounts = list(accounts)
-    for account in accounts:
-        for name, ratio in account.ratios.items():
-            for part in set(TIME.get(name, ())) & set(account.parts):
+    records = list(records)
+    for record in records:
+        for name, ratio in record.ratios.items():
+            for part in set(TIME.get(name, ())) & set(record.parts):
                 logs.setdefault(part, []).append(math.log(ratio.value))
-    if not accounts:
+    if not records:
         return None
     factors = {}
     for part, found in logs.items():
@@ -66,6 +66,6 @@ def seen(accounts: Iterable[CalibrationRecord]) -> Calibration | None:
         factors[part] = Factor(len(found), mean, sum((one - mean) ** 2 for one in found))
     return Calibration(
         factors,
-        frozenset(part for account in accounts for part in account.parts),
-        max(account.ranks for account in accounts),
+        frozenset(part for record in records for part in record.parts),
+        max(record.ranks for record in records),
     )

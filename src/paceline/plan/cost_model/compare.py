@@ -1,4 +1,4 @@
-"""What was predicted beside what was measured, part by part: one table says which parts of the planner are which of the account."""
+"""What was predicted beside what was measured, part by part: one table says which parts of the planner are which of the profile."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass

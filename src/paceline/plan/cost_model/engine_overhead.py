@@ -46,18 +46,19 @@ def units(share: StageAssignment, split: Split) -> dict[str, UnitCounts]:
     if split.tp > 1:
         sums = sum(block.sums * count for block, count in share.parts)
         of_split = sum(block.tensors * count for block, count in share.parts if block.split_params)
-        found["tp"] = UnitCounts(split.micro * sums, float(split.micro * of_split), split.tp)
+        found["tp"] = UnitCounts(split.microbatches * sums, float(split.microbatches * of_split), split.tp)
     if split.cp > 1:
         found["cp"] = UnitCounts(
-            split.micro * sum(len(block.attention) * count for block, count in share.parts), ranks=split.cp
+            split.microbatches * sum(len(block.attention) * count for block, count in share.parts),
+            ranks=split.cp,
         )
     if split.pp > 1:
-        found["pp"] = UnitCounts(split.micro * split.stages, ranks=split.pp)
+        found["pp"] = UnitCounts(split.microbatches * split.stages, ranks=split.pp)
     data_ranks = split.dp * split.cp
     if data_ranks > 1:
         if split.zero >= 2 or split.tp * split.pp > 1:
             gathers = split.zero == 3 and split.shards > 1
-            times = split.micro if gathers else 1
+            times = split.microbatches if gathers else 1
             found["zero3" if gathers else "zero2"] = UnitCounts(
                 times * blocks, times * tensors, split.shards if gathers else data_ranks
             )
@@ -65,6 +66,6 @@ def units(share: StageAssignment, split: Split) -> dict[str, UnitCounts]:
             found["zero1" if split.zero else "ddp"] = UnitCounts(tensors, ranks=data_ranks)
     if split.recompute == "selective":
         found["selective"] = UnitCounts(
-            split.micro * sum(count for block, count in share.parts if "full" in block.saved)
+            split.microbatches * sum(count for block, count in share.parts if "full" in block.saved)
         )
     return found

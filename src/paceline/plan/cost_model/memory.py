@@ -169,12 +169,16 @@ def _is_sharded(split: Split, recipe: Recipe) -> bool:
 
 
 def _whole_gradients(split: Split, recipe: Recipe) -> bool:
-    return recipe.whole_gradients and split.micro > 1 and _is_sharded(split, recipe)
+    return recipe.whole_gradients and split.microbatches > 1 and _is_sharded(split, recipe)
 
 
 def _kept(split: Split, rank: int) -> float:
     """Micro-batches whose activations a rank of the pipeline has at once."""
-    return SCHEDULES[split.schedule].kept(split.pp, split.micro, split.stages, rank) if split.pp > 1 else 1.0
+    return (
+        SCHEDULES[split.schedule].kept(split.pp, split.microbatches, split.stages, rank)
+        if split.pp > 1
+        else 1.0
+    )
 
 
 def _of_rank(facts: ModelFacts, share: StageAssignment, split: Split, recipe: Recipe) -> tuple[float, ...]:
@@ -192,7 +196,11 @@ def _of_rank(facts: ModelFacts, share: StageAssignment, split: Split, recipe: Re
     gathered = (mine.gathered if split.zero == 3 else mine.params) * whole if sharded else 0.0
     gradients = mine.params * (recipe.gradient if _whole_gradients(split, recipe) else each.gradients)
     averaged = split.dp * split.cp > 1
-    before = gradients if recipe.early_gradients or split.micro > 1 or (split.zero < 2 and averaged) else 0.0
+    before = (
+        gradients
+        if recipe.early_gradients or split.microbatches > 1 or (split.zero < 2 and averaged)
+        else 0.0
+    )
     activations = _kept(split, share.index) * mine.activations
     reducing = mine.largest * recipe.reduce * 2 if sharded else 0.0
     buckets = recipe.buckets * BUCKET_BYTES if averaged and split.zero < 2 and recipe.overlaps_data else 0.0

@@ -204,7 +204,7 @@ def speeds(cluster: Cluster, constants: Constants = CONSTANTS, ranks: int | None
         power_W=device.power_W.value if device.power_W else None,
         price_per_hour=cluster.price_per_device_hour.value if cluster.price_per_device_hour else None,
         guesses=tuple(guesses),
-        seen=seen(cluster.accounts),
+        seen=seen(cluster.calibrations),
     )
 
 

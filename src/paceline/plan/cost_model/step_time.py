@@ -82,7 +82,7 @@ def time(facts: ModelFacts, split: Split, recipe: Recipe, speeds: DeviceRates) -
     """Raises PlanError where the cluster does not say how fast its devices talk."""
     stages = loads(facts, split.pp, split.stages, SCHEDULES[split.schedule].folded, split.cut, recipe, speeds)
     share, busiest = stages[0]
-    m = split.micro
+    m = split.microbatches
     parts = _of_load(m, busiest)
     if split.pp > 1:
         parts |= _pipeline(facts, split, recipe, speeds, busiest, [(one.count, its) for one, its in stages])
@@ -143,20 +143,20 @@ def least_s(facts: ModelFacts, split: Split, recipe: Recipe, speeds: DeviceRates
     stages = loads(facts, split.pp, split.stages, SCHEDULES[split.schedule].folded, split.cut, recipe, speeds)
     busiest = stages[0][1]
     if speeds.seen is None:
-        return split.micro * busiest.total_s * (1 + speeds.constants.jitter)
-    parts = _of_load(split.micro, busiest)
+        return split.microbatches * busiest.total_s * (1 + speeds.constants.jitter)
+    parts = _of_load(split.microbatches, busiest)
     parts["jitter"] = speeds.constants.jitter * sum(parts.values())
     return sum(part.value for part in _told(parts, speeds.seen))
 
 
-def _of_load(micro: int, busiest: StageLoad) -> dict[str, float]:
+def _of_load(microbatches: int, busiest: StageLoad) -> dict[str, float]:
     return {
-        "products": micro * busiest.products_s,
-        "attention": micro * busiest.attention_s,
-        "other operations": micro * busiest.traffic_s,
-        "computed again": micro * busiest.again_s,
-        "tensor parallel": micro * busiest.tensor_s,
-        "context parallel": micro * busiest.context_s,
+        "products": microbatches * busiest.products_s,
+        "attention": microbatches * busiest.attention_s,
+        "other operations": microbatches * busiest.traffic_s,
+        "computed again": microbatches * busiest.again_s,
+        "tensor parallel": microbatches * busiest.tensor_s,
+        "context parallel": microbatches * busiest.context_s,
     }
 
 
@@ -275,17 +275,21 @@ def _pipeline(
     """Bubble of the schedule on ranks that may be unlike: those others fill and drain in their own time."""
     schedule = SCHEDULES[split.schedule]
     others = sum(count * one.total_s for count, one in loads) - busiest.total_s
-    alike = schedule.idle(split.pp, split.micro, split.stages, busiest.stage) / (busiest.total_s or 1.0)
+    alike = schedule.idle(split.pp, split.microbatches, split.stages, busiest.stage) / (
+        busiest.total_s or 1.0
+    )
     size = facts.first.boundary * recipe.element * split.micro_batch / split.cp
     size /= split.tp if recipe.scatter or recipe.splits_sequence(split.cp) else 1
     over = group(2, split.dp * split.cp * split.tp, speeds.per_node)
     send = speeds.collective_s("send", size, 2, over.together)
     bubble = alike * others / (split.pp - 1)
     if speeds.crowd > 1:  # a rank that idles leaves its core to others, which have it in turns
-        bubble = max(0.0, bubble / speeds.crowd - (1 - 1 / speeds.crowd) * split.micro * busiest.total_s)
+        bubble = max(
+            0.0, bubble / speeds.crowd - (1 - 1 / speeds.crowd) * split.microbatches * busiest.total_s
+        )
     return {
         "pipeline bubble": bubble,
-        "pipeline sends": schedule.waits(split.pp, split.micro, split.stages) * send,
+        "pipeline sends": schedule.waits(split.pp, split.microbatches, split.stages) * send,
     }
 
 
@@ -335,9 +339,9 @@ def _data(
     if split.replicate > 1:
         copies = group(split.replicate, split.tp * split.shards, speeds.per_node)
         scatter += call("all-reduce", recipe.reduce, copies, params / split.shards)
-    often = 1 if recipe.whole_gradients else split.micro
+    often = 1 if recipe.whole_gradients else split.microbatches
     twice = gather if split.zero == 3 else 0.0
-    exposed = split.micro * (left(gather, forward) + left(twice, backward)) + often * (
+    exposed = split.microbatches * (left(gather, forward) + left(twice, backward)) + often * (
         left(twice + scatter, backward) - left(twice, backward)
     )
     share_of_gathers = (gather + twice) / (gather + twice + scatter)

@@ -121,7 +121,7 @@ def _moments(
     sharded = split.zero >= 2 and split.dp * split.cp > 1
     averaged = split.dp * split.cp > 1
     shard = 1 / split.shards if sharded else 1.0
-    received = split.micro * cuts  # torch's stages have a buffer for each micro-batch
+    received = split.microbatches * cuts  # torch's stages have a buffer for each micro-batch
     before, done = whole_kept, 0.0
     behind = (
         0.0  # parameters of the block that came before in the backward pass, whose gradients are on their way
@@ -130,22 +130,22 @@ def _moments(
         piece = pieces[at]
         before -= piece.kept
         if sharded:
-            gradients = params if split.micro > 1 else done * shard
+            gradients = params if split.microbatches > 1 else done * shard
             following = pieces[at - 1].params if at and not pieces[at - 1].is_root else 0.0
             gathered = (
                 params if split.zero == 2 else root + (0.0 if piece.is_root else piece.params) + following
             )
-            sending = behind + (piece.params if split.micro == 1 else 0.0)
+            sending = behind + (piece.params if split.microbatches == 1 else 0.0)
         else:
             gathered = sending = 0.0
             gradients = (
-                params * (2 if split.micro > 1 and split.pp * split.tp == 1 else 1)
+                params * (2 if split.microbatches > 1 and split.pp * split.tp == 1 else 1)
                 if averaged
                 else params
-                if split.micro > 1
+                if split.microbatches > 1
                 else done
             )
-        if split.micro > 1 or (averaged and not sharded):
+        if split.microbatches > 1 or (averaged and not sharded):
             gradients += piece.params  # of the block itself, before they are added to those that are there
         activations = (kept_micro - 1) * whole_kept + before + piece.most + waiting
         yield MemoryMoment(

@@ -32,7 +32,7 @@ class Split:
     zero: int = 0
     replicate: int = 1
     micro_batch: int = 1
-    micro: int = 1
+    microbatches: int = 1
     schedule: str = "1f1b"
     stages: int = 1
     recompute: str = "none"
@@ -47,7 +47,7 @@ class Split:
 
     @property
     def batch(self) -> int:
-        return self.dp * self.micro_batch * self.micro
+        return self.dp * self.micro_batch * self.microbatches
 
     @property
     def shards(self) -> int:
@@ -63,7 +63,7 @@ def split(plan: Plan, ranks: int, batch: int) -> Split:
         )
     on = plan.on(ranks)
     samples = share(batch, on)
-    assert on.dp is not None and on.micro is not None  # noqa: PT018 - of a plan on its ranks
+    assert on.dp is not None and on.microbatches is not None  # noqa: PT018 - of a plan on its ranks
     return Split(
         dp=on.dp,
         tp=on.tp,
@@ -73,10 +73,10 @@ def split(plan: Plan, ranks: int, batch: int) -> Split:
         replicate=on.replicate,
         micro_batch=samples
         + (
-            on.uneven and batch > samples * on.dp * on.micro
+            on.uneven and batch > samples * on.dp * on.microbatches
         ),  # the rank that has most keeps the others waiting
-        micro=on.micro,
-        schedule=on.schedule or "1f1b",
+        microbatches=on.microbatches,
+        schedule=on.pp_schedule or "1f1b",
         stages=on.stages or 1,
         recompute=on.recompute,
     )

@@ -15,7 +15,9 @@ CHOICES: Mapping[str, Callable[[Plan], str]] = {
     "pp": lambda plan: f"pp={plan.pp}",
     "cp": lambda plan: f"cp={plan.cp}",
     "zero": lambda plan: f"zero={plan.zero}" + (f",replicate={plan.replicate}" if plan.replicate > 1 else ""),
-    "schedule": lambda plan: f"{plan.schedule},stages={plan.stages}" if plan.schedule else "no pipeline",
+    "schedule": lambda plan: (
+        f"{plan.pp_schedule},stages={plan.stages}" if plan.pp_schedule else "no pipeline"
+    ),
     "recompute": lambda plan: f"recompute={plan.recompute}",
 }
 ALTERNATIVES = 3  # of each choice, the best
@@ -135,7 +137,7 @@ def _among(found: BestPlans, plan: Plan) -> dict[str, str]:
         "context parallel": ranks(on.cp, on.tp),
         "data parallel": data,
         "gathered weights": data,
-        "pipeline bubble": f"{on.pp} ranks, {on.micro} micro-batches, {on.schedule}",
+        "pipeline bubble": f"{on.pp} ranks, {on.microbatches} micro-batches, {on.pp_schedule}",
         "computed again": f"recompute={on.recompute}",
     }
 

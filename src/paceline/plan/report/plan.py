@@ -136,16 +136,16 @@ def without_order(found: BestPlans, unranked: IndistinctPlans) -> str:
 
 
 def _idle(found: BestPlans) -> list[str]:
-    """Who says micro=1 may mean one sample, as other tools do."""
+    """Who says microbatches=1 may mean one sample, as other tools do."""
     plan, cost = found.plans[0]
     waits = sum(part.value for part in cost.time.parts if part.name == "pipeline bubble") / cost.step_s
     if waits < 0.5:
         return []
     on = plan.on(found.ranks)
     samples = found.batch // (on.dp or 1)
-    has = f"micro={on.micro} micro-batch{'es' * (on.micro != 1)} of {samples // (on.micro or 1):,} samples"
+    has = f"microbatches={on.microbatches} micro-batch{'es' * (on.microbatches != 1)} of {samples // (on.microbatches or 1):,} samples"
     return [
-        f"{waits:.0%} of the step the pipeline fills and drains: {plan} has {has}; micro={samples} has one sample in each"
+        f"{waits:.0%} of the step the pipeline fills and drains: {plan} has {has}; microbatches={samples} has one sample in each"
     ]
 
 

@@ -8,27 +8,27 @@ from paceline.plan.plan import SCHEDULES, Plan
 
 def candidates(ranks: int) -> Iterator[Plan]:
     """The plain ones first, then mixtures. Whether a model, a batch and this version allow them is for others to say."""
-    for micro in (None, 2):
-        yield from _of_data(ranks, micro)
+    for microbatches in (None, 2):
+        yield from _of_data(ranks, microbatches)
     if ranks == 1:
         return
-    for micro in (None, 2):
-        yield Plan(tp=ranks, micro=micro)
-    for micro in (None, 2):
-        yield Plan(cp=ranks, micro=micro)
+    for microbatches in (None, 2):
+        yield Plan(tp=ranks, microbatches=microbatches)
+    for microbatches in (None, 2):
+        yield Plan(cp=ranks, microbatches=microbatches)
     for schedule in SCHEDULES:
-        yield Plan(pp=ranks, schedule=schedule)
+        yield Plan(pp=ranks, pp_schedule=schedule)
     for dp, cp, tp, pp in _mixtures(ranks):
         for zero in (0, 1, 2, 3) if dp > 1 else (0,):
             yield Plan(dp=dp if dp > 1 else None, cp=cp, tp=tp, pp=pp, zero=zero)
 
 
-def _of_data(ranks: int, micro: int | None) -> Iterator[Plan]:
-    yield Plan(dp=1 if ranks == 1 else None, micro=micro)
+def _of_data(ranks: int, microbatches: int | None) -> Iterator[Plan]:
+    yield Plan(dp=1 if ranks == 1 else None, microbatches=microbatches)
     for zero in (1, 2, 3):
-        yield Plan(zero=zero, micro=micro)
+        yield Plan(zero=zero, microbatches=microbatches)
     if ranks % 2 == 0:
-        yield Plan(zero=3, replicate=2, micro=micro)
+        yield Plan(zero=3, replicate=2, microbatches=microbatches)
 
 
 def _mixtures(ranks: int) -> Iterator[tuple[int, int, int, int]]:

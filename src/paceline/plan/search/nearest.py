@@ -22,9 +22,9 @@ def near(plan: Plan, before: int, ranks: int, batch: int, may_cut: bool = True) 
         plan.on(ranks)
         yield plan
         return
-    alike = [Plan(dp=1, micro=was.micro, recompute=plan.recompute)]
+    alike = [Plan(dp=1, microbatches=was.microbatches, recompute=plan.recompute)]
     if ranks > 1:
-        same = replace(plan, dp=None, micro=was.micro)
+        same = replace(plan, dp=None, microbatches=was.microbatches)
         alike = [same, replace(same, replicate=1), *(_like(plan, other) for other in candidates(ranks))]
     found: set[Plan] = set()
     for other in sorted(alike, key=lambda other: _distance(was, other, ranks)):
@@ -41,11 +41,11 @@ def near(plan: Plan, before: int, ranks: int, batch: int, may_cut: bool = True) 
 def _like(plan: Plan, other: Plan) -> Plan:
     """`other` with what it has of `plan` besides the degrees."""
     pipeline = (
-        {"schedule": plan.schedule, "stages": plan.stages}
+        {"pp_schedule": plan.pp_schedule, "stages": plan.stages}
         if other.pp > 1 and plan.pp > 1
-        else {"schedule": None, "stages": None}
+        else {"pp_schedule": None, "stages": None}
     )
-    return replace(other, micro=plan.micro, recompute=plan.recompute, **pipeline)
+    return replace(other, microbatches=plan.microbatches, recompute=plan.recompute, **pipeline)
 
 
 def _distance(was: Plan, other: Plan, ranks: int) -> tuple[float, ...]:
@@ -63,15 +63,20 @@ def _split(plan: Plan, ranks: int, batch: int, most: int | None) -> Plan | None:
     """With as few more micro-batches as keep one at `most` samples; None where that cannot be. Raises PlanError where the plan cannot."""
     on = plan.on(ranks)
     assert on.dp is not None
-    assert on.micro is not None
-    if plan.uneven and batch % (on.dp * on.micro) == 0:
+    assert on.microbatches is not None
+    if plan.uneven and batch % (on.dp * on.microbatches) == 0:
         return None  # needs not be
-    for micro in [on.micro] if most is None else range(on.micro, batch // on.dp + 1):
-        if batch % (micro if plan.uneven else micro * on.dp) or (
-            most is not None and -(-batch // (micro * on.dp)) > most
+    for microbatches in [on.microbatches] if most is None else range(on.microbatches, batch // on.dp + 1):
+        if batch % (microbatches if plan.uneven else microbatches * on.dp) or (
+            most is not None and -(-batch // (microbatches * on.dp)) > most
         ):
             continue
-        cut = replace(plan, micro=micro if micro != replace(on, micro=None).on(ranks).micro else None)
+        cut = replace(
+            plan,
+            microbatches=microbatches
+            if microbatches != replace(on, microbatches=None).on(ranks).microbatches
+            else None,
+        )
         cut.on(ranks)
         share(batch, cut.on(ranks))
         return cut

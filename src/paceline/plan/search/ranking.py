@@ -62,7 +62,7 @@ def _measure(found: BestPlans, target: str | None, part: str | None) -> str:
             if axis == "node"
             else "paceline bench collectives --axes across, started by srun on those nodes"
         )
-    return f"{train} --account, and then paceline account RUN --update"
+    return f"{train} --profile, and then paceline profile RUN --update"
 
 
 def _unmeasured(cluster: Cluster, ranks: int) -> Axis | None:

@@ -197,16 +197,16 @@ def _with_degrees(
     )
     data = _data(dp * cp, dp, tp, per_node)
     for micro_batch in _divisors(samples):
-        micro = samples // micro_batch
-        if micro_batch > SAMPLES and micro > 1:
+        microbatches = samples // micro_batch
+        if micro_batch > SAMPLES and microbatches > 1:
             continue
         for kind, stages in pipelines:
-            if pp > 1 and (micro < pp or (STAGES[kind] > 1 and micro % pp)):
+            if pp > 1 and (microbatches < pp or (STAGES[kind] > 1 and microbatches % pp)):
                 continue
             for recompute in RECOMPUTE:
                 for zero, replicate in data:
                     yield Split(
-                        dp, tp, pp, cp, 1, zero, replicate, micro_batch, micro, kind, stages, recompute
+                        dp, tp, pp, cp, 1, zero, replicate, micro_batch, microbatches, kind, stages, recompute
                     )
 
 
@@ -232,8 +232,8 @@ def plan_of(cut: Split) -> Plan:
         tp=cut.tp,
         pp=cut.pp,
         cp=cut.cp,
-        micro=cut.micro,
-        schedule=cut.schedule if pipeline else None,
+        microbatches=cut.microbatches,
+        pp_schedule=cut.schedule if pipeline else None,
         stages=cut.stages if pipeline else None,
         recompute=cut.recompute,
     )

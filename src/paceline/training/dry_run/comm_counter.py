@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_leaves
 
 from paceline.distributed.dtensor import is_cut, is_here, storage_of
 from paceline.parallel.pipeline.stage import name_of
-from paceline.plan.comm_volume import MODEL, PACELINE, Ledger, added_up, axis_of
+from paceline.plan.comm_volume import MODEL, PACELINE, CommVolume, added_up, axis_of
 from paceline.plan.plan import Plan
 from paceline.training.dry_run.module_tracker import ModuleTracker
 
@@ -76,8 +76,8 @@ class CommCounter(TorchDispatchMode):
         self.groups: dict[str, tuple[str, int]] = {}  # name of a group -> axis, ranks
         self.records: list[str] = []  # torch's record_function, innermost last
 
-    def ledger(self) -> Ledger:
-        return Ledger(dist.get_rank() if dist.is_initialized() else 0, added_up(self.calls))
+    def volume(self) -> CommVolume:
+        return CommVolume(dist.get_rank() if dist.is_initialized() else 0, added_up(self.calls))
 
     def __enter__(self) -> "CommCounter":
         self.running.__enter__()
@@ -112,7 +112,7 @@ class CommCounter(TorchDispatchMode):
 
     def _count(self, space: str, name: str, args: Any, group: Any) -> None:
         if name not in TABLES[space]:
-            raise NotImplementedError(f"the ledger does not know what {space}::{name} sends")
+            raise NotImplementedError(f"paceline comms does not know what {space}::{name} sends")
         collective, which, is_part = TABLES[space][name]
         axis, ranks = self._group(group)
         tensors = [leaf for leaf in tree_leaves(args[which]) if isinstance(leaf, Tensor)]

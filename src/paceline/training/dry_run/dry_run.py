@@ -25,7 +25,7 @@ from paceline.distributed.world import World
 from paceline.errors import LaunchError, PlanError, TaskError
 from paceline.parallel.ddp import release
 from paceline.parallel.tensor.tracer import quietly
-from paceline.plan.comm_volume import Ledger
+from paceline.plan.comm_volume import CommVolume
 from paceline.plan.plan import Plan, share
 from paceline.spec import Spec
 from paceline.task import Task, layout_of, load_task
@@ -52,7 +52,7 @@ UNTOLD = (
 WARM_UP = 1  # steps after which engines have settled: DDP's buckets, the order in which fully_shard gathers
 
 
-def ledger(spec: Spec, plan: Plan, ranks: int, rank: int = 0, task: Task | None = None) -> Ledger:
+def comm_volume(spec: Spec, plan: Plan, ranks: int, rank: int = 0, task: Task | None = None) -> CommVolume:
     """What `rank` of so many sends in one training step under `plan`.
 
     The step is that of `train`, engines included, on a fake process group and on tensors without memory (torch's FakeTensorMode);
@@ -65,7 +65,7 @@ def ledger(spec: Spec, plan: Plan, ranks: int, rank: int = 0, task: Task | None 
     return _play(asked, World(rank=rank, size=ranks), asked.studied)
 
 
-def stages(spec: Spec, plan: Plan, ranks: int, task: Task | None = None) -> list[Ledger]:
+def stages(spec: Spec, plan: Plan, ranks: int, task: Task | None = None) -> list[CommVolume]:
     """The same of the first rank of each place on the axis of a pipeline; other ranks of a place send the same."""
     asked = _ask(spec, plan, ranks, task)
     places = twins(asked.plan, layout_of(asked.task), asked.studied)
@@ -89,12 +89,12 @@ def _ask(spec: Spec, plan: Plan, ranks: int, task: Task | None) -> _Asked:
     spec = spec.model_copy(update={"compile": False})
     if plan.is_asynchronous:
         raise PlanError(
-            f"the steps of plan {plan} are not alike, and the ledger is of one of them: use a plan of which all are, such as ddp"
+            f"the steps of plan {plan} are not alike, and paceline comms is of one of them: use a plan of which all are, such as ddp"
         )
     if plan.pp > 1 and plan.cp > 1:
         raise PlanError(
-            f"plan {plan}: where sequences are split in a pipeline, ranks try out what crosses its cuts, and the ledger starts none; "
-            "use pp or cp alone, or count a step of a training (docs/ledger.md)"
+            f"plan {plan}: where sequences are split in a pipeline, ranks try out what crosses its cuts, and paceline comms starts none; "
+            "use pp or cp alone, or count a step of a training (docs/comms.md)"
         )
     plan = plan.on(ranks)
     share(spec.batch, plan)
@@ -102,7 +102,7 @@ def _ask(spec: Spec, plan: Plan, ranks: int, task: Task | None) -> _Asked:
     return _Asked(spec, plan, task, analyze_model(spec, plan, task, CPU))
 
 
-def _play(asked: _Asked, world: World, studied: ModelAnalysis) -> Ledger:
+def _play(asked: _Asked, world: World, studied: ModelAnalysis) -> CommVolume:
     spec, plan, task = asked.spec, asked.plan, asked.task
     with _fake_group(world.rank, world.size), contextlib.ExitStack() as stack:
         micro_batches = _micro_batches(spec, plan, world, task)
@@ -123,7 +123,7 @@ def _play(asked: _Asked, world: World, studied: ModelAnalysis) -> Ledger:
             if not isinstance(asked_for := error.__cause__, UNTOLD):
                 raise
             raise TaskError(
-                f"{type(task).__name__} looks at values that come of its weights, with {asked_for.func}, and the ledger computes none: "
+                f"{type(task).__name__} looks at values that come of its weights, with {asked_for.func}, and paceline comms computes none: "
                 "what is sent may depend on them"
             ) from asked_for
         finally:
@@ -139,7 +139,7 @@ def without_memory() -> FakeTensorMode:
     return mode
 
 
-def _count(laid: PreparedTraining, plan: Plan, micro_batches: list[Batch]) -> Ledger:
+def _count(laid: PreparedTraining, plan: Plan, micro_batches: list[Batch]) -> CommVolume:
     update = laid.step
     if update.loss_scale is not None:
         update.loss_scale = _Fitting()
@@ -149,28 +149,28 @@ def _count(laid: PreparedTraining, plan: Plan, micro_batches: list[Batch]) -> Le
         _complete(settled)
     update.model = settled
     counter = CommCounter(laid.model, plan)
-    assert plan.micro is not None
+    assert plan.microbatches is not None
     for step in range(WARM_UP + 1):
         counts = step == WARM_UP
-        played = min(TO_COUNT if counts else TO_SETTLE, plan.micro)
+        played = min(TO_COUNT if counts else TO_SETTLE, plan.microbatches)
         with (
-            replayed(counter, plan.micro, played) if are_alike(plan) else contextlib.nullcontext(),
+            replayed(counter, plan.microbatches, played) if are_alike(plan) else contextlib.nullcontext(),
             counter if counts else contextlib.nullcontext(),
         ):
             local = update(micro_batches, step, 1.0)
             reduce_metrics_async([local], ControlFlags(), 0.0, dist.get_world_size(), update.device)
-    return counter.ledger()
+    return counter.volume()
 
 
 def _micro_batches(spec: Spec, plan: Plan, world: World, task: Task) -> list[Batch]:
     """Those of the first step."""
     assert plan.dp is not None
-    assert plan.micro is not None
+    assert plan.microbatches is not None
     dataset = open_dataset(task, "train")
     assert dataset is not None
     check_enough(len(dataset), plan, spec.batch)
     parts = training_parts(
-        RankBatchSlice(spec.batch, plan.micro, plan.place(world.rank).dp, plan.dp),
+        RankBatchSlice(spec.batch, plan.microbatches, plan.place(world.rank).dp, plan.dp),
         len(dataset),
         spec.seed,
         0,
@@ -187,7 +187,7 @@ def _fake_group(rank: int, ranks: int) -> Iterator[None]:
 
     if dist.is_initialized():
         raise LaunchError(
-            "this process is a rank already; the ledger plays one in a process without a process group"
+            "this process is a rank already; paceline comms plays one in a process without a process group"
         )
     dist.init_process_group("fake", rank=rank, world_size=ranks, store=FakeStore())
     try:

@@ -9,7 +9,7 @@ from paceline.parallel.module_hooks import parts_of
 from paceline.parallel.pipeline.stage import StagePartition, divide, ranks_of
 from paceline.parallel.pipeline.tracer import ForwardTrace
 from paceline.parallel.tensor.apply import Splits
-from paceline.plan.comm_volume import Ledger, added_up
+from paceline.plan.comm_volume import CommVolume, added_up
 from paceline.plan.plan import TWICE, Plan
 from paceline.task import Layout
 from paceline.training.dry_run.microbatch_replay import are_alike
@@ -23,10 +23,10 @@ class IdenticalPlace:
     place: int
     names: Mapping[str, str]
 
-    def told_here(self, there: Ledger, rank: int) -> Ledger:
+    def told_here(self, there: CommVolume, rank: int) -> CommVolume:
         """What `rank` sends here, where the first rank of the other place sends so."""
         entries = [replace(entry, module=self._here(entry.module)) for entry in there.entries]
-        return Ledger(
+        return CommVolume(
             rank, added_up((e.collective, e.axis, e.ranks, e.module, e.calls, e.bytes) for e in entries)
         )
 
@@ -41,7 +41,7 @@ def twins(plan: Plan, layout: Layout, studied: ModelAnalysis) -> list[IdenticalP
     Alike are stages between the first and the last that run the same operations on the same shapes, with parameters that are the same
     and split the same way. Schedules that compute gradients in two halves choose by the place for which micro-batches they do."""
     found = [IdenticalPlace(place, {}) for place in range(plan.pp)]
-    if studied.recording is None or plan.schedule in TWICE or not are_alike(plan):
+    if studied.recording is None or plan.pp_schedule in TWICE or not are_alike(plan):
         return found
     parts = parts_of(studied.model, layout)
     division = divide(plan, studied.model, parts, studied.recording)

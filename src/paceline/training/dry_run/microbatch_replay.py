@@ -18,8 +18,8 @@ def are_alike(plan: Plan) -> bool:
 
 
 @contextmanager
-def replayed(counter: CommCounter, micro: int, played: int) -> Iterator[None]:
-    """For a step of `micro` micro-batches, of which so many run, and in which `counter` counts or does not. What one stage hands on
+def replayed(counter: CommCounter, microbatches: int, played: int) -> Iterator[None]:
+    """For a step of `microbatches` micro-batches, of which so many run, and in which `counter` counts or does not. What one stage hands on
     stands for all that it would."""
     from torch.distributed.pipelining import PipelineStage
 
@@ -68,4 +68,4 @@ def replayed(counter: CommCounter, micro: int, played: int) -> Iterator[None]:
     finally:
         for name in instead:
             delattr(PipelineStage, name)  # what it inherits is there again
-    counter.calls += repeated * (micro - played)
+    counter.calls += repeated * (microbatches - played)

@@ -30,7 +30,7 @@ def describe(spec: Spec, task: Task) -> ModelFacts:
     """Of the model of `task`, from its first samples. Raises TaskError for a model that no pass without values can be made of."""
     from paceline.training.setup import build
 
-    batch = example(spec.model_copy(update={"batch": SAMPLES}), task, Plan(dp=1, micro=1))
+    batch = example(spec.model_copy(update={"batch": SAMPLES}), task, Plan(dp=1, microbatches=1))
     return described(build(spec, task).model, task, batch, SAMPLES)
 
 

@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -83,8 +84,8 @@ class Coordinator:
         self.optimizer.state.clear()
         for worker in range(self.workers):
             self.transport.watch(
-                self.servers + worker, lambda worker=worker: self._drop(worker, "its connection was lost")
-            )  # type: ignore[misc]
+                self.servers + worker, partial(self._drop, worker, "its connection was lost")
+            )
         self.transport.serve(self.answer)
 
     def answer(self, message: Message) -> "Future[Message]":

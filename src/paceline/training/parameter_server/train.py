@@ -85,7 +85,9 @@ def train_against_servers(
         notes = (*notes, *laid.notes, *_notes(plan, statistics))
         served = replace(laid, update=coordinator, servers=coordinator, group=first_alone, notes=notes)
         nothing = replace(data, training=_Nothing())  # type: ignore[arg-type]
-        here = loop(replace(alone, micro=1), me, nothing, served, lambda: stop() or coordinator.stop_wished)
+        here = loop(
+            replace(alone, microbatches=1), me, nothing, served, lambda: stop() or coordinator.stop_wished
+        )
         coordinator.begin(here.first)
         yield from coordinator.followed(here.events(), world.size)
 

@@ -63,13 +63,13 @@ class Worker:
     ) -> Iterator[int]:
         """Work until it is over; yields the number of each step."""
         assert self.plan.dp is not None
-        assert self.plan.micro is not None
-        part = RankBatchSlice(spec.batch, self.plan.micro, self.number, self.plan.dp)
+        assert self.plan.microbatches is not None
+        part = RankBatchSlice(spec.batch, self.plan.microbatches, self.number, self.plan.dp)
         parts = training_parts(part, samples, spec.seed, first, total)
         first_loss = FirstLoss(
             self.update,
             part.share,
-            self.plan.dp * self.plan.micro > 1,
+            self.plan.dp * self.plan.microbatches > 1,
             spec.allow_local_loss,
             of_worker=self.plan,
         )
@@ -83,7 +83,7 @@ class Worker:
             for step in range(first, total):
                 if self._pull(step, first):
                     break
-                micro_batches = [next(source) for _ in range(self.plan.micro)]
+                micro_batches = [next(source) for _ in range(self.plan.microbatches)]
                 losses, items, expected = self.update.backward(micro_batches, step)
                 if step == first:
                     first_loss.finish()

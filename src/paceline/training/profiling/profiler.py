@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from paceline.distributed.world import World
-from paceline.events import Accounted
+from paceline.events import Profiled
 from paceline.plan.cost_model.compare import MOST_STEPS
 from paceline.plan.plan import Plan
 from paceline.training.profiling import peak_memory
@@ -81,7 +81,7 @@ class StepProfiler:
         if self.open is not None:
             self.open.begin()
 
-    def end(self, step: int, data_s: float) -> Iterator[Accounted]:
+    def end(self, step: int, data_s: float) -> Iterator[Profiled]:
         """`step` steps are done; the last one waited so long for its batch."""
         if self.open is None or not self.open.is_done(step, data_s):
             return
@@ -92,7 +92,7 @@ class StepProfiler:
         self.spent_s += costs_s
         self.next = step + min(step - self.first, max(1, (self.total - self.first) // AGAIN))
         if all(row[1] for row in rows):
-            yield _accounted(rows, self.plan, step, profile.steps)
+            yield _profiled(rows, self.plan, step, profile.steps)
 
     def tell(self, step_s: float, steps: int) -> None:
         """So many took so long, the mean over the ranks. The first ones are slow, and do not count."""
@@ -261,7 +261,7 @@ def _gathered(row: list[float], world: World, device: torch.device) -> list[list
     return found
 
 
-def _accounted(rows: list[list[float]], plan: Plan, step: int, profiled: int) -> Accounted:
+def _profiled(rows: list[list[float]], plan: Plan, step: int, num_steps: int) -> Profiled:
     """Of what the ranks saw, by rank."""
     count = len(StepSeconds._fields)
     seconds = [StepSeconds(*row[2 : 2 + count]) for row in rows]
@@ -272,9 +272,9 @@ def _accounted(rows: list[list[float]], plan: Plan, step: int, profiled: int) ->
     stage = max(stages, key=lambda ranks: sum(busy[rank] for rank in ranks) / len(ranks))
     slowest = busy.index(max(busy))
     fullest = max(range(len(rows)), key=lambda rank: held[rank].total)
-    return Accounted(
+    return Profiled(
         step=step,
-        profiled=profiled,
+        num_steps=num_steps,
         step_s=_average([seconds[rank].step for rank in stage]),
         seconds={name: _average([split[rank][name] for rank in stage]) for name in PARTS},
         input_s=split[0]["input"],

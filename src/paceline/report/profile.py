@@ -1,4 +1,4 @@
-"""An account: what was predicted of a run beside what was measured, as text, JSON and a picture."""
+"""What was predicted of a run beside what was measured, as text, JSON and a picture."""
 
 import json
 from collections.abc import Callable, Iterator

@@ -21,13 +21,13 @@ from harness import ranks
 from paceline import Spec, Task, train
 from paceline.errors import LaunchError, PlanError, TaskError
 from paceline.events import Step
-from paceline.plan.comm_volume import MODEL, PACELINE, Entry, Ledger, axis_of
+from paceline.plan.comm_volume import MODEL, PACELINE, CommVolume, Entry, axis_of
 from paceline.plan.plan import RECOMPUTE, SCHEDULES, Plan, parse
-from paceline.plan.report.ledger import tables
+from paceline.plan.report.comm_volume import tables
 from paceline.spec import Optimizer
 from paceline.training import loop, step_metrics
 from paceline.training.dry_run.comm_counter import CommCounter
-from paceline.training.dry_run.dry_run import ledger
+from paceline.training.dry_run.dry_run import comm_volume
 from paceline.training.setup import PreparedTraining
 
 pytestmark = pytest.mark.filterwarnings(
@@ -41,7 +41,7 @@ def untouched(laid: PreparedTraining) -> AbstractContextManager[None]:
     return nullcontext()
 
 
-def counted(task: Task, spec: Spec, plan: str, plant: Plant = untouched) -> tuple[Ledger, list[int]]:
+def counted(task: Task, spec: Spec, plan: str, plant: Plant = untouched) -> tuple[CommVolume, list[int]]:
     """The third step of a training in this rank, and the buckets of its DistributedDataParallel, in bytes."""
     kept: list[PreparedTraining] = []
     lay_out, step_metrics.EVERY_S = loop.build_training, 0.0  # each step is told on its own
@@ -64,7 +64,7 @@ def counted(task: Task, spec: Spec, plan: str, plant: Plant = untouched) -> tupl
         list(events)
     finally:
         loop.build_training, step_metrics.EVERY_S = lay_out, 0.1
-    return counter.ledger(), buckets
+    return counter.volume(), buckets
 
 
 def _buckets(model: nn.Module) -> list[int]:
@@ -78,12 +78,12 @@ def wanted(**more: Any) -> Spec:
     return Spec(steps=4, batch=8, seed=3, **more)
 
 
-def foretold(size: int, plan: str, task: Task, spec: Spec) -> list[Ledger]:
+def foretold(size: int, plan: str, task: Task, spec: Spec) -> list[CommVolume]:
     """Of the first rank and the last."""
-    return [ledger(spec, parse(plan), size, rank, task) for rank in (0, size - 1)]
+    return [comm_volume(spec, parse(plan), size, rank, task) for rank in (0, size - 1)]
 
 
-def check(size: int, plan: str, task: Task, spec: Spec) -> Ledger:
+def check(size: int, plan: str, task: Task, spec: Spec) -> CommVolume:
     """Of rank 0."""
     found = ranks(size)(counted, task, spec, plan)
     expected = foretold(size, plan, task, spec)
@@ -115,25 +115,29 @@ ALL: list[
     tuple[int, str, int, type[Task], int]
 ] = []  # each plan with each task, half of the recipes dealt out
 FEW: list[tuple[int, str, int, type[Task], int]] = []  # mostly on 2 ranks, one recipe dealt out
-for size, (p, plan), micro, (t, task), recipe in product(
+for size, (p, plan), microbatches, (t, task), recipe in product(
     (2, 4), enumerate(PLANS), (1, 2), enumerate(TASKS), range(len(RECIPES))
 ):
-    dealt = micro + recipe + p + t
-    ALL += [(size, plan, micro, task, recipe)] if dealt % 2 == 0 else []
-    FEW += ALL[-1:] if dealt % 8 == 0 and micro == 1 + t % 2 and (size == 2 or (t + p) % 4 == 0) else []
+    dealt = microbatches + recipe + p + t
+    ALL += [(size, plan, microbatches, task, recipe)] if dealt % 2 == 0 else []
+    FEW += (
+        ALL[-1:] if dealt % 8 == 0 and microbatches == 1 + t % 2 and (size == 2 or (t + p) % 4 == 0) else []
+    )
 
 
-@pytest.mark.parametrize(("size", "plan", "micro", "task", "recipe"), FEW)
-def test_it_is_what_real_ranks_send(task: type[Task], size: int, plan: str, micro: int, recipe: int) -> None:
-    check(size, f"{plan},micro={micro}", task(), RECIPES[recipe])
+@pytest.mark.parametrize(("size", "plan", "microbatches", "task", "recipe"), FEW)
+def test_it_is_what_real_ranks_send(
+    task: type[Task], size: int, plan: str, microbatches: int, recipe: int
+) -> None:
+    check(size, f"{plan},microbatches={microbatches}", task(), RECIPES[recipe])
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("size", "plan", "micro", "task", "recipe"), [case for case in ALL if case not in FEW]
+    ("size", "plan", "microbatches", "task", "recipe"), [case for case in ALL if case not in FEW]
 )
-def test_whole_product(task: type[Task], size: int, plan: str, micro: int, recipe: int) -> None:
-    check(size, f"{plan},micro={micro}", task(), RECIPES[recipe])
+def test_whole_product(task: type[Task], size: int, plan: str, microbatches: int, recipe: int) -> None:
+    check(size, f"{plan},microbatches={microbatches}", task(), RECIPES[recipe])
 
 
 class Wide(models.Points):
@@ -145,7 +149,9 @@ class Wide(models.Points):
 
 def test_buckets_of_ddp() -> None:
     found = check(2, "ddp", Wide(), wanted())
-    of_model = Ledger(0, tuple(entry for entry in found.of("all-reduce").entries if entry.module != PACELINE))
+    of_model = CommVolume(
+        0, tuple(entry for entry in found.of("all-reduce").entries if entry.module != PACELINE)
+    )
     assert of_model.bytes == 4 * (6 * 600 + 2 * 601 * 600 + 601 * 3)
     assert of_model.calls == 2  # one of 1 MiB and a little more, and the rest
 
@@ -204,11 +210,11 @@ def padded(parts: int) -> int:
 @pytest.mark.parametrize("size", [2, 8, 24])
 def test_bytes_by_hand(size: int) -> None:
     def of(plan: str, collective: str, axis: str) -> int:
-        found = ledger(Spec(batch=24), parse(plan), size, task=models.Points())
+        found = comm_volume(Spec(batch=24), parse(plan), size, task=models.Points())
         return sum(entry.bytes for entry in found.of(collective, axis).entries if entry.module != PACELINE)
 
     assert of("ddp", "all-reduce", "replicate") == WHOLE
-    assert of("ddp,micro=1", "broadcast", "replicate") == 0
+    assert of("ddp,microbatches=1", "broadcast", "replicate") == 0
     assert of("zero1", "broadcast", "replicate") == WHOLE
     assert of("zero2", "all-gather", "shard") == of("zero2", "reduce-scatter", "shard") == padded(size)
     assert of("zero3", "all-gather", "shard") == 2 * padded(size)
@@ -249,7 +255,7 @@ def test_axes(plan: str, size: int, group: range, axis: str) -> None:
     assert axis_of(parse(plan).on(size), group) == axis
 
 
-def other_collectives() -> tuple[Ledger, Ledger]:
+def other_collectives() -> tuple[CommVolume, CommVolume]:
     """Whatever a step may come to use: by torch.distributed, and by DTensor in forward and backward."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
@@ -275,7 +281,7 @@ def other_collectives() -> tuple[Ledger, Ledger]:
     )
     with CommCounter(whole, plan) as split:
         whole(torch.randn(5, 4, requires_grad=True)).sum().backward()
-    return said.ledger(), split.ledger()
+    return said.volume(), split.volume()
 
 
 def test_other_collectives() -> None:
@@ -302,7 +308,7 @@ def test_other_collectives() -> None:
 def test_one_process_among_many() -> None:
     """A thousand ranks; each has the same to say."""
     spec = Spec(task="digits", batch=1024)
-    first, last = (ledger(spec, parse("hsdp,replicate=4"), 1024, rank) for rank in (0, 1023))
+    first, last = (comm_volume(spec, parse("hsdp,replicate=4"), 1024, rank) for rank in (0, 1023))
     assert first.entries == last.entries
     assert {(entry.axis, entry.ranks) for entry in first.entries} == {
         ("shard", 256),
@@ -314,7 +320,7 @@ def test_one_process_among_many() -> None:
 def test_blocks_that_are_alike_are_one_line() -> None:
     console = Console(width=100)
     with console.capture() as shown:
-        console.print(*tables([ledger(Spec(batch=8), parse("zero3"), 4, task=models.Text())]))
+        console.print(*tables([comm_volume(Spec(batch=8), parse("zero3"), 4, task=models.Text())]))
     lines = [" ".join(line.split()) for line in shown.get().splitlines()]
     assert f"blocks.* × 3 6 {6 * 1440 / 1024:.1f} KiB {6 * 1440 * 0.75 / 1024:.1f} KiB" in lines
     assert lines[-1].startswith("total 13 ")
@@ -322,32 +328,32 @@ def test_blocks_that_are_alike_are_one_line() -> None:
 
 def test_values_that_it_does_not_compute() -> None:
     with pytest.raises(TaskError, match="Routed looks at values that come of its weights"):
-        ledger(Spec(batch=8), parse("ddp"), 4, task=models.Routed())
+        comm_volume(Spec(batch=8), parse("ddp"), 4, task=models.Routed())
 
 
 def test_bad_input() -> None:
     with pytest.raises(PlanError, match="32 ranks for 29 training samples"):
-        ledger(Spec(batch=32), parse("ddp"), 32, task=models.Points())
+        comm_volume(Spec(batch=32), parse("ddp"), 32, task=models.Points())
     with pytest.raises(PlanError, match="steps of plan local-sgd are not alike"):
-        ledger(Spec(batch=8), parse("local-sgd"), 4, task=models.Points())
+        comm_volume(Spec(batch=8), parse("local-sgd"), 4, task=models.Points())
     with pytest.raises(
         PlanError, match="plan pp=2,cp=2: where sequences are split in a pipeline, ranks try out"
     ):
-        ledger(Spec(batch=8), parse("pp=2,cp=2"), 4, task=models.Text())
+        comm_volume(Spec(batch=8), parse("pp=2,cp=2"), 4, task=models.Text())
     for message in ranks(2)(in_a_rank):
         assert "this process is a rank already" in message
 
 
 def in_a_rank() -> str:
     with pytest.raises(LaunchError) as raised:
-        ledger(Spec(batch=8), parse("ddp"), 4, task=models.Points())
+        comm_volume(Spec(batch=8), parse("ddp"), 4, task=models.Points())
     return str(raised.value)
 
 
 def test_the_command(tmp_path: Path) -> None:
     write_task(tmp_path)
     words = (
-        "ledger",
+        "comms",
         "my.py:Regression",
         "--ranks",
         "6",
@@ -384,7 +390,7 @@ def test_the_command(tmp_path: Path) -> None:
 )
 def test_one_sentence(tmp_path: Path, words: tuple[str, ...], says: str) -> None:
     write_task(tmp_path)
-    result = paceline("ledger", "my.py:Regression", *words, at=tmp_path)
+    result = paceline("comms", "my.py:Regression", *words, at=tmp_path)
     assert result.status == 2, result.all
     assert says in result.err
     assert len(result.err.splitlines()) == 1, result.err
@@ -398,8 +404,8 @@ def test_split_weights_send_what_is_foretold(size: int, plan: str) -> None:
 
 CUT = [  # ranks, plan, task; Text has tied weights, whose gradients the stages exchange, and weights of items
     (2, "pp=2", models.Text),
-    (2, "pp=2,schedule=interleaved,recompute=full", models.Text),
-    (2, "pp=2,schedule=zbv", models.ShortText),
+    (2, "pp=2,pp_schedule=interleaved,recompute=full", models.Text),
+    (2, "pp=2,pp_schedule=zbv", models.ShortText),
     (4, "pp=2,zero=2", models.Text),
     (4, "pp=2,tp=2", models.ShortText),
     (2, "cp=2", models.ShortText),
@@ -407,17 +413,17 @@ CUT = [  # ranks, plan, task; Text has tied weights, whose gradients the stages 
 ]
 CUT_MORE = [
     *(
-        (2, f"pp=2,schedule={schedule}", task)
+        (2, f"pp=2,pp_schedule={schedule}", task)
         for schedule in SCHEDULES
         for task in (models.Text, models.ShortText)
     ),
-    *((2, f"pp=2,schedule={schedule}", models.NormedImages) for schedule in ("gpipe", "1f1b")),
+    *((2, f"pp=2,pp_schedule={schedule}", models.NormedImages) for schedule in ("gpipe", "1f1b")),
     *(
-        (4, f"pp=2,zero={zero},schedule={schedule}", models.Text)
+        (4, f"pp=2,zero={zero},pp_schedule={schedule}", models.Text)
         for schedule in ("gpipe", "1f1b", "zero-bubble")
         for zero in (0, 2, 3)
     ),
-    *((4, f"pp=2,tp=2,schedule={schedule}", models.ShortText) for schedule in SCHEDULES),
+    *((4, f"pp=2,tp=2,pp_schedule={schedule}", models.ShortText) for schedule in SCHEDULES),
     *(
         (4, f"{plan},recompute={how}", models.ShortText)
         for plan in ("pp=2,tp=2", "cp=2,tp=2", "cp=2,zero=3")
@@ -473,7 +479,7 @@ def another_way_round(laid: PreparedTraining) -> Iterator[None]:
 def test_what_cut_models_send_besides_is_caught(
     plan: str, task: type[Task], plant: Plant, more: dict[tuple[str, str], int]
 ) -> None:
-    def sizes(of: Ledger) -> dict[tuple[str, str], int]:
+    def sizes(of: CommVolume) -> dict[tuple[str, str], int]:
         return {
             (entry.collective, entry.module): entry.bytes
             for entry in of.entries
@@ -490,5 +496,5 @@ def test_what_cut_models_send_besides_is_caught(
 def test_any_number_of_ranks_is_played(tmp_path: Path) -> None:
     """More than this machine could start."""
     assert (
-        "on 1,024 ranks" in succeed("ledger", "digits", "--batch", "1024", "--ranks", "1024", at=tmp_path).out
+        "on 1,024 ranks" in succeed("comms", "digits", "--batch", "1024", "--ranks", "1024", at=tmp_path).out
     )

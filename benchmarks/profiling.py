@@ -1,6 +1,6 @@
-"""What accounting costs a training: the same with profiled steps and without, a block of steps each in turns, in the same two ranks.
+"""What profiling costs a training: the same with profiled steps and without, a block of steps each in turns, in the same two ranks.
 
-    python benchmarks/account.py [--rounds 40]
+    python benchmarks/profiling.py [--rounds 40]
 
 Rounds are blocks of 25 steps. Profiled are as many steps as a training of so many rounds asks for by itself. The blocks without
 a profile say how far two blocks of this machine are apart anyway.
@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 import turns
 from paceline import Spec, train
-from paceline.events import Accounted, Event, Step
+from paceline.events import Event, Profiled, Step
 from paceline.plan.plan import parse
 from paceline.tasks.text import Text
 
@@ -27,10 +27,10 @@ TASK = Text(width=64, depth=2, context=64)
 class Contender:
     """A training that goes on by blocks."""
 
-    def __init__(self, account: bool | None, plan: str, rounds: int):
-        spec = Spec(batch=16, steps=BLOCK * (rounds + WARM + 1), account=account, evaluate_every=10**9)
+    def __init__(self, profile: bool | None, plan: str, rounds: int):
+        spec = Spec(batch=16, steps=BLOCK * (rounds + WARM + 1), profile=profile, evaluate_every=10**9)
         self.events: Iterator[Event] = train(spec, parse(plan), task=TASK)
-        self.profiles: list[Accounted] = []
+        self.profiles: list[Profiled] = []
         self.step = 0
 
     def block(self) -> tuple[float, bool]:
@@ -39,7 +39,7 @@ class Contender:
         began, before, first = time.perf_counter(), len(self.profiles), self.step
         while self.step < first + BLOCK:
             event = next(self.events)
-            if isinstance(event, Accounted):
+            if isinstance(event, Profiled):
                 self.profiles.append(event)
             if isinstance(event, Step):
                 self.step = event.step

@@ -18,11 +18,11 @@ from harness import ranks
 from paceline import Spec, events, train
 from paceline.bench.result import Result
 from paceline.bench.to_cluster import updated
-from paceline.cli.account import account as command
+from paceline.cli.profile import profile as command
 from paceline.cluster import file
 from paceline.cluster.facts import CalibrationRecord, Cluster, Device, Fact
 from paceline.errors import ClusterError, RunError, TaskError
-from paceline.events import Accounted, Event, Started, Step
+from paceline.events import Event, Profiled, Started, Step
 from paceline.plan.cost_model.compare import MEMORY, TIME, ComparisonRow, beside, ratios, worst
 from paceline.plan.cost_model.cost import CostPart
 from paceline.plan.cost_model.memory import NAMES
@@ -39,17 +39,17 @@ from paceline.training.profiling.profiler import StepProfiler
 from paceline.training.profiling.time_breakdown import END, GRADIENTS, STEP, UPDATED, Op, on_device, on_host
 
 MS = 1_000_000
-SPEC = Spec(batch=4, steps=8, account=True, evaluate_every=100)
+SPEC = Spec(batch=4, steps=8, profile=True, evaluate_every=100)
 PLANS = [
-    "ddp,micro=2",
+    "ddp,microbatches=2",
     "zero1",
     "zero3",
     "tp=2",
-    "pp=2,micro=2",
-    "pp=2,stages=2,schedule=interleaved,micro=2",
+    "pp=2,microbatches=2",
+    "pp=2,stages=2,pp_schedule=interleaved,microbatches=2",
     "cp=2",
 ]
-QUICK = ("ddp,micro=2", "tp=2", "pp=2,stages=2,schedule=interleaved,micro=2")
+QUICK = ("ddp,microbatches=2", "tp=2", "pp=2,stages=2,pp_schedule=interleaved,microbatches=2")
 
 
 def op(
@@ -166,23 +166,23 @@ def test_errors_have_signs() -> None:
     assert worst(rows) == ComparisonRow("compute", 2.0, 1.0, 0.1)
 
 
-def accounting(total: int, wanted: bool | None = None) -> StepProfiler:
+def profiler(total: int, wanted: bool | None = None) -> StepProfiler:
     laid: Any = SimpleNamespace(servers=None, local=None)
     return StepProfiler(wanted, 0, total, laid, parse("single"), SimpleNamespace(), torch.device("cpu"))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(("total", "due"), [(100, False), (100_000, True)])
 def test_only_long_runs_are_profiled_unasked(total: int, due: bool) -> None:
-    one = accounting(total)
+    one = profiler(total)
     for _ in range(4):
         one.tell(0.01, 1)
     assert [one._is_due(step) for step in (2, 3)] == [False, due]
-    assert accounting(total, wanted=False)._is_due(3) is False
-    assert accounting(total, wanted=True)._is_due(3) is True
+    assert profiler(total, wanted=False)._is_due(3) is False
+    assert profiler(total, wanted=True)._is_due(3) is True
 
 
 def test_profiles_end_when_one_percent_is_spent() -> None:
-    one = accounting(1000)
+    one = profiler(1000)
     one.tell(9.0, 1)
     one.tell(0.1, 3)
     one.costs_s = 0.4
@@ -199,8 +199,8 @@ def losses(found: list[Event]) -> list[float]:
     return [event.loss for event in found if isinstance(event, Step)]
 
 
-def accounts(found: list[Event]) -> list[Accounted]:
-    return [event for event in found if isinstance(event, Accounted)]
+def profiles(found: list[Event]) -> list[Profiled]:
+    return [event for event in found if isinstance(event, Profiled)]
 
 
 @pytest.mark.parametrize(
@@ -209,41 +209,41 @@ def accounts(found: list[Event]) -> list[Accounted]:
 def test_every_plan(plan: str) -> None:
     task = models.ShortText(depth=4 if "stages" in plan else 2)
     first, second = ranks(2)(happened, task, SPEC, plan)
-    [one] = accounts(first)[:1]
+    [one] = profiles(first)[:1]
     assert one.seconds.keys() == {"compute", "communication", "bubble", "input", "optimizer", "other"}
     assert sum(one.seconds.values()) == pytest.approx(one.step_s)
     assert min(one.seconds.values()) >= 0
     assert one.seconds["compute"] > 0
     assert one.seconds["communication"] > 0
     assert (one.seconds["bubble"] > 0) == ("pp" in plan)
-    assert [event.seconds for event in accounts(second)] == [event.seconds for event in accounts(first)]
+    assert [event.seconds for event in profiles(second)] == [event.seconds for event in profiles(first)]
     assert sum(measured(first).seconds.values()) == pytest.approx(measured(first).step_s)
-    without = ranks(2)(happened, task, SPEC.model_copy(update={"account": False}), plan)[0]
-    assert not accounts(without)
+    without = ranks(2)(happened, task, SPEC.model_copy(update={"profile": False}), plan)[0]
+    assert not profiles(without)
     assert losses(without) == losses(first), "profiling changes a result"
 
 
 def test_weights_averaged_now_and_then() -> None:
     spec = SPEC.model_copy(update={"steps": 12})
-    [one] = accounts(ranks(2)(happened, models.Points(), spec, "local-sgd,period=4")[0])[:1]
-    assert one.profiled == 4
+    [one] = profiles(ranks(2)(happened, models.Points(), spec, "local-sgd,period=4")[0])[:1]
+    assert one.num_steps == 4
     assert one.seconds["communication"] > 0
-    assert not accounts(ranks(2)(happened, models.Points(), spec, "local-sgd,period=40")[0])
+    assert not profiles(ranks(2)(happened, models.Points(), spec, "local-sgd,period=40")[0])
 
 
 def test_tensors_are_counted() -> None:
     task = models.ShortText()
-    [one] = accounts(ranks(1)(happened, task, SPEC, "single")[0])[:1]
+    [one] = profiles(ranks(1)(happened, task, SPEC, "single")[0])[:1]
     weights = sum(parameter.numel() * 4 for parameter in task.model().parameters())
     buffers = sum(buffer.numel() * buffer.element_size() for buffer in task.model().buffers())
     assert one.memory["weights"] == weights + buffers
     assert 2 * weights <= one.memory["optimizer"] < 2 * weights + 1000, (
         "AdamW has two moments, and a count of steps"
     )
-    [cut] = accounts(ranks(2)(happened, task, SPEC, "zero3")[0])[:1]
+    [cut] = profiles(ranks(2)(happened, task, SPEC, "zero3")[0])[:1]
     assert cut.memory["optimizer"] == pytest.approx(one.memory["optimizer"] / 2, rel=0.1)
     half = SPEC.model_copy(update={"batch": 2})
-    [smaller] = accounts(ranks(1)(happened, task, half, "single")[0])[:1]
+    [smaller] = profiles(ranks(1)(happened, task, half, "single")[0])[:1]
     assert smaller.memory["activations"] == pytest.approx(one.memory["activations"] / 2, rel=0.1)
 
 
@@ -306,7 +306,7 @@ class SlowStages(models.ShortText):
 def test_bubble() -> None:
     """Two stages, two micro-batches, a third of the forward pass idle on each."""
     for _ in range(3):  # where other programs hold both ranks up, the pauses are a small part of the step
-        found = measured(ranks(2)(happened, SlowStages(), SPEC, "pp=2,micro=2,schedule=gpipe")[0])
+        found = measured(ranks(2)(happened, SlowStages(), SPEC, "pp=2,microbatches=2,pp_schedule=gpipe")[0])
         if found.seconds["bubble"] > max(found.step_s / 10, found.seconds["communication"]):
             return
     raise AssertionError(f"bubble {found.seconds['bubble']:.3f} s of a step of {found.step_s:.3f} s")
@@ -332,7 +332,7 @@ def step(number: int, step_s: float = 0.1) -> Step:
     )
 
 
-def profile(number: int, compute: float, communication: float, slowest: int = 0) -> Accounted:
+def profile(number: int, compute: float, communication: float, slowest: int = 0) -> Profiled:
     seconds = {
         "compute": compute,
         "communication": communication,
@@ -344,13 +344,13 @@ def profile(number: int, compute: float, communication: float, slowest: int = 0)
     total = sum(seconds.values())
     facts = {
         "step": number,
-        "profiled": 1,
+        "num_steps": 1,
         "step_s": total,
         "seconds": seconds,
         "input_s": 0.01,
         "costs_s": 0.1,
     }
-    return Accounted(**facts, slowest=slowest, slowest_s=2.0, busy_s=1.0, fullest=0, memory={"weights": 8})
+    return Profiled(**facts, slowest=slowest, slowest_s=2.0, busy_s=1.0, fullest=0, memory={"weights": 8})
 
 
 def test_a_mean_without_first_and_profiled_steps() -> None:
@@ -387,7 +387,7 @@ HERE = cluster(8)
 GPT2 = model("gpt2", seq=128)
 
 
-def account(run: str, factor: float, plan: str = "ddp", ranks_: int = 4) -> CalibrationRecord:
+def record(run: str, factor: float, plan: str = "ddp", ranks_: int = 4) -> CalibrationRecord:
     cost = predict(GPT2, parse(plan), HERE, 32, ranks=ranks_)
     ratio = {"compute": Fact(value=factor, source="measured")}
     return CalibrationRecord(
@@ -403,7 +403,7 @@ def test_runs_narrow_what_is_predicted() -> None:
     raw = predict(GPT2, parse("ddp"), HERE, 32, ranks=4)
     values, errors = [], []
     for runs in range(1, 5):
-        seen = HERE.updated(accounts=[account(str(k), 1.05) for k in range(runs)])
+        seen = HERE.updated(calibrations=[record(str(k), 1.05) for k in range(runs)])
         found = part(predict(GPT2, parse("ddp"), seen, 32, ranks=4), "products")
         values.append(found.value / part(raw, "products").value)
         errors.append(found.error)
@@ -413,19 +413,19 @@ def test_runs_narrow_what_is_predicted() -> None:
 
 
 def test_runs_that_disagree_do_not() -> None:
-    seen = HERE.updated(accounts=[account("a", 0.5), account("b", 2.0)])
+    seen = HERE.updated(calibrations=[record("a", 0.5), record("b", 2.0)])
     raw, found = (part(predict(GPT2, parse("ddp"), where, 32, ranks=4), "products") for where in (HERE, seen))
     assert found.value == pytest.approx(raw.value)
     assert found.error > raw.error
 
 
 def test_a_run_counts_once() -> None:
-    twice = HERE.updated(accounts=[account("a", 0.5)]).updated(accounts=[account("a", 0.7)])
-    assert [one.ratios["compute"].value for one in twice.accounts] == [0.7]
+    twice = HERE.updated(calibrations=[record("a", 0.5)]).updated(calibrations=[record("a", 0.7)])
+    assert [one.ratios["compute"].value for one in twice.calibrations] == [0.7]
 
 
 def test_what_no_run_has_shown_is_extrapolated() -> None:
-    seen = HERE.updated(accounts=[account("a", 1.1)])
+    seen = HERE.updated(calibrations=[record("a", 1.1)])
     assert not predict(GPT2, parse("ddp"), HERE, 32, ranks=4).time.guesses
     more = predict(GPT2, parse("ddp"), seen, 32, ranks=8).time.guesses
     other = predict(GPT2, parse("tp=4"), seen, 32, ranks=4).time.guesses
@@ -439,8 +439,8 @@ def test_the_search_finds_what_is_fastest_by_what_was_seen() -> None:
         "communication": Fact(value=30.0, source="measured"),
         "compute": Fact(value=0.1, source="measured"),
     }
-    row = account("a", 1.0).model_copy(update={"parts": tuple(PARTS), "ratios": ratio})
-    seen = HERE.updated(accounts=[row])
+    row = record("a", 1.0).model_copy(update={"parts": tuple(PARTS), "ratios": ratio})
+    seen = HERE.updated(calibrations=[row])
     best = search(GPT2, seen, 32).fitting[0]
     assert best[0] != search(GPT2, HERE, 32).fitting[0][0]
     assert fastest(GPT2, speeds(seen), 8, 32) == best
@@ -453,14 +453,14 @@ def test_ratios_are_of_parts_that_matter() -> None:
 
 
 def test_measuring_again_makes_accounts_void() -> None:
-    seen = HERE.updated(accounts=[account("a", 1.1)])
-    assert updated(seen, [Result(kind="storage")]).accounts == seen.accounts
-    assert updated(seen, [Result(kind="overlap")]).accounts == ()
+    seen = HERE.updated(calibrations=[record("a", 1.1)])
+    assert updated(seen, [Result(kind="storage")]).calibrations == seen.calibrations
+    assert updated(seen, [Result(kind="overlap")]).calibrations == ()
 
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    at = tmp_path_factory.mktemp("account")
+    at = tmp_path_factory.mktemp("profile")
     small = [word for name in ("width=16", "depth=2", "context=8") for word in ("--set", name)]
     succeed(
         "train",
@@ -472,7 +472,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "4",
         "--steps",
         "12",
-        "--account",
+        "--profile",
         "--run-dir",
         "a",
         at=at,
@@ -497,7 +497,7 @@ def test_the_command(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert f"worst: {found['worst']}, predicted" in said
     assert "now has 1 run, this one again" in said
     assert picture.read_text().startswith("<?xml")
-    [row] = file.read(where).accounts
+    [row] = file.read(where).calibrations
     assert {fact.source for fact in row.ratios.values()} == {"measured"}
     before = found["time_s"]["step"]["predicted"]
     command(run, str(where), json=figures)
@@ -532,8 +532,8 @@ def test_a_run_that_was_not_profiled(run: Path, tmp_path: Path) -> None:
     short = tmp_path / "short"
     shutil.copytree(run, short)
     lines = (run / "events.jsonl").read_text().splitlines(keepends=True)
-    (short / "events.jsonl").write_text("".join(line for line in lines if '"accounted"' not in line))
-    found = paceline("account", short, at=tmp_path)
+    (short / "events.jsonl").write_text("".join(line for line in lines if '"profiled"' not in line))
+    found = paceline("profile", short, at=tmp_path)
     assert found.status == 2
-    assert "none of its steps was profiled; train again with --account" in found.err
+    assert "none of its steps was profiled; train again with --profile" in found.err
     assert "Traceback" not in found.err

@@ -1,4 +1,4 @@
-"""paceline account: where the time and memory of a run went, beside what is predicted of it."""
+"""paceline profile: where the time and memory of a run went, beside what is predicted of it."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 Option = typer.Option
 
 
-def account(
+def profile(
     run: Annotated[Path, typer.Argument(help="The run's folder.")],
     cluster: Annotated[
         str | None,
@@ -35,7 +35,7 @@ def account(
     """Show where the time and memory of a run went, part by part, beside what is predicted."""
     from paceline.cli.plan_options import check_outputs
     from paceline.errors import PlanError, SpecError
-    from paceline.report.account import PredictionReport, as_json, draw, heading, lines, tables
+    from paceline.report.profile import PredictionReport, as_json, draw, heading, lines, tables
     from paceline.run import open_run
 
     check_outputs(json, plot)
@@ -52,7 +52,7 @@ def account(
         name = _name(seen)
         try:
             others = where.model_copy(
-                update={"accounts": tuple(one for one in where.accounts if one.run != name)}
+                update={"calibrations": tuple(one for one in where.calibrations if one.run != name)}
             )
             answer = _predicted(folder, seen, others)
             guesses = answer.plans[0][1].time.guesses
@@ -97,15 +97,15 @@ def _measured(folder: RunFolder) -> "tuple[RunBreakdown, Skipped]":
     except RunError as error:
         spec, launch = folder.request()
         plan = parse(launch.plan or "ddp")
-        hint = "train again with --account, which profiles some even if they take more than 1 % of the time, and 5 steps or more"
+        hint = "train again with --profile, which profiles some even if they take more than 1 % of the time, and 5 steps or more"
         if plan.servers is not None:
             hint = f"of plan {plan}, whose ranks do not wait for each other, none ever is"
         elif plan.period is not None and plan.period > MOST_STEPS:
             hint = f"of plan {plan} a whole period of at most {MOST_STEPS} steps would have to be"
-        elif spec.account is False:
-            hint = "it was asked for with --no-account; leave that out"
+        elif spec.profile is False:
+            hint = "it was asked for with --no-profile; leave that out"
         skipped = f"; {found.skipped}" if found.skipped else ""
-        raise RunError(f"{folder.path} cannot be accounted for: {error}; {hint}{skipped}") from None
+        raise RunError(f"{folder.path} has no profile: {error}; {hint}{skipped}") from None
 
 
 def _name(seen: "RunBreakdown") -> str:
@@ -174,7 +174,7 @@ def _predicted(folder: RunFolder, seen: "RunBreakdown", cluster: "Cluster") -> "
 
 
 def _update(folder: RunFolder, seen: "RunBreakdown", cluster: "Cluster", said: str | None) -> str:
-    """Ratios are to what the cluster's facts say without any account, so that they do not depend on the order of runs."""
+    """Ratios are to what the cluster's facts say without any calibration, so that they do not depend on the order of runs."""
     from paceline.cluster import file
     from paceline.cluster.facts import CalibrationRecord, Fact
     from paceline.cluster.local_cluster import file_of
@@ -182,15 +182,15 @@ def _update(folder: RunFolder, seen: "RunBreakdown", cluster: "Cluster", said: s
 
     path = Path(said) if said is not None else file_of()
     assert path is not None
-    _, cost = _predicted(folder, seen, cluster.model_copy(update={"accounts": ()})).plans[0]
+    _, cost = _predicted(folder, seen, cluster.model_copy(update={"calibrations": ()})).plans[0]
     found = {part: Fact(value=ratio, source="measured") for part, ratio in ratios(seen.seconds, cost).items()}
     parts = tuple(part.name for part in cost.time.parts)
     row = CalibrationRecord(
         run=_name(seen), plan=seen.started.plan, ranks=seen.started.ranks, parts=parts, ratios=found
     )
-    after = cluster.updated(accounts=[row])
+    after = cluster.updated(calibrations=[row])
     file.write(path, after)
-    count = len(after.accounts)
-    again = ", this one again" if count == len(cluster.accounts) else ""
+    count = len(after.calibrations)
+    again = ", this one again" if count == len(cluster.calibrations) else ""
     words = ", ".join(f"{part} × {fact.value:.2f}" for part, fact in found.items())
     return f"{path} now has {several(count, 'run')}{again}: {words}"

@@ -1,4 +1,4 @@
-"""paceline ledger: what a training step would send, worked out on one process."""
+"""paceline comms: what a training step would send, worked out on one process."""
 
 from pathlib import Path
 from typing import Annotated
@@ -10,7 +10,7 @@ from paceline.cli.request_options import Target
 Option = typer.Option
 
 
-def ledger(
+def comms(
     target: Target = "digits",
     ranks: Annotated[
         int | None, Option(help="Ranks to play, as many as you like; needed where a run.toml does not say.")
@@ -50,15 +50,15 @@ def ledger(
     from rich.console import Console
 
     from paceline.plan.plan import parse
-    from paceline.plan.report.ledger import as_json, heading, tables
+    from paceline.plan.report.comm_volume import as_json, heading, tables
     from paceline.training.dry_run.dry_run import stages
 
     assert launch.plan is not None
     assert launch.ranks is not None
-    ledgers = stages(spec, parse(launch.plan), launch.ranks)
+    volumes = stages(spec, parse(launch.plan), launch.ranks)
     if json is not None:
-        write_whole(json, as_json(spec, launch, ledgers))
+        write_whole(json, as_json(spec, launch, volumes))
     console = Console(highlight=False)
     console.print(heading(spec, launch, laid_out), soft_wrap=True)
-    for table in tables(ledgers):
+    for table in tables(volumes):
         console.print(table)

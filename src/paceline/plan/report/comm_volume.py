@@ -1,4 +1,4 @@
-"""A ledger as text for a terminal, and as JSON."""
+"""The communication volume of a step as text for a terminal, and as JSON."""
 
 import json
 from collections.abc import Sequence
@@ -6,7 +6,7 @@ from itertools import groupby
 
 from rich.table import Table
 
-from paceline.plan.comm_volume import Entry, Ledger, pattern
+from paceline.plan.comm_volume import CommVolume, Entry, pattern
 from paceline.plan.plan import Plan, share
 from paceline.spec import Launch, Spec
 from paceline.units import format_bytes
@@ -14,39 +14,39 @@ from paceline.units import format_bytes
 
 def heading(spec: Spec, launch: Launch, plan: Plan) -> str:
     """`plan`: that of `launch`, its data degree said."""
-    each = share(spec.batch, plan) * (plan.micro or 1)
+    each = share(spec.batch, plan) * (plan.microbatches or 1)
     return (
         f"{spec.task.rpartition('/')[2]}: one step of plan {launch.plan} on {launch.ranks:,} ranks, "
         f"batch {spec.batch:,} ({each:,} on a data rank), {spec.precision}"
     )
 
 
-def tables(ledgers: Sequence[Ledger]) -> list[Table]:
+def tables(volumes: Sequence[CommVolume]) -> list[Table]:
     """One for each place on the axis of a pipeline, in order; neighbours that send the same share one."""
     found = []
-    for lines, alike in groupby(enumerate(ledgers), key=lambda item: _lines(item[1])):
+    for lines, alike in groupby(enumerate(volumes), key=lambda item: _lines(item[1])):
         places, those = zip(*alike, strict=True)
-        found.append(_table(lines, _title(places, those, len(ledgers)) if len(ledgers) > 1 else None))
+        found.append(_table(lines, _title(places, those, len(volumes)) if len(volumes) > 1 else None))
     return found
 
 
-def _title(places: Sequence[int], those: Sequence[Ledger], of: int) -> str:
-    ranks = ", ".join(f"{ledger.rank:,}" for ledger in those)
+def _title(places: Sequence[int], those: Sequence[CommVolume], of: int) -> str:
+    ranks = ", ".join(f"{volume.rank:,}" for volume in those)
     if len(those) == 1:
         return f"pp {places[0]} of {of}: rank {ranks}"
     return f"pp {places[0]} to {places[-1]} of {of}: ranks {ranks}, each"
 
 
-def _lines(ledger: Ledger) -> list[tuple[str, ...]]:
+def _lines(volume: CommVolume) -> list[tuple[str, ...]]:
     """A line for each collective on each axis, and below it one for each module, those that are alike but for a number together."""
     lines: list[tuple[str, ...]] = []
     for (collective, axis, ranks), of_axis in groupby(
-        ledger.entries, key=lambda entry: (entry.collective, entry.axis, entry.ranks)
+        volume.entries, key=lambda entry: (entry.collective, entry.axis, entry.ranks)
     ):
         entries = tuple(of_axis)
         lines.append((collective, axis, f"{ranks:,}", *_sums(entries)))
         lines += [(f"  {name}", "", "", *_sums(alike)) for name, alike in _alike(entries)]
-    return [*lines, ("total", "", "", *_sums(ledger.entries))]
+    return [*lines, ("total", "", "", *_sums(volume.entries))]
 
 
 def _table(lines: Sequence[tuple[str, ...]], title: str | None) -> Table:
@@ -86,7 +86,7 @@ def _sums(entries: Sequence[Entry]) -> tuple[str, str, str]:
     return f"{calls:,}", format_bytes(size), format_bytes(sent)
 
 
-def as_json(spec: Spec, launch: Launch, ledgers: Sequence[Ledger]) -> str:
+def as_json(spec: Spec, launch: Launch, volumes: Sequence[CommVolume]) -> str:
     facts = {"task": spec.task, "set": spec.set, "batch": spec.batch, "precision": spec.precision}
     facts |= {"plan": launch.plan, "ranks": launch.ranks}
-    return json.dumps(facts | {"stages": [ledger.as_json() for ledger in ledgers]}, indent=1) + "\n"
+    return json.dumps(facts | {"stages": [volume.as_json() for volume in volumes]}, indent=1) + "\n"

@@ -1,6 +1,6 @@
 """How long one process takes to say what a step of a Llama of 70 billion parameters sends on 1,024 ranks, and the memory it needs.
 
-    python benchmarks/ledger.py [--plan tp=8,pp=8,dp=16]
+    python benchmarks/comms.py [--plan tp=8,pp=8,dp=16]
 
 Of a pipeline all places on its axis, one after the other. Needs transformers, for the model.
 """
@@ -90,10 +90,10 @@ def main() -> None:
     print(
         f"plan {options.plan} on {options.ranks:,} ranks: {took:.1f} s ({cpu_s:.1f} s of a core), {format_bytes(peak)} at the most"
     )
-    for place, ledger in enumerate(found):
+    for place, volume in enumerate(found):
         of = f"pp {place} of {len(found)}: " if len(found) > 1 else ""
         print(
-            f"{of}{ledger.calls:,} calls, {format_bytes(ledger.bytes)}; a rank sends {format_bytes(ledger.sent_bytes)}"
+            f"{of}{volume.calls:,} calls, {format_bytes(volume.bytes)}; a rank sends {format_bytes(volume.sent_bytes)}"
         )
 
 
