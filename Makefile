@@ -1,15 +1,18 @@
 PYTHON ?= python3
 BIN := .venv/bin
 PIP = $(BIN)/python -m pip install --constraint constraints.txt --editable
-SIDE_BY_SIDE := --numprocesses logical --maxprocesses 4 --dist loadfile
+SIDE_BY_SIDE := --numprocesses logical --maxprocesses 4 --dist loadfile --no-loadscope-reorder
 
-.PHONY: train test test-all lint docs install clean
+.PHONY: train test test-fast test-all lint docs install clean
 
 train: .venv/paceline  ## train a CNN on handwritten digits on 2 processes
 	$(BIN)/paceline train digits --ranks 2
 
 test: install lint  ## the test suite, without the long sweeps
 	$(BIN)/pytest $(SIDE_BY_SIDE)
+
+test-fast: install lint  ## the tests that start no training processes and no other programs
+	$(BIN)/pytest $(SIDE_BY_SIDE) -m "not (slow or processes or slurm or mpi or ray or network or docs)"
 
 test-all: install lint  ## with the long sweeps
 	$(BIN)/pytest $(SIDE_BY_SIDE) -m ""

@@ -1,24 +1,63 @@
+import importlib.util
 import os
+import shutil
 import signal
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+import network
+import slurm
 from harness import ranks
 
-if (
-    signal.getsignal(signal.SIGINT) == signal.SIG_IGN
-):  # as a shell does for what it starts in the background; what we start would do as we
+# A shell ignores Ctrl-C in background jobs. Commands that tests start would inherit this.
+if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
-CACHE = tempfile.TemporaryDirectory(
-    prefix="paceline-cache-"
-)  # what tests find out of their models is not the user's
+# Facts about the tests' models do not belong into the user's cache.
+CACHE = tempfile.TemporaryDirectory(prefix="paceline-cache-")
 os.environ.setdefault(
     "MPLCONFIGDIR", str(Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")).expanduser() / "matplotlib")
 )
 os.environ["XDG_CACHE_HOME"] = CACHE.name
+
+
+def _without_ray() -> str | None:
+    if importlib.util.find_spec("ray") is not None:
+        return None
+    return 'Ray is not installed: pip install "paceline[ray]"'
+
+
+def _without_mpi(program: str) -> str | None:
+    package = {"mpirun": "openmpi-bin", "mpiexec.hydra": "mpich"}[program]
+    return None if shutil.which(program) else f"{program} is not installed: apt-get install {package}"
+
+
+# By mark: a function that returns why such a test cannot run on this machine, or None.
+REQUIREMENTS: dict[str, Callable[..., str | None]] = {
+    "slurm": slurm.why_not,
+    "mpi": _without_mpi,
+    "ray": _without_ray,
+    "network": network.why_not,
+}
+
+# The longest files start first, so that no worker is left with one of them at the end.
+LONGEST = ("resume", "parity", "comms", "readme", "slurm", "context", "launchers", "pipeline", "verify")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    for name, why_not in REQUIREMENTS.items():
+        for mark in item.iter_markers(name):
+            if reason := why_not(*mark.args):
+                pytest.skip(reason)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    place = {f"test_{name}.py": at for at, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: place.get(item.path.name, len(place)))
 
 
 @pytest.fixture(scope="session", autouse=True)

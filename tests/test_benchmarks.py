@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from test_published import ROW
+from published_row import ROW
 
 FOLDER = Path(__file__).parents[1] / "benchmarks"
 SMALLEST = {

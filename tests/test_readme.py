@@ -10,13 +10,7 @@ from pathlib import Path
 import pytest
 
 from command import succeed
-
-ROOT = Path(__file__).parent.parent
-BLOCK = re.compile(r"<!-- run as tests/test_\w+.py: (\S+) -->\n```\w+\n(.*?)```", re.S)
-
-
-def blocks(page: str) -> dict[str, str]:
-    return dict(BLOCK.findall((ROOT / page).read_text()))
+from pages import ROOT, blocks
 
 
 def run(command: str, folder: Path) -> str:

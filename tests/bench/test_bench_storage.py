@@ -1,0 +1,209 @@
+"""Directories are measured, also when they are full or somebody interrupts, and left as they were."""
+
+import errno
+import json
+import os
+import signal
+import tempfile
+import time
+from pathlib import Path
+
+import pytest
+
+from command import paceline, start, succeed
+from mounts import mounted
+from paceline.bench.storage import io_ops
+from paceline.bench.storage import suite as storage
+from paceline.bench.storage.advice import advice
+from paceline.bench.storage.suite import TESTS, check, measure
+from paceline.errors import BenchError
+
+ALL = [test.name for test in TESTS]
+
+
+def measured(folder: Path, budget_s: float = 0.5) -> dict[str, dict]:
+    return {row["test"]: row for row in measure(folder, budget_s, 2)}
+
+
+def test_the_command_measures_and_leaves_nothing(tmp_path):
+    folder = tmp_path / "measured"
+    folder.mkdir()
+    result = succeed(
+        "bench", "storage", folder, "--seconds", "1", "--json", "a.json", "--plot", "a.svg", at=tmp_path
+    )
+    assert list(folder.iterdir()) == []
+    found = json.loads((tmp_path / "a.json").read_text())
+    assert [row["test"] for row in found["rows"]] == ALL
+    for row in found["rows"]:
+        assert row["directory"] == str(folder)
+        rate, of = ("Bps", row["bytes"]) if "Bps" in row else ("per_s", row["n"])
+        assert row[rate] == pytest.approx(of / row["seconds"])
+        assert row["min_s"] <= row["median_s"] <= row["p95_s"]
+    assert (
+        found["rows"][ALL.index("small write")]["bytes"] == 512 * found["rows"][ALL.index("small write")]["n"]
+    )
+    assert all(test in result.out for test in ALL)
+    assert f"{folder}: " in result.out
+    assert (tmp_path / "a.svg").read_text().startswith("<?xml")
+    compared = succeed("bench", "storage", "--compare", "a.json", "a.json", at=tmp_path)
+    assert f"1.000 (quartiles 1.000–1.000) over {len(ALL)} rows" in compared.out
+
+
+def test_what_is_slow_is_told_slow(tmp_path, monkeypatch):
+    """A disk that takes 20 ms a write cannot come out quicker than that."""
+    write = os.write
+
+    def slowly(file: int, data: bytes) -> int:
+        time.sleep(0.02)
+        return write(file, data)
+
+    monkeypatch.setattr(io_ops.os, "write", slowly)
+    found = measured(tmp_path)
+    assert found["small write"]["per_s"] < 50
+    assert found["create"]["per_s"] < 50
+
+
+@pytest.mark.parametrize("code", [errno.EDQUOT, errno.ENOSPC])
+def test_a_quota_that_is_exceeded_half_way(code, tmp_path, monkeypatch):
+    """What was measured until then is kept, with the system's own words; so are the tests that still can be done."""
+    writev, room = os.writev, [3 * 2**20]
+
+    def limited(file: int, parts: list) -> int:
+        if room[0] <= 0:
+            raise OSError(code, os.strerror(code))
+        written = writev(file, parts)
+        room[0] -= written
+        return written
+
+    monkeypatch.setattr(storage, "MOST_BYTES", 16 * 2**20)
+    monkeypatch.setattr(io_ops, "TRIED", 2**20)
+    monkeypatch.setattr(io_ops, "BLOCKS", (2**20, 4096))
+    monkeypatch.setattr(io_ops.os, "writev", limited)
+    found = measured(tmp_path, 2.0)
+    assert found["large write"]["bytes"] == 2 * 2**20
+    assert found["large write"]["n"] == 2
+    assert found["large write"]["note"] == os.strerror(code)
+    assert found["direct write"]["bytes"] == 0
+    assert found["direct write"]["note"] == os.strerror(code)
+    assert found["small write"]["n"] > 0
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_limit_on_the_size_of_files(tmp_path):
+    """A real one: more than 256 KiB a file cannot be written."""
+    limited = ("bash", "-c", f'ulimit -f 256; exec {" ".join(PROGRAM)} "$@"', "paceline")
+    result = succeed("bench", "storage", tmp_path, "--seconds", "1", at=tmp_path, program=limited)
+    assert "large write in" in result.out
+    assert "File too large" in result.out
+    assert list(tmp_path.iterdir()) == []
+
+
+PROGRAM = (os.sys.executable, "-m", "paceline")
+
+
+def test_a_file_system_with_little_room(tmp_path):
+    with mounted(tmp_path, "size=3m,nr_inodes=60") as folder:
+        found = measured(folder)
+        assert list(found) == ALL
+        assert all(
+            row["bytes"] <= 2**21 for name, row in found.items() if "write" in name and name != "small write"
+        )
+        assert found["create"]["n"] <= 30
+        assert "page cache" in found["read"]["note"]
+        assert list(folder.iterdir()) == []
+
+
+def test_a_directory_that_is_full(tmp_path):
+    with mounted(tmp_path, "size=1200k") as folder:
+        (folder / "filler").write_bytes(bytes(2**20))
+        with pytest.raises(
+            BenchError,
+            match=rf"^{folder} is full: there is room for 1.*KiB .*; make room, or name another directory",
+        ):
+            check([folder])
+        assert [path.name for path in folder.iterdir()] == ["filler"]
+
+
+def test_a_directory_without_files_left(tmp_path):
+    with (
+        mounted(tmp_path, "size=8m,nr_inodes=20") as folder,
+        pytest.raises(BenchError, match=r"and 1\d files, and at least"),
+    ):
+        check([folder])
+
+
+def test_a_directory_that_is_read_only(tmp_path):
+    with (
+        mounted(tmp_path, "size=4m,ro") as folder,
+        pytest.raises(BenchError, match=r"^cannot write in .*: Read-only file system"),
+    ):
+        check([folder])
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["none"], "there is no directory {at}/none; name one that exists"),
+        ([".", "file"], "{at}/file is a file; name the directory to measure"),
+        ([], "which directories? As in: paceline bench storage . /dev/shm"),
+        (
+            [".", "--json", "none/a.json"],
+            "cannot write none/a.json: there is no folder none for a.json; make it first",
+        ),
+    ],
+)
+def test_bad_input_is_one_sentence(words, said, tmp_path):
+    (tmp_path / "file").write_text("")
+    result = paceline("bench", "storage", *words, at=tmp_path)
+    assert (result.status, result.out, result.err) == (2, "", f"paceline: {said.format(at=tmp_path)}\n")
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupt_tells_what_was_measured_and_leaves_nothing(number, tmp_path):
+    folder = tmp_path / "measured"
+    folder.mkdir()
+    with start(
+        "bench", "storage", folder, "--seconds", "10", "--json", "a.json", "--plot", "a.svg", at=tmp_path
+    ) as running:
+        running.until(lambda: any(folder.glob("*/direct")), "at the second test")
+        running.process.send_signal(number)
+        result = running.wait()
+    assert result.status == 130, result.all
+    assert (tmp_path / "a.svg").read_text().startswith("<?xml")  # of what there is
+    assert list(folder.iterdir()) == []
+    assert "interrupted: this is what was measured until then" in result.out
+    rows = json.loads((tmp_path / "a.json").read_text())["rows"]
+    assert rows[0]["test"] == "large write"
+    assert len(rows) < len(ALL)
+
+
+def test_whether_a_file_is_in_the_page_cache():
+    with tempfile.TemporaryDirectory(dir=Path.home()) as folder:
+        if storage.space(Path(folder))["filesystem"] in (*storage.IN_MEMORY, "overlay"):
+            pytest.skip("what is in memory stays there")
+        path = Path(folder) / "file"
+        path.write_bytes(os.urandom(2**20))
+        assert io_ops.cached_share(path) == 1.0
+        with path.open("rb") as file:
+            io_ops.drop_cache(file.fileno())
+        assert io_ops.cached_share(path) == 0.0
+
+
+def test_advice_says_what_to_keep_where():
+    def row(directory, filesystem, test, **rate):
+        return {"directory": directory, "filesystem": filesystem, "test": test, **rate}
+
+    rows = [
+        row("/dev/shm", "tmpfs", "checkpoint", Bps=9e9),
+        row("/home", "nfs", "checkpoint", Bps=3e8),
+        row("/home", "nfs", "create", per_s=200.0),
+        row("/scratch", "lustre", "checkpoint", Bps=8.76e8),
+        row("/scratch", "lustre", "small write", per_s=962.0),
+    ]
+    found = {row["directory"]: row["advice"] for row in advice(rows)}
+    assert list(found) == ["/dev/shm", "/home", "/scratch"]
+    assert "keep nothing" in found["/dev/shm"]
+    assert found["/home"] == "pack small files, at 200 a second they are slow to make"
+    assert found["/scratch"].startswith("keep checkpoints here, 876 MB/s")
+    assert "962 writes a second" in found["/scratch"]

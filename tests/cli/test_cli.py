@@ -1,0 +1,717 @@
+"""The commands on runs that go well: what they start, what they print, and the files that they leave."""
+
+import contextlib
+import fcntl
+import json
+import os
+import pty
+import re
+import select
+import shlex
+import shutil
+import signal
+import struct
+import subprocess
+import sys
+import termios
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from command import (
+    PACELINE,
+    TASK,
+    Result,
+    environment,
+    imports,
+    of_kind,
+    paceline,
+    slow_down,
+    start,
+    steps_done,
+    succeed,
+    unequal,
+    weights,
+    write_task,
+)
+from paceline import RunFolder, Spec, cli
+from paceline import spec as specs
+from paceline.errors import RunError
+from paceline.events import Ended, Evaluated, EventWriter, Failed, Started, Step
+from paceline.run import create, default_path, latest, release, reserve
+from paceline.spec import Launch, Optimizer
+from paceline.task import load_task
+from paceline.training.init.deferred_init import named_tensors
+
+SCRIPT = str(Path(sys.executable).parent / "paceline")
+TIED = (
+    TASK
+    + """
+
+class Body(nn.Module):
+    def __init__(self, body):
+        super().__init__()
+        self.body, self.up, self.down = body, nn.Linear(3, 6, bias=False), nn.Linear(3, 6, bias=False)
+        self.down.weight = self.up.weight
+
+    def forward(self, x):
+        x = self.body(x)
+        return x + self.up(x) @ self.down.weight
+
+
+class Tied(Regression):
+    validation: int = 17
+
+    def model(self):
+        return Body(super().model())
+
+    def metrics(self, output, batch):
+        return {"close": (output - batch[1]).abs().mean(-1) < 1}
+"""
+)
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory) -> tuple[Path, Result]:
+    """A folder with my.py, run.toml and r, which two ranks trained; and what the command printed."""
+    at = tmp_path_factory.mktemp("trained")
+    write_task(at, TIED)
+    (at / "run.toml").write_text(
+        'task = "my.py:Tied"\nranks = 2\nplan = "zero3"\nbatch = 12\nsteps = 9\nseed = 3\n'
+        '[set]\nwidth = 12\ndropout = 0.1\n[optimizer]\nname = "sgd"\nlr = 0.5\n[save]\nkeep = 9\n'
+    )
+    flags = (
+        "--run-dir",
+        "r",
+        "--plan",
+        "ddp,microbatches=2",
+        "--steps",
+        "12",
+        "--lr",
+        "0.01",
+        "--set",
+        "width=10",
+        "--save-every",
+        "5",
+    )
+    return at, succeed("train", "run.toml", *flags, at=at)
+
+
+# What a person asks first
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("--help",),
+        ("--version",),
+        ("train", "--help"),
+        ("resume", "--help"),
+        ("show", "--help"),
+        ("export", "--help"),
+        (),
+    ],
+)
+def test_help_does_not_wait_for_torch(words, tmp_path):
+    result, imported = imports(*words, at=tmp_path)
+    command = words[0] if words and not words[0].startswith("-") else None
+    assert {
+        name for name in imported if re.fullmatch(rf"paceline\.cli\.({'|'.join(cli.COMMANDS)})", name)
+    } == ({f"paceline.cli.{command}"} if command is not None else set())
+    slow = ("torch", "numpy", "tensorboard", *(("pydantic", "pydantic_core") if command is None else ()))
+    assert not {name for name in imported if name.partition(".")[0] in slow}
+    assert result.out.strip(), "it says something"
+    assert result.status == (0 if words else 2)
+
+
+def test_the_version(tmp_path):
+    assert re.fullmatch(r"paceline \d+\.\d+\.\d+\n", succeed("--version", at=tmp_path).out)
+
+
+def test_a_command_is_known_by_the_first_sentence_of_its_help(monkeypatch):
+    """The table and the modules say the same, so that the page of all commands and that of one do not differ."""
+    folder = Path(cli.__file__).parent
+    modules = {".".join(path.relative_to(folder).with_suffix("").parts) for path in folder.rglob("*.py")}
+    for name, sentence in cli.COMMANDS.items():
+        assert cli.MODULES.get(name, name) in modules
+        command = cli.load(name)
+        assert (command.name, command.hidden) == (name, name in cli.HIDDEN)
+        told = " ".join(command.help.split())
+        if name not in (
+            "drill",
+            *cli.HIDDEN,
+        ):  # one sentence is long there, and there is no page of the others
+            assert told.startswith(sentence), f"{name}: the table says {sentence!r}, its help {told!r}"
+    assert [*cli.load("bench").commands] == ["collectives", "compute", "overlap", "host", "storage", "input"]
+
+
+def test_a_mistyped_command_is_told_its_nearest(tmp_path):
+    refused = paceline("trian", at=tmp_path)
+    assert refused.status == 2
+    assert "No such command 'trian'. Did you mean 'train'" in refused.err
+
+
+def test_help_names_the_commands_and_no_inner_one(tmp_path):
+    text = succeed("--help", at=tmp_path).out
+    for command in ("train", "resume", "show", "export", "--debug"):
+        assert command in text
+    assert not re.search(r"│ rank ", text)
+
+
+@pytest.mark.parametrize(
+    ("typed", "offered"),
+    [
+        ("tr", ["train"]),
+        (
+            "",
+            [
+                "train",
+                "resume",
+                "preflight",
+                "submit",
+                "status",
+                "logs",
+                "cancel",
+                "show",
+                "doctor",
+                "export",
+                "verify",
+                "drill",
+                "comms",
+                "plan",
+                "profile",
+                "scale",
+                "probe",
+                "bench",
+            ],
+        ),
+        ("train --sav", ["--save-every"]),
+        ("train --plan zero3 --ra", ["--ranks", "--ranks-per-node"]),
+    ],
+)
+def test_completion(typed, offered, tmp_path):
+    words = typed.split(" ")
+    completion = {
+        "_PACELINE_COMPLETE": "complete_bash",
+        "COMP_WORDS": f"paceline {typed}",
+        "COMP_CWORD": str(len(words)),
+    }
+    found = subprocess.run(
+        [SCRIPT], cwd=tmp_path, env=environment(**completion), capture_output=True, text=True, timeout=60
+    )
+    assert found.stdout.split() == offered, found.stderr
+
+
+def test_completion_can_be_installed(tmp_path):
+    home = environment(HOME=str(tmp_path), SHELL="/bin/bash")
+    typed = [
+        "bash",
+        "-c",
+        f"{shlex.quote(str(SCRIPT))} --show-completion; true",
+    ]  # it asks which shell started it
+    found = subprocess.run(typed, env=home, capture_output=True, text=True, timeout=60)
+    assert "_PACELINE_COMPLETE=complete_bash" in found.stdout, found.stderr
+
+
+# A run and its files
+
+
+def test_flags_win_over_the_file(trained):
+    at, _ = trained
+    spec, launch = RunFolder(at / "r").request()
+    assert spec == Spec(
+        task=f"{at}/my.py:Tied",
+        set={"width": 10, "dropout": 0.1},
+        batch=12,
+        steps=12,
+        seed=3,
+        optimizer=Optimizer(name="sgd", lr=0.01),
+        save=specs.Save(every=5, keep=9),
+    )
+    assert launch == Launch(ranks=2, plan="ddp,microbatches=2")
+
+
+def test_what_it_prints(trained):
+    _, result = trained
+    lines = result.out.splitlines()
+    assert result.err == ""
+    assert re.match(
+        r"my.py:Tied with \d+ parameters: to step 12, batch 12 of 53 samples; plan ddp,microbatches=2 on 2 ranks, cpu, fp32, \d threads? each",
+        lines[0],
+    )
+    for pattern in (
+        r"^step 1  loss \d\.\d{4}  grad norm \S+  lr 0\.01  [\d,]+ samples/s$",
+        r"^step 5  evaluated: loss \d\.\d{4}  close \d\.\d{4}$",
+        r"^step 12  saved ckpt/step_12, \S+ KiB in ",
+        r"^step 12  done$",
+        r"^loss +\d\.\d{4} → \d\.\d{4}",
+        r"^validation close +\d\.\d{4}",
+        r"^speed +[\d,]+ samples/s, ",
+        r"^time +.*: data \d+%, communication \d+%, compute \d+%, evaluation \d+%, save \d+%",
+        r"^checkpoint +step 12, ",
+        r"^run  r$",
+    ):
+        assert re.search(pattern, result.out, re.MULTILINE), (pattern, result.out)
+    assert "\x1b" not in result.out, "colours and cursor movements are for terminals"
+
+
+def test_its_events(trained):
+    at, _ = trained
+    lines = [json.loads(line) for line in (at / "r/events.jsonl").read_text().splitlines()]
+    kinds = [line["event"] for line in lines]
+    assert {*kinds} == {"started", "step", "evaluated", "saved", "ended"}
+    assert (kinds[0], kinds[-1]) == ("started", "ended")
+    steps = [line for line in lines if line["event"] == "step"]
+    assert [line["step"] for line in steps] == [*range(1, 13)]
+    assert [line["samples"] for line in steps] == [*range(12, 145, 12)]
+    fields = {
+        "time",
+        "event",
+        "step",
+        "samples",
+        "loss",
+        "grad_norm",
+        "lr",
+        "step_s",
+        "data_s",
+        "samples_per_s",
+    }
+    assert all({*line} == fields for line in steps)
+    assert all(
+        line["loss"] > 0 and line["grad_norm"] > 0 and 0 <= line["data_s"] <= line["step_s"] for line in steps
+    )
+    evaluated = [line for line in lines if line["event"] == "evaluated"]
+    assert [line["step"] for line in evaluated] == [5, 9, 12], (
+        "after each epoch of 53 samples, and at the end"
+    )
+    assert all({*line["metrics"]} == {"loss", "close"} for line in evaluated)
+    assert {5, 10, 12} <= {line["step"] for line in lines if line["event"] == "saved"}
+    times = [line["time"] for line in steps]
+    assert times == sorted(times)
+
+
+def test_its_files(trained):
+    at, _ = trained
+    names = {path.name for path in (at / "r").iterdir()}
+    assert {
+        "spec.toml",
+        "provenance.json",
+        "events.jsonl",
+        "log.txt",
+        "ckpt",
+        "ranks",
+        "tensorboard",
+    } <= names
+    assert not [name for name in names if name.startswith(".")], "nothing half done"
+    assert {path.name for path in (at / "r/ranks").iterdir()} >= {"0.log", "1.log"}
+    assert not [path for path in (at / "r/ckpt").iterdir() if path.name.startswith(".")]
+    log = (at / "r/log.txt").read_text()
+    assert re.search(r"^\d\d:\d\d:\d\d step 12  done$", log, re.MULTILINE)
+
+
+def test_where_it_came_from(trained):
+    at, _ = trained
+    facts = json.loads((at / "r/provenance.json").read_text())
+    assert facts["command"][1:] == ["train", "run.toml", *facts["command"][3:]]
+    assert Path(facts["folder"]) == at
+    assert facts["packages"]["torch"] == torch.__version__
+    assert {"command", "folder", "host", "user", "system", "python", "packages"} <= {*facts}
+
+
+def test_the_revision_of_the_users_code(tmp_path):
+    """Of the folder in which the command was given."""
+    if shutil.which("git") is None:
+        pytest.skip("git is not installed")
+    write_task(tmp_path)
+    identity = ("-c", "user.name=me", "-c", "user.email=me@example.org")
+    for words in (["init", "-q"], ["add", "my.py"], [*identity, "commit", "-q", "-m", "first"]):
+        subprocess.run(["git", *words], cwd=tmp_path, check=True, timeout=60)
+    head = subprocess.run(
+        ["git", "rev-parse", "HEAD"], cwd=tmp_path, check=True, capture_output=True, text=True
+    ).stdout.strip()
+    (tmp_path / "my.py").write_text(TASK + "\n# changed\n")
+    succeed("train", "my.py:Regression", "--steps", "2", "--device", "cpu", "--run-dir", "r", at=tmp_path)
+    facts = json.loads((tmp_path / "r/provenance.json").read_text())
+    assert (facts["git_revision"], facts["git_changed"]) == (head, True)
+
+
+def test_tensorboard_can_read_it(trained):
+    accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    at, _ = trained
+    board = accumulator.EventAccumulator(str(at / "r/tensorboard"))
+    board.Reload()
+    names = {
+        "train/loss",
+        "train/grad_norm",
+        "train/lr",
+        "train/samples_per_s",
+        "validation/loss",
+        "validation/close",
+    }
+    assert {*board.Tags()["scalars"]} == names
+    losses = {event.step: event.loss for event in of_kind(at / "r", Step)}
+    assert all(scalar.value == pytest.approx(losses[scalar.step]) for scalar in board.Scalars("train/loss"))
+    assert [scalar.step for scalar in board.Scalars("validation/close")] == [5, 9, 12]
+
+
+def test_its_request_can_be_trained_again(trained, tmp_path):
+    """And gives the same weights, bit for bit."""
+    at, _ = trained
+    again = succeed("train", at / "r/spec.toml", "--run-dir", "again", at=tmp_path)
+    assert again.err == ""
+    assert not unequal(weights(tmp_path / "again"), weights(at / "r"))
+
+
+def test_resume_takes_it_further_on_other_ranks(trained, tmp_path):
+    at, _ = trained
+    shutil.copytree(at / "r", tmp_path / "r")
+    result = succeed("resume", "r", "--ranks", "1", "--steps", "15", at=tmp_path)
+    assert (
+        "from step 12 to step 15, batch 12 of 53 samples; plan single,microbatches=2 on 1 rank" in result.out
+    )
+    assert [event.step for event in of_kind(tmp_path / "r", Ended)] == [12, 15]
+    spec, launch = RunFolder(tmp_path / "r").request()
+    assert spec.steps == 15, "the request is what was last asked for"
+    assert (launch.ranks, launch.plan, launch.asked, launch.asked_ranks) == (
+        1,
+        "single,microbatches=2",
+        "ddp,microbatches=2",
+        2,
+    )
+
+
+def test_trainings_that_begin_at_the_same_moment_have_folders_of_their_own(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("time.strftime", lambda form: "T")
+    first, second = reserve(None, "digits"), reserve(None, "digits")
+    assert [str(first), str(second)] == ["runs/digits-T", "runs/digits-T-2"]
+    create(second, Spec(), Launch())
+    assert default_path(None, "digits") == Path("runs/digits-T-3")
+    release(first)
+    assert default_path(None, "digits") == first
+    shutil.rmtree(second)
+    release(reserve(None, "digits"))
+    assert not os.listdir(tmp_path)
+    (tmp_path / "mine").mkdir()
+    release(reserve("mine/new", "digits"))
+    assert os.listdir(tmp_path) == ["mine"], "what was asked for is left as it is"
+    (tmp_path / "runs").touch()
+    with pytest.raises(RunError, match="cannot make the run folder runs/digits-T: File exists"):
+        reserve(None, "digits")
+
+
+# export and show
+
+
+def test_exported_weights_load_into_the_model(trained, tmp_path):
+    at, _ = trained
+    file = tmp_path / "w.safetensors"
+    result = succeed("export", at / "r", file, at=tmp_path)
+    assert re.fullmatch(rf"{file}: \d+ tensors, \S+ elements, \S+ KiB, of {at}/r/ckpt/step_12\n", result.out)
+    found = load_file(file)
+    model = load_task(f"{at}/my.py:Tied", {"width": 10, "dropout": 0.1}).model()
+    model.load_state_dict(found, strict=True)
+    assert found["up.weight"].equal(found["down.weight"]), "a tied weight is there under each of its names"
+    for name, tensor in named_tensors(model).items():
+        assert tensor.equal(found[name])
+    assert {name: tuple(tensor.shape) for name, tensor in found.items()} == {
+        k: tuple(v.shape) for k, v in model.state_dict().items()
+    }
+
+
+def test_export_of_an_earlier_step_and_over_a_file(trained, tmp_path):
+    at, _ = trained
+    file = tmp_path / "w.safetensors"
+    succeed("export", at / "r", file, "--step", "5", at=tmp_path)
+    first = load_file(file)
+    refused = paceline("export", at / "r", file, at=tmp_path)
+    assert (refused.status, refused.err) == (
+        2,
+        f"paceline: {file} exists already; say another file, or --force\n",
+    )
+    succeed("export", at / "r", file, "--force", at=tmp_path)
+    assert not load_file(file)["up.weight"].equal(first["up.weight"])
+    nowhere = paceline("export", at / "r", tmp_path / "no/w.safetensors", at=tmp_path)
+    assert (nowhere.status, nowhere.err) == (
+        2,
+        f"paceline: cannot write {tmp_path}/no/w.safetensors: there is no folder {tmp_path}/no for w.safetensors; make it first\n",
+    )
+    assert [path.name for path in tmp_path.iterdir()] == ["w.safetensors"]
+
+
+def shown(run: Path, monkeypatch, capsys) -> str:
+    monkeypatch.setattr(sys, "argv", ["paceline", "show", str(run)])
+    monkeypatch.setenv("COLUMNS", "200")
+    with pytest.raises(SystemExit) as left:
+        cli.main()
+    assert not left.value.code
+    return capsys.readouterr().out
+
+
+def test_show_of_a_run_that_is_done(trained):
+    at, result = trained
+    text = succeed("show", "r", at=at).out
+    assert text.startswith(result.out.splitlines()[0])
+    assert "done at step 12" in text
+    closing = result.out[result.out.index("\nloss ") : result.out.index("\nrun  r")]
+    assert closing in text, "the same table as at the end"
+    assert (
+        "checkpoints kept: step 5, step 9, step 10, step 12" in text
+        or "checkpoints kept: step 5, step 10, step 12" in text
+    )
+
+
+def pretend(run: Path, *events) -> Path:
+    """A run of which only the request and the events are left."""
+    run.mkdir()
+    specs.save(run / "spec.toml", Spec(), Launch(ranks=2))
+    writer = EventWriter(run / "events.jsonl")
+    for event in events:
+        writer.write(event)
+    writer.close()
+    return run
+
+
+STARTED = Started(
+    task="my.py:Points",
+    plan="ddp",
+    ranks=2,
+    batch=8,
+    step=0,
+    steps=20,
+    samples=53,
+    parameters=9,
+    device="cpu",
+    precision="fp32",
+    threads=1,
+)
+STEPS = [
+    Step(step=n, samples=8 * n, loss=1 / n, grad_norm=1.0, lr=0.1, step_s=0.1, data_s=0.0, samples_per_s=80.0)
+    for n in range(1, 8)
+]
+
+
+def test_show_of_a_run_that_was_interrupted(tmp_path, monkeypatch, capsys):
+    text = shown(pretend(tmp_path / "r", STARTED, *STEPS), monkeypatch, capsys)
+    assert f"interrupted after step 7 of 20; go on with: paceline resume {tmp_path}/r" in text
+    assert "no checkpoint" in text
+    assert "1.0000 → 0.1429" in text
+
+
+def test_show_of_a_run_that_failed(tmp_path, monkeypatch, capsys):
+    failed = [
+        Failed(what="run", message="RuntimeError: Connection closed by peer", step=7, rank=0, lost_peer=True),
+        Failed(what="run", message="MemoryError: no [room] for it", step=7, rank=1),
+    ]
+    text = shown(pretend(tmp_path / "r", STARTED, *STEPS, *failed), monkeypatch, capsys)
+    assert "step 7  rank 1: MemoryError: no [room] for it" in text
+    assert "Connection closed" not in text, "that is no cause"
+
+
+def test_show_of_a_run_that_goes_on(tmp_path, monkeypatch, capsys):
+    run = pretend(tmp_path / "r", STARTED, *STEPS)
+    with RunFolder(run).lock():
+        assert "running, step 7 of 20" in shown(run, monkeypatch, capsys)
+
+
+def test_show_of_a_run_that_was_stopped_and_resumed(tmp_path, monkeypatch, capsys):
+    again = Started(**{**vars(STARTED), "step": 7})
+    events = [STARTED, *STEPS, Ended(step=7, reason="stopped"), again]
+    assert "interrupted after step 7 of 20" in shown(pretend(tmp_path / "r", *events), monkeypatch, capsys)
+    text = shown(pretend(tmp_path / "s", *events[:-1]), monkeypatch, capsys)
+    assert "stopped at step 7" in text
+    assert f"go on with: paceline resume {tmp_path}/s" in text
+
+
+def test_show_of_a_run_in_which_nothing_has_happened(tmp_path, monkeypatch, capsys):
+    assert "nothing has happened yet" in shown(pretend(tmp_path / "r"), monkeypatch, capsys)
+
+
+def test_show_leaves_the_run_as_it_is(trained):
+    at, _ = trained
+    before = {path: path.stat().st_mtime_ns for path in (at / "r").rglob("*") if path.is_file()}
+    succeed("show", "r", at=at)
+    assert {path: path.stat().st_mtime_ns for path in (at / "r").rglob("*") if path.is_file()} == before
+
+
+# Under other launchers (more in test_launchers.py)
+
+TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+MPIRUN = ("mpirun", "--allow-run-as-root", "--oversubscribe", "--bind-to", "none", "-np", "2", sys.executable)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "launcher",
+    [
+        pytest.param(TORCHRUN, id="torchrun"),
+        pytest.param(MPIRUN, id="mpirun", marks=pytest.mark.mpi("mpirun")),
+    ],
+)
+def test_whoever_starts_the_ranks_the_weights_are_the_same(launcher, tmp_path):
+    """Bit for bit; and what is printed is for a file, also where mpirun gives its ranks a terminal."""
+    write_task(tmp_path)
+    words = (
+        "train",
+        "my.py:Regression",
+        "--steps",
+        "12",
+        "--batch",
+        "12",
+        "--seed",
+        "3",
+        "--plan",
+        "zero2",
+        "--set",
+        "validation=17",
+    )
+    result = succeed(*words, at=tmp_path, program=(*launcher, "-m", "paceline"))
+    assert result.out.count("step 12  done") == 1, "one rank speaks for all"
+    assert "\x1b" not in result.out
+    [run] = (tmp_path / "runs").iterdir()
+    assert re.fullmatch(r"regression-\d{8}-\d{6}", run.name)
+    succeed("train", run / "spec.toml", "--run-dir", "own", at=tmp_path)
+    assert not unequal(weights(run), weights(tmp_path / "own"))
+
+
+def test_torchrun_passes_every_option_on():
+    """torchrun's parser expands abbreviations of its own options also behind the module's name."""
+    from torch.distributed.run import get_args_parser
+
+    for name in cli.COMMANDS:
+        for option in (
+            option
+            for parameter in cli.load(name).params
+            for option in parameter.opts
+            if option.startswith("-")
+        ):
+            parsed = get_args_parser().parse_args(
+                ["--nproc-per-node", "2", "-m", "paceline", name, option, "x"]
+            )
+            assert parsed.training_script_args == [name, option, "x"]
+
+
+@pytest.mark.slow
+def test_under_torchrun_it_is_stopped_and_resumed(tmp_path):
+    write_task(tmp_path)
+    slow, run = slow_down(tmp_path / "slow", 0.01), tmp_path / "r"
+    program = (*TORCHRUN, "-m", "paceline")
+    words = ("train", "my.py:Regression", "--steps", "100", "--batch", "12", "--run-dir", "r")
+    with start(*words, at=tmp_path, program=program, SLOW=str(slow)) as running:
+        running.until_step(run, 4)
+        running.process.send_signal(signal.SIGINT)
+        running.wait()
+        running.until_all_ended()
+    assert of_kind(run, Ended)[-1].reason == "stopped"
+    stopped = RunFolder(run).checkpoints()[-1]
+    result = succeed("resume", "r", "--steps", str(stopped + 2), at=tmp_path, program=program)
+    assert f"from step {stopped} to step {stopped + 2}" in result.out
+    assert steps_done(run) == stopped + 2
+
+
+# On a terminal
+
+
+def on_a_terminal(
+    *words: str, at: Path, columns: int = 120, timeout_s: float = 240.0, **env: str
+) -> tuple[int, str]:
+    """Exit status, and all that came to the terminal."""
+    ours, theirs = pty.openpty()
+    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 40, columns, 0, 0))
+    variables = environment(TERM="xterm-256color", **env)
+    del variables["COLUMNS"]
+    process = subprocess.Popen(
+        [*PACELINE, *words],
+        cwd=at,
+        env=variables,
+        stdin=theirs,
+        stdout=theirs,
+        stderr=theirs,
+        start_new_session=True,
+    )
+    os.close(theirs)
+    seen = b""
+    try:
+        while select.select([ours], [], [], timeout_s)[0]:
+            try:
+                piece = os.read(ours, 2**16)
+            except OSError:  # nobody holds the other end any more
+                break
+            if not piece:
+                break
+            seen += piece
+        return process.wait(timeout_s), seen.decode()
+    finally:
+        process.kill()
+        process.wait()
+        os.close(ours)
+
+
+def test_progress_on_a_terminal(tmp_path):
+    write_task(tmp_path)
+    slow = slow_down(tmp_path / "slow", 0.01)
+    words = (
+        "train",
+        "my.py:Regression",
+        "--steps",
+        "20",
+        "--batch",
+        "12",
+        "--set",
+        "validation=6",
+        "--run-dir",
+        "r",
+        "--device",
+        "cpu",
+    )
+    status, seen = on_a_terminal(*words, at=tmp_path, SLOW=str(slow))
+    assert status == 0, seen
+    plain = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", seen)
+    bars = re.findall(r"(\d+)/20 loss (\d\.\d{4}) ([\d,]+) samples/s (\d:\d\d:\d\d|-:--:--)", plain)
+    assert bars, plain
+    assert "20" in {done for done, *_ in bars}, "it ends at the end"
+    assert len({done for done, *_ in bars}) > 2, "it moves"
+    assert {"0:00:00"} < {left for *_, left in bars}, "the remaining time becomes known, and runs out"
+    assert "step 20  done" not in plain, "lines are for logs"
+    assert "loss" in plain[plain.rindex("20/20") :], "the closing table"
+    assert "step 20  done" in (tmp_path / "r/log.txt").read_text()
+
+
+def test_the_digits_are_learnt_by_default(tmp_path):
+    """`paceline train`, for a short while."""
+    succeed("train", "--steps", "60", "--device", "cpu", "--ranks", "2", at=tmp_path)
+    [run] = (tmp_path / "runs").iterdir()
+    assert run.name.startswith("digits-")
+    assert of_kind(run, Evaluated)[-1].metrics["accuracy"] > 0.7
+
+
+def test_every_name_of_set_is_listed(tmp_path):
+    write_task(tmp_path)
+    out = succeed("train", "my.py:Regression", "--keys", at=tmp_path).out.splitlines()
+    fields = out[1 : out.index("keys of the request, by --set NAME=VALUE:")]
+    assert [line.split() for line in fields[1:3]] == [["width", "int", "10"], ["depth", "int", "3"]]
+    keys = {line.split()[0] for line in out[len(fields) + 3 :]}
+    assert {
+        "spec.threads",
+        "spec.evaluate_every",
+        "optimizer.betas",
+        "save.best",
+        "data.prefetch",
+        "spec.restarts",
+    } <= keys
+    assert not list(tmp_path.glob("runs"))
+
+
+def test_doctor_takes_the_latest_run(tmp_path):
+    none = paceline("doctor", at=tmp_path)
+    assert (none.status, none.err) == (2, "paceline: there is no run in runs/ here; name its folder\n")
+    for at, name in enumerate(("b", "c", "a")):
+        create(tmp_path / "runs" / name, Spec(), Launch())
+        os.utime(tmp_path / "runs" / name / "spec.toml", (10**9 + at, 10**9 + at))
+    assert paceline("doctor", at=tmp_path) == paceline("doctor", "runs/a", at=tmp_path)
+    assert "runs/a is not running" in paceline("doctor", at=tmp_path).out
+    (tmp_path / "runs/b/events.jsonl").touch()
+    with contextlib.chdir(tmp_path):
+        assert latest() == Path("runs/b")

@@ -1,0 +1,316 @@
+"""cluster.json and the values in it: what is written is what is read, and what is wrong is said in one sentence."""
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from paceline.cluster.facts import Cluster, Device, Disk, Fact, Link, Overlap, Rate
+from paceline.cluster.file import read, write
+from paceline.cluster.published import find, parse, published_as, sheets
+from paceline.errors import ClusterError
+
+BY_HAND = {"version": 1, "device": {"name": "A100", "memory_bytes": 80e9}}
+MEASURED = Fact(value=2.5e9, source="measured", spread=0.03, note="paceline bench collectives")
+FULL = Cluster(
+    name="two nodes",
+    nodes=2,
+    devices_per_node=4,
+    device=Device(
+        name="A100",
+        memory_bytes=Fact(value=80e9),
+        peaks_flops={"bf16": Fact(value=312e12, source="published")},
+    ),
+    cores_per_node=64,
+    links=(
+        Link(axis="node", beta_Bps=Fact(value=300e9)),
+        Link(
+            axis="across",
+            backend="nccl",
+            collective="all-reduce",
+            ranks=8,
+            alpha_s=Fact(value=0.0),
+            beta_Bps=MEASURED,
+        ),
+    ),
+    rates=(Rate(operation="matmul", dtype="bf16", shape=(4096, 4096, 4096), flops=MEASURED),),
+    overlaps=(Overlap(operation="copy", hidden=Fact(value=0.8, source="measured")),),
+    disks=(Disk(path="/scratch", filesystem="lustre", write_Bps=MEASURED),),
+    software={"torch": "2.13.0"},
+)
+
+
+def test_what_is_written_is_read(tmp_path):
+    write(tmp_path / "cluster.json", FULL)
+    assert read(tmp_path / "cluster.json") == FULL
+    assert [path.name for path in tmp_path.iterdir()] == ["cluster.json"]
+
+
+def test_a_few_keys_are_enough_and_a_plain_number_is_declared(tmp_path):
+    (tmp_path / "cluster.json").write_text(json.dumps(BY_HAND))
+    cluster = read(tmp_path / "cluster.json")
+    assert cluster.device.memory_bytes == Fact(value=80e9, source="declared")
+    assert (cluster.nodes, cluster.devices_per_node, cluster.devices) == (1, 1, 1)
+    assert cluster.links == ()
+
+
+def test_new_rows_take_the_place_of_those_about_the_same():
+    again = FULL.links[1].model_copy(update={"beta_Bps": Fact(value=3e9, source="measured")})
+    other = again.model_copy(update={"ranks": 4})
+    updated = FULL.updated(links=[again, other])
+    assert updated.links == (FULL.links[0], again, other)
+    assert updated.disks == FULL.disks
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        ({"nods": 2}, "unknown key nods; did you mean nodes?"),
+        (
+            {"links": [{"axis": "node", "bata_Bps": 3}]},
+            "unknown key links.0.bata_Bps; did you mean beta_Bps?",
+        ),
+        (
+            {"device": {"name": "x", "memory_bytes": {"valeu": 3}}},
+            "unknown key device.memory_bytes.valeu; did you mean value?",
+        ),
+        (
+            {"device": {"name": "x", "memory_bytes": 3, "peaks_flops": {"bf61": 3}}},
+            "unknown key device.peaks_flops.bf61; there is 'fp64', ",
+        ),
+        ({"device": {"name": "x"}}, "device.memory_bytes is missing"),
+        ({"device": None}, "device must be a table, got None"),
+        (
+            {"device": {"name": "x", "memory_bytes": "80"}},
+            "device.memory_bytes must be a number, or a table with its value, got '80'",
+        ),
+        (
+            {"device": {"name": "x", "memory_bytes": True}},
+            "device.memory_bytes must be a number, or a table with its value, got True",
+        ),
+        (
+            {"device": {"name": "x", "memory_bytes": 0}},
+            "device.memory_bytes: a size or a rate must be above 0, got 0; leave it out where ",
+        ),
+        (
+            {"device": {"name": "x", "memory_bytes": {"value": 3, "source": "guess"}}},
+            "device.memory_bytes.source must be 'measured', ",
+        ),
+        ({"nodes": 0}, "nodes must be greater than or equal to 1, got 0"),
+        ({"links": 3}, "links must be an array, got 3"),
+        (
+            {"price_per_device_hour": -1},
+            "price_per_device_hour.value must be greater than or equal to 0, got -1",
+        ),
+        (
+            {"price_per_device_hour": float("inf")},
+            "price_per_device_hour.value must be a finite number, got inf",
+        ),
+    ],
+)
+def test_one_sentence_for_what_is_wrong(change, sentence, tmp_path):
+    path = tmp_path / "cluster.json"
+    path.write_text(json.dumps(BY_HAND | change))
+    with pytest.raises(ClusterError) as caught:
+        read(path)
+    assert str(caught.value).startswith(f"{path}: {sentence}")
+
+
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        ("{", " is not JSON: "),
+        ("\x00", " is not JSON: "),
+        ("[" * 100_000, " is not JSON: "),
+        ("[]", " is no cluster: "),
+        (
+            '{"format": "paceline.bench", "version": 1}',
+            " is no cluster: its format is 'paceline.bench', not 'paceline.cluster'",
+        ),
+        ('{"device": {}}', ' does not say its version; write "version": 1'),
+        (
+            '{"version": 7}',
+            " is of version 7, newer than this Paceline, which reads 1; use the Paceline that wrote it",
+        ),
+        ('{"version": 0}', " is of version 0, and this Paceline reads 1; write it again with paceline bench"),
+        ('{"version": true}', " is of version True, and "),
+    ],
+)
+def test_what_is_no_cluster(text, sentence, tmp_path):
+    path = tmp_path / "cluster.json"
+    path.write_text(text)
+    with pytest.raises(ClusterError) as caught:
+        read(path)
+    assert str(caught.value).startswith(f"{path}{sentence}")
+
+
+def test_a_file_that_is_not_there_or_cannot_be_written(tmp_path):
+    with pytest.raises(ClusterError, match=r"cannot read .*/cluster.json: No such file or directory; "):
+        read(tmp_path / "cluster.json")
+    with pytest.raises(ClusterError, match=r"cannot write .*/no/cluster.json: there is no folder"):
+        write(tmp_path / "no" / "cluster.json", FULL)
+
+
+# What makers publish
+
+
+def flops(numbers):
+    return {dtype: fact.value for dtype, fact in numbers.items()}
+
+
+def test_an_a100_is_as_its_sheet_says():
+    small, large = (sheets()[name].device() for name in ("a100-40g", "a100-80g"))
+    assert flops(large.peaks_flops) == {
+        "fp64": 19.5e12,
+        "fp32": 19.5e12,
+        "tf32": 156e12,
+        "bf16": 312e12,
+        "fp16": 312e12,
+        "int8": 624e12,
+    }
+    assert flops(large.sparse_flops) == {"tf32": 312e12, "bf16": 624e12, "fp16": 624e12, "int8": 1248e12}
+    assert large.vector_flops["fp64"].value == 9.7e12
+    assert small.memory_Bps.value == 1555e9
+    assert (small.memory_bytes.value, large.memory_bytes.value) == (40 * 2**30, 80 * 2**30)
+
+
+def test_links_are_those_of_one_direction():
+    """An H100 has 18 links of NVLink 4 with 900 GB/s, counted in both directions."""
+    [link] = sheets()["h100-sxm"].links()
+    assert (link.axis, 2 * link.beta_Bps.value) == ("node", 900e9)
+    assert sheets()["mi250x"].links() == (), "which of its dies are neighbours matters"
+
+
+@pytest.mark.parametrize("name", sheets())
+def test_every_sheet_is_whole(name):
+    """A figure that was typed wrong would most likely break one of these."""
+    sheet = sheets()[name]
+    device = sheet.device()
+    dense, sparse, vector = (
+        flops(numbers) for numbers in (device.peaks_flops, device.sparse_flops, device.vector_flops)
+    )
+    assert all(
+        fact.source == "published" and fact.note
+        for fact in (device.memory_bytes, device.memory_Bps, *device.peaks_flops.values())
+    )
+    assert all(peak == pytest.approx(2 * dense[dtype], rel=2e-3) for dtype, peak in sparse.items())
+    assert all(peak <= dense[dtype] for dtype, peak in vector.items())
+    assert all(dense[dtype] == dense["fp16"] for dtype in {"bf16"} & {*dense})
+    assert all(
+        dense[dtype] == pytest.approx(2 * dense["fp16"], rel=2e-3) for dtype in {"fp8", "fp6"} & {*dense}
+    )
+    assert sheet.driver
+    assert all(published_as(driver) == name for driver in sheet.driver)
+
+
+def test_a_name_is_a_device_only_when_it_is_the_same():
+    assert published_as("NVIDIA H100 80GB HBM3") == "h100-sxm"
+    for other in (
+        "NVIDIA H100 NVL",
+        "NVIDIA H200 NVL",
+        "NVIDIA A800-SXM4-80GB",
+        "NVIDIA A100-SXM-64GB",
+        "AMD INSTINCT MI250 (MCM) OAM AC MBA",
+    ):
+        assert published_as(other) is None
+
+
+def test_a_cluster_in_a_few_words():
+    found = parse("a100-80g:8x128")
+    assert (found.name, found.device.name, found.devices_per_node, found.nodes) == (
+        "a100-80g:8x128",
+        "NVIDIA A100 SXM4 80 GB",
+        8,
+        128,
+    )
+    assert [(link.axis, link.beta_Bps.value, link.beta_Bps.source) for link in found.links] == [
+        ("node", 300e9, "published")
+    ]
+    across = parse("H100:4x2@12.5").links[-1]
+    assert (across.axis, across.beta_Bps.value, across.beta_Bps.source, across.alpha_s) == (
+        "across",
+        12.5e9,
+        "declared",
+        None,
+    )
+    assert (parse("t4").devices_per_node, parse("t4").nodes, parse("t4:2").devices) == (1, 1, 2)
+
+
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        ("a100:8x4", "there are several a100; say which: a100-40g, a100-80g, a100-pcie-40g, a100-pcie-80g"),
+        (
+            "h20:8",
+            "the table of published devices lacks h20 (a cluster.json can describe it); did you mean h200",
+        ),
+        (
+            "rtx5090",
+            "the table of published devices lacks rtx5090 (a cluster.json can describe it); there is v100-16g, ",
+        ),
+        (
+            "a100-80g:8x",
+            "cluster 'a100-80g:8x' is not DEVICE:DEVICES_OF_A_NODExNODES@GB/s, as in a100-80g:8x128@25, and no cluster.json either",
+        ),
+        ("a100-80g x 3", "cluster 'a100-80g x 3' is not "),
+        ("", "cluster '' is not "),
+        ("a100-80g:0x2", "cluster 'a100-80g:0x2' has 0 devices in a node; at least 1 is needed"),
+        ("a100-80g:8x0", "cluster 'a100-80g:8x0' has 0 nodes; at least 1 is needed"),
+        (
+            "a100-80g:8x2@0",
+            "cluster 'a100-80g:8x2@0' has 0 GB/s across nodes; leave @0 out where it is not known",
+        ),
+        (
+            "nowhere/cluster.json",
+            "cannot read nowhere/cluster.json: No such file or directory; paceline bench writes one, and ",
+        ),
+    ],
+)
+def test_what_is_no_cluster_in_a_few_words(text, sentence):
+    with pytest.raises(ClusterError) as caught:
+        find(text)
+    assert str(caught.value).startswith(sentence)
+
+
+def test_a_cluster_is_found_by_its_file_too(tmp_path):
+    write(tmp_path / "cluster.json", FULL)
+    assert find(str(tmp_path / "cluster.json")) == FULL
+
+
+def test_the_cluster_on_the_page_can_be_read(tmp_path):
+    page = (Path(__file__).parents[2] / "docs/machine.md").read_text()
+    [text] = re.findall(r"<!-- read by tests/cluster/test_cluster.py -->\n```json\n(.+?)```", page, re.S)
+    (tmp_path / "cluster.json").write_text(text)
+    found = read(tmp_path / "cluster.json")
+    assert (found.devices, found.links[1].beta_Bps.source, found.links[0].beta_Bps.source) == (
+        64,
+        "measured",
+        "declared",
+    )
+    named = {*re.findall(r"`(\w+)`", page)}
+    for model in (Cluster, Device, Link, Rate, Overlap, Disk, Fact):
+        assert {*model.model_fields} <= named, f"a field of {model.__name__} is not told of"
+
+
+def test_the_page_has_the_table_that_the_code_has(tmp_path):
+    """And another one is noticed."""
+    docs = Path(__file__).parents[2] / "docs"
+    for name in ("machine.md", "published_peaks.py"):
+        (tmp_path / name).write_text((docs / name).read_text())
+
+    def check():
+        return subprocess.run(
+            [sys.executable, tmp_path / "published_peaks.py", "--check"],
+            capture_output=True,
+            text=True,
+            timeout=60,
+        )
+
+    done = check()
+    assert done.returncode == 0, done.stderr
+    page = tmp_path / "machine.md"
+    page.write_text(page.read_text().replace("| 989.4 (", "| 998.4 (", 1))
+    assert check().returncode == 1

@@ -1,0 +1,234 @@
+"""Machines whose own names mean nothing to the others: the ranks find one another all the same."""
+
+import socket
+import subprocess
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import psutil
+import pytest
+import torch.distributed as dist
+
+import network
+from command import PACELINE, environment, of_kind, paceline, write_task
+from paceline.distributed import network_interface
+from paceline.distributed.network_interface import (
+    OTHERS,
+    address_towards,
+    check_interfaces,
+    choose_interface,
+    where_to_listen,
+)
+from paceline.distributed.store import EVERYWHERE
+from paceline.errors import LaunchError
+from paceline.events import Step
+
+PORT = 29541
+WORDS = (
+    "train",
+    "my.py:Regression",
+    "--steps",
+    "6",
+    "--batch",
+    "12",
+    "--set",
+    "dropout=0.0",
+    "--device",
+    "cpu",
+    "--run-dir",
+)
+
+# On this machine
+
+
+@pytest.mark.parametrize(
+    ("environ", "wrong"),
+    [
+        (
+            {"GLOO_SOCKET_IFNAME": "ib9"},
+            "GLOO_SOCKET_IFNAME=ib9, but {host} has no such interface, only lo, eth0",
+        ),
+        ({"GLOO_SOCKET_IFNAME": "lo,ib9"}, "GLOO_SOCKET_IFNAME=ib9, but"),
+        ({"NCCL_SOCKET_IFNAME": "ib,mlx"}, "NCCL_SOCKET_IFNAME=ib,mlx, but"),
+        ({"NCCL_SOCKET_IFNAME": "=l"}, "NCCL_SOCKET_IFNAME==l, but"),
+        ({"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "ib,l"}, None),
+        ({"NCCL_SOCKET_IFNAME": "=lo"}, None),
+        ({"NCCL_SOCKET_IFNAME": "^docker0"}, None),
+        ({"GLOO_SOCKET_IFNAME": "", "NCCL_SOCKET_IFNAME": ""}, None),
+        ({}, None),
+    ],
+)
+def test_an_interface_that_is_not_there(
+    environ: dict[str, str], wrong: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(psutil, "net_if_addrs", lambda: {"lo": [], "eth0": []})
+    if wrong is None:
+        check_interfaces(environ)
+        return
+    with pytest.raises(LaunchError) as error:
+        check_interfaces(environ)
+    assert str(error.value).startswith(wrong.format(host=socket.gethostname()))
+
+
+def test_it_is_said_once(tmp_path: Path) -> None:
+    write_task(tmp_path)
+    result = paceline(*WORDS, "r", "--ranks", "2", at=tmp_path, GLOO_SOCKET_IFNAME="ib9")
+    assert result.status == 2
+    assert result.err.count("GLOO_SOCKET_IFNAME=ib9") == 1, result.all
+
+
+def test_an_address_is_the_one_that_the_other_sees() -> None:
+    assert address_towards("127.0.0.1", 1) == "127.0.0.1"
+    assert address_towards("::1", 1) == "::1"
+
+
+def test_what_means_this_machine() -> None:
+    assert all(map(network_interface.is_here, ("localhost", "127.0.0.1", "::1", "127.0.1.1")))
+    assert not any(map(network_interface.is_here, ("192.0.2.7", "no.such.host.invalid", "2001:db8::1")))
+
+
+def test_all_ranks_on_one_machine_choose_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
+    store = dist.TCPStore("127.0.0.1", 0, 1, True)
+    choose_interface(dist.PrefixStore("a", dist.PrefixStore("b", store)), 1)
+    assert "GLOO_SOCKET_IFNAME" not in network_interface.os.environ
+    assert not store.check([OTHERS])
+
+
+def test_a_name_that_means_this_machine_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As Debian's 127.0.1.1."""
+    monkeypatch.setattr(socket, "getfqdn", lambda: "n1")
+    monkeypatch.setattr(socket, "gethostbyname", lambda name: {"n1": "10.0.0.1"}[name])
+    there = {"lo": [Address("127.0.0.1")], "eth0": [Address("10.0.0.1")], "ib0": [Address("10.1.0.1")]}
+    monkeypatch.setattr(psutil, "net_if_addrs", lambda: there)
+    only = ("10.0.0.1", ["10.0.0.1"])
+    assert where_to_listen(None, {}) == where_to_listen("n1", {}) == only
+    assert where_to_listen("n1", {"GLOO_SOCKET_IFNAME": "ib0"}) == ("10.1.0.1", ["10.1.0.1"]), (
+        "the one that was chosen"
+    )
+    monkeypatch.setattr(socket, "gethostbyname", lambda name: {"n1": "127.0.1.1"}[name])
+    assert where_to_listen(None, {}) == (EVERYWHERE, ["10.0.0.1", "10.1.0.1"]), (
+        "which of them the others reach, nobody knows"
+    )
+    assert where_to_listen("n1", {}) == (EVERYWHERE, ["n1"])
+    del there["ib0"]
+    assert where_to_listen(None, {}) == only
+    del there["eth0"]
+    assert where_to_listen(None, {}) == (EVERYWHERE, ["n1"])
+
+
+class Address(NamedTuple):
+    address: str
+    family: socket.AddressFamily = socket.AF_INET
+
+
+# On machines of their own, which know each other by their addresses alone
+
+
+def by_hand(there: Sequence[network.Node], at: Path, run: str) -> list["subprocess.Popen[str]"]:
+    """With the variables that torchrun sets."""
+    return network.start_ranks(there, [*PACELINE, *WORDS, run], at, PORT)
+
+
+def by_mpirun(there: Sequence[network.Node], at: Path, run: str) -> list["subprocess.Popen[str]"]:
+    hosts = ",".join(f"{node.name}:1" for node in there)
+    words = [
+        "mpirun",
+        "--allow-run-as-root",
+        "--bind-to",
+        "none",
+        "--mca",
+        "plm_rsh_agent",
+        str(_shell(at)),
+        "--host",
+        hosts,
+    ]
+    return [
+        _start(
+            there[0],
+            [*words, "-np", str(len(there)), *PACELINE, *WORDS, run],
+            at,
+            environment(OMP_NUM_THREADS="1"),
+        )
+    ]
+
+
+def by_mpich(there: Sequence[network.Node], at: Path, run: str) -> list["subprocess.Popen[str]"]:
+    hosts = ",".join(node.name for node in there)
+    words = [
+        "mpiexec.hydra",
+        "-launcher",
+        "ssh",
+        "-launcher-exec",
+        str(_shell(at)),
+        "-iface",
+        network.DEVICE,
+        "-hosts",
+        hosts,
+    ]
+    return [
+        _start(
+            there[0],
+            [*words, "-np", str(len(there)), *PACELINE, *WORDS, run],
+            at,
+            environment(OMP_NUM_THREADS="1"),
+        )
+    ]
+
+
+def _start(
+    node: network.Node, words: Sequence[str], at: Path, env: dict[str, str]
+) -> "subprocess.Popen[str]":
+    return node.start(
+        words,
+        cwd=at,
+        env=env,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+
+
+def _shell(at: Path) -> Path:
+    """What ssh would do: a command on a node."""
+    shell = at / "shell"
+    options = 'while case "$1" in -*) true;; *) false;; esac; do shift; done'
+    inside = 'hostname "$0"; exec sh -c "$*"'
+    into = "exec nsenter --net=/run/netns/$node unshare --uts"
+    shell.write_text(f"#!/bin/sh\n{options}\nnode=$1\nshift\n{into} sh -c '{inside}' $node \"$@\"\n")
+    shell.chmod(0o755)
+    return shell
+
+
+@pytest.mark.network
+@pytest.mark.parametrize(
+    "begin",
+    [
+        by_hand,
+        pytest.param(
+            by_mpirun,
+            marks=[
+                pytest.mark.slow,
+                pytest.mark.mpi("mpirun"),
+            ],
+        ),
+        pytest.param(
+            by_mpich,
+            marks=[
+                pytest.mark.slow,
+                pytest.mark.mpi("mpiexec.hydra"),
+            ],
+        ),
+    ],
+)
+def test_names_that_mean_nothing_to_others(
+    begin: Callable[..., list["subprocess.Popen[str]"]], tmp_path: Path
+) -> None:
+    write_task(tmp_path)
+    assert paceline(*WORDS, "alone", at=tmp_path).status == 0
+    with network.nodes(2) as there:
+        network.succeed(begin(there, tmp_path, "two"))
+    losses = [[step.loss for step in of_kind(tmp_path / run, Step)] for run in ("alone", "two")]
+    assert losses[1] == pytest.approx(losses[0], rel=1e-5)

@@ -1,0 +1,542 @@
+"""Ranks that are stopped, stuck, killed or well: what the doctor says of them, asked and unasked, and what becomes of the run."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import psutil
+import pytest
+
+from command import (
+    PACELINE,
+    TASK,
+    Running,
+    happened,
+    of_kind,
+    paceline,
+    slow_down,
+    start,
+    unequal,
+    weights,
+    write_task,
+)
+from paceline.doctor import heartbeat, rank_state
+from paceline.doctor.diagnose import Diagnosis, bound_s, diagnose
+from paceline.doctor.heartbeat import Collective, Frame, Heartbeat
+from paceline.doctor.heartbeat_writer import SIGNAL, HeartbeatWriter
+from paceline.doctor.rank_state import RankState, ReaderProcess
+from paceline.events import Event, Failed, Stalled, Started, Step
+from paceline.run import RunFolder
+from runs import trained
+
+# The file STUCK keeps the last rank in its data for as long as it is there.
+STUCK = TASK.replace(
+    "        return self.x[index]",
+    """        while os.environ.get("RANK") == "1" and os.path.exists(os.environ.get("STUCK", "")):
+            time.sleep(0.1)
+        return self.x[index]""",
+)
+
+
+def begin(folder: Path, *more: str, steps: int = 60, program: Sequence[str] = PACELINE) -> Running:
+    """Two ranks, whose steps take some 0.1 s."""
+    slow_down(folder / "slow", 0.01)
+    words = (
+        "train",
+        write_task(folder, STUCK),
+        "--ranks",
+        "2",
+        "--batch",
+        "16",
+        "--steps",
+        str(steps),
+        "--run-dir",
+        "run",
+        *more,
+    )
+    return start(*words, at=folder, program=program, SLOW=str(folder / "slow"), STUCK=str(folder / "stuck"))
+
+
+def doctor(folder: Path) -> tuple[int, str, dict]:
+    result = paceline("doctor", "run", "--json", "found.json", at=folder, timeout_s=60.0)
+    assert result.err == "", result.all
+    return result.status, result.out, json.loads((folder / "found.json").read_text())
+
+
+# Real ranks
+
+
+@pytest.mark.slow
+def test_a_run_that_is_well_is_said_to_be_and_takes_no_harm(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    with begin(tmp_path, steps=120) as running:
+        running.until_step(run, 6)
+        for _ in range(3):
+            status, out, found = doctor(tmp_path)
+            assert (status, found["verdict"], found["at_fault"]) == (0, "healthy", []), out
+            assert out.startswith("run: healthy: step "), out
+            assert [seen["state"] for seen in found["seen"]] == ["runs", "runs"]
+            assert all(seen["stack"] and seen["collectives"] for seen in found["seen"])
+        slow_down(tmp_path / "slow", 0)
+        assert running.wait().status == 0
+    assert trained(2, RunFolder(run).request()[0], "ddp", tmp_path / "left alone")[-1].reason == "done"
+    assert not unequal(weights(run), weights(tmp_path / "left alone"))
+    assert not of_kind(run, Stalled)
+    assert not RunFolder(run).diagnosis.exists()
+    assert paceline("doctor", "run", at=tmp_path).out == "run is not running: it was done at step 120\n"
+
+
+def test_a_rank_that_is_stuck_in_its_data_and_then_one_that_is_stopped(tmp_path: Path) -> None:
+    """The first one is given up, and all are started again; then they end, and say why once."""
+    run = tmp_path / "run"
+    with begin(tmp_path, "--timeout", "10", "--save-every", "4", "--restarts", "1", steps=1000) as running:
+        running.until(lambda: (run / "ckpt" / "step_4").exists(), "saved")
+        (tmp_path / "stuck").touch()
+        running.until(lambda: bool(of_kind(run, Stalled)), "said")
+        status, out, found = doctor(tmp_path)
+        assert (status, found["at_fault"]) == (1, [1]), out
+        assert "rank 1 is in Points.__getitem__ (my.py:" in out
+        assert " collective behind; rank 0 waits in all_reduce of " in out
+        running.until(lambda: bool(of_kind(run, Failed)), "given up")
+        (tmp_path / "stuck").unlink()
+        running.until(
+            lambda: (
+                len(of_kind(run, Started)) == 2
+                and len(of_kind(run, Step)) > len(steps_before_second_start(run))
+            ),
+            "on",
+        )
+        stopped = running.ranks()[1]
+        stopped.suspend()
+        status, out, found = doctor(tmp_path)
+        assert (status, found["at_fault"]) == (1, [1]), out
+        assert f"run: rank 1 is stopped by a signal (process {stopped.pid} on " in out
+        assert out.splitlines()[0].endswith(f"; let it go on with: kill -CONT {stopped.pid}")
+        result = running.wait()
+        running.until_all_ended()
+    assert result.status == 2, result.all
+    assert "Traceback" not in result.all
+    assert result.err.count("rank 1 is stopped by a signal") == 1
+    assert f"go on from step {RunFolder(run).checkpoints()[-1]} with: paceline resume run" in result.err
+    again, over = [event for event in of_kind(run, Failed) if not event.lost_peer]
+    assert [(again.what, again.rank), (over.what, over.rank)] == [("rank", 1), ("run", 1)]
+    first, second = of_kind(run, Stalled)
+    assert again.message.startswith("rank 1 is in Points.__getitem__ (my.py:")
+    assert again.message.endswith(f"more in {RunFolder(Path('run')).diagnosis}; all ranks are started again")
+    assert first.message.startswith("rank 1 is in Points.__getitem__ (my.py:")
+    assert second.message.startswith(f"rank 1 is stopped by a signal (process {stopped.pid} on ")
+    assert first.message in result.out
+    assert second.message in result.out
+    assert second.message in RunFolder(run).diagnosis.read_text()
+
+
+TORCHRUN = (
+    sys.executable,
+    "-m",
+    "torch.distributed.run",
+    "--standalone",
+    "--nproc-per-node",
+    "2",
+    "-m",
+    "paceline",
+)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("program", [PACELINE, TORCHRUN], ids=["alone", "torchrun"])
+def test_a_message_that_is_never_sent_is_not_waited_for_without_end(
+    program: tuple[str, ...], tmp_path: Path
+) -> None:
+    run = tmp_path / "run"
+    with begin(
+        tmp_path, "--plan", "pp=2,microbatches=2", "--timeout", "6", steps=1000, program=program
+    ) as running:
+        running.until_step(run, 4)
+        (tmp_path / "stuck").touch()
+        result = running.wait(60)
+        running.until_all_ended()
+    assert result.status == (2 if program is PACELINE else 1), result.all
+    [said] = [line for line in result.err.splitlines() if line.startswith("paceline: ")]
+    assert said.startswith("paceline: rank 1 is in Points.__getitem__ (my.py:"), result.all
+    assert "it was given up after step" in said
+    if program is PACELINE:
+        assert "Traceback" not in result.all
+
+
+def steps_before_second_start(run: Path) -> list[Event]:
+    begins = [at for at, event in enumerate(happened(run)) if isinstance(event, Started)]
+    return [event for event in happened(run)[: begins[1]] if isinstance(event, Step)]
+
+
+@pytest.mark.slow
+def test_a_reader_that_is_stuck(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    with begin(tmp_path, "--timeout", "60", "--workers", "1", steps=1000) as running:
+        running.until_step(run, 4)
+        (tmp_path / "stuck").touch()
+        running.until(lambda: doctor(tmp_path)[2]["verdict"] == "stuck", "stuck")
+        status, out, found = doctor(tmp_path)
+        assert (status, found["at_fault"]) == (1, [1]), out
+        assert "run: rank 1 is in DataLoader.__next__ for " in out
+        assert ", which is in __getitem__ (my.py:" in out
+        [reader] = found["seen"][1]["readers"]
+        psutil.Process(reader["pid"]).suspend()
+        assert f"for its reader (process {reader['pid']}), which is stopped" in doctor(tmp_path)[1]
+        psutil.Process(reader["pid"]).resume()
+        (tmp_path / "stuck").unlink()
+        running.until(lambda: doctor(tmp_path)[2]["verdict"] == "healthy", "healthy again")
+
+
+@pytest.mark.slow
+def test_under_another_launcher_the_cause_is_named_once(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    with begin(tmp_path, "--timeout", "6", steps=1000, program=TORCHRUN) as running:
+        running.until_step(run, 4)
+        [stopped] = [process for process in running.left() if process.environ().get("RANK") == "1"]
+        stopped.suspend()
+        status, out, found = doctor(tmp_path)
+        assert (status, found["at_fault"]) == (1, [1]), out
+        assert "; rank 0 waits in all_reduce of " in out
+        running.until(lambda: bool(of_kind(run, Failed)), "given up")
+        stopped.kill()
+        result = running.wait()
+        running.until_all_ended()
+    assert result.status != 0
+    [said] = of_kind(run, Stalled)
+    assert f"paceline: rank 0 lost another one: {said.message}; no checkpoint was written yet\n" in result.err
+    assert result.err.count(said.message) == 1
+
+
+# A process of its own, without torch
+
+
+HOLDS_PYTHON = """
+import re, sys, time
+from pathlib import Path
+from paceline.doctor.heartbeat_writer import HeartbeatWriter
+from paceline.run import RunFolder
+with HeartbeatWriter(RunFolder(Path(sys.argv[1])), 0, 1, 60.0, 60.0) as pulse:
+    pulse.begin(3, 9)
+    pulse.done(4)
+    print("ready", flush=True)
+    sys.stdin.readline()
+    re.match("(a+)+$", "a" * 60 + "b")
+"""
+
+
+def test_a_rank_that_cannot_answer_still_shows_its_stack(tmp_path: Path) -> None:
+    run = RunFolder(tmp_path)
+    child = subprocess.Popen(
+        [sys.executable, "-c", HOLDS_PYTHON, str(tmp_path)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    with child:
+        assert child.stdin is not None
+        assert child.stdout is not None
+        try:
+            child.stdout.readline()
+            deadline = time.monotonic() + 20
+            while not run.alive(0).exists():
+                assert time.monotonic() < deadline
+                time.sleep(0.02)
+            [seen] = rank_state.ask(run)
+            assert (seen.state, seen.answered, seen.beat.step) == ("runs", True, 4)
+            print("go", file=child.stdin, flush=True)
+            time.sleep(0.5)
+            [seen] = rank_state.ask(run)
+            assert (seen.state, seen.answered) == ("runs", False)
+            assert seen.stack[-1].function == "match"
+            assert seen.stack[0].function == "<module>"
+        finally:
+            child.kill()
+    assert rank_state.state(seen.beat) == "gone"
+
+
+def test_a_process_that_does_not_expect_it_gets_no_signal(tmp_path: Path) -> None:
+    run = RunFolder(tmp_path)
+    run.ranks.mkdir()
+    run.stacks(0).touch()
+    with subprocess.Popen(["sleep", "20"]) as other:
+        assert rank_state._signalled(run, 0, other.pid) == ()
+        time.sleep(0.1)
+        assert other.poll() is None, "it was killed"
+        os.kill(other.pid, SIGNAL)
+        assert other.wait() == -SIGNAL, "the signal would have killed it"
+
+
+def test_ranks_on_other_machines_are_known_by_what_they_write(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever their clocks say."""
+    monkeypatch.setattr(rank_state, "ELSEWHERE_S", 0.5)
+    run, over = RunFolder(tmp_path), threading.Event()
+    run.ranks.mkdir()
+
+    def write(rank: int, ahead_s: float) -> None:
+        now = time.time() + ahead_s
+        heartbeat.write(
+            run.alive(rank),
+            replace(WAITS.beat, rank=rank, host="another", began=1.0, time=now, since=now - 2, ranks=2),
+        )
+
+    def go_on() -> None:
+        while not over.wait(0.05):
+            write(0, -100.0)
+
+    write(0, -100.0)
+    write(1, -100.0)
+    thread = threading.Thread(target=go_on)
+    thread.start()
+    try:
+        first, second = rank_state.ask(run)
+    finally:
+        over.set()
+        thread.join()
+    assert (first.state, second.state) == ("runs", "silent")
+    assert 0 < time.time() - first.beat.since < 10
+
+
+# From what is known to the sentence
+
+NOW = 1000.0
+READS = (
+    Frame("/x/site-packages/torch/data.py", 3, "f"),
+    Frame("/home/me/my.py", 12, "Points.__getitem__"),
+    Frame("<frozen x>", 1, "g"),
+)
+COMPUTES = (
+    Frame("/home/me/my.py", 30, "Net.forward"),
+    Frame("/x/site-packages/torch/nn/linear.py", 3, "Linear.forward"),
+)
+BACKWARD = (
+    Frame("/home/me/my.py", 1, "<module>"),
+    Frame("/x/site-packages/torch/autograd/graph.py", 3, "_engine_run_backward"),
+)
+RECEIVES = (Frame("/x/site-packages/torch/distributed/distributed_c10d.py", 3, "recv"),)
+
+
+def at(
+    rank: int, phase: str, since_s: float, stack: tuple[Frame, ...] = (), number: int = 0, **more: object
+) -> RankState:
+    """A rank of three, `number` collectives on its way, the last of which is not done."""
+    its = Heartbeat(
+        rank=rank,
+        ranks=3,
+        host=more.pop("host", "here"),
+        pid=100 + rank,
+        began=0.0,
+        time=NOW - 0.5,
+        step=more.pop("step", 7),
+        steps=50,
+        stepped=more.pop("stepped", NOW - since_s),
+        longest_s=0.1,
+        phase=phase,
+        since=NOW - since_s,
+        patience_s=60.0,
+        spent_s=more.pop("spent_s", {heartbeat.DATA: 0.01, heartbeat.BACKWARD: 0.03}),
+    )
+    operation = more.pop("operation", "all_reduce")
+    called = Collective(
+        group="0",
+        members=(0, 1, 2),
+        number=number,
+        kind="collective",
+        operation=str(operation),
+        items=12345,
+        dtype="float",
+        called=NOW - since_s,
+        is_over=more.pop("is_over", False),
+    )
+    seen = RankState(
+        rank=rank,
+        beat=its,
+        state="runs",
+        stack=stack,
+        collectives=(called,) if number else (),
+        answered=bool(stack),
+    )
+    return replace(seen, **more)
+
+
+def said_of(*seen: RankState) -> Diagnosis:
+    return diagnose(seen, NOW, bound_s([one.beat for one in seen], soon=True))
+
+
+@pytest.mark.parametrize("wrong_s", [0.0, 3600.0, -3600.0])
+@pytest.mark.parametrize("ours_s", [0.0, 3600.0, -3600.0])
+def test_clocks_may_be_wrong(
+    wrong_s: float, ours_s: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A rank whose clock is ahead would hide for as long that no rank goes on; where ours is, healthy ranks would seem to stand still."""
+    run, now = RunFolder(tmp_path), time.time()
+    run.ranks.mkdir()
+    its = heartbeat.moved(at(0, heartbeat.BACKWARD, 42.0).beat, now - NOW + 0.5)
+    assert its.time == pytest.approx(now)
+    heartbeat.write(run.alive(0), heartbeat.moved(replace(its, ranks=1, began=now - 100), wrong_s))
+    monkeypatch.setattr(time, "time", lambda true=time.time: true() + ours_s)
+    [found] = rank_state.beats(run)
+    assert time.time() - found.since == pytest.approx(42, abs=1)
+    assert time.time() - found.began == pytest.approx(100, abs=1)
+
+
+def test_a_rank_began_when_it_did_also_after_its_clock_was_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else it would count as one of a later start than its own signs of life."""
+    pulse = HeartbeatWriter(None, 0, 1, 60.0, 60.0)
+    monkeypatch.setattr(time, "time", lambda true=time.time: true() - 3600)
+    its = pulse._now()
+    assert 0 <= its.time - its.began < 10
+
+
+WAITS = at(0, heartbeat.BACKWARD, 42.0, BACKWARD, 17)
+BEHIND = at(1, heartbeat.DATA, 43.0, READS, 16)
+
+
+@pytest.mark.parametrize(
+    ("seen", "at_fault", "sentence"),
+    [
+        (
+            (WAITS, BEHIND, replace(WAITS, rank=2)),
+            (1,),
+            "rank 1 is in Points.__getitem__ (my.py:12) for 43.0 s and 1 collective behind; "
+            "the others wait in all_reduce of 12,345 float32 for 42.0 s",
+        ),
+        (
+            (
+                WAITS,
+                at(1, heartbeat.FORWARD, 43.0, COMPUTES, 16),
+                at(2, heartbeat.BACKWARD, 41.0, BACKWARD, 17),
+            ),
+            (1,),
+            "rank 1 is in Net.forward (my.py:30) for 43.0 s and 1 collective behind; "
+            "the others wait in all_reduce of 12,345 float32 for 42.0 s",
+        ),
+        (
+            (
+                WAITS,
+                replace(BEHIND, state="stopped", stack=(), collectives=(), answered=False),
+                replace(WAITS, rank=2),
+            ),
+            (1,),
+            "rank 1 is stopped by a signal (process 101 on here); the others wait in all_reduce of 12,345 float32 for 42.0 s",
+        ),
+        (
+            (
+                WAITS,
+                replace(BEHIND, state="gone", stack=(), collectives=(), answered=False),
+                replace(WAITS, rank=2),
+            ),
+            (1,),
+            "rank 1 has ended without a word (process 101 on here), in data of step 8; "
+            "the others wait in all_reduce of 12,345 float32 for 42.0 s",
+        ),
+        (
+            (
+                at(0, heartbeat.FORWARD, 42.0, RECEIVES),
+                at(1, heartbeat.FORWARD, 43.0, COMPUTES),
+                at(2, heartbeat.FORWARD, 42.0, RECEIVES),
+            ),
+            (1,),
+            "rank 1 is in Net.forward (my.py:30) for 43.0 s; the others wait in recv (distributed_c10d.py:3) for 42.0 s",
+        ),
+        (
+            (
+                WAITS,
+                at(1, heartbeat.BACKWARD, 42.0, BACKWARD, 17, operation="broadcast"),
+                replace(WAITS, rank=2),
+            ),
+            (),
+            "the ranks wait for one another in different places for 42.0 s: rank 0 in all_reduce of 12,345 float32; "
+            "rank 1 in broadcast of 12,345 float32",
+        ),
+        (
+            tuple(replace(WAITS, rank=rank) for rank in range(3)),
+            (),
+            "all ranks wait in all_reduce of 12,345 float32 for 42.0 s, and none is behind: it is the network between them",
+        ),
+        (
+            (at(0, heartbeat.DATA, 42.0, READS, readers=(ReaderProcess(pid=7, state="stopped"),)),),
+            (0,),
+            "rank 0 is in Points.__getitem__ (my.py:12) for 42.0 s; no rank has gone on for 42.0 s",
+        ),
+    ],
+)
+def test_who_keeps_the_others(seen: tuple[RankState, ...], at_fault: tuple[int, ...], sentence: str) -> None:
+    found = said_of(*seen)
+    assert (found.verdict, found.at_fault) == ("stuck", at_fault)
+    assert found.sentence == sentence
+
+
+def test_what_goes_on_is_healthy_and_who_is_slow_is_named() -> None:
+    well = [at(rank, heartbeat.BACKWARD, 0.2, BACKWARD, 17) for rank in range(3)]
+    found = said_of(*well)
+    assert (found.verdict, found.at_fault) == ("healthy", ())
+    assert found.sentence == "healthy: step 7 of 50, the last one ended 200.0 ms ago"
+    slow = [
+        *well[:2],
+        at(2, heartbeat.DATA, 0.2, READS, 16, spent_s={heartbeat.DATA: 0.03, heartbeat.BACKWARD: 0.01}),
+    ]
+    assert said_of(*slow).sentence.endswith("; rank 2 is slow: 30.0 ms a step in data, the others 10.0 ms")
+
+
+def test_a_worker_of_a_parameter_server_may_be_gone() -> None:
+    served = at(0, heartbeat.UPDATE, 0.2, COMPUTES)
+    worker = at(1, heartbeat.START, 200.0, stepped=None)
+    alone = replace(worker, state="gone", beat=replace(worker.beat, patience_s=None))
+    assert said_of(served, worker, alone).verdict == "healthy"
+    assert said_of(served, replace(worker, state="gone"), alone).verdict == "stuck", (
+        "it is one that the others wait for"
+    )
+
+
+def test_a_run_that_starts_may_take_its_time() -> None:
+    starts = [at(rank, heartbeat.START, 20.0 + rank, COMPUTES, stepped=None, step=0) for rank in range(3)]
+    found = said_of(*starts)
+    assert (found.verdict, found.sentence) == (
+        "starting",
+        "no step has ended yet; rank 0 is in Net.forward (my.py:30) for 20.0 s",
+    )
+
+
+def test_nothing_is_said_unasked_before_half_of_the_patience() -> None:
+    beats = [WAITS.beat, BEHIND.beat]
+    assert bound_s(beats, soon=True) == 3.0
+    assert bound_s(beats, soon=False) == 30.0
+    assert bound_s([replace(one, longest_s=20.0) for one in beats], soon=False) == 100.0
+    assert bound_s([replace(one, phase=heartbeat.ENDED) for one in beats], soon=False) is None
+
+
+# The commands of docs/hangs.md
+
+
+def test_the_commands_of_the_page(tmp_path: Path) -> None:
+    page = (Path(__file__).parents[2] / "docs/hangs.md").read_text()
+    [block] = re.findall(
+        r"<!-- run as tests/doctor/test_doctor.py: commands -->\n```sh\n(.*?)```", page, re.S
+    )
+    words = (
+        "train",
+        write_task(tmp_path),
+        "--ranks",
+        "2",
+        "--batch",
+        "16",
+        "--steps",
+        "2",
+        "--run-dir",
+        "runs/a",
+    )
+    assert paceline(*words, at=tmp_path).status == 0
+    for line in block.splitlines():
+        assert (
+            paceline(*line.split()[1:], at=tmp_path).out == "runs/a is not running: it was done at step 2\n"
+        )
+    assert json.loads((tmp_path / "found.json").read_text()) is None

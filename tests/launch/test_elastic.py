@@ -1,0 +1,405 @@
+"""Ranks on several nodes that are started again by an agent on each: ranks are killed, nodes lost, links cut, the store gone."""
+
+import contextlib
+import platform
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+import network
+import slurm
+from command import (
+    PACELINE,
+    environment,
+    marked,
+    of_kind,
+    paceline,
+    slow_down,
+    start,
+    steps_done,
+    succeed,
+    write_task,
+)
+from paceline import spec as specs
+from paceline.events import Ended, Failed, Started, Step
+from paceline.run import RunFolder, create
+from pages import blocks
+from slurm import Slurm, until
+
+ASKED = (
+    "--steps",
+    "60",
+    "--batch",
+    "24",
+    "--set",
+    "dropout=0.0",
+    "--precision",
+    "fp64",
+    "--device",
+    "cpu",
+    "--no-profile",
+    "--save-every",
+    "4",
+)
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same training on one process."""
+    at = tmp_path_factory.mktemp("alone")
+    write_task(at)
+    succeed("train", "my.py:Regression", *ASKED, "--run-dir", "r", at=at)
+    return at / "r"
+
+
+@pytest.fixture(scope="module")
+def there(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Slurm]:
+    with slurm.cluster(tmp_path_factory.mktemp("slurm")) as cluster:
+        yield cluster
+
+
+def is_open(port: int) -> bool:
+    with contextlib.suppress(OSError), socket.create_connection(("localhost", port), timeout=1):
+        return True
+    return False
+
+
+def is_undisturbed(run: Path, alone: Path) -> None:
+    """The curve of the losses, of which the later lines count, is that of one process."""
+    losses = {step.step: step.loss for step in of_kind(run, Step)}
+    assert [losses[step] for step in range(1, 61)] == pytest.approx(
+        [step.loss for step in of_kind(alone, Step)], rel=1e-10
+    )
+
+
+def process(run: Path, kind: str, rank: int | None = None) -> psutil.Process:
+    """Of a run the rank with this number, or the agent of this number."""
+    for found in psutil.process_iter():
+        with contextlib.suppress(psutil.Error):
+            if found.cmdline()[1:5] == ["-m", "paceline", kind, str(run)]:
+                own = found.environ()
+                if rank is None or int(own["RANK" if kind == "rank" else "SLURM_PROCID"]) == rank:
+                    return found
+    raise AssertionError(f"there is no {kind} {rank} of {run}")
+
+
+# Agents that are started by hand, as srun would
+
+
+class Agents:
+    def __init__(self, folder: Path, nodes: list[network.Node] | None):
+        slow_down(folder / "slow", 0.01)
+        self.run, self.folder, self.nodes = folder / "r", folder, nodes
+        write_task(folder)
+        self.processes: list[subprocess.Popen[str]] = []
+        request(folder)
+
+    def start(self) -> None:
+        hosts = ",".join(node.address for node in self.nodes) if self.nodes else "localhost,localhost"
+        for at in range(2):
+            said = {
+                "PROCID": at,
+                "NODEID": at,
+                "LOCALID": 0,
+                "NTASKS": 2,
+                "JOB_ID": 7,
+                "STEP_ID": 0,
+                "STEP_TASKS_PER_NODE": "1(x2)",
+            }
+            env = environment(
+                **{f"SLURM_{name}": str(value) for name, value in said.items()},
+                SLURM_STEP_NODELIST=hosts,
+                SLOW=str(self.folder / "slow"),
+                OMP_NUM_THREADS="1",
+                PACELINE_TESTS=self.mark,
+            )
+            options = {
+                "cwd": self.folder,
+                "env": env,
+                "stdout": subprocess.PIPE,
+                "stderr": subprocess.PIPE,
+                "text": True,
+            }
+            words = [*PACELINE, "agent", str(self.run)]
+            self.processes.append(
+                self.nodes[at].start(words, **options) if self.nodes else subprocess.Popen(words, **options)
+            )
+
+    @property
+    def mark(self) -> str:
+        return str(self.folder)
+
+    def wait(self, timeout_s: float = 90.0) -> list[tuple[int, str, str]]:
+        """The status of each, and what it said."""
+        return [(agent.wait(timeout_s), *agent.communicate()) for agent in self.processes]
+
+    def until(self, holds, what: str, timeout_s: float = 60.0) -> None:
+        deadline = time.monotonic() + timeout_s
+        while not holds():
+            assert time.monotonic() < deadline, f"not {what}: {[agent.poll() for agent in self.processes]}"
+            time.sleep(0.05)
+
+
+def request(folder: Path) -> None:
+    """The folder of a run that nobody has started."""
+    asked = {
+        "task": f"{folder}/my.py:Regression",
+        "plan": "zero1",
+        "ranks": 2,
+        "nodes": 2,
+        "restarts": 1,
+        "device": "cpu",
+        "steps": 60,
+    }
+    asked |= {"batch": 24, "precision": "fp64", "profile": False, "save.every": 4, "set.dropout": 0.0}
+    create(folder / "r", *specs.load(None, asked))
+
+
+@contextlib.contextmanager
+def agents(folder: Path, nodes: list[network.Node] | None = None, **launch: object) -> Iterator[Agents]:
+    there = Agents(folder, nodes)
+    run = RunFolder(there.run)
+    spec, asked = run.request()
+    more = {key: launch.pop(key) for key in list(launch) if key in type(spec).model_fields}
+    run.write_request(spec.model_copy(update=more), asked.model_copy(update=launch))
+    there.start()
+    try:
+        yield there
+    finally:
+        for left in marked(there.mark):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                left.kill()
+        for agent in there.processes:
+            agent.communicate()
+
+
+@pytest.mark.slow
+def test_a_rank_that_is_killed_is_started_again_with_all_others(alone: Path, tmp_path: Path) -> None:
+    """Once; the second time there are no restarts left, and it is said once. Weights as of ranks left alone."""
+    with agents(tmp_path) as there:
+        there.until(lambda: RunFolder(there.run).checkpoints() != [], "saved")
+        process(there.run, "rank", 1).kill()
+        there.until(lambda: len(of_kind(there.run, Started)) == 2, "again")
+        again = of_kind(there.run, Started)[-1]
+        there.until(lambda: steps_done(there.run) > again.step + 5, "on")
+        process(there.run, "rank", 1).kill()
+        (first, _, said), (second, _, silent) = there.wait()
+    assert (first, second, silent) == (2, 2, "")
+    assert said.startswith("paceline: rank 1 "), said
+    assert "killed by SIGKILL, after step " in said
+    assert said.count("paceline: ") == 1
+    [restarted] = [event for event in of_kind(there.run, Failed) if event.what == "node"]
+    assert restarted.message.startswith(f"rank 1 on {platform.node()} was killed by SIGKILL, after step ")
+    assert "; all ranks are started again on 2 nodes: " in restarted.message
+    assert (again.plan, again.ranks) == ("zero1", 2)
+    (tmp_path / "slow").unlink()
+    succeed("resume", "r", "--nodes", "1", "--restarts", "0", at=tmp_path)
+    is_undisturbed(there.run, alone)
+
+
+@pytest.mark.slow
+def test_the_store_of_the_agents_is_gone(tmp_path: Path) -> None:
+    """With the first agent. Its ranks tell the others to save."""
+    with agents(tmp_path) as there:
+        there.until(lambda: steps_done(there.run) >= 6, "at step 6")
+        there.processes[0].kill()
+        (_, _, _), (status, _, said) = there.wait(40)
+        there.until(lambda: not [left for left in marked(there.mark) if left.is_running()], "all ended")
+    assert status == 2, said
+    assert said.startswith("paceline: node "), said
+    assert " has lost node localhost, where the agents meet; go on from step " in said
+    assert said.count("\n") == 1
+
+
+@pytest.mark.slow
+def test_torchrun_by_hand_goes_on_with_fewer_nodes(alone: Path, tmp_path: Path) -> None:
+    write_task(tmp_path)
+    request(tmp_path)
+    slow, run = slow_down(tmp_path / "slow", 0.01), tmp_path / "r"
+    with socket.create_server(("localhost", 0)) as free:
+        port = free.getsockname()[1]
+    conf = "last_call_timeout=3,keep_alive_interval=1,keep_alive_max_attempt=3"
+    words = [
+        "--nnodes=1:2",
+        "--nproc-per-node=1",
+        "--max-restarts=3",
+        "--rdzv-backend=c10d",
+        f"--rdzv-endpoint=localhost:{port}",
+    ]
+    program = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        *words,
+        "--rdzv-id=7",
+        f"--rdzv-conf={conf}",
+        "-m",
+        "paceline",
+    ]
+    env = {"SLOW": str(slow), "OMP_NUM_THREADS": "1", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+    with contextlib.ExitStack() as held:
+        first = held.enter_context(start("resume", "r", at=tmp_path, program=program, **env))
+        first.until(lambda: is_open(port), "open")  # this one has the store
+        other = held.enter_context(start("resume", "r", at=tmp_path, program=program, **env))
+        first.until(lambda: steps_done(run) >= 6, "at step 6")
+        for process in other.left():
+            process.kill()
+        first.until(lambda: len(of_kind(run, Started)) == 2, "again")
+        slow.unlink()
+        result = first.wait()
+    assert result.status == 0, result.all
+    assert [(event.ranks, event.plan) for event in of_kind(run, Started)] == [(2, "zero1"), (1, "single")]
+    is_undisturbed(run, alone)
+
+
+@pytest.mark.slow
+@pytest.mark.network
+class TestNetwork:
+    def test_a_link_is_cut(self, alone: Path, tmp_path: Path) -> None:
+        """Nobody is told: the ranks give up after the timeout, and go on where the agents meet."""
+        with network.nodes(2) as nodes, agents(tmp_path, nodes, least_nodes=1, timeout_s=6.0) as there:
+            there.until(lambda: steps_done(there.run) >= 6, "at step 6")
+            network._do(f"ip -n {nodes[1].name} link set {network.DEVICE} down")
+            there.until(lambda: len(of_kind(there.run, Started)) == 2, "again", 60)
+            (tmp_path / "slow").unlink()
+            (first, out, err), (second, _, lost) = there.wait()
+        assert (first, err) == (0, "")
+        assert second == 2
+        assert (
+            lost
+            == f"paceline: node {nodes[1].name} ends: for 20 s it could not reach node {nodes[0].address}, where the agents meet\n"
+        )
+        [said] = [event for event in of_kind(there.run, Failed) if event.what == "node"]
+        assert said.message.startswith(f"node {nodes[1].name} with rank 1 was lost, after step "), said
+        assert out.count(said.message) >= 1
+        assert [(event.ranks, event.plan) for event in of_kind(there.run, Started)] == [
+            (2, "zero1"),
+            (1, "single"),
+        ]
+        is_undisturbed(there.run, alone)
+
+
+@pytest.mark.slow
+@pytest.mark.slurm
+class TestSlurm:
+    def submit(self, there: Slurm, folder: Path, *words: str) -> str:
+        write_task(folder)
+        env = environment(OMP_NUM_THREADS="1", SLOW=str(slow_down(folder / "slow", 0.02)), **there.env)
+        command = [
+            *PACELINE,
+            "submit",
+            "my.py:Regression",
+            *ASKED,
+            "--plan",
+            "zero1",
+            "--run-dir",
+            "r",
+            "--ranks-per-node",
+            "1",
+            *words,
+        ]
+        done = subprocess.run(
+            command, cwd=folder, env=env, capture_output=True, text=True, timeout=60, check=True
+        )
+        return done.stdout.split()[-1]
+
+    def test_a_node_is_lost(self, there: Slurm, alone: Path, tmp_path: Path) -> None:
+        """The job goes on with the other one, to the losses of an undisturbed run."""
+        run = tmp_path / "r"
+        job = self.submit(there, tmp_path, "--nodes", "1:2", "--restarts", "2")
+        until(lambda: steps_done(run) >= 6, "at step 6", run)
+        there.lose("n2")
+        try:
+            until(lambda: len(of_kind(run, Started)) == 2, "again", run)
+            (tmp_path / "slow").unlink()
+            there.until_state(job, "COMPLETED")
+        finally:
+            there.bring_back("n2")
+        [said] = [event for event in of_kind(run, Failed) if event.what == "node"]
+        assert said.message.startswith("node n2 with rank ")
+        assert said.message.endswith("all ranks are started again on 1 node: n1")
+        log = (run / f"slurm-{job}.out").read_text()
+        assert said.message in log
+        assert "Traceback" not in log
+        assert [(event.ranks, event.plan) for event in of_kind(run, Started)] == [(2, "zero1"), (1, "single")]
+        is_undisturbed(run, alone)
+
+    def test_fewer_than_the_least_are_left(self, there: Slurm, tmp_path: Path) -> None:
+        run = tmp_path / "r"
+        job = self.submit(there, tmp_path, "--nodes", "2", "--restarts", "2", "--timeout", "6")
+        until(lambda: steps_done(run) >= 6, "at step 6", run)
+        there.lose("n2")
+        try:
+            there.until_state(job, "FAILED")
+        finally:
+            there.bring_back("n2")
+        log = (run / f"slurm-{job}.out").read_text()
+        assert log.count("paceline: ") == 1, log
+        assert "n2" in log.partition("paceline: ")[2]
+        assert "fewer nodes than the least, 2, came together; go on from step " in log
+        assert "Traceback" not in log
+
+    def test_the_first_node_is_lost(self, there: Slurm, alone: Path, tmp_path: Path) -> None:
+        """And with it the script and the place where the agents meet: the whole job is queued again."""
+        run = tmp_path / "r"
+        job = self.submit(there, tmp_path, "--nodes", "1:2", "--restarts", "2")
+        until(lambda: steps_done(run) >= 6, "at step 6", run)
+        there.lose("n1")
+        (tmp_path / "slow").unlink()
+        until(lambda: there.state(job) != "RUNNING", "queued again", run)
+        there.bring_back("n1")
+        until(lambda: there.state(job) == "COMPLETED", "completed", run)
+        assert of_kind(run, Ended)[-1].reason == "done"
+        is_undisturbed(run, alone)
+
+    def test_a_job_is_told_to_save(self, there: Slurm, alone: Path, tmp_path: Path) -> None:
+        run = tmp_path / "r"
+        job = self.submit(there, tmp_path, "--nodes", "2", "--restarts", "2")
+        until(lambda: steps_done(run) >= 6, "at step 6", run)
+        there.run("scancel", "--signal=USR1", "--batch", job)
+        there.until_state(job, "PENDING")
+        assert of_kind(run, Ended)[-1].reason == "stopped"
+        (tmp_path / "slow").unlink()
+        there.until_state(job, "COMPLETED", timeout_s=120)
+        assert not of_kind(run, Failed)
+        is_undisturbed(run, alone)
+
+    def test_in_an_allocation(self, there: Slurm, tmp_path: Path) -> None:
+        write_task(tmp_path)
+        inside = ("salloc", "--quiet", "--nodes=2", "--no-kill", *PACELINE)
+        words = (
+            "train",
+            "my.py:Regression",
+            *ASKED,
+            "--plan",
+            "zero1",
+            "--nodes",
+            "1:2",
+            "--ranks-per-node",
+            "1",
+            "--restarts",
+            "1",
+        )
+        result = paceline(
+            *words, "--run-dir", "r", at=tmp_path, program=inside, OMP_NUM_THREADS="1", **there.env
+        )
+        assert result.status == 0, result.all
+        assert [event.ranks for event in of_kind(tmp_path / "r", Started)] == [2]
+
+    def test_the_page(self, there: Slurm, tmp_path: Path) -> None:
+        env = environment(
+            OMP_NUM_THREADS="1", **there.env | {"PATH": f"{Path(sys.executable).parent}:{slurm.PATH}"}
+        )
+        for line in blocks("docs/slurm.md")["lost"].splitlines():
+            subprocess.run(["bash", "-c", line], cwd=tmp_path, env=env, check=True, timeout=60)
+        run = tmp_path / "runs/a"
+        until(lambda: of_kind(run, Started) != [], "started", run)
+        there.run("scancel", "--user=root")
+        until(lambda: there.run("squeue", "-h") == "", "out of the queue", run)
+        assert "#SBATCH --nodes=1-2\n" in (run / "job.sh").read_text()

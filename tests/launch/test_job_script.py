@@ -1,0 +1,176 @@
+"""Job scripts as a pure function of what is asked for and of the site, against golden files; and what a site file may say.
+
+python tests/launch/test_job_script.py   writes the golden files anew, to be read before they are committed
+"""
+
+import subprocess
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from paceline.errors import SpecError
+from paceline.launch.slurm.job_script import Job, render
+from paceline.launch.slurm.site import Site, read_site
+
+GOLDEN = Path(__file__).parent / "golden"
+JOB = Job(
+    Path("/home/me/runs/a"),
+    Path("/home/me"),
+    nodes=2,
+    ranks_per_node=4,
+    time="02:00:00",
+    python="/home/me/.venv/bin/python3",
+)
+SCRIPTS = {
+    "plain.sh": (JOB, Site()),
+    "centre.sh": (
+        replace(JOB, time=None),
+        Site(
+            partition="gpu",
+            account="physics",
+            qos="long",
+            constraint="a100&nvlink",
+            gres="gpu:a100:4",
+            cpus_per_rank=8,
+            memory="240G",
+            modules=("cuda/12.4", "python/3.11"),
+            conda="train",
+            interface="ib0",
+            scratch="$TMPDIR/data",
+            stage_in="/store/physics/data.tar",
+            log="%x-%j.log",
+            notice_s=300,
+            sbatch=("--exclusive", "--mail-type=END"),
+            environment={"OMP_PROC_BIND": "false"},
+        ),
+    ),
+    "elastic.sh": (replace(JOB, nodes=4, least_nodes=2, restarts=3), Site(cpus_per_rank=8)),
+    "container.sh": (
+        replace(JOB, run=Path("/home/me/my runs/it's"), folder=Path("/home/me/my work")),
+        Site(
+            gpus_per_node=4,
+            modules=("apptainer",),
+            container="/images/torch 2.sif",
+            scratch="/local/$USER",
+            environment={"DATA": "a b"},
+        ),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_a_job_script(name):
+    script = render(*SCRIPTS[name])
+    assert script == (GOLDEN / name).read_text(), (
+        "if it is meant: python tests/launch/test_job_script.py, and read what changed"
+    )
+    assert (
+        subprocess.run(["bash", "-n"], input=script, text=True, capture_output=True, timeout=20).stderr == ""
+    )
+
+
+def test_what_is_asked_for_changes_the_script():
+    """Each of its words counts."""
+    others = [
+        replace(JOB, nodes=3),
+        replace(JOB, ranks_per_node=1),
+        replace(JOB, time="1-0"),
+        replace(JOB, python="/bin/python"),
+    ]
+    assert len({render(job, Site()) for job in [JOB, *others]}) == 5
+    said = {
+        "conda": "a",
+        "interface": "ib1",
+        "environment": {"A": "1"},
+        "sbatch": ["--comment=x"],
+        "container": "i.sif",
+        "log": "%j.log",
+    }
+    assert len({render(JOB, Site.model_validate({name: value})) for name, value in said.items()}) == len(said)
+
+
+def test_a_virtual_environment_brings_its_own_python():
+    script = render(JOB, Site(venv="/home/me/my env"))
+    assert "source '/home/me/my env'/bin/activate\n" in script
+    assert " python -m paceline rank" in script
+    assert JOB.python not in script
+
+
+# site.toml
+
+
+def site(tmp_path: Path, text: str) -> Site:
+    (tmp_path / "site.toml").write_text(text)
+    return read_site(tmp_path / "site.toml")
+
+
+def test_a_site_file(tmp_path):
+    found = site(
+        tmp_path,
+        'partition = "gpu"\nmodules = ["cuda/12.4"]\nsbatch = ["--exclusive"]\n[environment]\nA = "1"\n',
+    )
+    assert found == Site(
+        partition="gpu", modules=("cuda/12.4",), sbatch=("--exclusive",), environment={"A": "1"}
+    )
+
+
+def test_the_site_file_of_this_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert read_site(None) == Site()
+    Path("site.toml").write_text('account = "physics"\n')
+    assert read_site(None) == Site(account="physics")
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ('partiton = "gpu"', "site.toml: unknown key partiton; did you mean partition?"),
+        ("gpus_per_node = 0", "site.toml: gpus_per_node must be greater than or equal to 1, got 0"),
+        ('modules = "cuda"', "site.toml: modules must be a tuple, got 'cuda'"),
+        ('conda = "a"\nvenv = "b"', "conda='a' and venv='b' are two answers to one question; keep one"),
+        (
+            'gres = "gpu:2"\ngpus_per_node = 2',
+            "gres='gpu:2' and gpus_per_node=2 are two answers to one question; keep one",
+        ),
+        ('stage_in = "data.tar"', "stage_in='data.tar' needs scratch, a folder to unpack it to"),
+        ('account = "a\\nrm -rf b"', "account must be printable and of one line, got 'a\\nrm -rf b'"),
+        ('sbatch = ["exclusive"]', "sbatch has options such as '--exclusive', got 'exclusive'"),
+        ('[environment]\n"A B" = "1"', "environment has names of variables, got 'A B'"),
+        ("partition =", "is not TOML"),
+    ],
+)
+def test_a_site_file_that_is_wrong(text, said, tmp_path):
+    with pytest.raises(SpecError) as error:
+        site(tmp_path, text)
+    assert said in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+def test_a_site_file_that_is_not_there(tmp_path):
+    with pytest.raises(SpecError, match=r"cannot read .*nowhere\.toml: No such file"):
+        read_site(tmp_path / "nowhere.toml")
+
+
+@pytest.mark.parametrize(
+    ("there", "flag"),
+    [((), "--nv"), (("nvidiactl",), "--nv"), (("kfd",), "--rocm"), (("kfd", "nvidiactl"), "--nv")],
+)
+def test_a_container_gets_the_gpus_of_its_node(there: tuple[str, ...], flag: str, tmp_path: Path) -> None:
+    for name in there:
+        (tmp_path / name).touch()
+    script = render(*SCRIPTS["container.sh"]).replace("/dev/", f"{tmp_path}/")
+    begin = script.index("in_container() {")
+    function = script[begin : script.index("\n}\n", begin) + 3]
+    stub = tmp_path / "apptainer"
+    stub.write_text("#!/bin/sh\necho $*\n")
+    stub.chmod(0o755)
+    program = f"PATH={tmp_path}:$PATH\n{function}in_container echo hello"
+    said = subprocess.run(["bash", "-c", program], capture_output=True, text=True, check=True).stdout
+    assert said.startswith(f"exec -e {flag} --bind ")
+
+
+if __name__ == "__main__":
+    GOLDEN.mkdir(exist_ok=True)
+    for name, asked in SCRIPTS.items():
+        (GOLDEN / name).write_text(render(*asked))

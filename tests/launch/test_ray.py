@@ -1,0 +1,318 @@
+"""Ranks through Ray: the same training, on a Ray of our own or a cluster; whatever dies, it is said once and nothing is left behind."""
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import psutil
+import pytest
+
+from command import (
+    MARK,
+    Running,
+    environment,
+    of_kind,
+    paceline,
+    slow_down,
+    start,
+    steps_done,
+    succeed,
+    unequal,
+    weights,
+    write_task,
+)
+from paceline.distributed.world import world
+from paceline.errors import LaunchError
+from paceline.events import Ended, Failed, Started
+from paceline.launch import launchers
+from paceline.launch.ray.actor import ActorPlacement, side_by_side
+from paceline.launch.spawn import environments
+from paceline.run import RunFolder
+from paceline.spec import Launch
+
+WORDS = (
+    "my.py:Regression",
+    "--steps",
+    "40",
+    "--batch",
+    "24",
+    "--save-every",
+    "4",
+    "--device",
+    "cpu",
+    "--seed",
+    "5",
+)
+RAY = {"RAY_AUTH_MODE": "disabled", "RAY_ADDRESS": "local"}
+
+
+@pytest.fixture(scope="module")
+def through(tmp_path_factory: pytest.TempPathFactory) -> dict[str, np.ndarray]:
+    folder = tmp_path_factory.mktemp("through")
+    write_task(folder)
+    succeed("train", *WORDS, "--ranks", "2", "--run-dir", "r", at=folder)
+    return weights(folder / "r")
+
+
+def begin(folder: Path, *words: str, **env: str) -> Running:
+    """With samples that take so long that it can be hit in the middle."""
+    write_task(folder)
+    slow = slow_down(folder / "slow", 0.01)
+    return start(
+        "train",
+        *WORDS,
+        "--ranks",
+        "2",
+        "--run-dir",
+        "r",
+        "--launcher",
+        "ray",
+        *words,
+        at=folder,
+        **{"SLOW": str(slow)} | RAY | env,
+    )
+
+
+def until_saved(running: Running, run: Path) -> None:
+    running.until(
+        lambda: steps_done(run) >= 6 and bool(RunFolder(run).checkpoints()), "at step 6, with a checkpoint"
+    )
+
+
+def ranks(running: Running) -> dict[int, psutil.Process]:
+    return {
+        int(found.environ()["RANK"]): found
+        for found in running.left()
+        if found.cmdline()[1:4] == ["-m", "paceline", "rank"]
+    }
+
+
+@pytest.mark.ray
+def test_a_rank_that_is_killed_is_started_again(tmp_path: Path, through: dict[str, np.ndarray]) -> None:
+    run = tmp_path / "r"
+    with begin(tmp_path, "--restarts", "1") as running:
+        until_saved(running, run)
+        ranks(running)[1].kill()
+        (tmp_path / "slow").unlink()
+        result = running.wait()
+        assert result.status == 0, result.all
+        running.until_all_ended()
+    assert (result.err, "ray" in result.out.lower(), result.out.count("463 parameters")) == ("", False, 2), (
+        result.all
+    )
+    assert [started.step > 0 for started in of_kind(run, Started)] == [False, True]
+    assert not unequal(weights(run), through)
+    assert {path.name for path in (run / "ranks").glob("*.log")} == {
+        "0.log",
+        "1.log",
+        "0.restart-1.log",
+        "1.restart-1.log",
+    }
+
+
+@pytest.mark.slow
+@pytest.mark.ray
+def test_more_ranks_than_the_cluster_has_room_for(tmp_path: Path) -> None:
+    cores = len(os.sched_getaffinity(0))
+    request = ("--ranks", str(cores + 1), "--batch", str(cores + 1), "--device", "cpu")
+    result = paceline("train", *request, "--launcher", "ray", at=tmp_path, **RAY)
+    said = f"paceline: --ranks {cores + 1} take as many CPUs of the Ray cluster, and it has {cores}: use --ranks {cores}\n"
+    assert (result.status, result.out, result.err) == (2, "", said)
+    assert not list((tmp_path / "runs").iterdir())
+
+
+@pytest.mark.ray
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "number", [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1], ids=lambda number: number.name
+)
+def test_it_saves_when_it_is_asked_to_stop(
+    number: signal.Signals, tmp_path: Path, through: dict[str, np.ndarray]
+) -> None:
+    run = tmp_path / "r"
+    with begin(tmp_path) as running:
+        until_saved(running, run)
+        running.process.send_signal(number)
+        result = running.wait()
+        assert result.status == 75, result.all
+        running.until_all_ended()
+    assert (result.err, of_kind(run, Ended)[-1].reason) == ("", "stopped")
+    succeed("resume", "r", "--launcher", "local", at=tmp_path)
+    assert not unequal(weights(run), through)
+
+
+@pytest.mark.ray
+@pytest.mark.slow
+def test_a_rank_that_is_killed_is_named(tmp_path: Path) -> None:
+    run = tmp_path / "r"
+    with begin(tmp_path) as running:
+        until_saved(running, run)
+        ranks(running)[0].kill()
+        result = running.wait()
+        assert result.status == 2, result.all
+        running.until_all_ended()
+    assert result.err.startswith(
+        f"paceline: rank 0 was killed by SIGKILL, after step {steps_done(run)}; go on from step"
+    ), result.all
+    assert [event.rank for event in of_kind(run, Failed) if not event.lost_peer] == [0]
+
+
+@pytest.mark.ray
+@pytest.mark.slow
+def test_an_actor_that_is_killed(tmp_path: Path) -> None:
+    run = tmp_path / "r"
+    with begin(tmp_path) as running:
+        until_saved(running, run)
+        ranks(running)[1].parent().kill()
+        result = running.wait()
+        assert result.status == 2, result.all
+        running.until_all_ended()
+    kept = RunFolder(run).checkpoints()[-1]  # its rank has noticed, and all have saved
+    said = f"paceline: rank 1 was lost with its node, after step {kept}; go on from step {kept} with: paceline resume r\n"
+    assert result.err.startswith(said), result.all
+    assert "raylet" not in result.out
+
+
+@pytest.mark.ray
+@pytest.mark.slow
+def test_nothing_outlives_a_launcher_that_is_killed(tmp_path: Path, through: dict[str, np.ndarray]) -> None:
+    run = tmp_path / "r"
+    with begin(tmp_path) as running:
+        until_saved(running, run)
+        running.process.kill()
+        running.until_all_ended()
+    succeed("resume", "r", "--launcher", "local", at=tmp_path)
+    assert not unequal(weights(run), through)
+
+
+@pytest.mark.ray
+@pytest.mark.slow
+def test_a_worker_of_a_parameter_server_may_die(tmp_path: Path) -> None:
+    with begin(tmp_path, "--plan", "parameter-server,servers=1", "--ranks", "2") as running:
+        until_saved(running, tmp_path / "r")
+        (tmp_path / "slow").unlink()
+        result = running.wait()
+    assert result.status == 0, result.all
+
+
+@pytest.fixture
+def cluster() -> Iterator[tuple[str, list[str]]]:
+    """Of two nodes with one processor each: its address, and the marks of the processes of each node."""
+    folder = tempfile.mkdtemp(prefix="ray-test-", dir="/tmp")  # there are sockets in it
+    marks = [f"{folder}-{node}" for node in range(2)]
+
+    def ray(mark: str, *words: str) -> str:
+        env = environment(RAY_AUTH_MODE="disabled", RAY_TMPDIR=folder, **{MARK: mark})
+        program = [sys.executable, "-m", "ray.scripts.scripts", *words]
+        return subprocess.run(
+            program, env=env, capture_output=True, text=True, timeout=120, check=True
+        ).stdout
+
+    try:
+        ray(
+            marks[0],
+            "start",
+            "--head",
+            "--port=0",
+            "--num-cpus=1",
+            "--include-dashboard=false",
+            f"--temp-dir={folder}/ray",
+        )
+        address = (Path(folder) / "ray/ray_current_cluster").read_text().strip()
+        ray(marks[1], "start", f"--address={address}", "--num-cpus=1")
+        yield folder, marks
+    finally:
+        for mark in marks:
+            end(mark)
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def end(mark: str) -> None:
+    for process in psutil.process_iter():
+        try:
+            if process.environ().get(MARK) == mark:
+                process.kill()
+        except psutil.Error:
+            continue
+
+
+@pytest.mark.ray
+@pytest.mark.slow
+def test_a_cluster_of_two_nodes(
+    cluster: tuple[str, list[str]], tmp_path: Path, through: dict[str, np.ndarray]
+) -> None:
+    folder, _ = cluster
+    run = tmp_path / "r"
+    env = {"RAY_TMPDIR": folder, "RAY_ADDRESS": "auto"}
+    with begin(tmp_path, "--nodes", "2", "--restarts", "1", **env) as running:
+        (tmp_path / "slow").unlink()
+        result = running.wait()
+        assert result.status == 0, result.all
+    assert not unequal(weights(run), through)
+    result = paceline("train", *WORDS, "--ranks", "3", "--launcher", "ray", at=tmp_path, **RAY | env)
+    assert "--ranks 3 take as many CPUs of the Ray cluster, and it has 2: use --ranks 2" in result.err, (
+        result.all
+    )
+
+
+@pytest.mark.ray
+@pytest.mark.slow
+def test_a_node_that_is_lost(
+    cluster: tuple[str, list[str]], tmp_path: Path, through: dict[str, np.ndarray]
+) -> None:
+    folder, marks = cluster
+    run = tmp_path / "r"
+    with begin(tmp_path, "--restarts", "1", RAY_TMPDIR=folder, RAY_ADDRESS="auto") as running:
+        until_saved(running, run)
+        end(marks[1])
+        result = running.wait()
+        assert result.status == 2, result.all
+        running.until_all_ended()
+    told, cause, *_ = result.err.splitlines()
+    assert (
+        told
+        == "paceline: not started again: --ranks 2 take as many CPUs of the Ray cluster, and it has 1: use --ranks 1"
+    ), result.all
+    assert cause.startswith("paceline: rank 1 was lost with its node, after step"), result.all
+    resumed = succeed(
+        "resume", "r", "--ranks", "1", at=tmp_path, **RAY | {"RAY_TMPDIR": folder, "RAY_ADDRESS": "auto"}
+    )
+    assert resumed.err == ""
+    assert of_kind(run, Ended)[-1].reason == "done"
+
+
+# What needs no Ray
+
+
+def test_ranks_of_a_node_are_neighbours_and_see_its_gpus() -> None:
+    given = [
+        ActorPlacement("a", ("2",)),
+        ActorPlacement("b", ("0",)),
+        ActorPlacement("a", ("0",)),
+        ActorPlacement("b", ("1",)),
+    ]
+    order = side_by_side(given, here="b")
+    assert order == [(1, ["0", "1"]), (3, ["0", "1"]), (0, ["2", "0"]), (2, ["2", "0"])]
+    told = environments([given[at].node for at, _ in order], "10.0.0.1", 1234, "digits", 2)
+    worlds = [world(environ) for environ in told]
+    assert [(who.rank, who.local_rank, who.local_size) for who in worlds] == [
+        (0, 0, 2),
+        (1, 1, 2),
+        (2, 0, 2),
+        (3, 1, 2),
+    ]
+    assert {(who.size, who.address, who.restart) for who in worlds} == {(4, "10.0.0.1:1234", 2)}
+
+
+def test_without_ray_it_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launchers.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(
+        LaunchError, match=r'--launcher ray needs Ray, which is not installed: pip install "paceline\[ray\]"'
+    ):
+        launchers.starter(Launch(launcher="ray")).check(Launch(launcher="ray"))

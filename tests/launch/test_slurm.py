@@ -1,0 +1,559 @@
+"""Jobs in a real Slurm of two nodes: queued, started on both, told to save, queued again, cancelled, refused."""
+
+import json
+import os
+import re
+import shutil
+import stat
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from command import (
+    PACELINE,
+    Result,
+    environment,
+    happened,
+    imports,
+    of_kind,
+    paceline,
+    slow_down,
+    start,
+    steps_done,
+    succeed,
+    weights,
+    write_task,
+)
+from paceline.events import Ended, Started, Step
+from pages import blocks
+from slurm import PATH, Slurm, cluster, until
+
+ASKED = (
+    "--steps",
+    "24",
+    "--batch",
+    "24",
+    "--set",
+    "dropout=0.0",
+    "--precision",
+    "fp64",
+    "--device",
+    "cpu",
+    "--no-profile",
+)
+
+
+@pytest.fixture(scope="module")
+def there(tmp_path_factory):
+    with cluster(tmp_path_factory.mktemp("slurm")) as slurm:
+        yield slurm
+
+
+def submit(slurm: Slurm, folder: Path, *words: str, **env: str) -> str:
+    """The number of the job."""
+    write_task(folder)
+    env = environment(
+        OMP_NUM_THREADS="1", **(slurm.env | env)
+    )  # without the mark of a command, which would be the job's, too
+    command = [*PACELINE, "submit", "my.py:Regression", *ASKED, *words]
+    done = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=60)
+    found = re.fullmatch(r"\S+: job (\d+)\n", done.stdout)
+    assert found, done.stdout + done.stderr
+    return found[1]
+
+
+def queue(slurm: Slurm) -> str:
+    return slurm.run("squeue", "-h", "-o", "%i %T")
+
+
+@pytest.mark.slurm
+@pytest.mark.parametrize("ranks_per_node", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_a_job_is_told_to_save_and_goes_on_where_it_was(ranks_per_node, there, tmp_path):
+    """On two nodes; the same training as one process, to the last step that was asked for and no further."""
+    slow, run = slow_down(tmp_path / "slow", 0.05 * ranks_per_node), tmp_path / "runs/a"
+    words = (
+        "--nodes",
+        "2",
+        "--ranks-per-node",
+        str(ranks_per_node),
+        "--time",
+        "00:10:00",
+        "--plan",
+        "zero1",
+        "--run-dir",
+        "runs/a",
+    )
+    job = submit(there, tmp_path, *words, SLOW=str(slow))
+    assert "; nothing has happened yet\n" in succeed("status", "runs/a", at=tmp_path, **there.env).out
+    until(lambda: steps_done(run) >= 3, "at step 3", run)
+    now = succeed("status", "runs/a", at=tmp_path, **there.env)
+    assert re.fullmatch(
+        rf"runs/a: job {job} RUNNING on n\[1-2\], 00:\d\d:\d\d of 00:10:00; step \d+ of 24, loss \d\.\d+, [\d.]+ samples/s\n",
+        now.out,
+    )
+    there.run(
+        "scancel", "--signal=USR1", "--batch", job
+    )  # what --signal=B:USR1@120 does before the end of its time
+    there.until_state(job, "PENDING")
+    [stopped] = of_kind(run, Ended)
+    assert stopped.reason == "stopped"
+    assert 3 <= stopped.step < 24
+    slow_down(slow, 0.0)
+    there.until_state(job, "COMPLETED", timeout_s=120)
+    assert [start.step for start in of_kind(run, Started)] == [0, stopped.step]
+    assert [event.step for event in of_kind(run, Step)] == [*range(1, 25)], "no step twice, none left out"
+    assert of_kind(run, Ended)[-1].reason == "done"
+    assert (
+        f"job {job} is queued again"
+        in succeed("logs", "runs/a", at=tmp_path, program=PACELINE, **there.env).out
+    )
+    assert not [path for path in run.iterdir() if path.name.startswith(".")], (
+        "no note of a meeting place is left"
+    )
+    succeed("train", "my.py:Regression", *ASKED, "--run-dir", "alone", at=tmp_path)
+    assert [each.loss for each in of_kind(run, Step)] == pytest.approx(
+        [each.loss for each in of_kind(tmp_path / "alone", Step)], rel=1e-10
+    )
+
+    if ranks_per_node == 1:
+        return
+    # By hand, on other nodes, when there is nothing left to do.
+    before = happened(run)
+    again = there.run("sbatch", "--parsable", "--nodes=1", "--ntasks-per-node=1", str(run / "job.sh")).strip()
+    there.until_state(again, "COMPLETED")
+    assert happened(run) == before
+    said = succeed("status", "runs/a", at=tmp_path, **there.env).out
+    assert said.startswith(f"runs/a: job {again} COMPLETED; done at step 24, loss ")
+
+
+def assert_asked_once(at: Path, there: Slurm, *runs: tuple[str, str, str]) -> None:
+    """Status of several runs asks Slurm one question. `runs`: name, job and state."""
+    (at / "bin").mkdir()
+    scontrol = shutil.which("scontrol", path=there.env.get("PATH"))
+    (at / "bin/scontrol").write_text(f'#!/bin/sh\necho "$@" >> {at}/asked\nexec {scontrol} "$@"\n')
+    (at / "bin/scontrol").chmod(0o755)
+    path = f"{at}/bin:{there.env.get('PATH', os.environ['PATH'])}"
+    said = succeed("status", at=at, **there.env | {"PATH": path}).out
+    for name, job, state in runs:
+        assert re.search(rf"^runs/{name}: job {job} {state}", said, re.MULTILINE), said
+    assert len((at / "asked").read_text().splitlines()) == 1
+
+
+@pytest.mark.slurm
+def test_a_job_is_cancelled(there, tmp_path):
+    """One that runs saves first; one that waits is taken from the queue."""
+    slow, run = slow_down(tmp_path / "slow", 0.02), tmp_path / "runs/a"
+    job = submit(there, tmp_path, "--time", "10", "--run-dir", "runs/a", SLOW=str(slow))
+    waiting = submit(there, tmp_path, "--nodes", "2", "--ranks-per-node", "4", "--run-dir", "runs/b")
+    until(lambda: steps_done(run) >= 2, "at step 2", run)
+    assert re.match(
+        rf"runs/b: job {waiting} PENDING", succeed("status", "runs/b", at=tmp_path, **there.env).out
+    )
+    assert_asked_once(tmp_path, there, ("a", job, "RUNNING"), ("b", waiting, "PENDING"))
+    for name, number in (("b", waiting), ("a", job)):
+        said = succeed("cancel", f"runs/{name}", at=tmp_path, **there.env).out
+        assert said == f"runs/{name}: job {number} is cancelled; go on with: sbatch runs/{name}/job.sh\n"
+    there.until_state(job, "CANCELLED")
+    until(lambda: of_kind(run, Ended) != [], "ended", run)
+    there.until_state(waiting, "CANCELLED")
+    [ended] = of_kind(run, Ended)
+    assert ended.reason == "stopped"
+    assert weights(run, ended.step)
+    assert "queued again" not in (run / f"slurm-{job}.out").read_text()
+    twice = paceline("cancel", "runs/a", at=tmp_path, **there.env)
+    assert twice.status == 2
+    assert (
+        twice.err
+        == f"paceline: runs/a is not running: stopped at step {ended.step}; go on with: paceline resume runs/a\n"
+    )
+    assert paceline("logs", "runs/b", at=tmp_path, **there.env).err == (
+        f"paceline: runs/b has said nothing yet: job {waiting} has not begun (paceline status runs/b)\n"
+    )
+
+
+@pytest.mark.slurm
+@pytest.mark.slow
+def test_in_an_allocation_train_starts_on_all_of_its_nodes(there, tmp_path):
+    write_task(tmp_path)
+    inside = ("salloc", "--quiet", "--nodes=2", "--ntasks-per-node=1", *PACELINE)
+    words = (
+        "train",
+        "my.py:Regression",
+        *ASKED,
+        "--nodes",
+        "2",
+        "--ranks-per-node",
+        "1",
+        "--plan",
+        "zero3",
+        "--run-dir",
+        "r",
+    )
+    with start(
+        *words,
+        at=tmp_path,
+        program=inside,
+        OMP_NUM_THREADS="1",
+        SLOW=str(slow_down(tmp_path / "slow", 0.01)),
+        **there.env,
+    ) as running:
+        running.until_step(tmp_path / "r", 2)
+        process = next(
+            found
+            for found in running.left()
+            if "train" in found.cmdline() and "salloc" not in found.cmdline()
+        )
+        process.terminate()
+        result = running.wait()
+    assert result.status == 75, result.all
+    assert (of_kind(tmp_path / "r", Started)[0].ranks, of_kind(tmp_path / "r", Ended)[-1].reason) == (
+        2,
+        "stopped",
+    )
+
+
+@pytest.mark.slurm
+def test_an_allocation_that_has_too_few_nodes(there, tmp_path):
+    write_task(tmp_path)
+    inside = ("salloc", "--quiet", "--nodes=1", *PACELINE)
+    result = paceline("train", "my.py:Regression", "--nodes", "2", at=tmp_path, program=inside, **there.env)
+    assert result.status == 2
+    assert re.search(
+        r"^paceline: --nodes 2, but Slurm's job \d+ has 1 \(n1\): use --nodes 1$", result.err, re.M
+    ), result.all
+    assert not (tmp_path / "runs").exists()
+
+
+ARRAY = """#!/bin/sh
+#SBATCH --array=0-1
+#SBATCH --nodes=2
+#SBATCH --ntasks-per-node=1
+#SBATCH --output=array-%a.out
+srun "$@"
+"""
+
+
+@pytest.mark.slurm
+@pytest.mark.slow
+def test_trainings_of_a_job_array_do_not_meet_each_other(there, tmp_path):
+    """On the same nodes at the same time: no ports, notes or folders in common, though nobody named any."""
+    write_task(tmp_path)
+    (tmp_path / "array.sh").write_text(ARRAY)
+    env = environment(OMP_NUM_THREADS="1", SLOW=str(slow_down(tmp_path / "slow", 0.01)), **there.env)
+    words = ["sbatch", "--parsable", "array.sh", *PACELINE, "train", "my.py:Regression", *ASKED]
+    job = subprocess.run(
+        words, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=60, check=True
+    ).stdout.strip()
+    for index in range(2):
+        there.until_state(f"{job}_{index}", "COMPLETED", timeout_s=120)
+    runs = list((tmp_path / "runs").iterdir())
+    assert len(runs) == 2, runs
+    first, second = ([step.loss for step in of_kind(run, Step)] for run in runs)
+    assert first == second
+    assert len(first) == 24
+    begins, ends = ([happened(run)[at].time for run in runs] for at in (0, -1))
+    assert max(begins) < min(ends), "they trained side by side"
+
+
+@pytest.mark.slurm
+@pytest.mark.slow
+def test_ranks_that_fail_say_why_once(there, tmp_path):
+    job = submit(
+        there, tmp_path, "--nodes", "2", "--ranks-per-node", "2", "--set", "widht=3", "--run-dir", "r"
+    )
+    there.until_state(job, "FAILED")
+    log = (tmp_path / f"r/slurm-{job}.out").read_text()
+    assert log.count("has no field widht; did you mean width?") == 1, log
+    assert "Traceback" not in log
+
+
+@pytest.mark.slurm
+@pytest.mark.slow
+def test_a_container_and_a_folder_that_is_staged_in(there, tmp_path):
+    """apptainer is played by a script which, like -e, begins with no variables but those that are passed inside."""
+    image, stage = tmp_path / "bin/apptainer", tmp_path / "data.tar"
+    image.parent.mkdir()
+    image.write_text(
+        '#!/bin/bash\nwhile [ "$1" != image.sif ]; do shift; done; shift\n'
+        'for name in ${!APPTAINERENV_*}; do inside+=("${name#APPTAINERENV_}=${!name}"); done\n'
+        f'[ "$1" = python ] && shift\nexec env -i PATH="$PATH" PYTHONPATH="$PYTHONPATH" "${{inside[@]}}" {sys.executable} "$@"\n'
+    )
+    image.chmod(image.stat().st_mode | stat.S_IXUSR)
+    (tmp_path / "hello").write_text("hello")
+    os.system(f"tar -C {tmp_path} -cf {stage} hello")
+    (tmp_path / "site.toml").write_text(
+        f'container = "image.sif"\nscratch = "{tmp_path}/$SLURMD_NODENAME"\nstage_in = "{stage}"\n[environment]\nOMP_NUM_THREADS = "1"\n'
+    )
+    path = f"{image.parent}:{PATH}"
+    job = submit(there, tmp_path, "--nodes", "2", "--ranks-per-node", "1", "--run-dir", "r", PATH=path)
+    there.until_state(job, "COMPLETED", "FAILED", timeout_s=120)
+    assert of_kind(tmp_path / "r", Ended), next((tmp_path / "r").glob("slurm-*")).read_text()
+    assert of_kind(tmp_path / "r", Started)[0].ranks == 2
+    assert [(tmp_path / node / "hello").read_text() for node in ("n1", "n2")] == ["hello", "hello"]
+
+
+# What is known before a job is queued
+
+
+def preflight(folder: Path, *words: str, **env: str) -> tuple[Result, dict[str, list[str]]]:
+    """How it ended, and by check what was said, each begun by its verdict."""
+    result = paceline(
+        "preflight", "my.py:Regression", *ASKED, *words, "--json", "found.json", at=folder, **env
+    )
+    found: dict[str, list[str]] = {}
+    for one in json.loads((folder / "found.json").read_text()):
+        found.setdefault(one["check"], []).append(f"{one['verdict']}: {one['message']}")
+    return result, found
+
+
+@pytest.mark.slurm
+def test_preflight_asks_slurm_and_queues_nothing(there, tmp_path):
+    write_task(tmp_path)
+    (tmp_path / "site.toml").write_text('partition = "short"\n')
+    words = ("--nodes", "2", "--ranks-per-node", "2", "--precision", "fp32")
+    result, found = preflight(tmp_path, *words, "--time", "00:20:00", SBATCH_QOS="long", **there.env)
+    assert result.status == 0, result.all
+    taken, overridden = found["slurm"]
+    assert re.match(
+        r"passes: Slurm would take it: Job \d+ to start at \S+ using 4 processors on nodes n\[1-2\] in partition short$",
+        taken,
+    )
+    assert overridden.startswith(
+        "warns: SBATCH_QOS=long wins over a job script that says no qos; unset SBATCH_QOS, or "
+    )
+    (time,) = found["time"]
+    assert re.match(r"passes: .* predicted .*: 30 s to start, 24 steps of .*; 00:20:00 asked$", time)
+    _, found = preflight(tmp_path, *words, **there.env)
+    assert found["time"][0].endswith("; 00:30:00 is the limit of the partition")
+    assert queue(there) == ""
+    assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.slurm
+@pytest.mark.parametrize(
+    ("site", "words", "said"),
+    [
+        (
+            'partition = "shrt"',
+            (),
+            "fails: Slurm: Invalid partition name specified: shrt; did you mean short?",
+        ),
+        (
+            "",
+            ("--ranks-per-node", "9", "--batch", "72"),
+            "fails: sbatch: allocation failure: Requested node configuration is not available",
+        ),
+    ],
+)
+def test_preflight_says_what_slurm_would_refuse(site, words, said, there, tmp_path):
+    write_task(tmp_path)
+    (tmp_path / "site.toml").write_text(site)
+    result, found = preflight(tmp_path, *words, **there.env)
+    assert result.status == 2
+    assert found["slurm"] == [said]
+    assert {check for check, lines in found.items() if any(line.startswith("fails") for line in lines)} == {
+        "slurm"
+    }
+
+
+# The page in docs/
+
+PAGE = blocks("docs/slurm.md")
+
+
+def commands(name: str, there: Slurm, folder: Path) -> None:
+    (folder / "site.toml").write_text(PAGE["site.toml"])
+    env = environment(OMP_NUM_THREADS="1", **there.env | {"PATH": f"{Path(sys.executable).parent}:{PATH}"})
+    for line in PAGE[name].splitlines():
+        command = line.partition("#")[0].strip()
+        if command.startswith("paceline logs"):
+            until(lambda: [*(folder / "runs/a").glob("slurm-*.out")] != [], "begun", folder / "runs/a")
+        done = subprocess.run(
+            ["bash", "-c", command], cwd=folder, capture_output=True, text=True, env=env, timeout=100
+        )
+        assert done.returncode == 0, f"{command}\n{done.stdout}\n{done.stderr}"
+
+
+@pytest.mark.slurm
+def test_the_page(there, tmp_path):
+    commands("commands", there, tmp_path)
+    there.run("scancel", "--user=root")
+    until(lambda: queue(there) == "", "out of the queue", tmp_path / "runs/a")
+    assert "#SBATCH --comment=paceline\n" in (tmp_path / "runs/a/job.sh").read_text()
+
+
+@pytest.mark.slurm
+@pytest.mark.slow
+def test_the_page_in_an_allocation(there, tmp_path):
+    commands("allocation", there, tmp_path)
+    assert [of_kind(run, Started)[0].ranks for run in (tmp_path / "runs").iterdir()] == [2, 2]
+
+
+# What is refused: one sentence, and nothing is left
+
+
+def refused(result: Result, folder: Path, said: str) -> None:
+    assert result.status == 2, result.all
+    assert result.err == f"paceline: {said}\n"
+    assert not [*folder.glob("runs/*")]
+
+
+@pytest.mark.slurm
+@pytest.mark.parametrize(
+    ("site", "words", "said"),
+    [
+        ('partition = "shrt"', (), "Slurm: Invalid partition name specified: shrt; did you mean short?"),
+        (
+            'partition = "short"',
+            ("--time", "02:00:00"),
+            "Slurm: PartitionTimeLimit: --time 02:00:00 is over the limit of partition short, 00:30:00",
+        ),
+        ("", ("--nodes", "4"), "Slurm: PartitionNodeLimit: --nodes 4, but partition debug has 2"),
+        (
+            "",
+            ("--ranks-per-node", "9", "--batch", "72"),
+            "Slurm would keep the job waiting: PartitionConfig; it was cancelled",
+        ),
+        (
+            'partition = "closed"\naccount = "sports"',
+            (),
+            "Slurm would keep the job waiting: Job's account not known, so it can't use this partition (closed allows physics); "
+            "it was cancelled",
+        ),
+        ('sbatch = ["--mem=x"]', (), "sbatch: Invalid --mem specification"),
+        (
+            "notice_s = 900",
+            ("--time", "10"),
+            "--time 10 leaves no room for notice_s=900, the seconds in which to save before its end",
+        ),
+    ],
+)
+def test_what_slurm_refuses(site, words, said, there, tmp_path):
+    (tmp_path / "site.toml").write_text(site)
+    before = queue(there)
+    refused(paceline("submit", "digits", *words, at=tmp_path, **there.env), tmp_path, said)
+    assert queue(there) == before
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("digits", "--site", "no.toml"), "cannot read no.toml: No such file or directory"),
+        (
+            ("digits", "--nodes", "2", "--ranks", "3"),
+            "3 ranks cannot be spread alike over 2 nodes: use --ranks 4",
+        ),
+        (("digits", "--nodes", "2", "--ranks", "3", "--ranks-per-node", "2"), None),
+        (
+            ("digits", "--nodes", "3"),
+            "batch 64 is not divisible by ranks × microbatches = 3 × 1 = 3: use --batch 66 or 63",
+        ),
+        (
+            ("digits", "--nodes", "2:4"),
+            "--nodes 2:4 goes on with fewer nodes by starting the ranks again; say how often at most: --restarts 3",
+        ),
+        (
+            ("digits", "--nodes", "4:2", "--restarts", "1"),
+            "--nodes 4:2: the least number of nodes comes first, 2:4",
+        ),
+        (("digits", "--nodes", "two"), "--nodes 'two' is no number of nodes; write 4, or 2:4 for at least 2"),
+        (("digts",), None),
+        (("nowhere.py:Net",), "there is no file nowhere.py; there is my.py"),
+        (("my.py:Regresion",), "there is no Regresion in my.py; did you mean Regression?"),
+        (("digits", "--time", "two hours"), None),
+    ],
+)
+def test_what_cannot_be_submitted(words, said, tmp_path):
+    """Before Slurm is asked for anything."""
+    write_task(tmp_path)
+    result = paceline("submit", *words, at=tmp_path)
+    refused(
+        result,
+        tmp_path,
+        said if said is not None else result.err.removeprefix("paceline: ").removesuffix("\n"),
+    )
+    assert result.err.count("\n") == 1
+
+
+def test_there_is_no_slurm(tmp_path):
+    there = {"PATH": str(tmp_path)}
+    said = "there is no sbatch on PATH: submit where Slurm is, or train here with paceline train; --dry-run shows the script"
+    refused(paceline("submit", "digits", at=tmp_path, **there), tmp_path, said)
+    result = paceline("train", "digits", "--nodes", "2", at=tmp_path)
+    assert "--nodes 2 is for a Slurm allocation, and this is none" in result.err
+    assert result.status == 2
+
+
+def test_a_dry_run_prints_the_script_and_leaves_nothing(tmp_path):
+    words = (
+        "submit",
+        "digits",
+        "--nodes",
+        "2",
+        "--ranks-per-node",
+        "4",
+        "--time",
+        "1:00:00",
+        "--run-dir",
+        "runs/a",
+        "--dry-run",
+    )
+    script = succeed(*words, at=tmp_path).out
+    assert script.startswith(
+        "#!/bin/bash\n#SBATCH --job-name=a\n#SBATCH --nodes=2\n#SBATCH --ntasks-per-node=4\n#SBATCH --time=1:00:00\n"
+    )
+    assert not [*tmp_path.iterdir()]
+
+
+@pytest.mark.parametrize(
+    "words", [("submit", "my.py:Regression", "--dry-run"), ("status", "r"), ("cancel", "r")]
+)
+def test_they_do_not_wait_for_torch(words, tmp_path):
+    write_task(tmp_path)
+    succeed("train", "my.py:Regression", "--steps", "1", "--device", "cpu", "--run-dir", "r", at=tmp_path)
+    _, imported = imports(*words, at=tmp_path)
+    assert f"paceline.cli.{words[0]}" in imported
+    assert not {name for name in imported if name.partition(".")[0] in ("torch", "numpy", "tensorboard")}
+
+
+# Here, without Slurm
+
+
+def test_a_training_on_this_machine_is_seen_and_cancelled(tmp_path):
+    write_task(tmp_path)
+    slow = slow_down(tmp_path / "slow", 0.02)
+    assert paceline("status", at=tmp_path).err == "paceline: there is no run in runs/; say which folder\n"
+    with start(
+        "train",
+        "my.py:Regression",
+        *ASKED,
+        "--ranks",
+        "1",
+        "--run-dir",
+        "runs/a",
+        at=tmp_path,
+        SLOW=str(slow),
+    ) as running:
+        running.until_step(tmp_path / "runs/a", 2)
+        assert re.fullmatch(
+            r"runs/a: running, step \d+ of 24, loss \d\.\d+, [\d.]+( k)? samples/s\n",
+            succeed("status", at=tmp_path).out,
+        )
+        assert re.fullmatch(
+            r"runs/a: process \d+ on \S+ was told to save and stop; go on with: paceline resume runs/a\n",
+            succeed("cancel", "runs/a", at=tmp_path).out,
+        )
+        assert running.wait().status == 75
+    assert re.match(r"runs/a: stopped at step \d+; go on with", succeed("status", "runs/a", at=tmp_path).out)
+    said = succeed("logs", "runs/a", at=tmp_path, program=PACELINE).out
+    assert re.search(r"step \d+  stopped", said), said
+    assert paceline("cancel", "runs/a", at=tmp_path).status == 2
+    (tmp_path / "runs/a/ranks").mkdir(exist_ok=True)
+    (tmp_path / "runs/a/ranks/1.restart-2.log").write_text("rank 1 said this\n")
+    assert (
+        "runs/a has no log of rank 7; there is 1"
+        in paceline("logs", "runs/a", "--rank", "7", at=tmp_path).err
+    )
+    assert succeed("logs", "runs/a", "--rank", "1", at=tmp_path, program=PACELINE).out == "rank 1 said this\n"

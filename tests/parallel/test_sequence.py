@@ -1,0 +1,400 @@
+"""Activations between split layers are split too, where it can be shown to be right; and what is dropped of parts, is dropped apart."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import models
+from faults import replaced
+from harness import Trained, differences, ranks, trained, training
+from paceline import Layout, Spec, Task
+from paceline.data.fake import example, is_imagined
+from paceline.parallel.tensor import apply as tensor
+from paceline.parallel.tensor import rng, sequence_comm
+from paceline.parallel.tensor.apply import Splits, find_splits
+from paceline.parallel.tensor.find_sequence_parallel import NotFound
+from paceline.plan.plan import parse
+from paceline.spec import Optimizer
+from paceline.training.dry_run.dry_run import comm_volume
+from paceline.training.init.deferred_init import record
+from volumes import check, wanted
+
+SPEC = Spec(
+    batch=8, steps=3, precision="fp64", optimizer=Optimizer(name="sgd", lr=0.05, clip=0.5, weight_decay=0.1)
+)
+
+
+class Block(nn.Module):
+    def __init__(self, drop: float = 0.0):
+        super().__init__()
+        self.norm1, self.norm2 = nn.LayerNorm(16), nn.RMSNorm(16)
+        self.q, self.k, self.v, self.o = (nn.Linear(16, 16) for _ in range(4))
+        self.up, self.down = nn.Linear(16, 32), nn.Linear(32, 16)
+        self.drop1, self.drop2, self.inner = (
+            nn.Dropout(drop),
+            nn.Dropout(drop),
+            nn.Sequential(nn.Tanh(), nn.Dropout(drop)),
+        )
+        self.attention = Attention(drop)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.norm1(x)
+        x = x + self.drop1(self.o(self.attention(self.q(y), self.k(y), self.v(y))))
+        return x + self.drop2(self.down(self.inner(self.up(self.norm2(x)))))
+
+
+class Attention(nn.Module):
+    def __init__(self, drop: float):
+        super().__init__()
+        self.rate = drop
+
+    def forward(self, *qkv: Tensor) -> Tensor:
+        q, k, v = (part.unflatten(-1, (-1, 4)).transpose(1, 2) for part in qkv)
+        mixed = F.scaled_dot_product_attention(
+            q, k, v, is_causal=True, dropout_p=self.rate if self.training else 0.0
+        )
+        return mixed.transpose(1, 2).flatten(2)
+
+
+class TakesMean(Block):
+    """A position sees the others outside of attention, and a sample the other samples."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) - x.mean((0, 1), keepdim=True)
+
+
+class GoesBySize(Block):
+    """Runs on parts as well, with other numbers."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) / (x.shape[0] * x.shape[1])
+
+
+class SharesNorm(Block):
+    """One norm for what is split and what is not: no sum of its gradients would be right."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * self.norm2(x.new_ones(16))
+
+
+class Numbers(Block):
+    """A learned number for each position: samples can be split, positions cannot."""
+
+    def __init__(self, drop: float = 0.0):
+        super().__init__(drop)
+        self.places = nn.Parameter(torch.zeros(6, 16))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x + self.places)
+
+
+class Net(nn.Module):
+    def __init__(self, kind: str, drop: float):
+        super().__init__()
+        self.token, self.place = nn.Embedding(12, 16), nn.Parameter(torch.randn(6, 16))
+        self.first = nn.Dropout(drop)
+        self.blocks = nn.ModuleList([globals()[kind](drop) for _ in range(2)])
+        self.norm, self.head = nn.LayerNorm(16), nn.Linear(16, 12)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.first(self.token(tokens) + self.place[: tokens.shape[1]])
+        for block in self.blocks:
+            x = block(x)
+        return self.head(self.norm(x))
+
+
+class Words(models.Text):
+    kind: str = "Block"
+    drop: float = 0.0
+
+    def model(self) -> nn.Module:
+        return Net(self.kind, self.drop)
+
+    def dataset(self, split: str) -> models.Rows | None:
+        return (
+            models.Rows(tokens=models.chosen(12, 29, 7), mask=torch.ones(29, 6)) if split == "train" else None
+        )
+
+    def layout(self) -> Layout:
+        return Layout(blocks=("blocks",))
+
+
+def splits_of(task: Task, plan: str) -> Splits:
+    model, _, _ = record(task.model, 0)
+    laid = parse(plan).on(parse(plan).tp * parse(plan).pp * parse(plan).cp)
+    return find_splits(model, task, example(SPEC, task, laid), laid)
+
+
+def test_what_is_found() -> None:
+    between = splits_of(Words(), "tp=2").between
+    assert between is not None
+    assert between.dim == 0
+    assert list(between.blocks) == ["blocks.0", "blocks.1"]
+    assert between.gathers == {f"blocks.{at}.{norm}" for at in (0, 1) for norm in ("norm1", "norm2")}
+    assert between.exits == {f"blocks.{at}.{row}" for at in (0, 1) for row in ("o", "down")}
+    assert between.partial == {
+        f"blocks.{at}.{small}"
+        for at in (0, 1)
+        for small in ("norm1.weight", "norm1.bias", "norm2.weight", "o.bias", "down.bias")
+    }
+
+
+@pytest.mark.parametrize(
+    ("kind", "plan", "dim"),
+    [
+        ("Block", "tp=2,microbatches=4", 0),
+        ("Block", "tp=2,microbatches=8", 1),
+        ("Block", "tp=4,microbatches=8", None),  # of one sample, of six positions
+        ("Numbers", "tp=2", 0),
+        ("Numbers", "tp=2,microbatches=8", None),
+        ("TakesMean", "tp=2", None),
+        ("GoesBySize", "tp=2", None),
+        ("SharesNorm", "tp=2", None),
+        ("Block", "cp=2,tp=2", None),
+    ],
+)
+def test_what_can_be_split(kind: str, plan: str, dim: int | None) -> None:
+    found = splits_of(Words(kind=kind), plan)
+    assert (found.between.dim if found.between is not None else None) == dim
+    said = [note for note in found.notes if "activations between split layers are whole" in note]
+    assert bool(said) == (dim is None and "cp" not in plan)
+
+
+def test_it_says_why() -> None:
+    assert (
+        splits_of(Words(kind="TakesMean"), "tp=2").notes[-1].endswith("because of aten.mean.dim in blocks.0")
+    )
+    assert (
+        splits_of(Words(kind="GoesBySize"), "tp=2")
+        .notes[-1]
+        .endswith("because of aten.div.Tensor, which goes by their sizes")
+    )
+    assert splits_of(Words(), "tp=4,microbatches=8").notes[-1].endswith("because of their shape (1, 6, 16)")
+
+
+def whole(*args: Any) -> None:
+    raise NotFound
+
+
+FEW = [(2, "tp=2", "Block"), (2, "tp=2,microbatches=8,recompute=full", "Block")]
+MANY = [
+    (2, "tp=2", "Numbers"),
+    (2, "tp=2", "TakesMean"),
+    (2, "tp=2", "SharesNorm"),
+    (2, "tp=2", "GoesBySize"),
+    (4, "tp=4", "Block"),
+    (4, "tp=2,microbatches=4", "Block"),
+    (4, "tp=2,zero=2,recompute=selective", "Block"),
+    (4, "tp=2,zero=3,microbatches=4", "Block"),
+    (4, "tp=2,pp=2,microbatches=4", "Block"),
+    (4, "tp=2,pp=2,microbatches=8,pp_schedule=1f1b,recompute=full", "Block"),
+    (4, "tp=2,pp=2,microbatches=4,pp_schedule=zbv", "Block"),
+    (4, "tp=2,cp=2", "Block"),
+]
+
+
+@pytest.mark.parametrize(
+    ("size", "plan", "kind"), [*FEW, *(pytest.param(*case, marks=pytest.mark.slow) for case in MANY)]
+)
+def test_the_training_is_that_of_one_process(size: int, plan: str, kind: str) -> None:
+    task = Words(kind=kind)
+    assert not differences(trained(size, task, SPEC, plan), trained(1, task, SPEC), 1e-11)
+
+
+def without_sums(task: Task, plan: str) -> Trained:
+    with replaced(tensor, "sum_partial", lambda original: lambda *arguments: None):
+        return training(task, SPEC, plan)
+
+
+def with_own_gradients(task: Task, plan: str) -> Trained:
+    """What enters split layers is gathered, and the gradient is that of one rank."""
+    with replaced(
+        sequence_comm.SequenceCollectives,
+        "reduce_scatter",
+        lambda original: sequence_comm.SequenceCollectives.own,
+    ):
+        return training(task, SPEC, plan)
+
+
+@pytest.mark.parametrize("fault", [without_sums, with_own_gradients])
+def test_a_sum_that_is_left_out_is_caught(fault: Callable[..., Trained]) -> None:
+    assert differences(ranks(2)(fault, Words(), "tp=2")[0], trained(1, Words(), SPEC), 1e-4)
+
+
+def pieces(length: int, dim: int) -> bool:
+    """Forward and backward along a dimension that the ranks need not divide."""
+    group = dist.group.WORLD
+    assert group is not None
+    rank, size = dist.get_rank(), dist.get_world_size()
+    shape = [3, 3]
+    shape[dim] = length
+    drawn = torch.randn(size, *shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    grads = torch.randn(size, *shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    step = -(-length // size)
+    own = slice(min(rank * step, length), min((rank + 1) * step, length))
+    at = (own, slice(None)) if dim == 0 else (slice(None), own)
+    same = []
+
+    def check(
+        change: Callable[[Tensor], Tensor],
+        given: Tensor,
+        expected: Tensor,
+        grad: Tensor,
+        expected_grad: Tensor,
+    ) -> None:
+        given = given.clone().requires_grad_()
+        found = change(given)
+        found.backward(grad)
+        assert given.grad is not None
+        same.append(torch.allclose(found, expected) and torch.allclose(given.grad, expected_grad))
+
+    cut = sequence_comm.SequenceCollectives(group, dim)
+    check(cut.cut, drawn[0], drawn[0][at], grads[0][at], grads[0])
+    check(cut.gather, drawn[0][at], drawn[0], grads[0], grads[0][at])
+    check(cut.enter, drawn[0][at], drawn[0], grads[rank], grads.sum(0)[at])
+    check(cut.add, drawn[rank], drawn.sum(0)[at], grads[0][at], grads[0])
+    return all(same)
+
+
+@pytest.mark.parametrize(("length", "dim"), [(4, 0), (4, 1), (5, 0), (5, 1), (1, 0)])
+def test_pieces(length: int, dim: int) -> None:
+    assert ranks(2)(pieces, length, dim) == [True] * 2
+
+
+def saved_bytes(between: bool) -> tuple[int, int]:
+    """What autograd keeps of a forward pass on this rank, but for parameters: of what lies between split layers, and of all."""
+    kept: dict[int, tuple[int, bool]] = {}
+    running: list[nn.Module] = []
+
+    def keep(saved: Tensor) -> Tensor:
+        if (
+            not is_imagined(saved)
+            and not saved.is_leaf
+            and any(isinstance(module, Block) for module in running)
+        ):
+            is_between = isinstance(running[-1], (Block, nn.LayerNorm, nn.RMSNorm))
+            kept.setdefault(
+                saved.untyped_storage().data_ptr(), (saved.untyped_storage().nbytes(), is_between)
+            )
+        return saved
+
+    hooks = [
+        nn.modules.module.register_module_forward_pre_hook(lambda module, args: running.append(module)),
+        nn.modules.module.register_module_forward_hook(
+            lambda module, args, output: running.pop() and None, always_call=True
+        ),
+    ]
+    once = SPEC.model_copy(update={"steps": 1})
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda saved: saved):
+        if between:
+            training(Words(), once, "tp=2")
+        else:
+            with replaced(tensor, "find_between", lambda original: whole):
+                training(Words(), once, "tp=2")
+    for hook in hooks:
+        hook.remove()
+    return sum(size for size, is_between in kept.values() if is_between), sum(
+        size for size, _ in kept.values()
+    )
+
+
+def test_each_rank_keeps_a_part_of_the_activations() -> None:
+    for (split, all_split), (full, all_full) in zip(
+        ranks(2)(saved_bytes, True), ranks(2)(saved_bytes, False), strict=True
+    ):
+        assert 2 * split == full
+        assert all_split == all_full - split
+
+
+def test_as_many_bytes_are_sent() -> None:
+    """But for whole activations at the edges, and the gradients of small parameters."""
+    spec = Spec(batch=8)
+    split = comm_volume(spec, parse("tp=2"), 2, task=Words())
+    with replaced(tensor, "find_between", lambda original: whole):
+        full = comm_volume(spec, parse("tp=2"), 2, task=Words())
+    edges, small = 2 * (4 * 8 * 6 * 16) // 2, 4 * 2 * 5 * 16
+    assert (
+        sum(entry.sent_bytes for entry in split.entries)
+        == sum(entry.sent_bytes for entry in full.entries) + edges + small
+    )
+
+
+def test_the_ledger_tells_what_real_ranks_send() -> None:
+    check(2, "tp=2", Words(drop=0.1), wanted())
+
+
+Drawn = dict[str, bytes]
+
+
+def drawn(task: Task, plan: str) -> Drawn:
+    """What each dropout of the last forward pass left over on this rank, and where the stream of attention began."""
+    found: Drawn = {}
+    attention = F.scaled_dot_product_attention
+
+    def note(name: str, output: Tensor) -> None:
+        if not is_imagined(output):
+            found[name] = (output == 0).numpy().tobytes()
+
+    def watched(task: Words) -> nn.Module:
+        built = Net(task.kind, task.drop)
+        for name, module in built.named_modules():
+            if isinstance(module, nn.Dropout):
+                module.register_forward_hook(lambda _, args, output, name=name: note(name, output))
+        return built
+
+    def attend(*args: Any, **kwargs: Any) -> Tensor:
+        if not is_imagined(args[0]):
+            found["attention"] = torch.default_generator.get_state().numpy().tobytes()
+        return attention(*args, **kwargs)
+
+    with (
+        replaced(F, "scaled_dot_product_attention", lambda original: attend),
+        replaced(Words, "model", lambda original: watched),
+    ):
+        training(task, SPEC, plan)
+    found["stream"] = torch.default_generator.get_state().numpy().tobytes()
+    return found
+
+
+SHARED = {"first", "stream"}
+
+
+def test_ranks_drop_alike_what_each_has_whole_and_apart_what_each_has_a_part_of() -> None:
+    one, other = ranks(2)(drawn, Words(drop=0.4), "tp=2")
+    assert {name for name in one if one[name] == other[name]} == SHARED
+    assert {"blocks.0.drop1", "blocks.1.inner.1", "attention"} <= one.keys()
+
+
+def test_where_activations_are_whole() -> None:
+    one, other = ranks(2)(drawn, Words(drop=0.4, kind="TakesMean"), "tp=2")
+    residual = {f"blocks.{at}.{name}" for at in (0, 1) for name in ("drop1", "drop2")}
+    assert {name for name in one if one[name] == other[name]} == SHARED | residual
+
+
+def drawn_alike(task: Task, plan: str) -> Drawn:
+    with replaced(rng, "derive", lambda original: lambda seed, *purpose: seed):
+        return drawn(task, plan)
+
+
+def test_masks_that_are_alike_are_caught() -> None:
+    one, other = ranks(2)(drawn_alike, Words(drop=0.4), "tp=2")
+    assert one == other
+
+
+@pytest.mark.slow
+def test_data_ranks_drop_apart() -> None:
+    found = ranks(4)(drawn, Words(drop=0.4), "dp=2,tp=2")
+    for tp in (0, 1):
+        assert not {name for name in found[tp] if found[tp][name] == found[2 + tp][name]}
+
+
+def test_recomputation_drops_the_same() -> None:
+    task = Words(drop=0.4)
+    expected = trained(2, task, SPEC, "tp=2")
+    assert not differences(trained(2, task, SPEC, "tp=2,recompute=full"), expected, 1e-11)
+    assert differences(expected, trained(1, Words(), SPEC), 1e-3)

@@ -1,0 +1,141 @@
+"""A vocabulary that tp does not divide: the last rank has fewer rows, and the training is that of one process."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import models
+from faults import replaced
+from harness import ranks, training, wrong
+from paceline import Layout, Spec, Task, train
+from paceline.distributed.dtensor import fits, longest
+from paceline.errors import PlanError
+from paceline.parallel.tensor import linear as layers
+from paceline.plan.plan import parse
+from paceline.run import RunFolder
+from paceline.spec import Optimizer
+from paceline.training.checkpoint import save as checkpoint
+from paceline.training.setup import analyze_model
+from volumes import check
+
+SPEC = Spec(
+    steps=3, batch=8, seed=3, precision="fp64", optimizer=Optimizer(lr=1e-2, weight_decay=0.1, clip=0.5)
+)
+
+
+class Mlp(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 12), nn.Linear(12, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(self.up(x).tanh())
+
+
+class Odd(models.Text):
+    """11 tokens."""
+
+    tied: bool = False
+    split: str | None = None
+
+    def model(self) -> nn.Module:
+        model = nn.Sequential(nn.Embedding(11, 8), Mlp(), Mlp(), nn.Linear(8, 11, bias=not self.tied))
+        if self.tied:
+            model[3].weight = model[0].weight
+        return model
+
+    def inputs(self, batch: Any) -> Any:
+        return batch["tokens"][:, :-1]
+
+    def layout(self) -> Layout:
+        return Layout(tensor={"3": self.split} if self.split else None)
+
+
+def test_parts() -> None:
+    assert [longest(11, parts) for parts in (1, 2, 4)] == [11, 6, 3]
+    assert [fits(11, parts) for parts in (2, 4, 5, 6, 12)] == [True, True, False, True, False]
+
+
+@pytest.mark.parametrize(
+    ("size", "plan", "tied"),
+    [
+        (2, "tp=2", False),
+        (2, "tp=2", True),
+        (4, "tp=4,microbatches=2", True),
+        (4, "dp=2,tp=2,zero=3", False),
+        (4, "pp=2,tp=2,microbatches=2", False),
+        *(pytest.param(4, f"dp=2,tp=2,zero={zero}", True, marks=pytest.mark.slow) for zero in (0, 1, 2, 3)),
+        pytest.param(4, "pp=2,tp=2,microbatches=2", True, marks=pytest.mark.slow),
+        pytest.param(8, "dp=2,pp=2,tp=2,microbatches=2,zero=3", False, marks=pytest.mark.slow),
+    ],
+)
+def test_the_training_is_that_of_one_process(size: int, plan: str, tied: bool) -> None:
+    task = Odd(tied=tied)
+    styles = analyze_model(SPEC, parse(plan).on(size), task, torch.device("cpu")).splits.styles
+    assert {name: style for name, style in styles.items() if name in ("0", "3")} == {
+        "0": "vocabulary",
+        "3": "head",
+    }
+    assert not wrong(size, plan, task, SPEC)
+
+
+def losses(task: Task, plan: str) -> list[bool]:
+    kept: list[nn.Module] = []
+    with replaced(layers, "in_parts", lambda original: lambda *of: kept.append(of[1]) or original(*of)):
+        training(task, SPEC, plan)
+    return kept
+
+
+def test_its_loss_is_computed_in_parts() -> None:
+    for parts in ranks(4)(losses, Odd(), "tp=4"):
+        assert set(parts) == {11}
+
+
+def test_what_is_sent_is_foretold() -> None:
+    check(2, "tp=2", Odd(), SPEC.model_copy(update={"steps": 4}))
+
+
+def wrong_offset() -> Any:
+    return replaced(layers, "longest", lambda original: lambda size, parts: size // parts)
+
+
+@pytest.mark.parametrize("tp", [2, 4])
+def test_a_wrong_offset_is_caught(tp: int) -> None:
+    assert wrong(tp, f"tp={tp}", Odd(), SPEC, wrong_offset)
+
+
+def kept(plan: str, steps: int, run: Path) -> None:
+    list(
+        train(SPEC.model_copy(update={"steps": steps}), parse(plan), task=Odd(tied=True), run=RunFolder(run))
+    )
+
+
+def test_resumed_under_other_plans(tmp_path: Path) -> None:
+    whole, run = tmp_path / "whole", tmp_path / "run"
+    stops = (
+        (1, "single", 5, whole),
+        (4, "dp=2,tp=2,zero=3", 2, run),
+        (4, "tp=4", 3, run),
+        (1, "single", 4, run),
+        (2, "tp=2", 5, run),
+    )
+    for size, plan, steps, path in stops:
+        path.mkdir(exist_ok=True)
+        ranks(size)(kept, plan, steps, path)
+    expected, found = (checkpoint.load_whole(RunFolder(path).checkpoint(5)) for path in (whole, run))
+    assert expected.keys() == found.keys()
+    for name, tensor in expected.items():
+        torch.testing.assert_close(found[name], tensor, rtol=1e-10, atol=1e-10)
+
+
+def test_a_rank_that_would_have_nothing() -> None:
+    """Nobody asked for the head to be split: then it is whole, and that is said. Else the sizes are."""
+    plan = parse("tp=12").on(12)
+    found = analyze_model(SPEC.model_copy(update={"batch": 12}), plan, Odd(), torch.device("cpu")).splits
+    assert not {"0", "3"} & found.styles.keys()
+    assert found.notes == ("tp: 0, 3 not split",)
+    with pytest.raises(PlanError, match=r"tp=12 does not divide the 11 features of 3$"):
+        analyze_model(SPEC, plan, Odd(split="head"), torch.device("cpu"))

@@ -1,0 +1,302 @@
+"""Seconds of a step: schedules against published bubbles, collectives by alpha and beta, and the check values of large trainings."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from clusters import cluster
+from paceline.cluster.facts import Fact, Link, Overlap, Rate
+from paceline.errors import PlanError
+from paceline.plan.cost_model.compute_time import product_s
+from paceline.plan.cost_model.constants import CONSTANTS
+from paceline.plan.cost_model.cost import FACILITY, USED_POWER, bill, lacks, training_days
+from paceline.plan.cost_model.framework_profiles import MEGATRON, PACELINE
+from paceline.plan.cost_model.predict import predict, with_extra
+from paceline.plan.cost_model.rates import speeds
+from paceline.plan.cost_model.schedules import StageTimes, rate
+from paceline.plan.cost_model.step_time import group, time
+from paceline.plan.cost_model.work_split import Split, split
+from paceline.plan.model.library import model, transformer
+from paceline.plan.plan import parse
+
+RATES = (("gloo", 1e9), ("nccl", 2e11))
+# arXiv 2401.10241, tables 5 and 9: schedule, ranks, micro-batches, stages a rank, forward, inputs, weights and send in ms, idle share
+BUBBLES = [
+    ("1f1b", 8, 24, 1, (18.522, 18.086, 9.337, 0.601), 0.2431),
+    ("interleaved", 8, 24, 3, (18.522, 18.086, 9.337, 0.601), 0.1055),
+    ("zb-h1", 8, 24, 1, (18.522, 18.086, 9.337, 0.601), 0.1585),
+    ("zb-h2", 8, 24, 1, (18.522, 18.086, 9.337, 0.601), 0.1083),
+    ("zb-2p", 8, 24, 1, (18.522, 18.086, 9.337, 0.601), 0.0433),
+    ("1f1b", 16, 48, 1, (11.347, 11.248, 8.132, 0.377), 0.2552),
+    ("interleaved", 16, 48, 3, (11.347, 11.248, 8.132, 0.377), 0.1104),
+    ("zb-h1", 16, 48, 1, (11.347, 11.248, 8.132, 0.377), 0.1397),
+    ("zb-h2", 16, 48, 1, (11.347, 11.248, 8.132, 0.377), 0.0672),
+]
+
+
+@pytest.mark.parametrize(("schedule", "p", "m", "v", "ms", "idle"), BUBBLES)
+def test_bubbles_of_the_zero_bubble_paper(schedule, p, m, v, ms, idle):
+    assert rate(schedule, p, m, v, StageTimes(*ms[:3]), ms[3]) == pytest.approx(
+        idle, abs=0.0005 if schedule != "zb-2p" else 0.006
+    )
+
+
+@pytest.mark.parametrize(
+    ("schedule", "stages"), [("gpipe", 1), ("1f1b", 1), ("interleaved", 2), ("zero-bubble", 2), ("zbv", 2)]
+)
+def test_textbook_bubbles(schedule, stages):
+    p, m = 4, 16
+    third = {"zero-bubble": 3, "zbv": 3}.get(schedule, 1)
+    idle = (p - 1) / (m * stages * third)
+    assert rate(schedule, p, m, stages, StageTimes(1, 1, 1), 0.0) == pytest.approx(idle / (1 + idle))
+
+
+def test_an_all_reduce_is_a_scatter_and_a_gather_and_takes_twice_as_long():
+    on = speeds(cluster(64), ranks=64)
+    size = 1e12
+    reduce, gather, scatter = (
+        on.collective_s(kind, size, 64, 8) for kind in ("all-reduce", "all-gather", "reduce-scatter")
+    )
+    assert reduce == pytest.approx(gather + scatter, rel=1e-3)
+    constants = on.constants
+    assert gather == pytest.approx(
+        63 / 64 * size / min(300e9 * constants.node, 8 * 25e9 * constants.across), rel=1e-3
+    )
+    assert on.collective_s("all-reduce", size, 1, 1) == 0.0
+
+
+def test_ranks_of_a_node_share_its_network_devices():
+    on = speeds(cluster(64), ranks=64)
+    assert on.collective_s("all-gather", 1e11, 8, 1) > 5 * on.collective_s("all-gather", 1e11, 8, 8)
+    assert on.collective_s("all-gather", 1e11, 64, 8) < on.collective_s("all-gather", 1e11, 8, 1)
+
+
+@pytest.mark.parametrize(
+    ("words", "devices", "of_a_node"),
+    [("tp=4,pp=2", 32, 8), ("tp=2,cp=2", 32, 4), ("ddp", 16, 8), ("pp=4", 16, 8)],
+)
+def test_groups_are_those_of_the_plan(words, devices, of_a_node):
+    """How many ranks of an axis are in one node, by Plan.place."""
+    plan = parse(words).on(devices)
+    strides = {"tp": 1, "cp": plan.tp, "dp": plan.tp * plan.cp, "pp": plan.tp * plan.cp * (plan.dp or 1)}
+    for axis, stride in strides.items():
+        others = [name for name in strides if name != axis]
+        first = plan.place(0)
+        members = [
+            r for r in range(devices) if all(getattr(plan.place(r), o) == getattr(first, o) for o in others)
+        ]
+        together = sum(member < of_a_node for member in members)
+        assert group(len(members), stride, of_a_node) == (getattr(plan, axis), together)
+
+
+def test_constants_are_those_of_the_last_fit():
+    """benchmarks/published.py --fit writes them down."""
+    fitted = json.loads((Path(__file__).parents[2] / "benchmarks" / "published_constants.json").read_text())[
+        ""
+    ]
+    ampere, hopper = (CONSTANTS.architectures[name] for name in ("A100", "H100"))
+    assert (ampere.product, hopper.product, CONSTANTS.across, CONSTANTS.hidden, ampere.memory) == (
+        *(
+            fitted["A100 product"],
+            fitted["H100 product"],
+            fitted["across"],
+            fitted["hidden"],
+            fitted["memory"],
+        ),
+    )
+    assert ampere.forward == pytest.approx(0.55 * fitted["attention"], rel=0.01)
+
+
+def test_an_unknown_network_is_no_number():
+    lonely = cluster(16).model_copy(update={"links": cluster(16).links[:1]})
+    with pytest.raises(PlanError, match=r"between nodes is not known.*@GB/s"):
+        predict(model("gpt2"), parse("ddp"), lonely, 64)
+
+
+def test_an_unknown_peak_is_no_number():
+    device = cluster(1).device.model_copy(update={"peaks_flops": {}, "name": "abacus"})
+    with pytest.raises(PlanError, match="the peak of abacus is not known; give it with --peak"):
+        predict(model("gpt2"), parse("single"), cluster(1, 1).model_copy(update={"device": device}), 8)
+
+
+def test_a_device_of_no_known_family_is_a_guess_that_says_so():
+    device = cluster(1).device.model_copy(update={"name": "abacus"})
+    found = predict(model("gpt2"), parse("single"), cluster(1, 1).model_copy(update={"device": device}), 8)
+    assert found.time.extrapolated
+    assert found.time.guesses == ("what abacus reaches of its peak is a guess",)
+    assert not predict(model("gpt2"), parse("single"), cluster(1, 1), 8).time.extrapolated
+
+
+def test_products_are_slower_when_they_are_small():
+    on = speeds(cluster(8), ranks=8)
+    rates = [2 * n**3 / product_s(on, "bf16", n, n, n) for n in (256, 1024, 4096, 16384)]
+    assert rates == sorted(rates)
+    assert rates[0] < 0.2 * rates[-1] < rates[-1] < 312e12
+    assert product_s(on, "bf16", 4096, 16, 4096) > 2 * 4096 * 4096 / 2039e9  # limited by memory
+
+
+def test_what_was_measured_goes_before_what_is_known():
+    """Rates of products, links of a back end, and overlap, as paceline bench writes them into cluster.json."""
+
+    def measured(value):
+        return Fact(value=value, source="measured")
+
+    on = cluster(8).updated(
+        links=[
+            Link(
+                axis="node",
+                backend=name,
+                collective="all-reduce",
+                alpha_s=measured(1e-5),
+                beta_Bps=measured(rate),
+            )
+            for name, rate in RATES
+        ],
+        rates=[
+            Rate(operation="matmul", dtype="bf16", shape=(n, n, n), flops=measured(f))
+            for n, f in ((256, 1e13), (4096, 1e14))
+        ],
+        overlaps=[Overlap(operation="all-reduce", hidden=measured(0.25))],
+    )
+    found = speeds(on, ranks=8)
+    assert found.hidden == 0.25
+    assert found.collective_s("all-reduce", 8e9, 8, 8) == pytest.approx(1e-5 + 14 / 8 * 8e9 / 2e11)
+    assert product_s(found, "bf16", 4096, 4096, 4096) == pytest.approx(2 * 4096**3 / 1e14, rel=1e-2)
+    assert found.measured_flops("bf16", 1024.0**3) == pytest.approx((1e13 * 1e14) ** 0.5)
+    assert found.measured_flops("bf16", 1.0) == 1e13
+    assert found.measured_flops("fp32", 1.0) is None
+
+
+@pytest.mark.parametrize(
+    ("name", "samples", "least", "most"),
+    [("resnet50", 256, 1200, 2600), ("vit-b16", 128, 800, 1600), ("bert-large", 32, 80, 160)],
+)
+def test_other_models_are_in_the_range_of_what_people_reach(name, samples, least, most):
+    """Samples/s of one A100 in mixed precision, from eager PyTorch to NVIDIA's DeepLearningExamples."""
+    found = predict(model(name), parse("ddp"), cluster(8), 8 * samples).time
+    assert least < found.samples / found.step_s / 8 < most
+
+
+def test_ranks_share_the_cores_of_a_node():
+    device = cluster(1).device.model_copy(update={"kind": "cpu", "name": "cpu"})
+    one, two = (speeds(cluster(1, 1).model_copy(update={"device": device}), ranks=ranks) for ranks in (1, 2))
+    assert two.product_flops("bf16") == one.product_flops("bf16") / 2
+    assert two.memory_bytes == one.memory_bytes / 2
+
+
+# scope: model-parallel tp = 8 and pp; GPUs, micro-batch 1, days for 300·10⁹ tokens as published in arXiv 2104.04473, table 2
+LARGE = [
+    (174.6e9, (96, 12288, 96), 12, 1536, 384, 84),
+    (174.6e9, (96, 12288, 96), 12, 1536, 768, 43),
+    (174.6e9, (96, 12288, 96), 12, 1536, 1536, 23),
+    (529.6e9, (105, 20480, 128), 35, 2240, 560, 156),
+    (529.6e9, (105, 20480, 128), 35, 2240, 1120, 80),
+    (529.6e9, (105, 20480, 128), 35, 2240, 2240, 42),
+]
+
+
+@pytest.mark.parametrize(("params", "shape", "pp", "batch", "gpus", "days"), LARGE)
+def test_days_of_large_trainings(params, shape, pp, batch, gpus, days):
+    layers, hidden, heads = shape
+    facts = transformer("gpt3-175b", layers=layers, hidden=hidden, heads=heads, vocab=51200).facts()
+    assert facts.params == pytest.approx(params, rel=1e-3)
+    dp = gpus // (8 * pp)
+    cut = Split(dp=dp, tp=8, pp=pp, micro_batch=1, microbatches=batch // dp, recompute="full")
+    on = speeds(cluster(gpus), ranks=gpus)
+    found = time(facts, cut, MEGATRON, on)
+    assert bill(found.step_s, 300e9 / found.tokens, gpus).days == pytest.approx(days, rel=0.06)
+    assert training_days(300e9, facts.params, gpus, found.hardware_flops_per_s) == pytest.approx(
+        days, rel=0.1
+    )
+
+
+# arXiv 2104.04473, table 2: 10⁹ parameters, GPUs, TFLOP/s of each, days for 300·10⁹ tokens; ZeRO-3, then PTD-P.
+TABLE = [
+    *((174.6, 384, 144, 90), (174.6, 768, 88, 74), (174.6, 1536, 44, 74)),
+    *((529.6, 640, 138, 169), (529.6, 1120, 98, 137), (529.6, 2240, 48, 140)),
+    *((174.6, 384, 153, 84), (174.6, 768, 149, 43), (174.6, 1536, 141, 23)),
+    *((529.6, 560, 171, 156), (529.6, 1120, 167, 80), (529.6, 2240, 159, 42)),
+]
+
+
+@pytest.mark.parametrize(("billions", "gpus", "TFLOPs", "days"), TABLE)
+def test_rule_of_thumb_of_training_days(billions, gpus, TFLOPs, days):
+    """8·T·P/(n·X) leaves out attention's scores and the vocabulary: 1 to 3 % too few."""
+    found = training_days(300e9, billions * 1e9, gpus, TFLOPs * 1e12)
+    assert 0.965 * days < found < days + 0.5
+
+
+def test_gpt3_on_one_v100_takes_355_years():
+    """Years of 365 days: 3,109,800 hours."""
+    year_s = 365 * 24 * 3600
+    found = bill(1.0, 355 * year_s, 1, power_W=300, price_per_hour=0.9792)
+    assert found.price == pytest.approx(3_045_116, abs=1)
+    assert found.device_hours == 355 * 365 * 24
+    assert found.kWh == pytest.approx(355 * 365 * 24 * 0.3 * USED_POWER * FACILITY)
+    assert bill(1.0, 10, 2).kWh is None
+    assert bill(1.0, 10, 2).price is None
+
+
+# Of a machine for an hour, with 1, 2, 4 and (at a tenth more, with RDMA) 4 V100: as one goes, for a year, for three, and spot.
+NCSV3 = {
+    (1, 1.0): (3.06, 1.9492, 0.9792, 0.306),
+    (2, 1.0): (6.12, 3.8984, 1.9585, 0.612),
+    (4, 1.0): (12.24, 7.7970, 3.9169, 1.224),
+    (4, 1.1): (13.464, 8.5766, None, 1.3464),
+}
+
+
+@pytest.mark.parametrize(("devices", "more"), NCSV3)
+def test_the_same_training_costs_the_same_on_more_devices_of_one_price(devices, more):
+    """A price is of a device. With RDMA for three years, 5.1002, is not listed at a tenth more but at 1.302 times as much."""
+    hours = 355 * 365 * 24
+    for price, single in zip(NCSV3[devices, more], NCSV3[1, 1.0], strict=True):
+        if price is not None:
+            found = bill(3600.0, hours / devices, devices, price_per_hour=price / devices)
+            assert found.price == pytest.approx(hours * single * more, rel=2e-4)
+            assert found.seconds == pytest.approx(hours * 3600 / devices)
+
+
+def test_parts_add_up_and_the_efficiencies_follow():
+    found = predict(model("llama3-8b"), parse("zero3,recompute=full"), cluster(64), 64).time
+    assert found.step_s == pytest.approx(sum(part.value for part in found.parts))
+    assert found.hardware_flops == pytest.approx(
+        found.flops * 4 / 3, rel=0.05
+    )  # head and embedding are not computed again
+    assert found.mfu == pytest.approx(found.flops / found.step_s / 312e12)
+    assert found.tokens_per_s == pytest.approx(64 * 8192 / found.step_s)
+    assert 0.02 < found.error < 0.3
+
+
+def test_what_a_plan_lacks():
+    ours, best = (
+        predict(model("llama3-8b"), parse(words), cluster(64), 64) for words in ("tp=8,zero=3", "zero3")
+    )
+    more = {part.name: part.value for part in lacks(ours, best)}
+    assert more["tensor parallel"] > 0 > more["gathered weights"]
+    assert sum(part.value for part in lacks(ours, best)) == pytest.approx(ours.step_s - best.step_s)
+    with pytest.raises(PlanError, match="not divisible"):
+        predict(model("llama3-8b"), parse("zero3"), cluster(64), 65)
+
+
+def test_overlap_hides_no_more_than_there_is():
+    facts, on = model("llama3-8b"), speeds(cluster(64), ranks=64)
+    cut = split(parse("ddp"), 64, 64)
+    hidden = time(facts, cut, PACELINE, on)
+    shown = time(facts, cut, replace(PACELINE, overlaps_data=False), on)
+    by_name = {part.name: part.value for part in shown.parts}
+    assert 0 < shown.step_s - hidden.step_s < by_name["data parallel"] * 1.1
+
+
+def test_input_and_checkpoints_come_on_top():
+    found = predict(model("gpt2"), parse("ddp"), cluster(8), 64).time
+    more = with_extra(found, input_s=2 * found.step_s, save_s=10, steps_between_saves=1000)
+    assert more.step_s == pytest.approx(2 * found.step_s + 0.01)
+    assert with_extra(found, input_s=found.step_s / 2).step_s == found.step_s
+
+
+def test_local_sgd_is_not_predicted():
+    with pytest.raises(PlanError, match="not predicted"):
+        predict(model("gpt2"), parse("local-sgd"), cluster(8), 64)

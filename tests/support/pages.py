@@ -1,0 +1,13 @@
+"""Blocks of the documentation that tests run."""
+
+import re
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+
+
+BLOCK = re.compile(r"<!-- run as tests/[\w/]+\.py: (\S+) -->\n```\w+\n(.*?)```", re.S)
+
+
+def blocks(page: str) -> dict[str, str]:
+    return dict(BLOCK.findall((ROOT / page).read_text()))

@@ -1,0 +1,56 @@
+"""Trainings that stop at a known step, for the tests of resuming."""
+
+import itertools
+import os
+from pathlib import Path
+
+from harness import ranks
+from paceline import Spec, train
+from paceline.plan.plan import parse
+from paceline.run import RunFolder
+from paceline.spec import Optimizer, Save, Schedule
+from paceline.training import step_metrics
+
+NEVER = float("inf")
+
+
+STEPS = 24
+
+
+def wanted(task: Path, steps: int = STEPS, save: Save | None = None, **fields) -> Spec:
+    return Spec(
+        task=f"{task}:Regression",
+        set=fields,
+        steps=steps,
+        batch=24,
+        seed=5,
+        threads=1,  # by what is free there would be others, and a note
+        optimizer=Optimizer(lr=1e-2, weight_decay=0.1, betas=(0.8, 0.95), clip=2.0),
+        schedule=Schedule(name="cosine", warmup=48, floor=0.1),
+        save=save or Save(minutes=NEVER),
+    )
+
+
+def on_this_rank(spec: Spec, plan: str, run: Path, stop_at: int | None, every_s: float) -> list:
+    """Train; from step `stop_at` on, the last rank alone asks all to stop. Returns the events that are not steps."""
+    calls = itertools.count(1)
+    last = os.environ["RANK"] == str(int(os.environ["WORLD_SIZE"]) - 1)
+    events = train(
+        spec,
+        parse(plan),
+        run=RunFolder(run),
+        stop=lambda: next(calls) >= stop_at if stop_at and last else False,
+    )
+    before, step_metrics.EVERY_S = step_metrics.EVERY_S, every_s
+    try:
+        return [event for event in events if not hasattr(event, "grad_norm")]
+    finally:
+        step_metrics.EVERY_S = before
+
+
+def trained(
+    size: int, spec: Spec, plan: str, run: Path, stop_at: int | None = None, every_s: float = 0.0
+) -> list:
+    """The events of rank 0; each step is told of alone, so that the training stops at a step that is known."""
+    run.mkdir(exist_ok=True)
+    return ranks(size)(on_this_rank, spec, plan, run, stop_at, every_s)[0]

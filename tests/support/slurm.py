@@ -1,0 +1,234 @@
+"""A real Slurm of two nodes on this machine, each with a host name of its own. Nothing outside of its folder is changed.
+
+with cluster(folder) as there: there.run("squeue")   -> what a command of Slurm says
+"""
+
+import contextlib
+import os
+import platform
+import secrets
+import shutil
+import socket
+import subprocess
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+from command import (
+    environment,
+)
+
+NODES = ("n1", "n2")
+CPUS = 4
+PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "setpriv", "unshare")
+PATH = f"{os.environ['PATH']}:/usr/sbin:/sbin"
+CONFIGURATION = """
+ClusterName=tests
+SlurmctldHost={host}(127.0.0.1)
+SlurmctldPort={ports[0]}
+SlurmUser=root
+SlurmdUser=root
+AuthType=auth/munge
+AuthInfo=socket={at}/munge.socket,cred_expire=5
+CredType=cred/munge
+SlurmctldPidFile={at}/slurmctld.pid
+SlurmdPidFile={at}/slurmd-%n.pid
+SlurmctldLogFile={at}/slurmctld.log
+SlurmdLogFile={at}/slurmd-%n.log
+StateSaveLocation={at}/state
+SlurmdSpoolDir={at}/spool-%n
+ProctrackType=proctrack/linuxproc
+TaskPlugin=task/none
+SwitchType=switch/none
+MpiDefault=none
+JobAcctGatherType=jobacct_gather/none
+AccountingStorageType=accounting_storage/none
+SelectType=select/cons_tres
+SelectTypeParameters=CR_CPU
+SchedulerType=sched/backfill
+SchedulerParameters=sched_interval=1,bf_interval=1,batch_sched_delay=0
+SlurmdParameters=config_overrides
+PropagateResourceLimits=NONE
+ReturnToService=2
+SlurmdTimeout=10
+KillWait=20
+MinJobAge=3600
+JobRequeue=1
+RebootProgram=/bin/true
+NodeName=n1 NodeAddr=127.0.77.1 Port={ports[1]} CPUs={cpus} RealMemory=1000 State=UNKNOWN
+NodeName=n2 NodeAddr=127.0.77.2 Port={ports[2]} CPUs={cpus} RealMemory=1000 State=UNKNOWN
+PartitionName=debug Nodes=n[1-2] Default=YES MaxTime=INFINITE State=UP
+PartitionName=short Nodes=n[1-2] MaxTime=30 State=UP
+PartitionName=closed Nodes=n[1-2] AllowAccounts=physics State=UP
+"""
+# cred_expire: a job that is queued again waits as long; 121 s otherwise, and also with less than 5
+
+
+def why_not() -> str | None:
+    """Why there can be no such cluster here; None where there can be."""
+    if lacking := [name for name in PROGRAMS if shutil.which(name, path=PATH) is None]:
+        return f"needs {', '.join(lacking)}: apt-get install slurm-wlm munge"
+    tried = subprocess.run(
+        ["unshare", "-u", "-m", "hostname", "n1"], capture_output=True, text=True, timeout=20
+    )
+    return f"needs namespaces ({tried.stderr.strip()})" if tried.returncode else None
+
+
+@dataclass(frozen=True)
+class Slurm:
+    configuration: Path
+    running: contextlib.ExitStack  # ends what was started
+
+    @property
+    def env(self) -> dict[str, str]:
+        """What a command needs to find it."""
+        return {"SLURM_CONF": str(self.configuration), "PATH": PATH}
+
+    def run(self, *words: str) -> str:
+        done = subprocess.run(words, capture_output=True, text=True, env=environment(**self.env), timeout=30)
+        assert done.returncode == 0, f"{words}: {done.stderr}"
+        return done.stdout
+
+    def lose(self, node: str) -> None:
+        """As if it had lost its power: everything that runs there is gone, and nobody says so."""
+        [there] = {
+            os.readlink(f"/proc/{process.pid}/ns/uts")
+            for process in psutil.process_iter()
+            if self._is_slurmd(process, node)
+        }
+        for process in psutil.process_iter():
+            with contextlib.suppress(psutil.Error, OSError):
+                if os.readlink(f"/proc/{process.pid}/ns/uts") == there:
+                    process.kill()
+
+    def _is_slurmd(self, process: psutil.Process, node: str) -> bool:
+        with contextlib.suppress(psutil.Error, OSError):
+            return process.cmdline() == ["slurmd", "-D", "-N", node] and process.environ().get(
+                "SLURM_CONF"
+            ) == str(self.configuration)
+        return False
+
+    def bring_back(self, node: str) -> None:
+        _start_node(self.running, self, node)
+        deadline = time.monotonic() + 30
+        while "down" in self.run("sinfo", "-h", "-N", "-n", node, "-o", "%T"):
+            assert time.monotonic() < deadline, f"{node} does not come back"
+            time.sleep(0.1)
+
+    def state(self, job: str) -> str:
+        return next(
+            word.partition("=")[2]
+            for word in self.run("scontrol", "show", "job", "-o", job).split()
+            if word.startswith("JobState=")
+        )
+
+    def until_state(self, job: str, *states: str, timeout_s: float = 60.0) -> None:
+        deadline = time.monotonic() + timeout_s
+        while (found := self.state(job)) not in states:
+            over = (
+                found in ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL")
+                or time.monotonic() > deadline
+            )
+            assert not over, f"job {job} is {found}, not {states}"
+            time.sleep(0.1)
+
+
+@contextlib.contextmanager
+def cluster(at: Path) -> Iterator[Slurm]:
+    """Started and ready; when the context ends, its jobs and daemons are gone."""
+    _write(at)
+    with contextlib.ExitStack() as running:
+        slurm = Slurm(at / "slurm.conf", running)
+        munge = [
+            "munged",
+            "--foreground",
+            "--force",
+            f"--socket={at}/munge.socket",
+            f"--key-file={at}/key",
+            f"--pid-file={at}/munged.pid",
+        ]
+        _daemon(running, slurm, [*munge, f"--log-file={at}/munged.log", f"--seed-file={at}/munged.seed"])
+        _daemon(running, slurm, ["slurmctld", "-D", "-i"])
+        for node in NODES:
+            _start_node(running, slurm, node)
+        running.callback(_cancel_all, slurm)
+        _wait_until_ready(slurm)
+        yield slurm
+
+
+def _write(at: Path) -> None:
+    at.chmod(0o755)
+    for name in ("state", *(f"spool-{node}" for node in NODES)):
+        (at / name).mkdir()
+    (at / "key").write_bytes(secrets.token_bytes(128))
+    (at / "key").chmod(0o600)
+    host = platform.node().partition(".")[0]
+    (at / "slurm.conf").write_text(CONFIGURATION.format(host=host, at=at, ports=_free_ports(3), cpus=CPUS))
+    (at / "hosts").write_text(f"127.0.0.1 localhost {host}\n127.0.77.1 n1\n127.0.77.2 n2\n")
+    (at / "nsswitch.conf").write_text("hosts: files\npasswd: files\ngroup: files\n")
+
+
+def _start_node(running: contextlib.ExitStack, slurm: Slurm, node: str) -> None:
+    # A node resolves names by its own list: torch's store waits minutes for a slow name server.
+    at = slurm.configuration.parent
+    mounts = " && ".join(f"mount --bind {at}/{name} /etc/{name}" for name in ("hosts", "nsswitch.conf"))
+    inside = f"hostname {node} && {mounts} && exec slurmd -D -N {node}"
+    _daemon(running, slurm, ["unshare", "-u", "-m", "--propagation", "private", "sh", "-c", inside])
+
+
+def _free_ports(count: int) -> list[int]:
+    with contextlib.ExitStack() as held:
+        return [held.enter_context(socket.create_server(("", 0))).getsockname()[1] for _ in range(count)]
+
+
+def _daemon(running: contextlib.ExitStack, slurm: Slurm, words: list[str]) -> None:
+    output = running.enter_context(open(slurm.configuration.with_name("daemons.log"), "a"))  # noqa: SIM115 (closed with the context)
+    process = subprocess.Popen(
+        ["setpriv", "--pdeathsig", "TERM", *words],  # also when the tests are killed
+        env=environment(**slurm.env),
+        stdin=subprocess.DEVNULL,
+        stdout=output,
+        stderr=output,
+        start_new_session=True,
+    )
+    running.callback(_end, process)
+
+
+def _end(process: "subprocess.Popen[bytes]") -> None:
+    process.terminate()
+    try:
+        process.wait(10)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
+
+
+def _cancel_all(slurm: Slurm) -> None:
+    deadline = time.monotonic() + 15
+    while slurm.run("squeue", "-h", "-o", "%i") and time.monotonic() < deadline:
+        slurm.run("scancel", "--state=RUNNING", "--signal=KILL", "--full")
+        slurm.run("scancel", "--user=root")
+        time.sleep(0.2)
+
+
+def _wait_until_ready(slurm: Slurm) -> None:
+    deadline = time.monotonic() + 20
+    while True:
+        with contextlib.suppress(AssertionError):
+            if slurm.run("sinfo", "-h", "-N", "-p", "debug", "-o", "%T").split() == ["idle"] * len(NODES):
+                return
+        if time.monotonic() > deadline:
+            said = slurm.configuration.with_name("daemons.log").read_text()
+            raise AssertionError(f"Slurm did not start:\n{said[-4000:]}")
+        time.sleep(0.1)
+
+
+def until(holds, what: str, run: Path, timeout_s: float = 120.0) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not holds():
+        logs = "\n".join(path.read_text() for path in run.glob("slurm-*.out"))
+        assert time.monotonic() < deadline, f"not {what} in {timeout_s:.0f} s\n{logs}"
+        time.sleep(0.05)

@@ -1,0 +1,945 @@
+"""A training that was stopped, whoever stopped it and however, goes on as if nothing had been."""
+
+import os
+import platform
+import re
+import shutil
+import signal
+import subprocess
+import time
+from collections.abc import Iterator
+from contextlib import nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import psutil
+import pytest
+import torch
+from torch.distributed.checkpoint import CheckpointException
+
+import command
+from command import (
+    Running,
+    of_kind,
+    paceline,
+    slow_down,
+    start,
+    steps_done,
+    succeed,
+    unequal,
+    weights,
+    write_task,
+)
+from harness import difference, ranks
+from paceline import Spec, World, train
+from paceline import spec as specs
+from paceline.errors import CheckpointError, RunError
+from paceline.events import Ended, Evaluated, Failed, Saved, Started, Step
+from paceline.run import RunFolder
+from paceline.spec import Launch, Save
+from paceline.training import step_metrics
+from paceline.training.checkpoint import save as checkpoint
+from runs import NEVER, STEPS, on_this_rank, trained, wanted
+
+PLANS = ["single", "ddp", "zero1", "zero2", "zero3", "hsdp"]
+ON = {plan: 1 if plan == "single" else 2 for plan in PLANS}
+
+
+@pytest.fixture(scope="module")
+def task(tmp_path_factory) -> Path:
+    return write_task(tmp_path_factory.mktemp("task"))
+
+
+# Stop at a step and go on: bit for bit
+
+CASES = [
+    (2, "zero3", 7),
+    (4, "ddp", 10),  # the order of DDP's buckets matters from three ranks on
+]
+SWEEP = [
+    (size, f"{plan}{microbatches}", stop)
+    for plan in PLANS
+    for size in ((1,) if plan == "single" else (2, 4))
+    for microbatches in ("", ",microbatches=2")
+    for stop in (1, 2, 7, 11, STEPS - 2)
+    if (size, f"{plan}{microbatches}", stop) not in CASES
+]
+
+
+@pytest.mark.parametrize(
+    ("size", "plan", "stop"), [*CASES, *[pytest.param(*case, marks=pytest.mark.slow) for case in SWEEP]]
+)
+def test_a_stop_leaves_no_trace(size, plan, stop, task, tmp_path):
+    spec = wanted(task, validation=17)
+    trained(size, spec, plan, tmp_path / "through")
+    stopped = trained(size, spec, plan, tmp_path / "stopped", stop)[-1]
+    assert stopped.reason == "stopped"
+    assert stopped.step - stop in (0, 1), "when the figures of a step are read, the next one may be under way"
+    started, *_, ended = trained(size, spec, plan, tmp_path / "stopped")
+    assert (started.step, ended.reason, ended.step) == (stopped.step, "done", STEPS)
+    assert not unequal(weights(tmp_path / "stopped"), weights(tmp_path / "through"))
+
+
+@pytest.mark.parametrize(
+    ("size", "plan", "at"),
+    [(2, "zero3", 5), (1, "single", STEPS), pytest.param(2, "pp=2", 5, marks=pytest.mark.slow)],
+)
+def test_a_stop_in_an_evaluation_gives_it_up_and_leaves_no_trace(size, plan, at, task, tmp_path):
+    """It is asked for in the first evaluation, or the last; that is made good when the training goes on."""
+    spec = wanted(task, validation=100, norm="pp" not in plan).model_copy(update={"evaluate_every": at})
+    through = trained(size, spec, plan, tmp_path / "through")
+    *begin, saved, ended = trained(
+        size, spec, plan, tmp_path / "stopped", at + 1
+    )  # asked once a step, then in the evaluation
+    assert (saved.step, ended.step, ended.reason) == (at, at, "stopped")
+    assert not any(isinstance(event, Evaluated) for event in begin)
+    again = trained(size, spec, plan, tmp_path / "stopped")
+    assert (again[0].step, again[-1].reason) == (at, "done")
+    metrics = [
+        [(event.step, event.metrics) for event in events if isinstance(event, Evaluated)]
+        for events in (again, through)
+    ]
+    assert metrics[0] == metrics[1]
+    assert metrics[0]
+    assert not unequal(weights(tmp_path / "stopped"), weights(tmp_path / "through"))
+    best = [
+        checkpoint.best_score(RunFolder(tmp_path / run), spec.save.best) for run in ("stopped", "through")
+    ]
+    assert best[0] == best[1] is not None
+
+
+def test_steps_that_are_told_together_stop_together(task, tmp_path):
+    stopped = trained(
+        2, wanted(task, steps=10**6), "ddp", tmp_path / "stopped", 100, every_s=step_metrics.EVERY_S
+    )[-1]
+    assert stopped.reason == "stopped"
+    assert 100 <= stopped.step <= 100 + 2 * step_metrics.MOST
+    assert of_checkpoints(tmp_path / "stopped") == [stopped.step]
+
+
+def forgetful(lost: str, *args) -> list:
+    """Train with checkpoints in which what is called `lost` is zero."""
+    original = checkpoint.tensors
+
+    def spoilt(*of) -> dict[str, torch.Tensor]:
+        return {
+            name: torch.zeros_like(tensor) if name.endswith(lost) else tensor
+            for name, tensor in original(*of).items()
+        }
+
+    checkpoint.tensors = spoilt
+    try:
+        return on_this_rank(*args)
+    finally:
+        checkpoint.tensors = original
+
+
+@pytest.mark.parametrize("lost", ["0.weight/exp_avg", "0.bias/exp_avg_sq", "5.bias/step", "running_mean"])
+def test_what_is_lost_is_seen(lost, task, tmp_path):
+    """A negative control."""
+    spec = wanted(task)
+    trained(2, spec, "ddp", tmp_path / "through")
+    (tmp_path / "stopped").mkdir()
+    ranks(2)(forgetful, lost, spec, "ddp", tmp_path / "stopped", 7, 0.0)
+    trained(2, spec, "ddp", tmp_path / "stopped")
+    assert unequal(weights(tmp_path / "stopped"), weights(tmp_path / "through"))
+
+
+def test_stopped_at_each_step(task, tmp_path):
+    """Six stops in a row on one run."""
+    spec = wanted(task, steps=8)
+    trained(2, spec, "zero3", tmp_path / "through")
+    for _ in range(6):
+        trained(2, spec, "zero3", tmp_path / "stopped", 1)  # one step, and the one that is under way by then
+    assert of_checkpoints(tmp_path / "stopped")[-1] == 8
+    assert not unequal(weights(tmp_path / "stopped"), weights(tmp_path / "through"))
+
+
+def of_checkpoints(run: Path) -> list[int]:
+    return RunFolder(run).checkpoints()
+
+
+# On other ranks, under another plan
+
+OTHERS = [
+    *[(1, plan) for plan in ("single", "ddp", "zero1", "zero2", "zero3")],
+    *[
+        (size, plan)
+        for size in (2, 3)
+        for plan in ("ddp", "zero1", "zero2", "zero3", f"hsdp,replicate={size}")
+    ],
+]
+SOME = [(1, "single"), (2, "zero1"), (3, "ddp"), (3, "hsdp,replicate=3")]
+
+
+@pytest.fixture(scope="module")
+def saved_by_four(task, tmp_path_factory) -> tuple[Spec, Path, Path]:
+    """The request, a run under zero3 on 4 ranks that was stopped, and one that was not."""
+    spec, folder = wanted(task, dropout=0.0, norm=False), tmp_path_factory.mktemp("four")
+    trained(4, spec, "zero3", folder / "through")
+    trained(4, spec, "zero3", folder / "stopped", 10)
+    return spec, folder / "stopped", folder / "through"
+
+
+@pytest.mark.parametrize(
+    ("size", "plan"),
+    [*SOME, *[pytest.param(*case, marks=pytest.mark.slow) for case in OTHERS if case not in SOME]],
+)
+def test_saved_by_four_and_resumed_otherwise(size, plan, saved_by_four, tmp_path):
+    spec, stopped, through = saved_by_four
+    shutil.copytree(stopped, tmp_path / "resumed")
+    started, *_, ended = trained(size, spec, plan, tmp_path / "resumed")
+    assert (started.step, ended.step) == (11, STEPS)
+    found, expected = weights(tmp_path / "resumed"), weights(through)
+    assert max(difference(found[name], expected[name]) for name in expected) < 1e-6
+
+
+# Through the command line: whoever stops it
+
+
+def request(spec: Spec, at: Path) -> Path:
+    specs.save(at / "run.toml", spec, Launch())
+    return at / "run.toml"
+
+
+@dataclass(frozen=True)
+class Way:
+    """A way to end a training in its middle."""
+
+    words: tuple[str, ...] = ()
+    status: int = 75
+    saves: bool = True  # the step that it ends with
+    goes_on: bool = False  # by itself
+
+    def __call__(self, running: Running) -> None:
+        raise NotImplementedError
+
+
+class Interrupt(Way):
+    def __call__(self, running: Running) -> None:
+        running.process.send_signal(signal.SIGINT)
+
+
+class ControlC(Way):
+    """What a terminal does: all in the foreground get it."""
+
+    def __call__(self, running: Running) -> None:
+        os.killpg(running.process.pid, signal.SIGINT)
+
+
+class Terminate(Way):
+    def __call__(self, running: Running) -> None:
+        running.process.send_signal(signal.SIGTERM)
+
+
+class HangUp(Way):
+    def __call__(self, running: Running) -> None:
+        running.process.send_signal(signal.SIGHUP)
+
+
+class KillLauncher(Way):
+    def __call__(self, running: Running) -> None:
+        running.process.kill()
+
+
+class KillFirst(Way):
+    def __call__(self, running: Running) -> None:
+        running.ranks()[0].kill()
+
+
+class KillLast(Way):
+    def __call__(self, running: Running) -> None:
+        running.ranks()[1].kill()
+
+
+class TerminateLast(Way):
+    def __call__(self, running: Running) -> None:
+        running.ranks()[1].terminate()
+
+
+class PowerCut(Way):
+    def __call__(self, running: Running) -> None:
+        for process in running.left():
+            process.kill()
+
+
+def wait_until_free(run: Path) -> None:
+    """A process that was killed has no environment any more to find it by while it still closes its files."""
+    deadline = time.monotonic() + 10
+    while RunFolder(run).is_locked():
+        assert time.monotonic() < deadline, f"{run} is still locked"
+        time.sleep(0.02)
+
+
+WAYS = {
+    "SIGINT": Interrupt(),
+    "Ctrl-C": ControlC(("--workers", "1")),
+    "SIGTERM": Terminate(("--workers", "1")),
+    "SIGHUP": HangUp(),
+    "rank 1 told to stop": TerminateLast(),
+    "launcher killed": KillLauncher(status=-signal.SIGKILL),
+    "rank 1 killed": KillLast(status=2, saves=False),
+    "rank 0 killed": KillFirst(status=2, saves=False),
+    "rank 0 killed, restarted": KillFirst(("--restarts", "1"), status=0, goes_on=True),
+    "rank 1 killed, restarted": KillLast(("--restarts", "1"), status=0, goes_on=True),
+    "all killed": PowerCut(status=-signal.SIGKILL, saves=False),
+}
+ALONE = ("SIGINT", "Ctrl-C", "SIGTERM", "SIGHUP", "all killed")  # with one rank, which is the launcher itself
+EACH = [  # and how it goes on: by the command, or in ranks that are there already, which takes less time
+    ("ddp", "Ctrl-C", "resume"),
+    ("zero3", "rank 0 killed, restarted", "-"),
+]
+NIGHTLY = ("zero1", "launcher killed", "train")
+FULL = [
+    (plan, way, "-" if stop.goes_on else "resume")
+    for plan in PLANS
+    for way, stop in WAYS.items()
+    if plan != "single" or way in ALONE
+]
+
+
+@pytest.mark.parametrize(
+    ("plan", "way", "then"),
+    [*EACH, *[pytest.param(*case, marks=pytest.mark.slow) for case in [NIGHTLY, *FULL] if case not in EACH]],
+)
+def test_however_it_is_stopped(plan, way, then, task, tmp_path):
+    stop, size, run = WAYS[way], ON[plan], tmp_path / "r"
+    spec = wanted(task, steps=120, save=Save(every=4, minutes=NEVER))
+    trained(size, spec, plan, tmp_path / "through")
+    slow = slow_down(tmp_path / "slow", 0.01)
+    words = (
+        "train",
+        request(spec, tmp_path),
+        "--run-dir",
+        "r",
+        "--plan",
+        plan,
+        "--ranks",
+        str(size),
+        *stop.words,
+    )
+    with start(*words, at=tmp_path, SLOW=str(slow)) as running:
+        running.until(lambda: steps_done(run) >= 6 and of_checkpoints(run), "at step 6, with a checkpoint")
+        stop(running)
+        if stop.goes_on:
+            slow.unlink()
+        result = running.wait()
+        assert result.status == stop.status, result.all
+        running.until_all_ended()
+    assert "Traceback" not in result.out, result.all
+    wait_until_free(run)
+    if stop.goes_on:
+        assert [started.step > 0 for started in of_kind(run, Started)] == [False, True]
+        [why] = [event for event in of_kind(run, Failed) if event.what == "rank"]
+        assert re.fullmatch(
+            rf"rank {int('0' not in way)} was killed by SIGKILL, after step \d+; all ranks are started again",
+            why.message,
+        )
+        assert why.message in result.out
+    else:
+        assert of_checkpoints(run)[-1] < 120, "it was not hit in the middle"
+        if stop.saves:
+            stopped = of_kind(run, Ended)[-1]
+            assert (stopped.reason, stopped.step) == ("stopped", of_checkpoints(run)[-1])
+        if stop.status == 75:
+            assert "go on with: paceline resume r" in result.out
+            assert result.err == ""
+        if stop.status == 2:
+            rank, kept = (0 if "0" in way else 1), of_checkpoints(run)[-1]
+            hint = f"go on from step {kept} with: paceline resume r\n"
+            told = f"paceline: rank {rank} was killed by SIGKILL, after step {steps_done(run)}; {hint}"
+            assert result.err.startswith(told), result.all
+            assert [event.rank for event in of_kind(run, Failed) if not event.lost_peer] == [rank]
+        if then == "resume":
+            assert succeed("resume", "r", at=tmp_path).err == ""
+        else:
+            assert trained(size, RunFolder(run).request()[0], plan, run)[-1].reason == "done"
+    if then != "train":
+        assert of_kind(run, Ended)[-1].reason == "done"
+    assert not unequal(weights(run), weights(tmp_path / "through"))
+
+
+def test_a_second_signal_ends_it_at_once(task, tmp_path):
+    slow = slow_down(tmp_path / "slow", 0.01)
+    spec = wanted(task, steps=120, save=Save(every=2, minutes=NEVER))
+    words = ("train", request(spec, tmp_path), "--run-dir", "r", "--ranks", "2")
+    with start(*words, at=tmp_path, SLOW=str(slow)) as running:
+        running.until(
+            lambda: steps_done(tmp_path / "r") >= 4 and of_checkpoints(tmp_path / "r"),
+            "at step 4, with a checkpoint",
+        )
+        slow_down(slow, 600)
+        running.process.send_signal(signal.SIGINT)
+        time.sleep(1)
+        assert running.process.poll() is None
+        running.process.send_signal(signal.SIGINT)
+        result = running.wait()
+        running.until_all_ended()
+    kept = of_checkpoints(tmp_path / "r")[-1]
+    assert result.status == 75
+    assert (
+        result.err
+        == f"paceline: stopped by SIGINT before all ranks had saved; go on from step {kept} with: paceline resume r\n"
+    )
+
+
+@pytest.mark.slow
+def test_ranks_whose_launcher_is_killed_while_they_start_do_not_wait_for_it(task, tmp_path):
+    """It has the store by which they would find each other."""
+    with start(
+        "train", request(wanted(task), tmp_path), "--run-dir", "r", "--ranks", "2", at=tmp_path
+    ) as running:
+        running.until(lambda: 1 in running.ranks(), "with two ranks")
+        late = running.ranks()[1]
+        late.suspend()  # so that the other one waits for it
+        time.sleep(0.5)
+        running.process.kill()
+        late.resume()
+        running.until_all_ended()
+    wait_until_free(tmp_path / "r")
+    assert not of_kind(tmp_path / "r", Started)
+    succeed("resume", "r", at=tmp_path)
+    assert of_kind(tmp_path / "r", Ended)[-1].step == STEPS
+
+
+def test_what_was_told_to_go_on_after_a_hang_up_goes_on(task, tmp_path):
+    """nohup paceline train …"""
+    slow = slow_down(tmp_path / "slow", 0.01)
+    words = ("train", request(wanted(task, steps=30), tmp_path), "--run-dir", "r", "--ranks", "2")
+    with start(*words, at=tmp_path, program=("nohup", *command.PACELINE), SLOW=str(slow)) as running:
+        running.until_step(tmp_path / "r", 4)
+        running.process.send_signal(signal.SIGHUP)
+        slow.unlink()
+        assert running.wait().status == 0
+
+
+# Checkpoints that are not what they were
+
+
+def flip_a_byte(checkpoint: Path) -> str:
+    path = max(checkpoint.glob("*.distcp"), key=lambda path: path.stat().st_size)
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+    return f"{path.name} has another checksum than when it was written"
+
+
+def truncate(checkpoint: Path) -> str:
+    path = max(checkpoint.glob("*.distcp"), key=lambda path: path.stat().st_size)
+    size = path.stat().st_size
+    os.truncate(path, size - 1)
+    return f"{path.name} has {size - 1} bytes, {size} were written"
+
+
+def lose_a_file(checkpoint: Path) -> str:
+    path = min(checkpoint.glob("*.distcp"))
+    path.unlink()
+    return f"{path.name}: No such file or directory"
+
+
+def lose_the_index(checkpoint: Path) -> str:
+    (checkpoint / "checkpoint.json").unlink()
+    return "its checkpoint.json cannot be read"
+
+
+def tear_the_index(checkpoint: Path) -> str:
+    os.truncate(checkpoint / "checkpoint.json", 100)
+    return "its checkpoint.json cannot be read"
+
+
+def change_the_index(checkpoint: Path) -> str:
+    index = checkpoint / "checkpoint.json"
+    index.write_text(edited(index.read_text(), '"seed": 5', '"seed": 7'))
+    return "its checkpoint.json has another checksum than when it was written"
+
+
+def empty(checkpoint: Path) -> str:
+    shutil.rmtree(checkpoint)
+    checkpoint.mkdir()
+    return "its checkpoint.json cannot be read"
+
+
+def replace_save(spec: Spec, **fields) -> Spec:
+    return spec.model_copy(update={"save": Save(**{"minutes": NEVER} | fields)})
+
+
+DAMAGES = [flip_a_byte, truncate, lose_a_file, lose_the_index, tear_the_index, change_the_index, empty]
+EVERY_3 = Save(every=3, minutes=NEVER, keep=9)
+
+
+@pytest.fixture(scope="module")
+def with_checkpoints(task, tmp_path_factory) -> tuple[Spec, Path, Path]:
+    """The request, a run that was stopped after checkpoints of the steps 3, 6 and 8, and one that was not stopped."""
+    spec, folder = wanted(task, steps=14, save=EVERY_3), tmp_path_factory.mktemp("checkpoints")
+    trained(2, spec, "zero3", folder / "through")
+    trained(2, spec, "zero3", folder / "stopped", 7)
+    specs.save(folder / "stopped/spec.toml", spec, Launch(ranks=2, plan="zero3"))
+    assert of_checkpoints(folder / "stopped") == [3, 6, 8]
+    return spec, folder / "stopped", folder / "through"
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_damaged_checkpoint_is_named_and_the_last_good_one_taken(damage, with_checkpoints, tmp_path):
+    spec, stopped, through = with_checkpoints
+    run = tmp_path / "r"
+    shutil.copytree(stopped, run)
+    why = damage(run / "ckpt/step_8")
+    started, *_, ended = trained(2, spec, "zero3", run)
+    assert (started.step, ended.reason, ended.step) == (6, "done", 14)
+    [note] = started.notes
+    assert f"{run}/ckpt/step_8 is damaged" in note
+    assert why in note
+    assert not unequal(weights(run), weights(through))
+
+
+def test_several_damaged_ones_are_each_named(with_checkpoints, tmp_path):
+    spec, stopped, _ = with_checkpoints
+    shutil.copytree(stopped, tmp_path / "r")
+    flip_a_byte(tmp_path / "r/ckpt/step_8")
+    truncate(tmp_path / "r/ckpt/step_6")
+    started, *_ = trained(1, spec, "single", tmp_path / "r")
+    assert started.step == 3
+    assert ["step_8" in started.notes[0], "step_6" in started.notes[1], len(started.notes)] == [True, True, 2]
+
+
+def test_without_a_good_one_it_begins_anew_and_says_so(with_checkpoints, tmp_path):
+    spec, stopped, through = with_checkpoints
+    shutil.copytree(stopped, tmp_path / "r")
+    for step in (3, 6, 8):
+        flip_a_byte(tmp_path / f"r/ckpt/step_{step}")
+    started, *_ = trained(2, spec, "zero3", tmp_path / "r")
+    assert (started.step, len(started.notes)) == (0, 3)
+    assert not unequal(weights(tmp_path / "r"), weights(through))
+
+
+def test_what_was_left_half_written_is_no_checkpoint_and_goes(with_checkpoints, tmp_path):
+    spec, stopped, through = with_checkpoints
+    run = tmp_path / "r"
+    shutil.copytree(stopped, run)
+    shutil.copytree(run / "ckpt/step_8", run / "ckpt/.step_9")
+    shutil.copytree(run / "ckpt/step_3", run / "ckpt/.old_3")
+    started, *_ = trained(2, spec, "zero3", run)
+    assert (started.step, started.notes) == (8, ())
+    assert {path.name for path in (run / "ckpt").iterdir()} == {
+        f"step_{step}" for step in (3, 6, 8, 9, 12, 14)
+    }
+    assert not unequal(weights(run), weights(through))
+
+
+def test_a_damaged_checkpoint_pushes_no_good_one_out(with_checkpoints, tmp_path):
+    """It is newer than what comes after the resume: as "the last" it would be kept, and the only good one deleted."""
+    spec, stopped, _ = with_checkpoints
+    run = tmp_path / "r"
+    shutil.copytree(stopped, run)
+    for step in (6, 8):
+        flip_a_byte(run / f"ckpt/step_{step}")
+    spec = replace_save(spec, keep=1)
+    ended = trained(1, spec, "single", run, 1)[-1]
+    assert ended.step < 6
+    started, *_ = trained(1, spec, "single", run)
+    assert (started.step, started.notes) == (ended.step, ())
+
+
+def test_an_older_checkpoint_that_is_damaged_does_no_harm(with_checkpoints, tmp_path):
+    spec, stopped, through = with_checkpoints
+    run = tmp_path / "r"
+    shutil.copytree(stopped, run)
+    lose_the_index(run / "ckpt/step_3")
+    started, *_ = trained(2, spec, "zero3", run)
+    assert started.step == 8
+    assert not unequal(weights(run), weights(through))
+
+
+def test_export_takes_the_last_good_one_and_refuses_a_damaged_one(with_checkpoints, tmp_path):
+    run = tmp_path / "r"
+    shutil.copytree(with_checkpoints[1], run)
+    why = flip_a_byte(run / "ckpt/step_8")
+    result = succeed("export", "r", "w.safetensors", at=tmp_path)
+    assert "r/ckpt/step_8 is damaged and was passed over" in result.out
+    assert "of r/ckpt/step_6" in result.out
+    refused = paceline("export", "r", "w8.safetensors", "--step", "8", at=tmp_path)
+    assert (refused.status, refused.err) == (2, f"paceline: checkpoint r/ckpt/step_8 is damaged: {why}\n")
+    assert not (tmp_path / "w8.safetensors").exists()
+    absent = paceline("export", "r", "w7.safetensors", "--step", "7", at=tmp_path)
+    assert (absent.status, absent.err) == (2, "paceline: r has no checkpoint of step 7; it has 3, 6, 8\n")
+
+
+# What is kept
+
+
+def test_the_last_and_the_best_are_kept(task, tmp_path):
+    """Points without any sense are learned by heart, so that the best by the validation loss is an early one."""
+    save = Save(every=2, minutes=NEVER, keep=2, best="min loss")
+    spec = wanted(task, steps=20, save=save, validation=17).model_copy(update={"evaluate_every": 4})
+    events = trained(1, spec, "single", tmp_path / "r")
+    losses = {event.step: event.metrics["loss"] for event in events if isinstance(event, Evaluated)}
+    best = min(losses, key=losses.__getitem__)
+    assert best < 18
+    assert of_checkpoints(tmp_path / "r") == [best, 18, 20]
+    assert {event.step for event in events if isinstance(event, Saved)} == {*range(2, 21, 2)}
+
+
+def test_a_better_one_is_saved_at_once(task, tmp_path):
+    """Also where no save was due, and it is remembered over a stop."""
+    spec = wanted(task, steps=21, save=Save(minutes=NEVER, keep=1), validation=17).model_copy(
+        update={"evaluate_every": 3}
+    )
+    events = trained(1, spec, "single", tmp_path / "through")
+    losses = {event.step: event.metrics["loss"] for event in events if isinstance(event, Evaluated)}
+    best = [
+        step for step in losses if losses[step] == min(losses[other] for other in losses if other <= step)
+    ]
+    assert [event.step for event in events if isinstance(event, Saved)] == sorted({*best, 21})
+    assert of_checkpoints(tmp_path / "through") == sorted({best[-1], 21})
+    trained(1, spec, "single", tmp_path / "stopped", 16)
+    trained(1, spec, "single", tmp_path / "stopped")
+    assert of_checkpoints(tmp_path / "stopped") == of_checkpoints(tmp_path / "through")
+
+
+def test_a_metric_that_is_no_number_is_never_the_best(task, tmp_path):
+    source = (
+        command.TASK
+        + '\n    def metrics(self, output, batch):\n        return {"score": (output - batch[1]).mean(-1).log()}\n'
+    )
+    path = write_task(tmp_path, source, "nan.py")
+    spec = wanted(path, steps=9, save=Save(minutes=NEVER, keep=1, best="max score"), validation=17)
+    spec = spec.model_copy(update={"evaluate_every": 3})
+    events = trained(1, spec, "single", tmp_path / "r")
+    assert all(np.isnan(event.metrics["score"]) for event in events if isinstance(event, Evaluated))
+    assert [event.step for event in events if isinstance(event, Saved)] == [9]
+
+
+@pytest.mark.parametrize(("minutes", "often"), [(1e-6, True), (NEVER, False)])
+def test_saved_by_the_clock(minutes, often, task, tmp_path):
+    events = trained(2, wanted(task, save=Save(minutes=minutes, keep=2)), "ddp", tmp_path / "r")
+    saved = [event.step for event in events if isinstance(event, Saved)]
+    assert (len(saved) > 3) == often
+    assert saved[-1] == STEPS
+
+
+# A disk that is full
+
+
+def test_a_save_that_fails_costs_nothing_but_itself(task, tmp_path):
+    """Files may not grow beyond 200 kB for a while: less than a checkpoint, more than the list of events."""
+    run, slow = tmp_path / "r", slow_down(tmp_path / "slow", 0.004)
+    spec = wanted(task, steps=60, save=Save(every=3, minutes=NEVER), width=256)
+    with start(
+        "train", request(spec, tmp_path), "--run-dir", "r", "--ranks", "2", at=tmp_path, SLOW=str(slow)
+    ) as running:
+        running.until(lambda: bool(of_kind(run, Saved)), "saved once")
+        for rank in running.ranks().values():
+            rank.rlimit(psutil.RLIMIT_FSIZE, (200_000, psutil.RLIM_INFINITY))
+        running.until(lambda: bool(of_kind(run, Failed)), "failed to save")
+        kept = of_checkpoints(run)
+        assert all(not weights_are_damaged(run, step) for step in kept)
+        for rank in running.ranks().values():
+            rank.rlimit(psutil.RLIMIT_FSIZE, (psutil.RLIM_INFINITY, psutil.RLIM_INFINITY))
+        slow.unlink()
+        result = running.wait()
+    assert result.status == 0, result.all
+    failed = of_kind(run, Failed)[0]
+    last = max(event.step for event in of_kind(run, Saved) if event.step < failed.step)
+    assert failed.what == "save"
+    assert (
+        failed.message
+        == f"checkpoint of step {failed.step} was not written: File too large; the last good checkpoint is step {last}"
+    )
+    assert failed.message in result.out
+    assert of_checkpoints(run)[-1] == 60
+    assert not list((run / "ckpt").glob(".*"))
+    trained(2, spec, "ddp", tmp_path / "through")
+    assert not unequal(weights(run), weights(tmp_path / "through"))
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
+def test_what_one_rank_of_two_writes_alone_is_no_checkpoint(tmp_path):
+    """torch does so where the process group is gone when the thread begins that writes: the training has failed just then."""
+    index = checkpoint.Index(
+        step=4,
+        samples=8,
+        epoch_samples=8,
+        task="my.py:Points",
+        set={},
+        plan="pp=2",
+        ranks=2,
+        seed=0,
+        shapes={"w": [3]},
+        tied={},
+    )
+    for count, kept in ((2, False), (1, True)):
+        final = tmp_path / "step_4"
+        writer = checkpoint._writer(tmp_path / ".step_4", final, index, 0, count)
+        with (
+            nullcontext()
+            if kept
+            else pytest.raises(CheckpointException, match="has the state of 1 of 2 ranks")
+        ):
+            torch.distributed.checkpoint.save({"model/w": torch.ones(3)}, storage_writer=writer)
+        assert final.exists() == kept
+
+
+def weights_are_damaged(run: Path, step: int) -> bool:
+    return (
+        checkpoint.verify(
+            RunFolder(run).checkpoint(step), checkpoint.read_index(RunFolder(run).checkpoint(step))
+        )
+        is not None
+    )
+
+
+@pytest.fixture
+def small_disk(tmp_path) -> Iterator[Path]:
+    """6 MB."""
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    mounted = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=6m", "tmpfs", disk], capture_output=True, text=True
+    )
+    if mounted.returncode:
+        pytest.skip(f"a small disk cannot be mounted here: {mounted.stderr.strip()}")
+    yield disk
+    subprocess.run(["umount", disk], check=True)
+
+
+def test_a_disk_that_is_full_ends_no_run_and_fails_it_where_the_last_checkpoint_is_lost(
+    task, small_disk, tmp_path
+):
+    """All of the run lies on it: events, logs and TensorBoard's files too. Two checkpoints of 2.4 MB fit, a third one does not."""
+    run = small_disk / "r"
+    spec = wanted(task, steps=12, save=Save(every=3, minutes=NEVER), width=256)
+    result = paceline("train", request(spec, tmp_path), "--run-dir", run, "--ranks", "2", at=tmp_path)
+    assert result.status == 2, result.all
+    why = (
+        "the training came to step 12 of 12, but its last checkpoint was not written: No space left on device; "
+        f"the last good checkpoint is step 6; make room in {run}/ckpt, then: paceline resume {run}"
+    )
+    assert result.err == f"paceline: {why}\n"
+    assert succeed("status", run, at=tmp_path).out.startswith(f"{run}: failed after step 12 of 12: {why}")
+    assert (
+        "checkpoint of step 9 was not written: No space left on device; the last good checkpoint is step 6"
+        in result.out
+    )
+    assert of_checkpoints(run) == [3, 6]
+    assert not list((run / "ckpt").glob(".*"))
+    assert [(event.what, event.step) for event in of_kind(run, Failed) if event.what == "save"] == [
+        ("save", 9),
+        ("save", 12),
+    ]
+    assert of_kind(run, Ended) == []
+    shutil.copytree(run, tmp_path / "more room")
+    trained(2, spec, "ddp", tmp_path / "through")
+    trained(2, spec, "ddp", tmp_path / "more room")
+    assert not unequal(weights(tmp_path / "more room"), weights(tmp_path / "through"))
+
+
+def test_files_that_may_not_grow(task, tmp_path):
+    """`ulimit -f`, in 512 bytes: no checkpoint fits, nor all events. One rank, which starts itself."""
+    spec = wanted(task, steps=40, save=Save(every=10, minutes=NEVER))
+    limited = ("sh", "-c", 'ulimit -f 16; exec "$@"', "sh", *command.PACELINE)
+    result = paceline("train", request(spec, tmp_path), "--run-dir", "r", at=tmp_path, program=limited)
+    assert result.status == 2, result.all
+    why = "the training came to step 40 of 40, but its last checkpoint was not written: File too large; there is no checkpoint; make room in "
+    assert result.err.startswith(f"paceline: {why}")
+    assert "Traceback" not in result.err
+    assert "done" not in succeed("status", "r", at=tmp_path).out
+    assert "checkpoint  step 40" in succeed("resume", "r", at=tmp_path).out
+    trained(1, spec, "single", tmp_path / "through")
+    assert not unequal(weights(tmp_path / "r"), weights(tmp_path / "through"))
+
+
+# What cannot be resumed
+
+
+@pytest.fixture(scope="module")
+def stopped(tmp_path_factory) -> Path:
+    """A folder with my.py and r, a run on one rank that was stopped at step 2."""
+    at = tmp_path_factory.mktemp("refused")
+    path = write_task(at, command.TASK + "\n\nclass Other(Regression):\n    pass\n")
+    spec = wanted(path, steps=6, norm=False)
+    trained(1, spec, "single", at / "r", 1)
+    specs.save(at / "r/spec.toml", spec, Launch(ranks=1, plan="single"))
+    return at
+
+
+def edited(text: str, was: str, now: str) -> str:
+    assert was in text
+    return text.replace(was, now)
+
+
+@pytest.mark.parametrize(
+    ("file", "was", "now", "message"),
+    [
+        (
+            "r/spec.toml",
+            "my.py:Regression",
+            "my.py:Other",
+            "is of the task {stopped}/my.py:Regression, not of {at}/my.py:Other; ",
+        ),
+        (
+            "my.py",
+            "width: int = 10",
+            "width: int = 12",
+            "is of another model: 0.weight has shape (10, 6) in the checkpoint and has ",
+        ),
+        (
+            "r/spec.toml",
+            "norm = false",
+            "norm = false\nwidth = 12",
+            "is of another model (--set width=None then, 12 now): 0.weight ",
+        ),
+        ("r/spec.toml", "batch = 24", "batch = 12", "was made with batch 24, got 12; "),
+        ("r/spec.toml", "seed = 5", "seed = 6", "was made with seed 5, got 6; "),
+        ("my.py", "samples: int = 53", "samples: int = 54", "was made with training samples 53, got 54; "),
+    ],
+    ids=["task", "task file", "--set", "batch", "seed", "data"],
+)
+def test_what_was_changed_since_is_refused(file, was, now, message, stopped, tmp_path):
+    shutil.copytree(stopped, tmp_path, dirs_exist_ok=True, ignore=shutil.ignore_patterns("__pycache__"))
+    run = RunFolder(tmp_path / "r")
+    run.spec.write_text(edited(run.spec.read_text(), str(stopped), str(tmp_path)))
+    (tmp_path / file).write_text(edited((tmp_path / file).read_text(), was, now))
+    with pytest.raises(CheckpointError) as caught:
+        next(train(specs.load_own(run.spec, {}, edited=True)[0], world=World(), run=run))
+    assert str(caught.value).startswith(
+        f"{run.path}/ckpt/step_2 {message}".format(at=tmp_path, stopped=stopped)
+    )
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("file", "was", "now", "message"),
+    [
+        ("my.py", "width: int = 10", "width: int = 12", "r/ckpt/step_2 is of another model: "),
+        ("r/spec.toml", "batch = 24", "bach = 24", "unknown key bach; did you mean batch?"),
+    ],
+    ids=["model", "key"],
+)
+def test_a_refusal_is_one_sentence(file, was, now, message, stopped, tmp_path):
+    shutil.copytree(stopped, tmp_path, dirs_exist_ok=True, ignore=shutil.ignore_patterns("__pycache__"))
+    run = RunFolder(tmp_path / "r")
+    run.spec.write_text(edited(run.spec.read_text(), str(stopped), str(tmp_path)))
+    (tmp_path / file).write_text(edited((tmp_path / file).read_text(), was, now))
+    result = paceline("resume", "r", "--edited", at=tmp_path)
+    assert result.status == 2, result.all
+    assert result.err.startswith(f"paceline: {message}"), result.all
+    assert result.err.count("\n") == 1
+    assert of_checkpoints(run.path) == [2]
+
+
+def without_line(text: bytes, start: bytes) -> bytes:
+    return b"".join(line for line in text.splitlines(keepends=True) if not line.startswith(start))
+
+
+DAMAGE = {
+    "empty": lambda text: b"",
+    "cut": lambda text: text[: len(text) // 2],
+    "zeros": lambda text: bytes(len(text)),
+    "a table lost": lambda text: text[: text.index(b"[optimizer]")],
+    "a line lost": lambda text: without_line(text, b"steps"),
+    "a digit": lambda text: text.replace(b"lr = 0.01", b"lr = 0.03"),
+    "the last line lost": lambda text: without_line(text, b"# checksum"),
+    "the last byte lost": lambda text: text[:-1],
+    "a line behind": lambda text: text + b"threads = 1\n",
+}
+
+
+def test_a_damaged_request_is_refused_and_kept(stopped, tmp_path):
+    shutil.copytree(stopped, tmp_path, dirs_exist_ok=True, ignore=shutil.ignore_patterns("__pycache__"))
+    run = RunFolder(tmp_path / "r")
+    whole = run.spec.read_bytes()
+    assert b"lr = 0.01" in whole
+    for name, damage in DAMAGE.items():
+        run.spec.write_bytes(damage(whole))
+        assert run.spec.read_bytes() != whole, name
+        found = paceline("resume", "r", at=tmp_path)
+        assert (found.status, found.err.count("\n")) == (2, 1), (name, found.all)
+        assert found.err.startswith("paceline: r/spec.toml is not "), (name, found.all)
+        assert run.spec.read_bytes() == damage(whole), name
+        assert not run.next_spec.exists()
+    for name in ("empty", "cut", "a table lost"):
+        run.spec.write_bytes(DAMAGE[name](whole))
+        found = paceline("resume", "r", "--edited", at=tmp_path)
+        assert found.status == 2, (name, found.all)
+        assert run.spec.read_bytes() == DAMAGE[name](whole), name
+    assert "r/spec.toml lacks optimizer.name and " in found.err, found.all
+    run.spec.write_bytes(whole)
+    succeed("resume", "r", "--steps", "3", at=tmp_path)  # the control
+
+
+def test_an_edited_request_is_accepted_where_that_is_said(stopped, tmp_path):
+    shutil.copytree(stopped, tmp_path, dirs_exist_ok=True, ignore=shutil.ignore_patterns("__pycache__"))
+    run = RunFolder(tmp_path / "r")
+    run.spec.write_text(edited(run.spec.read_text(), "lr = 0.01", "lr = 0.03"))
+    succeed("resume", "r", "--edited", "--steps", "3", at=tmp_path)
+    assert run.request()[0].optimizer.lr == 0.03
+    assert of_kind(run.path, Step)[-1].lr == 0.03
+    assert not run.next_spec.exists()
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_request_is_replaced_only_by_one_that_starts(ranks, stopped, tmp_path):
+    shutil.copytree(stopped, tmp_path, dirs_exist_ok=True, ignore=shutil.ignore_patterns("__pycache__"))
+    run = RunFolder(tmp_path / "r")
+    (tmp_path / "my.py").write_text(
+        edited((tmp_path / "my.py").read_text(), "samples: int = 53", "samples: int = 54")
+    )
+    run.spec.write_text(edited(run.spec.read_text(), str(stopped), str(tmp_path)))
+    before = run.spec.read_bytes()
+    found = paceline("resume", "r", "--edited", "--lr", "0.5", "--ranks", str(ranks), at=tmp_path)
+    assert found.status != 0
+    assert "made with training samples 53, got 54" in found.err, found.all
+    assert (run.spec.read_bytes(), run.next_spec.exists()) == (before, False)
+    assert of_checkpoints(run.path) == [2], (
+        "a run that was not made by this command is not deleted with its failure"
+    )
+
+
+def test_a_run_that_is_done_is_not_resumed_but_further(stopped, tmp_path):
+    shutil.copytree(stopped, tmp_path, dirs_exist_ok=True, ignore=shutil.ignore_patterns("__pycache__"))
+    assert "ended" not in (result := succeed("resume", "r", "--steps", "4", at=tmp_path)).err, result.all
+    done = paceline("resume", "r", at=tmp_path)
+    assert (done.status, done.err) == (
+        2,
+        "paceline: r is done: it was trained to step 4; go further with --epochs or --steps\n",
+    )
+    flip_a_byte(tmp_path / "r/ckpt/step_4")
+    assert "damaged" in succeed("resume", "r", at=tmp_path).out, "what is damaged is not done"
+    assert succeed("resume", "r", "--epochs", "3", at=tmp_path).out.count("step 7  done") == 1
+    assert [event.step for event in of_kind(tmp_path / "r", Ended)] == [4, 4, 7]
+
+
+@pytest.mark.parametrize(
+    ("path", "message"),
+    [
+        ("nowhere", "there is no run nowhere; there is r"),
+        ("rr", "there is no run rr; did you mean r?"),
+        (".", ". is no run: it has no spec.toml"),
+        ("my.py", "there is no run my.py; there is r"),
+    ],
+)
+def test_what_is_no_run_is_refused(path, message, stopped):
+    for command_name, *words in (("resume",), ("show",), ("export", "w.safetensors")):
+        result = paceline(command_name, path, *words, at=stopped)
+        assert (result.status, result.err) == (2, f"paceline: {message}\n"), result.all
+
+
+def test_a_run_that_somebody_trains_is_not_resumed(stopped, tmp_path):
+    shutil.copytree(stopped, tmp_path, dirs_exist_ok=True, ignore=shutil.ignore_patterns("__pycache__"))
+    with RunFolder(tmp_path / "r").lock(), pytest.raises(RunError) as caught:
+        RunFolder(tmp_path / "r").lock(wait_s=0)
+    message = (
+        f"{tmp_path}/r is being trained by process {os.getpid()} on {platform.node()}; wait for it or end it"
+    )
+    assert str(caught.value) == message
+    RunFolder(tmp_path / "r").lock(wait_s=0).close()
+
+
+@pytest.mark.slow
+def test_a_run_that_somebody_trains_is_not_resumed_by_command(stopped, tmp_path):
+    shutil.copytree(stopped, tmp_path, dirs_exist_ok=True, ignore=shutil.ignore_patterns("__pycache__"))
+    with RunFolder(tmp_path / "r").lock():
+        result = paceline("resume", "r", at=tmp_path)
+    assert (result.status, result.err.count("\n")) == (2, 1)
+    assert result.err.startswith(f"paceline: r is being trained by process {os.getpid()} ")

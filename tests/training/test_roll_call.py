@@ -1,0 +1,234 @@
+"""Before the first step the ranks find out what does not fit: other software, clocks that differ, one GPU twice, a slow node."""
+
+import contextlib
+import os
+import platform
+import time
+from pathlib import Path
+from unittest.mock import patch
+
+import pytest
+import torch.distributed as dist
+
+import models
+import network
+import paceline
+from command import PACELINE, of_kind, write_task
+from harness import ranks, training
+from paceline import Spec
+from paceline.distributed.process_group import claim
+from paceline.errors import LaunchError
+from paceline.events import Started
+from paceline.training import rank_checks
+from paceline.training.rank_checks import NeighbourLink, apart, check_software, ring, slow, uneven
+
+SPEC = Spec(task="models:Points", steps=1, batch=6)
+HOSTS = ("n1", "n1", "n2", "n2", "n3")
+
+
+# In real ranks, of which the last one is not as the others
+
+
+@contextlib.contextmanager
+def skewed(by_s: float):
+    """Rank 1 is on another host, whose clock is wrong."""
+    if os.environ["RANK"] != "1":
+        yield
+        return
+    right = time.time
+    with (
+        patch.object(platform, "node", lambda: "elsewhere"),
+        patch.object(rank_checks.time, "time", lambda: right() + by_s),
+    ):
+        yield
+
+
+def three_seconds_off():
+    return skewed(-3.0)
+
+
+def nearly_right():
+    return skewed(0.4)
+
+
+@contextlib.contextmanager
+def another_version():
+    wrong = os.environ["RANK"] == "1"
+    with patch.object(rank_checks, "__version__", "0.0.1" if wrong else paceline.__version__):
+        yield
+
+
+@contextlib.contextmanager
+def another_file():
+    wrong = os.environ["RANK"] == "1"
+    with patch.object(models, "__file__", __file__ if wrong else models.__file__):
+        yield
+
+
+def noted(plant) -> list[tuple[str, ...]]:
+    return [found.notes for found in ranks(2)(training, models.Points(), SPEC, "ddp", plant)]
+
+
+def test_a_clock_that_is_wrong_is_told_of():
+    host = platform.node()
+    ways = (
+        f"the clock of elsewhere (rank 1) is 3.0 s behind that of {host}",
+        f"the clock of {host} (rank 0) is 3.0 s ahead of that of else",
+    )
+    for (note,) in noted(three_seconds_off):
+        assert note.startswith(ways)
+    assert noted(nearly_right) == [(), ()]
+    assert noted(contextlib.nullcontext) == [(), ()]
+
+
+def refusals(plant) -> str:
+    with pytest.raises(LaunchError) as caught:
+        training(models.Points(), SPEC, "ddp", plant)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("plant", "said"),
+    [(another_version, "and 0.0.1 on"), (another_file, "and test_roll_call.py with CRC ")],
+)
+def test_other_software_is_refused_on_all_ranks(plant, said):
+    first, second = ranks(2)(refusals, plant)
+    assert first == second
+    assert said in first
+    assert f" on rank 1 ({platform.node()}); " in first
+
+
+def claimed(gpu: str) -> str | None:
+    store = dist.distributed_c10d._get_default_store()
+    try:
+        claim(store, gpu, dist.get_rank())
+    except LaunchError as error:
+        return str(error)
+    return None
+
+
+def own_gpu() -> str | None:
+    return claimed(f"GPU-{dist.get_rank()}")
+
+
+def test_one_gpu_is_not_for_two_ranks():
+    first, second = sorted(ranks(2)(claimed, "GPU-5"), key=bool)
+    assert first is None
+    assert second is not None
+    assert second.startswith("ranks ")
+    assert "both have GPU GPU-5; each needs one of its own" in second
+    assert ranks(2)(own_gpu) == [None, None]
+
+
+# What is made of what was found
+
+
+def test_software():
+    same = {"torch": "2.13.0", "paceline": "0.1.0", rank_checks.SOURCE: "my.py with CRC 0000abcd"}
+    check_software([same] * 5, HOSTS)
+    with pytest.raises(
+        LaunchError,
+        match=r"^torch is 2\.13\.0 on rank 0 \(n1\) and 2\.12\.1 on rank 3 \(n2\); use one installation",
+    ):
+        check_software([same, same, same, same | {"torch": "2.12.1"}, same], HOSTS)
+    with pytest.raises(
+        LaunchError,
+        match=r"^the file of the task is my\.py with CRC 0000abcd on rank 0 \(n1\) and .* on rank 4 \(n3\); all",
+    ):
+        check_software(
+            [same, same, same, same, same | {rank_checks.SOURCE: "my.py with CRC 0000ffff"}], HOSTS
+        )
+
+
+def test_threads():
+    assert [*uneven([2, 2, 2, 2, 2], HOSTS)] == []
+    (said,) = uneven([4, 4, 1, 1, 4], HOSTS)
+    assert said.startswith("rank 2 (n2) computes on 1 thread, others on up to 4, and wait for it")
+
+
+def test_a_late_rank_is_no_wrong_clock():
+    """Who came early was there when the last one came."""
+    late = [(0.0, 20.0), (0.0, 20.0), (19.9, 20.0), (19.9, 20.1), (5.0, 20.0)]
+    assert [*apart(late, HOSTS)] == []
+    wrong = [(100.0, 100.1), (100.0, 100.1), (107.0, 107.1), (107.0, 107.1), (100.0, 100.1)]
+    (said,) = apart(wrong, HOSTS)
+    assert said.startswith("the clock of n2 (rank 2) is 7.0 s ahead of that of n")
+
+
+@pytest.mark.parametrize("count", range(1, 9))
+def test_nobody_meets_two_at_once(count):
+    found = ring([f"n{at}" for at in range(count)])
+    assert len(found) == (count if count > 2 else 0)
+    for turn in range(rank_checks.ROUNDS):
+        busy = [node for at, pair in found if at == turn for node in pair]
+        assert len(busy) == len({*busy})
+    assert all(
+        sum(node in pair for _, pair in found) == 2 for node in {node for _, pair in found for node in pair}
+    )
+
+
+def links(count: int, **seconds: float) -> list[NeighbourLink]:
+    """Of 0.01 s each, but for those between these nodes: n1_n2."""
+    return [
+        NeighbourLink(pair, seconds.get("_".join(pair), 0.01))
+        for _, pair in ring([f"n{at}" for at in range(count)])
+    ]
+
+
+@pytest.mark.parametrize(
+    ("found", "said"),
+    [
+        (links(2), []),
+        (links(5), []),
+        (links(5, n1_n2=0.029), []),
+        (links(5, n1_n2=0.05), ["n1 and n2 exchange 84 MB/s, others 419 MB/s"]),
+        (links(3, n1_n2=0.05), ["n1 and n2 exchange 84 MB/s, others 419 MB/s"]),
+        (links(3, n0_n1=0.05, n1_n2=0.04), ["n1 exchanges 105 MB/s with its neighbours, others 419 MB/s"]),
+        (
+            links(6, n0_n1=0.05, n5_n0=0.05, n2_n3=0.04),
+            ["n0 exchanges 84 MB/s", "n2 and n3 exchange 105 MB/s"],
+        ),
+    ],
+)
+def test_slow_links_and_nodes_are_named(found, said):
+    told = [*slow(found)]
+    assert len(told) == len(said)
+    for text, begin in zip(told, said, strict=True):
+        assert text.startswith(begin)
+
+
+# Over links that are slow
+
+PORT = 29533
+
+
+def notes_of(nodes: list[network.Node], run: Path) -> list[str]:
+    """Of a training with a rank on each node."""
+    words = [
+        *PACELINE,
+        "train",
+        "my.py:Regression",
+        "--steps",
+        "1",
+        "--batch",
+        "12",
+        "--device",
+        "cpu",
+        "--run-dir",
+        run.name,
+    ]
+    network.succeed(network.start_ranks(nodes, words, run.parent, PORT))
+    (started,) = of_kind(run, Started)
+    return [note for note in started.notes if "MB/s" in note]
+
+
+@pytest.mark.network
+@pytest.mark.slow
+def test_the_node_with_the_slow_card_is_named(tmp_path):
+    write_task(tmp_path)
+    with network.nodes(4, rate="1gbit") as nodes:
+        assert notes_of(nodes, tmp_path / "alike") == []
+        network.throttle(nodes[2], "100mbit")
+        (note,) = notes_of(nodes, tmp_path / "slow")
+    assert note.startswith(f"{nodes[2].name} exchanges ")
+    assert f"--exclude={nodes[2].name}" in note
