@@ -14,7 +14,7 @@ from torch.utils.data import default_collate
 import crowd  # by the name that the ranks know
 import machine
 from paceline.cluster.limits import usable_cores
-from paceline.distributed.process_group import keep_memory
+from paceline.distributed.process_group import keep_freed_memory
 from paceline.launch.rank_pool import Ranks
 from paceline.task import load_task
 
@@ -23,7 +23,7 @@ SAMPLES = 16  # of a rank
 
 def step_s(steps: int) -> float:
     """The median, on one thread; ranks begin each step together."""
-    keep_memory()
+    keep_freed_memory()
     torch.set_num_threads(1)
     task = load_task("text", {})
     model, dataset = task.model(), task.dataset("train")

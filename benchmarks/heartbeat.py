@@ -19,7 +19,7 @@ from unittest import mock
 import heartbeat  # by the name that the ranks know
 from paceline import Spec
 from paceline.cluster.cpu import cpu
-from paceline.distributed.process_group import REMEMBERED
+from paceline.distributed.process_group import FLIGHT_RECORDER_SIZE
 from paceline.doctor import heartbeat as beat
 from paceline.doctor import heartbeat_writer
 from paceline.events import Step
@@ -107,7 +107,7 @@ def main() -> None:
         print(
             f"one heartbeat: {seconds * 1e6:.0f} µs of a core, {seconds / heartbeat_writer.EVERY_S:.3%} of the time"
         )
-    plain, recorded = call_s(0), call_s(REMEMBERED)
+    plain, recorded = call_s(0), call_s(FLIGHT_RECORDER_SIZE)
     print(f"one collective: {plain * 1e6:.1f} µs, in the flight recorder {recorded * 1e6:.1f} µs")
     with Ranks(2) as ranks:
         ratios = []

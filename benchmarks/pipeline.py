@@ -19,7 +19,7 @@ from torch.distributed import pipelining
 
 import turns
 from paceline import Spec
-from paceline.distributed.world import world
+from paceline.distributed.world import read_world
 from paceline.plan.plan import parse
 from paceline.tasks.text import Text
 from paceline.training.setup import build_training
@@ -37,7 +37,7 @@ def batches() -> list[tuple[Tensor, Tensor]]:
 
 def ours(schedule: str) -> tuple[Callable[[], Any], Any]:
     plan = parse(f"pp={RANKS},microbatches={MICRO},pp_schedule={schedule}").on(RANKS)
-    laid = build_training(Spec(batch=MICRO * SHARE), plan, world(), TASK, CPU)
+    laid = build_training(Spec(batch=MICRO * SHARE), plan, read_world(), TASK, CPU)
     pieces = batches()
     return lambda: laid.step(pieces, 0, 1.0), laid.step.pipeline.schedule
 

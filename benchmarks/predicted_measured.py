@@ -12,9 +12,9 @@ from torch.utils._pytree import tree_leaves
 from paceline import Task
 from paceline.bench.compute import engine_overhead
 from paceline.data.loader import RankBatchSlice, batches, training_parts
-from paceline.distributed.dtensor import storage_of
-from paceline.distributed.process_group import keep_memory
-from paceline.distributed.world import world
+from paceline.distributed.dtensor import storage_id
+from paceline.distributed.process_group import keep_freed_memory
+from paceline.distributed.world import read_world
 from paceline.errors import Error
 from paceline.launch.rank_pool import Ranks
 from paceline.parallel.ddp import release
@@ -62,8 +62,8 @@ def _training_only(task: Task) -> Task:
 
 def _counted(spec: Spec, plan: str) -> int:
     """The most that tensors of this rank took at once, of those that a training makes."""
-    keep_memory()
-    me = world()
+    keep_freed_memory()
+    me = read_world()
     task = _training_only(load_task(spec.task, spec.set))
     on = parse(plan).on(me.size)
     torch.set_num_threads(1)  # they do not change what tensors take
@@ -106,7 +106,7 @@ class Counted(TorchDispatchMode):
             if (
                 type(leaf) in (Tensor, torch.nn.Parameter)
                 and not leaf.is_meta
-                and (memory := storage_of(leaf)) not in self.found
+                and (memory := storage_id(leaf)) not in self.found
             ):
                 self.found[memory] = leaf.untyped_storage()._weak_ref()
         self.most = max(self.most, sum(self._sizes()))
@@ -129,4 +129,4 @@ def _storages() -> dict[int, Any]:
         for thing in gc.get_objects()
         if type(thing) in (Tensor, torch.nn.Parameter) and not thing.is_meta
     ]
-    return {storage_of(tensor): tensor.untyped_storage() for tensor in found}
+    return {storage_id(tensor): tensor.untyped_storage() for tensor in found}

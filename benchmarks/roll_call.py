@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 import roll_call as here  # by the name that the ranks know
 from paceline.cluster.cpu import cpu
-from paceline.distributed.world import world
+from paceline.distributed.world import read_world
 from paceline.launch.rank_pool import Ranks
 from paceline.task import load_task
 from paceline.training.rank_checks import roll_call
@@ -26,7 +26,7 @@ def bare() -> None:
 
 
 def whole() -> None:
-    roll_call(load_task("digits", {}), world(), SAMPLES)
+    roll_call(load_task("digits", {}), read_world(), SAMPLES)
 
 
 def seconds(what: Callable[[], None], times: int) -> list[float]:

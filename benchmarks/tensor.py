@@ -24,7 +24,7 @@ from torch.distributed.tensor.parallel import (
 
 import turns
 from paceline import Spec
-from paceline.distributed.world import world
+from paceline.distributed.world import read_world
 from paceline.plan.plan import parse
 from paceline.tasks.text import Text
 from paceline.training.setup import build_training
@@ -42,7 +42,7 @@ def batch() -> tuple[torch.Tensor, torch.Tensor]:
 def ours() -> Callable[[], Any]:
     dp = dist.get_world_size() // TP
     plan = parse(f"tp={TP}" + (f",dp={dp},zero=2" if dp > 1 else "")).on(dist.get_world_size())
-    laid = build_training(Spec(batch=SHARE * dp), plan, world(), TASK, CPU)
+    laid = build_training(Spec(batch=SHARE * dp), plan, read_world(), TASK, CPU)
     pieces = [batch()]
     return lambda: laid.step(pieces, 0, 1.0)
 

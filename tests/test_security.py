@@ -42,8 +42,8 @@ from command import paceline, slow_down, start, succeed, write_task
 from paceline.cli.request_options import node_range
 from paceline.distributed import network_interface
 from paceline.distributed.hostlist import expand_hosts
-from paceline.distributed.network_interface import stay_here
-from paceline.distributed.process_group import meet, process_group
+from paceline.distributed.network_interface import use_loopback
+from paceline.distributed.process_group import meet_through_file, process_group
 from paceline.distributed.store import open_store
 from paceline.distributed.world import World
 from paceline.doctor import heartbeat
@@ -457,20 +457,20 @@ def test_the_source_opens_stores_and_creates_files_in_the_safe_way():
 
 def test_a_training_leaves_the_interfaces_as_they_were(monkeypatch):
     """In a process that trains twice, the second time perhaps with ranks on other machines."""
-    for name in network_interface.VARIABLES:
+    for name in network_interface.INTERFACE_VARIABLES:
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("NCCL_SOCKET_IFNAME", "")
     with process_group(World(), torch.device("cpu"), 60.0, Path("runs")):
         assert os.environ["GLOO_SOCKET_IFNAME"]
-    assert {name: os.environ[name] for name in network_interface.VARIABLES if name in os.environ} == {
-        "NCCL_SOCKET_IFNAME": ""
-    }
+    assert {
+        name: os.environ[name] for name in network_interface.INTERFACE_VARIABLES if name in os.environ
+    } == {"NCCL_SOCKET_IFNAME": ""}
 
 
 def test_ranks_of_one_machine_stay_there(monkeypatch):
     """gloo, RPC and NCCL would listen where the name of this machine points to."""
     monkeypatch.setattr(network_interface.os, "environ", found := {"NCCL_SOCKET_IFNAME": "eth7"})
-    stay_here()
+    use_loopback()
     loopback = {
         name
         for name, addresses in psutil.net_if_addrs().items()
@@ -569,11 +569,11 @@ def test_ranks_share_a_key_that_nobody_else_reads(tmp_path):
     me = [World(rank=rank, size=2, local_size=2, launcher="slurm", job="1-0-0") for rank in (0, 1)]
     note = tmp_path / ".meet-slurm-1-0-0"
     with ThreadPoolExecutor(1) as aside:
-        first = aside.submit(meet, me[0], timedelta(seconds=20), tmp_path)
+        first = aside.submit(meet_through_file, me[0], timedelta(seconds=20), tmp_path)
         while not note.exists():
             assert not first.done()
         assert stat.S_IMODE(note.stat().st_mode) == 0o600
-        store, key = meet(me[1], timedelta(seconds=20), tmp_path)
+        store, key = meet_through_file(me[1], timedelta(seconds=20), tmp_path)
         assert first.result()[1] == key
         assert len(key) == 64
         assert store.host == "127.0.0.1"
@@ -586,7 +586,7 @@ def test_a_meeting_place_of_somebody_else_is_refused(tmp_path):
     note.write_text("127.0.0.1:1 " + "0" * 64)
     os.chown(note, 12345, 12345)
     with pytest.raises(RunError, match=r"is of user 12345, .*; keep others out: chmod go-w"):
-        meet(
+        meet_through_file(
             World(rank=1, size=2, local_size=2, launcher="slurm", job="1-0-0"),
             timedelta(seconds=20),
             tmp_path,

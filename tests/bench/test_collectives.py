@@ -28,7 +28,7 @@ from paceline.bench.result import Result as ResultFile
 from paceline.bench.result import read, write
 from paceline.bench.timer import Clock
 from paceline.cli.bench import collectives
-from paceline.distributed.world import World, world
+from paceline.distributed.world import World, read_world
 from paceline.errors import BenchError, Error, PlanError
 
 MPIRUN = ("mpirun", "--allow-run-as-root", "--oversubscribe", "--bind-to", "none", "-np", "2", *PACELINE)
@@ -135,7 +135,7 @@ def backend(**calls: Mapping[str, Call]):
 
 
 def found_by(request: CollectiveRequest, one) -> list:
-    rank = Rank(world(), ["here"] * world().size, [one], TorchPeers())
+    rank = Rank(read_world(), ["here"] * read_world().size, [one], TorchPeers())
     return [*rows(request, rank)]
 
 

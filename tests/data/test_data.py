@@ -28,7 +28,7 @@ from paceline.data.loader import (
     training_parts,
     validation_parts,
 )
-from paceline.distributed.rng import FIXED, derive
+from paceline.distributed.rng import FIXED_SEED, derive_seed
 from paceline.errors import DataError
 from paceline.spec import Loading, Optimizer
 
@@ -249,7 +249,7 @@ def _by_hand(dataset: Drawing, numbers: list[int], indices: list[int]) -> list[f
     """Every sample from streams of its own, as torch's, numpy's and random's documentation say that one starts them."""
     found = []
     for number, index in zip(numbers, indices, strict=True):
-        seed = derive(9, "train", number)
+        seed = derive_seed(9, "train", number)
         torch.manual_seed(seed)
         np.random.seed(seed % 2**32)
         random.seed(seed)
@@ -316,7 +316,7 @@ def test_samples_that_do_not_draw_take_few_seeds() -> None:
 
 @pytest.mark.parametrize("should_fail", [False, True])
 def test_a_sample_fails_by_what_it_should_have_drawn(should_fail: bool) -> None:
-    random.seed(FIXED)
+    random.seed(FIXED_SEED)
     drawn_first = random.random()
 
     def draw(index: int) -> float:
@@ -334,7 +334,7 @@ def test_a_sample_fails_by_what_it_should_have_drawn(should_fail: bool) -> None:
         for number, index in zip(numbers, indices, strict=True)
         if index == 41
     ]
-    random.seed(derive(9, "train", number))
+    random.seed(derive_seed(9, "train", number))
     expected = [f"sample 41 of 'train' raised ValueError: drew {random.random()}"] if should_fail else []
     assert [message.partition(" (")[0] for message in failures] == expected  # without file and line
 

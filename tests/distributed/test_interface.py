@@ -14,13 +14,13 @@ import network
 from command import PACELINE, environment, of_kind, paceline, write_task
 from paceline.distributed import network_interface
 from paceline.distributed.network_interface import (
-    OTHERS,
-    address_towards,
+    REMOTE_ADDRESS_KEY,
     check_interfaces,
     choose_interface,
-    where_to_listen,
+    choose_listen_address,
+    find_local_address,
 )
-from paceline.distributed.store import EVERYWHERE
+from paceline.distributed.store import ALL_INTERFACES
 from paceline.errors import LaunchError
 from paceline.events import Step
 
@@ -79,13 +79,13 @@ def test_it_is_said_once(tmp_path: Path) -> None:
 
 
 def test_an_address_is_the_one_that_the_other_sees() -> None:
-    assert address_towards("127.0.0.1", 1) == "127.0.0.1"
-    assert address_towards("::1", 1) == "::1"
+    assert find_local_address("127.0.0.1", 1) == "127.0.0.1"
+    assert find_local_address("::1", 1) == "::1"
 
 
 def test_what_means_this_machine() -> None:
-    assert all(map(network_interface.is_here, ("localhost", "127.0.0.1", "::1", "127.0.1.1")))
-    assert not any(map(network_interface.is_here, ("192.0.2.7", "no.such.host.invalid", "2001:db8::1")))
+    assert all(map(network_interface.is_local_host, ("localhost", "127.0.0.1", "::1", "127.0.1.1")))
+    assert not any(map(network_interface.is_local_host, ("192.0.2.7", "no.such.host.invalid", "2001:db8::1")))
 
 
 def test_all_ranks_on_one_machine_choose_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -93,7 +93,7 @@ def test_all_ranks_on_one_machine_choose_nothing(monkeypatch: pytest.MonkeyPatch
     store = dist.TCPStore("127.0.0.1", 0, 1, True)
     choose_interface(dist.PrefixStore("a", dist.PrefixStore("b", store)), 1)
     assert "GLOO_SOCKET_IFNAME" not in network_interface.os.environ
-    assert not store.check([OTHERS])
+    assert not store.check([REMOTE_ADDRESS_KEY])
 
 
 def test_a_name_that_means_this_machine_itself(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -103,19 +103,19 @@ def test_a_name_that_means_this_machine_itself(monkeypatch: pytest.MonkeyPatch) 
     there = {"lo": [Address("127.0.0.1")], "eth0": [Address("10.0.0.1")], "ib0": [Address("10.1.0.1")]}
     monkeypatch.setattr(psutil, "net_if_addrs", lambda: there)
     only = ("10.0.0.1", ["10.0.0.1"])
-    assert where_to_listen(None, {}) == where_to_listen("n1", {}) == only
-    assert where_to_listen("n1", {"GLOO_SOCKET_IFNAME": "ib0"}) == ("10.1.0.1", ["10.1.0.1"]), (
+    assert choose_listen_address(None, {}) == choose_listen_address("n1", {}) == only
+    assert choose_listen_address("n1", {"GLOO_SOCKET_IFNAME": "ib0"}) == ("10.1.0.1", ["10.1.0.1"]), (
         "the one that was chosen"
     )
     monkeypatch.setattr(socket, "gethostbyname", lambda name: {"n1": "127.0.1.1"}[name])
-    assert where_to_listen(None, {}) == (EVERYWHERE, ["10.0.0.1", "10.1.0.1"]), (
+    assert choose_listen_address(None, {}) == (ALL_INTERFACES, ["10.0.0.1", "10.1.0.1"]), (
         "which of them the others reach, nobody knows"
     )
-    assert where_to_listen("n1", {}) == (EVERYWHERE, ["n1"])
+    assert choose_listen_address("n1", {}) == (ALL_INTERFACES, ["n1"])
     del there["ib0"]
-    assert where_to_listen(None, {}) == only
+    assert choose_listen_address(None, {}) == only
     del there["eth0"]
-    assert where_to_listen(None, {}) == (EVERYWHERE, ["n1"])
+    assert choose_listen_address(None, {}) == (ALL_INTERFACES, ["n1"])
 
 
 class Address(NamedTuple):

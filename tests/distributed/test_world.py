@@ -3,7 +3,7 @@
 import pytest
 
 from paceline.distributed.hostlist import expand_hosts
-from paceline.distributed.world import World, expand_counts, world
+from paceline.distributed.world import World, expand_task_counts, read_world
 from paceline.errors import LaunchError
 
 TORCHRUN = {
@@ -75,69 +75,70 @@ OLD_SRUN = {
 
 
 def test_nobody_started_this_process_as_a_rank():
-    assert world({}) == World(rank=0, size=1, local_rank=0, local_size=1, launcher=None)
-    assert world({"PATH": "/bin", "MASTER_ADDR": "somewhere", "MASTER_PORT": "1"}).launcher is None
+    assert read_world({}) == World(rank=0, size=1, local_rank=0, local_size=1, launcher=None)
+    assert read_world({"PATH": "/bin", "MASTER_ADDR": "somewhere", "MASTER_PORT": "1"}).launcher is None
 
 
 def test_torchrun():
-    assert world(TORCHRUN) == World(
+    assert read_world(TORCHRUN) == World(
         3, 4, 1, 2, "torchrun", job="none", address="node0:29500", restart=2, old_store=True
     )
 
 
 def test_torchrun_with_a_new_store_after_each_start():
-    assert not world(TORCHRUN | {"TORCHELASTIC_USE_AGENT_STORE": "False"}).old_store
+    assert not read_world(TORCHRUN | {"TORCHELASTIC_USE_AGENT_STORE": "False"}).old_store
 
 
 def test_open_mpi():
-    assert world(OPENMPI) == World(1, 2, 1, 2, "openmpi", job="1790902273")
+    assert read_world(OPENMPI) == World(1, 2, 1, 2, "openmpi", job="1790902273")
 
 
 def test_open_mpi_with_a_store_that_the_user_agreed_on():
-    assert world(OPENMPI | {"MASTER_ADDR": "node0", "MASTER_PORT": "1234"}).address == "node0:1234"
+    assert read_world(OPENMPI | {"MASTER_ADDR": "node0", "MASTER_PORT": "1234"}).address == "node0:1234"
 
 
 def test_mpich():
-    assert world(MPICH) == World(1, 2, 1, 2, "mpich", pmi=8)
+    assert read_world(MPICH) == World(1, 2, 1, 2, "mpich", pmi=8)
 
 
 def test_srun():
-    assert world(SRUN) == World(3, 4, 1, 2, "slurm", job="42-0-0", host="node0")
+    assert read_world(SRUN) == World(3, 4, 1, 2, "slurm", job="42-0-0", host="node0")
 
 
 def test_tasks_for_each_node_that_the_job_asked_for_and_the_step_did_not():
     """sbatch --ntasks-per-node 1, and in it srun --ntasks 4 --overcommit: what srun did counts."""
-    assert world(SRUN | {"SLURM_NTASKS_PER_NODE": "1"}) == world(SRUN)
+    assert read_world(SRUN | {"SLURM_NTASKS_PER_NODE": "1"}) == read_world(SRUN)
 
 
 def test_a_world_size_that_agrees():
     assert (
-        world(SRUN | {"WORLD_SIZE": "4", "MASTER_ADDR": "node0", "MASTER_PORT": "1234"}).launcher == "slurm"
+        read_world(SRUN | {"WORLD_SIZE": "4", "MASTER_ADDR": "node0", "MASTER_PORT": "1234"}).launcher
+        == "slurm"
     )
-    assert world(SRUN | {"RANK": "3", "LOCAL_RANK": "1", "WORLD_SIZE": "4"}).rank == 3
+    assert read_world(SRUN | {"RANK": "3", "LOCAL_RANK": "1", "WORLD_SIZE": "4"}).rank == 3
 
 
 def test_two_steps_of_one_slurm_job_are_two_jobs():
-    assert world(SRUN).job != world(SRUN | {"SLURM_STEP_ID": "1", "SLURM_STEPID": "1"}).job
+    assert read_world(SRUN).job != read_world(SRUN | {"SLURM_STEP_ID": "1", "SLURM_STEPID": "1"}).job
 
 
 def test_a_number_of_tasks_that_somebody_changed():
     with pytest.raises(LaunchError, match=r"SLURM_NTASKS=8, but SLURM_STEP_TASKS_PER_NODE=2\(x2\) makes 4"):
-        world(SRUN | {"SLURM_NTASKS": "8"})
+        read_world(SRUN | {"SLURM_NTASKS": "8"})
 
 
 def test_a_job_that_was_queued_again_is_another_job():
     """Its number and those of its steps are the same as before, and so would be the note that says where ranks meet."""
-    assert world(SRUN).job != world(SRUN | {"SLURM_RESTART_COUNT": "1"}).job
+    assert read_world(SRUN).job != read_world(SRUN | {"SLURM_RESTART_COUNT": "1"}).job
 
 
 def test_ranks_of_a_step_meet_on_its_first_node():
-    assert world(SRUN | {"SLURM_STEP_NODELIST": "gpu[07-08,10]"}).host == "gpu07"
+    assert read_world(SRUN | {"SLURM_STEP_NODELIST": "gpu[07-08,10]"}).host == "gpu07"
     with pytest.raises(
         LaunchError,
         match=r"SLURM_STEP_NODELIST cannot be read: '7-' in \[7-\] is no number and no span of them",
     ):
-        world(SRUN | {"SLURM_STEP_NODELIST": "gpu[7-]"})
+        read_world(SRUN | {"SLURM_STEP_NODELIST": "gpu[7-]"})
 
 
 @pytest.mark.parametrize(
@@ -164,7 +165,7 @@ def test_what_is_no_list_of_hosts(text):
 
 
 def test_srun_with_unlike_nodes():
-    found = world(
+    found = read_world(
         SRUN
         | {"SLURM_NTASKS": "3", "SLURM_STEP_TASKS_PER_NODE": "2,1", "SLURM_PROCID": "2", "SLURM_LOCALID": "0"}
     )
@@ -177,40 +178,40 @@ def test_srun_with_unlike_nodes():
 def test_a_batch_script_is_no_task(step):
     """Its SLURM_PROCID is 0 and its SLURM_NTASKS is what was asked for: as a rank it would wait for others forever."""
     environ = BATCH_SCRIPT if step is None else BATCH_SCRIPT | {"SLURM_STEP_ID": step, "SLURM_STEPID": step}
-    assert world(environ) == World()
+    assert read_world(environ) == World()
 
 
 def test_an_allocation_without_tasks_is_no_rank():
-    assert world(ALLOCATION) == World()
+    assert read_world(ALLOCATION) == World()
 
 
 def test_torchrun_under_srun_knows_better():
-    assert world(SRUN | TORCHRUN) == world(TORCHRUN)
+    assert read_world(SRUN | TORCHRUN) == read_world(TORCHRUN)
 
 
 def test_torchrun_under_mpirun_knows_better():
-    assert world(OPENMPI | TORCHRUN) == world(TORCHRUN)
+    assert read_world(OPENMPI | TORCHRUN) == read_world(TORCHRUN)
 
 
 def test_mpirun_in_a_batch_script_and_under_srun():
-    assert world(BATCH_SCRIPT | OPENMPI) == world(OPENMPI)
+    assert read_world(BATCH_SCRIPT | OPENMPI) == read_world(OPENMPI)
     daemons = SRUN | {
         "SLURM_NTASKS": "2",
         "SLURM_STEP_NUM_TASKS": "2",
         "SLURM_STEP_TASKS_PER_NODE": "1(x2)",
     }  # one a node
     over_nodes = OPENMPI | {"OMPI_COMM_WORLD_SIZE": "4"}
-    assert world(daemons | over_nodes) == world(over_nodes)
+    assert read_world(daemons | over_nodes) == read_world(over_nodes)
 
 
 def test_srun_with_pmix_is_srun():
-    assert world(SRUN | {"PMIX_RANK": "3", "PMIX_NAMESPACE": "slurm.pmix.42.0"}).launcher == "slurm"
+    assert read_world(SRUN | {"PMIX_RANK": "3", "PMIX_NAMESPACE": "slurm.pmix.42.0"}).launcher == "slurm"
 
 
 def test_half_of_an_environment_is_none():
     """RANK alone is a name that anybody may use."""
-    assert world({"RANK": "1", "WORLD_SIZE": "1"}).launcher is None
-    assert world({"RANK": "admiral"}).launcher is None
+    assert read_world({"RANK": "1", "WORLD_SIZE": "1"}).launcher is None
+    assert read_world({"RANK": "admiral"}).launcher is None
 
 
 @pytest.mark.parametrize(
@@ -284,7 +285,7 @@ def test_half_of_an_environment_is_none():
 )
 def test_contradictions(environ, message):
     with pytest.raises(LaunchError) as caught:
-        world(environ)
+        read_world(environ)
     assert str(caught.value) == message
 
 
@@ -293,4 +294,4 @@ def test_contradictions(environ, message):
     [("4", [4]), ("2(x3),1", [2, 2, 2, 1]), ("1,2,3", [1, 2, 3]), ("16(x2)", [16, 16]), ("1(x10)", [1] * 10)],
 )
 def test_slurms_counts(text, counts):
-    assert expand_counts(text) == counts
+    assert expand_task_counts(text) == counts

@@ -27,7 +27,7 @@ from command import (
     weights,
     write_task,
 )
-from paceline.distributed.world import world
+from paceline.distributed.world import read_world
 from paceline.errors import LaunchError
 from paceline.events import Ended, Failed, Started
 from paceline.launch import launchers
@@ -300,7 +300,7 @@ def test_ranks_of_a_node_are_neighbours_and_see_its_gpus() -> None:
     order = side_by_side(given, here="b")
     assert order == [(1, ["0", "1"]), (3, ["0", "1"]), (0, ["2", "0"]), (2, ["2", "0"])]
     told = environments([given[at].node for at, _ in order], "10.0.0.1", 1234, "digits", 2)
-    worlds = [world(environ) for environ in told]
+    worlds = [read_world(environ) for environ in told]
     assert [(who.rank, who.local_rank, who.local_size) for who in worlds] == [
         (0, 0, 2),
         (1, 1, 2),

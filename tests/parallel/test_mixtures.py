@@ -14,8 +14,8 @@ from faults import replaced
 from harness import differences, ranks, trained, training, wrong
 from paceline import Spec, Task, train
 from paceline.data.fake import example
-from paceline.distributed.dtensor import local
-from paceline.distributed.world import world
+from paceline.distributed.dtensor import local_tensor
+from paceline.distributed.world import read_world
 from paceline.errors import PlanError
 from paceline.parallel.context import ring_attention
 from paceline.parallel.pipeline.tied_weights import TiedWeightSync
@@ -193,7 +193,7 @@ class Held:
 
 
 def held(plan: str) -> Held:
-    task, me, spec = sequences.Encoder(), world(), wanted(ADAMW)
+    task, me, spec = sequences.Encoder(), read_world(), wanted(ADAMW)
     on_ranks = parse(plan).on(me.size)
     laid = build_training(spec, on_ranks, me, task, torch.device("cpu"))
     laid.update([example(spec, task, on_ranks)] * (on_ranks.microbatches or 1), 0, 1.0)
@@ -202,7 +202,7 @@ def held(plan: str) -> Held:
 
 
 def elements(tensors: Any) -> int:
-    return sum(local(tensor).numel() for tensor in tensors)
+    return sum(local_tensor(tensor).numel() for tensor in tensors)
 
 
 @pytest.mark.parametrize("axis", ["pp=2,microbatches=2", pytest.param("tp=2", marks=SLOW)])

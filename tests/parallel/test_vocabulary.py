@@ -11,7 +11,7 @@ import models
 from faults import replaced
 from harness import ranks, training, wrong
 from paceline import Layout, Spec, Task, train
-from paceline.distributed.dtensor import fits, longest
+from paceline.distributed.dtensor import has_no_empty_shard, shard_size
 from paceline.errors import PlanError
 from paceline.parallel.tensor import linear as layers
 from paceline.plan.plan import parse
@@ -55,8 +55,8 @@ class Odd(models.Text):
 
 
 def test_parts() -> None:
-    assert [longest(11, parts) for parts in (1, 2, 4)] == [11, 6, 3]
-    assert [fits(11, parts) for parts in (2, 4, 5, 6, 12)] == [True, True, False, True, False]
+    assert [shard_size(11, parts) for parts in (1, 2, 4)] == [11, 6, 3]
+    assert [has_no_empty_shard(11, parts) for parts in (2, 4, 5, 6, 12)] == [True, True, False, True, False]
 
 
 @pytest.mark.parametrize(

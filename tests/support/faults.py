@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from paceline.distributed.dtensor import local
+from paceline.distributed.dtensor import local_tensor
 from paceline.training import setup
 from paceline.training.init import deferred_init
 from paceline.training.optimizer import Norm, _norms, combined, local_gradients, scale_
@@ -85,7 +85,7 @@ def weights_a_little_off() -> Any:
 @torch.no_grad()
 def _scale_weights_(params: list[nn.Parameter]) -> None:
     for parameter in params:
-        local(parameter).mul_(1.01)
+        local_tensor(parameter).mul_(1.01)
 
 
 def late_gradient_times_data() -> Any:

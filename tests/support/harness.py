@@ -33,8 +33,8 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from paceline import Spec, Task, train
-from paceline.distributed.dtensor import is_here
-from paceline.distributed.network_interface import stay_here
+from paceline.distributed.dtensor import is_materialized
+from paceline.distributed.network_interface import use_loopback
 from paceline.distributed.store import open_store
 from paceline.events import Evaluated, Step
 from paceline.plan.plan import parse
@@ -144,7 +144,7 @@ def _be_a_rank(pipe: Connection) -> None:
         "ignore", ".*use of fork", DeprecationWarning
     )  # by the workers of a data loader, from Python 3.12 on
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    stay_here()
+    use_loopback()
     store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
     faulthandler.register(signal.SIGUSR1)  # says where it hangs
     gc.freeze()
@@ -205,7 +205,9 @@ def training(
     with plant():
         events = list(train(spec, parse(plan) if plan is not None else None, task=task, observe=observe))
         last = [*built, *trained_here][-1]  # rank 0 builds others to compare them
-        weights = {name: _whole(tensor) for name, tensor in named_tensors(last).items() if is_here(tensor)}
+        weights = {
+            name: _whole(tensor) for name, tensor in named_tensors(last).items() if is_materialized(tensor)
+        }
     steps = [event for event in events if isinstance(event, Step)]
     return Trained(
         losses=[step.loss for step in steps],

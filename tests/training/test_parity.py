@@ -19,7 +19,7 @@ from faults import replaced
 from harness import Trained, difference, differences, ranks, trained, training
 from paceline import Spec, Task
 from paceline.data.loader import Numbers, RankBatchSlice
-from paceline.distributed.world import world
+from paceline.distributed.world import read_world
 from paceline.errors import Error, PlanError, TaskError
 from paceline.parallel.forward import call
 from paceline.plan.plan import parse
@@ -207,7 +207,7 @@ class Held:
 
 
 def held(plan: str) -> Held:
-    task, me = models.Text(), world()
+    task, me = models.Text(), read_world()
     laid = build_training(
         wanted("adamw-step", "fp32"), parse(plan).on(me.size), me, task, torch.device("cpu")
     )

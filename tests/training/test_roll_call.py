@@ -16,7 +16,7 @@ import paceline
 from command import PACELINE, of_kind, write_task
 from harness import ranks, training
 from paceline import Spec
-from paceline.distributed.process_group import claim
+from paceline.distributed.process_group import claim_gpu
 from paceline.errors import LaunchError
 from paceline.events import Started
 from paceline.training import rank_checks
@@ -101,7 +101,7 @@ def test_other_software_is_refused_on_all_ranks(plant, said):
 def claimed(gpu: str) -> str | None:
     store = dist.distributed_c10d._get_default_store()
     try:
-        claim(store, gpu, dist.get_rank())
+        claim_gpu(store, gpu, dist.get_rank())
     except LaunchError as error:
         return str(error)
     return None

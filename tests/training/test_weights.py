@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 import models
 from harness import trained
 from paceline import Spec
-from paceline.distributed.dtensor import storage_of
+from paceline.distributed.dtensor import storage_id
 from paceline.errors import TaskError
 from paceline.training.init.deferred_init import (
     Weights,
@@ -354,16 +354,16 @@ def played(weights: Weights, seed: int) -> dict[str, Tensor]:
     def real(item: Any) -> Any:
         if isinstance(item, torch.device):
             return torch.device("cpu")
-        return _view(made[storage_of(item)], item) if isinstance(item, Tensor) and item.is_meta else item
+        return _view(made[storage_id(item)], item) if isinstance(item, Tensor) and item.is_meta else item
 
     torch.manual_seed(seed)
     with torch.no_grad():
         for operation in weights.tape.operations:
             result = operation.run(*tree_map(real, operation.args), **tree_map(real, operation.kwargs))
             for stand_in, value in zip(operation.results, tree_leaves(result), strict=True):
-                if storage_of(stand_in) not in operation.reads:
-                    made[storage_of(stand_in)] = _all_of(value, stand_in)
-    return {name: _view(made[storage_of(origin)], origin) for name, origin in weights.origins.items()}
+                if storage_id(stand_in) not in operation.reads:
+                    made[storage_id(stand_in)] = _all_of(value, stand_in)
+    return {name: _view(made[storage_id(origin)], origin) for name, origin in weights.origins.items()}
 
 
 TAPED = [name for name in RANDOM if name not in ("normal", "real-trunc-normal")]

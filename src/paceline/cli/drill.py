@@ -98,11 +98,11 @@ def _prepared(spec: Spec, launch: Launch, folder: Path) -> "Drill":
     """Raises the Error of what can be known to go wrong."""
     from paceline import task as tasks
     from paceline.cli.launching import check
-    from paceline.distributed.world import world
+    from paceline.distributed.world import read_world
     from paceline.drill.run import Drill
     from paceline.plan.plan import parse
 
-    if (launcher := world().launcher) is not None:
+    if (launcher := read_world().launcher) is not None:
         raise LaunchError(
             f"drill starts ranks itself, and {launcher} has started this process as one; run it without"
         )
@@ -113,7 +113,9 @@ def _prepared(spec: Spec, launch: Launch, folder: Path) -> "Drill":
     assert spec.steps is not None
     save_every(spec.steps)
     launch = check(
-        spec, launch.model_copy(update={"ranks": launch.ranks or RANKS, "run": None, "restarts": 0}), world()
+        spec,
+        launch.model_copy(update={"ranks": launch.ranks or RANKS, "run": None, "restarts": 0}),
+        read_world(),
     )
     ranks, plan = launch.ranks or RANKS, parse(str(launch.plan))
     if plan.servers is not None:

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 import typer
 
 from paceline import spec as specs
-from paceline.distributed.world import World, world
+from paceline.distributed.world import World, read_world
 from paceline.errors import RunError
 from paceline.run import RunFolder
 from paceline.spec import Spec
@@ -58,7 +58,7 @@ def resume(
     said: dict[str, Any] = {key: value for key, value in flags.items() if value is not None}
     if most is not None:
         said["least_nodes"] = least
-    resume_run(open_run(run), specs.one_length(said), world(), edited=edited)
+    resume_run(open_run(run), specs.one_length(said), read_world(), edited=edited)
 
 
 def resume_run(

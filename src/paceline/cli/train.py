@@ -6,7 +6,7 @@ from typing import Annotated
 from typer import Option
 
 from paceline.cli.request_options import TrainingRequest, requesting
-from paceline.distributed.world import World, world
+from paceline.distributed.world import World, read_world
 from paceline.errors import Error, LaunchError
 from paceline.spec import Launch, Spec
 
@@ -28,7 +28,7 @@ def train(
 
         print("\n".join(lines(request.spec.task, task.load_kind(request.spec.task))))
         return
-    start_new(*request, world())
+    start_new(*request, read_world())
 
 
 def start_new(spec: Spec, launch: Launch, me: World) -> None:

@@ -80,12 +80,12 @@ def _verified(
     from rich.console import Console
 
     from paceline import task as tasks
-    from paceline.distributed.world import world
+    from paceline.distributed.world import read_world
     from paceline.launch.launchers import check_count
     from paceline.plan.plan import parse, share
     from paceline.plan.search.candidates import candidates
 
-    if (launcher := world().launcher) is not None:
+    if (launcher := read_world().launcher) is not None:
         raise LaunchError(
             f"verify starts ranks itself, and {launcher} has started this process as one; run it without"
         )

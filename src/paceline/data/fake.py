@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
 from paceline.data.loader import Batch, Samples, batches, check_batch, open_dataset
-from paceline.distributed.rng import streams
+from paceline.distributed.rng import seeded_rngs
 from paceline.errors import PlanError
 from paceline.plan.plan import Plan, share
 from paceline.spec import Spec
@@ -24,7 +24,7 @@ def example(spec: Spec, task: Task, plan: Plan, training: Samples | None = None)
         training = Samples(dataset, "train", spec.seed, torch.float64 if spec.precision == "fp64" else None)
     check_batch(spec.batch, training.count)
     numbers = [number % training.count for number in range(share(spec.batch, plan))]
-    with streams(spec.seed):
+    with seeded_rngs(spec.seed):
         [batch] = batches(training, [(numbers, numbers)], torch.device("cpu"), 0, 1)
     return batch
 

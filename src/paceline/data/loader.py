@@ -19,7 +19,14 @@ from torch.utils._pytree import tree_map
 from torch.utils.data import DataLoader, default_collate
 
 from paceline.data.workers import Forked, survive_one_signal
-from paceline.distributed.rng import FIXED, asked, derive, moved, start_streams, states
+from paceline.distributed.rng import (
+    FIXED_SEED,
+    derive_seed,
+    has_rng_moved,
+    rng_states,
+    seed_cpu_rngs,
+    watch_rng_state,
+)
 from paceline.errors import DataError
 from paceline.task import MapDataset, Task
 from paceline.user_code import UserCode, described, passes
@@ -48,7 +55,9 @@ def shuffled(numbers: Numbers, samples: int, seed: int) -> Numbers:
     indices = np.empty_like(positions)
     for epoch in np.unique(epochs):
         here = epochs == epoch
-        indices[here] = _permute(positions[here].astype(np.uint64), samples, derive(seed, "order", epoch))
+        indices[here] = _permute(
+            positions[here].astype(np.uint64), samples, derive_seed(seed, "order", epoch)
+        )
     return indices
 
 
@@ -176,13 +185,13 @@ class Samples:
 
     def _one_by_one(self, numbers: list[int], indices: list[int]) -> Batch:
         if self._draws is False:
-            start_streams(FIXED)
-            with asked() as has_asked:
+            seed_cpu_rngs(FIXED_SEED)
+            with watch_rng_state() as has_asked:
                 try:
                     batch, error = self._collated([self._sample(index) for index in indices], indices), None
                 except (Exception, SystemExit) as raised:  # what a sample drew may be why
                     batch, error = None, raised
-            if not has_asked() and not moved():
+            if not has_asked() and not has_rng_moved():
                 if error is not None:
                     raise error
                 self._start_streams(
@@ -204,10 +213,10 @@ class Samples:
         return self.dataset[index]
 
     def _tried(self, index: int) -> Any:
-        before = states()
-        with asked() as has_asked:
+        before = rng_states()
+        with watch_rng_state() as has_asked:
             sample = self._sample(index)
-        if has_asked() or states() != before:
+        if has_asked() or rng_states() != before:
             self._draws = True
         return sample
 
@@ -216,7 +225,7 @@ class Samples:
         return default_collate(samples)
 
     def _start_streams(self, number: int) -> None:
-        start_streams(derive(self.seed, self.split, number))
+        seed_cpu_rngs(derive_seed(self.seed, self.split, number))
 
 
 def cast_floats(batch: Batch, dtype: torch.dtype) -> Batch:

@@ -13,11 +13,15 @@ from collections.abc import Iterator, Mapping
 import psutil
 import torch.distributed as dist
 
-from paceline.distributed.store import EVERYWHERE, underlying
+from paceline.distributed.store import ALL_INTERFACES, unwrap_store
 from paceline.errors import LaunchError
 
-VARIABLES = ("GLOO_SOCKET_IFNAME", "TP_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
-OTHERS, TOLD, ALL_TOLD = "paceline/reached from", "paceline/told", "paceline/all told"
+INTERFACE_VARIABLES = ("GLOO_SOCKET_IFNAME", "TP_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
+REMOTE_ADDRESS_KEY, CHECKED_IN_KEY, ALL_CHECKED_IN_KEY = (
+    "paceline/reached from",
+    "paceline/told",
+    "paceline/all told",
+)
 
 
 def check_interfaces(environ: Mapping[str, str] = os.environ) -> None:
@@ -25,7 +29,7 @@ def check_interfaces(environ: Mapping[str, str] = os.environ) -> None:
     there = [*psutil.net_if_addrs()]
     gloo, nccl = environ.get("GLOO_SOCKET_IFNAME", ""), environ.get("NCCL_SOCKET_IFNAME", "")
     lacking = [("GLOO_SOCKET_IFNAME", name) for name in gloo.split(",") if name and name not in there]
-    if nccl and not nccl.startswith("^") and not any(_is_of_nccl(name, nccl) for name in there):
+    if nccl and not nccl.startswith("^") and not any(_matches_nccl_pattern(name, nccl) for name in there):
         lacking.append(("NCCL_SOCKET_IFNAME", nccl))
     for variable, name in lacking:
         raise LaunchError(
@@ -33,7 +37,7 @@ def check_interfaces(environ: Mapping[str, str] = os.environ) -> None:
         )
 
 
-def _is_of_nccl(name: str, wish: str) -> bool:
+def _matches_nccl_pattern(name: str, wish: str) -> bool:
     """With "=" before them the names are whole, else they are beginnings."""
     return name in wish[1:].split(",") if wish.startswith("=") else name.startswith(tuple(wish.split(",")))
 
@@ -42,17 +46,17 @@ def choose_interface(store: dist.Store, size: int) -> None:
     """Have gloo take the interface over which the ranks of other machines are reached, where there are some and nothing else was said.
 
     All `size` ranks of a store call it."""
-    master = underlying(store)
-    mine = address_towards(master.host, master.port)
+    master = unwrap_store(store)
+    mine = find_local_address(master.host, master.port)
     if not _is_loopback(mine):
-        store.set(OTHERS, mine)
-    if store.add(TOLD, 1) == size:
-        store.set(ALL_TOLD, "")
+        store.set(REMOTE_ADDRESS_KEY, mine)
+    if store.add(CHECKED_IN_KEY, 1) == size:
+        store.set(ALL_CHECKED_IN_KEY, "")
     if _is_loopback(mine):  # the store is on this machine
-        store.wait([ALL_TOLD])
-        if not store.check([OTHERS]):
+        store.wait([ALL_CHECKED_IN_KEY])
+        if not store.check([REMOTE_ADDRESS_KEY]):
             return
-        mine = address_towards(store.get(OTHERS).decode(), master.port)
+        mine = find_local_address(store.get(REMOTE_ADDRESS_KEY).decode(), master.port)
     for name, addresses in psutil.net_if_addrs().items():
         if any(one.address == mine for one in addresses):
             os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
@@ -60,22 +64,22 @@ def choose_interface(store: dist.Store, size: int) -> None:
         os.environ.setdefault("TP_SOCKET_IFNAME", chosen.partition(",")[0])
 
 
-def stay_here() -> None:
+def use_loopback() -> None:
     """Have gloo, torch's RPC and NCCL take the loopback interface, for ranks that are all on this machine, where nothing else was said."""
     up = {name for name, stats in psutil.net_if_stats().items() if stats.isup}
     for name, addresses in psutil.net_if_addrs().items():
         if name in up and any(
             one.family == socket.AF_INET and _is_loopback(one.address) for one in addresses
         ):
-            for variable in VARIABLES:
+            for variable in INTERFACE_VARIABLES:
                 os.environ.setdefault(variable, name)
             return
 
 
 @contextlib.contextmanager
-def own_interfaces() -> Iterator[None]:
+def restore_interface_variables() -> Iterator[None]:
     """Put the variables of the interfaces back at the end of the context: what one training chooses is not for the next one."""
-    before = {name: os.environ.get(name) for name in VARIABLES}
+    before = {name: os.environ.get(name) for name in INTERFACE_VARIABLES}
     try:
         yield
     finally:
@@ -86,7 +90,7 @@ def own_interfaces() -> Iterator[None]:
                 os.environ[name] = value
 
 
-def is_here(host: str) -> bool:
+def is_local_host(host: str) -> bool:
     """Whether a name or address means this machine and nothing else, so that one can listen there."""
     own = {one.address.partition("%")[0] for addresses in psutil.net_if_addrs().values() for one in addresses}
     try:
@@ -96,7 +100,7 @@ def is_here(host: str) -> bool:
     return all(_is_loopback(address) or address in own for address in found)
 
 
-def where_to_listen(host: str | None, environ: Mapping[str, str] = os.environ) -> tuple[str, list[str]]:
+def choose_listen_address(host: str | None, environ: Mapping[str, str] = os.environ) -> tuple[str, list[str]]:
     """On which address a store for ranks of several machines listens, and by which names they may find it.
 
     It is that of the interface that was chosen, else that of `host`, by which the others know this machine, or of its own name. Where these
@@ -118,10 +122,10 @@ def where_to_listen(host: str | None, environ: Mapping[str, str] = os.environ) -
         chosen = known
     if chosen:
         return chosen[0], [chosen[0]]
-    return EVERYWHERE, [host] if host is not None else known or [socket.getfqdn()]
+    return ALL_INTERFACES, [host] if host is not None else known or [socket.getfqdn()]
 
 
-def address_towards(host: str, port: int) -> str:
+def find_local_address(host: str, port: int) -> str:
     """Of this machine, as that one sees it."""
     family, kind, *_, there = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, kind) as probe:

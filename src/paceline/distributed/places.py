@@ -5,7 +5,7 @@ from torch import nn
 Places = list[list[tuple[nn.Module, str]]]
 
 
-def places_of(*models: nn.Module) -> Places:
+def find_places(*models: nn.Module) -> Places:
     """The places of each parameter and buffer: `to_empty` makes a new one for each."""
     places: dict[int, dict[tuple[nn.Module, str], None]] = {}
     for module in (module for model in models for module in model.modules()):

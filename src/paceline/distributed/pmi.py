@@ -10,7 +10,7 @@ from functools import cache
 from paceline.errors import LaunchError
 
 
-class Pmi:
+class PmiClient:
     """With the launcher of this process. `fd`: PMI_FD; timeout_s: for each answer, among them that all ranks have come to a barrier."""
 
     def __init__(self, fd: int, timeout_s: float):
@@ -50,6 +50,6 @@ class Pmi:
 
 
 @cache
-def pmi(fd: int, timeout_s: float) -> Pmi:
+def connect_pmi(fd: int, timeout_s: float) -> PmiClient:
     """The one of this process."""
-    return Pmi(fd, timeout_s)
+    return PmiClient(fd, timeout_s)

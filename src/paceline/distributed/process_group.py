@@ -20,12 +20,12 @@ from paceline.cluster.limits import busy_cores, free_cores, usable_cores
 from paceline.distributed.network_interface import (
     check_interfaces,
     choose_interface,
-    is_here,
-    own_interfaces,
-    stay_here,
-    where_to_listen,
+    choose_listen_address,
+    is_local_host,
+    restore_interface_variables,
+    use_loopback,
 )
-from paceline.distributed.pmi import pmi
+from paceline.distributed.pmi import connect_pmi
 from paceline.distributed.store import LOOPBACK, open_store
 from paceline.distributed.world import World
 from paceline.errors import LaunchError
@@ -78,13 +78,13 @@ def threads_per_rank(local_size: int, wish: int | None) -> int:
     return wish or max(1, usable_cores() // local_size)
 
 
-def free_threads(world: World) -> tuple[int, str | None]:
+def count_free_threads(world: World) -> tuple[int, str | None]:
     """Return how many threads of torch each rank should have by what other processes leave free, the same on all ranks, and a sentence
     where they leave less than the share of this training. A collective, in which all ranks stand still for a moment."""
     share = threads_per_rank(world.local_size, None)
     if world.size > 1:
         dist.barrier()  # so that what the ranks themselves do does not count
-    busy = busy_cores(LOOK_S) or 0.0
+    busy = busy_cores(BUSY_SAMPLE_S) or 0.0
     free = free_cores(busy) / world.local_size
     here = torch.tensor(
         [-max(1, min(share, math.floor(free + 0.5))), share > free + 0.5, busy], dtype=torch.float64
@@ -101,7 +101,7 @@ def free_threads(world: World) -> tuple[int, str | None]:
     )
 
 
-def keep_memory() -> None:
+def keep_freed_memory() -> None:
     """Let glibc's malloc keep what is freed. Each step asks for the same again, and the kernel would have to clear it page by page."""
     with contextlib.suppress(OSError, AttributeError):  # another libc
         libc = ctypes.CDLL(None)
@@ -119,17 +119,17 @@ def workers_per_rank(local_size: int, device: torch.device, wish: int | None) ->
     return min(4, max(0, usable_cores() // local_size - 1)) if device.type == "cuda" else 0
 
 
-LOOK_S = 0.25  # at the processors, for what other processes take of them
-REMEMBERED = 64  # collectives in torch's flight recorder, for the doctor
-STARTING_S = (
+BUSY_SAMPLE_S = 0.25  # at the processors, for what other processes take of them
+FLIGHT_RECORDER_SIZE = 64  # collectives in torch's flight recorder, for the doctor
+START_TIMEOUT_S = (
     600.0  # that ranks wait for one another at least, until all have done once what they will do again
 )
-SAVING_S = 1800.0  # the same, for the slowest of them to write its part of a checkpoint
+SAVE_TIMEOUT_S = 1800.0  # the same, for the slowest of them to write its part of a checkpoint
 
 
-def at_start(timeout_s: float) -> float:
+def start_timeout_s(timeout_s: float) -> float:
     """For how long ranks wait that will wait for so long later on."""
-    return max(timeout_s, STARTING_S)
+    return max(timeout_s, START_TIMEOUT_S)
 
 
 @contextlib.contextmanager
@@ -137,22 +137,22 @@ def process_group(
     world: World, device: torch.device, timeout_s: float, meeting_place: Path
 ) -> Iterator[None]:
     """The default process group: one that is there already, or one for the time of this context, with the patience of a start."""
-    timeout_s = at_start(timeout_s)
+    timeout_s = start_timeout_s(timeout_s)
     if dist.is_initialized():
         yield
         return
     os.environ.setdefault(
-        "TORCH_FR_BUFFER_SIZE", str(REMEMBERED)
+        "TORCH_FR_BUFFER_SIZE", str(FLIGHT_RECORDER_SIZE)
     )  # torch reads it with the first process group
     check_interfaces()
-    store = _store(world, timeout_s, meeting_place)
-    with own_interfaces():
+    store = _rendezvous(world, timeout_s, meeting_place)
+    with restore_interface_variables():
         if world.local_size < world.size:
             choose_interface(store, world.size)
         else:
-            stay_here()
+            use_loopback()
         if device.type == "cuda":
-            claim(store, str(torch.cuda.get_device_properties(device).uuid), world.rank)
+            claim_gpu(store, str(torch.cuda.get_device_properties(device).uuid), world.rank)
         dist.init_process_group(
             "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
             rank=world.rank,
@@ -167,7 +167,7 @@ def process_group(
             dist.destroy_process_group()
 
 
-def claim(store: dist.Store, gpu: str, rank: int) -> None:
+def claim_gpu(store: dist.Store, gpu: str, rank: int) -> None:
     """Raises LaunchError where another rank has the same GPU, with which NCCL would not begin."""
     holder = store.compare_set(f"gpu/{gpu}", "", str(rank)).decode()
     if holder != str(rank):
@@ -177,7 +177,7 @@ def claim(store: dist.Store, gpu: str, rank: int) -> None:
         )
 
 
-def limit_waits(timeout_s: float, but: dist.ProcessGroup | None = None) -> None:
+def set_collective_timeout(timeout_s: float, but: dist.ProcessGroup | None = None) -> None:
     """A rank that waits longer than this for another one in a collective fails, whatever the group of ranks; `but`: that is left as it is.
 
     A group that was made without saying so has 30 minutes, also where the default group has less (torch 2.13)."""
@@ -186,13 +186,13 @@ def limit_waits(timeout_s: float, but: dist.ProcessGroup | None = None) -> None:
             dist.distributed_c10d._set_pg_timeout(timedelta(seconds=timeout_s), group)
 
 
-_groups = itertools.count()  # process groups that this process has made
-_opened: dict[
+_group_numbers = itertools.count()  # process groups that this process has made
+_open_stores: dict[
     str, dist.TCPStore
 ] = {}  # by the address that all ranks of this start were given; several process groups may use it
 
 
-def _store(world: World, timeout_s: float, meeting_place: Path) -> dist.Store:
+def _rendezvous(world: World, timeout_s: float, meeting_place: Path) -> dist.Store:
     timeout = timedelta(seconds=timeout_s)
     if world.size == 1:
         return dist.HashStore()
@@ -200,12 +200,14 @@ def _store(world: World, timeout_s: float, meeting_place: Path) -> dist.Store:
         store = _store_at(world, timeout, open_here=world.rank == 0 and not world.old_store)
         # The agent keeps its store over restarts and over process groups, and with it the addresses of what is gone (torch 2.13). Agents of
         # several nodes may count restarts apart, but then each has a store of its own.
-        return dist.PrefixStore(f"paceline/{world.restart if world.old_store else 0}/{next(_groups)}", store)
+        return dist.PrefixStore(
+            f"paceline/{world.restart if world.old_store else 0}/{next(_group_numbers)}", store
+        )
     if world.address is not None:
         return _store_at(world, timeout, open_here=world.rank == 0)
     if world.pmi is not None:
-        return _meet_by_pmi(world, world.pmi, timeout)
-    return meet(world, timeout, meeting_place)[0]
+        return _meet_through_pmi(world, world.pmi, timeout)
+    return meet_through_file(world, timeout, meeting_place)[0]
 
 
 def _store_at(world: World, timeout: timedelta, open_here: bool) -> dist.TCPStore:
@@ -217,20 +219,24 @@ def _store_at(world: World, timeout: timedelta, open_here: bool) -> dist.TCPStor
     host, _, port = world.address.rpartition(":")
     if not open_here:
         return dist.TCPStore(host, int(port), world.size, False, timeout)
-    if world.address not in _opened:
-        on = host if world.local_size == world.size and is_here(host) else where_to_listen(host)[0]
-        _opened[world.address] = open_store(on, int(port), timeout)
-    return _opened[world.address]
+    if world.address not in _open_stores:
+        on = (
+            host if world.local_size == world.size and is_local_host(host) else choose_listen_address(host)[0]
+        )
+        _open_stores[world.address] = open_store(on, int(port), timeout)
+    return _open_stores[world.address]
 
 
 def _open_store(world: World, timeout: timedelta) -> tuple[dist.TCPStore, str]:
     """And where the other ranks find it, for `_join`."""
-    on, hosts = (LOOPBACK, [LOOPBACK]) if world.local_size == world.size else where_to_listen(world.host)
+    on, hosts = (
+        (LOOPBACK, [LOOPBACK]) if world.local_size == world.size else choose_listen_address(world.host)
+    )
     store = open_store(on, timeout=timeout)
     return store, f"{','.join(hosts)}:{store.port}"
 
 
-def _join(where: str, world: World, timeout: timedelta) -> dist.TCPStore:
+def _join_store(where: str, world: World, timeout: timedelta) -> dist.TCPStore:
     """Raises OSError where nobody answers."""
     hosts, _, port = where.rpartition(":")
     for host in hosts.split(","):
@@ -241,9 +247,9 @@ def _join(where: str, world: World, timeout: timedelta) -> dist.TCPStore:
     raise OSError(f"no store at {where}")
 
 
-def _meet_by_pmi(world: World, fd: int, timeout: timedelta) -> dist.Store:
+def _meet_through_pmi(world: World, fd: int, timeout: timedelta) -> dist.Store:
     """Ranks of MPICH have no name for their start that is the same for all, but can tell one another."""
-    link, key = pmi(fd, timeout.total_seconds()), f"paceline-{next(_groups)}"
+    link, key = connect_pmi(fd, timeout.total_seconds()), f"paceline-{next(_group_numbers)}"
     if world.rank == 0:
         store, where = _open_store(world, timeout)
         link.put(key, where)
@@ -252,14 +258,14 @@ def _meet_by_pmi(world: World, fd: int, timeout: timedelta) -> dist.Store:
     link.barrier()
     where = link.get(key)
     try:
-        return _join(where, world, timeout)
+        return _join_store(where, world, timeout)
     except OSError:
         raise LaunchError(
             f"rank {world.rank} on {platform.node()} does not reach rank 0 at {where}"
         ) from None
 
 
-def meet(world: World, timeout: timedelta, meeting_place: Path) -> tuple[dist.TCPStore, str]:
+def meet_through_file(world: World, timeout: timedelta, meeting_place: Path) -> tuple[dist.TCPStore, str]:
     """mpirun and srun agree on no store: rank 0 opens one on a free port and writes where, in a folder that all ranks see. Returns it, and
     a key that the ranks share: nobody else can read that file."""
     note = meeting_place / f".meet-{world.launcher}-{world.job}"
@@ -276,7 +282,7 @@ def meet(world: World, timeout: timedelta, meeting_place: Path) -> tuple[dist.TC
     while time.monotonic() < deadline:
         with contextlib.suppress(OSError, ValueError):
             where, key = read_own(note).split()
-            store = _join(where, world, timeout)
+            store = _join_store(where, world, timeout)
             store.set(f"here/{world.rank}", "")
             return store, key
         time.sleep(0.05)

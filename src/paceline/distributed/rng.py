@@ -11,20 +11,20 @@ import numpy as np
 import torch
 
 
-def derive(seed: int, *purpose: object) -> int:
+def derive_seed(seed: int, *purpose: object) -> int:
     """A 63-bit seed for one purpose: `derive(7, "dropout", step, rank)`."""
     text = "/".join(str(part) for part in (seed, *purpose))
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big") >> 1
 
 
-def start_stream(seed: int, device: torch.device) -> None:
+def seed_torch(seed: int, device: torch.device) -> None:
     """Let torch draw from this seed, on the CPU and on `device`. (`torch.manual_seed` asks every back end there is: 90 µs.)"""
     torch.default_generator.manual_seed(seed)
     if device.type == "cuda":
         torch.cuda.default_generators[device.index or 0].manual_seed(seed)
 
 
-def start_streams(seed: int) -> None:
+def seed_cpu_rngs(seed: int) -> None:
     """Let torch on the CPU, numpy and random draw from this seed."""
     torch.default_generator.manual_seed(seed)
     random.seed(seed)
@@ -32,11 +32,11 @@ def start_streams(seed: int) -> None:
 
 
 @contextlib.contextmanager
-def streams(seed: int) -> Iterator[None]:
+def seeded_rngs(seed: int) -> Iterator[None]:
     """Whatever draws in this context, torch on the CPU, numpy or random, draws from this seed; outside nothing changes."""
     of_random, of_numpy = random.getstate(), np.random.get_state()
     with torch.random.fork_rng(devices=[]):
-        start_streams(seed)
+        seed_cpu_rngs(seed)
         try:
             yield
         finally:
@@ -44,7 +44,7 @@ def streams(seed: int) -> Iterator[None]:
             np.random.set_state(of_numpy)
 
 
-def states() -> tuple[object, ...]:
+def rng_states() -> tuple[object, ...]:
     """Return the states of the three streams, to be compared (60 µs)."""
     of_numpy: Any = np.random.get_state()
     return (
@@ -55,27 +55,27 @@ def states() -> tuple[object, ...]:
     )
 
 
-FIXED = derive(0, "no sample draws from this")
+FIXED_SEED = derive_seed(0, "no sample draws from this")
 
 
-def moved() -> bool:
+def has_rng_moved() -> bool:
     """Return whether anything drew or seeded since `start_streams(FIXED)`. Moves the streams on: start them anew afterwards (3 µs)."""
-    return _next() != _first()
+    return _draw_from_each() != _first_draws()
 
 
-def _next() -> tuple[object, ...]:
+def _draw_from_each() -> tuple[object, ...]:
     return torch.default_generator.get_state().numpy().tobytes(), random.random(), np.random.random_sample()
 
 
 @cache
-def _first() -> tuple[object, ...]:
-    with streams(FIXED):
-        return _next()
+def _first_draws() -> tuple[object, ...]:
+    with seeded_rngs(FIXED_SEED):
+        return _draw_from_each()
 
 
 # Code that depends on the streams without moving them on passes through these names: to seed a generator of its own, or to put a
 # stream back after a draw. torch.initial_seed(), get_rng_state() and fork_rng() look torch's generator up in torch.random.
-_ASKED: tuple[tuple[Any, str], ...] = (
+_STATE_SOURCES: tuple[tuple[Any, str], ...] = (
     (torch.random, "default_generator"),
     (random, "getstate"),
     (np.random, "get_state"),
@@ -83,20 +83,20 @@ _ASKED: tuple[tuple[Any, str], ...] = (
 
 
 @contextlib.contextmanager
-def asked() -> Iterator[Callable[[], bool]]:
+def watch_rng_state() -> Iterator[Callable[[], bool]]:
     """Yield a function that returns whether code in this context asked for the seed or the state of a stream."""
     notes: list[None] = []
-    originals = [getattr(module, name) for module, name in _ASKED]
-    for (module, name), original in zip(_ASKED, originals, strict=True):
-        setattr(module, name, _Watched(original, notes))
+    originals = [getattr(module, name) for module, name in _STATE_SOURCES]
+    for (module, name), original in zip(_STATE_SOURCES, originals, strict=True):
+        setattr(module, name, _RecordingProxy(original, notes))
     try:
         yield lambda: bool(notes)
     finally:
-        for (module, name), original in zip(_ASKED, originals, strict=True):
+        for (module, name), original in zip(_STATE_SOURCES, originals, strict=True):
             setattr(module, name, original)
 
 
-class _Watched:
+class _RecordingProxy:
     """Stands for an object, and notes each use of it."""
 
     def __init__(self, original: Any, notes: list[None]):

@@ -9,17 +9,17 @@ import torch.distributed as dist
 from paceline.errors import LaunchError
 
 LOOPBACK = "127.0.0.1"
-EVERYWHERE = ""  # all interfaces
+ALL_INTERFACES = ""  # all interfaces
 BACKLOG = 2048  # connections that wait to be taken, when thousands of ranks come at once
-WAIT = timedelta(seconds=300)
+DEFAULT_TIMEOUT = timedelta(seconds=300)
 
 
 def open_store(
-    host: str = LOOPBACK, port: int = 0, timeout: timedelta = WAIT, wait_for: int | None = None
+    host: str = LOOPBACK, port: int = 0, timeout: timedelta = DEFAULT_TIMEOUT, wait_for: int | None = None
 ) -> dist.TCPStore:
     """Open a store that listens on the address of `host` alone; port 0: a free one. `wait_for`: so many ranks, this one included."""
     try:
-        listening = _listening(host, port)
+        listening = _open_socket(host, port)
     except OSError as error:
         where = f"{host or 'any address'}:{port}" if port else host or "any address"
         raise LaunchError(
@@ -37,8 +37,8 @@ def open_store(
         )
 
 
-def _listening(host: str, port: int) -> socket.socket:
-    if host == EVERYWHERE and socket.has_dualstack_ipv6():
+def _open_socket(host: str, port: int) -> socket.socket:
+    if host == ALL_INTERFACES and socket.has_dualstack_ipv6():
         return socket.create_server(
             (host, port), family=socket.AF_INET6, backlog=BACKLOG, dualstack_ipv6=True
         )
@@ -48,7 +48,7 @@ def _listening(host: str, port: int) -> socket.socket:
     return socket.create_server(address[:2], family=family, backlog=BACKLOG)
 
 
-def underlying(store: dist.Store) -> Any:
+def unwrap_store(store: dist.Store) -> Any:
     """The TCPStore under prefixes."""
     while isinstance(store, dist.PrefixStore):
         store = store.underlying_store

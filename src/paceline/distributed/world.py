@@ -24,7 +24,7 @@ class World:
 
 
 @dataclass(frozen=True)
-class Names:
+class LauncherVariables:
     """Variables by which a launcher tells a rank who it is; for the last three the first that is set counts."""
 
     rank: str
@@ -36,22 +36,24 @@ class Names:
 
 # In this order: torchrun may run under mpirun or srun, and then knows better; mpirun may run in a Slurm allocation.
 LAUNCHERS = {
-    "torchrun": Names("RANK", "WORLD_SIZE", "LOCAL_RANK", ("LOCAL_WORLD_SIZE",), ("TORCHELASTIC_RUN_ID",)),
-    "openmpi": Names(
+    "torchrun": LauncherVariables(
+        "RANK", "WORLD_SIZE", "LOCAL_RANK", ("LOCAL_WORLD_SIZE",), ("TORCHELASTIC_RUN_ID",)
+    ),
+    "openmpi": LauncherVariables(
         "OMPI_COMM_WORLD_RANK",
         "OMPI_COMM_WORLD_SIZE",
         "OMPI_COMM_WORLD_LOCAL_RANK",
         ("OMPI_COMM_WORLD_LOCAL_SIZE",),
         ("PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid", "PMIX_ID"),
     ),
-    "mpich": Names(
+    "mpich": LauncherVariables(
         "PMI_RANK",
         "PMI_SIZE",
         "MPI_LOCALRANKID",
         ("MPI_LOCALNRANKS",),
         ("PMI_JOBID", "HYDRA_JOBID", "PMI_PORT"),
     ),
-    "slurm": Names(
+    "slurm": LauncherVariables(
         "SLURM_PROCID",
         "SLURM_NTASKS",
         "SLURM_LOCALID",
@@ -61,14 +63,14 @@ LAUNCHERS = {
 }
 
 
-def world(environ: Mapping[str, str] = os.environ) -> World:
+def read_world(environ: Mapping[str, str] = os.environ) -> World:
     """Who am I? The first launcher whose rank, size and local rank are all set tells. Raises LaunchError for a contradiction."""
-    speaking = [launcher for launcher, names in LAUNCHERS.items() if _speaks(launcher, names, environ)]
-    _check(speaking, environ)
+    speaking = [launcher for launcher, names in LAUNCHERS.items() if _is_set_by(launcher, names, environ)]
+    _check_consistency(speaking, environ)
     for launcher in speaking[:1]:
         names = LAUNCHERS[launcher]
         rank, size, local_rank = (
-            _number(environ, name) for name in (names.rank, names.size, names.local_rank)
+            _read_number(environ, name) for name in (names.rank, names.size, names.local_rank)
         )
         if not 0 <= rank < size:
             raise LaunchError(
@@ -89,22 +91,22 @@ def world(environ: Mapping[str, str] = os.environ) -> World:
             job="-".join(job),
             address=address,
             host=_first_host(environ) if launcher == "slurm" else None,
-            pmi=_number(environ, "PMI_FD") if launcher == "mpich" and "PMI_FD" in environ else None,
+            pmi=_read_number(environ, "PMI_FD") if launcher == "mpich" and "PMI_FD" in environ else None,
             restart=int(environ.get("TORCHELASTIC_RESTART_COUNT", "0")) if launcher == "torchrun" else 0,
             old_store=launcher == "torchrun" and environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
         )
     return World()
 
 
-def _speaks(launcher: str, names: Names, environ: Mapping[str, str]) -> bool:
+def _is_set_by(launcher: str, names: LauncherVariables, environ: Mapping[str, str]) -> bool:
     return {names.rank, names.size, names.local_rank} <= environ.keys() and (
-        launcher != "slurm" or _is_task(environ)
+        launcher != "slurm" or _is_srun_task(environ)
     )
 
 
-def _check(speaking: list[str], environ: Mapping[str, str]) -> None:
+def _check_consistency(speaking: list[str], environ: Mapping[str, str]) -> None:
     """Raises LaunchError where what launchers say cannot be true together."""
-    sizes = {launcher: _number(environ, LAUNCHERS[launcher].size) for launcher in speaking}
+    sizes = {launcher: _read_number(environ, LAUNCHERS[launcher].size) for launcher in speaking}
     if "torchrun" not in sizes and environ.get("WORLD_SIZE", "1") not in {"1", *map(str, sizes.values())}:
         said = f"WORLD_SIZE={environ['WORLD_SIZE']}"
         for launcher, size in sizes.items():
@@ -121,10 +123,10 @@ def _check(speaking: list[str], environ: Mapping[str, str]) -> None:
     if (
         "SLURM_STEP_TASKS_PER_NODE" not in environ
     ):  # which is what srun did; else it is known by what was asked for
-        _check_tasks(sizes["slurm"], environ)
+        _check_slurm_tasks(sizes["slurm"], environ)
     if "torchrun" in sizes and "TORCHELASTIC_RUN_ID" not in environ:  # set by hand, so of the same ranks
         for mine, slurms in (("WORLD_SIZE", "SLURM_NTASKS"), ("RANK", "SLURM_PROCID")):
-            if _number(environ, mine) != _number(environ, slurms):
+            if _read_number(environ, mine) != _read_number(environ, slurms):
                 unlike = f"{mine}={environ[mine]}, but {slurms}={environ[slurms]}"
                 raise LaunchError(f"{unlike}: unset RANK, LOCAL_RANK and WORLD_SIZE, srun says who a task is")
     for launcher in ("openmpi", "mpich"):
@@ -136,7 +138,7 @@ def _check(speaking: list[str], environ: Mapping[str, str]) -> None:
             )
 
 
-def _check_tasks(size: int, environ: Mapping[str, str]) -> None:
+def _check_slurm_tasks(size: int, environ: Mapping[str, str]) -> None:
     step = environ.get("SLURM_STEP_NUM_TASKS", str(size))
     if step != str(size):
         raise LaunchError(
@@ -150,7 +152,7 @@ def _check_tasks(size: int, environ: Mapping[str, str]) -> None:
         )
 
 
-def _is_task(environ: Mapping[str, str]) -> bool:
+def _is_srun_task(environ: Mapping[str, str]) -> bool:
     """srun starts tasks; in a batch script or an interactive shell of an allocation the same variables speak of the script."""
     return "SLURM_STEP_ID" in environ and environ.get("SLURM_STEP_ID") not in (
         "4294967291",
@@ -169,20 +171,22 @@ def _first_host(environ: Mapping[str, str]) -> str | None:
         raise LaunchError(f"{name} cannot be read: {error}") from None
 
 
-def _number(environ: Mapping[str, str], name: str) -> int:
+def _read_number(environ: Mapping[str, str], name: str) -> int:
     try:
         return int(environ[name])
     except ValueError:
         raise LaunchError(f"{name}={environ[name]!r} is not a number") from None
 
 
-def _local_size(launcher: str, names: Names, environ: Mapping[str, str], size: int, local_rank: int) -> int:
+def _local_size(
+    launcher: str, names: LauncherVariables, environ: Mapping[str, str], size: int, local_rank: int
+) -> int:
     name = next((name for name in names.local_size if name in environ), None)
     if name is None:
         return 1 if launcher == "slurm" else size
     if launcher == "slurm":
         try:
-            counts = expand_counts(environ[name])
+            counts = expand_task_counts(environ[name])
             local_size = counts[int(environ.get("SLURM_NODEID", "0"))]
         except (ValueError, IndexError):
             raise LaunchError(f"{name}={environ[name]!r} is no list of counts for each node") from None
@@ -191,7 +195,7 @@ def _local_size(launcher: str, names: Names, environ: Mapping[str, str], size: i
                 f"{names.size}={size}, but {name}={environ[name]} makes {sum(counts)}: srun says both, so one was changed; unset it"
             )
     else:
-        local_size = _number(environ, name)
+        local_size = _read_number(environ, name)
     if not 0 <= local_rank < local_size:
         raise LaunchError(
             f"{names.local_rank}={local_rank} is outside {name}={environ[name]}: the variables of two launchers are mixed; unset them"
@@ -199,7 +203,7 @@ def _local_size(launcher: str, names: Names, environ: Mapping[str, str], size: i
     return local_size
 
 
-def expand_counts(text: str) -> list[int]:
+def expand_task_counts(text: str) -> list[int]:
     """Slurm's tasks per node, one number a node: `"2(x3),1"` -> `[2, 2, 2, 1]`."""
     counts: list[int] = []
     for part in text.split(","):

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from rich.console import Console
 
 from paceline import events
-from paceline.distributed.process_group import choose_device, keep_memory, process_group
+from paceline.distributed.process_group import choose_device, keep_freed_memory, process_group
 from paceline.distributed.world import World
 from paceline.doctor.diagnose import Diagnosis
 from paceline.doctor.heartbeat import age_s
@@ -170,7 +170,7 @@ def _recorded(
     importer: int | None = None,
 ) -> Generator[Event]:
     """The events of the training, each written to the run before it is passed on; on all ranks, but rank 0 alone writes."""
-    keep_memory()
+    keep_freed_memory()
     writer: events.EventWriter | None = None
     step = 0
 

@@ -22,7 +22,7 @@ from typing import IO, Any
 
 import torch.distributed as dist
 
-from paceline.distributed.network_interface import stay_here
+from paceline.distributed.network_interface import use_loopback
 from paceline.distributed.store import LOOPBACK, open_store
 from paceline.errors import Error, RankError
 from paceline.launch.launchers import check_count
@@ -184,7 +184,7 @@ def _quoted(words: str) -> str:
 
 def _be_a_rank(pipe: Connection, port: int, launcher: int) -> None:
     threading.Thread(target=_leave_if_orphaned, args=(launcher,), daemon=True).start()
-    stay_here()
+    use_loopback()
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     store = dist.TCPStore(LOOPBACK, port, is_master=False)
     pipe.send_bytes(pickle.dumps(_Answer("ready")))

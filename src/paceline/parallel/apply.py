@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from paceline.distributed.mesh import build_mesh, data_mesh
+from paceline.distributed.mesh import build_mesh, select_data_mesh
 from paceline.errors import PlanError
 from paceline.parallel.activation_checkpoint import recompute
 from paceline.parallel.blocks import blocks
@@ -59,7 +59,7 @@ def parallelize(
     if plan.zero >= 2 or (plan.is_mixed and plan.data_ranks > 1):
         if gathered is not None:
             units = [model.get_submodule(name) for name in gathered]
-        shard(model, units, plan, data_mesh(mesh if mesh is not None else build_mesh(plan, device)))
+        shard(model, units, plan, select_data_mesh(mesh if mesh is not None else build_mesh(plan, device)))
         fill(model)
         return model
     fill(model)

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from paceline.data.loader import Batch
-from paceline.distributed.dtensor import is_cut
+from paceline.distributed.dtensor import is_dtensor
 from paceline.errors import TaskError
 from paceline.task import Task
 from paceline.user_code import UserCode
@@ -57,7 +57,7 @@ def weighed_loss(
     output = forward(task, model, batch)
     with UserCode("loss()", task.loss):
         values: Any = task.loss(output, batch)
-    whole = values.full_tensor() if is_cut(values) else values
+    whole = values.full_tensor() if is_dtensor(values) else values
     if examine is not None:
         examine(output, batch, whole)
     return weighed(whole, weights_of(task, batch), batch, "loss()")

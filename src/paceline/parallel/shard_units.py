@@ -10,7 +10,7 @@ from torch.utils._pytree import tree_leaves
 
 from paceline.data.fake import imagined
 from paceline.data.loader import Batch
-from paceline.distributed.rng import streams
+from paceline.distributed.rng import seeded_rngs
 from paceline.parallel.blocks import blocks, not_shared
 from paceline.task import Task, layout_of
 from paceline.user_code import UserCode
@@ -35,7 +35,7 @@ def sharding_units(model: nn.Module, task: Task, batch: Batch, seed: int) -> Sha
     try:
         with (
             UserCode("the forward pass without values", task.model),
-            streams(seed),
+            seeded_rngs(seed),
             imagined(model) as imagine,
         ):
             inputs = imagine(batch)

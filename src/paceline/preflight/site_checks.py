@@ -8,7 +8,7 @@ import tarfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from paceline.distributed.world import world
+from paceline.distributed.world import read_world
 from paceline.errors import LaunchError
 from paceline.launch.slurm import client as slurm
 from paceline.launch.slurm.job_script import Job, options_of, render
@@ -153,7 +153,7 @@ def _last(said: str) -> str:
 
 def queue(flight: PreflightContext) -> Says:
     """What Slurm would do with the job, where there is a Slurm."""
-    world()  # raises for variables that contradict each other
+    read_world()  # raises for variables that contradict each other
     job, where = flight.job, flight.site
     if job.nodes == 1 and (reason := _unreachable()) is not None:
         yield "passes", f"Slurm is not asked: {reason}; one node is here"

@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from paceline.data.loader import Batch
-from paceline.distributed.rng import derive, start_stream
+from paceline.distributed.rng import derive_seed, seed_torch
 from paceline.parallel.autograd_graph import reached
 from paceline.parallel.ddp import release, replicate
 from paceline.parallel.forward import autocast, weighed_loss
@@ -26,7 +26,7 @@ def settle(step: TrainingStep, batch: Batch) -> nn.Module:
     if not isinstance(model, DistributedDataParallel):
         return model
     kept = {name: buffer.clone() for name, buffer in model.module.named_buffers()}
-    start_stream(derive(step.seed, "settle"), step.device)
+    seed_torch(derive_seed(step.seed, "settle"), step.device)
     with autocast(step.precision, step.device):
         loss, _ = weighed_loss(step.task, model, batch)
     leads_to = reached(loss)

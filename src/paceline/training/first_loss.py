@@ -18,8 +18,8 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from paceline.data.loader import Batch, cast_floats
-from paceline.distributed.dtensor import is_cut
-from paceline.distributed.rng import streams
+from paceline.distributed.dtensor import is_dtensor
+from paceline.distributed.rng import seeded_rngs
 from paceline.errors import TaskError
 from paceline.plan.plan import Plan
 from paceline.task import Task
@@ -166,7 +166,7 @@ class FirstLoss:
     def _loss(self, output: Any, batch: Any, seed: int, exact: bool) -> "_Loss":
         task = self.step.task
         plain = torch.autocast(self.step.device.type, enabled=False) if exact else contextlib.nullcontext()
-        with streams(seed), plain:
+        with seeded_rngs(seed), plain:
             output, batch = _map(
                 (output, batch), lambda item: item.clone() if isinstance(item, Tensor) else item
             )
@@ -262,7 +262,7 @@ class FirstLoss:
         return self._judge(whole, found, takes, (cut, self.samples - cut), self.samples, rtol)
 
     def _pass(self, batch: Batch, seed: int) -> "_Loss | None":
-        with streams(seed):
+        with seeded_rngs(seed):
             output = self.step.output(batch)
         try:
             return self._loss(_whole(output), batch, seed, exact=False)
@@ -378,7 +378,7 @@ def _whole(tree: Any) -> Any:
     """Tensors as one process has them, without their graph."""
 
     def whole(item: Any) -> Any:
-        if is_cut(item):
+        if is_dtensor(item):
             item = item.full_tensor()
         return item.detach() if isinstance(item, Tensor) else item
 

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from paceline import task as tasks
 from paceline.cluster.limits import memory_limit
-from paceline.distributed.rng import derive, streams
+from paceline.distributed.rng import derive_seed, seeded_rngs
 from paceline.distributed.world import World
 from paceline.errors import TaskError
 from paceline.spec import Spec
@@ -141,7 +141,7 @@ def compare(
 
 
 def _plain(build: Callable[[], nn.Module], seed: int, at: int) -> nn.Module:
-    with streams(derive(seed, "plain", at)):
+    with seeded_rngs(derive_seed(seed, "plain", at)):
         return build()
 
 
@@ -210,7 +210,7 @@ def _confirm(build: Callable[[], nn.Module], recorded: Recorded, seed: int, susp
     for at in range(AGAIN):
         of_plain = named_tensors(_plain(build, seed, 2 + at))
         plain.append([of_plain[name].detach() for name in suspect.names])
-        _, weights, _ = recorded(derive(seed, "plain", "recorded", at))
+        _, weights, _ = recorded(derive_seed(seed, "plain", "recorded", at))
         drawn.append([weights.draw(name) for name in suspect.names])
     name = suspect.names[0]
     if suspect.fixed is not None:

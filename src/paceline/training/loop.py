@@ -19,18 +19,18 @@ from paceline import task as tasks
 from paceline.data.loader import Batch, RankBatchSlice, batches, training_parts
 from paceline.distributed import mesh
 from paceline.distributed.process_group import (
-    SAVING_S,
+    SAVE_TIMEOUT_S,
     StartClock,
-    at_start,
     choose_device,
-    free_threads,
-    limit_waits,
+    count_free_threads,
     process_group,
+    set_collective_timeout,
+    start_timeout_s,
     threads_per_rank,
     workers_per_rank,
 )
 from paceline.distributed.world import World
-from paceline.distributed.world import world as world_of
+from paceline.distributed.world import read_world as world_of
 from paceline.doctor.heartbeat import DATA, REPORT, SAVE
 from paceline.doctor.heartbeat_writer import HeartbeatWriter
 from paceline.errors import CheckpointError, DivergedError, PlanError, SpecError
@@ -105,7 +105,7 @@ def train(
     clock = StartClock()
     with contextlib.ExitStack() as held:
         pulse = held.enter_context(
-            HeartbeatWriter(run, world.rank, world.size, at_start(spec.timeout_s), SAVING_S)
+            HeartbeatWriter(run, world.rank, world.size, start_timeout_s(spec.timeout_s), SAVE_TIMEOUT_S)
         )
         if task is None:
             task = tasks.load_task(spec.task, spec.set)
@@ -175,7 +175,7 @@ def _set_threads(spec: Spec, world: World, run: RunFolder | None, device: torch.
     if spec.threads is not None or device.type != "cpu" or run is None:
         return ()
     share = threads_per_rank(world.local_size, None)
-    free, busy = free_threads(world)
+    free, busy = count_free_threads(world)
     started = glance(run).summary.started if world.rank == 0 and run.events.exists() else None
     before = torch.tensor([started.threads if started is not None and started.ranks == world.size else 0])
     if world.size > 1:
@@ -293,7 +293,7 @@ class _Loop:
         if self.owes_evaluation and self._evaluation_is_due():
             if (yield from self._evaluated()) and self._is_best():
                 yield from self._save()
-            self._wait_at_most(at_start(self.spec.timeout_s))
+            self._wait_at_most(start_timeout_s(self.spec.timeout_s))
         part = RankBatchSlice(
             self.spec.batch, self.plan.microbatches, self.plan.place(self.world.rank).dp, self.plan.dp
         )
@@ -470,7 +470,7 @@ class _Loop:
         began = time.perf_counter()
         is_first = self.evaluated_step is None  # which may compile, one stage after the other
         if is_first:
-            self._wait_at_most(at_start(self.spec.timeout_s))
+            self._wait_at_most(start_timeout_s(self.spec.timeout_s))
         with self.laid.whole():
             metrics = evaluate(
                 self.laid.step,
@@ -494,7 +494,7 @@ class _Loop:
         """Of a save nothing is said: the ranks wait for the slowest disk."""
         self.pulse.patience_s = seconds
         if self.world.size > 1:
-            limit_waits(seconds, but=self.saver.group if self.saver is not None else None)
+            set_collective_timeout(seconds, but=self.saver.group if self.saver is not None else None)
 
     def _is_best(self) -> bool:
         direction, name = self.spec.save.best.split()

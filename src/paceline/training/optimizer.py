@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
-from paceline.distributed.dtensor import is_cut, is_first_copy, is_here, local
+from paceline.distributed.dtensor import is_dtensor, is_first_replica, is_materialized, local_tensor
 from paceline.errors import PlanError, SpecError, TaskError
 from paceline.plan.plan import MeshCoordinate, Plan
 from paceline.spec import Optimizer, Schedule
@@ -49,7 +49,7 @@ def make_optimizer(
     params = [
         (name, parameter)
         for name, parameter in model.named_parameters()
-        if parameter.requires_grad and is_here(parameter)
+        if parameter.requires_grad and is_materialized(parameter)
     ]
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise TaskError("the model has no parameter to train: all of them have requires_grad=False")
@@ -162,7 +162,7 @@ def _from_spec(spec: Optimizer, params: Sequence[nn.Parameter], dense: bool) -> 
         return torch.optim.AdamW(
             params, lr=spec.lr, betas=spec.betas, eps=spec.eps, weight_decay=spec.weight_decay, fused=fused
         )
-    fused = fused and not any(map(is_cut, params))
+    fused = fused and not any(map(is_dtensor, params))
     return torch.optim.SGD(
         params,
         lr=spec.lr,
@@ -190,7 +190,7 @@ def _deal_state(optimizer: torch.optim.Optimizer) -> None:
     same, but broadcasts parameters as they are, which DTensors cannot be (torch 2.13)."""
     params: list[Any] = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     ranks: dist.ProcessGroup = next(
-        parameter.device_mesh for parameter in params if is_cut(parameter)
+        parameter.device_mesh for parameter in params if is_dtensor(parameter)
     ).get_group("replicate")
     owners = dict(
         zip(params, balance_by_size([parameter.numel() for parameter in params], ranks.size()), strict=True)
@@ -204,7 +204,7 @@ def _deal_state(optimizer: torch.optim.Optimizer) -> None:
     @torch.no_grad()
     def send(*step: Any) -> None:
         sent = [
-            dist.broadcast(local(parameter), group=ranks, group_src=owner, async_op=True)
+            dist.broadcast(local_tensor(parameter), group=ranks, group_src=owner, async_op=True)
             for parameter, owner in owners.items()
         ]
         for work in sent:
@@ -302,7 +302,7 @@ def coalesce_(params: Iterable[nn.Parameter]) -> None:
 def local_gradients(params: Iterable[nn.Parameter]) -> list[Tensor]:
     """What this rank holds of each gradient that there is; of sparse ones, which are coalesced, the rows."""
     grads = [grad for parameter in params if (grad := parameter.grad) is not None]
-    held = list(map(local, grads)) if any(map(is_cut, grads)) else grads
+    held = list(map(local_tensor, grads)) if any(map(is_dtensor, grads)) else grads
     return [grad._values() if grad.is_sparse else grad for grad in held]
 
 
@@ -424,12 +424,12 @@ class Norm:
         self.params, self.device = params, device
         self.whole_here = plan.zero < 2 and not plan.is_mixed  # on every rank
         owners = balance_by_size(
-            [0 if is_cut(parameter) else parameter.numel() for parameter in params], plan.copies
+            [0 if is_dtensor(parameter) else parameter.numel() for parameter in params], plan.copies
         )
         self.counted_here = [
             parameter
             for parameter, owner in zip(params, owners, strict=True)
-            if (is_first_copy(parameter, place) if is_cut(parameter) else owner == plan.copy(place))
+            if (is_first_replica(parameter, place) if is_dtensor(parameter) else owner == plan.copy(place))
         ]
 
     def here(self) -> list[Tensor]:

@@ -17,8 +17,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from paceline.data.fake import example
 from paceline.data.loader import Batch, RankBatchSlice, Samples, check_batch, open_dataset
-from paceline.distributed.dtensor import is_here
-from paceline.distributed.mesh import build_mesh, data_mesh
+from paceline.distributed.dtensor import is_materialized
+from paceline.distributed.mesh import build_mesh, select_data_mesh
 from paceline.distributed.world import World
 from paceline.errors import CheckpointError, PlanError
 from paceline.parallel.apply import check_splits, parallelize
@@ -256,7 +256,9 @@ def build_training(
         model=called,
         optimizer=optimizer,
         params=[
-            parameter for parameter in model.parameters() if parameter.requires_grad and is_here(parameter)
+            parameter
+            for parameter in model.parameters()
+            if parameter.requires_grad and is_materialized(parameter)
         ],
         plan=plan,
         place=plan.place(world.rank),
@@ -273,9 +275,9 @@ def build_training(
         skipped = SkippedUnits(model, [model.get_submodule(name) for name in studied.units.names], device)
         if not studied.units.all_used:
             skipped.follow()
-            update.after_backward.append(partial(skipped.drop_unused_, data_mesh(mesh)))
+            update.after_backward.append(partial(skipped.drop_unused_, select_data_mesh(mesh)))
     if mesh is not None and plan.data_ranks > 1 and (whole := [p for p in update.params if not p.dim()]):
-        update.after_backward.append(partial(average_scalars_, whole, data_mesh(mesh)))
+        update.after_backward.append(partial(average_scalars_, whole, select_data_mesh(mesh)))
     if sparse := list(sparse_parameters(model).values()):
         update.after_backward.append(partial(coalesce_, sparse))
     local = local_sgd(model, update, plan)
@@ -285,7 +287,7 @@ def build_training(
         own = [
             buffer
             for buffer in running_statistics(model).values()
-            if buffer.is_floating_point() and is_here(buffer)
+            if buffer.is_floating_point() and is_materialized(buffer)
         ]
         update.after_backward.append(partial(average_, own, group))
         notes += (LOCAL_BATCH_NORM,)
@@ -338,7 +340,7 @@ def _split_step(
         params = [
             parameter
             for name, parameter in model.named_parameters()
-            if name in splits.partial and is_here(parameter)
+            if name in splits.partial and is_materialized(parameter)
         ]
         update.after_backward.append(partial(sum_partial, params, mesh.get_group()))
     if update.pipeline is None and try_split_loss(model, splits, task, batch, mesh):

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from paceline.data.loader import Batch
-from paceline.distributed.rng import derive, start_stream
+from paceline.distributed.rng import derive_seed, seed_torch
 from paceline.doctor.heartbeat import BACKWARD, FORWARD, UPDATE
 from paceline.errors import TaskError
 from paceline.parallel.forward import GlobalWeight, OwnWeight, autocast, forward, weighed_loss
@@ -149,7 +149,7 @@ class TrainingStep:
         whole: Tensor | float | None = None
         for index, batch in enumerate(batches):
             self.enter(FORWARD)
-            start_stream(derive(self.seed, "model", step, index, *self.place.stream), self.device)
+            seed_torch(derive_seed(self.seed, "model", step, index, *self.place.stream), self.device)
             with self._sync_if(index == len(batches) - 1):
                 with autocast(self.precision, self.device):
                     loss, items_here = weighed_loss(self.task, self.model, batch, self.examine)

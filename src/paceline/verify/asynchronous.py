@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from paceline import task as tasks
-from paceline.distributed.world import world
+from paceline.distributed.world import read_world
 from paceline.events import Ended, Step
 from paceline.plan.plan import Plan, parse
 from paceline.run import RunFolder
@@ -59,7 +59,7 @@ def on_rank(spec: Spec, plan: str, path: Path) -> TrainingOutcome:
     path.mkdir(parents=True, exist_ok=True)
     task = quiet(tasks.load_task(spec.task, spec.set))
     events = list(
-        train(spec, parse(plan), world(), task=task, run=RunFolder(path), device="cpu", observe=observe)
+        train(spec, parse(plan), read_world(), task=task, run=RunFolder(path), device="cpu", observe=observe)
     )
     dist.barrier()
     ended = next((event for event in events if isinstance(event, Ended)), None)

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from paceline import task as tasks
-from paceline.distributed.dtensor import is_cut, is_here
-from paceline.distributed.world import World, world
+from paceline.distributed.dtensor import is_dtensor, is_materialized
+from paceline.distributed.world import World, read_world
 from paceline.events import Step
 from paceline.plan.plan import Plan, parse
 from paceline.spec import Spec
@@ -229,7 +229,7 @@ def _copy(tensor: Tensor | None) -> Tensor | None:
 def compare(spec: Spec, plan: str, path: Path, plant: Plant = nullcontext) -> PlanObservation:
     """Train on this rank as `plan` says, beside the reference in `path`. All ranks of the process group call it."""
     task = quiet(tasks.load_task(spec.task, spec.set))
-    asked, me = parse(plan), world()
+    asked, me = parse(plan), read_world()
     beside = _Beside(Reference.load(path), asked.on(me.size).place(me.rank).pp)
     with plant():
         for event in train(spec, asked, me, task=task, device="cpu", observe=beside.observe):
@@ -278,7 +278,7 @@ class _Beside:
     def _named(self, named: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
         """What is here, under the names that one process has for it."""
         for name, tensor in named:
-            if is_here(tensor):
+            if is_materialized(tensor):
                 yield self.reference.aliases.get(name, name), tensor
 
     def _parameters(self, model: nn.Module) -> Iterator[tuple[str, Tensor]]:
@@ -348,4 +348,4 @@ class _Beside:
 
 def _whole(tensor: Any) -> Tensor:
     tensor = tensor.detach()
-    return tensor.full_tensor() if is_cut(tensor) else tensor.to_dense() if tensor.is_sparse else tensor
+    return tensor.full_tensor() if is_dtensor(tensor) else tensor.to_dense() if tensor.is_sparse else tensor

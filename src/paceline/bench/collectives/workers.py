@@ -189,9 +189,9 @@ def in_thread(items: Iterator[Row | str]) -> Iterator[Row | str]:
 def _be_a_rank(folder: Path, launcher: int) -> None:
     threading.Thread(target=_leave_if_orphaned, args=(launcher,), daemon=True).start()
     from paceline.bench.collectives.measure import on_rank
-    from paceline.distributed.world import world
+    from paceline.distributed.world import read_world
 
-    me = world()
+    me = read_world()
     with open(folder / "found.jsonl", "a") as file:
 
         def tell(line: object) -> None:

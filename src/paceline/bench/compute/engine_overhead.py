@@ -18,7 +18,7 @@ from paceline import Task
 from paceline.bench.collect import busy_s
 from paceline.bench.result import Row
 from paceline.cluster.limits import usable_cores
-from paceline.distributed.process_group import keep_memory, threads_per_rank
+from paceline.distributed.process_group import keep_freed_memory, threads_per_rank
 from paceline.events import Step
 from paceline.launch.rank_pool import Ranks
 from paceline.plan.cost_model.engine_overhead import UnitCounts, units
@@ -127,7 +127,7 @@ class QuietWindows:
 def step_s(spec: Spec, plan: str, seconds: float, pids: Sequence[int] = ()) -> float:
     """On each rank: the median of the steps of a training that fit into so many seconds, of those in which nobody else was busy here; the
     least tenth where there are none. Without validation, so that steps follow steps."""
-    keep_memory()
+    keep_freed_memory()
     windows = QuietWindows(seconds, pids)
 
     def stop() -> bool:

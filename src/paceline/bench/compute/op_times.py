@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from paceline.bench.result import Row
 from paceline.bench.timer import WALL, Budget, measure
 from paceline.cluster.limits import usable_cores
-from paceline.distributed.process_group import keep_memory
+from paceline.distributed.process_group import keep_freed_memory
 from paceline.launch.rank_pool import Ranks
 from paceline.plan.cost_model.op_times import BACKWARD
 
@@ -169,7 +169,7 @@ def _updates() -> Iterator[tuple[float, Callable[[], object]]]:
 
 def measured(threads: int, budget_s: float) -> list[Row]:
     """On this process with so many threads; a row for each kind and size, the seconds being those of one operation."""
-    keep_memory()
+    keep_freed_memory()
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     each_s = budget_s / (2 * (len(SIZES) * 8 + len(LINEAR) + len(CONVOLUTION) + len(ATTENTION)))

@@ -20,7 +20,7 @@ from paceline.cli.bench.options import (
     keep,
     progress,
 )
-from paceline.distributed.world import World, world
+from paceline.distributed.world import World, read_world
 from paceline.errors import BenchError, Error, LaunchError, PlanError
 
 if TYPE_CHECKING:
@@ -67,7 +67,7 @@ def collectives(
     """
     if compare is not None:
         return compare_results("collectives", compare)
-    me = world()
+    me = read_world()
     with _said_once(me):
         request, count = _request(
             me, ranks, backends, sizes, operations, dtypes, place, axes, plan, seconds, timeout

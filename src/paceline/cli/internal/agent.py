@@ -17,10 +17,10 @@ def agent(run: Path) -> None:
     )  # before torch is there: what befell the store is said in one sentence
     from paceline.cli.internal.rank import is_first
     from paceline.cli.resume import done
-    from paceline.distributed.world import world
+    from paceline.distributed.world import read_world
     from paceline.run import open_run
 
-    folder, me = open_run(run), world()
+    folder, me = open_run(run), read_world()
     spec, launch = folder.next_request()
     if (step := done(folder, spec)) is not None:
         if me.rank == 0:

@@ -29,10 +29,10 @@ def rank(
         importer = serve(server)
         if importer is None:
             return
-    from paceline.distributed.world import world
+    from paceline.distributed.world import read_world
     from paceline.run import open_run
 
-    folder, me = open_run(run), world()
+    folder, me = open_run(run), read_world()
     if launcher is None:
         _speak_once(folder, me)
         return

@@ -22,8 +22,8 @@ from torch.distributed.elastic.rendezvous import (
 )
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import create_handler
 
-from paceline.distributed.network_interface import address_towards
-from paceline.distributed.process_group import meet
+from paceline.distributed.network_interface import find_local_address
+from paceline.distributed.process_group import meet_through_file
 from paceline.distributed.world import World
 from paceline.errors import LaunchError, RankError
 from paceline.launch.elastic.agent import run_agent
@@ -99,7 +99,7 @@ def _meet(run: RunFolder, me: World) -> tuple[dist.TCPStore, str]:
     """All agents of this step, at a store of the first one, and with a key of theirs."""
     timeout = timedelta(seconds=MEETING_S)
     try:
-        store, key = meet(me, timeout, run.path)
+        store, key = meet_through_file(me, timeout, run.path)
         if me.rank == 0:
             store.set("all here", "")
         store.wait(["all here"], timeout)
@@ -129,7 +129,7 @@ def _address(me: World, store: dist.TCPStore) -> str:
     """Of this node, as seen from the one where the agents meet."""
     if me.rank == 0 and me.host is not None:
         return me.host
-    return address_towards(store.host, store.port)
+    return find_local_address(store.host, store.port)
 
 
 class _Counted(RendezvousHandler):

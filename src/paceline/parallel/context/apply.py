@@ -19,8 +19,8 @@ from torch.utils._pytree import TreeSpec, tree_leaves, tree_map, tree_unflatten
 
 from paceline.data.fake import near
 from paceline.data.loader import FailedSample, Samples, open_dataset
-from paceline.distributed.mesh import cp_mesh
-from paceline.distributed.rng import derive, start_stream
+from paceline.distributed.mesh import build_cp_mesh
+from paceline.distributed.rng import derive_seed, seed_torch
 from paceline.errors import PlanError
 from paceline.parallel.blocks import blocks
 from paceline.parallel.context.find_splits import IdentityAttention, SequenceSplits, find_cuts
@@ -74,7 +74,7 @@ class Context:
         self.names = {
             name: f"{name} ({type(module).__name__})" for name, module in self.units.items()
         }  # before engines change classes
-        self.mesh = cp_mesh(plan, device)
+        self.mesh = build_cp_mesh(plan, device)
         self.ring = Ring(self.mesh, plan)
         self.learning = False
         self.stage = 0  # of a pipeline, that runs
@@ -242,7 +242,7 @@ class Context:
             for generator in (torch.default_generator, cuda)
             if generator is not None
         ]
-        start_stream(derive(seed, "cp", self.mesh.get_local_rank()), self.device)
+        seed_torch(derive_seed(seed, "cp", self.mesh.get_local_rank()), self.device)
 
 
 @contextlib.contextmanager

@@ -10,10 +10,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils._pytree import tree_leaves
 
 from paceline.data.loader import Batch
-from paceline.distributed.dtensor import is_here
-from paceline.distributed.mesh import data_mesh
-from paceline.distributed.places import places_of
-from paceline.distributed.rng import derive, start_stream
+from paceline.distributed.dtensor import is_materialized
+from paceline.distributed.mesh import select_data_mesh
+from paceline.distributed.places import find_places
+from paceline.distributed.rng import derive_seed, seed_torch
 from paceline.errors import PlanError, TaskError
 from paceline.parallel.activation_checkpoint import recompute
 from paceline.parallel.blocks import blocks
@@ -135,7 +135,7 @@ class Pipeline:
         for at, stage in enumerate(self.stages):
             stage.keep_buffers(model, self.division, mine[:at])
         whole = _buffers_around(model, self.division, set(mine))
-        places = places_of(model, *self.stages, whole)
+        places = find_places(model, *self.stages, whole)
         names = {id(parameter): name for name, parameter in model.named_parameters()}
         copies = self._shard(units, names) if plan.zero >= 2 or plan.data_ranks > 1 else []
         fill(model, parts=[*self.stages, whole], places=places)
@@ -167,9 +167,14 @@ class Pipeline:
             for unit in units:
                 if id(unit) in here:
                     fully_shard(
-                        unit, mesh=data_mesh(self.mesh), reshard_after_forward=again, ignored_params=whole
+                        unit,
+                        mesh=select_data_mesh(self.mesh),
+                        reshard_after_forward=again,
+                        ignored_params=whole,
                     )
-            fully_shard(stage, mesh=data_mesh(self.mesh), reshard_after_forward=False, ignored_params=whole)
+            fully_shard(
+                stage, mesh=select_data_mesh(self.mesh), reshard_after_forward=False, ignored_params=whole
+            )
         for stage in self.stages:
             stage.give_back()
         return copies
@@ -230,8 +235,9 @@ class Pipeline:
         whole: list[Tensor | float] = []
 
         def forward(stage: Stage, microbatches: int) -> Tensor:
-            start_stream(
-                derive(self.seed, "model", step, microbatches, *self.place.stream, stage.index), self.device
+            seed_torch(
+                derive_seed(self.seed, "model", step, microbatches, *self.place.stream, stage.index),
+                self.device,
             )
             self._begin(stage)
             batch = batches[microbatches]
@@ -267,7 +273,7 @@ class Pipeline:
         here = [
             (name, parameter)
             for name, parameter in self.model.named_parameters()
-            if parameter.requires_grad and is_here(parameter)
+            if parameter.requires_grad and is_materialized(parameter)
         ]
         if not self.checked:
             due = {name for name in learns - shared if mine.intersection(self.division.holders[name])}

@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from paceline.distributed.dtensor import local
+from paceline.distributed.dtensor import local_tensor
 from paceline.parallel.pipeline.stage import Stage, StagePartition, ranks_of
 from paceline.plan.plan import MeshCoordinate, Plan
 
@@ -37,7 +37,7 @@ class TiedWeightSync:
         """What the optimizer has updated, or a checkpoint brought."""
         parameters = dict(self.model.named_parameters()) if self.copies else {}
         for name, stage, own in self.copies:
-            local(getattr(stage, own)).copy_(local(parameters[name]))
+            local_tensor(getattr(stage, own)).copy_(local_tensor(parameters[name]))
 
     @torch.no_grad()
     def add_up(self) -> None:
@@ -48,7 +48,7 @@ class TiedWeightSync:
             if parameter.grad is None:
                 parameter.grad = copy.grad
             elif copy.grad is not None:
-                local(parameter.grad).add_(local(copy.grad))
+                local_tensor(parameter.grad).add_(local_tensor(copy.grad))
             copy.grad = None
         for name, group in self.groups.items():
             parameter = parameters[name]
@@ -56,7 +56,7 @@ class TiedWeightSync:
                 if parameter.grad is None:
                     parameter.grad = torch.zeros_like(parameter)
                 grad: Tensor = parameter.grad
-                dist.all_reduce(local(grad), group=group)
+                dist.all_reduce(local_tensor(grad), group=group)
 
 
 def _groups(

@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves
 
 from paceline.data.fake import without_values
 from paceline.data.loader import Batch
-from paceline.distributed.dtensor import storage_of
+from paceline.distributed.dtensor import storage_id
 from paceline.errors import PlanError
 from paceline.parallel.autograd_graph import reached
 from paceline.parallel.forward import autocast, call
@@ -278,7 +278,7 @@ class _Recorder(TorchDispatchMode):
             int, int
         ] = {}  # id of what crossed a cut, and of views of it -> storage it would have behind the cut
         self.kept: list[Any] = []  # so that no id is used twice
-        self.buffers = {storage_of(buffer): name for name, buffer in model.copy.named_buffers()}  # by storage
+        self.buffers = {storage_id(buffer): name for name, buffer in model.copy.named_buffers()}  # by storage
         self.assigned = [
             (m._buffers, key, buffer)
             for m in model.copy.modules()
@@ -290,7 +290,7 @@ class _Recorder(TorchDispatchMode):
         return self.masks.get(id(tensor), 0) | self.written.get(self.place(tensor), 0)
 
     def place(self, tensor: Tensor) -> int:
-        return self.places.get(id(tensor), storage_of(tensor))
+        return self.places.get(id(tensor), storage_id(tensor))
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -317,14 +317,14 @@ class _Recorder(TorchDispatchMode):
         result = func(*args, **kwargs)
         self._write(func, args, kwargs, mask)
         moved = {
-            storage_of(tensor): self.places[id(tensor)] for tensor in inputs if id(tensor) in self.places
+            storage_id(tensor): self.places[id(tensor)] for tensor in inputs if id(tensor) in self.places
         }
         for tensor in _tensors(result):
             if mask or id(tensor) in self.masks:
                 self.masks[id(tensor)] = mask
                 self.kept.append(tensor)
-                if storage_of(tensor) in moved:
-                    self.places[id(tensor)] = moved[storage_of(tensor)]
+                if storage_id(tensor) in moved:
+                    self.places[id(tensor)] = moved[storage_id(tensor)]
         if self.now >= 0:
             self._weigh(self.recording.calls[self.now], func, args, kwargs, result)
         return result
@@ -349,18 +349,18 @@ class _Recorder(TorchDispatchMode):
                 func, args, kwargs
             )
             for tensor in _tensors(value) if writes else ():
-                if name := self.buffers.get(storage_of(tensor)):
+                if name := self.buffers.get(storage_id(tensor)):
                     self._change(name, mask)
                 place = self.place(tensor)
                 if mask:
                     self.written[place] = self.written.get(place, 0) | mask
                     self.kept.append(tensor.untyped_storage())
-                if storage_of(tensor) in self.outputs:
-                    self.recording.calls[self.outputs[storage_of(tensor)]].written = True
+                if storage_id(tensor) in self.outputs:
+                    self.recording.calls[self.outputs[storage_id(tensor)]].written = True
 
     def _use(self, tensor: Tensor) -> str | None:
         """Return the name of a buffer, or of that which a tensor is a view of."""
-        name = self.buffers.get(storage_of(tensor))
+        name = self.buffers.get(storage_id(tensor))
         if name is not None:
             use = self.recording.buffers.setdefault(name, BufferUse())
             use.touched.add(max(self.now, 0))
@@ -383,10 +383,10 @@ class _Recorder(TorchDispatchMode):
         for at, (buffers, key, before) in enumerate(self.assigned):
             now = buffers.get(key)
             if now is not None and now is not before:
-                name = self.buffers[storage_of(before)]
+                name = self.buffers[storage_id(before)]
                 self.kept.append(before)
                 self.assigned[at] = buffers, key, now
-                self.buffers[storage_of(now)] = name
+                self.buffers[storage_id(now)] = name
                 self._change(name, self.mask(now))
 
     def called(self, name: str, run: Run, args: Any, kwargs: Any) -> Any:
@@ -435,7 +435,7 @@ class _Recorder(TorchDispatchMode):
             if id(tensor) not in given:
                 if not here.free:  # whatever it depends on: no stage behind has it
                     self.masks[id(tensor)] = self.mask(tensor) | -1 << (at + 1)
-                self.outputs[storage_of(tensor)] = at
+                self.outputs[storage_id(tensor)] = at
             self.kept.append(tensor)
         return result
 

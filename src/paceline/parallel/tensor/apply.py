@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from paceline.data.fake import imagined, without_values
 from paceline.data.loader import Batch
-from paceline.distributed.dtensor import fits, local
+from paceline.distributed.dtensor import has_no_empty_shard, local_tensor
 from paceline.errors import PlanError, TaskError
 from paceline.parallel.module_hooks import parts_of
 from paceline.parallel.tensor.find_sequence_parallel import (
@@ -181,7 +181,7 @@ def _found_styles(model: nn.Module, found: SplitCandidates, tp: int) -> dict[str
     largest = max(embeddings, key=lambda name: embeddings[name].weight.numel(), default=None)
     words: Any = embeddings[largest].num_embeddings if largest is not None else 0
     heads = {name for name in found.heads if features(model.get_submodule(name))[1] == words}
-    vocabulary = {largest, *heads} if fits(words, tp) else set()
+    vocabulary = {largest, *heads} if has_no_empty_shard(words, tp) else set()
     for name in found.called:
         module: Any = model.get_submodule(name)
         if name in found.columns:
@@ -237,7 +237,7 @@ def _asked(model: nn.Module, tensor: Mapping[str, str] | None, tp: int) -> dict[
                 if able
                 else 0
             )
-            if size % tp and not (style in UNEVEN and fits(size, tp)):
+            if size % tp and not (style in UNEVEN and has_no_empty_shard(size, tp)):
                 raise PlanError(
                     f"tp={tp} does not divide the {size} {'rows' if style == 'vocabulary' else 'features'} of {name}"
                 )
@@ -340,7 +340,7 @@ def sum_partial(params: Sequence[nn.Parameter], group: dist.ProcessGroup) -> Non
     kinds: dict[torch.dtype, list[Tensor]] = {}
     for parameter in params:
         if parameter.grad is not None:
-            kinds.setdefault(parameter.grad.dtype, []).append(local(parameter.grad))
+            kinds.setdefault(parameter.grad.dtype, []).append(local_tensor(parameter.grad))
     for grads in kinds.values():
         summed = torch.cat([grad.reshape(-1) for grad in grads])
         dist.all_reduce(summed, group=group)

@@ -8,15 +8,15 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from paceline.distributed.dtensor import local, longest
+from paceline.distributed.dtensor import local_tensor, shard_size
 from paceline.parallel.tensor.tracer import features, is_transposed
 
 Change = Callable[[Tensor], Tensor]
 
 
 def _product(module: Any, x: Tensor, bias: bool) -> Tensor:
-    weight = local(module.weight)
-    added = local(module.bias) if bias and module.bias is not None else None
+    weight = local_tensor(module.weight)
+    added = local_tensor(module.bias) if bias and module.bias is not None else None
     return F.linear(x, weight.t() if is_transposed(module) else weight, added)
 
 
@@ -38,8 +38,8 @@ def _row(module: Any, group: dist.ProcessGroup, enter: Change, add: Change) -> C
 
 def _vocabulary(module: Any, group: dist.ProcessGroup, enter: Change, add: Change) -> Change:
     def forward(ids: Tensor) -> Tensor:
-        weight = local(module.weight)
-        here = ids - group.rank() * longest(module.num_embeddings, group.size())
+        weight = local_tensor(module.weight)
+        here = ids - group.rank() * shard_size(module.num_embeddings, group.size())
         elsewhere = (here < 0) | (here >= len(weight))
         rows = F.embedding(here.masked_fill(elsewhere, 0), weight).masked_fill(elsewhere.unsqueeze(-1), 0)
         return add(rows)
@@ -147,7 +147,7 @@ class _GatherOutput(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, part: Tensor, features: int, group: dist.ProcessGroup) -> Tensor:
-        width = longest(features, group.size())
+        width = shard_size(features, group.size())
         ctx.begin, ctx.features = group.rank() * width, part.shape[-1]
         padded = F.pad(part, (0, width - part.shape[-1])).contiguous()  # nothing where all are of one width
         parts = [torch.empty_like(padded) for _ in range(group.size())]

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils._python_dispatch import _disable_current_modes
 
-from paceline.distributed.rng import derive, start_stream
+from paceline.distributed.rng import derive_seed, seed_torch
 from paceline.parallel.tensor.find_sequence_parallel import SequenceParallelPlan
 
 
@@ -76,7 +76,7 @@ class _Streams:
         ):  # the stream is real, also in a step without numbers (that of paceline comms)
             seed = int(torch.randint(2**62, (), dtype=torch.int64, device="cpu"))
             self.put_by = self._states()
-            start_stream(derive(seed, "tp", self.rank), self.device)
+            seed_torch(derive_seed(seed, "tp", self.rank), self.device)
         try:
             yield
         finally:

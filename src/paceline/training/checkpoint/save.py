@@ -30,8 +30,8 @@ import torch.distributed as dist
 from pydantic import TypeAdapter, ValidationError
 from torch import Tensor, nn
 
-from paceline.distributed.dtensor import is_cut, is_here
-from paceline.distributed.process_group import SAVING_S
+from paceline.distributed.dtensor import is_dtensor, is_materialized
+from paceline.distributed.process_group import SAVE_TIMEOUT_S
 from paceline.errors import CheckpointError
 from paceline.files import is_plain_name, open_regular, reason
 from paceline.plan.plan import Plan
@@ -76,7 +76,7 @@ def tensors(
     found = {
         f"model/{name}": tensor
         for name, tensor in model_tensors(model).items()
-        if is_here(tensor) and name not in elsewhere
+        if is_materialized(tensor) and name not in elsewhere
     }
     # Only now: a state dict makes `fully_shard` put its shards back in place of whole parameters.
     names: dict[Tensor, str] = {
@@ -96,11 +96,11 @@ def tensors(
 def written_here(found: Mapping[str, Tensor], copy: int, copies: int) -> dict[str, Tensor]:
     """The part of the state that this rank writes: shards where they lie, what all copies of its layers hold dealt out by size."""
     keys = sorted(found)
-    owners = balance_by_size([0 if is_cut(found[key]) else found[key].numel() for key in keys], copies)
+    owners = balance_by_size([0 if is_dtensor(found[key]) else found[key].numel() for key in keys], copies)
     return {
         key: found[key]
         for key, owner in zip(keys, owners, strict=True)
-        if is_cut(found[key]) or owner == copy
+        if is_dtensor(found[key]) or owner == copy
     }
 
 
@@ -144,7 +144,7 @@ class Saver:
             for unfinished in run.ckpt.glob(".step_*"):
                 shutil.rmtree(unfinished)
         self.group = (
-            dist.new_group(backend="gloo", timeout=timedelta(seconds=SAVING_S)) if ranks > 1 else group
+            dist.new_group(backend="gloo", timeout=timedelta(seconds=SAVE_TIMEOUT_S)) if ranks > 1 else group
         )
         self._pinned = device.type == "cuda"
         self._stager: Any = None
@@ -407,7 +407,9 @@ def load_(
     metadata = _metadata(path, read_index(path))
     stored = metadata.state_dict_metadata
     wanted: dict[str, Any] = {
-        f"{begin}model/{name}": tensor for name, tensor in model_tensors(model).items() if is_here(tensor)
+        f"{begin}model/{name}": tensor
+        for name, tensor in model_tensors(model).items()
+        if is_materialized(tensor)
     }
     local = local_optimizer(optimizer)
     names = {parameter: name for name, parameter in model.named_parameters()}

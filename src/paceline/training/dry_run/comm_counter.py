@@ -11,7 +11,7 @@ from torch.distributed.distributed_c10d import _resolve_process_group
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from paceline.distributed.dtensor import is_cut, is_here, storage_of
+from paceline.distributed.dtensor import is_dtensor, is_materialized, storage_id
 from paceline.parallel.pipeline.stage import name_of
 from paceline.plan.comm_volume import MODEL, PACELINE, CommVolume, added_up, axis_of
 from paceline.plan.plan import Plan
@@ -150,7 +150,11 @@ class CommCounter(TorchDispatchMode):
     def _owners(self, tensors: list[Tensor]) -> list[str]:
         """Names of the parameters that share their memory with what is sent, or whose gradients do: those of DDP lie in its buckets."""
         sent = set(map(_storage, tensors))
-        named = [(name, parameter) for name, parameter in self.model.named_parameters() if is_here(parameter)]
+        named = [
+            (name, parameter)
+            for name, parameter in self.model.named_parameters()
+            if is_materialized(parameter)
+        ]
         weights = [name for name, parameter in named if _storage(parameter) in sent]
         return weights or [
             name
@@ -160,7 +164,7 @@ class CommCounter(TorchDispatchMode):
 
 
 def _storage(tensor: Any) -> int:
-    return storage_of(tensor._local_tensor if is_cut(tensor) else tensor)
+    return storage_id(tensor._local_tensor if is_dtensor(tensor) else tensor)
 
 
 def _common(modules: list[str]) -> str:

@@ -24,9 +24,9 @@ from torch.utils._device import _device_constructors
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map
 
-from paceline.distributed.dtensor import is_cut, is_here, local, storage_of
-from paceline.distributed.places import Places, places_of
-from paceline.distributed.rng import derive, streams
+from paceline.distributed.dtensor import is_dtensor, is_materialized, local_tensor, storage_id
+from paceline.distributed.places import Places, find_places
+from paceline.distributed.rng import derive_seed, seeded_rngs
 from paceline.errors import TaskError
 from paceline.spec import nearest
 
@@ -123,13 +123,13 @@ class OperationTape:
     ) -> None:
         inputs = [item for item in tree_flatten((args, kwargs))[0] if isinstance(item, Tensor)]
         results = [item for item in tree_flatten(result)[0] if isinstance(item, Tensor)]
-        reads = [storage_of(item) for item in inputs]
-        self.whole &= all(not _on_meta(item) or storage_of(item) in self.writers for item in inputs)
+        reads = [storage_id(item) for item in inputs]
+        self.whole &= all(not _on_meta(item) or storage_id(item) in self.writers for item in inputs)
         if random:  # and the user has not chosen what to draw
             own = any(isinstance(item, torch.Generator) for item in tree_flatten((args, kwargs))[0])
             self.whole &= not own and torch.default_generator.initial_seed() == self.seed
-        writes = [storage_of(item) for item in written] + [
-            made for item in results if (made := storage_of(item)) not in reads
+        writes = [storage_id(item) for item in written] + [
+            made for item in results if (made := storage_id(item)) not in reads
         ]
         if writes:  # the others are views
             for storage in set(writes):
@@ -291,7 +291,7 @@ class Weights:
         origin = self.origins[name]
         if not origin.is_meta:
             return origin.detach()
-        operations = self.tape.leading_to(storage_of(origin))
+        operations = self.tape.leading_to(storage_id(origin))
         drawn = _replayed(operations, origin, second=False)
         if any(_leaves_unwritten(operation.run) for operation in operations) and _may_be_poisoned(drawn):
             self.unwritten[name] = int(unequal(drawn, _replayed(operations, origin, second=True)).sum())
@@ -316,7 +316,7 @@ def _replayed(operations: list[RecordedOperation], origin: Tensor, second: bool)
     def real(item: Any) -> Any:
         if isinstance(item, torch.device):
             return CPU
-        return _view(made[storage_of(item)], item) if isinstance(item, Tensor) and item.is_meta else item
+        return _view(made[storage_id(item)], item) if isinstance(item, Tensor) and item.is_meta else item
 
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         for operation in operations:
@@ -327,9 +327,9 @@ def _replayed(operations: list[RecordedOperation], origin: Tensor, second: bool)
                 _poison_(result, second)
             results = [item for item in tree_flatten(result)[0] if isinstance(item, Tensor)]
             for stand_in, value in zip(operation.results, results, strict=True):
-                if storage_of(stand_in) not in operation.reads:
-                    made[storage_of(stand_in)] = _all_of(value, stand_in)
-    return _view(made[storage_of(origin)], origin)
+                if storage_id(stand_in) not in operation.reads:
+                    made[storage_id(stand_in)] = _all_of(value, stand_in)
+    return _view(made[storage_id(origin)], origin)
 
 
 def _view(whole: Tensor, like: Tensor) -> Tensor:
@@ -354,13 +354,13 @@ def record(build: Callable[[], nn.Module], seed: int) -> tuple[nn.Module, Weight
     A constructor that looks at the values of its tensors, or keeps some that are neither parameters nor buffers, cannot be
     recorded: it is then run for real, whole. What it draws outside of torch, or on a device that it names, comes from `seed`.
     """
-    start = derive(seed, "model")
+    start = derive_seed(seed, "model")
     tape, poison = OperationTape(start), _Poison(second=False)
     model: nn.Module | None = None
     # whatever it raises: the plain construction below shows whether that is the user's mistake
     with (
         contextlib.suppress(Exception),
-        streams(start),
+        seeded_rngs(start),
         _whole_trunc_normal(tape),
         poison,
         _Constructor(tape),
@@ -370,7 +370,7 @@ def record(build: Callable[[], nn.Module], seed: int) -> tuple[nn.Module, Weight
     recorded = isinstance(model, nn.Module) and tape.whole and _all_known(model, tape)
     if not recorded:
         tape, poison = OperationTape(start), _Poison(second=False)
-        with streams(start), poison:
+        with seeded_rngs(start), poison:
             model = build()
     if not isinstance(model, nn.Module):
         raise TaskError(f"model() must return a torch.nn.Module, got {type(model).__name__}")
@@ -384,15 +384,15 @@ def record(build: Callable[[], nn.Module], seed: int) -> tuple[nn.Module, Weight
         for name, tensor in (*named_tensors(model).items(), *model.named_buffers(remove_duplicate=False))
     }
     for name, origin in origins.items():
-        for place, operation in enumerate(tape.leading_to(storage_of(origin))):
+        for place, operation in enumerate(tape.leading_to(storage_id(origin))):
             if operation.random and not operation.seed:
-                operation.seed = derive(seed, "weights", name, place)
+                operation.seed = derive_seed(seed, "weights", name, place)
     unwritten = _never_written(origins, tape)
     suspects = {
         name: origin for name, origin in origins.items() if not origin.is_meta and poison.may_be_in(origin)
     }
     if suspects:  # the same once more, with other values in memory that nobody wrote
-        with streams(start), _Poison(second=True):
+        with seeded_rngs(start), _Poison(second=True):
             again = named_tensors(build())
         unwritten |= {
             name: int(unequal(origin, again[name].detach()).sum()) for name, origin in suspects.items()
@@ -404,7 +404,7 @@ def _never_written(origins: Mapping[str, Tensor], tape: OperationTape) -> dict[s
     """Elements of tensors on the meta device on which no operation worked."""
     found = {}
     for name, origin in origins.items():
-        operations = tape.leading_to(storage_of(origin)) if origin.is_meta else []
+        operations = tape.leading_to(storage_id(origin)) if origin.is_meta else []
         if origin.is_meta and all(_leaves_unwritten(operation.run) for operation in operations):
             found[name] = origin.numel()
     return found
@@ -423,7 +423,7 @@ def _all_known(model: nn.Module, tape: OperationTape) -> bool:
         if isinstance(leaf, Tensor)
     ]
     return all(id(tensor) in known or not tensor.is_meta for tensor in others) and all(
-        not tensor.is_meta or storage_of(tensor) in tape.writers for tensor in registered
+        not tensor.is_meta or storage_id(tensor) in tape.writers for tensor in registered
     )
 
 
@@ -442,11 +442,11 @@ def fill_(
     loaded = _Pretrained(pretrained, model) if pretrained is not None else None
     with torch.no_grad():
         for name, tensor in named_tensors(model).items():
-            if not is_here(tensor):
+            if not is_materialized(tensor):
                 continue
             whole = loaded.read(name) if loaded is not None and name in loaded.keys else weights.draw(name)
-            if is_cut(tensor):
-                local(tensor).copy_(local(_cut_like(tensor, whole.to(device))))
+            if is_dtensor(tensor):
+                local_tensor(tensor).copy_(local_tensor(_cut_like(tensor, whole.to(device))))
             else:
                 tensor.copy_(whole)
 
@@ -458,11 +458,11 @@ def allocate_(
     places: Places | None = None,
 ) -> None:
     """Give a model on the meta device its storage. What is tied stays so. `parts`, `places`: as for `fill_`."""
-    places = places if places is not None else places_of(model)
+    places = places if places is not None else find_places(model)
     for part in parts if parts is not None else [model]:
         part.to_empty(device=device)
     for of_one in places:
-        made = [getattr(*place) for place in of_one if is_here(getattr(*place))]
+        made = [getattr(*place) for place in of_one if is_materialized(getattr(*place))]
         for module, key in of_one if made else ():
             if getattr(module, key) is not made[0]:
                 setattr(module, key, made[0])

@@ -11,7 +11,7 @@ from torch import nn
 
 from paceline.data.fake import example, imagined
 from paceline.data.loader import Batch
-from paceline.distributed.dtensor import storage_of
+from paceline.distributed.dtensor import storage_id
 from paceline.errors import PlanError, TaskError
 from paceline.parallel.forward import call
 from paceline.plan.model.facts import BlockFacts, LiveBytes, ModelFacts, TensorVolume
@@ -179,7 +179,7 @@ def _parameters(watch: OpCounter, at: int) -> list[nn.Parameter]:
 
     def place(parameter: nn.Parameter) -> int:
         return of_units.get(
-            id(parameter), FIRST if FIRST in watch.used.get(storage_of(parameter), ()) else LAST
+            id(parameter), FIRST if FIRST in watch.used.get(storage_id(parameter), ()) else LAST
         )
 
     return [parameter for parameter in watch.model.parameters() if place(parameter) == at]

@@ -10,7 +10,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from paceline.distributed.dtensor import storage_of
+from paceline.distributed.dtensor import storage_id
 
 
 @dataclass
@@ -96,11 +96,11 @@ class LiveMemoryTracer(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         self._count()
-        given = {storage_of(leaf) for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)}
+        given = {storage_id(leaf) for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)}
         for leaf in tree_leaves(result):
             if (
                 isinstance(leaf, Tensor)
-                and (memory := storage_of(leaf)) not in self.bytes
+                and (memory := storage_id(leaf)) not in self.bytes
                 and memory not in given
             ):
                 if self._is_of_weights(leaf):

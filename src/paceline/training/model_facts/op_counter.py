@@ -13,7 +13,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from paceline.distributed.dtensor import storage_of
+from paceline.distributed.dtensor import storage_id
 from paceline.parallel.blocks import blocks
 from paceline.parallel.op_rules import ATTENTION, attended
 from paceline.plan.model.facts import Attention, Product
@@ -93,7 +93,7 @@ class OpCounter(TorchDispatchMode):
         self.parts = {FIRST: BlockCount("first"), LAST: BlockCount("last")} | {
             k: BlockCount(self.names[id(u)] or "model") for k, u in enumerate(units)
         }
-        self.owner = {storage_of(p): p for p in (*model.parameters(), *model.buffers())}
+        self.owner = {storage_id(p): p for p in (*model.parameters(), *model.buffers())}
         self.used: dict[int, set[int]] = {}  # parameter -> parts that use it
         self.running: list[str] = []
         self.where = "the model"
@@ -154,7 +154,7 @@ class OpCounter(TorchDispatchMode):
             self.parts[self.before].boundary = tuple(tensor.shape) if tensor is not None else ()
 
     def _save(self, tensor: Tensor) -> Tensor:
-        memory = storage_of(tensor)
+        memory = storage_id(tensor)
         if memory not in self.owner and not any(memory in part.saved for part in self.parts.values()):
             self.parts[self.at].saved[memory] = (tensor.detach(), self.of_loss)
         return tensor
@@ -165,7 +165,7 @@ class OpCounter(TorchDispatchMode):
         results = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
         self.kept += results
         for tensor in tensors:
-            if (memory := storage_of(tensor)) in self.owner:
+            if (memory := storage_id(tensor)) in self.owner:
                 self.used.setdefault(memory, set()).add(self.at)
         packet = getattr(func, "overloadpacket", func)
         part = self.parts[self.at]
@@ -198,11 +198,11 @@ class OpCounter(TorchDispatchMode):
     def touch(self, taken: list[Tensor], given: list[Tensor], cut: str | None) -> None:
         """These are of the type of products; `cut` is split on its side of the layer."""
         for tensor in taken:
-            memory = storage_of(tensor)
+            memory = storage_id(tensor)
             self.made[memory] = self.made.get(memory) or ("inner" if cut == "inner" else None)
         for tensor in given:
-            self.made[storage_of(tensor)] = "columns" if cut == "columns" else None
-            self.given.add(storage_of(tensor))
+            self.made[storage_id(tensor)] = "columns" if cut == "columns" else None
+            self.given.add(storage_id(tensor))
 
 
 class _Attentions(TorchFunctionMode):
@@ -241,7 +241,7 @@ class _Attentions(TorchFunctionMode):
         )  # those that ran before it
         of.touch([query, key, value], [result], None)
         for tensor in (query, key, value, result):
-            of.made[storage_of(tensor)] = split
+            of.made[storage_id(tensor)] = split
         return result
 
 

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.futures import Future
 
-from paceline.distributed.process_group import at_start
+from paceline.distributed.process_group import start_timeout_s
 from paceline.errors import RankError
 from paceline.events import Ended, Event, Failed, Started, Step
 from paceline.plan.plan import Plan
@@ -144,7 +144,7 @@ class Coordinator:
 
     def _all_of(self, step: int) -> dict[int, Message]:
         with self.changed:
-            timeout_s = at_start(self.timeout_s) if step == self.first else self.timeout_s
+            timeout_s = start_timeout_s(self.timeout_s) if step == self.first else self.timeout_s
             here = self.changed.wait_for(lambda: self.alive <= self.pushed.get(step, {}).keys(), timeout_s)
             came = dict(self.pushed.get(step, {}))
             late = self.alive - came.keys()

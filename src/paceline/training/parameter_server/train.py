@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from paceline.distributed.process_group import at_start, workers_per_rank
+from paceline.distributed.process_group import start_timeout_s, workers_per_rank
 from paceline.distributed.world import World
 from paceline.errors import PlanError
 from paceline.events import Ended, Event, Started
@@ -61,7 +61,7 @@ def train_against_servers(
     check_schedule(spec.schedule.in_samples(spec.batch, data.samples), total * spec.batch)
     first_alone = dist.new_group([0], backend="gloo")
     transport = Rpc(
-        world.rank, world.size, at_start(spec.timeout_s)
+        world.rank, world.size, start_timeout_s(spec.timeout_s)
     )  # one that is gone is seen by its connection
     with contextlib.closing(transport):
         if world.rank >= plan.servers:

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from paceline.distributed.dtensor import is_here, local
+from paceline.distributed.dtensor import is_materialized, local_tensor
 from paceline.training.init.deferred_init import named_tensors
 from paceline.training.optimizer import local_optimizer
 from paceline.training.setup import PreparedTraining
@@ -38,7 +38,9 @@ class PeakMemory(NamedTuple):
 
 def weights(laid: PreparedTraining) -> int:
     """Bytes of the parameters and buffers here."""
-    return sum(storages(tensor for tensor in named_tensors(laid.model).values() if is_here(tensor)).values())
+    return sum(
+        storages(tensor for tensor in named_tensors(laid.model).values() if is_materialized(tensor)).values()
+    )
 
 
 def optimizer_state(laid: PreparedTraining) -> int:
@@ -55,7 +57,7 @@ def gradients(laid: PreparedTraining) -> Storages:
 @torch.no_grad()
 def storages(tensors: Iterable[Tensor]) -> Storages:
     """Of what this rank holds of them; views of one memory count once."""
-    own = [local(tensor).untyped_storage() for tensor in tensors]
+    own = [local_tensor(tensor).untyped_storage() for tensor in tensors]
     return {storage.data_ptr(): storage.nbytes() for storage in own if storage.nbytes()}
 
 
