@@ -19,7 +19,7 @@ from paceline.errors import PlanError
 from paceline.events import Step
 from paceline.parallel.context import apply as context
 from paceline.parallel.context import ring_attention
-from paceline.parallel.context.ring_attention import Ring, positions
+from paceline.parallel.context.ring_attention import RingAttention, rank_positions
 from paceline.plan.plan import parse
 from paceline.run import RunFolder
 from paceline.spec import Optimizer, Save, Schedule
@@ -139,12 +139,12 @@ def attention_here(length: int, is_causal: bool, dtype: torch.dtype) -> list[flo
     query, key, value, grad = (
         torch.randn(3, heads, length, 6, generator=draw, dtype=dtype) for heads in (4, 2, 2, 4)
     )
-    here = positions(length, mesh.get_local_rank(), mesh.size())
+    here = rank_positions(length, mesh.get_local_rank(), mesh.size())
     whole = [of.requires_grad_() for of in (query, key, value)]
     options = {"is_causal": is_causal, "scale": 0.3, "enable_gqa": True}
     expected = F.scaled_dot_product_attention(*whole, **options)
     mine = [of.detach().index_select(2, here).requires_grad_() for of in whole]
-    found = Ring(mesh, parse("cp=2"))(*mine, **options)
+    found = RingAttention(mesh, parse("cp=2"))(*mine, **options)
     pairs = zip(
         [found, *torch.autograd.grad(found, mine, grad[:, :, here])],
         [expected, *torch.autograd.grad(expected, whole, grad)],
@@ -183,18 +183,18 @@ def test_how_to_cut_is_found_out_on_a_few_samples(tmp_path: Path) -> None:
         text.Text(file=str(tmp_path / "text"), width=16, depth=2, heads=2, context=16),
         wanted(steps=2),
     )[0]
-    assert max(seen[: seen.index(8)]) == context.FEW
+    assert max(seen[: seen.index(8)]) == context.TRIAL_SAMPLES
 
 
 @contextmanager
 def local_attention() -> Iterator[None]:
     """Each slice sees but itself."""
-    kept = Ring.__call__
-    Ring.__call__ = lambda self, *tensors, **options: F_ATTENTION(*tensors, **options)  # type: ignore[method-assign]
+    kept = RingAttention.__call__
+    RingAttention.__call__ = lambda self, *tensors, **options: F_ATTENTION(*tensors, **options)  # type: ignore[method-assign]
     try:
         yield
     finally:
-        Ring.__call__ = kept  # type: ignore[method-assign]
+        RingAttention.__call__ = kept  # type: ignore[method-assign]
 
 
 F_ATTENTION = F.scaled_dot_product_attention
@@ -203,7 +203,7 @@ F_ATTENTION = F.scaled_dot_product_attention
 @contextmanager
 def unseen() -> Iterator[None]:
     """Local attention, and nobody compares the outputs."""
-    with replaced(context.Context, "_differs", lambda original: lambda *_: None), local_attention():
+    with replaced(context.ContextParallel, "_differs", lambda original: lambda *_: None), local_attention():
         yield
 
 

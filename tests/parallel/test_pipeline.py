@@ -15,7 +15,7 @@ from harness import Trained, differences, ranks, trained
 from paceline import Spec, Task, train
 from paceline.data.fake import example
 from paceline.errors import PlanError
-from paceline.parallel.module_hooks import parts_of
+from paceline.parallel.module_hooks import find_parts
 from paceline.parallel.pipeline.runner import Pipeline
 from paceline.parallel.pipeline.split_backward import WeightGradients
 from paceline.parallel.pipeline.stage import Stage, StagePartition, divide, ranks_of
@@ -216,7 +216,7 @@ def division_of(task: Task, plan: str, size: int) -> tuple[torch.nn.Module, Stag
     recording = StandInModel(model, task.layout(), CPU).record(
         task, example(SPEC, task, laid_out), "fp64", training=True
     )
-    return model, divide(laid_out, model, parts_of(model, task.layout()), recording)
+    return model, divide(laid_out, model, find_parts(model, task.layout()), recording)
 
 
 def test_stages_are_balanced_by_what_they_compute() -> None:

@@ -17,7 +17,7 @@ from paceline.data.fake import example, is_imagined
 from paceline.parallel.tensor import apply as tensor
 from paceline.parallel.tensor import rng, sequence_comm
 from paceline.parallel.tensor.apply import Splits, find_splits
-from paceline.parallel.tensor.find_sequence_parallel import NotFound
+from paceline.parallel.tensor.find_sequence_parallel import NotSplittable
 from paceline.plan.plan import parse
 from paceline.spec import Optimizer
 from paceline.training.dry_run.dry_run import comm_volume
@@ -178,7 +178,7 @@ def test_it_says_why() -> None:
 
 
 def whole(*args: Any) -> None:
-    raise NotFound
+    raise NotSplittable
 
 
 FEW = [(2, "tp=2", "Block"), (2, "tp=2,microbatches=8,recompute=full", "Block")]
@@ -207,7 +207,7 @@ def test_the_training_is_that_of_one_process(size: int, plan: str, kind: str) ->
 
 
 def without_sums(task: Task, plan: str) -> Trained:
-    with replaced(tensor, "sum_partial", lambda original: lambda *arguments: None):
+    with replaced(tensor, "sum_partial_gradients", lambda original: lambda *arguments: None):
         return training(task, SPEC, plan)
 
 
@@ -294,7 +294,7 @@ def saved_bytes(between: bool) -> tuple[int, int]:
         if between:
             training(Words(), once, "tp=2")
         else:
-            with replaced(tensor, "find_between", lambda original: whole):
+            with replaced(tensor, "find_sequence_parallel", lambda original: whole):
                 training(Words(), once, "tp=2")
     for hook in hooks:
         hook.remove()
@@ -315,7 +315,7 @@ def test_as_many_bytes_are_sent() -> None:
     """But for whole activations at the edges, and the gradients of small parameters."""
     spec = Spec(batch=8)
     split = comm_volume(spec, parse("tp=2"), 2, task=Words())
-    with replaced(tensor, "find_between", lambda original: whole):
+    with replaced(tensor, "find_sequence_parallel", lambda original: whole):
         full = comm_volume(spec, parse("tp=2"), 2, task=Words())
     edges, small = 2 * (4 * 8 * 6 * 16) // 2, 4 * 2 * 5 * 16
     assert (
@@ -377,7 +377,7 @@ def test_where_activations_are_whole() -> None:
 
 
 def drawn_alike(task: Task, plan: str) -> Drawn:
-    with replaced(rng, "derive", lambda original: lambda seed, *purpose: seed):
+    with replaced(rng, "derive_seed", lambda original: lambda seed, *purpose: seed):
         return drawn(task, plan)
 
 

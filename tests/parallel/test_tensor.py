@@ -357,11 +357,11 @@ def without_sum(task: Task, plan: str) -> Trained:
 
 
 def without_partial(task: Task, plan: str) -> Trained:
-    original, tensor.sum_partial = tensor.sum_partial, lambda *arguments: None
+    original, tensor.sum_partial_gradients = tensor.sum_partial_gradients, lambda *arguments: None
     try:
         return training(task, SPEC, plan)
     finally:
-        tensor.sum_partial = original
+        tensor.sum_partial_gradients = original
 
 
 @pytest.mark.parametrize("fault", [without_sum, without_partial])

@@ -84,7 +84,9 @@ def test_the_training_is_that_of_one_process(size: int, plan: str, tied: bool) -
 
 def losses(task: Task, plan: str) -> list[bool]:
     kept: list[nn.Module] = []
-    with replaced(layers, "in_parts", lambda original: lambda *of: kept.append(of[1]) or original(*of)):
+    with replaced(
+        layers, "as_split_dtensor", lambda original: lambda *of: kept.append(of[1]) or original(*of)
+    ):
         training(task, SPEC, plan)
     return kept
 
@@ -99,7 +101,7 @@ def test_what_is_sent_is_foretold() -> None:
 
 
 def wrong_offset() -> Any:
-    return replaced(layers, "longest", lambda original: lambda size, parts: size // parts)
+    return replaced(layers, "shard_size", lambda original: lambda size, parts: size // parts)
 
 
 @pytest.mark.parametrize("tp", [2, 4])

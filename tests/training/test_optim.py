@@ -10,7 +10,7 @@ import models
 from harness import difference
 from paceline import Plan, Spec, events, train
 from paceline.errors import PlanError, SpecError, TaskError
-from paceline.parallel.apply import check_splits
+from paceline.parallel.apply import check_elementwise
 from paceline.plan.plan import MeshCoordinate
 from paceline.spec import Optimizer, Schedule
 from paceline.training.optimizer import Norm, check_schedule, combined, factor, make_optimizer
@@ -154,9 +154,9 @@ def test_an_optimizer_that_needs_whole_weights_is_refused_on_shards() -> None:
     with pytest.raises(
         PlanError, match=r"Adafactor is not known to update each element on its own; use ddp or zero1"
     ):
-        check_splits(Plan(zero=3, dp=2), optimizer)
-    check_splits(Plan(zero=1, dp=2), optimizer)
-    check_splits(Plan(zero=3, dp=2), torch.optim.SGD([nn.Parameter(torch.ones(2))]))
+        check_elementwise(Plan(zero=3, dp=2), optimizer)
+    check_elementwise(Plan(zero=1, dp=2), optimizer)
+    check_elementwise(Plan(zero=3, dp=2), torch.optim.SGD([nn.Parameter(torch.ones(2))]))
 
 
 def test_a_warmup_in_steps_or_epochs_is_that_many_samples() -> None:

@@ -21,7 +21,7 @@ from paceline import Spec, Task
 from paceline.data.loader import Numbers, RankBatchSlice
 from paceline.distributed.world import read_world
 from paceline.errors import Error, PlanError, TaskError
-from paceline.parallel.forward import call
+from paceline.parallel.forward import call_model
 from paceline.plan.plan import parse
 from paceline.spec import Optimizer, Schedule
 from paceline.training import step
@@ -220,7 +220,7 @@ def held(plan: str) -> Held:
         units=sum(isinstance(module, FSDPModule) for module in laid.model.modules()),
         whole_after_forward=False,
     )
-    call(task, laid.update.model, batch)
+    call_model(task, laid.update.model, batch)
     return replace(
         here,
         whole_after_forward=not any(

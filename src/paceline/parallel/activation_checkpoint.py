@@ -19,7 +19,7 @@ def recompute(module: nn.Module, plan: Plan) -> None:
     inner = module.forward
     selective = plan.recompute == "selective"
     options: dict[str, Any] = (
-        {"context_fn": partial(_selective, again=plan.pp_schedule in TWICE)} if selective else {}
+        {"context_fn": partial(_selective_contexts, again=plan.pp_schedule in TWICE)} if selective else {}
     )
 
     def forward(*args: Any, **kwargs: Any) -> Any:
@@ -28,16 +28,16 @@ def recompute(module: nn.Module, plan: Plan) -> None:
     module.forward = forward
 
 
-def _selective(again: bool) -> tuple[Any, Any]:
+def _selective_contexts(again: bool) -> tuple[Any, Any]:
     """What runs around a forward pass, and around its recomputation; `again`: of which there may be several."""
     from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
-    keeping, giving = create_selective_checkpoint_contexts(DEAR)
-    return keeping, _Again(giving) if again else giving
+    keeping, giving = create_selective_checkpoint_contexts(SAVED_OPS)
+    return keeping, _RepeatableRecompute(giving) if again else giving
 
 
 @dataclass
-class _Again:
+class _RepeatableRecompute:
     """Gives what was kept in each backward pass. torch's context gives a result once, and forgets it (2.13)."""
 
     giving: Any
@@ -52,7 +52,7 @@ class _Again:
 
 
 ATEN = torch.ops.aten
-DEAR = [
+SAVED_OPS = [
     op.default
     for op in (
         ATEN.mm,

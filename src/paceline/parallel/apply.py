@@ -10,8 +10,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from paceline.distributed.mesh import build_mesh, select_data_mesh
 from paceline.errors import PlanError
 from paceline.parallel.activation_checkpoint import recompute
-from paceline.parallel.blocks import blocks
-from paceline.parallel.compile import compile_units, is_torchs
+from paceline.parallel.blocks import find_blocks
+from paceline.parallel.compile import compile_units, is_torch_module
 from paceline.parallel.ddp import replicate
 from paceline.parallel.fsdp import shard
 from paceline.plan.plan import Plan
@@ -39,20 +39,20 @@ def parallelize(
     Returns what is to be called in place of `model`. The order matters: split weights, split the sequence, recompute, compile, shard,
     fill, replicate.
     """
-    units = blocks(model, layout)
+    units = find_blocks(model, layout)
     if splits is not None:
-        from paceline.parallel.tensor.apply import split
+        from paceline.parallel.tensor.apply import split_model
 
         assert mesh is not None
-        split(model, splits, mesh["tp"])
+        split_model(model, splits, mesh["tp"])
     if plan.cp > 1:
-        from paceline.parallel.context.apply import split_sequence
+        from paceline.parallel.context.apply import install_context_parallel
 
-        split_sequence(model, units, plan, device)
+        install_context_parallel(model, units, plan, device)
     if plan.recompute != "none":
         for unit in units or [model]:
             recompute(unit, plan)
-    if compile and plan.zero < 2 and any(map(is_torchs, units)):
+    if compile and plan.zero < 2 and any(map(is_torch_module, units)):
         compile_units([model])
     elif compile:
         compile_units(units or [model])
@@ -68,7 +68,7 @@ def parallelize(
     return replicate(model)
 
 
-def check_splits(plan: Plan, optimizer: torch.optim.Optimizer) -> None:
+def check_elementwise(plan: Plan, optimizer: torch.optim.Optimizer) -> None:
     """Raise PlanError for an optimizer whose update of a shard is not the shard of its update."""
     if plan.zero >= 2 and not plan.dp == plan.cp == 1 and type(optimizer).__name__ not in ELEMENTWISE:
         raise PlanError(

@@ -3,7 +3,7 @@
 from torch import Tensor
 
 
-def reached(loss: Tensor) -> set[int]:
+def find_reached_parameters(loss: Tensor) -> set[int]:
     """Ids of the parameters that the graph of `loss` leads to."""
     found: set[int] = set()
     seen = set()

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 
-def over_all_ranks(
+def sync_batch_norm(
     model: nn.Module, device: torch.device, group: dist.ProcessGroup | None = None, alike: bool = True
 ) -> nn.Module:
     """`model` with BatchNorm layers that see the samples of all ranks (of one micro-batch). Names and parameters stay as they are.
@@ -26,14 +26,14 @@ def over_all_ranks(
     return model
 
 
-def of_this_rank(model: nn.Module) -> None:
+def unsync_batch_norm(model: nn.Module) -> None:
     """Take `over_all_ranks` back."""
     for module in model.modules():
         if isinstance(module, nn.modules.batchnorm._BatchNorm):
             module.forward = MethodType(nn.modules.batchnorm._BatchNorm.forward, module)  # type: ignore[method-assign]
 
 
-def running_statistics(model: nn.Module) -> dict[str, Tensor]:
+def find_running_statistics(model: nn.Module) -> dict[str, Tensor]:
     """Buffers of BatchNorm, by name. Those of other layers may mean anything."""
     return {
         f"{path}.{name}".lstrip("."): buffer
@@ -55,7 +55,7 @@ def average_(statistics: list[Tensor], group: dist.ProcessGroup | None) -> None:
     )
 
 
-def _sum(count: int, group: dist.ProcessGroup | None) -> int:
+def _sum_over_ranks(count: int, group: dist.ProcessGroup | None) -> int:
     whole = torch.tensor(count)
     dist.all_reduce(whole, group=group)
     return int(whole)
@@ -86,7 +86,7 @@ def _forward(
     others = [dim for dim in range(x.dim()) if dim != 1]
     shape = [1, -1] + [1] * (x.dim() - 2)
     count = x.numel() // x.size(1)
-    count = count * dist.get_world_size(group) if alike else _sum(count, group)
+    count = count * dist.get_world_size(group) if alike else _sum_over_ranks(count, group)
     mean = _SumOverRanks.apply(x.sum(others), group) / count
     centered = x - mean.view(shape)
     variance = _SumOverRanks.apply(centered.square().sum(others), group) / count

@@ -9,10 +9,10 @@ from paceline.spec import nearest
 from paceline.task import Layout
 
 
-def blocks(model: nn.Module, layout: Layout) -> list[nn.Module]:
+def find_blocks(model: nn.Module, layout: Layout) -> list[nn.Module]:
     """The units of sharding and compilation. Blocks that share a parameter with another part belong to the root."""
     if layout.blocks is None:
-        found = _longest_list(model)
+        found = _find_longest_list(model)
     else:
         found = []
         for path in layout.blocks:
@@ -26,10 +26,10 @@ def blocks(model: nn.Module, layout: Layout) -> list[nn.Module]:
             found += (
                 list(module.children()) if isinstance(module, (nn.ModuleList, nn.Sequential)) else [module]
             )
-    return not_shared(model, found)
+    return select_unshared(model, found)
 
 
-def not_shared(model: nn.Module, modules: Sequence[nn.Module]) -> list[nn.Module]:
+def select_unshared(model: nn.Module, modules: Sequence[nn.Module]) -> list[nn.Module]:
     """Of `modules` those with parameters that no other part of `model` uses."""
     uses: dict[int, int] = {}
     for module in model.modules():
@@ -48,7 +48,7 @@ def not_shared(model: nn.Module, modules: Sequence[nn.Module]) -> list[nn.Module
     ]
 
 
-def _longest_list(model: nn.Module) -> list[nn.Module]:
+def _find_longest_list(model: nn.Module) -> list[nn.Module]:
     lists = [
         [child for child in module.children() if any(True for _ in child.parameters())]
         for module in model.modules()

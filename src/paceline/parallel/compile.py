@@ -11,7 +11,7 @@ from paceline.errors import LaunchError, PlanError
 from paceline.plan.plan import TWICE, Plan
 
 
-def refuse_compiled(plan: Plan) -> None:
+def check_compilable(plan: Plan) -> None:
     """Raise PlanError for a plan under which blocks cannot be compiled."""
     if plan.cp > 1:
         raise PlanError(
@@ -51,8 +51,8 @@ def compile_units(units: list[nn.Module]) -> None:
 
         # Dynamo does not look into a forward of torch's own that is called first, and counts recompilations by code object.
         forward.__code__ = forward.__code__.replace()
-        module.forward = torch.compile(forward if is_torchs(module) else inner)
+        module.forward = torch.compile(forward if is_torch_module(module) else inner)
 
 
-def is_torchs(module: nn.Module) -> bool:
+def is_torch_module(module: nn.Module) -> bool:
     return type(module).__module__.startswith("torch.nn.")

@@ -26,12 +26,12 @@ def autocast(precision: str, device: torch.device) -> contextlib.AbstractContext
     return contextlib.nullcontext()
 
 
-def call(task: Task, model: nn.Module, batch: Batch) -> object:
+def call_model(task: Task, model: nn.Module, batch: Batch) -> object:
     """What `model` makes of a batch. Exceptions of the task come out as they are: for passes without values."""
-    return _pass(model, task.inputs(batch))
+    return _apply_model(model, task.inputs(batch))
 
 
-def _pass(model: nn.Module, inputs: object) -> object:
+def _apply_model(model: nn.Module, inputs: object) -> object:
     if isinstance(inputs, dict):
         return model(**inputs)
     return model(*inputs) if isinstance(inputs, (tuple, list)) else model(inputs)
@@ -42,14 +42,14 @@ def forward(task: Task, model: nn.Module, batch: Batch) -> object:
     with UserCode("inputs()", task.inputs):
         inputs = task.inputs(batch)
     with UserCode("the forward pass", task.model):
-        return _pass(model, inputs)
+        return _apply_model(model, inputs)
 
 
-Examine = Callable[[object, Batch, Tensor], None]
+LossInspector = Callable[[object, Batch, Tensor], None]
 
 
-def weighed_loss(
-    task: Task, model: nn.Module, batch: Batch, examine: Examine | None = None
+def compute_weighted_loss(
+    task: Task, model: nn.Module, batch: Batch, examine: LossInspector | None = None
 ) -> tuple[Tensor, Tensor | float]:
     """Loss × items of a batch, summed, and its items (the sum of their weights where the task has weights).
 
@@ -60,22 +60,24 @@ def weighed_loss(
     whole = values.full_tensor() if is_dtensor(values) else values
     if examine is not None:
         examine(output, batch, whole)
-    return weighed(whole, weights_of(task, batch), batch, "loss()")
+    return weighted_sum(whole, read_weights(task, batch), batch, "loss()")
 
 
-def weights_of(task: Task, batch: Batch) -> Tensor | None:
+def read_weights(task: Task, batch: Batch) -> Tensor | None:
     if type(task).weights is Task.weights:
         return None
     with UserCode("weights()", task.weights):
         return task.weights(batch)
 
 
-def weighed(values: Tensor, weights: Tensor | None, batch: Batch, what: str) -> tuple[Tensor, Tensor | float]:
+def weighted_sum(
+    values: Tensor, weights: Tensor | None, batch: Batch, what: str
+) -> tuple[Tensor, Tensor | float]:
     """The sum of values × weights, and that of the weights. A scalar is the mean over the samples of its batch."""
     if not isinstance(values, Tensor):
         raise TaskError(f"{what} must return a tensor, got {type(values).__name__}")
     if values.dim() == 0:
-        count = weights.sum() if weights is not None else float(samples_of(batch))
+        count = weights.sum() if weights is not None else float(count_samples(batch))
         return values * count, count
     if weights is None:
         return values.sum(), float(values.numel())
@@ -86,23 +88,23 @@ def weighed(values: Tensor, weights: Tensor | None, batch: Batch, what: str) -> 
     return (values * weights).sum(), weights.sum()
 
 
-def samples_of(batch: Batch) -> int:
+def count_samples(batch: Batch) -> int:
     """Samples of a batch: the length of its first tensor."""
     return next((len(leaf) for leaf in tree_leaves(batch) if isinstance(leaf, Tensor) and leaf.dim()), 1)
 
 
-def _weight_of(task: Task, batches: Sequence[Batch]) -> Tensor:
-    weights = [weights_of(task, batch) for batch in batches]
+def _total_weight(task: Task, batches: Sequence[Batch]) -> Tensor:
+    weights = [read_weights(task, batch) for batch in batches]
     if any(weight is None for weight in weights):
         raise TaskError("weights() must return a tensor for every batch, or not be defined")
     return torch.stack([weight.sum().double() for weight in weights if weight is not None]).sum()
 
 
-class OwnWeight:
+class LocalWeight:
     """The weight of a global batch whose other parts weigh as much as this rank's: what is divided by it is a mean over its own items."""
 
     def __init__(self, task: Task, batches: Sequence[Batch], data_ranks: int):
-        self._sum, self._data_ranks = _weight_of(task, batches), data_ranks
+        self._sum, self._data_ranks = _total_weight(task, batches), data_ranks
 
     def result(self) -> Tensor:
         return (
@@ -116,7 +118,7 @@ class GlobalWeight:
     `counted`: of the ranks with the same samples, whether this is the one that counts them."""
 
     def __init__(self, task: Task, batches: Sequence[Batch], counted: bool):
-        self._sum = _weight_of(task, batches) * counted
+        self._sum = _total_weight(task, batches) * counted
         self._work = dist.all_reduce(self._sum, async_op=True) if dist.get_world_size() > 1 else None
 
     def result(self) -> Tensor:

@@ -16,15 +16,15 @@ def shard(model: nn.Module, units: list[nn.Module], plan: Plan, mesh: DeviceMesh
     from torch.distributed.fsdp import fully_shard  # 0.7 s to import
 
     for unit in [*units, model]:
-        unit.register_forward_hook(own_memory)
-    whole = scalars(model)
+        unit.register_forward_hook(copy_output_views)
+    whole = find_scalars(model)
     for unit in units:
         fully_shard(unit, mesh=mesh, reshard_after_forward=plan.zero == 3, ignored_params=whole)
     # The root is gathered again at once by the backward pass, so that to reshard it would be in vain.
     fully_shard(model, mesh=mesh, reshard_after_forward=False, ignored_params=whole)
 
 
-def own_memory(module: nn.Module, args: Any, output: Any) -> Any:
+def copy_output_views(module: nn.Module, args: Any, output: Any) -> Any:
     """A forward hook: outputs that are views are copied. An operation in place on one would drop `fully_shard`'s hook for the backward
     pass, and with it the gathering of weights (torch 2.13 warns of it)."""
 
@@ -38,7 +38,7 @@ def own_memory(module: nn.Module, args: Any, output: Any) -> Any:
     )
 
 
-def scalars(model: nn.Module) -> set[nn.Parameter]:
+def find_scalars(model: nn.Module) -> set[nn.Parameter]:
     """Return the parameters that `fully_shard` cannot cut: each rank keeps them whole."""
     return {parameter for parameter in model.parameters() if not parameter.dim()}
 

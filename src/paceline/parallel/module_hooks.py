@@ -26,7 +26,7 @@ class CallInterceptor:
         self.inside = False  # of a part: what it calls itself is its own affair
         for name, part in parts.items():
             part.__dict__["_gate"] = (self, name)
-            part.__class__ = _gated(type(part))  # type: ignore[arg-type]  # mypy takes it for an unhashable instance
+            part.__class__ = _intercepted_class(type(part))  # type: ignore[arg-type]  # mypy takes it for an unhashable instance
 
     def pass_through(self, name: str, run: Run, args: Any, kwargs: Any) -> Any:
         if self.visitor is None or self.inside:
@@ -35,7 +35,7 @@ class CallInterceptor:
 
 
 @cache
-def _gated(kind: type[nn.Module]) -> type[nn.Module]:
+def _intercepted_class(kind: type[nn.Module]) -> type[nn.Module]:
     """Before hooks, so that those of torch's engines do not see calls that are not theirs."""
 
     def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -49,12 +49,16 @@ def _gated(kind: type[nn.Module]) -> type[nn.Module]:
     )
 
 
-def parts_of(model: nn.Module, layout: Layout) -> dict[str, nn.Module]:
+def find_parts(model: nn.Module, layout: Layout) -> dict[str, nn.Module]:
     """The modules that stay whole under every cut, by name: the blocks, and what else has parameters or buffers around them.
 
     The children of lists are blocks, but for one that has more than half of all parameters: that is the model in a wrapping."""
-    named = {_path(layout, model, path) for path in layout.blocks} if layout.blocks is not None else None
-    most = _elements(model) / 2
+    named = (
+        {_find_submodule(layout, model, path) for path in layout.blocks}
+        if layout.blocks is not None
+        else None
+    )
+    most = _count_elements(model) / 2
     found: dict[str, nn.Module] = {}
 
     def is_open(module: nn.Module, is_block: bool) -> bool:
@@ -64,7 +68,7 @@ def parts_of(model: nn.Module, layout: Layout) -> dict[str, nn.Module]:
             return any(inner is not module and inner in named for inner in module.modules())
         has_lists = any(isinstance(inner, LISTS) for inner in module.modules())
         return (has_lists and not is_block) or (
-            _elements(module) > most and any(map(_has_state, module.children()))
+            _count_elements(module) > most and any(map(_has_state, module.children()))
         )
 
     def visit(path: str, module: nn.Module, is_block: bool) -> None:
@@ -79,7 +83,7 @@ def parts_of(model: nn.Module, layout: Layout) -> dict[str, nn.Module]:
     return found
 
 
-def _path(layout: Layout, model: nn.Module, path: str) -> nn.Module:
+def _find_submodule(layout: Layout, model: nn.Module, path: str) -> nn.Module:
     try:
         return model.get_submodule(path)
     except AttributeError:
@@ -93,5 +97,5 @@ def _has_state(module: nn.Module) -> bool:
     return any(True for _ in (*module.parameters(), *module.buffers()))
 
 
-def _elements(module: nn.Module) -> int:
+def _count_elements(module: nn.Module) -> int:
     return sum(parameter.numel() for parameter in module.parameters())

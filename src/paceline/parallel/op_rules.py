@@ -9,7 +9,7 @@ from torch import Tensor
 
 Label = tuple[str, int]  # the linear layer that a group is named after, and the dimension that would be split
 ATEN = torch.ops.aten
-LIKE_ITS_INPUT = {  # beside those that torch tags as elementwise
+SAME_SHAPE = {  # beside those that torch tags as elementwise
     ATEN.clone,
     ATEN._to_copy,
     ATEN.detach,
@@ -24,8 +24,8 @@ LIKE_ITS_INPUT = {  # beside those that torch tags as elementwise
     ATEN.lift_fresh,
 }
 VIEWS = {ATEN.view, ATEN._unsafe_view, ATEN.reshape, ATEN._reshape_alias}
-SILENT = {ATEN.detach, ATEN.alias, ATEN.clone}  # come and go with gradients and the layout of memory
-ALONG_ONE = {
+UNTAPED = {ATEN.detach, ATEN.alias, ATEN.clone}  # come and go with gradients and the layout of memory
+WITHIN_ONE_DIM = {
     ATEN.slice,
     ATEN.split,
     ATEN.split_with_sizes,
@@ -41,28 +41,28 @@ def is_pointwise(func: Any) -> bool:
     return torch.Tag.pointwise in getattr(func, "tags", ())
 
 
-def draws(func: Any, args: Any, kwargs: Any) -> bool:
+def is_random(func: Any, args: Any, kwargs: Any) -> bool:
     """Whether an operation draws at random."""
     if func is ATTENTION:
         return bool(args[4] if len(args) > 4 else kwargs.get("dropout_p", 0.0))
     return torch.Tag.nondeterministic_seeded in getattr(func, "tags", ())
 
 
-def follow(
+def propagate_split(
     func: Any, args: Any, kwargs: Any, tensors: list[Tensor], results: list[Tensor], label: Any
 ) -> list[int | None] | None:
     """The split dimension of each result; None where the operation cannot be done on parts."""
     if func is ATTENTION:
-        return _attention(args, kwargs, results, label)
+        return _propagate_through_attention(args, kwargs, results, label)
     if func in PRODUCTS:
-        return _from_right(tensors, results, label, least=3)
+        return _propagate_elementwise(tensors, results, label, least=3)
     packet = func.overloadpacket
     first = tensors[0]
     dim = label(first)[1] if label(first) else None
     if packet in VIEWS and dim is not None:
-        return _one(_view(tuple(first.shape), tuple(results[0].shape), dim))
-    if is_pointwise(func) or packet in LIKE_ITS_INPUT:
-        return _from_right(tensors, results, label, least=1)
+        return _as_list(_propagate_through_view(tuple(first.shape), tuple(results[0].shape), dim))
+    if is_pointwise(func) or packet in SAME_SHAPE:
+        return _propagate_elementwise(tensors, results, label, least=1)
     if packet is ATEN.cat:
         along = (args[1] if len(args) > 1 else kwargs.get("dim", 0)) % first.dim()
         dims = {label(tensor)[1] if label(tensor) else None for tensor in tensors}
@@ -72,10 +72,10 @@ def follow(
     if packet in NORMS:
         ends = first.dim() - len(args[1])
         return [dim if dim < min(ends, result.dim()) else None for result in results] if dim < ends else None
-    return _moved(packet, args, kwargs, first, results, dim)
+    return _propagate_through_reshape(packet, args, kwargs, first, results, dim)
 
 
-def _moved(
+def _propagate_through_reshape(
     packet: Any, args: Any, kwargs: Any, first: Tensor, results: list[Tensor], dim: int
 ) -> list[int | None] | None:
     rank = first.dim()
@@ -101,7 +101,7 @@ def _moved(
     if packet in (ATEN.select, ATEN.unbind):
         along = (args[1] if len(args) > 1 else kwargs.get("dim", 0)) % rank
         return [dim - (along < dim)] * len(results) if along != dim else None
-    if packet in ALONG_ONE:
+    if packet in WITHIN_ONE_DIM:
         at = 2 if packet in (ATEN.split, ATEN.split_with_sizes) else 1
         along = (args[at] if len(args) > at else kwargs.get("dim", 0)) % rank
         return [dim] * len(results) if along != dim else None
@@ -112,18 +112,20 @@ def _moved(
     return None
 
 
-def _one(dim: int | None) -> list[int | None] | None:
+def _as_list(dim: int | None) -> list[int | None] | None:
     return None if dim is None else [dim]
 
 
-def attended(args: Any, kwargs: Any) -> list[Tensor]:
+def attention_inputs(args: Any, kwargs: Any) -> list[Tensor]:
     """Queries, keys and values of a call of ATTENTION."""
     return [args[at] if len(args) > at else kwargs[name] for at, name in enumerate(("query", "key", "value"))]
 
 
-def _attention(args: Any, kwargs: Any, results: list[Tensor], label: Any) -> list[int | None] | None:
+def _propagate_through_attention(
+    args: Any, kwargs: Any, results: list[Tensor], label: Any
+) -> list[int | None] | None:
     """(…, heads, positions, size) of queries, keys and values, all split along the heads."""
-    q, k, v = attended(args, kwargs)
+    q, k, v = attention_inputs(args, kwargs)
     mask = args[3] if len(args) > 3 else kwargs.get("attn_mask")
     split = {label(tensor)[1] - tensor.dim() if label(tensor) else None for tensor in (q, k, v)}
     if split != {-3} or (mask is not None and mask.dim() >= 3 and mask.shape[-3] != 1):
@@ -131,7 +133,7 @@ def _attention(args: Any, kwargs: Any, results: list[Tensor], label: Any) -> lis
     return [results[0].dim() - 3]
 
 
-def _from_right(
+def _propagate_elementwise(
     tensors: list[Tensor], results: list[Tensor], label: Any, least: int
 ) -> list[int | None] | None:
     """Elementwise with broadcasting, from dimension -least on to the left."""
@@ -143,7 +145,7 @@ def _from_right(
     return [result.dim() - back if result.dim() >= back else None for result in results]
 
 
-def _view(before: tuple[int, ...], after: tuple[int, ...], dim: int) -> int | None:
+def _propagate_through_view(before: tuple[int, ...], after: tuple[int, ...], dim: int) -> int | None:
     """Where a dimension goes in a view. It must be the outermost of those that are merged or cut."""
     ahead = math.prod(before[:dim])
     at, product = 0, 1

@@ -11,7 +11,7 @@ from torch.utils._pytree import tree_leaves
 from paceline.data.fake import imagined
 from paceline.data.loader import Batch
 from paceline.distributed.rng import seeded_rngs
-from paceline.parallel.blocks import blocks, not_shared
+from paceline.parallel.blocks import find_blocks, select_unshared
 from paceline.task import Task, layout_of
 from paceline.user_code import UserCode
 
@@ -26,10 +26,10 @@ class ShardUnits:
     all_used: bool  # whether one pass is known to use every parameter
 
 
-def sharding_units(model: nn.Module, task: Task, batch: Batch, seed: int) -> ShardUnits:
+def find_shard_units(model: nn.Module, task: Task, batch: Batch, seed: int) -> ShardUnits:
     """Find the blocks of `model`, which is on the meta device; in place of a block that is entered through a module inside of it, the
     largest modules inside that are not. A model that looks at values is taken to enter its blocks whole."""
-    from paceline.parallel.forward import call
+    from paceline.parallel.forward import call_model
 
     running: dict[Slot, set[int]] = {}
     try:
@@ -39,35 +39,40 @@ def sharding_units(model: nn.Module, task: Task, batch: Batch, seed: int) -> Sha
             imagined(model) as imagine,
         ):
             inputs = imagine(batch)
-            running = _running_at_uses(model, lambda: call(task, model, inputs))
+            running = _find_modules_running_at_uses(model, lambda: call_model(task, model, inputs))
     except Exception:  # the user's code, which meets tensors without values
         running = {}
     names = {id(module): name for name, module in model.named_modules()}
-    found = not_shared(
-        model, [module for unit in blocks(model, layout_of(task)) for module in _entered_whole(unit, running)]
+    found = select_unshared(
+        model,
+        [
+            module
+            for unit in find_blocks(model, layout_of(task))
+            for module in _split_unless_entered(unit, running)
+        ],
     )
     order = {slot: at for at, slot in enumerate(running)}
-    slots = {slot for slots in _places(model).values() for slot in slots[:1]}
+    slots = {slot for slots in _find_slots_by_parameter(model).values() for slot in slots[:1]}
     at = 0
     begins: dict[int, int] = {}  # a unit that was not called comes behind the one before it
     for module in found:
-        at = min((order[slot] for slot in _slots(module) if slot in order), default=at)
+        at = min((order[slot] for slot in _list_slots(module) if slot in order), default=at)
         begins[id(module)] = at
     found.sort(key=lambda module: begins[id(module)])
     return ShardUnits(tuple(names[id(module)] for module in found), slots <= running.keys())
 
 
-def _entered_whole(module: nn.Module, running: dict[Slot, set[int]]) -> list[nn.Module]:
-    slots = _slots(module)
+def _split_unless_entered(module: nn.Module, running: dict[Slot, set[int]]) -> list[nn.Module]:
+    slots = _list_slots(module)
     if all(id(module) in running[slot] for slot in slots if slot in running):
         return [module] if slots else []
-    return [found for child in module.children() for found in _entered_whole(child, running)]
+    return [found for child in module.children() for found in _split_unless_entered(child, running)]
 
 
-def _running_at_uses(model: nn.Module, run: Callable[[], Any]) -> dict[Slot, set[int]]:
+def _find_modules_running_at_uses(model: nn.Module, run: Callable[[], Any]) -> dict[Slot, set[int]]:
     """Return, for each parameter that is used, the ids of the modules that run at all of its uses."""
     now: set[int] = set()
-    places = _places(model)
+    places = _find_slots_by_parameter(model)
     found: dict[Slot, set[int]] = {}
 
     class Uses(TorchDispatchMode):
@@ -94,7 +99,7 @@ def _running_at_uses(model: nn.Module, run: Callable[[], Any]) -> dict[Slot, set
     return found
 
 
-def _slots(module: nn.Module) -> list[Slot]:
+def _list_slots(module: nn.Module) -> list[Slot]:
     return [
         (id(inner), key)
         for inner in module.modules()
@@ -103,7 +108,7 @@ def _slots(module: nn.Module) -> list[Slot]:
     ]
 
 
-def _places(model: nn.Module) -> dict[int, list[Slot]]:
+def _find_slots_by_parameter(model: nn.Module) -> dict[int, list[Slot]]:
     """Return where each parameter is, by its id."""
     places: dict[int, list[Slot]] = {}
     for module in model.modules():

@@ -80,7 +80,7 @@ class SkippedUnits:
             for at in skipped:
                 unit = self.units[at]
                 inner: Callable[..., Any] | None = unit.__dict__.get("forward")
-                unit.forward = _same
+                unit.forward = _identity
                 try:
                     value = unit(value)
                 finally:
@@ -125,5 +125,5 @@ class SkippedUnits:
         self.used.clear()
 
 
-def _same(value: Tensor) -> Tensor:
+def _identity(value: Tensor) -> Tensor:
     return value.view_as(value)

@@ -64,7 +64,7 @@ def plan(flight: PreflightContext) -> Says:
 
 def built(flight: PreflightContext) -> Says:
     """The first rank of each place of a pipeline, and the last of all, on a process group that talks to nobody."""
-    from paceline.parallel.compile import refuse_compiled
+    from paceline.parallel.compile import check_compilable
     from paceline.training.dry_run.dry_run import UNTOLD, comm_volume, stages
     from paceline.training.setup import check_enough, validate_plan
 
@@ -72,7 +72,7 @@ def built(flight: PreflightContext) -> Says:
     for note in check_enough(flight.data.samples, on, spec.batch):
         yield "warns", note
     if spec.compile:
-        refuse_compiled(on)
+        check_compilable(on)
     if on.is_asynchronous or (on.pp > 1 and on.cp > 1):
         validate_plan(spec, on, flight.task)
         yield (

@@ -10,7 +10,7 @@ from paceline.cluster import local_cluster
 from paceline.cluster.facts import Cluster
 from paceline.distributed.world import World
 from paceline.errors import PlanError, TaskError
-from paceline.parallel.batch_norm import running_statistics
+from paceline.parallel.batch_norm import find_running_statistics
 from paceline.plan.cost_model.cost import Cost, lacks
 from paceline.plan.cost_model.framework_profiles import of_precision
 from paceline.plan.plan import Plan, parse
@@ -73,7 +73,7 @@ def _possible(
     found: list[tuple[Plan, Cost]], spec: Spec, task: Task, ranks: int, refused: list[str]
 ) -> Iterator[tuple[Plan, Cost]]:
     """Those that nothing speaks against, without any process being started. `refused`: is told why others cannot be."""
-    sees_batches = bool(running_statistics(build(spec, task).model))
+    sees_batches = bool(find_running_statistics(build(spec, task).model))
     for plan, cost in found:
         on = plan.on(ranks)
         if sees_batches and on.microbatches != 1:

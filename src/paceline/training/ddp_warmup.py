@@ -13,9 +13,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 from paceline.data.loader import Batch
 from paceline.distributed.rng import derive_seed, seed_torch
-from paceline.parallel.autograd_graph import reached
+from paceline.parallel.autograd_graph import find_reached_parameters
 from paceline.parallel.ddp import release, replicate
-from paceline.parallel.forward import autocast, weighed_loss
+from paceline.parallel.forward import autocast, compute_weighted_loss
 from paceline.training.step import TrainingStep
 from paceline.user_code import UserCode
 
@@ -28,8 +28,8 @@ def settle(step: TrainingStep, batch: Batch) -> nn.Module:
     kept = {name: buffer.clone() for name, buffer in model.module.named_buffers()}
     seed_torch(derive_seed(step.seed, "settle"), step.device)
     with autocast(step.precision, step.device):
-        loss, _ = weighed_loss(step.task, model, batch)
-    leads_to = reached(loss)
+        loss, _ = compute_weighted_loss(step.task, model, batch)
+    leads_to = find_reached_parameters(loss)
     everywhere = torch.tensor(
         all(id(parameter) in leads_to for parameter in step.params), dtype=torch.int32, device=step.device
     )

@@ -10,7 +10,7 @@ from torch import Tensor
 from paceline.data.loader import Samples, batches, validation_parts
 from paceline.doctor.heartbeat import EVALUATE
 from paceline.errors import TaskError
-from paceline.parallel.forward import ELSEWHERE, autocast, weighed, weights_of
+from paceline.parallel.forward import ELSEWHERE, autocast, read_weights, weighted_sum
 from paceline.training.first_loss import check_items
 from paceline.training.step import TrainingStep
 from paceline.user_code import UserCode
@@ -56,7 +56,7 @@ def evaluate(
                 if not isinstance(metrics, Mapping):
                     raise TaskError(f"metrics() must return a dict of tensors, got {type(metrics).__name__}")
                 values |= metrics
-            weights = weights_of(task, data)
+            weights = read_weights(task, data)
             counted = bool(numbers) and update.counts
             for name, value in values.items():
                 if not isinstance(value, Tensor):
@@ -79,7 +79,7 @@ def evaluate(
                     check_items(
                         value, len(numbers) or 1, "metrics()" if name in metrics else "loss()", repr(name)
                     )
-                total, count = weighed(value.double(), fitting, data, name)
+                total, count = weighted_sum(value.double(), fitting, data, name)
                 here = torch.stack([total, torch.as_tensor(count, dtype=total.dtype, device=total.device)])
                 sums[name] = (
                     sums.get(name, torch.zeros(2, dtype=torch.float64, device=device)) + here * counted

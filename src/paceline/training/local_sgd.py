@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from paceline.errors import PlanError
-from paceline.parallel.batch_norm import of_this_rank, running_statistics
+from paceline.parallel.batch_norm import find_running_statistics, unsync_batch_norm
 from paceline.parallel.ddp import release
 from paceline.plan.plan import MeshCoordinate, Plan
 from paceline.training.checkpoint import save as checkpoint
@@ -40,7 +40,7 @@ class LocalSgd:
             )
         self._averaged = [
             *self.update.params,
-            *filter(torch.is_floating_point, running_statistics(self.model).values()),
+            *filter(torch.is_floating_point, find_running_statistics(self.model).values()),
         ]
 
     def before(self, step: int) -> None:
@@ -58,7 +58,7 @@ class LocalSgd:
         release(self.update.model)
         if isinstance(self.update.model, DistributedDataParallel):
             self.update.model = self.update.model.module
-        of_this_rank(self.model)
+        unsync_batch_norm(self.model)
         self.update.norm = Norm(
             self.update.params, Plan(dp=1), MeshCoordinate(0, 0, 0, 0), self.update.device
         )
@@ -110,7 +110,7 @@ class LocalSgd:
         )
         note = f"local SGD: {until}each rank makes its own updates and {every}, which is not the update of one process"
         statistics = "BatchNorm takes its statistics from the samples of each rank then; the running ones are averaged with the weights"
-        return (note, *([statistics] if running_statistics(self.model) else []))
+        return (note, *([statistics] if find_running_statistics(self.model) else []))
 
 
 def local_sgd(model: nn.Module, update: TrainingStep, plan: Plan) -> LocalSgd | None:

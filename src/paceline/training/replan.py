@@ -2,7 +2,7 @@
 
 from paceline import task as tasks
 from paceline.errors import PlanError, TaskError
-from paceline.parallel.batch_norm import running_statistics
+from paceline.parallel.batch_norm import find_running_statistics
 from paceline.plan.plan import AUTO, Plan, parse, share
 from paceline.plan.search.nearest import near
 from paceline.spec import Launch, Spec
@@ -46,7 +46,7 @@ def _nearest(spec: Spec, asked: Plan, then: int, ranks: int) -> tuple[Plan, str]
     if ranks == then:
         return asked, ""
     task = tasks.load_task(spec.task, spec.set)
-    sees_batches = bool(running_statistics(build(spec, task).model))
+    sees_batches = bool(find_running_statistics(build(spec, task).model))
     refused = _refusal(spec, asked, ranks, task)
     for plan in near(asked, then, ranks, spec.batch, may_cut=not sees_batches):
         if (wrong := _refusal(spec, plan, ranks, task)) is None:

@@ -21,9 +21,9 @@ from paceline.distributed.dtensor import is_materialized
 from paceline.distributed.mesh import build_mesh, select_data_mesh
 from paceline.distributed.world import World
 from paceline.errors import CheckpointError, PlanError
-from paceline.parallel.apply import check_splits, parallelize
-from paceline.parallel.batch_norm import average_, over_all_ranks, running_statistics
-from paceline.parallel.compile import refuse_compiled
+from paceline.parallel.apply import check_elementwise, parallelize
+from paceline.parallel.batch_norm import average_, find_running_statistics, sync_batch_norm
+from paceline.parallel.compile import check_compilable
 from paceline.parallel.fsdp import average_scalars_
 from paceline.plan.plan import MeshCoordinate, Plan
 from paceline.run import RunFolder
@@ -103,23 +103,23 @@ def analyze_model(
 ) -> ModelAnalysis:
     """Raises the PlanError or TaskError of what cannot be. `plan` has its data degree said; `training`: the split, if it is open."""
     if spec.compile:
-        refuse_compiled(plan)
+        check_compilable(plan)
     studied = build(spec, task)
     model = studied.model
     check_sparse(plan, model)
     if plan.cp > 1:
         from paceline.parallel.context import apply as context
 
-        context.check(task, spec, plan, model)
+        context.check_context_parallel(task, spec, plan, model)
     cuts = plan.zero >= 2 or (plan.is_mixed and plan.data_ranks > 1)
     if not plan.is_mixed and not cuts:
         return studied
     batch = example(spec, task, plan, training)
     units = None
     if cuts:
-        from paceline.parallel.shard_units import sharding_units
+        from paceline.parallel.shard_units import find_shard_units
 
-        units = sharding_units(model, task, batch, spec.seed)
+        units = find_shard_units(model, task, batch, spec.seed)
     splits = parts = recording = None
     with UserCode("the forward pass without values", task.model):
         if plan.tp > 1:
@@ -234,10 +234,10 @@ def build_training(
         pipeline = Pipeline(
             task, model, plan, mesh, world.rank, device, spec.precision, spec.seed, batch, splits, *known
         )
-    statistics = running_statistics(model) if plan.copies > 1 else {}
+    statistics = find_running_statistics(model) if plan.copies > 1 else {}
     group = _group_of_samples(plan, world.rank) if statistics else None
     if statistics and spec.batch_norm == "global":
-        model = over_all_ranks(model, device, group, alike=not plan.uneven)
+        model = sync_batch_norm(model, device, group, alike=not plan.uneven)
     fill = partial(fill_, weights=weights, device=device, pretrained=pretrained)
     units = studied.units.names if studied.units is not None else None
     if pipeline is not None:
@@ -250,7 +250,7 @@ def build_training(
     of_optimizer = OptimizerReport()
     optimizer = make_optimizer(task, spec.optimizer, plan, model, of_optimizer)
     notes += tuple(of_optimizer.notes)
-    check_splits(plan, optimizer)
+    check_elementwise(plan, optimizer)
     update = TrainingStep(
         task=task,
         model=called,
@@ -286,7 +286,7 @@ def build_training(
     if spec.batch_norm == "local" and statistics and local is None:
         own = [
             buffer
-            for buffer in running_statistics(model).values()
+            for buffer in find_running_statistics(model).values()
             if buffer.is_floating_point() and is_materialized(buffer)
         ]
         update.after_backward.append(partial(average_, own, group))
@@ -333,7 +333,7 @@ def _split_step(
     update: TrainingStep, model: nn.Module, splits: Splits, task: Task, batch: Batch, mesh: DeviceMesh
 ) -> None:
     """What else a step has to do where features are split."""
-    from paceline.parallel.tensor.apply import sum_partial
+    from paceline.parallel.tensor.apply import sum_partial_gradients
     from paceline.parallel.tensor.vocab_parallel_loss import split_loss, try_split_loss
 
     if splits.partial:
@@ -342,7 +342,7 @@ def _split_step(
             for name, parameter in model.named_parameters()
             if name in splits.partial and is_materialized(parameter)
         ]
-        update.after_backward.append(partial(sum_partial, params, mesh.get_group()))
+        update.after_backward.append(partial(sum_partial_gradients, params, mesh.get_group()))
     if update.pipeline is None and try_split_loss(model, splits, task, batch, mesh):
         update.around_loss = split_loss
 

@@ -16,7 +16,7 @@ from paceline.data.loader import Batch
 from paceline.distributed.rng import derive_seed, seed_torch
 from paceline.doctor.heartbeat import BACKWARD, FORWARD, UPDATE
 from paceline.errors import TaskError
-from paceline.parallel.forward import GlobalWeight, OwnWeight, autocast, forward, weighed_loss
+from paceline.parallel.forward import GlobalWeight, LocalWeight, autocast, compute_weighted_loss, forward
 from paceline.plan.plan import MeshCoordinate, Plan
 from paceline.task import Task
 from paceline.training.optimizer import Norm, OptimizerStep, combined, scale_
@@ -136,13 +136,13 @@ class TrainingStep:
         self, batches: Sequence[Batch], step: int
     ) -> tuple[list[Tensor], list[Tensor | float], float | None]:
         """Add up the gradients. Returns loss × items and items of each micro-batch here, and the items expected over all ranks."""
-        weight: GlobalWeight | OwnWeight | None = None
+        weight: GlobalWeight | LocalWeight | None = None
         if type(self.task).weights is not Task.weights:
-            own = OwnWeight(self.task, batches, self.data_ranks) if self.alone else None
+            own = LocalWeight(self.task, batches, self.data_ranks) if self.alone else None
             weight = own or GlobalWeight(self.task, batches, self.place.is_first_of_data)
         if self.pipeline is not None:
             self.enter(FORWARD)
-            assert not isinstance(weight, OwnWeight)
+            assert not isinstance(weight, LocalWeight)
             return self.pipeline.backward(batches, step, weight, self._share_of, self.examine)
         losses: list[Tensor] = []
         items: list[Tensor | float] = []
@@ -152,7 +152,7 @@ class TrainingStep:
             seed_torch(derive_seed(self.seed, "model", step, index, *self.place.stream), self.device)
             with self._sync_if(index == len(batches) - 1):
                 with autocast(self.precision, self.device):
-                    loss, items_here = weighed_loss(self.task, self.model, batch, self.examine)
+                    loss, items_here = compute_weighted_loss(self.task, self.model, batch, self.examine)
                 if whole is None:
                     whole = (
                         weight.result()

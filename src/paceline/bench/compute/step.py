@@ -18,8 +18,8 @@ from paceline.data.fake import example
 from paceline.data.loader import Batch
 from paceline.distributed.process_group import process_group
 from paceline.distributed.world import World
-from paceline.parallel.blocks import blocks
-from paceline.parallel.forward import autocast, call
+from paceline.parallel.blocks import find_blocks
+from paceline.parallel.forward import autocast, call_model
 from paceline.plan.comm_volume import pattern
 from paceline.plan.plan import Plan
 from paceline.spec import Spec
@@ -125,7 +125,7 @@ def _leaf(item: Any) -> Any:
 def _kinds(of: ReadyStep) -> list[_Kind]:
     """Blocks with the same class, parameters and inputs are of one kind."""
     model, task = of.laid.model, of.step.task
-    units = {id(block) for block in blocks(model, layout_of(task))}
+    units = {id(block) for block in find_blocks(model, layout_of(task))}
     found: dict[object, _Kind] = {}
     names = {id(module): name for name, module in model.named_modules()}
 
@@ -146,7 +146,7 @@ def _kinds(of: ReadyStep) -> list[_Kind]:
     ]
     try:
         with autocast(of.step.precision, of.step.device):
-            call(task, model, of.batch)
+            call_model(task, model, of.batch)
     finally:
         for hook in hooks:
             hook.remove()

@@ -22,10 +22,16 @@ from paceline.data.loader import FailedSample, Samples, open_dataset
 from paceline.distributed.mesh import build_cp_mesh
 from paceline.distributed.rng import derive_seed, seed_torch
 from paceline.errors import PlanError
-from paceline.parallel.blocks import blocks
-from paceline.parallel.context.find_splits import IdentityAttention, SequenceSplits, find_cuts
-from paceline.parallel.context.ring_attention import GatherSlices, Ring, attention, no_dropout, positions
-from paceline.parallel.forward import call
+from paceline.parallel.blocks import find_blocks
+from paceline.parallel.context.find_splits import IdentityAttention, SequenceSplits, find_sequence_splits
+from paceline.parallel.context.ring_attention import (
+    GatherSlices,
+    RingAttention,
+    no_dropout_message,
+    rank_positions,
+    replace_attention,
+)
+from paceline.parallel.forward import call_model
 from paceline.parallel.pytree import flatten
 from paceline.plan.plan import Plan
 from paceline.spec import Spec
@@ -33,23 +39,27 @@ from paceline.task import Task, layout_of
 from paceline.user_code import UserCode
 
 RTOL = {torch.float64: 1e-8}  # of a model's output under cp to its output without; roundoff only
-COARSE = 1e-2
-FEW = 2  # samples of which is found out how to cut
+REDUCED_RTOL = 1e-2
+TRIAL_SAMPLES = 2  # samples of which is found out how to cut
 
 
-def split_sequence(model: nn.Module, units: list[nn.Module], plan: Plan, device: torch.device) -> None:
+def install_context_parallel(
+    model: nn.Module, units: list[nn.Module], plan: Plan, device: torch.device
+) -> None:
     """Let the forward of `model` cut the sequence at `units`, its blocks."""
-    Context(model, units, plan, device).learn_first()
+    ContextParallel(model, units, plan, device).learn_first()
 
 
-def _few_samples(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def _take_few_samples(
+    args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """The first of a batch, where all tensors are as long as the batch."""
     leaves, structure = flatten((args, kwargs))
     lengths = {leaf.size(0) if leaf.dim() else 0 for leaf in leaves if isinstance(leaf, Tensor)}
     if len(lengths) != 1:
         return args, kwargs
     few: tuple[tuple[Any, ...], dict[str, Any]] = tree_unflatten(
-        [leaf[:FEW] if isinstance(leaf, Tensor) else leaf for leaf in leaves], structure
+        [leaf[:TRIAL_SAMPLES] if isinstance(leaf, Tensor) else leaf for leaf in leaves], structure
     )
     return few
 
@@ -64,7 +74,7 @@ class SplitTrial:
     cuts: SequenceSplits | None
 
 
-class Context:
+class ContextParallel:
     """Cuts the arguments of blocks, and gathers what the last one makes of them."""
 
     def __init__(self, model: nn.Module, units: list[nn.Module], plan: Plan, device: torch.device):
@@ -75,7 +85,7 @@ class Context:
             name: f"{name} ({type(module).__name__})" for name, module in self.units.items()
         }  # before engines change classes
         self.mesh = build_cp_mesh(plan, device)
-        self.ring = Ring(self.mesh, plan)
+        self.ring = RingAttention(self.mesh, plan)
         self.learning = False
         self.stage = 0  # of a pipeline, that runs
         self.inside: Container[int] = ()  # stages that begin with slices
@@ -97,12 +107,12 @@ class Context:
 
         def forward(*args: Any, **kwargs: Any) -> Any:
             if self.learning:
-                length, cuts = find_cuts(unit, inner, (args, kwargs), self.known)
+                length, cuts = find_sequence_splits(unit, inner, (args, kwargs), self.known)
                 self.known = self.known or length
                 self.trials.append(SplitTrial(self.stage, name, length, cuts))
             if self.learning or unit not in self.cuts:
                 return inner(*args, **kwargs)
-            with attention(
+            with replace_attention(
                 self.ring
             ):  # here and not around the call, since recomputation calls what is here again
                 return inner(*args, **kwargs)
@@ -119,7 +129,7 @@ class Context:
         def forward(*args: Any, **kwargs: Any) -> Any:
             _, structure = flatten((args, kwargs))
             if structure not in known:
-                few, named = _few_samples(args, kwargs)
+                few, named = _take_few_samples(args, kwargs)
                 self.learn(lambda: inner(*few, **named))
                 known.append(structure)
             return inner(*args, **kwargs)
@@ -129,7 +139,7 @@ class Context:
     def learn(self, run: Callable[[], Any], gather: Callable[[list[Any]], list[Any]] = list) -> None:
         """Find out from a pass where and how to cut, and from another one that it makes no difference. `run`: a pass. `gather`: what
         the ranks of a pipeline have each found. Raises PlanError on all of them."""
-        with _undisturbed(self.model, self.device):
+        with _without_side_effects(self.model, self.device):
             expected, trials = self._look(run, gather)
             if any(trial.cuts is None for trial in trials):
                 # A later stage of a pipeline may have begun without knowing how long sequences are.
@@ -154,8 +164,8 @@ class Context:
     def _choose(self, trials: list[SplitTrial]) -> None:
         attending = [at for at, trial in enumerate(trials) if trial.length]
         if not attending:
-            raise PlanError(no_attention(self.plan, self.kind))
-        check_length(self.plan, trials[attending[0]].length or 0)
+            raise PlanError(no_attention_message(self.plan, self.kind))
+        check_sequence_length(self.plan, trials[attending[0]].length or 0)
         inside = trials[attending[0] : attending[-1] + 1]
         for trial in inside:
             if trial.cuts is None:
@@ -184,7 +194,7 @@ class Context:
         for one, other in zip(tree_leaves(found), tree_leaves(expected), strict=True):
             if not isinstance(other, Tensor) or not other.is_floating_point():
                 continue
-            if not near(one, other, RTOL.get(other.dtype, COARSE), equal_nan=True):
+            if not near(one, other, RTOL.get(other.dtype, REDUCED_RTOL), equal_nan=True):
                 return f"{what} differs: positions are mixed between its blocks, or results leave them on the way; use a plan without cp"
         return None
 
@@ -202,10 +212,10 @@ class Context:
             self.length = next(
                 leaf.size(dim) for leaf, dim in zip(leaves, cuts.arguments, strict=True) if dim is not None
             )
-            check_length(self.plan, self.length)
+            check_sequence_length(self.plan, self.length)
             self._part_streams()
         self.leaving = cuts
-        here = positions(self.length, self.mesh.get_local_rank(), self.plan.cp, self.device)
+        here = rank_positions(self.length, self.mesh.get_local_rank(), self.plan.cp, self.device)
         cut = [
             leaf.index_select(dim, here)
             if isinstance(leaf, Tensor) and dim is not None and leaf.size(dim) == self.length
@@ -246,7 +256,7 @@ class Context:
 
 
 @contextlib.contextmanager
-def _undisturbed(model: nn.Module, device: torch.device) -> Iterator[None]:
+def _without_side_effects(model: nn.Module, device: torch.device) -> Iterator[None]:
     """Passes in this context leave nothing behind: no graph, no change of buffers or random streams; and dropout is off."""
     modes = {module: module.training for module in model.modules()}
     buffers = [
@@ -272,7 +282,7 @@ def _undisturbed(model: nn.Module, device: torch.device) -> Iterator[None]:
             module.training = mode
 
 
-def check(task: Task, spec: Spec, plan: Plan, model: nn.Module) -> None:
+def check_context_parallel(task: Task, spec: Spec, plan: Plan, model: nn.Module) -> None:
     """Raise PlanError for what can be known before a rank starts, from one sample that passes the model, on the meta device, without
     its numbers. A model that looks at them (or breaks) ends that pass early, and is told what is wrong with it by its first step."""
     dataset = open_dataset(task, "train")
@@ -282,10 +292,10 @@ def check(task: Task, spec: Spec, plan: Plan, model: nn.Module) -> None:
     ]
     if isinstance(batch, FailedSample):
         return
-    alone, units = IdentityAttention(), blocks(model, layout_of(task))
+    alone, units = IdentityAttention(), find_blocks(model, layout_of(task))
     kept = [vars(unit).get("forward") for unit in units]
     for unit in units:
-        unit.forward = attention(alone)(unit.forward)
+        unit.forward = replace_attention(alone)(unit.forward)
     batch = tree_map(lambda leaf: leaf.to("meta") if isinstance(leaf, Tensor) else leaf, batch)
     passed = False
     suppressed = contextlib.suppress(Exception)  # SystemExit and its like are not
@@ -295,20 +305,20 @@ def check(task: Task, spec: Spec, plan: Plan, model: nn.Module) -> None:
         torch.no_grad(),
         torch.device("meta"),
     ):
-        call(task, model, batch)
+        call_model(task, model, batch)
         passed = True
     for unit, own in zip(units, kept, strict=True):
         del unit.forward
         vars(unit).update({} if own is None else {"forward": own})
     if passed and not alone.lengths:
-        raise PlanError(no_attention(plan, type(model).__name__))
+        raise PlanError(no_attention_message(plan, type(model).__name__))
     if alone.dropout:
-        raise PlanError(no_dropout(plan, alone.dropout))
+        raise PlanError(no_dropout_message(plan, alone.dropout))
     for length in sorted(alone.lengths):
-        check_length(plan, length)
+        check_sequence_length(plan, length)
 
 
-def no_attention(plan: Plan, model: str) -> str:
+def no_attention_message(plan: Plan, model: str) -> str:
     return (
         f"plan {plan}: cp splits the sequence that attention runs over, and {model} calls no F.scaled_dot_product_attention "
         "in its blocks (nn.MultiheadAttention does with need_weights=False, Hugging Face with attn_implementation='sdpa'); "
@@ -316,7 +326,7 @@ def no_attention(plan: Plan, model: str) -> str:
     )
 
 
-def check_length(plan: Plan, length: int) -> None:
+def check_sequence_length(plan: Plan, length: int) -> None:
     """Raise PlanError for sequences that cannot be cut."""
     if length % plan.cp:
         fitting = [str(cp) for cp in range(2, plan.cp) if length % cp == 0]

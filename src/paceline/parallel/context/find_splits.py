@@ -17,10 +17,10 @@ from torch import Tensor, nn
 from torch.utils._pytree import TreeSpec, tree_unflatten
 
 from paceline.data.fake import near
-from paceline.parallel.context.ring_attention import attention
+from paceline.parallel.context.ring_attention import replace_attention
 from paceline.parallel.pytree import flatten
 
-TRIALS = 256  # ways to cut the arguments; nearly always the first is the right one
+MAX_TRIALS = 256  # ways to cut the arguments; nearly always the first is the right one
 RTOL = 1e-5  # parts of a model may compute in float32
 
 
@@ -60,7 +60,7 @@ class IdentityAttention:
         return value * (1 + query.sum(-1, keepdim=True).sin()) + key.sum(-1, keepdim=True).sin()
 
 
-def find_cuts(
+def find_sequence_splits(
     block: nn.Module,
     forward: Callable[..., Any],
     arguments: tuple[tuple[Any, ...], dict[str, Any]],
@@ -78,7 +78,7 @@ def find_cuts(
             [leaf if isinstance(leaf, Tensor) else copy.deepcopy(leaf) for leaf in leaves], structure
         )
         alone = IdentityAttention()
-        with attention(alone):
+        with replace_attention(alone):
             return flatten(forward(*args, **kwargs))[0], alone.lengths
 
     with _random_weights(block):
@@ -96,11 +96,11 @@ def find_cuts(
             return attended, None
         hidden = next((at for at in along if leaves[at].is_floating_point()), along[0])
         if leaves[hidden].is_floating_point():
-            leaves[hidden] = _drawn(leaves[hidden].shape, leaves[hidden].device)
+            leaves[hidden] = _random_like(leaves[hidden].shape, leaves[hidden].device)
             whole, _ = run(leaves)
         few = torch.arange(length - 1, -1, -2, device=leaves[hidden].device)  # backwards, every other one
-        ways = [_ways(leaf, length, is_hidden=at == hidden) for at, leaf in enumerate(leaves)]
-        for dims in itertools.islice(itertools.product(*ways), TRIALS):
+        ways = [_candidate_dims(leaf, length, is_hidden=at == hidden) for at, leaf in enumerate(leaves)]
+        for dims in itertools.islice(itertools.product(*ways), MAX_TRIALS):
             parts = [
                 leaf if dim is None else leaf.index_select(dim, few)
                 for leaf, dim in zip(leaves, dims, strict=True)
@@ -109,13 +109,13 @@ def find_cuts(
                 part, seen = run(parts)
             except (RuntimeError, ValueError, IndexError, AssertionError):
                 continue  # shapes that do not fit
-            output = _agree(whole, part, few)
+            output = _match_outputs(whole, part, few)
             if seen == ({len(few)} if attended is not None else set()) and output is not None:
                 return attended, SequenceSplits(dims, structure, output)
     return attended, None
 
 
-def _ways(leaf: Any, length: int, is_hidden: bool) -> list[int | None]:
+def _candidate_dims(leaf: Any, length: int, is_hidden: bool) -> list[int | None]:
     """The dims along which an argument may be cut, the likeliest first."""
     if not isinstance(leaf, Tensor):
         return [None]
@@ -128,7 +128,7 @@ def _ways(leaf: Any, length: int, is_hidden: bool) -> list[int | None]:
     return [None, *dims] if is_mask else [*dims, None]
 
 
-def _agree(whole: list[Any], part: list[Any], few: Tensor) -> tuple[int | None, ...] | None:
+def _match_outputs(whole: list[Any], part: list[Any], few: Tensor) -> tuple[int | None, ...] | None:
     """Along which dims `part` has the positions `few` of `whole`; None where it has not."""
     dims: list[int | None] = []
     for one, other in zip(whole, part, strict=True):
@@ -143,7 +143,7 @@ def _agree(whole: list[Any], part: list[Any], few: Tensor) -> tuple[int | None, 
     return tuple(dims) if any(dim is not None for dim in dims) else None
 
 
-def _drawn(shape: torch.Size, device: torch.device) -> Tensor:
+def _random_like(shape: torch.Size, device: torch.device) -> Tensor:
     """Numbers that depend on nothing but the shape."""
     return torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(shape.numel())).to(
         device
@@ -160,7 +160,7 @@ def _random_weights(block: nn.Module) -> Iterator[None]:
         for module in block.modules():
             for name, weight in module._parameters.items():
                 if weight is not None and weight.is_floating_point():
-                    drawn = _drawn(weight.shape, weight.device)
+                    drawn = _random_like(weight.shape, weight.device)
                     value = drawn / weight.size(-1) ** 0.5 if weight.dim() > 1 else 1 + drawn / 2
                     module._parameters[name] = value  # type: ignore[assignment]
             for name, buffer in module._buffers.items():

@@ -22,7 +22,7 @@ Attention = Callable[..., Tensor]
 
 
 @contextlib.contextmanager
-def attention(function: Attention) -> Iterator[None]:
+def replace_attention(function: Attention) -> Iterator[None]:
     """For the time of this context `F.scaled_dot_product_attention` is `function`, also in torch's own layers, whose fused ways
     without gradients would pass by it."""
     kept = F.scaled_dot_product_attention
@@ -37,7 +37,7 @@ def attention(function: Attention) -> Iterator[None]:
 
 
 @lru_cache(64)
-def positions(length: int, rank: int, ranks: int, device: torch.device | None = None) -> Tensor:
+def rank_positions(length: int, rank: int, ranks: int, device: torch.device | None = None) -> Tensor:
     """Of a sequence of `length` the positions that lie on `rank`: where they can be cut so, a piece of its head and one of its tail,
     so that causal attention costs each rank the same."""
     if length % (2 * ranks):
@@ -54,8 +54,12 @@ class GatherSlices(torch.autograd.Function):
         ranks, device = mesh.size(), here.device
         parts = [torch.empty_like(here, memory_format=torch.contiguous_format) for _ in range(ranks)]
         dist.all_gather(parts, here.contiguous(), group=mesh.get_group())
-        order = torch.cat([positions(length, rank, ranks, device) for rank in range(ranks)])
-        ctx.dim, ctx.ranks, ctx.mine = dim, ranks, positions(length, mesh.get_local_rank(), ranks, device)
+        order = torch.cat([rank_positions(length, rank, ranks, device) for rank in range(ranks)])
+        ctx.dim, ctx.ranks, ctx.mine = (
+            dim,
+            ranks,
+            rank_positions(length, mesh.get_local_rank(), ranks, device),
+        )
         return torch.cat(parts, dim).index_select(dim, order.argsort())
 
     @staticmethod
@@ -64,7 +68,7 @@ class GatherSlices(torch.autograd.Function):
 
 
 @dataclass(frozen=True)
-class Ring:
+class RingAttention:
     """Called in place of `F.scaled_dot_product_attention`, with this rank's positions of query, key and value."""
 
     mesh: DeviceMesh  # of the ranks that share a sequence
@@ -83,7 +87,7 @@ class Ring:
     ) -> Tensor:
         """query, key, value: (..., heads, T / cp, head width)."""
         if dropout_p:
-            raise PlanError(no_dropout(self.plan, dropout_p))
+            raise PlanError(no_dropout_message(self.plan, dropout_p))
         if attn_mask is not None:
             is_causal = self._only_causal(attn_mask, query.size(-2) * self.mesh.size())
         kind = query.device.type
@@ -100,7 +104,9 @@ class Ring:
         pad = -width % 8 if kind == "cuda" else 0  # what its kernels take
         parts = [F.pad(of, (0, pad)) if pad else of for of in (query, key, value)]
         parts = [of.reshape(-1, *of.shape[-3:]) if of.dim() > 2 else of[None, None] for of in parts]
-        out: Tensor = _Ring.apply(self.mesh, is_causal, width**-0.5 if scale is None else scale, *parts)
+        out: Tensor = _RingFunction.apply(
+            self.mesh, is_causal, width**-0.5 if scale is None else scale, *parts
+        )
         return out[..., :width].reshape(query.shape)
 
     def _only_causal(self, mask: Tensor, length: int) -> bool:
@@ -119,11 +125,11 @@ class Ring:
         )
 
 
-def no_dropout(plan: Plan, probability: float) -> str:
+def no_dropout_message(plan: Plan, probability: float) -> str:
     return f"plan {plan}: attention has a dropout of {probability}, which ring attention has not; set it to 0, or use a plan without cp"
 
 
-class _Ring(torch.autograd.Function):
+class _RingFunction(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, mesh: DeviceMesh, is_causal: bool, scale: float, query: Tensor, key: Tensor, value: Tensor
@@ -132,7 +138,7 @@ class _Ring(torch.autograd.Function):
             "cpu" if query.device.type == "cpu" else "half" if query.dtype.itemsize == 2 else "float"
         ]
         key, value = key.contiguous(), value.contiguous()
-        with _options(query, is_causal):
+        with _ring_options(query, is_causal):
             out, sums, *ctx.rest = ctx.kernel.forward(mesh, query, key, value, is_causal, scale)
         # As the kernels themselves lay it out: what joins the heads of a position then needs no copy, which would be kept as well.
         out = out.transpose(1, 2).contiguous().transpose(1, 2)
@@ -142,7 +148,7 @@ class _Ring(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-        with _options(grad, ctx.is_causal):
+        with _ring_options(grad, ctx.is_causal):
             grads = ctx.kernel.backward(
                 ctx.mesh,
                 grad.contiguous(),
@@ -155,7 +161,7 @@ class _Ring(torch.autograd.Function):
 
 
 @contextlib.contextmanager
-def _options(query: Tensor, is_causal: bool) -> Iterator[None]:
+def _ring_options(query: Tensor, is_causal: bool) -> Iterator[None]:
     """torch's options are global, and its sums are float32 unless it is told otherwise."""
     from torch.distributed.tensor.experimental._attention import _cp_options as options
 
@@ -182,34 +188,34 @@ class _Kernel:
 
 def _cpu(mesh: DeviceMesh, query: Tensor, key: Tensor, value: Tensor, is_causal: bool, scale: float) -> Any:
     op: Any = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-    return _torchs()._templated_ring_attention(
+    return _import_ring()._templated_ring_attention(
         mesh.get_group(), 2, op, query, key, value, is_causal=is_causal, scale=scale
     )
 
 
 def _cpu_backward(mesh: DeviceMesh, grad: Tensor, *saved: Tensor, is_causal: bool, scale: float) -> Any:
     op: Any = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
-    ring = _torchs()._templated_ring_attention_backward
+    ring = _import_ring()._templated_ring_attention_backward
     return ring(
         mesh.get_group(), 2, op, grad, "grad_out", *saved, is_causal=is_causal, dropout_p=0.0, scale=scale
     )
 
 
 def _half(mesh: DeviceMesh, query: Tensor, key: Tensor, value: Tensor, is_causal: bool, scale: float) -> Any:
-    return _torchs()._scaled_dot_product_ring_flash_attention(
+    return _import_ring()._scaled_dot_product_ring_flash_attention(
         mesh, query, key, value, is_causal=is_causal, scale=scale
     )
 
 
 def _half_backward(mesh: DeviceMesh, grad: Tensor, *saved: Any, is_causal: bool, scale: float) -> Any:
     first, (seed, offset) = saved[:9], saved[9:11]
-    return _torchs()._scaled_dot_product_ring_flash_attention_backward(
+    return _import_ring()._scaled_dot_product_ring_flash_attention_backward(
         mesh, grad, *first, 0.0, is_causal, seed, offset, scale=scale
     )
 
 
 def _float(mesh: DeviceMesh, query: Tensor, key: Tensor, value: Tensor, is_causal: bool, scale: float) -> Any:
-    return _torchs()._scaled_dot_product_ring_efficient_attention(
+    return _import_ring()._scaled_dot_product_ring_efficient_attention(
         mesh, query, key, value, is_causal=is_causal, scale=scale
     )
 
@@ -217,13 +223,13 @@ def _float(mesh: DeviceMesh, query: Tensor, key: Tensor, value: Tensor, is_causa
 def _float_backward(mesh: DeviceMesh, grad: Tensor, *saved: Tensor, is_causal: bool, scale: float) -> Any:
     query, key, value, out, sums, seed, offset = saved
     wanted = (True, True, True, False)
-    ring = _torchs()._scaled_dot_product_ring_efficient_attention_backward
+    ring = _import_ring()._scaled_dot_product_ring_efficient_attention_backward
     return ring(
         mesh, grad, query, key, value, None, out, sums, seed, offset, 0.0, wanted, is_causal, scale=scale
     )
 
 
-def _torchs() -> Any:
+def _import_ring() -> Any:
     from torch.distributed.tensor.experimental._context_parallel import _attention
 
     return _attention

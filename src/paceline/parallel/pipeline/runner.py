@@ -16,13 +16,13 @@ from paceline.distributed.places import find_places
 from paceline.distributed.rng import derive_seed, seed_torch
 from paceline.errors import PlanError, TaskError
 from paceline.parallel.activation_checkpoint import recompute
-from paceline.parallel.blocks import blocks
+from paceline.parallel.blocks import find_blocks
 from paceline.parallel.compile import compile_units
-from paceline.parallel.context.apply import Context
-from paceline.parallel.forward import Examine, GlobalWeight, autocast, weighed_loss
+from paceline.parallel.context.apply import ContextParallel
+from paceline.parallel.forward import GlobalWeight, LossInspector, autocast, compute_weighted_loss
 from paceline.parallel.forward import forward as forward_of
-from paceline.parallel.fsdp import own_memory, scalars
-from paceline.parallel.module_hooks import CallInterceptor, parts_of
+from paceline.parallel.fsdp import copy_output_views, find_scalars
+from paceline.parallel.module_hooks import CallInterceptor, find_parts
 from paceline.parallel.pipeline.eval import SequentialStageRunner
 from paceline.parallel.pipeline.sequence_slices import SequenceSlices, check_blocks
 from paceline.parallel.pipeline.stage import Stage, StagePartition, divide, ranks_of
@@ -48,9 +48,9 @@ SCHEDULES = {
 def check(plan: Plan, task: Task, model: nn.Module, recording: ForwardTrace) -> None:
     """Raise PlanError where `model`, on the meta device, cannot be cut into the stages of `plan`. Nothing is started or allocated."""
     layout = layout_of(task)
-    parts = parts_of(model, layout)
+    parts = find_parts(model, layout)
     if plan.cp > 1:
-        check_blocks(plan, model, blocks(model, layout), parts)
+        check_blocks(plan, model, find_blocks(model, layout), parts)
     divide(plan, model, parts, recording)
 
 
@@ -88,13 +88,13 @@ class Pipeline:
             (True, self.looks): recording
         }  # `recording` is of a training step with `example`
         self.lengths: dict[Any, int] = {}  # of the sequences of a recording that says what crosses in slices
-        parts = parts_of(model, layout_of(task))
+        parts = find_parts(model, layout_of(task))
         self.division = divide(plan, model, parts, recording)
         if splits is not None:
-            from paceline.parallel.tensor.apply import split
+            from paceline.parallel.tensor.apply import split_model
 
             stages = range(len(self.division.begins))
-            split(
+            split_model(
                 model,
                 splits,
                 mesh["tp"],
@@ -119,10 +119,10 @@ class Pipeline:
         """Split the sequence, recompute, compile, shard over the data ranks, fill. `gathered`: names of the modules that are gathered on
         their own; None: the blocks."""
         plan, model = self.plan, self.model
-        units = blocks(model, layout_of(self.task))
+        units = find_blocks(model, layout_of(self.task))
         if plan.cp > 1:
             check_blocks(plan, model, units, self.gates.parts)
-            self.slices = SequenceSlices(Context(model, units, plan, self.device), self.relay, plan)
+            self.slices = SequenceSlices(ContextParallel(model, units, plan, self.device), self.relay, plan)
         units = units or list(self.gates.parts.values())
         if plan.recompute != "none":
             for unit in units:
@@ -160,10 +160,10 @@ class Pipeline:
         # A schedule with several stages says itself when their parameters are gathered.
         again = self.plan.zero == 3 and len(self.stages) == 1
         for unit in units:
-            unit.register_forward_hook(own_memory)
+            unit.register_forward_hook(copy_output_views)
         for stage in self.stages:
             here = {id(module) for module in stage.parts.modules()}
-            whole = scalars(stage)
+            whole = find_scalars(stage)
             for unit in units:
                 if id(unit) in here:
                     fully_shard(
@@ -219,7 +219,7 @@ class Pipeline:
         step: int,
         weight: GlobalWeight | None,
         share_of: Callable[[Tensor, Tensor | float], Tensor],
-        examine: Examine | None,
+        examine: LossInspector | None,
     ) -> tuple[list[Tensor], list[Tensor | float], float | None]:
         """Add up the gradients of all stages. Returns loss × items and items of each micro-batch, and the items expected over all ranks;
         on the ranks that have not the last stage, nothing."""
@@ -242,7 +242,9 @@ class Pipeline:
             self._begin(stage)
             batch = batches[microbatches]
             with autocast(self.precision, self.device):
-                loss, items_here = weighed_loss(self.task, self.model, batch, None if losses else examine)
+                loss, items_here = compute_weighted_loss(
+                    self.task, self.model, batch, None if losses else examine
+                )
             if not whole:
                 assert self.plan.dp is not None
                 whole.append(

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from paceline.errors import PlanError
-from paceline.parallel.context.apply import Context, check_length
+from paceline.parallel.context.apply import ContextParallel, check_sequence_length
 from paceline.parallel.pipeline.eval import SequentialStageRunner
 from paceline.parallel.pipeline.tracer import ForwardTrace, TensorMeta
 from paceline.plan.plan import Plan
@@ -33,7 +33,7 @@ def check_blocks(
 class SequenceSlices:
     """`model` as one rank of a pipeline has it; `units` are its blocks."""
 
-    context: Context
+    context: ContextParallel
     relay: SequentialStageRunner
     plan: Plan
 
@@ -68,7 +68,7 @@ class SequenceSlices:
             for like, dim in zip(likes, dims, strict=True):
                 if dim is not None:
                     length = like.shape[dim]
-                    check_length(self.plan, length)
+                    check_sequence_length(self.plan, length)
             recording.calls[cut].likes = [
                 _part(like, dim, self.plan.cp) for like, dim in zip(likes, dims, strict=True)
             ]

@@ -20,9 +20,9 @@ from paceline.data.fake import without_values
 from paceline.data.loader import Batch
 from paceline.distributed.dtensor import storage_id
 from paceline.errors import PlanError
-from paceline.parallel.autograd_graph import reached
-from paceline.parallel.forward import autocast, call
-from paceline.parallel.module_hooks import CallInterceptor, Run, parts_of
+from paceline.parallel.autograd_graph import find_reached_parameters
+from paceline.parallel.forward import autocast, call_model
+from paceline.parallel.module_hooks import CallInterceptor, Run, find_parts
 from paceline.parallel.pipeline.buffers import BufferUse
 from paceline.task import Layout, Task
 from paceline.user_code import UserCode
@@ -125,7 +125,7 @@ class StandInModel:
 
         self.device = device
         self.copy = copy.deepcopy(model)
-        self.gates = CallInterceptor(parts_of(self.copy, layout))
+        self.gates = CallInterceptor(find_parts(self.copy, layout))
         self.mode = FakeTensorMode(allow_non_fake_inputs=True)
         self.names: dict[int, str] = {}  # id of a stand-in of a parameter -> name
         self.local: frozenset[str] = (
@@ -178,7 +178,7 @@ class StandInModel:
                 recorder,
                 autocast(precision, self.device),
             ):
-                output = call(task, self.copy, batch)
+                output = call_model(task, self.copy, batch)
                 recorder.ended(_results(task, output, batch, training))
         except PlanError:
             raise
@@ -215,8 +215,10 @@ class StandInModel:
                 torch.enable_grad(),
                 autocast(precision, self.device),
             ):
-                loss = task.loss(call(task, self.copy, batch), batch)
-                return frozenset(self.names[leaf] for leaf in reached(loss) if leaf in self.names)
+                loss = task.loss(call_model(task, self.copy, batch), batch)
+                return frozenset(
+                    self.names[leaf] for leaf in find_reached_parameters(loss) if leaf in self.names
+                )
         except Exception:  # the user's code, which meets tensors without values
             return None
         finally:

@@ -18,23 +18,23 @@ from paceline.data.fake import imagined, without_values
 from paceline.data.loader import Batch
 from paceline.distributed.dtensor import has_no_empty_shard, local_tensor
 from paceline.errors import PlanError, TaskError
-from paceline.parallel.module_hooks import parts_of
+from paceline.parallel.module_hooks import find_parts
 from paceline.parallel.tensor.find_sequence_parallel import (
     GATHERING,
-    NotFound,
+    NotSplittable,
     SequenceParallelPlan,
-    find_between,
+    find_sequence_parallel,
 )
-from paceline.parallel.tensor.find_splits import SplitCandidates, discover, pattern
-from paceline.parallel.tensor.linear import FORWARDS, Change, Entrance, add, enter
+from paceline.parallel.tensor.find_splits import SplitCandidates, find_candidates, number_pattern
+from paceline.parallel.tensor.linear import FORWARDS, SharedEntry, TensorFunction, copy_to_split, sum_partials
 from paceline.parallel.tensor.rng import install_dropout_rng, plan_dropout_rng
-from paceline.parallel.tensor.sequence_comm import SequenceCollectives, at_block, on_marked
+from paceline.parallel.tensor.sequence_comm import SequenceCollectives, hook_block, map_marked
 from paceline.parallel.tensor.tracer import (
-    features,
     has_computed_weight,
     is_embedding,
     is_linear,
     is_transposed,
+    linear_features,
 )
 from paceline.plan.plan import Plan
 from paceline.spec import nearest
@@ -67,31 +67,33 @@ class Splits:
 def find_splits(model: nn.Module, task: Task, batch: Batch, plan: Plan) -> Splits:
     """How `model`, on the meta device, is split: as the task's layout says, as the model itself does (tp_plan), or as found.
     Raises PlanError where it cannot be, TaskError for a layout that names what is not there."""
-    from paceline.parallel.forward import call
+    from paceline.parallel.forward import call_model
 
     outputs: list[Any] = []
     tp = plan.tp
 
     def run() -> Any:
-        outputs[:] = [call(task, model, inputs)]
+        outputs[:] = [call_model(task, model, inputs)]
         return outputs[0]
 
     try:
         with imagined(model) as imagine:
             inputs = imagine(batch)
-            found = discover(model, run, tp)
+            found = find_candidates(model, run, tp)
             styles = (
-                _found_styles(model, found, tp)
-                | _own_plan(model, found)
-                | _asked(model, layout_of(task).tensor, tp)
+                _styles_from_candidates(model, found, tp)
+                | _styles_from_tp_plan(model, found)
+                | _styles_from_layout(model, layout_of(task).tensor, tp)
             )
             styles = {name: style for name, style in styles.items() if style != "whole"}
-            _drop_unlike_ties(model, styles)
+            _drop_inconsistent_ties(model, styles)
             if not styles:
-                raise PlanError(f"tp={tp}, but {_why_none(model, tp)}; use pp or zero3")
+                raise PlanError(f"tp={tp}, but {_explain_no_splits(model, tp)}; use pp or zero3")
             columns = frozenset(name for name, style in styles.items() if style == "column")
             of_features = [(name, bool(of) and of <= columns) for name, of in found.draws]
-            between, why = _between(model, run, styles, found.called, of_features, layout_of(task), plan)
+            between, why = _find_sequence_plan(
+                model, run, styles, found.called, of_features, layout_of(task), plan
+            )
     except (PlanError, TaskError):
         raise
     except (
@@ -112,21 +114,21 @@ def find_splits(model: nn.Module, task: Task, batch: Batch, plan: Plan) -> Split
     notes = [*found.notes]
     if gathered := [name for name, style in styles.items() if style == "gather"]:
         notes.append(
-            f"tp: {_list(gathered)} split by columns and gathered, because no layer takes their outputs in parts"
+            f"tp: {_format_names(gathered)} split by columns and gathered, because no layer takes their outputs in parts"
         )
     if whole:
-        notes.append(f"tp: {_list(whole)} not split")
+        notes.append(f"tp: {_format_names(whole)} not split")
     if why:
         notes.append(f"tp: activations between split layers are whole on each rank, because of {why}")
     if alike:
         notes.append(
-            f"tp: {_list(alike)} drop alike on the ranks that share features, because they also drop of what each rank has whole"
+            f"tp: {_format_names(alike)} drop alike on the ranks that share features, because they also drop of what each rank has whole"
         )
     shape = outputs[0].shape if isinstance(outputs[0], Tensor) else None
     return Splits(styles, between, frozenset(small), draws, shape, tuple(notes))
 
 
-def _why_none(model: nn.Module, tp: int) -> str:
+def _explain_no_splits(model: nn.Module, tp: int) -> str:
     """Why no layer of a model is split."""
     kind = type(model).__name__
     modules = list(model.modules())
@@ -142,7 +144,7 @@ def _why_none(model: nn.Module, tp: int) -> str:
     return f"{kind} has no linear layer or embedding"
 
 
-def _between(
+def _find_sequence_plan(
     model: nn.Module,
     run: Callable[[], Any],
     styles: Mapping[str, str],
@@ -155,8 +157,8 @@ def _between(
     if plan.cp > 1:  # along which the sequence is cut already
         return None, ""
     try:
-        between = find_between(model, run, styles, parts_of(model, layout), order, plan.tp)
-    except NotFound as error:
+        between = find_sequence_parallel(model, run, styles, find_parts(model, layout), order, plan.tp)
+    except NotSplittable as error:
         return None, str(error)
     if plan.pp > 1 and not between.closed:
         return None, "what is done with them between blocks, which may lie on two stages"
@@ -166,12 +168,12 @@ def _between(
     return between, ""
 
 
-def _list(names: list[str]) -> str:
-    patterns = list(dict.fromkeys(map(pattern, names))) if len(names) > 4 else names
+def _format_names(names: list[str]) -> str:
+    patterns = list(dict.fromkeys(map(number_pattern, names))) if len(names) > 4 else names
     return ", ".join(patterns[:8]) + (" …" if len(patterns) > 8 else "")
 
 
-def _found_styles(model: nn.Module, found: SplitCandidates, tp: int) -> dict[str, str]:
+def _styles_from_candidates(model: nn.Module, found: SplitCandidates, tp: int) -> dict[str, str]:
     styles = {}
     embeddings = {
         name: module
@@ -180,7 +182,7 @@ def _found_styles(model: nn.Module, found: SplitCandidates, tp: int) -> dict[str
     }
     largest = max(embeddings, key=lambda name: embeddings[name].weight.numel(), default=None)
     words: Any = embeddings[largest].num_embeddings if largest is not None else 0
-    heads = {name for name in found.heads if features(model.get_submodule(name))[1] == words}
+    heads = {name for name in found.heads if linear_features(model.get_submodule(name))[1] == words}
     vocabulary = {largest, *heads} if has_no_empty_shard(words, tp) else set()
     for name in found.called:
         module: Any = model.get_submodule(name)
@@ -188,14 +190,14 @@ def _found_styles(model: nn.Module, found: SplitCandidates, tp: int) -> dict[str
             styles[name] = "column"
         elif name in found.rows:
             styles[name] = "row"
-        elif is_linear(module) and (name in vocabulary or features(module)[1] % tp == 0):
+        elif is_linear(module) and (name in vocabulary or linear_features(module)[1] % tp == 0):
             styles[name] = "head" if name in found.heads else "gather"
         elif name in vocabulary:
             styles[name] = "vocabulary"
     return styles
 
 
-def _own_plan(model: nn.Module, found: SplitCandidates) -> dict[str, str]:
+def _styles_from_tp_plan(model: nn.Module, found: SplitCandidates) -> dict[str, str]:
     """Of the model's own plan what was not found: the watching cannot see as far as its author."""
     plan = getattr(model, "tp_plan", None)
     if not isinstance(plan, Mapping):
@@ -204,7 +206,7 @@ def _own_plan(model: nn.Module, found: SplitCandidates) -> dict[str, str]:
         name: HUGGING_FACE[style]
         for names, style in plan.items()
         if style in HUGGING_FACE
-        for name in _matching(model, names)
+        for name in _find_matches(model, names)
     }
     return {
         name: style
@@ -213,12 +215,12 @@ def _own_plan(model: nn.Module, found: SplitCandidates) -> dict[str, str]:
     }
 
 
-def _asked(model: nn.Module, tensor: Mapping[str, str] | None, tp: int) -> dict[str, str]:
+def _styles_from_layout(model: nn.Module, tensor: Mapping[str, str] | None, tp: int) -> dict[str, str]:
     styles = {}
     for path, style in (tensor or {}).items():
         if style not in STYLES:
             raise TaskError(f"layout().tensor[{path!r}] is {style!r}{nearest(style, STYLES)}")
-        names = _matching(model, path)
+        names = _find_matches(model, path)
         if not names:
             raise TaskError(
                 f"layout().tensor names {path!r}, which the model has not{nearest(path, [n for n, _ in model.named_modules() if n])}"
@@ -233,7 +235,7 @@ def _asked(model: nn.Module, tensor: Mapping[str, str] | None, tp: int) -> dict[
             size = (
                 module.num_embeddings
                 if style == "vocabulary"
-                else features(module)[0 if style == "row" else 1]
+                else linear_features(module)[0 if style == "row" else 1]
                 if able
                 else 0
             )
@@ -245,23 +247,26 @@ def _asked(model: nn.Module, tensor: Mapping[str, str] | None, tp: int) -> dict[
     return styles
 
 
-def _matching(model: nn.Module, path: str) -> list[str]:
+def _find_matches(model: nn.Module, path: str) -> list[str]:
     return [name for name, _ in model.named_modules() if fnmatch.fnmatchcase(name, path)]
 
 
-def _drop_unlike_ties(model: nn.Module, styles: dict[str, str]) -> None:
+def _drop_inconsistent_ties(model: nn.Module, styles: dict[str, str]) -> None:
     """A weight that several modules share is split only where all of them split it alike."""
     users: dict[int, list[str]] = {}
     for name, module in model.named_modules():
         if module._parameters.get("weight") is not None:
             users.setdefault(id(module.weight), []).append(name)
     for names in users.values():
-        if len({_cuts(model.get_submodule(name), styles.get(name)).get("weight") for name in names}) > 1:
+        if (
+            len({_split_dims(model.get_submodule(name), styles.get(name)).get("weight") for name in names})
+            > 1
+        ):
             for name in names:
                 styles.pop(name, None)
 
 
-def _cuts(module: nn.Module, style: str | None) -> dict[str, int]:
+def _split_dims(module: nn.Module, style: str | None) -> dict[str, int]:
     """Parameter -> the dimension that is cut."""
     if style in (None, "whole"):
         return {}
@@ -272,7 +277,7 @@ def _cuts(module: nn.Module, style: str | None) -> dict[str, int]:
     return {"weight": 1 if is_transposed(module) else 0, "bias": 0}
 
 
-def split(
+def split_model(
     model: nn.Module, splits: Splits, mesh: DeviceMesh, stages: Sequence[Collection[str]] | None = None
 ) -> None:
     """Cut the parameters of `model`, on the meta device, over the one axis of `mesh`, and let the layers compute on their parts.
@@ -282,12 +287,12 @@ def split(
     torch.backends.mha.set_fastpath_enabled(False)
     group = mesh.get_group()
     cut: dict[int, nn.Parameter] = {}
-    entrances: dict[str, Entrance] = {}
+    entrances: dict[str, SharedEntry] = {}
     between = splits.between
     pieces = SequenceCollectives(group, between.dim) if between is not None else None
     for name, style in splits.styles.items():
         module: Any = model.get_submodule(name)
-        for key, dim in _cuts(module, style).items():
+        for key, dim in _split_dims(module, style).items():
             parameter = module._parameters[key]
             if parameter is None:
                 continue
@@ -295,9 +300,9 @@ def split(
                 sharded = distribute_tensor(parameter.detach(), mesh, [Shard(dim)], src_data_rank=None)
                 cut[id(parameter)] = nn.Parameter(sharded, parameter.requires_grad)
             module._parameters[key] = cut[id(parameter)]
-        entrance = entrances.setdefault(name.rpartition(".")[0], Entrance())
-        enters: Change = partial(enter, group=group)
-        adds: Change = partial(add, group=group)
+        entrance = entrances.setdefault(name.rpartition(".")[0], SharedEntry())
+        enters: TensorFunction = partial(copy_to_split, group=group)
+        adds: TensorFunction = partial(sum_partials, group=group)
         if between is not None and pieces is not None:
             enters = pieces.enter if name in between.entrances else enters
             adds = pieces.add if name in between.exits else adds
@@ -307,11 +312,11 @@ def split(
             entrance.layers += style in GATHERING
             module.forward = FORWARDS[style](module, group, partial(entrance, enter=enters), adds)
     if between is not None and pieces is not None:
-        split_between(model, between, pieces, stages if stages is not None else [between.blocks])
+        install_sequence_parallel(model, between, pieces, stages if stages is not None else [between.blocks])
     install_dropout_rng(model, splits.draws, group, mesh.device_type)
 
 
-def split_between(
+def install_sequence_parallel(
     model: nn.Module,
     between: SequenceParallelPlan,
     pieces: SequenceCollectives,
@@ -319,7 +324,7 @@ def split_between(
 ) -> None:
     """Cut and gather the activations where split layers do not."""
 
-    def then(module: nn.Module, change: Change) -> None:
+    def then(module: nn.Module, change: TensorFunction) -> None:
         inner = module.forward
         module.forward = lambda *args, **kwargs: change(inner(*args, **kwargs))
 
@@ -331,11 +336,11 @@ def split_between(
         blocks = [name for name in between.blocks if name in stage]
         if blocks:
             first, last = between.blocks[blocks[0]].arguments, between.blocks[blocks[-1]].output
-            at_block(model.get_submodule(blocks[0]), before=partial(on_marked, pieces.cut, first))
-            at_block(model.get_submodule(blocks[-1]), after=partial(on_marked, pieces.gather, last))
+            hook_block(model.get_submodule(blocks[0]), before=partial(map_marked, pieces.cut, first))
+            hook_block(model.get_submodule(blocks[-1]), after=partial(map_marked, pieces.gather, last))
 
 
-def sum_partial(params: Sequence[nn.Parameter], group: dist.ProcessGroup) -> None:
+def sum_partial_gradients(params: Sequence[nn.Parameter], group: dist.ProcessGroup) -> None:
     """Add up the gradients of small parameters that each rank used on its part, those of one kind together."""
     kinds: dict[torch.dtype, list[Tensor]] = {}
     for parameter in params:

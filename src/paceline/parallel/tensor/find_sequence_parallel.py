@@ -17,20 +17,20 @@ from torch.utils._pytree import tree_leaves, tree_unflatten
 
 from paceline.parallel.op_rules import is_pointwise
 from paceline.parallel.pytree import flatten
-from paceline.parallel.tensor.sequence_comm import at_block, on_marked
+from paceline.parallel.tensor.sequence_comm import hook_block, map_marked
 from paceline.parallel.tensor.tracer import (
     LabelTracer,
     TraceResult,
-    WholeFunctions,
-    first_difference,
-    forwards,
+    WholeFunctionTracer,
+    find_first_difference,
     is_embedding,
     is_linear,
+    replaced_forwards,
 )
 
-BETWEEN = ""  # the one group of labels
+ACTIVATIONS = ""  # the one group of labels
 GATHERING = ("column", "gather", "head")
-ROUNDS = 4
+MAX_ATTEMPTS = 4
 
 
 @dataclass(frozen=True)
@@ -59,11 +59,11 @@ class SequenceParallelPlan:
     draws: tuple[tuple[str, bool], ...]  # module that draws at random, and whether it does for a part
 
 
-class NotFound(Exception):
+class NotSplittable(Exception):
     """Says why activations cannot be split; nothing where there are none between split layers."""
 
 
-def find_between(
+def find_sequence_parallel(
     model: nn.Module,
     run: Callable[[], Any],
     styles: Mapping[str, str],
@@ -80,24 +80,24 @@ def find_between(
         if name.startswith(f"{owner}.")
     ]
     if not owners:
-        raise NotFound
-    failed = NotFound()
+        raise NotSplittable
+    failed = NotSplittable()
     for dim in (0, 1):  # the outer one first: its parts lie in one piece each
         try:
             scatters: frozenset[str] = frozenset()
-            for _ in range(ROUNDS):
-                watching = _Watching(model, styles, blocks, owners[0], owners[-1], dim, tp, scatters)
+            for _ in range(MAX_ATTEMPTS):
+                watching = _SequenceTrial(model, styles, blocks, owners[0], owners[-1], dim, tp, scatters)
                 found, missing = watching.find(run)
                 if found is not None:
                     watching.prove(run, found)
                     return found
                 scatters |= missing
-        except NotFound as error:
+        except NotSplittable as error:
             failed = failed if str(failed) else error
     raise failed
 
 
-class _Watch(LabelTracer):
+class _ActivationTracer(LabelTracer):
     """Notes what is whole where a part is needed, if it can be cut where a module returns it; and goes on as if it were."""
 
     def __init__(self, seen: TraceResult):
@@ -124,7 +124,7 @@ class _Watch(LabelTracer):
 
 
 @dataclass
-class _Watching:
+class _SequenceTrial:
     model: nn.Module
     styles: Mapping[str, str]
     blocks: Mapping[str, nn.Module]
@@ -144,20 +144,20 @@ class _Watching:
 
     def find(self, run: Callable[[], Any]) -> tuple[SequenceParallelPlan | None, set[str]]:
         """What is done with activations; or modules whose outputs have to be cut first."""
-        self.watch = _Watch(TraceResult(self.model, root_of={BETWEEN: BETWEEN}))
+        self.watch = _ActivationTracer(TraceResult(self.model, root_of={ACTIVATIONS: ACTIVATIONS}))
         with (
             self._at_blocks(self._begin, self._end),
-            forwards(self.model, self._wrap, self.scatters),
-            WholeFunctions(self.watch),
+            replaced_forwards(self.model, self._wrap, self.scatters),
+            WholeFunctionTracer(self.watch),
             self.watch,
         ):
             output = run()
         self.watch.spoil([leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)], "the output")
         seen = self.watch.seen
         if not any(one.label for one in seen.tape):
-            raise NotFound
+            raise NotSplittable
         if seen.spoiled:
-            raise NotFound(seen.spoiled[BETWEEN])
+            raise NotSplittable(seen.spoiled[ACTIVATIONS])
         if self.watch.missing:
             return None, self.watch.missing
         return self._found(seen), set()
@@ -170,12 +170,14 @@ class _Watching:
                 "whole" if at is None else "fed" if at in gathered else "entrance"
             )
         exits = frozenset(name for name, ways in self.exits.items() if True in ways)
-        parameters = seen.partial.get(BETWEEN, set()) | {f"{name}.bias" for name in exits}
+        parameters = seen.partial.get(ACTIVATIONS, set()) | {f"{name}.bias" for name in exits}
         twice = [name for name, ways in kinds.items() if len(ways) > 1] + [
             name for name, ways in self.exits.items() if len(ways) > 1
         ]
         if twice or parameters & seen.whole:
-            raise NotFound(f"{(twice or sorted(parameters & seen.whole))[0]}, which is used in several ways")
+            raise NotSplittable(
+                f"{(twice or sorted(parameters & seen.whole))[0]}, which is used in several ways"
+            )
         return SequenceParallelPlan(
             dim=self.dim,
             blocks=self.edges,
@@ -210,7 +212,7 @@ class _Watching:
         hooks = [
             hook
             for name, block in self.blocks.items()
-            for hook in at_block(block, partial(before, name), partial(after, name))
+            for hook in hook_block(block, partial(before, name), partial(after, name))
         ]
         try:
             yield
@@ -221,16 +223,16 @@ class _Watching:
     def _begin(self, name: str, arguments: Any) -> Any:
         leaves, structure = flatten(arguments)
         if name == self.first and self.whole_shape is None:
-            at = _hidden(leaves)
+            at = _find_activations(leaves)
             if at is None:
-                raise NotFound
+                raise NotSplittable
             self.whole_shape, self.open = tuple(leaves[at].shape), True
             if self.whole_shape[self.dim] % self.tp:
-                raise NotFound(f"their shape {self.whole_shape}")
+                raise NotSplittable(f"their shape {self.whole_shape}")
             leaves[at] = self._cut(leaves[at])
         if self.open:
             if name in self.edges:
-                raise NotFound(f"{name}, which is called more than once")
+                raise NotSplittable(f"{name}, which is called more than once")
             self.watch.outside = False
             self.edges[name] = BlockEdges(self._marks(leaves), ())
         return tree_unflatten(leaves, structure)
@@ -245,7 +247,7 @@ class _Watching:
             return None
         self.open = False
         with self.watch.apart():
-            whole = on_marked(lambda leaf: leaf.view_as(leaf), self.edges[name].output, output)
+            whole = map_marked(lambda leaf: leaf.view_as(leaf), self.edges[name].output, output)
         self.watch.kept.append(whole)
         return whole
 
@@ -253,13 +255,13 @@ class _Watching:
         split = [leaf for leaf in leaves if self.watch.label(leaf)]
         self.at_edges |= {id(leaf) for leaf in split}
         if any(self.watch.labels[id(leaf)][1] != self.dim for leaf in split):
-            raise NotFound("how blocks turn them")
+            raise NotSplittable("how blocks turn them")
         return tuple(self.watch.label(leaf) is not None for leaf in leaves)
 
     def _cut(self, whole: Tensor) -> Tensor:
         with self.watch.apart():
             part = whole.view_as(whole)
-        self.watch.put(part, (BETWEEN, self.dim))
+        self.watch.put(part, (ACTIVATIONS, self.dim))
         return part
 
     def _wrap(self, name: str, module: nn.Module, inner: Callable[..., Any]) -> Callable[..., Any]:
@@ -286,14 +288,14 @@ class _Watching:
             fits = self.open and self.whole_shape is not None and y.shape[:-1] == self.whole_shape[:-1]
             self.exits.setdefault(name, set()).add(fits)
             if fits:
-                watch.put(y, (BETWEEN, self.dim))
+                watch.put(y, (ACTIVATIONS, self.dim))
         else:
             met = {f"{name}.{key}" for key in module._parameters}
             if label is None:
                 watch.seen.whole |= met
             else:
                 watch.put(y, label)
-                watch.seen.partial.setdefault(BETWEEN, set()).update(met)
+                watch.seen.partial.setdefault(ACTIVATIONS, set()).update(met)
 
     def prove(self, run: Callable[[], Any], found: SequenceParallelPlan) -> None:
         """Make the pass as one rank would. Raises NotFound where that does something else."""
@@ -327,20 +329,22 @@ class _Watching:
 
         def begin(name: str, arguments: Any) -> Any:
             with part.apart():
-                return on_marked(cut, found.blocks[name].arguments, arguments) if name == self.first else None
+                return (
+                    map_marked(cut, found.blocks[name].arguments, arguments) if name == self.first else None
+                )
 
         def end(name: str, output: Any) -> Any:
             with part.apart():
-                return on_marked(gather, found.blocks[name].output, output) if name == self.last else None
+                return map_marked(gather, found.blocks[name].output, output) if name == self.last else None
 
         tape = self.watch.seen.tape
-        with self._at_blocks(begin, end), forwards(self.model, wrap, found.gathers | found.scatters):
-            at = first_difference(run, part, tape, lambda label: tp)
+        with self._at_blocks(begin, end), replaced_forwards(self.model, wrap, found.gathers | found.scatters):
+            at = find_first_difference(run, part, tape, lambda label: tp)
         if at is not None:
-            raise NotFound(f"{tape[at].name}, which goes by their sizes")
+            raise NotSplittable(f"{tape[at].name}, which goes by their sizes")
 
 
-def _hidden(leaves: list[Any]) -> int | None:
+def _find_activations(leaves: list[Any]) -> int | None:
     """Which argument of a block are the activations."""
     likely = [
         at

@@ -19,11 +19,11 @@ from paceline.errors import PlanError
 from paceline.parallel.tensor.tracer import (
     LabelTracer,
     TraceResult,
-    WholeFunctions,
-    features,
-    first_difference,
-    forwards,
+    WholeFunctionTracer,
+    find_first_difference,
     is_linear,
+    linear_features,
+    replaced_forwards,
 )
 
 
@@ -46,18 +46,18 @@ class SplitCandidates:
     notes: tuple[str, ...]
 
 
-def discover(model: nn.Module, run: Callable[[], Any], tp: int) -> SplitCandidates:
+def find_candidates(model: nn.Module, run: Callable[[], Any], tp: int) -> SplitCandidates:
     """`run` calls the model, which is on the meta device. Raises PlanError for heads or hidden sizes that tp does not divide."""
-    seen = _watch(model, run)
+    seen = _trace(model, run)
     rejected: set[str] = set()
     while True:
-        columns, rows, groups = _pairs(seen, rejected)
+        columns, rows, groups = _pair_layers(seen, rejected)
         _check_divisible(seen, columns, tp, groups)
-        wrong = _differs(model, run, seen, columns, rows, groups, tp) if columns else None
+        wrong = _find_difference(model, run, seen, columns, rows, groups, tp) if columns else None
         if wrong is None:
             break
-        rejected |= {root for root in groups if pattern(root) == pattern(wrong)}
-    own = sorted({pattern(name) for name, root in seen.root_of.items() if root in rejected})
+        rejected |= {root for root in groups if number_pattern(root) == number_pattern(wrong)}
+    own = sorted({number_pattern(name) for name, root in seen.root_of.items() if root in rejected})
     notes = (
         (f"tp: {', '.join(own)} cannot be split in pairs, because the forward says their sizes itself",)
         if own
@@ -78,11 +78,11 @@ def discover(model: nn.Module, run: Callable[[], Any], tp: int) -> SplitCandidat
     )
 
 
-def pattern(name: str) -> str:
+def number_pattern(name: str) -> str:
     return re.sub(r"\d+", "*", name)
 
 
-def _watch(model: nn.Module, run: Callable[[], Any]) -> TraceResult:
+def _trace(model: nn.Module, run: Callable[[], Any]) -> TraceResult:
     seen = TraceResult(model)
     watch = LabelTracer(seen)
 
@@ -103,7 +103,7 @@ def _watch(model: nn.Module, run: Callable[[], Any]) -> TraceResult:
 
         return forward
 
-    with forwards(model, wrap), WholeFunctions(watch), watch:
+    with replaced_forwards(model, wrap), WholeFunctionTracer(watch), watch:
         output = run()
     for tensor in tree_leaves(output):
         if label := watch.label(tensor):
@@ -113,7 +113,7 @@ def _watch(model: nn.Module, run: Callable[[], Any]) -> TraceResult:
     return seen
 
 
-def _pairs(seen: TraceResult, rejected: set[str]) -> tuple[set[str], set[str], set[str]]:
+def _pair_layers(seen: TraceResult, rejected: set[str]) -> tuple[set[str], set[str], set[str]]:
     """Columns, rows, and the names of their groups: those whose every use ends in a row."""
     members: dict[str, list[str]] = {}
     for name in seen.root_of:
@@ -149,7 +149,7 @@ def _pairs(seen: TraceResult, rejected: set[str]) -> tuple[set[str], set[str], s
 
 def _check_divisible(seen: TraceResult, columns: set[str], tp: int, groups: set[str]) -> None:
     for name in (name for name in seen.calls if name in columns):
-        hidden = features(seen.model.get_submodule(name))[1]
+        hidden = linear_features(seen.model.get_submodule(name))[1]
         for size in sorted(seen.sizes[name] | {hidden}):
             if size % tp:
                 what = f"{size} heads" if size != hidden else f"{size} features"
@@ -160,7 +160,7 @@ def _check_divisible(seen: TraceResult, columns: set[str], tp: int, groups: set[
                 raise PlanError(f"tp={tp} does not divide the {what} of {name}; {hint}")
 
 
-def _differs(
+def _find_difference(
     model: nn.Module,
     run: Callable[[], Any],
     seen: TraceResult,
@@ -176,7 +176,7 @@ def _differs(
         def forward(x: Tensor, *args: Any, **kwargs: Any) -> Any:
             with part.apart():
                 if name in rows:
-                    taken, out = features(module)
+                    taken, out = linear_features(module)
                     if x.shape[-1] * tp != taken:
                         raise RuntimeError(f"{name} was given {x.shape[-1]} features")
                     return x.new_empty(*x.shape[:-1], out)
@@ -185,8 +185,10 @@ def _differs(
 
         return forward
 
-    with forwards(model, wrap):
-        at = first_difference(run, part, seen.tape, lambda label: tp if seen.root(label[0]) in groups else 1)
+    with replaced_forwards(model, wrap):
+        at = find_first_difference(
+            run, part, seen.tape, lambda label: tp if seen.root(label[0]) in groups else 1
+        )
     if at is None:
         return None
     before = [seen.root(one.label[0]) for one in seen.tape[: at + 1] if one.label is not None]

@@ -9,34 +9,42 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from paceline.distributed.dtensor import local_tensor, shard_size
-from paceline.parallel.tensor.tracer import features, is_transposed
+from paceline.parallel.tensor.tracer import is_transposed, linear_features
 
-Change = Callable[[Tensor], Tensor]
+TensorFunction = Callable[[Tensor], Tensor]
 
 
-def _product(module: Any, x: Tensor, bias: bool) -> Tensor:
+def _local_linear(module: Any, x: Tensor, bias: bool) -> Tensor:
     weight = local_tensor(module.weight)
     added = local_tensor(module.bias) if bias and module.bias is not None else None
     return F.linear(x, weight.t() if is_transposed(module) else weight, added)
 
 
-def _column(module: Any, group: dist.ProcessGroup, enter: Change, add: Change) -> Change:
-    return lambda x: _product(module, enter(x), bias=True)
+def _column(
+    module: Any, group: dist.ProcessGroup, enter: TensorFunction, add: TensorFunction
+) -> TensorFunction:
+    return lambda x: _local_linear(module, enter(x), bias=True)
 
 
-def _gather(module: Any, group: dist.ProcessGroup, enter: Change, add: Change) -> Change:
-    return lambda x: _GatherOutput.apply(_product(module, enter(x), bias=True), features(module)[1], group)
+def _gather(
+    module: Any, group: dist.ProcessGroup, enter: TensorFunction, add: TensorFunction
+) -> TensorFunction:
+    return lambda x: _GatherOutput.apply(
+        _local_linear(module, enter(x), bias=True), linear_features(module)[1], group
+    )
 
 
-def _row(module: Any, group: dist.ProcessGroup, enter: Change, add: Change) -> Change:
+def _row(module: Any, group: dist.ProcessGroup, enter: TensorFunction, add: TensorFunction) -> TensorFunction:
     def forward(x: Tensor) -> Tensor:
-        whole = add(_product(module, x, bias=False))
+        whole = add(_local_linear(module, x, bias=False))
         return whole + module.bias if module.bias is not None else whole
 
     return forward
 
 
-def _vocabulary(module: Any, group: dist.ProcessGroup, enter: Change, add: Change) -> Change:
+def _vocabulary(
+    module: Any, group: dist.ProcessGroup, enter: TensorFunction, add: TensorFunction
+) -> TensorFunction:
     def forward(ids: Tensor) -> Tensor:
         weight = local_tensor(module.weight)
         here = ids - group.rank() * shard_size(module.num_embeddings, group.size())
@@ -47,21 +55,23 @@ def _vocabulary(module: Any, group: dist.ProcessGroup, enter: Change, add: Chang
     return forward
 
 
-def _head(module: Any, group: dist.ProcessGroup, enter: Change, add: Change) -> Change:
+def _head(
+    module: Any, group: dist.ProcessGroup, enter: TensorFunction, add: TensorFunction
+) -> TensorFunction:
     """What the model returns: whole, or split along its last dimension where the loss can be computed so."""
 
     def forward(x: Tensor) -> Tensor:
-        part = _product(module, enter(x), bias=True)
+        part = _local_linear(module, enter(x), bias=True)
         if module.training and getattr(module, SPLIT_LOSS, False):
             mesh = module.weight.device_mesh
             axis = mesh[mesh.mesh_dim_names[-1]] if mesh.ndim > 1 else mesh
-            return in_parts(part, features(module)[1], axis)
-        return _GatherOutput.apply(part, features(module)[1], group)
+            return as_split_dtensor(part, linear_features(module)[1], axis)
+        return _GatherOutput.apply(part, linear_features(module)[1], group)
 
     return forward
 
 
-def in_parts(part: Tensor, features: int, axis: Any) -> Any:
+def as_split_dtensor(part: Tensor, features: int, axis: Any) -> Any:
     """The tensor whose last dimension is split over the one axis of a mesh, as torch's DTensor."""
     from torch.distributed.tensor import DTensor, Shard
 
@@ -74,7 +84,7 @@ def in_parts(part: Tensor, features: int, axis: Any) -> Any:
 
 SPLIT_LOSS = "_paceline_split_loss"
 FORWARDS: dict[
-    str, Callable[[Any, Any, Change, Change], Change]
+    str, Callable[[Any, Any, TensorFunction, TensorFunction], TensorFunction]
 ] = {  # module, group, what enters, what is summed
     "column": _column,
     "row": _row,
@@ -84,7 +94,7 @@ FORWARDS: dict[
 }
 
 
-class Entrance:
+class SharedEntry:
     """Where activations meet split weights, of whose gradient each rank has a part. Layers side by side share what is done there."""
 
     def __init__(self) -> None:
@@ -94,7 +104,7 @@ class Entrance:
         )
         self.left = 0
 
-    def __call__(self, x: Tensor, enter: Change) -> Tensor:
+    def __call__(self, x: Tensor, enter: TensorFunction) -> Tensor:
         if self.last is None or self.last[0] is not x:
             self.last, self.left = (x, enter(x)), self.layers
         entered = self.last[1]
@@ -104,15 +114,15 @@ class Entrance:
         return entered
 
 
-def enter(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+def copy_to_split(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     """Whole activations, whose gradient is summed."""
     entered: Tensor = _EnterSplitLinear.apply(x, group)
     return entered
 
 
-def add(summand: Tensor, group: dist.ProcessGroup) -> Tensor:
+def sum_partials(summand: Tensor, group: dist.ProcessGroup) -> Tensor:
     """The whole sum over the ranks."""
-    whole: Tensor = _Sum.apply(summand, group)
+    whole: Tensor = _SumPartials.apply(summand, group)
     return whole
 
 
@@ -129,7 +139,7 @@ class _EnterSplitLinear(torch.autograd.Function):
         return whole, None
 
 
-class _Sum(torch.autograd.Function):
+class _SumPartials(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, part: Tensor, group: dist.ProcessGroup) -> Tensor:
         whole = part.contiguous()

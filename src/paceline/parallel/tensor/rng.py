@@ -37,13 +37,13 @@ def install_dropout_rng(
 ) -> None:
     if not any(draws.values()):
         return
-    streams = _Streams(group.rank(), device_type)
+    streams = _DropoutStreams(group.rank(), device_type)
     for name, apart in draws.items():
         module = model.get_submodule(name)
-        module.forward = _drawing(module, module.forward, streams.own if apart else streams.shared)
+        module.forward = _with_stream(module, module.forward, streams.own if apart else streams.shared)
 
 
-def _drawing(
+def _with_stream(
     module: nn.Module,
     inner: Callable[..., Any],
     stream: Callable[[], contextlib.AbstractContextManager[None]],
@@ -57,7 +57,7 @@ def _drawing(
     return forward
 
 
-class _Streams:
+class _DropoutStreams:
     def __init__(self, rank: int, device_type: str):
         cuda = torch.cuda.default_generators[torch.cuda.current_device()] if device_type == "cuda" else None
         self.rank, self.device = rank, torch.device(device_type)

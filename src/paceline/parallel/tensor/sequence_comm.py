@@ -17,12 +17,12 @@ from paceline.errors import PlanError
 from paceline.parallel.pytree import flatten
 
 
-def _nothing(tree: Any) -> None:
+def _unchanged(tree: Any) -> None:
     return None
 
 
-def at_block(
-    block: nn.Module, before: Callable[[Any], Any] = _nothing, after: Callable[[Any], Any] = _nothing
+def hook_block(
+    block: nn.Module, before: Callable[[Any], Any] = _unchanged, after: Callable[[Any], Any] = _unchanged
 ) -> list[RemovableHandle]:
     """Call a block with what `before` makes of its arguments, and let it return what `after` makes of its output; None: as it is."""
     return [
@@ -31,7 +31,7 @@ def at_block(
     ]
 
 
-def on_marked(change: Callable[[Tensor], Tensor], marks: tuple[bool, ...], tree: Any) -> Any:
+def map_marked(change: Callable[[Tensor], Tensor], marks: tuple[bool, ...], tree: Any) -> Any:
     """`tree` with some of its leaves changed."""
     leaves, structure = flatten(tree)
     return tree_unflatten(
@@ -49,13 +49,13 @@ class SequenceCollectives:
     def cut(self, whole: Tensor) -> Tensor:
         """Of what each rank has."""
         self.length = whole.shape[self.dim]
-        piece: Tensor = _Cut.apply(whole, self)
+        piece: Tensor = _ScatterSequence.apply(whole, self)
         return piece
 
     def add(self, summand: Tensor) -> Tensor:
         """The piece of the sum over the ranks."""
         self.length = summand.shape[self.dim]
-        piece: Tensor = _Add.apply(summand, self)
+        piece: Tensor = _ReduceScatterSequence.apply(summand, self)
         return piece
 
     def gather(self, piece: Tensor) -> Tensor:
@@ -125,7 +125,7 @@ class SequenceCollectives:
         return F.pad(tensor, [0, 0] * (tensor.dim() - 1 - self.dim) + [0, missing]) if missing else tensor
 
 
-class _Cut(torch.autograd.Function):
+class _ScatterSequence(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, whole: Tensor, pieces: SequenceCollectives) -> Tensor:
         ctx.pieces = pieces
@@ -159,7 +159,7 @@ class _EnterSplitSequence(torch.autograd.Function):
         return ctx.pieces.reduce_scatter(grad), None
 
 
-class _Add(torch.autograd.Function):
+class _ReduceScatterSequence(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, summand: Tensor, pieces: SequenceCollectives) -> Tensor:
         ctx.pieces = pieces

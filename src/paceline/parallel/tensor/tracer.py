@@ -13,7 +13,16 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from paceline.parallel.op_rules import ATTENTION, PRODUCTS, SILENT, VIEWS, Label, draws, follow, is_pointwise
+from paceline.parallel.op_rules import (
+    ATTENTION,
+    PRODUCTS,
+    UNTAPED,
+    VIEWS,
+    Label,
+    is_pointwise,
+    is_random,
+    propagate_split,
+)
 
 
 def is_linear(module: nn.Module) -> bool:
@@ -35,7 +44,7 @@ def is_embedding(module: nn.Module) -> bool:
     return plain and not has_computed_weight(module) and not (module.sparse or module.scale_grad_by_freq)
 
 
-def features(module: Any) -> tuple[int, int]:
+def linear_features(module: Any) -> tuple[int, int]:
     """(in, out) of a linear layer."""
     rows, columns = module.weight.shape
     return (rows, columns) if is_transposed(module) else (columns, rows)
@@ -161,11 +170,11 @@ class LabelTracer(TorchDispatchMode):
                     if dim is not None:
                         self.put(tensor, (root, dim))
         self.kept += results
-        if draws(func, args, kwargs):
+        if is_random(func, args, kwargs):
             label = self.label(results[0])
             self.seen.draws.append((self.running[-1], label[0] if label else None))
         packet = getattr(func, "overloadpacket", func)
-        if packet not in SILENT:
+        if packet not in UNTAPED:
             numbers = tuple(
                 item
                 for item in leaves
@@ -179,7 +188,7 @@ class LabelTracer(TorchDispatchMode):
     def follow(
         self, func: Any, args: Any, kwargs: Any, tensors: list[Tensor], results: list[Tensor]
     ) -> list[int | None] | None:
-        return follow(func, args, kwargs, tensors, results, self.label)
+        return propagate_split(func, args, kwargs, tensors, results, self.label)
 
     def others_are_fixed(self, tensors: list[Tensor], labelled: list[Tensor]) -> bool:
         """Whatever else goes in must not need a gradient: each rank would have a part of it. Small parameters get theirs summed up."""
@@ -213,7 +222,7 @@ class LabelTracer(TorchDispatchMode):
             self.kept.append(output)
 
 
-class WholeFunctions(TorchFunctionMode):
+class WholeFunctionTracer(TorchFunctionMode):
     """Attention and products of matrices, seen whole: torch would take them apart."""
 
     def __init__(self, watch: LabelTracer):
@@ -234,7 +243,9 @@ class WholeFunctions(TorchFunctionMode):
 
 
 @contextlib.contextmanager
-def forwards(model: nn.Module, wrap: Callable[..., Any], others: Collection[str] = ()) -> Iterator[None]:
+def replaced_forwards(
+    model: nn.Module, wrap: Callable[..., Any], others: Collection[str] = ()
+) -> Iterator[None]:
     """All linear layers and embeddings with another forward, and these other modules."""
     modules = {
         name: module
@@ -253,15 +264,15 @@ def forwards(model: nn.Module, wrap: Callable[..., Any], others: Collection[str]
                 module.forward = own[name]
 
 
-def first_difference(
+def find_first_difference(
     run: Callable[[], Any], part: LabelTracer, tape: list[TracedOperation], divided: Callable[[Label], int]
 ) -> int | None:
     """Make a pass as one rank would; where on the tape it does something else than the pass that is on it, if anywhere.
     `divided`: by how much the dimension that a label is of is smaller there."""
     with (
-        quietly(),
+        silence_fake_tensor_errors(),
         contextlib.suppress(RuntimeError, ValueError, TypeError, IndexError),
-        WholeFunctions(part),
+        WholeFunctionTracer(part),
         part,
         torch.no_grad(),
     ):
@@ -278,15 +289,15 @@ def first_difference(
 
 
 @contextlib.contextmanager
-def quietly() -> Iterator[None]:
+def silence_fake_tensor_errors() -> Iterator[None]:
     """What fails on tensors without values is not told: it is tried."""
     speaks = logging.getLogger("torch._subclasses.fake_tensor")
-    speaks.addFilter(_nothing)
+    speaks.addFilter(_reject)
     try:
         yield
     finally:
-        speaks.removeFilter(_nothing)
+        speaks.removeFilter(_reject)
 
 
-def _nothing(record: logging.LogRecord) -> bool:
+def _reject(record: logging.LogRecord) -> bool:
     return False

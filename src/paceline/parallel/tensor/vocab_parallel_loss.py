@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from paceline.data.fake import is_imagined
 from paceline.data.loader import Batch
 from paceline.parallel.tensor.apply import Splits
-from paceline.parallel.tensor.linear import SPLIT_LOSS, in_parts
+from paceline.parallel.tensor.linear import SPLIT_LOSS, as_split_dtensor
 from paceline.task import Task
 
 
@@ -48,7 +48,7 @@ def try_split_loss(model: nn.Module, splits: Splits, task: Task, batch: Batch, m
         expected = task.loss(whole, batch)
         expected.sum().backward()
         with split_loss():
-            found: Any = task.loss(in_parts(part, drawn.shape[-1], mesh), batch)
+            found: Any = task.loss(as_split_dtensor(part, drawn.shape[-1], mesh), batch)
             found = found.full_tensor() if isinstance(found, DTensor) else found
             found.sum().backward()
         assert whole.grad is not None

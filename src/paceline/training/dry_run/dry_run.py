@@ -24,7 +24,7 @@ from paceline.distributed import mesh
 from paceline.distributed.world import World
 from paceline.errors import LaunchError, PlanError, TaskError
 from paceline.parallel.ddp import release
-from paceline.parallel.tensor.tracer import quietly
+from paceline.parallel.tensor.tracer import silence_fake_tensor_errors
 from paceline.plan.comm_volume import CommVolume
 from paceline.plan.plan import Plan, share
 from paceline.spec import Spec
@@ -116,7 +116,7 @@ def _play(asked: _Asked, world: World, studied: ModelAnalysis) -> CommVolume:
             allocate_(model, CPU, **where)
 
         laid = build_training(spec, plan, world, task, CPU, fill, studied=studied)
-        stack.enter_context(quietly())  # cp tries out which arguments to cut
+        stack.enter_context(silence_fake_tensor_errors())  # cp tries out which arguments to cut
         try:
             return _count(laid, plan, micro_batches)
         except TaskError as error:

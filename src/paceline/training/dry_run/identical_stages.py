@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 
 from torch import nn
 
-from paceline.parallel.module_hooks import parts_of
+from paceline.parallel.module_hooks import find_parts
 from paceline.parallel.pipeline.stage import StagePartition, divide, ranks_of
 from paceline.parallel.pipeline.tracer import ForwardTrace
 from paceline.parallel.tensor.apply import Splits
@@ -43,7 +43,7 @@ def twins(plan: Plan, layout: Layout, studied: ModelAnalysis) -> list[IdenticalP
     found = [IdenticalPlace(place, {}) for place in range(plan.pp)]
     if studied.recording is None or plan.pp_schedule in TWICE or not are_alike(plan):
         return found
-    parts = parts_of(studied.model, layout)
+    parts = find_parts(studied.model, layout)
     division = divide(plan, studied.model, parts, studied.recording)
     of_place = [[stage for stage, at in enumerate(ranks_of(plan)) if at == place] for place in range(plan.pp)]
     first: dict[Hashable, int] = {}

@@ -13,7 +13,7 @@ from paceline.data.fake import example, imagined
 from paceline.data.loader import Batch
 from paceline.distributed.dtensor import storage_id
 from paceline.errors import PlanError, TaskError
-from paceline.parallel.forward import call
+from paceline.parallel.forward import call_model
 from paceline.plan.model.facts import BlockFacts, LiveBytes, ModelFacts, TensorVolume
 from paceline.plan.model.operations import Operation
 from paceline.plan.plan import Plan
@@ -54,12 +54,12 @@ def watched(watch: OpCounter, task: Task, batch: Batch, samples: int) -> ModelFa
     """Of a model on the device of `batch`, whether or not they have values."""
     model = watch.model
     with watch:
-        output = call(task, model, batch)
+        output = call_model(task, model, batch)
         watch.finish()
         task.loss(output, batch)
     facts = _facts(watch, type(task).__name__, samples)
     try:
-        found = lived(model, watch.units, lambda: task.loss(call(task, model, batch), batch))
+        found = lived(model, watch.units, lambda: task.loss(call_model(task, model, batch), batch))
     except RuntimeError:  # what is kept for the backward pass is counted already
         return facts
     return _with_lives(facts, found, samples)

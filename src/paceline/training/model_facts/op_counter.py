@@ -14,8 +14,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from paceline.distributed.dtensor import storage_id
-from paceline.parallel.blocks import blocks
-from paceline.parallel.op_rules import ATTENTION, attended
+from paceline.parallel.blocks import find_blocks
+from paceline.parallel.op_rules import ATTENTION, attention_inputs
 from paceline.plan.model.facts import Attention, Product
 from paceline.plan.model.operations import Operation
 from paceline.task import Task, layout_of
@@ -87,7 +87,7 @@ class OpCounter(TorchDispatchMode):
         super().__init__()
         self.model, self.styles = model, styles
         self.names = {id(module): name for name, module in model.named_modules()}
-        units = blocks(model, layout_of(task)) or [model]
+        units = find_blocks(model, layout_of(task)) or [model]
         self.unit_of = {id(unit): k for k, unit in enumerate(units)}
         self.units = units
         self.parts = {FIRST: BlockCount("first"), LAST: BlockCount("last")} | {
@@ -222,7 +222,7 @@ class _Attentions(TorchFunctionMode):
             result = func(*args, **kwargs)
         finally:
             of.whole -= 1
-        query, key, value = attended(args, kwargs)
+        query, key, value = attention_inputs(args, kwargs)
         causal = bool(kwargs.get("is_causal", len(args) > 5 and args[5]))
         part = of.parts[of.at]
         part.kernels += 1

@@ -14,7 +14,7 @@ from paceline.distributed.world import World
 from paceline.errors import PlanError
 from paceline.events import Ended, Event, Started
 from paceline.parallel.apply import ELEMENTWISE
-from paceline.parallel.batch_norm import running_statistics
+from paceline.parallel.batch_norm import find_running_statistics
 from paceline.plan.plan import Plan
 from paceline.spec import Spec
 from paceline.task import Task
@@ -56,7 +56,7 @@ def train_against_servers(
     assert isinstance(update, TrainingStep)
     trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
     dealt = deal(trained, plan.servers, by_row=type(optimizer).__name__ in ELEMENTWISE)
-    statistics = running_statistics(model)
+    statistics = find_running_statistics(model)
     total = spec.total_steps(data.samples)
     check_schedule(spec.schedule.in_samples(spec.batch, data.samples), total * spec.batch)
     first_alone = dist.new_group([0], backend="gloo")
