@@ -32,11 +32,12 @@ class Entry:
 
     @property
     def sent_bytes(self) -> float:
-        """What each rank sends in a ring of n ranks (nccl-tests, PERFORMANCE.md), in terms of S."""
-        return SENT[self.collective](self.ranks) * self.bytes
+        """Bytes that each rank sends in a ring, by `RING_FACTORS`."""
+        return RING_FACTORS[self.collective](self.ranks) * self.bytes
 
 
-SENT: Mapping[str, Callable[[int], float]] = {
+# Bytes that each rank sends in a ring of n ranks, divided by the size S of the call (nccl-tests, PERFORMANCE.md).
+RING_FACTORS: Mapping[str, Callable[[int], float]] = {
     "all-reduce": lambda n: 2 * (n - 1) / n,
     "all-gather": lambda n: (n - 1) / n,
     "reduce-scatter": lambda n: (n - 1) / n,

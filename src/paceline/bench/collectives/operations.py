@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from paceline.plan.comm_volume import SENT
+from paceline.plan.comm_volume import RING_FACTORS
 
 if TYPE_CHECKING:
     import torch
@@ -68,20 +68,20 @@ OPERATIONS = {
     for operation in (
         CollectiveOperation(
             "all-reduce",
-            SENT["all-reduce"],
+            RING_FACTORS["all-reduce"],
             elements=lambda at, count: (count, count),
             expected=lambda at, count: [KnownValues(None, 0, count)],
         ),
         CollectiveOperation(
             "reduce-scatter",
-            SENT["reduce-scatter"],
+            RING_FACTORS["reduce-scatter"],
             elements=lambda at, count: (count, count // at.size),
             expected=lambda at, count: [KnownValues(None, *_block(at, count))],
             splits=True,
         ),
         CollectiveOperation(
             "all-gather",
-            SENT["all-gather"],
+            RING_FACTORS["all-gather"],
             elements=lambda at, count: (count // at.size, count),
             given=lambda at, count: [KnownValues(at.rank, 0, count // at.size)],
             expected=lambda at, count: _of_all(at, 0, count // at.size),
@@ -89,20 +89,20 @@ OPERATIONS = {
         ),
         CollectiveOperation(
             "broadcast",
-            SENT["broadcast"],
+            RING_FACTORS["broadcast"],
             elements=lambda at, count: (count, count),
             given=lambda at, count: _at_root(at, [KnownValues(ROOT, 0, count)]),
             expected=lambda at, count: [KnownValues(ROOT, 0, count)],
         ),
         CollectiveOperation(
             "reduce",
-            SENT["reduce"],
+            RING_FACTORS["reduce"],
             elements=lambda at, count: (count, count),
             expected=lambda at, count: _at_root(at, [KnownValues(None, 0, count)]),
         ),
         CollectiveOperation(
             "scatter",
-            SENT["scatter"],
+            RING_FACTORS["scatter"],
             elements=lambda at, count: (count if at.rank == ROOT else 0, count // at.size),
             given=lambda at, count: _at_root(at, [KnownValues(ROOT, 0, count)]),
             expected=lambda at, count: [KnownValues(ROOT, *_block(at, count))],
@@ -110,7 +110,7 @@ OPERATIONS = {
         ),
         CollectiveOperation(
             "gather",
-            SENT["gather"],
+            RING_FACTORS["gather"],
             elements=lambda at, count: (count // at.size, count if at.rank == ROOT else 0),
             given=lambda at, count: [KnownValues(at.rank, 0, count // at.size)],
             expected=lambda at, count: _at_root(at, _of_all(at, 0, count // at.size)),
@@ -118,20 +118,20 @@ OPERATIONS = {
         ),
         CollectiveOperation(
             "all-to-all",
-            SENT["all-to-all"],
+            RING_FACTORS["all-to-all"],
             elements=lambda at, count: (count, count),
             expected=lambda at, count: _of_all(at, *_block(at, count)),
             splits=True,
         ),
         CollectiveOperation(  # to the next rank and from the one before, all at once
             "send-recv",
-            SENT["send"],
+            RING_FACTORS["send"],
             elements=lambda at, count: (count, count),
             expected=lambda at, count: [KnownValues((at.rank - 1) % at.size, 0, count)],
         ),
         CollectiveOperation(
             "barrier",
-            SENT["barrier"],
+            RING_FACTORS["barrier"],
             elements=lambda at, count: (0, 0),
             given=lambda at, count: [],
             expected=lambda at, count: [],

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from paceline.cluster.facts import Axis, Cluster
 from paceline.errors import PlanError
+from paceline.plan.comm_volume import RING_FACTORS
 from paceline.plan.cost_model.calibration import Calibration, seen
 from paceline.plan.cost_model.constants import CONSTANTS, Architecture, Constants, OverheadCosts, architecture
 from paceline.plan.cost_model.cpu import engines_of, host_of, paces_of
@@ -22,13 +23,6 @@ LIKE = {
 STEPS: Mapping[str, Callable[[int], float]] = {  # of nodes that a message passes one after the other
     "all-reduce": lambda nodes: math.log2(nodes),
     "send": lambda nodes: 1.0,
-}
-FACTORS: Mapping[str, Callable[[int], float]] = {  # nccl-tests, PERFORMANCE.md
-    "all-reduce": lambda n: 2 * (n - 1) / n,
-    "all-gather": lambda n: (n - 1) / n,
-    "reduce-scatter": lambda n: (n - 1) / n,
-    "all-to-all": lambda n: (n - 1) / n,
-    "send": lambda n: 1.0,
 }
 
 BASES = {
@@ -111,7 +105,7 @@ class DeviceRates:
         if ranks < 2 or size <= 0:
             return 0.0
         inside = self._wire(self.node, kind, "in a node") if together > 1 else None
-        factor = FACTORS[kind](ranks)
+        factor = RING_FACTORS[kind](ranks)
         if inside is not None and together >= ranks:
             return self._alpha(inside) + factor * size / self._beta(inside, self.constants.node)
         outside = self._wire(self.across, kind, "between nodes")
