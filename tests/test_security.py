@@ -49,7 +49,7 @@ from paceline.distributed.world import World
 from paceline.doctor import heartbeat
 from paceline.doctor.heartbeat import Heartbeat
 from paceline.doctor.heartbeat_writer import SIGNAL
-from paceline.doctor.rank_state import _signalled
+from paceline.doctor.rank_state import _signal_for_stack
 from paceline.errors import CheckpointError, Error, LaunchError, RunError, SpecError
 from paceline.files import replaced, write_whole
 from paceline.launch.elastic.rendezvous import SealedBackend, run_id
@@ -930,7 +930,7 @@ def test_doctor_writes_through_no_link(run, tmp_path):
         "ranks": 1,
         "host": platform.node(),
         "pid": os.getpid(),
-        "birth": heartbeat.birth(os.getpid()),
+        "birth": heartbeat.process_birth(os.getpid()),
         "began": time.time(),
     }
     whole |= {
@@ -1071,7 +1071,7 @@ def test_no_process_is_signalled_that_does_not_write_the_stacks_of_the_run(run):
             other.stdout.readline()
             (run / "ranks").mkdir(exist_ok=True)
             (run / "ranks/0.stacks").touch()
-            assert _signalled(RunFolder(run), 0, other.pid) == ()
+            assert _signal_for_stack(RunFolder(run), 0, other.pid) == ()
             assert other.poll() is None
         finally:
             other.kill()

@@ -1,4 +1,4 @@
-"""Ranks that are stopped, stuck, killed or well: what the doctor says of them, asked and unasked, and what becomes of the run."""
+"""What the doctor reports of stopped, stuck, killed and healthy ranks, and what happens to the run."""
 
 import json
 import os
@@ -28,7 +28,7 @@ from command import (
     write_task,
 )
 from paceline.doctor import heartbeat, rank_state
-from paceline.doctor.diagnose import Diagnosis, bound_s, diagnose
+from paceline.doctor.diagnose import Diagnosis, diagnose, stall_threshold_s
 from paceline.doctor.heartbeat import Collective, Frame, Heartbeat
 from paceline.doctor.heartbeat_writer import SIGNAL, HeartbeatWriter
 from paceline.doctor.rank_state import RankState, ReaderProcess
@@ -36,7 +36,7 @@ from paceline.events import Event, Failed, Stalled, Started, Step
 from paceline.run import RunFolder
 from runs import trained
 
-# The file STUCK keeps the last rank in its data for as long as it is there.
+# Rank 1 stays in its data as long as the file STUCK exists.
 STUCK = TASK.replace(
     "        return self.x[index]",
     """        while os.environ.get("RANK") == "1" and os.path.exists(os.environ.get("STUCK", "")):
@@ -45,8 +45,10 @@ STUCK = TASK.replace(
 )
 
 
-def begin(folder: Path, *more: str, steps: int = 60, program: Sequence[str] = PACELINE) -> Running:
-    """Two ranks, whose steps take some 0.1 s."""
+def start_training(
+    folder: Path, *options: str, steps: int = 60, program: Sequence[str] = PACELINE
+) -> Running:
+    """Start two ranks whose steps take about 0.1 s."""
     slow_down(folder / "slow", 0.01)
     words = (
         "train",
@@ -59,7 +61,7 @@ def begin(folder: Path, *more: str, steps: int = 60, program: Sequence[str] = PA
         str(steps),
         "--run-dir",
         "run",
-        *more,
+        *options,
     )
     return start(*words, at=folder, program=program, SLOW=str(folder / "slow"), STUCK=str(folder / "stuck"))
 
@@ -74,9 +76,9 @@ def doctor(folder: Path) -> tuple[int, str, dict]:
 
 
 @pytest.mark.slow
-def test_a_run_that_is_well_is_said_to_be_and_takes_no_harm(tmp_path: Path) -> None:
+def test_a_healthy_run_is_reported_healthy_and_is_not_changed(tmp_path: Path) -> None:
     run = tmp_path / "run"
-    with begin(tmp_path, steps=120) as running:
+    with start_training(tmp_path, steps=120) as running:
         running.until_step(run, 6)
         for _ in range(3):
             status, out, found = doctor(tmp_path)
@@ -86,24 +88,40 @@ def test_a_run_that_is_well_is_said_to_be_and_takes_no_harm(tmp_path: Path) -> N
             assert all(seen["stack"] and seen["collectives"] for seen in found["seen"])
         slow_down(tmp_path / "slow", 0)
         assert running.wait().status == 0
-    assert trained(2, RunFolder(run).request()[0], "ddp", tmp_path / "left alone")[-1].reason == "done"
-    assert not unequal(weights(run), weights(tmp_path / "left alone"))
+    assert trained(2, RunFolder(run).request()[0], "ddp", tmp_path / "undisturbed")[-1].reason == "done"
+    assert not unequal(weights(run), weights(tmp_path / "undisturbed"))
     assert not of_kind(run, Stalled)
     assert not RunFolder(run).diagnosis.exists()
     assert paceline("doctor", "run", at=tmp_path).out == "run is not running: it was done at step 120\n"
 
 
-def test_a_rank_that_is_stuck_in_its_data_and_then_one_that_is_stopped(tmp_path: Path) -> None:
-    """The first one is given up, and all are started again; then they end, and say why once."""
+def test_ranks_that_are_stuck_and_stopped_are_named(tmp_path: Path) -> None:
     run = tmp_path / "run"
-    with begin(tmp_path, "--timeout", "10", "--save-every", "4", "--restarts", "1", steps=1000) as running:
-        running.until(lambda: (run / "ckpt" / "step_4").exists(), "saved")
+    with start_training(tmp_path, "--timeout", "60", steps=1000) as running:
+        running.until_step(run, 4)
         (tmp_path / "stuck").touch()
-        running.until(lambda: bool(of_kind(run, Stalled)), "said")
+        running.until(lambda: doctor(tmp_path)[2]["verdict"] == "stuck", "stuck")
         status, out, found = doctor(tmp_path)
         assert (status, found["at_fault"]) == (1, [1]), out
         assert "rank 1 is in Points.__getitem__ (my.py:" in out
         assert " collective behind; rank 0 waits in all_reduce of " in out
+        (tmp_path / "stuck").unlink()
+        running.until(lambda: doctor(tmp_path)[2]["verdict"] == "healthy", "healthy")
+        stopped = running.ranks()[1]
+        stopped.suspend()
+        status, out, found = doctor(tmp_path)
+        assert (status, found["at_fault"]) == (1, [1]), out
+        assert f"run: rank 1 is stopped by a signal (process {stopped.pid} on " in out
+        assert out.splitlines()[0].endswith(f"; resume it with: kill -CONT {stopped.pid}")
+
+
+def test_a_stuck_rank_restarts_all_ranks_and_a_second_stall_ends_the_run(tmp_path: Path) -> None:
+    """Each stall is reported once with its cause."""
+    run = tmp_path / "run"
+    options = ("--timeout", "10", "--save-every", "4", "--restarts", "1")
+    with start_training(tmp_path, *options, steps=1000) as running:
+        running.until(lambda: (run / "ckpt" / "step_4").exists(), "saved")
+        (tmp_path / "stuck").touch()
         running.until(lambda: bool(of_kind(run, Failed)), "given up")
         (tmp_path / "stuck").unlink()
         running.until(
@@ -111,25 +129,23 @@ def test_a_rank_that_is_stuck_in_its_data_and_then_one_that_is_stopped(tmp_path:
                 len(of_kind(run, Started)) == 2
                 and len(of_kind(run, Step)) > len(steps_before_second_start(run))
             ),
-            "on",
+            "restarted",
         )
         stopped = running.ranks()[1]
         stopped.suspend()
-        status, out, found = doctor(tmp_path)
-        assert (status, found["at_fault"]) == (1, [1]), out
-        assert f"run: rank 1 is stopped by a signal (process {stopped.pid} on " in out
-        assert out.splitlines()[0].endswith(f"; let it go on with: kill -CONT {stopped.pid}")
         result = running.wait()
         running.until_all_ended()
     assert result.status == 2, result.all
     assert "Traceback" not in result.all
     assert result.err.count("rank 1 is stopped by a signal") == 1
     assert f"go on from step {RunFolder(run).checkpoints()[-1]} with: paceline resume run" in result.err
-    again, over = [event for event in of_kind(run, Failed) if not event.lost_peer]
-    assert [(again.what, again.rank), (over.what, over.rank)] == [("rank", 1), ("run", 1)]
+    restarted, ended = [event for event in of_kind(run, Failed) if not event.lost_peer]
+    assert [(restarted.what, restarted.rank), (ended.what, ended.rank)] == [("rank", 1), ("run", 1)]
     first, second = of_kind(run, Stalled)
-    assert again.message.startswith("rank 1 is in Points.__getitem__ (my.py:")
-    assert again.message.endswith(f"more in {RunFolder(Path('run')).diagnosis}; all ranks are started again")
+    assert restarted.message.startswith("rank 1 is in Points.__getitem__ (my.py:")
+    assert restarted.message.endswith(
+        f"more in {RunFolder(Path('run')).diagnosis}; all ranks are started again"
+    )
     assert first.message.startswith("rank 1 is in Points.__getitem__ (my.py:")
     assert second.message.startswith(f"rank 1 is stopped by a signal (process {stopped.pid} on ")
     assert first.message in result.out
@@ -151,11 +167,9 @@ TORCHRUN = (
 
 @pytest.mark.slow
 @pytest.mark.parametrize("program", [PACELINE, TORCHRUN], ids=["alone", "torchrun"])
-def test_a_message_that_is_never_sent_is_not_waited_for_without_end(
-    program: tuple[str, ...], tmp_path: Path
-) -> None:
+def test_waiting_for_a_message_that_is_never_sent_ends(program: tuple[str, ...], tmp_path: Path) -> None:
     run = tmp_path / "run"
-    with begin(
+    with start_training(
         tmp_path, "--plan", "pp=2,microbatches=2", "--timeout", "6", steps=1000, program=program
     ) as running:
         running.until_step(run, 4)
@@ -176,9 +190,9 @@ def steps_before_second_start(run: Path) -> list[Event]:
 
 
 @pytest.mark.slow
-def test_a_reader_that_is_stuck(tmp_path: Path) -> None:
+def test_stuck_and_stopped_readers_are_named(tmp_path: Path) -> None:
     run = tmp_path / "run"
-    with begin(tmp_path, "--timeout", "60", "--workers", "1", steps=1000) as running:
+    with start_training(tmp_path, "--timeout", "60", "--workers", "1", steps=1000) as running:
         running.until_step(run, 4)
         (tmp_path / "stuck").touch()
         running.until(lambda: doctor(tmp_path)[2]["verdict"] == "stuck", "stuck")
@@ -191,13 +205,13 @@ def test_a_reader_that_is_stuck(tmp_path: Path) -> None:
         assert f"for its reader (process {reader['pid']}), which is stopped" in doctor(tmp_path)[1]
         psutil.Process(reader["pid"]).resume()
         (tmp_path / "stuck").unlink()
-        running.until(lambda: doctor(tmp_path)[2]["verdict"] == "healthy", "healthy again")
+        running.until(lambda: doctor(tmp_path)[2]["verdict"] == "healthy", "healthy")
 
 
 @pytest.mark.slow
-def test_under_another_launcher_the_cause_is_named_once(tmp_path: Path) -> None:
+def test_torchrun_names_the_cause_once(tmp_path: Path) -> None:
     run = tmp_path / "run"
-    with begin(tmp_path, "--timeout", "6", steps=1000, program=TORCHRUN) as running:
+    with start_training(tmp_path, "--timeout", "6", steps=1000, program=TORCHRUN) as running:
         running.until_step(run, 4)
         [stopped] = [process for process in running.left() if process.environ().get("RANK") == "1"]
         stopped.suspend()
@@ -214,7 +228,7 @@ def test_under_another_launcher_the_cause_is_named_once(tmp_path: Path) -> None:
     assert result.err.count(said.message) == 1
 
 
-# A process of its own, without torch
+# Processes without torch
 
 
 HOLDS_PYTHON = """
@@ -231,7 +245,7 @@ with HeartbeatWriter(RunFolder(Path(sys.argv[1])), 0, 1, 60.0, 60.0) as pulse:
 """
 
 
-def test_a_rank_that_cannot_answer_still_shows_its_stack(tmp_path: Path) -> None:
+def test_the_stack_of_a_rank_that_cannot_answer_is_read_by_a_signal(tmp_path: Path) -> None:
     run = RunFolder(tmp_path)
     child = subprocess.Popen(
         [sys.executable, "-c", HOLDS_PYTHON, str(tmp_path)],
@@ -248,36 +262,36 @@ def test_a_rank_that_cannot_answer_still_shows_its_stack(tmp_path: Path) -> None
             while not run.alive(0).exists():
                 assert time.monotonic() < deadline
                 time.sleep(0.02)
-            [seen] = rank_state.ask(run)
+            [seen] = rank_state.inspect_ranks(run)
             assert (seen.state, seen.answered, seen.beat.step) == ("runs", True, 4)
             print("go", file=child.stdin, flush=True)
             time.sleep(0.5)
-            [seen] = rank_state.ask(run)
+            [seen] = rank_state.inspect_ranks(run)
             assert (seen.state, seen.answered) == ("runs", False)
             assert seen.stack[-1].function == "match"
             assert seen.stack[0].function == "<module>"
         finally:
             child.kill()
-    assert rank_state.state(seen.beat) == "gone"
+    assert rank_state.find_state(seen.beat) == "gone"
 
 
-def test_a_process_that_does_not_expect_it_gets_no_signal(tmp_path: Path) -> None:
+def test_a_process_that_does_not_expect_the_signal_gets_none(tmp_path: Path) -> None:
     run = RunFolder(tmp_path)
     run.ranks.mkdir()
     run.stacks(0).touch()
     with subprocess.Popen(["sleep", "20"]) as other:
-        assert rank_state._signalled(run, 0, other.pid) == ()
+        assert rank_state._signal_for_stack(run, 0, other.pid) == ()
         time.sleep(0.1)
-        assert other.poll() is None, "it was killed"
+        assert other.poll() is None, "the process was killed"
         os.kill(other.pid, SIGNAL)
         assert other.wait() == -SIGNAL, "the signal would have killed it"
 
 
-def test_ranks_on_other_machines_are_known_by_what_they_write(
+def test_ranks_on_other_machines_are_known_by_their_heartbeats(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whatever their clocks say."""
-    monkeypatch.setattr(rank_state, "ELSEWHERE_S", 0.5)
+    """Also if their clocks are wrong."""
+    monkeypatch.setattr(rank_state, "REMOTE_ANSWER_S", 0.5)
     run, over = RunFolder(tmp_path), threading.Event()
     run.ranks.mkdir()
 
@@ -288,16 +302,16 @@ def test_ranks_on_other_machines_are_known_by_what_they_write(
             replace(WAITS.beat, rank=rank, host="another", began=1.0, time=now, since=now - 2, ranks=2),
         )
 
-    def go_on() -> None:
+    def write_heartbeats() -> None:
         while not over.wait(0.05):
             write(0, -100.0)
 
     write(0, -100.0)
     write(1, -100.0)
-    thread = threading.Thread(target=go_on)
+    thread = threading.Thread(target=write_heartbeats)
     thread.start()
     try:
-        first, second = rank_state.ask(run)
+        first, second = rank_state.inspect_ranks(run)
     finally:
         over.set()
         thread.join()
@@ -305,7 +319,7 @@ def test_ranks_on_other_machines_are_known_by_what_they_write(
     assert 0 < time.time() - first.beat.since < 10
 
 
-# From what is known to the sentence
+# From rank states to the sentence
 
 NOW = 1000.0
 READS = (
@@ -327,7 +341,7 @@ RECEIVES = (Frame("/x/site-packages/torch/distributed/distributed_c10d.py", 3, "
 def at(
     rank: int, phase: str, since_s: float, stack: tuple[Frame, ...] = (), number: int = 0, **more: object
 ) -> RankState:
-    """A rank of three, `number` collectives on its way, the last of which is not done."""
+    """Return the state of one of three ranks after `number` collectives; the last is not done."""
     its = Heartbeat(
         rank=rank,
         ranks=3,
@@ -367,29 +381,29 @@ def at(
     return replace(seen, **more)
 
 
-def said_of(*seen: RankState) -> Diagnosis:
-    return diagnose(seen, NOW, bound_s([one.beat for one in seen], soon=True))
+def diagnose_ranks(*seen: RankState) -> Diagnosis:
+    return diagnose(seen, NOW, stall_threshold_s([rank.beat for rank in seen], on_request=True))
 
 
 @pytest.mark.parametrize("wrong_s", [0.0, 3600.0, -3600.0])
 @pytest.mark.parametrize("ours_s", [0.0, 3600.0, -3600.0])
-def test_clocks_may_be_wrong(
+def test_heartbeats_are_read_correctly_with_wrong_clocks(
     wrong_s: float, ours_s: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A rank whose clock is ahead would hide for as long that no rank goes on; where ours is, healthy ranks would seem to stand still."""
+    """Otherwise a rank whose clock is ahead hides a stall; if ours is ahead, healthy ranks appear stalled."""
     run, now = RunFolder(tmp_path), time.time()
     run.ranks.mkdir()
-    its = heartbeat.moved(at(0, heartbeat.BACKWARD, 42.0).beat, now - NOW + 0.5)
+    its = heartbeat.shift_times(at(0, heartbeat.BACKWARD, 42.0).beat, now - NOW + 0.5)
     assert its.time == pytest.approx(now)
-    heartbeat.write(run.alive(0), heartbeat.moved(replace(its, ranks=1, began=now - 100), wrong_s))
+    heartbeat.write(run.alive(0), heartbeat.shift_times(replace(its, ranks=1, began=now - 100), wrong_s))
     monkeypatch.setattr(time, "time", lambda true=time.time: true() + ours_s)
-    [found] = rank_state.beats(run)
+    [found] = rank_state.read_heartbeats(run)
     assert time.time() - found.since == pytest.approx(42, abs=1)
     assert time.time() - found.began == pytest.approx(100, abs=1)
 
 
-def test_a_rank_began_when_it_did_also_after_its_clock_was_set(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Else it would count as one of a later start than its own signs of life."""
+def test_the_start_of_a_rank_is_right_after_its_clock_was_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise the rank would seem to begin after its last heartbeat."""
     pulse = HeartbeatWriter(None, 0, 1, 60.0, 60.0)
     monkeypatch.setattr(time, "time", lambda true=time.time: true() - 3600)
     its = pulse._now()
@@ -426,7 +440,8 @@ BEHIND = at(1, heartbeat.DATA, 43.0, READS, 16)
                 replace(WAITS, rank=2),
             ),
             (1,),
-            "rank 1 is stopped by a signal (process 101 on here); the others wait in all_reduce of 12,345 float32 for 42.0 s",
+            "rank 1 is stopped by a signal (process 101 on here); "
+            "the others wait in all_reduce of 12,345 float32 for 42.0 s",
         ),
         (
             (
@@ -435,7 +450,7 @@ BEHIND = at(1, heartbeat.DATA, 43.0, READS, 16)
                 replace(WAITS, rank=2),
             ),
             (1,),
-            "rank 1 has ended without a word (process 101 on here), in data of step 8; "
+            "rank 1 ended without an error message (process 101 on here), in data of step 8; "
             "the others wait in all_reduce of 12,345 float32 for 42.0 s",
         ),
         (
@@ -445,7 +460,8 @@ BEHIND = at(1, heartbeat.DATA, 43.0, READS, 16)
                 at(2, heartbeat.FORWARD, 42.0, RECEIVES),
             ),
             (1,),
-            "rank 1 is in Net.forward (my.py:30) for 43.0 s; the others wait in recv (distributed_c10d.py:3) for 42.0 s",
+            "rank 1 is in Net.forward (my.py:30) for 43.0 s; "
+            "the others wait in recv (distributed_c10d.py:3) for 42.0 s",
         ),
         (
             (
@@ -454,70 +470,77 @@ BEHIND = at(1, heartbeat.DATA, 43.0, READS, 16)
                 replace(WAITS, rank=2),
             ),
             (),
-            "the ranks wait for one another in different places for 42.0 s: rank 0 in all_reduce of 12,345 float32; "
-            "rank 1 in broadcast of 12,345 float32",
+            "the ranks wait for one another in different places for 42.0 s: "
+            "rank 0 in all_reduce of 12,345 float32; rank 1 in broadcast of 12,345 float32",
         ),
         (
             tuple(replace(WAITS, rank=rank) for rank in range(3)),
             (),
-            "all ranks wait in all_reduce of 12,345 float32 for 42.0 s, and none is behind: it is the network between them",
+            "all ranks wait in all_reduce of 12,345 float32 for 42.0 s, and none is behind: "
+            "the network between them is at fault",
         ),
         (
             (at(0, heartbeat.DATA, 42.0, READS, readers=(ReaderProcess(pid=7, state="stopped"),)),),
             (0,),
-            "rank 0 is in Points.__getitem__ (my.py:12) for 42.0 s; no rank has gone on for 42.0 s",
+            "rank 0 is in Points.__getitem__ (my.py:12) for 42.0 s; no rank has made progress for 42.0 s",
         ),
     ],
 )
-def test_who_keeps_the_others(seen: tuple[RankState, ...], at_fault: tuple[int, ...], sentence: str) -> None:
-    found = said_of(*seen)
+def test_the_blocking_rank_is_named(
+    seen: tuple[RankState, ...], at_fault: tuple[int, ...], sentence: str
+) -> None:
+    found = diagnose_ranks(*seen)
     assert (found.verdict, found.at_fault) == ("stuck", at_fault)
     assert found.sentence == sentence
 
 
-def test_what_goes_on_is_healthy_and_who_is_slow_is_named() -> None:
+def test_a_run_with_progress_is_healthy_and_slow_ranks_are_named() -> None:
     well = [at(rank, heartbeat.BACKWARD, 0.2, BACKWARD, 17) for rank in range(3)]
-    found = said_of(*well)
+    found = diagnose_ranks(*well)
     assert (found.verdict, found.at_fault) == ("healthy", ())
-    assert found.sentence == "healthy: step 7 of 50, the last one ended 200.0 ms ago"
+    assert found.sentence == "healthy: step 7 of 50, the last step ended 200.0 ms ago"
     slow = [
         *well[:2],
         at(2, heartbeat.DATA, 0.2, READS, 16, spent_s={heartbeat.DATA: 0.03, heartbeat.BACKWARD: 0.01}),
     ]
-    assert said_of(*slow).sentence.endswith("; rank 2 is slow: 30.0 ms a step in data, the others 10.0 ms")
-
-
-def test_a_worker_of_a_parameter_server_may_be_gone() -> None:
-    served = at(0, heartbeat.UPDATE, 0.2, COMPUTES)
-    worker = at(1, heartbeat.START, 200.0, stepped=None)
-    alone = replace(worker, state="gone", beat=replace(worker.beat, patience_s=None))
-    assert said_of(served, worker, alone).verdict == "healthy"
-    assert said_of(served, replace(worker, state="gone"), alone).verdict == "stuck", (
-        "it is one that the others wait for"
+    assert diagnose_ranks(*slow).sentence.endswith(
+        "; rank 2 is slow: 30.0 ms a step in data, the others 10.0 ms"
     )
 
 
-def test_a_run_that_starts_may_take_its_time() -> None:
+def test_a_run_with_a_dead_worker_of_a_parameter_server_is_healthy() -> None:
+    served = at(0, heartbeat.UPDATE, 0.2, COMPUTES)
+    worker = at(1, heartbeat.START, 200.0, stepped=None)
+    alone = replace(worker, state="gone", beat=replace(worker.beat, patience_s=None))
+    assert diagnose_ranks(served, worker, alone).verdict == "healthy"
+    assert diagnose_ranks(served, replace(worker, state="gone"), alone).verdict == "stuck", (
+        "the others wait for this rank"
+    )
+
+
+def test_a_slow_start_is_not_a_stall() -> None:
     starts = [at(rank, heartbeat.START, 20.0 + rank, COMPUTES, stepped=None, step=0) for rank in range(3)]
-    found = said_of(*starts)
+    found = diagnose_ranks(*starts)
     assert (found.verdict, found.sentence) == (
         "starting",
         "no step has ended yet; rank 0 is in Net.forward (my.py:30) for 20.0 s",
     )
 
 
-def test_nothing_is_said_unasked_before_half_of_the_patience() -> None:
+def test_no_stall_is_reported_before_half_of_the_timeout() -> None:
     beats = [WAITS.beat, BEHIND.beat]
-    assert bound_s(beats, soon=True) == 3.0
-    assert bound_s(beats, soon=False) == 30.0
-    assert bound_s([replace(one, longest_s=20.0) for one in beats], soon=False) == 100.0
-    assert bound_s([replace(one, phase=heartbeat.ENDED) for one in beats], soon=False) is None
+    assert stall_threshold_s(beats, on_request=True) == 3.0
+    assert stall_threshold_s(beats, on_request=False) == 30.0
+    assert stall_threshold_s([replace(beat, longest_s=20.0) for beat in beats], on_request=False) == 100.0
+    assert (
+        stall_threshold_s([replace(beat, phase=heartbeat.ENDED) for beat in beats], on_request=False) is None
+    )
 
 
 # The commands of docs/hangs.md
 
 
-def test_the_commands_of_the_page(tmp_path: Path) -> None:
+def test_the_commands_of_the_hangs_page(tmp_path: Path) -> None:
     page = (Path(__file__).parents[2] / "docs/hangs.md").read_text()
     [block] = re.findall(
         r"<!-- run as tests/doctor/test_doctor.py: commands -->\n```sh\n(.*?)```", page, re.S

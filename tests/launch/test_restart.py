@@ -66,19 +66,22 @@ def test_a_process_is_known_by_its_id_and_birth(
     monkeypatch.setattr(psutil.Process, "create_time", lambda process: true(process) + offset_s)
     run = RunFolder(tmp_path)
     with HeartbeatWriter(run, 0, 1, 60.0, 60.0):
-        while not (found := rank_state.beats(run)):
+        while not (found := rank_state.read_heartbeats(run)):
             time.sleep(0.01)
         [its] = found
         assert its is not None
-        assert rank_state.state(its) == "runs"
+        assert rank_state.find_state(its) == "runs"
         with subprocess.Popen(["sleep", "600"]) as another:  # which has its id by now
-            assert rank_state.state(replace(its, pid=another.pid)) == "gone"
+            assert rank_state.find_state(replace(its, pid=another.pid)) == "gone"
             assert (
-                rank_state.state(replace(its, pid=another.pid, birth=heartbeat.birth(another.pid))) == "runs"
+                rank_state.find_state(
+                    replace(its, pid=another.pid, birth=heartbeat.process_birth(another.pid))
+                )
+                == "runs"
             )
             another.kill()
             another.wait()
-            assert rank_state.state(replace(its, pid=another.pid)) == "gone"
+            assert rank_state.find_state(replace(its, pid=another.pid)) == "gone"
 
 
 # Ranks that exit with 0 before the training is over, by all means

@@ -13,7 +13,7 @@ import pytest
 from paceline import cli, events
 from paceline import spec as specs
 from paceline.doctor import heartbeat
-from paceline.doctor.rank_state import beats, unreadable
+from paceline.doctor.rank_state import find_damaged_heartbeats, read_heartbeats
 from paceline.errors import RunError
 from paceline.events import (
     Ended,
@@ -595,11 +595,11 @@ def test_a_damaged_heartbeat_is_skipped_and_named(content, tmp_path):
     run.ranks.mkdir()
     run.alive(0).write_bytes(content)
     run.alive(1).write_text(json.dumps(BEAT | {"rank": 1, "newer": {"a": [1]}}))
-    none, one = beats(run)
+    none, one = read_heartbeats(run)
     assert none is None
     assert one is not None
     assert (one.rank, one.step, one.phase) == (1, 3, "data")
-    assert unreadable(run) == [run.alive(0)]
+    assert find_damaged_heartbeats(run) == [run.alive(0)]
     run.said(1).write_bytes(content)
     assert heartbeat.read(run.said(1), heartbeat.StackAnswer) is None
 

@@ -22,21 +22,21 @@ def doctor(
     """Say why a run does not go on. Exits with 1 where it is stuck. Ask from any machine that sees its folder."""
     from paceline.cli.plan_options import check_outputs, show
     from paceline.doctor.examine import examine
-    from paceline.doctor.rank_state import unreadable
-    from paceline.doctor.text import details, sentences
+    from paceline.doctor.rank_state import find_damaged_heartbeats
+    from paceline.doctor.text import format_details, format_sentence
     from paceline.run import latest, open_run
 
     run = run if run is not None else latest()
     folder = open_run(run)
     check_outputs(json, None)
     found = examine(folder)
-    damaged = [f"skipped damaged {path}" for path in unreadable(folder)]
+    damaged = [f"skipped damaged {path}" for path in find_damaged_heartbeats(folder)]
     if json is not None:
         _write(json, found)
     if found is None:
         show(f"{run} is not running: {_last_words(folder)}", *damaged)
         return
-    show(f"{run}: {sentences(found)}", *details(found), *damaged)
+    show(f"{run}: {format_sentence(found)}", *format_details(found), *damaged)
     if found.verdict == "stuck":
         raise typer.Exit(1)
 

@@ -1,25 +1,28 @@
-"""Look at a run once."""
+"""The diagnosis of a run at one moment."""
 
 import time
 from collections.abc import Container
 from dataclasses import replace
 
-from paceline.doctor.diagnose import Diagnosis, bound_s, diagnose
-from paceline.doctor.rank_state import ask
+from paceline.doctor.diagnose import Diagnosis, diagnose, stall_threshold_s
+from paceline.doctor.rank_state import inspect_ranks
 from paceline.run import RunFolder
 
 
-def examine(run: RunFolder, bound: float | None = None, failed: Container[int] = ()) -> Diagnosis | None:
-    """What there is to say of a run that goes on, or should; None where no rank of it is there. Takes some seconds at the most.
+def examine(
+    run: RunFolder, threshold_s: float | None = None, failed: Container[int] = ()
+) -> Diagnosis | None:
+    """Return the diagnosis of a run; None if none of its ranks runs. Takes a few seconds at most.
 
-    bound: seconds without a sign from which on it counts as stuck; None: what is worth a word as somebody asks.
-    failed: ranks that have said why they end."""
-    seen = ask(run)
-    if not any(one.state in ("runs", "stopped") for one in seen):
+    threshold_s: seconds without progress after which the run is stuck [default: that for a user's request].
+    failed: ranks that reported why they end."""
+    ranks = inspect_ranks(run)
+    if not any(rank.state in ("runs", "stopped") for rank in ranks):
         return None
-    seen = [
-        replace(one, state="failed") if one.state == "gone" and one.rank in failed else one for one in seen
+    ranks = [
+        replace(rank, state="failed") if rank.state == "gone" and rank.rank in failed else rank
+        for rank in ranks
     ]
-    return diagnose(
-        seen, time.time(), bound if bound is not None else bound_s([one.beat for one in seen], soon=True)
-    )
+    if threshold_s is None:
+        threshold_s = stall_threshold_s([rank.beat for rank in ranks], on_request=True)
+    return diagnose(ranks, time.time(), threshold_s)

@@ -1,4 +1,4 @@
-"""What ranks say of themselves in files of the run folder, written by pulse.py and read by whoever wants to know."""
+"""Heartbeats and stack answers: the files of the run folder in which each rank reports its state."""
 
 import contextlib
 import json
@@ -28,35 +28,35 @@ START, DATA, FORWARD, BACKWARD, UPDATE, REPORT, EVALUATE, SAVE, ENDED = (
     "save",
     "ended",
 )
-CLOCK_S = 2.0  # that a file may be late
-LONGEST = 2**22  # bytes of a file
-MOST_RANKS = 2**20
+CLOCK_S = 2.0  # tolerated difference between clocks, and delay of a file
+MAX_FILE_BYTES = 2**22
+MAX_RANKS = 2**20
 
 
 @dataclass(frozen=True, kw_only=True)
 class Heartbeat:
-    """ranks/N.alive: written about once a second."""
+    """The content of ranks/N.alive, written about once a second. Times are seconds since the epoch."""
 
     rank: int
     ranks: int
     host: str
     pid: int
-    began: float  # seconds since the epoch, as all times here
+    began: float
     time: float
     step: int  # the last step done
     steps: int | None  # of the whole training; None: not known yet
-    stepped: float | None  # when that step ended; None: none has since this start
-    longest_s: float  # step of this start, but for the first; saves and evaluations are none of it
+    stepped: float | None  # when that step ended; None: no step has ended since this start
+    longest_s: float  # longest step of this start except the first, without saves and evaluations
     phase: str
-    since: float  # in this phase; in an evaluation, at this batch
-    patience_s: float | None  # that the ranks wait for one another now; None: they do not
-    spent_s: Mapping[str, float]  # in each phase, a step of late
-    birth: float | None = None  # of its process, see `birth`
+    since: float  # start of this phase; in an evaluation, of this batch
+    patience_s: float | None  # how long ranks wait for one another now; None: they do not
+    spent_s: Mapping[str, float]  # in each phase, mean of the recent steps
+    birth: float | None = None  # of its process, see `process_birth`
 
 
 @dataclass(frozen=True)
 class Frame:
-    """A line of Python that is being executed."""
+    """A line of Python in a stack."""
 
     file: str
     line: int
@@ -65,7 +65,7 @@ class Frame:
 
 @dataclass(frozen=True, kw_only=True)
 class Collective:
-    """The last one that a rank has called in a group of ranks."""
+    """The last collective that a rank called in a process group."""
 
     group: str  # its name, the same on all ranks
     members: Sequence[int]
@@ -80,9 +80,9 @@ class Collective:
 
 @dataclass(frozen=True, kw_only=True)
 class StackAnswer:
-    """ranks/N.said: written when asked."""
+    """The content of ranks/N.said, written in answer to a request."""
 
-    asked: str
+    asked: str  # identifier of the request
     time: float
     stack: Sequence[Frame]  # of the thread that trains, innermost last
     collectives: Sequence[Collective]
@@ -94,11 +94,12 @@ _ADAPTERS: dict[type, TypeAdapter[Any]] = {
 }
 
 
-def birth(pid: int) -> float | None:
-    """Return what tells a process from others that had or will have its id; None where there is none with this id.
+def process_birth(pid: int) -> float | None:
+    """Return a number that distinguishes a process from earlier and later processes with the same id.
 
-    On Linux the clock ticks from the start of the machine to its own. (psutil's create_time adds the time of that start in whole seconds,
-    and moves whenever the clock is set.)"""
+    On Linux: clock ticks from boot to the start of the process; elsewhere: seconds since the epoch. psutil's
+    create_time adds the boot time in whole seconds, and changes whenever the clock is set.
+    Returns None if no process has this id."""
     if sys.platform == "linux":
         with contextlib.suppress(OSError):
             return int(Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()[19])
@@ -108,9 +109,9 @@ def birth(pid: int) -> float | None:
     return None
 
 
-def age_s(pid: int) -> float | None:
-    """Return the seconds since a process was started; None where the system does not tell."""
-    began = birth(pid) if sys.platform == "linux" else None
+def process_age_s(pid: int) -> float | None:
+    """Return the seconds since a process started; None if the system does not provide them."""
+    began = process_birth(pid) if sys.platform == "linux" else None
     return (
         time.clock_gettime(time.CLOCK_BOOTTIME) - began / os.sysconf("SC_CLK_TCK")
         if began is not None
@@ -119,7 +120,9 @@ def age_s(pid: int) -> float | None:
 
 
 def write(path: Path, value: Heartbeat | StackAnswer) -> None:
-    """In place, in one write: a rename a second and rank is more than file systems of large machines like."""
+    """Write a heartbeat or an answer in place, with one system call.
+
+    One rename per second and rank would overload the file systems of large machines."""
     data = json.dumps(asdict(value)).encode()
     file = os.open(path, os.O_WRONLY | os.O_CREAT, 0o666)
     try:
@@ -130,61 +133,70 @@ def write(path: Path, value: Heartbeat | StackAnswer) -> None:
 
 
 def read(path: Path, build: "type[Heartbeat] | type[StackAnswer]") -> Any:
-    """None where it is not there, is damaged, or was caught while it is being written. Unknown fields are left out."""
+    """Return the value in a file; None if it is absent, damaged or being written. Ignores unknown fields."""
     try:
         with open_regular(path) as file:
-            found = _ADAPTERS[build].validate_python(_shown(json.loads(file.read(LONGEST))))
+            value = _ADAPTERS[build].validate_python(_strip_controls(json.loads(file.read(MAX_FILE_BYTES))))
             written = os.fstat(file.fileno()).st_mtime
     except (OSError, ValueError, RecursionError):
         return None
-    if isinstance(found, StackAnswer):
-        return found
-    return _by_clock_of_files(found, written) if _is_possible(found) else None
+    if isinstance(value, StackAnswer):
+        return value
+    return _use_file_clock(value, written) if _is_plausible(value) else None
 
 
-def _is_possible(one: Heartbeat) -> bool:
-    """Whether a rank could have written it: what follows would take long, or fail, with ranks and processes that cannot be."""
+def _is_plausible(beat: Heartbeat) -> bool:
+    """Return whether a rank can have written the heartbeat.
+
+    Impossible ranks or process ids would make the reader slow, or fail."""
     times = (
-        one.began,
-        one.time,
-        one.stepped or 0.0,
-        one.longest_s,
-        one.since,
-        one.patience_s or 0.0,
-        *one.spent_s.values(),
+        beat.began,
+        beat.time,
+        beat.stepped or 0.0,
+        beat.longest_s,
+        beat.since,
+        beat.patience_s or 0.0,
+        *beat.spent_s.values(),
     )
     return (
-        0 <= one.rank < one.ranks <= MOST_RANKS
-        and 0 < one.pid < 2**31
+        0 <= beat.rank < beat.ranks <= MAX_RANKS
+        and 0 < beat.pid < 2**31
         and all(abs(seconds) < LATEST for seconds in times)
     )
 
 
-def _shown(tree: Any) -> Any:
-    """Its texts as a terminal may show them: the run may be somebody else's."""
+def _strip_controls(tree: Any) -> Any:
+    """Return the tree without terminal control characters: another user may have written the run."""
     if isinstance(tree, str):
         return without_controls(tree)
     if isinstance(tree, list):
-        return [_shown(one) for one in tree]
-    return {key: _shown(one) for key, one in tree.items()} if isinstance(tree, dict) else tree
+        return [_strip_controls(item) for item in tree]
+    return {key: _strip_controls(item) for key, item in tree.items()} if isinstance(tree, dict) else tree
 
 
-def _by_clock_of_files(one: Heartbeat, written: float) -> Heartbeat:
-    """That is the same for all ranks, where the writer's own is another one."""
-    ahead_s = one.time - written
-    return moved(one, -ahead_s) if abs(ahead_s) > CLOCK_S else one
+def _use_file_clock(beat: Heartbeat, written: float) -> Heartbeat:
+    """Return the heartbeat by the clock of the file system if the writer's clock differs.
+
+    All ranks share the clock of the file system."""
+    ahead_s = beat.time - written
+    return shift_times(beat, -ahead_s) if abs(ahead_s) > CLOCK_S else beat
 
 
-def ahead_s(folder: Path) -> float:
-    """Of the clock of the file system, which dates what ranks write, seconds that ours is ahead; 0 where that is not worth a word."""
+def clock_offset_s(folder: Path) -> float:
+    """Return the seconds that our clock is ahead of the file system's clock; 0 if they are negligible."""
     with contextlib.suppress(OSError):
         os.utime(folder)
-        found = time.time() - folder.stat().st_mtime
-        return found if abs(found) > CLOCK_S else 0.0
+        ahead_s = time.time() - folder.stat().st_mtime
+        return ahead_s if abs(ahead_s) > CLOCK_S else 0.0
     return 0.0
 
 
-def moved(one: Heartbeat, by_s: float) -> Heartbeat:
-    """All its times."""
-    stepped = one.stepped + by_s if one.stepped is not None else None
-    return replace(one, began=one.began + by_s, time=one.time + by_s, since=one.since + by_s, stepped=stepped)
+def shift_times(beat: Heartbeat, by_s: float) -> Heartbeat:
+    """Return the heartbeat with `by_s` added to all its times."""
+    return replace(
+        beat,
+        began=beat.began + by_s,
+        time=beat.time + by_s,
+        since=beat.since + by_s,
+        stepped=beat.stepped + by_s if beat.stepped is not None else None,
+    )

@@ -1,4 +1,4 @@
-"""A rank says what it is doing: step, phase and since when, about once a second, and its stack and collectives when it is asked."""
+"""The heartbeat of a rank: step and phase about once a second, stack and collectives on request."""
 
 import contextlib
 import faulthandler
@@ -19,14 +19,15 @@ from paceline.doctor.heartbeat import DATA, ENDED, SAVE, START, Collective, Fram
 from paceline.run import RunFolder
 
 EVERY_S = 1.0
-BEFORE_S = 0.1  # there is a run folder, which rank 0 may have to make
-SIGNAL = (
-    getattr(signal, "SIGRTMIN", signal.SIGUSR1) + 7
-)  # nobody else's; makes a process write its stack, whatever it is at
+BEFORE_S = 0.1  # interval until the run folder exists, which rank 0 may have to create
+# Makes a process write its stack, whatever it is executing. No other library uses this signal.
+SIGNAL = getattr(signal, "SIGRTMIN", signal.SIGUSR1) + 7
 
 
 class HeartbeatWriter:
-    """Call `enter` at each change of phase and `stepped` at the end of each step: they only note it. A thread writes it down."""
+    """Records the state of a rank in memory; a thread writes it to the run folder.
+
+    Call `enter` at each change of phase and `done` at the end of each step."""
 
     def __init__(self, run: RunFolder | None, rank: int, ranks: int, patience_s: float, saving_s: float):
         self.run, self.rank, self.ranks = run, rank, ranks
@@ -34,26 +35,24 @@ class HeartbeatWriter:
         self.saving_s = saving_s
         self.step = 0
         self.steps: int | None = None
-        self._birth = heartbeat.birth(os.getpid())
-        self._began = time.perf_counter()  # as all times here: the clock may be set
+        self._birth = heartbeat.process_birth(os.getpid())
+        # All times here are by the performance counter: the system clock may be set.
+        self._began = time.perf_counter()
         self._phase, self._since = START, self._began
         self._step_began = self._began
         self._stepped: float | None = None
         self._longest_s = 0.0
         self._spent_s: dict[str, float] = defaultdict(float)
-        self._told: tuple[int, dict[str, float], dict[str, float]] = (
-            0,
-            {},
-            {},
-        )  # step, spent until then; spent a step
-        self._asked: str | None = None
+        # Of the last heartbeat: step, seconds per phase until that step, seconds per phase and step.
+        self._reported: tuple[int, dict[str, float], dict[str, float]] = (0, {}, {})
+        self._last_request: str | None = None
         self._over = threading.Event()
-        self._trains = threading.get_ident()
+        self._training_thread = threading.get_ident()
         self._thread: threading.Thread | None = None
 
     def __enter__(self) -> "HeartbeatWriter":
         if self.run is not None:
-            self._thread = threading.Thread(target=self._beat, name="pulse", daemon=True)
+            self._thread = threading.Thread(target=self._beat, name="heartbeat", daemon=True)
             self._thread.start()
         return self
 
@@ -73,8 +72,8 @@ class HeartbeatWriter:
             self._step_began = now
 
     def begin(self, step: int, steps: int) -> None:
-        """So many steps are done, of so many."""
-        self.step, self.steps, self._told = step, steps, (step, {}, {})
+        """Start at `step` of `steps`."""
+        self.step, self.steps, self._reported = step, steps, (step, {}, {})
 
     def done(self, step: int) -> None:
         now = time.perf_counter()
@@ -85,31 +84,31 @@ class HeartbeatWriter:
     def _beat(self) -> None:
         assert self.run is not None
         with contextlib.ExitStack() as registered:
-            is_here = False
+            is_ready = False
             while True:
-                last = self._over.wait(EVERY_S if is_here else BEFORE_S)
-                with contextlib.suppress(OSError):  # of a disk that is full, or gone for a while
-                    if not is_here and self.run.path.exists():
+                last = self._over.wait(EVERY_S if is_ready else BEFORE_S)
+                with contextlib.suppress(OSError):  # the disk is full, or absent for a while
+                    if not is_ready and self.run.path.exists():
                         self.run.ranks.mkdir(exist_ok=True)
                         stacks = registered.enter_context(open(self.run.stacks(self.rank), "wb", buffering=0))
                         faulthandler.register(SIGNAL, stacks)
                         registered.callback(faulthandler.unregister, SIGNAL)
-                        is_here = True
-                    if is_here:
+                        is_ready = True
+                    if is_ready:
                         heartbeat.write(self.run.alive(self.rank), self._now())
                         self._answer(self.run)
                 if last:
                     return
 
     def _now(self) -> Heartbeat:
-        step, before, spent = self._told
+        step, before, spent = self._reported
         if self.step > step:
             so_far = dict(self._spent_s)
             spent = {
                 phase: (seconds - before.get(phase, 0.0)) / (self.step - step)
                 for phase, seconds in so_far.items()
             }
-            self._told = self.step, so_far, spent
+            self._reported = self.step, so_far, spent
         phase, since, stepped = self._phase, self._since, self._stepped
         now, clock = time.time(), time.perf_counter()
         return Heartbeat(
@@ -132,28 +131,31 @@ class HeartbeatWriter:
 
     def _answer(self, run: RunFolder) -> None:
         try:
-            asked = run.asked.read_text(errors="replace")
+            request = run.asked.read_text(errors="replace")
         except FileNotFoundError:
             return
-        if asked and asked != self._asked:
-            stack = _frames(sys._current_frames().get(self._trains))
+        if request and request != self._last_request:
+            stack = _read_frames(sys._current_frames().get(self._training_thread))
             heartbeat.write(
                 run.said(self.rank),
-                StackAnswer(asked=asked, time=time.time(), stack=stack, collectives=_collectives()),
+                StackAnswer(
+                    asked=request, time=time.time(), stack=stack, collectives=_read_flight_recorder()
+                ),
             )
-            self._asked = asked
+            self._last_request = request
 
 
-def _frames(frame: FrameType | None) -> list[Frame]:
-    found = []
+def _read_frames(frame: FrameType | None) -> list[Frame]:
+    """Return the stack that ends in a frame, innermost last."""
+    frames = []
     while frame is not None:
-        found.append(Frame(frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_qualname))
+        frames.append(Frame(frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_qualname))
         frame = frame.f_back
-    return found[::-1]
+    return frames[::-1]
 
 
-def _collectives() -> list[Collective]:
-    """The last one that this rank has called in each group, as torch's flight recorder knows them (2.13: with gloo too)."""
+def _read_flight_recorder() -> list[Collective]:
+    """Return the last collective that this rank called in each group. torch 2.13 records gloo's as well."""
     distributed = sys.modules.get("torch.distributed")
     dump = getattr(sys.modules.get("torch._C._distributed_c10d"), "_dump_fr_trace_json", None)
     if distributed is None or dump is None or not distributed.is_initialized():
@@ -165,20 +167,20 @@ def _collectives() -> list[Collective]:
     last: dict[tuple[str, bool], Any] = {}
     for entry in json.loads(dump(True, False)).get("entries", ()):
         last[entry["process_group"][0], entry["is_p2p"]] = entry
-    return [_collective(entry, members.get(group, [])) for (group, _), entry in last.items()]
+    return [_parse_entry(entry, members.get(group, [])) for (group, _), entry in last.items()]
 
 
-def _collective(entry: Any, members: list[int]) -> Collective:
-    message = entry["is_p2p"]
+def _parse_entry(entry: Any, members: list[int]) -> Collective:
+    is_message = entry["is_p2p"]
     dtypes = entry["input_dtypes"] or entry["output_dtypes"] or ["?"]
     return Collective(
         group=entry["process_group"][0],
         members=members,
-        number=entry["p2p_seq_id" if message else "collective_seq_id"],
-        kind="message" if message else "collective",
+        number=entry["p2p_seq_id" if is_message else "collective_seq_id"],
+        kind="message" if is_message else "collective",
         operation=entry["profiling_name"].rpartition(":")[2],
         items=sum(map(math.prod, entry["input_sizes"] or entry["output_sizes"])),
         dtype=dtypes[0].lower(),
         called=entry["time_created_ns"] / 1e9,
-        is_over=bool(entry["retired"]),  # "state" stays "scheduled" with gloo
+        is_over=bool(entry["retired"]),  # torch 2.13: with gloo, "state" stays "scheduled"
     )

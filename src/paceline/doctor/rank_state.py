@@ -1,4 +1,4 @@
-"""What is known of each rank of a run: its file, its process where that is on this machine, and what it answers when it is asked."""
+"""The state of each rank of a run: its heartbeat, its process if it is local, its answer to a request."""
 
 import contextlib
 import os
@@ -12,18 +12,16 @@ from pathlib import Path
 
 import psutil
 
-from paceline.doctor import heartbeat as beat
+from paceline.doctor import heartbeat
 from paceline.doctor.heartbeat import Collective, Frame, Heartbeat, StackAnswer
 from paceline.doctor.heartbeat_writer import EVERY_S, SIGNAL
 from paceline.errors import RunError
 from paceline.files import has_open, write_whole
 from paceline.run import RunFolder
 
-HERE_S, ELSEWHERE_S = (
-    2 * EVERY_S,
-    6 * EVERY_S,
-)  # to wait for an answer; file systems between nodes take some seconds to show a new file
-STACK_S = 0.5  # for a process to write its stack
+# How long to wait for an answer. A shared file system takes seconds to show a new file.
+LOCAL_ANSWER_S, REMOTE_ANSWER_S = 2 * EVERY_S, 6 * EVERY_S
+STACK_S = 0.5  # how long to wait for a process to write its stack
 LINE = re.compile(r'^  File "(.*)", line (\d+) in (.*)$')
 
 
@@ -32,131 +30,136 @@ class ReaderProcess:
     """A process that reads samples for a rank."""
 
     pid: int
-    state: str  # as Seen.state
+    state: str  # as RankState.state
     stack: Sequence[Frame] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
 class RankState:
-    """What is known of one rank."""
+    """The state of one rank."""
 
     rank: int
     beat: Heartbeat | None
-    state: str = "missing"  # not started yet; "runs", "stopped", "gone" (its process), "silent" (on another machine), "ended"
+    # "missing" (not started), "runs", "stopped", "gone" (its process), "silent" (on another machine), "ended"
+    state: str = "missing"
     stack: Sequence[Frame] = ()  # innermost last
     collectives: Sequence[Collective] = ()
     readers: Sequence[ReaderProcess] = ()
     answered: bool = False
 
 
-def beats(run: RunFolder) -> list[Heartbeat | None]:
-    """That of each rank of the last start, by our clock; None for one that has not written any yet."""
-    found: list[Heartbeat] = []
-    ahead_s = beat.ahead_s(run.ranks)
-    for path in _files(run):
-        if (one := _read(path)) is not None:
-            found.append(beat.moved(one, ahead_s))
-    if not found:
+def read_heartbeats(run: RunFolder) -> list[Heartbeat | None]:
+    """Return the heartbeat of each rank of the last start, by our clock; None for a rank without one."""
+    beats: list[Heartbeat] = []
+    offset_s = heartbeat.clock_offset_s(run.ranks)
+    for path in _heartbeat_files(run):
+        if (beat := _read(path)) is not None:
+            beats.append(heartbeat.shift_times(beat, offset_s))
+    if not beats:
         return []
-    newest = max(found, key=lambda one: one.began)
-    late_s = {
-        one.rank: 0.0 if one.host == newest.host else beat.CLOCK_S for one in found
-    }  # clocks of other machines may differ so much
-    of_this_start = {one.rank: one for one in found if one.time >= newest.began - late_s[one.rank]}
+    newest = max(beats, key=lambda beat: beat.began)
+    # Clocks of other machines may differ by this much.
+    tolerance_s = {beat.rank: 0.0 if beat.host == newest.host else heartbeat.CLOCK_S for beat in beats}
+    of_this_start = {beat.rank: beat for beat in beats if beat.time >= newest.began - tolerance_s[beat.rank]}
     return [of_this_start.get(rank) for rank in range(newest.ranks)]
 
 
-def _files(run: RunFolder) -> list[Path]:
+def _heartbeat_files(run: RunFolder) -> list[Path]:
     return sorted(run.ranks.glob("*.alive")) if run.ranks.is_dir() else []
 
 
 def _read(path: Path) -> Heartbeat | None:
-    """Also one that is being written now."""
+    """Return the heartbeat in a file, which may be being written now."""
     for _ in range(3):
-        one: Heartbeat | None = beat.read(path, Heartbeat)
-        if one is not None:
-            return one
+        beat: Heartbeat | None = heartbeat.read(path, Heartbeat)
+        if beat is not None:
+            return beat
         time.sleep(0.01)
     return None
 
 
-def unreadable(run: RunFolder) -> list[Path]:
-    """Return the files in which ranks say what they are at, as far as these are damaged."""
-    return [path for path in _files(run) if _read(path) is None]
+def find_damaged_heartbeats(run: RunFolder) -> list[Path]:
+    """Return the heartbeat files that cannot be read."""
+    return [path for path in _heartbeat_files(run) if _read(path) is None]
 
 
-def state(one: Heartbeat | None) -> str:
-    """Of one on another machine only whether it has ended."""
-    if one is None:
+def find_state(beat: Heartbeat | None) -> str:
+    """Return the state of a rank by its heartbeat and process. On another machine it is "runs" or "ended"."""
+    if beat is None:
         return "missing"
-    if one.phase == beat.ENDED:
+    if beat.phase == heartbeat.ENDED:
         return "ended"
-    if _is_elsewhere(one):
+    if _is_remote(beat):
         return "runs"
     with contextlib.suppress(psutil.Error):
-        if beat.birth(one.pid) == one.birth:  # else another process has its id by now
-            return _state_of(psutil.Process(one.pid))
+        if heartbeat.process_birth(beat.pid) == beat.birth:  # otherwise another process has its id now
+            return _process_state(psutil.Process(beat.pid))
     return "gone"
 
 
-def ask(run: RunFolder) -> list[RankState]:
-    """Takes some seconds at the most. No rank is disturbed but one that runs and does not answer: it gets a signal that it expects."""
-    found = beats(run)
-    states = list(map(state, found))
-    asked = uuid.uuid4().hex
-    waiting = {rank for rank, its in enumerate(states) if its == "runs"}
+def inspect_ranks(run: RunFolder) -> list[RankState]:
+    """Return the state of each rank. Takes a few seconds at most.
+
+    A rank that runs and does not answer gets a signal that it expects; no other rank is disturbed."""
+    beats = read_heartbeats(run)
+    states = list(map(find_state, beats))
+    request = uuid.uuid4().hex
+    waiting = {rank for rank, state in enumerate(states) if state == "runs"}
     if waiting:
-        with contextlib.suppress(
-            RunError
-        ):  # it may be the folder of somebody else, where we cannot write, or a link could lie
-            write_whole(run.asked, asked)
+        # The folder may belong to another user, who denies writing to it or planted a link.
+        with contextlib.suppress(RunError):
+            write_whole(run.asked, request)
     answers: dict[int, StackAnswer] = {}
     began = time.monotonic()
     while waiting:
         for rank in list(waiting):
-            answer = beat.read(run.said(rank), StackAnswer)
-            if answer is not None and answer.asked == asked:
+            answer = heartbeat.read(run.said(rank), StackAnswer)
+            if answer is not None and answer.asked == request:
                 answers[rank] = answer
                 waiting.remove(rank)
-        if time.monotonic() - began > (
-            ELSEWHERE_S if any(_is_elsewhere(found[rank]) for rank in waiting) else HERE_S
-        ):
+        limit_s = REMOTE_ANSWER_S if any(_is_remote(beats[rank]) for rank in waiting) else LOCAL_ANSWER_S
+        if time.monotonic() - began > limit_s:
             break
         time.sleep(0.05)
-    seen = []
-    for rank, (before, its) in enumerate(zip(found, states, strict=True)):
-        now: Heartbeat | None = beat.read(run.alive(rank), Heartbeat) if before is not None else None
-        one = beat.moved(now, beat.ahead_s(run.ranks)) if now is not None else before
-        if one is not None and before is not None and _is_elsewhere(one) and its == "runs":
-            its = "silent" if rank in waiting and one.time < before.time + EVERY_S / 10 else "runs"
-            one = _by_our_clock(one) if its == "runs" else one
-        seen.append(_seen(run, rank, one, its, answers.get(rank)))
-    return seen
+    ranks = []
+    for rank, (before, state) in enumerate(zip(beats, states, strict=True)):
+        now: Heartbeat | None = heartbeat.read(run.alive(rank), Heartbeat) if before is not None else None
+        beat = heartbeat.shift_times(now, heartbeat.clock_offset_s(run.ranks)) if now is not None else before
+        if beat is not None and before is not None and _is_remote(beat) and state == "runs":
+            state = "silent" if rank in waiting and beat.time < before.time + EVERY_S / 10 else "runs"
+            beat = _shift_to_now(beat) if state == "runs" else beat
+        ranks.append(_inspect_rank(run, rank, beat, state, answers.get(rank)))
+    return ranks
 
 
-def _is_elsewhere(one: Heartbeat | None) -> bool:
-    return one is not None and one.host != platform.node()
+def _is_remote(beat: Heartbeat | None) -> bool:
+    return beat is not None and beat.host != platform.node()
 
 
-def _by_our_clock(one: Heartbeat) -> Heartbeat:
-    """What was written just now, on a machine whose clock may be another."""
-    return beat.moved(one, time.time() - one.time)
+def _shift_to_now(beat: Heartbeat) -> Heartbeat:
+    """Return a heartbeat that was written just now, by a clock that may differ, by our clock."""
+    return heartbeat.shift_times(beat, time.time() - beat.time)
 
 
-def _seen(
-    run: RunFolder, rank: int, one: Heartbeat | None, its: str, answer: StackAnswer | None
+def _inspect_rank(
+    run: RunFolder, rank: int, beat: Heartbeat | None, state: str, answer: StackAnswer | None
 ) -> RankState:
-    here = one is not None and not _is_elsewhere(one)
+    is_local = beat is not None and not _is_remote(beat)
     stack: Sequence[Frame] = answer.stack if answer is not None else ()
-    if one is not None and here and its == "runs" and answer is None:  # something holds Python's lock
-        stack = _signalled(run, rank, one.pid)
+    if beat is not None and is_local and state == "runs" and answer is None:  # C code holds Python's lock
+        stack = _signal_for_stack(run, rank, beat.pid)
     readers: list[ReaderProcess] = []
-    if one is not None and here and its in ("runs", "stopped") and one.phase in (beat.DATA, beat.EVALUATE):
-        readers = [_reader(run, rank, process) for process in _readers(one.pid)]
+    if (
+        beat is not None
+        and is_local
+        and state in ("runs", "stopped")
+        and beat.phase in (heartbeat.DATA, heartbeat.EVALUATE)
+    ):
+        readers = [_inspect_reader(run, rank, process) for process in _find_readers(beat.pid)]
     return RankState(
         rank=rank,
-        beat=one,
-        state=its,
+        beat=beat,
+        state=state,
         stack=stack,
         collectives=answer.collectives if answer is not None else (),
         readers=readers,
@@ -164,33 +167,32 @@ def _seen(
     )
 
 
-def _state_of(process: psutil.Process) -> str:
+def _process_state(process: psutil.Process) -> str:
     status = process.status()
     if status in (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP):
         return "stopped"
     return "gone" if status in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD) else "runs"
 
 
-def _readers(rank: int) -> list[psutil.Process]:
-    """What it has forked and not become another program."""
+def _find_readers(rank_pid: int) -> list[psutil.Process]:
+    """Return the forked children of a rank that still run its program."""
     with contextlib.suppress(psutil.Error):
-        process = psutil.Process(rank)
-        words = process.cmdline()
-        return [child for child in process.children() if child.cmdline() == words]
+        process = psutil.Process(rank_pid)
+        command = process.cmdline()
+        return [child for child in process.children() if child.cmdline() == command]
     return []
 
 
-def _reader(run: RunFolder, rank: int, process: psutil.Process) -> ReaderProcess:
+def _inspect_reader(run: RunFolder, rank: int, process: psutil.Process) -> ReaderProcess:
     with contextlib.suppress(psutil.Error):
-        its = _state_of(process)
-        return ReaderProcess(
-            pid=process.pid, state=its, stack=_signalled(run, rank, process.pid) if its == "runs" else ()
-        )
+        state = _process_state(process)
+        stack = _signal_for_stack(run, rank, process.pid) if state == "runs" else ()
+        return ReaderProcess(pid=process.pid, state=state, stack=stack)
     return ReaderProcess(pid=process.pid, state="gone")
 
 
-def _signalled(run: RunFolder, rank: int, pid: int) -> Sequence[Frame]:
-    """The stack that a process writes when it is told to; nothing where it would be killed by that."""
+def _signal_for_stack(run: RunFolder, rank: int, pid: int) -> Sequence[Frame]:
+    """Return the stack that a process writes on a signal; empty if the signal would kill the process."""
     path = run.stacks(rank)
     if not _expects_signal(pid) or not has_open(pid, path):
         return ()
@@ -207,7 +209,7 @@ def _signalled(run: RunFolder, rank: int, pid: int) -> Sequence[Frame]:
         size = now
     with open(path, errors="replace") as file:
         file.seek(before)
-        return parsed(file.read())
+        return parse_faulthandler(file.read())
 
 
 def _expects_signal(pid: int) -> bool:
@@ -218,9 +220,8 @@ def _expects_signal(pid: int) -> bool:
     return False
 
 
-def parsed(text: str) -> list[Frame]:
-    """Of what faulthandler writes, the first thread of the process, which it writes last."""
+def parse_faulthandler(text: str) -> list[Frame]:
+    """Return the stack of the process's first thread, which faulthandler writes last."""
     last = re.split(r"\n(?=Current thread|Thread)", text)[-1]
-    return [
-        Frame(found[1], int(found[2]), found[3]) for line in last.splitlines() if (found := LINE.match(line))
-    ][::-1]
+    matches = map(LINE.match, last.splitlines())
+    return [Frame(match[1], int(match[2]), match[3]) for match in matches if match][::-1]

@@ -1,54 +1,62 @@
-"""A diagnosis as text: one sentence first, then each rank, then the stacks of those that keep the others."""
+"""A diagnosis as text: a sentence, a line for each rank, then the stacks of the blocking ranks."""
 
 import time
 from collections.abc import Sequence
 
-from paceline.doctor.diagnose import Diagnosis, place
+from paceline.doctor.diagnose import Diagnosis, describe_location
 from paceline.doctor.heartbeat import Collective, Frame
 from paceline.doctor.rank_state import RankState
 from paceline.units import format_seconds
 
-DEEPEST = 12  # lines of a stack
+MAX_STACK_LINES = 12
 
 
-def sentences(found: Diagnosis) -> str:
-    return f"{found.sentence}; {found.hint}" if found.hint else found.sentence
+def format_sentence(diagnosis: Diagnosis) -> str:
+    return f"{diagnosis.sentence}; {diagnosis.hint}" if diagnosis.hint else diagnosis.sentence
 
 
-def details(found: Diagnosis) -> list[str]:
+def format_details(diagnosis: Diagnosis) -> list[str]:
     now = time.time()
-    lines = [line for one in found.seen for line in _rank(one, now)]
-    for one in found.seen:
-        if one.rank in found.at_fault and one.stack:
-            lines += [f"rank {one.rank}, innermost line last:", *_stack(one.stack)]
-        for reader in one.readers:
+    lines = [line for rank in diagnosis.seen for line in _format_rank(rank, now)]
+    for rank in diagnosis.seen:
+        if rank.rank in diagnosis.at_fault and rank.stack:
+            lines += [f"rank {rank.rank}, innermost line last:", *_format_stack(rank.stack)]
+        for reader in rank.readers:
             lines += [
-                f"reader of rank {one.rank} (process {reader.pid}), which {reader.state}:",
-                *_stack(reader.stack),
+                f"reader of rank {rank.rank} (process {reader.pid}), which {reader.state}:",
+                *_format_stack(reader.stack),
             ]
     return lines
 
 
-def _rank(one: RankState, now: float) -> list[str]:
-    if one.beat is None:
-        return [f"rank {one.rank}  {one.state}"]
+def _format_rank(rank: RankState, now: float) -> list[str]:
+    if rank.beat is None:
+        return [f"rank {rank.rank}  {rank.state}"]
     spent = ", ".join(
-        f"{phase} {format_seconds(seconds)}" for phase, seconds in one.beat.spent_s.items() if seconds
+        f"{phase} {format_seconds(seconds)}" for phase, seconds in rank.beat.spent_s.items() if seconds
     )
-    words = [
-        f"rank {one.rank}  {one.state}: process {one.beat.pid} on {one.beat.host}",
-        f"step {one.beat.step} done",
-        f"in {one.beat.phase} for {format_seconds(max(0.0, now - one.beat.since))}",
-        *([f"at {here}"] if (here := place(one.stack)) else []),
-        *([f"a step: {spent}"] if spent else []),
+    parts = [
+        f"rank {rank.rank}  {rank.state}: process {rank.beat.pid} on {rank.beat.host}",
+        f"step {rank.beat.step} done",
+        f"in {rank.beat.phase} for {format_seconds(max(0.0, now - rank.beat.since))}",
+        *([f"at {location}"] if (location := describe_location(rank.stack)) else []),
+        *([f"per step: {spent}"] if spent else []),
     ]
-    return ["; ".join(words), *(f"  {_collective(collective, now)}" for collective in one.collectives)]
+    return [
+        "; ".join(parts),
+        *(f"  {_format_collective(collective, now)}" for collective in rank.collectives),
+    ]
 
 
-def _collective(one: Collective, now: float) -> str:
-    what = f"group {one.group} of ranks {', '.join(map(str, one.members))}: {one.kind} {one.number} is {one.operation} of {one.items:,} items"
-    return f"{what}, called {format_seconds(max(0.0, now - one.called))} ago, {'done' if one.is_over else 'not done'}"
+def _format_collective(collective: Collective, now: float) -> str:
+    members = ", ".join(map(str, collective.members))
+    state = "done" if collective.is_over else "not done"
+    return (
+        f"group {collective.group} of ranks {members}: {collective.kind} {collective.number} is "
+        f"{collective.operation} of {collective.items:,} items, "
+        f"called {format_seconds(max(0.0, now - collective.called))} ago, {state}"
+    )
 
 
-def _stack(stack: Sequence[Frame]) -> list[str]:
-    return [f"  {frame.file}:{frame.line} {frame.function}" for frame in stack[-DEEPEST:]]
+def _format_stack(stack: Sequence[Frame]) -> list[str]:
+    return [f"  {frame.file}:{frame.line} {frame.function}" for frame in stack[-MAX_STACK_LINES:]]

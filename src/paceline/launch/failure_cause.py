@@ -11,7 +11,7 @@ from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from paceline import events
 from paceline.doctor.diagnose import Diagnosis
-from paceline.doctor.rank_state import beats
+from paceline.doctor.rank_state import read_heartbeats
 from paceline.errors import Error, RankError
 from paceline.events import Failed, Started, Step
 from paceline.launch.spawn import UNFINISHED
@@ -154,7 +154,7 @@ def tell_of_silent(
 def gone(run: RunFolder, ranks: Iterable[int]) -> str:
     """Of ranks of the last start that said nothing."""
     hosts: dict[str, list[int]] = {}
-    for one in beats(run):
+    for one in read_heartbeats(run):
         if one is not None and one.rank in ranks:
             hosts.setdefault(one.host, []).append(one.rank)
     each = [f"{host} with {numbered('rank', there)}" for host, there in hosts.items()]
@@ -166,7 +166,7 @@ def unheard(run: RunFolder, before: int) -> list[int]:
     told, _ = last_words(run, before)
     return [
         one.rank
-        for one in beats(run)
+        for one in read_heartbeats(run)
         if one is not None and one.rank not in told and one.host != platform.node()
     ]
 

@@ -17,7 +17,7 @@ from paceline import events
 from paceline.distributed.process_group import choose_device, keep_freed_memory, process_group
 from paceline.distributed.world import World
 from paceline.doctor.diagnose import Diagnosis
-from paceline.doctor.heartbeat import age_s
+from paceline.doctor.heartbeat import process_age_s
 from paceline.doctor.watchdog import HangWatchdog
 from paceline.errors import DataError, Error, RankError, RunError, TaskError
 from paceline.events import Ended, Event, Failed, Stalled, Started, Step
@@ -72,8 +72,8 @@ def run_alone(spec: Spec, launch: Launch, world: World, run: RunFolder | None) -
             with contextlib.closing(_recorded(spec, launch, world, run, interrupt)) as happening:
                 if world.rank:
                     return _status(_last(happening))
-                lookout = HangWatchdog(run, hung=lambda ranks: _give_up(run, lookout.found))
-                with lookout:
+                watchdog = HangWatchdog(run, on_hang=lambda ranks: _give_up(run, watchdog.diagnosis))
+                with watchdog:
                     return _status(watch(happening, run, _console(world)))
         except (Error, RuntimeError, ConnectionError) as error:
             if not isinstance(error, Error) and not is_of_lost_peer(error):
@@ -91,8 +91,8 @@ def run_alone(spec: Spec, launch: Launch, world: World, run: RunFolder | None) -
 
 def _begun_s(launcher: int | None, importer: int | None) -> dict[str, float]:
     """How long this rank took until now, or the process that imported for it, and its launcher before that."""
-    own = age_s(importer or os.getpid())
-    before = age_s(launcher) if launcher is not None else None
+    own = process_age_s(importer or os.getpid())
+    before = process_age_s(launcher) if launcher is not None else None
     if own is None:
         return {}
     return {"launcher": before - own, "imports": own} if before is not None else {"imports": own}

@@ -15,7 +15,7 @@ from torch.distributed.elastic.multiprocessing.api import LogsDest
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
 from paceline import events
-from paceline.doctor.rank_state import beats
+from paceline.doctor.rank_state import read_heartbeats
 from paceline.doctor.watchdog import HangWatchdog
 from paceline.events import Ended
 from paceline.launch.failure_cause import cause, log_restart, tell_of_silent
@@ -74,21 +74,21 @@ def attend(
     failures: Failures | None = None
     stopped: SignalException | None = None
     left: set[int] = set()
-    lookout = HangWatchdog(
+    watchdog = HangWatchdog(
         run,
-        failed=lambda: left.update(end_ranks(None)),
-        hung=lambda ranks: left.update(end_ranks(_of_ranks(run, ranks, None if end else platform.node()))),
-        tells=speaks,
+        on_failure=lambda: left.update(end_ranks(None)),
+        on_hang=lambda ranks: left.update(end_ranks(_of_ranks(run, ranks, None if end else platform.node()))),
+        reports=speaks,
     )
     with _watched(run, before) if speaks else contextlib.nullcontext(), contextlib.ExitStack() as over:
         over.callback(end_ranks, None)
         try:
-            with lookout:
+            with watchdog:
                 launch(
                     lambda failures: (tell_of_silent if rounds else log_restart)(
-                        run, failures, before, left, lookout.found
+                        run, failures, before, left, watchdog.diagnosis
                     ),
-                    lookout.begin,
+                    watchdog.begin,
                 )
         except EndedElsewhereError:
             failures = {}
@@ -113,7 +113,7 @@ def attend(
     if not speaks:
         tell_of_silent(run, failures, before, left)
         return FAILED
-    raise cause(run, failures, before, left, lookout.found)
+    raise cause(run, failures, before, left, watchdog.diagnosis)
 
 
 @contextlib.contextmanager
@@ -133,7 +133,9 @@ def _watched(run: RunFolder, before: int) -> Iterator[None]:
 def _of_ranks(run: RunFolder, ranks: Container[int], host: str | None) -> set[int]:
     """The processes of these ranks that are on this machine, or on any."""
     return {
-        one.pid for one in beats(run) if one is not None and host in (None, one.host) and one.rank in ranks
+        one.pid
+        for one in read_heartbeats(run)
+        if one is not None and host in (None, one.host) and one.rank in ranks
     }
 
 

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
-from paceline.doctor.diagnose import OWN, place
+from paceline.doctor.diagnose import PACKAGE, describe_location
 from paceline.doctor.heartbeat import Frame
 from paceline.errors import Error
 from paceline.preflight.context import PreflightContext
@@ -51,5 +51,7 @@ def findings(flight: PreflightContext, checks: Mapping[str, Check]) -> Iterator[
                 Frame(frame.filename, frame.lineno or 0, frame.name)
                 for frame in traceback.extract_tb(error.__traceback__)
             ]
-            where = place([frame for frame in stack if not frame.file.startswith(OWN)]) or place(stack)
+            where = describe_location(
+                [frame for frame in stack if not frame.file.startswith(PACKAGE)]
+            ) or describe_location(stack)
             yield Finding(name, "fails", f"{type(error).__name__} in {where}: {error}")

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from paceline import events
-from paceline.doctor.rank_state import beats
+from paceline.doctor.rank_state import read_heartbeats
 from paceline.errors import RankError
 from paceline.events import Failed
 from paceline.launch.failure_cause import last_words, words
@@ -45,7 +45,7 @@ class RestartLog:
         """Why the last start ended, and after which step: nodes that did not come back, else what a rank said, else ranks that said
         nothing."""
         told, step = last_words(self.run, self._from)
-        ranks = {one.rank: one.host for one in beats(self.run) if one is not None}
+        ranks = {one.rank: one.host for one in read_heartbeats(self.run) if one is not None}
         lost = {
             host: [rank for rank, its in ranks.items() if its == host]
             for host in self._names
