@@ -9,7 +9,7 @@ from torch import nn
 from torch.distributed import pipelining
 
 from paceline.parallel.pipeline.runner import SCHEDULES
-from paceline.parallel.pipeline.stage import ranks_of
+from paceline.parallel.pipeline.stage import stage_ranks
 from paceline.plan.plan import Plan
 
 # Of the forward pass of all layers of a rank; a backward pass takes twice as long, half of it for the gradients of the weights.
@@ -91,7 +91,7 @@ def order(plan: Plan) -> dict[int, list[tuple[int, str, int]]]:
     assert plan.pp_schedule is not None
     assert plan.microbatches is not None
     kind = getattr(pipelining, SCHEDULES[plan.pp_schedule])
-    ranks = ranks_of(plan)
+    ranks = stage_ranks(plan)
     if plan.stages == 1:
         recorders = [Recorder(stage, plan.pp) for stage in range(plan.pp)]
         for recorder in recorders:
@@ -126,7 +126,7 @@ def chart(plan: Plan) -> Chart:
     """Each rank computes in its order, as soon as it has what it needs; to send takes no time."""
     assert plan.stages is not None
     waiting = {rank: list(of) for rank, of in order(plan).items()}
-    last = len(ranks_of(plan)) - 1
+    last = len(stage_ranks(plan)) - 1
     done: dict[tuple[int, str, int], Fraction] = {}
     free = dict.fromkeys(waiting, Fraction(0))
     slots = []

@@ -281,14 +281,14 @@ def copy_forgotten() -> Any:
     """The gradient of one of two holders is dropped."""
 
     def by(original: Any) -> Any:
-        def add_up(self: TiedWeightSync) -> None:
+        def sum_gradients(self: TiedWeightSync) -> None:
             for _, stage, own in self.copies:
                 getattr(stage, own).grad = None
             original(self)
 
-        return add_up
+        return sum_gradients
 
-    return replaced(TiedWeightSync, "add_up", by)
+    return replaced(TiedWeightSync, "sum_gradients", by)
 
 
 def copy_not_renewed() -> Any:

@@ -18,7 +18,7 @@ from paceline.errors import PlanError
 from paceline.parallel.module_hooks import find_parts
 from paceline.parallel.pipeline.runner import Pipeline
 from paceline.parallel.pipeline.split_backward import WeightGradients
-from paceline.parallel.pipeline.stage import Stage, StagePartition, divide, ranks_of
+from paceline.parallel.pipeline.stage import Stage, StagePartition, divide, stage_ranks
 from paceline.parallel.pipeline.tied_weights import TiedWeightSync
 from paceline.parallel.pipeline.tracer import StandInModel, TensorMeta
 from paceline.plan.plan import parse
@@ -210,45 +210,45 @@ def test_resume_under_another_plan(first: str, second: str, tmp_path: Path) -> N
 # What a model is cut into
 
 
-def division_of(task: Task, plan: str, size: int) -> tuple[torch.nn.Module, StagePartition]:
+def partition_of(task: Task, plan: str, size: int) -> tuple[torch.nn.Module, StagePartition]:
     laid_out = parse(plan).on(size)
     model = build(SPEC, task).model
-    recording = StandInModel(model, task.layout(), CPU).record(
+    trace = StandInModel(model, task.layout(), CPU).trace(
         task, example(SPEC, task, laid_out), "fp64", training=True
     )
-    return model, divide(laid_out, model, find_parts(model, task.layout()), recording)
+    return model, divide(laid_out, model, find_parts(model, task.layout()), trace)
 
 
 def test_stages_are_balanced_by_what_they_compute() -> None:
     """Not by counts: the first convolution of digits is cheap, the second one is nearly all there is."""
-    _, division = division_of(models.Text(), "pp=2,microbatches=2", 2)
-    assert [division.calls[begin] for begin in division.begins] == [
+    _, partition = partition_of(models.Text(), "pp=2,microbatches=2", 2)
+    assert [partition.calls[begin] for begin in partition.begins] == [
         "tokens",
         "blocks.2",
     ]  # the head weighs less than a block
-    model, division = division_of(stacks.Encoder(), "pp=4,microbatches=4", 4)
-    assert [division.calls[begin] for begin in division.begins][1:-1] == [
+    model, partition = partition_of(stacks.Encoder(), "pp=4,microbatches=4", 4)
+    assert [partition.calls[begin] for begin in partition.begins][1:-1] == [
         "encoder.layers.1",
         "encoder.layers.2",
     ]
-    assert set(division.holders) == {name for name, _ in model.named_parameters()}
+    assert set(partition.holders) == {name for name, _ in model.named_parameters()}
 
 
 def test_what_several_stages_use_they_all_hold() -> None:
-    model, division = division_of(models.Text(), "pp=4,microbatches=4", 4)
-    assert division.holders["tokens.weight"] == (0, 3)
-    assert {len(of) for name, of in division.holders.items() if name != "tokens.weight"} == {1}
-    assert [name for name, _ in model.named_parameters()] == list(division.holders)
+    model, partition = partition_of(models.Text(), "pp=4,microbatches=4", 4)
+    assert partition.holders["tokens.weight"] == (0, 3)
+    assert {len(of) for name, of in partition.holders.items() if name != "tokens.weight"} == {1}
+    assert [name for name, _ in model.named_parameters()] == list(partition.holders)
 
 
 def test_where_stages_lie() -> None:
-    assert ranks_of(parse("pp=2,pp_schedule=interleaved").on(2)) == [0, 1, 0, 1]
-    assert ranks_of(parse("pp=3,pp_schedule=zbv,microbatches=6").on(3)) == [0, 1, 2, 2, 1, 0]
+    assert stage_ranks(parse("pp=2,pp_schedule=interleaved").on(2)) == [0, 1, 0, 1]
+    assert stage_ranks(parse("pp=3,pp_schedule=zbv,microbatches=6").on(3)) == [0, 1, 2, 2, 1, 0]
 
 
 def test_placeholders_are_loud() -> None:
-    assert TensorMeta((2, 3), torch.float32).nothing(CPU).isnan().all()
-    assert TensorMeta((2, 3), torch.float32).nothing(CPU).untyped_storage().nbytes() == 4
+    assert TensorMeta((2, 3), torch.float32).placeholder(CPU).isnan().all()
+    assert TensorMeta((2, 3), torch.float32).placeholder(CPU).untyped_storage().nbytes() == 4
 
 
 @pytest.mark.parametrize(
@@ -265,7 +265,7 @@ def test_placeholders_are_loud() -> None:
             stacks.Skips(),
             "pp=5,microbatches=8",
             5,
-            r"not before up.0: up.1 needs what was computed further ahead as well\); use pp=3 or pp=4",
+            r"not before up.0: up.1 also needs values computed earlier\); use pp=3 or pp=4",
         ),
         (
             stacks.Hidden(),
@@ -277,7 +277,7 @@ def test_placeholders_are_loud() -> None:
             stacks.Recomputing(),
             "pp=2",
             2,
-            r"\(not before blocks.1: the model itself, and not recompute=full, computes blocks.1 again in the backward pass\); use a plan",
+            r"\(not before blocks.1: the model itself, and not recompute=full, recomputes blocks.1 in the backward pass\); use a plan",
         ),
         (models.Temperature(), "pp=2", 2, r"can be cut into 1 at most; use a plan without pp"),
         (
@@ -311,29 +311,29 @@ def replaced(owner: Any, attribute: str, by: Any) -> Iterator[None]:
 
 
 def tied_apart() -> Any:
-    return replaced(TiedWeightSync, "add_up", lambda self: None)
+    return replaced(TiedWeightSync, "sum_gradients", lambda self: None)
 
 
 def norm_counted_twice() -> Any:
     """Each stage counts the tied weights."""
-    original = Pipeline.lay_out
+    original = Pipeline.parallelize
 
-    def lay_out(self: Pipeline, *args: Any) -> None:
+    def parallelize(self: Pipeline, *args: Any) -> None:
         original(self, *args)
         self.counted_elsewhere = set()
 
-    return replaced(Pipeline, "lay_out", lay_out)
+    return replaced(Pipeline, "parallelize", parallelize)
 
 
 def part_left_out() -> Any:
     """The second stage gives on what it receives past its first part."""
-    original = Stage.called
+    original = Stage.visit_call
 
-    def called(self: Stage, name: str, run: Any, args: Any, kwargs: Any) -> Any:
+    def visit_call(self: Stage, name: str, run: Any, args: Any, kwargs: Any) -> Any:
         skip = self.index == 1 and self.at == self.first
         return original(self, name, (lambda *a, **k: a[0]) if skip else run, args, kwargs)
 
-    return replaced(Stage, "called", called)
+    return replaced(Stage, "visit_call", visit_call)
 
 
 def gradient_dropped() -> Any:

@@ -153,32 +153,32 @@ KINDS = ("late", "inputs", "evaluated", "skip", "derived", "middle")
         (
             "late",
             "pp=2,pp_schedule=zbv",
-            r"into 2 at most \(not before layers.1: buffer kept is changed, and used before and after it\)",
+            r"into 2 at most \(not before layers.1: buffer kept is changed, and is used before and after it\)",
         ),
         (
             "inputs",
             "pp=2,pp_schedule=zbv",
-            r"into 2 at most \(not before layers.1: buffer kept is changed, and used before and after it\)",
+            r"into 2 at most \(not before layers.1: buffer kept is changed, and is used before and after it\)",
         ),
         (
             "evaluated",
             "pp=2,pp_schedule=interleaved",
-            r"into 2 at most \(not before layers.1: buffer kept is changed, and used before and after it\)",
+            r"into 2 at most \(not before layers.1: buffer kept is changed, and is used before and after it\)",
         ),
         (
             "skip",
             "pp=2,pp_schedule=zbv",
-            r"into 2 at most \(not before layers.1: buffer kept is changed by what was computed further ahead\)",
+            r"into 2 at most \(not before layers.1: buffer kept is changed by values computed earlier\)",
         ),
         (
             "derived",
             "pp=2,pp_schedule=zbv",
-            r"into 2 at most \(not before layers.1: head needs what was computed further ahead as well\)",
+            r"into 2 at most \(not before layers.1: head also needs values computed earlier\)",
         ),
         (
             "middle",
             "pp=7,microbatches=7",
-            r"into 6 at most \(not before layers.1: buffer kept is changed, and used before and after it\)",
+            r"into 6 at most \(not before layers.1: buffer kept is changed, and is used before and after it\)",
         ),
     ],
 )

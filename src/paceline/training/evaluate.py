@@ -88,7 +88,7 @@ def evaluate(
         source.close()
         update.model.train()
     if update.pipeline is not None:
-        update.pipeline.rest()
+        update.pipeline.reshard()
     if stopping.is_asked:
         return None
     if update.pipeline is not None:

@@ -130,9 +130,9 @@ def analyze_model(
             from paceline.parallel.pipeline import tracer
 
             parts = tracer.StandInModel(model, layout_of(task), device)
-            recording = parts.record_step(task, batch, spec.precision)
+            recording = parts.trace_step(task, batch, spec.precision)
             if splits is not None:
-                recording.bar_pairs(splits.styles)
+                recording.bar_tensor_parallel_pairs(splits.styles)
     return replace(studied, batch=batch, splits=splits, parts=parts, recording=recording, units=units)
 
 
@@ -225,14 +225,17 @@ def build_training(
     mesh = build_mesh(plan, device) if plan.is_mixed or plan.zero >= 2 else None
     pipeline = None
     if plan.pp > 1:
-        from paceline.parallel.pipeline.runner import Pipeline  # with torch's, 1 s
+        from paceline.parallel.pipeline.pass_traces import TracedModel
+        from paceline.parallel.pipeline.runner import Pipeline  # imports torch's pipelining, 1 s
+        from paceline.parallel.pipeline.stage import PipelineRank
 
         assert mesh is not None
         assert studied.parts is not None
         assert studied.recording is not None
-        known = studied.parts, studied.recording
         pipeline = Pipeline(
-            task, model, plan, mesh, world.rank, device, spec.precision, spec.seed, batch, splits, *known
+            TracedModel(task, model, studied.parts, studied.recording, batch, spec.precision, splits),
+            PipelineRank(plan, mesh, plan.place(world.rank), device),
+            spec.seed,
         )
     statistics = find_running_statistics(model) if plan.copies > 1 else {}
     group = _group_of_samples(plan, world.rank) if statistics else None
@@ -241,7 +244,7 @@ def build_training(
     fill = partial(fill_, weights=weights, device=device, pretrained=pretrained)
     units = studied.units.names if studied.units is not None else None
     if pipeline is not None:
-        pipeline.lay_out(fill_with or fill, spec.compile, units)
+        pipeline.parallelize(fill_with or fill, spec.compile, units)
         called = model
     else:
         called = parallelize(

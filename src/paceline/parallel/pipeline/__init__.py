@@ -1,4 +1,4 @@
-"""Pipeline parallelism: cut a model into stages, run their schedule, keep tied weights and buffers equal.
+"""Pipeline parallelism: divide a model into stages, run their schedule, sync tied weights and buffers.
 
-Predictions of schedules belong to `plan.cost_model.schedules`.
+Predicted times of schedules belong to `plan.cost_model.schedules`.
 """

@@ -1,4 +1,4 @@
-"""Buffers that a model changes outside of the parts of a pipeline: which stages have them, and how a stage keeps its own."""
+"""Buffers that a model changes outside of the parts of a pipeline: the stages and copies that hold them."""
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -7,16 +7,19 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
-Place = tuple[nn.Module, str]
+Place = tuple[nn.Module, str]  # a module and the key of a buffer in it
 
 
 @dataclass
 class BufferUse:
-    """What a forward pass does with a buffer, by the numbers of the calls of parts during or after which it does so."""
+    """How a forward pass uses a buffer.
+
+    Uses are numbered by the call of a part during which, or after which, they happen.
+    """
 
     touched: set[int] = field(default_factory=set)  # reads and changes
     changed: set[int] = field(default_factory=set)
-    outside: bool = False  # of parts with parameters
+    outside: bool = False  # used outside of parts with parameters
     learned: bool = False  # some change depends on parameters
 
     @property
@@ -26,8 +29,10 @@ class BufferUse:
 
     @property
     def together(self) -> range:
-        """The cuts that would lie between what must be in one stage. A buffer that changes by inputs alone is changed by all later
-        stages too, each in a copy of its own."""
+        """The cuts that would separate uses that must be in the same stage.
+
+        If changes depend on inputs alone, every later stage changes a copy of the buffer too.
+        """
         if not self.changed:
             return range(0)
         return range(min(self.touched) + 1, max(self.touched if self.is_local else self.changed) + 1)
@@ -40,54 +45,63 @@ class BufferUse:
 
 
 class StageBuffers:
-    """The buffers that change outside of parts, as one stage has them while it runs.
+    """The buffers that change outside of parts, as one stage sees them while it runs.
 
-    A stage runs the code before it again, on placeholders. So each pass gets copies: of the model's own buffer in the first stage of a
-    rank that holds it, of the stage's own copy in the later ones that hold it, and of placeholders in those that do not. A pass never
-    changes a tensor that an earlier one has saved for its backward pass."""
+    A stage repeats the code before it, on placeholders. So each pass gets copies of the buffers:
+
+    * the first stage of a rank that holds the buffer copies the model's buffer;
+    * later stages of the rank that hold it copy the copy of this stage;
+    * stages that do not hold it copy a placeholder.
+
+    A pass therefore never changes a tensor that an earlier pass saved for its backward pass.
+    """
 
     def __init__(
         self, model: nn.Module, changed: Collection[str], held: Collection[str], earlier: Collection[str]
     ):
-        """`held`: of `changed`, those that this stage holds; `earlier`: those that an earlier stage of this rank holds."""
+        """`held`: those of `changed` that this stage holds.
+
+        `earlier`: those that an earlier stage of this rank holds.
+        """
         names = {id(buffer): name for name, buffer in model.named_buffers() if name in changed}
         self.places: dict[str, list[Place]] = {name: [] for name in names.values()}
         for module in model.modules():
             for key, buffer in module._buffers.items():
                 if id(buffer) in names:
                     self.places[names[id(buffer)]].append((module, key))
-        self.models = [name for name in self.places if name in held and name not in earlier]
+        self.from_model = [name for name in self.places if name in held and name not in earlier]
         self.copied = [name for name in self.places if name in held and name in earlier]
         self.copies: dict[str, Tensor] = {}
 
-    def renew(self) -> None:
-        """Copy the model's own buffers, between passes: a checkpoint may have brought others."""
+    def renew_copies(self) -> None:
+        """Copy the model's buffers. Call it between passes: loading a checkpoint may have changed them."""
         self.copies = {name: _current(self.places[name]).clone() for name in self.copied}
 
     @contextmanager
     def installed(self, placeholders: Mapping[str, Tensor]) -> Iterator[None]:
+        """Put this stage's buffers into the model inside the block, and keep their changes after it."""
         before = {
             name: [module._buffers[key] for module, key in places] for name, places in self.places.items()
         }
-        given = {
+        installed = {
             name: self.copies.get(name, _current(self.places[name])).clone()
-            for name in (*self.models, *self.copied)
+            for name in (*self.from_model, *self.copied)
         }
-        given |= {name: tensor for name, tensor in placeholders.items() if name not in given}
+        installed |= {name: tensor for name, tensor in placeholders.items() if name not in installed}
         for name, places in self.places.items():
-            _put(places, [given[name]] * len(places))
+            _put(places, [installed[name]] * len(places))
         try:
             yield
         finally:
             for name, places in self.places.items():
-                found = _current(places)
+                after = _current(places)
                 if name in self.copied:
-                    self.copies[name] = found
-                elif name in self.models and found is not given[name]:
+                    self.copies[name] = after
+                elif name in self.from_model and after is not installed[name]:
                     continue  # the model has assigned another tensor
-                elif name in self.models:
+                elif name in self.from_model:
                     with torch.no_grad():
-                        _first(before[name]).copy_(found)
+                        _first(before[name]).copy_(after)
                 _put(places, before[name])
 
 

@@ -1,4 +1,4 @@
-"""One batch through the stages of a pipeline, one after the other and without gradients: to evaluate, or to try something out."""
+"""One batch through the stages of a pipeline in order, without gradients: for evaluation and trials."""
 
 import contextlib
 from collections.abc import Iterator, Sequence
@@ -10,107 +10,99 @@ from torch import Tensor
 
 from paceline.errors import Error
 from paceline.parallel.forward import ELSEWHERE
-from paceline.parallel.pipeline.stage import Stage, ranks_of
+from paceline.parallel.pipeline.stage import PipelineRank, Stage
 from paceline.parallel.pipeline.tracer import ForwardTrace
-from paceline.plan.plan import MeshCoordinate, Plan
 
 NO_INDEX = torch.zeros((), dtype=torch.long)
 
 
 class SequentialStageRunner:
-    """The stages of this rank, and who has the next ones."""
+    """Runs the stages of this rank, receives their inputs and sends their outputs."""
 
-    def __init__(
-        self,
-        stages: Sequence[Stage],
-        plan: Plan,
-        place: MeshCoordinate,
-        device: torch.device,
-        group: dist.ProcessGroup,
-    ):
-        self.stages, self.plan, self.place, self.device, self.group = stages, plan, place, device, group
-        self.ranks = ranks_of(plan)
-        self.kept: Any = ()  # for the next stage, where it is on this rank as well
+    def __init__(self, stages: Sequence[Stage], rank: PipelineRank):
+        self.stages, self.rank = stages, rank
+        self.kept: Any = ()  # for the next stage, if it is on this rank too
 
-    def run(self, recording: ForwardTrace) -> Any:
-        """What the last stage makes of a batch; ELSEWHERE on the ranks that have it not."""
+    def run(self, trace: ForwardTrace) -> Any:
+        """Return the output of the last stage; ELSEWHERE on ranks that do not have it."""
         result: Any = ELSEWHERE
         with _unfused_attention():
             for stage in self.stages:
-                received = () if stage.is_first else self._receive(stage, recording)
+                received = () if stage.is_first else self._receive(stage, trace)
                 result = stage(*received, index=NO_INDEX)
                 if not stage.is_last:
                     self._send(stage.index + 1, result)
         return result if self.stages[-1].is_last else ELSEWHERE
 
-    def attempt(self) -> tuple[Any, dict[int, list[torch.Size]]]:
-        """The same before it is known how large that is which crosses the cuts, with these sizes by cut. What goes wrong in one stage
-        is raised on all ranks of the pipeline."""
+    def try_run(self) -> tuple[Any, dict[int, list[torch.Size]]]:
+        """Run without known shapes. Return the output as `run` does, and the shapes that cross each cut.
+
+        An error in one stage is raised on all ranks of the pipeline.
+        """
         result: Any = ELSEWHERE
-        wrong: Exception | None = None
-        sizes: dict[int, list[torch.Size]] = {}
+        error: Exception | None = None
+        shapes: dict[int, list[torch.Size]] = {}
         with _unfused_attention():
             for stage in self.stages:
-                received, wrong = ((), None) if stage.is_first else self._take(stage)
-                sizes[stage.first] = [value.shape for value in received]
-                if wrong is None:
+                received, error = ((), None) if stage.is_first else self._receive_objects(stage)
+                shapes[stage.first] = [value.shape for value in received]
+                if error is None:
                     try:
-                        result = stage(*(value.to(self.device) for value in received), index=NO_INDEX)
+                        result = stage(*(value.to(self.rank.device) for value in received), index=NO_INDEX)
                     except (Error, RuntimeError) as raised:
-                        result, wrong = (), raised
+                        result, error = (), raised
                 if not stage.is_last:
-                    self._give(stage.index + 1, (result, wrong))
-        for error in self.gather([wrong]):
-            if error is not None:
-                raise error
-        return (result if self.stages[-1].is_last else ELSEWHERE), sizes
+                    self._send_objects(stage.index + 1, (result, error))
+        for any_error in self.gather([error]):
+            if any_error is not None:
+                raise any_error
+        return (result if self.stages[-1].is_last else ELSEWHERE), shapes
 
-    def gather(self, found: list[Any]) -> list[Any]:
-        """What all ranks of the pipeline have found."""
-        everywhere: list[list[Any]] = [[]] * self.plan.pp
-        dist.all_gather_object(everywhere, found, group=self.group)
-        return [one for there in everywhere for one in there]
-
-    def _peer(self, stage: int) -> int:
-        return self.ranks[stage] * self.plan.copies + self.plan.copy(self.place)
+    def gather(self, values: list[Any]) -> list[Any]:
+        """Return the values of all ranks of the pipeline, in their order."""
+        by_rank: list[list[Any]] = [[]] * self.rank.plan.pp
+        dist.all_gather_object(by_rank, values, group=self.rank.group)
+        return [value for values in by_rank for value in values]
 
     def _send(self, stage: int, values: Sequence[Tensor]) -> None:
         self.kept = values
-        if self.ranks[stage] != self.place.pp:
+        if not self.rank.has(stage):
             for value in values:
-                dist.send(value, self._peer(stage))
+                dist.send(value, self.rank.peer(stage))
 
-    def _receive(self, stage: Stage, recording: ForwardTrace) -> Sequence[Tensor]:
-        if self.ranks[stage.index - 1] == self.place.pp:
+    def _receive(self, stage: Stage, trace: ForwardTrace) -> Sequence[Tensor]:
+        if self.rank.has(stage.index - 1):
             return self.kept
         received = [
-            torch.empty(like.shape, dtype=like.dtype, device=self.device)
-            for like in recording.calls[stage.first].likes
+            torch.empty(meta.shape, dtype=meta.dtype, device=self.rank.device)
+            for meta in trace.calls[stage.first].crossing_metas
         ]
         for value in received:
-            dist.recv(value, self._peer(stage.index - 1))
+            dist.recv(value, self.rank.peer(stage.index - 1))
         return received
 
-    def _give(self, stage: int, message: tuple[Sequence[Tensor], Exception | None]) -> None:
+    def _send_objects(self, stage: int, message: tuple[Sequence[Tensor], Exception | None]) -> None:
         self.kept = message
-        if self.ranks[stage] != self.place.pp:
-            values, wrong = message
-            dist.send_object_list([[value.cpu() for value in values], wrong], self._peer(stage))
+        if not self.rank.has(stage):
+            values, error = message
+            dist.send_object_list([[value.cpu() for value in values], error], self.rank.peer(stage))
 
-    def _take(self, stage: Stage) -> tuple[Sequence[Tensor], Exception | None]:
-        if self.ranks[stage.index - 1] == self.place.pp:
+    def _receive_objects(self, stage: Stage) -> tuple[Sequence[Tensor], Exception | None]:
+        if self.rank.has(stage.index - 1):
             return self.kept
         message: list[Any] = [None, None]
-        dist.recv_object_list(message, self._peer(stage.index - 1))
+        dist.recv_object_list(message, self.rank.peer(stage.index - 1))
         return message[0], message[1]
 
 
 @contextlib.contextmanager
 def _unfused_attention() -> Iterator[None]:
-    """torch's fused layers pack what is not masked, and the stages must agree on shapes."""
-    fused = torch.backends.mha.get_fastpath_enabled()
+    """Disable torch's fused encoder layers: they drop masked positions, and the stages must agree on
+    shapes.
+    """
+    enabled = torch.backends.mha.get_fastpath_enabled()
     torch.backends.mha.set_fastpath_enabled(False)
     try:
         yield
     finally:
-        torch.backends.mha.set_fastpath_enabled(fused)
+        torch.backends.mha.set_fastpath_enabled(enabled)

@@ -1,6 +1,6 @@
-"""Context parallelism in a pipeline: where a cut lies between blocks, slices of sequences cross it."""
+"""Context parallelism in a pipeline: a cut between blocks is crossed by slices of sequences."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -13,13 +13,13 @@ from paceline.parallel.pipeline.eval import SequentialStageRunner
 from paceline.parallel.pipeline.tracer import ForwardTrace, TensorMeta
 from paceline.plan.plan import Plan
 
-Dims = Mapping[int, Sequence[int | None]]  # cut -> along which dim each tensor that crosses it is cut
+SplitDims = Mapping[int, Sequence[int | None]]  # cut -> dim along which each tensor that crosses it is split
 
 
 def check_blocks(
     plan: Plan, model: nn.Module, units: Sequence[nn.Module], parts: Mapping[str, nn.Module]
 ) -> None:
-    """Raise PlanError where a pipeline would cut blocks inside, which attend to slices as a whole."""
+    """Raise PlanError if a pipeline would cut inside a block; cp requires whole blocks."""
     whole = {id(module) for part in parts.values() for module in part.modules()}
     for name, module in model.named_modules():
         if module in units and id(module) not in whole:
@@ -31,57 +31,75 @@ def check_blocks(
 
 @dataclass
 class SequenceSlices:
-    """`model` as one rank of a pipeline has it; `units` are its blocks."""
+    """The slices of sequences that cross the cuts of a pipeline."""
 
     context: ContextParallel
-    relay: SequentialStageRunner
+    runner: SequentialStageRunner
     plan: Plan
 
     def __post_init__(self) -> None:
-        self.dims: list[tuple[Any, Dims]] = []  # by the structure of what the model is called with
+        self.dims: list[tuple[Any, SplitDims]] = []  # by structure of the model's arguments
+        self.lengths: dict[Hashable, int] = {}  # of whole sequences, by key of a trace
 
-    def learn(self, structure: Any, recording: ForwardTrace) -> None:
-        """Find out what is cut, with the stages as they are, and that it makes no difference. `recording`: of whole sequences."""
-        sizes: dict[int, list[torch.Size]] = {}
+    def learn(self, structure: Any, trace: ForwardTrace) -> None:
+        """Find out what is split, by trial passes through the stages, and check that the output stays the
+        same.
+
+        `trace`: of whole sequences.
+        """
+        shapes: dict[int, list[torch.Size]] = {}
 
         def run() -> Any:
-            output, found = self.relay.attempt()
-            sizes.update(found)
+            output, shapes_by_cut = self.runner.try_run()
+            shapes.update(shapes_by_cut)
             return output
 
-        self.context.learn(run, self.relay.gather)
-        here = [
-            (cut, [_dim(*pair) for pair in zip(recording.calls[cut].likes, found, strict=True)])
-            for cut, found in sizes.items()
-            if cut
-        ]
-        self.dims.append((structure, dict(self.relay.gather(here))))
+        self.context.learn(run, self.runner.gather)
+        own = []
+        for cut, sliced in shapes.items():
+            if cut:
+                pairs = zip(trace.calls[cut].crossing_metas, sliced, strict=True)
+                own.append((cut, [_find_split_dim(whole, part) for whole, part in pairs]))
+        self.dims.append((structure, dict(self.runner.gather(own))))
 
     def knows(self, structure: Any) -> bool:
         return any(known == structure for known, _ in self.dims)
 
-    def cut(self, structure: Any, recording: ForwardTrace) -> int:
-        """Let a recording say what crosses where sequences are in slices. Returns their whole length; 0 where no cut is between blocks."""
+    def apply(self, key: Hashable, structure: Any, trace: ForwardTrace) -> None:
+        """Prepare for a pass with this trace; its crossing shapes become those of slices on the first
+        call.
+        """
+        if key not in self.lengths:
+            self.lengths[key] = self._slice_metas(structure, trace)
+        self.context.length = self.lengths[key]
+
+    def _slice_metas(self, structure: Any, trace: ForwardTrace) -> int:
+        """Return the length of whole sequences; 0 if no cut lies between blocks."""
         length = 0
         for cut, dims in next(dims for known, dims in self.dims if known == structure).items():
-            likes = recording.calls[cut].likes
-            for like, dim in zip(likes, dims, strict=True):
+            metas = trace.calls[cut].crossing_metas
+            for meta, dim in zip(metas, dims, strict=True):
                 if dim is not None:
-                    length = like.shape[dim]
+                    length = meta.shape[dim]
                     check_sequence_length(self.plan, length)
-            recording.calls[cut].likes = [
-                _part(like, dim, self.plan.cp) for like, dim in zip(likes, dims, strict=True)
+            trace.calls[cut].crossing_metas = [
+                _slice_meta(meta, dim, self.plan.cp) for meta, dim in zip(metas, dims, strict=True)
             ]
         return length
 
 
-def _dim(whole: TensorMeta, part: torch.Size) -> int | None:
+def _find_split_dim(whole: TensorMeta, part: torch.Size) -> int | None:
     return next(
-        (dim for dim, (one, other) in enumerate(zip(whole.shape, part, strict=True)) if one != other), None
+        (
+            dim
+            for dim, (size, part_size) in enumerate(zip(whole.shape, part, strict=True))
+            if size != part_size
+        ),
+        None,
     )
 
 
-def _part(whole: TensorMeta, dim: int | None, parts: int) -> TensorMeta:
+def _slice_meta(whole: TensorMeta, dim: int | None, parts: int) -> TensorMeta:
     return replace(
         whole, shape=tuple(size // parts if at == dim else size for at, size in enumerate(whole.shape))
     )

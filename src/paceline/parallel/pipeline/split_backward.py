@@ -1,7 +1,8 @@
-"""The two halves of a backward pass that zero-bubble schedules run apart: gradients of a stage's inputs first, those of its weights later.
+"""The backward pass in two halves, for zero-bubble schedules: gradients of inputs, then of weights.
 
-torch's own split (`torch.distributed.pipelining._backward`, 2.13) drops the gradients of parameters that no input of the stage leads
-to, counts some twice that several operations share, and lets equal gradients of two parameters be one tensor.
+torch's split (`torch.distributed.pipelining._backward`, 2.13) has three defects. It drops the gradients
+of parameters that no input of the stage leads to. It counts some gradients twice if several operations
+share them. It lets equal gradients of two parameters be one tensor.
 """
 
 from collections.abc import Iterable, Sequence
@@ -18,41 +19,43 @@ Grads = Sequence[Tensor | None]
 
 
 @dataclass
-class _Deferred:
-    """Parameters whose gradients wait, and the operation that all of these gradients come through."""
+class _DeferredGradients:
+    """Parameters whose gradients are computed later, and the operation that all these gradients pass
+    through.
+    """
 
     node: Node
     parameters: list[Tensor]
     grads: Grads = ()  # of the results of the operation
 
-    def keep(self, grads: Grads) -> None:
+    def save_grads(self, grads: Grads) -> None:
         self.grads = grads
 
     def run(self) -> None:
         edges = [GradientEdge(self.node, index) for index, grad in enumerate(self.grads) if grad is not None]
-        # A hook that the user put on a tensor runs again; what it made of the gradient the first time counts.
-        clamp = self.node.register_prehook(lambda grads: self.grads)
+        # A hook that the user registered on a tensor runs again here; the gradient from its first run counts.
+        restore = self.node.register_prehook(lambda grads: self.grads)
         try:
             _backward(edges, [grad for grad in self.grads if grad is not None], self.parameters)
         finally:
-            clamp.remove()
+            restore.remove()
 
 
 @dataclass
 class WeightGradients:
-    """What is left to do of a backward pass."""
+    """The rest of a backward pass: the gradients of the weights."""
 
-    deferred: list[_Deferred]
+    deferred: list[_DeferredGradients]
     roots: list[tuple[GradientEdge, Tensor | None]]  # outputs that no input leads to, and their gradients
-    parameters: list[Tensor]  # of these alone
+    parameters: list[Tensor]  # that only these outputs depend on
     done: bool = field(default=False, init=False)
 
     def run(self) -> None:
-        """Add to the gradients of the weights; once."""
+        """Add to the gradients of the weights. Call it once."""
         assert not self.done
         self.done = True
-        for each in self.deferred:
-            each.run()
+        for deferred in self.deferred:
+            deferred.run()
         _backward([edge for edge, _ in self.roots], [grad for _, grad in self.roots], self.parameters)
         self.deferred, self.roots = [], []
 
@@ -60,10 +63,13 @@ class WeightGradients:
 def backward_inputs(
     outputs: Sequence[Tensor], output_grads: Grads | None, inputs: Iterable[Any]
 ) -> tuple[tuple[Tensor | None, ...], WeightGradients]:
-    """Return the gradients of `inputs`, which are leaves, None where there is none; and what computes those of all other leaves.
+    """Return the gradients of `inputs`, and the deferred computation of those of all other leaves.
 
-    The graph falls into operations that lead to an input, which run now, and the rest. A parameter whose gradient comes through one
-    operation of the first kind waits with it; where it comes through several, it is computed now, since later they would all run again.
+    `inputs` are leaves; the gradient of an input that gets none is None.
+
+    Operations that lead to an input run now, the others later. If the gradient of a parameter passes
+    through exactly one operation that runs now, the rest of its computation is deferred. If it passes
+    through several, the gradient is computed now: later, all of these operations would run again.
     """
     inputs = list(inputs)
     wanted = [value for value in inputs if isinstance(value, Tensor) and value.requires_grad]
@@ -71,9 +77,8 @@ def backward_inputs(
         (get_gradient_edge(output), output, at) for at, output in enumerate(outputs) if output.requires_grad
     ]
     graph = _Graph([edge.node for edge, _, _ in roots], {get_gradient_edge(value).node for value in wanted})
-    owners: dict[
-        Node, set[Node | None]
-    ] = {}  # leaf -> the operations that its gradient comes through; None: outputs alone
+    # For each leaf, the operations that its gradient passes through; None: it comes from outputs alone.
+    owners: dict[Node, set[Node | None]] = {}
     for node in graph.nodes:
         if node in graph.leading:
             for following in _next(node):
@@ -92,11 +97,13 @@ def backward_inputs(
     def grad_of(output: Tensor, at: int) -> Tensor | None:
         return torch.ones_like(output) if output_grads is None else output_grads[at]
 
-    rest = WeightGradients(
+    weight_grads = WeightGradients(
         [], [(edge, grad_of(output, at)) for edge, output, at in outside], later.pop(None, [])
     )
-    rest.deferred = [_Deferred(owner, parameters) for owner, parameters in later.items() if owner is not None]
-    hooks = [each.node.register_prehook(each.keep) for each in rest.deferred]
+    weight_grads.deferred = [
+        _DeferredGradients(owner, parameters) for owner, parameters in later.items() if owner is not None
+    ]
+    hooks = [deferred.node.register_prehook(deferred.save_grads) for deferred in weight_grads.deferred]
     try:
         given = [(edge, grad_of(output, at)) for edge, output, at in roots]
         _backward(
@@ -105,39 +112,42 @@ def backward_inputs(
     finally:
         for hook in hooks:
             hook.remove()
-    return tuple(value.grad if isinstance(value, Tensor) else None for value in inputs), rest
+    return tuple(value.grad if isinstance(value, Tensor) else None for value in inputs), weight_grads
 
 
 class _Graph:
-    """The operations between outputs and leaves. `leading`: those that lead to an input; `leaves`: what each of the others leads to."""
+    """The operations between outputs and leaves.
+
+    `leading`: the operations that lead to an input. `leaves`: the leaves that each other operation leads to.
+    """
 
     def __init__(self, roots: Sequence[Node], inputs: set[Node]):
-        self.nodes = _inputs_first(roots)
+        self.nodes = _sort_inputs_first(roots)
         self.leading: set[Node] = set()
         self.leaves: dict[Node, frozenset[Node]] = {}
         for node in self.nodes:
             following = _next(node)
-            if node in inputs or any(each in self.leading for each in following):
+            if node in inputs or any(after in self.leading for after in following):
                 self.leading.add(node)
-            elif hasattr(node, "variable"):  # where a gradient is accumulated
+            elif hasattr(node, "variable"):  # it accumulates a gradient
                 self.leaves[node] = frozenset([node])
             else:
-                self.leaves[node] = frozenset().union(*(self.leaves[each] for each in following))
+                self.leaves[node] = frozenset().union(*(self.leaves[after] for after in following))
 
 
-def _inputs_first(roots: Sequence[Node]) -> list[Node]:
-    """All operations behind `roots`, each after those that its gradient goes to."""
+def _sort_inputs_first(roots: Sequence[Node]) -> list[Node]:
+    """Return all operations that `roots` lead to, each after those that receive its gradient."""
     order: list[Node] = []
-    seen: set[Node] = set()
-    waiting = [(root, False) for root in roots]
-    while waiting:
-        node, done = waiting.pop()
+    visited: set[Node] = set()
+    stack = [(root, False) for root in roots]
+    while stack:
+        node, done = stack.pop()
         if done:
             order.append(node)
-        elif node not in seen:
-            seen.add(node)
-            waiting.append((node, True))
-            waiting += [(each, False) for each in _next(node) if each not in seen]
+        elif node not in visited:
+            visited.add(node)
+            stack.append((node, True))
+            stack += [(after, False) for after in _next(node) if after not in visited]
     return order
 
 
@@ -148,7 +158,7 @@ def _next(node: Node) -> list[Node]:
 def _backward(
     edges: Sequence[GradientEdge], grads: Grads, leaves: Sequence[Tensor], retain_graph: bool = False
 ) -> None:
-    """Add to `.grad` of `leaves` what comes of these gradients."""
+    """Propagate `grads` back from `edges`, and add the results to `.grad` of `leaves`."""
     pairs = [(edge, grad) for edge, grad in zip(edges, grads, strict=True) if grad is not None]
     if pairs and leaves:
         torch.autograd.backward(
@@ -157,24 +167,21 @@ def _backward(
 
 
 class SplitStage(PipelineStage):
-    """torch's stage, with this split in place of its own."""
+    """torch's stage, with the split of this module instead of torch's."""
 
     def backward_maybe_with_nosync(
         self, backward_type: str, bwd_kwargs: dict[str, Any], last_backward: bool = False
     ) -> Any:
         if backward_type == "full":
             return super().backward_maybe_with_nosync(backward_type, bwd_kwargs, last_backward)
-        if isinstance(
-            self.submod, FSDPModule
-        ):  # as torch's: the schedule reduces the gradients when all are there
+        # As in torch: the schedule reduces the gradients when they are complete.
+        if isinstance(self.submod, FSDPModule):
             self.submod.set_is_last_backward(False)
             self.submod.set_reshard_after_backward(False)
             self.submod.set_requires_gradient_sync(False)
         if backward_type == "input":
-            outputs, bwd_kwargs["stage_output"] = (
-                bwd_kwargs["stage_output"],
-                (),
-            )  # what does not wait is let go of
+            outputs = bwd_kwargs["stage_output"]
+            bwd_kwargs["stage_output"] = ()  # frees the part of the graph that is not deferred
             return backward_inputs(outputs, bwd_kwargs["output_grads"], bwd_kwargs["input_values"])
         bwd_kwargs["param_groups"].run()
         return (), None

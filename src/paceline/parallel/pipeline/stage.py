@@ -1,4 +1,7 @@
-"""Which stage of a pipeline has which part of a model, and how a stage runs: the user's whole forward, of which the rest is not there."""
+"""Division of a model into pipeline stages, and the forward pass of a stage.
+
+A stage calls the user's whole forward. Calls of parts that belong to other stages return placeholders.
+"""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -7,160 +10,204 @@ from itertools import pairwise
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.utils._pytree import tree_leaves, tree_unflatten
 
 from paceline.errors import PlanError, TaskError
 from paceline.parallel.module_hooks import CallInterceptor, Run
 from paceline.parallel.pipeline.buffers import BufferUse, StageBuffers
 from paceline.parallel.pipeline.tracer import ForwardTrace, PartCall, PassedThrough, TensorMeta
-from paceline.plan.partition import partition
-from paceline.plan.plan import Plan
+from paceline.plan.partition import partition as balance
+from paceline.plan.plan import MeshCoordinate, Plan
 
 
 @dataclass(frozen=True)
 class StagePartition:
     """A model divided into stages."""
 
-    begins: tuple[int, ...]  # the call of a part that each stage begins with
+    begins: tuple[int, ...]  # index of the call that each stage begins with
     calls: tuple[str, ...]  # the parts in the order of their calls
-    free: frozenset[str]  # parts that every stage has and calls
-    holders: Mapping[
-        str, tuple[int, ...]
-    ]  # parameter or buffer -> stages that hold it; the first of them writes and counts it
-    outside: frozenset[str]  # parameters that are used outside of the calls of their part, too
-    changed: frozenset[str]  # buffers that change outside of the parts that only one stage has
+    replicated: frozenset[str]  # parts that every stage holds and calls
+    # Parameter or buffer -> stages that hold it; the first of them saves it and counts it in norms.
+    holders: Mapping[str, tuple[int, ...]]
+    used_outside: frozenset[str]  # parameters also used outside of the calls of their part
+    changed_buffers: frozenset[str]  # that change outside of the parts that belong to a single stage
 
-    def ends(self, stage: int) -> int:
+    def end_of(self, stage: int) -> int:
         return [*self.begins[1:], len(self.calls)][stage]
 
-    def of(self, stage: int) -> list[str]:
-        """The parts that this stage has and no other."""
-        return [
-            part
-            for part in dict.fromkeys(self.calls[self.begins[stage] : self.ends(stage)])
-            if part not in self.free
-        ]
+    def calls_of(self, stage: int) -> tuple[str, ...]:
+        return self.calls[self.begins[stage] : self.end_of(stage)]
+
+    def parts_of(self, stage: int) -> list[str]:
+        """Return the parts that only this stage holds."""
+        return [part for part in dict.fromkeys(self.calls_of(stage)) if part not in self.replicated]
 
 
-def ranks_of(plan: Plan) -> list[int]:
-    """The pp rank of each stage."""
+def stage_ranks(plan: Plan) -> list[int]:
+    """Return the pp rank of each stage."""
     assert plan.stages is not None
     looped = [stage % plan.pp for stage in range(plan.pp * plan.stages)]
     return looped if plan.pp_schedule != "zbv" else [*looped[: plan.pp], *reversed(looped[: plan.pp])]
 
 
+@dataclass(frozen=True)
+class PipelineRank:
+    """A rank of a pipeline: its place in the mesh, and the ranks of the other stages."""
+
+    plan: Plan
+    mesh: DeviceMesh
+    place: MeshCoordinate
+    device: torch.device
+
+    @property
+    def group(self) -> dist.ProcessGroup:
+        """The ranks of all stages that have the same part of the batch."""
+        return self.mesh["pp"].get_group()
+
+    @property
+    def own_stages(self) -> list[int]:
+        return [stage for stage in range(len(stage_ranks(self.plan))) if self.has(stage)]
+
+    def has(self, stage: int) -> bool:
+        return stage_ranks(self.plan)[stage] == self.place.pp
+
+    def peer(self, stage: int) -> int:
+        """Return the global rank that has `stage` and the same part of the batch."""
+        return stage_ranks(self.plan)[stage] * self.plan.copies + self.plan.copy(self.place)
+
+
 def divide(
-    plan: Plan, model: nn.Module, parts: Mapping[str, nn.Module], recording: ForwardTrace
+    plan: Plan, model: nn.Module, parts: Mapping[str, nn.Module], trace: ForwardTrace
 ) -> StagePartition:
-    """The balanced stages of `plan`, by FLOPs of a forward pass, and by parameters where those are equal. Raises PlanError."""
-    calls = recording.calls
-    stages = len(ranks_of(plan))
-    begins = [0, *recording.cuts]
+    """Return the stages of `plan`, balanced by FLOPs of a forward pass, then by parameters.
+
+    Raises PlanError if the model has fewer possible stages than the plan.
+    """
+    calls = trace.calls
+    stages = len(stage_ranks(plan))
+    begins = [0, *trace.cuts]
     if stages > len(begins):
-        raise PlanError(_too_few(plan, stages, len(begins), model, recording))
+        raise PlanError(_too_few_message(plan, stages, len(begins), model, trace))
     ends = [*begins[1:], len(calls)]
     sizes = {name: parameter.numel() for name, parameter in model.named_parameters()}
-    of_call = [
-        sum(sizes[name] for name, used in recording.uses.items() if at in used) for at in range(len(calls))
+    parameters_of_call = [
+        sum(sizes[name] for name, used in trace.uses.items() if at in used) for at in range(len(calls))
     ]
-    chosen = partition(
+    chosen = balance(
         [sum(call.flops for call in calls[begin:end]) for begin, end in zip(begins, ends, strict=True)],
         stages,
-        [sum(of_call[begin:end]) for begin, end in zip(begins, ends, strict=True)],
+        [sum(parameters_of_call[begin:end]) for begin, end in zip(begins, ends, strict=True)],
     )
     starts = tuple(begins[at] for at in chosen)
-    free = frozenset(call.part for call in calls if call.free)
-    division = StagePartition(
-        starts,
-        tuple(call.part for call in calls),
-        free,
-        _holders(model, parts, recording, starts),
-        frozenset(recording.outside),
-        frozenset(
+    partition = StagePartition(
+        begins=starts,
+        calls=tuple(call.part for call in calls),
+        replicated=frozenset(call.part for call in calls if call.is_replicated),
+        holders=_find_holders(model, parts, trace, starts),
+        used_outside=frozenset(trace.used_outside),
+        changed_buffers=frozenset(
             name
-            for name in _free_buffers(model, parts, recording)
-            if name in recording.buffers and recording.buffers[name].changed
+            for name in _find_shared_buffers(model, parts, trace)
+            if name in trace.buffers and trace.buffers[name].changed
         ),
     )
-    _check_whole(plan, model, division, stages)
-    return division
+    _check_complete(plan, model, partition, stages)
+    return partition
 
 
-def _holders(
-    model: nn.Module, parts: Mapping[str, nn.Module], recording: ForwardTrace, begins: tuple[int, ...]
+def _find_holders(
+    model: nn.Module, parts: Mapping[str, nn.Module], trace: ForwardTrace, begins: tuple[int, ...]
 ) -> dict[str, tuple[int, ...]]:
-    """A parameter is held where it is used; buffers where their part is, or from where they change, or everywhere."""
+    """Return the stages that hold each parameter and buffer.
+
+    A stage holds the parameters that it uses. Buffers of parts belong to the stage of the part. Other buffers
+    are held from the stage that first touches them if they change, else everywhere.
+    """
 
     def stage_of(call: int) -> int:
         return sum(begin <= call for begin in begins) - 1
 
-    of_part: dict[str, int] = {
-        call.part: stage_of(at) for at, call in enumerate(recording.calls) if not call.free
+    stage_of_part: dict[str, int] = {
+        call.part: stage_of(at) for at, call in enumerate(trace.calls) if not call.is_replicated
     }
-    inside = {
-        id(tensor): of_part[name]
-        for name in of_part
+    stage_of_tensor = {
+        id(tensor): stage
+        for name, stage in stage_of_part.items()
         for tensor in (*parts[name].parameters(), *parts[name].buffers())
     }
     holders: dict[str, tuple[int, ...]] = {
-        name: (inside[id(buffer)],) for name, buffer in model.named_buffers() if id(buffer) in inside
+        name: (stage_of_tensor[id(buffer)],)
+        for name, buffer in model.named_buffers()
+        if id(buffer) in stage_of_tensor
     }
-    for name in _free_buffers(model, parts, recording):
-        use = recording.buffers.get(name, BufferUse())
+    for name in _find_shared_buffers(model, parts, trace):
+        use = trace.buffers.get(name, BufferUse())
         first = stage_of(min(use.touched)) if use.changed else 0
         holders[name] = (first,) if use.is_local else tuple(range(first, len(begins)))
     for name, parameter in model.named_parameters():
-        used = sorted({stage_of(call) for call in recording.uses.get(name, ())})
-        holders[name] = tuple(used) or (inside.get(id(parameter), 0),)
+        used = sorted({stage_of(call) for call in trace.uses.get(name, ())})
+        holders[name] = tuple(used) or (stage_of_tensor.get(id(parameter), 0),)
     return holders
 
 
-def _free_buffers(model: nn.Module, parts: Mapping[str, nn.Module], recording: ForwardTrace) -> list[str]:
-    """Outside of the parts that only one stage has."""
+def _find_shared_buffers(model: nn.Module, parts: Mapping[str, nn.Module], trace: ForwardTrace) -> list[str]:
+    """Return the buffers outside of the parts that belong to a single stage."""
     inside = {
-        id(buffer) for call in recording.calls if not call.free for buffer in parts[call.part].buffers()
+        id(buffer) for call in trace.calls if not call.is_replicated for buffer in parts[call.part].buffers()
     }
     return [name for name, buffer in model.named_buffers() if id(buffer) not in inside]
 
 
-def _check_whole(plan: Plan, model: nn.Module, division: StagePartition, stages: int) -> None:
-    """Nothing is dropped: each call belongs to one stage, and the parameters of the stages add up to those of the model."""
-    lengths = [end - begin for begin, end in pairwise([*division.begins, len(division.calls)])]
+def _check_complete(plan: Plan, model: nn.Module, partition: StagePartition, stages: int) -> None:
+    """Check that each call belongs to exactly one stage, and that the stages hold all parameters."""
+    lengths = [end - begin for begin, end in pairwise([*partition.begins, len(partition.calls)])]
     counted = [0] * stages
     for name, parameter in model.named_parameters():
-        counted[division.holders[name][0]] += parameter.numel()
-    whole = sum(parameter.numel() for parameter in model.parameters())
-    if min(lengths) < 1 or sum(lengths) != len(division.calls) or sum(counted) != whole:
+        counted[partition.holders[name][0]] += parameter.numel()
+    expected = sum(parameter.numel() for parameter in model.parameters())
+    if min(lengths) < 1 or sum(lengths) != len(partition.calls) or sum(counted) != expected:
         raise PlanError(
-            f"plan {plan}: the stages have {sum(counted)} of {whole} parameters, and {lengths} parts; this is a defect of Paceline"
+            f"plan {plan}: the stages have {sum(counted)} of {expected} parameters, and {lengths} parts; "
+            "this is a defect of Paceline"
         )
 
 
-def _too_few(plan: Plan, stages: int, pieces: int, model: nn.Module, recording: ForwardTrace) -> str:
+def _too_few_message(plan: Plan, stages: int, max_stages: int, model: nn.Module, trace: ForwardTrace) -> str:
     ordered = sorted(
-        recording.barred.items(), key=lambda found: (found[0] not in recording.together, found[0])
+        trace.barred.items(), key=lambda barred: (barred[0] not in trace.barred_by_buffers, barred[0])
     )
-    barred = [f"not before {recording.calls[cut].part}: {why}" for cut, why in ordered if cut]
-    why = f" ({barred[0]})" if barred else ""
+    reasons = [f"not before {trace.calls[cut].part}: {why}" for cut, why in ordered if cut]
+    reason = f" ({reasons[0]})" if reasons else ""
     assert plan.stages is not None
-    fitting = [pp for pp in range(2, plan.pp) if pp * plan.stages <= pieces]
-    here = [pp for pp in fitting if plan.copies * plan.pp % (pp * plan.cp * plan.tp) == 0]  # on as many ranks
-    hint = " or ".join(f"pp={pp}" for pp in (here or fitting)[-2:]) if fitting else "a plan without pp"
-    if not fitting and plan.stages > 1 and pieces >= 2:
+    fitting = [pp for pp in range(2, plan.pp) if pp * plan.stages <= max_stages]
+    same_ranks = [pp for pp in fitting if plan.copies * plan.pp % (pp * plan.cp * plan.tp) == 0]
+    hint = " or ".join(f"pp={pp}" for pp in (same_ranks or fitting)[-2:]) if fitting else "a plan without pp"
+    if not fitting and plan.stages > 1 and max_stages >= 2:
         hint = "pp=2 with pp_schedule=1f1b"
-    return f"plan {plan} has {stages} stages, and {type(model).__name__} can be cut into {pieces} at most{why}; use {hint}"
+    return (
+        f"plan {plan} has {stages} stages, and {type(model).__name__} can be cut into {max_stages} at most"
+        f"{reason}; use {hint}"
+    )
 
 
 class StageExit(BaseException):
-    """The forward pass of a stage is over; past the `except Exception` of a user's code."""
+    """Ends the forward pass of a stage.
+
+    A BaseException, so that `except Exception` in user code lets it pass.
+    """
 
     def __init__(self, values: tuple[Tensor, ...]):
         self.values = values
 
 
-class _Arrives(torch.autograd.Function):
-    """A copy of what a stage received, into which the model may write; its gradient is contiguous, as it must be to be sent."""
+class _ReceiveInput(torch.autograd.Function):
+    """Copy a received tensor, so that the model may write into it.
+
+    Its gradient is contiguous, as sending requires.
+    """
 
     @staticmethod
     def forward(ctx: Any, value: Tensor) -> Tensor:
@@ -171,8 +218,8 @@ class _Arrives(torch.autograd.Function):
         return grad.contiguous()
 
 
-def _leaves(value: Tensor) -> Tensor:
-    """As it can be sent, and not a view: torch's engine detaches it in place."""
+def _make_sendable(value: Tensor) -> Tensor:
+    """Return `value` contiguous and not as a view: torch's engine detaches it in place."""
     return (
         value.clone(memory_format=torch.contiguous_format)
         if value._is_view() or not value.is_contiguous()
@@ -181,57 +228,68 @@ def _leaves(value: Tensor) -> Tensor:
 
 
 class Stage(nn.Module):
-    """What a rank holds of one stage. The parts keep their place in the whole model, whose forward is called."""
+    """The parts of one stage that a rank holds.
 
-    model_forward: Callable[
-        ["Stage", int], Any
-    ]  # calls the model with a micro-batch, and returns what the last stage has of it
-    calls: list[PartCall]  # how such a forward pass goes
-    changing: StageBuffers
-    nothing: dict[str, TensorMeta]  # in place of changing buffers that this stage does not hold
+    They keep their place in the whole model, whose forward is called.
+    """
+
+    # Calls the model with micro-batch i, and returns what the last stage computes of it.
+    model_forward: Callable[["Stage", int], Any]
+    calls: list[PartCall]  # the traced calls of this forward pass
+    buffers_: StageBuffers
+    missing_buffers: dict[str, TensorMeta]  # changing buffers that this stage does not hold
 
     def __init__(
         self,
         index: int,
         model: nn.Module,
-        gates: CallInterceptor,
-        division: StagePartition,
+        interceptor: CallInterceptor,
+        partition: StagePartition,
         device: torch.device,
     ):
         super().__init__()
-        self.index, self.first, self.end = index, division.begins[index], division.ends(index)
-        self.is_first, self.is_last = index == 0, self.end == len(division.calls)
-        self.gates, self.device = gates, device
-        self.parts = nn.ModuleDict({key_of(name): gates.parts[name] for name in division.of(index)})
+        self.index, self.first, self.end = index, partition.begins[index], partition.end_of(index)
+        self.is_first, self.is_last = index == 0, self.end == len(partition.calls)
+        self.interceptor, self.device = interceptor, device
+        self.parts = nn.ModuleDict(
+            {key_of(name): interceptor.parts[name] for name in partition.parts_of(index)}
+        )
         own = {id(parameter) for parameter in self.parts.parameters()}
         for name, parameter in model.named_parameters():
-            if index in division.holders[name] and id(parameter) not in own:
+            if index in partition.holders[name] and id(parameter) not in own:
                 self.register_parameter(f"bare_{len(self._parameters)}", parameter)
-        self.places = _bare_places(model, gates, division, self)
-        self.lent: list[
-            tuple[nn.Module, str, tuple[nn.Module, str]]
-        ] = []  # a place in the model, and one of the same parameter
+        self.places = _find_bare_places(model, interceptor, partition, self)
+        # A place in the model, and the place of the same parameter in an earlier stage.
+        self.removed: list[tuple[nn.Module, str, tuple[nn.Module, str]]] = []
 
-    def keep_buffers(self, model: nn.Module, division: StagePartition, earlier: Sequence[int]) -> None:
-        """Let this stage change buffers of its own. `earlier`: the stages of the same rank before it."""
-        of = {name: division.holders[name] for name in division.changed}
-        held = [name for name, holders in of.items() if self.index in holders]
-        self.changing = StageBuffers(
-            model, of, held, [name for name, holders in of.items() if set(earlier).intersection(holders)]
+    def keep_buffers(self, model: nn.Module, partition: StagePartition, earlier: Sequence[int]) -> None:
+        """Give this stage copies of the buffers that change. `earlier`: the stages of this rank before it."""
+        holders = {name: partition.holders[name] for name in partition.changed_buffers}
+        held = [name for name, stages in holders.items() if self.index in stages]
+        self.buffers_ = StageBuffers(
+            model,
+            holders,
+            held,
+            [name for name, stages in holders.items() if set(earlier).intersection(stages)],
         )
         buffers = dict(model.named_buffers())
-        self.nothing = {
+        self.missing_buffers = {
             name: TensorMeta(tuple(buffers[name].shape), buffers[name].dtype, True)
-            for name in of
+            for name in holders
             if name not in held
         }
 
     def take_copies(self, earlier: Iterable["Stage"]) -> Iterator[tuple[str, nn.Parameter]]:
-        """Hold copies of the parameters that earlier stages of the same rank hold too, since two groups of `fully_shard` cannot share
-        one. Yields the own name of each, and the parameter. Until `give_back` it is missing from this stage."""
-        held = {id(there): (module, key) for stage in earlier for module, key, there in _parameters(stage)}
+        """Copy the parameters that earlier stages of this rank hold too.
+
+        Two groups of `fully_shard` cannot share a parameter. Yields the name of each copy in this stage, and
+        the parameter. Until `restore_shared`, the parameter is missing from the model.
+        """
+        held = {
+            id(parameter): (module, key) for stage in earlier for module, key, parameter in _places(stage)
+        }
         copies: dict[int, str] = {}
-        for module, key, parameter in list(_parameters(self)):
+        for module, key, parameter in list(_places(self)):
             if id(parameter) not in held:
                 continue
             if id(parameter) not in copies:
@@ -240,43 +298,48 @@ class Stage(nn.Module):
                     copies[id(parameter)], nn.Parameter(torch.empty_like(parameter), parameter.requires_grad)
                 )
                 yield copies[id(parameter)], parameter
-            own = copies[id(parameter)]
+            own_name = copies[id(parameter)]
             if module is self:
-                self.places = [(there, name, own if of == key else of) for there, name, of in self.places]
+                self.places = [
+                    (place, name, own_name if bare_name == key else bare_name)
+                    for place, name, bare_name in self.places
+                ]
             else:
-                self.places.append((module, key, own))
+                self.places.append((module, key, own_name))
             module._parameters[key] = None
-            self.lent.append((module, key, held[id(parameter)]))
+            self.removed.append((module, key, held[id(parameter)]))
 
-    def give_back(self) -> None:
-        """The model has these parameters again; while it runs, this stage puts its copies in their place."""
-        for module, key, place in self.lent:
+    def restore_shared(self) -> None:
+        """Put the shared parameters back into the model; while this stage runs, its copies replace them."""
+        for module, key, place in self.removed:
             module._parameters[key] = getattr(*place)
 
     def forward(self, *received: Tensor, index: Tensor) -> Any:
         self.at, self.received = 0, received
-        placeholders = {name: like.nothing(self.device) for name, like in self.nothing.items()}
-        with _bare_parameters(self), self.changing.installed(placeholders):
-            self.gates.visitor = self.called
+        placeholders = {name: meta.placeholder(self.device) for name, meta in self.missing_buffers.items()}
+        with _bare_parameters(self), self.buffers_.installed(placeholders):
+            self.interceptor.visitor = self.visit_call
             try:
                 return self.model_forward(self, int(index))
-            except StageExit as left:
-                return left.values
+            except StageExit as stage_exit:
+                return stage_exit.values
             finally:
-                self.gates.visitor, self.gates.inside, self.received = None, False, ()
+                self.interceptor.visitor, self.interceptor.inside, self.received = None, False, ()
 
-    def called(self, name: str, run: Run, args: Any, kwargs: Any) -> Any:
+    def visit_call(self, name: str, run: Run, args: Any, kwargs: Any) -> Any:
+        """Run the call of a part if it belongs to this stage, else return placeholders or leave the stage."""
         at, self.at = self.at, self.at + 1
         if at >= len(self.calls) or self.calls[at].part != name:
             expected = self.calls[at].part if at < len(self.calls) else "nothing more"
             raise TaskError(
-                f"the model calls {name} where it called {expected} before, and a pipeline counts on their order; use a plan without pp"
+                f"the model calls {name} where an earlier pass called {expected}, and a pipeline requires "
+                "the same order of calls; use a plan without pp"
             )
         call = self.calls[at]
         if at == self.end:
             leaves = tree_leaves((args, kwargs))
-            raise StageExit(tuple(map(_leaves, (leaves[leaf] for leaf in call.crossing))))
-        if at < self.first and not call.free:
+            raise StageExit(tuple(map(_make_sendable, (leaves[leaf] for leaf in call.crossing))))
+        if at < self.first and not call.is_replicated:
             outputs, structure = call.output
             given = (
                 tree_leaves((args, kwargs))
@@ -287,32 +350,32 @@ class Stage(nn.Module):
         if at == self.first:
             leaves = tree_leaves((args, kwargs))
             for leaf, value in zip(call.crossing, self.received, strict=True):
-                # The model's own variable becomes what was received, wherever else it is used.
-                torch.utils.swap_tensors(leaves[leaf], _Arrives.apply(value))
-        self.gates.inside = True
+                # The model's own variable becomes the received tensor, wherever else it is used.
+                torch.utils.swap_tensors(leaves[leaf], _ReceiveInput.apply(value))
+        self.interceptor.inside = True
         try:
             return run(*args, **kwargs)
         finally:
-            self.gates.inside = False
+            self.interceptor.inside = False
 
     def _stand_in(self, leaf: Any, given: Sequence[Any]) -> Any:
         if isinstance(leaf, PassedThrough):
             return given[leaf.index]
-        return leaf.nothing(self.device) if isinstance(leaf, TensorMeta) else leaf
+        return leaf.placeholder(self.device) if isinstance(leaf, TensorMeta) else leaf
 
 
 def key_of(part: str) -> str:
-    """Under which a stage has a part; with a dot, a key may not be."""
+    """Return the key of a part in `Stage.parts`; a key may not contain a dot."""
     return "/" + part.replace(".", "/")
 
 
 def name_of(path: str) -> str:
-    """In the whole model, of a module that a stage has under `path`."""
+    """Return the name in the whole model of the module at `path` of a stage."""
     return path.removeprefix("parts./").replace("/", ".")
 
 
-def _parameters(module: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Parameter]]:
-    """Each place of each parameter."""
+def _places(module: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Parameter]]:
+    """Yield (module, key, parameter) for each place of each parameter."""
     for inner in module.modules():
         for key, parameter in inner._parameters.items():
             if parameter is not None:
@@ -321,12 +384,14 @@ def _parameters(module: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Paramete
 
 @contextmanager
 def _bare_parameters(stage: Stage) -> Iterator[None]:
-    """Parameters outside of parts: those of this stage as torch's engines have them now, the others as nothing."""
+    """Install parameters outside of parts: those of this stage as torch's engines have them now, else
+    placeholders.
+    """
     before = [(module, key, module._parameters[key]) for module, key, _ in stage.places]
-    for module, key, own in stage.places:
-        there: Any = module._parameters[key]
-        nothing: Any = TensorMeta(tuple(there.shape), there.dtype).nothing(stage.device)
-        module._parameters[key] = getattr(stage, own) if own else nothing
+    for module, key, own_name in stage.places:
+        parameter: Any = module._parameters[key]
+        placeholder: Any = TensorMeta(tuple(parameter.shape), parameter.dtype).placeholder(stage.device)
+        module._parameters[key] = getattr(stage, own_name) if own_name else placeholder
     try:
         yield
     finally:
@@ -334,14 +399,19 @@ def _bare_parameters(stage: Stage) -> Iterator[None]:
             module._parameters[key] = parameter
 
 
-def _bare_places(
-    model: nn.Module, gates: CallInterceptor, division: StagePartition, stage: Stage
+def _find_bare_places(
+    model: nn.Module, interceptor: CallInterceptor, partition: StagePartition, stage: Stage
 ) -> list[tuple[nn.Module, str, str | None]]:
-    """(module, key, name in the stage) of the parameters that are used outside of calls of parts; None for those that other stages have."""
-    outside = {id(parameter) for name, parameter in model.named_parameters() if name in division.outside}
-    here = {id(parameter) for parameter in stage.parts.parameters()}
+    """Return (module, key, name in the stage) of the parameters that are used outside of calls of parts.
+
+    The name is None if only other stages hold the parameter.
+    """
+    outside = {
+        id(parameter) for name, parameter in model.named_parameters() if name in partition.used_outside
+    }
+    in_stage = {id(parameter) for parameter in stage.parts.parameters()}
     own = {id(parameter): name for name, parameter in stage._parameters.items()}
-    called = {id(module) for name in division.calls for module in gates.parts[name].modules()}
+    called = {id(module) for name in partition.calls for module in interceptor.parts[name].modules()}
     return [
         (module, key, own.get(id(parameter)))
         for module in model.modules()
@@ -350,6 +420,6 @@ def _bare_places(
         and (
             id(parameter) in own
             or id(module) not in called
-            or (id(parameter) in outside and id(parameter) not in here)
+            or (id(parameter) in outside and id(parameter) not in in_stage)
         )
     ]

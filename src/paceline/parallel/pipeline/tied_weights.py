@@ -1,4 +1,4 @@
-"""Parameters that several stages of a pipeline hold: each has a part of the gradient."""
+"""Synchronization of parameters that several stages of a pipeline hold, each with a part of the gradient."""
 
 from collections.abc import Sequence
 
@@ -7,44 +7,49 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from paceline.distributed.dtensor import local_tensor
-from paceline.parallel.pipeline.stage import Stage, StagePartition, ranks_of
-from paceline.plan.plan import MeshCoordinate, Plan
+from paceline.parallel.pipeline.stage import PipelineRank, Stage, StagePartition, stage_ranks
 
 
 class TiedWeightSync:
-    """Those of one rank. `copies`: (name in the model, stage, own name there) of what two stages of this rank hold, each sharded for
-    itself; the model and its optimizer know the first one only."""
+    """The tied parameters of one rank.
+
+    `copies`: (name in the model, stage, name in the stage) of parameters that two stages of this rank hold.
+    Each copy is sharded separately. The model and its optimizer know only the copy of the first stage.
+    """
 
     def __init__(
         self,
         model: nn.Module,
-        division: StagePartition,
-        plan: Plan,
-        place: MeshCoordinate,
+        partition: StagePartition,
+        rank: PipelineRank,
         copies: Sequence[tuple[str, Stage, str]],
     ):
         self.model, self.copies = model, copies
-        ranks, here = ranks_of(plan), place.pp
-        of_name = {
-            name: tuple(sorted({ranks[stage] for stage in division.holders[name]}))
+        ranks = stage_ranks(rank.plan)
+        holders = {
+            name: tuple(sorted({ranks[stage] for stage in partition.holders[name]}))
             for name, _ in model.named_parameters()
         }
-        groups = _groups({of for of in of_name.values() if len(of) > 1}, plan, place)
-        self.groups = {name: groups[of] for name, of in sorted(of_name.items()) if len(of) > 1 and here in of}
+        groups = _build_groups({pp_ranks for pp_ranks in holders.values() if len(pp_ranks) > 1}, rank)
+        self.groups = {
+            name: groups[pp_ranks]
+            for name, pp_ranks in sorted(holders.items())
+            if len(pp_ranks) > 1 and rank.place.pp in pp_ranks
+        }
 
     @torch.no_grad()
     def renew_copies(self) -> None:
-        """What the optimizer has updated, or a checkpoint brought."""
+        """Update the copies after the optimizer, or a loaded checkpoint, has changed the parameters."""
         parameters = dict(self.model.named_parameters()) if self.copies else {}
-        for name, stage, own in self.copies:
-            local_tensor(getattr(stage, own)).copy_(local_tensor(parameters[name]))
+        for name, stage, own_name in self.copies:
+            local_tensor(getattr(stage, own_name)).copy_(local_tensor(parameters[name]))
 
     @torch.no_grad()
-    def add_up(self) -> None:
-        """The gradients of all holders, so that each has the whole."""
+    def sum_gradients(self) -> None:
+        """Sum the gradients of all holders, so that each holder has the whole gradient."""
         parameters = dict(self.model.named_parameters())
-        for name, stage, own in self.copies:
-            parameter, copy = parameters[name], getattr(stage, own)
+        for name, stage, own_name in self.copies:
+            parameter, copy = parameters[name], getattr(stage, own_name)
             if parameter.grad is None:
                 parameter.grad = copy.grad
             elif copy.grad is not None:
@@ -59,14 +64,18 @@ class TiedWeightSync:
                 dist.all_reduce(local_tensor(grad), group=group)
 
 
-def _groups(
-    wanted: set[tuple[int, ...]], plan: Plan, place: MeshCoordinate
+def _build_groups(
+    wanted: set[tuple[int, ...]], rank: PipelineRank
 ) -> dict[tuple[int, ...], dist.ProcessGroup]:
-    """pp ranks -> those of them that have the same part of the batch as this one. A collective."""
+    """Return, by pp ranks, the process group of those that have the same part of the batch as this rank.
+
+    A collective call.
+    """
+    plan = rank.plan
     groups = {}
-    for of in sorted(wanted):
+    for pp_ranks in sorted(wanted):
         for copy in range(plan.copies):
-            group = dist.new_group([pp * plan.copies + copy for pp in of])
-            if copy == plan.copy(place):
-                groups[of] = group
+            group = dist.new_group([pp * plan.copies + copy for pp in pp_ranks])
+            if copy == plan.copy(rank.place):
+                groups[pp_ranks] = group
     return groups

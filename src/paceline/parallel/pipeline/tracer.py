@@ -1,8 +1,11 @@
-"""Where a model can be cut into the stages of a pipeline, found out in one forward pass on stand-ins of its parameters.
+"""Find where a model can be cut into pipeline stages, by one forward pass on placeholders of its
+parameters.
 
-A cut lies before the call of a part (gates.py). What crosses it are the arguments of that call that depend on parameters; what
-depends on the inputs alone, each stage computes again. A cut is possible where nothing else that depends on parameters before it
-is used behind it. That is followed through every operation, also those that autograd does not know (masks, choices of an expert).
+A cut lies before the call of a part (see `parallel.module_hooks`). The arguments of that call that depend
+on parameters cross the cut. Each stage recomputes what depends on the inputs alone. A cut is possible if
+nothing else that depends on parameters before it is used after it. The tracer follows these dependencies
+through every operation, including those that autograd does not know, such as masks and the choice of an
+expert.
 """
 
 import contextlib
@@ -27,190 +30,199 @@ from paceline.parallel.pipeline.buffers import BufferUse
 from paceline.task import Layout, Task
 from paceline.user_code import UserCode
 
-Mask = int  # bit c: depends on what lies before cut c, not through what crosses it
+Mask = int  # bit c is set: depends on values before cut c that do not cross it
 
 
 @dataclass(frozen=True)
 class TensorMeta:
-    """A tensor by its looks."""
+    """Shape and data type of a tensor."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
-    writable: bool = False  # somebody writes into it
+    is_written: bool = False  # other code writes into the tensor
 
-    def nothing(self, device: torch.device) -> Tensor:
-        """What must not be used: NaN, and no memory where nobody writes into it."""
-        nothing = torch.full(
-            (),
-            float("nan") if self.dtype.is_floating_point or self.dtype.is_complex else 0,
-            dtype=self.dtype,
-            device=device,
-        )
-        return nothing.expand(self.shape).clone() if self.writable else nothing.expand(self.shape)
+    def placeholder(self, device: torch.device) -> Tensor:
+        """Return a tensor that must not be used: full of NaN, and without memory unless it is written to."""
+        fill_value = float("nan") if self.dtype.is_floating_point or self.dtype.is_complex else 0
+        scalar = torch.full((), fill_value, dtype=self.dtype, device=device)
+        return scalar.expand(self.shape).clone() if self.is_written else scalar.expand(self.shape)
 
 
 @dataclass(frozen=True)
 class PassedThrough:
-    """A tensor that a part returns as it was called with it."""
+    """An argument that a part returns unchanged."""
 
-    index: int  # of the leaves of (args, kwargs)
+    index: int  # among the leaves of (args, kwargs)
 
 
 @dataclass
 class PartCall:
-    """One call of a part."""
+    """A call of a part."""
 
     part: str
-    crossing: list[int]  # of the leaves of (args, kwargs) those that cross a cut here
-    likes: list[TensorMeta]  # of these
-    output: tuple[list[Any], Any] = ([], None)  # leaves, with Like or Passed for tensors, and their structure
-    free: bool = False  # of parameters: every stage calls it itself
+    crossing: list[int]  # those leaves of (args, kwargs) that cross a cut before this call
+    crossing_metas: list[TensorMeta]  # of these leaves
+    # Leaves and structure; TensorMeta or PassedThrough stand for tensors.
+    output: tuple[list[Any], Any] = ([], None)
+    is_replicated: bool = False  # does not depend on parameters: every stage makes this call
     flops: int = 0  # until the next call
-    trace: int = 0  # of the operations until then, their shapes and whether they get gradients or are run again for them: a hash
-    written: bool = False  # its output, by somebody else
+    # Hash of the operations until the next call: with shapes, and whether they run with gradients or are
+    # recomputed.
+    ops_hash: int = 0
+    is_written: bool = False  # other code writes into its output
 
 
 @dataclass
 class ForwardTrace:
-    """What a forward pass on stand-ins has shown."""
+    """The calls of parts in a forward pass on placeholders, and the cuts that are possible between them."""
 
     calls: list[PartCall] = field(default_factory=list)
-    barred: dict[int, str] = field(default_factory=dict)  # cut -> why it cannot be
-    uses: dict[str, set[int]] = field(
-        default_factory=dict
-    )  # parameter -> calls during or after which it is used
-    outside: set[str] = field(
-        default_factory=set
-    )  # parameters that are used outside of the calls of their part, too
+    barred: dict[int, str] = field(default_factory=dict)  # cut -> why it is not possible
+    # Parameter -> the calls during or after which it is used.
+    uses: dict[str, set[int]] = field(default_factory=dict)
+    # Parameters that are also used outside of the calls of their part.
+    used_outside: set[str] = field(default_factory=set)
     buffers: dict[str, BufferUse] = field(default_factory=dict)
-    together: set[int] = field(default_factory=set)  # cuts that are barred by the use of buffers
+    barred_by_buffers: set[int] = field(default_factory=set)
 
     @property
     def cuts(self) -> list[int]:
         """The calls that a stage may begin with."""
-        return [at for at, call in enumerate(self.calls) if at and not call.free and at not in self.barred]
+        return [
+            at
+            for at, call in enumerate(self.calls)
+            if at and not call.is_replicated and at not in self.barred
+        ]
 
-    def bar_pairs(self, styles: Mapping[str, str]) -> None:
-        """Bar cuts between layers that tp splits by columns and those that take their features in parts. `styles`: by module."""
-        parted = False
-        for at, here in enumerate(self.calls):
-            own = {style for name, style in styles.items() if f"{name}.".startswith(f"{here.part}.")}
-            if parted:
-                self.barred.setdefault(at, f"{here.part} takes features in the parts that tp makes of them")
-            parted = "row" not in own and (parted or "column" in own)
+    def bar_tensor_parallel_pairs(self, styles: Mapping[str, str]) -> None:
+        """Bar cuts between a layer that tp splits by columns and the layer that takes its split features.
 
-    def bar_by_buffers(self) -> None:
-        """Bar cuts between the uses of a buffer that must be in one stage."""
+        `styles`: split style by module name.
+        """
+        features_are_split = False
+        for at, call in enumerate(self.calls):
+            own = {style for name, style in styles.items() if f"{name}.".startswith(f"{call.part}.")}
+            if features_are_split:
+                self.barred.setdefault(at, f"{call.part} takes features that tp has split")
+            features_are_split = "row" not in own and (features_are_split or "column" in own)
+
+    def bar_buffer_cuts(self) -> None:
+        """Bar cuts that separate uses of a buffer that must be in the same stage."""
         for name, use in self.buffers.items():
             for cut in use.together:
-                self.together.add(cut)
-                self.barred.setdefault(cut, f"buffer {name} is changed, and used before and after it")
+                self.barred_by_buffers.add(cut)
+                self.barred.setdefault(cut, f"buffer {name} is changed, and is used before and after it")
 
-    def join(self, evaluation: "ForwardTrace") -> None:
-        """Bar what an evaluation bars, too, where it calls the same parts."""
+    def merge_evaluation(self, evaluation: "ForwardTrace") -> None:
+        """Bar also the cuts that an evaluation bars, if it calls the same parts."""
         if [call.part for call in self.calls] != [call.part for call in evaluation.calls]:
             return
         for name, use in evaluation.buffers.items():
             self.buffers.setdefault(name, BufferUse()).add(use)
         self.barred |= {cut: why for cut, why in evaluation.barred.items() if cut not in self.barred}
-        self.together |= evaluation.together
-        self.bar_by_buffers()
+        self.barred_by_buffers |= evaluation.barred_by_buffers
+        self.bar_buffer_cuts()
 
 
 class StandInModel:
-    """A copy of a model for recordings: its parameters are stand-ins. To be made while the model is as its constructor left it."""
+    """A copy of a model whose parameters and buffers are fake tensors, for tracing.
+
+    Make it while the model is as its constructor left it.
+    """
 
     def __init__(self, model: nn.Module, layout: Layout, device: torch.device):
         from torch._subclasses.fake_tensor import FakeTensorMode
 
         self.device = device
         self.copy = copy.deepcopy(model)
-        self.gates = CallInterceptor(find_parts(self.copy, layout))
-        self.mode = FakeTensorMode(allow_non_fake_inputs=True)
-        self.names: dict[int, str] = {}  # id of a stand-in of a parameter -> name
-        self.local: frozenset[str] = (
-            frozenset()
-        )  # buffers whose values only the stage that changes them knows
-        self.trained = {name for name, parameter in self.copy.named_parameters() if parameter.requires_grad}
-        made: dict[int, Tensor] = {}
-        owned = {id(parameter): name for name, parameter in self.copy.named_parameters()}
+        self.interceptor = CallInterceptor(find_parts(self.copy, layout))
+        self.fake_mode = FakeTensorMode(allow_non_fake_inputs=True)
+        self.names: dict[int, str] = {}  # id of a fake parameter -> name
+        # Buffers whose values only the stage that changes them knows.
+        self.local_buffers: frozenset[str] = frozenset()
+        self.trainable = {name for name, parameter in self.copy.named_parameters() if parameter.requires_grad}
+        fakes: dict[int, Tensor] = {}
+        parameter_names = {id(parameter): name for name, parameter in self.copy.named_parameters()}
         for module in self.copy.modules():
             for tensors in (module._parameters, module._buffers):
                 for key, tensor in tensors.items():
                     if tensor is not None:
-                        made[id(tensor)] = made.get(id(tensor), self.stand_in(tensor))
-                        tensors[key] = made[id(tensor)]  # type: ignore[assignment]
-                        if id(tensor) in owned:
-                            self.names[id(made[id(tensor)])] = owned[id(tensor)]
+                        fakes[id(tensor)] = fakes.get(id(tensor), self.make_fake(tensor))
+                        tensors[key] = fakes[id(tensor)]  # type: ignore[assignment]
+                        if id(tensor) in parameter_names:
+                            self.names[id(fakes[id(tensor)])] = parameter_names[id(tensor)]
 
-    def stand_in(self, tensor: Tensor) -> Tensor:
-        with self.mode:
+    def make_fake(self, tensor: Tensor) -> Tensor:
+        with self.fake_mode:
             return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=self.device)
 
-    def record_step(self, task: Task, batch: Batch, precision: str) -> ForwardTrace:
-        """Record a pass in training. Where it changes buffers, evaluations have to find them in the same stage."""
-        recording = self.record(task, batch, precision, training=True)
-        if any(use.changed and use.outside for use in recording.buffers.values()):
-            with contextlib.suppress(PlanError):  # an evaluation raises it, if there is one
-                recording.join(self.record(task, batch, precision, training=False))
-        return recording
+    def trace_step(self, task: Task, batch: Batch, precision: str) -> ForwardTrace:
+        """Trace a pass in training.
 
-    def record(self, task: Task, batch: Batch, precision: str, training: bool) -> ForwardTrace:
-        """Raises PlanError for a model that cannot be run without values."""
+        If the pass changes buffers, evaluations must find them in the same stage, so an evaluation is
+        traced too.
+        """
+        trace = self.trace(task, batch, precision, training=True)
+        if any(use.changed and use.outside for use in trace.buffers.values()):
+            with contextlib.suppress(PlanError):  # a real evaluation will raise it
+                trace.merge_evaluation(self.trace(task, batch, precision, training=False))
+        return trace
+
+    def trace(self, task: Task, batch: Batch, precision: str, training: bool) -> ForwardTrace:
+        """Trace a forward pass. Raise PlanError if the model cannot run without values."""
         while True:
-            recording = self._record(task, batch, precision, training)
-            local = {name for name, use in recording.buffers.items() if use.is_local}
-            if local <= self.local:
-                return recording
-            self.local |= local  # what is read of these depends on parameters
+            trace = self._trace_once(task, batch, precision, training)
+            local = {name for name, use in trace.buffers.items() if use.is_local}
+            if local <= self.local_buffers:
+                return trace
+            self.local_buffers |= local  # values read from these depend on parameters
 
-    def _record(self, task: Task, batch: Batch, precision: str, training: bool) -> ForwardTrace:
+    def _trace_once(self, task: Task, batch: Batch, precision: str, training: bool) -> ForwardTrace:
         self.copy.train(training)
         buffers = [(module._buffers, dict(module._buffers)) for module in self.copy.modules()]
-        recorder = _Recorder(self, training)
-        self.gates.visitor = recorder.called
-        fast = torch.backends.mha.get_fastpath_enabled()
+        tracer = _Tracer(self, training)
+        self.interceptor.visitor = tracer.visit_call
+        fastpath = torch.backends.mha.get_fastpath_enabled()
         torch.backends.mha.set_fastpath_enabled(False)
         try:
             with (
                 torch.random.fork_rng(devices=[]),
                 torch.set_grad_enabled(training),
-                recorder,
+                tracer,
                 autocast(precision, self.device),
             ):
                 output = call_model(task, self.copy, batch)
-                recorder.ended(_results(task, output, batch, training))
+                tracer.finish(_compute_results(task, output, batch, training))
         except PlanError:
             raise
-        except (
-            RuntimeError,
-            TypeError,
-            ValueError,
-        ) as error:  # the user's code, which meets tensors without values
+        except (RuntimeError, TypeError, ValueError) as error:  # from user code that needs values
             raise without_values(error, "where a pipeline may cut it", "a plan without pp") from error
         finally:
-            torch.backends.mha.set_fastpath_enabled(fast)
-            self.gates.visitor, self.gates.inside = None, False
+            torch.backends.mha.set_fastpath_enabled(fastpath)
+            self.interceptor.visitor, self.interceptor.inside = None, False
             for own, before in buffers:
                 own.update(before)  # a model may assign them
-        return recorder.recording
+        return tracer.trace
 
-    def learns(self, task: Task, batch: Batch, precision: str) -> frozenset[str] | None:
-        """Return the names of the parameters that a plain pass gives gradients; None where the task's loss looks at values."""
+    def find_parameters_with_grad(self, task: Task, batch: Batch, precision: str) -> frozenset[str] | None:
+        """Return the names of the parameters that get gradients in a plain pass.
+
+        None: the task's loss needs values, so this is unknown.
+        """
         parameters = [
             tensor
             for module in self.copy.modules()
             for tensor in module._parameters.values()
             if tensor is not None
         ]
-        trained = [tensor for tensor in parameters if self.names[id(tensor)] in self.trained]
+        trainable = [tensor for tensor in parameters if self.names[id(tensor)] in self.trainable]
         self.copy.train()
         try:
-            for tensor in trained:
+            for tensor in trainable:
                 tensor.requires_grad_()
-            without_values = UserCode("the forward pass without values", task.model)
+            user_code = UserCode("the forward pass without values", task.model)
             with (
-                without_values,
+                user_code,
                 torch.random.fork_rng(devices=[]),
                 torch.enable_grad(),
                 autocast(precision, self.device),
@@ -219,21 +231,19 @@ class StandInModel:
                 return frozenset(
                     self.names[leaf] for leaf in find_reached_parameters(loss) if leaf in self.names
                 )
-        except Exception:  # the user's code, which meets tensors without values
+        except Exception:  # from user code that needs values
             return None
         finally:
-            for tensor in trained:
+            for tensor in trainable:
                 tensor.requires_grad_(False)
 
 
-def _results(task: Task, output: Any, batch: Batch, training: bool) -> list[Any]:
-    """What is used of an output."""
+def _compute_results(task: Task, output: Any, batch: Batch, training: bool) -> list[Any]:
+    """Return what the task computes from an output: loss and, in evaluation, metrics."""
     try:
         with UserCode("the forward pass without values", task.loss):
             return [task.loss(output, batch), *([] if training else task.metrics(output, batch).values())]
-    except (
-        Exception
-    ):  # the user's code, which may look at values; the output as a whole stands for what it uses
+    except Exception:  # from user code that needs values; assume that it uses the whole output
         return tree_leaves(output)
 
 
@@ -248,15 +258,15 @@ def _is_training(func: Any, args: Any, kwargs: Any) -> bool:
     return bool(named.get("training", True))
 
 
-def _runs_again() -> bool:
-    """Whether the user's code is inside of torch.utils.checkpoint."""
+def _is_checkpointed() -> bool:
+    """Return whether the user's code is inside torch.utils.checkpoint."""
     return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
 
 
-class _Recorder(TorchDispatchMode):
-    """Follows what depends on which parameters."""
+class _Tracer(TorchDispatchMode):
+    """Follow which values depend on which parameters."""
 
-    def __init__(self, model: StandInModel, gradients: bool):
+    def __init__(self, model: StandInModel, grad_enabled: bool):
         super().__init__()
         from torch.utils.flop_counter import flop_registry
 
@@ -264,124 +274,129 @@ class _Recorder(TorchDispatchMode):
         on_cpu = aten._scaled_dot_product_flash_attention_for_cpu
         self.flops = {on_cpu: flop_registry[aten._scaled_dot_product_flash_attention], **flop_registry}
         self.model = model
-        self.recording = ForwardTrace()
-        self.own = {
+        self.trace = ForwardTrace()
+        self.own_parameters = {
             name: {id(tensor) for module in part.modules() for tensor in module._parameters.values()}
-            for name, part in model.gates.parts.items()
+            for name, part in model.interceptor.parts.items()
         }
-        self.now = -1  # the last call
-        self.gradients = gradients  # whether the pass as a whole gets them
-        self.inside = False
-        self.alone = False  # inside of a part with parameters: no stage behind has what is computed there
+        self.now = -1  # index of the latest call
+        self.grad_enabled = grad_enabled  # for the pass as a whole
+        self.inside = False  # inside a part
+        self.inside_own = False  # inside a part with parameters: later stages do not have its values
         self.masks: dict[int, Mask] = {}  # by id of a tensor
         self.written: dict[int, Mask] = {}  # by storage
         self.outputs: dict[int, int] = {}  # storage -> call that returned it
-        self.places: dict[
-            int, int
-        ] = {}  # id of what crossed a cut, and of views of it -> storage it would have behind the cut
-        self.kept: list[Any] = []  # so that no id is used twice
+        # id of a tensor that crossed a cut, or of a view of it -> the storage it would have after the cut
+        self.storage_after_cut: dict[int, int] = {}
+        self.kept: list[Any] = []  # objects kept alive so that no id is used twice
         self.buffers = {storage_id(buffer): name for name, buffer in model.copy.named_buffers()}  # by storage
         self.assigned = [
-            (m._buffers, key, buffer)
-            for m in model.copy.modules()
-            for key, buffer in m._buffers.items()
+            (module._buffers, key, buffer)
+            for module in model.copy.modules()
+            for key, buffer in module._buffers.items()
             if buffer is not None
         ]
 
-    def mask(self, tensor: Tensor) -> Mask:
-        return self.masks.get(id(tensor), 0) | self.written.get(self.place(tensor), 0)
+    def mask_of(self, tensor: Tensor) -> Mask:
+        return self.masks.get(id(tensor), 0) | self.written.get(self.storage(tensor), 0)
 
-    def place(self, tensor: Tensor) -> int:
-        return self.places.get(id(tensor), storage_id(tensor))
+    def storage(self, tensor: Tensor) -> int:
+        return self.storage_after_cut.get(id(tensor), storage_id(tensor))
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         inputs = _tensors((args, kwargs))
         mask = 0
         for tensor in inputs:
-            mask |= self.mask(tensor)
+            mask |= self.mask_of(tensor)
             if name := self.model.names.get(id(tensor)):
                 mask |= -1 << (self.now + 1)
-                self.recording.uses.setdefault(name, set()).add(max(self.now, 0))
-                if not self.inside or id(tensor) not in self.own[self.recording.calls[self.now].part]:
-                    self.recording.outside.add(name)
+                self.trace.uses.setdefault(name, set()).add(max(self.now, 0))
+                if not self.inside or id(tensor) not in self.own_parameters[self.trace.calls[self.now].part]:
+                    self.trace.used_outside.add(name)
         for tensor in inputs:
-            if (name := self._use(tensor)) in self.model.local:
+            if (name := self._note_buffer_use(tensor)) in self.model.local_buffers:
                 mask |= -1 << (self.now + 1)
         if self.inside:
-            if self.alone:
+            if self.inside_own:
                 mask |= -1 << (self.now + 1)
             self._bar(
                 mask,
                 self.now,
-                f"{self.recording.calls[self.now].part} needs what was computed further ahead as well",
+                f"{self.trace.calls[self.now].part} also needs values computed earlier",
             )
         result = func(*args, **kwargs)
-        self._write(func, args, kwargs, mask)
+        self._note_writes(func, args, kwargs, mask)
         moved = {
-            storage_id(tensor): self.places[id(tensor)] for tensor in inputs if id(tensor) in self.places
+            storage_id(tensor): self.storage_after_cut[id(tensor)]
+            for tensor in inputs
+            if id(tensor) in self.storage_after_cut
         }
         for tensor in _tensors(result):
             if mask or id(tensor) in self.masks:
                 self.masks[id(tensor)] = mask
                 self.kept.append(tensor)
                 if storage_id(tensor) in moved:
-                    self.places[id(tensor)] = moved[storage_id(tensor)]
+                    self.storage_after_cut[id(tensor)] = moved[storage_id(tensor)]
         if self.now >= 0:
-            self._weigh(self.recording.calls[self.now], func, args, kwargs, result)
+            self._count(self.trace.calls[self.now], func, args, kwargs, result)
         return result
 
-    def _weigh(self, call: PartCall, func: Any, args: Any, kwargs: Any, result: Any) -> None:
+    def _count(self, call: PartCall, func: Any, args: Any, kwargs: Any, result: Any) -> None:
+        """Add an operation to the FLOPs and to the hash of a call."""
         count = self.flops.get(func._overloadpacket)
         if count is not None:
             call.flops += count(*args, **kwargs, out_val=result)
-        seen = [
+        signature = [
             (leaf.shape, leaf.dtype) if isinstance(leaf, Tensor) else str(leaf)
             for leaf in tree_leaves((args, kwargs, result))
         ]
-        call.trace = hash((call.trace, func, tuple(seen), torch.is_grad_enabled(), _runs_again()))
+        call.ops_hash = hash(
+            (call.ops_hash, func, tuple(signature), torch.is_grad_enabled(), _is_checkpointed())
+        )
 
-    def _write(self, func: Any, args: Any, kwargs: Any, mask: Mask) -> None:
+    def _note_writes(self, func: Any, args: Any, kwargs: Any, mask: Mask) -> None:
         for argument, value in (*zip(func._schema.arguments, args, strict=False), *kwargs.items()):
-            writes = argument == "out" or (
+            is_written = argument == "out" or (
                 getattr(argument, "alias_info", None) is not None and argument.alias_info.is_write
             )
-            # The schema of most kernels of BatchNorm does not say that they write these.
-            writes |= getattr(argument, "name", argument) in ("running_mean", "running_var") and _is_training(
-                func, args, kwargs
-            )
-            for tensor in _tensors(value) if writes else ():
+            # The schema of most BatchNorm kernels does not declare that they write these.
+            is_written |= getattr(argument, "name", argument) in (
+                "running_mean",
+                "running_var",
+            ) and _is_training(func, args, kwargs)
+            for tensor in _tensors(value) if is_written else ():
                 if name := self.buffers.get(storage_id(tensor)):
-                    self._change(name, mask)
-                place = self.place(tensor)
+                    self._note_buffer_change(name, mask)
+                storage = self.storage(tensor)
                 if mask:
-                    self.written[place] = self.written.get(place, 0) | mask
+                    self.written[storage] = self.written.get(storage, 0) | mask
                     self.kept.append(tensor.untyped_storage())
                 if storage_id(tensor) in self.outputs:
-                    self.recording.calls[self.outputs[storage_id(tensor)]].written = True
+                    self.trace.calls[self.outputs[storage_id(tensor)]].is_written = True
 
-    def _use(self, tensor: Tensor) -> str | None:
-        """Return the name of a buffer, or of that which a tensor is a view of."""
+    def _note_buffer_use(self, tensor: Tensor) -> str | None:
+        """Return the name of the buffer that `tensor` is, or is a view of."""
         name = self.buffers.get(storage_id(tensor))
         if name is not None:
-            use = self.recording.buffers.setdefault(name, BufferUse())
+            use = self.trace.buffers.setdefault(name, BufferUse())
             use.touched.add(max(self.now, 0))
-            use.outside |= not self.alone
+            use.outside |= not self.inside_own
         return name
 
-    def _change(self, name: str, mask: Mask) -> None:
-        use = self.recording.buffers.setdefault(name, BufferUse())
+    def _note_buffer_change(self, name: str, mask: Mask) -> None:
+        use = self.trace.buffers.setdefault(name, BufferUse())
         use.touched.add(max(self.now, 0))
         use.changed.add(max(self.now, 0))
-        use.outside |= not self.alone
+        use.outside |= not self.inside_own
         use.learned |= bool(mask)
-        if not self.alone:
-            self.recording.together |= self._bar(
-                mask, self.now, f"buffer {name} is changed by what was computed further ahead"
+        if not self.inside_own:
+            self.trace.barred_by_buffers |= self._bar(
+                mask, self.now, f"buffer {name} is changed by values computed earlier"
             )
 
-    def _see_assignments(self) -> None:
-        """Of other tensors to buffers, since the last call of this."""
+    def _note_buffer_assignments(self) -> None:
+        """Find the buffers to which the model assigned other tensors since the previous check."""
         for at, (buffers, key, before) in enumerate(self.assigned):
             now = buffers.get(key)
             if now is not None and now is not before:
@@ -389,78 +404,82 @@ class _Recorder(TorchDispatchMode):
                 self.kept.append(before)
                 self.assigned[at] = buffers, key, now
                 self.buffers[storage_id(now)] = name
-                self._change(name, self.mask(now))
+                self._note_buffer_change(name, self.mask_of(now))
 
-    def called(self, name: str, run: Run, args: Any, kwargs: Any) -> Any:
-        self._see_assignments()
-        calls = self.recording.calls
+    def visit_call(self, name: str, run: Run, args: Any, kwargs: Any) -> Any:
+        """Trace a call of the part `name`, and return what it returns."""
+        self._note_buffer_assignments()
+        calls = self.trace.calls
         at = self.now = len(calls)
-        here = PartCall(name, [], [])
-        calls.append(here)
+        call = PartCall(name, [], [])
+        calls.append(call)
         for tensor in _tensors((args, kwargs)):
-            self._use(tensor)
+            self._note_buffer_use(tensor)
         for index, leaf in enumerate(tree_leaves((args, kwargs))):
-            if at and isinstance(leaf, Tensor) and (mask := self.mask(leaf)) >> at & 1:
+            if at and isinstance(leaf, Tensor) and (mask := self.mask_of(leaf)) >> at & 1:
                 self.masks[id(leaf)] = mask & ~(1 << at)
-                self.places[id(leaf)] = -len(self.kept) - 1
+                self.storage_after_cut[id(leaf)] = -len(self.kept) - 1
                 self.kept.append(leaf)
-                here.crossing.append(index)
-                here.likes.append(TensorMeta(tuple(leaf.shape), leaf.dtype))
-        earlier = [index for index, call in enumerate(calls[:-1]) if call.part == name]
-        if earlier:
-            for cut in range(earlier[0] + 1, at + 1):
-                self.recording.barred.setdefault(cut, f"{name} is called more than once")
-        if _runs_again():
-            self.recording.barred.setdefault(
-                at, f"the model itself, and not recompute=full, computes {name} again in the backward pass"
-            )
-        if torch.is_grad_enabled() != self.gradients:
-            self.recording.barred.setdefault(at, f"{name} is called without gradients")
-        if not here.crossing or not all(like.dtype.is_floating_point for like in here.likes):
-            self.recording.barred.setdefault(at, f"{name} is not called with what was computed before it")
-        has_parameters = any(True for _ in self.model.gates.parts[name].parameters())
-        self.inside = self.model.gates.inside = True
-        self.alone = has_parameters
+                call.crossing.append(index)
+                call.crossing_metas.append(TensorMeta(tuple(leaf.shape), leaf.dtype))
+        self._bar_cuts_around(call, at)
+        has_parameters = any(True for _ in self.model.interceptor.parts[name].parameters())
+        self.inside = self.model.interceptor.inside = True
+        self.inside_own = has_parameters
         result = run(*args, **kwargs)
-        self._see_assignments()
-        self.inside = self.model.gates.inside = self.alone = False
-        here.free = not has_parameters and not any(map(self.mask, _tensors(result)))
+        self._note_buffer_assignments()
+        self.inside = self.model.interceptor.inside = self.inside_own = False
+        call.is_replicated = not has_parameters and not any(map(self.mask_of, _tensors(result)))
         given = {id(leaf): index for index, leaf in enumerate(tree_leaves((args, kwargs)))}
-        leaves, structure = tree_flatten(
-            result
-        )  # apart: what a user's structure is made of may be checked by it
-        here.output = (
-            [self._returned(leaf, given) if isinstance(leaf, Tensor) else leaf for leaf in leaves],
+        # Not tree_map: a user's class may check what it is built from.
+        leaves, structure = tree_flatten(result)
+        call.output = (
+            [self._meta(leaf, given) if isinstance(leaf, Tensor) else leaf for leaf in leaves],
             structure,
         )
         for tensor in _tensors(result):
             if id(tensor) not in given:
-                if not here.free:  # whatever it depends on: no stage behind has it
-                    self.masks[id(tensor)] = self.mask(tensor) | -1 << (at + 1)
+                if not call.is_replicated:  # later stages do not have it, whatever it depends on
+                    self.masks[id(tensor)] = self.mask_of(tensor) | -1 << (at + 1)
                 self.outputs[storage_id(tensor)] = at
             self.kept.append(tensor)
         return result
 
-    @staticmethod
-    def _returned(tensor: Tensor, given: Mapping[int, int]) -> TensorMeta | PassedThrough:
-        return (
-            PassedThrough(given[id(tensor)])
-            if id(tensor) in given
-            else TensorMeta(tuple(tensor.shape), tensor.dtype)
-        )
+    def _bar_cuts_around(self, call: PartCall, at: int) -> None:
+        """Bar the cuts that the call at index `at` makes impossible."""
+        name = call.part
+        earlier = [index for index, before in enumerate(self.trace.calls[:-1]) if before.part == name]
+        if earlier:
+            for cut in range(earlier[0] + 1, at + 1):
+                self.trace.barred.setdefault(cut, f"{name} is called more than once")
+        if _is_checkpointed():
+            self.trace.barred.setdefault(
+                at, f"the model itself, and not recompute=full, recomputes {name} in the backward pass"
+            )
+        if torch.is_grad_enabled() != self.grad_enabled:
+            self.trace.barred.setdefault(at, f"{name} is called without gradients")
+        if not call.crossing or not all(meta.dtype.is_floating_point for meta in call.crossing_metas):
+            self.trace.barred.setdefault(at, f"{name} does not take values computed before it")
 
-    def ended(self, results: Iterable[Any]) -> None:
-        self._see_assignments()
+    @staticmethod
+    def _meta(tensor: Tensor, given: Mapping[int, int]) -> TensorMeta | PassedThrough:
+        if id(tensor) in given:
+            return PassedThrough(given[id(tensor)])
+        return TensorMeta(tuple(tensor.shape), tensor.dtype)
+
+    def finish(self, results: Iterable[Any]) -> None:
+        """Complete the trace. `results`: what the task computes from the output of the model."""
+        self._note_buffer_assignments()
         mask = 0
         for tensor in _tensors(list(results)):
-            mask |= self.mask(tensor)
-        last = len(self.recording.calls) - 1
-        self._bar(mask, last, "the result of the model needs what was computed further ahead as well")
-        self.recording.bar_by_buffers()
-        for call_ in self.recording.calls:
-            if call_.written:
-                leaves, structure = call_.output
-                call_.output = (
+            mask |= self.mask_of(tensor)
+        last = len(self.trace.calls) - 1
+        self._bar(mask, last, "the model's output also needs values computed earlier")
+        self.trace.bar_buffer_cuts()
+        for call in self.trace.calls:
+            if call.is_written:
+                leaves, structure = call.output
+                call.output = (
                     [
                         TensorMeta(leaf.shape, leaf.dtype, True) if isinstance(leaf, TensorMeta) else leaf
                         for leaf in leaves
@@ -470,11 +489,11 @@ class _Recorder(TorchDispatchMode):
 
     def _bar(self, mask: Mask, last: int, why: str) -> set[int]:
         """Bar those cuts up to `last` that are in the mask, and return them."""
-        found = set()
-        stale = mask & ((1 << (last + 1)) - 1) & ~1
-        while stale:
-            cut = stale.bit_length() - 1
-            stale ^= 1 << cut
-            found.add(cut)
-            self.recording.barred.setdefault(cut, why)
-        return found
+        cuts = set()
+        remaining = mask & ((1 << (last + 1)) - 1) & ~1
+        while remaining:
+            cut = remaining.bit_length() - 1
+            remaining ^= 1 << cut
+            cuts.add(cut)
+            self.trace.barred.setdefault(cut, why)
+        return cuts

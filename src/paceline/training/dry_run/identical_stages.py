@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from torch import nn
 
 from paceline.parallel.module_hooks import find_parts
-from paceline.parallel.pipeline.stage import StagePartition, divide, ranks_of
+from paceline.parallel.pipeline.stage import StagePartition, divide, stage_ranks
 from paceline.parallel.pipeline.tracer import ForwardTrace
 from paceline.parallel.tensor.apply import Splits
 from paceline.plan.comm_volume import CommVolume, added_up
@@ -45,12 +45,16 @@ def twins(plan: Plan, layout: Layout, studied: ModelAnalysis) -> list[IdenticalP
         return found
     parts = find_parts(studied.model, layout)
     division = divide(plan, studied.model, parts, studied.recording)
-    of_place = [[stage for stage, at in enumerate(ranks_of(plan)) if at == place] for place in range(plan.pp)]
+    of_place = [
+        [stage for stage, at in enumerate(stage_ranks(plan)) if at == place] for place in range(plan.pp)
+    ]
     first: dict[Hashable, int] = {}
     for place, stages in enumerate(of_place):
         looks = tuple(_looks(stage, division, parts, studied.recording, studied) for stage in stages)
         there = first.setdefault(looks, place)
-        names = [[part for stage in of for part in division.of(stage)] for of in (of_place[there], stages)]
+        names = [
+            [part for stage in of for part in division.parts_of(stage)] for of in (of_place[there], stages)
+        ]
         found[place] = IdenticalPlace(there, dict(zip(*names, strict=True)))
     return found
 
@@ -63,7 +67,7 @@ def _looks(
     studied: ModelAnalysis,
 ) -> Hashable:
     """What a stage is told apart by: its number where it is at an end or has parameters outside of parts or in common with others."""
-    begin, end, own = division.begins[stage], division.ends(stage), division.of(stage)
+    begin, end, own = division.begins[stage], division.end_of(stage), division.parts_of(stage)
     inside = {id(parameter) for name in own for parameter in parts[name].parameters()}
     held = [
         (id(parameter) in inside, division.holders[name])
@@ -77,10 +81,10 @@ def _looks(
         return stage
     return (
         tuple(
-            (own.index(call.part) if call.part in own else call.part, call.trace)
+            (own.index(call.part) if call.part in own else call.part, call.ops_hash)
             for call in recording.calls[begin:end]
         ),
-        tuple(tuple(recording.calls[cut].likes) for cut in (begin, end)),
+        tuple(tuple(recording.calls[cut].crossing_metas) for cut in (begin, end)),
         tuple((name.rpartition(".")[0], _looks_of_part(name, parts[name], studied.splits)) for name in own),
     )
 
