@@ -1,4 +1,37 @@
-"""Paceline plans, runs and accounts for distributed PyTorch training: one task, any number of ranks, the same result."""
+"""Distributed PyTorch training: one task, any number of processes and any layout, the same result.
+
+A task says what to train and never mentions ranks:
+
+    import torch
+    from torch import nn
+    from torch.utils.data import TensorDataset
+    import paceline
+
+    class Mine(paceline.Task):
+        width: int = 64  # a hyper-parameter, set by --set width=128
+
+        def model(self):
+            return nn.Sequential(nn.Linear(6, self.width), nn.Tanh(), nn.Linear(self.width, 3))
+
+        def dataset(self, split):
+            return TensorDataset(torch.randn(1000, 6), torch.randn(1000, 3)) if split == "train" else None
+
+        def loss(self, output, batch):
+            return (output - batch[1]).square()
+
+The command line starts the processes: `paceline train mine.py:Mine --ranks 4 --plan zero3`. From Python:
+
+    train          one rank of a training, as a generator of events; alone it is one process
+    find_plans     the plans that fit, fastest first
+    verify_plan    check that a plan computes the same training as one process
+    describe       what planning knows of a model
+    Task, Layout   what to train, and how its model may be split
+    Spec, Plan     length, batch and optimizer; the layout over ranks
+    Cluster        facts of the machines; World: which rank this process is; RunFolder: files of a run
+    Event          base of Started, Step, Profiled, Evaluated, Saved, Failed, Stalled, Ended
+    Error          base of SpecError, TaskError, DataError, PlanError, ClusterError, LaunchError, RunError,
+                   CheckpointError, DivergedError, RankError, BenchError
+"""
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
@@ -6,27 +39,109 @@ from typing import TYPE_CHECKING, Any
 from paceline.version import __version__ as __version__
 
 if TYPE_CHECKING:
+    from paceline.cluster.facts import Cluster as Cluster
     from paceline.distributed.world import World as World
+    from paceline.errors import BenchError as BenchError
+    from paceline.errors import CheckpointError as CheckpointError
+    from paceline.errors import ClusterError as ClusterError
+    from paceline.errors import DataError as DataError
+    from paceline.errors import DivergedError as DivergedError
     from paceline.errors import Error as Error
+    from paceline.errors import LaunchError as LaunchError
+    from paceline.errors import PlanError as PlanError
+    from paceline.errors import RankError as RankError
+    from paceline.errors import RunError as RunError
+    from paceline.errors import SpecError as SpecError
+    from paceline.errors import TaskError as TaskError
+    from paceline.events import Ended as Ended
+    from paceline.events import Evaluated as Evaluated
+    from paceline.events import Event as Event
+    from paceline.events import Failed as Failed
+    from paceline.events import Profiled as Profiled
+    from paceline.events import Saved as Saved
+    from paceline.events import Stalled as Stalled
+    from paceline.events import Started as Started
+    from paceline.events import Step as Step
     from paceline.plan.plan import Plan as Plan
     from paceline.run import RunFolder as RunFolder
     from paceline.spec import Spec as Spec
     from paceline.task import Layout as Layout
     from paceline.task import Task as Task
+    from paceline.training.find_plans import find_plans as find_plans
     from paceline.training.loop import train as train
+    from paceline.training.model_facts.describe import describe as describe
+    from paceline.verify.verify_plan import verify_plan as verify_plan
 
-# Imported when they are first used: `train` takes torch with it, which takes a second.
+# Imported on first use: `train` needs torch, whose import takes a second.
 _PLACES = {
+    "BenchError": "errors",
+    "CheckpointError": "errors",
+    "Cluster": "cluster.facts",
+    "ClusterError": "errors",
+    "DataError": "errors",
+    "DivergedError": "errors",
+    "Ended": "events",
     "Error": "errors",
+    "Evaluated": "events",
+    "Event": "events",
+    "Failed": "events",
+    "LaunchError": "errors",
     "Layout": "task",
     "Plan": "plan.plan",
+    "PlanError": "errors",
+    "Profiled": "events",
+    "RankError": "errors",
+    "RunError": "errors",
     "RunFolder": "run",
+    "Saved": "events",
     "Spec": "spec",
+    "SpecError": "errors",
+    "Stalled": "events",
+    "Started": "events",
+    "Step": "events",
     "Task": "task",
+    "TaskError": "errors",
     "World": "distributed.world",
+    "describe": "training.model_facts.describe",
+    "find_plans": "training.find_plans",
     "train": "training.loop",
+    "verify_plan": "verify.verify_plan",
 }
-__all__ = ["Error", "Layout", "Plan", "RunFolder", "Spec", "Task", "World", "train"]
+__all__ = [
+    "BenchError",
+    "CheckpointError",
+    "Cluster",
+    "ClusterError",
+    "DataError",
+    "DivergedError",
+    "Ended",
+    "Error",
+    "Evaluated",
+    "Event",
+    "Failed",
+    "LaunchError",
+    "Layout",
+    "Plan",
+    "PlanError",
+    "Profiled",
+    "RankError",
+    "RunError",
+    "RunFolder",
+    "Saved",
+    "Spec",
+    "SpecError",
+    "Stalled",
+    "Started",
+    "Step",
+    "Task",
+    "TaskError",
+    "World",
+    "__version__",
+    "describe",
+    "find_plans",
+    "train",
+    "verify_plan",
+]
 
 
 def __getattr__(name: str) -> Any:

@@ -18,7 +18,7 @@ from paceline.plan.model.facts import BlockFacts, LiveBytes, ModelFacts, TensorV
 from paceline.plan.model.operations import Operation
 from paceline.plan.plan import Plan
 from paceline.spec import Spec
-from paceline.task import Task
+from paceline.task import Task, load_task
 from paceline.training.model_facts.live_memory import LiveMemory, lived
 from paceline.training.model_facts.op_counter import FIRST, LAST, BlockCount, OpCounter
 from paceline.user_code import UserCode
@@ -26,10 +26,20 @@ from paceline.user_code import UserCode
 SAMPLES = 3  # BatchNorm takes no single one; a number that shapes of weights seldom have
 
 
-def describe(spec: Spec, task: Task) -> ModelFacts:
-    """Of the model of `task`, from its first samples. Raises TaskError for a model that no pass without values can be made of."""
+def describe(spec: Spec, task: Task | None = None) -> ModelFacts:
+    """Return what planning knows of a model: parameters, FLOPs, activations, attention, block by block.
+
+    The model runs without values on its first samples; no memory is allocated for it.
+
+        facts = paceline.describe(paceline.Spec(task="digits", batch=64))
+        print(facts.parameters, facts.blocks)
+
+    spec: the task and its fields. task: an instance, instead of the task that `spec` names.
+    Raises TaskError for a model that cannot run without values.
+    """
     from paceline.training.setup import build
 
+    task = task if task is not None else load_task(spec.task, spec.set)
     batch = example(spec.model_copy(update={"batch": SAMPLES}), task, Plan(dp=1, microbatches=1))
     return described(build(spec, task).model, task, batch, SAMPLES)
 

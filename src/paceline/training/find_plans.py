@@ -1,0 +1,42 @@
+"""`paceline.find_plans`: search plans from Python."""
+
+from paceline import task as tasks
+from paceline.cluster import local_cluster
+from paceline.cluster.facts import Cluster
+from paceline.plan.cost_model.framework_profiles import of_precision
+from paceline.plan.plan import Plan
+from paceline.plan.search.best_plans import BestPlans, answer
+from paceline.spec import Spec
+from paceline.task import Task
+from paceline.training.model_facts.describe import describe
+
+
+def find_plans(
+    spec: Spec,
+    ranks: int | None = None,
+    cluster: Cluster | None = None,
+    *,
+    plan: Plan | str | None = None,
+    task: Task | None = None,
+    tokens: float | None = None,
+    price: float | None = None,
+) -> BestPlans:
+    """Return the plans that fit, fastest first, each with its predicted time and memory. Nothing is started.
+
+        best = paceline.find_plans(paceline.Spec(task="digits", batch=64), ranks=8)
+        plan, cost = best.plans[0]
+        print(plan, cost.step_s, cost.peak_bytes)
+
+    spec: the task, its global batch (samples) and the precision. ranks: processes; None: one per device of
+    the cluster. cluster: where to train; None: cluster.json in this folder, or this machine. plan: predict
+    this plan alone. task: an instance, instead of the task that `spec` names. tokens: of the whole training,
+    and price: of a device hour; with both, `best.bill(cost)` has time, energy and cost of the training.
+
+    Raises PlanError if no plan fits or `plan` is not possible, ClusterError if too little is known of the
+    cluster, TaskError if the model cannot be described.
+    """
+    task = task if task is not None else tasks.load_task(spec.task, spec.set)
+    cluster = cluster if cluster is not None else local_cluster.known()
+    wanted = str(plan) if plan is not None else None
+    facts, recipe = describe(spec, task), of_precision(spec.precision)
+    return answer(facts, cluster, spec.batch, wanted, recipe, ranks, tokens, price)
