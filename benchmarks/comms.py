@@ -70,7 +70,7 @@ def main() -> None:
     import machine
     from paceline import Spec
     from paceline.plan.plan import parse
-    from paceline.training.dry_run.dry_run import stages
+    from paceline.training.dry_run.dry_run import compute_stage_volumes
 
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -81,7 +81,7 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(1)
     began, before_s = time.perf_counter(), time.process_time()
-    found = stages(Spec(batch=options.batch), parse(options.plan), options.ranks, Llama())
+    found = compute_stage_volumes(Spec(batch=options.batch), parse(options.plan), options.ranks, Llama())
     took, cpu_s = time.perf_counter() - began, time.process_time() - before_s
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
     print(

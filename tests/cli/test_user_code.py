@@ -15,7 +15,7 @@ from paceline.errors import DataError, TaskError
 from paceline.plan.plan import parse
 from paceline.spec import Loading
 from paceline.task import load_task
-from paceline.training.dry_run.dry_run import comm_volume
+from paceline.training.dry_run.dry_run import compute_comm_volume
 from paceline.training.model_facts.describe import describe
 from paceline.user_code import UserCode
 
@@ -308,7 +308,7 @@ def test_passes_without_values(here):
             task = load_task(f"{here}/bad.py:Bad", {"fate": fate, "how": how})
             for ask in (
                 lambda spec, task: describe(spec, task),
-                lambda spec, task: comm_volume(spec, parse("ddp"), 2, 0, task),
+                lambda spec, task: compute_comm_volume(spec, parse("ddp"), 2, 0, task),
             ):
                 with pytest.raises((TaskError, DataError)) as caught:
                     ask(Spec(task=f"{here}/bad.py:Bad", batch=8), task)

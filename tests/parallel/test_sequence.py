@@ -20,7 +20,7 @@ from paceline.parallel.tensor.apply import Splits, find_splits
 from paceline.parallel.tensor.find_sequence_parallel import NotSplittable
 from paceline.plan.plan import parse
 from paceline.spec import Optimizer
-from paceline.training.dry_run.dry_run import comm_volume
+from paceline.training.dry_run.dry_run import compute_comm_volume
 from paceline.training.init.deferred_init import record
 from volumes import check, wanted
 
@@ -314,9 +314,9 @@ def test_each_rank_keeps_a_part_of_the_activations() -> None:
 def test_as_many_bytes_are_sent() -> None:
     """But for whole activations at the edges, and the gradients of small parameters."""
     spec = Spec(batch=8)
-    split = comm_volume(spec, parse("tp=2"), 2, task=Words())
+    split = compute_comm_volume(spec, parse("tp=2"), 2, task=Words())
     with replaced(tensor, "find_sequence_parallel", lambda original: whole):
-        full = comm_volume(spec, parse("tp=2"), 2, task=Words())
+        full = compute_comm_volume(spec, parse("tp=2"), 2, task=Words())
     edges, small = 2 * (4 * 8 * 6 * 16) // 2, 4 * 2 * 5 * 16
     assert (
         sum(entry.sent_bytes for entry in split.entries)

@@ -23,7 +23,7 @@ from paceline.plan.plan import RECOMPUTE, SCHEDULES, Plan, parse
 from paceline.plan.report.comm_volume import tables
 from paceline.spec import Optimizer
 from paceline.training.dry_run.comm_counter import CommCounter
-from paceline.training.dry_run.dry_run import comm_volume
+from paceline.training.dry_run.dry_run import compute_comm_volume
 from paceline.training.setup import PreparedTraining
 from volumes import Plant, check, counted, foretold, wanted
 
@@ -147,7 +147,7 @@ def padded(parts: int) -> int:
 @pytest.mark.parametrize("size", [2, 8, 24])
 def test_bytes_by_hand(size: int) -> None:
     def of(plan: str, collective: str, axis: str) -> int:
-        found = comm_volume(Spec(batch=24), parse(plan), size, task=models.Points())
+        found = compute_comm_volume(Spec(batch=24), parse(plan), size, task=models.Points())
         return sum(entry.bytes for entry in found.of(collective, axis).entries if entry.module != PACELINE)
 
     assert of("ddp", "all-reduce", "replicate") == WHOLE
@@ -245,7 +245,7 @@ def test_other_collectives() -> None:
 def test_one_process_among_many() -> None:
     """A thousand ranks; each has the same to say."""
     spec = Spec(task="digits", batch=1024)
-    first, last = (comm_volume(spec, parse("hsdp,replicate=4"), 1024, rank) for rank in (0, 1023))
+    first, last = (compute_comm_volume(spec, parse("hsdp,replicate=4"), 1024, rank) for rank in (0, 1023))
     assert first.entries == last.entries
     assert {(entry.axis, entry.ranks) for entry in first.entries} == {
         ("shard", 256),
@@ -257,33 +257,31 @@ def test_one_process_among_many() -> None:
 def test_blocks_that_are_alike_are_one_line() -> None:
     console = Console(width=100)
     with console.capture() as shown:
-        console.print(*tables([comm_volume(Spec(batch=8), parse("zero3"), 4, task=models.Text())]))
+        console.print(*tables([compute_comm_volume(Spec(batch=8), parse("zero3"), 4, task=models.Text())]))
     lines = [" ".join(line.split()) for line in shown.get().splitlines()]
     assert f"blocks.* × 3 6 {6 * 1440 / 1024:.1f} KiB {6 * 1440 * 0.75 / 1024:.1f} KiB" in lines
     assert lines[-1].startswith("total 13 ")
 
 
 def test_values_that_it_does_not_compute() -> None:
-    with pytest.raises(TaskError, match="Routed looks at values that come of its weights"):
-        comm_volume(Spec(batch=8), parse("ddp"), 4, task=models.Routed())
+    with pytest.raises(TaskError, match="Routed uses values that depend on its weights"):
+        compute_comm_volume(Spec(batch=8), parse("ddp"), 4, task=models.Routed())
 
 
 def test_bad_input() -> None:
     with pytest.raises(PlanError, match="32 ranks for 29 training samples"):
-        comm_volume(Spec(batch=32), parse("ddp"), 32, task=models.Points())
-    with pytest.raises(PlanError, match="steps of plan local-sgd are not alike"):
-        comm_volume(Spec(batch=8), parse("local-sgd"), 4, task=models.Points())
-    with pytest.raises(
-        PlanError, match="plan pp=2,cp=2: where sequences are split in a pipeline, ranks try out"
-    ):
-        comm_volume(Spec(batch=8), parse("pp=2,cp=2"), 4, task=models.Text())
+        compute_comm_volume(Spec(batch=32), parse("ddp"), 32, task=models.Points())
+    with pytest.raises(PlanError, match=r"plan local-sgd: .* the steps of this plan are not equal; use"):
+        compute_comm_volume(Spec(batch=8), parse("local-sgd"), 4, task=models.Points())
+    with pytest.raises(PlanError, match="plan pp=2,cp=2: with pp and cp, ranks make trial passes"):
+        compute_comm_volume(Spec(batch=8), parse("pp=2,cp=2"), 4, task=models.Text())
     for message in ranks(2)(in_a_rank):
-        assert "this process is a rank already" in message
+        assert "this process is already a rank" in message
 
 
 def in_a_rank() -> str:
     with pytest.raises(LaunchError) as raised:
-        comm_volume(Spec(batch=8), parse("ddp"), 4, task=models.Points())
+        compute_comm_volume(Spec(batch=8), parse("ddp"), 4, task=models.Points())
     return str(raised.value)
 
 

@@ -23,9 +23,9 @@ DEEP = models.ShortText(depth=8, width=64)
 def played(monkeypatch: pytest.MonkeyPatch, task: Task, plan: str, size: int) -> tuple[int, list[CommVolume]]:
     """How many places of `plan` were played, and what is said of all."""
     kept: list[Any] = []
-    play = dry_run._play
-    monkeypatch.setattr(dry_run, "_play", lambda *args: kept.append(args) or play(*args))
-    found = dry_run.stages(Spec(batch=48), parse(plan), size, task)
+    play = dry_run._simulate_rank
+    monkeypatch.setattr(dry_run, "_simulate_rank", lambda *args: kept.append(args) or play(*args))
+    found = dry_run.compute_stage_volumes(Spec(batch=48), parse(plan), size, task)
     monkeypatch.undo()
     return len(kept), found
 
@@ -33,7 +33,7 @@ def played(monkeypatch: pytest.MonkeyPatch, task: Task, plan: str, size: int) ->
 def each(task: Task, plan: str, size: int) -> list[CommVolume]:
     copies = parse(plan).on(size).copies
     return [
-        dry_run.comm_volume(Spec(batch=48), parse(plan), size, place * copies, task)
+        dry_run.compute_comm_volume(Spec(batch=48), parse(plan), size, place * copies, task)
         for place in range(parse(plan).pp)
     ]
 
@@ -61,7 +61,7 @@ def test_it_is_what_each_place_would_say(
 
 def test_it_is_what_real_ranks_send() -> None:
     real = [volume for volume, _ in ranks(4)(counted, DEEP, wanted(), "pp=4")]
-    assert dry_run.stages(wanted(), parse("pp=4"), 4, DEEP) == real
+    assert dry_run.compute_stage_volumes(wanted(), parse("pp=4"), 4, DEEP) == real
 
 
 class Block(nn.Module):

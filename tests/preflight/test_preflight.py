@@ -276,7 +276,7 @@ def test_a_plan_that_the_model_does_not_allow():
 def test_what_cannot_be_built_without_values_is_not_held_against_it(here):
     write_task(here, BROKEN, "broken.py")
     found = looked(task="broken.py:Peeking")
-    assert found["build"][0].startswith("warns: not built: Peeking looks at values that come of its weights")
+    assert found["build"][0].startswith("warns: not built: Peeking uses values that depend on its weights")
     assert failing(found) == []
     found = looked(plan="local-sgd")
     assert found["build"][0].startswith("warns: plan local-sgd cannot be built without its ranks")

@@ -15,7 +15,7 @@ from paceline.plan.comm_volume import MODEL, CommVolume
 from paceline.plan.plan import parse
 from paceline.training import loop, step_metrics
 from paceline.training.dry_run.comm_counter import CommCounter
-from paceline.training.dry_run.dry_run import comm_volume
+from paceline.training.dry_run.dry_run import compute_comm_volume
 from paceline.training.setup import PreparedTraining
 
 Plant = Callable[[PreparedTraining], AbstractContextManager[None]]
@@ -64,7 +64,7 @@ def wanted(**more: Any) -> Spec:
 
 def foretold(size: int, plan: str, task: Task, spec: Spec) -> list[CommVolume]:
     """Of the first rank and the last."""
-    return [comm_volume(spec, parse(plan), size, rank, task) for rank in (0, size - 1)]
+    return [compute_comm_volume(spec, parse(plan), size, rank, task) for rank in (0, size - 1)]
 
 
 def check(size: int, plan: str, task: Task, spec: Spec) -> CommVolume:

@@ -51,11 +51,11 @@ def comms(
 
     from paceline.plan.plan import parse
     from paceline.plan.report.comm_volume import as_json, heading, tables
-    from paceline.training.dry_run.dry_run import stages
+    from paceline.training.dry_run.dry_run import compute_stage_volumes
 
     assert launch.plan is not None
     assert launch.ranks is not None
-    volumes = stages(spec, parse(launch.plan), launch.ranks)
+    volumes = compute_stage_volumes(spec, parse(launch.plan), launch.ranks)
     if json is not None:
         write_whole(json, as_json(spec, launch, volumes))
     console = Console(highlight=False)

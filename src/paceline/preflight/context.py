@@ -116,6 +116,6 @@ class PreflightContext:
 
     @cached_property
     def checkpoint_bytes(self) -> int:
-        from paceline.training.dry_run.checkpoint_size import state_bytes
+        from paceline.training.dry_run.checkpoint_size import compute_state_bytes
 
-        return state_bytes(self.spec, self.task)
+        return compute_state_bytes(self.spec, self.task)

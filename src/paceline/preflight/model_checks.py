@@ -65,7 +65,11 @@ def plan(flight: PreflightContext) -> Says:
 def built(flight: PreflightContext) -> Says:
     """The first rank of each place of a pipeline, and the last of all, on a process group that talks to nobody."""
     from paceline.parallel.compile import check_compilable
-    from paceline.training.dry_run.dry_run import UNTOLD, comm_volume, stages
+    from paceline.training.dry_run.dry_run import (
+        VALUE_ERRORS,
+        compute_comm_volume,
+        compute_stage_volumes,
+    )
     from paceline.training.setup import check_enough, validate_plan
 
     spec, on, count = flight.spec, flight.on, flight.job.ranks
@@ -81,11 +85,11 @@ def built(flight: PreflightContext) -> Says:
         )
         return
     try:
-        played = stages(spec, flight.plan, count, flight.task)
+        played = compute_stage_volumes(spec, flight.plan, count, flight.task)
         if count > 1:
-            played.append(comm_volume(spec, flight.plan, count, count - 1, flight.task))
+            played.append(compute_comm_volume(spec, flight.plan, count, count - 1, flight.task))
     except TaskError as error:
-        if not isinstance(error.__cause__, UNTOLD):
+        if not isinstance(error.__cause__, VALUE_ERRORS):
             raise
         yield "warns", f"not built: {error}"
         return

@@ -1,4 +1,4 @@
-"""Steps on stand-ins without memory: communication volume, checkpoint size, stages of large plans.
+"""Dry runs of a training step, without memory or other ranks: communication volume, checkpoint size.
 
-No process group with peers is needed here.
+Nothing here requires a process group with peers.
 """

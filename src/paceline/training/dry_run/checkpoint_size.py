@@ -1,4 +1,4 @@
-"""What a checkpoint holds, worked out on tensors without memory: weights, buffers and optimizer state."""
+"""The size of a checkpoint, computed on fake tensors: weights, buffers and optimizer state."""
 
 import torch
 
@@ -6,19 +6,19 @@ from paceline.plan.plan import Plan
 from paceline.spec import Spec
 from paceline.task import Task
 from paceline.training.checkpoint import save as checkpoint
-from paceline.training.dry_run.dry_run import CPU, without_memory
+from paceline.training.dry_run.dry_run import CPU, make_fake_mode
 from paceline.training.init.deferred_init import allocate_
 from paceline.training.optimizer import make_optimizer
 from paceline.training.setup import build
 
-FRAME_BYTES = 2048  # that torch.save puts round a tensor (torch 2.13)
-MOMENTS = 2  # of each weight, for an optimizer that looks at values and cannot be asked
+FRAME_BYTES = 2048  # that torch.save adds to a tensor (torch 2.13)
+MOMENTS = 2  # tensors per weight, assumed for an optimizer that needs values and cannot run on fake tensors
 
 
-def state_bytes(spec: Spec, task: Task) -> int:
-    """On disk, after a step, each tensor once."""
+def compute_state_bytes(spec: Spec, task: Task) -> int:
+    """Return the bytes of a checkpoint on disk after a step, each tensor counted once."""
     model = build(spec, task).model
-    with without_memory():
+    with make_fake_mode():
         allocate_(model, CPU)
         optimizer = make_optimizer(task, spec.optimizer, Plan(dp=1), model)
         trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
@@ -26,9 +26,9 @@ def state_bytes(spec: Spec, task: Task) -> int:
             parameter.grad = torch.zeros_like(parameter)
         try:
             optimizer.step()
-            more = 0
+            unknown_bytes = 0
         except RuntimeError:
-            more = MOMENTS * sum(parameter.nbytes for parameter in trained)
-        return more + sum(
+            unknown_bytes = MOMENTS * sum(parameter.nbytes for parameter in trained)
+        return unknown_bytes + sum(
             tensor.nbytes + FRAME_BYTES for tensor in checkpoint.tensors(model, optimizer).values()
         )

@@ -1,4 +1,4 @@
-"""What a rank sends: a dispatch mode that counts collectives, with their axis and module."""
+"""A dispatch mode that counts the collectives of a rank, with their axis and module."""
 
 import itertools
 import re
@@ -17,7 +17,7 @@ from paceline.plan.comm_volume import MODEL, PACELINE, CommVolume, added_up, axi
 from paceline.plan.plan import Plan
 from paceline.training.dry_run.module_tracker import ModuleTracker
 
-# operator -> collective, which argument is counted, and whether it is one rank's part of S
+# Operator -> collective, index of the argument whose bytes count, and whether it is one rank's part of S.
 C10D = {
     "allreduce_": ("all-reduce", 0, False),
     "allreduce_coalesced_": ("all-reduce", 0, False),
@@ -58,49 +58,49 @@ FUNCTIONAL = {
     "irecv": ("recv", 0, False),
 }
 TABLES = {"c10d": C10D, "_c10d_functional": FUNCTIONAL}
-OF_FSDP = re.compile(r"FSDP::\w+( \((?P<module>.*)\))?$")
+FSDP_RECORD = re.compile(r"FSDP::\w+( \((?P<module>.*)\))?$")
 
 
 class CommCounter(TorchDispatchMode):
-    """Counts what this rank sends while it is entered; around whole steps, and after the first one, in which engines settle.
+    """Counts what this rank sends inside a `with` block.
 
-    `plan` has its data degree said. `model` is the one inside of any wrapper, under its own names.
+    Enter it around whole steps, and after the first step, in which engines settle. The data degree of `plan`
+    is known. `model` is without wrappers.
     """
 
     def __init__(self, model: nn.Module, plan: Plan):
         super().__init__()
         self.plan = plan
         self.model = model
-        self.running = ModuleTracker(model)
+        self.modules = ModuleTracker(model)
         self.calls: list[tuple[str, str, int, str, int, int]] = []
         self.groups: dict[str, tuple[str, int]] = {}  # name of a group -> axis, ranks
-        self.records: list[str] = []  # torch's record_function, innermost last
+        self.records: list[str] = []  # of torch's record_function, innermost last
 
     def volume(self) -> CommVolume:
         return CommVolume(dist.get_rank() if dist.is_initialized() else 0, added_up(self.calls))
 
     def __enter__(self) -> "CommCounter":
-        self.running.__enter__()
+        self.modules.__enter__()
         super().__enter__()
         return self
 
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)
-        self.running.__exit__(*error)
+        self.modules.__exit__(*error)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(kind.__name__ == "DTensor" for kind in types):
-            return NotImplemented  # its own collectives come here one by one
-        space = func.namespace
-        if space in TABLES:
-            given = {
+            return NotImplemented  # its collectives arrive here as separate calls
+        namespace = func.namespace
+        if namespace in TABLES:
+            named_args = {
                 argument.name: value for argument, value in zip(func._schema.arguments, args, strict=False)
             } | (kwargs or {})
-            if (
-                group := given.get("process_group", given.get("group_name"))
-            ) is not None:  # else it waits, or wraps
-                self._count(space, func._schema.name.partition("::")[2], args, group)
-        elif space == "profiler":
+            group = named_args.get("process_group", named_args.get("group_name"))
+            if group is not None:  # else the operator waits for another, or wraps it
+                self._count(namespace, func._schema.name.partition("::")[2], args, group)
+        elif namespace == "profiler":
             self._record(func, args)
         return func(*args, **(kwargs or {}))
 
@@ -110,23 +110,26 @@ class CommCounter(TorchDispatchMode):
         elif self.records:
             self.records.pop()
 
-    def _count(self, space: str, name: str, args: Any, group: Any) -> None:
-        if name not in TABLES[space]:
-            raise NotImplementedError(f"paceline comms does not know what {space}::{name} sends")
-        collective, which, is_part = TABLES[space][name]
-        axis, ranks = self._group(group)
-        tensors = [leaf for leaf in tree_leaves(args[which]) if isinstance(leaf, Tensor)]
+    def _count(self, namespace: str, name: str, args: Any, group: Any) -> None:
+        if name not in TABLES[namespace]:
+            raise NotImplementedError(f"paceline comms does not know what {namespace}::{name} sends")
+        collective, counted, is_part = TABLES[namespace][name]
+        axis, ranks = self._find_group(group)
+        tensors = [leaf for leaf in tree_leaves(args[counted]) if isinstance(leaf, Tensor)]
         size = (
             sum(tensor.numel() * tensor.element_size() for tensor in tensors)
             if collective != "barrier"
             else 0
         )
-        passed_on = axis == "pp" and collective in ("send", "recv")  # from stage to stage
-        module = MODEL if passed_on else self._module(tensors)
+        is_between_stages = axis == "pp" and collective in ("send", "recv")
+        module = MODEL if is_between_stages else self._find_module(tensors)
         self.calls.append((collective, axis, ranks, module, 1, size * ranks if is_part else size))
 
-    def _group(self, given: Any) -> tuple[str, int]:
-        """Axis and ranks of a group, given boxed by c10d and by name or as it is by the functional collectives."""
+    def _find_group(self, given: Any) -> tuple[str, int]:
+        """Return axis and number of ranks of a group.
+
+        c10d passes a boxed group; functional collectives pass its name or the group.
+        """
         group = given if isinstance(given, (str, dist.ProcessGroup)) else dist.ProcessGroup.unbox(given)
         name: Any = group if isinstance(group, str) else group.group_name
         if name not in self.groups:
@@ -134,42 +137,44 @@ class CommCounter(TorchDispatchMode):
             self.groups[name] = axis_of(self.plan, ranks), len(ranks)
         return self.groups[name]
 
-    def _module(self, tensors: list[Tensor]) -> str:
+    def _find_module(self, tensors: list[Tensor]) -> str:
         for record in reversed(self.records):
-            if found := OF_FSDP.match(record):
-                return name_of(found["module"] or "") or MODEL
-        if names := self._owners(tensors):
-            return _common([name.rpartition(".")[0] for name in names]) or MODEL
-        if self.running.in_backward and not any(map(torch.is_floating_point, tensors)):
-            return MODEL  # DDP's books: which parameters were used
-        running = self.running.innermost()
-        if running is None:  # between the modules of a stage the backward pass is the model's all the same
-            return MODEL if self.running.in_backward else PACELINE
+            if match := FSDP_RECORD.match(record):
+                return name_of(match["module"] or "") or MODEL
+        if names := self._find_parameters(tensors):
+            return _find_common_module([name.rpartition(".")[0] for name in names]) or MODEL
+        if self.modules.in_backward and not any(map(torch.is_floating_point, tensors)):
+            return MODEL  # DDP sends which parameters were used
+        running = self.modules.innermost()
+        if running is None:  # between modules of a stage, the backward pass is still the model's
+            return MODEL if self.modules.in_backward else PACELINE
         return running or MODEL
 
-    def _owners(self, tensors: list[Tensor]) -> list[str]:
-        """Names of the parameters that share their memory with what is sent, or whose gradients do: those of DDP lie in its buckets."""
-        sent = set(map(_storage, tensors))
+    def _find_parameters(self, tensors: list[Tensor]) -> list[str]:
+        """Return the names of the parameters that share their memory with `tensors`.
+
+        If there are none, return those whose gradients do: DDP keeps gradients in its buckets.
+        """
+        sent = set(map(_local_storage_id, tensors))
         named = [
             (name, parameter)
             for name, parameter in self.model.named_parameters()
             if is_materialized(parameter)
         ]
-        weights = [name for name, parameter in named if _storage(parameter) in sent]
+        weights = [name for name, parameter in named if _local_storage_id(parameter) in sent]
         return weights or [
             name
             for name, parameter in named
-            if parameter.grad is not None and _storage(parameter.grad) in sent
+            if parameter.grad is not None and _local_storage_id(parameter.grad) in sent
         ]
 
 
-def _storage(tensor: Any) -> int:
+def _local_storage_id(tensor: Any) -> int:
     return storage_id(tensor._local_tensor if is_dtensor(tensor) else tensor)
 
 
-def _common(modules: list[str]) -> str:
-    """The innermost module that contains all of them."""
+def _find_common_module(modules: list[str]) -> str:
+    """Return the innermost module that contains all `modules`."""
     first, last = (module.split(".") if module else [] for module in (min(modules), max(modules)))
-    return ".".join(
-        one for one, _ in itertools.takewhile(lambda pair: pair[0] == pair[1], zip(first, last, strict=False))
-    )
+    pairs = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(first, last, strict=False))
+    return ".".join(name for name, _ in pairs)

@@ -1,4 +1,7 @@
-"""A training step that sends and computes nothing: one process plays a rank among any number of them, and counts what it would send."""
+"""Dry run of a training step: one process takes the role of any rank, and counts what the step would send.
+
+It sends nothing and computes no values.
+"""
 
 import contextlib
 from collections.abc import Iterator
@@ -31,8 +34,13 @@ from paceline.spec import Spec
 from paceline.task import Task, layout_of, load_task
 from paceline.training.ddp_warmup import settle
 from paceline.training.dry_run.comm_counter import CommCounter
-from paceline.training.dry_run.identical_stages import twins
-from paceline.training.dry_run.microbatch_replay import TO_COUNT, TO_SETTLE, are_alike, replayed
+from paceline.training.dry_run.identical_stages import find_identical_places
+from paceline.training.dry_run.microbatch_replay import (
+    RUNS_TO_COUNT,
+    RUNS_TO_SETTLE,
+    are_microbatches_identical,
+    replay_microbatches,
+)
 from paceline.training.init.deferred_init import allocate_
 from paceline.training.setup import (
     ModelAnalysis,
@@ -45,125 +53,138 @@ from paceline.training.step import LossScale
 from paceline.training.step_metrics import ControlFlags, reduce_metrics_async
 
 CPU = torch.device("cpu")
-UNTOLD = (
-    DataDependentOutputException,
-    DynamicOutputShapeException,
-)  # what a model asks of values that are not there
-WARM_UP = 1  # steps after which engines have settled: DDP's buckets, the order in which fully_shard gathers
+# Raised where a model needs the values of tensors that have none.
+VALUE_ERRORS = (DataDependentOutputException, DynamicOutputShapeException)
+# Steps after which engines have settled: DDP has its buckets, fully_shard the order in which it gathers.
+WARM_UP_STEPS = 1
 
 
-def comm_volume(spec: Spec, plan: Plan, ranks: int, rank: int = 0, task: Task | None = None) -> CommVolume:
-    """What `rank` of so many sends in one training step under `plan`.
+def compute_comm_volume(
+    spec: Spec, plan: Plan, ranks: int, rank: int = 0, task: Task | None = None
+) -> CommVolume:
+    """Return what `rank` of `ranks` sends in one training step under `plan`.
 
-    The step is that of `train`, engines included, on a fake process group and on tensors without memory (torch's FakeTensorMode);
-    samples and what is computed from them alone are real. The figures of a step are told on their own: quick steps of a real
-    training tell theirs together, and so in fewer calls. Compilation is left out: it sends nothing.
+    The step is that of `train`, with its engines, on a fake process group and on tensors without memory
+    (torch's FakeTensorMode). Samples are real, and so are values that depend on them alone. The metrics
+    of the step are reduced separately; a real training reduces those of several quick steps together, in
+    fewer calls. The model is not compiled: compilation sends nothing.
 
-    Raises PlanError, DataError or TaskError as a training would, and TaskError for a model that looks at the values of its tensors.
+    Raises PlanError, DataError or TaskError as a training would, and TaskError for a model that needs the
+    values of its tensors.
     """
-    asked = _ask(spec, plan, ranks, task)
-    return _play(asked, World(rank=rank, size=ranks), asked.studied)
+    inputs = _prepare(spec, plan, ranks, task)
+    return _simulate_rank(inputs, World(rank=rank, size=ranks), inputs.studied)
 
 
-def stages(spec: Spec, plan: Plan, ranks: int, task: Task | None = None) -> list[CommVolume]:
-    """The same of the first rank of each place on the axis of a pipeline; other ranks of a place send the same."""
-    asked = _ask(spec, plan, ranks, task)
-    places = twins(asked.plan, layout_of(asked.task), asked.studied)
-    first = [place * asked.plan.copies for place in range(plan.pp)]
-    played = {
-        at: _play(asked, World(rank=first[at], size=ranks), asked.studied.again())
-        for at in sorted({twin.place for twin in places})
+def compute_stage_volumes(spec: Spec, plan: Plan, ranks: int, task: Task | None = None) -> list[CommVolume]:
+    """Return the volume of the first rank of each place of a pipeline; other ranks of a place send the same.
+
+    Arguments and errors are those of `compute_comm_volume`.
+    """
+    inputs = _prepare(spec, plan, ranks, task)
+    places = find_identical_places(inputs.plan, layout_of(inputs.task), inputs.studied)
+    first_ranks = [place * inputs.plan.copies for place in range(plan.pp)]
+    volumes = {
+        at: _simulate_rank(inputs, World(rank=first_ranks[at], size=ranks), inputs.studied.again())
+        for at in sorted({identical.place for identical in places})
     }
-    return [twin.told_here(played[twin.place], rank) for twin, rank in zip(places, first, strict=True)]
+    return [
+        identical.translate(volumes[identical.place], rank)
+        for identical, rank in zip(places, first_ranks, strict=True)
+    ]
 
 
 @dataclass(frozen=True)
-class _Asked:
+class _DryRunInputs:
     spec: Spec
-    plan: Plan  # its data degree said
+    plan: Plan  # with its data degree
     task: Task
     studied: ModelAnalysis
 
 
-def _ask(spec: Spec, plan: Plan, ranks: int, task: Task | None) -> _Asked:
+def _prepare(spec: Spec, plan: Plan, ranks: int, task: Task | None) -> _DryRunInputs:
     spec = spec.model_copy(update={"compile": False})
     if plan.is_asynchronous:
         raise PlanError(
-            f"the steps of plan {plan} are not alike, and paceline comms is of one of them: use a plan of which all are, such as ddp"
+            f"plan {plan}: paceline comms counts one step, and the steps of this plan are not equal; "
+            "use a plan with equal steps, such as ddp"
         )
     if plan.pp > 1 and plan.cp > 1:
         raise PlanError(
-            f"plan {plan}: where sequences are split in a pipeline, ranks try out what crosses its cuts, and paceline comms starts none; "
-            "use pp or cp alone, or count a step of a training (docs/comms.md)"
+            f"plan {plan}: with pp and cp, ranks make trial passes to find what crosses the cuts, and "
+            "paceline comms starts no ranks; use pp or cp alone, or count a step of a training "
+            "(docs/comms.md)"
         )
     plan = plan.on(ranks)
     share(spec.batch, plan)
     task = task if task is not None else load_task(spec.task, spec.set)
-    return _Asked(spec, plan, task, analyze_model(spec, plan, task, CPU))
+    return _DryRunInputs(spec, plan, task, analyze_model(spec, plan, task, CPU))
 
 
-def _play(asked: _Asked, world: World, studied: ModelAnalysis) -> CommVolume:
-    spec, plan, task = asked.spec, asked.plan, asked.task
+def _simulate_rank(inputs: _DryRunInputs, world: World, studied: ModelAnalysis) -> CommVolume:
+    spec, plan, task = inputs.spec, inputs.plan, inputs.task
     with _fake_group(world.rank, world.size), contextlib.ExitStack() as stack:
-        micro_batches = _micro_batches(spec, plan, world, task)
-        mode = without_memory()
+        microbatches = _load_microbatches(spec, plan, world, task)
+        mode = make_fake_mode()
 
-        def fill(
-            model: nn.Module, **where: Any
-        ) -> None:  # what is built before it, such as meshes, needs real numbers
+        def fill(model: nn.Module, **where: Any) -> None:
+            # The mode starts only here: what is built earlier, such as meshes, needs real numbers.
             stack.enter_context(mode)
-            stack.enter_context(_Dry())
+            stack.enter_context(_RealInputsMode())
             allocate_(model, CPU, **where)
 
-        laid = build_training(spec, plan, world, task, CPU, fill, studied=studied)
-        stack.enter_context(silence_fake_tensor_errors())  # cp tries out which arguments to cut
+        training = build_training(spec, plan, world, task, CPU, fill, studied=studied)
+        stack.enter_context(silence_fake_tensor_errors())  # cp tries which arguments it can split
         try:
-            return _count(laid, plan, micro_batches)
+            return _count_step(training, plan, microbatches)
         except TaskError as error:
-            if not isinstance(asked_for := error.__cause__, UNTOLD):
+            if not isinstance(value_error := error.__cause__, VALUE_ERRORS):
                 raise
             raise TaskError(
-                f"{type(task).__name__} looks at values that come of its weights, with {asked_for.func}, and paceline comms computes none: "
-                "what is sent may depend on them"
-            ) from asked_for
+                f"{type(task).__name__} uses values that depend on its weights, in {value_error.func}, and "
+                "paceline comms computes no values; count a step of a training instead (docs/comms.md)"
+            ) from value_error
         finally:
-            release(laid.step.model)
+            release(training.step.model)
             mesh.destroy_meshes()
 
 
-def without_memory() -> FakeTensorMode:
-    """In it tensors have shapes and no values."""
+def make_fake_mode() -> FakeTensorMode:
+    """Return a mode in which tensors have shapes and no values."""
     mode = FakeTensorMode(allow_non_fake_inputs=True)
-    # It remembers what it made by weak references, and torch swaps no tensor that has one, as stages of a pipeline do (torch 2.13).
+    # torch 2.13: the mode keeps weak references to the tensors that it made, and swap_tensors, which the
+    # stages of a pipeline use, refuses tensors with weak references.
     mode.fake_tensor_converter.set_tensor_memo = lambda *_: None  # type: ignore[method-assign]
     return mode
 
 
-def _count(laid: PreparedTraining, plan: Plan, micro_batches: list[Batch]) -> CommVolume:
-    update = laid.step
+def _count_step(training: PreparedTraining, plan: Plan, microbatches: list[Batch]) -> CommVolume:
+    update = training.step
     if update.loss_scale is not None:
-        update.loss_scale = _Fitting()
-    _complete(update.model)
-    settled = settle(update, micro_batches[0])
+        update.loss_scale = _NoOverflow()
+    _complete_buckets(update.model)
+    settled = settle(update, microbatches[0])
     if settled is not update.model:
-        _complete(settled)
+        _complete_buckets(settled)
     update.model = settled
-    counter = CommCounter(laid.model, plan)
+    counter = CommCounter(training.model, plan)
     assert plan.microbatches is not None
-    for step in range(WARM_UP + 1):
-        counts = step == WARM_UP
-        played = min(TO_COUNT if counts else TO_SETTLE, plan.microbatches)
+    for step in range(WARM_UP_STEPS + 1):
+        is_counted = step == WARM_UP_STEPS
+        runs = min(RUNS_TO_COUNT if is_counted else RUNS_TO_SETTLE, plan.microbatches)
         with (
-            replayed(counter, plan.microbatches, played) if are_alike(plan) else contextlib.nullcontext(),
-            counter if counts else contextlib.nullcontext(),
+            replay_microbatches(counter, plan.microbatches, runs)
+            if are_microbatches_identical(plan)
+            else contextlib.nullcontext(),
+            counter if is_counted else contextlib.nullcontext(),
         ):
-            local = update(micro_batches, step, 1.0)
+            local = update(microbatches, step, 1.0)
             reduce_metrics_async([local], ControlFlags(), 0.0, dist.get_world_size(), update.device)
     return counter.volume()
 
 
-def _micro_batches(spec: Spec, plan: Plan, world: World, task: Task) -> list[Batch]:
-    """Those of the first step."""
+def _load_microbatches(spec: Spec, plan: Plan, world: World, task: Task) -> list[Batch]:
+    """Return the micro-batches of the first step."""
     assert plan.dp is not None
     assert plan.microbatches is not None
     dataset = open_dataset(task, "train")
@@ -182,12 +203,12 @@ def _micro_batches(spec: Spec, plan: Plan, world: World, task: Task) -> list[Bat
 
 @contextlib.contextmanager
 def _fake_group(rank: int, ranks: int) -> Iterator[None]:
-    """torch's process group that talks to nobody."""
+    """Use torch's fake process group, which sends nothing."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     if dist.is_initialized():
         raise LaunchError(
-            "this process is a rank already; paceline comms plays one in a process without a process group"
+            "this process is already a rank; compute volumes in a process without a process group"
         )
     dist.init_process_group("fake", rank=rank, world_size=ranks, store=FakeStore())
     try:
@@ -196,8 +217,11 @@ def _fake_group(rank: int, ranks: int) -> Iterator[None]:
         dist.destroy_process_group()
 
 
-def _complete(model: nn.Module) -> None:
-    """DDP's buckets come back at once: what torch's fake process group promises has no tensors in it (torch 2.13)."""
+def _complete_buckets(model: nn.Module) -> None:
+    """Return the buckets of DDP at once.
+
+    torch 2.13: the futures of the fake process group contain no tensors.
+    """
     if not isinstance(model, DistributedDataParallel):
         return
 
@@ -210,16 +234,18 @@ def _complete(model: nn.Module) -> None:
     model.register_comm_hook(None, hook)
 
 
-class _Fitting(LossScale):
-    """Nothing overflows."""
+class _NoOverflow(LossScale):
+    """A loss scale under which every gradient counts as finite."""
 
     def is_finite(self, norm: Tensor) -> bool:
         return True
 
 
-class _Dry(TorchDispatchMode):
-    """What is made of real tensors alone is real, so that a task may look at its samples, and so are whole numbers, with which
-    engines and models keep their books. The rest has no memory."""
+class _RealInputsMode(TorchDispatchMode):
+    """Keep tensors real that depend on real tensors alone, so that a task may look at its samples.
+
+    Integer tensors stay real too: engines and models keep their books in them. All others have no memory.
+    """
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -227,17 +253,16 @@ class _Dry(TorchDispatchMode):
             return NotImplemented
         if FakeTensor in types:
             return func(*args, **kwargs)
-        given = _tensors((args, kwargs))
-        if any(tensor.is_meta for tensor in given):
+        inputs = _tensors((args, kwargs))
+        if any(tensor.is_meta for tensor in inputs):
             return func(*args, **kwargs)
-        if not given:
-            made = func(*args, **kwargs)
-            if all(tensor.is_floating_point() or tensor.is_complex() for tensor in _tensors(made)):
-                return made
+        if not inputs:
+            created = func(*args, **kwargs)
+            if all(tensor.is_floating_point() or tensor.is_complex() for tensor in _tensors(created)):
+                return created
         with unset_fake_temporarily():
-            if (
-                func is torch.ops.c10d.recv_.default
-            ):  # the stages of a pipeline ask each other whether all shapes are said: they are
+            # The stages of a pipeline ask each other whether all shapes are known, which they are.
+            if func is torch.ops.c10d.recv_.default:
                 args[0][0].fill_(1)
             return func(*args, **kwargs)
 

@@ -1,4 +1,4 @@
-"""Places of a pipeline whose stages are alike: what one of them sends, the others send under the names of their own parts."""
+"""Places of a pipeline with identical stages: their volumes differ only in the names of the parts."""
 
 from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, replace
@@ -12,101 +12,121 @@ from paceline.parallel.tensor.apply import Splits
 from paceline.plan.comm_volume import CommVolume, added_up
 from paceline.plan.plan import TWICE, Plan
 from paceline.task import Layout
-from paceline.training.dry_run.microbatch_replay import are_alike
+from paceline.training.dry_run.microbatch_replay import are_microbatches_identical
 from paceline.training.setup import ModelAnalysis
 
 
 @dataclass(frozen=True)
 class IdenticalPlace:
-    """The first place that a place is like, and the part here of each part there. A place that is like none before it is its own."""
+    """The first place with the same stages, and a map from the names of its parts to those of this place.
+
+    A place that differs from all earlier places refers to itself.
+    """
 
     place: int
     names: Mapping[str, str]
 
-    def told_here(self, there: CommVolume, rank: int) -> CommVolume:
-        """What `rank` sends here, where the first rank of the other place sends so."""
-        entries = [replace(entry, module=self._here(entry.module)) for entry in there.entries]
+    def translate(self, volume: CommVolume, rank: int) -> CommVolume:
+        """Return what `rank` sends at this place, given the volume of the first rank of the other place."""
+        entries = [replace(entry, module=self._rename(entry.module)) for entry in volume.entries]
         return CommVolume(
             rank, added_up((e.collective, e.axis, e.ranks, e.module, e.calls, e.bytes) for e in entries)
         )
 
-    def _here(self, module: str) -> str:
+    def _rename(self, module: str) -> str:
         part = next((part for part in self.names if module == part or module.startswith(f"{part}.")), None)
         return module if part is None else self.names[part] + module[len(part) :]
 
 
-def twins(plan: Plan, layout: Layout, studied: ModelAnalysis) -> list[IdenticalPlace]:
-    """Of each place of `plan`, whose data degree is said.
+def find_identical_places(plan: Plan, layout: Layout, studied: ModelAnalysis) -> list[IdenticalPlace]:
+    """Return, for each place of `plan`, the first identical place. The data degree of `plan` is known.
 
-    Alike are stages between the first and the last that run the same operations on the same shapes, with parameters that are the same
-    and split the same way. Schedules that compute gradients in two halves choose by the place for which micro-batches they do."""
-    found = [IdenticalPlace(place, {}) for place in range(plan.pp)]
-    if studied.recording is None or plan.pp_schedule in TWICE or not are_alike(plan):
-        return found
+    Stages between the first and the last are identical if they run the same operations on the same shapes,
+    with the same parameters split the same way. No places are identical under schedules that compute
+    gradients in two halves: the place decides for which micro-batches they do so.
+    """
+    places = [IdenticalPlace(place, {}) for place in range(plan.pp)]
+    if studied.recording is None or plan.pp_schedule in TWICE or not are_microbatches_identical(plan):
+        return places
     parts = find_parts(studied.model, layout)
-    division = divide(plan, studied.model, parts, studied.recording)
-    of_place = [
-        [stage for stage, at in enumerate(stage_ranks(plan)) if at == place] for place in range(plan.pp)
+    partition = divide(plan, studied.model, parts, studied.recording)
+    stages_of_place = [
+        [stage for stage, pp in enumerate(stage_ranks(plan)) if pp == place] for place in range(plan.pp)
     ]
-    first: dict[Hashable, int] = {}
-    for place, stages in enumerate(of_place):
-        looks = tuple(_looks(stage, division, parts, studied.recording, studied) for stage in stages)
-        there = first.setdefault(looks, place)
-        names = [
-            [part for stage in of for part in division.parts_of(stage)] for of in (of_place[there], stages)
-        ]
-        found[place] = IdenticalPlace(there, dict(zip(*names, strict=True)))
-    return found
+    first_by_signature: dict[Hashable, int] = {}
+    for place, stages in enumerate(stages_of_place):
+        signature = tuple(
+            _stage_signature(stage, partition, parts, studied.recording, studied) for stage in stages
+        )
+        first = first_by_signature.setdefault(signature, place)
+        first_parts, own_parts = (
+            [part for stage in stages_ for part in partition.parts_of(stage)]
+            for stages_ in (stages_of_place[first], stages)
+        )
+        places[place] = IdenticalPlace(first, dict(zip(first_parts, own_parts, strict=True)))
+    return places
 
 
-def _looks(
+def _stage_signature(
     stage: int,
-    division: StagePartition,
+    partition: StagePartition,
     parts: Mapping[str, nn.Module],
-    recording: ForwardTrace,
+    trace: ForwardTrace,
     studied: ModelAnalysis,
 ) -> Hashable:
-    """What a stage is told apart by: its number where it is at an end or has parameters outside of parts or in common with others."""
-    begin, end, own = division.begins[stage], division.end_of(stage), division.parts_of(stage)
+    """Return a value that identical stages share.
+
+    It is the number of the stage if the stage is at an end, or has parameters outside of parts or shared with
+    other stages.
+    """
+    begin, end, own = partition.begins[stage], partition.end_of(stage), partition.parts_of(stage)
     inside = {id(parameter) for name in own for parameter in parts[name].parameters()}
     held = [
-        (id(parameter) in inside, division.holders[name])
+        (id(parameter) in inside, partition.holders[name])
         for name, parameter in studied.model.named_parameters()
     ]
     if (
         begin == 0
-        or end == len(recording.calls)
-        or any(stage in at and (not within or len(at) > 1) for within, at in held)
+        or end == len(trace.calls)
+        or any(stage in holders and (not is_inside or len(holders) > 1) for is_inside, holders in held)
     ):
         return stage
     return (
         tuple(
             (own.index(call.part) if call.part in own else call.part, call.ops_hash)
-            for call in recording.calls[begin:end]
+            for call in trace.calls[begin:end]
         ),
-        tuple(tuple(recording.calls[cut].crossing_metas) for cut in (begin, end)),
-        tuple((name.rpartition(".")[0], _looks_of_part(name, parts[name], studied.splits)) for name in own),
+        tuple(tuple(trace.calls[cut].crossing_metas) for cut in (begin, end)),
+        tuple((name.rpartition(".")[0], _part_signature(name, parts[name], studied.splits)) for name in own),
     )
 
 
-def _looks_of_part(part: str, module: nn.Module, splits: Splits | None) -> Hashable:
+def _part_signature(part: str, module: nn.Module, splits: Splits | None) -> Hashable:
     return tuple(
-        (inner, type(one), _own(one), _said(f"{part}.{inner}" if inner else part, one, splits))
-        for inner, one in module.named_modules()
+        (
+            inner_name,
+            type(inner),
+            _tensor_signature(inner),
+            _split_signature(f"{part}.{inner_name}" if inner_name else part, inner, splits),
+        )
+        for inner_name, inner in module.named_modules()
     )
 
 
-def _own(module: nn.Module) -> Hashable:
-    tensors = (*module._parameters.items(), *module._buffers.items())
-    return tuple((key, one.shape, one.dtype, one.requires_grad) for key, one in tensors if one is not None)
+def _tensor_signature(module: nn.Module) -> Hashable:
+    return tuple(
+        (key, tensor.shape, tensor.dtype, tensor.requires_grad)
+        for key, tensor in (*module._parameters.items(), *module._buffers.items())
+        if tensor is not None
+    )
 
 
-def _said(name: str, module: nn.Module, splits: Splits | None) -> Hashable:
-    """What is done with a module where features are split."""
+def _split_signature(name: str, module: nn.Module, splits: Splits | None) -> Hashable:
+    """Return how tensor parallelism treats a module."""
     if splits is None:
         return None
     between = splits.between
-    lists = (
+    module_lists = (
         (between.exits, between.entrances, between.gathers, between.fed, between.scatters)
         if between is not None
         else ()
@@ -114,7 +134,7 @@ def _said(name: str, module: nn.Module, splits: Splits | None) -> Hashable:
     return (
         splits.styles.get(name),
         splits.draws.get(name),
-        tuple(name in of for of in lists),
+        tuple(name in modules for modules in module_lists),
         between.blocks.get(name) if between is not None else None,
         tuple(f"{name}.{key}" in splits.partial for key in module._parameters),
     )

@@ -1,4 +1,6 @@
-"""A pipeline whose micro-batches are alike, played in part: the first few run, and those behind them count what the last of these did."""
+"""Replay of identical micro-batches: run the first few, and count for the others what the last of these
+sent.
+"""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -7,20 +9,26 @@ from typing import Any
 from paceline.plan.plan import Plan
 from paceline.training.dry_run.comm_counter import CommCounter
 
-TO_COUNT = 2  # the first gathers what stays gathered
-TO_SETTLE = 1
+RUNS_TO_COUNT = 2  # micro-batches; the first gathers what stays gathered
+RUNS_TO_SETTLE = 1
 
 
-def are_alike(plan: Plan) -> bool:
-    """Whether each micro-batch but the first sends the same. Where it gathers weights again, it does so ahead, and what is gathered
-    depends on what runs next."""
+def are_microbatches_identical(plan: Plan) -> bool:
+    """Return whether all micro-batches but the first send the same.
+
+    They do not if each gathers weights again: a stage gathers ahead, and what it gathers depends on the
+    micro-batch that runs next.
+    """
     return plan.pp > 1 and not (plan.zero == 3 and plan.stages == 1)
 
 
 @contextmanager
-def replayed(counter: CommCounter, microbatches: int, played: int) -> Iterator[None]:
-    """For a step of `microbatches` micro-batches, of which so many run, and in which `counter` counts or does not. What one stage hands on
-    stands for all that it would."""
+def replay_microbatches(counter: CommCounter, microbatches: int, runs: int) -> Iterator[None]:
+    """Run only the first `runs` micro-batches of a step inside the block, and count the others from the last.
+
+    The output of the last run of a stage also serves as its output for the other micro-batches. `counter` may
+    be active or not.
+    """
     from torch.distributed.pipelining import PipelineStage
 
     repeated: list[Any] = []  # calls
@@ -28,44 +36,44 @@ def replayed(counter: CommCounter, microbatches: int, played: int) -> Iterator[N
     grads: dict[int, Any] = {}
 
     def forward(stage: Any, chunk: int, *args: Any, **kwargs: Any) -> Any:
-        if chunk < played:
-            output = run(inner["forward_one_chunk"], stage, chunk, *args, **kwargs)
+        if chunk < runs:
+            output = run(originals["forward_one_chunk"], stage, chunk, *args, **kwargs)
             outputs[stage.stage_index] = output, stage.fwd_cache[chunk][0]
         output, sent = outputs[stage.stage_index]
-        if chunk >= played:
+        if chunk >= runs:
             stage.fwd_cache[chunk] = sent, []
         return output
 
     def backward(stage: Any, chunk: int, *args: Any, **kwargs: Any) -> None:
-        if chunk < played:
-            run(inner["backward_one_chunk"], stage, chunk, *args, **kwargs)
+        if chunk < runs:
+            run(originals["backward_one_chunk"], stage, chunk, *args, **kwargs)
             grads[stage.stage_index] = stage.bwd_cache[chunk]
         else:
             del stage.fwd_cache[chunk]
             stage.bwd_cache[chunk] = grads[stage.stage_index]
 
     def backward_weight(stage: Any, chunk: int, *args: Any, **kwargs: Any) -> None:
-        if chunk < played:
-            run(inner["backward_weight_one_chunk"], stage, chunk, *args, **kwargs)
+        if chunk < runs:
+            run(originals["backward_weight_one_chunk"], stage, chunk, *args, **kwargs)
 
     def run(call: Callable[..., Any], stage: Any, chunk: int, *args: Any, **kwargs: Any) -> Any:
         before = len(counter.calls)
         result = call(stage, chunk, *args, **kwargs)
-        if chunk == played - 1:
+        if chunk == runs - 1:
             repeated.extend(counter.calls[before:])
         return result
 
-    instead = {
+    replacements = {
         "forward_one_chunk": forward,
         "backward_one_chunk": backward,
         "backward_weight_one_chunk": backward_weight,
     }
-    inner = {name: getattr(PipelineStage, name) for name in instead}
-    for name, function in instead.items():
+    originals = {name: getattr(PipelineStage, name) for name in replacements}
+    for name, function in replacements.items():
         setattr(PipelineStage, name, function)
     try:
         yield
     finally:
-        for name in instead:
-            delattr(PipelineStage, name)  # what it inherits is there again
-    counter.calls += repeated * (microbatches - played)
+        for name in replacements:
+            delattr(PipelineStage, name)  # which uncovers the inherited method
+    counter.calls += repeated * (microbatches - runs)

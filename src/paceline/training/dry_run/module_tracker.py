@@ -1,4 +1,4 @@
-"""Which module of a model runs, in the forward or the backward pass."""
+"""Which module of a model is running, in the forward or the backward pass."""
 
 from typing import Any
 
@@ -10,14 +10,17 @@ from torch.utils.hooks import RemovableHandle
 
 
 class ModuleTracker:
-    """Follows the modules of `model` while it is entered. (torch's ModuleTracker leaves a module before its own hooks run, and what
-    tensor parallelism sends is sent there.)"""
+    """Tracks the running modules of `model` inside a `with` block.
+
+    torch's ModuleTracker leaves a module before the module's own hooks run, and tensor parallelism sends in
+    these hooks.
+    """
 
     def __init__(self, model: nn.Module):
         self.model = model
-        self.now: dict[str, None] = {}  # names of modules, in the order in which they were entered
+        self.running: dict[str, None] = {}  # names of modules, in the order in which they were entered
         self.hooks: list[RemovableHandle] = []
-        self.resets = False
+        self.reset_queued = False
 
     def __enter__(self) -> "ModuleTracker":
         for name, module in self.model.named_modules():
@@ -39,36 +42,36 @@ class ModuleTracker:
         return torch._C._current_graph_task_id() != -1
 
     def innermost(self) -> str | None:
-        """`""` is the model itself, None nothing of it."""
-        return max(self.now, key=lambda name: (bool(name), name.count("."), name), default=None)
+        """Return the name of the innermost running module: `""` is the model itself, None no module."""
+        return max(self.running, key=lambda name: (bool(name), name.count("."), name), default=None)
 
     def _before(self, name: str) -> Any:
         def enter(module: nn.Module, args: Any, kwargs: Any) -> None:
-            self.now[name] = None
-            self._at_gradients((args, kwargs), lambda *_: self.now.pop(name, None))
+            self.running[name] = None
+            self._call_at_gradients((args, kwargs), lambda *_: self.running.pop(name, None))
 
         return enter
 
     def _after(self, name: str) -> Any:
         def enter_backward(*_: Any) -> None:
-            self.now[name] = None
-            if not self.resets:  # modules whose inputs need no gradient are left at the end
-                self.resets = True
+            self.running[name] = None
+            if not self.reset_queued:  # modules whose inputs need no gradient are left at the end
+                self.reset_queued = True
                 torch.autograd.Variable._execution_engine.queue_callback(self._reset)
 
         def leave(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-            self.now.pop(name, None)
-            self._at_gradients(output, enter_backward)
+            self.running.pop(name, None)
+            self._call_at_gradients(output, enter_backward)
 
         return leave
 
-    def _at_gradients(self, tensors: Any, call: Any) -> None:
+    def _call_at_gradients(self, tensors: Any, hook: Any) -> None:
         differentiable = [
             leaf for leaf in tree_leaves(tensors) if isinstance(leaf, Tensor) and leaf.requires_grad
         ]
         if differentiable:
-            self.hooks.append(register_multi_grad_hook(differentiable, call))
+            self.hooks.append(register_multi_grad_hook(differentiable, hook))
 
     def _reset(self) -> None:
-        self.now.clear()
-        self.resets = False
+        self.running.clear()
+        self.reset_queued = False
