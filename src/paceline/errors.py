@@ -1,63 +1,71 @@
-"""Every error that a user can meet; the command line prints its one sentence and exits with status 2.
+"""The errors that a user can meet. The command line prints the message, which is one sentence, and exits with status 2.
 
 Error
 ├── SpecError         the request is wrong: an unknown key, a wrong type, a contradiction
-├── TaskError         the user's task cannot be used: no such file or class, a method missing or answering nonsense
+├── TaskError         the user's task: missing file or class, missing method, wrong return value, exception
 ├── DataError         the data: an empty dataset, a sample that raises, lengths that differ between ranks
-├── PlanError         a plan that cannot be, for this batch, this model or these ranks
-├── ClusterError      a machine that is not known: no such device, a cluster.json that cannot be read
-├── LaunchError       ranks that could not be started, or a contradictory environment
-├── RunError          a run folder that exists already, that is none, or that is in use
-├── CheckpointError   a checkpoint that cannot be read, or that belongs to another model
-├── DivergedError     a loss or gradient that is not finite
-├── RankError         a rank that died
-└── BenchError        what cannot be measured here, a result that cannot be read or drawn
+├── PlanError         the plan is invalid, or impossible for this batch, model or number of ranks
+├── ClusterError      unknown hardware: no such device, an unreadable cluster.json
+├── LaunchError       the ranks could not be started, or the environment contradicts the request
+├── RunError          the run folder exists already, is not a run folder, or is in use
+├── CheckpointError   the checkpoint is unreadable, or belongs to another model
+├── DivergedError     a loss or gradient is not finite
+├── RankError         a rank died
+└── BenchError        a measurement is impossible here, or its result cannot be read or drawn
 """
 
 
 class Error(Exception):
-    """Base of all errors raised on purpose; anything else that surfaces is a bug of Paceline or of the task."""
+    """Base class of all errors that Paceline raises on purpose.
+
+    `str(error)` is one sentence: what is wrong, the value, and the fix. Any other exception is a bug.
+
+    try:
+        run = open_run(Path("runs/a"))
+    except paceline.Error as error:
+        print(error)
+    """
 
 
 class SpecError(Error):
-    pass
+    """The request is wrong: an unknown key, a wrong type, or two values that contradict each other."""
 
 
 class TaskError(Error):
-    pass
+    """The user's task is unusable: no such file or class, a missing method, a wrong return value, or an exception."""
 
 
 class DataError(Error):
-    pass
+    """The data is unusable: an empty dataset, a sample that raises, or lengths that differ between ranks."""
 
 
 class PlanError(Error):
-    pass
+    """The plan is invalid, or impossible for this batch, this model or this number of ranks."""
 
 
 class ClusterError(Error):
-    pass
+    """The hardware is unknown: no such device, or a `cluster.json` that cannot be read."""
 
 
 class LaunchError(Error):
-    pass
+    """The ranks could not be started, or the environment contradicts the request."""
 
 
 class RunError(Error):
-    pass
+    """The run folder exists already, is not a run folder, or is in use."""
 
 
 class CheckpointError(Error):
-    pass
+    """The checkpoint cannot be read, or belongs to another model."""
 
 
 class DivergedError(Error):
-    pass
+    """A loss or a gradient is not finite (NaN or infinity)."""
 
 
 class RankError(Error):
-    pass
+    """A rank died."""
 
 
 class BenchError(Error):
-    pass
+    """The measurement is impossible on this machine, or its result cannot be read or drawn."""
