@@ -108,8 +108,8 @@ print(read_configuration("pyproject.toml")["project"]["version"])
 REPORTED = """
 import importlib.metadata, json
 import paceline
-from paceline.run import provenance
-print(json.dumps([importlib.metadata.version("paceline"), paceline.__version__, provenance()["packages"]["paceline"]]))
+from paceline.run import collect_provenance
+print(json.dumps([importlib.metadata.version("paceline"), paceline.__version__, collect_provenance()["packages"]["paceline"]]))
 """
 
 

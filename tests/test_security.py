@@ -585,7 +585,7 @@ def test_a_meeting_place_of_somebody_else_is_refused(tmp_path):
     note = tmp_path / ".meet-slurm-1-0-0"
     note.write_text("127.0.0.1:1 " + "0" * 64)
     os.chown(note, 12345, 12345)
-    with pytest.raises(RunError, match=r"is of user 12345, .*; keep others out: chmod go-w"):
+    with pytest.raises(RunError, match=r"belongs to user 12345, .*; remove that permission: chmod go-w"):
         meet_through_file(
             World(rank=1, size=2, local_size=2, launcher="slurm", job="1-0-0"),
             timedelta(seconds=20),
@@ -728,7 +728,9 @@ def test_no_text_of_a_job_script_makes_a_line(tmp_path):
 def test_a_newline_in_the_name_of_a_run_is_refused(words, tmp_path):
     refused = paceline(*words, "--run-dir", CONTROL[0], at=tmp_path)
     assert (refused.status, refused.out) == (2, "")
-    assert refused.err == "paceline: run must be printable and of one line, got 'd/x\\ntouch PWNED\\n#'\n"
+    assert (
+        refused.err == "paceline: run must be a single line of printable text, got 'd/x\\ntouch PWNED\\n#'\n"
+    )
     assert [*tmp_path.iterdir()] == []
 
 
@@ -864,7 +866,7 @@ def test_what_a_run_holds_is_of_its_kind(run):
         path, kind = run / name, "folder" if name in ("ckpt", "ranks", "tensorboard") else "file"
         was = path.rename(run / "was") if path.exists() else None
         path.touch() if kind == "folder" else os.mkfifo(path)
-        with pytest.raises(RunError, match=rf"r/{name} is no {kind}, as it is in a run; move it away"):
+        with pytest.raises(RunError, match=rf"r/{name} must be a {kind} in a run folder; move it away"):
             open_run(run)
         path.unlink()
         if was is not None:
@@ -883,14 +885,14 @@ def test_what_a_run_holds_is_of_its_kind(run):
         refused = paceline(*words.split(), at=run.parent, timeout_s=60.0)
         assert (refused.status, refused.err) == (
             2,
-            "paceline: r/ckpt is no folder, as it is in a run; move it away\n",
+            "paceline: r/ckpt must be a folder in a run folder; move it away\n",
         ), words
 
 
 def test_slurm_gets_only_numbers_of_jobs(run):
     for job in ("--user=me", "-u me", "1 2", "1;ls", "all", "٣", ""):
         (run / "job").write_text(job)
-        with pytest.raises(RunError, match="which is no number of a job; delete it"):
+        with pytest.raises(RunError, match=r"must contain the number of a job, got .*; delete it"):
             RunFolder(run).job  # noqa: B018 (read)
     for job in ("7", "12_3"):
         (run / "job").write_text(f"{job}\n")
@@ -898,9 +900,10 @@ def test_slurm_gets_only_numbers_of_jobs(run):
     (run / "job").write_text("--user=me")
     for word, status in (("cancel", 2), ("status", 0)):
         result = paceline(word, "r", at=run.parent)
-        assert (result.status, "which is no number of a job" in result.out + result.err) == (status, True), (
-            result.all
-        )
+        assert (result.status, "must contain the number of a job" in result.out + result.err) == (
+            status,
+            True,
+        ), result.all
 
 
 def test_cancel_ends_no_process_that_does_not_hold_the_run(run):

@@ -20,9 +20,9 @@ from paceline.spec import (
     Spec,
     build,
     load,
-    one_length,
     parse_overrides,
     parse_value,
+    replace_length,
 )
 
 FULL = Spec(
@@ -97,15 +97,15 @@ def test_a_flag_wins_over_the_file(tmp_path):
 def test_none_takes_a_key_back(tmp_path):
     file = tmp_path / "run.toml"
     file.write_text("steps = 10\n")
-    assert load(file, one_length({"epochs": 2.0})) == (Spec(epochs=2.0), Launch())
+    assert load(file, replace_length({"epochs": 2.0})) == (Spec(epochs=2.0), Launch())
 
 
-def test_a_length_takes_the_other_one_back():
-    assert one_length({"epochs": 2.0, "batch": 8}) == {"epochs": 2.0, "steps": None, "batch": 8}
-    assert one_length({"steps": 5}) == {"epochs": None, "steps": 5}
-    assert one_length({"batch": 8}) == {"batch": 8}
+def test_a_length_replaces_the_other_length():
+    assert replace_length({"epochs": 2.0, "batch": 8}) == {"epochs": 2.0, "steps": None, "batch": 8}
+    assert replace_length({"steps": 5}) == {"epochs": None, "steps": 5}
+    assert replace_length({"batch": 8}) == {"batch": 8}
     both = {"steps": 5, "epochs": 1.0}
-    assert one_length(both) == both, "that is for the Spec to refuse"
+    assert replace_length(both) == both, "that is for the Spec to refuse"
 
 
 def test_a_whole_number_is_a_float_too():
@@ -233,21 +233,21 @@ def test_what_is_no_name_and_value(item):
         ("[optimizer]\nbetas = [0.9, 1.5]", "optimizer.betas.1 must be less than 1, got 1.5"),
         (
             "[optimizer]\nname = 'sgd'\nnesterov = true\nmomentum = 0.0",
-            "nesterov needs momentum above 0, got momentum=0.0",
+            "nesterov requires momentum above 0, got momentum=0.0",
         ),
         (
             '[schedule]\nname = "step"',
-            "schedule.every (samples between two decays) belongs to name='step', got name='step', every=None",
+            "schedule.every (samples between two decays) is required by schedule.name='step', and only by it; got name='step', every=None",
         ),
         (
             "[schedule]\nevery = 3",
-            "schedule.every (samples between two decays) belongs to name='step', got name='constant', every=3",
+            "schedule.every (samples between two decays) is required by schedule.name='step', and only by it; got name='constant', every=3",
         ),
         ("[schedule]\nfloor = 1.5", "schedule.floor must be less than or equal to 1, got 1.5"),
         ('[save]\nbest = "accuracy"', "save.best must be 'min NAME' or 'max NAME', got 'accuracy'"),
         ("[save]\nkeep = 0", "save.keep must be greater than or equal to 1, got 0"),
         ("[data]\nworkers = -1", "data.workers must be greater than or equal to 0, got -1"),
-        ("epochs = 1.0\nsteps = 5", "epochs=1 and steps=5 are two lengths of one training; say one of them"),
+        ("epochs = 1.0\nsteps = 5", "epochs=1 and steps=5 contradict each other; specify either of them"),
         ("set = 3", "set must be a table, got 3"),
         ("optimizer = 3", "optimizer must be a table, got 3"),
     ],
@@ -452,13 +452,13 @@ def test_names_that_are_not_near_are_not_suggested():
     for name, message in (
         (
             "optimizer.ema",
-            "unknown key optimizer.ema; there is name, lr, weight_decay, momentum, nesterov, betas, eps, clip",
+            "unknown key optimizer.ema; available: name, lr, weight_decay, momentum, nesterov, betas, eps, clip",
         ),
         ("spec.ema", "unknown key ema; paceline train --keys lists them"),
         ("optimizer.beta", "unknown key optimizer.beta; did you mean optimizer.betas?"),
         ("spec.lr", "unknown key lr; did you mean optimizer.lr?"),
         ("optimiser.lr", "unknown key optimiser; did you mean optimizer?"),
-        ("save.seed", "unknown key save.seed; there is every, minutes, keep, best"),
+        ("save.seed", "unknown key save.seed; available: every, minutes, keep, best"),
     ):
         with pytest.raises(SpecError) as caught:
             load(None, parse_overrides([f"{name}=1"]))
@@ -467,8 +467,8 @@ def test_names_that_are_not_near_are_not_suggested():
 
 def test_nearest_names():
     assert specs.nearest("bach", ["batch", "seed"]) == "; did you mean batch?"
-    assert specs.nearest("qqqq", ["batch", "seed"]) == "; there is batch, seed"
-    assert specs.nearest("qqqq", []) == "; there is none"
+    assert specs.nearest("qqqq", ["batch", "seed"]) == "; available: batch, seed"
+    assert specs.nearest("qqqq", []) == ""
     assert specs.nearest("lr", ["batch", "optimizer.lr"]) == "; did you mean optimizer.lr?"
 
 

@@ -1,4 +1,4 @@
-"""The errors that a user can meet. The command line prints the message, which is one sentence, and exits with status 2.
+"""The errors that a user can meet. The command line prints the message (one sentence) and exits with 2.
 
 Error
 ├── SpecError         the request is wrong: an unknown key, a wrong type, a contradiction
@@ -32,7 +32,7 @@ class SpecError(Error):
 
 
 class TaskError(Error):
-    """The user's task is unusable: no such file or class, a missing method, a wrong return value, or an exception."""
+    """The user's task is unusable: missing file, class or method, wrong return value, or exception."""
 
 
 class DataError(Error):

@@ -466,7 +466,7 @@ def readable(path: Path) -> Iterator[None]:
     """What is done in the context reads this file, if it is there. Raises RunError where it cannot be read."""
     try:
         if path.exists() and not path.is_file():
-            raise RunError(f"cannot read {path}: it is no regular file; move it away")
+            raise RunError(f"cannot read {path}: it is not a regular file; move it away")
         yield
     except OSError as error:
         raise RunError(f"cannot read {path}: {error.strerror}") from error

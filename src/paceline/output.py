@@ -1,4 +1,4 @@
-"""Standard output and files of text that never fail: what is printed to a person never costs a training."""
+"""Standard output and text files whose writes never fail: printing must not end a training."""
 
 import codecs
 import contextlib
@@ -9,7 +9,7 @@ import unicodedata
 from pathlib import Path
 from typing import Any, TextIO
 
-PLAIN = "paceline.plain"  # name of the error handler of streams: what an encoding lacks is written in ASCII
+PLAIN = "paceline.plain"  # name of the codec error handler that replaces unencodable characters by ASCII
 IN_ASCII = {
     "×": "x",
     "÷": "/",
@@ -45,7 +45,7 @@ IN_ASCII = {
 def _in_ascii(char: str) -> str:
     if char in IN_ASCII:
         return IN_ASCII[char]
-    if "\u2500" <= char <= "\u257f":  # corners and crossings of boxes
+    if "\u2500" <= char <= "\u257f":  # corners and crossings of box drawings
         return "+"
     return (
         unicodedata.normalize("NFKD", char).encode("ascii", "ignore").decode()
@@ -53,17 +53,17 @@ def _in_ascii(char: str) -> str:
     )
 
 
-def _plain(error: UnicodeError) -> tuple[str, int]:
+def _replace_by_ascii(error: UnicodeError) -> tuple[str, int]:
     if not isinstance(error, UnicodeEncodeError):
         raise error
     return "".join(map(_in_ascii, error.object[error.start : error.end])), error.end
 
 
-codecs.register_error(PLAIN, _plain)
+codecs.register_error(PLAIN, _replace_by_ascii)
 
 
-class _Lenient(io.RawIOBase):
-    """A file descriptor; what cannot be written is dropped."""
+class _LossyFile(io.RawIOBase):
+    """A file descriptor that drops data which cannot be written."""
 
     def __init__(self, descriptor: int, owned: bool):
         super().__init__()
@@ -81,7 +81,7 @@ class _Lenient(io.RawIOBase):
     def write(self, data: Any, /) -> int:
         try:
             return os.write(self._descriptor, data)
-        except OSError:  # a full disk, a reader that is gone, a terminal that was closed
+        except OSError:  # a full disk, a reader that has ended, a closed terminal
             return memoryview(data).nbytes
 
     def close(self) -> None:
@@ -91,45 +91,49 @@ class _Lenient(io.RawIOBase):
         super().close()
 
 
-def _text(descriptor: int, owned: bool, encoding: str, line_buffering: bool) -> TextIO:
+def _open_lossy(descriptor: int, owned: bool, encoding: str, line_buffering: bool) -> TextIO:
     return io.TextIOWrapper(
-        io.BufferedWriter(_Lenient(descriptor, owned)), encoding, PLAIN, line_buffering=line_buffering
+        io.BufferedWriter(_LossyFile(descriptor, owned)), encoding, PLAIN, line_buffering=line_buffering
     )
 
 
-def append_to(path: Path) -> TextIO:
-    """Open a file for lines that may be lost. Raises OSError where it cannot be opened."""
-    return _text(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666), True, "utf-8", True)
+def open_append(path: Path) -> TextIO:
+    """Open a text file for lines that may be lost. Raises OSError if it cannot be opened."""
+    return _open_lossy(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666), True, "utf-8", True)
 
 
 def open_standard_files() -> None:
-    """Open what of standard input, output and error is closed (`>&-`) on /dev/null. Else the next file that is opened takes that place,
-    and whatever prints writes into it."""
+    """Open /dev/null for each of standard input, output and error that is closed (`>&-`).
+
+    Otherwise the next file to be opened gets that descriptor, and prints go into it.
+    """
     for descriptor in (0, 1, 2):
         try:
             os.fstat(descriptor)
         except OSError:
-            os.set_inheritable(
-                os.open(os.devnull, os.O_RDWR), True
-            )  # takes the lowest that is free, which is this one
+            # This gets the lowest free descriptor, which is this one.
+            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)
     for name, descriptor in (("stdout", 1), ("stderr", 2)):
         if getattr(sys, name) is None:
-            setattr(sys, name, _text(descriptor, False, "utf-8", True))
+            setattr(sys, name, _open_lossy(descriptor, False, "utf-8", True))
 
 
-def never_fail(*names: str) -> None:
-    """From here on drop what `names`, of "stdout" and "stderr", cannot print. Streams that are no file are left as they are."""
+def ignore_write_errors(*names: str) -> None:
+    """From now on drop output that `names`, of "stdout" and "stderr", cannot write.
+
+    Streams without a file descriptor are not changed.
+    """
     for name in names:
         stream = getattr(sys, name)
-        with contextlib.suppress(OSError, ValueError):  # also of what could not be written before
+        with contextlib.suppress(OSError, ValueError):  # the buffer may hold data that cannot be written
             stream.flush()
         with contextlib.suppress(OSError, AttributeError):
-            lines = stream.line_buffering or name == "stderr"
-            setattr(sys, name, _text(stream.fileno(), False, stream.encoding, lines))
+            line_buffering = stream.line_buffering or name == "stderr"
+            setattr(sys, name, _open_lossy(stream.fileno(), False, stream.encoding, line_buffering))
 
 
-def write_plainly() -> None:
-    """From here on write in ASCII what the encoding of standard output and error lacks, in place of failing."""
+def replace_unencodable() -> None:
+    """From now on replace characters that standard output and error cannot encode by ASCII."""
     for name in ("stdout", "stderr"):
-        with contextlib.suppress(AttributeError):  # no stream of text in a file
+        with contextlib.suppress(AttributeError):  # not a text stream
             getattr(sys, name).reconfigure(errors=PLAIN)

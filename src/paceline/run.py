@@ -26,173 +26,210 @@ from paceline.version import __version__
 
 STEP = re.compile("step_(0|[1-9][0-9]*)")
 JOB = re.compile("[0-9]+(_[0-9]+)?")
-NAME_BYTES = 200  # of a run's folder; what is made of its name must be no longer than file systems take
-RUNS = Path("runs")  # where runs go that no --run-dir names
+MAX_NAME_BYTES = 200  # of a run folder's name: longer names are derived from it, and file systems limit those
+RUNS = Path("runs")  # contains the runs that no --run-dir names
 
 
 @dataclass(frozen=True)
 class RunFolder:
-    """A run is a folder of plain files:
+    """The folder of a run: its paths, its request and its lock.
 
-    spec.toml         the request, resolved and with a checksum; `paceline train spec.toml` starts the like again
-    spec.next.toml    the request of a resume, until its ranks have started; then it takes the place of spec.toml
-    provenance.json   where it came from: git revision, versions, host, command
-    job.sh            the script that a scheduler runs; it may be submitted again by hand
-    job               the number of the last such job
-    events.jsonl      what happened, append only
-    log.txt           the same for people
-    ckpt/step_N/      complete checkpoints; whatever else lies in ckpt/ is not one
-    ranks/N.log       what rank N wrote on its standard output and error
-    ranks/N.alive     what rank N is at, written about once a second; N.said and N.stacks: more of that, when asked by ranks/asked
-    ranks/N.unfinished  there from the start of rank N until it has done all that it has to do
-    diagnosis.txt     why it did not go on, the last time that it did not
-    tensorboard/      scalars
+    run = paceline.RunFolder(Path("runs/a"))
+    spec, launch = run.request()
+    print(run.checkpoints(), run.events)
+
+    The folder contains plain files:
+
+    spec.toml           the request, with all defaults and a checksum; `paceline train spec.toml` repeats it
+    spec.next.toml      the request of a resume, until its ranks have started; then it replaces spec.toml
+    provenance.json     origin of the run: git revision, versions, host, command
+    job.sh              the script that a scheduler runs; it may be submitted again by hand
+    job                 the number of the last job of that script
+    events.jsonl        the events of the run, append only
+    log.txt             the events as text
+    ckpt/step_N/        complete checkpoints; other names in ckpt/ are not checkpoints
+    ranks/N.log         standard output and error of rank N
+    ranks/N.alive       heartbeat of rank N, written about once a second
+    ranks/asked         a question of `paceline doctor`; ranks/N.said and N.stacks are the answers of rank N
+    ranks/N.unfinished  exists from the start of rank N until it has finished
+    diagnosis.txt       the cause of the last stall
+    tensorboard/        scalars
+
+    RunFolder itself creates and checks nothing. Methods that read a damaged file raise RunError or SpecError.
     """
 
     path: Path
 
     @property
     def spec(self) -> Path:
+        """Path of the request."""
         return self.path / "spec.toml"
 
     @property
     def next_spec(self) -> Path:
+        """Path of the request of a resume that has not started yet."""
         return self.path / "spec.next.toml"
 
     @property
     def provenance(self) -> Path:
+        """Path of the origin of the run."""
         return self.path / "provenance.json"
 
     @property
     def job_script(self) -> Path:
+        """Path of the job script."""
         return self.path / "job.sh"
 
     @property
     def job(self) -> str | None:
-        """The last job of a scheduler that was to train this run."""
+        """The number of the scheduler's last job for this run, or None. Raises RunError."""
         path = self.path / "job"
         if not path.exists():
             return None
         try:
-            said = path.read_text(errors="replace").strip()
+            number = path.read_text(errors="replace").strip()
         except OSError as error:
             raise RunError(f"cannot read {path}: {error.strerror}") from error
-        if not JOB.fullmatch(
-            said
-        ):  # it may be the run of somebody else, and Slurm would take it for an option
-            raise RunError(f"{path} says {said[:40]!r}, which is no number of a job; delete it")
-        return said
+        # Another user may own the run, and Slurm could take the text for an option.
+        if not JOB.fullmatch(number):
+            raise RunError(f"{path} must contain the number of a job, got {number[:40]!r}; delete it")
+        return number
 
     def write_job(self, number: str) -> None:
+        """Write the number of the run's job."""
         (self.path / "job").write_text(f"{number}\n")
 
     @property
     def events(self) -> Path:
+        """Path of the events, which `paceline.events` reads."""
         return self.path / "events.jsonl"
 
     @property
     def log(self) -> Path:
+        """Path of the events as text."""
         return self.path / "log.txt"
 
     @property
     def ckpt(self) -> Path:
+        """Path of the folder of the checkpoints."""
         return self.path / "ckpt"
 
     @property
     def ranks(self) -> Path:
+        """Path of the folder with the files of each rank."""
         return self.path / "ranks"
 
     @property
     def tensorboard(self) -> Path:
+        """Path of the folder of TensorBoard's scalars."""
         return self.path / "tensorboard"
 
     def checkpoint(self, step: int) -> Path:
+        """Return the path of the checkpoint after a step."""
         return self.ckpt / f"step_{step}"
 
     def checkpoints(self) -> list[int]:
-        """Steps of the complete checkpoints, oldest first."""
+        """Return the steps of the complete checkpoints, oldest first."""
         if not self.ckpt.is_dir():
             return []
-        found = {path: STEP.fullmatch(path.name) for path in self.ckpt.iterdir()}
-        return sorted(int(step[1]) for path, step in found.items() if step is not None and path.is_dir())
+        matches = {path: STEP.fullmatch(path.name) for path in self.ckpt.iterdir()}
+        return sorted(int(match[1]) for path, match in matches.items() if match is not None and path.is_dir())
 
     def hint(self) -> str:
-        """After a failure."""
-        kept = self.checkpoints()
+        """Return how to continue the run after a failure."""
+        steps = self.checkpoints()
         return (
-            f"go on from step {kept[-1]} with: paceline resume {self.path}"
-            if kept
+            f"continue from step {steps[-1]} with: paceline resume {self.path}"
+            if steps
             else "no checkpoint was written yet"
         )
 
     def rank_log(self, rank: int, attempt: int = 0) -> Path:
+        """Return the path of a rank's output; `attempt` is the number of restarts before."""
         return self.ranks / (f"{rank}.restart-{attempt}.log" if attempt else f"{rank}.log")
 
     def alive(self, rank: int) -> Path:
+        """Return the path of a rank's heartbeat."""
         return self.ranks / f"{rank}.alive"
 
     def unfinished(self, rank: int) -> Path:
-        """Made by what starts a rank, deleted by the rank when the training is over: also a full disk lets files be deleted."""
+        """Return the path of a file that exists until the rank has finished.
+
+        The launcher creates it and the rank deletes it, because deleting works on a full disk, too.
+        """
         return self.ranks / f"{rank}.unfinished"
 
     def said(self, rank: int) -> Path:
+        """Return the path of a rank's answer to the question in `asked`."""
         return self.ranks / f"{rank}.said"
 
     def stacks(self, rank: int) -> Path:
+        """Return the path of the stacks of a rank's threads."""
         return self.ranks / f"{rank}.stacks"
 
     @property
     def asked(self) -> Path:
+        """Path of the question that `paceline doctor` asks all ranks."""
         return self.ranks / "asked"
 
     @property
     def diagnosis(self) -> Path:
+        """Path of the cause of the last stall."""
         return self.path / "diagnosis.txt"
 
     def request(self) -> tuple[Spec, Launch]:
-        """What the run was last started with. Raises SpecError where the file is not whole."""
+        """Return the request with which the run was last started. Raises SpecError if the file is damaged."""
         return spec_file.load_own(self.spec, {})
 
     def next_request(self) -> tuple[Spec, Launch]:
-        """What the ranks are to train: the request of a resume, if there is one that has not started yet."""
+        """Return the request to train: that of a resume that has not started yet, or else that of the run.
+
+        Raises SpecError if the file is damaged.
+        """
         return spec_file.load_own(self.next_spec if self.next_spec.exists() else self.spec, {})
 
     def write_request(self, spec: Spec, launch: Launch) -> None:
-        """Replace the request of the run, and with it that of a resume."""
+        """Replace the request of the run and that of a resume."""
         self.write_next_request(spec, launch)
         self.accept_next_request()
 
     def write_next_request(self, spec: Spec, launch: Launch) -> None:
-        beside = self.spec.with_suffix(".tmp")
-        spec_file.save(beside, spec, launch)
-        beside.replace(self.next_spec)
+        """Write the request of a resume; `accept_next_request` makes it the request of the run."""
+        temporary = self.spec.with_suffix(".tmp")
+        spec_file.save(temporary, spec, launch)
+        temporary.replace(self.next_spec)
 
     def accept_next_request(self) -> None:
-        """The ranks have started with it."""
+        """Make the request of a resume that of the run; called when the ranks have started with it."""
         with contextlib.suppress(FileNotFoundError):  # accepted before, or the run is new
             self.next_spec.replace(self.spec)
 
     def delete(self) -> None:
-        """Delete the run, and the folder of runs that nobody named if it was the last one there."""
+        """Delete the run, and also the folder `runs` if this was the last run in it."""
         shutil.rmtree(self.path)
         if self.path.parent == RUNS:
             with contextlib.suppress(OSError):  # there are other runs
                 RUNS.rmdir()
 
     def job_log(self) -> Path | None:
-        """What the last job of this run wrote, if it has written yet."""
+        """Return the output file of the last job of this run; None if the job has written nothing yet."""
         lines = self.job_script.read_text(errors="replace").splitlines() if self.job_script.is_file() else []
-        said = ""
-        with contextlib.suppress(ValueError):  # a quotation without its end: the script is damaged
-            said = next((shlex.split(line)[1] for line in lines if line.startswith("#SBATCH --output=")), "")
+        output = ""
+        with contextlib.suppress(ValueError):  # an unclosed quotation mark: the script is damaged
+            output = next(
+                (shlex.split(line)[1] for line in lines if line.startswith("#SBATCH --output=")), ""
+            )
         name = re.sub(
-            "%([0-9]*)([a-zA-Z])", lambda found: self.job or "*" if found[2] == "j" else "*", Path(said).name
+            "%([0-9]*)([a-zA-Z])",
+            lambda match: self.job or "*" if match[2] == "j" else "*",
+            Path(output).name,
         )
         return (
             max(self.path.glob(name), key=lambda path: path.stat().st_mtime, default=None) if name else None
         )
 
     def is_locked(self) -> bool:
+        """Return whether a process trains the run. Raises RunError if that cannot be determined."""
         try:
             with open(self.path / "lock") as file:
                 fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
@@ -205,29 +242,33 @@ class RunFolder:
         return False
 
     def origin(self) -> tuple[dict[str, Any], str]:
-        """Where the run came from, as far as that is known, and why it is not, where its file is damaged."""
+        """Return the contents of provenance.json, and a note if it is damaged (else an empty string)."""
         try:
             with open_regular(self.provenance) as file:
-                found = json.loads(file.read(2**22))
+                tree = json.loads(file.read(2**22))
         except FileNotFoundError:
             return {}, ""
         except (OSError, ValueError, RecursionError) as error:
             return {}, f"skipped damaged {self.provenance}: {error}"
         return (
-            (found, "")
-            if isinstance(found, dict)
-            else ({}, f"skipped damaged {self.provenance}: it holds no object")
+            (tree, "")
+            if isinstance(tree, dict)
+            else ({}, f"skipped damaged {self.provenance}: it must contain an object")
         )
 
     def holder(self) -> str:
-        """Who has locked it: process N on HOST."""
+        """Return the process that locked the run, as `process N on HOST`."""
         return (self.path / "lock").read_text(errors="replace").strip() or "another process"
 
     def is_held_by(self, pid: int) -> bool:
+        """Return whether a process of this user has the lock file open."""
         return has_open(pid, self.path / "lock")
 
     def lock(self, wait_s: float = 20.0) -> IO[str]:
-        """Hold the run until the returned file is closed or this process ends. Raises RunError when another one holds it."""
+        """Lock the run until the returned file is closed or this process ends.
+
+        Raises RunError if another process still holds the lock after `wait_s` seconds.
+        """
         file = open(self.path / "lock", "a+")  # noqa: SIM115 (open as long as the lock is held)
         deadline = time.monotonic() + wait_s
         while True:
@@ -247,95 +288,104 @@ class RunFolder:
         return file
 
 
-def default_path(path: str | None, task: str) -> Path:
-    """Where a new run goes: `path`, or runs/TASK-TIME. Raises RunError when `path` exists."""
+def choose_path(path: str | None, task: str) -> Path:
+    """Return the path of a new run: `path`, or runs/TASK-TIME. Raises RunError if `path` exists."""
     if path is not None:
-        found = Path(path)
-        if len(os.fsencode(found.name)) > NAME_BYTES:
+        given_path = Path(path)
+        if len(os.fsencode(given_path.name)) > MAX_NAME_BYTES:
             raise RunError(
-                f"the run's folder {found.name[:20]}… has a name of {len(found.name)} characters; say a shorter --run-dir"
+                f"the name of the run folder {given_path.name[:20]}… must be shorter, got"
+                f" {len(given_path.name)} characters; choose another --run-dir"
             )
-        if os.path.lexists(found):
-            raise _exists(found)
-        return found
+        if os.path.lexists(given_path):
+            raise _exists(given_path)
+        return given_path
     name = re.sub(r"\W+", "-", task.rpartition(":")[2]).strip("-").lower()
     stem = f"{RUNS}/{name}-{time.strftime('%Y%m%d-%H%M%S')}"
-    names = (Path(stem + (f"-{k}" if k > 1 else "")) for k in itertools.count(1))
-    return next(found for found in names if not found.exists() and not _claim(found).exists())
+    candidates = (Path(stem + (f"-{k}" if k > 1 else "")) for k in itertools.count(1))
+    return next(
+        candidate
+        for candidate in candidates
+        if not candidate.exists() and not _reservation(candidate).exists()
+    )
 
 
 def reserve(path: str | None, task: str) -> Path:
-    """The same; a name that nobody asked for is given to nobody else until `create` has made it, or `release` gives it back.
+    """Return the path of a new run, as `choose_path` does, and reserve a default path for this process.
 
-    Raises RunError where nothing can be written."""
-    found = default_path(path, task)
+    The reservation ends when `create` makes the folder, or at `release`. Raises RunError if writing fails.
+    """
+    run_path = choose_path(path, task)
     if path is not None:
-        return found
+        return run_path
     try:
-        found.parent.mkdir(exist_ok=True)
+        run_path.parent.mkdir(exist_ok=True)
     except OSError as error:
-        raise _cannot_make(found, error) from error
+        raise _cannot_create(run_path, error) from error
     try:
-        _claim(found).touch(exist_ok=False)
-    except (FileExistsError, FileNotFoundError):  # taken, or the folder was given back meanwhile
+        _reservation(run_path).touch(exist_ok=False)
+    except (FileExistsError, FileNotFoundError):  # another process reserved it, or deleted `runs` meanwhile
         return reserve(path, task)
     except OSError as error:
-        raise _cannot_make(found, error) from error
-    if found.exists():  # made between two looks
-        release(found)
+        raise _cannot_create(run_path, error) from error
+    if run_path.exists():  # created after choose_path looked
+        release(run_path)
         return reserve(path, task)
-    return found
+    return run_path
 
 
 def release(path: Path) -> None:
-    """Nothing is left of a name that was reserved, if it was."""
-    with contextlib.suppress(OSError):  # it was not, or there are runs beside it
-        _claim(path).unlink()
+    """Remove the reservation of a path, if it exists."""
+    with contextlib.suppress(OSError):  # it was not reserved, or `runs` contains other runs
+        _reservation(path).unlink()
         path.parent.rmdir()
 
 
-def _claim(path: Path) -> Path:
+def _reservation(path: Path) -> Path:
     return path.with_name(f".{path.name}")
 
 
 def create(path: Path, spec: Spec, launch: Launch) -> RunFolder:
-    """A new run, with its request and where it came from. Raises RunError when the folder exists or cannot be made."""
+    """Create a run folder with its request and its provenance.
+
+    Raises RunError if the folder exists or cannot be created.
+    """
     try:
         path.mkdir(parents=True)
     except FileExistsError:
         raise _exists(path) from None
     except OSError as error:
-        raise _cannot_make(path, error) from error
+        raise _cannot_create(path, error) from error
     release(path)
     run = RunFolder(path)
     run.write_request(spec, launch.model_copy(update={"run": None}))
-    run.provenance.write_text(json.dumps(provenance(), indent=2) + "\n")
+    run.provenance.write_text(json.dumps(collect_provenance(), indent=2) + "\n")
     return run
 
 
-def _cannot_make(path: Path, error: OSError) -> RunError:
-    return RunError(f"cannot make the run folder {path}: {error.strerror}")
+def _cannot_create(path: Path, error: OSError) -> RunError:
+    return RunError(f"cannot create the run folder {path}: {error.strerror}")
 
 
 def _exists(path: Path) -> RunError:
-    hint = f"go on with it: paceline resume {path}" if (path / "spec.toml").exists() else "it is no run"
-    return RunError(f"{path} exists already; say another --run-dir ({hint})")
+    hint = f"to continue it: paceline resume {path}" if (path / "spec.toml").exists() else "it is not a run"
+    return RunError(f"{path} already exists; choose another --run-dir ({hint})")
 
 
 def open_run(path: Path) -> RunFolder:
-    """An existing run. Raises RunError for what is none."""
+    """Return an existing run. Raises RunError if `path` is not a run folder, or is damaged."""
     if not path.is_dir():
-        near = [str(run) for run in path.parent.glob("*/spec.toml")] if path.parent.is_dir() else []
+        neighbours = [str(run) for run in path.parent.glob("*/spec.toml")] if path.parent.is_dir() else []
         raise RunError(
-            f"there is no run {path}"
-            + spec_file.nearest(str(path), [str(Path(run).parent) for run in near[-20:]])
+            f"no such run: {path}"
+            + spec_file.nearest(str(path), [str(Path(run).parent) for run in neighbours[-20:]])
         )
     if not (path / "spec.toml").is_file():
-        raise RunError(f"{path} is no run: it has no spec.toml")
+        raise RunError(f"{path} is not a run folder: it has no spec.toml")
     for names, is_right, kind in ((FOLDERS, Path.is_dir, "folder"), (FILES, Path.is_file, "file")):
-        for found in (path / name for name in names):
-            if os.path.lexists(found) and not is_right(found):
-                raise RunError(f"{found} is no {kind}, as it is in a run; move it away")
+        for file in (path / name for name in names):
+            if os.path.lexists(file) and not is_right(file):
+                raise RunError(f"{file} must be a {kind} in a run folder; move it away")
     return RunFolder(path)
 
 
@@ -343,22 +393,22 @@ FOLDERS = ("ckpt", "ranks", "tensorboard")
 FILES = ("provenance.json", "job.sh", "job", "events.jsonl", "log.txt", "lock", "diagnosis.txt")
 
 
-def latest() -> Path:
-    """The run in runs/ that something was last written to. Raises RunError where there is none."""
+def find_latest() -> Path:
+    """Return the run in runs/ that was written to last. Raises RunError if there is no run."""
 
-    def written(run: Path) -> float:
+    def modified(run: Path) -> float:
         return max(
             file.stat().st_mtime for file in (run / "spec.toml", run / "events.jsonl") if file.exists()
         )
 
     runs = [path.parent for path in Path("runs").glob("*/spec.toml")]
     if not runs:
-        raise RunError("there is no run in runs/ here; name its folder")
-    return max(runs, key=written)
+        raise RunError("no runs in runs/; specify the folder of a run")
+    return max(runs, key=modified)
 
 
-def provenance() -> dict[str, Any]:
-    """Where a run came from. What cannot be known is left out."""
+def collect_provenance() -> dict[str, Any]:
+    """Return the origin of a run that starts now, for provenance.json. Unknown values are left out."""
 
     def git(*words: str) -> str | None:
         try:
@@ -385,7 +435,7 @@ def provenance() -> dict[str, Any]:
         "processor": cpu().name or None,
         "python": platform.python_version(),
         "packages": {"paceline": __version__}
-        | {name: found for name in ("torch", "numpy") if (found := installed(name))},
+        | {name: number for name in ("torch", "numpy") if (number := installed(name))},
         "git_revision": git("rev-parse", "HEAD"),
         "git_changed": bool(changed)
         if (changed := git("status", "--porcelain", "--untracked-files=no")) is not None

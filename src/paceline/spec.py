@@ -1,7 +1,11 @@
-"""What is wanted of a training: frozen values, read from TOML, overridden by `key=value`; nothing is repaired in silence."""
+"""Spec and Launch: the request of a training, as frozen values.
+
+They are read from TOML and overridden by `key=value`. A contradiction is an error; values are never repaired.
+"""
 
 import copy
 import difflib
+import inspect
 import os
 import re
 import sys
@@ -30,98 +34,123 @@ LENGTH = re.compile(r"\d{1,12}(\.\d{1,6})? (sample|step|epoch)s?", re.ASCII)
 
 
 class Value(BaseModel):
-    """Frozen, comparable, strict: an unknown key and a wrong type are errors."""
+    """Base class of values: frozen, comparable and strict. An unknown key or a wrong type is an error."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
 
+    @classmethod
+    def __pydantic_init_subclass__(cls, **options: Any) -> None:
+        """Append the descriptions of the fields to the docstring, for `help()`."""
+        super().__pydantic_init_subclass__(**options)
+        described = {name: field.description for name, field in cls.model_fields.items() if field.description}
+        if described:
+            width = max(map(len, described))
+            table = "\n".join(f"{name:{width}}  {text}" for name, text in described.items())
+            cls.__doc__ = f"{inspect.cleandoc(cls.__doc__ or cls.__name__)}\n\n{table}"
+
 
 def check_printable(value: BaseModel, *names: str) -> None:
-    """Raise ValueError where a field has control characters, which would make two lines of one in a job script or a terminal."""
+    """Raise ValueError if a field has control characters, which could add lines to a job script."""
     for name in names:
-        for text in _texts(getattr(value, name)):
+        for text in _find_texts(getattr(value, name)):
             if not text.isprintable():
-                raise ValueError(f"{name} must be printable and of one line, got {text!r}")
+                raise ValueError(f"{name} must be a single line of printable text, got {text!r}")
 
 
-def _texts(value: Any) -> Iterator[str]:
+def _find_texts(value: Any) -> Iterator[str]:
     if isinstance(value, str):
         yield value
     elif isinstance(value, Mapping):
-        yield from (text for pair in value.items() for one in pair for text in _texts(one))
+        yield from (text for pair in value.items() for item in pair for text in _find_texts(item))
     elif isinstance(value, tuple):
-        yield from (text for one in value for text in _texts(one))
+        yield from (text for item in value for text in _find_texts(item))
 
 
 Decay = Annotated[float, Field(ge=0, lt=1)]
 Samples = int | str  # a number of samples, or "50 steps", "5 epochs"
-MOST = 2**63 - 1  # TOML and torch count in 64 bits
-DEEPEST = 50  # levels of a value
+MAX_INT = 2**63 - 1  # TOML and torch count in 64 bits
+MAX_DEPTH = 50  # levels of nesting in a value
 
 
 class Optimizer(Value):
-    """Defaults are torch's, but that `lr` of SGD is asked for in the same field."""
+    """The built-in optimizer. The defaults are torch's, except that adamw and sgd share one default of `lr`.
+
+    Optimizer(name="sgd", lr=0.1, momentum=0.9, clip=1.0)
+    """
 
     name: Literal["adamw", "sgd"] = Field(
-        default="adamw", description="optimizer, unless the task has its own"
+        default="adamw", description="optimizer; ignored if the task defines its own"
     )
     lr: float = Field(default=1e-3, gt=0, description="learning rate, before the schedule's factor")
     weight_decay: float = Field(
-        default=0.0, ge=0, description="decoupled for adamw, added to the gradient for sgd"
+        default=0.0, ge=0, description="weight decay: decoupled for adamw, added to the gradient for sgd"
     )
-    momentum: float = Field(default=0.9, ge=0, lt=1, description="of sgd")
-    nesterov: bool = Field(default=False, description="Nesterov momentum, of sgd")
+    momentum: float = Field(default=0.9, ge=0, lt=1, description="momentum of sgd")
+    nesterov: bool = Field(default=False, description="use Nesterov momentum; sgd only")
     betas: tuple[Decay, Decay] = Field(
-        default=(0.9, 0.999), strict=False, description="decay rates of the moments, of adamw"
+        default=(0.9, 0.999), strict=False, description="decay rates of the two moments of adamw"
     )
-    eps: float = Field(default=1e-8, gt=0, description="added to the root of the second moment, of adamw")
-    clip: float | None = Field(default=None, gt=0, description="largest norm of the whole gradient")
+    eps: float = Field(default=1e-8, gt=0, description="term added to the root of the second moment of adamw")
+    clip: float | None = Field(
+        default=None, gt=0, description="maximum norm of the whole gradient [default: no clipping]"
+    )
 
     @model_validator(mode="after")
     def _nesterov_needs_momentum(self) -> Self:
         if self.nesterov and not self.momentum:
-            raise ValueError("nesterov needs momentum above 0, got momentum=0.0")
+            raise ValueError("nesterov requires momentum above 0, got momentum=0.0")
         return self
 
 
 class Schedule(Value):
-    """Factor on the learning rate, counted in samples, so that it does not depend on ranks or micro-batches."""
+    """The factor on the learning rate over the training.
+
+    Lengths count samples, so that the schedule does not depend on ranks or micro-batches.
+
+    Schedule(name="cosine", warmup="5 epochs", floor=0.1)
+    """
 
     name: Literal["constant", "cosine", "linear", "step"] = Field(
-        default="constant", description="shape behind the warm-up"
+        default="constant", description="shape of the schedule after the warm-up"
     )
-    warmup: Samples = Field(default=0, description='linear warm-up: samples, or "50 steps", "5 epochs"')
-    floor: float = Field(default=0.0, ge=0, le=1, description="of cosine and linear: the factor at the end")
+    warmup: Samples = Field(
+        default=0, description='length of the linear warm-up: samples, or "50 steps", "5 epochs"'
+    )
+    floor: float = Field(
+        default=0.0, ge=0, le=1, description="factor at the end of the training; cosine and linear only"
+    )
     every: Samples | None = Field(
-        default=None, description='of step: samples between two decays, or "50 steps", "5 epochs"'
+        default=None, description='samples between two decays, or "50 steps", "5 epochs"; step only'
     )
-    factor: float = Field(default=0.1, gt=0, le=1, description="of step: the factor of each decay")
+    factor: float = Field(default=0.1, gt=0, le=1, description="factor of each decay; step only")
 
     @field_validator("warmup", "every", mode="before")
     @classmethod
     def _is_a_length(cls, value: Any, about: ValidationInfo) -> Any:
-        least = 0 if about.field_name == "warmup" else 1
-        is_number = isinstance(value, int) and not isinstance(value, bool) and least <= value <= MOST
+        minimum = 0 if about.field_name == "warmup" else 1
+        is_number = isinstance(value, int) and not isinstance(value, bool) and minimum <= value <= MAX_INT
         if (
             is_number
             or (value is None and about.field_name == "every")
             or (isinstance(value, str) and LENGTH.fullmatch(value))
         ):
             return value
-        wanted = f"samples (a whole number, at least {least}), '50 steps' or '5 epochs'"
-        raise ValueError(f"schedule.{about.field_name} must be {wanted}, got {shown(value)}")
+        expected = f"samples (an integer, at least {minimum}), '50 steps' or '5 epochs'"
+        raise ValueError(f"schedule.{about.field_name} must be {expected}, got {shown(value)}")
 
     @model_validator(mode="after")
     def _step_needs_every(self) -> Self:
         if (self.name == "step") != (self.every is not None):
             raise ValueError(
-                f"schedule.every (samples between two decays) belongs to name='step', got name={self.name!r}, every={self.every}"
+                "schedule.every (samples between two decays) is required by schedule.name='step', and only by"
+                f" it; got name={self.name!r}, every={self.every}"
             )
         return self
 
     def in_samples(self, batch: int, samples: int) -> Self:
-        """The same with all lengths in samples, where a step has `batch` of them and an epoch has `samples`."""
+        """Return the schedule with all lengths in samples; a step has `batch` samples, an epoch `samples`."""
 
-        def counted(length: Samples) -> int:
+        def convert(length: Samples) -> int:
             if isinstance(length, int):
                 return length
             number, unit = length.split()
@@ -129,25 +158,30 @@ class Schedule(Value):
                 float(number) * {"sample": 1, "step": batch, "epoch": samples}[unit.removesuffix("s")]
             )
 
-        every = max(1, counted(self.every)) if self.every is not None else None
-        return self.model_copy(update={"warmup": counted(self.warmup), "every": every})
+        every = max(1, convert(self.every)) if self.every is not None else None
+        return self.model_copy(update={"warmup": convert(self.warmup), "every": every})
 
 
 class Save(Value):
-    """When to write checkpoints, besides the one at the end, and which to keep."""
+    """When to write checkpoints, and which to keep. The end of a training always writes a checkpoint.
 
-    every: int | None = Field(default=None, gt=0, le=MOST, description="steps between two checkpoints")
+    Save(every=500, minutes=float("inf"), keep=3, best="max accuracy")
+    """
+
+    every: int | None = Field(
+        default=None, gt=0, le=MAX_INT, description="steps between two checkpoints [default: by time only]"
+    )
     minutes: float = Field(
         default=10.0,
         gt=0,
         allow_inf_nan=True,
-        description="minutes between two checkpoints; inf: never by time",
+        description="minutes between two checkpoints; inf: only by steps",
     )
     keep: int = Field(
-        default=2, ge=1, le=MOST, description="number of recent checkpoints to keep, besides the best"
+        default=2, ge=1, le=MAX_INT, description="number of recent checkpoints to keep, besides the best"
     )
     best: str = Field(
-        default="min loss", description="metric of the evaluation by which one is best: min NAME or max NAME"
+        default="min loss", description="metric that determines the best checkpoint: min NAME or max NAME"
     )
 
     @model_validator(mode="after")
@@ -158,19 +192,32 @@ class Save(Value):
 
 
 class Loading(Value):
-    """How each rank reads its samples."""
+    """How each rank reads its samples.
+
+    Loading(workers=4, prefetch=2)
+    """
 
     workers: int | None = Field(
         default=None,
         ge=0,
         le=1024,
-        description="reading processes per rank [default: spare cores on a machine with GPUs, else 0]",
+        description="worker processes that read samples, per rank"
+        " [default: spare cores on a machine with GPUs, else 0]",
     )
     prefetch: int = Field(default=2, ge=1, le=1024, description="batches that each worker reads ahead")
 
 
 class Spec(Value):
-    """What is wanted: task, global batch, length, optimizer, schedule, seed, precision."""
+    """The part of a request that determines the result: task, batch, length, optimizer, seed and so on.
+
+    spec = Spec(task="my.py:Net", set={"width": 64}, batch=32, epochs=10, optimizer=Optimizer(lr=0.01))
+    for event in train(spec, "zero3"):
+        print(event)
+
+    `Launch` and the plan, which determine how the ranks are started, are not part of it.
+    A wrong type, a value out of range and an unknown key raise pydantic's ValidationError, which is a
+    ValueError. A task that is not a string raises SpecError.
+    """
 
     task: str = Field(
         default="digits", description='built-in name, "path/to/file.py:Class" or "package.module:Class"'
@@ -180,52 +227,66 @@ class Spec(Value):
         default=64,
         ge=1,
         le=10**9,
-        description="samples of the global batch; the plan decides how it is split",
+        description="samples of the global batch, which is one update; the plan decides how it is divided",
     )
     epochs: float | None = Field(
         default=None, gt=0, le=1e9, description=f"length in epochs [default: {DEFAULT_EPOCHS}]"
     )
-    steps: int | None = Field(default=None, ge=1, le=10**12, description="length in steps, instead of epochs")
-    seed: int = Field(default=0, ge=0, le=MOST, description="of weights, order of samples and dropout")
-    precision: Literal["fp64", "fp32", "bf16", "fp16"] = Field(
-        default="fp32", description="in which the model computes"
+    steps: int | None = Field(
+        default=None, ge=1, le=10**12, description="length in steps; excludes spec.epochs"
     )
-    tf32: bool = Field(default=False, description="let CUDA round the inputs of float32 products to TF32")
+    seed: int = Field(
+        default=0,
+        ge=0,
+        le=MAX_INT,
+        description="seed of the initial weights, the order of samples and dropout",
+    )
+    precision: Literal["fp64", "fp32", "bf16", "fp16"] = Field(
+        default="fp32", description="data type in which the model computes"
+    )
+    tf32: bool = Field(
+        default=False, description="let CUDA round the inputs of float32 matrix products to TF32"
+    )
     compile: bool = Field(default=False, description="compile the model's blocks with torch.compile")
     allow_local_loss: bool = Field(
         default=False, description="accept a loss that mixes the samples of a batch"
     )
     batch_norm: Literal["global", "local"] = Field(
-        default="global", description="BatchNorm statistics over all ranks, or of each rank"
+        default="global", description="compute BatchNorm statistics over all ranks, or on each rank"
     )
     evaluate_every: int | None = Field(
-        default=None, ge=1, le=MOST, description="steps between evaluations [default: each epoch and the end]"
+        default=None,
+        ge=1,
+        le=MAX_INT,
+        description="steps between evaluations [default: each epoch and the end]",
     )
     threads: int | None = Field(
         default=None,
         ge=1,
         le=1024,
-        description="of torch on each rank [default: cores ÷ ranks of the machine, fewer where other processes keep cores busy]",
+        description="CPU threads of torch per rank"
+        " [default: cores ÷ ranks of the machine, fewer if other processes keep cores busy]",
     )
     profile: bool | None = Field(
         default=None,
-        description="profile steps for paceline profile [default: as many as cost less than 1 % of the time]",
+        description="profile steps for paceline profile; false: none"
+        " [default: as many as cost less than 1 % of the time]",
     )
     timeout_s: float = Field(
         default=60.0,
         gt=0,
         le=1e6,
-        description="seconds a rank waits for another; at least 600 until all have made a step",
+        description="seconds that a rank waits for another; at least 600 until all have made a step",
     )
-    optimizer: Optimizer = Optimizer()
-    schedule: Schedule = Schedule()
-    save: Save = Save()
-    data: Loading = Loading()
+    optimizer: Optimizer = Field(default=Optimizer(), description="an Optimizer: name, lr and so on")
+    schedule: Schedule = Field(default=Schedule(), description="a Schedule: the course of the learning rate")
+    save: Save = Field(default=Save(), description="a Save: when to write checkpoints")
+    data: Loading = Field(default=Loading(), description="a Loading: how samples are read")
 
     @field_validator("task", mode="before")
     @classmethod
-    def _task_is_named(cls, task: Any) -> Any:
-        """The ranks import it themselves, so that a class or an object is of no use to them."""
+    def _task_is_a_name(cls, task: Any) -> Any:
+        """Refuse a class or an object: each rank imports the task by its name."""
         if isinstance(task, str):
             return task
         kind = task if isinstance(task, type) else type(task)
@@ -248,7 +309,7 @@ class Spec(Value):
         )
 
     @model_validator(mode="after")
-    def _names_are_of_one_line(self) -> Self:
+    def _names_are_printable(self) -> Self:
         check_printable(self, "task")
         return self
 
@@ -256,41 +317,53 @@ class Spec(Value):
     def _one_length(self) -> Self:
         if self.epochs is not None and self.steps is not None:
             raise ValueError(
-                f"epochs={self.epochs:g} and steps={self.steps} are two lengths of one training; say one of them"
+                f"epochs={self.epochs:g} and steps={self.steps} contradict each other; specify either of them"
             )
         return self
 
     def total_steps(self, samples: int) -> int:
-        """Steps until done, when an epoch has `samples`. Batches run across epochs, so only the last one goes over the end."""
+        """Return the number of steps of the whole training, if an epoch has `samples` samples.
+
+        Batches span epochs, so that only the last batch can exceed the length.
+        """
         if self.steps is not None:
             return self.steps
         return max(1, -(-round((self.epochs or DEFAULT_EPOCHS) * samples) // self.batch))
 
 
 class Launch(Value):
-    """How the ranks are started; in a TOML file these keys stand beside those of Spec."""
+    """The part of a request that does not determine the result: plan, ranks and how they are started.
+
+    Launch(plan="zero3", ranks=8, nodes=2, restarts=3)
+
+    In a TOML file, these keys are at the top level, next to those of Spec. Errors are raised as by Spec.
+    """
 
     plan: str | None = Field(
-        default=None, description="[default: single on one rank, else ddp]; auto: the fastest that fits"
+        default=None,
+        description="plan, or auto for the fastest that fits [default: single on one rank, else ddp]",
     )
-    chosen: str | None = Field(default=None, description="written by Paceline: why it took this plan")
+    chosen: str | None = Field(default=None, description="written by Paceline: why it chose this plan")
     asked: str | None = Field(
-        default=None, description="written by Paceline: the plan that was asked for, where it took another"
+        default=None, description="written by Paceline: the requested plan, if it chose another"
     )
     asked_ranks: int | None = Field(
-        default=None, ge=1, le=10**6, description="written by Paceline: for how many ranks it was asked"
+        default=None, ge=1, le=10**6, description="written by Paceline: the ranks for which it was requested"
     )
     ranks: int | None = Field(
-        default=None, ge=1, le=10**6, description="processes in all [default: one per GPU, or 1]"
+        default=None, ge=1, le=10**6, description="number of processes [default: one per GPU, or 1]"
     )
     nodes: int = Field(
-        default=1, ge=1, le=10**6, description="nodes of Slurm or Ray, over which the ranks are spread evenly"
+        default=1,
+        ge=1,
+        le=10**6,
+        description="number of nodes of Slurm or Ray; the ranks are distributed evenly over them",
     )
     least_nodes: int | None = Field(
         default=None,
         ge=1,
         le=10**6,
-        description="nodes on which to continue when others are lost [default: all]",
+        description="minimum number of nodes to continue with after others were lost [default: all]",
     )
     launcher: Literal["local", "slurm", "ray"] | None = Field(
         default=None, description="what starts the ranks [default: slurm with several nodes, else local]"
@@ -298,13 +371,13 @@ class Launch(Value):
     restarts: int = Field(
         default=0, ge=0, le=10**6, description="maximum number of restarts after a rank fails"
     )
-    run: str | None = Field(default=None, description="folder of the run [default: runs/TASK-TIME]")
+    run: str | None = Field(default=None, description="run folder [default: runs/TASK-TIME]")
     device: Literal["cpu", "cuda"] | None = Field(
-        default=None, description="[default: CUDA where there is some]"
+        default=None, description="device of the ranks [default: cuda if available, else cpu]"
     )
 
     @model_validator(mode="after")
-    def _names_are_of_one_line(self) -> Self:
+    def _names_are_printable(self) -> Self:
         check_printable(self, "plan", "asked", "run")
         return self
 
@@ -312,53 +385,61 @@ class Launch(Value):
     def _least_nodes_need_restarts(self) -> Self:
         if self.least_nodes is not None and self.least_nodes > self.nodes:
             raise ValueError(
-                f"--nodes {self.least_nodes}:{self.nodes}: the least number of nodes comes first, {self.nodes}:{self.least_nodes}"
+                f"--nodes must be MINIMUM:MAXIMUM, got {self.least_nodes}:{self.nodes};"
+                f" write {self.nodes}:{self.least_nodes}"
             )
         if self.least_nodes is not None and self.least_nodes < self.nodes and not self.restarts:
-            asked = f"--nodes {self.least_nodes}:{self.nodes}"
             raise ValueError(
-                f"{asked} goes on with fewer nodes by starting the ranks again; say how often at most: --restarts 3"
+                f"--nodes {self.least_nodes}:{self.nodes} requires restarts, to continue on fewer nodes;"
+                " specify their maximum number: --restarts 3"
             )
         return self
 
     @property
     def is_elastic(self) -> bool:
-        """Whether the ranks of several nodes are started again by an agent on each of them."""
+        """Whether an agent on each of several nodes restarts the ranks."""
         return self.nodes > 1 and self.restarts > 0
 
 
 def load(path: Path | None, overrides: Mapping[str, Any]) -> tuple[Spec, Launch]:
-    """Spec and Launch from a TOML file, with dotted keys (`optimizer.lr`) on top; None takes a key back. Raises SpecError."""
+    """Return Spec and Launch from a TOML file and overrides. Raises SpecError.
+
+    path: the file; None for the defaults.
+    overrides: values by dotted key, such as `optimizer.lr`; None removes the key of the file.
+    """
     return _build_with(read_toml(path) if path is not None else {}, overrides)
 
 
 def load_own(path: Path, overrides: Mapping[str, Any], edited: bool = False) -> tuple[Spec, Launch]:
-    """The same from the request that `save` wrote for a run, which must be whole: no key may fall back to its default.
+    """Return Spec and Launch from the file that `save` wrote for a run. Raises SpecError.
 
-    edited: it was changed by hand; then its checksum is not compared, but every key with a default must be there. Raises SpecError."""
+    The file must be complete: no key may fall back to its default.
+    edited: a person changed the file; its checksum is ignored, but every key with a default is required.
+    """
     tree = read_toml(path)
     if not edited and not _is_sealed(path.read_bytes()):
         raise SpecError(
-            f"{path} is not what Paceline wrote there (its checksum in the last line is missing or differs); put the file back, "
-            f"or if you edited it, accept it: paceline resume {path.parent} --edited"
+            f"{path} is not as Paceline wrote it (its checksum in the last line is missing or wrong);"
+            f" restore it, or if you edited it, accept it: paceline resume {path.parent} --edited"
         )
     request = _build_with(copy.deepcopy(tree), overrides)
-    if edited and (missing := [key for key in _never_absent() if not _has(tree, key.split("."))]):
+    if edited and (missing := [key for key in _required_keys() if not _has(tree, key.split("."))]):
         more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
         raise SpecError(
-            f"{path} lacks {missing[0]}{more}; a run's request has all its keys, which paceline train --keys lists"
+            f"{path} lacks {missing[0]}{more}; the request of a run requires all keys"
+            " that paceline train --keys lists"
         )
     return request
 
 
-def _never_absent() -> list[str]:
-    """Keys that `save` always writes: those whose default is not None."""
+def _required_keys() -> list[str]:
+    """Return the keys that `save` always writes: those whose default is not None."""
     kinds: tuple[type[BaseModel], ...] = (Launch, Spec)
     return [".".join(path) for kind in kinds for path, field in _leaves(kind) if field.default is not None]
 
 
 def _leaves(kind: type[BaseModel]) -> Iterator[tuple[tuple[str, ...], FieldInfo]]:
-    """The keys of a table and of those within it."""
+    """Yield path and field of each key of a table and of the tables inside it."""
     for name, field in kind.model_fields.items():
         if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
             yield from (((name, *path), leaf) for path, leaf in _leaves(field.annotation))
@@ -388,7 +469,7 @@ def _build_with(tree: dict[str, Any], overrides: Mapping[str, Any]) -> tuple[Spe
 
 
 def read_toml(path: Path) -> dict[str, Any]:
-    """Raises SpecError for what cannot be read, or is no TOML."""
+    """Return the contents of a TOML file. Raises SpecError if it cannot be read or is not TOML."""
     try:
         tree = tomllib.loads(path.read_text("utf-8"))
     except OSError as error:
@@ -403,6 +484,7 @@ def read_toml(path: Path) -> dict[str, Any]:
 
 
 def build(tree: Mapping[str, Any]) -> tuple[Spec, Launch]:
+    """Return Spec and Launch from nested tables. Raises SpecError."""
     launch = {key: value for key, value in tree.items() if key in Launch.model_fields}
     spec = {key: value for key, value in tree.items() if key not in launch}
     try:
@@ -412,7 +494,7 @@ def build(tree: Mapping[str, Any]) -> tuple[Spec, Launch]:
 
 
 def save(path: Path, spec: Spec, launch: Launch) -> None:
-    """Write what `load` and `load_own` read: on the disk when this returns."""
+    """Write a request for `load` and `load_own`. It is on the disk when this returns."""
     tree = launch.model_dump(exclude_none=True) | spec.model_dump(exclude_none=True)
     with open(path, "wb") as file:
         file.write(_sealed(tomli_w.dumps(tree).encode()))
@@ -432,96 +514,103 @@ def _is_sealed(content: bytes) -> bool:
 
 
 def parse_overrides(items: Iterable[str]) -> dict[str, Any]:
-    """`["width=64", "optimizer.eps=1e-6", "spec.threads=1"]` as keys for `load`.
+    """Return the overrides for `load` that `["width=64", "optimizer.eps=1e-6", "spec.threads=1"]` stands for.
 
-    A plain name is a field of the task, a dotted one a key of the request, and `spec.` stands before those of its top level."""
-    found: dict[str, Any] = {}
+    A name without dots is a field of the task. A dotted name is a key of the request, where `spec.` precedes
+    the keys of the top level. Raises SpecError.
+    """
+    overrides: dict[str, Any] = {}
     for item in items:
         key, equals, text = item.partition("=")
         if not equals or not all(key.split(".")):
             raise SpecError(f"--set {shown(item)} is not NAME=VALUE")
         name = key.removeprefix("spec.") if "." in key else f"set.{key}"
         value = parse_value(text, key)
-        check_agree(key, "--set", found.get(name, value), "another --set", value)
-        found[name] = value
-    return found
+        check_same_value(key, "--set", overrides.get(name, value), "another --set", value)
+        overrides[name] = value
+    return overrides
 
 
-def check_agree(key: str, one: str, value: Any, other: str, also: Any) -> None:
-    """Raises SpecError where two places of a command line give a key two values."""
-    are_nan = value != value and also != also
-    if value != also and not are_nan:
+def check_same_value(key: str, source: str, value: Any, other_source: str, other_value: Any) -> None:
+    """Raise SpecError if two options of a command line give a key different values."""
+    are_nan = value != value and other_value != other_value
+    if value != other_value and not are_nan:
         raise SpecError(
-            f"{shown(key, str)} is {shown(value)} by {one} and {shown(also)} by {other}; give it once"
+            f"{shown(key, str)} is {shown(value)} by {source} and {shown(other_value)} by {other_source};"
+            " specify it once"
         )
 
 
 def set_key(key: str) -> str:
-    """The name by which `--set` reaches a key of the request: the inverse of `parse_overrides`."""
+    """Return the name by which `--set` reaches a key of the request: the inverse of `parse_overrides`."""
     return key if "." in key else f"spec.{key}"
 
 
-def one_length(overrides: dict[str, Any]) -> dict[str, Any]:
-    """With a length among the overrides, whichever length stood below is taken back."""
-    asked = {key: overrides[key] for key in ("epochs", "steps") if key in overrides}
-    return overrides if len(asked) != 1 else {"epochs": None, "steps": None} | overrides
+def replace_length(overrides: dict[str, Any]) -> dict[str, Any]:
+    """Return the overrides. If they set `epochs` or `steps`, they also remove the length of the file."""
+    lengths = {key: overrides[key] for key in ("epochs", "steps") if key in overrides}
+    return overrides if len(lengths) != 1 else {"epochs": None, "steps": None} | overrides
 
 
 def parse_value(text: str, key: str = "VALUE") -> Any:
-    """A TOML value, or else the text itself: `64`, `1e-3`, `true`, `[1, 2]`, `relu`. Raises SpecError for one that TOML cannot hold."""
+    """Return the TOML value of a text (`64`, `1e-3`, `true`, `[1, 2]`), or the text itself (`relu`).
+
+    Raises SpecError for a value that TOML cannot represent.
+    """
     try:
-        read = tomllib.loads(f"x = {text}")
+        tree = tomllib.loads(f"x = {text}")
     except tomllib.TOMLDecodeError:
         return text
     except (ValueError, RecursionError):  # thousands of digits or levels
         raise SpecError(f"--set {shown(key, str)}={shown(text, str)}: {TOO_LARGE}") from None
-    if is_too_large(read):
+    if is_too_large(tree):
         raise SpecError(f"--set {shown(key, str)}={shown(text, str)}: {TOO_LARGE}")
     return (
-        read["x"] if len(read) == 1 and isinstance(read["x"], (bool, int, float, str, list, dict)) else text
+        tree["x"] if len(tree) == 1 and isinstance(tree["x"], (bool, int, float, str, list, dict)) else text
     )
 
 
-TOO_LARGE = f"a number beyond 64 bits, or more than {DEEPEST} levels"
+TOO_LARGE = f"a number beyond 64 bits, or more than {MAX_DEPTH} levels"
 
 
 def is_too_large(value: Any, level: int = 0) -> bool:
-    """Whether a number is not one of 64 bits, or the value has too many levels."""
+    """Return whether an integer in the value exceeds 64 bits, or the value has too many levels."""
     if isinstance(value, (dict, list)):
         inner = value.values() if isinstance(value, dict) else value
-        return level > DEEPEST or any(is_too_large(one, level + 1) for one in inner)
-    return isinstance(value, int) and not -MOST - 1 <= value <= MOST
+        return level > MAX_DEPTH or any(is_too_large(item, level + 1) for item in inner)
+    return isinstance(value, int) and not -MAX_INT - 1 <= value <= MAX_INT
 
 
 def shown(value: Any, as_text: Callable[[Any], str] = repr) -> str:
-    """For a sentence: long values are cut."""
+    """Return the text of a value for a message; a long text is truncated."""
     text = as_text(value)
     return text if len(text) <= 80 else f"{text[:60]}… ({len(text):,} characters)"
 
 
-def known_keys(kind: type[BaseModel]) -> list[str]:
+def list_keys(kind: type[BaseModel]) -> list[str]:
+    """Return the dotted keys of a model, tables included."""
     keys = []
     for name, field in kind.model_fields.items():
         keys.append(name)
         if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
-            keys += [f"{name}.{key}" for key in known_keys(field.annotation)]
+            keys += [f"{name}.{key}" for key in list_keys(field.annotation)]
     return keys
 
 
 def keys() -> Iterator[tuple[str, FieldInfo]]:
-    """Every key of the request that holds a value, as `--set` reaches it."""
+    """Yield each key of the request that has a value, under its name for `--set`."""
     for kind in (Spec, Launch):
         yield from ((set_key(".".join(path)), field) for path, field in _leaves(kind) if path != ("set",))
 
 
-KEYS = [*known_keys(Spec), *known_keys(Launch)]
+KEYS = [*list_keys(Spec), *list_keys(Launch)]
 TABLES = {key.partition(".")[0] for key in KEYS if "." in key} | {"set"}
-SHORT = 20  # names that a sentence lists
-NEAR = 0.65  # likeness by difflib: r and rr, bach and batch; not ema and betas
+MAX_NAMES = 20  # names that a message lists
+MIN_SIMILARITY = 0.65  # by difflib: accepts rr for r and bach for batch, but not ema for betas
 
 
 def explain(error: ValidationError, known: list[str], what: str = "key") -> str:
-    """One sentence for the first thing that is wrong, with the nearest name for one that is unknown."""
+    """Return one sentence about the first error, with the nearest known name if a name is unknown."""
     first = error.errors()[0]
     key = ".".join(str(part) for part in first["loc"])
     if first["type"] in ("extra_forbidden", "unexpected_keyword_argument"):
@@ -529,7 +618,7 @@ def explain(error: ValidationError, known: list[str], what: str = "key") -> str:
     if first["type"] == "value_error":
         return str(first["ctx"]["error"])
     if first["type"] == "missing":
-        return f"{what} {key} has no value; give it with --set {key}=VALUE"
+        return f"{what} {key} has no value; specify it with --set {key}=VALUE"
     message = first["msg"].replace("Input should be", "must be")
     message = re.sub(r"a valid dictionary( or instance of \w+)?", "a table", message)
     message = re.sub(r"a valid (?=[aeiou])", "an ", message).replace("a valid ", "a ")
@@ -537,19 +626,27 @@ def explain(error: ValidationError, known: list[str], what: str = "key") -> str:
 
 
 def _nearest_key(key: str, known: list[str]) -> str:
-    """Dotted names are compared within their table: `optimizer.ema` is not like `optimizer.eps` for what both begin with."""
+    """Return the hint for an unknown key.
+
+    Dotted keys are compared within their table: the common prefix does not make `optimizer.ema` similar
+    to `optimizer.eps`.
+    """
     table, _, leaf = key.rpartition(".")
     if inside := [name.rpartition(".")[2] for name in known if table and name.rpartition(".")[0] == table]:
         return nearest(leaf, inside).replace("did you mean ", f"did you mean {table}.")
-    found = nearest(key, known)
-    return found if known is not KEYS or found.startswith("; did") else "; paceline train --keys lists them"
+    hint = nearest(key, known)
+    return hint if known is not KEYS or hint.startswith("; did") else "; paceline train --keys lists them"
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
-    """`"; did you mean …?"` for a name that is spelt nearly so, or that is the end of a dotted one; else which ones there are."""
+    """Return the hint for an unknown name: `"; did you mean batch?"`, or else `"; available: batch, seed"`.
+
+    A known name matches if its spelling is similar, or if `name` is its last part (`lr`, `optimizer.lr`).
+    The hint is empty if no names are known.
+    """
     known = list(known)
     ends = [key for key in known if "." in key and key.rpartition(".")[2] == name]
-    if near := ends or difflib.get_close_matches(name, known, 1, cutoff=NEAR):
-        return f"; did you mean {near[0]}?"
-    more = f" and {len(known) - SHORT} more" if len(known) > SHORT else ""
-    return f"; there is {', '.join(known[:SHORT]) or 'none'}{more}"
+    if matches := ends or difflib.get_close_matches(name, known, 1, cutoff=MIN_SIMILARITY):
+        return f"; did you mean {matches[0]}?"
+    more = f" and {len(known) - MAX_NAMES} more" if len(known) > MAX_NAMES else ""
+    return f"; available: {', '.join(known[:MAX_NAMES])}{more}" if known else ""

@@ -1,4 +1,4 @@
-"""Task and Layout: what a user writes. Not a word of ranks, devices or plans."""
+"""Task and Layout: what a user writes. A task mentions no ranks, devices or plans."""
 
 from __future__ import annotations
 
@@ -18,7 +18,13 @@ from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from paceline.errors import TaskError
 from paceline.spec import KEYS, TABLES, explain, nearest, set_key, shown
-from paceline.user_code import UserCode, described, passes, place_of, shown_path
+from paceline.user_code import (
+    UserCode,
+    describe_exception,
+    find_user_line,
+    is_passed_through,
+    relative_path,
+)
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -33,18 +39,27 @@ BUILT_IN = {
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
-    """How a model may be cut: a value beside the model, so that a stock module is used as it is."""
+    """How a model may be divided over ranks. `Task.layout` returns it; the model itself stays unchanged.
 
-    blocks: tuple[str, ...] | None = (
-        None  # paths of modules whose children are the units of sharding; None: the longest list found
-    )
-    tensor: Mapping[str, str] | None = (
-        None  # path of a module, * for any part of it -> how tp splits it, in place of what is found:
-    )
-    # "column", "row", "gather" (by columns, output gathered), "vocabulary" (an embedding), "whole"
+    Layout(blocks=("encoder.layers", "decoder.layers"))
+    Layout(tensor={"blocks.*.up": "column", "blocks.*.down": "row"})
+
+    blocks    paths of modules whose children are the units of sharding, compilation, recomputation and
+              pipeline stages; None: the longest ModuleList or Sequential of the model
+    tensor    how tp splits modules, by path, where * matches any part of a path. It overrides what
+              Paceline finds in the model. Values: "column", "row", "gather" (by columns, with the
+              output gathered), "vocabulary" (the rows of an embedding), "whole" (not split)
+
+    Training raises TaskError for a path that the model does not have, and for an unknown style.
+    """
+
+    blocks: tuple[str, ...] | None = None
+    tensor: Mapping[str, str] | None = None
 
 
 class MapDataset(Protocol):
+    """A data set with a length and samples by index, such as a `torch.utils.data.Dataset`."""
+
     def __len__(self) -> int: ...
 
     def __getitem__(self, index: int, /) -> Any: ...
@@ -52,9 +67,19 @@ class MapDataset(Protocol):
 
 @dataclass_transform(frozen_default=True, kw_only_default=True)
 class Task:
-    """Subclass it, give it fields with defaults, and write `model`, `dataset` and `loss`.
+    """Base class of the user's training task: a model, a data set and a loss.
 
-    A subclass is a frozen dataclass: its fields are the hyper-parameters, set by `--set name=value`.
+    class Line(paceline.Task):
+        width: int = 16
+        def model(self): return nn.Linear(self.width, 1)
+        def dataset(self, split): return Points(1000, self.width) if split == "train" else None
+        def loss(self, output, batch): return (output - batch[1]).square()
+
+    A subclass must define `model`, `dataset` and `loss`; the other methods have defaults. It is a frozen
+    dataclass: its fields are the hyper-parameters, and `--set width=32` sets them. Their types are checked.
+
+    An exception in a method becomes a TaskError with the file and line; an exception of a sample becomes
+    a DataError.
     """
 
     __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(strict=True, arbitrary_types_allowed=True)
@@ -65,46 +90,70 @@ class Task:
         dataclasses.dataclass(frozen=True, kw_only=True)(cls)
 
     def model(self) -> nn.Module:
-        """The model. Called while its tensors are only recorded, so that no rank ever holds more than its share;
-        initialize them here as you like, and it is done so."""
+        """Return the model, initialized in any way.
+
+        Paceline calls this on the meta device and records what happens to the tensors. Each rank then
+        repeats the recorded initialization for its part of the weights only, so that no rank needs
+        memory for the whole model.
+        """
         raise NotImplementedError
 
     def dataset(self, split: str) -> MapDataset | None:
-        """Samples of "train" or "validation": whatever has `len()` and `[i]`; None where there is no such split.
+        """Return the samples of a split, "train" or "validation", as an object with `len()` and `[i]`.
 
-        With `batch_of(indices)` a whole batch is fetched at once, collated; what that draws at random depends on the number of ranks.
+        Return None if the split does not exist. If the object has a method `batch_of(indices)`, Paceline
+        calls it to fetch a whole collated batch at once. Random augmentation in `batch_of` depends on the
+        number of ranks; in `[i]` it does not.
         """
         raise NotImplementedError
 
     def loss(self, output: Any, batch: Any) -> Tensor:
-        """Losses by item, of any shape beginning with the samples of the batch; a scalar is taken as their mean.
-        The mean over the whole global batch is minimized."""
+        """Return the loss of each item, in any shape whose first dim is the samples of the batch.
+
+        A scalar counts as the mean over the samples. The mean over the whole global batch is minimized.
+        output: what the model returns. batch: the collated samples, on the device of the model.
+        """
         raise NotImplementedError
 
     def inputs(self, batch: Any) -> Any:
-        """What the model is called with: a tensor, a tuple or list of arguments, or a dict of keyword arguments."""
+        """Return the arguments of the model: a tensor, a tuple or list, or a dict of keyword arguments.
+
+        The default is the first element of the batch if it is a tuple or list, or else the batch itself.
+        """
         return batch[0] if isinstance(batch, (tuple, list)) else batch
 
     def weights(self, batch: Any) -> Tensor | None:
-        """Weights of the items of `loss` (same shape); None where all weigh the same. They weigh `metrics` of the same shape too."""
+        """Return the weights of the items of `loss`, in the same shape; None if all items weigh the same.
+
+        `metrics` of the same shape are weighted, too.
+        """
         return None
 
     def metrics(self, output: Any, batch: Any) -> Mapping[str, Tensor]:
-        """Values by item, averaged over the validation split, each sample counted once. `loss` is always among them."""
+        """Return further metrics of each item, by name. Paceline averages them over the validation split.
+
+        Each sample counts once. The loss is always evaluated and need not be returned.
+        """
         return {}
 
     def layout(self) -> Layout:
+        """Return how the model may be divided over ranks; by default Paceline finds it in the model."""
         return Layout()
 
     def optimizer(self, params: Iterable[tuple[str, nn.Parameter]]) -> Optimizer | None:
-        """An optimizer over the named parameters; None for the one that the spec asks for. The schedule scales its learning rates."""
+        """Return an optimizer over the named parameters, or None for AdamW or SGD as the spec requests.
+
+        The learning-rate schedule scales the learning rates of the returned optimizer.
+        """
         return None
 
     def pretrained(self) -> str | Path | None:
-        """A safetensors file with initial weights, or a folder with `model.safetensors` or an index of several files.
+        """Return the path of initial weights in safetensors format, or None to initialize the model.
 
-        They hold whole tensors under the names of the model's parameters. Names that they lack keep their own initialization;
-        a name that the model lacks is an error."""
+        The path is a file, or a folder with `model.safetensors` or an index of several files. The files
+        contain whole tensors under the names of the model's parameters. Parameters without a tensor keep
+        their initialization; a tensor without a parameter is an error.
+        """
         return None
 
 
@@ -113,51 +162,51 @@ METHODS = frozenset(name for name in vars(Task) if not name.startswith("_"))
 
 
 def load_task(reference: str, fields: Mapping[str, Any]) -> Task:
-    """The task that `reference` names, with these fields. Raises TaskError."""
-    kind = load_kind(reference)
+    """Return the task that `reference` names, with these fields. Raises TaskError."""
+    kind = load_task_class(reference)
     known = [field.name for field in dataclasses.fields(kind)]
     for name in fields:
         if name not in known:
-            raise TaskError(f"{reference} has no field {shown(name, str)}{_instead(name, known)}")
-    with UserCode(kind.__name__, kind.__init__):  # its fields may have validators of their own
+            raise TaskError(f"{reference} has no field {shown(name, str)}{_suggest_field(name, known)}")
+    with UserCode(kind.__name__, kind.__init__):  # the fields may have validators
         try:
-            return TypeAdapter(kind).validate_json(
-                json.dumps(dict(fields), default=str)
-            )  # as JSON, a list may be a tuple
+            # As JSON, because strict validation accepts a list for a tuple only there.
+            return TypeAdapter(kind).validate_json(json.dumps(dict(fields), default=str))
         except ValidationError as error:
-            own = error.errors()[0].get("ctx", {}).get("error")  # raised by a validator of the task
+            cause = error.errors()[0].get("ctx", {}).get("error")  # raised by a validator of the task
             why = (
-                described(own)
-                if isinstance(own, Exception) and place_of(own) is not None
+                describe_exception(cause)
+                if isinstance(cause, Exception) and find_user_line(cause) is not None
                 else explain(error, known, "field")
             )
             raise TaskError(f"{reference}: {why}") from error
 
 
-def load_kind(reference: str) -> type[Task]:
-    """The class that `reference` names, whole and without contradiction. Raises TaskError."""
-    kind = find_task(reference)
+def load_task_class(reference: str) -> type[Task]:
+    """Return the class that `reference` names, after a check of its methods and fields. Raises TaskError."""
+    kind = import_task_class(reference)
     if missing := [name for name in REQUIRED if getattr(kind, name) is getattr(Task, name)]:
-        raise TaskError(f"{reference} has no method {missing[0]}; a task needs {', '.join(REQUIRED)}")
+        raise TaskError(f"{reference} has no method {missing[0]}; a task requires {', '.join(REQUIRED)}")
     if clashing := [field.name for field in dataclasses.fields(kind) if field.name in METHODS]:
         raise TaskError(
-            f"{reference} has a field {clashing[0]!r}, and a task has a method of that name; rename the field"
+            f"{reference}: the field {clashing[0]!r} has the name of a method of Task; rename the field"
         )
     return kind
 
 
-def _instead(name: str, fields: list[str]) -> str:
-    """Another field that may be meant, or a key of the request."""
-    near = nearest(name, fields)
+def _suggest_field(name: str, fields: list[str]) -> str:
+    """Return a hint for an unknown field: the nearest field, or the key of the request with that name."""
+    hint = nearest(name, fields)
     keys = [set_key(key) for key in KEYS if key.rpartition(".")[2] == name and key not in TABLES]
     return (
         f"; a key of the request is set by --set {keys[0]}=VALUE"
-        if keys and not near.startswith("; did")
-        else near
+        if keys and not hint.startswith("; did")
+        else hint
     )
 
 
-def find_task(reference: str) -> type[Task]:
+def import_task_class(reference: str) -> type[Task]:
+    """Import the file or module of `reference` and return the class of the task. Raises TaskError."""
     place, _, name = BUILT_IN.get(reference, reference).partition(":")
     module = _load_file(Path(place)) if place.endswith(".py") else _load_module(place, reference)
     tasks = [
@@ -166,88 +215,97 @@ def find_task(reference: str) -> type[Task]:
         if inspect.isclass(value) and issubclass(value, Task) and value is not Task
     ]
     if not name:
-        own = [key for key in tasks if getattr(module, key).__module__ == module.__name__]
-        if len(own) != 1:
+        defined = [key for key in tasks if getattr(module, key).__module__ == module.__name__]
+        if len(defined) != 1:
             raise TaskError(
-                f"{place} has {len(own)} tasks ({', '.join(own) or 'none'}); say which: {place}:NAME"
+                f"{place} has {len(defined)} tasks ({', '.join(defined) or 'none'});"
+                f" specify the class: {place}:NAME"
             )
-        name = own[0]
+        name = defined[0]
     kind = getattr(module, name, None)
     if kind is None:
-        raise TaskError(f"there is no {name} in {place}{nearest(name, tasks)}")
+        raise TaskError(f"{place} has no class {name}{nearest(name, tasks)}")
     if not (inspect.isclass(kind) and issubclass(kind, Task)):
-        raise TaskError(f"{name} in {place} is no subclass of paceline.Task")
+        raise TaskError(f"{name} in {place} is not a subclass of paceline.Task")
     return kind
 
 
-def resolve(reference: str) -> str:
-    """The reference as it can be found from any folder: a file by its whole path, and its class by name."""
+def resolve_reference(reference: str) -> str:
+    """Return the reference in a form that works in any folder: a file with its absolute path and class.
+
+    This imports the task if `reference` names no class. Raises TaskError.
+    """
     place, _, name = reference.partition(":")
     if not place.endswith(".py"):
         return reference
-    return f"{Path(place).resolve()}:{name or find_task(reference).__name__}"
+    return f"{Path(place).resolve()}:{name or import_task_class(reference).__name__}"
 
 
-def locate(reference: str) -> str:
-    """What `resolve` says, of a file that is read and not run: without torch. Raises TaskError for what can be seen to be wrong."""
+def check_reference(reference: str) -> str:
+    """Return the absolute form of a reference without importing the task or torch: the file is only parsed.
+
+    Raises TaskError for errors that show without running the file.
+    """
     place, _, name = reference.partition(":")
     if not place.endswith(".py"):
         if ":" not in BUILT_IN.get(reference, reference):
-            raise _unknown(reference)
+            raise _unknown_task(reference)
         return reference
     path = Path(place)
     if not path.is_file():
-        raise TaskError(f"there is no file {path}{_similar(path)}")
+        raise TaskError(f"no such file: {path}{_suggest_file(path)}")
     try:
-        found = list(_names(ast.parse(path.read_bytes())))
+        names = list(_find_names(ast.parse(path.read_bytes())))
     except SyntaxError as error:
         raise TaskError(f"{path}, line {error.lineno}: {error.msg}") from error
     except (ValueError, RecursionError) as error:
         raise TaskError(f"{path} is not Python: {error}") from error
-    if name and name not in found and "*" not in found:
-        raise TaskError(f"there is no {name} in {place}{nearest(name, found)}")
+    if name and name not in names and "*" not in names:
+        raise TaskError(f"{place} has no class {name}{nearest(name, names)}")
     return f"{path.resolve()}:{name}" if name else str(path.resolve())
 
 
-def _names(module: ast.Module) -> Iterator[str]:
-    """Those that may be bound at the top of a module."""
+def _find_names(module: ast.Module) -> Iterator[str]:
+    """Yield the names that the module may bind at its top level."""
     for node in ast.walk(module):
         match node:
             case ast.ClassDef(name=name) | ast.FunctionDef(name=name) | ast.Name(id=name, ctx=ast.Store()):
                 yield name
-            case ast.alias(name=name, asname=other):
-                yield other or name
+            case ast.alias(name=name, asname=alias):
+                yield alias or name
 
 
-def layout_of(task: Task) -> Layout:
+def read_layout(task: Task) -> Layout:
     """Return the task's layout. Raises TaskError."""
     with UserCode("layout()", task.layout):
-        found = task.layout()
-    if not isinstance(found, Layout):
-        raise TaskError(f"layout() must return a paceline.Layout, got {type(found).__name__}")
-    return found
+        layout = task.layout()
+    if not isinstance(layout, Layout):
+        raise TaskError(f"layout() must return a paceline.Layout, got {type(layout).__name__}")
+    return layout
 
 
-def fields_of(task: Task) -> dict[str, Any]:
+def field_values(task: Task) -> dict[str, Any]:
+    """Return the fields of a task, by name."""
     return {field.name: getattr(task, field.name) for field in dataclasses.fields(task)}
 
 
 def reference_to(task: Task) -> str:
+    """Return the reference `module:Class` of a task."""
     return f"{type(task).__module__}:{type(task).__qualname__}"
 
 
 def _load_file(path: Path) -> ModuleType:
+    """Import a Python file, or return the module if it is imported already."""
     if not path.is_file():
-        raise TaskError(f"there is no file {path}{_similar(path)}")
-    asked, path = path, path.resolve()
+        raise TaskError(f"no such file: {path}{_suggest_file(path)}")
+    given_path, path = path, path.resolve()
     name = path.stem if importlib.util.find_spec(path.stem) is None else f"task_{path.stem}"
     for module in (sys.modules.get(path.stem), sys.modules.get(name)):
         if module is not None and getattr(module, "__file__", None) == str(path):
             return module
     if str(path.parent) not in sys.path:
-        sys.path.insert(
-            0, str(path.parent)
-        )  # its neighbours may be imported, also by the workers of its data loader
+        # The task may import files from its folder, in the workers of the data loader as well.
+        sys.path.insert(0, str(path.parent))
     spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None
     assert spec.loader is not None
@@ -257,40 +315,42 @@ def _load_file(path: Path) -> ModuleType:
         spec.loader.exec_module(module)
     except BaseException as error:
         sys.modules.pop(name, None)
-        if passes(error):
+        if is_passed_through(error):
             raise
-        raise _not_imported(f"{asked} cannot be imported", error) from error
+        raise _import_error(f"cannot import {given_path}", error) from error
     return module
 
 
-def _similar(path: Path) -> str:
-    beside = [str(found) for found in path.parent.glob("*.py")]
-    return nearest(str(path), beside[:50]) if beside else ""
+def _suggest_file(path: Path) -> str:
+    neighbours = [str(file) for file in path.parent.glob("*.py")]
+    return nearest(str(path), neighbours[:50]) if neighbours else ""
 
 
-def _unknown(reference: str) -> TaskError:
+def _unknown_task(reference: str) -> TaskError:
+    hint = nearest(reference, BUILT_IN)
     return TaskError(
-        f"there is no task {reference!r}: say {', '.join(BUILT_IN)}, a file my.py:Class or a module package.module:Class"
-        + (nearest(reference, BUILT_IN) if nearest(reference, BUILT_IN).startswith("; did") else "")
+        f"no such task: {reference!r}; expected {', '.join(BUILT_IN)}, a file my.py:Class"
+        f" or a module package.module:Class{hint if hint.startswith('; did') else ''}"
     )
 
 
 def _load_module(name: str, reference: str) -> ModuleType:
     if ":" not in BUILT_IN.get(reference, reference):
-        raise _unknown(reference)
+        raise _unknown_task(reference)
     try:
         return importlib.import_module(name)
     except BaseException as error:
-        if passes(error):
+        if is_passed_through(error):
             raise
-        raise _not_imported(f"cannot import {name!r}, named by {reference}", error) from error
+        raise _import_error(f"cannot import {name!r}, named by {reference}", error) from error
 
 
-def _not_imported(what: str, error: BaseException) -> TaskError:
+def _import_error(what: str, error: BaseException) -> TaskError:
+    """Return a TaskError for an exception of an import, with file and line if the user's code raised it."""
     if isinstance(error, SyntaxError) and error.filename is not None:
-        return TaskError(f"{shown_path(error.filename)}, line {error.lineno}: {error.msg}")
-    if place_of(error) is None and isinstance(error, (ImportError, ValueError, SyntaxError)):
+        return TaskError(f"{relative_path(error.filename)}, line {error.lineno}: {error.msg}")
+    if find_user_line(error) is None and isinstance(error, (ImportError, ValueError, SyntaxError)):
         return TaskError(f"{what}: {error}")
     if isinstance(error, ImportError):
-        return TaskError(f"{what}: {error} ({place_of(error)})")
-    return TaskError(f"{what}: {described(error)}")
+        return TaskError(f"{what}: {error} ({find_user_line(error)})")
+    return TaskError(f"{what}: {describe_exception(error)}")

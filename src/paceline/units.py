@@ -1,21 +1,21 @@
-"""Numbers as people write them: bytes, seconds, counts, rates. GB is 10⁹ bytes and GiB is 2³⁰, never mixed."""
+"""Parse and format bytes, seconds, counts and rates. GB is 10⁹ bytes, GiB is 2³⁰ bytes."""
 
 import re
 from collections.abc import Sequence
 
-# But for the ends of lines and tabs: what a terminal would take for a command, or for the end of a line.
+# Characters that a terminal could take for a command or the end of a line; not tabs and line feeds.
 _CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028\u2029]")
-MOST_DIGITS = 18  # of a number that fits into 64 bits
+MAX_DIGITS = 18  # of a number that fits into 64 bits
 
 
 def without_controls(text: str) -> str:
-    """Text that a terminal may show, wherever it is from."""
+    """Return the text with control characters replaced, so that a terminal may show text of any origin."""
     return text if text.isprintable() else _CONTROL.sub("\ufffd", text)
 
 
 def is_whole_number(text: str) -> bool:
-    """Whether `int` reads it as a count that people would: digits of other scripts and thousands of them are none."""
-    return text.isascii() and text.isdecimal() and len(text) <= MOST_DIGITS
+    """Return whether a text is a count of at most 18 ASCII digits; `int` accepts digits of other scripts."""
+    return text.isascii() and text.isdecimal() and len(text) <= MAX_DIGITS
 
 
 _BYTES = {
@@ -32,7 +32,7 @@ _BYTES = {
 
 
 def parse_bytes(text: str) -> int:
-    """`"80 GiB"` -> 85899345920. Raises ValueError for what is not a number and a unit."""
+    """Return the bytes that a text specifies: `"80 GiB"` -> 85899345920. Raises ValueError."""
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", text, re.ASCII)
     unit = (match[2] or "B").upper() if match else ""
     if not match or unit not in _BYTES:
@@ -41,7 +41,7 @@ def parse_bytes(text: str) -> int:
 
 
 def format_bytes(count: float) -> str:
-    """85899345920 -> `"80.0 GiB"`."""
+    """Return a number of bytes as text: 85899345920 -> `"80.0 GiB"`."""
     for unit in ("B", "KiB", "MiB", "GiB"):
         if abs(count) < 1024:
             return f"{count:.0f} B" if unit == "B" else f"{count:.1f} {unit}"
@@ -50,7 +50,7 @@ def format_bytes(count: float) -> str:
 
 
 def format_seconds(seconds: float) -> str:
-    """0.0000042 -> `"4.2 µs"`, 0.0042 -> `"4.2 ms"`, 75 -> `"1:15"`, 7384 -> `"2:03:04"`."""
+    """Return a time: 4.2e-6 -> `"4.2 µs"`, 0.0042 -> `"4.2 ms"`, 75 -> `"1:15"`, 7384 -> `"2:03:04"`."""
     if 0 < seconds < 1e-3:
         return f"{seconds * 1e6:.1f} µs"
     if seconds < 1:
@@ -63,7 +63,7 @@ def format_seconds(seconds: float) -> str:
 
 
 def format_count(count: float) -> str:
-    """1234567 -> `"1.23 M"`."""
+    """Return a count as text with three digits: 1234567 -> `"1.23 M"`."""
     for limit, unit in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
         if abs(count) >= limit:
             return f"{count / limit:.3g} {unit}"
@@ -71,10 +71,10 @@ def format_count(count: float) -> str:
 
 
 def several(count: int, noun: str) -> str:
-    """1, "rank" -> `"1 rank"`; 1024, "rank" -> `"1,024 ranks"`."""
+    """Return a count with its noun: 1, "rank" -> `"1 rank"`; 1024, "rank" -> `"1,024 ranks"`."""
     return f"{count:,} {noun}{'s' * (count != 1)}"
 
 
 def numbered(noun: str, numbers: Sequence[int]) -> str:
-    """ "rank", [2, 3] -> `"ranks 2, 3"`."""
+    """Return a noun with its numbers: "rank", [2, 3] -> `"ranks 2, 3"`."""
     return f"{noun}{'s' * (len(numbers) != 1)} {', '.join(map(str, numbers))}"

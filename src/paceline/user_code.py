@@ -1,4 +1,4 @@
-"""The boundary to the user's code: whatever it raises becomes a TaskError that names the method, the file and the line."""
+"""The boundary to the user's code: its exceptions become a TaskError with method, file and line."""
 
 import dis
 import inspect
@@ -11,28 +11,34 @@ from typing import Any
 
 from paceline.errors import Error, TaskError
 
-OWN = os.path.dirname(__file__)
-TASKS = os.path.join(OWN, "tasks")
-BASE = os.path.join(OWN, "task.py")  # what a subclass inherits
+PACKAGE = os.path.dirname(__file__)
+TASKS = os.path.join(PACKAGE, "tasks")  # the built-in tasks count as code of the user
+TASK_MODULE = os.path.join(PACKAGE, "task.py")  # a subclass inherits methods from this file
 LIBRARY = re.compile(r"site-packages|dist-packages|/lib/python3\.|^<")
 TORCH = re.compile(r"/(site|dist)-packages/torch/")
 LOST_PEER = re.compile(
-    r"connection (closed|reset|refused)|broken pipe|timed out|remote process exited|ncclRemoteError|ncclSystemError",
+    r"connection (closed|reset|refused)|broken pipe|timed out|remote process exited"
+    r"|ncclRemoteError|ncclSystemError",
     re.I,
 )
-MAX_TEXT = 300  # characters of an exception's message in a sentence; torch may list pages of operators
-CALLED_BY_TORCH = ("__torch_dispatch__", "__torch_function__")  # in which the task's operations run
+MAX_TEXT = 300  # characters of an exception's message that are shown; torch may list pages of operators
+CALLED_BY_TORCH = ("__torch_dispatch__", "__torch_function__")  # operations of the task run inside these
 RAISE = dis.opmap["RAISE_VARARGS"]
 
 
 class UserCode:
-    """A context for a call of the user's code. `with UserCode("loss()", task.loss): ...` raises TaskError for whatever is raised in it.
+    """A context manager for a call of the user's code. It turns any exception into a TaskError.
 
-    what: the call, as it appears in the sentence. `method`: what is called, whose place is given where no frame of the user raised.
-    raises: the class of the error. `hint`: the fix, where there is one.
+    with UserCode("loss()", task.loss):
+        loss = task.loss(output, batch)
 
-    SystemExit and other exceptions that are not an Exception are turned too: a task does not end the process. What passes: errors that
-    Paceline raises itself, connections to other ranks that were lost, and the KeyboardInterrupt of a signal.
+    what: the call, as it appears in the message.
+    method: the method that is called; its place is reported if no frame of the user's code raised.
+    raises: the class of the new error.
+    hint: the fix, if there is a known fix.
+
+    This includes SystemExit and other exceptions that are not an Exception: a task must not end the process.
+    `is_passed_through` lists the exceptions that pass unchanged.
     """
 
     __slots__ = ("hint", "method", "raises", "what")
@@ -53,66 +59,69 @@ class UserCode:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if error is not None:
-            error = _unwrapped(error)
-        if error is not None and not passes(error):
+            error = _unwrap(error)
+        if error is not None and not is_passed_through(error):
             hint = f"; {self.hint}" if self.hint else ""
-            raise self.raises(f"{self.what} raised {described(error, self.method)}{hint}") from error
+            raise self.raises(f"{self.what} raised {describe_exception(error, self.method)}{hint}") from error
 
 
-def described(error: BaseException, method: Callable[..., Any] | None = None) -> str:
-    """Return the type, text, file and line of an exception, in one line."""
-    where = _where(error, method)
-    return f"{type(error).__name__}{_text(error)}{f' ({where})' if where else ''}"
+def describe_exception(error: BaseException, method: Callable[..., Any] | None = None) -> str:
+    """Return the type, text, file and line of an exception, on one line."""
+    place = _find_place(error, method)
+    return f"{type(error).__name__}{_format_text(error)}{f' ({place})' if place else ''}"
 
 
-def place_of(error: BaseException) -> str | None:
-    """Return the innermost line of the user's code that led to an exception; None where there is none."""
-    return next((_line(*frame) for frame in reversed(_frames(error)) if _is_users(frame[0])), None)
+def find_user_line(error: BaseException) -> str | None:
+    """Return file and line of the innermost frame of the user's code, or None if no frame is the user's."""
+    return next((_format_line(*frame) for frame in reversed(_frames(error)) if _is_users(frame[0])), None)
 
 
 def _frames(error: BaseException) -> list[tuple[str, int]]:
     return [(frame.f_code.co_filename, line) for frame, line in traceback.walk_tb(error.__traceback__)]
 
 
-def _text(error: BaseException) -> str:
+def _format_text(error: BaseException) -> str:
     try:
         text = " ".join(str(error).split())
-    except BaseException as failure:  # __str__ is the user's code as well
+    except BaseException as failure:  # __str__ is code of the user, too
         return f", whose text cannot be read: its __str__ raised {type(failure).__name__}"
     if len(text) > MAX_TEXT:
         text = f"{text[:MAX_TEXT].rstrip()}…"
     return f": {text}" if text else ""
 
 
-def _where(error: BaseException, method: Callable[..., Any] | None) -> str:
-    if (found := place_of(error)) is not None:
-        return found
-    of_libraries = [frame for frame in _frames(error) if not frame[0].startswith((OWN + os.sep, "<"))]
-    places = [
-        _line(*frame)
-        for frame in [frame for frame in of_libraries if not TORCH.search(frame[0])][-1:] or of_libraries[-1:]
-    ]
+def _find_place(error: BaseException, method: Callable[..., Any] | None) -> str:
+    """Return the user's line that raised; without such a line, the line of the library and of the method."""
+    if (line := find_user_line(error)) is not None:
+        return line
+    frames = [frame for frame in _frames(error) if not frame[0].startswith((PACKAGE + os.sep, "<"))]
+    without_torch = [frame for frame in frames if not TORCH.search(frame[0])]
+    places = [_format_line(*frame) for frame in without_torch[-1:] or frames[-1:]]
     code = getattr(inspect.unwrap(method), "__code__", None) if method is not None else None
     if method is not None and code is not None and _is_users(code.co_filename):
-        places.append(f"{method.__name__}() is at {_line(code.co_filename, code.co_firstlineno)}")
+        places.append(f"{method.__name__}() is at {_format_line(code.co_filename, code.co_firstlineno)}")
     return "; ".join(places)
 
 
 def _is_users(file: str) -> bool:
-    return file.startswith(TASKS + os.sep) or not (file.startswith(OWN + os.sep) or LIBRARY.search(file))
+    return file.startswith(TASKS + os.sep) or not (file.startswith(PACKAGE + os.sep) or LIBRARY.search(file))
 
 
-def _line(file: str, line: int) -> str:
-    return f"{shown_path(file)}, line {line}"
+def _format_line(file: str, line: int) -> str:
+    return f"{relative_path(file)}, line {line}"
 
 
-def shown_path(file: str) -> str:
-    """Return a path as a person in the working folder would write it."""
+def relative_path(file: str) -> str:
+    """Return a path relative to the working directory if the file is inside of it; other paths unchanged."""
     return os.path.relpath(file) if file.startswith(os.getcwd() + os.sep) else file
 
 
-def passes(error: BaseException) -> bool:
-    """Whether an exception is not the task's."""
+def is_passed_through(error: BaseException) -> bool:
+    """Return whether `UserCode` lets an exception pass, because it is not an error of the task.
+
+    These are errors that Paceline raises itself, lost connections to other ranks, and the KeyboardInterrupt
+    of a signal.
+    """
     if isinstance(error, Error):
         return True
     outermost = trace = error.__traceback__
@@ -123,8 +132,8 @@ def passes(error: BaseException) -> bool:
     file = trace.tb_frame.f_code.co_filename
     is_raised = _is_raise(trace.tb_frame, trace.tb_lasti)
     if isinstance(error, KeyboardInterrupt):
-        return not is_raised  # a signal comes anywhere, but not as a `raise`
-    of_paceline = file.startswith(OWN + os.sep) and not _is_users(file) and file != BASE
+        return not is_raised  # a signal arrives at any instruction except `raise`
+    of_paceline = file.startswith(PACKAGE + os.sep) and not _is_users(file) and file != TASK_MODULE
     if (
         isinstance(error, (RuntimeError, ConnectionError))
         and (of_paceline or TORCH.search(file))
@@ -132,16 +141,19 @@ def passes(error: BaseException) -> bool:
     ):
         return True
     inside = of_paceline and trace.tb_frame.f_code.co_name not in CALLED_BY_TORCH and trace is not outermost
-    return (of_paceline and is_raised) or (inside and place_of(error) is None)
+    return (of_paceline and is_raised) or (inside and find_user_line(error) is None)
 
 
-def _unwrapped(error: BaseException) -> BaseException:
-    """What torch's engines raise another exception for, with all that they know of their tensors."""
+def _unwrap(error: BaseException) -> BaseException:
+    """Return the cause if torch raised `error` for an exception of the user's code; else `error`.
+
+    torch's engines raise a new exception whose text repeats all that they know of their tensors.
+    """
     cause = error.__cause__
     frames = _frames(error)
     return (
         cause
-        if cause is not None and frames and TORCH.search(frames[-1][0]) and place_of(cause) is not None
+        if cause is not None and frames and TORCH.search(frames[-1][0]) and find_user_line(cause) is not None
         else error
     )
 

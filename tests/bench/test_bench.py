@@ -76,11 +76,11 @@ def test_a_file_that_cannot_be_read_or_written(tmp_path):
     (tmp_path / "torn.json").write_text('{"schema": "paceline.be')
     with pytest.raises(BenchError, match="is not JSON"):
         read(tmp_path / "torn.json")
-    with pytest.raises(BenchError, match="there is no folder"):
+    with pytest.raises(BenchError, match="no such folder:"):
         check_path(tmp_path / "none" / "one.json")
     with pytest.raises(BenchError, match="it is a folder"):
         check_path(tmp_path)
-    with pytest.raises(BenchError, match="there is no folder"):
+    with pytest.raises(BenchError, match="no such folder:"):
         write(result(1e-3), tmp_path / "none" / "one.json")
 
 

@@ -258,7 +258,7 @@ def test_the_command(tmp_path):
     ("words", "said"),
     [
         (["compute", "--device", "tpu"], "--device is cpu or cuda, got 'tpu'"),
-        (["compute", "--task", "none.py:Net"], "there is no file none.py"),
+        (["compute", "--task", "none.py:Net"], "no such file: none.py"),
         (["compute", "--plot", "a.gif"], "cannot draw a.gif: its name must end in .svg or .png"),
         (["compute", "--compare", "a.json", "b.json"], "cannot read a.json: No such file or directory"),
     ],

@@ -179,7 +179,7 @@ def test_the_command(tmp_path):
             ["my.py:Regression", "--prefetch", "0"],
             "--prefetch takes numbers from 1 on, such as 1,2,4; got '0'",
         ),
-        (["my.py:None"], "there is no None in my.py"),
+        (["my.py:None"], "my.py has no class None"),
         (["my.py:Regression", "--set", "depths=3"], "my.py:Regression has no field depths"),
     ],
 )

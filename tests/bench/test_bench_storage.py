@@ -148,7 +148,7 @@ def test_a_directory_that_is_read_only(tmp_path):
         ([], "which directories? As in: paceline bench storage . /dev/shm"),
         (
             [".", "--json", "none/a.json"],
-            "cannot write none/a.json: there is no folder none for a.json; make it first",
+            "cannot write none/a.json: no such folder: none; create it first",
         ),
     ],
 )

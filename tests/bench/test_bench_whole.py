@@ -167,7 +167,7 @@ def test_a_cluster_that_is_not_this_one_is_kept(text, said, tmp_path):
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["--task", "my.py:None"], "there is no None in my.py"),
+        (["--task", "my.py:None"], "my.py has no class None"),
         (["--directory", "none"], "there is no directory "),
         (["--out", "my.py"], "cannot make the folder my.py: File exists; name another one with --out"),
         (["--device", "gpu"], "--device is cpu or cuda, got 'gpu'"),

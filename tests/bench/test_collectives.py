@@ -514,7 +514,7 @@ def test_two_files_beside_each_other(tmp_path):
         ({"plan": "tp=3"}, "plan tp=3 needs a multiple of tp=3 = 3 ranks, got 2"),
         ({"ranks": 1}, "one rank has nobody to talk to: use --ranks 2 or more"),
         ({"plot": Path("a.gif")}, "cannot draw a.gif: its name must end in .svg or .png"),
-        ({"json": Path("none/a.json")}, "there is no folder none for a.json; make it first"),
+        ({"json": Path("none/a.json")}, "no such folder: none; create it first"),
         (
             {"compare": (Path("none.json"), Path("b.json"))},
             "cannot read none.json: No such file or directory",

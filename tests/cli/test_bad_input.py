@@ -126,15 +126,18 @@ REACHED = "bad.py:Regression has no field {}; a key of the request is set by --s
 @pytest.mark.parametrize(
     ("words", "sentence"),
     [
-        ("train nowhere.py:Task", "there is no file nowhere.py; there is bad.py"),
-        ("train bed.py:Regression", "there is no file bed.py; did you mean bad.py?"),
-        ("train bad.py:Regresion", "there is no Regresion in bad.py; did you mean Regression?"),
-        ("train bad.py:Points", "Points in bad.py is no subclass of paceline.Task"),
-        ("train bad.py:NoLoss", "bad.py:NoLoss has no method loss; a task needs model, dataset, loss"),
-        ("train bad.py", "bad.py has 4 tasks (Regression, Clash, NoLoss, Changed); say which: bad.py:NAME"),
+        ("train nowhere.py:Task", "no such file: nowhere.py; available: bad.py"),
+        ("train bed.py:Regression", "no such file: bed.py; did you mean bad.py?"),
+        ("train bad.py:Regresion", "bad.py has no class Regresion; did you mean Regression?"),
+        ("train bad.py:Points", "Points in bad.py is not a subclass of paceline.Task"),
+        ("train bad.py:NoLoss", "bad.py:NoLoss has no method loss; a task requires model, dataset, loss"),
+        (
+            "train bad.py",
+            "bad.py has 4 tasks (Regression, Clash, NoLoss, Changed); specify the class: bad.py:NAME",
+        ),
         (
             "train digit",
-            "there is no task 'digit': say digits, mnist, text, a file my.py:Class or a module package.module:Class; did you mean digits?",
+            "no such task: 'digit'; expected digits, mnist, text, a file my.py:Class or a module package.module:Class; did you mean digits?",
         ),
         ("train no.such:Thing", "cannot import 'no.such', named by no.such:Thing: No module named 'no'"),
         ("train run.toml", "cannot read run.toml: No such file or directory"),
@@ -155,15 +158,15 @@ REACHED = "bad.py:Regression has no field {}; a key of the request is set by --s
         ("train bad.py:Regression --set lr=1", REACHED.format("lr", "optimizer.lr")),
         (
             "train bad.py:Regression --set save.seed=1",
-            "unknown key save.seed; there is every, minutes, keep, best",
+            "unknown key save.seed; available: every, minutes, keep, best",
         ),
         (
             "train bad.py:Clash",
-            "bad.py:Clash has a field 'weights', and a task has a method of that name; rename the field",
+            "bad.py:Clash: the field 'weights' has the name of a method of Task; rename the field",
         ),
         (
             "train bad.py:Clash --keys",
-            "bad.py:Clash has a field 'weights', and a task has a method of that name; rename the field",
+            "bad.py:Clash: the field 'weights' has the name of a method of Task; rename the field",
         ),
         (
             "train bad.py:Regression --timeout 1e30",
@@ -184,7 +187,7 @@ REACHED = "bad.py:Regression has no field {}; a key of the request is set by --s
         ("train bad.py:Regression --epochs inf", "epochs must be a finite number, got inf"),
         (
             "train bad.py:Regression --epochs 2 --steps 5",
-            "epochs=2 and steps=5 are two lengths of one training; say one of them",
+            "epochs=2 and steps=5 contradict each other; specify either of them",
         ),
         ("train bad.py:Regression --optimizer adam", "optimizer.name must be 'adamw' or 'sgd', got 'adam'"),
         (
@@ -194,7 +197,7 @@ REACHED = "bad.py:Regression has no field {}; a key of the request is set by --s
         ("train bad.py:Regression --device gpu", "device must be 'cpu' or 'cuda', got 'gpu'"),
         (
             "train bad.py:Regression --schedule step",
-            "schedule.every (samples between two decays) belongs to name='step', got name='step', every=None",
+            "schedule.every (samples between two decays) is required by schedule.name='step', and only by it; got name='step', every=None",
         ),
         (
             "train bad.py:Regression --plan zerro3",
@@ -218,20 +221,20 @@ REACHED = "bad.py:Regression has no field {}; a key of the request is set by --s
         ),
         (
             f"train bad.py:Regression --run-dir {os.devnull}",
-            f"{os.devnull} exists already; say another --run-dir (it is no run)",
+            f"{os.devnull} already exists; choose another --run-dir (it is not a run)",
         ),
         (
             f"train bad.py:Regression --ranks 2 --run-dir {os.devnull}/r",
-            f"cannot make the run folder {os.devnull}/r: Not a directory",
+            f"cannot create the run folder {os.devnull}/r: Not a directory",
         ),
         (
             "train --set epochs=3 digits",
             "digits has no field epochs; a key of the request is set by --set spec.epochs=VALUE",
         ),
-        ("export nowhere w.safetensors", "there is no run nowhere; there is none"),
-        ("show nowhere", "there is no run nowhere; there is none"),
-        ("resume nowhere", "there is no run nowhere; there is none"),
-        ("resume .", ". is no run: it has no spec.toml"),
+        ("export nowhere w.safetensors", "no such run: nowhere"),
+        ("show nowhere", "no such run: nowhere"),
+        ("resume nowhere", "no such run: nowhere"),
+        ("resume .", ". is not a run folder: it has no spec.toml"),
     ],
     ids=lambda value: (
         value.replace(" ", "_") if value.startswith(("train", "resume", "show", "export")) else ""
@@ -251,8 +254,8 @@ def test_one_sentence_and_nothing_left(words, sentence, here, monkeypatch, capsy
 @pytest.mark.parametrize(
     ("words", "sentence"),
     [
-        ("train nowhere.py:Task", "there is no file nowhere.py; there is bad.py"),
-        ("train bad.py:NoLoss", "bad.py:NoLoss has no method loss; a task needs model, dataset, loss"),
+        ("train nowhere.py:Task", "no such file: nowhere.py; available: bad.py"),
+        ("train bad.py:NoLoss", "bad.py:NoLoss has no method loss; a task requires model, dataset, loss"),
         (
             "train bad.py:Regression --set widht=3",
             "bad.py:Regression has no field widht; did you mean width?",
@@ -261,7 +264,7 @@ def test_one_sentence_and_nothing_left(words, sentence, here, monkeypatch, capsy
             "train bad.py:Regression --batch 9 --ranks 2",
             "batch 9 is not divisible by ranks × microbatches = 2 × 1 = 2: use --batch 10 or 8",
         ),
-        ("resume .", ". is no run: it has no spec.toml"),
+        ("resume .", ". is not a run folder: it has no spec.toml"),
     ],
     ids=lambda value: (
         value.replace(" ", "_") if value.startswith(("train", "resume", "show", "export")) else ""
@@ -307,7 +310,9 @@ def test_a_file_with_a_mistake(here, tmp_path):
 
 def test_a_run_that_exists_already(here, tmp_path):
     RunFolder(tmp_path).spec.touch()
-    expected = f"{tmp_path} exists already; say another --run-dir (go on with it: paceline resume {tmp_path})"
+    expected = (
+        f"{tmp_path} already exists; choose another --run-dir (to continue it: paceline resume {tmp_path})"
+    )
     assert refused("train", "bad.py:Regression", "--run-dir", tmp_path, "--ranks", "2", at=here) == expected
 
 
@@ -340,21 +345,21 @@ def test_a_gpu_that_is_not_there(here):
     [
         (
             "{at}/bad.py:Nothing",
-            "there is no Nothing in {at}/bad.py; there is Regression, Clash, NoLoss, Changed",
+            "{at}/bad.py has no class Nothing; available: Regression, Clash, NoLoss, Changed",
         ),
         (
             "{at}/bad.py:",
-            "{at}/bad.py has 4 tasks (Regression, Clash, NoLoss, Changed); say which: {at}/bad.py:NAME",
+            "{at}/bad.py has 4 tasks (Regression, Clash, NoLoss, Changed); specify the class: {at}/bad.py:NAME",
         ),
-        ("{at}/bad.py:os", "os in {at}/bad.py is no subclass of paceline.Task"),
-        ("{at}/bad.py:Task", "{at}/bad.py:Task has no method model; a task needs model, dataset, loss"),
+        ("{at}/bad.py:os", "os in {at}/bad.py is not a subclass of paceline.Task"),
+        ("{at}/bad.py:Task", "{at}/bad.py:Task has no method model; a task requires model, dataset, loss"),
         ("{at}:Task", "cannot import '{at}', named by {at}:Task: No module named '{at}'"),
         (
             "",
-            "there is no task '': say digits, mnist, text, a file my.py:Class or a module package.module:Class",
+            "no such task: ''; expected digits, mnist, text, a file my.py:Class or a module package.module:Class",
         ),
-        ("json:JSONDecoder", "JSONDecoder in json is no subclass of paceline.Task"),
-        ("json:Task", "there is no Task in json; there is none"),
+        ("json:JSONDecoder", "JSONDecoder in json is not a subclass of paceline.Task"),
+        ("json:Task", "json has no class Task"),
         (":Task", "cannot import '', named by :Task: Empty module name"),
     ],
 )
@@ -368,21 +373,21 @@ def test_references_that_lead_nowhere(reference, message, here):
     ("source", "message"),
     [
         ("def model(:\n", "{path}, line 1: invalid syntax"),
-        ("import torhc\n", "{path} cannot be imported: No module named 'torhc'"),
+        ("import torhc\n", "cannot import {path}: No module named 'torhc'"),
         (
             "from paceline import Tsak\n",
-            "{path} cannot be imported: cannot import name 'Tsak' from 'paceline'",
+            "cannot import {path}: cannot import name 'Tsak' from 'paceline'",
         ),
         (
             "import os\n\n1 / 0\n",
-            "{path} cannot be imported: ZeroDivisionError: division by zero ({path}, line 3)",
+            "cannot import {path}: ZeroDivisionError: division by zero ({path}, line 3)",
         ),
         (
             "from paceline import Task\nclass My(Task):\n    width: int\n",
-            "{path} has no method model; a task needs model, dataset, loss",
+            "{path} has no method model; a task requires model, dataset, loss",
         ),
-        ("x = 1\n", "{path} has 0 tasks (none); say which: {path}:NAME"),
-        ("", "{path} has 0 tasks (none); say which: {path}:NAME"),
+        ("x = 1\n", "{path} has 0 tasks (none); specify the class: {path}:NAME"),
+        ("", "{path} has 0 tasks (none); specify the class: {path}:NAME"),
     ],
 )
 def test_files_that_are_no_task(source, message, tmp_path):
@@ -415,7 +420,7 @@ class Fields(Task):
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({}, "field must has no value; give it with --set must=VALUE"),
+        ({}, "field must has no value; specify it with --set must=VALUE"),
         ({"must": "one"}, "must must be an integer, got 'one'"),
         ({"must": 1.5}, "must must be an integer, got 1.5"),
         ({"must": 1, "flag": 1}, "flag must be a boolean, got 1"),
@@ -604,7 +609,7 @@ def test_a_gradient_that_is_not_finite(here):
 
 def test_a_metric_that_is_not_there(here):
     spec = wanted(here, "nan metric", save=Save(best="max acuracy"))
-    assert str(failing(spec)) == "save.best='max acuracy', but the evaluation has no acuracy; there is loss"
+    assert str(failing(spec)) == "save.best='max acuracy', but the evaluation has no acuracy; available: loss"
 
 
 # Ranks that fail
@@ -630,7 +635,7 @@ def test_what_is_far_too_much_is_one_short_sentence(here):
         (("--nodes", "9" * 5000), "(5,002 characters) is no number of nodes; write 4, or 2:4 for at least 2"),
         (("--set", f"width={'9' * 5000}"), f"(5,000 characters): {TOO_LARGE}"),
         (("--set", f"width={'[' * 5000}"), f"(5,000 characters): {TOO_LARGE}"),
-        (("--set", f"{'w' * 5000}=1"), "(5,000 characters); there is width, depth"),
+        (("--set", f"{'w' * 5000}=1"), "(5,000 characters); available: width, depth"),
     ):
         sentence = refused("train", "bad.py:Regression", *words, at=here)
         assert message in sentence
@@ -661,7 +666,7 @@ def test_a_rank_that_dies_names_itself(here, tmp_path):
     kept = RunFolder(tmp_path / "r").checkpoints()[-1]
     first, *rest = result.err.splitlines()
     assert result.status == 2
-    hint = f"go on from step {kept} with: paceline resume {tmp_path}/r"
+    hint = f"continue from step {kept} with: paceline resume {tmp_path}/r"
     assert first == f"paceline: rank 1 failed: ended with exit status 7, after step {steps}; {hint}"
     assert rest == [f"The end of {tmp_path}/r/ranks/1.log:", "  these are my last words"]
 

@@ -40,7 +40,7 @@ from paceline import RunFolder, Spec, cli
 from paceline import spec as specs
 from paceline.errors import RunError
 from paceline.events import Ended, Evaluated, EventWriter, Failed, Started, Step
-from paceline.run import create, default_path, latest, release, reserve
+from paceline.run import choose_path, create, find_latest, release, reserve
 from paceline.spec import Launch, Optimizer
 from paceline.task import load_task
 from paceline.training.init.deferred_init import named_tensors
@@ -388,9 +388,9 @@ def test_trainings_that_begin_at_the_same_moment_have_folders_of_their_own(tmp_p
     first, second = reserve(None, "digits"), reserve(None, "digits")
     assert [str(first), str(second)] == ["runs/digits-T", "runs/digits-T-2"]
     create(second, Spec(), Launch())
-    assert default_path(None, "digits") == Path("runs/digits-T-3")
+    assert choose_path(None, "digits") == Path("runs/digits-T-3")
     release(first)
-    assert default_path(None, "digits") == first
+    assert choose_path(None, "digits") == first
     shutil.rmtree(second)
     release(reserve(None, "digits"))
     assert not os.listdir(tmp_path)
@@ -398,7 +398,7 @@ def test_trainings_that_begin_at_the_same_moment_have_folders_of_their_own(tmp_p
     release(reserve("mine/new", "digits"))
     assert os.listdir(tmp_path) == ["mine"], "what was asked for is left as it is"
     (tmp_path / "runs").touch()
-    with pytest.raises(RunError, match="cannot make the run folder runs/digits-T: File exists"):
+    with pytest.raises(RunError, match="cannot create the run folder runs/digits-T: File exists"):
         reserve(None, "digits")
 
 
@@ -436,7 +436,7 @@ def test_export_of_an_earlier_step_and_over_a_file(trained, tmp_path):
     nowhere = paceline("export", at / "r", tmp_path / "no/w.safetensors", at=tmp_path)
     assert (nowhere.status, nowhere.err) == (
         2,
-        f"paceline: cannot write {tmp_path}/no/w.safetensors: there is no folder {tmp_path}/no for w.safetensors; make it first\n",
+        f"paceline: cannot write {tmp_path}/no/w.safetensors: no such folder: {tmp_path}/no; create it first\n",
     )
     assert [path.name for path in tmp_path.iterdir()] == ["w.safetensors"]
 
@@ -706,7 +706,7 @@ def test_every_name_of_set_is_listed(tmp_path):
 
 def test_doctor_takes_the_latest_run(tmp_path):
     none = paceline("doctor", at=tmp_path)
-    assert (none.status, none.err) == (2, "paceline: there is no run in runs/ here; name its folder\n")
+    assert (none.status, none.err) == (2, "paceline: no runs in runs/; specify the folder of a run\n")
     for at, name in enumerate(("b", "c", "a")):
         create(tmp_path / "runs" / name, Spec(), Launch())
         os.utime(tmp_path / "runs" / name / "spec.toml", (10**9 + at, 10**9 + at))
@@ -714,4 +714,4 @@ def test_doctor_takes_the_latest_run(tmp_path):
     assert "runs/a is not running" in paceline("doctor", at=tmp_path).out
     (tmp_path / "runs/b/events.jsonl").touch()
     with contextlib.chdir(tmp_path):
-        assert latest() == Path("runs/b")
+        assert find_latest() == Path("runs/b")

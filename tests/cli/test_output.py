@@ -9,7 +9,7 @@ import pytest
 import warm
 from command import PACELINE, TASK, environment, of_kind, paceline, write_task
 from paceline.events import Ended
-from paceline.output import append_to
+from paceline.output import open_append
 from paceline.run import RunFolder
 
 # A task that prints, a lot.
@@ -69,10 +69,10 @@ def test_an_error_that_cannot_be_printed_is_one(tmp_path: Path) -> None:
 
 
 def test_a_text_file_that_fails(tmp_path: Path) -> None:
-    with append_to(Path("/dev/full")) as file:
+    with open_append(Path("/dev/full")) as file:
         print("lost", file=file)
         print("also \udc80", file=file)
     assert file.closed
-    with append_to(tmp_path / "log") as file:
+    with open_append(tmp_path / "log") as file:
         print("kept", file=file)
     assert (tmp_path / "log").read_text() == "kept\n"

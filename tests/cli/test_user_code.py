@@ -319,19 +319,19 @@ def test_passes_without_values(here):
 @pytest.mark.parametrize(
     ("source", "message"),
     [
-        ("import sys\nsys.exit(0)\n", "{path} cannot be imported: SystemExit: 0 ({path}, line 2)"),
+        ("import sys\nsys.exit(0)\n", "cannot import {path}: SystemExit: 0 ({path}, line 2)"),
         (
             "class Odd(BaseException): pass\n\nraise Odd('x y')\n",
-            "{path} cannot be imported: Odd: x y ({path}, line 3)",
+            "cannot import {path}: Odd: x y ({path}, line 3)",
         ),
-        ("raise KeyboardInterrupt\n", "{path} cannot be imported: KeyboardInterrupt ({path}, line 1)"),
-        ("from other import x\n", "{path} cannot be imported: No module named 'other' ({path}, line 1)"),
+        ("raise KeyboardInterrupt\n", "cannot import {path}: KeyboardInterrupt ({path}, line 1)"),
+        ("from other import x\n", "cannot import {path}: No module named 'other' ({path}, line 1)"),
         ("import torn_module\n", "{at}/torn_module.py, line 2: invalid syntax"),
         (
             "def f(): f()\nf()\n",
-            "{path} cannot be imported: RecursionError: maximum recursion depth exceeded ({path}, line 1)",
+            "cannot import {path}: RecursionError: maximum recursion depth exceeded ({path}, line 1)",
         ),
-        ("x = '\x00'\n", "{path} cannot be imported: source code string cannot contain null bytes"),
+        ("x = '\x00'\n", "cannot import {path}: source code string cannot contain null bytes"),
     ],
 )
 def test_at_import(source, message, tmp_path):

@@ -616,7 +616,7 @@ def test_the_command(tmp_path):
         (("nowhere",), "there is no directory nowhere"),
         (
             ("--json", "nowhere/x.json"),
-            "cannot write nowhere/x.json: there is no folder nowhere for x.json; make it first",
+            "cannot write nowhere/x.json: no such folder: nowhere; create it first",
         ),
     ],
 )

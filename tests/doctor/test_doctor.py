@@ -138,7 +138,7 @@ def test_a_stuck_rank_restarts_all_ranks_and_a_second_stall_ends_the_run(tmp_pat
     assert result.status == 2, result.all
     assert "Traceback" not in result.all
     assert result.err.count("rank 1 is stopped by a signal") == 1
-    assert f"go on from step {RunFolder(run).checkpoints()[-1]} with: paceline resume run" in result.err
+    assert f"continue from step {RunFolder(run).checkpoints()[-1]} with: paceline resume run" in result.err
     restarted, ended = [event for event in of_kind(run, Failed) if not event.lost_peer]
     assert [(restarted.what, restarted.rank), (ended.what, ended.rank)] == [("rank", 1), ("run", 1)]
     first, second = of_kind(run, Stalled)

@@ -177,7 +177,7 @@ def test_a_clock_is_set(tmp_path: Path) -> None:
             ("--ranks", "3", "--plan", "tp=2"),
             "plan tp=2 needs a multiple of tp=2 = 2 ranks, got 3: use --ranks 2 or 4",
         ),
-        (("--json", "nowhere/found.json"), "cannot write nowhere/found.json: there is no folder nowhere"),
+        (("--json", "nowhere/found.json"), "cannot write nowhere/found.json: no such folder: nowhere"),
     ],
 )
 def test_bad_input_is_one_sentence(words: tuple[str, ...], message: str, tmp_path: Path) -> None:

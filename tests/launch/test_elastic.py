@@ -213,7 +213,7 @@ def test_the_store_of_the_agents_is_gone(tmp_path: Path) -> None:
         there.until(lambda: not [left for left in marked(there.mark) if left.is_running()], "all ended")
     assert status == 2, said
     assert said.startswith("paceline: node "), said
-    assert " has lost node localhost, where the agents meet; go on from step " in said
+    assert " has lost node localhost, where the agents meet; continue from step " in said
     assert said.count("\n") == 1
 
 
@@ -342,7 +342,7 @@ class TestSlurm:
         log = (run / f"slurm-{job}.out").read_text()
         assert log.count("paceline: ") == 1, log
         assert "n2" in log.partition("paceline: ")[2]
-        assert "fewer nodes than the least, 2, came together; go on from step " in log
+        assert "fewer nodes than the least, 2, came together; continue from step " in log
         assert "Traceback" not in log
 
     def test_the_first_node_is_lost(self, there: Slurm, alone: Path, tmp_path: Path) -> None:

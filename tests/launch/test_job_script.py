@@ -134,7 +134,7 @@ def test_the_site_file_of_this_folder(tmp_path, monkeypatch):
             "gres='gpu:2' and gpus_per_node=2 are two answers to one question; keep one",
         ),
         ('stage_in = "data.tar"', "stage_in='data.tar' needs scratch, a folder to unpack it to"),
-        ('account = "a\\nrm -rf b"', "account must be printable and of one line, got 'a\\nrm -rf b'"),
+        ('account = "a\\nrm -rf b"', "account must be a single line of printable text, got 'a\\nrm -rf b'"),
         ('sbatch = ["exclusive"]', "sbatch has options such as '--exclusive', got 'exclusive'"),
         ('[environment]\n"A B" = "1"', "environment has names of variables, got 'A B'"),
         ("partition =", "is not TOML"),

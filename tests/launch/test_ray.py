@@ -158,7 +158,7 @@ def test_a_rank_that_is_killed_is_named(tmp_path: Path) -> None:
         assert result.status == 2, result.all
         running.until_all_ended()
     assert result.err.startswith(
-        f"paceline: rank 0 was killed by SIGKILL, after step {steps_done(run)}; go on from step"
+        f"paceline: rank 0 was killed by SIGKILL, after step {steps_done(run)}; continue from step"
     ), result.all
     assert [event.rank for event in of_kind(run, Failed) if not event.lost_peer] == [0]
 
@@ -174,7 +174,7 @@ def test_an_actor_that_is_killed(tmp_path: Path) -> None:
         assert result.status == 2, result.all
         running.until_all_ended()
     kept = RunFolder(run).checkpoints()[-1]  # its rank has noticed, and all have saved
-    said = f"paceline: rank 1 was lost with its node, after step {kept}; go on from step {kept} with: paceline resume r\n"
+    said = f"paceline: rank 1 was lost with its node, after step {kept}; continue from step {kept} with: paceline resume r\n"
     assert result.err.startswith(said), result.all
     assert "raylet" not in result.out
 

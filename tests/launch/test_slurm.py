@@ -452,16 +452,16 @@ def test_what_slurm_refuses(site, words, said, there, tmp_path):
         ),
         (
             ("digits", "--nodes", "2:4"),
-            "--nodes 2:4 goes on with fewer nodes by starting the ranks again; say how often at most: --restarts 3",
+            "--nodes 2:4 requires restarts, to continue on fewer nodes; specify their maximum number: --restarts 3",
         ),
         (
             ("digits", "--nodes", "4:2", "--restarts", "1"),
-            "--nodes 4:2: the least number of nodes comes first, 2:4",
+            "--nodes must be MINIMUM:MAXIMUM, got 4:2; write 2:4",
         ),
         (("digits", "--nodes", "two"), "--nodes 'two' is no number of nodes; write 4, or 2:4 for at least 2"),
         (("digts",), None),
-        (("nowhere.py:Net",), "there is no file nowhere.py; there is my.py"),
-        (("my.py:Regresion",), "there is no Regresion in my.py; did you mean Regression?"),
+        (("nowhere.py:Net",), "no such file: nowhere.py; available: my.py"),
+        (("my.py:Regresion",), "my.py has no class Regresion; did you mean Regression?"),
         (("digits", "--time", "two hours"), None),
     ],
 )

@@ -319,7 +319,7 @@ def test_the_command(tmp_path: Path) -> None:
         ((), "for how many ranks?"),
         (("--ranks", "7"), "batch 64 is not divisible"),
         (("--ranks", "4", "--plan", "zero4"), "zero4"),
-        (("--ranks", "4", "--json", "no/found.json"), "there is no folder no"),
+        (("--ranks", "4", "--json", "no/found.json"), "no such folder: no"),
         (("--ranks", "4", "--set", "widht=3"), "did you mean width?"),
     ],
 )

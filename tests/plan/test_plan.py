@@ -57,7 +57,7 @@ def test_words_and_keys(text, plan):
         ("fsdp", "plan 'fsdp': there is no plan 'fsdp'; did you mean hsdp?"),
         (
             "xyz",
-            "plan 'xyz': there is no plan 'xyz'; there is ddp, zero1, zero2, zero3, hsdp, single, local-sgd, "
+            "plan 'xyz': there is no plan 'xyz'; available: ddp, zero1, zero2, zero3, hsdp, single, local-sgd, "
             + "post-local-sgd, parameter-server, "
             + ", ".join(f"{key}=" for key in KEYS[:-4])
             + " and 4 more",

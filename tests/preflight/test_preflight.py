@@ -110,7 +110,7 @@ def test_all_is_looked_at_even_when_much_fails():
         "fails: batch 13 is not divisible by ranks × microbatches = 2 × 1 = 2: use --batch 14 or 12"
     ]
     assert found["build"] == found["memory"] == found["time"] == ["skipped: needs what plan would tell"]
-    assert found["room"] == ["fails: . exists already; say another --run-dir (it is no run)"]
+    assert found["room"] == ["fails: . already exists; choose another --run-dir (it is not a run)"]
     assert len(failing(found)) == 3
     assert found["task"][0].startswith("passes: Points makes a model of 78 parameters")
 

@@ -247,11 +247,11 @@ def test_a_run_whose_events_cannot_be_read_hides_no_other(tmp_path, monkeypatch,
     status, text = command(monkeypatch, capsys, "status")
     assert status == 2
     assert "runs/b: stopped at step 30" in text
-    assert "runs/a/events.jsonl is no file" in text
+    assert "runs/a/events.jsonl must be a file" in text
     for words in (("show", "runs/a"), ("profile", "runs/a"), ("doctor", "runs/a"), ("cancel", "runs/a")):
         status, text = command(monkeypatch, capsys, *words)
         assert (status, text.count("\n")) == (2, 1), text
-        assert "is no file" in text
+        assert "must be a file" in text
 
 
 def test_only_rubbish(tmp_path, monkeypatch, capsys):
@@ -543,7 +543,7 @@ def test_an_unreadable_run_is_a_run_error(tmp_path):
     run.events.unlink()
     run.events.symlink_to(run.path)
     for look in (view, glance):
-        with pytest.raises(RunError, match="it is no regular file"):
+        with pytest.raises(RunError, match="it is not a regular file"):
             look(run)
 
 
@@ -650,7 +650,7 @@ def test_a_lock_that_is_none_is_named_and_hides_no_other_run(tmp_path, monkeypat
     (folder(tmp_path / "runs/a", STARTED, step(1)).path / "lock").mkdir()
     folder(tmp_path / "runs/b", *SMALL)
     status, text = command(monkeypatch, capsys, "status")
-    assert (status, "runs/b: stopped at step 30" in text, "runs/a/lock is no file" in text) == (
+    assert (status, "runs/b: stopped at step 30" in text, "runs/a/lock must be a file" in text) == (
         2,
         True,
         True,

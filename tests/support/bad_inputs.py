@@ -166,14 +166,14 @@ DAMAGED: dict[str, dict[str, bytes | object | None]] = {
 # Words of the command as in a shell; what its message must contain, all of it, with | between; its exit status, 2 if left out.
 CASES: list[tuple[str, str] | tuple[str, str, int]] = [
     # train: the task
-    ("train nowhere.py:Task", "no file nowhere.py"),
+    ("train nowhere.py:Task", "no such file: nowhere.py"),
     ("train bed.py:Small", "did you mean bad.py"),
     ("train bad.py:Smal", "did you mean Small"),
     ("train bad.py:Points", "Points"),
     ("train bad.py:Plain", "Plain"),
     ("train bad.py:NoLoss", "loss"),
-    ("train bad.py", "say which"),
-    ("train bad.py:", "say which"),
+    ("train bad.py", "specify the class"),
+    ("train bad.py:", "specify the class"),
     ("train digit", "did you mean digits"),
     ("train no.such:Thing", "no.such"),
     ("train json:JSONDecoder", "JSONDecoder"),

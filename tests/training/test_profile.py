@@ -516,9 +516,9 @@ def test_one_sentence(run: Path, tmp_path: Path) -> None:
         ClusterError, match=r"ran on .*, and the cluster is of .*; name the run's own with --cluster"
     ):
         command(run, "a100-80g:8")
-    with pytest.raises(ClusterError, match="there is no file a100-80g:8"):
+    with pytest.raises(ClusterError, match="no such file: a100-80g:8"):
         command(run, "a100-80g:8", update=True)
-    with pytest.raises(RunError, match=r"there is no run .*/b"):
+    with pytest.raises(RunError, match=r"no such run: .*/b"):
         command(run.parent / "b")
     gone = tmp_path / "gone"
     shutil.copytree(run, gone)

@@ -347,7 +347,7 @@ def test_however_it_is_stopped(plan, way, then, task, tmp_path):
             assert result.err == ""
         if stop.status == 2:
             rank, kept = (0 if "0" in way else 1), of_checkpoints(run)[-1]
-            hint = f"go on from step {kept} with: paceline resume r\n"
+            hint = f"continue from step {kept} with: paceline resume r\n"
             told = f"paceline: rank {rank} was killed by SIGKILL, after step {steps_done(run)}; {hint}"
             assert result.err.startswith(told), result.all
             assert [event.rank for event in of_kind(run, Failed) if not event.lost_peer] == [rank]
@@ -380,7 +380,7 @@ def test_a_second_signal_ends_it_at_once(task, tmp_path):
     assert result.status == 75
     assert (
         result.err
-        == f"paceline: stopped by SIGINT before all ranks had saved; go on from step {kept} with: paceline resume r\n"
+        == f"paceline: stopped by SIGINT before all ranks had saved; continue from step {kept} with: paceline resume r\n"
     )
 
 
@@ -913,10 +913,10 @@ def test_a_run_that_is_done_is_not_resumed_but_further(stopped, tmp_path):
 @pytest.mark.parametrize(
     ("path", "message"),
     [
-        ("nowhere", "there is no run nowhere; there is r"),
-        ("rr", "there is no run rr; did you mean r?"),
-        (".", ". is no run: it has no spec.toml"),
-        ("my.py", "there is no run my.py; there is r"),
+        ("nowhere", "no such run: nowhere; available: r"),
+        ("rr", "no such run: rr; did you mean r?"),
+        (".", ". is not a run folder: it has no spec.toml"),
+        ("my.py", "no such run: my.py; available: r"),
     ],
 )
 def test_what_is_no_run_is_refused(path, message, stopped):

@@ -616,13 +616,13 @@ def test_the_command_on_all_plans(at: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "sentence"),
     [
-        (("nothing.py:Mine", "--all"), "there is no file nothing.py"),
+        (("nothing.py:Mine", "--all"), "no such file: nothing.py"),
         (("my.py:Mine", "--plan", "zero4"), "there is no plan 'zero4'"),
         (("my.py:Mine", "--plan", "hsdp,replicate=3", "--ranks", "2"), "does not divide 2 ranks"),
         (("my.py:Mine", "--batch", "7", "--plan", "ddp", "--ranks", "2"), "batch 7 is not divisible"),
         (("my.py:Mine", "--all", "--plan", "ddp"), "say one of both"),
         (("my.py:Mine", "--plan", "ddp", "--set", "widht=3"), "did you mean width?"),
-        (("my.py:Mine", "--plan", "ddp", "--json", "no/such.json"), "there is no folder no"),
+        (("my.py:Mine", "--plan", "ddp", "--json", "no/such.json"), "no such folder: no"),
         (("my.py:Mine",), "say --plan PLAN or --all"),
     ],
 )

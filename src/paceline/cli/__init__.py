@@ -9,7 +9,7 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 from paceline.errors import Error
-from paceline.output import never_fail, open_standard_files, write_plainly
+from paceline.output import ignore_write_errors, open_standard_files, replace_unencodable
 from paceline.version import __version__
 
 TRAINING = ("train", "resume", "rank", "agent")  # commands that nothing printed may end
@@ -109,8 +109,8 @@ def _options(
 def main() -> None:
     """The top of the command line: an error that is meant is one sentence and exit status 2."""
     open_standard_files()
-    never_fail("stderr", *(["stdout"] if sys.argv[1:2] and sys.argv[1] in TRAINING else []))
-    write_plainly()
+    ignore_write_errors("stderr", *(["stdout"] if sys.argv[1:2] and sys.argv[1] in TRAINING else []))
+    replace_unencodable()
     own_log = (
         sys.argv[1:2] == ["rank"] and len(sys.argv) > 3
     )  # of a rank of our launcher on this machine: it says all

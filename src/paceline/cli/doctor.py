@@ -24,9 +24,9 @@ def doctor(
     from paceline.doctor.examine import examine
     from paceline.doctor.rank_state import find_damaged_heartbeats
     from paceline.doctor.text import format_details, format_sentence
-    from paceline.run import latest, open_run
+    from paceline.run import find_latest, open_run
 
-    run = run if run is not None else latest()
+    run = run if run is not None else find_latest()
     folder = open_run(run)
     check_outputs(json, None)
     found = examine(folder)

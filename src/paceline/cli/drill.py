@@ -13,7 +13,7 @@ import typer
 from paceline.cli.request_options import Target
 from paceline.drill.faults import FAULTS, FaultMoment, chosen, save_every, schedule
 from paceline.errors import LaunchError, PlanError, RunError
-from paceline.run import default_path
+from paceline.run import choose_path
 from paceline.spec import Launch, Spec
 from paceline.units import several
 
@@ -82,7 +82,7 @@ def drill(
     if keep is not None and keep.exists():
         raise RunError(f"{keep} exists already; say another --keep")
     spec, launch = read(target, flags, set or [], steps=STEPS)
-    one = _prepared(spec, launch, keep or default_path(None, "drill"))
+    one = _prepared(spec, launch, keep or choose_path(None, "drill"))
     moments = schedule(chosen(faults), spec.seed, rounds, one.steps, one.ranks)
     found, status = _held(one, moments, spec.task)
     if json is not None:
@@ -122,7 +122,9 @@ def _prepared(spec: Spec, launch: Launch, folder: Path) -> "Drill":
         raise PlanError(
             f"under plan {plan} no two trainings are the same, so there is nothing to compare with; use another plan"
         )
-    return Drill(spec.model_copy(update={"task": tasks.resolve(spec.task)}), launch, plan.on(ranks), folder)
+    return Drill(
+        spec.model_copy(update={"task": tasks.resolve_reference(spec.task)}), launch, plan.on(ranks), folder
+    )
 
 
 def _held(one: "Drill", moments: list[FaultMoment], task: str) -> tuple[dict[str, Any], int]:

@@ -31,7 +31,7 @@ def read(
         given["task"] = target
     also = specs.parse_overrides(set)
     for key, value in also.items():
-        specs.check_agree(
+        specs.check_same_value(
             specs.set_key(key), "its own option or argument", given.get(key, value), "--set", value
         )
     overrides = given | also
@@ -39,7 +39,7 @@ def read(
         overrides.setdefault("steps", steps)
     if file is not None and "task" not in overrides and "task" not in specs.read_toml(file):
         raise SpecError(f'{file} names no task; write task = "digits" there, or task = "my.py:Class"')
-    return specs.load(file, specs.one_length(overrides))
+    return specs.load(file, specs.replace_length(overrides))
 
 
 def announce(me: World) -> None:

@@ -58,7 +58,7 @@ def resume(
     said: dict[str, Any] = {key: value for key, value in flags.items() if value is not None}
     if most is not None:
         said["least_nodes"] = least
-    resume_run(open_run(run), specs.one_length(said), read_world(), edited=edited)
+    resume_run(open_run(run), specs.replace_length(said), read_world(), edited=edited)
 
 
 def resume_run(

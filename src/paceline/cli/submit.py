@@ -27,11 +27,11 @@ def submit(
     from paceline.launch.slurm.job_script import job_of, render
     from paceline.launch.slurm.site import read_site
     from paceline.plan.plan import AUTO, laid_out
-    from paceline.run import create, default_path
+    from paceline.run import choose_path, create
 
     spec, launch = request
-    spec = spec.model_copy(update={"task": task.locate(spec.task)})
-    path = default_path(launch.run, spec.task)
+    spec = spec.model_copy(update={"task": task.check_reference(spec.task)})
+    path = choose_path(launch.run, spec.task)
     where = read_site(site)
     slurm.asked(time, where)
     job = job_of(launch, where, path, time)

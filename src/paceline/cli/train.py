@@ -26,7 +26,7 @@ def train(
         from paceline import task
         from paceline.cli.keys import lines
 
-        print("\n".join(lines(request.spec.task, task.load_kind(request.spec.task))))
+        print("\n".join(lines(request.spec.task, task.load_task_class(request.spec.task))))
         return
     start_new(*request, read_world())
 
@@ -47,7 +47,7 @@ def start_new(spec: Spec, launch: Launch, me: World) -> None:
         return
     announce(me)
     launch = check(spec, launch, me)
-    spec = spec.model_copy(update={"task": task.resolve(spec.task)})
+    spec = spec.model_copy(update={"task": task.resolve_reference(spec.task)})
     if is_rank(launch, me):
         start(spec, launch, me, None)
         return

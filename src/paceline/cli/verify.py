@@ -92,7 +92,7 @@ def _verified(
     check_count(ranks)  # before every plan is looked for
     tasks.load_task(spec.task, spec.set)
     asked_task = spec.task
-    spec = spec.model_copy(update={"task": tasks.resolve(spec.task)})
+    spec = spec.model_copy(update={"task": tasks.resolve_reference(spec.task)})
     plans = [parse(asked)] if asked is not None else list(candidates(ranks))
     if asked is not None:
         plan = plans[0].on(ranks)

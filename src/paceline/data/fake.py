@@ -13,7 +13,7 @@ from paceline.errors import PlanError
 from paceline.plan.plan import Plan, share
 from paceline.spec import Spec
 from paceline.task import Task
-from paceline.user_code import described
+from paceline.user_code import describe_exception
 
 
 def example(spec: Spec, task: Task, plan: Plan, training: Samples | None = None) -> Batch:
@@ -68,7 +68,7 @@ def imagined(model: nn.Module) -> Iterator[Callable[[Batch], Batch]]:
 def without_values(error: Exception, tells: str, instead: str) -> PlanError:
     """The error of a model that met tensors without values in a pass that `tells` something."""
     return PlanError(
-        f"the model cannot be run on tensors without values, which tells {tells} ({described(error)}); use {instead}"
+        f"the model cannot be run on tensors without values, which tells {tells} ({describe_exception(error)}); use {instead}"
     )
 
 

@@ -29,7 +29,7 @@ from paceline.distributed.rng import (
 )
 from paceline.errors import DataError
 from paceline.task import MapDataset, Task
-from paceline.user_code import UserCode, described, passes
+from paceline.user_code import UserCode, describe_exception, is_passed_through
 
 Batch = Any
 Numbers = npt.NDArray[Any]  # of samples
@@ -171,7 +171,7 @@ class Samples:
         except (
             BaseException
         ) as error:  # the user's code; it is raised again, as a DataError, where the batch is used
-            if isinstance(error, KeyboardInterrupt) and passes(error):
+            if isinstance(error, KeyboardInterrupt) and is_passed_through(error):
                 raise
             at = self._reading
             what = (
@@ -180,7 +180,7 @@ class Samples:
                 else f"one of the samples {at} of {self.split!r}"
             )
             hint = NOT_STACKED if isinstance(at, list) and not hasattr(self.dataset, "batch_of") else ""
-            return FailedSample(f"{what} raised {described(error)}{hint}", traceback.format_exc())
+            return FailedSample(f"{what} raised {describe_exception(error)}{hint}", traceback.format_exc())
         return cast_floats(batch, self.floats) if self.floats is not None else batch
 
     def _one_by_one(self, numbers: list[int], indices: list[int]) -> Batch:

@@ -15,9 +15,9 @@ SOURCE = '''"""The task of a drill."""
 from pathlib import Path
 
 from paceline.drill.sample_log_task import SampleLog, watched
-from paceline.task import find_task
+from paceline.task import import_task_class
 
-{name} = watched(find_task({task!r}), SampleLog(Path({log!r}), Path({pace!r}), samples={samples}, microbatches={microbatches}))
+{name} = watched(import_task_class({task!r}), SampleLog(Path({log!r}), Path({pace!r}), samples={samples}, microbatches={microbatches}))
 '''
 
 

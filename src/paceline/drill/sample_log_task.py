@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from paceline.drill.training import NUMBER
-from paceline.task import Task, fields_of
+from paceline.task import Task, field_values
 
 METHODS = ("model", "inputs", "loss", "weights", "metrics", "layout", "optimizer", "pretrained")
 
@@ -83,7 +83,7 @@ def watched(kind: type[Task], notes: SampleLog) -> type[Task]:
 
     def own(self: Any) -> Task:
         if "_own" not in vars(self):
-            object.__setattr__(self, "_own", kind(**fields_of(self)))  # tasks are frozen
+            object.__setattr__(self, "_own", kind(**field_values(self)))  # tasks are frozen
         found: Task = vars(self)["_own"]
         return found
 

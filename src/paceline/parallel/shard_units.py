@@ -12,7 +12,7 @@ from paceline.data.fake import imagined
 from paceline.data.loader import Batch
 from paceline.distributed.rng import seeded_rngs
 from paceline.parallel.blocks import find_blocks, select_unshared
-from paceline.task import Task, layout_of
+from paceline.task import Task, read_layout
 from paceline.user_code import UserCode
 
 Slot = tuple[int, str]  # id of a module, and the name of a parameter there
@@ -47,7 +47,7 @@ def find_shard_units(model: nn.Module, task: Task, batch: Batch, seed: int) -> S
         model,
         [
             module
-            for unit in find_blocks(model, layout_of(task))
+            for unit in find_blocks(model, read_layout(task))
             for module in _split_unless_entered(unit, running)
         ],
     )

@@ -14,7 +14,7 @@ from paceline.launch.slurm.job_script import Job, job_of
 from paceline.launch.slurm.site import Site, read_site
 from paceline.plan.cost_model.framework_profiles import of_precision
 from paceline.plan.plan import AUTO, Plan, laid_out
-from paceline.run import default_path
+from paceline.run import choose_path
 from paceline.spec import Launch, Spec
 
 if TYPE_CHECKING:
@@ -48,7 +48,7 @@ class PreflightContext:
 
     @cached_property
     def run(self) -> Path:
-        return default_path(self.launch.run, self.spec.task)
+        return choose_path(self.launch.run, self.spec.task)
 
     @cached_property
     def task(self) -> tasks.Task:

@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from paceline.events import Ended, Evaluated, Event, Failed, Stalled, Started, Step
-from paceline.output import append_to
+from paceline.output import open_append
 from paceline.report.run_view import view
 from paceline.report.summary import SummaryBuilder
 from paceline.report.text import closing, headline, line, metrics, phases
@@ -33,7 +33,7 @@ def watch(events: Iterator[Event], run: RunFolder, console: Console | None = Non
         for event in events:
             if not shows:
                 with contextlib.suppress(OSError):  # a disk that takes no more files: the run goes on
-                    shows = [_lines(partial(_log, open_now.enter_context(append_to(run.log))))]
+                    shows = [_lines(partial(_log, open_now.enter_context(open_append(run.log))))]
                 shows.append(
                     open_now.enter_context(_bar(console))
                     if console.is_terminal

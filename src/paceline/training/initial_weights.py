@@ -325,7 +325,7 @@ def _digest(task: Task, model: nn.Module) -> str:
     """Of all that the initial weights of a model follow from: the task's fields, the code of its modules, libraries."""
     digest = hashlib.sha256()
     versions = [sys.version, __version__, *map(_version, LIBRARIES)]
-    digest.update(repr((tasks.reference_to(task), tasks.fields_of(task), versions)).encode())
+    digest.update(repr((tasks.reference_to(task), tasks.field_values(task), versions)).encode())
     kinds = {type(module) for module in model.modules()} | {*type(task).__mro__}
     for file in sorted(
         {

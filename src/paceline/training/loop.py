@@ -110,7 +110,7 @@ def train(
         if task is None:
             task = tasks.load_task(spec.task, spec.set)
         else:
-            spec = spec.model_copy(update={"task": tasks.reference_to(task), "set": tasks.fields_of(task)})
+            spec = spec.model_copy(update={"task": tasks.reference_to(task), "set": tasks.field_values(task)})
         here = choose_device(world, device)
         held.enter_context(_settings(spec, world))
         held.enter_context(

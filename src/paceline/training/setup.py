@@ -28,7 +28,7 @@ from paceline.parallel.fsdp import average_scalars_
 from paceline.plan.plan import MeshCoordinate, Plan
 from paceline.run import RunFolder
 from paceline.spec import Spec
-from paceline.task import Task, layout_of
+from paceline.task import Task, read_layout
 from paceline.training.checkpoint import save as checkpoint
 from paceline.training.checkpoint.identity import changes, identity, modules_of
 from paceline.training.init.deferred_init import Weights, fill_, loaded_names, named_tensors, record
@@ -129,7 +129,7 @@ def analyze_model(
         if plan.pp > 1:
             from paceline.parallel.pipeline import tracer
 
-            parts = tracer.StandInModel(model, layout_of(task), device)
+            parts = tracer.StandInModel(model, read_layout(task), device)
             recording = parts.trace_step(task, batch, spec.precision)
             if splits is not None:
                 recording.bar_tensor_parallel_pairs(splits.styles)
@@ -248,7 +248,7 @@ def build_training(
         called = model
     else:
         called = parallelize(
-            model, layout_of(task), plan, device, fill_with or fill, spec.compile, mesh, splits, units
+            model, read_layout(task), plan, device, fill_with or fill, spec.compile, mesh, splits, units
         )
     of_optimizer = OptimizerReport()
     optimizer = make_optimizer(task, spec.optimizer, plan, model, of_optimizer)

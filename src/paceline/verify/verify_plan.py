@@ -38,7 +38,7 @@ def verify_plan(
     task; RankError if a process fails.
     """
     if task is not None:
-        spec = spec.model_copy(update={"task": _reference_to(task), "set": tasks.fields_of(task)})
+        spec = spec.model_copy(update={"task": _reference_to(task), "set": tasks.field_values(task)})
     tasks.load_task(spec.task, spec.set)
     update = {"task": tasks.resolve(spec.task), "steps": steps, "epochs": None}
     parsed = parse(plan) if isinstance(plan, str) else plan

@@ -23,7 +23,7 @@ from paceline.parallel.forward import autocast, call_model
 from paceline.plan.comm_volume import pattern
 from paceline.plan.plan import Plan
 from paceline.spec import Spec
-from paceline.task import Task, layout_of
+from paceline.task import Task, read_layout
 from paceline.training.setup import PreparedTraining, build_training
 from paceline.training.step import TrainingStep
 
@@ -125,7 +125,7 @@ def _leaf(item: Any) -> Any:
 def _kinds(of: ReadyStep) -> list[_Kind]:
     """Blocks with the same class, parameters and inputs are of one kind."""
     model, task = of.laid.model, of.step.task
-    units = {id(block) for block in find_blocks(model, layout_of(task))}
+    units = {id(block) for block in find_blocks(model, read_layout(task))}
     found: dict[object, _Kind] = {}
     names = {id(module): name for name, module in model.named_modules()}
 

@@ -35,7 +35,7 @@ from paceline.parallel.forward import call_model
 from paceline.parallel.pytree import flatten
 from paceline.plan.plan import Plan
 from paceline.spec import Spec
-from paceline.task import Task, layout_of
+from paceline.task import Task, read_layout
 from paceline.user_code import UserCode
 
 RTOL = {torch.float64: 1e-8}  # of a model's output under cp to its output without; roundoff only
@@ -292,7 +292,7 @@ def check_context_parallel(task: Task, spec: Spec, plan: Plan, model: nn.Module)
     ]
     if isinstance(batch, FailedSample):
         return
-    alone, units = IdentityAttention(), find_blocks(model, layout_of(task))
+    alone, units = IdentityAttention(), find_blocks(model, read_layout(task))
     kept = [vars(unit).get("forward") for unit in units]
     for unit in units:
         unit.forward = replace_attention(alone)(unit.forward)

@@ -29,7 +29,7 @@ from paceline.parallel.pipeline.tied_weights import TiedWeightSync
 from paceline.parallel.pipeline.tracer import ForwardTrace
 from paceline.parallel.pytree import flatten
 from paceline.plan.plan import Plan
-from paceline.task import Task, layout_of
+from paceline.task import Task, read_layout
 from paceline.user_code import UserCode
 
 SCHEDULES = {
@@ -46,7 +46,7 @@ def check(plan: Plan, task: Task, model: nn.Module, trace: ForwardTrace) -> None
 
     Starts no process and allocates no memory.
     """
-    layout = layout_of(task)
+    layout = read_layout(task)
     parts = find_parts(model, layout)
     if plan.cp > 1:
         check_blocks(plan, model, find_blocks(model, layout), parts)
@@ -63,7 +63,7 @@ class Pipeline:
     def __init__(self, traced: TracedModel, rank: PipelineRank, seed: int):
         self.task, self.model, self.precision = traced.task, traced.model, traced.precision
         self.rank, self.seed = rank, seed
-        parts = find_parts(self.model, layout_of(self.task))
+        parts = find_parts(self.model, read_layout(self.task))
         self.partition = divide(rank.plan, self.model, parts, traced.trace)
         _split_tensors(traced, rank, self.partition)
         self.interceptor = CallInterceptor(parts)
@@ -85,7 +85,7 @@ class Pipeline:
         `shard_units`: names of the modules that `fully_shard` gathers separately; None: the blocks.
         """
         plan, model = self.rank.plan, self.model
-        units = find_blocks(model, layout_of(self.task))
+        units = find_blocks(model, read_layout(self.task))
         if plan.cp > 1:
             check_blocks(plan, model, units, self.interceptor.parts)
             context = ContextParallel(model, units, plan, self.rank.device)

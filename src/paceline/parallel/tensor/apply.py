@@ -38,7 +38,7 @@ from paceline.parallel.tensor.tracer import (
 )
 from paceline.plan.plan import Plan
 from paceline.spec import nearest
-from paceline.task import Layout, Task, layout_of
+from paceline.task import Layout, Task, read_layout
 
 STYLES = ("column", "row", "gather", "head", "vocabulary", "whole")
 UNEVEN = ("head", "vocabulary")  # styles whose last part may be smaller: vocabularies are seldom round
@@ -83,7 +83,7 @@ def find_splits(model: nn.Module, task: Task, batch: Batch, plan: Plan) -> Split
             styles = (
                 _styles_from_candidates(model, found, tp)
                 | _styles_from_tp_plan(model, found)
-                | _styles_from_layout(model, layout_of(task).tensor, tp)
+                | _styles_from_layout(model, read_layout(task).tensor, tp)
             )
             styles = {name: style for name, style in styles.items() if style != "whole"}
             _drop_inconsistent_ties(model, styles)
@@ -92,7 +92,7 @@ def find_splits(model: nn.Module, task: Task, batch: Batch, plan: Plan) -> Split
             columns = frozenset(name for name, style in styles.items() if style == "column")
             of_features = [(name, bool(of) and of <= columns) for name, of in found.draws]
             between, why = _find_sequence_plan(
-                model, run, styles, found.called, of_features, layout_of(task), plan
+                model, run, styles, found.called, of_features, read_layout(task), plan
             )
     except (PlanError, TaskError):
         raise

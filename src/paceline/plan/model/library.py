@@ -13,7 +13,7 @@ from paceline.errors import SpecError
 from paceline.plan.model.convnets import efficientnet, resnet
 from paceline.plan.model.facts import ModelFacts
 from paceline.plan.model.transformer import Transformer
-from paceline.spec import explain, known_keys, nearest, read_toml
+from paceline.spec import explain, list_keys, nearest, read_toml
 
 CONVOLUTIONS: Mapping[str, Callable[[str], ModelFacts]] = {
     "resnet50": lambda name: resnet(name, (3, 4, 6, 3)),
@@ -92,4 +92,4 @@ def _built(tree: Mapping[str, Any]) -> Transformer:
             raise SpecError(
                 f"model {tree.get('name', '')} does not say {', '.join(missing)}; {begin}"
             ) from error
-        raise SpecError(f"model {tree.get('name', '')}: {explain(error, known_keys(Transformer))}") from error
+        raise SpecError(f"model {tree.get('name', '')}: {explain(error, list_keys(Transformer))}") from error

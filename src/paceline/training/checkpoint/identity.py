@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from paceline.spec import Spec
-from paceline.task import Task, fields_of
+from paceline.task import Task, field_values
 from paceline.training.optimizer import local_optimizer
 
 METHODS = ("model", "dataset", "inputs", "loss", "weights", "metrics", "layout", "optimizer")
@@ -29,7 +29,7 @@ def identity(spec: Spec, task: Task, modules: str, optimizer: torch.optim.Optimi
     found = {name: repr(getattr(spec, name)) for name in ("precision", "tf32", "batch_norm")}
     found |= {f"optimizer.{key}": repr(value) for key, value in spec.optimizer}
     found |= {f"schedule.{key}": repr(value) for key, value in spec.schedule}
-    found |= {f"field {name}": repr(value)[:200] for name, value in fields_of(task).items()}
+    found |= {f"field {name}": repr(value)[:200] for name, value in field_values(task).items()}
     found |= {"optimizer": type(local_optimizer(optimizer)).__name__, MODULES: modules}
     return found | {f"{CODE}{name}": _digest(text) for name, text in _sources(task).items()}
 

@@ -31,7 +31,7 @@ from paceline.parallel.tensor.tracer import silence_fake_tensor_errors
 from paceline.plan.comm_volume import CommVolume
 from paceline.plan.plan import Plan, share
 from paceline.spec import Spec
-from paceline.task import Task, layout_of, load_task
+from paceline.task import Task, load_task, read_layout
 from paceline.training.ddp_warmup import settle
 from paceline.training.dry_run.comm_counter import CommCounter
 from paceline.training.dry_run.identical_stages import find_identical_places
@@ -82,7 +82,7 @@ def compute_stage_volumes(spec: Spec, plan: Plan, ranks: int, task: Task | None 
     Arguments and errors are those of `compute_comm_volume`.
     """
     inputs = _prepare(spec, plan, ranks, task)
-    places = find_identical_places(inputs.plan, layout_of(inputs.task), inputs.studied)
+    places = find_identical_places(inputs.plan, read_layout(inputs.task), inputs.studied)
     first_ranks = [place * inputs.plan.copies for place in range(plan.pp)]
     volumes = {
         at: _simulate_rank(inputs, World(rank=first_ranks[at], size=ranks), inputs.studied.again())

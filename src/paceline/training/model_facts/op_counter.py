@@ -18,7 +18,7 @@ from paceline.parallel.blocks import find_blocks
 from paceline.parallel.op_rules import ATTENTION, attention_inputs
 from paceline.plan.model.facts import Attention, Product
 from paceline.plan.model.operations import Operation
-from paceline.task import Task, layout_of
+from paceline.task import Task, read_layout
 
 ATEN = torch.ops.aten
 FIRST, LAST = -1, -2  # what is computed ahead of the blocks, and behind or between them
@@ -87,7 +87,7 @@ class OpCounter(TorchDispatchMode):
         super().__init__()
         self.model, self.styles = model, styles
         self.names = {id(module): name for name, module in model.named_modules()}
-        units = find_blocks(model, layout_of(task)) or [model]
+        units = find_blocks(model, read_layout(task)) or [model]
         self.unit_of = {id(unit): k for k, unit in enumerate(units)}
         self.units = units
         self.parts = {FIRST: BlockCount("first"), LAST: BlockCount("last")} | {
