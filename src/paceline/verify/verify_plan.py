@@ -40,7 +40,7 @@ def verify_plan(
     if task is not None:
         spec = spec.model_copy(update={"task": _reference_to(task), "set": tasks.field_values(task)})
     tasks.load_task(spec.task, spec.set)
-    update = {"task": tasks.resolve(spec.task), "steps": steps, "epochs": None}
+    update = {"task": tasks.resolve_reference(spec.task), "steps": steps, "epochs": None}
     parsed = parse(plan) if isinstance(plan, str) else plan
     with Verification(spec.model_copy(update=update), ranks, timeout_s) as verification:
         return verification.verify(parsed)
