@@ -36,7 +36,7 @@ def batches() -> list[tuple[Tensor, Tensor]]:
 
 
 def ours(schedule: str) -> tuple[Callable[[], Any], Any]:
-    plan = parse(f"pp={RANKS},microbatches={MICRO},pp_schedule={schedule}").on(RANKS)
+    plan = parse(f"pp={RANKS},microbatches={MICRO},pp_schedule={schedule}").resolve(RANKS)
     laid = build_training(Spec(batch=MICRO * SHARE), plan, read_world(), TASK, CPU)
     pieces = batches()
     return lambda: laid.step(pieces, 0, 1.0), laid.step.pipeline.schedule

@@ -115,11 +115,11 @@ def plans_of(case: Case, cluster: Cluster) -> list[Plan]:
         choose(case.spec, task, case.ranks, cluster=cluster).plan,
         *(shortest(plan, case.ranks) for plan, _ in fastest),
     ]
-    seen = {plan.on(case.ranks) for plan in plans}
+    seen = {plan.resolve(case.ranks) for plan in plans}
     for plan in wanted:
-        if plan.on(case.ranks) not in seen:
+        if plan.resolve(case.ranks) not in seen:
             plans.append(plan)
-            seen.add(plan.on(case.ranks))
+            seen.add(plan.resolve(case.ranks))
     return plans
 
 
@@ -139,7 +139,7 @@ def rows(case: Case, cluster: Cluster, plans: list[Plan], kept: Kept) -> Iterato
     task = load_task(case.spec.task, case.spec.set)
     facts, auto = (
         describe(case.spec, task),
-        choose(case.spec, task, case.ranks, cluster=cluster).plan.on(case.ranks),
+        choose(case.spec, task, case.ranks, cluster=cluster).plan.resolve(case.ranks),
     )
     for plan in plans:
         times, peaks = kept.of("step_s", case.key(plan)), kept.of("bytes", case.key(plan))
@@ -151,7 +151,7 @@ def rows(case: Case, cluster: Cluster, plans: list[Plan], kept: Kept) -> Iterato
                 continue
             of_tensors = sum(part.value for part in cost.memory.parts if part.name not in NOT_COUNTED)
             parts = {part.name: part.value for part in cost.time.parts}
-            is_auto = plan.on(case.ranks) == auto
+            is_auto = plan.resolve(case.ranks) == auto
             yield Row(
                 case, str(plan), cost.step_s, statistics.median(times), of_tensors, max(peaks), is_auto, parts
             )

@@ -18,7 +18,7 @@ from paceline.distributed.world import read_world
 from paceline.errors import Error
 from paceline.launch.rank_pool import Ranks
 from paceline.parallel.ddp import release
-from paceline.plan.plan import Plan, parse, share
+from paceline.plan.plan import Plan, micro_batch_size, parse
 from paceline.plan.search.candidates import candidates
 from paceline.spec import Spec
 from paceline.task import load_task
@@ -33,8 +33,8 @@ def possible(spec: Spec, task: Task, ranks: int) -> Iterator[Plan]:
     """The plans that this task can be trained with, before any rank is started."""
     for plan in candidates(ranks):
         try:
-            on = plan.on(ranks)
-            share(spec.batch, on)
+            on = plan.resolve(ranks)
+            micro_batch_size(spec.batch, on)
             validate_plan(spec, on, task)
         except Error:
             continue
@@ -65,7 +65,7 @@ def _counted(spec: Spec, plan: str) -> int:
     keep_freed_memory()
     me = read_world()
     task = _training_only(load_task(spec.task, spec.set))
-    on = parse(plan).on(me.size)
+    on = parse(plan).resolve(me.size)
     torch.set_num_threads(1)  # they do not change what tensors take
     data = open_data(spec, task)
     assert on.dp is not None

@@ -10,10 +10,10 @@ from paceline.plan.cost_model.constants import CONSTANTS
 from paceline.plan.cost_model.framework_profiles import DEEPSPEED, MEGATRON
 from paceline.plan.cost_model.memory import memory, state
 from paceline.plan.cost_model.rates import speeds
-from paceline.plan.cost_model.schedules import StageTimes, rate
 from paceline.plan.cost_model.work_split import Split
 from paceline.plan.model.facts import ModelFacts
 from paceline.plan.model.transformer import Transformer
+from paceline.plan.schedules import StageTimes, bubble_share
 from published_rows import Unpriced
 
 Score = tuple[str, float, float]  # id, predicted, published
@@ -97,7 +97,7 @@ def pipeline_bubble(row: Mapping[str, str]) -> Score:
     stages = {"interleaved": (LAYERS[model] + 2) // p if told else 2, "zb-v": 2}.get(kind, 1)
     return (
         f"{model} {row['schedule']} {p} × {m}",
-        100 * rate(kind, p, m, stages, StageTimes(*passes), send),
+        100 * bubble_share(kind, p, m, stages, StageTimes(*passes), send),
         100 * float(row["bubble_rate"]),
     )
 

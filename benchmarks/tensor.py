@@ -41,7 +41,7 @@ def batch() -> tuple[torch.Tensor, torch.Tensor]:
 
 def ours() -> Callable[[], Any]:
     dp = dist.get_world_size() // TP
-    plan = parse(f"tp={TP}" + (f",dp={dp},zero=2" if dp > 1 else "")).on(dist.get_world_size())
+    plan = parse(f"tp={TP}" + (f",dp={dp},zero=2" if dp > 1 else "")).resolve(dist.get_world_size())
     laid = build_training(Spec(batch=SHARE * dp), plan, read_world(), TASK, CPU)
     pieces = [batch()]
     return lambda: laid.step(pieces, 0, 1.0)

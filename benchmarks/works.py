@@ -66,7 +66,7 @@ def plans(ranks: int) -> list[Plan]:
     return [
         plan
         for plan in candidates(ranks)
-        if ranks < MANY or (plan.microbatches is None and (plan.zero in (0, 3) or not plan.is_mixed))
+        if ranks < MANY or (plan.microbatches is None and (plan.zero in (0, 3) or not plan.splits_model))
     ]
 
 

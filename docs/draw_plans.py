@@ -11,7 +11,8 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from schedules import TIMES, Chart, chart
 
-from paceline.plan.plan import SCHEDULES, parse
+from paceline.plan.plan import parse
+from paceline.plan.schedules import RUNNABLE_SCHEDULES
 
 FOLDER = Path(__file__).parent / "plans"
 GREY, INK = "#768390", "#14202b"  # what stands outside of boxes can be read on white and on black
@@ -327,7 +328,10 @@ def draw_chart(of: Chart) -> str:
 
 
 def charts() -> list[Chart]:
-    return [chart(parse(f"pp=4,pp_schedule={schedule},microbatches=8").on(4)) for schedule in SCHEDULES]
+    return [
+        chart(parse(f"pp=4,pp_schedule={schedule},microbatches=8").resolve(4))
+        for schedule in RUNNABLE_SCHEDULES
+    ]
 
 
 def drawn() -> dict[str, str]:
@@ -338,10 +342,8 @@ def drawn() -> dict[str, str]:
 
 def report(of: Chart) -> str:
     plan = of.plan
-    assert plan.microbatches is not None
-    assert plan.stages is not None
     apart = any(slot.kind == "W" for slot in of.slots)  # nothing waits but for a forward pass
-    ideal = (plan.pp - 1) / (plan.stages * plan.microbatches * (3 if apart else 1))
+    ideal = (plan.pp - 1) / (plan.stages_per_rank * plan.microbatches * (3 if apart else 1))
     formula = f"; by formula {ideal / (1 + ideal):.1%} and {ideal:.2%}"
     kept = " ".join(f"{float(of.kept(rank)):g}" for rank in range(plan.pp))
     bubble, more = float(of.bubble), float(of.length / of.ideal - 1)

@@ -8,9 +8,8 @@ from typing import Any
 from torch import nn
 from torch.distributed import pipelining
 
-from paceline.parallel.pipeline.runner import SCHEDULES
 from paceline.parallel.pipeline.stage import stage_ranks
-from paceline.plan.plan import Plan
+from paceline.plan.plan import ResolvedPlan
 
 # Of the forward pass of all layers of a rank; a backward pass takes twice as long, half of it for the gradients of the weights.
 TIMES = {"F": 1, "B": 2, "I": 1, "W": 1}
@@ -28,7 +27,7 @@ class Slot:
 
 @dataclass(frozen=True)
 class Chart:
-    plan: Plan
+    plan: ResolvedPlan
     slots: tuple[Slot, ...]
 
     @property
@@ -47,14 +46,13 @@ class Chart:
 
     def kept(self, rank: int) -> Fraction:
         """The most activations that a rank keeps for its backward passes, in those of a micro-batch in all layers of a rank."""
-        assert self.plan.stages is not None
         ends = [(slot.end, -1) for slot in self.slots if slot.rank == rank and slot.kind in "BW"]
         starts = [(slot.start, 1) for slot in self.slots if slot.rank == rank and slot.kind == "F"]
         now = most = 0
         for _, change in sorted(ends + starts):
             now += change
             most = max(most, now)
-        return Fraction(most, self.plan.stages)
+        return Fraction(most, self.plan.stages_per_rank)
 
 
 class Recorder:
@@ -82,17 +80,16 @@ class Recorder:
         pass
 
 
-def order(plan: Plan) -> dict[int, list[tuple[int, str, int]]]:
+def order(plan: ResolvedPlan) -> dict[int, list[tuple[int, str, int]]]:
     """Of each pp rank the stages, kinds and micro-batches in the order of torch's schedule. `plan`: all of it said.
 
     Schedules with several stages on a rank keep a list of it; the others are run on stages that only take notes, since the list that
     some releases keep of them is not what they do.
     """
     assert plan.pp_schedule is not None
-    assert plan.microbatches is not None
-    kind = getattr(pipelining, SCHEDULES[plan.pp_schedule])
+    kind = getattr(pipelining, plan.schedule.torch_class)
     ranks = stage_ranks(plan)
-    if plan.stages == 1:
+    if plan.stages_per_rank == 1:
         recorders = [Recorder(stage, plan.pp) for stage in range(plan.pp)]
         for recorder in recorders:
             schedule = kind(recorder, plan.microbatches)
@@ -122,9 +119,8 @@ def order(plan: Plan) -> dict[int, list[tuple[int, str, int]]]:
     }
 
 
-def chart(plan: Plan) -> Chart:
+def chart(plan: ResolvedPlan) -> Chart:
     """Each rank computes in its order, as soon as it has what it needs; to send takes no time."""
-    assert plan.stages is not None
     waiting = {rank: list(of) for rank, of in order(plan).items()}
     last = len(stage_ranks(plan)) - 1
     done: dict[tuple[int, str, int], Fraction] = {}
@@ -136,7 +132,7 @@ def chart(plan: Plan) -> Chart:
             while of and all(need in done for need in _needs(*of[0], last)):
                 stage, kind, microbatch = of.pop(0)
                 start = max([free[rank], *(done[need] for need in _needs(stage, kind, microbatch, last))])
-                free[rank] = start + Fraction(TIMES[kind], plan.stages)
+                free[rank] = start + Fraction(TIMES[kind], plan.stages_per_rank)
                 slots.append(Slot(rank, stage, kind, microbatch, start, free[rank]))
                 done[stage, "B" if kind == "I" else kind, microbatch] = free[rank]
         if len(done) == before:

@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from paceline.errors import PlanError
-from paceline.plan.plan import RECOMPUTE, SCHEDULES, WORDS, parse, share
+from paceline.plan.plan import NAMED_PLANS, RECOMPUTE, micro_batch_size, parse
+from paceline.plan.schedules import RUNNABLE_SCHEDULES
 from paceline.spec import Spec
 from paceline.task import load_task
 from paceline.training.setup import validate_plan
@@ -23,9 +24,9 @@ def plan_of(command: str):
     """The plan, for its ranks and the batch. Raises PlanError, also for what only the model can tell."""
     words = shlex.split(command)
     said = {flag: words[at + 1] for at, flag in enumerate(words) if flag.startswith("--")}
-    plan = parse(said["--plan"]).on(int(said["--ranks"]))
+    plan = parse(said["--plan"]).resolve(int(said["--ranks"]))
     spec = Spec(task=words[2], batch=int(said.get("--batch", Spec.model_fields["batch"].default)))
-    share(spec.batch, plan)
+    micro_batch_size(spec.batch, plan)
     validate_plan(spec, plan, load_task(spec.task, spec.set))
 
 
@@ -47,7 +48,7 @@ def test_the_pictures_are_what_the_script_draws(checked):
 def test_the_bubbles_are_those_of_the_formula_and_on_the_page(checked):
     """gpipe, 1f1b: (p-1)/(m+p-1) of the time. Of the ideal time interleaved: (p-1)/(v m), gradients of weights apart: (p-1)/(3 v m)."""
     found = dict(re.findall(r"^(\S+) +bubble (\S+)% of the time", checked.stdout, re.M))
-    assert set(found) == set(SCHEDULES)
+    assert set(found) == set(RUNNABLE_SCHEDULES)
     assert found["gpipe"] == found["1f1b"] == f"{100 * 3 / 11:.1f}"
     for schedules, ideal in ((("interleaved",), 3 / (2 * 8)), (("zero-bubble", "zbv"), 3 / (3 * 2 * 8))):
         assert all(found[schedule] == f"{100 * ideal / (1 + ideal):.1f}" for schedule in schedules)
@@ -94,8 +95,8 @@ def test_a_command_that_cannot_be_is_noticed(plan):
 def test_every_plan_has_its_place_and_picture():
     said = "\n".join(COMMANDS)
     words = [
-        *WORDS,
-        *(f"pp_schedule={name}" for name in SCHEDULES),
+        *NAMED_PLANS,
+        *(f"pp_schedule={name}" for name in RUNNABLE_SCHEDULES),
         *(f"recompute={name}" for name in RECOMPUTE if name != "none"),
     ]
     assert [word for word in words if word not in said] == []

@@ -511,7 +511,7 @@ def test_two_files_beside_each_other(tmp_path):
         ({"sizes": "0B,1KiB"}, "no size is 0"),
         ({"axes": "tp"}, "axis tp is one of a plan's mesh: say which with --plan"),
         ({"axes": "nodes"}, "unknown axis nodes; did you mean node?"),
-        ({"plan": "tp=3"}, "plan tp=3 needs a multiple of tp=3 = 3 ranks, got 2"),
+        ({"plan": "tp=3"}, "plan tp=3 requires a multiple of tp=3 = 3 ranks, got 2"),
         ({"ranks": 1}, "one rank has nobody to talk to: use --ranks 2 or more"),
         ({"plot": Path("a.gif")}, "cannot draw a.gif: its name must end in .svg or .png"),
         ({"json": Path("none/a.json")}, "no such folder: none; create it first"),

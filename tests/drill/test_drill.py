@@ -63,7 +63,7 @@ def test_what_ranks_note_is_read_as_steps() -> None:
 
 
 def test_steps_are_put_together_from_the_ranks() -> None:
-    plan = parse("tp=2,microbatches=2").on(4)
+    plan = parse("tp=2,microbatches=2").resolve(4)
     first, second = (
         [Update(1, ((0, 1), (4, 5))), Update(2, ((8, 9), (12, 13)))],
         [Update(1, ((2, 3), (6, 7)))],
@@ -77,7 +77,7 @@ def test_of_a_pipeline_the_last_stage_tells(tmp_path: Path) -> None:
     for rank in range(2):
         (tmp_path / f"0-0-{rank}").write_text(f"[1, [{rank}]]\n[2]\n")
     (tmp_path / "0-1-1").write_text("[1, [7]]\n")
-    assert sample_audit.read(tmp_path, parse("pp=2,microbatches=1,pp_schedule=gpipe").on(2)) == [
+    assert sample_audit.read(tmp_path, parse("pp=2,microbatches=1,pp_schedule=gpipe").resolve(2)) == [
         {1: [Update(2, ((1,),))]}
     ]
 
@@ -175,7 +175,7 @@ def test_a_clock_is_set(tmp_path: Path) -> None:
         ),
         (
             ("--ranks", "3", "--plan", "tp=2"),
-            "plan tp=2 needs a multiple of tp=2 = 2 ranks, got 3: use --ranks 2 or 4",
+            "plan tp=2 requires a multiple of tp=2 = 2 ranks, got 3: use --ranks 2 or 4",
         ),
         (("--json", "nowhere/found.json"), "cannot write nowhere/found.json: no such folder: nowhere"),
     ],

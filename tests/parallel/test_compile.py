@@ -62,4 +62,4 @@ def test_what_cannot_be_compiled_is_refused_before_anything_starts(
     plan: str, size: int, sentence: str
 ) -> None:
     with pytest.raises(PlanError, match=sentence):
-        validate_plan(SPEC.model_copy(update={"compile": True}), parse(plan).on(size), models.Text())
+        validate_plan(SPEC.model_copy(update={"compile": True}), parse(plan).resolve(size), models.Text())

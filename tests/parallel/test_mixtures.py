@@ -100,7 +100,7 @@ EIGHT = [
 def test_eight_ranks(task: Task, plan: str) -> None:
     spec = wanted()
     try:
-        validate_plan(spec, parse(plan).on(8), task)
+        validate_plan(spec, parse(plan).resolve(8), task)
     except PlanError:
         pytest.skip("too few parts")
     assert not wrong(8, plan, task, spec)
@@ -168,7 +168,7 @@ def test_blocks_are_not_cut_inside_and_across() -> None:
     with pytest.raises(
         PlanError, match=r"pp can cut model.layers.0, which has most of the parameters, and cp needs it whole"
     ):
-        validate_plan(wanted(), parse("pp=2,cp=2").on(4), OneBlock())
+        validate_plan(wanted(), parse("pp=2,cp=2").resolve(4), OneBlock())
 
 
 # Optimizer state that is dealt out where parameters are cut
@@ -194,9 +194,9 @@ class Held:
 
 def held(plan: str) -> Held:
     task, me, spec = sequences.Encoder(), read_world(), wanted(ADAMW)
-    on_ranks = parse(plan).on(me.size)
+    on_ranks = parse(plan).resolve(me.size)
     laid = build_training(spec, on_ranks, me, task, torch.device("cpu"))
-    laid.update([example(spec, task, on_ranks)] * (on_ranks.microbatches or 1), 0, 1.0)
+    laid.update([example(spec, task, on_ranks)] * on_ranks.microbatches, 0, 1.0)
     state = [value for of in laid.step.optimizer.state.values() for value in of.values() if value.dim()]
     return Held(elements(laid.step.params), elements(state))
 

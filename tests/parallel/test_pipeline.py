@@ -141,7 +141,7 @@ def test_values_that_cross_beside_the_hidden_state(task: Task, schedule: str) ->
 )
 def test_whole_product(size: int, plan: str, task: Task) -> None:
     try:
-        validate_plan(SPEC, parse(plan).on(size), task)
+        validate_plan(SPEC, parse(plan).resolve(size), task)
     except PlanError:
         pytest.skip("too few parts")
     assert not same(size, plan, task)
@@ -211,7 +211,7 @@ def test_resume_under_another_plan(first: str, second: str, tmp_path: Path) -> N
 
 
 def partition_of(task: Task, plan: str, size: int) -> tuple[torch.nn.Module, StagePartition]:
-    laid_out = parse(plan).on(size)
+    laid_out = parse(plan).resolve(size)
     model = build(SPEC, task).model
     trace = StandInModel(model, task.layout(), CPU).trace(
         task, example(SPEC, task, laid_out), "fp64", training=True
@@ -242,8 +242,8 @@ def test_what_several_stages_use_they_all_hold() -> None:
 
 
 def test_where_stages_lie() -> None:
-    assert stage_ranks(parse("pp=2,pp_schedule=interleaved").on(2)) == [0, 1, 0, 1]
-    assert stage_ranks(parse("pp=3,pp_schedule=zbv,microbatches=6").on(3)) == [0, 1, 2, 2, 1, 0]
+    assert stage_ranks(parse("pp=2,pp_schedule=interleaved").resolve(2)) == [0, 1, 0, 1]
+    assert stage_ranks(parse("pp=3,pp_schedule=zbv,microbatches=6").resolve(3)) == [0, 1, 2, 2, 1, 0]
 
 
 def test_placeholders_are_loud() -> None:
@@ -294,7 +294,7 @@ def test_what_cannot_be_cut_is_refused_before_anything_starts(
 ) -> None:
     spec = SPEC.model_copy(update={"batch": 16 * size})
     with pytest.raises(PlanError, match=sentence):
-        validate_plan(spec, parse(plan).on(size), task)
+        validate_plan(spec, parse(plan).resolve(size), task)
 
 
 # Negative controls

@@ -185,7 +185,7 @@ KINDS = ("late", "inputs", "evaluated", "skip", "derived", "middle")
 def test_what_no_stage_could_keep_is_refused(kind: str, plan: str, sentence: str) -> None:
     ranks = 7 if "pp=7" in plan else 2
     with pytest.raises(PlanError, match=sentence + "; use pp="):
-        validate_plan(SPEC.model_copy(update={"batch": 7 * 16}), parse(plan).on(ranks), Kept(kind=kind))
+        validate_plan(SPEC.model_copy(update={"batch": 7 * 16}), parse(plan).resolve(ranks), Kept(kind=kind))
 
 
 @pytest.mark.parametrize("kind", KINDS)

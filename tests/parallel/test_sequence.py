@@ -126,7 +126,7 @@ class Words(models.Text):
 
 def splits_of(task: Task, plan: str) -> Splits:
     model, _, _ = record(task.model, 0)
-    laid = parse(plan).on(parse(plan).tp * parse(plan).pp * parse(plan).cp)
+    laid = parse(plan).resolve(parse(plan).tp * parse(plan).pp * parse(plan).cp)
     return find_splits(model, task, example(SPEC, task, laid), laid)
 
 

@@ -74,7 +74,7 @@ def test_the_same_as_dense(size: int, plan: str) -> None:
 
 def refusals(plan: str) -> str:
     with pytest.raises(PlanError) as caught:
-        analyze_model(sgd(), parse(plan).on(2), Words(), CPU)
+        analyze_model(sgd(), parse(plan).resolve(2), Words(), CPU)
     return str(caught.value)
 
 
@@ -82,7 +82,7 @@ def test_other_plans_refuse() -> None:
     for plan in ("zero1", "zero2", "zero3", "tp=2", "pp=2,microbatches=2", "local-sgd"):
         message = refusals(plan)
         assert message.startswith(
-            f"plan {parse(plan).on(2)}: the gradient of bag.weight is sparse, which single and ddp alone can do"
+            f"plan {parse(plan).resolve(2)}: the gradient of bag.weight is sparse, which single and ddp alone can do"
         ), message
 
 

@@ -16,7 +16,7 @@ from paceline.errors import PlanError, TaskError
 from paceline.parallel.tensor import apply as tensor
 from paceline.parallel.tensor import linear as layers
 from paceline.parallel.tensor.apply import Splits, find_splits
-from paceline.plan.plan import Plan, parse
+from paceline.plan.plan import ResolvedPlan, parse
 from paceline.spec import Optimizer
 from paceline.tasks.digits import Digits
 
@@ -197,7 +197,7 @@ def splits_of(task: Task, tp: int = 2) -> Splits:
     from paceline.training.init.deferred_init import record
 
     model, _, _ = record(task.model, 0)
-    plan = Plan(dp=1, tp=tp, microbatches=1)
+    plan = ResolvedPlan(tp=tp)
     return find_splits(model, task, example(SPEC, task, plan), plan)
 
 

@@ -74,7 +74,7 @@ def test_parts() -> None:
 )
 def test_the_training_is_that_of_one_process(size: int, plan: str, tied: bool) -> None:
     task = Odd(tied=tied)
-    styles = analyze_model(SPEC, parse(plan).on(size), task, torch.device("cpu")).splits.styles
+    styles = analyze_model(SPEC, parse(plan).resolve(size), task, torch.device("cpu")).splits.styles
     assert {name: style for name, style in styles.items() if name in ("0", "3")} == {
         "0": "vocabulary",
         "3": "head",
@@ -135,7 +135,7 @@ def test_resumed_under_other_plans(tmp_path: Path) -> None:
 
 def test_a_rank_that_would_have_nothing() -> None:
     """Nobody asked for the head to be split: then it is whole, and that is said. Else the sizes are."""
-    plan = parse("tp=12").on(12)
+    plan = parse("tp=12").resolve(12)
     found = analyze_model(SPEC.model_copy(update={"batch": 12}), plan, Odd(), torch.device("cpu")).splits
     assert not {"0", "3"} & found.styles.keys()
     assert found.notes == ("tp: 0, 3 not split",)

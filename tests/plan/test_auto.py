@@ -94,7 +94,7 @@ def test_from_python() -> None:
     started = next(iter(events))
     events.close()
     assert isinstance(started, Started)
-    assert parse(started.plan).on(1).dp == 1
+    assert parse(started.plan).resolve(1).dp == 1
     assert any(note.startswith("auto took plan") for note in started.notes)
 
 
@@ -113,7 +113,7 @@ def test_what_cannot_be_is_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(choosing, "answer", with_one_that_cannot)
     taken = choose(spec, SMALL, 4, cluster=machine()).plan
-    assert taken.on(4) in (first.on(4), Plan(dp=1, tp=2, pp=2, microbatches=2).on(4))
+    assert taken.resolve(4) in (first.resolve(4), Plan(dp=1, tp=2, pp=2, microbatches=2).resolve(4))
     assert taken.tp != 4
 
 
@@ -133,7 +133,7 @@ def test_micro_batches_are_another_training_for_batch_norm(
         task = load_task(spec.task, {"norm": norm})
         found: list[str] = []
         plans = choosing.answer(choosing.describe(spec, task), machine(), 24, ranks=2).plans
-        can = [plan.on(2).microbatches for plan, _ in choosing._possible(plans, spec, task, 2, found)]
+        can = [plan.resolve(2).microbatches for plan, _ in choosing._possible(plans, spec, task, 2, found)]
         assert (max(microbatches or 1 for microbatches in can) > 1) is not norm
         assert any("BatchNorm" in why for why in found) is norm
 
@@ -158,7 +158,7 @@ def test_float64_is_not_predicted() -> None:
 )
 def test_a_plan_is_said_shortly(plan: str, ranks: int, said: str) -> None:
     assert str(shortest(parse(plan), ranks)) == said
-    assert shortest(parse(plan), ranks).on(ranks) == parse(plan).on(ranks)
+    assert shortest(parse(plan), ranks).resolve(ranks) == parse(plan).resolve(ranks)
 
 
 def test_the_machine_of_another_device_is_left_aside(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

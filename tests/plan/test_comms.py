@@ -19,8 +19,9 @@ from harness import ranks
 from paceline import Spec, Task
 from paceline.errors import LaunchError, PlanError, TaskError
 from paceline.plan.comm_volume import MODEL, PACELINE, CommVolume, Entry, axis_of
-from paceline.plan.plan import RECOMPUTE, SCHEDULES, Plan, parse
+from paceline.plan.plan import RECOMPUTE, Plan, parse
 from paceline.plan.report.comm_volume import tables
+from paceline.plan.schedules import RUNNABLE_SCHEDULES
 from paceline.spec import Optimizer
 from paceline.training.dry_run.comm_counter import CommCounter
 from paceline.training.dry_run.dry_run import compute_comm_volume
@@ -189,7 +190,7 @@ def test_what_a_rank_sends_in_a_ring() -> None:
     ],
 )
 def test_axes(plan: str, size: int, group: range, axis: str) -> None:
-    assert axis_of(parse(plan).on(size), group) == axis
+    assert axis_of(parse(plan).resolve(size), group) == axis
 
 
 def other_collectives() -> tuple[CommVolume, CommVolume]:
@@ -197,7 +198,7 @@ def other_collectives() -> tuple[CommVolume, CommVolume]:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-    plan, rank = Plan(tp=2).on(2), dist.get_rank()
+    plan, rank = Plan(tp=2).resolve(2), dist.get_rank()
     here, both, parts = torch.zeros(3), torch.zeros(6), [torch.zeros(3), torch.zeros(3)]
     with CommCounter(nn.Module(), plan) as said:
         dist.reduce(here, 0)
@@ -349,7 +350,7 @@ CUT = [  # ranks, plan, task; Text has tied weights, whose gradients the stages 
 CUT_MORE = [
     *(
         (2, f"pp=2,pp_schedule={schedule}", task)
-        for schedule in SCHEDULES
+        for schedule in RUNNABLE_SCHEDULES
         for task in (models.Text, models.ShortText)
     ),
     *((2, f"pp=2,pp_schedule={schedule}", models.NormedImages) for schedule in ("gpipe", "1f1b")),
@@ -358,7 +359,7 @@ CUT_MORE = [
         for schedule in ("gpipe", "1f1b", "zero-bubble")
         for zero in (0, 2, 3)
     ),
-    *((4, f"pp=2,tp=2,pp_schedule={schedule}", models.ShortText) for schedule in SCHEDULES),
+    *((4, f"pp=2,tp=2,pp_schedule={schedule}", models.ShortText) for schedule in RUNNABLE_SCHEDULES),
     *(
         (4, f"{plan},recompute={how}", models.ShortText)
         for plan in ("pp=2,tp=2", "cp=2,tp=2", "cp=2,zero=3")

@@ -5,7 +5,7 @@ import itertools
 import pytest
 
 from paceline.errors import PlanError
-from paceline.plan.plan import KEYS, WORDS, Plan, parse, share
+from paceline.plan.plan import KEYS, NAMED_PLANS, Plan, micro_batch_size, parse
 
 ALL = [
     Plan(zero=zero, dp=dp, replicate=replicate, microbatches=microbatches)
@@ -25,7 +25,7 @@ def test_no_two_plans_are_written_alike():
     assert len({str(plan) for plan in ALL}) == len(ALL)
 
 
-@pytest.mark.parametrize("word", WORDS)
+@pytest.mark.parametrize("word", NAMED_PLANS)
 def test_a_word_is_written_as_itself(word):
     assert str(parse(word)) == word
 
@@ -62,7 +62,10 @@ def test_words_and_keys(text, plan):
             + ", ".join(f"{key}=" for key in KEYS[:-4])
             + " and 4 more",
         ),
-        ("ddp,mirco=2", "plan 'ddp,mirco=2': there is no key 'mirco'; did you mean microbatches?"),
+        (
+            "ddp,microbatch=2",
+            "plan 'ddp,microbatch=2': there is no key 'microbatch'; did you mean microbatches?",
+        ),
         (
             "ddp,microbatches=two",
             "plan 'ddp,microbatches=two': microbatches must be a whole number, got 'two'",
@@ -73,15 +76,24 @@ def test_words_and_keys(text, plan):
         ("zero=4", "zero must be 0, 1, 2 or 3, got zero=4"),
         (
             "ddp,microbatches=2,microbatches=4",
-            "plan 'ddp,microbatches=2,microbatches=4' says microbatches twice",
+            "plan 'ddp,microbatches=2,microbatches=4' has microbatches twice",
         ),
-        ("microbatches=2,ddp", "plan 'microbatches=2,ddp': ddp must come first, and alone of its kind"),
-        ("zero1,zero2", "plan 'zero1,zero2': zero2 must come first, and alone of its kind"),
-        ("zero1,zero=3", "plan 'zero1,zero=3': zero1 is zero=1, got zero=3; say one of them"),
-        ("ddp,replicate=2", "replicate=2 needs shards to replicate: use zero=2, zero=3 or hsdp, got zero=0"),
+        (
+            "microbatches=2,ddp",
+            "plan 'microbatches=2,ddp': ddp must come first, and a plan has only one name; leave ddp out",
+        ),
+        (
+            "zero1,zero2",
+            "plan 'zero1,zero2': zero2 must come first, and a plan has only one name; leave zero2 out",
+        ),
+        ("zero1,zero=3", "plan 'zero1,zero=3': zero1 means zero=1, got zero=3; leave one of them out"),
+        (
+            "ddp,replicate=2",
+            "replicate=2 requires shards to replicate: use zero=2, zero=3 or hsdp, got zero=0",
+        ),
         (
             "zero=1,replicate=2",
-            "replicate=2 needs shards to replicate: use zero=2, zero=3 or hsdp, got zero=1",
+            "replicate=2 requires shards to replicate: use zero=2, zero=3 or hsdp, got zero=1",
         ),
         ("replicate=0,zero=3", "replicate must be at least 1, got replicate=0"),
     ],
@@ -104,17 +116,17 @@ def test_the_order_of_keys_does_not_matter(text):
 
 
 def test_a_plan_takes_the_ranks_as_its_data_degree():
-    assert parse("zero3").on(4) == Plan(zero=3, dp=4, microbatches=1)
-    assert parse("single").on(1) == Plan(dp=1, microbatches=1)
-    assert parse("hsdp").on(4) == Plan(zero=3, dp=4, replicate=2, microbatches=1)
-    assert parse("dp=2,zero=2").on(2) == Plan(zero=2, dp=2, microbatches=1)
+    assert parse("zero3").resolve(4) == Plan(zero=3, dp=4, microbatches=1)
+    assert parse("single").resolve(1) == Plan(dp=1, microbatches=1)
+    assert parse("hsdp").resolve(4) == Plan(zero=3, dp=4, replicate=2, microbatches=1)
+    assert parse("dp=2,zero=2").resolve(2) == Plan(zero=2, dp=2, microbatches=1)
 
 
 @pytest.mark.parametrize(
     ("microbatches", "schedule"), [(1, "gpipe"), (3, "gpipe"), (4, "1f1b"), (None, "1f1b")]
 )
 def test_a_pipeline_takes_the_schedule_that_its_micro_batches_allow(microbatches, schedule):
-    assert Plan(pp=4, microbatches=microbatches).on(4).pp_schedule == schedule
+    assert Plan(pp=4, microbatches=microbatches).resolve(4).pp_schedule == schedule
 
 
 @pytest.mark.parametrize(
@@ -137,12 +149,12 @@ def test_a_pipeline_takes_the_schedule_that_its_micro_batches_allow(microbatches
 )
 def test_a_plan_that_does_not_fit_the_ranks(text, ranks, message):
     with pytest.raises(PlanError) as caught:
-        parse(text).on(ranks)
+        parse(text).resolve(ranks)
     assert str(caught.value) == message
 
 
 def test_each_rank_gets_an_equal_share_of_a_micro_batch():
-    assert share(24, parse("zero3,microbatches=3").on(4)) == 2
+    assert micro_batch_size(24, parse("zero3,microbatches=3").resolve(4)) == 2
 
 
 @pytest.mark.parametrize(
@@ -160,7 +172,7 @@ def test_each_rank_gets_an_equal_share_of_a_micro_batch():
 )
 def test_a_batch_that_cannot_be_split(batch, text, ranks, message):
     with pytest.raises(PlanError) as caught:
-        share(batch, parse(text).on(ranks))
+        micro_batch_size(batch, parse(text).resolve(ranks))
     assert str(caught.value) == message
 
 

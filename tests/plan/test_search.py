@@ -24,7 +24,7 @@ def test_every_plan_is_one_that_paceline_takes(name, devices, batch):
     plans = [plan for plan, _ in found.fitting] + [one.plan for one in found.rejected]
     assert len(plans) == len(set(plans)) > 10
     for plan in plans[::7]:
-        assert plan.on(devices) == plan
+        assert plan.resolve(devices) == plan
         assert parse(str(plan)) == plan
     costs = [(cost.step_s, cost.peak_bytes) for _, cost in found.fitting]
     assert costs == sorted(costs)
@@ -75,7 +75,7 @@ def test_slow_links_between_nodes_change_the_choice():
 
 def test_some_of_the_devices():
     found = search(model("gpt2"), cluster(8), 8, ranks=2)
-    assert {plan.on(2) for plan, _ in found.fitting} == {plan for plan, _ in found.fitting}
+    assert {plan.resolve(2) for plan, _ in found.fitting} == {plan for plan, _ in found.fitting}
 
 
 def test_rejected_plans_say_why():

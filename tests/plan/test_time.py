@@ -15,11 +15,11 @@ from paceline.plan.cost_model.cost import FACILITY, USED_POWER, bill, lacks, tra
 from paceline.plan.cost_model.framework_profiles import MEGATRON, PACELINE
 from paceline.plan.cost_model.predict import predict, with_extra
 from paceline.plan.cost_model.rates import speeds
-from paceline.plan.cost_model.schedules import StageTimes, rate
 from paceline.plan.cost_model.step_time import group, time
 from paceline.plan.cost_model.work_split import Split, split
 from paceline.plan.model.library import model, transformer
 from paceline.plan.plan import parse
+from paceline.plan.schedules import StageTimes, bubble_share
 
 RATES = (("gloo", 1e9), ("nccl", 2e11))
 # arXiv 2401.10241, tables 5 and 9: schedule, ranks, micro-batches, stages a rank, forward, inputs, weights and send in ms, idle share
@@ -38,7 +38,7 @@ BUBBLES = [
 
 @pytest.mark.parametrize(("schedule", "p", "m", "v", "ms", "idle"), BUBBLES)
 def test_bubbles_of_the_zero_bubble_paper(schedule, p, m, v, ms, idle):
-    assert rate(schedule, p, m, v, StageTimes(*ms[:3]), ms[3]) == pytest.approx(
+    assert bubble_share(schedule, p, m, v, StageTimes(*ms[:3]), ms[3]) == pytest.approx(
         idle, abs=0.0005 if schedule != "zb-2p" else 0.006
     )
 
@@ -50,7 +50,7 @@ def test_textbook_bubbles(schedule, stages):
     p, m = 4, 16
     third = {"zero-bubble": 3, "zbv": 3}.get(schedule, 1)
     idle = (p - 1) / (m * stages * third)
-    assert rate(schedule, p, m, stages, StageTimes(1, 1, 1), 0.0) == pytest.approx(idle / (1 + idle))
+    assert bubble_share(schedule, p, m, stages, StageTimes(1, 1, 1), 0.0) == pytest.approx(idle / (1 + idle))
 
 
 def test_an_all_reduce_is_a_scatter_and_a_gather_and_takes_twice_as_long():
@@ -79,8 +79,8 @@ def test_ranks_of_a_node_share_its_network_devices():
 )
 def test_groups_are_those_of_the_plan(words, devices, of_a_node):
     """How many ranks of an axis are in one node, by Plan.place."""
-    plan = parse(words).on(devices)
-    strides = {"tp": 1, "cp": plan.tp, "dp": plan.tp * plan.cp, "pp": plan.tp * plan.cp * (plan.dp or 1)}
+    plan = parse(words).resolve(devices)
+    strides = {"tp": 1, "cp": plan.tp, "dp": plan.tp * plan.cp, "pp": plan.tp * plan.cp * plan.dp}
     for axis, stride in strides.items():
         others = [name for name in strides if name != axis]
         first = plan.place(0)

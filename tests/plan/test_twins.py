@@ -31,7 +31,7 @@ def played(monkeypatch: pytest.MonkeyPatch, task: Task, plan: str, size: int) ->
 
 
 def each(task: Task, plan: str, size: int) -> list[CommVolume]:
-    copies = parse(plan).on(size).copies
+    copies = parse(plan).resolve(size).ranks_per_stage
     return [
         dry_run.compute_comm_volume(Spec(batch=48), parse(plan), size, place * copies, task)
         for place in range(parse(plan).pp)
@@ -124,11 +124,13 @@ def test_what_is_not_alike(monkeypatch: pytest.MonkeyPatch, third: str) -> None:
 
 def test_no_cut_between_layers_that_are_split_in_pairs() -> None:
     """The second of a pair takes what the first has made, in parts; whole values cross cuts."""
-    task, plan = Digits(width=4), parse("tp=2,pp=3,microbatches=3").on(6)
+    task, plan = Digits(width=4), parse("tp=2,pp=3,microbatches=3").resolve(6)
     study = setup.analyze_model(Spec(batch=48), plan, task, torch.device("cpu"))
     styles = study.splits.styles
     rows = [at for at, call in enumerate(study.recording.calls) if styles.get(call.part) == "row"]
     assert rows
     assert not set(rows) & set(study.recording.cuts)
-    alone = setup.analyze_model(Spec(batch=48), parse("pp=3,microbatches=3").on(3), task, torch.device("cpu"))
+    alone = setup.analyze_model(
+        Spec(batch=48), parse("pp=3,microbatches=3").resolve(3), task, torch.device("cpu")
+    )
     assert set(rows) & set(alone.recording.cuts)

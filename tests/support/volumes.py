@@ -42,7 +42,10 @@ def counted(task: Task, spec: Spec, plan: str, plant: Plant = untouched) -> tupl
         events = train(spec, parse(plan), task=task)
         while not isinstance(next(events), Step):  # it comes when step 2 is under way
             pass
-        with plant(kept[0]), CommCounter(kept[0].model, parse(plan).on(dist.get_world_size())) as counter:
+        with (
+            plant(kept[0]),
+            CommCounter(kept[0].model, parse(plan).resolve(dist.get_world_size())) as counter,
+        ):
             assert isinstance(next(events), Step)
         buckets = _buckets(kept[0].update.model)
         list(events)

@@ -165,8 +165,8 @@ def test_a_signal_stops_it_and_resume_goes_on(tmp_path: Path) -> None:
             "24",
             "local-sgd keeps the whole model on each rank; leave zero, tp, pp and cp out",
         ),
-        ("ddp,switch=3", "24", "switch=3 needs period=, which is not said"),
-        ("ddp,staleness=3", "24", "staleness=3 needs servers=, which is not said"),
+        ("ddp,switch=3", "24", "switch=3 requires period, e.g. period=8,switch=3"),
+        ("ddp,staleness=3", "24", "staleness=3 requires servers, e.g. servers=1,staleness=3"),
     ],
 )
 def test_bad_plans_are_refused_before_anything_starts(

@@ -8,16 +8,16 @@ from torch import nn
 
 import models
 from harness import difference
-from paceline import Plan, Spec, events, train
+from paceline import Spec, events, train
 from paceline.errors import PlanError, SpecError, TaskError
 from paceline.parallel.apply import check_elementwise
-from paceline.plan.plan import MeshCoordinate
+from paceline.plan.plan import MeshCoordinate, ResolvedPlan
 from paceline.spec import Optimizer, Schedule
 from paceline.training.optimizer import Norm, check_schedule, combined, factor, make_optimizer
 from paceline.training.step import TrainingStep
 
 CPU = torch.device("cpu")
-ALONE, FIRST = Plan(dp=1, microbatches=1), MeshCoordinate(0, 0, 0, 0)
+ALONE, FIRST = ResolvedPlan(), MeshCoordinate(0, 0, 0, 0)
 
 
 @pytest.mark.parametrize(
@@ -81,7 +81,8 @@ def test_each_gradient_is_counted_on_one_rank() -> None:
     whole = Norm(params, ALONE, FIRST, CPU).whole()
     for ranks in (2, 3, 100):
         parts = [
-            Norm(params, Plan(dp=ranks), MeshCoordinate(0, rank, 0, 0), CPU).here() for rank in range(ranks)
+            Norm(params, ResolvedPlan(dp=ranks), MeshCoordinate(0, rank, 0, 0), CPU).here()
+            for rank in range(ranks)
         ]
         assert difference(sum(norm.square() for part in parts for norm in part), whole.square()) < 1e-15
 
@@ -118,7 +119,7 @@ def test_an_update_is_that_of_torch(spec: Optimizer, oracle: object, clip: float
     twin = copy.deepcopy(model)
     theirs = oracle(twin.parameters())  # type: ignore[operator]
     params = list(model.parameters())
-    ours = make_optimizer(models.Text(), spec, Plan(dp=1), model)
+    ours = make_optimizer(models.Text(), spec, ResolvedPlan(), model)
     step = TrainingStep(
         models.Text(), model, ours, params, ALONE, FIRST, torch.device("cpu"), "fp64", clip, 0
     )
@@ -142,11 +143,11 @@ def test_an_update_is_that_of_torch(spec: Optimizer, oracle: object, clip: float
 
 def test_only_what_is_trained_is_given_to_the_optimizer() -> None:
     model = models.Frozen().model()
-    optimizer = make_optimizer(models.Frozen(), Optimizer(), Plan(dp=1), model)
+    optimizer = make_optimizer(models.Frozen(), Optimizer(), ResolvedPlan(), model)
     assert sum(len(group["params"]) for group in optimizer.param_groups) == 3
     model.requires_grad_(False)
     with pytest.raises(TaskError, match="no parameter to train"):
-        make_optimizer(models.Frozen(), Optimizer(), Plan(dp=1), model)
+        make_optimizer(models.Frozen(), Optimizer(), ResolvedPlan(), model)
 
 
 def test_an_optimizer_that_needs_whole_weights_is_refused_on_shards() -> None:
@@ -154,9 +155,9 @@ def test_an_optimizer_that_needs_whole_weights_is_refused_on_shards() -> None:
     with pytest.raises(
         PlanError, match=r"Adafactor is not known to update each element on its own; use ddp or zero1"
     ):
-        check_elementwise(Plan(zero=3, dp=2), optimizer)
-    check_elementwise(Plan(zero=1, dp=2), optimizer)
-    check_elementwise(Plan(zero=3, dp=2), torch.optim.SGD([nn.Parameter(torch.ones(2))]))
+        check_elementwise(ResolvedPlan(zero=3, dp=2), optimizer)
+    check_elementwise(ResolvedPlan(zero=1, dp=2), optimizer)
+    check_elementwise(ResolvedPlan(zero=3, dp=2), torch.optim.SGD([nn.Parameter(torch.ones(2))]))
 
 
 def test_a_warmup_in_steps_or_epochs_is_that_many_samples() -> None:

@@ -209,7 +209,7 @@ class Held:
 def held(plan: str) -> Held:
     task, me = models.Text(), read_world()
     laid = build_training(
-        wanted("adamw-step", "fp32"), parse(plan).on(me.size), me, task, torch.device("cpu")
+        wanted("adamw-step", "fp32"), parse(plan).resolve(me.size), me, task, torch.device("cpu")
     )
     batch = default_collate([task.dataset("train")[i] for i in range(8)])  # type: ignore[index]
     laid.update([batch], 0, 1.0)

@@ -14,7 +14,7 @@ from paceline import spec as specs
 from paceline.data.loader import RankBatchSlice
 from paceline.errors import PlanError
 from paceline.events import Started, Step
-from paceline.plan.plan import parse, share
+from paceline.plan.plan import micro_batch_size, parse
 from paceline.plan.search.nearest import near
 from paceline.run import RunFolder
 from paceline.spec import Optimizer
@@ -68,11 +68,11 @@ def test_shares_that_are_taken_for_alike_are_seen():
         ("ddp,uneven=2", "uneven must be 0 or 1, got uneven=2"),
         (
             "tp=2,uneven=1",
-            "uneven=1 is of ddp, zero1, zero2, zero3 and hsdp, got plan tp=2,uneven=1; leave it out",
+            "uneven=1 requires ddp, zero1, zero2, zero3 or hsdp, got plan tp=2,uneven=1; leave it out",
         ),
         (
             "local-sgd,uneven=1",
-            "uneven=1 is of ddp, zero1, zero2, zero3 and hsdp, got plan local-sgd,uneven=1; leave it out",
+            "uneven=1 requires ddp, zero1, zero2, zero3 or hsdp, got plan local-sgd,uneven=1; leave it out",
         ),
     ],
 )
@@ -84,7 +84,7 @@ def test_what_cannot_be_uneven(text, message):
 
 def test_no_rank_of_an_uneven_plan_is_without_samples():
     with pytest.raises(PlanError, match="batch 2 is not divisible"):
-        share(2, parse("ddp,uneven=1").on(3))
+        micro_batch_size(2, parse("ddp,uneven=1").resolve(3))
 
 
 # The nearest plan
@@ -129,13 +129,15 @@ def test_a_plan_that_this_model_refuses_is_followed_by_others():
     ],
 )
 def test_all_of_them_split_the_batch_and_no_micro_batch_grows(plan, before):
-    most = share(64, parse(plan).on(before))
+    most = micro_batch_size(64, parse(plan).resolve(before))
     for now in range(1, 9):
         found = list(near(parse(plan), before, now, 64))
         assert found
         for other in found:
-            on = other.on(now)
-            assert share(64, on) + (on.uneven and 64 % (on.dp * on.microbatches) > 0) <= most, other
+            on = other.resolve(now)
+            assert micro_batch_size(64, on) + (on.uneven and 64 % (on.dp * on.microbatches) > 0) <= most, (
+                other
+            )
 
 
 def test_where_micro_batches_would_be_seen_their_number_stays():
@@ -181,7 +183,7 @@ def as_if(run: RunFolder, **launch: object) -> None:
 @pytest.mark.parametrize(
     ("plan", "size", "taken", "why"),
     [
-        ("tp=4", "3", "zero3,uneven=1", "plan tp=4 needs a multiple of tp=4 = 4 ranks, got 3"),
+        ("tp=4", "3", "zero3,uneven=1", "plan tp=4 requires a multiple of tp=4 = 4 ranks, got 3"),
         pytest.param(
             "ddp", "2", "ddp,microbatches=2", "no rank holds more than 16 samples", marks=pytest.mark.slow
         ),
@@ -225,4 +227,6 @@ def test_a_plan_that_was_said_is_not_replaced(stopped, tmp_path):
     shutil.copytree(stopped, tmp_path, dirs_exist_ok=True)
     result = paceline("resume", "r", "--ranks", "3", "--plan", "tp=2", "--steps", "12", at=tmp_path)
     assert result.status == 2
-    assert result.err == "paceline: plan tp=2 needs a multiple of tp=2 = 2 ranks, got 3: use --ranks 2 or 4\n"
+    assert (
+        result.err == "paceline: plan tp=2 requires a multiple of tp=2 = 2 ranks, got 3: use --ranks 2 or 4\n"
+    )

@@ -455,7 +455,7 @@ def test_factors_and_their_names() -> None:
     assert ratio(torch.zeros(50), one) == (0, True)
     assert ratio(one.flip(0), one)[1] is False
     assert ratio(one, torch.zeros(50)) == (None, False)
-    plan = parse("dp=2,tp=4,microbatches=3").on(8)
+    plan = parse("dp=2,tp=4,microbatches=3").resolve(8)
     assert [axis_of(factor, plan, 8) for factor in (2.0, 0.25, 3.0, 8.0, 5.0, None)] == [
         "dp",
         "1 / tp",
@@ -464,7 +464,7 @@ def test_factors_and_their_names() -> None:
         None,
         None,
     ]
-    assert axis_of(2.0, parse("dp=2,tp=2").on(4), 4) == "dp or tp"
+    assert axis_of(2.0, parse("dp=2,tp=2").resolve(4), 4) == "dp or tp"
     assert axis_of(math.sqrt(8), plan, 8, of_norm=True) == "√ranks"
     verdict = Verdict(plan, 8, first=Difference(2, "gradient", "up", 0, 1.0, 0.25, True), axis="1 / tp")
     assert (
@@ -490,7 +490,7 @@ def test_factors_and_their_names() -> None:
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4, 6, 8])
 def test_candidates_fit_the_ranks(ranks: int) -> None:
     plans = list(candidates(ranks))
-    assert len({plan.on(ranks) for plan in plans}) == len(plans)
+    assert len({plan.resolve(ranks) for plan in plans}) == len(plans)
     assert {str(plan) for plan in plans} >= {
         "ddp" if ranks > 1 else "single",
         "zero1",

@@ -11,7 +11,7 @@ from paceline.errors import TaskError
 from paceline.plan.cost_model.framework_profiles import of_precision
 from paceline.plan.cost_model.predict import predict
 from paceline.plan.model.facts import ModelFacts
-from paceline.plan.plan import Plan
+from paceline.plan.plan import Plan, ResolvedPlan
 from paceline.spec import Spec
 from paceline.task import Task
 from paceline.training.model_facts.describe import SAMPLES, describe, watched
@@ -34,7 +34,7 @@ def measure(spec: Spec, task: Task, cluster: Cluster, device: torch.device) -> M
             facts = describe(spec, task)
         except TaskError:
             model = stepping.laid.model
-            batch = example(spec.model_copy(update={"batch": SAMPLES}), task, Plan(dp=1, microbatches=1))
+            batch = example(spec.model_copy(update={"batch": SAMPLES}), task, ResolvedPlan())
             facts = watched(OpCounter(model, task, {}), task, batch, SAMPLES)
             model.zero_grad()
         took_s = time_step(stepping, BUDGET_S).median_s

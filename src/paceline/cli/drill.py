@@ -123,7 +123,10 @@ def _prepared(spec: Spec, launch: Launch, folder: Path) -> "Drill":
             f"under plan {plan} no two trainings are the same, so there is nothing to compare with; use another plan"
         )
     return Drill(
-        spec.model_copy(update={"task": tasks.resolve_reference(spec.task)}), launch, plan.on(ranks), folder
+        spec.model_copy(update={"task": tasks.resolve_reference(spec.task)}),
+        launch,
+        plan.resolve(ranks),
+        folder,
     )
 
 

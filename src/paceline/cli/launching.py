@@ -13,7 +13,7 @@ from paceline.distributed.world import World
 from paceline.errors import LaunchError, SpecError
 from paceline.launch.launchers import is_rank, starter
 from paceline.launch.slurm.job_script import alike
-from paceline.plan.plan import AUTO, Plan, laid_out
+from paceline.plan.plan import AUTO, Plan, ResolvedPlan, read_plan
 from paceline.run import RunFolder
 from paceline.spec import Launch, Spec
 
@@ -53,15 +53,15 @@ def check(spec: Spec, launch: Launch, me: World) -> Launch:
     if me.launcher is None:
         starter(launch).check(launch)
     launch, plan, work = say(spec, launch, me)
-    if me.launcher is None and (plan.is_mixed or plan.cp > 1):  # what only the model can tell
+    if me.launcher is None and (plan.splits_model or plan.cp > 1):  # what only the model can tell
         from paceline.training.setup import validate_plan
 
         validate_plan(spec, plan, work)
     return launch
 
 
-def say(spec: Spec, launch: Launch, me: World) -> tuple[Launch, Plan, task.Task]:
-    """The launch with ranks and plan said, that plan with its data degree said, and the task; the model is not looked at."""
+def say(spec: Spec, launch: Launch, me: World) -> tuple[Launch, ResolvedPlan, task.Task]:
+    """The launch with ranks and plan said, that plan resolved, and the task; the model is not looked at."""
     if me.launcher is not None and launch.ranks not in (None, me.size):
         raise LaunchError(
             f"--ranks {launch.ranks}, but {me.launcher} started {me.size}; leave --ranks out, or start {launch.ranks} there"
@@ -76,8 +76,8 @@ def say(spec: Spec, launch: Launch, me: World) -> tuple[Launch, Plan, task.Task]
         choice = choose(spec, work, ranks, launch.device)
         launch = launch.model_copy(update={"plan": str(choice.plan), "chosen": choice.why, "asked": AUTO})
     if launch.plan == AUTO:  # the ranks will choose it together
-        return launch.model_copy(update={"ranks": ranks}), Plan().on(ranks), work
-    plan, on = laid_out(launch.plan, ranks, spec.batch)
+        return launch.model_copy(update={"ranks": ranks}), Plan().resolve(ranks), work
+    plan, on = read_plan(launch.plan, ranks, spec.batch)
     return launch.model_copy(update={"ranks": ranks, "plan": str(plan)}), on, work
 
 

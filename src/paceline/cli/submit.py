@@ -26,7 +26,7 @@ def submit(
     from paceline.launch.slurm import client as slurm
     from paceline.launch.slurm.job_script import job_of, render
     from paceline.launch.slurm.site import read_site
-    from paceline.plan.plan import AUTO, laid_out
+    from paceline.plan.plan import AUTO, read_plan
     from paceline.run import choose_path, create
 
     spec, launch = request
@@ -36,7 +36,7 @@ def submit(
     slurm.asked(time, where)
     job = job_of(launch, where, path, time)
     if launch.plan != AUTO:
-        laid_out(launch.plan, job.ranks, spec.batch)
+        read_plan(launch.plan, job.ranks, spec.batch)
     script = render(job, where)
     if dry_run:
         print(script, end="")

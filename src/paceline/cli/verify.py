@@ -82,7 +82,7 @@ def _verified(
     from paceline import task as tasks
     from paceline.distributed.world import read_world
     from paceline.launch.launchers import check_count
-    from paceline.plan.plan import parse, share
+    from paceline.plan.plan import micro_batch_size, parse
     from paceline.plan.search.candidates import candidates
 
     if (launcher := read_world().launcher) is not None:
@@ -95,9 +95,9 @@ def _verified(
     spec = spec.model_copy(update={"task": tasks.resolve_reference(spec.task)})
     plans = [parse(asked)] if asked is not None else list(candidates(ranks))
     if asked is not None:
-        plan = plans[0].on(ranks)
+        resolved = plans[0].resolve(ranks)
         if batch_is_said:
-            share(spec.batch, plan)
+            micro_batch_size(spec.batch, resolved)
 
     from paceline.verify.report import Overview, closing, conditions, measure, sentence, table
     from paceline.verify.run import Verification, batch_for

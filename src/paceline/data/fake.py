@@ -10,20 +10,20 @@ from torch.utils._pytree import tree_map
 from paceline.data.loader import Batch, Samples, batches, check_batch, open_dataset
 from paceline.distributed.rng import seeded_rngs
 from paceline.errors import PlanError
-from paceline.plan.plan import Plan, share
+from paceline.plan.plan import ResolvedPlan, micro_batch_size
 from paceline.spec import Spec
 from paceline.task import Task
 from paceline.user_code import describe_exception
 
 
-def example(spec: Spec, task: Task, plan: Plan, training: Samples | None = None) -> Batch:
+def example(spec: Spec, task: Task, plan: ResolvedPlan, training: Samples | None = None) -> Batch:
     """A micro-batch of one data rank, of the first samples there are. `training`: the split, if it is open."""
     if training is None:
         dataset = open_dataset(task, "train")
         assert dataset is not None
         training = Samples(dataset, "train", spec.seed, torch.float64 if spec.precision == "fp64" else None)
     check_batch(spec.batch, training.count)
-    numbers = [number % training.count for number in range(share(spec.batch, plan))]
+    numbers = [number % training.count for number in range(micro_batch_size(spec.batch, plan))]
     with seeded_rngs(spec.seed):
         [batch] = batches(training, [(numbers, numbers)], torch.device("cpu"), 0, 1)
     return batch

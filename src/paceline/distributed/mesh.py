@@ -6,15 +6,14 @@ from weakref import ref
 import torch
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from paceline.plan.plan import Plan
+from paceline.plan.plan import ResolvedPlan
 
 _meshes: list[ref[DeviceMesh]] = []
 
 
-def build_mesh(plan: Plan, device: torch.device) -> DeviceMesh:
-    """The mesh of a plan whose data degree is said. Of its axes `pp`, `replicate`, `shard`, `tp` those that the plan has; the ranks
+def build_mesh(plan: ResolvedPlan, device: torch.device) -> DeviceMesh:
+    """The mesh of a plan. Of its axes `pp`, `replicate`, `shard`, `tp` those that the plan has; the ranks
     that share a sequence are data ranks here, and parameters that are not cut are replicated."""
-    assert plan.dp is not None
     data = plan.dp * plan.cp
     replicate = plan.replicate if plan.zero >= 2 else data
     sizes = {"pp": plan.pp, "replicate": replicate, "shard": data // replicate, "tp": plan.tp}
@@ -22,9 +21,8 @@ def build_mesh(plan: Plan, device: torch.device) -> DeviceMesh:
     return _init_mesh({name: size for name, size in sizes.items() if size > 1 or name == "shard"}, device)
 
 
-def build_cp_mesh(plan: Plan, device: torch.device) -> DeviceMesh:
+def build_cp_mesh(plan: ResolvedPlan, device: torch.device) -> DeviceMesh:
     """The ranks that share a sequence with this one."""
-    assert plan.dp is not None
     sizes = {"pp": plan.pp, "dp": plan.dp, "cp": plan.cp, "tp": plan.tp}
     return _init_mesh({name: size for name, size in sizes.items() if size > 1}, device)["cp"]
 

@@ -6,7 +6,7 @@ from paceline import spec as specs
 from paceline.cluster.limits import usable_cores
 from paceline.drill.faults import save_every
 from paceline.drill.training import PACE, SAMPLE_LOG
-from paceline.plan.plan import Plan
+from paceline.plan.plan import ResolvedPlan
 from paceline.spec import Launch, Spec
 
 TASK, REQUEST = "sample_log_task.py", "request.toml"
@@ -21,7 +21,9 @@ from paceline.task import import_task_class
 '''
 
 
-def write(folder: Path, spec: Spec, launch: Launch, plan: Plan, timeout_s: float | None = None) -> None:
+def write(
+    folder: Path, spec: Spec, launch: Launch, plan: ResolvedPlan, timeout_s: float | None = None
+) -> None:
     """A new folder. The task in `spec` by its whole path, steps and data degree said. `timeout_s`: another than in `spec`."""
     assert spec.steps is not None
     (folder / SAMPLE_LOG).mkdir(parents=True)
@@ -29,7 +31,7 @@ def write(folder: Path, spec: Spec, launch: Launch, plan: Plan, timeout_s: float
     name = spec.task.rpartition(":")[2]
     name = name if name.isidentifier() else "Watched"
     log, pace = str(folder / SAMPLE_LOG), str(folder / PACE)
-    samples, microbatches = spec.batch // (plan.dp or 1), plan.microbatches or 1
+    samples, microbatches = spec.batch // plan.dp, plan.microbatches
     (folder / TASK).write_text(
         SOURCE.format(
             name=name, task=spec.task, ledger=log, pace=pace, samples=samples, microbatches=microbatches

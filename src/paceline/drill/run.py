@@ -19,7 +19,7 @@ from paceline.drill.sample_audit import Indices, audit, audit_alone, consumed
 from paceline.drill.training import SLOW_STEP_S, STEP_S, Training, UnexpectedCourse
 from paceline.errors import RankError
 from paceline.events import Started, Step
-from paceline.plan.plan import Plan
+from paceline.plan.plan import ResolvedPlan
 from paceline.run import RunFolder
 from paceline.spec import Launch, Spec
 from paceline.units import format_bytes
@@ -79,7 +79,7 @@ class Drill:
 
     spec: Spec
     launch: Launch
-    plan: Plan
+    plan: ResolvedPlan
     folder: Path
 
     @property

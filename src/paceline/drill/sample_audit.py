@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from paceline.plan.plan import Plan
+from paceline.plan.plan import ResolvedPlan
 
 Indices = tuple[int, ...]
 
@@ -25,13 +25,13 @@ class Update:
 Start = Mapping[int, Sequence[Update]]  # of the ranks that compute the loss: rank -> its updates
 
 
-def read(folder: Path, plan: Plan) -> list[Start]:
-    """The starts in their order, without those that came to no update. `plan` has its data degree said."""
+def read(folder: Path, plan: ResolvedPlan) -> list[Start]:
+    """The starts in their order, without those that came to no update."""
     found: dict[tuple[int, int], dict[int, list[Update]]] = {}
     for path in folder.iterdir():
         command, restart, rank = map(int, path.name.split("-"))
-        if plan.place(rank).pp == plan.last and (
-            updates := updates_of(path.read_text(), plan.microbatches or 1)
+        if plan.place(rank).pp == plan.loss_pp_rank and (
+            updates := updates_of(path.read_text(), plan.microbatches)
         ):
             found.setdefault((command, restart), {})[rank] = updates
     return [found[key] for key in sorted(found)]
@@ -53,7 +53,7 @@ def updates_of(text: str, microbatches: int) -> list[Update]:
     return found
 
 
-def consumed(start: Start, plan: Plan) -> tuple[list[Indices | None], list[str]]:
+def consumed(start: Start, plan: ResolvedPlan) -> tuple[list[Indices | None], list[str]]:
     """The samples of each step in their order, None where not all ranks came to its end; and what is wrong."""
     by_place: dict[int, int] = {}
     wrong: list[str] = []
@@ -63,7 +63,7 @@ def consumed(start: Start, plan: Plan) -> tuple[list[Indices | None], list[str]]
             wrong.append(f"ranks {other} and {rank} consumed other samples, and should have shared them")
         if len(updates) > len(start[other]):
             by_place[plan.place(rank).dp] = rank
-    ranks = [start[by_place[place]] if place in by_place else [] for place in range(plan.dp or 1)]
+    ranks = [start[by_place[place]] if place in by_place else [] for place in range(plan.dp)]
     steps: list[Indices | None] = []
     for at in range(max(map(len, ranks))):
         here = [updates[at].batches for updates in ranks if at < len(updates)]

@@ -17,7 +17,7 @@ from paceline import events
 from paceline.drill import sample_audit
 from paceline.drill.sample_audit import Start
 from paceline.events import Ended, Failed, Stalled, Started
-from paceline.plan.plan import Plan
+from paceline.plan.plan import ResolvedPlan
 from paceline.run import RunFolder
 
 MARK = "PACELINE_DRILL"  # the same for all that a training starts, so that it is found again under another parent too
@@ -36,7 +36,9 @@ class UnexpectedCourse(Exception):
 class Training:
     """A context: whatever was started is killed at its end."""
 
-    def __init__(self, folder: Path, run: RunFolder, plan: Plan, limit_s: float, env: Mapping[str, str] = {}):
+    def __init__(
+        self, folder: Path, run: RunFolder, plan: ResolvedPlan, limit_s: float, env: Mapping[str, str] = {}
+    ):
         self.folder, self.run, self.plan, self.limit_s = folder, run, plan, limit_s
         self.noticed: float | None = None  # when there was a first sign of trouble, of the monotonic clock
         self.sign = ""  # in the words of the run

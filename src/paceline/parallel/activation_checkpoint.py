@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from paceline.plan.plan import TWICE, Plan
+from paceline.plan.plan import Plan
 
 
 def recompute(module: nn.Module, plan: Plan) -> None:
@@ -19,7 +19,7 @@ def recompute(module: nn.Module, plan: Plan) -> None:
     inner = module.forward
     selective = plan.recompute == "selective"
     options: dict[str, Any] = (
-        {"context_fn": partial(_selective_contexts, again=plan.pp_schedule in TWICE)} if selective else {}
+        {"context_fn": partial(_selective_contexts, again=plan.splits_backward)} if selective else {}
     )
 
     def forward(*args: Any, **kwargs: Any) -> Any:

@@ -14,7 +14,7 @@ from paceline.parallel.blocks import find_blocks
 from paceline.parallel.compile import compile_units, is_torch_module
 from paceline.parallel.ddp import replicate
 from paceline.parallel.fsdp import shard
-from paceline.plan.plan import Plan
+from paceline.plan.plan import ResolvedPlan
 from paceline.task import Layout
 
 if TYPE_CHECKING:
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 def parallelize(
     model: nn.Module,
     layout: Layout,
-    plan: Plan,
+    plan: ResolvedPlan,
     device: torch.device,
     fill: Callable[[nn.Module], None],
     compile: bool = False,
@@ -56,7 +56,7 @@ def parallelize(
         compile_units([model])
     elif compile:
         compile_units(units or [model])
-    if plan.zero >= 2 or (plan.is_mixed and plan.data_ranks > 1):
+    if plan.zero >= 2 or (plan.splits_model and plan.data_ranks > 1):
         if gathered is not None:
             units = [model.get_submodule(name) for name in gathered]
         shard(model, units, plan, select_data_mesh(mesh if mesh is not None else build_mesh(plan, device)))
@@ -68,7 +68,7 @@ def parallelize(
     return replicate(model)
 
 
-def check_elementwise(plan: Plan, optimizer: torch.optim.Optimizer) -> None:
+def check_elementwise(plan: ResolvedPlan, optimizer: torch.optim.Optimizer) -> None:
     """Raise PlanError for an optimizer whose update of a shard is not the shard of its update."""
     if plan.zero >= 2 and not plan.dp == plan.cp == 1 and type(optimizer).__name__ not in ELEMENTWISE:
         raise PlanError(

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from paceline.errors import LaunchError, PlanError
-from paceline.plan.plan import TWICE, Plan
+from paceline.plan.plan import Plan
 
 
 def check_compilable(plan: Plan) -> None:
@@ -23,7 +23,7 @@ def check_compilable(plan: Plan) -> None:
         raise PlanError(
             f"plan {plan}: split weights whose blocks run again cannot be compiled yet; leave --compile, recompute or tp out"
         )
-    if plan.pp_schedule in TWICE:
+    if plan.splits_backward:
         raise PlanError(
             f"pp_schedule={plan.pp_schedule} puts off the gradients of weights, and a compiled block computes all of its gradients at once; "
             "use pp_schedule=1f1b or interleaved, or leave --compile out"

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from paceline.plan.plan import Plan
+from paceline.plan.plan import ResolvedPlan
 
 MODEL = "(model)"  # what belongs to no submodule
 PACELINE = (
@@ -103,10 +103,9 @@ def pattern(module: str) -> str:
     return re.sub(r"(?<![^.])\d+(?![^.])", "*", module)
 
 
-def axis_of(plan: Plan, group: Iterable[int]) -> str:
+def axis_of(plan: ResolvedPlan, group: Iterable[int]) -> str:
     """The axis of the plan's mesh (`pp`, `replicate`, `shard`, `cp`, `tp`) over which the ranks of a group differ. `world`: all ranks,
-    where the plan has several axes; `a×b`: other groups over several; `self`: one rank. `plan` has its data degree said."""
-    assert plan.dp is not None
+    where the plan has several axes; `a×b`: other groups over several; `self`: one rank."""
     shards = plan.dp * plan.cp // plan.replicate if plan.zero >= 2 else 1
     seen: dict[str, set[int]] = {}
     members = list(group)

@@ -1,23 +1,13 @@
-"""Plan: the layout of a training over ranks, and the short words it is written in."""
+"""Plan: the layout of a training over ranks, and the short text that describes it."""
 
 from dataclasses import dataclass, replace
-from typing import Any, Final, Self
+from typing import Any, Final
 
 from paceline.errors import PlanError
+from paceline.plan.schedules import RUNNABLE_SCHEDULES, SCHEDULES, PipelineSchedule
 from paceline.spec import nearest
 from paceline.units import is_whole_number, several
 
-SCHEDULES = {
-    "gpipe": 1,
-    "1f1b": 1,
-    "interleaved": 2,
-    "zero-bubble": 2,
-    "zbv": 2,
-}  # name -> stages of each rank, if not said
-TWICE = (
-    "zero-bubble",
-    "zbv",
-)  # schedules that compute the gradients of weights apart from those of activations
 RECOMPUTE = ("none", "full", "selective")
 
 
@@ -32,70 +22,76 @@ class MeshCoordinate:
 
     @property
     def stream(self) -> tuple[int, int]:
-        """Which random stream a rank draws dropout from: ranks that share samples and layers must agree where they compute the same."""
+        """Key of the random stream from which the rank draws dropout.
+
+        Ranks that have the same samples and layers must draw the same masks for what they all compute.
+        """
         return self.pp, self.dp
 
     @property
     def is_first_of_data(self) -> bool:
-        """Of the ranks with the same samples the one that counts them."""
+        """Whether this rank counts the samples that it shares with other ranks."""
         return not (self.pp or self.cp or self.tp)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Plan:
-    """The degrees of the axes multiply to the ranks: `dp` × `cp` × `tp` × `pp`.
+    """Degrees of the axes, and options. The degrees multiply to the number of ranks: `dp` × `cp` × `tp` × `pp`.
 
-    dp: data. What `zero` says of the training state is cut over the data ranks, and `replicate` copies of all the shards are kept.
-    zero=0: nothing is cut (DistributedDataParallel); 1: optimizer state (ZeroRedundancyOptimizer); 2: gradients and parameters at
-    rest, whole from forward to backward; 3: parameters are whole only while their block computes (`fully_shard`).
+    A key that is None is decided by `resolve`, which knows the number of ranks.
+
+    dp: data parallelism. `zero` says which parts of the training state are sharded over the data ranks, and `replicate` is the number
+    of copies of all shards. zero=0 shards nothing (DistributedDataParallel); 1: optimizer state (ZeroRedundancyOptimizer); 2: also
+    gradients, and parameters between steps; 3: also parameters, which are whole only while their block computes (`fully_shard`).
     tp: weights by column and row (DTensor). pp: layers (`torch.distributed.pipelining`). cp: the sequence (ring attention).
+    microbatches: micro-batches of each rank whose gradients are added up before an update; None: 1, or 2·pp for a pipeline.
+    pp_schedule: None: 1f1b, or gpipe if there are too few micro-batches. stages: per rank of a pipeline; None: as few as possible.
+    uneven: 1 if the batches of data ranks may differ by one sample. recompute: which activations of a block the backward pass
+    computes again: none, all (full), or all except those of products and attention (selective).
 
-    `period`: local SGD, the weights are averaged each so many steps, from step `switch` on; before it, gradients are (post-local SGD).
-    `servers`: so many ranks keep the weights and the others train against them; no worker is more than `staleness` steps ahead of another.
+    period: local SGD; weights are averaged every `period` steps from step `switch` on. Before that, gradients are averaged.
+    servers: number of ranks that keep the weights of a parameter server; the other ranks are its workers. No worker is more than
+    `staleness` steps ahead of another.
     """
 
     zero: int = 0
-    dp: int | None = None  # None: what remains of the ranks
+    dp: int | None = None
     replicate: int = 1
     tp: int = 1
     pp: int = 1
     cp: int = 1
-    microbatches: int | None = (
-        None  # micro-batches whose gradients are added up before an update; None: 1, or twice the stages of a pipeline
-    )
-    pp_schedule: str | None = None  # of a pipeline; None: 1f1b
-    stages: int | None = None  # of a pipeline, on each rank; None: as few as the schedule takes
-    uneven: int = (
-        0  # 1: the shares of the data ranks may differ by one sample, where a batch cannot be divided alike
-    )
-    recompute: str = "none"  # activations of blocks in the backward pass: none, all, or but those of products and attention
+    microbatches: int | None = None
+    pp_schedule: str | None = None
+    stages: int | None = None
+    uneven: int = 0
+    recompute: str = "none"
     period: int | None = None
     switch: int | None = None
     servers: int | None = None
     staleness: int | None = None
 
     def __post_init__(self) -> None:
-        for key, least in LEAST.items():
+        for key, minimum in MINIMUM.items():
             value = getattr(self, key)
-            if value is not None and value < least:
-                raise PlanError(f"{key} must be at least {least}, got {key}={value}")
+            if value is not None and value < minimum:
+                raise PlanError(f"{key} must be at least {minimum}, got {key}={value}")
         if self.zero > 3:
             raise PlanError(f"zero must be 0, 1, 2 or 3, got zero={self.zero}")
         if self.replicate > 1 and self.zero < 2:
             raise PlanError(
-                f"replicate={self.replicate} needs shards to replicate: use zero=2, zero=3 or hsdp, got zero={self.zero}"
+                f"replicate={self.replicate} requires shards to replicate: use zero=2, zero=3 or hsdp, got zero={self.zero}"
             )
         for key, value, known in (
-            ("pp_schedule", self.pp_schedule, SCHEDULES),
+            ("pp_schedule", self.pp_schedule, RUNNABLE_SCHEDULES),
             ("recompute", self.recompute, RECOMPUTE),
         ):
             if value is not None and value not in known:
                 raise PlanError(f"there is no {key} {value!r}{nearest(value, known)}")
         if self.uneven > 1:
             raise PlanError(f"uneven must be 0 or 1, got uneven={self.uneven}")
-        if self.uneven and (self.tp * self.pp * self.cp > 1 or self.is_asynchronous):
+        if self.uneven and (self.model_degree > 1 or self.is_asynchronous):
             raise PlanError(
-                f"uneven=1 is of ddp, zero1, zero2, zero3 and hsdp, got plan {self}; leave it out"
+                f"uneven=1 requires ddp, zero1, zero2, zero3 or hsdp, got plan {self}; leave it out"
             )
         self._check_pipeline()
         self._check_asynchronous()
@@ -104,150 +100,213 @@ class Plan:
         for key in ("pp_schedule", "stages"):
             if self.pp == 1 and getattr(self, key) is not None:
                 raise PlanError(
-                    f"{key}={getattr(self, key)} is of a pipeline, got pp=1; say pp=2 or more, or leave {key} out"
+                    f"{key}={getattr(self, key)} requires a pipeline, got pp=1; use pp=2 or more, or leave {key} out"
                 )
-        if self.stages is not None:
-            one, schedule = SCHEDULES[self.pp_schedule or "1f1b"] == 1, self.pp_schedule or "1f1b"
-            if one and self.stages > 1:
-                raise PlanError(
-                    f"pp_schedule={schedule} has one stage on each rank, got stages={self.stages}; use pp_schedule=interleaved"
-                )
-            if schedule == "zbv" and self.stages != 2:
-                raise PlanError(
-                    f"pp_schedule=zbv has two stages on each rank, got stages={self.stages}; leave stages out"
-                )
-            if not one and self.stages == 1:
-                raise PlanError(
-                    f"pp_schedule={schedule} has two stages or more on each rank, got stages=1; use pp_schedule=1f1b"
-                )
+        if self.stages is None:
+            return
+        name = self.pp_schedule or "1f1b"
+        schedule = SCHEDULES[name]
+        if schedule.max_stages == 1 and self.stages > 1:
+            raise PlanError(
+                f"pp_schedule={name} takes one stage per rank, got stages={self.stages}; use pp_schedule=interleaved"
+            )
+        if schedule.max_stages == 2 and self.stages != 2:
+            raise PlanError(
+                f"pp_schedule={name} takes two stages per rank, got stages={self.stages}; leave stages out"
+            )
+        if self.stages < schedule.min_stages:
+            raise PlanError(
+                f"pp_schedule={name} takes two stages or more per rank, got stages={self.stages}; use pp_schedule=1f1b"
+            )
 
     def _check_asynchronous(self) -> None:
-        for key, of in (("switch", "period"), ("staleness", "servers")):
-            if getattr(self, key) is not None and getattr(self, of) is None:
-                raise PlanError(f"{key}={getattr(self, key)} needs {of}=, which is not said")
+        for key, other, example in (("switch", "period", 8), ("staleness", "servers", 1)):
+            value = getattr(self, key)
+            if value is not None and getattr(self, other) is None:
+                raise PlanError(f"{key}={value} requires {other}, e.g. {other}={example},{key}={value}")
         if self.period is not None and self.servers is not None:
             raise PlanError(
-                f"period={self.period} is of local SGD and servers={self.servers} of a parameter server; say one of them"
+                f"period={self.period} (local SGD) and servers={self.servers} (parameter server) exclude each other; leave one out"
             )
-        if self.is_asynchronous and (self.zero or self.tp * self.pp * self.cp > 1):
-            what = "local-sgd" if self.period is not None else "parameter-server"
-            raise PlanError(f"{what} keeps the whole model on each rank; leave zero, tp, pp and cp out")
+        if self.is_asynchronous and (self.zero or self.model_degree > 1):
+            kind = "local-sgd" if self.period is not None else "parameter-server"
+            raise PlanError(f"{kind} keeps the whole model on each rank; leave zero, tp, pp and cp out")
+
+    def __eq__(self, other: object) -> bool:
+        """Compare by keys, so that a plan with all keys equals its `ResolvedPlan`."""
+        return self._values() == other._values() if isinstance(other, Plan) else NotImplemented
+
+    def __hash__(self) -> int:
+        return hash(self._values())
+
+    def _values(self) -> tuple[Any, ...]:
+        return tuple(getattr(self, key) for key in KEYS)
 
     @property
     def is_asynchronous(self) -> bool:
-        """Whether the update is another one than that of one process."""
+        """Whether the update differs from that of one process."""
         return self.period is not None or self.servers is not None
 
+    @property
+    def model_degree(self) -> int:
+        """Number of ranks that compute one sample together."""
+        return self.tp * self.pp * self.cp
+
+    @property
+    def splits_model(self) -> bool:
+        """Whether tp or pp divide the model before data ranks do."""
+        return self.tp * self.pp > 1
+
+    @property
+    def splits_backward(self) -> bool:
+        """Whether the pipeline computes gradients of weights separately from those of activations."""
+        return self.pp_schedule is not None and SCHEDULES[self.pp_schedule].splits_backward
+
+    @property
+    def num_servers(self) -> int:
+        """Ranks that keep the weights of a parameter server; 0 without one."""
+        return self.servers or 0
+
+    @property
+    def batch_sharers(self) -> str:
+        """The word for the ranks that divide a batch among them."""
+        return "data ranks" if self.model_degree > 1 else "workers" if self.servers else "ranks"
+
+    @property
+    def loss_pp_rank(self) -> int:
+        """The pp rank that has the last stage of a pipeline, and with it the loss."""
+        is_folded = self.pp_schedule is not None and SCHEDULES[self.pp_schedule].folded
+        return 0 if is_folded else self.pp - 1
+
+    @property
+    def default_microbatches(self) -> int:
+        """Micro-batches of a plan that does not specify their number."""
+        return 2 * self.pp if self.pp > 1 else 1
+
     def __str__(self) -> str:
-        word = self._word()
+        name = self._name()
         options = [
             f"{key}={getattr(self, key)}"
             for key in KEYS
-            if getattr(self, key) != getattr(WORDS.get(word, Plan()), key)
+            if getattr(self, key) != getattr(NAMED_PLANS.get(name, Plan()), key)
         ]
-        return ",".join([word, *options] if word else options)
+        return ",".join([name, *options] if name else options)
 
-    def _word(self) -> str:
+    def _name(self) -> str:
         if self.servers is not None:
             return "parameter-server"
         if self.period is not None:
             return "post-local-sgd" if self.switch else "local-sgd"
         if self.zero:
             return "hsdp" if self.zero == 3 and self.replicate > 1 else f"zero{self.zero}"
-        if self.tp * self.pp * self.cp > 1:
+        if self.model_degree > 1:
             return ""
         return "single" if self.dp == 1 else "ddp"
 
-    def on(self, ranks: int) -> Self:
-        """This plan with its data degree, its micro-batches, schedule and stages said, for so many ranks. Raises PlanError when it
-        does not fit them."""
-        servers = self.servers or 0
-        cut = self.tp * self.pp * self.cp
-        axes = "".join(
-            f" × {key}={getattr(self, key)}" for key in ("cp", "tp", "pp") if getattr(self, key) > 1
-        )
-        if servers and servers >= ranks:
-            raise PlanError(
-                f"plan {self} has {servers} servers and no worker on {several(ranks, 'rank')}: use --ranks {servers + 1} or more"
-            )
-        if self.dp is not None and self.dp * cut + servers != ranks:
-            wanted = self.dp * cut + servers
-            another = [f"dp={(ranks - servers) // cut}"] if (ranks - servers) % cut == 0 else []
-            hint = " or ".join(
-                [
-                    f"use --ranks {wanted}",
-                    *(["another plan: ddp, zero1, zero2, zero3"] if wanted == 1 else another),
-                ]
-            )
-            raise PlanError(f"plan {self} is for {several(wanted, 'rank')}, got {ranks}: {hint}")
-        if ranks % cut:
-            fitting = [cut * (ranks // cut + more) for more in (0, 1) if ranks // cut + more]
-            raise PlanError(
-                f"plan {self} needs a multiple of {axes[3:]} = {cut} ranks, got {ranks}: use --ranks {_or(fitting)}"
-            )
-        dp = ranks // cut - servers
+    def resolve(self, num_ranks: int) -> "ResolvedPlan":
+        """Return this plan for `num_ranks` ranks, with its data degree, micro-batches, schedule and stages decided.
+
+        Raises PlanError if it does not fit `num_ranks`.
+        """
+        dp = self._data_degree(num_ranks)
         if dp % self.replicate:
-            fitting = [r for r in range(2, dp + 1) if dp % r == 0]
+            divisors = [degree for degree in range(2, dp + 1) if dp % degree == 0]
+            noun = f"{'data ' * (self.model_degree > 1)}rank{'s' * (dp > 1)}"
+            if divisors:
+                hint = f"use replicate={_or(divisors)}, or zero3"
+            else:
+                hint = "leave replicate out" if self.model_degree > 1 else "use single"
             raise PlanError(
-                f"plan {self} keeps {self.replicate} copies, which does not divide {dp} {'data ' * (cut > 1)}rank{'s' * (dp > 1)}: "
-                + (
-                    f"use replicate={_or(fitting)}, or zero3"
-                    if fitting
-                    else "use single"
-                    if cut == 1
-                    else "leave replicate out"
-                )
+                f"plan {self} keeps {self.replicate} copies, which does not divide {dp} {noun}: {hint}"
             )
-        microbatches = self.microbatches or (2 * self.pp if self.pp > 1 else 1)
-        schedule = (
-            (self.pp_schedule or ("1f1b" if microbatches >= self.pp else "gpipe")) if self.pp > 1 else None
+        microbatches = self.microbatches or self.default_microbatches
+        pp_schedule, stages = self.pp_schedule, self.stages
+        if self.pp > 1:
+            pp_schedule = pp_schedule or ("1f1b" if microbatches >= self.pp else "gpipe")
+            stages = stages or SCHEDULES[pp_schedule].min_stages
+            self._check_microbatches(pp_schedule, microbatches)
+        values = dict(zip(KEYS, self._values(), strict=True))
+        values |= {"dp": dp, "microbatches": microbatches, "pp_schedule": pp_schedule, "stages": stages}
+        return ResolvedPlan(**values)
+
+    def _data_degree(self, num_ranks: int) -> int:
+        servers, model_degree = self.num_servers, self.model_degree
+        if servers and servers >= num_ranks:
+            raise PlanError(
+                f"plan {self} has {servers} servers and no worker on {several(num_ranks, 'rank')}: use --ranks {servers + 1} or more"
+            )
+        if self.dp is not None and self.dp * model_degree + servers != num_ranks:
+            required = self.dp * model_degree + servers
+            hints = [f"use --ranks {required}"]
+            if required == 1:
+                hints.append("another plan: ddp, zero1, zero2, zero3")
+            elif (num_ranks - servers) % model_degree == 0:
+                hints.append(f"dp={(num_ranks - servers) // model_degree}")
+            raise PlanError(
+                f"plan {self} is for {several(required, 'rank')}, got {num_ranks}: {' or '.join(hints)}"
+            )
+        if num_ranks % model_degree:
+            axes = " × ".join(
+                f"{key}={getattr(self, key)}" for key in ("cp", "tp", "pp") if getattr(self, key) > 1
+            )
+            below = num_ranks // model_degree * model_degree
+            fitting = [ranks for ranks in (below, below + model_degree) if ranks]
+            raise PlanError(
+                f"plan {self} requires a multiple of {axes} = {model_degree} ranks, got {num_ranks}: use --ranks {_or(fitting)}"
+            )
+        return num_ranks // model_degree - servers
+
+    def _check_microbatches(self, pp_schedule: str, microbatches: int) -> None:
+        schedule = SCHEDULES[pp_schedule]
+        if schedule.allows(microbatches, self.pp):
+            return
+        required = (
+            f"a multiple of pp={self.pp} micro-batches"
+            if schedule.microbatches == "multiple of pp"
+            else f"pp={self.pp} micro-batches or more"
         )
-        stages = (self.stages or SCHEDULES[schedule]) if schedule else None
-        many = schedule is not None and SCHEDULES[schedule] > 1
-        if (schedule == "1f1b" and microbatches < self.pp) or (many and microbatches % self.pp):
-            needs = (
-                f"a multiple of pp={self.pp} micro-batches" if many else f"pp={self.pp} micro-batches or more"
-            )
-            enough = -(-microbatches // self.pp) * self.pp
-            raise PlanError(
-                f"plan {self}: pp_schedule={schedule} needs {needs}, got microbatches={microbatches}; use microbatches={enough} or pp_schedule=gpipe"
-            )
-        return replace(self, dp=dp, microbatches=microbatches, pp_schedule=schedule, stages=stages)
+        enough = -(-microbatches // self.pp) * self.pp
+        raise PlanError(
+            f"plan {self}: pp_schedule={pp_schedule} requires {required}, got microbatches={microbatches}; use microbatches={enough} or pp_schedule=gpipe"
+        )
+
+
+@dataclass(frozen=True, eq=False)
+class ResolvedPlan(Plan):
+    """A plan for a known number of ranks, which `Plan.resolve` returns; by default the plan of one process."""
+
+    dp: int = 1
+    microbatches: int = 1
+
+    @property
+    def schedule(self) -> PipelineSchedule:
+        """The schedule of the pipeline; of a plan without one, 1f1b with one stage."""
+        return SCHEDULES[self.pp_schedule or "1f1b"]
+
+    @property
+    def stages_per_rank(self) -> int:
+        """Stages of each rank; 1 without a pipeline."""
+        return self.stages or 1
 
     @property
     def data_ranks(self) -> int:
-        """Ranks over which gradients are averaged; of a plan whose data degree is said."""
-        return (self.dp or 1) * self.cp
+        """Number of ranks over which gradients are averaged."""
+        return self.dp * self.cp
 
     @property
-    def copies(self) -> int:
-        """Ranks that have the same layers; of a plan whose data degree is said."""
-        return (self.dp or 1) * self.cp * self.tp
+    def ranks_per_stage(self) -> int:
+        """Number of ranks that have the same layers."""
+        return self.dp * self.cp * self.tp
 
-    def copy(self, place: MeshCoordinate) -> int:
-        """Which of the ranks with the same layers stands there."""
+    def index_in_stage(self, place: MeshCoordinate) -> int:
+        """Return the index of a rank among those with the same layers."""
         return (place.dp * self.cp + place.cp) * self.tp + place.tp
 
-    @property
-    def sharers(self) -> str:
-        """What those are called that share a batch."""
-        return "data ranks" if self.is_mixed or self.cp > 1 else "workers" if self.servers else "ranks"
-
-    @property
-    def is_mixed(self) -> bool:
-        """Whether a model is cut before data ranks come into it."""
-        return self.tp * self.pp > 1
-
-    @property
-    def last(self) -> int:
-        """The pp rank that has the last stage of a pipeline, and with it the loss."""
-        return 0 if self.pp_schedule == "zbv" else self.pp - 1
-
     def place(self, rank: int) -> MeshCoordinate:
-        """Where a rank stands; of a plan whose data degree is said. Neighbours split weights, those furthest apart layers."""
+        """Return the coordinates of a rank. Neighbours split weights; the ranks farthest from each other split layers."""
         rest, tp = divmod(rank, self.tp)
         rest, cp = divmod(rest, self.cp)
-        pp, dp = divmod(rest, self.dp or 1)
+        pp, dp = divmod(rest, self.dp)
         return MeshCoordinate(pp=pp, dp=dp, cp=cp, tp=tp)
 
 
@@ -257,11 +316,11 @@ def _or(values: list[int]) -> str:
 
 AUTO: Final = "auto"  # stands for the fastest plan that fits
 KEYS = tuple(Plan.__dataclass_fields__)
-TEXTS = ("pp_schedule", "recompute")
-LEAST = {
-    key: 0 if key in ("zero", "uneven", "staleness", "switch") else 1 for key in KEYS if key not in TEXTS
+TEXT_KEYS = ("pp_schedule", "recompute")
+MINIMUM = {
+    key: 0 if key in ("zero", "uneven", "staleness", "switch") else 1 for key in KEYS if key not in TEXT_KEYS
 }
-WORDS = {
+NAMED_PLANS = {
     "ddp": Plan(),
     "zero1": Plan(zero=1),
     "zero2": Plan(zero=2),
@@ -275,60 +334,70 @@ WORDS = {
 
 
 def parse(text: str) -> Plan:
-    """A plan from its words: `zero3`, `hsdp,replicate=4`, `dp=2,tp=2,pp=2,zero=2`. `parse(str(plan)) == plan`. Raises PlanError."""
+    """Return the plan that a text describes, e.g. `zero3`, `hsdp,replicate=4` or `dp=2,tp=2,pp=2,zero=2`.
+
+    `parse(str(plan)) == plan`. Raises PlanError.
+    """
     plan = Plan()
+    name = ""
     seen: set[str] = set()
-    keys: dict[str, Any] = {}
-    for place, part in enumerate(word.strip() for word in text.split(",")):
+    values: dict[str, Any] = {}
+    for position, part in enumerate(word.strip() for word in text.split(",")):
         key, equals, value = part.partition("=")
         if key in seen:
-            raise PlanError(f"plan {text!r} says {key} twice")
+            raise PlanError(f"plan {text!r} has {key} twice")
         seen.add(key)
         if not equals:
-            if part not in WORDS:
+            if part not in NAMED_PLANS:
                 raise PlanError(
-                    f"plan {text!r}: there is no plan {part!r}{nearest(part, [*WORDS, *(f'{key}=' for key in KEYS)])}"
+                    f"plan {text!r}: there is no plan {part!r}{nearest(part, [*NAMED_PLANS, *(f'{key}=' for key in KEYS)])}"
                 )
-            if place:
-                raise PlanError(f"plan {text!r}: {part} must come first, and alone of its kind")
-            plan = WORDS[part]
+            if position:
+                raise PlanError(
+                    f"plan {text!r}: {part} must come first, and a plan has only one name; leave {part} out"
+                )
+            plan, name = NAMED_PLANS[part], part
             continue
         if key not in KEYS:
             raise PlanError(f"plan {text!r}: there is no key {key!r}{nearest(key, KEYS)}")
-        if key not in TEXTS and not is_whole_number(value):
+        if key not in TEXT_KEYS and not is_whole_number(value):
             raise PlanError(f"plan {text!r}: {key} must be a whole number, got {value!r}")
-        if seen & {*WORDS} and key == "zero" and int(value) != plan.zero:
+        if name and key == "zero" and int(value) != plan.zero:
             raise PlanError(
-                f"plan {text!r}: {', '.join(seen & {*WORDS})} is zero={plan.zero}, got zero={value}; say one of them"
+                f"plan {text!r}: {name} means zero={plan.zero}, got zero={value}; leave one of them out"
             )
-        keys[key] = value if key in TEXTS else int(value)
-    return replace(plan, **keys)
+        values[key] = value if key in TEXT_KEYS else int(value)
+    return replace(plan, **values)
 
 
-def share(batch: int, plan: Plan) -> int:
-    """Samples of a micro-batch on one data rank, of a plan whose data degree is said; some workers of a parameter server have one more, and
-    some ranks of an uneven plan. Raises PlanError when it cannot be split so."""
-    assert plan.dp is not None
-    assert plan.microbatches is not None
+def micro_batch_size(batch: int, plan: ResolvedPlan) -> int:
+    """Return the samples of a micro-batch on one data rank.
+
+    Some workers of a parameter server, and some ranks of an uneven plan, have one sample more.
+    Raises PlanError if `plan` cannot divide a batch of `batch` samples.
+    """
     parts = plan.dp * plan.microbatches
-    if (plan.servers or plan.uneven) and batch >= parts:  # servers weigh what each worker sends
-        return share(batch, replace(plan, dp=1, servers=None, staleness=None, uneven=0)) // plan.dp
+    if (plan.servers or plan.uneven) and batch >= parts:  # servers weight what each worker sends
+        one_rank = replace(plan, dp=1, servers=None, staleness=None, uneven=0)
+        return micro_batch_size(batch, one_rank) // plan.dp
     if batch % parts:
         below, above = batch - batch % parts, batch - batch % parts + parts
         hint = f"use --batch {above}" + (f" or {below}" if below else "")
-        by = (
-            f"{plan.sharers} × microbatches = {plan.dp} × {plan.microbatches} = {parts}"
+        divisor = (
+            f"{plan.batch_sharers} × microbatches = {plan.dp} × {plan.microbatches} = {parts}"
             if plan.dp > 1
             else f"microbatches={plan.microbatches}"
         )
-        raise PlanError(f"batch {batch} is not divisible by {by}: {hint}")
+        raise PlanError(f"batch {batch} is not divisible by {divisor}: {hint}")
     return batch // parts
 
 
-def laid_out(said: str | None, ranks: int, batch: int) -> tuple[Plan, Plan]:
-    """The plan as it is said, or what is taken where none is, and the same with its data degree said. Raises PlanError when it does not
-    fit ranks and batch."""
-    plan = parse(said) if said is not None else Plan(dp=1) if ranks == 1 else Plan()
-    on = plan.on(ranks)
-    share(batch, on)
-    return plan, on
+def read_plan(text: str | None, num_ranks: int, batch: int) -> tuple[Plan, ResolvedPlan]:
+    """Return the plan that `text` describes, and the same plan resolved. None: `single` for one rank, else `ddp`.
+
+    Raises PlanError if it does not fit `num_ranks` and `batch`.
+    """
+    plan = parse(text) if text is not None else Plan(dp=1) if num_ranks == 1 else Plan()
+    resolved = plan.resolve(num_ranks)
+    micro_batch_size(batch, resolved)
+    return plan, resolved

@@ -13,7 +13,7 @@ from paceline.errors import ClusterError, SpecError
 from paceline.launch.slurm.job_script import Job, job_of
 from paceline.launch.slurm.site import Site, read_site
 from paceline.plan.cost_model.framework_profiles import of_precision
-from paceline.plan.plan import AUTO, Plan, laid_out
+from paceline.plan.plan import AUTO, Plan, ResolvedPlan, read_plan
 from paceline.run import choose_path
 from paceline.spec import Launch, Spec
 
@@ -75,7 +75,7 @@ class PreflightContext:
     def plan(self) -> Plan:
         """As it is said; of auto, the one that is chosen."""
         if self.launch.plan != AUTO:
-            return laid_out(self.launch.plan, self.job.ranks, self.spec.batch)[0]
+            return read_plan(self.launch.plan, self.job.ranks, self.spec.batch)[0]
         from paceline.training.auto_plan import choose
 
         self._check_devices()
@@ -84,9 +84,9 @@ class PreflightContext:
         ).plan
 
     @cached_property
-    def on(self) -> Plan:
-        """The plan with its data degree said."""
-        return self.plan.on(self.job.ranks)
+    def on(self) -> ResolvedPlan:
+        """The plan on the ranks of the job."""
+        return self.plan.resolve(self.job.ranks)
 
     @cached_property
     def facts(self) -> ModelFacts:

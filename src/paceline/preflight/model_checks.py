@@ -1,7 +1,7 @@
 """Whether the training can be built: the task and its model, samples at both ends of the data, the plan on ranks that one process plays."""
 
 from paceline.errors import DataError, TaskError
-from paceline.plan.plan import Plan, share
+from paceline.plan.plan import ResolvedPlan, micro_batch_size
 from paceline.preflight.context import PreflightContext
 from paceline.preflight.finding import Says
 from paceline.units import format_bytes, format_count, several
@@ -54,8 +54,8 @@ def data(flight: PreflightContext) -> Says:
 
 def plan(flight: PreflightContext) -> Says:
     """Whether it divides ranks and batch."""
-    on, each = flight.on, share(flight.spec.batch, flight.on)
-    rank = "data rank" if on.is_mixed or on.cp > 1 else "rank"
+    on, each = flight.on, micro_batch_size(flight.spec.batch, flight.on)
+    rank = "data rank" if on.splits_model or on.cp > 1 else "rank"
     yield (
         "passes",
         f"{flight.plan} on {several(flight.job.ranks, 'rank')}: {_axes(on)}; {several(each, 'sample')} at once on a {rank}",
@@ -102,7 +102,7 @@ def built(flight: PreflightContext) -> Says:
     )
 
 
-def _axes(on: Plan) -> str:
+def _axes(on: ResolvedPlan) -> str:
     degrees = [
         f"{name}={getattr(on, name)}"
         for name in ("dp", "cp", "tp", "pp")

@@ -75,7 +75,7 @@ def _possible(
     """Those that nothing speaks against, without any process being started. `refused`: is told why others cannot be."""
     sees_batches = bool(find_running_statistics(build(spec, task).model))
     for plan, cost in found:
-        on = plan.on(ranks)
+        on = plan.resolve(ranks)
         if sees_batches and on.microbatches != 1:
             refused.append(f"plan {plan} cuts the batch, and the statistics of BatchNorm with it")
             continue
@@ -94,7 +94,7 @@ def shortest(plan: Plan, ranks: int) -> Plan:
             continue
         with contextlib.suppress(PlanError):
             less: Plan = replace(plan, **{key: None})  # type: ignore[arg-type]
-            plan = less if less.on(ranks) == plan.on(ranks) else plan
+            plan = less if less.resolve(ranks) == plan.resolve(ranks) else plan
     return parse(str(plan))
 
 

@@ -21,7 +21,7 @@ from paceline.data.loader import Batch, cast_floats
 from paceline.distributed.dtensor import is_dtensor
 from paceline.distributed.rng import seeded_rngs
 from paceline.errors import TaskError
-from paceline.plan.plan import Plan
+from paceline.plan.plan import ResolvedPlan
 from paceline.task import Task
 from paceline.training.step import TrainingStep
 
@@ -74,7 +74,12 @@ class FirstLoss:
     `of_worker`: the plan of a parameter server, of which each worker decides by itself; else all ranks decide together."""
 
     def __init__(
-        self, step: TrainingStep, samples: int, divided: bool, allow: bool, of_worker: Plan | None = None
+        self,
+        step: TrainingStep,
+        samples: int,
+        divided: bool,
+        allow: bool,
+        of_worker: ResolvedPlan | None = None,
     ):
         self.step, self.samples, self.plan, self.together = (
             step,

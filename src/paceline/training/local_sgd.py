@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 from paceline.errors import PlanError
 from paceline.parallel.batch_norm import find_running_statistics, unsync_batch_norm
 from paceline.parallel.ddp import release
-from paceline.plan.plan import MeshCoordinate, Plan
+from paceline.plan.plan import MeshCoordinate, ResolvedPlan
 from paceline.training.checkpoint import save as checkpoint
 from paceline.training.optimizer import Norm
 from paceline.training.step import TrainingStep
@@ -60,7 +60,7 @@ class LocalSgd:
             self.update.model = self.update.model.module
         unsync_batch_norm(self.model)
         self.update.norm = Norm(
-            self.update.params, Plan(dp=1), MeshCoordinate(0, 0, 0, 0), self.update.device
+            self.update.params, ResolvedPlan(), MeshCoordinate(0, 0, 0, 0), self.update.device
         )
         self.update.alone = True
 
@@ -113,7 +113,7 @@ class LocalSgd:
         return (note, *([statistics] if find_running_statistics(self.model) else []))
 
 
-def local_sgd(model: nn.Module, update: TrainingStep, plan: Plan) -> LocalSgd | None:
+def local_sgd(model: nn.Module, update: TrainingStep, plan: ResolvedPlan) -> LocalSgd | None:
     """What `plan`, whose data degree is said, has of it: nothing on one rank."""
     if plan.period is None or plan.dp == 1:
         return None

@@ -36,7 +36,7 @@ from paceline.doctor.heartbeat_writer import HeartbeatWriter
 from paceline.errors import CheckpointError, DivergedError, PlanError, SpecError
 from paceline.events import Ended, Evaluated, Event, Failed, Saved, Started, Step
 from paceline.parallel.ddp import release
-from paceline.plan.plan import AUTO, Plan, parse, share
+from paceline.plan.plan import AUTO, Plan, ResolvedPlan, micro_batch_size, parse
 from paceline.report.run_view import glance
 from paceline.run import RunFolder
 from paceline.spec import Spec, nearest
@@ -123,8 +123,8 @@ def train(
 
             choice = broadcast_choice(spec, task, world, device)
             plan, notes = choice.plan, (*notes, choice.why)
-        laid_out = plan.on(world.size)
-        share(spec.batch, laid_out)
+        laid_out = plan.resolve(world.size)
+        micro_batch_size(spec.batch, laid_out)
         data = open_data(spec, task)
         notes = (*notes, *roll_call(task, world, data.lengths))
         notes = (*notes, *check_enough(data.samples, laid_out, spec.batch))
@@ -139,7 +139,7 @@ def train(
             from paceline.training.parameter_server.train import train_against_servers
 
             def loop(
-                plan_of_one: Plan,
+                plan_of_one: ResolvedPlan,
                 me: World,
                 nothing: TrainingData,
                 laid: PreparedTraining,
@@ -222,7 +222,7 @@ class _Loop:
     def __init__(
         self,
         spec: Spec,
-        plan: Plan,
+        plan: ResolvedPlan,
         asked: str,  # the plan as it was said
         world: World,
         task: Task,
@@ -248,8 +248,6 @@ class _Loop:
         self.schedule = spec.schedule.in_samples(spec.batch, data.samples)
         check_schedule(self.schedule, self.total * spec.batch)
         laid.step.enter = pulse.enter
-        assert plan.dp is not None
-        assert plan.microbatches is not None
         samples = RankBatchSlice(spec.batch, plan.microbatches, plan.place(world.rank).dp, plan.dp).share
         self.first_loss = FirstLoss(
             laid.step, samples, plan.dp * plan.microbatches > 1, spec.allow_local_loss
@@ -288,8 +286,6 @@ class _Loop:
             checkpoint.clean(self.run)
         self.pulse.begin(self.step, self.total)
         yield self._started()
-        assert self.plan.dp is not None
-        assert self.plan.microbatches is not None
         if self.owes_evaluation and self._evaluation_is_due():
             if (yield from self._evaluated()) and self._is_best():
                 yield from self._save()
@@ -321,7 +317,7 @@ class _Loop:
             self.profiler.begin(self.step)
             began = time.perf_counter()
             self.pulse.enter(DATA)
-            micro_batches = [next(source) for _ in range(self.plan.microbatches or 1)]
+            micro_batches = [next(source) for _ in range(self.plan.microbatches)]
             data_s = time.perf_counter() - began
             if self.laid.local is not None:
                 self.laid.local.before(self.step)

@@ -13,7 +13,7 @@ from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimize
 
 from paceline.distributed.dtensor import is_dtensor, is_first_replica, is_materialized, local_tensor
 from paceline.errors import PlanError, SpecError, TaskError
-from paceline.plan.plan import MeshCoordinate, Plan
+from paceline.plan.plan import MeshCoordinate, ResolvedPlan
 from paceline.spec import Optimizer, Schedule
 from paceline.task import Task
 from paceline.user_code import UserCode
@@ -43,7 +43,7 @@ class OptimizerReport:
 
 
 def make_optimizer(
-    task: Task, spec: Optimizer, plan: Plan, model: nn.Module, report: OptimizerReport | None = None
+    task: Task, spec: Optimizer, plan: ResolvedPlan, model: nn.Module, report: OptimizerReport | None = None
 ) -> torch.optim.Optimizer:
     """The task's own optimizer or the one of the spec, its state cut over the data ranks under zero=1. `report` is filled in."""
     params = [
@@ -68,10 +68,10 @@ def make_optimizer(
             report.notes += _without_effect(spec, optimizer)
             _report_groups(optimizer, report)
     check_takes_sparse(optimizer, sparse)
-    if plan.zero == 1 and plan.data_ranks > 1 and not plan.is_mixed:
+    if plan.zero == 1 and plan.data_ranks > 1 and not plan.splits_model:
         optimizer = _cut_state(optimizer)
     _part_by_mesh(optimizer)
-    if plan.zero == 1 and plan.data_ranks > 1 and plan.is_mixed:
+    if plan.zero == 1 and plan.data_ranks > 1 and plan.splits_model:
         _deal_state(optimizer)
     _start_momentum(local_optimizer(optimizer))
     return optimizer
@@ -269,10 +269,10 @@ def sparse_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
     }
 
 
-def check_sparse(plan: Plan, model: nn.Module) -> None:
+def check_sparse(plan: ResolvedPlan, model: nn.Module) -> None:
     """Raise PlanError for sparse gradients under a plan that cuts or averages dense tensors."""
     names = list(sparse_parameters(model))
-    if names and (plan.zero or plan.is_mixed or plan.cp > 1 or plan.is_asynchronous):
+    if names and (plan.zero or plan.splits_model or plan.cp > 1 or plan.is_asynchronous):
         raise PlanError(
             f"plan {plan}: the gradient of {names[0]} is sparse, which single and ddp alone can do; use one of them, or sparse=False"
         )
@@ -419,17 +419,21 @@ class Norm:
     """
 
     def __init__(
-        self, params: Sequence[nn.Parameter], plan: Plan, place: MeshCoordinate, device: torch.device
+        self, params: Sequence[nn.Parameter], plan: ResolvedPlan, place: MeshCoordinate, device: torch.device
     ):
         self.params, self.device = params, device
-        self.whole_here = plan.zero < 2 and not plan.is_mixed  # on every rank
+        self.whole_here = plan.zero < 2 and not plan.splits_model  # on every rank
         owners = balance_by_size(
-            [0 if is_dtensor(parameter) else parameter.numel() for parameter in params], plan.copies
+            [0 if is_dtensor(parameter) else parameter.numel() for parameter in params], plan.ranks_per_stage
         )
         self.counted_here = [
             parameter
             for parameter, owner in zip(params, owners, strict=True)
-            if (is_first_replica(parameter, place) if is_dtensor(parameter) else owner == plan.copy(place))
+            if (
+                is_first_replica(parameter, place)
+                if is_dtensor(parameter)
+                else owner == plan.index_in_stage(place)
+            )
         ]
 
     def here(self) -> list[Tensor]:

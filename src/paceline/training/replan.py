@@ -3,7 +3,7 @@
 from paceline import task as tasks
 from paceline.errors import PlanError, TaskError
 from paceline.parallel.batch_norm import find_running_statistics
-from paceline.plan.plan import AUTO, Plan, parse, share
+from paceline.plan.plan import AUTO, Plan, micro_batch_size, parse
 from paceline.plan.search.nearest import near
 from paceline.spec import Launch, Spec
 from paceline.training.setup import build, validate_plan
@@ -50,7 +50,7 @@ def _nearest(spec: Spec, asked: Plan, then: int, ranks: int) -> tuple[Plan, str]
     refused = _refusal(spec, asked, ranks, task)
     for plan in near(asked, then, ranks, spec.batch, may_cut=not sees_batches):
         if (wrong := _refusal(spec, plan, ranks, task)) is None:
-            most = share(spec.batch, asked.on(then))
+            most = micro_batch_size(spec.batch, asked.resolve(then))
             is_cut = plan.microbatches != asked.microbatches
             why = refused or (
                 f"no rank holds more than {most} samples of the {spec.batch} at a time, as before"
@@ -69,9 +69,9 @@ def _nearest(spec: Spec, asked: Plan, then: int, ranks: int) -> tuple[Plan, str]
 def _refusal(spec: Spec, plan: Plan, ranks: int, task: tasks.Task) -> str | None:
     """Why this plan cannot be; None where it can."""
     try:
-        on = plan.on(ranks)
-        share(spec.batch, on)
-        if on.is_mixed or on.cp > 1 or spec.compile:
+        on = plan.resolve(ranks)
+        micro_batch_size(spec.batch, on)
+        if on.splits_model or on.cp > 1 or spec.compile:
             validate_plan(spec, on, task)
     except (PlanError, TaskError) as error:
         return str(error).partition(": use ")[0]

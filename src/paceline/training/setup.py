@@ -25,7 +25,7 @@ from paceline.parallel.apply import check_elementwise, parallelize
 from paceline.parallel.batch_norm import average_, find_running_statistics, sync_batch_norm
 from paceline.parallel.compile import check_compilable
 from paceline.parallel.fsdp import average_scalars_
-from paceline.plan.plan import MeshCoordinate, Plan
+from paceline.plan.plan import MeshCoordinate, ResolvedPlan
 from paceline.run import RunFolder
 from paceline.spec import Spec
 from paceline.task import Task, read_layout
@@ -99,7 +99,7 @@ class ModelAnalysis:
 
 
 def analyze_model(
-    spec: Spec, plan: Plan, task: Task, device: torch.device, training: Samples | None = None
+    spec: Spec, plan: ResolvedPlan, task: Task, device: torch.device, training: Samples | None = None
 ) -> ModelAnalysis:
     """Raises the PlanError or TaskError of what cannot be. `plan` has its data degree said; `training`: the split, if it is open."""
     if spec.compile:
@@ -111,8 +111,8 @@ def analyze_model(
         from paceline.parallel.context import apply as context
 
         context.check_context_parallel(task, spec, plan, model)
-    cuts = plan.zero >= 2 or (plan.is_mixed and plan.data_ranks > 1)
-    if not plan.is_mixed and not cuts:
+    cuts = plan.zero >= 2 or (plan.splits_model and plan.data_ranks > 1)
+    if not plan.splits_model and not cuts:
         return studied
     batch = example(spec, task, plan, training)
     units = None
@@ -136,8 +136,8 @@ def analyze_model(
     return replace(studied, batch=batch, splits=splits, parts=parts, recording=recording, units=units)
 
 
-def validate_plan(spec: Spec, plan: Plan, task: Task) -> None:
-    """Raise the PlanError or TaskError that `build_training` would, without any rank. `plan` has its data degree said."""
+def validate_plan(spec: Spec, plan: ResolvedPlan, task: Task) -> None:
+    """Raise the PlanError or TaskError that `build_training` would, without any rank."""
     studied = analyze_model(spec, plan, task, torch.device("cpu"))
     if studied.recording is not None:
         from paceline.parallel.pipeline import runner as pipeline
@@ -145,15 +145,14 @@ def validate_plan(spec: Spec, plan: Plan, task: Task) -> None:
         pipeline.check(plan, task, studied.model, studied.recording)
 
 
-def check_enough(samples: int, plan: Plan, batch: int) -> tuple[str, ...]:
-    """Raise PlanError for a data rank without samples, or a batch far beyond them. `plan` has its data degree said.
+def check_enough(samples: int, plan: ResolvedPlan, batch: int) -> tuple[str, ...]:
+    """Raise PlanError for a data rank without samples, or a batch far beyond them.
 
     Returns what is to be said of a batch that holds samples several times."""
-    assert plan.dp is not None
     if plan.dp > samples:
-        most = samples * plan.cp * plan.tp * plan.pp + (plan.servers or 0)
+        most = samples * plan.cp * plan.tp * plan.pp + plan.num_servers
         raise PlanError(
-            f"{plan.dp} {plan.sharers} for {samples} training samples; use at most --ranks {most}"
+            f"{plan.dp} {plan.batch_sharers} for {samples} training samples; use at most --ranks {most}"
         )
     check_batch(batch, samples)
     if batch > samples:
@@ -201,7 +200,7 @@ class PreparedTraining:
 
 def build_training(
     spec: Spec,
-    plan: Plan,
+    plan: ResolvedPlan,
     world: World,
     task: Task,
     device: torch.device,
@@ -209,7 +208,7 @@ def build_training(
     training: Samples | None = None,
     studied: ModelAnalysis | None = None,
 ) -> PreparedTraining:
-    """`plan` has its data degree said. `fill_with` gives the model, laid out on the meta device, other values than its initial ones.
+    """`fill_with` gives the model, laid out on the meta device, other values than its initial ones.
     `training`: the split, if it is open. `studied`: if it is; its model becomes the one that is laid out."""
     studied = studied if studied is not None else analyze_model(spec, plan, task, device, training)
     model, weights, splits, batch = studied.model, studied.weights, studied.splits, studied.batch
@@ -222,7 +221,7 @@ def build_training(
     notes: tuple[str, ...] = () if studied.recorded else (UNRECORDED,)
     if splits is not None:
         notes += splits.notes
-    mesh = build_mesh(plan, device) if plan.is_mixed or plan.zero >= 2 else None
+    mesh = build_mesh(plan, device) if plan.splits_model or plan.zero >= 2 else None
     pipeline = None
     if plan.pp > 1:
         from paceline.parallel.pipeline.pass_traces import TracedModel
@@ -237,7 +236,7 @@ def build_training(
             PipelineRank(plan, mesh, plan.place(world.rank), device),
             spec.seed,
         )
-    statistics = find_running_statistics(model) if plan.copies > 1 else {}
+    statistics = find_running_statistics(model) if plan.ranks_per_stage > 1 else {}
     group = _group_of_samples(plan, world.rank) if statistics else None
     if statistics and spec.batch_norm == "global":
         model = sync_batch_norm(model, device, group, alike=not plan.uneven)
@@ -308,18 +307,16 @@ def pretrained_of(task: Task) -> Path | None:
         return Path(path) if path is not None else None
 
 
-def _share_of(spec: Spec, plan: Plan, world: World) -> int:
-    assert plan.microbatches is not None
-    assert plan.dp is not None
+def _share_of(spec: Spec, plan: ResolvedPlan, world: World) -> int:
     return RankBatchSlice(spec.batch, plan.microbatches, plan.place(world.rank).dp, plan.dp).share
 
 
-def _group_of_samples(plan: Plan, rank: int) -> dist.ProcessGroup | None:
+def _group_of_samples(plan: ResolvedPlan, rank: int) -> dist.ProcessGroup | None:
     """The ranks that have other samples for the same part of the model; None: all. A collective."""
-    if plan.dp == plan.copies and plan.pp == 1:
+    if plan.dp == plan.ranks_per_stage and plan.pp == 1:
         return None
     members: dict[MeshCoordinate, list[int]] = {}
-    for other in range(plan.copies * plan.pp):
+    for other in range(plan.ranks_per_stage * plan.pp):
         members.setdefault(replace(plan.place(other), dp=0), []).append(other)
     groups = {place: dist.new_group(ranks) for place, ranks in members.items()}
     return groups[replace(plan.place(rank), dp=0)]

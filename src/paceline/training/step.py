@@ -17,7 +17,7 @@ from paceline.distributed.rng import derive_seed, seed_torch
 from paceline.doctor.heartbeat import BACKWARD, FORWARD, UPDATE
 from paceline.errors import TaskError
 from paceline.parallel.forward import GlobalWeight, LocalWeight, autocast, compute_weighted_loss, forward
-from paceline.plan.plan import MeshCoordinate, Plan
+from paceline.plan.plan import MeshCoordinate, ResolvedPlan
 from paceline.task import Task
 from paceline.training.optimizer import Norm, OptimizerStep, combined, scale_
 from paceline.training.step_metrics import LocalStepStats
@@ -54,7 +54,7 @@ class TrainingStep:
     model: nn.Module  # as laid out
     optimizer: torch.optim.Optimizer
     params: Sequence[nn.Parameter]
-    plan: Plan  # its data degree said
+    plan: ResolvedPlan
     place: MeshCoordinate  # of this rank
     device: torch.device
     precision: str
@@ -96,7 +96,6 @@ class TrainingStep:
 
     @property
     def data_ranks(self) -> int:
-        assert self.plan.dp is not None
         return self.plan.dp
 
     def __call__(self, batches: Sequence[Batch], step: int, lr_factor: float) -> LocalStepStats:
@@ -123,7 +122,7 @@ class TrainingStep:
     @property
     def counts(self) -> bool:
         """Of the ranks with the same samples, whether this is the one whose losses and metrics count."""
-        return (self.place.cp, self.place.tp, self.place.pp) == (0, 0, self.plan.last)
+        return (self.place.cp, self.place.tp, self.place.pp) == (0, 0, self.plan.loss_pp_rank)
 
     def output(self, batch: Batch) -> object:
         """What the model makes of a batch; ELSEWHERE where another rank has the end of it."""

@@ -230,7 +230,7 @@ def compare(spec: Spec, plan: str, path: Path, plant: Plant = nullcontext) -> Pl
     """Train on this rank as `plan` says, beside the reference in `path`. All ranks of the process group call it."""
     task = quiet(tasks.load_task(spec.task, spec.set))
     asked, me = parse(plan), read_world()
-    beside = _Beside(Reference.load(path), asked.on(me.size).place(me.rank).pp)
+    beside = _Beside(Reference.load(path), asked.resolve(me.size).place(me.rank).pp)
     with plant():
         for event in train(spec, asked, me, task=task, device="cpu", observe=beside.observe):
             if isinstance(event, Step):

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from paceline.plan.plan import Plan
+from paceline.plan.plan import ResolvedPlan
 
 RTOL = 1e-10  # what float64 leaves of a difference in rounding is 1e-15; Adam makes up to 1e-12 of it
 # The same where a model computes in less: by the narrowest type through which its gradients pass.
@@ -84,13 +84,13 @@ def ratio(found: Tensor, expected: Tensor) -> tuple[float | None, bool]:
     )
 
 
-def axis_of(factor: float | None, plan: Plan, ranks: int, of_norm: bool = False) -> str | None:
-    """The degrees of `plan`, all of them said, that a factor equals or is the inverse of: "dp", "1 / tp", "dp or tp".
+def axis_of(factor: float | None, plan: ResolvedPlan, ranks: int, of_norm: bool = False) -> str | None:
+    """The degrees of `plan` that a factor equals or is the inverse of: "dp", "1 / tp", "dp or tp".
 
     `of_norm`: also the roots of them, as squares that are counted once a rank make it."""
     degrees = {key: getattr(plan, key) or 1 for key in ("dp", "tp", "pp", "cp", "replicate", "microbatches")}
     if plan.replicate > 1:
-        degrees["shards"] = (plan.dp or 1) // plan.replicate
+        degrees["shards"] = plan.dp // plan.replicate
     degrees["ranks"] = ranks
     forms = {"{}": 1.0, "1 / {}": -1.0, **({"√{}": 0.5, "1 / √{}": -0.5} if of_norm else {})}
     for form, power in forms.items():

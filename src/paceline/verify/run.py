@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from paceline import task as tasks
 from paceline.errors import PlanError, RankError, TaskError
 from paceline.launch.rank_pool import Ranks
-from paceline.plan.plan import Plan, share
+from paceline.plan.plan import Plan, ResolvedPlan, micro_batch_size
 from paceline.spec import Spec
 from paceline.task import Task
 from paceline.verify.capture import PlanObservation, Plant, Reference, compare, grow, record
@@ -180,13 +180,12 @@ class Verification:
 
     def verify(self, asked: Plan, plant: Plant = nullcontext) -> Verdict:
         """Raises PlanError and TaskError for a plan that cannot be, RankError when a rank failed."""
-        plan = asked.on(self.size)
+        plan = asked.resolve(self.size)
         if plan.is_asynchronous:
             raise PlanError(
                 f"plan {asked} makes another update than that of one process; held() tells what holds of it instead"
             )
-        share(self.spec.batch, plan)
-        assert plan.microbatches is not None
+        micro_batch_size(self.spec.batch, plan)
         self.reference()
         microbatches = plan.microbatches if self.sees_micro_batches else 1
         verdict = self._held(asked, plan, microbatches, plant)
@@ -198,7 +197,7 @@ class Verification:
         """What must hold of an asynchronous plan, in place of equality. Raises PlanError, TaskError and RankError."""
         from paceline.verify.asynchronous import must_hold, on_rank
 
-        share(self.spec.batch, asked.on(self.size))
+        micro_batch_size(self.spec.batch, asked.resolve(self.size))
         task = tasks.load_task(self.spec.task, self.spec.set)
 
         def run(spec: Spec, plan: Plan, path: Path) -> "list[TrainingOutcome]":
@@ -206,7 +205,7 @@ class Verification:
 
         return must_hold(self.spec, task, asked, self.reference(), run, Path(self._folder.name) / "runs")
 
-    def _held(self, asked: Plan, plan: Plan, microbatches: int, plant: Plant) -> Verdict:
+    def _held(self, asked: Plan, plan: ResolvedPlan, microbatches: int, plant: Plant) -> Verdict:
         reference = self.reference(microbatches)
         seen = self._ranks(
             compare, self.spec, str(asked), self._path(microbatches), plant, timeout_s=self.timeout_s
@@ -244,7 +243,12 @@ class Verification:
 
 
 def judge(
-    asked: Plan, plan: Plan, ranks: int, microbatches: int, reference: Reference, seen: list[PlanObservation]
+    asked: Plan,
+    plan: ResolvedPlan,
+    ranks: int,
+    microbatches: int,
+    reference: Reference,
+    seen: list[PlanObservation],
 ) -> Verdict:
     """What the ranks saw, taken together. `microbatches`: the micro-batches of the one process."""
     rows: list[StepRow] = []
@@ -319,8 +323,8 @@ def batch_for(spec_batch: int, plans: list[Plan], ranks: int) -> int:
     parts = 1
     for plan in plans:
         try:
-            said = plan.on(ranks)
+            said = plan.resolve(ranks)
         except PlanError:
             continue
-        parts = math.lcm(parts, (said.dp or 1) * (said.microbatches or 1))
+        parts = math.lcm(parts, said.dp * said.microbatches)
     return -(-spec_batch // parts) * parts

@@ -5,7 +5,7 @@ from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 
 from paceline.errors import BenchError
-from paceline.plan.plan import Plan, parse
+from paceline.plan.plan import ResolvedPlan, parse
 from paceline.spec import nearest
 
 WORLD = "world"
@@ -56,7 +56,7 @@ def check(names: Sequence[str], plan: str | None, ranks: int) -> None:
         if name not in known:
             raise BenchError(f"unknown axis {name}{nearest(name, known)}")
     if plan is not None:
-        parse(plan).on(ranks)
+        parse(plan).resolve(ranks)
     if ranks < 2:
         raise BenchError("one rank has nobody to talk to: use --ranks 2 or more")
 
@@ -70,18 +70,18 @@ def _key(name: str, plan: str | None, hosts: Sequence[str]) -> Callable[[int], H
     if name == "across":
         return lambda rank: [*hosts[:rank]].count(hosts[rank])
     assert plan is not None
-    laid_out = parse(plan).on(len(hosts))
+    laid_out = parse(plan).resolve(len(hosts))
     return lambda rank: tuple(
         at for axis, at in _coordinates(laid_out, rank, name == "cp").items() if axis != name
     )
 
 
-def _coordinates(plan: Plan, rank: int, context: bool) -> dict[str, int]:
+def _coordinates(plan: ResolvedPlan, rank: int, context: bool) -> dict[str, int]:
     """On the axes of the mesh, by the names that paceline comms has for them; the ranks of cp are data ranks to everything else."""
     place = plan.place(rank)
     if context:
         return {"pp": place.pp, "dp": place.dp, "cp": place.cp, "tp": place.tp}
-    shards = (plan.dp or 1) * plan.cp // plan.replicate if plan.zero >= 2 else 1
+    shards = plan.dp * plan.cp // plan.replicate if plan.zero >= 2 else 1
     replicate, shard = divmod(place.dp * plan.cp + place.cp, shards)
     return {"pp": place.pp, "replicate": replicate, "shard": shard, "tp": place.tp}
 

@@ -21,7 +21,7 @@ from paceline.distributed.world import World
 from paceline.parallel.blocks import find_blocks
 from paceline.parallel.forward import autocast, call_model
 from paceline.plan.comm_volume import pattern
-from paceline.plan.plan import Plan
+from paceline.plan.plan import ResolvedPlan
 from paceline.spec import Spec
 from paceline.task import Task, read_layout
 from paceline.training.setup import PreparedTraining, build_training
@@ -49,7 +49,7 @@ class ReadyStep:
 @contextlib.contextmanager
 def ready(spec: Spec, task: Task, device: torch.device) -> Iterator[ReadyStep]:
     """Raises the errors that a training would before its first step."""
-    plan = Plan(dp=1).on(1)
+    plan = ResolvedPlan()
     with process_group(World(), device, spec.timeout_s, Path("runs")):
         batch = example(spec, task, plan)
         laid = build_training(spec, plan, World(), task, device)

@@ -33,7 +33,7 @@ from paceline.parallel.context.ring_attention import (
 )
 from paceline.parallel.forward import call_model
 from paceline.parallel.pytree import flatten
-from paceline.plan.plan import Plan
+from paceline.plan.plan import Plan, ResolvedPlan
 from paceline.spec import Spec
 from paceline.task import Task, read_layout
 from paceline.user_code import UserCode
@@ -44,7 +44,7 @@ TRIAL_SAMPLES = 2  # samples of which is found out how to cut
 
 
 def install_context_parallel(
-    model: nn.Module, units: list[nn.Module], plan: Plan, device: torch.device
+    model: nn.Module, units: list[nn.Module], plan: ResolvedPlan, device: torch.device
 ) -> None:
     """Let the forward of `model` cut the sequence at `units`, its blocks."""
     ContextParallel(model, units, plan, device).learn_first()
@@ -77,7 +77,7 @@ class SplitTrial:
 class ContextParallel:
     """Cuts the arguments of blocks, and gathers what the last one makes of them."""
 
-    def __init__(self, model: nn.Module, units: list[nn.Module], plan: Plan, device: torch.device):
+    def __init__(self, model: nn.Module, units: list[nn.Module], plan: ResolvedPlan, device: torch.device):
         self.model, self.plan, self.device = model, plan, device
         self.kind = type(model).__name__
         self.units = {name: module for name, module in model.named_modules() if module in units}

@@ -28,20 +28,12 @@ from paceline.parallel.pipeline.stage import PipelineRank, Stage, StagePartition
 from paceline.parallel.pipeline.tied_weights import TiedWeightSync
 from paceline.parallel.pipeline.tracer import ForwardTrace
 from paceline.parallel.pytree import flatten
-from paceline.plan.plan import Plan
+from paceline.plan.plan import ResolvedPlan
 from paceline.task import Task, read_layout
 from paceline.user_code import UserCode
 
-SCHEDULES = {
-    "gpipe": "ScheduleGPipe",
-    "1f1b": "Schedule1F1B",
-    "interleaved": "ScheduleInterleaved1F1B",
-    "zero-bubble": "ScheduleInterleavedZeroBubble",
-    "zbv": "ScheduleZBVZeroBubble",
-}
 
-
-def check(plan: Plan, task: Task, model: nn.Module, trace: ForwardTrace) -> None:
+def check(plan: ResolvedPlan, task: Task, model: nn.Module, trace: ForwardTrace) -> None:
     """Raise PlanError if `model`, on the meta device, cannot be cut into the stages of `plan`.
 
     Starts no process and allocates no memory.
@@ -158,7 +150,6 @@ class Pipeline:
         from paceline.parallel.pipeline.split_backward import SplitStage
 
         plan = self.rank.plan
-        assert plan.pp_schedule is not None
         calls = self.traces.step_trace.calls
 
         def crossing(cut: int) -> tuple[Tensor, ...]:
@@ -181,7 +172,7 @@ class Pipeline:
             )
             for stage in self.stages
         ]
-        schedule_class = getattr(pipelining, SCHEDULES[plan.pp_schedule])
+        schedule_class = getattr(pipelining, plan.schedule.torch_class)
         return schedule_class(
             stages if len(stages) > 1 else stages[0],
             plan.microbatches,

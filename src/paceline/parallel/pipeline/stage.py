@@ -20,7 +20,7 @@ from paceline.parallel.module_hooks import CallInterceptor, Run
 from paceline.parallel.pipeline.buffers import BufferUse, StageBuffers
 from paceline.parallel.pipeline.tracer import ForwardTrace, PartCall, PassedThrough, TensorMeta
 from paceline.plan.partition import partition as balance
-from paceline.plan.plan import MeshCoordinate, Plan
+from paceline.plan.plan import MeshCoordinate, ResolvedPlan
 
 
 @dataclass(frozen=True)
@@ -46,18 +46,17 @@ class StagePartition:
         return [part for part in dict.fromkeys(self.calls_of(stage)) if part not in self.replicated]
 
 
-def stage_ranks(plan: Plan) -> list[int]:
+def stage_ranks(plan: ResolvedPlan) -> list[int]:
     """Return the pp rank of each stage."""
-    assert plan.stages is not None
-    looped = [stage % plan.pp for stage in range(plan.pp * plan.stages)]
-    return looped if plan.pp_schedule != "zbv" else [*looped[: plan.pp], *reversed(looped[: plan.pp])]
+    looped = [stage % plan.pp for stage in range(plan.pp * plan.stages_per_rank)]
+    return looped if not plan.schedule.folded else [*looped[: plan.pp], *reversed(looped[: plan.pp])]
 
 
 @dataclass(frozen=True)
 class PipelineRank:
     """A rank of a pipeline: its place in the mesh, and the ranks of the other stages."""
 
-    plan: Plan
+    plan: ResolvedPlan
     mesh: DeviceMesh
     place: MeshCoordinate
     device: torch.device
@@ -76,11 +75,13 @@ class PipelineRank:
 
     def peer(self, stage: int) -> int:
         """Return the global rank that has `stage` and the same part of the batch."""
-        return stage_ranks(self.plan)[stage] * self.plan.copies + self.plan.copy(self.place)
+        return stage_ranks(self.plan)[stage] * self.plan.ranks_per_stage + self.plan.index_in_stage(
+            self.place
+        )
 
 
 def divide(
-    plan: Plan, model: nn.Module, parts: Mapping[str, nn.Module], trace: ForwardTrace
+    plan: ResolvedPlan, model: nn.Module, parts: Mapping[str, nn.Module], trace: ForwardTrace
 ) -> StagePartition:
     """Return the stages of `plan`, balanced by FLOPs of a forward pass, then by parameters.
 
@@ -161,7 +162,7 @@ def _find_shared_buffers(model: nn.Module, parts: Mapping[str, nn.Module], trace
     return [name for name, buffer in model.named_buffers() if id(buffer) not in inside]
 
 
-def _check_complete(plan: Plan, model: nn.Module, partition: StagePartition, stages: int) -> None:
+def _check_complete(plan: ResolvedPlan, model: nn.Module, partition: StagePartition, stages: int) -> None:
     """Check that each call belongs to exactly one stage, and that the stages hold all parameters."""
     lengths = [end - begin for begin, end in pairwise([*partition.begins, len(partition.calls)])]
     counted = [0] * stages
@@ -175,17 +176,18 @@ def _check_complete(plan: Plan, model: nn.Module, partition: StagePartition, sta
         )
 
 
-def _too_few_message(plan: Plan, stages: int, max_stages: int, model: nn.Module, trace: ForwardTrace) -> str:
+def _too_few_message(
+    plan: ResolvedPlan, stages: int, max_stages: int, model: nn.Module, trace: ForwardTrace
+) -> str:
     ordered = sorted(
         trace.barred.items(), key=lambda barred: (barred[0] not in trace.barred_by_buffers, barred[0])
     )
     reasons = [f"not before {trace.calls[cut].part}: {why}" for cut, why in ordered if cut]
     reason = f" ({reasons[0]})" if reasons else ""
-    assert plan.stages is not None
-    fitting = [pp for pp in range(2, plan.pp) if pp * plan.stages <= max_stages]
-    same_ranks = [pp for pp in fitting if plan.copies * plan.pp % (pp * plan.cp * plan.tp) == 0]
+    fitting = [pp for pp in range(2, plan.pp) if pp * plan.stages_per_rank <= max_stages]
+    same_ranks = [pp for pp in fitting if plan.ranks_per_stage * plan.pp % (pp * plan.cp * plan.tp) == 0]
     hint = " or ".join(f"pp={pp}" for pp in (same_ranks or fitting)[-2:]) if fitting else "a plan without pp"
-    if not fitting and plan.stages > 1 and max_stages >= 2:
+    if not fitting and plan.stages_per_rank > 1 and max_stages >= 2:
         hint = "pp=2 with pp_schedule=1f1b"
     return (
         f"plan {plan} has {stages} stages, and {type(model).__name__} can be cut into {max_stages} at most"

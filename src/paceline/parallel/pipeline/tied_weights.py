@@ -74,8 +74,8 @@ def _build_groups(
     plan = rank.plan
     groups = {}
     for pp_ranks in sorted(wanted):
-        for copy in range(plan.copies):
-            group = dist.new_group([pp * plan.copies + copy for pp in pp_ranks])
-            if copy == plan.copy(rank.place):
+        for copy in range(plan.ranks_per_stage):
+            group = dist.new_group([pp * plan.ranks_per_stage + copy for pp in pp_ranks])
+            if copy == plan.index_in_stage(rank.place):
                 groups[pp_ranks] = group
     return groups

@@ -5,11 +5,11 @@ from typing import NamedTuple
 
 from paceline.plan.cost_model.cost import CostPart, MemoryCost
 from paceline.plan.cost_model.framework_profiles import Recipe
-from paceline.plan.cost_model.schedules import SCHEDULES
 from paceline.plan.cost_model.traced_memory import is_watched, pieces, received_bytes, updated_params
 from paceline.plan.cost_model.traced_memory import worst as watched_worst
 from paceline.plan.cost_model.work_split import MicrobatchKey, Split, StageAssignment, shares
 from paceline.plan.model.facts import BlockFacts, ModelFacts
+from paceline.plan.schedules import SCHEDULES
 
 KEPT_LOGIT_BYTES = 4.0  # that kept_bytes counts, in float32
 PREFETCHED = 2  # blocks that are gathered at once: one computes, the next one comes

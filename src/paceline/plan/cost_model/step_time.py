@@ -13,9 +13,9 @@ from paceline.plan.cost_model.engine_overhead import engines_s
 from paceline.plan.cost_model.framework_profiles import Recipe
 from paceline.plan.cost_model.memory import held, state
 from paceline.plan.cost_model.rates import DeviceRates
-from paceline.plan.cost_model.schedules import SCHEDULES, StageTimes
 from paceline.plan.cost_model.work_split import MicrobatchKey, Split, StageAssignment, shares
 from paceline.plan.model.facts import BlockFacts, ModelFacts
+from paceline.plan.schedules import SCHEDULES, StageTimes
 from paceline.units import several
 
 # Of each part: standard deviation as a share of it, from the published measurements (docs/planning.md), and what it rests on.
@@ -27,7 +27,7 @@ PARTS = {
     "tensor parallel": (0.3, "sums of a block's outputs and of gradients of its inputs; arXiv 1909.08053"),
     "context parallel": (0.5, "keys and values round the ring, and merging; arXiv 2310.01889"),
     "pipeline bubble": (0.1, "filling and draining; arXiv 2104.04473, 2401.10241"),
-    "pipeline sends": (0.5, "activations that the schedule waits for; plan/cost_model/schedules.py"),
+    "pipeline sends": (0.5, "activations that the schedule waits for; plan/schedules.py"),
     "data parallel": (0.4, "averaging of gradients, less what goes on under the backward pass"),
     "gathered weights": (0.4, "gathers of ZeRO, less what goes on under computing; arXiv 1910.02054"),
     "optimizer": (0.3, "bytes of weights and moments over memory bandwidth"),
@@ -275,7 +275,7 @@ def _pipeline(
     """Bubble of the schedule on ranks that may be unlike: those others fill and drain in their own time."""
     schedule = SCHEDULES[split.schedule]
     others = sum(count * one.total_s for count, one in loads) - busiest.total_s
-    alike = schedule.idle(split.pp, split.microbatches, split.stages, busiest.stage) / (
+    alike = schedule.idle_s(split.pp, split.microbatches, split.stages, busiest.stage) / (
         busiest.total_s or 1.0
     )
     size = facts.first.boundary * recipe.element * split.micro_batch / split.cp
@@ -289,7 +289,7 @@ def _pipeline(
         )
     return {
         "pipeline bubble": bubble,
-        "pipeline sends": schedule.waits(split.pp, split.microbatches, split.stages) * send,
+        "pipeline sends": schedule.exposed_sends(split.pp, split.microbatches, split.stages) * send,
     }
 
 

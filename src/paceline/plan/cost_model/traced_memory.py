@@ -4,9 +4,9 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from paceline.plan.cost_model.framework_profiles import Recipe
-from paceline.plan.cost_model.schedules import SCHEDULES
 from paceline.plan.cost_model.work_split import MicrobatchKey, Split, StageAssignment
 from paceline.plan.model.facts import BlockFacts, ModelFacts, TensorVolume
+from paceline.plan.schedules import SCHEDULES
 
 WAITING = 0.5  # of the micro-batches that a rank keeps, those whose gradients of weights are put off; counted in torch's schedules
 
@@ -115,7 +115,7 @@ def _moments(
     """From the last block to the first, which has least before it and the most gradients behind it; and when all is done."""
     params = sum(piece.params for piece in pieces)
     whole_kept = sum(piece.kept for piece in pieces)
-    splits = split.pp > 1 and SCHEDULES[split.schedule].splits
+    splits = split.pp > 1 and SCHEDULES[split.schedule].splits_backward
     waiting = kept_micro * WAITING * sum(piece.waiting for piece in pieces) if splits else 0.0
     root = sum(piece.params for piece in pieces if piece.is_root)
     sharded = split.zero >= 2 and split.dp * split.cp > 1

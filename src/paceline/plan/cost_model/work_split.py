@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from paceline.errors import PlanError
 from paceline.plan.model.facts import BlockFacts, ModelFacts
-from paceline.plan.plan import Plan, share
+from paceline.plan.plan import Plan, micro_batch_size
 
 
 class MicrobatchKey(NamedTuple):
@@ -61,9 +61,8 @@ def split(plan: Plan, ranks: int, batch: int) -> Split:
         raise PlanError(
             f"what plan {plan} costs is not predicted: its ranks do not wait for each other; ask for ddp, or measure it"
         )
-    on = plan.on(ranks)
-    samples = share(batch, on)
-    assert on.dp is not None and on.microbatches is not None  # noqa: PT018 - of a plan on its ranks
+    on = plan.resolve(ranks)
+    samples = micro_batch_size(batch, on)
     return Split(
         dp=on.dp,
         tp=on.tp,
@@ -77,7 +76,7 @@ def split(plan: Plan, ranks: int, batch: int) -> Split:
         ),  # the rank that has most keeps the others waiting
         microbatches=on.microbatches,
         schedule=on.pp_schedule or "1f1b",
-        stages=on.stages or 1,
+        stages=on.stages_per_rank,
         recompute=on.recompute,
     )
 

@@ -29,7 +29,7 @@ OPTIONS_A_LINE = 44  # characters of a plan's name beside its bar
 
 def draw(found: BestPlans, top: int, path: Path) -> None:
     """Above: the best plans, as stacked bars. Below, where there are several: all that fit by memory and time, and the front of them."""
-    asked = [plan.on(found.ranks) for plan, _ in found.plans]
+    asked = [plan.resolve(found.ranks) for plan, _ in found.plans]
     plans = [*found.plans, *(pair for pair in found.others or () if pair[0] not in asked)][:top]
     bars, below = 2.6 + 0.4 * len(plans), 4.2 if len(found.pool) > 1 else 0.0
     with figure(path, 14.0, bars + below) as drawn:

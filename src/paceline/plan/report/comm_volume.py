@@ -7,14 +7,14 @@ from itertools import groupby
 from rich.table import Table
 
 from paceline.plan.comm_volume import CommVolume, Entry, pattern
-from paceline.plan.plan import Plan, share
+from paceline.plan.plan import ResolvedPlan, micro_batch_size
 from paceline.spec import Launch, Spec
 from paceline.units import format_bytes
 
 
-def heading(spec: Spec, launch: Launch, plan: Plan) -> str:
+def heading(spec: Spec, launch: Launch, plan: ResolvedPlan) -> str:
     """`plan`: that of `launch`, its data degree said."""
-    each = share(spec.batch, plan) * (plan.microbatches or 1)
+    each = micro_batch_size(spec.batch, plan) * plan.microbatches
     return (
         f"{spec.task.rpartition('/')[2]}: one step of plan {launch.plan} on {launch.ranks:,} ranks, "
         f"batch {spec.batch:,} ({each:,} on a data rank), {spec.precision}"

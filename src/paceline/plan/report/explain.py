@@ -26,7 +26,7 @@ ALTERNATIVES = 3  # of each choice, the best
 def explained(found: BestPlans) -> list[Table | str]:
     """Of the first plan: parts, choices, and the next best."""
     plan, cost = found.plans[0]
-    shown: list[Table | str] = [*_why(found, plan, cost), *_choices(found, plan.on(found.ranks), cost)]
+    shown: list[Table | str] = [*_why(found, plan, cost), *_choices(found, plan.resolve(found.ranks), cost)]
     shown += [f"\ntime of {plan}", _parts(cost.time.parts, cost.step_s, format_seconds, _among(found, plan))]
     at = f", rank {cost.memory.rank} of the pipeline" if plan.pp > 1 else ""
     shown += [
@@ -54,7 +54,7 @@ def _why(found: BestPlans, plan: Plan, cost: Cost) -> list[str]:
     if len(pool) == 0:
         return [f"\n{plan}: {of_step}{peak}"]
     best, fastest = pool[0]
-    if best == plan.on(found.ranks):
+    if best == plan.resolve(found.ranks):
         return [f"\nwhy {plan}: the fastest of {len(pool):,} that fit; {of_step}{peak}"]
     behind = sum(other.step_s < cost.step_s for _, other in pool)
     lines = [f"\n{plan}: {behind:,} of {len(pool):,} plans that fit are faster; {of_step}{peak}"]
@@ -118,7 +118,7 @@ def _telling(parts: Sequence[CostPart], step_s: float) -> list[CostPart]:
 
 def _among(found: BestPlans, plan: Plan) -> dict[str, str]:
     """Who talks to whom, of which how many are in one node."""
-    on = plan.on(found.ranks)
+    on = plan.resolve(found.ranks)
     per_node = min(found.ranks, found.cluster.ranks_per_node)
 
     def ranks(count: int, stride: int) -> str:
@@ -131,7 +131,7 @@ def _among(found: BestPlans, plan: Plan) -> dict[str, str]:
             else ", each in its own node"
         )
 
-    data = ranks((on.dp or 1) * on.cp, on.tp)
+    data = ranks(on.data_ranks, on.tp)
     return {
         "tensor parallel": ranks(on.tp, 1),
         "context parallel": ranks(on.cp, on.tp),

@@ -141,9 +141,9 @@ def _idle(found: BestPlans) -> list[str]:
     waits = sum(part.value for part in cost.time.parts if part.name == "pipeline bubble") / cost.step_s
     if waits < 0.5:
         return []
-    on = plan.on(found.ranks)
-    samples = found.batch // (on.dp or 1)
-    has = f"microbatches={on.microbatches} micro-batch{'es' * (on.microbatches != 1)} of {samples // (on.microbatches or 1):,} samples"
+    on = plan.resolve(found.ranks)
+    samples = found.batch // on.dp
+    has = f"microbatches={on.microbatches} micro-batch{'es' * (on.microbatches != 1)} of {samples // on.microbatches:,} samples"
     return [
         f"{waits:.0%} of the step the pipeline fills and drains: {plan} has {has}; microbatches={samples} has one sample in each"
     ]

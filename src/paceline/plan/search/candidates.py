@@ -3,7 +3,8 @@
 from collections.abc import Iterator
 from itertools import product
 
-from paceline.plan.plan import SCHEDULES, Plan
+from paceline.plan.plan import Plan
+from paceline.plan.schedules import RUNNABLE_SCHEDULES
 
 
 def candidates(ranks: int) -> Iterator[Plan]:
@@ -16,7 +17,7 @@ def candidates(ranks: int) -> Iterator[Plan]:
         yield Plan(tp=ranks, microbatches=microbatches)
     for microbatches in (None, 2):
         yield Plan(cp=ranks, microbatches=microbatches)
-    for schedule in SCHEDULES:
+    for schedule in RUNNABLE_SCHEDULES:
         yield Plan(pp=ranks, pp_schedule=schedule)
     for dp, cp, tp, pp in _mixtures(ranks):
         for zero in (0, 1, 2, 3) if dp > 1 else (0,):

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from paceline.errors import PlanError
-from paceline.plan.plan import Plan, share
+from paceline.plan.plan import Plan, micro_batch_size
 from paceline.plan.search.candidates import candidates
 
 
@@ -14,12 +14,12 @@ def near(plan: Plan, before: int, ranks: int, batch: int, may_cut: bool = True) 
     does not grow, for it may not fit: more of them are added up instead, unless they may not be cut (`may_cut`: BatchNorm would see it).
 
     Raises PlanError where `plan` was none for `before` ranks and this batch."""
-    was = plan.on(before)
-    most = share(batch, was)
+    was = plan.resolve(before)
+    most = micro_batch_size(batch, was)
     if (
         was.is_asynchronous and ranks > 1
     ):  # what it trains depends on its ranks; another plan would train something else
-        plan.on(ranks)
+        plan.resolve(ranks)
         yield plan
         return
     alike = [Plan(dp=1, microbatches=was.microbatches, recompute=plan.recompute)]
@@ -33,8 +33,8 @@ def near(plan: Plan, before: int, ranks: int, batch: int, may_cut: bool = True) 
                 split = _split(replace(other, uneven=uneven), ranks, batch, most if may_cut else None)
             except PlanError:
                 continue
-            if split is not None and split.on(ranks) not in found:
-                found.add(split.on(ranks))
+            if split is not None and split.resolve(ranks) not in found:
+                found.add(split.resolve(ranks))
                 yield split
 
 
@@ -61,9 +61,7 @@ def _distance(was: Plan, other: Plan, ranks: int) -> tuple[float, ...]:
 
 def _split(plan: Plan, ranks: int, batch: int, most: int | None) -> Plan | None:
     """With as few more micro-batches as keep one at `most` samples; None where that cannot be. Raises PlanError where the plan cannot."""
-    on = plan.on(ranks)
-    assert on.dp is not None
-    assert on.microbatches is not None
+    on = plan.resolve(ranks)
     if plan.uneven and batch % (on.dp * on.microbatches) == 0:
         return None  # needs not be
     for microbatches in [on.microbatches] if most is None else range(on.microbatches, batch // on.dp + 1):
@@ -73,11 +71,9 @@ def _split(plan: Plan, ranks: int, batch: int, most: int | None) -> Plan | None:
             continue
         cut = replace(
             plan,
-            microbatches=microbatches
-            if microbatches != replace(on, microbatches=None).on(ranks).microbatches
-            else None,
+            microbatches=microbatches if microbatches != plan.default_microbatches else None,
         )
-        cut.on(ranks)
-        share(batch, cut.on(ranks))
+        cut.resolve(ranks)
+        micro_batch_size(batch, cut.resolve(ranks))
         return cut
     return None

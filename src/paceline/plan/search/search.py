@@ -16,12 +16,10 @@ from paceline.plan.cost_model.step_time import least_s, time
 from paceline.plan.cost_model.work_split import Split
 from paceline.plan.model.facts import ModelFacts
 from paceline.plan.plan import RECOMPUTE, Plan
-from paceline.plan.plan import SCHEDULES as STAGES
+from paceline.plan.schedules import SCHEDULES
 from paceline.units import format_bytes
 
 MARGIN = 0.1  # of a device's memory that a plan leaves free, unless asked otherwise
-# 1F1B is as fast as GPipe and keeps less. More than two stages a rank are looked at where two did not hide the bubble.
-PIPELINES = (("1f1b", 1), ("interleaved", 2), ("interleaved", 4), ("zero-bubble", 2), ("zbv", 2))
 SAMPLES = 64  # of a micro-batch, at most
 SLICE = 4096  # positions, at least, of a sequence that is split in a pipeline: shorter ones are quicker with smaller micro-batches
 
@@ -191,7 +189,12 @@ def _with_degrees(
     facts: ModelFacts, per_node: int, samples: int, dp: int, tp: int, pp: int, cp: int
 ) -> Iterator[Split]:
     pipelines = (
-        [(kind, stages) for kind, stages in PIPELINES if pp * stages <= facts.blocks]
+        [
+            (name, stages)
+            for name, schedule in SCHEDULES.items()
+            for stages in schedule.searched_stages
+            if pp * stages <= facts.blocks
+        ]
         if pp > 1
         else [("1f1b", 1)]
     )
@@ -201,7 +204,7 @@ def _with_degrees(
         if micro_batch > SAMPLES and microbatches > 1:
             continue
         for kind, stages in pipelines:
-            if pp > 1 and (microbatches < pp or (STAGES[kind] > 1 and microbatches % pp)):
+            if pp > 1 and not SCHEDULES[kind].allows(microbatches, pp):
                 continue
             for recompute in RECOMPUTE:
                 for zero, replicate in data:

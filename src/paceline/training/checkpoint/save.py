@@ -34,7 +34,7 @@ from paceline.distributed.dtensor import is_dtensor, is_materialized
 from paceline.distributed.process_group import SAVE_TIMEOUT_S
 from paceline.errors import CheckpointError
 from paceline.files import is_plain_name, open_regular, reason
-from paceline.plan.plan import Plan
+from paceline.plan.plan import ResolvedPlan
 from paceline.run import RunFolder
 from paceline.training.init.deferred_init import aliases, named_tensors
 from paceline.training.optimizer import balance_by_size, local_optimizer
@@ -127,7 +127,7 @@ class Saver:
     def __init__(
         self,
         run: RunFolder,
-        plan: Plan,
+        plan: ResolvedPlan,
         rank: int,
         ranks: int,
         device: torch.device,
@@ -136,7 +136,7 @@ class Saver:
         self.run = run
         self.rank = rank
         self.ranks = ranks
-        self.copy, self.copies = plan.copy(plan.place(rank)), plan.copies
+        self.copy, self.copies = plan.index_in_stage(plan.place(rank)), plan.ranks_per_stage
         self.state_is_cut = (
             plan.zero == 1
         )  # each rank has optimizer state that no other one has, though its tensors are whole

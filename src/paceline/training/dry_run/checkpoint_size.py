@@ -2,7 +2,7 @@
 
 import torch
 
-from paceline.plan.plan import Plan
+from paceline.plan.plan import ResolvedPlan
 from paceline.spec import Spec
 from paceline.task import Task
 from paceline.training.checkpoint import save as checkpoint
@@ -20,7 +20,7 @@ def compute_state_bytes(spec: Spec, task: Task) -> int:
     model = build(spec, task).model
     with make_fake_mode():
         allocate_(model, CPU)
-        optimizer = make_optimizer(task, spec.optimizer, Plan(dp=1), model)
+        optimizer = make_optimizer(task, spec.optimizer, ResolvedPlan(), model)
         trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
         for parameter in trained:
             parameter.grad = torch.zeros_like(parameter)

@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_leaves
 from paceline.distributed.dtensor import is_dtensor, is_materialized, storage_id
 from paceline.parallel.pipeline.stage import name_of
 from paceline.plan.comm_volume import MODEL, PACELINE, CommVolume, added_up, axis_of
-from paceline.plan.plan import Plan
+from paceline.plan.plan import ResolvedPlan
 from paceline.training.dry_run.module_tracker import ModuleTracker
 
 # Operator -> collective, index of the argument whose bytes count, and whether it is one rank's part of S.
@@ -68,7 +68,7 @@ class CommCounter(TorchDispatchMode):
     is known. `model` is without wrappers.
     """
 
-    def __init__(self, model: nn.Module, plan: Plan):
+    def __init__(self, model: nn.Module, plan: ResolvedPlan):
         super().__init__()
         self.plan = plan
         self.model = model

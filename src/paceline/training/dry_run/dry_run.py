@@ -29,7 +29,7 @@ from paceline.errors import LaunchError, PlanError, TaskError
 from paceline.parallel.ddp import release
 from paceline.parallel.tensor.tracer import silence_fake_tensor_errors
 from paceline.plan.comm_volume import CommVolume
-from paceline.plan.plan import Plan, share
+from paceline.plan.plan import Plan, ResolvedPlan, micro_batch_size
 from paceline.spec import Spec
 from paceline.task import Task, load_task, read_layout
 from paceline.training.ddp_warmup import settle
@@ -83,7 +83,7 @@ def compute_stage_volumes(spec: Spec, plan: Plan, ranks: int, task: Task | None 
     """
     inputs = _prepare(spec, plan, ranks, task)
     places = find_identical_places(inputs.plan, read_layout(inputs.task), inputs.studied)
-    first_ranks = [place * inputs.plan.copies for place in range(plan.pp)]
+    first_ranks = [place * inputs.plan.ranks_per_stage for place in range(plan.pp)]
     volumes = {
         at: _simulate_rank(inputs, World(rank=first_ranks[at], size=ranks), inputs.studied.again())
         for at in sorted({identical.place for identical in places})
@@ -97,7 +97,7 @@ def compute_stage_volumes(spec: Spec, plan: Plan, ranks: int, task: Task | None 
 @dataclass(frozen=True)
 class _DryRunInputs:
     spec: Spec
-    plan: Plan  # with its data degree
+    plan: ResolvedPlan
     task: Task
     studied: ModelAnalysis
 
@@ -115,10 +115,10 @@ def _prepare(spec: Spec, plan: Plan, ranks: int, task: Task | None) -> _DryRunIn
             "paceline comms starts no ranks; use pp or cp alone, or count a step of a training "
             "(docs/comms.md)"
         )
-    plan = plan.on(ranks)
-    share(spec.batch, plan)
+    resolved = plan.resolve(ranks)
+    micro_batch_size(spec.batch, resolved)
     task = task if task is not None else load_task(spec.task, spec.set)
-    return _DryRunInputs(spec, plan, task, analyze_model(spec, plan, task, CPU))
+    return _DryRunInputs(spec, resolved, task, analyze_model(spec, resolved, task, CPU))
 
 
 def _simulate_rank(inputs: _DryRunInputs, world: World, studied: ModelAnalysis) -> CommVolume:
@@ -158,7 +158,7 @@ def make_fake_mode() -> FakeTensorMode:
     return mode
 
 
-def _count_step(training: PreparedTraining, plan: Plan, microbatches: list[Batch]) -> CommVolume:
+def _count_step(training: PreparedTraining, plan: ResolvedPlan, microbatches: list[Batch]) -> CommVolume:
     update = training.step
     if update.loss_scale is not None:
         update.loss_scale = _NoOverflow()
@@ -168,7 +168,6 @@ def _count_step(training: PreparedTraining, plan: Plan, microbatches: list[Batch
         _complete_buckets(settled)
     update.model = settled
     counter = CommCounter(training.model, plan)
-    assert plan.microbatches is not None
     for step in range(WARM_UP_STEPS + 1):
         is_counted = step == WARM_UP_STEPS
         runs = min(RUNS_TO_COUNT if is_counted else RUNS_TO_SETTLE, plan.microbatches)
@@ -183,10 +182,8 @@ def _count_step(training: PreparedTraining, plan: Plan, microbatches: list[Batch
     return counter.volume()
 
 
-def _load_microbatches(spec: Spec, plan: Plan, world: World, task: Task) -> list[Batch]:
+def _load_microbatches(spec: Spec, plan: ResolvedPlan, world: World, task: Task) -> list[Batch]:
     """Return the micro-batches of the first step."""
-    assert plan.dp is not None
-    assert plan.microbatches is not None
     dataset = open_dataset(task, "train")
     assert dataset is not None
     check_enough(len(dataset), plan, spec.batch)

@@ -10,7 +10,7 @@ from paceline.parallel.pipeline.stage import StagePartition, divide, stage_ranks
 from paceline.parallel.pipeline.tracer import ForwardTrace
 from paceline.parallel.tensor.apply import Splits
 from paceline.plan.comm_volume import CommVolume, added_up
-from paceline.plan.plan import TWICE, Plan
+from paceline.plan.plan import ResolvedPlan
 from paceline.task import Layout
 from paceline.training.dry_run.microbatch_replay import are_microbatches_identical
 from paceline.training.setup import ModelAnalysis
@@ -38,7 +38,7 @@ class IdenticalPlace:
         return module if part is None else self.names[part] + module[len(part) :]
 
 
-def find_identical_places(plan: Plan, layout: Layout, studied: ModelAnalysis) -> list[IdenticalPlace]:
+def find_identical_places(plan: ResolvedPlan, layout: Layout, studied: ModelAnalysis) -> list[IdenticalPlace]:
     """Return, for each place of `plan`, the first identical place. The data degree of `plan` is known.
 
     Stages between the first and the last are identical if they run the same operations on the same shapes,
@@ -46,7 +46,7 @@ def find_identical_places(plan: Plan, layout: Layout, studied: ModelAnalysis) ->
     gradients in two halves: the place decides for which micro-batches they do so.
     """
     places = [IdenticalPlace(place, {}) for place in range(plan.pp)]
-    if studied.recording is None or plan.pp_schedule in TWICE or not are_microbatches_identical(plan):
+    if studied.recording is None or plan.splits_backward or not are_microbatches_identical(plan):
         return places
     parts = find_parts(studied.model, layout)
     partition = divide(plan, studied.model, parts, studied.recording)

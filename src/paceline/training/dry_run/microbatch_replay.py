@@ -6,20 +6,20 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from paceline.plan.plan import Plan
+from paceline.plan.plan import ResolvedPlan
 from paceline.training.dry_run.comm_counter import CommCounter
 
 RUNS_TO_COUNT = 2  # micro-batches; the first gathers what stays gathered
 RUNS_TO_SETTLE = 1
 
 
-def are_microbatches_identical(plan: Plan) -> bool:
+def are_microbatches_identical(plan: ResolvedPlan) -> bool:
     """Return whether all micro-batches but the first send the same.
 
     They do not if each gathers weights again: a stage gathers ahead, and what it gathers depends on the
     micro-batch that runs next.
     """
-    return plan.pp > 1 and not (plan.zero == 3 and plan.stages == 1)
+    return plan.pp > 1 and not (plan.zero == 3 and plan.stages_per_rank == 1)
 
 
 @contextmanager

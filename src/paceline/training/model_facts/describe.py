@@ -16,7 +16,7 @@ from paceline.errors import PlanError, TaskError
 from paceline.parallel.forward import call_model
 from paceline.plan.model.facts import BlockFacts, LiveBytes, ModelFacts, TensorVolume
 from paceline.plan.model.operations import Operation
-from paceline.plan.plan import Plan
+from paceline.plan.plan import Plan, ResolvedPlan
 from paceline.spec import Spec
 from paceline.task import Task, load_task
 from paceline.training.model_facts.live_memory import LiveMemory, lived
@@ -40,7 +40,7 @@ def describe(spec: Spec, task: Task | None = None) -> ModelFacts:
     from paceline.training.setup import build
 
     task = task if task is not None else load_task(spec.task, spec.set)
-    batch = example(spec.model_copy(update={"batch": SAMPLES}), task, Plan(dp=1, microbatches=1))
+    batch = example(spec.model_copy(update={"batch": SAMPLES}), task, ResolvedPlan())
     return described(build(spec, task).model, task, batch, SAMPLES)
 
 

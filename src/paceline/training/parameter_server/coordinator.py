@@ -22,7 +22,7 @@ from torch.futures import Future
 from paceline.distributed.process_group import start_timeout_s
 from paceline.errors import RankError
 from paceline.events import Ended, Event, Failed, Started, Step
-from paceline.plan.plan import Plan
+from paceline.plan.plan import ResolvedPlan
 from paceline.training.checkpoint import save as checkpoint
 from paceline.training.parameter_server.partition import ParameterSlice, join_state
 from paceline.training.parameter_server.rpc import Message, Transport, answered
@@ -49,13 +49,11 @@ class Coordinator:
         optimizer: torch.optim.Optimizer,
         shard: Shard,
         dealt: list[list[ParameterSlice]],
-        plan: Plan,
+        plan: ResolvedPlan,
         transport: Transport,
         clip: float | None,
         timeout_s: float,
     ):
-        assert plan.dp is not None
-        assert plan.servers is not None
         self.model, self.optimizer, self.shard, self.dealt, self.transport = (
             model,
             optimizer,
@@ -63,7 +61,7 @@ class Coordinator:
             dealt,
             transport,
         )
-        self.clip, self.timeout_s, self.servers, self.workers = clip, timeout_s, plan.servers, plan.dp
+        self.clip, self.timeout_s, self.servers, self.workers = clip, timeout_s, plan.num_servers, plan.dp
         self.base_lrs = [group["lr"] for group in optimizer.param_groups]
         self.loss_scale = None
         self.step = self.first = 0  # updates made; when the workers came in

@@ -15,7 +15,7 @@ from paceline.errors import PlanError
 from paceline.events import Ended, Event, Started
 from paceline.parallel.apply import ELEMENTWISE
 from paceline.parallel.batch_norm import find_running_statistics
-from paceline.plan.plan import Plan
+from paceline.plan.plan import ResolvedPlan
 from paceline.spec import Spec
 from paceline.task import Task
 from paceline.training.optimizer import check_schedule
@@ -28,13 +28,13 @@ from paceline.training.setup import PreparedTraining, TrainingData, build_traini
 from paceline.training.step import TrainingStep
 
 Loop = Callable[
-    [Plan, World, TrainingData, PreparedTraining, Callable[[], bool]], Any
+    [ResolvedPlan, World, TrainingData, PreparedTraining, Callable[[], bool]], Any
 ]  # makes the loop of one process
 
 
 def train_against_servers(
     spec: Spec,
-    plan: Plan,
+    plan: ResolvedPlan,
     asked: str,
     world: World,
     task: Task,
@@ -44,8 +44,7 @@ def train_against_servers(
     loop: Loop,
     notes: Sequence[str],
 ) -> Generator[Event]:
-    """`plan` has its data degree said."""
-    assert plan.servers is not None
+    """Yield the events of this rank."""
     if spec.precision == "fp16":
         raise PlanError(
             f"plan {asked} with fp16: each worker would need a loss scale of its own; use bf16 or fp32"
@@ -55,7 +54,7 @@ def train_against_servers(
     model, update, optimizer = laid.model, laid.update, laid.update.optimizer
     assert isinstance(update, TrainingStep)
     trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
-    dealt = deal(trained, plan.servers, by_row=type(optimizer).__name__ in ELEMENTWISE)
+    dealt = deal(trained, plan.num_servers, by_row=type(optimizer).__name__ in ELEMENTWISE)
     statistics = find_running_statistics(model)
     total = spec.total_steps(data.samples)
     check_schedule(spec.schedule.in_samples(spec.batch, data.samples), total * spec.batch)
@@ -64,7 +63,7 @@ def train_against_servers(
         world.rank, world.size, start_timeout_s(spec.timeout_s)
     )  # one that is gone is seen by its connection
     with contextlib.closing(transport):
-        if world.rank >= plan.servers:
+        if world.rank >= plan.num_servers:
             worker = Worker(model, update, dealt, statistics, plan, world.rank, transport)
             readers = workers_per_rank(world.local_size, device, spec.data.workers)
             step = first = worker.first()
@@ -99,7 +98,7 @@ class _Nothing:
         return None
 
 
-def _notes(plan: Plan, statistics: dict[str, Tensor]) -> tuple[str, ...]:
+def _notes(plan: ResolvedPlan, statistics: dict[str, Tensor]) -> tuple[str, ...]:
     staleness = plan.staleness if plan.staleness is not None else STALENESS
     servers = f"{plan.servers} server{'s' * (plan.servers != 1)}, {plan.dp} worker{'s' * (plan.dp != 1)}"
     stale = f"gradients of weights that may lack {staleness} updates, which is not the update of one process"

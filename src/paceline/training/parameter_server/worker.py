@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from paceline.data.loader import RankBatchSlice, Samples, batches, training_parts
-from paceline.plan.plan import MeshCoordinate, Plan
+from paceline.plan.plan import MeshCoordinate, ResolvedPlan
 from paceline.spec import Spec
 from paceline.training.first_loss import FirstLoss
 from paceline.training.parameter_server.coordinator import STALENESS
@@ -27,11 +27,10 @@ class Worker:
         update: TrainingStep,
         dealt: list[list[ParameterSlice]],
         statistics: dict[str, Tensor],
-        plan: Plan,
+        plan: ResolvedPlan,
         rank: int,
         transport: Transport,
     ):
-        assert plan.servers is not None
         self.update, self.dealt, self.statistics, self.plan, self.transport = (
             update,
             dealt,
@@ -40,9 +39,9 @@ class Worker:
             transport,
         )
         self.params = dict(model.named_parameters())
-        self.number = rank - plan.servers
+        self.number = rank - plan.num_servers
         self.staleness = plan.staleness if plan.staleness is not None else STALENESS
-        self.have = [-1] * plan.servers  # updates in the weights of each server that are here
+        self.have = [-1] * plan.num_servers  # updates in the weights of each server that are here
         update.alone, update.place = True, MeshCoordinate(pp=0, dp=self.number, cp=0, tp=0)
 
     def first(self) -> int:
@@ -62,8 +61,6 @@ class Worker:
         stop: Callable[[], bool],
     ) -> Iterator[int]:
         """Work until it is over; yields the number of each step."""
-        assert self.plan.dp is not None
-        assert self.plan.microbatches is not None
         part = RankBatchSlice(spec.batch, self.plan.microbatches, self.number, self.plan.dp)
         parts = training_parts(part, samples, spec.seed, first, total)
         first_loss = FirstLoss(

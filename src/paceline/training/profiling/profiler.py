@@ -14,7 +14,7 @@ import torch.distributed as dist
 from paceline.distributed.world import World
 from paceline.events import Profiled
 from paceline.plan.cost_model.compare import MOST_STEPS
-from paceline.plan.plan import Plan
+from paceline.plan.plan import ResolvedPlan
 from paceline.training.profiling import peak_memory
 from paceline.training.profiling.time_breakdown import (
     END,
@@ -54,7 +54,7 @@ class StepProfiler:
         first: int,
         total: int,
         laid: PreparedTraining,
-        plan: Plan,
+        plan: ResolvedPlan,
         world: World,
         device: torch.device,
     ):
@@ -261,7 +261,7 @@ def _gathered(row: list[float], world: World, device: torch.device) -> list[list
     return found
 
 
-def _profiled(rows: list[list[float]], plan: Plan, step: int, num_steps: int) -> Profiled:
+def _profiled(rows: list[list[float]], plan: ResolvedPlan, step: int, num_steps: int) -> Profiled:
     """Of what the ranks saw, by rank."""
     count = len(StepSeconds._fields)
     seconds = [StepSeconds(*row[2 : 2 + count]) for row in rows]
@@ -287,7 +287,7 @@ def _profiled(rows: list[list[float]], plan: Plan, step: int, num_steps: int) ->
     )
 
 
-def _parts(one: StepSeconds, plan: Plan, transfer: float) -> dict[str, float]:
+def _parts(one: StepSeconds, plan: ResolvedPlan, transfer: float) -> dict[str, float]:
     """In a pipeline, waiting for a neighbour is the bubble, but for what the transfer itself takes."""
     sent = min(one.neighbours, one.waits * transfer) if plan.pp > 1 and one.waits else one.neighbours
     bubble = one.neighbours - sent
