@@ -43,7 +43,7 @@ from paceline.events import Ended, Evaluated, EventWriter, Failed, Started, Step
 from paceline.run import choose_path, create, find_latest, release, reserve
 from paceline.spec import Launch, Optimizer
 from paceline.task import load_task
-from paceline.training.init.deferred_init import named_tensors
+from paceline.training.init.named_tensors import named_tensors
 
 SCRIPT = str(Path(sys.executable).parent / "paceline")
 TIED = (

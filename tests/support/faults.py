@@ -156,7 +156,7 @@ def shards_seeded_alike() -> Any:
 
         return cut_like
 
-    return replaced(deferred_init, "_cut_like", by)
+    return replaced(deferred_init, "_distribute_like", by)
 
 
 def norm_of_shard() -> Any:

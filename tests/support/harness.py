@@ -38,7 +38,7 @@ from paceline.distributed.network_interface import use_loopback
 from paceline.distributed.store import open_store
 from paceline.events import Evaluated, Step
 from paceline.plan.plan import parse
-from paceline.training.init.deferred_init import named_tensors
+from paceline.training.init.named_tensors import named_tensors
 
 TIMEOUT_S = 120.0
 

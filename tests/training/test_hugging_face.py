@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from harness import trained
 from models import Points
 from paceline import Spec
-from paceline.training.init.deferred_init import fill_, named_tensors, record
+from paceline.training.init.deferred_init import fill_, record
+from paceline.training.init.named_tensors import named_tensors
 
 LIBRARY = importlib.util.find_spec(
     "transformers"

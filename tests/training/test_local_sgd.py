@@ -23,7 +23,7 @@ from paceline.spec import Optimizer, Save, Schedule
 from paceline.tasks.digits import Digits
 from paceline.training import local_sgd
 from paceline.training.checkpoint.save import load_whole
-from paceline.training.init.deferred_init import named_tensors
+from paceline.training.init.named_tensors import named_tensors
 
 PLAIN = Optimizer(name="sgd", lr=0.05, momentum=0.0, weight_decay=0.1)
 MOMENTUM = Optimizer(name="sgd", lr=0.05, momentum=0.9)

@@ -19,7 +19,7 @@ from paceline.run import RunFolder
 from paceline.spec import Optimizer, Save, Schedule
 from paceline.tasks.digits import Digits
 from paceline.training.checkpoint.save import load_whole
-from paceline.training.init.deferred_init import named_tensors
+from paceline.training.init.named_tensors import named_tensors
 from paceline.training.parameter_server.partition import ParameterSlice, deal
 
 ADAMW = Optimizer(name="adamw", lr=1e-2, weight_decay=0.1)

@@ -15,7 +15,7 @@ from harness import trained
 from paceline import Spec
 from paceline.errors import TaskError
 from paceline.training import initial_weights
-from paceline.training.init import deferred_init
+from paceline.training.init import construction_modes
 from paceline.training.init.deferred_init import record
 from paceline.training.initial_weights import compare
 
@@ -165,7 +165,7 @@ def test_finds_a_library_that_knows_where_it_is(monkeypatch: pytest.MonkeyPatch)
     )
     build = partial(transformers.BertModel, config)
     held(build, build)
-    monkeypatch.setattr(deferred_init, "SEEN_ON_CPU", {})
+    monkeypatch.setattr(construction_modes, "REPORTED_ATTRIBUTES", {})
     with pytest.raises(
         TaskError,
         match=r"word_embeddings\.weight are not those .* is (1\.0|0\.9)\d* here and 0\.0[12]\d* there",

@@ -21,15 +21,9 @@ from harness import trained
 from paceline import Spec
 from paceline.distributed.dtensor import storage_id
 from paceline.errors import TaskError
-from paceline.training.init.deferred_init import (
-    Weights,
-    _all_of,
-    _view,
-    aliases,
-    fill_,
-    named_tensors,
-    record,
-)
+from paceline.training.init.deferred_init import Weights, fill_, record
+from paceline.training.init.named_tensors import find_aliases, named_tensors
+from paceline.training.init.operation_tape import flatten_storage, view_as
 
 
 def made(build: Callable[[], nn.Module], seed: int = 0, pretrained: Path | None = None) -> nn.Module:
@@ -354,7 +348,7 @@ def played(weights: Weights, seed: int) -> dict[str, Tensor]:
     def real(item: Any) -> Any:
         if isinstance(item, torch.device):
             return torch.device("cpu")
-        return _view(made[storage_id(item)], item) if isinstance(item, Tensor) and item.is_meta else item
+        return view_as(made[storage_id(item)], item) if isinstance(item, Tensor) and item.is_meta else item
 
     torch.manual_seed(seed)
     with torch.no_grad():
@@ -362,8 +356,8 @@ def played(weights: Weights, seed: int) -> dict[str, Tensor]:
             result = operation.run(*tree_map(real, operation.args), **tree_map(real, operation.kwargs))
             for stand_in, value in zip(operation.results, tree_leaves(result), strict=True):
                 if storage_id(stand_in) not in operation.reads:
-                    made[storage_id(stand_in)] = _all_of(value, stand_in)
-    return {name: _view(made[storage_id(origin)], origin) for name, origin in weights.origins.items()}
+                    made[storage_id(stand_in)] = flatten_storage(value, stand_in)
+    return {name: view_as(made[storage_id(origin)], origin) for name, origin in weights.origins.items()}
 
 
 TAPED = [name for name in RANDOM if name not in ("normal", "real-trunc-normal")]
@@ -475,10 +469,10 @@ def test_what_cannot_be_recorded_is_built_whole(build: Callable[[], nn.Module]) 
 def test_tied_stay_tied() -> None:
     model = made(models.Gpt)
     assert model.output.weight is model.tokens.weight
-    assert aliases(model) == {"output.weight": "tokens.weight"}
+    assert find_aliases(model) == {"output.weight": "tokens.weight"}
     shared = made(shared_buffer)
     assert shared[0].mask is shared[2].mask
-    assert aliases(shared) == {"1.mask": "0.mask", "2.mask": "0.mask"}
+    assert find_aliases(shared) == {"1.mask": "0.mask", "2.mask": "0.mask"}
 
 
 def test_a_copy_equals_its_source() -> None:
@@ -664,8 +658,8 @@ def test_pretrained_weights_of_a_folder_with_one_file(tmp_path: Path) -> None:
         (None, "has neither model.safetensors.index.json nor model.safetensors"),
         ("{", "cannot read the index of pretrained weights"),
         ("[]", "it needs a weight_map"),
-        ('{"weight_map": {"weight": "../one.safetensors"}}', "the files of an index lie beside it"),
-        ('{"weight_map": {"weight": 3}}', "the files of an index lie beside it"),
+        ('{"weight_map": {"weight": "../one.safetensors"}}', "the files must be in the folder of the index"),
+        ('{"weight_map": {"weight": 3}}', "the files must be in the folder of the index"),
         ('{"weight_map": {"weight": ["x"]}}', "cannot read the index"),
         ('{"weight_map": {"weight": "none.safetensors"}}', "cannot read the pretrained weights"),
         ('{"weight_map": {"bias": "one.safetensors"}}', "lacks bias, which the index"),

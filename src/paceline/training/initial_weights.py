@@ -24,14 +24,10 @@ from paceline.distributed.world import World
 from paceline.errors import TaskError
 from paceline.spec import Spec
 from paceline.task import Task
-from paceline.training.init.deferred_init import (
-    Weights,
-    aliases,
-    loaded_names,
-    named_tensors,
-    record,
-    unequal,
-)
+from paceline.training.init.deferred_init import Weights, record
+from paceline.training.init.named_tensors import find_aliases, named_tensors
+from paceline.training.init.operation_tape import unequal
+from paceline.training.init.pretrained import find_pretrained_names
 from paceline.training.setup import pretrained_of
 from paceline.units import format_bytes, format_count
 from paceline.user_code import UserCode
@@ -154,11 +150,15 @@ def _same_structure(plain: nn.Module, model: nn.Module) -> None:
             *plain.named_buffers(remove_duplicate=False),
         )
     }
-    if names := sorted((here.keys() | aliases(model).keys()) ^ (there.keys() | aliases(plain).keys())):
+    if names := sorted(
+        (here.keys() | find_aliases(model).keys()) ^ (there.keys() | find_aliases(plain).keys())
+    ):
         raise TaskError(_message(names[0], "it is there only in one of both constructions"))
     # torch makes two buffers of one with two names where it converts a module.
     if names := sorted(
-        name for name in dict(aliases(plain).items() ^ aliases(model).items()) if name not in buffers
+        name
+        for name in dict(find_aliases(plain).items() ^ find_aliases(model).items())
+        if name not in buffers
     ):
         raise TaskError(
             _message(names[0], "it is tied to another parameter in only one of both constructions")
@@ -268,7 +268,7 @@ def check(spec: Spec, task: Task, model: nn.Module, weights: Weights) -> tuple[s
             model,
             weights,
             spec.seed,
-            loaded_names(pretrained_of(task), model),
+            find_pretrained_names(pretrained_of(task), model),
         )
     return ()
 

@@ -31,7 +31,9 @@ from paceline.spec import Spec
 from paceline.task import Task, read_layout
 from paceline.training.checkpoint import save as checkpoint
 from paceline.training.checkpoint.identity import changes, identity, modules_of
-from paceline.training.init.deferred_init import Weights, fill_, loaded_names, named_tensors, record
+from paceline.training.init.deferred_init import Weights, fill_, record
+from paceline.training.init.named_tensors import named_tensors
+from paceline.training.init.pretrained import find_pretrained_names
 from paceline.training.local_sgd import LocalSgd, local_sgd
 from paceline.training.optimizer import (
     OptimizerReport,
@@ -216,7 +218,7 @@ def build_training(
     pretrained = pretrained_of(task) if fill_with is None else None
     if fill_with is None:
         weights.check_written(
-            named_tensors(model).keys() - loaded_names(pretrained, model)
+            named_tensors(model).keys() - find_pretrained_names(pretrained, model)
         )  # on all ranks, whichever holds it
     notes: tuple[str, ...] = () if studied.recorded else (UNRECORDED,)
     if splits is not None:

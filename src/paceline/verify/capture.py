@@ -18,7 +18,7 @@ from paceline.events import Step
 from paceline.plan.plan import Plan, parse
 from paceline.spec import Spec
 from paceline.task import Task
-from paceline.training.init.deferred_init import aliases
+from paceline.training.init.named_tensors import find_aliases
 from paceline.training.loop import train
 from paceline.verify.compare import (
     FLOOR,
@@ -122,7 +122,7 @@ def record(spec: Spec, task: Task, microbatches: int, rounding: float = 0.0) -> 
             return
         if step == 0:
             looks[0].parameters = _kept(model.named_parameters())
-            told["aliases"] = aliases(model)
+            told["aliases"] = find_aliases(model)
             told["has_batch_norm"] = any(
                 isinstance(module, nn.modules.batchnorm._BatchNorm) for module in model.modules()
             )

@@ -36,7 +36,7 @@ from paceline.errors import CheckpointError
 from paceline.files import is_plain_name, open_regular, reason
 from paceline.plan.plan import ResolvedPlan
 from paceline.run import RunFolder
-from paceline.training.init.deferred_init import aliases, named_tensors
+from paceline.training.init.named_tensors import find_aliases, named_tensors
 from paceline.training.optimizer import balance_by_size, local_optimizer
 
 INDEX = "checkpoint.json"
@@ -461,7 +461,7 @@ def describe(model: nn.Module) -> dict[str, Any]:
     """The fields of an Index that are of the model."""
     return {
         "shapes": {name: list(tensor.shape) for name, tensor in model_tensors(model).items()},
-        "tied": aliases(model),
+        "tied": find_aliases(model),
     }
 
 

@@ -1,4 +1,4 @@
-"""Initial weights: recorded on the meta device, replayed where they are kept, compared with a plain construction.
+"""Initial weights: recorded on the meta device, and replayed for each parameter on the rank that holds it.
 
-Loading of checkpoints belongs to `training.checkpoint`.
+Checkpoints do not belong here; see `training.checkpoint`.
 """

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from paceline.distributed.dtensor import is_materialized, local_tensor
-from paceline.training.init.deferred_init import named_tensors
+from paceline.training.init.named_tensors import named_tensors
 from paceline.training.optimizer import local_optimizer
 from paceline.training.setup import PreparedTraining
 
