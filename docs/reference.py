@@ -17,6 +17,8 @@ from paceline.cli import keys
 from paceline.doctor.heartbeat import Heartbeat
 from paceline.training.checkpoint.save import Index
 
+COLUMN = re.compile(r"^(\w+) {2,}(\S.*)$", re.M)  # a field and its meaning in a docstring
+
 
 def pages() -> Iterator[tuple[str, str]]:
     """Yield path and text of each page."""
@@ -137,8 +139,14 @@ def _records() -> Iterator[str]:
 
 
 def _about(kind: type) -> str:
+    """Return the docstring of a record as MyST, without the list of its fields."""
     doc = inspect.getdoc(kind) or ""
-    return "" if doc.startswith(f"{kind.__name__}(") else _text(doc)
+    if doc.startswith(f"{kind.__name__}("):  # dataclass wrote it
+        return ""
+    parts = [part for part in doc.split("\n\n") if not COLUMN.match(part)]
+    return "\n\n".join(
+        f"```python\n{textwrap.dedent(part)}\n```" if part.startswith(" ") else _text(part) for part in parts
+    )
 
 
 def _fields(kind: type, without: Sequence[str] = ()) -> str:
@@ -167,7 +175,10 @@ def _fields(kind: type, without: Sequence[str] = ()) -> str:
 
 
 def _comments(kind: type) -> dict[str, str]:
-    """Return what stands behind each field of a class in its source."""
+    """Return the meaning of each field of a class, from its docstring or the comments in its source."""
+    columns = dict(COLUMN.findall(inspect.getdoc(kind) or ""))
+    if columns:
+        return columns
     source = textwrap.dedent(inspect.getsource(kind))
     by_line = {
         token.start[0]: token.string.removeprefix("#").strip()

@@ -20,10 +20,10 @@ class Error(Exception):
 
     `str(error)` is one sentence: what is wrong, the value, and the fix. Any other exception is a bug.
 
-    try:
-        run = open_run(Path("runs/a"))
-    except paceline.Error as error:
-        print(error)
+        try:
+            run = open_run(Path("runs/a"))
+        except paceline.Error as error:
+            print(error)
     """
 
 

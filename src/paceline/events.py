@@ -1,8 +1,9 @@
-"""What happened in a run, one JSON object a line: the only channel from a run to those who watch it.
+"""Events: what happened in a run, one JSON object per line. Observers of a run read nothing else.
 
-A line has `time` (seconds since the epoch), `event` (started, step, profiled, evaluated, saved, failed, stalled, ended) and the fields of
-that event. The figures of quick steps come together, some ten times a second: another line may stand before that of a step
-which ended earlier. A run that was interrupted and resumed repeats the steps after its last checkpoint: the later line counts.
+A line has `time` (seconds since the epoch), `event` (started, step, profiled, evaluated, saved, failed,
+stalled or ended) and the fields of that event. Fast steps are written about ten times a second, several at
+once, so that other events may precede a step that ended earlier. A run that was interrupted and resumed
+repeats the steps after its last checkpoint: the later line counts.
 """
 
 import contextlib
@@ -22,77 +23,142 @@ from typing import Any, Union, get_args, get_origin
 from paceline.errors import RunError
 from paceline.units import several, without_controls
 
-BLOCK = 2**18  # bytes that are read at a time
-LONGEST = 2**20  # bytes of a line
-PARSED = 2**23  # bytes of which each line is parsed where only a sample of the steps is wanted
-LATEST = 253e9  # seconds since the epoch that a date can have
-SINGLE_STEPS = 8  # of each start, which are slower than others: none of them stands for others
-LAST_STEPS = 64  # that are parsed where only the end is read
-KINDS_NAMED = 5  # unknown ones
-# How `dumps` begins the line of a step, and what stands between two lines: found without parsing them.
+BLOCK_BYTES = 2**18  # bytes per read
+MAX_LINE_BYTES = 2**20
+MAX_PARSED_BYTES = 2**23  # if only a sample of the steps is needed, files up to this size are parsed whole
+MAX_TIME = 253e9  # the latest date, in seconds since the epoch
+NUM_SINGLE_STEPS = (
+    8  # after each start: these steps are slower than others, so they represent only themselves
+)
+MAX_TAIL_STEPS = 64  # steps that `tail` parses
+MAX_KINDS = 5  # unknown kinds that a message names
+# How `dumps` begins the line of a step, and the text between two lines: these are found without parsing.
 _HEAD, _STEP, _SEAM = b'{"time": ', b'"event": "step", ', b'}\n{"time": '
 
 
 @dataclass(frozen=True, kw_only=True)
 class Event:
+    """Base class of all events of a run. `train` yields them, and `events.jsonl` contains them.
+
+        for event in paceline.train(spec):
+            if isinstance(event, paceline.Step):
+                print(event.step, event.loss)
+
+    time  seconds since the epoch
+    """
+
     time: float = field(default_factory=time.time)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Started(Event):
+    """The training starts or resumes; the first event of each start.
+
+        if isinstance(event, Started):
+            print(event.plan, event.ranks, event.steps - event.step)
+
+    task        the task, as `Spec.task` names it
+    plan        the plan, such as "zero3"
+    ranks       number of ranks
+    batch       samples of the global batch
+    step        steps done before: 0, or the step of the checkpoint from which the run resumed
+    steps       the step after which the run is complete
+    samples     samples in one epoch
+    parameters  number of parameters of the model
+    device      "cpu", or the name of the GPU
+    precision   data type in which the model computes, such as "bf16"
+    threads     CPU threads of torch on each rank
+    notes       sentences for the user about how the training is done
+    lr_group    the parameter group whose learning rate the steps report, if groups have different rates
+    start_s     seconds of each phase of the start, in their order
+    """
+
     task: str
     plan: str
     ranks: int
-    batch: int  # samples of a global batch
-    step: int  # steps done before: 0, or those of the checkpoint that was resumed
-    steps: int  # the run is done after so many
-    samples: int  # in one epoch
+    batch: int
+    step: int
+    steps: int
+    samples: int
     parameters: int
     device: str
     precision: str
-    threads: int  # of torch, on each rank
-    notes: tuple[str, ...] = ()  # what the user should know of how it is done
-    lr_group: str = ""  # parameter group whose learning rate the steps have, where groups have different ones
-    start_s: Mapping[str, float] = field(
-        default_factory=dict
-    )  # how long each phase of the start took, in their order
+    threads: int
+    notes: tuple[str, ...] = ()
+    lr_group: str = ""
+    start_s: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Step(Event):
-    step: int  # counted from 1: so many updates have been made
-    samples: int  # consumed so far, over all ranks
-    loss: float  # mean over the global batch, before the update
-    grad_norm: (
-        float | None
-    )  # of the whole gradient, before clipping; None where fp16 overflowed and the update was left out
+    """One update of the weights.
+
+        losses = [event.loss for event in train(spec) if isinstance(event, Step)]
+
+    step           number of updates made so far, counted from 1
+    samples        samples consumed so far, over all ranks
+    loss           mean over the global batch, before the update
+    grad_norm      norm of the whole gradient before clipping; None if fp16 overflowed (the update is skipped)
+    lr             learning rate of the update
+    step_s         wall time of this step in seconds, data_s included
+    data_s         seconds of waiting for the batch
+    samples_per_s  samples of the global batch per second
+    """
+
+    step: int
+    samples: int
+    loss: float
+    grad_norm: float | None
     lr: float
-    step_s: float  # wall time of this step, data_s included
-    data_s: float  # waiting for the batch
+    step_s: float
+    data_s: float
     samples_per_s: float
 
 
 @dataclass(frozen=True, kw_only=True)
 class Profiled(Event):
-    """Where the time and memory of some steps went. They were profiled, and slower for it; the last `num_steps` steps up to `step` were."""
+    """Where the time and memory of some steps went.
+
+    The last `num_steps` steps up to `step` were profiled, and were slower for it.
+
+    step       the last profiled step
+    num_steps  number of profiled steps
+    step_s     mean wall time of these steps in seconds
+    seconds    seconds of step_s by part: the mean over the ranks, or over those of a pipeline's busiest stage
+    input_s    seconds that rank 0 waits for the batch in a step, as data_s of Step
+    slowest    rank that is busy longest, for which the others wait
+    slowest_s  seconds per step in which that rank does not wait for others
+    busy_s     the same, as the mean over all ranks
+    fullest    rank with the highest peak memory
+    memory     bytes of that rank at its peak, by part
+    costs_s    seconds that profiling cost the run
+    """
 
     step: int
     num_steps: int
     step_s: float
-    seconds: Mapping[
-        str, float
-    ]  # of step_s by part, the mean over the ranks; in a pipeline over those of the stage that is busiest
-    input_s: float  # of rank 0, as in Step
-    slowest: int  # rank that is busy longest, for which the others wait
-    slowest_s: float  # not waiting for others, in a step
-    busy_s: float  # the same, the mean over all ranks
-    fullest: int  # rank that holds most
-    memory: Mapping[str, int]  # bytes that it holds at its peak by part
-    costs_s: float  # that it took from the run
+    seconds: Mapping[str, float]
+    input_s: float
+    slowest: int
+    slowest_s: float
+    busy_s: float
+    fullest: int
+    memory: Mapping[str, int]
+    costs_s: float
 
 
 @dataclass(frozen=True, kw_only=True)
 class Evaluated(Event):
+    """An evaluation of the model on the validation split.
+
+        if isinstance(event, Evaluated):
+            print(event.step, event.metrics["loss"])
+
+    step     the last step done
+    metrics  value of each metric by name; NaN or infinity is null in JSON
+    seconds  duration of the evaluation
+    """
+
     step: int
     metrics: Mapping[str, float]
     seconds: float
@@ -100,40 +166,70 @@ class Evaluated(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class Saved(Event):
+    """A checkpoint is complete.
+
+    step       the step of the checkpoint
+    path       its path in the run folder
+    bytes      its size
+    seconds    time from the request until it was complete on disk
+    blocked_s  the part of `seconds` in which training stood still
+    """
+
     step: int
-    path: str  # in the run folder
+    path: str
     bytes: int
-    seconds: float  # from the request until it was complete on disk
-    blocked_s: float  # of these, how long training stood still
+    seconds: float
+    blocked_s: float
 
 
 @dataclass(frozen=True, kw_only=True)
 class Failed(Event):
-    what: str  # "save", "worker" (of a parameter server), "rank", "node": the run goes on; "run": a rank ends
+    """Something failed; `what` determines whether the run continues.
+
+    what       "save", "worker" (of a parameter server), "rank", "node": the run continues; "run": a rank ends
+    message    one sentence about the cause
+    step       the last step done
+    rank       the rank that failed, if it is known
+    lost_peer  whether this rank failed only because another rank was lost
+    meant      whether Paceline raised the error on purpose, so that the message is complete
+    """
+
+    what: str
     message: str
-    step: int  # the last step done
+    step: int
     rank: int | None = None
-    lost_peer: bool = False  # this rank failed only because another one was gone
-    meant: bool = False  # an error of Paceline's own, whose message says all
+    lost_peer: bool = False
+    meant: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
 class Stalled(Event):
-    """For a while no rank has gone on."""
+    """No rank has made progress for a while.
 
-    step: int  # the last one done
-    ranks: tuple[int, ...]  # that the others wait for
+    step     the last step done
+    ranks    ranks for which the others wait
+    message  one sentence about the cause
+    """
+
+    step: int
+    ranks: tuple[int, ...]
     message: str
 
 
 @dataclass(frozen=True, kw_only=True)
 class Ended(Event):
+    """The training ended: it is complete, or was stopped. The last event of a run.
+
+    step           the last step done
+    reason         "done" or "stopped"
+    communication  share of the step time spent waiting for other ranks, if the engine reports it
+    lead           parameter server: the most steps by which a worker was ahead of the slowest
+    """
+
     step: int
-    reason: str  # "done" | "stopped"
-    communication: float | None = (
-        None  # share of the step time spent waiting for other ranks, where the engine tells
-    )
-    lead: int | None = None  # parameter server: most steps that a worker was seen ahead of the slowest
+    reason: str
+    communication: float | None = None
+    lead: int | None = None
 
 
 KINDS: dict[str, type[Event]] = {
@@ -145,7 +241,7 @@ ENCODER = json.JSONEncoder(allow_nan=False)
 
 
 class UnknownEventError(ValueError):
-    """The line is whole, and its event is of a kind that this version does not know."""
+    """The line is valid, but its event is of a kind that this version does not know."""
 
     def __init__(self, kind: str):
         super().__init__(f"unknown kind of event: {kind}")
@@ -153,8 +249,9 @@ class UnknownEventError(ValueError):
 
 
 def dumps(event: Event) -> str:
+    """Return an event as a line of JSON, without the newline."""
     fields = dict(vars(event))
-    if isinstance(event, Evaluated):  # JSON has no NaN, and no infinity
+    if isinstance(event, Evaluated):  # JSON has neither NaN nor infinity
         fields["metrics"] = {
             name: value if math.isfinite(value) else None for name, value in event.metrics.items()
         }
@@ -162,28 +259,29 @@ def dumps(event: Event) -> str:
 
 
 def loads(line: str | bytes) -> Event:
-    """Return the event of a line. Fields that this version does not know are left out.
+    """Return the event of a line. Fields that this version does not know are ignored.
 
-    Raises ValueError for a damaged line: no JSON object, a field that is missing or has another type; UnknownEventError for another kind.
+    Raises ValueError for a damaged line: not a JSON object, or a field that is missing or has another type.
+    Raises UnknownEventError for another kind of event.
     """
     try:
         fields = json.loads(line.decode() if isinstance(line, bytes) else line)
     except RecursionError:
-        raise ValueError("nested too deep") from None
+        raise ValueError("nested too deeply") from None
     if not isinstance(fields, dict):
         raise ValueError(f"a line of events must be an object, got {type(fields).__name__}")
     name = fields.get("event")
     if not isinstance(name, str) or not re.fullmatch(r"\w{1,40}", name):
-        raise ValueError("the line names no kind of event")
+        raise ValueError("the line must name a kind of event")
     if name not in KINDS:
         raise UnknownEventError(name)
-    found = {}
+    values = {}
     for key, (convert, is_required) in _FIELDS[name].items():
         if key in fields:
-            found[key] = convert(fields[key])
+            values[key] = convert(fields[key])
         elif is_required:
             raise ValueError(f"event {name} lacks {key}")
-    return KINDS[name](**found)
+    return KINDS[name](**values)
 
 
 def _number(value: Any) -> float:
@@ -198,10 +296,10 @@ def _number(value: Any) -> float:
 
 
 def _time(value: Any) -> float:
-    found = _number(value)
-    if not 0 <= found < LATEST:
-        raise ValueError(f"expected seconds since the epoch, got {found}")
-    return found
+    seconds = _number(value)
+    if not 0 <= seconds < MAX_TIME:
+        raise ValueError(f"expected seconds since the epoch, got {seconds}")
+    return seconds
 
 
 def _integer(value: Any) -> int:
@@ -220,14 +318,14 @@ def _exactly(kind: type) -> Callable[[Any], Any]:
 
 
 def _text(value: Any) -> str:
-    """As a terminal may show it: the run may be somebody else's."""
+    """Return a text without control characters: a terminal may show it, and another user may own the run."""
     if type(value) is not str:
         raise ValueError(f"expected str, got {value!r:.40}")
     return without_controls(value)
 
 
 def _converter(hint: Any) -> Callable[[Any], Any]:
-    """Return what makes a value of a field's type from its JSON; it raises ValueError for another type."""
+    """Return a function that converts JSON to the type of a field. It raises ValueError for another type."""
     if hint in (int, float):
         return _integer if hint is int else _number
     if hint is bool:
@@ -236,14 +334,14 @@ def _converter(hint: Any) -> Callable[[Any], Any]:
         return _text
     origin, inner = get_origin(hint), get_args(hint)
     if origin in (Union, UnionType) and len(inner) == 2 and NoneType in inner:
-        convert = _converter(next(one for one in inner if one is not NoneType))
+        convert = _converter(next(kind for kind in inner if kind is not NoneType))
         return lambda value: None if value is None else convert(value)
     if origin is Mapping and inner[0] is str:
         convert, of_object = _converter(inner[1]), _exactly(dict)
-        return lambda value: {without_controls(key): convert(one) for key, one in of_object(value).items()}
+        return lambda value: {without_controls(key): convert(item) for key, item in of_object(value).items()}
     if origin is tuple and inner[1:] == (...,):
         convert, of_list = _converter(inner[0]), _exactly(list)
-        return lambda value: tuple(convert(one) for one in of_list(value))
+        return lambda value: tuple(convert(item) for item in of_list(value))
     raise TypeError(f"a field of an event has type {hint}, which _converter does not know")
 
 
@@ -252,36 +350,39 @@ def _metric(value: Any) -> float:
 
 
 def _fields(kind: type[Event]) -> dict[str, tuple[Callable[[Any], Any], bool]]:
-    """Return, by name, what reads a field, and whether it must be there."""
-    found = {}
-    for one in dataclass_fields(kind):
-        is_required = one.name == "time" or (one.default is MISSING and one.default_factory is MISSING)
-        found[one.name] = (_time if one.name == "time" else _converter(one.type), is_required)
+    """Return the converter of each field, by name, and whether the field is required."""
+    converters = {}
+    for entry in dataclass_fields(kind):
+        is_required = entry.name == "time" or (entry.default is MISSING and entry.default_factory is MISSING)
+        converters[entry.name] = (_time if entry.name == "time" else _converter(entry.type), is_required)
     if kind is Evaluated:
         of_object = _exactly(dict)
-        found["metrics"] = (
-            lambda value: {without_controls(name): _metric(one) for name, one in of_object(value).items()},
+        converters["metrics"] = (
+            lambda value: {without_controls(name): _metric(item) for name, item in of_object(value).items()},
             True,
         )
-    return found
+    return converters
 
 
 _FIELDS = {name: _fields(kind) for name, kind in KINDS.items()}
 
 
 class EventWriter:
-    """Appends events to a file, each in one write. A disk that is full costs events, never the run: `lost` counts them."""
+    """A file to which events are appended, each in one write.
+
+    A full disk loses events, but does not end the run. `lost` is the number of lost events.
+    """
 
     def __init__(self, path: Path):
         self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o666)
         self.lost = 0
-        end = _end_of_lines(
-            self._file
-        )  # a last line without its newline: its writer was killed, and it would spoil the next
+        # A last line without a newline is from a writer that was killed; it would damage the next line.
+        end = _end_of_lines(self._file)
         if end < os.fstat(self._file).st_size:
             os.ftruncate(self._file, end)
 
     def write(self, event: Event) -> None:
+        """Append an event, or count it in `lost` if the write fails."""
         line = (dumps(event) + "\n").encode()
         try:
             written = os.write(self._file, line)
@@ -297,15 +398,16 @@ class EventWriter:
 
 
 def append(path: Path, event: Event) -> None:
+    """Append one event to a file."""
     with contextlib.closing(EventWriter(path)) as writer:
         writer.write(event)
 
 
 def _end_of_lines(file: int) -> int:
-    """Return the position behind the last newline, reading from the end."""
-    end, size = os.fstat(file).st_size, min(2**12, BLOCK)  # mostly the last byte is one
+    """Return the position after the last newline. The file is read from its end."""
+    end, size = os.fstat(file).st_size, min(2**12, BLOCK_BYTES)  # usually the last byte is a newline
     while end:
-        begin, size = max(0, end - size), BLOCK
+        begin, size = max(0, end - size), BLOCK_BYTES
         newline = os.pread(file, end - begin, begin).rfind(b"\n")
         if newline >= 0:
             return begin + newline + 1
@@ -315,18 +417,18 @@ def _end_of_lines(file: int) -> int:
 
 @dataclass
 class Skipped:
-    """Lines that a reader could not use."""
+    """Counts of the lines that a reader could not use."""
 
     damaged: int = 0
-    unknown: Counter[str] = field(default_factory=Counter)  # by their kind
+    unknown: Counter[str] = field(default_factory=Counter)  # events of unknown kinds, by kind
 
     def parse(self, line: bytes) -> Event | None:
-        """Return the event of a line; count the line where it has none."""
+        """Return the event of a line; count the line and return None if it has no usable event."""
         try:
             return loads(line)
         except UnknownEventError as error:
             self.unknown[
-                error.kind if error.kind in self.unknown or len(self.unknown) < KINDS_NAMED else "others"
+                error.kind if error.kind in self.unknown or len(self.unknown) < MAX_KINDS else "others"
             ] += 1
         except ValueError:
             self.damaged += 1
@@ -336,7 +438,7 @@ class Skipped:
         return bool(self.damaged or self.unknown)
 
     def __str__(self) -> str:
-        """`skipped 1 damaged line and 2 events of unknown kinds (paused) in events.jsonl`; empty where nothing was skipped."""
+        """Return `skipped 1 damaged line and 2 events of unknown kinds (paused) in events.jsonl`, or ""."""
         damaged = several(self.damaged, "damaged line") if self.damaged else ""
         count = self.unknown.total()
         kinds = ", ".join(sorted(self.unknown))
@@ -349,10 +451,11 @@ class Skipped:
 
 
 class EventReader:
-    """Reads a file of events piece by piece, each time what has been appended since the last time, in bounded memory.
+    """An incremental reader of a file of events, in bounded memory.
 
-    A last line that is still being written is left for the next time. Lines that cannot be used are counted in `skipped`. A file that has
-    become shorter than what was read was replaced: it is read from its beginning, and `restarts` counts that.
+    Each call of `new` or `sampled` reads what was appended since the last call.
+    An incomplete last line is left for the next call. `skipped` counts unusable lines. A file that has become
+    shorter was replaced: it is then read from its beginning, and `restarts` counts these cases.
     """
 
     def __init__(self, path: Path, position: int = 0):
@@ -362,7 +465,7 @@ class EventReader:
         self._in_long_line = False
 
     def new(self, *kinds: type[Event]) -> Iterator[Event]:
-        """Yield the events since the last time, of these kinds or of all; steps that are not asked for are not parsed."""
+        """Yield the events since the last call, of these kinds or of all. Unwanted steps are not parsed."""
         wants_steps = not kinds or Step in kinds
         for block in self._blocks():
             if not wants_steps and _is_all_steps(block):
@@ -375,21 +478,22 @@ class EventReader:
                     yield event
 
     def sampled(self) -> Iterator[tuple[Event, int]]:
-        """Yield the events since the last time, each with the number of steps that it stands for (0 if it is no step).
+        """Yield the events since the last call, each with the number of steps that it represents.
 
-        All of them where these are at most PARSED bytes. Of more, as many steps are parsed as that holds, evenly spaced, besides the first
-        few of each start, the last one and all other events.
+        That number is 0 for an event that is not a step.
+        Up to MAX_PARSED_BYTES, every event is parsed. Of a longer file, evenly spaced steps of about that
+        size are parsed. The first steps of each start, the last step and all other events are always parsed.
         """
-        every = max(1, -(-self._size() // PARSED))
-        due = 0  # steps that are parsed whatever stands before
-        pending, last = 0, b""  # steps since the last one that was parsed; that line
+        every = max(1, -(-self._size() // MAX_PARSED_BYTES))
+        due = 0  # number of following steps that are parsed in any case
+        pending, last = 0, b""  # steps since the last parsed step, and the line of the latest of them
 
         def flush() -> Iterator[tuple[Event, int]]:
             nonlocal pending
             event = self.skipped.parse(last) if pending else None
             if event is not None:
                 yield event, pending
-            pending = 0 if event is not None else max(0, pending - 1)  # the others are left to the next one
+            pending = 0 if event is not None else max(0, pending - 1)  # the next event represents the rest
 
         for block in self._blocks():
             if every > 1 and not due and (count := _is_all_steps(block)):
@@ -414,13 +518,13 @@ class EventReader:
                         yield from flush()
                     continue
                 event = self.skipped.parse(line)
-                if isinstance(event, Step):  # as another program writes it
+                if isinstance(event, Step):  # in the format of another program
                     yield from flush()
                     yield event, 1
                 elif event is not None:
                     if isinstance(event, Started):
                         yield from flush()
-                        pending, due = 0, SINGLE_STEPS
+                        pending, due = 0, NUM_SINGLE_STEPS
                     yield event, 0
         yield from flush()
 
@@ -430,7 +534,10 @@ class EventReader:
         return 0
 
     def _blocks(self) -> Iterator[bytes]:
-        """Yield whole lines, about BLOCK bytes at a time. A line that is longer than LONGEST is damaged, and never held in memory."""
+        """Yield blocks of whole lines, of about BLOCK_BYTES each.
+
+        A line longer than MAX_LINE_BYTES counts as damaged and is never held in memory.
+        """
         try:
             file = open(self.path, "rb", buffering=0)  # noqa: SIM115 (closed below)
         except FileNotFoundError:
@@ -441,7 +548,7 @@ class EventReader:
                 self.restarts += 1
             file.seek(self.position)
             rest = b""
-            while piece := file.read(BLOCK):
+            while piece := file.read(BLOCK_BYTES):
                 if self._in_long_line:
                     newline = piece.find(b"\n")
                     self.position += len(piece) if newline < 0 else newline + 1
@@ -450,7 +557,7 @@ class EventReader:
                 end = piece.rfind(b"\n") + 1
                 if not end:
                     rest += piece
-                    if len(rest) > LONGEST:
+                    if len(rest) > MAX_LINE_BYTES:
                         self.skipped.damaged += 1
                         self.position += len(rest)
                         rest, self._in_long_line = b"", True
@@ -463,7 +570,7 @@ class EventReader:
 
 @contextlib.contextmanager
 def readable(path: Path) -> Iterator[None]:
-    """What is done in the context reads this file, if it is there. Raises RunError where it cannot be read."""
+    """Raise RunError if the file exists and the code in the context cannot read it."""
     try:
         if path.exists() and not path.is_file():
             raise RunError(f"cannot read {path}: it is not a regular file; move it away")
@@ -473,14 +580,14 @@ def readable(path: Path) -> Iterator[None]:
 
 
 def _is_step(line: bytes) -> bool:
-    """Whether a line is a step, whole as far as that shows without parsing it."""
+    """Return whether a line looks like a whole step, without parsing it."""
     return (
         line.startswith(_HEAD) and _STEP in line and line.endswith(b"}") and line.isascii() and 0 not in line
     )
 
 
 def _is_all_steps(block: bytes) -> int:
-    """Return the number of lines of a block where all are steps, whole as far as that shows without parsing them; else 0."""
+    """Return the number of lines of a block if all look like whole steps, without parsing them; else 0."""
     count = block.count(b"\n")
     is_whole = (
         block.count(_STEP) == count
@@ -492,7 +599,7 @@ def _is_all_steps(block: bytes) -> int:
 
 
 def read(path: Path, position: int = 0) -> Iterator[Event]:
-    """Yield the events so far, from a position in bytes on, without those that cannot be read."""
+    """Yield the events so far, from a position in bytes. Unusable lines are skipped."""
     return EventReader(path, position).new()
 
 
@@ -505,48 +612,51 @@ def last(
 ) -> list[Event]:
     """Return the last event of each of these kinds, in the order of the file, which is read from its end.
 
-    until: the search ends at the first that it finds of these kinds, which are some of `kinds`.
-    begin, before: only what lies between these positions in bytes, which are those of lines.
+    until: a subset of `kinds`; the search ends at the first event of them that it finds.
+    begin, before: positions in bytes at which lines begin; only the lines between them are searched.
     """
     skipped = Skipped()
     wanted = {f'"{kind.__name__.lower()}"'.encode(): kind for kind in kinds}
-    found: list[Event] = []
+    events: list[Event] = []
     for _, block in _blocks_back(path, begin, before, skipped):
         if Step not in kinds and _is_all_steps(block):
             continue
-        at = len(block)
-        while wanted and (at := max(block.rfind(mark, 0, at) for mark in wanted)) >= 0:
-            line = block.rfind(b"\n", 0, at) + 1
-            event = skipped.parse(block[line : block.find(b"\n", at)])
+        position = len(block)
+        while wanted and (position := max(block.rfind(mark, 0, position) for mark in wanted)) >= 0:
+            line = block.rfind(b"\n", 0, position) + 1
+            event = skipped.parse(block[line : block.find(b"\n", position)])
             if event is not None and type(event) in wanted.values():
-                found.append(event)
+                events.append(event)
                 wanted = {mark: kind for mark, kind in wanted.items() if kind is not type(event)}
                 if type(event) in until:
                     wanted = {}
-            at = line
+            position = line
         if not wanted:
             break
-    return found[::-1]
+    return events[::-1]
 
 
 def _blocks_back(path: Path, first: int, before: int | None, skipped: Skipped) -> Iterator[tuple[int, bytes]]:
-    """Yield whole lines, about BLOCK bytes at a time, from the end of a file, and where they begin. Counts lines longer than LONGEST."""
+    """Yield the position and the lines of blocks of about BLOCK_BYTES, from the end of a file to `first`.
+
+    Lines longer than MAX_LINE_BYTES are counted as damaged.
+    """
     try:
         file = os.open(path, os.O_RDONLY)
     except FileNotFoundError:
         return
     try:
         begin, rest, is_too_long = _end_of_lines(file) if before is None else before, b"", False
-        size = min(2**16, BLOCK)
+        size = min(2**16, BLOCK_BYTES)
         while begin > first:
-            end, begin, size = begin, max(first, begin - size), BLOCK
+            end, begin, size = begin, max(first, begin - size), BLOCK_BYTES
             piece = os.pread(file, end - begin, begin)
             cut = (
                 piece.find(b"\n", 0, len(piece) - (not rest and not is_too_long)) + 1 if begin > first else 0
             )
             if begin > first and not cut:
                 rest = piece + rest
-                if is_too_long or len(rest) > LONGEST:
+                if is_too_long or len(rest) > MAX_LINE_BYTES:
                     rest, is_too_long = b"", True
                 continue
             block = piece[cut:] + rest
@@ -561,10 +671,11 @@ def _blocks_back(path: Path, first: int, before: int | None, skipped: Skipped) -
 
 
 def tail(path: Path, skipped: Skipped, size: int = 2**16) -> tuple[int, list[Event]]:
-    """Return the last events, those of about `size` bytes, and the position where the first of them begins; of steps the last few.
+    """Return the last events of about `size` bytes, and the position in bytes of the first of them.
 
-    Lines that cannot be used are counted in `skipped`, and passed over as far as 64 times that size."""
-    found: list[Event] = []
+    At most MAX_TAIL_STEPS steps are returned. `skipped` counts unusable lines. At most 4 MiB are read.
+    """
+    events: list[Event] = []
     steps = 0
     position = last_line = end(path)
     for at, block in _blocks_back(path, 0, position, skipped):
@@ -573,18 +684,18 @@ def tail(path: Path, skipped: Skipped, size: int = 2**16) -> tuple[int, list[Eve
             position -= len(line) + 1
             is_step = _is_step(line)
             steps += is_step
-            if is_step and steps > LAST_STEPS:
+            if is_step and steps > MAX_TAIL_STEPS:
                 size -= len(line)
             elif (event := skipped.parse(line)) is not None:
-                found.append(event)
+                events.append(event)
                 size -= len(line)
             if size <= 0 or last_line - position > 2**22:
-                return position, found[::-1]
-    return position, found[::-1]
+                return position, events[::-1]
+    return position, events[::-1]
 
 
 def follow(path: Path, done: Callable[[], bool], position: int = 0, poll_s: float = 0.1) -> Iterator[Event]:
-    """Yield events as they come, from a position in bytes on. Ends once `done()` holds and all is read."""
+    """Yield events as they are written, from a position in bytes, until `done()` is true and all is read."""
     reader = EventReader(path, position)
     while True:
         is_last = done()
@@ -595,7 +706,7 @@ def follow(path: Path, done: Callable[[], bool], position: int = 0, poll_s: floa
 
 
 def end(path: Path) -> int:
-    """Return the position behind the last whole line."""
+    """Return the position in bytes after the last whole line."""
     try:
         file = os.open(path, os.O_RDONLY)
     except FileNotFoundError:

@@ -34,9 +34,9 @@ RUNS = Path("runs")  # contains the runs that no --run-dir names
 class RunFolder:
     """The folder of a run: its paths, its request and its lock.
 
-    run = paceline.RunFolder(Path("runs/a"))
-    spec, launch = run.request()
-    print(run.checkpoints(), run.events)
+        run = paceline.RunFolder(Path("runs/a"))
+        spec, launch = run.request()
+        print(run.checkpoints(), run.events)
 
     The folder contains plain files:
 

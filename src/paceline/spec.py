@@ -107,7 +107,7 @@ class Schedule(Value):
 
     Lengths count samples, so that the schedule does not depend on ranks or micro-batches.
 
-    Schedule(name="cosine", warmup="5 epochs", floor=0.1)
+        Schedule(name="cosine", warmup="5 epochs", floor=0.1)
     """
 
     name: Literal["constant", "cosine", "linear", "step"] = Field(
@@ -210,9 +210,9 @@ class Loading(Value):
 class Spec(Value):
     """The part of a request that determines the result: task, batch, length, optimizer, seed and so on.
 
-    spec = Spec(task="my.py:Net", set={"width": 64}, batch=32, epochs=10, optimizer=Optimizer(lr=0.01))
-    for event in train(spec, "zero3"):
-        print(event)
+        spec = Spec(task="my.py:Net", set={"width": 64}, batch=32, epochs=10, optimizer=Optimizer(lr=0.01))
+        for event in train(spec, "zero3"):
+            print(event)
 
     `Launch` and the plan, which determine how the ranks are started, are not part of it.
     A wrong type, a value out of range and an unknown key raise pydantic's ValidationError, which is a
@@ -334,7 +334,7 @@ class Spec(Value):
 class Launch(Value):
     """The part of a request that does not determine the result: plan, ranks and how they are started.
 
-    Launch(plan="zero3", ranks=8, nodes=2, restarts=3)
+        Launch(plan="zero3", ranks=8, nodes=2, restarts=3)
 
     In a TOML file, these keys are at the top level, next to those of Spec. Errors are raised as by Spec.
     """

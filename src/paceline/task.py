@@ -41,8 +41,8 @@ BUILT_IN = {
 class Layout:
     """How a model may be divided over ranks. `Task.layout` returns it; the model itself stays unchanged.
 
-    Layout(blocks=("encoder.layers", "decoder.layers"))
-    Layout(tensor={"blocks.*.up": "column", "blocks.*.down": "row"})
+        Layout(blocks=("encoder.layers", "decoder.layers"))
+        Layout(tensor={"blocks.*.up": "column", "blocks.*.down": "row"})
 
     blocks    paths of modules whose children are the units of sharding, compilation, recomputation and
               pipeline stages; None: the longest ModuleList or Sequential of the model
@@ -69,11 +69,11 @@ class MapDataset(Protocol):
 class Task:
     """Base class of the user's training task: a model, a data set and a loss.
 
-    class Line(paceline.Task):
-        width: int = 16
-        def model(self): return nn.Linear(self.width, 1)
-        def dataset(self, split): return Points(1000, self.width) if split == "train" else None
-        def loss(self, output, batch): return (output - batch[1]).square()
+        class Line(paceline.Task):
+            width: int = 16
+            def model(self): return nn.Linear(self.width, 1)
+            def dataset(self, split): return Points(1000, self.width) if split == "train" else None
+            def loss(self, output, batch): return (output - batch[1]).square()
 
     A subclass must define `model`, `dataset` and `loss`; the other methods have defaults. It is a frozen
     dataclass: its fields are the hyper-parameters, and `--set width=32` sets them. Their types are checked.

@@ -29,8 +29,8 @@ RAISE = dis.opmap["RAISE_VARARGS"]
 class UserCode:
     """A context manager for a call of the user's code. It turns any exception into a TaskError.
 
-    with UserCode("loss()", task.loss):
-        loss = task.loss(output, batch)
+        with UserCode("loss()", task.loss):
+            loss = task.loss(output, batch)
 
     what: the call, as it appears in the message.
     method: the method that is called; its place is reported if no frame of the user's code raised.

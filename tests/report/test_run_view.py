@@ -354,8 +354,8 @@ def test_a_file_that_was_replaced_is_read_again(tmp_path):
 def test_from_the_end_as_from_the_beginning(seed, tmp_path, monkeypatch):
     """With blocks of a few bytes, so that every boundary falls everywhere."""
     draw = random.Random(seed)
-    monkeypatch.setattr(events, "BLOCK", draw.choice([1, 7, 64, 300, 5000]))
-    monkeypatch.setattr(events, "LONGEST", 800)
+    monkeypatch.setattr(events, "BLOCK_BYTES", draw.choice([1, 7, 64, 300, 5000]))
+    monkeypatch.setattr(events, "MAX_LINE_BYTES", 800)
     happened = history(draw, 30, 3)
     lines = [dumps(event).encode() for event in happened]
     long = [
@@ -407,7 +407,7 @@ def long_run(tmp_path_factory) -> tuple[RunFolder, list[Event]]:
 @pytest.fixture
 def small_limits(monkeypatch):
     """As if the run were ten times as long."""
-    monkeypatch.setattr(events, "PARSED", 2**20)
+    monkeypatch.setattr(events, "MAX_PARSED_BYTES", 2**20)
     monkeypatch.setattr(report_history, "MOST", 2**11)
 
 

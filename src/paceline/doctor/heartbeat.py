@@ -13,7 +13,7 @@ from typing import Any
 import psutil
 from pydantic import TypeAdapter
 
-from paceline.events import LATEST
+from paceline.events import MAX_TIME
 from paceline.files import open_regular
 from paceline.units import without_controls
 
@@ -161,7 +161,7 @@ def _is_plausible(beat: Heartbeat) -> bool:
     return (
         0 <= beat.rank < beat.ranks <= MAX_RANKS
         and 0 < beat.pid < 2**31
-        and all(abs(seconds) < LATEST for seconds in times)
+        and all(abs(seconds) < MAX_TIME for seconds in times)
     )
 
 
