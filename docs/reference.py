@@ -99,7 +99,7 @@ def _meaning(one: Any) -> str:
         "" if one.required or one.default in (None, False, (), []) or callable(one.default) else one.default
     )
     shown = str(default) if isinstance(default, PurePath) else default
-    return _text(one.help or "") + (f" Default: `{shown}`." if shown not in ("", True) else "")
+    return _text(one.help or "") + (rf" \[default: `{shown}`\]" if shown not in ("", True) else "")
 
 
 # Keys
@@ -111,7 +111,7 @@ def _keys() -> Iterator[str]:
         "that word, and the others in the table of their name. `paceline train TASK --keys` prints this list with the fields of a task."
     )
     rows: dict[str, list[Sequence[str]]] = {}
-    for key in keys.of_request():
+    for key in keys.list_request_keys():
         rows.setdefault(key.name.partition(".")[0], []).append(
             (_code(key.name), _code(key.type), _code(key.default), _text(key.meaning))
         )

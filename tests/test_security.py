@@ -39,7 +39,7 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import create_handl
 
 import paceline as paceline_package
 from command import paceline, slow_down, start, succeed, write_task
-from paceline.cli.request_options import node_range
+from paceline.cli.request_options import parse_nodes
 from paceline.distributed import network_interface
 from paceline.distributed.hostlist import expand_hosts
 from paceline.distributed.network_interface import use_loopback
@@ -324,7 +324,10 @@ def test_an_index_names_only_regular_files_of_its_folder(trained, tmp_path, name
     refused = paceline("export", "r", "w.safetensors", at=tmp_path, timeout_s=60.0)
     assert refused.status == 2, refused.all
     assert "step_4 is damaged" in refused.out
-    assert refused.err == "paceline: r has no whole checkpoint to export\n"
+    assert (
+        refused.err
+        == "paceline: r has no complete checkpoint to export; continue it with: paceline resume r\n"
+    )
 
 
 @pytest.mark.parametrize(
@@ -1082,7 +1085,7 @@ def test_no_process_is_signalled_that_does_not_write_the_stacks_of_the_run(run):
 
 @pytest.mark.parametrize("text", ["٣", "²", "1_0", "9" * 5000, "+1", ""])
 def test_numbers_are_of_plain_digits(text):
-    for read in (lambda: parse_counts(text), lambda: parse(f"dp={text}"), lambda: node_range(text or "x")):
+    for read in (lambda: parse_counts(text), lambda: parse(f"dp={text}"), lambda: parse_nodes(text or "x")):
         with pytest.raises(Error):
             read()
     with pytest.raises(ValueError, match="is no number"):

@@ -327,7 +327,10 @@ def test_debug_shows_where_it_came_from(here):
 def test_ranks_that_another_launcher_did_not_start(here):
     started = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
     sentence = refused("train", "bad.py:Regression", "--ranks", "4", at=here, **started)
-    assert sentence == "--ranks 4, but torchrun started 2; leave --ranks out, or start 4 there"
+    assert (
+        sentence
+        == "--ranks 4, but torchrun started 2 ranks; leave --ranks out, or start 4 ranks with torchrun"
+    )
     assert refused("train", at=here, **started | {"RANK": "2"}).startswith("RANK=2 is outside WORLD_SIZE=2: ")
 
 
@@ -632,7 +635,7 @@ def test_before_the_first_step_nothing_is_left(here, tmp_path):
 def test_what_is_far_too_much_is_one_short_sentence(here):
     for words, message in (
         (("--ranks", "999999", "--batch", "999999"), "--ranks 999999 on this machine of "),
-        (("--nodes", "9" * 5000), "(5,002 characters) is no number of nodes; write 4, or 2:4 for at least 2"),
+        (("--nodes", "9" * 5000), "(5,002 characters); write 4, or 2:4 for 2 to 4 nodes"),
         (("--set", f"width={'9' * 5000}"), f"(5,000 characters): {TOO_LARGE}"),
         (("--set", f"width={'[' * 5000}"), f"(5,000 characters): {TOO_LARGE}"),
         (("--set", f"{'w' * 5000}=1"), "(5,000 characters); available: width, depth"),
@@ -651,7 +654,7 @@ def test_a_sample_that_raises_on_one_of_two_ranks(here, tmp_path):
     assert [event.message for event in failed] == [sentence]
     shown = paceline("show", "r", at=tmp_path)
     assert "sample 31 of 'train' raised OSError: the disk has a hole" in shown.out
-    assert "go on with: paceline resume r" in shown.out
+    assert "continue with: paceline resume r" in shown.out
 
 
 def test_debug_shows_the_line_of_the_task_also_on_another_rank(here, tmp_path):

@@ -138,12 +138,8 @@ def test_a_command_is_known_by_the_first_sentence_of_its_help(monkeypatch):
         assert cli.MODULES.get(name, name) in modules
         command = cli.load(name)
         assert (command.name, command.hidden) == (name, name in cli.HIDDEN)
-        told = " ".join(command.help.split())
-        if name not in (
-            "drill",
-            *cli.HIDDEN,
-        ):  # one sentence is long there, and there is no page of the others
-            assert told.startswith(sentence), f"{name}: the table says {sentence!r}, its help {told!r}"
+        text = " ".join(command.help.split())
+        assert text.startswith(sentence), f"{name}: the table has {sentence!r}, the help {text!r}"
     assert [*cli.load("bench").commands] == ["collectives", "compute", "overlap", "host", "storage", "input"]
 
 
@@ -151,6 +147,59 @@ def test_a_mistyped_command_is_told_its_nearest(tmp_path):
     refused = paceline("trian", at=tmp_path)
     assert refused.status == 2
     assert "No such command 'trian'. Did you mean 'train'" in refused.err
+
+
+def test_help_shows_the_commands_in_panels(tmp_path):
+    text = succeed("--help", at=tmp_path).out
+    for panel, commands in cli.PANELS.items():
+        assert (f"─ {panel} ─" in text) == (panel != "Internal")
+        for command in commands:
+            assert (f"│ {command} " in text) == (panel != "Internal")
+
+
+def test_help_shows_defaults_in_brackets(tmp_path):
+    """Rich takes brackets for markup, unless they are escaped."""
+    text = " ".join(succeed("train", "--help", at=tmp_path).out.replace("│", " ").split())
+    assert "Number of processes [default: one per GPU, or 1]" in text
+    assert "\\[" not in text
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (
+            ("verify", "--plan", "zero2", "--seed", "1", "--plan=zero3"),
+            "--plan zero2 and --plan zero3 are different values of one option; give only one",
+        ),
+        (
+            ("train", "--compile", "--no-compile"),
+            "--compile and --no-compile are different values of one option; give only one",
+        ),
+        (
+            ("bench", "--device", "cpu", "--device", "cuda"),
+            "--device cpu and --device cuda are different values of one option; give only one",
+        ),
+        (
+            ("bench", "overlap", "--json", "a.json", "--json", "b.json"),
+            "--json a.json and --json b.json are different values of one option; give only one",
+        ),
+    ],
+)
+def test_two_values_of_an_option_are_refused(words, sentence, tmp_path):
+    refused = paceline(*words, at=tmp_path)
+    assert (refused.status, refused.err) == (2, f"paceline: {sentence}\n")
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("probe", "--json", "a.json", "--json", "a.json", "none"),
+        ("probe", "--json", "a.json", "--json", "b.json", "--help"),
+    ],
+)
+def test_an_option_may_repeat_its_value(words, tmp_path):
+    """And help is shown whatever else is given."""
+    assert "different values" not in paceline(*words, at=tmp_path).all
 
 
 def test_help_names_the_commands_and_no_inner_one(tmp_path):
@@ -164,29 +213,7 @@ def test_help_names_the_commands_and_no_inner_one(tmp_path):
     ("typed", "offered"),
     [
         ("tr", ["train"]),
-        (
-            "",
-            [
-                "train",
-                "resume",
-                "preflight",
-                "submit",
-                "status",
-                "logs",
-                "cancel",
-                "show",
-                "doctor",
-                "export",
-                "verify",
-                "drill",
-                "comms",
-                "plan",
-                "profile",
-                "scale",
-                "probe",
-                "bench",
-            ],
-        ),
+        ("", [name for name in cli.COMMANDS if name not in cli.HIDDEN]),
         ("train --sav", ["--save-every"]),
         ("train --plan zero3 --ra", ["--ranks", "--ranks-per-node"]),
     ],
@@ -429,7 +456,7 @@ def test_export_of_an_earlier_step_and_over_a_file(trained, tmp_path):
     refused = paceline("export", at / "r", file, at=tmp_path)
     assert (refused.status, refused.err) == (
         2,
-        f"paceline: {file} exists already; say another file, or --force\n",
+        f"paceline: {file} exists already; name another file, or add --force\n",
     )
     succeed("export", at / "r", file, "--force", at=tmp_path)
     assert not load_file(file)["up.weight"].equal(first["up.weight"])
@@ -495,7 +522,7 @@ STEPS = [
 
 def test_show_of_a_run_that_was_interrupted(tmp_path, monkeypatch, capsys):
     text = shown(pretend(tmp_path / "r", STARTED, *STEPS), monkeypatch, capsys)
-    assert f"interrupted after step 7 of 20; go on with: paceline resume {tmp_path}/r" in text
+    assert f"interrupted after step 7 of 20; continue with: paceline resume {tmp_path}/r" in text
     assert "no checkpoint" in text
     assert "1.0000 → 0.1429" in text
 
@@ -522,11 +549,11 @@ def test_show_of_a_run_that_was_stopped_and_resumed(tmp_path, monkeypatch, capsy
     assert "interrupted after step 7 of 20" in shown(pretend(tmp_path / "r", *events), monkeypatch, capsys)
     text = shown(pretend(tmp_path / "s", *events[:-1]), monkeypatch, capsys)
     assert "stopped at step 7" in text
-    assert f"go on with: paceline resume {tmp_path}/s" in text
+    assert f"continue with: paceline resume {tmp_path}/s" in text
 
 
 def test_show_of_a_run_in_which_nothing_has_happened(tmp_path, monkeypatch, capsys):
-    assert "nothing has happened yet" in shown(pretend(tmp_path / "r"), monkeypatch, capsys)
+    assert "not started yet" in shown(pretend(tmp_path / "r"), monkeypatch, capsys)
 
 
 def test_show_leaves_the_run_as_it_is(trained):

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from command import TASK, environment, marked, paceline, start, write_task
-from paceline.cli.drill import _prepared
+from paceline.cli.drill import _prepare
 from paceline.drill import sample_audit
 from paceline.drill.clock import ALL, set_clock, settable
 from paceline.drill.compare import losses_differ, weights_differ
@@ -168,10 +168,10 @@ def test_a_clock_is_set(tmp_path: Path) -> None:
     [
         (("--faults", "kil"), "there is no fault 'kil'; did you mean kill?"),
         (("--steps", "7"), "a drill hits a training in its middle and takes 8 steps at least, got --steps 7"),
-        (("--keep", "."), ". exists already; say another --keep"),
+        (("--keep", "."), ". exists already; name a new folder with --keep"),
         (
             ("--plan", "parameter-server"),
-            "under plan parameter-server no two trainings are the same, so there is nothing to compare",
+            "plan parameter-server computes a different result in each training, so drill cannot compare them",
         ),
         (
             ("--ranks", "3", "--plan", "tp=2"),
@@ -307,7 +307,7 @@ def test_a_fault_that_comes_after_the_last_step_is_no_alarm(
 
     monkeypatch.setitem(DISTURB, "kill", late)
     spec = Spec(task=str(write_task(tmp_path)), steps=12, batch=16)
-    one = _prepared(spec, Launch(ranks=2, device="cpu"), tmp_path / "drill")
+    one = _prepare(spec, Launch(ranks=2, device="cpu"), tmp_path / "drill")
     [moment] = schedule(chosen("kill"), 0, 1, 12, 2)
     outcome = one.hit(moment, one.reference(), "late")
     assert outcome.wrong == {}

@@ -315,4 +315,4 @@ def test_without_ray_it_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> N
     with pytest.raises(
         LaunchError, match=r'--launcher ray needs Ray, which is not installed: pip install "paceline\[ray\]"'
     ):
-        launchers.starter(Launch(launcher="ray")).check(Launch(launcher="ray"))
+        launchers.find_launcher(Launch(launcher="ray")).check(Launch(launcher="ray"))

@@ -86,7 +86,7 @@ def test_a_job_is_told_to_save_and_goes_on_where_it_was(ranks_per_node, there, t
         "runs/a",
     )
     job = submit(there, tmp_path, *words, SLOW=str(slow))
-    assert "; nothing has happened yet\n" in succeed("status", "runs/a", at=tmp_path, **there.env).out
+    assert "; not started yet\n" in succeed("status", "runs/a", at=tmp_path, **there.env).out
     until(lambda: steps_done(run) >= 3, "at step 3", run)
     now = succeed("status", "runs/a", at=tmp_path, **there.env)
     assert re.fullmatch(
@@ -154,7 +154,7 @@ def test_a_job_is_cancelled(there, tmp_path):
     assert_asked_once(tmp_path, there, ("a", job, "RUNNING"), ("b", waiting, "PENDING"))
     for name, number in (("b", waiting), ("a", job)):
         said = succeed("cancel", f"runs/{name}", at=tmp_path, **there.env).out
-        assert said == f"runs/{name}: job {number} is cancelled; go on with: sbatch runs/{name}/job.sh\n"
+        assert said == f"runs/{name}: job {number} is cancelled; continue with: sbatch runs/{name}/job.sh\n"
     there.until_state(job, "CANCELLED")
     until(lambda: of_kind(run, Ended) != [], "ended", run)
     there.until_state(waiting, "CANCELLED")
@@ -166,10 +166,10 @@ def test_a_job_is_cancelled(there, tmp_path):
     assert twice.status == 2
     assert (
         twice.err
-        == f"paceline: runs/a is not running: stopped at step {ended.step}; go on with: paceline resume runs/a\n"
+        == f"paceline: runs/a is not running: stopped at step {ended.step}; continue with: paceline resume runs/a\n"
     )
     assert paceline("logs", "runs/b", at=tmp_path, **there.env).err == (
-        f"paceline: runs/b has said nothing yet: job {waiting} has not begun (paceline status runs/b)\n"
+        f"paceline: runs/b has no output yet: job {waiting} has not started; see paceline status runs/b\n"
     )
 
 
@@ -458,7 +458,10 @@ def test_what_slurm_refuses(site, words, said, there, tmp_path):
             ("digits", "--nodes", "4:2", "--restarts", "1"),
             "--nodes must be MINIMUM:MAXIMUM, got 4:2; write 2:4",
         ),
-        (("digits", "--nodes", "two"), "--nodes 'two' is no number of nodes; write 4, or 2:4 for at least 2"),
+        (
+            ("digits", "--nodes", "two"),
+            "--nodes must be a number of nodes, got 'two'; write 4, or 2:4 for 2 to 4 nodes",
+        ),
         (("digts",), None),
         (("nowhere.py:Net",), "no such file: nowhere.py; available: my.py"),
         (("my.py:Regresion",), "my.py has no class Regresion; did you mean Regression?"),
@@ -524,7 +527,10 @@ def test_they_do_not_wait_for_torch(words, tmp_path):
 def test_a_training_on_this_machine_is_seen_and_cancelled(tmp_path):
     write_task(tmp_path)
     slow = slow_down(tmp_path / "slow", 0.02)
-    assert paceline("status", at=tmp_path).err == "paceline: there is no run in runs/; say which folder\n"
+    assert (
+        paceline("status", at=tmp_path).err
+        == "paceline: there is no run in runs/; name the folder of a run\n"
+    )
     with start(
         "train",
         "my.py:Regression",
@@ -542,7 +548,7 @@ def test_a_training_on_this_machine_is_seen_and_cancelled(tmp_path):
             succeed("status", at=tmp_path).out,
         )
         assert re.fullmatch(
-            r"runs/a: process \d+ on \S+ was told to save and stop; go on with: paceline resume runs/a\n",
+            r"runs/a: asked process \d+ on \S+ to save and stop; continue with: paceline resume runs/a\n",
             succeed("cancel", "runs/a", at=tmp_path).out,
         )
         assert running.wait().status == 75
@@ -553,7 +559,7 @@ def test_a_training_on_this_machine_is_seen_and_cancelled(tmp_path):
     (tmp_path / "runs/a/ranks").mkdir(exist_ok=True)
     (tmp_path / "runs/a/ranks/1.restart-2.log").write_text("rank 1 said this\n")
     assert (
-        "runs/a has no log of rank 7; there is 1"
+        "runs/a has no log of rank 7; ranks with a log: 1"
         in paceline("logs", "runs/a", "--rank", "7", at=tmp_path).err
     )
     assert succeed("logs", "runs/a", "--rank", "1", at=tmp_path, program=PACELINE).out == "rank 1 said this\n"

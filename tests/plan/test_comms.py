@@ -317,7 +317,7 @@ def test_the_command(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        ((), "for how many ranks?"),
+        ((), "comms requires a number of ranks; add --ranks"),
         (("--ranks", "7"), "batch 64 is not divisible"),
         (("--ranks", "4", "--plan", "zero4"), "zero4"),
         (("--ranks", "4", "--json", "no/found.json"), "no such folder: no"),

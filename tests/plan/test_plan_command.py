@@ -105,8 +105,8 @@ def test_task_on_this_machine(tmp_path: Path) -> None:
     [
         (("plan", "--model", "lama3-8b", "--batch", "8"), "did you mean llama3-8b?"),
         (("plan", "--model", "gpt2", "--batch", "8", "--cluster", "h20:8"), "did you mean h200?"),
-        (("plan", "--model", "gpt2", "--cluster", "h100:8"), "Say --batch"),
-        (("plan",), "Name a task"),
+        (("plan", "--model", "gpt2", "--cluster", "h100:8"), "add --batch"),
+        (("plan",), "name a task, or a model with --model"),
         ((*GPT, "--plan", "tp=3"), "tp=3"),
         ((*GPT, "--plan", "pp=8,microbatches=2,pp_schedule=1f1b"), "microbatches=8"),
         ((*GPT, "--plan", "pp=4,tp=4"), "8"),
@@ -125,7 +125,7 @@ def test_task_on_this_machine(tmp_path: Path) -> None:
             ("plan", "--model", "resnet50", "--batch", "8", "--cluster", "h100:8", "--plan", "tp=2"),
             "leave tp out",
         ),
-        ((*GPT, "--measure"), "--measure runs a task"),
+        ((*GPT, "--measure"), "--measure requires a task to run"),
     ],
 )
 def test_bad_input_is_one_sentence(tmp_path: Path, words: tuple[str, ...], sentence: str) -> None:

@@ -225,10 +225,13 @@ def test_a_task_says_how_long_its_training_is(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "sentence"),
     [
-        (GPT, "Say --ranks"),
+        (GPT, "scale requires numbers of ranks; add --ranks"),
         ((*GPT, "--ranks", "1,2,4,…,100"), "end it with 64 or 128"),
         ((*GPT, "--ranks", "8", "--efficiency", "80"), "--efficiency must be above 0 and at most 1, got 80"),
-        ((*GPT, "--ranks", "8", "--steps", "10"), "of a --model say --tokens"),
+        (
+            (*GPT, "--ranks", "8", "--steps", "10"),
+            "--epochs and --steps require a task, got --model; use --tokens",
+        ),
         ((*GPT, "--ranks", "8", "--plot", "scale.pdf"), "must end in .svg or .png"),
         (
             ("scale", "--model", "gpt3", "--cluster", "a100-80g:8", "--batch", "8", "--ranks", "1:8"),

@@ -248,7 +248,7 @@ def test_the_way_on_is_shown_when_it_was_stopped(tmp_path):
         RunFolder(tmp_path),
         console,
     )
-    assert f"go on with: paceline resume {tmp_path}" in console.file.getvalue()
+    assert f"continue with: paceline resume {tmp_path}" in console.file.getvalue()
 
 
 def test_events_that_are_read_while_they_are_written(tmp_path):

@@ -260,14 +260,14 @@ def test_only_rubbish(tmp_path, monkeypatch, capsys):
     for name in ("show", "status", "doctor"):
         status, text = command(monkeypatch, capsys, name, run.path)
         assert status == 0, text
-        assert "nothing has happened yet" in text
+        assert "not started yet" in text
         assert "damaged lines" in text
 
 
 def test_a_lost_start_does_not_hide_the_steps(tmp_path, monkeypatch, capsys):
     run = folder(tmp_path / "r", *map(step, range(1, 21)))
     status, text = command(monkeypatch, capsys, "status", run.path)
-    assert (status, "after step 20, of a start that cannot be read" in text) == (0, True), text
+    assert (status, "after step 20; the event of its start is damaged" in text) == (0, True), text
 
 
 # Against what is simple and holds everything in memory

@@ -126,7 +126,7 @@ def test_a_signal_stops_it_and_resume_goes_on(tmp_path: Path) -> None:
         result = running.wait()
         running.until_all_ended()
     assert result.status == 75, result.all
-    assert "stopped; go on with: paceline resume run" in result.out
+    assert "stopped; continue with: paceline resume run" in result.out
     succeed("resume", "run", at=tmp_path)
     through = tmp_path / "through"
     through.mkdir()

@@ -513,7 +513,7 @@ def test_without_a_prediction(run: Path, capsys: pytest.CaptureFixture[str]) -> 
 
 def test_one_sentence(run: Path, tmp_path: Path) -> None:
     with pytest.raises(
-        ClusterError, match=r"ran on .*, and the cluster is of .*; name the run's own with --cluster"
+        ClusterError, match=r"ran on .*, but the cluster has .*; name the cluster of the run with --cluster"
     ):
         command(run, "a100-80g:8")
     with pytest.raises(ClusterError, match="no such file: a100-80g:8"):
@@ -535,5 +535,5 @@ def test_a_run_that_was_not_profiled(run: Path, tmp_path: Path) -> None:
     (short / "events.jsonl").write_text("".join(line for line in lines if '"profiled"' not in line))
     found = paceline("profile", short, at=tmp_path)
     assert found.status == 2
-    assert "none of its steps was profiled; train again with --profile" in found.err
+    assert "none of its steps was profiled; train at least 5 steps with --profile" in found.err
     assert "Traceback" not in found.err

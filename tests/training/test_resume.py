@@ -343,7 +343,7 @@ def test_however_it_is_stopped(plan, way, then, task, tmp_path):
             stopped = of_kind(run, Ended)[-1]
             assert (stopped.reason, stopped.step) == ("stopped", of_checkpoints(run)[-1])
         if stop.status == 75:
-            assert "go on with: paceline resume r" in result.out
+            assert "continue with: paceline resume r" in result.out
             assert result.err == ""
         if stop.status == 2:
             rank, kept = (0 if "0" in way else 1), of_checkpoints(run)[-1]
@@ -562,7 +562,10 @@ def test_export_takes_the_last_good_one_and_refuses_a_damaged_one(with_checkpoin
     assert (refused.status, refused.err) == (2, f"paceline: checkpoint r/ckpt/step_8 is damaged: {why}\n")
     assert not (tmp_path / "w8.safetensors").exists()
     absent = paceline("export", "r", "w7.safetensors", "--step", "7", at=tmp_path)
-    assert (absent.status, absent.err) == (2, "paceline: r has no checkpoint of step 7; it has 3, 6, 8\n")
+    assert (absent.status, absent.err) == (
+        2,
+        "paceline: r has no checkpoint of step 7; steps with a checkpoint: 3, 6, 8\n",
+    )
 
 
 # What is kept
@@ -902,7 +905,7 @@ def test_a_run_that_is_done_is_not_resumed_but_further(stopped, tmp_path):
     done = paceline("resume", "r", at=tmp_path)
     assert (done.status, done.err) == (
         2,
-        "paceline: r is done: it was trained to step 4; go further with --epochs or --steps\n",
+        "paceline: r is done: it was trained to step 4; train longer with --epochs or --steps\n",
     )
     flip_a_byte(tmp_path / "r/ckpt/step_4")
     assert "damaged" in succeed("resume", "r", at=tmp_path).out, "what is damaged is not done"

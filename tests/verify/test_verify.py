@@ -557,7 +557,7 @@ def test_the_command_on_what_is_the_same(at: Path) -> None:
     result = succeed(
         "verify", "my.py:Mine", "--plan", "zero3", "--ranks", "2", "--json", "same.json", at=at, COLUMNS="80"
     )
-    assert "plan zero3 on 2 ranks beside one process; 3 steps, batch 64, float64" in " ".join(
+    assert "plan zero3 on 2 ranks, compared with one process; 3 steps, batch 64, float64" in " ".join(
         result.out.split()
     )
     assert "dropout is switched off: 2.p" in result.out
@@ -620,10 +620,10 @@ def test_the_command_on_all_plans(at: Path) -> None:
         (("my.py:Mine", "--plan", "zero4"), "there is no plan 'zero4'"),
         (("my.py:Mine", "--plan", "hsdp,replicate=3", "--ranks", "2"), "does not divide 2 ranks"),
         (("my.py:Mine", "--batch", "7", "--plan", "ddp", "--ranks", "2"), "batch 7 is not divisible"),
-        (("my.py:Mine", "--all", "--plan", "ddp"), "say one of both"),
+        (("my.py:Mine", "--all", "--plan", "ddp"), "--all includes --plan ddp; give only one of them"),
         (("my.py:Mine", "--plan", "ddp", "--set", "widht=3"), "did you mean width?"),
         (("my.py:Mine", "--plan", "ddp", "--json", "no/such.json"), "no such folder: no"),
-        (("my.py:Mine",), "say --plan PLAN or --all"),
+        (("my.py:Mine",), "verify requires a plan to compare with one process; add --plan PLAN or --all"),
     ],
 )
 def test_bad_input(at: Path, words: tuple[str, ...], sentence: str) -> None:

@@ -1,6 +1,7 @@
-"""The command line: one short file per command; each parses, calls and prints."""
+"""The command line: one short module per command, which parses options, calls the package and prints."""
 
 import functools
+import re
 import sys
 from importlib import import_module
 from typing import Any
@@ -8,70 +9,143 @@ from typing import Any
 import typer
 from typer.core import TyperCommand, TyperGroup
 
-from paceline.errors import Error
+from paceline.errors import Error, SpecError
 from paceline.output import ignore_write_errors, open_standard_files, replace_unencodable
 from paceline.version import __version__
 
-TRAINING = ("train", "resume", "rank", "agent")  # commands that nothing printed may end
+TRAINING = ("train", "resume", "rank", "agent")  # commands that continue when nobody reads their output
 
-# Each command, the function of its name in the module of its name, with the first sentence of its help. Its module is imported when it is
-# called: all of them take half a second.
-COMMANDS = {
-    "train": "Train a task.",
-    "resume": "Go on with a run from its last whole checkpoint, to the end that was asked for.",
-    "preflight": "Look at a training before it is queued: site file and Slurm, task and data, the plan built, memory, room and time.",
-    "submit": "Queue a training in Slurm, and print the number of the job.",
-    "status": "Say how runs are: a line for each, with the last loss, the metric by which a checkpoint is best, and the speed.",
-    "logs": "Print what a training said: in Slurm the output of its last job.",
-    "cancel": "End a training, in Slurm or on this machine.",
-    "show": "Show what happened in a run.",
-    "doctor": "Say why a run does not go on.",
-    "export": "Write the whole weights under the model's own parameter names.",
-    "verify": "Hold plans against one process, step by step: loss, gradients, norm, parameters.",
-    "drill": "Train undisturbed, then once for each fault, and compare what came of it.",
-    "comms": "Show bytes and calls of a training step by collective, mesh axis and module.",
-    "plan": "Predict step time, memory and cost of plans, the fastest that fits first.",
-    "profile": "Show where the time and memory of a run went, part by part, beside what is predicted.",
-    "scale": "Predict how a training scales: the best plan for each number of ranks, for one batch and for one batch a rank.",
-    "probe": "Show what this machine is: processors, links, network, PyTorch's back ends, storage.",
-    "bench": "Measure the machine: all that fits into two minutes, or one bench by its name.",
-    "rank": "Train as the rank that the environment says.",
-    "agent": "Train as the node that the environment says.",
+# The commands in the order of the help page, with their panel and the first sentence of their help.
+# The module of a command is imported when the command is called: importing all of them takes half a second.
+PANELS = {
+    "Train": {
+        "train": "Train a task on any number of ranks.",
+        "resume": "Continue a run from its last complete checkpoint.",
+        "export": "Write the weights of a run to a safetensors file.",
+    },
+    "Plan": {
+        "plan": "Predict step time, memory and cost of plans, the fastest first.",
+        "scale": "Predict how the step time scales with the number of ranks.",
+        "comms": "Show bytes and calls of a training step by collective, mesh axis and module.",
+        "verify": "Check that a plan computes the same training as one process.",
+    },
+    "Measure": {
+        "probe": "Show what this machine has: processors, links, network, PyTorch back ends, storage.",
+        "bench": "Measure the machine: all that fits into two minutes, or one bench by its name.",
+    },
+    "Operate": {
+        "preflight": "Check a training before it is queued, from the site file to memory and disk space.",
+        "submit": "Queue a training in Slurm, and print the number of the job.",
+        "status": "Show the state of runs: a line each, with loss, validation metric and throughput.",
+        "logs": "Print the output of a run.",
+        "cancel": "Stop a run, in Slurm or on this machine.",
+        "drill": "Inject faults into a training, and check that nothing is lost.",
+    },
+    "Inspect": {
+        "show": "Show what happened in a run.",
+        "profile": "Show where the time and memory of a run went, next to the predicted values.",
+        "doctor": "Find out whether a run is stalled, and which rank it waits for.",
+    },
+    "Internal": {
+        "rank": "Train as one rank of a run.",
+        "agent": "Start and restart the ranks of one node.",
+    },
 }
-HIDDEN = ("rank", "agent")  # that only Paceline starts
-MODULES = {"bench": "bench.app"} | {
-    name: f"internal.{name}" for name in HIDDEN
-}  # where a module has another name than its command
+COMMANDS = {name: sentence for commands in PANELS.values() for name, sentence in commands.items()}
+HIDDEN = tuple(PANELS["Internal"])  # commands that only Paceline starts
+# modules whose name differs from that of their command
+MODULES = {"bench": "bench.app"} | {name: f"internal.{name}" for name in HIDDEN}
+
+
+def _check_repeated_options(command: Any, context: Any, args: list[str]) -> None:
+    """Raise SpecError if an option that takes one value has two different values.
+
+    Click uses the last one silently.
+    """
+    if context.resilient_parsing:  # completion of a command line that is not finished
+        return
+    parser = command.make_parser(context)
+    options = [
+        parameter
+        for parameter in command.params
+        if parameter.param_type_name == "option" and not parameter.multiple and not parameter.count
+    ]
+    for option in options:  # register the options once more, so that the parser collects all values of each
+        if not option.is_flag:
+            parser.add_option(option, option.opts, option.name, action="append", nargs=option.nargs)
+            continue
+        for words in filter(None, (option.opts, option.secondary_opts)):
+            parser.add_option(option, words, option.name, action="append_const", const=words[-1])
+    values, _, _ = parser.parse_args(list(args))
+    if values.get("help"):
+        return
+    for option in options:
+        if len(given := list(dict.fromkeys(values.get(option.name) or ()))) > 1:
+            from paceline.spec import shown
+
+            word = "" if option.is_flag else f"{option.opts[-1]} "
+            texts = [word + shown(" ".join(value) if option.nargs > 1 else value, str) for value in given]
+            raise SpecError(f"{' and '.join(texts)} are different values of one option; give only one")
+
+
+def _escape_markup(command: Any) -> None:
+    """Make rich print `[default: 2]` in help texts, which it takes for a tag."""
+    for parameter in command.params:
+        parameter.help = re.sub(r"(?<!\\)\[", r"\\[", getattr(parameter, "help", None) or "")
+
+
+class _Command(TyperCommand):
+    """A command that refuses two values of an option that takes one."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        _check_repeated_options(self, ctx, args)
+        return super().parse_args(ctx, args)
+
+    def format_help(self, ctx: Any, formatter: Any) -> None:
+        _escape_markup(self)
+        super().format_help(ctx, formatter)
+
+
+class _Group(TyperGroup):
+    """A command with commands below it, which refuses two values of an option that takes one."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        _check_repeated_options(self, ctx, args)
+        return super().parse_args(ctx, args)
+
+    def format_help(self, ctx: Any, formatter: Any) -> None:
+        _escape_markup(self)
+        super().format_help(ctx, formatter)
 
 
 @functools.cache
 def load(name: str) -> Any:
-    """Return a command with all that it takes, a subclass of click's Command."""
-    module, beside = (
-        import_module(f"paceline.cli.{MODULES.get(name, name)}"),
-        typer.Typer(rich_markup_mode="rich"),
-    )
-    beside.callback()(lambda: None)
+    """Return a command with its options, a subclass of click's Command. Imports the module of the command."""
+    module = import_module(f"paceline.cli.{MODULES.get(name, name)}")
+    parent = typer.Typer(rich_markup_mode="rich")
+    parent.callback()(lambda: None)
     if name == "bench":
         from paceline.cli.bench import collectives, single
 
-        module.app.command("collectives")(collectives.collectives)
+        module.app.command("collectives", cls=_Command)(collectives.collectives)
         for command in (single.compute, single.overlap, single.host, single.storage):
-            module.app.command()(command)
-        module.app.command("input")(single.input_)
-        beside.add_typer(module.app, name=name)
+            module.app.command(cls=_Command)(command)
+        module.app.command("input", cls=_Command)(single.input_)
+        parent.add_typer(module.app, name=name, cls=_Group)
     else:
-        beside.command(name, hidden=name in HIDDEN)(getattr(module, name))
-    group: Any = typer.main.get_command(beside)
+        parent.command(name, hidden=name in HIDDEN, cls=_Command)(getattr(module, name))
+    group: Any = typer.main.get_command(parent)
     return group.commands[name]
 
 
-class _Commands(TyperGroup):
-    """Help, completion and suggestions know the commands by their names and first sentences; the one that is called is loaded."""
+class _LazyCommands(TyperGroup):
+    """All commands by name and first sentence, for help and completion. Only the called command is loaded."""
 
     def __init__(self, **attrs: Any):
         commands = {
-            name: TyperCommand(name, help=help, hidden=name in HIDDEN) for name, help in COMMANDS.items()
+            name: TyperCommand(name, help=help, hidden=name in HIDDEN, rich_help_panel=panel)
+            for panel, sentences in PANELS.items()
+            for name, help in sentences.items()
         }
         super().__init__(**attrs | {"commands": commands})
 
@@ -82,39 +156,39 @@ class _Commands(TyperGroup):
 
 app = typer.Typer(
     name="paceline",
-    cls=_Commands,
-    help="Plan, run and account for distributed PyTorch training: one task, any number of ranks, the same result.",
-    epilog="--debug behind any command shows where an error came from.",
+    cls=_LazyCommands,
+    help="Plan, run and profile distributed PyTorch training: one task, any number of ranks, the same "
+    "result.",
+    epilog="Add --debug to any command to see the traceback of an error.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     rich_markup_mode="rich",
 )
 
 
-def _version(wanted: bool) -> None:
-    if wanted:
+def _print_version(is_given: bool) -> None:
+    if is_given:
         print(f"paceline {__version__}")
         raise typer.Exit
 
 
 @app.callback()
-def _options(
+def _global_options(
     version: bool = typer.Option(
-        False, "--version", callback=_version, is_eager=True, help="Print the version."
+        False, "--version", callback=_print_version, is_eager=True, help="Print the version and exit."
     ),
 ) -> None:
     pass
 
 
 def main() -> None:
-    """The top of the command line: an error that is meant is one sentence and exit status 2."""
+    """Run the command line. Print an expected error as one sentence, with exit status 2."""
     open_standard_files()
     ignore_write_errors("stderr", *(["stdout"] if sys.argv[1:2] and sys.argv[1] in TRAINING else []))
     replace_unencodable()
-    own_log = (
-        sys.argv[1:2] == ["rank"] and len(sys.argv) > 3
-    )  # of a rank of our launcher on this machine: it says all
-    debug = "--debug" in sys.argv or own_log
+    # the local launcher gives each rank a log of its own, which takes the whole traceback
+    has_own_log = sys.argv[1:2] == ["rank"] and len(sys.argv) > 3
+    debug = "--debug" in sys.argv or has_own_log
     sys.argv = [word for word in sys.argv if word != "--debug"]
     try:
         app()
@@ -129,9 +203,8 @@ def main() -> None:
         sys.stderr.close()
         sys.exit(141)
     except OSError as error:
-        if (
-            debug or error.filename is None
-        ):  # else of a path: a name of 300 characters, a folder that others may not enter
+        # an error about a path is expected: a name of 300 characters, a folder without permission
+        if debug or error.filename is None:
             raise
         print(f"paceline: {error.filename}: {error.strerror}", file=sys.stderr)
         sys.exit(2)

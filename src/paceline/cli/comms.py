@@ -1,4 +1,4 @@
-"""paceline comms: what a training step would send, worked out on one process."""
+"""paceline comms: the communication volume of a training step, computed in one process."""
 
 from pathlib import Path
 from typing import Annotated
@@ -13,21 +13,38 @@ Option = typer.Option
 def comms(
     target: Target = "digits",
     ranks: Annotated[
-        int | None, Option(help="Ranks to play, as many as you like; needed where a run.toml does not say.")
+        int | None,
+        Option(
+            help="Number of ranks to simulate, required unless a run.toml has it; none of them is started."
+        ),
     ] = None,
-    plan: Annotated[str | None, Option(help="As for train.")] = None,
-    batch: Annotated[int | None, Option(help="Samples of the global batch, over all ranks.")] = None,
+    plan: Annotated[
+        str | None, Option(help="Plan, as for train [default: single on one rank, else ddp]")
+    ] = None,
+    batch: Annotated[
+        int | None, Option(help="Number of samples of the global batch, over all ranks [default: 64]")
+    ] = None,
     set: Annotated[
         list[str] | None,
-        Option(metavar="NAME=VALUE", help="A field of the task, or a dotted key such as optimizer.momentum."),
+        Option(
+            metavar="NAME=VALUE",
+            help="Set a field of the task, or a dotted key such as optimizer.momentum; may be repeated.",
+        ),
     ] = None,
-    optimizer: Annotated[str | None, Option(help="adamw or sgd.")] = None,
-    clip: Annotated[float | None, Option(help="Largest norm of the whole gradient.")] = None,
-    precision: Annotated[str | None, Option(help="fp64, fp32, bf16 or fp16.")] = None,
-    json: Annotated[Path | None, Option(metavar="FILE", help="Write the figures there, too.")] = None,
+    optimizer: Annotated[str | None, Option(help="Optimizer: adamw or sgd [default: adamw]")] = None,
+    clip: Annotated[
+        float | None, Option(help="Maximum norm of the gradient of all parameters [default: no clipping]")
+    ] = None,
+    precision: Annotated[
+        str | None, Option(help="Precision of the computation: fp64, fp32, bf16 or fp16 [default: fp32]")
+    ] = None,
+    json: Annotated[Path | None, Option(metavar="FILE", help="Write the results to this JSON file.")] = None,
 ) -> None:
-    """Show bytes and calls of a training step by collective, mesh axis and module. One process plays a rank of them; nothing is sent."""
-    from paceline.cli.launching import read, say
+    """Show bytes and calls of a training step by collective, mesh axis and module.
+
+    One process simulates the ranks; nothing is sent.
+    """
+    from paceline.cli.launching import read_request, resolve_launch
     from paceline.distributed.world import World
     from paceline.errors import SpecError
     from paceline.files import check_target, write_whole
@@ -40,12 +57,14 @@ def comms(
         "optimizer.clip": clip,
         "precision": precision,
     }
-    spec, launch = read(target, flags, set or [])
+    spec, launch = read_request(target, flags, set or [])
     if launch.ranks is None:
-        raise SpecError("for how many ranks? Say --ranks NUMBER; they need not be there")
+        raise SpecError(
+            "comms requires a number of ranks; add --ranks NUMBER, which may exceed the devices here"
+        )
     if json is not None:
         check_target(json)
-    launch, laid_out, _ = say(spec, launch, World())
+    launch, plan_on_ranks, _ = resolve_launch(spec, launch, World())
 
     from rich.console import Console
 
@@ -59,6 +78,6 @@ def comms(
     if json is not None:
         write_whole(json, as_json(spec, launch, volumes))
     console = Console(highlight=False)
-    console.print(heading(spec, launch, laid_out), soft_wrap=True)
+    console.print(heading(spec, launch, plan_on_ranks), soft_wrap=True)
     for table in tables(volumes):
         console.print(table)

@@ -1,4 +1,4 @@
-"""paceline drill: break a training on purpose, and see whether anything is lost."""
+"""paceline drill: inject faults into a training, and check that nothing is lost."""
 
 import contextlib
 import json as json_file
@@ -28,42 +28,55 @@ STEPS, RANKS = 24, 2
 
 def drill(
     target: Target = "digits",
-    plan: Annotated[str | None, Option(help="Default: ddp.")] = None,
-    ranks: Annotated[int | None, Option(help="Processes on this machine. Default: 2.")] = None,
+    plan: Annotated[str | None, Option(help="Plan, as for train [default: ddp]")] = None,
+    ranks: Annotated[int | None, Option(help="Number of processes on this machine [default: 2]")] = None,
     faults: Annotated[
-        str | None, Option(help=f"With commas: {', '.join(fault.name for fault in FAULTS)}. Default: all.")
+        str | None,
+        Option(
+            help=f"Faults to inject, separated by commas: {', '.join(fault.name for fault in FAULTS)} "
+            "[default: all]"
+        ),
     ] = None,
     rounds: Annotated[
-        int, Option(help="How often each fault happens, each time at another moment.", min=1)
+        int, Option(help="Number of trainings per fault, each with the fault at a different moment.", min=1)
     ] = 1,
     seed: Annotated[
-        int | None, Option(help="Of the moments, and of weights and the order of samples.")
+        int | None,
+        Option(help="Seed of the moments of the faults, and of weights and sample order [default: 0]"),
     ] = None,
-    steps: Annotated[int | None, Option(help=f"Of each training. Default: {STEPS}.")] = None,
-    batch: Annotated[int | None, Option(help="Samples of the global batch.")] = None,
-    lr: Annotated[float | None, Option(help="Learning rate. Default: 0.001.")] = None,
-    optimizer: Annotated[str | None, Option(help="adamw or sgd.")] = None,
-    clip: Annotated[float | None, Option(help="Largest norm of the whole gradient.")] = None,
+    steps: Annotated[int | None, Option(help=f"Length of each training in steps [default: {STEPS}]")] = None,
+    batch: Annotated[int | None, Option(help="Number of samples of the global batch [default: 64]")] = None,
+    lr: Annotated[float | None, Option(help="Learning rate [default: 0.001]")] = None,
+    optimizer: Annotated[str | None, Option(help="Optimizer: adamw or sgd [default: adamw]")] = None,
+    clip: Annotated[
+        float | None, Option(help="Maximum norm of the gradient of all parameters [default: no clipping]")
+    ] = None,
     set: Annotated[
         list[str] | None,
         Option(
             metavar="NAME=VALUE",
-            help="A field of the task, to make it small, or a dotted key: optimizer.momentum.",
+            help="Set a field of the task, or a dotted key such as optimizer.momentum; may be repeated.",
         ),
     ] = None,
-    device: Annotated[str | None, Option(help="cpu or cuda. Default: CUDA where there is some.")] = None,
-    json: Annotated[Path | None, Option(help="Write what was found to this file.")] = None,
+    device: Annotated[str | None, Option(help="Device: cpu or cuda [default: cuda if available]")] = None,
+    json: Annotated[Path | None, Option(help="Write the results to this JSON file.")] = None,
     keep: Annotated[
         Path | None,
-        Option(metavar="FOLDER", help="Keep all trainings in this new folder. Else only if one failed."),
+        Option(
+            metavar="FOLDER",
+            help="Keep all trainings in this new folder [default: keep them only if a check fails]",
+        ),
     ] = None,
 ) -> None:
-    """Train undisturbed, then once for each fault, which happens at a random but seeded moment, and compare: weights and losses bit by
-    bit, the samples that were consumed, the processes and ports that are left.
+    """Inject faults into a training, and check that nothing is lost.
 
-    Exit status: 0 nothing was lost, 1 something was, 2 bad input.
+    Trains once undisturbed, then once for each fault, which happens at a random but seeded moment. Compares
+    weights and losses bit by
+    bit, the consumed samples, and the processes and ports that remain.
+
+    Exit status: 0 nothing was lost, 1 something was lost, 2 bad input.
     """
-    from paceline.cli.launching import read
+    from paceline.cli.launching import read_request
     from paceline.cli.plan_options import check_outputs
     from paceline.files import write_whole
 
@@ -80,39 +93,38 @@ def drill(
     }
     check_outputs(json, None)
     if keep is not None and keep.exists():
-        raise RunError(f"{keep} exists already; say another --keep")
-    spec, launch = read(target, flags, set or [], steps=STEPS)
-    one = _prepared(spec, launch, keep or choose_path(None, "drill"))
-    moments = schedule(chosen(faults), spec.seed, rounds, one.steps, one.ranks)
-    found, status = _held(one, moments, spec.task)
+        raise RunError(f"{keep} exists already; name a new folder with --keep")
+    spec, launch = read_request(target, flags, set or [], steps=STEPS)
+    prepared = _prepare(spec, launch, keep or choose_path(None, "drill"))
+    moments = schedule(chosen(faults), spec.seed, rounds, prepared.steps, prepared.ranks)
+    results, status = _run(prepared, moments, spec.task)
     if json is not None:
-        write_whole(json, json_file.dumps(found, indent=1) + "\n")
+        write_whole(json, json_file.dumps(results, indent=1) + "\n")
     if keep is None and not status:
-        shutil.rmtree(one.folder)
+        shutil.rmtree(prepared.folder)
     else:
-        print(f"trainings  {one.folder}")
+        print(f"trainings  {prepared.folder}")
     raise typer.Exit(status)
 
 
-def _prepared(spec: Spec, launch: Launch, folder: Path) -> "Drill":
-    """Raises the Error of what can be known to go wrong."""
+def _prepare(spec: Spec, launch: Launch, folder: Path) -> "Drill":
+    """Return the drill. Raises an Error for whatever is wrong before the first training."""
     from paceline import task as tasks
-    from paceline.cli.launching import check
+    from paceline.cli.launching import check_launch
     from paceline.distributed.world import read_world
     from paceline.drill.run import Drill
     from paceline.plan.plan import parse
 
     if (launcher := read_world().launcher) is not None:
         raise LaunchError(
-            f"drill starts ranks itself, and {launcher} has started this process as one; run it without"
+            f"drill starts the ranks, but {launcher} started this process as a rank; run drill without "
+            f"{launcher}"
         )
     if launch.nodes > 1:
-        raise LaunchError(
-            f"drill breaks what it can reach, the ranks of one machine, got nodes={launch.nodes}; leave it out"
-        )
+        raise LaunchError(f"drill injects faults on one machine, got nodes={launch.nodes}; leave nodes out")
     assert spec.steps is not None
     save_every(spec.steps)
-    launch = check(
+    launch = check_launch(
         spec,
         launch.model_copy(update={"ranks": launch.ranks or RANKS, "run": None, "restarts": 0}),
         read_world(),
@@ -120,7 +132,8 @@ def _prepared(spec: Spec, launch: Launch, folder: Path) -> "Drill":
     ranks, plan = launch.ranks or RANKS, parse(str(launch.plan))
     if plan.servers is not None:
         raise PlanError(
-            f"under plan {plan} no two trainings are the same, so there is nothing to compare with; use another plan"
+            f"plan {plan} computes a different result in each training, so drill cannot compare them; use "
+            "another plan"
         )
     return Drill(
         spec.model_copy(update={"task": tasks.resolve_reference(spec.task)}),
@@ -130,44 +143,44 @@ def _prepared(spec: Spec, launch: Launch, folder: Path) -> "Drill":
     )
 
 
-def _held(one: "Drill", moments: list[FaultMoment], task: str) -> tuple[dict[str, Any], int]:
-    """Returns what goes into the JSON file, and the exit status."""
+def _run(drill: "Drill", moments: list[FaultMoment], task: str) -> tuple[dict[str, Any], int]:
+    """Return the results as JSON, and the exit status."""
     from rich.console import Console
 
-    signal.signal(
-        signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM)
-    )  # as Ctrl-C: what was started is ended
+    # SIGTERM ends the trainings, as Ctrl-C does
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     console = Console(highlight=False, emoji=False)
     outcomes: list[FaultOutcome] = []
-    what = f"{task}: plan {one.launch.plan} on {several(one.ranks, 'rank')}, {one.steps} steps of {one.spec.batch} samples"
-    console.print(f"{what}, seed {one.spec.seed}", markup=False)
+    length = f"{drill.steps} steps of {drill.spec.batch} samples, seed {drill.spec.seed}"
+    heading = f"{task}: plan {drill.launch.plan} on {several(drill.ranks, 'rank')}, {length}"
+    console.print(heading, markup=False)
     with contextlib.ExitStack() as at_end:
-        at_end.callback(_tell, console, outcomes, len(moments))  # also of a drill that is ended
-        shown = at_end.enter_context(console.status("undisturbed"))
-        reference = one.reference()
+        at_end.callback(_print_outcomes, console, outcomes, len(moments))  # also after an interruption
+        status = at_end.enter_context(console.status("undisturbed"))
+        reference = drill.reference()
         for at, moment in enumerate(moments, 1):
-            shown.update(f"{at} of {len(moments)}: {moment.fault.name} at step {moment.step}")
-            outcomes.append(one.hit(moment, reference, f"{at}-{moment.fault.name}"))
+            status.update(f"{at} of {len(moments)}: {moment.fault.name} at step {moment.step}")
+            outcomes.append(drill.hit(moment, reference, f"{at}-{moment.fault.name}"))
     failed = any(outcome.wrong for outcome in outcomes)
-    found = {
-        "task": one.spec.task,
-        "plan": one.launch.plan,
-        "ranks": one.ranks,
-        "seed": one.spec.seed,
-        "steps": one.steps,
+    results = {
+        "task": drill.spec.task,
+        "plan": drill.launch.plan,
+        "ranks": drill.ranks,
+        "seed": drill.spec.seed,
+        "steps": drill.steps,
         "timeout_s": reference.timeout_s,
         "undisturbed_s": reference.seconds,
         "faults": [outcome.as_json() for outcome in outcomes],
     }
-    return found, int(failed)
+    return results, int(failed)
 
 
-def _tell(console: "Console", outcomes: "list[FaultOutcome]", faults: int) -> None:
-    """What was found so far, of so many faults."""
+def _print_outcomes(console: "Console", outcomes: "list[FaultOutcome]", num_faults: int) -> None:
+    """Print the outcomes of the faults that were injected so far."""
     from paceline.drill.text import closing, sentences, table
 
-    if len(outcomes) < faults:
-        console.print(f"ended after {len(outcomes)} of {several(faults, 'fault')}", style="bold red")
+    if len(outcomes) < num_faults:
+        console.print(f"ended after {len(outcomes)} of {several(num_faults, 'fault')}", style="bold red")
     if not outcomes:
         return
     console.print(table(outcomes))

@@ -1,4 +1,4 @@
-"""paceline export: the whole weights of a run, for others."""
+"""paceline export: write the weights of a run to one file."""
 
 import os
 from pathlib import Path
@@ -8,12 +8,17 @@ import typer
 
 
 def export(
-    run: Annotated[Path, typer.Argument(help="The run's folder.")],
-    file: Annotated[Path, typer.Argument(help="The safetensors file to write.")],
-    step: Annotated[int | None, typer.Option(help="Of this checkpoint. Default: the last whole one.")] = None,
-    force: Annotated[bool, typer.Option("--force", help="Write over a file that exists.")] = False,
+    run: Annotated[Path, typer.Argument(help="Folder of the run")],
+    file: Annotated[Path, typer.Argument(help="Safetensors file to write")],
+    step: Annotated[
+        int | None, typer.Option(help="Step of the checkpoint [default: the last complete checkpoint]")
+    ] = None,
+    force: Annotated[bool, typer.Option("--force", help="Overwrite an existing file.")] = False,
 ) -> None:
-    """Write the whole weights under the model's own parameter names."""
+    """Write the weights of a run to a safetensors file.
+
+    Parameters have the names that they have in the model.
+    """
     from paceline.errors import CheckpointError, RunError
     from paceline.files import check_target, replaced
     from paceline.run import open_run
@@ -21,11 +26,12 @@ def export(
 
     folder = open_run(run)
     if os.path.lexists(file) and not force:
-        raise RunError(f"{file} exists already; say another file, or --force")
+        raise RunError(f"{file} exists already; name another file, or add --force")
     check_target(file)
     if step is not None and step not in folder.checkpoints():
         raise CheckpointError(
-            f"{run} has no checkpoint of step {step}; it has {', '.join(map(str, folder.checkpoints())) or 'none'}"
+            f"{run} has no checkpoint of step {step}; steps with a checkpoint: "
+            f"{', '.join(map(str, folder.checkpoints())) or 'none'}"
         )
     from safetensors import SafetensorError
     from safetensors.torch import save_file
@@ -38,7 +44,9 @@ def export(
     for note in notes:
         print(note)
     if path is None:
-        raise CheckpointError(f"{run} has no whole checkpoint to export")
+        raise CheckpointError(
+            f"{run} has no complete checkpoint to export; continue it with: paceline resume {run}"
+        )
     weights = load_whole(path)
     with replaced(file) as beside:
         try:
@@ -47,5 +55,6 @@ def export(
             raise RunError(f"cannot write {file}: {error}") from error
     elements = sum(tensor.numel() for tensor in weights.values())
     print(
-        f"{file}: {len(weights)} tensors, {format_count(elements)} elements, {format_bytes(file.stat().st_size)}, of {path}"
+        f"{file}: {len(weights)} tensors, {format_count(elements)} elements, "
+        f"{format_bytes(file.stat().st_size)}, of {path}"
     )

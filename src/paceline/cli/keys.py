@@ -1,4 +1,4 @@
-"""The names that `--set` reaches: fields of a task, and keys of the request."""
+"""The names that `--set` accepts: fields of a task, and keys of the request."""
 
 import dataclasses
 import types
@@ -11,13 +11,16 @@ from paceline.task import Task
 
 
 class RequestKey(NamedTuple):
+    """A row of the table of `--keys`."""
+
     name: str  # as in --set NAME=VALUE
     type: str
     default: str
     meaning: str
 
 
-def of_task(kind: type[Task]) -> list[RequestKey]:
+def list_task_keys(kind: type[Task]) -> list[RequestKey]:
+    """Return the fields of a task."""
     return [
         RequestKey(
             field.name,
@@ -29,12 +32,13 @@ def of_task(kind: type[Task]) -> list[RequestKey]:
     ]
 
 
-def of_request() -> list[RequestKey]:
+def list_request_keys() -> list[RequestKey]:
+    """Return the keys of a request, such as `optimizer.lr`."""
     return [
         RequestKey(
             name,
             type_name(field.annotation),
-            "none" if field.default is None else _shown(field.default),
+            "none" if field.default is None else _format_value(field.default),
             field.description or "",
         )
         for name, field in keys()
@@ -43,12 +47,12 @@ def of_request() -> list[RequestKey]:
 
 def _default(field: "dataclasses.Field[Any]") -> str:
     if field.default_factory is not dataclasses.MISSING:
-        return _shown(field.default_factory())
-    return "required" if field.default is dataclasses.MISSING else _shown(field.default)
+        return _format_value(field.default_factory())
+    return "required" if field.default is dataclasses.MISSING else _format_value(field.default)
 
 
-def _shown(value: Any) -> str:
-    """As it would be written behind NAME=."""
+def _format_value(value: Any) -> str:
+    """Return the value as --set NAME=VALUE takes it."""
     if isinstance(value, tuple):
         return repr([*value])
     return (
@@ -61,23 +65,24 @@ def _shown(value: Any) -> str:
 
 
 def type_name(annotation: Any) -> str:
-    """`int`, `adamw | sgd`, `[float, float]`; without the None that a key without a value has."""
+    """Return a type as text: `int`, `adamw | sgd`, `[float, float]`. None of an optional type is left out."""
     origin, inner = typing.get_origin(annotation), typing.get_args(annotation)
     if origin is typing.Annotated:
         return type_name(inner[0])
     if origin is typing.Literal:
         return " | ".join(map(str, inner))
     if origin in (typing.Union, types.UnionType):
-        return " | ".join(type_name(one) for one in inner if one is not type(None))
+        return " | ".join(type_name(kind) for kind in inner if kind is not type(None))
     if origin is tuple:
-        return f"[{', '.join('…' if one is Ellipsis else type_name(one) for one in inner)}]"
+        return f"[{', '.join('…' if kind is Ellipsis else type_name(kind) for kind in inner)}]"
     return getattr(annotation, "__name__", str(annotation)) if not inner else str(annotation)
 
 
-def lines(reference: str, kind: type[Task]) -> Iterator[str]:
+def format_keys(reference: str, kind: type[Task]) -> Iterator[str]:
+    """Yield the lines of `paceline train REFERENCE --keys`."""
     tables = {
-        f"fields of {reference}, by --set NAME=VALUE:": of_task(kind),
-        "keys of the request, by --set NAME=VALUE:": of_request(),
+        f"fields of {reference}, by --set NAME=VALUE:": list_task_keys(kind),
+        "keys of the request, by --set NAME=VALUE:": list_request_keys(),
     }
     for title, rows in tables.items():
         yield title

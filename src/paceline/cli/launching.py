@@ -1,4 +1,4 @@
-"""What the commands share: read a request, check it before anything starts, then become a rank or start some."""
+"""What commands share: read a request, check it before anything starts, become a rank or start the ranks."""
 
 import sys
 from collections.abc import Mapping
@@ -8,33 +8,38 @@ from typing import Any, NoReturn
 import typer
 
 from paceline import spec as specs
-from paceline import task
+from paceline import task as tasks
 from paceline.distributed.world import World
 from paceline.errors import LaunchError, SpecError
-from paceline.launch.launchers import is_rank, starter
-from paceline.launch.slurm.job_script import alike
+from paceline.launch.launchers import find_launcher, is_rank
+from paceline.launch.slurm.job_script import check_even_split
 from paceline.plan.plan import AUTO, Plan, ResolvedPlan, read_plan
 from paceline.run import RunFolder
 from paceline.spec import Launch, Spec
 
 
-def read(
+def read_request(
     target: str, flags: Mapping[str, Any], set: list[str], steps: int | None = None
 ) -> tuple[Spec, Launch]:
-    """The request of a command line: a task or a TOML file, and over it the flags that are not None and NAME=VALUE.
+    """Return the request of a command line.
 
-    steps: the length of the training where neither a flag nor `set` gives it, whatever the file says.
-    Raises SpecError, also where two of them give a key two values."""
+    target: a task or a TOML file.
+    flags: values of options by key; None stands for an option that is not given. They take precedence over
+        the file.
+    set: `NAME=VALUE` of --set. They take precedence over the file.
+    steps: the length if neither a flag nor `set` gives it, whatever the file has.
+    Raises SpecError, also if a key has two values.
+    """
     file = Path(target) if target.endswith(".toml") else None
     given = {key: value for key, value in flags.items() if value is not None}
     if file is None and target != Spec.model_fields["task"].default:
         given["task"] = target
-    also = specs.parse_overrides(set)
-    for key, value in also.items():
+    assignments = specs.parse_overrides(set)
+    for key, value in assignments.items():
         specs.check_same_value(
             specs.set_key(key), "its own option or argument", given.get(key, value), "--set", value
         )
-    overrides = given | also
+    overrides = given | assignments
     if steps is not None:
         overrides.setdefault("steps", steps)
     if file is not None and "task" not in overrides and "task" not in specs.read_toml(file):
@@ -42,62 +47,76 @@ def read(
     return specs.load(file, specs.replace_length(overrides))
 
 
-def announce(me: World) -> None:
-    """Print that something happens while PyTorch is imported, for seconds."""
+def announce_start(me: World) -> None:
+    """Print a line before PyTorch is imported, which takes seconds."""
     if me.rank == 0 and "torch" not in sys.modules:
         print("starting: importing PyTorch and the task", flush=True)
 
 
-def check(spec: Spec, launch: Launch, me: World) -> Launch:
-    """The launch with ranks and plan said. Raises the Error of what can be known to go wrong without starting anything."""
+def check_launch(spec: Spec, launch: Launch, me: World) -> Launch:
+    """Return the launch with its ranks and plan filled in.
+
+    Raises an Error for whatever is wrong before the start.
+    """
     if me.launcher is None:
-        starter(launch).check(launch)
-    launch, plan, work = say(spec, launch, me)
-    if me.launcher is None and (plan.splits_model or plan.cp > 1):  # what only the model can tell
+        find_launcher(launch).check(launch)
+    launch, plan, task = resolve_launch(spec, launch, me)
+    if me.launcher is None and (plan.splits_model or plan.cp > 1):  # these depend on the modules of the model
         from paceline.training.setup import validate_plan
 
-        validate_plan(spec, plan, work)
+        validate_plan(spec, plan, task)
     return launch
 
 
-def say(spec: Spec, launch: Launch, me: World) -> tuple[Launch, ResolvedPlan, task.Task]:
-    """The launch with ranks and plan said, that plan resolved, and the task; the model is not looked at."""
+def resolve_launch(spec: Spec, launch: Launch, me: World) -> tuple[Launch, ResolvedPlan, tasks.Task]:
+    """Return the launch with its ranks and plan filled in, the plan with all degrees, and the task.
+
+    Builds no model.
+    """
     if me.launcher is not None and launch.ranks not in (None, me.size):
         raise LaunchError(
-            f"--ranks {launch.ranks}, but {me.launcher} started {me.size}; leave --ranks out, or start {launch.ranks} there"
+            f"--ranks {launch.ranks}, but {me.launcher} started {me.size} ranks; leave --ranks out, "
+            f"or start {launch.ranks} ranks with {me.launcher}"
         )
-    work = task.load_task(spec.task, spec.set)
-    ranks = me.size if me.launcher is not None else launch.ranks or launch.nodes * _devices(launch.device)
+    task = tasks.load_task(spec.task, spec.set)
+    ranks = (
+        me.size if me.launcher is not None else launch.ranks or launch.nodes * _count_devices(launch.device)
+    )
     if me.launcher is None:
-        alike(ranks, launch.nodes)
+        check_even_split(ranks, launch.nodes)
     if launch.plan == AUTO and me.launcher is None:
         from paceline.training.auto_plan import choose
 
-        choice = choose(spec, work, ranks, launch.device)
+        choice = choose(spec, task, ranks, launch.device)
         launch = launch.model_copy(update={"plan": str(choice.plan), "chosen": choice.why, "asked": AUTO})
-    if launch.plan == AUTO:  # the ranks will choose it together
-        return launch.model_copy(update={"ranks": ranks}), Plan().resolve(ranks), work
-    plan, on = read_plan(launch.plan, ranks, spec.batch)
-    return launch.model_copy(update={"ranks": ranks, "plan": str(plan)}), on, work
+    if launch.plan == AUTO:  # the ranks choose the plan together
+        return launch.model_copy(update={"ranks": ranks}), Plan().resolve(ranks), task
+    plan, resolved = read_plan(launch.plan, ranks, spec.batch)
+    return launch.model_copy(update={"ranks": ranks, "plan": str(plan)}), resolved, task
 
 
-def _devices(device: str | None) -> int:
+def _count_devices(device: str | None) -> int:
     import torch
 
     return max(1, torch.cuda.device_count()) if device != "cpu" else 1
 
 
 def start(spec: Spec, launch: Launch, me: World, run: RunFolder | None) -> NoReturn:
-    """Train and exit with its status. `run`: the folder with the request; None: one is made with the first event."""
+    """Train, and exit with the status of the training.
+
+    run: the folder with the request. A rank of another launcher may pass None: the first event then creates
+        the folder.
+    """
     if is_rank(launch, me):
         from paceline.launch.rank_main import run_alone
 
         raise typer.Exit(run_alone(spec, launch, me, run))
     assert run is not None
-    raise typer.Exit(starter(launch).start(run, launch))
+    raise typer.Exit(find_launcher(launch).start(run, launch))
 
 
 def has_started(run: RunFolder) -> bool:
+    """Return whether a training of this run has started."""
     from paceline.events import Started, last
 
     return bool(last(run.events, Started))

@@ -1,4 +1,4 @@
-"""paceline plan: which plans fit, how long a step takes, and what a training costs."""
+"""paceline plan: predict which plans fit, how long a step takes, and what a training costs."""
 
 from typing import Annotated
 
@@ -6,6 +6,7 @@ from typer import Option
 
 from paceline.cli.plan_options import (
     Batch,
+    ClusterName,
     Json,
     Model,
     Peak,
@@ -16,54 +17,60 @@ from paceline.cli.plan_options import (
     Set,
     Target,
     Tokens,
-    Where,
 )
 
 
 def plan(
     target: Target = None,
     model: Model = None,
-    cluster: Where = None,
-    ranks: Annotated[int | None, Option(help="Ranks, if not all devices.")] = None,
+    cluster: ClusterName = None,
+    ranks: Annotated[int | None, Option(help="Number of ranks [default: all devices of the cluster]")] = None,
     batch: Batch = None,
     seq: Seq = None,
     plan: Annotated[
-        str | None, Option(help="Price this one, as for train; else all that there could be.")
+        str | None, Option(help="Predict only this plan, as for train [default: all possible plans]")
     ] = None,
     set: Set = None,
     precision: Precision = None,
     peak: Peak = None,
     tokens: Tokens = None,
     price: Price = None,
-    top: Annotated[int, Option(help="Plans to show.")] = 10,
+    top: Annotated[int, Option(help="Number of plans to show.")] = 10,
     explain: Annotated[
-        bool, Option("--explain", help="Each part of time and memory of the first, and what the next lacks.")
+        bool,
+        Option(
+            "--explain",
+            help="Show each part of time and memory of the first plan, and why the next is slower.",
+        ),
     ] = False,
     measure: Annotated[
-        bool, Option("--measure", help="Run the task: real steps on this process say how long it computes.")
+        bool, Option("--measure", help="Run steps of the task in this process to measure its computing time.")
     ] = False,
     json: Json = None,
     plot: Plot = None,
 ) -> None:
-    """Predict step time, memory and cost of plans, the fastest that fits first. Nothing is run, but with --measure."""
-    from paceline.cli.plan_inputs import cluster_of, with_peak
-    from paceline.cli.plan_options import asked, check_above_zero, check_outputs, show
+    """Predict step time, memory and cost of plans, the fastest first.
 
-    check_above_zero(ranks=ranks, top=top, tokens=tokens, price=price, peak=peak)
+    Nothing is run, except with --measure.
+    """
+    from paceline.cli.plan_inputs import find_cluster, with_peak
+    from paceline.cli.plan_options import check_outputs, check_positive, print_parts, read_query
+
+    check_positive(ranks=ranks, top=top, tokens=tokens, price=price, peak=peak)
     check_outputs(json, plot)
-    where = with_peak(cluster_of(cluster), peak)
-    what = asked(target, model, batch, seq, precision, set, where if measure else None)
+    where = with_peak(find_cluster(cluster), peak)
+    query = read_query(target, model, batch, seq, precision, set, where if measure else None)
 
     from paceline.plan.report.plan import as_json, heading, reasons, tables, without_order
     from paceline.plan.search.best_plans import answer
     from paceline.plan.search.ranking import unranked
 
     found = answer(
-        what.facts,
+        query.facts,
         where,
-        what.batch,
+        query.batch,
         plan,
-        what.recipe,
+        query.recipe,
         ranks,
         tokens,
         price,
@@ -78,7 +85,7 @@ def plan(
         from paceline.plan.report.bars import draw
 
         draw(found, top, plot)
-    show(
+    print_parts(
         heading(found),
         *tables(found, top, explain),
         *reasons(found),

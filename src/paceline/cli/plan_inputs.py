@@ -1,4 +1,4 @@
-"""What the commands that plan share: the facts of a task, the cluster, a peak that was said."""
+"""Inputs of the commands that predict: facts of a task, the cluster, and its peak."""
 
 from typing import TYPE_CHECKING
 
@@ -8,15 +8,18 @@ if TYPE_CHECKING:
     from paceline.plan.model.facts import ModelFacts
 
 
-def counted(
+def read_task_facts(
     target: str, batch: int | None, precision: str | None, set: list[str], on: "Cluster | None" = None
 ) -> "tuple[ModelFacts, Recipe, int]":
-    """What planning needs of a task, how a step of it goes, and its batch. `on`: it is run here, and this is what is known of here."""
-    from paceline.cli.launching import read
+    """Return the facts of a task, its recipe and its batch.
+
+    on: if given, steps are measured on this machine, which these facts describe; else nothing runs.
+    """
+    from paceline.cli.launching import read_request
     from paceline.plan.cost_model.framework_profiles import of_precision
     from paceline.task import load_task
 
-    spec, _ = read(target, {"batch": batch, "precision": precision}, set)
+    spec, _ = read_request(target, {"batch": batch, "precision": precision}, set)
     recipe = of_precision(spec.precision)
     task = load_task(spec.task, spec.set)
     if on is not None:
@@ -34,19 +37,19 @@ def counted(
     return describe(spec, task), recipe, spec.batch
 
 
-def cluster_of(said: str | None) -> "Cluster":
-    """The cluster that was named, or cluster.json here, or this machine."""
-    if said is not None:
+def find_cluster(name: str | None) -> "Cluster":
+    """Return the named cluster, else that of cluster.json in this folder, else this machine."""
+    if name is not None:
         from paceline.cluster.published import find
 
-        return find(said)
+        return find(name)
     from paceline.cluster import local_cluster
 
     return local_cluster.known()
 
 
 def with_peak(cluster: "Cluster", peak: float | None) -> "Cluster":
-    """10¹² FLOP/s, in the type that is trained in where there is a choice."""
+    """Return the cluster with another peak of its devices, in 10¹² FLOP/s: fp32 on CPUs, all types on GPUs."""
     if peak is None:
         return cluster
     from paceline.cluster.facts import Fact

@@ -1,4 +1,4 @@
-"""What plan and scale are asked: the options that both have, and the model, recipe and batch that these say."""
+"""The options that plan and scale share, and the model, recipe and batch that these options select."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, NamedTuple
@@ -14,38 +14,54 @@ if TYPE_CHECKING:
     from paceline.plan.cost_model.framework_profiles import Recipe
     from paceline.plan.model.facts import ModelFacts
 
-Target = Annotated[str | None, Argument(help="As for train; or say --model.")]
+Target = Annotated[str | None, Argument(help="Task, as for train; or give --model")]
 Model = Annotated[
-    str | None, Option(help="A known model (gpt2, llama3-70b …), or a TOML file with its few numbers.")
+    str | None,
+    Option(help="Known model (gpt2, llama3-70b, ...), or a TOML file with its sizes, instead of a task."),
 ]
-Where = Annotated[
+ClusterName = Annotated[
     str | None,
     Option(
-        help="A cluster.json, or DEVICE:DEVICES_OF_A_NODExNODES@GB/s; else cluster.json here, or this machine."
+        help="Machine to predict for: a cluster.json, or DEVICE:DEVICES_PER_NODExNODES@GB/s "
+        "[default: cluster.json here, or this machine]"
     ),
 ]
-Batch = Annotated[int | None, Option(help="Samples of the global batch, over all ranks.")]
-Seq = Annotated[int | None, Option(help="Tokens of a sample, for --model.")]
-Set = Annotated[list[str] | None, Option(metavar="NAME=VALUE", help="A field of the task, or a dotted key.")]
-Precision = Annotated[str | None, Option(help="Of a task: fp32, bf16 or fp16.")]
-Peak = Annotated[float | None, Option(metavar="TFLOP/S", help="Of a device, where it is not known.")]
-Tokens = Annotated[
-    float | None, Option(help="Tokens of the whole training (samples, where they are no sequences).")
+Batch = Annotated[
+    int | None,
+    Option(help="Number of samples of the global batch, over all ranks [default: that of the task or model]"),
 ]
-Price = Annotated[float | None, Option(help="Of a device for an hour.")]
-Json = Annotated[Path | None, Option(metavar="FILE", help="Write the figures there, too.")]
-Plot = Annotated[Path | None, Option(metavar="FILE", help="Draw a picture: SVG or PNG.")]
+Seq = Annotated[
+    int | None, Option(help="Number of tokens per sample, with --model [default: that of the model]")
+]
+Set = Annotated[
+    list[str] | None,
+    Option(metavar="NAME=VALUE", help="Set a field of the task, or a dotted key; may be repeated."),
+]
+Precision = Annotated[
+    str | None, Option(help="Precision of a task: fp32, bf16 or fp16 [default: that of the task's request]")
+]
+Peak = Annotated[
+    float | None,
+    Option(metavar="TFLOP/S", help="Peak of a device [default: measured or published, if known]"),
+]
+Tokens = Annotated[
+    float | None,
+    Option(help="Length of the training in tokens, or in samples if they are not sequences."),
+]
+Price = Annotated[float | None, Option(help="Price of a device per hour.")]
+Json = Annotated[Path | None, Option(metavar="FILE", help="Write the results to this JSON file.")]
+Plot = Annotated[Path | None, Option(metavar="FILE", help="Draw the results into this SVG or PNG file.")]
 
 
 class PlanQuery(NamedTuple):
-    """`recipe`: None is for the cluster to say."""
+    """The model to plan for. The cluster determines a `recipe` of None."""
 
     facts: "ModelFacts"
     recipe: "Recipe | None"
     batch: int
 
 
-def asked(
+def read_query(
     target: str | None,
     model: str | None,
     batch: int | None,
@@ -54,39 +70,50 @@ def asked(
     set: list[str] | None,
     measured_on: "Cluster | None" = None,
 ) -> PlanQuery:
-    """The task or the known model that was said. `measured_on`: a task is run, and this is what is known of here. Raises SpecError."""
-    check_above_zero(batch=batch, seq=seq)
+    """Return the task or the known model that the options select.
+
+    measured_on: if given, steps of the task are measured on this machine, which these facts describe.
+    Raises SpecError.
+    """
+    check_positive(batch=batch, seq=seq)
     if (target is None) == (model is None):
         raise SpecError(
-            "plan what? Name a task, or a model with --model"
+            "no model to plan for; name a task, or a model with --model"
             if target is None
-            else f"{target} or --model {model}? Name one"
+            else f"both the task {target} and --model {model} are given; give only one"
         )
     if target is not None:
         if seq is not None:
-            raise SpecError("--seq is for --model; the samples of a task have their own length")
-        from paceline.cli.plan_inputs import counted
+            raise SpecError(
+                f"--seq {seq} requires --model; the task {target} defines the length of its samples"
+            )
+        from paceline.cli.plan_inputs import read_task_facts
 
-        return PlanQuery(*counted(target, batch, precision, set or [], measured_on))
+        return PlanQuery(*read_task_facts(target, batch, precision, set or [], measured_on))
     if measured_on is not None:
-        raise SpecError(f"--measure runs a task; of --model {model} only numbers are known")
+        raise SpecError(
+            f"--measure requires a task to run, got --model {model}; name a task, or leave it out"
+        )
     if set or precision:
-        raise SpecError("--set and --precision are of a task; a --model has --seq, or a TOML file of its own")
-    from paceline.plan.model.library import model as known
+        raise SpecError(
+            f"--set and --precision require a task, got --model {model}; use --seq, or write a TOML file "
+            "for the model"
+        )
+    from paceline.plan.model.library import model as find_model
 
     assert model is not None
-    facts = known(model, **({} if seq is None else {"seq": seq}))
+    facts = find_model(model, **({} if seq is None else {"seq": seq}))
     samples = batch or facts.batch
     if samples is None:
         raise SpecError(
-            "how many samples a step? Say --batch NUMBER"
+            f"--model {model} requires a batch; add --batch NUMBER"
             + (f", or batch in {model}" if model.endswith(".toml") else "")
         )
     return PlanQuery(facts, None, samples)
 
 
 def check_outputs(json: Path | None, plot: Path | None) -> None:
-    """Raises SpecError where the figures could not be written, BenchError where the picture could not be drawn."""
+    """Raise SpecError if `json` cannot be written, and BenchError if `plot` cannot be drawn."""
     from paceline.files import check_target
 
     if json is not None:
@@ -97,17 +124,17 @@ def check_outputs(json: Path | None, plot: Path | None) -> None:
         check_picture(plot)
 
 
-def show(*shown: "RenderableType") -> None:
-    """Sentences are folded by the terminal, so that they can be copied whole."""
+def print_parts(*parts: "RenderableType") -> None:
+    """Print sentences and tables. The terminal wraps the sentences, so that they can be copied whole."""
     from rich.console import Console
 
     console = Console(highlight=False)
-    for one in shown:
-        console.print(one, soft_wrap=isinstance(one, str), markup=False, crop=False)
+    for part in parts:
+        console.print(part, soft_wrap=isinstance(part, str), markup=False, crop=False)
 
 
-def check_above_zero(**numbers: float | None) -> None:
-    """Raises SpecError for an option that is said and is no number above 0."""
+def check_positive(**numbers: float | None) -> None:
+    """Raise SpecError for an option whose value is not a finite number above 0."""
     for name, number in numbers.items():
         if number is not None and not 0 < number < float("inf"):
             least = "at least 1" if isinstance(number, int) else "above 0"

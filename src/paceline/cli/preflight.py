@@ -1,15 +1,15 @@
-"""paceline preflight: would a training begin, fit and end? Asked before it is queued."""
+"""paceline preflight: check whether a training would start, fit and finish, before it is queued."""
 
 from typing import Annotated
 
 from typer import Exit, Option
 
 from paceline.cli.plan_options import Json
-from paceline.cli.request_options import TrainingRequest, requesting
+from paceline.cli.request_options import TrainingRequest, with_request_options
 from paceline.cli.submit import SiteFile, Time
 
 
-@requesting
+@with_request_options
 def preflight(
     request: TrainingRequest,
     time: Time = None,
@@ -17,24 +17,29 @@ def preflight(
     cluster: Annotated[
         str | None,
         Option(
-            help="Where it will run: a cluster.json, or DEVICE:DEVICES_OF_A_NODExNODES@GB/s. Default: nodes like this one."
+            help="Machine to check for: a cluster.json, or DEVICE:DEVICES_PER_NODExNODES@GB/s [default: "
+            "nodes like this one]"
         ),
     ] = None,
     json: Json = None,
 ) -> None:
-    """Look at a training before it is queued: site file and Slurm, task and data, the plan built, memory, room and time."""
-    from paceline.cli.plan_options import check_outputs, show
+    """Check a training before it is queued, from the site file to memory and disk space.
+
+    Checks the site file and Slurm's limits, the task and its data, the plan, memory, disk space and time.
+    Exit status: 0 no check failed, 2 a check failed, or bad input.
+    """
+    from paceline.cli.plan_options import check_outputs, print_parts
     from paceline.preflight.checks import CHECKS
     from paceline.preflight.context import PreflightContext
     from paceline.preflight.finding import findings
     from paceline.preflight.text import as_json, table, verdict
 
     check_outputs(json, None)
-    found = list(findings(PreflightContext(*request, time, site, cluster), CHECKS))
+    results = list(findings(PreflightContext(*request, time, site, cluster), CHECKS))
     if json is not None:
         from paceline.files import write_whole
 
-        write_whole(json, as_json(found))
-    show(table(found), verdict(found))
-    if any(one.verdict == "fails" for one in found):
+        write_whole(json, as_json(results))
+    print_parts(table(results), verdict(results))
+    if any(finding.verdict == "fails" for finding in results):
         raise Exit(2)

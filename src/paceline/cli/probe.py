@@ -1,4 +1,4 @@
-"""paceline probe: what is this machine?"""
+"""paceline probe: show the hardware and software of this machine."""
 
 from pathlib import Path
 from typing import Annotated
@@ -12,17 +12,21 @@ def probe(
     directories: Annotated[
         list[Path] | None,
         typer.Argument(
-            metavar="[DIRECTORY]...", help="Look at these, in place of home, scratch, this folder and /tmp."
+            metavar="[DIRECTORY]...",
+            help="Directories to inspect [default: home, scratch, this folder and /tmp]",
         ),
     ] = None,
-    json: Annotated[Path | None, Option(metavar="FILE", help="Write what was found there, too.")] = None,
+    json: Annotated[Path | None, Option(metavar="FILE", help="Write the results to this JSON file.")] = None,
 ) -> None:
-    """Show what this machine is: processors, links, network, PyTorch's back ends, storage. Nothing is put to work."""
+    """Show what this machine has: processors, links, network, PyTorch back ends, storage.
+
+    Nothing is measured.
+    """
     from paceline.errors import ClusterError
 
     for path in directories or ():
         if not path.is_dir():
-            raise ClusterError(f"there is no directory {path}")
+            raise ClusterError(f"there is no directory {path}; name an existing one")
     from paceline.files import check_target, write_whole
 
     if json is not None:
@@ -30,16 +34,16 @@ def probe(
 
     from paceline.cluster.backends import begin
 
-    torch = begin()  # takes longest, so it goes on while this process imports what it needs itself
+    torch = begin()  # takes longest, so it runs while this process imports the rest
 
     from rich.console import Console
     from rich.text import Text
 
     from paceline.cluster.file import layout
-    from paceline.cluster.probe import probe as look
+    from paceline.cluster.probe import probe as probe_machine
     from paceline.cluster.text import tables
 
-    machine = look(directories or (), torch)
+    machine = probe_machine(directories or (), torch)
     if json is not None:
         write_whole(json, layout(machine.model_dump(mode="json")))
     console = Console(highlight=False)

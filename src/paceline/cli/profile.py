@@ -1,4 +1,4 @@
-"""paceline profile: where the time and memory of a run went, beside what is predicted of it."""
+"""paceline profile: show where the time and memory of a run went, next to the predicted values."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -18,21 +18,23 @@ Option = typer.Option
 
 
 def profile(
-    run: Annotated[Path, typer.Argument(help="The run's folder.")],
+    run: Annotated[Path, typer.Argument(help="Folder of the run")],
     cluster: Annotated[
         str | None,
-        Option(help="Predict on this one, as for plan. Default: cluster.json here, or this machine."),
+        Option(help="Machine to predict for, as for plan [default: cluster.json here, or this machine]"),
     ] = None,
     update: Annotated[
-        bool, Option("--update", help="Write what the run shows of predictions into the cluster.json.")
+        bool,
+        Option("--update", help="Write the ratios of measured to predicted times into the cluster.json."),
     ] = False,
-    measured: Annotated[bool, Option("--measured", help="Predict nothing.")] = False,
-    json: Annotated[Path | None, Option(metavar="FILE", help="Write the figures there, too.")] = None,
+    measured: Annotated[bool, Option("--measured", help="Show only measured values.")] = False,
+    json: Annotated[Path | None, Option(metavar="FILE", help="Write the results to this JSON file.")] = None,
     plot: Annotated[
-        Path | None, Option(metavar="FILE.svg|png", help="Draw predicted over measured there.")
+        Path | None,
+        Option(metavar="FILE", help="Draw predicted and measured values into this SVG or PNG file."),
     ] = None,
 ) -> None:
-    """Show where the time and memory of a run went, part by part, beside what is predicted."""
+    """Show where the time and memory of a run went, next to the predicted values."""
     from paceline.cli.plan_options import check_outputs
     from paceline.errors import PlanError, SpecError
     from paceline.report.profile import PredictionReport, as_json, draw, heading, lines, tables
@@ -40,115 +42,137 @@ def profile(
 
     check_outputs(json, plot)
     if update and measured:
-        raise SpecError(
-            "--update compares with a prediction, and --measured makes none; leave one of them out"
-        )
+        raise SpecError("--update requires a prediction, which --measured leaves out; give only one of them")
     folder = open_run(run)
-    seen, skipped = _measured(folder)
-    found = PredictionReport(seen, None, "asked not to (--measured)")
-    said = ""
+    measured_run, skipped = _read_breakdown(folder)
+    report = PredictionReport(measured_run, None, "asked not to (--measured)")
+    update_message = ""
     if not measured:
-        where = _cluster(folder, seen, cluster, update)
-        name = _name(seen)
+        machine = _find_cluster(folder, measured_run, cluster, update)
+        name = _name_run(measured_run)
         try:
-            others = where.model_copy(
-                update={"calibrations": tuple(one for one in where.calibrations if one.run != name)}
-            )
-            answer = _predicted(folder, seen, others)
+            others = tuple(record for record in machine.calibrations if record.run != name)
+            answer = _predict(folder, measured_run, machine.model_copy(update={"calibrations": others}))
             guesses = answer.plans[0][1].time.guesses
             notes = (*answer.assumed, *(["extrapolated: " + "; ".join(guesses)] if guesses else []))
-            found = PredictionReport(seen, answer.plans[0][1], "", where.name or where.device.name, notes)
+            report = PredictionReport(
+                measured_run, answer.plans[0][1], "", machine.name or machine.device.name, notes
+            )
         except PlanError as error:
             if update:
                 raise
-            found = PredictionReport(seen, None, str(error))
+            report = PredictionReport(measured_run, None, str(error))
         if update:
-            said = _update(folder, seen, where, cluster)
+            update_message = _update_calibrations(folder, measured_run, machine, cluster)
 
     from rich.console import Console
 
     if json is not None:
         from paceline.files import write_whole
 
-        write_whole(json, as_json(found))
+        write_whole(json, as_json(report))
     if plot is not None:
-        draw(found, plot)
+        draw(report, plot)
     console = Console(highlight=False)
-    console.print(heading(found), soft_wrap=True, markup=False)
-    for table in tables(found):
+    console.print(heading(report), soft_wrap=True, markup=False)
+    for table in tables(report):
         console.print()
         console.print(table)
     console.print()
     damaged = [] if measured else [folder.origin()[1]]
-    for line in [*lines(found), *filter(None, [str(skipped), *damaged]), *([said] if said else [])]:
+    for line in [
+        *lines(report),
+        *filter(None, [str(skipped), *damaged]),
+        *([update_message] if update_message else []),
+    ]:
         console.print(line, soft_wrap=True, markup=False)
 
 
-def _measured(folder: RunFolder) -> "tuple[RunBreakdown, Skipped]":
-    """And the lines that could not be read. Raises RunError with the way out where there is no breakdown."""
+def _read_breakdown(folder: RunFolder) -> "tuple[RunBreakdown, Skipped]":
+    """Return the breakdown of a run, and the lines that could not be read.
+
+    Raises RunError if there is no breakdown.
+    """
     from paceline.errors import RunError
     from paceline.plan.cost_model.compare import MOST_STEPS
     from paceline.plan.plan import parse
     from paceline.report.run_view import view
 
-    found = view(folder)
+    run_view = view(folder)
     try:
-        return found.measured(), found.skipped
+        return run_view.measured(), run_view.skipped
     except RunError as error:
         spec, launch = folder.request()
         plan = parse(launch.plan or "ddp")
-        hint = "train again with --profile, which profiles some even if they take more than 1 % of the time, and 5 steps or more"
+        hint = (
+            "train at least 5 steps with --profile, which profiles steps even if that takes "
+            "more than 1 % of the time"
+        )
         if plan.servers is not None:
-            hint = f"of plan {plan}, whose ranks do not wait for each other, none ever is"
+            hint = (
+                f"the ranks of plan {plan} do not wait for each other, so its steps are never profiled; "
+                "use another plan"
+            )
         elif plan.period is not None and plan.period > MOST_STEPS:
-            hint = f"of plan {plan} a whole period of at most {MOST_STEPS} steps would have to be"
+            hint = (
+                f"plan {plan} requires a profile of a whole period, which may have at most {MOST_STEPS} steps; "
+                "use a shorter period"
+            )
         elif spec.profile is False:
-            hint = "it was asked for with --no-profile; leave that out"
-        skipped = f"; {found.skipped}" if found.skipped else ""
+            hint = "the run was trained with --no-profile; leave that out"
+        skipped = f"; {run_view.skipped}" if run_view.skipped else ""
         raise RunError(f"{folder.path} has no profile: {error}; {hint}{skipped}") from None
 
 
-def _name(seen: "RunBreakdown") -> str:
+def _name_run(measured_run: "RunBreakdown") -> str:
+    """Return the time of the first profiled step, which identifies the run in a cluster.json."""
     from datetime import UTC, datetime
 
-    return datetime.fromtimestamp(seen.first, UTC).isoformat()
+    return datetime.fromtimestamp(measured_run.first, UTC).isoformat()
 
 
-def _cluster(folder: RunFolder, seen: "RunBreakdown", said: str | None, update: bool) -> "Cluster":
-    """Raises ClusterError for another device than the run had, or where there is no file to update."""
+def _find_cluster(
+    folder: RunFolder, measured_run: "RunBreakdown", name: str | None, update: bool
+) -> "Cluster":
+    """Return the cluster to predict for.
+
+    Raises ClusterError if its device differs from that of the run, or for a missing file to update.
+    """
     import re
 
-    from paceline.cli.plan_inputs import cluster_of
+    from paceline.cli.plan_inputs import find_cluster
     from paceline.cluster.local_cluster import file_of
     from paceline.errors import ClusterError
 
-    if update and said is None and file_of() is None:
+    if update and name is None and file_of() is None:
         raise ClusterError(
-            "there is no cluster.json here to update; write one with paceline bench, or name one with --cluster FILE"
+            "--update requires a cluster.json, and there is none here; write it with paceline bench, or "
+            "name it with --cluster FILE"
         )
-    if update and said is not None and not Path(said).is_file():
+    if update and name is not None and not Path(name).is_file():
         raise ClusterError(
-            f"--update writes into a file, and there is no file {said}; write one with paceline bench"
+            f"--update requires a cluster.json, and there is no file {name}; write it with paceline bench"
         )
-    where = cluster_of(said)
-    device = where.device
+    machine = find_cluster(name)
+    device = machine.device
     processor = folder.origin()[0].get("processor")
     ran_on = (
         (processor if isinstance(processor, str) else "cpu")
-        if seen.started.device == "cpu"
-        else seen.started.device
+        if measured_run.started.device == "cpu"
+        else measured_run.started.device
     )
-    flat = [re.sub(r"[^a-z0-9]", "", name.lower()) for name in (ran_on, device.name)]
-    same_kind = (seen.started.device == "cpu") == (device.kind == "cpu")
-    if not same_kind or (ran_on != "cpu" and flat[0] not in flat[1] and flat[1] not in flat[0]):
+    names = [re.sub(r"[^a-z0-9]", "", text.lower()) for text in (ran_on, device.name)]
+    same_kind = (measured_run.started.device == "cpu") == (device.kind == "cpu")
+    if not same_kind or (ran_on != "cpu" and names[0] not in names[1] and names[1] not in names[0]):
         raise ClusterError(
-            f"{folder.path} ran on {ran_on}, and the cluster is of {device.name}; name the run's own with --cluster FILE"
+            f"{folder.path} ran on {ran_on}, but the cluster has {device.name}; name the cluster of the "
+            "run with --cluster FILE"
         )
-    return where
+    return machine
 
 
-def _predicted(folder: RunFolder, seen: "RunBreakdown", cluster: "Cluster") -> "BestPlans":
-    """Raises PlanError for what cannot be predicted."""
+def _predict(folder: RunFolder, measured_run: "RunBreakdown", cluster: "Cluster") -> "BestPlans":
+    """Return the predicted cost of the plan of a run. Raises PlanError if it cannot be predicted."""
     from paceline.errors import TaskError
     from paceline.plan.cost_model.framework_profiles import of_precision
     from paceline.plan.search.best_plans import answer
@@ -160,9 +184,9 @@ def _predicted(folder: RunFolder, seen: "RunBreakdown", cluster: "Cluster") -> "
         task = load_task(spec.task, spec.set)
     except TaskError as error:
         raise TaskError(
-            f"{error}; what {folder.path} takes cannot be predicted without its task: ask for --measured alone"
+            f"{error}; a prediction for {folder.path} requires its task; show measured values with --measured"
         ) from error
-    started = seen.started
+    started = measured_run.started
     return answer(
         describe(spec, task),
         cluster,
@@ -173,24 +197,36 @@ def _predicted(folder: RunFolder, seen: "RunBreakdown", cluster: "Cluster") -> "
     )
 
 
-def _update(folder: RunFolder, seen: "RunBreakdown", cluster: "Cluster", said: str | None) -> str:
-    """Ratios are to what the cluster's facts say without any calibration, so that they do not depend on the order of runs."""
+def _update_calibrations(
+    folder: RunFolder, measured_run: "RunBreakdown", cluster: "Cluster", name: str | None
+) -> str:
+    """Write the ratios of measured to predicted times into the cluster.json, and return a sentence about them.
+
+    Predictions use no earlier calibration, so that the ratios do not depend on the order of the runs.
+    """
     from paceline.cluster import file
     from paceline.cluster.facts import CalibrationRecord, Fact
     from paceline.cluster.local_cluster import file_of
     from paceline.plan.cost_model.compare import ratios
 
-    path = Path(said) if said is not None else file_of()
+    path = Path(name) if name is not None else file_of()
     assert path is not None
-    _, cost = _predicted(folder, seen, cluster.model_copy(update={"calibrations": ()})).plans[0]
-    found = {part: Fact(value=ratio, source="measured") for part, ratio in ratios(seen.seconds, cost).items()}
+    _, cost = _predict(folder, measured_run, cluster.model_copy(update={"calibrations": ()})).plans[0]
+    facts = {
+        part: Fact(value=ratio, source="measured")
+        for part, ratio in ratios(measured_run.seconds, cost).items()
+    }
     parts = tuple(part.name for part in cost.time.parts)
-    row = CalibrationRecord(
-        run=_name(seen), plan=seen.started.plan, ranks=seen.started.ranks, parts=parts, ratios=found
+    record = CalibrationRecord(
+        run=_name_run(measured_run),
+        plan=measured_run.started.plan,
+        ranks=measured_run.started.ranks,
+        parts=parts,
+        ratios=facts,
     )
-    after = cluster.updated(calibrations=[row])
-    file.write(path, after)
-    count = len(after.calibrations)
-    again = ", this one again" if count == len(cluster.calibrations) else ""
-    words = ", ".join(f"{part} × {fact.value:.2f}" for part, fact in found.items())
-    return f"{path} now has {several(count, 'run')}{again}: {words}"
+    updated = cluster.updated(calibrations=[record])
+    file.write(path, updated)
+    count = len(updated.calibrations)
+    replaced = ", this one again" if count == len(cluster.calibrations) else ""
+    factors = ", ".join(f"{part} × {fact.value:.2f}" for part, fact in facts.items())
+    return f"{path} now has {several(count, 'run')}{replaced}: {factors}"

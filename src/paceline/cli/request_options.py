@@ -1,4 +1,4 @@
-"""The options of a request, which train and submit share."""
+"""The options of a training request, shared by train, preflight and submit."""
 
 import functools
 import inspect
@@ -13,93 +13,131 @@ from paceline.spec import Launch, Spec, shown
 
 Target = Annotated[
     str,
-    Argument(help="A built-in task (digits, mnist, text), my.py:Class, package.module:Class, or a run.toml."),
+    Argument(help="Built-in task (digits, mnist, text), my.py:Class, package.module:Class, or a run.toml"),
 ]
 
 
 class TrainingRequest(NamedTuple):
+    """What to train, and how to start it."""
+
     spec: Spec
     launch: Launch
 
 
-def request(
+def build_request(
     target: Target = "digits",
-    ranks: Annotated[int | None, Option(help="Processes in all. Default: one a GPU, or one.")] = None,
+    ranks: Annotated[int | None, Option(help="Number of processes [default: one per GPU, or 1]")] = None,
     nodes: Annotated[
         str | None,
         Option(
-            help="Nodes of a Slurm allocation or of Ray, over which ranks are spread alike. Default: one. 2:4, in Slurm, goes on "
-            "with 2 when others are lost."
+            help="Number of nodes of the Slurm allocation or Ray cluster; ranks are spread evenly over them. "
+            "2:4 (Slurm) starts on 4 nodes and continues on as few as 2 when nodes are lost [default: 1]"
         ),
     ] = None,
-    ranks_per_node: Annotated[int | None, Option(help="Processes on each node, in place of --ranks.")] = None,
+    ranks_per_node: Annotated[
+        int | None, Option(help="Number of processes per node, instead of --ranks.")
+    ] = None,
     launcher: Annotated[
         str | None,
         Option(
-            help="What starts the ranks: local, slurm (in an allocation) or ray. Default: slurm with several --nodes."
+            help="Launcher of the ranks: local, slurm (inside an allocation) or ray "
+            "[default: slurm with several --nodes, else local]"
         ),
     ] = None,
     plan: Annotated[
         str | None,
         Option(
-            help="single, ddp, zero1, zero2, zero3, hsdp, local-sgd, post-local-sgd, parameter-server, or key=value: "
-            "tp=2, pp=2,pp_schedule=1f1b,microbatches=8, cp=2, dp=2,tp=2,pp=2,zero=2; or auto: the fastest that fits."
+            help="Plan by name: single, ddp, zero1, zero2, zero3, hsdp, local-sgd, post-local-sgd, "
+            "parameter-server; by keys: "
+            "tp=2 or pp=2,microbatches=8 or dp=2,tp=2,pp=2,zero=2; or auto, the fastest "
+            "plan that fits "
+            "[default: single on one rank, else ddp]"
         ),
     ] = None,
-    batch: Annotated[int | None, Option(help="Samples of the global batch, over all ranks.")] = None,
-    epochs: Annotated[float | None, Option(help="Length in epochs. Default: 20.")] = None,
-    steps: Annotated[int | None, Option(help="Length in steps, instead of --epochs.")] = None,
-    lr: Annotated[float | None, Option(help="Learning rate. Default: 0.001.")] = None,
-    seed: Annotated[int | None, Option(help="Of weights, order of samples and dropout.")] = None,
+    batch: Annotated[
+        int | None, Option(help="Number of samples of the global batch, over all ranks [default: 64]")
+    ] = None,
+    epochs: Annotated[float | None, Option(help="Length of the training in epochs [default: 20]")] = None,
+    steps: Annotated[int | None, Option(help="Length of the training in steps, instead of --epochs.")] = None,
+    lr: Annotated[float | None, Option(help="Learning rate [default: 0.001]")] = None,
+    seed: Annotated[int | None, Option(help="Seed of weights, sample order and dropout [default: 0]")] = None,
     set: Annotated[
         list[str] | None,
         Option(
             metavar="NAME=VALUE",
-            help="A field of the task, or a dotted key of the request: optimizer.momentum, spec.threads. --keys lists all.",
+            help="Set a field of the task, or a dotted key of the request such as optimizer.momentum; may "
+            "be repeated. "
+            "--keys lists all names.",
         ),
     ] = None,
-    optimizer: Annotated[str | None, Option(help="adamw or sgd.")] = None,
-    schedule: Annotated[str | None, Option(help="constant, cosine, linear or step.")] = None,
-    clip: Annotated[float | None, Option(help="Largest norm of the whole gradient.")] = None,
-    precision: Annotated[str | None, Option(help="fp64, fp32, bf16 or fp16.")] = None,
+    optimizer: Annotated[str | None, Option(help="Optimizer: adamw or sgd [default: adamw]")] = None,
+    schedule: Annotated[
+        str | None,
+        Option(help="Learning rate schedule: constant, cosine, linear or step [default: constant]"),
+    ] = None,
+    clip: Annotated[
+        float | None, Option(help="Maximum norm of the gradient of all parameters [default: no clipping]")
+    ] = None,
+    precision: Annotated[
+        str | None, Option(help="Precision of the computation: fp64, fp32, bf16 or fp16 [default: fp32]")
+    ] = None,
     compile: Annotated[
         bool | None, Option("--compile/--no-compile", help="Compile the model's blocks with torch.compile.")
     ] = None,
     tf32: Annotated[
-        bool | None, Option("--tf32/--no-tf32", help="Let CUDA round float32 products to TF32.")
+        bool | None,
+        Option("--tf32/--no-tf32", help="Allow CUDA to round the inputs of float32 matrix products to TF32."),
     ] = None,
     batch_norm: Annotated[
-        str | None, Option(help="Statistics over the samples of all ranks, global, or of each rank, local.")
+        str | None,
+        Option(
+            help="BatchNorm statistics: over the samples of all ranks (global) or of each rank (local) "
+            "[default: global]"
+        ),
     ] = None,
     allow_local_loss: Annotated[
         bool | None,
         Option(
             "--allow-local-loss",
-            help="Accept a loss that mixes samples, of each part of a divided batch alone.",
+            help="Accept a loss that mixes samples; each part of a divided batch then has a separate loss.",
         ),
     ] = None,
-    save_every: Annotated[int | None, Option(help="Steps between checkpoints.")] = None,
-    keep: Annotated[int | None, Option(help="Keep the last so many checkpoints, and the best.")] = None,
-    workers: Annotated[int | None, Option(help="Processes a rank that read samples.")] = None,
+    save_every: Annotated[
+        int | None, Option(help="Number of steps between checkpoints [default: by time, every 10 minutes]")
+    ] = None,
+    keep: Annotated[
+        int | None, Option(help="Number of recent checkpoints to keep, besides the best [default: 2]")
+    ] = None,
+    workers: Annotated[
+        int | None,
+        Option(
+            help="Number of data loading processes per rank [default: spare cores on a machine with GPUs, "
+            "else 0]"
+        ),
+    ] = None,
     profile: Annotated[
         bool | None,
         Option(
             "--profile/--no-profile",
-            help="Profile some steps. Default: where it costs less than 1 %.",
+            help="Profile some steps [default: if it takes less than 1 % of the time]",
         ),
     ] = None,
-    device: Annotated[str | None, Option(help="cpu or cuda. Default: CUDA where there is some.")] = None,
-    restarts: Annotated[int | None, Option(help="Start all ranks again so often after one died.")] = None,
+    device: Annotated[str | None, Option(help="Device: cpu or cuda [default: cuda if available]")] = None,
+    restarts: Annotated[
+        int | None, Option(help="Maximum number of restarts after a rank fails [default: 0]")
+    ] = None,
     timeout: Annotated[
-        float | None, Option(help="Seconds that a rank waits for another before all end. Default: 60.")
+        float | None,
+        Option(help="Seconds that a rank waits for another before the training ends [default: 60]"),
     ] = None,
     run: Annotated[
-        str | None, Option("--run-dir", help="New folder for the run. Default: runs/TASK-TIME.")
+        str | None, Option("--run-dir", help="New folder for the run [default: runs/TASK-TIME]")
     ] = None,
 ) -> TrainingRequest:
-    least, most = node_range(nodes)
+    """Return the request of these options. Raises SpecError."""
+    least, most = parse_nodes(nodes)
     flags: dict[str, Any] = {
-        "ranks": _in_all(ranks, most, ranks_per_node),
+        "ranks": _total_ranks(ranks, most, ranks_per_node),
         "nodes": most,
         "least_nodes": least,
         "launcher": launcher,
@@ -126,45 +164,51 @@ def request(
         "save.keep": keep,
         "data.workers": workers,
     }
-    from paceline.cli.launching import read
+    from paceline.cli.launching import read_request
 
-    return TrainingRequest(*read(target, flags, set or []))
+    return TrainingRequest(*read_request(target, flags, set or []))
 
 
-def node_range(text: str | None) -> tuple[int | None, int | None]:
-    """`2:4`: at least 2 and at most 4; `4`: so many. Raises SpecError."""
+def parse_nodes(text: str | None) -> tuple[int | None, int | None]:
+    """Return the least and the largest number of nodes: (2, 4) of `2:4`, (None, 4) of `4`.
+
+    Raises SpecError.
+    """
     if text is None:
         return None, None
-    found = re.fullmatch(r"(?:(\d{1,9}):)?(\d{1,9})", text, re.ASCII)
-    if found is None:
-        raise SpecError(f"--nodes {shown(text)} is no number of nodes; write 4, or 2:4 for at least 2")
-    return int(found[1]) if found[1] is not None else None, int(found[2])
+    match = re.fullmatch(r"(?:(\d{1,9}):)?(\d{1,9})", text, re.ASCII)
+    if match is None:
+        raise SpecError(
+            f"--nodes must be a number of nodes, got {shown(text)}; write 4, or 2:4 for 2 to 4 nodes"
+        )
+    return int(match[1]) if match[1] is not None else None, int(match[2])
 
 
-def _in_all(ranks: int | None, nodes: int | None, ranks_per_node: int | None) -> int | None:
+def _total_ranks(ranks: int | None, nodes: int | None, ranks_per_node: int | None) -> int | None:
     if ranks_per_node is None:
         return ranks
     if ranks_per_node < 1:
         raise SpecError(f"--ranks-per-node must be at least 1, got {ranks_per_node}")
-    in_all = (nodes or 1) * ranks_per_node
-    if ranks not in (None, in_all):
+    total = (nodes or 1) * ranks_per_node
+    if ranks not in (None, total):
         raise SpecError(
-            f"--ranks {ranks} are not {nodes or 1} × {ranks_per_node} = {in_all}, nodes × ranks a node; leave --ranks out"
+            f"--ranks must be nodes × ranks per node = {nodes or 1} × {ranks_per_node} = {total}, got "
+            f"{ranks}; leave --ranks out"
         )
-    return in_all
+    return total
 
 
-def requesting(command: Callable[..., None]) -> Callable[..., None]:
-    """`command(request, …)` as a command with the options of a request, and after them its own."""
-    asked = inspect.signature(request).parameters
-    _, *own = inspect.signature(command).parameters.values()
+def with_request_options(command: Callable[..., None]) -> Callable[..., None]:
+    """Decorate `command(request, …)`: typer sees the options of a request and the other parameters of `command`."""
+    shared = inspect.signature(build_request).parameters
+    _, *others = inspect.signature(command).parameters.values()
 
     @functools.wraps(command)
-    def with_options(**values: Any) -> None:
-        what = request(**{name: values.pop(name) for name in asked})
-        command(what, **values)
+    def wrapper(**values: Any) -> None:
+        request = build_request(**{name: values.pop(name) for name in shared})
+        command(request, **values)
 
-    parameters = [*asked.values(), *own]
-    setattr(with_options, "__signature__", inspect.Signature(parameters))  # noqa: B010 (mypy knows no such attribute; typer reads it)
-    with_options.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
-    return with_options
+    parameters = [*shared.values(), *others]
+    setattr(wrapper, "__signature__", inspect.Signature(parameters))  # noqa: B010 (typer reads it; mypy does not know it)
+    wrapper.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+    return wrapper

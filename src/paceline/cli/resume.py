@@ -1,4 +1,4 @@
-"""paceline resume: go on with a run, on other ranks or under another plan if need be."""
+"""paceline resume: continue a run, also on another number of ranks or under another plan."""
 
 import sys
 from pathlib import Path
@@ -14,37 +14,50 @@ from paceline.spec import Spec
 
 
 def resume(
-    run: Annotated[Path, typer.Argument(help="The run's folder.")],
-    ranks: Annotated[int | None, typer.Option(help="Processes in all. Default: as before.")] = None,
+    run: Annotated[Path, typer.Argument(help="Folder of the run")],
+    ranks: Annotated[int | None, typer.Option(help="Number of processes [default: as before]")] = None,
     nodes: Annotated[
-        str | None, typer.Option(help="Nodes of a Slurm allocation, as of train. Default: as before.")
+        str | None,
+        typer.Option(help="Number of nodes of the Slurm allocation, as for train [default: as before]"),
     ] = None,
     launcher: Annotated[
-        str | None, typer.Option(help="What starts the ranks: local, slurm or ray. Default: as before.")
+        str | None, typer.Option(help="Launcher of the ranks: local, slurm or ray [default: as before]")
     ] = None,
-    plan: Annotated[str | None, typer.Option(help="Default: as before.")] = None,
-    epochs: Annotated[float | None, typer.Option(help="Train until so many epochs in all.")] = None,
-    steps: Annotated[int | None, typer.Option(help="Train until so many steps in all.")] = None,
-    lr: Annotated[float | None, typer.Option(help="Another learning rate from here on.")] = None,
+    plan: Annotated[str | None, typer.Option(help="Plan, as for train [default: as before]")] = None,
+    epochs: Annotated[
+        float | None,
+        typer.Option(help="Total length in epochs, with those already done [default: as before]"),
+    ] = None,
+    steps: Annotated[
+        int | None, typer.Option(help="Total length in steps, with those already done [default: as before]")
+    ] = None,
+    lr: Annotated[float | None, typer.Option(help="Learning rate from here on [default: as before]")] = None,
     profile: Annotated[
-        bool | None, typer.Option("--profile/--no-profile", help="Profile some steps. Default: as before.")
+        bool | None, typer.Option("--profile/--no-profile", help="Profile some steps [default: as before]")
     ] = None,
-    device: Annotated[str | None, typer.Option(help="cpu or cuda. Default: as before.")] = None,
+    device: Annotated[str | None, typer.Option(help="Device: cpu or cuda [default: as before]")] = None,
     restarts: Annotated[
-        int | None, typer.Option(help="Start all ranks again so often after one died.")
+        int | None,
+        typer.Option(help="Maximum number of restarts after a rank fails [default: as before]"),
     ] = None,
     timeout: Annotated[
-        float | None, typer.Option(help="Seconds to wait for a rank. Default: as before.")
+        float | None,
+        typer.Option(
+            help="Seconds that a rank waits for another before the training ends [default: as before]"
+        ),
     ] = None,
     edited: Annotated[
-        bool, typer.Option("--edited", help="Accept a spec.toml that was changed by hand.")
+        bool, typer.Option("--edited", help="Accept a spec.toml that was edited by hand.")
     ] = False,
 ) -> None:
-    """Go on with a run from its last whole checkpoint, to the end that was asked for."""
-    from paceline.cli.request_options import node_range
+    """Continue a run from its last complete checkpoint.
+
+    It ends where it was to end, or at --epochs or --steps.
+    """
+    from paceline.cli.request_options import parse_nodes
     from paceline.run import open_run
 
-    least, most = node_range(nodes)
+    least, most = parse_nodes(nodes)
     flags = {
         "ranks": ranks,
         "nodes": most,
@@ -53,28 +66,32 @@ def resume(
         "epochs": epochs,
         "steps": steps,
         "optimizer.lr": lr,
+        "profile": profile,
+        "device": device,
+        "restarts": restarts,
+        "timeout_s": timeout,
     }
-    flags |= {"profile": profile, "device": device, "restarts": restarts, "timeout_s": timeout}
-    said: dict[str, Any] = {key: value for key, value in flags.items() if value is not None}
+    overrides: dict[str, Any] = {key: value for key, value in flags.items() if value is not None}
     if most is not None:
-        said["least_nodes"] = least
-    resume_run(open_run(run), specs.replace_length(said), read_world(), edited=edited)
+        overrides["least_nodes"] = least
+    resume_run(open_run(run), specs.replace_length(overrides), read_world(), edited=edited)
 
 
 def resume_run(
-    folder: RunFolder, overrides: dict[str, Any], me: World, again: bool = False, edited: bool = False
+    folder: RunFolder, overrides: dict[str, Any], me: World, is_restart: bool = False, edited: bool = False
 ) -> None:
-    """Train what a run asks for, with these keys over it, from its last checkpoint. Exits with the status of the training.
+    """Train the request of a run from its last checkpoint. Exits with the status of the training.
 
-    again: a scheduler has started the same once more, so that there may be nothing left to do.
-    edited: the request of the run was changed by hand, and is accepted.
+    overrides: keys of the request that change.
+    is_restart: a scheduler started the same command again, so that the run may be complete already.
+    edited: accept a request that was edited by hand.
     """
-    from paceline.cli.launching import announce, check, start
+    from paceline.cli.launching import announce_start, check_launch, start
     from paceline.report.run_view import glance
 
     if me.launcher is not None:
         overrides = {"ranks": me.size} | overrides
-    file = folder.next_spec if again and folder.next_spec.exists() else folder.spec
+    file = folder.next_spec if is_restart and folder.next_spec.exists() else folder.spec
     before = specs.load_own(file, {}, edited)[1]
     spec, launch = specs.load_own(file, overrides, edited)
     if me.rank == 0 and (skipped := glance(folder).skipped):
@@ -85,39 +102,39 @@ def resume_run(
         from paceline.training.replan import refit
 
         launch = refit(spec, before, launch)
-    announce(me)
-    launch = check(spec, launch, me)
-    if (step := done(folder, spec)) is not None:
-        said = f"{folder.path} is done: it was trained to step {step}"
-        if not again:
-            raise RunError(f"{said}; go further with --epochs or --steps")
+    announce_start(me)
+    launch = check_launch(spec, launch, me)
+    if (step := find_final_step(folder, spec)) is not None:
+        message = f"{folder.path} is done: it was trained to step {step}"
+        if not is_restart:
+            raise RunError(f"{message}; train longer with --epochs or --steps")
         if me.rank == 0:
-            print(said)
+            print(message)
         return
     if me.rank == 0:
-        folder.lock().close()  # nobody else is at it
+        folder.lock().close()  # raises if another process trains this run
         folder.write_next_request(spec, launch)
     try:
         start(spec, launch, me, folder)
     finally:
-        if me.rank == 0:  # refused: the run keeps the request that it has
+        if me.rank == 0:  # if the start was refused, the run keeps its request
             folder.next_spec.unlink(missing_ok=True)
 
 
-def done(folder: RunFolder, spec: Spec) -> int | None:
-    """The last step of a run that has come to its end, and whose last checkpoint is whole."""
+def find_final_step(folder: RunFolder, spec: Spec) -> int | None:
+    """Return the last step of a run that is complete and whose last checkpoint is intact, else None."""
     from paceline.report.run_view import glance
 
     summary = glance(folder).summary
     started, ended = summary.started, summary.ended
-    done = max(folder.checkpoints(), default=0)
+    last_step = max(folder.checkpoints(), default=0)
     if (
         started is None
-        or done < spec.total_steps(started.samples)
+        or last_step < spec.total_steps(started.samples)
         or (ended is not None and ended.reason == "stopped")
     ):
         return None
     from paceline.training.checkpoint.save import last_good
 
     path, _, _ = last_good(folder)
-    return done if path == folder.checkpoint(done) else None
+    return last_step if path == folder.checkpoint(last_step) else None

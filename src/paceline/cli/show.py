@@ -1,4 +1,4 @@
-"""paceline show: what happened in a run, from its files."""
+"""paceline show: show what happened in a run, from its files."""
 
 from pathlib import Path
 from typing import Annotated
@@ -6,32 +6,32 @@ from typing import Annotated
 import typer
 
 
-def show(run: Annotated[Path, typer.Argument(help="The run's folder.")]) -> None:
+def show(run: Annotated[Path, typer.Argument(help="Folder of the run")]) -> None:
     """Show what happened in a run."""
     from rich.console import Console
 
-    from paceline.cli.run_state import of_run
+    from paceline.cli.run_state import describe_run
     from paceline.report.run_view import view
     from paceline.report.text import closing, headline, line
     from paceline.run import open_run
 
     folder = open_run(run)
     console = Console(highlight=False)
-    found = view(folder)
-    summary = found.summary
-    if found.skipped:
-        console.print(str(found.skipped), style="yellow", markup=False)
+    run_view = view(folder)
+    summary = run_view.summary
+    if run_view.skipped:
+        console.print(str(run_view.skipped), style="yellow", markup=False)
     if summary.started is None:
-        console.print(f"{run}: {of_run(folder, summary)}", markup=False)
+        console.print(f"{run}: {describe_run(folder, summary)}", markup=False)
         return
     console.print(headline(summary.started), markup=False)
-    again = f", started {summary.starts} times" if summary.starts > 1 else ""
-    console.print(f"{of_run(folder, summary)}{again}", markup=False)
+    starts = f", started {summary.starts} times" if summary.starts > 1 else ""
+    console.print(f"{describe_run(folder, summary)}{starts}", markup=False)
     console.print(closing(summary))
     for failure in summary.failures:
         if failure.what == "run" and not failure.lost_peer:
             console.print(line(failure), style="red", markup=False)
-    kept = folder.checkpoints()
+    steps = folder.checkpoints()
     console.print(
-        f"checkpoints kept: {', '.join(f'step {step}' for step in kept)}" if kept else "no checkpoint"
+        f"checkpoints kept: {', '.join(f'step {step}' for step in steps)}" if steps else "no checkpoint"
     )

@@ -1,4 +1,4 @@
-"""paceline status: how runs are, here and in Slurm."""
+"""paceline status: show the state of runs, here and in Slurm."""
 
 import contextlib
 import functools
@@ -15,56 +15,56 @@ if TYPE_CHECKING:
 
 
 def status(
-    runs: Annotated[list[Path] | None, typer.Argument(help="Folders of runs. Default: all in runs/.")] = None,
+    runs: Annotated[list[Path] | None, typer.Argument(help="Folders of runs [default: all in runs/]")] = None,
 ) -> None:
-    """Say how runs are: a line for each, with the last loss, the metric by which a checkpoint is best, and the speed."""
+    """Show the state of runs: a line each, with loss, validation metric and throughput."""
     from paceline.errors import Error, RunError
     from paceline.run import open_run
 
-    found = runs or sorted(path.parent for path in Path("runs").glob("*/spec.toml"))
-    if not found:
-        raise RunError("there is no run in runs/; say which folder")
-    failed: list[str] = []
-    for path in found:
+    folders = runs or sorted(path.parent for path in Path("runs").glob("*/spec.toml"))
+    if not folders:
+        raise RunError("there is no run in runs/; name the folder of a run")
+    errors: list[str] = []
+    for path in folders:
         try:
-            print(f"{path}: {_line(open_run(path))}")
-        except Error as error:  # the runs after it are shown all the same
-            failed.append(str(error))
-    if failed:
-        raise RunError("\n".join(failed))
+            print(f"{path}: {_describe(open_run(path))}")
+        except Error as error:  # the other runs are still shown
+            errors.append(str(error))
+    if errors:
+        raise RunError("\n".join(errors))
 
 
-def _line(run: RunFolder) -> str:
-    from paceline.cli.run_state import figures, of_job, of_run
+def _describe(run: RunFolder) -> str:
+    from paceline.cli.run_state import describe_job, describe_progress, describe_run
     from paceline.errors import Error
     from paceline.report.run_view import glance
 
-    found = glance(run)
-    summary = found.summary
-    skipped = f"; {found.skipped}" if found.skipped else ""
+    seen = glance(run)
+    summary = seen.summary
+    notes = f"; {seen.skipped}" if seen.skipped else ""
     job = None
     try:
         if run.job is not None:
-            jobs, cannot = _jobs()
+            jobs, error = _list_jobs()
             job = jobs.get(run.job)
-            skipped += f"; {cannot}" if cannot is not None else ""
-    except Error as error:  # its file is damaged: what the run's own files say is shown all the same
-        skipped += f"; {error}"
+            notes += f"; {error}" if error is not None else ""
+    except Error as damage:  # of the file with the job number; the files of the run are still shown
+        notes += f"; {damage}"
     best = ""
     if summary.metrics:
-        with contextlib.suppress(Error):  # its request is damaged: the first metric is shown
+        with contextlib.suppress(Error):  # a damaged request: show the first metric
             best = run.request()[0].save.best.split()[1]
-    so_far = figures(summary, best)
+    progress = describe_progress(summary, best)
     if job is None:
-        return of_run(run, summary) + so_far + skipped
+        return describe_run(run, summary) + progress + notes
     if job.is_active and summary.started is not None:
-        return f"{of_job(job)}; step {summary.steps} of {summary.started.steps}{so_far}{skipped}"
-    return f"{of_job(job)}; {of_run(run, summary)}{so_far}{skipped}"
+        return f"{describe_job(job)}; step {summary.steps} of {summary.started.steps}{progress}{notes}"
+    return f"{describe_job(job)}; {describe_run(run, summary)}{progress}{notes}"
 
 
 @functools.cache
-def _jobs() -> "tuple[dict[str, Status], Error | None]":
-    """All jobs of Slurm, which is asked once for all runs, or why it cannot be."""
+def _list_jobs() -> "tuple[dict[str, Status], Error | None]":
+    """Return all jobs of Slurm by number, or the error of the query. Slurm is queried once for all runs."""
     from paceline.errors import LaunchError
     from paceline.launch.slurm import client as slurm
 

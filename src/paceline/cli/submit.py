@@ -5,26 +5,34 @@ from typing import Annotated
 
 from typer import Option
 
-from paceline.cli.request_options import TrainingRequest, requesting
+from paceline.cli.request_options import TrainingRequest, with_request_options
 
-Time = Annotated[str | None, Option(help="Until the job must end: 02:00:00. Default: the partition's.")]
+Time = Annotated[
+    str | None, Option(help="Time limit of the job, such as 02:00:00 [default: that of the partition]")
+]
 SiteFile = Annotated[
-    Path | None, Option(help="What jobs must say at this centre. Default: site.toml here, if there is one.")
+    Path | None,
+    Option(
+        help="Site file with the settings of this computing centre [default: site.toml here, if it exists]"
+    ),
 ]
 
 
-@requesting
+@with_request_options
 def submit(
     request: TrainingRequest,
     time: Time = None,
     site: SiteFile = None,
-    dry_run: Annotated[bool, Option("--dry-run", help="Print the job script, and leave it at that.")] = False,
+    dry_run: Annotated[bool, Option("--dry-run", help="Print the job script without submitting it.")] = False,
 ) -> None:
-    """Queue a training in Slurm, and print the number of the job. It saves and queues itself again before its time is over."""
+    """Queue a training in Slurm, and print the number of the job.
+
+    Before its time limit the job saves and requeues itself.
+    """
     from paceline import task
     from paceline.errors import Error
     from paceline.launch.slurm import client as slurm
-    from paceline.launch.slurm.job_script import job_of, render
+    from paceline.launch.slurm.job_script import build_job, render
     from paceline.launch.slurm.site import read_site
     from paceline.plan.plan import AUTO, read_plan
     from paceline.run import choose_path, create
@@ -32,22 +40,22 @@ def submit(
     spec, launch = request
     spec = spec.model_copy(update={"task": task.check_reference(spec.task)})
     path = choose_path(launch.run, spec.task)
-    where = read_site(site)
-    slurm.asked(time, where)
-    job = job_of(launch, where, path, time)
+    settings = read_site(site)
+    slurm.check_time(time, settings)
+    job = build_job(launch, settings, path, time)
     if launch.plan != AUTO:
         read_plan(launch.plan, job.ranks, spec.batch)
-    script = render(job, where)
+    script = render(job, settings)
     if dry_run:
         print(script, end="")
         return
-    slurm.check(job, where)
+    slurm.check(job, settings)
     run = create(path, spec, launch.model_copy(update={"ranks": job.ranks}))
     try:
         run.job_script.write_text(script, encoding="utf-8")
         number = slurm.submit(run.job_script)
         run.write_job(number)
     except (Error, OSError, KeyboardInterrupt):
-        run.delete()  # nothing half submitted
+        run.delete()
         raise
     print(f"{path}: job {number}")

@@ -1,4 +1,4 @@
-"""paceline verify: is it the same training?"""
+"""paceline verify: check that a plan computes the same training as one process."""
 
 import json as json_file
 from pathlib import Path
@@ -18,35 +18,43 @@ STEPS = 3
 
 def verify(
     target: Target = "digits",
-    plan: Annotated[str | None, Option(help="The plan to hold against one process.")] = None,
-    all: Annotated[bool, Option("--all", help="Every plan that can be, as a table.")] = False,
-    ranks: Annotated[int | None, Option(help="Processes on this machine. Default: 2.")] = None,
+    plan: Annotated[str | None, Option(help="Plan to check, as for train.")] = None,
+    all: Annotated[bool, Option("--all", help="Check every possible plan, and print a table.")] = False,
+    ranks: Annotated[int | None, Option(help="Number of processes on this machine [default: 2]")] = None,
     batch: Annotated[
         int | None,
-        Option(help="Samples of the global batch. Default: the task's, or the least above that divides."),
+        Option(
+            help="Number of samples of the global batch [default: that of the task, or the next that all "
+            "plans can divide]"
+        ),
     ] = None,
-    steps: Annotated[int | None, Option(help=f"Steps to compare. Default: {STEPS}.", min=1)] = None,
-    lr: Annotated[float | None, Option(help="Learning rate. Default: 0.001.")] = None,
-    seed: Annotated[int | None, Option(help="Of weights and order of samples.")] = None,
+    steps: Annotated[int | None, Option(help=f"Number of steps to compare [default: {STEPS}]", min=1)] = None,
+    lr: Annotated[float | None, Option(help="Learning rate [default: 0.001]")] = None,
+    seed: Annotated[int | None, Option(help="Seed of weights and sample order [default: 0]")] = None,
     set: Annotated[
         list[str] | None,
         Option(
             metavar="NAME=VALUE",
-            help="A field of the task, to make it small, or a dotted key: optimizer.clip.",
+            help="Set a field of the task, for example to make it small, or a dotted key such as "
+            "optimizer.clip; may be repeated.",
         ),
     ] = None,
-    optimizer: Annotated[str | None, Option(help="adamw or sgd.")] = None,
-    clip: Annotated[float | None, Option(help="Largest norm of the whole gradient.")] = None,
-    json: Annotated[Path | None, Option(help="Write what was found to this file.")] = None,
+    optimizer: Annotated[str | None, Option(help="Optimizer: adamw or sgd [default: adamw]")] = None,
+    clip: Annotated[
+        float | None, Option(help="Maximum norm of the gradient of all parameters [default: no clipping]")
+    ] = None,
+    json: Annotated[Path | None, Option(help="Write the results to this JSON file.")] = None,
     timeout: Annotated[
-        float, Option(help="Seconds after which a plan that does not end counts as failed.", min=1, max=1e6)
+        float, Option(help="Seconds after which a plan that has not ended counts as failed.", min=1, max=1e6)
     ] = 120.0,
 ) -> None:
-    """Hold plans against one process, step by step: loss, gradients, norm, parameters. Float64, on CPU processes.
+    """Check that a plan computes the same training as one process.
 
-    Exit status: 0 the same training, 1 not, 2 bad input.
+    Compares loss, gradients, gradient norm and parameters after each step, in float64 on CPU processes.
+
+    Exit status: 0 the same training, 1 a different training, 2 bad input.
     """
-    from paceline.cli.launching import read
+    from paceline.cli.launching import read_request
 
     flags: dict[str, Any] = {
         "ranks": ranks,
@@ -58,25 +66,28 @@ def verify(
         "optimizer.name": optimizer,
         "optimizer.clip": clip,
     }
-    spec, launch = read(target, flags, set or [], steps=STEPS)
+    spec, launch = read_request(target, flags, set or [], steps=STEPS)
     if all and plan is not None:
-        raise SpecError(f"--all is every plan, and --plan {plan} is one of them; say one of both")
+        raise SpecError(f"--all includes --plan {plan}; give only one of them")
     if not all and launch.plan is None:
-        raise SpecError("verify needs to know what to hold against one process: say --plan PLAN or --all")
+        raise SpecError("verify requires a plan to compare with one process; add --plan PLAN or --all")
     if json is not None:
         check_target(json)
-    found, status = _verified(
+    results, status = _verify(
         spec, launch.ranks or 2, None if all else launch.plan, batch is not None, timeout
     )
     if json is not None:
-        write_whole(json, json_file.dumps(found, indent=1) + "\n")
+        write_whole(json, json_file.dumps(results, indent=1) + "\n")
     raise typer.Exit(status)
 
 
-def _verified(
-    spec: specs.Spec, ranks: int, asked: str | None, batch_is_said: bool, timeout_s: float
+def _verify(
+    spec: specs.Spec, ranks: int, plan_text: str | None, has_batch: bool, timeout_s: float
 ) -> tuple[Any, int]:
-    """`asked`: None for all plans. Returns what goes into the JSON file, and the exit status."""
+    """Check a plan, or all plans if `plan_text` is None. Return the results as JSON, and the exit status.
+
+    has_batch: the batch was given as an option, so that it must not change.
+    """
     from rich.console import Console
 
     from paceline import task as tasks
@@ -87,58 +98,61 @@ def _verified(
 
     if (launcher := read_world().launcher) is not None:
         raise LaunchError(
-            f"verify starts ranks itself, and {launcher} has started this process as one; run it without"
+            f"verify starts the ranks, but {launcher} started this process as a rank; run verify without "
+            f"{launcher}"
         )
-    check_count(ranks)  # before every plan is looked for
+    check_count(ranks)  # before the search for all plans, which would take long
     tasks.load_task(spec.task, spec.set)
-    asked_task = spec.task
+    task_name = spec.task
     spec = spec.model_copy(update={"task": tasks.resolve_reference(spec.task)})
-    plans = [parse(asked)] if asked is not None else list(candidates(ranks))
-    if asked is not None:
+    plans = [parse(plan_text)] if plan_text is not None else list(candidates(ranks))
+    if plan_text is not None:
         resolved = plans[0].resolve(ranks)
-        if batch_is_said:
+        if has_batch:
             micro_batch_size(spec.batch, resolved)
 
     from paceline.verify.report import Overview, closing, conditions, measure, sentence, table
     from paceline.verify.run import Verification, batch_for
 
-    if not batch_is_said:
+    if not has_batch:
         spec = spec.model_copy(update={"batch": batch_for(spec.batch, plans, ranks)})
     console = Console(highlight=False, emoji=False)
     with Verification(spec, ranks, timeout_s) as verification:
         reference = verification.reference()
-        what = f"plan {plans[0]}" if asked is not None else f"{len(plans)} plans"
-        settings = f"{several(spec.steps or STEPS, 'step')}, batch {spec.batch}, {'float64' if reference.no_float64 is None else 'float32'}"
+        subject = f"plan {plans[0]}" if plan_text is not None else f"{len(plans)} plans"
+        dtype = "float64" if reference.no_float64 is None else "float32"
+        settings = f"{several(spec.steps or STEPS, 'step')}, batch {spec.batch}, {dtype}"
         console.print(
-            f"{asked_task}: {what} on {several(ranks, 'rank')} beside one process; {settings}",
+            f"{task_name}: {subject} on {several(ranks, 'rank')}, compared with one process; {settings}",
             markup=False,
             soft_wrap=True,
         )
         for condition in [*conditions(reference), *verification.notes]:
             console.print(condition, markup=False)
         console.print(measure(reference), style="dim")
-        if asked is not None and plans[0].is_asynchronous:
+        if plan_text is not None and plans[0].is_asynchronous:
             console.print(
-                "this plan makes another update than one process, so that other things must hold:",
+                "the update of this plan differs from that of one process; these properties must hold "
+                "instead:",
                 markup=False,
             )
-            held = verification.held(plans[0])
-            for one in held:
+            properties = verification.held(plans[0])
+            for entry in properties:
                 style, word = {
                     True: ("bold green", "holds"),
                     False: ("bold red", "fails"),
                     None: ("dim", "—"),
-                }[one.holds]
+                }[entry.holds]
                 console.print(f"{word:6}", style=style, end="")
-                console.print(f" {one.what}{f' ({one.detail})' if one.detail else ''}", markup=False)
-            status = 1 if any(one.holds is False for one in held) else 0
+                console.print(f" {entry.what}{f' ({entry.detail})' if entry.detail else ''}", markup=False)
+            status = 1 if any(entry.holds is False for entry in properties) else 0
             return {
                 "plan": str(plans[0]),
                 "ranks": ranks,
                 "same": None,
-                "holds": [one.as_json() for one in held],
+                "holds": [entry.as_json() for entry in properties],
             }, status
-        if asked is not None:
+        if plan_text is not None:
             verdict = verification.verify(plans[0])
             console.print(table(verdict))
             console.print(
@@ -153,7 +167,7 @@ def _verified(
             verdicts.append(verification.outcome(plan))
             overview.add(verdicts[-1])
     if all(verdict.cannot_be is not None for verdict in verdicts):
-        raise PlanError(f"none of {len(plans)} plans can be: {verdicts[0].cannot_be}")
+        raise PlanError(f"none of {len(plans)} plans is possible: {verdicts[0].cannot_be}")
     console.print(closing(verdicts))
     return [verdict.as_json() for verdict in verdicts], 0 if all(
         verdict.same or verdict.cannot_be for verdict in verdicts

@@ -80,19 +80,19 @@ def _start_ray(run: RunFolder, launch: Launch) -> int:
     return ray.start(run, launch)
 
 
-STARTERS = {
+LAUNCHERS = {
     "local": Launcher(_check_here, _start_here),
     "slurm": Launcher(_check_slurm, _start_slurm),
     "ray": Launcher(_check_ray, _start_ray),
 }
 
 
-def starter(launch: Launch) -> Launcher:
-    return STARTERS[launch.launcher or ("slurm" if launch.nodes > 1 else "local")]
+def find_launcher(launch: Launch) -> Launcher:
+    return LAUNCHERS[launch.launcher or ("slurm" if launch.nodes > 1 else "local")]
 
 
 def is_rank(launch: Launch, me: World) -> bool:
     """Whether this process trains itself: somebody has started it as a rank, or it is all that is needed."""
     return me.launcher is not None or (
-        starter(launch) is STARTERS["local"] and launch.ranks == 1 and not launch.restarts
+        find_launcher(launch) is LAUNCHERS["local"] and launch.ranks == 1 and not launch.restarts
     )

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from paceline import task as tasks
 from paceline.errors import ClusterError, SpecError
-from paceline.launch.slurm.job_script import Job, job_of
+from paceline.launch.slurm.job_script import Job, build_job
 from paceline.launch.slurm.site import Site, read_site
 from paceline.plan.cost_model.framework_profiles import of_precision
 from paceline.plan.plan import AUTO, Plan, ResolvedPlan, read_plan
@@ -44,7 +44,7 @@ class PreflightContext:
     @cached_property
     def job(self) -> Job:
         """With any folder for its run."""
-        return job_of(self.launch, self.site, Path("preflight"), self.time)
+        return build_job(self.launch, self.site, Path("preflight"), self.time)
 
     @cached_property
     def run(self) -> Path:

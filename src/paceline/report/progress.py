@@ -54,7 +54,7 @@ def watch(events: Iterator[Event], run: RunFolder, console: Console | None = Non
         stopped = last.reason == "stopped"
         console.print(
             f"[bold]run[/]  {run.path}"
-            + (f"   stopped; go on with: paceline resume {run.path}" if stopped else "")
+            + (f"   stopped; continue with: paceline resume {run.path}" if stopped else "")
         )
     return last
 

@@ -110,12 +110,12 @@ def _measures(
     from paceline.bench import suites
     from paceline.bench.data_loading import up_to_cores, ways
     from paceline.bench.storage.suite import check
-    from paceline.cli.launching import read
+    from paceline.cli.launching import read_request
     from paceline.task import load_task
 
     notes: list[str] = []
     places = check(directories or [path for path in (Path(), Path("/dev/shm")) if path.is_dir()])
-    spec, _ = read(task or DEFAULT_TASK, {}, [])
+    spec, _ = read_request(task or DEFAULT_TASK, {}, [])
     try:
         work = load_task(spec.task, spec.set)
         work.dataset("train")

@@ -61,10 +61,14 @@ def compute(
         raise BenchError(
             "--set, --batch and --precision apply to the step of a task; add --task, e.g. --task digits"
         )
-    from paceline.cli.launching import read
+    from paceline.cli.launching import read_request
     from paceline.task import load_task
 
-    spec = read(task, {"batch": batch, "precision": precision}, set or [])[0] if task is not None else None
+    spec = (
+        read_request(task, {"batch": batch, "precision": precision}, set or [])[0]
+        if task is not None
+        else None
+    )
     work = load_task(spec.task, spec.set) if spec is not None else None
     from paceline.bench import suites
     from paceline.bench.report.compute import draw, show
@@ -162,10 +166,10 @@ def input_(
         compare_results("input", compare)
         return
     check(json, plot)
-    from paceline.cli.launching import read
+    from paceline.cli.launching import read_request
     from paceline.task import load_task
 
-    spec = read(target, {"batch": batch, "precision": precision}, set or [])[0]
+    spec = read_request(target, {"batch": batch, "precision": precision}, set or [])[0]
     task = load_task(spec.task, spec.set)
     counts, ahead = numbers("--workers", workers, 0), numbers("--prefetch", prefetch, 1)
     from paceline.bench import suites

@@ -1,5 +1,6 @@
-"""paceline agent: starts the ranks of one node of several, and starts them again. Not for people."""
+"""paceline agent: start and restart the ranks of one of several nodes. Internal."""
 
+import contextlib
 import os
 import sys
 import traceback
@@ -11,18 +12,17 @@ from paceline.distributed.world import World
 
 
 def agent(run: Path) -> None:
-    """Train the request of a run, or go on with it, as the node that the environment says."""
-    os.environ.setdefault(
-        "TORCH_CPP_LOG_LEVEL", "ERROR"
-    )  # before torch is there: what befell the store is said in one sentence
-    from paceline.cli.internal.rank import is_first
-    from paceline.cli.resume import done
+    """Start and restart the ranks of one node. The environment gives the number of the node."""
+    # set before torch is imported: Paceline reports errors of the store in one sentence
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    from paceline.cli.internal.rank import claim_first_failure
+    from paceline.cli.resume import find_final_step
     from paceline.distributed.world import read_world
     from paceline.run import open_run
 
     folder, me = open_run(run), read_world()
     spec, launch = folder.next_request()
-    if (step := done(folder, spec)) is not None:
+    if (step := find_final_step(folder, spec)) is not None:
         if me.rank == 0:
             print(f"{folder.path} is done: it was trained to step {step}")
         return
@@ -39,28 +39,26 @@ def agent(run: Path) -> None:
             spec.timeout_s,
         )
     except Exception as error:  # the top of an agent
-        # who started it may be gone, and with it what it prints
+        # the process that started this agent may be gone, and with it the standard error stream
         with open(folder.ranks / f"agent-{me.rank}.log", "a", encoding="utf-8") as log:
             traceback.print_exception(error, file=log)
-        first = is_first(folder, me)
-        if me.rank and not first:  # the first agent always says why
+        is_first = claim_first_failure(folder, me)
+        if me.rank and not is_first:  # the first agent always reports its error
             raise typer.Exit(2) from None
         if me.rank:
-            _queue_again(me)
+            _requeue_without_node(me)
         raise
     raise typer.Exit(status)
 
 
-def _queue_again(me: World) -> None:
-    """Where the first node is gone."""
-    import contextlib
-
+def _requeue_without_node(me: World) -> None:
+    """Queue the job again if the first node of the job is lost."""
     from paceline.errors import LaunchError
     from paceline.launch.slurm.client import requeue_without
 
     job = me.job.partition("-")[0]
-    with contextlib.suppress(
-        LaunchError
-    ):  # no job that can be, or no Slurm in this container: the way out is said
+    # LaunchError: the job cannot be requeued, or the container has no Slurm. The error of the agent names the
+    # fix.
+    with contextlib.suppress(LaunchError):
         if me.host is not None and requeue_without(job, me.host):
-            print(f"paceline: node {me.host} is gone; job {job} is queued again", file=sys.stderr)
+            print(f"paceline: node {me.host} is lost; job {job} is queued again", file=sys.stderr)

@@ -1,4 +1,4 @@
-"""paceline rank: one rank of a launcher of ours. Not for people."""
+"""paceline rank: one rank of a launcher of Paceline. Internal."""
 
 import os
 import sys
@@ -17,10 +17,13 @@ def rank(
     launcher: Annotated[int | None, typer.Argument()] = None,
     server: Annotated[int | None, typer.Argument()] = None,
 ) -> None:
-    """Train the request of a run, or go on with it, as the rank that the environment says.
+    """Train as one rank of a run. The environment gives the number of the rank.
 
-    `launcher`: the process on this machine that started it and says what became of it. None: srun did, and ranks speak for themselves.
-    `server`: the descriptor of a socket at which the launcher asks this process, a fork server, for ranks.
+    launcher: the process id of the launcher on this machine, which reports the end of the rank. None: srun
+        started this
+        process, and the ranks report their errors themselves.
+    server: the descriptor of a socket. This process is then a fork server, and the launcher requests ranks
+        over the socket.
     """
     importer = None
     if server is not None:
@@ -34,30 +37,34 @@ def rank(
 
     folder, me = open_run(run), read_world()
     if launcher is None:
-        _speak_once(folder, me)
+        _train_reporting_once(folder, me)
         return
     from paceline.launch.rank_main import run_started
 
     run_started(folder, me, launcher, importer)
 
 
-def _speak_once(folder: RunFolder, me: World) -> None:
-    """Of ranks that fail together the first one says why; what the others have to say is in their logs."""
+def _train_reporting_once(folder: RunFolder, me: World) -> None:
+    """Train.
+
+    If several ranks fail, the first reports its error, and the others write theirs to their logs.
+    """
     from paceline.cli.resume import resume_run
 
     try:
-        resume_run(folder, {}, me, again=True)
+        resume_run(folder, {}, me, is_restart=True)
     except typer.Exit:
         raise
     except Exception:  # the top of a rank
-        if not is_first(folder, me):
+        if not claim_first_failure(folder, me):
             with open(folder.rank_log(me.rank), "a", encoding="utf-8") as log:
                 traceback.print_exc(file=log)
             sys.exit(2)
         raise
 
 
-def is_first(folder: RunFolder, me: World) -> bool:
+def claim_first_failure(folder: RunFolder, me: World) -> bool:
+    """Return whether this process is the first of its job to fail. A file of the run folder decides."""
     folder.ranks.mkdir(exist_ok=True)
     try:
         os.close(os.open(folder.ranks / f"failed-{me.job}", os.O_CREAT | os.O_EXCL, 0o666))

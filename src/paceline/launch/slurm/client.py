@@ -157,7 +157,7 @@ def check(job: Job, site: Site) -> None:
         raise LaunchError(
             f"SBATCH_ARRAY_INX={tasks} makes job arrays, whose tasks would all train in one run folder; unset it"
         )
-    asked_s = asked(job.time, site)
+    asked_s = check_time(job.time, site)
     known = {found.name: found for found in partitions()}
     name = site.partition or next(iter(known), None)
     if name is None or "," in name:
@@ -173,7 +173,7 @@ def check(job: Job, site: Site) -> None:
         raise LaunchError(f"Slurm: PartitionNodeLimit: --nodes {job.nodes}, but partition {name} has {nodes}")
 
 
-def asked(time: str | None, site: Site) -> int | None:
+def check_time(time: str | None, site: Site) -> int | None:
     """The seconds of --time. Raises LaunchError for what is no time, or leaves none to save."""
     if time is None:
         return None

@@ -41,10 +41,10 @@ class Job:
         return self.nodes * self.ranks_per_node
 
 
-def job_of(launch: Launch, site: Site, run: Path, time: str | None) -> Job:
+def build_job(launch: Launch, site: Site, run: Path, time: str | None) -> Job:
     """The job that trains in the folder `run`, with one rank a GPU of the site where no number is said. Raises LaunchError."""
     ranks = launch.ranks or launch.nodes * (site.gpus_per_node or 1)
-    per_node = alike(ranks, launch.nodes)
+    per_node = check_even_split(ranks, launch.nodes)
     if launch.launcher not in (None, "slurm"):
         raise LaunchError(
             f"--launcher {launch.launcher} is for train; ranks of a job are started by srun: leave --launcher out"
@@ -61,7 +61,7 @@ def job_of(launch: Launch, site: Site, run: Path, time: str | None) -> Job:
     )
 
 
-def alike(ranks: int, nodes: int) -> int:
+def check_even_split(ranks: int, nodes: int) -> int:
     """Ranks on each node. Raises LaunchError when nodes would have unlike numbers of them."""
     if ranks % nodes:
         raise LaunchError(
