@@ -20,7 +20,7 @@ from paceline.spec import Optimizer, Save, Schedule
 from paceline.tasks.digits import Digits
 from paceline.training.checkpoint.save import load_whole
 from paceline.training.init.named_tensors import named_tensors
-from paceline.training.parameter_server.partition import ParameterSlice, deal
+from paceline.training.parameter_server.partition import ParameterSlice, assign_slices
 
 ADAMW = Optimizer(name="adamw", lr=1e-2, weight_decay=0.1)
 SGD = Optimizer(name="sgd", lr=0.05, momentum=0.9)
@@ -197,13 +197,13 @@ def test_pieces_are_dealt_by_bytes() -> None:
         "two": torch.zeros(99),
         "scalar": torch.zeros(()),
     }
-    dealt = deal(params, 3, by_row=True)
+    dealt = assign_slices(params, 3, by_row=True)
     load = [sum(piece.of(params[piece.name]).numel() for piece in pieces) for pieces in dealt]
     assert sum(load) == 1100
     assert max(load) <= 1.1 * sum(load) / 3
     rows = sorted(piece for pieces in dealt for piece in pieces if piece.name == "large")
     assert [rows[0].begin, *(piece.end for piece in rows)] == [0, *(piece.begin for piece in rows[1:]), 90]
-    assert deal(params, 1, by_row=True) == [
+    assert assign_slices(params, 1, by_row=True) == [
         [
             ParameterSlice("large", 0, 90),
             ParameterSlice("one", 0, 10),
@@ -211,11 +211,11 @@ def test_pieces_are_dealt_by_bytes() -> None:
             ParameterSlice("scalar", 0, 1),
         ]
     ]
-    assert sorted(len(pieces) for pieces in deal(params, 2, by_row=False)) == [1, 3]
+    assert sorted(len(pieces) for pieces in assign_slices(params, 2, by_row=False)) == [1, 3]
     with pytest.raises(
-        PlanError, match="servers=5, but the weights are only 4 pieces; use servers=4 or fewer"
+        PlanError, match="servers=5 requires 5 slices of the weights, got 4; use servers=4 or fewer"
     ):
-        deal(params, 5, by_row=False)
+        assign_slices(params, 5, by_row=False)
 
 
 def test_fp16_is_refused() -> None:

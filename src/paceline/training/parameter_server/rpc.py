@@ -1,4 +1,4 @@
-"""How workers and servers talk: calls that carry tensors, answered when there is an answer; here over torch's RPC."""
+"""Messages with tensors between workers and servers, and their transport over torch's RPC."""
 
 import contextlib
 import threading
@@ -14,103 +14,108 @@ from torch.futures import Future
 
 @dataclass(frozen=True)
 class Message:
-    """Tensors lie on the CPU."""
+    """A request or an answer. Its tensors are on the CPU."""
 
-    what: str
+    kind: str
     tensors: dict[Any, Tensor] = field(default_factory=dict)
-    facts: dict[str, Any] = field(default_factory=dict)
+    fields: dict[str, Any] = field(default_factory=dict)
 
 
-Answer = Callable[
-    [Message], "Future[Message]"
-]  # called in threads of the transport, several at a time; must not wait
+# Called in threads of the transport, several at a time. It must not block.
+Answer = Callable[[Message], "Future[Message]"]
 
 
 class Transport(Protocol):
-    """Connects all ranks of a training. A call to a rank that is gone, or goes before it has answered, raises ConnectionError."""
+    """A connection between all ranks of a training.
+
+    A call raises ConnectionError if the called rank has ended, or ends before it answers.
+    """
 
     def serve(self, answer: Answer) -> None:
-        """From now on calls to this rank are answered; those that came before have waited."""
+        """Answer calls to this rank from now on, including those that have waited."""
 
     def call(self, rank: int, message: Message) -> Callable[[], Message]:
-        """Send a message; what is returned waits for the answer."""
+        """Send a message. Return a function that waits for the answer."""
 
     def watch(self, rank: int, lost: Callable[[], None]) -> None:
-        """Call `lost`, in a thread of the transport, when a rank is gone."""
+        """Call `lost`, in a thread of the transport, when a rank has ended."""
 
     def close(self) -> None:
-        """Waits for nobody."""
+        """Close the connection without waiting for other ranks."""
 
 
-def answered(message: Message) -> "Future[Message]":
+def make_completed_future(message: Message) -> "Future[Message]":
     future: Future[Message] = Future()
     future.set_result(message)
     return future
 
 
 class Rpc:
-    """torch.distributed.rpc on TensorPipe; one at a time in a process.
+    """A transport over torch.distributed.rpc with TensorPipe; at most one per process.
 
-    Its own end is not used: `shutdown` waits for all ranks, and for ever for one that was killed (torch 2.13).
+    torch 2.13: RPC's graceful shutdown waits for all ranks, and forever for a rank that was killed, so it is
+    not used.
     """
 
     def __init__(self, rank: int, ranks: int, timeout_s: float):
         from torch.distributed import rpc
 
         self._rpc = rpc
-        _serving.clear()
+        _server.clear()
         options = rpc.TensorPipeRpcBackendOptions(
-            init_method=_use_our_store(), rpc_timeout=timeout_s, num_worker_threads=ranks + 4
+            init_method=_register_store(), rpc_timeout=timeout_s, num_worker_threads=ranks + 4
         )
         with warnings.catch_warnings():
-            warnings.filterwarnings(
-                "ignore", "You are using a Backend", UserWarning
-            )  # torch's own doing (2.13)
-            rpc.init_rpc(_name(rank), rank=rank, world_size=ranks, rpc_backend_options=options)
+            # torch 2.13 causes this warning itself.
+            warnings.filterwarnings("ignore", "You are using a Backend", UserWarning)
+            rpc.init_rpc(_rank_name(rank), rank=rank, world_size=ranks, rpc_backend_options=options)
 
     def serve(self, answer: Answer) -> None:
-        _serving.start(answer)
+        _server.start(answer)
 
     def call(self, rank: int, message: Message) -> Callable[[], Message]:
         try:
-            future = self._rpc.rpc_async(_name(rank), _answer, (message,))
+            future = self._rpc.rpc_async(_rank_name(rank), _answer, (message,))
         except RuntimeError as error:
-            raise _gone(rank, error) from error
+            raise _make_connection_error(rank, error) from error
 
         def wait() -> Message:
             try:
                 return future.wait()
             except RuntimeError as error:
-                raise _gone(rank, error) from error
+                raise _make_connection_error(rank, error) from error
 
         return wait
 
     def watch(self, rank: int, lost: Callable[[], None]) -> None:
         # A call that is never answered ends with the connection.
-        self._rpc.rpc_async(_name(rank), _never, timeout=0).add_done_callback(lambda _: lost())
+        self._rpc.rpc_async(_rank_name(rank), _never_answer, timeout=0).add_done_callback(lambda _: lost())
 
     def close(self) -> None:
         with contextlib.suppress(RuntimeError):
             self._rpc.shutdown(graceful=False)
 
 
-def _name(rank: int) -> str:
+def _rank_name(rank: int) -> str:
     return f"rank{rank}"
 
 
-def _gone(rank: int, error: RuntimeError) -> ConnectionError:
+def _make_connection_error(rank: int, error: RuntimeError) -> ConnectionError:
     return ConnectionError(f"connection to rank {rank} closed: {str(error).splitlines()[0]}")
 
 
-def _use_our_store() -> str:
-    """An address under which torch's RPC finds the store that the ranks have met by already. Under torchrun it would connect to
-    another port, where nobody listens, since TORCHELASTIC_USE_AGENT_STORE makes every rank a client (torch 2.13)."""
-    with contextlib.suppress(RuntimeError):  # registered before
-        dist.register_rendezvous_handler("paceline", _meet)
+def _register_store() -> str:
+    """Return an address under which torch's RPC finds the store of the process group.
+
+    torch 2.13: under torchrun, RPC would connect to another port, where no process listens:
+    TORCHELASTIC_USE_AGENT_STORE makes every rank a client.
+    """
+    with contextlib.suppress(RuntimeError):  # already registered
+        dist.register_rendezvous_handler("paceline", _rendezvous)
     return "paceline://"
 
 
-def _meet(url: str, **options: Any) -> Iterator[tuple[dist.Store, int, int]]:
+def _rendezvous(url: str, **options: Any) -> Iterator[tuple[dist.Store, int, int]]:
     yield (
         dist.PrefixStore("rpc", dist.distributed_c10d._get_default_store()),
         dist.get_rank(),
@@ -118,8 +123,8 @@ def _meet(url: str, **options: Any) -> Iterator[tuple[dist.Store, int, int]]:
     )
 
 
-class _Serving:
-    """What RPC's functions of this process answer with; they are found by name, so it is global."""
+class _Server:
+    """The function that answers calls to this process. It is global because RPC finds functions by name."""
 
     def __init__(self) -> None:
         self.clear()
@@ -132,19 +137,19 @@ class _Serving:
         self.started.set()
 
 
-_serving = _Serving()
+_server = _Server()
 
 
 def _answer(message: Message) -> "Future[Message]":
-    _serving.started.wait()
-    return _serving.answer(message)
+    _server.started.wait()
+    return _server.answer(message)
 
 
-def _never() -> "Future[None]":
-    _serving.unanswered.append(Future())
-    return _serving.unanswered[-1]
+def _never_answer() -> "Future[None]":
+    _server.unanswered.append(Future())
+    return _server.unanswered[-1]
 
 
-# What `rpc.functions.async_execution` does, without importing RPC.
+# As `rpc.functions.async_execution` does, without importing RPC.
 _answer._wrapped_async_rpc_function = _answer  # type: ignore[attr-defined]
-_never._wrapped_async_rpc_function = _never  # type: ignore[attr-defined]
+_never_answer._wrapped_async_rpc_function = _never_answer  # type: ignore[attr-defined]

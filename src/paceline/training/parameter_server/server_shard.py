@@ -1,4 +1,6 @@
-"""What one server keeps: a share of the weights and of the optimizer's state, and gradients until all of a step have come."""
+"""The shard of a server: part of the weights and of the optimizer's state, and the gradients of pending
+steps.
+"""
 
 import inspect
 import threading
@@ -9,28 +11,27 @@ import torch
 from torch import Tensor, nn
 from torch.futures import Future
 
-from paceline.training.parameter_server.partition import ParameterSlice, cut_state
-from paceline.training.parameter_server.rpc import Message, answered
-
-Gradients = Mapping[ParameterSlice, Tensor]
+from paceline.training.parameter_server.partition import ParameterSlice, slice_state
+from paceline.training.parameter_server.rpc import Message, make_completed_future
 
 
 @dataclass
-class Shard:
-    """Calls come from threads of the transport; none of them waits.
+class ServerShard:
+    """Answers messages, by kind. Calls come from threads of the transport, and none of them blocks.
 
-    push    keep a worker's gradients of a step
-    pull    the weights, as soon as they have `need` updates; none of them when they have not more than `have`
-    sum     add up the gradients of a step: the mean over all items; answers with the square of its norm
-    update  make the update, with this factor on the gradient and that on the learning rates
-    load    start from these weights and this state, which are of so many updates
-    state   weights and state
-    over    no more: whoever pulls is told
+    * push: keep a worker's gradients of a step
+    * pull: send the weights when they have `need` updates; send none if they have at most `have` updates
+    * sum: average the gradients of a step over all items; return the square of the norm
+    * update: make an update, with factors on the gradient and on the learning rates
+    * load: start from these weights and this state, after `version` updates
+    * state: send weights and state
+    * over: the training is over; answer all pulls
+    * end: end this server
     """
 
     model: nn.Module
-    optimizer: torch.optim.Optimizer  # of the whole model; only its groups are looked at
-    pieces: Sequence[ParameterSlice]
+    optimizer: torch.optim.Optimizer  # of the whole model; only its groups are read
+    slices: Sequence[ParameterSlice]
     statistics: Mapping[str, Tensor]  # buffers that are averaged over the workers; on the first server
     version: int = 0  # updates made
     is_over: bool = False
@@ -38,54 +39,59 @@ class Shard:
 
     def __post_init__(self) -> None:
         whole = dict(self.model.named_parameters())
-        self.parts = {
-            piece: nn.Parameter(piece.of(whole[piece.name].data)) for piece in self.pieces
-        }  # share the memory of the model
+        # They share the memory of the model.
+        self.parts = {slice_: nn.Parameter(slice_.of(whole[slice_.name].data)) for slice_ in self.slices}
         names = {parameter: name for name, parameter in whole.items()}
-        takes = inspect.signature(type(self.optimizer)).parameters
-        # Fused kernels treat the last elements of a tensor otherwise: other bits, depending on where a parameter is cut (torch 2.13).
-        plain = {"fused": False} if "fused" in takes else {}
+        arguments = inspect.signature(type(self.optimizer)).parameters
+        # torch 2.13: fused kernels round the last elements of a tensor differently, so results would
+        # depend on where a parameter is cut.
+        unfused = {"fused": False} if "fused" in arguments else {}
         groups = []
         for group in self.optimizer.param_groups:
             own = {names[parameter] for parameter in group["params"]}
-            options = {key: value for key, value in group.items() if key in takes and key != "params"} | plain
+            options = {
+                key: value for key, value in group.items() if key in arguments and key != "params"
+            } | unfused
             groups.append(
-                options | {"params": [part for piece, part in self.parts.items() if piece.name in own]}
+                options | {"params": [part for slice_, part in self.parts.items() if slice_.name in own]}
             )
-        defaults = {key: value for key, value in self.optimizer.defaults.items() if key in takes} | plain
+        defaults = {
+            key: value for key, value in self.optimizer.defaults.items() if key in arguments
+        } | unfused
         self.own_optimizer = type(self.optimizer)(groups, **defaults)
         self.base_lrs = [group["lr"] for group in self.optimizer.param_groups]
         self.pushed: dict[int, dict[int, Message]] = {}  # step -> worker -> gradients
-        self.waiting: list[tuple[int, int, Future[Message]]] = []
-        self.copy: dict[ParameterSlice | str, Tensor] | None = (
-            None  # of the weights, for all who pull this version
-        )
+        self.pending_pulls: list[tuple[int, int, Future[Message]]] = []  # need, have, answer
+        # Of the weights, for all workers that pull this version.
+        self.copy: dict[ParameterSlice | str, Tensor] | None = None
         self.lock = threading.RLock()
 
     def answer(self, message: Message) -> "Future[Message]":
         with self.lock, torch.no_grad():
-            if message.what == "pull":
-                return self._pull(**message.facts)
-            if message.what == "push":
-                return answered(self._push(message))
-            return answered(getattr(self, f"_{message.what}")(message))
+            if message.kind == "pull":
+                return self._pull(**message.fields)
+            if message.kind == "push":
+                return make_completed_future(self._push(message))
+            return make_completed_future(getattr(self, f"_{message.kind}")(message))
 
     def _push(self, message: Message) -> Message:
-        step, worker = message.facts["step"], message.facts["worker"]
+        step, worker = message.fields["step"], message.fields["worker"]
         if step >= self.version:
             self.pushed.setdefault(step, {})[worker] = message
         return Message("kept")
 
     def _pull(self, need: int, have: int, worker: int) -> "Future[Message]":
         future: Future[Message] = Future()
-        self.waiting.append((need, have, future))
-        self._tell()
+        self.pending_pulls.append((need, have, future))
+        self._answer_pulls()
         return future
 
-    def _tell(self) -> None:
-        """Answer whoever has waited long enough."""
-        ready = [entry for entry in self.waiting if self.is_over or entry[0] <= self.version]
-        self.waiting = [entry for entry in self.waiting if not (self.is_over or entry[0] <= self.version)]
+    def _answer_pulls(self) -> None:
+        """Answer the pulls whose version has been reached; all of them if the training is over."""
+        ready = [pull for pull in self.pending_pulls if self.is_over or pull[0] <= self.version]
+        self.pending_pulls = [
+            pull for pull in self.pending_pulls if not (self.is_over or pull[0] <= self.version)
+        ]
         for _, have, future in ready:
             tensors = self._weights() if self.version > have and not self.is_over else {}
             future.set_result(
@@ -94,68 +100,68 @@ class Shard:
 
     def _weights(self) -> dict[ParameterSlice | str, Tensor]:
         if self.copy is None:
-            self.copy = {piece: part.detach().clone().cpu() for piece, part in self.parts.items()}
+            self.copy = {slice_: part.detach().clone().cpu() for slice_, part in self.parts.items()}
             self.copy |= {name: buffer.clone().cpu() for name, buffer in self.statistics.items()}
         return self.copy
 
     def _sum(self, message: Message) -> Message:
-        items: Mapping[int, float] = message.facts["items"]  # of each worker that counts
-        came = self.pushed.get(message.facts["step"], {})
-        whole = sum(items.values())
+        items: Mapping[int, float] = message.fields["items"]  # of each worker that counts
+        pushed = self.pushed.get(message.fields["step"], {})
+        total_items = sum(items.values())
         squares = 0.0
-        for piece, part in self.parts.items():
+        for slice_, part in self.parts.items():
             grads = [
-                came[worker].tensors[piece].to(part.device) * items[worker]
+                pushed[worker].tensors[slice_].to(part.device) * items[worker]
                 for worker in sorted(items)
-                if piece in came[worker].tensors
+                if slice_ in pushed[worker].tensors
             ]
-            part.grad = torch.stack(grads).sum(0).div_(whole).to(part.dtype) if grads else None
+            part.grad = torch.stack(grads).sum(0).div_(total_items).to(part.dtype) if grads else None
             squares += (
                 float(torch.linalg.vector_norm(part.grad, dtype=torch.float64).square()) if grads else 0.0
             )
         for name, buffer in self.statistics.items():
-            values = torch.stack([came[worker].tensors[name] for worker in sorted(items)])
+            values = torch.stack([pushed[worker].tensors[name] for worker in sorted(items)])
             buffer.copy_(values.mean(0) if values.is_floating_point() else values.amax(0))
-        return Message("summed", facts={"squares": squares})
+        return Message("summed", fields={"squares": squares})
 
     def _update(self, message: Message) -> Message:
         for group, lr in zip(self.own_optimizer.param_groups, self.base_lrs, strict=True):
-            group["lr"] = lr * message.facts["lr_factor"]
+            group["lr"] = lr * message.fields["lr_factor"]
         for part in self.parts.values():
-            if part.grad is not None and message.facts["by"] != 1.0:
-                part.grad.mul_(message.facts["by"])
+            if part.grad is not None and message.fields["grad_factor"] != 1.0:
+                part.grad.mul_(message.fields["grad_factor"])
         self.own_optimizer.step()
         self.own_optimizer.zero_grad()
         self.version += 1
         self.copy = None
-        self.pushed = {step: of for step, of in self.pushed.items() if step >= self.version}
-        self._tell()
+        self.pushed = {step: messages for step, messages in self.pushed.items() if step >= self.version}
+        self._answer_pulls()
         return Message("updated")
 
     def _load(self, message: Message) -> Message:
-        for piece, part in self.parts.items():
-            part.copy_(message.tensors[piece])
+        for slice_, part in self.parts.items():
+            part.copy_(message.tensors[slice_])
             state = {
                 key[1]: value
                 for key, value in message.tensors.items()
-                if isinstance(key, tuple) and key[0] == piece
+                if isinstance(key, tuple) and key[0] == slice_
             }
             if state:
                 self.own_optimizer.state[part].update(state)
-        self.version = message.facts["version"]
+        self.version = message.fields["version"]
         return Message("loaded")
 
     def _state(self, message: Message) -> Message:
-        tensors: dict[object, Tensor] = {piece: part.detach().clone() for piece, part in self.parts.items()}
-        for piece, part in self.parts.items():
+        tensors: dict[object, Tensor] = {slice_: part.detach().clone() for slice_, part in self.parts.items()}
+        for slice_, part in self.parts.items():
             for key, value in self.own_optimizer.state.get(part, {}).items():
                 if isinstance(value, Tensor):
-                    tensors[piece, key] = value.clone()
+                    tensors[slice_, key] = value.clone()
         return Message("state", tensors)
 
     def _over(self, message: Message) -> Message:
         self.is_over = True
-        self._tell()
+        self._answer_pulls()
         return Message("over")
 
     def _end(self, message: Message) -> Message:
@@ -163,17 +169,17 @@ class Shard:
         return Message("ended")
 
 
-def load_message(
+def make_load_message(
     optimizer: torch.optim.Optimizer,
     params: Mapping[str, nn.Parameter],
-    pieces: Sequence[ParameterSlice],
+    slices: Sequence[ParameterSlice],
     version: int,
 ) -> Message:
-    """What a shard starts from, of a whole model and its optimizer."""
+    """Return the message from which a shard starts, given a whole model and its optimizer."""
     tensors: dict[object, Tensor] = {}
-    for piece in pieces:
-        tensors[piece] = piece.of(params[piece.name].detach()).clone()
-        for key, value in cut_state(optimizer, params[piece.name], piece).items():
+    for slice_ in slices:
+        tensors[slice_] = slice_.of(params[slice_.name].detach()).clone()
+        for key, value in slice_state(optimizer, params[slice_.name], slice_).items():
             if isinstance(value, Tensor):
-                tensors[piece, key] = value.clone()
+                tensors[slice_, key] = value.clone()
     return Message("load", tensors, {"version": version})

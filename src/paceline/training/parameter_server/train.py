@@ -1,4 +1,4 @@
-"""A training with parameter servers, from one rank's point of view: one generator for servers and workers."""
+"""Training with parameter servers on one rank: a generator of events for servers and workers."""
 
 import contextlib
 from collections.abc import Callable, Generator, Sequence
@@ -19,23 +19,22 @@ from paceline.plan.plan import ResolvedPlan
 from paceline.spec import Spec
 from paceline.task import Task
 from paceline.training.optimizer import check_schedule
-from paceline.training.parameter_server.coordinator import STALENESS, Coordinator, stand_by
-from paceline.training.parameter_server.partition import deal
+from paceline.training.parameter_server.coordinator import STALENESS, Coordinator, serve_until_end
+from paceline.training.parameter_server.partition import assign_slices
 from paceline.training.parameter_server.rpc import Rpc
-from paceline.training.parameter_server.server_shard import Shard
+from paceline.training.parameter_server.server_shard import ServerShard
 from paceline.training.parameter_server.worker import Worker
 from paceline.training.setup import PreparedTraining, TrainingData, build_training
 from paceline.training.step import TrainingStep
 
-Loop = Callable[
-    [ResolvedPlan, World, TrainingData, PreparedTraining, Callable[[], bool]], Any
-]  # makes the loop of one process
+# Builds the loop of a single process.
+Loop = Callable[[ResolvedPlan, World, TrainingData, PreparedTraining, Callable[[], bool]], Any]
 
 
 def train_against_servers(
     spec: Spec,
     plan: ResolvedPlan,
-    asked: str,
+    plan_name: str,
     world: World,
     task: Task,
     device: torch.device,
@@ -44,83 +43,89 @@ def train_against_servers(
     loop: Loop,
     notes: Sequence[str],
 ) -> Generator[Event]:
-    """Yield the events of this rank."""
+    """Train on this rank, as a server or a worker. Yield its events."""
     if spec.precision == "fp16":
         raise PlanError(
-            f"plan {asked} with fp16: each worker would need a loss scale of its own; use bf16 or fp32"
+            f"plan {plan_name} does not support fp16, since each worker would need a separate loss scale; "
+            "use bf16 or fp32"
         )
-    alone, me = replace(plan, dp=1, servers=None, staleness=None), replace(world, rank=0, size=1)
-    laid = build_training(spec, alone, me, task, device)
-    model, update, optimizer = laid.model, laid.update, laid.update.optimizer
+    single_plan = replace(plan, dp=1, servers=None, staleness=None)
+    single_world = replace(world, rank=0, size=1)
+    training = build_training(spec, single_plan, single_world, task, device)
+    model, update, optimizer = training.model, training.update, training.update.optimizer
     assert isinstance(update, TrainingStep)
     trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
-    dealt = deal(trained, plan.num_servers, by_row=type(optimizer).__name__ in ELEMENTWISE)
+    slices = assign_slices(trained, plan.num_servers, by_row=type(optimizer).__name__ in ELEMENTWISE)
     statistics = find_running_statistics(model)
     total = spec.total_steps(data.samples)
     check_schedule(spec.schedule.in_samples(spec.batch, data.samples), total * spec.batch)
-    first_alone = dist.new_group([0], backend="gloo")
-    transport = Rpc(
-        world.rank, world.size, start_timeout_s(spec.timeout_s)
-    )  # one that is gone is seen by its connection
+    group_of_first = dist.new_group([0], backend="gloo")
+    # The timeout is long: a rank that ended is noticed by its connection.
+    transport = Rpc(world.rank, world.size, start_timeout_s(spec.timeout_s))
     with contextlib.closing(transport):
         if world.rank >= plan.num_servers:
-            worker = Worker(model, update, dealt, statistics, plan, world.rank, transport)
+            worker = Worker(model, update, slices, statistics, plan, world.rank, transport)
             readers = workers_per_rank(world.local_size, device, spec.data.workers)
-            step = first = worker.first()
-            yield _started(spec, asked, world, model, data, first, total)
+            step = first = worker.wait_for_start()
+            yield _make_started_event(spec, plan_name, world, model, data, first, total)
             for step in worker.steps(first, total, spec, data.training, data.samples, device, readers, stop):  # noqa: B007
                 pass
             yield Ended(step=step, reason="done" if step == total else "stopped")
             return
-        shard = Shard(model, optimizer, dealt[world.rank], statistics if world.rank == 0 else {})
+        shard = ServerShard(model, optimizer, slices[world.rank], statistics if world.rank == 0 else {})
         if world.rank:
-            yield _started(spec, asked, world, model, data, 0, total)
-            stand_by(shard, transport)
+            yield _make_started_event(spec, plan_name, world, model, data, 0, total)
+            serve_until_end(shard, transport)
             yield Ended(step=shard.version, reason="done" if shard.version == total else "stopped")
             return
         coordinator = Coordinator(
-            model, optimizer, shard, dealt, plan, transport, spec.optimizer.clip, spec.timeout_s
+            model, optimizer, shard, slices, plan, transport, spec.optimizer.clip, spec.timeout_s
         )
-        notes = (*notes, *laid.notes, *_notes(plan, statistics))
-        served = replace(laid, update=coordinator, servers=coordinator, group=first_alone, notes=notes)
-        nothing = replace(data, training=_Nothing())  # type: ignore[arg-type]
-        here = loop(
-            replace(alone, microbatches=1), me, nothing, served, lambda: stop() or coordinator.stop_wished
+        notes = (*notes, *training.notes, *_describe(plan, statistics))
+        coordinated = replace(
+            training, update=coordinator, servers=coordinator, group=group_of_first, notes=notes
         )
-        coordinator.begin(here.first)
-        yield from coordinator.followed(here.events(), world.size)
+        no_samples = replace(data, training=_NoSamples())  # type: ignore[arg-type]
+        own_loop = loop(
+            replace(single_plan, microbatches=1),
+            single_world,
+            no_samples,
+            coordinated,
+            lambda: stop() or coordinator.stop_requested,
+        )
+        coordinator.begin(own_loop.first)
+        yield from coordinator.complete_events(own_loop.events(), world.size)
 
 
-class _Nothing:
-    """The samples of a server."""
+class _NoSamples:
+    """The training samples of a server, which reads none."""
 
     def __getitem__(self, part: object) -> None:
         return None
 
 
-def _notes(plan: ResolvedPlan, statistics: dict[str, Tensor]) -> tuple[str, ...]:
+def _describe(plan: ResolvedPlan, statistics: dict[str, Tensor]) -> tuple[str, ...]:
+    """Return notes about the training."""
     staleness = plan.staleness if plan.staleness is not None else STALENESS
     servers = f"{plan.servers} server{'s' * (plan.servers != 1)}, {plan.dp} worker{'s' * (plan.dp != 1)}"
-    stale = f"gradients of weights that may lack {staleness} updates, which is not the update of one process"
-    exact = "no gradient is of older weights (staleness=0), so that the update is that of one process"
-    note = f"parameter server: {servers}; {stale if staleness else exact}"
-    return (
-        note,
-        *(
-            ["BatchNorm takes its statistics from the samples of each worker; the running ones are averaged"]
-            if statistics
-            else []
-        ),
+    stale = (
+        f"gradients may be computed on weights that lack up to {staleness} updates, "
+        "so updates differ from those of one process"
     )
+    exact = "no weights are stale (staleness=0), so updates equal those of one process"
+    note = f"parameter server: {servers}; {stale if staleness else exact}"
+    if not statistics:
+        return (note,)
+    return (note, "BatchNorm uses the statistics of each worker's samples; running statistics are averaged")
 
 
-def _started(
-    spec: Spec, asked: str, world: World, model: nn.Module, data: TrainingData, step: int, total: int
+def _make_started_event(
+    spec: Spec, plan_name: str, world: World, model: nn.Module, data: TrainingData, step: int, total: int
 ) -> Started:
-    """What a rank tells that is not the first; nobody writes it down."""
+    """Return the start event of a rank other than the first. It is not written to the run folder."""
     return Started(
         task=spec.task,
-        plan=asked,
+        plan=plan_name,
         ranks=world.size,
         batch=spec.batch,
         step=step,

@@ -1,4 +1,6 @@
-"""A worker of a parameter server: pulls weights, computes the gradient of its part of the batch, pushes it."""
+"""A worker of a parameter server: pulls weights, computes the gradient of its part of the batch, pushes
+it.
+"""
 
 import contextlib
 from collections.abc import Callable, Iterator
@@ -19,34 +21,32 @@ from paceline.training.step import TrainingStep
 
 
 class Worker:
-    """`dealt`: the pieces of each server. `statistics`: buffers that travel with the weights of the first."""
+    """One worker.
+
+    `slices`: of each server. `statistics`: buffers that travel with the weights of the first server.
+    """
 
     def __init__(
         self,
         model: nn.Module,
         update: TrainingStep,
-        dealt: list[list[ParameterSlice]],
+        slices: list[list[ParameterSlice]],
         statistics: dict[str, Tensor],
         plan: ResolvedPlan,
         rank: int,
         transport: Transport,
     ):
-        self.update, self.dealt, self.statistics, self.plan, self.transport = (
-            update,
-            dealt,
-            statistics,
-            plan,
-            transport,
-        )
+        self.update, self.slices, self.statistics = update, slices, statistics
+        self.plan, self.transport = plan, transport
         self.params = dict(model.named_parameters())
         self.number = rank - plan.num_servers
         self.staleness = plan.staleness if plan.staleness is not None else STALENESS
-        self.have = [-1] * plan.num_servers  # updates in the weights of each server that are here
+        self.versions = [-1] * plan.num_servers  # of the pulled weights of each server, in updates
         update.alone, update.place = True, MeshCoordinate(pp=0, dp=self.number, cp=0, tp=0)
 
-    def first(self) -> int:
-        """The step to begin with, once the servers are ready."""
-        step: int = self.transport.call(0, Message("hello"))().facts["step"]
+    def wait_for_start(self) -> int:
+        """Return the first step, when the servers are ready."""
+        step: int = self.transport.call(0, Message("hello"))().fields["step"]
         return step
 
     def steps(
@@ -60,7 +60,7 @@ class Worker:
         readers: int,
         stop: Callable[[], bool],
     ) -> Iterator[int]:
-        """Work until it is over; yields the number of each step."""
+        """Train until the servers end the training. Yield the number of each step."""
         part = RankBatchSlice(spec.batch, self.plan.microbatches, self.number, self.plan.dp)
         parts = training_parts(part, samples, spec.seed, first, total)
         first_loss = FirstLoss(
@@ -72,7 +72,7 @@ class Worker:
         )
         self.update.examine = first_loss
         pushing = None
-        # Gradients travel while the next ones are computed; where the next weights need them, `pull` waits anyway.
+        # Gradients are sent while the next are computed. If the next weights depend on them, `_pull` waits.
         with (
             contextlib.closing(batches(training, parts, device, readers, spec.data.prefetch)) as source,
             ThreadPoolExecutor(1) as sender,
@@ -80,13 +80,13 @@ class Worker:
             for step in range(first, total):
                 if self._pull(step, first):
                     break
-                micro_batches = [next(source) for _ in range(self.plan.microbatches)]
-                losses, items, expected = self.update.backward(micro_batches, step)
+                microbatches = [next(source) for _ in range(self.plan.microbatches)]
+                losses, items, expected = self.update.backward(microbatches, step)
                 if step == first:
                     first_loss.finish()
                 if pushing is not None:
                     pushing.result()
-                facts = {
+                fields = {
                     "worker": self.number,
                     "step": step,
                     "loss": float(sum(float(loss) for loss in losses)),
@@ -94,57 +94,64 @@ class Worker:
                     "expected": expected,
                     "stop": stop(),
                 }
-                pushing = sender.submit(self._push, self._gradients(), facts)
+                pushing = sender.submit(self._push, self._take_gradients(), fields)
                 yield step + 1
             if pushing is not None:
                 pushing.result()
-        with contextlib.suppress(ConnectionError):  # it has heard it, and left
-            self.transport.call(0, Message("goodbye", facts={"worker": self.number}))()
+        with contextlib.suppress(ConnectionError):  # the server has received it, and ended
+            self.transport.call(0, Message("goodbye", fields={"worker": self.number}))()
 
     @torch.no_grad()
     def _pull(self, step: int, first: int) -> bool:
-        """Weights that lack `staleness` updates at the most. Returns whether the training is over."""
+        """Update the weights, so that they lack at most `staleness` updates.
+
+        Return whether the training is over.
+        """
         need = max(first, step - self.staleness)
         waits = [
             self.transport.call(
-                server, Message("pull", facts={"need": need, "have": have, "worker": self.number})
+                server, Message("pull", fields={"need": need, "have": version, "worker": self.number})
             )
-            for server, have in enumerate(self.have)
+            for server, version in enumerate(self.versions)
         ]
-        over = False
+        is_over = False
         for server, wait in enumerate(waits):
             answer = wait()
-            over |= answer.facts["over"]
-            self.have[server] = answer.facts["version"]
+            is_over |= answer.fields["over"]
+            self.versions[server] = answer.fields["version"]
             for key, value in answer.tensors.items():
-                (
+                target = (
                     key.of(self.params[key.name].data)
                     if isinstance(key, ParameterSlice)
                     else self.statistics[key]
-                ).copy_(value)
-        return over
+                )
+                target.copy_(value)
+        return is_over
 
-    def _gradients(self) -> list[dict[Any, Tensor]]:
-        """By server; they are dropped here."""
-        found: list[dict[Any, Tensor]] = [
+    def _take_gradients(self) -> list[dict[Any, Tensor]]:
+        """Return the gradients and statistics for each server, and drop the gradients of the parameters."""
+        by_server: list[dict[Any, Tensor]] = [
             {
-                piece: piece.of(grad).cpu()
-                for piece in pieces
-                if (grad := self.params[piece.name].grad) is not None
+                slice_: slice_.of(grad).cpu()
+                for slice_ in slices
+                if (grad := self.params[slice_.name].grad) is not None
             }
-            for pieces in self.dealt
+            for slices in self.slices
         ]
-        found[0] |= {name: buffer.clone().cpu() for name, buffer in self.statistics.items()}
+        by_server[0] |= {name: buffer.clone().cpu() for name, buffer in self.statistics.items()}
         for parameter in self.params.values():
             parameter.grad = None
-        return found
+        return by_server
 
-    def _push(self, gradients: list[dict[Any, Tensor]], facts: dict[str, Any]) -> None:
-        """To the first server last: it is the one that says whose gradients count, and by then all have them."""
+    def _push(self, gradients: list[dict[Any, Tensor]], fields: dict[str, Any]) -> None:
+        """Send gradients to all servers, to the first server last.
+
+        The first server decides whose gradients count. By then all servers have these.
+        """
         waits = [
-            self.transport.call(server, Message("push", gradients[server], facts))
-            for server in range(1, len(self.dealt))
+            self.transport.call(server, Message("push", gradients[server], fields))
+            for server in range(1, len(self.slices))
         ]
         for wait in waits:
             wait()
-        self.transport.call(0, Message("push", gradients[0], facts))()
+        self.transport.call(0, Message("push", gradients[0], fields))()
