@@ -131,13 +131,15 @@ def splits_of(task: Task, plan: str) -> Splits:
 
 
 def test_what_is_found() -> None:
-    between = splits_of(Words(), "tp=2").between
-    assert between is not None
-    assert between.dim == 0
-    assert list(between.blocks) == ["blocks.0", "blocks.1"]
-    assert between.gathers == {f"blocks.{at}.{norm}" for at in (0, 1) for norm in ("norm1", "norm2")}
-    assert between.exits == {f"blocks.{at}.{row}" for at in (0, 1) for row in ("o", "down")}
-    assert between.partial == {
+    sequence = splits_of(Words(), "tp=2").sequence
+    assert sequence is not None
+    assert sequence.dim == 0
+    assert list(sequence.blocks) == ["blocks.0", "blocks.1"]
+    assert sequence.gathered_outputs == {
+        f"blocks.{at}.{norm}" for at in (0, 1) for norm in ("norm1", "norm2")
+    }
+    assert sequence.scattered_sums == {f"blocks.{at}.{row}" for at in (0, 1) for row in ("o", "down")}
+    assert sequence.partial == {
         f"blocks.{at}.{small}"
         for at in (0, 1)
         for small in ("norm1.weight", "norm1.bias", "norm2.weight", "o.bias", "down.bias")
@@ -160,7 +162,7 @@ def test_what_is_found() -> None:
 )
 def test_what_can_be_split(kind: str, plan: str, dim: int | None) -> None:
     found = splits_of(Words(kind=kind), plan)
-    assert (found.between.dim if found.between is not None else None) == dim
+    assert (found.sequence.dim if found.sequence is not None else None) == dim
     said = [note for note in found.notes if "activations between split layers are whole" in note]
     assert bool(said) == (dim is None and "cp" not in plan)
 
@@ -172,7 +174,7 @@ def test_it_says_why() -> None:
     assert (
         splits_of(Words(kind="GoesBySize"), "tp=2")
         .notes[-1]
-        .endswith("because of aten.div.Tensor, which goes by their sizes")
+        .endswith("because of aten.div.Tensor, which depends on their sizes")
     )
     assert splits_of(Words(), "tp=4,microbatches=8").notes[-1].endswith("because of their shape (1, 6, 16)")
 
@@ -215,8 +217,8 @@ def with_own_gradients(task: Task, plan: str) -> Trained:
     """What enters split layers is gathered, and the gradient is that of one rank."""
     with replaced(
         sequence_comm.SequenceCollectives,
-        "reduce_scatter",
-        lambda original: sequence_comm.SequenceCollectives.own,
+        "reduce_scatter_parts",
+        lambda original: sequence_comm.SequenceCollectives.local_part,
     ):
         return training(task, SPEC, plan)
 
@@ -254,10 +256,10 @@ def pieces(length: int, dim: int) -> bool:
         same.append(torch.allclose(found, expected) and torch.allclose(given.grad, expected_grad))
 
     cut = sequence_comm.SequenceCollectives(group, dim)
-    check(cut.cut, drawn[0], drawn[0][at], grads[0][at], grads[0])
+    check(cut.scatter, drawn[0], drawn[0][at], grads[0][at], grads[0])
     check(cut.gather, drawn[0][at], drawn[0], grads[0], grads[0][at])
-    check(cut.enter, drawn[0][at], drawn[0], grads[rank], grads.sum(0)[at])
-    check(cut.add, drawn[rank], drawn.sum(0)[at], grads[0][at], grads[0])
+    check(cut.gather_for_split, drawn[0][at], drawn[0], grads[rank], grads.sum(0)[at])
+    check(cut.reduce_scatter, drawn[rank], drawn.sum(0)[at], grads[0][at], grads[0])
     return all(same)
 
 

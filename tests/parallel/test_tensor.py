@@ -1,5 +1,6 @@
 """Tensor parallelism: what is found in a model, and that it is the same training."""
 
+import dataclasses
 from collections.abc import Callable
 from functools import cache
 from typing import Any
@@ -16,6 +17,7 @@ from paceline.errors import PlanError, TaskError
 from paceline.parallel.tensor import apply as tensor
 from paceline.parallel.tensor import linear as layers
 from paceline.parallel.tensor.apply import Splits, find_splits
+from paceline.parallel.tensor.styles import STYLES
 from paceline.plan.plan import ResolvedPlan, parse
 from paceline.spec import Optimizer
 from paceline.tasks.digits import Digits
@@ -225,9 +227,7 @@ def test_a_small_parameter_among_the_heads_is_noticed() -> None:
 
 def test_what_is_not_split_in_pairs_is_said() -> None:
     notes = splits_of(Sequences(kind="SaysHeads")).notes
-    assert (
-        notes[0] == "tp: *.k, *.q, *.v cannot be split in pairs, because the forward says their sizes itself"
-    )
+    assert notes[0] == "tp: *.k, *.q, *.v cannot be split in pairs, because the forward fixes their sizes"
     assert "3 not split" in notes[-1]
 
 
@@ -242,10 +242,10 @@ def test_the_layout_has_the_last_word() -> None:
         (
             {"1.upp": "column"},
             TaskError,
-            "layout().tensor names '1.upp', which the model has not; did you mean 1.up?",
+            "layout().tensor: no such module: '1.upp'; did you mean 1.up?",
         ),
         ({"1.up": "colum"}, TaskError, "layout().tensor['1.up'] is 'colum'; did you mean column?"),
-        ({"2": "column"}, TaskError, "layout().tensor['2'] is 'column', which a LayerNorm cannot be"),
+        ({"2": "column"}, TaskError, "layout().tensor['2'] is 'column', which does not apply to a LayerNorm"),
         ({"3": "column"}, PlanError, "tp=2 does not divide the 3 features of 3"),
     ],
 )
@@ -326,10 +326,15 @@ def test_ranks_drop_the_same_of_what_they_share() -> None:
 
 def losses_were_split(task: Task, plan: str) -> bool:
     heads: list[nn.Module] = []
-    original: Callable[..., Any] = layers._head
-    layers.FORWARDS["head"] = lambda module, *rest: heads.append(module) or original(module, *rest)  # type: ignore[func-returns-value]
+    original = STYLES["head"]
+
+    def build_forward(module: Any, *rest: Any) -> Any:
+        heads.append(module)
+        return original.build_forward(module, *rest)
+
+    STYLES["head"] = dataclasses.replace(original, build_forward=build_forward)
     training(task, SPEC, plan)
-    layers.FORWARDS["head"] = original
+    STYLES["head"] = original
     return all(getattr(head, layers.SPLIT_LOSS) for head in heads) and bool(heads)
 
 

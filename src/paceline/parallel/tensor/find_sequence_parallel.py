@@ -1,9 +1,12 @@
-"""Activations between split layers, split over the same ranks: what is found by watching, and proved by a pass as one rank makes it.
+"""A search for the activations between split layers that can be split too.
 
-What lies between the sums of tensor parallelism (norms, dropout, residual sums) is the same on all of its ranks, and each could do a
-part of it along any dimension but the last: a sum becomes a reduce-scatter, and what enters split layers is gathered (Korthikanti et
-al., Reducing activation recomputation in large transformer models, 2022). Activations are cut where the first block with split layers
-begins, and are whole again where the last one ends.
+It traces a pass, and checks the result by a pass with the sizes of one rank.
+
+Between the sums of tensor parallelism, all ranks hold the same activations (norms, dropout, residual sums).
+Each rank can compute a part of them, along any dimension but the last: a sum becomes a reduce-scatter, and
+the input of split layers is gathered (Korthikanti et al., Reducing activation recomputation in large
+transformer models, 2022). Activations are scattered where the first block with split layers begins, and
+gathered where the last one ends.
 """
 
 import contextlib
@@ -18,6 +21,7 @@ from torch.utils._pytree import tree_leaves, tree_unflatten
 from paceline.parallel.op_rules import is_pointwise
 from paceline.parallel.pytree import flatten
 from paceline.parallel.tensor.sequence_comm import hook_block, map_marked
+from paceline.parallel.tensor.styles import STYLES
 from paceline.parallel.tensor.tracer import (
     LabelTracer,
     TraceResult,
@@ -28,8 +32,7 @@ from paceline.parallel.tensor.tracer import (
     replaced_forwards,
 )
 
-ACTIVATIONS = ""  # the one group of labels
-GATHERING = ("column", "gather", "head")
+ACTIVATIONS = ""  # the only group of labels
 MAX_ATTEMPTS = 4
 
 
@@ -43,24 +46,23 @@ class BlockEdges:
 
 @dataclass(frozen=True)
 class SequenceParallelPlan:
-    """What is done with activations between split layers, by names of modules."""
+    """Where activations between split layers are scattered and gathered, by names of modules."""
 
-    dim: int  # that is cut
+    dim: int  # that is split
     blocks: Mapping[str, BlockEdges]  # in the order of their calls
-    closed: bool  # only blocks do something with what is split
-    exits: frozenset[str]  # row layers whose sum is scattered
-    entrances: frozenset[str]  # split layers that gather their input
-    gathers: frozenset[
-        str
-    ]  # modules whose output is gathered, since split layers take it and nothing else does
-    fed: frozenset[str]  # these layers
-    scatters: frozenset[str]  # modules whose output is whole, and is cut
-    partial: frozenset[str]  # parameters that see a part of the activations
-    draws: tuple[tuple[str, bool], ...]  # module that draws at random, and whether it does for a part
+    is_inside_blocks: bool  # only blocks operate on split activations
+    scattered_sums: frozenset[str]  # row layers whose sum is scattered
+    gathered_inputs: frozenset[str]  # split layers that gather their input
+    # modules whose output is gathered, because only split layers take it
+    gathered_outputs: frozenset[str]
+    ready_inputs: frozenset[str]  # the split layers that take such an output
+    scattered_outputs: frozenset[str]  # modules whose output is whole and is scattered
+    partial: frozenset[str]  # parameters that are combined with a part of the activations
+    draws: tuple[tuple[str, bool], ...]  # module that draws random numbers, and whether it draws for a part
 
 
 class NotSplittable(Exception):
-    """Says why activations cannot be split; nothing where there are none between split layers."""
+    """The reason why activations cannot be split; empty if there are none between split layers."""
 
 
 def find_sequence_parallel(
@@ -71,7 +73,14 @@ def find_sequence_parallel(
     order: Collection[str],
     tp: int,
 ) -> SequenceParallelPlan:
-    """`run` calls the model, which is on the meta device; `order`: linear layers as they are called. Raises NotFound."""
+    """Return how the activations between split layers are split over `tp` ranks.
+
+    run: calls the model, which is on the meta device.
+    styles: split layer -> its style.
+    order: linear layers in the order of their calls.
+
+    Raises NotSplittable.
+    """
     owners = [
         owner
         for name in order
@@ -81,50 +90,54 @@ def find_sequence_parallel(
     ]
     if not owners:
         raise NotSplittable
-    failed = NotSplittable()
-    for dim in (0, 1):  # the outer one first: its parts lie in one piece each
+    failure = NotSplittable()
+    for dim in (0, 1):  # the outer dimension first: its parts are contiguous
         try:
-            scatters: frozenset[str] = frozenset()
+            scattered_outputs: frozenset[str] = frozenset()
             for _ in range(MAX_ATTEMPTS):
-                watching = _SequenceTrial(model, styles, blocks, owners[0], owners[-1], dim, tp, scatters)
-                found, missing = watching.find(run)
-                if found is not None:
-                    watching.prove(run, found)
-                    return found
-                scatters |= missing
+                trial = _SequenceTrial(
+                    model, styles, blocks, owners[0], owners[-1], dim, tp, scattered_outputs
+                )
+                plan, missing = trial.find_plan(run)
+                if plan is not None:
+                    trial.check_plan(run, plan)
+                    return plan
+                scattered_outputs |= missing
         except NotSplittable as error:
-            failed = failed if str(failed) else error
-    raise failed
+            failure = failure if str(failure) else error
+    raise failure
 
 
 class _ActivationTracer(LabelTracer):
-    """Notes what is whole where a part is needed, if it can be cut where a module returns it; and goes on as if it were."""
+    """Records modules whose whole output meets split activations, and continues as if it were scattered."""
 
-    def __init__(self, seen: TraceResult):
-        super().__init__(seen)
+    def __init__(self, result: TraceResult):
+        super().__init__(result)
         self.missing: set[str] = set()
-        self.outside = False  # of blocks
-        self.closed = True
+        self.is_outside = False  # of blocks
+        self.is_inside_blocks = True
 
-    def follow(
+    def propagate(
         self, func: Any, args: Any, kwargs: Any, tensors: list[Tensor], results: list[Tensor]
     ) -> list[int | None] | None:
-        self.closed &= not self.outside
-        dims = super().follow(func, args, kwargs, tensors, results)
+        self.is_inside_blocks &= not self.is_outside
+        dims = super().propagate(func, args, kwargs, tensors, results)
         if dims is not None or not is_pointwise(func):
             return dims
         split = next(tensor for tensor in tensors if self.label(tensor))
         whole = [tensor for tensor in tensors if not self.label(tensor) and tensor.shape == split.shape]
-        if not whole or any(id(tensor) not in self.made for tensor in whole):
+        if not whole or any(id(tensor) not in self.producers for tensor in whole):
             return None
         for tensor in whole:
-            self.missing.add(self.made[id(tensor)])
-            self.put(tensor, self.labels[id(split)])
-        return super().follow(func, args, kwargs, tensors, results)
+            self.missing.add(self.producers[id(tensor)])
+            self.set_label(tensor, self.labels[id(split)])
+        return super().propagate(func, args, kwargs, tensors, results)
 
 
 @dataclass
 class _SequenceTrial:
+    """One attempt to split activations along `dim`, from the block `first` to the block `last`."""
+
     model: nn.Module
     styles: Mapping[str, str]
     blocks: Mapping[str, nn.Module]
@@ -132,83 +145,91 @@ class _SequenceTrial:
     last: str
     dim: int
     tp: int
-    scatters: frozenset[str]
-    whole_shape: tuple[int, ...] | None = None  # of what is cut first
-    open: bool = False  # from there to the end of the last block
+    scattered_outputs: frozenset[str]
+    whole_shape: tuple[int, ...] | None = None  # of the first activations that are scattered
+    is_split: bool = False  # from there to the end of the last block
     edges: dict[str, BlockEdges] = field(default_factory=dict)  # in the order of calls
-    exits: dict[str, set[bool]] = field(default_factory=dict)
-    entered: list[tuple[str, int | None]] = field(
-        default_factory=list
-    )  # split layer, id of its input if that is split
-    at_edges: set[int] = field(default_factory=set)
+    sums: dict[str, set[bool]] = field(default_factory=dict)  # row layer -> whether its sum is scattered
+    # split layer, and the id of its input if that is split
+    inputs: list[tuple[str, int | None]] = field(default_factory=list)
+    edge_ids: set[int] = field(default_factory=set)  # of split arguments and outputs of blocks
 
-    def find(self, run: Callable[[], Any]) -> tuple[SequenceParallelPlan | None, set[str]]:
-        """What is done with activations; or modules whose outputs have to be cut first."""
-        self.watch = _ActivationTracer(TraceResult(self.model, root_of={ACTIVATIONS: ACTIVATIONS}))
+    def find_plan(self, run: Callable[[], Any]) -> tuple[SequenceParallelPlan | None, set[str]]:
+        """Return the plan; or None and the modules whose outputs must be scattered first."""
+        self.tracer = _ActivationTracer(TraceResult(self.model, parents={ACTIVATIONS: ACTIVATIONS}))
         with (
-            self._at_blocks(self._begin, self._end),
-            replaced_forwards(self.model, self._wrap, self.scatters),
-            WholeFunctionTracer(self.watch),
-            self.watch,
+            self._hooked_blocks(self._begin, self._end),
+            replaced_forwards(self.model, self._wrap, self.scattered_outputs),
+            WholeFunctionTracer(self.tracer),
+            self.tracer,
         ):
             output = run()
-        self.watch.spoil([leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)], "the output")
-        seen = self.watch.seen
-        if not any(one.label for one in seen.tape):
+        self.tracer.mark_unsplittable(
+            [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)], "the output"
+        )
+        trace = self.tracer.result
+        if not any(operation.label for operation in trace.tape):
             raise NotSplittable
-        if seen.spoiled:
-            raise NotSplittable(seen.spoiled[ACTIVATIONS])
-        if self.watch.missing:
-            return None, self.watch.missing
-        return self._found(seen), set()
+        if trace.unsplittable:
+            raise NotSplittable(trace.unsplittable[ACTIVATIONS])
+        if self.tracer.missing:
+            return None, self.tracer.missing
+        return self._build_plan(trace), set()
 
-    def _found(self, seen: TraceResult) -> SequenceParallelPlan:
-        gathered = self._gathered()
+    def _build_plan(self, trace: TraceResult) -> SequenceParallelPlan:
+        gathered = self._find_gathered_outputs()
         kinds: dict[str, set[str]] = {}
-        for name, at in self.entered:
+        for name, input_id in self.inputs:
             kinds.setdefault(name, set()).add(
-                "whole" if at is None else "fed" if at in gathered else "entrance"
+                "whole" if input_id is None else "ready" if input_id in gathered else "gathered"
             )
-        exits = frozenset(name for name, ways in self.exits.items() if True in ways)
-        parameters = seen.partial.get(ACTIVATIONS, set()) | {f"{name}.bias" for name in exits}
-        twice = [name for name, ways in kinds.items() if len(ways) > 1] + [
-            name for name, ways in self.exits.items() if len(ways) > 1
+        scattered_sums = frozenset(name for name, kinds_of_sum in self.sums.items() if True in kinds_of_sum)
+        parameters = trace.partial.get(ACTIVATIONS, set()) | {f"{name}.bias" for name in scattered_sums}
+        mixed = [name for name, kinds_of_input in kinds.items() if len(kinds_of_input) > 1] + [
+            name for name, kinds_of_sum in self.sums.items() if len(kinds_of_sum) > 1
         ]
-        if twice or parameters & seen.whole:
-            raise NotSplittable(
-                f"{(twice or sorted(parameters & seen.whole))[0]}, which is used in several ways"
-            )
+        if mixed or parameters & trace.whole:
+            name = (mixed or sorted(parameters & trace.whole))[0]
+            raise NotSplittable(f"{name}, which is used for split and for whole activations")
         return SequenceParallelPlan(
             dim=self.dim,
             blocks=self.edges,
-            closed=self.watch.closed,
-            exits=exits,
-            entrances=frozenset(name for name, ways in kinds.items() if "entrance" in ways),
-            gathers=frozenset(gathered.values()),
-            fed=frozenset(name for name, ways in kinds.items() if "fed" in ways),
-            scatters=self.scatters,
+            is_inside_blocks=self.tracer.is_inside_blocks,
+            scattered_sums=scattered_sums,
+            gathered_inputs=frozenset(
+                name for name, kinds_of_input in kinds.items() if "gathered" in kinds_of_input
+            ),
+            gathered_outputs=frozenset(gathered.values()),
+            ready_inputs=frozenset(
+                name for name, kinds_of_input in kinds.items() if "ready" in kinds_of_input
+            ),
+            scattered_outputs=self.scattered_outputs,
             partial=frozenset(parameters),
-            draws=tuple((name, label is not None) for name, label in seen.draws),
+            draws=tuple((name, label is not None) for name, label in trace.draws),
         )
 
-    def _gathered(self) -> dict[int, str]:
-        """Tensors that are made by a module and taken by split layers alone: a forward may go by their sizes."""
-        watch = self.watch
+    def _find_gathered_outputs(self) -> dict[int, str]:
+        """Return the tensors, by id, that a module makes and only split layers take.
+
+        They are gathered where they are made, because a forward may read their sizes.
+        """
+        tracer = self.tracer
         taken = {
-            at
-            for _, at in self.entered
-            if at is not None and not watch.uses.get(at) and at not in self.at_edges
+            input_id
+            for _, input_id in self.inputs
+            if input_id is not None and not tracer.use_counts.get(input_id) and input_id not in self.edge_ids
         }
-        made = {
-            at: watch.made[at]
-            for at in taken
-            if watch.made.get(at) not in (None, *self.blocks, *self.scatters, *self.styles)
+        produced = {
+            input_id: tracer.producers[input_id]
+            for input_id in taken
+            if tracer.producers.get(input_id)
+            not in (None, *self.blocks, *self.scattered_outputs, *self.styles)
         }
-        others = {name for at, name in watch.made.items() if at not in made}
-        return {at: name for at, name in made.items() if name not in others}
+        others = {name for output_id, name in tracer.producers.items() if output_id not in produced}
+        return {output_id: name for output_id, name in produced.items() if name not in others}
 
     @contextlib.contextmanager
-    def _at_blocks(self, before: Any, after: Any) -> Iterator[None]:
+    def _hooked_blocks(self, before: Any, after: Any) -> Iterator[None]:
         hooks = [
             hook
             for name, block in self.blocks.items()
@@ -223,132 +244,143 @@ class _SequenceTrial:
     def _begin(self, name: str, arguments: Any) -> Any:
         leaves, structure = flatten(arguments)
         if name == self.first and self.whole_shape is None:
-            at = _find_activations(leaves)
-            if at is None:
+            index = _find_activations(leaves)
+            if index is None:
                 raise NotSplittable
-            self.whole_shape, self.open = tuple(leaves[at].shape), True
+            self.whole_shape, self.is_split = tuple(leaves[index].shape), True
             if self.whole_shape[self.dim] % self.tp:
                 raise NotSplittable(f"their shape {self.whole_shape}")
-            leaves[at] = self._cut(leaves[at])
-        if self.open:
+            leaves[index] = self._scatter(leaves[index])
+        if self.is_split:
             if name in self.edges:
                 raise NotSplittable(f"{name}, which is called more than once")
-            self.watch.outside = False
-            self.edges[name] = BlockEdges(self._marks(leaves), ())
+            self.tracer.is_outside = False
+            self.edges[name] = BlockEdges(self._mark(leaves), ())
         return tree_unflatten(leaves, structure)
 
     def _end(self, name: str, output: Any) -> Any:
-        if not self.open:
+        if not self.is_split:
             return None
         leaves, _ = flatten(output)
-        self.edges[name] = BlockEdges(self.edges[name].arguments, self._marks(leaves))
-        self.watch.outside = True
+        self.edges[name] = BlockEdges(self.edges[name].arguments, self._mark(leaves))
+        self.tracer.is_outside = True
         if name != self.last:
             return None
-        self.open = False
-        with self.watch.apart():
+        self.is_split = False
+        with self.tracer.paused():
             whole = map_marked(lambda leaf: leaf.view_as(leaf), self.edges[name].output, output)
-        self.watch.kept.append(whole)
+        self.tracer.keep_alive.append(whole)
         return whole
 
-    def _marks(self, leaves: list[Any]) -> tuple[bool, ...]:
-        split = [leaf for leaf in leaves if self.watch.label(leaf)]
-        self.at_edges |= {id(leaf) for leaf in split}
-        if any(self.watch.labels[id(leaf)][1] != self.dim for leaf in split):
-            raise NotSplittable("how blocks turn them")
-        return tuple(self.watch.label(leaf) is not None for leaf in leaves)
+    def _mark(self, leaves: list[Any]) -> tuple[bool, ...]:
+        """Return which leaves are split."""
+        split = [leaf for leaf in leaves if self.tracer.label(leaf)]
+        self.edge_ids |= {id(leaf) for leaf in split}
+        if any(self.tracer.labels[id(leaf)][1] != self.dim for leaf in split):
+            raise NotSplittable("blocks that transpose them")
+        return tuple(self.tracer.label(leaf) is not None for leaf in leaves)
 
-    def _cut(self, whole: Tensor) -> Tensor:
-        with self.watch.apart():
+    def _scatter(self, whole: Tensor) -> Tensor:
+        with self.tracer.paused():
             part = whole.view_as(whole)
-        self.watch.put(part, (ACTIVATIONS, self.dim))
+        self.tracer.set_label(part, (ACTIVATIONS, self.dim))
         return part
 
     def _wrap(self, name: str, module: nn.Module, inner: Callable[..., Any]) -> Callable[..., Any]:
         def forward(*args: Any, **kwargs: Any) -> Any:
             if is_linear(module) or is_embedding(module):
-                with self.watch.apart():
+                with self.tracer.paused():
                     y = inner(*args, **kwargs)
-                self.watch.kept.append(y)
-                self._layer(name, module, tree_leaves((args, kwargs))[0], y)
+                self.tracer.keep_alive.append(y)
+                self._record_layer(name, module, tree_leaves((args, kwargs))[0], y)
             else:
                 y = inner(*args, **kwargs)
-            return self._cut(y) if name in self.scatters and self.open else y
+            return self._scatter(y) if name in self.scattered_outputs and self.is_split else y
 
         return forward
 
-    def _layer(self, name: str, module: nn.Module, x: Tensor, y: Tensor) -> None:
-        watch, style = self.watch, self.styles.get(name)
-        label = watch.label(x)
+    def _record_layer(self, name: str, module: nn.Module, x: Tensor, y: Tensor) -> None:
+        tracer, style = self.tracer, self.styles.get(name)
+        label = tracer.label(x)
         if label is not None and (label[1] != self.dim or label[1] == x.dim() - 1 or style == "row"):
-            watch.spoil([x], name)
-        if style in GATHERING:
-            self.entered.append((name, id(x) if label else None))
+            tracer.mark_unsplittable([x], name)
+        if style is not None and STYLES[style].takes_whole_input:
+            self.inputs.append((name, id(x) if label else None))
         elif style == "row":
-            fits = self.open and self.whole_shape is not None and y.shape[:-1] == self.whole_shape[:-1]
-            self.exits.setdefault(name, set()).add(fits)
-            if fits:
-                watch.put(y, (ACTIVATIONS, self.dim))
+            is_scattered = (
+                self.is_split and self.whole_shape is not None and y.shape[:-1] == self.whole_shape[:-1]
+            )
+            self.sums.setdefault(name, set()).add(is_scattered)
+            if is_scattered:
+                tracer.set_label(y, (ACTIVATIONS, self.dim))
         else:
-            met = {f"{name}.{key}" for key in module._parameters}
+            parameters = {f"{name}.{key}" for key in module._parameters}
             if label is None:
-                watch.seen.whole |= met
+                tracer.result.whole |= parameters
             else:
-                watch.put(y, label)
-                watch.seen.partial.setdefault(ACTIVATIONS, set()).update(met)
+                tracer.set_label(y, label)
+                tracer.result.partial.setdefault(ACTIVATIONS, set()).update(parameters)
 
-    def prove(self, run: Callable[[], Any], found: SequenceParallelPlan) -> None:
-        """Make the pass as one rank would. Raises NotFound where that does something else."""
+    def check_plan(self, run: Callable[[], Any], plan: SequenceParallelPlan) -> None:
+        """Run the pass with the sizes of one rank.
+
+        Raises NotSplittable if its operations differ from those of the whole pass.
+        """
         assert self.whole_shape is not None
         dim, tp, length = self.dim, self.tp, self.whole_shape[self.dim]
-        part = LabelTracer(TraceResult(self.model))
+        tracer = LabelTracer(TraceResult(self.model))
 
-        def cut(whole: Tensor) -> Tensor:
+        def scatter(whole: Tensor) -> Tensor:
             if whole.shape[dim] != length:
                 raise RuntimeError(f"{tuple(whole.shape)} is not whole along {dim}")
             return whole.narrow(dim, 0, length // tp).clone()
 
         def gather(x: Tensor) -> Tensor:
             if x.shape[dim] * tp != length:
-                raise RuntimeError(f"{tuple(x.shape)} is no part along {dim}")
+                raise RuntimeError(f"{tuple(x.shape)} is not a part along {dim}")
             return x.new_empty(*x.shape[:dim], length, *x.shape[dim + 1 :])
 
         def wrap(name: str, module: nn.Module, inner: Callable[..., Any]) -> Callable[..., Any]:
             def forward(x: Tensor, *args: Any, **kwargs: Any) -> Any:
                 if is_linear(module) or is_embedding(module):
-                    with part.apart():
-                        y = inner(gather(x) if name in found.entrances else x, *args, **kwargs)
+                    with tracer.paused():
+                        y = inner(gather(x) if name in plan.gathered_inputs else x, *args, **kwargs)
                 else:
                     y = inner(x, *args, **kwargs)
-                with part.apart():
-                    if name in found.gathers:
+                with tracer.paused():
+                    if name in plan.gathered_outputs:
                         return gather(y)
-                    return cut(y) if name in found.scatters or name in found.exits else y
+                    return scatter(y) if name in plan.scattered_outputs or name in plan.scattered_sums else y
 
             return forward
 
         def begin(name: str, arguments: Any) -> Any:
-            with part.apart():
+            with tracer.paused():
                 return (
-                    map_marked(cut, found.blocks[name].arguments, arguments) if name == self.first else None
+                    map_marked(scatter, plan.blocks[name].arguments, arguments)
+                    if name == self.first
+                    else None
                 )
 
         def end(name: str, output: Any) -> Any:
-            with part.apart():
-                return map_marked(gather, found.blocks[name].output, output) if name == self.last else None
+            with tracer.paused():
+                return map_marked(gather, plan.blocks[name].output, output) if name == self.last else None
 
-        tape = self.watch.seen.tape
-        with self._at_blocks(begin, end), replaced_forwards(self.model, wrap, found.gathers | found.scatters):
-            at = find_first_difference(run, part, tape, lambda label: tp)
-        if at is not None:
-            raise NotSplittable(f"{tape[at].name}, which goes by their sizes")
+        tape = self.tracer.result.tape
+        with (
+            self._hooked_blocks(begin, end),
+            replaced_forwards(self.model, wrap, plan.gathered_outputs | plan.scattered_outputs),
+        ):
+            index = find_first_difference(run, tracer, tape, lambda label: tp)
+        if index is not None:
+            raise NotSplittable(f"{tape[index].name}, which depends on their sizes")
 
 
 def _find_activations(leaves: list[Any]) -> int | None:
-    """Which argument of a block are the activations."""
+    """Return the index of the argument of a block that is likely its activations."""
     likely = [
-        at
-        for at, leaf in enumerate(leaves)
+        index
+        for index, leaf in enumerate(leaves)
         if isinstance(leaf, Tensor) and leaf.is_floating_point() and leaf.dim() > 2
     ]
-    return next((at for at in likely if leaves[at].requires_grad), likely[0] if likely else None)
+    return next((index for index in likely if leaves[index].requires_grad), likely[0] if likely else None)

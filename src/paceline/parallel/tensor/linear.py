@@ -1,4 +1,4 @@
-"""How a layer computes on its part of the weights: what it sums and gathers over the ranks of a tensor axis."""
+"""Forward passes of split layers, with the collectives that they need over the ranks of a tensor axis."""
 
 from collections.abc import Callable
 from typing import Any
@@ -12,53 +12,72 @@ from paceline.distributed.dtensor import local_tensor, shard_size
 from paceline.parallel.tensor.tracer import is_transposed, linear_features
 
 TensorFunction = Callable[[Tensor], Tensor]
+# (module, group, enter, reduce) -> the forward of `module`. `enter` prepares the input for split weights;
+# `reduce` sums the partial outputs of the ranks.
+ForwardBuilder = Callable[[Any, dist.ProcessGroup, TensorFunction, TensorFunction], TensorFunction]
+
+SPLIT_LOSS = "_paceline_split_loss"  # attribute of a head: whether its output stays split in training
 
 
 def _local_linear(module: Any, x: Tensor, bias: bool) -> Tensor:
     weight = local_tensor(module.weight)
-    added = local_tensor(module.bias) if bias and module.bias is not None else None
-    return F.linear(x, weight.t() if is_transposed(module) else weight, added)
+    local_bias = local_tensor(module.bias) if bias and module.bias is not None else None
+    return F.linear(x, weight.t() if is_transposed(module) else weight, local_bias)
 
 
-def _column(
-    module: Any, group: dist.ProcessGroup, enter: TensorFunction, add: TensorFunction
+def build_column_forward(
+    module: Any, group: dist.ProcessGroup, enter: TensorFunction, reduce: TensorFunction
 ) -> TensorFunction:
+    """Return a forward whose output is split along its last dimension."""
     return lambda x: _local_linear(module, enter(x), bias=True)
 
 
-def _gather(
-    module: Any, group: dist.ProcessGroup, enter: TensorFunction, add: TensorFunction
+def build_gather_forward(
+    module: Any, group: dist.ProcessGroup, enter: TensorFunction, reduce: TensorFunction
 ) -> TensorFunction:
+    """Return a forward that gathers its split output."""
     return lambda x: _GatherOutput.apply(
         _local_linear(module, enter(x), bias=True), linear_features(module)[1], group
     )
 
 
-def _row(module: Any, group: dist.ProcessGroup, enter: TensorFunction, add: TensorFunction) -> TensorFunction:
+def build_row_forward(
+    module: Any, group: dist.ProcessGroup, enter: TensorFunction, reduce: TensorFunction
+) -> TensorFunction:
+    """Return a forward that takes split features and sums the products of all ranks."""
+
     def forward(x: Tensor) -> Tensor:
-        whole = add(_local_linear(module, x, bias=False))
+        whole = reduce(_local_linear(module, x, bias=False))
         return whole + module.bias if module.bias is not None else whole
 
     return forward
 
 
-def _vocabulary(
-    module: Any, group: dist.ProcessGroup, enter: TensorFunction, add: TensorFunction
+def build_vocabulary_forward(
+    module: Any, group: dist.ProcessGroup, enter: TensorFunction, reduce: TensorFunction
 ) -> TensorFunction:
+    """Return the forward of an embedding with split rows: each rank looks up its rows, then a sum."""
+
     def forward(ids: Tensor) -> Tensor:
         weight = local_tensor(module.weight)
-        here = ids - group.rank() * shard_size(module.num_embeddings, group.size())
-        elsewhere = (here < 0) | (here >= len(weight))
-        rows = F.embedding(here.masked_fill(elsewhere, 0), weight).masked_fill(elsewhere.unsqueeze(-1), 0)
-        return add(rows)
+        local_ids = ids - group.rank() * shard_size(module.num_embeddings, group.size())
+        is_remote = (local_ids < 0) | (local_ids >= len(weight))
+        rows = F.embedding(local_ids.masked_fill(is_remote, 0), weight).masked_fill(
+            is_remote.unsqueeze(-1), 0
+        )
+        return reduce(rows)
 
     return forward
 
 
-def _head(
-    module: Any, group: dist.ProcessGroup, enter: TensorFunction, add: TensorFunction
+def build_head_forward(
+    module: Any, group: dist.ProcessGroup, enter: TensorFunction, reduce: TensorFunction
 ) -> TensorFunction:
-    """What the model returns: whole, or split along its last dimension where the loss can be computed so."""
+    """Return the forward of a layer whose output the model returns.
+
+    In training the output stays split along its last dimension if the loss can be computed from parts; else
+    it is gathered.
+    """
 
     def forward(x: Tensor) -> Tensor:
         part = _local_linear(module, enter(x), bias=True)
@@ -72,7 +91,7 @@ def _head(
 
 
 def as_split_dtensor(part: Tensor, features: int, axis: Any) -> Any:
-    """The tensor whose last dimension is split over the one axis of a mesh, as torch's DTensor."""
+    """Return the DTensor whose last dimension, of size `features`, is split over the 1-D mesh `axis`."""
     from torch.distributed.tensor import DTensor, Shard
 
     shape = torch.Size((*part.shape[:-1], features))
@@ -82,46 +101,37 @@ def as_split_dtensor(part: Tensor, features: int, axis: Any) -> Any:
     )
 
 
-SPLIT_LOSS = "_paceline_split_loss"
-FORWARDS: dict[
-    str, Callable[[Any, Any, TensorFunction, TensorFunction], TensorFunction]
-] = {  # module, group, what enters, what is summed
-    "column": _column,
-    "row": _row,
-    "gather": _gather,
-    "head": _head,
-    "vocabulary": _vocabulary,
-}
-
-
 class SharedEntry:
-    """Where activations meet split weights, of whose gradient each rank has a part. Layers side by side share what is done there."""
+    """The entry of activations into split layers with the same input.
+
+    Each rank has a part of the gradient of the input. Layers with the same input enter it once, so that their
+    gradients are summed by one collective.
+    """
 
     def __init__(self) -> None:
-        self.layers = 0
-        self.last: tuple[Tensor, Tensor] | None = (
-            None  # what came, and what was made of it, until all layers have had it
-        )
-        self.left = 0
+        self.num_layers = 0
+        # the input and its entered form, until all layers have taken it
+        self.current: tuple[Tensor, Tensor] | None = None
+        self.num_remaining = 0
 
     def __call__(self, x: Tensor, enter: TensorFunction) -> Tensor:
-        if self.last is None or self.last[0] is not x:
-            self.last, self.left = (x, enter(x)), self.layers
-        entered = self.last[1]
-        self.left -= 1
-        if not self.left:
-            self.last = None
+        if self.current is None or self.current[0] is not x:
+            self.current, self.num_remaining = (x, enter(x)), self.num_layers
+        entered = self.current[1]
+        self.num_remaining -= 1
+        if not self.num_remaining:
+            self.current = None
         return entered
 
 
 def copy_to_split(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Whole activations, whose gradient is summed."""
+    """Return `x`, and all-reduce its gradient over the ranks."""
     entered: Tensor = _EnterSplitLinear.apply(x, group)
     return entered
 
 
 def sum_partials(summand: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """The whole sum over the ranks."""
+    """All-reduce the summands of the ranks. Each rank has the whole gradient already."""
     whole: Tensor = _SumPartials.apply(summand, group)
     return whole
 
@@ -153,19 +163,21 @@ class _SumPartials(torch.autograd.Function):
 
 
 class _GatherOutput(torch.autograd.Function):
-    """All ranks go on alike from here, so each has the whole gradient already."""
+    """An all-gather without communication in the backward pass.
+
+    All ranks compute the same from the gathered output on, so each has the whole gradient already.
+    """
 
     @staticmethod
     def forward(ctx: Any, part: Tensor, features: int, group: dist.ProcessGroup) -> Tensor:
         width = shard_size(features, group.size())
         ctx.begin, ctx.features = group.rank() * width, part.shape[-1]
-        padded = F.pad(part, (0, width - part.shape[-1])).contiguous()  # nothing where all are of one width
+        padded = F.pad(part, (0, width - part.shape[-1])).contiguous()  # no padding if all widths are equal
         parts = [torch.empty_like(padded) for _ in range(group.size())]
         dist.all_gather(parts, padded, group=group)
         whole = torch.cat(parts, -1)
-        return (
-            whole if whole.shape[-1] == features else whole[..., :features].clone()
-        )  # no view, which the model could not write to
+        # A clone and not a view, because the model may write to it in place.
+        return whole if whole.shape[-1] == features else whole[..., :features].clone()
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:

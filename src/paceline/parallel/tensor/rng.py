@@ -1,8 +1,8 @@
-"""Random draws on ranks that share a layer: alike for what each of them has whole, apart for what each has a part of.
+"""Random numbers on ranks that share a layer: equal for whole tensors, independent for parts.
 
-All ranks of a tensor axis start a micro-batch with one stream. A module that drops parts draws one number from it, the same on each
-rank, and goes on in a stream that is made of this number and its rank: so the shared stream stays the same on all ranks, and whatever
-puts that back (recomputation) puts back all.
+All ranks of a tensor axis start a micro-batch with the same shared stream. A module that draws for parts
+takes one number from it, the same on each rank, and continues in a private stream seeded by this number and
+the rank. So the shared stream stays equal on all ranks, and restoring it (recomputation) restores both.
 """
 
 import contextlib
@@ -19,28 +19,36 @@ from paceline.parallel.tensor.find_sequence_parallel import SequenceParallelPlan
 
 
 def plan_dropout_rng(
-    features: Sequence[tuple[str, bool]], between: SequenceParallelPlan | None
+    features: Sequence[tuple[str, bool]], sequence: SequenceParallelPlan | None
 ) -> tuple[dict[str, bool], list[str]]:
-    """Of modules that draw at random whether they do so for parts, by the draws of a pass in their order: of `features`, or of activations.
-    And modules that do both: they draw for parts as if those were whole."""
-    others = between.draws if between is not None else features
-    ways: dict[str, set[bool]] = {}
-    for (name, of_features), (_, of_activations) in zip(features, others, strict=True):
-        ways.setdefault(name, set()).add(of_features or of_activations)
-    return {name: found == {True} for name, found in ways.items()}, [
-        name for name, found in ways.items() if len(found) > 1
+    """Return whether each module that draws random numbers draws for parts, and the modules that do both.
+
+    features: the draws of a pass in order, as (module, whether it draws for a part of the features).
+    sequence: has the same draws, with whether they are for a part of the activations.
+
+    Modules that draw both for parts and for whole tensors use the shared stream for both.
+    """
+    activations = sequence.draws if sequence is not None else features
+    kinds: dict[str, set[bool]] = {}
+    for (name, is_feature_part), (_, is_activation_part) in zip(features, activations, strict=True):
+        kinds.setdefault(name, set()).add(is_feature_part or is_activation_part)
+    return {name: kind == {True} for name, kind in kinds.items()}, [
+        name for name, kind in kinds.items() if len(kind) > 1
     ]
 
 
 def install_dropout_rng(
     model: nn.Module, draws: Mapping[str, bool], group: dist.ProcessGroup, device_type: str
 ) -> None:
+    """Let modules draw from the private stream of this rank (True in `draws`) or from the shared one."""
     if not any(draws.values()):
         return
     streams = _DropoutStreams(group.rank(), device_type)
-    for name, apart in draws.items():
+    for name, is_private in draws.items():
         module = model.get_submodule(name)
-        module.forward = _with_stream(module, module.forward, streams.own if apart else streams.shared)
+        module.forward = _with_stream(
+            module, module.forward, streams.private if is_private else streams.shared
+        )
 
 
 def _with_stream(
@@ -58,51 +66,53 @@ def _with_stream(
 
 
 class _DropoutStreams:
+    """The shared stream of a tensor axis and the private stream of this rank."""
+
     def __init__(self, rank: int, device_type: str):
         cuda = torch.cuda.default_generators[torch.cuda.current_device()] if device_type == "cuda" else None
         self.rank, self.device = rank, torch.device(device_type)
         self.generators = [
             generator for generator in (torch.default_generator, cuda) if generator is not None
         ]
-        self.put_by: list[Tensor] | None = None  # states of the shared stream, while the own one runs
+        # states of the shared stream while the private one is active
+        self.shared_states: list[Tensor] | None = None
 
     @contextlib.contextmanager
-    def own(self) -> Iterator[None]:
-        if self.put_by is not None:
+    def private(self) -> Iterator[None]:
+        if self.shared_states is not None:
             yield
             return
-        with (
-            _disable_current_modes()
-        ):  # the stream is real, also in a step without numbers (that of paceline comms)
+        # The stream is real also in a step without values, as in `paceline comms`.
+        with _disable_current_modes():
             seed = int(torch.randint(2**62, (), dtype=torch.int64, device="cpu"))
-            self.put_by = self._states()
+            self.shared_states = self._states()
             seed_torch(derive_seed(seed, "tp", self.rank), self.device)
         try:
             yield
         finally:
-            self._set(self.put_by)
-            self.put_by = None
+            self._set_states(self.shared_states)
+            self.shared_states = None
 
     @contextlib.contextmanager
     def shared(self) -> Iterator[None]:
-        """Inside of what runs in the own stream."""
-        if self.put_by is None:
+        """Return to the shared stream inside of a module that uses the private one."""
+        if self.shared_states is None:
             yield
             return
-        own = self._states()
-        self._set(self.put_by)
-        self.put_by = None
+        private_states = self._states()
+        self._set_states(self.shared_states)
+        self.shared_states = None
         try:
             yield
         finally:
-            self.put_by = self._states()
-            self._set(own)
+            self.shared_states = self._states()
+            self._set_states(private_states)
 
     def _states(self) -> list[Tensor]:
         with _disable_current_modes():
             return [generator.get_state() for generator in self.generators]
 
-    def _set(self, states: list[Tensor]) -> None:
+    def _set_states(self, states: list[Tensor]) -> None:
         with _disable_current_modes():
             for generator, state in zip(self.generators, states, strict=True):
                 generator.set_state(state)

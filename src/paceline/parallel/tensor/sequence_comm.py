@@ -1,6 +1,7 @@
-"""Activations that are split over the ranks of a tensor axis: how they are cut, gathered, and summed in parts.
+"""Scatter, gather and reduce-scatter for activations that are split over the ranks of a tensor axis.
 
-Each rank has a piece of one dimension, in the order of ranks; where the ranks do not divide it, the last pieces are shorter.
+Each rank has a part of one dimension, in the order of ranks. If the ranks do not divide the dimension, the
+last parts are shorter.
 """
 
 from collections.abc import Callable
@@ -24,148 +25,153 @@ def _unchanged(tree: Any) -> None:
 def hook_block(
     block: nn.Module, before: Callable[[Any], Any] = _unchanged, after: Callable[[Any], Any] = _unchanged
 ) -> list[RemovableHandle]:
-    """Call a block with what `before` makes of its arguments, and let it return what `after` makes of its output; None: as it is."""
+    """Replace the arguments of a block by before(arguments), and its output by after(output).
+
+    A function that returns None leaves them unchanged.
+    """
     return [
         block.register_forward_pre_hook(lambda _, args, kwargs: before((args, kwargs)), with_kwargs=True),
         block.register_forward_hook(lambda _, args, output: after(output)),
     ]
 
 
-def map_marked(change: Callable[[Tensor], Tensor], marks: tuple[bool, ...], tree: Any) -> Any:
-    """`tree` with some of its leaves changed."""
+def map_marked(function: Callable[[Tensor], Tensor], marks: tuple[bool, ...], tree: Any) -> Any:
+    """Return `tree` with `function` applied to its marked leaves."""
     leaves, structure = flatten(tree)
     return tree_unflatten(
-        [change(leaf) if marked else leaf for leaf, marked in zip(leaves, marks, strict=True)], structure
+        [function(leaf) if marked else leaf for leaf, marked in zip(leaves, marks, strict=True)], structure
     )
 
 
 class SequenceCollectives:
-    """The pieces of one pass: all that are cut have one length, which is that of the micro-batch or of its sequences."""
+    """The collectives of one pass along dimension `dim`.
+
+    All split activations have one length there, that of the micro-batch or of its sequences.
+    """
 
     def __init__(self, group: dist.ProcessGroup, dim: int):
         self.group, self.dim = group, dim
-        self.length = 0  # of the whole
+        self.length = 0  # of whole activations
 
-    def cut(self, whole: Tensor) -> Tensor:
-        """Of what each rank has."""
+    def scatter(self, whole: Tensor) -> Tensor:
+        """Return this rank's part of activations that every rank has."""
         self.length = whole.shape[self.dim]
-        piece: Tensor = _ScatterSequence.apply(whole, self)
-        return piece
+        part: Tensor = _ScatterSequence.apply(whole, self)
+        return part
 
-    def add(self, summand: Tensor) -> Tensor:
-        """The piece of the sum over the ranks."""
+    def reduce_scatter(self, summand: Tensor) -> Tensor:
+        """Return this rank's part of the sum over the ranks."""
         self.length = summand.shape[self.dim]
-        piece: Tensor = _ReduceScatterSequence.apply(summand, self)
-        return piece
+        part: Tensor = _ReduceScatterSequence.apply(summand, self)
+        return part
 
-    def gather(self, piece: Tensor) -> Tensor:
-        """For what each rank computes in the same way."""
-        self._check(piece)
-        whole: Tensor = _GatherSequence.apply(piece, self)
+    def gather(self, part: Tensor) -> Tensor:
+        """Return whole activations for operations that every rank computes in the same way."""
+        self._check_part(part)
+        whole: Tensor = _GatherSequence.apply(part, self)
         return whole
 
-    def enter(self, piece: Tensor) -> Tensor:
-        """For split layers, each of which knows a part of the gradient."""
-        self._check(piece)
-        whole: Tensor = _EnterSplitSequence.apply(piece, self)
+    def gather_for_split(self, part: Tensor) -> Tensor:
+        """Return whole activations for split layers, and reduce-scatter their gradient."""
+        self._check_part(part)
+        whole: Tensor = _EnterSplitSequence.apply(part, self)
         return whole
 
-    def _check(self, piece: Tensor) -> None:
-        if piece.shape[self.dim] != self._span(self.length)[1]:
+    def _check_part(self, part: Tensor) -> None:
+        if part.shape[self.dim] != self._span(self.length)[1]:
             raise PlanError(
-                f"activations of shape {tuple(piece.shape)} are no piece of {self.length} along dimension {self.dim}, as they were in the "
-                "pass that tensor parallelism looked at; use a plan without tp"
+                f"activations of shape {tuple(part.shape)} are not a part of {self.length} along dimension "
+                f"{self.dim}, as they were in the pass that tensor parallelism traced; use a plan without tp"
             )
 
-    def _step(self, length: int) -> int:
+    def _part_length(self, length: int) -> int:
         return -(-length // self.group.size())
 
     def _span(self, length: int) -> tuple[int, int]:
-        """Start and length of this rank's piece."""
-        start = min(self.group.rank() * self._step(length), length)
-        return start, min(self._step(length), length - start)
+        """Return start and length of this rank's part."""
+        start = min(self.group.rank() * self._part_length(length), length)
+        return start, min(self._part_length(length), length - start)
 
-    def own(self, whole: Tensor) -> Tensor:
+    def local_part(self, whole: Tensor) -> Tensor:
         return whole.narrow(self.dim, *self._span(whole.shape[self.dim])).clone(
             memory_format=torch.contiguous_format
         )
 
-    def all_gather(self, piece: Tensor, length: int) -> Tensor:
-        ranks, piece = self.group.size(), self._padded(piece, self._step(length)).contiguous()
-        whole = piece.new_empty(ranks * piece.shape[0], *piece.shape[1:])
-        dist.all_gather(list(whole.chunk(ranks)), piece, group=self.group)
-        return self._shortened(torch.cat(whole.chunk(ranks), self.dim) if self.dim else whole, length)
+    def all_gather_parts(self, part: Tensor, length: int) -> Tensor:
+        ranks, part = self.group.size(), self._pad(part, self._part_length(length)).contiguous()
+        whole = part.new_empty(ranks * part.shape[0], *part.shape[1:])
+        dist.all_gather(list(whole.chunk(ranks)), part, group=self.group)
+        return self._shorten(torch.cat(whole.chunk(ranks), self.dim) if self.dim else whole, length)
 
-    def reduce_scatter(self, whole: Tensor) -> Tensor:
+    def reduce_scatter_parts(self, whole: Tensor) -> Tensor:
         ranks, length = self.group.size(), whole.shape[self.dim]
-        step = self._step(length)
+        part_length = self._part_length(length)
         parts = (
-            self._padded(whole, step * ranks)
-            .unflatten(self.dim, (ranks, step))
+            self._pad(whole, part_length * ranks)
+            .unflatten(self.dim, (ranks, part_length))
             .movedim(self.dim, 0)
             .contiguous()
         )
-        if (
-            whole.device.type == "cpu"
-        ):  # gloo's reduce-scatter takes twice the time of an all-reduce (torch 2.13)
+        # torch 2.13: gloo's reduce-scatter takes twice the time of an all-reduce
+        if whole.device.type == "cpu":
             received = torch.empty_like(parts)
             dist.all_to_all_single(received, parts, group=self.group)
-            piece = received.sum(0)
+            part = received.sum(0)
         else:
-            piece = torch.empty_like(parts[0])
-            dist.reduce_scatter(piece, list(parts), group=self.group)
-        return self._shortened(piece, self._span(length)[1])
+            part = torch.empty_like(parts[0])
+            dist.reduce_scatter(part, list(parts), group=self.group)
+        return self._shorten(part, self._span(length)[1])
 
-    def _shortened(self, tensor: Tensor, length: int) -> Tensor:
-        """Never a view, which the model could not write to."""
+    def _shorten(self, tensor: Tensor, length: int) -> Tensor:
+        """Return the first `length` positions, never as a view: the model may write to them in place."""
         return tensor if tensor.shape[self.dim] == length else tensor.narrow(self.dim, 0, length).clone()
 
-    def _padded(self, tensor: Tensor, length: int) -> Tensor:
+    def _pad(self, tensor: Tensor, length: int) -> Tensor:
         missing = length - tensor.shape[self.dim]
         return F.pad(tensor, [0, 0] * (tensor.dim() - 1 - self.dim) + [0, missing]) if missing else tensor
 
 
 class _ScatterSequence(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, whole: Tensor, pieces: SequenceCollectives) -> Tensor:
-        ctx.pieces = pieces
-        ctx.length = whole.shape[pieces.dim]
-        return pieces.own(whole)
+    def forward(ctx: Any, whole: Tensor, collectives: SequenceCollectives) -> Tensor:
+        ctx.collectives = collectives
+        ctx.length = whole.shape[collectives.dim]
+        return collectives.local_part(whole)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return ctx.pieces.all_gather(grad, ctx.length), None
+        return ctx.collectives.all_gather_parts(grad, ctx.length), None
 
 
 class _GatherSequence(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, piece: Tensor, pieces: SequenceCollectives) -> Tensor:
-        ctx.pieces = pieces
-        return pieces.all_gather(piece, pieces.length)
+    def forward(ctx: Any, part: Tensor, collectives: SequenceCollectives) -> Tensor:
+        ctx.collectives = collectives
+        return collectives.all_gather_parts(part, collectives.length)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return ctx.pieces.own(grad), None
+        return ctx.collectives.local_part(grad), None
 
 
 class _EnterSplitSequence(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, piece: Tensor, pieces: SequenceCollectives) -> Tensor:
-        ctx.pieces = pieces
-        return pieces.all_gather(piece, pieces.length)
+    def forward(ctx: Any, part: Tensor, collectives: SequenceCollectives) -> Tensor:
+        ctx.collectives = collectives
+        return collectives.all_gather_parts(part, collectives.length)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return ctx.pieces.reduce_scatter(grad), None
+        return ctx.collectives.reduce_scatter_parts(grad), None
 
 
 class _ReduceScatterSequence(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, summand: Tensor, pieces: SequenceCollectives) -> Tensor:
-        ctx.pieces = pieces
-        ctx.length = summand.shape[pieces.dim]
-        return pieces.reduce_scatter(summand)
+    def forward(ctx: Any, summand: Tensor, collectives: SequenceCollectives) -> Tensor:
+        ctx.collectives = collectives
+        ctx.length = summand.shape[collectives.dim]
+        return collectives.reduce_scatter_parts(summand)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return ctx.pieces.all_gather(grad, ctx.length), None
+        return ctx.collectives.all_gather_parts(grad, ctx.length), None

@@ -1,4 +1,4 @@
-"""A loss of an output that is split over its vocabulary: whether the task's can be computed so, and how."""
+"""The loss of an output that is split over its vocabulary."""
 
 import contextlib
 from collections.abc import Iterator
@@ -18,7 +18,7 @@ from paceline.task import Task
 
 @contextlib.contextmanager
 def split_loss() -> Iterator[None]:
-    """For the loss of a split output and its backward pass: cross entropy over a vocabulary that is split (torch's loss_parallel)."""
+    """Compute cross entropy over a split vocabulary, also in the backward pass (torch's loss_parallel)."""
     from torch.distributed.tensor.experimental import implicit_replication
     from torch.distributed.tensor.parallel import loss_parallel
 
@@ -27,45 +27,49 @@ def split_loss() -> Iterator[None]:
 
 
 def try_split_loss(model: nn.Module, splits: Splits, task: Task, batch: Batch, mesh: DeviceMesh) -> bool:
-    """Whether the task's loss is the same for an output that is split, tried on random numbers. A collective."""
+    """Return whether the task's loss of a split output equals that of the whole, for random outputs.
+
+    A collective.
+
+    Sets the attribute SPLIT_LOSS of the head.
+    """
     from torch.distributed.tensor import DTensor
 
     heads = [name for name, style in splits.styles.items() if style == "head"]
-    if len(heads) != 1 or splits.output is None:
+    if len(heads) != 1 or splits.output_shape is None:
         return False
     head: Any = model.get_submodule(heads[0])
-    drawn = torch.randn(
-        splits.output, generator=torch.Generator().manual_seed(0), dtype=head.weight.dtype
+    output = torch.randn(
+        splits.output_shape, generator=torch.Generator().manual_seed(0), dtype=head.weight.dtype
     ).to(head.weight.device)
     part = (
-        drawn.chunk(mesh.size(), -1)[mesh.get_local_rank()]
+        output.chunk(mesh.size(), -1)[mesh.get_local_rank()]
         .clone(memory_format=torch.contiguous_format)
         .requires_grad_()
     )
-    whole = drawn.requires_grad_()
-    same = True
+    whole = output.requires_grad_()
+    is_same = True
     try:
         expected = task.loss(whole, batch)
         expected.sum().backward()
         with split_loss():
-            found: Any = task.loss(as_split_dtensor(part, drawn.shape[-1], mesh), batch)
-            found = found.full_tensor() if isinstance(found, DTensor) else found
-            found.sum().backward()
+            loss: Any = task.loss(as_split_dtensor(part, output.shape[-1], mesh), batch)
+            loss = loss.full_tensor() if isinstance(loss, DTensor) else loss
+            loss.sum().backward()
         assert whole.grad is not None
-        own = whole.grad.chunk(mesh.size(), -1)[mesh.get_local_rank()]
-        close = is_imagined(found) or torch.allclose(found, expected, rtol=1e-4)
-        same = (
-            close
+        expected_grad = whole.grad.chunk(mesh.size(), -1)[mesh.get_local_rank()]
+        is_close = is_imagined(loss) or torch.allclose(loss, expected, rtol=1e-4)
+        is_same = (
+            is_close
             and part.grad is not None
-            and (is_imagined(own) or torch.allclose(part.grad, own, rtol=1e-3, atol=1e-5))
+            and (is_imagined(expected_grad) or torch.allclose(part.grad, expected_grad, rtol=1e-3, atol=1e-5))
         )
-    except (
-        Exception
-    ):  # whatever the user's loss does with a split output that torch cannot: then it is given the whole
-        same = False
-    if not is_imagined(drawn):
-        agreed = torch.tensor(int(same), device=drawn.device)
-        dist.all_reduce(agreed, dist.ReduceOp.MIN)
-        same = bool(agreed)
-    setattr(head, SPLIT_LOSS, same)
-    return same
+    # The user's loss may use what torch does not support for a split output; it then gets the whole output.
+    except Exception:
+        is_same = False
+    if not is_imagined(output):
+        same_on_all = torch.tensor(int(is_same), device=output.device)
+        dist.all_reduce(same_on_all, dist.ReduceOp.MIN)
+        is_same = bool(same_on_all)
+    setattr(head, SPLIT_LOSS, is_same)
+    return is_same

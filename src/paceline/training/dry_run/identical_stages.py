@@ -125,16 +125,22 @@ def _split_signature(name: str, module: nn.Module, splits: Splits | None) -> Has
     """Return how tensor parallelism treats a module."""
     if splits is None:
         return None
-    between = splits.between
+    sequence = splits.sequence
     module_lists = (
-        (between.exits, between.entrances, between.gathers, between.fed, between.scatters)
-        if between is not None
+        (
+            sequence.scattered_sums,
+            sequence.gathered_inputs,
+            sequence.gathered_outputs,
+            sequence.ready_inputs,
+            sequence.scattered_outputs,
+        )
+        if sequence is not None
         else ()
     )
     return (
         splits.styles.get(name),
         splits.draws.get(name),
         tuple(name in modules for modules in module_lists),
-        between.blocks.get(name) if between is not None else None,
+        sequence.blocks.get(name) if sequence is not None else None,
         tuple(f"{name}.{key}" in splits.partial for key in module._parameters),
     )

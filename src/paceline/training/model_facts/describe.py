@@ -14,6 +14,7 @@ from paceline.data.loader import Batch
 from paceline.distributed.dtensor import storage_id
 from paceline.errors import PlanError, TaskError
 from paceline.parallel.forward import call_model
+from paceline.parallel.tensor.styles import STYLES
 from paceline.plan.model.facts import BlockFacts, LiveBytes, ModelFacts, TensorVolume
 from paceline.plan.model.operations import Operation
 from paceline.plan.plan import Plan, ResolvedPlan
@@ -149,11 +150,11 @@ def _block(watch: OpCounter, at: int, samples: int) -> BlockFacts:
         id(p)
         for n, style in watch.styles.items()
         for k, p in modules[n]._parameters.items()
-        if style != "row" or k == "weight"
+        if k in STYLES[style].split_dims
     }
     none, given = _held(watch, part, samples)
     boundary = math.prod(part.boundary) / samples if part.boundary and at != LAST else 0.0
-    own_layers = [watch.styles.get(layer) for layer in part.layers]
+    own_styles = [watch.styles[layer] for layer in part.layers if layer in watch.styles]
     return BlockFacts(
         name=part.name,
         params=sum(p.numel() for p in own),
@@ -165,7 +166,7 @@ def _block(watch: OpCounter, at: int, samples: int) -> BlockFacts:
         else {"none": none, "selective": given._replace(stream=boundary), "full": TensorVolume(boundary)},
         traffic=TensorVolume(stream=part.moved / samples),
         boundary=boundary,
-        sums=own_layers.count("row") + own_layers.count("vocabulary") + own_layers.count("gather") / 2,
+        sums=sum((STYLES[style].sums for style in own_styles), 0.0),
         kernels=part.kernels,
         operations=_counted(part.operations, samples),
         tensors=len(own),

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal, Self
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -16,18 +16,14 @@ from torch.utils._pytree import tree_leaves
 from paceline.distributed.dtensor import storage_id
 from paceline.parallel.blocks import find_blocks
 from paceline.parallel.op_rules import ATTENTION, attention_inputs
+from paceline.parallel.tensor.styles import STYLES
 from paceline.plan.model.facts import Attention, Product
 from paceline.plan.model.operations import Operation
 from paceline.task import Task, read_layout
 
 ATEN = torch.ops.aten
 FIRST, LAST = -1, -2  # what is computed ahead of the blocks, and behind or between them
-CUTS: Mapping[str, Literal["rows", "columns", "inner"]] = {
-    "column": "columns",
-    "head": "columns",
-    "gather": "columns",
-    "row": "inner",
-}
+
 VIEWS = {
     ATEN.view,
     ATEN._unsafe_view,
@@ -180,13 +176,10 @@ class OpCounter(TorchDispatchMode):
             found = replace(
                 found, first=not tensors[-2 if packet is not ATEN.convolution else 0].requires_grad
             )
-            cut = CUTS.get(self.styles.get(self.running[-1], "")) if self.running else None
+            name = self.styles.get(self.running[-1]) if self.running else None
+            cut = STYLES[name].product_split if name is not None else None
             part.products.append(replace(found, cut=cut))
-            self.touch(
-                tensors,
-                results,
-                cut if self.styles.get(self.running[-1] if self.running else "") != "gather" else None,
-            )
+            self.touch(tensors, results, cut if name != "gather" else None)
         else:
             moved = sum(tensor.numel() for tensor in (*tensors, *results) if tensor.is_floating_point())
             part.moved += moved
