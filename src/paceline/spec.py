@@ -233,7 +233,7 @@ class Spec(Value):
         default=None, gt=0, le=1e9, description=f"length in epochs [default: {DEFAULT_EPOCHS}]"
     )
     steps: int | None = Field(
-        default=None, ge=1, le=10**12, description="length in steps; excludes spec.epochs"
+        default=None, ge=1, le=10**12, description="length in steps; not together with epochs"
     )
     seed: int = Field(
         default=0,

@@ -24,7 +24,7 @@ from paceline.data.loader import (
     RankBatchSlice,
     Samples,
     batches,
-    shuffled,
+    shuffle,
     training_parts,
     validation_parts,
 )
@@ -38,7 +38,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*use of fork:DeprecationWarning
 
 
 def order(samples: int, seed: int, epoch: int = 0) -> list[int]:
-    return shuffled(epoch * samples + np.arange(samples), samples, seed).tolist()
+    return shuffle(epoch * samples + np.arange(samples), samples, seed).tolist()
 
 
 @pytest.mark.parametrize("samples", [1, 2, 3, 4, 5, 10, 97, 100, 1000, 1024, 1797, 65537])
@@ -64,17 +64,17 @@ def test_all_orders_are_as_likely() -> None:
 
 def test_any_number_can_be_asked_for_alone() -> None:
     numbers = np.arange(3 * 97)
-    together = shuffled(numbers, 97, 5)
-    assert [shuffled(numbers[i : i + 1], 97, 5)[0] for i in numbers] == together.tolist()
-    backwards = shuffled(numbers[::-1], 97, 5)
+    together = shuffle(numbers, 97, 5)
+    assert [shuffle(numbers[i : i + 1], 97, 5)[0] for i in numbers] == together.tolist()
+    backwards = shuffle(numbers[::-1], 97, 5)
     assert backwards[::-1].tolist() == together.tolist()
 
 
 def test_the_order_never_changes_from_one_release_to_the_next() -> None:
-    assert shuffled(np.arange(8), 1797, 0).tolist() == [1171, 1284, 1756, 1277, 1029, 611, 1759, 3]
-    assert shuffled(1797 + np.arange(8), 1797, 0).tolist() == [178, 1180, 1428, 659, 1287, 845, 1298, 671]
-    assert shuffled(np.arange(10), 10, 7).tolist() == [5, 7, 9, 1, 0, 6, 3, 4, 2, 8]
-    assert shuffled(10**12 + np.arange(4), 10**9 + 7, 123).tolist() == [
+    assert shuffle(np.arange(8), 1797, 0).tolist() == [1171, 1284, 1756, 1277, 1029, 611, 1759, 3]
+    assert shuffle(1797 + np.arange(8), 1797, 0).tolist() == [178, 1180, 1428, 659, 1287, 845, 1298, 671]
+    assert shuffle(np.arange(10), 10, 7).tolist() == [5, 7, 9, 1, 0, 6, 3, 4, 2, 8]
+    assert shuffle(10**12 + np.arange(4), 10**9 + 7, 123).tolist() == [
         263876599,
         912415230,
         293652711,

@@ -13,7 +13,7 @@ import stacks
 from faults import replaced
 from harness import differences, ranks, trained, training, wrong
 from paceline import Spec, Task, train
-from paceline.data.fake import example
+from paceline.data.fake import example_batch
 from paceline.distributed.dtensor import local_tensor
 from paceline.distributed.world import read_world
 from paceline.errors import PlanError
@@ -196,7 +196,7 @@ def held(plan: str) -> Held:
     task, me, spec = sequences.Encoder(), read_world(), wanted(ADAMW)
     on_ranks = parse(plan).resolve(me.size)
     laid = build_training(spec, on_ranks, me, task, torch.device("cpu"))
-    laid.update([example(spec, task, on_ranks)] * on_ranks.microbatches, 0, 1.0)
+    laid.update([example_batch(spec, task, on_ranks)] * on_ranks.microbatches, 0, 1.0)
     state = [value for of in laid.step.optimizer.state.values() for value in of.values() if value.dim()]
     return Held(elements(laid.step.params), elements(state))
 

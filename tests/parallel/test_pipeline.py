@@ -13,7 +13,7 @@ import models
 import stacks
 from harness import Trained, differences, ranks, trained
 from paceline import Spec, Task, train
-from paceline.data.fake import example
+from paceline.data.fake import example_batch
 from paceline.errors import PlanError
 from paceline.parallel.module_hooks import find_parts
 from paceline.parallel.pipeline.runner import Pipeline
@@ -214,7 +214,7 @@ def partition_of(task: Task, plan: str, size: int) -> tuple[torch.nn.Module, Sta
     laid_out = parse(plan).resolve(size)
     model = build(SPEC, task).model
     trace = StandInModel(model, task.layout(), CPU).trace(
-        task, example(SPEC, task, laid_out), "fp64", training=True
+        task, example_batch(SPEC, task, laid_out), "fp64", training=True
     )
     return model, divide(laid_out, model, find_parts(model, task.layout()), trace)
 

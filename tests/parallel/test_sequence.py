@@ -13,7 +13,7 @@ import models
 from faults import replaced
 from harness import Trained, differences, ranks, trained, training
 from paceline import Layout, Spec, Task
-from paceline.data.fake import example, is_imagined
+from paceline.data.fake import example_batch, is_fake
 from paceline.parallel.tensor import apply as tensor
 from paceline.parallel.tensor import rng, sequence_comm
 from paceline.parallel.tensor.apply import Splits, find_splits
@@ -127,7 +127,7 @@ class Words(models.Text):
 def splits_of(task: Task, plan: str) -> Splits:
     model, _, _ = record(task.model, 0)
     laid = parse(plan).resolve(parse(plan).tp * parse(plan).pp * parse(plan).cp)
-    return find_splits(model, task, example(SPEC, task, laid), laid)
+    return find_splits(model, task, example_batch(SPEC, task, laid), laid)
 
 
 def test_what_is_found() -> None:
@@ -274,11 +274,7 @@ def saved_bytes(between: bool) -> tuple[int, int]:
     running: list[nn.Module] = []
 
     def keep(saved: Tensor) -> Tensor:
-        if (
-            not is_imagined(saved)
-            and not saved.is_leaf
-            and any(isinstance(module, Block) for module in running)
-        ):
+        if not is_fake(saved) and not saved.is_leaf and any(isinstance(module, Block) for module in running):
             is_between = isinstance(running[-1], (Block, nn.LayerNorm, nn.RMSNorm))
             kept.setdefault(
                 saved.untyped_storage().data_ptr(), (saved.untyped_storage().nbytes(), is_between)
@@ -339,7 +335,7 @@ def drawn(task: Task, plan: str) -> Drawn:
     attention = F.scaled_dot_product_attention
 
     def note(name: str, output: Tensor) -> None:
-        if not is_imagined(output):
+        if not is_fake(output):
             found[name] = (output == 0).numpy().tobytes()
 
     def watched(task: Words) -> nn.Module:
@@ -350,7 +346,7 @@ def drawn(task: Task, plan: str) -> Drawn:
         return built
 
     def attend(*args: Any, **kwargs: Any) -> Tensor:
-        if not is_imagined(args[0]):
+        if not is_fake(args[0]):
             found["attention"] = torch.default_generator.get_state().numpy().tobytes()
         return attention(*args, **kwargs)
 

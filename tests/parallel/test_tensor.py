@@ -195,12 +195,12 @@ class Logits(nn.Module):
 
 
 def splits_of(task: Task, tp: int = 2) -> Splits:
-    from paceline.data.fake import example
+    from paceline.data.fake import example_batch
     from paceline.training.init.deferred_init import record
 
     model, _, _ = record(task.model, 0)
     plan = ResolvedPlan(tp=tp)
-    return find_splits(model, task, example(SPEC, task, plan), plan)
+    return find_splits(model, task, example_batch(SPEC, task, plan), plan)
 
 
 @pytest.mark.parametrize(

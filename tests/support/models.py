@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from paceline import Layout, Task
-from paceline.data.loader import shuffled
+from paceline.data.loader import shuffle
 from paceline.tasks import text as tasks
 from paceline.tasks.text import Windows
 
@@ -277,7 +277,7 @@ class Routed(Points):
         if split != "train":
             return None
         to = torch.zeros(SAMPLES, dtype=torch.long)
-        to[shuffled(np.arange(SAMPLES), SAMPLES, 3)] = (torch.arange(SAMPLES) % 8 == 1).long()
+        to[shuffle(np.arange(SAMPLES), SAMPLES, 3)] = (torch.arange(SAMPLES) % 8 == 1).long()
         return Pairs(x=drawn(SAMPLES, 5), y=drawn(SAMPLES, 3, seed=1), to=to)
 
     def inputs(self, batch: Any) -> Any:

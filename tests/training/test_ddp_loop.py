@@ -13,7 +13,7 @@ from torch.utils.data import default_collate
 import models
 from harness import Trained, differences, ranks, trained
 from paceline import Spec, Task
-from paceline.data.loader import shuffled
+from paceline.data.loader import shuffle
 from paceline.spec import Optimizer
 from paceline.training.init.deferred_init import fill_, record
 
@@ -23,7 +23,7 @@ STEPS, BATCH, SEED, LR, CLIP = 12, 8, 5, 0.05, 1.0
 def by_hand(task: Task, name: str, clip: float | None) -> Trained:
     rank, world_size = dist.get_rank(), dist.get_world_size()
     dataset = task.dataset("train")
-    order = shuffled(np.arange(STEPS * BATCH), len(dataset), SEED)
+    order = shuffle(np.arange(STEPS * BATCH), len(dataset), SEED)
     model, weights, _ = record(task.model, SEED)
     fill_(model, weights, torch.device("cpu"))
     ddp = DistributedDataParallel(model.double())

@@ -86,7 +86,7 @@ def test_until_the_switch_it_is_ddp(task: type[Task], microbatches: int) -> None
 
 def by_hand(task: Task, spec: Spec, size: int, period: int) -> dict[str, np.ndarray]:
     """Local SGD of so many ranks on one process, from torch alone."""
-    from paceline.data.loader import RankBatchSlice, shuffled
+    from paceline.data.loader import RankBatchSlice, shuffle
     from paceline.training.init.deferred_init import fill_, record
 
     copies, optimizers = [], []
@@ -102,7 +102,7 @@ def by_hand(task: Task, spec: Spec, size: int, period: int) -> dict[str, np.ndar
     assert samples is not None
     for step in range(spec.steps or 0):
         for rank in range(size):
-            indices = shuffled(
+            indices = shuffle(
                 RankBatchSlice(spec.batch, 1, rank, size).numbers(step).ravel(), len(samples), spec.seed
             )
             batch = torch.utils.data.default_collate([samples[i] for i in indices.tolist()])

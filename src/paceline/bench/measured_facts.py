@@ -6,7 +6,7 @@ import torch
 
 from paceline.bench.compute.step import ready, time_step
 from paceline.cluster.facts import Cluster
-from paceline.data.fake import example
+from paceline.data.fake import example_batch
 from paceline.errors import TaskError
 from paceline.plan.cost_model.framework_profiles import of_precision
 from paceline.plan.cost_model.predict import predict
@@ -34,7 +34,7 @@ def measure(spec: Spec, task: Task, cluster: Cluster, device: torch.device) -> M
             facts = describe(spec, task)
         except TaskError:
             model = stepping.laid.model
-            batch = example(spec.model_copy(update={"batch": SAMPLES}), task, ResolvedPlan())
+            batch = example_batch(spec.model_copy(update={"batch": SAMPLES}), task, ResolvedPlan())
             facts = watched(OpCounter(model, task, {}), task, batch, SAMPLES)
             model.zero_grad()
         took_s = time_step(stepping, BUDGET_S).median_s

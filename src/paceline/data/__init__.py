@@ -1,4 +1,5 @@
-"""Samples: their order, loading them in workers, and stand-ins without values.
+"""Samples: their order, loading them in workers, and fake batches without values.
 
-Order and random streams are functions of (seed, position); no file here knows a plan's layout beyond a rank's share of a batch.
+Order and random streams are functions of (seed, position). Files here know nothing of a plan except the
+rank's share of a batch.
 """

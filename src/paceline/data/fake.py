@@ -1,4 +1,4 @@
-"""A forward pass that works out shapes and computes nothing: to look at a model before it has any memory."""
+"""Fake tensors: a forward pass that computes only shapes, to analyze a model before it has any memory."""
 
 import contextlib
 from collections.abc import Callable, Iterator
@@ -16,8 +16,11 @@ from paceline.task import Task
 from paceline.user_code import describe_exception
 
 
-def example(spec: Spec, task: Task, plan: ResolvedPlan, training: Samples | None = None) -> Batch:
-    """A micro-batch of one data rank, of the first samples there are. `training`: the split, if it is open."""
+def example_batch(spec: Spec, task: Task, plan: ResolvedPlan, training: Samples | None = None) -> Batch:
+    """Return a micro-batch of one data rank, from the first training samples. Raises DataError.
+
+    training: the training split, if it is open already.
+    """
     if training is None:
         dataset = open_dataset(task, "train")
         assert dataset is not None
@@ -30,58 +33,68 @@ def example(spec: Spec, task: Task, plan: ResolvedPlan, training: Samples | None
 
 
 @contextlib.contextmanager
-def imagined(model: nn.Module) -> Iterator[Callable[[Batch], Batch]]:
-    """`model`, which is on the meta device, with tensors that pretend to lie on the CPU. Yields what makes a batch such as well."""
+def fake_parameters(model: nn.Module) -> Iterator[Callable[[Batch], Batch]]:
+    """Replace the meta tensors of `model` by fake CPU tensors in the context.
+
+    Yields a function that returns the fake copy of a batch.
+    """
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     mode = FakeTensorMode(allow_non_fake_inputs=True)
-    made: dict[int, Tensor] = {}
+    fakes: dict[int, Tensor] = {}
 
-    def pretend(tensor: Tensor) -> Tensor:
-        if id(tensor) not in made:
+    def fake(tensor: Tensor) -> Tensor:
+        if id(tensor) not in fakes:
             with mode:
                 new = torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype)
-            made[id(tensor)] = (
+            fakes[id(tensor)] = (
                 nn.Parameter(new, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else new
             )
-        return made[id(tensor)]
+        return fakes[id(tensor)]
 
-    kept = [
-        (of, key, tensor)
-        for m in model.modules()
-        for of in (m._parameters, m._buffers)
-        for key, tensor in of.items()
+    originals = [
+        (tensors, key, tensor)
+        for module in model.modules()
+        for tensors in (module._parameters, module._buffers)
+        for key, tensor in tensors.items()
     ]
-    for of, key, tensor in kept:
+    for tensors, key, tensor in originals:
         if tensor is not None and tensor.is_meta:
-            of[key] = pretend(tensor)  # type: ignore[assignment]
+            tensors[key] = fake(tensor)  # type: ignore[assignment]
     try:
         with mode:
             yield lambda batch: tree_map(
                 lambda item: mode.from_tensor(item) if isinstance(item, Tensor) else item, batch
             )
     finally:
-        for of, key, tensor in kept:
-            of[key] = tensor  # type: ignore[assignment]
+        for tensors, key, tensor in originals:
+            tensors[key] = tensor  # type: ignore[assignment]
 
 
-def without_values(error: Exception, tells: str, instead: str) -> PlanError:
-    """The error of a model that met tensors without values in a pass that `tells` something."""
+def fake_pass_error(error: Exception, purpose: str, instead: str) -> PlanError:
+    """Return the error of a model whose forward pass on fake tensors failed.
+
+    purpose: what the pass determines. instead: the plan or option to use.
+    """
     return PlanError(
-        f"the model cannot be run on tensors without values, which tells {tells} ({describe_exception(error)}); use {instead}"
+        f"the model cannot run on tensors without values, which determines {purpose}"
+        f" ({describe_exception(error)}); use {instead}"
     )
 
 
-def is_imagined(tensor: Tensor) -> bool:
-    """Whether a tensor has no values."""
+def is_fake(tensor: Tensor) -> bool:
+    """Return whether a tensor is fake, so that it has no values."""
     from torch._subclasses.fake_tensor import FakeTensor
 
     return isinstance(tensor, FakeTensor)
 
 
-def near(one: Tensor, other: Tensor, rtol: float, equal_nan: bool = False) -> bool:
-    """Whether two tensors are the same but for roundoff, by the largest element. Of imagined ones only shapes can tell."""
-    if one.shape != other.shape or is_imagined(one) or is_imagined(other):
-        return one.shape == other.shape
-    scale = float(other.nan_to_num(0, 0, 0).abs().amax()) if other.numel() else 0.0
-    return torch.allclose(one, other, rtol=0, atol=rtol * scale, equal_nan=equal_nan)
+def is_close(actual: Tensor, expected: Tensor, rtol: float, equal_nan: bool = False) -> bool:
+    """Return whether two tensors are equal up to roundoff, relative to the largest element of `expected`.
+
+    Of fake tensors only the shapes are compared.
+    """
+    if actual.shape != expected.shape or is_fake(actual) or is_fake(expected):
+        return actual.shape == expected.shape
+    scale = float(expected.nan_to_num(0, 0, 0).abs().amax()) if expected.numel() else 0.0
+    return torch.allclose(actual, expected, rtol=0, atol=rtol * scale, equal_nan=equal_nan)

@@ -1,7 +1,8 @@
-"""The samples of each step. Their order is a pure function of (seed, epoch, position); the state is one integer.
+"""The samples of each step. Their order is a pure function of (seed, epoch, position).
 
-The samples of a training are numbered 0, 1, 2, … over all epochs. Step s consumes the numbers from s·batch on, whatever the ranks;
-they are split into micro-batches, and each of these into one contiguous part a rank.
+The state is one integer. The samples of a training are numbered 0, 1, 2, … over all epochs. Step s consumes
+the numbers s·batch to (s+1)·batch - 1, for any number of ranks. They are divided into micro-batches, and
+each micro-batch into one contiguous slice per rank.
 """
 
 import itertools
@@ -18,7 +19,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_map
 from torch.utils.data import DataLoader, default_collate
 
-from paceline.data.workers import Forked, survive_one_signal
+from paceline.data.workers import ForkedReaders, survive_one_signal
 from paceline.distributed.rng import (
     FIXED_SEED,
     derive_seed,
@@ -33,35 +34,36 @@ from paceline.user_code import UserCode, describe_exception, is_passed_through
 
 Batch = Any
 Numbers = npt.NDArray[Any]  # of samples
-ROUNDS = 8
-CHUNK = 8192  # numbers shuffled at a time
-MOST_EPOCHS = 100  # that one batch may hold
-TRIED = 8  # samples of the first batch that show whether samples draw
+ROUNDS = 8  # of the Feistel network
+CHUNK = 8192  # sample numbers that are shuffled at a time
+MAX_EPOCHS_PER_BATCH = 100
+NUM_PROBED = 8  # samples of the first batch that show whether samples draw random numbers
 DONE = object()
 NOT_STACKED = (
-    "; samples are stacked by torch's default_collate: where their shapes or types differ, give the dataset a method batch_of(indices) "
-    "that returns the batch collated, padded for example"
+    "; torch's default_collate stacks the samples: if their shapes or types differ, define batch_of(indices)"
+    " in the dataset, which returns the collated batch, for example padded"
 )
 
 
-def shuffled(numbers: Numbers, samples: int, seed: int) -> Numbers:
-    """Indices of the samples with these numbers (int64, any shape (n,)), when an epoch has `samples`.
+def shuffle(numbers: Numbers, samples: int, seed: int) -> Numbers:
+    """Return the indices of the samples with these numbers, int64 of shape (n,), if an epoch has `samples`.
 
-    Each epoch is a permutation of its own: a Feistel network over a·b ≥ samples, walked on until it lands below `samples`
-    (Black and Rogaway, Ciphers with arbitrary finite domains, 2002). It takes no memory, any number can be asked for
-    alone, and no library can change the order from one release to the next.
+    Each epoch has a different permutation: a Feistel network over a·b ≥ samples, applied again to each value
+    until it is below `samples` (Black and Rogaway, Ciphers with arbitrary finite domains, 2002). It takes no
+    memory, any number can be computed independently, and no release of a library can change the order.
     """
     epochs, positions = np.divmod(numbers.astype(np.int64), samples)
     indices = np.empty_like(positions)
     for epoch in np.unique(epochs):
-        here = epochs == epoch
-        indices[here] = _permute(
-            positions[here].astype(np.uint64), samples, derive_seed(seed, "order", epoch)
+        in_epoch = epochs == epoch
+        indices[in_epoch] = _permute(
+            positions[in_epoch].astype(np.uint64), samples, derive_seed(seed, "order", epoch)
         )
     return indices
 
 
 def _permute(positions: Numbers, samples: int, key: int) -> Numbers:
+    """Return the positions in the permutation of `samples` samples that `key` selects."""
     root = max(1, math.isqrt(samples - 1) + 1)
     a, b = np.uint64(root), np.uint64(-(-samples // root))
     out: Numbers = positions.copy()
@@ -78,7 +80,7 @@ def _permute(positions: Numbers, samples: int, key: int) -> Numbers:
 
 
 def _mix(values: Numbers, key: int) -> Numbers:
-    """splitmix64 (Steele, Lea and Flood, Fast splittable pseudorandom number generators, 2014)."""
+    """Return splitmix64 (Steele, Lea and Flood, Fast splittable pseudorandom number generators, 2014)."""
     z = values + np.uint64(key * 0x9E3779B97F4A7C15 % 2**64)
     z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
@@ -87,9 +89,18 @@ def _mix(values: Numbers, key: int) -> Numbers:
 
 @dataclass(frozen=True)
 class RankBatchSlice:
-    """What one rank has of the samples: micro-batch m of a step begins at step·batch + m·(batch / microbatches).
+    """The samples that one rank consumes.
 
-    The parts of the ranks differ by one sample at the most; all plans but uneven ones and a parameter server want them equal."""
+    Micro-batch m of a step begins at step·batch + m·(batch / microbatches).
+
+    The slices of the ranks differ by one sample at most. Only uneven plans and a parameter server allow
+    different slices.
+
+    batch         samples of the global batch
+    microbatches  number of micro-batches per step
+    rank          data rank, counted from 0
+    ranks         number of data ranks
+    """
 
     batch: int
     microbatches: int
@@ -98,14 +109,14 @@ class RankBatchSlice:
 
     @property
     def share(self) -> int:
-        """Samples of a micro-batch on this rank."""
+        """The number of samples of a micro-batch on this rank."""
         return self._begin(self.rank + 1) - self._begin(self.rank)
 
     def _begin(self, rank: int) -> int:
         return self.batch // self.microbatches * rank // self.ranks
 
     def numbers(self, step: int) -> Numbers:
-        """Numbers of the samples of a step on this rank, shape (microbatches, share)."""
+        """Return the numbers of the samples of a step on this rank, of shape (microbatches, share)."""
         first = step * self.batch + self._begin(self.rank)
         return (
             first
@@ -117,17 +128,20 @@ class RankBatchSlice:
 def training_parts(
     part: RankBatchSlice, samples: int, seed: int, first_step: int, steps: int
 ) -> Iterator[tuple[list[int], list[int]]]:
-    """(numbers, indices) of every micro-batch of this rank from `first_step` until `steps`."""
-    at_once = max(1, CHUNK // (part.microbatches * part.share))
-    for begin in range(first_step, steps, at_once):
-        numbers = np.stack([part.numbers(step) for step in range(begin, min(begin + at_once, steps))])
-        indices = shuffled(numbers.ravel(), samples, seed).reshape(numbers.shape)
-        for of_step, their_indices in zip(numbers.tolist(), indices.tolist(), strict=True):
-            yield from zip(of_step, their_indices, strict=True)
+    """Yield (numbers, indices) of each micro-batch of this rank, from step `first_step` until `steps`."""
+    steps_per_chunk = max(1, CHUNK // (part.microbatches * part.share))
+    for begin in range(first_step, steps, steps_per_chunk):
+        numbers = np.stack([part.numbers(step) for step in range(begin, min(begin + steps_per_chunk, steps))])
+        indices = shuffle(numbers.ravel(), samples, seed).reshape(numbers.shape)
+        for step_numbers, step_indices in zip(numbers.tolist(), indices.tolist(), strict=True):
+            yield from zip(step_numbers, step_indices, strict=True)
 
 
 def validation_parts(samples: int, batch: int, rank: int, ranks: int) -> Iterator[list[int]]:
-    """Indices of the samples of this rank, each sample on one rank. All ranks get equally many parts, some of them empty."""
+    """Yield the indices of the samples of each batch on this rank; each sample is on one rank.
+
+    All ranks have the same number of batches, some of which may be empty.
+    """
     share = -(-batch // ranks)
     for begin in range(0, samples, share * ranks):
         yield list(range(min(begin + rank * share, samples), min(begin + (rank + 1) * share, samples)))
@@ -135,19 +149,24 @@ def validation_parts(samples: int, batch: int, rank: int, ranks: int) -> Iterato
 
 @dataclass(frozen=True)
 class FailedSample:
-    """Instead of a batch: the sample that could not be read. (An exception would come out of a worker with another message.)"""
+    """A sample that could not be read, in place of a batch: a worker changes the message of an exception.
+
+    message  the sentence for the user
+    details  the traceback
+    """
 
     message: str
     details: str
 
 
 class Samples:
-    """A dataset under the hands of torch's DataLoader: a part in, a collated batch out.
+    """A dataset for torch's DataLoader, which maps (numbers, indices) of a micro-batch to the collated batch.
 
-    Random augmentation belongs to the sample, not to the rank or worker that happens to read it: what a sample draws from torch on the
-    CPU, numpy and random is a pure function of seed, split and number. To start three streams takes longer than to read a sample from
-    memory, so it is done for each sample only where samples draw. The first batch shows whether they do. A later batch that draws, the
-    first of a dataset that draws rarely, is read again.
+    Random augmentation depends on the sample, not on the rank or worker that reads it: the random numbers
+    that a sample draws from torch on the CPU, numpy and random are a pure function of seed, split and
+    number. Seeding three generators takes longer than reading a sample from memory, so each sample is
+    seeded only if samples draw. The first batch shows whether they do. If a later batch draws for the first
+    time, it is read again.
     """
 
     def __init__(self, dataset: MapDataset, split: str, seed: int, floats: torch.dtype | None):
@@ -156,86 +175,85 @@ class Samples:
         self.split = split
         self.seed = seed
         self.floats = floats
-        self._draws: bool | None = None  # whether samples draw; None: nothing was read yet
-        self._reading: int | list[int] = []  # the index that is read, or those that are
+        self._draws: bool | None = None  # whether samples draw random numbers; None: not known yet
+        self._reading: int | list[int] = []  # the index or indices that are being read
 
     def __getitem__(self, part: tuple[list[int], list[int]]) -> Batch | FailedSample:
         numbers, indices = part
         self._reading = indices
         try:
             if hasattr(self.dataset, "batch_of"):
-                self._start_streams(numbers[0])
+                self._seed(numbers[0])
                 batch = self.dataset.batch_of(indices)
             else:
-                batch = self._one_by_one(numbers, indices)
-        except (
-            BaseException
-        ) as error:  # the user's code; it is raised again, as a DataError, where the batch is used
+                batch = self._read_samples(numbers, indices)
+        except BaseException as error:  # of the user's code; raised as a DataError when the batch is used
             if isinstance(error, KeyboardInterrupt) and is_passed_through(error):
                 raise
-            at = self._reading
+            reading = self._reading
             what = (
-                f"sample {at} of {self.split!r}"
-                if isinstance(at, int)
-                else f"one of the samples {at} of {self.split!r}"
+                f"sample {reading} of {self.split!r}"
+                if isinstance(reading, int)
+                else f"one of the samples {reading} of {self.split!r}"
             )
-            hint = NOT_STACKED if isinstance(at, list) and not hasattr(self.dataset, "batch_of") else ""
+            hint = NOT_STACKED if isinstance(reading, list) and not hasattr(self.dataset, "batch_of") else ""
             return FailedSample(f"{what} raised {describe_exception(error)}{hint}", traceback.format_exc())
         return cast_floats(batch, self.floats) if self.floats is not None else batch
 
-    def _one_by_one(self, numbers: list[int], indices: list[int]) -> Batch:
+    def _read_samples(self, numbers: list[int], indices: list[int]) -> Batch:
+        """Return the collated samples. Each sample is seeded with its number, if samples draw."""
         if self._draws is False:
             seed_cpu_rngs(FIXED_SEED)
-            with watch_rng_state() as has_asked:
+            with watch_rng_state() as was_state_read:
                 try:
-                    batch, error = self._collated([self._sample(index) for index in indices], indices), None
-                except (Exception, SystemExit) as raised:  # what a sample drew may be why
+                    batch, error = self._collate([self._read(index) for index in indices], indices), None
+                except (Exception, SystemExit) as raised:  # the cause may be a random number
                     batch, error = None, raised
-            if not has_asked() and not has_rng_moved():
+            if not was_state_read() and not has_rng_moved():
                 if error is not None:
                     raise error
-                self._start_streams(
-                    numbers[-1]
-                )  # what runs between batches finds the streams as if each sample had started them
+                # Code that runs between batches must find the generators as if each sample had been seeded.
+                self._seed(numbers[-1])
                 return batch
             self._draws = True
-        found = []
-        for at, (number, index) in enumerate(zip(numbers, indices, strict=True)):
-            self._start_streams(number)
-            found.append(
-                self._sample(index) if self._draws is not None or at >= TRIED else self._tried(index)
-            )
+        samples = []
+        for position, (number, index) in enumerate(zip(numbers, indices, strict=True)):
+            self._seed(number)
+            is_known = self._draws is not None or position >= NUM_PROBED
+            samples.append(self._read(index) if is_known else self._probe(index))
         self._draws = bool(self._draws)
-        return self._collated(found, indices)
+        return self._collate(samples, indices)
 
-    def _sample(self, index: int) -> Any:
+    def _read(self, index: int) -> Any:
         self._reading = index
         return self.dataset[index]
 
-    def _tried(self, index: int) -> Any:
+    def _probe(self, index: int) -> Any:
+        """Return a sample, and note in `_draws` if it draws random numbers."""
         before = rng_states()
-        with watch_rng_state() as has_asked:
-            sample = self._sample(index)
-        if has_asked() or rng_states() != before:
+        with watch_rng_state() as was_state_read:
+            sample = self._read(index)
+        if was_state_read() or rng_states() != before:
             self._draws = True
         return sample
 
-    def _collated(self, samples: list[Any], indices: list[int]) -> Batch:
+    def _collate(self, samples: list[Any], indices: list[int]) -> Batch:
         self._reading = indices
         return default_collate(samples)
 
-    def _start_streams(self, number: int) -> None:
+    def _seed(self, number: int) -> None:
         seed_cpu_rngs(derive_seed(self.seed, self.split, number))
 
 
 def cast_floats(batch: Batch, dtype: torch.dtype) -> Batch:
+    """Return the batch with all its floating-point tensors in `dtype`."""
     return tree_map(
         lambda item: item.to(dtype) if isinstance(item, Tensor) and item.is_floating_point() else item, batch
     )
 
 
 def open_dataset(task: Task, split: str) -> MapDataset | None:
-    """The dataset of a split, checked. Raises DataError."""
+    """Return the dataset of a split, or None if the task has no validation samples. Raises DataError."""
     with UserCode(f"dataset({split!r})", task.dataset, DataError):
         dataset = task.dataset(split)
     if dataset is None:
@@ -254,10 +272,11 @@ def open_dataset(task: Task, split: str) -> MapDataset | None:
 
 
 def check_batch(batch: int, samples: int) -> None:
-    """Raise DataError for a batch that is a mistake: reading it would fill the memory."""
-    if batch > MOST_EPOCHS * samples:
+    """Raise DataError for a batch so large that it must be a mistake: reading it would fill the memory."""
+    if batch > MAX_EPOCHS_PER_BATCH * samples:
         raise DataError(
-            f"batch {batch:,} is more than {MOST_EPOCHS} times the {samples:,} training samples; use at most --batch {samples}"
+            f"batch {batch:,} is more than {MAX_EPOCHS_PER_BATCH} times the {samples:,} training samples;"
+            f" use at most --batch {samples}"
         )
 
 
@@ -273,39 +292,45 @@ def batches(
     workers: int,
     prefetch: int,
 ) -> Generator[Batch]:
-    """The batches of `parts` on `device`, read ahead. Raises DataError for a sample that cannot be read."""
+    """Yield the batches of `parts` on `device`, read ahead. Raises DataError if a sample cannot be read.
+
+    parts: (numbers, indices) of each batch, as `training_parts` yields them.
+    workers: number of processes that read; 0: this process reads.
+    prefetch: number of batches that each worker reads ahead.
+    """
     if not workers and device.type != "cuda":
-        yield from _checked(map(samples.__getitem__, parts))
+        yield from _check(map(samples.__getitem__, parts))
         return
     loader: DataLoader[Any] = DataLoader(
-        samples,  # type: ignore[arg-type]  # all that the loader asks of it is []
+        samples,  # type: ignore[arg-type]  # the loader uses only its []
         batch_size=None,
         sampler=parts,
-        collate_fn=_as_it_is,
+        collate_fn=_identity,
         num_workers=workers,
         prefetch_factor=prefetch if workers else None,
         pin_memory=device.type == "cuda",
         worker_init_fn=survive_one_signal,
-        multiprocessing_context=Forked() if workers else None,
+        multiprocessing_context=ForkedReaders() if workers else None,
     )
     if device.type == "cuda":
-        yield from _moved(_checked(loader), device)
+        yield from _copy_to(_check(loader), device)
     else:
-        yield from _checked(loader)
+        yield from _check(loader)
 
 
-def _as_it_is(batch: Batch) -> Batch:
+def _identity(batch: Batch) -> Batch:
     return batch
 
 
-def _checked(loader: Iterable[Batch | FailedSample]) -> Iterator[Batch]:
-    found = iter(loader)
+def _check(loader: Iterable[Batch | FailedSample]) -> Iterator[Batch]:
+    """Yield the batches. Raises DataError for a sample that failed."""
+    iterator = iter(loader)
     reading = UserCode(
-        "reading samples", raises=DataError, hint="with --workers 0 each rank reads for itself"
+        "reading samples", raises=DataError, hint="to read without worker processes, use --workers 0"
     )
     while True:
         with reading:
-            batch = next(found, DONE)
+            batch = next(iterator, DONE)
         if batch is DONE:
             return
         if isinstance(batch, FailedSample):
@@ -313,8 +338,11 @@ def _checked(loader: Iterable[Batch | FailedSample]) -> Iterator[Batch]:
         yield batch
 
 
-def _moved(loader: Iterator[Batch], device: torch.device) -> Iterator[Batch]:
-    """Copy from pinned memory on a stream of its own, one batch ahead, so that the copy runs under the step before."""
+def _copy_to(loader: Iterator[Batch], device: torch.device) -> Iterator[Batch]:
+    """Yield the batches on a GPU. They are copied from pinned memory on a separate stream, one batch ahead.
+
+    The copy of a batch overlaps with the step before it.
+    """
     stream = torch.cuda.Stream(device)
 
     def start_copy(batch: Batch) -> Batch:
@@ -324,9 +352,9 @@ def _moved(loader: Iterator[Batch], device: torch.device) -> Iterator[Batch]:
             )
 
     def finish_copy(batch: Batch) -> Batch:
-        here = torch.cuda.current_stream(device)
-        here.wait_stream(stream)
-        tree_map(lambda item: item.record_stream(here) if isinstance(item, Tensor) else item, batch)
+        current = torch.cuda.current_stream(device)
+        current.wait_stream(stream)
+        tree_map(lambda item: item.record_stream(current) if isinstance(item, Tensor) else item, batch)
         return batch
 
     ahead = [start_copy(batch) for batch in itertools.islice(loader, 1)]

@@ -1,4 +1,4 @@
-"""The processes that read samples: forked from a rank, beside its other threads, and known to have started."""
+"""The worker processes that read samples: forked from a rank, and checked to have started."""
 
 import os
 import select
@@ -13,53 +13,61 @@ from paceline.errors import DataError
 PATIENCE_S = (1.0, 2.0, 4.0, 8.0, 16.0, 32.0)
 
 
-class _Started(popen_fork.Popen):
-    """A lock that another thread holds at the fork stays locked in the child for ever. CPython before 3.11.8 has one that each thread
-    of gloo takes as it lets go of a tensor (python/cpython#112275): a child that says nothing is ended, and forked again."""
+class _StartedPopen(popen_fork.Popen):
+    """A fork that is repeated until the child reports that it has started.
 
-    def _launch(self, process: "_WorkerReader") -> None:
+    A lock that another thread holds at the fork stays locked in the child for ever. CPython before 3.11.8 has
+    a lock that each thread of gloo takes when it releases a tensor (python/cpython#112275). A child that does
+    not report is ended and forked again.
+    """
+
+    def _launch(self, process: "_Reader") -> None:
         for patience_s in PATIENCE_S:
-            heard, process.said = os.pipe()
+            read_end, process.write_end = os.pipe()
             try:
                 super()._launch(process)  # type: ignore[misc]
-                os.close(process.said)
-                if select.select([heard], [], [], patience_s)[0]:
+                os.close(process.write_end)
+                if select.select([read_end], [], [], patience_s)[0]:
                     return
             finally:
-                os.close(heard)
+                os.close(read_end)
             self.kill()
             self.wait()
             self.returncode = None
             self.close()
         raise DataError(
-            f"a process that reads samples did not start, {len(PATIENCE_S)} times; with --workers 0 each rank reads for itself"
+            f"a worker that reads samples did not start in {len(PATIENCE_S)} attempts;"
+            " to read without worker processes, use --workers 0"
         )
 
 
-class _WorkerReader(ForkProcess):
-    said: int
+class _Reader(ForkProcess):
+    write_end: int  # of the pipe on which the child reports that it has started
 
     @staticmethod
-    def _Popen(process: BaseProcess) -> _Started:
-        return _Started(process)
+    def _Popen(process: BaseProcess) -> _StartedPopen:
+        return _StartedPopen(process)
 
     def run(self) -> None:
-        os.write(self.said, b"!")
-        os.close(self.said)
+        os.write(self.write_end, b"!")
+        os.close(self.write_end)
         super().run()
 
 
-class Forked(ForkContext):
-    """What `multiprocessing.get_context("fork")` is, with processes that are known to have started."""
+class ForkedReaders(ForkContext):
+    """The context `multiprocessing.get_context("fork")`, with processes that are checked to have started."""
 
-    Process = _WorkerReader
+    Process = _Reader
 
 
-def survive_one_signal(reader: int) -> None:
-    """Who stops a training signals its whole process group; the rank still needs its readers then, to stop well."""
+def survive_one_signal(worker: int) -> None:
+    """Ignore the first signal that stops a training.
 
-    def ask(number: int, frame: FrameType | None) -> None:
+    The signal goes to the whole process group, and the rank still needs its workers to stop in order.
+    """
+
+    def ignore_once(number: int, frame: FrameType | None) -> None:
         signal.signal(number, signal.SIG_DFL)
 
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
-        signal.signal(number, ask)
+        signal.signal(number, ignore_once)

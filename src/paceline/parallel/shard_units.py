@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from paceline.data.fake import imagined
+from paceline.data.fake import fake_parameters
 from paceline.data.loader import Batch
 from paceline.distributed.rng import seeded_rngs
 from paceline.parallel.blocks import find_blocks, select_unshared
@@ -36,7 +36,7 @@ def find_shard_units(model: nn.Module, task: Task, batch: Batch, seed: int) -> S
         with (
             UserCode("the forward pass without values", task.model),
             seeded_rngs(seed),
-            imagined(model) as imagine,
+            fake_parameters(model) as imagine,
         ):
             inputs = imagine(batch)
             running = _find_modules_running_at_uses(model, lambda: call_model(task, model, inputs))

@@ -1,4 +1,4 @@
 """The built-in tasks, which are also examples.
 
-A task here uses only what any user's task can use.
+They use only what any task of a user can use.
 """

@@ -11,11 +11,11 @@ from torch import Tensor, nn
 from paceline import Task
 
 FILE = Path(__file__).with_name("digits.npz")  # its licence: digits.license.txt
-VALIDATION = 5  # each fifth image is kept for validation
+VALIDATION = 5  # every fifth image is for validation
 
 
 class Images:
-    """Images and labels in memory. `batch_of` fetches a batch in one go."""
+    """Images and labels in memory. `batch_of` returns a whole batch at once."""
 
     def __init__(self, images: Tensor, labels: Tensor):
         self.images, self.labels = images, labels
@@ -33,9 +33,10 @@ class Images:
 
 @lru_cache
 def load() -> tuple[Tensor, Tensor]:
-    """Return the images, float32 of shape (1797, 1, 8, 8) from 0 to 1, and their labels, int64 of shape (1797,).
+    """Return the images, float32 of shape (1797, 1, 8, 8) from 0 to 1, and the labels, int64 of (1797,).
 
-    Source: E. Alpaydin and C. Kaynak, Optical Recognition of Handwritten Digits, UCI Machine Learning Repository, 1998 (test set).
+    Source: E. Alpaydin and C. Kaynak, Optical Recognition of Handwritten Digits,
+    UCI Machine Learning Repository, 1998 (test set).
     """
     with np.load(FILE) as arrays:
         images, labels = torch.from_numpy(arrays["images"]), torch.from_numpy(arrays["labels"])
@@ -43,7 +44,9 @@ def load() -> tuple[Tensor, Tensor]:
 
 
 class Digits(Task):
-    width: int = 32
+    """Classification of handwritten digits by a small CNN."""
+
+    width: int = 32  # channels of the first convolution
 
     def model(self) -> nn.Module:
         return nn.Sequential(

@@ -1,4 +1,4 @@
-"""MNIST, or any images in its format: IDX files, gzipped or not, from a folder that the user names with --set folder=PATH."""
+"""MNIST, or other images in its format: IDX files, also gzipped, from the folder in --set folder=PATH."""
 
 import gzip
 import struct
@@ -18,37 +18,47 @@ SPLITS = {"train": "train", "validation": "t10k"}
 
 
 def read_idx(path: Path) -> Tensor:
-    """A tensor of bytes from an IDX file: two zero bytes, the type, the number of dims, the dims, the data (big-endian)."""
+    """Return the tensor of bytes in an IDX file. Raises DataError.
+
+    Format: two zero bytes, the type, the number of dims, the dims, the data (big-endian).
+    """
     try:
         content = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
     except (OSError, EOFError, zlib.error) as error:
-        raise DataError(f"cannot read {path}: {error}; fetch it again") from error
+        raise DataError(f"cannot read {path}: {error}; download it again") from error
     if content[:3] != b"\x00\x00\x08":
         raise DataError(
-            f"{path} is no IDX file of bytes: it begins with {content[:3].hex() or 'nothing'}, not with 000008"
+            f"{path} is not an IDX file of bytes: it must begin with 000008,"
+            f" got {content[:3].hex() or 'nothing'}; download it again"
         )
     if len(content) < (header := 4 + 4 * content[3] if len(content) > 3 else 4):
         raise DataError(
-            f"{path} has {len(content)} bytes, and its header alone needs {header}; fetch it again"
+            f"{path} has {len(content)} bytes, but its header requires {header}; download it again"
         )
     shape = struct.unpack_from(f">{content[3]}I", content, 4)
     data = np.frombuffer(content, dtype=np.uint8, offset=4 + 4 * len(shape))
     if data.size != np.prod(shape):
         raise DataError(
-            f"{path} has {data.size} bytes of data where its shape {shape} needs {np.prod(shape)}"
+            f"{path} has {data.size} bytes of data, but its shape {shape} requires {np.prod(shape)};"
+            " download it again"
         )
     return torch.from_numpy(data.reshape(shape).copy())
 
 
-def find(folder: Path, stem: str) -> Path | None:
+def find_file(folder: Path, stem: str) -> Path | None:
+    """Return the first file whose name starts with `stem`, or None."""
     return next(iter(sorted(folder.glob(f"{stem}*"))), None)
 
 
 class Mnist(Task):
-    """With the training and the test images in the folder, the latter are the validation split; with one of them, each fifth image is."""
+    """Classification of images by a small CNN.
 
-    folder: str = "mnist"
-    width: int = 32
+    The test images are the validation split. If the folder has only training or only test images, every
+    fifth image is for validation.
+    """
+
+    folder: str = "mnist"  # folder of the IDX files
+    width: int = 32  # channels of the first convolution
 
     def model(self) -> nn.Module:
         return nn.Sequential(
@@ -68,23 +78,24 @@ class Mnist(Task):
         folder = Path(self.folder)
         if not folder.is_dir():
             raise DataError(
-                f"there is no folder {folder}; name the one with the IDX files: --set folder=PATH"
+                f"no such folder: {folder}; specify the folder with the IDX files: --set folder=PATH"
             )
-        found = {
-            name: (find(folder, f"{stem}-images"), find(folder, f"{stem}-labels"))
+        files = {
+            name: (find_file(folder, f"{stem}-images"), find_file(folder, f"{stem}-labels"))
             for name, stem in SPLITS.items()
         }
-        whole = {
+        splits = {
             name: (read_idx(images), read_idx(labels))
-            for name, (images, labels) in found.items()
+            for name, (images, labels) in files.items()
             if images and labels
         }
-        if not whole:
+        if not splits:
             raise DataError(
-                f"{folder} has no IDX files (train-images…, train-labels…, t10k-images…, t10k-labels…); name another --set folder=PATH"
+                f"{folder} has no IDX files (train-images…, train-labels…, t10k-images…, t10k-labels…);"
+                " specify another folder: --set folder=PATH"
             )
-        images, labels = whole.get(split) or next(iter(whole.values()))
-        if len(whole) == 1:
+        images, labels = splits.get(split) or next(iter(splits.values()))
+        if len(splits) == 1:
             chosen = (torch.arange(len(labels)) % VALIDATION == 0) == (split == "validation")
             images, labels = images[chosen], labels[chosen]
         return Images(images.unsqueeze(1).float() / 255, labels.long())

@@ -1,4 +1,4 @@
-"""A byte-level GPT on any text file: --set file=PATH. Without one it learns from the sources of the Python that runs it."""
+"""A byte-level GPT on any text file: --set file=PATH. By default it learns Python's source code."""
 
 import sysconfig
 from functools import lru_cache
@@ -13,13 +13,13 @@ from paceline import Layout, Task
 from paceline.errors import DataError
 
 BYTES = 256
-VALIDATION = 0.1  # of the text, its end
+VALIDATION = 0.1  # fraction of the text, at its end
 
 
 class Block(nn.Module):
     def __init__(self, width: int, heads: int):
         super().__init__()
-        self.size = width // heads  # said in place of the heads, of which a rank may have only some
+        self.size = width // heads  # kept instead of the number of heads, because tp divides the heads
         self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
         self.query, self.key, self.value = (nn.Linear(width, width) for _ in range(3))
         self.out = nn.Linear(width, width)
@@ -58,7 +58,7 @@ class Gpt(nn.Module):
 
 
 class Windows:
-    """Pieces of `context` bytes that do not overlap, each with the same piece one byte further as what is to be foretold."""
+    """Non-overlapping windows of `context` bytes; the target is the window shifted by one byte."""
 
     def __init__(self, text: Tensor, context: int):
         self.text, self.context = text, context
@@ -73,7 +73,7 @@ class Windows:
 
 @lru_cache
 def read(file: str | None) -> Tensor:
-    """The bytes of a file; without one, a million bytes of the sources of this Python's library."""
+    """Return the bytes of a file, or a million bytes of Python's standard library. Raises DataError."""
     try:
         if file is not None:
             content = Path(file).read_bytes()
@@ -82,17 +82,19 @@ def read(file: str | None) -> Tensor:
             content = b"".join(path.read_bytes() for path in library)[:1_000_000]
     except OSError as error:
         raise DataError(
-            f"cannot read the text {file}: {error.strerror}; name a file with --set file=PATH"
+            f"cannot read the text {file}: {error.strerror}; specify a file with --set file=PATH"
         ) from error
     return torch.from_numpy(np.frombuffer(content, dtype=np.uint8).copy())
 
 
 class Text(Task):
-    file: str | None = None
-    width: int = 128
-    depth: int = 6
-    heads: int = 4
-    context: int = 128
+    """Next-byte prediction by a GPT."""
+
+    file: str | None = None  # path of the text
+    width: int = 128  # features of each token
+    depth: int = 6  # number of blocks
+    heads: int = 4  # attention heads of each block
+    context: int = 128  # bytes of a window
 
     def model(self) -> nn.Module:
         return Gpt(self.width, self.depth, self.heads, self.context)

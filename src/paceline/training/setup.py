@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from paceline.data.fake import example
+from paceline.data.fake import example_batch
 from paceline.data.loader import Batch, RankBatchSlice, Samples, check_batch, open_dataset
 from paceline.distributed.dtensor import is_materialized
 from paceline.distributed.mesh import build_mesh, select_data_mesh
@@ -116,7 +116,7 @@ def analyze_model(
     cuts = plan.zero >= 2 or (plan.splits_model and plan.data_ranks > 1)
     if not plan.splits_model and not cuts:
         return studied
-    batch = example(spec, task, plan, training)
+    batch = example_batch(spec, task, plan, training)
     units = None
     if cuts:
         from paceline.parallel.shard_units import find_shard_units

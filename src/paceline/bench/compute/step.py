@@ -14,7 +14,7 @@ from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, 
 from paceline.bench.compute.kernels import LEAST, clock
 from paceline.bench.result import Row
 from paceline.bench.timer import Budget, Timing, measure
-from paceline.data.fake import example
+from paceline.data.fake import example_batch
 from paceline.data.loader import Batch
 from paceline.distributed.process_group import process_group
 from paceline.distributed.world import World
@@ -51,7 +51,7 @@ def ready(spec: Spec, task: Task, device: torch.device) -> Iterator[ReadyStep]:
     """Raises the errors that a training would before its first step."""
     plan = ResolvedPlan()
     with process_group(World(), device, spec.timeout_s, Path("runs")):
-        batch = example(spec, task, plan)
+        batch = example_batch(spec, task, plan)
         laid = build_training(spec, plan, World(), task, device)
         yield ReadyStep(
             laid, tree_map(lambda item: item.to(device) if isinstance(item, Tensor) else item, batch)

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import TreeSpec, tree_leaves, tree_map, tree_unflatten
 
-from paceline.data.fake import near
+from paceline.data.fake import is_close
 from paceline.data.loader import FailedSample, Samples, open_dataset
 from paceline.distributed.mesh import build_cp_mesh
 from paceline.distributed.rng import derive_seed, seed_torch
@@ -194,7 +194,7 @@ class ContextParallel:
         for one, other in zip(tree_leaves(found), tree_leaves(expected), strict=True):
             if not isinstance(other, Tensor) or not other.is_floating_point():
                 continue
-            if not near(one, other, RTOL.get(other.dtype, REDUCED_RTOL), equal_nan=True):
+            if not is_close(one, other, RTOL.get(other.dtype, REDUCED_RTOL), equal_nan=True):
                 return f"{what} differs: positions are mixed between its blocks, or results leave them on the way; use a plan without cp"
         return None
 

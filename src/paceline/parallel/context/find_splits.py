@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import TreeSpec, tree_unflatten
 
-from paceline.data.fake import near
+from paceline.data.fake import is_close
 from paceline.parallel.context.ring_attention import replace_attention
 from paceline.parallel.pytree import flatten
 
@@ -137,7 +137,7 @@ def _match_outputs(whole: list[Any], part: list[Any], few: Tensor) -> tuple[int 
             continue
         cut = [dim for dim in range(one.dim()) if one.size(dim) != other.size(dim)]
         expected = one.index_select(cut[0], few) if len(cut) == 1 else one
-        if not near(other, expected, RTOL):
+        if not is_close(other, expected, RTOL):
             return None
         dims.append(cut[0] if cut else None)
     return tuple(dims) if any(dim is not None for dim in dims) else None

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_leaves
 
-from paceline.data.fake import without_values
+from paceline.data.fake import fake_pass_error
 from paceline.data.loader import Batch
 from paceline.distributed.dtensor import storage_id
 from paceline.errors import PlanError
@@ -196,7 +196,7 @@ class StandInModel:
         except PlanError:
             raise
         except (RuntimeError, TypeError, ValueError) as error:  # from user code that needs values
-            raise without_values(error, "where a pipeline may cut it", "a plan without pp") from error
+            raise fake_pass_error(error, "where a pipeline may cut it", "a plan without pp") from error
         finally:
             torch.backends.mha.set_fastpath_enabled(fastpath)
             self.interceptor.visitor, self.interceptor.inside = None, False

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from paceline.data.fake import imagined, without_values
+from paceline.data.fake import fake_parameters, fake_pass_error
 from paceline.data.loader import Batch
 from paceline.distributed.dtensor import has_no_empty_shard, local_tensor
 from paceline.errors import PlanError, TaskError
@@ -67,7 +67,7 @@ def find_splits(model: nn.Module, task: Task, batch: Batch, plan: Plan) -> Split
         return outputs[0]
 
     try:
-        with imagined(model) as imagine:
+        with fake_parameters(model) as imagine:
             inputs = imagine(batch)
             candidates = find_candidates(model, run, tp)
             styles = (
@@ -88,7 +88,7 @@ def find_splits(model: nn.Module, task: Task, batch: Batch, plan: Plan) -> Split
         raise
     # The user's code fails on tensors without values.
     except (RuntimeError, TypeError, ValueError) as error:
-        raise without_values(error, f"what tp={tp} may split", "a plan without tp") from error
+        raise fake_pass_error(error, f"what tp={tp} may split", "a plan without tp") from error
     partial_parameters = {name for name, layers in candidates.partial.items() if layers <= columns} | (
         sequence.partial if sequence is not None else set()
     )

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from paceline.data.fake import is_imagined
+from paceline.data.fake import is_fake
 from paceline.data.loader import Batch
 from paceline.parallel.tensor.apply import Splits
 from paceline.parallel.tensor.linear import SPLIT_LOSS, as_split_dtensor
@@ -58,16 +58,16 @@ def try_split_loss(model: nn.Module, splits: Splits, task: Task, batch: Batch, m
             loss.sum().backward()
         assert whole.grad is not None
         expected_grad = whole.grad.chunk(mesh.size(), -1)[mesh.get_local_rank()]
-        is_close = is_imagined(loss) or torch.allclose(loss, expected, rtol=1e-4)
+        is_close = is_fake(loss) or torch.allclose(loss, expected, rtol=1e-4)
         is_same = (
             is_close
             and part.grad is not None
-            and (is_imagined(expected_grad) or torch.allclose(part.grad, expected_grad, rtol=1e-3, atol=1e-5))
+            and (is_fake(expected_grad) or torch.allclose(part.grad, expected_grad, rtol=1e-3, atol=1e-5))
         )
     # The user's loss may use what torch does not support for a split output; it then gets the whole output.
     except Exception:
         is_same = False
-    if not is_imagined(output):
+    if not is_fake(output):
         same_on_all = torch.tensor(int(is_same), device=output.device)
         dist.all_reduce(same_on_all, dist.ReduceOp.MIN)
         is_same = bool(same_on_all)

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import nn
 
-from paceline.data.fake import example, imagined
+from paceline.data.fake import example_batch, fake_parameters
 from paceline.data.loader import Batch
 from paceline.distributed.dtensor import storage_id
 from paceline.errors import PlanError, TaskError
@@ -41,7 +41,7 @@ def describe(spec: Spec, task: Task | None = None) -> ModelFacts:
     from paceline.training.setup import build
 
     task = task if task is not None else load_task(spec.task, spec.set)
-    batch = example(spec.model_copy(update={"batch": SAMPLES}), task, ResolvedPlan())
+    batch = example_batch(spec.model_copy(update={"batch": SAMPLES}), task, ResolvedPlan())
     return described(build(spec, task).model, task, batch, SAMPLES)
 
 
@@ -49,7 +49,7 @@ def described(model: nn.Module, task: Task, batch: Batch, samples: int) -> Model
     """`model` is on the meta device; `batch` has so many samples."""
     with UserCode("the forward pass without values", task.model):
         styles = _styles(model, task, batch)
-    with UserCode("the forward pass without values", task.model), imagined(model) as imagine:
+    with UserCode("the forward pass without values", task.model), fake_parameters(model) as imagine:
         watch = OpCounter(model, task, styles)
         try:
             return watched(watch, task, imagine(batch), samples)
