@@ -34,9 +34,17 @@ from paceline.plan.plan import parse
 from paceline.plan.search.search import fastest, search
 from paceline.report.breakdown import measured
 from paceline.run import RunFolder
-from paceline.training.profiling.peak_memory import Allocation, held
+from paceline.training.profiling.peak_memory import Allocation, measure_peak
 from paceline.training.profiling.profiler import StepProfiler
-from paceline.training.profiling.time_breakdown import END, GRADIENTS, STEP, UPDATED, Op, on_device, on_host
+from paceline.training.profiling.time_breakdown import (
+    END,
+    GRADIENTS,
+    STEP,
+    UPDATED,
+    Op,
+    measure_on_device,
+    measure_on_host,
+)
 
 MS = 1_000_000
 SPEC = Spec(batch=4, steps=8, profile=True, evaluate_every=100)
@@ -65,7 +73,7 @@ FRAME = [op(STEP, 0, 0), op(GRADIENTS, 80, 80), op(UPDATED, 90, 90), op(END, 100
 
 def test_a_collective_under_computing_is_hidden() -> None:
     busy = [op("aten::mm", 20, 60), op("aten::add", 60, 79)]
-    found = on_host([*FRAME, *busy, op("gloo:all_reduce", 25, 55, None)], [10 * MS])
+    found = measure_on_host([*FRAME, *busy, op("gloo:all_reduce", 25, 55, None)], [10 * MS])
     assert found[:7] == pytest.approx((0.1, 0.07, 0, 0, 0.01, 0.01, 0.01))
 
 
@@ -75,14 +83,14 @@ def test_what_is_left_of_it_when_the_computing_ends_is_not() -> None:
         op("aten::mm", 20, 60),
         op("aten::add", 75, 79),
     ]
-    found = on_host([*FRAME, *busy, op("gloo:all_reduce", 25, 74, None)], [10 * MS])
+    found = measure_on_host([*FRAME, *busy, op("gloo:all_reduce", 25, 74, None)], [10 * MS])
     assert found.communication == pytest.approx(0.014)
     assert found.compute == pytest.approx(0.056)
 
 
 def test_a_collective_that_is_waited_for_at_once() -> None:
     busy = [op("aten::mm", 20, 40), op("c10d::allreduce_", 50, 51), op("aten::add", 75, 79)]
-    found = on_host([*FRAME, *busy, op("gloo:all_reduce", 52, 70, None)], [10 * MS])
+    found = measure_on_host([*FRAME, *busy, op("gloo:all_reduce", 52, 70, None)], [10 * MS])
     assert found.communication == pytest.approx(0.02), (
         "from when it was asked for; Python before that is no waiting"
     )
@@ -90,18 +98,18 @@ def test_a_collective_that_is_waited_for_at_once() -> None:
 
 def test_a_pause_in_which_none_ends_is_no_waiting() -> None:
     busy = [op("aten::mm", 20, 30), op("aten::add", 60, 79)]
-    found = on_host([*FRAME, *busy, op("gloo:all_reduce", 25, 70, None)], [10 * MS])
+    found = measure_on_host([*FRAME, *busy, op("gloo:all_reduce", 25, 70, None)], [10 * MS])
     assert found.communication == 0
 
 
 def test_an_end_that_is_written_down_late() -> None:
     busy = [op("aten::mm", 20, 30), op("aten::add", 60, 79)]
-    found = on_host([*FRAME, *busy, op("gloo:all_reduce", 31, 61, None)], [10 * MS])
+    found = measure_on_host([*FRAME, *busy, op("gloo:all_reduce", 31, 61, None)], [10 * MS])
     assert found.communication == pytest.approx(0.029), "until the thread went on"
 
 
 def test_waiting_in_the_optimizer_is_communication() -> None:
-    found = on_host(
+    found = measure_on_host(
         [*FRAME, op("aten::mm", 10, 80), op("gloo:broadcast", 81, 87, None), op("aten::add", 88, 90)],
         [10 * MS],
     )
@@ -110,7 +118,9 @@ def test_waiting_in_the_optimizer_is_communication() -> None:
 
 def test_neighbours_in_a_pipeline() -> None:
     busy = [op("aten::mm", 30, 40), op("aten::mm", 45, 79)]
-    found = on_host([*FRAME, *busy, op("gloo:recv", 12, 29, None), op("gloo:recv", 41, 44, None)], [10 * MS])
+    found = measure_on_host(
+        [*FRAME, *busy, op("gloo:recv", 12, 29, None), op("gloo:recv", 41, 44, None)], [10 * MS]
+    )
     assert found.neighbours == pytest.approx(0.020)
     assert (found.waits, found.transfer) == (2, pytest.approx(0.003))
 
@@ -121,7 +131,7 @@ def test_a_device() -> None:
         op("ncclDevKernel_AllReduce", 40, 70, None, 30),
         op("adam", 70, 78, None, 85),
     ]
-    found = on_device([*FRAME, *kernels], [10 * MS])
+    found = measure_on_device([*FRAME, *kernels], [10 * MS])
     assert found.communication == pytest.approx(0.020)
     assert found.optimizer == pytest.approx(0.008)
     assert (found.input, found.other) == pytest.approx((0.010, 0.022))
@@ -136,7 +146,7 @@ def test_peak() -> None:
         Allocation(4, 300, 40),
         Allocation(9, 200, -30),
     ]
-    found = held((7, 11), {200: 30, 300: 40, 999: 5}, happened, 0, 8, 10)
+    found = measure_peak((7, 11), {200: 30, 300: 40, 999: 5}, happened, 0, 8, 10)
     assert (found.weights, found.optimizer) == (7, 11)
     assert found.gradients == 5 + 30, "what stays, and what lived at the peak"
     assert found.total == 7 + 11 + 5 + 80
@@ -144,7 +154,7 @@ def test_peak() -> None:
 
 def test_blocks_that_another_thread_gave_back() -> None:
     happened = [Allocation(1, 100, 50), Allocation(2, 120, 10), Allocation(3, 90, 20)]
-    assert held((0, 0), {}, happened, 0, 9, 9).total == 50
+    assert measure_peak((0, 0), {}, happened, 0, 9, 9).total == 50
 
 
 def test_the_table_has_all_parts() -> None:
@@ -166,29 +176,29 @@ def test_errors_have_signs() -> None:
     assert worst(rows) == ComparisonRow("compute", 2.0, 1.0, 0.1)
 
 
-def profiler(total: int, wanted: bool | None = None) -> StepProfiler:
+def make_profiler(total: int, wanted: bool | None = None) -> StepProfiler:
     laid: Any = SimpleNamespace(servers=None, local=None)
     return StepProfiler(wanted, 0, total, laid, parse("single"), SimpleNamespace(), torch.device("cpu"))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(("total", "due"), [(100, False), (100_000, True)])
 def test_only_long_runs_are_profiled_unasked(total: int, due: bool) -> None:
-    one = profiler(total)
+    step_profiler = make_profiler(total)
     for _ in range(4):
-        one.tell(0.01, 1)
-    assert [one._is_due(step) for step in (2, 3)] == [False, due]
-    assert profiler(total, wanted=False)._is_due(3) is False
-    assert profiler(total, wanted=True)._is_due(3) is True
+        step_profiler.add_measured_steps(0.01, 1)
+    assert [step_profiler._is_due(step) for step in (2, 3)] == [False, due]
+    assert make_profiler(total, wanted=False)._is_due(3) is False
+    assert make_profiler(total, wanted=True)._is_due(3) is True
 
 
 def test_profiles_end_when_one_percent_is_spent() -> None:
-    one = profiler(1000)
-    one.tell(9.0, 1)
-    one.tell(0.1, 3)
-    one.costs_s = 0.4
-    assert one._is_due(3)
-    one.spent_s = 0.7
-    assert not one._is_due(3)
+    step_profiler = make_profiler(1000)
+    step_profiler.add_measured_steps(9.0, 1)
+    step_profiler.add_measured_steps(0.1, 3)
+    step_profiler.max_cost_s = 0.4
+    assert step_profiler._is_due(3)
+    step_profiler.spent_s = 0.7
+    assert not step_profiler._is_due(3)
 
 
 def happened(task: Any, spec: Spec, plan: str) -> list[Event]:

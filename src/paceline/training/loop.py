@@ -395,7 +395,7 @@ class _Loop:
         self.stopping |= told.wishes.stop
         self.save_wished |= told.wishes.save
         self.together = told.together
-        self.profiler.tell(told.step_s, len(launched))
+        self.profiler.add_measured_steps(told.step_s, len(launched))
         if self.device.type == "cuda":  # one of them waited for all
             step_s, data_s = (
                 statistics.mean(getattr(one, field) for one in launched) for field in ("step_s", "data_s")

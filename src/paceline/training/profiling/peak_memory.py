@@ -1,4 +1,4 @@
-"""What a rank holds at the fullest moment of a step: tensors that stay, and allocations between."""
+"""Memory of a rank at the peak of a step: tensors that stay, and temporary allocations."""
 
 from bisect import bisect_left
 from collections.abc import Iterable, Sequence
@@ -12,11 +12,11 @@ from paceline.training.init.named_tensors import named_tensors
 from paceline.training.optimizer import local_optimizer
 from paceline.training.setup import PreparedTraining
 
-Storages = dict[int, int]  # bytes by address
+StorageBytes = dict[int, int]  # by address
 
 
 class Allocation(NamedTuple):
-    """`bytes`: below 0 where they are given back."""
+    """An allocation, or a release if `bytes` is negative."""
 
     time_ns: int
     address: int
@@ -29,94 +29,115 @@ class PeakMemory(NamedTuple):
     weights: float
     gradients: float
     optimizer: float
-    activations: float  # and whatever else lives for a part of a step
+    activations: float  # and everything else that lives for part of a step
 
     @property
     def total(self) -> float:
         return sum(self)
 
 
-def weights(laid: PreparedTraining) -> int:
-    """Bytes of the parameters and buffers here."""
+def count_weight_bytes(training: PreparedTraining) -> int:
+    """Return the bytes of this rank's parameters and buffers."""
     return sum(
-        storages(tensor for tensor in named_tensors(laid.model).values() if is_materialized(tensor)).values()
+        find_storages(
+            tensor for tensor in named_tensors(training.model).values() if is_materialized(tensor)
+        ).values()
     )
 
 
-def optimizer_state(laid: PreparedTraining) -> int:
-    states = local_optimizer(laid.step.optimizer).state.values()
+def count_optimizer_bytes(training: PreparedTraining) -> int:
+    """Return the bytes of this rank's optimizer state."""
+    states = local_optimizer(training.step.optimizer).state.values()
     return sum(
-        storages(value for state in states for value in state.values() if isinstance(value, Tensor)).values()
+        find_storages(
+            value for state in states for value in state.values() if isinstance(value, Tensor)
+        ).values()
     )
 
 
-def gradients(laid: PreparedTraining) -> Storages:
-    return storages(parameter.grad for parameter in laid.step.params if parameter.grad is not None)
+def find_gradient_storages(training: PreparedTraining) -> StorageBytes:
+    return find_storages(parameter.grad for parameter in training.step.params if parameter.grad is not None)
 
 
 @torch.no_grad()
-def storages(tensors: Iterable[Tensor]) -> Storages:
-    """Of what this rank holds of them; views of one memory count once."""
+def find_storages(tensors: Iterable[Tensor]) -> StorageBytes:
+    """Return the storages of this rank's parts of `tensors`; views of one storage count once."""
     own = [local_tensor(tensor).untyped_storage() for tensor in tensors]
     return {storage.data_ptr(): storage.nbytes() for storage in own if storage.nbytes()}
 
 
-def allocations(tree: Iterable[Any], device: torch.device) -> list[Allocation]:
-    """Of a profiler's tree of events, in order."""
-    found = []
-    left = list(tree)
-    while left:
-        node = left.pop()
-        left += node.children
+def find_allocations(tree: Iterable[Any], device: torch.device) -> list[Allocation]:
+    """Return the allocations in a profiler's tree of events, in order of time."""
+    allocations = []
+    pending = list(tree)
+    while pending:
+        node = pending.pop()
+        pending += node.children
         if node.name == "[memory]" and node.extra_fields.device.type == device.type:
-            found.append(Allocation(node.start_time_ns, node.extra_fields.ptr, node.extra_fields.alloc_size))
-    return sorted(found)
+            allocations.append(
+                Allocation(node.start_time_ns, node.extra_fields.ptr, node.extra_fields.alloc_size)
+            )
+    return sorted(allocations)
 
 
-def held(
-    stays: tuple[int, int],
-    grads: Storages,
-    happened: Sequence[Allocation],
+def measure_peak(
+    constant_bytes: tuple[int, int],
+    grads: StorageBytes,
+    allocations: Sequence[Allocation],
     begin_ns: int,
     marked_ns: int,
     end_ns: int,
 ) -> PeakMemory:
-    """`stays`: weights and optimizer state. `grads`: at `marked_ns`. The peak is looked for between begin and end."""
-    alive, most, peak_ns = _Alive(), 0, begin_ns
-    for one in happened:
-        if one.time_ns > end_ns:
+    """Return the memory at the peak between `begin_ns` and `end_ns`.
+
+    `constant_bytes`: of weights and of optimizer state. `grads`: gradients that exist at `marked_ns`.
+    """
+    live, peak_bytes, peak_ns = _LiveBlocks(), 0, begin_ns
+    for allocation in allocations:
+        if allocation.time_ns > end_ns:
             break
-        alive.note(one)
-        if one.time_ns >= begin_ns and alive.bytes > most:
-            most, peak_ns = alive.bytes, one.time_ns
-    born = {one.address: one.time_ns for one in happened if one.bytes > 0 and one.time_ns <= marked_ns}
-    old = sum(size for address, size in grads.items() if address not in born)  # in buckets that stay
-    new = sum(size for address, size in grads.items() if address in born and born[address] <= peak_ns)
-    return PeakMemory(stays[0], old + new, stays[1], max(0, most - new))
+        live.add(allocation)
+        if allocation.time_ns >= begin_ns and live.bytes > peak_bytes:
+            peak_bytes, peak_ns = live.bytes, allocation.time_ns
+    created_ns = {
+        allocation.address: allocation.time_ns
+        for allocation in allocations
+        if allocation.bytes > 0 and allocation.time_ns <= marked_ns
+    }
+    # In buckets that stay allocated.
+    old = sum(size for address, size in grads.items() if address not in created_ns)
+    new = sum(
+        size for address, size in grads.items() if address in created_ns and created_ns[address] <= peak_ns
+    )
+    return PeakMemory(constant_bytes[0], old + new, constant_bytes[1], max(0, peak_bytes - new))
 
 
-class _Alive:
-    """Blocks of memory. What other threads give back is not seen: a block is gone at the latest where another one begins in it."""
+class _LiveBlocks:
+    """Allocated blocks of memory.
+
+    Releases by other threads are not recorded: a block ends at the latest when another begins inside it.
+    """
 
     def __init__(self) -> None:
         self.bytes = 0
-        self._sizes: Storages = {}
-        self._addresses: list[int] = []  # in order
+        self._sizes: StorageBytes = {}
+        self._addresses: list[int] = []  # sorted
 
-    def note(self, one: Allocation) -> None:
-        if one.bytes <= 0:
-            if one.address in self._sizes:
-                self._drop(bisect_left(self._addresses, one.address))
+    def add(self, allocation: Allocation) -> None:
+        address = allocation.address
+        if allocation.bytes <= 0:
+            if address in self._sizes:
+                self._drop(bisect_left(self._addresses, address))
             return
-        at = bisect_left(self._addresses, one.address)
-        if at and self._addresses[at - 1] + self._sizes[self._addresses[at - 1]] > one.address:
+        at = bisect_left(self._addresses, address)
+        if at and self._addresses[at - 1] + self._sizes[self._addresses[at - 1]] > address:
             at -= 1
             self._drop(at)
-        while at < len(self._addresses) and self._addresses[at] < one.address + one.bytes:
+        while at < len(self._addresses) and self._addresses[at] < address + allocation.bytes:
             self._drop(at)
-        self._addresses.insert(at, one.address)
-        self._sizes[one.address] = one.bytes
-        self.bytes += one.bytes
+        self._addresses.insert(at, address)
+        self._sizes[address] = allocation.bytes
+        self.bytes += allocation.bytes
 
     def _drop(self, at: int) -> None:
         self.bytes -= self._sizes.pop(self._addresses.pop(at))

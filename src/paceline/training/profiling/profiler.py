@@ -1,4 +1,6 @@
-"""Where the time and memory of a training go: a few of its steps are profiled, on all ranks alike, as often as 1 % of its time allows."""
+"""Profiler of a training: it profiles a few steps on all ranks, as often as 1 % of the training time
+allows.
+"""
 
 import contextlib
 import ctypes
@@ -23,135 +25,131 @@ from paceline.training.profiling.time_breakdown import (
     UPDATED,
     Op,
     StepSeconds,
-    marked,
-    on_device,
-    on_host,
+    find_marks,
+    measure_on_device,
+    measure_on_host,
 )
 from paceline.training.setup import PreparedTraining
 
-SHARE = 0.01  # of the training that it may take
-WARM_UP_STEPS = 3  # before the first profiled one
-AGAIN = 8  # times in a training that is long enough, and more often at its beginning
-START_S = {"cpu": 0.03, "cuda": 4.0}  # of a first profile, before it is known; on CUDA its library is started
-VARIES = 1.5  # times as much as any before may the next one cost
-EVENT_S = 2e-6  # that writing down each event takes from a step
-PARTS = (
-    "compute",
-    "communication",
-    "bubble",
-    "input",
-    "optimizer",
-    "other",
-)  # of a step; a save is none of a step
+MAX_SHARE = 0.01  # of the training time that profiles may take
+WARM_UP_STEPS = 3  # before the first profiled step
+MIN_PROFILES = 8  # in a training that is long enough; more often at its beginning
+START_S = {"cpu": 0.03, "cuda": 4.0}  # assumed cost of a first profile; on CUDA it starts a library
+COST_MARGIN = 1.5  # the next profile may cost this many times the most expensive one so far
+EVENT_S = 2e-6  # that recording an event adds to a step
+# Of a step; a checkpoint is not part of a step.
+PARTS = ("compute", "communication", "bubble", "input", "optimizer", "other")
 
 
 class StepProfiler:
-    """Call `begin` before and `end` after each step; all ranks must do so in step."""
+    """Profiles some of the steps. All ranks call `begin` before and `end` after each step."""
 
     def __init__(
         self,
         wanted: bool | None,
         first: int,
         total: int,
-        laid: PreparedTraining,
+        training: PreparedTraining,
         plan: ResolvedPlan,
         world: World,
         device: torch.device,
     ):
-        self.wanted = wanted if laid.servers is None else False
-        self.first, self.total, self.laid, self.plan, self.world, self.device = (
-            first,
-            total,
-            laid,
-            plan,
-            world,
-            device,
-        )
-        self.told_s = 0.0
-        self.told_steps = -1
+        self.wanted = wanted if training.servers is None else False
+        self.first, self.total, self.training = first, total, training
+        self.plan, self.world, self.device = plan, world, device
+        self.measured_s = 0.0
+        self.measured_steps = -1
         self.next = first + WARM_UP_STEPS  # steps done before the next profile
         self.spent_s = 0.0
-        self.costs_s: float | None = None  # the dearest profile so far
+        self.max_cost_s: float | None = None  # of the most expensive profile so far
         self.open: _Profile | None = None
 
     def begin(self, step: int) -> None:
-        """`step` steps are done."""
+        """Begin a step, after `step` steps."""
         if self.open is None and self._is_due(step):
-            self.open = _Profile(self.laid, self.device, self._steps(step), step)
+            self.open = _Profile(self.training, self.device, self._count_steps(step), step)
         if self.open is not None:
             self.open.begin()
 
     def end(self, step: int, data_s: float) -> Iterator[Profiled]:
-        """`step` steps are done; the last one waited so long for its batch."""
+        """End a step, the `step`-th, which waited `data_s` for its batch.
+
+        Yield the event of a complete profile.
+        """
         if self.open is None or not self.open.is_done(step, data_s):
             return
         profile, self.open = self.open, None
-        rows = _gathered(profile.read(), self.world, self.device)
-        costs_s = max(row[0] for row in rows)
-        self.costs_s = max(costs_s, self.costs_s or 0.0)
-        self.spent_s += costs_s
-        self.next = step + min(step - self.first, max(1, (self.total - self.first) // AGAIN))
+        rows = _gather_rows(profile.read(), self.world, self.device)
+        cost_s = max(row[0] for row in rows)
+        self.max_cost_s = max(cost_s, self.max_cost_s or 0.0)
+        self.spent_s += cost_s
+        self.next = step + min(step - self.first, max(1, (self.total - self.first) // MIN_PROFILES))
         if all(row[1] for row in rows):
-            yield _profiled(rows, self.plan, step, profile.steps)
+            yield _make_profiled_event(rows, self.plan, step, profile.steps)
 
-    def tell(self, step_s: float, steps: int) -> None:
-        """So many took so long, the mean over the ranks. The first ones are slow, and do not count."""
-        self.told_s += step_s * steps if self.told_steps >= 0 else 0.0
-        self.told_steps += steps if self.told_steps >= 0 else 1
+    def add_measured_steps(self, step_s: float, steps: int) -> None:
+        """Add `steps` steps of `step_s` seconds each, a mean over the ranks.
+
+        The first call does not count: first steps are slow.
+        """
+        self.measured_s += step_s * steps if self.measured_steps >= 0 else 0.0
+        self.measured_steps += steps if self.measured_steps >= 0 else 1
 
     def close(self) -> None:
-        """Where the training ends in the midst of a profile."""
+        """Stop a profile that is not complete when the training ends."""
         if self.open is not None:
             self.open.stop()
             self.open = None
 
-    def _steps(self, step: int) -> int:
-        """Where weights are averaged now and then, one round."""
-        local = self.laid.local
+    def _count_steps(self, step: int) -> int:
+        """Return the steps of a profile: one round if weights are averaged periodically, else one."""
+        local = self.training.local
         return local.period if local is not None and step >= local.switch else 1
 
     def _is_due(self, step: int) -> bool:
-        steps = self._steps(step)
+        steps = self._count_steps(step)
         if self.wanted is False or step < self.next or step + steps > self.total or steps > MOST_STEPS:
             return False
-        if self.costs_s is None and self.wanted:
+        if self.max_cost_s is None and self.wanted:
             return True
-        if self.told_steps <= 0:
+        if self.measured_steps <= 0:
             return False
-        step_s = self.told_s / self.told_steps
-        costs_s = (
-            VARIES * self.costs_s if self.costs_s is not None else START_S[self.device.type] + steps * step_s
+        step_s = self.measured_s / self.measured_steps
+        cost_s = (
+            COST_MARGIN * self.max_cost_s
+            if self.max_cost_s is not None
+            else START_S[self.device.type] + steps * step_s
         )
-        return self.spent_s + costs_s <= SHARE * step_s * (self.total - self.first)
+        return self.spent_s + cost_s <= MAX_SHARE * step_s * (self.total - self.first)
 
 
 class _Profile:
     """A few steps under torch's profiler."""
 
-    def __init__(self, laid: PreparedTraining, device: torch.device, steps: int, first: int):
-        self.laid, self.device, self.steps, self.first = laid, device, steps, first
+    def __init__(self, training: PreparedTraining, device: torch.device, steps: int, first: int):
+        self.training, self.device, self.steps, self.first = training, device, steps, first
         began = time.perf_counter()
         self.data_ns: list[int] = []
-        self.grads: peak_memory.Storages = {}
-        self.stays = peak_memory.weights(laid), peak_memory.optimizer_state(laid)
-        self.observe, laid.step.observe = laid.step.observe, self._observe
+        self.grads: peak_memory.StorageBytes = {}
+        self.constant_bytes = (
+            peak_memory.count_weight_bytes(training),
+            peak_memory.count_optimizer_bytes(training),
+        )
+        self.observe, training.step.observe = training.step.observe, self._observe
         self.profiler: Any = None
-        if not torch.autograd._profiler_enabled():  # by the user, whose own it is
-            os.environ.setdefault(
-                "KINETO_LOG_LEVEL", "6"
-            )  # else it says on standard error that it starts (torch 2.13)
-            self.logs_from = _logs_from(ERROR)
+        if not torch.autograd._profiler_enabled():  # else the user is profiling
+            # torch 2.13: the profiler reports its start on standard error at a lower level.
+            os.environ.setdefault("KINETO_LOG_LEVEL", "6")
+            self.log_level = _set_torch_log_level(ERROR)
             use = "cuda" if device.type == "cuda" else None
-            with torch.autograd.profiler.profile(
-                use_device=use
-            ):  # the first operation that is profiled takes long
+            with torch.autograd.profiler.profile(use_device=use):  # the first profiled operation is slow
                 torch.zeros(1, device=device)
             if device.type == "cuda":
                 torch.cuda.synchronize(device)
                 torch.cuda.reset_peak_memory_stats(device)
             self.profiler = torch.autograd.profiler.profile(use_device=use, profile_memory=True)
             self.profiler.__enter__()
-        self.costs_s = time.perf_counter() - began
+        self.cost_s = time.perf_counter() - began
 
     def begin(self) -> None:
         with _mark(STEP):
@@ -161,9 +159,12 @@ class _Profile:
         if self.observe is not None:
             self.observe(what, step)
         with _mark(GRADIENTS if what == "gradients" else UPDATED):
-            self.grads = peak_memory.gradients(self.laid) if what == "gradients" else self.grads
+            self.grads = (
+                peak_memory.find_gradient_storages(self.training) if what == "gradients" else self.grads
+            )
 
     def is_done(self, step: int, data_s: float) -> bool:
+        """End a step, and return whether it is the last of the profile."""
         self.data_ns.append(int(data_s * 1e9))
         is_last = step == self.first + self.steps
         if is_last and self.device.type == "cuda":
@@ -173,54 +174,60 @@ class _Profile:
         return is_last
 
     def stop(self) -> None:
-        self.laid.step.observe = self.observe
+        self.training.step.observe = self.observe
         if self.profiler is not None:
             self.profiler.__exit__(None, None, None)
-            _logs_from(self.logs_from)
+            _set_torch_log_level(self.log_level)
 
     def read(self) -> list[float]:
-        """One row of figures, of which the second is 0 where they were not to be had."""
+        """Return a row of figures: cost, 1 if the others are measured and 0 if not, StepSeconds,
+        PeakMemory.
+        """
         began = time.perf_counter()
         self.stop()
         if self.profiler is None:
-            return [self.costs_s, *[0.0] * (COLUMNS - 1)]
+            return [self.cost_s, *[0.0] * (NUM_COLUMNS - 1)]
         cuda = self.device.type == "cuda"
         results = self.profiler.kineto_results
-        ops = list(_ops(results.events(), cuda))
-        seconds = (on_device if cuda else on_host)(ops, self.data_ns)
-        happened = peak_memory.allocations(results.experimental_event_tree(), self.device)
-        steps, gradients, _, ends = marked(ops)
-        held = peak_memory.held(self.stays, self.grads, happened, steps[-1], gradients[-1][0], ends[-1])
-        if cuda:  # its allocator knows of what is not a tensor's, too
-            most = torch.cuda.max_memory_allocated(self.device)
-            held = held._replace(activations=max(0.0, most - held.total + held.activations))
-        self.costs_s += time.perf_counter() - began + EVENT_S * len(ops)
-        return [self.costs_s, 1.0, *seconds, *held]
+        ops = list(_convert_events(results.events(), cuda))
+        seconds = (measure_on_device if cuda else measure_on_host)(ops, self.data_ns)
+        allocations = peak_memory.find_allocations(results.experimental_event_tree(), self.device)
+        steps, gradients, _, ends = find_marks(ops)
+        peak = peak_memory.measure_peak(
+            self.constant_bytes, self.grads, allocations, steps[-1], gradients[-1][0], ends[-1]
+        )
+        if cuda:  # its allocator also counts memory outside of tensors
+            peak_bytes = torch.cuda.max_memory_allocated(self.device)
+            peak = peak._replace(activations=max(0.0, peak_bytes - peak.total + peak.activations))
+        self.cost_s += time.perf_counter() - began + EVENT_S * len(ops)
+        return [self.cost_s, 1.0, *seconds, *peak]
 
 
-ERROR = 2  # of c10's levels
+ERROR = 2  # a level of c10's log
 
 
-def _logs_from(level: int) -> int:
-    """Which level torch's own log begins with; returns the one before. Else it warns of each tensor that is older than the profile and
-    freed in it (torch 2.13)."""
-    with contextlib.suppress(OSError, ValueError):  # another platform, or torch
-        begins = ctypes.c_int.in_dll(
+def _set_torch_log_level(level: int) -> int:
+    """Set the level of torch's log, and return the previous level.
+
+    torch 2.13: the profiler warns of each tensor that was allocated before the profile and freed in it.
+    """
+    with contextlib.suppress(OSError, ValueError):  # another platform, or another torch
+        variable = ctypes.c_int.in_dll(
             ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libc10.so")), "FLAGS_caffe2_log_level"
         )
-        before, begins.value = begins.value, level
+        before, variable.value = variable.value, level
         return before
     return level
 
 
-COLUMNS = 2 + len(StepSeconds._fields) + len(peak_memory.PeakMemory._fields)
+NUM_COLUMNS = 2 + len(StepSeconds._fields) + len(peak_memory.PeakMemory._fields)
 
 
 _mark = torch.autograd.profiler.record_function
 
 
-def _ops(events: Sequence[Any], cuda: bool) -> Iterator[Op]:
-    """What the timeline wants to know of a profiler's events."""
+def _convert_events(events: Sequence[Any], cuda: bool) -> Iterator[Op]:
+    """Yield the events of a profiler that the time breakdown needs."""
     if not cuda:
         for event in events:
             if (name := event.name()) != "[memory]":
@@ -240,58 +247,60 @@ def _ops(events: Sequence[Any], cuda: bool) -> Iterator[Op]:
         for event in events
         if event.name().startswith(("cuda", "cuLaunch"))
     }
-    asked = {
-        event.name() for event, here in zip(events, on_host, strict=True) if here
-    }  # annotations, which a device has too
-    for event, here in zip(events, on_host, strict=True):
+    # Annotations of the host, which the device repeats.
+    host_names = {event.name() for event, is_host in zip(events, on_host, strict=True) if is_host}
+    for event, is_host in zip(events, on_host, strict=True):
         name, begin, end = event.name(), event.start_ns(), event.start_ns() + event.duration_ns()
-        if here and name != "[memory]":
+        if is_host and name != "[memory]":
             yield Op(name, begin, end, event.start_thread_id())
-        elif not here and name not in asked:
+        elif not is_host and name not in host_names:
             yield Op(name, begin, end, None, launches.get(event.correlation_id(), begin))
 
 
-def _gathered(row: list[float], world: World, device: torch.device) -> list[list[float]]:
-    """That of each rank. A collective."""
+def _gather_rows(row: list[float], world: World, device: torch.device) -> list[list[float]]:
+    """Return the row of each rank. A collective call."""
     table = torch.zeros(world.size, len(row), dtype=torch.float64, device=device)
     table[world.rank] = torch.tensor(row, dtype=torch.float64)
     if world.size > 1:
         dist.all_reduce(table)
-    found: list[list[float]] = table.tolist()
-    return found
+    rows: list[list[float]] = table.tolist()
+    return rows
 
 
-def _profiled(rows: list[list[float]], plan: ResolvedPlan, step: int, num_steps: int) -> Profiled:
-    """Of what the ranks saw, by rank."""
+def _make_profiled_event(rows: list[list[float]], plan: ResolvedPlan, step: int, num_steps: int) -> Profiled:
+    """Return the event of a profile, given the row of each rank."""
     count = len(StepSeconds._fields)
     seconds = [StepSeconds(*row[2 : 2 + count]) for row in rows]
-    held = [peak_memory.PeakMemory(*row[2 + count :]) for row in rows]
-    split = [_parts(one, plan, min(other.transfer for other in seconds)) for one in seconds]
-    busy = [one["compute"] + one["input"] + one["optimizer"] + one["other"] for one in split]
+    peaks = [peak_memory.PeakMemory(*row[2 + count :]) for row in rows]
+    parts = [_split_bubble(rank, plan, min(other.transfer for other in seconds)) for rank in seconds]
+    busy = [rank["compute"] + rank["input"] + rank["optimizer"] + rank["other"] for rank in parts]
     stages = [[rank for rank in range(len(rows)) if plan.place(rank).pp == pp] for pp in range(plan.pp)]
     stage = max(stages, key=lambda ranks: sum(busy[rank] for rank in ranks) / len(ranks))
     slowest = busy.index(max(busy))
-    fullest = max(range(len(rows)), key=lambda rank: held[rank].total)
+    fullest = max(range(len(rows)), key=lambda rank: peaks[rank].total)
     return Profiled(
         step=step,
         num_steps=num_steps,
         step_s=_average([seconds[rank].step for rank in stage]),
-        seconds={name: _average([split[rank][name] for rank in stage]) for name in PARTS},
-        input_s=split[0]["input"],
+        seconds={name: _average([parts[rank][name] for rank in stage]) for name in PARTS},
+        input_s=parts[0]["input"],
         slowest=slowest,
         slowest_s=busy[slowest],
         busy_s=_average(busy),
         fullest=fullest,
-        memory={name: round(value) for name, value in held[fullest]._asdict().items()},
+        memory={name: round(value) for name, value in peaks[fullest]._asdict().items()},
         costs_s=max(row[0] for row in rows),
     )
 
 
-def _parts(one: StepSeconds, plan: ResolvedPlan, transfer: float) -> dict[str, float]:
-    """In a pipeline, waiting for a neighbour is the bubble, but for what the transfer itself takes."""
-    sent = min(one.neighbours, one.waits * transfer) if plan.pp > 1 and one.waits else one.neighbours
-    bubble = one.neighbours - sent
-    values = (one.compute, one.communication + sent, bubble, one.input, one.optimizer, one.other)
+def _split_bubble(rank: StepSeconds, plan: ResolvedPlan, transfer: float) -> dict[str, float]:
+    """Return the PARTS of a rank.
+
+    In a pipeline, waiting for a neighbour is the bubble, except the transfer itself.
+    """
+    sent = min(rank.neighbours, rank.waits * transfer) if plan.pp > 1 and rank.waits else rank.neighbours
+    bubble = rank.neighbours - sent
+    values = (rank.compute, rank.communication + sent, bubble, rank.input, rank.optimizer, rank.other)
     return dict(zip(PARTS, values, strict=True))
 
 
