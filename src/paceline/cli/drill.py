@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from paceline.cli.request_options import Target
-from paceline.drill.faults import FAULTS, FaultMoment, chosen, save_every, schedule
+from paceline.drill.faults import FAULTS, FaultMoment, choose_save_every, schedule_faults, select_faults
 from paceline.errors import LaunchError, PlanError, RunError
 from paceline.run import choose_path
 from paceline.spec import Launch, Spec
@@ -71,8 +71,7 @@ def drill(
     """Inject faults into a training, and check that nothing is lost.
 
     Trains once undisturbed, then once for each fault, which happens at a random but seeded moment. Compares
-    weights and losses bit by
-    bit, the consumed samples, and the processes and ports that remain.
+    weights and losses bit by bit, the consumed samples, and the processes and ports that remain.
 
     Exit status: 0 nothing was lost, 1 something was lost, 2 bad input.
     """
@@ -96,7 +95,7 @@ def drill(
         raise RunError(f"{keep} exists already; name a new folder with --keep")
     spec, launch = read_request(target, flags, set or [], steps=STEPS)
     prepared = _prepare(spec, launch, keep or choose_path(None, "drill"))
-    moments = schedule(chosen(faults), spec.seed, rounds, prepared.steps, prepared.ranks)
+    moments = schedule_faults(select_faults(faults), spec.seed, rounds, prepared.steps, prepared.ranks)
     results, status = _run(prepared, moments, spec.task)
     if json is not None:
         write_whole(json, json_file.dumps(results, indent=1) + "\n")
@@ -123,7 +122,7 @@ def _prepare(spec: Spec, launch: Launch, folder: Path) -> "Drill":
     if launch.nodes > 1:
         raise LaunchError(f"drill injects faults on one machine, got nodes={launch.nodes}; leave nodes out")
     assert spec.steps is not None
-    save_every(spec.steps)
+    choose_save_every(spec.steps)
     launch = check_launch(
         spec,
         launch.model_copy(update={"ranks": launch.ranks or RANKS, "run": None, "restarts": 0}),
@@ -157,10 +156,10 @@ def _run(drill: "Drill", moments: list[FaultMoment], task: str) -> tuple[dict[st
     with contextlib.ExitStack() as at_end:
         at_end.callback(_print_outcomes, console, outcomes, len(moments))  # also after an interruption
         status = at_end.enter_context(console.status("undisturbed"))
-        reference = drill.reference()
+        reference = drill.run_reference()
         for at, moment in enumerate(moments, 1):
             status.update(f"{at} of {len(moments)}: {moment.fault.name} at step {moment.step}")
-            outcomes.append(drill.hit(moment, reference, f"{at}-{moment.fault.name}"))
+            outcomes.append(drill.run_fault(moment, reference, f"{at}-{moment.fault.name}"))
     failed = any(outcome.wrong for outcome in outcomes)
     results = {
         "task": drill.spec.task,
@@ -177,14 +176,14 @@ def _run(drill: "Drill", moments: list[FaultMoment], task: str) -> tuple[dict[st
 
 def _print_outcomes(console: "Console", outcomes: "list[FaultOutcome]", num_faults: int) -> None:
     """Print the outcomes of the faults that were injected so far."""
-    from paceline.drill.text import closing, sentences, table
+    from paceline.drill.text import build_sentences, build_summary, build_table
 
     if len(outcomes) < num_faults:
         console.print(f"ended after {len(outcomes)} of {several(num_faults, 'fault')}", style="bold red")
     if not outcomes:
         return
-    console.print(table(outcomes))
-    for sentence in sentences(outcomes):
+    console.print(build_table(outcomes))
+    for sentence in build_sentences(outcomes):
         console.print(sentence, markup=False, soft_wrap=True)
     failed = any(outcome.wrong for outcome in outcomes)
-    console.print(closing(outcomes), style="bold red" if failed else "bold green")
+    console.print(build_summary(outcomes), style="bold red" if failed else "bold green")

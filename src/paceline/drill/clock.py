@@ -1,10 +1,10 @@
-"""Set the clock of the processes of a training: what Python tells them as the time, by a `sitecustomize` of their own."""
+"""Shift the time that Python reports to the processes of a training, through a `sitecustomize` module."""
 
 import os
 from pathlib import Path
 
 ALL = "all"
-SOURCE = '''"""Adds to the time what a file beside this one says: that of this rank, or that of all."""
+SOURCE = '''"""Adds an offset to the time, read from a file in this folder for all ranks or for this rank."""
 
 import os
 import time
@@ -22,27 +22,27 @@ def offset_s():
     return 0.0
 
 
-def skewed(true=time.time):
+def shifted(true=time.time):
     return true() + offset_s()
 
 
-def skewed_ns(true=time.time_ns):
+def shifted_ns(true=time.time_ns):
     return true() + int(offset_s() * 1e9)
 
 
-time.time, time.time_ns = skewed, skewed_ns
+time.time, time.time_ns = shifted, shifted_ns
 '''
 
 
-def settable(folder: Path) -> dict[str, str]:
-    """The environment of processes whose clocks `set_clock` sets."""
+def install_clock(folder: Path) -> dict[str, str]:
+    """Create the folder and return the environment of processes whose clocks `set_clock` sets."""
     folder.mkdir()
     (folder / "sitecustomize.py").write_text(SOURCE.format(all=ALL))
     return {"PYTHONPATH": os.pathsep.join(filter(None, [str(folder), os.environ.get("PYTHONPATH")]))}
 
 
-def set_clock(folder: Path, whose: str, by_s: float) -> None:
-    """whose: a rank's number, or ALL."""
-    beside = folder / "new"
-    beside.write_text(str(by_s))
-    beside.replace(folder / whose)
+def set_clock(folder: Path, target: str, by_s: float) -> None:
+    """Shift the clock of `target`, the number of a rank or ALL, by some seconds."""
+    new = folder / "new"
+    new.write_text(str(by_s))
+    new.replace(folder / target)

@@ -1,4 +1,4 @@
-"""Cut the connections between processes without any right but that over one's own: through a copy of the socket."""
+"""Cut TCP connections between processes of this user through a copy of the socket, without privileges."""
 
 import ctypes
 import os
@@ -8,32 +8,40 @@ from typing import Any
 
 import psutil
 
-PIDFD_GETFD = 438  # of Linux 5.6, on every architecture; Python has no function for it
+PIDFD_GETFD = 438  # system call of Linux 5.6, on every architecture; Python has no function for it
 
 
-def cut(process: psutil.Process, others: Iterable[psutil.Process]) -> int:
-    """Shut the TCP connections of `process` to `others` down. Returns how many there were; raises OSError where that is not allowed."""
-    theirs = {(here.laddr.ip, here.laddr.port) for other in others for here in _established(other)}
-    numbers = [here.fd for here in _established(process) if (here.raddr.ip, here.raddr.port) in theirs]
-    if not numbers:
+def cut_connections(process: psutil.Process, others: Iterable[psutil.Process]) -> int:
+    """Shut down the TCP connections of `process` to `others` and return their number.
+
+    Raises OSError if the system does not permit it."""
+    addresses = {
+        (connection.laddr.ip, connection.laddr.port) for other in others for connection in _established(other)
+    }
+    descriptors = [
+        connection.fd
+        for connection in _established(process)
+        if (connection.raddr.ip, connection.raddr.port) in addresses
+    ]
+    if not descriptors:
         return 0
     libc = ctypes.CDLL(None, use_errno=True)
     handle = os.pidfd_open(process.pid)
     try:
-        for number in numbers:
-            copy = libc.syscall(PIDFD_GETFD, handle, number, 0)
+        for descriptor in descriptors:
+            copy = libc.syscall(PIDFD_GETFD, handle, descriptor, 0)
             if copy < 0:
                 raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
             with socket.socket(fileno=copy) as connection:
                 connection.shutdown(socket.SHUT_RDWR)
     finally:
         os.close(handle)
-    return len(numbers)
+    return len(descriptors)
 
 
 def _established(process: psutil.Process) -> list[Any]:
     return [
-        found
-        for found in process.net_connections("tcp")
-        if found.status == psutil.CONN_ESTABLISHED and found.raddr
+        connection
+        for connection in process.net_connections("tcp")
+        if connection.status == psutil.CONN_ESTABLISHED and connection.raddr
     ]

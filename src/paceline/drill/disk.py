@@ -1,4 +1,7 @@
-"""A small disk in memory that can be filled: a mount that only a process of ours sees, and whoever goes through /proc of that process."""
+"""A small disk in memory that can be filled.
+
+It is mounted in the namespace of one process of ours, and visible to others only through its folder in /proc.
+"""
 
 import os
 import shutil
@@ -10,17 +13,17 @@ FILLER = "filler"
 
 
 class SmallDisk:
-    """`path` leads to it as long as the context lasts. Raises OSError where such mounts are not allowed."""
+    """A context with a small disk at `path`. Raises OSError if the system does not permit the mount."""
 
     def __init__(self, at: Path, bytes: int):
         self.at, self.bytes = at.absolute(), bytes
 
     def __enter__(self) -> "SmallDisk":
         if shutil.which("unshare") is None:
-            raise OSError("there is no unshare to mount a small disk with")
+            raise OSError("mounting a small disk requires the command unshare, which is not on PATH")
         self.at.mkdir(parents=True)
         user = [] if os.geteuid() == 0 else ["--user", "--map-root-user"]
-        # It holds the mount, and ends with us: then cat has read all that it gets.
+        # This process holds the mount. It ends with ours, since cat then reaches the end of its input.
         mount = 'mount -t tmpfs -o size="$0" tmpfs "$1" && echo mounted && exec cat'
         self._holder = subprocess.Popen(
             ["unshare", "--mount", *user, "sh", "-c", mount, str(self.bytes), str(self.at)],
@@ -33,11 +36,10 @@ class SmallDisk:
         assert self._holder.stdout is not None
         assert self._holder.stderr is not None
         if self._holder.stdout.readline() != "mounted\n":
-            said = self._holder.stderr.read().strip().splitlines()
+            lines = self._holder.stderr.read().strip().splitlines()
             self.__exit__()
-            raise OSError(
-                f"a small disk cannot be mounted here: {said[-1] if said else 'unshare says nothing'}"
-            )
+            reason = lines[-1] if lines else "unshare printed no reason"
+            raise OSError(f"a small disk cannot be mounted here: {reason}")
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -50,7 +52,7 @@ class SmallDisk:
         return Path(f"/proc/{self._holder.pid}/root{self.at}")
 
     def fill(self) -> None:
-        """To the last byte."""
+        """Fill the disk to the last byte."""
         with suppress(OSError), open(self.path / FILLER, "wb", buffering=0) as file:
             while file.write(bytes(2**16)):
                 pass

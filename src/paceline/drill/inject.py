@@ -1,4 +1,4 @@
-"""What each fault does to a training, and what is to be done before it can go on."""
+"""The actions of each fault on a training, and the repairs before the run resumes."""
 
 import signal
 from collections.abc import Callable
@@ -8,66 +8,66 @@ from pathlib import Path
 import psutil
 
 from paceline.drill import clock
-from paceline.drill.connections import cut
+from paceline.drill.connections import cut_connections
 from paceline.drill.disk import SmallDisk
-from paceline.drill.faults import FaultMoment, save_every
+from paceline.drill.faults import FaultMoment, choose_save_every
 from paceline.drill.training import STEP_S, Training, UnexpectedCourse
 from paceline.units import several
 
 HOUR_S = 3600.0
-DELAY, CLOCK = 0.3, 1.5  # of the timeout
-BEATS_S = 1.5  # in which each rank has told its new time
-FLIPPED = 8  # bytes
+DELAY_SHARE, CLOCK_SHARE = 0.3, 1.5  # of the timeout
+HEARTBEAT_S = 1.5  # in which each rank has reported its new time
+FLIPPED_BYTES = 8
 
 
 class UntriedFault(Exception):
-    """A fault that cannot be made here."""
+    """The fault cannot be caused on this machine or in this training."""
 
 
 @dataclass
 class FaultContext:
-    """A training at its moment, and what its fault needs besides."""
+    """A training at the moment of its fault, and what the fault needs."""
 
     training: Training
     moment: FaultMoment
     steps: int
     timeout_s: float
-    clock: Path | None = None  # folder of clock.settable
+    clock: Path | None = None  # folder of clock.install_clock
     disk: SmallDisk | None = None
 
     @property
     def rank(self) -> psutil.Process:
-        ranks = self.training.ranks()
+        ranks = self.training.find_ranks()
         if self.moment.rank not in ranks:
             raise UnexpectedCourse(
-                f"rank {self.moment.rank} was gone before its fault; it said: {self.training.said()}"
+                f"rank {self.moment.rank} ended before its fault; last output: {self.training.last_line()}"
             )
         return ranks[self.moment.rank]
 
 
-def kill(scene: FaultContext) -> str:
-    scene.rank.kill()
+def kill_rank(context: FaultContext) -> str:
+    context.rank.kill()
     return "SIGKILL"
 
 
-def stop(scene: FaultContext) -> str:
-    scene.rank.suspend()
+def stop_rank(context: FaultContext) -> str:
+    context.rank.suspend()
     return "SIGSTOP"
 
 
-def delay(scene: FaultContext) -> str:
-    rank, seconds = scene.rank, DELAY * scene.timeout_s
+def delay_rank(context: FaultContext) -> str:
+    rank, seconds = context.rank, DELAY_SHARE * context.timeout_s
     rank.suspend()
-    scene.training.until_late(seconds)
+    context.training.wait(seconds)
     rank.resume()
     return f"for {seconds:.1f} s"
 
 
-def cut_off(scene: FaultContext) -> str:
-    one = scene.rank
-    others = [process for process in scene.training.ranks().values() if process != one]
+def isolate_rank(context: FaultContext) -> str:
+    rank = context.rank
+    others = [process for process in context.training.find_ranks().values() if process != rank]
     try:
-        count = cut(one, others)
+        count = cut_connections(rank, others)
     except OSError as error:
         raise UntriedFault(
             f"the connections of another process cannot be shut down here: {error.strerror}"
@@ -77,94 +77,93 @@ def cut_off(scene: FaultContext) -> str:
     return several(count, "connection")
 
 
-def kill_launcher(scene: FaultContext) -> str:
-    scene.training.process.kill()
+def kill_launcher(context: FaultContext) -> str:
+    context.training.process.kill()
     return "SIGKILL"
 
 
-def preempt(scene: FaultContext) -> str:
-    number = scene.moment.draws.choice([signal.SIGUSR1, signal.SIGTERM])
-    scene.training.process.send_signal(number)
+def preempt(context: FaultContext) -> str:
+    number = context.moment.rng.choice([signal.SIGUSR1, signal.SIGTERM])
+    context.training.process.send_signal(number)
     return number.name
 
 
-def fill_disk(scene: FaultContext) -> str:
-    """So many steps longer that two checkpoints are tried to be written."""
-    assert scene.disk is not None
-    scene.disk.fill()
-    scene.training.pace(STEP_S)
-    scene.training.until_step(scene.moment.step + 2 * save_every(scene.steps), checkpoints=0)
-    scene.training.kill_all()
+def fill_disk(context: FaultContext) -> str:
+    """Fill the disk, let the training attempt two more checkpoints, and kill all processes."""
+    assert context.disk is not None
+    context.disk.fill()
+    context.training.set_pace(STEP_S)
+    context.training.wait_for_step(context.moment.step + 2 * choose_save_every(context.steps), checkpoints=0)
+    context.training.kill_all()
     return "full"
 
 
-def make_room(scene: FaultContext) -> None:
-    """No checkpoint that counts as complete may be torn."""
+def empty_disk(context: FaultContext) -> None:
+    """Make room. Raises UnexpectedCourse if a checkpoint that counts as complete is torn."""
     from paceline.training.checkpoint.save import read_index, verify
 
-    assert scene.disk is not None
-    run = scene.training.run
+    assert context.disk is not None
+    run = context.training.run
     for path in map(run.checkpoint, run.checkpoints()):
-        if torn := verify(path, read_index(path)):
-            raise UnexpectedCourse(f"{path} counts as complete, and is torn: {torn}")
-    scene.disk.empty()
+        if damage := verify(path, read_index(path)):
+            raise UnexpectedCourse(f"{path} counts as complete but is torn: {damage}")
+    context.disk.empty()
 
 
-def kill_all(scene: FaultContext) -> str:
-    scene.training.kill_all()
+def kill_all(context: FaultContext) -> str:
+    context.training.kill_all()
     return "SIGKILL to all"
 
 
-def flip_bits(scene: FaultContext) -> str:
-    """Some bytes of one file of the last checkpoint."""
-    draws, run = scene.moment.draws, scene.training.run
+def flip_bits(context: FaultContext) -> str:
+    """Flip a bit in some bytes of one file of the last checkpoint."""
+    rng, run = context.moment.rng, context.training.run
     last = run.checkpoint(run.checkpoints()[-1])
-    path = draws.choice(sorted(last.iterdir()))
+    path = rng.choice(sorted(last.iterdir()))
     content = bytearray(path.read_bytes())
-    for at in draws.sample(range(len(content)), min(FLIPPED, len(content))):
-        content[at] ^= 1 << draws.randrange(8)
+    for position in rng.sample(range(len(content)), min(FLIPPED_BYTES, len(content))):
+        content[position] ^= 1 << rng.randrange(8)
     path.write_bytes(content)
     return f"{last.name}/{path.name}"
 
 
-def skew(scene: FaultContext) -> str:
-    """And let it go on for so long that whatever looks at a clock has looked."""
-    seconds = CLOCK * scene.timeout_s
-    scene.training.pace(seconds / (scene.steps - scene.moment.step - 1))
-    done = _set_a_clock(scene)
-    scene.training.until_late(seconds)
+def shift_clock(context: FaultContext) -> str:
+    """Shift a clock, and train until everything that reads a clock has read it."""
+    seconds = CLOCK_SHARE * context.timeout_s
+    context.training.set_pace(seconds / (context.steps - context.moment.step - 1))
+    done = _shift_random_clock(context)
+    context.training.wait(seconds)
     return done
 
 
-def skew_and_stop(scene: FaultContext) -> str:
-    scene.training.pace(2 * BEATS_S / (scene.steps - scene.moment.step - 1))
-    done = _set_a_clock(scene)
-    scene.training.until_late(BEATS_S)
-    scene.rank.suspend()
+def shift_clock_and_stop(context: FaultContext) -> str:
+    context.training.set_pace(2 * HEARTBEAT_S / (context.steps - context.moment.step - 1))
+    done = _shift_random_clock(context)
+    context.training.wait(HEARTBEAT_S)
+    context.rank.suspend()
     return done
 
 
-def _set_a_clock(scene: FaultContext) -> str:
-    assert scene.clock is not None
-    draws = scene.moment.draws
-    whose, by_s = (
-        draws.choice([*map(str, scene.training.ranks()), clock.ALL]),
-        draws.choice([HOUR_S, -HOUR_S]),
-    )
-    clock.set_clock(scene.clock, whose, by_s)
-    return f"{'+' if by_s > 0 else '−'}1 h, {'all' if whose == clock.ALL else f'rank {whose}'}"
+def _shift_random_clock(context: FaultContext) -> str:
+    assert context.clock is not None
+    rng = context.moment.rng
+    target = rng.choice([*map(str, context.training.find_ranks()), clock.ALL])
+    by_s = rng.choice([HOUR_S, -HOUR_S])
+    clock.set_clock(context.clock, target, by_s)
+    return f"{'+' if by_s > 0 else '−'}1 h, {'all' if target == clock.ALL else f'rank {target}'}"
 
 
-DISTURB: dict[str, Callable[[FaultContext], str]] = {  # what exactly was done, for people
-    "kill": kill,
-    "stop": stop,
-    "delay": delay,
-    "cut": cut_off,
+# By name of the fault. Each function returns what exactly it did, for people.
+INJECT: dict[str, Callable[[FaultContext], str]] = {
+    "kill": kill_rank,
+    "stop": stop_rank,
+    "delay": delay_rank,
+    "cut": isolate_rank,
     "launcher": kill_launcher,
     "preempt": preempt,
     "disk": fill_disk,
     "damage": kill_all,
-    "clock": skew,
-    "clock-stop": skew_and_stop,
+    "clock": shift_clock,
+    "clock-stop": shift_clock_and_stop,
 }
-REPAIR: dict[str, Callable[[FaultContext], str | None]] = {"damage": flip_bits, "disk": make_room}
+REPAIR: dict[str, Callable[[FaultContext], str | None]] = {"damage": flip_bits, "disk": empty_disk}

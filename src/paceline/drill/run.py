@@ -1,4 +1,4 @@
-"""A drill: a training that nobody disturbs, then one for each fault, and what came of it."""
+"""A drill: an undisturbed training, then a training for each fault, and its outcome."""
 
 import contextlib
 import time
@@ -10,12 +10,13 @@ from typing import Any
 import psutil
 
 from paceline import events
-from paceline.drill import clock, request
-from paceline.drill.compare import losses_differ, weights_differ
+from paceline.drill import clock
+from paceline.drill.compare import find_loss_difference, find_weight_difference
 from paceline.drill.disk import SmallDisk
 from paceline.drill.faults import FaultMoment
-from paceline.drill.inject import DISTURB, REPAIR, FaultContext, UntriedFault
-from paceline.drill.sample_audit import Indices, audit, audit_alone, consumed
+from paceline.drill.inject import INJECT, REPAIR, FaultContext, UntriedFault
+from paceline.drill.request import REQUEST, write_request
+from paceline.drill.sample_audit import Indices, audit, audit_reference, merge_ranks
 from paceline.drill.training import SLOW_STEP_S, STEP_S, Training, UnexpectedCourse
 from paceline.errors import RankError
 from paceline.events import Started, Step
@@ -24,18 +25,17 @@ from paceline.run import RunFolder
 from paceline.spec import Launch, Spec
 from paceline.units import format_bytes
 
-LEAST_TIMEOUT_S, STEPS_TIMEOUT = 5.0, 20  # how long ranks wait for one another: so many of the longest steps
-LEAST_LIMIT_S, TIMES_LIMIT = (
-    90.0,
-    20,
-)  # after which something counts as not happening: so many times what a whole training takes
-DISK_CHECKPOINTS, DISK_MORE_BYTES = 4, 16 * 2**20  # on the small disk, besides logs and the like
-DISK_SHARE = 0.25  # of the free memory, at the most
+# How long ranks wait for one another: at least the first, and this multiple of the longest step.
+MIN_TIMEOUT_S, TIMEOUT_STEPS = 5.0, 20
+# How long the drill waits: at least the first, and this multiple of a whole training.
+MIN_LIMIT_S, LIMIT_RUNS = 90.0, 20
+DISK_CHECKPOINTS, DISK_EXTRA_BYTES = 4, 16 * 2**20  # size of the small disk; the extra is for logs
+MAX_DISK_SHARE = 0.25  # of the free memory
 
 
 @dataclass(frozen=True, kw_only=True)
 class UndisturbedRun:
-    """The training that nobody disturbed."""
+    """The training without a fault."""
 
     run: RunFolder
     samples: list[Indices | None]  # of each step
@@ -45,22 +45,21 @@ class UndisturbedRun:
 
     @property
     def limit_s(self) -> float:
-        return max(LEAST_LIMIT_S, TIMES_LIMIT * self.seconds)
+        return max(MIN_LIMIT_S, LIMIT_RUNS * self.seconds)
 
 
 @dataclass(kw_only=True)
 class FaultOutcome:
-    """What came of one fault."""
+    """The outcome of one fault."""
 
     moment: FaultMoment
-    untried: str | None = None  # why
+    untried: str | None = None  # the reason
     done: str = ""  # what exactly
     noticed_s: float | None = None  # after the fault; None: there was nothing to notice
     again_s: float | None = None  # until the first update of a later start; None: there was none
     starts: int = 0
-    wrong: dict[str, str] = field(
-        default_factory=dict
-    )  # "course", "weights", "losses", "samples", "left" -> a sentence
+    # "course", "weights", "losses", "samples", "left" -> a sentence
+    wrong: dict[str, str] = field(default_factory=dict)
 
     def as_json(self) -> dict[str, Any]:
         fields = {
@@ -75,7 +74,7 @@ class FaultOutcome:
 
 @dataclass(frozen=True)
 class Drill:
-    """What is trained, how and where. `spec` has its steps and `plan` its data degree said."""
+    """What is trained, how and where. `spec` has its number of steps and `plan` its data degree."""
 
     spec: Spec
     launch: Launch
@@ -92,145 +91,143 @@ class Drill:
         assert self.launch.ranks is not None
         return self.launch.ranks
 
-    def reference(self) -> UndisturbedRun:
-        """Raises RankError where the task does not even train by itself, or consumes what it should not."""
+    def run_reference(self) -> UndisturbedRun:
+        """Train without a fault. Raises RankError if the training fails or consumes wrong samples."""
         folder = self.folder / "reference"
-        request.write(folder, self.spec, self.launch, self.plan)
+        write_request(folder, self.spec, self.launch, self.plan)
         began = time.monotonic()
         with Training(folder, RunFolder(folder / "run"), self.plan, float("inf")) as training:
-            _begin(training)
-            if training.until_ended():
+            _start(training)
+            if training.wait_for_end():
                 raise RankError(
-                    f"the training fails without any fault, too: {training.said()}; more in {training.output}"
+                    f"the training fails also without a fault: {training.last_line()}; "
+                    f"more in {training.output}"
                 )
-            seconds, starts, run = time.monotonic() - began, training.starts(), training.run
-        samples, wrong = consumed(starts[0], self.plan)
-        happened = list(events.read(run.events))
-        epoch = next(event.samples for event in happened if isinstance(event, Started))
-        if wrong := wrong or audit_alone(samples, self.spec.batch, epoch):
-            raise RankError(f"without any fault samples are lost or repeated, too: {wrong[0]}")
-        longest_s = max(event.step_s for event in happened if isinstance(event, Step) and event.step > 2)
+            seconds, starts, run = time.monotonic() - began, training.read_starts(), training.run
+        samples, wrong = merge_ranks(starts[0], self.plan)
+        run_events = list(events.read(run.events))
+        epoch = next(event.samples for event in run_events if isinstance(event, Started))
+        if wrong := wrong or audit_reference(samples, self.spec.batch, epoch):
+            raise RankError(f"samples are lost or repeated also without a fault: {wrong[0]}")
+        longest_s = max(event.step_s for event in run_events if isinstance(event, Step) and event.step > 2)
         return UndisturbedRun(
             run=run,
             samples=samples,
             seconds=seconds,
-            timeout_s=max(LEAST_TIMEOUT_S, STEPS_TIMEOUT * longest_s),
+            timeout_s=max(MIN_TIMEOUT_S, TIMEOUT_STEPS * longest_s),
             checkpoint_bytes=sum(path.stat().st_size for path in run.checkpoint(self.steps).iterdir()),
         )
 
-    def hit(self, moment: FaultMoment, reference: UndisturbedRun, name: str) -> FaultOutcome:
-        """Train once more and let a fault happen. `name`: of the folder for it."""
+    def run_fault(self, moment: FaultMoment, reference: UndisturbedRun, name: str) -> FaultOutcome:
+        """Train in the folder `name` with a fault, and compare with the reference."""
         outcome, folder = FaultOutcome(moment=moment), self.folder / name
         if moment.fault.ranks > self.ranks:
-            outcome.untried = "one rank waits for no other one; use --ranks 2 or more"
+            outcome.untried = "one rank waits for no other rank; use --ranks 2 or more"
             return outcome
-        request.write(folder, self.spec, self.launch, self.plan, reference.timeout_s)
+        write_request(folder, self.spec, self.launch, self.plan, reference.timeout_s)
         try:
-            with self._scene(moment, reference, folder) as scene, scene.training:
+            with self._prepare(moment, reference, folder) as context, context.training:
                 try:
-                    _go_through(scene, outcome)
+                    _train_with_fault(context, outcome)
                 except UnexpectedCourse as error:
                     outcome.wrong["course"] = str(error)
                 else:
-                    self._judge(scene.training, reference, outcome)
+                    self._compare(context.training, reference, outcome)
         except UntriedFault as error:
             outcome.untried = str(error)
         return outcome
 
     @contextlib.contextmanager
-    def _scene(self, moment: FaultMoment, reference: UndisturbedRun, folder: Path) -> Iterator[FaultContext]:
-        """A training that is not started yet, with what its fault needs."""
+    def _prepare(
+        self, moment: FaultMoment, reference: UndisturbedRun, folder: Path
+    ) -> Iterator[FaultContext]:
+        """Prepare a training that has not started, and what its fault needs."""
         disk, clocks, env = None, folder / "clock", dict[str, str]()
-        with contextlib.ExitStack() as held:
+        with contextlib.ExitStack() as stack:
             if moment.fault.name == "disk":
-                disk = held.enter_context(_small_disk(folder / "disk", reference.checkpoint_bytes))
+                disk = stack.enter_context(_mount_small_disk(folder / "disk", reference.checkpoint_bytes))
             if moment.fault.name in ("clock", "clock-stop"):
-                env = clock.settable(clocks)
+                env = clock.install_clock(clocks)
             run = RunFolder((disk.path if disk is not None else folder) / "run")
             training = Training(folder, run, self.plan, reference.limit_s, env)
             yield FaultContext(
                 training, moment, self.steps, reference.timeout_s, clocks if env else None, disk
             )
 
-    def _judge(self, training: Training, reference: UndisturbedRun, outcome: FaultOutcome) -> None:
-        outcome.wrong |= _course(training, outcome)
-        found = [consumed(start, self.plan) for start in training.starts()]
-        states = [event.step for event in events.read(training.run.events) if isinstance(event, Started)]
-        told = [sentence for _, wrong in found for sentence in wrong] + audit(
-            reference.samples, [steps for steps, _ in found], states
+    def _compare(self, training: Training, reference: UndisturbedRun, outcome: FaultOutcome) -> None:
+        outcome.wrong |= _check_course(training, outcome)
+        starts = [merge_ranks(start, self.plan) for start in training.read_starts()]
+        first_steps = [event.step for event in events.read(training.run.events) if isinstance(event, Started)]
+        wrong_samples = [sentence for _, wrong in starts for sentence in wrong] + audit(
+            reference.samples, [steps for steps, _ in starts], first_steps
         )
-        for what, sentence in (
-            ("weights", weights_differ(training.run, reference.run, self.steps)),
-            ("losses", losses_differ(training.run, reference.run)),
-            ("samples", told[0] if told else None),
+        for check, sentence in (
+            ("weights", find_weight_difference(training.run, reference.run, self.steps)),
+            ("losses", find_loss_difference(training.run, reference.run)),
+            ("samples", wrong_samples[0] if wrong_samples else None),
         ):
             if sentence is not None:
-                outcome.wrong[what] = sentence
+                outcome.wrong[check] = sentence
 
 
-def _begin(training: Training) -> None:
-    training.start(
-        "train",
-        str(training.folder / request.REQUEST),
-        "--run-dir",
-        str(training.run.path),
-        "--restarts",
-        "1",
-    )
+def _start(training: Training) -> None:
+    request = str(training.folder / REQUEST)
+    training.start("train", request, "--run-dir", str(training.run.path), "--restarts", "1")
 
 
-def _go_through(scene: FaultContext, outcome: FaultOutcome) -> None:
-    training, fault = scene.training, scene.moment.fault
-    training.pace(STEP_S)
-    _begin(training)
-    training.until_step(scene.moment.step, fault.checkpoints)
-    training.pace(
-        SLOW_STEP_S
-    )  # also where this process must wait for a core, the fault comes before the last step
-    time.sleep(scene.moment.share * SLOW_STEP_S)
-    training.hold(but=scene.moment.rank)
-    at = time.monotonic()
-    outcome.done = DISTURB[fault.name](scene)
-    if fault.starts > 1 and training.steps_done() >= scene.steps:
+def _train_with_fault(context: FaultContext, outcome: FaultOutcome) -> None:
+    training, fault = context.training, context.moment.fault
+    training.set_pace(STEP_S)
+    _start(training)
+    training.wait_for_step(context.moment.step, fault.checkpoints)
+    # Slow steps: the fault comes before the last step also if this process has to wait for a core.
+    training.set_pace(SLOW_STEP_S)
+    time.sleep(context.moment.share * SLOW_STEP_S)
+    training.record_processes(disturbed=context.moment.rank)
+    fault_time = time.monotonic()
+    outcome.done = INJECT[fault.name](context)
+    if fault.starts > 1 and training.count_steps() >= context.steps:
         raise UntriedFault(
-            f"the training had done its last step, {scene.steps}, before the fault came; use more --steps"
+            f"the training had done its last step, {context.steps}, before the fault came; use more --steps"
         )
-    training.pace(None)
-    status = training.until_ended()
+    training.set_pace(None)
+    status = training.wait_for_end()
     if status != fault.status:
         raise UnexpectedCourse(
-            f"it ended with exit status {status}, and {fault.status} was due; it said: {training.said()}"
+            f"exit status must be {fault.status}, got {status}; last output: {training.last_line()}"
         )
-    left = training.remains()
+    left = training.end_leftovers()
     if training.noticed is not None and fault.name not in REPAIR:
-        outcome.noticed_s = training.noticed - at
+        outcome.noticed_s = training.noticed - fault_time
     if status:
-        outcome.done = _go_on(scene) or outcome.done
-        left = left or training.remains()
+        outcome.done = _resume(context) or outcome.done
+        left = left or training.end_leftovers()
     if left is not None:
         outcome.wrong["left"] = left
-    outcome.starts = training.started()
-    if len(starts_with_updates := training.starts()) > 1:
-        outcome.again_s = min(updates[0].time for updates in starts_with_updates[1].values()) - at
+    outcome.starts = training.count_starts()
+    if len(starts := training.read_starts()) > 1:
+        outcome.again_s = min(updates[0].time for updates in starts[1].values()) - fault_time
 
 
-def _go_on(scene: FaultContext) -> str | None:
-    """What a person would do after the command has ended."""
-    training, repair = scene.training, REPAIR.get(scene.moment.fault.name)
-    done = repair(scene) if repair is not None else None
+def _resume(context: FaultContext) -> str | None:
+    """Repair and resume the run, as a user would after the command has ended."""
+    training, repair = context.training, REPAIR.get(context.moment.fault.name)
+    done = repair(context) if repair is not None else None
     training.start("resume", str(training.run.path))
-    if status := training.until_ended():
-        raise UnexpectedCourse(f"resume ended with exit status {status}; it said: {training.said()}")
+    if status := training.wait_for_end():
+        raise UnexpectedCourse(
+            f"exit status of resume must be 0, got {status}; last output: {training.last_line()}"
+        )
     return done
 
 
-def _course(training: Training, outcome: FaultOutcome) -> dict[str, str]:
-    """Whether the ranks were started as often as they should, and what should be said was said."""
+def _check_course(training: Training, outcome: FaultOutcome) -> dict[str, str]:
+    """Return {"course": a sentence} if the number of starts or the reports of the run are unexpected."""
     fault = outcome.moment.fault
     if fault.starts == 1 and training.noticed is not None:
-        return {"course": f"it should have gone on, and said: {training.sign}"}
+        return {"course": f"the training must continue without a report, got: {training.symptom}"}
     if outcome.starts != fault.starts:
-        return {"course": f"the ranks were started {outcome.starts} times, and {fault.starts} were due"}
+        return {"course": f"the ranks must start {fault.starts} times, got {outcome.starts}"}
     if fault.name == "damage":
         notes = [
             note
@@ -239,20 +236,21 @@ def _course(training: Training, outcome: FaultOutcome) -> dict[str, str]:
             for note in event.notes
         ]
         if not any("is damaged" in note for note in notes):
-            return {"course": "nothing was said of the damaged checkpoint"}
+            return {"course": "the damaged checkpoint was not reported"}
     return {}
 
 
 @contextlib.contextmanager
-def _small_disk(at: Path, checkpoint_bytes: int) -> Iterator[SmallDisk]:
-    bytes = DISK_CHECKPOINTS * checkpoint_bytes + DISK_MORE_BYTES
-    if bytes > DISK_SHARE * psutil.virtual_memory().available:
+def _mount_small_disk(path: Path, checkpoint_bytes: int) -> Iterator[SmallDisk]:
+    disk_bytes = DISK_CHECKPOINTS * checkpoint_bytes + DISK_EXTRA_BYTES
+    if disk_bytes > MAX_DISK_SHARE * psutil.virtual_memory().available:
         raise UntriedFault(
-            f"a small disk in memory for some checkpoints of {format_bytes(checkpoint_bytes)} would take too much of it"
+            f"a small disk in memory for {DISK_CHECKPOINTS} checkpoints of {format_bytes(checkpoint_bytes)} "
+            f"requires more than {MAX_DISK_SHARE:.0%} of the free memory"
         )
-    with contextlib.ExitStack() as held:
+    with contextlib.ExitStack() as stack:
         try:
-            disk = held.enter_context(SmallDisk(at, bytes))
+            disk = stack.enter_context(SmallDisk(path, disk_bytes))
         except OSError as error:
             raise UntriedFault(str(error)) from error
         yield disk

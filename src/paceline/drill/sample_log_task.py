@@ -1,4 +1,4 @@
-"""A task that notes which samples it consumes, and takes its time: what a drill trains in place of the user's, in the ranks."""
+"""A wrapper of the user's task for the ranks of a drill. It logs consumed samples and slows steps down."""
 
 import json
 import os
@@ -20,7 +20,7 @@ METHODS = ("model", "inputs", "loss", "weights", "metrics", "layout", "optimizer
 
 
 class NumberedSample(NamedTuple):
-    """A sample or a batch, with the indices in the dataset."""
+    """A sample or a batch with its indices in the dataset."""
 
     content: Any
     indices: Any
@@ -28,25 +28,28 @@ class NumberedSample(NamedTuple):
 
 @dataclass
 class SampleLog:
-    """Where a rank notes what it consumes, and the file that says how many seconds a step is to take.
+    """The log of the samples that a rank consumes, and the pace of its steps.
 
-    They are spent in its data, its forward pass and its update alike, so that what happens at random meets all of them."""
+    A step is slowed down equally in its data, forward pass and update, so that a random fault may hit each of
+    them.
+
+    pace: file with the seconds that a step should take."""
 
     folder: Path
     pace: Path
-    samples: int  # of a step on one rank
+    samples: int  # per step and rank
     microbatches: int
     _file: int | None = field(default=None, init=False)
 
-    def consumed(self, indices: Sequence[int]) -> None:
+    def log_batch(self, indices: Sequence[int]) -> None:
         if self._file is None:
             name = f"{os.environ[NUMBER]}-{os.environ['TORCHELASTIC_RESTART_COUNT']}-{os.environ['RANK']}"
             self._file = os.open(self.folder / name, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
-            register_optimizer_step_post_hook(self._updated)
+            register_optimizer_step_post_hook(self._log_update)
         self._write(list(indices))
         self.pause(self.microbatches)
 
-    def _updated(self, *optimizer: object) -> None:
+    def _log_update(self, *optimizer: object) -> None:
         self._write()
         self.pause(1)
 
@@ -54,67 +57,72 @@ class SampleLog:
         assert self._file is not None
         os.write(self._file, json.dumps([time.monotonic(), *indices]).encode() + b"\n")
 
-    def pause(self, times: int) -> None:
-        """One of so many in a step."""
+    def pause(self, count: int) -> None:
+        """Sleep for one of `count` pauses of a phase; a phase is a third of the step."""
         with suppress(OSError, ValueError):
-            time.sleep(float(self.pace.read_text()) / 3 / times)
+            time.sleep(float(self.pace.read_text()) / 3 / count)
 
 
 class _Samples:
-    def __init__(self, dataset: Any, notes: SampleLog):
-        self.dataset, self.notes = dataset, notes
+    def __init__(self, dataset: Any, log: SampleLog):
+        self.dataset, self.log = dataset, log
 
     def __len__(self) -> int:
         return len(self.dataset)
 
     def __getitem__(self, index: int) -> NumberedSample:
-        self.notes.pause(self.notes.samples)
+        self.log.pause(self.log.samples)
         return NumberedSample(self.dataset[index], index)
 
 
 class _Batches(_Samples):
     def batch_of(self, indices: list[int]) -> NumberedSample:
-        self.notes.pause(self.notes.microbatches)
+        self.log.pause(self.log.microbatches)
         return NumberedSample(self.dataset.batch_of(indices), torch.tensor(indices))
 
 
-def watched(kind: type[Task], notes: SampleLog) -> type[Task]:
-    """The like of `kind`, without a validation split. Its batches know their samples, and the user's own methods do not see it."""
+def wrap_task(kind: type[Task], log: SampleLog) -> type[Task]:
+    """Return a task class like `kind` that logs its samples and has no validation split.
 
-    def own(self: Any) -> Task:
+    Its batches carry their indices; the user's methods do not see them."""
+
+    def unwrap(self: Any) -> Task:
         if "_own" not in vars(self):
             object.__setattr__(self, "_own", kind(**field_values(self)))  # tasks are frozen
-        found: Task = vars(self)["_own"]
-        return found
+        task: Task = vars(self)["_own"]
+        return task
 
     def dataset(self: Any, split: str) -> Any:
-        found = own(self).dataset(split) if split == "train" else None
-        if not hasattr(found, "__len__") or not hasattr(found, "__getitem__"):
-            return found
-        return (_Batches if hasattr(found, "batch_of") else _Samples)(found, notes)
+        samples = unwrap(self).dataset(split) if split == "train" else None
+        if not hasattr(samples, "__len__") or not hasattr(samples, "__getitem__"):
+            return samples
+        return (_Batches if hasattr(samples, "batch_of") else _Samples)(samples, log)
 
-    def passed_on(name: str) -> Callable[..., Any]:
+    def forward_method(name: str) -> Callable[..., Any]:
         def method(self: Any, *arguments: Any) -> Any:
             if name == "loss":
-                _note(notes, *arguments)
-            return getattr(own(self), name)(
-                *(one.content if isinstance(one, NumberedSample) else one for one in arguments)
+                _log_loss(log, *arguments)
+            return getattr(unwrap(self), name)(
+                *(
+                    argument.content if isinstance(argument, NumberedSample) else argument
+                    for argument in arguments
+                )
             )
 
         return method
 
-    # A method that a task does not define says something: that its items weigh the same.
+    # A method that the task does not define stays undefined: its absence has a meaning, e.g. equal weights.
     methods = {
-        name: passed_on(name)
+        name: forward_method(name)
         for name in METHODS
         if name == "inputs" or getattr(kind, name) is not getattr(Task, name)
     }
     return type(kind.__name__, (kind,), {"__module__": kind.__module__, "dataset": dataset, **methods})
 
 
-def _note(notes: SampleLog, output: Any, batch: Any) -> None:
-    """In training on a rank; not where a loss is tried on tensors without values."""
+def _log_loss(log: SampleLog, output: Any, batch: Any) -> None:
+    """Log a batch if a rank trains on it; not if the loss is tried out on tensors without values."""
     if "RANK" not in os.environ or not torch.is_grad_enabled() or not isinstance(batch, NumberedSample):
         return
     if type(batch.indices) is Tensor and not batch.indices.is_meta:
-        notes.consumed(batch.indices.tolist())
+        log.log_batch(batch.indices.tolist())

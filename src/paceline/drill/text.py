@@ -1,4 +1,4 @@
-"""What came of a drill, for people."""
+"""The outcomes of a drill as text for people."""
 
 from collections.abc import Sequence
 
@@ -7,54 +7,63 @@ from rich.table import Table
 
 from paceline.drill.run import FaultOutcome
 
-FIGURES = ("step", "rank", "seen", "again")
-WHAT = 12  # columns at least
-COLUMNS = {  # of what can be wrong in a training that came to its end: good, bad
+NUMBERS = ("step", "rank", "seen", "again")
+WHAT_WIDTH = 12  # minimum number of columns
+CHECKS = {  # of a training that ended as expected: cell if right, cell if wrong
     "weights": ("equal", "differ"),
     "samples": ("once", "not so"),
     "left": ("none", "some"),
 }
 
 
-def table(outcomes: Sequence[FaultOutcome]) -> Table:
-    """A line a fault. seen: seconds until somebody noticed; again: until the first step of the next start."""
-    shown = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False)
-    for name in ("fault", "step", "rank", "what", "seen", "again", *COLUMNS, ""):
-        wide = {"min_width": WHAT} if name == "what" else {"no_wrap": True}
-        shown.add_column(name, justify="right" if name in FIGURES else "left", **wide)
-    for one in outcomes:
-        shown.add_row(*_row(one))
-    return shown
+def build_table(outcomes: Sequence[FaultOutcome]) -> Table:
+    """Return a row per fault.
+
+    seen: seconds until the run reports the fault; again: until the first step of the next start."""
+    table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False)
+    for name in ("fault", "step", "rank", "what", "seen", "again", *CHECKS, ""):
+        width = {"min_width": WHAT_WIDTH} if name == "what" else {"no_wrap": True}
+        table.add_column(name, justify="right" if name in NUMBERS else "left", **width)
+    for outcome in outcomes:
+        table.add_row(*_build_row(outcome))
+    return table
 
 
-def _row(one: FaultOutcome) -> list[str]:
-    begin = [one.moment.fault.name, str(one.moment.step), str(one.moment.rank), escape(one.done)]
-    if one.untried is not None:
-        return [*begin, *[""] * (2 + len(COLUMNS)), "not tried"]
-    seconds = [f"{figure:.1f} s" if figure is not None else "" for figure in (one.noticed_s, one.again_s)]
-    wrong = {"weights" if what == "losses" else what for what in one.wrong}
-    cells = [
-        _red(bad) if what in wrong else good if one.starts else "" for what, (good, bad) in COLUMNS.items()
+def _build_row(outcome: FaultOutcome) -> list[str]:
+    moment = outcome.moment
+    cells = [moment.fault.name, str(moment.step), str(moment.rank), escape(outcome.done)]
+    if outcome.untried is not None:
+        return [*cells, *[""] * (2 + len(CHECKS)), "not tried"]
+    cells += [
+        f"{seconds:.1f} s" if seconds is not None else "" for seconds in (outcome.noticed_s, outcome.again_s)
     ]
-    return [*begin, *seconds, *cells, _red("fails") if one.wrong else "[bold green]holds[/]"]
+    wrong = {"weights" if check == "losses" else check for check in outcome.wrong}
+    cells += [
+        _red(if_wrong) if check in wrong else if_right if outcome.starts else ""
+        for check, (if_right, if_wrong) in CHECKS.items()
+    ]
+    return [*cells, _red("fails") if outcome.wrong else "[bold green]holds[/]"]
 
 
 def _red(word: str) -> str:
     return f"[bold red]{word}[/]"
 
 
-def sentences(outcomes: Sequence[FaultOutcome]) -> list[str]:
-    """What failed, and what was not tried, and why."""
-    found = [
-        f"{one.moment.fault.name} at step {one.moment.step} on rank {one.moment.rank}, {what}: {sentence}"
-        for one in outcomes
-        for what, sentence in one.wrong.items()
+def build_sentences(outcomes: Sequence[FaultOutcome]) -> list[str]:
+    """Return a sentence for each failed check, and the reason for each fault that was not tried."""
+    failures = [
+        f"{outcome.moment.fault.name} at step {outcome.moment.step} on rank {outcome.moment.rank}, "
+        f"{check}: {sentence}"
+        for outcome in outcomes
+        for check, sentence in outcome.wrong.items()
     ]
-    reasons = {one.moment.fault.name: one.untried for one in outcomes if one.untried is not None}
-    return found + [f"{name} was not tried: {why}" for name, why in reasons.items()]
+    reasons = {
+        outcome.moment.fault.name: outcome.untried for outcome in outcomes if outcome.untried is not None
+    }
+    return failures + [f"{name} was not tried: {reason}" for name, reason in reasons.items()]
 
 
-def closing(outcomes: Sequence[FaultOutcome]) -> str:
-    tried = [one for one in outcomes if one.untried is None]
-    held = sum(not one.wrong for one in tried)
-    return f"{held} of {len(tried)} faults left no trace"
+def build_summary(outcomes: Sequence[FaultOutcome]) -> str:
+    tried = [outcome for outcome in outcomes if outcome.untried is None]
+    passed = sum(not outcome.wrong for outcome in tried)
+    return f"{passed} of {len(tried)} faults left no trace"

@@ -1,4 +1,4 @@
-"""One training in the hands of a drill: started by its command line, followed through files, ended with all that it started."""
+"""One training of a drill: start its command, follow its files, and end all processes that it started."""
 
 import contextlib
 import os
@@ -20,32 +20,33 @@ from paceline.events import Ended, Failed, Stalled, Started
 from paceline.plan.plan import ResolvedPlan
 from paceline.run import RunFolder
 
-MARK = "PACELINE_DRILL"  # the same for all that a training starts, so that it is found again under another parent too
-NUMBER = "PACELINE_DRILL_COMMAND"  # which of them
-STEP_S = 0.12  # that a step is made to take until it is disturbed
-SLOW_STEP_S = 1.0  # where something must be there first
+# Environment variables. MARK identifies all processes of a training, also under another parent.
+MARK = "PACELINE_DRILL"
+NUMBER = "PACELINE_DRILL_COMMAND"  # which command of the training started the process
+STEP_S = 0.12  # duration of a step until the fault
+SLOW_STEP_S = 1.0  # duration of a step while the drill waits for something
 POLL_S = 0.01
-GONE_S = 15.0  # that ranks may take to save and end after their launcher
+GONE_S = 15.0  # how long ranks may take to save and end after their launcher
 SAMPLE_LOG, PACE = "samples", "pace"
 
 
 class UnexpectedCourse(Exception):
-    """A training took another course than it should."""
+    """A training did not take its expected course."""
 
 
 class Training:
-    """A context: whatever was started is killed at its end."""
+    """A context that kills all processes of the training at its end."""
 
     def __init__(
         self, folder: Path, run: RunFolder, plan: ResolvedPlan, limit_s: float, env: Mapping[str, str] = {}
     ):
         self.folder, self.run, self.plan, self.limit_s = folder, run, plan, limit_s
-        self.noticed: float | None = None  # when there was a first sign of trouble, of the monotonic clock
-        self.sign = ""  # in the words of the run
+        self.noticed: float | None = None  # time of the first symptom, by the monotonic clock
+        self.symptom = ""  # as the run reported it
         self._mark, self._env, self._commands = uuid.uuid4().hex, env, 0
         self._ports: set[int] = set()
         self._read = 0
-        self._others: list[psutil.Process] = []
+        self._undisturbed: list[psutil.Process] = []
         self.process: subprocess.Popen[bytes]
 
     def __enter__(self) -> "Training":
@@ -58,13 +59,13 @@ class Training:
         if hasattr(self, "process"):
             self.process.wait()
 
-    def start(self, *words: str) -> None:
-        """`paceline WORDS`, with what it prints in output-N.txt."""
+    def start(self, *arguments: str) -> None:
+        """Start `paceline ARGUMENTS`, with its output in output-N.txt."""
         self._commands += 1
         env = {**os.environ, **self._env, MARK: self._mark, NUMBER: str(self._commands)}
         with open(self.output, "wb") as out:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", "paceline", *words],
+                [sys.executable, "-m", "paceline", *arguments],
                 env=env,
                 stdin=subprocess.DEVNULL,
                 stdout=out,
@@ -74,169 +75,177 @@ class Training:
 
     @property
     def output(self) -> Path:
-        """Of the last command."""
+        """The file with the output of the last command."""
         return self.folder / f"output-{self._commands}.txt"
 
-    def said(self) -> str:
-        """The last line that a command printed."""
+    def last_line(self) -> str:
+        """Return the last line that the last command printed."""
         lines = self.output.read_text(errors="replace").strip().splitlines()
         return lines[-1] if lines else "nothing"
 
-    # What goes on
+    # State
 
-    def starts(self) -> list[Start]:
-        return sample_audit.read(self.folder / SAMPLE_LOG, self.plan)
+    def read_starts(self) -> list[Start]:
+        return sample_audit.read_starts(self.folder / SAMPLE_LOG, self.plan)
 
-    def started(self) -> int:
-        """How often the ranks were started, also where nothing was left to do."""
+    def count_starts(self) -> int:
+        """Return the number of starts of the ranks, including those without a step left to do."""
         return (
             sum(isinstance(event, Started) for event in events.read(self.run.events))
             if self.run.events.exists()
             else 0
         )
 
-    def steps_done(self) -> int:
-        """Since the ranks were started last."""
-        starts = self.starts()
+    def count_steps(self) -> int:
+        """Return the number of steps since the last start of the ranks."""
+        starts = self.read_starts()
         return max(len(updates) for updates in starts[-1].values()) if starts else 0
 
-    def ranks(self) -> dict[int, psutil.Process]:
-        """Those that are alive, of the launcher that is."""
-        found = {}
+    def find_ranks(self) -> dict[int, psutil.Process]:
+        """Return the ranks that are alive and belong to the present launcher."""
+        ranks = {}
         with contextlib.suppress(psutil.NoSuchProcess):
             for process in psutil.Process(self.process.pid).children():
                 with contextlib.suppress(psutil.Error, KeyError):
-                    found[int(process.environ()["RANK"])] = process
-        return found
+                    ranks[int(process.environ()["RANK"])] = process
+        return ranks
 
-    def left(self) -> list[psutil.Process]:
-        """What is alive of what was started."""
-        found = []
+    def find_processes(self) -> list[psutil.Process]:
+        """Return the processes of this training that are alive."""
+        processes = []
         for process in psutil.process_iter():
             with contextlib.suppress(psutil.Error, OSError):
                 if process.environ().get(MARK) == self._mark and process.status() != psutil.STATUS_ZOMBIE:
-                    found.append(process)
-        return found
+                    processes.append(process)
+        return processes
 
     # Waiting
 
-    def until(
-        self, holds: Callable[[], bool], what: str, limit_s: float | None = None, poll_s: float = POLL_S
+    def wait_until(
+        self,
+        condition: Callable[[], bool],
+        what: str,
+        limit_s: float | None = None,
+        poll_s: float = POLL_S,
     ) -> None:
+        """Wait until the condition holds. Raises UnexpectedCourse after the limit."""
         deadline = time.monotonic() + (limit_s or self.limit_s)
-        while not holds():
+        while not condition():
             if time.monotonic() > deadline:
                 raise UnexpectedCourse(
-                    f"{what} did not come in {limit_s or self.limit_s:.0f} s; it said: {self.said()}"
+                    f"{what} did not come in {limit_s or self.limit_s:.0f} s; last output: {self.last_line()}"
                 )
             time.sleep(poll_s)
 
-    def until_late(self, seconds: float) -> None:
-        """Or until the command has ended."""
+    def wait(self, seconds: float) -> None:
+        """Wait for some seconds, or until the command has ended."""
         deadline = time.monotonic() + seconds
 
-        def over() -> bool:
-            self._notice()
+        def is_over() -> bool:
+            self._look_for_symptom()
             return time.monotonic() > deadline or self.process.poll() is not None
 
-        self.until(over, "that time")
+        self.wait_until(is_over, "that time")
 
-    def until_step(self, step: int, checkpoints: int) -> None:
-        """Until so many steps are done, and complete checkpoints there: the steps become slow where those are late."""
+    def wait_for_step(self, step: int, checkpoints: int) -> None:
+        """Wait until a number of steps and of complete checkpoints is reached.
 
-        def holds() -> bool:
+        Steps become slow if the checkpoints are late."""
+
+        def is_reached() -> bool:
             if self.process.poll() is not None:
                 raise UnexpectedCourse(
-                    f"it ended with exit status {self.process.returncode} before step {step}; it said: {self.said()}"
+                    f"the command ended with exit status {self.process.returncode} before step {step}; "
+                    f"last output: {self.last_line()}"
                 )
-            late = self.steps_done() >= step
-            if late and len(self.run.checkpoints()) < checkpoints:
-                self.pace(SLOW_STEP_S)
+            has_steps = self.count_steps() >= step
+            if has_steps and len(self.run.checkpoints()) < checkpoints:
+                self.set_pace(SLOW_STEP_S)
                 return False
-            return late
+            return has_steps
 
-        self.until(holds, f"step {step}")
+        self.wait_until(is_reached, f"step {step}")
 
-    def until_ended(self) -> int:
-        """The exit status of the command."""
+    def wait_for_end(self) -> int:
+        """Wait for the end of the command and return its exit status."""
 
-        def ended() -> bool:
-            self._notice()
+        def has_ended() -> bool:
+            self._look_for_symptom()
             return self.process.poll() is not None
 
-        self.until(ended, "the end of the command")
+        self.wait_until(has_ended, "the end of the command")
         return self.process.wait()
 
-    def _notice(self) -> None:
-        """The first sign of trouble: what the run says of it, or that a rank has ended that nobody disturbed."""
+    def _look_for_symptom(self) -> None:
+        """Record the first symptom of trouble: a report of the run, or the end of an undisturbed rank."""
         if self.noticed is not None or not self.run.events.exists():
             return
-        has_ended = not all(
-            map(is_alive, self._others)
-        )  # asked first: a rank that is done says so before it ends
+        # Read before the events: a rank that is done reports it before it ends.
+        has_ended = not all(map(is_alive, self._undisturbed))
         before, self._read = self._read, events.end(self.run.events)
         for event in events.read(self.run.events, before) if self._read > before else ():
             if isinstance(event, Stalled) or (isinstance(event, Failed) and event.what == "run"):
-                self.noticed, self.sign = time.monotonic(), event.message
+                self.noticed, self.symptom = time.monotonic(), event.message
             elif isinstance(event, Ended):
                 has_ended = event.reason == "stopped"
-                self._others = []
+                self._undisturbed = []
         if self.noticed is None and has_ended:
-            self.noticed, self.sign = time.monotonic(), "a rank ended"
+            self.noticed, self.symptom = time.monotonic(), "a rank ended"
 
-    def remains(self) -> str | None:
-        """What is left some seconds after the end of a command, processes or ports; it is ended."""
+    def end_leftovers(self) -> str | None:
+        """Kill the processes that remain GONE_S after the command, and return a sentence about them.
 
-        def gone() -> bool:
-            self._notice()
-            return not self.left() and not self._ports_left()
+        The sentence names open ports as well. Returns None if nothing remains."""
+
+        def is_gone() -> bool:
+            self._look_for_symptom()
+            return not self.find_processes() and not self._find_open_ports()
 
         with contextlib.suppress(UnexpectedCourse):
-            self.until(gone, "the end of all processes", GONE_S, poll_s=0.05)
+            self.wait_until(is_gone, "the end of all processes", GONE_S, poll_s=0.05)
             return None
         left = [
             f"process {process.pid} ({' '.join(process.cmdline()[-3:])})"
-            for process in self.left()
+            for process in self.find_processes()
             if is_alive(process)
         ]
-        left += [f"port {port}, which no process has" for port in self._ports_left()]
+        left += [f"port {port} without a process" for port in self._find_open_ports()]
         self.kill_all()
         return (
-            f"{GONE_S:.0f} s after the end of the command there was still {', '.join(left)}" if left else None
+            f"{GONE_S:.0f} s after the end of the command these remain: {', '.join(left)}" if left else None
         )
 
-    def _ports_left(self) -> list[int]:
-        return sorted(
-            self._ports & listening(one for one in psutil.net_connections("tcp") if one.pid is None)
-        )
+    def _find_open_ports(self) -> list[int]:
+        connections = [connection for connection in psutil.net_connections("tcp") if connection.pid is None]
+        return sorted(self._ports & find_listening_ports(connections))
 
-    # What is done to it
+    # Actions
 
-    def pace(self, step_s: float | None) -> None:
-        """How long a step is to take; None: as long as it takes."""
-        path, beside = self.folder / PACE, self.folder / "pace.new"
+    def set_pace(self, step_s: float | None) -> None:
+        """Set the minimum duration of a step; None: no minimum."""
+        path, new = self.folder / PACE, self.folder / "pace.new"
         if step_s is None:
             path.unlink(missing_ok=True)
             return
-        beside.write_text(str(step_s))
-        beside.replace(path)
+        new.write_text(str(step_s))
+        new.replace(path)
 
-    def hold(self, but: int) -> None:
-        """Remember what is to be gone at the end, and the ranks that will not be disturbed."""
+    def record_processes(self, disturbed: int) -> None:
+        """Remember the ports that must be closed at the end, and all ranks except the disturbed rank."""
         self._read = events.end(self.run.events)
-        self._others = [process for rank, process in self.ranks().items() if rank != but]
-        for process in self.left():
+        self._undisturbed = [process for rank, process in self.find_ranks().items() if rank != disturbed]
+        for process in self.find_processes():
             with contextlib.suppress(psutil.Error):
-                self._ports |= listening(process.net_connections("tcp"))
+                self._ports |= find_listening_ports(process.net_connections("tcp"))
 
     def kill_all(self) -> None:
-        """At once, as when the power goes."""
+        """Kill all processes at once, as a power failure does."""
         deadline = time.monotonic() + GONE_S
-        while (left := self.left()) and time.monotonic() < deadline:
-            for process in left:
+        while (processes := self.find_processes()) and time.monotonic() < deadline:
+            for process in processes:
                 with contextlib.suppress(psutil.NoSuchProcess):
-                    process.suspend()  # so that none sees another one go
-            for process in left:
+                    process.suspend()  # so that no process can react to the end of another
+            for process in processes:
                 with contextlib.suppress(psutil.NoSuchProcess):
                     process.kill()
             if hasattr(self, "process"):
@@ -244,9 +253,8 @@ class Training:
             time.sleep(POLL_S)
 
 
-def listening(connections: Iterable[Any]) -> set[int]:
-    """The ports of these that wait for somebody."""
-    return {one.laddr.port for one in connections if one.status == psutil.CONN_LISTEN}
+def find_listening_ports(connections: Iterable[Any]) -> set[int]:
+    return {connection.laddr.port for connection in connections if connection.status == psutil.CONN_LISTEN}
 
 
 def is_alive(process: psutil.Process) -> bool:
