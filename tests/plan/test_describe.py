@@ -15,7 +15,7 @@ from paceline.plan.plan import parse
 from paceline.spec import Spec
 from paceline.tasks.digits import Digits
 from paceline.tasks.text import Text
-from paceline.training.model_facts.describe import describe, described, watched
+from paceline.training.model_facts.describe import count_facts, describe, describe_model
 from paceline.training.model_facts.op_counter import OpCounter
 
 SIZES = {"layers": 3, "hidden": 32, "heads": 4, "seq": 16, "positions": 16}
@@ -65,7 +65,7 @@ def test_gpt2_of_hugging_face() -> None:
     task = Gpt2()
     with torch.device("meta"):
         model = task.model()
-    found = described(model, task, torch.zeros(2, 16, dtype=torch.long), 2)
+    found = describe_model(model, task, torch.zeros(2, 16, dtype=torch.long), 2)
     assert_agree(found, Transformer(vocab=48, **SIZES).facts())
 
 
@@ -112,14 +112,14 @@ def test_a_model_that_looks_at_values_is_named() -> None:
         model = Choice().model()
     with pytest.raises(
         TaskError,
-        match=r"Choice cannot be described: 0 fails without values: .*; paceline plan --measure runs it",
+        match=r"Choice cannot be described: 0 fails without values: .*; use paceline plan --measure",
     ):
-        described(model, Choice(), torch.zeros(2, 4), 2)
+        describe_model(model, Choice(), torch.zeros(2, 4), 2)
 
 
 def test_a_model_that_looks_at_values_is_counted_in_a_real_pass() -> None:
     model = Choice().model()
-    found = watched(OpCounter(model, Choice(), {}), Choice(), torch.zeros(3, 4), 3)
+    found = count_facts(OpCounter(model, Choice(), {}), Choice(), torch.zeros(3, 4), 3)
     assert (found.params, found.flops) == (20, 2 * 4 * 4)
 
 
@@ -141,7 +141,7 @@ def test_tensors_without_values_live_as_real_ones_do() -> None:
     expected = describe(Spec(task="text"), task)
     torch.manual_seed(0)
     tokens = torch.randint(256, (3, 16))
-    real = watched(OpCounter(task.model(), task, {}), task, (tokens, tokens), 3)
+    real = count_facts(OpCounter(task.model(), task, {}), task, (tokens, tokens), 3)
     pairs = [
         (one.lives, same.lives) for (one, _), (same, _) in zip(expected.parts(), real.parts(), strict=True)
     ]

@@ -14,7 +14,7 @@ from paceline.plan.model.facts import ModelFacts
 from paceline.plan.plan import Plan, ResolvedPlan
 from paceline.spec import Spec
 from paceline.task import Task
-from paceline.training.model_facts.describe import SAMPLES, describe, watched
+from paceline.training.model_facts.describe import SAMPLES, count_facts, describe
 from paceline.training.model_facts.op_counter import OpCounter
 
 BUDGET_S = 5.0
@@ -35,7 +35,7 @@ def measure(spec: Spec, task: Task, cluster: Cluster, device: torch.device) -> M
         except TaskError:
             model = stepping.laid.model
             batch = example_batch(spec.model_copy(update={"batch": SAMPLES}), task, ResolvedPlan())
-            facts = watched(OpCounter(model, task, {}), task, batch, SAMPLES)
+            facts = count_facts(OpCounter(model, task, {}), task, batch, SAMPLES)
             model.zero_grad()
         took_s = time_step(stepping, BUDGET_S).median_s
     expected = predict(facts, Plan(dp=1), cluster, spec.batch, of_precision(spec.precision), ranks=1)

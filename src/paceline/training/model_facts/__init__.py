@@ -1,4 +1,4 @@
-"""Facts of a user's model, traced once: operations, activations, live memory.
+"""Facts of a user's model, traced in one pass: operations, activations, live memory.
 
 The planner's formulas over these facts are in `plan.cost_model`.
 """

@@ -1,4 +1,4 @@
-"""ModelFacts of any task: counted in one forward pass, which works out shapes and computes nothing."""
+"""ModelFacts of a task, counted in one forward pass that computes only shapes."""
 
 import math
 from collections import Counter
@@ -20,11 +20,11 @@ from paceline.plan.model.operations import Operation
 from paceline.plan.plan import Plan, ResolvedPlan
 from paceline.spec import Spec
 from paceline.task import Task, load_task
-from paceline.training.model_facts.live_memory import LiveMemory, lived
+from paceline.training.model_facts.live_memory import LiveMemory, measure_live_memory
 from paceline.training.model_facts.op_counter import FIRST, LAST, BlockCount, OpCounter
 from paceline.user_code import UserCode
 
-SAMPLES = 3  # BatchNorm takes no single one; a number that shapes of weights seldom have
+SAMPLES = 3  # BatchNorm requires more than one; a number that is rare in the shapes of weights
 
 
 def describe(spec: Spec, task: Task | None = None) -> ModelFacts:
@@ -42,180 +42,209 @@ def describe(spec: Spec, task: Task | None = None) -> ModelFacts:
 
     task = task if task is not None else load_task(spec.task, spec.set)
     batch = example_batch(spec.model_copy(update={"batch": SAMPLES}), task, ResolvedPlan())
-    return described(build(spec, task).model, task, batch, SAMPLES)
+    return describe_model(build(spec, task).model, task, batch, SAMPLES)
 
 
-def described(model: nn.Module, task: Task, batch: Batch, samples: int) -> ModelFacts:
-    """`model` is on the meta device; `batch` has so many samples."""
+def describe_model(model: nn.Module, task: Task, batch: Batch, samples: int) -> ModelFacts:
+    """Return the facts of `model`, which is on the meta device. `batch` has `samples` samples."""
     with UserCode("the forward pass without values", task.model):
-        styles = _styles(model, task, batch)
-    with UserCode("the forward pass without values", task.model), fake_parameters(model) as imagine:
-        watch = OpCounter(model, task, styles)
+        styles = _find_styles(model, task, batch)
+    with UserCode("the forward pass without values", task.model), fake_parameters(model) as make_fake:
+        counter = OpCounter(model, task, styles)
         try:
-            return watched(watch, task, imagine(batch), samples)
+            return count_facts(counter, task, make_fake(batch), samples)
         except RuntimeError as error:
             reason = str(error).partition("\n")[0]
-            hint = "paceline plan --measure runs it"
+            hint = "use paceline plan --measure, which runs it"
             raise TaskError(
-                f"{type(task).__name__} cannot be described: {watch.where} fails without values: {reason}; {hint}"
+                f"{type(task).__name__} cannot be described: {counter.where} fails without values: "
+                f"{reason}; {hint}"
             ) from error
 
 
-def watched(watch: OpCounter, task: Task, batch: Batch, samples: int) -> ModelFacts:
-    """Of a model on the device of `batch`, whether or not they have values."""
-    model = watch.model
-    with watch:
+def count_facts(counter: OpCounter, task: Task, batch: Batch, samples: int) -> ModelFacts:
+    """Return the facts of the counter's model, by a pass with `batch`.
+
+    Model and batch are on the same device, with or without values.
+    """
+    model = counter.model
+    with counter:
         output = call_model(task, model, batch)
-        watch.finish()
+        counter.start_loss()
         task.loss(output, batch)
-    facts = _facts(watch, type(task).__name__, samples)
+    facts = _build_facts(counter, type(task).__name__, samples)
     try:
-        found = lived(model, watch.units, lambda: task.loss(call_model(task, model, batch), batch))
-    except RuntimeError:  # what is kept for the backward pass is counted already
+        live = measure_live_memory(
+            model, counter.units, lambda: task.loss(call_model(task, model, batch), batch)
+        )
+    except RuntimeError:  # tensors saved for the backward pass are counted already
         return facts
-    return _with_lives(facts, found, samples)
+    return _add_live_memory(facts, live, samples)
 
 
-def _with_lives(
-    facts: ModelFacts, found: tuple[LiveMemory, list[LiveMemory], LiveMemory], samples: int
+def _add_live_memory(
+    facts: ModelFacts, live: tuple[LiveMemory, list[LiveMemory], LiveMemory], samples: int
 ) -> ModelFacts:
-    """Of blocks that are alike the one in the middle, which is neither the first nor the last."""
+    """Return the facts with live memory: for a run of equal blocks, that of the block in its middle."""
 
-    def of(block: BlockFacts, one: LiveMemory) -> BlockFacts:
-        return replace(block, lives=LiveBytes(one.kept / samples, one.most / samples))
+    def add(block: BlockFacts, memory: LiveMemory) -> BlockFacts:
+        return replace(block, lives=LiveBytes(memory.kept / samples, memory.most / samples))
 
-    first, each, last = found
+    first, blocks, last = live
     ends = list(accumulate(count for _, count in facts.runs))
-    middle = [each[(end - count + end) // 2] for (_, count), end in zip(facts.runs, ends, strict=True)]
-    runs = tuple((of(block, one), count) for (block, count), one in zip(facts.runs, middle, strict=True))
-    return replace(facts, first=of(facts.first, first), runs=runs, last=of(facts.last, last))
+    middle = [blocks[(end - count + end) // 2] for (_, count), end in zip(facts.runs, ends, strict=True)]
+    runs = tuple(
+        (add(block, memory), count) for (block, count), memory in zip(facts.runs, middle, strict=True)
+    )
+    return replace(facts, first=add(facts.first, first), runs=runs, last=add(facts.last, last))
 
 
-def _styles(model: nn.Module, task: Task, batch: Batch) -> Mapping[str, str]:
-    """How tensor parallelism would split each layer, if it can."""
+def _find_styles(model: nn.Module, task: Task, batch: Batch) -> Mapping[str, str]:
+    """Return how tensor parallelism would split each layer; nothing if it cannot."""
     from paceline.parallel.tensor.apply import find_splits
 
     try:
         return find_splits(model, task, batch, Plan(dp=1, tp=2)).styles
-    except (PlanError, RuntimeError):  # a pass that fails is told of with the module that it fails in
+    except (PlanError, RuntimeError):  # a failing pass is reported later, with the module in which it fails
         return {}
 
 
-def _facts(watch: OpCounter, name: str, samples: int) -> ModelFacts:
-    made = {k: _block(watch, k, samples) for k in watch.parts}
-    grouped = [list(alike) for _, alike in groupby((made[k] for k in range(len(watch.units))), _key)]
-    runs = tuple((alike[0], len(alike)) for alike in grouped)
-    attention = [one for block, _ in runs for one in block.attention]
+def _build_facts(counter: OpCounter, name: str, samples: int) -> ModelFacts:
+    blocks = {index: _build_block(counter, index, samples) for index in counter.parts}
+    grouped = [
+        list(equal)
+        for _, equal in groupby((blocks[index] for index in range(len(counter.units))), _block_signature)
+    ]
+    runs = tuple((equal[0], len(equal)) for equal in grouped)
+    attentions = [attention for block, _ in runs for attention in block.attention]
     heads: tuple[int, ...] = ()
-    if any(block.split_params for block in made.values()):
-        of_attention = {heads for one in attention for heads in (one.heads, one.kv_heads or one.heads)}
-        widths = {
-            int(p.columns if p.cut == "columns" else p.inner)
-            for block, _ in runs
-            for p in block.products
-            if p.cut
+    if any(block.split_params for block in blocks.values()):
+        attention_heads = {
+            heads
+            for attention in attentions
+            for heads in (attention.heads, attention.kv_heads or attention.heads)
         }
-        heads = tuple(sorted(of_attention)) if of_attention else (math.gcd(*widths),) if widths else ()
-    boundary = watch.parts[0].boundary
+        widths = {
+            int(product.columns if product.cut == "columns" else product.inner)
+            for block, _ in runs
+            for product in block.products
+            if product.cut
+        }
+        if attention_heads:
+            heads = tuple(sorted(attention_heads))
+        elif widths:
+            heads = (math.gcd(*widths),)
+    boundary = counter.parts[0].boundary
     sequence = boundary[1] if len(boundary) == 3 else None
-    outputs = made[LAST].products
+    outputs = blocks[LAST].products
     return ModelFacts(
         name=name,
-        first=made[FIRST],
+        first=blocks[FIRST],
         runs=runs,
-        last=made[LAST],
+        last=blocks[LAST],
         tokens=sequence or 1,
         heads=heads,
-        sequence=sequence if attention else None,
+        sequence=sequence if attentions else None,
         hidden=boundary[-1] if boundary else 0,
         vocab=int(outputs[-1].columns) if outputs and sequence else 0,
         shared_params=sum(
-            watch.owner[m].numel()
-            for m, at in watch.used.items()
-            if {FIRST, LAST} <= at and _learns(watch, m)
+            counter.owner[memory].numel()
+            for memory, parts in counter.used.items()
+            if {FIRST, LAST} <= parts and isinstance(counter.owner[memory], nn.Parameter)
         ),
         source="counted",
     )
 
 
-def _learns(watch: OpCounter, memory: int) -> bool:
-    return isinstance(watch.owner[memory], nn.Parameter)
-
-
-def _block(watch: OpCounter, at: int, samples: int) -> BlockFacts:
-    part = watch.parts[at]
-    modules = dict(watch.model.named_modules())
-    own = _parameters(watch, at)
-    styled = {
-        id(p)
-        for n, style in watch.styles.items()
-        for k, p in modules[n]._parameters.items()
-        if k in STYLES[style].split_dims
+def _build_block(counter: OpCounter, index: int, samples: int) -> BlockFacts:
+    part = counter.parts[index]
+    modules = dict(counter.model.named_modules())
+    own = _find_parameters(counter, index)
+    split = {
+        id(parameter)
+        for name, style in counter.styles.items()
+        for key, parameter in modules[name]._parameters.items()
+        if key in STYLES[style].split_dims
     }
-    none, given = _held(watch, part, samples)
-    boundary = math.prod(part.boundary) / samples if part.boundary and at != LAST else 0.0
-    own_styles = [watch.styles[layer] for layer in part.layers if layer in watch.styles]
+    saved, selective = _count_saved(counter, part, samples)
+    boundary = math.prod(part.boundary) / samples if part.boundary and index != LAST else 0.0
+    own_styles = [counter.styles[layer] for layer in part.layers if layer in counter.styles]
     return BlockFacts(
         name=part.name,
-        params=sum(p.numel() for p in own),
-        split_params=sum(p.numel() for p in own if id(p) in styled),
+        params=sum(parameter.numel() for parameter in own),
+        split_params=sum(parameter.numel() for parameter in own if id(parameter) in split),
         products=tuple(replace(product, rows=product.rows / samples) for product in part.products),
         attention=tuple(part.attention),
-        saved={"none": none}
-        if at < 0
-        else {"none": none, "selective": given._replace(stream=boundary), "full": TensorVolume(boundary)},
+        saved={"none": saved}
+        if index < 0
+        else {
+            "none": saved,
+            "selective": selective._replace(stream=boundary),
+            "full": TensorVolume(boundary),
+        },
         traffic=TensorVolume(stream=part.moved / samples),
         boundary=boundary,
         sums=sum((STYLES[style].sums for style in own_styles), 0.0),
         kernels=part.kernels,
-        operations=_counted(part.operations, samples),
+        operations=_count_operations(part.operations, samples),
         tensors=len(own),
-        largest=max((p.numel() for p in own), default=0),
-        whole=len(watch.parts[0].boundary) != 3,
+        largest=max((parameter.numel() for parameter in own), default=0),
+        whole=len(counter.parts[0].boundary) != 3,
     )
 
 
-def _counted(operations: list[Operation], samples: int) -> tuple[Operation, ...]:
-    """Those that are alike together; sizes of one sample, but for views, which have none."""
-    alike = Counter(operations)
+def _count_operations(operations: list[Operation], samples: int) -> tuple[Operation, ...]:
+    """Return each distinct operation with its count. Sizes are per sample; views have none."""
+    counts = Counter(operations)
     return tuple(
-        replace(one, size=one.size if one.kind == "view" else one.size / samples, count=n)
-        for one, n in alike.items()
+        replace(
+            operation,
+            size=operation.size if operation.kind == "view" else operation.size / samples,
+            count=count,
+        )
+        for operation, count in counts.items()
     )
 
 
-def _parameters(watch: OpCounter, at: int) -> list[nn.Parameter]:
-    """Each parameter once: in its block, else where it is used first."""
-    of_units = {id(p): k for k, unit in enumerate(watch.units) for p in unit.parameters()}
+def _find_parameters(counter: OpCounter, index: int) -> list[nn.Parameter]:
+    """Return the parameters of a part.
 
-    def place(parameter: nn.Parameter) -> int:
-        return of_units.get(
-            id(parameter), FIRST if FIRST in watch.used.get(storage_id(parameter), ()) else LAST
+    A parameter outside of blocks belongs to the part that uses it first.
+    """
+    block_of = {
+        id(parameter): block for block, unit in enumerate(counter.units) for parameter in unit.parameters()
+    }
+
+    def part_of(parameter: nn.Parameter) -> int:
+        return block_of.get(
+            id(parameter), FIRST if FIRST in counter.used.get(storage_id(parameter), ()) else LAST
         )
 
-    return [parameter for parameter in watch.model.parameters() if place(parameter) == at]
+    return [parameter for parameter in counter.model.parameters() if part_of(parameter) == index]
 
 
-def _held(watch: OpCounter, part: BlockCount, samples: int) -> tuple[TensorVolume, TensorVolume]:
-    """What is kept of a sample: all, and only what products and attention gave."""
-    stream = whole = split = fixed = given_whole = given_split = 0.0
-    for memory, (tensor, of_loss) in part.saved.items():
+def _count_saved(counter: OpCounter, part: BlockCount, samples: int) -> tuple[TensorVolume, TensorVolume]:
+    """Return what is saved for the backward pass per sample: everything, and outputs of products and
+    attention.
+    """
+    stream = whole = split = fixed = output_whole = output_split = 0.0
+    for memory, (tensor, is_of_loss) in part.saved.items():
         count = tensor.untyped_storage().nbytes() / tensor.element_size() / samples
         if not tensor.is_floating_point():
             fixed += count * tensor.element_size()
-        elif of_loss:
+        elif is_of_loss:
             fixed += 4 * count  # in float32
-        elif memory not in watch.made:
+        elif memory not in counter.product_dims:
             stream += count
-        elif watch.made[memory]:
+        elif counter.product_dims[memory]:
             split += count
-            given_split += count * (memory in watch.given)
+            output_split += count * (memory in counter.product_outputs)
         else:
             whole += count
-            given_whole += count * (memory in watch.given)
-    return TensorVolume(stream, whole, split, fixed), TensorVolume(0.0, given_whole, given_split)
+            output_whole += count * (memory in counter.product_outputs)
+    return TensorVolume(stream, whole, split, fixed), TensorVolume(0.0, output_whole, output_split)
 
 
-def _key(block: BlockFacts) -> Any:
-    """What makes blocks alike."""
+def _block_signature(block: BlockFacts) -> Any:
+    """Return a value that equal blocks share: all fields but the name."""
     return [getattr(block, name) for name in BlockFacts.__dataclass_fields__ if name != "name"]

@@ -1,4 +1,4 @@
-"""How many bytes of tensors live at once in a forward and backward pass, by the block that runs."""
+"""Bytes of live tensors in a forward and backward pass, by the block that runs."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -15,39 +15,43 @@ from paceline.distributed.dtensor import storage_id
 
 @dataclass
 class LiveMemory:
-    """Bytes of a block, of all samples together. kept: from the end of its forward pass to its backward pass, above what the blocks before
-    it keep; `most`: at its worst moment, likewise. Weights and their gradients are left out."""
+    """Bytes of a block, for all samples together, without weights and their gradients.
 
-    kept: int = 0
-    most: int = 0
+    Both numbers are on top of what earlier blocks keep.
+    """
+
+    kept: int = 0  # from the end of its forward pass to its backward pass
+    most: int = 0  # at its peak
 
 
 class LiveMemoryTracer(TorchDispatchMode):
-    """Enter it for a pass through a model and back; `units` are its blocks in order. Tensors may have no values."""
+    """Traces a forward and backward pass inside a `with` block.
+
+    `units`: the blocks of the model in order. Tensors may be without values.
+    """
 
     def __init__(self, model: nn.Module, units: list[nn.Module]):
         super().__init__()
         self.model, self.units = model, units
         self.shapes = {tuple(parameter.shape) for parameter in model.parameters()}
-        self.bytes: dict[int, tuple[StorageWeakRef, int]] = {}
+        self.bytes: dict[int, tuple[StorageWeakRef, int]] = {}  # by storage
         self.live = 0
-        self.before = [0] * (
-            len(units) + 2
-        )  # live where a block's forward pass begins; ahead of the blocks, and behind them
+        # Live bytes when the forward pass of a block begins; first and last: of what is outside of blocks.
+        self.before = [0] * (len(units) + 2)
         self.most = [0] * (len(units) + 2)
         self.at = 0
 
-    def lived(self) -> tuple[LiveMemory, list[LiveMemory], LiveMemory]:
-        """Ahead of the blocks, of each, and behind them."""
+    def results(self) -> tuple[LiveMemory, list[LiveMemory], LiveMemory]:
+        """Return the memory before the blocks, of each block, and after them."""
         ends = [*self.before[1:], self.before[-1]]
-        found = [
+        parts = [
             LiveMemory(max(0, end - begin), max(0, most - begin))
             for begin, end, most in zip(self.before, ends, self.most, strict=True)
         ]
-        return found[0], found[1:-1], found[-1]
+        return parts[0], parts[1:-1], parts[-1]
 
     def _begin(self, at: int) -> None:
-        self._count()
+        self._drop_freed()
         if at > self.at:
             self.before[at] = self.live
         self.at = at
@@ -56,11 +60,11 @@ class LiveMemoryTracer(TorchDispatchMode):
     def __enter__(self) -> Self:
         self.hooks: list[Any] = []
         for at, unit in enumerate(self.units, start=1):
-            self.hooks.append(unit.register_forward_pre_hook(self._entering(at)))
-            self.hooks.append(unit.register_forward_hook(self._leaving(at)))
+            self.hooks.append(unit.register_forward_pre_hook(self._make_pre_hook(at)))
+            self.hooks.append(unit.register_forward_hook(self._make_hook(at)))
         for parameter in self.model.parameters():
             if parameter.requires_grad:
-                self.hooks.append(parameter.register_post_accumulate_grad_hook(_forget))
+                self.hooks.append(parameter.register_post_accumulate_grad_hook(_drop_gradient))
         super().__enter__()
         return self
 
@@ -69,41 +73,41 @@ class LiveMemoryTracer(TorchDispatchMode):
         for hook in self.hooks:
             hook.remove()
 
-    def _entering(self, at: int) -> Callable[..., None]:
+    def _make_pre_hook(self, at: int) -> Callable[..., None]:
         def enter(module: nn.Module, args: Any) -> None:
-            self._on_gradient(args, at - 1)
+            self._begin_at_gradient(args, at - 1)
             self._begin(at)
 
         return enter
 
-    def _leaving(self, at: int) -> Callable[..., None]:
+    def _make_hook(self, at: int) -> Callable[..., None]:
         def leave(module: nn.Module, args: Any, output: Any) -> None:
-            self._on_gradient(output, at)
+            self._begin_at_gradient(output, at)
             self._begin(at + 1)
 
         return leave
 
-    def _on_gradient(self, tree: Any, at: int) -> None:
-        """When the gradient of a block's output is there, its backward pass begins."""
+    def _begin_at_gradient(self, tree: Any, at: int) -> None:
+        """Begin the backward pass of a block when the gradient of its output is computed."""
         for leaf in tree_leaves(tree):
             if isinstance(leaf, Tensor) and leaf.requires_grad:
                 leaf.register_hook(lambda gradient: self._begin(at))
 
-    def _count(self) -> None:
+    def _drop_freed(self) -> None:
         for key in [key for key, (storage, _) in self.bytes.items() if storage.expired()]:
             self.live -= self.bytes.pop(key)[1]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        self._count()
-        given = {storage_id(leaf) for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)}
+        self._drop_freed()
+        inputs = {storage_id(leaf) for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)}
         for leaf in tree_leaves(result):
             if (
                 isinstance(leaf, Tensor)
                 and (memory := storage_id(leaf)) not in self.bytes
-                and memory not in given
+                and memory not in inputs
             ):
-                if self._is_of_weights(leaf):
+                if self._is_weight_gradient(leaf):
                     continue
                 storage = leaf.untyped_storage()
                 self.bytes[memory] = StorageWeakRef(storage), storage.nbytes()
@@ -111,23 +115,26 @@ class LiveMemoryTracer(TorchDispatchMode):
         self.most[self.at] = max(self.most[self.at], self.live)
         return result
 
-    def _is_of_weights(self, made: Tensor) -> bool:
-        """In the backward pass, whether it looks like a weight's gradient."""
+    def _is_weight_gradient(self, tensor: Tensor) -> bool:
+        """Return whether `tensor` has the shape of a weight, in the backward pass."""
         return (
             torch._C._current_graph_task_id() != -1
-            and {tuple(made.shape), tuple(made.shape[::-1])} & self.shapes != set()
+            and {tuple(tensor.shape), tuple(tensor.shape[::-1])} & self.shapes != set()
         )
 
 
-def _forget(parameter: Tensor) -> None:
+def _drop_gradient(parameter: Tensor) -> None:
     parameter.grad = None
 
 
-def lived(
+def measure_live_memory(
     model: nn.Module, units: list[nn.Module], run: Callable[[], Tensor]
 ) -> tuple[LiveMemory, list[LiveMemory], LiveMemory]:
-    """`run` returns the loss of a pass forward."""
-    watch = LiveMemoryTracer(model, units)
-    with watch, torch.enable_grad():
+    """Return the live memory before the blocks, of each block, and after them.
+
+    `run` makes a forward pass, and returns the loss.
+    """
+    tracer = LiveMemoryTracer(model, units)
+    with tracer, torch.enable_grad():
         run().sum().backward()
-    return watch.lived()
+    return tracer.results()

@@ -1,4 +1,4 @@
-"""What a forward pass does, counted by block: products, attention, what is kept for the backward pass, traffic."""
+"""Counts of a forward pass by block: products, attention, saved tensors, memory traffic."""
 
 import math
 from collections.abc import Mapping
@@ -22,7 +22,7 @@ from paceline.plan.model.operations import Operation
 from paceline.task import Task, read_layout
 
 ATEN = torch.ops.aten
-FIRST, LAST = -1, -2  # what is computed ahead of the blocks, and behind or between them
+FIRST, LAST = -1, -2  # parts: before the blocks, and after or between them
 
 VIEWS = {
     ATEN.view,
@@ -48,8 +48,10 @@ VIEWS |= {
 KIND_OF = {
     getattr(ATEN, name): kind
     for kind, names in {
-        "function": "gelu silu mish exp log sin cos tanh sigmoid erf pow sqrt rsqrt softplus elu hardswish _softmax _log_softmax logsumexp",
-        "norm": "native_layer_norm native_batch_norm _native_batch_norm_legit native_group_norm _fused_rms_norm",
+        "function": "gelu silu mish exp log sin cos tanh sigmoid erf "
+        "pow sqrt rsqrt softplus elu hardswish _softmax _log_softmax logsumexp",
+        "norm": "native_layer_norm native_batch_norm _native_batch_norm_legit "
+        "native_group_norm _fused_rms_norm",
         "pool": "max_pool2d_with_indices max_pool3d_with_indices avg_pool2d avg_pool3d _adaptive_avg_pool2d",
         "gather": "embedding index gather index_select nll_loss_forward nll_loss2d_forward",
         "draw": "bernoulli bernoulli_ native_dropout normal_ uniform_ rand randn rand_like randn_like",
@@ -61,14 +63,13 @@ KIND_OF = {
 
 @dataclass
 class BlockCount:
-    """What is counted of a block, of all samples together."""
+    """Counts of a block, for all samples together."""
 
     name: str
     products: list[Product] = field(default_factory=list)
     attention: list[Attention] = field(default_factory=list)
-    saved: dict[int, tuple[Tensor, bool]] = field(
-        default_factory=dict
-    )  # by memory: the tensor, and whether it is of the loss
+    # By memory: the tensor, and whether the loss saves it.
+    saved: dict[int, tuple[Tensor, bool]] = field(default_factory=dict)
     moved: float = 0.0  # elements
     kernels: int = 0
     operations: list[Operation] = field(default_factory=list)
@@ -77,7 +78,7 @@ class BlockCount:
 
 
 class OpCounter(TorchDispatchMode):
-    """Follows a pass through the blocks of a model."""
+    """Counts the operations of a pass through the blocks of a model."""
 
     def __init__(self, model: nn.Module, task: Task, styles: Mapping[str, str]):
         super().__init__()
@@ -93,28 +94,28 @@ class OpCounter(TorchDispatchMode):
         self.used: dict[int, set[int]] = {}  # parameter -> parts that use it
         self.running: list[str] = []
         self.where = "the model"
-        self.within: list[int] = []  # blocks that run, the innermost last
-        self.before = FIRST  # the part before the one that runs
-        self.begun = self.of_loss = False
-        self.made: dict[int, str | None] = {}  # memory of what products take and give -> dim that is cut
-        self.given: set[int] = set()  # memory of what they give
-        self.kept: list[Any] = []  # so that no memory is used twice
-        self.whole = 0  # inside of attention
+        self.within: list[int] = []  # running blocks, innermost last
+        self.before = FIRST  # the part before the running part
+        self.has_begun = self.in_loss = False
+        self.product_dims: dict[int, str | None] = {}  # memory of inputs and outputs of products -> split dim
+        self.product_outputs: set[int] = set()  # memory of outputs of products
+        self.kept: list[Any] = []  # keeps tensors alive, so that no memory is reused
+        self.attention_depth = 0  # operations inside attention are not counted
 
-    def finish(self) -> None:
-        """The model is through; what follows is the loss."""
-        self.of_loss = True
+    def start_loss(self) -> None:
+        """Attribute what follows to the loss."""
+        self.in_loss = True
 
     @property
     def at(self) -> int:
-        return self.within[-1] if self.within else LAST if self.begun else FIRST
+        return self.within[-1] if self.within else LAST if self.has_begun else FIRST
 
     def __enter__(self) -> Self:
         self.hooks = [
             register_module_forward_pre_hook(self._enter),
             register_module_forward_hook(self._leave, always_call=False),
         ]
-        self.attention = _Attentions(self)
+        self.attention = _AttentionCounter(self)
         self.saving = saved_tensors_hooks(self._save, lambda kept: kept)
         self.saving.__enter__()
         super().__enter__()
@@ -134,11 +135,10 @@ class OpCounter(TorchDispatchMode):
         self.where = name or "the model"
         if id(module) in self.unit_of:
             if not self.within and args and isinstance(args[0], Tensor):
-                self.parts[self.before].boundary = tuple(
-                    args[0].shape
-                )  # what lies between blocks may make it smaller
+                # The input of this block: operations between blocks may shrink the previous output.
+                self.parts[self.before].boundary = tuple(args[0].shape)
             self.within.append(self.unit_of[id(module)])
-            self.begun = True
+            self.has_begun = True
         self.parts[self.at].layers.add(name)
 
     def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
@@ -152,7 +152,7 @@ class OpCounter(TorchDispatchMode):
     def _save(self, tensor: Tensor) -> Tensor:
         memory = storage_id(tensor)
         if memory not in self.owner and not any(memory in part.saved for part in self.parts.values()):
-            self.parts[self.at].saved[memory] = (tensor.detach(), self.of_loss)
+            self.parts[self.at].saved[memory] = (tensor.detach(), self.in_loss)
         return tensor
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -165,59 +165,59 @@ class OpCounter(TorchDispatchMode):
                 self.used.setdefault(memory, set()).add(self.at)
         packet = getattr(func, "overloadpacket", func)
         part = self.parts[self.at]
-        if not results or self.whole:
+        if not results or self.attention_depth:
             return result
         back = any(tensor.requires_grad for tensor in tensors)
         if packet in VIEWS:
             part.operations.append(Operation("view", 1.0, back))
             return result
         part.kernels += 1
-        if found := _product(packet, args, results[0]):
-            found = replace(
-                found, first=not tensors[-2 if packet is not ATEN.convolution else 0].requires_grad
+        if product := _find_product(packet, args, results[0]):
+            product = replace(
+                product, first=not tensors[-2 if packet is not ATEN.convolution else 0].requires_grad
             )
-            name = self.styles.get(self.running[-1]) if self.running else None
-            cut = STYLES[name].product_split if name is not None else None
-            part.products.append(replace(found, cut=cut))
-            self.touch(tensors, results, cut if name != "gather" else None)
+            style = self.styles.get(self.running[-1]) if self.running else None
+            cut = STYLES[style].product_split if style is not None else None
+            part.products.append(replace(product, cut=cut))
+            self.note_product(tensors, results, cut if style != "gather" else None)
         else:
             moved = sum(tensor.numel() for tensor in (*tensors, *results) if tensor.is_floating_point())
             part.moved += moved
-            if packet is ATEN.embedding:  # of the table it reads no more than it gives
+            if packet is ATEN.embedding:  # it reads only as much of the table as it returns
                 moved = 2 * results[0].numel()
             part.operations.append(Operation(KIND_OF.get(packet, "move"), float(moved), back))
         return result
 
-    def touch(self, taken: list[Tensor], given: list[Tensor], cut: str | None) -> None:
-        """These are of the type of products; `cut` is split on its side of the layer."""
-        for tensor in taken:
+    def note_product(self, inputs: list[Tensor], outputs: list[Tensor], cut: str | None) -> None:
+        """Note inputs and outputs of a product. `cut`: "inner" splits the inputs, "columns" the outputs."""
+        for tensor in inputs:
             memory = storage_id(tensor)
-            self.made[memory] = self.made.get(memory) or ("inner" if cut == "inner" else None)
-        for tensor in given:
-            self.made[storage_id(tensor)] = "columns" if cut == "columns" else None
-            self.given.add(storage_id(tensor))
+            self.product_dims[memory] = self.product_dims.get(memory) or ("inner" if cut == "inner" else None)
+        for tensor in outputs:
+            self.product_dims[storage_id(tensor)] = "columns" if cut == "columns" else None
+            self.product_outputs.add(storage_id(tensor))
 
 
-class _Attentions(TorchFunctionMode):
-    """Attention, seen whole."""
+class _AttentionCounter(TorchFunctionMode):
+    """Counts each attention as one operation."""
 
-    def __init__(self, counting: OpCounter):
+    def __init__(self, counter: OpCounter):
         super().__init__()
-        self.counting = counting
+        self.counter = counter
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func is not ATTENTION:
             return func(*args, **kwargs)
-        of = self.counting
-        of.whole += 1
+        counter = self.counter
+        counter.attention_depth += 1
         try:
             result = func(*args, **kwargs)
         finally:
-            of.whole -= 1
+            counter.attention_depth -= 1
         query, key, value = attention_inputs(args, kwargs)
         causal = bool(kwargs.get("is_causal", len(args) > 5 and args[5]))
-        part = of.parts[of.at]
+        part = counter.parts[counter.at]
         part.kernels += 1
         part.attention.append(
             Attention(
@@ -229,33 +229,32 @@ class _Attentions(TorchFunctionMode):
                 kv_heads=key.shape[-3],
             )
         )
-        split = (
-            "columns" if any(of.styles.get(layer) == "column" for layer in part.layers) else None
-        )  # those that ran before it
-        of.touch([query, key, value], [result], None)
+        # `part.layers` are the layers that ran before.
+        split = "columns" if any(counter.styles.get(layer) == "column" for layer in part.layers) else None
+        counter.note_product([query, key, value], [result], None)
         for tensor in (query, key, value, result):
-            of.made[storage_id(tensor)] = split
+            counter.product_dims[storage_id(tensor)] = split
         return result
 
 
-def _product(packet: Any, args: Any, result: Tensor) -> Product | None:
-    """Of all samples together."""
+def _find_product(packet: Any, args: Any, result: Tensor) -> Product | None:
+    """Return the matrix product that an operation makes, for all samples together; None if it makes none."""
     if packet in (ATEN.addmm, ATEN.mm):
-        one, other = args[-2:]
-        return Product(one.shape[0], other.shape[1], one.shape[1])
+        left, right = args[-2:]
+        return Product(left.shape[0], right.shape[1], left.shape[1])
     if packet in (ATEN.bmm, ATEN.baddbmm):
-        one, other = args[-2:]
-        return Product(one.shape[1] * one.shape[0], other.shape[2], one.shape[2])
+        left, right = args[-2:]
+        return Product(left.shape[1] * left.shape[0], right.shape[2], left.shape[2])
     if packet is ATEN.convolution:
         weight = args[1]
         window = math.prod(weight.shape[2:])
-        small = (
-            result if not args[6] else args[0]
-        )  # a transposed one has a row for each position of its input
-        rows = small.shape[0] * math.prod(small.shape[2:])
+        is_transposed = args[6]
+        # A transposed convolution has a row for each position of its input.
+        positions = args[0] if is_transposed else result
+        rows = positions.shape[0] * math.prod(positions.shape[2:])
         columns, inner = (
             (weight.shape[0], weight.shape[1] * window)
-            if not args[6]
+            if not is_transposed
             else (weight.shape[1] * window, weight.shape[0])
         )
         return Product(rows, columns, inner, reuse=float(window) / math.prod(args[3]), convolution=True)
