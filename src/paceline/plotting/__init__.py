@@ -1,4 +1,4 @@
-"""What all pictures share: figures, colours, paths.
+"""Shared parts of all pictures: figures, colours, checks of paths.
 
-Each picture is drawn in the report of the package that it belongs to.
+Each picture itself is drawn by the report of the package to which it belongs.
 """

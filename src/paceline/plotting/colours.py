@@ -1,7 +1,8 @@
-"""Colours of the parts of time and memory: the same for a part in every picture.
+"""Colours of the parts of time and memory, the same in every picture.
 
-Families by hue (blue computes, orange talks, green is the state of the training, grey waits or is lost), apart by lightness within one, so
-that they can be told by who does not see red and green apart, and in grey.
+The hue shows the family: blue is computation, orange communication, green training state, grey waiting or
+loss. Lightness differs within a family, so that the colours work for readers with red-green colour blindness
+and in greyscale.
 """
 
 COLOURS = {
@@ -35,4 +36,5 @@ STRONG, WEAK = "#08306b", "#d94801"
 
 
 def colour(part: str) -> str:
+    """Return the colour of a part, black if it has none."""
     return COLOURS.get(part, "#000000")

@@ -1,4 +1,4 @@
-"""Pictures of results, drawn by matplotlib as SVG or PNG."""
+"""Figures drawn by matplotlib and written as SVG or PNG."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -18,21 +18,21 @@ COLOURS = ("#1f77b4", "#d9590d", "#2a9d5c", "#8b5cc4", "#c2a100", "#c23b75", "#1
 
 
 def check_picture(path: Path | None) -> None:
-    """Before anything is measured. Raises BenchError where the picture could not be drawn."""
+    """Raise BenchError if a picture cannot be written to `path`. Call it before measuring."""
     if path is None:
         return
     if path.suffix.lower() not in ENDINGS:
         raise BenchError(f"cannot draw {path}: its name must end in {' or '.join(ENDINGS)}")
     if find_spec("matplotlib") is None:
         raise BenchError(
-            "pictures are drawn by matplotlib, which is not installed: pip install 'paceline[plot]'"
+            "cannot draw pictures: matplotlib is not installed; run: pip install 'paceline[plot]'"
         )
     check_path(path)
 
 
 @contextmanager
 def figure(path: Path, width: float = 9.0, height: float = 5.0) -> "Iterator[Figure]":
-    """An empty figure, written to `path` at the end. The same figures give the same file."""
+    """Yield an empty figure, and write it to `path` at the end. Equal figures give equal files."""
     check_picture(path)
     import matplotlib
     from matplotlib.figure import Figure
@@ -40,5 +40,5 @@ def figure(path: Path, width: float = 9.0, height: float = 5.0) -> "Iterator[Fig
     drawn = Figure(figsize=(width, height), layout="constrained")
     yield drawn
     is_svg = path.suffix.lower() == ".svg"
-    with matplotlib.rc_context({"svg.hashsalt": "paceline"}), replaced(path, BenchError) as beside:
-        drawn.savefig(beside, dpi=150, metadata={"Date": None} if is_svg else None)
+    with matplotlib.rc_context({"svg.hashsalt": "paceline"}), replaced(path, BenchError) as temporary:
+        drawn.savefig(temporary, dpi=150, metadata={"Date": None} if is_svg else None)
