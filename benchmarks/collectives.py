@@ -1,4 +1,4 @@
-"""What the timer of `bench collectives` costs: an all-reduce of 1 MiB in its hands and in a bare loop, taking turns in the same two ranks.
+"""Overhead of the timer of `bench collectives`: an all-reduce of 1 MiB, timed by it and by a bare loop in turns.
 
 python benchmarks/collectives.py [--rounds 120] [--bytes 1048576]
 """
@@ -19,58 +19,61 @@ from paceline.bench.collectives.backends import TORCH_IN_PLACE, TorchPeers
 from paceline.bench.collectives.operations import GroupRank
 from paceline.bench.timer import Budget, measure
 
-RANKS, REPETITIONS = 2, 20  # few, so that both loops of a round meet the same machine
+RANKS, REPETITIONS = 2, 20  # few, so that both loops of a round see the same load
+EMPTY_LOOP = Budget(seconds=1e9, max_count=1000)
 
 
-EMPTY = Budget(seconds=1e9, most=1000)
-
-
-def nothing() -> None:
+def do_nothing() -> None:
     pass
 
 
-def bare(tensor: torch.Tensor) -> float:
-    """Seconds of one all-reduce, as a loop written by hand has them: one look at the clock before and one behind."""
+def time_bare(tensor: torch.Tensor) -> float:
+    """Return the seconds of one all-reduce in a plain loop, which reads the clock before and after the loop."""
     dist.barrier()
-    began = time.perf_counter()
+    start = time.perf_counter()
     for _ in range(REPETITIONS):
         dist.all_reduce(tensor)
-    return (time.perf_counter() - began) / REPETITIONS
+    return (time.perf_counter() - start) / REPETITIONS
 
 
-def timed(tensor: torch.Tensor) -> float:
-    """The same by Paceline's timer, which looks at the clock after each; the mean of its repetitions, to compare like with like."""
+def time_with_paceline(tensor: torch.Tensor) -> float:
+    """Return the mean seconds of one all-reduce by Paceline's timer, which reads the clock after each repetition."""
     run = TORCH_IN_PLACE["all-reduce"](None, GroupRank(dist.get_rank(), RANKS), tensor, tensor)
     peers = TorchPeers()
     ends: list[list[float]] = []
 
-    def largest(values: list[float]) -> list[float]:
-        ends.append(peers.largest(values))
+    def all_reduce_max(values: list[float]) -> list[float]:
+        ends.append(peers.all_reduce_max(values))
         return ends[-1]
 
-    measure(run, Budget(seconds=1e9, warmup_s=0.0, least=1, most=REPETITIONS), largest=largest)
+    budget = Budget(seconds=1e9, warmup_s=0.0, min_count=1, max_count=REPETITIONS)
+    measure(run, budget, all_reduce_max=all_reduce_max)
     return ends[-1][-1] / REPETITIONS
 
 
-def rank(rounds: int, size_bytes: int) -> None:
+def run_rank(rounds: int, size_bytes: int) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     tensor = torch.zeros(size_bytes // 4)
-    ways = {"bare": partial(bare, tensor), "timed": partial(timed, tensor)}
-    for way in ways.values():
-        way()
-    found: dict[str, list[float]] = {name: [] for name in ways}
-    for at in range(rounds):
-        for name in list(ways)[:: 1 if at % 2 else -1]:
-            found[name].append(ways[name]())
-    ratios = [one / other for one, other in zip(found["timed"], found["bare"], strict=True)]
+    loops = {"bare": partial(time_bare, tensor), "timed": partial(time_with_paceline, tensor)}
+    for loop in loops.values():
+        loop()
+    times: dict[str, list[float]] = {name: [] for name in loops}
+    for index in range(rounds):
+        for name in list(loops)[:: 1 if index % 2 else -1]:
+            times[name].append(loops[name]())
+    ratios = [timed / bare for timed, bare in zip(times["timed"], times["bare"], strict=True)]
     if dist.get_rank() == 0:
         print(
-            f"{description()}; torch {torch.__version__}, gloo, {RANKS} ranks, {size_bytes:,} bytes, {rounds} rounds of {REPETITIONS}"
+            f"{description()}; torch {torch.__version__}, gloo, {RANKS} ranks, {size_bytes:,} bytes, "
+            f"{rounds} rounds of {REPETITIONS}"
         )
-        for name, seconds in found.items():
-            print(f"{name:6} {statistics.median(seconds) * 1e6:8.1f} µs an all-reduce (median of the rounds)")
-        print(f"the timer around nothing: {measure(nothing, EMPTY).median_s * 1e9:.0f} ns a repetition")
+        for name, seconds in times.items():
+            print(
+                f"{name:6} {statistics.median(seconds) * 1e6:8.1f} µs per all-reduce (median of the rounds)"
+            )
+        empty_s = measure(do_nothing, EMPTY_LOOP).median_s
+        print(f"timer around an empty function: {empty_s * 1e9:.0f} ns per repetition")
         low, median, high = statistics.quantiles(ratios, n=4)
         print(f"timed / bare: {median:.4f} (quartiles {low:.4f}–{high:.4f})")
     dist.destroy_process_group()
@@ -80,13 +83,17 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=120)
     parser.add_argument("--bytes", type=int, default=2**20)
-    asked = parser.parse_args()
+    options = parser.parse_args()
     if "RANK" in os.environ:
-        rank(asked.rounds, asked.bytes)
+        run_rank(options.rounds, options.bytes)
     else:
-        words = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(RANKS), *sys.argv]
-        sys.exit(
-            subprocess.run(
-                [sys.executable, *words], check=False, env=os.environ | {"OMP_NUM_THREADS": "1"}
-            ).returncode
-        )
+        command = [
+            sys.executable,
+            "-m",
+            "torch.distributed.run",
+            "--standalone",
+            "--nproc-per-node",
+            str(RANKS),
+        ]
+        environ = os.environ | {"OMP_NUM_THREADS": "1"}
+        sys.exit(subprocess.run([*command, *sys.argv], check=False, env=environ).returncode)

@@ -44,7 +44,14 @@ def possible(spec: Spec, task: Task, ranks: int) -> Iterator[Plan]:
 def step_s(ranks: Ranks, spec: Spec, plan: Plan, seconds: float) -> float:
     """Median of the steps that fit into so many seconds."""
     return float(
-        ranks(engine_overhead.step_s, spec, str(plan), seconds, ranks.pids, timeout_s=120 + 20 * seconds)[0]
+        ranks(
+            engine_overhead.time_training_step,
+            spec,
+            str(plan),
+            seconds,
+            ranks.pids,
+            timeout_s=120 + 20 * seconds,
+        )[0]
     )
 
 

@@ -1,4 +1,4 @@
-"""What computes: products of every kind, attention, a task's own blocks, and what goes on meanwhile."""
+"""bench compute and overlap: matrix products, attention, blocks of a task, and overlap with communication."""
 
 import dataclasses
 import json
@@ -14,13 +14,12 @@ import models
 from command import paceline, succeed, write_task
 from harness import ranks
 from paceline import Spec
-from paceline.bench import collect as gather_module
-from paceline.bench.collect import gather
+from paceline.bench.collect import OtherPrograms, collect
 from paceline.bench.compute import kernels, overlap
-from paceline.bench.compute.kernels import Sizes, summary
+from paceline.bench.compute.kernels import Sizes, summarize
 from paceline.bench.compute.matmul import KINDS
-from paceline.bench.compute.overlap import hidden
-from paceline.bench.compute.step import counted, measure_step, ready
+from paceline.bench.compute.overlap import hidden_share
+from paceline.bench.compute.step import count_flop, measure_step, prepare_step
 from paceline.bench.report.compute import bandwidth, draw
 
 CPU = torch.device("cpu")
@@ -28,9 +27,11 @@ TINY = Sizes((48, 96), 64, 32, (1, 4), 128, ((1, 2, 64, 32),))
 TIMED = ("median_s", "min_s", "p95_s", "spread", "n")
 
 
-def rows_of(source):
-    found = list(source)
-    return [row for row in found if not isinstance(row, str)], [row for row in found if isinstance(row, str)]
+def split_items(source):
+    items = list(source)
+    return [item for item in items if not isinstance(item, str)], [
+        item for item in items if isinstance(item, str)
+    ]
 
 
 @pytest.fixture(autouse=True)
@@ -44,25 +45,27 @@ def one_thread():
 @pytest.mark.parametrize(
     "kind", [kind for kind in KINDS if kind.missing(CPU) is None], ids=lambda kind: kind.dtype
 )
-def test_a_product_is_computed_and_is_right(kind, monkeypatch):
+def test_product_is_correct(kind, monkeypatch):
     made = []
     random = torch.randn if kind.dtype != "int8" else torch.randint
 
-    def kept(*args, **options):
+    def record(*args, **options):
         made.append(random(*args, **options))
         return made[-1]
 
-    monkeypatch.setattr(torch, random.__name__, kept)
-    found = kind.make((24, 40, 16), CPU)()
+    monkeypatch.setattr(torch, random.__name__, record)
+    product = kind.make((24, 40, 16), CPU)()
     a, b = (tensor.double() for tensor in made)
     expected = a @ (b.T if kind.dtype == "int8" else b)
-    assert found.shape == (24, 40)
-    assert torch.allclose(found.double(), expected, rtol=2e-2, atol=2e-2 * 16)
-    assert kind.moved_bytes((24, 40, 16)) == (24 * 16 + 16 * 40) * kind.bytes + 24 * 40 * found.element_size()
+    assert product.shape == (24, 40)
+    assert torch.allclose(product.double(), expected, rtol=2e-2, atol=2e-2 * 16)
+    assert (
+        kind.moved_bytes((24, 40, 16)) == (24 * 16 + 16 * 40) * kind.bytes + 24 * 40 * product.element_size()
+    )
 
 
 def test_rows_of_products():
-    rows, notes = rows_of(kernels.products(CPU, 3.0, TINY))
+    rows, notes = split_items(kernels.measure_matmuls(CPU, 3.0, TINY))
     assert {row["dtype"] for row in rows} == {"fp64", "fp32", "bf16", "fp16", "int8"}
     for row in rows:
         m, n, k = map(int, row["shape"].split("×"))
@@ -70,13 +73,11 @@ def test_rows_of_products():
         assert row["flops"] == row["flop"] / row["median_s"]
         assert set(TIMED) < set(row)
         assert "peak_share" not in row
-    assert (
-        notes[0]
-        == "tf32 matmul, fp8 matmul, bf16 matmul 2:4, fp16 matmul 2:4, int8 matmul 2:4: a CPU has none"
-    )
+    unsupported = "tf32 matmul, fp8 matmul, bf16 matmul 2:4, fp16 matmul 2:4, int8 matmul 2:4"
+    assert notes[0] == f"{unsupported}: not supported on a CPU"
 
 
-def test_what_a_device_refuses_is_left_out_with_the_reason(monkeypatch):
+def test_refused_products_are_left_out_with_the_reason(monkeypatch):
     def refuse(shape, device):
         if shape[0] < 64:
             raise RuntimeError("at least 64 rows\nand more words")
@@ -84,36 +85,36 @@ def test_what_a_device_refuses_is_left_out_with_the_reason(monkeypatch):
 
     [fp32] = [kind for kind in KINDS if kind.dtype == "fp32"]
     monkeypatch.setattr(kernels, "KINDS", (dataclasses.replace(fp32, make=refuse),))
-    rows, notes = rows_of(kernels.products(CPU, 5.0, TINY))
+    rows, notes = split_items(kernels.measure_matmuls(CPU, 5.0, TINY))
     assert notes == ["fp32 matmul of 1×128×128, 4×128×128, 48×48×48: at least 64 rows"]
     assert len(rows) == len(TINY.shapes()) - 3
 
 
-def test_the_share_of_a_peak_is_that_of_the_published_one(monkeypatch):
+def test_peak_share_uses_the_published_peak(monkeypatch):
     row = {"operation": "matmul", "dtype": "bf16", "shape": "8×8×8", "flops": 494.7e12}
     rows = [row, row | {"operation": "matmul 2:4"}, row | {"dtype": "tf32", "flops": 494.7e12}]
     for name, shares in (("NVIDIA H100 80GB HBM3", [0.5, 0.25, 1.0]), ("Nobody's GPU", [None] * 3)):
         monkeypatch.setattr(torch.cuda, "get_device_name", lambda device, name=name: name)
-        found = list(kernels.with_peaks(iter(rows), torch.device("cuda")))
-        assert [one.get("peak_share") for one in found] == [
+        with_share = list(kernels.add_peak_share(iter(rows), torch.device("cuda")))
+        assert [row.get("peak_share") for row in with_share] == [
             None if share is None else pytest.approx(share, rel=1e-3) for share in shares
         ]
 
 
-def test_a_device_has_what_its_compute_capability_says(monkeypatch):
-    def there(capability):
+def test_supported_products_by_compute_capability(monkeypatch):
+    def supported(capability):
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
         return [
             f"{kind.dtype} {kind.operation}" for kind in KINDS if kind.missing(torch.device("cuda")) is None
         ]
 
-    assert "tf32 matmul" not in there((7, 0))
-    assert {"tf32 matmul", "bf16 matmul 2:4"} < set(there((8, 0)))
-    assert "fp8 matmul" not in there((8, 0))
-    assert len(there((9, 0))) == len(KINDS)
+    assert "tf32 matmul" not in supported((7, 0))
+    assert {"tf32 matmul", "bf16 matmul 2:4"} < set(supported((8, 0)))
+    assert "fp8 matmul" not in supported((8, 0))
+    assert len(supported((9, 0))) == len(KINDS)
 
 
-def test_best_and_typical():
+def test_best_and_typical_rate():
     rows = [
         {
             "operation": "matmul",
@@ -125,18 +126,18 @@ def test_best_and_typical():
         }
         for shape, flop, seconds in (("a", 100, 2.0), ("b", 300, 2.0), ("c", 1000, 4.0))
     ]
-    [found] = summary(rows, ["a", "b"])
-    assert (found["shape"], found["flops"], found["typical_flops"]) == ("c", 250, 100)
-    assert summary(rows, ["a", "none"])[0]["typical_flops"] is None
+    [summary] = summarize(rows, ["a", "b"])
+    assert (summary["shape"], summary["flops"], summary["typical_flops"]) == ("c", 250, 100)
+    assert summarize(rows, ["a", "none"])[0]["typical_flops"] is None
 
 
 def test_memory_and_attention(monkeypatch):
     monkeypatch.setattr(kernels, "_array_bytes", lambda device, budget_s: (2**21, 2**20))
-    rows, [note] = rows_of(kernels.memory(CPU, 0.2))
+    rows, [note] = split_items(kernels.measure_memory(CPU, 0.2))
     assert "arrays of 1.0 MiB" in note
     assert [(row["operation"], row["bytes"]) for row in rows] == [("copy", 2 * 2**20), ("triad", 3 * 2**20)]
     assert all(row["Bps"] == row["bytes"] / row["median_s"] for row in rows)
-    rows, notes = rows_of(kernels.attention(CPU, 1.0, TINY))
+    rows, notes = split_items(kernels.measure_attention(CPU, 1.0, TINY))
     assert {(row["operation"], row["kernel"]) for row in rows} >= {
         ("attention", "flash"),
         ("attention backward", "math"),
@@ -148,23 +149,24 @@ def test_memory_and_attention(monkeypatch):
     assert not notes
 
 
-def test_flops_of_attention_on_a_cpu_are_counted():
-    """torch itself counts none."""
+def test_flop_of_attention_on_a_cpu_are_counted():
+    """torch alone does not count them."""
     query, key, value = (torch.randn(2, 3, 16, 8, requires_grad=True) for _ in range(3))
-    assert counted(lambda: F.scaled_dot_product_attention(query, key, value)) == 2 * 2 * (2 * 3 * 16 * 16 * 8)
+    assert count_flop(lambda: F.scaled_dot_product_attention(query, key, value)) == 2 * 2 * (
+        2 * 3 * 16 * 16 * 8
+    )
     output = F.scaled_dot_product_attention(query, key, value)
-    assert counted(lambda: output.sum().backward()) >= 2 * 2 * 2 * (2 * 3 * 16 * 16 * 8)
+    assert count_flop(lambda: output.sum().backward()) >= 2 * 2 * 2 * (2 * 3 * 16 * 16 * 8)
 
 
-def test_the_step_of_a_task_and_of_its_blocks():
+def test_step_of_a_task_and_its_blocks():
     task, spec = models.Text(), Spec(batch=4)
-    with ready(spec, task, CPU) as stepping:
-        before = [parameter.clone() for parameter in stepping.laid.model.parameters()]
-        rows = list(measure_step(stepping, spec, 1.0))
-        after = list(stepping.laid.model.parameters())
-    assert any(
-        not torch.equal(old, new) for old, new in zip(before, after, strict=True)
-    )  # they are real steps
+    with prepare_step(spec, task, CPU) as step:
+        before = [parameter.clone() for parameter in step.prepared.model.parameters()]
+        rows = list(measure_step(step, spec, 1.0))
+        after = list(step.prepared.model.parameters())
+    # The steps are real.
+    assert any(not torch.equal(old, new) for old, new in zip(before, after, strict=True))
     step, *blocks = rows
     assert step["per_s"] == 4 / step["median_s"]
     assert {row["operation"] for row in blocks} == {"block forward", "block backward"}
@@ -177,57 +179,57 @@ def test_the_step_of_a_task_and_of_its_blocks():
     assert 1.5 < backward / forward < 3
 
 
-def test_what_is_hidden():
-    assert hidden(2.0, 3.0, 3.0) == 1.0
-    assert hidden(2.0, 3.0, 5.0) == 0.0
-    assert hidden(2.0, 3.0, 4.0) == 0.5
-    assert hidden(2.0, 3.0, 6.0) < 0  # in each other's way
+def test_hidden_share():
+    assert hidden_share(2.0, 3.0, 3.0) == 1.0
+    assert hidden_share(2.0, 3.0, 5.0) == 0.0
+    assert hidden_share(2.0, 3.0, 4.0) == 0.5
+    assert hidden_share(2.0, 3.0, 6.0) < 0  # they slow each other down
 
 
-def measured_on_ranks():
+def measure_small_overlap():
     overlap.SENT_BYTES = (2**16,)
-    return overlap.on_rank("cpu", 0.3)
+    return overlap.measure_on_rank("cpu", 0.3)
 
 
-def test_a_collective_under_computing():
-    """On real ranks, which agree on the figures."""
-    first, second = ranks(2)(measured_on_ranks)
+def test_overlap_of_a_collective():
+    """Real ranks agree on the times."""
+    first, second = ranks(2)(measure_small_overlap)
     assert first == second
     [row] = first
     assert (row["operation"], row["backend"], row["ranks"], row["bytes"]) == ("all-reduce", "gloo", 2, 2**16)
-    assert row["hidden"] == hidden(row["alone_s"], row["compute_s"], row["median_s"])
+    assert row["hidden"] == hidden_share(row["alone_s"], row["compute_s"], row["median_s"])
 
 
-def test_without_a_gpu_copies_are_not_shown():
-    assert list(overlap.copies(CPU, 1.0)) == [
-        "no CUDA device here: copies to it, and streams, cannot be shown"
+def test_copies_are_not_measured_without_a_gpu():
+    assert list(overlap.measure_copies(CPU, 1.0)) == [
+        "no CUDA device: the overlap of copies and streams is not measured"
     ]
 
 
-def test_an_interrupt_keeps_what_there_is():
+def test_interrupt_keeps_rows():
     def source():
-        yield {"operation": "one"}
-        yield "a remark"
+        yield {"operation": "copy"}
+        yield "a note"
         raise KeyboardInterrupt
 
-    found = gather("compute", ("operation",), {}, source())
-    assert found.interrupted
-    assert found.result.rows == ({"operation": "one"},)
-    assert found.result.notes[:2] == ("a remark", "interrupted: this is what was measured until then")
+    collected = collect("compute", ("operation",), {}, source())
+    assert collected.interrupted
+    assert collected.result.rows == ({"operation": "copy"},)
+    assert collected.result.notes[:2] == ("a note", "interrupted: the rows show what was measured until then")
 
 
-def test_other_programs_are_remarked():
+def test_other_programs_are_noted():
     """A child that computes and has not ended counts as another program."""
-    others = gather_module.OtherPrograms()
+    others = OtherPrograms()
     with subprocess.Popen([sys.executable, "-c", "while True: pass"]) as child:
         time.sleep(1.0)
-        busy = others.remark()
+        notes = others.notes()
         child.kill()
-    assert len(busy) == 1
-    assert busy[0].startswith("other programs took ")
+    assert len(notes) == 1
+    assert notes[0].startswith("other programs used ")
 
 
-def test_the_command(tmp_path):
+def test_command(tmp_path):
     write_task(tmp_path)
     words = (
         "bench",
@@ -255,30 +257,30 @@ def test_the_command(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "message"),
     [
-        (["compute", "--device", "tpu"], "--device is cpu or cuda, got 'tpu'"),
+        (["compute", "--device", "tpu"], "--device must be cpu or cuda, got 'tpu'"),
         (["compute", "--task", "none.py:Net"], "no such file: none.py"),
         (["compute", "--plot", "a.gif"], "cannot draw a.gif: its name must end in .svg or .png"),
         (["compute", "--compare", "a.json", "b.json"], "cannot read a.json: No such file or directory"),
     ],
 )
-def test_bad_input_is_one_sentence(words, said, tmp_path):
+def test_bad_input_gives_one_sentence(words, message, tmp_path):
     result = paceline("bench", *words, at=tmp_path)
     assert (result.status, result.out) == (2, ""), result.all
     assert result.err.count("\n") == 1
-    assert result.err.startswith(f"paceline: {said}")
+    assert result.err.startswith(f"paceline: {message}")
 
 
-def test_cuda_that_is_not_there(tmp_path):
+def test_missing_cuda(tmp_path):
     if torch.cuda.is_available():
-        pytest.skip("it is there")
+        pytest.skip("CUDA is available")
     result = paceline("bench", "overlap", "--device", "cuda", at=tmp_path)
     assert result.status == 2
     assert "finds no CUDA device here; use --device cpu" in result.err
 
 
-def test_the_roofline(tmp_path):
+def test_roofline(tmp_path):
     rows = [
         {
             "operation": "matmul",
@@ -292,15 +294,15 @@ def test_the_roofline(tmp_path):
         for size in (64, 512)
     ]
     rows.append({"operation": "triad", "dtype": "fp32", "shape": "1", "bytes": 3, "Bps": 2e10})
-    result = gather("compute", ("operation",), {"device": "a device"}, iter(rows)).result
+    result = collect("compute", ("operation",), {"device": "a device"}, iter(rows)).result
     assert bandwidth(result) == 2e10
     draw(result, tmp_path / "a.svg")
     text = (tmp_path / "a.svg").read_text()
     assert text.startswith("<?xml")
 
 
-def test_a_roofline_of_nothing(tmp_path):
-    result = gather(
+def test_roofline_without_products(tmp_path):
+    result = collect(
         "compute",
         ("operation",),
         {},

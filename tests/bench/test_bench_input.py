@@ -1,4 +1,4 @@
-"""How quickly a task's samples are read is measured on what reads them in a training."""
+"""bench input: rates of reading a task's samples with the loader of a training."""
 
 import json
 
@@ -7,7 +7,7 @@ import torch
 
 from command import paceline, succeed, write_task
 from paceline import Spec, Task
-from paceline.bench.data_loading import measure, summary, up_to_cores, ways
+from paceline.bench.data_loading import default_worker_counts, loader_settings, measure, summarize
 from paceline.data.loader import RankBatchSlice, training_parts
 from paceline.errors import DataError
 
@@ -16,7 +16,7 @@ READ: list[int] = []
 
 
 class Slow(Task):
-    """Its samples take 5 ms each, and say that they were read."""
+    """A task whose samples take 5 ms each, and record that they were read."""
 
     samples: int = 40
 
@@ -60,14 +60,17 @@ class _Torn(_Slow):
         raise OSError("no such image")
 
 
-def measured(task, how, budget_s=0.6, batch=4):
-    found = list(measure(Spec(batch=batch), task, CPU, budget_s, how))
-    return [row for row in found if not isinstance(row, str)], [row for row in found if isinstance(row, str)]
+def measure_input(task, settings, budget_s=0.6, batch=4):
+    """Return the rows and the notes."""
+    items = list(measure(Spec(batch=batch), task, CPU, budget_s, settings))
+    return [item for item in items if not isinstance(item, str)], [
+        item for item in items if isinstance(item, str)
+    ]
 
 
-def test_slow_samples_are_the_limit_and_are_told_slow():
+def test_slow_samples_limit_the_training():
     READ.clear()
-    rows, notes = measured(Slow(), [(0, 1)])
+    rows, notes = measure_input(Slow(), [(0, 1)])
     step, read, both = rows
     assert (step["what"], read["what"], both["what"]) == ("step", "read", "read and step")
     assert read["per_s"] < 200  # 5 ms each
@@ -75,71 +78,71 @@ def test_slow_samples_are_the_limit_and_are_told_slow():
     assert both["wait_share"] > 0.5
     assert read["workers"] == 0
     assert read["prefetch"] is None
-    [told] = summary(rows)
-    assert told["limits"]
-    assert told["share_of_step"] == both["per_s"] / step["per_s"]
+    [summary] = summarize(rows)
+    assert summary["limits"]
+    assert summary["share_of_step"] == both["per_s"] / step["per_s"]
     assert not notes
 
 
-def test_the_samples_are_those_of_a_training_in_its_order():
+def test_samples_are_read_in_the_order_of_a_training():
     READ.clear()
-    measured(Slow(), [(0, 1)])
+    measure_input(Slow(), [(0, 1)])
     parts = training_parts(RankBatchSlice(4, 1, 0, 1), 40, 0, 0, 3)
     expected = [index for _, indices in parts for index in indices]
-    assert READ[4 : 4 + len(expected)] == expected  # before them comes the batch that the step is timed on
+    assert READ[4 : 4 + len(expected)] == expected  # preceded by the batch on which the step is timed
 
 
-def test_workers_read_more():
-    rows, _ = measured(Slow(samples=400), [(0, 1), (2, 2)], 2.0)
-    alone, helped = (row for row in rows if row["what"] == "read")
-    assert helped["workers"] == 2
-    assert helped["prefetch"] == 2
-    assert helped["memory_bytes"] > alone["memory_bytes"]
-    assert helped["first_s"] > 0
-    assert helped["per_s"] < 2 * 200
+def test_workers_need_memory():
+    rows, _ = measure_input(Slow(samples=400), [(0, 1), (2, 2)], 2.0)
+    without, with_workers = (row for row in rows if row["what"] == "read")
+    assert with_workers["workers"] == 2
+    assert with_workers["prefetch"] == 2
+    assert with_workers["memory_bytes"] > without["memory_bytes"]
+    assert with_workers["first_s"] > 0
+    assert with_workers["per_s"] < 2 * 200
 
 
-def test_samples_that_are_read_over_and_over_are_remarked():
-    _, notes = measured(Slow(samples=8), [(0, 1)])
+def test_samples_that_are_read_repeatedly_are_noted():
+    _, notes = measure_input(Slow(samples=8), [(0, 1)])
     assert len(notes) == 1
     assert notes[0].startswith("the 8 samples were read up to")
 
 
-def test_the_first_way_that_is_enough():
+def test_summary_names_the_first_setting_that_suffices():
     def row(what, workers, per_s, waits=None):
         return {"what": what, "workers": workers, "prefetch": 2, "per_s": per_s, "wait_share": waits}
 
     step, read = row("step", None, 100.0), row("read", 1, 500.0)
-    together = [
+    combined = [
         row("read and step", workers, rate, waits)
         for workers, rate, waits in ((0, 50.0, 0.5), (1, 96.0, 0.04), (2, 99.0, 0.01))
     ]
     enough = {"workers": 1, "prefetch": 2, "wait_share": 0.04, "limits": False, "share_of_step": 0.96}
-    assert summary([step, read, *together]) == [enough]
-    assert summary([read, *together]) == []
-    [limit] = summary([step, together[0], row("read and step", 1, 60.0, 0.4)])
+    assert summarize([step, read, *combined]) == [enough]
+    assert summarize([read, *combined]) == []
+    [limit] = summarize([step, combined[0], row("read and step", 1, 60.0, 0.4)])
     assert (limit["limits"], limit["workers"], limit["share_of_step"]) == (True, 1, 0.6)
 
 
-def test_ways_to_read():
-    assert ways([0, 2], [2, 4]) == [(0, 1), (2, 2), (2, 4)]
-    assert up_to_cores()[:2] == [0, 1]
+def test_loader_settings():
+    assert loader_settings([0, 2], [2, 4]) == [(0, 1), (2, 2), (2, 4)]
+    assert default_worker_counts()[:2] == [0, 1]
 
 
-def test_a_task_that_cannot_be_stepped():
-    rows, notes = measured(NoStep(), [(0, 1)])
+def test_task_whose_step_fails():
+    rows, notes = measure_input(NoStep(), [(0, 1)])
     assert [row["what"] for row in rows] == ["read"]
-    assert "cannot be stepped" in notes[0]
-    assert summary(rows) == []
+    assert "the training step failed" in notes[0]
+    assert summarize(rows) == []
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_a_sample_that_cannot_be_read():
+def test_unreadable_sample():
     with pytest.raises(DataError, match="raised OSError: no such image"):
-        measured(Torn(), [(0, 1)])
+        measure_input(Torn(), [(0, 1)])
 
 
-def test_the_command(tmp_path):
+def test_command(tmp_path):
     write_task(tmp_path)
     words = (
         "--batch",
@@ -169,23 +172,23 @@ def test_the_command(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "message"),
     [
         (
             ["my.py:Regression", "--workers", "two"],
-            "--workers takes numbers from 0 on, such as 1,2,4; got 'two'",
+            "--workers must be a list of numbers of at least 0, e.g. 1,2,4; got 'two'",
         ),
         (
             ["my.py:Regression", "--prefetch", "0"],
-            "--prefetch takes numbers from 1 on, such as 1,2,4; got '0'",
+            "--prefetch must be a list of numbers of at least 1, e.g. 1,2,4; got '0'",
         ),
         (["my.py:None"], "my.py has no class None"),
         (["my.py:Regression", "--set", "depths=3"], "my.py:Regression has no field depths"),
     ],
 )
-def test_bad_input_is_one_sentence(words, said, tmp_path):
+def test_bad_input_gives_one_sentence(words, message, tmp_path):
     write_task(tmp_path)
     result = paceline("bench", "input", *words, at=tmp_path)
     assert (result.status, result.out) == (2, ""), result.all
     assert result.err.count("\n") == 1
-    assert result.err.startswith(f"paceline: {said}")
+    assert result.err.startswith(f"paceline: {message}")

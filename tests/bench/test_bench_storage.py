@@ -1,4 +1,4 @@
-"""Directories are measured, also when they are full or somebody interrupts, and left as they were."""
+"""bench storage: directories are measured, also if they are full or on an interrupt, and left unchanged."""
 
 import errno
 import json
@@ -12,20 +12,19 @@ import pytest
 
 from command import paceline, start, succeed
 from mounts import mounted
-from paceline.bench.storage import io_ops
-from paceline.bench.storage import suite as storage
-from paceline.bench.storage.advice import advice
-from paceline.bench.storage.suite import TESTS, check, measure
+from paceline.bench.storage import io_ops, suite
+from paceline.bench.storage.advice import give_advice
+from paceline.bench.storage.suite import TESTS, check_directories, measure
 from paceline.errors import BenchError
 
 ALL = [test.name for test in TESTS]
 
 
-def measured(folder: Path, budget_s: float = 0.5) -> dict[str, dict]:
+def measure_folder(folder: Path, budget_s: float = 0.5) -> dict[str, dict]:
     return {row["test"]: row for row in measure(folder, budget_s, 2)}
 
 
-def test_the_command_measures_and_leaves_nothing(tmp_path):
+def test_command_leaves_the_directory_empty(tmp_path):
     folder = tmp_path / "measured"
     folder.mkdir()
     result = succeed(
@@ -36,8 +35,8 @@ def test_the_command_measures_and_leaves_nothing(tmp_path):
     assert [row["test"] for row in found["rows"]] == ALL
     for row in found["rows"]:
         assert row["directory"] == str(folder)
-        rate, of = ("Bps", row["bytes"]) if "Bps" in row else ("per_s", row["n"])
-        assert row[rate] == pytest.approx(of / row["seconds"])
+        rate, amount = ("Bps", row["bytes"]) if "Bps" in row else ("per_s", row["n"])
+        assert row[rate] == pytest.approx(amount / row["seconds"])
         assert row["min_s"] <= row["median_s"] <= row["p95_s"]
     assert (
         found["rows"][ALL.index("small write")]["bytes"] == 512 * found["rows"][ALL.index("small write")]["n"]
@@ -49,23 +48,23 @@ def test_the_command_measures_and_leaves_nothing(tmp_path):
     assert f"1.000 (quartiles 1.000–1.000) over {len(ALL)} rows" in compared.out
 
 
-def test_what_is_slow_is_told_slow(tmp_path, monkeypatch):
-    """A disk that takes 20 ms a write cannot come out quicker than that."""
+def test_slow_disk_gives_low_rates(tmp_path, monkeypatch):
+    """A disk with 20 ms per write cannot reach a higher rate."""
     write = os.write
 
-    def slowly(file: int, data: bytes) -> int:
+    def write_slowly(file: int, data: bytes) -> int:
         time.sleep(0.02)
         return write(file, data)
 
-    monkeypatch.setattr(io_ops.os, "write", slowly)
-    found = measured(tmp_path)
+    monkeypatch.setattr(io_ops.os, "write", write_slowly)
+    found = measure_folder(tmp_path)
     assert found["small write"]["per_s"] < 50
     assert found["create"]["per_s"] < 50
 
 
 @pytest.mark.parametrize("code", [errno.EDQUOT, errno.ENOSPC])
-def test_a_quota_that_is_exceeded_half_way(code, tmp_path, monkeypatch):
-    """What was measured until then is kept, with the system's own words; so are the tests that still can be done."""
+def test_quota_exceeded_during_a_test(code, tmp_path, monkeypatch):
+    """The samples until then are kept with the message of the system, and other tests continue."""
     writev, room = os.writev, [3 * 2**20]
 
     def limited(file: int, parts: list) -> int:
@@ -75,11 +74,11 @@ def test_a_quota_that_is_exceeded_half_way(code, tmp_path, monkeypatch):
         room[0] -= written
         return written
 
-    monkeypatch.setattr(storage, "MOST_BYTES", 16 * 2**20)
-    monkeypatch.setattr(io_ops, "TRIED", 2**20)
+    monkeypatch.setattr(suite, "MAX_BYTES", 16 * 2**20)
+    monkeypatch.setattr(io_ops, "TRIAL", 2**20)
     monkeypatch.setattr(io_ops, "BLOCKS", (2**20, 4096))
     monkeypatch.setattr(io_ops.os, "writev", limited)
-    found = measured(tmp_path, 2.0)
+    found = measure_folder(tmp_path, 2.0)
     assert found["large write"]["bytes"] == 2 * 2**20
     assert found["large write"]["n"] == 2
     assert found["large write"]["note"] == os.strerror(code)
@@ -89,8 +88,8 @@ def test_a_quota_that_is_exceeded_half_way(code, tmp_path, monkeypatch):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_limit_on_the_size_of_files(tmp_path):
-    """A real one: more than 256 KiB a file cannot be written."""
+def test_limit_on_the_size_of_files(tmp_path):
+    """Use a real limit: no file can be larger than 256 KiB."""
     limited = ("bash", "-c", f'ulimit -f 256; exec {" ".join(PROGRAM)} "$@"', "paceline")
     result = succeed("bench", "storage", tmp_path, "--seconds", "1", at=tmp_path, program=limited)
     assert "large write in" in result.out
@@ -101,9 +100,9 @@ def test_a_limit_on_the_size_of_files(tmp_path):
 PROGRAM = (os.sys.executable, "-m", "paceline")
 
 
-def test_a_file_system_with_little_room(tmp_path):
+def test_file_system_with_little_space(tmp_path):
     with mounted(tmp_path, "size=3m,nr_inodes=60") as folder:
-        found = measured(folder)
+        found = measure_folder(folder)
         assert list(found) == ALL
         assert all(
             row["bytes"] <= 2**21 for name, row in found.items() if "write" in name and name != "small write"
@@ -113,54 +112,54 @@ def test_a_file_system_with_little_room(tmp_path):
         assert list(folder.iterdir()) == []
 
 
-def test_a_directory_that_is_full(tmp_path):
+def test_full_directory(tmp_path):
     with mounted(tmp_path, "size=1200k") as folder:
         (folder / "filler").write_bytes(bytes(2**20))
         with pytest.raises(
             BenchError,
-            match=rf"^{folder} is full: there is room for 1.*KiB .*; make room, or name another directory",
+            match=rf"^{folder} is full: 1.*KiB .*are required; free some space, or specify another directory",
         ):
-            check([folder])
+            check_directories([folder])
         assert [path.name for path in folder.iterdir()] == ["filler"]
 
 
-def test_a_directory_without_files_left(tmp_path):
+def test_directory_without_free_files(tmp_path):
     with (
         mounted(tmp_path, "size=8m,nr_inodes=20") as folder,
-        pytest.raises(BenchError, match=r"and 1\d files, and at least"),
+        pytest.raises(BenchError, match=r"and 1\d files are free, but at least"),
     ):
-        check([folder])
+        check_directories([folder])
 
 
-def test_a_directory_that_is_read_only(tmp_path):
+def test_read_only_directory(tmp_path):
     with (
         mounted(tmp_path, "size=4m,ro") as folder,
         pytest.raises(BenchError, match=r"^cannot write in .*: Read-only file system"),
     ):
-        check([folder])
+        check_directories([folder])
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "message"),
     [
-        (["none"], "there is no directory {at}/none; name one that exists"),
-        ([".", "file"], "{at}/file is a file; name the directory to measure"),
-        ([], "which directories? As in: paceline bench storage . /dev/shm"),
+        (["none"], "no such directory: {at}/none; specify an existing directory"),
+        ([".", "file"], "{at}/file is a file; specify a directory"),
+        ([], "no directory to measure; specify at least one, e.g. paceline bench storage . /dev/shm"),
         (
             [".", "--json", "none/a.json"],
             "cannot write none/a.json: no such folder: none; create it first",
         ),
     ],
 )
-def test_bad_input_is_one_sentence(words, said, tmp_path):
+def test_bad_input_gives_one_sentence(words, message, tmp_path):
     (tmp_path / "file").write_text("")
     result = paceline("bench", "storage", *words, at=tmp_path)
-    assert (result.status, result.out, result.err) == (2, "", f"paceline: {said.format(at=tmp_path)}\n")
+    assert (result.status, result.out, result.err) == (2, "", f"paceline: {message.format(at=tmp_path)}\n")
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_an_interrupt_tells_what_was_measured_and_leaves_nothing(number, tmp_path):
+def test_interrupt_prints_rows_and_leaves_the_directory_empty(number, tmp_path):
     folder = tmp_path / "measured"
     folder.mkdir()
     with start(
@@ -170,18 +169,18 @@ def test_an_interrupt_tells_what_was_measured_and_leaves_nothing(number, tmp_pat
         running.process.send_signal(number)
         result = running.wait()
     assert result.status == 130, result.all
-    assert (tmp_path / "a.svg").read_text().startswith("<?xml")  # of what there is
+    assert (tmp_path / "a.svg").read_text().startswith("<?xml")  # drawn from the rows until then
     assert list(folder.iterdir()) == []
-    assert "interrupted: this is what was measured until then" in result.out
+    assert "interrupted: the rows show what was measured until then" in result.out
     rows = json.loads((tmp_path / "a.json").read_text())["rows"]
     assert rows[0]["test"] == "large write"
     assert len(rows) < len(ALL)
 
 
-def test_whether_a_file_is_in_the_page_cache():
+def test_drop_cache():
     with tempfile.TemporaryDirectory(dir=Path.home()) as folder:
-        if storage.space(Path(folder))["filesystem"] in (*storage.IN_MEMORY, "overlay"):
-            pytest.skip("what is in memory stays there")
+        if suite.read_free_space(Path(folder))["filesystem"] in (*suite.IN_MEMORY, "overlay"):
+            pytest.skip("files in memory cannot be dropped")
         path = Path(folder) / "file"
         path.write_bytes(os.urandom(2**20))
         assert io_ops.cached_share(path) == 1.0
@@ -190,7 +189,7 @@ def test_whether_a_file_is_in_the_page_cache():
         assert io_ops.cached_share(path) == 0.0
 
 
-def test_advice_says_what_to_keep_where():
+def test_advice():
     def row(directory, filesystem, test, **rate):
         return {"directory": directory, "filesystem": filesystem, "test": test, **rate}
 
@@ -201,9 +200,9 @@ def test_advice_says_what_to_keep_where():
         row("/scratch", "lustre", "checkpoint", Bps=8.76e8),
         row("/scratch", "lustre", "small write", per_s=962.0),
     ]
-    found = {row["directory"]: row["advice"] for row in advice(rows)}
+    found = {row["directory"]: row["advice"] for row in give_advice(rows)}
     assert list(found) == ["/dev/shm", "/home", "/scratch"]
     assert "keep nothing" in found["/dev/shm"]
-    assert found["/home"] == "pack small files, at 200 a second they are slow to make"
-    assert found["/scratch"].startswith("keep checkpoints here, 876 MB/s")
-    assert "962 writes a second" in found["/scratch"]
+    assert found["/home"] == "pack small files: only 200 can be created per second"
+    assert found["/scratch"].startswith("keep checkpoints here: 876 MB/s")
+    assert "only 962 small writes per second" in found["/scratch"]

@@ -1,4 +1,4 @@
-"""All benches one after another, and what a Cluster knows afterwards."""
+"""All benches in one command, and the facts of the Cluster that they update."""
 
 import json
 
@@ -6,7 +6,7 @@ import pytest
 
 from command import paceline, start, succeed, write_task
 from paceline.bench.result import Result, read
-from paceline.bench.to_cluster import updated
+from paceline.bench.to_cluster import update_cluster
 from paceline.cluster import file
 from paceline.cluster.facts import Cluster, Device
 
@@ -19,13 +19,13 @@ def result(kind: str, *rows: dict) -> Result:
     return Result(kind=kind, rows=tuple(row | TIMES for row in rows))
 
 
-def test_what_was_measured_becomes_facts():
+def test_results_become_facts_of_the_cluster():
     device = Device(name="a device", kind="cuda", memory_bytes=1, memory_Bps=5.0)
     attention = {"operation": "attention", "dtype": "bf16", "shape": "1×8×64×32"}
     copy = {"bytes": 8, "operation": "copy to device"}
     sent = {"operation": "all-reduce", "backend": "gloo"}
     disk = {"directory": "/data", "filesystem": "ext4"}
-    found = updated(
+    cluster = update_cluster(
         Cluster(version=1, device=device),
         [
             result(
@@ -55,12 +55,12 @@ def test_what_was_measured_becomes_facts():
                     "test": "read",
                     "bytes": 8,
                     "Bps": 9e9,
-                    "note": "100% of it from the page cache, which could not be dropped",
+                    "note": "100% read from the page cache, which could not be dropped",
                 },
             ),
         ],
     )
-    product, of_attention = found.rates
+    product, attention_rate = cluster.rates
     assert (product.operation, product.shape, product.flops.value, product.flops.source) == (
         "matmul",
         (2, 3, 4),
@@ -70,18 +70,18 @@ def test_what_was_measured_becomes_facts():
     assert product.flops.spread == pytest.approx(
         0.1
     )  # of a normal distribution, whose quartiles are 1.349 standard deviations apart
-    assert (of_attention.flops.value, of_attention.flops.note.endswith(", flash")) == (3e9, True)
-    assert found.device.memory_Bps.value == 25e9
-    assert {memory: rate.value for memory, rate in found.device.to_device_Bps.items()} == {
+    assert (attention_rate.flops.value, attention_rate.flops.note.endswith(", flash")) == (3e9, True)
+    assert cluster.device.memory_Bps.value == 25e9
+    assert {memory: rate.value for memory, rate in cluster.device.to_device_Bps.items()} == {
         "pinned": 2e10,
         "pageable": 5e9,
     }
-    assert {(row.operation, row.backend): row.hidden.value for row in found.overlaps} == {
+    assert {(row.operation, row.backend): row.hidden.value for row in cluster.overlaps} == {
         ("copy to device", None): 0.9,
         ("all-reduce", "gloo"): 0.0,
     }
-    [only] = found.disks
-    assert (only.path, only.write_Bps.value, only.sync_writes_per_s.value, only.read_Bps) == (
+    [data] = cluster.disks
+    assert (data.path, data.write_Bps.value, data.sync_writes_per_s.value, data.read_Bps) == (
         "/data",
         3e8,
         5528.0,
@@ -90,7 +90,7 @@ def test_what_was_measured_becomes_facts():
 
 
 @pytest.mark.slow
-def test_the_command(tmp_path):
+def test_command(tmp_path):
     write_task(tmp_path)
     (tmp_path / "data").mkdir()
     words = (
@@ -105,14 +105,14 @@ def test_the_command(tmp_path):
         "--out",
         "found",
     )
-    told = succeed("bench", *words, at=tmp_path)
+    done = succeed("bench", *words, at=tmp_path)
     found = tmp_path / "found"
     assert sorted(path.name for path in found.iterdir()) == sorted(
         ["cluster.json", *(f"{kind}.json" for kind in KINDS), *(f"{kind}.svg" for kind in DRAWN)]
     )
     for kind in KINDS:
         assert read(found / f"{kind}.json", kind).rows
-        assert kind in told.out
+        assert kind in done.out
     cluster = file.read(found / "cluster.json")
     assert cluster.device.kind == "cpu"
     assert cluster.device.memory_Bps.source == "measured"
@@ -120,10 +120,10 @@ def test_the_command(tmp_path):
     assert [disk.path for disk in cluster.disks] == [str(tmp_path / "data")]
     assert any(rate.dtype == "bf16" for rate in cluster.rates)
     assert list((tmp_path / "data").iterdir()) == []
-    assert "found/: cluster.json" in told.out
+    assert "found/: cluster.json" in done.out
 
 
-def test_an_interrupt_keeps_what_there_is(tmp_path):
+def test_interrupt_keeps_results(tmp_path):
     write_task(tmp_path)
     words = ("--task", "my.py:Regression", "--device", "cpu", "--directory", ".", "--seconds", "40")
     with start("bench", *words, at=tmp_path) as running:
@@ -131,9 +131,9 @@ def test_an_interrupt_keeps_what_there_is(tmp_path):
             lambda: any(tmp_path.glob(".paceline-bench-*/direct")), "at the second test of the storage"
         )
         running.process.send_signal(2)
-        told = running.wait()
+        done = running.wait()
         running.until_all_ended()
-    assert told.status == 130, told.all
+    assert done.status == 130, done.all
     assert sorted(path.name for path in (tmp_path / "bench").iterdir()) == [
         "cluster.json",
         "storage.json",
@@ -145,38 +145,38 @@ def test_an_interrupt_keeps_what_there_is(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "message"),
     [
         ('{"version": 0}', "bench/cluster.json is of version 0"),
         (
             '{"version": 1, "device": {"name": "B200", "memory_bytes": 1}}',
-            "bench/cluster.json is of B200, and this is ",
+            "bench/cluster.json describes B200, but this machine has ",
         ),
     ],
 )
-def test_a_cluster_that_is_not_this_one_is_kept(text, said, tmp_path):
+def test_cluster_file_of_another_machine_is_not_replaced(text, message, tmp_path):
     write_task(tmp_path)
     (tmp_path / "bench").mkdir()
     (tmp_path / "bench" / "cluster.json").write_text(text)
-    told = paceline("bench", "--task", "my.py:Regression", at=tmp_path)
-    assert told.status == 2
-    assert told.err.startswith(f"paceline: {said}")
+    done = paceline("bench", "--task", "my.py:Regression", at=tmp_path)
+    assert done.status == 2
+    assert done.err.startswith(f"paceline: {message}")
     assert (tmp_path / "bench" / "cluster.json").read_text() == text
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "message"),
     [
         (["--task", "my.py:None"], "my.py has no class None"),
-        (["--directory", "none"], "there is no directory "),
-        (["--out", "my.py"], "cannot make the folder my.py: File exists; name another one with --out"),
-        (["--device", "gpu"], "--device is cpu or cuda, got 'gpu'"),
+        (["--directory", "none"], "no such directory: "),
+        (["--out", "my.py"], "cannot create the folder my.py: File exists; specify another with --out"),
+        (["--device", "gpu"], "--device must be cpu or cuda, got 'gpu'"),
     ],
 )
-def test_bad_input_is_one_sentence(words, said, tmp_path):
+def test_bad_input_gives_one_sentence(words, message, tmp_path):
     write_task(tmp_path)
-    told = paceline("bench", *words, at=tmp_path)
-    assert (told.status, told.out) == (2, ""), told.all
-    assert told.err.startswith(f"paceline: {said}")
-    assert told.err.count("\n") == 1
+    done = paceline("bench", *words, at=tmp_path)
+    assert (done.status, done.out) == (2, ""), done.all
+    assert done.err.startswith(f"paceline: {message}")
+    assert done.err.count("\n") == 1
     assert not (tmp_path / "bench" / "cluster.json").exists()

@@ -1,4 +1,4 @@
-"""Collectives over links whose rate and delay are known: namespaces on this machine, shaped by the kernel."""
+"""Collectives over links with known rate and delay: network namespaces, shaped by the kernel."""
 
 import json
 import sys
@@ -11,7 +11,7 @@ import network
 
 pytestmark = [pytest.mark.slow, pytest.mark.network]
 PORT = 29477
-TRIES = 3  # other programs on the machine make a link slower than it is, never quicker
+TRIES = 3  # other programs on the machine make a link slower, never faster
 
 
 def measured(nodes: Sequence[network.Node], ranks_on_each: int, *words: str, at: Path) -> list[dict]:
@@ -49,7 +49,7 @@ def test_busbw_follows_the_rate_of_the_links(rate, rate_Bps, size, tmp_path):
         raise AssertionError(f"busbw is {share:.0%} of {rate}")
 
 
-def test_inside_of_nodes_is_quicker_than_across(tmp_path):
+def test_collectives_within_nodes_are_faster_than_across(tmp_path):
     with network.nodes(2, rate="100mbit") as nodes:
         rows = measured(
             nodes, 2, "--operations", "all-reduce", "--sizes", "1MiB", "--axes", "node,across", at=tmp_path
@@ -64,22 +64,25 @@ def test_inside_of_nodes_is_quicker_than_across(tmp_path):
 
 
 def test_alpha_follows_the_delay_of_the_links(tmp_path):
-    """What 2 ms more cost: gloo sends a message when the other side has said that it is ready, which takes two delays; an all-reduce of
-    two ranks takes two such messages."""
+    """Compare α for delays that differ by 2 ms.
+
+    gloo sends a message when the receiver has reported that it is ready, which takes two delays. An all-reduce
+    of two ranks takes two messages of this kind.
+    """
     for _ in range(TRIES):
         alphas = {delay_ms: _alphas(delay_ms, tmp_path) for delay_ms in (1.0, 3.0)}
-        more = {name: alphas[3.0][name] - alphas[1.0][name] for name in alphas[1.0]}
-        if 3.6e-3 < more["send-recv"] < 5e-3 and 7.2e-3 < more["all-reduce"] < 10e-3:
+        added_s = {name: alphas[3.0][name] - alphas[1.0][name] for name in alphas[1.0]}
+        if 3.6e-3 < added_s["send-recv"] < 5e-3 and 7.2e-3 < added_s["all-reduce"] < 10e-3:
             break
     else:
-        raise AssertionError(f"2 ms of delay made α larger by {more} s")
+        raise AssertionError(f"2 ms of delay made α larger by {added_s} s")
     assert 2e-3 < alphas[1.0]["send-recv"] < 4e-3
 
 
 def _alphas(delay_ms: float, at: Path) -> dict[str, float]:
-    from paceline.bench.collectives.alpha_beta import fits
+    from paceline.bench.collectives.alpha_beta import fit_rows
 
     with network.nodes(2, delay_ms=delay_ms) as nodes:
         words = ("--operations", "send-recv,all-reduce", "--sizes", "64,256,1KiB", "--seconds", "0.5")
         rows = measured(nodes, 1, *words, at=at)
-    return {str(one["operation"]): one["alpha_s"] for one in fits(rows)}
+    return {str(row["operation"]): row["alpha_s"] for row in fit_rows(rows)}

@@ -3,7 +3,7 @@
 import pytest
 
 from paceline.bench.result import Result
-from paceline.bench.to_cluster import updated
+from paceline.bench.to_cluster import update_cluster
 from paceline.cluster.facts import Cluster, Device, Engine, Fact, Link, Pace
 from paceline.cluster.published import find
 from paceline.plan.cost_model.constants import CPU
@@ -126,7 +126,7 @@ def test_benched_rows_become_facts() -> None:
                 "median_s": 1e-3 + units * 1e-4 + tensors * 1e-5,
             }
         )
-    found = updated(machine(), [Result(kind="host", rows=tuple(rows))])
+    found = update_cluster(machine(), [Result(kind="host", rows=tuple(rows))])
     [pace], [engine] = found.paces, found.engines
     assert (pace.sizes, pace.seconds, pace.source) == ((10.0, 100.0), (1e-8, 1e-7), "measured")
     assert (engine.name, engine.ranks) == ("zero3", 2)

@@ -17,7 +17,7 @@ from command import paceline, succeed
 from harness import ranks
 from paceline import Spec, events, train
 from paceline.bench.result import Result
-from paceline.bench.to_cluster import updated
+from paceline.bench.to_cluster import update_cluster
 from paceline.cli.profile import profile as command
 from paceline.cluster import file
 from paceline.cluster.facts import CalibrationRecord, Cluster, Device, Fact
@@ -464,8 +464,8 @@ def test_ratios_are_of_parts_that_matter() -> None:
 
 def test_measuring_again_makes_accounts_void() -> None:
     seen = HERE.updated(calibrations=[record("a", 1.1)])
-    assert updated(seen, [Result(kind="storage")]).calibrations == seen.calibrations
-    assert updated(seen, [Result(kind="overlap")]).calibrations == ()
+    assert update_cluster(seen, [Result(kind="storage")]).calibrations == seen.calibrations
+    assert update_cluster(seen, [Result(kind="overlap")]).calibrations == ()
 
 
 @pytest.fixture(scope="module")

@@ -1,4 +1,4 @@
-"""Two results of one kind beside each other: ratios of times, and how sure they are."""
+"""Compare two results of the same bench: ratios of times, and their uncertainty."""
 
 import math
 from collections.abc import Sequence
@@ -11,9 +11,10 @@ from paceline.errors import BenchError
 
 @dataclass(frozen=True)
 class Ratio:
-    """One row of both. ratio: time in the first over time in the second; above 1 the second is the quicker one.
+    """A row that both results have.
 
-    spread: of the ratio, from the spreads of both times as if they were independent.
+    ratio: time in the first result over time in the second; above 1, the second is faster.
+    spread: uncertainty of the ratio, from the spreads of both times, taken as independent.
     """
 
     first: Row
@@ -24,27 +25,30 @@ class Ratio:
 
 @dataclass(frozen=True)
 class Comparison:
+    """The rows that two results share, and how many rows only one of them has."""
+
     ratios: tuple[Ratio, ...]
-    only_first: int  # rows that the other one lacks
+    only_first: int
     only_second: int
 
 
 def compare(first: Result, second: Result) -> Comparison:
-    """Rows with the same keys. Raises BenchError where there are none."""
+    """Compare the timed rows with equal keys. Raises BenchError if there are none."""
     if first.keys != second.keys:
         raise BenchError(
-            f"rows of bench {first.kind} and of bench {second.kind} have other keys: compare two results of one bench"
+            f"results of bench {first.kind} and bench {second.kind} have different keys; "
+            "compare two results of the same bench"
         )
     timed = [
         {result.key(row): row for row in result.rows if row.get("median_s")} for result in (first, second)
     ]
-    both = [key for key in timed[0] if key in timed[1]]
-    if not both:
+    shared = [key for key in timed[0] if key in timed[1]]
+    if not shared:
         raise BenchError(
-            "the two results have no row in common: measure both with the same operations, sizes and types"
+            "the two results have no row in common; measure both with the same operations, sizes and types"
         )
-    ratios = tuple(_ratio(timed[0][key], timed[1][key]) for key in both)
-    return Comparison(ratios, len(timed[0]) - len(both), len(timed[1]) - len(both))
+    ratios = tuple(_ratio(timed[0][key], timed[1][key]) for key in shared)
+    return Comparison(ratios, len(timed[0]) - len(shared), len(timed[1]) - len(shared))
 
 
 def _ratio(first: Row, second: Row) -> Ratio:
@@ -60,8 +64,8 @@ def _number(row: Row, name: str) -> float:
 
 
 def quartiles(ratios: Sequence[Ratio]) -> tuple[float, float, float]:
-    """Of the ratios, lower, median and upper."""
-    values = [one.ratio for one in ratios]
+    """Return the lower quartile, median and upper quartile of the ratios."""
+    values = [item.ratio for item in ratios]
     if len(values) == 1:
         return values[0], values[0], values[0]
     low, median, high = quantiles(values, n=4, method="inclusive")

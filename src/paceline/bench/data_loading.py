@@ -1,4 +1,4 @@
-"""How many samples of a task can be read in a second, by workers and batches ahead, beside how many its step takes in."""
+"""Rates of reading a task's samples, by workers and prefetch, next to the rate of its training step."""
 
 import contextlib
 import time
@@ -9,9 +9,9 @@ import psutil
 import torch
 
 from paceline.bench.compute.kernels import first_line
-from paceline.bench.compute.step import ready, time_step
+from paceline.bench.compute.step import prepare_step, time_step
 from paceline.bench.result import Row
-from paceline.bench.timer import timing
+from paceline.bench.timer import summarize_times
 from paceline.cluster.limits import usable_cores
 from paceline.data.loader import (
     Batch,
@@ -27,76 +27,80 @@ from paceline.spec import Spec
 from paceline.task import Task
 
 KEYS = ("what", "workers", "prefetch")
-ENDLESS = 10**9  # steps
-HARDLY = 0.05  # of its time: a step that waits less than that for samples is not held up by them
-WATCHED_S = 0.2  # between two looks at the memory
+ENDLESS_STEPS = 10**9
+MAX_WAIT_SHARE = 0.05  # of the step time; a step that waits less is not limited by reading
+MEMORY_INTERVAL_S = 0.2  # between two readings of the memory
 
 
-def ways(workers: Sequence[int], prefetch: Sequence[int]) -> list[tuple[int, int]]:
-    """(workers, batches ahead of each); without workers nothing is read ahead."""
+def loader_settings(workers: Sequence[int], prefetch: Sequence[int]) -> list[tuple[int, int]]:
+    """Return all pairs (workers, batches that each reads ahead). Without workers, nothing is read ahead."""
     return [(count, ahead) for count in workers for ahead in (prefetch if count else (1,))]
 
 
-def up_to_cores() -> list[int]:
-    """None, one, and twice as many again and again, to the cores there are."""
+def default_worker_counts() -> list[int]:
+    """Return 0 and the powers of two up to the number of usable cores."""
     return [0, *(2**power for power in range(usable_cores().bit_length()))]
 
 
 def measure(
-    spec: Spec, task: Task, device: torch.device, budget_s: float, how: Sequence[tuple[int, int]]
+    spec: Spec, task: Task, device: torch.device, budget_s: float, settings: Sequence[tuple[int, int]]
 ) -> Iterator[Row | str]:
-    """A row for the step alone, and for each way two: the training split read as quickly as can be, and read by its steps.
+    """Yield a row for the step, and two for each (workers, prefetch) of `settings`.
 
-    Read by what reads it in a training. Raises DataError for samples that cannot be read.
+    The two rows are reading alone at full speed, and reading with a step on each batch. Reading uses the
+    loader of a training on the training split. Raises DataError if samples cannot be read.
     """
     dataset = open_dataset(task, "train")
     assert dataset is not None
     training = Samples(dataset, "train", spec.seed, torch.float64 if spec.precision == "fp64" else None)
-    each_s = budget_s / (1 + 2 * len(how))
+    each_s = budget_s / (1 + 2 * len(settings))
     with contextlib.ExitStack() as stack:
         step = None
         try:
-            stepping = stack.enter_context(ready(spec, task, device))
-            alone = time_step(stepping, each_s)
+            ready_step = stack.enter_context(prepare_step(spec, task, device))
+            step_timing = time_step(ready_step, each_s)
         except (Error, RuntimeError, NotImplementedError) as error:
-            yield f"the task cannot be stepped, so there is nothing to hold reading against: {first_line(error)}"
+            yield f"the training step failed, so reading is not compared with it: {first_line(error)}"
         else:
-            yield {"what": "step", "per_s": spec.batch / alone.median_s, **alone.fields()}
-            step = stepping.on
-        most = 0.0
-        for way in how:
+            yield {"what": "step", "per_s": spec.batch / step_timing.median_s, **step_timing.fields()}
+            step = ready_step.on
+        max_passes = 0.0
+        for setting in settings:
             for work in (None, step) if step is not None else (None,):
-                row = _measured(training, spec, device, each_s, way, work)
-                most = max(most, float(row["passes"]))
+                row = _measure_setting(training, spec, device, each_s, setting, work)
+                max_passes = max(max_passes, float(row["passes"]))
                 yield row
-    if most > 1:
-        yield f"the {len(dataset):,} samples were read up to {most:,.1f} times over: where they come from files, mostly from the page cache"
+    if max_passes > 1:
+        yield (
+            f"the {len(dataset):,} samples were read up to {max_passes:,.1f} times: "
+            "if they come from files, mostly from the page cache"
+        )
 
 
-def _measured(
+def _measure_setting(
     training: Samples,
     spec: Spec,
     device: torch.device,
     budget_s: float,
-    way: tuple[int, int],
+    setting: tuple[int, int],
     work: Callable[[Batch], object] | None,
 ) -> dict[str, Any]:
+    """Return the row of one (workers, prefetch); `work` is called with each batch."""
     check_batch(spec.batch, training.count)
-    workers, prefetch = way
-    parts = training_parts(RankBatchSlice(spec.batch, 1, 0, 1), training.count, spec.seed, 0, ENDLESS)
-    before = MemoryGrowth()
-    began = time.perf_counter()
+    workers, prefetch = setting
+    parts = training_parts(RankBatchSlice(spec.batch, 1, 0, 1), training.count, spec.seed, 0, ENDLESS_STEPS)
+    memory = MemoryGrowth()
+    start = time.perf_counter()
     with contextlib.closing(batches(training, parts, device, workers, prefetch)) as source:
         next(source)
-        first_s = time.perf_counter() - began
+        first_s = time.perf_counter() - start
         deadline = time.perf_counter() + budget_s
-        for batch in _until(
-            source, time.perf_counter() + budget_s / 5, workers * prefetch
-        ):  # what had been read ahead meanwhile
+        # Batches that were read ahead during the start are not counted.
+        for batch in _take_until(source, time.perf_counter() + budget_s / 5, workers * prefetch):
             if work is not None:
                 work(batch)
         wait_s, ends = 0.0, [time.perf_counter()]
-        memory_bytes, watched = before.more(), time.perf_counter()
+        memory_bytes, read_at = memory.growth_bytes(), time.perf_counter()
         while len(ends) < 4 or ends[-1] < deadline:
             batch = next(source)
             wait_s += time.perf_counter() - ends[-1]
@@ -104,17 +108,20 @@ def _measured(
                 work(batch)
             _synchronize(device)
             ends.append(time.perf_counter())
-            if ends[-1] - watched > WATCHED_S:
-                memory_bytes, watched = max(memory_bytes, before.more()), time.perf_counter()
+            if ends[-1] - read_at > MEMORY_INTERVAL_S:
+                memory_bytes, read_at = max(memory_bytes, memory.growth_bytes()), time.perf_counter()
     seconds = ends[-1] - ends[0]
     what = "read" if work is None else "read and step"
     row: dict[str, Any] = {"what": what, "workers": workers, "prefetch": prefetch if workers else None}
     row |= {"per_s": (len(ends) - 1) * spec.batch / seconds, "first_s": first_s, "memory_bytes": memory_bytes}
     row["passes"] = (len(ends) - 1) * spec.batch / training.count
-    return row | ({"wait_share": wait_s / seconds} if work is not None else {}) | timing(ends).fields()
+    return (
+        row | ({"wait_share": wait_s / seconds} if work is not None else {}) | summarize_times(ends).fields()
+    )
 
 
-def _until(source: Iterator[Batch], deadline: float, count: int) -> Iterator[Batch]:
+def _take_until(source: Iterator[Batch], deadline: float, count: int) -> Iterator[Batch]:
+    """Yield up to `count` batches, as long as the deadline has not passed."""
     for _ in range(count):
         if time.perf_counter() < deadline:
             yield next(source)
@@ -126,31 +133,31 @@ def _synchronize(device: torch.device) -> None:
 
 
 class MemoryGrowth:
-    """What this process and its workers have taken since; memory that several of them share is counted once."""
+    """The memory that this process and its workers gained since creation; shared memory counts once."""
 
     def __init__(self) -> None:
         self._before = self._bytes()
 
-    def more(self) -> int:
+    def growth_bytes(self) -> int:
         return max(0, self._bytes() - self._before)
 
     def _bytes(self) -> int:
-        own = psutil.Process()
-        found = 0
-        for process in (own, *own.children(recursive=True)):
+        this_process = psutil.Process()
+        total = 0
+        for process in (this_process, *this_process.children(recursive=True)):
             with contextlib.suppress(psutil.Error):
                 info = process.memory_full_info()
-                found += getattr(info, "pss", info.rss)
-        return found
+                total += getattr(info, "pss", info.rss)
+        return total
 
 
-def summary(rows: Sequence[Any]) -> list[Row]:
-    """The first way to read with which the step hardly waits; else the one with which it is quickest."""
-    own = next((row["per_s"] for row in rows if row["what"] == "step"), None)
-    together = [row for row in rows if row["what"] == "read and step"]
-    if own is None or not together:
+def summarize(rows: Sequence[Any]) -> list[Row]:
+    """Return the first setting with which the step hardly waits, else the setting with the fastest step."""
+    step_per_s = next((row["per_s"] for row in rows if row["what"] == "step"), None)
+    combined = [row for row in rows if row["what"] == "read and step"]
+    if step_per_s is None or not combined:
         return []
-    enough = next((row for row in together if row["wait_share"] <= HARDLY), None)
-    told = enough or max(together, key=lambda row: float(row["per_s"]))
-    found = {name: told[name] for name in ("workers", "prefetch", "wait_share")}
-    return [found | {"limits": enough is None, "share_of_step": told["per_s"] / own}]
+    enough = next((row for row in combined if row["wait_share"] <= MAX_WAIT_SHARE), None)
+    best = enough or max(combined, key=lambda row: float(row["per_s"]))
+    summary = {name: best[name] for name in ("workers", "prefetch", "wait_share")}
+    return [summary | {"limits": enough is None, "share_of_step": best["per_s"] / step_per_s}]

@@ -1,10 +1,10 @@
-"""ModelFacts of a task that is run: one real pass is counted, and real steps on this process are timed."""
+"""ModelFacts from running a task: operations are counted in a real pass, and real steps are timed."""
 
 from dataclasses import replace
 
 import torch
 
-from paceline.bench.compute.step import ready, time_step
+from paceline.bench.compute.step import prepare_step, time_step
 from paceline.cluster.facts import Cluster
 from paceline.data.fake import example_batch
 from paceline.errors import TaskError
@@ -18,27 +18,28 @@ from paceline.training.model_facts.describe import SAMPLES, count_facts, describ
 from paceline.training.model_facts.op_counter import OpCounter
 
 BUDGET_S = 5.0
-COMPUTED = (
-    "products",
-    "attention",
-    "other operations",
-    "computed again",
-)  # parts of a step that scale with what was measured
+# Parts of a predicted step that scale with the measured time.
+COMPUTE_PARTS = ("products", "attention", "other operations", "computed again")
 
 
 def measure(spec: Spec, task: Task, cluster: Cluster, device: torch.device) -> ModelFacts:
-    """`cluster` is this machine, whose prediction for one process is held against the real steps. A model that cannot be described is
-    counted in a real pass. Raises TaskError for one that cannot be run."""
-    with ready(spec, task, device) as stepping:
+    """Return the facts of a task, with `slower` set so that predicted steps take as long as real steps.
+
+    cluster: this machine.
+
+    If the model cannot be described without running it, its operations are counted in a real pass.
+    Raises TaskError if the task cannot be run.
+    """
+    with prepare_step(spec, task, device) as ready_step:
         try:
             facts = describe(spec, task)
         except TaskError:
-            model = stepping.laid.model
+            model = ready_step.prepared.model
             batch = example_batch(spec.model_copy(update={"batch": SAMPLES}), task, ResolvedPlan())
             facts = count_facts(OpCounter(model, task, {}), task, batch, SAMPLES)
             model.zero_grad()
-        took_s = time_step(stepping, BUDGET_S).median_s
+        measured_s = time_step(ready_step, BUDGET_S).median_s
     expected = predict(facts, Plan(dp=1), cluster, spec.batch, of_precision(spec.precision), ranks=1)
-    computing = sum(part.value for part in expected.time.parts if part.name in COMPUTED)
-    rest = expected.step_s - computing
-    return replace(facts, source="measured", slower=max(took_s - rest, 0.1 * took_s) / computing)
+    compute_s = sum(part.value for part in expected.time.parts if part.name in COMPUTE_PARTS)
+    rest_s = expected.step_s - compute_s
+    return replace(facts, source="measured", slower=max(measured_s - rest_s, 0.1 * measured_s) / compute_s)

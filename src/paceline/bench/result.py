@@ -1,4 +1,4 @@
-"""Result: what a bench measured, how, and on what machine; a JSON file that says its schema and version."""
+"""Result: what a bench measured, how, and on which machine; written as JSON with its schema and version."""
 
 import json
 import os
@@ -18,65 +18,71 @@ from paceline.spec import Value as Frozen
 from paceline.spec import explain
 
 SCHEMA = "paceline.bench"
-VERSION = 1  # one more when an older Paceline would read a newer file wrongly
-TIMES = ("median_s", "min_s", "p95_s", "spread", "n")  # of a Timing, in every row that was timed
+VERSION = 1  # incremented when an older Paceline would misread a newer file
+TIMES = ("median_s", "min_s", "p95_s", "spread", "n")  # fields of a Timing, in every timed row
 
 Value = str | int | float | bool | None
-Row = Mapping[
-    str, Value
-]  # flat; names carry units; those of `Result.keys` say what was measured, TIMES and the rest what came out
+# Flat; names carry units. The fields named in `Result.keys` say what was measured; TIMES and the other fields
+# are the outcome.
+Row = Mapping[str, Value]
 
 
 class Result(Frozen):
+    """What a bench measured, how, and on which machine."""
+
     version: Literal[1] = 1
-    kind: str  # collectives, compute, overlap, storage, input
+    kind: str  # collectives, compute, host, overlap, storage, input
     when: str = Field(default_factory=lambda: time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()))
     machine: dict[str, Value] = Field(default_factory=lambda: machine())
     torch: str | None = Field(default_factory=lambda: _torch())
-    settings: dict[str, Any] = Field({})  # what was asked for
-    keys: tuple[str, ...] = ()  # names of the fields by which a row is told from all others
+    settings: dict[str, Any] = Field({})  # the request
+    keys: tuple[str, ...] = ()  # names of the fields that identify a row
     rows: tuple[dict[str, Value], ...] = ()
-    summary: tuple[dict[str, Value], ...] = ()  # what follows from the rows: fits, best figures, advice
-    notes: tuple[str, ...] = ()  # what was left out, and why; what a reader should know
+    summary: tuple[dict[str, Value], ...] = ()  # derived from the rows: fits, best rates, advice
+    notes: tuple[str, ...] = ()  # what was left out and why; what a reader should know
 
     def key(self, row: Row) -> tuple[Value, ...]:
+        """Return the values that identify a row."""
         return tuple(row.get(name) for name in self.keys)
 
 
 def write(result: Result, path: Path) -> None:
-    """Whole or not at all. Raises BenchError where it cannot be written."""
+    """Write a result as JSON, completely or not at all. Raises BenchError if the file cannot be written."""
     tree = {"schema": SCHEMA} | result.model_dump(mode="json")
     write_whole(path, json.dumps(tree, indent=1, allow_nan=False, ensure_ascii=False) + "\n", BenchError)
 
 
 def read(path: Path, kind: str | None = None) -> Result:
-    """A result from its file. Raises BenchError for one that cannot be read, or that is of another schema, version or kind."""
+    """Return the result in a file.
+
+    Raises BenchError if the file cannot be read, or has a different schema, version or kind.
+    """
     try:
-        found = json.loads(path.read_text("utf-8"))
+        tree = json.loads(path.read_text("utf-8"))
     except OSError as error:
         raise BenchError(f"cannot read {path}: {error.strerror}") from error
     except (ValueError, RecursionError) as error:
-        raise BenchError(f"{path} is not JSON, and so no result of paceline bench: {error}") from error
-    if not isinstance(found, dict) or found.pop("schema", None) != SCHEMA:
-        raise BenchError(f"{path} is no result of paceline bench: its schema is not {SCHEMA!r}")
-    if (written := found.get("version")) != VERSION:
+        raise BenchError(f"{path} is not JSON, so it is not a result of paceline bench: {error}") from error
+    if not isinstance(tree, dict) or tree.pop("schema", None) != SCHEMA:
+        raise BenchError(f"{path} is not a result of paceline bench: its schema must be {SCHEMA!r}")
+    if (written := tree.get("version")) != VERSION:
         hint = (
             "use the Paceline that wrote it"
             if isinstance(written, int) and written > VERSION
             else "measure again"
         )
-        raise BenchError(f"{path} is of version {written!r}, and this Paceline reads {VERSION}; {hint}")
+        raise BenchError(f"{path} has version {written!r}, but this Paceline reads version {VERSION}; {hint}")
     try:
-        result = Result.model_validate_json(json.dumps(found))
+        result = Result.model_validate_json(json.dumps(tree))
     except ValidationError as error:
         raise BenchError(f"{path}: {explain(error, [*Result.model_fields])}") from error
     if kind is not None and result.kind != kind:
-        raise BenchError(f"{path} is of bench {result.kind}, not of bench {kind}")
+        raise BenchError(f"{path} is a result of bench {result.kind}, but bench {kind} is required")
     return result
 
 
 def machine() -> dict[str, Value]:
-    """The machine in a few words, for whoever reads a result later."""
+    """Describe this machine in a few words, for readers of a result."""
     info = Path("/proc/cpuinfo")
     lines = info.read_text().splitlines() if info.exists() else []
     names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]

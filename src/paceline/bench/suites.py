@@ -1,11 +1,11 @@
-"""The benches of one process, each from what was asked for to what was measured."""
+"""The benches: each function runs one within a budget of seconds, and returns its result."""
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from paceline.bench.collect import CollectedResult, OtherPrograms, gather
+from paceline.bench.collect import INTERRUPTED_NOTE, CollectedResult, OtherPrograms, collect
 from paceline.bench.result import Row, machine
 
 if TYPE_CHECKING:
@@ -16,136 +16,136 @@ if TYPE_CHECKING:
 
 Watch = Callable[[Row], object]
 
-
-COLLECTED = ("all-reduce", "reduce-scatter", "all-gather", "broadcast", "all-to-all", "send-recv")
+TRAINING_COLLECTIVES = ("all-reduce", "reduce-scatter", "all-gather", "broadcast", "all-to-all", "send-recv")
 SIZES_BYTES = (2**10, 2**14, 2**18, 2**22, 2**25)
-START_S = 5.0  # of ranks
+RANK_START_S = 5.0  # time to start the ranks
 
 
-def collectives(ranks: int, device: "torch.device", budget_s: float, watch: Watch) -> CollectedResult:
-    """Those that trainings use, among ranks that are started here."""
+def run_collectives(ranks: int, device: "torch.device", budget_s: float, watch: Watch) -> CollectedResult:
+    """Measure the collectives that trainings use, on ranks started on this machine."""
     from paceline.bench.collectives.request import CollectiveRequest
-    from paceline.bench.collectives.workers import measured, result
+    from paceline.bench.collectives.workers import build_result, run_workers
 
-    each_s = max(
-        0.02, (budget_s - START_S) / (2 * len(COLLECTED) * len(SIZES_BYTES)) / 1.5
-    )  # warm-up and check included
+    # 1.5: warm-up and check take about half as long as the measurement.
+    each_s = max(0.02, (budget_s - RANK_START_S) / (2 * len(TRAINING_COLLECTIVES) * len(SIZES_BYTES)) / 1.5)
     backend = "nccl" if device.type == "cuda" else "gloo"
     request = CollectiveRequest(
-        operations=COLLECTED, backends=(backend,), sizes_bytes=SIZES_BYTES, seconds=each_s
+        operations=TRAINING_COLLECTIVES, backends=(backend,), sizes_bytes=SIZES_BYTES, seconds=each_s
     )
-    found: list[Row | str] = []
+    collected: list[Row | str] = []
     interrupted = False
     others = OtherPrograms()
     try:
-        with contextlib.closing(measured(request, ranks)) as items:  # type: ignore[type-var]
+        with contextlib.closing(run_workers(request, ranks)) as items:  # type: ignore[type-var]
             for item in items:
-                found.append(item)
+                collected.append(item)
                 if not isinstance(item, str):
                     watch(item)
     except KeyboardInterrupt:
         interrupted = True
-        found.append("interrupted: this is what was measured until then")
-    found += others.remark()
-    return CollectedResult(result(request, ranks, ranks, found), interrupted)
+        collected.append(INTERRUPTED_NOTE)
+    collected += others.notes()
+    return CollectedResult(build_result(request, ranks, ranks, collected), interrupted)
 
 
-def compute(
+def run_compute(
     device: "torch.device", budget_s: float, spec: "Spec | None", task: "Task | None", watch: Watch
 ) -> CollectedResult:
-    """Products, memory and attention; and the step of a task, if there is one."""
+    """Measure matrix products, memory and attention; and the step of a task, if given."""
     import torch
 
-    from paceline.bench.compute import kernels as compute
-    from paceline.bench.compute.step import measure_step, ready
+    from paceline.bench.compute import kernels
+    from paceline.bench.compute.step import measure_step, prepare_step
 
-    of = compute.sizes(device)
+    sizes = kernels.sizes_for(device)
     settings: dict[str, Any] = {
         "device": device_name(device),
         "budget_s": budget_s,
-        "layer": [compute.text(shape) for shape in of.layer],
+        "layer": [kernels.format_shape(shape) for shape in sizes.layer],
     }
 
     def source() -> Iterator[Row | str]:
         share = budget_s * (0.8 if task is None else 0.6)
-        yield from compute.with_peaks(compute.products(device, share * 0.75, of), device)
-        yield from compute.memory(device, share * 0.1)
-        yield from compute.attention(device, share * 0.15, of)
+        yield from kernels.add_peak_share(kernels.measure_matmuls(device, share * 0.75, sizes), device)
+        yield from kernels.measure_memory(device, share * 0.1)
+        yield from kernels.measure_attention(device, share * 0.15, sizes)
         if device.type == "cuda":
-            torch.cuda.empty_cache()  # for whoever measures next on this GPU
+            torch.cuda.empty_cache()  # for the next measurement on this GPU
         if spec is not None and task is not None:
-            with ready(spec, task, device) as stepping:
-                yield from measure_step(stepping, spec, budget_s - share)
+            with prepare_step(spec, task, device) as ready_step:
+                yield from measure_step(ready_step, spec, budget_s - share)
 
-    return gather(
+    return collect(
         "compute",
-        compute.KEYS,
-        settings | _of_task(spec),
+        kernels.KEYS,
+        settings | _task_settings(spec),
         source(),
         watch,
-        lambda rows: compute.summary(rows, settings["layer"]),
+        lambda rows: kernels.summarize(rows, settings["layer"]),
     )
 
 
-def storage(directories: Sequence[Path], budget_s: float, writers: int, watch: Watch) -> CollectedResult:
-    """`directories` have passed `check`; so much time each."""
-    from paceline.bench.storage import suite as storage
-    from paceline.bench.storage.advice import advice
+def run_storage(directories: Sequence[Path], budget_s: float, writers: int, watch: Watch) -> CollectedResult:
+    """Measure each directory for `budget_s` seconds. `directories` must have passed `check_directories`."""
+    from paceline.bench.storage import suite
+    from paceline.bench.storage.advice import give_advice
 
-    rows = (row for directory in directories for row in storage.measure(directory, budget_s, writers))
+    rows = (row for directory in directories for row in suite.measure(directory, budget_s, writers))
     settings = {"directories": [str(path) for path in directories], "budget_s": budget_s, "writers": writers}
-    return gather("storage", storage.KEYS, settings, rows, watch, advice)
+    return collect("storage", suite.KEYS, settings, rows, watch, give_advice)
 
 
-def overlap(device: "torch.device", ranks: int, budget_s: float, watch: Watch) -> CollectedResult:
-    """Copies under computing, where there is a GPU, and a collective under computing."""
+def run_overlap(device: "torch.device", ranks: int, budget_s: float, watch: Watch) -> CollectedResult:
+    """Measure how much of a copy (on a GPU) and of a collective is hidden behind computation."""
     from paceline.bench.compute import overlap
 
     def source() -> Iterator[Row | str]:
-        yield from overlap.copies(device, budget_s / 2)
-        yield from overlap.collectives(device, ranks, budget_s / (2 if device.type == "cuda" else 1))
+        yield from overlap.measure_copies(device, budget_s / 2)
+        yield from overlap.measure_collectives(device, ranks, budget_s / (2 if device.type == "cuda" else 1))
 
     settings = {"device": device_name(device), "budget_s": budget_s, "ranks": ranks}
-    return gather("overlap", overlap.KEYS, settings, source(), watch)
+    return collect("overlap", overlap.KEYS, settings, source(), watch)
 
 
-def host(ranks: int, budget_s: float, watch: Watch) -> CollectedResult:
-    """What operations and engines take of a CPU, whatever they work on."""
+def run_host(ranks: int, budget_s: float, watch: Watch) -> CollectedResult:
+    """Measure the CPU time of operations, and the overhead that torch's engines add to a step."""
 
     def source() -> Iterator[Row | str]:
-        from paceline.bench.compute.engine_overhead import engines
-        from paceline.bench.compute.op_times import paces
+        from paceline.bench.compute.engine_overhead import measure_engines
+        from paceline.bench.compute.op_times import measure_op_times
 
-        yield from paces(budget_s * 0.4)
-        yield from engines(ranks, budget_s * 0.6)
+        yield from measure_op_times(budget_s * 0.4)
+        yield from measure_engines(ranks, budget_s * 0.6)
 
     keys = ("operation", "threads", "size", "engine", "ranks", "units")
-    return gather("host", keys, {"budget_s": budget_s, "ranks": ranks}, source(), watch)
+    return collect("host", keys, {"budget_s": budget_s, "ranks": ranks}, source(), watch)
 
 
-def read(
+def run_input(
     spec: "Spec",
     task: "Task",
     device: "torch.device",
     budget_s: float,
-    ways: Sequence[tuple[int, int]],
+    loader_settings: Sequence[tuple[int, int]],
     watch: Watch,
 ) -> CollectedResult:
-    """The input of a task: bench input."""
+    """Measure the rate of reading a task's samples, for each (workers, prefetch) of `loader_settings`."""
     from paceline.bench import data_loading
 
-    settings = {"device": device_name(device), "budget_s": budget_s, "ways": [list(way) for way in ways]}
-    return gather(
+    ways = [list(setting) for setting in loader_settings]
+    settings = {"device": device_name(device), "budget_s": budget_s, "ways": ways}
+    return collect(
         "input",
         data_loading.KEYS,
-        settings | _of_task(spec),
-        data_loading.measure(spec, task, device, budget_s, ways),
+        settings | _task_settings(spec),
+        data_loading.measure(spec, task, device, budget_s, loader_settings),
         watch,
-        data_loading.summary,
+        data_loading.summarize,
     )
 
 
 def device_name(device: "torch.device") -> str:
+    """Return the name of a GPU, or of the processor with its number of threads."""
     import torch
 
     if device.type == "cuda":
@@ -153,7 +153,7 @@ def device_name(device: "torch.device") -> str:
     return f"{machine()['cpu']}, {torch.get_num_threads()} threads"
 
 
-def _of_task(spec: "Spec | None") -> dict[str, Any]:
+def _task_settings(spec: "Spec | None") -> dict[str, Any]:
     return (
         {"task": spec.task, "set": spec.set, "batch": spec.batch, "precision": spec.precision}
         if spec is not None

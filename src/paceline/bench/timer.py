@@ -1,4 +1,4 @@
-"""Times a piece of work again and again: warm-up apart, as often as a budget of seconds allows, on several ranks as one."""
+"""Time a function repeatedly within a budget of seconds, after a warm-up, on one process or on many ranks."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -11,26 +11,30 @@ import numpy as np
 
 @dataclass(frozen=True)
 class Budget:
-    """As many repetitions as fit into `seconds`, from `least` to `most`; before them a warm-up that is not counted."""
+    """As many repetitions as fit into `seconds`, within the given counts, after an untimed warm-up."""
 
     seconds: float = 0.2
     warmup_s: float = 0.05
-    least: int = 5
-    most: int = 1000
+    min_count: int = 5
+    max_count: int = 1000
 
     def repetitions(self, once_s: float) -> int:
-        return self._fitting(self.seconds, once_s, self.least)
+        return self._count(self.seconds, once_s, self.min_count)
 
     def warmups(self, once_s: float) -> int:
-        return self._fitting(self.warmup_s, once_s, 1)
+        return self._count(self.warmup_s, once_s, 1)
 
-    def _fitting(self, seconds: float, once_s: float, least: int) -> int:
-        return min(self.most, max(least, int(seconds / once_s) if once_s > 0 else self.most))
+    def _count(self, seconds: float, once_s: float, min_count: int) -> int:
+        return min(self.max_count, max(min_count, int(seconds / once_s) if once_s > 0 else self.max_count))
 
 
 @dataclass(frozen=True)
 class Timing:
-    """Of one repetition, in seconds. `spread`: between the quartiles, as a share of the median; `n`: repetitions."""
+    """Seconds of one repetition.
+
+    spread: interquartile range, as a share of the median.
+    n: number of repetitions.
+    """
 
     median_s: float
     min_s: float
@@ -44,7 +48,11 @@ class Timing:
 
 @dataclass(frozen=True)
 class Clock:
-    """`mark()` notes a moment; `seconds(marks)` waits until all of them are past, and says how long after the first each was."""
+    """A source of time.
+
+    mark: record the present moment.
+    seconds: wait until all marks have passed; return the seconds of each since the first.
+    """
 
     mark: Callable[[], Any]
     seconds: Callable[[list[Any]], list[float]]
@@ -57,8 +65,8 @@ def _since_first(marks: list[float]) -> list[float]:
 WALL = Clock(time.perf_counter, _since_first)
 
 
-def synchronized(synchronize: Callable[[], object]) -> Clock:
-    """The wall clock, after the device has done all that it was asked to."""
+def synchronized_clock(synchronize: Callable[[], object]) -> Clock:
+    """Return a wall clock that waits until the device has finished its work before each mark."""
 
     def mark() -> float:
         synchronize()
@@ -67,8 +75,8 @@ def synchronized(synchronize: Callable[[], object]) -> Clock:
     return Clock(mark, _since_first)
 
 
-def cuda_events() -> Clock:
-    """Events in the current CUDA stream: nothing waits between repetitions."""
+def cuda_event_clock() -> Clock:
+    """Return a clock of CUDA events in the current stream: the host does not wait between repetitions."""
     import torch
 
     def mark() -> torch.cuda.Event:
@@ -83,7 +91,8 @@ def cuda_events() -> Clock:
     return Clock(mark, seconds)
 
 
-def alone(values: Sequence[float]) -> list[float]:
+def own_values(values: Sequence[float]) -> list[float]:
+    """Return the values of this process, as the maximum over a single rank."""
     return list(values)
 
 
@@ -91,21 +100,23 @@ def measure(
     run: Callable[[], object],
     budget: Budget | None = None,
     clock: Clock = WALL,
-    largest: Callable[[Sequence[float]], list[float]] = alone,
+    all_reduce_max: Callable[[Sequence[float]], list[float]] = own_values,
 ) -> Timing:
-    """Time `run`, back to back as nccl-tests does, without anything in between.
+    """Time `run`, back to back as nccl-tests does, with nothing between repetitions.
 
-    largest: of each value the largest over the ranks that run the same work; a meeting of them, too. With it all ranks make the same
-    number of repetitions, and a repetition ends when its last rank is done: its time is that between two such ends.
+    all_reduce_max: element-wise maximum over the ranks that run the same work; it also synchronizes them.
+    With it, all ranks make the same number of repetitions. A repetition ends when its last rank has finished;
+    its time is the time since the end of the previous repetition.
     """
     budget = budget or Budget()
-    once_s = largest(_ends(run, 1, clock))[-1]  # cold: what is set up at first use is in it
+    once_s = all_reduce_max(_end_times(run, 1, clock))[-1]  # cold: includes setup at first use
     warmups = budget.warmups(once_s)
-    once_s = largest(_ends(run, warmups, clock))[-1] / warmups
-    return timing(largest(_ends(run, budget.repetitions(once_s), clock)))
+    once_s = all_reduce_max(_end_times(run, warmups, clock))[-1] / warmups
+    return summarize_times(all_reduce_max(_end_times(run, budget.repetitions(once_s), clock)))
 
 
-def _ends(run: Callable[[], object], repetitions: int, clock: Clock) -> list[float]:
+def _end_times(run: Callable[[], object], repetitions: int, clock: Clock) -> list[float]:
+    """Return the start time and the end time of each repetition, in seconds."""
     mark = clock.mark
     marks = [mark()]
     for _ in range(repetitions):
@@ -114,8 +125,8 @@ def _ends(run: Callable[[], object], repetitions: int, clock: Clock) -> list[flo
     return clock.seconds(marks)
 
 
-def timing(ends_s: Sequence[float]) -> Timing:
-    """From the ends of repetitions, of which the first is where they began."""
+def summarize_times(ends_s: Sequence[float]) -> Timing:
+    """Return the Timing of repetitions. `ends_s`: the start of the first, then the end of each."""
     times = [after - before for before, after in pairwise(ends_s)]
     low, median, high, p95 = (float(value) for value in np.percentile(times, (25, 50, 75, 95)))
     return Timing(median, min(times), p95, (high - low) / median if median else 0.0, len(times))

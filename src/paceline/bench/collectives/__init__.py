@@ -1,4 +1,4 @@
-"""Bandwidth and latency of collectives, per process group and backend, and the alpha-beta fit.
+"""Bandwidth and latency of collectives, per process group and back end, and the alpha-beta fit.
 
-The volume that a plan sends is computed in `plan.comm_volume`, not here.
+The communication volume of a plan belongs to `plan.comm_volume`.
 """

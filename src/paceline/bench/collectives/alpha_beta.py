@@ -1,4 +1,4 @@
-"""α–β: what a call costs at the least, and how much more each byte costs."""
+"""The α–β model of a collective: the time α of an empty call, and the rate β in bytes per second."""
 
 import math
 from collections.abc import Iterable, Sequence
@@ -13,17 +13,20 @@ from paceline.bench.collectives.operations import OPERATIONS
 from paceline.bench.result import Row, Value
 from paceline.cluster.facts import Fact, Link
 
-LIKE = ("operation", "backend", "axis", "ranks", "dtype", "place")  # what the rows of one fit have in common
+FIT_KEYS = ("operation", "backend", "axis", "ranks", "dtype", "place")  # equal in the rows of one fit
 
 
 @dataclass(frozen=True)
 class Fit:
-    """time = alpha_s + factor · S / beta_Bps, with S and factor as in busbw: beta is the busbw that large calls come near to.
+    """time = alpha_s + factor · S / beta_Bps, with S and factor as in busbw.
 
-    Least squares of the *relative* differences, Σ ((α + factor·S/β - t) / t)², so that a call of microseconds counts as much as one of
-    seconds. Errors are one standard deviation, from the differences that remain; None where there are but two sizes, and for an α that
-    would come out below 0, and is 0.
-    misfit: root of the mean square of the relative differences: how far such a line is from the truth.
+    Thus beta is the busbw that large calls approach.
+
+    The fit minimizes the squared *relative* residuals, Σ ((α + factor·S/β - t) / t)², so that a call of
+    microseconds counts as much as a call of seconds. Errors are one standard deviation, estimated from the
+    residuals. An error is None if there are only two sizes, and for an α that is clamped to 0.
+
+    misfit: root mean square of the relative residuals; how far the line is from the measurements.
     """
 
     alpha_s: float
@@ -34,89 +37,91 @@ class Fit:
     sizes: int
 
 
-def least(terms: npt.NDArray[Any]) -> tuple[npt.NDArray[Any], list[int]]:
-    """What makes the sums of the terms, (measurements, unknowns), come nearest to 1, none of it below 0; and the unknowns that are not
-    0 for that."""
+def nonnegative_least_squares(terms: npt.NDArray[Any]) -> tuple[npt.NDArray[Any], list[int]]:
+    """Return the coefficients ≥ 0 with which the sum of the terms is nearest to 1.
+
+    terms: (measurements, unknowns). Also returns the indices of coefficients that are not clamped to 0.
+    """
     scale = np.linalg.norm(terms, axis=0)
-    unknown = [at for at in range(terms.shape[1]) if scale[at] > 0]
-    found = np.zeros(terms.shape[1])
-    while unknown:
-        part = (
-            np.linalg.lstsq(terms[:, unknown] / scale[unknown], np.ones(len(terms)), rcond=None)[0]
-            / scale[unknown]
-        )
+    free = [index for index in range(terms.shape[1]) if scale[index] > 0]
+    coefficients = np.zeros(terms.shape[1])
+    while free:
+        part = np.linalg.lstsq(terms[:, free] / scale[free], np.ones(len(terms)), rcond=None)[0] / scale[free]
         if (part >= 0).all():
-            found[unknown] = part
+            coefficients[free] = part
             break
-        unknown = [at for at, value in zip(unknown, part, strict=True) if value >= 0]
-    return found, unknown
+        free = [index for index, value in zip(free, part, strict=True) if value >= 0]
+    return coefficients, free
 
 
 def fit(carried_bytes: Sequence[float], seconds: Sequence[float]) -> Fit:
-    """carried_bytes: factor · S of each call."""
+    """Fit α and β to measured calls. `carried_bytes`: factor · S of each call."""
     x, t = np.asarray(carried_bytes, float), np.asarray(seconds, float)
     terms = np.stack([1 / t, x / t], axis=1)  # of α and 1/β
     scale = np.linalg.norm(terms, axis=0)
-    found, unknown = least(terms)
-    misfits = terms @ found - 1
-    errors = _errors(terms, misfits, unknown, scale)
-    alpha, slope = float(found[0]), float(found[1])
+    coefficients, free = nonnegative_least_squares(terms)
+    residuals = terms @ coefficients - 1
+    errors = _standard_errors(terms, residuals, free, scale)
+    alpha, slope = float(coefficients[0]), float(coefficients[1])
     return Fit(
         alpha_s=alpha,
         alpha_error_s=errors[0],
         beta_Bps=1 / slope if slope > 0 else None,
         beta_error_Bps=errors[1] / slope**2 if slope > 0 and errors[1] is not None else None,
-        misfit=float(np.sqrt(np.mean(misfits**2))),
+        misfit=float(np.sqrt(np.mean(residuals**2))),
         sizes=len(t),
     )
 
 
-def _errors(
-    terms: "np.ndarray", misfits: "np.ndarray", unknown: list[int], scale: "np.ndarray"
+def _standard_errors(
+    terms: "np.ndarray", residuals: "np.ndarray", free: list[int], scale: "np.ndarray"
 ) -> list[float | None]:
-    free = len(misfits) - len(unknown)
-    if free <= 0:
+    degrees_of_freedom = len(residuals) - len(free)
+    if degrees_of_freedom <= 0:
         return [None, None]
-    scaled = terms[:, unknown] / scale[unknown]
-    variances = np.diag(np.linalg.pinv(scaled.T @ scaled)) * (misfits @ misfits) / free
+    scaled = terms[:, free] / scale[free]
+    variances = np.diag(np.linalg.pinv(scaled.T @ scaled)) * (residuals @ residuals) / degrees_of_freedom
     errors: list[float | None] = [None, None]
-    for at, variance in zip(unknown, variances, strict=True):
-        errors[at] = math.sqrt(variance) / float(scale[at])
+    for index, variance in zip(free, variances, strict=True):
+        errors[index] = math.sqrt(variance) / float(scale[index])
     return errors
 
 
-def fits(rows: Iterable[Row]) -> tuple[dict[str, Value], ...]:
-    """One for each operation, back end, axis, type and place that was measured at two sizes or more."""
-    found = []
-    for like, group in _alike(rows):
+def fit_rows(rows: Iterable[Row]) -> tuple[dict[str, Value], ...]:
+    """Return a fit for each operation, back end, axis, type and place with at least two sizes."""
+    fits = []
+    for common, group in _group_rows(rows):
         sizes = {row["bytes"]: row for row in group}
         if len(sizes) < 2:
             continue
-        operation = OPERATIONS[str(like["operation"])]
-        factor = operation.factor(_int(like["ranks"]))
-        one = fit(
+        operation = OPERATIONS[str(common["operation"])]
+        factor = operation.factor(_int(common["ranks"]))
+        line = fit(
             [factor * _int(size) for size in sizes], [_float(row["median_s"]) for row in sizes.values()]
         )
-        found.append({**like, "spans": group[0].get("spans"), **asdict(one)})
-    return tuple(found)
+        fits.append({**common, "spans": group[0].get("spans"), **asdict(line)})
+    return tuple(fits)
 
 
-def _alike(rows: Iterable[Row]) -> list[tuple[dict[str, Value], list[Row]]]:
+def _group_rows(rows: Iterable[Row]) -> list[tuple[dict[str, Value], list[Row]]]:
+    """Return the rows grouped by FIT_KEYS, in order of first appearance."""
+
     def key(row: Row) -> tuple[str, ...]:
-        return tuple(str(row.get(name)) for name in LIKE)
+        return tuple(str(row.get(name)) for name in FIT_KEYS)
 
     order: dict[tuple[str, ...], int] = {}
     rows = [row for row in rows if row.get("bytes")]
     for row in rows:
         order.setdefault(key(row), len(order))
     groups = [[*group] for _, group in groupby(sorted(rows, key=lambda row: order[key(row)]), key)]
-    return [({name: group[0].get(name) for name in LIKE}, group) for group in groups]
+    return [({name: group[0].get(name) for name in FIT_KEYS}, group) for group in groups]
 
 
-def links(summary: Iterable[Row]) -> tuple[Link, ...]:
-    """What a Cluster says of its links, from the fits of a result: of all types and places of a collective the quickest at large sizes.
+def links_from_fits(summary: Iterable[Row]) -> tuple[Link, ...]:
+    """Return the links of a Cluster: for each collective, the type and place with the largest β.
 
-    An axis whose groups lie on several nodes with several ranks each is neither inside of nodes nor across them, and left out.
+    An axis is left out if its groups span several nodes with several ranks on each: it is neither within
+    nodes nor across them.
     """
     best: dict[tuple[Value, ...], Row] = {}
     for row in summary:
@@ -129,7 +134,10 @@ def links(summary: Iterable[Row]) -> tuple[Link, ...]:
 
 
 def _link(row: Row) -> Link:
-    note = f"bench collectives, {row['dtype']}, {row['place']} of place, {row['sizes']} sizes, misfit {_float(row['misfit']):.0%}"
+    note = (
+        f"bench collectives, {row['dtype']}, {row['place']} of place, "
+        f"{row['sizes']} sizes, misfit {_float(row['misfit']):.0%}"
+    )
     name = "send" if row["operation"] == "send-recv" else row["operation"]
     return Link.model_validate(
         {
@@ -143,9 +151,9 @@ def _link(row: Row) -> Link:
     )
 
 
-def _fact(row: Row, name: str, error: str, note: str) -> Fact:
-    value, wrong = _float(row[name]), row.get(error)
-    spread = _float(wrong) / value if wrong is not None and value else None
+def _fact(row: Row, name: str, error_name: str, note: str) -> Fact:
+    value, error = _float(row[name]), row.get(error_name)
+    spread = _float(error) / value if error is not None and value else None
     return Fact(value=value, source="measured", spread=spread, note=note)
 
 

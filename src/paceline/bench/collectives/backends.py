@@ -1,4 +1,4 @@
-"""What moves the bytes: torch's back ends and MPI through mpi4py, each a table of calls by the names of the operations."""
+"""Back ends: torch's, and MPI through mpi4py. Each is a table of calls by operation name."""
 
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from paceline.bench.collectives.operations import ROOT, GroupRank
-from paceline.bench.timer import WALL, Clock, cuda_events
+from paceline.bench.timer import WALL, Clock, cuda_event_clock
 from paceline.distributed.process_group import choose_device, process_group
 from paceline.distributed.world import World
 from paceline.errors import BenchError
@@ -22,37 +22,40 @@ from paceline.spec import nearest
 
 Tensor = torch.Tensor
 Run = Callable[[], object]
-Call = Callable[[Any, GroupRank, Tensor, Tensor], Run]  # (group, place in it, input, output) -> what is timed
+Call = Callable[
+    [Any, GroupRank, Tensor, Tensor], Run
+]  # (group, rank in it, input, output) -> function to time
 
 
 class Peers(Protocol):
-    """What the ranks say to one another beside what is measured."""
+    """Communication between the ranks that is not measured."""
 
-    def largest(self, values: Sequence[float]) -> list[float]: ...
+    def all_reduce_max(self, values: Sequence[float]) -> list[float]: ...
 
-    def everyone(self, value: Any) -> list[Any]: ...
+    def all_gather(self, value: Any) -> list[Any]: ...
 
 
 @dataclass(frozen=True)
 class Backend:
-    """out_of_place, in_place: the calls that it offers. For the latter input and output share memory, as `buffers` lays them."""
+    """A back end on this rank.
+
+    group: create the given groups, on all ranks together, and return the group of this rank.
+    out_of_place, in_place: the supported calls. In place, input and output share memory.
+    """
 
     name: str
-    about: str  # what a row says of it
+    about: str  # library and versions, for a note
     device: torch.device
     clock: Clock
-    group: Callable[
-        [list[list[int]]], Any
-    ]  # of these groups, which all ranks make together, the one of this rank
+    group: Callable[[list[list[int]]], Any]
     out_of_place: Mapping[str, Call]
     in_place: Mapping[str, Call]
 
 
 # --- torch ---
 
-_all_gather = getattr(
-    dist, "all_gather_single", dist.all_gather_into_tensor
-)  # the new names are torch 2.13's, the old ones 2.11's
+# torch 2.13 has the new names, torch 2.11 the old.
+_all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 _reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
 
 
@@ -77,33 +80,33 @@ def _gather(group: Any, at: GroupRank, input: Tensor, output: Tensor) -> Run:
 
 
 def _send_recv(group: Any, at: GroupRank, input: Tensor, output: Tensor) -> Run:
-    both = [
+    operations = [
         dist.P2POp(dist.isend, input, group=group, group_peer=(at.rank + 1) % at.size),
         dist.P2POp(dist.irecv, output, group=group, group_peer=(at.rank - 1) % at.size),
     ]
 
     def run() -> None:
-        for work in dist.batch_isend_irecv(both):
+        for work in dist.batch_isend_irecv(operations):
             work.wait()
 
     return run
 
 
-_MOVING: Mapping[str, Call] = {
+_COMMON: Mapping[str, Call] = {
     "all-gather": lambda group, at, input, output: partial(_all_gather, output, input, group=group),
     "reduce-scatter": lambda group, at, input, output: partial(_reduce_scatter, output, input, group=group),
     "scatter": _scatter,
     "gather": _gather,
 }
 TORCH_OUT_OF_PLACE: Mapping[str, Call] = {
-    **_MOVING,
+    **_COMMON,
     "all-to-all": lambda group, at, input, output: partial(
         dist.all_to_all_single, output, input, group=group
     ),
     "send-recv": _send_recv,
 }
 TORCH_IN_PLACE: Mapping[str, Call] = {
-    **_MOVING,
+    **_COMMON,
     "all-reduce": lambda group, at, input, output: partial(dist.all_reduce, output, group=group),
     "broadcast": lambda group, at, input, output: partial(
         dist.broadcast, output, group=group, group_src=ROOT
@@ -114,12 +117,14 @@ TORCH_IN_PLACE: Mapping[str, Call] = {
 
 
 class TorchPeers:
-    def largest(self, values: Sequence[float]) -> list[float]:
-        own = torch.tensor(values, dtype=torch.float64)
-        dist.all_reduce(own, dist.ReduceOp.MAX)
-        return own.tolist()
+    """Peers over torch's default process group."""
 
-    def everyone(self, value: Any) -> list[Any]:
+    def all_reduce_max(self, values: Sequence[float]) -> list[float]:
+        maxima = torch.tensor(values, dtype=torch.float64)
+        dist.all_reduce(maxima, dist.ReduceOp.MAX)
+        return maxima.tolist()
+
+    def all_gather(self, value: Any) -> list[Any]:
         answers = [None] * dist.get_world_size()
         dist.all_gather_object(answers, value)
         return answers
@@ -127,10 +132,15 @@ class TorchPeers:
 
 def _torch_backend(name: str, device: torch.device, timeout_s: float) -> Backend:
     def group(groups: list[list[int]]) -> Any:
-        made = [dist.new_group(ranks, backend=name, timeout=timedelta(seconds=timeout_s)) for ranks in groups]
-        return next(one for one, ranks in zip(made, groups, strict=True) if dist.get_rank() in ranks)
+        timeout = timedelta(seconds=timeout_s)
+        created = [dist.new_group(ranks, backend=name, timeout=timeout) for ranks in groups]
+        return next(
+            process_group
+            for process_group, ranks in zip(created, groups, strict=True)
+            if dist.get_rank() in ranks
+        )
 
-    clock = cuda_events() if device.type == "cuda" else WALL
+    clock = cuda_event_clock() if device.type == "cuda" else WALL
     about = f"{name} of torch {torch.__version__}"
     if device.type == "cuda":
         about += f", {'.'.join(map(str, torch.cuda.nccl.version()))}"
@@ -140,8 +150,8 @@ def _torch_backend(name: str, device: torch.device, timeout_s: float) -> Backend
 # --- MPI ---
 
 
-def _with_place(call: Callable[[Any, Any, Any], Run]) -> Call:
-    """mpi4py takes NumPy arrays, which share the memory of CPU tensors."""
+def _as_call(call: Callable[[Any, Any, Any], Run]) -> Call:
+    """Pass tensors to mpi4py as NumPy arrays, which share the memory of CPU tensors."""
     return lambda comm, at, input, output: call(comm, input.numpy(), output.numpy())
 
 
@@ -149,8 +159,8 @@ def _is_root(comm: Any) -> bool:
     return comm.rank == ROOT
 
 
-def _mpi_calls(here: Any) -> tuple[Mapping[str, Call], Mapping[str, Call]]:
-    """`here`: MPI.IN_PLACE."""
+def _mpi_calls(in_place_flag: Any) -> tuple[Mapping[str, Call], Mapping[str, Call]]:
+    """Return the calls out of place and in place. `in_place_flag`: MPI.IN_PLACE."""
     out_of_place: Mapping[str, Callable[[Any, Any, Any], Run]] = {
         "all-reduce": lambda comm, sent, got: partial(comm.Allreduce, sent, got),
         "reduce-scatter": lambda comm, sent, got: partial(comm.Reduce_scatter_block, sent, got),
@@ -170,41 +180,44 @@ def _mpi_calls(here: Any) -> tuple[Mapping[str, Call], Mapping[str, Call]]:
         ),
     }
     in_place: Mapping[str, Callable[[Any, Any, Any], Run]] = {
-        "all-reduce": lambda comm, sent, got: partial(comm.Allreduce, here, got),
-        "all-gather": lambda comm, sent, got: partial(comm.Allgather, here, got),
+        "all-reduce": lambda comm, sent, got: partial(comm.Allreduce, in_place_flag, got),
+        "all-gather": lambda comm, sent, got: partial(comm.Allgather, in_place_flag, got),
         "broadcast": lambda comm, sent, got: partial(comm.Bcast, got, root=ROOT),
         "reduce": lambda comm, sent, got: partial(
-            comm.Reduce, *((here, got) if _is_root(comm) else (sent, None)), root=ROOT
+            comm.Reduce, *((in_place_flag, got) if _is_root(comm) else (sent, None)), root=ROOT
         ),
         "scatter": lambda comm, sent, got: partial(
-            comm.Scatter, *((sent, here) if _is_root(comm) else (None, got)), root=ROOT
+            comm.Scatter, *((sent, in_place_flag) if _is_root(comm) else (None, got)), root=ROOT
         ),
         "gather": lambda comm, sent, got: partial(
-            comm.Gather, *((here, got) if _is_root(comm) else (sent, None)), root=ROOT
+            comm.Gather, *((in_place_flag, got) if _is_root(comm) else (sent, None)), root=ROOT
         ),
-        "all-to-all": lambda comm, sent, got: partial(comm.Alltoall, here, got),
+        "all-to-all": lambda comm, sent, got: partial(comm.Alltoall, in_place_flag, got),
         "barrier": lambda comm, sent, got: comm.Barrier,
     }
-    return {name: _with_place(call) for name, call in out_of_place.items()}, {
-        name: _with_place(call) for name, call in in_place.items()
-    }
+    return (
+        {name: _as_call(call) for name, call in out_of_place.items()},
+        {name: _as_call(call) for name, call in in_place.items()},
+    )
 
 
 class MpiPeers:
-    def __init__(self, comm: Any, largest: Any, here: Any):
-        self._comm, self._largest, self._here = comm, largest, here
+    """Peers over an MPI communicator. `max_op`: MPI.MAX; `in_place_flag`: MPI.IN_PLACE."""
 
-    def largest(self, values: Sequence[float]) -> list[float]:
-        own = torch.tensor(values, dtype=torch.float64)
-        self._comm.Allreduce(self._here, own.numpy(), op=self._largest)
-        return own.tolist()
+    def __init__(self, comm: Any, max_op: Any, in_place_flag: Any):
+        self._comm, self._max_op, self._in_place_flag = comm, max_op, in_place_flag
 
-    def everyone(self, value: Any) -> list[Any]:
+    def all_reduce_max(self, values: Sequence[float]) -> list[float]:
+        maxima = torch.tensor(values, dtype=torch.float64)
+        self._comm.Allreduce(self._in_place_flag, maxima.numpy(), op=self._max_op)
+        return maxima.tolist()
+
+    def all_gather(self, value: Any) -> list[Any]:
         return self._comm.allgather(value)
 
 
 def _load_mpi() -> Any:
-    """The library, loaded and not yet initialized: a process that is no rank must not become one."""
+    """Load MPI without initializing it, because a process that is not a rank must not become a rank."""
     import mpi4py
 
     mpi4py.rc.initialize = False
@@ -213,7 +226,7 @@ def _load_mpi() -> Any:
     return MPI
 
 
-def _mpi() -> tuple[Backend, Peers]:
+def _mpi_backend() -> tuple[Backend, Peers]:
     from mpi4py import __version__
 
     MPI = _load_mpi()
@@ -222,7 +235,7 @@ def _mpi() -> tuple[Backend, Peers]:
 
     def group(groups: list[list[int]]) -> Any:
         return world.Split(
-            color=next(at for at, ranks in enumerate(groups) if world.rank in ranks), key=world.rank
+            color=next(color for color, ranks in enumerate(groups) if world.rank in ranks), key=world.rank
         )
 
     library = MPI.Get_library_version().split(",")[0].strip()
@@ -231,30 +244,31 @@ def _mpi() -> tuple[Backend, Peers]:
     return backend, MpiPeers(world, MPI.MAX, MPI.IN_PLACE)
 
 
-# --- which there are ---
+# --- available back ends ---
 
 
 def _no_gloo() -> str | None:
-    return (
-        None
-        if dist.is_gloo_available()
-        else f"torch {torch.__version__} was built without it: install torch from PyPI"
-    )
+    if dist.is_gloo_available():
+        return None
+    return f"torch {torch.__version__} was built without gloo; install torch from PyPI"
 
 
 def _no_nccl() -> str | None:
     if not dist.is_nccl_available():
-        return f"torch {torch.__version__} was built without it: install torch for CUDA or ROCm"
-    return None if torch.cuda.is_available() else f"torch {torch.__version__} finds no GPU here"
+        return f"torch {torch.__version__} was built without nccl; install torch for CUDA or ROCm"
+    return None if torch.cuda.is_available() else f"torch {torch.__version__} finds no GPU"
+
+
+INSTALL_MPI = "run apt-get install openmpi-bin, or load the module of your site"
 
 
 def _no_mpi() -> str | None:
     if find_spec("mpi4py") is None:
-        return "it is measured through mpi4py, which is not installed: pip install 'paceline[mpi]'"
+        return "mpi4py is not installed; run: pip install 'paceline[mpi]'"
     try:
         _load_mpi()
     except (ImportError, RuntimeError) as error:
-        return f"mpi4py finds no MPI library ({str(error).splitlines()[0]}): apt-get install openmpi-bin, or load the module of your site"
+        return f"mpi4py finds no MPI library ({str(error).splitlines()[0]}); {INSTALL_MPI}"
     return None
 
 
@@ -262,58 +276,63 @@ MISSING: Mapping[str, Callable[[], str | None]] = {"gloo": _no_gloo, "nccl": _no
 MPI_LAUNCHERS = ("openmpi", "mpich", "slurm")
 
 
-def check(names: Sequence[str], world: World, ranks: int) -> None:
-    """Raises BenchError for a back end that there is not, with how to get it. `world`: with no launcher ranks are started here."""
+def check_backends(names: Sequence[str], world: World, ranks: int) -> None:
+    """Raise BenchError if a back end is not available; the message says how to get it.
+
+    world: if it has no launcher, the ranks will be started on this machine.
+    """
     for name in names:
         if name not in MISSING:
             raise BenchError(f"unknown back end {name}{nearest(name, MISSING)}")
         if why := MISSING[name]():
-            raise BenchError(f"{name} cannot be measured: {why}; or leave {name} out of --backends")
+            raise BenchError(f"{name} cannot be measured: {why}; or remove {name} from --backends")
     if "nccl" in names and world.launcher is None and ranks > torch.cuda.device_count():
         raise BenchError(
-            f"nccl needs a GPU for each of {ranks} ranks, and there are {torch.cuda.device_count()}; use fewer, or gloo"
+            f"nccl requires a GPU for each of {ranks} ranks, got {torch.cuda.device_count()}; "
+            "use fewer ranks, or gloo"
         )
     if "mpi" not in names:
         return
     if world.launcher is None and shutil.which("mpirun") is None:
-        raise BenchError(
-            "mpi cannot be measured: there is no mpirun: apt-get install openmpi-bin, or load the module of your site"
-        )
+        raise BenchError(f"mpi cannot be measured: mpirun is not installed; {INSTALL_MPI}")
     if world.launcher is not None and world.launcher not in MPI_LAUNCHERS:
         raise BenchError(
-            f"mpi cannot be measured by ranks of {world.launcher}: start them with mpirun or srun, or leave mpi out"
+            f"mpi requires ranks started by mpirun or srun, got {world.launcher}; "
+            "use one of these, or remove mpi from --backends"
         )
 
 
-def default() -> str:
+def default_backend() -> str:
+    """Return nccl if it can be used, else gloo."""
     return "nccl" if _no_nccl() is None else "gloo"
 
 
-def devices() -> int:
-    """Ranks to start on this machine, where nobody says how many."""
+def default_ranks() -> int:
+    """Return the default number of ranks on this machine: one per GPU, at least 2."""
     return max(2, torch.cuda.device_count())
 
 
 @contextmanager
-def joined(
-    names: Sequence[str], world: World, timeout_s: float, meeting_place: Path
+def join_backends(
+    names: Sequence[str], world: World, timeout_s: float, rendezvous_dir: Path
 ) -> Iterator[tuple[list[Backend], Peers]]:
-    """This rank among the others, on each back end. `meeting_place`: a folder that all ranks see, for launchers that agree on no store."""
+    """Join the other ranks on each back end; yield the back ends and the peers.
+
+    rendezvous_dir: a folder that all ranks see, for launchers that provide no store.
+    """
     backends: dict[str, Backend] = {}
     peers: Peers = TorchPeers()
     if "mpi" in names:
-        backends["mpi"], of_mpi = _mpi()
-        if (
-            len(names) == 1
-        ):  # else they meet over gloo, which sleeps while it waits; MPI takes a core of each rank
-            peers = of_mpi
-    of_torch = [name for name in names if name != "mpi"]
-    device = choose_device(world, None if "nccl" in names else "cpu") if of_torch else torch.device("cpu")
-    with process_group(world, device, timeout_s, meeting_place) if of_torch else nullcontext():
-        for name in of_torch:
+        backends["mpi"], mpi_peers = _mpi_backend()
+        if len(names) == 1:  # otherwise gloo, which sleeps while it waits; MPI keeps a core of each rank busy
+            peers = mpi_peers
+    torch_names = [name for name in names if name != "mpi"]
+    device = choose_device(world, None if "nccl" in names else "cpu") if torch_names else torch.device("cpu")
+    with process_group(world, device, timeout_s, rendezvous_dir) if torch_names else nullcontext():
+        for name in torch_names:
             backends[name] = _torch_backend(
                 name, device if name == "nccl" else torch.device("cpu"), timeout_s
             )
         yield [backends[name] for name in names], peers
-    if "mpi" in names:  # not after an error: it waits for all ranks, and mpirun ends them
+    if "mpi" in names:  # not after an error: Finalize waits for all ranks, and mpirun ends them
         _load_mpi().Finalize()

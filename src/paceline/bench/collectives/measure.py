@@ -1,4 +1,7 @@
-"""Measures collectives on a rank: for each operation, size and back end a row with times, bandwidths and what came out wrong."""
+"""Measure collectives on a rank: a row for each operation, size and back end.
+
+A row has times, bandwidths and the number of wrong elements.
+"""
 
 import platform
 import time
@@ -10,28 +13,28 @@ from typing import Any
 import psutil
 import torch
 
-from paceline.bench.collectives.backends import Backend, Call, Peers, joined
+from paceline.bench.collectives.backends import Backend, Call, Peers, join_backends
 from paceline.bench.collectives.operations import (
     OPERATIONS,
     CollectiveOperation,
     GroupRank,
     bandwidths_GBps,
-    tensor,
-    wrong,
+    build_tensor,
+    count_wrong,
 )
-from paceline.bench.collectives.rank_groups import Axis, axes
+from paceline.bench.collectives.rank_groups import Axis, find_axes
 from paceline.bench.collectives.request import DTYPES, CollectiveRequest
 from paceline.bench.result import Row
 from paceline.bench.timer import Budget, measure
 from paceline.distributed.world import World
 from paceline.units import format_bytes
 
-LATE_S = 0.05  # by which a rank comes late to the barrier that is checked
+BARRIER_DELAY_S = 0.05  # delay of the last rank at the barrier that is checked
 
 
 @dataclass(frozen=True)
 class Rank:
-    """A rank with whatever it measures on."""
+    """A rank, its back ends and its peers."""
 
     world: World
     hosts: Sequence[str]  # of all ranks
@@ -40,19 +43,20 @@ class Rank:
     _groups: dict[tuple[str, tuple[tuple[int, ...], ...]], Any] = field(default_factory=dict)
 
     def group(self, backend: Backend, axis: Axis) -> Any:
+        """Return this rank's group along an axis; all ranks create it at the first call."""
         key = backend.name, axis.groups
         if key not in self._groups:
             self._groups[key] = backend.group([[*ranks] for ranks in axis.groups])
         return self._groups[key]
 
-    def place(self, axis: Axis) -> GroupRank:
+    def group_rank(self, axis: Axis) -> GroupRank:
         ranks = next(ranks for ranks in axis.groups if self.world.rank in ranks)
         return GroupRank(ranks.index(self.world.rank), len(ranks))
 
 
 @dataclass(frozen=True)
 class CollectiveCase:
-    """One row that is to be measured."""
+    """A row to measure."""
 
     operation: CollectiveOperation
     backend: Backend
@@ -72,7 +76,7 @@ class CollectiveCase:
 
     @property
     def elements(self) -> int:
-        """Of S, rounded up to whole blocks."""
+        """Return the elements of S, rounded up to whole blocks."""
         blocks = self.axis.ranks if self.operation.splits else 1
         return blocks * -(-self.size_bytes // (blocks * self.itemsize))
 
@@ -81,34 +85,35 @@ class CollectiveCase:
         return f"{self.backend.name} {self.operation.name}{size}, {self.dtype}, on axis {self.axis.name}"
 
 
-def on_rank(request: CollectiveRequest, world: World, meeting_place: Path) -> Iterator[Row | str]:
-    """Rows as they are measured, the same on all ranks, and between them notes of what was left out, and why."""
-    with joined(request.backends, world, request.timeout_s, meeting_place) as (backends, peers):
-        hosts = peers.everyone(platform.node())
-        yield from rows(request, Rank(world, hosts, backends, peers))
+def measure_on_rank(request: CollectiveRequest, world: World, rendezvous_dir: Path) -> Iterator[Row | str]:
+    """Yield rows as they are measured, and notes on what was left out and why. All ranks yield the same."""
+    with join_backends(request.backends, world, request.timeout_s, rendezvous_dir) as (backends, peers):
+        hosts = peers.all_gather(platform.node())
+        yield from measure_rows(request, Rank(world, hosts, backends, peers))
 
 
-def rows(request: CollectiveRequest, rank: Rank) -> Iterator[Row | str]:
-    found, notes = axes(request.axes, request.plan, rank.hosts)
+def measure_rows(request: CollectiveRequest, rank: Rank) -> Iterator[Row | str]:
+    """Yield the rows and notes of a request on a rank that has joined its peers."""
+    axes, notes = find_axes(request.axes, request.plan, rank.hosts)
     yield from (f"{backend.name}: {backend.about}" for backend in rank.backends)
     yield from notes
-    said = set()
-    for case in _cases(request, found, rank.backends):
-        row = _row(case, rank, Budget(seconds=request.seconds, warmup_s=request.seconds / 4))
+    reported = set()
+    for case in _build_cases(request, axes, rank.backends):
+        row = _measure_case(case, rank, Budget(seconds=request.seconds, warmup_s=request.seconds / 4))
         if isinstance(row, str):
-            if row in said:
+            if row in reported:
                 continue
-            said.add(row)
+            reported.add(row)
         yield row
 
 
-def _cases(
-    request: CollectiveRequest, found: Sequence[Axis], backends: Sequence[Backend]
+def _build_cases(
+    request: CollectiveRequest, axes: Sequence[Axis], backends: Sequence[Backend]
 ) -> Iterator[CollectiveCase]:
-    """Back ends and places next to each other, so that they are measured under the same conditions."""
+    """Yield the rows to measure. Back ends and places alternate, so that they see the same conditions."""
     for name in request.operations:
         sized = name != "barrier"
-        for axis in found:
+        for axis in axes:
             for dtype in request.dtypes if sized else request.dtypes[:1]:
                 for size_bytes in request.sizes_bytes if sized else (0,):
                     for backend in backends:
@@ -120,27 +125,28 @@ def _cases(
                                 yield case
 
 
-def _row(case: CollectiveCase, rank: Rank, budget: Budget) -> Row | str:
-    """The row, or why there is none; the same answer on all ranks."""
-    if reason := _too_large(case, rank):
+def _measure_case(case: CollectiveCase, rank: Rank, budget: Budget) -> Row | str:
+    """Return the row, or the reason why it is left out. All ranks return the same."""
+    if reason := _lacks_memory(case, rank):
         return reason
-    at = rank.place(case.axis)
+    at = rank.group_rank(case.axis)
     group = rank.group(case.backend, case.axis)
     input, output = _buffers(case, at)
-    run, bad, why = None, 0, ""
+    run, num_wrong, why = None, 0, ""
     try:
         assert case.call is not None
         run = case.call(group, at, input, output)
-        bad = _check(case, rank, at, run, input, output)
-    except (RuntimeError, ValueError, TypeError, KeyError) as error:  # a type that the back end does not know
+        num_wrong = _check(case, rank, at, run, input, output)
+    except (RuntimeError, ValueError, TypeError, KeyError) as error:  # the back end does not support the type
         why = str(error).strip().splitlines()[0] or type(error).__name__
-    if any(whys := rank.peers.everyone(why)):
-        return f"{case.backend.name} {case.operation.name} of {case.dtype} is left out: {next(filter(None, whys))}"
+    if any(whys := rank.peers.all_gather(why)):
+        reason = next(filter(None, whys))
+        return f"{case.backend.name} {case.operation.name} of {case.dtype} is left out: {reason}"
     assert run is not None
-    bad = round(rank.peers.largest([bad])[0])
+    num_wrong = round(rank.peers.all_reduce_max([num_wrong])[0])
     input.zero_()
     output.zero_()
-    timing = measure(run, budget, case.backend.clock, rank.peers.largest)
+    timing = measure(run, budget, case.backend.clock, rank.peers.all_reduce_max)
     row: dict[str, Any] = {
         "operation": case.operation.name,
         "backend": case.backend.name,
@@ -153,7 +159,7 @@ def _row(case: CollectiveCase, rank: Rank, budget: Budget) -> Row | str:
         "device": case.backend.device.type,
         "bytes": case.elements * case.itemsize,
         **timing.fields(),
-        "wrong": bad,
+        "wrong": num_wrong,
     }
     if case.elements:
         algbw, busbw = bandwidths_GBps(
@@ -163,59 +169,65 @@ def _row(case: CollectiveCase, rank: Rank, budget: Budget) -> Row | str:
     return row
 
 
-def _too_large(case: CollectiveCase, rank: Rank) -> str | None:
-    """Input, output, what must come out, and as much again within the back end."""
+def _lacks_memory(case: CollectiveCase, rank: Rank) -> str | None:
+    """Return why the case does not fit into memory, or None.
+
+    It needs four tensors of S: input, output, expected output, and buffers of the back end.
+    """
     needed = 4 * case.elements * case.itemsize
     if case.backend.device.type == "cuda":
         free, where = torch.cuda.mem_get_info(case.backend.device)[0], "on the GPU"
     else:
         free, where = psutil.virtual_memory().available // rank.world.local_size, "for each rank"
-    lacking = rank.peers.largest([needed - free])[0]
+    lacking = rank.peers.all_reduce_max([needed - free])[0]
     if lacking <= 0:
         return None
-    return f"{case} is left out: it takes {format_bytes(needed)} on each rank, {format_bytes(lacking)} more than is free {where}"
+    return (
+        f"{case} is left out: it needs {format_bytes(needed)} on each rank, "
+        f"{format_bytes(lacking)} more than is free {where}"
+    )
 
 
 def _buffers(case: CollectiveCase, at: GroupRank) -> tuple[torch.Tensor, torch.Tensor]:
-    """Input and output; in place the smaller one lies in the other, at the block of this rank."""
+    """Return input and output. In place, the smaller is a view of the larger, at the block of this rank."""
     dtype = dtype_of(case.dtype)
-    given, got = case.operation.elements(at, case.elements)
-    larger = torch.empty(max(given, got), dtype=dtype, device=case.backend.device)
-    if not case.in_place or min(given, got) == 0:
-        smaller = torch.empty(min(given, got), dtype=dtype, device=case.backend.device)
-    elif given == got:
+    inputs, outputs = case.operation.elements(at, case.elements)
+    larger = torch.empty(max(inputs, outputs), dtype=dtype, device=case.backend.device)
+    if not case.in_place or min(inputs, outputs) == 0:
+        smaller = torch.empty(min(inputs, outputs), dtype=dtype, device=case.backend.device)
+    elif inputs == outputs:
         smaller = larger
     else:
-        smaller = larger[at.rank * min(given, got) :][: min(given, got)]
-    return (larger, smaller) if given >= got else (smaller, larger)
+        smaller = larger[at.rank * min(inputs, outputs) :][: min(inputs, outputs)]
+    return (larger, smaller) if inputs >= outputs else (smaller, larger)
 
 
 def _check(
     case: CollectiveCase, rank: Rank, at: GroupRank, run: Any, input: torch.Tensor, output: torch.Tensor
 ) -> int:
-    """Run it once on known values; elements that came out wrong on this rank."""
+    """Run the collective once on known values; return the number of wrong elements on this rank."""
     if case.operation.name == "barrier":
-        return _lets_through(case, rank, run)
+        return _check_barrier(case, rank, run)
     output.fill_(-1 if output.dtype.is_signed else 255)
     if given := case.operation.given(at, case.elements):
-        input.copy_(tensor(given, at.size, input.dtype, input.device))
+        input.copy_(build_tensor(given, at.size, input.dtype, input.device))
     run()
-    return wrong(output, case.operation.expected(at, case.elements), at.size)
+    return count_wrong(output, case.operation.expected(at, case.elements), at.size)
 
 
-def _lets_through(case: CollectiveCase, rank: Rank, run: Any) -> int:
-    """Whether a barrier lets this rank go on before the last one has come."""
-    rank.peers.largest([0.0])
-    began = time.perf_counter()
-    at = rank.place(case.axis)
+def _check_barrier(case: CollectiveCase, rank: Rank, run: Any) -> int:
+    """Return 1 if the barrier releases this rank before the last rank arrives, else 0."""
+    rank.peers.all_reduce_max([0.0])
+    start = time.perf_counter()
+    at = rank.group_rank(case.axis)
     if at.rank == at.size - 1:
-        time.sleep(LATE_S)
+        time.sleep(BARRIER_DELAY_S)
     run()
     if case.backend.device.type == "cuda":
         torch.cuda.synchronize(case.backend.device)
-    return int(time.perf_counter() - began < LATE_S / 2)
+    return int(time.perf_counter() - start < BARRIER_DELAY_S / 2)
 
 
 def dtype_of(name: str) -> torch.dtype:
-    words = {"fp64": "float64", "fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}
-    return getattr(torch, words.get(name, name))
+    names = {"fp64": "float64", "fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}
+    return getattr(torch, names.get(name, name))

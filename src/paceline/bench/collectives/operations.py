@@ -1,7 +1,8 @@
-"""The collectives as a table: what lies on each rank before and after, and what a call of S bytes counts for.
+"""The collectives as a table: the values on each rank before and after, and the bus factor.
 
-S, algbw = S / time and busbw = algbw · factor are those of nccl-tests (PERFORMANCE.md). S is the whole tensor: of reduce-scatter the
-input, of all-gather the output, of scatter and gather what the root has, of all-to-all what each rank has.
+S, algbw = S / time and busbw = algbw · factor are defined as in nccl-tests (PERFORMANCE.md). S is the whole
+tensor: the input of reduce-scatter, the output of all-gather, the tensor of the root in scatter and gather,
+the tensor of each rank in all-to-all.
 """
 
 from collections.abc import Callable
@@ -13,13 +14,13 @@ from paceline.plan.comm_volume import RING_FACTORS
 if TYPE_CHECKING:
     import torch
 
-PERIOD = 5  # of the values along a tensor
+PERIOD = 5  # of the test values along a tensor
 ROOT = 0
 
 
 @dataclass(frozen=True)
 class GroupRank:
-    """A rank in its group."""
+    """A rank within its group, and the size of the group."""
 
     rank: int
     size: int
@@ -27,30 +28,31 @@ class GroupRank:
 
 @dataclass(frozen=True)
 class KnownValues:
-    """`count` values of rank `of` from position `start` on, or their sums over all ranks where `of` is None."""
+    """`count` test values of a rank, from position `start`. If `rank` is None, their sums over all ranks."""
 
-    of: int | None
+    rank: int | None
     start: int
     count: int
 
 
 @dataclass(frozen=True)
 class CollectiveOperation:
-    """elements: on a rank, of its input and its output, when S has `count` elements.
+    """One collective. Each function takes the rank and the number of elements of S.
 
-    given, expected: the values of input and output on a rank, block by block; none where nothing is told of it.
+    elements: number of input and of output elements on the rank.
+    given, expected: values of input and output on the rank, block by block; empty if they are unspecified.
     """
 
     name: str
-    factor: Callable[[int], float]  # busbw / algbw on so many ranks
+    factor: Callable[[int], float]  # busbw / algbw, by number of ranks
     elements: Callable[[GroupRank, int], tuple[int, int]]
     expected: Callable[[GroupRank, int], list[KnownValues]]
     given: Callable[[GroupRank, int], list[KnownValues]] = lambda at, count: [KnownValues(at.rank, 0, count)]
-    splits: bool = False  # S is cut into as many blocks as there are ranks
+    splits: bool = False  # S consists of one block per rank
 
 
 def _block(at: GroupRank, count: int) -> tuple[int, int]:
-    """Where the block of a rank begins in the whole, and its length."""
+    """Return the start of a rank's block in the whole tensor, and its length."""
     length = count // at.size
     return at.rank * length, length
 
@@ -123,7 +125,7 @@ OPERATIONS = {
             expected=lambda at, count: _of_all(at, *_block(at, count)),
             splits=True,
         ),
-        CollectiveOperation(  # to the next rank and from the one before, all at once
+        CollectiveOperation(  # each rank sends to the next and receives from the previous, all at once
             "send-recv",
             RING_FACTORS["send"],
             elements=lambda at, count: (count, count),
@@ -140,42 +142,44 @@ OPERATIONS = {
 }
 
 
-def tensor(
+def build_tensor(
     blocks: list[KnownValues], ranks: int, dtype: "torch.dtype", device: "torch.device | str"
 ) -> "torch.Tensor":
-    """The values of these blocks, one behind the other."""
+    """Return the values of these blocks, concatenated."""
     import torch
 
-    whole = [torch.empty(0, dtype=dtype, device=device)]
+    parts = [torch.empty(0, dtype=dtype, device=device)]
     for block in blocks:
-        once = (
-            sum(map(_once, range(ranks)), torch.zeros(PERIOD, dtype=torch.int64))
-            if block.of is None
-            else _once(block.of)
+        period = (
+            sum(map(_period_of_rank, range(ranks)), torch.zeros(PERIOD, dtype=torch.int64))
+            if block.rank is None
+            else _period_of_rank(block.rank)
         )
         shift = block.start % PERIOD
-        times = (shift + block.count) // PERIOD + 1
-        whole.append(once.to(dtype).to(device).repeat(times)[shift : shift + block.count])
-    return torch.cat(whole) if len(whole) > 2 else whole[-1]
+        repeats = (shift + block.count) // PERIOD + 1
+        parts.append(period.to(dtype).to(device).repeat(repeats)[shift : shift + block.count])
+    return torch.cat(parts) if len(parts) > 2 else parts[-1]
 
 
-def _once(rank: int) -> "torch.Tensor":
-    """The values of a rank: [0, 1, 2, 3, 4] + its number. Those of many ranks cancel out, so that every type holds their sums exactly, in
-    whatever order they are added up."""
+def _period_of_rank(rank: int) -> "torch.Tensor":
+    """Return one period of a rank's values: [0, 1, 2, 3, 4] + rank.
+
+    From rank 16 the values cancel out, so that every type holds sums over many ranks exactly, in any order.
+    """
     import torch
 
     values = torch.arange(PERIOD)
     return values + rank % 7 if rank < 16 else (values + rank) % PERIOD - 2
 
 
-def wrong(output: "torch.Tensor", blocks: list[KnownValues], ranks: int) -> int:
-    """How many elements of an output are not what they must be."""
-    return int((output != tensor(blocks, ranks, output.dtype, output.device)).sum()) if blocks else 0
+def count_wrong(output: "torch.Tensor", blocks: list[KnownValues], ranks: int) -> int:
+    """Return the number of output elements that differ from the expected values."""
+    return int((output != build_tensor(blocks, ranks, output.dtype, output.device)).sum()) if blocks else 0
 
 
 def bandwidths_GBps(
     operation: CollectiveOperation, ranks: int, size_bytes: int, seconds: float
 ) -> tuple[float, float]:
-    """algbw and busbw, in 10⁹ bytes a second."""
+    """Return algbw and busbw, in 10⁹ bytes per second."""
     algbw = size_bytes / seconds / 1e9
     return algbw, algbw * operation.factor(ranks)

@@ -1,4 +1,4 @@
-"""Groups of ranks along the axes of a mesh: those of a plan, or inside of the nodes and across them."""
+"""Groups of ranks along an axis: an axis of a plan's mesh, or within nodes and across nodes."""
 
 from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
@@ -9,60 +9,67 @@ from paceline.plan.plan import ResolvedPlan, parse
 from paceline.spec import nearest
 
 WORLD = "world"
-OF_NODES = ("node", "across")
-OF_PLANS = ("pp", "replicate", "shard", "cp", "tp")
+NODE_AXES = ("node", "across")
+PLAN_AXES = ("pp", "replicate", "shard", "cp", "tp")
 
 
 @dataclass(frozen=True)
 class Axis:
-    """All groups are measured at the same time, as in a training; each rank is in one of them."""
+    """The groups of ranks along one axis.
+
+    Each rank is in one group. All groups are measured at the same time, as in a training.
+    """
 
     name: str
     groups: tuple[tuple[int, ...], ...]
-    spans: str  # node: each group lies on one; across: one rank of a group on each; both
+    spans: str  # node: each group is on one node; across: each rank of a group is on another node; both
 
     @property
     def ranks(self) -> int:
         return len(self.groups[0])
 
 
-def axes(names: Sequence[str], plan: str | None, hosts: Sequence[str]) -> tuple[list[Axis], list[str]]:
-    """The axes with these names, without names those of the plan, or all ranks; and why some are left out. `hosts`: of each rank."""
-    found, notes = [], []
-    for name in names or (OF_PLANS if plan is not None else (WORLD,)):
-        groups = _grouped(len(hosts), _key(name, plan, hosts))
+def find_axes(names: Sequence[str], plan: str | None, hosts: Sequence[str]) -> tuple[list[Axis], list[str]]:
+    """Return the axes with these names, and notes on axes that are left out.
+
+    names: if empty, the axes of the plan; without a plan, all ranks.
+    hosts: the host of each rank.
+
+    Raises BenchError if no axis is left.
+    """
+    axes, notes = [], []
+    for name in names or (PLAN_AXES if plan is not None else (WORLD,)):
+        groups = _group_ranks(len(hosts), _group_key(name, plan, hosts))
         sizes = {len(group) for group in groups}
         if len(sizes) > 1:
             notes.append(f"axis {name} is left out: its groups have {min(sizes)} to {max(sizes)} ranks")
         elif sizes == {1}:
             if names:
-                notes.append(f"axis {name} is left out: it has one rank in each group, {_nodes(hosts)}")
+                notes.append(f"axis {name} is left out: one rank per group, because {_describe_nodes(hosts)}")
         else:
-            found.append(Axis(name, groups, _spans(groups, hosts)))
-    if not found:
-        raise BenchError(
-            f"nothing to measure among {len(hosts)} ranks: "
-            + ("; ".join(notes) or "no axis of the plan has two")
-        )
-    return found, notes
+            axes.append(Axis(name, groups, _spans(groups, hosts)))
+    if not axes:
+        reason = "; ".join(notes) or "no axis of the plan has two ranks"
+        raise BenchError(f"nothing to measure on {len(hosts)} ranks: {reason}")
+    return axes, notes
 
 
-def check(names: Sequence[str], plan: str | None, ranks: int) -> None:
-    """What can be known before ranks are there. Raises BenchError or PlanError."""
-    known = (WORLD, *OF_NODES, *(OF_PLANS if plan is not None else ()))
+def check_axes(names: Sequence[str], plan: str | None, ranks: int) -> None:
+    """Check axes and plan before ranks are started. Raises BenchError or PlanError."""
+    known = (WORLD, *NODE_AXES, *(PLAN_AXES if plan is not None else ()))
     for name in names:
-        if name in OF_PLANS and plan is None:
-            raise BenchError(f"axis {name} is one of a plan's mesh: say which with --plan")
+        if name in PLAN_AXES and plan is None:
+            raise BenchError(f"axis {name} requires a plan; add --plan, e.g. --plan tp=2")
         if name not in known:
             raise BenchError(f"unknown axis {name}{nearest(name, known)}")
     if plan is not None:
         parse(plan).resolve(ranks)
     if ranks < 2:
-        raise BenchError("one rank has nobody to talk to: use --ranks 2 or more")
+        raise BenchError(f"collectives require at least 2 ranks, got {ranks}; use --ranks 2 or more")
 
 
-def _key(name: str, plan: str | None, hosts: Sequence[str]) -> Callable[[int], Hashable]:
-    """What the ranks of a group have in common."""
+def _group_key(name: str, plan: str | None, hosts: Sequence[str]) -> Callable[[int], Hashable]:
+    """Return a function from a rank to the key that all ranks of its group share."""
     if name == WORLD:
         return lambda rank: 0
     if name == "node":
@@ -70,23 +77,26 @@ def _key(name: str, plan: str | None, hosts: Sequence[str]) -> Callable[[int], H
     if name == "across":
         return lambda rank: [*hosts[:rank]].count(hosts[rank])
     assert plan is not None
-    laid_out = parse(plan).resolve(len(hosts))
+    resolved = parse(plan).resolve(len(hosts))
     return lambda rank: tuple(
-        at for axis, at in _coordinates(laid_out, rank, name == "cp").items() if axis != name
+        position for axis, position in _coordinates(resolved, rank, name == "cp").items() if axis != name
     )
 
 
 def _coordinates(plan: ResolvedPlan, rank: int, context: bool) -> dict[str, int]:
-    """On the axes of the mesh, by the names that paceline comms has for them; the ranks of cp are data ranks to everything else."""
-    place = plan.place(rank)
+    """Return the position of a rank on each axis of the mesh, by the axis names of `paceline comms`.
+
+    context: keep cp as an axis. Otherwise its ranks are data-parallel ranks, as for all axes but cp.
+    """
+    coordinate = plan.place(rank)
     if context:
-        return {"pp": place.pp, "dp": place.dp, "cp": place.cp, "tp": place.tp}
+        return {"pp": coordinate.pp, "dp": coordinate.dp, "cp": coordinate.cp, "tp": coordinate.tp}
     shards = plan.dp * plan.cp // plan.replicate if plan.zero >= 2 else 1
-    replicate, shard = divmod(place.dp * plan.cp + place.cp, shards)
-    return {"pp": place.pp, "replicate": replicate, "shard": shard, "tp": place.tp}
+    replicate, shard = divmod(coordinate.dp * plan.cp + coordinate.cp, shards)
+    return {"pp": coordinate.pp, "replicate": replicate, "shard": shard, "tp": coordinate.tp}
 
 
-def _grouped(ranks: int, key: Callable[[int], Hashable]) -> tuple[tuple[int, ...], ...]:
+def _group_ranks(ranks: int, key: Callable[[int], Hashable]) -> tuple[tuple[int, ...], ...]:
     groups: dict[Hashable, list[int]] = {}
     for rank in range(ranks):
         groups.setdefault(key(rank), []).append(rank)
@@ -94,11 +104,11 @@ def _grouped(ranks: int, key: Callable[[int], Hashable]) -> tuple[tuple[int, ...
 
 
 def _spans(groups: Sequence[Sequence[int]], hosts: Sequence[str]) -> str:
-    on_a_node = {max(Counter(hosts[rank] for rank in group).values()) for group in groups}
+    ranks_on_a_node = {max(Counter(hosts[rank] for rank in group).values()) for group in groups}
     nodes = {len({hosts[rank] for rank in group}) for group in groups}
-    return "node" if nodes == {1} else "across" if on_a_node == {1} else "both"
+    return "node" if nodes == {1} else "across" if ranks_on_a_node == {1} else "both"
 
 
-def _nodes(hosts: Sequence[str]) -> str:
+def _describe_nodes(hosts: Sequence[str]) -> str:
     count = len({*hosts})
-    return f"and all ranks are on {next(iter(hosts))}" if count == 1 else f"and there are {count} nodes"
+    return f"all ranks are on {next(iter(hosts))}" if count == 1 else f"there are {count} nodes"

@@ -10,11 +10,13 @@ from paceline.spec import Value, nearest
 from paceline.units import parse_bytes
 
 DTYPES = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2, "int64": 8, "int32": 4, "int8": 1, "uint8": 1}  # bytes
-FACTOR = 4  # from size to size
-KEYS = ("operation", "backend", "axis", "ranks", "dtype", "place", "bytes")  # of the rows
+DEFAULT_FACTOR = 4  # between successive sizes
+KEYS = ("operation", "backend", "axis", "ranks", "dtype", "place", "bytes")  # that identify a row
 
 
 class CollectiveRequest(Value):
+    """Which collectives to measure, and how."""
+
     operations: tuple[str, ...] = tuple(OPERATIONS)
     backends: tuple[str, ...]
     sizes_bytes: tuple[Annotated[int, Field(gt=0)], ...]
@@ -22,45 +24,49 @@ class CollectiveRequest(Value):
     places: tuple[str, ...] = ("out", "in")
     axes: tuple[str, ...] = ()
     plan: str | None = None
-    seconds: Annotated[float, Field(gt=0)] = 0.2  # of a row, its warm-up apart
-    timeout_s: Annotated[float, Field(gt=0)] = 300.0  # of one call
+    seconds: Annotated[float, Field(gt=0)] = 0.2  # per row, without its warm-up
+    timeout_s: Annotated[float, Field(gt=0)] = 300.0  # per call
 
 
-def names(text: str, known: "tuple[str, ...]", what: str) -> tuple[str, ...]:
-    """`"a,b"` -> `("a", "b")`, all of them known. Raises BenchError."""
-    found = tuple(dict.fromkeys(word.strip() for word in text.split(",") if word.strip()))
-    for name in found:
+def parse_names(text: str, known: "tuple[str, ...]", what: str) -> tuple[str, ...]:
+    """Return the names in a list: `"a,b"` -> `("a", "b")`. Raises BenchError if a name is not in `known`."""
+    names = tuple(dict.fromkeys(word.strip() for word in text.split(",") if word.strip()))
+    for name in names:
         if name not in known:
             raise BenchError(f"unknown {what} {name}{nearest(name, known)}")
-    if not found:
-        raise BenchError(f"no {what} in {text!r}; there is {', '.join(known)}")
-    return found
+    if not names:
+        raise BenchError(f"no {what} in {text!r}; choose from {', '.join(known)}")
+    return names
 
 
-def sizes(text: str) -> tuple[int, ...]:
-    """`"1KiB:64MiB"`, each 4 times the one before, `"1KiB:64MiB:2"`, or a list: `"1KiB,1MiB"`. Raises BenchError."""
+def parse_sizes(text: str) -> tuple[int, ...]:
+    """Return the sizes in bytes of a range or a list, sorted. Raises BenchError.
+
+    `"1KiB:64MiB"`: each size is 4 times the previous. `"1KiB:64MiB:2"`: 2 times. `"1KiB,1MiB"`: a list.
+    """
     hint = "write a range as 1KiB:64MiB or 1KiB:64MiB:2, or sizes as 1KiB,1MiB"
     try:
         if ":" not in text:
-            found = [parse_bytes(word) for word in text.split(",")]
+            sizes = [parse_bytes(word) for word in text.split(",")]
         else:
             first, last, *rest = text.split(":")
-            factor = int(rest[0]) if len(rest) == 1 else FACTOR
+            factor = int(rest[0]) if len(rest) == 1 else DEFAULT_FACTOR
             if len(rest) > 1 or factor < 2:
-                raise ValueError(f"a factor of at least 2, got {':'.join(rest)}")
-            found = _range(parse_bytes(first), parse_bytes(last), factor)
+                raise ValueError(f"the factor must be at least 2, got {':'.join(rest)}")
+            sizes = _range(parse_bytes(first), parse_bytes(last), factor)
     except ValueError as error:
         raise BenchError(f"--sizes {text}: {error}; {hint}") from None
-    if not found or min(found) <= 0:
-        raise BenchError(
-            f"--sizes {text}: {'no size is 0' if found else 'the first size is above the last'}; {hint}"
+    if not sizes or min(sizes) <= 0:
+        problem = (
+            "a size must be at least 1 byte, got 0" if sizes else "the first size is larger than the last"
         )
-    return tuple(sorted({*found}))
+        raise BenchError(f"--sizes {text}: {problem}; {hint}")
+    return tuple(sorted({*sizes}))
 
 
 def _range(size: int, last: int, factor: int) -> list[int]:
-    found = []
+    sizes = []
     while 0 < size <= last:
-        found.append(size)
+        sizes.append(size)
         size *= factor
-    return found
+    return sizes

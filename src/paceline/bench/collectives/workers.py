@@ -1,6 +1,7 @@
-"""Start the ranks that measure, on this machine, and follow what they find; as a script, one of them.
+"""Start the ranks that measure collectives on this machine, and read their rows.
 
-Without MPI they are started here; with it mpirun starts them, and they measure the other back ends as well.
+As a script, this module is a rank. With MPI, mpirun starts the ranks, and they measure the other back ends
+too.
 """
 
 import contextlib
@@ -20,7 +21,7 @@ from typing import IO
 
 import psutil
 
-from paceline.bench.collectives.alpha_beta import fits
+from paceline.bench.collectives.alpha_beta import fit_rows
 from paceline.bench.collectives.request import KEYS, CollectiveRequest
 from paceline.bench.result import Result, Row
 from paceline.cluster.limits import usable_cores
@@ -29,86 +30,104 @@ from paceline.launch.launchers import check_count
 from paceline.units import several
 
 POLL_S = 0.05
-LOG_LINES = 12  # of a rank that died
-AGENT = {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "0"}
-NOTE, ERROR = "note", "error"  # keys of lines that are no rows
+LOG_LINES = 12  # last lines of the log of a rank that failed
+AGENT_ENVIRON = {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "0"}
+NOTE, ERROR = "note", "error"  # keys of lines that are not rows
 
 
-def result(request: CollectiveRequest, ranks: int, local_ranks: int, found: Sequence[Row | str]) -> Result:
-    """From rows and notes, as many as there are. `local_ranks`: on this machine."""
-    rows = tuple(dict(one) for one in found if not isinstance(one, str))
-    notes = [one for one in found if isinstance(one, str)]
+def build_result(
+    request: CollectiveRequest, ranks: int, local_ranks: int, items: Sequence[Row | str]
+) -> Result:
+    """Return the result of these rows and notes. `local_ranks`: number of ranks on this machine."""
+    rows = tuple(dict(item) for item in items if not isinstance(item, str))
+    notes = [item for item in items if isinstance(item, str)]
     if local_ranks > (cores := usable_cores()):
         notes.append(
-            f"{local_ranks} ranks share {several(cores, 'core')} and wait for one another: times are not those of the network"
+            f"{local_ranks} ranks share {several(cores, 'core')} and wait for each other: "
+            "the times are not those of the network"
         )
     settings = request.model_dump(mode="json") | {"ranks": ranks}
     return Result(
-        kind="collectives", settings=settings, keys=KEYS, rows=rows, summary=fits(rows), notes=tuple(notes)
+        kind="collectives",
+        settings=settings,
+        keys=KEYS,
+        rows=rows,
+        summary=fit_rows(rows),
+        notes=tuple(notes),
     )
 
 
-def measured(request: CollectiveRequest, ranks: int) -> Iterator[Row | str]:
-    """Rows and notes as they come. Raises the Error of a rank, RankError where one died. Closing it ends the ranks."""
+def run_workers(request: CollectiveRequest, ranks: int) -> Iterator[Row | str]:
+    """Start ranks that measure, and yield their rows and notes. Closing the iterator ends the ranks.
+
+    Raises BenchError with the error of a rank, RankError if a rank fails.
+    """
     folder = Path(tempfile.mkdtemp(prefix="paceline-bench-"))
     try:
         (folder / "request.json").write_text(request.model_dump_json(), encoding="utf-8")
         (folder / "found.jsonl").touch()
-        with _started(request, ranks, folder) as processes:
+        with _start_ranks(request, ranks, folder) as processes:
             yield from _follow(folder, processes)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 
 
 @contextlib.contextmanager
-def _started(request: CollectiveRequest, ranks: int, folder: Path) -> Iterator[list[subprocess.Popen[bytes]]]:
+def _start_ranks(
+    request: CollectiveRequest, ranks: int, folder: Path
+) -> Iterator[list[subprocess.Popen[bytes]]]:
     check_count(ranks)
-    words = [sys.executable, "-m", "paceline.bench.collectives.workers", str(folder), str(os.getpid())]
+    command = [sys.executable, "-m", "paceline.bench.collectives.workers", str(folder), str(os.getpid())]
     environ = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "PYTHONUNBUFFERED": "1"}
-    with contextlib.ExitStack() as held:
+    with contextlib.ExitStack() as stack:
         processes = []
 
-        def start(words: list[str], environ: dict[str, str], log: str) -> None:
-            output = held.enter_context(open(folder / log, "wb"))
-            processes.append(_process(words, environ, output))
+        def start(command: list[str], environ: dict[str, str], log: str) -> None:
+            output = stack.enter_context(open(folder / log, "wb"))
+            processes.append(_start_process(command, environ, output))
 
         try:
             if "mpi" in request.backends:
-                start(_mpirun(ranks) + words, environ, "0.log")
+                start(_mpirun_command(ranks) + command, environ, "0.log")
             else:
                 from paceline.distributed.store import open_store
 
                 store = open_store()
                 for rank in range(ranks):
-                    start(words, environ | _who(rank, ranks, store.port), f"{rank}.log")
+                    start(command, environ | _rank_environ(rank, ranks, store.port), f"{rank}.log")
             yield processes
         finally:
             _end(processes)
 
 
-def _who(rank: int, ranks: int, port: int) -> dict[str, str]:
-    """What torchrun would tell a rank: also that the store is there already."""
-    said = {
+def _rank_environ(rank: int, ranks: int, port: int) -> dict[str, str]:
+    """Return the environment variables that torchrun sets for a rank whose store exists already."""
+    numbers = {
         "RANK": rank,
         "LOCAL_RANK": rank,
         "WORLD_SIZE": ranks,
         "LOCAL_WORLD_SIZE": ranks,
         "MASTER_PORT": port,
     }
-    return {name: str(value) for name, value in said.items()} | {"MASTER_ADDR": "127.0.0.1", **AGENT}
+    return {name: str(value) for name, value in numbers.items()} | {
+        "MASTER_ADDR": "127.0.0.1",
+        **AGENT_ENVIRON,
+    }
 
 
-def _mpirun(ranks: int) -> list[str]:
+def _mpirun_command(ranks: int) -> list[str]:
     version = subprocess.run(["mpirun", "--version"], capture_output=True, text=True, check=False).stdout
-    # Bound to a core each, as Open MPI does with two ranks, threads of gloo would share it.
-    more = ["--allow-run-as-root", "--oversubscribe", "--bind-to", "none"] if "Open MPI" in version else []
-    return ["mpirun", *more, "-np", str(ranks)]
+    # Open MPI binds each of two ranks to one core, which the threads of gloo would have to share.
+    options = ["--allow-run-as-root", "--oversubscribe", "--bind-to", "none"] if "Open MPI" in version else []
+    return ["mpirun", *options, "-np", str(ranks)]
 
 
-def _process(words: list[str], environ: dict[str, str], output: IO[bytes]) -> "subprocess.Popen[bytes]":
-    """In a session of its own: Ctrl-C reaches the parent only, which prints what there is and ends the others."""
+def _start_process(
+    command: list[str], environ: dict[str, str], output: IO[bytes]
+) -> "subprocess.Popen[bytes]":
+    """Start a process in a new session, so that Ctrl-C reaches only the parent, which then ends the ranks."""
     return subprocess.Popen(
-        words,
+        command,
         env=environ,
         stdin=subprocess.DEVNULL,
         stdout=output,
@@ -120,58 +139,61 @@ def _process(words: list[str], environ: dict[str, str], output: IO[bytes]) -> "s
 def _end(processes: "list[subprocess.Popen[bytes]]") -> None:
     for process in processes:
         with contextlib.suppress(psutil.NoSuchProcess):
-            for one in [*psutil.Process(process.pid).children(recursive=True), psutil.Process(process.pid)]:
+            parent = psutil.Process(process.pid)
+            for target in [*parent.children(recursive=True), parent]:
                 with contextlib.suppress(psutil.NoSuchProcess):
-                    one.kill()
+                    target.kill()
         process.wait()
 
 
 def _follow(folder: Path, processes: "list[subprocess.Popen[bytes]]") -> Iterator[Row | str]:
+    """Yield rows and notes from the file that rank 0 writes, until the processes end. Raises RankError."""
     with open(folder / "found.jsonl") as file:
         while True:
             statuses = [process.poll() for process in processes]
-            over = all(status is not None for status in statuses) or any(statuses)
-            yield from _lines(file)
-            if over:
+            ended = all(status is not None for status in statuses) or any(statuses)
+            yield from _read_lines(file)
+            if ended:
                 break
             time.sleep(POLL_S)
     if any(statuses):
-        wrong = {rank: status for rank, status in enumerate(statuses) if status}
-        failed = min(wrong, key=wrong.__getitem__)  # a killed one first
+        failures = {rank: status for rank, status in enumerate(statuses) if status}
+        failed = min(failures, key=failures.__getitem__)  # a killed rank first: its status is negative
         lines = (folder / f"{failed}.log").read_text(errors="replace").splitlines()[-LOG_LINES:]
-        status = wrong[failed]
+        status = failures[failed]
         how = (
-            f"was killed by {signal.Signals(-status).name}"
-            if status < 0
-            else f"ended with exit status {status}"
+            f"was killed by {signal.Signals(-status).name}" if status < 0 else f"exited with status {status}"
         )
-        raise RankError("\n  ".join([f"rank {failed} {how}; the end of its output:", *lines]))
+        raise RankError("\n  ".join([f"rank {failed} {how}; last lines of its output:", *lines]))
 
 
-def _lines(file: IO[str]) -> Iterator[Row | str]:
+def _read_lines(file: IO[str]) -> Iterator[Row | str]:
     while line := file.readline():
-        while not line.endswith("\n"):  # it is still being written
+        while not line.endswith("\n"):  # the line is still being written
             time.sleep(POLL_S)
             line += file.readline()
-        found = json.loads(line)
-        if ERROR in found:
-            raise BenchError(found[ERROR])
-        yield found.get(NOTE, found)
+        item = json.loads(line)
+        if ERROR in item:
+            raise BenchError(item[ERROR])
+        yield item.get(NOTE, item)
 
 
-def _leave_if_orphaned(launcher: int) -> None:
-    """Who started the ranks may have been killed, and mpirun would not know."""
+def _exit_if_orphaned(launcher: int) -> None:
+    """Exit when the launcher is gone: it may be killed, and mpirun does not notice."""
     while psutil.pid_exists(launcher):
         time.sleep(0.5)
     os._exit(1)
 
 
-def in_thread(items: Iterator[Row | str]) -> Iterator[Row | str]:
-    """The same items, made by another thread: Ctrl-C reaches this one also while a collective waits for ranks that are gone."""
+def iterate_in_thread(items: Iterator[Row | str]) -> Iterator[Row | str]:
+    """Yield the same items, produced by another thread.
+
+    Ctrl-C then reaches this thread even while a collective waits for ranks that are gone.
+    """
     done = object()
     passed: queue.SimpleQueue[object] = queue.SimpleQueue()
 
-    def make() -> None:
+    def produce() -> None:
         try:
             for item in items:
                 passed.put(item)
@@ -179,38 +201,35 @@ def in_thread(items: Iterator[Row | str]) -> Iterator[Row | str]:
         except BaseException as error:
             passed.put(error)
 
-    threading.Thread(target=make, daemon=True).start()
+    threading.Thread(target=produce, daemon=True).start()
     while (item := passed.get()) is not done:
         if isinstance(item, BaseException):
             raise item
         yield item  # type: ignore[misc]
 
 
-def _be_a_rank(folder: Path, launcher: int) -> None:
-    threading.Thread(target=_leave_if_orphaned, args=(launcher,), daemon=True).start()
-    from paceline.bench.collectives.measure import on_rank
+def _run_rank(folder: Path, launcher: int) -> None:
+    threading.Thread(target=_exit_if_orphaned, args=(launcher,), daemon=True).start()
+    from paceline.bench.collectives.measure import measure_on_rank
     from paceline.distributed.world import read_world
 
     me = read_world()
     with open(folder / "found.jsonl", "a") as file:
 
-        def tell(line: object) -> None:
+        def write_line(line: object) -> None:
             file.write(json.dumps(line) + "\n")
             file.flush()
 
         try:
-            for found in on_rank(
-                CollectiveRequest.model_validate_json((folder / "request.json").read_text("utf-8")),
-                me,
-                folder,
-            ):
+            request = CollectiveRequest.model_validate_json((folder / "request.json").read_text("utf-8"))
+            for item in measure_on_rank(request, me, folder):
                 if me.rank == 0:
-                    tell({NOTE: found} if isinstance(found, str) else found)
+                    write_line({NOTE: item} if isinstance(item, str) else item)
         except Error as error:
-            tell({ERROR: str(error)})
+            write_line({ERROR: str(error)})
             os._exit(2)
 
 
 if __name__ == "__main__":
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    _be_a_rank(Path(sys.argv[1]), int(sys.argv[2]))
+    _run_rank(Path(sys.argv[1]), int(sys.argv[2]))

@@ -1,4 +1,4 @@
-"""Rates of kernels, operations, whole steps and their overlap with communication.
+"""Rates of kernels, operations and whole steps, and their overlap with communication.
 
-What these rates predict for a plan belongs to `plan.cost_model`.
+Predictions from these rates belong to `plan.cost_model`.
 """

@@ -1,4 +1,4 @@
-"""What torch's engines add to a step by themselves: trainings so small that there is hardly anything to compute or to send."""
+"""Overhead that torch's engines add to a step, measured on trainings with almost no work."""
 
 import os
 import statistics
@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from paceline import Task
-from paceline.bench.collect import busy_s
+from paceline.bench.collect import cpu_busy_s
 from paceline.bench.result import Row
 from paceline.cluster.limits import usable_cores
 from paceline.distributed.process_group import keep_freed_memory, threads_per_rank
@@ -30,20 +30,20 @@ from paceline.task import load_task
 from paceline.training.loop import train
 from paceline.training.model_facts.describe import describe
 
-WARM_UP = 3  # steps
-LEAST = 5
+WARMUP_STEPS = 3
+MIN_STEPS = 5
 WINDOW_S = 0.25
-OTHERS = 0.08  # share of the machine that other programs may take
-PATIENCE = 8.0  # how many times as long it may take for them to leave it
+MAX_OTHER_SHARE = 0.08  # share of the machine that other programs may use in a quiet window
+MAX_WAIT_FACTOR = 8.0  # give up after this multiple of the wanted seconds
 DEPTHS = (2, 6)  # blocks
-SAMPLES = 2  # of a rank
+SAMPLES = 2  # per rank
 SMALL: dict[str, Any] = {"width": 16, "heads": 4, "context": 16}
 PLANS = {"ddp": "ddp", "zero1": "zero1", "zero2": "zero2", "zero3": "zero3", "tp": "tp={}", "cp": "cp={}"}
 
 
 @dataclass(frozen=True)
 class Points:
-    """Batches of some numbers each."""
+    """A data set of zero vectors."""
 
     width: int
 
@@ -58,7 +58,7 @@ class Points:
 
 
 class EmptyTask(Task):
-    """The least that can be trained: what its step takes is the loop's."""
+    """The smallest possible training: its step time is the overhead of the loop."""
 
     width: int = 1
 
@@ -73,7 +73,7 @@ class EmptyTask(Task):
 
 
 class LayeredTask(EmptyTask):
-    """Blocks of two tensors each, where one of the text task has a dozen."""
+    """Blocks of two tensors each; a block of the text task has a dozen."""
 
     width: int = 16
 
@@ -84,49 +84,53 @@ class LayeredTask(EmptyTask):
 
 
 class QuietWindows:
-    """Pieces of a training in which other programs leave this machine alone. `pids`: of the ranks."""
+    """Windows of a training in which other programs hardly use this machine.
+
+    seconds: wanted length of all quiet windows together.
+    pids: processes of the ranks.
+    """
 
     def __init__(self, seconds: float, pids: Sequence[int]):
         self.wanted_s, self.ranks = seconds, [psutil.Process(pid) for pid in pids]
         self.steps = 0
-        self.clean: list[range] = []
-        self.clean_s = self.all_s = 0.0
+        self.quiet: list[range] = []  # steps of each quiet window
+        self.quiet_s = self.all_s = 0.0
 
     def stop(self) -> bool:
-        """After each step: whether that is enough."""
+        """Return whether the windows suffice. Called after each step."""
         self.steps += 1
-        if self.steps < WARM_UP:
+        if self.steps < WARMUP_STEPS:
             return False
-        if self.steps == WARM_UP:
+        if self.steps == WARMUP_STEPS:
             self._begin()
             return False
-        took = time.perf_counter() - self.began
-        if took < WINDOW_S:
+        window_s = time.perf_counter() - self.start
+        if window_s < WINDOW_S:
             return False
-        others = (busy_s() - self.busy_s - self._own_s() + self.own_s) / (took * (os.cpu_count() or 1))
-        self.all_s += took
-        if others < OTHERS:
-            self.clean.append(range(self.first, self.steps))
-            self.clean_s += took
+        other_s = cpu_busy_s() - self.busy_s - self._own_s() + self.own_s
+        self.all_s += window_s
+        if other_s / (window_s * (os.cpu_count() or 1)) < MAX_OTHER_SHARE:
+            self.quiet.append(range(self.first, self.steps))
+            self.quiet_s += window_s
         self._begin()
-        done = sum(map(len, self.clean))
-        return (done >= LEAST and self.clean_s >= self.wanted_s) or self.all_s > PATIENCE * self.wanted_s
+        enough = sum(map(len, self.quiet)) >= MIN_STEPS and self.quiet_s >= self.wanted_s
+        return enough or self.all_s > MAX_WAIT_FACTOR * self.wanted_s
 
     def _begin(self) -> None:
-        self.first, self.began, self.busy_s, self.own_s = (
-            self.steps,
-            time.perf_counter(),
-            busy_s(),
-            self._own_s(),
-        )
+        """Begin a window."""
+        self.first, self.start = self.steps, time.perf_counter()
+        self.busy_s, self.own_s = cpu_busy_s(), self._own_s()
 
     def _own_s(self) -> float:
         return sum(sum(rank.cpu_times()[:2]) for rank in self.ranks)
 
 
-def step_s(spec: Spec, plan: str, seconds: float, pids: Sequence[int] = ()) -> float:
-    """On each rank: the median of the steps of a training that fit into so many seconds, of those in which nobody else was busy here; the
-    least tenth where there are none. Without validation, so that steps follow steps."""
+def time_training_step(spec: Spec, plan: str, seconds: float, pids: Sequence[int] = ()) -> float:
+    """Return the median step time of a training in quiet windows of `seconds` together. Runs on each rank.
+
+    Without enough quiet steps, return the lowest decile of all steps. Validation is disabled, so that no
+    other work comes between steps.
+    """
     keep_freed_memory()
     windows = QuietWindows(seconds, pids)
 
@@ -136,11 +140,13 @@ def step_s(spec: Spec, plan: str, seconds: float, pids: Sequence[int] = ()) -> f
     task = load_task(spec.task, spec.set)
     dataset = type(task).dataset
     object.__setattr__(task, "dataset", lambda split: dataset(task, split) if split == "train" else None)
-    found = [
+    times_s = [
         event.step_s for event in train(spec, parse(plan), task=task, stop=stop) if isinstance(event, Step)
     ]
-    clean = [found[at] for window in windows.clean for at in window if at < len(found)]
-    return statistics.median(clean) if len(clean) >= LEAST else statistics.quantiles(found[WARM_UP:], n=10)[0]
+    quiet_s = [times_s[step] for window in windows.quiet for step in window if step < len(times_s)]
+    if len(quiet_s) >= MIN_STEPS:
+        return statistics.median(quiet_s)
+    return statistics.quantiles(times_s[WARMUP_STEPS:], n=10)[0]
 
 
 @dataclass(frozen=True)
@@ -155,8 +161,9 @@ class SmallTraining:
         return Spec(task=self.task, set=fields, batch=batch, steps=10**6, threads=threads)
 
     def units(self, engine: str, plan: str, ranks: int, batch: int) -> UnitCounts:
-        on = split(parse(plan), ranks, batch)
-        return units(shares(_facts(self), 1, 1, even=False, folded=False)[0], on)[engine]
+        """Return the units and tensors that an engine handles in a step."""
+        work_split = split(parse(plan), ranks, batch)
+        return units(shares(_facts(self), 1, 1, even=False, folded=False)[0], work_split)[engine]
 
 
 @cache
@@ -165,70 +172,65 @@ def _facts(small: SmallTraining) -> ModelFacts:
     return describe(spec, load_task(spec.task, spec.set))
 
 
-NOTHING, LAYERS = (
-    SmallTraining("paceline.bench.compute.engine_overhead:Nothing"),
-    SmallTraining("paceline.bench.compute.engine_overhead:Layers"),
-)
+EMPTY = SmallTraining("paceline.bench.compute.engine_overhead:EmptyTask")
+LAYERED = SmallTraining("paceline.bench.compute.engine_overhead:LayeredTask")
 TEXTS = [SmallTraining("text", depth) for depth in DEPTHS]
 
 
-def engines(ranks: int, budget_s: float) -> Iterator[Row]:
-    """A row for each engine and number of its units: the seconds that it adds to a step; `step` is that of a training of nothing."""
-    each_s = budget_s / 32 / 3  # trainings; a third of the time is theirs, the rest goes by around them
-    crowd = max(1.0, ranks / usable_cores())
+def measure_engines(ranks: int, budget_s: float) -> Iterator[Row]:
+    """Yield a row for each engine and number of units, with the seconds that the engine adds to a step.
+
+    The engine `step` is the whole step of the empty training.
+    """
+    each_s = budget_s / 32 / 3  # 32 trainings; their steps take a third of the time, start and end the rest
+    ranks_per_core = max(1.0, ranks / usable_cores())
     threads = threads_per_rank(ranks, None)
     batch = ranks * SAMPLES
 
-    def row(engine: str, of: UnitCounts, seconds: float) -> Row:
+    def row(engine: str, counts: UnitCounts, seconds: float) -> Row:
         return {
             "engine": engine,
             "ranks": ranks,
-            "units": of.units,
-            "tensors": of.tensors,
+            "units": counts.units,
+            "tensors": counts.tensors,
             "median_s": max(0.0, seconds),
         }
 
-    with Ranks(1) as alone:
+    with Ranks(1) as one_rank:
 
         def single(small: SmallTraining, samples: int, plan: str = "single") -> float:
-            return float(
-                alone(step_s, small.spec(samples, threads), plan, each_s, alone.pids, timeout_s=120)[0]
-            )
+            spec = small.spec(samples, threads)
+            return float(one_rank(time_training_step, spec, plan, each_s, one_rank.pids, timeout_s=120)[0])
 
-        yield row("step", UnitCounts(), single(NOTHING, SAMPLES))
-        own = {
+        yield row("step", UnitCounts(), single(EMPTY, SAMPLES))
+        single_s = {
             (small, samples): single(small, samples)
-            for small in (*TEXTS, LAYERS)
+            for small in (*TEXTS, LAYERED)
             for samples in (SAMPLES, batch)
         }
-        again = "single,recompute=selective"
-        for small in (LAYERS, TEXTS[-1]):
+        selective = "single,recompute=selective"
+        for small in (LAYERED, TEXTS[-1]):
             yield row(
                 "selective",
-                small.units("selective", again, 1, SAMPLES),
-                single(small, SAMPLES, again) - own[small, SAMPLES],
+                small.units("selective", selective, 1, SAMPLES),
+                single(small, SAMPLES, selective) - single_s[small, SAMPLES],
             )
-    with Ranks(ranks) as together:
+    with Ranks(ranks) as all_ranks:
 
-        def of(small: SmallTraining, plan: str, samples: int) -> float:
-            return float(together(step_s, small.spec(samples), plan, each_s, together.pids, timeout_s=120)[0])
+        def parallel(small: SmallTraining, plan: str, samples: int) -> float:
+            spec = small.spec(samples)
+            return float(all_ranks(time_training_step, spec, plan, each_s, all_ranks.pids, timeout_s=120)[0])
 
-        for engine, said in PLANS.items():
-            plan = said.format(ranks)
-            here = SAMPLES if "=" not in plan else batch  # others split the model, not the samples
-            for small in TEXTS if engine == "cp" else (*TEXTS, LAYERS):
-                added = of(small, plan, batch) - crowd * own[small, here]
-                yield row(engine, small.units(engine, plan, ranks, batch), added)
+        for engine, pattern in PLANS.items():
+            plan = pattern.format(ranks)
+            samples = SAMPLES if "=" not in plan else batch  # tp and cp split the model, not the samples
+            for small in TEXTS if engine == "cp" else (*TEXTS, LAYERED):
+                added_s = parallel(small, plan, batch) - ranks_per_core * single_s[small, samples]
+                yield row(engine, small.units(engine, plan, ranks, batch), added_s)
         deep = TEXTS[-1]
-        for microbatches in (
-            ranks,
-            3 * ranks,
-        ):  # of SAMPLES each; the rank computes its share of the blocks for each of them
-            took = of(deep, f"pp={ranks},microbatches={microbatches}", microbatches * SAMPLES)
-            computes = (
-                crowd
-                * (microbatches + ranks - 1 if crowd == 1 else microbatches)
-                / ranks
-                * own[deep, SAMPLES]
-            )
-            yield row("pp", UnitCounts(microbatches), took - computes)
+        # Micro-batches of SAMPLES samples; each rank computes its share of the blocks for each of them.
+        for microbatches in (ranks, 3 * ranks):
+            step_s = parallel(deep, f"pp={ranks},microbatches={microbatches}", microbatches * SAMPLES)
+            slots = microbatches + ranks - 1 if ranks_per_core == 1 else microbatches
+            compute_s = ranks_per_core * slots / ranks * single_s[deep, SAMPLES]
+            yield row("pp", UnitCounts(microbatches), step_s - compute_s)

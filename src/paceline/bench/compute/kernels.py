@@ -1,4 +1,4 @@
-"""How fast a device computes: matrix products by number type and shape, its memory, attention."""
+"""Rates of a device: matrix products by number type and shape, memory bandwidth, attention."""
 
 import math
 import time
@@ -15,13 +15,13 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from paceline.bench.compute.matmul import KINDS, MatmulKind, Run, Shape, tf32
 from paceline.bench.result import Row
-from paceline.bench.timer import WALL, Budget, Clock, cuda_events, measure
+from paceline.bench.timer import WALL, Budget, Clock, cuda_event_clock, measure
 from paceline.units import format_bytes
 
 KEYS = ("operation", "dtype", "shape", "kernel")
 MiB = 2**20
-PRODUCTS = ("matmul", "matmul 2:4")
-LEAST = 3  # repetitions, and about as many to warm up
+MATMULS = ("matmul", "matmul 2:4")
+MIN_REPETITIONS = 3  # and about as many for warm-up
 KERNELS = {
     "flash": SDPBackend.FLASH_ATTENTION,
     "efficient": SDPBackend.EFFICIENT_ATTENTION,
@@ -32,8 +32,12 @@ KERNELS = {
 
 @dataclass(frozen=True)
 class Sizes:
-    """What is computed. `layer`: the products of a transformer's layer of so many tokens and so much width (Kaplan et al., Scaling laws,
-    2020, table 1). `rows` by a matrix of `wide` × `wide`: from memory-bound to compute-bound. Attention: (batch, heads, positions, width).
+    """Sizes of the products and of attention.
+
+    layer: the products of a transformer layer with `tokens` tokens and width `width` (Kaplan et al., Scaling
+    laws, 2020, table 1).
+    rows: products of `rows` × `wide` by `wide` × `wide`, from memory-bound to compute-bound.
+    attention: (batch, heads, positions, width).
     """
 
     squares: tuple[int, ...]
@@ -54,7 +58,7 @@ class Sizes:
         )
 
     def shapes(self) -> tuple[Shape, ...]:
-        """By their FLOPs."""
+        """Return all shapes, sorted by FLOP."""
         rows = tuple((m, self.wide, self.wide) for m in self.rows)
         return tuple(
             sorted({*((size, size, size) for size in self.squares), *self.layer, *rows}, key=math.prod)
@@ -74,68 +78,72 @@ GPU = Sizes(
 )
 
 
-def sizes(device: torch.device) -> Sizes:
+def sizes_for(device: torch.device) -> Sizes:
     return CPU if device.type == "cpu" else GPU
 
 
-def clock(device: torch.device) -> Clock:
-    return cuda_events() if device.type == "cuda" else WALL
+def clock_for(device: torch.device) -> Clock:
+    return cuda_event_clock() if device.type == "cuda" else WALL
 
 
-def products(device: torch.device, budget_s: float, of: Sizes) -> Iterator[Row | str]:
-    """A row for each product; a string says what was left out, and why."""
-    there, missing = [], defaultdict[str, list[str]](list)
+def measure_matmuls(device: torch.device, budget_s: float, sizes: Sizes) -> Iterator[Row | str]:
+    """Yield a row for each product, and strings that report what was left out and why."""
+    supported, missing = [], defaultdict[str, list[str]](list)
     for kind in KINDS:
         why = kind.missing(device)
         if why is None:
-            there.append(kind)
+            supported.append(kind)
         else:
             missing[why].append(str(kind))
     yield from (f"{', '.join(kinds)}: {why}" for why, kinds in missing.items())
-    for kind in there:
+    for kind in supported:
         left_out: dict[str, list[str]] = {}
-        yield from _of_kind(kind, device, budget_s / len(there), of, left_out)
+        yield from _measure_kind(kind, device, budget_s / len(supported), sizes, left_out)
         for why, shapes in left_out.items():
-            yield f"{kind} of {', '.join(shapes) if len(shapes) < 5 else f'{shapes[0]} and {len(shapes) - 1} more'}: {why}"
+            listed = ", ".join(shapes) if len(shapes) < 5 else f"{shapes[0]} and {len(shapes) - 1} more"
+            yield f"{kind} of {listed}: {why}"
 
 
-def _of_kind(
-    kind: MatmulKind, device: torch.device, budget_s: float, of: Sizes, left_out: dict[str, list[str]]
+def _measure_kind(
+    kind: MatmulKind, device: torch.device, budget_s: float, sizes: Sizes, left_out: dict[str, list[str]]
 ) -> Iterator[Row]:
-    """Shapes from small to large, as long as those before say that the next one fits into the time. `left_out`: by reason."""
-    shapes = of.shapes()
+    """Yield a row per shape, from small to large, while the next is expected to fit into the budget.
+
+    left_out: receives the other shapes, by reason.
+    """
+    shapes = sizes.shapes()
     each_s = budget_s / len(shapes)
     deadline = time.perf_counter() + 2 * budget_s
     best = 0.0
     for shape in shapes:
         flop = 2 * math.prod(shape)
         why = None
-        if (best and flop / best * (2 * LEAST + 1) > 4 * each_s) or time.perf_counter() > deadline:
-            why = "they would take too long"
+        if (best and flop / best * (2 * MIN_REPETITIONS + 1) > 4 * each_s) or time.perf_counter() > deadline:
+            why = "too slow for the time budget"
         elif kind.moved_bytes(shape) > _free_bytes(device) // 4:
             why = "too large for the memory"
         else:
             try:
                 with tf32(kind.dtype == "tf32"), torch.no_grad():
-                    found = measure(
+                    timing = measure(
                         kind.make(shape, device),
-                        Budget(each_s * 0.7, each_s * 0.2, least=LEAST, most=2000),
-                        clock(device),
+                        Budget(each_s * 0.7, each_s * 0.2, min_count=MIN_REPETITIONS, max_count=2000),
+                        clock_for(device),
                     )
-            except RuntimeError as error:  # the device, or torch, has no such product
+            except RuntimeError as error:  # the device, or torch, does not support this product
                 why = first_line(error)
         if why is not None:
-            left_out.setdefault(why, []).append(text(shape))
+            left_out.setdefault(why, []).append(format_shape(shape))
             continue
-        best = max(best, flop / found.min_s)
-        figures = {"flop": flop, "bytes": kind.moved_bytes(shape), "flops": flop / found.median_s}
-        yield _row(kind.operation, kind.dtype, shape) | figures | found.fields()
+        best = max(best, flop / timing.min_s)
+        figures = {"flop": flop, "bytes": kind.moved_bytes(shape), "flops": flop / timing.median_s}
+        yield _row(kind.operation, kind.dtype, shape) | figures | timing.fields()
 
 
-def with_peaks(found: Iterator[Any], device: torch.device) -> Iterator[Row | str]:
-    """Each row with its share of the published peak; none where there is no such peak."""
-    dense, sparse = _peaks(device)
-    for row in found:
+def add_peak_share(rows: Iterator[Any], device: torch.device) -> Iterator[Row | str]:
+    """Add to each row its share of the published peak, if a peak is published."""
+    dense, sparse = _published_peaks(device)
+    for row in rows:
         if isinstance(row, str):
             yield row
             continue
@@ -143,8 +151,8 @@ def with_peaks(found: Iterator[Any], device: torch.device) -> Iterator[Row | str
         yield {**row, "peak_share": row["flops"] / peak} if peak else row
 
 
-def _peaks(device: torch.device) -> tuple[dict[str, float], dict[str, float]]:
-    """Published, of dense products and of 2:4 sparse ones, in FLOP/s."""
+def _published_peaks(device: torch.device) -> tuple[dict[str, float], dict[str, float]]:
+    """Return the published peaks of dense products and of 2:4 sparse products by type, in FLOP/s."""
     if device.type != "cuda":
         return {}, {}
     from paceline.cluster.published import published_as, sheets
@@ -152,55 +160,68 @@ def _peaks(device: torch.device) -> tuple[dict[str, float], dict[str, float]]:
     name = published_as(torch.cuda.get_device_name(device))
     if name is None:
         return {}, {}
-    of = sheets()[name].device()
+    published = sheets()[name].device()
     dense, sparse = (
         {str(dtype): peak.value for dtype, peak in peaks.items()}
-        for peaks in (of.peaks_flops, of.sparse_flops)
+        for peaks in (published.peaks_flops, published.sparse_flops)
     )
     return dense, sparse
 
 
-def summary(rows: Sequence[Row], layer: Sequence[str]) -> list[Row]:
-    """For each type of product the best one, and how fast those of a layer are done together, which is the typical one."""
-    found: dict[tuple[Any, Any], list[Any]] = {}
+def summarize(rows: Sequence[Row], layer: Sequence[str]) -> list[Row]:
+    """Return, for each type of product, the best rate and the typical rate.
+
+    layer: shapes of the products of a transformer layer; their joint rate is the typical rate.
+    """
+    by_type: dict[tuple[Any, Any], list[Any]] = {}
     for row in rows:
-        if row["operation"] in PRODUCTS:
-            found.setdefault((row["operation"], row["dtype"]), []).append(row)
-    return [_best(of_kind, layer) for of_kind in found.values()]
+        if row["operation"] in MATMULS:
+            by_type.setdefault((row["operation"], row["dtype"]), []).append(row)
+    return [_summarize_type(rows_of_type, layer) for rows_of_type in by_type.values()]
 
 
-def _best(rows: Sequence[Any], layer: Sequence[str]) -> Row:
+def _summarize_type(rows: Sequence[Any], layer: Sequence[str]) -> Row:
     best = max(rows, key=lambda row: row["flops"])
-    of_layer = [row for row in rows if row["shape"] in layer]
-    told = {name: best.get(name) for name in ("operation", "dtype", "shape", "flops", "peak_share")}
-    if {row["shape"] for row in of_layer} != set(layer):
-        return told | {"typical_flops": None}
-    return told | {
-        "typical_flops": sum(row["flop"] for row in of_layer) / sum(row["median_s"] for row in of_layer)
+    in_layer = [row for row in rows if row["shape"] in layer]
+    summary = {name: best.get(name) for name in ("operation", "dtype", "shape", "flops", "peak_share")}
+    if {row["shape"] for row in in_layer} != set(layer):
+        return summary | {"typical_flops": None}
+    return summary | {
+        "typical_flops": sum(row["flop"] for row in in_layer) / sum(row["median_s"] for row in in_layer)
     }
 
 
-def memory(device: torch.device, budget_s: float) -> Iterator[Row | str]:
-    """STREAM's copy and triad (McCalpin, Memory bandwidth and machine balance, 1995), on arrays that are too large for a cache."""
+def measure_memory(device: torch.device, budget_s: float) -> Iterator[Row | str]:
+    """Measure STREAM's copy and triad on arrays that are too large for a cache.
+
+    Source: McCalpin, Memory bandwidth and machine balance, 1995.
+    """
     wanted, size = _array_bytes(device, budget_s)
     if size < wanted:
-        yield f"memory: arrays of {format_bytes(size)}, partly in a cache, since there is no time or room for {format_bytes(wanted)} each"
+        yield (
+            f"memory: arrays of {format_bytes(size)}, partly in a cache; "
+            f"no time or space for {format_bytes(wanted)} each"
+        )
     a, b, c = (torch.ones(size // 4, device=device) for _ in range(3))
     runs: dict[str, tuple[Run, int]] = {
         "copy": (lambda: a.copy_(b), 2),
         "triad": (lambda: torch.add(b, c, alpha=3.0, out=a), 3),
     }
     for name, (run, arrays) in runs.items():
-        found = measure(run, Budget(budget_s * 0.4, budget_s * 0.05, least=LEAST), clock(device))
+        budget = Budget(budget_s * 0.4, budget_s * 0.05, min_count=MIN_REPETITIONS)
+        timing = measure(run, budget, clock_for(device))
         yield (
             _row(name, "fp32", (size // 4,))
-            | {"bytes": arrays * size, "Bps": arrays * size / found.median_s}
-            | found.fields()
+            | {"bytes": arrays * size, "Bps": arrays * size / timing.median_s}
+            | timing.fields()
         )
 
 
 def _array_bytes(device: torch.device, budget_s: float) -> tuple[int, int]:
-    """Three arrays are to be four times the last cache; what there is room for, and time for at a few GB/s."""
+    """Return the wanted and the affordable bytes of one of three arrays.
+
+    Together they should be four times the last-level cache. Memory and time (at 0.5 GB/s) limit them.
+    """
     cache = (
         torch.cuda.get_device_properties(device).L2_cache_size
         if device.type == "cuda"
@@ -211,42 +232,51 @@ def _array_bytes(device: torch.device, budget_s: float) -> tuple[int, int]:
 
 
 def _last_cache_bytes() -> int:
-    """Of a CPU; 0 where the system does not say."""
-    found = 0
+    """Return the bytes of a CPU's last-level cache, or 0 if the system does not report it."""
+    largest = 0
     for path in Path("/sys/devices/system/cpu/cpu0/cache").glob("index*/size"):
         number = path.read_text().strip()
-        found = max(
-            found,
+        largest = max(
+            largest,
             int(number[:-1]) * {"K": 2**10, "M": 2**20, "G": 2**30}.get(number[-1], 1)
             if number[:-1].isdigit()
             else 0,
         )
-    return found
+    return largest
 
 
-def attention(device: torch.device, budget_s: float, of: Sizes) -> Iterator[Row | str]:
-    """Causal scaled_dot_product_attention, forward and backward, by each kernel there is. FLOPs as FlashAttention's authors count them:
-    4·b·h·s²·d forward, of which a causal mask leaves half, and 2.5 times as many backward (Dao, FlashAttention-2, 2023, section 4.1)."""
+def measure_attention(device: torch.device, budget_s: float, sizes: Sizes) -> Iterator[Row | str]:
+    """Measure causal scaled_dot_product_attention, forward and backward, with each available kernel.
+
+    FLOP as FlashAttention's authors count them: 4·b·h·s²·d forward, half of it with a causal mask, and 2.5
+    times as many backward (Dao, FlashAttention-2, 2023, section 4.1).
+    """
     deadline = time.perf_counter() + 2 * budget_s
     wanted = [
-        (dtype, shape, kernel) for dtype in ATTENTION_DTYPES for shape in of.attention for kernel in KERNELS
+        (dtype, shape, kernel)
+        for dtype in ATTENTION_DTYPES
+        for shape in sizes.attention
+        for kernel in KERNELS
     ]
     for dtype, shape, kernel in wanted:
-        if kernel == "math" and shape is not of.attention[0]:
-            continue  # it holds positions × positions, which nobody wants
+        if kernel == "math" and shape is not sizes.attention[0]:
+            continue  # it stores positions × positions
         if time.perf_counter() > deadline:
-            yield f"{dtype} attention {text(shape)} and what comes after it: no time is left, other programs may be running"
+            yield (
+                f"{dtype} attention {format_shape(shape)} and later rows are left out: "
+                "the time budget is used up; other programs may be running"
+            )
             return
         try:
             with sdpa_kernel(KERNELS[kernel]):
-                for row in _attention(dtype, shape, device, budget_s / len(wanted) / 2):
+                for row in _measure_attention_shape(dtype, shape, device, budget_s / len(wanted) / 2):
                     yield row | {"kernel": kernel}
         except RuntimeError as error:
-            if device.type == "cuda":  # elsewhere nobody expects them
-                yield f"{dtype} attention {text(shape)}, {kernel}: {first_line(error)}"
+            if device.type == "cuda":  # on other devices these kernels are not expected
+                yield f"{dtype} attention {format_shape(shape)}, {kernel}: {first_line(error)}"
 
 
-def _attention(
+def _measure_attention_shape(
     dtype: str, shape: tuple[int, int, int, int], device: torch.device, budget_s: float
 ) -> Iterator[dict[str, Any]]:
     batch, heads, positions, width = shape
@@ -265,18 +295,19 @@ def _attention(
 
     flop = 2 * batch * heads * positions**2 * width
     for name, run, count in (("attention", forward, flop), ("attention backward", backward, flop * 5 // 2)):
-        found = measure(run, Budget(budget_s * 0.7, budget_s * 0.2, least=LEAST), clock(device))
-        yield _row(name, dtype, shape) | {"flop": count, "flops": count / found.median_s} | found.fields()
+        budget = Budget(budget_s * 0.7, budget_s * 0.2, min_count=MIN_REPETITIONS)
+        timing = measure(run, budget, clock_for(device))
+        yield _row(name, dtype, shape) | {"flop": count, "flops": count / timing.median_s} | timing.fields()
 
 
 ATTENTION_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 def _row(operation: str, dtype: str, shape: tuple[int, ...]) -> dict[str, Any]:
-    return {"operation": operation, "dtype": dtype, "shape": text(shape)}
+    return {"operation": operation, "dtype": dtype, "shape": format_shape(shape)}
 
 
-def text(shape: tuple[int, ...]) -> str:
+def format_shape(shape: tuple[int, ...]) -> str:
     return "×".join(map(str, shape))
 
 

@@ -1,4 +1,4 @@
-"""How long a CPU takes for one operation of each kind, from small to large: what steps of small models are made of."""
+"""CPU times of single operations, from small to large, of which steps of small models consist."""
 
 import math
 from collections.abc import Callable, Iterator
@@ -19,11 +19,12 @@ from paceline.launch.rank_pool import Ranks
 from paceline.plan.cost_model.op_times import BACKWARD
 
 SIZES = (2**8, 2**13, 2**16, 2**19, 2**22)  # elements
-BRANCHES = 32  # operations side by side, so that what the engine of autograd takes to start is shared; two where they are large
-LARGE = 2**16
-LEAST = 3
-MOST_RANKS = 8
-LEAST_S = 5e-7  # of one operation
+BRANCHES = 32  # independent small operations per run, so that they share the start-up time of autograd
+LARGE_BRANCHES = 2  # the same for large operations
+LARGE = 2**16  # elements
+MIN_REPETITIONS = 3
+MAX_RANKS = 8
+MIN_OPERATION_S = 5e-7
 LINEAR = (
     (8, 16, 16),
     (64, 64, 64),
@@ -50,7 +51,10 @@ ATTENTION = (
 
 @dataclass(frozen=True)
 class OperationCase:
-    """One operation of one size, some times side by side. `size`: elements read and written, or multiplications of products."""
+    """One operation of one size, in several independent copies.
+
+    size: elements read and written; of products, multiplications.
+    """
 
     kind: str
     size: float
@@ -59,41 +63,46 @@ class OperationCase:
     weights: tuple[nn.Parameter, ...] = ()
 
     def forward(self) -> list[Tensor]:
-        return [module(*given) for module, given in zip(self.modules, self.inputs, strict=True)]
+        return [module(*args) for module, args in zip(self.modules, self.inputs, strict=True)]
 
-    def nothing(self) -> Callable[[], object] | None:
-        """Of the backward run what autograd.grad takes for its arguments alone: gradients of tensors by themselves."""
-        leaves = [x for given in self.inputs for x in given if x.requires_grad] or list(self.weights)
+    def build_empty_backward(self) -> Callable[[], object] | None:
+        """Return a run of autograd.grad without any operation.
+
+        It takes gradients of tensors with respect to themselves. Its time is the overhead of the arguments in
+        a backward run. None if nothing requires a gradient.
+        """
+        leaves = [x for args in self.inputs for x in args if x.requires_grad] or list(self.weights)
         ones = [torch.ones_like(x) for x in leaves]
         return partial(torch.autograd.grad, leaves, leaves, ones) if leaves else None
 
-    def runs(self) -> dict[str, Callable[[], object]]:
-        leaves = [x for given in self.inputs for x in given if x.requires_grad] + list(self.weights)
+    def build_runs(self) -> dict[str, Callable[[], object]]:
+        """Return the forward run and, if there are gradients, the backward run, by kind."""
+        leaves = [x for args in self.inputs for x in args if x.requires_grad] + list(self.weights)
         if not leaves:
             return {self.kind: self.forward}
         outputs = self.forward()
         gradients = [torch.randn_like(output) for output in outputs]
-        back = partial(torch.autograd.grad, outputs, leaves, gradients, retain_graph=True)
-        return {self.kind: self.forward, self.kind + BACKWARD: back}
+        backward = partial(torch.autograd.grad, outputs, leaves, gradients, retain_graph=True)
+        return {self.kind: self.forward, self.kind + BACKWARD: backward}
 
 
-def _case(
+def _build_case(
     kind: str,
     size: float,
     make: Callable[[], tuple[Callable[..., Tensor], tuple[Tensor, ...]]],
     branches: int,
 ) -> OperationCase:
-    made = [make() for _ in range(branches)]
-    weights = tuple(p for module, _ in made if isinstance(module, nn.Module) for p in module.parameters())
+    copies = [make() for _ in range(branches)]
+    weights = tuple(p for module, _ in copies if isinstance(module, nn.Module) for p in module.parameters())
     return OperationCase(
-        kind, size, tuple(module for module, _ in made), tuple(given for _, given in made), weights
+        kind, size, tuple(module for module, _ in copies), tuple(args for _, args in copies), weights
     )
 
 
 def _pointwise(
     elements: int,
 ) -> dict[str, tuple[float, Callable[[], tuple[Callable[..., Tensor], tuple[Tensor, ...]]]]]:
-    """By kind: elements read and written for each of the input, and what makes one."""
+    """Return by kind: elements read and written per input element, and a factory of the operation."""
     width = min(64, elements)
     side = int(math.sqrt(elements / 16))
 
@@ -111,49 +120,51 @@ def _pointwise(
     }
 
 
-def cases() -> Iterator[OperationCase]:
+def build_cases() -> Iterator[OperationCase]:
+    """Yield the operations of all kinds and sizes."""
     for elements in SIZES:
-        branches = BRANCHES if elements < LARGE else 2
+        branches = BRANCHES if elements < LARGE else LARGE_BRANCHES
         for kind, (moved, make) in _pointwise(elements).items():
-            yield _case(kind, moved * elements, make, branches)
-    for rows, given, got in LINEAR:
-        volume = rows * given * got
-        yield _case(
+            yield _build_case(kind, moved * elements, make, branches)
+    for rows, inputs, outputs in LINEAR:
+        volume = rows * inputs * outputs
+        yield _build_case(
             "linear",
             volume,
-            lambda rows=rows, given=given, got=got: (
-                nn.Linear(given, got),
-                (torch.randn(rows, given, requires_grad=True),),
+            lambda rows=rows, inputs=inputs, outputs=outputs: (
+                nn.Linear(inputs, outputs),
+                (torch.randn(rows, inputs, requires_grad=True),),
             ),  # type: ignore[misc]
-            BRANCHES if volume < 2**20 else 2,
+            BRANCHES if volume < 2**20 else LARGE_BRANCHES,
         )
-    for batch, given, got, side in CONVOLUTION:
-        volume = batch * given * got * 9 * side**2
-        yield _case(
+    for batch, inputs, outputs, side in CONVOLUTION:
+        volume = batch * inputs * outputs * 9 * side**2
+        yield _build_case(
             "convolution",
             volume,
-            lambda batch=batch, given=given, got=got, side=side: (  # type: ignore[misc]
-                nn.Conv2d(given, got, 3, padding=1),
-                (torch.randn(batch, given, side, side, requires_grad=True),),
+            lambda batch=batch, inputs=inputs, outputs=outputs, side=side: (  # type: ignore[misc]
+                nn.Conv2d(inputs, outputs, 3, padding=1),
+                (torch.randn(batch, inputs, side, side, requires_grad=True),),
             ),
-            2,
+            LARGE_BRANCHES,
         )
     for shape in ATTENTION:
-        yield _case("attention", 2 * math.prod(shape) * shape[2], partial(_attention, shape), 2)
+        volume = 2 * math.prod(shape) * shape[2]
+        yield _build_case("attention", volume, partial(_make_attention, shape), LARGE_BRANCHES)
 
 
 def _attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
     return F.scaled_dot_product_attention(query, key, value, is_causal=True)
 
 
-def _attention(shape: tuple[int, int, int, int]) -> tuple[Callable[..., Tensor], tuple[Tensor, ...]]:
+def _make_attention(shape: tuple[int, int, int, int]) -> tuple[Callable[..., Tensor], tuple[Tensor, ...]]:
     return _attend, tuple(torch.randn(shape, requires_grad=True) for _ in range(3))
 
 
-def _updates() -> Iterator[tuple[float, Callable[[], object]]]:
-    """AdamW and the norm of the gradients, by elements of a weight; each for one of the weights."""
+def _build_updates() -> Iterator[tuple[float, Callable[[], object]]]:
+    """Yield (elements of a weight, AdamW update with the norm of the gradients)."""
     for elements in SIZES:
-        count = BRANCHES if elements < LARGE else 2
+        count = BRANCHES if elements < LARGE else LARGE_BRANCHES
         weights = [nn.Parameter(torch.randn(elements)) for _ in range(count)]
         gradients = [torch.randn(elements) for _ in range(count)]
         optimizer = torch.optim.AdamW(weights, fused=True)
@@ -167,8 +178,8 @@ def _updates() -> Iterator[tuple[float, Callable[[], object]]]:
         yield elements, update
 
 
-def measured(threads: int, budget_s: float) -> list[Row]:
-    """On this process with so many threads; a row for each kind and size, the seconds being those of one operation."""
+def measure_in_process(threads: int, budget_s: float) -> list[Row]:
+    """Return a row per kind and size with the seconds of one operation, measured with `threads` threads."""
     keep_freed_memory()
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
@@ -176,43 +187,45 @@ def measured(threads: int, budget_s: float) -> list[Row]:
     rows: list[Row] = []
 
     def time(kind: str, size: float, count: int, run: Callable[[], object]) -> None:
-        found = measure(run, Budget(each_s * 0.7, each_s * 0.2, least=LEAST), WALL)
+        timing = measure(run, Budget(each_s * 0.7, each_s * 0.2, min_count=MIN_REPETITIONS), WALL)
         figures: dict[str, Any] = {
-            name: value / count if name.endswith("_s") else value for name, value in found.fields().items()
+            name: value / count if name.endswith("_s") else value for name, value in timing.fields().items()
         }
         row: dict[str, Any] = {"operation": kind, "threads": threads, "size": float(size)}
         rows.append(row | figures)
 
     try:
-        for case in cases():
-            for kind, run in case.runs().items():
+        for case in build_cases():
+            for kind, run in case.build_runs().items():
                 time(kind, case.size, len(case.modules), run)
-            if (nothing := case.nothing()) is not None:
-                spent = measure(nothing, Budget(each_s * 0.2, each_s * 0.1, least=LEAST), WALL).min_s / len(
-                    case.modules
-                )
-                _take_off(rows[-1], spent)
-        for elements, update in _updates():
-            time("update", elements, BRANCHES if elements < LARGE else 2, update)
+            if (empty_backward := case.build_empty_backward()) is not None:
+                budget = Budget(each_s * 0.2, each_s * 0.1, min_count=MIN_REPETITIONS)
+                overhead_s = measure(empty_backward, budget, WALL).min_s / len(case.modules)
+                _subtract(rows[-1], overhead_s)
+        for elements, update in _build_updates():
+            time("update", elements, BRANCHES if elements < LARGE else LARGE_BRANCHES, update)
     finally:
         torch.set_num_threads(before)
     return rows
 
 
-def _take_off(row: Row, seconds: float) -> None:
+def _subtract(row: Row, seconds: float) -> None:
     for name in ("median_s", "min_s", "p95_s"):
-        row[name] = max(LEAST_S, float(row[name] or 0) - seconds)  # type: ignore[index]
+        row[name] = max(MIN_OPERATION_S, float(row[name] or 0) - seconds)  # type: ignore[index]
 
 
-def paces(budget_s: float) -> Iterator[Row]:
-    """With all threads in one process, and with one thread in as many processes as there are cores, which share what they share."""
+def measure_op_times(budget_s: float) -> Iterator[Row]:
+    """Yield the rows of one process with all threads, then of one process per core with one thread each.
+
+    The processes share caches and memory bandwidth, as the ranks of a training do.
+    """
     cores = usable_cores()
-    yield from measured(cores, budget_s / 2)
+    yield from measure_in_process(cores, budget_s / 2)
     if cores > 1:
-        with Ranks(min(cores, MOST_RANKS)) as ranks:
-            yield from ranks(_alone, budget_s / 2, timeout_s=60 + 4 * budget_s)[0]
+        with Ranks(min(cores, MAX_RANKS)) as ranks:
+            yield from ranks(_measure_on_rank, budget_s / 2, timeout_s=60 + 4 * budget_s)[0]
 
 
-def _alone(budget_s: float) -> list[Row]:
+def _measure_on_rank(budget_s: float) -> list[Row]:
     dist.barrier()
-    return measured(1, budget_s)
+    return measure_in_process(1, budget_s)

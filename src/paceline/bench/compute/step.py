@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map
 from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
 
-from paceline.bench.compute.kernels import LEAST, clock
+from paceline.bench.compute.kernels import MIN_REPETITIONS, clock_for
 from paceline.bench.result import Row
 from paceline.bench.timer import Budget, Timing, measure
 from paceline.data.fake import example_batch
@@ -30,66 +30,70 @@ from paceline.training.step import TrainingStep
 
 @dataclass(frozen=True)
 class ReadyStep:
-    """A task that is ready to step: its model on the device, and a batch."""
+    """A prepared training and a batch on the device. Calling it makes one step."""
 
-    laid: PreparedTraining
+    prepared: PreparedTraining
     batch: Batch
 
     @property
     def step(self) -> TrainingStep:
-        return self.laid.step
+        return self.prepared.step
 
     def __call__(self) -> None:
         self.on(self.batch)
 
     def on(self, batch: Batch) -> None:
+        """Make one step on this batch."""
         self.step([batch], 0, 1.0)
 
 
 @contextlib.contextmanager
-def ready(spec: Spec, task: Task, device: torch.device) -> Iterator[ReadyStep]:
-    """Raises the errors that a training would before its first step."""
+def prepare_step(spec: Spec, task: Task, device: torch.device) -> Iterator[ReadyStep]:
+    """Yield the step of a task on one process. Raises the errors of a training before its first step."""
     plan = ResolvedPlan()
     with process_group(World(), device, spec.timeout_s, Path("runs")):
         batch = example_batch(spec, task, plan)
-        laid = build_training(spec, plan, World(), task, device)
+        prepared = build_training(spec, plan, World(), task, device)
         yield ReadyStep(
-            laid, tree_map(lambda item: item.to(device) if isinstance(item, Tensor) else item, batch)
+            prepared, tree_map(lambda item: item.to(device) if isinstance(item, Tensor) else item, batch)
         )
 
 
-def time_step(of: ReadyStep, budget_s: float) -> Timing:
-    return measure(of, Budget(budget_s * 0.8, budget_s * 0.1, least=LEAST), clock(of.step.device))
+def time_step(ready: ReadyStep, budget_s: float) -> Timing:
+    """Return the time of one step."""
+    budget = Budget(budget_s * 0.8, budget_s * 0.1, min_count=MIN_REPETITIONS)
+    return measure(ready, budget, clock_for(ready.step.device))
 
 
-def measure_step(of: ReadyStep, spec: Spec, budget_s: float) -> Iterator[Row]:
-    """A row for the whole step, and two for each kind of block: forward and backward."""
-    kinds = _kinds(of)
+def measure_step(ready: ReadyStep, spec: Spec, budget_s: float) -> Iterator[Row]:
+    """Yield a row for the whole step, and two for each kind of block: forward and backward."""
+    kinds = _find_block_kinds(ready)
     each_s = budget_s / (1 + 2 * len(kinds))
-    flop = counted(of)
-    found = time_step(of, each_s)
+    flop = count_flop(ready)
+    timing = time_step(ready, each_s)
     row: dict[str, Any] = {"operation": "step", "dtype": spec.precision, "shape": f"{spec.batch} samples"}
     yield (
         row
-        | {"flop": flop, "flops": flop / found.median_s, "per_s": spec.batch / found.median_s}
-        | found.fields()
+        | {"flop": flop, "flops": flop / timing.median_s, "per_s": spec.batch / timing.median_s}
+        | timing.fields()
     )
     for kind in kinds:
-        for name, run in kind.runs(of.step).items():
-            flop = counted(run)
-            found = measure(run, Budget(each_s * 0.7, each_s * 0.2, least=LEAST), clock(of.step.device))
+        for name, run in kind.build_runs(ready.step).items():
+            flop = count_flop(run)
+            budget = Budget(each_s * 0.7, each_s * 0.2, min_count=MIN_REPETITIONS)
+            timing = measure(run, budget, clock_for(ready.step.device))
             row = {
                 "operation": f"block {name}",
                 "dtype": spec.precision,
                 "shape": kind.name,
                 "count": kind.count,
             }
-            yield row | {"flop": flop, "flops": flop / found.median_s} | found.fields()
+            yield row | {"flop": flop, "flops": flop / timing.median_s} | timing.fields()
 
 
 @dataclass
-class _Kind:
-    """Blocks that are alike, and what the first of them was called with."""
+class _BlockKind:
+    """Identical blocks, and the arguments with which the first of them was called."""
 
     name: str
     count: int
@@ -97,8 +101,9 @@ class _Kind:
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
 
-    def runs(self, step: TrainingStep) -> dict[str, Callable[[], object]]:
-        args, kwargs = tree_map(_leaf, (self.args, self.kwargs))
+    def build_runs(self, step: TrainingStep) -> dict[str, Callable[[], object]]:
+        """Return functions that run the block forward and, if it has gradients, backward."""
+        args, kwargs = tree_map(_as_leaf, (self.args, self.kwargs))
         inputs = [
             leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor) and leaf.requires_grad
         ]
@@ -118,39 +123,38 @@ class _Kind:
         return runs
 
 
-def _leaf(item: Any) -> Any:
+def _as_leaf(item: Any) -> Any:
+    """Return a tensor as a leaf of a new graph."""
     return item.detach().clone().requires_grad_(item.requires_grad) if isinstance(item, Tensor) else item
 
 
-def _kinds(of: ReadyStep) -> list[_Kind]:
-    """Blocks with the same class, parameters and inputs are of one kind."""
-    model, task = of.laid.model, of.step.task
+def _find_block_kinds(ready: ReadyStep) -> list[_BlockKind]:
+    """Return the blocks, grouped by class, shapes of parameters and shapes of inputs."""
+    model, task = ready.prepared.model, ready.step.task
     units = {id(block) for block in find_blocks(model, read_layout(task))}
-    found: dict[object, _Kind] = {}
+    kinds: dict[object, _BlockKind] = {}
     names = {id(module): name for name, module in model.named_modules()}
 
-    def note(block: nn.Module, args: Any, kwargs: Any) -> None:
+    def record(block: nn.Module, args: Any, kwargs: Any) -> None:
         key = (type(block), *_shapes(list(block.parameters())), *_shapes((args, kwargs)))
-        if key in found:
-            found[key].count += 1
-            found[
-                key
-            ].name = f"{pattern(names[id(found[key].block)])} {type(block).__name__} × {found[key].count}"
+        if (kind := kinds.get(key)) is not None:
+            kind.count += 1
+            kind.name = f"{pattern(names[id(kind.block)])} {type(block).__name__} × {kind.count}"
         else:
-            found[key] = _Kind(f"{names[id(block)]} {type(block).__name__}", 1, block, args, kwargs)
+            kinds[key] = _BlockKind(f"{names[id(block)]} {type(block).__name__}", 1, block, args, kwargs)
 
     hooks = [
-        module.register_forward_pre_hook(note, with_kwargs=True)
+        module.register_forward_pre_hook(record, with_kwargs=True)
         for module in model.modules()
         if id(module) in units
     ]
     try:
-        with autocast(of.step.precision, of.step.device):
-            call_model(task, model, of.batch)
+        with autocast(ready.step.precision, ready.step.device):
+            call_model(task, model, ready.batch)
     finally:
         for hook in hooks:
             hook.remove()
-    return list(found.values())
+    return list(kinds.values())
 
 
 def _shapes(tree: Any) -> list[object]:
@@ -161,9 +165,9 @@ def _shapes(tree: Any) -> list[object]:
     ]
 
 
-def counted(run: Callable[[], object]) -> int:
-    """FLOPs of a call, as torch counts them; attention on a CPU, which it leaves out (torch 2.13), included."""
-    with FlopCounterMode(display=False, custom_mapping=OF_CPU) as counter:
+def count_flop(run: Callable[[], object]) -> int:
+    """Return the FLOP of a call as torch counts them, plus attention on a CPU."""
+    with FlopCounterMode(display=False, custom_mapping=CPU_ATTENTION) as counter:
         run()
     return int(counter.get_total_flops())
 
@@ -179,7 +183,8 @@ def _backward(
 
 
 ATEN = torch.ops.aten
-OF_CPU = {
+# torch 2.13: FlopCounterMode does not count attention on a CPU.
+CPU_ATTENTION = {
     ATEN._scaled_dot_product_flash_attention_for_cpu: _forward,
     ATEN._scaled_dot_product_flash_attention_for_cpu_backward: _backward,
 }

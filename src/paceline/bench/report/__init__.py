@@ -1,4 +1,4 @@
 """Text and pictures of bench results.
 
-Nothing here measures; it reads `bench.result.Result` only and does not import torch.
+These modules only read `bench.result.Result`. They measure nothing and do not import torch.
 """

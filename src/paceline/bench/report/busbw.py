@@ -1,4 +1,4 @@
-"""The picture of measured collectives: bus bandwidth over size, with the fits."""
+"""Plot of measured collectives: bus bandwidth over size, with the fits."""
 
 from collections.abc import Sequence
 from itertools import cycle
@@ -15,41 +15,52 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 
-def busbw(result: Result, path: Path) -> None:
-    """A field for each operation; in it points (measured) and a line (fitted) for each back end, place, type and axis there is."""
+def draw(result: Result, path: Path) -> None:
+    """Draw a panel for each operation, with points (measured) and a line (fitted) for each series.
+
+    A series is a combination of back end, place, type and axis. Raises BenchError if there is nothing to
+    draw.
+    """
     rows = [row for row in result.rows if row.get("busbw_GBps")]
     if not rows:
-        raise BenchError("there is nothing to draw: no operation that moves bytes was measured")
+        raise BenchError(
+            "cannot draw bus bandwidth: no operation that sends data was measured; add one with --operations"
+        )
     names = list(dict.fromkeys(str(row["operation"]) for row in rows))
     differing = [
         name
         for name in result.keys
         if name not in ("operation", "bytes") and len({row[name] for row in rows}) > 1
     ]
-    told = differing or ["backend"]
-    colours = dict(zip(dict.fromkeys(_named(row, told) for row in rows), cycle(COLOURS), strict=False))
+    series_keys = differing or ["backend"]
+    series_names = dict.fromkeys(_series_name(row, series_keys) for row in rows)
+    colours = dict(zip(series_names, cycle(COLOURS), strict=False))
     columns = min(3, len(names))
     height = -(-len(names) // columns)
     with figure(path, 4.2 * columns + 0.4, 3.0 * height + 1.2) as drawn:
-        fields = drawn.subplots(height, columns, squeeze=False)
-        for unused in fields.flat[len(names) :]:
+        panels = drawn.subplots(height, columns, squeeze=False)
+        for unused in panels.flat[len(names) :]:
             unused.set_visible(False)
-        for name, field in zip(names, fields.flat, strict=False):
+        for name, axes in zip(names, panels.flat, strict=False):
             for series, colour in colours.items():
-                of_series = [row for row in rows if row["operation"] == name and _named(row, told) == series]
-                fits = [
-                    one for one in result.summary if one["operation"] == name and _named(one, told) == series
-                ]
-                _draw(field, of_series, fits, series, colour)
-            field.set(title=name, yscale="log")
-            field.set_xscale("log", base=2)
-            field.xaxis.set_major_formatter(lambda size, _: format_bytes(size).replace(".0 ", " "))
-            field.grid(alpha=0.25)
+                measured, fits = (
+                    [
+                        row
+                        for row in table
+                        if row["operation"] == name and _series_name(row, series_keys) == series
+                    ]
+                    for table in (rows, result.summary)
+                )
+                _draw_series(axes, measured, fits, series, colour)
+            axes.set(title=name, yscale="log")
+            axes.set_xscale("log", base=2)
+            axes.xaxis.set_major_formatter(lambda size, _: format_bytes(size).replace(".0 ", " "))
+            axes.grid(alpha=0.25)
         drawn.supylabel("busbw, GB/s (10⁹)")
         handles = {
             label: handle
-            for field in fields.flat
-            for handle, label in zip(*field.get_legend_handles_labels(), strict=True)
+            for axes in panels.flat
+            for handle, label in zip(*axes.get_legend_handles_labels(), strict=True)
         }
         drawn.legend(
             handles.values(), handles, loc="outside lower center", ncols=min(4, len(handles)), frameon=False
@@ -61,26 +72,26 @@ def busbw(result: Result, path: Path) -> None:
         )
 
 
-def _named(row: Row, told: Sequence[str]) -> str:
+def _series_name(row: Row, keys: Sequence[str]) -> str:
     words: dict[Any, str] = {"in": "in place", "out": "out of place"}
     return ", ".join(
-        f"{row[name]} ranks" if name == "ranks" else words.get(row[name], str(row[name])) for name in told
+        f"{row[name]} ranks" if name == "ranks" else words.get(row[name], str(row[name])) for name in keys
     )
 
 
-def _draw(field: "Axes", rows: Sequence[Row], fits: Sequence[Row], series: str, colour: str) -> None:
+def _draw_series(axes: "Axes", rows: Sequence[Row], fits: Sequence[Row], series: str, colour: str) -> None:
     if not rows:
         return
     rows = sorted(rows, key=lambda row: _number(row["bytes"]))
     sizes, medians = [_number(row["bytes"]) for row in rows], [_number(row["busbw_GBps"]) for row in rows]
-    down = [
+    down_to_p95 = [
         busbw * (1 - _number(row["median_s"]) / _number(row["p95_s"]))
         for busbw, row in zip(medians, rows, strict=True)
     ]
-    field.errorbar(
+    axes.errorbar(
         sizes,
         medians,
-        yerr=[down, [0.0] * len(rows)],
+        yerr=[down_to_p95, [0.0] * len(rows)],
         fmt="o",
         markersize=3.5,
         linewidth=0.8,
@@ -89,11 +100,11 @@ def _draw(field: "Axes", rows: Sequence[Row], fits: Sequence[Row], series: str, 
     )
     for fit in fits:
         factor = OPERATIONS[str(fit["operation"])].factor(int(_number(fit["ranks"])))
-        between = [sizes[0] * (sizes[-1] / sizes[0]) ** (step / 60) for step in range(61)]
+        points = [sizes[0] * (sizes[-1] / sizes[0]) ** (step / 60) for step in range(61)]
         per_byte = factor / _number(fit["beta_Bps"]) if fit.get("beta_Bps") else 0.0
-        field.plot(
-            between,
-            [factor * size / (_number(fit["alpha_s"]) + per_byte * size) / 1e9 for size in between],
+        axes.plot(
+            points,
+            [factor * size / (_number(fit["alpha_s"]) + per_byte * size) / 1e9 for size in points],
             lw=1,
             color=colour,
         )

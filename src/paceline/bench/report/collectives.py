@@ -1,4 +1,4 @@
-"""Measured collectives as text: times, bandwidths and what came out wrong; what a call and what a byte costs."""
+"""Measured collectives as tables: times, bandwidths, wrong elements, and the α–β fits."""
 
 from collections.abc import Sequence
 from itertools import groupby
@@ -6,37 +6,42 @@ from itertools import groupby
 from rich.console import Console
 from rich.table import Table
 
-from paceline.bench.report.bench import Column, as_text, field, table
+from paceline.bench.report.bench import Column, as_text, build_table, field
 from paceline.bench.result import Result, Row
-from paceline.units import format_bytes
+from paceline.units import format_bytes, several
 
 
 def show(console: Console, result: Result) -> None:
-    asked = result.settings
-    told = f"{asked['ranks']} ranks, {asked['seconds']} s a row; algbw and busbw in GB/s (10⁹), as nccl-tests has them"
-    console.print(told, style="dim", markup=False)
-    several = [name for name in ("axis", "ranks", "dtype") if len({row[name] for row in result.rows}) > 1]
-    varied = [field(name, name, right=False) for name in several]
+    """Print a result."""
+    settings = result.settings
+    header = (
+        f"{settings['ranks']} ranks, {settings['seconds']} s per row; "
+        "algbw and busbw in GB/s (10⁹), as defined by nccl-tests"
+    )
+    console.print(header, style="dim", markup=False)
+    differing = [name for name in ("axis", "ranks", "dtype") if len({row[name] for row in result.rows}) > 1]
+    varied = [field(name, name, right=False) for name in differing]
     console.print(_by_operation(result.rows, (ROW[0], *varied, *ROW[1:])))
     if result.summary:
         console.print(
             "\ntime = α + factor · S / β, with the factor of busbw; ± one standard error", style="dim"
         )
-        console.print(table(result.summary, (FIT[0], *varied, *FIT[1:])))
-    if bad := sum(bool(row["wrong"]) for row in result.rows):
-        console.print(f"{bad} row{'s' * (bad > 1)} of {len(result.rows)} came out WRONG", style="bold red")
+        console.print(build_table(result.summary, (FIT[0], *varied, *FIT[1:])))
+    if num_wrong := sum(bool(row["wrong"]) for row in result.rows):
+        message = f"WRONG elements in {several(num_wrong, 'row')} of {len(result.rows)}"
+        console.print(message, style="bold red")
 
 
 def _by_operation(rows: Sequence[Row], columns: Sequence[Column]) -> Table:
-    """The name of an operation stands above its rows."""
-    shown = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0))
+    """Return a table with the name of each operation above its rows."""
+    table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0))
     for column in columns:
-        shown.add_column(column.title, justify="right" if column.right else "left", no_wrap=True)
+        table.add_column(column.title, justify="right" if column.right else "left", no_wrap=True)
     for name, group in groupby(rows, key=lambda row: row["operation"]):
-        shown.add_row(f"[bold]{name}[/bold]")
+        table.add_row(f"[bold]{name}[/bold]")
         for row in group:
-            shown.add_row(*(column.show(row) for column in columns))
-    return shown
+            table.add_row(*(column.show(row) for column in columns))
+    return table
 
 
 def _size(row: Row) -> str:

@@ -1,26 +1,27 @@
-"""How quickly samples are read, as a table and as curves."""
+"""Rates of reading samples, as a table and as curves."""
 
 from pathlib import Path
 
 from rich.console import Console
 
-from paceline.bench.report.bench import Column, field, table
+from paceline.bench.report.bench import Column, build_table, field
 from paceline.bench.report.compute import number
 from paceline.bench.result import Result, Row
 from paceline.plotting.figure import COLOURS, figure
 from paceline.units import format_bytes
 
-FAR_APART = 20  # times as quick: on one scale nothing could be seen of the slower
+LOG_SCALE_RATIO = 20  # between fastest and slowest; above it, a linear scale would hide the slowest
 
 
 def show(console: Console, result: Result) -> None:
+    """Print a result."""
     console.print(
-        table(
+        build_table(
             result.rows,
             [
                 field("", "what", right=False),
                 field("workers", "workers"),
-                field("ahead", "prefetch"),
+                field("prefetch", "prefetch"),
                 Column("samples/s", lambda row: f"{number(row, 'per_s'):,.0f}"),
                 Column("spread", lambda row: f"{number(row, 'spread'):.0%}"),
                 Column(
@@ -49,35 +50,43 @@ def show(console: Console, result: Result) -> None:
 
 
 def verdict(row: Row) -> str:
-    """Whether reading is what limits a training, and with how many workers it is no longer."""
+    """Return whether reading limits the training, and the number of workers from which it no longer does."""
     waits, share = f"{number(row, 'wait_share'):.0%}", f"{number(row, 'share_of_step'):.0%}"
     if row["limits"]:
-        return f"reading is the limit: with {_way(row)} the step still waits {waits} of the time, and reaches {share} of what it can alone"
-    return f"reading is not the limit with {_way(row)}: the step waits {waits} of the time, and reaches {share} of what it can alone"
+        return (
+            f"reading is the limit: with {_setting(row)} the step still waits {waits} of the time, "
+            f"and reaches {share} of its speed without reading"
+        )
+    return (
+        f"reading is not the limit with {_setting(row)}: the step waits {waits} of the time, "
+        f"and reaches {share} of its speed without reading"
+    )
 
 
-def _way(row: Row) -> str:
+def _setting(row: Row) -> str:
     if not row["workers"]:
         return "no workers"
-    return f"{row['workers']} worker{'s' * (row['workers'] != 1)}, {row['prefetch']} batches ahead of each"
+    return (
+        f"{row['workers']} worker{'s' * (row['workers'] != 1)} and {row['prefetch']} batches of prefetch each"
+    )
 
 
 def draw(result: Result, path: Path) -> None:
-    """Samples a second over workers, beside what the step takes in."""
+    """Draw samples per second over workers, with the rate of the step as a line."""
     with figure(path, 8.0, 4.5) as drawn:
         axes = drawn.subplots()
         step = next((row for row in result.rows if row["what"] == "step"), None)
         for what, style in (("read", "--"), ("read and step", "-")):
             rows = [row for row in result.rows if row["what"] == what]
-            ahead: list[int | None] = [
+            prefetches: list[int | None] = [
                 *sorted({row["prefetch"] for row in rows if isinstance(row["prefetch"], int)})
             ] or [None]
-            for colour, count in zip(COLOURS, ahead, strict=False):
-                of = [row for row in rows if row["prefetch"] in (None, count)]
-                label = what if count is None else f"{what}, {count} ahead"
+            for colour, prefetch in zip(COLOURS, prefetches, strict=False):
+                series = [row for row in rows if row["prefetch"] in (None, prefetch)]
+                label = what if prefetch is None else f"{what}, prefetch {prefetch}"
                 axes.plot(
-                    [number(row, "workers") for row in of],
-                    [number(row, "per_s") for row in of],
+                    [number(row, "workers") for row in series],
+                    [number(row, "per_s") for row in series],
                     style,
                     marker="o",
                     color=colour,
@@ -86,7 +95,7 @@ def draw(result: Result, path: Path) -> None:
         if step is not None:
             axes.axhline(number(step, "per_s"), color="#555555", linewidth=1)
             axes.annotate(
-                "the step alone",
+                "step without reading",
                 (0, number(step, "per_s")),
                 xytext=(0, 4),
                 textcoords="offset points",
@@ -94,7 +103,7 @@ def draw(result: Result, path: Path) -> None:
                 fontsize=9,
             )
         rates = [number(row, "per_s") for row in result.rows]
-        if max(rates) > FAR_APART * min(rates):
+        if max(rates) > LOG_SCALE_RATIO * min(rates):
             axes.set_yscale("log")
         else:
             axes.set_ylim(bottom=0)

@@ -1,4 +1,4 @@
-"""How fast directories are, as a table and as bars."""
+"""Rates of directories, as a table and as bars."""
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -6,29 +6,31 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from paceline.bench.report.bench import Column, table
+from paceline.bench.report.bench import Column, build_table
 from paceline.bench.report.compute import number
 from paceline.bench.result import Result, Row
 from paceline.plotting.figure import COLOURS, figure
 from paceline.units import format_bytes, format_count
 
-CELL = 24  # characters that a directory takes in a table
+CELL_WIDTH = 24  # characters of a directory's column
 
 
 def directories(result: Result) -> list[str]:
+    """Return the measured directories."""
     return list(dict.fromkeys(str(row["directory"]) for row in result.rows))
 
 
 def show(console: Console, result: Result) -> None:
+    """Print a result, with as many directories side by side as the terminal has space for."""
     names = directories(result)
-    at_once = max(1, (console.width - 14) // CELL)
-    for begin in range(0, len(names), at_once):
-        console.print(_table(result, names[begin : begin + at_once]))
-    for line in (*remarks(result), *(f"{row['directory']}: {row['advice']}" for row in result.summary)):
+    columns = max(1, (console.width - 14) // CELL_WIDTH)
+    for begin in range(0, len(names), columns):
+        console.print(_build_table(result, names[begin : begin + columns]))
+    for line in (*footnotes(result), *(f"{row['directory']}: {row['advice']}" for row in result.summary)):
         console.print(line, markup=False, soft_wrap=True)
 
 
-def _table(result: Result, names: Sequence[str]) -> Table:
+def _build_table(result: Result, names: Sequence[str]) -> Table:
     cells = {(row["directory"], row["test"]): row for row in result.rows}
     tests = list(dict.fromkeys(row["test"] for row in result.rows))
     any_row = {row["directory"]: row for row in result.rows}
@@ -37,12 +39,12 @@ def _table(result: Result, names: Sequence[str]) -> Table:
         def text(line: Row) -> str:
             if line["test"] in FACTS:
                 return FACTS[str(line["test"])](any_row[name])
-            return cell(cells[name, line["test"]]) if (name, line["test"]) in cells else "—"
+            return format_cell(cells[name, line["test"]]) if (name, line["test"]) in cells else "—"
 
-        return Column(_shortened(name), text)
+        return Column(_shorten(name), text)
 
     lines: list[Row] = [{"test": test} for test in (*FACTS, *tests)]
-    return table(lines, [Column("", lambda row: str(row["test"]), right=False), *map(column, names)])
+    return build_table(lines, [Column("", lambda row: str(row["test"]), right=False), *map(column, names)])
 
 
 FACTS: dict[str, Callable[[Row], str]] = {
@@ -58,11 +60,12 @@ def _by_quota(row: Row) -> str:
     return " (quota)" if row.get("quota") else ""
 
 
-def _shortened(name: str) -> str:
-    return name if len(name) < CELL - 2 else f"…{name[-CELL + 3 :]}"
+def _shorten(name: str) -> str:
+    return name if len(name) < CELL_WIDTH - 2 else f"…{name[-CELL_WIDTH + 3 :]}"
 
 
-def cell(row: Row) -> str:
+def format_cell(row: Row) -> str:
+    """Return the rate of a test, with a star if the row has a note."""
     star = "*" if row.get("note") else ""
     if not row.get("n"):
         return f"—{star}"
@@ -74,12 +77,12 @@ def cell(row: Row) -> str:
     )
 
 
-def remarks(result: Result) -> list[str]:
-    """What is behind the stars."""
+def footnotes(result: Result) -> list[str]:
+    """Return the notes to which the stars refer."""
     return [f"* {row['test']} in {row['directory']}: {row['note']}" for row in result.rows if row.get("note")]
 
 
-def _figure(result: Result, name: str, test: str, rate: str) -> float | None:
+def _find_rate(result: Result, name: str, test: str, rate: str) -> float | None:
     return next(
         (
             number(row, rate)
@@ -91,28 +94,28 @@ def _figure(result: Result, name: str, test: str, rate: str) -> float | None:
 
 
 def draw(result: Result, path: Path) -> None:
-    """Bars by test and directory: bytes a second, and operations a second."""
+    """Draw bars by test and directory: bytes per second, and operations per second."""
     names = directories(result)
     units = {"Bps": "bytes/s", "per_s": "operations/s"}
-    rates = [
-        rate for rate in units if any(row.get(rate) for row in result.rows)
-    ]  # an interrupted bench may have one of them
+    # An interrupted bench may lack one of the units.
+    rates = [rate for rate in units if any(row.get(rate) for row in result.rows)]
     with figure(path, 5.0 * max(1, len(rates)), 5.0) as drawn:
         panels = drawn.subplots(1, max(1, len(rates)), squeeze=False)[0]
         for axes, rate in zip(panels, rates, strict=False):
             axes.set_title(units[rate], loc="left")
             tests = list(dict.fromkeys(str(row["test"]) for row in result.rows if row.get(rate)))
             height = 0.8 / len(names)
-            for number_of, name in enumerate(names):
-                places = [place + height * number_of for place in range(len(tests))]
-                values = [_figure(result, name, test, rate) or 0.0 for test in tests]
+            for index, name in enumerate(names):
+                positions = [position + height * index for position in range(len(tests))]
+                values = [_find_rate(result, name, test, rate) or 0.0 for test in tests]
                 bars = axes.barh(
-                    places, values, height * 0.92, color=COLOURS[number_of % len(COLOURS)], label=name
+                    positions, values, height * 0.92, color=COLOURS[index % len(COLOURS)], label=name
                 )
                 axes.bar_label(
                     bars, [format_count(value) if value else "" for value in values], padding=3, fontsize=8
                 )
-            axes.set_yticks([place + height * (len(names) - 1) / 2 for place in range(len(tests))], tests)
+            centres = [position + height * (len(names) - 1) / 2 for position in range(len(tests))]
+            axes.set_yticks(centres, tests)
             axes.invert_yaxis()
             axes.set_xscale("log")
             axes.margins(x=0.2)

@@ -1,4 +1,4 @@
 """Rates of reading and writing files, and advice on where to put data and checkpoints.
 
-Reading a dataset through its workers is measured in `bench.data_loading`.
+Rates of reading a dataset through loader workers belong to `bench.data_loading`.
 """

@@ -1,4 +1,7 @@
-"""What is done with files to measure a directory: each operation yields (seconds, bytes), so that nothing is lost when it ends early."""
+"""File operations that measure a directory.
+
+Each yields (seconds, bytes) per repetition, so that an early end loses nothing.
+"""
 
 import contextlib
 import ctypes
@@ -13,10 +16,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 MiB = 2**20
-SMALL = 512  # bytes of a small write, as `dd bs=512` has them
+SMALL = 512  # bytes of a small write, as in `dd bs=512`
 PAGE = 4096  # bytes of a random read, and of a small file
-CHUNK = 16 * MiB  # bytes handed over at once, where not a whole block is
-TRIED = 4 * MiB  # bytes written to see how quick it is
+CHUNK = 16 * MiB  # bytes per system call, if a block is larger
+TRIAL = 4 * MiB  # bytes written to estimate the speed
 BLOCKS = tuple(2**power for power in range(30, 11, -1))  # 1 GiB to 4 KiB
 
 Samples = Generator[tuple[float, int]]
@@ -27,12 +30,12 @@ class StorageRoom:
     """A folder to measure in, and how much of it may be filled."""
 
     folder: Path
-    free_bytes: int  # half of it for the one file that stays, half for others
+    free_bytes: int  # half of it for the large file, half for other files
     free_files: int
     writers: int
     block_bytes: int = PAGE  # of large writes
     cached_share: float = (
-        0.0  # of the large file, when it was read: what could not be dropped from the page cache
+        0.0  # share of the large file that could not be dropped from the page cache before reading
     )
 
     @property
@@ -45,119 +48,121 @@ class StorageRoom:
 
 
 def choose_block(room: StorageRoom, budget_s: float) -> None:
-    """1 GiB, or as much as there is room for, or as can be written in a quarter of the time there is."""
-    size = max(PAGE, min(TRIED, room.free_bytes // 2))
-    path = room.folder / "tried"
-    began = time.perf_counter()
-    with _opened(path, os.O_WRONLY | os.O_CREAT | DSYNC) as file:
+    """Set the block size: 1 GiB, or less if space or a quarter of the budget does not suffice for a block."""
+    size = max(PAGE, min(TRIAL, room.free_bytes // 2))
+    path = room.folder / "trial"
+    start = time.perf_counter()
+    with _open(path, os.O_WRONLY | os.O_CREAT | DSYNC) as file:
         _write(file, _noise(size), size)
     path.unlink()
-    in_time = size / (time.perf_counter() - began) * budget_s / 4  # so that there are some
+    affordable = (
+        size / (time.perf_counter() - start) * budget_s / 4
+    )  # a quarter: so that there are several blocks
     room.block_bytes = next(
-        block for block in BLOCKS if block <= max(PAGE, min(room.free_bytes / 2, in_time))
+        block for block in BLOCKS if block <= max(PAGE, min(room.free_bytes / 2, affordable))
     )
 
 
 def write_dsync(room: StorageRoom) -> Samples:
-    """As `dd bs=1G oflag=dsync`: each block is on the disk before the next is written."""
-    with _opened(room.large, os.O_WRONLY | os.O_CREAT | DSYNC) as file:
+    """Write like `dd bs=1G oflag=dsync`: each block is on the disk before the next is written."""
+    with _open(room.large, os.O_WRONLY | os.O_CREAT | DSYNC) as file:
         yield from _blocks(file, room.block_bytes, room.free_bytes // 2)
 
 
 def write_direct(room: StorageRoom) -> Samples:
-    """Past the page cache, and on the disk before the next."""
+    """Write past the page cache, each block on the disk before the next."""
     path = room.folder / "direct"
-    with _opened(path, os.O_WRONLY | os.O_CREAT | DSYNC | _direct()) as file:
+    with _open(path, os.O_WRONLY | os.O_CREAT | DSYNC | _direct()) as file:
         yield from _blocks(file, min(CHUNK, room.block_bytes), room.free_bytes // 2)
     path.unlink()
 
 
 def _blocks(file: int, block: int, free_bytes: int) -> Samples:
-    """A block that is short is what there was room for."""
+    """Write blocks until half of the space is used. A short block means that the space ran out."""
     noise = _noise(min(CHUNK, block))
     for _ in range(free_bytes // block):
-        began = time.perf_counter()
+        start = time.perf_counter()
         written = _write(file, noise, block)
-        yield time.perf_counter() - began, written
+        yield time.perf_counter() - start, written
 
 
 def read_cold(room: StorageRoom) -> Samples:
-    """In order, with the page cache dropped before."""
-    with _opened(room.large, os.O_RDONLY) as file:
+    """Read in order, after dropping the page cache."""
+    with _open(room.large, os.O_RDONLY) as file:
         drop_cache(file)
         room.cached_share = cached_share(room.large)
         yield from _reads(file, room.large_bytes, min(MiB, room.block_bytes))
 
 
 def read_direct(room: StorageRoom) -> Samples:
-    """In order, past the page cache."""
-    with _opened(room.large, os.O_RDONLY | _direct()) as file:
+    """Read in order, past the page cache."""
+    with _open(room.large, os.O_RDONLY | _direct()) as file:
         yield from _reads(file, room.large_bytes, min(CHUNK, room.block_bytes))
 
 
 def _reads(file: int, size: int, block: int) -> Samples:
     with mmap.mmap(-1, block) as buffer:
         for _ in range(size // block):
-            began = time.perf_counter()
+            start = time.perf_counter()
             read = os.readv(file, [buffer])
-            yield time.perf_counter() - began, read
+            yield time.perf_counter() - start, read
 
 
 def read_random(room: StorageRoom) -> Samples:
-    """4 KiB at a time, past the page cache, one after another."""
+    """Read 4 KiB at random positions, past the page cache, one read after another."""
     pages = room.large_bytes // PAGE
-    draw = random.Random(0)
-    with _opened(room.large, os.O_RDONLY | _direct()) as file, mmap.mmap(-1, PAGE) as buffer:
+    generator = random.Random(0)
+    with _open(room.large, os.O_RDONLY | _direct()) as file, mmap.mmap(-1, PAGE) as buffer:
         while pages:
-            place = draw.randrange(pages) * PAGE
-            began = time.perf_counter()
-            size = os.preadv(file, [buffer], place)
-            yield time.perf_counter() - began, size
+            offset = generator.randrange(pages) * PAGE
+            start = time.perf_counter()
+            size = os.preadv(file, [buffer], offset)
+            yield time.perf_counter() - start, size
 
 
 def write_small(room: StorageRoom) -> Samples:
-    """As `dd bs=512 count=50000 oflag=dsync`."""
+    """Write like `dd bs=512 count=50000 oflag=dsync`."""
     path = room.folder / "small"
     data = os.urandom(SMALL)
-    with _opened(path, os.O_WRONLY | os.O_CREAT | DSYNC) as file:
+    with _open(path, os.O_WRONLY | os.O_CREAT | DSYNC) as file:
         for _ in range(min(50_000, room.free_bytes // SMALL)):
-            began = time.perf_counter()
+            start = time.perf_counter()
             size = os.write(file, data)
-            yield time.perf_counter() - began, size
+            yield time.perf_counter() - start, size
     path.unlink()
 
 
 def create(room: StorageRoom) -> Samples:
-    """Files of 4 KiB in one folder, with no word about when they must be on the disk."""
+    """Create files of 4 KiB in one folder, without waiting for the disk."""
     (room.folder / "many").mkdir()
     data = os.urandom(PAGE)
     for number in range(min(room.free_files, room.free_bytes // 2 // PAGE)):
-        began = time.perf_counter()
-        with _opened(room.folder / "many" / str(number), os.O_WRONLY | os.O_CREAT | os.O_EXCL) as file:
+        start = time.perf_counter()
+        with _open(room.folder / "many" / str(number), os.O_WRONLY | os.O_CREAT | os.O_EXCL) as file:
             size = os.write(file, data)
-        yield time.perf_counter() - began, size
+        yield time.perf_counter() - start, size
 
 
 def open_and_read(room: StorageRoom) -> Samples:
     for path in _files(room):
-        began = time.perf_counter()
-        with _opened(path, os.O_RDONLY) as file:
+        start = time.perf_counter()
+        with _open(path, os.O_RDONLY) as file:
             size = len(os.read(file, PAGE))
-        yield time.perf_counter() - began, size
+        yield time.perf_counter() - start, size
 
 
 def stat(room: StorageRoom) -> Samples:
     for path in _files(room):
-        began = time.perf_counter()
+        start = time.perf_counter()
         os.stat(path)
-        yield time.perf_counter() - began, 0
+        yield time.perf_counter() - start, 0
 
 
 def delete(room: StorageRoom) -> Samples:
     for path in _files(room):
-        began = time.perf_counter()
+        start = time.perf_counter()
         os.unlink(path)
-        yield time.perf_counter() - began, 0
+        yield time.perf_counter() - start, 0
 
 
 def _files(room: StorageRoom) -> list[str]:
@@ -166,37 +171,42 @@ def _files(room: StorageRoom) -> list[str]:
 
 
 def write_together(room: StorageRoom) -> Samples:
-    """A file each by so many writers at once, on the disk at the end: as a checkpoint is written. The writers are threads, which
-    the kernel treats as it does processes."""
+    """Write one file per writer, all at once, and wait for the disk at the end: as a checkpoint is written.
+
+    The writers are threads, which the kernel treats like processes.
+    """
     share = max(PAGE, min(room.free_bytes // 2, room.block_bytes) // room.writers)
     noise = _noise(min(CHUNK, share))
     while True:
         written = [0] * room.writers
-        faults: list[OSError] = []
-        began = time.perf_counter()
-        _at_once(room, share, noise, written, faults)
-        seconds = time.perf_counter() - began
+        errors: list[OSError] = []
+        start = time.perf_counter()
+        _write_files(room, share, noise, written, errors)
+        seconds = time.perf_counter() - start
         for path in room.folder.glob("rank*"):
             path.unlink()
         yield seconds, sum(written)
-        if faults:
-            raise faults[0]
+        if errors:
+            raise errors[0]
 
 
-def _at_once(
-    room: StorageRoom, share: int, noise: mmap.mmap, written: list[int], faults: list[OSError]
+def _write_files(
+    room: StorageRoom, share: int, noise: mmap.mmap, written: list[int], errors: list[OSError]
 ) -> None:
-    """`written`: bytes of each writer. An interrupt waits for all of them, so that none makes a file where the folder is being deleted."""
-    over = threading.Event()
+    """Write one file per writer. `written` receives the bytes of each writer.
+
+    An interrupt waits for all writers, so that no writer creates a file in a folder that is being deleted.
+    """
+    stopped = threading.Event()
 
     def write(writer: int) -> None:
         try:
-            with _opened(room.folder / f"rank{writer}", os.O_WRONLY | os.O_CREAT) as file:
-                while written[writer] < share and not over.is_set():
+            with _open(room.folder / f"rank{writer}", os.O_WRONLY | os.O_CREAT) as file:
+                while written[writer] < share and not stopped.is_set():
                     written[writer] += _write(file, noise, min(CHUNK, share - written[writer]))
                 os.fsync(file)
         except OSError as error:
-            faults.append(error)
+            errors.append(error)
 
     threads = [threading.Thread(target=write, args=(writer,)) for writer in range(room.writers)]
     for thread in threads:
@@ -205,7 +215,7 @@ def _at_once(
         for thread in threads:
             thread.join()
     finally:
-        over.set()
+        stopped.set()
         for thread in threads:
             thread.join()
 
@@ -215,12 +225,12 @@ DSYNC = os.O_DSYNC
 
 def _direct() -> int:
     if not hasattr(os, "O_DIRECT"):
-        raise OSError(errno.EINVAL, "no direct I/O on this system")
+        raise OSError(errno.EINVAL, "this system has no direct I/O")
     return os.O_DIRECT
 
 
 @contextlib.contextmanager
-def _opened(path: Path | str, flags: int) -> Iterator[int]:
+def _open(path: Path | str, flags: int) -> Iterator[int]:
     file = os.open(path, flags, 0o600)
     try:
         yield file
@@ -229,26 +239,27 @@ def _opened(path: Path | str, flags: int) -> Iterator[int]:
 
 
 def _noise(size: int) -> mmap.mmap:
-    """Bytes that cannot be compressed, where direct I/O wants them: at the beginning of a page."""
+    """Return incompressible bytes, aligned to a page as direct I/O requires."""
     noise = mmap.mmap(-1, size)
     noise.write(os.urandom(size))
     return noise
 
 
 def _write(file: int, noise: mmap.mmap, size: int) -> int:
-    """In one call of the kernel, which may write less."""
+    """Write `size` bytes in one system call, which may write fewer; return the bytes written."""
     whole, rest = divmod(size, len(noise))
     return os.writev(file, [noise] * whole + [memoryview(noise)[:rest]] * bool(rest))
 
 
 def drop_cache(file: int) -> None:
+    """Ask the kernel to drop a file from the page cache."""
     if hasattr(os, "posix_fadvise"):
         os.fsync(file)
         os.posix_fadvise(file, 0, 0, os.POSIX_FADV_DONTNEED)
 
 
 def cached_share(path: Path) -> float:
-    """Share of a file's pages that are in the page cache."""
+    """Return the share of a file's pages that are in the page cache."""
     size = path.stat().st_size
     with path.open("r+b") as file, mmap.mmap(file.fileno(), size) as view:
         flags = (ctypes.c_ubyte * -(-size // mmap.PAGESIZE))()

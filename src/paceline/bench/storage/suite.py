@@ -1,4 +1,4 @@
-"""How fast directories are: large and small writes that are on the disk, reads, small files, a checkpoint; bounded in time and room."""
+"""Tests of a directory, bounded in time and space: synchronous writes, reads, small files, a checkpoint."""
 
 import contextlib
 import errno
@@ -18,24 +18,26 @@ import psutil
 from paceline.bench.result import Row
 from paceline.bench.storage import io_ops
 from paceline.bench.storage.io_ops import Samples, StorageRoom
-from paceline.bench.timer import timing
+from paceline.bench.timer import summarize_times
 from paceline.cluster import directories
 from paceline.errors import BenchError
 from paceline.units import format_bytes
 
 KEYS = ("directory", "test")
-MOST_BYTES = 4 * 2**30  # written at once in one directory
-MOST_FILES = 20_000
-LEAST_BYTES, LEAST_FILES = 2**20, 30
+MAX_BYTES = 4 * 2**30  # stored at the same time in one directory
+MAX_FILES = 20_000
+MIN_BYTES, MIN_FILES = 2**20, 30
 IN_MEMORY = ("tmpfs", "ramfs")
 
 
 @dataclass(frozen=True)
 class StorageTest:
+    """A test of a directory."""
+
     name: str
     run: Callable[[StorageRoom], Samples]
-    share: float  # of the time there is
-    rate: str  # what is counted: "Bps" or "per_s"
+    share: float  # of the time budget
+    rate: str  # unit of the rate: "Bps" or "per_s"
 
 
 TESTS = (
@@ -53,52 +55,58 @@ TESTS = (
 )
 
 
-def check(asked: Sequence[Path]) -> list[Path]:
-    """The directories, each once. Raises BenchError for one that cannot be measured, before anything is."""
-    found = list(dict.fromkeys(path.expanduser().resolve() for path in asked))
-    for path in found:
+def check_directories(paths: Sequence[Path]) -> list[Path]:
+    """Return the directories without duplicates. Raises BenchError if a directory cannot be measured."""
+    resolved = list(dict.fromkeys(path.expanduser().resolve() for path in paths))
+    for path in resolved:
         if not path.exists():
-            raise BenchError(f"there is no directory {path}; name one that exists")
+            raise BenchError(f"no such directory: {path}; specify an existing directory")
         if not path.is_dir():
-            raise BenchError(f"{path} is a file; name the directory to measure")
+            raise BenchError(f"{path} is a file; specify a directory")
         try:
             Path(tempfile.mkdtemp(prefix=PREFIX, dir=path)).rmdir()
         except OSError as error:
-            raise BenchError(f"cannot write in {path}: {error.strerror}; name another directory") from error
-        facts = space(path)
-        if facts["free_bytes"] < LEAST_BYTES or facts["free_files"] in range(LEAST_FILES):
-            many = f" and {facts['free_files']:,} files" if facts["free_files"] is not None else ""
             raise BenchError(
-                f"{path} is full: there is room for {format_bytes(facts['free_bytes'])}{many}, and at least "
-                f"{format_bytes(LEAST_BYTES)} and {LEAST_FILES} files are needed; make room, or name another directory"
+                f"cannot write in {path}: {error.strerror}; specify another directory"
+            ) from error
+        facts = read_free_space(path)
+        if facts["free_bytes"] < MIN_BYTES or facts["free_files"] in range(MIN_FILES):
+            files = f" and {facts['free_files']:,} files" if facts["free_files"] is not None else ""
+            raise BenchError(
+                f"{path} is full: {format_bytes(facts['free_bytes'])}{files} are free, but at least "
+                f"{format_bytes(MIN_BYTES)} and {MIN_FILES} files are required; "
+                "free some space, or specify another directory"
             )
-    return found
+    return resolved
 
 
 PREFIX = ".paceline-bench-"
 
 
 def measure(directory: Path, budget_s: float, writers: int) -> Iterator[Row]:
-    """A row for each test of `directory`, which has passed `check`. What a test came to before it was interrupted, or the directory
-    full, is a row as well. Nothing is left behind."""
-    facts = space(directory)
-    free_files = facts["free_files"] // 2 if facts["free_files"] is not None else MOST_FILES
-    with _folder_in(directory) as folder:
-        room = StorageRoom(folder, _most_bytes(facts), min(MOST_FILES, free_files), writers)
+    """Yield a row for each test of a directory that has passed `check_directories`.
+
+    A test that is interrupted, or that fills the directory, yields a row of its samples until then. All files
+    are deleted at the end.
+    """
+    facts = read_free_space(directory)
+    free_files = facts["free_files"] // 2 if facts["free_files"] is not None else MAX_FILES
+    with _temporary_folder(directory) as folder:
+        room = StorageRoom(folder, _usable_bytes(facts), min(MAX_FILES, free_files), writers)
         try:
             io_ops.choose_block(room, budget_s * TESTS[0].share)
         except OSError as error:
             yield facts | {"test": TESTS[0].name, "bytes": 0, "seconds": 0.0, "note": error.strerror}
             return
         for test in TESTS:
-            for row in _measured(test, room, budget_s * test.share):
+            for row in _run_test(test, room, budget_s * test.share):
                 yield facts | row
 
 
-def space(directory: Path) -> dict[str, Any]:
-    """What limits a directory: the room on its file system, and what a quota leaves. None where nobody counts."""
-    found = directories.look(directory, (), directories.quotas(), directories.mounts())
-    quota = found.quota
+def read_free_space(directory: Path) -> dict[str, Any]:
+    """Return the free bytes and files of a directory, as file system and quota limit them; None: no limit."""
+    info = directories.look(directory, (), directories.quotas(), directories.mounts())
+    quota = info.quota
     left_bytes = quota.limit_bytes - quota.used_bytes if quota and quota.limit_bytes is not None else None
     left_files = (
         quota.limit_files - quota.used_files
@@ -107,23 +115,24 @@ def space(directory: Path) -> dict[str, Any]:
     )
     return {
         "directory": str(directory),
-        "filesystem": found.filesystem,
-        "free_bytes": _least(found.free_bytes, left_bytes),
-        "free_files": _least(found.free_files, left_files),
+        "filesystem": info.filesystem,
+        "free_bytes": _minimum(info.free_bytes, left_bytes),
+        "free_files": _minimum(info.free_files, left_files),
         "quota": quota is not None and (left_bytes is not None or left_files is not None),
     }
 
 
-def _least(*counts: int | None) -> int | None:
+def _minimum(*counts: int | None) -> int | None:
+    """Return the smallest known count, at least 0; None if no count is known."""
     return max(0, min(known)) if (known := [count for count in counts if count is not None]) else None
 
 
-def _most_bytes(facts: dict[str, Any]) -> int:
-    most: int = min(MOST_BYTES, facts["free_bytes"] // 2)
-    return min(most, psutil.virtual_memory().available // 4) if facts["filesystem"] in IN_MEMORY else most
+def _usable_bytes(facts: dict[str, Any]) -> int:
+    limit: int = min(MAX_BYTES, facts["free_bytes"] // 2)
+    return min(limit, psutil.virtual_memory().available // 4) if facts["filesystem"] in IN_MEMORY else limit
 
 
-def _measured(test: StorageTest, room: StorageRoom, budget_s: float) -> Iterator[dict[str, Any]]:
+def _run_test(test: StorageTest, room: StorageRoom, budget_s: float) -> Iterator[dict[str, Any]]:
     samples: list[tuple[float, int]] = []
     note = None
     deadline = time.perf_counter() + budget_s
@@ -134,18 +143,18 @@ def _measured(test: StorageTest, room: StorageRoom, budget_s: float) -> Iterator
                 if time.perf_counter() > deadline:
                     break
     except OSError as error:
-        note = error.strerror if error.errno != errno.EINVAL else "no direct I/O here"
+        note = error.strerror if error.errno != errno.EINVAL else "no direct I/O in this directory"
     except KeyboardInterrupt:
         if samples:
-            yield _row(test, samples, "interrupted")
+            yield _build_row(test, samples, "interrupted")
         raise
     if test.run is io_ops.read_cold and room.cached_share > 0.01:
-        note = f"{room.cached_share:.0%} of it from the page cache, which could not be dropped"
+        note = f"{room.cached_share:.0%} read from the page cache, which could not be dropped"
     if samples or note:
-        yield _row(test, samples, note)
+        yield _build_row(test, samples, note)
 
 
-def _row(test: StorageTest, samples: Sequence[tuple[float, int]], note: str | None) -> dict[str, Any]:
+def _build_row(test: StorageTest, samples: Sequence[tuple[float, int]], note: str | None) -> dict[str, Any]:
     size, seconds = sum(size for _, size in samples), sum(seconds for seconds, _ in samples)
     row: dict[str, Any] = {"test": test.name, "bytes": size, "seconds": seconds}
     if samples:
@@ -153,13 +162,13 @@ def _row(test: StorageTest, samples: Sequence[tuple[float, int]], note: str | No
             "block_bytes": samples[0][1],
             test.rate: (size if test.rate == "Bps" else len(samples)) / seconds,
         }
-        row |= timing([0.0, *accumulate(seconds for seconds, _ in samples)]).fields()
+        row |= summarize_times([0.0, *accumulate(seconds for seconds, _ in samples)]).fields()
     return row | ({"note": note} if note else {})
 
 
 @contextlib.contextmanager
-def _folder_in(directory: Path) -> Iterator[Path]:
-    """A folder for the time of this context, which a SIGTERM or SIGHUP ends as Ctrl-C does."""
+def _temporary_folder(directory: Path) -> Iterator[Path]:
+    """Yield a temporary folder. In this context, SIGTERM and SIGHUP act like Ctrl-C."""
 
     def interrupt(number: int, frame: FrameType | None) -> None:
         raise KeyboardInterrupt

@@ -1,4 +1,4 @@
-"""The bench commands: one file for the whole bench, one for single benches, one for collectives.
+"""The commands `paceline bench …`.
 
-A command parses, calls and prints; measuring belongs to `paceline.bench`.
+A command parses options, calls `paceline.bench` and prints; measuring belongs there.
 """

@@ -1,15 +1,17 @@
-"""paceline bench without more: all benches one after another, in less than two minutes."""
+"""paceline bench without a subcommand: all benches, one after another, in under two minutes."""
 
 from collections.abc import Callable
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import typer
 
-from paceline.cli.bench.options import INTERRUPTED, terminal
-from paceline.cli.bench.single import device_for, watched
+from paceline.cli.bench.options import INTERRUPTED, make_console
+from paceline.cli.bench.single import device_for, with_progress
 from paceline.errors import BenchError, ClusterError, Error, TaskError
+from paceline.units import several
 
 if TYPE_CHECKING:
     from paceline.bench.collect import CollectedResult
@@ -20,16 +22,16 @@ if TYPE_CHECKING:
     Measure = Callable[[float, Watch], CollectedResult]
 
 DEFAULT_TASK = "digits"
-SHARES = {
+TIME_SHARES = {
     "collectives": 0.22,
     "compute": 0.24,
     "host": 0.18,
     "overlap": 0.1,
     "storage": 0.13,
     "input": 0.13,
-}  # of the time
+}
 PICTURES = {
-    "collectives": "paceline.bench.report.busbw:busbw",
+    "collectives": "paceline.bench.report.busbw:draw",
     "compute": "paceline.bench.report.compute:draw",
     "overlap": "paceline.bench.report.overlap:draw",
     "storage": "paceline.bench.report.storage:draw",
@@ -37,7 +39,7 @@ PICTURES = {
 }
 
 
-def whole(
+def run_all(
     task: str | None,
     directories: list[Path],
     ranks: int | None,
@@ -45,132 +47,144 @@ def whole(
     seconds: float,
     out: Path,
 ) -> None:
-    """Print a summary, and leave results, pictures and cluster.json in `out`: of what there is, where one fails or is interrupted."""
+    """Run all benches, print a summary, and write results, pictures and cluster.json to the folder `out`.
+
+    If a bench fails or is interrupted, the results until then are printed and written.
+    """
     from paceline.launch.launchers import check_count
 
     check_count(ranks or 1)
-    measures, notes = _measures(task, directories, ranks, device)
-    _make(out)
-    before = _known(out / "cluster.json")
+    measures, notes = _prepare_benches(task, directories, ranks, device)
+    _create_folder(out)
+    cluster = _read_cluster(out / "cluster.json")
     results: list[Result] = []
     ended: Error | KeyboardInterrupt | None = None
     for kind, measure in measures.items():
         try:
-            found = watched(lambda watch, kind=kind, measure=measure: measure(seconds * SHARES[kind], watch))  # type: ignore[misc]
+            budget_s = seconds * TIME_SHARES[kind]
+            collected = with_progress(partial(measure, budget_s))
         except (Error, KeyboardInterrupt) as error:
             ended = error
             break
-        results.append(found.result)
-        if found.interrupted:
+        results.append(collected.result)
+        if collected.interrupted:
             ended = KeyboardInterrupt()
             break
-    _keep(before, [result for result in results if result.rows], notes, out)
+    _save(cluster, [result for result in results if result.rows], notes, out)
     if isinstance(ended, KeyboardInterrupt):
         raise typer.Exit(INTERRUPTED)
     if ended is not None:
         raise ended
-    if wrong := sum(bool(row.get("wrong")) for result in results for row in result.rows):
-        print(f"{wrong} rows of bench collectives came out WRONG")
+    if num_wrong := sum(bool(row.get("wrong")) for result in results for row in result.rows):
+        print(f"WRONG elements in {several(num_wrong, 'row')} of bench collectives")
         raise typer.Exit(1)
 
 
-def _make(out: Path) -> None:
+def _create_folder(out: Path) -> None:
     from paceline.plotting.paths import check_path
 
     try:
         out.mkdir(exist_ok=True)
     except OSError as error:
         raise BenchError(
-            f"cannot make the folder {out}: {error.strerror}; name another one with --out"
+            f"cannot create the folder {out}: {error.strerror}; specify another with --out"
         ) from error
     check_path(out / "cluster.json")
 
 
-def _known(path: Path) -> "Cluster":
-    """This machine as a file says, so that what a person wrote into it is kept, or else as it can be probed. Raises ClusterError."""
+def _read_cluster(path: Path) -> "Cluster":
+    """Return the cluster in a file, including what a person wrote there; without a file, probe this machine.
+
+    Raises ClusterError if the file cannot be read, or describes another machine.
+    """
     from paceline.cluster import file
     from paceline.cluster.local_cluster import cluster
     from paceline.cluster.probe import probe
 
-    here = cluster(probe())
+    probed = cluster(probe())
     if not path.exists():
-        return here
+        return probed
     known = file.read(path)
-    if known.device.name != here.device.name:
+    if known.device.name != probed.device.name:
         raise ClusterError(
-            f"{path} is of {known.device.name}, and this is {here.device.name}; name another folder with --out"
+            f"{path} describes {known.device.name}, but this machine has {probed.device.name}; "
+            "specify another folder with --out"
         )
     return known
 
 
-def _measures(
+def _prepare_benches(
     task: str | None, directories: list[Path], ranks: int | None, device: str | None
 ) -> "tuple[dict[str, Measure], list[str]]":
-    """By kind, and what was left out. Raises the Error of whatever was asked for and cannot be."""
+    """Return the benches by kind, and notes on benches that are left out.
+
+    Raises an Error if a bench cannot be run as requested.
+    """
     from paceline.bench import suites
-    from paceline.bench.data_loading import up_to_cores, ways
-    from paceline.bench.storage.suite import check
+    from paceline.bench.data_loading import default_worker_counts, loader_settings
+    from paceline.bench.storage.suite import check_directories
     from paceline.cli.launching import read_request
     from paceline.task import load_task
 
     notes: list[str] = []
-    places = check(directories or [path for path in (Path(), Path("/dev/shm")) if path.is_dir()])
+    checked = check_directories(directories or [path for path in (Path(), Path("/dev/shm")) if path.is_dir()])
     spec, _ = read_request(task or DEFAULT_TASK, {}, [])
     try:
-        work = load_task(spec.task, spec.set)
-        work.dataset("train")
+        loaded = load_task(spec.task, spec.set)
+        loaded.dataset("train")
     except (TaskError, ImportError) as error:
         if task is not None:
             raise
-        work = None
-        notes.append(f"bench input was left out, {error}; name a task of yours with --task my.py:Class")
-    here = device_for(device)
+        loaded = None
+        notes.append(f"bench input is left out: {error}; specify your own task with --task my.py:Class")
+    device_used = device_for(device)
     from paceline.bench.collectives import backends
 
-    count = ranks or (backends.devices() if here.type == "cuda" else 2)
-    found: dict[str, Measure] = {
-        "storage": lambda budget_s, watch: suites.storage(places, budget_s / len(places), 4, watch),
-        "collectives": lambda budget_s, watch: suites.collectives(count, here, budget_s, watch),
-        "compute": lambda budget_s, watch: suites.compute(
-            here, budget_s, spec if work else None, work, watch
+    count = ranks or (backends.default_ranks() if device_used.type == "cuda" else 2)
+    benches: dict[str, Measure] = {
+        "storage": lambda budget_s, watch: suites.run_storage(checked, budget_s / len(checked), 4, watch),
+        "collectives": lambda budget_s, watch: suites.run_collectives(count, device_used, budget_s, watch),
+        "compute": lambda budget_s, watch: suites.run_compute(
+            device_used, budget_s, spec if loaded else None, loaded, watch
         ),
-        "overlap": lambda budget_s, watch: suites.overlap(here, max(2, count), budget_s, watch),
+        "overlap": lambda budget_s, watch: suites.run_overlap(device_used, max(2, count), budget_s, watch),
     }
-    if here.type == "cpu":
-        found["host"] = lambda budget_s, watch: suites.host(max(2, count), budget_s, watch)
-    if work is not None:
-        task_of = work
-        found["input"] = lambda budget_s, watch: suites.read(
-            spec, task_of, here, budget_s, ways(up_to_cores(), [2]), watch
+    if device_used.type == "cpu":
+        benches["host"] = lambda budget_s, watch: suites.run_host(max(2, count), budget_s, watch)
+    if loaded is not None:
+        input_task = loaded
+        settings = loader_settings(default_worker_counts(), [2])
+        benches["input"] = lambda budget_s, watch: suites.run_input(
+            spec, input_task, device_used, budget_s, settings, watch
         )
-    return found, notes
+    return benches, notes
 
 
-def _keep(before: "Cluster", results: "list[Result]", notes: list[str], out: Path) -> None:
-    from paceline.bench.report.whole import heading, table
-    from paceline.bench.report.whole import notes as remarks
+def _save(cluster: "Cluster", results: "list[Result]", notes: list[str], out: Path) -> None:
+    """Write results, pictures and the updated cluster.json; print the summary."""
+    from paceline.bench.report.whole import heading, merge_notes, summary_table
     from paceline.bench.result import write
-    from paceline.bench.to_cluster import updated
+    from paceline.bench.to_cluster import update_cluster
     from paceline.cluster import file
 
     for result in results:
         write(result, out / f"{result.kind}.json")
-    file.write(out / "cluster.json", updated(before, results))
-    console = terminal()
+    file.write(out / "cluster.json", update_cluster(cluster, results))
+    console = make_console()
     if results:
         console.print(heading(results[0]), markup=False, soft_wrap=True)
-        console.print(table(results))
-    for note in (*remarks(results), *notes, *_drawn(results, out)):
+        console.print(summary_table(results))
+    for note in (*merge_notes(results), *notes, *_draw_pictures(results, out)):
         console.print(note, style="dim", markup=False, soft_wrap=True)
     console.print(
-        f"{out}/: cluster.json, and of each bench its figures (.json) and its picture (.svg)",
+        f"{out}/: cluster.json, and for each bench its result (.json) and its picture (.svg)",
         markup=False,
         soft_wrap=True,
     )
 
 
-def _drawn(results: "list[Result]", out: Path) -> list[str]:
-    """Draws all; or says why not."""
+def _draw_pictures(results: "list[Result]", out: Path) -> list[str]:
+    """Draw all pictures; if they cannot be drawn, return the reason as a note."""
     from paceline.plotting.figure import check_picture
 
     try:
@@ -178,6 +192,6 @@ def _drawn(results: "list[Result]", out: Path) -> list[str]:
     except BenchError as error:
         return [str(error)]
     for result in (result for result in results if result.kind in PICTURES):
-        place, _, name = PICTURES[result.kind].partition(":")
-        getattr(import_module(place), name)(result, out / f"{result.kind}.svg")
+        module, _, name = PICTURES[result.kind].partition(":")
+        getattr(import_module(module), name)(result, out / f"{result.kind}.svg")
     return []

@@ -15,25 +15,27 @@ def bench(
     context: typer.Context,
     task: Annotated[
         str | None,
-        Option(help="Measure its step and its input: my.py:Class, or a built-in one. Default: digits."),
+        Option(
+            help="Task whose step and input to measure: my.py:Class, or a built-in task [default: digits]."
+        ),
     ] = None,
     directory: Annotated[
         list[Path] | None,
-        Option(metavar="DIR", help="Measure it, too; may be repeated. Default: here, /dev/shm."),
+        Option(metavar="DIR", help="Directory to measure; may be repeated [default: ., /dev/shm]."),
     ] = None,
     ranks: Annotated[
-        int | None, Option(min=2, help="For the collectives. Default: one for each GPU, or 2.")
+        int | None, Option(min=2, help="Number of ranks for the collectives [default: one per GPU, or 2].")
     ] = None,
-    device: Annotated[str | None, Option(help="cpu or cuda; CUDA where there is some.")] = None,
+    device: Annotated[str | None, Option(help="cpu or cuda [default: cuda if available].")] = None,
     seconds: Annotated[
-        float, Option(min=5.0, metavar="SECONDS", help="About how long to measure, all in all.")
+        float, Option(min=5.0, metavar="SECONDS", help="Approximate total time of the measurements.")
     ] = 75.0,
-    out: Annotated[Path, Option(metavar="DIR", help="For results, pictures and cluster.json.")] = Path(
+    out: Annotated[Path, Option(metavar="DIR", help="Folder for results, pictures and cluster.json.")] = Path(
         "bench"
     ),
 ) -> None:
-    """Measure the machine: all that fits into two minutes, or one bench by its name."""
+    """Measure the machine: all benches in under two minutes, or a single bench by its name."""
     if context.invoked_subcommand is None:
-        from paceline.cli.bench.all import whole
+        from paceline.cli.bench.all import run_all
 
-        whole(task, directory or [], ranks, device, seconds, out)
+        run_all(task, directory or [], ranks, device, seconds, out)

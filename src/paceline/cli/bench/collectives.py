@@ -1,4 +1,4 @@
-"""paceline bench collectives: how fast the ranks talk to one another."""
+"""paceline bench collectives."""
 
 import contextlib
 import os
@@ -15,10 +15,9 @@ from paceline.cli.bench.options import (
     Json,
     Option,
     Plot,
-    check,
-    compare_results,
-    keep,
+    begin,
     progress,
+    save_and_print,
 )
 from paceline.distributed.world import World, read_world
 from paceline.errors import BenchError, Error, LaunchError, PlanError
@@ -30,55 +29,57 @@ if TYPE_CHECKING:
 
 def collectives(
     ranks: Annotated[
-        int | None, Option(help="Processes on this machine. Default: one for each GPU, or 2.", min=1)
+        int | None, Option(help="Number of ranks on this machine [default: one per GPU, or 2].", min=1)
     ] = None,
     backends: Annotated[
         str | None,
-        Option(metavar="A,B", help="Of gloo, nccl, mpi. Default: nccl where there are GPUs, else gloo."),
+        Option(
+            metavar="A,B", help="Back ends: gloo, nccl, mpi [default: nccl if there is a GPU, else gloo]."
+        ),
     ] = None,
     sizes: Annotated[
-        str, Option(metavar="A:B", help="1KiB:64MiB, each 4 times the one before; 1KiB:64MiB:2; or a list.")
+        str,
+        Option(
+            metavar="A:B", help="Range of sizes in steps of 4 times, with factor 1KiB:64MiB:2, or a list."
+        ),
     ] = "1KiB:64MiB",
     operations: Annotated[
-        str | None, Option(metavar="A,B", help="Such as all-reduce,send-recv. Default: all ten.")
+        str | None, Option(metavar="A,B", help="Operations, e.g. all-reduce,send-recv [default: all ten].")
     ] = None,
     dtypes: Annotated[
-        str, Option(metavar="A,B", help="fp64, fp32, bf16, fp16, int64, int32, int8, uint8.")
+        str, Option(metavar="A,B", help="Types: fp64, fp32, bf16, fp16, int64, int32, int8, uint8.")
     ] = "fp32",
     place: Annotated[
-        str, Option(metavar="A,B", help="out, in, or both: the result beside the input, or in its place.")
+        str, Option(metavar="A,B", help="Out of place (out), in place (in), or both.")
     ] = "out,in",
     axes: Annotated[
         str | None,
-        Option(metavar="A,B", help="world, node (inside of nodes), across (nodes), or those of --plan."),
+        Option(metavar="A,B", help="Axes: world, node (within nodes), across (nodes), or axes of --plan."),
     ] = None,
-    plan: Annotated[str | None, Option(help="Measure along the axes of its mesh, such as tp=2.")] = None,
-    seconds: Annotated[float, Option(help="To measure each row for, its warm-up apart.", min=0.001)] = 0.2,
-    timeout: Annotated[
-        float, Option(help="Seconds after which a call that does not end counts as failed.", min=1)
-    ] = 300.0,
+    plan: Annotated[str | None, Option(help="Measure along the axes of this plan's mesh, e.g. tp=2.")] = None,
+    seconds: Annotated[float, Option(help="Time to measure each row, without its warm-up.", min=0.001)] = 0.2,
+    timeout: Annotated[float, Option(help="Seconds after which an unfinished call fails.", min=1)] = 300.0,
     json: Json = None,
     plot: Plot = None,
     compare: Compare = None,
 ) -> None:
-    """Time collectives as nccl-tests does, check what they compute, and fit what a call and a byte cost.
+    """Time collectives as nccl-tests does, check their results, and fit the time per call and per byte.
 
-    Under torchrun, mpirun or srun this process becomes a rank. Exit status: 0 all right, 1 something came out wrong, 2 bad input.
+    Under torchrun, mpirun or srun this process becomes a rank. Exit status: 0 success, 1 wrong results, 2 bad
+    input.
     """
-    if compare is not None:
-        return compare_results("collectives", compare)
     me = read_world()
-    with _said_once(me):
+    with _report_once(me):
+        begin("collectives", compare, json, plot)
         request, count = _request(
             me, ranks, backends, sizes, operations, dtypes, place, axes, plan, seconds, timeout
         )
-        check(json, plot)
-        raise typer.Exit(_measured(request, me, count, json, plot))
+        raise typer.Exit(_measure(request, me, count, json, plot))
 
 
 @contextlib.contextmanager
-def _said_once(me: World) -> "Iterator[None]":
-    """What is wrong with a request is wrong on all ranks: the first one says it."""
+def _report_once(me: World) -> "Iterator[None]":
+    """Report errors of a request on rank 0 only: all ranks have the same."""
     try:
         yield
     except (BenchError, PlanError):
@@ -100,71 +101,65 @@ def _request(
     seconds: float,
     timeout_s: float,
 ) -> "tuple[CollectiveRequest, int]":
-    """What is asked for, and of how many ranks; checked as far as it can be before any are there."""
+    """Return the request and the number of ranks, checked as far as possible before ranks are started."""
     from paceline.bench.collectives.operations import OPERATIONS
-    from paceline.bench.collectives.request import DTYPES, CollectiveRequest, names
-    from paceline.bench.collectives.request import sizes as parse_sizes
+    from paceline.bench.collectives.request import DTYPES, CollectiveRequest, parse_names, parse_sizes
 
-    asked = {"operations": names(operations, (*OPERATIONS,), "operation")} if operations is not None else {}
-    sizes_bytes, asked_dtypes, places = (
-        parse_sizes(sizes),
-        names(dtypes, (*DTYPES,), "type"),
-        names(place, ("out", "in"), "place"),
+    chosen = (
+        {"operations": parse_names(operations, (*OPERATIONS,), "operation")} if operations is not None else {}
     )
+    sizes_bytes = parse_sizes(sizes)
+    chosen_dtypes = parse_names(dtypes, (*DTYPES,), "type")
+    places = parse_names(place, ("out", "in"), "place")
 
-    from paceline.bench.collectives import backends as known
-    from paceline.bench.collectives.rank_groups import check as check_axes
+    from paceline.bench.collectives import backends as available  # imports torch
+    from paceline.bench.collectives.rank_groups import check_axes
 
     if me.launcher is not None and ranks not in (None, me.size):
-        raise LaunchError(f"--ranks {ranks}, but {me.launcher} started {me.size}; leave --ranks out")
+        raise LaunchError(f"--ranks {ranks}, but {me.launcher} started {me.size} ranks; remove --ranks")
     request = CollectiveRequest(
-        backends=names(backends, (*known.MISSING,), "back end")
+        backends=parse_names(backends, (*available.MISSING,), "back end")
         if backends is not None
-        else (known.default(),),
+        else (available.default_backend(),),
         sizes_bytes=sizes_bytes,
-        dtypes=asked_dtypes,
+        dtypes=chosen_dtypes,
         places=places,
         axes=tuple(axes.split(",")) if axes else (),
         plan=plan,
         seconds=seconds,
         timeout_s=timeout_s,
-        **asked,
+        **chosen,
     )
-    count = me.size if me.launcher is not None else ranks or known.devices()
-    known.check(request.backends, me, count)
+    count = me.size if me.launcher is not None else ranks or available.default_ranks()
+    available.check_backends(request.backends, me, count)
     check_axes(request.axes, request.plan, count)
     return request, count
 
 
-def _measured(
+def _measure(
     request: "CollectiveRequest", me: World, ranks: int, json: Path | None, plot: Path | None
 ) -> int:
-    """Returns the exit status. Whatever ends it, what was measured until then is shown and kept."""
+    """Measure, save and print, also the rows before an error or interrupt; return the exit status."""
     import signal
 
-    from paceline.bench.collectives.workers import in_thread, measured, result
-    from paceline.bench.report.busbw import busbw
+    from paceline.bench.collect import INTERRUPTED_NOTE
+    from paceline.bench.collectives.workers import build_result, iterate_in_thread, run_workers
+    from paceline.bench.report.busbw import draw
     from paceline.bench.report.collectives import show
 
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     if me.launcher is None:
-        found, ended = _collected(measured(request, ranks), me)
+        items, ended = _collect(run_workers(request, ranks), me)
     else:
-        from paceline.bench.collectives.measure import on_rank
+        from paceline.bench.collectives.measure import measure_on_rank
 
-        found, ended = _collected(in_thread(on_rank(request, me, Path())), me)
-    rows = [item for item in found if not isinstance(item, str)]
+        items, ended = _collect(iterate_in_thread(measure_on_rank(request, me, Path())), me)
+    rows = [item for item in items if not isinstance(item, str)]
     if isinstance(ended, KeyboardInterrupt):
-        found.append("stopped before the end")
+        items.append(INTERRUPTED_NOTE)
     if me.rank == 0 and rows:
-        keep(
-            result(request, ranks, me.local_size if me.launcher is not None else ranks, found),
-            json,
-            plot,
-            show,
-            busbw,
-            me,
-        )
+        local_ranks = me.local_size if me.launcher is not None else ranks
+        save_and_print(build_result(request, ranks, local_ranks, items), json, plot, show, draw, me)
     if isinstance(ended, KeyboardInterrupt) and me.launcher is not None:
         sys.stdout.flush()
         os._exit(INTERRUPTED)  # the thread that measures may wait for ranks that are gone
@@ -173,20 +168,21 @@ def _measured(
     return 1 if any(row["wrong"] for row in rows) else 0
 
 
-def _collected(
-    items: "Iterator[Row | str]", me: World
+def _collect(
+    source: "Iterator[Row | str]", me: World
 ) -> "tuple[list[Row | str], Error | RuntimeError | KeyboardInterrupt | None]":
-    found: list[Row | str] = []
+    """Return the rows and notes, and the error or interrupt that ended them early."""
+    items: list[Row | str] = []
     try:
-        with contextlib.closing(items), progress("ranks start", me) as tell:  # type: ignore[type-var]
-            for item in items:
-                found.append(item)
+        with contextlib.closing(source), progress("starting ranks", me) as report:  # type: ignore[type-var]
+            for item in source:
+                items.append(item)
                 if not isinstance(item, str):
-                    tell(item)
+                    report(item)
     except (
         Error,
         RuntimeError,
         KeyboardInterrupt,
-    ) as error:  # RuntimeError: what torch and MPI say of ranks that are gone
-        return found, error
-    return found, None
+    ) as error:  # RuntimeError: torch and MPI, if ranks are gone
+        return items, error
+    return items, None

@@ -1,4 +1,4 @@
-"""The options of all bench commands, and what is done with them."""
+"""Shared options and steps of the bench commands: check, compare, report progress, save, print."""
 
 import contextlib
 import time
@@ -18,20 +18,26 @@ if TYPE_CHECKING:
 
 
 INTERRUPTED = 130  # exit status
-LINES_S = 1.0  # between lines of progress where nobody watches a terminal
+PROGRESS_INTERVAL_S = 1.0  # between lines of progress if standard error is not a terminal
 Option = typer.Option
-Json = Annotated[Path | None, Option("--json", metavar="FILE", help="Write the figures there, too.")]
+Json = Annotated[Path | None, Option("--json", metavar="FILE", help="Write the result to this JSON file.")]
 Plot = Annotated[
-    Path | None, Option("--plot", metavar="FILE", help="Draw them, as SVG or PNG by the file's ending.")
+    Path | None, Option("--plot", metavar="FILE", help="Draw the result as SVG or PNG, by the file's ending.")
 ]
 Compare = Annotated[
     tuple[Path, Path] | None,
-    Option("--compare", metavar="A B", help="Measure nothing; hold two JSON files together."),
+    Option("--compare", metavar="A B", help="Compare two JSON files instead of measuring."),
 ]
 
 
-def check(json: Path | None, plot: Path | None) -> None:
-    """Raises BenchError before anything is measured where its figures could not be kept."""
+def begin(kind: str, compare: tuple[Path, Path] | None, json: Path | None, plot: Path | None = None) -> None:
+    """Begin a bench command: with --compare, print the comparison and exit; else check the output files.
+
+    Raises BenchError if the files cannot be compared, or if the result cannot be written.
+    """
+    if compare is not None:
+        _compare_results(kind, compare)
+        raise typer.Exit
     from paceline.plotting.figure import check_picture
     from paceline.plotting.paths import check_path
 
@@ -39,7 +45,7 @@ def check(json: Path | None, plot: Path | None) -> None:
     check_picture(plot)
 
 
-def keep(
+def save_and_print(
     result: "Result",
     json: Path | None,
     plot: Path | None,
@@ -47,13 +53,13 @@ def keep(
     draw: "Callable[[Result, Path], None]",
     me: World | None = None,
 ) -> None:
-    """Print a result, and write and draw it where that was asked for."""
+    """Write a result to `json`, print it, and draw it to `plot`."""
     from paceline.bench.report.bench import heading, show_notes
     from paceline.bench.result import write
 
     if json is not None:
-        write(result, json)  # first: mpirun leaves its ranks a second when it is interrupted
-    console = terminal(me)
+        write(result, json)  # first: an interrupted mpirun leaves its ranks only a second
+    console = make_console(me)
     console.print(heading(result), markup=False, soft_wrap=True)
     show(console, result)
     show_notes(console, result)
@@ -61,49 +67,56 @@ def keep(
         draw(result, plot)
 
 
-def compare_results(kind: str, files: tuple[Path, Path]) -> None:
+def _compare_results(kind: str, files: tuple[Path, Path]) -> None:
     """Print the ratios of two results."""
     from paceline.bench.compare import compare
-    from paceline.bench.report.bench import closing, comparison, heading
+    from paceline.bench.report.bench import comparison_summary, comparison_table, heading
     from paceline.bench.result import read
 
     first, second = (read(file, kind) for file in files)
-    found = compare(first, second)
-    console = terminal()
+    comparison = compare(first, second)
+    console = make_console()
     for name, result in (("first:  ", first), ("second: ", second)):
         console.print(name + heading(result), markup=False, soft_wrap=True)
-    console.print(comparison(first, second, found))
-    console.print(closing(found), markup=False, soft_wrap=True)
+    console.print(comparison_table(first, second, comparison))
+    console.print(comparison_summary(comparison), markup=False, soft_wrap=True)
 
 
 @contextlib.contextmanager
-def progress(at_first: str, me: World | None = None) -> "Iterator[Watch]":
-    """Yield what reports a row that was just measured: on a terminal in place, else a line at most once in LINES_S."""
-    console = terminal(me, stderr=True)
+def progress(initial: str, me: World | None = None) -> "Iterator[Watch]":
+    """Yield a function that reports each measured row on standard error.
+
+    On a terminal it updates a status line; elsewhere it prints a line at most every PROGRESS_INTERVAL_S.
+    """
+    console = make_console(me, stderr=True)
     last = float("-inf")
-    with console.status(at_first) as status:
+    with console.status(initial) as status:
 
-        def tell(row: "Row") -> None:
+        def report(row: "Row") -> None:
             nonlocal last
-            said = f"measuring: {' '.join(str(row[key]) for key in list(row)[:4] if row[key] is not None)}"
-            status.update(said)
-            if not console.is_terminal and time.monotonic() > last + LINES_S:
+            text = f"measuring: {' '.join(str(row[key]) for key in list(row)[:4] if row[key] is not None)}"
+            status.update(text)
+            if not console.is_terminal and time.monotonic() > last + PROGRESS_INTERVAL_S:
                 last = time.monotonic()
-                console.print(said, markup=False)
+                console.print(text, markup=False)
 
-        yield tell
+        yield report
 
 
-def terminal(me: World | None = None, stderr: bool = False) -> "Console":
-    """Of ranks only the first one speaks; mpirun and srun may give it a terminal of its own, also where its words go to a file."""
+def make_console(me: World | None = None, stderr: bool = False) -> "Console":
+    """Return a console that prints on rank 0 only.
+
+    Under mpirun and srun it is never a terminal: they may give rank 0 a terminal even if its output goes to a
+    file.
+    """
     from rich.console import Console
 
-    of_others = me is not None and me.launcher not in (None, "torchrun")
+    under_mpi_or_slurm = me is not None and me.launcher not in (None, "torchrun")
     return Console(
         stderr=stderr,
         soft_wrap=stderr,
         highlight=False,
         emoji=False,
         quiet=me is not None and me.rank > 0,
-        force_terminal=False if of_others else None,
+        force_terminal=False if under_mpi_or_slurm else None,
     )

@@ -1,4 +1,4 @@
-"""paceline bench compute, overlap, storage and input: what one process measures."""
+"""paceline bench compute, overlap, host, storage and input."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -12,10 +12,9 @@ from paceline.cli.bench.options import (
     Json,
     Option,
     Plot,
-    check,
-    compare_results,
-    keep,
+    begin,
     progress,
+    save_and_print,
 )
 from paceline.cli.request_options import Target
 from paceline.errors import BenchError
@@ -28,20 +27,20 @@ if TYPE_CHECKING:
     from paceline.bench.result import Result
     from paceline.bench.suites import Watch
 
-Seconds = Annotated[float, Option(min=0.5, metavar="SECONDS", help="About how long to measure.")]
-Device = Annotated[str | None, Option(help="cpu or cuda; CUDA where there is some.")]
+Seconds = Annotated[float, Option(min=0.5, metavar="SECONDS", help="Approximate time to measure.")]
+Device = Annotated[str | None, Option(help="cpu or cuda [default: cuda if available].")]
 Fields = Annotated[
     list[str] | None,
-    Option(metavar="NAME=VALUE", help="A field of the task, or a dotted key such as optimizer.lr."),
+    Option(metavar="NAME=VALUE", help="Set a field of the task, or a dotted key such as optimizer.lr."),
 ]
-Batch = Annotated[int | None, Option(help="Samples of a step.")]
+Batch = Annotated[int | None, Option(help="Samples per step.")]
 Precision = Annotated[str | None, Option(help="fp64, fp32, bf16 or fp16.")]
 
 
 def compute(
     task: Annotated[
         str | None,
-        Option(help="Time the step of this task and of its blocks, too: my.py:Class, or a built-in one."),
+        Option(help="Also time the step of this task and its blocks: my.py:Class, or a built-in task."),
     ] = None,
     set: Fields = None,
     batch: Batch = None,
@@ -52,11 +51,8 @@ def compute(
     plot: Plot = None,
     compare: Compare = None,
 ) -> None:
-    """Matrix products by number type and shape, memory, attention; with --task the step of your own blocks."""
-    if compare is not None:
-        compare_results("compute", compare)
-        return
-    check(json, plot)
+    """Measure matrix products, memory and attention; with --task, also the step of your model's blocks."""
+    begin("compute", compare, json, plot)
     if task is None and (set or batch is not None or precision is not None):
         raise BenchError(
             "--set, --batch and --precision apply to the step of a task; add --task, e.g. --task digits"
@@ -69,81 +65,79 @@ def compute(
         if task is not None
         else None
     )
-    work = load_task(spec.task, spec.set) if spec is not None else None
+    loaded = load_task(spec.task, spec.set) if spec is not None else None
     from paceline.bench import suites
     from paceline.bench.report.compute import draw, show
 
-    here = device_for(device)
-    finish(watched(lambda watch: suites.compute(here, seconds, spec, work, watch)), json, plot, show, draw)
+    device_used = device_for(device)
+    collected = with_progress(lambda watch: suites.run_compute(device_used, seconds, spec, loaded, watch))
+    finish(collected, json, plot, show, draw)
 
 
 def overlap(
-    ranks: Annotated[int, Option(min=2, help="For the collective.")] = 2,
+    ranks: Annotated[int, Option(min=2, help="Number of ranks for the collective.")] = 2,
     device: Device = None,
     seconds: Seconds = 10.0,
     json: Json = None,
     plot: Plot = None,
     compare: Compare = None,
 ) -> None:
-    """What goes on under computing: copies to and from a GPU, on one stream and on two, and a collective."""
-    if compare is not None:
-        compare_results("overlap", compare)
-        return
-    check(json, plot)
+    """Measure the overlap of computation with copies to and from a GPU and with a collective."""
+    begin("overlap", compare, json, plot)
     from paceline.bench import suites
     from paceline.bench.report.overlap import draw, show
 
-    here = device_for(device)
-    finish(watched(lambda watch: suites.overlap(here, ranks, seconds, watch)), json, plot, show, draw)
+    device_used = device_for(device)
+    collected = with_progress(lambda watch: suites.run_overlap(device_used, ranks, seconds, watch))
+    finish(collected, json, plot, show, draw)
 
 
 def host(
-    ranks: Annotated[int, Option(min=2, help="For what engines add to a step.")] = 2,
+    ranks: Annotated[int, Option(min=2, help="Number of ranks for the overhead of engines.")] = 2,
     seconds: Seconds = 30.0,
     json: Json = None,
     compare: Compare = None,
 ) -> None:
-    """What a CPU takes for one operation of each kind, from small to large, and what torch's engines add to a step."""
-    if compare is not None:
-        compare_results("host", compare)
-        return
-    check(json, None)
+    """Measure the CPU time of single operations, and the overhead that torch's engines add to a step."""
+    begin("host", compare, json)
     from paceline.launch.launchers import check_count
 
     check_count(ranks)
     from paceline.bench import suites
     from paceline.bench.report.host import show
 
-    finish(
-        watched(lambda watch: suites.host(ranks, seconds, watch)), json, None, show, lambda result, path: None
-    )
+    collected = with_progress(lambda watch: suites.run_host(ranks, seconds, watch))
+    finish(collected, json, None, show, lambda result, path: None)
 
 
 def storage(
     directories: Annotated[
-        list[Path] | None, typer.Argument(metavar="DIR…", help="Where to measure; nothing is left there.")
+        list[Path] | None,
+        typer.Argument(metavar="DIR…", help="Directories to measure; nothing is left in them."),
     ] = None,
-    writers: Annotated[int, Option(min=1, help="Files of a checkpoint that are written at once.")] = 4,
+    writers: Annotated[
+        int, Option(min=1, help="Files of a checkpoint that are written at the same time.")
+    ] = 4,
     seconds: Annotated[
-        float, Option(min=0.5, metavar="SECONDS", help="About how long to measure, in each directory.")
+        float, Option(min=0.5, metavar="SECONDS", help="Approximate time to measure each directory.")
     ] = 20.0,
     json: Json = None,
     plot: Plot = None,
     compare: Compare = None,
 ) -> None:
-    """How fast directories are: large and small writes that are on the disk, reads, small files, a checkpoint; and what to keep where."""
-    if compare is not None:
-        compare_results("storage", compare)
-        return
+    """Measure writing and reading in directories, in large and small files, and advise what to keep where."""
+    begin("storage", compare, json, plot)
     from paceline.bench import suites
     from paceline.bench.report.storage import draw, show
-    from paceline.bench.storage.suite import check as usable
+    from paceline.bench.storage.suite import check_directories
 
     if not directories:
-        raise BenchError("which directories? As in: paceline bench storage . /dev/shm")
-    check(json, plot)
-    found = usable(directories)
-    finish(watched(lambda watch: suites.storage(found, seconds, writers, watch)), json, plot, show, draw)
+        raise BenchError(
+            "no directory to measure; specify at least one, e.g. paceline bench storage . /dev/shm"
+        )
+    checked = check_directories(directories)
+    collected = with_progress(lambda watch: suites.run_storage(checked, seconds, writers, watch))
+    finish(collected, json, plot, show, draw)
 
 
 def input_(
@@ -152,54 +146,53 @@ def input_(
     batch: Batch = None,
     precision: Precision = None,
     workers: Annotated[
-        str | None, Option(metavar="0,1,2", help="Processes that read; from none to the cores there are.")
+        str | None,
+        Option(metavar="0,1,2", help="Numbers of loader processes [default: 0, 1, 2, 4, … up to the cores]."),
     ] = None,
-    prefetch: Annotated[str, Option(metavar="2,4", help="Batches that each of them reads ahead.")] = "2,4",
+    prefetch: Annotated[str, Option(metavar="2,4", help="Batches that each process reads ahead.")] = "2,4",
     device: Device = None,
     seconds: Seconds = 30.0,
     json: Json = None,
     plot: Plot = None,
     compare: Compare = None,
 ) -> None:
-    """How many samples of a task can be read in a second, by workers and batches ahead, and when its step no longer waits for them."""
-    if compare is not None:
-        compare_results("input", compare)
-        return
-    check(json, plot)
+    """Measure how fast a task's samples are read, and whether its training step waits for them."""
+    begin("input", compare, json, plot)
     from paceline.cli.launching import read_request
     from paceline.task import load_task
 
     spec = read_request(target, {"batch": batch, "precision": precision}, set or [])[0]
     task = load_task(spec.task, spec.set)
-    counts, ahead = numbers("--workers", workers, 0), numbers("--prefetch", prefetch, 1)
+    counts, prefetches = parse_counts("--workers", workers, 0), parse_counts("--prefetch", prefetch, 1)
     from paceline.bench import suites
-    from paceline.bench.data_loading import up_to_cores, ways
+    from paceline.bench.data_loading import default_worker_counts, loader_settings
     from paceline.bench.report.input import draw, show
 
-    here = device_for(device)
-    found = ways(counts or up_to_cores(), ahead or [2])
-    finish(
-        watched(lambda watch: suites.read(spec, task, here, seconds, found, watch)), json, plot, show, draw
+    device_used = device_for(device)
+    settings = loader_settings(counts or default_worker_counts(), prefetches or [2])
+    collected = with_progress(
+        lambda watch: suites.run_input(spec, task, device_used, seconds, settings, watch)
     )
+    finish(collected, json, plot, show, draw)
 
 
-def numbers(flag: str, text: str | None, least: int) -> list[int]:
-    """`"0,2,4"` -> [0, 2, 4]. Raises SpecError."""
+def parse_counts(flag: str, text: str | None, minimum: int) -> list[int]:
+    """Return the numbers of a list, without duplicates: `"0,2,4"` -> [0, 2, 4]. Raises SpecError."""
     from paceline.errors import SpecError
     from paceline.units import is_whole_number
 
     words = text.split(",") if text is not None else []
-    if not all(is_whole_number(word.strip()) and int(word) >= least for word in words):
-        raise SpecError(f"{flag} takes numbers from {least} on, such as 1,2,4; got {text!r}")
+    if not all(is_whole_number(word.strip()) and int(word) >= minimum for word in words):
+        raise SpecError(f"{flag} must be a list of numbers of at least {minimum}, e.g. 1,2,4; got {text!r}")
     return list(dict.fromkeys(int(word) for word in words))
 
 
-def device_for(wish: str | None) -> "torch.device":
-    """With all cores at work, if it is the CPU. Raises SpecError or LaunchError."""
+def device_for(name: str | None) -> "torch.device":
+    """Return the device to measure, and use all cores if it is the CPU. Raises SpecError or LaunchError."""
     from paceline.errors import SpecError
 
-    if wish not in (None, "cpu", "cuda"):
-        raise SpecError(f"--device is cpu or cuda, got {wish!r}")
+    if name not in (None, "cpu", "cuda"):
+        raise SpecError(f"--device must be cpu or cuda, got {name!r}")
     import torch
 
     from paceline.cluster.limits import usable_cores
@@ -207,23 +200,23 @@ def device_for(wish: str | None) -> "torch.device":
     from paceline.distributed.world import World
 
     torch.set_num_threads(usable_cores())
-    return choose_device(World(), wish)
+    return choose_device(World(), name)
 
 
-def watched(measure: "Callable[[Watch], CollectedResult]") -> "CollectedResult":
-    """Report on standard error what was just measured."""
-    with progress("measuring") as tell:
-        return measure(tell)
+def with_progress(measure: "Callable[[Watch], CollectedResult]") -> "CollectedResult":
+    """Run a bench, reporting its progress on standard error."""
+    with progress("measuring") as report:
+        return measure(report)
 
 
 def finish(
-    found: "CollectedResult",
+    collected: "CollectedResult",
     json: Path | None,
     plot: Path | None,
     show: "Callable[[Console, Result], None]",
     draw: "Callable[[Result, Path], None]",
 ) -> None:
-    """Print and keep a result; what was interrupted ends as Ctrl-C does, with what was measured until then."""
-    keep(found.result, json, plot if found.result.rows else None, show, draw)
-    if found.interrupted:
+    """Save and print a result. If the bench was interrupted, exit with the status of Ctrl-C afterwards."""
+    save_and_print(collected.result, json, plot if collected.result.rows else None, show, draw)
+    if collected.interrupted:
         raise typer.Exit(INTERRUPTED)
