@@ -66,8 +66,8 @@ def test_collectives_within_nodes_are_faster_than_across(tmp_path):
 def test_alpha_follows_the_delay_of_the_links(tmp_path):
     """Compare α for delays that differ by 2 ms.
 
-    gloo sends a message when the receiver has reported that it is ready, which takes two delays. An all-reduce
-    of two ranks takes two messages of this kind.
+    gloo sends a message when the receiver has reported that it is ready, which takes two delays. An
+    all-reduce of two ranks takes two messages of this kind.
     """
     for _ in range(TRIES):
         alphas = {delay_ms: _alphas(delay_ms, tmp_path) for delay_ms in (1.0, 3.0)}
