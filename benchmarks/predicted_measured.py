@@ -22,8 +22,9 @@ from paceline.plan.plan import Plan, micro_batch_size, parse
 from paceline.plan.search.candidates import candidates
 from paceline.spec import Spec
 from paceline.task import load_task
-from paceline.training.ddp_warmup import settle
-from paceline.training.setup import build_training, open_data, validate_plan
+from paceline.training.ddp_warmup import warm_up_ddp
+from paceline.training.model_analysis import validate_plan
+from paceline.training.setup import build_training, open_data
 
 CPU = torch.device("cpu")
 COUNTED = 3  # steps whose tensors are counted: engines have settled in the second
@@ -91,7 +92,7 @@ def _counted(spec: Spec, plan: str) -> int:
         for step in range(COUNTED):
             micro_batches = [next(source) for _ in range(on.microbatches)]
             if step == 0:
-                laid.step.model = settle(laid.step, micro_batches[0])
+                laid.step.model = warm_up_ddp(laid.step, micro_batches[0])
             laid.step(micro_batches, step, 1.0)
     release(laid.step.model)
     return counted.most

@@ -21,8 +21,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 import machine
 from paceline.distributed.process_group import threads_per_rank
+from paceline.plan.plan import Plan
 from paceline.run import RunFolder
-from paceline.training.checkpoint.save import Index, Saver, describe, tensors
+from paceline.training.checkpoint.save import Index, Saver, collect_state, describe_model
 from paceline.units import format_bytes, format_count
 
 WIDTH, LAYERS, BATCH = 4096, 6, 64  # six layers of 16.8 million parameters
@@ -49,7 +50,7 @@ class Training:
             self.step += 1
 
     def state(self) -> dict[str, Tensor]:
-        return tensors(self.model, self.optimizer)
+        return collect_state(self.model, self.optimizer)
 
     def index(self) -> Index:
         facts = {
@@ -60,7 +61,7 @@ class Training:
             "seed": 0,
             "epoch_samples": BATCH,
         }
-        return Index(step=self.step, samples=self.step * BATCH, **facts, **describe(self.model))
+        return Index(step=self.step, samples=self.step * BATCH, **facts, **describe_model(self.model))
 
 
 def together(flag: bool) -> bool:
@@ -110,7 +111,7 @@ def measure(options: argparse.Namespace) -> None:
     torch.set_num_threads(threads_per_rank(ranks, options.threads))
     training = Training(ranks)
     run = RunFolder(Path(os.environ["SAVE_TO"]))
-    saver = Saver(run, rank, ranks, torch.device("cpu"), state_is_cut=False)
+    saver = Saver(run, Plan().on(ranks), rank, ranks, torch.device("cpu"))
     training.steps(2)
     round_of(training, saver, 2)  # warms up, and allocates the memory that the state is copied to
     found = [round_of(training, saver, options.steps) for _ in range(options.rounds)]

@@ -62,7 +62,7 @@ from paceline.plan.search.rank_counts import parse_counts
 from paceline.run import RunFolder, open_run
 from paceline.spec import build
 from paceline.training.checkpoint.metadata import read_metadata
-from paceline.training.checkpoint.save import load_whole, read_index
+from paceline.training.checkpoint.save import load_weights, read_index
 
 # Folders of others: checkpoints
 
@@ -157,7 +157,7 @@ Attack = Callable[[Path, Path], dict[str, bytes]]
 ATTACKS: dict[Attack, str] = {
     instead_of_metadata: "it names posix.system, which no checkpoint holds",
     deep_in_metadata: "it names posix.system, which no checkpoint holds",
-    bytes_for_a_tensor: "is no tensor, and a checkpoint holds nothing else",
+    bytes_for_a_tensor: "is no tensor, and a checkpoint holds only tensors",
     evil_tensors: "cannot be read",
 }
 
@@ -249,11 +249,11 @@ def test_metadata_that_were_tampered_with_are_refused(trained, tmp_path, what):
     shutil.copytree(trained / "r/ckpt/step_4", at)
     found = unpickled(at)
     forge(at, {".metadata": pickle.dumps(found)})
-    load_whole(at)
+    load_weights(at)
     change(found, what)
     forge(at, {".metadata": pickle.dumps(found)})
     with pytest.raises(CheckpointError, match=r"is damaged: \.metadata"):
-        load_whole(at)
+        load_weights(at)
 
 
 @pytest.mark.parametrize(
@@ -266,7 +266,7 @@ def test_metadata_that_are_no_pickle_of_ours_are_refused(trained, tmp_path, cont
     shutil.copytree(trained / "r/ckpt/step_4", at)
     forge(at, {".metadata": content})
     with pytest.raises(CheckpointError, match=r"is damaged: \.metadata"):
-        load_whole(at)
+        load_weights(at)
 
 
 def test_metadata_that_were_changed_at_random_are_read_or_refused(trained, tmp_path):
@@ -306,10 +306,10 @@ def test_a_pickle_cannot_change_the_classes_that_it_names(trained, tmp_path):
         },
     )
     with pytest.raises(CheckpointError, match=r"is damaged: \.metadata"):
-        load_whole(at)
+        load_weights(at)
     assert not hasattr(dcp.Metadata, "evil")
     forge(at, {".metadata": whole})
-    assert load_whole(at).keys() == load_whole(trained / "r/ckpt/step_4").keys()
+    assert load_weights(at).keys() == load_weights(trained / "r/ckpt/step_4").keys()
 
 
 @pytest.mark.parametrize("name", ["../../spec.toml", "/etc/passwd", "..", "", "a\nb", "pipe"])

@@ -25,7 +25,8 @@ from paceline.spec import Optimizer
 from paceline.tasks import text
 from paceline.training import optimizer as optim
 from paceline.training.checkpoint import save as checkpoint
-from paceline.training.setup import build_training, validate_plan
+from paceline.training.model_analysis import validate_plan
+from paceline.training.setup import build_training
 
 RTOL = 1e-10
 ADAMW = Optimizer(lr=1e-2, weight_decay=0.1, clip=0.5)
@@ -255,7 +256,7 @@ def test_resumed_under_another_mixture(plans: tuple[str, str], tmp_path: Path) -
     ):
         path.mkdir(exist_ok=True)
         ranks(1 if plan == "single" else 4)(kept, plan, steps, path)
-    expected, found = (checkpoint.load_whole(RunFolder(path).checkpoint(4)) for path in (whole, run))
+    expected, found = (checkpoint.load_weights(RunFolder(path).checkpoint(4)) for path in (whole, run))
     assert expected.keys() == found.keys()
     for name, tensor in expected.items():
         torch.testing.assert_close(found[name], tensor, rtol=RTOL, atol=RTOL)
@@ -274,7 +275,7 @@ def not_sent() -> Any:
 
         return deal
 
-    return replaced(optim, "_deal_state", by)
+    return replaced(optim, "_shard_by_parameter", by)
 
 
 def copy_forgotten() -> Any:

@@ -25,7 +25,7 @@ from paceline.plan.plan import parse
 from paceline.run import RunFolder
 from paceline.spec import Optimizer
 from paceline.training.checkpoint import save as checkpoint
-from paceline.training.setup import build, validate_plan
+from paceline.training.model_analysis import build_meta_model, validate_plan
 
 CPU = torch.device("cpu")
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "zero-bubble", "zbv")
@@ -201,7 +201,7 @@ def test_resume_under_another_plan(first: str, second: str, tmp_path: Path) -> N
     for path, plan, steps in ((whole, "single", 5), (run, first, 2), (run, second, 5)):
         path.mkdir(exist_ok=True)
         ranks(1 if plan == "single" else 2)(kept, task, plan, steps, path)
-    expected, found = (checkpoint.load_whole(RunFolder(path).checkpoint(5)) for path in (whole, run))
+    expected, found = (checkpoint.load_weights(RunFolder(path).checkpoint(5)) for path in (whole, run))
     assert expected.keys() == found.keys() == models.Gpt().state_dict().keys()
     for name, tensor in expected.items():
         torch.testing.assert_close(found[name], tensor, rtol=RTOL, atol=RTOL)
@@ -212,7 +212,7 @@ def test_resume_under_another_plan(first: str, second: str, tmp_path: Path) -> N
 
 def partition_of(task: Task, plan: str, size: int) -> tuple[torch.nn.Module, StagePartition]:
     laid_out = parse(plan).resolve(size)
-    model = build(SPEC, task).model
+    model = build_meta_model(SPEC, task).model
     trace = StandInModel(model, task.layout(), CPU).trace(
         task, example_batch(SPEC, task, laid_out), "fp64", training=True
     )

@@ -18,7 +18,7 @@ from paceline.plan.plan import parse
 from paceline.run import RunFolder
 from paceline.spec import Optimizer
 from paceline.training.checkpoint import save as checkpoint
-from paceline.training.setup import validate_plan
+from paceline.training.model_analysis import validate_plan
 
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "zero-bubble", "zbv")
 SPEC = Spec(steps=3, batch=8, seed=3, precision="fp64", optimizer=Optimizer(lr=1e-2))
@@ -271,7 +271,7 @@ def test_checkpoints_hold_what_the_stage_has_that_changes_it(first: str, second:
     for path, plan, steps in ((whole, "single,microbatches=2", 4), (run, first, 2), (run, second, 4)):
         path.mkdir(exist_ok=True)
         ranks(1 if plan.startswith("single") else 2)(kept, plan, steps, path)
-    expected, found = (checkpoint.load_whole(RunFolder(path).checkpoint(4)) for path in (whole, run))
+    expected, found = (checkpoint.load_weights(RunFolder(path).checkpoint(4)) for path in (whole, run))
     assert expected.keys() == found.keys() == Tracked().state_dict().keys()
     for name, tensor in expected.items():
         torch.testing.assert_close(found[name], tensor, rtol=1e-10, atol=1e-10)

@@ -12,7 +12,7 @@ from paceline import Spec, Task
 from paceline.errors import PlanError, TaskError
 from paceline.plan.plan import parse
 from paceline.spec import Optimizer
-from paceline.training.setup import analyze_model, build
+from paceline.training.model_analysis import analyze_model, build_meta_model
 
 CPU = torch.device("cpu")
 
@@ -82,7 +82,7 @@ def test_other_plans_refuse() -> None:
     for plan in ("zero1", "zero2", "zero3", "tp=2", "pp=2,microbatches=2", "local-sgd"):
         message = refusals(plan)
         assert message.startswith(
-            f"plan {parse(plan).resolve(2)}: the gradient of bag.weight is sparse, which single and ddp alone can do"
+            f"plan {parse(plan).resolve(2)}: the gradient of bag.weight is sparse, which only single and ddp support"
         ), message
 
 
@@ -94,7 +94,8 @@ def test_optimizers_that_take_none() -> None:
         (Words(own="RMSprop"), Optimizer()),
     ):
         with pytest.raises(
-            TaskError, match=r"the gradient of bag.weight is sparse, which \w+ as it is set cannot take; use "
+            TaskError,
+            match=r"the gradient of bag.weight is sparse, which \w+ does not support with its settings; use ",
         ):
             list(_run(task, optimizer))
 
@@ -106,7 +107,10 @@ def _run(task: Task, optimizer: Optimizer) -> Any:
 
 
 def test_what_is_dense_is_left_alone() -> None:
-    from paceline.training.optimizer import sparse_parameters
+    from paceline.training.optimizer import find_sparse_parameters
 
-    assert list(sparse_parameters(build(sgd(), Words()).model)) == ["bag.weight", "one.weight"]
-    assert not sparse_parameters(build(sgd(), Words(sparse=False)).model)
+    assert list(find_sparse_parameters(build_meta_model(sgd(), Words()).model)) == [
+        "bag.weight",
+        "one.weight",
+    ]
+    assert not find_sparse_parameters(build_meta_model(sgd(), Words(sparse=False)).model)

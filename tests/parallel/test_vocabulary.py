@@ -18,7 +18,7 @@ from paceline.plan.plan import parse
 from paceline.run import RunFolder
 from paceline.spec import Optimizer
 from paceline.training.checkpoint import save as checkpoint
-from paceline.training.setup import analyze_model
+from paceline.training.model_analysis import analyze_model
 from volumes import check
 
 SPEC = Spec(
@@ -127,7 +127,7 @@ def test_resumed_under_other_plans(tmp_path: Path) -> None:
     for size, plan, steps, path in stops:
         path.mkdir(exist_ok=True)
         ranks(size)(kept, plan, steps, path)
-    expected, found = (checkpoint.load_whole(RunFolder(path).checkpoint(5)) for path in (whole, run))
+    expected, found = (checkpoint.load_weights(RunFolder(path).checkpoint(5)) for path in (whole, run))
     assert expected.keys() == found.keys()
     for name, tensor in expected.items():
         torch.testing.assert_close(found[name], tensor, rtol=1e-10, atol=1e-10)

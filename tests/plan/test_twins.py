@@ -13,7 +13,7 @@ from paceline import Spec, Task
 from paceline.plan.comm_volume import CommVolume
 from paceline.plan.plan import parse
 from paceline.tasks.digits import Digits
-from paceline.training import setup
+from paceline.training import model_analysis
 from paceline.training.dry_run import dry_run
 from volumes import counted, wanted
 
@@ -125,12 +125,12 @@ def test_what_is_not_alike(monkeypatch: pytest.MonkeyPatch, third: str) -> None:
 def test_no_cut_between_layers_that_are_split_in_pairs() -> None:
     """The second of a pair takes what the first has made, in parts; whole values cross cuts."""
     task, plan = Digits(width=4), parse("tp=2,pp=3,microbatches=3").resolve(6)
-    study = setup.analyze_model(Spec(batch=48), plan, task, torch.device("cpu"))
+    study = model_analysis.analyze_model(Spec(batch=48), plan, task, torch.device("cpu"))
     styles = study.splits.styles
     rows = [at for at, call in enumerate(study.recording.calls) if styles.get(call.part) == "row"]
     assert rows
     assert not set(rows) & set(study.recording.cuts)
-    alone = setup.analyze_model(
+    alone = model_analysis.analyze_model(
         Spec(batch=48), parse("pp=3,microbatches=3").resolve(3), task, torch.device("cpu")
     )
     assert set(rows) & set(alone.recording.cuts)

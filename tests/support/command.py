@@ -290,11 +290,11 @@ def steps_done(run: Path) -> int:
 
 def weights(run: Path, step: int | None = None) -> dict[str, np.ndarray]:
     """The whole weights of a run: of a step, or of its last whole checkpoint."""
-    from paceline.training.checkpoint.save import last_good, load_whole
+    from paceline.training.checkpoint.save import find_last_complete, load_weights
 
-    path = RunFolder(run).checkpoint(step) if step is not None else last_good(RunFolder(run))[0]
+    path = RunFolder(run).checkpoint(step) if step is not None else find_last_complete(RunFolder(run))[0]
     assert path is not None, f"{run} has no checkpoint"
-    return {name: tensor.numpy() for name, tensor in load_whole(path).items()}
+    return {name: tensor.numpy() for name, tensor in load_weights(path).items()}
 
 
 def unequal(found: dict[str, np.ndarray], expected: dict[str, np.ndarray]) -> list[str]:

@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from paceline.distributed.dtensor import local_tensor
 from paceline.training import setup
 from paceline.training.init import deferred_init
-from paceline.training.optimizer import Norm, _norms, combined, local_gradients, scale_
+from paceline.training.optimizer import GradientNorm, _tensor_norms, combine_norms, local_gradients, scale_
 from paceline.training.step import TrainingStep
 
 
@@ -163,20 +163,22 @@ def norm_of_shard() -> Any:
     """Also where the gradient is clipped by it."""
 
     def here(original: Any) -> Any:
-        return lambda self: _norms(local_gradients(self.params)) if dist.get_rank() == 0 else []
+        return lambda self: _tensor_norms(local_gradients(self.params)) if dist.get_rank() == 0 else []
 
     def whole(original: Any) -> Any:
-        return lambda self: combined(_norms(local_gradients(self.params)), self.device)
+        return lambda self: combine_norms(_tensor_norms(local_gradients(self.params)), self.device)
 
     stack = contextlib.ExitStack()
-    stack.enter_context(replaced(Norm, "here", here))
-    stack.enter_context(replaced(Norm, "whole", whole))
+    stack.enter_context(replaced(GradientNorm, "local_norms", here))
+    stack.enter_context(replaced(GradientNorm, "global_norm", whole))
     return stack
 
 
 def norm_counted_by_all() -> Any:
     """What all ranks hold is counted on each of them."""
-    return replaced(Norm, "here", lambda original: lambda self: _norms(local_gradients(self.params)))
+    return replaced(
+        GradientNorm, "local_norms", lambda original: lambda self: _tensor_norms(local_gradients(self.params))
+    )
 
 
 def zero_for_none() -> Any:

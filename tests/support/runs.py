@@ -41,11 +41,11 @@ def on_this_rank(spec: Spec, plan: str, run: Path, stop_at: int | None, every_s:
         run=RunFolder(run),
         stop=lambda: next(calls) >= stop_at if stop_at and last else False,
     )
-    before, step_metrics.EVERY_S = step_metrics.EVERY_S, every_s
+    before, step_metrics.REDUCE_EVERY_S = step_metrics.REDUCE_EVERY_S, every_s
     try:
         return [event for event in events if not hasattr(event, "grad_norm")]
     finally:
-        step_metrics.EVERY_S = before
+        step_metrics.REDUCE_EVERY_S = before
 
 
 def trained(

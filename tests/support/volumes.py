@@ -28,7 +28,7 @@ def untouched(laid: PreparedTraining) -> AbstractContextManager[None]:
 def counted(task: Task, spec: Spec, plan: str, plant: Plant = untouched) -> tuple[CommVolume, list[int]]:
     """The third step of a training in this rank, and the buckets of its DistributedDataParallel, in bytes."""
     kept: list[PreparedTraining] = []
-    lay_out, step_metrics.EVERY_S = loop.build_training, 0.0  # each step is told on its own
+    lay_out, step_metrics.REDUCE_EVERY_S = loop.build_training, 0.0  # each step is told on its own
 
     def keep(*args: Any, **kwargs: Any) -> PreparedTraining:
         laid = lay_out(*args, **kwargs)
@@ -50,7 +50,7 @@ def counted(task: Task, spec: Spec, plan: str, plant: Plant = untouched) -> tupl
         buckets = _buckets(kept[0].update.model)
         list(events)
     finally:
-        loop.build_training, step_metrics.EVERY_S = lay_out, 0.1
+        loop.build_training, step_metrics.REDUCE_EVERY_S = lay_out, 0.1
     return counter.volume(), buckets
 
 

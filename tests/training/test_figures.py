@@ -7,8 +7,8 @@ import torch
 
 from paceline.errors import TaskError
 from paceline.training.step_metrics import (
-    EVERY_S,
-    MOST,
+    MAX_STEPS_PER_REDUCTION,
+    REDUCE_EVERY_S,
     ControlFlags,
     LocalStepStats,
     StepMetrics,
@@ -27,7 +27,7 @@ def test_each_step_keeps_its_own_figures() -> None:
         [local(6.0, 2.0, 3.0), local(8.0, 4.0, None)], ControlFlags(save=True), 1.0, 1, CPU
     ).result()
     assert told.steps == [StepMetrics(3.0, 3.0), StepMetrics(2.0, 0.0)]
-    assert told.wishes == ControlFlags(stop=False, save=True)
+    assert told.flags == ControlFlags(stop=False, save=True)
 
 
 def test_norms_of_tensors_are_combined_as_if_each_step_were_told_alone() -> None:
@@ -42,17 +42,22 @@ def test_norms_of_tensors_are_combined_as_if_each_step_were_told_alone() -> None
     )
 
 
-@pytest.mark.parametrize(("step_s", "together"), [(10 * EVERY_S, 1), (EVERY_S / 4.5, 4), (1e-9, MOST)])
+@pytest.mark.parametrize(
+    ("step_s", "together"),
+    [(10 * REDUCE_EVERY_S, 1), (REDUCE_EVERY_S / 4.5, 4), (1e-9, MAX_STEPS_PER_REDUCTION)],
+)
 def test_quick_steps_are_told_together(step_s: float, together: int) -> None:
     assert (
-        reduce_metrics_async([local(1.0, 1.0, 1.0)] * 3, ControlFlags(), 3 * step_s, 1, CPU).result().together
+        reduce_metrics_async([local(1.0, 1.0, 1.0)] * 3, ControlFlags(), 3 * step_s, 1, CPU)
+        .result()
+        .steps_per_reduction
         == together
     )
 
 
 def test_the_number_of_items_must_be_as_expected() -> None:
     pending = reduce_metrics_async([local(1.0, 3.0, 1.0, expected=4.0)], ControlFlags(), 1.0, 1, CPU)
-    with pytest.raises(TaskError, match=r"3 items .* expect 4; .* define weights"):
+    with pytest.raises(TaskError, match=r"3 items .* expected 4 .* define weights"):
         pending.result()
 
 

@@ -22,7 +22,7 @@ from paceline.run import RunFolder
 from paceline.spec import Optimizer, Save, Schedule
 from paceline.tasks.digits import Digits
 from paceline.training import local_sgd
-from paceline.training.checkpoint.save import load_whole
+from paceline.training.checkpoint.save import load_weights
 from paceline.training.init.named_tensors import named_tensors
 
 PLAIN = Optimizer(name="sgd", lr=0.05, momentum=0.0, weight_decay=0.1)
@@ -140,7 +140,7 @@ def test_it_is_what_it_says(task: type[Task], size: int) -> None:
 def weights_after(task: Task, spec: Spec, plan: str) -> list[dict[str, np.ndarray]]:
     """The weights on this rank after each step's averaging, where there is one."""
     seen: list[dict[str, np.ndarray]] = []
-    after = local_sgd.LocalSgd.after
+    after = local_sgd.LocalSgd.after_step
 
     def look(self: local_sgd.LocalSgd, step: int) -> None:
         after(self, step)
@@ -148,11 +148,11 @@ def weights_after(task: Task, spec: Spec, plan: str) -> list[dict[str, np.ndarra
             {name: tensor.detach().clone().numpy() for name, tensor in named_tensors(self.model).items()}
         )
 
-    local_sgd.LocalSgd.after = look  # type: ignore[method-assign]
+    local_sgd.LocalSgd.after_step = look  # type: ignore[method-assign]
     try:
         training(task, spec, plan)
     finally:
-        local_sgd.LocalSgd.after = after  # type: ignore[method-assign]
+        local_sgd.LocalSgd.after_step = after  # type: ignore[method-assign]
     return seen
 
 
@@ -215,7 +215,7 @@ def test_a_stop_leaves_no_trace(size: int, plan: str, stop_at: int, tmp_path: Pa
     assert not any("mean" in note for note in started.notes)
     for (_, found), (_, expected) in zip(resumed, through, strict=True):
         assert all(np.array_equal(found[name], expected[name]) for name in expected)
-    kept = load_whole(RunFolder(tmp_path / "stopped").checkpoint(14))
+    kept = load_weights(RunFolder(tmp_path / "stopped").checkpoint(14))
     assert all(np.array_equal(kept[name].numpy(), weights) for name, weights in through[0][1].items())
 
 
@@ -225,7 +225,7 @@ def test_a_stop_leaves_no_trace(size: int, plan: str, stop_at: int, tmp_path: Pa
 def test_others_go_on_from_the_mean(size: int, plan: str, tmp_path: Path) -> None:
     spec = wanted(steps=6, save=Save(minutes=1e9))
     run(2, models.Images(), spec, "local-sgd,period=4", tmp_path / "run")
-    mean = load_whole(RunFolder(tmp_path / "run").checkpoint(6))
+    mean = load_weights(RunFolder(tmp_path / "run").checkpoint(6))
     (events, weights), *_ = run(
         size, models.Images(), spec.model_copy(update={"steps": 7}), plan, tmp_path / "run"
     )

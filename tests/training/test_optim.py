@@ -13,7 +13,13 @@ from paceline.errors import PlanError, SpecError, TaskError
 from paceline.parallel.apply import check_elementwise
 from paceline.plan.plan import MeshCoordinate, ResolvedPlan
 from paceline.spec import Optimizer, Schedule
-from paceline.training.optimizer import Norm, check_schedule, combined, factor, make_optimizer
+from paceline.training.optimizer import (
+    GradientNorm,
+    check_schedule,
+    combine_norms,
+    compute_lr_factor,
+    make_optimizer,
+)
 from paceline.training.step import TrainingStep
 
 CPU = torch.device("cpu")
@@ -45,7 +51,7 @@ ALONE, FIRST = ResolvedPlan(), MeshCoordinate(0, 0, 0, 0)
     ],
 )
 def test_factors(schedule: Schedule, expected: dict[int, float]) -> None:
-    assert {samples: factor(schedule, samples, 100) for samples in expected} == pytest.approx(
+    assert {samples: compute_lr_factor(schedule, samples, 100) for samples in expected} == pytest.approx(
         expected, abs=1e-15
     )
 
@@ -70,27 +76,30 @@ def with_gradients(dtype: torch.dtype) -> nn.Module:
 def test_norm_is_that_of_torch(dtype: torch.dtype, rtol: float) -> None:
     model = with_gradients(dtype)
     params = list(model.parameters())
-    found, here = Norm(params, ALONE, FIRST, CPU).whole(), Norm(params, ALONE, FIRST, CPU).here()
+    found, here = (
+        GradientNorm(params, ALONE, FIRST, CPU).global_norm(),
+        GradientNorm(params, ALONE, FIRST, CPU).local_norms(),
+    )
     expected = torch.nn.utils.clip_grad_norm_(params, 1.0)
     assert difference(found, expected) < rtol
-    assert difference(combined(here, CPU), expected) < rtol
+    assert difference(combine_norms(here, CPU), expected) < rtol
 
 
 def test_each_gradient_is_counted_on_one_rank() -> None:
     params = list(with_gradients(torch.float64).parameters())
-    whole = Norm(params, ALONE, FIRST, CPU).whole()
+    whole = GradientNorm(params, ALONE, FIRST, CPU).global_norm()
     for ranks in (2, 3, 100):
         parts = [
-            Norm(params, ResolvedPlan(dp=ranks), MeshCoordinate(0, rank, 0, 0), CPU).here()
+            GradientNorm(params, ResolvedPlan(dp=ranks), MeshCoordinate(0, rank, 0, 0), CPU).local_norms()
             for rank in range(ranks)
         ]
         assert difference(sum(norm.square() for part in parts for norm in part), whole.square()) < 1e-15
 
 
 def test_no_gradient_at_all() -> None:
-    norm = Norm([nn.Parameter(torch.ones(3))], ALONE, FIRST, CPU)
-    assert norm.whole() == 0
-    assert norm.here() == []
+    norm = GradientNorm([nn.Parameter(torch.ones(3))], ALONE, FIRST, CPU)
+    assert norm.global_norm() == 0
+    assert norm.local_norms() == []
 
 
 OPTIMIZERS = [

@@ -18,7 +18,7 @@ from paceline.plan.plan import parse
 from paceline.run import RunFolder
 from paceline.spec import Optimizer, Save, Schedule
 from paceline.tasks.digits import Digits
-from paceline.training.checkpoint.save import load_whole
+from paceline.training.checkpoint.save import load_weights
 from paceline.training.init.named_tensors import named_tensors
 from paceline.training.parameter_server.partition import ParameterSlice, assign_slices
 
@@ -79,7 +79,7 @@ def served(
     if run is not None:
         weights = {
             name: tensor.numpy()
-            for name, tensor in load_whole(RunFolder(run).checkpoint(events[-1].step)).items()
+            for name, tensor in load_weights(RunFolder(run).checkpoint(events[-1].step)).items()
         }
     return events, weights
 

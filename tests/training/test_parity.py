@@ -25,7 +25,7 @@ from paceline.parallel.forward import call_model
 from paceline.plan.plan import parse
 from paceline.spec import Optimizer, Schedule
 from paceline.training import step
-from paceline.training.optimizer import Norm, combined, local_gradients, local_optimizer, scale_
+from paceline.training.optimizer import GradientNorm, combine_norms, local_gradients, local_optimizer, scale_
 from paceline.training.setup import build_training
 
 TASKS: list[type[Task]] = [
@@ -328,14 +328,14 @@ def clipped_by_shard() -> Any:
     """Each rank clips by the norm of what it holds itself."""
 
     def by(original: Any) -> Any:
-        def whole(self: Norm) -> torch.Tensor:
-            return combined(
+        def whole(self: GradientNorm) -> torch.Tensor:
+            return combine_norms(
                 [grad.norm() for grad in local_gradients(self.params) if grad.numel()], self.device
             )
 
         return whole
 
-    return replaced(Norm, "whole", by)
+    return replaced(GradientNorm, "global_norm", by)
 
 
 @pytest.mark.parametrize(

@@ -193,10 +193,10 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def started(task: models.Points, seed: int = 0) -> tuple[str, ...]:
     from paceline.distributed.world import World
-    from paceline.training.setup import build
+    from paceline.training.model_analysis import build_meta_model
 
     spec = Spec(batch=8, seed=seed)
-    built = build(spec, task)
+    built = build_meta_model(spec, task)
     return initial_weights.check_once(spec, task, built.model, built.weights, World())
 
 

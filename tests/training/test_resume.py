@@ -104,23 +104,24 @@ def test_a_stop_in_an_evaluation_gives_it_up_and_leaves_no_trace(size, plan, at,
     assert metrics[0]
     assert not unequal(weights(tmp_path / "stopped"), weights(tmp_path / "through"))
     best = [
-        checkpoint.best_score(RunFolder(tmp_path / run), spec.save.best) for run in ("stopped", "through")
+        checkpoint.read_best_score(RunFolder(tmp_path / run), spec.save.best)
+        for run in ("stopped", "through")
     ]
     assert best[0] == best[1] is not None
 
 
 def test_steps_that_are_told_together_stop_together(task, tmp_path):
     stopped = trained(
-        2, wanted(task, steps=10**6), "ddp", tmp_path / "stopped", 100, every_s=step_metrics.EVERY_S
+        2, wanted(task, steps=10**6), "ddp", tmp_path / "stopped", 100, every_s=step_metrics.REDUCE_EVERY_S
     )[-1]
     assert stopped.reason == "stopped"
-    assert 100 <= stopped.step <= 100 + 2 * step_metrics.MOST
+    assert 100 <= stopped.step <= 100 + 2 * step_metrics.MAX_STEPS_PER_REDUCTION
     assert of_checkpoints(tmp_path / "stopped") == [stopped.step]
 
 
 def forgetful(lost: str, *args) -> list:
     """Train with checkpoints in which what is called `lost` is zero."""
-    original = checkpoint.tensors
+    original = checkpoint.collect_state
 
     def spoilt(*of) -> dict[str, torch.Tensor]:
         return {
@@ -128,11 +129,11 @@ def forgetful(lost: str, *args) -> list:
             for name, tensor in original(*of).items()
         }
 
-    checkpoint.tensors = spoilt
+    checkpoint.collect_state = spoilt
     try:
         return on_this_rank(*args)
     finally:
-        checkpoint.tensors = original
+        checkpoint.collect_state = original
 
 
 @pytest.mark.parametrize("lost", ["0.weight/exp_avg", "0.bias/exp_avg_sq", "5.bias/step", "running_mean"])
@@ -685,7 +686,7 @@ def test_what_one_rank_of_two_writes_alone_is_no_checkpoint(tmp_path):
 
 def weights_are_damaged(run: Path, step: int) -> bool:
     return (
-        checkpoint.verify(
+        checkpoint.verify_files(
             RunFolder(run).checkpoint(step), checkpoint.read_index(RunFolder(run).checkpoint(step))
         )
         is not None

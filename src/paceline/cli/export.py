@@ -36,18 +36,18 @@ def export(
     from safetensors import SafetensorError
     from safetensors.torch import save_file
 
-    from paceline.training.checkpoint.save import last_good, load_whole
+    from paceline.training.checkpoint.save import find_last_complete, load_weights
 
     path, notes = folder.checkpoint(step) if step is not None else None, list[str]()
     if path is None:
-        path, _, notes = last_good(folder)
+        path, _, notes = find_last_complete(folder)
     for note in notes:
         print(note)
     if path is None:
         raise CheckpointError(
             f"{run} has no complete checkpoint to export; continue it with: paceline resume {run}"
         )
-    weights = load_whole(path)
+    weights = load_weights(path)
     with replaced(file) as beside:
         try:
             save_file(weights, beside, metadata={"format": "pt", "step": path.name.removeprefix("step_")})

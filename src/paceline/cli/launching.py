@@ -62,7 +62,7 @@ def check_launch(spec: Spec, launch: Launch, me: World) -> Launch:
         find_launcher(launch).check(launch)
     launch, plan, task = resolve_launch(spec, launch, me)
     if me.launcher is None and (plan.splits_model or plan.cp > 1):  # these depend on the modules of the model
-        from paceline.training.setup import validate_plan
+        from paceline.training.model_analysis import validate_plan
 
         validate_plan(spec, plan, task)
     return launch

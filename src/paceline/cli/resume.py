@@ -134,7 +134,7 @@ def find_final_step(folder: RunFolder, spec: Spec) -> int | None:
         or (ended is not None and ended.reason == "stopped")
     ):
         return None
-    from paceline.training.checkpoint.save import last_good
+    from paceline.training.checkpoint.save import find_last_complete
 
-    path, _, _ = last_good(folder)
+    path, _, _ = find_last_complete(folder)
     return last_step if path == folder.checkpoint(last_step) else None

@@ -6,7 +6,7 @@ from paceline import events
 from paceline.errors import CheckpointError
 from paceline.events import Step
 from paceline.run import RunFolder
-from paceline.training.checkpoint.save import load_whole
+from paceline.training.checkpoint.save import load_weights
 
 
 def find_weight_difference(run: RunFolder, reference: RunFolder, steps: int) -> str | None:
@@ -14,10 +14,10 @@ def find_weight_difference(run: RunFolder, reference: RunFolder, steps: int) -> 
     if not run.checkpoints() or run.checkpoints()[-1] != steps:
         return f"there is no checkpoint of the last step, {steps}"
     try:
-        weights = load_whole(run.checkpoint(steps))
+        weights = load_weights(run.checkpoint(steps))
     except CheckpointError as error:
         return str(error)
-    expected = load_whole(reference.checkpoint(steps))
+    expected = load_weights(reference.checkpoint(steps))
     for name, tensor in expected.items():
         actual = weights.get(name)
         if actual is None or actual.shape != tensor.shape or actual.dtype != tensor.dtype:

@@ -100,12 +100,12 @@ def fill_disk(context: FaultContext) -> str:
 
 def empty_disk(context: FaultContext) -> None:
     """Make room. Raises UnexpectedCourse if a checkpoint that counts as complete is torn."""
-    from paceline.training.checkpoint.save import read_index, verify
+    from paceline.training.checkpoint.save import read_index, verify_files
 
     assert context.disk is not None
     run = context.training.run
     for path in map(run.checkpoint, run.checkpoints()):
-        if damage := verify(path, read_index(path)):
+        if damage := verify_files(path, read_index(path)):
             raise UnexpectedCourse(f"{path} counts as complete but is torn: {damage}")
     context.disk.empty()
 

@@ -15,9 +15,9 @@ def ranks(flight: PreflightContext) -> Says:
 
 def task(flight: PreflightContext) -> Says:
     """The model on the meta device."""
-    from paceline.training.setup import build
+    from paceline.training.model_analysis import build_meta_model
 
-    model = build(flight.spec, flight.task).model
+    model = build_meta_model(flight.spec, flight.task).model
     parameters = format_count(sum(parameter.numel() for parameter in model.parameters()))
     yield (
         "passes",
@@ -28,9 +28,9 @@ def task(flight: PreflightContext) -> Says:
 def weights(flight: PreflightContext) -> Says:
     """Whether initial weights are those of a plain construction."""
     from paceline.training.initial_weights import check
-    from paceline.training.setup import build
+    from paceline.training.model_analysis import build_meta_model
 
-    built = build(flight.spec, flight.task)
+    built = build_meta_model(flight.spec, flight.task)
     for note in (notes := check(flight.spec, flight.task, built.model, built.weights)):
         yield "warns", note
     if not notes:
@@ -70,10 +70,11 @@ def built(flight: PreflightContext) -> Says:
         compute_comm_volume,
         compute_stage_volumes,
     )
-    from paceline.training.setup import check_enough, validate_plan
+    from paceline.training.model_analysis import validate_plan
+    from paceline.training.setup import check_sample_count
 
     spec, on, count = flight.spec, flight.on, flight.job.ranks
-    for note in check_enough(flight.data.samples, on, spec.batch):
+    for note in check_sample_count(flight.data.samples, on, spec.batch):
         yield "warns", note
     if spec.compile:
         check_compilable(on)

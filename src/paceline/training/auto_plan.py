@@ -17,8 +17,8 @@ from paceline.plan.plan import Plan, parse
 from paceline.plan.search.best_plans import answer
 from paceline.spec import Spec
 from paceline.task import Task
+from paceline.training.model_analysis import build_meta_model, validate_plan
 from paceline.training.model_facts.describe import describe
-from paceline.training.setup import build, validate_plan
 from paceline.units import format_bytes, format_seconds
 
 
@@ -73,7 +73,7 @@ def _possible(
     found: list[tuple[Plan, Cost]], spec: Spec, task: Task, ranks: int, refused: list[str]
 ) -> Iterator[tuple[Plan, Cost]]:
     """Those that nothing speaks against, without any process being started. `refused`: is told why others cannot be."""
-    sees_batches = bool(find_running_statistics(build(spec, task).model))
+    sees_batches = bool(find_running_statistics(build_meta_model(spec, task).model))
     for plan, cost in found:
         on = plan.resolve(ranks)
         if sees_batches and on.microbatches != 1:

@@ -1,9 +1,9 @@
-"""What DistributedDataParallel only finds out in its first step is found out before, on a batch whose gradients are dropped.
+"""Warm-up of DistributedDataParallel on a batch whose gradients are dropped. It determines before the first step:
 
-* Whether some parameter gets no gradient, on any rank: only then its search for unused parameters, which costs a walk over the graph
-  in every step, is needed.
-* The order in which gradients come: torch lays its buckets out anew after the first backward pass, and on more than two
-  ranks that changes the last bits of the sums. A resumed run would differ from one that never stopped.
+* Whether a parameter gets no gradient on some rank. Only then DDP must search for unused parameters, which
+  costs a walk over the graph in every step.
+* The order in which gradients come. torch rebuilds its buckets after the first backward pass, and on more than
+  two ranks that changes the last bits of the sums. A resumed run would differ from one that never stopped.
 """
 
 import torch
@@ -20,21 +20,24 @@ from paceline.training.step import TrainingStep
 from paceline.user_code import UserCode
 
 
-def settle(step: TrainingStep, batch: Batch) -> nn.Module:
-    """The model to call in all steps. Parameters, buffers and gradients are afterwards as they were."""
+def warm_up_ddp(step: TrainingStep, batch: Batch) -> nn.Module:
+    """Return the model to call in all steps. A collective, if `step.model` is a DistributedDataParallel.
+
+    Parameters, buffers and gradients are restored.
+    """
     model = step.model
     if not isinstance(model, DistributedDataParallel):
         return model
-    kept = {name: buffer.clone() for name, buffer in model.module.named_buffers()}
+    buffers = {name: buffer.clone() for name, buffer in model.module.named_buffers()}
     seed_torch(derive_seed(step.seed, "settle"), step.device)
     with autocast(step.precision, step.device):
         loss, _ = compute_weighted_loss(step.task, model, batch)
-    leads_to = find_reached_parameters(loss)
-    everywhere = torch.tensor(
-        all(id(parameter) in leads_to for parameter in step.params), dtype=torch.int32, device=step.device
+    reached = find_reached_parameters(loss)
+    all_reached = torch.tensor(
+        all(id(parameter) in reached for parameter in step.params), dtype=torch.int32, device=step.device
     )
-    dist.all_reduce(everywhere, dist.ReduceOp.MIN)
-    if everywhere.item():
+    dist.all_reduce(all_reached, dist.ReduceOp.MIN)
+    if all_reached.item():
         with UserCode("the backward pass", step.task.loss):
             loss.backward()
         step.optimizer.zero_grad(set_to_none=True)
@@ -45,9 +48,9 @@ def settle(step: TrainingStep, batch: Batch) -> nn.Module:
         model = replicate(whole, find_unused=True)
     with torch.no_grad():
         for name, buffer in list(model.module.named_buffers()):
-            if name in kept:
-                buffer.copy_(kept[name])
-            else:  # it was None until the forward pass
+            if name in buffers:
+                buffer.copy_(buffers[name])
+            else:  # the buffer was None before the forward pass
                 owner, _, leaf = name.rpartition(".")
                 model.module.get_submodule(owner)._buffers[leaf] = None
     return model

@@ -96,7 +96,7 @@ class FirstLoss:
         self.apart = ""
 
     def __call__(self, output: object, batch: Batch, values: Tensor) -> None:
-        self.step.examine = None
+        self.step.on_first_loss = None
         check_values(values)
         if type(self.step.task).weights is Task.weights:
             try:

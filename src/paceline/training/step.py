@@ -19,7 +19,7 @@ from paceline.errors import TaskError
 from paceline.parallel.forward import GlobalWeight, LocalWeight, autocast, compute_weighted_loss, forward
 from paceline.plan.plan import MeshCoordinate, ResolvedPlan
 from paceline.task import Task
-from paceline.training.optimizer import Norm, OptimizerStep, combined, scale_
+from paceline.training.optimizer import GradientNorm, OptimizerStep, combine_norms, scale_
 from paceline.training.step_metrics import LocalStepStats
 from paceline.user_code import UserCode
 
@@ -29,8 +29,11 @@ if TYPE_CHECKING:
 
 @dataclass
 class LossScale:
-    """Dynamic loss scaling for fp16 (Micikevicius et al., Mixed precision training, 2018), decided by the norm of the whole
-    gradient, so that all ranks agree. torch's GradScaler looks at each rank's shards alone."""
+    """Dynamic loss scaling for fp16 (Micikevicius et al., Mixed precision training, 2018).
+
+    The norm of the whole gradient decides, so that all ranks agree. torch's GradScaler looks only at the
+    shards of its rank.
+    """
 
     scale: float = 65536.0
     good_steps: int = 0
@@ -39,6 +42,7 @@ class LossScale:
         return bool(norm.isfinite())
 
     def update(self, finite: bool) -> None:
+        """Adapt the scale after a step. `finite`: whether the gradient was."""
         self.good_steps = self.good_steps + 1 if finite else 0
         if not finite:
             self.scale /= 2
@@ -48,10 +52,10 @@ class LossScale:
 
 @dataclass
 class TrainingStep:
-    """Call it with the micro-batches of a step. All that is not an argument of the call is the same for each step."""
+    """One update. Call it with the micro-batches of each step; its fields are the same for all steps."""
 
     task: Task
-    model: nn.Module  # as laid out
+    model: nn.Module  # as the plan distributes it
     optimizer: torch.optim.Optimizer
     params: Sequence[nn.Parameter]
     plan: ResolvedPlan
@@ -60,37 +64,32 @@ class TrainingStep:
     precision: str
     clip: float | None
     seed: int
-    pipeline: "Pipeline | None" = None  # runs forward and backward, where the plan has one
-    observe: Callable[[str, int], None] | None = (
-        None  # called with ("gradients", step) before each update, ("weights", step) after it
-    )
-    share: tuple[int, int] | None = (
-        None  # samples of a micro-batch here and of the global batch, where ranks have unlike numbers
-    )
-    alone: bool = False  # the gradient is that of the mean over this rank's own items: local SGD
+    pipeline: "Pipeline | None" = None  # runs forward and backward, if the plan has one
+    # Called with ("gradients", step) before each update and ("weights", step) after it.
+    observe: Callable[[str, int], None] | None = None
+    # Samples of a micro-batch on this rank and of the global batch, if ranks have different numbers.
+    share: tuple[int, int] | None = None
+    is_local: bool = False  # whether the loss is the mean over the items of this rank only (local SGD)
     base_lrs: list[float] = field(init=False)
-    norm: Norm = field(init=False)
+    norm: GradientNorm = field(init=False)
     loss_scale: LossScale | None = field(init=False)
     step_optimizer: OptimizerStep = field(init=False)
-    around_loss: Callable[[], contextlib.AbstractContextManager[None]] = (
-        contextlib.nullcontext
-    )  # forward and backward run in it
-    enter: Callable[[str], None] = lambda phase: None  # told of each phase that begins
-    examine: Callable[[object, Batch, Tensor], None] | None = (
-        None  # called with the first output, batch and loss, and never again
-    )
-    after_backward: list[Callable[[], None]] = field(
-        default_factory=list
-    )  # what the engines leave undone of the gradients
+    # Forward and backward run in this context.
+    loss_context: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext
+    on_phase: Callable[[str], None] = lambda phase: None  # called at the begin of each phase
+    # Called once, with the first output, its batch and its loss.
+    on_first_loss: Callable[[object, Batch, Tensor], None] | None = None
+    # Called after each backward pass, to complete gradients that torch's engines leave incomplete.
+    after_backward: list[Callable[[], None]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.base_lrs = [group["lr"] for group in self.optimizer.param_groups]
-        own = [
+        counted = [
             parameter
             for parameter in self.params
             if self.pipeline is None or id(parameter) not in self.pipeline.counted_elsewhere
         ]
-        self.norm = Norm(own, self.plan, self.place, self.device)
+        self.norm = GradientNorm(counted, self.plan, self.place, self.device)
         self.loss_scale = LossScale() if self.precision == "fp16" else None
         self.step_optimizer = OptimizerStep(self.optimizer)
 
@@ -99,18 +98,19 @@ class TrainingStep:
         return self.plan.dp
 
     def __call__(self, batches: Sequence[Batch], step: int, lr_factor: float) -> LocalStepStats:
-        with self.around_loss():
+        """Run forward, backward and the update on the micro-batches of a step. `step`: steps done before."""
+        with self.loss_context():
             losses, items, expected = self.backward(batches, step)
         for finish in self.after_backward:
             finish()
-        self.enter(UPDATE)
+        self.on_phase(UPDATE)
         if self.observe is not None:
             self.observe("gradients", step)
         norm = self.update(lr_factor)
         if self.observe is not None:
             self.observe("weights", step)
-        if self.alone:  # the squares of all ranks add up to their mean
-            norm = (norm if isinstance(norm, Tensor) else combined(norm, self.device)) / math.sqrt(
+        if self.is_local:  # so that the squares of all ranks add up to their mean
+            norm = (norm if isinstance(norm, Tensor) else combine_norms(norm, self.device)) / math.sqrt(
                 self.data_ranks
             )
         return (
@@ -121,11 +121,11 @@ class TrainingStep:
 
     @property
     def counts(self) -> bool:
-        """Of the ranks with the same samples, whether this is the one whose losses and metrics count."""
+        """Whether losses and metrics of this rank count. Of the ranks with the same samples, only one counts."""
         return (self.place.cp, self.place.tp, self.place.pp) == (0, 0, self.plan.loss_pp_rank)
 
     def output(self, batch: Batch) -> object:
-        """What the model makes of a batch; ELSEWHERE where another rank has the end of it."""
+        """Return the output of the model for a batch, or ELSEWHERE if another rank has the last pipeline stage."""
         if self.pipeline is not None:
             return self.pipeline.output(batch)
         with autocast(self.precision, self.device):
@@ -134,67 +134,77 @@ class TrainingStep:
     def backward(
         self, batches: Sequence[Batch], step: int
     ) -> tuple[list[Tensor], list[Tensor | float], float | None]:
-        """Add up the gradients. Returns loss × items and items of each micro-batch here, and the items expected over all ranks."""
+        """Accumulate the gradients of the micro-batches.
+
+        Returns for each micro-batch of this rank loss × items and items, and the number of items that is
+        expected over all ranks (None if it was counted).
+        """
         weight: GlobalWeight | LocalWeight | None = None
         if type(self.task).weights is not Task.weights:
-            own = LocalWeight(self.task, batches, self.data_ranks) if self.alone else None
+            own = LocalWeight(self.task, batches, self.data_ranks) if self.is_local else None
             weight = own or GlobalWeight(self.task, batches, self.place.is_first_of_data)
         if self.pipeline is not None:
-            self.enter(FORWARD)
+            self.on_phase(FORWARD)
             assert not isinstance(weight, LocalWeight)
-            return self.pipeline.backward(batches, step, weight, self._share_of, self.examine)
+            return self.pipeline.backward(batches, step, weight, self._start_gradient, self.on_first_loss)
         losses: list[Tensor] = []
         items: list[Tensor | float] = []
         whole: Tensor | float | None = None
         for index, batch in enumerate(batches):
-            self.enter(FORWARD)
+            self.on_phase(FORWARD)
             seed_torch(derive_seed(self.seed, "model", step, index, *self.place.stream), self.device)
             with self._sync_if(index == len(batches) - 1):
                 with autocast(self.precision, self.device):
-                    loss, items_here = compute_weighted_loss(self.task, self.model, batch, self.examine)
+                    loss, num_items = compute_weighted_loss(self.task, self.model, batch, self.on_first_loss)
                 if whole is None:
                     whole = (
                         weight.result()
                         if weight is not None
-                        else self._expected(float(items_here), len(batches))
+                        else self._expected_items(float(num_items), len(batches))
                     )
-                self.enter(BACKWARD)
-                share = self._share_of(loss, whole)
+                self.on_phase(BACKWARD)
+                start = self._start_gradient(loss, whole)
                 with UserCode("the backward pass", self.task.loss):
-                    loss.backward(share)
+                    loss.backward(start)
             losses.append(loss.detach())
-            items.append(items_here)
+            items.append(num_items)
         return losses, items, whole if isinstance(whole, float) else None
 
-    def _expected(self, items_here: float, micro_batches: int) -> float:
-        """Items of the global batch, where a micro-batch here has so many."""
+    def _expected_items(self, items: float, micro_batches: int) -> float:
+        """Return the items of the global batch, inferred from the `items` of a micro-batch of this rank."""
         if self.share is None:
-            return items_here * micro_batches * self.data_ranks
-        here, everywhere = self.share
-        return items_here * everywhere / here  # exact, whatever the shares
+            return items * micro_batches * self.data_ranks
+        local_samples, global_samples = self.share
+        return items * global_samples / local_samples  # exact for all shares
 
-    def _share_of(self, loss: Tensor, whole: Tensor | float) -> Tensor:
-        """What a rank's loss × items counts for in the mean over `whole` items, as the gradient to start backward with."""
+    def _start_gradient(self, loss: Tensor, whole: Tensor | float) -> Tensor:
+        """Return the gradient of the mean over `whole` items with respect to this rank's loss × items.
+
+        Backward starts with it. Raises TaskError if there are no items.
+        """
         if isinstance(whole, float) and not whole:
             raise TaskError(
-                "loss() returned no items, of which there is no mean; return one or more for each sample"
+                "loss() returned no items, which have no mean; return one or more for each sample"
             )
-        share = self.data_ranks / whole  # the engines average over the data ranks
+        start = self.data_ranks / whole  # torch's engines average over the data ranks
         if self.loss_scale is not None:
-            share = share * self.loss_scale.scale
-        return share.to(loss.dtype) if isinstance(share, Tensor) else torch.full_like(loss, share)
+            start = start * self.loss_scale.scale
+        return start.to(loss.dtype) if isinstance(start, Tensor) else torch.full_like(loss, start)
 
     @torch.no_grad()
     def update(self, lr_factor: float) -> Tensor | list[Tensor]:
-        """Clip, step and drop the gradients. Returns this rank's part of the norm of the whole gradient, or the norms that make it up."""
+        """Clip the gradients, run the optimizer and drop the gradients.
+
+        Returns this rank's part of the norm of the whole gradient, or the norms of the tensors in that part.
+        """
         norm: Tensor | list[Tensor]
         for group, lr in zip(self.optimizer.param_groups, self.base_lrs, strict=True):
             group["lr"] = lr * lr_factor
         if self.clip is None and self.loss_scale is None:
-            norm = self.norm.here()
+            norm = self.norm.local_norms()
             self._step()
         else:
-            whole = self.norm.whole()
+            whole = self.norm.global_norm()
             by = torch.ones_like(whole)
             if self.loss_scale is not None:
                 by = by / self.loss_scale.scale
@@ -205,7 +215,7 @@ class TrainingStep:
                 scale_(self.params, by)
                 self._step()
             norm = []
-            if self.alone or self.place == MeshCoordinate(0, 0, 0, 0):
+            if self.is_local or self.place == MeshCoordinate(0, 0, 0, 0):
                 norm = whole / self.loss_scale.scale if self.loss_scale is not None else whole
             if self.loss_scale is not None:
                 self.loss_scale.update(finite)
@@ -218,10 +228,10 @@ class TrainingStep:
             self.step_optimizer()
 
     def _sync_if(self, last: bool) -> contextlib.AbstractContextManager[None]:
-        """Gradients travel once a step, with the last micro-batch."""
+        """Let torch's engines send gradients only with the last micro-batch of a step."""
         if isinstance(self.model, DistributedDataParallel):
             return contextlib.nullcontext() if last else self.model.no_sync()
         set_sync = getattr(self.model, "set_requires_gradient_sync", None)
-        if set_sync is not None:  # FSDPModule, which takes 0.7 s to import
+        if set_sync is not None:  # an FSDPModule, whose import takes 0.7 s
             set_sync(last)
         return contextlib.nullcontext()

@@ -1,6 +1,7 @@
-"""What steps came to, added up over the ranks. Quick steps travel together, and all are read while a later step runs."""
+"""Metrics of steps, reduced over the ranks while later steps run. Quick steps share one all-reduce."""
 
 import math
+import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -10,33 +11,58 @@ import torch.distributed as dist
 from torch import Tensor
 
 from paceline.errors import TaskError
-from paceline.training.optimizer import combined
+from paceline.events import Step
+from paceline.training.optimizer import combine_norms
 
-EVERY_S = 0.1  # steps that are quicker are told together, about so often
-MOST = 64  # steps told together
+REDUCE_EVERY_S = 0.1  # quicker steps share one reduction about this often
+MAX_STEPS_PER_REDUCTION = 64
 
 
 class LocalStepStats(NamedTuple):
-    """What a step came to on this rank. The parts of all ranks add up to the whole: sums, and the square of the norm."""
+    """Metrics of a step on this rank. They add up over the ranks: sums, and squares of the norm."""
 
     loss: Tensor | float  # × items
     items: Tensor | float
-    norm: (
-        Tensor | list[Tensor]
-    )  # of what is counted here of the gradient, or the norms of the tensors that it consists of
-    expected: float | None  # items that the loss was divided by, where they were only inferred
+    # of the gradients that this rank counts, or a list with the norm of each of their tensors
+    norm: Tensor | list[Tensor]
+    expected: float | None  # items that the loss was divided by, if their number was only inferred
 
 
 class StepMetrics(NamedTuple):
-    """What a step came to, the same on all ranks."""
+    """Metrics of a step, the same on all ranks."""
 
     loss: float
-    grad_norm: float  # not finite where fp16 overflowed and the update was left out
+    grad_norm: float  # not finite if fp16 overflowed and the update was skipped
+
+
+class LaunchedStep(NamedTuple):
+    """A step of this rank that has run, but whose metrics are not reduced yet."""
+
+    stats: LocalStepStats
+    step: int
+    lr: float
+    data_s: float
+    step_s: float
+    time: float
+
+    def event(self, metrics: StepMetrics, batch: int) -> Step:
+        """Return the event of this step. `batch`: samples per step over all ranks."""
+        return Step(
+            time=self.time,
+            step=self.step,
+            samples=self.step * batch,
+            loss=metrics.loss,
+            grad_norm=metrics.grad_norm if math.isfinite(metrics.grad_norm) else None,
+            lr=self.lr,
+            step_s=self.step_s,
+            data_s=self.data_s,
+            samples_per_s=batch / self.step_s,
+        )
 
 
 @dataclass(frozen=True)
 class ControlFlags:
-    """What this rank would like all ranks to do after the steps that are told."""
+    """What a rank requests of all ranks after the reduced steps."""
 
     stop: bool = False
     save: bool = False
@@ -44,15 +70,17 @@ class ControlFlags:
 
 @dataclass(frozen=True)
 class ReducedMetrics:
+    """The result of one reduction."""
+
     steps: list[StepMetrics]
-    wishes: ControlFlags  # of any rank
+    flags: ControlFlags  # set if any rank set them
     step_s: float  # mean over the ranks and these steps
-    together: int  # steps to be told together from now on, so that all ranks agree
+    steps_per_reduction: int  # from now on; the same on all ranks
 
 
 @dataclass
-class Pending:
-    """Figures on their way from the other ranks and the device."""
+class PendingMetrics:
+    """Metrics on their way from the other ranks and from the device."""
 
     sums: Tensor
     expected: list[float | None]
@@ -61,28 +89,31 @@ class Pending:
     copied: torch.cuda.Event | None
 
     def result(self) -> ReducedMetrics:
+        """Wait for the reduction and return it. Raises TaskError if the number of items is not the expected one."""
         if self.copied is not None:
             self.copied.synchronize()
         elif self.work is not None:
             self.work.wait()
         *sums, stop, save, seconds = self.sums.tolist()
-        steps = list(map(_figures, sums[0::3], sums[1::3], sums[2::3], self.expected))
+        steps = list(map(_metrics_of_step, sums[0::3], sums[1::3], sums[2::3], self.expected))
         step_s = seconds / (self.ranks * len(steps))
-        together = min(MOST, max(1, int(EVERY_S / step_s))) if step_s else 1
-        return ReducedMetrics(steps, ControlFlags(stop > 0, save > 0), step_s, together)
+        steps_per_reduction = (
+            min(MAX_STEPS_PER_REDUCTION, max(1, int(REDUCE_EVERY_S / step_s))) if step_s else 1
+        )
+        return ReducedMetrics(steps, ControlFlags(stop > 0, save > 0), step_s, steps_per_reduction)
 
 
-def _figures(loss: float, items: float, squares: float, expected: float | None) -> StepMetrics:
+def _metrics_of_step(loss: float, items: float, squares: float, expected: float | None) -> StepMetrics:
     if expected is not None and items != expected:
         raise TaskError(
-            f"loss() returned {items:.0f} items over all ranks and micro-batches where the first let expect {expected:.0f}; "
-            "where their number varies, define weights(batch), so that each item weighs the same"
+            f"loss() returned {items:.0f} items over all ranks and micro-batches, expected {expected:.0f} from the first one; "
+            "if their number varies, define weights(batch), so that each item has the same weight"
         )
     return StepMetrics(loss / items if items else math.nan, math.sqrt(squares))
 
 
 def _column(values: Sequence[Tensor | float], device: torch.device) -> Tensor:
-    """These numbers in float64. (To write them into a tensor one after the other takes 3 µs each.)"""
+    """Return these numbers as one float64 tensor. (Writing them into a tensor one by one takes 3 µs each.)"""
     tensors = [value for value in values if isinstance(value, Tensor)]
     if len(tensors) < len(values):
         return torch.tensor([float(value) for value in values], dtype=torch.float64, device=device)
@@ -90,12 +121,15 @@ def _column(values: Sequence[Tensor | float], device: torch.device) -> Tensor:
 
 
 def reduce_metrics_async(
-    steps: Sequence[LocalStepStats], wishes: ControlFlags, seconds: float, ranks: int, device: torch.device
-) -> Pending:
-    """Start to add up the figures of `steps`, which took so many seconds on this rank. A collective: all ranks tell of the same steps."""
-    # Here and not in the step: many in a row find their code in the caches.
+    steps: Sequence[LocalStepStats], flags: ControlFlags, seconds: float, ranks: int, device: torch.device
+) -> PendingMetrics:
+    """Start to reduce the metrics of `steps` over all ranks. A collective: all ranks pass the same steps.
+
+    seconds: what these steps took on this rank.
+    """
+    # Norms are combined here and not in the step: many in a row find their code in the caches.
     norms = _column(
-        [step.norm if isinstance(step.norm, Tensor) else combined(step.norm, device) for step in steps],
+        [step.norm if isinstance(step.norm, Tensor) else combine_norms(step.norm, device) for step in steps],
         device,
     )
     columns = (
@@ -103,16 +137,72 @@ def reduce_metrics_async(
         _column([step.items for step in steps], device),
         norms.square(),
     )
-    rest = torch.tensor([float(wishes.stop), float(wishes.save), seconds], dtype=torch.float64, device=device)
+    rest = torch.tensor([float(flags.stop), float(flags.save), seconds], dtype=torch.float64, device=device)
     sums = torch.cat([torch.stack(columns, dim=1).flatten(), rest])
     expected = [step.expected for step in steps]
     work = dist.all_reduce(sums, async_op=True) if ranks > 1 else None
     if device.type != "cuda":
-        return Pending(sums, expected, ranks, work, None)
+        return PendingMetrics(sums, expected, ranks, work, None)
     if work is not None:
-        work.wait()  # orders the streams; the host goes on
+        work.wait()  # orders the streams; the host continues
     on_host = torch.empty(len(sums), dtype=torch.float64, pin_memory=True)
     on_host.copy_(sums, non_blocking=True)
     copied = torch.cuda.Event()
     copied.record()
-    return Pending(on_host, expected, ranks, None, copied)
+    return PendingMetrics(on_host, expected, ranks, None, copied)
+
+
+class FinishedSteps(NamedTuple):
+    """Steps with their reduced metrics."""
+
+    steps: list[tuple[LaunchedStep, StepMetrics]]
+    flags: ControlFlags  # set if any rank set them
+    step_s: float  # mean over the ranks and these steps
+
+
+class MetricsReducer:
+    """Reduces the metrics of steps while later steps run. All ranks must make the same calls in the same order.
+
+    At most one reduction is under way: call `finish` before `start`.
+    """
+
+    def __init__(self, ranks: int, device: torch.device):
+        self.ranks, self.device = ranks, device
+        self._launched: list[LaunchedStep] = []  # steps whose reduction has not started
+        self._reducing: tuple[list[LaunchedStep], PendingMetrics] | None = None
+        self._steps_per_reduction = 1
+
+    def add(self, step: LaunchedStep) -> None:
+        self._launched.append(step)
+
+    @property
+    def has_launched(self) -> bool:
+        """Whether the reduction of some step has not started."""
+        return bool(self._launched)
+
+    @property
+    def is_due(self) -> bool:
+        """Whether enough steps have run for the next reduction."""
+        return len(self._launched) >= self._steps_per_reduction
+
+    def start(self, flags: ControlFlags) -> None:
+        """Start to reduce the metrics of all steps added since the last call. A collective."""
+        assert self._reducing is None
+        seconds = sum(launched.step_s for launched in self._launched)
+        pending = reduce_metrics_async(
+            [launched.stats for launched in self._launched], flags, seconds, self.ranks, self.device
+        )
+        self._launched, self._reducing = [], (self._launched, pending)
+
+    def finish(self) -> FinishedSteps | None:
+        """Wait for the reduction under way, and return its steps; None if there is none."""
+        if self._reducing is None:
+            return None
+        (launched, pending), self._reducing = self._reducing, None
+        reduced = pending.result()
+        self._steps_per_reduction = reduced.steps_per_reduction
+        if self.device.type == "cuda":  # the host waited in one step for the kernels of all
+            step_s = statistics.mean(step.step_s for step in launched)
+            data_s = statistics.mean(step.data_s for step in launched)
+            launched = [step._replace(step_s=step_s, data_s=data_s) for step in launched]
+        return FinishedSteps(list(zip(launched, reduced.steps, strict=True)), reduced.flags, reduced.step_s)

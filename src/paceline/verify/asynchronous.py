@@ -17,7 +17,7 @@ from paceline.plan.plan import Plan, parse
 from paceline.run import RunFolder
 from paceline.spec import Optimizer, Spec
 from paceline.task import Task
-from paceline.training.checkpoint.save import load_whole
+from paceline.training.checkpoint.save import load_weights
 from paceline.training.loop import train
 from paceline.training.parameter_server.coordinator import STALENESS
 from paceline.verify.capture import Reference
@@ -137,7 +137,7 @@ def _of_servers(spec: Spec, asked: Plan, reference: Reference, run: Run, folder:
 
 def _weights(path: Path, spec: Spec) -> dict[str, Tensor]:
     assert spec.steps is not None
-    return load_whole(RunFolder(path).checkpoint(spec.steps))
+    return load_weights(RunFolder(path).checkpoint(spec.steps))
 
 
 def _same(

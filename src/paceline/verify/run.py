@@ -147,9 +147,9 @@ class Verification:
     def _check_weights(self, task: Task) -> None:
         """Raises TaskError where initial weights are not those of a plain construction: the reference would have them, too."""
         from paceline.training.initial_weights import check
-        from paceline.training.setup import build
+        from paceline.training.model_analysis import build_meta_model
 
-        built = build(self.spec, task)
+        built = build_meta_model(self.spec, task)
         self.notes += check(self.spec, task, built.model, built.weights)
 
     def _record(self, microbatches: int, rounding: float = 0.0) -> Reference:

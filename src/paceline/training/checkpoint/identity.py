@@ -1,4 +1,4 @@
-"""What makes a training what it is, beside its data: kept in each checkpoint, so that a resume can report what is another now."""
+"""The identity of a training: its options, task and model, kept in each checkpoint so that a resume reports changes."""
 
 import dataclasses
 import hashlib
@@ -17,37 +17,44 @@ METHODS = ("model", "dataset", "inputs", "loss", "weights", "metrics", "layout",
 MODULES, CODE = "modules of the model", "code of "
 
 
-def modules_of(model: nn.Module) -> str:
-    """Return how many modules of each kind a model has, and a digest of all with their settings. To be asked before it is laid out."""
-    each = [f"{name} {type(module).__name__} {module.extra_repr()}" for name, module in model.named_modules()]
+def describe_modules(model: nn.Module) -> str:
+    """Return how many modules of each kind a model has, and a digest of their names and settings.
+
+    Call it before a plan distributes the model.
+    """
+    lines = [
+        f"{name} {type(module).__name__} {module.extra_repr()}" for name, module in model.named_modules()
+    ]
     counts = Counter(type(module).__name__ for module in model.modules())
-    return f"{', '.join(f'{count} {kind}' for kind, count in sorted(counts.items()))} [{_digest(chr(10).join(each))}]"
+    return f"{', '.join(f'{count} {kind}' for kind, count in sorted(counts.items()))} [{_digest(chr(10).join(lines))}]"
 
 
-def identity(spec: Spec, task: Task, modules: str, optimizer: torch.optim.Optimizer) -> dict[str, str]:
-    """Return what each thing is, in words or as a digest."""
-    found = {name: repr(getattr(spec, name)) for name in ("precision", "tf32", "batch_norm")}
-    found |= {f"optimizer.{key}": repr(value) for key, value in spec.optimizer}
-    found |= {f"schedule.{key}": repr(value) for key, value in spec.schedule}
-    found |= {f"field {name}": repr(value)[:200] for name, value in field_values(task).items()}
-    found |= {"optimizer": type(local_optimizer(optimizer)).__name__, MODULES: modules}
-    return found | {f"{CODE}{name}": _digest(text) for name, text in _sources(task).items()}
+def describe_identity(
+    spec: Spec, task: Task, modules: str, optimizer: torch.optim.Optimizer
+) -> dict[str, str]:
+    """Return each property of a training that may change its results, as text or as a digest. `modules`: of its model."""
+    identity = {name: repr(getattr(spec, name)) for name in ("precision", "tf32", "batch_norm")}
+    identity |= {f"optimizer.{key}": repr(value) for key, value in spec.optimizer}
+    identity |= {f"schedule.{key}": repr(value) for key, value in spec.schedule}
+    identity |= {f"field {name}": repr(value)[:200] for name, value in field_values(task).items()}
+    identity |= {"optimizer": type(local_optimizer(optimizer)).__name__, MODULES: modules}
+    return identity | {f"{CODE}{name}": _digest(text) for name, text in _sources(task).items()}
 
 
 def _sources(task: Task) -> dict[str, str]:
-    """Of what can be read; a class made at a prompt has no source."""
-    found = {}
+    """Return the source of each method of the task, and of its file. (A class defined at a prompt has no source.)"""
+    methods = {}
     for name in METHODS:
         method = getattr(type(task), name)
         if method is not getattr(Task, name):
-            found[f"{name}()"] = method
-    kept = {}
-    for name, item in [*found.items(), ("the task's file", inspect.getmodule(type(task)))]:
+            methods[f"{name}()"] = method
+    sources = {}
+    for name, item in [*methods.items(), ("the task's file", inspect.getmodule(type(task)))]:
         try:
-            kept[name] = inspect.getsource(item) if item is not None else ""
+            sources[name] = inspect.getsource(item) if item is not None else ""
         except (OSError, TypeError):
             continue
-    return kept
+    return sources
 
 
 def _digest(text: str) -> str:
@@ -71,10 +78,12 @@ class _Change:
         )
 
 
-def changes(then: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
-    """Return a few words for each thing that is another now."""
-    found = [_Change(name, then[name], now[name]) for name in now if name in then and then[name] != now[name]]
-    code = [change for change in found if change.name.startswith(CODE)]
-    if len(code) > 1:  # the file changed with its methods
-        found = [change for change in found if not change.name.endswith("file")]
-    return [str(change) for change in found]
+def describe_changes(then: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
+    """Return a few words for each property that differs between two identities."""
+    changes = [
+        _Change(name, then[name], now[name]) for name in now if name in then and then[name] != now[name]
+    ]
+    code = [change for change in changes if change.name.startswith(CODE)]
+    if len(code) > 1:  # the file changed because its methods did
+        changes = [change for change in changes if not change.name.endswith("file")]
+    return [str(change) for change in changes]

@@ -1,8 +1,9 @@
-"""Read a checkpoint of torch's distributed checkpoint without calling what its files name.
+"""Read a checkpoint of torch's distributed checkpoint without running code that its files name.
 
-torch reads `.metadata` with pickle, and entries of bytes with `torch.load(weights_only=False)` (torch 2.13): both call what the file says.
-Here the pickle may name only the classes that torch writes into it, and gets stand-ins for them; what they hold is checked, and torch's own
-objects are built from that. Entries of bytes are refused: a checkpoint of ours holds tensors only.
+torch 2.13 reads `.metadata` with pickle, and entries of bytes with `torch.load(weights_only=False)`: both call
+what the file names. Here the pickle may name only the classes that torch writes into it, and gets stand-ins
+for them. Their contents are checked, and torch's objects are built from them. Entries of bytes are refused:
+Paceline's checkpoints hold only tensors.
 """
 
 import contextlib
@@ -46,7 +47,7 @@ CLASSES = {
     ("pathlib._local", "PosixPath"),  # Python 3.13
 }
 DTYPES = {name: value for name, value in vars(torch).items() if isinstance(value, torch.dtype)}
-# What pickle raises for a file that is none of its own. (OverflowError and IndexError are among them.)
+# What pickle raises for a file that is no pickle. (OverflowError and IndexError are subclasses of these.)
 MISREAD = (
     *(
         pickle.UnpicklingError,
@@ -63,7 +64,7 @@ MISREAD = (
 
 
 class _StandIn:
-    """An instance of a class that the file names. What the file says of it is kept in `state`, and nothing is called."""
+    """Stands for an instance of a class that the file names. It keeps the state in the file, and calls nothing."""
 
     def __init__(self, *args: Any) -> None:
         self.state: Any = None
@@ -75,7 +76,7 @@ class _StandIn:
 class _Unpickler(pickle.Unpickler):
     def __init__(self, file: io.BytesIO):
         super().__init__(file)
-        # New ones for each file, for a pickle can set attributes of what it has named.
+        # New classes for each file, since a pickle can set attributes of the classes that it names.
         self._classes = {name: type(name[1], (_StandIn,), {}) for name in CLASSES}
 
     def find_class(self, module: str, name: str) -> Any:
@@ -85,61 +86,67 @@ class _Unpickler(pickle.Unpickler):
             return DTYPES[name]
         if (module, name) in self._classes:
             return self._classes[module, name]
-        raise pickle.UnpicklingError(f"it names {module}.{name}, which no checkpoint holds")
+        raise pickle.UnpicklingError(f"it names {module}.{name}, which no checkpoint contains")
 
     def persistent_load(self, pid: Any) -> NoReturn:
         raise pickle.UnpicklingError("it names an object outside of the file")
 
 
 def read_metadata(path: Path, files: Container[str], limit_bytes: int) -> Metadata:
-    """Return the metadata of the checkpoint in the folder `path`: its tensors, and where in which of `files` their parts lie.
+    """Return the metadata of the checkpoint in the folder `path`: its tensors, and the place of their parts in `files`.
 
-    limit_bytes: of all files together, which the tensors cannot exceed. Raises CheckpointError for anything else than tensors.
+    limit_bytes: the size of all files, which the tensors cannot exceed. Raises CheckpointError if the metadata
+    cannot be read, or names anything but tensors.
     """
     try:
         with open_regular(path / ".metadata") as file:
             root = _Unpickler(io.BytesIO(file.read())).load()
         entries, places = _fields(root, "state_dict_metadata", "storage_data")
-        tensors = {_of(name, str): _tensor(name, entry) for name, entry in _of(entries, dict).items()}
-        storage = dict(_place(index, place, files) for index, place in _of(places, dict).items())
+        tensors = {_typed(name, str): _tensor(name, entry) for name, entry in _typed(entries, dict).items()}
+        storage = dict(_place(index, place, files) for index, place in _typed(places, dict).items())
     except OSError as error:
         raise CheckpointError(f"{path} is damaged: .metadata cannot be read ({error.strerror})") from error
     except MISREAD as error:
         raise CheckpointError(
             f"{path} is damaged: .metadata cannot be read ({str(error) or type(error).__name__})"
         ) from error
-    if sum(math.prod(one.size) * one.properties.dtype.itemsize for one in tensors.values()) > limit_bytes:
+    if (
+        sum(math.prod(tensor.size) * tensor.properties.dtype.itemsize for tensor in tensors.values())
+        > limit_bytes
+    ):
         raise CheckpointError(
             f"{path} is damaged: .metadata names tensors that are larger than its files, of {limit_bytes} bytes"
         )
     return Metadata(state_dict_metadata=dict(tensors), planner_data={}, storage_data=storage)
 
 
-def _of(value: Any, kind: type) -> Any:
+def _typed(value: Any, kind: type) -> Any:
+    """Return `value`. Raises ValueError if it is not of this type."""
     if type(value) is not kind:
-        raise ValueError(f"a {kind.__name__} was expected, not a {type(value).__name__}")
+        raise ValueError(f"expected a {kind.__name__}, got a {type(value).__name__}")
     return value
 
 
 def _fields(record: Any, *names: str) -> list[Any]:
     if not isinstance(record, _StandIn) or not isinstance(record.state, dict):
-        raise ValueError(f"a {type(record).__name__} where there should be one with {' and '.join(names)}")
+        raise ValueError(f"expected an object with {' and '.join(names)}, got a {type(record).__name__}")
     return [record.state[name] for name in names]
 
 
 def _shape(value: Any) -> torch.Size:
     if type(value) is not tuple or any(type(size) is not int or size < 0 for size in value):
-        raise ValueError(f"a shape was expected, not a {type(value).__name__}")
+        raise ValueError(f"expected a shape, got a {type(value).__name__}")
     return torch.Size(value)
 
 
 def _tensor(name: str, entry: Any) -> TensorStorageMetadata:
     if type(entry).__name__ != "TensorStorageMetadata":
-        raise ValueError(f"{name!r} is no tensor, and a checkpoint holds nothing else")
+        raise ValueError(f"{name!r} is no tensor, and a checkpoint holds only tensors")
     properties, size, chunks = _fields(entry, "properties", "size", "chunks")
-    dtype = _of(_of(getattr(properties, "state", None), tuple)[0], torch.dtype)
+    dtype = _typed(_typed(getattr(properties, "state", None), tuple)[0], torch.dtype)
     parts = [
-        ChunkStorageMetadata(*map(_shape, _fields(chunk, "offsets", "sizes"))) for chunk in _of(chunks, list)
+        ChunkStorageMetadata(*map(_shape, _fields(chunk, "offsets", "sizes")))
+        for chunk in _typed(chunks, list)
     ]
     whole = _shape(size)
     for part in parts:
@@ -147,22 +154,22 @@ def _tensor(name: str, entry: Any) -> TensorStorageMetadata:
         if any(end > extent for end, extent in zip(ends, whole, strict=True)):
             raise ValueError(f"{name!r} has a part outside of its shape {tuple(whole)}")
     if sum(math.prod(part.sizes) for part in parts) != math.prod(whole):
-        raise ValueError(f"the parts of {name!r} do not make up its shape {tuple(whole)}")
+        raise ValueError(f"the parts of {name!r} do not add up to its shape {tuple(whole)}")
     return TensorStorageMetadata(TensorProperties(dtype=dtype), whole, parts)
 
 
 def _place(index: Any, place: Any, files: Container[str]) -> tuple[MetadataIndex, _StorageInfo]:
     name, offset = _fields(index, "fqn", "offset")
     file, begin, length = _fields(place, "relative_path", "offset", "length")
-    if _of(file, str) not in files:
-        raise ValueError(f"{name!r} is in {file!r}, which is no file of the checkpoint")
-    if _of(begin, int) < 0 or _of(length, int) < 0:
+    if _typed(file, str) not in files:
+        raise ValueError(f"{name!r} is in {file!r}, which is not a file of the checkpoint")
+    if _typed(begin, int) < 0 or _typed(length, int) < 0:
         raise ValueError(f"{name!r} is before the beginning of {file!r}")
-    return MetadataIndex(_of(name, str), _shape(offset)), _StorageInfo(file, begin, length)
+    return MetadataIndex(_typed(name, str), _shape(offset)), _StorageInfo(file, begin, length)
 
 
 class _MetadataReader(FileSystemReader):
-    """torch's, with metadata that have been read already."""
+    """torch's reader, with metadata that are read already."""
 
     def __init__(self, path: Path, metadata: Metadata):
         super().__init__(path)
@@ -175,7 +182,7 @@ class _MetadataReader(FileSystemReader):
 class _TensorsOnly(DefaultLoadPlanner):
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
         raise CheckpointError(
-            f"{read_item.dest_index.fqn!r} is no tensor, and a checkpoint holds nothing else"
+            f"{read_item.dest_index.fqn!r} is no tensor, and a checkpoint holds only tensors"
         )
 
 
@@ -183,26 +190,29 @@ def read_tensors(
     path: Path,
     metadata: Metadata,
     wanted: dict[str, Any],
-    among: torch.distributed.ProcessGroup | None = None,
-    alone: bool = False,
+    group: torch.distributed.ProcessGroup | None = None,
+    is_single: bool = False,
 ) -> None:
-    """Fill the tensors of `wanted` from a checkpoint with these metadata. `among`: the ranks that read; None: all. `alone`: no others are
-    asked. Raises CheckpointError where its files are not what they should be."""
-    with _misread(path), warnings.catch_warnings():
-        warnings.filterwarnings(
-            "ignore", message="torch.distributed is disabled", category=UserWarning
-        )  # meant: one process
+    """Fill the tensors of `wanted` from a checkpoint with these metadata.
+
+    group: the ranks that read; None: all. `is_single`: this process reads without the others. Raises
+    CheckpointError if the files are damaged.
+    """
+    with _read_errors(path), warnings.catch_warnings():
+        # One process on purpose.
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled", category=UserWarning)
         load(
             wanted,
             storage_reader=_MetadataReader(path, metadata),
             planner=_TensorsOnly(),
-            process_group=among,
-            no_dist=alone,
+            process_group=group,
+            no_dist=is_single,
         )
 
 
 @contextlib.contextmanager
-def _misread(path: Path) -> Iterator[None]:
+def _read_errors(path: Path) -> Iterator[None]:
+    """Turn torch's CheckpointException into a CheckpointError."""
     try:
         yield
     except CheckpointException as error:  # rank -> (exception, traceback)

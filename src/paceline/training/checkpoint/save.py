@@ -1,10 +1,12 @@
-"""Checkpoints on torch's distributed checkpoint: written in the background, complete or not there, readable under any plan.
+"""Checkpoints on torch's distributed checkpoint, written in the background and readable under any plan.
 
-    ckpt/step_50/.metadata, *.distcp   torch's files: tensors `model/NAME`, `optimizer/NAME/KEY`, whole or in shards
-                                       local SGD: besides, what only rank N has as `rank/N/model/…` and `rank/N/optimizer/…`
-    ckpt/step_50/checkpoint.json       step, samples, task, plan, shapes; size and CRC-32 of each file, and its own: written last
+    ckpt/step_50/.metadata, *.distcp   torch's files: tensors `model/NAME`, `optimizer/NAME/KEY`, whole or in shards;
+                                       with local SGD also `rank/N/model/…` and `rank/N/optimizer/…`, the state of
+                                       rank N alone
+    ckpt/step_50/checkpoint.json       step, samples, task, plan, shapes; size and CRC-32 of each file, and a CRC-32
+                                       of this file; written last
 
-A checkpoint is written as `.step_50` and renamed when it is complete.
+A checkpoint is written as `.step_50` and renamed when it is complete: it is complete or absent.
 """
 
 import contextlib
@@ -44,11 +46,11 @@ INDEX = "checkpoint.json"
 
 @dataclass(frozen=True, kw_only=True)
 class Index:
-    """What a checkpoint is of."""
+    """The contents of checkpoint.json: what a checkpoint is of."""
 
     step: int
-    samples: int  # consumed so far: the state of the data
-    epoch_samples: int  # which the order of samples counts on
+    samples: int  # consumed so far, which is the state of the data
+    epoch_samples: int  # of the training split, which determines the order of samples
     task: str
     set: Mapping[str, Any]
     plan: str
@@ -56,56 +58,68 @@ class Index:
     seed: int
     shapes: Mapping[str, list[int]]  # of the whole parameters and buffers
     tied: Mapping[str, str]  # other names of tied parameters -> the name above
-    own: bool = False  # whether it has each rank's own state besides: local SGD
+    own: bool = False  # whether it also has the state of each rank: local SGD
     loss_scale: Mapping[str, float] | None = None  # of fp16
     metrics: Mapping[str, float] = field(default_factory=dict)  # of the last evaluation
-    identity: Mapping[str, str] = field(default_factory=dict)  # what makes the training what it is
+    identity: Mapping[str, str] = field(default_factory=dict)  # as by describe_identity
     files: Mapping[str, list[int]] = field(default_factory=dict)  # name -> [bytes, CRC-32]
 
 
-def model_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """The tensors that a state dict of `model` has, each once, under its first name; those of other stages on the meta device."""
-    kept = model.state_dict().keys()
-    return {name: tensor.detach() for name, tensor in named_tensors(model).items() if name in kept}
+def collect_model_tensors(model: nn.Module) -> dict[str, Tensor]:
+    """Return the tensors of the state dict of `model`, each once under its first name.
+
+    Tensors of other pipeline stages are on the meta device.
+    """
+    names = model.state_dict().keys()
+    return {name: tensor.detach() for name, tensor in named_tensors(model).items() if name in names}
 
 
-def tensors(
+def collect_state(
     model: nn.Module, optimizer: torch.optim.Optimizer, elsewhere: Container[str] = ()
 ) -> dict[str, Tensor]:
-    """All the state that lies on this rank, by its name in a checkpoint; without that of `elsewhere`, which another stage writes."""
-    found = {
+    """Return the state of model and optimizer on this rank, by names in a checkpoint.
+
+    elsewhere: names of parameters that another pipeline stage writes.
+    """
+    state = {
         f"model/{name}": tensor
-        for name, tensor in model_tensors(model).items()
+        for name, tensor in collect_model_tensors(model).items()
         if is_materialized(tensor) and name not in elsewhere
     }
-    # Only now: a state dict makes `fully_shard` put its shards back in place of whole parameters.
+    # Read parameters only now: a state dict makes `fully_shard` put its shards back in place of whole parameters.
     names: dict[Tensor, str] = {
         parameter: name for name, parameter in model.named_parameters() if name not in elsewhere
     }
-    for parameter, state in local_optimizer(optimizer).state.items():
+    for parameter, values in local_optimizer(optimizer).state.items():
         if parameter not in names:
             continue
-        found |= {
+        state |= {
             f"optimizer/{names[parameter]}/{key}": value
-            for key, value in state.items()
+            for key, value in values.items()
             if isinstance(value, Tensor)
         }
-    return found
+    return state
 
 
-def written_here(found: Mapping[str, Tensor], copy: int, copies: int) -> dict[str, Tensor]:
-    """The part of the state that this rank writes: shards where they lie, what all copies of its layers hold dealt out by size."""
-    keys = sorted(found)
-    owners = balance_by_size([0 if is_dtensor(found[key]) else found[key].numel() for key in keys], copies)
+def select_written(state: Mapping[str, Tensor], copy: int, copies: int) -> dict[str, Tensor]:
+    """Return the part of the state that this rank writes.
+
+    These are its shards, and a share by size of what all copies of its layers hold. `copy`: the number of this
+    rank's copy of its layers, of `copies`.
+    """
+    keys = sorted(state)
+    owners = balance_by_size([0 if is_dtensor(state[key]) else state[key].numel() for key in keys], copies)
     return {
-        key: found[key]
+        key: state[key]
         for key, owner in zip(keys, owners, strict=True)
-        if is_dtensor(found[key]) or owner == copy
+        if is_dtensor(state[key]) or owner == copy
     }
 
 
 @dataclass
-class _Saving:
+class _PendingSave:
+    """A save under way."""
+
     index: Index
     began: float
     blocked_s: float
@@ -114,15 +128,20 @@ class _Saving:
 
 @dataclass(frozen=True)
 class SaveResult:
+    """How a save ended."""
+
     index: Index
     bytes: int
     seconds: float
-    blocked_s: float
-    error: str | None
+    blocked_s: float  # that the training waited
+    error: str | None  # why it was not written
 
 
 class Saver:
-    """Writes checkpoints of one run, one at a time. The collectives are on a group of their own, so that training may go on."""
+    """Writes checkpoints of one run, one at a time.
+
+    Its collectives use a separate process group, so that training can continue meanwhile.
+    """
 
     def __init__(
         self,
@@ -137,10 +156,9 @@ class Saver:
         self.rank = rank
         self.ranks = ranks
         self.copy, self.copies = plan.index_in_stage(plan.place(rank)), plan.ranks_per_stage
-        self.state_is_cut = (
-            plan.zero == 1
-        )  # each rank has optimizer state that no other one has, though its tensors are whole
-        if rank == 0:  # before any rank can begin to save: they meet in making the group
+        # Under zero1 each rank has optimizer state that no other rank has, although its tensors are whole.
+        self.state_is_sharded = plan.zero == 1
+        if rank == 0:  # before any rank can start to save: the ranks meet when they create the group
             for unfinished in run.ckpt.glob(".step_*"):
                 shutil.rmtree(unfinished)
         self.group = (
@@ -148,20 +166,20 @@ class Saver:
         )
         self._pinned = device.type == "cuda"
         self._stager: Any = None
-        self._saving: _Saving | None = None
+        self._saving: _PendingSave | None = None
 
     def prepare(self) -> None:
-        """Import torch's distributed checkpoint aside, which takes a second, so that the first save does not wait for it."""
+        """Import torch's distributed checkpoint in a thread. The import takes a second; the first save need not wait for it."""
         threading.Thread(
             target=importlib.import_module, args=("torch.distributed.checkpoint",), daemon=True
         ).start()
 
     def start(
-        self, index: Index, found: Mapping[str, Tensor], own: Mapping[str, Tensor] | None = None
+        self, index: Index, state: Mapping[str, Tensor], rank_state: Mapping[str, Tensor] | None = None
     ) -> None:
-        """Copy the state aside and write it in the background. Waits for a save that is still under way: look at `result` first.
+        """Copy the state and write the copy in the background. No other save may be under way: call `result` before.
 
-        found: what other ranks may have too. `own`: what no other rank has.
+        state: what other ranks may have too. `rank_state`: what no other rank has.
         """
         began = time.perf_counter()
         from torch.distributed.checkpoint import async_save
@@ -174,29 +192,32 @@ class Saver:
         unfinished = self.run.ckpt / f".step_{index.step}"
         whole = {
             key: tensor
-            for key, tensor in found.items()
-            if not (self.state_is_cut and key.startswith("optimizer/"))
+            for key, tensor in state.items()
+            if not (self.state_is_sharded and key.startswith("optimizer/"))
         }
-        mine = (
-            written_here(whole, self.copy, self.copies)
-            | {key: found[key] for key in found.keys() - whole.keys()}
-            | dict(own or {})
+        written = (
+            select_written(whole, self.copy, self.copies)
+            | {key: state[key] for key in state.keys() - whole.keys()}
+            | dict(rank_state or {})
         )
         future = async_save(
-            mine,
+            written,
             storage_writer=_writer(unfinished, self.run.checkpoint(index.step), index, self.rank, self.ranks),
             process_group=self.group,
             async_stager=self._stager,
         )
         assert isinstance(future, Future)
-        self._saving = _Saving(index, began, time.perf_counter() - began, future)
+        self._saving = _PendingSave(index, began, time.perf_counter() - began, future)
 
     @property
     def busy(self) -> bool:
         return self._saving is not None
 
     def result(self, wait: bool) -> SaveResult | None:
-        """How the save under way ended, once; None while there is none to tell of. All ranks must agree on `wait`."""
+        """Return how the save under way ended, once. None if there is no save, or if it has not ended.
+
+        wait: until it has ended; the same on all ranks.
+        """
         saving = self._saving
         if saving is None or not (wait or saving.future.done()):
             return None
@@ -209,7 +230,7 @@ class Saver:
         if error is not None:
             if self.rank == 0:
                 shutil.rmtree(self.run.ckpt / f".step_{saving.index.step}", ignore_errors=True)
-            # The frames of its traceback hold threads of torch's, which abort the process if they are there when Python ends (torch 2.13).
+            # torch 2.13: the frames of the traceback hold threads that abort the process if they exist when Python ends.
             del error, saving.future
             gc.collect()
         return SaveResult(
@@ -226,7 +247,7 @@ class Saver:
 
 
 def _cause(error: BaseException) -> str:
-    """The system's own words from under torch's wrapping."""
+    """Return the message of the exception that torch wrapped, in the words of the operating system if it has any."""
     failures = getattr(error, "failures", None)  # CheckpointException: rank -> (exception, traceback)
     inner: BaseException = next(iter(failures.values()))[0] if failures else error
     return inner.strerror if isinstance(inner, OSError) and inner.strerror else str(inner).splitlines()[0]
@@ -236,13 +257,13 @@ def _writer(unfinished: Path, final: Path, index: Index, rank: int, ranks: int) 
     from torch.distributed.checkpoint import FileSystemWriter
 
     class Writer(FileSystemWriter):
-        """torch's writer, with a checksum of each file beside it and the renaming at the end."""
+        """torch's writer, which also writes checksums, and renames the folder when it is complete."""
 
         def write_data(self, plan: Any, planner: Any) -> Any:
-            _step_back()
+            _lower_thread_priority()
             try:
                 done = super().write_data(plan, planner)
-            except RuntimeError as error:  # of torch.save, which a full disk makes stumble over itself
+            except RuntimeError as error:  # torch.save raises it in its cleanup if the disk is full
                 if isinstance(error.__context__, OSError):
                     raise error.__context__ from None
                 raise
@@ -252,7 +273,8 @@ def _writer(unfinished: Path, final: Path, index: Index, rank: int, ranks: int) 
             return done
 
         def finish(self, metadata: Any, results: Any) -> None:
-            # Where the process group is gone when a save begins, as in a rank that has just failed, each rank writes alone (torch 2.13).
+            # torch 2.13: if the process group is gone when a save begins, as in a rank that has just failed, each
+            # rank writes a checkpoint alone.
             if len(results) != ranks:
                 raise CheckpointError(f"{unfinished} has the state of {len(results)} of {ranks} ranks")
             super().finish(metadata, results)
@@ -265,7 +287,7 @@ def _writer(unfinished: Path, final: Path, index: Index, rank: int, ranks: int) 
                 json.dump(content | {"crc": _crc(content)}, file, indent=1)
                 file.flush()
                 os.fsync(file.fileno())
-            if final.exists():  # a step that was done again
+            if final.exists():  # the step was repeated after a restart
                 shutil.rmtree(final)
             unfinished.rename(final)
             directory = os.open(final.parent, os.O_RDONLY)
@@ -275,14 +297,14 @@ def _writer(unfinished: Path, final: Path, index: Index, rank: int, ranks: int) 
     return Writer(unfinished, sync_files=True)
 
 
-def _step_back() -> None:
-    """Let this thread run where the training leaves a core idle. (On Linux each thread has a priority of its own.)"""
+def _lower_thread_priority() -> None:
+    """Let this thread run only if the training leaves a core idle. (On Linux each thread has a separate priority.)"""
     if sys.platform == "linux":
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19)
 
 
 def checksum(path: Path) -> list[int]:
-    """[bytes, CRC-32] of a file."""
+    """Return [bytes, CRC-32] of a file."""
     crc = size = 0
     with open_regular(path) as file:
         while block := file.read(2**22):
@@ -291,11 +313,11 @@ def checksum(path: Path) -> list[int]:
 
 
 def read_index(path: Path) -> Index:
-    """Raises CheckpointError for what is no checkpoint."""
+    """Read checkpoint.json in the folder `path`. Raises CheckpointError if it cannot be read or is damaged."""
     try:
         with open_regular(path / INDEX) as file:
             content = json.load(file)
-        crc = content.pop("crc", None)  # one of before had none
+        crc = content.pop("crc", None)  # older checkpoints have none
         index = TypeAdapter(Index).validate_python(content)
         _check(index)
     except ValidationError as error:
@@ -312,7 +334,7 @@ def read_index(path: Path) -> Index:
 
 
 def _check(index: Index) -> None:
-    """Raises ValueError for what no checkpoint of ours says."""
+    """Raise ValueError for values that Paceline does not write."""
     if min(index.step, index.samples, index.epoch_samples, index.ranks) < 1:
         raise ValueError("step, samples, epoch_samples and ranks must be at least 1")
     if bad := next((name for name in index.files if not is_plain_name(name)), None):
@@ -325,8 +347,8 @@ def _crc(content: Any) -> int:
     return zlib.crc32(json.dumps(content).encode())
 
 
-def verify(path: Path, index: Index, rank: int = 0, ranks: int = 1) -> str | None:
-    """What is wrong with the files of a checkpoint, of which this rank reads its part; None when nothing is."""
+def verify_files(path: Path, index: Index, rank: int = 0, ranks: int = 1) -> str | None:
+    """Return what is wrong with the files of a checkpoint; None if nothing is. Of `ranks` each reads a part."""
     for name, expected in sorted(index.files.items())[rank::ranks]:
         try:
             found = checksum(path / name)
@@ -339,15 +361,20 @@ def verify(path: Path, index: Index, rank: int = 0, ranks: int = 1) -> str | Non
     return None
 
 
-def last_good(run: RunFolder, rank: int = 0, ranks: int = 1) -> tuple[Path | None, Index | None, list[str]]:
-    """The newest checkpoint that is whole, and a sentence on each newer one that is not. The ranks share the reading."""
+def find_last_complete(
+    run: RunFolder, rank: int = 0, ranks: int = 1
+) -> tuple[Path | None, Index | None, list[str]]:
+    """Return the newest complete checkpoint, its index, and a note on each newer one that is damaged.
+
+    A collective: the ranks divide the files among themselves.
+    """
     notes: list[str] = []
     for step in reversed(run.checkpoints()):
         path = run.checkpoint(step)
         wrong: str | None
         try:
             index = read_index(path)
-            wrong = verify(path, index, rank, ranks)
+            wrong = verify_files(path, index, rank, ranks)
         except CheckpointError as error:
             index, wrong = None, str(error)
         if ranks > 1:
@@ -363,17 +390,18 @@ def last_good(run: RunFolder, rank: int = 0, ranks: int = 1) -> tuple[Path | Non
 def check_same_model(
     path: Path, index: Index, task: str, settings: Mapping[str, Any], model: nn.Module
 ) -> None:
-    """Raise CheckpointError when a checkpoint is of another task or of other shapes."""
+    """Raise CheckpointError if a checkpoint is of another task, or has tensors of other shapes than `model`."""
     if index.task.rpartition(":")[2] != task.rpartition(":")[2]:
         raise CheckpointError(
-            f"{path} is of the task {index.task}, not of {task}; start that one in a run of its own"
+            f"{path} is of the task {index.task}, not of {task}; start that task in another run"
         )
-    own = {name: list(tensor.shape) for name, tensor in model_tensors(model).items()}
-    if own == index.shapes:
+    shapes = {name: list(tensor.shape) for name, tensor in collect_model_tensors(model).items()}
+    if shapes == index.shapes:
         return
-    name = next(name for name in [*own, *index.shapes] if own.get(name) != index.shapes.get(name))
-    here, there = (
-        f"has shape {tuple(of[name])}" if name in of else "is not there" for of in (own, index.shapes)
+    name = next(name for name in [*shapes, *index.shapes] if shapes.get(name) != index.shapes.get(name))
+    in_model, in_checkpoint = (
+        f"has shape {tuple(table[name])}" if name in table else "is missing"
+        for table in (shapes, index.shapes)
     )
     changed = [key for key in {*settings, *index.set} if settings.get(key) != index.set.get(key)]
     why = (
@@ -382,12 +410,12 @@ def check_same_model(
         else ""
     )
     raise CheckpointError(
-        f"{path} is of another model{why}: {name} {there} in the checkpoint and {here} in the model"
+        f"{path} is of another model{why}: {name} {in_checkpoint} in the checkpoint and {in_model} in the model"
     )
 
 
-def own(rank: int) -> str:
-    """What the names of a rank's own state begin with."""
+def rank_prefix(rank: int) -> str:
+    """Return the prefix of the names of a rank's state."""
     return f"rank/{rank}/"
 
 
@@ -395,42 +423,42 @@ def load_(
     path: Path,
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
-    begin: str = "",
-    among: dist.ProcessGroup | None = None,
+    prefix: str = "",
+    group: dist.ProcessGroup | None = None,
 ) -> None:
-    """Read a checkpoint into a model and optimizer that are laid out by any plan; each rank reads what it holds.
+    """Read a checkpoint into a model and an optimizer, distributed by any plan. Each rank reads what it holds.
 
-    begin: of the names to read: "", or those of a rank's `own`. `among`: the ranks that read; None: all.
+    prefix: of the names to read, "" or that of a rank. `group`: the ranks that read; None: all. A collective.
     """
     from paceline.training.checkpoint.metadata import read_tensors
 
     metadata = _metadata(path, read_index(path))
     stored = metadata.state_dict_metadata
     wanted: dict[str, Any] = {
-        f"{begin}model/{name}": tensor
-        for name, tensor in model_tensors(model).items()
+        f"{prefix}model/{name}": tensor
+        for name, tensor in collect_model_tensors(model).items()
         if is_materialized(tensor)
     }
     local = local_optimizer(optimizer)
     names = {parameter: name for name, parameter in model.named_parameters()}
     keys: dict[str, list[str]] = {}
     for entry in stored:
-        if entry.startswith(f"{begin}optimizer/"):
-            name, _, key = entry.removeprefix(f"{begin}optimizer/").rpartition("/")
+        if entry.startswith(f"{prefix}optimizer/"):
+            name, _, key = entry.removeprefix(f"{prefix}optimizer/").rpartition("/")
             keys.setdefault(name, []).append(key)
-    for group in local.param_groups:
-        for parameter in group["params"]:
+    for options in local.param_groups:
+        for parameter in options["params"]:
             for key in keys.get(names[parameter], []):
-                entry = f"{begin}optimizer/{names[parameter]}/{key}"
+                entry = f"{prefix}optimizer/{names[parameter]}/{key}"
                 meta = stored[entry]
                 dtype = meta.properties.dtype
                 if meta.size == parameter.shape and parameter.dim():
                     value = torch.empty_like(parameter, dtype=dtype, requires_grad=False)
                 else:
-                    on_cpu = not (group.get("fused") or group.get("capturable"))
+                    on_cpu = not (options.get("fused") or options.get("capturable"))
                     value = torch.empty(meta.size, dtype=dtype, device="cpu" if on_cpu else parameter.device)
                 local.state[parameter][key] = wanted[entry] = value
-    read_tensors(path, metadata, wanted, among)
+    read_tensors(path, metadata, wanted, group)
 
 
 def _metadata(path: Path, index: Index) -> Any:
@@ -439,12 +467,12 @@ def _metadata(path: Path, index: Index) -> Any:
     return read_metadata(path, index.files, sum(size for size, _ in index.files.values()))
 
 
-def load_whole(path: Path) -> dict[str, Tensor]:
-    """The whole weights of a checkpoint on one process, under all of the model's own names."""
+def load_weights(path: Path) -> dict[str, Tensor]:
+    """Return the whole weights of a checkpoint on one process, under all names that the model has for them."""
     from paceline.training.checkpoint.metadata import read_tensors
 
     index = read_index(path)
-    if wrong := verify(path, index):
+    if wrong := verify_files(path, index):
         raise CheckpointError(f"checkpoint {path} is damaged: {wrong}")
     metadata = _metadata(path, index)
     wanted = {
@@ -452,60 +480,64 @@ def load_whole(path: Path) -> dict[str, Tensor]:
         for entry, meta in metadata.state_dict_metadata.items()
         if entry.startswith("model/")
     }
-    read_tensors(path, metadata, wanted, alone=True)
+    read_tensors(path, metadata, wanted, is_single=True)
     whole = {entry.removeprefix("model/"): tensor for entry, tensor in wanted.items()}
     return whole | {alias: whole[name].clone() for alias, name in index.tied.items() if name in whole}
 
 
-def describe(model: nn.Module) -> dict[str, Any]:
-    """The fields of an Index that are of the model."""
+def describe_model(model: nn.Module) -> dict[str, Any]:
+    """Return the fields of an Index that describe the model."""
     return {
-        "shapes": {name: list(tensor.shape) for name, tensor in model_tensors(model).items()},
+        "shapes": {name: list(tensor.shape) for name, tensor in collect_model_tensors(model).items()},
         "tied": find_aliases(model),
     }
 
 
-def scores(run: RunFolder, best: str) -> dict[int, float]:
-    """How good each checkpoint is by `best` ("min loss", "max accuracy"), lower being better. Those without a number are left out."""
+def read_scores(run: RunFolder, best: str) -> dict[int, float]:
+    """Return the score of each checkpoint by step, lower being better. Checkpoints without a score are left out.
+
+    best: such as "min loss" or "max accuracy".
+    """
     direction, name = best.split()
-    found = {}
+    values = {}
     for step in run.checkpoints():
         with contextlib.suppress(CheckpointError):
-            found[step] = read_index(run.checkpoint(step)).metrics.get(name, math.nan)
+            values[step] = read_index(run.checkpoint(step)).metrics.get(name, math.nan)
     return {
         step: score if direction == "min" else -score
-        for step, score in found.items()
+        for step, score in values.items()
         if not math.isnan(score)
     }
 
 
-def best_score(run: RunFolder, best: str) -> float | None:
-    return min(scores(run, best).values(), default=None)
+def read_best_score(run: RunFolder, best: str) -> float | None:
+    """Return the lowest of the scores; None if there is none."""
+    return min(read_scores(run, best).values(), default=None)
 
 
 def prune(run: RunFolder, keep: int, best: str) -> None:
     """Delete all but the last `keep` checkpoints and the best."""
-    by_score = scores(run, best)
-    kept = {*run.checkpoints()[-keep:], *([min(by_score, key=by_score.__getitem__)] if by_score else [])}
+    scores = read_scores(run, best)
+    kept = {*run.checkpoints()[-keep:], *([min(scores, key=scores.__getitem__)] if scores else [])}
     for step in run.checkpoints():
         if step not in kept:
-            doomed = run.ckpt / f".old_{step}"
+            deleted = run.ckpt / f".old_{step}"
             run.checkpoint(step).rename(
-                doomed
-            )  # so that a deletion that is cut short leaves no half checkpoint
-            shutil.rmtree(doomed, ignore_errors=True)
+                deleted
+            )  # so that an interrupted deletion leaves no partial checkpoint
+            shutil.rmtree(deleted, ignore_errors=True)
 
 
 def quarantine(run: RunFolder, after: int) -> None:
-    """Rename the damaged checkpoints that are newer than the good one: as "the last" they would be kept in place of good ones."""
+    """Rename the checkpoints after step `after`, which are damaged. Otherwise `prune` would keep them as the last ones."""
     for step in run.checkpoints():
         if step > after:
-            aside = run.ckpt / f"damaged_{step}"
-            shutil.rmtree(aside, ignore_errors=True)
-            run.checkpoint(step).rename(aside)
+            damaged = run.ckpt / f"damaged_{step}"
+            shutil.rmtree(damaged, ignore_errors=True)
+            run.checkpoint(step).rename(damaged)
 
 
-def clean(run: RunFolder) -> None:
+def delete_unfinished(run: RunFolder) -> None:
     """Delete what an earlier process left unfinished."""
     for path in run.ckpt.glob(".*"):
         shutil.rmtree(path, ignore_errors=True)

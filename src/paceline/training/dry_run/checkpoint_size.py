@@ -8,8 +8,8 @@ from paceline.task import Task
 from paceline.training.checkpoint import save as checkpoint
 from paceline.training.dry_run.dry_run import CPU, make_fake_mode
 from paceline.training.init.deferred_init import allocate_
+from paceline.training.model_analysis import build_meta_model
 from paceline.training.optimizer import make_optimizer
-from paceline.training.setup import build
 
 FRAME_BYTES = 2048  # that torch.save adds to a tensor (torch 2.13)
 MOMENTS = 2  # tensors per weight, assumed for an optimizer that needs values and cannot run on fake tensors
@@ -17,7 +17,7 @@ MOMENTS = 2  # tensors per weight, assumed for an optimizer that needs values an
 
 def compute_state_bytes(spec: Spec, task: Task) -> int:
     """Return the bytes of a checkpoint on disk after a step, each tensor counted once."""
-    model = build(spec, task).model
+    model = build_meta_model(spec, task).model
     with make_fake_mode():
         allocate_(model, CPU)
         optimizer = make_optimizer(task, spec.optimizer, ResolvedPlan(), model)
@@ -30,5 +30,5 @@ def compute_state_bytes(spec: Spec, task: Task) -> int:
         except RuntimeError:
             unknown_bytes = MOMENTS * sum(parameter.nbytes for parameter in trained)
         return unknown_bytes + sum(
-            tensor.nbytes + FRAME_BYTES for tensor in checkpoint.tensors(model, optimizer).values()
+            tensor.nbytes + FRAME_BYTES for tensor in checkpoint.collect_state(model, optimizer).values()
         )

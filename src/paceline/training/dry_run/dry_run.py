@@ -32,7 +32,7 @@ from paceline.plan.comm_volume import CommVolume
 from paceline.plan.plan import Plan, ResolvedPlan, micro_batch_size
 from paceline.spec import Spec
 from paceline.task import Task, load_task, read_layout
-from paceline.training.ddp_warmup import settle
+from paceline.training.ddp_warmup import warm_up_ddp
 from paceline.training.dry_run.comm_counter import CommCounter
 from paceline.training.dry_run.identical_stages import find_identical_places
 from paceline.training.dry_run.microbatch_replay import (
@@ -42,13 +42,8 @@ from paceline.training.dry_run.microbatch_replay import (
     replay_microbatches,
 )
 from paceline.training.init.deferred_init import allocate_
-from paceline.training.setup import (
-    ModelAnalysis,
-    PreparedTraining,
-    analyze_model,
-    build_training,
-    check_enough,
-)
+from paceline.training.model_analysis import ModelAnalysis, analyze_model
+from paceline.training.setup import PreparedTraining, build_training, check_sample_count
 from paceline.training.step import LossScale
 from paceline.training.step_metrics import ControlFlags, reduce_metrics_async
 
@@ -73,7 +68,7 @@ def compute_comm_volume(
     values of its tensors.
     """
     inputs = _prepare(spec, plan, ranks, task)
-    return _simulate_rank(inputs, World(rank=rank, size=ranks), inputs.studied)
+    return _simulate_rank(inputs, World(rank=rank, size=ranks), inputs.analysis)
 
 
 def compute_stage_volumes(spec: Spec, plan: Plan, ranks: int, task: Task | None = None) -> list[CommVolume]:
@@ -82,10 +77,10 @@ def compute_stage_volumes(spec: Spec, plan: Plan, ranks: int, task: Task | None 
     Arguments and errors are those of `compute_comm_volume`.
     """
     inputs = _prepare(spec, plan, ranks, task)
-    places = find_identical_places(inputs.plan, read_layout(inputs.task), inputs.studied)
+    places = find_identical_places(inputs.plan, read_layout(inputs.task), inputs.analysis)
     first_ranks = [place * inputs.plan.ranks_per_stage for place in range(plan.pp)]
     volumes = {
-        at: _simulate_rank(inputs, World(rank=first_ranks[at], size=ranks), inputs.studied.again())
+        at: _simulate_rank(inputs, World(rank=first_ranks[at], size=ranks), inputs.analysis.copy_model())
         for at in sorted({identical.place for identical in places})
     }
     return [
@@ -99,7 +94,7 @@ class _DryRunInputs:
     spec: Spec
     plan: ResolvedPlan
     task: Task
-    studied: ModelAnalysis
+    analysis: ModelAnalysis
 
 
 def _prepare(spec: Spec, plan: Plan, ranks: int, task: Task | None) -> _DryRunInputs:
@@ -121,7 +116,7 @@ def _prepare(spec: Spec, plan: Plan, ranks: int, task: Task | None) -> _DryRunIn
     return _DryRunInputs(spec, resolved, task, analyze_model(spec, resolved, task, CPU))
 
 
-def _simulate_rank(inputs: _DryRunInputs, world: World, studied: ModelAnalysis) -> CommVolume:
+def _simulate_rank(inputs: _DryRunInputs, world: World, analysis: ModelAnalysis) -> CommVolume:
     spec, plan, task = inputs.spec, inputs.plan, inputs.task
     with _fake_group(world.rank, world.size), contextlib.ExitStack() as stack:
         microbatches = _load_microbatches(spec, plan, world, task)
@@ -133,7 +128,7 @@ def _simulate_rank(inputs: _DryRunInputs, world: World, studied: ModelAnalysis) 
             stack.enter_context(_RealInputsMode())
             allocate_(model, CPU, **where)
 
-        training = build_training(spec, plan, world, task, CPU, fill, studied=studied)
+        training = build_training(spec, plan, world, task, CPU, fill, analysis=analysis)
         stack.enter_context(silence_fake_tensor_errors())  # cp tries which arguments it can split
         try:
             return _count_step(training, plan, microbatches)
@@ -163,7 +158,7 @@ def _count_step(training: PreparedTraining, plan: ResolvedPlan, microbatches: li
     if update.loss_scale is not None:
         update.loss_scale = _NoOverflow()
     _complete_buckets(update.model)
-    settled = settle(update, microbatches[0])
+    settled = warm_up_ddp(update, microbatches[0])
     if settled is not update.model:
         _complete_buckets(settled)
     update.model = settled
@@ -186,7 +181,7 @@ def _load_microbatches(spec: Spec, plan: ResolvedPlan, world: World, task: Task)
     """Return the micro-batches of the first step."""
     dataset = open_dataset(task, "train")
     assert dataset is not None
-    check_enough(len(dataset), plan, spec.batch)
+    check_sample_count(len(dataset), plan, spec.batch)
     parts = training_parts(
         RankBatchSlice(spec.batch, plan.microbatches, plan.place(world.rank).dp, plan.dp),
         len(dataset),

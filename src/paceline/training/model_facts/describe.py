@@ -38,11 +38,11 @@ def describe(spec: Spec, task: Task | None = None) -> ModelFacts:
     spec: the task and its fields. task: an instance, instead of the task that `spec` names.
     Raises TaskError for a model that cannot run without values.
     """
-    from paceline.training.setup import build
+    from paceline.training.model_analysis import build_meta_model
 
     task = task if task is not None else load_task(spec.task, spec.set)
     batch = example_batch(spec.model_copy(update={"batch": SAMPLES}), task, ResolvedPlan())
-    return describe_model(build(spec, task).model, task, batch, SAMPLES)
+    return describe_model(build_meta_model(spec, task).model, task, batch, SAMPLES)
 
 
 def describe_model(model: nn.Module, task: Task, batch: Batch, samples: int) -> ModelFacts:

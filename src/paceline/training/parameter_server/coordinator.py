@@ -183,7 +183,7 @@ class Coordinator:
         """Return model and optimizer state, by name in a checkpoint."""
         optimizer_state = self.gather_()
         return {
-            f"model/{name}": tensor for name, tensor in checkpoint.model_tensors(self.model).items()
+            f"model/{name}": tensor for name, tensor in checkpoint.collect_model_tensors(self.model).items()
         } | optimizer_state
 
     def complete_events(self, events: Iterator[Event], ranks: int) -> Iterator[Event]:

@@ -42,7 +42,7 @@ class Worker:
         self.number = rank - plan.num_servers
         self.staleness = plan.staleness if plan.staleness is not None else STALENESS
         self.versions = [-1] * plan.num_servers  # of the pulled weights of each server, in updates
-        update.alone, update.place = True, MeshCoordinate(pp=0, dp=self.number, cp=0, tp=0)
+        update.is_local, update.place = True, MeshCoordinate(pp=0, dp=self.number, cp=0, tp=0)
 
     def wait_for_start(self) -> int:
         """Return the first step, when the servers are ready."""
@@ -70,7 +70,7 @@ class Worker:
             spec.allow_local_loss,
             of_worker=self.plan,
         )
-        self.update.examine = first_loss
+        self.update.on_first_loss = first_loss
         pushing = None
         # Gradients are sent while the next are computed. If the next weights depend on them, `_pull` waits.
         with (

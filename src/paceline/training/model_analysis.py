@@ -1,0 +1,121 @@
+"""Analysis of a model on the meta device: what a plan needs to know before it distributes the model."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+
+from paceline.data.fake import example_batch
+from paceline.data.loader import Batch, Samples
+from paceline.parallel.compile import check_compilable
+from paceline.plan.plan import ResolvedPlan
+from paceline.spec import Spec
+from paceline.task import Task, read_layout
+from paceline.training.init.deferred_init import Weights, record
+from paceline.training.optimizer import check_sparse
+from paceline.user_code import UserCode
+
+if TYPE_CHECKING:
+    from paceline.parallel.pipeline.tracer import ForwardTrace, StandInModel
+    from paceline.parallel.shard_units import ShardUnits
+    from paceline.parallel.tensor.apply import Splits
+
+WIDER = {torch.float32: torch.float64, torch.complex64: torch.complex128}
+
+
+@dataclass(frozen=True)
+class ModelAnalysis:
+    """A model on the meta device, and what its plan needs to know of it. The same on every rank."""
+
+    model: nn.Module
+    weights: Weights
+    recorded: bool  # whether its constructor could be recorded
+    batch: Batch | None = None
+    splits: Splits | None = None
+    parts: StandInModel | None = None  # a copy of the model for recordings
+    recording: ForwardTrace | None = None  # of a forward pass in training
+    units: ShardUnits | None = None  # modules that `fully_shard` gathers separately
+
+    def copy_model(self) -> ModelAnalysis:
+        """Return the same analysis with a copy of the model, since `build_training` changes the model in place."""
+        return replace(self, model=copy.deepcopy(self.model))
+
+
+def build_meta_model(spec: Spec, task: Task) -> ModelAnalysis:
+    """Build the model of a task on the meta device and record its initial weights, without further analysis."""
+    with UserCode("model()", task.model):
+        model, weights, recorded = record(task.model, spec.seed)
+    if spec.precision == "fp64":
+        model._apply(lambda tensor: tensor.to(WIDER.get(tensor.dtype)))
+    # torch's first weight_norm leaves a computed tensor in its module, which deepcopy refuses.
+    for module in model.modules():
+        computed = {
+            key: value
+            for key, value in vars(module).items()
+            if isinstance(value, Tensor) and not value.is_leaf
+        }
+        module.__dict__.update({key: value.detach() for key, value in computed.items()})
+    return ModelAnalysis(model, weights, recorded)
+
+
+def analyze_model(
+    spec: Spec, plan: ResolvedPlan, task: Task, device: torch.device, training: Samples | None = None
+) -> ModelAnalysis:
+    """Build the model on the meta device and analyze it for `plan`.
+
+    `training`: the training split, if it is open already.
+    Raises PlanError or TaskError if the plan cannot train this model.
+    """
+    if spec.compile:
+        check_compilable(plan)
+    analysis = build_meta_model(spec, task)
+    model = analysis.model
+    check_sparse(plan, model)
+    if plan.cp > 1:
+        from paceline.parallel.context import apply as context
+
+        context.check_context_parallel(task, spec, plan, model)
+    is_sharded = plan.zero >= 2 or (plan.splits_model and plan.data_ranks > 1)
+    if not plan.splits_model and not is_sharded:
+        return analysis
+    batch = example_batch(spec, task, plan, training)
+    units = None
+    if is_sharded:
+        from paceline.parallel.shard_units import find_shard_units
+
+        units = find_shard_units(model, task, batch, spec.seed)
+    splits = parts = recording = None
+    with UserCode("the forward pass without values", task.model):
+        if plan.tp > 1:
+            from paceline.parallel.tensor.apply import find_splits
+
+            splits = find_splits(model, task, batch, plan)
+        if plan.pp > 1:
+            from paceline.parallel.pipeline import tracer
+
+            parts = tracer.StandInModel(model, read_layout(task), device)
+            recording = parts.trace_step(task, batch, spec.precision)
+            if splits is not None:
+                recording.bar_tensor_parallel_pairs(splits.styles)
+    return replace(analysis, batch=batch, splits=splits, parts=parts, recording=recording, units=units)
+
+
+def validate_plan(spec: Spec, plan: ResolvedPlan, task: Task) -> None:
+    """Raise the PlanError or TaskError that `build_training` would raise, without starting any rank."""
+    analysis = analyze_model(spec, plan, task, torch.device("cpu"))
+    if analysis.recording is not None:
+        from paceline.parallel.pipeline import runner as pipeline
+
+        pipeline.check(plan, task, analysis.model, analysis.recording)
+
+
+def pretrained_path(task: Task) -> Path | None:
+    """Return the file of initial weights that the task names; None if it names none."""
+    with UserCode("pretrained()", task.pretrained):
+        path = task.pretrained()
+        return Path(path) if path is not None else None

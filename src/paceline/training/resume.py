@@ -1,0 +1,58 @@
+"""Resume a training from the last complete checkpoint of its run."""
+
+from dataclasses import dataclass
+
+from paceline.errors import CheckpointError
+from paceline.training.checkpoint import save as checkpoint
+from paceline.training.checkpoint.identity import describe_changes, describe_identity
+from paceline.training.setup import PreparedTraining, RankContext
+
+
+@dataclass(frozen=True)
+class ResumedState:
+    """Where a training continues."""
+
+    step: int = 0  # 0 if there was no checkpoint
+    best: float | None = None  # score of the best checkpoint, lower being better
+    notes: tuple[str, ...] = ()
+    evaluated: bool = True  # whether the checkpoint has the metrics of an evaluation
+
+
+def resume(context: RankContext, prepared: PreparedTraining, samples: int) -> ResumedState:
+    """Load the last complete checkpoint of the run, if there is one. A collective.
+
+    samples: of the training split. Raises CheckpointError if the checkpoint is of another training.
+    """
+    spec, world, run = context.spec, context.world, context.run
+    if run is None:
+        return ResumedState()
+    path, index, notes = checkpoint.find_last_complete(run, world.rank, world.size)
+    if world.rank == 0:
+        checkpoint.quarantine(run, index.step if index is not None else 0)
+    if path is None or index is None:
+        return ResumedState(notes=tuple(notes))
+    checkpoint.check_same_model(path, index, spec.task, spec.set, prepared.model)
+    for name, then, now in (
+        ("batch", index.samples // index.step, spec.batch),
+        ("seed", index.seed, spec.seed),
+        ("training samples", index.epoch_samples, samples),
+    ):
+        if then != now:
+            raise CheckpointError(
+                f"{path} was made with {name} {then}, got {now}; the order of samples counts on it: start a new run"
+            )
+    has_rank_state = prepared.local is not None and index.own and index.ranks == world.size
+    prefix = checkpoint.rank_prefix(world.rank) if has_rank_state else ""
+    checkpoint.load_(path, prepared.model, prepared.update.optimizer, prefix, prepared.group)
+    if index.own and not has_rank_state:
+        notes.append(
+            f"{path} is of local SGD on {index.ranks} ranks: this goes on from their mean, with the optimizer state of rank 0"
+        )
+    identity = describe_identity(spec, prepared.step.task, prepared.modules, prepared.step.optimizer)
+    if changes := describe_changes(index.identity, identity):
+        notes.append(f"this training is another from step {index.step} on: {'; '.join(changes)}")
+    scale = prepared.update.loss_scale
+    if scale is not None and index.loss_scale is not None:
+        scale.scale, scale.good_steps = index.loss_scale["scale"], int(index.loss_scale["good_steps"])
+    best = checkpoint.read_best_score(run, spec.save.best)
+    return ResumedState(index.step, best, tuple(notes), bool(index.metrics))
