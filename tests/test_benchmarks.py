@@ -11,6 +11,8 @@ import pytest
 
 from published_row import ROW
 
+pytestmark = pytest.mark.processes
+
 FOLDER = Path(__file__).parents[1] / "benchmarks"
 SMALLEST = {
     "profiling": "--rounds 4",

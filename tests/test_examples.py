@@ -15,6 +15,8 @@ import pytest
 from command import Result, of_kind, paceline, succeed
 from paceline.events import Ended, Evaluated, Step
 
+pytestmark = pytest.mark.processes
+
 EXAMPLES = Path(__file__).parent.parent / "examples"
 PAGE = (EXAMPLES / "README.md").read_text()
 [BLOCK] = re.findall(r"```sh\n(.*?)```", PAGE, re.S)

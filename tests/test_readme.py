@@ -12,6 +12,8 @@ import pytest
 from command import succeed
 from pages import ROOT, blocks
 
+pytestmark = pytest.mark.processes
+
 
 def run(command: str, folder: Path) -> str:
     bin_folder = Path(sys.executable).parent

@@ -64,6 +64,8 @@ from paceline.spec import build
 from paceline.training.checkpoint.metadata import read_metadata
 from paceline.training.checkpoint.save import load_weights, read_index
 
+pytestmark = pytest.mark.processes
+
 # Folders of others: checkpoints
 
 

@@ -11,6 +11,8 @@ from paceline.bench.data_loading import default_worker_counts, loader_settings, 
 from paceline.data.loader import RankBatchSlice, training_parts
 from paceline.errors import DataError
 
+pytestmark = pytest.mark.processes
+
 CPU = torch.device("cpu")
 READ: list[int] = []
 

@@ -17,6 +17,8 @@ from paceline.bench.storage.advice import give_advice
 from paceline.bench.storage.suite import TESTS, check_directories, measure
 from paceline.errors import BenchError
 
+pytestmark = pytest.mark.processes
+
 ALL = [test.name for test in TESTS]
 
 

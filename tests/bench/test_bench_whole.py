@@ -10,6 +10,8 @@ from paceline.bench.to_cluster import update_cluster
 from paceline.cluster import file
 from paceline.cluster.facts import Cluster, Device
 
+pytestmark = pytest.mark.processes
+
 DRAWN = ("collectives", "compute", "overlap", "storage", "input")
 KINDS = (*DRAWN, "host")
 TIMES = {"median_s": 1.0, "min_s": 1.0, "p95_s": 1.0, "spread": 0.1349, "n": 5}
@@ -123,6 +125,7 @@ def test_command(tmp_path):
     assert "found/: cluster.json" in done.out
 
 
+@pytest.mark.slow
 def test_interrupt_keeps_results(tmp_path):
     write_task(tmp_path)
     words = ("--task", "my.py:Regression", "--device", "cpu", "--directory", ".", "--seconds", "40")

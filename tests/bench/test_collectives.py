@@ -37,6 +37,8 @@ from paceline.cli.bench import collectives
 from paceline.distributed.world import World, read_world
 from paceline.errors import BenchError, Error, PlanError
 
+pytestmark = pytest.mark.processes
+
 MPIRUN = ("mpirun", "--allow-run-as-root", "--oversubscribe", "--bind-to", "none", "-np", "2", *PACELINE)
 TORCHRUN = (
     sys.executable,
@@ -394,6 +396,7 @@ def test_two_ranks(backends, tmp_path):
 
 
 @pytest.mark.mpi("mpirun")
+@pytest.mark.slow
 def test_four_ranks_along_the_axes_of_a_plan_with_notes(tmp_path):
     words = (
         "--backends",

@@ -5,8 +5,12 @@ import json
 import sys
 from pathlib import Path
 
+import pytest
+
 from command import TASK, paceline, write_task
 from paceline import output
+
+pytestmark = pytest.mark.processes
 
 # Commands one after another in one process; each is to end by itself.
 ALL = """

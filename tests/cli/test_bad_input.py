@@ -19,6 +19,8 @@ from paceline.run import RunFolder
 from paceline.spec import TOO_LARGE, Loading, Optimizer, Save, Schedule
 from paceline.task import load_task
 
+pytestmark = pytest.mark.processes
+
 TASKS = (
     command.TASK
     + '''
@@ -657,6 +659,7 @@ def test_a_sample_that_raises_on_one_of_two_ranks(here, tmp_path):
     assert "continue with: paceline resume r" in shown.out
 
 
+@pytest.mark.slow
 def test_debug_shows_the_line_of_the_task_also_on_another_rank(here, tmp_path):
     result = train_two(here, tmp_path, "raises", "--debug")
     assert f'File "{here}/bad.py", line' in result.err, result.all

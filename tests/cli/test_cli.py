@@ -45,6 +45,8 @@ from paceline.spec import Launch, Optimizer
 from paceline.task import load_task
 from paceline.training.init.named_tensors import named_tensors
 
+pytestmark = pytest.mark.processes
+
 SCRIPT = str(Path(sys.executable).parent / "paceline")
 TIED = (
     TASK

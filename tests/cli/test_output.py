@@ -12,6 +12,8 @@ from paceline.events import Ended
 from paceline.output import open_append
 from paceline.run import RunFolder
 
+pytestmark = pytest.mark.processes
+
 # A task that prints, a lot.
 PRINTS = TASK.replace("        return (output - ", "        print('loss' * 100)\n        return (output - ")
 WORDS = ("train", "my.py:Regression", "--batch", "24", "--steps", "30", "--device", "cpu", "--run-dir", "r")

@@ -13,6 +13,8 @@ from paceline.cluster import limits
 from paceline.cluster.limits import busy_cores, free_cores, usable_cores
 from paceline.events import Started
 
+pytestmark = pytest.mark.processes
+
 CORES = len(os.sched_getaffinity(0))
 WORDS = ("train", "my.py:Regression", "--batch", "24", "--steps", "3", "--device", "cpu", "--run-dir", "r")
 

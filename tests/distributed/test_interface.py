@@ -24,6 +24,8 @@ from paceline.distributed.store import ALL_INTERFACES
 from paceline.errors import LaunchError
 from paceline.events import Step
 
+pytestmark = pytest.mark.processes
+
 PORT = 29541
 WORDS = (
     "train",

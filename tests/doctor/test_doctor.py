@@ -36,6 +36,8 @@ from paceline.events import Event, Failed, Stalled, Started, Step
 from paceline.run import RunFolder
 from runs import trained
 
+pytestmark = pytest.mark.processes
+
 # Rank 1 stays in its data as long as the file STUCK exists.
 STUCK = TASK.replace(
     "        return self.x[index]",

@@ -25,6 +25,8 @@ from paceline.run import RunFolder
 from paceline.spec import Launch, Save, Spec
 from runs import NEVER, trained, wanted
 
+pytestmark = pytest.mark.processes
+
 # Moments
 
 

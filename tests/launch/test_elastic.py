@@ -32,6 +32,8 @@ from paceline.run import RunFolder, create
 from pages import blocks
 from slurm import Slurm, until
 
+pytestmark = pytest.mark.processes
+
 ASKED = (
     "--steps",
     "60",

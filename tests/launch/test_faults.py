@@ -8,6 +8,8 @@ import pytest
 from command import PACELINE, TASK, Running, of_kind, slow_down, start, write_task
 from paceline.events import Failed, Started
 
+pytestmark = pytest.mark.processes
+
 # The file ROOM says how many bytes rank 1 may have; it asks for more than any machine has.
 GREEDY = TASK.replace(
     "        return (output - batch[1]).square()",

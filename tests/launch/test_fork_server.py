@@ -15,6 +15,8 @@ from paceline.events import Ended, Failed, Started
 from paceline.launch import fork_server
 from paceline.launch.fork_server import is_safe
 
+pytestmark = pytest.mark.processes
+
 WORDS = (
     "train",
     "my.py:Regression",

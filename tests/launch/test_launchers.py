@@ -9,6 +9,8 @@ import pytest
 from command import Result, happened, of_kind, paceline, write_task
 from paceline.events import Ended, Started, Step
 
+pytestmark = pytest.mark.processes
+
 TORCHRUN = (
     sys.executable,
     "-m",
@@ -39,7 +41,8 @@ LAUNCHERS = [
     pytest.param(MPICH, id="mpich", marks=pytest.mark.mpi("mpiexec.hydra")),
 ]
 FAILING = [
-    *LAUNCHERS[:2],
+    LAUNCHERS[0],
+    pytest.param(MPIRUN, id="mpirun", marks=[pytest.mark.mpi("mpirun"), pytest.mark.slow]),
     pytest.param(MPICH, id="mpich", marks=[pytest.mark.mpi("mpiexec.hydra"), pytest.mark.slow]),
 ]
 
@@ -91,6 +94,7 @@ def test_other_ranks_than_were_started_are_refused(tmp_path: Path) -> None:
     assert "--ranks 4, but torchrun started 2" in result.all
 
 
+@pytest.mark.slow
 def test_resume_under_torchrun(tmp_path: Path, alone: list[float]) -> None:
     write_task(tmp_path)
     words = [word if word != "12" else "7" for word in WORDS]

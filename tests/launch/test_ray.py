@@ -36,6 +36,8 @@ from paceline.launch.spawn import environments
 from paceline.run import RunFolder
 from paceline.spec import Launch
 
+pytestmark = pytest.mark.processes
+
 WORDS = (
     "my.py:Regression",
     "--steps",
@@ -94,6 +96,7 @@ def ranks(running: Running) -> dict[int, psutil.Process]:
 
 
 @pytest.mark.ray
+@pytest.mark.slow
 def test_a_rank_that_is_killed_is_started_again(tmp_path: Path, through: dict[str, np.ndarray]) -> None:
     run = tmp_path / "r"
     with begin(tmp_path, "--restarts", "1") as running:

@@ -15,6 +15,8 @@ from paceline.doctor.heartbeat_writer import HeartbeatWriter
 from paceline.events import Failed, Started
 from paceline.run import RunFolder
 
+pytestmark = pytest.mark.processes
+
 # A launcher whose ranks are sleeping processes. Another process than this one: it ends all of its children.
 LAUNCHER = """
 import subprocess, sys, time

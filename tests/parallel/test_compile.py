@@ -13,6 +13,8 @@ from paceline.plan.plan import parse
 from paceline.spec import Optimizer
 from paceline.training.model_analysis import validate_plan
 
+pytestmark = pytest.mark.processes
+
 SPEC = Spec(
     steps=2, batch=8, seed=3, precision="fp64", optimizer=Optimizer(lr=1e-2, weight_decay=0.1, clip=0.5)
 )

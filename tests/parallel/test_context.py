@@ -25,6 +25,8 @@ from paceline.run import RunFolder
 from paceline.spec import Optimizer, Save, Schedule
 from paceline.tasks import text
 
+pytestmark = pytest.mark.processes
+
 RTOL = 1e-10
 ADAMW = Optimizer(name="adamw", lr=1e-2, weight_decay=0.1, clip=0.5)
 SGD = Optimizer(

@@ -28,6 +28,8 @@ from paceline.training.checkpoint import save as checkpoint
 from paceline.training.model_analysis import validate_plan
 from paceline.training.setup import build_training
 
+pytestmark = pytest.mark.processes
+
 RTOL = 1e-10
 ADAMW = Optimizer(lr=1e-2, weight_decay=0.1, clip=0.5)
 SGD = Optimizer(

@@ -27,6 +27,8 @@ from paceline.spec import Optimizer
 from paceline.training.checkpoint import save as checkpoint
 from paceline.training.model_analysis import build_meta_model, validate_plan
 
+pytestmark = pytest.mark.processes
+
 CPU = torch.device("cpu")
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "zero-bubble", "zbv")
 RTOL = 1e-10  # BatchNorm over the two samples of a micro-batch is worth a digit or two

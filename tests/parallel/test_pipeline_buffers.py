@@ -20,6 +20,8 @@ from paceline.spec import Optimizer
 from paceline.training.checkpoint import save as checkpoint
 from paceline.training.model_analysis import validate_plan
 
+pytestmark = pytest.mark.processes
+
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "zero-bubble", "zbv")
 SPEC = Spec(steps=3, batch=8, seed=3, precision="fp64", optimizer=Optimizer(lr=1e-2))
 

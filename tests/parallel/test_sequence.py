@@ -24,6 +24,8 @@ from paceline.training.dry_run.dry_run import compute_comm_volume
 from paceline.training.init.deferred_init import record
 from volumes import check, wanted
 
+pytestmark = pytest.mark.processes
+
 SPEC = Spec(
     batch=8, steps=3, precision="fp64", optimizer=Optimizer(name="sgd", lr=0.05, clip=0.5, weight_decay=0.1)
 )

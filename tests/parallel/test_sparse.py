@@ -14,6 +14,8 @@ from paceline.plan.plan import parse
 from paceline.spec import Optimizer
 from paceline.training.model_analysis import analyze_model, build_meta_model
 
+pytestmark = pytest.mark.processes
+
 CPU = torch.device("cpu")
 
 

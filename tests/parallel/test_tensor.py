@@ -22,6 +22,8 @@ from paceline.plan.plan import ResolvedPlan, parse
 from paceline.spec import Optimizer
 from paceline.tasks.digits import Digits
 
+pytestmark = pytest.mark.processes
+
 SPEC = Spec(
     batch=8, steps=3, precision="fp64", optimizer=Optimizer(name="sgd", lr=0.05, clip=0.5, weight_decay=0.1)
 )  # Adam divides rounding by itself

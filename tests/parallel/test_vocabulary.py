@@ -21,6 +21,8 @@ from paceline.training.checkpoint import save as checkpoint
 from paceline.training.model_analysis import analyze_model
 from volumes import check
 
+pytestmark = pytest.mark.processes
+
 SPEC = Spec(
     steps=3, batch=8, seed=3, precision="fp64", optimizer=Optimizer(lr=1e-2, weight_decay=0.1, clip=0.5)
 )

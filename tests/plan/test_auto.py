@@ -18,6 +18,8 @@ from paceline.tasks.text import Text
 from paceline.training import auto_plan as choosing
 from paceline.training.auto_plan import choose, shortest
 
+pytestmark = pytest.mark.processes
+
 TORCHRUN = (
     sys.executable,
     "-m",

@@ -28,9 +28,10 @@ from paceline.training.dry_run.dry_run import compute_comm_volume
 from paceline.training.setup import PreparedTraining
 from volumes import Plant, check, counted, foretold, wanted
 
-pytestmark = pytest.mark.filterwarnings(
-    "ignore:.*torch.jit.* is deprecated:DeprecationWarning"
-)  # by torch itself, for zero1
+pytestmark = [
+    pytest.mark.processes,
+    pytest.mark.filterwarnings("ignore:.*torch.jit.* is deprecated:DeprecationWarning"),
+]  # by torch itself, for zero1
 PLANS = ("ddp", "zero1", "zero2", "zero3", "hsdp")
 
 

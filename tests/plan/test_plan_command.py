@@ -8,6 +8,8 @@ import pytest
 
 from command import paceline, succeed
 
+pytestmark = pytest.mark.processes
+
 LLAMA = ("plan", "--model", "llama3-8b", "--cluster", "h100:8x2@50", "--batch", "64", "--seq", "4096")
 GPT = ("plan", "--model", "gpt3-1.3b", "--cluster", "a100-80g:8", "--batch", "64")
 WITHOUT_TORCH = "import sys; sys.modules['torch'] = None; from paceline.cli import main; main()"

@@ -17,6 +17,8 @@ from paceline.training import model_analysis
 from paceline.training.dry_run import dry_run
 from volumes import counted, wanted
 
+pytestmark = pytest.mark.processes
+
 DEEP = models.ShortText(depth=8, width=64)
 
 

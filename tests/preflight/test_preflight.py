@@ -30,6 +30,8 @@ from paceline.preflight.site_checks import is_queued_again, overridden
 from paceline.run import create
 from paceline.spec import Launch, Save, Spec
 
+pytestmark = pytest.mark.processes
+
 Found = dict[str, list[str]]
 
 

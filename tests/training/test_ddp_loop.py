@@ -17,6 +17,8 @@ from paceline.data.loader import shuffle
 from paceline.spec import Optimizer
 from paceline.training.init.deferred_init import fill_, record
 
+pytestmark = pytest.mark.processes
+
 STEPS, BATCH, SEED, LR, CLIP = 12, 8, 5, 0.05, 1.0
 
 

@@ -23,6 +23,8 @@ from paceline.report.progress import watch
 from paceline.run import RunFolder
 from paceline.spec import Optimizer, Save
 
+pytestmark = pytest.mark.processes
+
 CLASSES, LENGTH = 5, 6
 Loss = Callable[[Any, Any], Tensor]
 

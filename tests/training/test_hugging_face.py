@@ -16,6 +16,8 @@ from paceline import Spec
 from paceline.training.init.deferred_init import fill_, record
 from paceline.training.init.named_tensors import named_tensors
 
+pytestmark = pytest.mark.processes
+
 LIBRARY = importlib.util.find_spec(
     "transformers"
 )  # which takes seconds to import, also where only other tests run

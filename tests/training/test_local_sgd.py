@@ -25,6 +25,8 @@ from paceline.training import local_sgd
 from paceline.training.checkpoint.save import load_weights
 from paceline.training.init.named_tensors import named_tensors
 
+pytestmark = pytest.mark.processes
+
 PLAIN = Optimizer(name="sgd", lr=0.05, momentum=0.0, weight_decay=0.1)
 MOMENTUM = Optimizer(name="sgd", lr=0.05, momentum=0.9)
 ADAMW = Optimizer(name="adamw", lr=1e-2, clip=0.5)

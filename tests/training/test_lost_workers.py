@@ -20,6 +20,8 @@ from command import (
 )
 from paceline.events import Ended, Failed, Started, Step
 
+pytestmark = pytest.mark.processes
+
 
 def begin(folder: Path, plan: str, *more: str, steps: int = 40, source: str = TASK) -> Running:
     """Four ranks, whose steps take at least 0.04 s."""

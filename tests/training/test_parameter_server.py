@@ -22,6 +22,8 @@ from paceline.training.checkpoint.save import load_weights
 from paceline.training.init.named_tensors import named_tensors
 from paceline.training.parameter_server.partition import ParameterSlice, assign_slices
 
+pytestmark = pytest.mark.processes
+
 ADAMW = Optimizer(name="adamw", lr=1e-2, weight_decay=0.1)
 SGD = Optimizer(name="sgd", lr=0.05, momentum=0.9)
 CLIPPED = SGD.model_copy(update={"clip": 0.3})

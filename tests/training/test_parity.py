@@ -28,6 +28,8 @@ from paceline.training import step
 from paceline.training.optimizer import GradientNorm, combine_norms, local_gradients, local_optimizer, scale_
 from paceline.training.setup import build_training
 
+pytestmark = pytest.mark.processes
+
 TASKS: list[type[Task]] = [
     models.Points,
     models.Images,

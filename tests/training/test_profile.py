@@ -46,6 +46,8 @@ from paceline.training.profiling.time_breakdown import (
     measure_on_host,
 )
 
+pytestmark = pytest.mark.processes
+
 MS = 1_000_000
 SPEC = Spec(batch=4, steps=8, profile=True, evaluate_every=100)
 PLANS = [

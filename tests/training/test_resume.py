@@ -42,6 +42,8 @@ from paceline.training import step_metrics
 from paceline.training.checkpoint import save as checkpoint
 from runs import NEVER, STEPS, on_this_rank, trained, wanted
 
+pytestmark = pytest.mark.processes
+
 PLANS = ["single", "ddp", "zero1", "zero2", "zero3", "hsdp"]
 ON = {plan: 1 if plan == "single" else 2 for plan in PLANS}
 

@@ -22,6 +22,8 @@ from paceline.events import Started
 from paceline.training import rank_checks
 from paceline.training.rank_checks import NeighbourLink, apart, check_software, ring, slow, uneven
 
+pytestmark = pytest.mark.processes
+
 SPEC = Spec(task="models:Points", steps=1, batch=6)
 HOSTS = ("n1", "n1", "n2", "n2", "n3")
 

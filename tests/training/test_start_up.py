@@ -3,8 +3,12 @@
 import re
 from pathlib import Path
 
+import pytest
+
 from command import PACELINE, of_kind, succeed, write_task
 from paceline.events import Started
+
+pytestmark = pytest.mark.processes
 
 WORDS = (
     "train",

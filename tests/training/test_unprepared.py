@@ -12,6 +12,8 @@ from paceline.errors import PlanError
 from paceline.spec import Optimizer
 from unprepared import MODELS, SAMPLE_BY_SAMPLE, Unprepared
 
+pytestmark = pytest.mark.processes
+
 SPEC = Spec(
     steps=3, batch=8, seed=3, precision="fp64", optimizer=Optimizer(lr=1e-2, weight_decay=0.1, clip=0.5)
 )
@@ -50,7 +52,11 @@ def alone(plan: str, kinds: tuple[str, ...] = tuple(MODELS)) -> dict[str, Traine
 
 
 @pytest.mark.parametrize(
-    "plan", ["ddp", "zero2", "zero3", "zero3,microbatches=2", "tp=2", "pp=2,microbatches=2"]
+    "plan",
+    [
+        *(pytest.param(plan, marks=pytest.mark.slow) for plan in ("ddp", "zero2", "zero3")),
+        *("zero3,microbatches=2", "tp=2", "pp=2,microbatches=2"),
+    ],
 )
 def test_trains_as_one_process_does_or_is_refused_in_words(plan: str) -> None:
     one = alone("single,microbatches=2" if "microbatches" in plan else "single")

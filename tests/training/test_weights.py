@@ -424,7 +424,7 @@ class FromNumpy(models.Points):
         return model
 
 
-@pytest.mark.parametrize("plan", ["ddp", "zero3"])
+@pytest.mark.parametrize("plan", [pytest.param("ddp", marks=pytest.mark.slow), "zero3"])
 def test_ranks_agree_on_what_numpy_draws(plan: str) -> None:
     spec = Spec(steps=1, batch=8, precision="fp64")
     found, expected = trained(2, FromNumpy(), spec, plan), trained(1, FromNumpy(), spec, "single")

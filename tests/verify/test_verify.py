@@ -27,6 +27,8 @@ from paceline.verify.disable_dropout import switch_dropout_off_
 from paceline.verify.report import conditions, sentence, told
 from paceline.verify.run import Verdict, Verification, batch_for
 
+pytestmark = pytest.mark.processes
+
 
 def spec(task: str, **more: Any) -> Spec:
     return Spec(task=f"{task}" if ":" in task else f"models:{task}", batch=8, steps=3, seed=3, **more)

@@ -14,6 +14,8 @@ from paceline.spec import Optimizer
 from paceline.verify.report import sentence
 from paceline.verify.run import Verification
 
+pytestmark = pytest.mark.processes
+
 if importlib.util.find_spec("transformers") is None:
     pytest.skip("transformers is not installed", allow_module_level=True)
 PLANS = ("ddp", "zero1", "zero3", "pp=2", "pp=2,microbatches=2", "tp=2")
