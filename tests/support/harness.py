@@ -2,171 +2,82 @@
 
     ranks(2)(function, *args)   -> what function(*args) returned on each rank, in a fresh process group
 
-`function` and its arguments must be picklable. Run as a script, this file is one rank.
+`function` and its arguments must be picklable.
 """
 
 import faulthandler
 import gc
-import itertools
-import os
-import pickle
-import signal
-import subprocess
-import sys
-import tempfile
-import time
 import traceback
 import warnings
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field, replace
-from datetime import timedelta
+from dataclasses import dataclass, replace
 from functools import cache
-from multiprocessing import Pipe
-from multiprocessing.connection import Connection, wait
-from typing import IO, Any
+from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
 from paceline import Spec, Task, train
 from paceline.distributed.dtensor import is_materialized
-from paceline.distributed.network_interface import use_loopback
-from paceline.distributed.store import open_store
+from paceline.errors import RankError
 from paceline.events import Evaluated, Step
+from paceline.launch import rank_pool
 from paceline.plan.plan import parse
 from paceline.training.init.named_tensors import named_tensors
 
 TIMEOUT_S = 120.0
 
 
-@dataclass
-class _Rank:
-    process: subprocess.Popen[bytes]
-    pipe: Connection
-    output: IO[bytes]
-
-    def last_words(self) -> str:
-        file = self.output.fileno()
-        return os.pread(file, 4000, max(0, os.fstat(file).st_size - 4000)).decode(errors="replace")
-
-
-@dataclass
 class Ranks:
-    """So many processes. They are started by the first call, and again by the one after a failure."""
+    """Live ranks: the product's own pool of processes, in which warnings are errors.
 
-    size: int
-    _running: list[_Rank] = field(default_factory=list)
-    _store: dist.TCPStore | None = None
+    A call raises AssertionError with the traceback of the rank that failed first; the pool then starts anew.
+    """
+
+    def __init__(self, size: int):
+        self._pool = rank_pool.Ranks(size)
 
     def __call__(self, function: Callable[..., Any], *args: Any, timeout_s: float = TIMEOUT_S) -> list[Any]:
-        if not self._running:
-            self._start()
-        for rank in self._running:
-            rank.pipe.send_bytes(pickle.dumps((function, args)))
-        answers: dict[int, Any] = {}
-        deadline = time.monotonic() + timeout_s
-        while len(answers) < self.size:
-            waiting = {rank.pipe: at for at, rank in enumerate(self._running) if at not in answers}
-            ready = wait(list(waiting), max(0.0, deadline - time.monotonic()))
-            if not ready:
-                self._fail(f"no answer from ranks {sorted(waiting.values())} in {timeout_s:.0f} s")
-            for pipe in ready:
-                try:
-                    answers[waiting[pipe]], wrong = pipe.recv()
-                except EOFError:
-                    wrong = "it died"
-                if wrong:
-                    self._fail(f"rank {waiting[pipe]} of {self.size}: {wrong}")
-        return [answers[at] for at in range(self.size)]
-
-    def _start(self) -> None:
-        self._store = open_store()
-        for at in range(self.size):
-            here, there = Pipe()
-            output = tempfile.TemporaryFile()  # noqa: SIM115
-            environ = os.environ | {
-                "RANK": str(at),
-                "LOCAL_RANK": str(at),
-                "WORLD_SIZE": str(self.size),
-                "LOCAL_WORLD_SIZE": str(self.size),
-                "MASTER_ADDR": "127.0.0.1",
-                "MASTER_PORT": str(self._store.port),
-                "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),  # where the tests' functions are found
-            }
-            process = subprocess.Popen(
-                [sys.executable, __file__, str(there.fileno())],
-                env=environ,
-                pass_fds=[there.fileno()],
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-            )
-            there.close()
-            self._running.append(_Rank(process, here, output))
-
-    def _fail(self, reason: str) -> None:
-        for rank in self._running:
-            rank.process.send_signal(signal.SIGUSR1)
-        time.sleep(1.0)  # for the last words of the others
-        shown = [f"--- rank {at} ---\n{rank.last_words()}" for at, rank in enumerate(self._running)]
-        self.end()
-        raise AssertionError("\n".join([reason, *shown]))
+        try:
+            return self._pool(_run, function, args, timeout_s, timeout_s=timeout_s)
+        except RankError as error:
+            raise AssertionError(str(error)) from None
 
     def end(self) -> None:
-        for rank in self._running:
-            rank.pipe.close()
-            rank.process.kill()
-            rank.process.wait()
-            rank.output.close()
-        self._running, self._store = [], None
+        self._pool.end()
 
 
 ranks = cache(Ranks)
 
 
-def _be_a_rank(pipe: Connection) -> None:
+def _run(function: Callable[..., Any], args: tuple[Any, ...], timeout_s: float) -> Any:
+    """Call the function in this rank; a rank that hangs prints its stacks before the pool ends it."""
+    _make_warnings_errors()
+    faulthandler.dump_traceback_later(timeout_s - 2.0)
+    try:
+        return function(*args)
+    except BaseException:
+        raise AssertionError(traceback.format_exc()) from None
+    finally:
+        faulthandler.cancel_dump_traceback_later()
+        gc.collect()  # what is left of DistributedDataParallel must not be the last to hold the group
+
+
+@cache
+def _make_warnings_errors() -> None:
     warnings.filterwarnings("error")
-    warnings.filterwarnings("ignore", ".*is deprecated", FutureWarning, "torch")
-    warnings.filterwarnings(
-        "ignore", ".*torch.jit.* is deprecated", DeprecationWarning
-    )  # by torch itself, for zero1
-    warnings.filterwarnings(
-        "ignore", "The .grad attribute of a Tensor", UserWarning
-    )  # Dynamo hides it from users by other means
-    warnings.filterwarnings(
-        "ignore", ".*Function.> should not be instantiated", DeprecationWarning
-    )  # by Dynamo, for tp
-    warnings.filterwarnings(
-        "ignore", ".*use of fork", DeprecationWarning
-    )  # by the workers of a data loader, from Python 3.12 on
-    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    use_loopback()
-    store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
-    faulthandler.register(signal.SIGUSR1)  # says where it hangs
+    for message, category, module in (
+        (".*is deprecated", FutureWarning, "torch"),
+        (".*torch.jit.* is deprecated", DeprecationWarning, ""),  # by torch itself, for zero1
+        ("The .grad attribute of a Tensor", UserWarning, ""),  # Dynamo hides it from users by other means
+        (".*Function.> should not be instantiated", DeprecationWarning, ""),  # by Dynamo, for tp
+        (".*use of fork", DeprecationWarning, ""),  # by workers of a data loader, from Python 3.12 on
+    ):
+        warnings.filterwarnings("ignore", message, category, module)
     gc.freeze()
-    for call in itertools.count():
-        try:
-            asked = pipe.recv_bytes()
-        except EOFError:
-            return
-        try:
-            function, args = pickle.loads(asked)
-            own = dist.PrefixStore(str(call), store)
-            dist.init_process_group(
-                "gloo", store=own, rank=rank, world_size=size, timeout=timedelta(seconds=TIMEOUT_S)
-            )
-            dist.barrier()  # all are connected, before one can be done
-            answer = function(*args), None
-            gc.collect()  # what is left of DistributedDataParallel must not be the last to hold the group
-            dist.barrier()
-            dist.destroy_process_group()
-        except BaseException:
-            answer = None, traceback.format_exc()
-        pipe.send(answer)
 
 
 @dataclass(frozen=True)
@@ -276,9 +187,3 @@ def difference(found: Any, expected: Any) -> float:
         return 0.0
     scale = np.abs(expected).max()
     return float(np.abs(found - expected).max() / scale) if scale else float("inf")
-
-
-if __name__ == "__main__":
-    import harness  # under its own name, which is what pickled functions know
-
-    harness._be_a_rank(Connection(int(sys.argv[1])))
