@@ -318,7 +318,7 @@ def draw_chart(of: Chart) -> str:
         size = 11 if wide > 12 else 9
         parts += [
             box(x + 0.5, y, wide - 1, LANE - 3, fill, round_=1),
-            text(x + wide / 2, y + 15, str(slot.microbatches), size, INK, "middle"),
+            text(x + wide / 2, y + 15, str(slot.microbatch), size, INK, "middle"),
         ]
     at: float = SIDE
     for kind in [kind for kind in KINDS if any(slot.kind == kind for slot in of.slots)]:
