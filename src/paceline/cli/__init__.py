@@ -31,7 +31,7 @@ PANELS = {
     },
     "Measure": {
         "probe": "Show what this machine has: processors, links, network, PyTorch back ends, storage.",
-        "bench": "Measure the machine: all that fits into two minutes, or one bench by its name.",
+        "bench": "Measure the machine: all benches in under two minutes, or a single bench by its name.",
     },
     "Operate": {
         "preflight": "Check a training before it is queued, from the site file to memory and disk space.",

@@ -40,7 +40,8 @@ def collectives(
     sizes: Annotated[
         str,
         Option(
-            metavar="A:B", help="Range of sizes in steps of 4 times, with factor 1KiB:64MiB:2, or a list."
+            metavar="A:B",
+            help="Sizes: a range A:B in steps of 4 times, A:B:2 in steps of 2 times, or a list A,B.",
         ),
     ] = "1KiB:64MiB",
     operations: Annotated[
@@ -65,8 +66,9 @@ def collectives(
 ) -> None:
     """Time collectives as nccl-tests does, check their results, and fit the time per call and per byte.
 
-    Under torchrun, mpirun or srun this process becomes a rank. Exit status: 0 success, 1 wrong results, 2 bad
-    input.
+    Under torchrun, mpirun or srun this process becomes a rank.
+
+    Exit status: 0 success, 1 wrong results, 2 bad input.
     """
     me = read_world()
     with _report_once(me):
