@@ -5,8 +5,9 @@ import torch
 from paceline.plan.plan import ResolvedPlan
 from paceline.spec import Spec
 from paceline.task import Task
+from paceline.torch_compat import make_fake_mode
 from paceline.training.checkpoint import save as checkpoint
-from paceline.training.dry_run.dry_run import CPU, make_fake_mode
+from paceline.training.dry_run.dry_run import CPU
 from paceline.training.init.deferred_init import allocate_
 from paceline.training.model_analysis import build_meta_model
 from paceline.training.optimizer import make_optimizer

@@ -15,10 +15,8 @@ from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
     FakeTensor,
-    FakeTensorMode,
     unset_fake_temporarily,
 )
-from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -32,6 +30,7 @@ from paceline.plan.comm_volume import CommVolume
 from paceline.plan.plan import Plan, ResolvedPlan, micro_batch_size
 from paceline.spec import Spec
 from paceline.task import Task, load_task, read_layout
+from paceline.torch_compat import complete_fake_buckets, make_fake_mode
 from paceline.training.ddp_warmup import warm_up_ddp
 from paceline.training.dry_run.comm_counter import CommCounter
 from paceline.training.dry_run.identical_stages import find_identical_places
@@ -144,23 +143,14 @@ def _simulate_rank(inputs: _DryRunInputs, world: World, analysis: ModelAnalysis)
             mesh.destroy_meshes()
 
 
-def make_fake_mode() -> FakeTensorMode:
-    """Return a mode in which tensors have shapes and no values."""
-    mode = FakeTensorMode(allow_non_fake_inputs=True)
-    # torch 2.13: the mode keeps weak references to the tensors that it made, and swap_tensors, which the
-    # stages of a pipeline use, refuses tensors with weak references.
-    mode.fake_tensor_converter.set_tensor_memo = lambda *_: None  # type: ignore[method-assign]
-    return mode
-
-
 def _count_step(training: PreparedTraining, plan: ResolvedPlan, microbatches: list[Batch]) -> CommVolume:
     update = training.step
     if update.loss_scale is not None:
         update.loss_scale = _NoOverflow()
-    _complete_buckets(update.model)
+    complete_fake_buckets(update.model)
     settled = warm_up_ddp(update, microbatches[0])
     if settled is not update.model:
-        _complete_buckets(settled)
+        complete_fake_buckets(settled)
     update.model = settled
     counter = CommCounter(training.model, plan)
     for step in range(WARM_UP_STEPS + 1):
@@ -207,23 +197,6 @@ def _fake_group(rank: int, ranks: int) -> Iterator[None]:
         yield
     finally:
         dist.destroy_process_group()
-
-
-def _complete_buckets(model: nn.Module) -> None:
-    """Return the buckets of DDP at once.
-
-    torch 2.13: the futures of the fake process group contain no tensors.
-    """
-    if not isinstance(model, DistributedDataParallel):
-        return
-
-    def hook(state: None, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
-        dist.all_reduce(bucket.buffer())
-        done: torch.futures.Future[Tensor] = torch.futures.Future()
-        done.set_result(bucket.buffer())
-        return done
-
-    model.register_comm_hook(None, hook)
 
 
 class _NoOverflow(LossScale):

@@ -3,13 +3,14 @@
 import contextlib
 import threading
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-import torch.distributed as dist
 from torch import Tensor
 from torch.futures import Future
+
+from paceline.torch_compat import register_store_for_rpc
 
 
 @dataclass(frozen=True)
@@ -63,7 +64,7 @@ class Rpc:
         self._rpc = rpc
         _server.clear()
         options = rpc.TensorPipeRpcBackendOptions(
-            init_method=_register_store(), rpc_timeout=timeout_s, num_worker_threads=ranks + 4
+            init_method=register_store_for_rpc(), rpc_timeout=timeout_s, num_worker_threads=ranks + 4
         )
         with warnings.catch_warnings():
             # torch 2.13 causes this warning itself.
@@ -102,25 +103,6 @@ def _rank_name(rank: int) -> str:
 
 def _make_connection_error(rank: int, error: RuntimeError) -> ConnectionError:
     return ConnectionError(f"connection to rank {rank} closed: {str(error).splitlines()[0]}")
-
-
-def _register_store() -> str:
-    """Return an address under which torch's RPC finds the store of the process group.
-
-    torch 2.13: under torchrun, RPC would connect to another port, where no process listens:
-    TORCHELASTIC_USE_AGENT_STORE makes every rank a client.
-    """
-    with contextlib.suppress(RuntimeError):  # already registered
-        dist.register_rendezvous_handler("paceline", _rendezvous)
-    return "paceline://"
-
-
-def _rendezvous(url: str, **options: Any) -> Iterator[tuple[dist.Store, int, int]]:
-    yield (
-        dist.PrefixStore("rpc", dist.distributed_c10d._get_default_store()),
-        dist.get_rank(),
-        dist.get_world_size(),
-    )
 
 
 class _Server:

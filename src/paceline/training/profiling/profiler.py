@@ -2,12 +2,9 @@
 allows.
 """
 
-import contextlib
-import ctypes
 import os
 import time
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,6 +14,7 @@ from paceline.distributed.world import World
 from paceline.events import Profiled
 from paceline.plan.cost_model.compare import MOST_STEPS
 from paceline.plan.plan import ResolvedPlan
+from paceline.torch_compat import LOG_ERROR, set_log_level
 from paceline.training.profiling import peak_memory
 from paceline.training.profiling.time_breakdown import (
     END,
@@ -140,7 +138,7 @@ class _Profile:
         if not torch.autograd._profiler_enabled():  # else the user is profiling
             # torch 2.13: the profiler reports its start on standard error at a lower level.
             os.environ.setdefault("KINETO_LOG_LEVEL", "6")
-            self.log_level = _set_torch_log_level(ERROR)
+            self.log_level = set_log_level(LOG_ERROR)
             use = "cuda" if device.type == "cuda" else None
             with torch.autograd.profiler.profile(use_device=use):  # the first profiled operation is slow
                 torch.zeros(1, device=device)
@@ -177,7 +175,7 @@ class _Profile:
         self.training.step.observe = self.observe
         if self.profiler is not None:
             self.profiler.__exit__(None, None, None)
-            _set_torch_log_level(self.log_level)
+            set_log_level(self.log_level)
 
     def read(self) -> list[float]:
         """Return a row of figures: cost, 1 if the others are measured and 0 if not, StepSeconds,
@@ -201,23 +199,6 @@ class _Profile:
             peak = peak._replace(activations=max(0.0, peak_bytes - peak.total + peak.activations))
         self.cost_s += time.perf_counter() - began + EVENT_S * len(ops)
         return [self.cost_s, 1.0, *seconds, *peak]
-
-
-ERROR = 2  # a level of c10's log
-
-
-def _set_torch_log_level(level: int) -> int:
-    """Set the level of torch's log, and return the previous level.
-
-    torch 2.13: the profiler warns of each tensor that was allocated before the profile and freed in it.
-    """
-    with contextlib.suppress(OSError, ValueError):  # another platform, or another torch
-        variable = ctypes.c_int.in_dll(
-            ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libc10.so")), "FLAGS_caffe2_log_level"
-        )
-        before, variable.value = variable.value, level
-        return before
-    return level
 
 
 NUM_COLUMNS = 2 + len(StepSeconds._fields) + len(peak_memory.PeakMemory._fields)

@@ -1,0 +1,71 @@
+"""Work-arounds for torch, each with the version that needs it."""
+
+import contextlib
+import ctypes
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+if TYPE_CHECKING:
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+LOG_ERROR = 2  # a level of c10's log
+
+
+# torch 2.13: the profiler warns of each tensor that was allocated before a profile and is freed in it.
+def set_log_level(level: int) -> int:
+    """Set the level of torch's C++ log, and return the previous level."""
+    with contextlib.suppress(OSError, ValueError):  # another platform, or another torch
+        library = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libc10.so"))
+        variable = ctypes.c_int.in_dll(library, "FLAGS_caffe2_log_level")
+        before, variable.value = variable.value, level
+        return before
+    return level
+
+
+# torch 2.13: FakeTensorMode keeps weak references to the tensors that it made, and swap_tensors, which the
+# stages of a pipeline use, refuses tensors with weak references.
+def make_fake_mode() -> "FakeTensorMode":
+    """Return a mode in which tensors have shapes and no values, and can be swapped."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    mode.fake_tensor_converter.set_tensor_memo = lambda *_: None  # type: ignore[method-assign]
+    return mode
+
+
+# torch 2.13: the futures of the fake process group contain no tensors, which DDP reads from them.
+def complete_fake_buckets(model: nn.Module) -> None:
+    """Let DDP's buckets be reduced at once, on the fake process group. Other models stay as they are."""
+    if not isinstance(model, DistributedDataParallel):
+        return
+
+    def hook(state: None, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+        dist.all_reduce(bucket.buffer())
+        done: torch.futures.Future[Tensor] = torch.futures.Future()
+        done.set_result(bucket.buffer())
+        return done
+
+    model.register_comm_hook(None, hook)
+
+
+# torch 2.13: under torchrun, RPC connects to a port where no process listens, since
+# TORCHELASTIC_USE_AGENT_STORE makes every rank a client.
+def register_store_for_rpc() -> str:
+    """Return an address under which torch's RPC finds the store of the default process group."""
+    with contextlib.suppress(RuntimeError):  # already registered
+        dist.register_rendezvous_handler("paceline", _rendezvous)
+    return "paceline://"
+
+
+def _rendezvous(url: str, **options: object) -> Iterator[tuple[dist.Store, int, int]]:
+    yield (
+        dist.PrefixStore("rpc", dist.distributed_c10d._get_default_store()),
+        dist.get_rank(),
+        dist.get_world_size(),
+    )
