@@ -22,11 +22,11 @@ from paceline.cluster import file
 from paceline.cluster.facts import Cluster
 from paceline.errors import PlanError
 from paceline.launch.rank_pool import Ranks
-from paceline.plan.cost_model.defaults import assuming
+from paceline.plan.cost_model.defaults import add_assumptions
 from paceline.plan.cost_model.framework_profiles import FLOAT32
 from paceline.plan.cost_model.predict import predict
 from paceline.plan.plan import Plan
-from paceline.plan.search.best_plans import answer
+from paceline.plan.search.best_plans import find_best_plans
 from paceline.spec import Spec, parse_overrides
 from paceline.task import load_task
 from paceline.training.auto_plan import choose, shortest
@@ -101,14 +101,14 @@ def known(path: Path, ranks: list[int]) -> Cluster:
                 [sys.executable, "-m", "paceline", "bench", "--ranks", str(count), "--out", str(path.parent)],
                 check=True,
             )
-    return assuming(file.read(path))[0]
+    return add_assumptions(file.read(path))[0]
 
 
 def plans_of(case: Case, cluster: Cluster) -> list[Plan]:
     """Those that can be, and what auto may take. On one rank ZeRO has nothing to cut."""
     task = load_task(case.spec.task, case.spec.set)
     plans = [plan for plan in possible(case.spec, task, case.ranks) if case.ranks > 1 or not plan.zero]
-    fastest = answer(
+    fastest = find_best_plans(
         describe(case.spec, task), cluster, case.spec.batch, recipe=FLOAT32, ranks=case.ranks
     ).plans[:MORE]
     wanted = [

@@ -19,7 +19,7 @@ from paceline.errors import Error
 from paceline.launch.rank_pool import Ranks
 from paceline.parallel.ddp import release
 from paceline.plan.plan import Plan, micro_batch_size, parse
-from paceline.plan.search.candidates import candidates
+from paceline.plan.search.candidates import enumerate_candidates
 from paceline.spec import Spec
 from paceline.task import load_task
 from paceline.training.ddp_warmup import warm_up_ddp
@@ -32,7 +32,7 @@ COUNTED = 3  # steps whose tensors are counted: engines have settled in the seco
 
 def possible(spec: Spec, task: Task, ranks: int) -> Iterator[Plan]:
     """The plans that this task can be trained with, before any rank is started."""
-    for plan in candidates(ranks):
+    for plan in enumerate_candidates(ranks):
         try:
             on = plan.resolve(ranks)
             micro_batch_size(spec.batch, on)

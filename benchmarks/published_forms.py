@@ -8,9 +8,9 @@ from paceline.cluster.facts import Cluster, Device, Fact
 from paceline.plan.cost_model.compute_time import product_s
 from paceline.plan.cost_model.constants import CONSTANTS
 from paceline.plan.cost_model.framework_profiles import DEEPSPEED, MEGATRON
-from paceline.plan.cost_model.memory import memory, state
-from paceline.plan.cost_model.rates import speeds
-from paceline.plan.cost_model.work_split import Split
+from paceline.plan.cost_model.memory import predict_memory, state_bytes
+from paceline.plan.cost_model.rates import device_rates
+from paceline.plan.cost_model.work_split import WorkSplit
 from paceline.plan.model.facts import ModelFacts
 from paceline.plan.model.transformer import Transformer
 from paceline.plan.schedules import StageTimes, bubble_share
@@ -44,7 +44,7 @@ BUBBLES = {
 def zero_table1(row: Mapping[str, str]) -> Score:
     """GB a device needs for a model's state."""
     stage = int(row["stage"][5])
-    each = state(replace(DEEPSPEED, at_rest=False), stage, int(row["dp_degree"])).total
+    each = state_bytes(replace(DEEPSPEED, at_rest=False), stage, int(row["dp_degree"])).total
     return (
         f"{row['model']} {row['stage']} on {row['dp_degree']}",
         float(row["params"]) * each / 1e9,
@@ -55,17 +55,17 @@ def zero_table1(row: Mapping[str, str]) -> Score:
 def zero_table2(row: Mapping[str, str]) -> Score:
     """The largest model whose state fits 32 GB, in 10⁹ parameters, with ZeRO-1 (the column of Pos)."""
     mp, gpus = int(row["mp"]), int(row["gpus"])
-    each = state(DEEPSPEED, 1, gpus // mp).total
+    each = state_bytes(DEEPSPEED, 1, gpus // mp).total
     return f"mp {mp} on {gpus}", 32e9 / each * mp / 1e9, float(row["theory_Pos_B"])
 
 
-def _korthikanti(name: str) -> tuple[ModelFacts, Split]:
+def _korthikanti(name: str) -> tuple[ModelFacts, WorkSplit]:
     layers, hidden, heads, tp, pp, stages, micro_batch = MODELS[name]
     facts = Transformer(
         layers=layers, hidden=hidden, heads=heads, vocab=51200, seq=2048, dropout=True, positions=2048
     ).facts()
     kind = "interleaved" if stages > 1 else "1f1b"
-    return facts, Split(
+    return facts, WorkSplit(
         tp=tp, pp=pp, micro_batch=micro_batch, microbatches=4 * pp, schedule=kind, stages=stages
     )
 
@@ -78,7 +78,7 @@ def selective_recompute(row: Mapping[str, str]) -> Score:
     recipe = replace(MEGATRON, sequence="sequence" in row["technique"], reserved=0.0)
     split = replace(split, recompute="selective" if "selective" in row["technique"] else "none")
     bare = replace(facts, first=replace(facts.first, saved={}), last=replace(facts.last, saved={}))
-    parts = {part.name: part.value for part in memory(bare, split, recipe, 0.0).parts}
+    parts = {part.name: part.value for part in predict_memory(bare, split, recipe, 0.0).parts}
     return f"{row['model']} {row['technique']}", parts["activations"] / 2**30, float(row["value"])
 
 
@@ -123,7 +123,7 @@ def gemm(row: Mapping[str, str]) -> Score:
         memory_Bps=Fact(value=memory_Bps),
         peaks_flops={"bf16": Fact(value=peak)},
     )
-    on = speeds(Cluster(device=device), CONSTANTS)
+    on = device_rates(Cluster(device=device), CONSTANTS)
     return (
         f"{row['gpu']} {row['shape']}",
         2e-12 * m * n * k / product_s(on, "bf16", m, n, k),

@@ -23,10 +23,10 @@ from paceline.plan.cost_model.framework_profiles import (
     MEGATRON_DEEPSPEED,
     Recipe,
 )
-from paceline.plan.cost_model.memory import memory
-from paceline.plan.cost_model.rates import speeds
-from paceline.plan.cost_model.step_time import time
-from paceline.plan.cost_model.work_split import Split
+from paceline.plan.cost_model.memory import predict_memory
+from paceline.plan.cost_model.rates import device_rates
+from paceline.plan.cost_model.step_time import predict_time
+from paceline.plan.cost_model.work_split import WorkSplit
 from paceline.plan.model.facts import ModelFacts
 from paceline.plan.model.transformer import Transformer
 from paceline.spec import explain
@@ -76,7 +76,7 @@ class Row:
     facts: ModelFacts
     cluster: Cluster
     recipe: Recipe
-    splits: tuple[Split, ...]
+    splits: tuple[WorkSplit, ...]
     step_s: float | None
     memory_bytes: float | None
     limit_bytes: float
@@ -92,7 +92,7 @@ class Answer(NamedTuple):
     time: TimeCost
     memory: MemoryCost
     fits: bool
-    split: Split
+    split: WorkSplit
 
 
 MARGIN = 0.03  # of a device's memory that its driver, context and libraries take (about 1 GiB, and what a data sheet counts otherwise)
@@ -101,10 +101,12 @@ MARGIN = 0.03  # of a device's memory that its driver, context and libraries tak
 def answer(row: Row, constants: Constants) -> Answer:
     """Of the splits that a row leaves open the fastest one that fits; the leanest one where none does."""
     found = []
-    on = speeds(row.cluster, constants)
+    on = device_rates(row.cluster, constants)
     for split in row.splits:
-        memory_ = memory(row.facts, split, row.recipe, row.limit_bytes)
-        found.append(Answer(time(row.facts, split, row.recipe, on), memory_, memory_.fits(MARGIN), split))
+        memory_ = predict_memory(row.facts, split, row.recipe, row.limit_bytes)
+        found.append(
+            Answer(predict_time(row.facts, split, row.recipe, on), memory_, memory_.fits(MARGIN), split)
+        )
     fitting = [one for one in found if one.fits]
     if fitting:
         return min(fitting, key=lambda one: one.time.step_s)
@@ -234,7 +236,7 @@ def _model(row: Mapping[str, str], recipe: Recipe, seq: int) -> Transformer:
     )
 
 
-def _splits(row: Mapping[str, str], model: Transformer) -> tuple[Split, ...]:
+def _splits(row: Mapping[str, str], model: Transformer) -> tuple[WorkSplit, ...]:
     """What is not told is left open: the planner takes what is fastest and fits, as those who tuned the run will have."""
     ranks, tp, pp, cp = _int(row, "n_gpus"), _int(row, "tp", 1), _int(row, "pp", 1), _int(row, "cp", 1)
     cut, batch = tp * pp * cp, _int(row, "global_batch")
@@ -269,7 +271,7 @@ def _splits(row: Mapping[str, str], model: Transformer) -> tuple[Split, ...]:
         kind = schedule or ("interleaved" if v > 1 else "1f1b")
         for stage in (0, 1) if zero is None else (zero,):
             found.append(
-                Split(dp, tp, pp, cp, 1, stage, 1, b, each // b, kind, v if pp > 1 else 1, recompute)
+                WorkSplit(dp, tp, pp, cp, 1, stage, 1, b, each // b, kind, v if pp > 1 else 1, recompute)
             )
     if not found:
         raise Unpriced(f"global_batch {batch} is not dp × micro_batch × a whole number")
@@ -316,7 +318,7 @@ def _cluster(row: Mapping[str, str]) -> Cluster:
     )
 
 
-def _step_s(row: Mapping[str, str], m: Transformer, split: Split, tokens: int) -> float | None:
+def _step_s(row: Mapping[str, str], m: Transformer, split: WorkSplit, tokens: int) -> float | None:
     if row["measured_step_time_s"]:
         return float(row["measured_step_time_s"])
     if row["tokens_per_s_per_gpu"]:

@@ -7,10 +7,10 @@ import time
 from paceline.cluster.facts import Cluster
 from paceline.cluster.published import parse
 from paceline.plan.model.facts import ModelFacts
-from paceline.plan.model.library import model
+from paceline.plan.model.library import load_model
 from paceline.plan.model.transformer import Transformer
-from paceline.plan.search.scaling import scaling
-from paceline.plan.search.search import search
+from paceline.plan.search.scaling import predict_scaling
+from paceline.plan.search.search import search_plans
 
 COUNTS = tuple(2**power for power in range(13))
 TRILLION = Transformer(
@@ -24,8 +24,8 @@ def main() -> None:
     print("| model | devices | batch | plans | that fit | seconds | plans/s |")
     print("|" + " --- |" * 7)
     for facts, devices, batch in (
-        (model("llama3-8b"), 64, 1024),
-        (model("llama3-70b"), 512, 2048),
+        (load_model("llama3-8b"), 64, 1024),
+        (load_model("llama3-70b"), 512, 2048),
         (TRILLION.facts(), 3072, 3072),
     ):
         measure(facts, parse(f"a100-80g:8x{devices // 8}@25"), batch)
@@ -33,7 +33,7 @@ def main() -> None:
     print("|" + " --- |" * 4)
     for name in ("resnet50", "llama3-8b", "llama3-70b"):
         begin = time.process_time()
-        found = scaling(model(name), parse("h100:8x512@50"), COUNTS, 1024)
+        found = predict_scaling(load_model(name), parse("h100:8x512@50"), COUNTS, 1024)
         print(f"| {name} | {len(COUNTS)} | {len(found.strong.points)} | {time.process_time() - begin:.2f} |")
 
 
@@ -42,7 +42,7 @@ def measure(facts: ModelFacts, cluster: Cluster, batch: int) -> None:
     found, seconds = None, float("inf")
     for _ in range(3):
         begin = time.process_time()
-        found = search(facts, cluster, batch)
+        found = search_plans(facts, cluster, batch)
         seconds = min(seconds, time.process_time() - begin)
     assert found is not None
     plans = len(found.fitting) + len(found.rejected)

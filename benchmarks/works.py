@@ -16,7 +16,7 @@ from paceline import Spec
 from paceline.errors import Error
 from paceline.launch.rank_pool import Ranks
 from paceline.plan.plan import Plan
-from paceline.plan.search.candidates import candidates
+from paceline.plan.search.candidates import enumerate_candidates
 from paceline.spec import parse_value
 from paceline.verify.report import furthest, reason, sentence
 from paceline.verify.run import Verdict, Verification, batch_for
@@ -65,7 +65,7 @@ def plans(ranks: int) -> list[Plan]:
     """From MANY ranks on not each with two micro-batches, too, nor mixtures of tp and pp with each stage of ZeRO."""
     return [
         plan
-        for plan in candidates(ranks)
+        for plan in enumerate_candidates(ranks)
         if ranks < MANY or (plan.microbatches is None and (plan.zero in (0, 3) or not plan.splits_model))
     ]
 

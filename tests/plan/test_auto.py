@@ -102,7 +102,7 @@ def test_from_python() -> None:
 
 def test_what_cannot_be_is_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
     spec = Spec(task="text", batch=8)
-    ask = choosing.answer
+    ask = choosing.find_best_plans
     first = ask_plans(spec, machine())
 
     def with_one_that_cannot(*args: object, **kwargs: object) -> BestPlans:
@@ -113,7 +113,7 @@ def test_what_cannot_be_is_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
         found.plans.insert(0, (Plan(dp=1, tp=4), found.plans[0][1]))  # 2 heads
         return found
 
-    monkeypatch.setattr(choosing, "answer", with_one_that_cannot)
+    monkeypatch.setattr(choosing, "find_best_plans", with_one_that_cannot)
     taken = choose(spec, SMALL, 4, cluster=machine()).plan
     assert taken.resolve(4) in (first.resolve(4), Plan(dp=1, tp=2, pp=2, microbatches=2).resolve(4))
     assert taken.tp != 4
@@ -134,7 +134,7 @@ def test_micro_batches_are_another_training_for_batch_norm(
     for norm in (True, False):
         task = load_task(spec.task, {"norm": norm})
         found: list[str] = []
-        plans = choosing.answer(choosing.describe(spec, task), machine(), 24, ranks=2).plans
+        plans = choosing.find_best_plans(choosing.describe(spec, task), machine(), 24, ranks=2).plans
         can = [plan.resolve(2).microbatches for plan, _ in choosing._possible(plans, spec, task, 2, found)]
         assert (max(microbatches or 1 for microbatches in can) > 1) is not norm
         assert any("BatchNorm" in why for why in found) is norm

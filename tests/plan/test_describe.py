@@ -7,8 +7,8 @@ from torch import nn
 from paceline import Task
 from paceline.errors import TaskError
 from paceline.plan.cost_model.framework_profiles import FLOAT32
-from paceline.plan.cost_model.memory import memory
-from paceline.plan.cost_model.work_split import split
+from paceline.plan.cost_model.memory import predict_memory
+from paceline.plan.cost_model.work_split import split_work
 from paceline.plan.model.facts import ModelFacts
 from paceline.plan.model.transformer import Transformer
 from paceline.plan.plan import parse
@@ -155,7 +155,7 @@ def test_tensors_without_values_live_as_real_ones_do() -> None:
 
 
 def peak_bytes(facts: ModelFacts, plan: str, ranks: int, part: str) -> float:
-    found = memory(facts, split(parse(plan), ranks, 8), FLOAT32, 0.0)
+    found = predict_memory(facts, split_work(parse(plan), ranks, 8), FLOAT32, 0.0)
     return {one.name: one.value for one in found.parts}.get(part, 0.0)
 
 

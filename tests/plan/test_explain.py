@@ -4,17 +4,17 @@ import pytest
 
 from clusters import cluster
 from paceline.plan.cost_model import memory, step_time
-from paceline.plan.model.library import model
+from paceline.plan.model.library import load_model
 from paceline.plan.report.bars import draw, front
 from paceline.plan.report.explain import explained
 from paceline.plan.report.plan import reasons
-from paceline.plan.search.best_plans import answer
+from paceline.plan.search.best_plans import find_best_plans
 from paceline.plotting.colours import COLOURS
 
 
 @pytest.fixture(scope="module")
 def found():
-    return answer(model("gpt3-1.3b"), cluster(8), 64)
+    return find_best_plans(load_model("gpt3-1.3b"), cluster(8), 64)
 
 
 def test_nothing_is_both_faster_and_leaner_than_the_front(found):
@@ -33,13 +33,13 @@ def test_nothing_is_both_faster_and_leaner_than_the_front(found):
 
 
 def test_every_part_has_its_colour_and_no_picture_has_two_alike():
-    assert set(step_time.PARTS) | set(memory.NAMES) | {"input", "save"} == set(COLOURS)
-    for parts in (step_time.PARTS, memory.NAMES):
+    assert set(step_time.PARTS) | set(memory.PART_NAMES) | {"input", "save"} == set(COLOURS)
+    for parts in (step_time.PARTS, memory.PART_NAMES):
         assert len({COLOURS[part] for part in parts}) == len(tuple(parts))
 
 
 def test_a_plan_that_does_not_fit_says_so():
-    asked = answer(model("gpt3-13b"), cluster(8), 8, "ddp", others=True)
+    asked = find_best_plans(load_model("gpt3-13b"), cluster(8), 8, "ddp", others=True)
     text = [line for line in explained(asked) if isinstance(line, str)]
     assert "it does not fit" in text[0]
     assert asked.pool
@@ -48,7 +48,7 @@ def test_a_plan_that_does_not_fit_says_so():
 
 def test_a_picture_is_the_same_each_time(tmp_path):
     pytest.importorskip("matplotlib")
-    asked = answer(model("resnet50"), cluster(4), 64, "zero3,microbatches=2", others=True)
+    asked = find_best_plans(load_model("resnet50"), cluster(4), 64, "zero3,microbatches=2", others=True)
     for name in ("one.svg", "two.svg"):
         draw(asked, 3, tmp_path / name)
     assert (tmp_path / "one.svg").read_bytes() == (tmp_path / "two.svg").read_bytes()

@@ -7,10 +7,10 @@ import pytest
 
 from paceline.errors import SpecError
 from paceline.plan.cost_model.framework_profiles import PACELINE
-from paceline.plan.cost_model.memory import memory
-from paceline.plan.cost_model.work_split import Split
+from paceline.plan.cost_model.memory import predict_memory
+from paceline.plan.cost_model.work_split import WorkSplit
 from paceline.plan.model.facts import Attention, TensorVolume
-from paceline.plan.model.library import model, names, transformer
+from paceline.plan.model.library import list_models, load_model, load_transformer
 
 PARAMETERS = {
     "gpt2": 124_439_808,
@@ -46,17 +46,17 @@ PARAMETERS = {
 
 @pytest.mark.parametrize("name", PARAMETERS)
 def test_parameters_are_those_of_the_published_checkpoint(name):
-    assert model(name).params == PARAMETERS[name]
+    assert load_model(name).params == PARAMETERS[name]
 
 
 def test_gpt3_has_175_billion_parameters():
-    assert model("gpt3-175b").params == pytest.approx(175e9, rel=0.003)
-    assert set(PARAMETERS) <= set(names())
+    assert load_model("gpt3-175b").params == pytest.approx(175e9, rel=0.003)
+    assert set(PARAMETERS) <= set(list_models())
 
 
 def test_flops_of_a_gpt_are_those_of_narayanan_et_al():
     """arXiv 2104.04473, equation 3, without its recompute: 72·B·s·l·h²·(1 + s/6h + V/12lh)."""
-    m = transformer("gpt3-175b")
+    m = load_transformer("gpt3-175b")
     layers, h, s, v = m.layers, m.hidden, m.seq, m.vocab
     assert m.facts().training_flops == pytest.approx(
         72 * s * layers * h**2 * (1 + s / (6 * h) + v / (12 * layers * h)), rel=1e-12
@@ -66,27 +66,29 @@ def test_flops_of_a_gpt_are_those_of_narayanan_et_al():
 @pytest.mark.parametrize(("name", "active"), [("mixtral-8x7b", 12.9e9), ("mixtral-8x22b", 39.1e9)])
 def test_experts_are_all_in_memory_and_active_ones_in_the_flops(name, active):
     """Published: 12.9 and 39.1 of 46.7 and 140.6 billion parameters see a token. Two FLOPs for each but embedding, norms and router."""
-    m, facts = transformer(name), model(name)
+    m, facts = load_transformer(name), load_model(name)
     products = sum(block.product_flops * count for block, count in facts.parts()) / (2 * m.seq)
     beside = m.vocab * m.hidden + (2 * m.layers + 1) * m.hidden + m.layers * m.hidden * m.experts
     assert products + beside == pytest.approx(active, rel=2e-3)
     idle = facts.params - products - beside
     [(block, layers)] = facts.runs
     assert idle == layers * block.expert_params * (m.experts - m.active_experts) / m.experts
-    cut = Split(tp=2, recompute="full")
-    [weights] = [part.value for part in memory(facts, cut, PACELINE, 1e15).parts if part.name == "weights"]
+    cut = WorkSplit(tp=2, recompute="full")
+    [weights] = [
+        part.value for part in predict_memory(facts, cut, PACELINE, 1e15).parts if part.name == "weights"
+    ]
     assert weights == pytest.approx(4 * facts.params / 2, rel=1e-3)
 
 
 def test_few_of_many_experts_cost_as_much_as_a_narrow_model():
-    dense = transformer("llama2-7b", kv_heads=8, ffn=2 * 14336, seq=8192).facts()
-    assert model("mixtral-8x7b").flops == dense.flops
-    assert model("mixtral-8x7b").params > 3 * dense.params
+    dense = load_transformer("llama2-7b", kv_heads=8, ffn=2 * 14336, seq=8192).facts()
+    assert load_model("mixtral-8x7b").flops == dense.flops
+    assert load_model("mixtral-8x7b").params > 3 * dense.params
 
 
 def test_flops_of_a_convolutional_network():
-    assert model("resnet50").flops == pytest.approx(2 * 4.09e9, rel=0.01)
-    assert model("efficientnet-b0").flops == pytest.approx(2 * 0.39e9, rel=0.02)
+    assert load_model("resnet50").flops == pytest.approx(2 * 4.09e9, rel=0.01)
+    assert load_model("efficientnet-b0").flops == pytest.approx(2 * 0.39e9, rel=0.02)
 
 
 @pytest.mark.parametrize(
@@ -102,7 +104,7 @@ def test_flops_of_a_convolutional_network():
 )
 def test_kept_activations_are_those_of_korthikanti_et_al(tp, sequence, recompute, core, expected):
     """arXiv 2205.05198, table 2; what selective recompute leaves out there is the core of attention."""
-    m = transformer("gpt3-175b")
+    m = load_transformer("gpt3-175b")
     block = m.facts().runs[0][0]
     found = block.saved[recompute].bytes(2, 2, tp, sequence) + (block.core.bytes(2, 2, tp) if core else 0)
     assert found == pytest.approx(m.seq * m.hidden * expected(m.heads, m.seq, m.hidden, tp), rel=1e-12)
@@ -110,13 +112,13 @@ def test_kept_activations_are_those_of_korthikanti_et_al(tp, sequence, recompute
 
 def test_the_loss_keeps_four_bytes_a_logit():
     """arXiv 2205.05198, section 4.3: 4·s·b·h·(1 + v/h) for the last norm, the head and the logits."""
-    m = transformer("gpt3-175b")
+    m = load_transformer("gpt3-175b")
     assert m.facts().last.saved["none"].bytes(2, 2) == 4 * m.seq * m.hidden * (1 + m.vocab / m.hidden)
 
 
 def test_what_tensor_parallelism_can_split():
-    assert model("llama3-8b").tp_degrees == (1, 2, 4, 8)
-    assert model("resnet50").tp_degrees == (1,)
+    assert load_model("llama3-8b").tp_degrees == (1, 2, 4, 8)
+    assert load_model("resnet50").tp_degrees == (1,)
     assert TensorVolume(1, 2, 3, 4, 5).bytes(4, 2, 1) == 4 + 4 + 6 + 4 + 5
 
 
@@ -129,10 +131,10 @@ def test_masked_pairs():
 def test_a_model_from_a_file(tmp_path):
     file = tmp_path / "mine.toml"
     file.write_text('like = "llama3-8b"\nlayers = 16\n')
-    found = model(str(file))
+    found = load_model(str(file))
     assert (found.name, found.blocks) == ("mine", 16)
     file.write_text("layers = 2\nhidden = 64\nheads = 4\nvocab = 256\nseq = 128\n")
-    assert model(str(file)).params == 256 * 64 + 2 * (12 * 64**2 + 13 * 64) + 2 * 64
+    assert load_model(str(file)).params == 256 * 64 + 2 * (12 * 64**2 + 13 * 64) + 2 * 64
 
 
 @pytest.mark.parametrize(
@@ -149,14 +151,14 @@ def test_a_file_that_is_no_model(tmp_path, text, says):
     file = tmp_path / "mine.toml"
     file.write_text(text)
     with pytest.raises(SpecError, match=says):
-        model(str(file))
+        load_model(str(file))
 
 
 def test_an_unknown_model_has_a_nearest_one():
     with pytest.raises(SpecError, match="did you mean llama3-70b"):
-        model("llama3-70")
+        load_model("llama3-70")
     with pytest.raises(SpecError, match="no transformer"):
-        model("resnet50", seq=3)
+        load_model("resnet50", seq=3)
 
 
 def test_no_torch():

@@ -5,16 +5,16 @@ from dataclasses import replace
 import pytest
 
 from paceline.plan.cost_model.framework_profiles import DEEPSPEED, FSDP, MEGATRON, PACELINE
-from paceline.plan.cost_model.memory import held, memory, params_on_rank, state
-from paceline.plan.cost_model.work_split import Split, shares
-from paceline.plan.model.library import model, transformer
+from paceline.plan.cost_model.memory import memory_breakdown, params_on_rank, predict_memory, state_bytes
+from paceline.plan.cost_model.work_split import WorkSplit, assign_stages
+from paceline.plan.model.library import load_model, load_transformer
 
-GPT3 = transformer("gpt3-175b").facts()
-LLAMA = model("llama3-8b")
+GPT3 = load_transformer("gpt3-175b").facts()
+LLAMA = load_model("llama3-8b")
 
 
 def parts(facts, split, recipe):
-    return {part.name: part.value for part in memory(facts, split, recipe, 80e9).parts}
+    return {part.name: part.value for part in predict_memory(facts, split, recipe, 80e9).parts}
 
 
 @pytest.mark.parametrize(
@@ -24,14 +24,14 @@ def parts(facts, split, recipe):
 @pytest.mark.parametrize("ranks", [1, 4, 64, 1024])
 def test_zero_with_mixed_precision_is_the_closed_form(zero, expected, ranks):
     """Rajbhandari et al. 2020, section 5: 2 + 2 + 12 bytes a parameter."""
-    assert state(DEEPSPEED, zero, ranks).total == pytest.approx(expected(ranks), rel=1e-14)
+    assert state_bytes(DEEPSPEED, zero, ranks).total == pytest.approx(expected(ranks), rel=1e-14)
 
 
 def test_paceline_itself_keeps_float32_and_cuts_weights_at_rest_under_zero2():
-    assert state(PACELINE, 0, 8).total == 16
-    assert state(PACELINE, 1, 8).total == 8 + 8 / 8
-    assert state(PACELINE, 2, 8) == state(PACELINE, 3, 8)
-    assert state(PACELINE, 3, 8).total == 2
+    assert state_bytes(PACELINE, 0, 8).total == 16
+    assert state_bytes(PACELINE, 1, 8).total == 8 + 8 / 8
+    assert state_bytes(PACELINE, 2, 8) == state_bytes(PACELINE, 3, 8)
+    assert state_bytes(PACELINE, 3, 8).total == 2
 
 
 def test_the_state_of_gpt3_on_64_gpus():
@@ -47,7 +47,7 @@ def test_the_state_of_gpt3_on_64_gpus():
 def test_activations_of_gpt3_on_64_gpus(sequence, recompute, gib):
     """arXiv 2205.05198, figure 1: with three interleaved stages a rank, the first one holds L·(1 + (p - 1)/(p·m)) blocks' worth."""
     bare = replace(GPT3, first=replace(GPT3.first, saved={}), last=replace(GPT3.last, saved={}))
-    split = Split(
+    split = WorkSplit(
         tp=8, pp=8, micro_batch=1, microbatches=64, schedule="interleaved", stages=3, recompute=recompute
     )
     found = parts(bare, split, replace(MEGATRON, sequence=sequence))
@@ -55,20 +55,20 @@ def test_activations_of_gpt3_on_64_gpus(sequence, recompute, gib):
 
 
 def test_the_first_stage_keeps_more_than_the_last():
-    split = Split(pp=8, micro_batch=1, microbatches=32, schedule="1f1b")
+    split = WorkSplit(pp=8, micro_batch=1, microbatches=32, schedule="1f1b")
     blocks = replace(
         LLAMA,
         first=replace(LLAMA.first, params=0, split_params=0),
         last=replace(LLAMA.last, saved={}, products=(), params=0),
     )
-    assert memory(blocks, split, replace(PACELINE, even=True), 80e9).rank == 0
+    assert predict_memory(blocks, split, replace(PACELINE, even=True), 80e9).rank == 0
 
 
 def test_gpipe_keeps_all_micro_batches_and_1f1b_as_many_as_there_are_stages():
     def kept(schedule, microbatches):
         return parts(
             LLAMA,
-            Split(pp=4, micro_batch=1, microbatches=microbatches, schedule=schedule),
+            WorkSplit(pp=4, micro_batch=1, microbatches=microbatches, schedule=schedule),
             replace(PACELINE, even=True),
         )["activations"]
 
@@ -78,24 +78,24 @@ def test_gpipe_keeps_all_micro_batches_and_1f1b_as_many_as_there_are_stages():
 
 
 def test_what_each_measure_saves():
-    base = Split(dp=8, micro_batch=2)
-    whole = memory(LLAMA, base, PACELINE, 80e9).peak_bytes
+    base = WorkSplit(dp=8, micro_batch=2)
+    whole = predict_memory(LLAMA, base, PACELINE, 80e9).peak_bytes
     for leaner in (
         replace(base, zero=1),
         replace(base, zero=3),
         replace(base, recompute="full"),
         replace(base, recompute="selective"),
     ):
-        assert memory(LLAMA, leaner, PACELINE, 80e9).peak_bytes < whole
+        assert predict_memory(LLAMA, leaner, PACELINE, 80e9).peak_bytes < whole
     sizes = [
-        memory(LLAMA, replace(base, zero=3, recompute=how), PACELINE, 80e9).peak_bytes
+        predict_memory(LLAMA, replace(base, zero=3, recompute=how), PACELINE, 80e9).peak_bytes
         for how in ("full", "selective", "none")
     ]
     assert sizes == sorted(sizes)
 
 
 def test_gathered_weights_of_two_blocks():
-    found = parts(LLAMA, Split(dp=64, zero=3, micro_batch=1), FSDP)
+    found = parts(LLAMA, WorkSplit(dp=64, zero=3, micro_batch=1), FSDP)
     largest = max(params_on_rank(block, 1) for block, _ in LLAMA.parts())
     assert found["gathered"] == pytest.approx(2 * largest * FSDP.gather, rel=1e-4)
 
@@ -104,7 +104,9 @@ def test_whole_gradients_between_micro_batches():
     """FSDP2's set_requires_gradient_sync(False) keeps them whole."""
     few, many = (
         parts(
-            LLAMA, Split(dp=8, zero=3, micro_batch=1, microbatches=microbatches, recompute="full"), PACELINE
+            LLAMA,
+            WorkSplit(dp=8, zero=3, micro_batch=1, microbatches=microbatches, recompute="full"),
+            PACELINE,
         )
         for microbatches in (1, 4)
     )
@@ -113,15 +115,18 @@ def test_whole_gradients_between_micro_batches():
 
 
 def test_tied_weights_are_on_both_ends_of_a_pipeline():
-    split = Split(pp=2, micro_batch=1, microbatches=4)
-    facts = model("gpt2")
-    first, last = shares(facts, 2, 1, True, False)
-    both = held(facts, first, MEGATRON, split.cut).params + held(facts, last, MEGATRON, split.cut).params
+    split = WorkSplit(pp=2, micro_batch=1, microbatches=4)
+    facts = load_model("gpt2")
+    first, last = assign_stages(facts, 2, 1, True, False)
+    both = (
+        memory_breakdown(facts, first, MEGATRON, split.cut).params
+        + memory_breakdown(facts, last, MEGATRON, split.cut).params
+    )
     assert both == facts.params + facts.shared_params
 
 
 def test_parts_add_up_to_the_peak_and_say_where():
-    found = memory(LLAMA, Split(dp=8, zero=3, micro_batch=2), FSDP, 80e9)
+    found = predict_memory(LLAMA, WorkSplit(dp=8, zero=3, micro_batch=2), FSDP, 80e9)
     assert found.peak_bytes == pytest.approx(sum(part.value for part in found.parts))
     assert found.fits() is (found.peak_bytes <= 80e9)
     assert not found.fits(margin=0.99)
@@ -130,7 +135,7 @@ def test_parts_add_up_to_the_peak_and_say_where():
 
 def test_a_run_that_was_out_of_memory_is_said_not_to_fit():
     """torchtitan, docs/performance.md: Llama 2 70B on 64 A100 of 80 GB with selective recompute did not fit; with full it did."""
-    facts = model("llama2-70b")
-    split = Split(dp=64, zero=3, micro_batch=2, recompute="selective")
-    assert not memory(facts, split, FSDP, 80 * 2**30).fits()
-    assert memory(facts, replace(split, recompute="full"), FSDP, 80 * 2**30).fits()
+    facts = load_model("llama2-70b")
+    split = WorkSplit(dp=64, zero=3, micro_batch=2, recompute="selective")
+    assert not predict_memory(facts, split, FSDP, 80 * 2**30).fits()
+    assert predict_memory(facts, replace(split, recompute="full"), FSDP, 80 * 2**30).fits()

@@ -7,11 +7,11 @@ from paceline.bench.to_cluster import update_cluster
 from paceline.cluster.facts import Cluster, Device, Engine, Fact, Link, Pace
 from paceline.cluster.published import find
 from paceline.plan.cost_model.constants import CPU
-from paceline.plan.cost_model.cpu import host_of, paces_of
+from paceline.plan.cost_model.cpu import build_op_times, describe_host
 from paceline.plan.cost_model.framework_profiles import FLOAT32
 from paceline.plan.cost_model.op_times import KINDS, OpTimeTable
 from paceline.plan.cost_model.predict import predict
-from paceline.plan.cost_model.rates import speeds
+from paceline.plan.cost_model.rates import device_rates
 from paceline.plan.plan import parse
 from paceline.spec import Spec
 from paceline.tasks.text import Text
@@ -61,7 +61,7 @@ def test_between_sizes() -> None:
 def test_between_threads() -> None:
     cluster = machine(paces=(*measured(1, 4e-6), *measured(4, 1e-6)))
     of = {
-        ranks: paces_of(cluster, host_of(cluster, ranks), 1e9, 1e9).seconds("move", 1.0)
+        ranks: build_op_times(cluster, describe_host(cluster, ranks), 1e9, 1e9).seconds("move", 1.0)
         for ranks in (1, 2, 4, 8)
     }
     assert of[1] == pytest.approx(1e-6)
@@ -76,9 +76,9 @@ def test_measured_paces_count() -> None:
 
 
 def test_what_was_not_measured_is_a_guess_and_says_so() -> None:
-    found = speeds(machine(), ranks=2)
-    assert found.paces is not None
-    assert not found.paces.measured
+    found = device_rates(machine(), ranks=2)
+    assert found.op_times is not None
+    assert not found.op_times.measured
     assert any("guessed from its cores" in guess for guess in found.guesses)
     guess, known = (
         predict(FACTS, parse("single"), machine(paces=paces), 16, FLOAT32, 1).time
@@ -127,7 +127,7 @@ def test_benched_rows_become_facts() -> None:
             }
         )
     found = update_cluster(machine(), [Result(kind="host", rows=tuple(rows))])
-    [pace], [engine] = found.paces, found.engines
+    [pace], [engine] = found.op_times, found.engines
     assert (pace.sizes, pace.seconds, pace.source) == ((10.0, 100.0), (1e-8, 1e-7), "measured")
     assert (engine.name, engine.ranks) == ("zero3", 2)
     assert [fact.value for fact in (engine.step_s, engine.unit_s, engine.tensor_s)] == pytest.approx(
@@ -136,4 +136,4 @@ def test_benched_rows_become_facts() -> None:
 
 
 def test_gpus_have_no_paces() -> None:
-    assert speeds(find("h100:8")).paces is None
+    assert device_rates(find("h100:8")).paces is None

@@ -6,7 +6,7 @@ from itertools import combinations, pairwise
 import pytest
 
 from paceline.errors import PlanError
-from paceline.plan.partition import partition, sums
+from paceline.plan.partition import partition, stage_sums
 
 
 def every(pieces: int, stages: int) -> list[list[int]]:
@@ -22,14 +22,16 @@ def test_no_partition_is_better(seed: int) -> None:
     ties = [draw.randint(0, 5) for _ in range(pieces)]
     found = partition(costs, stages, ties)
     assert found in every(pieces, stages)  # contiguous, none empty, no piece dropped
-    best = min((max(sums(costs, starts)), max(sums(ties, starts))) for starts in every(pieces, stages))
-    assert (max(sums(costs, found)), max(sums(ties, found))) == pytest.approx(best)
+    best = min(
+        (max(stage_sums(costs, starts)), max(stage_sums(ties, starts))) for starts in every(pieces, stages)
+    )
+    assert (max(stage_sums(costs, found)), max(stage_sums(ties, found))) == pytest.approx(best)
 
 
 def test_equal_counts_would_be_worse() -> None:
     costs = [1, 1, 1, 1, 9, 1, 1, 9]
     assert partition(costs, 4) != [0, 2, 4, 6]
-    assert max(sums(costs, partition(costs, 4))) == 9 < max(sums(costs, [0, 2, 4, 6]))
+    assert max(stage_sums(costs, partition(costs, 4))) == 9 < max(stage_sums(costs, [0, 2, 4, 6]))
 
 
 def test_pieces_that_cost_nothing_are_kept() -> None:

@@ -7,10 +7,10 @@ from rich.console import Console
 
 from paceline.cli.plan_options import show
 from paceline.cluster.published import find
-from paceline.plan.model.library import model
+from paceline.plan.model.library import load_model
 from paceline.plan.plan import parse
 from paceline.plan.report.plan import tables
-from paceline.plan.search.best_plans import answer
+from paceline.plan.search.best_plans import find_best_plans
 from paceline.verify.report import Overview
 from paceline.verify.run import Verdict
 
@@ -20,7 +20,7 @@ LONG = "zero1,tp=2,pp=4,microbatches=16,pp_schedule=interleaved,stages=2,recompu
 
 @pytest.fixture(scope="module")
 def found():
-    return answer(model("llama3-8b"), find("h100:8x4@50"), 64, tokens=1e9)
+    return find_best_plans(load_model("llama3-8b"), find("h100:8x4@50"), 64, tokens=1e9)
 
 
 @pytest.mark.parametrize("width", WIDTHS)

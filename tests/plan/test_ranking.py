@@ -9,14 +9,14 @@ import pytest
 from clusters import cluster
 from command import succeed
 from paceline.cluster.facts import CalibrationRecord, Cluster, Device, Fact, Link, Pace
-from paceline.plan.cost_model.cost import NOISE, CostPart
-from paceline.plan.cost_model.op_times import guessed
-from paceline.plan.model.library import model
+from paceline.plan.cost_model.cost import RUN_NOISE, CostPart
+from paceline.plan.cost_model.op_times import guess_op_times
+from paceline.plan.model.library import load_model
 from paceline.plan.report.plan import without_order
-from paceline.plan.search.best_plans import BestPlans, answer
-from paceline.plan.search.ranking import IndistinctPlans, unranked
+from paceline.plan.search.best_plans import BestPlans, find_best_plans
+from paceline.plan.search.ranking import IndistinctPlans, find_indistinct_plans
 
-GPT = model("gpt2")
+GPT = load_model("gpt2")
 CPU = Cluster(
     device=Device(name="a CPU", kind="cpu", memory_bytes=Fact(value=64 * 2**30), memory_Bps=Fact(value=20e9)),
     cores_per_node=4,
@@ -31,7 +31,7 @@ MEASURED_CPU = CPU.model_copy(
                 sizes=tuple(size for size, _ in table),
                 seconds=tuple(seconds for _, seconds in table),
             )
-            for name, table in guessed(5e10, 5e9, 1e-6).tables.items()
+            for name, table in guess_op_times(5e10, 5e9, 1e-6).tables.items()
         )
     }
 )
@@ -48,7 +48,7 @@ def with_parts(found: BestPlans, *plans: dict[str, tuple[float, float]]) -> Best
 
 @pytest.fixture(scope="module")
 def of_gpus() -> BestPlans:
-    return answer(GPT, cluster(16), 64)
+    return find_best_plans(GPT, cluster(16), 64)
 
 
 @pytest.mark.parametrize(
@@ -64,10 +64,10 @@ def of_gpus() -> BestPlans:
     ],
 )
 def test_plans_without_an_order(steps, errors, count, of_gpus):
-    found = unranked(
+    found = find_indistinct_plans(
         with_parts(of_gpus, *[{"products": each} for each in zip(steps, errors, strict=True)]), None
     )
-    spreads = [(error**2 + NOISE**2) ** 0.5 for error in errors]
+    spreads = [(error**2 + RUN_NOISE**2) ** 0.5 for error in errors]
     intervals = [
         (step * (1 - spread), step * (1 + spread)) for step, spread in zip(steps, spreads, strict=True)
     ]
@@ -79,7 +79,7 @@ def test_the_measurement_is_of_the_part_with_the_widest_bar(of_gpus):
     def advice(found: BestPlans, part: str, target: str | None = None) -> IndistinctPlans:
         """Of two plans of which this part is known worst, though another one takes most of the step."""
         parts = {"other": (1.0, 0.01), part: (0.4, 0.9)}
-        advised = unranked(with_parts(found, parts, parts), target)
+        advised = find_indistinct_plans(with_parts(found, parts, parts), target)
         assert advised.part == part
         return advised.measure
 
@@ -95,7 +95,7 @@ def test_the_measurement_is_of_the_part_with_the_widest_bar(of_gpus):
     )
     measured = replace(of_gpus, cluster=of_gpus.cluster.model_copy(update={"links": links}))
     assert advice(measured, "data parallel") == trained
-    of_cpu = answer(GPT, CPU, 4, ranks=2)
+    of_cpu = find_best_plans(GPT, CPU, 4, ranks=2)
     assert (
         advice(of_cpu, "products", "my.py:Net")
         == "paceline plan my.py:Net --measure, or paceline bench --task my.py:Net"
@@ -103,7 +103,7 @@ def test_the_measurement_is_of_the_part_with_the_widest_bar(of_gpus):
     assert advice(of_cpu, "data parallel", "my.py:Net") == "paceline bench --task my.py:Net"
     assert advice(of_cpu, "products") == "paceline bench"
     exact = {"products": (1.0, 0.01)}
-    noisy = unranked(with_parts(of_gpus, exact, exact), "my.py:Net")
+    noisy = find_indistinct_plans(with_parts(of_gpus, exact, exact), "my.py:Net")
     assert (noisy.part, noisy.measure) == (
         None,
         f"paceline train my.py:Net --ranks 16 --batch 64 --plan {of_gpus.plans[0][0]} --steps 50, and the others so, too",
@@ -115,8 +115,8 @@ def test_what_is_named_makes_the_bar_narrower():
     facts, where = GPT, CPU
     named = []
     while True:
-        found = answer(facts, where, 8, ranks=2)
-        close = unranked(found, "my.py:Net")
+        found = find_best_plans(facts, where, 8, ranks=2)
+        close = find_indistinct_plans(found, "my.py:Net")
         error = found.plans[0][1].time.error
         if close is None or close.part is None:
             break
@@ -135,7 +135,7 @@ def test_what_is_named_makes_the_bar_narrower():
                 for run in range(3)
             ]
             where = where.model_copy(update={"calibrations": tuple(runs)})
-        assert answer(facts, where, 8, ranks=2).plans[0][1].time.error < 0.9 * error, close
+        assert find_best_plans(facts, where, 8, ranks=2).plans[0][1].time.error < 0.9 * error, close
     assert named[0] == "paceline plan my.py:Net"
     assert "paceline train my.py:Net" in named
 
@@ -156,6 +156,6 @@ def test_the_command_says_it_in_one_sentence(tmp_path: Path):
 def test_the_sentence_for_noise(of_gpus):
     exact = {"products": (1.0, 0.0)}
     found = with_parts(of_gpus, exact, exact)
-    assert without_order(found, unranked(found, None)).startswith(
+    assert without_order(found, find_indistinct_plans(found, None)).startswith(
         "2 of 2 plans cannot be ranked: their error bars overlap that of the first, ±5%, as much as trainings of one plan differ by; try"
     )

@@ -10,11 +10,11 @@ import pytest
 from clusters import cluster
 from command import paceline, succeed
 from paceline.errors import PlanError, SpecError
-from paceline.plan.model.library import model
+from paceline.plan.model.library import load_model
 from paceline.plan.report.scale import amount, duration
 from paceline.plan.search.rank_counts import parse_counts
-from paceline.plan.search.scaling import scaling, worth
-from paceline.plan.search.search import search
+from paceline.plan.search.scaling import find_last_efficient, predict_scaling
+from paceline.plan.search.search import search_plans
 
 GPT = ("scale", "--model", "gpt3-1.3b", "--cluster", "a100-80g:8", "--batch", "64")
 WITHOUT_TORCH = "import sys; sys.modules['torch'] = None; from paceline.cli import main; main()"
@@ -60,11 +60,11 @@ def test_what_is_no_number_of_ranks(text, says):
 
 
 def test_each_point_is_the_best_plan_there():
-    facts, on = model("gpt3-1.3b"), cluster(64)
-    found = scaling(facts, on, (4, 8, 32), 64)
+    facts, on = load_model("gpt3-1.3b"), cluster(64)
+    found = predict_scaling(facts, on, (4, 8, 32), 64)
     assert [point.ranks for point in found.strong.points] == [4, 8, 32]
     for point, nodes in zip(found.strong.points, (1, 1, 4), strict=True):
-        there = search(facts, on.model_copy(update={"nodes": nodes}), 64, ranks=point.ranks).fitting[0]
+        there = search_plans(facts, on.model_copy(update={"nodes": nodes}), 64, ranks=point.ranks).fitting[0]
         assert (point.plan, point.cost) == there
         assert (point.nodes, point.batch) == (nodes, 64)
     assert found.each == 16
@@ -72,7 +72,7 @@ def test_each_point_is_the_best_plan_there():
 
 
 def test_efficiency_is_the_throughput_of_a_rank_against_the_fewest():
-    found = scaling(model("resnet50"), cluster(8), (1, 2, 8, 16), 512, tokens=1e6, price=3)
+    found = predict_scaling(load_model("resnet50"), cluster(8), (1, 2, 8, 16), 512, tokens=1e6, price=3)
     for curve in (found.strong, found.weak):
         of_rank = [point.cost.time.samples / point.cost.step_s / point.ranks for point in curve.points]
         assert [point.efficiency for point in curve.points] == pytest.approx(
@@ -88,9 +88,10 @@ def test_efficiency_is_the_throughput_of_a_rank_against_the_fewest():
 
 
 def test_a_slow_network_is_what_efficiency_is_lost_to():
-    facts = model("resnet50")
+    facts = load_model("resnet50")
     fast, slow = (
-        scaling(facts, cluster(64, across_GBps=GBps), (8, 64, 512), 2048).strong.points for GBps in (200, 0.2)
+        predict_scaling(facts, cluster(64, across_GBps=GBps), (8, 64, 512), 2048).strong.points
+        for GBps in (200, 0.2)
     )
     assert fast[1].efficiency > 0.8
     assert slow[1].efficiency < 0.3
@@ -99,17 +100,17 @@ def test_a_slow_network_is_what_efficiency_is_lost_to():
 
 
 def test_the_most_ranks_that_are_worth_it():
-    curve = scaling(model("resnet50"), cluster(64, across_GBps=5), (1, 8, 64, 512), 1024).strong
+    curve = predict_scaling(load_model("resnet50"), cluster(64, across_GBps=5), (1, 8, 64, 512), 1024).strong
     shares = [point.efficiency for point in curve.points]
     assert shares == sorted(shares, reverse=True)
     between = (shares[1] + shares[2]) / 2
-    assert worth(curve, between).ranks == 8
-    assert worth(curve, min(shares)).ranks == 512
-    assert worth(curve, 0.999999999).ranks == 1
+    assert find_last_efficient(curve, between).ranks == 8
+    assert find_last_efficient(curve, min(shares)).ranks == 512
+    assert find_last_efficient(curve, 0.999999999).ranks == 1
 
 
 def test_numbers_that_cannot_be_say_why():
-    found = scaling(model("llama3-8b"), cluster(8), (1, 12, 16, 3000), 48)
+    found = predict_scaling(load_model("llama3-8b"), cluster(8), (1, 12, 16, 3000), 48)
     assert {one.ranks: one.want for one in found.strong.refused} == {
         1: "memory",
         12: "nodes",
@@ -126,12 +127,12 @@ def test_numbers_that_cannot_be_say_why():
 
 
 def test_a_batch_of_parts_of_samples():
-    found = scaling(model("gpt2"), cluster(8), (2, 3, 4), 2)
+    found = predict_scaling(load_model("gpt2"), cluster(8), (2, 3, 4), 2)
     assert found.weak.refused == ()
-    found = scaling(model("gpt2"), cluster(8), (4, 6), 2)
+    found = predict_scaling(load_model("gpt2"), cluster(8), (4, 6), 2)
     assert [one.want for one in found.weak.refused] == []
     assert [point.batch for point in found.weak.points] == [2, 3]
-    found = scaling(model("gpt2"), cluster(8), (4, 5), 2)
+    found = predict_scaling(load_model("gpt2"), cluster(8), (4, 5), 2)
     assert [one.reason for one in found.weak.refused] == ["a batch of 2.5 is no whole number of samples"]
 
 
@@ -140,7 +141,7 @@ def test_where_nothing_fits():
         PlanError,
         match=r"no plan fits 72.0 GiB a device; the leanest, .* needs .*: use 32 ranks on 4 such nodes",
     ):
-        scaling(model("llama3-70b"), cluster(8), (1, 2, 4), 64)
+        predict_scaling(load_model("llama3-70b"), cluster(8), (1, 2, 4), 64)
 
 
 @pytest.mark.parametrize(

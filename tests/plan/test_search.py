@@ -5,13 +5,13 @@ import pytest
 from clusters import cluster
 from paceline.cluster.published import parse as published
 from paceline.errors import PlanError
-from paceline.plan.cost_model.defaults import assuming
+from paceline.plan.cost_model.defaults import add_assumptions
 from paceline.plan.cost_model.predict import predict
-from paceline.plan.cost_model.rates import speeds
-from paceline.plan.model.library import model
+from paceline.plan.cost_model.rates import device_rates
+from paceline.plan.model.library import load_model
 from paceline.plan.model.transformer import Transformer
 from paceline.plan.plan import parse
-from paceline.plan.search.search import choose, fastest, search
+from paceline.plan.search.search import choose_plans, find_fastest, search_plans
 
 TRILLION = Transformer(name="1t", layers=128, hidden=25600, heads=160, vocab=51200, seq=2048, positions=2048)
 
@@ -20,7 +20,7 @@ TRILLION = Transformer(name="1t", layers=128, hidden=25600, heads=160, vocab=512
     ("name", "devices", "batch"), [("llama3-8b", 16, 32), ("gpt2", 8, 24), ("resnet50", 4, 64)]
 )
 def test_every_plan_is_one_that_paceline_takes(name, devices, batch):
-    found = search(model(name), cluster(devices), batch)
+    found = search_plans(load_model(name), cluster(devices), batch)
     plans = [plan for plan, _ in found.fitting] + [one.plan for one in found.rejected]
     assert len(plans) == len(set(plans)) > 10
     for plan in plans[::7]:
@@ -33,8 +33,8 @@ def test_every_plan_is_one_that_paceline_takes(name, devices, batch):
 
 
 def test_the_cost_of_a_choice_is_the_prediction_of_its_plan():
-    facts, on = model("llama3-8b"), cluster(16)
-    for plan, cost in choose(facts, on, 32)[::100]:
+    facts, on = load_model("llama3-8b"), cluster(16)
+    for plan, cost in choose_plans(facts, on, 32)[::100]:
         alone = predict(facts, plan, on, 32)
         assert (alone.step_s, alone.peak_bytes) == pytest.approx((cost.step_s, cost.peak_bytes), rel=1e-12)
 
@@ -44,42 +44,42 @@ def test_the_cost_of_a_choice_is_the_prediction_of_its_plan():
 )
 def test_the_fastest_is_the_first_of_all(name, batch, memory_GiB):
     """Also with speeds of other ranks that fill their nodes alike, as `scale` has them."""
-    facts, on = model(name), speeds(cluster(64, memory_GiB=memory_GiB))
+    facts, on = load_model(name), device_rates(cluster(64, memory_GiB=memory_GiB))
     for ranks in (8, 32):
-        expected = search(facts, cluster(ranks, memory_GiB=memory_GiB), batch).fitting[0]
-        assert fastest(facts, on, ranks, batch) == expected
+        expected = search_plans(facts, cluster(ranks, memory_GiB=memory_GiB), batch).fitting[0]
+        assert find_fastest(facts, on, ranks, batch) == expected
 
 
 def test_none_is_the_fastest_of_none():
-    assert fastest(model("llama3-405b"), speeds(cluster(8)), 8, 8) is None
+    assert find_fastest(load_model("llama3-405b"), device_rates(cluster(8)), 8, 8) is None
 
 
 def test_tensor_parallel_ranks_stay_in_a_node():
-    found = search(model("llama3-8b"), cluster(16, of_a_node=4), 16)
+    found = search_plans(load_model("llama3-8b"), cluster(16, of_a_node=4), 16)
     assert {plan.tp for plan, _ in found.fitting} == {1, 2, 4}
 
 
 def test_a_small_model_is_not_cut():
-    plan, _ = choose(model("gpt2"), cluster(8), 64)[0]
+    plan, _ = choose_plans(load_model("gpt2"), cluster(8), 64)[0]
     assert (plan.tp, plan.pp, plan.cp) == (1, 1, 1)
 
 
 def test_slow_links_between_nodes_change_the_choice():
     """What is gathered in each step then costs more than it saves."""
-    facts = model("llama3-8b")
-    slow = choose(facts, cluster(16, across_GBps=0.5), 16)[0][0]
-    fast = choose(facts, cluster(16, across_GBps=200), 16)[0][0]
+    facts = load_model("llama3-8b")
+    slow = choose_plans(facts, cluster(16, across_GBps=0.5), 16)[0][0]
+    fast = choose_plans(facts, cluster(16, across_GBps=200), 16)[0][0]
     assert slow != fast
     assert slow.replicate > 1 or slow.pp > 1
 
 
 def test_some_of_the_devices():
-    found = search(model("gpt2"), cluster(8), 8, ranks=2)
+    found = search_plans(load_model("gpt2"), cluster(8), 8, ranks=2)
     assert {plan.resolve(2) for plan, _ in found.fitting} == {plan for plan, _ in found.fitting}
 
 
 def test_rejected_plans_say_why():
-    found = search(model("llama3-70b"), cluster(64), 64)
+    found = search_plans(load_model("llama3-70b"), cluster(64), 64)
     assert found.fitting
     assert found.rejected
     assert "GiB" in found.rejected[-1].reason
@@ -91,8 +91,8 @@ def test_a_model_that_fits_nowhere():
         PlanError,
         match=r"no plan fits 72.0 GiB a device; the leanest, .* needs .* GiB: use \d+ ranks on \d+ such nodes",
     ):
-        choose(
-            model("llama3-405b"), cluster(8).model_copy(update={"links": cluster(8).links[:1]}), 8
+        choose_plans(
+            load_model("llama3-405b"), cluster(8).model_copy(update={"links": cluster(8).links[:1]}), 8
         )  # the network is not known
 
 
@@ -106,18 +106,20 @@ def test_a_model_that_fits_nowhere():
 )
 def test_the_way_out_of_what_does_not_fit_is_one(name, memory_GiB, ranks, batch, hint, enough):
     with pytest.raises(PlanError, match=f": {hint}$"):
-        choose(model(name), cluster(8, memory_GiB=memory_GiB), batch, ranks=ranks)
-    assert choose(model(name), cluster(max(8, enough[0]), memory_GiB=memory_GiB), enough[1], ranks=enough[0])
+        choose_plans(load_model(name), cluster(8, memory_GiB=memory_GiB), batch, ranks=ranks)
+    assert choose_plans(
+        load_model(name), cluster(max(8, enough[0]), memory_GiB=memory_GiB), enough[1], ranks=enough[0]
+    )
 
 
 def test_a_batch_that_cannot_be_split():
     with pytest.raises(PlanError, match="no plan splits a batch of 3"):
-        choose(model("resnet50"), cluster(8), 3)
+        choose_plans(load_model("resnet50"), cluster(8), 3)
 
 
 def test_a_trillion_parameters_on_3072_devices():
     """How long that takes: benchmarks/search.py."""
-    found = search(TRILLION.facts(), cluster(3072), 3072)
+    found = search_plans(TRILLION.facts(), cluster(3072), 3072)
     assert found.fitting[0][0].tp == 8
     assert len(found.fitting) + len(found.rejected) > 5000
 
@@ -126,6 +128,6 @@ def test_a_trillion_parameters_on_3072_devices():
     ("words", "GBps"), [("h100:8x2", 50), ("a100-80g:8x2", 25), ("v100-32g:8x2", 25), ("h100:8x2@12", 12)]
 )
 def test_links_between_nodes_are_those_said_or_usual_ones(words, GBps):
-    on, sentences = assuming(published(words))
+    on, sentences = add_assumptions(published(words))
     assert next(link for link in on.links if link.axis == "across").beta_Bps.value == GBps * 1e9
     assert len(sentences) == ("@" not in words)

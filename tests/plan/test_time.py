@@ -11,13 +11,19 @@ from paceline.cluster.facts import Fact, Link, Overlap, Rate
 from paceline.errors import PlanError
 from paceline.plan.cost_model.compute_time import product_s
 from paceline.plan.cost_model.constants import CONSTANTS
-from paceline.plan.cost_model.cost import FACILITY, USED_POWER, bill, lacks, training_days
+from paceline.plan.cost_model.cost import (
+    FACILITY_OVERHEAD,
+    USED_POWER,
+    compute_bill,
+    list_slower_parts,
+    training_days,
+)
 from paceline.plan.cost_model.framework_profiles import MEGATRON, PACELINE
-from paceline.plan.cost_model.predict import predict, with_extra
-from paceline.plan.cost_model.rates import speeds
-from paceline.plan.cost_model.step_time import group, time
-from paceline.plan.cost_model.work_split import Split, split
-from paceline.plan.model.library import model, transformer
+from paceline.plan.cost_model.predict import add_input_and_save, predict
+from paceline.plan.cost_model.rates import device_rates
+from paceline.plan.cost_model.step_time import predict_time, rank_group
+from paceline.plan.cost_model.work_split import WorkSplit, split_work
+from paceline.plan.model.library import load_model, load_transformer
 from paceline.plan.plan import parse
 from paceline.plan.schedules import StageTimes, bubble_share
 
@@ -54,7 +60,7 @@ def test_textbook_bubbles(schedule, stages):
 
 
 def test_an_all_reduce_is_a_scatter_and_a_gather_and_takes_twice_as_long():
-    on = speeds(cluster(64), ranks=64)
+    on = device_rates(cluster(64), ranks=64)
     size = 1e12
     reduce, gather, scatter = (
         on.collective_s(kind, size, 64, 8) for kind in ("all-reduce", "all-gather", "reduce-scatter")
@@ -68,7 +74,7 @@ def test_an_all_reduce_is_a_scatter_and_a_gather_and_takes_twice_as_long():
 
 
 def test_ranks_of_a_node_share_its_network_devices():
-    on = speeds(cluster(64), ranks=64)
+    on = device_rates(cluster(64), ranks=64)
     assert on.collective_s("all-gather", 1e11, 8, 1) > 5 * on.collective_s("all-gather", 1e11, 8, 8)
     assert on.collective_s("all-gather", 1e11, 64, 8) < on.collective_s("all-gather", 1e11, 8, 1)
 
@@ -88,7 +94,7 @@ def test_groups_are_those_of_the_plan(words, devices, of_a_node):
             r for r in range(devices) if all(getattr(plan.place(r), o) == getattr(first, o) for o in others)
         ]
         together = sum(member < of_a_node for member in members)
-        assert group(len(members), stride, of_a_node) == (getattr(plan, axis), together)
+        assert rank_group(len(members), stride, of_a_node) == (getattr(plan, axis), together)
 
 
 def test_constants_are_those_of_the_last_fit():
@@ -112,25 +118,27 @@ def test_constants_are_those_of_the_last_fit():
 def test_an_unknown_network_is_no_number():
     lonely = cluster(16).model_copy(update={"links": cluster(16).links[:1]})
     with pytest.raises(PlanError, match=r"between nodes is not known.*@GB/s"):
-        predict(model("gpt2"), parse("ddp"), lonely, 64)
+        predict(load_model("gpt2"), parse("ddp"), lonely, 64)
 
 
 def test_an_unknown_peak_is_no_number():
     device = cluster(1).device.model_copy(update={"peaks_flops": {}, "name": "abacus"})
     with pytest.raises(PlanError, match="the peak of abacus is not known; give it with --peak"):
-        predict(model("gpt2"), parse("single"), cluster(1, 1).model_copy(update={"device": device}), 8)
+        predict(load_model("gpt2"), parse("single"), cluster(1, 1).model_copy(update={"device": device}), 8)
 
 
 def test_a_device_of_no_known_family_is_a_guess_that_says_so():
     device = cluster(1).device.model_copy(update={"name": "abacus"})
-    found = predict(model("gpt2"), parse("single"), cluster(1, 1).model_copy(update={"device": device}), 8)
+    found = predict(
+        load_model("gpt2"), parse("single"), cluster(1, 1).model_copy(update={"device": device}), 8
+    )
     assert found.time.extrapolated
     assert found.time.guesses == ("what abacus reaches of its peak is a guess",)
-    assert not predict(model("gpt2"), parse("single"), cluster(1, 1), 8).time.extrapolated
+    assert not predict(load_model("gpt2"), parse("single"), cluster(1, 1), 8).time.extrapolated
 
 
 def test_products_are_slower_when_they_are_small():
-    on = speeds(cluster(8), ranks=8)
+    on = device_rates(cluster(8), ranks=8)
     rates = [2 * n**3 / product_s(on, "bf16", n, n, n) for n in (256, 1024, 4096, 16384)]
     assert rates == sorted(rates)
     assert rates[0] < 0.2 * rates[-1] < rates[-1] < 312e12
@@ -160,7 +168,7 @@ def test_what_was_measured_goes_before_what_is_known():
         ],
         overlaps=[Overlap(operation="all-reduce", hidden=measured(0.25))],
     )
-    found = speeds(on, ranks=8)
+    found = device_rates(on, ranks=8)
     assert found.hidden == 0.25
     assert found.collective_s("all-reduce", 8e9, 8, 8) == pytest.approx(1e-5 + 14 / 8 * 8e9 / 2e11)
     assert product_s(found, "bf16", 4096, 4096, 4096) == pytest.approx(2 * 4096**3 / 1e14, rel=1e-2)
@@ -175,13 +183,15 @@ def test_what_was_measured_goes_before_what_is_known():
 )
 def test_other_models_are_in_the_range_of_what_people_reach(name, samples, least, most):
     """Samples/s of one A100 in mixed precision, from eager PyTorch to NVIDIA's DeepLearningExamples."""
-    found = predict(model(name), parse("ddp"), cluster(8), 8 * samples).time
+    found = predict(load_model(name), parse("ddp"), cluster(8), 8 * samples).time
     assert least < found.samples / found.step_s / 8 < most
 
 
 def test_ranks_share_the_cores_of_a_node():
     device = cluster(1).device.model_copy(update={"kind": "cpu", "name": "cpu"})
-    one, two = (speeds(cluster(1, 1).model_copy(update={"device": device}), ranks=ranks) for ranks in (1, 2))
+    one, two = (
+        device_rates(cluster(1, 1).model_copy(update={"device": device}), ranks=ranks) for ranks in (1, 2)
+    )
     assert two.product_flops("bf16") == one.product_flops("bf16") / 2
     assert two.memory_bytes == one.memory_bytes / 2
 
@@ -200,13 +210,13 @@ LARGE = [
 @pytest.mark.parametrize(("params", "shape", "pp", "batch", "gpus", "days"), LARGE)
 def test_days_of_large_trainings(params, shape, pp, batch, gpus, days):
     layers, hidden, heads = shape
-    facts = transformer("gpt3-175b", layers=layers, hidden=hidden, heads=heads, vocab=51200).facts()
+    facts = load_transformer("gpt3-175b", layers=layers, hidden=hidden, heads=heads, vocab=51200).facts()
     assert facts.params == pytest.approx(params, rel=1e-3)
     dp = gpus // (8 * pp)
-    cut = Split(dp=dp, tp=8, pp=pp, micro_batch=1, microbatches=batch // dp, recompute="full")
-    on = speeds(cluster(gpus), ranks=gpus)
-    found = time(facts, cut, MEGATRON, on)
-    assert bill(found.step_s, 300e9 / found.tokens, gpus).days == pytest.approx(days, rel=0.06)
+    cut = WorkSplit(dp=dp, tp=8, pp=pp, micro_batch=1, microbatches=batch // dp, recompute="full")
+    on = device_rates(cluster(gpus), ranks=gpus)
+    found = predict_time(facts, cut, MEGATRON, on)
+    assert compute_bill(found.step_s, 300e9 / found.tokens, gpus).days == pytest.approx(days, rel=0.06)
     assert training_days(300e9, facts.params, gpus, found.hardware_flops_per_s) == pytest.approx(
         days, rel=0.1
     )
@@ -231,12 +241,12 @@ def test_rule_of_thumb_of_training_days(billions, gpus, TFLOPs, days):
 def test_gpt3_on_one_v100_takes_355_years():
     """Years of 365 days: 3,109,800 hours."""
     year_s = 365 * 24 * 3600
-    found = bill(1.0, 355 * year_s, 1, power_W=300, price_per_hour=0.9792)
+    found = compute_bill(1.0, 355 * year_s, 1, power_W=300, price_per_hour=0.9792)
     assert found.price == pytest.approx(3_045_116, abs=1)
     assert found.device_hours == 355 * 365 * 24
-    assert found.kWh == pytest.approx(355 * 365 * 24 * 0.3 * USED_POWER * FACILITY)
-    assert bill(1.0, 10, 2).kWh is None
-    assert bill(1.0, 10, 2).price is None
+    assert found.kWh == pytest.approx(355 * 365 * 24 * 0.3 * USED_POWER * FACILITY_OVERHEAD)
+    assert compute_bill(1.0, 10, 2).kWh is None
+    assert compute_bill(1.0, 10, 2).price is None
 
 
 # Of a machine for an hour, with 1, 2, 4 and (at a tenth more, with RDMA) 4 V100: as one goes, for a year, for three, and spot.
@@ -254,13 +264,13 @@ def test_the_same_training_costs_the_same_on_more_devices_of_one_price(devices, 
     hours = 355 * 365 * 24
     for price, single in zip(NCSV3[devices, more], NCSV3[1, 1.0], strict=True):
         if price is not None:
-            found = bill(3600.0, hours / devices, devices, price_per_hour=price / devices)
+            found = compute_bill(3600.0, hours / devices, devices, price_per_hour=price / devices)
             assert found.price == pytest.approx(hours * single * more, rel=2e-4)
             assert found.seconds == pytest.approx(hours * 3600 / devices)
 
 
 def test_parts_add_up_and_the_efficiencies_follow():
-    found = predict(model("llama3-8b"), parse("zero3,recompute=full"), cluster(64), 64).time
+    found = predict(load_model("llama3-8b"), parse("zero3,recompute=full"), cluster(64), 64).time
     assert found.step_s == pytest.approx(sum(part.value for part in found.parts))
     assert found.hardware_flops == pytest.approx(
         found.flops * 4 / 3, rel=0.05
@@ -272,31 +282,33 @@ def test_parts_add_up_and_the_efficiencies_follow():
 
 def test_what_a_plan_lacks():
     ours, best = (
-        predict(model("llama3-8b"), parse(words), cluster(64), 64) for words in ("tp=8,zero=3", "zero3")
+        predict(load_model("llama3-8b"), parse(words), cluster(64), 64) for words in ("tp=8,zero=3", "zero3")
     )
-    more = {part.name: part.value for part in lacks(ours, best)}
+    more = {part.name: part.value for part in list_slower_parts(ours, best)}
     assert more["tensor parallel"] > 0 > more["gathered weights"]
-    assert sum(part.value for part in lacks(ours, best)) == pytest.approx(ours.step_s - best.step_s)
+    assert sum(part.value for part in list_slower_parts(ours, best)) == pytest.approx(
+        ours.step_s - best.step_s
+    )
     with pytest.raises(PlanError, match="not divisible"):
-        predict(model("llama3-8b"), parse("zero3"), cluster(64), 65)
+        predict(load_model("llama3-8b"), parse("zero3"), cluster(64), 65)
 
 
 def test_overlap_hides_no_more_than_there_is():
-    facts, on = model("llama3-8b"), speeds(cluster(64), ranks=64)
-    cut = split(parse("ddp"), 64, 64)
-    hidden = time(facts, cut, PACELINE, on)
-    shown = time(facts, cut, replace(PACELINE, overlaps_data=False), on)
+    facts, on = load_model("llama3-8b"), device_rates(cluster(64), ranks=64)
+    cut = split_work(parse("ddp"), 64, 64)
+    hidden = predict_time(facts, cut, PACELINE, on)
+    shown = predict_time(facts, cut, replace(PACELINE, overlaps_data=False), on)
     by_name = {part.name: part.value for part in shown.parts}
     assert 0 < shown.step_s - hidden.step_s < by_name["data parallel"] * 1.1
 
 
 def test_input_and_checkpoints_come_on_top():
-    found = predict(model("gpt2"), parse("ddp"), cluster(8), 64).time
-    more = with_extra(found, input_s=2 * found.step_s, save_s=10, steps_between_saves=1000)
+    found = predict(load_model("gpt2"), parse("ddp"), cluster(8), 64).time
+    more = add_input_and_save(found, input_s=2 * found.step_s, save_s=10, steps_between_saves=1000)
     assert more.step_s == pytest.approx(2 * found.step_s + 0.01)
-    assert with_extra(found, input_s=found.step_s / 2).step_s == found.step_s
+    assert add_input_and_save(found, input_s=found.step_s / 2).step_s == found.step_s
 
 
 def test_local_sgd_is_not_predicted():
     with pytest.raises(PlanError, match="not predicted"):
-        predict(model("gpt2"), parse("local-sgd"), cluster(8), 64)
+        predict(load_model("gpt2"), parse("local-sgd"), cluster(8), 64)

@@ -23,15 +23,22 @@ from paceline.cluster import file
 from paceline.cluster.facts import CalibrationRecord, Cluster, Device, Fact
 from paceline.errors import ClusterError, RunError, TaskError
 from paceline.events import Event, Profiled, Started, Step
-from paceline.plan.cost_model.compare import MEMORY, TIME, ComparisonRow, beside, ratios, worst
+from paceline.plan.cost_model.compare import (
+    MEMORY_PARTS,
+    TIME_PARTS,
+    ComparisonRow,
+    compare_parts,
+    find_largest_difference,
+    measured_ratios,
+)
 from paceline.plan.cost_model.cost import CostPart
-from paceline.plan.cost_model.memory import NAMES
+from paceline.plan.cost_model.memory import PART_NAMES
 from paceline.plan.cost_model.predict import predict
-from paceline.plan.cost_model.rates import speeds
+from paceline.plan.cost_model.rates import device_rates
 from paceline.plan.cost_model.step_time import PARTS
-from paceline.plan.model.library import model
+from paceline.plan.model.library import load_model
 from paceline.plan.plan import parse
-from paceline.plan.search.search import fastest, search
+from paceline.plan.search.search import find_fastest, search_plans
 from paceline.report.breakdown import measured
 from paceline.run import RunFolder
 from paceline.training.profiling.peak_memory import Allocation, measure_peak
@@ -160,13 +167,15 @@ def test_blocks_that_another_thread_gave_back() -> None:
 
 
 def test_the_table_has_all_parts() -> None:
-    assert {part for parts in TIME.values() for part in parts} == {*PARTS, "input", "save"}
-    assert {part for parts in MEMORY.values() for part in parts} | {"allocator", "process"} == set(NAMES)
+    assert {part for parts in TIME_PARTS.values() for part in parts} == {*PARTS, "input", "save"}
+    assert {part for parts in MEMORY_PARTS.values() for part in parts} | {"allocator", "process"} == set(
+        PART_NAMES
+    )
 
 
 def test_errors_have_signs() -> None:
-    rows = beside(
-        TIME,
+    rows = compare_parts(
+        TIME_PARTS,
         {"compute": 2.0, "communication": 0.5, "bubble": 0.0, "input": 0.1},
         (CostPart("products", 1.0, 0.1), CostPart("jitter", 1.0)),
     )
@@ -175,7 +184,7 @@ def test_errors_have_signs() -> None:
         ("communication", 1.0),
         ("input", -1.0),
     ]
-    assert worst(rows) == ComparisonRow("compute", 2.0, 1.0, 0.1)
+    assert find_largest_difference(rows) == ComparisonRow("compute", 2.0, 1.0, 0.1)
 
 
 def make_profiler(total: int, wanted: bool | None = None) -> StepProfiler:
@@ -396,7 +405,7 @@ def test_an_event_goes_through_its_file(tmp_path: Path) -> None:
 
 
 HERE = cluster(8)
-GPT2 = model("gpt2", seq=128)
+GPT2 = load_model("gpt2", seq=128)
 
 
 def record(run: str, factor: float, plan: str = "ddp", ranks_: int = 4) -> CalibrationRecord:
@@ -453,15 +462,15 @@ def test_the_search_finds_what_is_fastest_by_what_was_seen() -> None:
     }
     row = record("a", 1.0).model_copy(update={"parts": tuple(PARTS), "ratios": ratio})
     seen = HERE.updated(calibrations=[row])
-    best = search(GPT2, seen, 32).fitting[0]
-    assert best[0] != search(GPT2, HERE, 32).fitting[0][0]
-    assert fastest(GPT2, speeds(seen), 8, 32) == best
+    best = search_plans(GPT2, seen, 32).fitting[0]
+    assert best[0] != search_plans(GPT2, HERE, 32).fitting[0][0]
+    assert find_fastest(GPT2, device_rates(seen), 8, 32) == best
 
 
 def test_ratios_are_of_parts_that_matter() -> None:
     cost = predict(GPT2, parse("ddp"), HERE, 32, ranks=4)
     seconds = {"compute": 2 * cost.step_s, "communication": 0.0, "optimizer": 1e-9, "input": 1.0}
-    assert list(ratios(seconds, cost)) == ["compute"]
+    assert list(measured_ratios(seconds, cost)) == ["compute"]
 
 
 def test_measuring_again_makes_accounts_void() -> None:

@@ -15,7 +15,7 @@ from paceline.data.loader import RankBatchSlice
 from paceline.errors import PlanError
 from paceline.events import Started, Step
 from paceline.plan.plan import micro_batch_size, parse
-from paceline.plan.search.nearest import near
+from paceline.plan.search.nearest import find_nearest_plans
 from paceline.run import RunFolder
 from paceline.spec import Optimizer
 
@@ -110,11 +110,11 @@ def test_no_rank_of_an_uneven_plan_is_without_samples():
     ],
 )
 def test_the_nearest_plan(plan, before, now, batch, nearest):
-    assert str(next(near(parse(plan), before, now, batch))) == nearest
+    assert str(next(find_nearest_plans(parse(plan), before, now, batch))) == nearest
 
 
 def test_a_plan_that_this_model_refuses_is_followed_by_others():
-    names = [str(plan) for plan in itertools.islice(near(parse("tp=4"), 4, 3, 64), 5)]
+    names = [str(plan) for plan in itertools.islice(find_nearest_plans(parse("tp=4"), 4, 3, 64), 5)]
     assert names[:2] == ["tp=3", "zero3,uneven=1"]
 
 
@@ -131,7 +131,7 @@ def test_a_plan_that_this_model_refuses_is_followed_by_others():
 def test_all_of_them_split_the_batch_and_no_micro_batch_grows(plan, before):
     most = micro_batch_size(64, parse(plan).resolve(before))
     for now in range(1, 9):
-        found = list(near(parse(plan), before, now, 64))
+        found = list(find_nearest_plans(parse(plan), before, now, 64))
         assert found
         for other in found:
             on = other.resolve(now)
@@ -141,8 +141,8 @@ def test_all_of_them_split_the_batch_and_no_micro_batch_grows(plan, before):
 
 
 def test_where_micro_batches_would_be_seen_their_number_stays():
-    assert str(next(near(parse("ddp"), 4, 2, 64, may_cut=False))) == "ddp"
-    assert str(next(near(parse("ddp"), 4, 3, 64, may_cut=False))) == "ddp,uneven=1"
+    assert str(next(find_nearest_plans(parse("ddp"), 4, 2, 64, may_cut=False))) == "ddp"
+    assert str(next(find_nearest_plans(parse("ddp"), 4, 3, 64, may_cut=False))) == "ddp,uneven=1"
 
 
 # Through the command line

@@ -20,7 +20,7 @@ from paceline import Plan, Spec
 from paceline.errors import PlanError, TaskError
 from paceline.launch.rank_pool import Ranks
 from paceline.plan.plan import parse
-from paceline.plan.search.candidates import candidates
+from paceline.plan.search.candidates import enumerate_candidates
 from paceline.spec import Optimizer
 from paceline.verify.compare import Difference, apart, apart_numbers, axis_of, ratio
 from paceline.verify.disable_dropout import switch_dropout_off_
@@ -491,7 +491,7 @@ def test_factors_and_their_names() -> None:
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4, 6, 8])
 def test_candidates_fit_the_ranks(ranks: int) -> None:
-    plans = list(candidates(ranks))
+    plans = list(enumerate_candidates(ranks))
     assert len({plan.resolve(ranks) for plan in plans}) == len(plans)
     assert {str(plan) for plan in plans} >= {
         "ddp" if ranks > 1 else "single",
@@ -608,7 +608,7 @@ def test_the_command_on_all_plans(at: Path) -> None:
     result = succeed(*words, at=at, COLUMNS="80")
     assert max(map(len, result.out.splitlines())) <= 80
     found = json.loads((at / "all.json").read_text())
-    assert [verdict["plan"] for verdict in found] == [str(plan) for plan in candidates(2)]
+    assert [verdict["plan"] for verdict in found] == [str(plan) for plan in enumerate_candidates(2)]
     same = [verdict["plan"] for verdict in found if verdict["same"]]
     assert {"ddp", "zero1", "zero2", "zero3", "hsdp", "zero3,microbatches=2"} <= set(same)
     assert all("cannot_be" in verdict for verdict in found if not verdict["same"])

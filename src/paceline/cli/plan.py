@@ -62,10 +62,10 @@ def plan(
     query = read_query(target, model, batch, seq, precision, set, where if measure else None)
 
     from paceline.plan.report.plan import as_json, heading, reasons, tables, without_order
-    from paceline.plan.search.best_plans import answer
-    from paceline.plan.search.ranking import unranked
+    from paceline.plan.search.best_plans import find_best_plans
+    from paceline.plan.search.ranking import find_indistinct_plans
 
-    found = answer(
+    found = find_best_plans(
         query.facts,
         where,
         query.batch,
@@ -76,7 +76,7 @@ def plan(
         price,
         others=explain or plot is not None,
     )
-    close = unranked(found, target)
+    close = find_indistinct_plans(found, target)
     if json is not None:
         from paceline.files import write_whole
 

@@ -16,19 +16,21 @@ def read_task_facts(
     on: if given, steps are measured on this machine, which these facts describe; else nothing runs.
     """
     from paceline.cli.launching import read_request
-    from paceline.plan.cost_model.framework_profiles import of_precision
+    from paceline.plan.cost_model.framework_profiles import recipe_of_precision
     from paceline.task import load_task
 
     spec, _ = read_request(target, {"batch": batch, "precision": precision}, set)
-    recipe = of_precision(spec.precision)
+    recipe = recipe_of_precision(spec.precision)
     task = load_task(spec.task, spec.set)
     if on is not None:
         from paceline.bench.measured_facts import measure
         from paceline.cli.bench.single import device_for
-        from paceline.plan.cost_model.defaults import assuming
+        from paceline.plan.cost_model.defaults import add_assumptions
 
         return (
-            measure(spec, task, assuming(on)[0], device_for("cpu" if on.device.kind == "cpu" else None)),
+            measure(
+                spec, task, add_assumptions(on)[0], device_for("cpu" if on.device.kind == "cpu" else None)
+            ),
             recipe,
             spec.batch,
         )

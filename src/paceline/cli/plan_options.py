@@ -99,7 +99,7 @@ def read_query(
             f"--set and --precision require a task, got --model {model}; use --seq, or write a TOML file "
             "for the model"
         )
-    from paceline.plan.model.library import model as find_model
+    from paceline.plan.model.library import load_model as find_model
 
     assert model is not None
     facts = find_model(model, **({} if seq is None else {"seq": seq}))

@@ -94,7 +94,7 @@ def _read_breakdown(folder: RunFolder) -> "tuple[RunBreakdown, Skipped]":
     Raises RunError if there is no breakdown.
     """
     from paceline.errors import RunError
-    from paceline.plan.cost_model.compare import MOST_STEPS
+    from paceline.plan.cost_model.compare import MAX_PROFILED_STEPS
     from paceline.plan.plan import parse
     from paceline.report.run_view import view
 
@@ -113,9 +113,9 @@ def _read_breakdown(folder: RunFolder) -> "tuple[RunBreakdown, Skipped]":
                 f"the ranks of plan {plan} do not wait for each other, so its steps are never profiled; "
                 "use another plan"
             )
-        elif plan.period is not None and plan.period > MOST_STEPS:
+        elif plan.period is not None and plan.period > MAX_PROFILED_STEPS:
             hint = (
-                f"plan {plan} requires a profile of a whole period, which may have at most {MOST_STEPS} steps; "
+                f"plan {plan} requires a profile of a whole period, which may have at most {MAX_PROFILED_STEPS} steps; "
                 "use a shorter period"
             )
         elif spec.profile is False:
@@ -174,8 +174,8 @@ def _find_cluster(
 def _predict(folder: RunFolder, measured_run: "RunBreakdown", cluster: "Cluster") -> "BestPlans":
     """Return the predicted cost of the plan of a run. Raises PlanError if it cannot be predicted."""
     from paceline.errors import TaskError
-    from paceline.plan.cost_model.framework_profiles import of_precision
-    from paceline.plan.search.best_plans import answer
+    from paceline.plan.cost_model.framework_profiles import recipe_of_precision
+    from paceline.plan.search.best_plans import find_best_plans
     from paceline.task import load_task
     from paceline.training.model_facts.describe import describe
 
@@ -187,12 +187,12 @@ def _predict(folder: RunFolder, measured_run: "RunBreakdown", cluster: "Cluster"
             f"{error}; a prediction for {folder.path} requires its task; show measured values with --measured"
         ) from error
     started = measured_run.started
-    return answer(
+    return find_best_plans(
         describe(spec, task),
         cluster,
         started.batch,
         started.plan,
-        of_precision(spec.precision),
+        recipe_of_precision(spec.precision),
         started.ranks,
     )
 
@@ -207,14 +207,14 @@ def _update_calibrations(
     from paceline.cluster import file
     from paceline.cluster.facts import CalibrationRecord, Fact
     from paceline.cluster.local_cluster import file_of
-    from paceline.plan.cost_model.compare import ratios
+    from paceline.plan.cost_model.compare import measured_ratios
 
     path = Path(name) if name is not None else file_of()
     assert path is not None
     _, cost = _predict(folder, measured_run, cluster.model_copy(update={"calibrations": ()})).plans[0]
     facts = {
         part: Fact(value=ratio, source="measured")
-        for part, ratio in ratios(measured_run.seconds, cost).items()
+        for part, ratio in measured_ratios(measured_run.seconds, cost).items()
     }
     parts = tuple(part.name for part in cost.time.parts)
     record = CalibrationRecord(

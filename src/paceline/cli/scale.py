@@ -64,14 +64,14 @@ def scale(
     """
     from paceline.cli.plan_inputs import find_cluster, with_peak
     from paceline.cli.plan_options import check_outputs, check_positive, print_parts, read_query
-    from paceline.plan.search.rank_counts import WAY_OUT, parse_counts
+    from paceline.plan.search.rank_counts import HINT, parse_counts
 
     check_positive(tokens=tokens, price=price, peak=peak, epochs=epochs, steps=steps)
     check_outputs(json, plot)
     if not 0 < efficiency <= 1:
         raise SpecError(f"--efficiency must be above 0 and at most 1, got {efficiency:g}")
     if ranks is None:
-        raise SpecError(f"scale requires numbers of ranks; add --ranks: {WAY_OUT}")
+        raise SpecError(f"scale requires numbers of ranks; add --ranks: {HINT}")
     if target is None and (epochs or steps):
         raise SpecError("--epochs and --steps require a task, got --model; use --tokens")
     counts = parse_counts(ranks)
@@ -80,9 +80,9 @@ def scale(
         tokens = _count_tokens(target, query.batch, epochs, steps, set or [], query.facts)
 
     from paceline.plan.report.scale import as_json, heading, sentences, tables
-    from paceline.plan.search.scaling import scaling
+    from paceline.plan.search.scaling import predict_scaling
 
-    result = scaling(
+    result = predict_scaling(
         query.facts, with_peak(find_cluster(cluster), peak), counts, query.batch, query.recipe, tokens, price
     )
     if json is not None:

@@ -94,7 +94,7 @@ def _verify(
     from paceline.distributed.world import read_world
     from paceline.launch.launchers import check_count
     from paceline.plan.plan import micro_batch_size, parse
-    from paceline.plan.search.candidates import candidates
+    from paceline.plan.search.candidates import enumerate_candidates
 
     if (launcher := read_world().launcher) is not None:
         raise LaunchError(
@@ -105,7 +105,7 @@ def _verify(
     tasks.load_task(spec.task, spec.set)
     task_name = spec.task
     spec = spec.model_copy(update={"task": tasks.resolve_reference(spec.task)})
-    plans = [parse(plan_text)] if plan_text is not None else list(candidates(ranks))
+    plans = [parse(plan_text)] if plan_text is not None else list(enumerate_candidates(ranks))
     if plan_text is not None:
         resolved = plans[0].resolve(ranks)
         if has_batch:

@@ -88,7 +88,7 @@ class CommVolume:
         }
 
 
-def added_up(calls: Iterable[tuple[str, str, int, str, int, int]]) -> tuple[Entry, ...]:
+def sum_entries(calls: Iterable[tuple[str, str, int, str, int, int]]) -> tuple[Entry, ...]:
     """Entries from (collective, axis, ranks, module, calls, bytes)."""
     sums: dict[tuple[str, str, int, str], tuple[int, int]] = {}
     for *key, count, size in calls:
@@ -98,7 +98,7 @@ def added_up(calls: Iterable[tuple[str, str, int, str, int, int]]) -> tuple[Entr
     return tuple(sorted(Entry(*key, *both) for key, both in sums.items()))
 
 
-def pattern(module: str) -> str:
+def block_pattern(module: str) -> str:
     """`blocks.11.mlp.0` -> `blocks.*.mlp.*`: alike for the blocks of a model."""
     return re.sub(r"(?<![^.])\d+(?![^.])", "*", module)
 

@@ -11,11 +11,11 @@ def partition(costs: Sequence[float], stages: int, ties: Sequence[float] | None 
     of `ties` has as little of those as it can. Every stage has a piece or more: len(costs) >= stages. O(pieces² × stages)."""
     if not 1 <= stages <= len(costs):
         raise PlanError(f"{len(costs)} pieces make 1 to {len(costs)} stages, got {stages}")
-    _, dearest = _starts(costs, stages, costs, float("inf"))
-    return _starts(ties if ties is not None else costs, stages, costs, dearest)[0]
+    _, dearest = _best_starts(costs, stages, costs, float("inf"))
+    return _best_starts(ties if ties is not None else costs, stages, costs, dearest)[0]
 
 
-def _starts(
+def _best_starts(
     weights: Sequence[float], stages: int, costs: Sequence[float], most: float
 ) -> tuple[list[int], float]:
     """The starts that make the largest sum of `weights` least where no stage may cost more than `most`, and that largest sum."""
@@ -39,6 +39,6 @@ def _starts(
     return starts[::-1], best[pieces]
 
 
-def sums(values: Sequence[float], starts: Sequence[int]) -> list[float]:
+def stage_sums(values: Sequence[float], starts: Sequence[int]) -> list[float]:
     """The sum of each stage."""
     return [sum(values[begin:end]) for begin, end in pairwise([*starts, len(values)])]

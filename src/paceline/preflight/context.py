@@ -12,7 +12,7 @@ from paceline import task as tasks
 from paceline.errors import ClusterError, SpecError
 from paceline.launch.slurm.job_script import Job, build_job
 from paceline.launch.slurm.site import Site, read_site
-from paceline.plan.cost_model.framework_profiles import of_precision
+from paceline.plan.cost_model.framework_profiles import recipe_of_precision
 from paceline.plan.plan import AUTO, Plan, ResolvedPlan, read_plan
 from paceline.run import choose_path
 from paceline.spec import Launch, Spec
@@ -97,11 +97,11 @@ class PreflightContext:
     @cached_property
     def cost(self) -> Cost:
         """What a step of the plan is predicted to take."""
-        from paceline.plan.search.best_plans import answer
+        from paceline.plan.search.best_plans import find_best_plans
 
         self._check_devices()
-        recipe = of_precision(self.spec.precision)
-        return answer(
+        recipe = recipe_of_precision(self.spec.precision)
+        return find_best_plans(
             self.facts, self.cluster, self.spec.batch, str(self.plan), recipe, self.job.ranks
         ).plans[0][1]
 

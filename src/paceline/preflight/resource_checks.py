@@ -11,10 +11,10 @@ from paceline.cluster.facts import Cluster
 from paceline.cluster.machine import Directory, Quota
 from paceline.errors import ClusterError, Error
 from paceline.launch.slurm.client import clock
-from paceline.plan.cost_model.defaults import assuming
-from paceline.plan.cost_model.framework_profiles import of_precision
+from paceline.plan.cost_model.defaults import add_assumptions
+from paceline.plan.cost_model.framework_profiles import recipe_of_precision
 from paceline.plan.plan import AUTO, Plan, parse
-from paceline.plan.search.search import MARGIN, search
+from paceline.plan.search.search import MARGIN, search_plans
 from paceline.preflight.context import PreflightContext
 from paceline.preflight.finding import Says, Verdict
 from paceline.preflight.site_checks import is_queued_again, limit_s
@@ -69,12 +69,12 @@ def _leaner(flight: PreflightContext, limit_bytes: float) -> str:
     from paceline.training.auto_plan import shortest
 
     count = flight.job.ranks
-    found = search(
+    found = search_plans(
         flight.facts,
-        assuming(flight.cluster)[0],
+        add_assumptions(flight.cluster)[0],
         flight.spec.batch,
         MARGIN,
-        of_precision(flight.spec.precision),
+        recipe_of_precision(flight.spec.precision),
         count,
     )
     fitting = [(plan, cost) for plan, cost in found.fitting if cost.peak_bytes <= limit_bytes * (1 - MARGIN)]

@@ -8,7 +8,13 @@ from typing import Any
 
 from rich.table import Table
 
-from paceline.plan.cost_model.compare import MEMORY, TIME, ComparisonRow, beside, worst
+from paceline.plan.cost_model.compare import (
+    MEMORY_PARTS,
+    TIME_PARTS,
+    ComparisonRow,
+    compare_parts,
+    find_largest_difference,
+)
 from paceline.plan.cost_model.cost import Cost
 from paceline.plotting.figure import COLOURS, figure
 from paceline.report.breakdown import RunBreakdown
@@ -27,11 +33,15 @@ class PredictionReport:
 
     @property
     def time(self) -> list[ComparisonRow]:
-        return beside(TIME, self.measured.seconds, self.cost.time.parts if self.cost is not None else None)
+        return compare_parts(
+            TIME_PARTS, self.measured.seconds, self.cost.time.parts if self.cost is not None else None
+        )
 
     @property
     def memory(self) -> list[ComparisonRow]:
-        return beside(MEMORY, self.measured.memory, self.cost.memory.parts if self.cost is not None else None)
+        return compare_parts(
+            MEMORY_PARTS, self.measured.memory, self.cost.memory.parts if self.cost is not None else None
+        )
 
     @property
     def step(self) -> ComparisonRow:
@@ -89,7 +99,7 @@ def _table(title: str, rows: list[ComparisonRow], whole: ComparisonRow, say: Cal
 
 def lines(found: PredictionReport) -> Iterator[str]:
     """What the tables come to, in sentences."""
-    seen, furthest = found.measured, worst(found.time)
+    seen, furthest = found.measured, find_largest_difference(found.time)
     if furthest is not None and furthest.off:
         less = "less" if furthest.off < 0 else "more"
         yield (
@@ -127,7 +137,7 @@ def as_json(found: PredictionReport) -> str:
         "mean_rank_busy_s": seen.busy_s,
         "memory_rank": seen.fullest,
     }
-    furthest = worst(found.time)
+    furthest = find_largest_difference(found.time)
     facts |= {"worst": furthest.name if furthest is not None else None}
     facts |= {
         "time_s": _figures([*found.time, found.step]),

@@ -11,10 +11,10 @@ from paceline.cluster.facts import Cluster
 from paceline.distributed.world import World
 from paceline.errors import PlanError, TaskError
 from paceline.parallel.batch_norm import find_running_statistics
-from paceline.plan.cost_model.cost import Cost, lacks
-from paceline.plan.cost_model.framework_profiles import of_precision
+from paceline.plan.cost_model.cost import Cost, list_slower_parts
+from paceline.plan.cost_model.framework_profiles import recipe_of_precision
 from paceline.plan.plan import Plan, parse
-from paceline.plan.search.best_plans import answer
+from paceline.plan.search.best_plans import find_best_plans
 from paceline.spec import Spec
 from paceline.task import Task
 from paceline.training.model_analysis import build_meta_model, validate_plan
@@ -56,11 +56,11 @@ def choose(
 ) -> Choice:
     """For so many ranks on so many nodes like this one; `cluster`: cluster.json here, or this machine, if not said. Raises PlanError where
     no plan fits, or none of those that fit can be."""
-    recipe = of_precision(spec.precision)
+    recipe = recipe_of_precision(spec.precision)
     cluster = cluster if cluster is not None else local_cluster.known(device)
     if nodes > cluster.nodes:
         cluster = cluster.model_copy(update={"nodes": nodes})
-    found = answer(describe(spec, task), cluster, spec.batch, recipe=recipe, ranks=ranks)
+    found = find_best_plans(describe(spec, task), cluster, spec.batch, recipe=recipe, ranks=ranks)
     refused: list[str] = []
     can = _possible(found.plans, spec, task, ranks, refused)
     taken = next(can, None)
@@ -103,7 +103,7 @@ def _why(plan: Plan, cost: Cost, other: tuple[Plan, Cost] | None) -> str:
     said = f"auto took plan {plan}: {format_seconds(cost.step_s)} a step predicted (± {cost.time.error:.0%}), {room} a rank"
     if other is None:
         return f"{said}; no other plan can be"
-    missing = next((part.name for part in lacks(other[1], cost) if part.value > 0), None)
+    missing = next((part.name for part in list_slower_parts(other[1], cost) if part.value > 0), None)
     slower = other[1].step_s - cost.step_s
     most = f", most of it {missing}" if missing else ""
     return f"{said}; the next best, {other[0]}, takes {format_seconds(slower)} more{most}"

@@ -3,9 +3,9 @@
 from paceline import task as tasks
 from paceline.cluster import local_cluster
 from paceline.cluster.facts import Cluster
-from paceline.plan.cost_model.framework_profiles import of_precision
+from paceline.plan.cost_model.framework_profiles import recipe_of_precision
 from paceline.plan.plan import Plan
-from paceline.plan.search.best_plans import BestPlans, answer
+from paceline.plan.search.best_plans import BestPlans, find_best_plans
 from paceline.spec import Spec
 from paceline.task import Task
 from paceline.training.model_facts.describe import describe
@@ -38,5 +38,5 @@ def find_plans(
     task = task if task is not None else tasks.load_task(spec.task, spec.set)
     cluster = cluster if cluster is not None else local_cluster.known()
     wanted = str(plan) if plan is not None else None
-    facts, recipe = describe(spec, task), of_precision(spec.precision)
-    return answer(facts, cluster, spec.batch, wanted, recipe, ranks, tokens, price)
+    facts, recipe = describe(spec, task), recipe_of_precision(spec.precision)
+    return find_best_plans(facts, cluster, spec.batch, wanted, recipe, ranks, tokens, price)

@@ -4,7 +4,7 @@ from paceline import task as tasks
 from paceline.errors import PlanError, TaskError
 from paceline.parallel.batch_norm import find_running_statistics
 from paceline.plan.plan import AUTO, Plan, micro_batch_size, parse
-from paceline.plan.search.nearest import near
+from paceline.plan.search.nearest import find_nearest_plans
 from paceline.spec import Launch, Spec
 from paceline.training.model_analysis import build_meta_model, validate_plan
 from paceline.units import several
@@ -48,7 +48,7 @@ def _nearest(spec: Spec, asked: Plan, then: int, ranks: int) -> tuple[Plan, str]
     task = tasks.load_task(spec.task, spec.set)
     sees_batches = bool(find_running_statistics(build_meta_model(spec, task).model))
     refused = _refusal(spec, asked, ranks, task)
-    for plan in near(asked, then, ranks, spec.batch, may_cut=not sees_batches):
+    for plan in find_nearest_plans(asked, then, ranks, spec.batch, may_cut=not sees_batches):
         if (wrong := _refusal(spec, plan, ranks, task)) is None:
             most = micro_batch_size(spec.batch, asked.resolve(then))
             is_cut = plan.microbatches != asked.microbatches

@@ -21,8 +21,8 @@ from paceline.cluster.limits import usable_cores
 from paceline.distributed.process_group import keep_freed_memory, threads_per_rank
 from paceline.events import Step
 from paceline.launch.rank_pool import Ranks
-from paceline.plan.cost_model.engine_overhead import UnitCounts, units
-from paceline.plan.cost_model.work_split import shares, split
+from paceline.plan.cost_model.engine_overhead import UnitCounts, count_units
+from paceline.plan.cost_model.work_split import assign_stages, split_work
 from paceline.plan.model.facts import ModelFacts
 from paceline.plan.plan import parse
 from paceline.spec import Spec
@@ -162,8 +162,8 @@ class SmallTraining:
 
     def units(self, engine: str, plan: str, ranks: int, batch: int) -> UnitCounts:
         """Return the units and tensors that an engine handles in a step."""
-        work_split = split(parse(plan), ranks, batch)
-        return units(shares(_facts(self), 1, 1, even=False, folded=False)[0], work_split)[engine]
+        work_split = split_work(parse(plan), ranks, batch)
+        return count_units(assign_stages(_facts(self), 1, 1, even=False, folded=False)[0], work_split)[engine]
 
 
 @cache

@@ -20,7 +20,7 @@ from paceline.distributed.process_group import process_group
 from paceline.distributed.world import World
 from paceline.parallel.blocks import find_blocks
 from paceline.parallel.forward import autocast, call_model
-from paceline.plan.comm_volume import pattern
+from paceline.plan.comm_volume import block_pattern
 from paceline.plan.plan import ResolvedPlan
 from paceline.spec import Spec
 from paceline.task import Task, read_layout
@@ -139,7 +139,7 @@ def _find_block_kinds(ready: ReadyStep) -> list[_BlockKind]:
         key = (type(block), *_shapes(list(block.parameters())), *_shapes((args, kwargs)))
         if (kind := kinds.get(key)) is not None:
             kind.count += 1
-            kind.name = f"{pattern(names[id(kind.block)])} {type(block).__name__} × {kind.count}"
+            kind.name = f"{block_pattern(names[id(kind.block)])} {type(block).__name__} × {kind.count}"
         else:
             kinds[key] = _BlockKind(f"{names[id(block)]} {type(block).__name__}", 1, block, args, kwargs)
 

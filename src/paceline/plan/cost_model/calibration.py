@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from paceline.cluster.facts import CalibrationRecord
-from paceline.plan.cost_model.compare import TIME
+from paceline.plan.cost_model.compare import TIME_PARTS
 
 
 @dataclass(frozen=True)
@@ -50,13 +50,13 @@ class Calibration:
         )
 
 
-def seen(records: Iterable[CalibrationRecord]) -> Calibration | None:
+def fit_calibration(records: Iterable[CalibrationRecord]) -> Calibration | None:
     """None where there are no records."""
     logs: dict[str, list[float]] = {}
     records = list(records)
     for record in records:
         for name, ratio in record.ratios.items():
-            for part in set(TIME.get(name, ())) & set(record.parts):
+            for part in set(TIME_PARTS.get(name, ())) & set(record.parts):
                 logs.setdefault(part, []).append(math.log(ratio.value))
     if not records:
         return None

@@ -6,7 +6,7 @@ from math import hypot
 
 from paceline.plan.cost_model.cost import Cost, CostPart
 
-TIME: Mapping[str, tuple[str, ...]] = {
+TIME_PARTS: Mapping[str, tuple[str, ...]] = {
     "compute": ("products", "attention", "other operations", "computed again"),
     "communication": (
         "tensor parallel",
@@ -22,7 +22,7 @@ TIME: Mapping[str, tuple[str, ...]] = {
     "save": ("save",),
     "other": ("engines",),
 }
-MEMORY: Mapping[
+MEMORY_PARTS: Mapping[
     str, tuple[str, ...]
 ] = {  # what the planner has beside these, of the allocator and the process, is no tensor's
     "weights": ("weights", "main weights"),
@@ -30,8 +30,8 @@ MEMORY: Mapping[
     "optimizer": ("optimizer",),
     "activations": ("activations", "computed again", "loss", "gathered", "cast weights", "communication"),
 }
-MOST_STEPS = 32  # that are profiled together: under local SGD a whole period
-LEAST = 0.01  # of a step: the ratio of a part that is smaller says nothing
+MAX_PROFILED_STEPS = 32  # that are profiled together: under local SGD a whole period
+MIN_SHARE = 0.01  # of a step: the ratio of a part that is smaller says nothing
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ class ComparisonRow:
         return self.off / self.measured if self.predicted is not None and self.measured else None
 
 
-def beside(
+def compare_parts(
     table: Mapping[str, tuple[str, ...]],
     measured: Mapping[str, float],
     predicted: tuple[CostPart, ...] | None,
@@ -69,15 +69,15 @@ def beside(
     return [row for row in rows if row.measured or row.predicted]
 
 
-def worst(rows: list[ComparisonRow]) -> ComparisonRow | None:
+def find_largest_difference(rows: list[ComparisonRow]) -> ComparisonRow | None:
     """The part that is furthest off, in seconds or bytes."""
     return max((row for row in rows if row.predicted is not None), key=lambda row: abs(row.off), default=None)
 
 
-def ratios(seconds: Mapping[str, float], cost: Cost) -> dict[str, float]:
+def measured_ratios(seconds: Mapping[str, float], cost: Cost) -> dict[str, float]:
     """Measured over predicted, of the parts that are there in both and matter."""
-    least = LEAST * min(cost.step_s, sum(seconds.values()))
-    rows = beside(TIME, seconds, cost.time.parts)
+    least = MIN_SHARE * min(cost.step_s, sum(seconds.values()))
+    rows = compare_parts(TIME_PARTS, seconds, cost.time.parts)
     return {
         row.name: row.measured / row.predicted
         for row in rows

@@ -15,12 +15,12 @@ TILE_ROWS, TILE_COLUMNS = (
     128,
     256,
 )  # of a product's output, one multiprocessor at a time (CUTLASS; the larger tiles of cuBLAS)
-NARROW, VECTOR = (
+NARROW_SIDE, VECTOR_RATE = (
     8,
     1 / 16,
 )  # sides below which a product takes vector units, and their rate against matrix cores: float32 on A100
-SPLIT = 512  # elements of the inner dim that a multiprocessor has at least, where several share a tile
-PROLOGUE = 64  # elements of the inner dim that pass before a tile computes at its rate
+SPLIT_INNER = 512  # elements of the inner dim that a multiprocessor has at least, where several share a tile
+PROLOGUE_INNER = 64  # elements of the inner dim that pass before a tile computes at its rate
 BACKWARD_TRAFFIC = 1.75  # of the forward pass's: a norm and an activation read their input again, a residual sum reads nothing
 
 
@@ -32,13 +32,13 @@ class ComputeTime(NamedTuple):
     traffic_s: float
     inputs_s: float
     weights_s: float
-    attention_back_s: float
-    traffic_back_s: float
-    again_s: float  # forward once more
+    attention_backward_s: float
+    traffic_backward_s: float
+    recompute_s: float  # forward once more
     flops: float  # forward and backward, of one rank
-    again_flops: float
+    recompute_flops: float
 
-    def stretched(self, by: float) -> "ComputeTime":
+    def scaled(self, by: float) -> "ComputeTime":
         """The same FLOPs in so many times the seconds."""
         seconds = {name: value * by for name, value in self._asdict().items() if name.endswith("_s")}
         return self._replace(**seconds)
@@ -49,19 +49,21 @@ class ComputeTime(NamedTuple):
 
     @property
     def backward_inputs_s(self) -> float:
-        return self.inputs_s + self.attention_back_s + self.traffic_back_s
+        return self.inputs_s + self.attention_backward_s + self.traffic_backward_s
 
 
 @lru_cache(65536)
-def work(speeds: DeviceRates, recipe: Recipe, block: BlockFacts, cut: MicrobatchKey) -> ComputeTime:
+def compute_block_time(
+    speeds: DeviceRates, recipe: Recipe, block: BlockFacts, cut: MicrobatchKey
+) -> ComputeTime:
     tp, cp, micro_batch, recompute = cut.tp, cut.cp, cut.micro_batch, cut.recompute
-    if speeds.paces is not None:
-        return _on_cpu(speeds.paces, recipe, block, cut)
+    if speeds.op_times is not None:
+        return _compute_block_time_on_cpu(speeds.op_times, recipe, block, cut)
     head = block.boundary == 0
     dtype = "bf16" if recipe.dtype == "fp8" and head else recipe.dtype
     forward = inputs = weights = 0.0
     for product in block.products:
-        m, n, k, count = _on_rank(product, tp, cp, micro_batch)
+        m, n, k, count = _shape_on_rank(product, tp, cp, micro_batch)
         moved = 2.0 * (m * k / product.reuse + k * n + m * n) * count
         forward += product_s(speeds, dtype, m, n, k, count, moved)
         inputs += product_s(speeds, dtype, m, k, n, count, moved)
@@ -73,13 +75,13 @@ def work(speeds: DeviceRates, recipe: Recipe, block: BlockFacts, cut: Microbatch
     moved = traffic / cp / speeds.memory_Bps
     core = 0.0 if recipe.fused else scores / cp / speeds.memory_Bps
     kernels = block.kernels * speeds.constants.launch_s
-    again = recipe.again(recompute if block.boundary and "full" in block.saved else "none")
+    again = recipe.recompute_shares(recompute if block.boundary and "full" in block.saved else "none")
     attention_s = attention + core
-    again_s = again.products * forward + again.attention * attention_s + again.traffic * (moved + kernels)
+    recompute_s = again.products * forward + again.attention * attention_s + again.traffic * (moved + kernels)
     started = block.kernels * speeds.constants.host_s
     short = max(0.0, started - forward - attention_s - moved - kernels)
     flops = block.flops * micro_batch / (tp * cp)
-    again_flops = (
+    recompute_flops = (
         (again.products * block.product_flops + again.attention * block.attention_flops)
         * micro_batch
         / (tp * cp)
@@ -90,24 +92,28 @@ def work(speeds: DeviceRates, recipe: Recipe, block: BlockFacts, cut: Microbatch
         traffic_s=moved + kernels + short,
         inputs_s=inputs,
         weights_s=weights,
-        attention_back_s=_backward(speeds, recipe, attention) + 2 * core,
-        traffic_back_s=BACKWARD_TRAFFIC * moved + kernels + short,
-        again_s=again_s + short * bool(again.products),
+        attention_backward_s=_attention_backward_s(speeds, recipe, attention) + 2 * core,
+        traffic_backward_s=BACKWARD_TRAFFIC * moved + kernels + short,
+        recompute_s=recompute_s + short * bool(again.products),
         flops=3 * flops,
-        again_flops=again_flops,
+        recompute_flops=recompute_flops,
     )
 
 
-def _on_cpu(paces: OpTimeTable, recipe: Recipe, block: BlockFacts, cut: MicrobatchKey) -> ComputeTime:
+def _compute_block_time_on_cpu(
+    paces: OpTimeTable, recipe: Recipe, block: BlockFacts, cut: MicrobatchKey
+) -> ComputeTime:
     """Each operation is started and done before the next, so that times add up."""
-    sides = [(product, *_on_rank(product, cut.tp, cut.cp, cut.micro_batch)) for product in block.products]
+    sides = [
+        (product, *_shape_on_rank(product, cut.tp, cut.cp, cut.micro_batch)) for product in block.products
+    ]
     forward, inputs, weights = cpu_compute_time.products_s(
         paces, [(product, m * n * k, count) for product, m, n, k, count in sides]
     )
     attention, attention_back = cpu_compute_time.attention_s(paces, block.attention, cut)
     others, others_back = cpu_compute_time.others_s(paces, block, recipe, cut)
-    again = recipe.again(cut.recompute if block.boundary and "full" in block.saved else "none")
-    again_flops = again.products * block.product_flops + again.attention * block.attention_flops
+    again = recipe.recompute_shares(cut.recompute if block.boundary and "full" in block.saved else "none")
+    recompute_flops = again.products * block.product_flops + again.attention * block.attention_flops
     ranks = cut.tp * cut.cp
     return ComputeTime(
         products_s=forward,
@@ -115,15 +121,15 @@ def _on_cpu(paces: OpTimeTable, recipe: Recipe, block: BlockFacts, cut: Microbat
         traffic_s=others,
         inputs_s=inputs,
         weights_s=weights,
-        attention_back_s=attention_back,
-        traffic_back_s=others_back,
-        again_s=again.products * forward + again.attention * attention + again.traffic * others,
+        attention_backward_s=attention_back,
+        traffic_backward_s=others_back,
+        recompute_s=again.products * forward + again.attention * attention + again.traffic * others,
         flops=3 * block.flops * cut.micro_batch / ranks,
-        again_flops=again_flops * cut.micro_batch / ranks,
+        recompute_flops=recompute_flops * cut.micro_batch / ranks,
     )
 
 
-def _on_rank(product: Product, tp: int, cp: int, micro_batch: int) -> tuple[float, float, float, float]:
+def _shape_on_rank(product: Product, tp: int, cp: int, micro_batch: int) -> tuple[float, float, float, float]:
     m, n, k, count = product.rows * micro_batch / cp, product.columns, product.inner, product.count
     if product.cut == "columns":
         n /= tp
@@ -146,9 +152,9 @@ def product_s(
     """m × k times k × n, as fast as measured products of that size. Where none was measured, tiles that are not full and waves that are
     not compute for nothing. What is small waits for the memory."""
     moving = (2.0 * (m * k + k * n + m * n) * count if moved is None else moved) / speeds.memory_Bps
-    if min(m, n, k) < NARROW:  # a convolution of each channel by itself: no product for matrix cores
+    if min(m, n, k) < NARROW_SIDE:  # a convolution of each channel by itself: no product for matrix cores
         return (
-            max(2.0 * m * n * k * count / (speeds.product_flops(dtype) * VECTOR), moving)
+            max(2.0 * m * n * k * count / (speeds.product_flops(dtype) * VECTOR_RATE), moving)
             + speeds.constants.launch_s
         )
     if measured := speeds.measured_flops(dtype, m * n * k):
@@ -158,11 +164,11 @@ def product_s(
     rows2, columns2 = math.ceil(m / TILE_COLUMNS), math.ceil(n / TILE_ROWS)
     tiles = min(rows * columns, rows2 * columns2) * count
     if (
-        tiles < units and k > SPLIT
+        tiles < units and k > SPLIT_INNER
     ):  # too few for all units: several share a tile, each a part of the inner dim
-        parts = min(math.ceil(units / tiles), k // SPLIT)
+        parts = min(math.ceil(units / tiles), k // SPLIT_INNER)
         tiles, k = tiles * parts, k / parts
-    tile_flops = 2.0 * TILE_ROWS * TILE_COLUMNS * (k + PROLOGUE)
+    tile_flops = 2.0 * TILE_ROWS * TILE_COLUMNS * (k + PROLOGUE_INNER)
     waves = max(1.0, tiles / units + 0.25)  # a quarter: tiles of the last wave are made smaller
     computing = waves * units * tile_flops / speeds.product_flops(dtype)
     return max(computing, moving) + speeds.constants.launch_s
@@ -194,7 +200,7 @@ def _attention_s(
     )
 
 
-def _backward(speeds: DeviceRates, recipe: Recipe, forward_s: float) -> float:
+def _attention_backward_s(speeds: DeviceRates, recipe: Recipe, forward_s: float) -> float:
     """Fused: 5 products where the forward pass has 2, as it makes the scores again; else twice as many."""
     return forward_s * 2.5 * speeds.device.forward / speeds.device.backward if recipe.fused else 2 * forward_s
 

@@ -8,7 +8,7 @@ from typing import Literal, NamedTuple
 Basis = Literal[
     "fitted", "published", "guessed"
 ]  # to trainings; read off what others published of it; nothing is known
-MOST_RANKS = 6144  # of the trainings that were fitted to
+MAX_FITTED_RANKS = 6144  # of the trainings that were fitted to
 
 
 @dataclass(frozen=True)
@@ -77,7 +77,7 @@ UNKNOWN = Architecture(0.60, 0.35, 0.30, 100, basis="guessed")
 CONSTANTS = Constants(ARCHITECTURES)
 
 
-def architecture(name: str, constants: Constants) -> Architecture:
+def find_architecture(name: str, constants: Constants) -> Architecture:
     """Of a device, by the longest name of a family in its own; what is not known is a guess that says so."""
     flat = re.sub(r"[^A-Z0-9]", "", name.upper())
     found = max((family for family in constants.architectures if family in flat), key=len, default=None)
@@ -91,7 +91,7 @@ class OverheadCosts(NamedTuple):
     unit: float
     tensor: float = 0.0
 
-    def times(self, factor: float) -> "OverheadCosts":
+    def scaled(self, factor: float) -> "OverheadCosts":
         return OverheadCosts(self.step * factor, self.unit * factor, self.tensor * factor)
 
 

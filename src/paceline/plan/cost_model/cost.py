@@ -3,7 +3,9 @@
 from dataclasses import dataclass
 from math import hypot, sqrt
 
-NOISE = 0.05  # of a step: one configuration moved by 0 to 11 % between two published runs of the same people
+RUN_NOISE = (
+    0.05  # of a step: one configuration moved by 0 to 11 % between two published runs of the same people
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +32,7 @@ class MemoryCost:
 
     @property
     def error(self) -> float:
-        return _together(self.parts, self.peak_bytes)
+        return _combined_error(self.parts, self.peak_bytes)
 
     def fits(self, margin: float = 0.0) -> bool:
         """With a share of the device's memory left free."""
@@ -56,7 +58,7 @@ class TimeCost:
     @property
     def error(self) -> float:
         """Standard deviation, as a share."""
-        return hypot(NOISE, _together(self.parts, self.step_s))
+        return hypot(RUN_NOISE, _combined_error(self.parts, self.step_s))
 
     @property
     def extrapolated(self) -> bool:
@@ -98,7 +100,7 @@ class Cost:
         return self.memory.peak_bytes
 
 
-def lacks(cost: Cost, best: Cost) -> list[CostPart]:
+def list_slower_parts(cost: Cost, best: Cost) -> list[CostPart]:
     """Seconds that each part of a step takes more than in the best plan, the largest first; less is below 0."""
     own, other = ({part.name: part for part in one.time.parts} for one in (cost, best))
     found = []
@@ -108,7 +110,7 @@ def lacks(cost: Cost, best: Cost) -> list[CostPart]:
     return sorted(found, key=lambda part: (-part.value, part.name))
 
 
-def _together(parts: tuple[CostPart, ...], total: float) -> float:
+def _combined_error(parts: tuple[CostPart, ...], total: float) -> float:
     """Errors of parts are taken as independent."""
     return sqrt(sum((part.value * part.error) ** 2 for part in parts)) / total if total else 0.0
 
@@ -128,16 +130,16 @@ class Bill:
 
 
 USED_POWER = 0.85  # of the most a device may draw, while it trains (Patterson et al. 2021, arXiv 2104.10350: V100 at 330 of 300 W to 250)
-FACILITY = 1.1  # power usage effectiveness of a modern data centre (the same, table 4)
+FACILITY_OVERHEAD = 1.1  # power usage effectiveness of a modern data centre (the same, table 4)
 
 
-def bill(
+def compute_bill(
     step_s: float,
     steps: float,
     devices: int,
     power_W: float | None = None,
     price_per_hour: float | None = None,
-    facility: float = FACILITY,
+    facility: float = FACILITY_OVERHEAD,
 ) -> Bill:
     """For so many steps on so many devices."""
     seconds = step_s * steps

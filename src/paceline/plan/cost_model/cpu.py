@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from paceline.cluster.facts import Cluster
 from paceline.plan.cost_model.constants import CPU, OverheadCosts
-from paceline.plan.cost_model.op_times import OpTimeTable, blended, guessed
+from paceline.plan.cost_model.op_times import OpTimeTable, blend, guess_op_times
 
 
 @dataclass(frozen=True)
@@ -18,7 +18,7 @@ class CpuHost:
     flops: float
 
 
-def host_of(cluster: Cluster, per_node: int) -> CpuHost:
+def describe_host(cluster: Cluster, per_node: int) -> CpuHost:
     """Each rank has as many threads as training.process.threads_per_rank gives it."""
     device, cores = cluster.device, cluster.cores_per_node or per_node
     threads = max(1, cores // per_node)
@@ -33,29 +33,32 @@ def host_of(cluster: Cluster, per_node: int) -> CpuHost:
     )
 
 
-def paces_of(cluster: Cluster, host: CpuHost, flops: float, memory_Bps: float) -> OpTimeTable:
+def build_op_times(cluster: Cluster, host: CpuHost, flops: float, memory_Bps: float) -> OpTimeTable:
     """Measured with that many threads, between those with one and with all; guessed where nothing was measured."""
-    found = {threads: _with_threads(cluster, threads) for threads in {pace.threads for pace in cluster.paces}}
+    found = {
+        threads: _measured_op_times(cluster, threads) for threads in {pace.threads for pace in cluster.paces}
+    }
     if not found:
-        return _crowded(
-            guessed(flops * host.crowd, memory_Bps * host.crowd, CPU.start_cycles / host.clock_Hz), host.crowd
+        return _on_shared_cores(
+            guess_op_times(flops * host.crowd, memory_Bps * host.crowd, CPU.start_cycles / host.clock_Hz),
+            host.crowd,
         )
     few, many = (
         max((t for t in found if t <= host.threads), default=min(found)),
         min((t for t in found if t >= host.threads), default=max(found)),
     )
     if few == many:
-        return _crowded(found[few], host.crowd)
+        return _on_shared_cores(found[few], host.crowd)
     share = (host.threads - few) / (many - few)
-    return _crowded(blended(found[few], found[many], share), host.crowd)
+    return _on_shared_cores(blend(found[few], found[many], share), host.crowd)
 
 
-def _with_threads(cluster: Cluster, threads: int) -> OpTimeTable:
+def _measured_op_times(cluster: Cluster, threads: int) -> OpTimeTable:
     rows = [pace for pace in cluster.paces if pace.threads == threads]
     return OpTimeTable({pace.operation: tuple(zip(pace.sizes, pace.seconds, strict=True)) for pace in rows})
 
 
-def _crowded(paces: OpTimeTable, crowd: float) -> OpTimeTable:
+def _on_shared_cores(paces: OpTimeTable, crowd: float) -> OpTimeTable:
     """Ranks that share a core have it in turns, and find its caches full of what the others left there."""
     times = crowd * CPU.turns if crowd > 1 else 1.0
     tables = {
@@ -65,15 +68,15 @@ def _crowded(paces: OpTimeTable, crowd: float) -> OpTimeTable:
     return OpTimeTable(tables, paces.measured)
 
 
-def engines_of(cluster: Cluster, host: CpuHost) -> dict[str, dict[int, OverheadCosts]]:
+def build_engine_costs(cluster: Cluster, host: CpuHost) -> dict[str, dict[int, OverheadCosts]]:
     """Seconds of a step, a unit and a tensor of each engine among so many ranks, as it was measured, where so many share a core as
     here; else guessed."""
     if not cluster.engines:
         second = host.crowd / host.clock_Hz
-        return {name: {1: cycles.times(second)} for name, cycles in CPU.engines.items()}
+        return {name: {1: cycles.scaled(second)} for name, cycles in CPU.engines.items()}
     found: dict[str, dict[int, OverheadCosts]] = {}
     for engine in cluster.engines:
         here = host.crowd / max(1.0, engine.ranks / host.cores)
         measured = OverheadCosts(engine.step_s.value, engine.unit_s.value, engine.tensor_s.value)
-        found.setdefault(engine.name, {})[engine.ranks] = measured.times(here)
+        found.setdefault(engine.name, {})[engine.ranks] = measured.scaled(here)
     return found

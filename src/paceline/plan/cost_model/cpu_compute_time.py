@@ -21,7 +21,7 @@ def products_s(
     return forward, inputs, weights
 
 
-def _usual(block: BlockFacts) -> tuple[Operation, ...]:
+def _assumed_operations(block: BlockFacts) -> tuple[Operation, ...]:
     """Where they were not counted one by one: all alike."""
     count = max(1, block.kernels)
     return (Operation("move", sum(block.traffic[:3]) / count, True, count),)
@@ -43,7 +43,7 @@ def others_s(
     """Of operations that are no products, forward and backward. What is split along the sequence is smaller, and as often."""
     split = cut.micro_batch / (cut.cp * (cut.tp if recipe.splits_sequence(cut.cp) and not block.whole else 1))
     forward = backward = 0.0
-    for one in block.operations or _usual(block):
+    for one in block.operations or _assumed_operations(block):
         size = one.size if one.kind == "view" else one.size * split
         forward += one.count * paces.seconds(one.kind, size)
         backward += one.count * paces.seconds(one.kind + BACKWARD, size) if one.back else 0.0

@@ -12,7 +12,7 @@ CPU_GBps = 20.0  # two channels of memory, in round figures
 SHARED_GBps = 1.0  # gloo between processes of one node, or over 10 Gbit/s, in round figures
 
 
-def assuming(cluster: Cluster) -> tuple[Cluster, tuple[str, ...]]:
+def add_assumptions(cluster: Cluster) -> tuple[Cluster, tuple[str, ...]]:
     """With links, and memory of a CPU, as they are usual, where nothing is known of those."""
     known = {link.axis for link in cluster.links}
     links, words = [], []

@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 from paceline.plan.cost_model.constants import OverheadCosts
 from paceline.plan.cost_model.rates import DeviceRates
-from paceline.plan.cost_model.work_split import Split, StageAssignment
+from paceline.plan.cost_model.work_split import StageAssignment, WorkSplit
 
 # What an engine counts; what it takes for one of them has the start of its collectives in it.
 #   step       nothing: the loop around all of them
@@ -25,21 +25,21 @@ class UnitCounts(NamedTuple):
     ranks: int = 1
 
 
-def engines_s(share: StageAssignment, split: Split, speeds: DeviceRates) -> float:
+def engines_s(share: StageAssignment, split: WorkSplit, speeds: DeviceRates) -> float:
     return sum(
-        _seconds(speeds.engines[name], found)
-        for name, found in units(share, split).items()
+        _overhead_s(speeds.engines[name], found)
+        for name, found in count_units(share, split).items()
         if name in speeds.engines
     )
 
 
-def _seconds(measured: Mapping[int, OverheadCosts], found: UnitCounts) -> float:
+def _overhead_s(measured: Mapping[int, OverheadCosts], found: UnitCounts) -> float:
     """As on the number of ranks that is nearest."""
     takes = measured[min(measured, key=lambda ranks: abs(ranks - found.ranks))]
     return takes.step + found.units * takes.unit + found.tensors * takes.tensor
 
 
-def units(share: StageAssignment, split: Split) -> dict[str, UnitCounts]:
+def count_units(share: StageAssignment, split: WorkSplit) -> dict[str, UnitCounts]:
     tensors = float(sum(block.tensors * count for block, count in share.parts))
     blocks = float(sum(count for block, count in share.parts if block.params))
     found = {"step": UnitCounts()}

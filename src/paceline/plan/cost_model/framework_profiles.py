@@ -78,7 +78,7 @@ class Recipe:
     def splits_sequence(self, cp: int) -> bool:
         return self.sequence and (cp == 1 or self.sequence_with_cp)
 
-    def again(self, recompute: str) -> RecomputeShares:
+    def recompute_shares(self, recompute: str) -> RecomputeShares:
         if recompute == "selective":
             return SELECTIVE[self.selective]
         return (
@@ -177,13 +177,13 @@ RECIPES: Mapping[str, Recipe] = {
 }
 
 
-OWN: Mapping[str, Recipe] = {"fp32": FLOAT32, "bf16": PACELINE, "fp16": PACELINE_FP16}
+PRECISION_RECIPES: Mapping[str, Recipe] = {"fp32": FLOAT32, "bf16": PACELINE, "fp16": PACELINE_FP16}
 
 
-def of_precision(precision: str) -> Recipe:
+def recipe_of_precision(precision: str) -> Recipe:
     """How Paceline goes about a step. Raises PlanError for a precision that is not predicted."""
-    if precision not in OWN:
+    if precision not in PRECISION_RECIPES:
         raise PlanError(
-            f"what a step in {precision} takes is not predicted; use --precision {', '.join(OWN)}, or name a plan"
+            f"what a step in {precision} takes is not predicted; use --precision {', '.join(PRECISION_RECIPES)}, or name a plan"
         )
-    return OWN[precision]
+    return PRECISION_RECIPES[precision]

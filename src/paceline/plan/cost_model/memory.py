@@ -5,21 +5,26 @@ from typing import NamedTuple
 
 from paceline.plan.cost_model.cost import CostPart, MemoryCost
 from paceline.plan.cost_model.framework_profiles import Recipe
-from paceline.plan.cost_model.traced_memory import is_watched, pieces, received_bytes, updated_params
-from paceline.plan.cost_model.traced_memory import worst as watched_worst
-from paceline.plan.cost_model.work_split import MicrobatchKey, Split, StageAssignment, shares
+from paceline.plan.cost_model.traced_memory import (
+    boundary_bytes,
+    count_updated_params,
+    is_traced,
+    list_block_memory,
+)
+from paceline.plan.cost_model.traced_memory import find_peak_moment as watched_worst
+from paceline.plan.cost_model.work_split import MicrobatchKey, StageAssignment, WorkSplit, assign_stages
 from paceline.plan.model.facts import BlockFacts, ModelFacts
 from paceline.plan.schedules import SCHEDULES
 
 KEPT_LOGIT_BYTES = 4.0  # that kept_bytes counts, in float32
-PREFETCHED = 2  # blocks that are gathered at once: one computes, the next one comes
+GATHERED_BLOCKS = 2  # blocks that are gathered at once: one computes, the next one comes
 BUCKET_BYTES = 25 * 2**20  # of DistributedDataParallel
-NAMES = (
+PART_NAMES = (
     *("weights", "optimizer", "main weights", "cast weights", "gathered"),
     *("gradients", "activations", "computed again", "loss", "communication"),
     *("allocator", "process"),
 )
-ERRORS = {
+PART_ERRORS = {
     "activations": 0.08,
     "loss": 0.15,
     "gathered": 0.1,
@@ -42,7 +47,7 @@ class BytesPerParameter(NamedTuple):
         return sum(self)
 
 
-def state(recipe: Recipe, zero: int, shards: int) -> BytesPerParameter:
+def state_bytes(recipe: Recipe, zero: int, shards: int) -> BytesPerParameter:
     """ZeRO-1 cuts optimizer state and main weights, 2 gradients too, 3 weights too. Where it is 2 and `at_rest`, weights are cut between
     the steps; that they are whole in a step is counted as gathered."""
     cut_weights = zero >= 3 or (zero == 2 and recipe.at_rest)
@@ -62,7 +67,7 @@ def params_on_rank(block: BlockFacts, tp: int, ep: int = 1) -> float:
 
 def kept_bytes(recipe: Recipe, block: BlockFacts, cut: MicrobatchKey) -> float:
     """What the forward pass of a micro-batch leaves for the backward pass on one rank (arXiv 2205.05198, table 2)."""
-    again = recipe.again(cut.recompute)
+    again = recipe.recompute_shares(cut.recompute)
     wanted = again.kept if "full" in block.saved else "none"
     saved = block.saved.get(wanted) or block.saved.get("selective" if wanted == "half" else "none")
     if saved is None:
@@ -75,50 +80,50 @@ def kept_bytes(recipe: Recipe, block: BlockFacts, cut: MicrobatchKey) -> float:
     return bytes_ * cut.micro_batch / cut.cp
 
 
-def memory(facts: ModelFacts, split: Split, recipe: Recipe, limit_bytes: float) -> MemoryCost:
+def predict_memory(facts: ModelFacts, split: WorkSplit, recipe: Recipe, limit_bytes: float) -> MemoryCost:
     """Every distinct rank of the pipeline is looked at; the one that needs most is told."""
-    return told(*worst(facts, split, recipe), split, recipe, limit_bytes)
+    return build_memory_cost(*find_peak(facts, split, recipe), split, recipe, limit_bytes)
 
 
-def told(
-    rank: int, values: tuple[float, ...], split: Split, recipe: Recipe, limit_bytes: float
+def build_memory_cost(
+    rank: int, values: tuple[float, ...], split: WorkSplit, recipe: Recipe, limit_bytes: float
 ) -> MemoryCost:
     """What `worst` found, in words."""
-    sharded, whole = _is_sharded(split, recipe), _whole_gradients(split, recipe)
-    each = state(recipe, split.zero, split.shards)
+    sharded, whole = _is_sharded(split, recipe), _keeps_whole_gradients(split, recipe)
+    each = state_bytes(recipe, split.zero, split.shards)
     notes = {
-        "weights": _bytes(each.weights, recipe.weight, split.shards),
-        "optimizer": _bytes(each.optimizer, recipe.optimizer, split.shards),
-        "main weights": _bytes(each.master, recipe.master, split.shards),
+        "weights": _describe_bytes(each.weights, recipe.weight, split.shards),
+        "optimizer": _describe_bytes(each.optimizer, recipe.optimizer, split.shards),
+        "main weights": _describe_bytes(each.master, recipe.master, split.shards),
         "gradients": "whole until the last micro-batch"
         if whole
-        else _bytes(each.gradients, recipe.gradient, split.shards),
+        else _describe_bytes(each.gradients, recipe.gradient, split.shards),
         "cast weights": "in the type of the products, for a step",
-        "gathered": f"of {PREFETCHED} blocks at once" if sharded and split.zero == 3 else "for a step",
-        "activations": f"of {_kept(split, rank):.3g} micro-batch{'es' * (_kept(split, rank) > 1)}, recompute {split.recompute}",
+        "gathered": f"of {GATHERED_BLOCKS} blocks at once" if sharded and split.zero == 3 else "for a step",
+        "activations": f"of {_kept_microbatches(split, rank):.3g} micro-batch{'es' * (_kept_microbatches(split, rank) > 1)}, recompute {split.recompute}",
         "computed again": "a block's activations",
         "loss": "logits and their gradients",
         "communication": "gradients under way",
         "allocator": "held and not usable",
     }
     parts = (
-        CostPart(name, value, ERRORS.get(name, 0.0), notes.get(name, ""))
-        for name, value in zip(NAMES, values, strict=True)
+        CostPart(name, value, PART_ERRORS.get(name, 0.0), notes.get(name, ""))
+        for name, value in zip(PART_NAMES, values, strict=True)
         if value
     )
     return MemoryCost(tuple(parts), rank, limit_bytes)
 
 
-def _bytes(each: float, whole: float, shards: int) -> str:
+def _describe_bytes(each: float, whole: float, shards: int) -> str:
     return f"{each:.3g} bytes a parameter" + (f": {whole:g}, over {shards:,} ranks" if each != whole else "")
 
 
-def worst(facts: ModelFacts, split: Split, recipe: Recipe) -> tuple[int, tuple[float, ...]]:
+def find_peak(facts: ModelFacts, split: WorkSplit, recipe: Recipe) -> tuple[int, tuple[float, ...]]:
     """The rank of the pipeline that needs most, and its bytes by NAMES."""
-    found = shares(facts, split.pp, split.stages, recipe.even, SCHEDULES[split.schedule].folded)
+    found = assign_stages(facts, split.pp, split.stages, recipe.even, SCHEDULES[split.schedule].folded)
     best, most = (0, ()), -1.0  # type: tuple[int, tuple[float, ...]], float
     for share in found:
-        values = _of_rank(facts, share, split, recipe)
+        values = _peak_of_rank(facts, share, split, recipe)
         total = sum(values)
         if total > most:
             best, most = (share.index, values), total
@@ -138,14 +143,16 @@ class MemoryBreakdown(NamedTuple):
 
 
 @lru_cache(65536)
-def held(facts: ModelFacts, share: StageAssignment, recipe: Recipe, cut: MicrobatchKey) -> MemoryBreakdown:
+def memory_breakdown(
+    facts: ModelFacts, share: StageAssignment, recipe: Recipe, cut: MicrobatchKey
+) -> MemoryBreakdown:
     counted = [(params_on_rank(block, cut.tp, cut.ep), count) for block, count in share.parts]
     params = sum(size * count for size, count in counted)
     if share.is_last and facts.first not in (block for block, _ in share.parts):
         params += facts.shared_params / cut.tp  # both ends of the pipeline hold what they share
-    whole = sorted((size for size, count in counted for _ in range(min(count, PREFETCHED))), reverse=True)[
-        :PREFETCHED
-    ]
+    whole = sorted(
+        (size for size, count in counted for _ in range(min(count, GATHERED_BLOCKS))), reverse=True
+    )[:GATHERED_BLOCKS]
     logits = (
         sum(product.rows * product.columns for product in facts.last.products[:1])
         * cut.micro_batch
@@ -160,19 +167,19 @@ def held(facts: ModelFacts, share: StageAssignment, recipe: Recipe, cut: Microba
         ),
         head=kept_bytes(recipe, facts.last, cut) if share.is_last else 0.0,
         logits=logits if share.is_last else 0.0,
-        again=max(_again_bytes(recipe, block, cut) for block, _ in share.parts),
+        again=max(_recomputed_bytes(recipe, block, cut) for block, _ in share.parts),
     )
 
 
-def _is_sharded(split: Split, recipe: Recipe) -> bool:
+def _is_sharded(split: WorkSplit, recipe: Recipe) -> bool:
     return split.shards > 1 and (split.zero == 3 or (split.zero == 2 and recipe.at_rest))
 
 
-def _whole_gradients(split: Split, recipe: Recipe) -> bool:
+def _keeps_whole_gradients(split: WorkSplit, recipe: Recipe) -> bool:
     return recipe.whole_gradients and split.microbatches > 1 and _is_sharded(split, recipe)
 
 
-def _kept(split: Split, rank: int) -> float:
+def _kept_microbatches(split: WorkSplit, rank: int) -> float:
     """Micro-batches whose activations a rank of the pipeline has at once."""
     return (
         SCHEDULES[split.schedule].kept(split.pp, split.microbatches, split.stages, rank)
@@ -181,27 +188,29 @@ def _kept(split: Split, rank: int) -> float:
     )
 
 
-def _of_rank(facts: ModelFacts, share: StageAssignment, split: Split, recipe: Recipe) -> tuple[float, ...]:
+def _peak_of_rank(
+    facts: ModelFacts, share: StageAssignment, split: WorkSplit, recipe: Recipe
+) -> tuple[float, ...]:
     """At the worst of three moments: in the loss, when the backward pass begins, and when it ends."""
-    if is_watched(share):
-        return _of_watched(facts, share, split, recipe)
+    if is_traced(share):
+        return _peak_of_traced(facts, share, split, recipe)
     mine, each, sharded = (
-        held(facts, share, recipe, split.cut),
-        state(recipe, split.zero, split.shards),
+        memory_breakdown(facts, share, recipe, split.cut),
+        state_bytes(recipe, split.zero, split.shards),
         _is_sharded(split, recipe),
     )
     whole = (
         max(recipe.gather, recipe.element) + recipe.cast
     )  # what is sent in 8 bits is kept with its transpose
     gathered = (mine.gathered if split.zero == 3 else mine.params) * whole if sharded else 0.0
-    gradients = mine.params * (recipe.gradient if _whole_gradients(split, recipe) else each.gradients)
+    gradients = mine.params * (recipe.gradient if _keeps_whole_gradients(split, recipe) else each.gradients)
     averaged = split.dp * split.cp > 1
     before = (
         gradients
         if recipe.early_gradients or split.microbatches > 1 or (split.zero < 2 and averaged)
         else 0.0
     )
-    activations = _kept(split, share.index) * mine.activations
+    activations = _kept_microbatches(split, share.index) * mine.activations
     reducing = mine.largest * recipe.reduce * 2 if sharded else 0.0
     buckets = recipe.buckets * BUCKET_BYTES if averaged and split.zero < 2 and recipe.overlaps_data else 0.0
     loss = max(0.0, mine.head + (recipe.loss - KEPT_LOGIT_BYTES) * mine.logits)
@@ -222,15 +231,17 @@ def _of_rank(facts: ModelFacts, share: StageAssignment, split: Split, recipe: Re
     return (*values, recipe.reserved * sum(values), recipe.fixed_bytes)
 
 
-def _of_watched(facts: ModelFacts, share: StageAssignment, split: Split, recipe: Recipe) -> tuple[float, ...]:
+def _peak_of_traced(
+    facts: ModelFacts, share: StageAssignment, split: WorkSplit, recipe: Recipe
+) -> tuple[float, ...]:
     sizes = {id(block): params_on_rank(block, split.tp, split.ep) for block, _ in share.parts}
-    params = held(facts, share, recipe, split.cut).params
-    found = pieces(facts, share, recipe, split.cut, sizes)
+    params = memory_breakdown(facts, share, recipe, split.cut).params
+    found = list_block_memory(facts, share, recipe, split.cut, sizes)
     moment = watched_worst(
-        found, split, recipe, _kept(split, share.index), received_bytes(split, share, recipe)
+        found, split, recipe, _kept_microbatches(split, share.index), boundary_bytes(split, share, recipe)
     )
-    weights = params * state(recipe, split.zero, split.shards).weights
-    updated = updated_params(share, split, params)
+    weights = params * state_bytes(recipe, split.zero, split.shards).weights
+    updated = count_updated_params(share, split, params)
     stay = (
         weights,
         updated * recipe.optimizer,
@@ -242,9 +253,9 @@ def _of_watched(facts: ModelFacts, share: StageAssignment, split: Split, recipe:
     return (*values, recipe.reserved * sum(values), recipe.fixed_bytes)
 
 
-def _again_bytes(recipe: Recipe, block: BlockFacts, cut: MicrobatchKey) -> float:
+def _recomputed_bytes(recipe: Recipe, block: BlockFacts, cut: MicrobatchKey) -> float:
     """A block that is computed again has all of its activations for a moment; one whose scores are, those."""
-    again = recipe.again(cut.recompute)
+    again = recipe.recompute_shares(cut.recompute)
     if "full" not in block.saved or not (again.products or again.attention or again.traffic):
         return 0.0
     whole = (

@@ -36,11 +36,11 @@ class OpTimeTable:
         takes no time backward, as random numbers do."""
         key = kind, size
         if key not in self._cache:
-            self._cache[key] = _between(self.tables[kind], size) if kind in self.tables else 0.0
+            self._cache[key] = _interpolate(self.tables[kind], size) if kind in self.tables else 0.0
         return self._cache[key]
 
 
-def _between(table: tuple[tuple[float, float], ...], size: float) -> float:
+def _interpolate(table: tuple[tuple[float, float], ...], size: float) -> float:
     at = bisect(table, (size, math.inf))
     if at == 0:
         return table[0][1]
@@ -52,7 +52,7 @@ def _between(table: tuple[tuple[float, float], ...], size: float) -> float:
     return quick ** (1 - share) * slow**share
 
 
-def blended(few: OpTimeTable, many: OpTimeTable, share: float) -> OpTimeTable:
+def blend(few: OpTimeTable, many: OpTimeTable, share: float) -> OpTimeTable:
     """Between those with few threads and those with many, on logarithmic scales."""
     tables = {}
     for kind, table in few.tables.items():
@@ -62,11 +62,11 @@ def blended(few: OpTimeTable, many: OpTimeTable, share: float) -> OpTimeTable:
     return OpTimeTable(tables, few.measured and many.measured)
 
 
-LARGE = 2.0**24
+LARGE_SIZE = 2.0**24
 
 
 @lru_cache(64)
-def guessed(flops: float, memory_Bps: float, start_s: float) -> OpTimeTable:
+def guess_op_times(flops: float, memory_Bps: float, start_s: float) -> OpTimeTable:
     """Of the right order of magnitude, from what the products and the memory of a rank reach, and what it takes to start an operation."""
     per_s = {
         "linear": flops / 2,
@@ -83,12 +83,12 @@ def guessed(flops: float, memory_Bps: float, start_s: float) -> OpTimeTable:
     }
     per_s |= {"update": memory_Bps / 32}
     tables: dict[str, tuple[tuple[float, float], ...]] = {
-        "view": ((1.0, start_s / 4), (LARGE, start_s / 4)),
-        "view" + BACKWARD: ((1.0, start_s / 4), (LARGE, start_s / 4)),
+        "view": ((1.0, start_s / 4), (LARGE_SIZE, start_s / 4)),
+        "view" + BACKWARD: ((1.0, start_s / 4), (LARGE_SIZE, start_s / 4)),
     }
     for kind, rate in per_s.items():
         for name, times in ((kind, 1.0), (kind + BACKWARD, 2.0)):
             if name not in ("draw" + BACKWARD, "update" + BACKWARD):
-                sizes = (1.0, rate * start_s, LARGE * 2**10)
+                sizes = (1.0, rate * start_s, LARGE_SIZE * 2**10)
                 tables[name] = tuple((size, times * max(start_s, size / rate)) for size in sorted(sizes))
     return OpTimeTable(tables, measured=False)

@@ -3,10 +3,10 @@
 from paceline.cluster.facts import Cluster
 from paceline.plan.cost_model.cost import Cost, CostPart, TimeCost
 from paceline.plan.cost_model.framework_profiles import FLOAT32, PACELINE, PACELINE_FP16, Recipe
-from paceline.plan.cost_model.memory import memory
-from paceline.plan.cost_model.rates import DeviceRates, speeds
-from paceline.plan.cost_model.step_time import time
-from paceline.plan.cost_model.work_split import Split, split
+from paceline.plan.cost_model.memory import predict_memory
+from paceline.plan.cost_model.rates import DeviceRates, device_rates
+from paceline.plan.cost_model.step_time import predict_time
+from paceline.plan.cost_model.work_split import WorkSplit, split_work
 from paceline.plan.model.facts import ModelFacts
 from paceline.plan.plan import Plan
 
@@ -22,20 +22,24 @@ def predict(
     """Of a step with `batch` samples, on all devices or on so many ranks. Raises PlanError for a plan that cannot be, or a machine of
     which too little is known."""
     count = ranks or cluster.devices
-    on = speeds(cluster, ranks=count)
-    return price(facts, split(plan, count, batch), recipe or recipe_for(on), on)
+    on = device_rates(cluster, ranks=count)
+    return predict_split(facts, split_work(plan, count, batch), recipe or default_recipe(on), on)
 
 
-def price(facts: ModelFacts, cut: Split, recipe: Recipe, on: DeviceRates) -> Cost:
-    return Cost(time(facts, cut, recipe, on), memory(facts, cut, recipe, on.memory_bytes), cut.micro_batch)
+def predict_split(facts: ModelFacts, cut: WorkSplit, recipe: Recipe, on: DeviceRates) -> Cost:
+    return Cost(
+        predict_time(facts, cut, recipe, on),
+        predict_memory(facts, cut, recipe, on.memory_bytes),
+        cut.micro_batch,
+    )
 
 
-def recipe_for(on: DeviceRates) -> Recipe:
+def default_recipe(on: DeviceRates) -> Recipe:
     """16 bits by autocast where the device has a rate for them; else float32."""
     return PACELINE if "bf16" in on.flops else PACELINE_FP16 if "fp16" in on.flops else FLOAT32
 
 
-def with_extra(
+def add_input_and_save(
     time_: TimeCost, input_s: float = 0.0, save_s: float = 0.0, steps_between_saves: float = 1.0
 ) -> TimeCost:
     """With what the planner cannot know by itself: seconds that a rank waits for its batch, and for a checkpoint."""

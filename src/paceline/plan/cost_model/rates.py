@@ -8,24 +8,30 @@ from dataclasses import dataclass, field
 from paceline.cluster.facts import Axis, Cluster
 from paceline.errors import PlanError
 from paceline.plan.comm_volume import RING_FACTORS
-from paceline.plan.cost_model.calibration import Calibration, seen
-from paceline.plan.cost_model.constants import CONSTANTS, Architecture, Constants, OverheadCosts, architecture
-from paceline.plan.cost_model.cpu import engines_of, host_of, paces_of
+from paceline.plan.cost_model.calibration import Calibration, fit_calibration
+from paceline.plan.cost_model.constants import (
+    CONSTANTS,
+    Architecture,
+    Constants,
+    OverheadCosts,
+    find_architecture,
+)
+from paceline.plan.cost_model.cpu import build_engine_costs, build_op_times, describe_host
 from paceline.plan.cost_model.op_times import OpTimeTable
 
-LIKE = {
+SUBSTITUTE_DTYPES = {
     "fp16": ("fp16", "bf16"),
     "bf16": ("bf16", "fp16"),
     "fp32": ("fp32",),
     "tf32": ("tf32",),
     "fp8": ("fp8",),
 }
-STEPS: Mapping[str, Callable[[int], float]] = {  # of nodes that a message passes one after the other
+SERIAL_HOPS: Mapping[str, Callable[[int], float]] = {  # of nodes that a message passes one after the other
     "all-reduce": lambda nodes: math.log2(nodes),
     "send": lambda nodes: 1.0,
 }
 
-BASES = {
+BASIS_SENTENCES = {
     "published": "read off single measurements of others, and not fitted to trainings",
     "guessed": "a guess",
 }
@@ -61,7 +67,7 @@ class DeviceRates:
     clock: float = 1.0
     hidden: float | None = None
     rates: Mapping[str, tuple[tuple[float, float], ...]] = field(default_factory=dict)
-    paces: OpTimeTable | None = None  # of a CPU
+    op_times: OpTimeTable | None = None  # of a CPU
     crowd: float = 1.0  # ranks that share a core
     engines: Mapping[str, Mapping[int, OverheadCosts]] = field(
         default_factory=dict
@@ -69,10 +75,10 @@ class DeviceRates:
     power_W: float | None = None
     price_per_hour: float | None = None
     guesses: tuple[str, ...] = ()
-    seen: Calibration | None = None
+    calibration: Calibration | None = None
 
     def product_flops(self, dtype: str) -> float:
-        found = next((near for near in LIKE.get(dtype, (dtype,)) if near in self.flops), None)
+        found = next((near for near in SUBSTITUTE_DTYPES.get(dtype, (dtype,)) if near in self.flops), None)
         if found is None:
             raise PlanError(
                 f"how fast {self.name} computes in {dtype} is not known; give its peak with --peak, or measure it"
@@ -114,8 +120,8 @@ class DeviceRates:
         beta = self._beta(outside, share) * (together if rails else 1)
         if inside is not None:  # the ring goes through the nodes too
             beta = min(beta, self._beta(inside, self.constants.node))
-        hops = STEPS.get(kind, lambda nodes: 0.0)(nodes) * self.constants.hop_s
-        rings = 0.0 if kind in STEPS else nodes * self.constants.step_s
+        hops = SERIAL_HOPS.get(kind, lambda nodes: 0.0)(nodes) * self.constants.hop_s
+        rings = 0.0 if kind in SERIAL_HOPS else nodes * self.constants.step_s
         start = outside.alpha_s if outside.alpha_s is not None else self.constants.node_s + hops + rings
         return start + factor * size / beta
 
@@ -137,11 +143,11 @@ class DeviceRates:
         return wire.beta_Bps if wire.measured else wire.beta_Bps * share
 
 
-def speeds(cluster: Cluster, constants: Constants = CONSTANTS, ranks: int | None = None) -> DeviceRates:
+def device_rates(cluster: Cluster, constants: Constants = CONSTANTS, ranks: int | None = None) -> DeviceRates:
     """Of one of so many ranks, or of one on each device. GPUs are filled node by node; of CPUs any number share each. Raises PlanError
     where a device's peak is not known and nothing was measured."""
     device, guesses = cluster.device, []
-    family = architecture(device.name, constants)
+    family = find_architecture(device.name, constants)
     count = ranks or cluster.devices
     per_node = -(-count // cluster.nodes) if device.kind == "cpu" else min(count, cluster.devices_per_node)
     part = 1 / per_node if device.kind == "cpu" else 1.0  # ranks share the node's cores and memory
@@ -154,9 +160,9 @@ def speeds(cluster: Cluster, constants: Constants = CONSTANTS, ranks: int | None
         dtype: clock * peak * (family.product_fp8 if dtype == "fp8" else family.product)
         for dtype, peak in peaks.items()
     }
-    rates = _rates(cluster, part)
+    rates = _measured_rates(cluster, part)
     flops |= {dtype: max(speed for _, speed in table) for dtype, table in rates.items()}
-    host = host_of(cluster, per_node) if device.kind == "cpu" else None
+    host = describe_host(cluster, per_node) if device.kind == "cpu" else None
     if host is not None and not flops:
         flops["fp32"] = host.flops
         guesses.append(
@@ -167,7 +173,7 @@ def speeds(cluster: Cluster, constants: Constants = CONSTANTS, ranks: int | None
             f"the peak of {device.name} is not known; give it with --peak, or measure the device with paceline bench"
         )
     if family.basis != "fitted" and not cluster.rates and (host is None or peaks):
-        guesses.append(f"what {device.name} reaches of its peak is {BASES[family.basis]}")
+        guesses.append(f"what {device.name} reaches of its peak is {BASIS_SENTENCES[family.basis]}")
     memory_Bps = (
         device.memory_Bps.value * family.memory * part
         if device.memory_Bps
@@ -184,25 +190,27 @@ def speeds(cluster: Cluster, constants: Constants = CONSTANTS, ranks: int | None
         flops=flops,
         peaks=peaks,
         device=family,
-        node=_wires(cluster, "node"),
-        across=_wires(cluster, "across"),
+        node=_link_models(cluster, "node"),
+        across=_link_models(cluster, "across"),
         constants=constants,
         clock=clock,
         hidden=next(
             (overlap.hidden.value for overlap in cluster.overlaps if overlap.operation == "all-reduce"), None
         ),
         rates=rates,
-        paces=paces_of(cluster, host, next(iter(flops.values())), memory_Bps) if host is not None else None,
+        op_times=build_op_times(cluster, host, next(iter(flops.values())), memory_Bps)
+        if host is not None
+        else None,
         crowd=host.crowd if host is not None else 1.0,
-        engines=engines_of(cluster, host) if host is not None else {},
+        engines=build_engine_costs(cluster, host) if host is not None else {},
         power_W=device.power_W.value if device.power_W else None,
         price_per_hour=cluster.price_per_device_hour.value if cluster.price_per_device_hour else None,
         guesses=tuple(guesses),
-        seen=seen(cluster.calibrations),
+        calibration=fit_calibration(cluster.calibrations),
     )
 
 
-def _rates(cluster: Cluster, part: float) -> dict[str, tuple[tuple[float, float], ...]]:
+def _measured_rates(cluster: Cluster, part: float) -> dict[str, tuple[tuple[float, float], ...]]:
     found: dict[str, dict[float, float]] = {}
     for rate in cluster.rates:
         if rate.operation == "matmul" and rate.flops.source == "measured":
@@ -212,7 +220,7 @@ def _rates(cluster: Cluster, part: float) -> dict[str, tuple[tuple[float, float]
     return {dtype: tuple(sorted(table.items())) for dtype, table in found.items()}
 
 
-def _wires(cluster: Cluster, axis: Axis) -> dict[str | None, LinkModel]:
+def _link_models(cluster: Cluster, axis: Axis) -> dict[str | None, LinkModel]:
     """By collective: of the back end that the device takes, and of the most ranks, where several are known."""
     backend = "gloo" if cluster.device.kind == "cpu" else "nccl"
     links = [link for link in cluster.links if link.axis == axis]

@@ -5,15 +5,15 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from paceline.plan.cost_model.calibration import Calibration
-from paceline.plan.cost_model.compare import TIME
-from paceline.plan.cost_model.compute_time import ComputeTime, work
-from paceline.plan.cost_model.constants import MOST_RANKS
+from paceline.plan.cost_model.compare import TIME_PARTS
+from paceline.plan.cost_model.compute_time import ComputeTime, compute_block_time
+from paceline.plan.cost_model.constants import MAX_FITTED_RANKS
 from paceline.plan.cost_model.cost import CostPart, TimeCost
 from paceline.plan.cost_model.engine_overhead import engines_s
 from paceline.plan.cost_model.framework_profiles import Recipe
-from paceline.plan.cost_model.memory import held, state
+from paceline.plan.cost_model.memory import memory_breakdown, state_bytes
 from paceline.plan.cost_model.rates import DeviceRates
-from paceline.plan.cost_model.work_split import MicrobatchKey, Split, StageAssignment, shares
+from paceline.plan.cost_model.work_split import MicrobatchKey, StageAssignment, WorkSplit, assign_stages
 from paceline.plan.model.facts import BlockFacts, ModelFacts
 from paceline.plan.schedules import SCHEDULES, StageTimes
 from paceline.units import several
@@ -34,7 +34,7 @@ PARTS = {
     "engines": (0.2, "hooks, copies and calls of torch's engines, and of the loop, as measured"),
     "jitter": (1.0, "ranks wait for the slowest"),
 }
-GUESSED = 0.7  # of each part, where nothing was measured of a CPU
+GUESSED_ERROR = 0.7  # of each part, where nothing was measured of a CPU
 MERGED_BYTES = (
     40.0  # an element of attention's output: five operations in float32 that each read and write it
 )
@@ -48,7 +48,7 @@ class Group(NamedTuple):
     together: int
 
 
-def group(ranks: int, stride: int, per_node: int) -> Group:
+def rank_group(ranks: int, stride: int, per_node: int) -> Group:
     """Ranks that are `stride` apart, as Plan.place lays out the axes."""
     return Group(ranks, max(1, min(ranks, per_node // stride)))
 
@@ -59,12 +59,12 @@ class StageLoad(NamedTuple):
     products_s: float
     attention_s: float
     traffic_s: float
-    again_s: float
+    recompute_s: float
     tensor_s: float
     context_s: float
     stage: StageTimes
     flops: float
-    again_flops: float
+    recompute_flops: float
 
     @property
     def total_s(self) -> float:
@@ -72,22 +72,26 @@ class StageLoad(NamedTuple):
             self.products_s
             + self.attention_s
             + self.traffic_s
-            + self.again_s
+            + self.recompute_s
             + self.tensor_s
             + self.context_s
         )
 
 
-def time(facts: ModelFacts, split: Split, recipe: Recipe, speeds: DeviceRates) -> TimeCost:
+def predict_time(facts: ModelFacts, split: WorkSplit, recipe: Recipe, speeds: DeviceRates) -> TimeCost:
     """Raises PlanError where the cluster does not say how fast its devices talk."""
-    stages = loads(facts, split.pp, split.stages, SCHEDULES[split.schedule].folded, split.cut, recipe, speeds)
+    stages = stage_loads(
+        facts, split.pp, split.stages, SCHEDULES[split.schedule].folded, split.cut, recipe, speeds
+    )
     share, busiest = stages[0]
     m = split.microbatches
-    parts = _of_load(m, busiest)
+    parts = _parts_of_load(m, busiest)
     if split.pp > 1:
-        parts |= _pipeline(facts, split, recipe, speeds, busiest, [(one.count, its) for one, its in stages])
-    params = max([held(facts, one, recipe, split.cut).params for one, _ in stages])
-    parts |= _data(facts, share, split, recipe, speeds, busiest, params)
+        parts |= _pipeline_parts(
+            facts, split, recipe, speeds, busiest, [(one.count, its) for one, its in stages]
+        )
+    params = max([memory_breakdown(facts, one, recipe, split.cut).params for one, _ in stages])
+    parts |= _data_parts(facts, share, split, recipe, speeds, busiest, params)
     parts["engines"] = engines_s(share, split, speeds)
     parts["optimizer"] = _optimizer_s(share, split, recipe, speeds, params)
     parts["jitter"] = speeds.constants.jitter * sum(parts.values())
@@ -95,13 +99,15 @@ def time(facts: ModelFacts, split: Split, recipe: Recipe, speeds: DeviceRates) -
         (speeds.peaks[dtype] for dtype in (recipe.dtype, "bf16", "fp16", "fp32") if dtype in speeds.peaks),
         None,
     )
-    doubt = GUESSED if speeds.paces is not None and not speeds.paces.measured else 0.0
+    doubt = GUESSED_ERROR if speeds.op_times is not None and not speeds.op_times.measured else 0.0
     ranks = split.ranks
     flops = facts.training_flops * split.batch / ranks
     return TimeCost(
-        parts=_told(parts, speeds.seen, doubt, TIME["compute"] if facts.source == "measured" else ()),
+        parts=_calibrated_parts(
+            parts, speeds.calibration, doubt, TIME_PARTS["compute"] if facts.source == "measured" else ()
+        ),
         flops=flops,
-        hardware_flops=flops + sum(its.again_flops * one.count for one, its in stages) * m / split.pp,
+        hardware_flops=flops + sum(its.recompute_flops * one.count for one, its in stages) * m / split.pp,
         tokens=float(facts.tokens * split.batch),
         samples=float(split.batch),
         peak_flops=peak,
@@ -109,7 +115,7 @@ def time(facts: ModelFacts, split: Split, recipe: Recipe, speeds: DeviceRates) -
     )
 
 
-def _told(
+def _calibrated_parts(
     parts: dict[str, float], seen: Calibration | None, doubt: float = 0.0, measured: Collection[str] = ()
 ) -> tuple[CostPart, ...]:
     """As runs have shown them to be. `doubt`: error of parts that are only guessed; `measured`: those that are not, with the task."""
@@ -128,40 +134,42 @@ def _told(
     return tuple(found)
 
 
-def _guesses(split: Split, parts: dict[str, float], speeds: DeviceRates) -> tuple[str, ...]:
+def _guesses(split: WorkSplit, parts: dict[str, float], speeds: DeviceRates) -> tuple[str, ...]:
     """Where runs were seen that were like this, nothing that is known of the device alone is a guess."""
-    if speeds.seen is None:
-        return speeds.guesses + _beyond(split)
-    beyond = speeds.seen.beyond(
+    if speeds.calibration is None:
+        return speeds.guesses + _extrapolations(split)
+    beyond = speeds.calibration.beyond(
         [name for name, seconds in parts.items() if seconds and name != "jitter"], split.ranks
     )
-    return beyond and (*speeds.guesses, *_beyond(split), *beyond)
+    return beyond and (*speeds.guesses, *_extrapolations(split), *beyond)
 
 
-def least_s(facts: ModelFacts, split: Split, recipe: Recipe, speeds: DeviceRates) -> float:
+def lower_bound_s(facts: ModelFacts, split: WorkSplit, recipe: Recipe, speeds: DeviceRates) -> float:
     """What a step takes in any case: the micro-batches of the busiest rank, whatever comes on top of them."""
-    stages = loads(facts, split.pp, split.stages, SCHEDULES[split.schedule].folded, split.cut, recipe, speeds)
+    stages = stage_loads(
+        facts, split.pp, split.stages, SCHEDULES[split.schedule].folded, split.cut, recipe, speeds
+    )
     busiest = stages[0][1]
-    if speeds.seen is None:
+    if speeds.calibration is None:
         return split.microbatches * busiest.total_s * (1 + speeds.constants.jitter)
-    parts = _of_load(split.microbatches, busiest)
+    parts = _parts_of_load(split.microbatches, busiest)
     parts["jitter"] = speeds.constants.jitter * sum(parts.values())
-    return sum(part.value for part in _told(parts, speeds.seen))
+    return sum(part.value for part in _calibrated_parts(parts, speeds.calibration))
 
 
-def _of_load(microbatches: int, busiest: StageLoad) -> dict[str, float]:
+def _parts_of_load(microbatches: int, busiest: StageLoad) -> dict[str, float]:
     return {
         "products": microbatches * busiest.products_s,
         "attention": microbatches * busiest.attention_s,
         "other operations": microbatches * busiest.traffic_s,
-        "computed again": microbatches * busiest.again_s,
+        "computed again": microbatches * busiest.recompute_s,
         "tensor parallel": microbatches * busiest.tensor_s,
         "context parallel": microbatches * busiest.context_s,
     }
 
 
 @lru_cache(65536)
-def loads(
+def stage_loads(
     facts: ModelFacts,
     pp: int,
     stages: int,
@@ -172,42 +180,42 @@ def loads(
 ) -> tuple[tuple[StageAssignment, StageLoad], ...]:
     """Of the ranks of a pipeline, the busiest first."""
     found = [
-        (share, load(share, recipe, speeds, cut, facts.slower))
-        for share in shares(facts, pp, stages, recipe.even, folded)
+        (share, stage_load(share, recipe, speeds, cut, facts.slower))
+        for share in assign_stages(facts, pp, stages, recipe.even, folded)
     ]
     return tuple(sorted(found, key=lambda pair: -pair[1].total_s))
 
 
-def _beyond(split: Split) -> tuple[str, ...]:
+def _extrapolations(split: WorkSplit) -> tuple[str, ...]:
     """What is outside of the trainings that the constants were fitted to."""
-    many = f"{split.ranks} ranks are more than the {MOST_RANKS} that were seen"
-    return (many,) if split.ranks > MOST_RANKS else ()
+    many = f"{split.ranks} ranks are more than the {MAX_FITTED_RANKS} that were seen"
+    return (many,) if split.ranks > MAX_FITTED_RANKS else ()
 
 
 @lru_cache(65536)
-def load(
+def stage_load(
     share: StageAssignment, recipe: Recipe, speeds: DeviceRates, cut: MicrobatchKey, slower: float = 1.0
 ) -> StageLoad:
-    products = attention = traffic = again = tensor = context = flops = again_flops = 0.0
+    products = attention = traffic = again = tensor = context = flops = recompute_flops = 0.0
     forward = inputs = weights = 0.0
     for block, count in share.parts:
-        one = work(speeds, recipe, block, cut)
+        one = compute_block_time(speeds, recipe, block, cut)
         if slower != 1.0:
-            one = one.stretched(slower)
+            one = one.scaled(slower)
         sums, ring = _tensor_s(block, cut, recipe, speeds), _context_s(block, cut, recipe, speeds, one)
         products += count * (one.products_s + one.inputs_s + one.weights_s)
-        attention += count * (one.attention_s + one.attention_back_s)
-        traffic += count * (one.traffic_s + one.traffic_back_s)
-        again += count * one.again_s
-        tensor += count * (sums.forward_s + sums.backward_s + sums.again_s)
+        attention += count * (one.attention_s + one.attention_backward_s)
+        traffic += count * (one.traffic_s + one.traffic_backward_s)
+        again += count * one.recompute_s
+        tensor += count * (sums.forward_s + sums.backward_s + sums.recompute_s)
         context += count * ring
         forward += count * (one.forward_s + sums.forward_s + ring / 3)
         inputs += count * (
-            one.backward_inputs_s + one.again_s + sums.backward_s + sums.again_s + ring * 2 / 3
+            one.backward_inputs_s + one.recompute_s + sums.backward_s + sums.recompute_s + ring * 2 / 3
         )
         weights += count * one.weights_s
         flops += count * one.flops
-        again_flops += count * one.again_flops
+        recompute_flops += count * one.recompute_flops
     return StageLoad(
         products,
         attention,
@@ -217,14 +225,14 @@ def load(
         context,
         StageTimes(forward, inputs, weights),
         flops,
-        again_flops,
+        recompute_flops,
     )
 
 
 class PassTimes(NamedTuple):
     forward_s: float
     backward_s: float
-    again_s: float
+    recompute_s: float
 
 
 def _tensor_s(block: BlockFacts, cut: MicrobatchKey, recipe: Recipe, speeds: DeviceRates) -> PassTimes:
@@ -233,9 +241,11 @@ def _tensor_s(block: BlockFacts, cut: MicrobatchKey, recipe: Recipe, speeds: Dev
     if cut.tp == 1 or not block.sums:
         return PassTimes(0.0, 0.0, 0.0)
     size = block.boundary * recipe.element * cut.micro_batch / cut.cp
-    over = group(cut.tp, 1, speeds.per_node)
+    over = rank_group(cut.tp, 1, speeds.per_node)
     one = speeds.collective_s("all-reduce", size, over.ranks, over.together) * (1 - recipe.overlaps_tensor)
-    again = one * block.sums if recipe.again(cut.recompute).products == 1 and block.attention else 0.0
+    again = (
+        one * block.sums if recipe.recompute_shares(cut.recompute).products == 1 and block.attention else 0.0
+    )
     return PassTimes(one * block.sums, one * block.sums, again)
 
 
@@ -246,7 +256,7 @@ def _context_s(
     gradients (arXiv 2310.01889); after each of cp steps a rank's output is merged with what it has, in float32."""
     if cut.cp == 1 or not block.attention:
         return 0.0
-    over = group(cut.cp, cut.tp, speeds.per_node)
+    over = rank_group(cut.cp, cut.tp, speeds.per_node)
     width = cut.micro_batch / cut.tp
     size = (
         sum(2 * a.keys * a.head_dim * (a.kv_heads or a.heads) for a in block.attention)
@@ -261,12 +271,12 @@ def _context_s(
         / speeds.memory_Bps
     )
     left = ring - (1 - speeds.shown(over.together)) * min(ring, one.attention_s)
-    return (3 + recipe.again(cut.recompute).attention) * (left + merged)
+    return (3 + recipe.recompute_shares(cut.recompute).attention) * (left + merged)
 
 
-def _pipeline(
+def _pipeline_parts(
     facts: ModelFacts,
-    split: Split,
+    split: WorkSplit,
     recipe: Recipe,
     speeds: DeviceRates,
     busiest: StageLoad,
@@ -280,7 +290,7 @@ def _pipeline(
     )
     size = facts.first.boundary * recipe.element * split.micro_batch / split.cp
     size /= split.tp if recipe.scatter or recipe.splits_sequence(split.cp) else 1
-    over = group(2, split.dp * split.cp * split.tp, speeds.per_node)
+    over = rank_group(2, split.dp * split.cp * split.tp, speeds.per_node)
     send = speeds.collective_s("send", size, 2, over.together)
     bubble = alike * others / (split.pp - 1)
     if speeds.crowd > 1:  # a rank that idles leaves its core to others, which have it in turns
@@ -293,10 +303,10 @@ def _pipeline(
     }
 
 
-def _data(
+def _data_parts(
     facts: ModelFacts,
     share: StageAssignment,
-    split: Split,
+    split: WorkSplit,
     recipe: Recipe,
     speeds: DeviceRates,
     busiest: StageLoad,
@@ -307,8 +317,8 @@ def _data(
     if ranks == 1:
         return {}
     blocks = sum(count for _, count in share.parts)
-    over = group(ranks, split.tp, speeds.per_node)
-    shards = group(split.shards, split.tp, speeds.per_node)
+    over = rank_group(ranks, split.tp, speeds.per_node)
+    shards = rank_group(split.shards, split.tp, speeds.per_node)
     forward, backward = busiest.stage.forward_s, busiest.stage.inputs_s + busiest.stage.weights_s
 
     def call(kind: str, bytes_a_parameter: float, among: Group, of: float = params) -> float:
@@ -337,7 +347,7 @@ def _data(
     gather = call("all-gather", recipe.gather, shards) + latency
     scatter = call("reduce-scatter", recipe.reduce, shards) + latency
     if split.replicate > 1:
-        copies = group(split.replicate, split.tp * split.shards, speeds.per_node)
+        copies = rank_group(split.replicate, split.tp * split.shards, speeds.per_node)
         scatter += call("all-reduce", recipe.reduce, copies, params / split.shards)
     often = 1 if recipe.whole_gradients else split.microbatches
     twice = gather if split.zero == 3 else 0.0
@@ -349,13 +359,13 @@ def _data(
 
 
 def _optimizer_s(
-    share: StageAssignment, split: Split, recipe: Recipe, speeds: DeviceRates, params: float
+    share: StageAssignment, split: WorkSplit, recipe: Recipe, speeds: DeviceRates, params: float
 ) -> float:
     """Limited by memory bandwidth, on a CPU by so many tensors of that size; the norm of the gradients reads them once more."""
     tensors = sum(block.tensors * count for block, count in share.parts)
-    if speeds.paces is not None and tensors:
+    if speeds.op_times is not None and tensors:
         here = tensors / (split.shards if split.zero == 1 else 1)
-        return here * speeds.paces.seconds("update", params / (split.shards if split.zero else 1) / here)
-    mine = state(recipe, split.zero, split.shards)
+        return here * speeds.op_times.seconds("update", params / (split.shards if split.zero else 1) / here)
+    mine = state_bytes(recipe, split.zero, split.shards)
     updated = params * mine.optimizer / recipe.optimizer
     return (updated * (ADAM_BYTES + recipe.master / 2) + params * mine.gradients) / speeds.memory_Bps

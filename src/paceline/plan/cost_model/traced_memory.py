@@ -4,11 +4,11 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from paceline.plan.cost_model.framework_profiles import Recipe
-from paceline.plan.cost_model.work_split import MicrobatchKey, Split, StageAssignment
+from paceline.plan.cost_model.work_split import MicrobatchKey, StageAssignment, WorkSplit
 from paceline.plan.model.facts import BlockFacts, ModelFacts, TensorVolume
 from paceline.plan.schedules import SCHEDULES
 
-WAITING = 0.5  # of the micro-batches that a rank keeps, those whose gradients of weights are put off; counted in torch's schedules
+WAITING_SHARE = 0.5  # of the micro-batches that a rank keeps, those whose gradients of weights are put off; counted in torch's schedules
 
 
 class MemoryMoment(NamedTuple):
@@ -29,50 +29,50 @@ class BlockMemory(NamedTuple):
     is_root: bool
 
 
-def is_watched(share: StageAssignment) -> bool:
+def is_traced(share: StageAssignment) -> bool:
     return all(block.lives is not None for block, _ in share.parts)
 
 
 def kept_bytes(recipe: Recipe, block: BlockFacts, cut: MicrobatchKey) -> float:
     """What the forward pass of a micro-batch leaves for the backward pass on one rank."""
     assert block.lives is not None
-    again = recipe.again(cut.recompute)
+    again = recipe.recompute_shares(cut.recompute)
     saved = block.saved.get(again.kept) if again.kept != "none" else None
     if saved is None:
-        held = block.lives.kept * _of_whole(recipe, block, cut)
+        held = block.lives.kept * _share_on_rank(recipe, block, cut)
     else:
-        held = _bytes(recipe, block, cut, saved) + _given_bytes(recipe, block, cut)
+        held = _volume_bytes(recipe, block, cut, saved) + _product_output_bytes(recipe, block, cut)
     return (
         (held + (0.0 if again.products else _gathered_bytes(recipe, block, cut))) * cut.micro_batch / cut.cp
     )
 
 
-def most_bytes(recipe: Recipe, block: BlockFacts, cut: MicrobatchKey) -> float:
+def peak_bytes(recipe: Recipe, block: BlockFacts, cut: MicrobatchKey) -> float:
     """At the worst moment; what is computed again is all there then."""
     assert block.lives is not None
     held = (
-        block.lives.most * _of_whole(recipe, block, cut)
-        + _given_bytes(recipe, block, cut)
+        block.lives.most * _share_on_rank(recipe, block, cut)
+        + _product_output_bytes(recipe, block, cut)
         + _gathered_bytes(recipe, block, cut)
     )
     return held * cut.micro_batch / cut.cp
 
 
-def _given_bytes(recipe: Recipe, block: BlockFacts, cut: MicrobatchKey) -> float:
+def _product_output_bytes(recipe: Recipe, block: BlockFacts, cut: MicrobatchKey) -> float:
     """Of a sample: what products and attention gave, where that is not computed again, besides what the backward pass wants anyhow."""
-    again = recipe.again(cut.recompute)
+    again = recipe.recompute_shares(cut.recompute)
     if again.kept != "selective" or again.kept not in block.saved:
         return 0.0
-    whole = _products_gave(block, cut)
+    whole = _product_output_elements(block, cut)
     scored = sum(a.heads * a.queries * a.head_dim for a in block.attention) / cut.tp
     return max(
         0.0,
         (whole + scored) * recipe.element
-        - _bytes(recipe, block, cut, block.saved[again.kept]._replace(stream=0.0)),
+        - _volume_bytes(recipe, block, cut, block.saved[again.kept]._replace(stream=0.0)),
     )
 
 
-def _products_gave(block: BlockFacts, cut: MicrobatchKey) -> float:
+def _product_output_elements(block: BlockFacts, cut: MicrobatchKey) -> float:
     """Elements, of a sample."""
     return sum(p.rows * p.columns * p.count / (cut.tp if p.cut == "columns" else 1) for p in block.products)
 
@@ -84,39 +84,39 @@ def _gathered_bytes(recipe: Recipe, block: BlockFacts, cut: MicrobatchKey) -> fl
     return block.sums * block.boundary * recipe.stream * (1 - 1 / cut.tp)
 
 
-def _of_whole(recipe: Recipe, block: BlockFacts, cut: MicrobatchKey) -> float:
+def _share_on_rank(recipe: Recipe, block: BlockFacts, cut: MicrobatchKey) -> float:
     """What is saved of a block against that in float32 on one rank."""
     whole = block.saved["none"].bytes(4.0, 4.0)
     if not whole:
         return 1.0 if block.whole else 1 / cut.tp
-    return _bytes(recipe, block, cut, block.saved["none"]) / whole
+    return _volume_bytes(recipe, block, cut, block.saved["none"]) / whole
 
 
-def _bytes(recipe: Recipe, block: BlockFacts, cut: MicrobatchKey, held: TensorVolume) -> float:
+def _volume_bytes(recipe: Recipe, block: BlockFacts, cut: MicrobatchKey, held: TensorVolume) -> float:
     return held.bytes(
         recipe.stream, recipe.element, cut.tp, recipe.splits_sequence(cut.cp) and not block.whole
     )
 
 
 def _waiting_bytes(recipe: Recipe, block: BlockFacts, cut: MicrobatchKey) -> float:
-    return _products_gave(block, cut) * recipe.element * cut.micro_batch / cut.cp
+    return _product_output_elements(block, cut) * recipe.element * cut.micro_batch / cut.cp
 
 
-def worst(
-    pieces: list[BlockMemory], split: Split, recipe: Recipe, kept_micro: float, cuts: float
+def find_peak_moment(
+    pieces: list[BlockMemory], split: WorkSplit, recipe: Recipe, kept_micro: float, cuts: float
 ) -> MemoryMoment:
     """kept_micro: micro-batches whose activations are there; `cuts`: bytes that the stages of this rank are sent in a micro-batch."""
     return max(_moments(pieces, split, recipe, kept_micro, cuts), key=sum)
 
 
 def _moments(
-    pieces: list[BlockMemory], split: Split, recipe: Recipe, kept_micro: float, cuts: float
+    pieces: list[BlockMemory], split: WorkSplit, recipe: Recipe, kept_micro: float, cuts: float
 ) -> Iterator[MemoryMoment]:
     """From the last block to the first, which has least before it and the most gradients behind it; and when all is done."""
     params = sum(piece.params for piece in pieces)
     whole_kept = sum(piece.kept for piece in pieces)
     splits = split.pp > 1 and SCHEDULES[split.schedule].splits_backward
-    waiting = kept_micro * WAITING * sum(piece.waiting for piece in pieces) if splits else 0.0
+    waiting = kept_micro * WAITING_SHARE * sum(piece.waiting for piece in pieces) if splits else 0.0
     root = sum(piece.params for piece in pieces if piece.is_root)
     sharded = split.zero >= 2 and split.dp * split.cp > 1
     averaged = split.dp * split.cp > 1
@@ -164,7 +164,7 @@ def _moments(
     )
 
 
-def pieces(
+def list_block_memory(
     facts: ModelFacts, share: StageAssignment, recipe: Recipe, cut: MicrobatchKey, sizes: dict[int, float]
 ) -> list[BlockMemory]:
     """`sizes`: parameters of each block on a rank. Before and behind the blocks each rank has whole sequences."""
@@ -174,19 +174,19 @@ def pieces(
         here = cut._replace(cp=1) if is_root else cut
         held_bytes = (
             kept_bytes(recipe, block, here),
-            most_bytes(recipe, block, here),
+            peak_bytes(recipe, block, here),
             _waiting_bytes(recipe, block, here),
         )
         found += [BlockMemory(sizes[id(block)], *held_bytes, is_root)] * count
     return found
 
 
-def received_bytes(split: Split, share: StageAssignment, recipe: Recipe) -> float:
+def boundary_bytes(split: WorkSplit, share: StageAssignment, recipe: Recipe) -> float:
     """Activations and gradients that cross the cuts on both sides of a rank's stages, of one micro-batch."""
     return share.crossing * recipe.stream * split.micro_batch / split.cp
 
 
-def updated_params(share: StageAssignment, split: Split, params: float) -> float:
+def count_updated_params(share: StageAssignment, split: WorkSplit, params: float) -> float:
     """Of the rank that updates most: ZeRO-1 deals out whole tensors, ZeRO-2 and 3 cut each."""
     if split.zero == 1 and split.shards > 1:
         largest = max((block.largest for block, _ in share.parts), default=0) / split.tp

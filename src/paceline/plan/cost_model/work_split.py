@@ -21,7 +21,7 @@ class MicrobatchKey(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Split:
+class WorkSplit:
     """Degrees of the axes, samples of a micro-batch on one data rank, and micro-batches of a step. `replicate`: copies of the shards."""
 
     dp: int = 1
@@ -55,7 +55,7 @@ class Split:
         return self.dp * self.cp // self.replicate if self.zero else 1
 
 
-def split(plan: Plan, ranks: int, batch: int) -> Split:
+def split_work(plan: Plan, ranks: int, batch: int) -> WorkSplit:
     """A plan on so many ranks. Raises PlanError where it cannot be."""
     if plan.is_asynchronous:
         raise PlanError(
@@ -63,7 +63,7 @@ def split(plan: Plan, ranks: int, batch: int) -> Split:
         )
     on = plan.resolve(ranks)
     samples = micro_batch_size(batch, on)
-    return Split(
+    return WorkSplit(
         dp=on.dp,
         tp=on.tp,
         pp=on.pp,
@@ -96,7 +96,9 @@ class StageAssignment:
 
 
 @lru_cache(4096)
-def shares(facts: ModelFacts, pp: int, stages: int, even: bool, folded: bool) -> tuple[StageAssignment, ...]:
+def assign_stages(
+    facts: ModelFacts, pp: int, stages: int, even: bool, folded: bool
+) -> tuple[StageAssignment, ...]:
     """Who has which blocks, of pp × stages stages dealt out in turns, or there and back where `folded` (ZB-V)."""
     pieces = [block for block, count in facts.runs for _ in range(count)]
     if pp * stages > len(pieces) + 2 * even:
@@ -106,9 +108,9 @@ def shares(facts: ModelFacts, pp: int, stages: int, even: bool, folded: bool) ->
             f"a schedule that goes there and back has two stages on each rank, got stages={stages}"
         )
     starts = (
-        _even(len(pieces), pp * stages)
+        _even_starts(len(pieces), pp * stages)
         if even
-        else _balanced([b.flops for b in pieces], facts.last.flops, pp * stages)
+        else _balanced_starts([b.flops for b in pieces], facts.last.flops, pp * stages)
     )
     per_stage = [pieces[a:b] for a, b in zip(starts, [*starts[1:], len(pieces)], strict=True)]
     given = [
@@ -138,7 +140,7 @@ def shares(facts: ModelFacts, pp: int, stages: int, even: bool, folded: bool) ->
     return tuple(found)
 
 
-def _even(blocks: int, stages: int) -> list[int]:
+def _even_starts(blocks: int, stages: int) -> list[int]:
     """Equally many blocks; what does not divide is left out at the ends, where embedding and head are."""
     each, over = divmod(blocks, stages)
     order = sorted(
@@ -152,22 +154,22 @@ def _even(blocks: int, stages: int) -> list[int]:
     return starts
 
 
-def _balanced(costs: list[float], last: float, stages: int) -> list[int]:
+def _balanced_starts(costs: list[float], last: float, stages: int) -> list[int]:
     """Contiguous stages whose dearest one costs as little as can be, the head included; by bisection, O(blocks) a step."""
     low, high = max(*costs, last + costs[-1]) if len(costs) > 1 else costs[0] + last, sum(costs) + last
     if stages == 1:
         return [0]
-    best = _cut([*costs[:-1], costs[-1] + last], stages, high) or []
+    best = _starts_within([*costs[:-1], costs[-1] + last], stages, high) or []
     for _ in range(24):
         middle = (low + high) / 2
-        if (found := _cut([*costs[:-1], costs[-1] + last], stages, middle)) is not None:
+        if (found := _starts_within([*costs[:-1], costs[-1] + last], stages, middle)) is not None:
             best, high = found, middle
         else:
             low = middle
     return best
 
 
-def _cut(costs: list[float], stages: int, most: float) -> list[int] | None:
+def _starts_within(costs: list[float], stages: int, most: float) -> list[int] | None:
     """Starts of stages that cost at most so much, filled from the end so that the first ones are the lighter; None if there are none."""
     starts: list[int] = []
     total, end = 0.0, len(costs)

@@ -110,7 +110,7 @@ def resnet(name: str, depths: tuple[int, int, int, int], image: int = 224) -> Mo
 
 
 # kernel, stride, expansion, channels, layers: Tan and Le 2019 (arXiv 1905.11946), table 1
-EFFICIENT = (
+EFFICIENTNET_STAGES = (
     (3, 1, 1, 16, 1),
     (3, 2, 6, 24, 2),
     (5, 2, 6, 40, 2),
@@ -123,18 +123,18 @@ EFFICIENT = (
 
 def efficientnet(name: str, wider: float = 1.0, deeper: float = 1.0, image: int = 224) -> ModelFacts:
     """Scaled by its coefficients (arXiv 1905.11946, equation 3)."""
-    size, inputs = ceil(image / 2), _eights(32 * wider)
+    size, inputs = ceil(image / 2), _round_to_eight(32 * wider)
     stem = _block("stem", [Conv(3, inputs, 3, size, 2, activation=2.0)])
     runs = []
-    for stage, (kernel, stride, expansion, channels, layers) in enumerate(EFFICIENT):
-        outputs = _eights(channels * wider)
+    for stage, (kernel, stride, expansion, channels, layers) in enumerate(EFFICIENTNET_STAGES):
+        outputs = _round_to_eight(channels * wider)
         for layer in range(ceil(layers * deeper)):
             by = stride if layer == 0 else 1
             runs.append(
                 (_inverted(f"block {stage + 1}.{layer + 1}", inputs, outputs, kernel, by, expansion, size), 1)
             )
             size, inputs = ceil(size / by), outputs
-    wide = _eights(1280 * wider)
+    wide = _round_to_eight(1280 * wider)
     last = _block("last convolution", [Conv(inputs, wide, 1, size, activation=2.0)])
     return ModelFacts(name, stem, (*runs, (last, 1)), _head(wide, size), source="arXiv 1905.11946, table 1")
 
@@ -149,7 +149,7 @@ def _inverted(
     return _block(name, convs, squeeze, 2 * wide * squeezed + squeezed + wide, 3.0 * wide * after**2)
 
 
-def _eights(channels: float) -> int:
+def _round_to_eight(channels: float) -> int:
     """The next multiple of 8, not more than a tenth below."""
     rounded = max(8, int(channels + 4) // 8 * 8)
     return rounded if rounded >= 0.9 * channels else rounded + 8

@@ -15,7 +15,7 @@ from paceline.plan.model.facts import ModelFacts
 from paceline.plan.model.transformer import Transformer
 from paceline.spec import explain, list_keys, nearest, read_toml
 
-CONVOLUTIONS: Mapping[str, Callable[[str], ModelFacts]] = {
+CONVNETS: Mapping[str, Callable[[str], ModelFacts]] = {
     "resnet50": lambda name: resnet(name, (3, 4, 6, 3)),
     "resnet101": lambda name: resnet(name, (3, 4, 23, 3)),
     "resnet152": lambda name: resnet(name, (3, 8, 36, 3)),
@@ -45,36 +45,36 @@ def _transformers() -> Mapping[str, Mapping[str, Any]]:
     return rows
 
 
-def names() -> tuple[str, ...]:
-    return (*_transformers(), *CONVOLUTIONS)
+def list_models() -> tuple[str, ...]:
+    return (*_transformers(), *CONVNETS)
 
 
-def transformer(name: str, **changes: Any) -> Transformer:
+def load_transformer(name: str, **changes: Any) -> Transformer:
     """The few numbers of a known one, some of them changed. Raises SpecError."""
     name = ALIASES.get(name.lower(), name.lower())
     if name not in _transformers():
         raise SpecError(f"no transformer is called {name}{nearest(name, _transformers())}")
-    return _built({**_transformers()[name], **changes})
+    return _validate_transformer({**_transformers()[name], **changes})
 
 
-def model(name: str, **changes: Any) -> ModelFacts:
+def load_model(name: str, **changes: Any) -> ModelFacts:
     """A known model, or one in a TOML file with the few numbers of a transformer (`like` names a known one to start from).
     `changes`, as `seq`, are of transformers. Raises SpecError."""
     if name.endswith(".toml"):
-        return _built(_read(Path(name)) | changes).facts()
+        return _validate_transformer(_read_toml(Path(name)) | changes).facts()
     known = ALIASES.get(name.lower(), name.lower())
-    if known in CONVOLUTIONS:
+    if known in CONVNETS:
         if changes:
             raise SpecError(f"{known} is no transformer and has no {', '.join(changes)}; leave it out")
-        return CONVOLUTIONS[known](known)
+        return CONVNETS[known](known)
     if known not in _transformers():
         raise SpecError(
-            f"no model is called {name}, and a file with its layers, hidden … must end in .toml{nearest(known, names())}"
+            f"no model is called {name}, and a file with its layers, hidden … must end in .toml{nearest(known, list_models())}"
         )
-    return transformer(known, **changes).facts()
+    return load_transformer(known, **changes).facts()
 
 
-def _read(path: Path) -> dict[str, Any]:
+def _read_toml(path: Path) -> dict[str, Any]:
     tree = read_toml(path)
     like = tree.pop("like", None)
     if like is not None and like not in _transformers():
@@ -82,7 +82,7 @@ def _read(path: Path) -> dict[str, Any]:
     return {**(_transformers()[like] if like else {}), "name": path.stem, **tree}
 
 
-def _built(tree: Mapping[str, Any]) -> Transformer:
+def _validate_transformer(tree: Mapping[str, Any]) -> Transformer:
     try:
         return Transformer.model_validate(tree)
     except ValidationError as error:

@@ -6,7 +6,7 @@ from itertools import groupby
 
 from rich.table import Table
 
-from paceline.plan.comm_volume import CommVolume, Entry, pattern
+from paceline.plan.comm_volume import CommVolume, Entry, block_pattern
 from paceline.plan.plan import ResolvedPlan, micro_batch_size
 from paceline.spec import Launch, Spec
 from paceline.units import format_bytes
@@ -66,7 +66,7 @@ def _alike(entries: Sequence[Entry]) -> list[tuple[str, list[Entry]]]:
     """Modules whose names differ by numbers only and that send the same, under one name; most bytes first."""
     found: dict[tuple[str, int, int], list[Entry]] = {}
     for entry in entries:
-        found.setdefault((pattern(entry.module), entry.calls, entry.bytes), []).append(entry)
+        found.setdefault((block_pattern(entry.module), entry.calls, entry.bytes), []).append(entry)
     named = [(_one_name([entry.module for entry in alike]), alike) for alike in found.values()]
     return sorted(named, key=lambda item: -sum(entry.bytes for entry in item[1]))
 

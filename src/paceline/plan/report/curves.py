@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from paceline.plan.search.scaling import Scaling, ScalingPoint, worth
+from paceline.plan.search.scaling import Scaling, ScalingPoint, find_last_efficient
 from paceline.plotting.colours import STRONG, WEAK
 from paceline.plotting.figure import figure
 from paceline.units import format_count
@@ -60,7 +60,7 @@ def _efficiency(field: "Axes", found: Scaling, asked: float) -> None:
     _over_ranks(field, found, lambda point: point.efficiency)
     field.axhline(1.0, linestyle="--", color="0.45", linewidth=1)
     field.axhline(asked, linestyle=":", color="0.45", linewidth=1)
-    best = worth(found.strong, asked)
+    best = find_last_efficient(found.strong, asked)
     at = [best.ranks], [best.efficiency]
     field.plot(
         *at,

@@ -4,8 +4,8 @@ from collections.abc import Callable, Mapping, Sequence
 
 from rich.table import Table
 
-from paceline.plan.cost_model.cost import Cost, CostPart, lacks
-from paceline.plan.cost_model.step_time import group
+from paceline.plan.cost_model.cost import Cost, CostPart, list_slower_parts
+from paceline.plan.cost_model.step_time import rank_group
 from paceline.plan.plan import Plan
 from paceline.plan.search.best_plans import BestPlans
 from paceline.units import format_bytes, format_seconds
@@ -35,7 +35,7 @@ def explained(found: BestPlans) -> list[Table | str]:
     ]
     if len(found.plans) > 1:
         other, slower = found.plans[1]
-        more = [part for part in lacks(slower, cost) if abs(part.value) > 1e-3 * cost.step_s]
+        more = [part for part in list_slower_parts(slower, cost) if abs(part.value) > 1e-3 * cost.step_s]
         bytes_ = slower.peak_bytes - cost.peak_bytes
         shown += [
             f"\nwhat the next, {other}, takes more: {_signed(slower.step_s - cost.step_s)}, {_signed(bytes_, format_bytes)}"
@@ -59,7 +59,8 @@ def _why(found: BestPlans, plan: Plan, cost: Cost) -> list[str]:
     behind = sum(other.step_s < cost.step_s for _, other in pool)
     lines = [f"\n{plan}: {behind:,} of {len(pool):,} plans that fit are faster; {of_step}{peak}"]
     more = ", ".join(
-        f"{part.name} {_signed(part.value)}" for part in _telling(lacks(cost, fastest), cost.step_s)
+        f"{part.name} {_signed(part.value)}"
+        for part in _telling(list_slower_parts(cost, fastest), cost.step_s)
     )
     return [
         *lines,
@@ -85,7 +86,8 @@ def _choices(found: BestPlans, plan: Plan, cost: Cost) -> list[Table | str]:
                 best.setdefault(choice(other), its)
         for value, its in list(best.items())[:ALTERNATIVES]:
             parts = ", ".join(
-                f"{part.name} {_signed(part.value)}" for part in _telling(lacks(its, cost), cost.step_s)
+                f"{part.name} {_signed(part.value)}"
+                for part in _telling(list_slower_parts(its, cost), cost.step_s)
             )
             shown.add_row(value, _signed(its.step_s - cost.step_s), format_bytes(its.peak_bytes), parts)
         lean = (one for changed, one in unfit if changed == {name} or (is_best and name in changed))
@@ -122,7 +124,7 @@ def _among(found: BestPlans, plan: Plan) -> dict[str, str]:
     per_node = min(found.ranks, found.cluster.ranks_per_node)
 
     def ranks(count: int, stride: int) -> str:
-        inside = group(count, stride, per_node).together
+        inside = rank_group(count, stride, per_node).together
         return f"{count:,} ranks" + (
             " of a node"
             if inside >= count

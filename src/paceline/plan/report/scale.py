@@ -8,7 +8,7 @@ from typing import Any
 from rich.table import Table
 
 from paceline.plan.cost_model.cost import Bill
-from paceline.plan.search.scaling import Curve, InfeasibleCount, Scaling, ScalingPoint, worth
+from paceline.plan.search.scaling import Curve, InfeasibleCount, Scaling, ScalingPoint, find_last_efficient
 from paceline.units import format_count, format_seconds, several
 
 WORTH_NAMING = 0.01  # of the devices' time
@@ -133,7 +133,7 @@ def sentences(found: Scaling, efficiency: float) -> list[str]:
 
 def recommendation(found: Scaling, efficiency: float) -> str:
     points = found.strong.points
-    best = worth(found.strong, efficiency)
+    best = find_last_efficient(found.strong, efficiency)
     at = several(best.ranks, "rank")
     if len(points) == 1:
         return f"{at} alone can be: {_takes(best)}"
@@ -187,7 +187,7 @@ def as_json(found: Scaling, efficiency: float) -> str:
         "ranks_of_a_node": found.cluster.ranks_per_node,
     }
     whole |= {"tokens_per_sample": found.facts.tokens, "tokens": found.tokens, "assumed": found.assumed}
-    whole |= {"efficiency": efficiency, "ask_for": worth(found.strong, efficiency).ranks}
+    whole |= {"efficiency": efficiency, "ask_for": find_last_efficient(found.strong, efficiency).ranks}
     for name, curve in (("strong", found.strong), ("weak", found.weak)):
         points = [_point(point) for point in curve.points]
         whole[name] = {

@@ -4,13 +4,13 @@ from dataclasses import dataclass, replace
 
 from paceline.cluster.facts import Cluster
 from paceline.errors import PlanError
-from paceline.plan.cost_model.cost import Bill, Cost, bill
-from paceline.plan.cost_model.defaults import assuming
+from paceline.plan.cost_model.cost import Bill, Cost, compute_bill
+from paceline.plan.cost_model.defaults import add_assumptions
 from paceline.plan.cost_model.framework_profiles import Recipe
 from paceline.plan.cost_model.predict import predict
 from paceline.plan.model.facts import ModelFacts
 from paceline.plan.plan import Plan, parse
-from paceline.plan.search.search import MARGIN, RejectedPlan, none_fits, search
+from paceline.plan.search.search import MARGIN, RejectedPlan, no_fit_error, search_plans
 
 
 @dataclass(frozen=True)
@@ -36,10 +36,10 @@ class BestPlans:
 
     def bill(self, cost: Cost) -> Bill | None:
         """Of the whole training, where its tokens are said."""
-        return billed(self.cluster, cost, self.ranks, self.tokens, self.price)
+        return bill_training(self.cluster, cost, self.ranks, self.tokens, self.price)
 
 
-def billed(
+def bill_training(
     cluster: Cluster, cost: Cost, ranks: int, tokens: float | None, price: float | None
 ) -> Bill | None:
     """Of a training of so many tokens; `price` of a device's hour, else what the cluster says. None where the tokens are not said."""
@@ -48,10 +48,10 @@ def billed(
     power = cluster.device.power_W if cluster.device.kind != "cpu" else None
     declared = cluster.price_per_device_hour.value if cluster.price_per_device_hour else None
     paid = price if price is not None else declared
-    return bill(cost.step_s, tokens / cost.time.tokens, ranks, power.value if power else None, paid)
+    return compute_bill(cost.step_s, tokens / cost.time.tokens, ranks, power.value if power else None, paid)
 
 
-def answer(
+def find_best_plans(
     facts: ModelFacts,
     cluster: Cluster,
     batch: int,
@@ -69,25 +69,25 @@ def answer(
         raise PlanError(
             f"{count} ranks, but {cluster.name} has {cluster.devices} devices; use --ranks {cluster.devices} or less"
         )
-    cluster, assumed = assuming(cluster)
+    cluster, assumed = add_assumptions(cluster)
     whole = BestPlans(facts, cluster, count, batch, [], [], assumed, tokens, price)
     if plan is not None:
         asked = parse(plan)
-        _check(facts, asked)
+        _check_plan(facts, asked)
         whole = replace(
             whole, plans=[(asked, predict(facts, asked, cluster, batch, recipe, count))], others=[]
         )
         if not others:
             return whole
-    found = search(facts, cluster, batch, MARGIN, recipe, count)
+    found = search_plans(facts, cluster, batch, MARGIN, recipe, count)
     if plan is not None:
         return replace(whole, others=found.fitting, rejected=found.rejected)
     if not found.fitting:
-        raise none_fits(found, facts, cluster, batch, recipe, count)
+        raise no_fit_error(found, facts, cluster, batch, recipe, count)
     return replace(whole, plans=found.fitting, rejected=found.rejected)
 
 
-def _check(facts: ModelFacts, plan: Plan) -> None:
+def _check_plan(facts: ModelFacts, plan: Plan) -> None:
     if plan.tp not in facts.tp_degrees:
         if len(facts.tp_degrees) == 1:
             raise PlanError(

@@ -7,10 +7,10 @@ from paceline.plan.plan import Plan
 from paceline.plan.schedules import RUNNABLE_SCHEDULES
 
 
-def candidates(ranks: int) -> Iterator[Plan]:
+def enumerate_candidates(ranks: int) -> Iterator[Plan]:
     """The plain ones first, then mixtures. Whether a model, a batch and this version allow them is for others to say."""
     for microbatches in (None, 2):
-        yield from _of_data(ranks, microbatches)
+        yield from _data_parallel_plans(ranks, microbatches)
     if ranks == 1:
         return
     for microbatches in (None, 2):
@@ -19,12 +19,12 @@ def candidates(ranks: int) -> Iterator[Plan]:
         yield Plan(cp=ranks, microbatches=microbatches)
     for schedule in RUNNABLE_SCHEDULES:
         yield Plan(pp=ranks, pp_schedule=schedule)
-    for dp, cp, tp, pp in _mixtures(ranks):
+    for dp, cp, tp, pp in _mixed_degrees(ranks):
         for zero in (0, 1, 2, 3) if dp > 1 else (0,):
             yield Plan(dp=dp if dp > 1 else None, cp=cp, tp=tp, pp=pp, zero=zero)
 
 
-def _of_data(ranks: int, microbatches: int | None) -> Iterator[Plan]:
+def _data_parallel_plans(ranks: int, microbatches: int | None) -> Iterator[Plan]:
     yield Plan(dp=1 if ranks == 1 else None, microbatches=microbatches)
     for zero in (1, 2, 3):
         yield Plan(zero=zero, microbatches=microbatches)
@@ -32,7 +32,7 @@ def _of_data(ranks: int, microbatches: int | None) -> Iterator[Plan]:
         yield Plan(zero=3, replicate=2, microbatches=microbatches)
 
 
-def _mixtures(ranks: int) -> Iterator[tuple[int, int, int, int]]:
+def _mixed_degrees(ranks: int) -> Iterator[tuple[int, int, int, int]]:
     """Degrees of dp, cp, tp, pp that multiply to the ranks, at least two of them above 1."""
     divisors = [degree for degree in range(1, ranks + 1) if ranks % degree == 0]
     for degrees in product(divisors, repeat=4):

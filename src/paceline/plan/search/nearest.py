@@ -6,10 +6,12 @@ from dataclasses import replace
 
 from paceline.errors import PlanError
 from paceline.plan.plan import Plan, micro_batch_size
-from paceline.plan.search.candidates import candidates
+from paceline.plan.search.candidates import enumerate_candidates
 
 
-def near(plan: Plan, before: int, ranks: int, batch: int, may_cut: bool = True) -> Iterator[Plan]:
+def find_nearest_plans(
+    plan: Plan, before: int, ranks: int, batch: int, may_cut: bool = True
+) -> Iterator[Plan]:
     """Plans for `ranks` in place of `plan` on `before`, the most like it first, which split the same global batch. A rank's micro-batch
     does not grow, for it may not fit: more of them are added up instead, unless they may not be cut (`may_cut`: BatchNorm would see it).
 
@@ -25,12 +27,16 @@ def near(plan: Plan, before: int, ranks: int, batch: int, may_cut: bool = True) 
     alike = [Plan(dp=1, microbatches=was.microbatches, recompute=plan.recompute)]
     if ranks > 1:
         same = replace(plan, dp=None, microbatches=was.microbatches)
-        alike = [same, replace(same, replicate=1), *(_like(plan, other) for other in candidates(ranks))]
+        alike = [
+            same,
+            replace(same, replicate=1),
+            *(_with_options_of(plan, other) for other in enumerate_candidates(ranks)),
+        ]
     found: set[Plan] = set()
     for other in sorted(alike, key=lambda other: _distance(was, other, ranks)):
         for uneven in (0, 1):
             try:
-                split = _split(replace(other, uneven=uneven), ranks, batch, most if may_cut else None)
+                split = _fit_batch(replace(other, uneven=uneven), ranks, batch, most if may_cut else None)
             except PlanError:
                 continue
             if split is not None and split.resolve(ranks) not in found:
@@ -38,7 +44,7 @@ def near(plan: Plan, before: int, ranks: int, batch: int, may_cut: bool = True) 
                 yield split
 
 
-def _like(plan: Plan, other: Plan) -> Plan:
+def _with_options_of(plan: Plan, other: Plan) -> Plan:
     """`other` with what it has of `plan` besides the degrees."""
     pipeline = (
         {"pp_schedule": plan.pp_schedule, "stages": plan.stages}
@@ -59,7 +65,7 @@ def _distance(was: Plan, other: Plan, ranks: int) -> tuple[float, ...]:
     return new, gone, abs(wanted - other.zero), degrees, abs(was.replicate - other.replicate)
 
 
-def _split(plan: Plan, ranks: int, batch: int, most: int | None) -> Plan | None:
+def _fit_batch(plan: Plan, ranks: int, batch: int, most: int | None) -> Plan | None:
     """With as few more micro-batches as keep one at `most` samples; None where that cannot be. Raises PlanError where the plan cannot."""
     on = plan.resolve(ranks)
     if plan.uneven and batch % (on.dp * on.microbatches) == 0:

@@ -6,47 +6,47 @@ from itertools import pairwise
 from paceline.errors import SpecError
 from paceline.units import is_whole_number
 
-MOST = 100  # numbers of ranks at once
-WAY_OUT = "write 1,2,8, or 1,2,4,…,64, or 1:64"
+MAX_COUNTS = 100  # numbers of ranks at once
+HINT = "write 1,2,8, or 1,2,4,…,64, or 1:64"
 
 
 def parse_counts(text: str) -> tuple[int, ...]:
     """`1,2,8` as it stands; `1,2,4,…,64` (or ...) goes on as it began, by doubling or by steps; `1:64` doubles. Raises SpecError."""
     if match := re.fullmatch(r"\s*([0-9]+)\s*:\s*([0-9]+)\s*", text):
-        first, last = _count(match[1], text), _count(match[2], text)
-        return _checked(_until(first, last, text, factor=2), text)
+        first, last = _parse_count(match[1], text), _parse_count(match[2], text)
+        return _check_length(_fill_up_to(first, last, text, factor=2), text)
     words = [word.strip() for word in text.replace("...", "…").split(",")]
     if "…" not in words:
-        return _checked(sorted({_count(word, text) for word in words}), text)
+        return _check_length(sorted({_parse_count(word, text) for word in words}), text)
     if words.count("…") > 1 or words[-2] != "…" or len(words) < 3:
-        raise SpecError(f"--ranks {text!r}: what goes on must stand before … and its end behind; {WAY_OUT}")
-    begun, last = [_count(word, text) for word in words[:-2]], _count(words[-1], text)
-    return _checked([*begun[:-1], *_on(begun, last, text)], text)
+        raise SpecError(f"--ranks {text!r}: what goes on must stand before … and its end behind; {HINT}")
+    begun, last = [_parse_count(word, text) for word in words[:-2]], _parse_count(words[-1], text)
+    return _check_length([*begun[:-1], *_continue(begun, last, text)], text)
 
 
-def _on(begun: list[int], last: int, text: str) -> list[int]:
+def _continue(begun: list[int], last: int, text: str) -> list[int]:
     """From the last that was begun to the end, by the factor that the first ones have, or else by their distance."""
     if len(begun) == 1:
-        return _until(begun[0], last, text, factor=2)
+        return _fill_up_to(begun[0], last, text, factor=2)
     pairs = list(pairwise(begun))
     factor, step = begun[1] // begun[0], begun[1] - begun[0]
     doubles, steps = all(b == a * factor > a for a, b in pairs), all(b == a + step > a for a, b in pairs)
-    if doubles and (not steps or _arrives(begun[-1], last, factor)):
-        return _until(begun[-1], last, text, factor=factor)
+    if doubles and (not steps or _reaches(begun[-1], last, factor)):
+        return _fill_up_to(begun[-1], last, text, factor=factor)
     if steps:
-        return _until(begun[-1], last, text, step=step)
-    raise SpecError(f"--ranks {text!r}: {','.join(map(str, begun))} does not say how to go on; {WAY_OUT}")
+        return _fill_up_to(begun[-1], last, text, step=step)
+    raise SpecError(f"--ranks {text!r}: {','.join(map(str, begun))} does not say how to go on; {HINT}")
 
 
-def _arrives(at: int, last: int, factor: int) -> bool:
+def _reaches(at: int, last: int, factor: int) -> bool:
     while at < last:
         at *= factor
     return at == last
 
 
-def _until(first: int, last: int, text: str, factor: int = 1, step: int = 0) -> list[int]:
+def _fill_up_to(first: int, last: int, text: str, factor: int = 1, step: int = 0) -> list[int]:
     found = [first]
-    while found[-1] < last and len(found) <= MOST:
+    while found[-1] < last and len(found) <= MAX_COUNTS:
         found.append(found[-1] * factor + step)
     if found[-1] > last:
         near = " or ".join(map(str, found[-2:]))
@@ -54,15 +54,15 @@ def _until(first: int, last: int, text: str, factor: int = 1, step: int = 0) -> 
     return found
 
 
-def _count(word: str, text: str) -> int:
+def _parse_count(word: str, text: str) -> int:
     if not is_whole_number(word):
-        raise SpecError(f"--ranks {text!r}: {word!r} is no number of ranks; {WAY_OUT}")
+        raise SpecError(f"--ranks {text!r}: {word!r} is no number of ranks; {HINT}")
     if not int(word):
         raise SpecError(f"--ranks {text!r}: at least 1 rank is needed, got 0")
     return int(word)
 
 
-def _checked(counts: list[int], text: str) -> tuple[int, ...]:
-    if len(counts) > MOST:
-        raise SpecError(f"--ranks {text!r} is more than {MOST} numbers; leave some out")
+def _check_length(counts: list[int], text: str) -> tuple[int, ...]:
+    if len(counts) > MAX_COUNTS:
+        raise SpecError(f"--ranks {text!r} is more than {MAX_COUNTS} numbers; leave some out")
     return tuple(counts)

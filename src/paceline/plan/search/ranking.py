@@ -4,8 +4,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from paceline.cluster.facts import Axis, Cluster
-from paceline.plan.cost_model.compare import TIME
-from paceline.plan.cost_model.cost import NOISE, Cost
+from paceline.plan.cost_model.compare import TIME_PARTS
+from paceline.plan.cost_model.cost import RUN_NOISE, Cost
 from paceline.plan.plan import Plan
 from paceline.plan.search.best_plans import BestPlans
 
@@ -20,31 +20,31 @@ class IndistinctPlans:
     measure: str
 
 
-def unranked(found: BestPlans, target: str | None) -> IndistinctPlans | None:
+def find_indistinct_plans(found: BestPlans, target: str | None) -> IndistinctPlans | None:
     """Return what leaves the best plans without an order, or None where the first is the fastest. `target`: the task, if it is one."""
-    count = overlapping(found.plans)
+    count = count_overlapping(found.plans)
     if count < 2:
         return None
-    part = widest(found.plans[0][1])
-    return IndistinctPlans(count, part, _measure(found, target, part))
+    part = find_largest_error(found.plans[0][1])
+    return IndistinctPlans(count, part, _suggest_measurement(found, target, part))
 
 
-def overlapping(plans: Sequence[tuple[Plan, Cost]]) -> int:
+def count_overlapping(plans: Sequence[tuple[Plan, Cost]]) -> int:
     """Return how many plans, the first of which is the fastest, may be as fast as it: one standard deviation up and down."""
     first = plans[0][1]
     longest_s = first.step_s * (1 + first.time.error)
     return 1 + sum(cost.step_s * (1 - cost.time.error) < longest_s for _, cost in plans[1:])
 
 
-def widest(cost: Cost) -> str | None:
+def find_largest_error(cost: Cost) -> str | None:
     """Return the part that most of the error comes from, or None where all of them together are less than the noise of trainings."""
     spread = {part.name: part.value * part.error for part in cost.time.parts}
-    if sum(each**2 for each in spread.values()) < (NOISE * cost.step_s) ** 2:
+    if sum(each**2 for each in spread.values()) < (RUN_NOISE * cost.step_s) ** 2:
         return None
     return max(spread, key=lambda name: spread[name])
 
 
-def _measure(found: BestPlans, target: str | None, part: str | None) -> str:
+def _suggest_measurement(found: BestPlans, target: str | None, part: str | None) -> str:
     """What is not measured yet and narrows the error of the part; else trainings, which show it as it is."""
     train = f"paceline train {target or 'TASK'} --ranks {found.ranks} --batch {found.batch} --plan {found.plans[0][0]}"
     if part is None:
@@ -52,11 +52,14 @@ def _measure(found: BestPlans, target: str | None, part: str | None) -> str:
     cluster = found.cluster
     if cluster.device.kind == "cpu" and not cluster.paces:  # all is guessed, but what --measure has measured
         bench = f"paceline bench --task {target}" if target is not None else "paceline bench"
-        if part not in TIME["compute"]:
+        if part not in TIME_PARTS["compute"]:
             return bench
         if found.facts.source != "measured":
             return f"paceline plan {target} --measure, or {bench}" if target is not None else bench
-    if part in TIME["communication"] and (axis := _unmeasured(cluster, found.ranks)) is not None:
+    if (
+        part in TIME_PARTS["communication"]
+        and (axis := _find_unmeasured_axis(cluster, found.ranks)) is not None
+    ):
         return (
             "paceline bench"
             if axis == "node"
@@ -65,7 +68,7 @@ def _measure(found: BestPlans, target: str | None, part: str | None) -> str:
     return f"{train} --profile, and then paceline profile RUN --update"
 
 
-def _unmeasured(cluster: Cluster, ranks: int) -> Axis | None:
+def _find_unmeasured_axis(cluster: Cluster, ranks: int) -> Axis | None:
     """Return the slowest kind of link between so many ranks that nobody measured."""
     axes: list[Axis] = (
         ["across", "node"] if cluster.nodes > 1 and ranks > cluster.ranks_per_node else ["node"]

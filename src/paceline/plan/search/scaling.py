@@ -8,14 +8,14 @@ from typing import Literal, NamedTuple
 from paceline.cluster.facts import Cluster
 from paceline.errors import PlanError
 from paceline.plan.cost_model.cost import Bill, Cost, CostPart
-from paceline.plan.cost_model.defaults import assuming
+from paceline.plan.cost_model.defaults import add_assumptions
 from paceline.plan.cost_model.framework_profiles import Recipe
-from paceline.plan.cost_model.predict import recipe_for
-from paceline.plan.cost_model.rates import DeviceRates, speeds
+from paceline.plan.cost_model.predict import default_recipe
+from paceline.plan.cost_model.rates import DeviceRates, device_rates
 from paceline.plan.model.facts import ModelFacts
 from paceline.plan.plan import Plan
-from paceline.plan.search.best_plans import billed
-from paceline.plan.search.search import MARGIN, fastest, leanest, none_fits, search
+from paceline.plan.search.best_plans import bill_training
+from paceline.plan.search.search import MARGIN, find_fastest, find_leanest, no_fit_error, search_plans
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ class Scaling:
     assumed: tuple[str, ...]
 
 
-def scaling(
+def predict_scaling(
     facts: ModelFacts,
     cluster: Cluster,
     counts: Sequence[int],
@@ -79,32 +79,32 @@ def scaling(
 ) -> Scaling:
     """On nodes like those of the cluster, as many as it takes. Raises PlanError where no plan fits on any of `counts`."""
     most = max(-(-count // cluster.ranks_per_node) for count in counts)
-    whole, assumed = assuming(cluster.model_copy(update={"nodes": max(most, cluster.nodes)}))
+    whole, assumed = add_assumptions(cluster.model_copy(update={"nodes": max(most, cluster.nodes)}))
     if most > cluster.nodes:
         many = "1 node" if cluster.nodes == 1 else f"{cluster.nodes:,} nodes"
         assumed = (
             f"{cluster.name or cluster.device.name} has {many}; the others of {most:,} are taken to be alike",
             *assumed,
         )
-    on = _Where(facts, whole, recipe, tokens, price, {})
+    on = _ScalingInputs(facts, whole, recipe, tokens, price, {})
 
     def curve(batches: dict[int, Fraction]) -> Curve:
-        found = [_fastest(on, count, samples) for count, samples in batches.items()]
+        found = [_scaling_point(on, count, samples) for count, samples in batches.items()]
         points = [one for one in found if isinstance(one, ScalingPoint)]
         return Curve(
-            points=tuple(_against(points[0], point) for point in points),
+            points=tuple(_compare_with_first(points[0], point) for point in points),
             refused=tuple(one for one in found if isinstance(one, InfeasibleCount)),
         )
 
     strong = curve(dict.fromkeys(counts, Fraction(batch)))
     if not strong.points:
-        raise _none(on, batch, strong.refused)
+        raise _no_plan_error(on, batch, strong.refused)
     each = Fraction(batch, strong.points[0].ranks)
     weak = curve({count: each * count for count in counts})
     return Scaling(facts, whole, batch, each, strong, weak, tokens, assumed)
 
 
-def worth(curve: Curve, efficiency: float) -> ScalingPoint:
+def find_last_efficient(curve: Curve, efficiency: float) -> ScalingPoint:
     """The most ranks of which each does at least such a share of what it would do among the fewest."""
     return next(
         point
@@ -113,7 +113,7 @@ def worth(curve: Curve, efficiency: float) -> ScalingPoint:
     )
 
 
-class _Where(NamedTuple):
+class _ScalingInputs(NamedTuple):
     """What stays while ranks and batch change. `known`: speeds by ranks of a node, which searches on more nodes go on with."""
 
     facts: ModelFacts
@@ -124,7 +124,7 @@ class _Where(NamedTuple):
     known: dict[int, DeviceRates]
 
 
-def _fastest(where: _Where, ranks: int, samples: Fraction) -> ScalingPoint | InfeasibleCount:
+def _scaling_point(where: _ScalingInputs, ranks: int, samples: Fraction) -> ScalingPoint | InfeasibleCount:
     each, cluster = where.cluster.ranks_per_node, where.cluster
     if ranks > each and ranks % each:
         below = ranks // each * each
@@ -137,20 +137,20 @@ def _fastest(where: _Where, ranks: int, samples: Fraction) -> ScalingPoint | Inf
         )
     nodes, batch = -(-ranks // each), int(samples)
     if min(ranks, each) not in where.known:
-        where.known[min(ranks, each)] = speeds(cluster.model_copy(update={"nodes": nodes}), ranks=ranks)
+        where.known[min(ranks, each)] = device_rates(cluster.model_copy(update={"nodes": nodes}), ranks=ranks)
     on = where.known[min(ranks, each)]
-    recipe = where.recipe or recipe_for(on)
-    if found := fastest(where.facts, on, ranks, batch, MARGIN, recipe):
+    recipe = where.recipe or default_recipe(on)
+    if found := find_fastest(where.facts, on, ranks, batch, MARGIN, recipe):
         return ScalingPoint(
-            ranks, nodes, batch, *found, billed(cluster, found[1], ranks, where.tokens, where.price)
+            ranks, nodes, batch, *found, bill_training(cluster, found[1], ranks, where.tokens, where.price)
         )
-    best = leanest(where.facts, on, ranks, batch, MARGIN, recipe)
+    best = find_leanest(where.facts, on, ranks, batch, MARGIN, recipe)
     if best is None:
         return InfeasibleCount(ranks, "samples", f"a batch of {batch:,} cannot be split over {ranks:,} ranks")
     return InfeasibleCount(ranks, "memory", f"the leanest plan, {best.plan}, {best.reason}")
 
 
-def _against(first: ScalingPoint, point: ScalingPoint) -> ScalingPoint:
+def _compare_with_first(first: ScalingPoint, point: ScalingPoint) -> ScalingPoint:
     """With its efficiency, and what it is lost to."""
     if point is first:
         return point
@@ -166,11 +166,11 @@ def _against(first: ScalingPoint, point: ScalingPoint) -> ScalingPoint:
     return replace(point, efficiency=sum(before.values()) / total, lost=lost)
 
 
-def _none(where: _Where, batch: int, refused: Sequence[InfeasibleCount]) -> PlanError:
+def _no_plan_error(where: _ScalingInputs, batch: int, refused: Sequence[InfeasibleCount]) -> PlanError:
     """What to say where no plan fits on any number of ranks: what the most ranks lack."""
     last = next((one for one in reversed(refused) if one.want == "memory"), refused[-1])
     if last.want != "memory":
         return PlanError(f"{last.ranks:,} ranks: {last.reason}")
     there = where.cluster.model_copy(update={"nodes": -(-last.ranks // where.cluster.ranks_per_node)})
-    found = search(where.facts, there, batch, MARGIN, where.recipe, last.ranks)
-    return none_fits(found, where.facts, there, batch, where.recipe, last.ranks)
+    found = search_plans(where.facts, there, batch, MARGIN, where.recipe, last.ranks)
+    return no_fit_error(found, where.facts, there, batch, where.recipe, last.ranks)

@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_leaves
 
 from paceline.distributed.dtensor import is_dtensor, is_materialized, storage_id
 from paceline.parallel.pipeline.stage import name_of
-from paceline.plan.comm_volume import MODEL, PACELINE, CommVolume, added_up, axis_of
+from paceline.plan.comm_volume import MODEL, PACELINE, CommVolume, axis_of, sum_entries
 from paceline.plan.plan import ResolvedPlan
 from paceline.training.dry_run.module_tracker import ModuleTracker
 
@@ -78,7 +78,7 @@ class CommCounter(TorchDispatchMode):
         self.records: list[str] = []  # of torch's record_function, innermost last
 
     def volume(self) -> CommVolume:
-        return CommVolume(dist.get_rank() if dist.is_initialized() else 0, added_up(self.calls))
+        return CommVolume(dist.get_rank() if dist.is_initialized() else 0, sum_entries(self.calls))
 
     def __enter__(self) -> "CommCounter":
         self.modules.__enter__()

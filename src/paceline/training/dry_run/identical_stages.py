@@ -9,7 +9,7 @@ from paceline.parallel.module_hooks import find_parts
 from paceline.parallel.pipeline.stage import StagePartition, divide, stage_ranks
 from paceline.parallel.pipeline.tracer import ForwardTrace
 from paceline.parallel.tensor.apply import Splits
-from paceline.plan.comm_volume import CommVolume, added_up
+from paceline.plan.comm_volume import CommVolume, sum_entries
 from paceline.plan.plan import ResolvedPlan
 from paceline.task import Layout
 from paceline.training.dry_run.microbatch_replay import are_microbatches_identical
@@ -30,7 +30,7 @@ class IdenticalPlace:
         """Return what `rank` sends at this place, given the volume of the first rank of the other place."""
         entries = [replace(entry, module=self._rename(entry.module)) for entry in volume.entries]
         return CommVolume(
-            rank, added_up((e.collective, e.axis, e.ranks, e.module, e.calls, e.bytes) for e in entries)
+            rank, sum_entries((e.collective, e.axis, e.ranks, e.module, e.calls, e.bytes) for e in entries)
         )
 
     def _rename(self, module: str) -> str:

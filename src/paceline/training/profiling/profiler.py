@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from paceline.distributed.world import World
 from paceline.events import Profiled
-from paceline.plan.cost_model.compare import MOST_STEPS
+from paceline.plan.cost_model.compare import MAX_PROFILED_STEPS
 from paceline.plan.plan import ResolvedPlan
 from paceline.torch_compat import LOG_ERROR, set_log_level
 from paceline.training.profiling import peak_memory
@@ -106,7 +106,12 @@ class StepProfiler:
 
     def _is_due(self, step: int) -> bool:
         steps = self._count_steps(step)
-        if self.wanted is False or step < self.next or step + steps > self.total or steps > MOST_STEPS:
+        if (
+            self.wanted is False
+            or step < self.next
+            or step + steps > self.total
+            or steps > MAX_PROFILED_STEPS
+        ):
             return False
         if self.max_cost_s is None and self.wanted:
             return True
