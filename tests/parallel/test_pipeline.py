@@ -1,4 +1,4 @@
-"""Layers over ranks: every schedule, alone and with data ranks, trains as one process does; what cannot be cut is refused."""
+"""Pipelines train as one process under every schedule, with and without data ranks; others are refused."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -31,7 +31,7 @@ pytestmark = pytest.mark.processes
 
 CPU = torch.device("cpu")
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "zero-bubble", "zbv")
-RTOL = 1e-10  # BatchNorm over the two samples of a micro-batch is worth a digit or two
+RTOL = 1e-10  # BatchNorm over the two samples of a micro-batch loses a digit or two
 SPEC = Spec(
     steps=3, batch=8, seed=3, precision="fp64", optimizer=Optimizer(lr=1e-2, weight_decay=0.1, clip=0.5)
 )
@@ -54,60 +54,60 @@ OTHERS: list[Task] = [
     models.Shared(),
     stacks.Skips(),
 ]
-one_process: dict[tuple[Any, ...], Trained] = {}
+references: dict[tuple[Any, ...], Trained] = {}
 
 
-def same(size: int, plan: str, task: Task, spec: Spec = SPEC, plant: Any = None) -> list[str]:
-    """Where a plan differs from one process with the same micro-batches."""
+def compare(size: int, plan: str, task: Task, spec: Spec = SPEC, plant: Any = None) -> list[str]:
+    """Return how a plan differs from one process with the same micro-batches."""
     microbatches = next(word for word in plan.split(",") if word.startswith("microbatches"))
     key = repr(task), microbatches, spec.model_dump_json()
-    if key not in one_process:
-        one_process[key] = trained(1, task, spec, f"single,{microbatches}")
-    found = trained(size, task, spec, plan, plant) if plant is not None else trained(size, task, spec, plan)
-    return differences(found, one_process[key], RTOL)
+    if key not in references:
+        references[key] = trained(1, task, spec, f"single,{microbatches}")
+    results = trained(size, task, spec, plan, plant) if plant is not None else trained(size, task, spec, plan)
+    return differences(results, references[key], RTOL)
 
 
 @pytest.mark.parametrize("task", DEEP, ids=repr)
 @pytest.mark.parametrize("schedule", SCHEDULES)
-def test_every_schedule(schedule: str, task: Task) -> None:
-    assert not same(2, f"pp=2,microbatches=4,pp_schedule={schedule}", task)
+def test_schedules_match_one_process(schedule: str, task: Task) -> None:
+    assert not compare(2, f"pp=2,microbatches=4,pp_schedule={schedule}", task)
 
 
 @pytest.mark.parametrize("task", OTHERS, ids=repr)
-def test_every_task(task: Task) -> None:
-    assert not same(2, "pp=2,microbatches=4", task)
+def test_tasks_match_one_process(task: Task) -> None:
+    assert not compare(2, "pp=2,microbatches=4", task)
 
 
 def test_evaluation_in_bf16() -> None:
-    """What crosses a cut is as small as in training."""
+    """Tensors cross cuts in bf16, as in training."""
     spec = SPEC.model_copy(update={"precision": "bf16", "evaluate_every": 2})
     metrics = trained(2, models.NormedImages(), spec, "pp=2,microbatches=2").metrics
     assert metrics
-    assert np.isfinite([each["loss"] for each in metrics]).all()
+    assert np.isfinite([row["loss"] for row in metrics]).all()
 
 
 @pytest.mark.parametrize("zero", [0, 2, 3])
 @pytest.mark.parametrize(
     "task", [models.Text(), models.NormedImages(), models.Frozen(), models.Idle(), stacks.Encoder()], ids=repr
 )
-def test_with_data_ranks(task: Task, zero: int) -> None:
-    assert not same(4, f"dp=2,pp=2,microbatches=2,zero={zero}", task)
+def test_data_ranks(task: Task, zero: int) -> None:
+    assert not compare(4, f"dp=2,pp=2,microbatches=2,zero={zero}", task)
 
 
 @pytest.mark.parametrize("schedule", ["interleaved", "zero-bubble", "zbv"])
-def test_several_stages_of_a_rank_with_data_ranks(schedule: str) -> None:
-    assert not same(4, f"dp=2,pp=2,microbatches=2,zero=3,pp_schedule={schedule}", stacks.Encoder())
+def test_interleaved_stages_with_data_ranks(schedule: str) -> None:
+    assert not compare(4, f"dp=2,pp=2,microbatches=2,zero=3,pp_schedule={schedule}", stacks.Encoder())
 
 
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
 @pytest.mark.parametrize("task", [models.Text(), stacks.Encoder()], ids=repr)
 def test_four_stages(task: Task, schedule: str) -> None:
-    assert not same(4, f"pp=4,microbatches=4,pp_schedule={schedule}", task)
+    assert not compare(4, f"pp=4,microbatches=4,pp_schedule={schedule}", task)
 
 
 @pytest.mark.parametrize("task", HUGGING_FACE, ids=repr)
 def test_hugging_face(task: Task) -> None:
-    assert not same(2, "pp=2,microbatches=4", task)
+    assert not compare(2, "pp=2,microbatches=4", task)
 
 
 @pytest.mark.parametrize("schedule", ["interleaved", "zero-bubble", "zbv"])
@@ -116,11 +116,11 @@ def test_hugging_face(task: Task) -> None:
     [*(stacks.EncoderDecoder(kind=kind) for kind in ("t5", "bart", "whisper")), stacks.Handing()],
     ids=repr,
 )
-def test_values_that_cross_beside_the_hidden_state(task: Task, schedule: str) -> None:
-    """States of an encoder, biases that another block computed, constants, and parameters that no input of their stage leads to."""
-    found = same(2, f"pp=2,microbatches=2,pp_schedule={schedule}", task)
-    # The gradient of a bias of the keys is 0 but for rounding, which Adam divides by itself.
-    assert not [name for name in found if "k_proj.bias" not in name]
+def test_additional_tensors_cross_cuts(task: Task, schedule: str) -> None:
+    """Encoder states, biases of another block, constants, and parameters that no input leads to."""
+    results = compare(2, f"pp=2,microbatches=2,pp_schedule={schedule}", task)
+    # The gradient of a key bias is 0 except for rounding errors, which Adam normalizes.
+    assert not [name for name in results if "k_proj.bias" not in name]
 
 
 @pytest.mark.slow
@@ -146,7 +146,7 @@ def test_whole_product(size: int, plan: str, task: Task) -> None:
         validate_plan(SPEC, parse(plan).resolve(size), task)
     except PlanError:
         pytest.skip("too few parts")
-    assert not same(size, plan, task)
+    assert not compare(size, plan, task)
 
 
 @pytest.mark.parametrize(
@@ -161,29 +161,29 @@ def test_whole_product(size: int, plan: str, task: Task) -> None:
     ],
 )
 def test_recomputed_activations(schedule: str, recompute: str) -> None:
-    assert not same(2, f"pp=2,microbatches=2,pp_schedule={schedule},recompute={recompute}", models.Text())
+    assert not compare(2, f"pp=2,microbatches=2,pp_schedule={schedule},recompute={recompute}", models.Text())
 
 
 def test_sgd_without_clipping() -> None:
-    """Where no rank knows the norm of the whole gradient before the update."""
+    """No rank knows the norm of the whole gradient before the update."""
     spec = SPEC.model_copy(update={"optimizer": Optimizer(name="sgd", lr=0.05, weight_decay=0.1)})
-    assert not same(2, "pp=2,microbatches=2", models.Text(), spec)
-    assert not same(4, "dp=2,pp=2,microbatches=2,zero=2", models.Text(), spec)
+    assert not compare(2, "pp=2,microbatches=2", models.Text(), spec)
+    assert not compare(4, "dp=2,pp=2,microbatches=2,zero=2", models.Text(), spec)
 
 
-def test_dropout_draws_anew_in_each_stage_and_step() -> None:
-    one = trained(2, stacks.Dropping(), SPEC, "pp=2,microbatches=4,pp_schedule=interleaved")
+def test_dropout_differs_by_stage_and_step() -> None:
+    first = trained(2, stacks.Dropping(), SPEC, "pp=2,microbatches=4,pp_schedule=interleaved")
     assert not differences(
-        trained(2, stacks.Dropping(), SPEC, "pp=2,microbatches=4,pp_schedule=interleaved"), one, 0.0
+        trained(2, stacks.Dropping(), SPEC, "pp=2,microbatches=4,pp_schedule=interleaved"), first, 0.0
     )
-    assert differences(trained(2, stacks.Dropping(), SPEC, "pp=2,microbatches=4"), one, 1e-3)
-    assert all(np.isfinite(one.losses))
+    assert differences(trained(2, stacks.Dropping(), SPEC, "pp=2,microbatches=4"), first, 1e-3)
+    assert all(np.isfinite(first.losses))
 
 
 # Checkpoints
 
 
-def kept(task: Task, plan: str, steps: int, run: Path) -> None:
+def train_steps(task: Task, plan: str, steps: int, run: Path) -> None:
     list(train(SPEC.model_copy(update={"steps": steps}), parse(plan), task=task, run=RunFolder(run)))
 
 
@@ -197,37 +197,37 @@ def kept(task: Task, plan: str, steps: int, run: Path) -> None:
     ],
 )
 def test_resume_under_another_plan(first: str, second: str, tmp_path: Path) -> None:
-    """Tied weights, and the state of the optimizer, go from stages to whole models and back."""
+    """Tied weights and optimizer state move from stages to whole models and back."""
     task, whole = models.Text(), tmp_path / "whole"
     run = tmp_path / "run"
     for path, plan, steps in ((whole, "single", 5), (run, first, 2), (run, second, 5)):
         path.mkdir(exist_ok=True)
-        ranks(1 if plan == "single" else 2)(kept, task, plan, steps, path)
-    expected, found = (checkpoint.load_weights(RunFolder(path).checkpoint(5)) for path in (whole, run))
-    assert expected.keys() == found.keys() == models.Gpt().state_dict().keys()
+        ranks(1 if plan == "single" else 2)(train_steps, task, plan, steps, path)
+    expected, results = (checkpoint.load_weights(RunFolder(path).checkpoint(5)) for path in (whole, run))
+    assert expected.keys() == results.keys() == models.Gpt().state_dict().keys()
     for name, tensor in expected.items():
-        torch.testing.assert_close(found[name], tensor, rtol=RTOL, atol=RTOL)
+        torch.testing.assert_close(results[name], tensor, rtol=RTOL, atol=RTOL)
 
 
-# What a model is cut into
+# How a model is divided
 
 
 def partition_of(task: Task, plan: str, size: int) -> tuple[torch.nn.Module, StagePartition]:
-    laid_out = parse(plan).resolve(size)
+    resolved = parse(plan).resolve(size)
     model = build_meta_model(SPEC, task).model
     trace = StandInModel(model, task.layout(), CPU).trace(
-        task, example_batch(SPEC, task, laid_out), "fp64", training=True
+        task, example_batch(SPEC, task, resolved), "fp64", training=True
     )
-    return model, divide(laid_out, model, find_parts(model, task.layout()), trace)
+    return model, divide(resolved, model, find_parts(model, task.layout()), trace)
 
 
-def test_stages_are_balanced_by_what_they_compute() -> None:
-    """Not by counts: the first convolution of digits is cheap, the second one is nearly all there is."""
+def test_stages_are_balanced_by_flops() -> None:
+    """By FLOPs, not by number of layers: in digits, the first convolution is cheap, the second nearly all."""
     _, partition = partition_of(models.Text(), "pp=2,microbatches=2", 2)
     assert [partition.calls[begin] for begin in partition.begins] == [
         "tokens",
         "blocks.2",
-    ]  # the head weighs less than a block
+    ]  # the head is cheaper than a block
     model, partition = partition_of(stacks.Encoder(), "pp=4,microbatches=4", 4)
     assert [partition.calls[begin] for begin in partition.begins][1:-1] == [
         "encoder.layers.1",
@@ -236,25 +236,25 @@ def test_stages_are_balanced_by_what_they_compute() -> None:
     assert set(partition.holders) == {name for name, _ in model.named_parameters()}
 
 
-def test_what_several_stages_use_they_all_hold() -> None:
+def test_shared_parameters_are_held_by_all_their_stages() -> None:
     model, partition = partition_of(models.Text(), "pp=4,microbatches=4", 4)
     assert partition.holders["tokens.weight"] == (0, 3)
     assert {len(of) for name, of in partition.holders.items() if name != "tokens.weight"} == {1}
     assert [name for name, _ in model.named_parameters()] == list(partition.holders)
 
 
-def test_where_stages_lie() -> None:
+def test_stage_ranks() -> None:
     assert stage_ranks(parse("pp=2,pp_schedule=interleaved").resolve(2)) == [0, 1, 0, 1]
     assert stage_ranks(parse("pp=3,pp_schedule=zbv,microbatches=6").resolve(3)) == [0, 1, 2, 2, 1, 0]
 
 
-def test_placeholders_are_loud() -> None:
+def test_placeholders_are_nan_without_memory() -> None:
     assert TensorMeta((2, 3), torch.float32).placeholder(CPU).isnan().all()
     assert TensorMeta((2, 3), torch.float32).placeholder(CPU).untyped_storage().nbytes() == 4
 
 
 @pytest.mark.parametrize(
-    ("task", "plan", "size", "sentence"),
+    ("task", "plan", "size", "message"),
     [
         (models.Points(), "pp=4", 4, r"has 4 stages, and Sequential can be cut into 3 at most; use pp=2$"),
         (
@@ -286,16 +286,14 @@ def test_placeholders_are_loud() -> None:
             stacks.Conditional(),
             "pp=2",
             2,
-            r"cannot be run on tensors without values, .*use a plan without pp",
+            r"cannot run on tensors without values, .*use a plan without pp",
         ),
-        (models.Routed(), "pp=2", 2, r"cannot be run on tensors without values, .*use a plan without pp"),
+        (models.Routed(), "pp=2", 2, r"cannot run on tensors without values, .*use a plan without pp"),
     ],
 )
-def test_what_cannot_be_cut_is_refused_before_anything_starts(
-    task: Task, plan: str, size: int, sentence: str
-) -> None:
+def test_uncuttable_models_are_refused_at_validation(task: Task, plan: str, size: int, message: str) -> None:
     spec = SPEC.model_copy(update={"batch": 16 * size})
-    with pytest.raises(PlanError, match=sentence):
+    with pytest.raises(PlanError, match=message):
         validate_plan(spec, parse(plan).resolve(size), task)
 
 
@@ -312,12 +310,12 @@ def replaced(owner: Any, attribute: str, by: Any) -> Iterator[None]:
         setattr(owner, attribute, original)
 
 
-def tied_apart() -> Any:
+def skip_tied_sync() -> Any:
     return replaced(TiedWeightSync, "sum_gradients", lambda self: None)
 
 
-def norm_counted_twice() -> Any:
-    """Each stage counts the tied weights."""
+def count_norm_twice() -> Any:
+    """Each stage counts the tied weights in the norm."""
     original = Pipeline.parallelize
 
     def parallelize(self: Pipeline, *args: Any) -> None:
@@ -327,8 +325,8 @@ def norm_counted_twice() -> Any:
     return replaced(Pipeline, "parallelize", parallelize)
 
 
-def part_left_out() -> Any:
-    """The second stage gives on what it receives past its first part."""
+def skip_a_part() -> Any:
+    """The second stage skips its first part."""
     original = Stage.visit_call
 
     def visit_call(self: Stage, name: str, run: Any, args: Any, kwargs: Any) -> Any:
@@ -338,7 +336,7 @@ def part_left_out() -> Any:
     return replaced(Stage, "visit_call", visit_call)
 
 
-def gradient_dropped() -> Any:
+def drop_a_gradient() -> Any:
     original = WeightGradients.run
 
     def run(self: WeightGradients) -> None:
@@ -348,25 +346,25 @@ def gradient_dropped() -> Any:
     return replaced(WeightGradients, "run", run)
 
 
-def test_a_gradient_that_is_missing_is_an_error() -> None:
+def test_missing_gradient_is_an_error() -> None:
     with pytest.raises(
         AssertionError,
         match=r"PlanError: .*: \S+.* got no gradient in this pipeline, and gets one on one process",
     ):
-        same(2, "pp=2,microbatches=2,pp_schedule=zbv", models.Text(), SPEC, gradient_dropped)
+        compare(2, "pp=2,microbatches=2,pp_schedule=zbv", models.Text(), SPEC, drop_a_gradient)
 
 
-@pytest.mark.parametrize("plant", [tied_apart, norm_counted_twice, part_left_out])
+@pytest.mark.parametrize("plant", [skip_tied_sync, count_norm_twice, skip_a_part])
 @pytest.mark.parametrize(
     ("size", "plan"), [(2, "pp=2,microbatches=2"), (4, "dp=2,pp=2,microbatches=2,zero=2")]
 )
-def test_what_is_wrong_is_caught(size: int, plan: str, plant: Any) -> None:
+def test_planted_faults_are_caught(size: int, plan: str, plant: Any) -> None:
     raised = {
-        tied_apart: r"differs from the others: \['tokens.weight",  # the copies even differ from each other
-        part_left_out: "got no gradient in this pipeline",
+        skip_tied_sync: r"differs from the others: \['tokens.weight",  # even the copies differ
+        skip_a_part: "got no gradient in this pipeline",
     }
     if plant in raised:
         with pytest.raises(AssertionError, match=raised[plant]):
-            same(size, plan, models.Text(), SPEC, plant)
+            compare(size, plan, models.Text(), SPEC, plant)
     else:
-        assert same(size, plan, models.Text(), SPEC, plant)
+        assert compare(size, plan, models.Text(), SPEC, plant)

@@ -1,4 +1,4 @@
-"""Buffers that a model changes outside of its blocks are under pipelines those of one process, wherever the forward pass changes them."""
+"""Buffers that a model changes outside of its blocks are equal under pipelines and in one process."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
@@ -27,7 +27,7 @@ SPEC = Spec(steps=3, batch=8, seed=3, precision="fp64", optimizer=Optimizer(lr=1
 
 
 class Tracker(nn.Module):
-    """Keeps a mean of what it is called with, and returns nothing."""
+    """Keeps a running mean of its inputs, and returns None."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -39,7 +39,10 @@ class Tracker(nn.Module):
 
 
 class Tracked(nn.Module):
-    """Changes buffers before, between and after its blocks, by inputs and by activations, in place and by assignment."""
+    """Changes buffers before, between and after its blocks.
+
+    From inputs and from activations, in place and by assignment.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -76,7 +79,7 @@ class Tracked(nn.Module):
                 if self.training:
                     self.assigned = 0.9 * self.assigned + 0.1 * h.detach().square().mean(0)
                 h = h * (1 + self.assigned)
-        y = self.head(h) / (1 + self.steps)  # a counter is known in every stage
+        y = self.head(h) / (1 + self.steps)  # every stage knows the counter
         if self.training:
             self.last.data.lerp_(y.detach().mean(0), 0.1)
             self.late.lerp_(x.mean(0), 0.1)
@@ -93,24 +96,24 @@ class Tracking(models.Points):
         return models.Pairs(x=models.drawn(size, 5), y=models.drawn(size, 3, seed=1))
 
 
-one_process: dict[str, Trained] = {}
+references: dict[str, Trained] = {}
 
 
-def wrong(plan: str, size: int = 2, *plant: Any) -> list[str]:
+def differences_under(plan: str, size: int = 2, *plant: Any) -> list[str]:
     microbatches = next(word for word in plan.split(",") if word.startswith("microbatches"))
-    if microbatches not in one_process:
-        one_process[microbatches] = trained(1, Tracking(), SPEC, f"single,{microbatches}")
-        assert all(value.any() for value in one_process[microbatches].weights.values())
-    return differences(trained(size, Tracking(), SPEC, plan, *plant), one_process[microbatches], 1e-10)
+    if microbatches not in references:
+        references[microbatches] = trained(1, Tracking(), SPEC, f"single,{microbatches}")
+        assert all(value.any() for value in references[microbatches].weights.values())
+    return differences(trained(size, Tracking(), SPEC, plan, *plant), references[microbatches], 1e-10)
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
-def test_each_buffer_changes_once_per_micro_batch(schedule: str) -> None:
-    assert not wrong(f"pp=2,microbatches=4,pp_schedule={schedule}")
+def test_each_buffer_changes_once_per_microbatch(schedule: str) -> None:
+    assert not differences_under(f"pp=2,microbatches=4,pp_schedule={schedule}")
 
 
 class Keeping(nn.Module):
-    """Uses a buffer in one place, and changes it in another."""
+    """Reads a buffer in one place, and changes it in another."""
 
     def __init__(self, kind: str) -> None:
         super().__init__()
@@ -150,7 +153,7 @@ KINDS = ("late", "inputs", "evaluated", "skip", "derived", "middle")
 
 
 @pytest.mark.parametrize(
-    ("kind", "plan", "sentence"),
+    ("kind", "plan", "message"),
     [
         (
             "late",
@@ -184,14 +187,14 @@ KINDS = ("late", "inputs", "evaluated", "skip", "derived", "middle")
         ),
     ],
 )
-def test_what_no_stage_could_keep_is_refused(kind: str, plan: str, sentence: str) -> None:
+def test_buffers_that_no_single_stage_could_keep_are_refused(kind: str, plan: str, message: str) -> None:
     ranks = 7 if "pp=7" in plan else 2
-    with pytest.raises(PlanError, match=sentence + "; use pp="):
+    with pytest.raises(PlanError, match=message + "; use pp="):
         validate_plan(SPEC.model_copy(update={"batch": 7 * 16}), parse(plan).resolve(ranks), Kept(kind=kind))
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_what_one_stage_can_keep_is_right(kind: str) -> None:
+def test_buffers_that_one_stage_keeps_match_one_process(kind: str) -> None:
     plan = "pp=2,microbatches=2,pp_schedule=zbv" if kind == "middle" else "pp=2,microbatches=2"
     assert not differences(
         trained(2, Kept(kind=kind), SPEC, plan),
@@ -201,7 +204,7 @@ def test_what_one_stage_can_keep_is_right(kind: str) -> None:
 
 
 class Scaled(nn.Sequential):
-    """A parameter of its own, which is used before the first part is called."""
+    """Uses a parameter before its first part is called."""
 
     def __init__(self) -> None:
         super().__init__(nn.Linear(5, 5), nn.Linear(5, 5), nn.Linear(5, 3))
@@ -216,7 +219,7 @@ class Scaling(models.Points):
         return Scaled()
 
 
-def test_nothing_crosses_into_the_first_stage() -> None:
+def test_first_stage_receives_nothing() -> None:
     assert not differences(
         trained(2, Scaling(), SPEC, "pp=2,microbatches=2"),
         trained(1, Scaling(), SPEC, "single,microbatches=2"),
@@ -249,7 +252,7 @@ def shared_by_stages() -> Iterator[None]:
         StageBuffers.installed = original  # type: ignore[method-assign]
 
 
-def test_a_buffer_that_two_stages_change_is_caught() -> None:
+def test_shared_buffer_changed_by_two_stages_is_caught() -> None:
     one = trained(1, Counted(), SPEC, "single,microbatches=2")
     assert one.weights["steps"] == 6
     plan = "pp=2,microbatches=2,pp_schedule=interleaved"
@@ -257,7 +260,7 @@ def test_a_buffer_that_two_stages_change_is_caught() -> None:
     assert differences(trained(2, Counted(), SPEC, plan, shared_by_stages), one, 1e-10) == ["steps by 1"]
 
 
-def kept(plan: str, steps: int, run: Path) -> None:
+def train_steps(plan: str, steps: int, run: Path) -> None:
     list(train(SPEC.model_copy(update={"steps": steps}), parse(plan), task=Tracking(), run=RunFolder(run)))
 
 
@@ -268,11 +271,11 @@ def kept(plan: str, steps: int, run: Path) -> None:
         ("single,microbatches=2", "pp=2,microbatches=2,pp_schedule=zbv"),
     ],
 )
-def test_checkpoints_hold_what_the_stage_has_that_changes_it(first: str, second: str, tmp_path: Path) -> None:
+def test_checkpoints_have_the_changed_buffers(first: str, second: str, tmp_path: Path) -> None:
     whole, run = tmp_path / "whole", tmp_path / "run"
     for path, plan, steps in ((whole, "single,microbatches=2", 4), (run, first, 2), (run, second, 4)):
         path.mkdir(exist_ok=True)
-        ranks(1 if plan.startswith("single") else 2)(kept, plan, steps, path)
+        ranks(1 if plan.startswith("single") else 2)(train_steps, plan, steps, path)
     expected, found = (checkpoint.load_weights(RunFolder(path).checkpoint(4)) for path in (whole, run))
     assert expected.keys() == found.keys() == Tracked().state_dict().keys()
     for name, tensor in expected.items():

@@ -1,4 +1,4 @@
-"""A backward pass in two halves gives the gradients of a whole one, to the last bit of what is not shared."""
+"""A backward pass in two halves gives the gradients of a whole backward pass."""
 
 from collections.abc import Callable
 from typing import Any
@@ -17,7 +17,7 @@ Forward = Callable[[nn.ParameterDict, Tensor, Tensor], tuple[Tensor, ...]]
 
 
 class Doubling(torch.autograd.Function):
-    """An operation of the user's own."""
+    """A custom operation of the user."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
@@ -25,9 +25,9 @@ class Doubling(torch.autograd.Function):
         return x * weight, x + weight
 
     @staticmethod
-    def backward(ctx: Any, one: Tensor, other: Tensor) -> tuple[Tensor, Tensor]:
+    def backward(ctx: Any, grad_product: Tensor, grad_sum: Tensor) -> tuple[Tensor, Tensor]:
         x, weight = ctx.saved_tensors
-        return one * weight + other, one * x + other
+        return grad_product * weight + grad_sum, grad_product * x + grad_sum
 
 
 def hooked(x: Tensor) -> Tensor:
@@ -75,13 +75,16 @@ def parameters() -> nn.ParameterDict:
     )
 
 
-def passes(forward: Forward, split: Callable[..., None] | None) -> dict[str, Tensor | None]:
-    """The gradients after two micro-batches, the second of which runs before the weights of the first have theirs."""
+def run_two_microbatches(forward: Forward, split: Callable[..., None] | None) -> dict[str, Tensor | None]:
+    """Return the gradients after two micro-batches.
+
+    The second runs before the weight gradients of the first are computed.
+    """
     draw = torch.Generator().manual_seed(1)
     weights = parameters()
-    found: dict[str, Tensor | None] = {}
+    results: dict[str, Tensor | None] = {}
     later = []
-    for microbatches in range(2):
+    for microbatch in range(2):
         x, y = (torch.randn(3, N, generator=draw, dtype=torch.float64, requires_grad=True) for _ in range(2))
         outputs = tuple(forward(weights, x, y))
         grads = tuple(torch.randn(output.shape, generator=draw, dtype=torch.float64) for output in outputs)
@@ -96,56 +99,62 @@ def passes(forward: Forward, split: Callable[..., None] | None) -> dict[str, Ten
                 for output in outputs
             )
             later.append(split(outputs, grads, [x, y], weights))
-        found |= {f"x{microbatches}": x.grad, f"y{microbatches}": y.grad}
+        results |= {f"x{microbatch}": x.grad, f"y{microbatch}": y.grad}
     for run in later:
         run()
-    return found | {name: parameter.grad for name, parameter in weights.items()}
+    return results | {name: parameter.grad for name, parameter in weights.items()}
 
 
-def ours(
+def split_by_paceline(
     outputs: tuple[Tensor, ...], grads: tuple[Tensor, ...], inputs: list[Tensor], weights: nn.ParameterDict
 ) -> Any:
     return backward_inputs(outputs, grads, inputs)[1].run
 
 
-def of_torch(
+def split_by_torch(
     outputs: tuple[Tensor, ...], grads: tuple[Tensor, ...], inputs: list[Tensor], weights: nn.ParameterDict
 ) -> Any:
     groups = stage_backward_input(list(outputs), list(grads), inputs, iter(weights.values()))[1]
     return lambda: stage_backward_weight(iter(weights.values()), groups)
 
 
-def unlike(found: dict[str, Tensor | None], expected: dict[str, Tensor | None]) -> list[str]:
+def find_differences(results: dict[str, Tensor | None], expected: dict[str, Tensor | None]) -> list[str]:
     return [
         name
         for name, grad in expected.items()
-        if (grad is None) != ((here := found[name]) is None)
+        if (grad is None) != ((here := results[name]) is None)
         or (grad is not None and not torch.allclose(here, grad, rtol=1e-13, atol=1e-14))
     ]
 
 
 @pytest.mark.parametrize("graph", GRAPHS)
-def test_both_halves_together_are_the_whole(graph: str) -> None:
-    assert not unlike(passes(GRAPHS[graph], ours), passes(GRAPHS[graph], None))
+def test_two_halves_match_a_whole_backward_pass(graph: str) -> None:
+    assert not find_differences(
+        run_two_microbatches(GRAPHS[graph], split_by_paceline), run_two_microbatches(GRAPHS[graph], None)
+    )
 
 
-def test_the_split_of_torch_is_wrong_where_this_one_is_needed() -> None:
-    """If it no longer is, this one can go."""
+def test_torch_split_is_still_wrong() -> None:
+    """If torch's split becomes right, remove Paceline's."""
     wrong = {
-        name for name in ("no input leads to it", "both ways", "shared bias") if unlike_or_fails(GRAPHS[name])
+        name
+        for name in ("no input leads to it", "both ways", "shared bias")
+        if differs_or_fails(GRAPHS[name])
     }
     assert "no input leads to it" in wrong
 
 
-def unlike_or_fails(graph: Forward) -> bool:
+def differs_or_fails(graph: Forward) -> bool:
     try:
-        return bool(unlike(passes(graph, of_torch), passes(graph, None)))
+        return bool(
+            find_differences(run_two_microbatches(graph, split_by_torch), run_two_microbatches(graph, None))
+        )
     except (RuntimeError, KeyError, TypeError):
         return True
 
 
-def test_gradients_of_weights_wait() -> None:
-    """Those of products, which are dear; what several operations share is computed at once."""
+def test_weight_gradients_are_deferred() -> None:
+    """Those of expensive products are deferred; gradients that several operations share are not."""
     weights = parameters()
     x = torch.randn(3, N, dtype=torch.float64, requires_grad=True)
     output = ((x @ weights["a"] + weights["bias"]).tanh() @ weights["b"] + weights["bias"]).tanh()
