@@ -18,7 +18,7 @@ from unittest import mock
 
 import heartbeat  # by the name that the ranks know
 from paceline import Spec
-from paceline.cluster.cpu import cpu
+from paceline.cluster.cpu import read_cpu
 from paceline.distributed.process_group import FLIGHT_RECORDER_SIZE
 from paceline.doctor import heartbeat as beat
 from paceline.doctor import heartbeat_writer
@@ -96,7 +96,7 @@ def main() -> None:
     options.add_argument("--steps", type=int, default=300)
     options.add_argument("--times", type=int, default=7)
     asked = options.parse_args()
-    print(cpu().name)
+    print(read_cpu().name)
     call = heartbeat_writer.HeartbeatWriter(None, 0, 1, 60.0, 60.0)
     began = time.perf_counter()
     for at in range(100_000):

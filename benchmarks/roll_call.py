@@ -11,7 +11,7 @@ from collections.abc import Callable
 import torch.distributed as dist
 
 import roll_call as here  # by the name that the ranks know
-from paceline.cluster.cpu import cpu
+from paceline.cluster.cpu import read_cpu
 from paceline.distributed.world import read_world
 from paceline.launch.rank_pool import Ranks
 from paceline.task import load_task
@@ -48,7 +48,7 @@ def main() -> None:
     parser.add_argument("--times", type=int, default=50)
     options = parser.parse_args()
     print(
-        f"{cpu().name}, {cpu().usable_cores} cores; ms on the rank that takes longest: the first, and the median of the others"
+        f"{read_cpu().name}, {read_cpu().usable_cores} cores; ms on the rank that takes longest: the first, and the median of the others"
     )
     for count in options.ranks:
         with Ranks(count) as ranks:

@@ -711,19 +711,19 @@ def test_no_text_of_a_job_script_makes_a_line(tmp_path):
     job = Job(Path("/r"), Path("/f"), nodes=1, ranks_per_node=1, time="10", python="python")
     for bad in CONTROL:
         for change in ({"run": Path("/") / bad}, {"folder": Path("/") / bad}, {"time": bad}, {"python": bad}):
-            with pytest.raises(LaunchError, match="printable and of one line"):
+            with pytest.raises(LaunchError, match="a single line of printable text"):
                 dataclasses.replace(job, **change)
         for name, field in Site.model_fields.items():
             if name.endswith(("_s", "_per_node", "_per_rank")):
                 continue
             kind = str(field.annotation)
             value = {"A": bad} if "dict" in kind else [f"-{bad}"] if "tuple" in kind else bad
-            with pytest.raises(ValidationError, match="printable and of one line"):
+            with pytest.raises(ValidationError, match="a single line of printable text"):
                 Site.model_validate({name: value} | ({"scratch": "/s"} if name == "stage_in" else {}))
         with pytest.raises(ValidationError):
             Site.model_validate({"environment": {bad: "1"}})
         for value in ({"task": bad}, {"run": bad}, {"plan": bad}):
-            with pytest.raises(SpecError, match="printable and of one line"):
+            with pytest.raises(SpecError, match="a single line of printable text"):
                 build(value)
     with pytest.raises(ValidationError, match="names of variables"):
         Site.model_validate({"environment": {"ä": "1"}})
@@ -743,7 +743,7 @@ def test_a_newline_in_the_folder_of_a_command_is_refused(tmp_path):
     (folder := tmp_path / "a\ntouch PWNED\n#").mkdir()
     refused = paceline("submit", "digits", "--dry-run", "--run-dir", "r", at=folder)
     assert (refused.status, refused.out) == (2, "")
-    assert "a job script needs names that are printable and of one line" in refused.err
+    assert "a name in a job script must be a single line of printable text" in refused.err
 
 
 @pytest.mark.parametrize(

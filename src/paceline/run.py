@@ -424,7 +424,7 @@ def collect_provenance() -> dict[str, Any]:
         except PackageNotFoundError:
             return None
 
-    from paceline.cluster.cpu import cpu
+    from paceline.cluster.cpu import read_cpu
 
     facts = {
         "command": sys.argv,
@@ -432,7 +432,7 @@ def collect_provenance() -> dict[str, Any]:
         "host": platform.node(),
         "user": getpass.getuser(),
         "system": platform.platform(),
-        "processor": cpu().name or None,
+        "processor": read_cpu().name or None,
         "python": platform.python_version(),
         "packages": {"paceline": __version__}
         | {name: number for name in ("torch", "numpy") if (number := installed(name))},

@@ -150,7 +150,7 @@ def test_interrupt_keeps_results(tmp_path):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ('{"version": 0}', "bench/cluster.json is of version 0"),
+        ('{"version": 0}', "bench/cluster.json has version 0"),
         (
             '{"version": 1, "device": {"name": "B200", "memory_bytes": 1}}',
             "bench/cluster.json describes B200, but this machine has ",

@@ -93,7 +93,7 @@ def test_new_rows_take_the_place_of_those_about_the_same():
         ),
         (
             {"device": {"name": "x", "memory_bytes": 0}},
-            "device.memory_bytes: a size or a rate must be above 0, got 0; leave it out where ",
+            "device.memory_bytes: a size or a rate must be above 0, got 0; leave it out if ",
         ),
         (
             {"device": {"name": "x", "memory_bytes": {"value": 3, "source": "guess"}}},
@@ -125,18 +125,18 @@ def test_one_sentence_for_what_is_wrong(change, sentence, tmp_path):
         ("{", " is not JSON: "),
         ("\x00", " is not JSON: "),
         ("[" * 100_000, " is not JSON: "),
-        ("[]", " is no cluster: "),
+        ("[]", " is not a cluster: "),
         (
             '{"format": "paceline.bench", "version": 1}',
-            " is no cluster: its format is 'paceline.bench', not 'paceline.cluster'",
+            " is not a cluster: format must be 'paceline.cluster', got 'paceline.bench'",
         ),
-        ('{"device": {}}', ' does not say its version; write "version": 1'),
+        ('{"device": {}}', ' has no version; write "version": 1'),
         (
             '{"version": 7}',
-            " is of version 7, newer than this Paceline, which reads 1; use the Paceline that wrote it",
+            " has version 7, but this Paceline reads 1; use the newer Paceline that wrote it",
         ),
-        ('{"version": 0}', " is of version 0, and this Paceline reads 1; write it again with paceline bench"),
-        ('{"version": true}', " is of version True, and "),
+        ('{"version": 0}', " has version 0, but this Paceline reads 1; write it again with paceline bench"),
+        ('{"version": true}', " has version True, but "),
     ],
 )
 def test_what_is_no_cluster(text, sentence, tmp_path):
@@ -242,30 +242,33 @@ def test_a_cluster_in_a_few_words():
 @pytest.mark.parametrize(
     ("text", "sentence"),
     [
-        ("a100:8x4", "there are several a100; say which: a100-40g, a100-80g, a100-pcie-40g, a100-pcie-80g"),
+        (
+            "a100:8x4",
+            "a100 has several variants; specify one of a100-40g, a100-80g, a100-pcie-40g, a100-pcie-80g",
+        ),
         (
             "h20:8",
-            "the table of published devices lacks h20 (a cluster.json can describe it); did you mean h200",
+            "h20 is not in the table of published devices (a cluster.json can describe it); did you mean h200",
         ),
         (
             "rtx5090",
-            "the table of published devices lacks rtx5090 (a cluster.json can describe it); available: v100-16g, ",
+            "rtx5090 is not in the table of published devices (a cluster.json can describe it); available: v100-16g, ",
         ),
         (
             "a100-80g:8x",
-            "cluster 'a100-80g:8x' is not DEVICE:DEVICES_OF_A_NODExNODES@GB/s, as in a100-80g:8x128@25, and no cluster.json either",
+            "cluster must be DEVICE:DEVICES_PER_NODExNODES@GB/s, as in a100-80g:8x128@25, or a cluster.json, got 'a100-80g:8x'",
         ),
-        ("a100-80g x 3", "cluster 'a100-80g x 3' is not "),
-        ("", "cluster '' is not "),
-        ("a100-80g:0x2", "cluster 'a100-80g:0x2' has 0 devices in a node; at least 1 is needed"),
-        ("a100-80g:8x0", "cluster 'a100-80g:8x0' has 0 nodes; at least 1 is needed"),
+        ("a100-80g x 3", "cluster must be DEVICE:"),
+        ("", "cluster must be DEVICE:"),
+        ("a100-80g:0x2", "cluster 'a100-80g:0x2' must have at least 1 device per node, got 0"),
+        ("a100-80g:8x0", "cluster 'a100-80g:8x0' must have at least 1 node, got 0"),
         (
             "a100-80g:8x2@0",
-            "cluster 'a100-80g:8x2@0' has 0 GB/s across nodes; leave @0 out where it is not known",
+            "cluster 'a100-80g:8x2@0' has 0 GB/s across nodes; leave out @0 if the rate is unknown",
         ),
         (
             "nowhere/cluster.json",
-            "cannot read nowhere/cluster.json: No such file or directory; paceline bench writes one, and ",
+            "cannot read nowhere/cluster.json: No such file or directory; paceline bench writes this file, and ",
         ),
     ],
 )

@@ -14,15 +14,15 @@ import pytest
 from command import paceline
 from paceline.cluster import cpu, environment, gpus, limits, mpi, network, topology
 from paceline.cluster.backends import versions
-from paceline.cluster.directories import Mount, look, mount_of, usual
+from paceline.cluster.directories import Mount, examine, find_mount, list_usual
 from paceline.cluster.facts import Fact
-from paceline.cluster.local_cluster import cluster
+from paceline.cluster.local_cluster import build_cluster
 from paceline.cluster.machine import Cpu, Machine, MemoryFacts, Quota, Slurm
 from paceline.cluster.probe import ParallelSources, probe
 from paceline.cluster.published import sheets
-from paceline.cluster.quota import of_directory, parse
+from paceline.cluster.quota import find_quota, parse
 from paceline.cluster.run_tool import run
-from paceline.cluster.text import tables
+from paceline.cluster.text import build_tables
 from paceline.errors import ClusterError
 
 RECORDED = Path(__file__).parent / "recorded"
@@ -48,7 +48,7 @@ def text_of(found: Machine, width: int = 120) -> str:
     from rich.console import Console
 
     console = Console(width=width, record=True, file=open(os.devnull, "w"))  # noqa: SIM115
-    for table in tables(found):
+    for table in build_tables(found):
         console.print(table)
     console.file.close()
     return console.export_text()
@@ -101,16 +101,16 @@ def test_two_gpus_with_nvlink():
     assert found.links == {"GPU0": {"GPU1": "NV12"}, "GPU1": {"GPU0": "NV12"}}
     assert found.cpus == {"GPU0": "0-95", "GPU1": "0-95"}
     assert found.numa == {"GPU0": "0", "GPU1": "0"}
-    assert topology.best_nics(found) == {}
-    assert topology.among_gpus(found) == {"NV12": 1}
+    assert topology.find_nearest_nics(found) == {}
+    assert topology.count_gpu_links(found) == {"NV12": 1}
 
 
 def test_eight_gpus_with_network_cards():
     """GPU k has a card of its own behind one switch, which is not card k; NIC1 and NIC2, NIC7 and NIC8 are for storage."""
     found = topology.parse_nvidia(recorded("nvidia-smi-topo-8xH100.txt"))
-    assert topology.gpus(found) == tuple(f"GPU{k}" for k in range(8))
-    assert topology.among_gpus(found) == {"NV18": 28}
-    assert topology.best_nics(found) == {
+    assert topology.gpu_names(found) == tuple(f"GPU{k}" for k in range(8))
+    assert topology.count_gpu_links(found) == {"NV18": 28}
+    assert topology.find_nearest_nics(found) == {
         f"GPU{k}": ("PXB", (f"NIC{nic}",)) for k, nic in enumerate((0, 3, 4, 5, 6, 9, 10, 11))
     }
     assert found.numa["GPU3"] == "0"
@@ -119,7 +119,7 @@ def test_eight_gpus_with_network_cards():
 
 def test_network_cards_by_name():
     found = topology.parse_nvidia(recorded("nvidia-smi-topo-8xA100.txt"))
-    best = topology.best_nics(found)
+    best = topology.find_nearest_nics(found)
     assert best["GPU0"] == best["GPU1"] == ("PXB", ("mlx5_0", "mlx5_1"))
     assert best["GPU7"] == ("PXB", ("mlx5_6", "mlx5_7"))
     assert found.links["NIC8"]["NIC9"] == "PIX"
@@ -128,8 +128,11 @@ def test_network_cards_by_name():
 
 def test_gpus_on_two_sockets():
     found = topology.parse_nvidia(recorded("nvidia-smi-topo-2-sockets.txt"))
-    assert topology.among_gpus(found) == {"SYS": 1}
-    assert topology.best_nics(found) == {"GPU0": ("PHB", ("NIC0", "NIC1")), "GPU1": ("PHB", ("NIC2", "NIC3"))}
+    assert topology.count_gpu_links(found) == {"SYS": 1}
+    assert topology.find_nearest_nics(found) == {
+        "GPU0": ("PHB", ("NIC0", "NIC1")),
+        "GPU1": ("PHB", ("NIC2", "NIC3")),
+    }
 
 
 def test_the_heads_are_underlined_on_a_real_machine():
@@ -140,7 +143,7 @@ def test_the_heads_are_underlined_on_a_real_machine():
 
 def test_topology_of_rocm_smi():
     found = topology.parse_amd(recorded("rocm-smi-showtopo-8xMI308X.txt"))
-    assert topology.among_gpus(found) == {"XGMI": 28}
+    assert topology.count_gpu_links(found) == {"XGMI": 28}
     assert found.numa == {f"GPU{k}": str(k // 4) for k in range(8)}
 
 
@@ -189,10 +192,12 @@ def test_limits_of_control_groups(tmp_path):
     (inner.parent / "cpu.max").write_text("350000 100000\n")
     (inner / "memory.max").write_text("max\n")
     (inner.parent / "memory.max").write_text(f"{8 * GiB}\n")
-    found = list(limits.groups("0::/system.slice/slurmstepd.scope/job_7\n", tmp_path))
+    found = list(limits.list_control_groups("0::/system.slice/slurmstepd.scope/job_7\n", tmp_path))
     assert inner in found
     assert [limits.cpu_quota(group) for group in found if limits.cpu_quota(group)] == [3.5]
-    assert [limits.memory_of(group) for group in found if limits.memory_of(group)] == [8 * GiB]
+    assert [limits.group_memory_limit(group) for group in found if limits.group_memory_limit(group)] == [
+        8 * GiB
+    ]
 
 
 def test_limits_of_the_first_version(tmp_path):
@@ -206,12 +211,14 @@ def test_limits_of_the_first_version(tmp_path):
             (folder / name).write_text(text + "\n")
     (tmp_path / "memory" / "memory.limit_in_bytes").write_text("9223372036854771712\n")
     found = list(
-        limits.groups("4:memory:/docker/abc\n2:cpu,cpuacct:/docker/abc\n1:name=systemd:/\n", tmp_path)
+        limits.list_control_groups(
+            "4:memory:/docker/abc\n2:cpu,cpuacct:/docker/abc\n1:name=systemd:/\n", tmp_path
+        )
     )
     assert [limits.cpu_quota(group) for group in found if limits.cpu_quota(group)] == [2.0]
-    assert [limits.memory_of(group) for group in found if limits.memory_of(group)] == [4 * GiB], (
-        "nearly 2^63 is no limit"
-    )
+    assert [limits.group_memory_limit(group) for group in found if limits.group_memory_limit(group)] == [
+        4 * GiB
+    ], "nearly 2^63 is no limit"
 
 
 def test_usable_cores_are_those_of_the_affinity():
@@ -239,14 +246,14 @@ def test_rdma_devices(tmp_path):
     device = tmp_path / "infiniband/mlx5_10/device"
     (device / "net/ib0").mkdir(parents=True)
     (device / "numa_node").write_text("1\n")
-    found = network.rdma(tmp_path)
+    found = network.list_rdma(tmp_path)
     assert [(row.name, row.kind, row.up, row.Mbps) for row in found] == [
         ("bnxt_re0", "roce", True, 25_000),
         ("mlx5_2", "infiniband", False, 100_000),
         ("mlx5_10", "infiniband", True, 400_000),
     ]
     assert (found[2].numa, found[2].ports) == (1, "ib0")
-    assert network.rdma(tmp_path / "nowhere") == ()
+    assert network.list_rdma(tmp_path / "nowhere") == ()
 
 
 # Slurm, containers, modules
@@ -260,12 +267,12 @@ def test_a_slurm_job():
         "SLURM_NTASKS": "8",
         "SLURM_GPUS_ON_NODE": "4",
     }
-    assert environment.slurm(env) == Slurm(
+    assert environment.read_slurm(env) == Slurm(
         job="4711", nodes=2, node_list="a[1-2]", tasks=8, gpus_per_node="4"
     )
-    array = environment.slurm(env | {"SLURM_ARRAY_JOB_ID": "4700", "SLURM_ARRAY_TASK_ID": "3"})
+    array = environment.read_slurm(env | {"SLURM_ARRAY_JOB_ID": "4700", "SLURM_ARRAY_TASK_ID": "3"})
     assert array.job == "4700_3"
-    assert environment.slurm({"HOME": "/root"}) is None
+    assert environment.read_slurm({"HOME": "/root"}) is None
 
 
 @pytest.mark.parametrize(
@@ -282,15 +289,18 @@ def test_a_slurm_job():
     ],
 )
 def test_containers(env, marks, cgroup, found):
-    assert environment.container(env, frozenset(marks), cgroup) == found
+    assert environment.find_container(env, frozenset(marks), cgroup) == found
 
 
 def test_modules_and_visible_devices():
-    assert environment.modules({"LOADEDMODULES": "gcc/12.3:openmpi/4.1.6"}) == ("gcc/12.3", "openmpi/4.1.6")
-    assert environment.modules({}) == ()
-    assert environment.visible({"CUDA_VISIBLE_DEVICES": "0, 2"}) == ("0", "2")
-    assert environment.visible({"CUDA_VISIBLE_DEVICES": ""}) == ()
-    assert environment.visible({}) is None
+    assert environment.loaded_modules({"LOADEDMODULES": "gcc/12.3:openmpi/4.1.6"}) == (
+        "gcc/12.3",
+        "openmpi/4.1.6",
+    )
+    assert environment.loaded_modules({}) == ()
+    assert environment.visible_devices({"CUDA_VISIBLE_DEVICES": "0, 2"}) == ("0", "2")
+    assert environment.visible_devices({"CUDA_VISIBLE_DEVICES": ""}) == ()
+    assert environment.visible_devices({}) is None
 
 
 # File systems and quotas
@@ -376,17 +386,17 @@ def test_the_quota_of_a_directory():
     rows = [
         (name, Quota(used_bytes=k)) for k, name in enumerate(("server:/home", "/home/me", "/", "/scratch"))
     ]
-    assert of_directory("/home/me/x", "/home", "server:/home", rows).used_bytes == 0
-    assert of_directory("/home/me/x", "/home", "/dev/sda", rows).used_bytes == 1
-    assert of_directory("/scratch/me", "/scratch", None, rows).used_bytes == 3
-    assert of_directory("/scratchy", "/scratchy", None, rows[3:]) is None
+    assert find_quota("/home/me/x", "/home", "server:/home", rows).used_bytes == 0
+    assert find_quota("/home/me/x", "/home", "/dev/sda", rows).used_bytes == 1
+    assert find_quota("/scratch/me", "/scratch", None, rows).used_bytes == 3
+    assert find_quota("/scratchy", "/scratchy", None, rows[3:]) is None
 
 
-def test_the_mount_of_a_directory():
+def test_the_find_mount_a_directory():
     mounts = [Mount("/", "a", "ext4"), Mount("/home", "b", "nfs4"), Mount("/home", "c", "lustre")]
-    assert mount_of("/home/me", mounts).filesystem == "lustre", "the last one hides the one below"
-    assert mount_of("/homes", mounts).filesystem == "ext4"
-    assert mount_of("/x", []) is None
+    assert find_mount("/home/me", mounts).filesystem == "lustre", "the last one hides the one below"
+    assert find_mount("/homes", mounts).filesystem == "ext4"
+    assert find_mount("/x", []) is None
 
 
 def test_the_usual_directories(tmp_path):
@@ -398,7 +408,7 @@ def test_the_usual_directories(tmp_path):
         "WORK": str(tmp_path / "gone"),
         "DATA": "here",
     }
-    found = usual(env, tmp_path)
+    found = list_usual(env, tmp_path)
     assert found[tmp_path] == ("HOME", "STORE")
     assert found[tmp_path / "scratch"] == ("SCRATCH",)
     assert tmp_path / "gone" not in found
@@ -408,7 +418,7 @@ def test_the_usual_directories(tmp_path):
 def test_a_directory_here(tmp_path):
     own = [Mount(str(tmp_path), "disk", "made up")]
     quota = Quota(used_bytes=5)
-    found = look(tmp_path, ("SCRATCH",), [("disk", quota)], own)
+    found = examine(tmp_path, ("SCRATCH",), [("disk", quota)], own)
     usage = psutil.disk_usage(str(tmp_path))
     assert (found.filesystem, found.mount, found.quota, found.size_bytes) == (
         "made up",
@@ -446,7 +456,7 @@ def test_versions_in_what_torch_was_built_with():
     ],
 )
 def test_names_of_mpi(text, name):
-    assert mpi.mpi_name(text) == name
+    assert mpi.parse_mpi_name(text) == name
 
 
 def test_a_tool_that_is_not_there_says_nothing_and_one_that_fails_says_why():
@@ -464,7 +474,7 @@ def test_a_source_that_hangs_holds_up_nobody():
     began = time.monotonic()
     answers, reasons = ParallelSources(
         {"quick": lambda: 7, "slow": lambda: time.sleep(60), "broken": breaks}
-    ).within(0.3)
+    ).collect(0.3)
     assert time.monotonic() - began < 30
     assert answers == {"quick": 7}
     assert reasons == {"slow": "no answer within 0.3 s", "broken": "Input/output error"}
@@ -484,22 +494,22 @@ def h100s(**parts) -> Machine:
 
 
 def test_the_cluster_of_a_node_with_gpus():
-    found = cluster(h100s(slurm=Slurm(job="1", nodes=4)))
+    found = build_cluster(h100s(slurm=Slurm(job="1", nodes=4)))
     assert (found.nodes, found.devices_per_node, found.devices) == (4, 8, 32)
     assert found.device.memory_bytes == Fact(value=81559 * 2**20, source="measured", note="nvidia-smi")
     assert found.device.peaks_flops == sheets()["h100-sxm"].device().peaks_flops
     assert [(link.axis, link.beta_Bps.value, link.alpha_s) for link in found.links] == [("node", 450e9, None)]
-    assert cluster(h100s(visible=("0", "3"))).devices_per_node == 2
+    assert build_cluster(h100s(visible=("0", "3"))).devices_per_node == 2
 
 
 def test_links_are_not_guessed():
     """Neither without a topology, nor where some pairs go over PCIe."""
     whole = h100s()
-    assert cluster(whole.model_copy(update={"topology": None})).links == ()
+    assert build_cluster(whole.model_copy(update={"topology": None})).links == ()
     links = {name: dict(row) for name, row in whole.topology.links.items()}
     links["GPU0"]["GPU7"] = "SYS"
     assert (
-        cluster(
+        build_cluster(
             whole.model_copy(update={"topology": whole.topology.model_copy(update={"links": links})})
         ).links
         == ()
@@ -507,13 +517,13 @@ def test_links_are_not_guessed():
 
 
 def test_the_cluster_of_a_node_without_gpus():
-    found = cluster(
+    found = build_cluster(
         machine(memory=MemoryFacts(total_bytes=64 * GiB, available_bytes=GiB, limit_bytes=8 * GiB))
     )
     assert (found.device.kind, found.devices_per_node, found.cores_per_node) == ("cpu", 1, 4)
     assert found.device.memory_bytes.value == found.host_memory_bytes.value == 8 * GiB
     assert found.device.peaks_flops == {}
-    assert cluster(h100s(visible=())).device.kind == "cpu", "no GPU is visible to this process"
+    assert build_cluster(h100s(visible=())).device.kind == "cpu", "no GPU is visible to this process"
 
 
 @pytest.mark.parametrize("width", [80, 120])
@@ -558,7 +568,7 @@ def test_a_driver_that_fails_does_not_mean_that_there_is_no_gpu(tmp_path, monkey
     assert "NVIDIA's GPUs: nvidia-smi failed with exit status 9: NVIDIA-SMI has failed" in " ".join(
         found.silent
     )
-    assert re.search(r"^GPUs +not known", text_of(found), re.M)
+    assert re.search(r"^GPUs +unknown", text_of(found), re.M)
 
 
 def test_this_machine(tmp_path):

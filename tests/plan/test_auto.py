@@ -173,5 +173,5 @@ def test_the_machine_of_another_device_is_left_aside(tmp_path: Path, monkeypatch
         "device": {"name": "H100", "kind": "cuda", "memory_bytes": 8e10},
     }
     (tmp_path / "cluster.json").write_text(json.dumps(gpu))
-    assert local_cluster.known().device.name == "H100"
-    assert local_cluster.known("cpu").device.kind == "cpu"
+    assert local_cluster.load_cluster().device.name == "H100"
+    assert local_cluster.load_cluster("cpu").device.kind == "cpu"

@@ -382,7 +382,7 @@ def test_too_little_room(options, said, here):
 
 def test_quotas(monkeypatch, here):
     def of(**more: int) -> str:
-        monkeypatch.setattr(directories, "quotas", lambda: [(str(here), Quota(used_bytes=0, **more))])
+        monkeypatch.setattr(directories, "read_quotas", lambda: [(str(here), Quota(used_bytes=0, **more))])
         return " | ".join(only("room", task="digits", batch=64))
 
     assert of(limit_bytes=2**30, soft_bytes=2**30).startswith("passes: ")

@@ -47,7 +47,7 @@ def find_cluster(name: str | None) -> "Cluster":
         return find(name)
     from paceline.cluster import local_cluster
 
-    return local_cluster.known()
+    return local_cluster.load_cluster()
 
 
 def with_peak(cluster: "Cluster", peak: float | None) -> "Cluster":

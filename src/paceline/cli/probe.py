@@ -32,22 +32,22 @@ def probe(
     if json is not None:
         check_target(json)
 
-    from paceline.cluster.backends import begin
+    from paceline.cluster.backends import start
 
-    torch = begin()  # takes longest, so it runs while this process imports the rest
+    torch = start()  # takes longest, so it runs while this process imports the rest
 
     from rich.console import Console
     from rich.text import Text
 
-    from paceline.cluster.file import layout
+    from paceline.cluster.file import format_json
     from paceline.cluster.probe import probe as probe_machine
-    from paceline.cluster.text import tables
+    from paceline.cluster.text import build_tables
 
     machine = probe_machine(directories or (), torch)
     if json is not None:
-        write_whole(json, layout(machine.model_dump(mode="json")))
+        write_whole(json, format_json(machine.model_dump(mode="json")))
     console = Console(highlight=False)
-    for k, table in enumerate(tables(machine)):
+    for k, table in enumerate(build_tables(machine)):
         if k and not isinstance(table, Text):
             console.print()
         console.print(table)

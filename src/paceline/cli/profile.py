@@ -141,10 +141,10 @@ def _find_cluster(
     import re
 
     from paceline.cli.plan_inputs import find_cluster
-    from paceline.cluster.local_cluster import file_of
+    from paceline.cluster.local_cluster import find_file
     from paceline.errors import ClusterError
 
-    if update and name is None and file_of() is None:
+    if update and name is None and find_file() is None:
         raise ClusterError(
             "--update requires a cluster.json, and there is none here; write it with paceline bench, or "
             "name it with --cluster FILE"
@@ -206,10 +206,10 @@ def _update_calibrations(
     """
     from paceline.cluster import file
     from paceline.cluster.facts import CalibrationRecord, Fact
-    from paceline.cluster.local_cluster import file_of
+    from paceline.cluster.local_cluster import find_file
     from paceline.plan.cost_model.compare import measured_ratios
 
-    path = Path(name) if name is not None else file_of()
+    path = Path(name) if name is not None else find_file()
     assert path is not None
     _, cost = _predict(folder, measured_run, cluster.model_copy(update={"calibrations": ()})).plans[0]
     facts = {

@@ -1,4 +1,4 @@
-"""PyTorch's back ends and ways to communicate; `python -m paceline.cluster.backends` prints them as JSON."""
+"""PyTorch's back ends; `python -m paceline.cluster.backends` prints them as JSON."""
 
 import json
 import os
@@ -12,11 +12,10 @@ from importlib import import_module
 from types import ModuleType
 from typing import Any
 
-Row = dict[
-    str, Any
-]  # a Backend of machine.py: plain, since this process is what a probe waits for, and imports nothing but torch
+# A BackendFacts of machine.py as a dict: a probe waits for this process, which therefore imports only torch.
+Row = dict[str, Any]
 
-# What is read of each back end, and shown under this name. A flag that this version of PyTorch does not have is left out.
+# The flags of each back end, by name. A flag that this version of PyTorch does not have is left out.
 FLAGS: Mapping[str, tuple[str, ...]] = {
     "cuda": (
         "matmul.allow_tf32",
@@ -37,14 +36,14 @@ FLAGS: Mapping[str, tuple[str, ...]] = {
 }
 MISSING = {
     "gloo": "build PyTorch with USE_GLOO=1; the wheels have it",
-    "nccl": "get a PyTorch for your GPUs: pytorch.org/get-started",
-    "mpi": "build PyTorch beside an MPI, no wheel has it; bench uses mpi4py",
+    "nccl": "install a PyTorch for your GPUs: pytorch.org/get-started",
+    "mpi": "build PyTorch with an MPI, no wheel has it; bench uses mpi4py",
     "ucc": "build PyTorch with USE_UCC=1, no wheel has it",
 }
 
 
-def begin() -> subprocess.Popen[str]:
-    """The process that prints them."""
+def start() -> subprocess.Popen[str]:
+    """Start the process that prints the back ends as JSON."""
     words = [sys.executable, "-m", __name__]
     return subprocess.Popen(
         words, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
@@ -52,7 +51,10 @@ def begin() -> subprocess.Popen[str]:
 
 
 def describe() -> Row:
-    """A Torch of machine.py. Imports torch. Makes no context on a device: what is asked of CUDA is asked through NVML."""
+    """Return a Torch of machine.py as a dict. This imports torch.
+
+    It creates no context on a device: CUDA is queried through NVML.
+    """
     os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
     import torch
 
@@ -70,7 +72,7 @@ def _backend(torch: Any, name: str) -> Row:
     module = import_module(f"torch.backends.{name}")
     if name == "xeon":  # a launcher that binds processes to cores
         usable = sys.platform == "linux" and shutil.which("lscpu") is not None
-        note = "launcher: python -m torch.backends.xeon.run_cpu" if usable else "needs Linux with lscpu"
+        note = "launcher: python -m torch.backends.xeon.run_cpu" if usable else "requires Linux with lscpu"
         return {"name": name, "available": usable, "note": note}
     available = torch.cuda.is_available() if name == "cuda" else module.is_available()
     flags = _flags(module, FLAGS[name]) if available else {}
@@ -88,7 +90,7 @@ def _missing(module: Any, name: str) -> str:
     if name == "opt_einsum":
         return "pip install opt_einsum"
     if hasattr(module, "is_built") and module.is_built():
-        return "PyTorch has it, and finds no device"
+        return "built into PyTorch, but no device was found"
     return "not in this build of PyTorch"
 
 
@@ -110,42 +112,42 @@ def _version(torch: Any, name: str) -> str | None:
 
 
 def versions(config: str) -> dict[str, str]:
-    """Of MKL, oneDNN and OpenMP, from what `torch.__config__.show()` says."""
+    """Return the versions of MKL, oneDNN and OpenMP in the text of `torch.__config__.show()`."""
     patterns = {
         "mkl": r"Math Kernel Library Version (\S+?)-Product",
         "mkldnn": r"MKL-DNN v(\S+)",
         "openmp": r"OpenMP \d+ \(a\.k\.a\. OpenMP ([\d.]+)\)",
     }
-    return {name: found[1] for name, pattern in patterns.items() if (found := re.search(pattern, config))}
+    return {name: match[1] for name, pattern in patterns.items() if (match := re.search(pattern, config))}
 
 
 def _flags(module: Any, names: tuple[str, ...]) -> dict[str, Any]:
-    found = {}
+    flags = {}
     for name in names:
         value: Any = module
         try:
             for part in name.removesuffix("()").split("."):
                 value = getattr(value, part)
-            found[name.removesuffix("()")] = value() if name.endswith("()") else value
+            flags[name.removesuffix("()")] = value() if name.endswith("()") else value
         except (AttributeError, RuntimeError):
             continue
-    return {name: value for name, value in found.items() if value is not None}
+    return {name: value for name, value in flags.items() if value is not None}
 
 
 def communication() -> list[Row]:
-    """What processes can talk through; for what is missing, how to get it."""
+    """Return the back ends for communication, each with a note about how to install it if it is missing."""
     import torch
     import torch.distributed as dist
 
     rows = []
     for name, missing in MISSING.items():
-        available = getattr(
-            dist, f"is_{name}_available", None
-        )  # there is none where PyTorch was built without all of it
-        there = available is not None and available()
-        version = ".".join(map(str, torch.cuda.nccl.version())) if there and name == "nccl" else None
-        shown = "rccl" if name == "nccl" and torch.version.hip else name
-        rows.append({"name": shown, "available": there, "version": version, "note": "" if there else missing})
+        # A PyTorch built without torch.distributed lacks these functions.
+        check = getattr(dist, f"is_{name}_available", None)
+        available = check is not None and check()
+        version = ".".join(map(str, torch.cuda.nccl.version())) if available and name == "nccl" else None
+        label = "rccl" if name == "nccl" and torch.version.hip else name
+        note = "" if available else missing
+        rows.append({"name": label, "available": available, "version": version, "note": note})
     return rows
 
 
@@ -159,8 +161,9 @@ def _installed(package: str) -> str | None:
 
 
 if __name__ == "__main__":
-    warnings.simplefilter("ignore")  # of flags that have other names in newer versions
-    os.environ["TORCH_DEVICE_BACKEND_AUTOLOAD"] = "0"  # of other makers' devices, which are not told of here
-    # Kernels of the meta device take a quarter of the import (torch 2.13), and this process computes nothing.
+    warnings.simplefilter("ignore")  # about flags that newer versions renamed
+    os.environ["TORCH_DEVICE_BACKEND_AUTOLOAD"] = "0"  # devices of other manufacturers are not described here
+    # torch 2.13: the kernels of the meta device take a quarter of the import, and this process computes
+    # nothing.
     sys.modules["torch._meta_registrations"] = ModuleType("torch._meta_registrations")
     print(json.dumps(describe()))

@@ -1,4 +1,4 @@
-"""The CPU, as lscpu or /proc/cpuinfo have it, and the memory beside it."""
+"""The CPU, as lscpu or /proc/cpuinfo describe it, and the host memory."""
 
 import contextlib
 import platform
@@ -11,7 +11,7 @@ from paceline.cluster.limits import memory_limit, usable_cores
 from paceline.cluster.machine import Cpu, MemoryFacts
 from paceline.cluster.run_tool import run
 
-# Flags of Linux -> how people call them. `sme` is another thing on each of the two: on x86 it encrypts memory.
+# Linux flag -> usual name. `sme` differs: a matrix extension on ARM, memory encryption on x86.
 X86 = {
     "sse4_2": "SSE4.2",
     "avx": "AVX",
@@ -25,25 +25,27 @@ X86 = {
 X86_MATRIX = {"amx_bf16": "AMX BF16", "amx_int8": "AMX INT8", "amx_fp16": "AMX FP16"}
 ARM = {"asimd": "NEON", "sve": "SVE", "sve2": "SVE2", "bf16": "BF16", "i8mm": "I8MM"}
 ARM_MATRIX = {"sme": "SME", "sme2": "SME2"}
-OLDER = {
+IMPLIED = {  # extensions that need not be listed besides a newer extension
     "AVX": {"SSE4.2"},
     "AVX2": {"SSE4.2", "AVX"},
     "AVX-512": {"SSE4.2", "AVX", "AVX2"},
     "SVE2": {"SVE"},
-}  # goes without saying
+}
 
 
-def cpu() -> Cpu:
+def read_cpu() -> Cpu:
+    """Return the CPU of this machine. Raises ClusterError if lscpu fails."""
     return parse(f"{run('lscpu') or ''}\n{_cpuinfo()}", platform.machine(), usable_cores())
 
 
-def memory() -> MemoryFacts:
-    found = psutil.virtual_memory()
+def read_memory() -> MemoryFacts:
+    """Return the memory of this machine and the limit of the control group."""
+    memory = psutil.virtual_memory()
     limit = memory_limit()
     return MemoryFacts(
-        total_bytes=found.total,
-        available_bytes=found.available,
-        limit_bytes=limit if limit is not None and limit < found.total else None,
+        total_bytes=memory.total,
+        available_bytes=memory.available,
+        limit_bytes=limit if limit is not None and limit < memory.total else None,
     )
 
 
@@ -55,19 +57,22 @@ def _cpuinfo() -> str:
 
 
 def parse(text: str, architecture: str, usable: int) -> Cpu:
-    """`text`: of lscpu, or /proc/cpuinfo, which tells less."""
+    """Return the CPU that the output of lscpu or /proc/cpuinfo describes; the latter has fewer facts.
+
+    architecture: used if the text has none. usable: number of cores that this process may use.
+    """
     rows: dict[str, str] = {}
     last = ""
     for line in text.splitlines():
-        if found := re.match(r"([A-Z a-z()/-][^:]*?)\s*:\s*(.*)", line):
-            last = found[1].strip().lower()
-            rows.setdefault(last, found[2].strip())
-        elif last and line.startswith(" "):  # a long row that was cut
+        if match := re.match(r"([A-Z a-z()/-][^:]*?)\s*:\s*(.*)", line):
+            last = match[1].strip().lower()
+            rows.setdefault(last, match[2].strip())
+        elif last and line.startswith(" "):  # continuation of a long row
             rows[last] += line.strip()
     flags = {*(rows.get("flags") or rows.get("features") or "").split()}
     vectors, matrices = (ARM, ARM_MATRIX) if "asimd" in flags else (X86, X86_MATRIX)
     vector = [name for flag, name in vectors.items() if flag in flags]
-    old = {name for newer in vector for name in OLDER.get(newer, ())}
+    implied = {name for newer in vector for name in IMPLIED.get(newer, ())}
     sockets, per_socket = _number(rows, "socket(s)"), _number(rows, "core(s) per socket")
     return Cpu(
         name=rows.get("model name") or rows.get("cpu"),
@@ -81,7 +86,7 @@ def parse(text: str, architecture: str, usable: int) -> Cpu:
             for k in range(_number(rows, "numa node(s)") or 0)
             if (key := f"numa node{k} cpu(s)") in rows
         ),
-        vector=tuple(name for name in vector if name not in old),
+        vector=tuple(name for name in vector if name not in implied),
         matrix=tuple(name for flag, name in matrices.items() if flag in flags),
         clock_Hz=_clock_Hz(rows),
         virtual=rows.get("hypervisor vendor"),
@@ -89,13 +94,16 @@ def parse(text: str, architecture: str, usable: int) -> Cpu:
 
 
 def _clock_Hz(rows: dict[str, str]) -> float | None:
-    """The highest that is told; a virtual machine may tell only that of now, or none but in the model's name."""
+    """Return the maximum clock rate.
+
+    A virtual machine may report only the current rate, or only the model's name.
+    """
     for key in ("cpu max mhz", "cpu mhz"):
         with contextlib.suppress(ValueError):
             if MHz := float(rows.get(key, "")):
                 return MHz * 1e6
-    found = re.search(r"@ ([\d.]+)\s*GHz", rows.get("model name", ""))
-    return float(found[1]) * 1e9 if found else None
+    match = re.search(r"@ ([\d.]+)\s*GHz", rows.get("model name", ""))
+    return float(match[1]) * 1e9 if match else None
 
 
 def _number(rows: dict[str, str], key: str) -> int | None:

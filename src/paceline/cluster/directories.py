@@ -1,4 +1,4 @@
-"""Directories: on which file system each is, what is free there, and how much of it one may take."""
+"""Directories: the file system of each, its free space and its quota."""
 
 import getpass
 import os
@@ -9,10 +9,10 @@ from typing import NamedTuple
 import psutil
 
 from paceline.cluster.machine import Directory, Quota
-from paceline.cluster.quota import of_directory, parse
+from paceline.cluster.quota import find_quota, parse
 from paceline.cluster.run_tool import run
 
-# Variables in which sites name the places that one may use.
+# Environment variables with which sites name the directories of a user.
 NAMES = (
     "HOME",
     "STORE",
@@ -31,59 +31,72 @@ ALWAYS = ("/tmp", "/dev/shm")
 
 
 class Mount(NamedTuple):
+    """A mounted file system: its mount point, device and type."""
+
     point: str
     device: str
     filesystem: str
 
 
-def usual(env: Mapping[str, str], here: Path) -> dict[Path, tuple[str, ...]]:
-    """Where people keep things, with the variables that say so: only what is there."""
-    found: dict[Path, tuple[str, ...]] = {}
+def list_usual(env: Mapping[str, str], folder: Path) -> dict[Path, tuple[str, ...]]:
+    """Return the existing directories in which people keep data, each with the variables that name it.
+
+    env: the environment. folder: the working directory, which is included.
+    """
+    names_by_path: dict[Path, tuple[str, ...]] = {}
     for name in NAMES:
-        if os.path.isabs(said := env.get(name, "")):
-            found[Path(said)] = (*found.get(Path(said), ()), name)
-    for path in (here, *map(Path, ALWAYS)):
-        found.setdefault(path, ())
-    return {path: names for path, names in found.items() if path.is_dir()}
+        if os.path.isabs(value := env.get(name, "")):
+            names_by_path[Path(value)] = (*names_by_path.get(Path(value), ()), name)
+    for path in (folder, *map(Path, ALWAYS)):
+        names_by_path.setdefault(path, ())
+    return {path: names for path, names in names_by_path.items() if path.is_dir()}
 
 
-def mounts() -> list[Mount]:
+def list_mounts() -> list[Mount]:
+    """Return all mounted file systems, in the order in which they were mounted."""
     return [Mount(row.mountpoint, row.device, row.fstype) for row in psutil.disk_partitions(all=True)]
 
 
-def mount_of(path: str, among: Sequence[Mount]) -> Mount | None:
-    """The innermost one; of several on one place the last, which hides the others."""
-    holding = [row for row in among if path == row.point or path.startswith(row.point.rstrip("/") + "/")]
-    return max(reversed(holding), key=lambda row: len(row.point), default=None)
+def find_mount(path: str, mounts: Sequence[Mount]) -> Mount | None:
+    """Return the innermost mount that contains a path.
+
+    Of several mounts on the same mount point, only the last is visible.
+    """
+    parents = [row for row in mounts if path == row.point or path.startswith(row.point.rstrip("/") + "/")]
+    return max(reversed(parents), key=lambda row: len(row.point), default=None)
 
 
-def look(
-    path: Path, names: tuple[str, ...], quotas: list[tuple[str, Quota]], among: Sequence[Mount]
+def examine(
+    path: Path, names: tuple[str, ...], quotas: list[tuple[str, Quota]], mounts: Sequence[Mount]
 ) -> Directory:
-    """May wait for as long as a server does not answer."""
-    whole = str(path.resolve())
-    mount = mount_of(whole, among)
-    room = os.statvfs(path)
-    quota = _of_lustre(whole) if mount is not None and mount.filesystem == "lustre" else None
+    """Return the facts of a directory. This may block until a file server answers.
+
+    names: variables that name it. quotas: from `read_quotas`. mounts: from `list_mounts`.
+    """
+    real_path = str(path.resolve())
+    mount = find_mount(real_path, mounts)
+    stats = os.statvfs(path)
+    quota = _read_lustre_quota(real_path) if mount is not None and mount.filesystem == "lustre" else None
     return Directory(
         path=str(path),
         names=names,
         filesystem=mount.filesystem if mount else None,
         mount=mount.point if mount else None,
-        size_bytes=room.f_blocks * room.f_frsize,
-        free_bytes=room.f_bavail * room.f_frsize,
-        free_files=room.f_favail if room.f_files else None,  # some file systems do not count them
+        size_bytes=stats.f_blocks * stats.f_frsize,
+        free_bytes=stats.f_bavail * stats.f_frsize,
+        free_files=stats.f_favail if stats.f_files else None,  # some file systems do not count files
         quota=quota
-        or of_directory(whole, mount.point if mount else None, mount.device if mount else None, quotas),
+        or find_quota(real_path, mount.point if mount else None, mount.device if mount else None, quotas),
     )
 
 
-def quotas() -> list[tuple[str, Quota]]:
-    """What the tools say that know all file systems; `quota` leaves with 1 when one is exceeded."""
-    said = {"quota": run("quota", "-w", "-p", good=frozenset({0, 1})), "myquota": run("myquota")}
-    return [row for tool, text in said.items() for row in parse(text, tool)]
+def read_quotas() -> list[tuple[str, Quota]]:
+    """Return the quotas of all file systems, by the name of the file system. Raises ClusterError."""
+    # `quota` exits with status 1 if a quota is exceeded.
+    outputs = {"quota": run("quota", "-w", "-p", good=frozenset({0, 1})), "myquota": run("myquota")}
+    return [row for tool, text in outputs.items() for row in parse(text, tool)]
 
 
-def _of_lustre(path: str) -> Quota | None:
+def _read_lustre_quota(path: str) -> Quota | None:
     rows = parse(run("lfs", "quota", "-u", getpass.getuser(), path), "lfs quota")
     return rows[0][1] if rows else None

@@ -1,4 +1,4 @@
-"""Where this process runs: a Slurm job, a container, with which modules. The environment is read here and nowhere else in this package."""
+"""The environment of this process: Slurm job, container, modules. No other file of this package reads it."""
 
 import re
 from collections.abc import Mapping
@@ -10,8 +10,8 @@ VISIBLE = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES"
 MARKS = {"/.dockerenv": "docker", "/run/.containerenv": "podman", "/.singularity.d": "apptainer"}
 
 
-def slurm(env: Mapping[str, str]) -> Slurm | None:
-    """The allocation, from its variables. None outside of a job."""
+def read_slurm(env: Mapping[str, str]) -> Slurm | None:
+    """Return the Slurm allocation from its environment variables, or None outside of a job."""
     job = env.get("SLURM_JOB_ID") or env.get("SLURM_JOBID")
     if job is None:
         return None
@@ -29,33 +29,37 @@ def slurm(env: Mapping[str, str]) -> Slurm | None:
     )
 
 
-def container(env: Mapping[str, str], marks: frozenset[str], cgroup: str = "") -> str | None:
-    """`marks`: which of MARKS are there. `cgroup`: /proc/1/cgroup, which names the engine where the host shows it."""
+def find_container(env: Mapping[str, str], marks: frozenset[str], cgroup: str = "") -> str | None:
+    """Return the container engine, or None outside of a container.
+
+    marks: the files of MARKS that exist. cgroup: text of /proc/1/cgroup, which may name the engine.
+    """
     image = env.get("APPTAINER_CONTAINER") or env.get("SINGULARITY_CONTAINER")
     if image:
         return f"apptainer, {Path(image).name}"
     engine = next((MARKS[mark] for mark in MARKS if mark in marks), None)
-    if engine is None and (found := re.search(r"/(docker|libpod|lxc|containerd)\b", cgroup)):
-        engine = {"libpod": "podman"}.get(found[1], found[1])
+    if engine is None and (match := re.search(r"/(docker|libpod|lxc|containerd)\b", cgroup)):
+        engine = {"libpod": "podman"}.get(match[1], match[1])
     if "KUBERNETES_SERVICE_HOST" in env or "kubepods" in cgroup:
         return f"kubernetes, {engine}" if engine else "kubernetes"
     return engine
 
 
-def visible(env: Mapping[str, str]) -> tuple[str, ...] | None:
-    """The GPUs that this process may use, where somebody has said so."""
-    said = next((env[name] for name in VISIBLE if name in env), None)
-    return None if said is None else tuple(word.strip() for word in said.split(",") if word.strip())
+def visible_devices(env: Mapping[str, str]) -> tuple[str, ...] | None:
+    """Return the GPUs that this process may use, or None if no variable restricts them."""
+    value = next((env[name] for name in VISIBLE if name in env), None)
+    return None if value is None else tuple(word.strip() for word in value.split(",") if word.strip())
 
 
-def here_container(env: Mapping[str, str]) -> str | None:
-    return container(
+def find_own_container(env: Mapping[str, str]) -> str | None:
+    """Return the container engine of this process, or None outside of a container."""
+    return find_container(
         env, frozenset(mark for mark in MARKS if Path(mark).exists()), _text(Path("/proc/1/cgroup"))
     )
 
 
-def modules(env: Mapping[str, str]) -> tuple[str, ...]:
-    """Those that are loaded, of Environment Modules or Lmod."""
+def loaded_modules(env: Mapping[str, str]) -> tuple[str, ...]:
+    """Return the loaded modules of Environment Modules or Lmod."""
     return tuple(name for name in env.get("LOADEDMODULES", "").split(":") if name)
 
 

@@ -11,24 +11,25 @@ from paceline.errors import ClusterError
 from paceline.files import write_whole
 from paceline.spec import explain, nearest
 
-LINE = 120  # characters
+MAX_LINE = 120  # characters
 
 
 def read(path: Path) -> Cluster:
-    """Raises ClusterError for what is no cluster, or one of another version."""
+    """Return the cluster in a file. Raises ClusterError if it is unreadable or of another version."""
     try:
         text = path.read_text("utf-8")
         tree = json.loads(text)
     except OSError as error:
         raise ClusterError(
-            f"cannot read {path}: {error.strerror}; paceline bench writes one, and docs/machine.md tells how to"
+            f"cannot read {path}: {error.strerror}; paceline bench writes this file, and docs/machine.md"
+            " describes how to write it by hand"
         ) from error
     except (ValueError, RecursionError) as error:
         raise ClusterError(f"{path} is not JSON: {error}") from error
     if not isinstance(tree, dict):
-        raise ClusterError(f"{path} is no cluster: it holds {type(tree).__name__}, not a table")
+        raise ClusterError(f"{path} is not a cluster: it must contain an object, got {type(tree).__name__}")
     if tree.get("format", FORMAT) != FORMAT:
-        raise ClusterError(f"{path} is no cluster: its format is {tree['format']!r}, not {FORMAT!r}")
+        raise ClusterError(f"{path} is not a cluster: format must be {FORMAT!r}, got {tree['format']!r}")
     _check_version(path, tree.get("version"))
     try:
         return Cluster.model_validate_json(text)
@@ -40,48 +41,49 @@ def _check_version(path: Path, version: Any) -> None:
     if version == VERSION and not isinstance(version, bool):
         return
     if version is None:
-        raise ClusterError(f'{path} does not say its version; write "version": {VERSION}')
+        raise ClusterError(f'{path} has no version; write "version": {VERSION}')
     if isinstance(version, int) and version > VERSION:
         raise ClusterError(
-            f"{path} is of version {version}, newer than this Paceline, which reads {VERSION}; use the Paceline that wrote it"
+            f"{path} has version {version}, but this Paceline reads {VERSION};"
+            " use the newer Paceline that wrote it"
         )
     raise ClusterError(
-        f"{path} is of version {version!r}, and this Paceline reads {VERSION}; write it again with paceline bench"
+        f"{path} has version {version!r}, but this Paceline reads {VERSION};"
+        " write it again with paceline bench"
     )
 
 
 def write(path: Path, cluster: Cluster) -> None:
-    """Whole or not at all. Raises ClusterError where it cannot be written."""
-    write_whole(path, layout(cluster.model_dump(mode="json")), ClusterError)
+    """Write a cluster atomically. Raises ClusterError if it cannot be written."""
+    write_whole(path, format_json(cluster.model_dump(mode="json")), ClusterError)
 
 
-def layout(tree: Any) -> str:
-    """JSON that people can read: a row on a line, and nothing that says nothing."""
-    return _layout(_lean(tree), 0) + "\n"
+def format_json(tree: Any) -> str:
+    """Return readable JSON: one row per line, without empty values."""
+    return _format(_drop_empty(tree), 0) + "\n"
 
 
-def _lean(tree: Any) -> Any:
+def _drop_empty(tree: Any) -> Any:
     if isinstance(tree, dict):
-        return {key: _lean(value) for key, value in tree.items() if value not in (None, "", {}, [])}
-    return [_lean(value) for value in tree] if isinstance(tree, list) else tree
+        return {key: _drop_empty(value) for key, value in tree.items() if value not in (None, "", {}, [])}
+    return [_drop_empty(value) for value in tree] if isinstance(tree, list) else tree
 
 
-def _layout(tree: Any, depth: int) -> str:
-    short = json.dumps(tree, ensure_ascii=False)
-    if not isinstance(tree, dict | list) or (len(short) + depth <= LINE and depth):
-        return short
+def _format(tree: Any, depth: int) -> str:
+    line = json.dumps(tree, ensure_ascii=False)
+    if not isinstance(tree, dict | list) or (len(line) + depth <= MAX_LINE and depth):
+        return line
     inner = "\n" + " " * (depth + 1)
     if isinstance(tree, list):
-        return "[" + ",".join(inner + _layout(value, depth + 1) for value in tree) + "\n" + " " * depth + "]"
-    rows = (f"{inner}{json.dumps(key)}: {_layout(value, depth + 1)}" for key, value in tree.items())
+        return "[" + ",".join(inner + _format(value, depth + 1) for value in tree) + "\n" + " " * depth + "]"
+    rows = (f"{inner}{json.dumps(key)}: {_format(value, depth + 1)}" for key, value in tree.items())
     return "{" + ",".join(rows) + "\n" + " " * depth + "}"
 
 
 def _explain(error: ValidationError) -> str:
-    """One sentence: where, what, and for an unknown key the nearest one of its table."""
-    first = min(
-        error.errors(), key=lambda found: found["type"] != "extra_forbidden"
-    )  # a key misspelt is also one missing
+    """Return one sentence about the first error, with the nearest known key for an unknown key."""
+    # A misspelt key causes a second error, about the missing key.
+    first = min(error.errors(), key=lambda entry: entry["type"] != "extra_forbidden")
     *place, leaf = (str(part) for part in first["loc"] if part != "[key]")
     key = ".".join([*place, leaf])
     if first["type"] == "extra_forbidden":
@@ -89,7 +91,7 @@ def _explain(error: ValidationError) -> str:
     if first["type"] == "missing":
         return f"{key} is missing"
     if first["type"] == "literal_error" and "[key]" in first["loc"]:
-        return f"unknown key {key}; there is {first['ctx']['expected']}"
+        return f"unknown key {key}; available: {first['ctx']['expected']}"
     if first["type"] == "model_type":
         what = "a number, or a table with its value" if _model_at([*place, leaf]) is Fact else "a table"
         return f"{key} must be {what}, got {first['input']!r}"
@@ -99,7 +101,7 @@ def _explain(error: ValidationError) -> str:
 
 
 def _model_at(place: list[str]) -> type[BaseModel]:
-    """Of the table that stands there in a Cluster."""
+    """Return the model of the table at this place in a Cluster."""
     model: type[BaseModel] = Cluster
     for name in place:
         if name in model.model_fields:

@@ -12,11 +12,13 @@ from paceline.cluster.run_tool import run
 QUERY = "index,name,memory.total,driver_version,power.limit,pci.bus_id"
 
 
-def nvidia() -> tuple[Accelerator, ...]:
+def list_nvidia() -> tuple[Accelerator, ...]:
+    """Return NVIDIA's GPUs of this machine. Raises ClusterError if nvidia-smi fails."""
     return parse_nvidia(run("nvidia-smi", f"--query-gpu={QUERY}", "--format=csv"))
 
 
-def amd() -> tuple[Accelerator, ...]:
+def list_amd() -> tuple[Accelerator, ...]:
+    """Return AMD's GPUs of this machine. Raises ClusterError if rocm-smi fails."""
     return parse_amd(
         run(
             "rocm-smi",
@@ -32,7 +34,7 @@ def amd() -> tuple[Accelerator, ...]:
 
 
 def parse_nvidia(text: str) -> tuple[Accelerator, ...]:
-    """CSV with a header and units, as in `memory.total [MiB]` and `81920 MiB`."""
+    """Return the GPUs in CSV with a header and units, as in `memory.total [MiB]` and `81920 MiB`."""
     lines = [[cell.strip() for cell in line] for line in csv.reader(text.splitlines())]
     if not lines or "index" not in lines[0]:
         return ()
@@ -57,15 +59,15 @@ def _nvidia(row: dict[str, str]) -> Accelerator:
 
 
 def parse_amd(text: str) -> tuple[Accelerator, ...]:
-    """JSON with `card0`, `card1` … Names of keys differ in case between versions of ROCm."""
-    start = text.find("{")  # warnings come first
+    """Return the GPUs in JSON with `card0`, `card1` … The case of keys differs between versions of ROCm."""
+    start = text.find("{")  # warnings precede it
     try:
         tree = json.loads(text[start:]) if start >= 0 else {}
     except json.JSONDecodeError:
         return ()
     driver = _value(tree.get("system", {}), "driver version")
     cards = sorted(
-        (int(found[1]), row) for key, row in tree.items() if (found := re.fullmatch(r"card(\d+)", key))
+        (int(match[1]), row) for key, row in tree.items() if (match := re.fullmatch(r"card(\d+)", key))
     )
     return tuple(_amd(index, row, driver) for index, row in cards)
 
@@ -89,11 +91,11 @@ def _amd(index: int, row: dict[str, Any], driver: str | None) -> Accelerator:
 
 
 def _value(row: dict[str, Any], key: str) -> str | None:
-    found = next((str(value) for name, value in row.items() if name.lower() == key), None)
-    return None if found in (None, "", "N/A") else found
+    text = next((str(value) for name, value in row.items() if name.lower() == key), None)
+    return None if text in (None, "", "N/A") else text
 
 
 def _number(text: str | None) -> float | None:
-    """`81920 MiB` -> 81920. None for `[N/A]`."""
-    found = re.match(r"[\d.]+", text or "")
-    return float(found[0]) if found else None
+    """Return the number at the start of a text: 81920 for `81920 MiB`, None for `[N/A]`."""
+    match = re.match(r"[\d.]+", text or "")
+    return float(match[0]) if match else None

@@ -1,4 +1,4 @@
-"""What this process may use of the machine: cores and memory, as its affinity and its control group have them."""
+"""The cores and the memory that this process may use, by its affinity and its control group."""
 
 import contextlib
 import os
@@ -10,51 +10,53 @@ CGROUPS = Path("/sys/fs/cgroup")
 
 
 def usable_cores() -> int:
-    """Cores that this process may use: its affinity, and the quota of its control group."""
-    cores = len(_own_cores())
-    quotas = [cpu_quota(group) for group in groups(_own_groups(), CGROUPS)]
+    """Return the number of cores in the affinity of this process, limited by its control group's quota."""
+    cores = len(_affinity())
+    quotas = [cpu_quota(group) for group in list_control_groups(_own_groups(), CGROUPS)]
     return min([cores, *(max(1, int(quota)) for quota in quotas if quota is not None)])
 
 
 def free_cores(busy: float) -> float:
-    """Of the cores that this process may use those that are left where so many are busy."""
-    return min(float(usable_cores()), max(0.0, len(_own_cores()) - busy))
+    """Return the number of cores that this process may use and that are free, if `busy` cores are busy."""
+    return min(float(usable_cores()), max(0.0, len(_affinity()) - busy))
 
 
 def busy_cores(seconds: float) -> float | None:
-    """Return how many of the cores of its affinity are busy, counted for so many seconds; None where the system does not tell."""
-    before = _ticks()
+    """Return the mean number of busy cores in the affinity of this process, measured over `seconds`.
+
+    Returns None if the system does not report it.
+    """
+    before = _core_ticks()
     time.sleep(seconds)
-    after = _ticks()
-    own = [
+    after = _core_ticks()
+    ticks = [
         (after[core][0] - before[core][0], after[core][1] - before[core][1])
-        for core in _own_cores()
+        for core in _affinity()
         if core in before and core in after
     ]
-    return sum(busy / (busy + idle) for busy, idle in own if busy + idle > 0) if own else None
+    return sum(busy / (busy + idle) for busy, idle in ticks if busy + idle > 0) if ticks else None
 
 
-def _own_cores() -> set[int]:
+def _affinity() -> set[int]:
     return os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set(range(os.cpu_count() or 1))
 
 
-def _ticks() -> dict[int, tuple[int, int]]:
-    """Of each core those that it was busy and idle since the start of the machine."""
-    found = {}
+def _core_ticks() -> dict[int, tuple[int, int]]:
+    """Return the busy and the idle ticks of each core since the machine started."""
+    ticks = {}
     with contextlib.suppress(OSError):
         for line in Path("/proc/stat").read_text().splitlines():
             name, *words = line.split()
             if name.startswith("cpu") and name != "cpu":
-                user, nice, system, idle, waiting, *others = map(
-                    int, words[:8]
-                )  # what guests take is in user too
-                found[int(name[3:])] = (user + nice + system + sum(others), idle + waiting)
-    return found
+                # The time of guests is part of user time.
+                user, nice, system, idle, waiting, *others = map(int, words[:8])
+                ticks[int(name[3:])] = (user + nice + system + sum(others), idle + waiting)
+    return ticks
 
 
 def memory_limit() -> int | None:
-    """Bytes, where a control group sets a limit."""
-    limits = [memory_of(group) for group in groups(_own_groups(), CGROUPS)]
+    """Return the bytes that this process may use, if a control group limits them."""
+    limits = [group_memory_limit(group) for group in list_control_groups(_own_groups(), CGROUPS)]
     return min((limit for limit in limits if limit is not None), default=None)
 
 
@@ -65,13 +67,14 @@ def _own_groups() -> str:
         return ""
 
 
-def groups(own: str, root: Path) -> Iterator[Path]:
-    """Control groups that this process is in, with those above them, of both versions. `own`: /proc/self/cgroup.
+def list_control_groups(text: str, root: Path) -> Iterator[Path]:
+    """Yield the folders of the control groups of this process and their parents, of versions 1 and 2.
 
-    In a container the path is often that of the host, which is not there; then the root is what counts.
+    text: contents of /proc/self/cgroup. In a container, its paths are often paths of the host that do not
+    exist; then only the root counts.
     """
-    found = {root: None, root / "cpu": None, root / "memory": None}
-    for line in own.splitlines():
+    candidates = {root: None, root / "cpu": None, root / "memory": None}
+    for line in text.splitlines():
         _, controllers, path = line.split(":", 2)
         top = root
         if controllers:  # version 1
@@ -79,28 +82,28 @@ def groups(own: str, root: Path) -> Iterator[Path]:
                 continue
             top = root / controllers
         inner = top / path.strip("/")
-        found |= {folder: None for folder in (inner, *inner.parents) if folder.is_relative_to(top)}
-    yield from (folder for folder in found if folder.is_dir())
+        candidates |= {folder: None for folder in (inner, *inner.parents) if folder.is_relative_to(top)}
+    yield from (folder for folder in candidates if folder.is_dir())
 
 
 def cpu_quota(group: Path) -> float | None:
-    """CPUs."""
-    both = _words(group / "cpu.max") or [
+    """Return the number of CPUs that a control group may use, or None without a limit."""
+    words = _words(group / "cpu.max") or [
         *_words(group / "cpu.cfs_quota_us"),
         *_words(group / "cpu.cfs_period_us"),
     ]
-    if len(both) != 2 or not all(word.isdigit() for word in both) or not int(both[1]):
+    if len(words) != 2 or not all(word.isdigit() for word in words) or not int(words[1]):
         return None  # `max`, or -1 in version 1
-    return int(both[0]) / int(both[1])
+    return int(words[0]) / int(words[1])
 
 
-def memory_of(group: Path) -> int | None:
-    """Bytes."""
+def group_memory_limit(group: Path) -> int | None:
+    """Return the bytes that a control group may use, or None without a limit."""
     words = _words(group / "memory.max") or _words(group / "memory.limit_in_bytes")
     if not words or not words[0].isdigit():
         return None
     limit = int(words[0])
-    return limit if limit < 2**60 else None  # version 1 says no limit as nearly 2^63
+    return limit if limit < 2**60 else None  # version 1 writes nearly 2^63 for no limit
 
 
 def _words(path: Path) -> list[str]:

@@ -1,4 +1,4 @@
-"""The Cluster that this machine is, as far as can be known before anything is measured."""
+"""The Cluster of this machine: from cluster.json, or from a probe without measurements."""
 
 from collections import Counter
 from pathlib import Path
@@ -7,30 +7,33 @@ from paceline.cluster import file
 from paceline.cluster.facts import Cluster, Device, Fact, Link
 from paceline.cluster.machine import Accelerator, Machine
 from paceline.cluster.published import sheets
-from paceline.cluster.topology import among_gpus
+from paceline.cluster.topology import count_gpu_links
 
 VECTOR_BITS = {"AVX-512": 512, "AVX2": 256, "AVX": 256, "SSE": 128, "NEON": 128, "SVE": 256}
 PLACES = (Path("cluster.json"), Path("bench/cluster.json"))
 
 
-def file_of() -> Path | None:
-    """The cluster.json of this folder."""
+def find_file() -> Path | None:
+    """Return the path of the cluster.json in the working directory, if it exists."""
     return next((path for path in PLACES if path.exists()), None)
 
 
-def known(device: str | None = None) -> Cluster:
-    """What cluster.json here says; without one, or where that is of another kind of `device`, this machine as it is found."""
-    path = file_of()
-    if path is not None and ((found := file.read(path)).device.kind == "cpu" or device != "cpu"):
-        return found
+def load_cluster(device: str | None = None) -> Cluster:
+    """Return the cluster of cluster.json, or else of a probe of this machine. Raises ClusterError.
+
+    device: "cpu" ignores accelerators, and a cluster.json that describes them.
+    """
+    path = find_file()
+    if path is not None and ((cluster := file.read(path)).device.kind == "cpu" or device != "cpu"):
+        return cluster
     from paceline.cluster.probe import probe
 
     machine = probe()
-    return cluster(machine.model_copy(update={"accelerators": ()}) if device == "cpu" else machine)
+    return build_cluster(machine.model_copy(update={"accelerators": ()}) if device == "cpu" else machine)
 
 
-def cluster(machine: Machine) -> Cluster:
-    """Nodes are those of the Slurm job that this runs in, taken to be alike; else this one."""
+def build_cluster(machine: Machine) -> Cluster:
+    """Return the cluster of equal nodes like `machine`: those of the current Slurm job, or else one node."""
     host = min(machine.memory.total_bytes, machine.memory.limit_bytes or machine.memory.total_bytes)
     count, device, links = _accelerators(machine) or (1, _cpu(machine, host), ())
     return Cluster(
@@ -46,14 +49,14 @@ def cluster(machine: Machine) -> Cluster:
 
 
 def _accelerators(machine: Machine) -> tuple[int, Device, tuple[Link, ...]] | None:
-    """Of the most common kind, those that may be used."""
-    found = [row for row in machine.accelerators if row.memory_bytes]
-    if not found or machine.visible == ():
+    """Return number, device and links of the usable accelerators of the most common kind, if any."""
+    rows = [row for row in machine.accelerators if row.memory_bytes]
+    if not rows or machine.visible == ():
         return None
-    name, count = Counter(row.name for row in found).most_common(1)[0]
+    name, count = Counter(row.name for row in rows).most_common(1)[0]
     if machine.visible is not None:
         count = min(count, len(machine.visible))
-    first = next(row for row in found if row.name == name)
+    first = next(row for row in rows if row.name == name)
     return count, _device(first), _links(first, machine)
 
 
@@ -68,12 +71,12 @@ def _device(row: Accelerator) -> Device:
 
 
 def _links(row: Accelerator, machine: Machine) -> tuple[Link, ...]:
-    """What is published of NVLink or xGMI holds where every pair of GPUs has it."""
+    """Return the published NVLink or xGMI, if every pair of GPUs has it."""
     if row.sheet is None or machine.topology is None:
         return ()
     sheet = sheets()[row.sheet]
     start = {"NVLink": "NV", "xGMI,": "XGMI"}.get((sheet.link or "").split(" ")[0])
-    pairs = among_gpus(machine.topology)
+    pairs = count_gpu_links(machine.topology)
     return sheet.links() if start and pairs and all(link.startswith(start) for link in pairs) else ()
 
 
@@ -82,13 +85,13 @@ def _cpu(machine: Machine, memory_bytes: int) -> Device:
     widths = [
         bits
         for name, bits in VECTOR_BITS.items()
-        if any(found.startswith(name) for found in machine.cpu.vector)
+        if any(extension.startswith(name) for extension in machine.cpu.vector)
     ]
     return Device(
         name=machine.cpu.name or machine.cpu.architecture,
         kind="cpu",
         memory_bytes=Fact(value=memory_bytes, source="measured"),
-        clock_Hz=Fact(value=clock, source="measured", note="as the system tells") if clock else None,
+        clock_Hz=Fact(value=clock, source="measured", note="reported by the system") if clock else None,
         vector_bits=max(widths, default=None),
     )
 

@@ -1,4 +1,7 @@
-"""Machine: what was found here, without any load on it. What is not there is None or empty, never guessed."""
+"""Machine: the facts of a probe, which does not load the machine.
+
+Missing facts are None or empty, never guessed.
+"""
 
 from typing import Literal
 
@@ -11,38 +14,47 @@ VERSION: Literal[1] = 1
 
 
 class Cpu(Value):
+    """The processors of the machine."""
+
     name: str | None = None
     architecture: str
     sockets: int | None = None
-    cores: int | None = None  # physical
-    threads: int | None = None  # that the system shows as CPUs
-    usable_cores: int  # affinity and the quota of the control group; counted as the system counts CPUs
+    cores: int | None = None  # physical cores
+    threads: int | None = None  # logical CPUs
+    usable_cores: int  # logical CPUs within the affinity and the quota of the control group
     numa: tuple[str, ...] = ()  # CPUs of each NUMA node, as 0-15,128-143
-    vector: tuple[str, ...] = ()  # extensions
-    matrix: tuple[str, ...] = ()
-    clock_Hz: float | None = None  # at most, or as it is now
-    virtual: str | None = None  # the hypervisor
+    vector: tuple[str, ...] = ()  # vector extensions
+    matrix: tuple[str, ...] = ()  # matrix extensions
+    clock_Hz: float | None = None  # maximum clock rate, or the current rate
+    virtual: str | None = None  # hypervisor
 
 
 class MemoryFacts(Value):
+    """The memory of the machine."""
+
     total_bytes: int
     available_bytes: int
-    limit_bytes: int | None = None  # of the control group
+    limit_bytes: int | None = None  # limit of the control group
 
 
 class Accelerator(Value):
+    """A GPU."""
+
     index: int
     name: str
     kind: Literal["cuda", "rocm", "mps"]
     memory_bytes: int | None = None
     driver: str | None = None
-    power_W: float | None = None  # limit
-    bus: str | None = None  # PCI
-    sheet: str | None = None  # the published device that it is
+    power_W: float | None = None  # power limit
+    bus: str | None = None  # PCI address
+    sheet: str | None = None  # name in the table of published devices
 
 
 class Topology(Value):
-    """Who is connected to whom, and how: NV18, PIX, PXB, PHB, NODE, SYS as nvidia-smi has them; XGMI, PCIE as rocm-smi has them."""
+    """The connections between GPUs and network cards.
+
+    nvidia-smi names them NV18, PIX, PXB, PHB, NODE or SYS; rocm-smi names them XGMI or PCIE.
+    """
 
     links: dict[str, dict[str, str]]  # links["GPU0"]["NIC3"]
     nics: dict[str, str] = Field({})  # NIC3 -> mlx5_3
@@ -51,24 +63,30 @@ class Topology(Value):
 
 
 class Interface(Value):
+    """A network interface or a port of an RDMA device."""
+
     name: str
     kind: str  # ethernet, infiniband, …
     up: bool
     Mbps: int | None = None  # 10⁶ bit/s
-    addresses: tuple[str, ...] = ()
-    numa: int | None = None
-    ports: str | None = None  # of an RDMA device: the network interfaces on it
+    addresses: tuple[str, ...] = ()  # IPv4
+    numa: int | None = None  # NUMA node
+    ports: str | None = None  # network interfaces of an RDMA device
 
 
 class BackendFacts(Value):
+    """A back end of PyTorch, or mpi4py."""
+
     name: str
     available: bool
     version: str | None = None
     flags: dict[str, bool | int | float | str | None] = Field({})
-    note: str = ""  # what is missing, and how to get it
+    note: str = ""  # what is missing, and how to install it
 
 
 class Torch(Value):
+    """The installed PyTorch."""
+
     version: str
     cuda: str | None = None
     rocm: str | None = None
@@ -77,6 +95,8 @@ class Torch(Value):
 
 
 class Slurm(Value):
+    """The Slurm allocation of this process."""
+
     job: str
     nodes: int | None = None
     node_list: str | None = None
@@ -84,11 +104,14 @@ class Slurm(Value):
     cpus_per_task: int | None = None
     gpus_per_node: str | None = None
     partition: str | None = None
-    ends: int | None = None  # seconds since 1970
+    ends: int | None = None  # seconds since the epoch
 
 
 class Quota(Value):
-    """Limits of None are none. The soft limit is what one is warned at, or may exceed for a while."""
+    """A quota of a file system. A limit of None means no limit.
+
+    Exceeding the soft limit is allowed for a while, or causes a warning.
+    """
 
     used_bytes: int
     soft_bytes: int | None = None
@@ -96,12 +119,14 @@ class Quota(Value):
     used_files: int | None = None
     soft_files: int | None = None
     limit_files: int | None = None
-    source: str = ""  # the command
+    source: str = ""  # the command that reported it
 
 
 class Directory(Value):
+    """A directory and its file system."""
+
     path: str
-    names: tuple[str, ...] = ()  # HOME, SCRATCH …
+    names: tuple[str, ...] = ()  # variables that name it: HOME, SCRATCH …
     filesystem: str | None = None
     mount: str | None = None
     size_bytes: int | None = None
@@ -112,6 +137,8 @@ class Directory(Value):
 
 
 class Machine(Value):
+    """The facts of a machine, as `paceline probe --json` writes them."""
+
     format: Literal["paceline.probe"] = FORMAT
     version: Literal[1] = VERSION
     host: str
@@ -128,4 +155,4 @@ class Machine(Value):
     container: str | None = None
     modules: tuple[str, ...] = ()
     directories: tuple[Directory, ...] = ()
-    silent: tuple[str, ...] = ()  # sources that are there and did not answer, each with the reason
+    silent: tuple[str, ...] = ()  # sources that failed or did not answer in time, each with the reason

@@ -1,4 +1,4 @@
-"""MPI beside PyTorch: mpi4py, and the MPI that it would run on."""
+"""mpi4py, and the MPI on which it would run."""
 
 import re
 import shutil
@@ -8,26 +8,28 @@ from paceline.cluster.machine import BackendFacts
 from paceline.cluster.run_tool import run
 
 
-def mpi4py() -> BackendFacts:
-    """Importing it would start MPI, so only what is installed is looked at."""
+def find_mpi4py() -> BackendFacts:
+    """Return the installed mpi4py and MPI. mpi4py is not imported, because that would start MPI."""
     package = _installed()
     launcher = shutil.which("mpirun") or shutil.which("mpiexec")
     missing = [] if package else ["pip install mpi4py"]
     if launcher is None:
-        missing.append("install an MPI with mpirun (Debian: openmpi-bin) or load a module that has one")
-    library = mpi_name(run(launcher, "--version")) if launcher else None
-    found = " with ".join(word for word in (package, library) if word)
-    return BackendFacts(name="mpi4py", available=not missing, version=found or None, note="; ".join(missing))
+        missing.append("install an MPI with mpirun (Debian: openmpi-bin) or load its module")
+    library = parse_mpi_name(run(launcher, "--version")) if launcher else None
+    versions = " with ".join(word for word in (package, library) if word)
+    return BackendFacts(
+        name="mpi4py", available=not missing, version=versions or None, note="; ".join(missing)
+    )
 
 
-def mpi_name(text: str) -> str | None:
-    """From what `mpirun --version` says."""
-    if found := re.search(r"\((?:Open MPI|OpenRTE|PRRTE)\) (\S+)", text):
-        return f"Open MPI {found[1]}"
-    if found := re.search(r"Intel\(R\) MPI Library.*? Version (\S+(?: Update \d+)?)", text):
-        return f"Intel MPI {found[1]}"
-    found = re.search(r"HYDRA build details:\s+Version:\s+(\S+)", text)
-    return f"MPICH {found[1]}" if found else None
+def parse_mpi_name(text: str) -> str | None:
+    """Return name and version of the MPI from the output of `mpirun --version`."""
+    if match := re.search(r"\((?:Open MPI|OpenRTE|PRRTE)\) (\S+)", text):
+        return f"Open MPI {match[1]}"
+    if match := re.search(r"Intel\(R\) MPI Library.*? Version (\S+(?: Update \d+)?)", text):
+        return f"Intel MPI {match[1]}"
+    match = re.search(r"HYDRA build details:\s+Version:\s+(\S+)", text)
+    return f"MPICH {match[1]}" if match else None
 
 
 def _installed() -> str | None:

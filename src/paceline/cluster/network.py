@@ -1,4 +1,4 @@
-"""Network interfaces, and RDMA devices such as InfiniBand's."""
+"""Network interfaces and RDMA devices, for example of InfiniBand."""
 
 import re
 import socket
@@ -12,38 +12,37 @@ SYS = Path("/sys/class")
 KINDS = {"1": "ethernet", "32": "infiniband", "772": "loopback"}  # linux/if_arp.h
 
 
-def interfaces() -> tuple[Interface, ...]:
-    """Those that are no loopback, and no end of a container's bridge; the fastest first."""
+def list_interfaces() -> tuple[Interface, ...]:
+    """Return the network interfaces, fastest first, without loopback and the bridges of containers."""
     addresses = psutil.net_if_addrs()
-    found = []
+    rows = []
     for name, state in psutil.net_if_stats().items():
         kind = _kind(SYS / "net" / name)
         if kind == "loopback" or name.startswith("veth"):
             continue
-        own = tuple(
+        ipv4 = tuple(
             address.address for address in addresses.get(name, ()) if address.family == socket.AF_INET
         )
-        found.append(
+        rows.append(
             Interface(
                 name=name,
                 kind=kind,
                 up=state.isup,
                 Mbps=_speed(state.speed),
-                addresses=own,
+                addresses=ipv4,
                 numa=_number(SYS / "net" / name / "device/numa_node"),
             )
         )
-    return tuple(sorted(found, key=lambda row: (not row.up, -(row.Mbps or 0), row.name)))
+    return tuple(sorted(rows, key=lambda row: (not row.up, -(row.Mbps or 0), row.name)))
 
 
 def _speed(Mbps: int) -> int | None:
-    return (
-        Mbps if 0 < Mbps < 2**31 and Mbps != 65535 else None
-    )  # psutil says 0, and virtual drivers -1, for what is not known
+    # For an unknown speed psutil returns 0, and virtual drivers report -1.
+    return Mbps if 0 < Mbps < 2**31 and Mbps != 65535 else None
 
 
-def rdma(root: Path = SYS) -> tuple[Interface, ...]:
-    """A row for each port of the devices under `root`/infiniband."""
+def list_rdma(root: Path = SYS) -> tuple[Interface, ...]:
+    """Return a row for each port of the devices in `root`/infiniband."""
     folder = root / "infiniband"
     devices = sorted(folder.iterdir(), key=lambda path: _natural(path.name)) if folder.is_dir() else []
     return tuple(_port(device, port) for device in devices for port in sorted((device / "ports").glob("*")))
@@ -51,7 +50,7 @@ def rdma(root: Path = SYS) -> tuple[Interface, ...]:
 
 def _port(device: Path, port: Path) -> Interface:
     rate = re.match(r"([\d.]+) Gb/sec", _text(port / "rate"))  # 400 Gb/sec (4X NDR)
-    beside = device / "device/net"
+    interfaces = device / "device/net"
     ports = sorted(device.glob("ports/*"))
     return Interface(
         name=device.name if len(ports) == 1 else f"{device.name}:{port.name}",
@@ -59,7 +58,7 @@ def _port(device: Path, port: Path) -> Interface:
         up="ACTIVE" in _text(port / "state"),  # 4: ACTIVE
         Mbps=round(float(rate[1]) * 1000) if rate else None,
         numa=_number(device / "device/numa_node"),
-        ports=", ".join(sorted(path.name for path in beside.iterdir())) if beside.is_dir() else None,
+        ports=", ".join(sorted(path.name for path in interfaces.iterdir())) if interfaces.is_dir() else None,
     )
 
 
@@ -70,7 +69,7 @@ def _kind(path: Path) -> str:
 
 def _number(path: Path) -> int | None:
     text = _text(path)
-    return int(text) if re.fullmatch(r"\d+", text) else None  # -1: the machine has no such nodes
+    return int(text) if re.fullmatch(r"\d+", text) else None  # -1: the machine has no NUMA nodes
 
 
 def _text(path: Path) -> str:

@@ -1,4 +1,4 @@
-"""Probe: what is this machine? Every source is asked at the same time, none of them for long, and nothing is put to work."""
+"""Probe this machine. All sources run concurrently for a limited time, and none loads the machine."""
 
 import os
 import platform
@@ -15,68 +15,70 @@ from paceline.cluster.limits import usable_cores
 from paceline.cluster.machine import Accelerator, Directory, Machine, Torch
 from paceline.errors import ClusterError
 
-LIMIT_S = 15.0  # for a source; a tool of its has 10
-TORCH_LIMIT_S = 60.0  # a first import from a slow file system
+LIMIT_S = 15.0  # for a source; a tool that it runs has 10
+TORCH_LIMIT_S = 60.0  # allows a first import from a slow file system
 NVIDIA, AMD = "NVIDIA's GPUs", "AMD's GPUs"
 
 
-def probe(asked: Sequence[Path] = (), torch: subprocess.Popen[str] | None = None) -> Machine:
-    """`asked`: directories to look at, instead of the usual ones. What does not answer in time is listed as silent.
+def probe(paths: Sequence[Path] = (), torch: subprocess.Popen[str] | None = None) -> Machine:
+    """Return the facts of this machine. Sources that do not answer in time are listed in `silent`.
 
-    torch: from `backends.begin`, which a caller in a hurry starts before it imports this; None: PyTorch is not described.
+    paths: directories to examine, instead of the usual directories.
+    torch: the process from `backends.start`, which a caller can start before it imports this module;
+        None: PyTorch is not described.
     """
     backends = ParallelSources({"PyTorch": partial(_torch, torch)} if torch else {})
     sources = ParallelSources(
         {
-            "the CPU": cpu.cpu,
-            NVIDIA: gpus.nvidia,
-            AMD: gpus.amd,
-            "NVIDIA's topology": topology.nvidia,
-            "AMD's topology": topology.amd,
-            "the network": network.interfaces,
-            "RDMA": network.rdma,
-            "MPI": mpi.mpi4py,
-            "quotas": directories.quotas,
+            "the CPU": cpu.read_cpu,
+            NVIDIA: gpus.list_nvidia,
+            AMD: gpus.list_amd,
+            "NVIDIA's topology": topology.read_nvidia,
+            "AMD's topology": topology.read_amd,
+            "the network": network.list_interfaces,
+            "RDMA": network.list_rdma,
+            "MPI": mpi.find_mpi4py,
+            "quotas": directories.read_quotas,
         }
     )
-    found, silent = sources.within(LIMIT_S)
-    places = dict.fromkeys(asked, ()) or directories.usual(os.environ, Path.cwd())
-    looked = _look(places, found.get("quotas", []))
-    described, late = backends.within(2 * TORCH_LIMIT_S)
-    found |= described
+    facts, silent = sources.collect(LIMIT_S)
+    usual = directories.list_usual(os.environ, Path.cwd())
+    examined = _examine(dict.fromkeys(paths, ()) or usual, facts.get("quotas", []))
+    torch_facts, torch_silent = backends.collect(2 * TORCH_LIMIT_S)
+    facts |= torch_facts
     return Machine(
         host=platform.node(),
         system=platform.platform(terse=True),
-        cpu=found.get("the CPU") or cpu.parse("", platform.machine(), usable_cores()),
-        memory=cpu.memory(),
-        accelerators=found.get(NVIDIA, ()) + found.get(AMD, ()) + _apple(found.get("PyTorch")),
-        visible=environment.visible(os.environ),
-        topology=found.get("NVIDIA's topology") or found.get("AMD's topology"),
-        interfaces=found.get("the network", ()) + found.get("RDMA", ()),
-        torch=found.get("PyTorch"),
-        mpi=found.get("MPI"),
-        slurm=environment.slurm(os.environ),
-        container=environment.here_container(os.environ),
-        modules=environment.modules(os.environ),
-        directories=looked,
-        silent=tuple(f"{name}: {reason}" for name, reason in (silent | late).items()),
+        cpu=facts.get("the CPU") or cpu.parse("", platform.machine(), usable_cores()),
+        memory=cpu.read_memory(),
+        accelerators=facts.get(NVIDIA, ()) + facts.get(AMD, ()) + _list_apple(facts.get("PyTorch")),
+        visible=environment.visible_devices(os.environ),
+        topology=facts.get("NVIDIA's topology") or facts.get("AMD's topology"),
+        interfaces=facts.get("the network", ()) + facts.get("RDMA", ()),
+        torch=facts.get("PyTorch"),
+        mpi=facts.get("MPI"),
+        slurm=environment.read_slurm(os.environ),
+        container=environment.find_own_container(os.environ),
+        modules=environment.loaded_modules(os.environ),
+        directories=examined,
+        silent=tuple(f"{name}: {reason}" for name, reason in (silent | torch_silent).items()),
     )
 
 
 class ParallelSources:
-    """Sources that answer at the same time, in threads that nobody waits for at the end: a file system that is away never comes back."""
+    """Functions that run concurrently, in daemon threads: a call to an unreachable file system never returns."""
 
     def __init__(self, sources: Mapping[str, Callable[[], Any]]) -> None:
         self._answers: dict[str, Any] = {}
         self._reasons: dict[str, str] = {}
         self._threads = {
-            name: threading.Thread(target=self._ask, args=(name, source), daemon=True)
+            name: threading.Thread(target=self._run, args=(name, source), daemon=True)
             for name, source in sources.items()
         }
         for thread in self._threads.values():
             thread.start()
 
-    def _ask(self, name: str, source: Callable[[], Any]) -> None:
+    def _run(self, name: str, source: Callable[[], Any]) -> None:
         try:
             self._answers[name] = source()
         except ClusterError as error:
@@ -84,8 +86,8 @@ class ParallelSources:
         except OSError as error:
             self._reasons[name] = error.strerror or str(error)
 
-    def within(self, limit_s: float) -> tuple[dict[str, Any], dict[str, str]]:
-        """Answers by name, and for those that there are none of the reason."""
+    def collect(self, limit_s: float) -> tuple[dict[str, Any], dict[str, str]]:
+        """Return the answers after at most `limit_s` seconds, and the reason of each missing answer."""
         end = time.monotonic() + limit_s
         for thread in self._threads.values():
             thread.join(max(0.0, end - time.monotonic()))
@@ -98,21 +100,25 @@ class ParallelSources:
         return answers, reasons
 
 
-def _look(places: Mapping[Path, tuple[str, ...]], quotas: list[Any]) -> tuple[Directory, ...]:
-    among = directories.mounts()
-    asked = ParallelSources(
-        {str(path): partial(directories.look, path, names, quotas, among) for path, names in places.items()}
+def _examine(places: Mapping[Path, tuple[str, ...]], quotas: list[Any]) -> tuple[Directory, ...]:
+    """Return the facts of all directories; a directory that does not answer in time has a note."""
+    mounts = directories.list_mounts()
+    sources = ParallelSources(
+        {
+            str(path): partial(directories.examine, path, names, quotas, mounts)
+            for path, names in places.items()
+        }
     )
-    found, mute = asked.within(LIMIT_S)
+    facts, silent = sources.collect(LIMIT_S)
     return tuple(
-        found.get(str(path)) or Directory(path=str(path), names=names, note=mute[str(path)])
+        facts.get(str(path)) or Directory(path=str(path), names=names, note=silent[str(path)])
         for path, names in places.items()
     )
 
 
 def _torch(process: subprocess.Popen[str]) -> Torch:
     try:
-        said, error = process.communicate(timeout=TORCH_LIMIT_S)
+        output, error = process.communicate(timeout=TORCH_LIMIT_S)
     except subprocess.TimeoutExpired:
         process.kill()
         process.communicate()
@@ -121,10 +127,10 @@ def _torch(process: subprocess.Popen[str]) -> Torch:
         raise ClusterError(
             f"import torch failed: {(error.strip() or f'exit status {process.returncode}').splitlines()[-1]}"
         )
-    return Torch.model_validate_json(said)
+    return Torch.model_validate_json(output)
 
 
-def _apple(torch: Torch | None) -> tuple[Accelerator, ...]:
-    """Only PyTorch knows of it."""
-    found = [row for row in torch.backends if row.name == "mps" and row.available] if torch else []
-    return tuple(Accelerator(index=0, name=row.version or "Apple GPU", kind="mps") for row in found)
+def _list_apple(torch: Torch | None) -> tuple[Accelerator, ...]:
+    """Return Apple's GPU, which only PyTorch reports."""
+    rows = [row for row in torch.backends if row.name == "mps" and row.available] if torch else []
+    return tuple(Accelerator(index=0, name=row.version or "Apple GPU", kind="mps") for row in rows)

@@ -1,4 +1,4 @@
-"""What the makers of accelerators publish, and clusters in a few words: `a100-80g:8x128@25`."""
+"""Published data of accelerators, and clusters named in short form: `a100-80g:8x128@25`."""
 
 import re
 import tomllib
@@ -21,7 +21,7 @@ WORDS = r"(?P<device>[\w.-]+)(:(?P<each>\d{1,9})(x(?P<nodes>\d{1,9}))?)?(@(?P<GB
 
 @dataclass(frozen=True)
 class Chip:
-    """Peaks in 10¹² operations/s."""
+    """A row of published.toml: the peaks of a chip in 10¹² operations/s."""
 
     name: str
     source: str
@@ -32,7 +32,7 @@ class Chip:
 
 @dataclass(frozen=True)
 class PublishedRow:
-    """A row of published.toml, where the units are told."""
+    """A row of published.toml: a device. The file describes the units."""
 
     name: str
     chip: Chip
@@ -47,6 +47,7 @@ class PublishedRow:
     host_GBps: float | None = None
 
     def device(self) -> Device:
+        """Return the device, with the source of each number."""
         host: Copies = {"pinned": _fact(self.host_GBps * 1e9, self.source)} if self.host_GBps else {}
         return Device(
             name=self.name,
@@ -62,7 +63,7 @@ class PublishedRow:
         )
 
     def links(self) -> tuple[Link, ...]:
-        """Among the devices of a node."""
+        """Return the links among the devices of a node, if they are published."""
         if self.link_GBps is None:
             return ()
         return (Link(axis="node", beta_Bps=_fact(self.link_GBps * 1e9, f"{self.link}, {self.source}")),)
@@ -78,7 +79,7 @@ def _peaks(numbers: Mapping[Dtype, float], source: str) -> dict[Dtype, Fact]:
 
 @cache
 def sheets() -> Mapping[str, PublishedRow]:
-    """Every published device, by the name it has in `a100-80g:8x128`."""
+    """Return each published device by the name that it has in `a100-80g:8x128`."""
     tree = tomllib.loads((files("paceline.cluster") / "published.toml").read_text("utf-8"))
     chips = {name: Chip(**({"name": name, "sparse": {}} | chip)) for name, chip in tree["chips"].items()}
     return {
@@ -88,48 +89,57 @@ def sheets() -> Mapping[str, PublishedRow]:
 
 
 def published_as(driver_name: str) -> str | None:
-    """The name in `sheets` of what nvidia-smi or rocm-smi calls so; None for any other device, however alike its name is."""
+    """Return the name in `sheets` of a device, by its exact name in nvidia-smi or rocm-smi; None if unknown."""
     return next((name for name, sheet in sheets().items() if driver_name in sheet.driver), None)
 
 
 def find(text: str) -> Cluster:
-    """A cluster.json, or a cluster in a few words. Raises ClusterError."""
+    """Return the cluster of a file (`cluster.json`) or of a short form (`a100-80g:8x128@25`).
+
+    Raises ClusterError.
+    """
     return file.read(Path(text)) if text.endswith(".json") or "/" in text else parse(text)
 
 
 def parse(text: str) -> Cluster:
-    """`a100-80g:8x128@25`: device, devices of a node, nodes, GB/s (10⁹) of each device across nodes. Raises ClusterError."""
-    said = re.fullmatch(WORDS, text, re.ASCII)
-    if said is None:
+    """Return the cluster of a short form. Raises ClusterError.
+
+    `a100-80g:8x128@25` is: device, devices per node, nodes, GB/s (10⁹) of each device across nodes.
+    """
+    match = re.fullmatch(WORDS, text, re.ASCII)
+    if match is None:
         raise ClusterError(
-            f"cluster {text!r} is not DEVICE:DEVICES_OF_A_NODExNODES@GB/s, as in a100-80g:8x128@25, and no cluster.json either"
+            f"cluster must be DEVICE:DEVICES_PER_NODExNODES@GB/s, as in a100-80g:8x128@25,"
+            f" or a cluster.json, got {text!r}"
         )
-    name = said["device"].lower()
+    name = match["device"].lower()
     sheet = sheets().get(ALIASES.get(name, name))
-    if sheet is None and (several := [full for full in sheets() if full.startswith(f"{name}-")]):
-        raise ClusterError(f"there are several {said['device']}; say which: {', '.join(several)}")
+    if sheet is None and (variants := [full for full in sheets() if full.startswith(f"{name}-")]):
+        raise ClusterError(f"{match['device']} has several variants; specify one of {', '.join(variants)}")
     if sheet is None:
         raise ClusterError(
-            f"the table of published devices lacks {said['device']} (a cluster.json can describe it){nearest(name, sheets())}"
+            f"{match['device']} is not in the table of published devices (a cluster.json can describe it)"
+            f"{nearest(name, sheets())}"
         )
     for count in ("each", "nodes"):
-        if said[count] is not None and int(said[count]) == 0:
+        if match[count] is not None and int(match[count]) == 0:
             raise ClusterError(
-                f"cluster {text!r} has 0 {'nodes' if count == 'nodes' else 'devices in a node'}; at least 1 is needed"
+                f"cluster {text!r} must have at least 1"
+                f" {'node' if count == 'nodes' else 'device per node'}, got 0"
             )
     links = sheet.links()
-    if said["GBps"] is not None:
-        if not float(said["GBps"]):
+    if match["GBps"] is not None:
+        if not float(match["GBps"]):
             raise ClusterError(
-                f"cluster {text!r} has 0 GB/s across nodes; leave @0 out where it is not known"
+                f"cluster {text!r} has 0 GB/s across nodes; leave out @0 if the rate is unknown"
             )
         links += (
-            Link(axis="across", beta_Bps=Fact(value=float(said["GBps"]) * 1e9, note=f"@{said['GBps']}")),
+            Link(axis="across", beta_Bps=Fact(value=float(match["GBps"]) * 1e9, note=f"@{match['GBps']}")),
         )
     return Cluster(
         name=text,
-        nodes=int(said["nodes"] or 1),
-        devices_per_node=int(said["each"] or 1),
+        nodes=int(match["nodes"] or 1),
+        devices_per_node=int(match["each"] or 1),
         device=sheet.device(),
         links=links,
     )

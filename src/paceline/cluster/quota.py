@@ -1,35 +1,36 @@
-"""Quotas: what `quota`, `lfs quota` and a site's `myquota` say."""
+"""Parse the output of `quota`, `lfs quota` and a site's `myquota`."""
 
 import re
 from collections.abc import Iterator
 
 from paceline.cluster.machine import Quota
 
-USED = ("kbytes", "blocks", "space", "used")  # heads of the column of bytes
-UNITS = {"": 2**10, "k": 2**10, "m": 2**20, "g": 2**30, "t": 2**40, "p": 2**50}  # no unit: blocks of 1 KiB
+USED = ("kbytes", "blocks", "space", "used")  # possible headers of the column of bytes
+UNITS = {"": 2**10, "k": 2**10, "m": 2**20, "g": 2**30, "t": 2**40, "p": 2**50}  # no unit: 1 KiB blocks
 COUNTS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
 
 
 def parse(text: str, source: str) -> list[tuple[str, Quota]]:
-    """Rows of (file system, quota) below each head line of `Filesystem … quota limit [grace] files quota limit [grace]`.
+    """Return (file system, quota) of each row below a header line, without the quotas of groups.
 
-    Of a user's own quotas, those of groups left out. A head line that is not known is passed over with its rows.
+    A header line is `Filesystem … quota limit [grace] files quota limit [grace]`. An unknown header line is
+    skipped with its rows. source: the command, which becomes `Quota.source`.
     """
     heads: list[str] = []
-    rows, own = [], True
-    for line in _whole_lines(text):
+    rows, is_users = [], True
+    for line in _join_lines(text):
         words = line.split()
         if words[0] == "Disk" and "quotas" in words:
-            own, heads = words[words.index("for") + 1].startswith("us") if "for" in words else True, []
+            is_users, heads = words[words.index("for") + 1].startswith("us") if "for" in words else True, []
         elif words[0].lower() == "filesystem":
             heads = [word.lower() for word in words]
-        elif own and heads and (quota := _row(heads, words, source)):
+        elif is_users and heads and (quota := _row(heads, words, source)):
             rows.append((words[0], quota))
     return rows
 
 
-def _whole_lines(text: str) -> Iterator[str]:
-    """A long name stands on a line of its own, with its numbers on the next."""
+def _join_lines(text: str) -> Iterator[str]:
+    """Yield the lines. A long name is on a separate line, and is joined with the numbers on the next line."""
     name = ""
     for line in text.splitlines():
         words = line.split()
@@ -66,7 +67,10 @@ def _row(heads: list[str], words: list[str], source: str) -> Quota | None:
 
 
 def _with_grace(heads: list[str], words: list[str]) -> list[str] | None:
-    """`quota` leaves the grace empty where there is none: which it is, is told by the star behind what exceeds."""
+    """Return the cells of a row, with an empty cell for each grace period that `quota` leaves out.
+
+    A star after the used amount means that this amount exceeds its quota, so that its grace is not left out.
+    """
     missing = len(heads) - len(words)
     if missing <= 0:
         return words[: len(heads)]
@@ -84,22 +88,28 @@ def _with_grace(heads: list[str], words: list[str]) -> list[str] | None:
 
 
 def _amount(text: str, units: dict[str, int]) -> int | None:
-    """`101G*` -> bytes, `382k` -> files. None for `-`, `none`, `unlimited`. Raises ValueError for another thing."""
+    """Return the amount in a cell such as `101G*` (bytes) or `382k` (files); None without a limit.
+
+    `-`, `none` and `unlimited` mean no limit. Raises ValueError for other text.
+    """
     if text in ("-", "none", "unlimited"):
         return None
-    found = re.fullmatch(r"\[?(\d+(?:\.\d+)?)([A-Za-z]?)(?:i?B)?\]?\*?", text)
-    if not found or found[2].lower() not in units:
+    match = re.fullmatch(r"\[?(\d+(?:\.\d+)?)([A-Za-z]?)(?:i?B)?\]?\*?", text)
+    if not match or match[2].lower() not in units:
         raise ValueError(text)
-    return round(float(found[1]) * units[found[2].lower()])
+    return round(float(match[1]) * units[match[2].lower()])
 
 
-def of_directory(
+def find_quota(
     path: str, mount: str | None, device: str | None, rows: list[tuple[str, Quota]]
 ) -> Quota | None:
-    """The row that is about the file system of a directory: named as it is mounted, as its device, or as a folder above."""
-    named = [
+    """Return the quota of the file system of a directory.
+
+    A row matches if it has the name of the mount point, the device or a parent folder.
+    """
+    matches = [
         (name, quota)
         for name, quota in rows
         if name in (mount, device) or path == name or path.startswith(name.rstrip("/") + "/")
     ]
-    return max(named, key=lambda row: (row[0] in (mount, device), len(row[0])))[1] if named else None
+    return max(matches, key=lambda row: (row[0] in (mount, device), len(row[0])))[1] if matches else None

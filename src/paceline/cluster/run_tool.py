@@ -1,4 +1,4 @@
-"""Run a tool of the machine and read what it says."""
+"""Run a tool of the machine and return its output."""
 
 import os
 import subprocess
@@ -7,13 +7,14 @@ from paceline.errors import ClusterError
 
 
 def run(*words: str, good: frozenset[int] = frozenset({0}), limit_s: float = 10.0) -> str:
-    """What it printed; the empty text where there is no such tool. Raises ClusterError when it fails or does not answer in time.
+    """Return the standard output of a tool, or "" if the tool is not installed.
 
-    good: exit statuses that are no failure.
+    good: exit statuses that are not failures.
+    Raises ClusterError if the tool fails or does not end within `limit_s` seconds.
     """
     env = os.environ | {"LC_ALL": "C"}
     try:
-        done = subprocess.run(
+        result = subprocess.run(
             words,
             capture_output=True,
             text=True,
@@ -28,9 +29,9 @@ def run(*words: str, good: frozenset[int] = frozenset({0}), limit_s: float = 10.
         raise ClusterError(f"{words[0]} did not answer within {limit_s:g} s") from None
     except OSError as error:
         raise ClusterError(f"{words[0]} cannot be run: {error.strerror}") from error
-    if done.returncode not in good:
-        said = (done.stderr.strip() or done.stdout.strip()).splitlines()
+    if result.returncode not in good:
+        lines = (result.stderr.strip() or result.stdout.strip()).splitlines()
         raise ClusterError(
-            f"{words[0]} failed with exit status {done.returncode}" + (f": {said[-1]}" if said else "")
+            f"{words[0]} failed with exit status {result.returncode}" + (f": {lines[-1]}" if lines else "")
         )
-    return done.stdout
+    return result.stdout

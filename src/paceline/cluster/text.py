@@ -9,26 +9,26 @@ from rich.text import Text
 
 from paceline.cluster.machine import BackendFacts, Directory, Interface, Machine, Quota
 from paceline.cluster.published import sheets
-from paceline.cluster.topology import among_gpus, best_nics
+from paceline.cluster.topology import count_gpu_links, find_nearest_nics
 from paceline.units import format_bytes, format_count, several
 
 
-def tables(machine: Machine) -> list[RenderableType]:
-    """What was found, from the processors outwards; each table only where there is something in it."""
-    shown: list[RenderableType] = [_facts(machine)]
+def build_tables(machine: Machine) -> list[RenderableType]:
+    """Return the facts as tables, from the processors outwards, without empty tables."""
+    parts: list[RenderableType] = [_facts(machine)]
     if machine.accelerators:
-        shown.append(_accelerators(machine))
+        parts.append(_accelerators(machine))
     if machine.interfaces:
-        shown.append(_interfaces(machine.interfaces))
+        parts.append(_interfaces(machine.interfaces))
     if machine.torch is not None:
         torch = machine.torch
         communication = (*torch.communication, machine.mpi) if machine.mpi else torch.communication
-        shown.append(_backends(f"PyTorch {torch.version}", torch.backends))
-        shown.append(_backends("communication", communication))
+        parts.append(_backends(f"PyTorch {torch.version}", torch.backends))
+        parts.append(_backends("communication", communication))
     if machine.directories:
-        shown.append(_directories(machine.directories))
+        parts.append(_directories(machine.directories))
     notes = [f"{row.path}: {row.note}" for row in machine.directories if row.note]
-    return [*shown, *(Text(f"note: {note}", style="yellow") for note in (*machine.silent, *notes))]
+    return [*parts, *(Text(f"note: {note}", style="yellow") for note in (*machine.silent, *notes))]
 
 
 def _facts(machine: Machine) -> Table:
@@ -59,8 +59,8 @@ def _surroundings(machine: Machine) -> str:
         sizes = [
             f"{_number(job.nodes)} node{'s' * (job.nodes != 1)} ({job.node_list})" if job.nodes else "",
             f"{_number(job.tasks)} tasks" if job.tasks else "",
-            f"{job.cpus_per_task} CPUs a task" if job.cpus_per_task else "",
-            f"GPUs of a node: {job.gpus_per_node}" if job.gpus_per_node else "",
+            f"{job.cpus_per_task} CPUs per task" if job.cpus_per_task else "",
+            f"GPUs per node: {job.gpus_per_node}" if job.gpus_per_node else "",
             f"until {datetime.fromtimestamp(job.ends):%Y-%m-%d %H:%M}" if job.ends else "",
         ]
         parts.append(", ".join(part for part in (" ".join(word for word in words if word), *sizes) if part))
@@ -85,16 +85,16 @@ def _numa(nodes: tuple[str, ...]) -> str:
 
 
 def _memory(machine: Machine) -> str:
-    found = machine.memory
+    memory = machine.memory
     limit = (
-        f", limited to {format_bytes(found.limit_bytes)} by the control group" if found.limit_bytes else ""
+        f", limited to {format_bytes(memory.limit_bytes)} by the control group" if memory.limit_bytes else ""
     )
-    return f"{format_bytes(found.total_bytes)}, {format_bytes(found.available_bytes)} free{limit}"
+    return f"{format_bytes(memory.total_bytes)}, {format_bytes(memory.available_bytes)} free{limit}"
 
 
 def _gpus(machine: Machine) -> str:
     if not machine.accelerators:
-        return "not known, see below" if any("GPUs: " in reason for reason in machine.silent) else "none"
+        return "unknown, see below" if any("GPUs: " in reason for reason in machine.silent) else "none"
     names: dict[str, int] = {}
     for row in machine.accelerators:
         names[row.name] = names.get(row.name, 0) + 1
@@ -128,17 +128,17 @@ def _peaks(machine: Machine) -> str:
 def _links(machine: Machine) -> str:
     if machine.topology is None:
         return ""
-    pairs = among_gpus(machine.topology)
+    pairs = count_gpu_links(machine.topology)
     return ", ".join(f"{link} between {several(count, 'pair')} of GPUs" for link, count in pairs.items())
 
 
 def _accelerators(machine: Machine) -> Table:
     topology = machine.topology
-    near = best_nics(topology) if topology else {}
+    nearest = find_nearest_nics(topology) if topology else {}
     names = [row.name for row in machine.accelerators]
     columns = {
         "GPU": [str(row.index) for row in machine.accelerators],
-        "name": names if len({*names}) > 1 else [],  # else it is told above
+        "name": names if len({*names}) > 1 else [],  # one name is in the facts above
         "memory": [
             format_bytes(row.memory_bytes) if row.memory_bytes else "" for row in machine.accelerators
         ],
@@ -149,7 +149,7 @@ def _accelerators(machine: Machine) -> Table:
         columns["NUMA"] = [topology.numa.get(key, "") for key in keys]
         columns["CPUs"] = [topology.cpus.get(key, "") for key in keys]
         columns["nearest network"] = [
-            f"{', '.join(near[key][1])} ({near[key][0]})" if key in near else "" for key in keys
+            f"{', '.join(nearest[key][1])} ({nearest[key][0]})" if key in nearest else "" for key in keys
         ]
     return _table({name: cells for name, cells in columns.items() if any(cells)}, right=("memory", "power"))
 
@@ -170,14 +170,14 @@ def _interfaces(rows: Iterable[Interface]) -> RenderableType:
 
 
 def _speed(Mbps: int | None) -> str:
-    return "not known" if Mbps is None else f"{Mbps / 1000:g} Gbit/s" if Mbps >= 1000 else f"{Mbps} Mbit/s"
+    return "unknown" if Mbps is None else f"{Mbps / 1000:g} Gbit/s" if Mbps >= 1000 else f"{Mbps} Mbit/s"
 
 
 def _backends(title: str, rows: Iterable[BackendFacts]) -> Table:
     rows = list(rows)
     columns = {
         title: [row.name for row in rows],
-        "here": ["yes" if row.available else "no" for row in rows],
+        "available": ["yes" if row.available else "no" for row in rows],
         "version": [row.version or "" for row in rows],
         "": [", ".join(filter(None, (_flags(row), row.note))) for row in rows],
     }
@@ -185,7 +185,7 @@ def _backends(title: str, rows: Iterable[BackendFacts]) -> Table:
 
 
 def _flags(row: BackendFacts) -> str:
-    """Those that are on by their names, those that are off after `not`."""
+    """Return the names of the flags that are on, then `not` and the name of those that are off."""
     words = [
         name if value is True else f"not {name}" if value is False else f"{name} {value}"
         for name, value in sorted(row.flags.items(), key=lambda item: item[1] is False)
@@ -215,14 +215,14 @@ def _quota(quota: Quota) -> str:
 
 
 def _table(columns: dict[str, list[str]], right: tuple[str, ...] = (), caption: str | None = None) -> Table:
-    """Without columns that are empty."""
+    """Return a table without empty columns."""
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), caption=caption, caption_justify="left")
-    kept = {name: cells for name, cells in columns.items() if any(cells)}
-    for name in kept:
+    filled = {name: cells for name, cells in columns.items() if any(cells)}
+    for name in filled:
         table.add_column(
             name, justify="right" if name in right else "left", no_wrap=name in right, overflow="fold"
         )
-    for cells in zip(*kept.values(), strict=True):
+    for cells in zip(*filled.values(), strict=True):
         table.add_row(*cells)
     return table
 

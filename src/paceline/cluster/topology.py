@@ -1,17 +1,11 @@
-"""Who is connected to whom: `nvidia-smi topo -m` and `rocm-smi --showtopo`."""
+"""The connections between GPUs and network cards: `nvidia-smi topo -m` and `rocm-smi --showtopo`."""
 
 import re
 
 from paceline.cluster.machine import Topology
 from paceline.cluster.run_tool import run
 
-NEAREST = (
-    "PIX",
-    "PXB",
-    "PHB",
-    "NODE",
-    "SYS",
-)  # first is best: from one bridge between the two, to another socket
+NEAREST = ("PIX", "PXB", "PHB", "NODE", "SYS")  # nearest first; MEANING explains them
 MEANING = {
     "PIX": "one PCIe bridge",
     "PXB": "several PCIe bridges",
@@ -21,40 +15,46 @@ MEANING = {
 }
 
 
-def nvidia() -> Topology | None:
+def read_nvidia() -> Topology | None:
+    """Return the topology that nvidia-smi reports, if it reports one. Raises ClusterError."""
     return parse_nvidia(run("nvidia-smi", "topo", "-m"))
 
 
-def amd() -> Topology | None:
+def read_amd() -> Topology | None:
+    """Return the topology that rocm-smi reports, if it reports one. Raises ClusterError."""
     return parse_amd(run("rocm-smi", "--showtopo"))
 
 
 def parse_nvidia(text: str) -> Topology | None:
-    """The matrix is parted by tabs; the cells at its right tell the CPUs and NUMA node of a GPU, and are empty for NICs."""
-    lines = re.sub(r"\x1b\[[0-9;]*m", "", text).splitlines()  # the heads are underlined, also in a file
-    at = next((k for k, line in enumerate(lines) if "GPU0" in line.split()), None)
-    if at is None:
+    """Return the topology in the output of `nvidia-smi topo -m`.
+
+    Tabs separate the columns. The last columns are the CPUs and the NUMA node of a GPU; they are empty for
+    NICs.
+    """
+    lines = re.sub(r"\x1b\[[0-9;]*m", "", text).splitlines()  # the header is underlined, even in a file
+    header = next((k for k, line in enumerate(lines) if "GPU0" in line.split()), None)
+    if header is None:
         return None
-    heads = [head.strip() for head in lines[at].strip().split("\t")]
+    heads = [head.strip() for head in lines[header].strip().split("\t")]
     peers = [head for head in heads if re.fullmatch(r"[A-Za-z]+\d[\w]*", head)]
     links: dict[str, dict[str, str]] = {}
-    beside: dict[str, dict[str, str]] = {"CPU Affinity": {}, "NUMA Affinity": {}}
-    for line in lines[at + 1 :]:
+    affinities: dict[str, dict[str, str]] = {"CPU Affinity": {}, "NUMA Affinity": {}}
+    for line in lines[header + 1 :]:
         name, *cells = [cell.strip() for cell in line.strip().split("\t")]
         if name not in peers:
             break
         links[name] = {peer: cell for peer, cell in zip(peers, cells, strict=False) if peer != name and cell}
-        for head, found in beside.items():
+        for head, affinity in affinities.items():
             if head in heads and (cell := dict(zip(heads, cells, strict=False)).get(head)) and cell != "N/A":
-                found[name] = cell
+                affinity[name] = cell
     nics = dict(re.findall(r"^\s*(NIC\d+): (\S+)\s*$", text, re.M))
-    return Topology(links=links, nics=nics, cpus=beside["CPU Affinity"], numa=beside["NUMA Affinity"])
+    return Topology(links=links, nics=nics, cpus=affinities["CPU Affinity"], numa=affinities["NUMA Affinity"])
 
 
 def parse_amd(text: str) -> Topology | None:
-    """The table under `Link Type between two GPUs`."""
-    _, found, table = text.partition("Link Type between two GPUs")
-    lines = [line.split() for line in table.splitlines()[1:]] if found else []
+    """Return the topology in the table under `Link Type between two GPUs`, if the text has it."""
+    _, title, table = text.partition("Link Type between two GPUs")
+    lines = [line.split() for line in table.splitlines()[1:]] if title else []
     if not lines:
         return None
     heads, *rows = lines
@@ -70,14 +70,15 @@ def parse_amd(text: str) -> Topology | None:
     return Topology(links=links, numa=numa)
 
 
-def gpus(topology: Topology) -> tuple[str, ...]:
+def gpu_names(topology: Topology) -> tuple[str, ...]:
+    """Return the names of the GPUs of a topology."""
     return tuple(name for name in topology.links if name.startswith("GPU"))
 
 
-def best_nics(topology: Topology) -> dict[str, tuple[str, tuple[str, ...]]]:
-    """For each GPU, how near its nearest NICs are, and which they are."""
+def find_nearest_nics(topology: Topology) -> dict[str, tuple[str, tuple[str, ...]]]:
+    """Return for each GPU the kind of connection to its nearest NICs, and the names of these NICs."""
     best = {}
-    for gpu in gpus(topology):
+    for gpu in gpu_names(topology):
         nics = {
             peer: link
             for peer, link in topology.links[gpu].items()
@@ -92,13 +93,13 @@ def best_nics(topology: Topology) -> dict[str, tuple[str, tuple[str, ...]]]:
     return best
 
 
-def among_gpus(topology: Topology) -> dict[str, int]:
-    """How many pairs of GPUs are connected by what."""
-    names = gpus(topology)
+def count_gpu_links(topology: Topology) -> dict[str, int]:
+    """Return the number of pairs of GPUs by kind of connection."""
+    names = gpu_names(topology)
     pairs: dict[str, int] = {}
-    for k, one in enumerate(names):
-        for other in names[k + 1 :]:
-            link = topology.links[one].get(other)
+    for k, first in enumerate(names):
+        for second in names[k + 1 :]:
+            link = topology.links[first].get(second)
             if link is not None:
                 pairs[link] = pairs.get(link, 0) + 1
     return pairs

@@ -68,7 +68,7 @@ class PreflightContext:
 
         if self.target is not None:
             return find(self.target)
-        found = local_cluster.known(self.launch.device)
+        found = local_cluster.load_cluster(self.launch.device)
         return found.model_copy(update={"nodes": max(found.nodes, self.launch.nodes)})
 
     @cached_property

@@ -97,11 +97,11 @@ def room(flight: PreflightContext) -> Says:
         yield "fails", f"you may not write to {there}; say another --run-dir"
         return
     try:
-        quotas = directories.quotas()
+        quotas = directories.read_quotas()
     except ClusterError as error:
         quotas = []
         yield "warns", f"quotas are not known: {error}"
-    found = directories.look(there, (), quotas, directories.mounts())
+    found = directories.examine(there, (), quotas, directories.list_mounts())
     kept = flight.spec.save.keep + 2  # the best, and the one that is written
     size, files = needed(flight, kept)
     wanted = f"{kept} checkpoints of {format_bytes(size / kept)} (--keep {flight.spec.save.keep}, the best and the next) in {files:,} files"

@@ -57,7 +57,7 @@ def choose(
     """For so many ranks on so many nodes like this one; `cluster`: cluster.json here, or this machine, if not said. Raises PlanError where
     no plan fits, or none of those that fit can be."""
     recipe = recipe_of_precision(spec.precision)
-    cluster = cluster if cluster is not None else local_cluster.known(device)
+    cluster = cluster if cluster is not None else local_cluster.load_cluster(device)
     if nodes > cluster.nodes:
         cluster = cluster.model_copy(update={"nodes": nodes})
     found = find_best_plans(describe(spec, task), cluster, spec.batch, recipe=recipe, ranks=ranks)

@@ -36,7 +36,7 @@ def find_plans(
     cluster, TaskError if the model cannot be described.
     """
     task = task if task is not None else tasks.load_task(spec.task, spec.set)
-    cluster = cluster if cluster is not None else local_cluster.known()
+    cluster = cluster if cluster is not None else local_cluster.load_cluster()
     wanted = str(plan) if plan is not None else None
     facts, recipe = describe(spec, task), recipe_of_precision(spec.precision)
     return find_best_plans(facts, cluster, spec.batch, wanted, recipe, ranks, tokens, price)

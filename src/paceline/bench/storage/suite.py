@@ -105,7 +105,7 @@ def measure(directory: Path, budget_s: float, writers: int) -> Iterator[Row]:
 
 def read_free_space(directory: Path) -> dict[str, Any]:
     """Return the free bytes and files of a directory, as file system and quota limit them; None: no limit."""
-    info = directories.look(directory, (), directories.quotas(), directories.mounts())
+    info = directories.examine(directory, (), directories.read_quotas(), directories.list_mounts())
     quota = info.quota
     left_bytes = quota.limit_bytes - quota.used_bytes if quota and quota.limit_bytes is not None else None
     left_files = (

@@ -98,10 +98,10 @@ def _read_cluster(path: Path) -> "Cluster":
     Raises ClusterError if the file cannot be read, or describes another machine.
     """
     from paceline.cluster import file
-    from paceline.cluster.local_cluster import cluster
+    from paceline.cluster.local_cluster import build_cluster
     from paceline.cluster.probe import probe
 
-    probed = cluster(probe())
+    probed = build_cluster(probe())
     if not path.exists():
         return probed
     known = file.read(path)

@@ -29,7 +29,7 @@ class Job:
         for text in map(str, (self.run, self.folder, self.time, self.python)):
             if not text.isprintable():
                 raise LaunchError(
-                    f"a job script needs names that are printable and of one line, got {text!r}"
+                    f"a name in a job script must be a single line of printable text, got {text!r}"
                 )
 
     def cpus_per_task(self, site: Site) -> int | None:
