@@ -83,11 +83,11 @@ def test_the_measurement_is_of_the_part_with_the_widest_bar(of_gpus):
         assert advised.part == part
         return advised.measure
 
-    trained = f"paceline train TASK --ranks 16 --batch 64 --plan {of_gpus.plans[0][0]} --profile, and then paceline profile RUN --update"
+    trained = f"paceline train TASK --ranks 16 --batch 64 --plan {of_gpus.plans[0][0]} --profile, then paceline profile RUN --update"
     assert advice(of_gpus, "products") == trained
     assert (
         advice(of_gpus, "data parallel")
-        == "paceline bench collectives --axes across, started by srun on those nodes"
+        == "paceline bench collectives --axes across, started with srun on those nodes"
     )
     assert advice(replace(of_gpus, ranks=8), "tensor parallel") == "paceline bench"
     links = tuple(
@@ -106,7 +106,7 @@ def test_the_measurement_is_of_the_part_with_the_widest_bar(of_gpus):
     noisy = find_indistinct_plans(with_parts(of_gpus, exact, exact), "my.py:Net")
     assert (noisy.part, noisy.measure) == (
         None,
-        f"paceline train my.py:Net --ranks 16 --batch 64 --plan {of_gpus.plans[0][0]} --steps 50, and the others so, too",
+        f"paceline train my.py:Net --ranks 16 --batch 64 --plan {of_gpus.plans[0][0]} --steps 50, and the same for the other plans",
     )
 
 

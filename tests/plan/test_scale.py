@@ -42,15 +42,15 @@ def test_numbers_of_ranks(text, counts):
 @pytest.mark.parametrize(
     ("text", "says"),
     [
-        ("1,2,4,…,100", "does not arrive at 100; end it with 64 or 128"),
+        ("1,2,4,…,100", "does not reach 100; end it with 64 or 128"),
         ("64:8", "end it with 64"),
-        ("1,2,x", "'x' is no number of ranks"),
+        ("1,2,x", "'x' is not a number of ranks"),
         ("0:8", "at least 1 rank"),
         ("-4", "no number of ranks"),
         ("…,8", "must stand before"),
         ("1,2,…", "must stand before"),
         ("1,…,4,…,8", "must stand before"),
-        ("1,2,5,…,17", "does not say how to go on"),
+        ("1,2,5,…,17", "has no common factor or step"),
         ("1,2,3,…,4096", "more than 100 numbers"),
     ],
 )
@@ -122,7 +122,7 @@ def test_numbers_that_cannot_be_say_why():
     assert "a batch of 48 cannot be split over 3,000 ranks" in by_ranks[3000]
     assert found.each == Fraction(48, 16)
     assert any(
-        "has 1 node; the others of 375 are taken to be alike" in sentence for sentence in found.assumed
+        "has 1 node; the others of 375 are assumed to be identical" in sentence for sentence in found.assumed
     )
 
 
@@ -133,13 +133,13 @@ def test_a_batch_of_parts_of_samples():
     assert [one.want for one in found.weak.refused] == []
     assert [point.batch for point in found.weak.points] == [2, 3]
     found = predict_scaling(load_model("gpt2"), cluster(8), (4, 5), 2)
-    assert [one.reason for one in found.weak.refused] == ["a batch of 2.5 is no whole number of samples"]
+    assert [one.reason for one in found.weak.refused] == ["a batch of 2.5 is not a whole number of samples"]
 
 
 def test_where_nothing_fits():
     with pytest.raises(
         PlanError,
-        match=r"no plan fits 72.0 GiB a device; the leanest, .* needs .*: use 32 ranks on 4 such nodes",
+        match=r"no plan fits 72.0 GiB per device; the leanest, .* needs .*: use 32 ranks on 4 nodes of this kind",
     ):
         predict_scaling(load_model("llama3-70b"), cluster(8), (1, 2, 4), 64)
 
@@ -186,7 +186,7 @@ def test_command_without_torch(tmp_path: Path) -> None:
         "strong scaling",
         "weak scaling",
         "efficiency",
-        "are taken to be alike",
+        "are assumed to be identical",
         "are assumed",
         plan,
     ):

@@ -89,7 +89,7 @@ def test_rejected_plans_say_why():
 def test_a_model_that_fits_nowhere():
     with pytest.raises(
         PlanError,
-        match=r"no plan fits 72.0 GiB a device; the leanest, .* needs .* GiB: use \d+ ranks on \d+ such nodes",
+        match=r"no plan fits 72.0 GiB per device; the leanest, .* needs .* GiB: use \d+ ranks on \d+ nodes of this kind",
     ):
         choose_plans(
             load_model("llama3-405b"), cluster(8).model_copy(update={"links": cluster(8).links[:1]}), 8

@@ -19,8 +19,9 @@ class Entry:
 
     axis: of the mesh, or the axes, over which the ranks of the group differ. `ranks`: of the group.
     module: whose parameters or gradients travel; for anything else the module that runs.
-    bytes: of all calls together, each with the size S that nccl-tests gives a call: all-reduce, broadcast, reduce, send and recv the
-    tensor; all-gather the whole output; reduce-scatter and all-to-all the whole input; gather and scatter the whole tensor at the root.
+    bytes: of all calls together, each with the size S that nccl-tests gives a call: all-reduce, broadcast,
+    reduce, send and recv the tensor; all-gather the whole output; reduce-scatter and all-to-all the whole
+    input; gather and scatter the whole tensor at the root.
     """
 
     collective: str
@@ -36,7 +37,8 @@ class Entry:
         return RING_FACTORS[self.collective](self.ranks) * self.bytes
 
 
-# Bytes that each rank sends in a ring of n ranks, divided by the size S of the call (nccl-tests, PERFORMANCE.md).
+# Bytes that each rank sends in a ring of n ranks, divided by the size S of the call (nccl-tests,
+# PERFORMANCE.md).
 RING_FACTORS: Mapping[str, Callable[[int], float]] = {
     "all-reduce": lambda n: 2 * (n - 1) / n,
     "all-gather": lambda n: (n - 1) / n,
@@ -72,7 +74,7 @@ class CommVolume:
         return sum(entry.sent_bytes for entry in self.entries)
 
     def of(self, collective: str, axis: str | None = None) -> "CommVolume":
-        """The entries of a collective, on all axes or one."""
+        """Return the entries of a collective, on all axes or on one axis."""
         return CommVolume(
             self.rank, tuple(e for e in self.entries if e.collective == collective and axis in (None, e.axis))
         )
@@ -89,7 +91,9 @@ class CommVolume:
 
 
 def sum_entries(calls: Iterable[tuple[str, str, int, str, int, int]]) -> tuple[Entry, ...]:
-    """Entries from (collective, axis, ranks, module, calls, bytes)."""
+    """Return entries from (collective, axis, ranks, module, calls, bytes), added up by all but calls and
+    bytes.
+    """
     sums: dict[tuple[str, str, int, str], tuple[int, int]] = {}
     for *key, count, size in calls:
         at = tuple(key)
@@ -99,13 +103,17 @@ def sum_entries(calls: Iterable[tuple[str, str, int, str, int, int]]) -> tuple[E
 
 
 def block_pattern(module: str) -> str:
-    """`blocks.11.mlp.0` -> `blocks.*.mlp.*`: alike for the blocks of a model."""
+    """Return the name with numbers replaced, `blocks.*.mlp.*` for `blocks.11.mlp.0`: equal for similar
+    blocks.
+    """
     return re.sub(r"(?<![^.])\d+(?![^.])", "*", module)
 
 
 def axis_of(plan: ResolvedPlan, group: Iterable[int]) -> str:
-    """The axis of the plan's mesh (`pp`, `replicate`, `shard`, `cp`, `tp`) over which the ranks of a group differ. `world`: all ranks,
-    where the plan has several axes; `a×b`: other groups over several; `self`: one rank."""
+    """Return the mesh axis (`pp`, `replicate`, `shard`, `cp`, `tp`) along which the ranks of a group differ.
+
+    `world`: all ranks of a plan with several axes; `a×b`: another group over several axes; `self`: one rank.
+    """
     shards = plan.dp * plan.cp // plan.replicate if plan.zero >= 2 else 1
     seen: dict[str, set[int]] = {}
     members = list(group)

@@ -1,4 +1,4 @@
-"""Contiguous stages of a pipeline, balanced by what their pieces cost."""
+"""Contiguous stages of a pipeline, balanced by the costs of their pieces."""
 
 from collections.abc import Sequence
 from itertools import accumulate, pairwise
@@ -7,28 +7,33 @@ from paceline.errors import PlanError
 
 
 def partition(costs: Sequence[float], stages: int, ties: Sequence[float] | None = None) -> list[int]:
-    """Where each stage begins, so that the dearest stage costs as little as it can, and among such cuts the one with the largest sum
-    of `ties` has as little of those as it can. Every stage has a piece or more: len(costs) >= stages. O(pieces² × stages)."""
+    """Return the first piece of each stage, so that the most expensive stage costs as little as possible.
+
+    Among equal partitions, the largest sum of `ties` over a stage is as small as possible. Every stage has at
+    least one piece: len(costs) >= stages. O(pieces² × stages).
+    """
     if not 1 <= stages <= len(costs):
         raise PlanError(f"{len(costs)} pieces make 1 to {len(costs)} stages, got {stages}")
-    _, dearest = _best_starts(costs, stages, costs, float("inf"))
-    return _best_starts(ties if ties is not None else costs, stages, costs, dearest)[0]
+    _, max_cost = _best_starts(costs, stages, costs, float("inf"))
+    return _best_starts(ties if ties is not None else costs, stages, costs, max_cost)[0]
 
 
 def _best_starts(
-    weights: Sequence[float], stages: int, costs: Sequence[float], most: float
+    weights: Sequence[float], stages: int, costs: Sequence[float], max_cost: float
 ) -> tuple[list[int], float]:
-    """The starts that make the largest sum of `weights` least where no stage may cost more than `most`, and that largest sum."""
+    """Return the starts with the smallest largest sum of `weights`, and that sum; no stage costs above
+    `most`.
+    """
     pieces = len(costs)
     weight, cost = ([0.0, *accumulate(map(float, values))] for values in (weights, costs))
-    best = [0.0] + [float("inf")] * pieces  # of the first so many pieces in the stages so far
+    best = [0.0] + [float("inf")] * pieces  # by number of pieces in the stages so far
     chosen: list[list[int]] = []
     for stage in range(1, stages + 1):
         new, begins = [float("inf")] * (pieces + 1), [0] * (pieces + 1)
         for end in range(stage, pieces - (stages - stage) + 1):
             for begin in range(stage - 1, end):
                 largest = max(best[begin], weight[end] - weight[begin])
-                if largest < new[end] and cost[end] - cost[begin] <= most:
+                if largest < new[end] and cost[end] - cost[begin] <= max_cost:
                     new[end], begins[end] = largest, begin
         best = new
         chosen.append(begins)
@@ -40,5 +45,5 @@ def _best_starts(
 
 
 def stage_sums(values: Sequence[float], starts: Sequence[int]) -> list[float]:
-    """The sum of each stage."""
+    """Return the sum of `values` over each stage."""
     return [sum(values[begin:end]) for begin, end in pairwise([*starts, len(values)])]

@@ -36,22 +36,30 @@ class MeshCoordinate:
 
 @dataclass(frozen=True, eq=False)
 class Plan:
-    """Degrees of the axes, and options. The degrees multiply to the number of ranks: `dp` × `cp` × `tp` × `pp`.
+    """Degrees of the axes, and options.
+
+    The degrees multiply to the number of ranks: `dp` × `cp` × `tp` × `pp`.
 
     A key that is None is decided by `resolve`, which knows the number of ranks.
 
-    dp: data parallelism. `zero` says which parts of the training state are sharded over the data ranks, and `replicate` is the number
-    of copies of all shards. zero=0 shards nothing (DistributedDataParallel); 1: optimizer state (ZeroRedundancyOptimizer); 2: also
-    gradients, and parameters between steps; 3: also parameters, which are whole only while their block computes (`fully_shard`).
-    tp: weights by column and row (DTensor). pp: layers (`torch.distributed.pipelining`). cp: the sequence (ring attention).
-    microbatches: micro-batches of each rank whose gradients are added up before an update; None: 1, or 2·pp for a pipeline.
-    pp_schedule: None: 1f1b, or gpipe if there are too few micro-batches. stages: per rank of a pipeline; None: as few as possible.
-    uneven: 1 if the batches of data ranks may differ by one sample. recompute: which activations of a block the backward pass
-    computes again: none, all (full), or all except those of products and attention (selective).
+    dp: data parallelism. `zero` says which parts of the training state are sharded over the data ranks, and
+    `replicate` is the number of copies of all shards. zero=0 shards nothing (DistributedDataParallel); 1:
+    optimizer state (ZeroRedundancyOptimizer); 2: also gradients, and parameters between steps; 3: also
+    parameters, which are whole only while their block computes (`fully_shard`).
+    tp: weights by column and row (DTensor). pp: layers (`torch.distributed.pipelining`). cp: the sequence
+    (ring attention).
+    microbatches: micro-batches of each rank whose gradients are added up before an update; None: 1, or 2·pp
+    for a pipeline.
+    pp_schedule: None: 1f1b, or gpipe if there are too few micro-batches. stages: per rank of a pipeline;
+    None: as few as possible.
+    uneven: 1 if the batches of data ranks may differ by one sample. recompute: which activations of a block
+    the backward pass computes again: none, all (full), or all except those of products and attention
+    (selective).
 
-    period: local SGD; weights are averaged every `period` steps from step `switch` on. Before that, gradients are averaged.
-    servers: number of ranks that keep the weights of a parameter server; the other ranks are its workers. No worker is more than
-    `staleness` steps ahead of another.
+    period: local SGD; weights are averaged every `period` steps from step `switch` on. Before that, gradients
+    are averaged.
+    servers: number of ranks that keep the weights of a parameter server; the other ranks are its workers. No
+    worker is more than `staleness` steps ahead of another.
     """
 
     zero: int = 0
@@ -79,7 +87,8 @@ class Plan:
             raise PlanError(f"zero must be 0, 1, 2 or 3, got zero={self.zero}")
         if self.replicate > 1 and self.zero < 2:
             raise PlanError(
-                f"replicate={self.replicate} requires shards to replicate: use zero=2, zero=3 or hsdp, got zero={self.zero}"
+                f"replicate={self.replicate} requires shards to replicate: use zero=2, zero=3 or hsdp, got "
+                f"zero={self.zero}"
             )
         for key, value, known in (
             ("pp_schedule", self.pp_schedule, RUNNABLE_SCHEDULES),
@@ -100,7 +109,8 @@ class Plan:
         for key in ("pp_schedule", "stages"):
             if self.pp == 1 and getattr(self, key) is not None:
                 raise PlanError(
-                    f"{key}={getattr(self, key)} requires a pipeline, got pp=1; use pp=2 or more, or leave {key} out"
+                    f"{key}={getattr(self, key)} requires a pipeline, got pp=1; use pp=2 or more, or leave "
+                    f"{key} out"
                 )
         if self.stages is None:
             return
@@ -108,7 +118,8 @@ class Plan:
         schedule = SCHEDULES[name]
         if schedule.max_stages == 1 and self.stages > 1:
             raise PlanError(
-                f"pp_schedule={name} takes one stage per rank, got stages={self.stages}; use pp_schedule=interleaved"
+                f"pp_schedule={name} takes one stage per rank, got stages={self.stages}; use "
+                f"pp_schedule=interleaved"
             )
         if schedule.max_stages == 2 and self.stages != 2:
             raise PlanError(
@@ -116,7 +127,8 @@ class Plan:
             )
         if self.stages < schedule.min_stages:
             raise PlanError(
-                f"pp_schedule={name} takes two stages or more per rank, got stages={self.stages}; use pp_schedule=1f1b"
+                f"pp_schedule={name} takes two stages or more per rank, got stages={self.stages}; use "
+                f"pp_schedule=1f1b"
             )
 
     def _check_asynchronous(self) -> None:
@@ -126,7 +138,8 @@ class Plan:
                 raise PlanError(f"{key}={value} requires {other}, e.g. {other}={example},{key}={value}")
         if self.period is not None and self.servers is not None:
             raise PlanError(
-                f"period={self.period} (local SGD) and servers={self.servers} (parameter server) exclude each other; leave one out"
+                f"period={self.period} (local SGD) and servers={self.servers} (parameter server) exclude "
+                f"each other; leave one out"
             )
         if self.is_asynchronous and (self.zero or self.model_degree > 1):
             kind = "local-sgd" if self.period is not None else "parameter-server"
@@ -204,7 +217,8 @@ class Plan:
         return "single" if self.dp == 1 else "ddp"
 
     def resolve(self, num_ranks: int) -> "ResolvedPlan":
-        """Return this plan for `num_ranks` ranks, with its data degree, micro-batches, schedule and stages decided.
+        """Return this plan for `num_ranks` ranks, with data degree, micro-batches, schedule and stages
+        decided.
 
         Raises PlanError if it does not fit `num_ranks`.
         """
@@ -233,7 +247,8 @@ class Plan:
         servers, model_degree = self.num_servers, self.model_degree
         if servers and servers >= num_ranks:
             raise PlanError(
-                f"plan {self} has {servers} servers and no worker on {several(num_ranks, 'rank')}: use --ranks {servers + 1} or more"
+                f"plan {self} has {servers} servers and no worker on {several(num_ranks, 'rank')}: use "
+                f"--ranks {servers + 1} or more"
             )
         if self.dp is not None and self.dp * model_degree + servers != num_ranks:
             required = self.dp * model_degree + servers
@@ -252,7 +267,8 @@ class Plan:
             below = num_ranks // model_degree * model_degree
             fitting = [ranks for ranks in (below, below + model_degree) if ranks]
             raise PlanError(
-                f"plan {self} requires a multiple of {axes} = {model_degree} ranks, got {num_ranks}: use --ranks {_or(fitting)}"
+                f"plan {self} requires a multiple of {axes} = {model_degree} ranks, got {num_ranks}: use "
+                f"--ranks {_or(fitting)}"
             )
         return num_ranks // model_degree - servers
 
@@ -267,13 +283,14 @@ class Plan:
         )
         enough = -(-microbatches // self.pp) * self.pp
         raise PlanError(
-            f"plan {self}: pp_schedule={pp_schedule} requires {required}, got microbatches={microbatches}; use microbatches={enough} or pp_schedule=gpipe"
+            f"plan {self}: pp_schedule={pp_schedule} requires {required}, got microbatches={microbatches}; "
+            f"use microbatches={enough} or pp_schedule=gpipe"
         )
 
 
 @dataclass(frozen=True, eq=False)
 class ResolvedPlan(Plan):
-    """A plan for a known number of ranks, which `Plan.resolve` returns; by default the plan of one process."""
+    """A plan for a known number of ranks, as `Plan.resolve` returns it; by default the plan of one process."""
 
     dp: int = 1
     microbatches: int = 1
@@ -303,7 +320,10 @@ class ResolvedPlan(Plan):
         return (place.dp * self.cp + place.cp) * self.tp + place.tp
 
     def place(self, rank: int) -> MeshCoordinate:
-        """Return the coordinates of a rank. Neighbours split weights; the ranks farthest from each other split layers."""
+        """Return the coordinates of a rank.
+
+        Neighbours split weights; the ranks farthest from each other split layers.
+        """
         rest, tp = divmod(rank, self.tp)
         rest, cp = divmod(rest, self.cp)
         pp, dp = divmod(rest, self.dp)
@@ -350,7 +370,8 @@ def parse(text: str) -> Plan:
         if not equals:
             if part not in NAMED_PLANS:
                 raise PlanError(
-                    f"plan {text!r}: there is no plan {part!r}{nearest(part, [*NAMED_PLANS, *(f'{key}=' for key in KEYS)])}"
+                    f"plan {text!r}: there is no plan "
+                    f"{part!r}{nearest(part, [*NAMED_PLANS, *(f'{key}=' for key in KEYS)])}"
                 )
             if position:
                 raise PlanError(
@@ -393,7 +414,9 @@ def micro_batch_size(batch: int, plan: ResolvedPlan) -> int:
 
 
 def read_plan(text: str | None, num_ranks: int, batch: int) -> tuple[Plan, ResolvedPlan]:
-    """Return the plan that `text` describes, and the same plan resolved. None: `single` for one rank, else `ddp`.
+    """Return the plan that `text` describes, and the same plan resolved.
+
+    None: `single` for one rank, else `ddp`.
 
     Raises PlanError if it does not fit `num_ranks` and `batch`.
     """

@@ -1,4 +1,4 @@
-"""The pipeline schedules in one table: what each requires, what it costs, and the class of torch that runs it."""
+"""Pipeline schedules in one table: what each requires, what it costs, and the class of torch that runs it."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -6,7 +6,7 @@ from typing import Literal, NamedTuple
 
 
 class StageTimes(NamedTuple):
-    """Seconds of one micro-batch on one rank, over all its stages: forward, backward by inputs, backward by weights."""
+    """Seconds of one micro-batch on one rank over all its stages: forward, backward by inputs and by weights."""
 
     forward_s: float
     inputs_s: float
@@ -21,15 +21,18 @@ class StageTimes(NamedTuple):
 class PipelineSchedule:
     """A pipeline of p ranks with v stages per rank, which processes m micro-batches.
 
-    idle_s: seconds that filling and draining costs one rank, from (p, m, v, times of a micro-batch); all ranks take equal time.
+    idle_s: seconds that filling and draining costs one rank, from (p, m, v, times of a micro-batch); all
+    ranks take equal time.
     exposed_sends: sends of an activation that delay a rank, from (p, m, v).
-    kept: micro-batches whose activations rank r keeps at its peak, from (p, m, v, r), in units of all stages of the rank.
+    kept: micro-batches whose activations rank r keeps at its peak, from (p, m, v, r), in units of all stages
+    of the rank.
     microbatches: what the number of micro-batches must be.
     min_stages, max_stages: stages per rank; a plan without `stages` has `min_stages`. None: no upper limit.
     searched_stages: stages per rank that the search for a plan tries.
     splits_backward: whether gradients of weights are computed separately from those of activations.
     folded: whether the stages go through the ranks and back, so that the first rank also has the last stage.
-    torch_class: name in `torch.distributed.pipelining`; empty: a published schedule that only predictions know.
+    torch_class: name in `torch.distributed.pipelining`; empty: a published schedule that only predictions
+    know.
     """
 
     idle_s: Callable[[int, int, int, StageTimes], float]
@@ -51,7 +54,10 @@ class PipelineSchedule:
 
 
 def _kept_interleaved(p: int, m: int, v: int, r: int) -> float:
-    """Warm-up of interleaved 1F1B (arXiv 2104.04473, section 2.2.2): 2·(p - r - 1) + (v - 1)·p stages, and one more in progress."""
+    """Return the warm-up of interleaved 1F1B: 2·(p - r - 1) + (v - 1)·p stages, and one more in progress.
+
+    Source: arXiv 2104.04473, section 2.2.2.
+    """
     return min(m * v, 2 * (p - r - 1) + (v - 1) * p + 1) / v
 
 
@@ -69,18 +75,23 @@ def _kept_double(p: int, m: int, v: int, r: int) -> float:
 
 
 def _idle_after_weights_s(p: int, m: int, t: StageTimes, max_deferred: float) -> float:
-    """The first rank waits for its last gradient through p - 1 forward and backward passes. Meanwhile it computes gradients of weights
-    that it deferred: at most `max_deferred`, and at most those of the micro-batches before the last."""
+    """Return what remains of the first rank's wait for its last gradient, p - 1 forward and backward passes.
+
+    Meanwhile it computes gradients of weights that it deferred: at most `max_deferred`, and at most those of
+    the micro-batches before the last.
+    """
     return max(0.0, (p - 1) * (t.forward_s + t.inputs_s) - min(max_deferred, m - 1) * t.weights_s)
 
 
-# idle_s: arXiv 2104.04473, sections 2.2.1 and 2.2.2; arXiv 2401.10241, table 2, for ZB-H1 and H2; the same without a limit of deferred
-# gradients for the automatic schedule ZB-2p. torch's zero-bubble schedule is interleaved. It and torch's ZB-V (zbv) have
-# (p - 1)/(3·v·m) if the three passes take equal time (docs/decisions.md). zb-v is the published schedule, whose ranks do not wait for
-# each other at the end of a step.
-# exposed_sends: 1F1B has p micro-batches in progress in a round of p·(F + B) and 2·(p - 1) sends, so that each micro-batch waits for
-# 2·(p - 1)/p of them. The other schedules wait only while they fill and drain.
-# searched_stages: 1F1B is as fast as GPipe and keeps less. Interleaved is also tried with 4 stages, for where 2 do not hide the bubble.
+# idle_s: arXiv 2104.04473, sections 2.2.1 and 2.2.2; arXiv 2401.10241, table 2, for ZB-H1 and H2; the same
+# without a limit of deferred gradients for the automatic schedule ZB-2p. torch's zero-bubble schedule is
+# interleaved. It and torch's ZB-V (zbv) have (p - 1)/(3·v·m) if the three passes take equal time
+# (docs/decisions.md). zb-v is the published schedule, whose ranks do not wait for each other at the end of a
+# step.
+# exposed_sends: 1F1B has p micro-batches in progress in a round of p·(F + B) and 2·(p - 1) sends, so that
+# each micro-batch waits for 2·(p - 1)/p of them. The other schedules wait only while they fill and drain.
+# searched_stages: 1F1B is as fast as GPipe and keeps less. Interleaved is also tried with 4 stages, for where
+# 2 do not hide the bubble.
 SCHEDULES: Mapping[str, PipelineSchedule] = {
     "gpipe": PipelineSchedule(
         lambda p, m, v, t: (p - 1) * t.total_s,

@@ -1,4 +1,4 @@
-"""Answer: the best plans for a request, or the price of one, and what was assumed."""
+"""BestPlans: the best plans for a request, or the cost of one plan, and what was assumed."""
 
 from dataclasses import dataclass, replace
 
@@ -15,8 +15,12 @@ from paceline.plan.search.search import MARGIN, RejectedPlan, no_fit_error, sear
 
 @dataclass(frozen=True)
 class BestPlans:
-    """`plans`: fastest first; or the one that was asked for, and then `others` are those that it is compared with. `rejected`: those
-    that do not fit, leanest first. `assumed`: in sentences."""
+    """Plans with their predicted costs.
+
+    plans: fastest first; or only the requested plan, and then `others` are the plans to compare it with.
+    rejected: plans that do not fit, leanest first. assumed: sentences. tokens: of the whole training. price:
+    of a device's hour.
+    """
 
     facts: ModelFacts
     cluster: Cluster
@@ -31,18 +35,21 @@ class BestPlans:
 
     @property
     def pool(self) -> list[tuple[Plan, Cost]]:
-        """All that are known to fit, fastest first."""
+        """All plans that are known to fit, fastest first."""
         return self.plans if self.others is None else self.others
 
     def bill(self, cost: Cost) -> Bill | None:
-        """Of the whole training, where its tokens are said."""
+        """Return the bill of the whole training, or None if its tokens are not specified."""
         return bill_training(self.cluster, cost, self.ranks, self.tokens, self.price)
 
 
 def bill_training(
     cluster: Cluster, cost: Cost, ranks: int, tokens: float | None, price: float | None
 ) -> Bill | None:
-    """Of a training of so many tokens; `price` of a device's hour, else what the cluster says. None where the tokens are not said."""
+    """Return the bill of a training of `tokens` tokens, or None if they are not specified.
+
+    `price`: of a device's hour; None: the price in the cluster's description.
+    """
     if tokens is None:
         return None
     power = cluster.device.power_W if cluster.device.kind != "cpu" else None
@@ -62,12 +69,17 @@ def find_best_plans(
     price: float | None = None,
     others: bool = False,
 ) -> BestPlans:
-    """Raises PlanError for a plan that cannot be, where none fits, and for a machine of which too little is known. `others`: with
-    those that `plan` can be compared with."""
+    """Return the plans that fit, fastest first; or the cost of `plan`, with `others` also of the plans to
+    compare it with.
+
+    Raises PlanError for a plan that is impossible, if no plan fits, and if too little is known of the
+    machine.
+    """
     count = ranks or cluster.devices
     if cluster.device.kind != "cpu" and count > cluster.devices:
         raise PlanError(
-            f"{count} ranks, but {cluster.name} has {cluster.devices} devices; use --ranks {cluster.devices} or less"
+            f"{count} ranks, but {cluster.name} has {cluster.devices} devices; use --ranks "
+            f"{cluster.devices} or less"
         )
     cluster, assumed = add_assumptions(cluster)
     whole = BestPlans(facts, cluster, count, batch, [], [], assumed, tokens, price)
@@ -91,7 +103,7 @@ def _check_plan(facts: ModelFacts, plan: Plan) -> None:
     if plan.tp not in facts.tp_degrees:
         if len(facts.tp_degrees) == 1:
             raise PlanError(
-                f"tp={plan.tp} cannot split {facts.name}, which has no heads or widths that are told; leave tp out"
+                f"tp={plan.tp} cannot split {facts.name}, whose heads and widths are unknown; leave tp out"
             )
         shared, degrees = (
             " or ".join(map(str, found)) for found in (sorted(set(facts.heads)), facts.tp_degrees[:8])
@@ -103,5 +115,6 @@ def _check_plan(facts: ModelFacts, plan: Plan) -> None:
         )
     if plan.cp > 1 and (facts.sequence is None or facts.sequence % (2 * plan.cp)):
         raise PlanError(
-            f"cp={plan.cp} does not cut the sequences of {facts.name} in {2 * plan.cp} parts; use cp=1"
+            f"cp={plan.cp} requires sequences that divide into {2 * plan.cp} parts, got {facts.sequence} "
+            f"tokens in {facts.name}; use cp=1"
         )

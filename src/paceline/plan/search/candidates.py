@@ -1,4 +1,4 @@
-"""Every plan that there could be for so many ranks."""
+"""Every plan that could exist for a number of ranks."""
 
 from collections.abc import Iterator
 from itertools import product
@@ -8,7 +8,10 @@ from paceline.plan.schedules import RUNNABLE_SCHEDULES
 
 
 def enumerate_candidates(ranks: int) -> Iterator[Plan]:
-    """The plain ones first, then mixtures. Whether a model, a batch and this version allow them is for others to say."""
+    """Yield plans of one axis first, then mixtures.
+
+    They are not checked against a model, a batch or this version.
+    """
     for microbatches in (None, 2):
         yield from _data_parallel_plans(ranks, microbatches)
     if ranks == 1:
@@ -33,7 +36,7 @@ def _data_parallel_plans(ranks: int, microbatches: int | None) -> Iterator[Plan]
 
 
 def _mixed_degrees(ranks: int) -> Iterator[tuple[int, int, int, int]]:
-    """Degrees of dp, cp, tp, pp that multiply to the ranks, at least two of them above 1."""
+    """Yield degrees of dp, cp, tp, pp that multiply to `ranks`, at least two of them above 1."""
     divisors = [degree for degree in range(1, ranks + 1) if ranks % degree == 0]
     for degrees in product(divisors, repeat=4):
         dp, cp, tp, pp = degrees

@@ -1,4 +1,4 @@
-"""A plan for other ranks than it was made for: the same where that can be, else those that are most like it."""
+"""Plans for another number of ranks: the same plan if possible, else the most similar ones."""
 
 import math
 from collections.abc import Iterator
@@ -12,28 +12,32 @@ from paceline.plan.search.candidates import enumerate_candidates
 def find_nearest_plans(
     plan: Plan, before: int, ranks: int, batch: int, may_cut: bool = True
 ) -> Iterator[Plan]:
-    """Plans for `ranks` in place of `plan` on `before`, the most like it first, which split the same global batch. A rank's micro-batch
-    does not grow, for it may not fit: more of them are added up instead, unless they may not be cut (`may_cut`: BatchNorm would see it).
+    """Yield plans for `ranks` ranks in place of `plan` on `before` ranks, most similar first, with the same
+    global batch.
 
-    Raises PlanError where `plan` was none for `before` ranks and this batch."""
-    was = plan.resolve(before)
-    most = micro_batch_size(batch, was)
+    The micro-batch of a rank does not grow, because it may not fit into memory: the number of micro-batches
+    grows instead, unless `may_cut` is False (BatchNorm depends on the size of micro-batches).
+
+    Raises PlanError if `plan` does not fit `before` ranks and this batch.
+    """
+    old = plan.resolve(before)
+    most = micro_batch_size(batch, old)
     if (
-        was.is_asynchronous and ranks > 1
-    ):  # what it trains depends on its ranks; another plan would train something else
+        old.is_asynchronous and ranks > 1
+    ):  # its result depends on the number of ranks; another plan would train something else
         plan.resolve(ranks)
         yield plan
         return
-    alike = [Plan(dp=1, microbatches=was.microbatches, recompute=plan.recompute)]
+    plans = [Plan(dp=1, microbatches=old.microbatches, recompute=plan.recompute)]
     if ranks > 1:
-        same = replace(plan, dp=None, microbatches=was.microbatches)
-        alike = [
+        same = replace(plan, dp=None, microbatches=old.microbatches)
+        plans = [
             same,
             replace(same, replicate=1),
             *(_with_options_of(plan, other) for other in enumerate_candidates(ranks)),
         ]
     found: set[Plan] = set()
-    for other in sorted(alike, key=lambda other: _distance(was, other, ranks)):
+    for other in sorted(plans, key=lambda other: _distance(old, other, ranks)):
         for uneven in (0, 1):
             try:
                 split = _fit_batch(replace(other, uneven=uneven), ranks, batch, most if may_cut else None)
@@ -45,7 +49,7 @@ def find_nearest_plans(
 
 
 def _with_options_of(plan: Plan, other: Plan) -> Plan:
-    """`other` with what it has of `plan` besides the degrees."""
+    """Return `other` with all options of `plan` except the degrees."""
     pipeline = (
         {"pp_schedule": plan.pp_schedule, "stages": plan.stages}
         if other.pp > 1 and plan.pp > 1
@@ -54,25 +58,34 @@ def _with_options_of(plan: Plan, other: Plan) -> Plan:
     return replace(other, microbatches=plan.microbatches, recompute=plan.recompute, **pipeline)
 
 
-def _distance(was: Plan, other: Plan, ranks: int) -> tuple[float, ...]:
-    """A cut of the model that is new comes last: it may be wrong for this model. Then one that is given up, which takes memory unless
-    ZeRO makes up for it."""
-    axes = [(getattr(was, axis), getattr(other, axis)) for axis in ("tp", "pp", "cp")]
+def _distance(old: Plan, other: Plan, ranks: int) -> tuple[float, ...]:
+    """Return the sort key of `other`: how different it is from `old`.
+
+    A plan that splits the model on a new axis comes last: the model may not allow it. Before it come plans
+    that give up an axis, which takes memory unless ZeRO saves it elsewhere.
+    """
+    axes = [(getattr(old, axis), getattr(other, axis)) for axis in ("tp", "pp", "cp")]
     new = sum(now > then == 1 for then, now in axes)
     gone = sum(then > now == 1 for then, now in axes)
-    wanted = 3 if gone and was.tp * was.pp > 1 and ranks > 1 else was.zero
+    wanted = 3 if gone and old.tp * old.pp > 1 and ranks > 1 else old.zero
     degrees = sum(abs(math.log2(now / then)) for then, now in axes)
-    return new, gone, abs(wanted - other.zero), degrees, abs(was.replicate - other.replicate)
+    return new, gone, abs(wanted - other.zero), degrees, abs(old.replicate - other.replicate)
 
 
 def _fit_batch(plan: Plan, ranks: int, batch: int, most: int | None) -> Plan | None:
-    """With as few more micro-batches as keep one at `most` samples; None where that cannot be. Raises PlanError where the plan cannot."""
-    on = plan.resolve(ranks)
-    if plan.uneven and batch % (on.dp * on.microbatches) == 0:
-        return None  # needs not be
-    for microbatches in [on.microbatches] if most is None else range(on.microbatches, batch // on.dp + 1):
-        if batch % (microbatches if plan.uneven else microbatches * on.dp) or (
-            most is not None and -(-batch // (microbatches * on.dp)) > most
+    """Return `plan` with the fewest micro-batches that have at most `most` samples, or None if there is no
+    such number.
+
+    Raises PlanError if the plan does not fit `ranks`.
+    """
+    resolved = plan.resolve(ranks)
+    if plan.uneven and batch % (resolved.dp * resolved.microbatches) == 0:
+        return None  # an even split is possible
+    for microbatches in (
+        [resolved.microbatches] if most is None else range(resolved.microbatches, batch // resolved.dp + 1)
+    ):
+        if batch % (microbatches if plan.uneven else microbatches * resolved.dp) or (
+            most is not None and -(-batch // (microbatches * resolved.dp)) > most
         ):
             continue
         cut = replace(

@@ -1,4 +1,4 @@
-"""Several numbers of ranks as people write them: 1,2,4,…,4096."""
+"""Parse several numbers of ranks, such as 1,2,4,…,4096."""
 
 import re
 from itertools import pairwise
@@ -6,12 +6,16 @@ from itertools import pairwise
 from paceline.errors import SpecError
 from paceline.units import is_whole_number
 
-MAX_COUNTS = 100  # numbers of ranks at once
+MAX_COUNTS = 100  # numbers of ranks in one list
 HINT = "write 1,2,8, or 1,2,4,…,64, or 1:64"
 
 
 def parse_counts(text: str) -> tuple[int, ...]:
-    """`1,2,8` as it stands; `1,2,4,…,64` (or ...) goes on as it began, by doubling or by steps; `1:64` doubles. Raises SpecError."""
+    """Return the numbers of ranks that `text` lists.
+
+    `1,2,8` is taken literally. `1,2,4,…,64` (or ...) continues by doubling or by equal steps. `1:64` doubles.
+    Raises SpecError.
+    """
     if match := re.fullmatch(r"\s*([0-9]+)\s*:\s*([0-9]+)\s*", text):
         first, last = _parse_count(match[1], text), _parse_count(match[2], text)
         return _check_length(_fill_up_to(first, last, text, factor=2), text)
@@ -19,13 +23,15 @@ def parse_counts(text: str) -> tuple[int, ...]:
     if "…" not in words:
         return _check_length(sorted({_parse_count(word, text) for word in words}), text)
     if words.count("…") > 1 or words[-2] != "…" or len(words) < 3:
-        raise SpecError(f"--ranks {text!r}: what goes on must stand before … and its end behind; {HINT}")
+        raise SpecError(f"--ranks {text!r}: … must stand between the first numbers and the last; {HINT}")
     begun, last = [_parse_count(word, text) for word in words[:-2]], _parse_count(words[-1], text)
     return _check_length([*begun[:-1], *_continue(begun, last, text)], text)
 
 
 def _continue(begun: list[int], last: int, text: str) -> list[int]:
-    """From the last that was begun to the end, by the factor that the first ones have, or else by their distance."""
+    """Return the numbers from the last of `begun` to `last`, by the common factor of `begun`, or else by its
+    common step.
+    """
     if len(begun) == 1:
         return _fill_up_to(begun[0], last, text, factor=2)
     pairs = list(pairwise(begun))
@@ -35,7 +41,7 @@ def _continue(begun: list[int], last: int, text: str) -> list[int]:
         return _fill_up_to(begun[-1], last, text, factor=factor)
     if steps:
         return _fill_up_to(begun[-1], last, text, step=step)
-    raise SpecError(f"--ranks {text!r}: {','.join(map(str, begun))} does not say how to go on; {HINT}")
+    raise SpecError(f"--ranks {text!r}: {','.join(map(str, begun))} has no common factor or step; {HINT}")
 
 
 def _reaches(at: int, last: int, factor: int) -> bool:
@@ -45,18 +51,18 @@ def _reaches(at: int, last: int, factor: int) -> bool:
 
 
 def _fill_up_to(first: int, last: int, text: str, factor: int = 1, step: int = 0) -> list[int]:
-    found = [first]
-    while found[-1] < last and len(found) <= MAX_COUNTS:
-        found.append(found[-1] * factor + step)
-    if found[-1] > last:
-        near = " or ".join(map(str, found[-2:]))
-        raise SpecError(f"--ranks {text!r} does not arrive at {last}; end it with {near}")
-    return found
+    counts = [first]
+    while counts[-1] < last and len(counts) <= MAX_COUNTS:
+        counts.append(counts[-1] * factor + step)
+    if counts[-1] > last:
+        near = " or ".join(map(str, counts[-2:]))
+        raise SpecError(f"--ranks {text!r} does not reach {last}; end it with {near}")
+    return counts
 
 
 def _parse_count(word: str, text: str) -> int:
     if not is_whole_number(word):
-        raise SpecError(f"--ranks {text!r}: {word!r} is no number of ranks; {HINT}")
+        raise SpecError(f"--ranks {text!r}: {word!r} is not a number of ranks; {HINT}")
     if not int(word):
         raise SpecError(f"--ranks {text!r}: at least 1 rank is needed, got 0")
     return int(word)
@@ -64,5 +70,5 @@ def _parse_count(word: str, text: str) -> int:
 
 def _check_length(counts: list[int], text: str) -> tuple[int, ...]:
     if len(counts) > MAX_COUNTS:
-        raise SpecError(f"--ranks {text!r} is more than {MAX_COUNTS} numbers; leave some out")
+        raise SpecError(f"--ranks {text!r} has more than {MAX_COUNTS} numbers; leave some out")
     return tuple(counts)

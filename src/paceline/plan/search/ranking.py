@@ -1,4 +1,4 @@
-"""Whether the error bars of predictions leave the best plans in an order, and which measurement makes the bars narrower."""
+"""Whether error bars of predictions separate the best plans, and which measurement would narrow the bars."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,8 +12,12 @@ from paceline.plan.search.best_plans import BestPlans
 
 @dataclass(frozen=True)
 class IndistinctPlans:
-    """`count`: the first plan and those whose error bars overlap with its. `part`: that most of the first's bar comes from; None where
-    it is what two trainings of one plan differ by. `measure`: commands."""
+    """Best plans that the predictions cannot order.
+
+    count: the first plan and those whose error bars overlap with its bar. part: the part that contributes
+    most to the first plan's bar; None: the noise between two trainings of one plan. measure: commands that
+    would narrow it.
+    """
 
     count: int
     part: str | None
@@ -21,7 +25,10 @@ class IndistinctPlans:
 
 
 def find_indistinct_plans(found: BestPlans, target: str | None) -> IndistinctPlans | None:
-    """Return what leaves the best plans without an order, or None where the first is the fastest. `target`: the task, if it is one."""
+    """Return why the best plans cannot be ordered, or None if the first is clearly the fastest.
+
+    `target`: the task, if there is one.
+    """
     count = count_overlapping(found.plans)
     if count < 2:
         return None
@@ -30,27 +37,36 @@ def find_indistinct_plans(found: BestPlans, target: str | None) -> IndistinctPla
 
 
 def count_overlapping(plans: Sequence[tuple[Plan, Cost]]) -> int:
-    """Return how many plans, the first of which is the fastest, may be as fast as it: one standard deviation up and down."""
+    """Return how many of `plans`, fastest first, may be as fast as the first, within one standard deviation
+    of both.
+    """
     first = plans[0][1]
     longest_s = first.step_s * (1 + first.time.error)
     return 1 + sum(cost.step_s * (1 - cost.time.error) < longest_s for _, cost in plans[1:])
 
 
 def find_largest_error(cost: Cost) -> str | None:
-    """Return the part that most of the error comes from, or None where all of them together are less than the noise of trainings."""
+    """Return the part with the largest error, or None if all errors together are below the noise between
+    trainings.
+    """
     spread = {part.name: part.value * part.error for part in cost.time.parts}
-    if sum(each**2 for each in spread.values()) < (RUN_NOISE * cost.step_s) ** 2:
+    if sum(error_s**2 for error_s in spread.values()) < (RUN_NOISE * cost.step_s) ** 2:
         return None
     return max(spread, key=lambda name: spread[name])
 
 
 def _suggest_measurement(found: BestPlans, target: str | None, part: str | None) -> str:
-    """What is not measured yet and narrows the error of the part; else trainings, which show it as it is."""
-    train = f"paceline train {target or 'TASK'} --ranks {found.ranks} --batch {found.batch} --plan {found.plans[0][0]}"
+    """Return the command that measures the part, or else the command of a training, which shows its true
+    value.
+    """
+    options = f"--ranks {found.ranks} --batch {found.batch} --plan {found.plans[0][0]}"
+    train = f"paceline train {target or 'TASK'} {options}"
     if part is None:
-        return f"{train} --steps 50, and the others so, too"
+        return f"{train} --steps 50, and the same for the other plans"
     cluster = found.cluster
-    if cluster.device.kind == "cpu" and not cluster.paces:  # all is guessed, but what --measure has measured
+    if (
+        cluster.device.kind == "cpu" and not cluster.paces
+    ):  # everything is guessed except what --measure measured
         bench = f"paceline bench --task {target}" if target is not None else "paceline bench"
         if part not in TIME_PARTS["compute"]:
             return bench
@@ -63,13 +79,13 @@ def _suggest_measurement(found: BestPlans, target: str | None, part: str | None)
         return (
             "paceline bench"
             if axis == "node"
-            else "paceline bench collectives --axes across, started by srun on those nodes"
+            else "paceline bench collectives --axes across, started with srun on those nodes"
         )
-    return f"{train} --profile, and then paceline profile RUN --update"
+    return f"{train} --profile, then paceline profile RUN --update"
 
 
 def _find_unmeasured_axis(cluster: Cluster, ranks: int) -> Axis | None:
-    """Return the slowest kind of link between so many ranks that nobody measured."""
+    """Return the slowest kind of link between `ranks` ranks that is not measured."""
     axes: list[Axis] = (
         ["across", "node"] if cluster.nodes > 1 and ranks > cluster.ranks_per_node else ["node"]
     )

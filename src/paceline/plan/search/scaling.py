@@ -1,4 +1,6 @@
-"""How a training scales: the fastest plan on each of several numbers of ranks, for one batch (strong) and one batch a rank (weak)."""
+"""Scaling of a training: the fastest plan for each number of ranks, with one batch (strong) and one batch per
+rank (weak).
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -20,10 +22,12 @@ from paceline.plan.search.search import MARGIN, find_fastest, find_leanest, no_f
 
 @dataclass(frozen=True)
 class ScalingPoint:
-    """The fastest plan that fits on so many ranks; `bill` of the whole training, where its tokens are said.
+    """The fastest plan that fits on `ranks` ranks. bill: of the whole training; None: its tokens are not
+    specified.
 
-    efficiency: samples a second of a rank, against those on the fewest ranks of the curve.
-    lost: the part that takes most more time of devices for a sample than there, as a share of all their time here.
+    efficiency: samples per second and rank, relative to the fewest ranks of the curve.
+    lost: the part whose device time per sample grew most since the fewest ranks, as a share of the device
+    time here.
     """
 
     ranks: int
@@ -38,7 +42,9 @@ class ScalingPoint:
 
 @dataclass(frozen=True)
 class InfeasibleCount:
-    """Why no plan can be on so many ranks: for want of memory, or of samples to split; or because they would not fill their nodes."""
+    """Why no plan exists for `ranks` ranks: too little memory, too few samples to split, or nodes that would
+    not be full.
+    """
 
     ranks: int
     want: Literal["memory", "samples", "nodes"]
@@ -47,7 +53,7 @@ class InfeasibleCount:
 
 @dataclass(frozen=True)
 class Curve:
-    """By ranks, the fewest first."""
+    """Points by number of ranks, fewest first."""
 
     points: tuple[ScalingPoint, ...]
     refused: tuple[InfeasibleCount, ...]
@@ -55,8 +61,11 @@ class Curve:
 
 @dataclass(frozen=True)
 class Scaling:
-    """`strong`: `batch` samples a step on any number of ranks. `weak`: `each` samples of a rank, as on the fewest of `strong`.
-    tokens: of the whole training. assumed: in sentences."""
+    """strong: `batch` samples per step on any number of ranks. weak: `each` samples per rank, as on the
+    fewest ranks of `strong`.
+
+    tokens: of the whole training. assumed: sentences.
+    """
 
     facts: ModelFacts
     cluster: Cluster
@@ -77,35 +86,40 @@ def predict_scaling(
     tokens: float | None = None,
     price: float | None = None,
 ) -> Scaling:
-    """On nodes like those of the cluster, as many as it takes. Raises PlanError where no plan fits on any of `counts`."""
+    """Return the fastest plan for each number of ranks, on as many nodes like those of `cluster` as
+    necessary.
+
+    Raises PlanError if no plan fits on any of `counts`.
+    """
     most = max(-(-count // cluster.ranks_per_node) for count in counts)
     whole, assumed = add_assumptions(cluster.model_copy(update={"nodes": max(most, cluster.nodes)}))
     if most > cluster.nodes:
         many = "1 node" if cluster.nodes == 1 else f"{cluster.nodes:,} nodes"
         assumed = (
-            f"{cluster.name or cluster.device.name} has {many}; the others of {most:,} are taken to be alike",
+            f"{cluster.name or cluster.device.name} has {many}; the others of {most:,} are assumed to be "
+            f"identical",
             *assumed,
         )
-    on = _ScalingInputs(facts, whole, recipe, tokens, price, {})
+    inputs = _ScalingInputs(facts, whole, recipe, tokens, price, {})
 
     def curve(batches: dict[int, Fraction]) -> Curve:
-        found = [_scaling_point(on, count, samples) for count, samples in batches.items()]
-        points = [one for one in found if isinstance(one, ScalingPoint)]
+        results = [_scaling_point(inputs, count, samples) for count, samples in batches.items()]
+        points = [result for result in results if isinstance(result, ScalingPoint)]
         return Curve(
             points=tuple(_compare_with_first(points[0], point) for point in points),
-            refused=tuple(one for one in found if isinstance(one, InfeasibleCount)),
+            refused=tuple(result for result in results if isinstance(result, InfeasibleCount)),
         )
 
     strong = curve(dict.fromkeys(counts, Fraction(batch)))
     if not strong.points:
-        raise _no_plan_error(on, batch, strong.refused)
+        raise _no_plan_error(inputs, batch, strong.refused)
     each = Fraction(batch, strong.points[0].ranks)
     weak = curve({count: each * count for count in counts})
     return Scaling(facts, whole, batch, each, strong, weak, tokens, assumed)
 
 
 def find_last_efficient(curve: Curve, efficiency: float) -> ScalingPoint:
-    """The most ranks of which each does at least such a share of what it would do among the fewest."""
+    """Return the point with the most ranks whose efficiency is at least `efficiency`."""
     return next(
         point
         for point in reversed(curve.points)
@@ -114,7 +128,10 @@ def find_last_efficient(curve: Curve, efficiency: float) -> ScalingPoint:
 
 
 class _ScalingInputs(NamedTuple):
-    """What stays while ranks and batch change. `known`: speeds by ranks of a node, which searches on more nodes go on with."""
+    """What stays the same while ranks and batch change.
+
+    `known`: rates by ranks per node, which searches on more nodes reuse.
+    """
 
     facts: ModelFacts
     cluster: Cluster
@@ -124,41 +141,43 @@ class _ScalingInputs(NamedTuple):
     known: dict[int, DeviceRates]
 
 
-def _scaling_point(where: _ScalingInputs, ranks: int, samples: Fraction) -> ScalingPoint | InfeasibleCount:
-    each, cluster = where.cluster.ranks_per_node, where.cluster
+def _scaling_point(inputs: _ScalingInputs, ranks: int, samples: Fraction) -> ScalingPoint | InfeasibleCount:
+    each, cluster = inputs.cluster.ranks_per_node, inputs.cluster
     if ranks > each and ranks % each:
         below = ranks // each * each
         return InfeasibleCount(
-            ranks, "nodes", f"nodes of {each} would not be full; ask for {below:,} or {below + each:,}"
+            ranks, "nodes", f"nodes of {each} would not be full; use {below:,} or {below + each:,}"
         )
     if samples.denominator > 1:
         return InfeasibleCount(
-            ranks, "samples", f"a batch of {float(samples):g} is no whole number of samples"
+            ranks, "samples", f"a batch of {float(samples):g} is not a whole number of samples"
         )
     nodes, batch = -(-ranks // each), int(samples)
-    if min(ranks, each) not in where.known:
-        where.known[min(ranks, each)] = device_rates(cluster.model_copy(update={"nodes": nodes}), ranks=ranks)
-    on = where.known[min(ranks, each)]
-    recipe = where.recipe or default_recipe(on)
-    if found := find_fastest(where.facts, on, ranks, batch, MARGIN, recipe):
-        return ScalingPoint(
-            ranks, nodes, batch, *found, bill_training(cluster, found[1], ranks, where.tokens, where.price)
+    if min(ranks, each) not in inputs.known:
+        inputs.known[min(ranks, each)] = device_rates(
+            cluster.model_copy(update={"nodes": nodes}), ranks=ranks
         )
-    best = find_leanest(where.facts, on, ranks, batch, MARGIN, recipe)
+    rates = inputs.known[min(ranks, each)]
+    recipe = inputs.recipe or default_recipe(rates)
+    if found := find_fastest(inputs.facts, rates, ranks, batch, MARGIN, recipe):
+        return ScalingPoint(
+            ranks, nodes, batch, *found, bill_training(cluster, found[1], ranks, inputs.tokens, inputs.price)
+        )
+    best = find_leanest(inputs.facts, rates, ranks, batch, MARGIN, recipe)
     if best is None:
         return InfeasibleCount(ranks, "samples", f"a batch of {batch:,} cannot be split over {ranks:,} ranks")
     return InfeasibleCount(ranks, "memory", f"the leanest plan, {best.plan}, {best.reason}")
 
 
 def _compare_with_first(first: ScalingPoint, point: ScalingPoint) -> ScalingPoint:
-    """With its efficiency, and what it is lost to."""
+    """Return `point` with its efficiency, and the part it is lost to."""
     if point is first:
         return point
 
-    def of_sample(one: ScalingPoint) -> dict[str, float]:
-        return {part.name: part.value * one.ranks / one.batch for part in one.cost.time.parts}
+    def device_s_per_sample(at: ScalingPoint) -> dict[str, float]:
+        return {part.name: part.value * at.ranks / at.batch for part in at.cost.time.parts}
 
-    before, now = of_sample(first), of_sample(point)
+    before, now = device_s_per_sample(first), device_s_per_sample(point)
     total = sum(now.values())
     name = max(now, key=lambda part: now[part] - before.get(part, 0.0))
     more = (now[name] - before.get(name, 0.0)) / total
@@ -166,11 +185,11 @@ def _compare_with_first(first: ScalingPoint, point: ScalingPoint) -> ScalingPoin
     return replace(point, efficiency=sum(before.values()) / total, lost=lost)
 
 
-def _no_plan_error(where: _ScalingInputs, batch: int, refused: Sequence[InfeasibleCount]) -> PlanError:
-    """What to say where no plan fits on any number of ranks: what the most ranks lack."""
-    last = next((one for one in reversed(refused) if one.want == "memory"), refused[-1])
+def _no_plan_error(inputs: _ScalingInputs, batch: int, refused: Sequence[InfeasibleCount]) -> PlanError:
+    """Return the error if no plan fits on any number of ranks: what the largest number lacks."""
+    last = next((count for count in reversed(refused) if count.want == "memory"), refused[-1])
     if last.want != "memory":
         return PlanError(f"{last.ranks:,} ranks: {last.reason}")
-    there = where.cluster.model_copy(update={"nodes": -(-last.ranks // where.cluster.ranks_per_node)})
-    found = search_plans(where.facts, there, batch, MARGIN, where.recipe, last.ranks)
-    return no_fit_error(found, where.facts, there, batch, where.recipe, last.ranks)
+    cluster = inputs.cluster.model_copy(update={"nodes": -(-last.ranks // inputs.cluster.ranks_per_node)})
+    found = search_plans(inputs.facts, cluster, batch, MARGIN, inputs.recipe, last.ranks)
+    return no_fit_error(found, inputs.facts, cluster, batch, inputs.recipe, last.ranks)

@@ -1,4 +1,6 @@
-"""All plans for a model on a cluster: those that fit, the fastest first, and the others with the reason."""
+"""Search over all plans for a model on a cluster: those that fit, fastest first, and the others with the
+reason.
+"""
 
 import math
 from collections.abc import Iterator
@@ -19,14 +21,16 @@ from paceline.plan.plan import RECOMPUTE, Plan
 from paceline.plan.schedules import SCHEDULES
 from paceline.units import format_bytes
 
-MARGIN = 0.1  # of a device's memory that a plan leaves free, unless asked otherwise
-MAX_MICRO_BATCH = 64  # of a micro-batch, at most
-MIN_SLICE = 4096  # positions, at least, of a sequence that is split in a pipeline: shorter ones are quicker with smaller micro-batches
+MARGIN = 0.1  # default share of a device's memory that a plan leaves free
+MAX_MICRO_BATCH = 64  # samples
+# Positions per rank, at least, of a sequence that is split in a pipeline. Shorter sequences are faster with
+# smaller micro-batches.
+MIN_SLICE = 4096
 
 
 @dataclass(frozen=True, slots=True)
 class RejectedPlan:
-    """A plan that does not fit, and the part that takes most."""
+    """A plan that does not fit into memory, and the largest part of its memory."""
 
     plan: Plan
     peak_bytes: float
@@ -36,12 +40,12 @@ class RejectedPlan:
     @property
     def reason(self) -> str:
         needed, limit = format_bytes(self.peak_bytes), format_bytes(self.limit_bytes)
-        of = (
+        amount = (
             f"{needed} of {limit}"
             if needed != limit
             else f"{format_bytes(self.peak_bytes - self.limit_bytes)} more than {limit}"
         )
-        return f"needs {of}, most of it {self.largest}"
+        return f"needs {amount}, most of it {self.largest}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +64,10 @@ def choose_plans(
     recipe: Recipe | None = None,
     ranks: int | None = None,
 ) -> list[tuple[Plan, Cost]]:
-    """Plans that fit, the fastest first. Raises PlanError where none does: what the leanest one needs, and how many devices do."""
+    """Return the plans that fit, fastest first.
+
+    Raises PlanError if none fits: what the leanest plan needs, and how many devices would be enough.
+    """
     found = search_plans(facts, cluster, batch, margin, recipe, ranks)
     if not found.fitting:
         raise no_fit_error(found, facts, cluster, batch, recipe, ranks)
@@ -69,45 +76,50 @@ def choose_plans(
 
 def find_fastest(
     facts: ModelFacts,
-    on: DeviceRates,
+    rates: DeviceRates,
     ranks: int,
     batch: int,
     margin: float = MARGIN,
     recipe: Recipe | None = None,
 ) -> tuple[Plan, Cost] | None:
-    """The first of `search`, several times as soon: plans are looked at in the order of what they take at least, until no other can be
-    faster. `on` may be of other numbers of ranks that fill nodes as these do, and what was worked out for those is not worked out again."""
-    recipe = recipe or default_recipe(on)
-    least = [
-        (lower_bound_s(facts, cut, recipe, on), at, cut)
-        for at, cut in enumerate(enumerate_splits(facts, ranks, on.per_node, batch))
+    """Return the first plan of `search_plans` in a fraction of its time, or None if no plan fits.
+
+    Plans are priced in the order of a lower bound of their step time, until no remaining plan can be faster.
+    `rates` may be for another number of ranks that fills nodes in the same way; cached results are shared
+    between such numbers.
+    """
+    recipe = recipe or default_recipe(rates)
+    bounds = [
+        (lower_bound_s(facts, split, recipe, rates), index, split)
+        for index, split in enumerate(enumerate_splits(facts, ranks, rates.per_node, batch))
     ]
     best: tuple[WorkSplit, Cost] | None = None
-    for seconds, _, cut in sorted(least, key=lambda one: one[:2]):
+    for seconds, _, split in sorted(bounds, key=lambda bound: bound[:2]):
         if best is not None and seconds > best[1].step_s * (1 + 1e-9):
             break
-        rank, values = find_peak(facts, cut, recipe)
-        if sum(values) > on.memory_bytes * (1 - margin):
+        rank, values = find_peak(facts, split, recipe)
+        if sum(values) > rates.memory_bytes * (1 - margin):
             continue
         cost = Cost(
-            predict_time(facts, cut, recipe, on),
-            build_memory_cost(rank, values, cut, recipe, on.memory_bytes),
-            cut.micro_batch,
+            predict_time(facts, split, recipe, rates),
+            build_memory_cost(rank, values, split, recipe, rates.memory_bytes),
+            split.micro_batch,
         )
         if best is None or (cost.step_s, cost.peak_bytes) < (best[1].step_s, best[1].peak_bytes):
-            best = cut, cost
+            best = split, cost
     return (plan_of_split(best[0]), best[1]) if best else None
 
 
 def find_leanest(
-    facts: ModelFacts, on: DeviceRates, ranks: int, batch: int, margin: float, recipe: Recipe
+    facts: ModelFacts, rates: DeviceRates, ranks: int, batch: int, margin: float, recipe: Recipe
 ) -> RejectedPlan | None:
-    """Where none fits, the one that needs least; None where the batch cannot be split."""
-    looked = (
-        (find_peak(facts, cut, recipe)[1], cut) for cut in enumerate_splits(facts, ranks, on.per_node, batch)
+    """Return the plan that needs the least memory, or None if no plan can split the batch."""
+    peaks = (
+        (find_peak(facts, split, recipe)[1], split)
+        for split in enumerate_splits(facts, ranks, rates.per_node, batch)
     )
-    found = min(looked, key=lambda pair: sum(pair[0]), default=None)
-    return _rejected(found[1], found[0], on.memory_bytes * (1 - margin)) if found else None
+    leanest = min(peaks, key=lambda pair: sum(pair[0]), default=None)
+    return _rejected(leanest[1], leanest[0], rates.memory_bytes * (1 - margin)) if leanest else None
 
 
 def no_fit_error(
@@ -118,11 +130,12 @@ def no_fit_error(
     recipe: Recipe | None,
     ranks: int | None,
 ) -> PlanError:
-    """What to say of a search that found no plan that fits."""
+    """Return the error for a search that found no plan that fits."""
     count = ranks or cluster.devices
     if not found.rejected:
         return PlanError(
-            f"no plan splits a batch of {batch} over {count} ranks; use a batch that {count} divides, or --ranks {batch}"
+            f"no plan splits a batch of {batch} over {count} ranks; use a batch that is a multiple of "
+            f"{count}, or --ranks {batch}"
         )
     leanest = found.rejected[0]
     limit = leanest.limit_bytes
@@ -133,7 +146,8 @@ def no_fit_error(
         else "use a smaller model, or devices with more memory"
     )
     return PlanError(
-        f"no plan fits {format_bytes(limit)} a device; the leanest, {leanest.plan}, needs {format_bytes(leanest.peak_bytes)}: {hint}"
+        f"no plan fits {format_bytes(limit)} per device; the leanest, {leanest.plan}, needs "
+        f"{format_bytes(leanest.peak_bytes)}: {hint}"
     )
 
 
@@ -141,7 +155,7 @@ def _hint_of_ranks(ranks: int, samples: int, cluster: Cluster, batch: int) -> st
     larger = f" and a batch of {samples:,}" if samples != batch else ""
     if cluster.device.kind != "cpu" and ranks <= cluster.devices:
         return f"use --ranks {ranks}{larger}"
-    return f"use {ranks} ranks on {-(-ranks // cluster.ranks_per_node)} such nodes{larger}"
+    return f"use {ranks} ranks on {-(-ranks // cluster.ranks_per_node)} nodes of this kind{larger}"
 
 
 def search_plans(
@@ -152,32 +166,36 @@ def search_plans(
     recipe: Recipe | None = None,
     ranks: int | None = None,
 ) -> SearchResult:
-    """Every legal plan on so many ranks, or on all devices, priced if it fits with a share of the memory to spare."""
-    on = device_rates(cluster, ranks=ranks)
-    recipe = recipe or default_recipe(on)
-    limit = on.memory_bytes * (1 - margin)
+    """Return every legal plan on `ranks` ranks, or on all devices; those that fit with the share `margin` of
+    memory free are priced.
+    """
+    rates = device_rates(cluster, ranks=ranks)
+    recipe = recipe or default_recipe(rates)
+    limit = rates.memory_bytes * (1 - margin)
     fitting: list[tuple[Plan, Cost]] = []
     rejected: list[RejectedPlan] = []
-    for cut in enumerate_splits(facts, on.ranks, on.per_node, batch):
-        rank, values = find_peak(facts, cut, recipe)
+    for split in enumerate_splits(facts, rates.ranks, rates.per_node, batch):
+        rank, values = find_peak(facts, split, recipe)
         if sum(values) > limit:
-            rejected.append(_rejected(cut, values, limit))
+            rejected.append(_rejected(split, values, limit))
             continue
-        needed = build_memory_cost(rank, values, cut, recipe, on.memory_bytes)
+        needed = build_memory_cost(rank, values, split, recipe, rates.memory_bytes)
         fitting.append(
-            (plan_of_split(cut), Cost(predict_time(facts, cut, recipe, on), needed, cut.micro_batch))
+            (plan_of_split(split), Cost(predict_time(facts, split, recipe, rates), needed, split.micro_batch))
         )
     fitting.sort(key=lambda pair: (pair[1].step_s, pair[1].peak_bytes))
-    rejected.sort(key=lambda one: one.peak_bytes)
+    rejected.sort(key=lambda plan: plan.peak_bytes)
     return SearchResult(fitting, rejected)
 
 
-def _rejected(cut: WorkSplit, values: tuple[float, ...], limit_bytes: float) -> RejectedPlan:
-    return RejectedPlan(plan_of_split(cut), sum(values), limit_bytes, PART_NAMES[values.index(max(values))])
+def _rejected(split: WorkSplit, values: tuple[float, ...], limit_bytes: float) -> RejectedPlan:
+    return RejectedPlan(plan_of_split(split), sum(values), limit_bytes, PART_NAMES[values.index(max(values))])
 
 
 def enumerate_splits(facts: ModelFacts, ranks: int, per_node: int, batch: int) -> Iterator[WorkSplit]:
-    """tp stays in a node, where its sums are quick; then cp, data and pipeline ranks are ever further apart (Plan.place)."""
+    """Yield every split. tp stays in a node, where its all-reduces are fast; cp, data and pipeline ranks
+    follow at growing distances (`ResolvedPlan.place`).
+    """
     for tp in facts.tp_degrees:
         if ranks % tp or tp > per_node:
             continue
@@ -213,42 +231,55 @@ def _with_degrees(
         microbatches = samples // micro_batch
         if micro_batch > MAX_MICRO_BATCH and microbatches > 1:
             continue
-        for kind, stages in pipelines:
-            if pp > 1 and not SCHEDULES[kind].allows(microbatches, pp):
+        for schedule_name, stages in pipelines:
+            if pp > 1 and not SCHEDULES[schedule_name].allows(microbatches, pp):
                 continue
             for recompute in RECOMPUTE:
                 for zero, replicate in data:
                     yield WorkSplit(
-                        dp, tp, pp, cp, 1, zero, replicate, micro_batch, microbatches, kind, stages, recompute
+                        dp,
+                        tp,
+                        pp,
+                        cp,
+                        1,
+                        zero,
+                        replicate,
+                        micro_batch,
+                        microbatches,
+                        schedule_name,
+                        stages,
+                        recompute,
                     )
 
 
 def _zero_stages(ranks: int, dp: int, tp: int, per_node: int) -> list[tuple[int, int]]:
-    """ZeRO stages and copies of the shards, of so many data ranks: one, or so many that each one's shards are in a node."""
+    """Return ZeRO stages with the number of copies of the shards: 1, or as many as keep the shards of a copy
+    in one node.
+    """
     if ranks == 1:
         return [(0, 1)]
-    found = [(0, 1), (1, 1), (2, 1), (3, 1)]
-    inside = max(1, per_node // tp)
-    copies = ranks // inside
-    if inside > 1 and copies > 1 and copies * inside == ranks and dp % copies == 0:
-        found.append((3, copies))
-    return found
+    stages = [(0, 1), (1, 1), (2, 1), (3, 1)]
+    in_node = max(1, per_node // tp)
+    copies = ranks // in_node
+    if in_node > 1 and copies > 1 and copies * in_node == ranks and dp % copies == 0:
+        stages.append((3, copies))
+    return stages
 
 
-def plan_of_split(cut: WorkSplit) -> Plan:
-    """The plan that a split of `splits` is."""
-    pipeline = cut.pp > 1
+def plan_of_split(split: WorkSplit) -> Plan:
+    """Return the plan of a split that `enumerate_splits` yields."""
+    pipeline = split.pp > 1
     return Plan(
-        zero=cut.zero,
-        dp=cut.dp,
-        replicate=cut.replicate,
-        tp=cut.tp,
-        pp=cut.pp,
-        cp=cut.cp,
-        microbatches=cut.microbatches,
-        pp_schedule=cut.schedule if pipeline else None,
-        stages=cut.stages if pipeline else None,
-        recompute=cut.recompute,
+        zero=split.zero,
+        dp=split.dp,
+        replicate=split.replicate,
+        tp=split.tp,
+        pp=split.pp,
+        cp=split.cp,
+        microbatches=split.microbatches,
+        pp_schedule=split.schedule if pipeline else None,
+        stages=split.stages if pipeline else None,
+        recompute=split.recompute,
     )
 
 
@@ -261,15 +292,19 @@ def _divisors(n: int) -> tuple[int, ...]:
 def _find_enough_ranks(
     facts: ModelFacts, cluster: Cluster, batch: int, limit_bytes: float, recipe: Recipe | None, ranks: int
 ) -> tuple[int, int] | None:
-    """How many ranks do, and which batch: this one, or a sample on each; if twice, four or more times as many on as many more nodes do."""
+    """Return a number of ranks that is enough, and a batch for them: `batch`, or one sample per rank if that
+    is larger.
+
+    Tries 2, 4, 8 … 64 times the ranks and nodes. None: not even those are enough.
+    """
     for factor in (2, 4, 8, 16, 32, 64):
         larger = cluster.model_copy(update={"nodes": cluster.nodes * factor})
-        on = device_rates(larger, ranks=ranks * factor)
-        of = recipe or default_recipe(on)
-        for samples in (batch, max(batch, on.ranks)):
+        rates = device_rates(larger, ranks=ranks * factor)
+        larger_recipe = recipe or default_recipe(rates)
+        for samples in (batch, max(batch, rates.ranks)):
             if any(
-                sum(find_peak(facts, cut, of)[1]) <= limit_bytes
-                for cut in enumerate_splits(facts, on.ranks, on.per_node, samples)
+                sum(find_peak(facts, split, larger_recipe)[1]) <= limit_bytes
+                for split in enumerate_splits(facts, rates.ranks, rates.per_node, samples)
             ):
-                return on.ranks, samples
+                return rates.ranks, samples
     return None
