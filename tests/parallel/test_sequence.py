@@ -22,7 +22,7 @@ from paceline.plan.plan import parse
 from paceline.spec import Optimizer
 from paceline.training.dry_run.dry_run import compute_comm_volume
 from paceline.training.init.deferred_init import record
-from volumes import check, wanted
+from volumes import check_volumes, make_spec
 
 pytestmark = pytest.mark.processes
 
@@ -325,7 +325,7 @@ def test_as_many_bytes_are_sent() -> None:
 
 
 def test_the_ledger_tells_what_real_ranks_send() -> None:
-    check(2, "tp=2", Words(drop=0.1), wanted())
+    check_volumes(2, "tp=2", Words(drop=0.1), make_spec())
 
 
 Drawn = dict[str, bytes]

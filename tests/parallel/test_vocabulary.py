@@ -19,7 +19,7 @@ from paceline.run import RunFolder
 from paceline.spec import Optimizer
 from paceline.training.checkpoint import save as checkpoint
 from paceline.training.model_analysis import analyze_model
-from volumes import check
+from volumes import check_volumes
 
 pytestmark = pytest.mark.processes
 
@@ -99,7 +99,7 @@ def test_its_loss_is_computed_in_parts() -> None:
 
 
 def test_what_is_sent_is_foretold() -> None:
-    check(2, "tp=2", Odd(), SPEC.model_copy(update={"steps": 4}))
+    check_volumes(2, "tp=2", Odd(), SPEC.model_copy(update={"steps": 4}))
 
 
 def wrong_offset() -> Any:

@@ -1,4 +1,4 @@
-"""What one process says that a step sends is what the ranks of a real training send, entry by entry."""
+"""A dry run predicts what the ranks of a real training send, entry by entry."""
 
 import json
 from collections.abc import Iterator
@@ -26,7 +26,7 @@ from paceline.spec import Optimizer
 from paceline.training.dry_run.comm_counter import CommCounter
 from paceline.training.dry_run.dry_run import compute_comm_volume
 from paceline.training.setup import PreparedTraining
-from volumes import Plant, check, counted, foretold, wanted
+from volumes import Plant, check_volumes, make_spec, measure_step, predict_volumes
 
 pytestmark = [
     pytest.mark.processes,
@@ -45,30 +45,30 @@ TASKS = (
     models.Unrecorded,
 )
 RECIPES = (
-    wanted(),
-    wanted(precision="fp64", optimizer=Optimizer(clip=1.0)),
-    wanted(precision="fp16"),
-    wanted(precision="bf16"),
+    make_spec(),
+    make_spec(precision="fp64", optimizer=Optimizer(clip=1.0)),
+    make_spec(precision="fp16"),
+    make_spec(precision="bf16"),
 )
-ALL: list[
-    tuple[int, str, int, type[Task], int]
-] = []  # each plan with each task, half of the recipes dealt out
-FEW: list[tuple[int, str, int, type[Task], int]] = []  # mostly on 2 ranks, one recipe dealt out
+# Each plan with each task and half of the recipes.
+ALL: list[tuple[int, str, int, type[Task], int]] = []
+# Mostly on 2 ranks, with one recipe.
+FEW: list[tuple[int, str, int, type[Task], int]] = []
 for size, (p, plan), microbatches, (t, task), recipe in product(
     (2, 4), enumerate(PLANS), (1, 2), enumerate(TASKS), range(len(RECIPES))
 ):
-    dealt = microbatches + recipe + p + t
-    ALL += [(size, plan, microbatches, task, recipe)] if dealt % 2 == 0 else []
+    index = microbatches + recipe + p + t
+    ALL += [(size, plan, microbatches, task, recipe)] if index % 2 == 0 else []
     FEW += (
-        ALL[-1:] if dealt % 8 == 0 and microbatches == 1 + t % 2 and (size == 2 or (t + p) % 4 == 0) else []
+        ALL[-1:] if index % 8 == 0 and microbatches == 1 + t % 2 and (size == 2 or (t + p) % 4 == 0) else []
     )
 
 
 @pytest.mark.parametrize(("size", "plan", "microbatches", "task", "recipe"), FEW)
-def test_it_is_what_real_ranks_send(
+def test_dry_run_matches_real_ranks(
     task: type[Task], size: int, plan: str, microbatches: int, recipe: int
 ) -> None:
-    check(size, f"{plan},microbatches={microbatches}", task(), RECIPES[recipe])
+    check_volumes(size, f"{plan},microbatches={microbatches}", task(), RECIPES[recipe])
 
 
 @pytest.mark.slow
@@ -76,7 +76,7 @@ def test_it_is_what_real_ranks_send(
     ("size", "plan", "microbatches", "task", "recipe"), [case for case in ALL if case not in FEW]
 )
 def test_whole_product(task: type[Task], size: int, plan: str, microbatches: int, recipe: int) -> None:
-    check(size, f"{plan},microbatches={microbatches}", task(), RECIPES[recipe])
+    check_volumes(size, f"{plan},microbatches={microbatches}", task(), RECIPES[recipe])
 
 
 class Wide(models.Points):
@@ -87,54 +87,58 @@ class Wide(models.Points):
 
 
 def test_buckets_of_ddp() -> None:
-    found = check(2, "ddp", Wide(), wanted())
+    volume = check_volumes(2, "ddp", Wide(), make_spec())
     of_model = CommVolume(
-        0, tuple(entry for entry in found.of("all-reduce").entries if entry.module != PACELINE)
+        0, tuple(entry for entry in volume.of("all-reduce").entries if entry.module != PACELINE)
     )
     assert of_model.bytes == 4 * (6 * 600 + 2 * 601 * 600 + 601 * 3)
     assert of_model.calls == 2  # one of 1 MiB and a little more, and the rest
 
 
 def test_parameters_without_gradient() -> None:
-    """DDP then sends which parameters were used, an int32 each."""
-    found = ranks(2)(counted, models.Idle(), wanted(), "ddp")
-    expected = foretold(2, "ddp", models.Idle(), wanted())
-    assert [each for each, _ in found] == expected
+    """DDP then sends which parameters were used, one int32 each."""
+    results = ranks(2)(measure_step, models.Idle(), make_spec(), "ddp")
+    expected = predict_volumes(2, "ddp", models.Idle(), make_spec())
+    assert [volume for volume, _ in results] == expected
     numbers, count = 4 * 30 + 5 * 3 + 3 + 9, 11
     assert Entry("all-reduce", "replicate", 2, MODEL, 2, 4 * (numbers + count)) in expected[0].entries
 
 
 @contextmanager
-def one_more(laid: PreparedTraining) -> Iterator[None]:
-    handle = laid.model[2].register_forward_hook(lambda module, args, output: dist.all_reduce(torch.zeros(3)))
+def add_all_reduce(training: PreparedTraining) -> Iterator[None]:
+    handle = training.model[2].register_forward_hook(
+        lambda module, args, output: dist.all_reduce(torch.zeros(3))
+    )
     yield
     handle.remove()
 
 
 @contextmanager
-def one_less(laid: PreparedTraining) -> Iterator[None]:
-    laid.model[2].set_reshard_after_forward(False)
+def keep_gathered(training: PreparedTraining) -> Iterator[None]:
+    training.model[2].set_reshard_after_forward(False)
     yield
-    laid.model[2].set_reshard_after_forward(True)
+    training.model[2].set_reshard_after_forward(True)
 
 
 @pytest.mark.parametrize(
     ("plan", "plant", "more"),
     [
-        ("ddp", one_more, Entry("all-reduce", "replicate", 2, "2", 1, 12)),
-        ("zero3", one_more, Entry("all-reduce", "shard", 2, "2", 1, 12)),
-        ("zero3", one_less, Entry("all-gather", "shard", 2, "2", -1, -4 * (4 * 7 + 4))),
+        ("ddp", add_all_reduce, Entry("all-reduce", "replicate", 2, "2", 1, 12)),
+        ("zero3", add_all_reduce, Entry("all-reduce", "shard", 2, "2", 1, 12)),
+        ("zero3", keep_gathered, Entry("all-gather", "shard", 2, "2", -1, -4 * (4 * 7 + 4))),
     ],
 )
-def test_what_is_sent_besides_is_caught(plan: str, plant: Plant, more: Entry) -> None:
-    (found, _), _ = ranks(2)(counted, models.Points(), wanted(), plan, plant)
-    expected = foretold(2, plan, models.Points(), wanted())[0]
-    assert found != expected
+def test_planted_differences_are_found(plan: str, plant: Plant, more: Entry) -> None:
+    (volume, _), _ = ranks(2)(measure_step, models.Points(), make_spec(), plan, plant)
+    expected = predict_volumes(2, plan, models.Points(), make_spec())[0]
+    assert volume != expected
     before = {replace(entry, calls=0, bytes=0): entry for entry in expected.entries}
-    differing = [entry for entry in found.entries if entry not in expected.entries]
+    differing = [entry for entry in volume.entries if entry not in expected.entries]
     assert len(differing) == 1
-    was = before.get(replace(differing[0], calls=0, bytes=0), replace(more, calls=0, bytes=0))
-    assert replace(more, calls=was.calls + more.calls, bytes=was.bytes + more.bytes) == differing[0]
+    predicted = before.get(replace(differing[0], calls=0, bytes=0), replace(more, calls=0, bytes=0))
+    assert (
+        replace(more, calls=predicted.calls + more.calls, bytes=predicted.bytes + more.bytes) == differing[0]
+    )
 
 
 SHAPES = ((7, 5), (7,), (3, 7), (3,), (3, 3), (3,))  # of the weights of models.Points
@@ -142,15 +146,15 @@ WHOLE = 4 * sum(torch.Size(shape).numel() for shape in SHAPES)
 
 
 def padded(parts: int) -> int:
-    """fully_shard makes the first dimension of each parameter a multiple of the shards."""
+    """Return the bytes with the first dim of each parameter padded to a multiple of the shards."""
     return 4 * sum(-(-shape[0] // parts) * parts * torch.Size(shape[1:]).numel() for shape in SHAPES)
 
 
 @pytest.mark.parametrize("size", [2, 8, 24])
-def test_bytes_by_hand(size: int) -> None:
+def test_bytes_match_formulas(size: int) -> None:
     def of(plan: str, collective: str, axis: str) -> int:
-        found = compute_comm_volume(Spec(batch=24), parse(plan), size, task=models.Points())
-        return sum(entry.bytes for entry in found.of(collective, axis).entries if entry.module != PACELINE)
+        volume = compute_comm_volume(Spec(batch=24), parse(plan), size, task=models.Points())
+        return sum(entry.bytes for entry in volume.of(collective, axis).entries if entry.module != PACELINE)
 
     assert of("ddp", "all-reduce", "replicate") == WHOLE
     assert of("ddp,microbatches=1", "broadcast", "replicate") == 0
@@ -163,7 +167,7 @@ def test_bytes_by_hand(size: int) -> None:
         assert of("hsdp", "all-reduce", "replicate") == padded(size // 2) // (size // 2)
 
 
-def test_what_a_rank_sends_in_a_ring() -> None:
+def test_sent_bytes_of_rings() -> None:
     sent = {
         name: Entry(name, "world", 4, "", 1, 100).sent_bytes
         for name in ("all-reduce", "all-gather", "reduce-scatter", "broadcast")
@@ -190,26 +194,29 @@ def test_what_a_rank_sends_in_a_ring() -> None:
         ("tp=4", 4, (1,), "self"),
     ],
 )
-def test_axes(plan: str, size: int, group: range, axis: str) -> None:
+def test_axis_of_groups(plan: str, size: int, group: range, axis: str) -> None:
     assert axis_of(parse(plan).resolve(size), group) == axis
 
 
-def other_collectives() -> tuple[CommVolume, CommVolume]:
-    """Whatever a step may come to use: by torch.distributed, and by DTensor in forward and backward."""
+def count_other_collectives() -> tuple[CommVolume, CommVolume]:
+    """Return the volumes of all collectives of torch.distributed, and of DTensor in forward and backward."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
     plan, rank = Plan(tp=2).resolve(2), dist.get_rank()
-    here, both, parts = torch.zeros(3), torch.zeros(6), [torch.zeros(3), torch.zeros(3)]
-    with CommCounter(nn.Module(), plan) as said:
-        dist.reduce(here, 0)
-        dist.all_gather(parts, here)
-        dist.gather(here, parts if rank == 0 else None)
-        dist.scatter(here, parts if rank == 0 else None)
+    small, both, parts = torch.zeros(3), torch.zeros(6), [torch.zeros(3), torch.zeros(3)]
+    with CommCounter(nn.Module(), plan) as result:
+        dist.reduce(small, 0)
+        dist.all_gather(parts, small)
+        dist.gather(small, parts if rank == 0 else None)
+        dist.scatter(small, parts if rank == 0 else None)
         dist.all_to_all_single(both, both.clone())
         dist.barrier()
-        there = [dist.P2POp(dist.isend, here, 1 - rank), dist.P2POp(dist.irecv, torch.empty(3), 1 - rank)]
-        for work in dist.batch_isend_irecv(there):
+        operations = [
+            dist.P2POp(dist.isend, small, 1 - rank),
+            dist.P2POp(dist.irecv, torch.empty(3), 1 - rank),
+        ]
+        for work in dist.batch_isend_irecv(operations):
             work.wait()
     mlp = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 4))
     whole = nn.Sequential(mlp, nn.LayerNorm(4))
@@ -220,15 +227,15 @@ def other_collectives() -> tuple[CommVolume, CommVolume]:
     )
     with CommCounter(whole, plan) as split:
         whole(torch.randn(5, 4, requires_grad=True)).sum().backward()
-    return said.volume(), split.volume()
+    return result.volume(), split.volume()
 
 
 def test_other_collectives() -> None:
-    for said, split in ranks(2)(other_collectives):
+    for result, split in ranks(2)(count_other_collectives):
         sizes = {
-            entry.collective: (entry.axis, entry.module, entry.calls, entry.bytes) for entry in said.entries
+            entry.collective: (entry.axis, entry.module, entry.calls, entry.bytes) for entry in result.entries
         }
-        each = {
+        expected_bytes = {
             "reduce": 12,
             "all-gather": 24,
             "gather": 24,
@@ -238,14 +245,14 @@ def test_other_collectives() -> None:
             "send": 12,
             "recv": 12,
         }
-        assert sizes == {name: ("tp", PACELINE, 1, size) for name, size in each.items()}
+        assert sizes == {name: ("tp", PACELINE, 1, size) for name, size in expected_bytes.items()}
         forward = Entry("all-reduce", "tp", 2, "0.2", 1, 4 * 5 * 4)
         backward = Entry("all-reduce", "tp", 2, "0.0", 1, 4 * 5 * 4)
         assert split.entries == (backward, forward)
 
 
-def test_one_process_among_many() -> None:
-    """A thousand ranks; each has the same to say."""
+def test_thousand_ranks() -> None:
+    """A thousand ranks; all send the same."""
     spec = Spec(task="digits", batch=1024)
     first, last = (compute_comm_volume(spec, parse("hsdp,replicate=4"), 1024, rank) for rank in (0, 1023))
     assert first.entries == last.entries
@@ -256,7 +263,7 @@ def test_one_process_among_many() -> None:
     }
 
 
-def test_blocks_that_are_alike_are_one_line() -> None:
+def test_equal_blocks_share_a_line() -> None:
     console = Console(width=100)
     with console.capture() as shown:
         console.print(*tables([compute_comm_volume(Spec(batch=8), parse("zero3"), 4, task=models.Text())]))
@@ -265,7 +272,7 @@ def test_blocks_that_are_alike_are_one_line() -> None:
     assert lines[-1].startswith("total 13 ")
 
 
-def test_values_that_it_does_not_compute() -> None:
+def test_model_that_needs_values_is_refused() -> None:
     with pytest.raises(TaskError, match="Routed uses values that depend on its weights"):
         compute_comm_volume(Spec(batch=8), parse("ddp"), 4, task=models.Routed())
 
@@ -277,11 +284,11 @@ def test_bad_input() -> None:
         compute_comm_volume(Spec(batch=8), parse("local-sgd"), 4, task=models.Points())
     with pytest.raises(PlanError, match="plan pp=2,cp=2: with pp and cp, ranks make trial passes"):
         compute_comm_volume(Spec(batch=8), parse("pp=2,cp=2"), 4, task=models.Text())
-    for message in ranks(2)(in_a_rank):
+    for message in ranks(2)(count_in_a_rank):
         assert "this process is already a rank" in message
 
 
-def in_a_rank() -> str:
+def count_in_a_rank() -> str:
     with pytest.raises(LaunchError) as raised:
         compute_comm_volume(Spec(batch=8), parse("ddp"), 4, task=models.Points())
     return str(raised.value)
@@ -303,9 +310,9 @@ def test_the_command(tmp_path: Path) -> None:
         "--set",
         "norm=false",
     )
-    said = succeed(*words, "--json", "found.json", at=tmp_path)
-    assert said.err == ""
-    heading, *_, total = said.out.splitlines()
+    result = succeed(*words, "--json", "found.json", at=tmp_path)
+    assert result.err == ""
+    heading, *_, total = result.out.splitlines()
     assert heading == "my.py:Regression: one step of plan hsdp on 6 ranks, batch 48 (8 on a data rank), fp32"
     read = json.loads((tmp_path / "found.json").read_text())
     assert {key: read[key] for key in ("plan", "ranks", "batch")} == {"plan": "hsdp", "ranks": 6, "batch": 48}
@@ -316,7 +323,7 @@ def test_the_command(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "says"),
+    ("words", "message"),
     [
         ((), "comms requires a number of ranks; add --ranks"),
         (("--ranks", "7"), "batch 64 is not divisible"),
@@ -325,21 +332,22 @@ def test_the_command(tmp_path: Path) -> None:
         (("--ranks", "4", "--set", "widht=3"), "did you mean width?"),
     ],
 )
-def test_one_sentence(tmp_path: Path, words: tuple[str, ...], says: str) -> None:
+def test_errors_are_one_sentence(tmp_path: Path, words: tuple[str, ...], message: str) -> None:
     write_task(tmp_path)
     result = paceline("comms", "my.py:Regression", *words, at=tmp_path)
     assert result.status == 2, result.all
-    assert says in result.err
+    assert message in result.err
     assert len(result.err.splitlines()) == 1, result.err
 
 
 @pytest.mark.parametrize(("size", "plan"), [(2, "tp=2"), (4, "tp=2"), (4, "tp=2,zero=3")])
-def test_split_weights_send_what_is_foretold(size: int, plan: str) -> None:
-    """A vocabulary that is split too, whose cross entropy sends the largest logits and the sums."""
-    check(size, plan, models.ShortText(), wanted())
+def test_tensor_parallel_matches_real_ranks(size: int, plan: str) -> None:
+    """Including a split vocabulary, whose cross entropy sends the largest logits and the sums."""
+    check_volumes(size, plan, models.ShortText(), make_spec())
 
 
-CUT = [  # ranks, plan, task; Text has tied weights, whose gradients the stages exchange, and weights of items
+# Ranks, plan, task. Text has tied weights, whose gradients the stages exchange, and weights of items.
+PP_AND_CP = [
     (2, "pp=2", models.Text),
     (2, "pp=2,pp_schedule=interleaved,recompute=full", models.Text),
     (2, "pp=2,pp_schedule=zbv", models.ShortText),
@@ -348,7 +356,7 @@ CUT = [  # ranks, plan, task; Text has tied weights, whose gradients the stages 
     (2, "cp=2", models.ShortText),
     (4, "cp=2", models.ShortText),
 ]
-CUT_MORE = [
+PP_AND_CP_MORE = [
     *(
         (2, f"pp=2,pp_schedule={schedule}", task)
         for schedule in RUNNABLE_SCHEDULES
@@ -371,29 +379,29 @@ CUT_MORE = [
 ]
 
 
-@pytest.mark.parametrize(("size", "plan", "task"), CUT)
-def test_cut_models_send_what_is_foretold(size: int, plan: str, task: type[Task]) -> None:
-    check(size, plan, task(), wanted())
+@pytest.mark.parametrize(("size", "plan", "task"), PP_AND_CP)
+def test_pp_and_cp_match_real_ranks(size: int, plan: str, task: type[Task]) -> None:
+    check_volumes(size, plan, task(), make_spec())
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("recipe", range(len(RECIPES)))
-@pytest.mark.parametrize(("size", "plan", "task"), CUT_MORE)
-def test_more_cut_models(size: int, plan: str, task: type[Task], recipe: int) -> None:
-    check(size, plan, task(), RECIPES[recipe])
+@pytest.mark.parametrize(("size", "plan", "task"), PP_AND_CP_MORE)
+def test_pp_and_cp_whole_product(size: int, plan: str, task: type[Task], recipe: int) -> None:
+    check_volumes(size, plan, task(), RECIPES[recipe])
 
 
 @contextmanager
-def once_more(laid: PreparedTraining) -> Iterator[None]:
-    """A gradient that both stages have is exchanged again."""
-    kept = list(laid.step.after_backward)
-    laid.step.after_backward.append(lambda: dist.all_reduce(laid.model.tokens.weight.grad))
+def reduce_twice(training: PreparedTraining) -> Iterator[None]:
+    """Reduce a gradient that both stages have a second time."""
+    kept = list(training.step.after_backward)
+    training.step.after_backward.append(lambda: dist.all_reduce(training.model.tokens.weight.grad))
     yield
-    laid.step.after_backward[:] = kept
+    training.step.after_backward[:] = kept
 
 
 @contextmanager
-def another_way_round(laid: PreparedTraining) -> Iterator[None]:
+def rotate_by_all_to_all(training: PreparedTraining) -> Iterator[None]:
     from torch.distributed.tensor.experimental._attention import set_rotate_method
 
     set_rotate_method("alltoall")
@@ -404,16 +412,16 @@ def another_way_round(laid: PreparedTraining) -> Iterator[None]:
 @pytest.mark.parametrize(
     ("plan", "task", "plant", "more"),
     [
-        ("pp=2", models.Text, once_more, {("all-reduce", "tokens"): 4 * 11 * 6}),
+        ("pp=2", models.Text, reduce_twice, {("all-reduce", "tokens"): 4 * 11 * 6}),
         (
             "cp=2",
             models.ShortText,
-            another_way_round,
+            rotate_by_all_to_all,
             {("all-gather", f"blocks.{at}"): -2 * 2 * 4 * (8 * 8 * 16) for at in (0, 1)},
         ),
     ],
 )
-def test_what_cut_models_send_besides_is_caught(
+def test_planted_differences_under_pp_and_cp_are_found(
     plan: str, task: type[Task], plant: Plant, more: dict[tuple[str, str], int]
 ) -> None:
     def sizes(of: CommVolume) -> dict[tuple[str, str], int]:
@@ -423,15 +431,15 @@ def test_what_cut_models_send_besides_is_caught(
             if entry.collective != "all-to-all"
         }
 
-    (found, _), _ = ranks(2)(counted, task(), wanted(), plan, plant)
-    real, dry = sizes(found), sizes(foretold(2, plan, task(), wanted())[0])
+    (volume, _), _ = ranks(2)(measure_step, task(), make_spec(), plan, plant)
+    real, dry = sizes(volume), sizes(predict_volumes(2, plan, task(), make_spec())[0])
     assert {
         key: real.get(key, 0) - dry.get(key, 0) for key in {*real, *dry} if real.get(key) != dry.get(key)
     } == more
 
 
-def test_any_number_of_ranks_is_played(tmp_path: Path) -> None:
-    """More than this machine could start."""
+def test_any_number_of_ranks(tmp_path: Path) -> None:
+    """More ranks than this machine could start."""
     assert (
         "on 1,024 ranks" in succeed("comms", "digits", "--batch", "1024", "--ranks", "1024", at=tmp_path).out
     )

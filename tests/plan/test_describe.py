@@ -1,4 +1,4 @@
-"""What is counted on a module agrees with what is worked out for a transformer of the same numbers."""
+"""Facts counted on a module agree with those computed for a transformer of the same sizes."""
 
 import pytest
 import torch
@@ -21,22 +21,25 @@ from paceline.training.model_facts.op_counter import OpCounter
 SIZES = {"layers": 3, "hidden": 32, "heads": 4, "seq": 16, "positions": 16}
 
 
-def assert_agree(found: ModelFacts, expected: ModelFacts) -> None:
-    assert found.params == expected.params
-    assert found.shared_params == expected.shared_params
-    assert found.flops == pytest.approx(expected.flops, rel=0.01)
-    [(block, count)], [(same, layers)] = found.runs, expected.runs
+def assert_agree(counted_facts: ModelFacts, expected: ModelFacts) -> None:
+    assert counted_facts.params == expected.params
+    assert counted_facts.shared_params == expected.shared_params
+    assert counted_facts.flops == pytest.approx(expected.flops, rel=0.01)
+    [(block, count)], [(same, layers)] = counted_facts.runs, expected.runs
     assert (block.params, count) == (same.params, layers)
     assert block.product_flops == pytest.approx(same.product_flops)
     assert block.attention_flops == same.attention_flops
     assert block.boundary == same.boundary
-    assert (found.first.params, found.last.params) == (expected.first.params, expected.last.params)
-    assert (found.tokens, found.hidden, found.tp_degrees) == (
+    assert (counted_facts.first.params, counted_facts.last.params) == (
+        expected.first.params,
+        expected.last.params,
+    )
+    assert (counted_facts.tokens, counted_facts.hidden, counted_facts.tp_degrees) == (
         expected.tokens,
         expected.hidden,
         expected.tp_degrees,
     )
-    assert found.first.boundary == expected.first.boundary
+    assert counted_facts.first.boundary == expected.first.boundary
 
 
 class Gpt2(Task):
@@ -53,11 +56,11 @@ class Gpt2(Task):
 
 
 def test_text() -> None:
-    found = describe(Spec(task="text"), Text(width=32, depth=3, heads=4, context=16))
-    assert_agree(found, Transformer(vocab=256, tied=False, **SIZES).facts())
-    assert found.source == "counted"
-    assert found.runs[0][0].sums == 2
-    assert found.first.sums == 1
+    counted_facts = describe(Spec(task="text"), Text(width=32, depth=3, heads=4, context=16))
+    assert_agree(counted_facts, Transformer(vocab=256, tied=False, **SIZES).facts())
+    assert counted_facts.source == "counted"
+    assert counted_facts.runs[0][0].sums == 2
+    assert counted_facts.first.sums == 1
 
 
 def test_gpt2_of_hugging_face() -> None:
@@ -65,31 +68,31 @@ def test_gpt2_of_hugging_face() -> None:
     task = Gpt2()
     with torch.device("meta"):
         model = task.model()
-    found = describe_model(model, task, torch.zeros(2, 16, dtype=torch.long), 2)
-    assert_agree(found, Transformer(vocab=48, **SIZES).facts())
+    counted_facts = describe_model(model, task, torch.zeros(2, 16, dtype=torch.long), 2)
+    assert_agree(counted_facts, Transformer(vocab=48, **SIZES).facts())
 
 
-def test_a_wider_model_does_not_agree() -> None:
-    found = describe(Spec(task="text"), Text(width=64, depth=3, heads=4, context=16))
+def test_wider_model_does_not_agree() -> None:
+    counted_facts = describe(Spec(task="text"), Text(width=64, depth=3, heads=4, context=16))
     with pytest.raises(AssertionError):
-        assert_agree(found, Transformer(vocab=256, tied=False, **SIZES).facts())
+        assert_agree(counted_facts, Transformer(vocab=256, tied=False, **SIZES).facts())
 
 
 def test_saved_for_backward_agrees_with_the_closed_form() -> None:
-    found = describe(Spec(task="text"), Text(width=32, depth=3, heads=4, context=16))
+    counted_facts = describe(Spec(task="text"), Text(width=32, depth=3, heads=4, context=16))
     expected = Transformer(vocab=256, tied=False, **SIZES).facts()
-    counted, worked_out = (facts.runs[0][0].saved["none"].bytes(4, 4) for facts in (found, expected))
-    assert counted == pytest.approx(worked_out, rel=0.1)
+    counted, closed_form = (facts.runs[0][0].saved["none"].bytes(4, 4) for facts in (counted_facts, expected))
+    assert counted == pytest.approx(closed_form, rel=0.1)
 
 
-def test_a_convolution() -> None:
-    found = describe(Spec(task="digits"), Digits())
-    assert found.params == sum(p.numel() for p in Digits().model().parameters())
-    assert found.flops > 0
-    assert found.tokens == 1
+def test_convolution() -> None:
+    counted_facts = describe(Spec(task="digits"), Digits())
+    assert counted_facts.params == sum(p.numel() for p in Digits().model().parameters())
+    assert counted_facts.flops > 0
+    assert counted_facts.tokens == 1
 
 
-class Choosy(nn.Module):
+class ValueDependent(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.layer = nn.Linear(4, 4)
@@ -99,44 +102,47 @@ class Choosy(nn.Module):
         return y * 2 if y.sum().item() > 0 else y
 
 
-class Choice(Task):
+class ValueDependentTask(Task):
     def model(self) -> nn.Module:
-        return nn.Sequential(Choosy())
+        return nn.Sequential(ValueDependent())
 
     def loss(self, output: torch.Tensor, batch: torch.Tensor) -> torch.Tensor:
         return output.square().mean(-1)
 
 
-def test_a_model_that_looks_at_values_is_named() -> None:
+def test_model_that_needs_values_is_refused() -> None:
     with torch.device("meta"):
-        model = Choice().model()
+        model = ValueDependentTask().model()
     with pytest.raises(
         TaskError,
-        match=r"Choice cannot be described: 0 fails without values: .*; use paceline plan --measure",
+        match=r"ValueDependentTask cannot be described: 0 fails without values: .*; use paceline plan --measure",
     ):
-        describe_model(model, Choice(), torch.zeros(2, 4), 2)
+        describe_model(model, ValueDependentTask(), torch.zeros(2, 4), 2)
 
 
-def test_a_model_that_looks_at_values_is_counted_in_a_real_pass() -> None:
-    model = Choice().model()
-    found = count_facts(OpCounter(model, Choice(), {}), Choice(), torch.zeros(3, 4), 3)
-    assert (found.params, found.flops) == (20, 2 * 4 * 4)
+def test_model_that_needs_values_is_counted_in_a_real_pass() -> None:
+    model = ValueDependentTask().model()
+    counted_facts = count_facts(
+        OpCounter(model, ValueDependentTask(), {}), ValueDependentTask(), torch.zeros(3, 4), 3
+    )
+    assert (counted_facts.params, counted_facts.flops) == (20, 2 * 4 * 4)
 
 
 def test_operations_are_counted_by_kind() -> None:
     block = describe(Spec(task="text"), Text(width=32, depth=1, heads=4, context=16)).runs[0][0]
-    found = {(one.kind, one.size): one.count for one in block.operations if one.kind != "view"}
-    assert found["function", 2 * 4 * 32 * 16] == 1  # GELU reads and writes four times the width of 16 tokens
+    counts = {(op.kind, op.size): op.count for op in block.operations if op.kind != "view"}
+    # GELU reads and writes four times the width of 16 tokens.
+    assert counts["function", 2 * 4 * 32 * 16] == 1
     assert (
-        found["norm", 2 * 32 * 16 + 2 * 16 + 2 * 32 / 3] == 2
+        counts["norm", 2 * 32 * 16 + 2 * 16 + 2 * 32 / 3] == 2
     )  # with mean and deviation of each token, and its weights for 3 samples
-    assert found["move", 3 * 32 * 16] == 2  # the residual sums
+    assert counts["move", 3 * 32 * 16] == 2  # the residual sums
     assert block.tensors == 16
     first = describe(Spec(task="digits"), Digits()).runs[0][0].products[0]
     assert (first.convolution, first.first) == (True, True)
 
 
-def test_tensors_without_values_live_as_real_ones_do() -> None:
+def test_live_memory_is_equal_with_and_without_values() -> None:
     task = Text(width=32, depth=3, heads=4, context=16)
     expected = describe(Spec(task="text"), task)
     torch.manual_seed(0)
@@ -150,24 +156,24 @@ def test_tensors_without_values_live_as_real_ones_do() -> None:
     assert block.lives is not None
     assert block.lives.kept == pytest.approx(
         block.saved["none"].bytes(4, 4)
-    )  # what autograd saves is what lives on
-    assert block.lives.most > 1.1 * block.lives.kept  # with gradients beside it
+    )  # live tensors are those that autograd saved
+    assert block.lives.most > 1.1 * block.lives.kept  # plus gradients
 
 
 def peak_bytes(facts: ModelFacts, plan: str, ranks: int, part: str) -> float:
-    found = predict_memory(facts, split_work(parse(plan), ranks, 8), FLOAT32, 0.0)
-    return {one.name: one.value for one in found.parts}.get(part, 0.0)
+    memory = predict_memory(facts, split_work(parse(plan), ranks, 8), FLOAT32, 0.0)
+    return {part.name: part.value for part in memory.parts}.get(part, 0.0)
 
 
-def test_what_lies_outside_of_the_blocks_is_whole_under_cp() -> None:
-    """The same samples on two ranks: whole ones, or half of each."""
+def test_logits_are_whole_under_cp() -> None:
+    """The same samples on two ranks: whole samples, or half of each sample."""
     facts = describe(Spec(task="text", batch=8), Text())
     whole, half = (peak_bytes(facts, plan, 2, "activations") for plan in ("dp=2", "cp=2"))
-    logits = 4 * 8 / 2 * 128 * 256  # bytes of the half that the other rank would have
+    logits = 4 * 8 / 2 * 128 * 256  # bytes of the other rank's half
     assert whole + logits < half < whole + 5 * logits
 
 
-def test_gradients_that_wait_for_those_of_weights_take_memory() -> None:
+def test_split_backward_takes_more_memory() -> None:
     facts = describe(Spec(task="text", batch=8), Text())
     plain, split_backward = (
         peak_bytes(facts, f"pp=2,pp_schedule={name}", 2, "activations")

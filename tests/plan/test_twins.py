@@ -1,4 +1,4 @@
-"""Places of a pipeline that are alike are played once, and what is said of the others is what each would say itself."""
+"""Identical places of a pipeline are simulated once; their volumes match separate simulations."""
 
 from typing import Any
 
@@ -15,24 +15,26 @@ from paceline.plan.plan import parse
 from paceline.tasks.digits import Digits
 from paceline.training import model_analysis
 from paceline.training.dry_run import dry_run
-from volumes import counted, wanted
+from volumes import make_spec, measure_step
 
 pytestmark = pytest.mark.processes
 
 DEEP = models.ShortText(depth=8, width=64)
 
 
-def played(monkeypatch: pytest.MonkeyPatch, task: Task, plan: str, size: int) -> tuple[int, list[CommVolume]]:
-    """How many places of `plan` were played, and what is said of all."""
-    kept: list[Any] = []
-    play = dry_run._simulate_rank
-    monkeypatch.setattr(dry_run, "_simulate_rank", lambda *args: kept.append(args) or play(*args))
-    found = dry_run.compute_stage_volumes(Spec(batch=48), parse(plan), size, task)
+def simulate(
+    monkeypatch: pytest.MonkeyPatch, task: Task, plan: str, size: int
+) -> tuple[int, list[CommVolume]]:
+    """Return the number of simulated places of `plan`, and the volumes of all places."""
+    calls: list[Any] = []
+    simulate_rank = dry_run._simulate_rank
+    monkeypatch.setattr(dry_run, "_simulate_rank", lambda *args: calls.append(args) or simulate_rank(*args))
+    volumes = dry_run.compute_stage_volumes(Spec(batch=48), parse(plan), size, task)
     monkeypatch.undo()
-    return len(kept), found
+    return len(calls), volumes
 
 
-def each(task: Task, plan: str, size: int) -> list[CommVolume]:
+def simulate_each_place(task: Task, plan: str, size: int) -> list[CommVolume]:
     copies = parse(plan).resolve(size).ranks_per_stage
     return [
         dry_run.compute_comm_volume(Spec(batch=48), parse(plan), size, place * copies, task)
@@ -41,29 +43,28 @@ def each(task: Task, plan: str, size: int) -> list[CommVolume]:
 
 
 @pytest.mark.parametrize(
-    ("plan", "size", "plays"),
+    ("plan", "size", "num_simulated"),
     [
         ("pp=4", 4, 3),
         pytest.param("pp=4,tp=2,recompute=full", 8, 3, marks=pytest.mark.slow),
         pytest.param("pp=4,tp=2,dp=2,zero=2", 16, 3, marks=pytest.mark.slow),
         pytest.param("pp=4,dp=2,zero=3,pp_schedule=interleaved", 8, 3, marks=pytest.mark.slow),
-        pytest.param(
-            "pp=4,dp=2,zero=3", 8, 4, marks=pytest.mark.slow
-        ),  # what is gathered depends on what runs next
+        # What is gathered depends on what runs next.
+        pytest.param("pp=4,dp=2,zero=3", 8, 4, marks=pytest.mark.slow),
         ("pp=4,pp_schedule=zero-bubble", 4, 4),
     ],
 )
-def test_it_is_what_each_place_would_say(
-    monkeypatch: pytest.MonkeyPatch, plan: str, size: int, plays: int
+def test_volumes_match_simulating_each_place(
+    monkeypatch: pytest.MonkeyPatch, plan: str, size: int, num_simulated: int
 ) -> None:
     task = models.ShortText(depth=16, width=64) if "interleaved" in plan else DEEP
-    found = played(monkeypatch, task, plan, size)
-    assert found == (plays, each(task, plan, size))
+    volumes = simulate(monkeypatch, task, plan, size)
+    assert volumes == (num_simulated, simulate_each_place(task, plan, size))
 
 
-def test_it_is_what_real_ranks_send() -> None:
-    real = [volume for volume, _ in ranks(4)(counted, DEEP, wanted(), "pp=4")]
-    assert dry_run.compute_stage_volumes(wanted(), parse("pp=4"), 4, DEEP) == real
+def test_volumes_match_real_ranks() -> None:
+    real = [volume for volume, _ in ranks(4)(measure_step, DEEP, make_spec(), "pp=4")]
+    assert dry_run.compute_stage_volumes(make_spec(), parse("pp=4"), 4, DEEP) == real
 
 
 class Block(nn.Module):
@@ -75,7 +76,7 @@ class Block(nn.Module):
         self.requires_grad_(kind != "frozen")
 
     def forward(self, x: Tensor) -> Tensor:
-        if self.kind == "run again":
+        if self.kind == "checkpointed":
             return x + checkpoint(self.mlp, x, use_reentrant=False)
         with torch.set_grad_enabled(torch.is_grad_enabled() and self.kind != "without gradients"):
             y = self.mlp(x)
@@ -83,7 +84,7 @@ class Block(nn.Module):
 
 
 class Stack(nn.Module):
-    """Six blocks, of which the third may be another."""
+    """Six blocks; the third may differ."""
 
     def __init__(self, third: str):
         super().__init__()
@@ -110,29 +111,29 @@ class Stacked(models.Points):
 
 
 @pytest.mark.parametrize(
-    "third", ["", "wider", "frozen", "shared", "run again", "without gradients", "doubled"]
+    "third", ["", "wider", "frozen", "shared", "checkpointed", "without gradients", "doubled"]
 )
-def test_what_is_not_alike(monkeypatch: pytest.MonkeyPatch, third: str) -> None:
+def test_different_blocks_are_simulated(monkeypatch: pytest.MonkeyPatch, third: str) -> None:
     task, plan, size = Stacked(third=third), "pp=6,dp=2,microbatches=2,pp_schedule=gpipe", 12
-    plays, found = played(monkeypatch, task, plan, size)
-    assert plays == (4 if third else 3)
-    assert found == each(task, plan, size)
+    num_simulated, volumes = simulate(monkeypatch, task, plan, size)
+    assert num_simulated == (4 if third else 3)
+    assert volumes == simulate_each_place(task, plan, size)
     sent = [
-        {(entry.collective, entry.axis, entry.calls, entry.bytes) for entry in found[place].entries}
+        {(entry.collective, entry.axis, entry.calls, entry.bytes) for entry in volumes[place].entries}
         for place in (1, 2)
     ]
     assert (sent[0] != sent[1]) == (third in ("wider", "frozen", "shared", "without gradients"))
 
 
-def test_no_cut_between_layers_that_are_split_in_pairs() -> None:
-    """The second of a pair takes what the first has made, in parts; whole values cross cuts."""
+def test_no_cut_between_a_column_and_a_row_layer() -> None:
+    """The second layer of a pair takes the split output of the first; only whole values cross cuts."""
     task, plan = Digits(width=4), parse("tp=2,pp=3,microbatches=3").resolve(6)
-    study = model_analysis.analyze_model(Spec(batch=48), plan, task, torch.device("cpu"))
-    styles = study.splits.styles
-    rows = [at for at, call in enumerate(study.recording.calls) if styles.get(call.part) == "row"]
+    analysis = model_analysis.analyze_model(Spec(batch=48), plan, task, torch.device("cpu"))
+    styles = analysis.splits.styles
+    rows = [at for at, call in enumerate(analysis.recording.calls) if styles.get(call.part) == "row"]
     assert rows
-    assert not set(rows) & set(study.recording.cuts)
-    alone = model_analysis.analyze_model(
+    assert not set(rows) & set(analysis.recording.cuts)
+    without_tp = model_analysis.analyze_model(
         Spec(batch=48), parse("pp=3,microbatches=3").resolve(3), task, torch.device("cpu")
     )
-    assert set(rows) & set(alone.recording.cuts)
+    assert set(rows) & set(without_tp.recording.cuts)

@@ -21,62 +21,65 @@ from paceline.training.setup import PreparedTraining
 Plant = Callable[[PreparedTraining], AbstractContextManager[None]]
 
 
-def untouched(laid: PreparedTraining) -> AbstractContextManager[None]:
+def no_fault(training: PreparedTraining) -> AbstractContextManager[None]:
     return nullcontext()
 
 
-def counted(task: Task, spec: Spec, plan: str, plant: Plant = untouched) -> tuple[CommVolume, list[int]]:
-    """The third step of a training in this rank, and the buckets of its DistributedDataParallel, in bytes."""
+def measure_step(task: Task, spec: Spec, plan: str, plant: Plant = no_fault) -> tuple[CommVolume, list[int]]:
+    """Return the volume of the third step on this rank, and the bytes of DDP's buckets."""
     kept: list[PreparedTraining] = []
-    lay_out, step_metrics.REDUCE_EVERY_S = loop.build_training, 0.0  # each step is told on its own
+    build_training = loop.build_training
+    step_metrics.REDUCE_EVERY_S = 0.0  # the metrics of each step are reduced separately
 
     def keep(*args: Any, **kwargs: Any) -> PreparedTraining:
-        laid = lay_out(*args, **kwargs)
-        if laid.update.loss_scale is not None:  # an update that is left out sends less
-            laid.update.loss_scale.scale = 1.0
-        kept.append(laid)
-        return laid
+        training = build_training(*args, **kwargs)
+        if training.update.loss_scale is not None:  # a skipped update sends less
+            training.update.loss_scale.scale = 1.0
+        kept.append(training)
+        return training
 
     loop.build_training = keep
     try:
         events = train(spec, parse(plan), task=task)
-        while not isinstance(next(events), Step):  # it comes when step 2 is under way
+        while not isinstance(next(events), Step):  # it is yielded while step 2 runs
             pass
         with (
             plant(kept[0]),
             CommCounter(kept[0].model, parse(plan).resolve(dist.get_world_size())) as counter,
         ):
             assert isinstance(next(events), Step)
-        buckets = _buckets(kept[0].update.model)
+        buckets = _bucket_bytes(kept[0].update.model)
         list(events)
     finally:
-        loop.build_training, step_metrics.REDUCE_EVERY_S = lay_out, 0.1
+        loop.build_training, step_metrics.REDUCE_EVERY_S = build_training, 0.1
     return counter.volume(), buckets
 
 
-def _buckets(model: nn.Module) -> list[int]:
+def _bucket_bytes(model: nn.Module) -> list[int]:
     if not isinstance(model, DistributedDataParallel):
         return []
-    told = model._get_ddp_logging_data()
-    return [int(size) for size in (told.get("rebuilt_bucket_sizes") or told["bucket_sizes"]).split(", ")]
+    log_data = model._get_ddp_logging_data()
+    return [
+        int(size) for size in (log_data.get("rebuilt_bucket_sizes") or log_data["bucket_sizes"]).split(", ")
+    ]
 
 
-def wanted(**more: Any) -> Spec:
+def make_spec(**more: Any) -> Spec:
     return Spec(steps=4, batch=8, seed=3, **more)
 
 
-def foretold(size: int, plan: str, task: Task, spec: Spec) -> list[CommVolume]:
-    """Of the first rank and the last."""
+def predict_volumes(size: int, plan: str, task: Task, spec: Spec) -> list[CommVolume]:
+    """Return the volumes that a dry run predicts for the first and the last rank."""
     return [compute_comm_volume(spec, parse(plan), size, rank, task) for rank in (0, size - 1)]
 
 
-def check(size: int, plan: str, task: Task, spec: Spec) -> CommVolume:
-    """Of rank 0."""
-    found = ranks(size)(counted, task, spec, plan)
-    expected = foretold(size, plan, task, spec)
-    assert [found[0][0], found[-1][0]] == expected
-    for each, buckets in found:  # DDP's own figures
-        of_model = [entry for entry in each.of("all-reduce").entries if entry.module == MODEL]
+def check_volumes(size: int, plan: str, task: Task, spec: Spec) -> CommVolume:
+    """Check that a real step sends what the dry run predicts. Return the volume of rank 0."""
+    results = ranks(size)(measure_step, task, spec, plan)
+    expected = predict_volumes(size, plan, task, spec)
+    assert [results[0][0], results[-1][0]] == expected
+    for volume, buckets in results:  # as DDP reports
+        of_model = [entry for entry in volume.of("all-reduce").entries if entry.module == MODEL]
         if buckets:
             assert sum(entry.bytes for entry in of_model) == sum(buckets)
             assert sum(entry.calls for entry in of_model) == len(buckets)
