@@ -22,6 +22,7 @@ lint: install
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+	$(BIN)/mdformat --check *.md benchmarks/*.md docs/*.md examples/*.md
 
 docs: .venv/docs  ## the documentation site, in build/docs; warnings are errors
 	$(BIN)/python -m sphinx --fail-on-warning --keep-going --nitpicky --quiet -d build/doctrees docs build/docs

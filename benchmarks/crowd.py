@@ -53,7 +53,7 @@ def main() -> None:
     cores = usable_cores()
     print(f"{machine.description()}, torch {torch.__version__}\n")
     print(
-        "| ranks | ms a step | beside one rank a core, each having its share of a core |\n| --- | --- | --- |"
+        "| ranks | ms a step | beside one rank a core, each having its share of a core |\n| -- | -- | -- |"
     )
     found: dict[int, list[float]] = {cores: [], 2 * cores: []}
     for _ in range(options.times):

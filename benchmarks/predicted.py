@@ -159,7 +159,7 @@ def rows(case: Case, cluster: Cluster, plans: list[Plan], kept: Kept) -> Iterato
 
 def table(found: list[Row], explain: bool) -> None:
     print("| plan | predicted ms | measured ms | error | predicted MiB | counted MiB | error |")
-    print("|" + " --- |" * 7)
+    print("|" + " -- |" * 7)
     for row in sorted(found, key=lambda row: row.step_s):
         cells = [f"**{row.plan}**" if row.is_auto else row.plan]
         cells += [f"{row.predicted_s * 1e3:.2f}", f"{row.step_s * 1e3:.2f}", f"{row.time_error:+.0%}"]
@@ -178,7 +178,7 @@ def table(found: list[Row], explain: bool) -> None:
 def summary(groups: list[list[Row]]) -> str:
     lines = [
         "| task | ranks | plans | step time, mean error | memory, mean error | auto took | slower than the best |",
-        "|" + " --- |" * 7,
+        "|" + " -- |" * 7,
     ]
     for found in groups:
         auto = next((row for row in found if row.is_auto), None)

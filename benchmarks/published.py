@@ -96,7 +96,7 @@ def print_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
     if not rows:
         return
     print("| " + " | ".join(head) + " |")
-    print("|" + " --- |" * len(head))
+    print("|" + " -- |" * len(head))
     for row in rows:
         print("| " + " | ".join(row) + " |")
     print()

@@ -22,7 +22,7 @@ def main() -> None:
     assert "torch" not in sys.modules
     print(f"One core, {platform.machine()}, Python {platform.python_version()}; torch is not imported")
     print("| model | devices | batch | plans | that fit | seconds | plans/s |")
-    print("|" + " --- |" * 7)
+    print("|" + " -- |" * 7)
     for facts, devices, batch in (
         (load_model("llama3-8b"), 64, 1024),
         (load_model("llama3-70b"), 512, 2048),
@@ -30,7 +30,7 @@ def main() -> None:
     ):
         measure(facts, parse(f"a100-80g:8x{devices // 8}@25"), batch)
     print("\n| model | numbers of ranks | that fit | seconds of scale |")
-    print("|" + " --- |" * 4)
+    print("|" + " -- |" * 4)
     for name in ("resnet50", "llama3-8b", "llama3-70b"):
         begin = time.process_time()
         found = predict_scaling(load_model(name), parse("h100:8x512@50"), COUNTS, 1024)

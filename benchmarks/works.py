@@ -99,7 +99,7 @@ def page(ranks: int, found: dict[str, list[Verdict] | str]) -> list[str]:
         f"## {ranks} ranks",
         "",
         "| plan | " + " | ".join(found) + " |",
-        "| --- |" + " :-: |" * len(found),
+        "| -- |" + " :-: |" * len(found),
     ]
 
     def mark(verdict: Verdict) -> str:

@@ -25,7 +25,7 @@ def tables() -> str:
 
 
 def _table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    lines = [heads, ["---"] + ["---:"] * (len(heads) - 1), *rows]
+    lines = [heads, ["--"] + ["-:"] * (len(heads) - 1), *rows]
     return "".join(f"| {' | '.join(line)} |\n" for line in lines)
 
 

@@ -17,7 +17,7 @@ from paceline.training.model_analysis import validate_plan
 
 DOCS = Path(__file__).parent.parent / "docs"
 PAGE = (DOCS / "plans.md").read_text()
-COMMANDS = re.findall(r"^    (paceline .+)$", PAGE, re.M)
+COMMANDS = re.findall(r"^(paceline .+)$", PAGE, re.M)
 
 
 def plan_of(command: str):

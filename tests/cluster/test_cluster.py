@@ -285,7 +285,7 @@ def test_a_cluster_is_found_by_its_file_too(tmp_path):
 
 def test_the_cluster_on_the_page_can_be_read(tmp_path):
     page = (Path(__file__).parents[2] / "docs/machine.md").read_text()
-    [text] = re.findall(r"<!-- read by tests/cluster/test_cluster.py -->\n```json\n(.+?)```", page, re.S)
+    [text] = re.findall(r"<!-- read by tests/cluster/test_cluster.py -->\n+```json\n(.+?)```", page, re.S)
     (tmp_path / "cluster.json").write_text(text)
     found = read(tmp_path / "cluster.json")
     assert (found.devices, found.links[1].beta_Bps.source, found.links[0].beta_Bps.source) == (

@@ -545,7 +545,7 @@ def test_no_stall_is_reported_before_half_of_the_timeout() -> None:
 def test_the_commands_of_the_hangs_page(tmp_path: Path) -> None:
     page = (Path(__file__).parents[2] / "docs/hangs.md").read_text()
     [block] = re.findall(
-        r"<!-- run as tests/doctor/test_doctor.py: commands -->\n```sh\n(.*?)```", page, re.S
+        r"<!-- run as tests/doctor/test_doctor.py: commands -->\n+```sh\n(.*?)```", page, re.S
     )
     words = (
         "train",

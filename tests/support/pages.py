@@ -6,7 +6,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 
 
-BLOCK = re.compile(r"<!-- run as tests/[\w/]+\.py: (\S+) -->\n```\w+\n(.*?)```", re.S)
+BLOCK = re.compile(r"<!-- run as tests/[\w/]+\.py: (\S+) -->\n+```\w+\n(.*?)```", re.S)
 
 
 def blocks(page: str) -> dict[str, str]:
