@@ -21,7 +21,7 @@ def tables() -> str:
         ["`--cluster`", "device", "chip", "memory", "GB/s of it", "GB/s in a node", "W"],
         [_device(*item) for item in sheets().items()],
     )
-    return f"{peaks}\n{devices}\n" + "".join(f"* {source}\n" for source in sources)
+    return f"{peaks}\n{devices}\n" + "".join(f"- {source}\n" for source in sources)
 
 
 def _table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
