@@ -52,9 +52,7 @@ def main() -> None:
     options = parser.parse_args()
     cores = usable_cores()
     print(f"{machine.description()}, torch {torch.__version__}\n")
-    print(
-        "| ranks | ms a step | beside one rank a core, each having its share of a core |\n| -- | -- | -- |"
-    )
+    print("| ranks | ms a step | beside one rank a core, each having its share of a core |\n| -- | -- | -- |")
     found: dict[int, list[float]] = {cores: [], 2 * cores: []}
     for _ in range(options.times):
         for ranks, seconds in found.items():

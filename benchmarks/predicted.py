@@ -29,7 +29,7 @@ from paceline.plan.plan import Plan
 from paceline.plan.search.best_plans import find_best_plans
 from paceline.spec import Spec, parse_overrides
 from paceline.task import load_task
-from paceline.training.auto_plan import choose, shortest
+from paceline.training.auto_plan import choose_plan, shorten_plan
 from paceline.training.model_facts.describe import describe
 from predicted_measured import peak_bytes, possible, step_s
 
@@ -112,8 +112,8 @@ def plans_of(case: Case, cluster: Cluster) -> list[Plan]:
         describe(case.spec, task), cluster, case.spec.batch, recipe=FLOAT32, ranks=case.ranks
     ).plans[:MORE]
     wanted = [
-        choose(case.spec, task, case.ranks, cluster=cluster).plan,
-        *(shortest(plan, case.ranks) for plan, _ in fastest),
+        choose_plan(case.spec, task, case.ranks, cluster=cluster).plan,
+        *(shorten_plan(plan, case.ranks) for plan, _ in fastest),
     ]
     seen = {plan.resolve(case.ranks) for plan in plans}
     for plan in wanted:
@@ -139,7 +139,7 @@ def rows(case: Case, cluster: Cluster, plans: list[Plan], kept: Kept) -> Iterato
     task = load_task(case.spec.task, case.spec.set)
     facts, auto = (
         describe(case.spec, task),
-        choose(case.spec, task, case.ranks, cluster=cluster).plan.resolve(case.ranks),
+        choose_plan(case.spec, task, case.ranks, cluster=cluster).plan.resolve(case.ranks),
     )
     for plan in plans:
         times, peaks = kept.of("step_s", case.key(plan)), kept.of("bytes", case.key(plan))
@@ -177,7 +177,7 @@ def table(found: list[Row], explain: bool) -> None:
 
 def summary(groups: list[list[Row]]) -> str:
     lines = [
-        "| task | ranks | plans | step time, mean error | memory, mean error | auto took | slower than the best |",
+        "| task | ranks | plans | step time, mean error | memory, mean error | auto chose | slower than the best |",
         "|" + " -- |" * 7,
     ]
     for found in groups:

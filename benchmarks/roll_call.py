@@ -15,7 +15,7 @@ from paceline.cluster.cpu import read_cpu
 from paceline.distributed.world import read_world
 from paceline.launch.rank_pool import Ranks
 from paceline.task import load_task
-from paceline.training.rank_checks import roll_call
+from paceline.training.rank_checks import check_ranks
 
 SAMPLES = {"train": 1437, "validation": 360}
 
@@ -26,7 +26,7 @@ def bare() -> None:
 
 
 def whole() -> None:
-    roll_call(load_task("digits", {}), read_world(), SAMPLES)
+    check_ranks(load_task("digits", {}), read_world(), SAMPLES)
 
 
 def seconds(what: Callable[[], None], times: int) -> list[float]:

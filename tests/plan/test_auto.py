@@ -16,7 +16,7 @@ from paceline.plan.search.best_plans import BestPlans
 from paceline.spec import load
 from paceline.tasks.text import Text
 from paceline.training import auto_plan as choosing
-from paceline.training.auto_plan import choose, shortest
+from paceline.training.auto_plan import choose_plan, shorten_plan
 
 pytestmark = pytest.mark.processes
 
@@ -54,8 +54,8 @@ def test_the_run_says_what_it_took_and_goes_on_with_it(tmp_path: Path) -> None:
     [started] = of_kind(tmp_path / "run", Started)
     _, launch = load(tmp_path / "run/spec.toml", {})
     assert launch.plan == started.plan == str(parse(started.plan))
-    [why] = [note for note in started.notes if note.startswith("auto took")]
-    assert f"auto took plan {started.plan}: " in why
+    [why] = [note for note in started.notes if note.startswith("auto chose")]
+    assert f"auto chose plan {started.plan}: " in why
     assert "a step predicted (±" in why
     assert "the next best, " in why
     succeed("resume", "run", "--steps", "6", at=tmp_path)
@@ -63,7 +63,7 @@ def test_the_run_says_what_it_took_and_goes_on_with_it(tmp_path: Path) -> None:
     succeed("resume", "run", "--steps", "8", "--plan", "zero2", at=tmp_path)
     last = of_kind(tmp_path / "run", Started)[-1]
     assert last.plan == "zero2"
-    assert not any(note.startswith("auto took") for note in last.notes)
+    assert not any(note.startswith("auto chose") for note in last.notes)
 
 
 @pytest.mark.slow
@@ -75,7 +75,7 @@ def test_ranks_of_another_launcher_agree(tmp_path: Path) -> None:
     [run] = (tmp_path / "runs").glob("*/")
     [started] = of_kind(run, Started)
     assert load(run / "spec.toml", {})[1].plan == started.plan != "auto"
-    assert any(note.startswith(f"auto took plan {started.plan}: ") for note in started.notes)
+    assert any(note.startswith(f"auto chose plan {started.plan}: ") for note in started.notes)
 
 
 @pytest.mark.parametrize(
@@ -97,7 +97,7 @@ def test_from_python() -> None:
     events.close()
     assert isinstance(started, Started)
     assert parse(started.plan).resolve(1).dp == 1
-    assert any(note.startswith("auto took plan") for note in started.notes)
+    assert any(note.startswith("auto chose plan") for note in started.notes)
 
 
 def test_what_cannot_be_is_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -114,13 +114,13 @@ def test_what_cannot_be_is_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
         return found
 
     monkeypatch.setattr(choosing, "find_best_plans", with_one_that_cannot)
-    taken = choose(spec, SMALL, 4, cluster=machine()).plan
+    taken = choose_plan(spec, SMALL, 4, cluster=machine()).plan
     assert taken.resolve(4) in (first.resolve(4), Plan(dp=1, tp=2, pp=2, microbatches=2).resolve(4))
     assert taken.tp != 4
 
 
 def ask_plans(spec: Spec, cluster: Cluster) -> Plan:
-    return choose(spec, SMALL, 4, cluster=cluster).plan
+    return choose_plan(spec, SMALL, 4, cluster=cluster).plan
 
 
 def test_micro_batches_are_another_training_for_batch_norm(
@@ -135,7 +135,9 @@ def test_micro_batches_are_another_training_for_batch_norm(
         task = load_task(spec.task, {"norm": norm})
         found: list[str] = []
         plans = choosing.find_best_plans(choosing.describe(spec, task), machine(), 24, ranks=2).plans
-        can = [plan.resolve(2).microbatches for plan, _ in choosing._possible(plans, spec, task, 2, found)]
+        can = [
+            plan.resolve(2).microbatches for plan, _ in choosing._find_trainable(plans, spec, task, 2, found)
+        ]
         assert (max(microbatches or 1 for microbatches in can) > 1) is not norm
         assert any("BatchNorm" in why for why in found) is norm
 
@@ -144,7 +146,7 @@ def test_float64_is_not_predicted() -> None:
     with pytest.raises(
         PlanError, match="fp64 takes is not predicted; use --precision fp32, bf16, fp16, or name a plan"
     ):
-        choose(Spec(task="text", precision="fp64"), SMALL, 2, cluster=machine())
+        choose_plan(Spec(task="text", precision="fp64"), SMALL, 2, cluster=machine())
 
 
 @pytest.mark.parametrize(
@@ -159,8 +161,8 @@ def test_float64_is_not_predicted() -> None:
     ],
 )
 def test_a_plan_is_said_shortly(plan: str, ranks: int, said: str) -> None:
-    assert str(shortest(parse(plan), ranks)) == said
-    assert shortest(parse(plan), ranks).resolve(ranks) == parse(plan).resolve(ranks)
+    assert str(shorten_plan(parse(plan), ranks)) == said
+    assert shorten_plan(parse(plan), ranks).resolve(ranks) == parse(plan).resolve(ranks)
 
 
 def test_the_machine_of_another_device_is_left_aside(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

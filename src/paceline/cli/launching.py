@@ -85,9 +85,9 @@ def resolve_launch(spec: Spec, launch: Launch, me: World) -> tuple[Launch, Resol
     if me.launcher is None:
         check_even_split(ranks, launch.nodes)
     if launch.plan == AUTO and me.launcher is None:
-        from paceline.training.auto_plan import choose
+        from paceline.training.auto_plan import choose_plan
 
-        choice = choose(spec, task, ranks, launch.device)
+        choice = choose_plan(spec, task, ranks, launch.device)
         launch = launch.model_copy(update={"plan": str(choice.plan), "chosen": choice.why, "asked": AUTO})
     if launch.plan == AUTO:  # the ranks choose the plan together
         return launch.model_copy(update={"ranks": ranks}), Plan().resolve(ranks), task

@@ -99,9 +99,9 @@ def resume_run(
     if "plan" in overrides:
         launch = launch.model_copy(update={"chosen": None, "asked": None, "asked_ranks": None})
     elif launch.ranks != before.ranks and launch.ranks is not None:
-        from paceline.training.replan import refit
+        from paceline.training.replan import replan
 
-        launch = refit(spec, before, launch)
+        launch = replan(spec, before, launch)
     announce_start(me)
     launch = check_launch(spec, launch, me)
     if (step := find_final_step(folder, spec)) is not None:

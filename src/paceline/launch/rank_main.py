@@ -182,9 +182,9 @@ def _recorded(
             if run.path.exists() and world.rank == 0:
                 held.enter_context(run.lock())
             if launch.ranks not in (None, world.size):
-                from paceline.training.replan import refit
+                from paceline.training.replan import replan
 
-                launch = refit(spec, launch, launch.model_copy(update={"ranks": world.size}))
+                launch = replan(spec, launch, launch.model_copy(update={"ranks": world.size}))
             plan: Plan | Literal["auto"] | None = None
             if launch.plan is not None:
                 plan = AUTO if launch.plan == AUTO else parse(launch.plan)

@@ -76,10 +76,10 @@ class PreflightContext:
         """As it is said; of auto, the one that is chosen."""
         if self.launch.plan != AUTO:
             return read_plan(self.launch.plan, self.job.ranks, self.spec.batch)[0]
-        from paceline.training.auto_plan import choose
+        from paceline.training.auto_plan import choose_plan
 
         self._check_devices()
-        return choose(
+        return choose_plan(
             self.spec, self.task, self.job.ranks, self.launch.device, self.launch.nodes, self.cluster
         ).plan
 

@@ -66,7 +66,7 @@ def memory(flight: PreflightContext) -> Says:
 
 
 def _leaner(flight: PreflightContext, limit_bytes: float) -> str:
-    from paceline.training.auto_plan import shortest
+    from paceline.training.auto_plan import shorten_plan
 
     count = flight.job.ranks
     found = search_plans(
@@ -81,7 +81,7 @@ def _leaner(flight: PreflightContext, limit_bytes: float) -> str:
     if not fitting:
         return "no plan needs so little on as many ranks; use more of them, or a smaller --batch"
     plan, cost = fitting[0]
-    return f"plan {shortest(plan, count)} needs {format_bytes(cost.peak_bytes)}"
+    return f"plan {shorten_plan(plan, count)} needs {format_bytes(cost.peak_bytes)}"
 
 
 def slurm_bytes(text: str) -> float:

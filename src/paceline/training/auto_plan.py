@@ -1,4 +1,4 @@
-"""`--plan auto`: the fastest plan that fits, of those that a task can really be trained with."""
+"""`--plan auto`: the fastest predicted plan that fits and can train the task."""
 
 import contextlib
 from collections.abc import Iterator
@@ -23,87 +23,93 @@ from paceline.units import format_bytes, format_seconds
 
 
 @dataclass(frozen=True)
-class Choice:
-    """A plan, and in a sentence why it was taken."""
+class PlanChoice:
+    """A plan, and a sentence that says why it was chosen."""
 
     plan: Plan
     why: str
 
 
-def broadcast_choice(spec: Spec, task: Task, world: World, device: str | None) -> Choice:
-    """What rank 0 chooses, on all ranks. A collective. Raises PlanError and TaskError on all of them."""
-    answers: list[Choice | PlanError | TaskError | None] = [None]
+def broadcast_choice(spec: Spec, task: Task, world: World, device: str | None) -> PlanChoice:
+    """Return the choice of rank 0 on all ranks. A collective. Raises PlanError and TaskError on all ranks."""
+    answers: list[PlanChoice | PlanError | TaskError | None] = [None]
     if world.rank == 0:
         try:
-            answers[0] = choose(spec, task, world.size, device, -(-world.size // world.local_size))
+            answers[0] = choose_plan(spec, task, world.size, device, -(-world.size // world.local_size))
         except (PlanError, TaskError) as error:
             answers[0] = error
     if world.size > 1:
         dist.broadcast_object_list(answers, src=0)
-    if not isinstance(answers[0], Choice):
+    if not isinstance(answers[0], PlanChoice):
         assert answers[0] is not None
         raise answers[0]
     return answers[0]
 
 
-def choose(
+def choose_plan(
     spec: Spec,
     task: Task,
     ranks: int,
     device: str | None = None,
     nodes: int = 1,
     cluster: Cluster | None = None,
-) -> Choice:
-    """For so many ranks on so many nodes like this one; `cluster`: cluster.json here, or this machine, if not said. Raises PlanError where
-    no plan fits, or none of those that fit can be."""
+) -> PlanChoice:
+    """Return the fastest predicted plan for `ranks` ranks on `nodes` nodes like this machine.
+
+    cluster: the machine [default: cluster.json in this folder, or a description of this machine]. Raises
+    PlanError if no plan fits, or if none of those that fit can train the task.
+    """
     recipe = recipe_of_precision(spec.precision)
     cluster = cluster if cluster is not None else local_cluster.load_cluster(device)
     if nodes > cluster.nodes:
         cluster = cluster.model_copy(update={"nodes": nodes})
     found = find_best_plans(describe(spec, task), cluster, spec.batch, recipe=recipe, ranks=ranks)
     refused: list[str] = []
-    can = _possible(found.plans, spec, task, ranks, refused)
-    taken = next(can, None)
-    if taken is None:
-        raise PlanError(f"none of the {len(found.plans):,} plans that fit can be: {refused[0]}")
-    return Choice(taken[0], _why(*taken, next(can, None)))
+    possible = _find_trainable(found.plans, spec, task, ranks, refused)
+    fastest = next(possible, None)
+    if fastest is None:
+        raise PlanError(f"none of the {len(found.plans):,} plans that fit can train this task: {refused[0]}")
+    return PlanChoice(fastest[0], _explain(*fastest, next(possible, None)))
 
 
-def _possible(
-    found: list[tuple[Plan, Cost]], spec: Spec, task: Task, ranks: int, refused: list[str]
+def _find_trainable(
+    plans: list[tuple[Plan, Cost]], spec: Spec, task: Task, ranks: int, refused: list[str]
 ) -> Iterator[tuple[Plan, Cost]]:
-    """Those that nothing speaks against, without any process being started. `refused`: is told why others cannot be."""
-    sees_batches = bool(find_running_statistics(build_meta_model(spec, task).model))
-    for plan, cost in found:
-        on = plan.resolve(ranks)
-        if sees_batches and on.microbatches != 1:
+    """Yield the plans that can train the task, without starting a process. `refused`: gets the reasons against others."""
+    has_batch_statistics = bool(find_running_statistics(build_meta_model(spec, task).model))
+    for plan, cost in plans:
+        resolved = plan.resolve(ranks)
+        if has_batch_statistics and resolved.microbatches != 1:
             refused.append(f"plan {plan} cuts the batch, and the statistics of BatchNorm with it")
             continue
         try:
-            validate_plan(spec, on, task)
+            validate_plan(spec, resolved, task)
         except (PlanError, TaskError) as error:
             refused.append(str(error))
             continue
-        yield shortest(plan, ranks), cost
+        yield shorten_plan(plan, ranks), cost
 
 
-def shortest(plan: Plan, ranks: int) -> Plan:
-    """The same without what goes without saying on so many ranks."""
+def shorten_plan(plan: Plan, ranks: int) -> Plan:
+    """Return the same plan without the keys that follow from the number of ranks."""
     for key in ("dp", "microbatches", "stages", "pp_schedule"):
         if key == "dp" and ranks == 1:  # as in `single`
             continue
         with contextlib.suppress(PlanError):
-            less: Plan = replace(plan, **{key: None})  # type: ignore[arg-type]
-            plan = less if less.resolve(ranks) == plan.resolve(ranks) else plan
+            shorter: Plan = replace(plan, **{key: None})  # type: ignore[arg-type]
+            plan = shorter if shorter.resolve(ranks) == plan.resolve(ranks) else plan
     return parse(str(plan))
 
 
-def _why(plan: Plan, cost: Cost, other: tuple[Plan, Cost] | None) -> str:
-    room = f"{format_bytes(cost.peak_bytes)} of {format_bytes(cost.memory.limit_bytes)}"
-    said = f"auto took plan {plan}: {format_seconds(cost.step_s)} a step predicted (± {cost.time.error:.0%}), {room} a rank"
-    if other is None:
-        return f"{said}; no other plan can be"
-    missing = next((part.name for part in list_slower_parts(other[1], cost) if part.value > 0), None)
-    slower = other[1].step_s - cost.step_s
+def _explain(plan: Plan, cost: Cost, second: tuple[Plan, Cost] | None) -> str:
+    memory = f"{format_bytes(cost.peak_bytes)} of {format_bytes(cost.memory.limit_bytes)}"
+    chosen = (
+        f"auto chose plan {plan}: {format_seconds(cost.step_s)} a step predicted (± {cost.time.error:.0%}), "
+        f"{memory} a rank"
+    )
+    if second is None:
+        return f"{chosen}; no other plan is possible"
+    missing = next((part.name for part in list_slower_parts(second[1], cost) if part.value > 0), None)
+    slower_s = second[1].step_s - cost.step_s
     most = f", most of it {missing}" if missing else ""
-    return f"{said}; the next best, {other[0]}, takes {format_seconds(slower)} more{most}"
+    return f"{chosen}; the next best, {second[0]}, takes {format_seconds(slower_s)} more{most}"

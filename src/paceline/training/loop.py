@@ -42,7 +42,7 @@ from paceline.training.initial_weights import check_once
 from paceline.training.model_analysis import analyze_model, build_meta_model
 from paceline.training.optimizer import check_schedule, compute_lr_factor
 from paceline.training.profiling.profiler import StepProfiler
-from paceline.training.rank_checks import roll_call
+from paceline.training.rank_checks import check_ranks
 from paceline.training.setup import (
     PreparedTraining,
     RankContext,
@@ -117,7 +117,7 @@ def train(
         resolved = context.plan
         micro_batch_size(spec.batch, resolved)
         data = open_data(spec, task)
-        notes = (*notes, *roll_call(task, world, data.lengths))
+        notes = (*notes, *check_ranks(task, world, data.lengths))
         notes = (*notes, *check_sample_count(data.samples, resolved, spec.batch))
         clock.mark("data")
         if resolved.servers is not None:

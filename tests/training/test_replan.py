@@ -206,19 +206,19 @@ def test_a_run_goes_on_on_what_is_left(plan, size, taken, why, stopped, tmp_path
 
 def test_what_was_asked_for_comes_back_with_its_ranks(stopped, tmp_path):
     """Without anything being started: the request that a launch would have."""
-    from paceline.training.replan import refit
+    from paceline.training.replan import replan
 
     spec, launch = specs.load(stopped / "r/spec.toml", {"task": f"{stopped}/my.py:Regression"})
     first = launch.model_copy(update={"plan": "zero3", "ranks": 4})
-    fewer = refit(spec, first, first.model_copy(update={"ranks": 2}))
+    fewer = replan(spec, first, first.model_copy(update={"ranks": 2}))
     assert (fewer.plan, fewer.asked, fewer.asked_ranks) == ("zero3,microbatches=2", "zero3", 4)
-    least = refit(spec, fewer, fewer.model_copy(update={"ranks": 1}))
+    least = replan(spec, fewer, fewer.model_copy(update={"ranks": 1}))
     assert (least.plan, least.asked, least.asked_ranks) == ("single,microbatches=4", "zero3", 4)
-    again = refit(spec, least, least.model_copy(update={"ranks": 4}))
+    again = replan(spec, least, least.model_copy(update={"ranks": 4}))
     assert (again.plan, again.asked, again.chosen) == ("zero3", None, None)
     auto = launch.model_copy(update={"plan": "zero3", "ranks": 4, "asked": "auto"})
-    assert refit(spec, auto, auto.model_copy(update={"ranks": 2})).plan == "auto"
-    assert refit(spec, auto, auto.model_copy(update={"ranks": 3})).plan == "zero3,microbatches=2,uneven=1", (
+    assert replan(spec, auto, auto.model_copy(update={"ranks": 2})).plan == "auto"
+    assert replan(spec, auto, auto.model_copy(update={"ranks": 3})).plan == "zero3,microbatches=2,uneven=1", (
         "auto has none for 64 on 3"
     )
 

@@ -1,4 +1,4 @@
-"""Before the first step the ranks find out what does not fit: other software, clocks that differ, one GPU twice, a slow node."""
+"""Checks across ranks before the first step: software, clocks, GPUs, slow links."""
 
 import contextlib
 import os
@@ -20,7 +20,14 @@ from paceline.distributed.process_group import claim_gpu
 from paceline.errors import LaunchError
 from paceline.events import Started
 from paceline.training import rank_checks
-from paceline.training.rank_checks import NeighbourLink, apart, check_software, ring, slow, uneven
+from paceline.training.rank_checks import (
+    NeighbourLink,
+    check_software,
+    find_slow_links,
+    find_uneven_threads,
+    find_wrong_clocks,
+    pair_neighbours,
+)
 
 pytestmark = pytest.mark.processes
 
@@ -28,12 +35,12 @@ SPEC = Spec(task="models:Points", steps=1, batch=6)
 HOSTS = ("n1", "n1", "n2", "n2", "n3")
 
 
-# In real ranks, of which the last one is not as the others
+# On real ranks, the last of which differs
 
 
 @contextlib.contextmanager
 def skewed(by_s: float):
-    """Rank 1 is on another host, whose clock is wrong."""
+    """Let rank 1 be on another host, whose clock is wrong."""
     if os.environ["RANK"] != "1":
         yield
         return
@@ -67,40 +74,40 @@ def another_file():
         yield
 
 
-def noted(plant) -> list[tuple[str, ...]]:
-    return [found.notes for found in ranks(2)(training, models.Points(), SPEC, "ddp", plant)]
+def notes_with(plant) -> list[tuple[str, ...]]:
+    return [trained.notes for trained in ranks(2)(training, models.Points(), SPEC, "ddp", plant)]
 
 
-def test_a_clock_that_is_wrong_is_told_of():
+def test_a_wrong_clock_is_reported():
     host = platform.node()
-    ways = (
+    possible = (
         f"the clock of elsewhere (rank 1) is 3.0 s behind that of {host}",
         f"the clock of {host} (rank 0) is 3.0 s ahead of that of else",
     )
-    for (note,) in noted(three_seconds_off):
-        assert note.startswith(ways)
-    assert noted(nearly_right) == [(), ()]
-    assert noted(contextlib.nullcontext) == [(), ()]
+    for (note,) in notes_with(three_seconds_off):
+        assert note.startswith(possible)
+    assert notes_with(nearly_right) == [(), ()]
+    assert notes_with(contextlib.nullcontext) == [(), ()]
 
 
-def refusals(plant) -> str:
+def error_with(plant) -> str:
     with pytest.raises(LaunchError) as caught:
         training(models.Points(), SPEC, "ddp", plant)
     return str(caught.value)
 
 
 @pytest.mark.parametrize(
-    ("plant", "said"),
-    [(another_version, "and 0.0.1 on"), (another_file, "and test_roll_call.py with CRC ")],
+    ("plant", "part"),
+    [(another_version, "and 0.0.1 on"), (another_file, "and test_rank_checks.py with CRC ")],
 )
-def test_other_software_is_refused_on_all_ranks(plant, said):
-    first, second = ranks(2)(refusals, plant)
+def test_different_software_is_refused_on_all_ranks(plant, part):
+    first, second = ranks(2)(error_with, plant)
     assert first == second
-    assert said in first
+    assert part in first
     assert f" on rank 1 ({platform.node()}); " in first
 
 
-def claimed(gpu: str) -> str | None:
+def claim_error(gpu: str) -> str | None:
     store = dist.distributed_c10d._get_default_store()
     try:
         claim_gpu(store, gpu, dist.get_rank())
@@ -109,24 +116,24 @@ def claimed(gpu: str) -> str | None:
     return None
 
 
-def own_gpu() -> str | None:
-    return claimed(f"GPU-{dist.get_rank()}")
+def separate_gpu_error() -> str | None:
+    return claim_error(f"GPU-{dist.get_rank()}")
 
 
-def test_one_gpu_is_not_for_two_ranks():
-    first, second = sorted(ranks(2)(claimed, "GPU-5"), key=bool)
+def test_two_ranks_cannot_share_a_gpu():
+    first, second = sorted(ranks(2)(claim_error, "GPU-5"), key=bool)
     assert first is None
     assert second is not None
     assert second.startswith("ranks ")
     assert "both have GPU GPU-5; each needs one of its own" in second
-    assert ranks(2)(own_gpu) == [None, None]
+    assert ranks(2)(separate_gpu_error) == [None, None]
 
 
-# What is made of what was found
+# On facts of five ranks
 
 
 def test_software():
-    same = {"torch": "2.13.0", "paceline": "0.1.0", rank_checks.SOURCE: "my.py with CRC 0000abcd"}
+    same = {"torch": "2.13.0", "paceline": "0.1.0", rank_checks.TASK_FILE: "my.py with CRC 0000abcd"}
     check_software([same] * 5, HOSTS)
     with pytest.raises(
         LaunchError,
@@ -138,65 +145,68 @@ def test_software():
         match=r"^the file of the task is my\.py with CRC 0000abcd on rank 0 \(n1\) and .* on rank 4 \(n3\); all",
     ):
         check_software(
-            [same, same, same, same, same | {rank_checks.SOURCE: "my.py with CRC 0000ffff"}], HOSTS
+            [same, same, same, same, same | {rank_checks.TASK_FILE: "my.py with CRC 0000ffff"}], HOSTS
         )
 
 
 def test_threads():
-    assert [*uneven([2, 2, 2, 2, 2], HOSTS)] == []
-    (said,) = uneven([4, 4, 1, 1, 4], HOSTS)
-    assert said.startswith("rank 2 (n2) computes on 1 thread, others on up to 4, and wait for it")
+    assert [*find_uneven_threads([2, 2, 2, 2, 2], HOSTS)] == []
+    (note,) = find_uneven_threads([4, 4, 1, 1, 4], HOSTS)
+    assert note.startswith("rank 2 (n2) computes on 1 thread, others on up to 4, and wait for it")
 
 
-def test_a_late_rank_is_no_wrong_clock():
-    """Who came early was there when the last one came."""
+def test_a_late_rank_does_not_look_like_a_wrong_clock():
+    """The other ranks wait for it, so that their intervals overlap."""
     late = [(0.0, 20.0), (0.0, 20.0), (19.9, 20.0), (19.9, 20.1), (5.0, 20.0)]
-    assert [*apart(late, HOSTS)] == []
+    assert [*find_wrong_clocks(late, HOSTS)] == []
     wrong = [(100.0, 100.1), (100.0, 100.1), (107.0, 107.1), (107.0, 107.1), (100.0, 100.1)]
-    (said,) = apart(wrong, HOSTS)
-    assert said.startswith("the clock of n2 (rank 2) is 7.0 s ahead of that of n")
+    (note,) = find_wrong_clocks(wrong, HOSTS)
+    assert note.startswith("the clock of n2 (rank 2) is 7.0 s ahead of that of n")
 
 
 @pytest.mark.parametrize("count", range(1, 9))
-def test_nobody_meets_two_at_once(count):
-    found = ring([f"n{at}" for at in range(count)])
-    assert len(found) == (count if count > 2 else 0)
-    for turn in range(rank_checks.ROUNDS):
-        busy = [node for at, pair in found if at == turn for node in pair]
+def test_no_node_has_two_partners_in_a_round(count):
+    pairs = pair_neighbours([f"n{at}" for at in range(count)])
+    assert len(pairs) == (count if count > 2 else 0)
+    for round_ in range(rank_checks.ROUNDS):
+        busy = [node for at, pair in pairs if at == round_ for node in pair]
         assert len(busy) == len({*busy})
     assert all(
-        sum(node in pair for _, pair in found) == 2 for node in {node for _, pair in found for node in pair}
+        sum(node in pair for _, pair in pairs) == 2 for node in {node for _, pair in pairs for node in pair}
     )
 
 
-def links(count: int, **seconds: float) -> list[NeighbourLink]:
-    """Of 0.01 s each, but for those between these nodes: n1_n2."""
+def make_links(count: int, **seconds: float) -> list[NeighbourLink]:
+    """Return the links of a ring of nodes, of 0.01 s each unless `seconds` names them, such as n1_n2=0.05."""
     return [
         NeighbourLink(pair, seconds.get("_".join(pair), 0.01))
-        for _, pair in ring([f"n{at}" for at in range(count)])
+        for _, pair in pair_neighbours([f"n{at}" for at in range(count)])
     ]
 
 
 @pytest.mark.parametrize(
-    ("found", "said"),
+    ("links", "expected"),
     [
-        (links(2), []),
-        (links(5), []),
-        (links(5, n1_n2=0.029), []),
-        (links(5, n1_n2=0.05), ["n1 and n2 exchange 84 MB/s, others 419 MB/s"]),
-        (links(3, n1_n2=0.05), ["n1 and n2 exchange 84 MB/s, others 419 MB/s"]),
-        (links(3, n0_n1=0.05, n1_n2=0.04), ["n1 exchanges 105 MB/s with its neighbours, others 419 MB/s"]),
+        (make_links(2), []),
+        (make_links(5), []),
+        (make_links(5, n1_n2=0.029), []),
+        (make_links(5, n1_n2=0.05), ["n1 and n2 exchange 84 MB/s, others 419 MB/s"]),
+        (make_links(3, n1_n2=0.05), ["n1 and n2 exchange 84 MB/s, others 419 MB/s"]),
         (
-            links(6, n0_n1=0.05, n5_n0=0.05, n2_n3=0.04),
+            make_links(3, n0_n1=0.05, n1_n2=0.04),
+            ["n1 exchanges 105 MB/s with its neighbours, others 419 MB/s"],
+        ),
+        (
+            make_links(6, n0_n1=0.05, n5_n0=0.05, n2_n3=0.04),
             ["n0 exchanges 84 MB/s", "n2 and n3 exchange 105 MB/s"],
         ),
     ],
 )
-def test_slow_links_and_nodes_are_named(found, said):
-    told = [*slow(found)]
-    assert len(told) == len(said)
-    for text, begin in zip(told, said, strict=True):
-        assert text.startswith(begin)
+def test_slow_links_and_nodes_are_reported(links, expected):
+    notes = [*find_slow_links(links)]
+    assert len(notes) == len(expected)
+    for note, begin in zip(notes, expected, strict=True):
+        assert note.startswith(begin)
 
 
 # Over links that are slow
