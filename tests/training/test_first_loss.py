@@ -347,7 +347,7 @@ WRONG = {
     "detached": "loss() returned a tensor that does not require grad",
     "list": "loss() must return a tensor, got list",
     "none": "loss() must return a tensor, got NoneType",
-    "scalar metric": "metrics() returned one number for 'f1', and a batch of each rank would have its own; return a value for each sample",
+    "scalar metric": "metrics() returned one number for 'f1', which would differ between the batches of ranks; return a value for each sample",
     "three metrics": "metrics() returned 3 values of 'hit' for a batch of 40 samples",
     "complex metric": "metrics() must return real tensors, got complex64 for 'hit'",
     "no metrics": "metrics() must return a dict of tensors, got NoneType",

@@ -17,7 +17,7 @@ from paceline.errors import TaskError
 from paceline.training import initial_weights
 from paceline.training.init import construction_modes
 from paceline.training.init.deferred_init import record
-from paceline.training.initial_weights import compare
+from paceline.training.initial_weights import compare_with_plain
 
 Build = Callable[[], nn.Module]
 
@@ -26,7 +26,7 @@ def held(build: Build, recorded_as: Build, seed: int = 0) -> None:
     """Compare plain constructions by `build` with what is recorded of another function."""
     recorded = partial(record, recorded_as)
     model, of_model, _ = recorded(seed)
-    compare(build, recorded, model, of_model, seed)
+    compare_with_plain(build, recorded, model, of_model, seed)
 
 
 def holding(*tensors: Callable[[], Tensor]) -> Build:
@@ -94,7 +94,11 @@ WRONG: dict[str, tuple[Build, Build, str]] = {
         with_numbers(2.0000002),
         "1 constant values differ, the first is 2.0000002",
     ),
-    "not-random": (holding(lambda: torch.randn(500)), holding(lambda: torch.ones(500)), "mean is 1 here"),
+    "not-random": (
+        holding(lambda: torch.randn(500)),
+        holding(lambda: torch.ones(500)),
+        "mean is 1, expected ",
+    ),
     "random": (holding(lambda: torch.ones(5)), holding(lambda: torch.randn(5)), "5 constant values differ"),
     "nan": (
         holding(lambda: torch.randn(500)),
@@ -104,10 +108,14 @@ WRONG: dict[str, tuple[Build, Build, str]] = {
     "padding": (padded(3), padded(None), "16 constant values differ"),
     "small-of-many": (layers(0.1), layers(0.2), r"standard deviation is (0\.20|0\.19)"),
     "small-of-many-mean": (layers(0.1), layers(0.1, 0.05), r"mean is 0\.0[45]"),
-    "names": (lambda: nn.Linear(3, 3), lambda: nn.Linear(3, 3, bias=False), "only in one of both"),
-    "shape": (lambda: nn.Linear(3, 3), lambda: nn.Linear(3, 4), r"shape is torch.Size\(\[4, 3\]\) here"),
-    "frozen": (frozen(False), frozen(True), "requires_grad is False here and True there"),
-    "untied": (tied(True), tied(False), "tied to another parameter in only one of both"),
+    "names": (lambda: nn.Linear(3, 3), lambda: nn.Linear(3, 3, bias=False), "in only one of the two"),
+    "shape": (
+        lambda: nn.Linear(3, 3),
+        lambda: nn.Linear(3, 4),
+        r"shape is torch.Size\(\[4, 3\]\), expected ",
+    ),
+    "frozen": (frozen(False), frozen(True), "requires_grad is False, expected True"),
+    "untied": (tied(True), tied(False), "tied to another parameter in only one of the two"),
 }
 
 
@@ -168,7 +176,7 @@ def test_finds_a_library_that_knows_where_it_is(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(construction_modes, "REPORTED_ATTRIBUTES", {})
     with pytest.raises(
         TaskError,
-        match=r"word_embeddings\.weight are not those .* is (1\.0|0\.9)\d* here and 0\.0[12]\d* there",
+        match=r"word_embeddings\.weight are not those .* is (1\.0|0\.9)\d*, expected 0\.0[12]\d*",
     ):
         held(build, build)
 
@@ -197,12 +205,12 @@ def started(task: models.Points, seed: int = 0) -> tuple[str, ...]:
 
     spec = Spec(batch=8, seed=seed)
     built = build_meta_model(spec, task)
-    return initial_weights.check_once(spec, task, built.model, built.weights, World())
+    return initial_weights.check_initial_weights_once(spec, task, built.model, built.weights, World())
 
 
 def test_a_training_checks_a_model_once(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[int] = []
-    monkeypatch.setattr(initial_weights, "compare", lambda *args: calls.append(0))
+    monkeypatch.setattr(initial_weights, "compare_with_plain", lambda *args: calls.append(0))
     assert [started(models.Points()), started(models.Points(), seed=1)] == [(), ()]
     assert len(calls) == 1
     started(KnowsMeta())

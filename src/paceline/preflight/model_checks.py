@@ -27,11 +27,11 @@ def task(flight: PreflightContext) -> Says:
 
 def weights(flight: PreflightContext) -> Says:
     """Whether initial weights are those of a plain construction."""
-    from paceline.training.initial_weights import check
+    from paceline.training.initial_weights import check_initial_weights
     from paceline.training.model_analysis import build_meta_model
 
     built = build_meta_model(flight.spec, flight.task)
-    for note in (notes := check(flight.spec, flight.task, built.model, built.weights)):
+    for note in (notes := check_initial_weights(flight.spec, flight.task, built.model, built.weights)):
         yield "warns", note
     if not notes:
         yield "passes", "initial weights agree with those of a plain construction of the model"

@@ -142,8 +142,9 @@ def _weighted_sums(update: TrainingStep, output: object, data: Batch, samples: i
             raise TaskError(f"metrics() must return real tensors, got {dtype} for {name!r}")
         if not value.dim() and name in metrics:
             raise TaskError(
-                f"metrics() returned one number for {name!r}, and a batch of each rank would have its own; return a value for each "
-                "sample, such as output.argmax(-1) == batch[1], of which the mean over the split is taken"
+                f"metrics() returned one number for {name!r}, which would differ between the batches of ranks; return a "
+                "value for each sample, such as output.argmax(-1) == batch[1], so that Paceline takes the mean over the "
+                "split"
             )
         has_weights = weights is not None and (not value.dim() or value.shape == weights.shape)
         if not has_weights:

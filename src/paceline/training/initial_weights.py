@@ -1,4 +1,4 @@
-"""Compares the initial weights of a model with those of a plain construction, which shares nothing with the recording of `weights`."""
+"""Comparison of recorded initial weights with those of a plain construction, which shares no code with the recording."""
 
 import hashlib
 import os
@@ -33,28 +33,29 @@ from paceline.units import format_bytes, format_count
 from paceline.user_code import UserCode
 from paceline.version import __version__
 
-VALUES = 256  # from so many on, mean and standard deviation of random tensors are compared
-ERRORS = 6.0  # standard errors by which they may differ
-AGAIN = 16  # models of each kind that are built where they differ by more
-ERRORS_AGAIN = 8.0  # standard errors, estimated from so few
-AT_START = 2**31  # values of the largest model that a training compares
-CHUNK = 2**22  # elements that are added up at once
+MIN_VALUES = 256  # of random tensors, for a comparison of mean and standard deviation
+MAX_ERRORS = 6.0  # standard errors by which they may differ
+REPEATS = 16  # models of each kind that are built if they differ by more
+MAX_ERRORS_OF_REPEATS = 8.0  # standard errors, estimated from these few models
+MAX_VALUES_AT_START = 2**31  # of a model that a training compares
+CHUNK = 2**22  # elements that are summed at once
 UNCOMPARED = "initial weights were not compared with those of a plain construction"
 LIBRARIES = ("torch", "transformers", "timm", "torchvision", "numpy")
 
 
 @dataclass(frozen=True)
 class Moments:
-    """Of a sample: what is compared, each with its standard error. Errors hold for independent values of any distribution."""
+    """Moments of values, with standard errors that hold for independent values of any distribution."""
 
     mean: float
     std: float
     mean_error: float
     std_error: float
-    infinite: float  # share of values that are not finite
+    infinite: float  # fraction of values that are not finite
 
 
-def moments(tensors: list[Tensor]) -> Moments:
+def compute_moments(tensors: list[Tensor]) -> Moments:
+    """Return the moments of all values of these tensors."""
     count, total, size = 0, 0.0, 0
     for values in _chunks(tensors):
         finite = values[values.isfinite()]
@@ -78,32 +79,35 @@ def _chunks(tensors: list[Tensor]) -> Iterator[Tensor]:
 
 @dataclass(frozen=True)
 class SuspectTensors:
-    """Tensors of one kind in which a first comparison found a difference. `fixed`: the values that all plain constructions share."""
+    """Tensors of one kind in which a first comparison found a difference."""
 
     names: tuple[str, ...]
-    fixed: Tensor | None = None  # where
+    fixed: Tensor | None = None  # mask of the values that all plain constructions share
 
 
-Recorded = Callable[[int], tuple[nn.Module, Weights, bool]]  # from a seed, as by weights.record
+Recorder = Callable[[int], tuple[nn.Module, Weights, bool]]  # from a seed, as by deferred_init.record
 
 
-def compare(
+def compare_with_plain(
     build: Callable[[], nn.Module],
-    recorded: Recorded,
+    recorder: Recorder,
     model: nn.Module,
     weights: Weights,
     seed: int,
     skip: frozenset[str] = frozenset(),
 ) -> None:
-    """Raise TaskError where the initial tensors of `model` are not those that `build` makes without a recorder on the CPU.
+    """Raise TaskError if the initial tensors of `model` are not those that `build` makes on the CPU without recording.
 
-    What two plain constructions from different seeds share must be equal. Mean and standard deviation of what they do not share must
-    agree within 6 standard errors; small tensors are taken together with those of repeated layers. `recorded`: makes a model and its
-    weights from other seeds, for a second look. `skip`: names that are not compared.
+    Values that two plain constructions with different seeds share must be equal. Of the other values, mean and
+    standard deviation must agree within 6 standard errors; small tensors are combined with those of repeated
+    layers.
+
+    model, weights: recorded with `seed`. `recorder`: records the model with other seeds, to confirm a
+    difference. `skip`: names that are not compared.
     """
-    plain, other = (_plain(build, seed, at) for at in range(2))
-    _same_structure(plain, model)
-    again = named_tensors(other)
+    plain, other = (_build_plain(build, seed, index) for index in range(2))
+    _check_structure(plain, model)
+    other_tensors = named_tensors(other)
     suspects: list[SuspectTensors] = []
     small: dict[Any, tuple[list[str], list[Tensor], list[Tensor]]] = {}
     for name, tensor in named_tensors(plain).items():
@@ -116,33 +120,34 @@ def compare(
         ):
             continue
         drawn = weights.draw(name)
-        differs = unequal(expected, again[name].detach())
-        fixed = _fixed_rows(differs) if differs.any() else ~differs
+        differs = unequal(expected, other_tensors[name].detach())
+        fixed = _find_fixed_rows(differs) if differs.any() else ~differs
         if (unequal(expected, drawn) & fixed).any():
             suspects.append(SuspectTensors((name,), fixed))
-        if differs.any() and expected.numel() >= VALUES:
-            suspects += _apart([name], [expected], [drawn])
+        if differs.any() and expected.numel() >= MIN_VALUES:
+            suspects += _compare_moments([name], [expected], [drawn])
         elif differs.any():
-            names, of_plain, of_drawn = small.setdefault(
+            names, plain_tensors, drawn_tensors = small.setdefault(
                 (re.sub(r"\d+", "*", name), expected.shape, expected.dtype), ([], [], [])
             )
             names.append(name)
-            of_plain.append(expected)
-            of_drawn.append(drawn)
+            plain_tensors.append(expected)
+            drawn_tensors.append(drawn)
     for group in small.values():
-        suspects += _apart(*group)
-    del plain, other, again, small
+        suspects += _compare_moments(*group)
+    del plain, other, other_tensors, small
     for suspect in suspects:
-        _confirm(build, recorded, seed, suspect)
+        _confirm(build, recorder, seed, suspect)
 
 
-def _plain(build: Callable[[], nn.Module], seed: int, at: int) -> nn.Module:
-    with seeded_rngs(derive_seed(seed, "plain", at)):
+def _build_plain(build: Callable[[], nn.Module], seed: int, index: int) -> nn.Module:
+    with seeded_rngs(derive_seed(seed, "plain", index)):
         return build()
 
 
-def _same_structure(plain: nn.Module, model: nn.Module) -> None:
-    here, there = named_tensors(model), named_tensors(plain)
+def _check_structure(plain: nn.Module, model: nn.Module) -> None:
+    """Raise TaskError if names, ties, shapes or requires_grad of the tensors differ."""
+    tensors, expected = named_tensors(model), named_tensors(plain)
     buffers = {
         name
         for name, _ in (
@@ -151,109 +156,125 @@ def _same_structure(plain: nn.Module, model: nn.Module) -> None:
         )
     }
     if names := sorted(
-        (here.keys() | find_aliases(model).keys()) ^ (there.keys() | find_aliases(plain).keys())
+        (tensors.keys() | find_aliases(model).keys()) ^ (expected.keys() | find_aliases(plain).keys())
     ):
-        raise TaskError(_message(names[0], "it is there only in one of both constructions"))
-    # torch makes two buffers of one with two names where it converts a module.
+        raise TaskError(_message(names[0], "it exists in only one of the two constructions"))
+    # torch splits a buffer with two names into two when it converts a module.
     if names := sorted(
         name
         for name in dict(find_aliases(plain).items() ^ find_aliases(model).items())
         if name not in buffers
     ):
         raise TaskError(
-            _message(names[0], "it is tied to another parameter in only one of both constructions")
+            _message(names[0], "it is tied to another parameter in only one of the two constructions")
         )
-    for name, tensor in there.items():
-        for what in ("shape", "requires_grad"):
-            if getattr(tensor, what) != getattr(here[name], what):
+    for name, tensor in expected.items():
+        for attribute in ("shape", "requires_grad"):
+            if getattr(tensor, attribute) != getattr(tensors[name], attribute):
                 raise TaskError(
                     _message(
-                        name, f"{what} is {getattr(here[name], what)} here and {getattr(tensor, what)} there"
+                        name,
+                        f"{attribute} is {getattr(tensors[name], attribute)}, expected {getattr(tensor, attribute)}",
                     )
                 )
 
 
-def _fixed_rows(differs: Tensor) -> Tensor:
-    """Where whole rows are the same in two constructions, and that cannot be by chance: the zeros of a padding index."""
-    nothing = torch.zeros_like(differs)
+def _find_fixed_rows(differs: Tensor) -> Tensor:
+    """Return a mask of the rows that are equal in two constructions, if that cannot be by chance: the zeros of a padding index.
+
+    differs: mask of the values that differ.
+    """
+    fixed = torch.zeros_like(differs)
     if differs.dim() < 2:
-        return nothing
+        return fixed
     rows = ~differs.flatten(1).any(1)
     others = differs[~rows]
-    by_chance = (float((~others).sum()) + 1) / (others.numel() + 1)  # that values agree
+    by_chance = (float((~others).sum()) + 1) / (
+        others.numel() + 1
+    )  # upper bound of the probability that two values are equal
     if len(rows) * by_chance ** (differs.numel() / len(rows)) > 1e-12:
-        return nothing
-    nothing[rows] = True
-    return nothing
+        return fixed
+    fixed[rows] = True
+    return fixed
 
 
-def _apart(names: list[str], plain: list[Tensor], drawn: list[Tensor]) -> list[SuspectTensors]:
-    """Whether random tensors are of other mean, standard deviation or finiteness than those of a plain construction."""
-    if sum(tensor.numel() for tensor in plain) < VALUES:
+def _compare_moments(names: list[str], plain: list[Tensor], drawn: list[Tensor]) -> list[SuspectTensors]:
+    """Return random tensors whose mean, standard deviation or finiteness differs from a plain construction, else nothing."""
+    if sum(tensor.numel() for tensor in plain) < MIN_VALUES:
         return []
-    expected, found = moments(plain), moments(drawn)
+    expected, actual = compute_moments(plain), compute_moments(drawn)
     rounding = 1e-9 * (abs(expected.mean) + expected.std)
     of_mean = (
-        abs(expected.mean - found.mean)
-        > ERRORS * (expected.mean_error**2 + found.mean_error**2) ** 0.5 + rounding
+        abs(expected.mean - actual.mean)
+        > MAX_ERRORS * (expected.mean_error**2 + actual.mean_error**2) ** 0.5 + rounding
     )
     of_std = (
-        abs(expected.std - found.std)
-        > ERRORS * (expected.std_error**2 + found.std_error**2) ** 0.5 + rounding
+        abs(expected.std - actual.std)
+        > MAX_ERRORS * (expected.std_error**2 + actual.std_error**2) ** 0.5 + rounding
     )
-    return [SuspectTensors(tuple(names))] if of_mean or of_std or expected.infinite != found.infinite else []
+    return [SuspectTensors(tuple(names))] if of_mean or of_std or expected.infinite != actual.infinite else []
 
 
-def _confirm(build: Callable[[], nn.Module], recorded: Recorded, seed: int, suspect: SuspectTensors) -> None:
-    """Raise TaskError if a difference is also one between many constructions of each kind: values of a tensor may depend on one another."""
+def _confirm(build: Callable[[], nn.Module], recorder: Recorder, seed: int, suspect: SuspectTensors) -> None:
+    """Raise TaskError if the difference is also one between many constructions of each kind.
+
+    The standard errors of one construction are too small if the values of a tensor depend on each other.
+    """
     plain, drawn = [], []
-    for at in range(AGAIN):
-        of_plain = named_tensors(_plain(build, seed, 2 + at))
-        plain.append([of_plain[name].detach() for name in suspect.names])
-        _, weights, _ = recorded(derive_seed(seed, "plain", "recorded", at))
+    for index in range(REPEATS):
+        tensors = named_tensors(_build_plain(build, seed, 2 + index))
+        plain.append([tensors[name].detach() for name in suspect.names])
+        _, weights, _ = recorder(derive_seed(seed, "plain", "recorded", index))
         drawn.append([weights.draw(name) for name in suspect.names])
     name = suspect.names[0]
     if suspect.fixed is not None:
         expected = plain[0][0]
-        if any((unequal(expected, each[0]) & suspect.fixed).any() for each in plain):
-            return  # it was by chance that they were the same
-        wrong = [each[0] for each in drawn if (unequal(expected, each[0]) & suspect.fixed).any()]
-        if len(wrong) > AGAIN // 2:
+        if any((unequal(expected, tensors[0]) & suspect.fixed).any() for tensors in plain):
+            return  # the values were equal by chance
+        wrong = [tensors[0] for tensors in drawn if (unequal(expected, tensors[0]) & suspect.fixed).any()]
+        if len(wrong) > REPEATS // 2:
             where = (unequal(expected, wrong[0]) & suspect.fixed).reshape(-1)
-            here, there = (tensor.reshape(-1)[where][0].item() for tensor in (wrong[0], expected))
+            actual_value, expected_value = (
+                tensor.reshape(-1)[where][0].item() for tensor in (wrong[0], expected)
+            )
             raise TaskError(
                 _message(
                     name,
-                    f"{int(where.sum()):,} constant values differ, the first is {here} here and {there} there",
+                    f"{int(where.sum()):,} constant values differ, the first is {actual_value}, expected {expected_value}",
                 )
             )
         return
-    for what in ("mean", "std", "infinite"):
-        expected_all, found_all = (
-            torch.tensor([getattr(moments(each), what) for each in of]).double() for of in (plain, drawn)
+    for moment in ("mean", "std", "infinite"):
+        expected_all, actual_all = (
+            torch.tensor([getattr(compute_moments(tensors), moment) for tensors in models]).double()
+            for models in (plain, drawn)
         )
-        error = float(((expected_all.var() + found_all.var()) / AGAIN).sqrt())
-        expected_mean, found_mean = float(expected_all.mean()), float(found_all.mean())
-        if abs(expected_mean - found_mean) > ERRORS_AGAIN * error + 1e-6 * float(expected_all.abs().mean()):
-            word = {
+        error = float(((expected_all.var() + actual_all.var()) / REPEATS).sqrt())
+        expected_mean, actual_mean = float(expected_all.mean()), float(actual_all.mean())
+        if abs(expected_mean - actual_mean) > MAX_ERRORS_OF_REPEATS * error + 1e-6 * float(
+            expected_all.abs().mean()
+        ):
+            words = {
                 "mean": "mean",
                 "std": "standard deviation",
                 "infinite": "share of values that are not finite",
-            }[what]
-            raise TaskError(
-                _message(name, f"its {word} is {found_mean:.6g} here and {expected_mean:.6g} there")
-            )
+            }[moment]
+            raise TaskError(_message(name, f"its {words} is {actual_mean:.6g}, expected {expected_mean:.6g}"))
 
 
 def _message(name: str, what: str) -> str:
     return (
-        f"the initial values of the model's {name} are not those of a plain construction: {what}; this is a defect of Paceline, please "
-        "report it; until then, call torch.manual_seed(0) first in model(), so that each rank builds the model without recording it"
+        f"the initial values of the model's {name} are not those of a plain construction: {what}; this is a defect "
+        "of Paceline, please report it; until then, call torch.manual_seed(0) first in model(), so that each rank "
+        "builds the model without recording it"
     )
 
 
-def check(spec: Spec, task: Task, model: nn.Module, weights: Weights) -> tuple[str, ...]:
-    """Compare as above, unless the memory does not suffice, which is a note. `model`: on the meta device. Raises TaskError."""
+def check_initial_weights(spec: Spec, task: Task, model: nn.Module, weights: Weights) -> tuple[str, ...]:
+    """Compare recorded initial weights with a plain construction, or return a note if the free memory does not suffice.
+
+    model: on the meta device. `weights`: recorded. Raises TaskError if they differ.
+    """
     needed = 3 * sum(tensor.numel() * tensor.element_size() for tensor in named_tensors(model).values())
     limit = memory_limit()
     free = min(psutil.virtual_memory().available, limit if limit is not None else sys.maxsize)
@@ -262,7 +283,7 @@ def check(spec: Spec, task: Task, model: nn.Module, weights: Weights) -> tuple[s
             f"{UNCOMPARED}: this takes {format_bytes(needed)} of memory, and {format_bytes(free)} are free",
         )
     with UserCode("model()", task.model):
-        compare(
+        compare_with_plain(
             task.model,
             partial(record, task.model),
             model,
@@ -273,18 +294,23 @@ def check(spec: Spec, task: Task, model: nn.Module, weights: Weights) -> tuple[s
     return ()
 
 
-def check_once(spec: Spec, task: Task, model: nn.Module, weights: Weights, world: World) -> tuple[str, ...]:
-    """The same on rank 0 for all ranks, unless this user has checked this model before. A collective."""
+def check_initial_weights_once(
+    spec: Spec, task: Task, model: nn.Module, weights: Weights, world: World
+) -> tuple[str, ...]:
+    """Check on rank 0 for all ranks, unless this user has checked this model before. A collective.
+
+    Returns notes. Raises TaskError on all ranks.
+    """
     answers: list[tuple[str, ...] | TaskError] = [()]
     if world.rank == 0:
-        mark = _mark(task, model)
-        if mark is None or not mark.exists():
+        marker = _find_marker(task, model)
+        if marker is None or not marker.exists():
             try:
-                answers[0] = _check_in_time(spec, task, model, weights)
+                answers[0] = _check_if_small(spec, task, model, weights)
             except TaskError as error:
                 answers[0] = error
-            if mark is not None and answers[0] == ():
-                mark.touch(mode=0o600)
+            if marker is not None and answers[0] == ():
+                marker.touch(mode=0o600)
     if world.size > 1:
         dist.broadcast_object_list(answers, src=0)
     answer = answers[0]
@@ -293,28 +319,31 @@ def check_once(spec: Spec, task: Task, model: nn.Module, weights: Weights, world
     return answer
 
 
-def _check_in_time(spec: Spec, task: Task, model: nn.Module, weights: Weights) -> tuple[str, ...]:
-    """The other ranks wait."""
+def _check_if_small(spec: Spec, task: Task, model: nn.Module, weights: Weights) -> tuple[str, ...]:
+    """Check, or return a note if the model is so large that the other ranks would wait too long."""
     values = sum(tensor.numel() for tensor in named_tensors(model).values())
-    if values > AT_START:
+    if values > MAX_VALUES_AT_START:
         return (
             f"{UNCOMPARED}: the model has {format_count(values)} values; paceline preflight compares them",
         )
-    return check(spec, task, model, weights)
+    return check_initial_weights(spec, task, model, weights)
 
 
-def _mark(task: Task, model: nn.Module) -> Path | None:
-    """The file that says that this user has checked this model with this software. None where no file of theirs alone can be."""
+def _find_marker(task: Task, model: nn.Module) -> Path | None:
+    """Return the file that exists if this user has checked this model with this software.
+
+    None if there is no cache folder that only this user can write to.
+    """
     folder = Path(os.environ.get("XDG_CACHE_HOME") or Path("~/.cache").expanduser()) / "paceline" / "weights"
     try:
         folder.mkdir(parents=True, mode=0o700, exist_ok=True)
-        found = folder.lstat()
+        status = folder.lstat()
     except OSError:
         return None
     if (
-        not stat.S_ISDIR(found.st_mode)
-        or found.st_uid != os.getuid()
-        or found.st_mode & 0o077
+        not stat.S_ISDIR(status.st_mode)
+        or status.st_uid != os.getuid()
+        or status.st_mode & 0o077
         or not os.access(folder, os.W_OK)
     ):
         return None
@@ -322,7 +351,7 @@ def _mark(task: Task, model: nn.Module) -> Path | None:
 
 
 def _digest(task: Task, model: nn.Module) -> str:
-    """Of all that the initial weights of a model follow from: the task's fields, the code of its modules, libraries."""
+    """Return a digest of what determines initial weights: the fields of the task, the code of its modules, libraries."""
     digest = hashlib.sha256()
     versions = [sys.version, __version__, *map(_version, LIBRARIES)]
     digest.update(repr((tasks.reference_to(task), tasks.field_values(task), versions)).encode())

@@ -37,8 +37,8 @@ from paceline.task import Task
 from paceline.training.checkpoint_policy import CheckpointPolicy
 from paceline.training.ddp_warmup import warm_up_ddp
 from paceline.training.evaluate import Evaluator
-from paceline.training.first_loss import FirstLoss
-from paceline.training.initial_weights import check_once
+from paceline.training.first_loss import FirstLossCheck
+from paceline.training.initial_weights import check_initial_weights_once
 from paceline.training.model_analysis import analyze_model, build_meta_model
 from paceline.training.optimizer import check_schedule, compute_lr_factor
 from paceline.training.profiling.profiler import StepProfiler
@@ -122,11 +122,11 @@ def train(
         clock.mark("data")
         if resolved.servers is not None:
             analysis = build_meta_model(spec, task)
-            notes = (*notes, *check_once(spec, task, analysis.model, analysis.weights, world))
+            notes = (*notes, *check_initial_weights_once(spec, task, analysis.model, analysis.weights, world))
             yield from clock.tell(_train_against_servers(context, data, heartbeat, stop, notes))
             return
         analysis = analyze_model(spec, resolved, task, torch_device, data.training)
-        notes = (*notes, *check_once(spec, task, analysis.model, analysis.weights, world))
+        notes = (*notes, *check_initial_weights_once(spec, task, analysis.model, analysis.weights, world))
         prepared = build_training(spec, resolved, world, task, torch_device, analysis=analysis)
         prepared = dataclasses.replace(prepared, notes=(*notes, *prepared.notes))
         clock.mark("model")
@@ -210,7 +210,7 @@ class TrainingLoop:
         prepared.step.on_phase = heartbeat.enter
         self.batch_slice = context.batch_slice
         divides_batch = self.batch_slice.ranks * self.batch_slice.microbatches > 1
-        self.first_loss = FirstLoss(
+        self.first_loss = FirstLossCheck(
             prepared.step, self.batch_slice.share, divides_batch, spec.allow_local_loss
         )
         if isinstance(self.update, TrainingStep):

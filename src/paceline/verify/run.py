@@ -146,7 +146,6 @@ class Verification:
 
     def _check_weights(self, task: Task) -> None:
         """Raises TaskError where initial weights are not those of a plain construction: the reference would have them, too."""
-        from paceline.training.initial_weights import check
         from paceline.training.model_analysis import build_meta_model
 
         built = build_meta_model(self.spec, task)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from paceline.data.loader import RankBatchSlice, Samples, batches, training_parts
 from paceline.plan.plan import MeshCoordinate, ResolvedPlan
 from paceline.spec import Spec
-from paceline.training.first_loss import FirstLoss
+from paceline.training.first_loss import FirstLossCheck
 from paceline.training.parameter_server.coordinator import STALENESS
 from paceline.training.parameter_server.partition import ParameterSlice
 from paceline.training.parameter_server.rpc import Message, Transport
@@ -63,7 +63,7 @@ class Worker:
         """Train until the servers end the training. Yield the number of each step."""
         part = RankBatchSlice(spec.batch, self.plan.microbatches, self.number, self.plan.dp)
         parts = training_parts(part, samples, spec.seed, first, total)
-        first_loss = FirstLoss(
+        first_loss = FirstLossCheck(
             self.update,
             part.share,
             self.plan.dp * self.plan.microbatches > 1,
