@@ -52,7 +52,7 @@ from paceline.doctor.heartbeat_writer import SIGNAL
 from paceline.doctor.rank_state import _signal_for_stack
 from paceline.errors import CheckpointError, Error, LaunchError, RunError, SpecError
 from paceline.files import replaced, write_whole
-from paceline.launch.elastic.rendezvous import SealedBackend, run_id
+from paceline.launch.elastic.rendezvous import SealedBackend, build_run_id
 from paceline.launch.rank_pool import Ranks as Pool
 from paceline.launch.slurm.job_script import Job, render
 from paceline.launch.slurm.site import Site
@@ -545,17 +545,17 @@ def agents_handler(store: dist.Store, backend: Any, name: str) -> Any:
 
 def test_agents_of_several_nodes_unpickle_only_what_they_have_sealed(tmp_path):
     key = "k" * 64
-    name = run_id("r", key)
+    name = build_run_id("r", key)
     assert name.startswith("r-")
     assert key[:8] not in name
-    assert run_id("r", "another") != name
+    assert build_run_id("r", "another") != name
     store = open_store(timeout=timedelta(seconds=10))
     handler = agents_handler(store, SealedBackend(store, name, key), name)
     found = handler.next_rendezvous()
     assert (found.rank, found.world_size, handler.num_nodes_waiting()) == (0, 1, 0)
     attack_store(store.port, name, tmp_path / "PWNED")
     time.sleep(KEPT_S)
-    with pytest.raises(RendezvousStateError, match="somebody without the key"):
+    with pytest.raises(RendezvousStateError, match="holds a state without its key"):
         handler.num_nodes_waiting()
     assert not (tmp_path / "PWNED").exists()
     handler._stop_heartbeats()
@@ -782,7 +782,7 @@ OURS = (
 
 @pytest.mark.parametrize("option", OURS.split("|"))
 def test_a_site_cannot_contradict_the_job_script(option):
-    with pytest.raises(ValidationError, match="which is not for jobs of Paceline: "):
+    with pytest.raises(ValidationError, match="which conflicts with the job script of Paceline; "):
         Site(sbatch=(option,))
 
 
@@ -805,10 +805,10 @@ def test_a_job_array_is_refused_in_words(tmp_path):
     refused = paceline("submit", "digits", "--dry-run", at=tmp_path)
     assert (refused.status, refused.out) == (2, "")
     assert (
-        "site.toml: sbatch has '--array=1-4', which is not for jobs of Paceline: its tasks would all train in one run folder"
+        "site.toml: sbatch has '--array=1-4', which conflicts with the job script of Paceline; its tasks would all train in one run folder"
         in refused.err
     )
-    assert "submit each training by itself, with a --run-dir of its own" in refused.err
+    assert "submit each training separately, with a different --run-dir" in refused.err
     (tmp_path / "r").mkdir()
     job = Job(tmp_path / "r", tmp_path, nodes=1, ranks_per_node=1, time="10", python="true")
     environ = {"PATH": "/usr/bin:/bin", "SLURM_JOB_ID": "7", "SLURM_ARRAY_TASK_ID": "1"}
@@ -823,11 +823,11 @@ def test_a_job_array_is_refused_in_words(tmp_path):
 @pytest.mark.parametrize(
     ("time", "said"),
     [
-        ("tomorrow", "is no time"),
-        ("٢", "is no time"),
-        ("1:2:3:4", "is no time"),
-        ("9" * 5000, "is no time"),
-        ("1", "leaves no room for"),
+        ("tomorrow", "is not a time"),
+        ("٢", "is not a time"),
+        ("1:2:3:4", "is not a time"),
+        ("9" * 5000, "is not a time"),
+        ("1", "must be above notice_s="),
     ],
 )
 def test_a_time_is_read_before_the_script_is_shown(time, said, tmp_path):

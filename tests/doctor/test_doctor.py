@@ -145,9 +145,7 @@ def test_a_stuck_rank_restarts_all_ranks_and_a_second_stall_ends_the_run(tmp_pat
     assert [(restarted.what, restarted.rank), (ended.what, ended.rank)] == [("rank", 1), ("run", 1)]
     first, second = of_kind(run, Stalled)
     assert restarted.message.startswith("rank 1 is in Points.__getitem__ (my.py:")
-    assert restarted.message.endswith(
-        f"more in {RunFolder(Path('run')).diagnosis}; all ranks are started again"
-    )
+    assert restarted.message.endswith(f"see {RunFolder(Path('run')).diagnosis}; all ranks are restarted")
     assert first.message.startswith("rank 1 is in Points.__getitem__ (my.py:")
     assert second.message.startswith(f"rank 1 is stopped by a signal (process {stopped.pid} on ")
     assert first.message in result.out
@@ -181,7 +179,7 @@ def test_waiting_for_a_message_that_is_never_sent_ends(program: tuple[str, ...],
     assert result.status == (2 if program is PACELINE else 1), result.all
     [said] = [line for line in result.err.splitlines() if line.startswith("paceline: ")]
     assert said.startswith("paceline: rank 1 is in Points.__getitem__ (my.py:"), result.all
-    assert "it was given up after step" in said
+    assert "the training was ended after step" in said
     if program is PACELINE:
         assert "Traceback" not in result.all
 
@@ -226,7 +224,10 @@ def test_torchrun_names_the_cause_once(tmp_path: Path) -> None:
         running.until_all_ended()
     assert result.status != 0
     [said] = of_kind(run, Stalled)
-    assert f"paceline: rank 0 lost another one: {said.message}; no checkpoint was written yet\n" in result.err
+    assert (
+        f"paceline: rank 0 lost the connection to another rank: {said.message}; no checkpoint was written yet\n"
+        in result.err
+    )
     assert result.err.count(said.message) == 1
 
 

@@ -198,7 +198,7 @@ def test_a_rank_that_is_killed_is_started_again_with_all_others(alone: Path, tmp
     assert said.count("paceline: ") == 1
     [restarted] = [event for event in of_kind(there.run, Failed) if event.what == "node"]
     assert restarted.message.startswith(f"rank 1 on {platform.node()} was killed by SIGKILL, after step ")
-    assert "; all ranks are started again on 2 nodes: " in restarted.message
+    assert "; all ranks are restarted on 2 nodes: " in restarted.message
     assert (again.plan, again.ranks) == ("zero1", 2)
     (tmp_path / "slow").unlink()
     succeed("resume", "r", "--nodes", "1", "--restarts", "0", at=tmp_path)
@@ -215,7 +215,7 @@ def test_the_store_of_the_agents_is_gone(tmp_path: Path) -> None:
         there.until(lambda: not [left for left in marked(there.mark) if left.is_running()], "all ended")
     assert status == 2, said
     assert said.startswith("paceline: node "), said
-    assert " has lost node localhost, where the agents meet; continue from step " in said
+    assert " lost the connection to node localhost, where the agents meet; continue from step " in said
     assert said.count("\n") == 1
 
 
@@ -275,7 +275,7 @@ class TestNetwork:
         assert second == 2
         assert (
             lost
-            == f"paceline: node {nodes[1].name} ends: for 20 s it could not reach node {nodes[0].address}, where the agents meet\n"
+            == f"paceline: node {nodes[1].name} ends: it could not reach node {nodes[0].address}, where the agents meet, for 20 s\n"
         )
         [said] = [event for event in of_kind(there.run, Failed) if event.what == "node"]
         assert said.message.startswith(f"node {nodes[1].name} with rank 1 was lost, after step "), said
@@ -325,7 +325,7 @@ class TestSlurm:
             there.bring_back("n2")
         [said] = [event for event in of_kind(run, Failed) if event.what == "node"]
         assert said.message.startswith("node n2 with rank ")
-        assert said.message.endswith("all ranks are started again on 1 node: n1")
+        assert said.message.endswith("all ranks are restarted on 1 node: n1")
         log = (run / f"slurm-{job}.out").read_text()
         assert said.message in log
         assert "Traceback" not in log
@@ -344,7 +344,7 @@ class TestSlurm:
         log = (run / f"slurm-{job}.out").read_text()
         assert log.count("paceline: ") == 1, log
         assert "n2" in log.partition("paceline: ")[2]
-        assert "fewer nodes than the least, 2, came together; continue from step " in log
+        assert "a restart requires at least 2 nodes; continue from step " in log
         assert "Traceback" not in log
 
     def test_the_first_node_is_lost(self, there: Slurm, alone: Path, tmp_path: Path) -> None:

@@ -94,7 +94,7 @@ def seen(how: str, at: Path) -> list[dict[str, Any]]:
         *WORDS, "--steps", "1", "--run-dir", "r", at=at, program=(sys.executable, "-c", LAUNCHER), SEEN=how
     )
     assert result.status == 0, result.all
-    assert (at / "r/ranks/imports.txt").exists() == (how == "forked")
+    assert (at / "r/ranks/fork_server.txt").exists() == (how == "forked")
     (at / "r").rename(at / how)
     return [json.loads((at / f"{how}-{rank}.json").read_text()) for rank in range(2)]
 
@@ -197,7 +197,7 @@ def test_restarted_ranks_are_forked_again(tmp_path: Path) -> None:
 
 def test_a_process_that_nobody_tells_to_go_on_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As where the fork server died before it could answer, and another process became this rank."""
-    from paceline.launch.spawn import environments
+    from paceline.launch.spawn import build_rank_environments
     from paceline.run import RunFolder
 
     run = RunFolder(tmp_path)
@@ -209,7 +209,7 @@ def test_a_process_that_nobody_tells_to_go_on_ends(tmp_path: Path, monkeypatch: 
         while not server.has_answered(1.0):
             pass
         monkeypatch.setattr(fork_server, "_is_child", lambda pid: found.append(psutil.Process(pid)))
-        [environ, _] = environments(["localhost"] * 2, "127.0.0.1", 1, "job", 0)
+        [environ, _] = build_rank_environments(["localhost"] * 2, "127.0.0.1", 1, "job", 0)
         assert server._fork(environ, run.rank_log(0)) is None
         [process] = found
         assert process.wait(60) is not None

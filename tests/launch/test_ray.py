@@ -31,8 +31,8 @@ from paceline.distributed.world import read_world
 from paceline.errors import LaunchError
 from paceline.events import Ended, Failed, Started
 from paceline.launch import launchers
-from paceline.launch.ray.actor import ActorPlacement, side_by_side
-from paceline.launch.spawn import environments
+from paceline.launch.ray.actor import ActorPlacement, order_by_node
+from paceline.launch.spawn import build_rank_environments
 from paceline.run import RunFolder
 from paceline.spec import Launch
 
@@ -125,7 +125,7 @@ def test_more_ranks_than_the_cluster_has_room_for(tmp_path: Path) -> None:
     cores = len(os.sched_getaffinity(0))
     request = ("--ranks", str(cores + 1), "--batch", str(cores + 1), "--device", "cpu")
     result = paceline("train", *request, "--launcher", "ray", at=tmp_path, **RAY)
-    said = f"paceline: --ranks {cores + 1} take as many CPUs of the Ray cluster, and it has {cores}: use --ranks {cores}\n"
+    said = f"paceline: --ranks must be at most {cores}, the CPUs of the Ray cluster, got {cores + 1}; use --ranks {cores}\n"
     assert (result.status, result.out, result.err) == (2, "", said)
     assert not list((tmp_path / "runs").iterdir())
 
@@ -259,7 +259,7 @@ def test_a_cluster_of_two_nodes(
         assert result.status == 0, result.all
     assert not unequal(weights(run), through)
     result = paceline("train", *WORDS, "--ranks", "3", "--launcher", "ray", at=tmp_path, **RAY | env)
-    assert "--ranks 3 take as many CPUs of the Ray cluster, and it has 2: use --ranks 2" in result.err, (
+    assert "--ranks must be at most 2, the CPUs of the Ray cluster, got 3; use --ranks 2" in result.err, (
         result.all
     )
 
@@ -280,7 +280,7 @@ def test_a_node_that_is_lost(
     told, cause, *_ = result.err.splitlines()
     assert (
         told
-        == "paceline: not started again: --ranks 2 take as many CPUs of the Ray cluster, and it has 1: use --ranks 1"
+        == "paceline: not restarted: --ranks must be at most 1, the CPUs of the Ray cluster, got 2; use --ranks 1"
     ), result.all
     assert cause.startswith("paceline: rank 1 was lost with its node, after step"), result.all
     resumed = succeed(
@@ -300,9 +300,9 @@ def test_ranks_of_a_node_are_neighbours_and_see_its_gpus() -> None:
         ActorPlacement("a", ("0",)),
         ActorPlacement("b", ("1",)),
     ]
-    order = side_by_side(given, here="b")
+    order = order_by_node(given, first_node="b")
     assert order == [(1, ["0", "1"]), (3, ["0", "1"]), (0, ["2", "0"]), (2, ["2", "0"])]
-    told = environments([given[at].node for at, _ in order], "10.0.0.1", 1234, "digits", 2)
+    told = build_rank_environments([given[at].node for at, _ in order], "10.0.0.1", 1234, "digits", 2)
     worlds = [read_world(environ) for environ in told]
     assert [(who.rank, who.local_rank, who.local_size) for who in worlds] == [
         (0, 0, 2),
@@ -316,6 +316,7 @@ def test_ranks_of_a_node_are_neighbours_and_see_its_gpus() -> None:
 def test_without_ray_it_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launchers.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(
-        LaunchError, match=r'--launcher ray needs Ray, which is not installed: pip install "paceline\[ray\]"'
+        LaunchError,
+        match=r'--launcher ray requires Ray, which is not installed; pip install "paceline\[ray\]"',
     ):
         launchers.find_launcher(Launch(launcher="ray")).check(Launch(launcher="ray"))

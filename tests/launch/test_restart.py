@@ -25,7 +25,7 @@ import psutil
 from paceline import events
 from paceline.doctor import watchdog
 from paceline.events import Failed
-from paceline.launch.supervise import attend
+from paceline.launch.supervise import supervise
 from paceline.run import RunFolder
 
 true = psutil.Process.create_time
@@ -49,7 +49,7 @@ for offset_s in (-0.99, 0.0, 0.99):
             events.append(run.events, Failed(what="run", step=1, rank=0, message="another fault"))
             assert new.wait(60) == -9
 
-        assert attend(run, launch) == 0
+        assert supervise(run, launch) == 0
 print("all right")
 """
 

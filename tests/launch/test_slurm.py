@@ -221,7 +221,9 @@ def test_an_allocation_that_has_too_few_nodes(there, tmp_path):
     result = paceline("train", "my.py:Regression", "--nodes", "2", at=tmp_path, program=inside, **there.env)
     assert result.status == 2
     assert re.search(
-        r"^paceline: --nodes 2, but Slurm's job \d+ has 1 \(n1\): use --nodes 1$", result.err, re.M
+        r"^paceline: --nodes must be at most 1, the nodes of Slurm job \d+ \(n1\), got 2; use --nodes 1$",
+        result.err,
+        re.M,
     ), result.all
     assert not (tmp_path / "runs").exists()
 
@@ -414,19 +416,19 @@ def refused(result: Result, folder: Path, said: str) -> None:
         (
             "",
             ("--ranks-per-node", "9", "--batch", "72"),
-            "Slurm would keep the job waiting: PartitionConfig; it was cancelled",
+            "Slurm would never start the job: PartitionConfig; it was cancelled",
         ),
         (
             'partition = "closed"\naccount = "sports"',
             (),
-            "Slurm would keep the job waiting: Job's account not known, so it can't use this partition (closed allows physics); "
+            "Slurm would never start the job: Job's account not known, so it can't use this partition (closed allows physics); "
             "it was cancelled",
         ),
         ('sbatch = ["--mem=x"]', (), "sbatch: Invalid --mem specification"),
         (
             "notice_s = 900",
             ("--time", "10"),
-            "--time 10 leaves no room for notice_s=900, the seconds in which to save before its end",
+            "--time must be above notice_s=900, the seconds for saving a checkpoint, got 10",
         ),
     ],
 )
@@ -443,7 +445,7 @@ def test_what_slurm_refuses(site, words, said, there, tmp_path):
         (("digits", "--site", "no.toml"), "cannot read no.toml: No such file or directory"),
         (
             ("digits", "--nodes", "2", "--ranks", "3"),
-            "3 ranks cannot be spread alike over 2 nodes: use --ranks 4",
+            "3 ranks cannot be spread evenly over 2 nodes; use --ranks 4",
         ),
         (("digits", "--nodes", "2", "--ranks", "3", "--ranks-per-node", "2"), None),
         (
@@ -482,10 +484,10 @@ def test_what_cannot_be_submitted(words, said, tmp_path):
 
 def test_there_is_no_slurm(tmp_path):
     there = {"PATH": str(tmp_path)}
-    said = "there is no sbatch on PATH: submit where Slurm is, or train here with paceline train; --dry-run shows the script"
+    said = "there is no sbatch on PATH; submit from a machine with Slurm, or train here with paceline train (--dry-run shows the script)"
     refused(paceline("submit", "digits", at=tmp_path, **there), tmp_path, said)
     result = paceline("train", "digits", "--nodes", "2", at=tmp_path)
-    assert "--nodes 2 is for a Slurm allocation, and this is none" in result.err
+    assert "--nodes 2 requires a Slurm allocation; queue the training with paceline submit" in result.err
     assert result.status == 2
 
 

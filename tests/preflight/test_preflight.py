@@ -119,7 +119,7 @@ def test_all_is_looked_at_even_when_much_fails():
 
 def test_ranks_that_cannot_be():
     found = looked(ranks=3, nodes=2)
-    assert found["ranks"] == ["fails: 3 ranks cannot be spread alike over 2 nodes: use --ranks 4"]
+    assert found["ranks"] == ["fails: 3 ranks cannot be spread evenly over 2 nodes; use --ranks 4"]
     assert found["task"][0].startswith("passes")
 
 
@@ -412,7 +412,7 @@ def test_quotas(monkeypatch, here):
             "fails",
             "and 90 s before no step would be done and saved: ask for more time",
         ),
-        (10**7, "two hours", "", "fails", "--time 'two hours' is no time"),
+        (10**7, "two hours", "", "fails", "--time 'two hours' is not a time"),
     ],
 )
 def test_time(steps, time, site, verdict, said, here):

@@ -29,7 +29,7 @@ from paceline.events import (
     Step,
     dumps,
 )
-from paceline.launch.failure_cause import last_words
+from paceline.launch.failure_cause import read_failures
 from paceline.report import history as report_history
 from paceline.report.run_view import RunView, glance, view
 from paceline.report.summary import WARM_UP_STEPS, SummaryBuilder
@@ -506,7 +506,7 @@ def test_the_launcher_reads_a_long_run_in_bounded_memory(long_run, small_limits)
     run, happened = long_run
     tracemalloc.start()
     try:
-        assert last_words(run, 0) == ({}, 36_000)
+        assert read_failures(run, 0) == ({}, 36_000)
         assert [*EventReader(run.events).new(Failed, Stalled)] == [happened[-1]]
         assert events.last(run.events, Started)[0].step == 24_000
         assert tracemalloc.get_traced_memory()[1] < 3e6

@@ -69,6 +69,6 @@ def _list_jobs() -> "tuple[dict[str, Status], Error | None]":
     from paceline.launch.slurm import client as slurm
 
     try:
-        return slurm.statuses(), None
+        return slurm.list_statuses(), None
     except LaunchError as error:
         return {}, error

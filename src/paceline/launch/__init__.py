@@ -1,4 +1,4 @@
-"""Start ranks here, over nodes or through Ray, watch them, start them again after a fault and report the cause.
+"""Launchers: start ranks on one machine, several nodes or Ray, restart them, and report why they failed.
 
 What a rank computes belongs to `training`.
 """

@@ -1,4 +1,4 @@
-"""Why a training ended: the one rank or node that failed first, of those that failed with it."""
+"""Why a training ended: the rank or node that failed first, as opposed to those that failed because of it."""
 
 import platform
 import signal
@@ -19,95 +19,113 @@ from paceline.launch.worker_processes import LOST, Failures
 from paceline.run import RunFolder
 from paceline.units import numbered
 
-LOG_LINES = 20  # of a dead rank, shown with its name
-AGENT_WAITS_S = 30  # for ranks that it has sent SIGTERM, before it kills them (torch 2.13)
-WORDS_S = 5.0  # for what agents of other nodes have to say
+LOG_LINES = 20  # last lines of the log of the failed rank
+AGENT_WAITS_S = 30  # torch 2.13: time between SIGTERM and SIGKILL of the agent
+REPORT_S = 5.0  # for the failures that agents of other nodes report
 
 
-class _Why(NamedTuple):
+class _Cause(NamedTuple):
     rank: int | None
-    text: str  # what it was, and after which step
+    text: str  # what happened, and after which step
     shows_log: bool = False
-    is_news: bool = False  # nobody has written it down
-    meant: bool = False
+    is_new: bool = False  # not in the events yet
+    is_expected: bool = False  # an Error with a message for users
 
 
-def cause(
-    run: RunFolder, failures: Failures, before: int, left: Container[int], stuck: Diagnosis | None
+def find_cause(
+    run: RunFolder, failures: Failures, begin: int, killed: Container[int], hang: Diagnosis | None
 ) -> Error:
-    """What ended the last start; `failures`: of processes on this machine; `left`: those that were ended since they did not end with it.
-    `before`: where its events begin."""
-    why, step = _why(run, failures, before, left, stuck)
-    log = _log(run, why.rank or 0)
-    said = log.read_text(errors="replace") if log.exists() else ""
-    if why.meant:
-        error = Error(why.text)
-        error.__cause__ = RankError(said)  # for --debug
+    """Return the Error that ended the training, and write it to the events if no rank did.
+
+    failures: failed processes of this machine.
+    begin: position of the first event of this training.
+    killed: ids of processes that were killed because they had not ended with the others.
+    hang: the diagnosis, if the training was stalled.
+    """
+    cause, step = _find_cause(run, failures, begin, killed, hang)
+    log = _find_log(run, cause.rank or 0)
+    output = log.read_text(errors="replace") if log.exists() else ""
+    if cause.is_expected:
+        error = Error(cause.text)
+        error.__cause__ = RankError(output)  # for --debug
         return error
-    message = f"{why.text}; {run.hint()}"
-    if why.is_news:
-        events.append(run.events, Failed(what="run", step=step, rank=why.rank, message=message))
-    if not why.shows_log:
+    message = f"{cause.text}; {run.hint()}"
+    if cause.is_new:
+        events.append(run.events, Failed(what="run", step=step, rank=cause.rank, message=message))
+    if not cause.shows_log:
         return RankError(message)
-    end = "\n".join(f"  {line}" for line in said.splitlines()[-LOG_LINES:])
+    end = "\n".join(f"  {line}" for line in output.splitlines()[-LOG_LINES:])
     return RankError(f"{message}\nThe end of {log}:\n{end}" if end else f"{message}\n{log} is empty")
 
 
 def log_restart(
-    run: RunFolder, failures: Failures, before: int, left: Container[int], stuck: Diagnosis | None
+    run: RunFolder, failures: Failures, begin: int, killed: Container[int], hang: Diagnosis | None
 ) -> None:
-    """Write down why all ranks are started again."""
-    why, step = _why(run, failures, before, left, stuck)
+    """Write to the events why all ranks restart. The arguments are those of `find_cause`."""
+    cause, step = _find_cause(run, failures, begin, killed, hang)
     events.append(
         run.events,
-        Failed(what="rank", step=step, rank=why.rank, message=f"{why.text}; all ranks are started again"),
+        Failed(what="rank", step=step, rank=cause.rank, message=f"{cause.text}; all ranks are restarted"),
     )
 
 
-def _why(
-    run: RunFolder, failures: Failures, before: int, left: Container[int], stuck: Diagnosis | None
-) -> tuple[_Why, int]:
-    """And the last step."""
-    told, step = last_words(run, before)
+def _find_cause(
+    run: RunFolder, failures: Failures, begin: int, killed: Container[int], hang: Diagnosis | None
+) -> tuple[_Cause, int]:
+    """Return the cause and the last step."""
+    reports, step = read_failures(run, begin)
     after = f", after step {step}"
-    silent = [] if any(event.meant for event in told.values()) else _silent(failures, told, left)
-    exited = _exited(failures, told, left)
+    silent = [] if any(event.meant for event in reports.values()) else _find_killed(failures, reports, killed)
+    exited = _find_exited(failures, reports, killed)
     if (
         not silent
         and not exited
-        and all(event.lost_peer and not event.meant for event in told.values())
-        and stuck is None
+        and all(event.lost_peer and not event.meant for event in reports.values())
+        and hang is None
     ):
-        told, silent_elsewhere = _wait_for_others(run, before)
-        if silent_elsewhere and all(event.lost_peer for event in told.values()):
-            return _Why(silent_elsewhere[0], gone(run, silent_elsewhere) + after, is_news=True), step
-    if meant := [event for event in told.values() if event.meant]:
-        first = next((event for event in meant if not event.lost_peer), meant[0])
+        reports, silent_elsewhere = _wait_for_other_nodes(run, begin)
+        if silent_elsewhere and all(event.lost_peer for event in reports.values()):
+            return (
+                _Cause(
+                    silent_elsewhere[0], describe_silent_ranks(run, silent_elsewhere) + after, is_new=True
+                ),
+                step,
+            )
+    if expected := [event for event in reports.values() if event.meant]:
+        first = next((event for event in expected if not event.lost_peer), expected[0])
         everywhere = next(
-            (event for event in meant if first.message == f"rank {first.rank}: {event.message}"), first
+            (event for event in expected if first.message == f"rank {first.rank}: {event.message}"), first
         )
-        return _Why(first.rank, everywhere.message, meant=True), step
-    own = [event for event in told.values() if not event.lost_peer]
-    if stuck is not None and not silent and not own:
-        return _Why(next(iter(stuck.at_fault), None), _gave_up(run, stuck, step), is_news=True), step
+        return _Cause(first.rank, everywhere.message, is_expected=True), step
+    causes = [event for event in reports.values() if not event.lost_peer]
+    if hang is not None and not silent and not causes:
+        return _Cause(next(iter(hang.at_fault), None), _describe_hang(run, hang, step), is_new=True), step
     if silent:
         rank, child = silent[0]
-        return _Why(rank, f"rank {rank} {_how(child.exitcode)}{after}", shows_log=True, is_news=True), step
-    if own or (told and not failures):
-        event = (own or [*told.values()])[0]
-        return _Why(event.rank or 0, words(event) + after, shows_log=True), step
+        return _Cause(
+            rank, f"rank {rank} {_describe_exit(child.exitcode)}{after}", shows_log=True, is_new=True
+        ), step
+    if causes or (reports and not failures):
+        event = (causes or [*reports.values()])[0]
+        return _Cause(event.rank or 0, describe_failure(event) + after, shows_log=True), step
     if exited:
         rank, child = exited[0]
-        return _Why(rank, f"rank {rank} {_how(child.exitcode)}{after}", shows_log=True, is_news=True), step
+        return _Cause(
+            rank, f"rank {rank} {_describe_exit(child.exitcode)}{after}", shows_log=True, is_new=True
+        ), step
     if not failures:
-        return _Why(0, f"nothing is known of rank 0{after}", shows_log=True), step
+        return _Cause(0, f"nothing is known of rank 0{after}", shows_log=True), step
     rank, child = min(failures.items(), key=lambda item: item[1].timestamp)
-    what = words(told[rank]) if rank in told else f"rank {rank} {_how(child.exitcode)}"
-    return _Why(rank, what + after, shows_log=True), step
+    what = (
+        describe_failure(reports[rank])
+        if rank in reports
+        else f"rank {rank} {_describe_exit(child.exitcode)}"
+    )
+    return _Cause(rank, what + after, shows_log=True), step
 
 
-def _how(status: int) -> str:
-    """A rank ended that has said nothing."""
+def _describe_exit(status: int) -> str:
+    """Return how a rank ended that reported no error."""
     if status == LOST:
         return "was lost with its node"
     if status == UNFINISHED:
@@ -119,8 +137,8 @@ def _how(status: int) -> str:
     )
 
 
-def words(event: Failed) -> str:
-    """Which rank failed, and how."""
+def describe_failure(event: Failed) -> str:
+    """Return which rank failed, and how."""
     return (
         event.message
         if event.message.startswith("rank ")
@@ -128,76 +146,84 @@ def words(event: Failed) -> str:
     )
 
 
-def given_up(run: RunFolder, stuck: Diagnosis, step: int) -> RankError:
-    """A training that stood still after `step`."""
-    message = f"{_gave_up(run, stuck, step)}; {run.hint()}"
+def record_hang(run: RunFolder, hang: Diagnosis, step: int) -> RankError:
+    """Write to the events that the training ended since it was stalled after `step`, and return the error."""
+    message = f"{_describe_hang(run, hang, step)}; {run.hint()}"
     events.append(
-        run.events, Failed(what="run", step=step, rank=next(iter(stuck.at_fault), None), message=message)
+        run.events, Failed(what="run", step=step, rank=next(iter(hang.at_fault), None), message=message)
     )
     return RankError(message)
 
 
-def _gave_up(run: RunFolder, stuck: Diagnosis, step: int) -> str:
-    return f"{stuck.sentence}; it was given up after step {step}, more in {run.diagnosis}"
+def _describe_hang(run: RunFolder, hang: Diagnosis, step: int) -> str:
+    return f"{hang.sentence}; the training was ended after step {step}, see {run.diagnosis}"
 
 
-def tell_of_silent(
-    run: RunFolder, failures: Failures, before: int, left: Container[int], stuck: Diagnosis | None = None
+def record_silent_failure(
+    run: RunFolder, failures: Failures, begin: int, killed: Container[int], hang: Diagnosis | None = None
 ) -> None:
-    """Write down which rank of this node was killed, for the agent that speaks."""
-    told, step = last_words(run, before)
-    for rank, child in [*_silent(failures, told, left), *_exited(failures, told, left)][:1]:
-        message = f"rank {rank} on {platform.node()} {_how(child.exitcode)}"
+    """Write to the events which rank of this node was killed or exited, for the agent that reports.
+
+    The arguments are those of `find_cause`.
+    """
+    reports, step = read_failures(run, begin)
+    found = [*_find_killed(failures, reports, killed), *_find_exited(failures, reports, killed)]
+    for rank, child in found[:1]:
+        message = f"rank {rank} on {platform.node()} {_describe_exit(child.exitcode)}"
         events.append(run.events, Failed(what="run", step=step, rank=rank, message=message))
 
 
-def gone(run: RunFolder, ranks: Iterable[int]) -> str:
-    """Of ranks of the last start that said nothing."""
+def describe_silent_ranks(run: RunFolder, ranks: Iterable[int]) -> str:
+    """Return a sentence on ranks of the last start that ended without an error message."""
     hosts: dict[str, list[int]] = {}
-    for one in read_heartbeats(run):
-        if one is not None and one.rank in ranks:
-            hosts.setdefault(one.host, []).append(one.rank)
-    each = [f"{host} with {numbered('rank', there)}" for host, there in hosts.items()]
-    return f"{' and '.join(each)} ended without a word"
+    for beat in read_heartbeats(run):
+        if beat is not None and beat.rank in ranks:
+            hosts.setdefault(beat.host, []).append(beat.rank)
+    parts = [f"{host} with {numbered('rank', on_host)}" for host, on_host in hosts.items()]
+    return f"{' and '.join(parts)} ended without an error message"
 
 
-def unheard(run: RunFolder, before: int) -> list[int]:
-    """The ranks of the last start on other machines that have not said why they end."""
-    told, _ = last_words(run, before)
+def find_silent_ranks(run: RunFolder, begin: int) -> list[int]:
+    """Return the ranks of the last start on other machines that have not reported a failure."""
+    reports, _ = read_failures(run, begin)
     return [
-        one.rank
-        for one in read_heartbeats(run)
-        if one is not None and one.rank not in told and one.host != platform.node()
+        beat.rank
+        for beat in read_heartbeats(run)
+        if beat is not None and beat.rank not in reports and beat.host != platform.node()
     ]
 
 
-def last_words(run: RunFolder, before: int) -> tuple[dict[int | None, Failed], int]:
-    """What the ranks of the last start said as they ended, and the last step of it."""
-    told: dict[int | None, Failed] = {}
-    for event in events.EventReader(run.events, before).new(Started, Failed):
+def read_failures(run: RunFolder, begin: int) -> tuple[dict[int | None, Failed], int]:
+    """Return the failures that ranks of the last start reported, by rank, and the last step of that start."""
+    reports: dict[int | None, Failed] = {}
+    for event in events.EventReader(run.events, begin).new(Started, Failed):
         if isinstance(event, Started):
-            told = {}
+            reports = {}
         elif isinstance(event, Failed) and event.what == "run":
-            told[event.rank] = event
-    newest = events.last(run.events, Started, Step, until=(Started, Step), begin=before)
-    return told, max((event.step for event in newest if isinstance(event, (Started, Step))), default=0)
+            reports[event.rank] = event
+    newest = events.last(run.events, Started, Step, until=(Started, Step), begin=begin)
+    return reports, max((event.step for event in newest if isinstance(event, (Started, Step))), default=0)
 
 
-def _wait_for_others(run: RunFolder, before: int) -> tuple[dict[int | None, Failed], list[int]]:
-    """What ranks on other nodes say, and those that say nothing."""
-    deadline = time.monotonic() + WORDS_S
+def _wait_for_other_nodes(run: RunFolder, begin: int) -> tuple[dict[int | None, Failed], list[int]]:
+    """Wait a few seconds for other nodes. Return the reported failures, and the ranks that reported none."""
+    deadline = time.monotonic() + REPORT_S
     while True:
-        told, _ = last_words(run, before)
-        others = unheard(run, before)
-        if not others or not all(event.lost_peer for event in told.values()) or time.monotonic() > deadline:
-            return told, others
+        reports, _ = read_failures(run, begin)
+        silent = find_silent_ranks(run, begin)
+        has_cause = not all(event.lost_peer for event in reports.values())
+        if not silent or has_cause or time.monotonic() > deadline:
+            return reports, silent
         time.sleep(0.1)
 
 
-def _silent(
-    failures: Failures, told: Container[int | None], left: Container[int]
+def _find_killed(
+    failures: Failures, reported: Container[int | None], killed: Container[int]
 ) -> list[tuple[int, ProcessFailure]]:
-    """A rank that was killed said nothing, and neither did those that the agent then ended."""
+    """Return ranks that were killed, without those that the agent ended afterwards.
+
+    Neither report a failure.
+    """
     first_at = min((child.timestamp for child in failures.values()), default=0)
     return [
         (rank, child)
@@ -205,24 +231,24 @@ def _silent(
         if child.exitcode < 0
         and child.exitcode != -signal.SIGTERM
         and child.timestamp < first_at + AGENT_WAITS_S
-        and rank not in told
-        and child.pid not in left
+        and rank not in reported
+        and child.pid not in killed
     ]
 
 
-def _exited(
-    failures: Failures, told: Container[int | None], left: Container[int]
+def _find_exited(
+    failures: Failures, reported: Container[int | None], killed: Container[int]
 ) -> list[tuple[int, ProcessFailure]]:
-    """Ranks that ended by themselves and said nothing: something in them has called an exit."""
+    """Return ranks that exited without reporting a failure: their code called sys.exit or os._exit."""
     return [
         (rank, child)
         for rank, child in failures.items()
-        if child.exitcode >= 0 and rank not in told and child.pid not in left
+        if child.exitcode >= 0 and rank not in reported and child.pid not in killed
     ]
 
 
-def _log(run: RunFolder, rank: int) -> Path:
-    """The log of its last start."""
+def _find_log(run: RunFolder, rank: int) -> Path:
+    """Return the log of the last start of a rank."""
     return max(
         run.ranks.glob(f"{rank}.*log"), key=lambda path: path.stat().st_mtime, default=run.rank_log(rank)
     )

@@ -1,4 +1,4 @@
-"""The fork server's own part: wait for requests of the launcher, and become the rank that each of them asks for."""
+"""Inside the fork server: wait for requests of the launcher, fork, and become the requested rank."""
 
 import ctypes
 import gc
@@ -7,28 +7,31 @@ import socket
 import sys
 from pathlib import Path
 
-from paceline.launch.fork_server import GO, LONGEST, READY, ROOM, ROOM_BYTES, UNSAFE, is_safe
+from paceline.launch.fork_server import GO, MAX_REQUEST_BYTES, READY, ROOM, ROOM_BYTES, UNSAFE, is_safe
 
-ENV_START, ENV_END = 47, 48  # in /proc/self/stat, counted after the name of the process: see proc(5)
+ENV_START, ENV_END = 47, 48  # fields of /proc/self/stat, counted after the process name: see proc(5)
 
 
 def serve(descriptor: int) -> int | None:
-    """Fork ranks for as long as the launcher lives. Returns in each rank the id of the fork server, and None in the server at its end."""
-    import torch._dynamo  # noqa: F401 (torch imports it in the first step of any optimizer)
+    """Fork ranks until the launcher ends.
+
+    Return the process id of the fork server in each rank, and None in the server.
+    """
+    import torch._dynamo  # noqa: F401 (torch imports it in the first step of every optimizer)
 
     import paceline.launch.rank_main  # noqa: F401
 
     os.environ.pop(ROOM, None)
     server = os.getpid()
-    with socket.socket(fileno=descriptor) as there:
+    with socket.socket(fileno=descriptor) as launcher:
         if not is_safe(os.environ, len(os.listdir("/proc/self/task"))):
-            there.send(UNSAFE)
+            launcher.send(UNSAFE)
             return None
         gc.collect()
         gc.freeze()  # so that no collection in a rank writes to the shared pages
-        there.send(READY)
+        launcher.send(READY)
         while True:
-            told, files, *_ = socket.recv_fds(there, LONGEST, 2)
+            request, files, *_ = socket.recv_fds(launcher, MAX_REQUEST_BYTES, 2)
             if not files:
                 return None
             pid = _fork_twice()
@@ -36,19 +39,22 @@ def serve(descriptor: int) -> int | None:
                 break
             for file in files:
                 os.close(file)
-            there.send(str(pid).encode())
-    _become(told, *files)
+            launcher.send(str(pid).encode())
+    _become_rank(request, *files)
     return server
 
 
 def _fork_twice() -> int | None:
-    """Fork a process whose parent ends. Returns its id, 0 where there are too many processes, and None in that process itself."""
+    """Fork a process whose parent ends.
+
+    Return its id (0 if there are too many processes), and None in the new process.
+    """
     read, write = os.pipe()
     try:
-        between = os.fork()
+        middle = os.fork()
     except OSError:
-        between = -1
-    if not between:
+        middle = -1
+    if not middle:
         try:
             pid = os.fork()
         except OSError:
@@ -61,36 +67,39 @@ def _fork_twice() -> int | None:
         os._exit(0)
     os.close(write)
     with os.fdopen(read, "rb") as answer:
-        pid = int(answer.read() or 0) if between > 0 else 0
-    if between > 0:
-        os.waitpid(between, 0)  # from here on the launcher is the parent
+        pid = int(answer.read() or 0) if middle > 0 else 0
+    if middle > 0:
+        os.waitpid(middle, 0)  # from here on the launcher is the parent
     return pid
 
 
-def _become(told: bytes, log: int, go: int) -> None:
-    """Be as the process would be that `spawn` starts."""
+def _become_rank(request: bytes, log: int, go: int) -> None:
+    """Turn this process into one as `spawn` starts it: session, standard error, environment, arguments."""
     with os.fdopen(go, "rb") as file:
         if file.read() != GO:
             os._exit(1)
     os.setsid()
     os.dup2(log, 2)
     os.close(log)
-    for item in os.fsdecode(told).split("\0"):
+    for item in os.fsdecode(request).split("\0"):
         name, _, value = item.partition("=")
         os.environ[name] = value
-    _show(told)
+    _publish_environment(request)
     sys.argv = sys.argv[:-1]
 
 
-def _show(told: bytes) -> None:
-    """Let the system show these variables as those of this process, by which a rank is known to whoever looks for it.
+def _publish_environment(request: bytes) -> None:
+    """Make /proc show these variables as the environment of this process, so that tools recognize the rank.
 
-    It shows the memory where they lay when the program was started. Of that we write the part that we had filled ourselves."""
+    /proc shows the memory of the variables at the start of the program. The fork server reserved a part of it
+    (ROOM),
+    and only that part is overwritten.
+    """
     fields = Path("/proc/self/stat").read_bytes().rpartition(b")")[2].split()
     start, end = int(fields[ENV_START]), int(fields[ENV_END])
     room = len(ROOM) + 1 + ROOM_BYTES
     if (
-        len(told) + len(ROOM) + 2 <= room <= end - start
+        len(request) + len(ROOM) + 2 <= room <= end - start
         and ctypes.string_at(start, len(ROOM)) == ROOM.encode()
     ):
-        ctypes.memmove(start, (told + b"\0" + ROOM.encode() + b"=").ljust(room, b"-"), room)
+        ctypes.memmove(start, (request + b"\0" + ROOM.encode() + b"=").ljust(room, b"-"), room)

@@ -1,8 +1,12 @@
-"""A process that has imported what every rank needs, and forks a rank whenever the launcher asks for one.
+"""The fork server: a process that imports what every rank needs, and forks ranks for the launcher.
 
-A rank spends most of its start importing torch. The fork server does it once, runs no operator and imports no code of the user's. A rank
-that it forks becomes a child of the launcher, which is a child subreaper for that moment: as for a spawned rank, the launcher waits for
-it, and the rank sees by its parent that the launcher is gone. A fork server that dies takes no rank with it.
+A rank spends most of its start importing torch. The fork server imports it once, runs no operator and imports
+no
+user code. A forked rank becomes a child of the launcher, which is a child subreaper at that moment. So, as
+for a
+spawned rank, the launcher waits for it, and the rank sees by its parent when the launcher is gone. If the
+fork
+server dies, its ranks continue.
 """
 
 import contextlib
@@ -16,24 +20,30 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from paceline.launch.spawn import RankProcess, begin, environment, rank_words, spawn
+from paceline.launch.spawn import (
+    RankProcess,
+    build_rank_arguments,
+    build_shared_environment,
+    mark_unfinished,
+    spawn,
+)
 from paceline.run import RunFolder
 
 ACCELERATORS = ("/dev/nvidiactl", "/dev/nvidia0", "/dev/kfd", "/dev/dxg")
 READY, UNSAFE, GO = b"ready", b"unsafe", b"go"
-ROOM, ROOM_BYTES = (
-    "PACELINE_ROOM",
-    1000,
-)  # in the memory that the system shows as the environment of a process
-LONGEST = 2**16  # bytes of a request
+# A variable that reserves memory in the block that the system shows as the environment of a process.
+ROOM, ROOM_BYTES = "PACELINE_ROOM", 1000
+MAX_REQUEST_BYTES = 2**16
 PR_SET_CHILD_SUBREAPER = 36  # Linux, sys/prctl.h
 
 
 def is_safe(environ: Mapping[str, str], num_threads: int = 1) -> bool:
-    """Return whether a fork of a process with this environment works like a process of its own.
+    """Return whether a fork of a process with this environment works like a new process.
 
-    Threads do not survive a fork, and OpenBLAS starts one for each of OMP_NUM_THREADS. The driver of an accelerator may hold state of the
-    process from the import of torch on: on machines that have one, every rank is spawned.
+    Threads do not survive a fork, and OpenBLAS starts one for each of OMP_NUM_THREADS. The driver of an
+    accelerator
+    may hold state of the process after the import of torch, so ranks are spawned on machines with an
+    accelerator.
     """
     has_accelerator = any(os.path.exists(device) for device in ACCELERATORS)
     return (
@@ -49,7 +59,7 @@ def is_safe(environ: Mapping[str, str], num_threads: int = 1) -> bool:
 
 @dataclass
 class _Forked:
-    """A child of this process that another one has forked."""
+    """A child of this process that the fork server forked."""
 
     pid: int
     _status: int | None = field(default=None, init=False)
@@ -64,7 +74,7 @@ class _Forked:
         if self._status is None:
             try:
                 pid, status = os.waitpid(self.pid, options)
-            except ChildProcessError:  # SIGCHLD is ignored: there is no status, as for subprocess.Popen
+            except ChildProcessError:  # SIGCHLD is ignored, so there is no status, as for subprocess.Popen
                 pid, status = self.pid, 0
             if pid:
                 self._status = os.waitstatus_to_exitcode(status)
@@ -76,18 +86,18 @@ class _Forked:
 
 
 class ForkServer:
-    """Starts ranks of a run by forking them, or by `spawn` where that is not possible."""
+    """Starts the ranks of a run by forking, or by `spawn` if forking is not possible."""
 
     node = "localhost"
 
     def __init__(self, run: RunFolder, environ: Mapping[str, str]):
-        self._here, there = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        with there, open(run.ranks / "imports.txt", "wb") as log:
+        self._socket, remote = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with remote, open(run.ranks / "fork_server.txt", "wb") as log:
             self._process = subprocess.Popen(
-                [sys.executable, *rank_words(run.path), str(there.fileno())],
+                [sys.executable, *build_rank_arguments(run.path), str(remote.fileno())],
                 env={ROOM: "-" * ROOM_BYTES, **environ},
                 stderr=log,
-                pass_fds=[there.fileno()],
+                pass_fds=[remote.fileno()],
                 start_new_session=True,
             )
         self._is_ready: bool | None = None
@@ -97,58 +107,59 @@ class ForkServer:
         return self._process.pid
 
     def has_answered(self, timeout_s: float) -> bool:
-        """Return whether it is known by now if ranks can be forked."""
-        if self._is_ready is None and select.select([self._here], [], [], timeout_s)[0]:
-            self._is_ready = self._received() == READY
+        """Return whether the server has reported if ranks can be forked."""
+        if self._is_ready is None and select.select([self._socket], [], [], timeout_s)[0]:
+            self._is_ready = self._receive() == READY
         return self._is_ready is not None
 
     def start(self, run: Path, environ: Mapping[str, str], log: Path) -> RankProcess:
+        """Start a rank with these variables, whose standard error goes to `log`."""
         pid = self._fork(environ, log) if self._is_ready else None
         return (
-            RankProcess(_Forked(pid), begin(RunFolder(run), int(environ["RANK"])))
+            RankProcess(_Forked(pid), mark_unfinished(RunFolder(run), int(environ["RANK"])))
             if pid is not None
             else spawn(run, environ, log)
         )
 
     def _fork(self, environ: Mapping[str, str], log: Path) -> int | None:
-        """Return the id of a process that becomes this rank; None where there is none."""
-        told = _block(environ)
-        go_there, go = os.pipe()
+        """Return the id of a process that becomes this rank, or None if it could not be forked."""
+        request = _encode_environment(environ)
+        go_reader, go_writer = os.pipe()
         with (
             open(log, "wb") as file,
-            os.fdopen(go, "wb", 0) as go_on,
-            os.fdopen(go_there, "rb", 0),
-            _adopting(),
+            os.fdopen(go_writer, "wb", 0) as go,
+            os.fdopen(go_reader, "rb", 0),
+            _adopt_descendants(),
         ):
             try:
-                socket.send_fds(self._here, [told], [file.fileno(), go_there])
-            except OSError:  # it is gone
+                socket.send_fds(self._socket, [request], [file.fileno(), go_reader])
+            except OSError:  # the fork server is gone
                 pid = 0
             else:
-                pid = int(self._received() or 0)
+                pid = int(self._receive() or 0)
             if not pid or not _is_child(pid):
                 self._is_ready = False
-                return None  # what it may have forked ends, since nobody tells it to go on
-            with contextlib.suppress(BrokenPipeError):  # it was killed, which is seen when it is waited for
-                go_on.write(GO)
+                return None  # a process that it may have forked ends, since it does not receive GO
+            with contextlib.suppress(BrokenPipeError):  # the rank was killed; `wait` reports it
+                go.write(GO)
         return pid
 
-    def _received(self) -> bytes:
+    def _receive(self) -> bytes:
         try:
-            return self._here.recv(LONGEST)
+            return self._socket.recv(MAX_REQUEST_BYTES)
         except ConnectionError:
             return b""
 
     def close(self) -> None:
-        self._here.close()
+        self._socket.close()
         self._process.kill()
         self._process.wait()
 
 
 @contextlib.contextmanager
 def fork_server(run: RunFolder, ranks: int) -> Iterator[ForkServer | None]:
-    """Start a fork server that lasts as long as the context; None where ranks are to be spawned."""
-    environ = environment(ranks)
+    """Yield a fork server that runs until the context ends, or None if ranks must be spawned."""
+    environ = build_shared_environment(ranks)
     if ranks < 2 or not is_safe(environ):
         yield None
         return
@@ -158,8 +169,8 @@ def fork_server(run: RunFolder, ranks: int) -> Iterator[ForkServer | None]:
 
 
 @contextlib.contextmanager
-def _adopting() -> Iterator[None]:
-    """What a descendant of this process leaves behind when it ends becomes our child, in this context."""
+def _adopt_descendants() -> Iterator[None]:
+    """Make this process the parent of the children of descendants that end, until the context ends."""
     prctl = ctypes.CDLL(None).prctl
     prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     try:
@@ -176,8 +187,8 @@ def _is_child(pid: int) -> bool:
     return True
 
 
-# In the fork server
+# Requests
 
 
-def _block(environ: Mapping[str, str]) -> bytes:
+def _encode_environment(environ: Mapping[str, str]) -> bytes:
     return b"\0".join(os.fsencode(f"{name}={value}") for name, value in environ.items())

@@ -1,4 +1,8 @@
-"""Ways of ours to start ranks, a row each. (Launchers of others, under which a process becomes a rank, are rows of `world.LAUNCHERS`.)"""
+"""The launchers of Paceline, one row each.
+
+Foreign launchers such as torchrun, under which a process becomes a rank, are in
+`distributed.world.LAUNCHERS`.
+"""
 
 import importlib.util
 import os
@@ -11,44 +15,45 @@ from paceline.run import RunFolder
 from paceline.spec import Launch
 from paceline.units import several
 
-RANKS_PER_CORE = 64  # more are a mistake, and would stop the machine
+RANKS_PER_CORE = 64  # more ranks are a mistake, and would stop the machine
 
 
 class Launcher(NamedTuple):
-    check: Callable[[Launch], None]  # raises LaunchError for what can be known without starting anything
-    start: Callable[
-        [RunFolder, Launch], int
-    ]  # train the request of a run, show what happens, return the exit status
+    """A way to start ranks."""
+
+    check: Callable[[Launch], None]  # raises LaunchError for what is wrong before anything starts
+    start: Callable[[RunFolder, Launch], int]  # trains the request of a run and returns the exit status
 
 
-def _check_here(launch: Launch) -> None:
+def _check_local(launch: Launch) -> None:
     if launch.nodes > 1:
         raise LaunchError(
-            f"--launcher local starts ranks on this machine alone, got --nodes {launch.nodes}: leave out one of them"
+            f"--launcher local starts ranks on this machine only, got --nodes {launch.nodes}; leave out "
+            "one of them"
         )
     check_count(launch.ranks or 1)
 
 
 def check_count(ranks: int) -> None:
-    """Raise LaunchError for more ranks than this machine starts."""
+    """Raise LaunchError if this machine has too few cores for that many ranks."""
     cores = os.cpu_count() or 1
     if ranks > RANKS_PER_CORE * cores:
         raise LaunchError(
-            f"--ranks {ranks} on this machine of {several(cores, 'core')}: it starts at most {RANKS_PER_CORE * cores}, "
-            f"{RANKS_PER_CORE} for each core; use fewer, or several --nodes"
+            f"--ranks must be at most {RANKS_PER_CORE * cores} on this machine of {several(cores, 'core')}, "
+            f"{RANKS_PER_CORE} per core, got {ranks}; use fewer ranks, or several --nodes"
         )
 
 
-def _start_here(run: RunFolder, launch: Launch) -> int:
+def _start_local(run: RunFolder, launch: Launch) -> int:
     from paceline.launch import local
 
     return local.start(run, launch.ranks or 1, launch.restarts)
 
 
 def _check_slurm(launch: Launch) -> None:
-    from paceline.launch.slurm.srun import allocated
+    from paceline.launch.slurm.srun import count_allocated_nodes
 
-    allocated(launch.nodes, launch.least_nodes)
+    count_allocated_nodes(launch.nodes, launch.least_nodes)
 
 
 def _start_slurm(run: RunFolder, launch: Launch) -> int:
@@ -59,21 +64,20 @@ def _start_slurm(run: RunFolder, launch: Launch) -> int:
 
 def _check_ray(launch: Launch) -> None:
     if importlib.util.find_spec("ray") is None:
-        raise LaunchError('--launcher ray needs Ray, which is not installed: pip install "paceline[ray]"')
+        raise LaunchError('--launcher ray requires Ray, which is not installed; pip install "paceline[ray]"')
     if launch.least_nodes not in (None, launch.nodes):
         raise LaunchError(
-            f"--nodes {launch.least_nodes}:{launch.nodes} is for Slurm; with --launcher ray use --nodes {launch.nodes}"
+            f"--nodes {launch.least_nodes}:{launch.nodes} requires Slurm; with --launcher ray use --nodes "
+            f"{launch.nodes}"
         )
 
 
-QUIET = {
-    "RAY_USAGE_STATS_ENABLED": "0",
-    "RAY_DEDUP_LOGS_SKIP_REGEX": ".",
-}  # what Ray has to say, the launcher says in a sentence
+# without messages of Ray: the launcher reports errors in one sentence
+QUIET_RAY = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_DEDUP_LOGS_SKIP_REGEX": "."}
 
 
 def _start_ray(run: RunFolder, launch: Launch) -> int:
-    for name, value in QUIET.items():  # read when Ray is imported
+    for name, value in QUIET_RAY.items():  # Ray reads them when it is imported
         os.environ.setdefault(name, value)
     from paceline.launch.ray import launcher as ray
 
@@ -81,18 +85,19 @@ def _start_ray(run: RunFolder, launch: Launch) -> int:
 
 
 LAUNCHERS = {
-    "local": Launcher(_check_here, _start_here),
+    "local": Launcher(_check_local, _start_local),
     "slurm": Launcher(_check_slurm, _start_slurm),
     "ray": Launcher(_check_ray, _start_ray),
 }
 
 
 def find_launcher(launch: Launch) -> Launcher:
+    """Return the requested launcher, else slurm for several nodes and local for one."""
     return LAUNCHERS[launch.launcher or ("slurm" if launch.nodes > 1 else "local")]
 
 
 def is_rank(launch: Launch, me: World) -> bool:
-    """Whether this process trains itself: somebody has started it as a rank, or it is all that is needed."""
+    """Return whether this process is a rank: a launcher started it as a rank, or one process is enough."""
     return me.launcher is not None or (
         find_launcher(launch) is LAUNCHERS["local"] and launch.ranks == 1 and not launch.restarts
     )

@@ -1,21 +1,23 @@
 """Start ranks on this machine."""
 
 from paceline.launch.fork_server import fork_server
-from paceline.launch.supervise import attend, end_children
-from paceline.launch.worker_processes import here, launch
+from paceline.launch.supervise import kill_children, supervise
+from paceline.launch.worker_processes import launch, use_this_machine
 from paceline.run import RunFolder
 
 
 def start(run: RunFolder, ranks: int, restarts: int) -> int:
-    """Train the request of `run` on so many ranks, showing what happens; returns the exit status.
+    """Train the request of `run` on `ranks` ranks, show the progress, and return the exit status.
 
-    A rank that dies is started again with all others, from the last good checkpoint, up to `restarts` times.
-    Raises the Error that ended the training, RankError for a rank that died without one.
+    If a rank fails, all ranks are restarted from the last complete checkpoint, up to `restarts` times.
+    Raises the Error that ended the training, or RankError for a rank that ended without an error message.
     """
     with fork_server(run, ranks) as server:
-        kept = {server.pid} if server is not None else ()
-        return attend(
+        keep = {server.pid} if server is not None else ()
+        return supervise(
             run,
-            lambda again, begin: launch(run, here(ranks, server), restarts, again, begin),
-            lambda only: end_children(only, kept),
+            lambda on_restart, on_start: launch(
+                run, use_this_machine(ranks, server), restarts, on_restart, on_start
+            ),
+            lambda only: kill_children(only, keep),
         )

@@ -1,4 +1,4 @@
-"""What one rank does from its start to its end: train, write down what happens, and say why it fails."""
+"""The main function of a rank: train, write the events, and report why it fails."""
 
 import collections
 import contextlib
@@ -31,31 +31,40 @@ from paceline.user_code import LOST_PEER
 
 
 def run_started(run: RunFolder, world: World, launcher: int, importer: int | None = None) -> None:
-    """A rank of our own launcher: the folder is there, the launcher shows what happens. `importer`: the process that imported for it."""
-    os.dup2(2, 1)  # one log a rank
-    spec, launch = run.next_request()  # for more ranks, where nodes were lost
+    """Train as a rank of Paceline's launcher, which has created the run folder and shows the progress.
+
+    launcher: the process id of the launcher.
+    importer: the process id of the fork server that imported the modules, if the rank was forked.
+    """
+    os.dup2(2, 1)  # one log per rank
+    spec, launch = run.next_request()  # it may be for more ranks, if nodes were lost
     started = threading.Event()
     with (
         Interrupt(launcher) as interrupt,
-        contextlib.closing(_recorded(spec, launch, world, run, interrupt, importer)) as happening,
+        contextlib.closing(_train_recorded(spec, launch, world, run, interrupt, importer)) as happening,
     ):
-        threading.Thread(target=_leave_if_orphaned, args=(interrupt, started), daemon=True).start()
+        threading.Thread(target=_exit_if_orphaned, args=(interrupt, started), daemon=True).start()
         for _ in happening:
             started.set()
         run.unfinished(world.rank).unlink(missing_ok=True)
 
 
-def _leave_if_orphaned(interrupt: Interrupt, started: threading.Event) -> None:
-    """Until the loop looks after it: the store by which the ranks find each other went with the launcher, and they would wait for it."""
+def _exit_if_orphaned(interrupt: Interrupt, started: threading.Event) -> None:
+    """End this rank if its launcher is killed before the training loop starts, which checks it from then on.
+
+    The store by which the ranks connect ends with the launcher, and the ranks would wait for it.
+    """
     while not started.wait(0.5):
-        if interrupt.orphaned():
+        if interrupt.is_orphaned():
             os._exit(1)
 
 
 def run_alone(spec: Spec, launch: Launch, world: World, run: RunFolder | None) -> int:
-    """A rank of somebody else's launcher, or the only one; rank 0 shows what happens. `run`: one to go on with; None: a new one.
+    """Train as a rank of a foreign launcher, or as the only rank, and return the exit status.
 
-    Returns the exit status.
+    Rank 0 shows the progress.
+
+    run: the run to continue. None: a new run.
     """
     with (
         Interrupt() as interrupt,
@@ -69,60 +78,65 @@ def run_alone(spec: Spec, launch: Launch, world: World, run: RunFolder | None) -
         try:
             if run is None:
                 run = RunFolder(Path(_agree_on_folder(launch, spec, world)))
-            with contextlib.closing(_recorded(spec, launch, world, run, interrupt)) as happening:
+            with contextlib.closing(_train_recorded(spec, launch, world, run, interrupt)) as happening:
                 if world.rank:
-                    return _status(_last(happening))
-                watchdog = HangWatchdog(run, on_hang=lambda ranks: _give_up(run, watchdog.diagnosis))
+                    return _exit_status(_consume(happening))
+                watchdog = HangWatchdog(run, on_hang=lambda ranks: _exit_on_hang(run, watchdog.diagnosis))
                 with watchdog:
-                    return _status(watch(happening, run, _console(world)))
+                    return _exit_status(watch(happening, run, _console(world)))
         except (Error, RuntimeError, ConnectionError) as error:
             if not isinstance(error, Error) and not is_of_lost_peer(error):
                 raise
-            # One sentence for all ranks: the first one says it.
-            if not _first_to_fail(world):
+            # of all failing ranks only the first prints its error
+            if not _claim_first_failure(world):
                 sys.exit(2)
             if isinstance(error, Error) or run is None:
                 raise
-            raise RankError(f"rank {world.rank} {_what_was_lost(run)}; {run.hint()}") from error
+            raise RankError(f"rank {world.rank} {_describe_lost_peer(run)}; {run.hint()}") from error
         finally:
             if run is not None and world.rank == 0:
                 release(run.path)
 
 
-def _begun_s(launcher: int | None, importer: int | None) -> dict[str, float]:
-    """How long this rank took until now, or the process that imported for it, and its launcher before that."""
-    own = process_age_s(importer or os.getpid())
-    before = process_age_s(launcher) if launcher is not None else None
-    if own is None:
+def _measure_start(launcher: int | None, importer: int | None) -> dict[str, float]:
+    """Return the seconds since this rank or its fork server started, and of the launcher before."""
+    imports_s = process_age_s(importer or os.getpid())
+    launcher_s = process_age_s(launcher) if launcher is not None else None
+    if imports_s is None:
         return {}
-    return {"launcher": before - own, "imports": own} if before is not None else {"imports": own}
+    before = {"launcher": launcher_s - imports_s} if launcher_s is not None else {}
+    return {**before, "imports": imports_s}
 
 
-def _give_up(run: RunFolder, found: Diagnosis | None) -> None:
-    """Of a rank that waits in torch and would not hear of an exception; the launcher, or their lost connections, end the others."""
-    from paceline.launch.failure_cause import given_up  # with torch's agent, which a rank does not need
+def _exit_on_hang(run: RunFolder, diagnosis: Diagnosis | None) -> None:
+    """End this process, which waits in torch where no exception reaches it.
 
-    if found is not None:
-        print(f"paceline: {given_up(run, found, found.step)}", file=sys.stderr, flush=True)
+    The launcher, or their lost connections, end the other ranks.
+    """
+    from paceline.launch.failure_cause import record_hang  # imports torch's agent, which ranks do not need
+
+    if diagnosis is not None:
+        print(f"paceline: {record_hang(run, diagnosis, diagnosis.step)}", file=sys.stderr, flush=True)
         os._exit(2)
 
 
 def is_of_lost_peer(error: Exception) -> bool:
+    """Return whether an error says that the connection to another rank was lost."""
     return isinstance(error, (RuntimeError, ConnectionError)) and bool(LOST_PEER.search(str(error)))
 
 
-def _what_was_lost(run: RunFolder) -> str:
-    """In the words of the doctor, where it was asked since the last start."""
-    said = next(iter(events.last(run.events, Stalled, Started, until=(Stalled, Started))), None)
+def _describe_lost_peer(run: RunFolder) -> str:
+    """Return the diagnosis of the watchdog, if there is one since the last start."""
+    stalled = next(iter(events.last(run.events, Stalled, Started, until=(Stalled, Started))), None)
     return (
-        f"lost another one: {said.message}"
-        if isinstance(said, Stalled)
-        else f"lost another one; where they were tells paceline doctor {run.path}"
+        f"lost the connection to another rank: {stalled.message}"
+        if isinstance(stalled, Stalled)
+        else f"lost the connection to another rank; for the state of all ranks see paceline doctor {run.path}"
     )
 
 
 def _console(world: World) -> Console | None:
-    """mpirun and srun may give a rank a terminal of its own, also where what it prints goes to a file."""
+    """Return a console without a terminal for mpirun and srun, which give ranks one even for a file."""
     return (
         None
         if world.launcher in (None, "torchrun")
@@ -130,15 +144,17 @@ def _console(world: World) -> Console | None:
     )
 
 
-def _last(happening: Iterator[Event]) -> Event | None:
+def _consume(happening: Iterator[Event]) -> Event | None:
+    """Run the training to its end and return the last event."""
     return next(iter(collections.deque(happening, maxlen=1)), None)
 
 
-def _status(last: Event | None) -> int:
+def _exit_status(last: Event | None) -> int:
     return STOPPED if isinstance(last, Ended) and last.reason == "stopped" else 0
 
 
 def _agree_on_folder(launch: Launch, spec: Spec, world: World) -> str:
+    """Return the run folder that rank 0 reserves. Raises RunError on all ranks if it cannot."""
     answer: list[str | None] = [None, None]
     if world.rank == 0:
         try:
@@ -147,21 +163,22 @@ def _agree_on_folder(launch: Launch, spec: Spec, world: World) -> str:
             answer[1] = str(error)
     if world.size > 1:
         dist.broadcast_object_list(answer, src=0)
-    path, wrong = answer
+    path, error_message = answer
     if path is None:
-        raise RunError(wrong)
+        raise RunError(error_message)
     return path
 
 
-def _first_to_fail(world: World) -> bool:
+def _claim_first_failure(world: World) -> bool:
+    """Return whether this rank is the first to fail."""
     if world.size == 1:
         return True
-    with contextlib.suppress(RuntimeError):  # the store is gone with the rank that held it, which has spoken
+    with contextlib.suppress(RuntimeError):  # the store ended with its rank, which has printed its error
         return dist.distributed_c10d._get_default_store().add("paceline/failed", 1) == 1
     return False
 
 
-def _recorded(
+def _train_recorded(
     spec: Spec,
     launch: Launch,
     world: World,
@@ -169,18 +186,18 @@ def _recorded(
     interrupt: Interrupt,
     importer: int | None = None,
 ) -> Generator[Event]:
-    """The events of the training, each written to the run before it is passed on; on all ranks, but rank 0 alone writes."""
+    """Train and yield the events. Rank 0 writes each event to the run folder before it is yielded."""
     keep_freed_memory()
     writer: events.EventWriter | None = None
     step = 0
 
     def stop() -> bool:
-        return interrupt.asked or interrupt.orphaned()
+        return interrupt.is_requested or interrupt.is_orphaned()
 
-    with contextlib.ExitStack() as held:
+    with contextlib.ExitStack() as at_exit:
         try:
             if run.path.exists() and world.rank == 0:
-                held.enter_context(run.lock())
+                at_exit.enter_context(run.lock())
             if launch.ranks not in (None, world.size):
                 from paceline.training.replan import replan
 
@@ -189,10 +206,10 @@ def _recorded(
             if launch.plan is not None:
                 plan = AUTO if launch.plan == AUTO else parse(launch.plan)
             notes = (launch.chosen,) if launch.chosen is not None else ()
-            begun = _begun_s(interrupt.launcher, importer) if not world.restart else _begun_s(None, None)
+            start_s = _measure_start(*((None, None) if world.restart else (interrupt.launcher, importer)))
             for event in train(spec, plan, world, run=run, device=launch.device, stop=stop, notes=notes):
                 if isinstance(event, Started):
-                    event = replace(event, start_s={**begun, **event.start_s})
+                    event = replace(event, start_s={**start_s, **event.start_s})
                 if world.rank == 0:
                     if writer is None:
                         if isinstance(event, Started) and plan == AUTO:
@@ -204,20 +221,19 @@ def _recorded(
                         run.accept_next_request()
                         if not run.path.exists():
                             create(run.path, spec, launch.model_copy(update={"ranks": world.size}))
-                            held.enter_context(run.lock())
-                        writer = held.enter_context(contextlib.closing(events.EventWriter(run.events)))
+                            at_exit.enter_context(run.lock())
+                        writer = at_exit.enter_context(contextlib.closing(events.EventWriter(run.events)))
                     writer.write(event)
                 if isinstance(event, (Started, Step, Ended)):
                     step = event.step
                 yield event
-        except Exception as error:  # the top of a rank: say why it ends, then let it end
-            of_task = isinstance(error, (TaskError, DataError))
-            told = (
-                type(error)(f"rank {world.rank}: {error}") if of_task and world.rank else error
-            )  # it may have failed here alone
+        except Exception as error:  # the top of a rank: report the error, then raise it
+            is_of_task = isinstance(error, (TaskError, DataError))
+            # the code of a task may fail on this rank only, so the message names the rank
+            reported = type(error)(f"rank {world.rank}: {error}") if is_of_task and world.rank else error
             lost_peer = is_of_lost_peer(error) or isinstance(error, RankError)
             message = (
-                str(told)
+                str(reported)
                 if isinstance(error, Error)
                 else f"{type(error).__name__}: {str(error).strip() or 'no message'}"
             )
@@ -234,6 +250,6 @@ def _recorded(
                         meant=meant,
                     ),
                 )
-            if told is error:
+            if reported is error:
                 raise
-            raise told from error
+            raise reported from error

@@ -1,6 +1,7 @@
-"""Real ranks over gloo that stay, and run one function after another, each in a process group of its own.
+"""A pool of gloo ranks that stay alive and run one function after another, each in a new process group.
 
-ranks = Ranks(4); ranks.start(); ranks(function, *args, timeout_s=60)   -> what function(*args) returned on each rank
+ranks = Ranks(4); ranks.start(); ranks(function, *args, timeout_s=60)   # the list of what function(*args)
+returned on each rank
 """
 
 import contextlib
@@ -29,18 +30,21 @@ from paceline.launch.launchers import check_count
 from paceline.units import numbered
 from paceline.user_code import LOST_PEER
 
-START_S = 180.0  # to import torch, on a busy machine
-GRACE_S = 3.0  # for the other ranks, after one has failed
-LOG_LINES = 12  # of a rank that died
+START_S = 180.0  # for importing torch on a busy machine
+GRACE_S = 3.0  # for the answers of the other ranks after a failure
+LOG_LINES = 12  # last lines of the output of a failed rank
 
 
 @dataclass
 class _PoolRank:
+    """A rank, the pipe to it, and the file with its output."""
+
     process: subprocess.Popen[bytes]
     pipe: Connection
     output: IO[bytes]
 
-    def last_words(self) -> str:
+    def read_output(self) -> str:
+        """Return the last lines of the output, indented."""
         file = self.output.fileno()
         text = os.pread(file, 8000, max(0, os.fstat(file).st_size - 8000)).decode(errors="replace")
         return "\n".join(f"  {line}" for line in text.splitlines()[-LOG_LINES:])
@@ -48,13 +52,18 @@ class _PoolRank:
 
 @dataclass(frozen=True)
 class _Answer:
+    """The result of a call on a rank."""
+
     value: Any = None
-    error: Error | None = None  # one that is meant
-    failure: str | None = None  # another one
+    error: Error | None = None  # an expected error, with a message for users
+    failure: str | None = None  # any other error, as text
 
 
 class Ranks:
-    """So many processes on this machine. They are started by the first call, and again by the one after a failure."""
+    """A pool of processes on this machine.
+
+    They are started by the first call, and by the first call after a failure.
+    """
 
     def __init__(self, size: int):
         self.size = size
@@ -70,53 +79,67 @@ class Ranks:
 
     @property
     def pids(self) -> list[int]:
-        """Of the processes, once they are started."""
+        """The ids of the processes, which are started if necessary."""
         self.start()
         return [rank.process.pid for rank in self._running]
 
     def start(self) -> None:
-        """Start the processes that are not there, without waiting for them. Raises LaunchError for more than the machine starts."""
+        """Start the processes if they are not running, without waiting for them.
+
+        Raises LaunchError for too many ranks.
+        """
         if self._running:
             return
         check_count(self.size)
         self._store = open_store()
         for rank in range(self.size):
-            here, there = Pipe()
+            pipe, remote = Pipe()
             output = tempfile.TemporaryFile()  # noqa: SIM115 (closed in `end`)
-            names = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": self.size, "LOCAL_WORLD_SIZE": self.size}
+            variables = {
+                "RANK": rank,
+                "LOCAL_RANK": rank,
+                "WORLD_SIZE": self.size,
+                "LOCAL_WORLD_SIZE": self.size,
+            }
             process = subprocess.Popen(
                 [
                     sys.executable,
                     "-m",
                     "paceline.launch.rank_pool",
-                    str(there.fileno()),
+                    str(remote.fileno()),
                     str(self._store.port),
                     str(os.getpid()),
                 ],
                 env=os.environ
-                | {name: str(value) for name, value in names.items()}
+                | {name: str(value) for name, value in variables.items()}
                 | {"PYTHONPATH": os.pathsep.join(sys.path)},
-                pass_fds=[there.fileno()],
+                pass_fds=[remote.fileno()],
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
             )
-            there.close()
-            self._running.append(_PoolRank(process, here, output))
+            remote.close()
+            self._running.append(_PoolRank(process, pipe, output))
 
     def __call__(self, function: Callable[..., Any], *args: Any, timeout_s: float) -> list[Any]:
-        """Raises the Error that all ranks raised, RankError when one of them failed, died or did not answer in time."""
+        """Return the results of `function(*args)` on all ranks.
+
+        Raises the Error that all ranks raised, or RankError if a rank failed, died or did not answer in time.
+        """
         self.start()
         if not self._ready:
-            self._taken(self._answers(START_S), START_S)
+            self._collect_results(self._receive_answers(START_S), START_S)
             self._ready = True
         for rank in self._running:
             with contextlib.suppress(BrokenPipeError):
                 rank.pipe.send_bytes(pickle.dumps((function, args, timeout_s)))
-        return self._taken(self._answers(timeout_s + GRACE_S), timeout_s)
+        return self._collect_results(self._receive_answers(timeout_s + GRACE_S), timeout_s)
 
-    def _taken(self, answers: dict[int, _Answer], timeout_s: float) -> list[Any]:
-        """What the ranks returned; raises, and ends them, where not all of them did."""
+    def _collect_results(self, answers: dict[int, _Answer], timeout_s: float) -> list[Any]:
+        """Return the results by rank.
+
+        Raises if a rank failed, and ends the ranks that then wait for one another.
+        """
         if errors := [answer.error for answer in answers.values() if answer.error is not None]:
             if len(errors) < self.size:
                 self.end()
@@ -124,38 +147,41 @@ class Ranks:
         failures = {rank: answer.failure for rank, answer in answers.items() if answer.failure is not None}
         missing = sorted(set(range(self.size)) - answers.keys())
         if failures or missing:
-            words = {rank: self._running[rank].last_words() for rank in missing}
+            outputs = {rank: self._running[rank].read_output() for rank in missing}
             self.end()
-            own = {
+            causes = {
                 rank: failure for rank, failure in failures.items() if not LOST_PEER.search(failure)
             } or failures
-            if own:
-                raise RankError(
-                    "; ".join(f"rank {rank} failed: {failure}" for rank, failure in sorted(own.items())[:1])
-                )
+            if causes:
+                rank = min(causes)
+                raise RankError(f"rank {rank} failed: {causes[rank]}")
             raise RankError(
-                f"no answer from {numbered('rank', missing)} in {timeout_s:.0f} s{_quoted(words[missing[0]])}"
+                f"no answer from {numbered('rank', missing)} in {timeout_s:.0f} "
+                f"s{_quote_output(outputs[missing[0]])}"
             )
         return [answers[rank].value for rank in range(self.size)]
 
-    def _answers(self, timeout_s: float) -> dict[int, _Answer]:
-        """Of those ranks that answer in time; after a failure the others have less of it."""
+    def _receive_answers(self, timeout_s: float) -> dict[int, _Answer]:
+        """Return the answers that arrive in time, by rank.
+
+        After a failure the others have only GRACE_S left.
+        """
         answers: dict[int, _Answer] = {}
         deadline = time.monotonic() + timeout_s
         while len(answers) < self.size:
-            waiting = {rank.pipe: at for at, rank in enumerate(self._running) if at not in answers}
+            waiting = {entry.pipe: rank for rank, entry in enumerate(self._running) if rank not in answers}
             ready = wait(list(waiting), max(0.0, deadline - time.monotonic()))
             if not ready:
                 break
             for pipe in ready:
                 assert isinstance(pipe, Connection)
-                answer = self._answer(waiting[pipe], pipe)
+                answer = self._receive(waiting[pipe], pipe)
                 answers[waiting[pipe]] = answer
                 if answer.failure is not None or answer.error is not None:
                     deadline = min(deadline, time.monotonic() + GRACE_S)
         return answers
 
-    def _answer(self, rank: int, pipe: Connection) -> _Answer:
+    def _receive(self, rank: int, pipe: Connection) -> _Answer:
         try:
             answer = pickle.loads(pipe.recv_bytes())
         except (EOFError, ConnectionError):
@@ -165,11 +191,12 @@ class Ranks:
                 if status < 0
                 else f"it ended with exit status {status}"
             )
-            return _Answer(failure=how + _quoted(self._running[rank].last_words()))
+            return _Answer(failure=how + _quote_output(self._running[rank].read_output()))
         assert isinstance(answer, _Answer)
         return answer
 
     def end(self) -> None:
+        """Kill the processes."""
         for rank in self._running:
             rank.pipe.close()
             rank.process.kill()
@@ -178,29 +205,30 @@ class Ranks:
         self._running, self._store, self._ready = [], None, False
 
 
-def _quoted(words: str) -> str:
-    return f"; the end of its output:\n{words}" if words else ""
+def _quote_output(text: str) -> str:
+    return f"; the end of its output:\n{text}" if text else ""
 
 
-def _be_a_rank(pipe: Connection, port: int, launcher: int) -> None:
-    threading.Thread(target=_leave_if_orphaned, args=(launcher,), daemon=True).start()
+def _serve_calls(pipe: Connection, port: int, launcher: int) -> None:
+    """Run the functions that arrive through the pipe, until it is closed."""
+    threading.Thread(target=_exit_if_orphaned, args=(launcher,), daemon=True).start()
     use_loopback()
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     store = dist.TCPStore(LOOPBACK, port, is_master=False)
     pipe.send_bytes(pickle.dumps(_Answer("ready")))
     for call in itertools.count():
         try:
-            question = pipe.recv_bytes()
+            request = pipe.recv_bytes()
         except EOFError:
             return
-        answer = _Answer(failure="it could not read what to do")
+        answer = _Answer(failure="it could not read the request")
         try:
-            function, args, timeout_s = pickle.loads(question)
-            own = dist.PrefixStore(str(call), store)
+            function, args, timeout_s = pickle.loads(request)
+            call_store = dist.PrefixStore(str(call), store)
             dist.init_process_group(
-                "gloo", store=own, rank=rank, world_size=size, timeout=timedelta(seconds=timeout_s)
+                "gloo", store=call_store, rank=rank, world_size=size, timeout=timedelta(seconds=timeout_s)
             )
-            dist.barrier()  # all are connected, before one can be done
+            dist.barrier()  # no rank may end before all are connected
             answer = _Answer(function(*args))
             dist.barrier()
         except Error as error:
@@ -212,8 +240,8 @@ def _be_a_rank(pipe: Connection, port: int, launcher: int) -> None:
             dist.destroy_process_group()
 
 
-def _leave_if_orphaned(launcher: int) -> None:
-    """Who started the ranks may have been killed, and they wait for one another."""
+def _exit_if_orphaned(launcher: int) -> None:
+    """End this rank if the process that started it is gone."""
     while os.getppid() == launcher:
         time.sleep(0.5)
     os._exit(1)
@@ -222,5 +250,7 @@ def _leave_if_orphaned(launcher: int) -> None:
 if __name__ == "__main__":
     from paceline.launch import rank_pool
 
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # of a terminal, to all: who started the ranks ends them
-    rank_pool._be_a_rank(Connection(int(sys.argv[1])), int(sys.argv[2]), int(sys.argv[3]))
+    signal.signal(
+        signal.SIGINT, signal.SIG_IGN
+    )  # Ctrl-C reaches all processes of a terminal; the pool ends its ranks
+    rank_pool._serve_calls(Connection(int(sys.argv[1])), int(sys.argv[2]), int(sys.argv[3]))

@@ -1,4 +1,4 @@
-"""One rank of ours as a process: what it is told of itself, its command, its log."""
+"""A rank as a process of this machine: its environment, its command and its log."""
 
 import contextlib
 import os
@@ -11,12 +11,21 @@ from typing import Protocol
 
 from paceline.run import RunFolder
 
-UNFINISHED = 70  # exit status that a rank has for its launcher where it exited with 0 before the training was over; EX_SOFTWARE of sysexits.h
+# The status that the launcher gives a rank that exited with 0 before the training was over: EX_SOFTWARE of
+# sysexits.h
+UNFINISHED = 70
 
 
-def environments(nodes: Sequence[str], host: str, port: int, job: str, attempt: int) -> list[dict[str, str]]:
-    """For each rank what torchrun's agent would say to it. `nodes`: that of each rank; host, port: of the store that the launcher keeps."""
-    told = []
+def build_rank_environments(
+    nodes: Sequence[str], host: str, port: int, job: str, attempt: int
+) -> list[dict[str, str]]:
+    """Return the variables that torchrun's agent would set for each rank.
+
+    nodes: the node of each rank.
+    host, port: the address of the store, which the launcher serves.
+    attempt: the number of restarts before this start.
+    """
+    environments = []
     for rank, node in enumerate(nodes):
         environ = {
             "RANK": rank,
@@ -29,22 +38,25 @@ def environments(nodes: Sequence[str], host: str, port: int, job: str, attempt: 
             "TORCHELASTIC_RESTART_COUNT": attempt,
             "TORCHELASTIC_USE_AGENT_STORE": True,
         }
-        told.append({name: str(value) for name, value in environ.items()})
-    return told
+        environments.append({name: str(value) for name, value in environ.items()})
+    return environments
 
 
-def environment(ranks: int) -> dict[str, str]:
-    """What all of so many ranks share. torchrun's agent leaves a rank by itself all threads, too."""
+def build_shared_environment(ranks: int) -> dict[str, str]:
+    """Return the variables that all ranks have.
+
+    Like torchrun's agent, it leaves a single rank all threads.
+    """
     return ({"OMP_NUM_THREADS": "1"} if ranks > 1 else {}) | os.environ
 
 
-def rank_words(run: Path) -> list[str]:
-    """What Python is called with to become a rank of this process."""
+def build_rank_arguments(run: Path) -> list[str]:
+    """Return the arguments with which Python becomes a rank whose launcher is this process."""
     return ["-m", "paceline", "rank", str(run), str(os.getpid())]
 
 
 class Child(Protocol):
-    """What is used of a `subprocess.Popen`."""
+    """The part of `subprocess.Popen` that is used here."""
 
     @property
     def pid(self) -> int: ...
@@ -58,7 +70,10 @@ class Child(Protocol):
 
 @dataclass(frozen=True)
 class RankProcess:
-    """A child of this process that is a rank. One that exits with 0 before the training is over has the status UNFINISHED."""
+    """A child of this process that is a rank.
+
+    Its status is UNFINISHED if it exits with 0 before the training is over.
+    """
 
     process: Child
     unfinished: Path
@@ -82,21 +97,21 @@ class RankProcess:
         return UNFINISHED if status == 0 and self.unfinished.exists() else status
 
 
-def begin(run: RunFolder, rank: int) -> Path:
-    """Call before a rank is started; returns the file that it deletes when it has finished."""
+def mark_unfinished(run: RunFolder, rank: int) -> Path:
+    """Create and return the file that a rank deletes when it has finished. Call it before the rank starts."""
     unfinished = run.unfinished(rank)
-    with contextlib.suppress(OSError):  # of a disk that takes no more files: an exit status of 0 is believed
+    with contextlib.suppress(OSError):  # the disk is full: an exit status of 0 then counts as finished
         unfinished.touch()
     return unfinished
 
 
 def spawn(run: Path, environ: Mapping[str, str], log: Path) -> RankProcess:
-    """A rank, which saves and ends when this process is gone."""
-    unfinished = begin(RunFolder(run), int(environ["RANK"]))
+    """Start a rank. It saves and ends when this process is gone."""
+    unfinished = mark_unfinished(RunFolder(run), int(environ["RANK"]))
     with open(log, "wb") as file:
         process = subprocess.Popen(
-            [sys.executable, *rank_words(run)],
-            env=environment(int(environ["WORLD_SIZE"])) | dict(environ),
+            [sys.executable, *build_rank_arguments(run)],
+            env=build_shared_environment(int(environ["WORLD_SIZE"])) | dict(environ),
             stderr=file,
             start_new_session=True,
         )

@@ -1,4 +1,4 @@
-"""Stand by ranks that an agent starts: show what happens, end who does not end by himself, and say what became of them."""
+"""Supervise ranks: show their progress, kill those that do not end, and report why a training ended."""
 
 import contextlib
 import dataclasses
@@ -18,75 +18,84 @@ from paceline import events
 from paceline.doctor.rank_state import read_heartbeats
 from paceline.doctor.watchdog import HangWatchdog
 from paceline.events import Ended
-from paceline.launch.failure_cause import cause, log_restart, tell_of_silent
+from paceline.launch.failure_cause import find_cause, log_restart, record_silent_failure
 from paceline.launch.signals import STOPPED
-from paceline.launch.spawn import begin
-from paceline.launch.worker_processes import LOST, Again, Failures
+from paceline.launch.spawn import mark_unfinished
+from paceline.launch.worker_processes import LOST, Failures, OnRestart
 from paceline.report.progress import watch
 from paceline.run import RunFolder
 
-End = Callable[[Container[int] | None], list[int]]  # see end_children
-Begin = Callable[[], None]
-FAILED = 2  # exit status of an agent for which another one speaks
+Kill = Callable[[Container[int] | None], list[int]]  # see kill_children
+OnStart = Callable[[], None]
+FAILED = 2  # exit status of an agent whose failure another agent reports
 
 
 class EndedElsewhereError(Exception):
-    """Ranks on another machine have ended for good, and with them the training."""
+    """The training ended on another machine and will not restart."""
 
 
 class RankLogs(DefaultLogsSpecs):
-    """Standard error of rank N goes to ranks/N.log; the rank sends its standard output there too, and has not finished yet."""
+    """Sends the standard error of rank N to ranks/N.log, where the rank sends its standard output too."""
 
     def __init__(self, run: RunFolder, attempt: Callable[[], int]):
         super().__init__(log_dir=os.devnull)
         self._run, self._attempt = run, attempt
 
     def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
-        # torch numbers them by their place on this machine.
+        # torch numbers the ranks by their position on this machine
         logs = {
             local: str(self._run.rank_log(int(env["RANK"]), self._attempt())) for local, env in envs.items()
         }
         for env in envs.values():
-            begin(self._run, int(env["RANK"]))
+            mark_unfinished(self._run, int(env["RANK"]))
         return dataclasses.replace(super().reify(envs), stderrs=logs)
 
 
-def attend(
+def supervise(
     run: RunFolder,
-    launch: Callable[[Again, Begin], object],
-    end: End | None = None,
-    speaks: bool = True,
-    rounds: bool = False,
+    launch: Callable[[OnRestart, OnStart], object],
+    kill: Kill | None = None,
+    is_reporter: bool = True,
+    logs_restarts: bool = True,
 ) -> int:
-    """Call `launch`, which returns when the ranks are done, or raises what ended them. Returns the exit status.
+    """Call `launch` and return the exit status of the training.
 
-    launch: raises ChildFailedError for ranks that failed and SignalException where it was asked to stop. It calls its first argument with
-    the ranks that failed before all are started again, and its second before each start, when no rank of the last start is left.
-    end: ends ranks at once, on whatever machine; None: they are children of this process.
-    speaks: of the agents of several nodes, whether this one says what there is to say. `rounds`: another one says why all start again.
-    Raises the Error that ended the training, RankError for a rank that died without one.
+    launch: returns when the ranks are done. It raises ChildFailedError for failed ranks, and SignalException
+        if a
+        stop was requested. It calls its first argument with the failed ranks before a restart, and its second
+        before
+        each start, when no rank of the previous start is left.
+    kill: kills ranks on any machine. None: the ranks are children of this process.
+    is_reporter: False for all but one of the agents of several nodes, which report nothing.
+    logs_restarts: False if RestartLog writes down why all ranks restart.
+    Raises the Error that ended the training, or RankError for a rank that ended without an error message.
     """
-    for name in list(logging.root.manager.loggerDict):  # what the agent would say is said below, once
+    for name in list(logging.root.manager.loggerDict):  # torch's agent would repeat the messages below
         if name.startswith("torch.distributed"):
             logging.getLogger(name).setLevel(logging.CRITICAL)
     run.ranks.mkdir(exist_ok=True)
-    before, end_ranks = events.end(run.events), end or end_children
+    begin, kill_ranks = events.end(run.events), kill or kill_children
     failures: Failures | None = None
     stopped: SignalException | None = None
-    left: set[int] = set()
+    killed: set[int] = set()
     watchdog = HangWatchdog(
         run,
-        on_failure=lambda: left.update(end_ranks(None)),
-        on_hang=lambda ranks: left.update(end_ranks(_of_ranks(run, ranks, None if end else platform.node()))),
-        reports=speaks,
+        on_failure=lambda: killed.update(kill_ranks(None)),
+        on_hang=lambda ranks: killed.update(
+            kill_ranks(_find_pids(run, ranks, None if kill else platform.node()))
+        ),
+        reports=is_reporter,
     )
-    with _watched(run, before) if speaks else contextlib.nullcontext(), contextlib.ExitStack() as over:
-        over.callback(end_ranks, None)
+    with (
+        _show_progress(run, begin) if is_reporter else contextlib.nullcontext(),
+        contextlib.ExitStack() as at_end,
+    ):
+        at_end.callback(kill_ranks, None)
         try:
             with watchdog:
                 launch(
-                    lambda failures: (tell_of_silent if rounds else log_restart)(
-                        run, failures, before, left, watchdog.diagnosis
+                    lambda failures: (log_restart if logs_restarts else record_silent_failure)(
+                        run, failures, begin, killed, watchdog.diagnosis
                     ),
                     watchdog.begin,
                 )
@@ -97,10 +106,10 @@ def attend(
         except SignalException as error:
             stopped = error
     ended = next(
-        (event for event in events.EventReader(run.events, before).new(Ended) if isinstance(event, Ended)),
+        (event for event in events.EventReader(run.events, begin).new(Ended) if isinstance(event, Ended)),
         None,
     )
-    if stopped is not None and ended is None and speaks:
+    if stopped is not None and ended is None and is_reporter:
         print(
             f"paceline: stopped by {stopped.sigval.name} before all ranks had saved; {run.hint()}",
             file=sys.stderr,
@@ -110,42 +119,45 @@ def attend(
         return STOPPED
     if failures is None:
         return 0
-    if not speaks:
-        tell_of_silent(run, failures, before, left)
+    if not is_reporter:
+        record_silent_failure(run, failures, begin, killed)
         return FAILED
-    raise cause(run, failures, before, left, watchdog.diagnosis)
+    raise find_cause(run, failures, begin, killed, watchdog.diagnosis)
 
 
 @contextlib.contextmanager
-def _watched(run: RunFolder, before: int) -> Iterator[None]:
-    over = threading.Event()
+def _show_progress(run: RunFolder, begin: int) -> Iterator[None]:
+    """Show the events after `begin` until the context ends."""
+    is_over = threading.Event()
     watcher = threading.Thread(
-        target=watch, args=(events.follow(run.events, over.is_set, before), run), daemon=True
+        target=watch, args=(events.follow(run.events, is_over.is_set, begin), run), daemon=True
     )
     watcher.start()
     try:
         yield
     finally:
-        over.set()
+        is_over.set()
         watcher.join()
 
 
-def _of_ranks(run: RunFolder, ranks: Container[int], host: str | None) -> set[int]:
-    """The processes of these ranks that are on this machine, or on any."""
+def _find_pids(run: RunFolder, ranks: Container[int], host: str | None) -> set[int]:
+    """Return the process ids of these ranks on a host, or on all hosts."""
     return {
-        one.pid
-        for one in read_heartbeats(run)
-        if one is not None and host in (None, one.host) and one.rank in ranks
+        beat.pid
+        for beat in read_heartbeats(run)
+        if beat is not None and host in (None, beat.host) and beat.rank in ranks
     }
 
 
-def end_children(only: Container[int] | None = None, kept: Container[int] = ()) -> list[int]:
-    """Kill `only` these of the processes that this one started, or all but `kept`; return their ids. (torch's agent waits longer, and
-    leaves its ranks behind after a second interrupt.)"""
-    ended: list[int] = []
+def kill_children(only: Container[int] | None = None, keep: Container[int] = ()) -> list[int]:
+    """Kill the descendants of this process, restricted to `only` and without `keep`, and return their ids.
+
+    torch's agent waits longer, and leaves its ranks running after a second interrupt.
+    """
+    killed: list[int] = []
     for child in psutil.Process().children(recursive=True):
         with contextlib.suppress(psutil.NoSuchProcess):
-            if child.pid not in kept and (only is None or child.pid in only):
+            if child.pid not in keep and (only is None or child.pid in only):
                 child.kill()
-                ended.append(child.pid)
-    return ended
+                killed.append(child.pid)
+    return killed

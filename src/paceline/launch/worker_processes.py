@@ -1,4 +1,7 @@
-"""Start ranks as processes, here or elsewhere, and watch them: torchrun's agent ends all of them when one dies."""
+"""Start ranks as processes, on this machine or others, and watch them.
+
+torchrun's agent ends all ranks when any of them dies. Here workers of a parameter server may die.
+"""
 
 import contextlib
 import os
@@ -17,21 +20,21 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, P
 from paceline.distributed.store import LOOPBACK, open_store
 from paceline.errors import LaunchError
 from paceline.launch.fork_server import ForkServer
-from paceline.launch.signals import stop_signals
-from paceline.launch.spawn import environments, spawn
+from paceline.launch.signals import list_stop_signals
+from paceline.launch.spawn import build_rank_environments, spawn
 from paceline.plan.plan import parse
 from paceline.run import RunFolder
 
 Failures = Mapping[int, ProcessFailure]  # by rank
-Again = Callable[[Failures], None]
+OnRestart = Callable[[Failures], None]  # called with the failed ranks before all ranks restart
 POLL_S = 0.1
-LOST = -1000  # the exit status of a rank that nothing is heard of any more: below those of signals
-LAST_WORDS_S = 5.0  # for ranks that have lost another one
-SAVING_S = 30.0  # for ranks that were asked to stop; as torchrun's agent does
+LOST = -1000  # exit status of a rank whose node is lost: below those of signals
+EXIT_S = 5.0  # for ranks to end by themselves after another rank failed
+SAVING_S = 30.0  # for ranks to save after a request to stop, as in torchrun's agent
 
 
 class Process(Protocol):
-    """What is used of a `subprocess.Popen`."""
+    """The part of `subprocess.Popen` that is used here."""
 
     @property
     def pid(self) -> int: ...
@@ -42,7 +45,7 @@ class Process(Protocol):
 
 
 class Slot(Protocol):
-    """Room for a rank."""
+    """A place where a rank can be started."""
 
     @property
     def node(self) -> str: ...
@@ -51,79 +54,93 @@ class Slot(Protocol):
 
 
 class StopRequest:
-    """The first of the signals that ask for a stop is remembered, the second one ends the launcher and its ranks at once."""
+    """A request to stop.
+
+    The first stop signal is remembered; the second ends the launcher and its ranks at once.
+    """
 
     def __enter__(self) -> "StopRequest":
         self._signal: signal.Signals | None = None
-        self._before = {number: signal.signal(number, self._ask) for number in stop_signals()}
+        self._before = {number: signal.signal(number, self._request) for number in list_stop_signals()}
         return self
 
     def __exit__(self, *error: object) -> None:
         for number, handler in self._before.items():
             signal.signal(number, handler)
 
-    def _ask(self, number: int, frame: FrameType | None) -> None:
-        again, self._signal = self._signal is not None, signal.Signals(number)
-        if again:
-            self.heed()
+    def _request(self, number: int, frame: FrameType | None) -> None:
+        is_second, self._signal = self._signal is not None, signal.Signals(number)
+        if is_second:
+            self.check()
 
-    def heed(self) -> None:
-        """Raises SignalException if there was one."""
+    def check(self) -> None:
+        """Raise SignalException if a stop was requested."""
         if self._signal is not None:
             raise SignalException(f"asked to stop by {self._signal.name}", self._signal)
 
 
-# For the n-th start: one slot a rank, those of a node side by side.
+# Opens the slots of the n-th start: one per rank, those of a node next to each other.
 Slots = Callable[[int, StopRequest], AbstractContextManager[Sequence[Slot]]]
 
 
-class _Here:
+class _LocalSlot:
+    """A slot on this machine, in which a rank is spawned."""
+
     node = "localhost"
     start = staticmethod(spawn)
 
 
-def here(ranks: int, server: ForkServer | None) -> Slots:
-    """All on this machine, forked where there is a fork server."""
+def use_this_machine(ranks: int, server: ForkServer | None) -> Slots:
+    """Return slots on this machine. Ranks are forked if there is a fork server, else spawned."""
 
     @contextlib.contextmanager
-    def room(attempt: int, asked: StopRequest) -> Iterator[Sequence[Slot]]:
+    def open_slots(attempt: int, stop: StopRequest) -> Iterator[Sequence[Slot]]:
         while server is not None and not server.has_answered(POLL_S):
-            asked.heed()
-        yield [server or _Here()] * ranks
+            stop.check()
+        yield [server or _LocalSlot()] * ranks
 
-    return room
+    return open_slots
 
 
-def servers(run: RunFolder) -> int | None:
-    """How many keep the weights; of the other ranks any may be killed. None: there are none, and all ranks are needed."""
+def count_servers(run: RunFolder) -> int | None:
+    """Return the number of parameter servers, or None for a plan without them.
+
+    Ranks that are not servers may die.
+    """
     plan = run.next_request()[1].plan
     return parse(plan).servers if plan is not None else None
 
 
 def launch(
-    run: RunFolder, slots: Slots, restarts: int, again: Again, begin: Callable[[], None], host: str = LOOPBACK
+    run: RunFolder,
+    slots: Slots,
+    restarts: int,
+    on_restart: OnRestart,
+    on_start: Callable[[], None],
+    host: str = LOOPBACK,
 ) -> None:
-    """Returns when all ranks are done. host: this machine, as the ranks know it. `again`: called with those that failed before all are
-    started again; `begin` before each start.
+    """Start the ranks and return when all of them are done.
 
-    Raises ChildFailedError for a rank that died or failed, after so many restarts of all, and SignalException when this process was
-    asked to stop.
+    restarts: the maximum number of restarts of all ranks.
+    on_restart: called with the failed ranks before a restart.
+    on_start: called before each start.
+    host: the address of this machine for the ranks.
+    Raises ChildFailedError if ranks fail after the last restart, and SignalException if a stop was requested.
     """
     failed: dict[int, ProcessFailure] = {}
-    with StopRequest() as asked:
+    with StopRequest() as stop:
         for attempt in range(restarts + 1):
             try:
-                with slots(attempt, asked) as room:
+                with slots(attempt, stop) as opened:
                     if failed:
-                        again(failed)
-                    begin()
-                    failed = _run(run, room, attempt, asked, host)
+                        on_restart(failed)
+                    on_start()
+                    failed = _run(run, opened, attempt, stop, host)
             except LaunchError as error:
                 if not failed:
                     raise
-                print(
-                    f"paceline: not started again: {error}", file=sys.stderr
-                )  # there was room for all before
+                # at the first start there was room for all ranks
+                print(f"paceline: not restarted: {error}", file=sys.stderr)
                 break
             if not failed:
                 return
@@ -131,22 +148,24 @@ def launch(
 
 
 def _run(
-    run: RunFolder, room: Sequence[Slot], attempt: int, asked: StopRequest, host: str
+    run: RunFolder, slots: Sequence[Slot], attempt: int, stop: StopRequest, host: str
 ) -> dict[int, ProcessFailure]:
-    """Those that failed."""
+    """Start one rank per slot and wait for them. Return the failed ranks."""
     store = open_store(host)
-    told = environments([slot.node for slot in room], host, store.port, run.path.name, attempt)
+    environments = build_rank_environments(
+        [slot.node for slot in slots], host, store.port, run.path.name, attempt
+    )
     running: list[Process] = []
-    needed = servers(run) or len(room)
+    needed = count_servers(run) or len(slots)
     try:
-        for rank, (slot, environ) in enumerate(zip(room, told, strict=True)):
-            asked.heed()
+        for rank, (slot, environ) in enumerate(zip(slots, environments, strict=True)):
+            stop.check()
             running.append(slot.start(run.path, environ, run.rank_log(rank, attempt)))
-        _watch(running, needed, asked)
-        _wait(running, LAST_WORDS_S)
+        _watch(running, needed, stop)
+        _wait(running, EXIT_S)
         return {
             rank: ProcessFailure(rank, running[rank].pid, status, os.devnull)
-            for rank, status in _failed(running, needed).items()
+            for rank, status in _find_failures(running, needed).items()
         }
     except SignalException:
         _signal(running, signal.SIGTERM)
@@ -154,20 +173,25 @@ def _run(
         raise
     finally:
         _signal(running, signal.SIGKILL)
-        _wait(running, LAST_WORDS_S)
+        _wait(running, EXIT_S)
 
 
-def _watch(running: Sequence[Process], needed: int, asked: StopRequest) -> None:
-    """Until all are done, or one has failed."""
-    while not _failed(running, needed) and any(process.poll() is None for process in running):
-        asked.heed()
+def _watch(running: Sequence[Process], needed: int, stop: StopRequest) -> None:
+    """Wait until all ranks are done, or one has failed."""
+    while not _find_failures(running, needed) and any(process.poll() is None for process in running):
+        stop.check()
         time.sleep(POLL_S)
 
 
-def _failed(running: Sequence[Process], needed: int) -> dict[int, int]:
-    """The exit status of those that failed in a way that matters: one of the first `needed`, or one that was not killed."""
-    over = {rank: status for rank, process in enumerate(running) if (status := process.poll()) is not None}
-    return {rank: status for rank, status in over.items() if status > 0 or (status < 0 and rank < needed)}
+def _find_failures(running: Sequence[Process], needed: int) -> dict[int, int]:
+    """Return the exit status of failed ranks.
+
+    A rank from `needed` on may be killed, but must not fail otherwise.
+    """
+    statuses = {
+        rank: status for rank, process in enumerate(running) if (status := process.poll()) is not None
+    }
+    return {rank: status for rank, status in statuses.items() if status > 0 or (status < 0 and rank < needed)}
 
 
 def _signal(running: Sequence[Process], number: int) -> None:

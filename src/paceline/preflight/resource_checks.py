@@ -10,7 +10,7 @@ from paceline.cluster import directories
 from paceline.cluster.facts import Cluster
 from paceline.cluster.machine import Directory, Quota
 from paceline.errors import ClusterError, Error
-from paceline.launch.slurm.client import clock
+from paceline.launch.slurm.client import format_clock
 from paceline.plan.cost_model.defaults import add_assumptions
 from paceline.plan.cost_model.framework_profiles import recipe_of_precision
 from paceline.plan.plan import AUTO, Plan, parse
@@ -181,7 +181,9 @@ def time(flight: PreflightContext) -> Says:
         yield "passes", f"{said}; no limit is said"
         return
     usable_s = asked_s - flight.site.notice_s - START_S
-    limit = f"{clock(asked_s)} {'asked' if flight.time is not None else 'is the limit of the partition'}"
+    limit = (
+        f"{format_clock(asked_s)} {'asked' if flight.time is not None else 'is the limit of the partition'}"
+    )
     if work_s <= usable_s:
         yield "passes", f"{said}; {limit}"
     elif usable_s < step_s + save_s:

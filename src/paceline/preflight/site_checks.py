@@ -11,9 +11,9 @@ from pathlib import Path
 from paceline.distributed.world import read_world
 from paceline.errors import LaunchError
 from paceline.launch.slurm import client as slurm
-from paceline.launch.slurm.job_script import Job, options_of, render
-from paceline.launch.slurm.site import HERE, Site, read_site
-from paceline.launch.slurm.srun import allocated
+from paceline.launch.slurm.job_script import Job, list_options, render
+from paceline.launch.slurm.site import DEFAULT_FILE, Site, read_site
+from paceline.launch.slurm.srun import count_allocated_nodes
 from paceline.preflight.context import PreflightContext
 from paceline.preflight.finding import Says, Verdict
 
@@ -38,7 +38,7 @@ WIN = {
 
 def site(flight: PreflightContext) -> Says:
     """What can be known of it where no job runs."""
-    found, file = read_site(flight.site_file), flight.site_file or HERE
+    found, file = read_site(flight.site_file), flight.site_file or DEFAULT_FILE
     said = ", ".join(name for name in Site.model_fields if name in found.model_fields_set)
     yield (
         "passes",
@@ -159,10 +159,10 @@ def queue(flight: PreflightContext) -> Says:
         yield "passes", f"Slurm is not asked: {reason}; one node is here"
         return
     slurm.check(job, where)
-    yield "passes", f"Slurm would take it: {slurm.try_out(render(job, where))}"
+    yield "passes", f"Slurm would take it: {slurm.dry_run_script(render(job, where))}"
     if "SLURM_JOB_ID" in os.environ:
         try:
-            allocated(job.nodes, job.least_nodes)
+            count_allocated_nodes(job.nodes, job.least_nodes)
         except LaunchError as error:
             yield "warns", f"in the job in which this runs it could not begin: {error}"
     for sentence in overridden(job, where, os.environ):
@@ -173,7 +173,7 @@ def _unreachable() -> str | None:
     if shutil.which("sbatch") is None:
         return "there is no sbatch on PATH"
     try:
-        slurm.partitions()
+        slurm.list_partitions()
     except LaunchError as error:
         return str(error)
     return None
@@ -181,7 +181,7 @@ def _unreachable() -> str | None:
 
 def overridden(job: Job, where: Site, environ: Mapping[str, str]) -> list[str]:
     """Variables that would make another job of it."""
-    asked = options_of(job, where)
+    asked = list_options(job, where)
     return [
         f"{name}={environ[name]} wins over "
         + (
@@ -198,9 +198,9 @@ def overridden(job: Job, where: Site, environ: Mapping[str, str]) -> list[str]:
 def limit_s(flight: PreflightContext) -> int | None:
     """Seconds that a job has; None where neither the request nor Slurm says."""
     if flight.time is not None:
-        return slurm.seconds(flight.time)
+        return slurm.parse_seconds(flight.time)
     try:
-        known = {found.name: found.limit_s for found in slurm.partitions()}
+        known = {found.name: found.limit_s for found in slurm.list_partitions()}
     except LaunchError:
         return None
     return known.get(flight.site.partition or next(iter(known), ""))

@@ -15,11 +15,11 @@
 #SBATCH --requeue
 #SBATCH --exclusive
 #SBATCH --mail-type=END
-# Trains, or goes on from the last checkpoint. Again by hand: sbatch /home/me/runs/a/job.sh
+# Trains, or continues from the last checkpoint. To start it again: sbatch /home/me/runs/a/job.sh
 
 run=/home/me/runs/a
 if [ -n "$SLURM_ARRAY_TASK_ID" ]; then
-    echo "paceline: tasks of a job array would all train in $run; submit each training by itself" >&2
+    echo "paceline: tasks of a job array would all train in $run; submit each training separately" >&2
     exit 2
 fi
 cd /home/me || exit
@@ -32,16 +32,19 @@ export NCCL_SOCKET_IFNAME=ib0
 export OMP_PROC_BIND=false
 export SRUN_CPUS_PER_TASK=8
 
-# Once on each node, also where several jobs come at the same time; anew when the tar is newer than what lies there.
+# Unpack once on each node, even if several jobs start at the same time; unpack again if the tar is newer.
 stage_in() {
     scratch="$TMPDIR/data" tar=/store/physics/data.tar
     mkdir -p "$scratch" && exec 9> "$scratch/.${tar##*/}.lock" && flock 9 || return
-    [ "$scratch/.${tar##*/}.done" -nt "$tar" ] || { tar -xf "$tar" -C "$scratch" && touch "$scratch/.${tar##*/}.done"; }
+    [ "$scratch/.${tar##*/}.done" -nt "$tar" ] && return
+    tar -xf "$tar" -C "$scratch" && touch "$scratch/.${tar##*/}.done"
 }
 export -f stage_in
-srun --nodes="$SLURM_JOB_NUM_NODES" --ntasks="$SLURM_JOB_NUM_NODES" --ntasks-per-node=1 bash -c stage_in || exit
+srun --nodes="$SLURM_JOB_NUM_NODES" --ntasks="$SLURM_JOB_NUM_NODES" --ntasks-per-node=1 \
+    bash -c stage_in || exit
 
-# USR1 comes before the time limit: all ranks save and end, and the job is queued again. Who cancels it tells the ranks himself.
+# USR1 comes before the time limit: all ranks save and end, and the job is requeued.
+# scancel signals the ranks itself.
 near_end= ranks=
 trap 'near_end=1; kill -USR1 $ranks' USR1
 trap : TERM
@@ -51,9 +54,10 @@ ranks=$!
 while wait "$ranks"; status=$?; kill -0 "$ranks" 2> /dev/null; do :; done
 if [ -n "$near_end" ] && [ "$status" != 0 ]; then
     if [ "$before" != "$(ls "$run/ckpt" 2> /dev/null)" ]; then
-        echo "paceline: the time is over; job $SLURM_JOB_ID is queued again" && scontrol requeue "$SLURM_JOB_ID"
+        echo "paceline: the time limit is reached; job $SLURM_JOB_ID is queued again"
+        scontrol requeue "$SLURM_JOB_ID"
     else
-        echo "paceline: the time is over and nothing new was saved, so once more would be in vain; ask for more time" >&2
+        echo "paceline: not requeued: no new checkpoint since the last start; increase --time" >&2
     fi
 fi
 exit "$status"

@@ -8,11 +8,11 @@
 #SBATCH --open-mode=append
 #SBATCH --signal=B:USR1@120
 #SBATCH --requeue
-# Trains, or goes on from the last checkpoint. Again by hand: sbatch '/home/me/my runs/it'"'"'s/job.sh'
+# Trains, or continues from the last checkpoint. To start it again: sbatch '/home/me/my runs/it'"'"'s/job.sh'
 
 run='/home/me/my runs/it'"'"'s'
 if [ -n "$SLURM_ARRAY_TASK_ID" ]; then
-    echo "paceline: tasks of a job array would all train in $run; submit each training by itself" >&2
+    echo "paceline: tasks of a job array would all train in $run; submit each training separately" >&2
     exit 2
 fi
 cd '/home/me/my work' || exit
@@ -20,10 +20,10 @@ echo "$SLURM_JOB_ID" > "$run/job"
 module load apptainer
 export DATA='a b'
 
-# The container begins without variables, so it is told those that say who a rank is.
+# The container starts with an empty environment, so pass on the variables that identify a rank.
 in_container() {
     for name in ${!SLURM_*} CUDA_VISIBLE_DEVICES HIP_VISIBLE_DEVICES ROCR_VISIBLE_DEVICES DATA; do
-        [ -z "${!name+said}" ] || export "APPTAINERENV_$name=${!name}"
+        [ -z "${!name+set}" ] || export "APPTAINERENV_$name=${!name}"
     done
     [ -e /dev/kfd ] && [ ! -e /dev/nvidiactl ] && gpu=--rocm || gpu=--nv
     exec apptainer exec -e "$gpu" --bind '/home/me/my work' --bind "/local/$USER" '/images/torch 2.sif' "$@"
@@ -31,7 +31,8 @@ in_container() {
 export -f in_container
 export run
 
-# USR1 comes before the time limit: all ranks save and end, and the job is queued again. Who cancels it tells the ranks himself.
+# USR1 comes before the time limit: all ranks save and end, and the job is requeued.
+# scancel signals the ranks itself.
 near_end= ranks=
 trap 'near_end=1; kill -USR1 $ranks' USR1
 trap : TERM
@@ -41,9 +42,10 @@ ranks=$!
 while wait "$ranks"; status=$?; kill -0 "$ranks" 2> /dev/null; do :; done
 if [ -n "$near_end" ] && [ "$status" != 0 ]; then
     if [ "$before" != "$(ls "$run/ckpt" 2> /dev/null)" ]; then
-        echo "paceline: the time is over; job $SLURM_JOB_ID is queued again" && scontrol requeue "$SLURM_JOB_ID"
+        echo "paceline: the time limit is reached; job $SLURM_JOB_ID is queued again"
+        scontrol requeue "$SLURM_JOB_ID"
     else
-        echo "paceline: the time is over and nothing new was saved, so once more would be in vain; ask for more time" >&2
+        echo "paceline: not requeued: no new checkpoint since the last start; increase --time" >&2
     fi
 fi
 exit "$status"

@@ -8,18 +8,19 @@
 #SBATCH --signal=B:USR1@120
 #SBATCH --requeue
 #SBATCH --no-kill
-# Trains, or goes on from the last checkpoint. Again by hand: sbatch /home/me/runs/a/job.sh
+# Trains, or continues from the last checkpoint. To start it again: sbatch /home/me/runs/a/job.sh
 
 run=/home/me/runs/a
 if [ -n "$SLURM_ARRAY_TASK_ID" ]; then
-    echo "paceline: tasks of a job array would all train in $run; submit each training by itself" >&2
+    echo "paceline: tasks of a job array would all train in $run; submit each training separately" >&2
     exit 2
 fi
 cd /home/me || exit
 echo "$SLURM_JOB_ID" > "$run/job"
 export SRUN_CPUS_PER_TASK=32
 
-# USR1 comes before the time limit: all ranks save and end, and the job is queued again. Who cancels it tells the ranks himself.
+# USR1 comes before the time limit: all ranks save and end, and the job is requeued.
+# scancel signals the ranks itself.
 near_end= ranks=
 trap 'near_end=1; kill -USR1 $ranks' USR1
 trap : TERM
@@ -29,9 +30,10 @@ ranks=$!
 while wait "$ranks"; status=$?; kill -0 "$ranks" 2> /dev/null; do :; done
 if [ -n "$near_end" ] && [ "$status" != 0 ]; then
     if [ "$before" != "$(ls "$run/ckpt" 2> /dev/null)" ]; then
-        echo "paceline: the time is over; job $SLURM_JOB_ID is queued again" && scontrol requeue "$SLURM_JOB_ID"
+        echo "paceline: the time limit is reached; job $SLURM_JOB_ID is queued again"
+        scontrol requeue "$SLURM_JOB_ID"
     else
-        echo "paceline: the time is over and nothing new was saved, so once more would be in vain; ask for more time" >&2
+        echo "paceline: not requeued: no new checkpoint since the last start; increase --time" >&2
     fi
 fi
 exit "$status"

@@ -1,4 +1,4 @@
-"""torch's elastic agent: starts the ranks of a machine, and starts them again when one has failed, of which it says why."""
+"""torch's elastic agent: starts and restarts the ranks of a machine, and reports why it restarts them."""
 
 import os
 import sys
@@ -12,49 +12,57 @@ from torch.distributed.elastic.multiprocessing.api import SubprocessContext
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 from torch.distributed.elastic.rendezvous import RendezvousHandler
 
-from paceline.launch.signals import stop_signals
-from paceline.launch.spawn import UNFINISHED, rank_words
-from paceline.launch.worker_processes import Again
+from paceline.launch.signals import list_stop_signals
+from paceline.launch.spawn import UNFINISHED, build_rank_arguments
+from paceline.launch.worker_processes import OnRestart
 from paceline.run import RunFolder
 
 
 class _Agent(LocalElasticAgent):
-    """`again` is called with the ranks of this machine that failed, before all are started again; `begin` before each start, when no rank
-    of the last one is left."""
+    """An agent that reports restarts.
+
+    on_restart: called with the failed ranks of this machine before all ranks restart.
+    on_start: called before each start, when no rank of the previous start is left.
+    """
 
     def __init__(
-        self, run: RunFolder, spec: WorkerSpec, logs_specs: LogsSpecs, again: Again, begin: Callable[[], None]
+        self,
+        run: RunFolder,
+        spec: WorkerSpec,
+        logs_specs: LogsSpecs,
+        on_restart: OnRestart,
+        on_start: Callable[[], None],
     ):
         super().__init__(spec, logs_specs)
-        self._run, self._again, self._begin = run, again, begin
+        self._run, self._on_restart, self._on_start = run, on_restart, on_start
         self._failures: dict[int, ProcessFailure] = {}
 
     def _monitor_workers(self, worker_group: Any) -> Any:
         result = super()._monitor_workers(worker_group)
-        if unfinished := self._unfinished(worker_group):
+        if unfinished := self._find_unfinished(worker_group):
             result = RunResult(WorkerState.FAILED, failures={**result.failures, **unfinished})
         self._failures = result.failures
         return result
 
-    def _unfinished(self, worker_group: Any) -> dict[int, ProcessFailure]:
-        """The ranks that exited with 0 before the training was over: for torch they have succeeded."""
+    def _find_unfinished(self, worker_group: Any) -> dict[int, ProcessFailure]:
+        """Return ranks that exited with 0 before the training was over. torch counts them as successful."""
         assert isinstance(self._pcontext, SubprocessContext)
-        found = {}
+        unfinished = {}
         for worker in worker_group.workers:
             process = self._pcontext.subprocess_handlers[worker.local_rank].proc
             if process.poll() == 0 and self._run.unfinished(worker.global_rank).exists():
-                found[worker.global_rank] = ProcessFailure(
+                unfinished[worker.global_rank] = ProcessFailure(
                     worker.local_rank, process.pid, UNFINISHED, os.devnull
                 )
-        return found
+        return unfinished
 
     def _restart_workers(self, worker_group: Any) -> None:
         if self._failures:
-            self._again(self._failures)
+            self._on_restart(self._failures)
         super()._restart_workers(worker_group)
 
     def _start_workers(self, worker_group: Any) -> Any:
-        self._begin()
+        self._on_start()
         return super()._start_workers(worker_group)
 
 
@@ -62,35 +70,36 @@ def run_agent(
     run: RunFolder,
     ranks: int,
     restarts: int,
-    meeting: RendezvousHandler,
+    rendezvous: RendezvousHandler,
     logs_specs: LogsSpecs,
-    again: Again,
-    begin: Callable[[], None],
+    on_restart: OnRestart,
+    on_start: Callable[[], None],
     address: str,
 ) -> None:
-    """Returns when the ranks of this machine are done. `address`: of this machine, as others see it.
+    """Start the ranks of this machine and return when they are done.
 
-    Raises ChildFailedError for ranks that failed after so many restarts, SignalException where it was asked to stop. (torch's
-    `launch_agent` does as much, but would not say that it starts them again.)
+    address: the address of this machine for the others.
+    Raises ChildFailedError if ranks fail after the last restart, and SignalException if a stop was requested.
+    torch's `launch_agent` does the same, but does not report restarts.
     """
-    os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = ",".join(number.name for number in stop_signals())
+    os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = ",".join(number.name for number in list_stop_signals())
     spec = WorkerSpec(
         role="default",
         local_world_size=ranks,
-        rdzv_handler=meeting,
+        rdzv_handler=rendezvous,
         entrypoint=sys.executable,
-        args=tuple(rank_words(run.path)),
+        args=tuple(build_rank_arguments(run.path)),
         max_restarts=restarts,
         local_addr=address,
     )
     is_over = True
     try:
-        result = _Agent(run, spec, logs_specs, again, begin).run()
+        result = _Agent(run, spec, logs_specs, on_restart, on_start).run()
     except SignalException:
-        is_over = False  # elsewhere it goes on, until it is asked to stop there
+        is_over = False  # other nodes continue until they are asked to stop
         raise
     finally:
         if is_over:
-            meeting.shutdown()
+            rendezvous.shutdown()
     if result.is_failed():
         raise ChildFailedError("paceline", result.failures)

@@ -1,4 +1,7 @@
-"""Start ranks on several nodes through an elastic agent on each of them, and again on those that are left when some are lost."""
+"""Start ranks on several nodes through an elastic agent on each of them.
+
+If nodes are lost, the others continue.
+"""
 
 import contextlib
 import os
@@ -27,77 +30,93 @@ from paceline.distributed.process_group import meet_through_file
 from paceline.distributed.world import World
 from paceline.errors import LaunchError, RankError
 from paceline.launch.elastic.agent import run_agent
-from paceline.launch.elastic.rendezvous import BACKEND, SealedBackend, run_id
+from paceline.launch.elastic.rendezvous import BACKEND, SealedBackend, build_run_id
 from paceline.launch.elastic.restarts import RestartLog
-from paceline.launch.supervise import FAILED, Begin, EndedElsewhereError, RankLogs, attend, end_children
-from paceline.launch.worker_processes import Again
+from paceline.launch.supervise import (
+    FAILED,
+    EndedElsewhereError,
+    OnStart,
+    RankLogs,
+    kill_children,
+    supervise,
+)
+from paceline.launch.worker_processes import OnRestart
 from paceline.run import RunFolder
 
-OF_TASK = ("SLURM_PROCID", "SLURM_LOCALID", "SLURM_NTASKS", "SLURM_NPROCS", "SLURM_STEP_NUM_TASKS")
-MEETING_S = 60.0  # for all agents to be there
-SIGN_S, SIGNS = 2, 3  # an agent shows a sign so often; after so many that are missing it is gone
-LOST_S = 20.0  # without an answer, until a node gives the store up
-LAST_CALL_S = 5  # for more nodes than the least to come to a new start
+TASK_VARIABLES = ("SLURM_PROCID", "SLURM_LOCALID", "SLURM_NTASKS", "SLURM_NPROCS", "SLURM_STEP_NUM_TASKS")
+RENDEZVOUS_S = 60.0  # for all agents to connect
+KEEP_ALIVE_S, MAX_MISSED = 2, 3  # an agent sends a sign every 2 s; it is lost after 3 missing signs
+LOST_S = 20.0  # without an answer of the store, after which a node ends
+LAST_CALL_S = 5  # for nodes beyond the least number to join a new start
 
 
 def start(run: RunFolder, me: World, ranks_per_node: int, least: int, restarts: int, timeout_s: float) -> int:
-    """Train the request of `run` as the agent of this node, `me` among the agents; the first of them shows what happens.
-    Returns the exit status.
+    """Train the request of `run` as the agent of this node, and return the exit status.
 
-    Ranks that die are started again with all others, from the last good checkpoint, up to `restarts` times, on `least` nodes or more.
-    Raises the Error that ended the training, RankError for a rank or a node that was lost."""
+    The first agent shows the progress.
+
+    me: the position of this agent among the agents.
+    least: the least number of nodes with which to restart.
+    restarts: maximum number of restarts of all ranks, from the last complete checkpoint, after a rank or node
+        fails.
+    Raises the Error that ended the training, or RankError for a lost rank or node.
+    """
     run.ranks.mkdir(exist_ok=True)
-    speaks = me.rank == 0
-    store, key = _meet(run, me)
-    rounds = RestartLog(run, speaks)
-    for name in OF_TASK:  # the ranks are none of Slurm's tasks
+    is_reporter = me.rank == 0
+    store, key = _connect_agents(run, me)
+    restart_log = RestartLog(run, is_reporter)
+    for name in TASK_VARIABLES:  # the ranks are not tasks of Slurm
         os.environ.pop(name, None)
-    os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = (
-        "1"  # else ranks of a new start find the keys of the last one (torch 2.13)
-    )
+    # torch 2.13: otherwise ranks of a new start find the keys of the previous start
+    os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
 
-    address, meeting_id = _address(me, store), run_id(run.path.name, key)
+    address, run_id = _find_address(me, store), build_run_id(run.path.name, key)
     parameters = RendezvousParameters(
         backend=BACKEND,
         endpoint="",
-        run_id=meeting_id,
+        run_id=run_id,
         min_nodes=least,
         max_nodes=me.size,
         local_addr=address,
-        join_timeout=round(timeout_s)
-        + LAST_CALL_S,  # ranks of other nodes may have to wait for so long until they fail
+        # ranks of other nodes may wait for timeout_s until they fail
+        join_timeout=round(timeout_s) + LAST_CALL_S,
         last_call_timeout=LAST_CALL_S,
-        keep_alive_interval=SIGN_S,
-        keep_alive_max_attempt=SIGNS,
+        keep_alive_interval=KEEP_ALIVE_S,
+        keep_alive_max_attempt=MAX_MISSED,
     )
-    meeting = _Counted(create_handler(store, SealedBackend(store, meeting_id, key), parameters), rounds.begin)
-    logs = RankLogs(run, lambda: rounds.count - 1)
-    if not speaks:
-        threading.Thread(target=_leave_when_cut, args=(me, store), daemon=True).start()
+    rendezvous = _LoggedRendezvous(
+        create_handler(store, SealedBackend(store, run_id, key), parameters), restart_log.begin
+    )
+    logs = RankLogs(run, lambda: restart_log.count - 1)
+    if not is_reporter:
+        threading.Thread(target=_exit_when_disconnected, args=(me, store), daemon=True).start()
 
-    def launch(again: Again, begin: Begin) -> None:
+    def launch(on_restart: OnRestart, on_start: OnStart) -> None:
         try:
-            run_agent(run, ranks_per_node, restarts, meeting, logs, again, begin, address)
+            run_agent(run, ranks_per_node, restarts, rendezvous, logs, on_restart, on_start, address)
         except RendezvousClosedError:
             raise EndedElsewhereError from None
 
     try:
-        return attend(run, launch, speaks=speaks, rounds=True)
+        return supervise(run, launch, is_reporter=is_reporter, logs_restarts=False)
     except RendezvousTimeoutError:
-        if not speaks:
+        if not is_reporter:
             return FAILED
-        raise rounds.too_few(least) from None
+        raise restart_log.too_few_nodes(least) from None
     except (RendezvousConnectionError, dist.DistError) as error:
         raise RankError(
-            f"node {platform.node()} has lost node {me.host}, where the agents meet; {run.hint()}"
+            f"node {platform.node()} lost the connection to node {me.host}, where the agents meet; "
+            f"{run.hint()}"
         ) from error
     except RendezvousError as error:
-        raise RankError(f"node {platform.node()} cannot meet the others: {error}; {run.hint()}") from error
+        raise RankError(
+            f"node {platform.node()} cannot join the other nodes: {error}; {run.hint()}"
+        ) from error
 
 
-def _meet(run: RunFolder, me: World) -> tuple[dist.TCPStore, str]:
-    """All agents of this step, at a store of the first one, and with a key of theirs."""
-    timeout = timedelta(seconds=MEETING_S)
+def _connect_agents(run: RunFolder, me: World) -> tuple[dist.TCPStore, str]:
+    """Return a store on the first agent to which all agents are connected, and a secret key of this step."""
+    timeout = timedelta(seconds=RENDEZVOUS_S)
     try:
         store, key = meet_through_file(me, timeout, run.path)
         if me.rank == 0:
@@ -105,44 +124,50 @@ def _meet(run: RunFolder, me: World) -> tuple[dist.TCPStore, str]:
         store.wait(["all here"], timeout)
         store.set_timeout(timedelta(seconds=LOST_S))
     except dist.DistError as error:
-        raise LaunchError(f"not all of {me.size} nodes were there after {MEETING_S:.0f} s") from error
+        raise LaunchError(
+            f"not all of {me.size} nodes were connected after {RENDEZVOUS_S:.0f} s; "
+            "check that all nodes can reach the first"
+        ) from error
     return store, key
 
 
-def _leave_when_cut(me: World, store: dist.TCPStore) -> None:
-    """torch's client waits for the store without end, and with it the agent (2.13): where a link is cut, for a quarter of an hour."""
-    heard = time.monotonic()
-    while time.monotonic() < heard + LOST_S:
-        time.sleep(SIGN_S)
-        with contextlib.suppress(OSError), socket.create_connection((store.host, store.port), timeout=SIGN_S):
-            heard = time.monotonic()
-    end_children()
-    here = platform.node()
+def _exit_when_disconnected(me: World, store: dist.TCPStore) -> None:
+    """End this agent when it cannot reach the store. torch 2.13 would wait 15 minutes after a link is cut."""
+    last_contact = time.monotonic()
+    while time.monotonic() < last_contact + LOST_S:
+        time.sleep(KEEP_ALIVE_S)
+        with (
+            contextlib.suppress(OSError),
+            socket.create_connection((store.host, store.port), timeout=KEEP_ALIVE_S),
+        ):
+            last_contact = time.monotonic()
+    kill_children()
     print(
-        f"paceline: node {here} ends: for {LOST_S:.0f} s it could not reach node {me.host}, where the agents meet",
+        f"paceline: node {platform.node()} ends: it could not reach node {me.host}, where the agents meet, "
+        f"for {LOST_S:.0f} s",
         file=sys.stderr,
     )
     os._exit(FAILED)
 
 
-def _address(me: World, store: dist.TCPStore) -> str:
-    """Of this node, as seen from the one where the agents meet."""
+def _find_address(me: World, store: dist.TCPStore) -> str:
+    """Return the address of this node, as seen from the node of the store."""
     if me.rank == 0 and me.host is not None:
         return me.host
     return find_local_address(store.host, store.port)
 
 
-class _Counted(RendezvousHandler):
-    """torch's, which tells at each new start the names of the nodes that are there."""
+class _LoggedRendezvous(RendezvousHandler):
+    """A rendezvous of torch that calls `begin` with the names of the nodes at each start."""
 
     def __init__(self, inner: RendezvousHandler, begin: Callable[[Sequence[str]], None]):
         self._inner, self._begin = inner, begin
 
     def next_rendezvous(self) -> RendezvousInfo:
-        found = self._inner.next_rendezvous()
-        found.store.set(f"name/{found.rank}", platform.node())
-        self._begin([found.store.get(f"name/{rank}").decode() for rank in range(found.world_size)])
-        return found
+        info = self._inner.next_rendezvous()
+        info.store.set(f"name/{info.rank}", platform.node())
+        self._begin([info.store.get(f"name/{rank}").decode() for rank in range(info.world_size)])
+        return info
 
     @property
     def use_agent_store(self) -> bool:

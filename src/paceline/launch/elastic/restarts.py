@@ -1,4 +1,4 @@
-"""The starts of ranks over several nodes: which nodes were there, and which were lost between two of them."""
+"""The starts of ranks on several nodes, and the nodes that were lost between two starts."""
 
 from collections.abc import Sequence
 
@@ -6,59 +6,67 @@ from paceline import events
 from paceline.doctor.rank_state import read_heartbeats
 from paceline.errors import RankError
 from paceline.events import Failed
-from paceline.launch.failure_cause import last_words, words
+from paceline.launch.failure_cause import describe_failure, read_failures
 from paceline.run import RunFolder
 from paceline.units import numbered, several
 
 
 class RestartLog:
-    """`speaks`: whether this agent writes down what happened between two starts."""
+    """Writes to the events why ranks restarted.
 
-    def __init__(self, run: RunFolder, speaks: bool):
-        self.run, self.speaks = run, speaks
+    is_reporter: False for all but one of the agents, which write nothing.
+    """
+
+    def __init__(self, run: RunFolder, is_reporter: bool):
+        self.run, self.is_reporter = run, is_reporter
         self.count = 0
         self._names: list[str] = []
-        self._from = events.end(run.events)
+        self._begin = events.end(run.events)
 
     def begin(self, names: Sequence[str]) -> None:
-        """The ranks are about to start on these nodes."""
+        """Call before ranks start on the nodes with these names."""
         self.count += 1
-        if self.speaks and self.count > 1:
-            self._tell(names)
-        self._names, self._from = list(names), events.end(self.run.events)
+        if self.is_reporter and self.count > 1:
+            self._log_restart(names)
+        self._names, self._begin = list(names), events.end(self.run.events)
 
-    def too_few(self, least: int) -> RankError:
-        lost, step = self._why(())
+    def too_few_nodes(self, least: int) -> RankError:
+        """Return the error of a restart for which fewer than `least` nodes are left."""
+        cause, step = self._find_cause(())
         return RankError(
-            f"{lost or 'nodes were lost'}, after step {step}; fewer nodes than the least, {least}, came together; {self.run.hint()}"
+            f"{cause or 'nodes were lost'}, after step {step}; a restart requires at least {least} nodes; "
+            f"{self.run.hint()}"
         )
 
-    def _tell(self, names: Sequence[str]) -> None:
-        why, step = self._why(names)
-        if why is None:
+    def _log_restart(self, names: Sequence[str]) -> None:
+        cause, step = self._find_cause(names)
+        if cause is None:
             return
-        on = several(len(names), "node")
-        message = f"{why}, after step {step}; all ranks are started again on {on}: {', '.join(names)}"
+        nodes = several(len(names), "node")
+        message = f"{cause}, after step {step}; all ranks are restarted on {nodes}: {', '.join(names)}"
         events.append(self.run.events, Failed(what="node", step=step, rank=None, message=message))
 
-    def _why(self, names: Sequence[str]) -> tuple[str | None, int]:
-        """Why the last start ended, and after which step: nodes that did not come back, else what a rank said, else ranks that said
-        nothing."""
-        told, step = last_words(self.run, self._from)
-        ranks = {one.rank: one.host for one in read_heartbeats(self.run) if one is not None}
+    def _find_cause(self, names: Sequence[str]) -> tuple[str | None, int]:
+        """Return why the last start ended, and its last step.
+
+        The cause is nodes that are lost, else the failure that a rank reported, else ranks that reported
+        nothing.
+        """
+        reports, step = read_failures(self.run, self._begin)
+        hosts = {beat.rank: beat.host for beat in read_heartbeats(self.run) if beat is not None}
         lost = {
-            host: [rank for rank, its in ranks.items() if its == host]
-            for host in self._names
-            if host not in names
+            name: [rank for rank, host in hosts.items() if host == name]
+            for name in self._names
+            if name not in names
         }
         if names and lost:
-            each = " and ".join(f"node {host} with {numbered('rank', its)}" for host, its in lost.items())
-            return f"{each} {'were' if len(lost) > 1 else 'was'} lost", step
-        if own := [event for event in told.values() if not event.lost_peer]:
-            return words(own[0]), step
-        if silent := [rank for rank in ranks if rank not in told]:
-            return (
-                f"{numbered('rank', silent)} on {', '.join(sorted({ranks[rank] for rank in silent}))} ended without a word",
-                step,
+            nodes = " and ".join(
+                f"node {name} with {numbered('rank', ranks)}" for name, ranks in lost.items()
             )
+            return f"{nodes} {'were' if len(lost) > 1 else 'was'} lost", step
+        if causes := [event for event in reports.values() if not event.lost_peer]:
+            return describe_failure(causes[0]), step
+        if silent := [rank for rank in hosts if rank not in reports]:
+            on_hosts = ", ".join(sorted({hosts[rank] for rank in silent}))
+            return f"{numbered('rank', silent)} on {on_hosts} ended without an error message", step
         return None, step

@@ -1,4 +1,4 @@
-"""Ranks as Ray actors.
+"""Ranks started through Ray actors.
 
-Everything that does not import ray stays in `launch`.
+Modules that do not import ray stay in `launch`.
 """

@@ -1,4 +1,4 @@
-"""An actor of Ray's beside each rank: starts it as a process on its node, and tells how it ended."""
+"""The Ray actor of a rank: it starts the rank as a process on its node, and reports how the process ended."""
 
 import contextlib
 import os
@@ -11,34 +11,40 @@ from paceline.launch.spawn import spawn
 
 @dataclass(frozen=True)
 class ActorPlacement:
-    """What an actor was given."""
+    """The node and the GPUs that Ray gave an actor."""
 
     node: str
     gpus: tuple[str, ...]
 
 
-def side_by_side(given: Sequence[ActorPlacement], here: str) -> list[tuple[int, list[str]]]:
-    """For each rank which actor is its own, those of a node in a row, and which GPUs it is to see. `here`: the first node.
+def order_by_node(placements: Sequence[ActorPlacement], first_node: str) -> list[tuple[int, list[str]]]:
+    """Return for each rank the index of its actor and the GPUs that it sees. Ranks of a node are consecutive.
 
-    Ray shows an actor its own GPU alone; ranks of a node must see those of all, to reach one another; each takes that of its local rank.
+    Ray shows an actor only its GPU. Ranks of a node must see the GPUs of all ranks there to communicate; each
+    uses that
+    of its local rank.
     """
-    nodes = sorted(dict.fromkeys(where.node for where in given), key=lambda node: node != here)
-    gpus = {node: [gpu for where in given if where.node == node for gpu in where.gpus] for node in nodes}
-    return [(at, gpus[node]) for node in nodes for at, where in enumerate(given) if where.node == node]
+    nodes = sorted(dict.fromkeys(place.node for place in placements), key=lambda node: node != first_node)
+    gpus = {node: [gpu for place in placements if place.node == node for gpu in place.gpus] for node in nodes}
+    return [
+        (index, gpus[node]) for node in nodes for index, place in enumerate(placements) if place.node == node
+    ]
 
 
 class Agent:
-    def where(self, folder: Path) -> ActorPlacement:
-        """Of the rank, which is to work in this folder."""
+    """The actor of a rank."""
+
+    def place(self, folder: Path) -> ActorPlacement:
+        """Change to the folder of the rank, and return where Ray placed the actor."""
         import ray
 
         os.chdir(folder)
         return ActorPlacement(ray.get_runtime_context().get_node_id(), tuple(map(str, ray.get_gpu_ids())))
 
     def start(self, run: Path, environ: Mapping[str, str], log: Path) -> int:
-        """The process id."""
+        """Start the rank and return its process id."""
         for name in [name for name in os.environ if name.startswith("RAY_") or name == "PYTHONBREAKPOINT"]:
-            del os.environ[name]  # the rank is no worker of Ray's
+            del os.environ[name]  # the rank is not a worker of Ray
         self._process = spawn(run, environ, log)
         return self._process.pid
 

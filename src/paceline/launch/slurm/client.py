@@ -1,4 +1,4 @@
-"""What is asked of Slurm: queue a job, say how it is, cancel it; and what its answers mean."""
+"""A client of the commands of Slurm: queue a job, query its state, cancel it."""
 
 import os
 import re
@@ -13,9 +13,9 @@ from paceline.launch.slurm.job_script import Job
 from paceline.launch.slurm.site import Site
 from paceline.spec import nearest
 
-ANSWER_S = 30.0
-NODE_S = 5.0  # for a node to answer
-SLURMD = 6818  # its port, if not said
+ANSWER_S = 30.0  # for a command of Slurm
+NODE_S = 5.0  # for a node to accept a connection
+SLURMD_PORT = 6818  # default port of slurmd
 ACTIVE = (
     "PENDING",
     "CONFIGURING",
@@ -28,23 +28,24 @@ ACTIVE = (
     "SIGNALING",
     "RESIZING",
 )
-# Why a job waits that will never begin, unless Slurm is told to refuse such jobs (EnforcePartLimits).
-IN_VAIN = re.compile(
-    "Partition(TimeLimit|NodeLimit|Config)|(Account|QOS)NotAllowed|Invalid(Account|QOS)|BadConstraints|use this partition"
+# Reasons of pending jobs that will never start. Slurm refuses such jobs only with EnforcePartLimits.
+NEVER_STARTS = re.compile(
+    "Partition(TimeLimit|NodeLimit|Config)|(Account|QOS)NotAllowed|Invalid(Account|QOS)|BadConstraints|use "
+    "this partition"
 )
 
 
 @dataclass(frozen=True)
 class Status:
-    """Of a job, in Slurm's words."""
+    """The state of a job, in the words of Slurm."""
 
     id: str
     state: str  # RUNNING
-    reason: str | None  # why it waits, or ended
+    reason: str | None  # why it is pending, or ended
     nodes: str | None  # n[1-2]
     run_time: str  # 0:42, as days-hours:minutes:seconds
     time_limit: str
-    start: str | None  # when it began or is expected to
+    start: str | None  # when it started, or is expected to start
 
     @property
     def is_active(self) -> bool:
@@ -53,146 +54,173 @@ class Status:
 
 @dataclass(frozen=True)
 class Partition:
+    """A partition with its time limit and number of nodes."""
+
     name: str
-    limit_s: int | None  # None: none
+    limit_s: int | None  # None: no limit
     nodes: int
 
 
 def submit(script: Path) -> str:
-    """Queue a job script; its id. Raises LaunchError with Slurm's words where it is refused, or would wait for ever."""
-    job = _ask("sbatch", "--parsable", str(script)).strip().partition(";")[0]
-    found = status(job)
+    """Queue a job script and return the id of the job.
+
+    Raises LaunchError if Slurm refuses it or would never start it.
+    """
+    job = _query("sbatch", "--parsable", str(script)).strip().partition(";")[0]
+    state = status(job)
     if (
-        found is not None
-        and found.state == "PENDING"
-        and found.reason is not None
-        and IN_VAIN.search(found.reason)
+        state is not None
+        and state.state == "PENDING"
+        and state.reason is not None
+        and NEVER_STARTS.search(state.reason)
     ):
         cancel(job)
-        raise LaunchError(f"Slurm would keep the job waiting: {found.reason}; it was cancelled")
+        raise LaunchError(f"Slurm would never start the job: {state.reason}; it was cancelled")
     return job
 
 
-def try_out(script: str) -> str:
-    """What Slurm says it would do with a job script, which it does not queue. Raises LaunchError with its words where it would refuse."""
+def dry_run_script(script: str) -> str:
+    """Return what Slurm would do with a job script, without queueing it.
+
+    Raises LaunchError if Slurm would refuse it.
+    """
     return re.sub(
-        r"^sbatch: ", "", _run("sbatch", "--test-only", said=script).stderr.strip().splitlines()[-1]
+        r"^sbatch: ", "", _run("sbatch", "--test-only", stdin=script).stderr.strip().splitlines()[-1]
     )
 
 
 def status(job: str) -> Status | None:
-    """None for a job that Slurm has forgotten, some minutes after its end."""
+    """Return the state of a job, or None some minutes after its end, when Slurm has forgotten it."""
     try:
-        line = _ask("scontrol", "show", "job", "-o", job)
+        line = _query("scontrol", "show", "job", "-o", job)
     except LaunchError as error:
         if "Invalid job id" in str(error):
             return None
         raise
-    return _status(job, _fields(line))
+    return _read_status(job, _parse_fields(line))
 
 
-def statuses() -> dict[str, Status]:
-    """Of all jobs that Slurm knows, by id, and by ARRAY_TASK too where they are of an array: one question for many runs."""
-    found: dict[str, Status] = {}
-    for line in _ask("scontrol", "show", "job", "-o").splitlines():
-        if (fields := _fields(line)).get("JobId"):
-            job, of_array = fields["JobId"], f"{fields.get('ArrayJobId')}_{fields.get('ArrayTaskId')}"
-            found |= {name: _status(name, fields) for name in (job, of_array)}
-    return found
+def list_statuses() -> dict[str, Status]:
+    """Return the states of all jobs by id, and by ARRAY_TASK for those of an array, with a single query."""
+    statuses: dict[str, Status] = {}
+    for line in _query("scontrol", "show", "job", "-o").splitlines():
+        if (fields := _parse_fields(line)).get("JobId"):
+            job, array_task = fields["JobId"], f"{fields.get('ArrayJobId')}_{fields.get('ArrayTaskId')}"
+            statuses |= {name: _read_status(name, fields) for name in (job, array_task)}
+    return statuses
 
 
-def _fields(line: str) -> dict[str, str]:
+def _parse_fields(line: str) -> dict[str, str]:
     return dict(re.findall(r"(\w+)=(.*?)(?= \w+[:\w/]*=|$)", line.strip()))
 
 
-def _status(job: str, found: dict[str, str]) -> Status:
-    def said(name: str) -> str | None:
-        return None if found.get(name) in (None, "", "None", "(null)", "Unknown", "N/A") else found[name]
+def _read_status(job: str, fields: dict[str, str]) -> Status:
+    def value_of(name: str) -> str | None:
+        return None if fields.get(name) in (None, "", "None", "(null)", "Unknown", "N/A") else fields[name]
 
     return Status(
         id=job,
-        state=found["JobState"],
-        reason=reason.replace("_", " ") if (reason := said("Reason")) is not None else None,
-        nodes=said("NodeList"),
-        run_time=found["RunTime"],
-        time_limit=found["TimeLimit"],
-        start=said("StartTime"),
+        state=fields["JobState"],
+        reason=reason.replace("_", " ") if (reason := value_of("Reason")) is not None else None,
+        nodes=value_of("NodeList"),
+        run_time=fields["RunTime"],
+        time_limit=fields["TimeLimit"],
+        start=value_of("StartTime"),
     )
 
 
 def cancel(job: str) -> None:
-    _ask("scancel", job)
+    """Cancel a job. Raises LaunchError."""
+    _query("scancel", job)
 
 
 def requeue_without(job: str, node: str) -> bool:
-    """Queue a job again if its first node is gone, and with it the script; whether it is. With --no-kill Slurm (22.05) would keep the job
-    as it is, with nothing that runs in it. Raises LaunchError."""
-    found = dict(re.findall(r"(\w+)=(\S*)", _ask("scontrol", "show", "node", "-o", node)))
+    """Requeue a job if its first node is lost, and with it the job script.
+
+    Return whether it is lost. Raises LaunchError.
+
+    With --no-kill, Slurm 22.05 would keep the job running although nothing runs in it.
+    """
+    fields = dict(re.findall(r"(\w+)=(\S*)", _query("scontrol", "show", "node", "-o", node)))
     try:
-        socket.create_connection((found["NodeAddr"], int(found.get("Port", SLURMD))), timeout=NODE_S).close()
+        socket.create_connection(
+            (fields["NodeAddr"], int(fields.get("Port", SLURMD_PORT))), timeout=NODE_S
+        ).close()
     except OSError:
-        _ask("scontrol", "requeue", job)
+        _query("scontrol", "requeue", job)
         return True
     return False
 
 
-def partitions() -> list[Partition]:
-    """The default first."""
-    lines = [line.split("|") for line in _ask("sinfo", "--noheader", "-o", "%P|%l|%D").split()]
+def list_partitions() -> list[Partition]:
+    """Return all partitions, the default first. Raises LaunchError."""
+    lines = [line.split("|") for line in _query("sinfo", "--noheader", "-o", "%P|%l|%D").split()]
     nodes: dict[str, int] = {}
     for name, _, count in lines:
         nodes[name] = nodes.get(name, 0) + int(count)
-    limits = {name: None if limit in ("infinite", "n/a") else seconds(limit) for name, limit, _ in lines}
+    limits = {
+        name: None if limit in ("infinite", "n/a") else parse_seconds(limit) for name, limit, _ in lines
+    }
     default_first = sorted(nodes, key=lambda name: not name.endswith("*"))
     return [Partition(name.removesuffix("*"), limits[name], nodes[name]) for name in default_first]
 
 
 def check(job: Job, site: Site) -> None:
-    """Raises LaunchError for what Slurm would refuse, or keep waiting for ever where it is not told to refuse."""
+    """Raise LaunchError for a job that Slurm would refuse or never start."""
     if shutil.which("sbatch") is None:
         raise LaunchError(
-            "there is no sbatch on PATH: submit where Slurm is, or train here with paceline train; --dry-run shows the script"
+            "there is no sbatch on PATH; submit from a machine with Slurm, or train here with paceline "
+            "train (--dry-run shows the script)"
         )
     if tasks := os.environ.get("SBATCH_ARRAY_INX"):
         raise LaunchError(
-            f"SBATCH_ARRAY_INX={tasks} makes job arrays, whose tasks would all train in one run folder; unset it"
+            f"SBATCH_ARRAY_INX={tasks} makes a job array, whose tasks would all train in one run folder; "
+            "unset it"
         )
-    asked_s = check_time(job.time, site)
-    known = {found.name: found for found in partitions()}
+    time_s = check_time(job.time, site)
+    known = {partition.name: partition for partition in list_partitions()}
     name = site.partition or next(iter(known), None)
     if name is None or "," in name:
         return
     if name not in known:
         raise LaunchError(f"Slurm: Invalid partition name specified: {name}{nearest(name, known)}")
     limit_s, nodes = known[name].limit_s, known[name].nodes
-    if asked_s is not None and limit_s is not None and asked_s > limit_s:
+    if time_s is not None and limit_s is not None and time_s > limit_s:
         raise LaunchError(
-            f"Slurm: PartitionTimeLimit: --time {job.time} is over the limit of partition {name}, {clock(limit_s)}"
+            f"Slurm: PartitionTimeLimit: --time {job.time} is over the limit of partition {name}, "
+            f"{format_clock(limit_s)}"
         )
     if job.nodes > nodes:
         raise LaunchError(f"Slurm: PartitionNodeLimit: --nodes {job.nodes}, but partition {name} has {nodes}")
 
 
 def check_time(time: str | None, site: Site) -> int | None:
-    """The seconds of --time. Raises LaunchError for what is no time, or leaves none to save."""
+    """Return the seconds of --time.
+
+    Raises LaunchError for an invalid time, or one too short to save a checkpoint.
+    """
     if time is None:
         return None
-    asked_s = seconds(time)
-    if asked_s <= site.notice_s:
+    time_s = parse_seconds(time)
+    if time_s <= site.notice_s:
         raise LaunchError(
-            f"--time {time} leaves no room for notice_s={site.notice_s}, the seconds in which to save before its end"
+            f"--time must be above notice_s={site.notice_s}, the seconds for saving a checkpoint, got {time}"
         )
-    return asked_s
+    return time_s
 
 
-def seconds(text: str) -> int:
-    """A time as Slurm writes it: minutes, minutes:seconds, h:m:s, days-hours, days-hours:minutes, days-hours:minutes:seconds."""
-    found = re.fullmatch(r"(?:(\d{1,6})-)?(\d{1,9})(?::(\d{1,9}))?(?::(\d{1,9}))?", text, re.ASCII)
-    if found is None:
+def parse_seconds(text: str) -> int:
+    """Return the seconds of a time in the formats of Slurm. Raises LaunchError.
+
+    They are minutes, minutes:seconds, h:m:s, days-hours, days-hours:minutes and days-hours:minutes:seconds.
+    """
+    match = re.fullmatch(r"(?:(\d{1,6})-)?(\d{1,9})(?::(\d{1,9}))?(?::(\d{1,9}))?", text, re.ASCII)
+    if match is None:
         raise LaunchError(
-            f"--time {text!r} is no time; write it as 02:00:00 (hours:minutes:seconds), 90 (minutes) or 1-12 (days-hours)"
+            f"--time {text!r} is not a time; write it as 02:00:00 (hours:minutes:seconds), 90 (minutes) or "
+            "1-12 (days-hours)"
         )
-    days, *rest = found.groups()
+    days, *rest = match.groups()
     numbers = [int(number) for number in rest if number is not None]
     hours, minutes, left = (
         [*numbers, 0, 0][:3] if days is not None or len(numbers) == 3 else [0, *numbers, 0][:3]
@@ -200,24 +228,25 @@ def seconds(text: str) -> int:
     return ((int(days or 0) * 24 + hours) * 60 + minutes) * 60 + left
 
 
-def clock(duration_s: int) -> str:
+def format_clock(duration_s: int) -> str:
+    """Return seconds as hours:minutes:seconds."""
     hours, rest = divmod(duration_s, 3600)
     return f"{hours:02}:{rest // 60:02}:{rest % 60:02}"
 
 
-def _ask(*words: str) -> str:
-    """What a command of Slurm printed. Raises LaunchError with its last words."""
+def _query(*words: str) -> str:
+    """Return the output of a command of Slurm. Raises LaunchError with its last line."""
     return _run(*words).stdout
 
 
-def _run(*words: str, said: str = "") -> "subprocess.CompletedProcess[str]":
+def _run(*words: str, stdin: str = "") -> "subprocess.CompletedProcess[str]":
     environ = os.environ | {"LC_ALL": "C"}
     try:
         done = subprocess.run(
-            words, capture_output=True, text=True, timeout=ANSWER_S, env=environ, input=said
+            words, capture_output=True, text=True, timeout=ANSWER_S, env=environ, input=stdin
         )
     except (FileNotFoundError, NotADirectoryError):
-        raise LaunchError(f"there is no {words[0]} on PATH, so Slurm cannot be asked here") from None
+        raise LaunchError(f"there is no {words[0]} on PATH; use a machine with Slurm") from None
     except subprocess.TimeoutExpired:
         raise LaunchError(f"Slurm did not answer {words[0]} within {ANSWER_S:.0f} s") from None
     if done.returncode:

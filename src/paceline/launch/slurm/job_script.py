@@ -1,4 +1,4 @@
-"""The job script of a run, a pure function of what is asked for and of the site."""
+"""The job script of a run, a pure function of the job and the site."""
 
 import shlex
 import sys
@@ -9,21 +9,23 @@ from paceline.errors import LaunchError
 from paceline.launch.slurm.site import Site
 from paceline.spec import Launch
 
-# Paceline divides the cores of a node itself. A rank that ends must not take the others with it: they save.
+# Paceline distributes the cores of a node. A rank that ends must not end the others, which save a checkpoint.
 SRUN = ("srun", "--kill-on-bad-exit=0", "--wait=60", "--cpu-bind=none")
-ELASTIC = ("--no-kill",)  # an agent on each node starts its ranks, and again when another node is lost
+ELASTIC = ("--no-kill",)  # an agent on each node restarts its ranks when another node is lost
 
 
 @dataclass(frozen=True)
 class Job:
-    run: Path  # the run's folder, from the root
-    folder: Path  # in which the command was given; what the request says of files is said from there
+    """What a job script needs to know about a training."""
+
+    run: Path  # absolute path of the run folder
+    folder: Path  # current folder of the command; relative paths of the request start there
     nodes: int
     ranks_per_node: int
-    time: str | None  # in Slurm's words; None: the partition's default
-    python: str  # of the command, for a site that names none
-    least_nodes: int | None = None  # on which to go on when others are lost; None: all
-    restarts: int = 0  # of all ranks, on the nodes that are left; 0: nobody would start them
+    time: str | None  # in the format of Slurm; None: the default of the partition
+    python: str  # interpreter, unless the site has an environment
+    least_nodes: int | None = None  # on which to continue when nodes are lost; None: all nodes
+    restarts: int = 0  # maximum number of restarts of all ranks; 0: no agent would restart them
 
     def __post_init__(self) -> None:
         for text in map(str, (self.run, self.folder, self.time, self.python)):
@@ -33,7 +35,7 @@ class Job:
                 )
 
     def cpus_per_task(self, site: Site) -> int | None:
-        """Of a rank, or of the agent that starts all ranks of a node."""
+        """Return the cores of a task: a rank, or with restarts the agent that starts all ranks of a node."""
         return self.ranks_per_node * (site.cpus_per_rank or 1) if self.restarts else site.cpus_per_rank
 
     @property
@@ -42,12 +44,16 @@ class Job:
 
 
 def build_job(launch: Launch, site: Site, run: Path, time: str | None) -> Job:
-    """The job that trains in the folder `run`, with one rank a GPU of the site where no number is said. Raises LaunchError."""
+    """Return the job that trains in the folder `run`, by default with one rank per GPU of the site.
+
+    Raises LaunchError.
+    """
     ranks = launch.ranks or launch.nodes * (site.gpus_per_node or 1)
     per_node = check_even_split(ranks, launch.nodes)
     if launch.launcher not in (None, "slurm"):
         raise LaunchError(
-            f"--launcher {launch.launcher} is for train; ranks of a job are started by srun: leave --launcher out"
+            f"--launcher {launch.launcher} is not possible in a job, where srun starts the ranks; leave "
+            "--launcher out"
         )
     return Job(
         run.resolve(),
@@ -62,27 +68,28 @@ def build_job(launch: Launch, site: Site, run: Path, time: str | None) -> Job:
 
 
 def check_even_split(ranks: int, nodes: int) -> int:
-    """Ranks on each node. Raises LaunchError when nodes would have unlike numbers of them."""
+    """Return the ranks per node. Raises LaunchError if they cannot be spread evenly."""
     if ranks % nodes:
         raise LaunchError(
-            f"{ranks} ranks cannot be spread alike over {nodes} nodes: use --ranks {ranks + nodes - ranks % nodes}"
+            f"{ranks} ranks cannot be spread evenly over {nodes} nodes; use --ranks "
+            f"{ranks + nodes - ranks % nodes}"
         )
     return ranks // nodes
 
 
 def render(job: Job, site: Site) -> str:
-    parts = [_head(job, site), _surroundings(job, site), _stage_in(site), _train(job, site)]
+    """Return the job script."""
+    parts = [_head(job, site), _set_up(job, site), _stage_in(site), _train(job, site)]
     return "\n\n".join(part.strip("\n") for part in parts if part) + "\n"
 
 
-def options_of(job: Job, site: Site) -> dict[str, str]:
-    """What the script asks of sbatch, but for the further options of the site."""
+def list_options(job: Job, site: Site) -> dict[str, str]:
+    """Return the options of sbatch by name, without the further options of the site."""
     options = {
         "job-name": job.run.name,
         "nodes": job.nodes if job.least_nodes in (None, job.nodes) else f"{job.least_nodes}-{job.nodes}",
-        "ntasks-per-node": job.ranks_per_node
-        if not job.restarts
-        else None,  # said, it makes Slurm take the least of 2-4 nodes
+        # with this option and 2-4 nodes, Slurm would take only 2
+        "ntasks-per-node": job.ranks_per_node if not job.restarts else None,
         "cpus-per-task": job.cpus_per_task(site),
         "time": job.time,
         "partition": site.partition,
@@ -100,18 +107,19 @@ def options_of(job: Job, site: Site) -> dict[str, str]:
 
 
 def _head(job: Job, site: Site) -> str:
-    said = [f"--{name}={_quoted(value)}" for name, value in options_of(job, site).items()]
+    options = [f"--{name}={_quoted(value)}" for name, value in list_options(job, site).items()]
     lines = [
         f"#SBATCH {option}"
-        for option in (*said, "--requeue", *(ELASTIC if job.restarts else ()), *site.sbatch)
+        for option in (*options, "--requeue", *(ELASTIC if job.restarts else ()), *site.sbatch)
     ]
-    again = (
-        f"# Trains, or goes on from the last checkpoint. Again by hand: sbatch {_word(job.run / 'job.sh')}"
+    comment = (
+        "# Trains, or continues from the last checkpoint. To start it again: sbatch "
+        f"{_word(job.run / 'job.sh')}"
     )
-    return "\n".join(["#!/bin/bash", *lines, again])
+    return "\n".join(["#!/bin/bash", *lines, comment])
 
 
-def _surroundings(job: Job, site: Site) -> str:
+def _set_up(job: Job, site: Site) -> str:
     lines = [
         f"run={_word(job.run)}",
         _NO_ARRAY,
@@ -123,9 +131,8 @@ def _surroundings(job: Job, site: Site) -> str:
         else None,
         f"source {_word(site.venv)}/bin/activate" if site.venv is not None else None,
         *(f"export {name}={_word(value)}" for name, value in sorted(_variables(site).items())),
-        f"export SRUN_CPUS_PER_TASK={cpus}"
-        if (cpus := job.cpus_per_task(site)) is not None
-        else None,  # which srun ceased to take over
+        # since Slurm 22.05, srun no longer inherits --cpus-per-task
+        f"export SRUN_CPUS_PER_TASK={cpus}" if (cpus := job.cpus_per_task(site)) is not None else None,
     ]
     return "\n".join(line for line in lines if line is not None)
 
@@ -134,14 +141,16 @@ def _stage_in(site: Site) -> str:
     if site.stage_in is None or site.scratch is None:
         return ""
     return f"""
-# Once on each node, also where several jobs come at the same time; anew when the tar is newer than what lies there.
+# Unpack once on each node, even if several jobs start at the same time; unpack again if the tar is newer.
 stage_in() {{
     scratch={_expanded(site.scratch)} tar={_word(site.stage_in)}
     mkdir -p "$scratch" && exec 9> "$scratch/.${{tar##*/}}.lock" && flock 9 || return
-    [ "$scratch/.${{tar##*/}}.done" -nt "$tar" ] || {{ tar -xf "$tar" -C "$scratch" && touch "$scratch/.${{tar##*/}}.done"; }}
+    [ "$scratch/.${{tar##*/}}.done" -nt "$tar" ] && return
+    tar -xf "$tar" -C "$scratch" && touch "$scratch/.${{tar##*/}}.done"
 }}
 export -f stage_in
-srun --nodes="$SLURM_JOB_NUM_NODES" --ntasks="$SLURM_JOB_NUM_NODES" --ntasks-per-node=1 bash -c stage_in || exit"""
+srun --nodes="$SLURM_JOB_NUM_NODES" --ntasks="$SLURM_JOB_NUM_NODES" --ntasks-per-node=1 \\
+    bash -c stage_in || exit"""
 
 
 def _train(job: Job, site: Site) -> str:
@@ -156,11 +165,8 @@ def _train(job: Job, site: Site) -> str:
     return "\n\n".join(part for part in (container, f"{_BEGIN}\n{srun} {rank} &\n{_END}") if part)
 
 
-DEVICES = (
-    "CUDA_VISIBLE_DEVICES",
-    "HIP_VISIBLE_DEVICES",
-    "ROCR_VISIBLE_DEVICES",
-)  # that Slurm gives a job, by maker
+# the GPUs that Slurm gives a job, by vendor
+DEVICES = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
 
 
 def _container(job: Job, site: Site) -> str:
@@ -172,10 +178,10 @@ def _container(job: Job, site: Site) -> str:
     ]
     names = ["${!SLURM_*}", *DEVICES, *sorted(_variables(site))]
     return f"""
-# The container begins without variables, so it is told those that say who a rank is.
+# The container starts with an empty environment, so pass on the variables that identify a rank.
 in_container() {{
     for name in {" ".join(names)}; do
-        [ -z "${{!name+said}}" ] || export "APPTAINERENV_$name=${{!name}}"
+        [ -z "${{!name+set}}" ] || export "APPTAINERENV_$name=${{!name}}"
     done
     [ -e /dev/kfd ] && [ ! -e /dev/nvidiactl ] && gpu=--rocm || gpu=--nv
     exec apptainer exec -e "$gpu" {" ".join(binds)} {_word(site.container)} "$@"
@@ -195,12 +201,13 @@ def _variables(site: Site) -> dict[str, str]:
 
 _NO_ARRAY = """
 if [ -n "$SLURM_ARRAY_TASK_ID" ]; then
-    echo "paceline: tasks of a job array would all train in $run; submit each training by itself" >&2
+    echo "paceline: tasks of a job array would all train in $run; submit each training separately" >&2
     exit 2
 fi""".strip("\n")
 
 _BEGIN = """
-# USR1 comes before the time limit: all ranks save and end, and the job is queued again. Who cancels it tells the ranks himself.
+# USR1 comes before the time limit: all ranks save and end, and the job is requeued.
+# scancel signals the ranks itself.
 near_end= ranks=
 trap 'near_end=1; kill -USR1 $ranks' USR1
 trap : TERM
@@ -211,24 +218,25 @@ ranks=$!
 while wait "$ranks"; status=$?; kill -0 "$ranks" 2> /dev/null; do :; done
 if [ -n "$near_end" ] && [ "$status" != 0 ]; then
     if [ "$before" != "$(ls "$run/ckpt" 2> /dev/null)" ]; then
-        echo "paceline: the time is over; job $SLURM_JOB_ID is queued again" && scontrol requeue "$SLURM_JOB_ID"
+        echo "paceline: the time limit is reached; job $SLURM_JOB_ID is queued again"
+        scontrol requeue "$SLURM_JOB_ID"
     else
-        echo "paceline: the time is over and nothing new was saved, so once more would be in vain; ask for more time" >&2
+        echo "paceline: not requeued: no new checkpoint since the last start; increase --time" >&2
     fi
 fi
 exit "$status\"""".strip("\n")
 
 
 def _word(text: object) -> str:
-    """A word of the shell that stands for itself."""
+    """Return a word of the shell in which nothing is expanded."""
     return shlex.quote(str(text))
 
 
 def _expanded(text: str) -> str:
-    """A word of the shell in which variables count."""
+    """Return a word of the shell in which variables are expanded."""
     return '"' + text.replace("\\", "\\\\").replace('"', '\\"').replace("`", "\\`") + '"'
 
 
 def _quoted(text: str) -> str:
-    """As sbatch reads it."""
+    """Return a value as sbatch reads it in a #SBATCH line."""
     return text if not set(text) & set(" \t'\"#") else '"' + text.replace('"', '\\"') + '"'

@@ -1,4 +1,4 @@
-"""Site: what jobs must say at a computing centre, from its site.toml."""
+"""Site: the settings that jobs need at a computing centre, from its site.toml."""
 
 import re
 import shlex
@@ -10,93 +10,106 @@ from pydantic import Field, ValidationError, model_validator
 from paceline.errors import SpecError
 from paceline.spec import Value, check_printable, explain, list_keys, read_toml
 
-HERE = Path("site.toml")
+DEFAULT_FILE = Path("site.toml")
 
 NAME = re.compile("[A-Za-z_][A-Za-z0-9_]*")
-# Options of sbatch that would contradict what a job script of ours says: name, letter, what to do.
-OURS = (
+# Options of sbatch that would contradict the job script of Paceline: name, letter, fix.
+RESERVED_OPTIONS = (
     (
         "array",
         "a",
-        "its tasks would all train in one run folder; submit each training by itself, with a --run-dir of its own",
+        "its tasks would all train in one run folder; submit each training separately, with a different "
+        "--run-dir",
     ),
-    ("nodes", "N", "leave it out, and say paceline submit --nodes"),
-    ("ntasks", "n", "leave it out, and say paceline submit --ranks"),
-    ("ntasks-per-node", "", "leave it out, and say paceline submit --ranks-per-node"),
-    ("output", "o", "leave it out, and say log in site.toml"),
-    ("signal", "", "leave it out, and say notice_s in site.toml"),
-    ("open-mode", "", "leave it out; what a job logs is appended"),
-    ("wrap", "", "leave it out; the job script is what trains"),
+    ("nodes", "N", "leave it out, and use paceline submit --nodes"),
+    ("ntasks", "n", "leave it out, and use paceline submit --ranks"),
+    ("ntasks-per-node", "", "leave it out, and use paceline submit --ranks-per-node"),
+    ("output", "o", "leave it out, and set log in site.toml"),
+    ("signal", "", "leave it out, and set notice_s in site.toml"),
+    ("open-mode", "", "leave it out; the log of a job is always appended"),
+    ("wrap", "", "leave it out; the job script starts the training"),
 )
-SHORTEST = len("--ar")  # below that names of several options begin alike, and sbatch refuses them
-ALONE = "HhIkOQsvW"  # letters that take no value
+SHORTEST = len("--ar")  # sbatch refuses shorter abbreviations, since they are ambiguous
+FLAGS = "HhIkOQsvW"  # letters of options without a value
 
 Words = Annotated[tuple[str, ...], Field(strict=False)]
 
 
 class Site(Value):
+    """Settings of the jobs of a computing centre. Every key is optional."""
+
     partition: str | None = None
     account: str | None = None
     qos: str | None = None
     constraint: str | None = None
-    gres: str | None = None  # of each node, in Slurm's words: gpu:a100:4
+    gres: str | None = None  # per node, in the syntax of Slurm: gpu:a100:4
     gpus_per_node: int | None = Field(None, ge=1)
     cpus_per_rank: int | None = Field(None, ge=1)
-    memory: str | None = None  # of each node, in Slurm's words: 64G
+    memory: str | None = None  # per node, in the syntax of Slurm: 64G
     modules: Words = ()
-    conda: str | None = None  # an environment, by name or folder
-    venv: str | None = None  # its folder
-    container: str | None = None  # an image, for apptainer
-    interface: str | None = None  # of the network between nodes: ib0
-    scratch: str | None = None  # a fast folder of each node; variables count there: $TMPDIR
-    stage_in: str | None = None  # a tar that is unpacked to scratch, once on each node
-    log: str = "slurm-%j.out"  # in the run's folder, in Slurm's words
-    notice_s: int = Field(120, ge=1)  # before the time limit a training is told to save and stop
+    conda: str | None = None  # name or folder of an environment
+    venv: str | None = None  # folder of a virtual environment
+    container: str | None = None  # image for apptainer
+    interface: str | None = None  # network interface between nodes: ib0
+    scratch: str | None = None  # fast folder of each node, with shell variables: $TMPDIR
+    stage_in: str | None = None  # tar file that is unpacked to scratch, once on each node
+    log: str = "slurm-%j.out"  # file in the run folder, in the syntax of Slurm
+    notice_s: int = Field(120, ge=1)  # how long before the time limit a training must save and stop
     sbatch: Words = ()  # further options of sbatch: --exclusive
     environment: dict[str, str] = Field({})
 
     @model_validator(mode="after")
     def _one_of_each(self) -> Self:
         for names in (("conda", "venv", "container"), ("gres", "gpus_per_node")):
-            said = [f"{name}={getattr(self, name)!r}" for name in names if getattr(self, name) is not None]
-            if len(said) > 1:
-                raise ValueError(f"{' and '.join(said)} are two answers to one question; keep one")
+            settings = [
+                f"{name}={getattr(self, name)!r}" for name in names if getattr(self, name) is not None
+            ]
+            if len(settings) > 1:
+                raise ValueError(f"{' and '.join(settings)} exclude each other; keep only one")
         if self.stage_in is not None and self.scratch is None:
-            raise ValueError(f"stage_in={self.stage_in!r} needs scratch, a folder to unpack it to")
+            raise ValueError(f"stage_in={self.stage_in!r} requires scratch, the folder to unpack it to")
         return self
 
     @model_validator(mode="after")
     def _lines_are_whole(self) -> Self:
-        """A line of a job script must not become two."""
+        """Raise ValueError for a value that would break a line of a job script in two."""
         check_printable(self, *type(self).model_fields)
         if bad := next((option for option in self.sbatch if not option.startswith("-")), None):
-            raise ValueError(f"sbatch has options such as '--exclusive', got {bad!r}")
+            raise ValueError(f"sbatch must be options such as '--exclusive', got {bad!r}")
         if bad := next((variable for variable in self.environment if not NAME.fullmatch(variable)), None):
-            raise ValueError(f"environment has names of variables, got {bad!r}")
+            raise ValueError(f"environment must have names of variables, got {bad!r}")
         return self
 
     @model_validator(mode="after")
-    def _options_are_not_ours(self) -> Self:
+    def _options_are_not_reserved(self) -> Self:
         for word in (word for option in self.sbatch for word in shlex.split(option)):
-            for name, letter, fix in OURS:
+            for name, letter, fix in RESERVED_OPTIONS:
                 if _is_option(word, name, letter):
-                    raise ValueError(f"sbatch has {word!r}, which is not for jobs of Paceline: {fix}")
+                    raise ValueError(
+                        f"sbatch has {word!r}, which conflicts with the job script of Paceline; {fix}"
+                    )
         return self
 
 
 def _is_option(word: str, name: str, letter: str) -> bool:
-    """As sbatch reads it: a name may be cut short, and letters without a value may stand before one."""
-    said = word.partition("=")[0]
-    if said.startswith("--"):
-        return len(said) >= SHORTEST and name.startswith(said[2:])
-    return bool(letter) and re.match(f"-[{ALONE}]*{letter}", said) is not None
+    """Return whether sbatch takes a word for this option.
+
+    Names may be abbreviated; flags may precede a letter.
+    """
+    option = word.partition("=")[0]
+    if option.startswith("--"):
+        return len(option) >= SHORTEST and name.startswith(option[2:])
+    return bool(letter) and re.match(f"-[{FLAGS}]*{letter}", option) is not None
 
 
 def read_site(path: Path | None) -> Site:
-    """The site in a file. None: that of site.toml here, where there is one, else a site that asks for nothing. Raises SpecError."""
-    if path is None and not HERE.exists():
+    """Return the site of a file, by default of site.toml in this folder, or an empty site without it.
+
+    Raises SpecError.
+    """
+    if path is None and not DEFAULT_FILE.exists():
         return Site()
-    file = path or HERE
+    file = path or DEFAULT_FILE
     try:
         return Site.model_validate(read_toml(file))
     except ValidationError as error:
