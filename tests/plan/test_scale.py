@@ -46,10 +46,10 @@ def test_numbers_of_ranks(text, counts):
         ("64:8", "end it with 64"),
         ("1,2,x", "'x' is not a number of ranks"),
         ("0:8", "at least 1 rank"),
-        ("-4", "no number of ranks"),
-        ("…,8", "must stand before"),
-        ("1,2,…", "must stand before"),
-        ("1,…,4,…,8", "must stand before"),
+        ("-4", "not a number of ranks"),
+        ("…,8", "must stand between"),
+        ("1,2,…", "must stand between"),
+        ("1,…,4,…,8", "must stand between"),
         ("1,2,5,…,17", "has no common factor or step"),
         ("1,2,3,…,4096", "more than 100 numbers"),
     ],
@@ -118,7 +118,7 @@ def test_numbers_that_cannot_be_say_why():
     }
     by_ranks = {one.ranks: one.reason for one in found.strong.refused}
     assert "most of it optimizer" in by_ranks[1]
-    assert "ask for 8 or 16" in by_ranks[12]
+    assert "use 8 or 16" in by_ranks[12]
     assert "a batch of 48 cannot be split over 3,000 ranks" in by_ranks[3000]
     assert found.each == Fraction(48, 16)
     assert any(

@@ -100,8 +100,8 @@ def test_a_model_that_fits_nowhere():
     ("name", "memory_GiB", "ranks", "batch", "hint", "enough"),
     [
         ("llama3-8b", 80, 1, 8, "use --ranks 4", (4, 8)),
-        ("gpt3-175b", 80, 8, 8, "use 64 ranks on 8 such nodes", (64, 8)),
-        ("resnet152", 0.2, 8, 8, "use 16 ranks on 2 such nodes and a batch of 16", (16, 16)),
+        ("gpt3-175b", 80, 8, 8, "use 64 ranks on 8 nodes of this kind", (64, 8)),
+        ("resnet152", 0.2, 8, 8, "use 16 ranks on 2 nodes of this kind and a batch of 16", (16, 16)),
     ],
 )
 def test_the_way_out_of_what_does_not_fit_is_one(name, memory_GiB, ranks, batch, hint, enough):

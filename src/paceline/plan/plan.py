@@ -290,7 +290,7 @@ class Plan:
 
 @dataclass(frozen=True, eq=False)
 class ResolvedPlan(Plan):
-    """A plan for a known number of ranks, as `Plan.resolve` returns it; by default the plan of one process."""
+    """A plan for a known number of ranks, as `Plan.resolve` returns it; by default of one process."""
 
     dp: int = 1
     microbatches: int = 1

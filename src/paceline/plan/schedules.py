@@ -6,7 +6,7 @@ from typing import Literal, NamedTuple
 
 
 class StageTimes(NamedTuple):
-    """Seconds of one micro-batch on one rank over all its stages: forward, backward by inputs and by weights."""
+    """Seconds of one micro-batch over all stages of one rank: forward, backward by inputs and by weights."""
 
     forward_s: float
     inputs_s: float

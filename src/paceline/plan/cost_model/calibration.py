@@ -1,4 +1,4 @@
-"""What runs on a cluster showed of its predictions, as factors on the parts of later ones."""
+"""Correction factors for the parts of predictions, from runs on the same cluster."""
 
 import math
 import statistics
@@ -11,18 +11,24 @@ from paceline.plan.cost_model.compare import TIME_PARTS
 
 @dataclass(frozen=True)
 class Factor:
-    """Of one part. A mean over few runs is not taken in whole: n of them count as n of n + 1, the one more being what was predicted."""
+    """Correction factor of one part.
+
+    A mean over few runs is shrunk: n runs count n / (n + 1), the prediction 1 / (n + 1).
+    """
 
     runs: int
-    mean: float  # of the logarithms of measured over predicted
-    scatter: float  # sum of their squared distances to it
+    mean: float  # of log(measured / predicted)
+    scatter: float  # sum of squared distances to the mean
 
     @property
     def value(self) -> float:
         return math.exp(self.mean * self.runs / (self.runs + 1))
 
     def error(self, before: float) -> float:
-        """Standard deviation, when it was so much without any run: of runs and that one together, and what is not taken in yet."""
+        """Return the standard deviation after the runs; `before`: without them.
+
+        The part of the mean that is shrunk away counts as error.
+        """
         return math.hypot(
             math.sqrt((before**2 + self.scatter) / (self.runs + 1)), self.mean / (self.runs + 1)
         )
@@ -30,18 +36,22 @@ class Factor:
 
 @dataclass(frozen=True, eq=False)
 class Calibration:
-    """`parts`: of the planner, that any run had; those too short to say anything have no factor. `ranks`: most of any run."""
+    """Factors by part of a prediction.
+
+    parts: parts of the planner that any run had; parts too short to measure have no factor. ranks: most ranks
+    of any run.
+    """
 
     factors: Mapping[str, Factor]
     parts: frozenset[str]
     ranks: int
 
     def beyond(self, parts: Iterable[str], ranks: int) -> tuple[str, ...]:
-        """What of a prediction is outside of what was seen, in words."""
+        """Return sentences about what a prediction has that no run had."""
         unseen = [part for part in parts if part not in self.parts]
-        words = [f"no profiled run here had {' or '.join(unseen)}"] if unseen else []
+        sentences = [f"no profiled run here had {' or '.join(unseen)}"] if unseen else []
         return (
-            *words,
+            *sentences,
             *(
                 [f"{ranks} ranks are more than the {self.ranks} of any run here"]
                 if ranks > self.ranks
@@ -51,7 +61,7 @@ class Calibration:
 
 
 def fit_calibration(records: Iterable[CalibrationRecord]) -> Calibration | None:
-    """None where there are no records."""
+    """Return the calibration from records of runs, or None without records."""
     logs: dict[str, list[float]] = {}
     records = list(records)
     for record in records:
@@ -61,9 +71,9 @@ def fit_calibration(records: Iterable[CalibrationRecord]) -> Calibration | None:
     if not records:
         return None
     factors = {}
-    for part, found in logs.items():
-        mean = statistics.mean(found)
-        factors[part] = Factor(len(found), mean, sum((one - mean) ** 2 for one in found))
+    for part, ratios in logs.items():
+        mean = statistics.mean(ratios)
+        factors[part] = Factor(len(ratios), mean, sum((ratio - mean) ** 2 for ratio in ratios))
     return Calibration(
         factors,
         frozenset(part for record in records for part in record.parts),

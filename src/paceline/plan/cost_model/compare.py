@@ -1,4 +1,6 @@
-"""What was predicted beside what was measured, part by part: one table says which parts of the planner are which of the profile."""
+"""Comparison of predicted and measured parts; the tables say which parts of the planner belong to which part
+of the profile.
+"""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -22,21 +24,22 @@ TIME_PARTS: Mapping[str, tuple[str, ...]] = {
     "save": ("save",),
     "other": ("engines",),
 }
-MEMORY_PARTS: Mapping[
-    str, tuple[str, ...]
-] = {  # what the planner has beside these, of the allocator and the process, is no tensor's
+# The planner's other parts, of the allocator and the process, are not tensors.
+MEMORY_PARTS: Mapping[str, tuple[str, ...]] = {
     "weights": ("weights", "main weights"),
     "gradients": ("gradients",),
     "optimizer": ("optimizer",),
     "activations": ("activations", "computed again", "loss", "gathered", "cast weights", "communication"),
 }
-MAX_PROFILED_STEPS = 32  # that are profiled together: under local SGD a whole period
-MIN_SHARE = 0.01  # of a step: the ratio of a part that is smaller says nothing
+MAX_PROFILED_STEPS = 32  # profiled together; local SGD requires a whole period
+MIN_SHARE = 0.01  # of a step; the ratio of a smaller part is noise
 
 
 @dataclass(frozen=True)
 class ComparisonRow:
-    """`predicted`: None where nothing was; `spread`: its standard deviation, both in the unit of `measured`."""
+    """One part. predicted: None without a prediction; spread: its standard deviation; both in the unit of
+    `measured`.
+    """
 
     name: str
     measured: float
@@ -45,12 +48,12 @@ class ComparisonRow:
 
     @property
     def off(self) -> float:
-        """Predicted less measured: below 0 where more was measured."""
+        """Predicted minus measured."""
         return (self.predicted or 0.0) - self.measured
 
     @property
     def error(self) -> float | None:
-        """The same as a share of what was measured."""
+        """`off` as a share of `measured`; None if there is no prediction."""
         return self.off / self.measured if self.predicted is not None and self.measured else None
 
 
@@ -59,27 +62,30 @@ def compare_parts(
     measured: Mapping[str, float],
     predicted: tuple[CostPart, ...] | None,
 ) -> list[ComparisonRow]:
-    """A row for each part that was measured or predicted. What the planner says nothing of, as input, is predicted to take nothing."""
+    """Return a row for each part that was measured or predicted.
+
+    Parts unknown to the planner, such as input, count as predicted 0.
+    """
     known = {part.name: part for part in predicted or ()}
     rows = []
     for name, value in measured.items():
-        parts = [known[one] for one in table[name] if one in known]
+        parts = [known[part] for part in table[name] if part in known]
         total = sum(part.value for part in parts) if predicted is not None else None
         rows.append(ComparisonRow(name, value, total, hypot(*(part.value * part.error for part in parts))))
     return [row for row in rows if row.measured or row.predicted]
 
 
 def find_largest_difference(rows: list[ComparisonRow]) -> ComparisonRow | None:
-    """The part that is furthest off, in seconds or bytes."""
+    """Return the part with the largest difference in seconds or bytes, or None without predictions."""
     return max((row for row in rows if row.predicted is not None), key=lambda row: abs(row.off), default=None)
 
 
 def measured_ratios(seconds: Mapping[str, float], cost: Cost) -> dict[str, float]:
-    """Measured over predicted, of the parts that are there in both and matter."""
-    least = MIN_SHARE * min(cost.step_s, sum(seconds.values()))
+    """Return measured / predicted of the parts that both have and that are not negligible."""
+    negligible = MIN_SHARE * min(cost.step_s, sum(seconds.values()))
     rows = compare_parts(TIME_PARTS, seconds, cost.time.parts)
     return {
         row.name: row.measured / row.predicted
         for row in rows
-        if row.predicted and min(row.measured, row.predicted) > least
+        if row.predicted and min(row.measured, row.predicted) > negligible
     }

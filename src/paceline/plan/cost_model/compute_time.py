@@ -1,4 +1,4 @@
-"""Seconds that a rank computes on one block for one micro-batch, by the shapes of the products it is left with."""
+"""Compute time of one block and micro-batch on one rank, from the shapes of its matrix products."""
 
 import math
 from functools import lru_cache
@@ -11,21 +11,23 @@ from paceline.plan.cost_model.rates import DeviceRates
 from paceline.plan.cost_model.work_split import MicrobatchKey
 from paceline.plan.model.facts import Attention, BlockFacts, Product
 
-TILE_ROWS, TILE_COLUMNS = (
-    128,
-    256,
-)  # of a product's output, one multiprocessor at a time (CUTLASS; the larger tiles of cuBLAS)
-NARROW_SIDE, VECTOR_RATE = (
-    8,
-    1 / 16,
-)  # sides below which a product takes vector units, and their rate against matrix cores: float32 on A100
-SPLIT_INNER = 512  # elements of the inner dim that a multiprocessor has at least, where several share a tile
-PROLOGUE_INNER = 64  # elements of the inner dim that pass before a tile computes at its rate
-BACKWARD_TRAFFIC = 1.75  # of the forward pass's: a norm and an activation read their input again, a residual sum reads nothing
+# Tile of a product's output that one multiprocessor computes at a time (CUTLASS; the larger tiles of cuBLAS).
+TILE_ROWS, TILE_COLUMNS = 128, 256
+# A product with a shorter side runs on vector units; their rate relative to matrix cores is that of float32
+# on A100.
+NARROW_SIDE, VECTOR_RATE = 8, 1 / 16
+SPLIT_INNER = 512  # minimum inner elements of a multiprocessor if several share a tile
+PROLOGUE_INNER = 64  # inner elements before a tile computes at its full rate
+# Relative to the forward pass: a norm and an activation read their input again, a residual sum reads nothing.
+BACKWARD_TRAFFIC = 1.75
 
 
 class ComputeTime(NamedTuple):
-    """Seconds: forward, and backward, where products are made for the inputs and for the weights apart."""
+    """Seconds of the forward pass, and of the backward pass with separate products for inputs and weights.
+
+    traffic_s: operations limited by memory bandwidth. flops: forward and backward of one rank, without
+    recomputation.
+    """
 
     products_s: float
     attention_s: float
@@ -34,12 +36,12 @@ class ComputeTime(NamedTuple):
     weights_s: float
     attention_backward_s: float
     traffic_backward_s: float
-    recompute_s: float  # forward once more
-    flops: float  # forward and backward, of one rank
+    recompute_s: float
+    flops: float
     recompute_flops: float
 
     def scaled(self, by: float) -> "ComputeTime":
-        """The same FLOPs in so many times the seconds."""
+        """Return the same FLOPs with all seconds multiplied by `by`."""
         seconds = {name: value * by for name, value in self._asdict().items() if name.endswith("_s")}
         return self._replace(**seconds)
 
@@ -54,35 +56,40 @@ class ComputeTime(NamedTuple):
 
 @lru_cache(65536)
 def compute_block_time(
-    speeds: DeviceRates, recipe: Recipe, block: BlockFacts, cut: MicrobatchKey
+    rates: DeviceRates, recipe: Recipe, block: BlockFacts, cut: MicrobatchKey
 ) -> ComputeTime:
+    """Return the compute time of one micro-batch of `block` on one rank."""
     tp, cp, micro_batch, recompute = cut.tp, cut.cp, cut.micro_batch, cut.recompute
-    if speeds.op_times is not None:
-        return _compute_block_time_on_cpu(speeds.op_times, recipe, block, cut)
+    if rates.op_times is not None:
+        return _compute_block_time_on_cpu(rates.op_times, recipe, block, cut)
     head = block.boundary == 0
     dtype = "bf16" if recipe.dtype == "fp8" and head else recipe.dtype
     forward = inputs = weights = 0.0
     for product in block.products:
         m, n, k, count = _shape_on_rank(product, tp, cp, micro_batch)
         moved = 2.0 * (m * k / product.reuse + k * n + m * n) * count
-        forward += product_s(speeds, dtype, m, n, k, count, moved)
-        inputs += product_s(speeds, dtype, m, k, n, count, moved)
-        weights += product_s(speeds, dtype, k, n, m, count, moved)
-    attention = sum(_attention_s(speeds, recipe, one, tp, cp, micro_batch) for one in block.attention)
+        forward += product_s(rates, dtype, m, n, k, count, moved)
+        inputs += product_s(rates, dtype, m, k, n, count, moved)
+        weights += product_s(rates, dtype, k, n, m, count, moved)
+    attention = sum(_attention_s(rates, recipe, one, tp, cp, micro_batch) for one in block.attention)
     traffic, scores = _traffic_bytes(recipe, block, tp, cp, micro_batch)
-    if recipe.dtype == "fp8" and not head:  # inputs and weights are cast, and their largest values found
+    if recipe.dtype == "fp8" and not head:  # inputs and weights are cast, and their maxima computed
         traffic += sum(3.0 * p.rows * (p.inner + p.columns) * micro_batch / tp for p in block.products)
-    moved = traffic / cp / speeds.memory_Bps
-    core = 0.0 if recipe.fused else scores / cp / speeds.memory_Bps
-    kernels = block.kernels * speeds.constants.launch_s
-    again = recipe.recompute_shares(recompute if block.boundary and "full" in block.saved else "none")
+    moved = traffic / cp / rates.memory_Bps
+    core = 0.0 if recipe.fused else scores / cp / rates.memory_Bps
+    kernels = block.kernels * rates.constants.launch_s
+    recomputed = recipe.recompute_shares(recompute if block.boundary and "full" in block.saved else "none")
     attention_s = attention + core
-    recompute_s = again.products * forward + again.attention * attention_s + again.traffic * (moved + kernels)
-    started = block.kernels * speeds.constants.host_s
+    recompute_s = (
+        recomputed.products * forward
+        + recomputed.attention * attention_s
+        + recomputed.traffic * (moved + kernels)
+    )
+    started = block.kernels * rates.constants.host_s
     short = max(0.0, started - forward - attention_s - moved - kernels)
     flops = block.flops * micro_batch / (tp * cp)
     recompute_flops = (
-        (again.products * block.product_flops + again.attention * block.attention_flops)
+        (recomputed.products * block.product_flops + recomputed.attention * block.attention_flops)
         * micro_batch
         / (tp * cp)
     )
@@ -92,28 +99,30 @@ def compute_block_time(
         traffic_s=moved + kernels + short,
         inputs_s=inputs,
         weights_s=weights,
-        attention_backward_s=_attention_backward_s(speeds, recipe, attention) + 2 * core,
+        attention_backward_s=_attention_backward_s(rates, recipe, attention) + 2 * core,
         traffic_backward_s=BACKWARD_TRAFFIC * moved + kernels + short,
-        recompute_s=recompute_s + short * bool(again.products),
+        recompute_s=recompute_s + short * bool(recomputed.products),
         flops=3 * flops,
         recompute_flops=recompute_flops,
     )
 
 
 def _compute_block_time_on_cpu(
-    paces: OpTimeTable, recipe: Recipe, block: BlockFacts, cut: MicrobatchKey
+    op_times: OpTimeTable, recipe: Recipe, block: BlockFacts, cut: MicrobatchKey
 ) -> ComputeTime:
-    """Each operation is started and done before the next, so that times add up."""
+    """Return the sum over operations, which a CPU runs strictly one after another."""
     sides = [
         (product, *_shape_on_rank(product, cut.tp, cut.cp, cut.micro_batch)) for product in block.products
     ]
     forward, inputs, weights = cpu_compute_time.products_s(
-        paces, [(product, m * n * k, count) for product, m, n, k, count in sides]
+        op_times, [(product, m * n * k, count) for product, m, n, k, count in sides]
     )
-    attention, attention_back = cpu_compute_time.attention_s(paces, block.attention, cut)
-    others, others_back = cpu_compute_time.others_s(paces, block, recipe, cut)
-    again = recipe.recompute_shares(cut.recompute if block.boundary and "full" in block.saved else "none")
-    recompute_flops = again.products * block.product_flops + again.attention * block.attention_flops
+    attention, attention_back = cpu_compute_time.attention_s(op_times, block.attention, cut)
+    others, others_back = cpu_compute_time.others_s(op_times, block, recipe, cut)
+    recomputed = recipe.recompute_shares(
+        cut.recompute if block.boundary and "full" in block.saved else "none"
+    )
+    recompute_flops = recomputed.products * block.product_flops + recomputed.attention * block.attention_flops
     ranks = cut.tp * cut.cp
     return ComputeTime(
         products_s=forward,
@@ -123,7 +132,9 @@ def _compute_block_time_on_cpu(
         weights_s=weights,
         attention_backward_s=attention_back,
         traffic_backward_s=others_back,
-        recompute_s=again.products * forward + again.attention * attention + again.traffic * others,
+        recompute_s=recomputed.products * forward
+        + recomputed.attention * attention
+        + recomputed.traffic * others,
         flops=3 * block.flops * cut.micro_batch / ranks,
         recompute_flops=recompute_flops * cut.micro_batch / ranks,
     )
@@ -135,13 +146,13 @@ def _shape_on_rank(product: Product, tp: int, cp: int, micro_batch: int) -> tupl
         n /= tp
     elif product.cut == "inner":
         k /= tp
-    if product.active > 1:  # rows are dealt out over experts
+    if product.active > 1:  # rows are distributed over experts
         m, count = m * count / product.active, product.active
     return m, n, k, count
 
 
 def product_s(
-    speeds: DeviceRates,
+    rates: DeviceRates,
     dtype: str,
     m: float,
     n: float,
@@ -149,74 +160,81 @@ def product_s(
     count: float = 1.0,
     moved: float | None = None,
 ) -> float:
-    """m × k times k × n, as fast as measured products of that size. Where none was measured, tiles that are not full and waves that are
-    not compute for nothing. What is small waits for the memory."""
-    moving = (2.0 * (m * k + k * n + m * n) * count if moved is None else moved) / speeds.memory_Bps
-    if min(m, n, k) < NARROW_SIDE:  # a convolution of each channel by itself: no product for matrix cores
+    """Return the seconds of m × k times k × n, from measured products of that size.
+
+    Without measurements, partial tiles and partial waves cost as much as full ones. Small products are
+    limited by memory bandwidth. `moved`: bytes read and written; None: each operand once in 16 bits.
+    """
+    moving = (2.0 * (m * k + k * n + m * n) * count if moved is None else moved) / rates.memory_Bps
+    if min(m, n, k) < NARROW_SIDE:  # a depthwise convolution does not use matrix cores
         return (
-            max(2.0 * m * n * k * count / (speeds.product_flops(dtype) * VECTOR_RATE), moving)
-            + speeds.constants.launch_s
+            max(2.0 * m * n * k * count / (rates.product_flops(dtype) * VECTOR_RATE), moving)
+            + rates.constants.launch_s
         )
-    if measured := speeds.measured_flops(dtype, m * n * k):
-        return max(2.0 * m * n * k * count / measured, moving) + speeds.constants.launch_s
-    units = speeds.device.units
+    if measured := rates.measured_flops(dtype, m * n * k):
+        return max(2.0 * m * n * k * count / measured, moving) + rates.constants.launch_s
+    units = rates.device.units
     rows, columns = math.ceil(m / TILE_ROWS), math.ceil(n / TILE_COLUMNS)
     rows2, columns2 = math.ceil(m / TILE_COLUMNS), math.ceil(n / TILE_ROWS)
     tiles = min(rows * columns, rows2 * columns2) * count
     if (
         tiles < units and k > SPLIT_INNER
-    ):  # too few for all units: several share a tile, each a part of the inner dim
+    ):  # too few for all units: several share a tile and split its inner dimension
         parts = min(math.ceil(units / tiles), k // SPLIT_INNER)
         tiles, k = tiles * parts, k / parts
     tile_flops = 2.0 * TILE_ROWS * TILE_COLUMNS * (k + PROLOGUE_INNER)
-    waves = max(1.0, tiles / units + 0.25)  # a quarter: tiles of the last wave are made smaller
-    computing = waves * units * tile_flops / speeds.product_flops(dtype)
-    return max(computing, moving) + speeds.constants.launch_s
+    waves = max(1.0, tiles / units + 0.25)  # a quarter: tiles of the last wave are smaller
+    computing = waves * units * tile_flops / rates.product_flops(dtype)
+    return max(computing, moving) + rates.constants.launch_s
 
 
 def _attention_s(
-    speeds: DeviceRates, recipe: Recipe, one: Attention, tp: int, cp: int, micro_batch: int
+    rates: DeviceRates, recipe: Recipe, one: Attention, tp: int, cp: int, micro_batch: int
 ) -> float:
-    """Forward, without the traffic of its scores."""
+    """Return the seconds of the forward pass, without reading and writing its scores."""
     heads = micro_batch * one.heads / tp
     if recipe.fused:
-        rate = speeds.peaks.get(recipe.dtype if recipe.dtype != "fp8" else "bf16") or speeds.product_flops(
+        rate = rates.peaks.get(recipe.dtype if recipe.dtype != "fp8" else "bf16") or rates.product_flops(
             recipe.dtype
         )
         small = min(
             1.0, 0.82 + 0.18 * one.head_dim / 128
-        )  # arXiv 2307.08691, figure 5, causal: 64 against 128
+        )  # arXiv 2307.08691, figure 5, causal: 64 compared with 128
         return (
             one.flops
             * one.seen
             * micro_batch
             / (tp * cp)
-            / (rate * speeds.clock * speeds.device.forward * recipe.attention * small)
+            / (rate * rates.clock * rates.device.forward * recipe.attention * small)
         )
     dtype = "bf16" if recipe.dtype == "fp8" else recipe.dtype
     queries = one.queries / cp
-    return product_s(speeds, dtype, queries, one.keys, one.head_dim, heads) + product_s(
-        speeds, dtype, queries, one.head_dim, one.keys, heads
+    return product_s(rates, dtype, queries, one.keys, one.head_dim, heads) + product_s(
+        rates, dtype, queries, one.head_dim, one.keys, heads
     )
 
 
-def _attention_backward_s(speeds: DeviceRates, recipe: Recipe, forward_s: float) -> float:
-    """Fused: 5 products where the forward pass has 2, as it makes the scores again; else twice as many."""
-    return forward_s * 2.5 * speeds.device.forward / speeds.device.backward if recipe.fused else 2 * forward_s
+def _attention_backward_s(rates: DeviceRates, recipe: Recipe, forward_s: float) -> float:
+    """Return the seconds of attention backward: fused 5 products instead of 2, because scores are recomputed;
+    else 4.
+    """
+    return forward_s * 2.5 * rates.device.forward / rates.device.backward if recipe.fused else 2 * forward_s
 
 
 def _traffic_bytes(
     recipe: Recipe, block: BlockFacts, tp: int, cp: int, micro_batch: int
 ) -> tuple[float, float]:
-    """Forward, of operations that are no products; and without fused attention, of heads that are brought in order and back, and of scores
-    that are written, scaled, masked, put through softmax and dropped."""
+    """Return bytes of the forward pass: of elementwise operations, and of attention without a fused kernel.
+
+    The latter transposes heads and back, and writes, scales, masks, normalises (softmax) and drops scores.
+    """
     along = recipe.splits_sequence(cp) and not block.whole
     moved = block.traffic.bytes(recipe.stream, recipe.element, tp, along) * recipe.elementwise * micro_batch
-    ordered = (
+    transposed = (
         sum((4 * one.queries + 4 * one.keys) * one.heads * one.head_dim for one in block.attention)
         * recipe.element
     )
     scores = sum(one.scores for one in block.attention) * (
         4 * recipe.element + (2 * recipe.element + 1 if block.core.split_bytes else 0)
     )
-    return moved, (ordered + scores) / tp * micro_batch
+    return moved, (transposed + scores) / tp * micro_batch

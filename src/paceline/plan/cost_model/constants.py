@@ -1,39 +1,49 @@
-"""What devices and networks reach of what their makers promise: the constants of the model of time, each with its source."""
+"""Constants of the time model, each with its source: what devices and networks reach of their published
+peaks.
+"""
 
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Literal, NamedTuple
 
-Basis = Literal[
-    "fitted", "published", "guessed"
-]  # to trainings; read off what others published of it; nothing is known
-MAX_FITTED_RANKS = 6144  # of the trainings that were fitted to
+# fitted: to trainings; published: read from publications of others; guessed: nothing is known
+Basis = Literal["fitted", "published", "guessed"]
+MAX_FITTED_RANKS = 6144  # of the trainings that the constants are fitted to
 
 
 @dataclass(frozen=True)
 class Architecture:
-    """Shares of a device's peak. product: large matrix products in a training that lasts, fp8 likewise of its own peak.
-    forward, backward: fused attention; the latter counts 5 products for the forward pass's 2. units: multiprocessors."""
+    """Shares of a device's peak.
+
+    product: large matrix products in a long training; product_fp8: the same relative to the fp8 peak.
+    forward, backward: fused attention; backward counts 5 products for 2 of the forward pass. units:
+    multiprocessors.
+    memory: share of the peak bandwidth that elementwise kernels reach.
+    W_for_flops: power / peak at which the shares were measured. With less power a device is slower by the
+    third root, because power is f·V².
+    """
 
     product: float
     forward: float
     backward: float
     units: int
     product_fp8: float = 0.5
-    memory: float = 0.867  # share of the peak bandwidth that elementwise kernels reach
-    W_for_flops: float = 0.0  # power over peak at which these were seen; with less a device is slower by the third root, power being f·V²
+    memory: float = 0.867
+    W_for_flops: float = 0.0
     basis: Basis = "published"
 
 
 @dataclass(frozen=True)
 class Constants:
-    """Everything that is fitted or read off, in one value.
+    """All fitted or published constants in one value.
 
-    node, across: share of a link's rate that large collectives see, inside of a node and between nodes. node_s, hop_s, step_s: start of a
-    collective inside a node, for each doubling of the nodes (trees, all-reduce), for each node (rings: gather, scatter).
-    hidden: share of a collective inside of a node that goes on under computing, where the two may overlap. launch_s: between two kernels;
-    host_s: for the host to start one. jitter: share of a step in which ranks wait for the slowest.
+    node, across: share of a link's rate that large collectives reach, inside a node and between nodes.
+    node_s, hop_s, step_s: start of a collective inside a node, per doubling of the nodes (trees: all-reduce),
+    and per node (rings: gather, scatter).
+    hidden: share of a collective inside a node that overlaps with computing, if overlap is possible.
+    launch_s: between two kernels. host_s: for the host to launch a kernel.
+    jitter: share of a step in which ranks wait for the slowest.
     """
 
     architectures: Mapping[str, Architecture]
@@ -49,11 +59,14 @@ class Constants:
     jitter: float = 0.02
 
 
-# What is fitted, and only for A100 and the Hoppers: product, forward and backward by one factor, memory, across and hidden, to the
-# published measurements of docs/planning.md by benchmarks/published.py --fit, from these values:
-# product: A100 0.80 of sweeps at 0.87 (stas00/ml-engineering, MAMF), 241 to 255 of 312 TFLOP/s in the shapes of a transformer
-# (EleutherAI/cookbook); H100 0.80 of the best shape alone, and less where its power is the limit. B200: SimuMax's operator table.
-# forward, backward: FlashAttention-2 (Dao 2023, arXiv 2307.08691, figures 4 and 5; on H100 35 %, Shah et al. 2024, arXiv 2407.08608).
+# Fitted, and only for A100 and Hopper: product, forward and backward by one factor, memory, across and
+# hidden, to the published measurements of docs/planning.md by benchmarks/published.py --fit, from these
+# values:
+# product: A100 0.80 of sweeps at 0.87 (stas00/ml-engineering, MAMF), 241 to 255 of 312 TFLOP/s in the shapes
+# of a transformer (EleutherAI/cookbook); H100 0.80 of the best shape only, and less if power is the limit.
+# B200: SimuMax's operator table.
+# forward, backward: FlashAttention-2 (Dao 2023, arXiv 2307.08691, figures 4 and 5; on H100 35 %, Shah et al.
+# 2024, arXiv 2407.08608).
 AMPERE = Architecture(0.772, 0.503, 0.457, 108, basis="fitted")
 HOPPER = Architecture(0.602, 0.320, 0.274, 132, W_for_flops=700 / 989.4e12, basis="fitted")
 BLACKWELL = Architecture(0.60, 0.45, 0.38, 148)
@@ -64,7 +77,7 @@ ARCHITECTURES: Mapping[str, Architecture] = {
     "H100": HOPPER,
     "H800": HOPPER,
     "H200": HOPPER,
-    "GH200": replace(HOPPER, W_for_flops=0.0),  # which may draw more, with its processor
+    "GH200": replace(HOPPER, W_for_flops=0.0),  # it may draw more, together with its processor
     "B200": BLACKWELL,
     "B300": BLACKWELL,
     "GB200": BLACKWELL,
@@ -78,14 +91,16 @@ CONSTANTS = Constants(ARCHITECTURES)
 
 
 def find_architecture(name: str, constants: Constants) -> Architecture:
-    """Of a device, by the longest name of a family in its own; what is not known is a guess that says so."""
+    """Return the constants of a device: the longest family name that its name contains, or else a guess
+    marked as one.
+    """
     flat = re.sub(r"[^A-Z0-9]", "", name.upper())
     found = max((family for family in constants.architectures if family in flat), key=len, default=None)
     return constants.architectures[found] if found else UNKNOWN
 
 
 class OverheadCosts(NamedTuple):
-    """What an engine takes for a step, for each of its units and for each of its tensors: cycles, or seconds."""
+    """Overhead of an engine per step, per unit and per tensor, in cycles or seconds."""
 
     step: float
     unit: float
@@ -95,7 +110,7 @@ class OverheadCosts(NamedTuple):
         return OverheadCosts(self.step * factor, self.unit * factor, self.tensor * factor)
 
 
-# Cycles that an engine takes for a step, for each of its units and of its tensors (engine_overhead.py), collectives of gloo included, in
+# Cycles of an engine per step, per unit and per tensor (engine_overhead.py), including gloo's collectives, in
 # round figures.
 ENGINES: Mapping[str, OverheadCosts] = {
     "step": OverheadCosts(5e5, 0.0),
@@ -112,11 +127,15 @@ ENGINES: Mapping[str, OverheadCosts] = {
 
 @dataclass(frozen=True)
 class Processor:
-    """A core of a CPU of which nothing was measured, in right orders of magnitude; what the system tells of it goes before.
+    """A CPU core without measurements, right to the order of magnitude; values that the system reports take
+    precedence.
 
-    operations: of each lane in a cycle, two units that multiply and add. `product`: share of that which products reach.
-    start_cycles: to start an operation from Python and note it for the backward pass. engines: cycles of a step, a unit, a tensor.
-    turns: how many times as long ranks compute that share a core, besides that each has it for a part of the time (benchmarks/crowd.py).
+    operations: per lane and cycle; two units that multiply and add. product: share of that rate that products
+    reach.
+    start_cycles: to start an operation from Python and record it for the backward pass.
+    turns: slowdown of ranks that share a core, in addition to the share of time that each gets
+    (benchmarks/crowd.py).
+    engines: cycles per step, unit and tensor.
     """
 
     clock_Hz: float = 2.5e9

@@ -1,16 +1,15 @@
-"""Cost: what a plan is predicted to take, part by part, each with what it rests on."""
+"""Cost: predicted time and memory of a plan, part by part, each with its source."""
 
 from dataclasses import dataclass
 from math import hypot, sqrt
 
-RUN_NOISE = (
-    0.05  # of a step: one configuration moved by 0 to 11 % between two published runs of the same people
-)
+# Of a step: one configuration differed by 0 to 11 % between two published runs of the same authors.
+RUN_NOISE = 0.05
 
 
 @dataclass(frozen=True, slots=True)
 class CostPart:
-    """A share of the step's seconds or of a rank's bytes; `error`: standard deviation as a share of it."""
+    """A part of the step's seconds or of a rank's bytes; error: standard deviation relative to `value`."""
 
     name: str
     value: float
@@ -20,7 +19,9 @@ class CostPart:
 
 @dataclass(frozen=True, slots=True)
 class MemoryCost:
-    """Of the rank that needs most, at its worst moment; the parts add up to it. `rank` of the pipeline. `limit_bytes`: of a device."""
+    """Peak memory of the rank with the highest peak; the parts add up to it. rank: of the pipeline.
+    limit_bytes: of a device.
+    """
 
     parts: tuple[CostPart, ...]
     rank: int
@@ -35,13 +36,15 @@ class MemoryCost:
         return _combined_error(self.parts, self.peak_bytes)
 
     def fits(self, margin: float = 0.0) -> bool:
-        """With a share of the device's memory left free."""
+        """Whether the peak leaves the share `margin` of the device's memory free."""
         return self.peak_bytes <= self.limit_bytes * (1 - margin)
 
 
 @dataclass(frozen=True, slots=True)
 class TimeCost:
-    """Of one step; the parts add up to it. `flops` of the model and `hardware_flops` with what is computed again, both of one rank."""
+    """Time of one step; the parts add up to it. flops: of the model on one rank; hardware_flops: with
+    recomputation.
+    """
 
     parts: tuple[CostPart, ...]
     flops: float
@@ -57,7 +60,7 @@ class TimeCost:
 
     @property
     def error(self) -> float:
-        """Standard deviation, as a share."""
+        """Standard deviation relative to `step_s`."""
         return hypot(RUN_NOISE, _combined_error(self.parts, self.step_s))
 
     @property
@@ -70,7 +73,7 @@ class TimeCost:
 
     @property
     def model_flops_per_s(self) -> float:
-        """Of one rank, without what is computed again."""
+        """Rate of one rank, without recomputation."""
         return self.flops / self.step_s
 
     @property
@@ -79,13 +82,13 @@ class TimeCost:
 
     @property
     def mfu(self) -> float | None:
-        """None where the peak is not known."""
+        """Model FLOP utilization; None if the peak is unknown."""
         return self.model_flops_per_s / self.peak_flops if self.peak_flops else None
 
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """What a plan is predicted to take; `micro_batch` samples at once on a data rank."""
+    """Predicted time and memory of a plan; micro_batch: samples that a data rank processes at once."""
 
     time: TimeCost
     memory: MemoryCost
@@ -101,23 +104,25 @@ class Cost:
 
 
 def list_slower_parts(cost: Cost, best: Cost) -> list[CostPart]:
-    """Seconds that each part of a step takes more than in the best plan, the largest first; less is below 0."""
-    own, other = ({part.name: part for part in one.time.parts} for one in (cost, best))
-    found = []
+    """Return how many seconds longer each part of a step takes than in the best plan, largest first; negative
+    if shorter.
+    """
+    own, other = ({part.name: part for part in compared.time.parts} for compared in (cost, best))
+    differences = []
     for name in own.keys() | other.keys():
         seconds = (own[name].value if name in own else 0.0) - (other[name].value if name in other else 0.0)
-        found.append(CostPart(name, seconds, (own.get(name) or other[name]).error))
-    return sorted(found, key=lambda part: (-part.value, part.name))
+        differences.append(CostPart(name, seconds, (own.get(name) or other[name]).error))
+    return sorted(differences, key=lambda part: (-part.value, part.name))
 
 
 def _combined_error(parts: tuple[CostPart, ...], total: float) -> float:
-    """Errors of parts are taken as independent."""
+    """Return the relative error of the sum of independent parts."""
     return sqrt(sum((part.value * part.error) ** 2 for part in parts)) / total if total else 0.0
 
 
 @dataclass(frozen=True, slots=True)
 class Bill:
-    """What a whole training takes."""
+    """Time, energy and price of a whole training."""
 
     seconds: float
     device_hours: float
@@ -129,7 +134,9 @@ class Bill:
         return self.seconds / 86400
 
 
-USED_POWER = 0.85  # of the most a device may draw, while it trains (Patterson et al. 2021, arXiv 2104.10350: V100 at 330 of 300 W to 250)
+# Of a device's maximum power, during a training (Patterson et al. 2021, arXiv 2104.10350: V100 at 330 of 300
+# W to 250).
+USED_POWER = 0.85
 FACILITY_OVERHEAD = 1.1  # power usage effectiveness of a modern data centre (the same, table 4)
 
 
@@ -141,7 +148,7 @@ def compute_bill(
     price_per_hour: float | None = None,
     facility: float = FACILITY_OVERHEAD,
 ) -> Bill:
-    """For so many steps on so many devices."""
+    """Return the bill of `steps` steps on `devices` devices. `facility`: power usage effectiveness."""
     seconds = step_s * steps
     hours = seconds / 3600 * devices
     kWh = hours * power_W * USED_POWER * facility / 1000 if power_W is not None else None
@@ -149,5 +156,5 @@ def compute_bill(
 
 
 def training_days(tokens: float, params: float, devices: int, flops_per_s: float) -> float:
-    """8·T·P / (n·X), with recompute (arXiv 2104.04473, equation 4)."""
+    """Return the days of a training with recomputation: 8·T·P / (n·X) (arXiv 2104.04473, equation 4)."""
     return 8 * tokens * params / (devices * flops_per_s) / 86400

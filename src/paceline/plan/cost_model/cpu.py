@@ -1,4 +1,4 @@
-"""What a rank has of a CPU that it shares: cores, paces, and what the engines take of it."""
+"""Share of a CPU that a rank has: cores, operation times, and overhead of engines."""
 
 from dataclasses import dataclass
 
@@ -9,7 +9,7 @@ from paceline.plan.cost_model.op_times import OpTimeTable, blend, guess_op_times
 
 @dataclass(frozen=True)
 class CpuHost:
-    """Of one rank. crowd: ranks that share a core. flops: in float32, guessed."""
+    """CPU of one rank. crowd: ranks that share a core. flops: in float32, guessed."""
 
     threads: int
     cores: int
@@ -19,7 +19,9 @@ class CpuHost:
 
 
 def describe_host(cluster: Cluster, per_node: int) -> CpuHost:
-    """Each rank has as many threads as training.process.threads_per_rank gives it."""
+    """Return the CPU of one of `per_node` ranks; threads are those of
+    distributed.process_group.threads_per_rank.
+    """
     device, cores = cluster.device, cluster.cores_per_node or per_node
     threads = max(1, cores // per_node)
     clock = device.clock_Hz.value if device.clock_Hz else CPU.clock_Hz
@@ -34,7 +36,9 @@ def describe_host(cluster: Cluster, per_node: int) -> CpuHost:
 
 
 def build_op_times(cluster: Cluster, host: CpuHost, flops: float, memory_Bps: float) -> OpTimeTable:
-    """Measured with that many threads, between those with one and with all; guessed where nothing was measured."""
+    """Return operation times for the rank's threads, interpolated between measured numbers of threads;
+    without any, a guess.
+    """
     found = {
         threads: _measured_op_times(cluster, threads) for threads in {pace.threads for pace in cluster.paces}
     }
@@ -59,7 +63,7 @@ def _measured_op_times(cluster: Cluster, threads: int) -> OpTimeTable:
 
 
 def _on_shared_cores(paces: OpTimeTable, crowd: float) -> OpTimeTable:
-    """Ranks that share a core have it in turns, and find its caches full of what the others left there."""
+    """Return the times on a shared core: ranks take turns, and find the caches filled by others."""
     times = crowd * CPU.turns if crowd > 1 else 1.0
     tables = {
         kind: tuple((size, seconds * times) for size, seconds in table)
@@ -69,14 +73,16 @@ def _on_shared_cores(paces: OpTimeTable, crowd: float) -> OpTimeTable:
 
 
 def build_engine_costs(cluster: Cluster, host: CpuHost) -> dict[str, dict[int, OverheadCosts]]:
-    """Seconds of a step, a unit and a tensor of each engine among so many ranks, as it was measured, where so many share a core as
-    here; else guessed."""
+    """Return the overhead of each engine by number of ranks, in seconds per step, unit and tensor.
+
+    Measured values are scaled by the number of ranks that share a core; without any, a guess.
+    """
     if not cluster.engines:
         second = host.crowd / host.clock_Hz
         return {name: {1: cycles.scaled(second)} for name, cycles in CPU.engines.items()}
     found: dict[str, dict[int, OverheadCosts]] = {}
     for engine in cluster.engines:
-        here = host.crowd / max(1.0, engine.ranks / host.cores)
+        crowding = host.crowd / max(1.0, engine.ranks / host.cores)
         measured = OverheadCosts(engine.step_s.value, engine.unit_s.value, engine.tensor_s.value)
-        found.setdefault(engine.name, {})[engine.ranks] = measured.scaled(here)
+        found.setdefault(engine.name, {})[engine.ranks] = measured.scaled(crowding)
     return found

@@ -1,29 +1,28 @@
-"""What is assumed of a machine where nothing is known, each in a sentence."""
+"""Assumptions about a machine where nothing is known, each with a sentence for the user."""
 
 from paceline.cluster.facts import Cluster, Fact, Link
 
-CARD_GBps = {
-    "a100": 25.0,
-    "h100": 50.0,
-    "h200": 50.0,
-}  # a network card of 200 or 400 Gbit/s for each device, as in the DGX of these
+# A network card of 200 or 400 Gbit/s for each device, as in the DGX of these devices.
+CARD_GBps = {"a100": 25.0, "h100": 50.0, "h200": 50.0}
 OTHER_GBps = 25.0
 CPU_GBps = 20.0  # two channels of memory, in round figures
 SHARED_GBps = 1.0  # gloo between processes of one node, or over 10 Gbit/s, in round figures
 
 
 def add_assumptions(cluster: Cluster) -> tuple[Cluster, tuple[str, ...]]:
-    """With links, and memory of a CPU, as they are usual, where nothing is known of those."""
+    """Return the cluster with typical links and CPU memory bandwidth where they are unknown, and a sentence
+    for each.
+    """
     known = {link.axis for link in cluster.links}
-    links, words = [], []
+    links, sentences = [], []
     if cluster.device.kind == "cpu" and cluster.device.memory_Bps is None:
         memory = cluster.device.model_copy(update={"memory_Bps": Fact(value=CPU_GBps * 1e9, note="assumed")})
         cluster = cluster.model_copy(update={"device": memory})
-        words.append(f"a memory bandwidth of {CPU_GBps:g} GB/s is assumed; paceline bench measures it")
+        sentences.append(f"a memory bandwidth of {CPU_GBps:g} GB/s is assumed; paceline bench measures it")
     if cluster.device.kind == "cpu" and "node" not in known:
         links.append(Link(axis="node", beta_Bps=Fact(value=SHARED_GBps * 1e9, note="assumed")))
-        words.append(
-            f"between ranks of a node {SHARED_GBps:g} GB/s are assumed; paceline bench measures them"
+        sentences.append(
+            f"{SHARED_GBps:g} GB/s are assumed between ranks of a node; paceline bench measures them"
         )
     if cluster.nodes > 1 and "across" not in known:
         family = next((name for name in CARD_GBps if name in cluster.device.name.lower()), "")
@@ -32,7 +31,7 @@ def add_assumptions(cluster: Cluster) -> tuple[Cluster, tuple[str, ...]]:
         hint = (
             "paceline bench measures them"
             if cluster.device.kind == "cpu"
-            else "say what there is with @GB/s behind the cluster"
+            else "append @GB/s to the cluster to set them"
         )
-        words.append(f"between nodes {GBps:g} GB/s of each device are assumed; {hint}")
-    return cluster.updated(links=links), tuple(words)
+        sentences.append(f"{GBps:g} GB/s per device are assumed between nodes; {hint}")
+    return cluster.updated(links=links), tuple(sentences)
