@@ -146,10 +146,11 @@ class Verification:
 
     def _check_weights(self, task: Task) -> None:
         """Raises TaskError where initial weights are not those of a plain construction: the reference would have them, too."""
+        from paceline.training.initial_weights import check_initial_weights
         from paceline.training.model_analysis import build_meta_model
 
         built = build_meta_model(self.spec, task)
-        self.notes += check(self.spec, task, built.model, built.weights)
+        self.notes += check_initial_weights(self.spec, task, built.model, built.weights)
 
     def _record(self, microbatches: int, rounding: float = 0.0) -> Reference:
         """In float64; in float32 where an operation of the model has no kernel for that."""
