@@ -205,7 +205,10 @@ F_ATTENTION = F.scaled_dot_product_attention
 @contextmanager
 def unseen() -> Iterator[None]:
     """Local attention, and nobody compares the outputs."""
-    with replaced(context.ContextParallel, "_differs", lambda original: lambda *_: None), local_attention():
+    with (
+        replaced(context.ContextParallel, "_find_difference", lambda original: lambda *_: None),
+        local_attention(),
+    ):
         yield
 
 
@@ -254,13 +257,16 @@ def refused(task: Task, plan: str, plant: Any = None, **more: Any) -> str:
         ),
         (
             sequences.Odd(what="dropout of attention"),
-            "attention has a dropout of 0.1, which ring attention has not",
+            "ring attention does not support dropout, got a probability of 0.1; set it to 0",
         ),
         (
             sequences.Encoder(mask="banded"),
             "encoder.layers.0 (TransformerEncoderLayer) mixes, numbers or masks positions",
         ),
-        (sequences.Odd(what="window"), "attention has a mask of shape (8, 8) that is not the causal one"),
+        (
+            sequences.Odd(what="window"),
+            "ring attention requires a causal mask or none, got a mask of shape (8, 8)",
+        ),
         (
             sequences.Ragged(),
             "sequences of 7 positions are not divisible by cp=2; cut them to 6, or use a plan without cp",
@@ -290,7 +296,7 @@ def test_what_attention_leaves_out_is_seen_by_the_output() -> None:
         (["digits", "--plan", "cp=4"], "calls no F.scaled_dot_product_attention in its blocks"),
         (
             ["{tests}/sequences.py:Encoder", "--set", "dropout=0.1", "--plan", "cp=4"],
-            "attention has a dropout of 0.1",
+            "ring attention does not support dropout, got a probability of 0.1",
         ),
     ],
 )

@@ -1,8 +1,9 @@
-"""How the arguments of a block are cut along the sequence, found by trying: a part of the positions in, and that part must come out.
+"""A search for the dimensions along which the arguments of a block are sliced, by trial passes.
 
-Attention mixes positions, and goes round a ring of ranks. Whatever else in a block mixes them (a convolution, a mean) or numbers
-them (rotary angles counted from 0 inside of it) would be silently wrong on a slice. So a block is tried once on random weights in
-float64, with an attention that leaves each position alone, on all positions and on a shuffled few.
+Attention mixes positions, and runs in a ring of ranks. Anything else in a block that mixes positions (a
+convolution, a mean) or numbers them (rotary angles counted from 0 inside of it) would be silently wrong on a
+slice. So each block is tried once with random weights in float64, with an attention that keeps positions
+independent: on all positions, and on some of them in another order.
 """
 
 import contextlib
@@ -20,13 +21,13 @@ from paceline.data.fake import is_close
 from paceline.parallel.context.ring_attention import replace_attention
 from paceline.parallel.pytree import flatten
 
-MAX_TRIALS = 256  # ways to cut the arguments; nearly always the first is the right one
+MAX_TRIALS = 256  # ways to slice the arguments; the first is nearly always right
 RTOL = 1e-5  # parts of a model may compute in float32
 
 
 @dataclass(frozen=True)
 class SequenceSplits:
-    """The dim along which each leaf of the arguments and of the output is cut; None: it is left whole."""
+    """The dimension along which each leaf of arguments and output is sliced; None: it stays whole."""
 
     arguments: tuple[int | None, ...]
     structure: TreeSpec
@@ -35,10 +36,12 @@ class SequenceSplits:
 
 @dataclass
 class IdentityAttention:
-    """In place of attention: each position sees itself. Neither a rotation of query and key by one angle nor another order of
-    positions goes unseen."""
+    """A replacement of attention in which each position sees only itself.
 
-    lengths: set[int] = field(default_factory=set)  # of the sequences it was called with
+    Its output changes if query and key are rotated by one angle, or if the order of positions changes.
+    """
+
+    lengths: set[int] = field(default_factory=set)  # of the sequences in its calls
     dropout: float = 0.0
 
     def __call__(
@@ -56,7 +59,9 @@ class IdentityAttention:
         if query.size(-2) != key.size(-2):
             return query[..., :1] * value.sum(-2, keepdim=True)
         if query.dim() > 2 and query.size(-3) != key.size(-3):  # grouped queries
-            key, value = (of.repeat_interleave(query.size(-3) // of.size(-3), -3) for of in (key, value))
+            key, value = (
+                tensor.repeat_interleave(query.size(-3) // tensor.size(-3), -3) for tensor in (key, value)
+            )
         return value * (1 + query.sum(-1, keepdim=True).sin()) + key.sum(-1, keepdim=True).sin()
 
 
@@ -66,10 +71,12 @@ def find_sequence_splits(
     arguments: tuple[tuple[Any, ...], dict[str, Any]],
     length: int | None,
 ) -> tuple[int | None, SequenceSplits | None]:
-    """`arguments`: positional ones and those with names, for sequences of `length` (None: not known yet).
+    """Return the length of the sequences that attention in a block runs over, and how the block is sliced.
 
-    Returns the length of the sequences that attention ran over in the block (None where it did not), and the cuts; None where the
-    block does not treat the positions alone.
+    arguments: args and kwargs, for sequences of `length` positions (None: not known yet).
+
+    The returned length is None if the block has no attention. The returned splits are None if the block does
+    not treat positions independently.
     """
     leaves, structure = flatten(arguments)
 
@@ -77,9 +84,9 @@ def find_sequence_splits(
         args, kwargs = tree_unflatten(
             [leaf if isinstance(leaf, Tensor) else copy.deepcopy(leaf) for leaf in leaves], structure
         )
-        alone = IdentityAttention()
-        with replace_attention(alone):
-            return flatten(forward(*args, **kwargs))[0], alone.lengths
+        recorder = IdentityAttention()
+        with replace_attention(recorder):
+            return flatten(forward(*args, **kwargs))[0], recorder.lengths
 
     with _random_weights(block):
         leaves = [
@@ -91,32 +98,38 @@ def find_sequence_splits(
         length = attended if length is None else length
         if length is None or len(lengths) > 1:
             return attended, None
-        along = [at for at, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and length in leaf.shape]
-        if not along:
+        candidates = [
+            index for index, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and length in leaf.shape
+        ]
+        if not candidates:
             return attended, None
-        hidden = next((at for at in along if leaves[at].is_floating_point()), along[0])
+        hidden = next((index for index in candidates if leaves[index].is_floating_point()), candidates[0])
         if leaves[hidden].is_floating_point():
             leaves[hidden] = _random_like(leaves[hidden].shape, leaves[hidden].device)
             whole, _ = run(leaves)
-        few = torch.arange(length - 1, -1, -2, device=leaves[hidden].device)  # backwards, every other one
-        ways = [_candidate_dims(leaf, length, is_hidden=at == hidden) for at, leaf in enumerate(leaves)]
-        for dims in itertools.islice(itertools.product(*ways), MAX_TRIALS):
-            parts = [
-                leaf if dim is None else leaf.index_select(dim, few)
+        # every other position, in reverse order
+        positions = torch.arange(length - 1, -1, -2, device=leaves[hidden].device)
+        choices = [
+            _candidate_dims(leaf, length, is_hidden=index == hidden) for index, leaf in enumerate(leaves)
+        ]
+        for dims in itertools.islice(itertools.product(*choices), MAX_TRIALS):
+            sliced = [
+                leaf if dim is None else leaf.index_select(dim, positions)
                 for leaf, dim in zip(leaves, dims, strict=True)
             ]
             try:
-                part, seen = run(parts)
+                part, part_lengths = run(sliced)
             except (RuntimeError, ValueError, IndexError, AssertionError):
-                continue  # shapes that do not fit
-            output = _match_outputs(whole, part, few)
-            if seen == ({len(few)} if attended is not None else set()) and output is not None:
+                continue  # shapes do not match
+            output = _match_outputs(whole, part, positions)
+            expected_lengths = {len(positions)} if attended is not None else set()
+            if part_lengths == expected_lengths and output is not None:
                 return attended, SequenceSplits(dims, structure, output)
     return attended, None
 
 
 def _candidate_dims(leaf: Any, length: int, is_hidden: bool) -> list[int | None]:
-    """The dims along which an argument may be cut, the likeliest first."""
+    """Return the dimensions along which an argument may be sliced, the likeliest first."""
     if not isinstance(leaf, Tensor):
         return [None]
     dims: list[int | None] = [dim for dim in range(leaf.dim()) if leaf.size(dim) == length]
@@ -128,23 +141,23 @@ def _candidate_dims(leaf: Any, length: int, is_hidden: bool) -> list[int | None]
     return [None, *dims] if is_mask else [*dims, None]
 
 
-def _match_outputs(whole: list[Any], part: list[Any], few: Tensor) -> tuple[int | None, ...] | None:
-    """Along which dims `part` has the positions `few` of `whole`; None where it has not."""
+def _match_outputs(whole: list[Any], part: list[Any], positions: Tensor) -> tuple[int | None, ...] | None:
+    """Return along which dimensions `part` equals `whole` at `positions`; None if it does not."""
     dims: list[int | None] = []
-    for one, other in zip(whole, part, strict=True):
-        if not isinstance(one, Tensor):
+    for whole_leaf, part_leaf in zip(whole, part, strict=True):
+        if not isinstance(whole_leaf, Tensor):
             dims.append(None)
             continue
-        cut = [dim for dim in range(one.dim()) if one.size(dim) != other.size(dim)]
-        expected = one.index_select(cut[0], few) if len(cut) == 1 else one
-        if not is_close(other, expected, RTOL):
+        sliced = [dim for dim in range(whole_leaf.dim()) if whole_leaf.size(dim) != part_leaf.size(dim)]
+        expected = whole_leaf.index_select(sliced[0], positions) if len(sliced) == 1 else whole_leaf
+        if not is_close(part_leaf, expected, RTOL):
             return None
-        dims.append(cut[0] if cut else None)
+        dims.append(sliced[0] if sliced else None)
     return tuple(dims) if any(dim is not None for dim in dims) else None
 
 
 def _random_like(shape: torch.Size, device: torch.device) -> Tensor:
-    """Numbers that depend on nothing but the shape."""
+    """Return random numbers that depend only on the shape."""
     return torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(shape.numel())).to(
         device
     )
@@ -152,16 +165,21 @@ def _random_like(shape: torch.Size, device: torch.device) -> Tensor:
 
 @contextlib.contextmanager
 def _random_weights(block: nn.Module) -> Iterator[None]:
-    """Weights that hide nothing, as zeros in the output projection of a fresh block would; and float64 throughout."""
-    kept: list[tuple[Any, dict[str, Any]]] = [
-        (own, dict(own)) for module in block.modules() for own in (module._parameters, module._buffers)
+    """Give a block random weights in float64.
+
+    The zeros of a fresh output projection, for example, would hide differences.
+    """
+    previous: list[tuple[Any, dict[str, Any]]] = [
+        (tensors, dict(tensors))
+        for module in block.modules()
+        for tensors in (module._parameters, module._buffers)
     ]
     try:
         for module in block.modules():
             for name, weight in module._parameters.items():
                 if weight is not None and weight.is_floating_point():
-                    drawn = _random_like(weight.shape, weight.device)
-                    value = drawn / weight.size(-1) ** 0.5 if weight.dim() > 1 else 1 + drawn / 2
+                    random = _random_like(weight.shape, weight.device)
+                    value = random / weight.size(-1) ** 0.5 if weight.dim() > 1 else 1 + random / 2
                     module._parameters[name] = value  # type: ignore[assignment]
             for name, buffer in module._buffers.items():
                 module._buffers[name] = (
@@ -169,5 +187,5 @@ def _random_weights(block: nn.Module) -> Iterator[None]:
                 )
         yield
     finally:
-        for own, before in kept:
-            own.update(before)
+        for tensors, before in previous:
+            tensors.update(before)
