@@ -136,7 +136,7 @@ def test_ranks_of_a_step_meet_on_its_first_node():
     assert read_world(SRUN | {"SLURM_STEP_NODELIST": "gpu[07-08,10]"}).host == "gpu07"
     with pytest.raises(
         LaunchError,
-        match=r"SLURM_STEP_NODELIST cannot be read: '7-' in \[7-\] is no number and no span of them",
+        match=r"SLURM_STEP_NODELIST cannot be read: '7-' in \[7-\] is not a number or a range",
     ):
         read_world(SRUN | {"SLURM_STEP_NODELIST": "gpu[7-]"})
 
@@ -160,7 +160,7 @@ def test_lists_of_hosts(text, hosts):
 
 @pytest.mark.parametrize("text", ["", "n[1-", "n]1[", "a,,b", "n[1-x]", "n[]"])
 def test_what_is_no_list_of_hosts(text):
-    with pytest.raises(ValueError, match="is no"):
+    with pytest.raises(ValueError, match="is not"):
         expand_hosts(text)
 
 
@@ -238,13 +238,13 @@ def test_half_of_an_environment_is_none():
         (TORCHRUN | {"LOCAL_WORLD_SIZE": "two"}, "LOCAL_WORLD_SIZE='two' is not a number"),
         (
             {"WORLD_SIZE": "4"},
-            "WORLD_SIZE=4 without RANK and LOCAL_RANK: this process is none of so many ranks; unset WORLD_SIZE, or start them with --ranks "
-            "or torchrun",
+            "WORLD_SIZE=4 without RANK and LOCAL_RANK: this process is not a rank; unset WORLD_SIZE, or start ranks with "
+            "--ranks or torchrun",
         ),
         (
             {"RANK": "1", "WORLD_SIZE": "2"},
-            "WORLD_SIZE=2 without LOCAL_RANK: this process is none of so many ranks; "
-            "unset WORLD_SIZE, or start them with --ranks or torchrun",
+            "WORLD_SIZE=2 without LOCAL_RANK: this process is not a rank; "
+            "unset WORLD_SIZE, or start ranks with --ranks or torchrun",
         ),
         (
             SRUN | {"WORLD_SIZE": "8"},
@@ -252,34 +252,36 @@ def test_half_of_an_environment_is_none():
         ),
         (
             SRUN | {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2"},
-            "WORLD_SIZE=2, but SLURM_NTASKS=4: unset RANK, LOCAL_RANK and WORLD_SIZE, srun says who a task is",
+            "WORLD_SIZE=2, but SLURM_NTASKS=4: srun sets the rank of each task; "
+            "unset RANK, LOCAL_RANK and WORLD_SIZE",
         ),
         (
             SRUN | {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "4"},
-            "RANK=1, but SLURM_PROCID=3: unset RANK, LOCAL_RANK and WORLD_SIZE, srun says who a task is",
+            "RANK=1, but SLURM_PROCID=3: srun sets the rank of each task; "
+            "unset RANK, LOCAL_RANK and WORLD_SIZE",
         ),
         (
             SRUN | OPENMPI,
-            "OMPI_COMM_WORLD_SIZE=2, all on this machine, but SLURM_NTASKS=4: each task of srun has started ranks of its own; "
-            "start them by srun alone, or mpirun without srun",
+            "OMPI_COMM_WORLD_SIZE=2, all on this machine, but SLURM_NTASKS=4: each srun task started separate ranks; "
+            "use srun without mpirun, or mpirun without srun",
         ),
         (
             SRUN | MPICH,
-            "PMI_SIZE=2, all on this machine, but SLURM_NTASKS=4: each task of srun has started ranks of its own; "
-            "start them by srun alone, or mpirun without srun",
+            "PMI_SIZE=2, all on this machine, but SLURM_NTASKS=4: each srun task started separate ranks; "
+            "use srun without mpirun, or mpirun without srun",
         ),
         (
             OLD_SRUN | {"SLURM_NTASKS_PER_NODE": "1"},
-            "SLURM_NTASKS=4, but SLURM_NTASKS_PER_NODE=1 on SLURM_NNODES=2 makes 2 at the most: "
-            "ask for --ntasks=2, or leave --ntasks-per-node out",
+            "SLURM_NTASKS=4, but SLURM_NTASKS_PER_NODE=1 on SLURM_NNODES=2 allows at most 2; "
+            "use --ntasks=2, or omit --ntasks-per-node",
         ),
         (
             OLD_SRUN | {"SLURM_STEP_NUM_TASKS": "2"},
-            "SLURM_NTASKS=4, but SLURM_STEP_NUM_TASKS=2: srun says both, so one was changed; unset it",
+            "SLURM_NTASKS=4, but SLURM_STEP_NUM_TASKS=2: srun sets both, so one was changed; unset it",
         ),
         (
             SRUN | {"SLURM_STEP_TASKS_PER_NODE": "two"},
-            "SLURM_STEP_TASKS_PER_NODE='two' is no list of counts for each node",
+            "SLURM_STEP_TASKS_PER_NODE='two' is not a list of tasks per node",
         ),
     ],
 )

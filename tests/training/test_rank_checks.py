@@ -125,7 +125,7 @@ def test_two_ranks_cannot_share_a_gpu():
     assert first is None
     assert second is not None
     assert second.startswith("ranks ")
-    assert "both have GPU GPU-5; each needs one of its own" in second
+    assert "both have GPU GPU-5, but each rank requires a different GPU" in second
     assert ranks(2)(separate_gpu_error) == [None, None]
 
 

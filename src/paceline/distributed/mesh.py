@@ -1,4 +1,4 @@
-"""Named meshes of ranks, and letting go of them."""
+"""Device meshes of a plan, and their destruction."""
 
 import sys
 from weakref import ref
@@ -12,8 +12,10 @@ _meshes: list[ref[DeviceMesh]] = []
 
 
 def build_mesh(plan: ResolvedPlan, device: torch.device) -> DeviceMesh:
-    """The mesh of a plan. Of its axes `pp`, `replicate`, `shard`, `tp` those that the plan has; the ranks
-    that share a sequence are data ranks here, and parameters that are not cut are replicated."""
+    """Return the mesh of a plan, with the axes of `pp`, `replicate`, `shard`, `tp` that the plan uses.
+
+    The ranks that share a sequence (cp) are data ranks here. Parameters that are not sharded are replicated.
+    """
     data = plan.dp * plan.cp
     replicate = plan.replicate if plan.zero >= 2 else data
     sizes = {"pp": plan.pp, "replicate": replicate, "shard": data // replicate, "tp": plan.tp}
@@ -22,21 +24,24 @@ def build_mesh(plan: ResolvedPlan, device: torch.device) -> DeviceMesh:
 
 
 def build_cp_mesh(plan: ResolvedPlan, device: torch.device) -> DeviceMesh:
-    """The ranks that share a sequence with this one."""
+    """Return the mesh of the ranks that share a sequence with this rank."""
     sizes = {"pp": plan.pp, "dp": plan.dp, "cp": plan.cp, "tp": plan.tp}
     return _init_mesh({name: size for name, size in sizes.items() if size > 1}, device)["cp"]
 
 
 def select_data_mesh(mesh: DeviceMesh) -> DeviceMesh:
-    """The axes that parameters are replicated and sharded over."""
+    """Return the submesh of the axes `replicate` and `shard`."""
     assert mesh.mesh_dim_names is not None
     axes = tuple(name for name in mesh.mesh_dim_names if name in ("replicate", "shard"))
     return mesh[axes] if axes != mesh.mesh_dim_names else mesh
 
 
 def destroy_meshes() -> None:
-    """At the end of a training: DTensor keeps meshes as keys of what it has worked out, and meshes keep their process groups, with
-    three threads each that wake a hundred times a second, after these are destroyed (torch 2.13, gloo)."""
+    """Remove the process groups from all meshes, at the end of a training.
+
+    torch 2.13, gloo: DTensor keeps meshes as cache keys, and meshes keep their process groups after these are
+    destroyed, each with three threads that wake a hundred times a second.
+    """
     while _meshes:
         getattr(_meshes.pop()(), "_pg_registry", {}).clear()
 
@@ -48,7 +53,10 @@ def _init_mesh(axes: dict[str, int], device: torch.device) -> DeviceMesh:
 
 
 def _clear_dtensor_cache() -> None:
-    """What DTensor has worked out for a mesh it takes for one with the same ranks, whose process groups may be gone (torch 2.13)."""
+    """Clear DTensor's cache of sharding decisions.
+
+    torch 2.13: it reuses decisions for a mesh with the same ranks, whose process groups may no longer exist.
+    """
     if "torch.distributed.tensor" in sys.modules:
         from torch.distributed.tensor import debug
 

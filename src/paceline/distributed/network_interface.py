@@ -1,7 +1,7 @@
-"""Over which network interface the ranks of several machines reach one another.
+"""The network interface over which the ranks of several machines communicate.
 
-gloo takes the one of the address that the machine's own name has. On a Debian that is 127.0.1.1, in many a container there is none, and the
-other machines would look for this one at themselves.
+gloo uses the interface of the address of the machine's host name. On Debian that address is 127.0.1.1 and in
+many containers there is none, so other machines would connect to themselves.
 """
 
 import contextlib
@@ -25,51 +25,65 @@ REMOTE_ADDRESS_KEY, CHECKED_IN_KEY, ALL_CHECKED_IN_KEY = (
 
 
 def check_interfaces(environ: Mapping[str, str] = os.environ) -> None:
-    """Raises LaunchError where a variable names an interface that this machine does not have."""
-    there = [*psutil.net_if_addrs()]
+    """Raise LaunchError if a variable names an interface that this machine does not have."""
+    interfaces = [*psutil.net_if_addrs()]
     gloo, nccl = environ.get("GLOO_SOCKET_IFNAME", ""), environ.get("NCCL_SOCKET_IFNAME", "")
-    lacking = [("GLOO_SOCKET_IFNAME", name) for name in gloo.split(",") if name and name not in there]
-    if nccl and not nccl.startswith("^") and not any(_matches_nccl_pattern(name, nccl) for name in there):
-        lacking.append(("NCCL_SOCKET_IFNAME", nccl))
-    for variable, name in lacking:
+    missing = [("GLOO_SOCKET_IFNAME", name) for name in gloo.split(",") if name and name not in interfaces]
+    if (
+        nccl
+        and not nccl.startswith("^")
+        and not any(_matches_nccl_pattern(name, nccl) for name in interfaces)
+    ):
+        missing.append(("NCCL_SOCKET_IFNAME", nccl))
+    for variable, name in missing:
         raise LaunchError(
-            f"{variable}={name}, but {socket.gethostname()} has no such interface, only {', '.join(there)}; set another, or none"
+            f"{variable}={name}, but {socket.gethostname()} has no such interface, only "
+            f"{', '.join(interfaces)}; "
+            "set another, or unset the variable"
         )
 
 
-def _matches_nccl_pattern(name: str, wish: str) -> bool:
-    """With "=" before them the names are whole, else they are beginnings."""
-    return name in wish[1:].split(",") if wish.startswith("=") else name.startswith(tuple(wish.split(",")))
+def _matches_nccl_pattern(name: str, pattern: str) -> bool:
+    """Return whether NCCL's pattern matches an interface: whole names after "=", else prefixes."""
+    return (
+        name in pattern[1:].split(",")
+        if pattern.startswith("=")
+        else name.startswith(tuple(pattern.split(",")))
+    )
 
 
 def choose_interface(store: dist.Store, size: int) -> None:
-    """Have gloo take the interface over which the ranks of other machines are reached, where there are some and nothing else was said.
+    """Let gloo use the interface that reaches the ranks of other machines, unless the user has set another.
 
-    All `size` ranks of a store call it."""
+    All `size` ranks of a store call this. Without other machines it changes nothing.
+    """
     master = unwrap_store(store)
-    mine = find_local_address(master.host, master.port)
-    if not _is_loopback(mine):
-        store.set(REMOTE_ADDRESS_KEY, mine)
+    address = find_local_address(master.host, master.port)
+    if not _is_loopback(address):
+        store.set(REMOTE_ADDRESS_KEY, address)
     if store.add(CHECKED_IN_KEY, 1) == size:
         store.set(ALL_CHECKED_IN_KEY, "")
-    if _is_loopback(mine):  # the store is on this machine
+    if _is_loopback(address):  # the store is on this machine
         store.wait([ALL_CHECKED_IN_KEY])
         if not store.check([REMOTE_ADDRESS_KEY]):
             return
-        mine = find_local_address(store.get(REMOTE_ADDRESS_KEY).decode(), master.port)
+        address = find_local_address(store.get(REMOTE_ADDRESS_KEY).decode(), master.port)
     for name, addresses in psutil.net_if_addrs().items():
-        if any(one.address == mine for one in addresses):
+        if any(entry.address == address for entry in addresses):
             os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
     if chosen := os.environ.get("GLOO_SOCKET_IFNAME"):
         os.environ.setdefault("TP_SOCKET_IFNAME", chosen.partition(",")[0])
 
 
 def use_loopback() -> None:
-    """Have gloo, torch's RPC and NCCL take the loopback interface, for ranks that are all on this machine, where nothing else was said."""
+    """Let gloo, torch's RPC and NCCL use the loopback interface, unless the user has set another.
+
+    For ranks that are all on this machine.
+    """
     up = {name for name, stats in psutil.net_if_stats().items() if stats.isup}
     for name, addresses in psutil.net_if_addrs().items():
         if name in up and any(
-            one.family == socket.AF_INET and _is_loopback(one.address) for one in addresses
+            entry.family == socket.AF_INET and _is_loopback(entry.address) for entry in addresses
         ):
             for variable in INTERFACE_VARIABLES:
                 os.environ.setdefault(variable, name)
@@ -78,7 +92,7 @@ def use_loopback() -> None:
 
 @contextlib.contextmanager
 def restore_interface_variables() -> Iterator[None]:
-    """Put the variables of the interfaces back at the end of the context: what one training chooses is not for the next one."""
+    """Restore the environment variables of interfaces at the end of the context, for the next training."""
     before = {name: os.environ.get(name) for name in INTERFACE_VARIABLES}
     try:
         yield
@@ -91,22 +105,30 @@ def restore_interface_variables() -> Iterator[None]:
 
 
 def is_local_host(host: str) -> bool:
-    """Whether a name or address means this machine and nothing else, so that one can listen there."""
-    own = {one.address.partition("%")[0] for addresses in psutil.net_if_addrs().values() for one in addresses}
+    """Return whether a name or address means only this machine, so that a socket can listen there."""
+    own = {
+        entry.address.partition("%")[0] for addresses in psutil.net_if_addrs().values() for entry in addresses
+    }
     try:
-        found = {str(address[0]) for *_, address in socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)}
+        resolved = {
+            str(address[0]) for *_, address in socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+        }
     except OSError:
         return False
-    return all(_is_loopback(address) or address in own for address in found)
+    return all(_is_loopback(address) or address in own for address in resolved)
 
 
 def choose_listen_address(host: str | None, environ: Mapping[str, str] = os.environ) -> tuple[str, list[str]]:
-    """On which address a store for ranks of several machines listens, and by which names they may find it.
+    """Return the address on which a store for several machines listens, and the names to connect to.
 
-    It is that of the interface that was chosen, else that of `host`, by which the others know this machine, or of its own name. Where these
-    mean this machine itself, as on a Debian, it is any: one of its addresses must be right, and there is no telling which."""
+    host: the name by which the other machines know this one, if known.
+
+    The address is that of the interface set in GLOO_SOCKET_IFNAME, else that of `host` or of the machine's
+    name. If that name resolves to the machine itself, as on Debian, the store listens on all interfaces, and
+    ranks try all addresses.
+    """
     own = {
-        name: [one.address for one in addresses if one.family == socket.AF_INET]
+        name: [entry.address for entry in addresses if entry.family == socket.AF_INET]
         for name, addresses in psutil.net_if_addrs().items()
     }
     chosen = [
@@ -126,10 +148,10 @@ def choose_listen_address(host: str | None, environ: Mapping[str, str] = os.envi
 
 
 def find_local_address(host: str, port: int) -> str:
-    """Of this machine, as that one sees it."""
-    family, kind, *_, there = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
+    """Return the address of this machine as `host` sees it."""
+    family, kind, *_, target = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, kind) as probe:
-        probe.connect(there)  # sends nothing
+        probe.connect(target)  # a datagram socket sends nothing
         return str(probe.getsockname()[0])
 
 

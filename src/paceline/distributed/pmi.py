@@ -1,4 +1,7 @@
-"""PMI-1, by which MPICH's launcher lets its ranks exchange a few words: lines of key=value over a socket that it has left open for each."""
+"""PMI-1, with which ranks of MPICH's launcher exchange strings.
+
+The launcher leaves a socket open for each rank; messages are lines of key=value.
+"""
 
 import atexit
 import contextlib
@@ -11,20 +14,24 @@ from paceline.errors import LaunchError
 
 
 class PmiClient:
-    """With the launcher of this process. `fd`: PMI_FD; timeout_s: for each answer, among them that all ranks have come to a barrier."""
+    """A connection to the launcher of this process.
+
+    fd: PMI_FD.
+    timeout_s: for each answer, including the answer that all ranks have reached a barrier.
+    """
 
     def __init__(self, fd: int, timeout_s: float):
-        connection = socket.socket(
-            fileno=os.dup(fd)
-        )  # the descriptor itself is left to the MPI that a task may use
+        # A copy of the descriptor: the task may use an MPI, which needs the original.
+        connection = socket.socket(fileno=os.dup(fd))
         connection.settimeout(timeout_s)
         self._lines = connection.makefile("rw", buffering=1)
         self._ask("init pmi_version=1 pmi_subversion=1")
         self._space = self._ask("get_my_kvsname")["kvsname"]
-        atexit.register(self._end)  # a rank that ends without saying so has failed, and all others are ended
+        # The launcher takes a rank that ends without "finalize" as failed, and ends all others.
+        atexit.register(self._end)
 
     def put(self, key: str, value: str) -> None:
-        """A word for the other ranks, who can read it after `barrier`."""
+        """Set a value that the other ranks can read after `barrier`."""
         self._ask(f"put kvsname={self._space} key={key} value={value}")
 
     def barrier(self) -> None:
@@ -38,10 +45,10 @@ class PmiClient:
             self._lines.write(f"cmd={command}\n")
             line = self._lines.readline()
         except OSError as error:
-            raise LaunchError(f"mpiexec gave no answer to {command.split()[0]} of PMI: {error}") from None
+            raise LaunchError(f"mpiexec did not answer {command.split()[0]!r} of PMI: {error}") from None
         answer = dict(re.findall(r"(\S+?)=(\S*)", line))
         if answer.get("rc", "0") != "0" or "cmd" not in answer:
-            raise LaunchError(f"mpiexec answered {line.strip()!r} to {command.split()[0]} of PMI")
+            raise LaunchError(f"mpiexec answered {line.strip()!r} to {command.split()[0]!r} of PMI")
         return answer
 
     def _end(self) -> None:
@@ -51,5 +58,5 @@ class PmiClient:
 
 @cache
 def connect_pmi(fd: int, timeout_s: float) -> PmiClient:
-    """The one of this process."""
+    """Return the connection of this process."""
     return PmiClient(fd, timeout_s)

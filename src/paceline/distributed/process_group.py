@@ -1,4 +1,4 @@
-"""A process becomes a rank: its device, its threads, its process group."""
+"""The device, threads and process group of a rank."""
 
 import contextlib
 import ctypes
@@ -34,19 +34,19 @@ from paceline.files import read_own, write_secret
 
 
 class StartClock:
-    """How long each phase of a start takes."""
+    """The duration of each phase of a start."""
 
     def __init__(self) -> None:
         self._since = time.perf_counter()
         self.seconds: dict[str, float] = {}
 
     def mark(self, phase: str) -> None:
-        """Call at the end of each phase."""
+        """End a phase. The next one starts now."""
         now = time.perf_counter()
         self.seconds[phase], self._since = now - self._since, now
 
-    def tell(self, events: Generator[Event]) -> Generator[Event]:
-        """Yield these events; the first of them ends the last phase and tells of all."""
+    def add_start_times(self, events: Generator[Event]) -> Generator[Event]:
+        """Yield events. A `Started` event ends the last phase and gets the durations of all phases."""
         with contextlib.closing(events):
             for event in events:
                 if isinstance(event, Started):
@@ -55,17 +55,18 @@ class StartClock:
                 yield event
 
 
-def choose_device(world: World, wish: str | None) -> torch.device:
-    """The accelerator of this local rank, or the CPU. Raises LaunchError when there are too few."""
-    if wish == "cpu" or (wish is None and not torch.cuda.is_available()):
+def choose_device(world: World, requested: str | None) -> torch.device:
+    """Return the accelerator of this local rank, or the CPU. Raises LaunchError if there are too few."""
+    if requested == "cpu" or (requested is None and not torch.cuda.is_available()):
         return torch.device("cpu")
     if not torch.cuda.is_available():
         raise LaunchError(
-            f"device={wish}, but torch {torch.__version__} finds no CUDA device here; use --device cpu"
+            f"device={requested}, but torch {torch.__version__} finds no CUDA device here; use --device cpu"
         )
     if world.local_rank >= torch.cuda.device_count():
         raise LaunchError(
-            f"{world.local_size} ranks on this machine need as many GPUs, got {torch.cuda.device_count()}; "
+            f"{world.local_size} ranks on this machine require {world.local_size} GPUs, got "
+            f"{torch.cuda.device_count()}; "
             f"use --ranks {torch.cuda.device_count()} or --device cpu"
         )
     device = torch.device("cuda", world.local_rank)
@@ -73,36 +74,44 @@ def choose_device(world: World, wish: str | None) -> torch.device:
     return device
 
 
-def threads_per_rank(local_size: int, wish: int | None) -> int:
-    """Threads of torch on each rank, so that the ranks of a machine do not oversubscribe its cores."""
-    return wish or max(1, usable_cores() // local_size)
+def threads_per_rank(local_size: int, requested: int | None) -> int:
+    """Return the number of torch threads per rank with which ranks do not oversubscribe a machine's cores."""
+    return requested or max(1, usable_cores() // local_size)
 
 
 def count_free_threads(world: World) -> tuple[int, str | None]:
-    """Return how many threads of torch each rank should have by what other processes leave free, the same on all ranks, and a sentence
-    where they leave less than the share of this training. A collective, in which all ranks stand still for a moment."""
+    """Return the number of torch threads per rank that other processes leave free, and a note.
+
+    The number is the same on all ranks.
+
+    The note is None unless they leave less than the share of this training. A collective, during which all
+    ranks are idle.
+    """
     share = threads_per_rank(world.local_size, None)
     if world.size > 1:
-        dist.barrier()  # so that what the ranks themselves do does not count
+        dist.barrier()  # so that the work of the ranks themselves does not count
     busy = busy_cores(BUSY_SAMPLE_S) or 0.0
     free = free_cores(busy) / world.local_size
-    here = torch.tensor(
+    local = torch.tensor(
         [-max(1, min(share, math.floor(free + 0.5))), share > free + 0.5, busy], dtype=torch.float64
     )
     if world.size > 1:
-        dist.all_reduce(here, dist.ReduceOp.MAX)
-    threads, is_short, most = -int(here[0]), bool(here[1]), here[2].item()
-    on = "this machine" if world.local_size == world.size else "a node"
+        dist.all_reduce(local, dist.ReduceOp.MAX)
+    threads, is_short, max_busy = -int(local[0]), bool(local[1]), local[2].item()
+    where = "this machine" if world.local_size == world.size else "a node"
     return (
         threads,
-        f"{on} is oversubscribed: other processes keep {most:.1f} of {usable_cores()} cores busy"
+        f"{where} is oversubscribed: other processes keep {max_busy:.1f} of {usable_cores()} cores busy"
         if is_short
         else None,
     )
 
 
 def keep_freed_memory() -> None:
-    """Let glibc's malloc keep what is freed. Each step asks for the same again, and the kernel would have to clear it page by page."""
+    """Let glibc's malloc keep freed memory.
+
+    Each step allocates the same sizes again, and the kernel would have to clear new pages each time.
+    """
     with contextlib.suppress(OSError, AttributeError):  # another libc
         libc = ctypes.CDLL(None)
         for option in (M_TRIM_THRESHOLD, M_MMAP_THRESHOLD):
@@ -112,23 +121,25 @@ def keep_freed_memory() -> None:
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # malloc.h
 
 
-def workers_per_rank(local_size: int, device: torch.device, wish: int | None) -> int:
-    """Processes that read samples. Without a GPU every core computes already."""
-    if wish is not None:
-        return wish
+def workers_per_rank(local_size: int, device: torch.device, requested: int | None) -> int:
+    """Return the number of processes per rank that read samples.
+
+    It is 0 without a GPU, because every core computes then.
+    """
+    if requested is not None:
+        return requested
     return min(4, max(0, usable_cores() // local_size - 1)) if device.type == "cuda" else 0
 
 
-BUSY_SAMPLE_S = 0.25  # at the processors, for what other processes take of them
-FLIGHT_RECORDER_SIZE = 64  # collectives in torch's flight recorder, for the doctor
-START_TIMEOUT_S = (
-    600.0  # that ranks wait for one another at least, until all have done once what they will do again
-)
-SAVE_TIMEOUT_S = 1800.0  # the same, for the slowest of them to write its part of a checkpoint
+BUSY_SAMPLE_S = 0.25  # duration of the sample of what other processes use of the cores
+FLIGHT_RECORDER_SIZE = 64  # collectives in torch's flight recorder, which `paceline doctor` reads
+# Minimum timeout until each rank has run all kinds of operations of a step once.
+START_TIMEOUT_S = 600.0
+SAVE_TIMEOUT_S = 1800.0  # the same while ranks write a checkpoint, for the slowest of them
 
 
 def start_timeout_s(timeout_s: float) -> float:
-    """For how long ranks wait that will wait for so long later on."""
+    """Return the timeout at the start of a training with a timeout of `timeout_s`."""
     return max(timeout_s, START_TIMEOUT_S)
 
 
@@ -136,14 +147,16 @@ def start_timeout_s(timeout_s: float) -> float:
 def process_group(
     world: World, device: torch.device, timeout_s: float, meeting_place: Path
 ) -> Iterator[None]:
-    """The default process group: one that is there already, or one for the time of this context, with the patience of a start."""
+    """Create the default process group for this context, with the timeout of a start, unless it exists.
+
+    meeting_place: a folder that all ranks see, for launchers that provide no store.
+    """
     timeout_s = start_timeout_s(timeout_s)
     if dist.is_initialized():
         yield
         return
-    os.environ.setdefault(
-        "TORCH_FR_BUFFER_SIZE", str(FLIGHT_RECORDER_SIZE)
-    )  # torch reads it with the first process group
+    # torch reads it when it creates the first process group.
+    os.environ.setdefault("TORCH_FR_BUFFER_SIZE", str(FLIGHT_RECORDER_SIZE))
     check_interfaces()
     store = _rendezvous(world, timeout_s, meeting_place)
     with restore_interface_variables():
@@ -168,28 +181,28 @@ def process_group(
 
 
 def claim_gpu(store: dist.Store, gpu: str, rank: int) -> None:
-    """Raises LaunchError where another rank has the same GPU, with which NCCL would not begin."""
+    """Raise LaunchError if another rank has the same GPU, because NCCL would not start."""
     holder = store.compare_set(f"gpu/{gpu}", "", str(rank)).decode()
     if holder != str(rank):
         raise LaunchError(
-            f"ranks {holder} and {rank} both have GPU {gpu}; each needs one of its own: let the launcher tell local ranks, "
-            "and look at CUDA_VISIBLE_DEVICES"
+            f"ranks {holder} and {rank} both have GPU {gpu}, but each rank requires a different GPU; "
+            "let the launcher set local ranks, and check CUDA_VISIBLE_DEVICES"
         )
 
 
-def set_collective_timeout(timeout_s: float, but: dist.ProcessGroup | None = None) -> None:
-    """A rank that waits longer than this for another one in a collective fails, whatever the group of ranks; `but`: that is left as it is.
+def set_collective_timeout(timeout_s: float, exclude: dist.ProcessGroup | None = None) -> None:
+    """Set the timeout of collectives in all process groups but `exclude`.
 
-    A group that was made without saying so has 30 minutes, also where the default group has less (torch 2.13)."""
+    torch 2.13: a group that is created without a timeout has 30 minutes, even if the default group has less.
+    """
     for group in dist.distributed_c10d._world.pg_map:
-        if group is not but:
+        if group is not exclude:
             dist.distributed_c10d._set_pg_timeout(timedelta(seconds=timeout_s), group)
 
 
-_group_numbers = itertools.count()  # process groups that this process has made
-_open_stores: dict[
-    str, dist.TCPStore
-] = {}  # by the address that all ranks of this start were given; several process groups may use it
+_group_numbers = itertools.count()  # of the process groups of this process
+# by the address that all ranks of this start were given; several process groups may use one store
+_open_stores: dict[str, dist.TCPStore] = {}
 
 
 def _rendezvous(world: World, timeout_s: float, meeting_place: Path) -> dist.Store:
@@ -198,8 +211,8 @@ def _rendezvous(world: World, timeout_s: float, meeting_place: Path) -> dist.Sto
         return dist.HashStore()
     if world.launcher == "torchrun":
         store = _store_at(world, timeout, open_here=world.rank == 0 and not world.old_store)
-        # The agent keeps its store over restarts and over process groups, and with it the addresses of what is gone (torch 2.13). Agents of
-        # several nodes may count restarts apart, but then each has a store of its own.
+        # torch 2.13: the agent keeps its store, with the addresses of ended ranks, over restarts and process
+        # groups. Agents of several nodes may count restarts differently, but then each has a separate store.
         return dist.PrefixStore(
             f"paceline/{world.restart if world.old_store else 0}/{next(_group_numbers)}", store
         )
@@ -211,33 +224,32 @@ def _rendezvous(world: World, timeout_s: float, meeting_place: Path) -> dist.Sto
 
 
 def _store_at(world: World, timeout: timedelta, open_here: bool) -> dist.TCPStore:
-    """The store at the address that all ranks were given."""
+    """Return the store at the address that all ranks were given."""
     if world.address is None:
         raise LaunchError(
-            f"{world.launcher} has set no MASTER_ADDR and MASTER_PORT, where rank 0 is met; set them, or start with torchrun"
+            f"{world.launcher} did not set MASTER_ADDR and MASTER_PORT, the address of rank 0; set them, or "
+            "start with torchrun"
         )
     host, _, port = world.address.rpartition(":")
     if not open_here:
         return dist.TCPStore(host, int(port), world.size, False, timeout)
     if world.address not in _open_stores:
-        on = (
-            host if world.local_size == world.size and is_local_host(host) else choose_listen_address(host)[0]
-        )
-        _open_stores[world.address] = open_store(on, int(port), timeout)
+        is_local = world.local_size == world.size and is_local_host(host)
+        listen_address = host if is_local else choose_listen_address(host)[0]
+        _open_stores[world.address] = open_store(listen_address, int(port), timeout)
     return _open_stores[world.address]
 
 
 def _open_store(world: World, timeout: timedelta) -> tuple[dist.TCPStore, str]:
-    """And where the other ranks find it, for `_join`."""
-    on, hosts = (
-        (LOOPBACK, [LOOPBACK]) if world.local_size == world.size else choose_listen_address(world.host)
-    )
-    store = open_store(on, timeout=timeout)
+    """Return a new store, and the address for `_join_store` on the other ranks."""
+    is_local = world.local_size == world.size
+    address, hosts = (LOOPBACK, [LOOPBACK]) if is_local else choose_listen_address(world.host)
+    store = open_store(address, timeout=timeout)
     return store, f"{','.join(hosts)}:{store.port}"
 
 
 def _join_store(where: str, world: World, timeout: timedelta) -> dist.TCPStore:
-    """Raises OSError where nobody answers."""
+    """Return the store of rank 0. Raises OSError if none answers at the address."""
     hosts, _, port = where.rpartition(":")
     for host in hosts.split(","):
         with contextlib.suppress(OSError, dist.DistNetworkError):
@@ -248,7 +260,10 @@ def _join_store(where: str, world: World, timeout: timedelta) -> dist.TCPStore:
 
 
 def _meet_through_pmi(world: World, fd: int, timeout: timedelta) -> dist.Store:
-    """Ranks of MPICH have no name for their start that is the same for all, but can tell one another."""
+    """Return a store whose address rank 0 publishes through PMI.
+
+    MPICH gives its ranks no common name of their start, as `meet_through_file` requires.
+    """
     link, key = connect_pmi(fd, timeout.total_seconds()), f"paceline-{next(_group_numbers)}"
     if world.rank == 0:
         store, where = _open_store(world, timeout)
@@ -261,13 +276,17 @@ def _meet_through_pmi(world: World, fd: int, timeout: timedelta) -> dist.Store:
         return _join_store(where, world, timeout)
     except OSError:
         raise LaunchError(
-            f"rank {world.rank} on {platform.node()} does not reach rank 0 at {where}"
+            f"rank {world.rank} on {platform.node()} cannot connect to rank 0 at {where}; check the network "
+            "between the nodes"
         ) from None
 
 
 def meet_through_file(world: World, timeout: timedelta, meeting_place: Path) -> tuple[dist.TCPStore, str]:
-    """mpirun and srun agree on no store: rank 0 opens one on a free port and writes where, in a folder that all ranks see. Returns it, and
-    a key that the ranks share: nobody else can read that file."""
+    """Return a store that rank 0 opens on a free port, and a secret key that only the ranks share.
+
+    Rank 0 writes the address and the key to a file in `meeting_place`, a folder that all ranks see; other
+    users cannot read the file. For mpirun and srun, which provide no store.
+    """
     note = meeting_place / f".meet-{world.launcher}-{world.job}"
     if world.rank == 0:
         store, where = _open_store(world, timeout)
@@ -287,5 +306,6 @@ def meet_through_file(world: World, timeout: timedelta, meeting_place: Path) -> 
             return store, key
         time.sleep(0.05)
     raise LaunchError(
-        f"rank {world.rank} waited {timeout.total_seconds():.0f} s for rank 0 to write {note}; do all ranks see that folder?"
+        f"rank {world.rank} waited {timeout.total_seconds():.0f} s for rank 0 to write {note}; do all ranks "
+        "see that folder?"
     )

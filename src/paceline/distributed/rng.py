@@ -1,4 +1,4 @@
-"""Random streams as pure functions of what they are for, so that nothing of them has to be stored to resume exactly."""
+"""Random streams as pure functions of their purpose, so that an exact resume needs no stored state."""
 
 import contextlib
 import hashlib
@@ -12,20 +12,20 @@ import torch
 
 
 def derive_seed(seed: int, *purpose: object) -> int:
-    """A 63-bit seed for one purpose: `derive(7, "dropout", step, rank)`."""
+    """Return a 63-bit seed for one purpose: `derive_seed(7, "dropout", step, rank)`."""
     text = "/".join(str(part) for part in (seed, *purpose))
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big") >> 1
 
 
 def seed_torch(seed: int, device: torch.device) -> None:
-    """Let torch draw from this seed, on the CPU and on `device`. (`torch.manual_seed` asks every back end there is: 90 µs.)"""
+    """Seed torch on the CPU and on `device`. (`torch.manual_seed` seeds every back end, in 90 µs.)"""
     torch.default_generator.manual_seed(seed)
     if device.type == "cuda":
         torch.cuda.default_generators[device.index or 0].manual_seed(seed)
 
 
 def seed_cpu_rngs(seed: int) -> None:
-    """Let torch on the CPU, numpy and random draw from this seed."""
+    """Seed torch on the CPU, numpy and random."""
     torch.default_generator.manual_seed(seed)
     random.seed(seed)
     np.random.seed(seed % 2**32)
@@ -33,33 +33,36 @@ def seed_cpu_rngs(seed: int) -> None:
 
 @contextlib.contextmanager
 def seeded_rngs(seed: int) -> Iterator[None]:
-    """Whatever draws in this context, torch on the CPU, numpy or random, draws from this seed; outside nothing changes."""
-    of_random, of_numpy = random.getstate(), np.random.get_state()
+    """Seed torch on the CPU, numpy and random in this context, and restore their states after it."""
+    random_state, numpy_state = random.getstate(), np.random.get_state()
     with torch.random.fork_rng(devices=[]):
         seed_cpu_rngs(seed)
         try:
             yield
         finally:
-            random.setstate(of_random)
-            np.random.set_state(of_numpy)
+            random.setstate(random_state)
+            np.random.set_state(numpy_state)
 
 
 def rng_states() -> tuple[object, ...]:
-    """Return the states of the three streams, to be compared (60 µs)."""
-    of_numpy: Any = np.random.get_state()
+    """Return the states of the three streams, for comparison (60 µs)."""
+    numpy_state: Any = np.random.get_state()
     return (
         torch.default_generator.get_state().numpy().tobytes(),
         random.getstate(),
-        of_numpy[1].tobytes(),
-        of_numpy[2:],
+        numpy_state[1].tobytes(),
+        numpy_state[2:],
     )
 
 
-FIXED_SEED = derive_seed(0, "no sample draws from this")
+FIXED_SEED = derive_seed(0, "no sample draws from this")  # for `has_rng_moved`
 
 
 def has_rng_moved() -> bool:
-    """Return whether anything drew or seeded since `start_streams(FIXED)`. Moves the streams on: start them anew afterwards (3 µs)."""
+    """Return whether anything drew or seeded since `seed_cpu_rngs(FIXED_SEED)` (3 µs).
+
+    Advances the streams: seed them again afterwards.
+    """
     return _draw_from_each() != _first_draws()
 
 
@@ -73,8 +76,9 @@ def _first_draws() -> tuple[object, ...]:
         return _draw_from_each()
 
 
-# Code that depends on the streams without moving them on passes through these names: to seed a generator of its own, or to put a
-# stream back after a draw. torch.initial_seed(), get_rng_state() and fork_rng() look torch's generator up in torch.random.
+# Code that depends on the streams without drawing from them uses these names, to seed a private generator
+# or to restore a stream after a draw.
+# torch.initial_seed(), get_rng_state() and fork_rng() look up torch's generator in torch.random.
 _STATE_SOURCES: tuple[tuple[Any, str], ...] = (
     (torch.random, "default_generator"),
     (random, "getstate"),
@@ -84,28 +88,28 @@ _STATE_SOURCES: tuple[tuple[Any, str], ...] = (
 
 @contextlib.contextmanager
 def watch_rng_state() -> Iterator[Callable[[], bool]]:
-    """Yield a function that returns whether code in this context asked for the seed or the state of a stream."""
-    notes: list[None] = []
+    """Yield a function that returns whether code in this context has read the seed or state of a stream."""
+    uses: list[None] = []
     originals = [getattr(module, name) for module, name in _STATE_SOURCES]
     for (module, name), original in zip(_STATE_SOURCES, originals, strict=True):
-        setattr(module, name, _RecordingProxy(original, notes))
+        setattr(module, name, _RecordingProxy(original, uses))
     try:
-        yield lambda: bool(notes)
+        yield lambda: bool(uses)
     finally:
         for (module, name), original in zip(_STATE_SOURCES, originals, strict=True):
             setattr(module, name, original)
 
 
 class _RecordingProxy:
-    """Stands for an object, and notes each use of it."""
+    """A proxy that records each use of an object."""
 
-    def __init__(self, original: Any, notes: list[None]):
-        self._original, self._notes = original, notes
+    def __init__(self, original: Any, uses: list[None]):
+        self._original, self._uses = original, uses
 
     def __getattr__(self, name: str) -> Any:
-        self._notes.append(None)
+        self._uses.append(None)
         return getattr(self._original, name)
 
     def __call__(self, *arguments: Any, **options: Any) -> Any:
-        self._notes.append(None)
+        self._uses.append(None)
         return self._original(*arguments, **options)

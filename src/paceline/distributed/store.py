@@ -1,4 +1,7 @@
-"""Stores at which processes meet. torch's own listen on all interfaces, whatever host they are given (torch 2.13); these do not."""
+"""Rendezvous stores that listen on one address.
+
+torch 2.13: torch's own stores listen on all interfaces, whatever host they are given.
+"""
 
 import socket
 from datetime import timedelta
@@ -10,30 +13,38 @@ from paceline.errors import LaunchError
 
 LOOPBACK = "127.0.0.1"
 ALL_INTERFACES = ""  # all interfaces
-BACKLOG = 2048  # connections that wait to be taken, when thousands of ranks come at once
+BACKLOG = 2048  # pending connections, for thousands of ranks that connect at once
 DEFAULT_TIMEOUT = timedelta(seconds=300)
 
 
 def open_store(
     host: str = LOOPBACK, port: int = 0, timeout: timedelta = DEFAULT_TIMEOUT, wait_for: int | None = None
 ) -> dist.TCPStore:
-    """Open a store that listens on the address of `host` alone; port 0: a free one. `wait_for`: so many ranks, this one included."""
+    """Return a store that listens only on the address of `host`.
+
+    port: 0 for any free port.
+    wait_for: the number of ranks to wait for, including this one.
+
+    Raises LaunchError if it cannot listen there.
+    """
     try:
-        listening = _open_socket(host, port)
+        server = _open_socket(host, port)
     except OSError as error:
         where = f"{host or 'any address'}:{port}" if port else host or "any address"
         raise LaunchError(
-            f"cannot listen on {where}: {error.strerror}; is another training there, or does this machine not have it?"
+            f"cannot listen on {where}: {error.strerror}; another training may use the port, or this "
+            "machine may "
+            "not have the address"
         ) from error
-    with listening:
+    with server:
         return dist.TCPStore(
             host or LOOPBACK,
-            listening.getsockname()[1],
+            server.getsockname()[1],
             wait_for,
             True,
             timeout,
             wait_for_workers=wait_for is not None,
-            master_listen_fd=listening.detach(),
+            master_listen_fd=server.detach(),
         )
 
 
@@ -49,7 +60,7 @@ def _open_socket(host: str, port: int) -> socket.socket:
 
 
 def unwrap_store(store: dist.Store) -> Any:
-    """The TCPStore under prefixes."""
+    """Return the TCPStore below prefix stores."""
     while isinstance(store, dist.PrefixStore):
         store = store.underlying_store
     return store

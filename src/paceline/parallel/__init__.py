@@ -1,4 +1,4 @@
-"""The one place where a model meets a plan: sharding, replication, recomputation, compilation, and the axes below.
+"""Apply a plan to a model: sharding, replication, recomputation, compilation, and the axes below.
 
 Steps, optimizers and checkpoints belong to `training`.
 """

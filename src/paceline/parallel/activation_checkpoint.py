@@ -1,4 +1,4 @@
-"""Activation checkpointing: recompute a block in the backward pass, wholly or all but its matrix products."""
+"""Activation checkpointing: recompute a block in the backward pass, fully or without its matrix products."""
 
 from copy import copy
 from dataclasses import dataclass
@@ -12,14 +12,17 @@ from paceline.plan.plan import Plan
 
 
 def recompute(module: nn.Module, plan: Plan) -> None:
-    """Forget the activations inside of `module` and compute them again in the backward pass; selective: but keep the results of
-    products and attention, which are dear (Korthikanti et al., Reducing activation recomputation, 2022)."""
+    """Do not save activations inside of `module`, and recompute them in the backward pass.
+
+    With recompute=selective, the results of matrix products and attention are saved, because they are
+    expensive (Korthikanti et al., Reducing activation recomputation, 2022).
+    """
     from torch.utils.checkpoint import checkpoint
 
     inner = module.forward
     selective = plan.recompute == "selective"
     options: dict[str, Any] = (
-        {"context_fn": partial(_selective_contexts, again=plan.splits_backward)} if selective else {}
+        {"context_fn": partial(_selective_contexts, is_repeated=plan.splits_backward)} if selective else {}
     )
 
     def forward(*args: Any, **kwargs: Any) -> Any:
@@ -28,27 +31,33 @@ def recompute(module: nn.Module, plan: Plan) -> None:
     module.forward = forward
 
 
-def _selective_contexts(again: bool) -> tuple[Any, Any]:
-    """What runs around a forward pass, and around its recomputation; `again`: of which there may be several."""
+def _selective_contexts(is_repeated: bool) -> tuple[Any, Any]:
+    """Return the contexts of a forward pass and of its recomputation.
+
+    is_repeated: the pass may be recomputed several times.
+    """
     from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
-    keeping, giving = create_selective_checkpoint_contexts(SAVED_OPS)
-    return keeping, _RepeatableRecompute(giving) if again else giving
+    forward, recomputation = create_selective_checkpoint_contexts(SAVED_OPS)
+    return forward, _RepeatableRecompute(recomputation) if is_repeated else recomputation
 
 
 @dataclass
 class _RepeatableRecompute:
-    """Gives what was kept in each backward pass. torch's context gives a result once, and forgets it (2.13)."""
+    """A recomputation that returns saved results in each backward pass.
 
-    giving: Any
+    torch 2.13: the context deletes a saved result after its first use.
+    """
+
+    recomputation: Any
 
     def __enter__(self) -> None:
-        self.kept = {operation: copy(results) for operation, results in self.giving.storage.items()}
-        self.giving.__enter__()
+        self.saved = {operation: copy(results) for operation, results in self.recomputation.storage.items()}
+        self.recomputation.__enter__()
 
     def __exit__(self, *error: Any) -> None:
-        self.giving.__exit__(*error)
-        self.giving.storage.update(self.kept)
+        self.recomputation.__exit__(*error)
+        self.recomputation.storage.update(self.saved)
 
 
 ATEN = torch.ops.aten

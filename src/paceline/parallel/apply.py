@@ -1,4 +1,4 @@
-"""The one place where a model meets a plan."""
+"""Apply a plan to a model: split, recompute, compile, shard, initialize and replicate."""
 
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
@@ -32,12 +32,14 @@ def parallelize(
     splits: "Splits | None" = None,
     gathered: Sequence[str] | None = None,
 ) -> nn.Module:
-    """Lay `model`, which is on the meta device, out as `plan` says; `fill` gives a laid-out model its weights.
+    """Apply `plan` to `model`, which is on the meta device, and return the module to call instead of `model`.
 
-    gathered: names of the modules that `fully_shard` gathers on their own; None: the blocks.
+    fill: gives the model its weights after it is split and sharded.
+    mesh: of the plan; required for `splits`.
+    splits: how tensor parallelism splits the model; None: no tensor parallelism.
+    gathered: names of the modules that `fully_shard` gathers separately; None: the blocks.
 
-    Returns what is to be called in place of `model`. The order matters: split weights, split the sequence, recompute, compile, shard,
-    fill, replicate.
+    The order matters: split weights, split the sequence, recompute, compile, shard, fill, replicate.
     """
     units = find_blocks(model, layout)
     if splits is not None:
@@ -69,10 +71,12 @@ def parallelize(
 
 
 def check_elementwise(plan: ResolvedPlan, optimizer: torch.optim.Optimizer) -> None:
-    """Raise PlanError for an optimizer whose update of a shard is not the shard of its update."""
+    """Raise PlanError for sharded weights if the optimizer may not update each element independently."""
     if plan.zero >= 2 and not plan.dp == plan.cp == 1 and type(optimizer).__name__ not in ELEMENTWISE:
         raise PlanError(
-            f"plan {plan} cuts the weights, and {type(optimizer).__name__} is not known to update each element on its own; "
+            f"plan {plan} shards the weights, but {type(optimizer).__name__} is not known to update each "
+            "element "
+            "independently; "
             f"use ddp or zero1, or one of {', '.join(sorted(ELEMENTWISE))}"
         )
 

@@ -1,19 +1,19 @@
-"""What the autograd graph of a loss leads to."""
+"""The autograd graph of a loss."""
 
 from torch import Tensor
 
 
 def find_reached_parameters(loss: Tensor) -> set[int]:
-    """Ids of the parameters that the graph of `loss` leads to."""
-    found: set[int] = set()
-    seen = set()
-    waiting = [loss.grad_fn]
-    while waiting:
-        node = waiting.pop()
-        if node is None or node in seen:
+    """Return the ids of the parameters that the graph of `loss` reaches."""
+    reached: set[int] = set()
+    visited = set()
+    queue = [loss.grad_fn]
+    while queue:
+        node = queue.pop()
+        if node is None or node in visited:
             continue
-        seen.add(node)
+        visited.add(node)
         if hasattr(node, "variable"):
-            found.add(id(node.variable))
-        waiting += [before for before, _ in node.next_functions]
-    return found
+            reached.add(id(node.variable))
+        queue += [parent for parent, _ in node.next_functions]
+    return reached

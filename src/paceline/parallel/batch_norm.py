@@ -1,6 +1,6 @@
-"""BatchNorm over the samples of all ranks: torch's SyncBatchNorm on CUDA, and its like on the CPU, where torch's refuses to run.
+"""BatchNorm over the samples of all ranks: torch's SyncBatchNorm on CUDA, and an equivalent on the CPU.
 
-Or over those of each rank, where somebody asks for it.
+torch's SyncBatchNorm does not support the CPU. `unsync_batch_norm` returns to the samples of each rank.
 """
 
 from functools import partial
@@ -13,28 +13,34 @@ from torch import Tensor, nn
 
 
 def sync_batch_norm(
-    model: nn.Module, device: torch.device, group: dist.ProcessGroup | None = None, alike: bool = True
+    model: nn.Module, device: torch.device, group: dist.ProcessGroup | None = None, equal_counts: bool = True
 ) -> nn.Module:
-    """`model` with BatchNorm layers that see the samples of all ranks (of one micro-batch). Names and parameters stay as they are.
+    """Return `model` with BatchNorm layers over the samples of all ranks (of one micro-batch).
 
-    group: of the ranks that have other samples for the same layers; None: all ranks. `alike`: each has as many samples."""
+    Names and parameters do not change.
+
+    group: the ranks that have other samples for the same layers; None: all ranks.
+    equal_counts: each rank has the same number of samples.
+    """
     if device.type == "cuda":
         return nn.SyncBatchNorm.convert_sync_batchnorm(model, group)
     for module in model.modules():
         if isinstance(module, nn.modules.batchnorm._BatchNorm):
-            module.forward = MethodType(partial(_forward, group=group, alike=alike), module)  # type: ignore[method-assign]
+            forward = partial(_forward, group=group, equal_counts=equal_counts)
+            module.forward = MethodType(forward, module)  # type: ignore[method-assign]
     return model
 
 
 def unsync_batch_norm(model: nn.Module) -> None:
-    """Take `over_all_ranks` back."""
+    """Undo `sync_batch_norm` on the CPU: each rank normalizes over its samples."""
     for module in model.modules():
         if isinstance(module, nn.modules.batchnorm._BatchNorm):
-            module.forward = MethodType(nn.modules.batchnorm._BatchNorm.forward, module)  # type: ignore[method-assign]
+            forward = nn.modules.batchnorm._BatchNorm.forward
+            module.forward = MethodType(forward, module)  # type: ignore[method-assign]
 
 
 def find_running_statistics(model: nn.Module) -> dict[str, Tensor]:
-    """Buffers of BatchNorm, by name. Those of other layers may mean anything."""
+    """Return the buffers of BatchNorm layers by name. Buffers of other layers may mean anything."""
     return {
         f"{path}.{name}".lstrip("."): buffer
         for path, module in model.named_modules()
@@ -45,7 +51,7 @@ def find_running_statistics(model: nn.Module) -> dict[str, Tensor]:
 
 @torch.no_grad()
 def average_(statistics: list[Tensor], group: dist.ProcessGroup | None) -> None:
-    """Make running means and variances those of all ranks of a group, which each took from its own samples."""
+    """Average running means and variances over the ranks of a group, in place."""
     flat = torch.cat([buffer.flatten() for buffer in statistics])
     dist.all_reduce(flat, group=group)
     flat /= dist.get_world_size(group)
@@ -62,7 +68,7 @@ def _sum_over_ranks(count: int, group: dist.ProcessGroup | None) -> int:
 
 
 class _SumOverRanks(torch.autograd.Function):
-    """Each rank's loss depends on the sums, so their gradients are summed over the ranks too."""
+    """An all-reduce whose gradient is all-reduced too, because the loss of each rank depends on the sum."""
 
     @staticmethod
     def forward(ctx: Any, value: Tensor, group: dist.ProcessGroup | None) -> Tensor:
@@ -77,16 +83,19 @@ class _SumOverRanks(torch.autograd.Function):
 
 
 def _forward(
-    self: nn.modules.batchnorm._BatchNorm, x: Tensor, group: dist.ProcessGroup | None, alike: bool
+    self: nn.modules.batchnorm._BatchNorm, x: Tensor, group: dist.ProcessGroup | None, equal_counts: bool
 ) -> Tensor:
-    """x: (samples, channels, …). The variance is taken around the mean, in a second sum: E[x²] - E[x]² loses half of the digits."""
+    """Normalize x, (samples, channels, …), over the samples of all ranks.
+
+    The variance is computed around the mean, in a second sum: E[x²] - E[x]² loses half of the digits.
+    """
     self._check_input_dim(x)
     if not self.training and self.running_mean is not None:
         return type(self).forward(self, x)
     others = [dim for dim in range(x.dim()) if dim != 1]
     shape = [1, -1] + [1] * (x.dim() - 2)
     count = x.numel() // x.size(1)
-    count = count * dist.get_world_size(group) if alike else _sum_over_ranks(count, group)
+    count = count * dist.get_world_size(group) if equal_counts else _sum_over_ranks(count, group)
     mean = _SumOverRanks.apply(x.sum(others), group) / count
     centered = x - mean.view(shape)
     variance = _SumOverRanks.apply(centered.square().sum(others), group) / count

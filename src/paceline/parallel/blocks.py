@@ -10,27 +10,28 @@ from paceline.task import Layout
 
 
 def find_blocks(model: nn.Module, layout: Layout) -> list[nn.Module]:
-    """The units of sharding and compilation. Blocks that share a parameter with another part belong to the root."""
+    """Return the units of sharding and compilation: the layout's blocks, or the children of the longest list.
+
+    Blocks that share a parameter with another module are left out, and belong to the root.
+    """
     if layout.blocks is None:
-        found = _find_longest_list(model)
+        units = _find_longest_list(model)
     else:
-        found = []
+        units = []
         for path in layout.blocks:
             try:
                 module = model.get_submodule(path)
             except AttributeError:
                 known = [name for name, _ in model.named_modules() if name]
-                raise TaskError(
-                    f"layout().blocks names {path!r}, which the model has not{nearest(path, known)}"
-                ) from None
-            found += (
+                raise TaskError(f"layout().blocks: no such module: {path!r}{nearest(path, known)}") from None
+            units += (
                 list(module.children()) if isinstance(module, (nn.ModuleList, nn.Sequential)) else [module]
             )
-    return select_unshared(model, found)
+    return select_unshared(model, units)
 
 
 def select_unshared(model: nn.Module, modules: Sequence[nn.Module]) -> list[nn.Module]:
-    """Of `modules` those with parameters that no other part of `model` uses."""
+    """Return the modules with parameters that no other module of `model` uses."""
     uses: dict[int, int] = {}
     for module in model.modules():
         for parameter in module._parameters.values():

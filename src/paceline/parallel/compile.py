@@ -12,36 +12,37 @@ from paceline.plan.plan import Plan
 
 
 def check_compilable(plan: Plan) -> None:
-    """Raise PlanError for a plan under which blocks cannot be compiled."""
+    """Raise PlanError for a plan whose blocks cannot be compiled."""
     if plan.cp > 1:
+        raise PlanError(f"plan {plan}: ring attention cannot be compiled yet; leave --compile or cp out")
+    # torch 2.13: the compiler saves the mesh of split weights as if it were a tensor
+    if plan.tp > 1 and plan.recompute != "none":
         raise PlanError(
-            f"plan {plan}: attention that goes round a ring of ranks cannot be compiled yet; leave --compile or cp out"
-        )
-    if (
-        plan.tp > 1 and plan.recompute != "none"
-    ):  # torch's compiler keeps the mesh of split weights as if it were a tensor (2.13)
-        raise PlanError(
-            f"plan {plan}: split weights whose blocks run again cannot be compiled yet; leave --compile, recompute or tp out"
+            f"plan {plan}: recomputed blocks with split weights cannot be compiled yet; "
+            "leave --compile, recompute or tp out"
         )
     if plan.splits_backward:
         raise PlanError(
-            f"pp_schedule={plan.pp_schedule} puts off the gradients of weights, and a compiled block computes all of its gradients at once; "
+            f"pp_schedule={plan.pp_schedule} delays the gradients of weights, but a compiled block computes "
+            "all of its "
+            "gradients at once; "
             "use pp_schedule=1f1b or interleaved, or leave --compile out"
         )
 
 
 def compile_units(units: list[nn.Module]) -> None:
-    """Compile each unit, which is quick where they are alike. (The whole model where they are single layers of torch's own, unless it
-    is cut at them.) Raises LaunchError where the compiler's cache is somebody else's."""
+    """Compile each unit; equal units are compiled once.
+
+    Raises LaunchError if another user owns the compiler's cache.
+    """
     from torch._inductor.runtime.cache_dir_utils import cache_dir
 
     owner = os.stat(cache_dir()).st_uid
-    if owner not in (
-        os.geteuid(),
-        0,
-    ):  # its code would run here; torch takes whatever lies in /tmp under the name of this user
+    # Code from the cache runs in this process, and torch uses any directory in /tmp with this user's name.
+    if owner not in (os.geteuid(), 0):
         raise LaunchError(
-            f"torch's compiler keeps its code in {cache_dir()}, which is of user {owner}; set TORCHINDUCTOR_CACHE_DIR"
+            f"the cache of torch's compiler, {cache_dir()}, belongs to user {owner}; set "
+            "TORCHINDUCTOR_CACHE_DIR"
         )
     for module in units:
         inner = module.forward
@@ -49,7 +50,8 @@ def compile_units(units: list[nn.Module]) -> None:
         def forward(*args: Any, inner: Callable[..., Any] = inner, **kwargs: Any) -> Any:
             return inner(*args, **kwargs)
 
-        # Dynamo does not look into a forward of torch's own that is called first, and counts recompilations by code object.
+        # Dynamo does not trace a forward of torch's own that is called first, and counts recompilations by
+        # code object.
         forward.__code__ = forward.__code__.replace()
         module.forward = torch.compile(forward if is_torch_module(module) else inner)
 

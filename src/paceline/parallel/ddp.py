@@ -8,7 +8,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 
 def replicate(model: nn.Module, find_unused: bool = False) -> DistributedDataParallel:
-    """`model` on every data rank, with averaged gradients. The weights are equal already, so nothing is broadcast."""
+    """Return `model` wrapped in DDP: gradients are averaged; weights are equal already and not broadcast."""
     return DistributedDataParallel(
         model,
         init_sync=False,
@@ -19,13 +19,16 @@ def replicate(model: nn.Module, find_unused: bool = False) -> DistributedDataPar
 
 
 def release(model: nn.Module) -> None:
-    """Let go of the process group. DDP's reducer would else destroy it last, while it holds Python's lock that one of the
-    group's threads may wait for: a deadlock at the end of a training, now and then (torch 2.13, gloo)."""
+    """Delete DDP's references to the process group.
+
+    torch 2.13, gloo: DDP's reducer would otherwise destroy the group last, while it holds Python's GIL, for
+    which one of the group's threads may wait. That deadlocks occasionally at the end of a training.
+    """
     if isinstance(model, DistributedDataParallel):
         del model.logger, model.reducer
 
 
-# torch 2.13 has another name for it, and 2.11 only the old one.
+# torch 2.13 renamed this option; 2.11 has only the old name.
 NO_BUFFER_SYNC: dict[str, Any] = {
     "forward_sync_buffers"
     if "forward_sync_buffers" in signature(DistributedDataParallel).parameters

@@ -20,14 +20,17 @@ AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def autocast(precision: str, device: torch.device) -> contextlib.AbstractContextManager[None]:
-    """Weights stay float32 under every plan, and torch casts them by operation: so the plans agree."""
+    """Return the autocast context of a precision.
+
+    Weights stay float32 under every plan and torch casts them per operation, so all plans compute the same.
+    """
     if precision in AUTOCAST:
         return torch.autocast(device.type, AUTOCAST[precision])
     return contextlib.nullcontext()
 
 
 def call_model(task: Task, model: nn.Module, batch: Batch) -> object:
-    """What `model` makes of a batch. Exceptions of the task come out as they are: for passes without values."""
+    """Return the output of `model` for a batch, without conversion of the task's exceptions."""
     return _apply_model(model, task.inputs(batch))
 
 
@@ -38,7 +41,7 @@ def _apply_model(model: nn.Module, inputs: object) -> object:
 
 
 def forward(task: Task, model: nn.Module, batch: Batch) -> object:
-    """The same in a training: exceptions are TaskErrors."""
+    """Return the output of `model` for a batch. Raises TaskError for exceptions of the task."""
     with UserCode("inputs()", task.inputs):
         inputs = task.inputs(batch)
     with UserCode("the forward pass", task.model):
@@ -51,9 +54,10 @@ LossInspector = Callable[[object, Batch, Tensor], None]
 def compute_weighted_loss(
     task: Task, model: nn.Module, batch: Batch, examine: LossInspector | None = None
 ) -> tuple[Tensor, Tensor | float]:
-    """Loss × items of a batch, summed, and its items (the sum of their weights where the task has weights).
+    """Return the sum of loss × weight over the items of a batch, and the sum of their weights (1 by default).
 
-    examine: called with the output, the batch and the loss."""
+    examine: called with the output, the batch and the loss.
+    """
     output = forward(task, model, batch)
     with UserCode("loss()", task.loss):
         values: Any = task.loss(output, batch)
@@ -73,7 +77,11 @@ def read_weights(task: Task, batch: Batch) -> Tensor | None:
 def weighted_sum(
     values: Tensor, weights: Tensor | None, batch: Batch, what: str
 ) -> tuple[Tensor, Tensor | float]:
-    """The sum of values × weights, and that of the weights. A scalar is the mean over the samples of its batch."""
+    """Return the sum of values × weights and the sum of the weights.
+
+    A scalar is the mean over the samples of its batch.
+    what: the name of the function that returned `values`, for messages.
+    """
     if not isinstance(values, Tensor):
         raise TaskError(f"{what} must return a tensor, got {type(values).__name__}")
     if values.dim() == 0:
@@ -83,13 +91,13 @@ def weighted_sum(
         return values.sum(), float(values.numel())
     if weights.shape != values.shape:
         raise TaskError(
-            f"weights() must have the shape of what {what} returns, {tuple(values.shape)}, got {tuple(weights.shape)}"
+            f"weights() must return the shape of {what}, {tuple(values.shape)}, got {tuple(weights.shape)}"
         )
     return (values * weights).sum(), weights.sum()
 
 
 def count_samples(batch: Batch) -> int:
-    """Samples of a batch: the length of its first tensor."""
+    """Return the number of samples of a batch: the length of its first tensor."""
     return next((len(leaf) for leaf in tree_leaves(batch) if isinstance(leaf, Tensor) and leaf.dim()), 1)
 
 
@@ -101,21 +109,24 @@ def _total_weight(task: Task, batches: Sequence[Batch]) -> Tensor:
 
 
 class LocalWeight:
-    """The weight of a global batch whose other parts weigh as much as this rank's: what is divided by it is a mean over its own items."""
+    """The weight of a global batch if every rank had the weight of this one.
+
+    Dividing this rank's loss by it gives a mean over its items.
+    """
 
     def __init__(self, task: Task, batches: Sequence[Batch], data_ranks: int):
         self._sum, self._data_ranks = _total_weight(task, batches), data_ranks
 
     def result(self) -> Tensor:
-        return (
-            torch.where(self._sum > 0, self._sum, 1.0) * self._data_ranks
-        )  # where all weigh nothing, so does their gradient
+        # If all weights are 0, the gradients are 0 too.
+        return torch.where(self._sum > 0, self._sum, 1.0) * self._data_ranks
 
 
 class GlobalWeight:
-    """The weight of the global batch, added up over the ranks while the first forward pass runs.
+    """The weight of the global batch, summed over the ranks during the first forward pass.
 
-    `counted`: of the ranks with the same samples, whether this is the one that counts them."""
+    counted: whether this rank counts, of the ranks with the same samples.
+    """
 
     def __init__(self, task: Task, batches: Sequence[Batch], counted: bool):
         self._sum = _total_weight(task, batches) * counted

@@ -13,20 +13,24 @@ from paceline.plan.plan import Plan
 
 
 def shard(model: nn.Module, units: list[nn.Module], plan: Plan, mesh: DeviceMesh) -> None:
+    """Apply `fully_shard` to each unit and to `model`. Scalars stay whole."""
     from torch.distributed.fsdp import fully_shard  # 0.7 s to import
 
     for unit in [*units, model]:
         unit.register_forward_hook(copy_output_views)
-    whole = find_scalars(model)
+    scalars = find_scalars(model)
     for unit in units:
-        fully_shard(unit, mesh=mesh, reshard_after_forward=plan.zero == 3, ignored_params=whole)
-    # The root is gathered again at once by the backward pass, so that to reshard it would be in vain.
-    fully_shard(model, mesh=mesh, reshard_after_forward=False, ignored_params=whole)
+        fully_shard(unit, mesh=mesh, reshard_after_forward=plan.zero == 3, ignored_params=scalars)
+    # The backward pass gathers the root again at once, so resharding it has no benefit.
+    fully_shard(model, mesh=mesh, reshard_after_forward=False, ignored_params=scalars)
 
 
 def copy_output_views(module: nn.Module, args: Any, output: Any) -> Any:
-    """A forward hook: outputs that are views are copied. An operation in place on one would drop `fully_shard`'s hook for the backward
-    pass, and with it the gathering of weights (torch 2.13 warns of it)."""
+    """Copy outputs that are views (a forward hook).
+
+    torch 2.13: an in-place operation on a view removes `fully_shard`'s hook for the backward pass, which
+    gathers weights; torch warns of it.
+    """
 
     def is_view(leaf: Any) -> bool:
         return isinstance(leaf, torch.Tensor) and leaf.requires_grad and leaf._is_view()
@@ -39,18 +43,21 @@ def copy_output_views(module: nn.Module, args: Any, output: Any) -> Any:
 
 
 def find_scalars(model: nn.Module) -> set[nn.Parameter]:
-    """Return the parameters that `fully_shard` cannot cut: each rank keeps them whole."""
+    """Return the parameters that `fully_shard` cannot shard; each rank keeps them whole."""
     return {parameter for parameter in model.parameters() if not parameter.dim()}
 
 
 @torch.no_grad()
 def average_scalars_(params: Sequence[nn.Parameter], mesh: DeviceMesh) -> None:
-    """Average the gradients of scalars over the data ranks, as `fully_shard` does with what it cuts. None stays where all have None."""
-    own = [parameter.grad for parameter in params]
+    """Average the gradients of scalars over the data ranks, as `fully_shard` does for sharded parameters.
+
+    A gradient stays None if it is None on all ranks.
+    """
+    grads = [parameter.grad for parameter in params]
     sums = torch.tensor(
-        [[0.0, float(grad is not None)] for grad in own], dtype=torch.float64, device=params[0].device
+        [[0.0, float(grad is not None)] for grad in grads], dtype=torch.float64, device=params[0].device
     )
-    for row, grad in zip(sums, own, strict=True):
+    for row, grad in zip(sums, grads, strict=True):
         if grad is not None:
             row[0] = grad
     for axis in range(mesh.ndim):

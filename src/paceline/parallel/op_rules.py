@@ -1,4 +1,4 @@
-"""How a label, "split along this dimension", moves through an operation: the rules by which parts of tensors may stand for them."""
+"""Rules by which a label, "split along this dimension", propagates through an operation."""
 
 import math
 from typing import Any
@@ -7,9 +7,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-Label = tuple[str, int]  # the linear layer that a group is named after, and the dimension that would be split
+Label = tuple[str, int]  # the root layer of a group, and the dimension that would be split
 ATEN = torch.ops.aten
-SAME_SHAPE = {  # beside those that torch tags as elementwise
+SAME_SHAPE = {  # besides operations that torch tags as pointwise
     ATEN.clone,
     ATEN._to_copy,
     ATEN.detach,
@@ -24,14 +24,16 @@ SAME_SHAPE = {  # beside those that torch tags as elementwise
     ATEN.lift_fresh,
 }
 VIEWS = {ATEN.view, ATEN._unsafe_view, ATEN.reshape, ATEN._reshape_alias}
-UNTAPED = {ATEN.detach, ATEN.alias, ATEN.clone}  # come and go with gradients and the layout of memory
+# Passes may differ in these operations, which depend on gradients and memory layout.
+UNTAPED = {ATEN.detach, ATEN.alias, ATEN.clone}
+# (tensor, …, dim): any dimension but `dim` may be split
 WITHIN_ONE_DIM = {
     ATEN.slice,
     ATEN.split,
     ATEN.split_with_sizes,
     ATEN._softmax,
     ATEN._log_softmax,
-}  # (tensor, …, dim): not that one
+}
 NORMS = {ATEN.native_layer_norm, ATEN._fused_rms_norm}
 ATTENTION = F.scaled_dot_product_attention
 PRODUCTS = {torch.matmul, torch.Tensor.matmul, torch.Tensor.__matmul__, torch.bmm, torch.Tensor.bmm}
@@ -42,7 +44,7 @@ def is_pointwise(func: Any) -> bool:
 
 
 def is_random(func: Any, args: Any, kwargs: Any) -> bool:
-    """Whether an operation draws at random."""
+    """Return whether an operation draws random numbers."""
     if func is ATTENTION:
         return bool(args[4] if len(args) > 4 else kwargs.get("dropout_p", 0.0))
     return torch.Tag.nondeterministic_seeded in getattr(func, "tags", ())
@@ -51,7 +53,11 @@ def is_random(func: Any, args: Any, kwargs: Any) -> bool:
 def propagate_split(
     func: Any, args: Any, kwargs: Any, tensors: list[Tensor], results: list[Tensor], label: Any
 ) -> list[int | None] | None:
-    """The split dimension of each result; None where the operation cannot be done on parts."""
+    """Return the split dimension of each result, or None if the operation cannot run on parts.
+
+    tensors: the arguments that are tensors.
+    label: returns the label of a tensor, or None.
+    """
     if func is ATTENTION:
         return _propagate_through_attention(args, kwargs, results, label)
     if func in PRODUCTS:
@@ -80,8 +86,8 @@ def _propagate_through_reshape(
 ) -> list[int | None] | None:
     rank = first.dim()
     if packet is ATEN.transpose:
-        one, other = args[1] % rank, args[2] % rank
-        return [other if dim == one else one if dim == other else dim]
+        first_dim, second_dim = args[1] % rank, args[2] % rank
+        return [second_dim if dim == first_dim else first_dim if dim == second_dim else dim]
     if packet is ATEN.t:
         return [1 - dim]
     if packet is ATEN.permute:
@@ -89,13 +95,13 @@ def _propagate_through_reshape(
     if packet is ATEN.unsqueeze:
         return [dim + (dim >= args[1] % (rank + 1))]
     if packet is ATEN.squeeze:
-        gone = (
+        removed = (
             [at % rank for at in ([args[1]] if isinstance(args[1], int) else args[1])]
             if len(args) > 1
             else range(rank)
         )
-        gone = [at for at in gone if first.shape[at] == 1]
-        return [dim - sum(at < dim for at in gone)] if dim not in gone else None
+        removed = [at for at in removed if first.shape[at] == 1]
+        return [dim - sum(at < dim for at in removed)] if dim not in removed else None
     if packet is ATEN.expand:
         return [dim + results[0].dim() - rank]
     if packet in (ATEN.select, ATEN.unbind):
@@ -106,9 +112,9 @@ def _propagate_through_reshape(
         along = (args[at] if len(args) > at else kwargs.get("dim", 0)) % rank
         return [dim] * len(results) if along != dim else None
     if packet in (ATEN.sum, ATEN.mean) and len(args) > 1 and args[1]:
-        gone = [at % rank for at in ([args[1]] if isinstance(args[1], int) else args[1])]
+        removed = [at % rank for at in ([args[1]] if isinstance(args[1], int) else args[1])]
         keep = args[2] if len(args) > 2 else kwargs.get("keepdim", False)
-        return [dim - (0 if keep else sum(at < dim for at in gone))] if dim not in gone else None
+        return [dim - (0 if keep else sum(at < dim for at in removed))] if dim not in removed else None
     return None
 
 
@@ -117,14 +123,14 @@ def _as_list(dim: int | None) -> list[int | None] | None:
 
 
 def attention_inputs(args: Any, kwargs: Any) -> list[Tensor]:
-    """Queries, keys and values of a call of ATTENTION."""
+    """Return query, key and value of a call of ATTENTION."""
     return [args[at] if len(args) > at else kwargs[name] for at, name in enumerate(("query", "key", "value"))]
 
 
 def _propagate_through_attention(
     args: Any, kwargs: Any, results: list[Tensor], label: Any
 ) -> list[int | None] | None:
-    """(…, heads, positions, size) of queries, keys and values, all split along the heads."""
+    """Query, key and value, (…, heads, positions, size), must all be split along the heads."""
     q, k, v = attention_inputs(args, kwargs)
     mask = args[3] if len(args) > 3 else kwargs.get("attn_mask")
     split = {label(tensor)[1] - tensor.dim() if label(tensor) else None for tensor in (q, k, v)}
@@ -136,7 +142,7 @@ def _propagate_through_attention(
 def _propagate_elementwise(
     tensors: list[Tensor], results: list[Tensor], label: Any, least: int
 ) -> list[int | None] | None:
-    """Elementwise with broadcasting, from dimension -least on to the left."""
+    """Propagate through an elementwise operation with broadcasting, for dimensions up to -least."""
     from_right = {tensor.dim() - label(tensor)[1] for tensor in tensors if label(tensor)}
     if len(from_right) != 1 or (back := from_right.pop()) < least:
         return None
@@ -146,13 +152,17 @@ def _propagate_elementwise(
 
 
 def _propagate_through_view(before: tuple[int, ...], after: tuple[int, ...], dim: int) -> int | None:
-    """Where a dimension goes in a view. It must be the outermost of those that are merged or cut."""
-    ahead = math.prod(before[:dim])
-    at, product = 0, 1
-    while at < len(after) and (product < ahead or (after[at] == 1 and before[dim] != 1)):
-        product *= after[at]
-        at += 1
-    if product != ahead or at == len(after):
+    """Return where `dim` is in a view; it must be the outermost of the merged or split dimensions."""
+    outer = math.prod(before[:dim])
+    index, product = 0, 1
+    while index < len(after) and (product < outer or (after[index] == 1 and before[dim] != 1)):
+        product *= after[index]
+        index += 1
+    if product != outer or index == len(after):
         return None
-    inner, new = math.prod(before[dim:]), math.prod(after[at:])
-    return at if inner == new and (after[at] % before[dim] == 0 or before[dim] % after[at] == 0) else None
+    inner, new = math.prod(before[dim:]), math.prod(after[index:])
+    return (
+        index
+        if inner == new and (after[index] % before[dim] == 0 or before[dim] % after[index] == 0)
+        else None
+    )

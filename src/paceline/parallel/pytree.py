@@ -1,4 +1,4 @@
-"""Flatten what a module takes and returns."""
+"""Flatten the arguments and results of modules."""
 
 from typing import Any
 
@@ -6,5 +6,5 @@ from torch.utils._pytree import TreeSpec, tree_flatten
 
 
 def flatten(arguments: Any) -> tuple[list[Any], TreeSpec]:
-    """Leaves of tuples, lists and dicts; whatever else there is (a cache) is a leaf."""
+    """Return the leaves and structure of tuples, lists and dicts; other objects (a cache) are leaves."""
     return tree_flatten(arguments, is_leaf=lambda value: type(value) not in (tuple, list, dict))

@@ -123,7 +123,7 @@ def train(
         if resolved.servers is not None:
             analysis = build_meta_model(spec, task)
             notes = (*notes, *check_initial_weights_once(spec, task, analysis.model, analysis.weights, world))
-            yield from clock.tell(_train_against_servers(context, data, heartbeat, stop, notes))
+            yield from clock.add_start_times(_train_against_servers(context, data, heartbeat, stop, notes))
             return
         analysis = analyze_model(spec, resolved, task, torch_device, data.training)
         notes = (*notes, *check_initial_weights_once(spec, task, analysis.model, analysis.weights, world))
@@ -133,7 +133,7 @@ def train(
         if observe is not None:
             prepared.step.observe = partial(observe, prepared.model)
         try:
-            yield from clock.tell(TrainingLoop(context, data, prepared, heartbeat, stop).events())
+            yield from clock.add_start_times(TrainingLoop(context, data, prepared, heartbeat, stop).events())
         finally:
             release(prepared.update.model)
             mesh.destroy_meshes()
@@ -378,7 +378,7 @@ class TrainingLoop:
         """Limit how long ranks wait for each other, except in a save, where they wait for the slowest disk."""
         self.heartbeat.patience_s = seconds
         if self.world.size > 1:
-            set_collective_timeout(seconds, but=self.checkpoints.group)
+            set_collective_timeout(seconds, exclude=self.checkpoints.group)
 
 
 def _diverged_error(

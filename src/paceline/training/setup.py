@@ -179,7 +179,7 @@ def build_training(
     has_statistics = plan.ranks_per_stage > 1 and bool(find_running_statistics(model))
     group = _group_with_same_model_part(plan, world.rank) if has_statistics else None
     if has_statistics and spec.batch_norm == "global":
-        model = sync_batch_norm(model, device, group, alike=not plan.uneven)
+        model = sync_batch_norm(model, device, group, equal_counts=not plan.uneven)
     units = analysis.units.names if analysis.units is not None else None
     called = model
     if pipeline is not None:
@@ -270,7 +270,7 @@ def _complete_gradients(
             model, [model.get_submodule(name) for name in analysis.units.names], step.device
         )
         if not analysis.units.all_used:
-            skipped.follow()
+            skipped.track_gradients()
             yield partial(skipped.drop_unused_, select_data_mesh(mesh))
     if mesh is not None and step.plan.data_ranks > 1:
         scalars = [parameter for parameter in step.params if not parameter.dim()]
