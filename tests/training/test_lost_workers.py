@@ -1,4 +1,7 @@
-"""A worker of a parameter server that is killed: the others go on. A server that is killed ends all, and so does a worker that fails."""
+"""Lost ranks of a parameter server.
+
+The others continue if a worker is killed. All end if a server is killed or a worker raises an error.
+"""
 
 import signal
 from pathlib import Path
@@ -23,8 +26,8 @@ from paceline.events import Ended, Failed, Started, Step
 pytestmark = pytest.mark.processes
 
 
-def begin(folder: Path, plan: str, *more: str, steps: int = 40, source: str = TASK) -> Running:
-    """Four ranks, whose steps take at least 0.04 s."""
+def start_training(folder: Path, plan: str, *more: str, steps: int = 40, source: str = TASK) -> Running:
+    """Start four ranks, whose steps take at least 0.04 s."""
     slow_down(folder / "slow", 0.005)
     words = (
         "train",
@@ -50,9 +53,9 @@ def begin(folder: Path, plan: str, *more: str, steps: int = 40, source: str = TA
         pytest.param("parameter-server,staleness=3,servers=2", marks=pytest.mark.slow),
     ],
 )
-def test_the_others_go_on(plan: str, tmp_path: Path) -> None:
+def test_others_continue_without_a_killed_worker(plan: str, tmp_path: Path) -> None:
     run = tmp_path / "run"
-    with begin(tmp_path, plan) as running:
+    with start_training(tmp_path, plan) as running:
         running.until_step(run, 5)
         running.ranks()[3].send_signal(signal.SIGKILL)
         result = running.wait()
@@ -71,9 +74,9 @@ def test_the_others_go_on(plan: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_without_workers_it_ends(tmp_path: Path) -> None:
+def test_training_ends_without_workers(tmp_path: Path) -> None:
     run = tmp_path / "run"
-    with begin(tmp_path, "parameter-server", "--save-every", "4") as running:
+    with start_training(tmp_path, "parameter-server", "--save-every", "4") as running:
         running.until(lambda: (run / "ckpt" / "step_4").exists(), "saved")
         started = running.ranks()
         for rank in (1, 2, 3):
@@ -85,9 +88,9 @@ def test_without_workers_it_ends(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_server_that_dies_ends_all_and_restarts(tmp_path: Path) -> None:
+def test_killed_server_ends_all_and_restarts(tmp_path: Path) -> None:
     run = tmp_path / "run"
-    with begin(tmp_path, "parameter-server,servers=2", "--save-every", "4", steps=200) as running:
+    with start_training(tmp_path, "parameter-server,servers=2", "--save-every", "4", steps=200) as running:
         running.until(lambda: (run / "ckpt" / "step_4").exists(), "saved")
         running.ranks()[1].send_signal(signal.SIGKILL)
         result = running.wait()
@@ -105,13 +108,13 @@ def test_a_server_that_dies_ends_all_and_restarts(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_worker_that_fails_ends_all(tmp_path: Path) -> None:
-    """It would fail on the others too."""
+def test_failing_worker_ends_all(tmp_path: Path) -> None:
+    """Its sample would fail on the others too."""
     source = TASK.replace(
         "        return self.x[index]",
         "        if index == 7: raise ValueError('a torn sample')\n        return self.x[index]",
     )
-    with begin(tmp_path, "parameter-server", source=source) as running:
+    with start_training(tmp_path, "parameter-server", source=source) as running:
         result = running.wait()
         running.until_all_ended()
     assert result.status == 2, result.all
@@ -120,9 +123,9 @@ def test_a_worker_that_fails_ends_all(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_signal_stops_it_and_resume_goes_on(tmp_path: Path) -> None:
+def test_signal_stops_and_resume_continues(tmp_path: Path) -> None:
     run = tmp_path / "run"
-    with begin(tmp_path, "parameter-server,staleness=0") as running:
+    with start_training(tmp_path, "parameter-server,staleness=0") as running:
         running.until_step(run, 3)
         running.process.send_signal(signal.SIGINT)
         result = running.wait()
@@ -132,7 +135,7 @@ def test_a_signal_stops_it_and_resume_goes_on(tmp_path: Path) -> None:
     succeed("resume", "run", at=tmp_path)
     through = tmp_path / "through"
     through.mkdir()
-    with begin(through, "parameter-server,staleness=0") as running:
+    with start_training(through, "parameter-server,staleness=0") as running:
         assert running.wait().status == 0
     assert not unequal(weights(run, 40), weights(through / "run", 40))
 

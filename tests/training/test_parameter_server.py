@@ -1,4 +1,4 @@
-"""Training against parameter servers: what must hold of it."""
+"""Training with parameter servers: exactness, staleness, division of weights, resuming."""
 
 import time
 from pathlib import Path
@@ -30,7 +30,7 @@ CLIPPED = SGD.model_copy(update={"clip": 0.3})
 NEVER = Save(minutes=1e9)
 
 
-def wanted(optimizer: Optimizer = ADAMW, **fields: Any) -> Spec:
+def make_spec(optimizer: Optimizer = ADAMW, **fields: Any) -> Spec:
     return Spec(
         **(
             {"steps": 6, "batch": 12, "seed": 3, "precision": "fp64", "optimizer": optimizer, "save": NEVER}
@@ -39,10 +39,10 @@ def wanted(optimizer: Optimizer = ADAMW, **fields: Any) -> Spec:
     )
 
 
-def on_this_rank(
+def train_on_this_rank(
     task: Task, spec: Spec, plan: str, run: Path | None, stop_at: int | None, slow: int | None
 ) -> tuple[list[Event], Any]:
-    """Rank `slow` takes its time."""
+    """Train on this rank; rank `slow` sleeps in each step. Return its events and weights."""
     import torch.distributed as dist
 
     calls = iter(range(10**9))
@@ -65,7 +65,7 @@ def on_this_rank(
     return events, {name: _whole(tensor).copy() for name, tensor in named_tensors(built[-1]).items()}
 
 
-def served(
+def train_with_servers(
     size: int,
     task: Task,
     spec: Spec,
@@ -74,10 +74,13 @@ def served(
     stop_at: int | None = None,
     slow: int | None = None,
 ) -> tuple[list[Event], Any]:
-    """The events of the first server, and its weights, whole where there is one server or a checkpoint is read."""
+    """Return the events and weights of the first server.
+
+    The weights are whole if there is one server, or if `run` is given and a checkpoint is read.
+    """
     if run is not None:
         run.mkdir(exist_ok=True)
-    events, weights = ranks(size)(on_this_rank, task, spec, plan, run, stop_at, slow)[0]
+    events, weights = ranks(size)(train_on_this_rank, task, spec, plan, run, stop_at, slow)[0]
     if run is not None:
         weights = {
             name: tensor.numpy()
@@ -111,15 +114,17 @@ def steps(events: list[Event]) -> list[Step]:
     "optimizer",
     [pytest.param(ADAMW, id="adamw"), pytest.param(CLIPPED, id="sgd-clip", marks=pytest.mark.slow)],
 )
-def test_without_staleness_it_is_one_process(task: type[Task], optimizer: Optimizer, tmp_path: Path) -> None:
-    spec = wanted(optimizer, schedule=Schedule(name="cosine", warmup=12))
+def test_without_staleness_it_matches_one_process(
+    task: type[Task], optimizer: Optimizer, tmp_path: Path
+) -> None:
+    spec = make_spec(optimizer, schedule=Schedule(name="cosine", warmup=12))
     expected = trained(1, task(), spec, "single")
     for size, plan in (
         (3, "servers=1,microbatches=2"),
         (4, "servers=2"),
         (6, "servers=1"),
     ):  # 12 samples over 5 workers
-        events, weights = served(
+        events, weights = train_with_servers(
             size, task(), spec, f"parameter-server,staleness=0,{plan}", tmp_path / str(size)
         )
         assert difference([step.loss for step in steps(events)], expected.losses) < 1e-12
@@ -127,19 +132,19 @@ def test_without_staleness_it_is_one_process(task: type[Task], optimizer: Optimi
         assert max(difference(weights[name], expected.weights[name]) for name in expected.weights) < 1e-12
 
 
-def test_gradients_of_older_weights_are_told_apart() -> None:
-    """The control of the comparison above: with staleness, losses are others."""
-    spec = wanted(steps=12)
-    events, _ = served(3, models.Images(), spec, "parameter-server,staleness=3", slow=2)
+def test_stale_gradients_differ() -> None:
+    """A control of the comparison above: with staleness, losses differ."""
+    spec = make_spec(steps=12)
+    events, _ = train_with_servers(3, models.Images(), spec, "parameter-server,staleness=3", slow=2)
     expected = trained(1, models.Images(), spec, "single")
     assert difference([step.loss for step in steps(events)], expected.losses) > 1e-6
 
 
 @pytest.mark.parametrize("staleness", [0, 1, 3])
 def test_staleness_is_bounded(staleness: int) -> None:
-    """One worker is slow; the other gets as far ahead as it may, and no further."""
-    events, _ = served(
-        3, models.Images(), wanted(steps=12), f"parameter-server,staleness={staleness}", slow=2
+    """One worker is slow; the other gets as far ahead as the staleness allows."""
+    events, _ = train_with_servers(
+        3, models.Images(), make_spec(steps=12), f"parameter-server,staleness={staleness}", slow=2
     )
     ended = events[-1]
     assert isinstance(ended, Ended)
@@ -147,64 +152,70 @@ def test_staleness_is_bounded(staleness: int) -> None:
 
 
 @pytest.mark.slow
-def test_several_servers_are_one(tmp_path: Path) -> None:
-    """On every bit, large parameters split by row included."""
+def test_several_servers_match_one_server(tmp_path: Path) -> None:
+    """Bit for bit, including large parameters split by row."""
     for optimizer in (ADAMW, SGD):
-        found = []
+        results = []
         for size, servers in ((3, 1), (5, 3)):
             plan = f"parameter-server,staleness=0,servers={servers}"
-            events, weights = served(
-                size, models.Images(), wanted(optimizer), plan, tmp_path / f"{optimizer.name}{servers}"
+            events, weights = train_with_servers(
+                size, models.Images(), make_spec(optimizer), plan, tmp_path / f"{optimizer.name}{servers}"
             )
-            found.append(([step.loss for step in steps(events)], weights))
-        for losses, weights in found[1:]:
-            assert losses == found[0][0]
-            assert all(np.array_equal(weights[name], found[0][1][name]) for name in weights)
+            results.append(([step.loss for step in steps(events)], weights))
+        for losses, weights in results[1:]:
+            assert losses == results[0][0]
+            assert all(np.array_equal(weights[name], results[0][1][name]) for name in weights)
 
 
 @pytest.mark.parametrize(
     ("size", "plan"), [(3, "parameter-server,staleness=0"), (4, "parameter-server,staleness=0,servers=2")]
 )
-def test_a_stop_leaves_no_trace(size: int, plan: str, tmp_path: Path) -> None:
-    spec = wanted(steps=9)
-    through = served(size, models.NormedImages(), spec, plan, tmp_path / "through")[1]
-    ended = served(size, models.NormedImages(), spec, plan, tmp_path / "stopped", stop_at=4)[0][-1]
+def test_stop_and_resume_matches_an_undisturbed_run(size: int, plan: str, tmp_path: Path) -> None:
+    spec = make_spec(steps=9)
+    undisturbed = train_with_servers(size, models.NormedImages(), spec, plan, tmp_path / "undisturbed")[1]
+    ended = train_with_servers(size, models.NormedImages(), spec, plan, tmp_path / "stopped", stop_at=4)[0][
+        -1
+    ]
     assert isinstance(ended, Ended)
     assert ended.reason == "stopped"
-    events, weights = served(size, models.NormedImages(), spec, plan, tmp_path / "stopped")
+    events, weights = train_with_servers(size, models.NormedImages(), spec, plan, tmp_path / "stopped")
     assert isinstance(events[0], Started)
     assert (events[0].step, events[0].ranks) == (ended.step, size)
-    assert all(np.array_equal(weights[name], through[name]) for name in weights)
+    assert all(np.array_equal(weights[name], undisturbed[name]) for name in weights)
 
 
-def test_other_plans_go_on_and_back(tmp_path: Path) -> None:
-    """One training under three plans is that of one process."""
-    spec = wanted(steps=9)
+def test_resume_under_other_plans_and_back(tmp_path: Path) -> None:
+    """A training under three plans in turn equals that of one process."""
+    spec = make_spec(steps=9)
     for until, (size, plan) in (
         (3, (4, "parameter-server,staleness=0,servers=2")),
         (6, (2, "zero3")),
         (9, (3, "parameter-server,staleness=0")),
     ):
-        _, weights = served(
+        _, weights = train_with_servers(
             size, models.Images(), spec.model_copy(update={"steps": until}), plan, tmp_path / "run"
         )
     expected = trained(1, models.Images(), spec, "single").weights
     assert max(difference(weights[name], expected[name]) for name in expected) < 1e-12
 
 
-def test_pieces_are_dealt_by_bytes() -> None:
+def test_slices_are_balanced_by_bytes() -> None:
     params = {
         "large": torch.zeros(90, 10),
         "one": torch.zeros(10, 10),
         "two": torch.zeros(99),
         "scalar": torch.zeros(()),
     }
-    dealt = assign_slices(params, 3, by_row=True)
-    load = [sum(piece.of(params[piece.name]).numel() for piece in pieces) for pieces in dealt]
+    assigned = assign_slices(params, 3, by_row=True)
+    load = [sum(slice_.of(params[slice_.name]).numel() for slice_ in slices) for slices in assigned]
     assert sum(load) == 1100
     assert max(load) <= 1.1 * sum(load) / 3
-    rows = sorted(piece for pieces in dealt for piece in pieces if piece.name == "large")
-    assert [rows[0].begin, *(piece.end for piece in rows)] == [0, *(piece.begin for piece in rows[1:]), 90]
+    rows = sorted(slice_ for slices in assigned for slice_ in slices if slice_.name == "large")
+    assert [rows[0].begin, *(slice_.end for slice_ in rows)] == [
+        0,
+        *(slice_.begin for slice_ in rows[1:]),
+        90,
+    ]
     assert assign_slices(params, 1, by_row=True) == [
         [
             ParameterSlice("large", 0, 90),
@@ -213,7 +224,7 @@ def test_pieces_are_dealt_by_bytes() -> None:
             ParameterSlice("scalar", 0, 1),
         ]
     ]
-    assert sorted(len(pieces) for pieces in assign_slices(params, 2, by_row=False)) == [1, 3]
+    assert sorted(len(slices) for slices in assign_slices(params, 2, by_row=False)) == [1, 3]
     with pytest.raises(
         PlanError, match="servers=5 requires 5 slices of the weights, got 4; use servers=4 or fewer"
     ):
@@ -222,12 +233,12 @@ def test_pieces_are_dealt_by_bytes() -> None:
 
 def test_fp16_is_refused() -> None:
     with pytest.raises(AssertionError, match="use bf16 or fp32"):
-        served(2, models.Images(), wanted(precision="fp16"), "parameter-server")
+        train_with_servers(2, models.Images(), make_spec(precision="fp16"), "parameter-server")
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("plan", ["parameter-server", "parameter-server,staleness=0"])
-def test_digits_are_learnt_as_well(plan: str) -> None:
+def test_digits_reaches_the_accuracy_of_ddp(plan: str) -> None:
     spec = Spec(
         epochs=20,
         batch=64,
@@ -236,8 +247,8 @@ def test_digits_are_learnt_as_well(plan: str) -> None:
         evaluate_every=10**6,
     )
     accuracy = []
-    for size, each in ((2, "ddp"), (3, plan)):
-        events, _ = ranks(size)(on_this_rank, Digits(width=16), spec, each, None, None, None)[0]
+    for size, plan_ in ((2, "ddp"), (3, plan)):
+        events, _ = ranks(size)(train_on_this_rank, Digits(width=16), spec, plan_, None, None, None)[0]
         accuracy.append(
             next(event.metrics["accuracy"] for event in reversed(events) if isinstance(event, Evaluated))
         )

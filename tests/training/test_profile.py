@@ -1,4 +1,4 @@
-"""Where the time and memory of a run went: from what a profiler saw, in real runs, and beside what was predicted."""
+"""Time and memory of a run: from a profiler's events, in real runs, and compared with predictions."""
 
 import json
 import shutil
@@ -76,97 +76,95 @@ def op(
     return Op(name, int(begin_ms * MS), int(end_ms * MS), thread, launched)
 
 
-# A step from 0 to 100 ms: 10 of input, forward and backward to 80, an optimizer to 90.
+# A step from 0 to 100 ms: input until 10 ms, forward and backward until 80 ms, optimizer until 90 ms.
 FRAME = [op(STEP, 0, 0), op(GRADIENTS, 80, 80), op(UPDATED, 90, 90), op(END, 100, 100)]
 
 
-def test_a_collective_under_computing_is_hidden() -> None:
+def test_collective_during_computing_is_hidden() -> None:
     busy = [op("aten::mm", 20, 60), op("aten::add", 60, 79)]
-    found = measure_on_host([*FRAME, *busy, op("gloo:all_reduce", 25, 55, None)], [10 * MS])
-    assert found[:7] == pytest.approx((0.1, 0.07, 0, 0, 0.01, 0.01, 0.01))
+    result = measure_on_host([*FRAME, *busy, op("gloo:all_reduce", 25, 55, None)], [10 * MS])
+    assert result[:7] == pytest.approx((0.1, 0.07, 0, 0, 0.01, 0.01, 0.01))
 
 
-def test_what_is_left_of_it_when_the_computing_ends_is_not() -> None:
+def test_rest_of_a_collective_after_computing_counts() -> None:
     busy = [
         op("autograd::engine::evaluate_function: X", 19, 61),
         op("aten::mm", 20, 60),
         op("aten::add", 75, 79),
     ]
-    found = measure_on_host([*FRAME, *busy, op("gloo:all_reduce", 25, 74, None)], [10 * MS])
-    assert found.communication == pytest.approx(0.014)
-    assert found.compute == pytest.approx(0.056)
+    result = measure_on_host([*FRAME, *busy, op("gloo:all_reduce", 25, 74, None)], [10 * MS])
+    assert result.communication == pytest.approx(0.014)
+    assert result.compute == pytest.approx(0.056)
 
 
-def test_a_collective_that_is_waited_for_at_once() -> None:
+def test_wait_begins_at_the_call_of_a_collective() -> None:
     busy = [op("aten::mm", 20, 40), op("c10d::allreduce_", 50, 51), op("aten::add", 75, 79)]
-    found = measure_on_host([*FRAME, *busy, op("gloo:all_reduce", 52, 70, None)], [10 * MS])
-    assert found.communication == pytest.approx(0.02), (
-        "from when it was asked for; Python before that is no waiting"
-    )
+    result = measure_on_host([*FRAME, *busy, op("gloo:all_reduce", 52, 70, None)], [10 * MS])
+    assert result.communication == pytest.approx(0.02), "from its call on; Python before it is no waiting"
 
 
-def test_a_pause_in_which_none_ends_is_no_waiting() -> None:
+def test_pause_without_end_of_a_collective_is_no_waiting() -> None:
     busy = [op("aten::mm", 20, 30), op("aten::add", 60, 79)]
-    found = measure_on_host([*FRAME, *busy, op("gloo:all_reduce", 25, 70, None)], [10 * MS])
-    assert found.communication == 0
+    result = measure_on_host([*FRAME, *busy, op("gloo:all_reduce", 25, 70, None)], [10 * MS])
+    assert result.communication == 0
 
 
-def test_an_end_that_is_written_down_late() -> None:
+def test_end_that_is_recorded_late() -> None:
     busy = [op("aten::mm", 20, 30), op("aten::add", 60, 79)]
-    found = measure_on_host([*FRAME, *busy, op("gloo:all_reduce", 31, 61, None)], [10 * MS])
-    assert found.communication == pytest.approx(0.029), "until the thread went on"
+    result = measure_on_host([*FRAME, *busy, op("gloo:all_reduce", 31, 61, None)], [10 * MS])
+    assert result.communication == pytest.approx(0.029), "until the thread continued"
 
 
 def test_waiting_in_the_optimizer_is_communication() -> None:
-    found = measure_on_host(
+    result = measure_on_host(
         [*FRAME, op("aten::mm", 10, 80), op("gloo:broadcast", 81, 87, None), op("aten::add", 88, 90)],
         [10 * MS],
     )
-    assert (found.communication, found.optimizer) == pytest.approx((0.006, 0.004))
+    assert (result.communication, result.optimizer) == pytest.approx((0.006, 0.004))
 
 
 def test_neighbours_in_a_pipeline() -> None:
     busy = [op("aten::mm", 30, 40), op("aten::mm", 45, 79)]
-    found = measure_on_host(
+    result = measure_on_host(
         [*FRAME, *busy, op("gloo:recv", 12, 29, None), op("gloo:recv", 41, 44, None)], [10 * MS]
     )
-    assert found.neighbours == pytest.approx(0.020)
-    assert (found.waits, found.transfer) == (2, pytest.approx(0.003))
+    assert result.neighbours == pytest.approx(0.020)
+    assert (result.waits, result.transfer) == (2, pytest.approx(0.003))
 
 
-def test_a_device() -> None:
+def test_device() -> None:
     kernels = [
         op("gemm", 12, 50, None, 11),
         op("ncclDevKernel_AllReduce", 40, 70, None, 30),
         op("adam", 70, 78, None, 85),
     ]
-    found = measure_on_device([*FRAME, *kernels], [10 * MS])
-    assert found.communication == pytest.approx(0.020)
-    assert found.optimizer == pytest.approx(0.008)
-    assert (found.input, found.other) == pytest.approx((0.010, 0.022))
-    assert sum(found[1:7]) == pytest.approx(found.step)
+    result = measure_on_device([*FRAME, *kernels], [10 * MS])
+    assert result.communication == pytest.approx(0.020)
+    assert result.optimizer == pytest.approx(0.008)
+    assert (result.input, result.other) == pytest.approx((0.010, 0.022))
+    assert sum(result[1:7]) == pytest.approx(result.step)
 
 
-def test_peak() -> None:
-    happened = [
+def test_peak_memory() -> None:
+    allocations = [
         Allocation(1, 100, 50),
         Allocation(2, 200, 30),
         Allocation(3, 100, -50),
         Allocation(4, 300, 40),
         Allocation(9, 200, -30),
     ]
-    found = measure_peak((7, 11), {200: 30, 300: 40, 999: 5}, happened, 0, 8, 10)
-    assert (found.weights, found.optimizer) == (7, 11)
-    assert found.gradients == 5 + 30, "what stays, and what lived at the peak"
-    assert found.total == 7 + 11 + 5 + 80
+    result = measure_peak((7, 11), {200: 30, 300: 40, 999: 5}, allocations, 0, 8, 10)
+    assert (result.weights, result.optimizer) == (7, 11)
+    assert result.gradients == 5 + 30, "those that stay, and those that live at the peak"
+    assert result.total == 7 + 11 + 5 + 80
 
 
-def test_blocks_that_another_thread_gave_back() -> None:
-    happened = [Allocation(1, 100, 50), Allocation(2, 120, 10), Allocation(3, 90, 20)]
-    assert measure_peak((0, 0), {}, happened, 0, 9, 9).total == 50
+def test_blocks_released_by_another_thread() -> None:
+    allocations = [Allocation(1, 100, 50), Allocation(2, 120, 10), Allocation(3, 90, 20)]
+    assert measure_peak((0, 0), {}, allocations, 0, 9, 9).total == 50
 
 
-def test_the_table_has_all_parts() -> None:
+def test_tables_have_all_parts() -> None:
     assert {part for parts in TIME_PARTS.values() for part in parts} == {*PARTS, "input", "save"}
     assert {part for parts in MEMORY_PARTS.values() for part in parts} | {"allocator", "process"} == set(
         PART_NAMES
@@ -193,7 +191,7 @@ def make_profiler(total: int, wanted: bool | None = None) -> StepProfiler:
 
 
 @pytest.mark.parametrize(("total", "due"), [(100, False), (100_000, True)])
-def test_only_long_runs_are_profiled_unasked(total: int, due: bool) -> None:
+def test_only_long_runs_are_profiled_by_default(total: int, due: bool) -> None:
     step_profiler = make_profiler(total)
     for _ in range(4):
         step_profiler.add_measured_steps(0.01, 1)
@@ -212,16 +210,16 @@ def test_profiles_end_when_one_percent_is_spent() -> None:
     assert not step_profiler._is_due(3)
 
 
-def happened(task: Any, spec: Spec, plan: str) -> list[Event]:
+def train_events(task: Any, spec: Spec, plan: str) -> list[Event]:
     return list(train(spec, parse(plan), task=task))
 
 
-def losses(found: list[Event]) -> list[float]:
-    return [event.loss for event in found if isinstance(event, Step)]
+def losses(result: list[Event]) -> list[float]:
+    return [event.loss for event in result if isinstance(event, Step)]
 
 
-def profiles(found: list[Event]) -> list[Profiled]:
-    return [event for event in found if isinstance(event, Profiled)]
+def profiles(result: list[Event]) -> list[Profiled]:
+    return [event for event in result if isinstance(event, Profiled)]
 
 
 @pytest.mark.parametrize(
@@ -229,47 +227,47 @@ def profiles(found: list[Event]) -> list[Profiled]:
 )
 def test_every_plan(plan: str) -> None:
     task = models.ShortText(depth=4 if "stages" in plan else 2)
-    first, second = ranks(2)(happened, task, SPEC, plan)
-    [one] = profiles(first)[:1]
-    assert one.seconds.keys() == {"compute", "communication", "bubble", "input", "optimizer", "other"}
-    assert sum(one.seconds.values()) == pytest.approx(one.step_s)
-    assert min(one.seconds.values()) >= 0
-    assert one.seconds["compute"] > 0
-    assert one.seconds["communication"] > 0
-    assert (one.seconds["bubble"] > 0) == ("pp" in plan)
+    first, second = ranks(2)(train_events, task, SPEC, plan)
+    [profiled] = profiles(first)[:1]
+    assert profiled.seconds.keys() == {"compute", "communication", "bubble", "input", "optimizer", "other"}
+    assert sum(profiled.seconds.values()) == pytest.approx(profiled.step_s)
+    assert min(profiled.seconds.values()) >= 0
+    assert profiled.seconds["compute"] > 0
+    assert profiled.seconds["communication"] > 0
+    assert (profiled.seconds["bubble"] > 0) == ("pp" in plan)
     assert [event.seconds for event in profiles(second)] == [event.seconds for event in profiles(first)]
     assert sum(measured(first).seconds.values()) == pytest.approx(measured(first).step_s)
-    without = ranks(2)(happened, task, SPEC.model_copy(update={"profile": False}), plan)[0]
+    without = ranks(2)(train_events, task, SPEC.model_copy(update={"profile": False}), plan)[0]
     assert not profiles(without)
     assert losses(without) == losses(first), "profiling changes a result"
 
 
-def test_weights_averaged_now_and_then() -> None:
+def test_profile_covers_a_round_of_local_sgd() -> None:
     spec = SPEC.model_copy(update={"steps": 12})
-    [one] = profiles(ranks(2)(happened, models.Points(), spec, "local-sgd,period=4")[0])[:1]
-    assert one.num_steps == 4
-    assert one.seconds["communication"] > 0
-    assert not profiles(ranks(2)(happened, models.Points(), spec, "local-sgd,period=40")[0])
+    [profiled] = profiles(ranks(2)(train_events, models.Points(), spec, "local-sgd,period=4")[0])[:1]
+    assert profiled.num_steps == 4
+    assert profiled.seconds["communication"] > 0
+    assert not profiles(ranks(2)(train_events, models.Points(), spec, "local-sgd,period=40")[0])
 
 
-def test_tensors_are_counted() -> None:
+def test_memory_of_tensors() -> None:
     task = models.ShortText()
-    [one] = profiles(ranks(1)(happened, task, SPEC, "single")[0])[:1]
+    [profiled] = profiles(ranks(1)(train_events, task, SPEC, "single")[0])[:1]
     weights = sum(parameter.numel() * 4 for parameter in task.model().parameters())
     buffers = sum(buffer.numel() * buffer.element_size() for buffer in task.model().buffers())
-    assert one.memory["weights"] == weights + buffers
-    assert 2 * weights <= one.memory["optimizer"] < 2 * weights + 1000, (
+    assert profiled.memory["weights"] == weights + buffers
+    assert 2 * weights <= profiled.memory["optimizer"] < 2 * weights + 1000, (
         "AdamW has two moments, and a count of steps"
     )
-    [cut] = profiles(ranks(2)(happened, task, SPEC, "zero3")[0])[:1]
-    assert cut.memory["optimizer"] == pytest.approx(one.memory["optimizer"] / 2, rel=0.1)
+    [cut] = profiles(ranks(2)(train_events, task, SPEC, "zero3")[0])[:1]
+    assert cut.memory["optimizer"] == pytest.approx(profiled.memory["optimizer"] / 2, rel=0.1)
     half = SPEC.model_copy(update={"batch": 2})
-    [smaller] = profiles(ranks(1)(happened, task, half, "single")[0])[:1]
-    assert smaller.memory["activations"] == pytest.approx(one.memory["activations"] / 2, rel=0.1)
+    [smaller] = profiles(ranks(1)(train_events, task, half, "single")[0])[:1]
+    assert smaller.memory["activations"] == pytest.approx(profiled.memory["activations"] / 2, rel=0.1)
 
 
 class SlowRows(models.Points):
-    """Each sample takes its time to read."""
+    """Each sample takes 0.01 s to read."""
 
     def dataset(self, split: str) -> Any:
         return Slow(x=models.drawn(29, 5), y=models.drawn(29, 3, seed=1)) if split == "train" else None
@@ -282,8 +280,8 @@ class Slow(models.Pairs):
 
 
 def test_slow_input_is_found() -> None:
-    found = measured(ranks(2)(happened, SlowRows(), SPEC, "ddp")[0])
-    assert max(found.seconds, key=lambda name: found.seconds[name]) == "input"
+    result = measured(ranks(2)(train_events, SlowRows(), SPEC, "ddp")[0])
+    assert max(result.seconds, key=lambda name: result.seconds[name]) == "input"
 
 
 class SlowRanks(models.Points):
@@ -294,7 +292,7 @@ class SlowRanks(models.Points):
 
 
 class Sleepy(nn.Module):
-    """On ranks from `first` on."""
+    """Sleeps on ranks from `first` on."""
 
     def __init__(self, inner: nn.Module, first: int):
         super().__init__()
@@ -306,31 +304,33 @@ class Sleepy(nn.Module):
         return self.inner(x)
 
 
-TRIES = 3  # of a profile of one step: on busy cores the end of a collective may be written down late
+TRIES = 3  # of a profile of one step: on busy cores, the end of a collective may be recorded late
 
 
-def test_a_slow_rank_is_named_and_waited_for() -> None:
-    tried = (measured(ranks(2)(happened, SlowRanks(first=1), SPEC, "ddp")[0]) for _ in range(TRIES))
-    found = next(found for found in tried if found.slow == 1)
-    assert found.seconds["communication"] > found.step_s / 4, "half of the ranks wait for most of the step"
-    assert measured(ranks(2)(happened, SlowRanks(), SPEC, "ddp")[0]).slow is None
+def test_slow_rank_is_named() -> None:
+    tried = (measured(ranks(2)(train_events, SlowRanks(first=1), SPEC, "ddp")[0]) for _ in range(TRIES))
+    result = next(result for result in tried if result.slow == 1)
+    assert result.seconds["communication"] > result.step_s / 4, "half of the ranks wait for most of the step"
+    assert measured(ranks(2)(train_events, SlowRanks(), SPEC, "ddp")[0]).slow is None
 
 
 class SlowStages(models.ShortText):
     def model(self) -> nn.Module:
-        found = super().model()
-        for block in found.blocks:
+        result = super().model()
+        for block in result.blocks:
             block.register_forward_hook(lambda *_: time.sleep(0.02))
-        return found
+        return result
 
 
 def test_bubble() -> None:
-    """Two stages, two micro-batches, a third of the forward pass idle on each."""
-    for _ in range(3):  # where other programs hold both ranks up, the pauses are a small part of the step
-        found = measured(ranks(2)(happened, SlowStages(), SPEC, "pp=2,microbatches=2,pp_schedule=gpipe")[0])
-        if found.seconds["bubble"] > max(found.step_s / 10, found.seconds["communication"]):
+    """Two stages, two micro-batches: each stage is idle for a third of the forward pass."""
+    for _ in range(3):  # if other programs delay both ranks, the pauses are a small part of the step
+        result = measured(
+            ranks(2)(train_events, SlowStages(), SPEC, "pp=2,microbatches=2,pp_schedule=gpipe")[0]
+        )
+        if result.seconds["bubble"] > max(result.step_s / 10, result.seconds["communication"]):
             return
-    raise AssertionError(f"bubble {found.seconds['bubble']:.3f} s of a step of {found.step_s:.3f} s")
+    raise AssertionError(f"bubble {result.seconds['bubble']:.3f} s of a step of {result.step_s:.3f} s")
 
 
 def started(**changes: Any) -> Started:
@@ -374,23 +374,23 @@ def profile(number: int, compute: float, communication: float, slowest: int = 0)
     return Profiled(**facts, slowest=slowest, slowest_s=2.0, busy_s=1.0, fullest=0, memory={"weights": 8})
 
 
-def test_a_mean_without_first_and_profiled_steps() -> None:
+def test_mean_leaves_out_first_and_profiled_steps() -> None:
     steps = [step(k, 9.0 if k in (1, 2, 3, 5) else 0.1) for k in range(1, 11)]
-    found = measured([started(), *steps[:5], profile(5, 0.3, 0.1), *steps[5:]])
-    assert found.step_s == pytest.approx(0.1)
-    assert found.seconds["compute"] == pytest.approx(0.09 * 3 / 4)
-    assert found.seconds["input"] == pytest.approx(0.01)
-    assert (found.steps, found.slow) == (6, 0)
+    result = measured([started(), *steps[:5], profile(5, 0.3, 0.1), *steps[5:]])
+    assert result.step_s == pytest.approx(0.1)
+    assert result.seconds["compute"] == pytest.approx(0.09 * 3 / 4)
+    assert result.seconds["input"] == pytest.approx(0.01)
+    assert (result.steps, result.slow) == (6, 0)
 
 
-def test_profiles_stand_for_the_steps_until_the_next() -> None:
+def test_profiles_represent_steps_until_the_next_profile() -> None:
     steps = [step(k) for k in range(1, 21)]
-    found = measured([started(), *steps, profile(4, 0.1, 0.3, slowest=1), profile(8, 0.3, 0.1)])
-    assert found.seconds["compute"] == pytest.approx(0.09 * (4 * 1 / 4 + 12 * 3 / 4) / 16)
-    assert found.slow is None, "each is slow once"
+    result = measured([started(), *steps, profile(4, 0.1, 0.3, slowest=1), profile(8, 0.3, 0.1)])
+    assert result.seconds["compute"] == pytest.approx(0.09 * (4 * 1 / 4 + 12 * 3 / 4) / 16)
+    assert result.slow is None, "each rank is slow once"
 
 
-def test_only_what_is_like_the_last_start_counts() -> None:
+def test_only_steps_like_the_last_start_count() -> None:
     before = [started(), *(step(k, 5.0) for k in range(1, 11)), profile(4, 0.3, 0.1)]
     with pytest.raises(RunError, match="none of its steps was profiled"):
         measured([*before, started(step=10, plan="zero3"), *(step(k) for k in range(11, 20))])
@@ -399,9 +399,9 @@ def test_only_what_is_like_the_last_start_counts() -> None:
     ).step_s == pytest.approx(5.0)
 
 
-def test_an_event_goes_through_its_file(tmp_path: Path) -> None:
-    one = profile(4, 0.1, 0.3)
-    assert events.loads(events.dumps(one)) == one
+def test_event_round_trip(tmp_path: Path) -> None:
+    event = profile(4, 0.1, 0.3)
+    assert events.loads(events.dumps(event)) == event
 
 
 HERE = cluster(8)
@@ -420,63 +420,65 @@ def part(cost: Any, name: str) -> CostPart:
     return next(part for part in cost.time.parts if part.name == name)
 
 
-def test_runs_narrow_what_is_predicted() -> None:
+def test_runs_narrow_predictions() -> None:
     raw = predict(GPT2, parse("ddp"), HERE, 32, ranks=4)
     values, errors = [], []
     for runs in range(1, 5):
-        seen = HERE.updated(calibrations=[record(str(k), 1.05) for k in range(runs)])
-        found = part(predict(GPT2, parse("ddp"), seen, 32, ranks=4), "products")
-        values.append(found.value / part(raw, "products").value)
-        errors.append(found.error)
+        calibrated = HERE.updated(calibrations=[record(str(k), 1.05) for k in range(runs)])
+        result = part(predict(GPT2, parse("ddp"), calibrated, 32, ranks=4), "products")
+        values.append(result.value / part(raw, "products").value)
+        errors.append(result.error)
     assert values == pytest.approx([1.05 ** (n / (n + 1)) for n in range(1, 5)])
     assert errors == sorted(errors, reverse=True)
     assert errors[0] < part(raw, "products").error
 
 
-def test_runs_that_disagree_do_not() -> None:
-    seen = HERE.updated(calibrations=[record("a", 0.5), record("b", 2.0)])
-    raw, found = (part(predict(GPT2, parse("ddp"), where, 32, ranks=4), "products") for where in (HERE, seen))
-    assert found.value == pytest.approx(raw.value)
-    assert found.error > raw.error
+def test_runs_that_disagree_widen_predictions() -> None:
+    calibrated = HERE.updated(calibrations=[record("a", 0.5), record("b", 2.0)])
+    raw, result = (
+        part(predict(GPT2, parse("ddp"), where, 32, ranks=4), "products") for where in (HERE, calibrated)
+    )
+    assert result.value == pytest.approx(raw.value)
+    assert result.error > raw.error
 
 
 def test_a_run_counts_once() -> None:
     twice = HERE.updated(calibrations=[record("a", 0.5)]).updated(calibrations=[record("a", 0.7)])
-    assert [one.ratios["compute"].value for one in twice.calibrations] == [0.7]
+    assert [record.ratios["compute"].value for record in twice.calibrations] == [0.7]
 
 
-def test_what_no_run_has_shown_is_extrapolated() -> None:
-    seen = HERE.updated(calibrations=[record("a", 1.1)])
+def test_extrapolation_is_reported() -> None:
+    calibrated = HERE.updated(calibrations=[record("a", 1.1)])
     assert not predict(GPT2, parse("ddp"), HERE, 32, ranks=4).time.guesses
-    more = predict(GPT2, parse("ddp"), seen, 32, ranks=8).time.guesses
-    other = predict(GPT2, parse("tp=4"), seen, 32, ranks=4).time.guesses
-    assert not predict(GPT2, parse("ddp"), seen, 32, ranks=4).time.guesses
+    more = predict(GPT2, parse("ddp"), calibrated, 32, ranks=8).time.guesses
+    other = predict(GPT2, parse("tp=4"), calibrated, 32, ranks=4).time.guesses
+    assert not predict(GPT2, parse("ddp"), calibrated, 32, ranks=4).time.guesses
     assert "8 ranks are more than the 4 of any run here" in more
     assert any("tensor parallel" in words for words in other)
 
 
-def test_the_search_finds_what_is_fastest_by_what_was_seen() -> None:
+def test_search_uses_calibrations() -> None:
     ratio = {
         "communication": Fact(value=30.0, source="measured"),
         "compute": Fact(value=0.1, source="measured"),
     }
     row = record("a", 1.0).model_copy(update={"parts": tuple(PARTS), "ratios": ratio})
-    seen = HERE.updated(calibrations=[row])
-    best = search_plans(GPT2, seen, 32).fitting[0]
+    calibrated = HERE.updated(calibrations=[row])
+    best = search_plans(GPT2, calibrated, 32).fitting[0]
     assert best[0] != search_plans(GPT2, HERE, 32).fitting[0][0]
-    assert find_fastest(GPT2, device_rates(seen), 8, 32) == best
+    assert find_fastest(GPT2, device_rates(calibrated), 8, 32) == best
 
 
-def test_ratios_are_of_parts_that_matter() -> None:
+def test_ratios_leave_out_small_parts() -> None:
     cost = predict(GPT2, parse("ddp"), HERE, 32, ranks=4)
     seconds = {"compute": 2 * cost.step_s, "communication": 0.0, "optimizer": 1e-9, "input": 1.0}
     assert list(measured_ratios(seconds, cost)) == ["compute"]
 
 
-def test_measuring_again_makes_accounts_void() -> None:
-    seen = HERE.updated(calibrations=[record("a", 1.1)])
-    assert update_cluster(seen, [Result(kind="storage")]).calibrations == seen.calibrations
-    assert update_cluster(seen, [Result(kind="overlap")]).calibrations == ()
+def test_new_measurements_discard_calibrations() -> None:
+    calibrated = HERE.updated(calibrations=[record("a", 1.1)])
+    assert update_cluster(calibrated, [Result(kind="storage")]).calibrations == calibrated.calibrations
+    assert update_cluster(calibrated, [Result(kind="overlap")]).calibrations == ()
 
 
 @pytest.fixture(scope="module")
@@ -511,19 +513,19 @@ def test_the_command(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for _ in range(2):
         command(run, str(where), update=True, json=figures, plot=picture)
     said = capsys.readouterr().out
-    found = json.loads(figures.read_text())
-    parts = {name: row["measured"] for name, row in found["time_s"].items()}
+    result = json.loads(figures.read_text())
+    parts = {name: row["measured"] for name, row in result["time_s"].items()}
     assert sum(parts.values()) == pytest.approx(2 * parts["step"])
-    assert found["time_s"]["compute"]["predicted"] > 0
-    assert f"worst: {found['worst']}, predicted" in said
+    assert result["time_s"]["compute"]["predicted"] > 0
+    assert f"worst: {result['worst']}, predicted" in said
     assert "now has 1 run, this one again" in said
     assert picture.read_text().startswith("<?xml")
     [row] = file.read(where).calibrations
     assert {fact.source for fact in row.ratios.values()} == {"measured"}
-    before = found["time_s"]["step"]["predicted"]
+    before = result["time_s"]["step"]["predicted"]
     command(run, str(where), json=figures)
     assert json.loads(figures.read_text())["time_s"]["step"]["predicted"] == before, (
-        "a run is not predicted from itself"
+        "a run does not calibrate its own prediction"
     )
 
 
@@ -532,12 +534,12 @@ def test_without_a_prediction(run: Path, capsys: pytest.CaptureFixture[str]) -> 
     assert "not predicted" in capsys.readouterr().out
 
 
-def test_one_sentence(run: Path, tmp_path: Path) -> None:
+def test_errors_are_one_sentence(run: Path, tmp_path: Path) -> None:
     with pytest.raises(
         ClusterError, match=r"ran on .*, but the cluster has .*; name the cluster of the run with --cluster"
     ):
         command(run, "a100-80g:8")
-    with pytest.raises(ClusterError, match="no such file: a100-80g:8"):
+    with pytest.raises(ClusterError, match="there is no file a100-80g:8"):
         command(run, "a100-80g:8", update=True)
     with pytest.raises(RunError, match=r"no such run: .*/b"):
         command(run.parent / "b")
@@ -554,7 +556,7 @@ def test_a_run_that_was_not_profiled(run: Path, tmp_path: Path) -> None:
     shutil.copytree(run, short)
     lines = (run / "events.jsonl").read_text().splitlines(keepends=True)
     (short / "events.jsonl").write_text("".join(line for line in lines if '"profiled"' not in line))
-    found = paceline("profile", short, at=tmp_path)
-    assert found.status == 2
-    assert "none of its steps was profiled; train at least 5 steps with --profile" in found.err
-    assert "Traceback" not in found.err
+    result = paceline("profile", short, at=tmp_path)
+    assert result.status == 2
+    assert "none of its steps was profiled; train at least 5 steps with --profile" in result.err
+    assert "Traceback" not in result.err
