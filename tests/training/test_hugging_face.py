@@ -1,4 +1,4 @@
-"""Hugging Face models start from the weights that their own constructors give them."""
+"""Hugging Face models start from the weights of their constructors."""
 
 import importlib.util
 import math
@@ -25,7 +25,7 @@ if LIBRARY is None:
     pytest.skip("transformers is not installed", allow_module_level=True)
 FOLDERS = [Path(folder) / "models" for folder in LIBRARY.submodule_search_locations or ()]
 
-SMALL = {  # of the keys that configurations use, those that a small model needs to be small
+SMALL = {  # values of configuration keys that make a model small
     **dict.fromkeys(
         (
             "hidden_size",
@@ -90,13 +90,13 @@ SMALL = {  # of the keys that configurations use, those that a small model needs
 }
 
 
-def small(kind: str, **also: Any) -> Any:
-    """The configuration of a model type, as small as its keys allow."""
+def small(kind: str, **changes: Any) -> Any:
+    """Return the configuration of a model type, as small as its keys allow."""
     import transformers
 
     config = transformers.AutoConfig.for_model(kind)
     shrink_(config)
-    for key, value in also.items():
+    for key, value in changes.items():
         setattr(config, key, value)
     return config
 
@@ -113,44 +113,47 @@ def shrink_(config: Any) -> None:
         config.layer_types = config.layer_types[: config.num_hidden_layers]
 
 
-def plain(build: Callable[[], nn.Module], seed: int) -> dict[str, Tensor]:
+def build_plainly(build: Callable[[], nn.Module], seed: int) -> dict[str, Tensor]:
     torch.manual_seed(seed)
     return {name: tensor.detach() for name, tensor in named_tensors(build()).items()}
 
 
 def differences(build: Callable[[], nn.Module]) -> Iterator[str]:
-    """How the tensors that Paceline fills differ from those of two plain constructions. Shares nothing with Paceline's own check."""
+    """Yield how tensors filled by Paceline differ from those of two plain constructions.
+
+    Shares no code with Paceline's check.
+    """
     model, weights, _ = record(build, 0)
     fill_(model, weights, torch.device("cpu"))
-    found = {name: tensor.detach() for name, tensor in named_tensors(model).items()}
-    one, other = plain(build, 0), plain(build, 1)
-    if found.keys() != one.keys():
-        yield f"names: {found.keys() ^ one.keys()}"
-    for name, expected in one.items():
-        here = found[name]
-        if (here.shape, here.dtype) != (expected.shape, expected.dtype):
-            yield f"{name}: {here.shape}, {here.dtype}"
-        elif torch.equal(expected, other[name]):
-            if not torch.equal(here, expected):
-                yield f"{name}: {here.flatten()[:4].tolist()}, not {expected.flatten()[:4].tolist()}"
+    own = {name: tensor.detach() for name, tensor in named_tensors(model).items()}
+    first, second = build_plainly(build, 0), build_plainly(build, 1)
+    if own.keys() != first.keys():
+        yield f"names: {own.keys() ^ first.keys()}"
+    for name, expected in first.items():
+        tensor = own[name]
+        if (tensor.shape, tensor.dtype) != (expected.shape, expected.dtype):
+            yield f"{name}: {tensor.shape}, {tensor.dtype}"
+        elif torch.equal(expected, second[name]):
+            if not torch.equal(tensor, expected):
+                yield f"{name}: {tensor.flatten()[:4].tolist()}, not {expected.flatten()[:4].tolist()}"
         elif expected.numel() >= 256:
-            values, like = here.double(), expected.double()
-            error = math.sqrt((values.var() + like.var()) / values.numel())
+            values, plain_values = tensor.double(), expected.double()
+            error = math.sqrt((values.var() + plain_values.var()) / values.numel())
             if (
-                abs(float(values.mean() - like.mean())) > 6 * error
-                or not 0.8 < float(values.std() / like.std()) < 1.25
+                abs(float(values.mean() - plain_values.mean())) > 6 * error
+                or not 0.8 < float(values.std() / plain_values.std()) < 1.25
             ):
-                yield f"{name}: {values.mean():.4g} ± {values.std():.4g}, not {like.mean():.4g} ± {like.std():.4g}"
+                yield f"{name}: {values.mean():.4g} ± {values.std():.4g}, not {plain_values.mean():.4g} ± {plain_values.std():.4g}"
 
 
-def of(kind_of_model: str, kind: str, **also: Any) -> Any:
+def build_small(class_name: str, kind: str, **changes: Any) -> Any:
     import transformers
 
-    made = getattr(transformers, kind_of_model)
+    model_class = getattr(transformers, class_name)
     return (
-        made.from_config(small(kind, **also))
-        if kind_of_model.startswith("Auto")
-        else made(small(kind, **also))
+        model_class.from_config(small(kind, **changes))
+        if class_name.startswith("Auto")
+        else model_class(small(kind, **changes))
     )
 
 
@@ -160,7 +163,7 @@ class Within(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.before = nn.Linear(4, 32)
-        self.body = of("AutoModel", "bert")
+        self.body = build_small("AutoModel", "bert")
         self.after = nn.ModuleList([nn.Linear(32, 32) for _ in range(2)])
         nn.init.orthogonal_(self.after[0].weight)
         with torch.no_grad():
@@ -168,13 +171,13 @@ class Within(nn.Module):
 
 
 FAST: dict[str, Callable[[], nn.Module]] = {
-    "llama": lambda: of("LlamaForCausalLM", "llama"),
-    "gpt2": lambda: of("GPT2LMHeadModel", "gpt2"),
-    "bert": lambda: of("AutoModelForMaskedLM", "bert"),
-    "mamba": lambda: of("MambaForCausalLM", "mamba"),
-    "mixtral": lambda: of("MixtralForCausalLM", "mixtral"),
-    "gemma3": lambda: of("Gemma3ForCausalLM", "gemma3_text"),
-    "t5": lambda: of("T5ForConditionalGeneration", "t5"),
+    "llama": lambda: build_small("LlamaForCausalLM", "llama"),
+    "gpt2": lambda: build_small("GPT2LMHeadModel", "gpt2"),
+    "bert": lambda: build_small("AutoModelForMaskedLM", "bert"),
+    "mamba": lambda: build_small("MambaForCausalLM", "mamba"),
+    "mixtral": lambda: build_small("MixtralForCausalLM", "mixtral"),
+    "gemma3": lambda: build_small("Gemma3ForCausalLM", "gemma3_text"),
+    "t5": lambda: build_small("T5ForConditionalGeneration", "t5"),
     "within": Within,
 }
 
@@ -189,12 +192,12 @@ WORDS = 99
 
 
 class Masked(Points):
-    """Words to be guessed at random: nothing can be learnt, so that the first loss tells the initial weights."""
+    """Random labels: nothing can be learnt, so the first loss depends on the initial weights alone."""
 
     kind: str = "bert"
 
     def model(self) -> nn.Module:
-        return of(
+        return build_small(
             "AutoModelForMaskedLM" if self.kind == "bert" else "AutoModelForCausalLM",
             self.kind,
             tie_word_embeddings=True,
@@ -208,15 +211,15 @@ class Masked(Points):
         return {"input_ids": batch[0]}
 
     def loss(self, output: Any, batch: Any) -> Tensor:
-        guessed = torch.randint(0, WORDS, batch[1].shape, generator=torch.Generator().manual_seed(1))
-        return nn.functional.cross_entropy(output.logits.transpose(1, 2), guessed, reduction="none").mean(1)
+        labels = torch.randint(0, WORDS, batch[1].shape, generator=torch.Generator().manual_seed(1))
+        return nn.functional.cross_entropy(output.logits.transpose(1, 2), labels, reduction="none").mean(1)
 
     def metrics(self, output: Any, batch: Any) -> dict[str, Tensor]:
         return {}
 
 
-def of_plain_models(task: Masked) -> Tensor:
-    """The loss of all samples before the first step, of plain constructions from several seeds."""
+def compute_plain_losses(task: Masked) -> Tensor:
+    """Return the loss of all samples before the first step, for plain constructions with several seeds."""
     words = torch.stack([row for row, _ in task.dataset("train")])
     losses = []
     for seed in range(8):
@@ -231,7 +234,7 @@ def of_plain_models(task: Masked) -> Tensor:
 @pytest.mark.parametrize("kind", ["bert", "gemma3_text", "mamba", "mixtral"])
 def test_a_training_starts_at_the_loss_of_a_plain_model(kind: str, plan: str) -> None:
     task = Masked(kind=kind)
-    losses, expected = trained(2, task, Spec(steps=2, batch=64), plan).losses, of_plain_models(task)
+    losses, expected = trained(2, task, Spec(steps=2, batch=64), plan).losses, compute_plain_losses(task)
     assert losses[0] == pytest.approx(float(expected.mean()), abs=6 * float(expected.std()) + 0.01)
     assert expected.std() < 0.1
     assert losses[0] == pytest.approx(math.log(WORDS), rel=0.1)
@@ -243,7 +246,7 @@ def test_a_training_starts_at_the_loss_of_a_plain_model(kind: str, plan: str) ->
     "kind", sorted(path.parent.name for folder in FOLDERS for path in folder.glob("*/modeling_*.py"))
 )
 def test_any_small_model(kind: str) -> None:
-    """Skips what cannot be built small from its configuration alone, or needs libraries that are not there."""
+    """Skips models that cannot be built small from their configuration alone, or need missing libraries."""
     import transformers
 
     transformers.logging.set_verbosity_error()

@@ -1,4 +1,4 @@
-"""The check of initial weights finds what is wrong, and nothing else."""
+"""The check of initial weights against a plain construction finds differences, without false alarms."""
 
 from collections.abc import Callable
 from functools import partial
@@ -22,8 +22,8 @@ from paceline.training.initial_weights import compare_with_plain
 Build = Callable[[], nn.Module]
 
 
-def held(build: Build, recorded_as: Build, seed: int = 0) -> None:
-    """Compare plain constructions by `build` with what is recorded of another function."""
+def compare_recorded(build: Build, recorded_as: Build, seed: int = 0) -> None:
+    """Compare plain constructions by `build` with the recording of another function."""
     recorded = partial(record, recorded_as)
     model, of_model, _ = recorded(seed)
     compare_with_plain(build, recorded, model, of_model, seed)
@@ -42,10 +42,10 @@ def padded(index: int | None) -> Build:
 
 def layers(std: float, bias: float = 0.0) -> Build:
     def build() -> nn.Module:
-        made = nn.ModuleList([nn.Linear(2, 64) for _ in range(6)])
-        for layer in made:
+        modules = nn.ModuleList([nn.Linear(2, 64) for _ in range(6)])
+        for layer in modules:
             init.normal_(layer.bias, bias, std)
-        return made
+        return modules
 
     return build
 
@@ -56,10 +56,10 @@ def frozen(is_frozen: bool) -> Build:
 
 def tied(is_tied: bool) -> Build:
     def build() -> nn.Module:
-        made = nn.ModuleList([nn.Linear(4, 4, bias=False) for _ in range(2)])
+        modules = nn.ModuleList([nn.Linear(4, 4, bias=False) for _ in range(2)])
         if is_tied:
-            made[1].weight = made[0].weight
-        return made
+            modules[1].weight = modules[0].weight
+        return modules
 
     return build
 
@@ -120,19 +120,20 @@ WRONG: dict[str, tuple[Build, Build, str]] = {
 
 
 @pytest.mark.parametrize(("build", "recorded_as", "what"), WRONG.values(), ids=WRONG)
-def test_finds(build: Build, recorded_as: Build, what: str) -> None:
+def test_difference_is_found(build: Build, recorded_as: Build, what: str) -> None:
     with pytest.raises(
         TaskError,
         match=f"the initial values of the model's .* are not those of a plain construction: .*{what}",
     ):
-        held(build, recorded_as)
+        compare_recorded(build, recorded_as)
 
 
 def weight_norm() -> nn.Module:
     return nn.utils.parametrizations.weight_norm(nn.Linear(40, 30))
 
 
-STRANGE: dict[str, Build] = {  # what breaks estimates of errors that count on independent, normal values
+# Initializations that break error estimates which assume independent, normal values.
+STRANGE: dict[str, Build] = {
     "shared-scale": holding(lambda: torch.rand(1) * torch.ones(1000)),
     "row-scales": holding(lambda: torch.rand(8, 1) * torch.randn(8, 300)),
     "repeated": holding(lambda: torch.randn(5).repeat(200)),
@@ -162,27 +163,30 @@ STRANGE: dict[str, Build] = {  # what breaks estimates of errors that count on i
 @pytest.mark.parametrize("build", STRANGE.values(), ids=STRANGE)
 def test_no_false_alarm(build: Build, seeds: range) -> None:
     for seed in seeds:
-        held(build, build, seed)
+        compare_recorded(build, build, seed)
 
 
-def test_finds_a_library_that_knows_where_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As transformers did while tensors said that they are on the meta device."""
+def test_library_that_detects_meta_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As transformers did while tensors reported that they are on the meta device."""
     transformers = pytest.importorskip("transformers")
     config = transformers.BertConfig(
         vocab_size=99, hidden_size=32, num_hidden_layers=1, num_attention_heads=2, intermediate_size=64
     )
     build = partial(transformers.BertModel, config)
-    held(build, build)
+    compare_recorded(build, build)
     monkeypatch.setattr(construction_modes, "REPORTED_ATTRIBUTES", {})
     with pytest.raises(
         TaskError,
         match=r"word_embeddings\.weight are not those .* is (1\.0|0\.9)\d*, expected 0\.0[12]\d*",
     ):
-        held(build, build)
+        compare_recorded(build, build)
 
 
-class KnowsMeta(models.Points):
-    """A model that starts otherwise where it is recorded: no constructor can be so sly by accident, but the check must see it."""
+class DetectsMeta(models.Points):
+    """A model that starts differently when it is recorded.
+
+    No real constructor does this, but the check must see it.
+    """
 
     std: float = 1.0
 
@@ -199,7 +203,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "cache" / "paceline" / "weights"
 
 
-def started(task: models.Points, seed: int = 0) -> tuple[str, ...]:
+def check_at_start(task: models.Points, seed: int = 0) -> tuple[str, ...]:
     from paceline.distributed.world import World
     from paceline.training.model_analysis import build_meta_model
 
@@ -208,46 +212,46 @@ def started(task: models.Points, seed: int = 0) -> tuple[str, ...]:
     return initial_weights.check_initial_weights_once(spec, task, built.model, built.weights, World())
 
 
-def test_a_training_checks_a_model_once(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_training_checks_a_model_once(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[int] = []
     monkeypatch.setattr(initial_weights, "compare_with_plain", lambda *args: calls.append(0))
-    assert [started(models.Points()), started(models.Points(), seed=1)] == [(), ()]
+    assert [check_at_start(models.Points()), check_at_start(models.Points(), seed=1)] == [(), ()]
     assert len(calls) == 1
-    started(KnowsMeta())
-    started(KnowsMeta(std=2.0))  # another field
+    check_at_start(DetectsMeta())
+    check_at_start(DetectsMeta(std=2.0))  # another field
     assert len(calls) == 3
     assert cache.stat().st_mode & 0o777 == 0o700
     assert {file.stat().st_mode & 0o777 for file in cache.iterdir()} == {0o600}
     monkeypatch.setattr(initial_weights, "version", lambda name: "another")
-    started(models.Points())
+    check_at_start(models.Points())
     assert len(calls) == 4
-    cache.chmod(0o777)  # where others may write, nothing is believed
-    started(models.Points())
-    started(models.Points())
+    cache.chmod(0o777)  # a folder that others may write to is not trusted
+    check_at_start(models.Points())
+    check_at_start(models.Points())
     assert len(calls) == 6
 
 
-def test_what_fails_is_not_remembered(cache: Path) -> None:
+def test_failed_checks_are_not_cached(cache: Path) -> None:
     for _ in range(2):
         with pytest.raises(TaskError, match="the model's extra are not those of a plain construction"):
-            started(KnowsMeta())
+            check_at_start(DetectsMeta())
     assert not list(cache.iterdir())
 
 
-def test_a_model_that_does_not_fit_is_noted(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_model_that_exceeds_memory_is_noted(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(initial_weights, "memory_limit", lambda: 100)
     for _ in range(2):
-        (note,) = started(models.Points())
+        (note,) = check_at_start(models.Points())
         assert "were not compared" in note
         assert "100 B are free" in note
 
 
-def test_a_training_on_ranks_is_refused() -> None:
+def test_training_on_several_ranks_is_refused() -> None:
     with pytest.raises(
         AssertionError,
         match="TaskError: the initial values of the model's extra are not those of a plain construction",
     ):
-        trained(2, KnowsMeta(), Spec(steps=1, batch=8), "ddp")
+        trained(2, DetectsMeta(), Spec(steps=1, batch=8), "ddp")
 
 
 TASK = """
@@ -256,10 +260,10 @@ from torch import nn
 from paceline import Task
 
 class Mine(Task):
-    sly: bool = False
+    differs: bool = False
     def model(self):
         model = nn.Linear(60, 50)
-        if self.sly and "size=" in repr(torch.ones(1)):
+        if self.differs and "size=" in repr(torch.ones(1)):
             nn.init.zeros_(model.weight)
         return model
     def dataset(self, split):
@@ -269,10 +273,10 @@ class Mine(Task):
 """
 
 
-@pytest.mark.parametrize("sly", [False, True])
-def test_commands_say_it(sly: bool, tmp_path: Path) -> None:
+@pytest.mark.parametrize("differs", [False, True])
+def test_commands_report_it(differs: bool, tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(TASK)
-    words = ["mine.py", "--batch", "8", "--set", f"sly={str(sly).lower()}"]
+    words = ["mine.py", "--batch", "8", "--set", f"differs={str(differs).lower()}"]
     done = [
         paceline("train", *words, "--steps", "1", "--device", "cpu", at=tmp_path),
         paceline("verify", *words, "--plan", "ddp", "--ranks", "2", "--steps", "1", at=tmp_path),
@@ -282,6 +286,6 @@ def test_commands_say_it(sly: bool, tmp_path: Path) -> None:
         shown = " ".join(command.all.split())
         assert (
             "the initial values of the model's weight are not those of a plain construction" in shown
-        ) == sly, shown
-        assert (command.status == 0) != sly
-    assert sly or "initial weights agree with those of a plain construction" in done[2].all
+        ) == differs, shown
+        assert (command.status == 0) != differs
+    assert differs or "initial weights agree with those of a plain construction" in done[2].all

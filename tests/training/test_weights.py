@@ -1,4 +1,4 @@
-"""Initial weights are what the model's own constructor says, and a pure function of (seed, name)."""
+"""Initial weights have the distribution of the model's constructor, and depend only on seed and name."""
 
 import copy
 import json
@@ -26,7 +26,7 @@ from paceline.training.init.named_tensors import find_aliases, named_tensors
 from paceline.training.init.operation_tape import flatten_storage, view_as
 
 
-def made(build: Callable[[], nn.Module], seed: int = 0, pretrained: Path | None = None) -> nn.Module:
+def build_model(build: Callable[[], nn.Module], seed: int = 0, pretrained: Path | None = None) -> nn.Module:
     model, weights, _ = record(build, seed)
     fill_(model, weights, torch.device("cpu"), pretrained)
     return model
@@ -37,7 +37,7 @@ def tensors(model: nn.Module) -> dict[str, Tensor]:
 
 
 class Built(nn.Module):
-    """A module from a function that gives it its tensors."""
+    """A module whose tensors a function creates."""
 
     def __init__(self, give: Callable[[nn.Module], None]):
         super().__init__()
@@ -167,8 +167,8 @@ def given_data() -> nn.Module:
     return model
 
 
-def seen(module: nn.Module) -> None:
-    """Takes what a constructor can ask of its tensors and of the default device, as a library does that leaves out its work on meta."""
+def read_devices(module: nn.Module) -> None:
+    """Read devices as a library does that skips its initialization on the meta device."""
     probe = torch.tensor([])
     plain = [
         probe.device,
@@ -180,17 +180,17 @@ def seen(module: nn.Module) -> None:
     module.w = nn.Parameter(torch.full((3,), 7.0 if real else -1.0))
 
 
-def by_device(module: nn.Module) -> None:
-    """Tensors that are made where others are."""
+def create_by_device(module: nn.Module) -> None:
+    """Create tensors on the devices of other tensors."""
     base = torch.linspace(0, 1, 6)
-    made = [
+    created = [
         torch.zeros(6, device=base.device),
         torch.arange(6.0, device="cpu"),
         torch.ones_like(base, device=base.device),
         base.cpu(),
     ]
-    moved = base.to("cpu").add_(1)  # which is the same tensor
-    module.register_buffer("sum", sum(made) + moved.to(torch.device("cpu"), torch.float64))
+    moved = base.to("cpu").add_(1)  # the same tensor
+    module.register_buffer("sum", sum(created) + moved.to(torch.device("cpu"), torch.float64))
     module.register_buffer("base", base)
     module.register_buffer("new", base.new_full((3,), 2.0, device=base.device))
     module.register_buffer("written", torch.zeros(6).copy_(torch.arange(6.0, device="cpu")))
@@ -229,8 +229,8 @@ def own_trunc_normal() -> nn.Module:
     return holding(w=lambda: init.trunc_normal_(torch.empty(9), generator=torch.Generator().manual_seed(1)))()
 
 
-def looked_at() -> nn.Module:
-    """A constructor that looks at values, and goes on where it cannot."""
+def reads_values() -> nn.Module:
+    """A constructor that reads values, and continues if it cannot."""
     scale = torch.full((), 3.0)
     try:
         factor = scale.item()
@@ -252,7 +252,7 @@ def given(model: nn.Linear) -> nn.Module:
     return model
 
 
-SURE: dict[str, Callable[[], nn.Module]] = {
+DETERMINISTIC: dict[str, Callable[[], nn.Module]] = {
     "batch-norm": lambda: nn.BatchNorm2d(5),
     "ones": initialized(init.ones_, 7),
     "constant_": initialized(lambda t: init.constant_(t, 0.3), 7),
@@ -278,14 +278,14 @@ SURE: dict[str, Callable[[], nn.Module]] = {
     "from_pretrained": lambda: nn.Embedding.from_pretrained(torch.arange(6.0).view(3, 2)),
     "load_state_dict": loaded,
     "data": given_data,
-    "seen": lambda: Built(seen),
-    "by-device": lambda: Built(by_device),
+    "seen": lambda: Built(read_devices),
+    "by-device": lambda: Built(create_by_device),
     "data-and-slots": lambda: Built(data_and_slots),
     "seeded": seeded,
     "seeded-inside": seeded_inside,
     "own-generator": own_generator,
     "own-trunc-normal": own_trunc_normal,
-    "looked-at": looked_at,
+    "looked-at": reads_values,
     "asserts": asserts,
     "skip_init": lambda: given(nn.utils.skip_init(nn.Linear, 3, 2)),
     "meta-then-real": lambda: given(nn.Linear(3, 2, device="meta").to_empty(device="cpu")),
@@ -296,43 +296,50 @@ SURE: dict[str, Callable[[], nn.Module]] = {
 
 
 def statistics(tensor: Tensor) -> Tensor:
-    """What a distribution is known by: mean, standard deviation, least, largest, share of zeros."""
-    of = tensor.double().flatten()
-    return torch.stack([of.mean(), of.std(correction=0), of.min(), of.max(), (of == 0).double().mean()])
+    """Return mean, standard deviation, minimum, maximum and share of zeros."""
+    flat = tensor.double().flatten()
+    share = (flat == 0).double().mean()
+    return torch.stack([flat.mean(), flat.std(correction=0), flat.min(), flat.max(), share])
 
 
 @pytest.mark.parametrize("build", RANDOM.values(), ids=RANDOM)
-def test_drawn_like_the_constructor(build: Callable[[], nn.Module]) -> None:
-    here, again, other = tensors(made(build)), tensors(made(build)), tensors(made(build, seed=1))
+def test_weights_are_distributed_as_by_the_constructor(build: Callable[[], nn.Module]) -> None:
+    drawn, repeated, other = (
+        tensors(build_model(build)),
+        tensors(build_model(build)),
+        tensors(build_model(build, seed=1)),
+    )
     torch.manual_seed(0)
     eager = tensors(build())
-    assert here.keys() == eager.keys()
+    assert drawn.keys() == eager.keys()
     for name, expected in eager.items():
-        found = here[name]
+        found = drawn[name]
         assert (found.shape, found.dtype, found.stride()) == (
             expected.shape,
             expected.dtype,
             expected.stride(),
         )
-        assert torch.equal(found, again[name])
-    assert any(not torch.equal(here[name], other[name]) for name in here)
-    many = [
-        {name: statistics(tensor) for name, tensor in tensors(made(build, seed)).items()}
+        assert torch.equal(found, repeated[name])
+    assert any(not torch.equal(drawn[name], other[name]) for name in drawn)
+    own_samples = [
+        {name: statistics(tensor) for name, tensor in tensors(build_model(build, seed)).items()}
         for seed in range(40)
     ]
     torch.manual_seed(0)
-    expected_many = [
+    expected_samples = [
         {name: statistics(tensor) for name, tensor in tensors(build()).items()} for _ in range(40)
     ]
-    for name in here:
-        found, expected = (torch.stack([each[name] for each in of]) for of in (many, expected_many))
+    for name in drawn:
+        found, expected = (
+            torch.stack([sample[name] for sample in samples]) for samples in (own_samples, expected_samples)
+        )
         error = torch.sqrt((found.var(0) + expected.var(0)) / 40) + 1e-7
         assert ((found.mean(0) - expected.mean(0)).abs() < 6 * error).all(), name
 
 
-@pytest.mark.parametrize("build", SURE.values(), ids=SURE)
-def test_equal_where_nothing_is_random(build: Callable[[], nn.Module]) -> None:
-    found, expected = made(build), build()
+@pytest.mark.parametrize("build", DETERMINISTIC.values(), ids=DETERMINISTIC)
+def test_deterministic_weights_are_equal(build: Callable[[], nn.Module]) -> None:
+    found, expected = build_model(build), build()
     assert tensors(found).keys() == tensors(expected).keys()
     for name, tensor in tensors(expected).items():
         assert (tensors(found)[name].dtype, tensors(found)[name].stride()) == (tensor.dtype, tensor.stride())
@@ -341,14 +348,16 @@ def test_equal_where_nothing_is_random(build: Callable[[], nn.Module]) -> None:
     assert found.state_dict().keys() == expected.state_dict().keys()
 
 
-def played(weights: Weights, seed: int) -> dict[str, Tensor]:
-    """The whole tape in order, from one seed."""
-    made: dict[int, Tensor] = {}
+def replay_tape(weights: Weights, seed: int) -> dict[str, Tensor]:
+    """Replay the whole tape in order, with one seed."""
+    contents: dict[int, Tensor] = {}
 
     def real(item: Any) -> Any:
         if isinstance(item, torch.device):
             return torch.device("cpu")
-        return view_as(made[storage_id(item)], item) if isinstance(item, Tensor) and item.is_meta else item
+        return (
+            view_as(contents[storage_id(item)], item) if isinstance(item, Tensor) and item.is_meta else item
+        )
 
     torch.manual_seed(seed)
     with torch.no_grad():
@@ -356,39 +365,39 @@ def played(weights: Weights, seed: int) -> dict[str, Tensor]:
             result = operation.run(*tree_map(real, operation.args), **tree_map(real, operation.kwargs))
             for stand_in, value in zip(operation.results, tree_leaves(result), strict=True):
                 if storage_id(stand_in) not in operation.reads:
-                    made[storage_id(stand_in)] = flatten_storage(value, stand_in)
-    return {name: view_as(made[storage_id(origin)], origin) for name, origin in weights.origins.items()}
+                    contents[storage_id(stand_in)] = flatten_storage(value, stand_in)
+    return {name: view_as(contents[storage_id(origin)], origin) for name, origin in weights.origins.items()}
 
 
-TAPED = [name for name in RANDOM if name not in ("normal", "real-trunc-normal")]
+RECORDED = [name for name in RANDOM if name not in ("normal", "real-trunc-normal")]
 
 
-@pytest.mark.parametrize("build", [RANDOM[name] for name in TAPED], ids=TAPED)
-def test_the_tape_is_the_constructor(build: Callable[[], nn.Module]) -> None:
+@pytest.mark.parametrize("build", [RANDOM[name] for name in RECORDED], ids=RECORDED)
+def test_replayed_tape_matches_the_constructor(build: Callable[[], nn.Module]) -> None:
     _, weights, recorded = record(build, 0)
     assert recorded
-    found = played(weights, 5)
+    found = replay_tape(weights, 5)
     torch.manual_seed(5)
     for name, expected in tensors(build()).items():
         assert torch.equal(found[name], expected), name
 
 
-def test_a_weight_depends_on_its_name_alone() -> None:
-    alone = tensors(made(lambda: nn.ModuleDict({"here": nn.Linear(5, 7)})))
-    among = tensors(
-        made(
+def test_weight_depends_only_on_seed_and_name() -> None:
+    single = tensors(build_model(lambda: nn.ModuleDict({"here": nn.Linear(5, 7)})))
+    several = tensors(
+        build_model(
             lambda: nn.ModuleDict(
                 {"before": nn.LSTM(3, 3), "here": nn.Linear(5, 7), "after": nn.Linear(5, 7)}
             )
         )
     )
-    assert torch.equal(alone["here.weight"], among["here.weight"])
-    assert torch.equal(alone["here.bias"], among["here.bias"])
-    assert not torch.equal(among["here.weight"], among["after.weight"])
+    assert torch.equal(single["here.weight"], several["here.weight"])
+    assert torch.equal(single["here.bias"], several["here.bias"])
+    assert not torch.equal(several["here.weight"], several["after.weight"])
 
 
 @pytest.mark.parametrize("recorded", [True, False])
-def test_what_was_drawn_before_does_not_matter(recorded: bool) -> None:
+def test_earlier_random_numbers_do_not_matter(recorded: bool) -> None:
     def build() -> nn.Module:
         if not recorded:
             torch.rand(3).sum().item()
@@ -397,24 +406,24 @@ def test_what_was_drawn_before_does_not_matter(recorded: bool) -> None:
             [nn.Linear(5, 7), nn.Linear(7, 3, device="cpu"), Built(lambda m: m.register_buffer("own", own))]
         )
 
-    first = tensors(made(build, 3))
+    first = tensors(build_model(build, 3))
     assert record(build, 3)[2] == recorded
     torch.manual_seed(11)
     random.seed(11)
     np.random.seed(11)
     before = torch.get_rng_state(), random.getstate(), np.random.get_state()[1]
-    second = tensors(made(build, 3))
+    second = tensors(build_model(build, 3))
     assert all(torch.equal(first[name], second[name]) for name in first)
-    other = tensors(made(build, 4))
+    other = tensors(build_model(build, 4))
     assert not any(torch.equal(first[name], other[name]) for name in first)
-    # and drawing leaves no trace
+    # Drawing does not change the state of the generators.
     assert torch.equal(torch.get_rng_state(), before[0])
     assert random.getstate() == before[1]
     assert (np.random.get_state()[1] == before[2]).all()
 
 
 class FromNumpy(models.Points):
-    """numpy's and Python's own generators differ from process to process, unless somebody seeds them."""
+    """Draws from numpy's and Python's generators, which differ between processes unless they are seeded."""
 
     def model(self) -> nn.Module:
         model = super().model()
@@ -425,13 +434,13 @@ class FromNumpy(models.Points):
 
 
 @pytest.mark.parametrize("plan", [pytest.param("ddp", marks=pytest.mark.slow), "zero3"])
-def test_ranks_agree_on_what_numpy_draws(plan: str) -> None:
+def test_ranks_agree_on_numpy_draws(plan: str) -> None:
     spec = Spec(steps=1, batch=8, precision="fp64")
     found, expected = trained(2, FromNumpy(), spec, plan), trained(1, FromNumpy(), spec, "single")
     assert found.losses == pytest.approx(expected.losses, rel=1e-12)
 
 
-def looks_at_values() -> nn.Module:
+def reads_values_first() -> nn.Module:
     rates = [rate.item() for rate in torch.linspace(0, 0.1, 3)]
     return nn.Sequential(*[nn.Sequential(nn.Linear(4, 4), nn.Dropout(rate)) for rate in rates])
 
@@ -453,37 +462,37 @@ def branches() -> nn.Module:
     return holding(w=lambda: drawn if drawn.sum() > 0 else -drawn)()
 
 
-@pytest.mark.parametrize("build", [looks_at_values, calls_numpy, keeps_a_plain_tensor, branches])
-def test_what_cannot_be_recorded_is_built_whole(build: Callable[[], nn.Module]) -> None:
+@pytest.mark.parametrize("build", [reads_values_first, calls_numpy, keeps_a_plain_tensor, branches])
+def test_unrecordable_models_are_built_whole(build: Callable[[], nn.Module]) -> None:
     model, weights, recorded = record(build, 7)
     assert not recorded
     assert all(tensor.is_meta for tensor in tensors(model).values())
     fill_(model, weights, torch.device("cpu"))
     assert not any(tensor.is_meta for tensor in getattr(model, "scales", []))
-    again, other = made(build, 7), made(build, 8)
+    repeated, other = build_model(build, 7), build_model(build, 8)
     for name, tensor in tensors(model).items():
-        assert torch.equal(tensor, tensors(again)[name])
+        assert torch.equal(tensor, tensors(repeated)[name])
         assert not torch.equal(tensor, tensors(other)[name])
 
 
-def test_tied_stay_tied() -> None:
-    model = made(models.Gpt)
+def test_tied_weights_stay_tied() -> None:
+    model = build_model(models.Gpt)
     assert model.output.weight is model.tokens.weight
     assert find_aliases(model) == {"output.weight": "tokens.weight"}
-    shared = made(shared_buffer)
+    shared = build_model(shared_buffer)
     assert shared[0].mask is shared[2].mask
     assert find_aliases(shared) == {"1.mask": "0.mask", "2.mask": "0.mask"}
 
 
-def test_a_copy_equals_its_source() -> None:
+def test_copies_equal_their_source() -> None:
     def build() -> nn.Module:
-        one = nn.Linear(5, 5)
+        source = nn.Linear(5, 5)
         other = nn.Linear(5, 5)
         with torch.no_grad():
-            other.weight.copy_(one.weight)
-        return nn.ModuleList([one, copy.deepcopy(one), other])
+            other.weight.copy_(source.weight)
+        return nn.ModuleList([source, copy.deepcopy(source), other])
 
-    model = made(build)
+    model = build_model(build)
     assert torch.equal(model[0].weight, model[1].weight)
     assert torch.equal(model[0].bias, model[1].bias)
     assert torch.equal(model[0].weight, model[2].weight)
@@ -491,24 +500,24 @@ def test_a_copy_equals_its_source() -> None:
     assert model[0].weight is not model[1].weight
 
 
-def test_a_lazy_module_is_refused() -> None:
+def test_lazy_module_is_refused() -> None:
     with pytest.raises(TaskError, match=r"0\.weight has no shape yet"):
         record(lambda: nn.Sequential(nn.LazyLinear(3)), 0)
 
 
-def test_what_the_constructor_raises_is_raised() -> None:
+def test_errors_of_the_constructor_are_raised() -> None:
     with pytest.raises(ValueError, match="my own"):
         record(lambda: (_ for _ in ()).throw(ValueError("my own")), 0)
     with pytest.raises(TaskError, match=r"model\(\) must return a torch.nn.Module, got str"):
         record(lambda: "model", 0)  # type: ignore[arg-type, return-value]
 
 
-def behind_a_look(build: Callable[[], nn.Module]) -> nn.Module:
+def read_values_and_build(build: Callable[[], nn.Module]) -> nn.Module:
     torch.zeros(1).item()
     return build()
 
 
-def partly() -> nn.Module:
+def partly_written() -> nn.Module:
     def give(module: nn.Module) -> None:
         module.linear = nn.Linear(4, 4)
         module.w = nn.Parameter(torch.empty(10, 3))
@@ -522,11 +531,11 @@ def computed() -> nn.Module:
     return Built(lambda module: module.register_buffer("table", torch.exp(torch.empty(5)) + 1))
 
 
-UNWRITTEN: dict[str, tuple[Callable[[], nn.Module], str, str]] = {
+UNINITIALIZED: dict[str, tuple[Callable[[], nn.Module], str, str]] = {
     "parameter": (holding(w=lambda: torch.empty(4, 3)), "w", "12 of its 12"),
     "like": (holding(w=lambda: torch.empty_like(torch.ones(4))), "w", "4 of its 4"),
     "strided": (holding(w=lambda: torch.empty_strided((2, 3), (1, 2))), "w", "6 of its 6"),
-    "partly": (partly, "w", "9 of its 30"),
+    "partly": (partly_written, "w", "9 of its 30"),
     "computed": (computed, "table", "5 of its 5"),
     "integers": (
         lambda: Built(lambda m: m.register_buffer("n", torch.empty(3, dtype=torch.int64))),
@@ -551,27 +560,28 @@ UNWRITTEN: dict[str, tuple[Callable[[], nn.Module], str, str]] = {
 
 
 @pytest.mark.parametrize("recorded", [True, False])
-@pytest.mark.parametrize(("build", "name", "count"), UNWRITTEN.values(), ids=UNWRITTEN)
-def test_what_nothing_wrote_is_named(
+@pytest.mark.parametrize(("build", "name", "count"), UNINITIALIZED.values(), ids=UNINITIALIZED)
+def test_uninitialized_tensor_is_named(
     build: Callable[[], nn.Module], name: str, count: str, recorded: bool
 ) -> None:
     with pytest.raises(
         TaskError, match=rf"the model's {name} is not initialized: model\(\) never writes {count} values"
     ):
-        made(build if recorded else lambda: behind_a_look(build))
+        build_model(build if recorded else lambda: read_values_and_build(build))
 
 
-def test_a_tensor_left_on_meta_is_named() -> None:
+def test_tensor_on_meta_is_named() -> None:
     with pytest.raises(
         TaskError, match=r"the model's weight is not initialized: model\(\) never writes 6 of its 6 values"
     ):
-        made(lambda: nn.Linear(3, 2, device="meta"))
+        build_model(lambda: nn.Linear(3, 2, device="meta"))
 
 
-def test_pretrained_weights_initialize_too(tmp_path: Path) -> None:
+def test_pretrained_weights_initialize_a_tensor(tmp_path: Path) -> None:
     save_file({"w": torch.ones(4, 3)}, tmp_path / "weights.safetensors")
     assert (
-        tensors(made(UNWRITTEN["parameter"][0], pretrained=tmp_path / "weights.safetensors"))["w"] == 1
+        tensors(build_model(UNINITIALIZED["parameter"][0], pretrained=tmp_path / "weights.safetensors"))["w"]
+        == 1
     ).all()
 
 
@@ -583,7 +593,7 @@ class Unwritten(models.Points):
 
 
 @pytest.mark.parametrize("plan", ["ddp", "zero3", "pp=2"])
-def test_a_training_names_what_nothing_wrote(plan: str) -> None:
+def test_training_names_an_uninitialized_tensor(plan: str) -> None:
     with pytest.raises(AssertionError, match=r"TaskError: the model's 0\.weight is not initialized"):
         trained(2, Unwritten(), Spec(steps=1, batch=8), plan)
 
@@ -595,11 +605,11 @@ class Pretrained(models.Text):
         return self.file
 
 
-def test_pretrained_weights_are_obeyed(tmp_path: Path) -> None:
+def test_pretrained_weights_are_used(tmp_path: Path) -> None:
     file = tmp_path / "weights.safetensors"
     save_file({"output.weight": torch.full((11, 6), 0.25), "blocks.1.norm.bias": torch.ones(6)}, file)
-    model, fresh = tensors(made(models.Gpt, pretrained=file)), tensors(made(models.Gpt))
-    assert (model["tokens.weight"] == 0.25).all()  # by the name of the tie
+    model, fresh = tensors(build_model(models.Gpt, pretrained=file)), tensors(build_model(models.Gpt))
+    assert (model["tokens.weight"] == 0.25).all()  # by its other name
     assert (model["blocks.1.norm.bias"] == 1).all()
     assert all(
         torch.equal(model[name], fresh[name])
@@ -631,11 +641,11 @@ def test_pretrained_weights_that_do_not_fit_are_refused(
 ) -> None:
     save_file(weights, tmp_path / "weights.safetensors")
     with pytest.raises(TaskError, match=message):
-        made(models.Gpt, pretrained=tmp_path / "weights.safetensors")
+        build_model(models.Gpt, pretrained=tmp_path / "weights.safetensors")
 
 
 def test_pretrained_weights_of_several_files(tmp_path: Path) -> None:
-    expected = tensors(made(models.Gpt, seed=5))
+    expected = tensors(build_model(models.Gpt, seed=5))
     names = sorted(expected)
     parts = {"one.safetensors": names[::2], "two.safetensors": names[1::2]}
     for file, part in parts.items():
@@ -643,13 +653,13 @@ def test_pretrained_weights_of_several_files(tmp_path: Path) -> None:
     index = {"metadata": {}, "weight_map": {name: file for file, part in parts.items() for name in part}}
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
     for path in (tmp_path, tmp_path / "model.safetensors.index.json"):
-        found = tensors(made(models.Gpt, pretrained=path))
+        found = tensors(build_model(models.Gpt, pretrained=path))
         assert all(torch.equal(found[name], expected[name]) for name in names)
 
 
 def test_pretrained_weights_of_a_folder_with_one_file(tmp_path: Path) -> None:
     save_file({"weight": torch.ones(2, 3)}, tmp_path / "model.safetensors")
-    assert (tensors(made(lambda: nn.Linear(3, 2), pretrained=tmp_path))["weight"] == 1).all()
+    assert (tensors(build_model(lambda: nn.Linear(3, 2), pretrained=tmp_path))["weight"] == 1).all()
 
 
 @pytest.mark.parametrize(
@@ -665,17 +675,17 @@ def test_pretrained_weights_of_a_folder_with_one_file(tmp_path: Path) -> None:
         ('{"weight_map": {"bias": "one.safetensors"}}', "lacks bias, which the index"),
     ],
 )
-def test_an_index_that_cannot_be_read_is_refused(tmp_path: Path, index: str | None, message: str) -> None:
+def test_unreadable_index_is_refused(tmp_path: Path, index: str | None, message: str) -> None:
     save_file({"weight": torch.ones(2, 3)}, tmp_path / "one.safetensors")
     if index is not None:
         (tmp_path / "model.safetensors.index.json").write_text(index)
     with pytest.raises(TaskError, match=message):
-        made(lambda: nn.Linear(3, 2), pretrained=tmp_path)
+        build_model(lambda: nn.Linear(3, 2), pretrained=tmp_path)
 
 
-def test_a_file_that_is_none_is_refused(tmp_path: Path) -> None:
+def test_unreadable_file_is_refused(tmp_path: Path) -> None:
     with pytest.raises(TaskError, match="cannot read the pretrained weights"):
-        made(models.Gpt, pretrained=tmp_path / "none.safetensors")
+        build_model(models.Gpt, pretrained=tmp_path / "none.safetensors")
     (tmp_path / "text.safetensors").write_text("these are no weights")
     with pytest.raises(TaskError, match="cannot read the pretrained weights"):
-        made(models.Gpt, pretrained=tmp_path / "text.safetensors")
+        build_model(models.Gpt, pretrained=tmp_path / "text.safetensors")
