@@ -119,8 +119,8 @@ def test_tied_weights_are_on_both_ends_of_a_pipeline():
     facts = load_model("gpt2")
     first, last = assign_stages(facts, 2, 1, True, False)
     both = (
-        memory_breakdown(facts, first, MEGATRON, split.cut).params
-        + memory_breakdown(facts, last, MEGATRON, split.cut).params
+        memory_breakdown(facts, first, MEGATRON, split.microbatch_key).params
+        + memory_breakdown(facts, last, MEGATRON, split.microbatch_key).params
     )
     assert both == facts.params + facts.shared_params
 

@@ -56,12 +56,12 @@ class ComputeTime(NamedTuple):
 
 @lru_cache(65536)
 def compute_block_time(
-    rates: DeviceRates, recipe: Recipe, block: BlockFacts, cut: MicrobatchKey
+    rates: DeviceRates, recipe: Recipe, block: BlockFacts, key: MicrobatchKey
 ) -> ComputeTime:
     """Return the compute time of one micro-batch of `block` on one rank."""
-    tp, cp, micro_batch, recompute = cut.tp, cut.cp, cut.micro_batch, cut.recompute
+    tp, cp, micro_batch, recompute = key.tp, key.cp, key.micro_batch, key.recompute
     if rates.op_times is not None:
-        return _compute_block_time_on_cpu(rates.op_times, recipe, block, cut)
+        return _compute_block_time_on_cpu(rates.op_times, recipe, block, key)
     head = block.boundary == 0
     dtype = "bf16" if recipe.dtype == "fp8" and head else recipe.dtype
     forward = inputs = weights = 0.0
@@ -108,22 +108,22 @@ def compute_block_time(
 
 
 def _compute_block_time_on_cpu(
-    op_times: OpTimeTable, recipe: Recipe, block: BlockFacts, cut: MicrobatchKey
+    op_times: OpTimeTable, recipe: Recipe, block: BlockFacts, key: MicrobatchKey
 ) -> ComputeTime:
     """Return the sum over operations, which a CPU runs strictly one after another."""
     sides = [
-        (product, *_shape_on_rank(product, cut.tp, cut.cp, cut.micro_batch)) for product in block.products
+        (product, *_shape_on_rank(product, key.tp, key.cp, key.micro_batch)) for product in block.products
     ]
     forward, inputs, weights = cpu_compute_time.products_s(
         op_times, [(product, m * n * k, count) for product, m, n, k, count in sides]
     )
-    attention, attention_back = cpu_compute_time.attention_s(op_times, block.attention, cut)
-    others, others_back = cpu_compute_time.others_s(op_times, block, recipe, cut)
+    attention, attention_back = cpu_compute_time.attention_s(op_times, block.attention, key)
+    others, others_back = cpu_compute_time.others_s(op_times, block, recipe, key)
     recomputed = recipe.recompute_shares(
-        cut.recompute if block.boundary and "full" in block.saved else "none"
+        key.recompute if block.boundary and "full" in block.saved else "none"
     )
     recompute_flops = recomputed.products * block.product_flops + recomputed.attention * block.attention_flops
-    ranks = cut.tp * cut.cp
+    ranks = key.tp * key.cp
     return ComputeTime(
         products_s=forward,
         attention_s=attention,
@@ -135,8 +135,8 @@ def _compute_block_time_on_cpu(
         recompute_s=recomputed.products * forward
         + recomputed.attention * attention
         + recomputed.traffic * others,
-        flops=3 * block.flops * cut.micro_batch / ranks,
-        recompute_flops=recompute_flops * cut.micro_batch / ranks,
+        flops=3 * block.flops * key.micro_batch / ranks,
+        recompute_flops=recompute_flops * key.micro_batch / ranks,
     )
 
 

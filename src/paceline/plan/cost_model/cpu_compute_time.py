@@ -30,23 +30,23 @@ def _assumed_operations(block: BlockFacts) -> tuple[Operation, ...]:
 
 
 def attention_s(
-    op_times: OpTimeTable, attention: tuple[Attention, ...], cut: MicrobatchKey
+    op_times: OpTimeTable, attention: tuple[Attention, ...], key: MicrobatchKey
 ) -> tuple[float, float]:
     """Return seconds of the forward and backward pass."""
-    volumes = [call.flops / 2 * cut.micro_batch / (cut.tp * cut.cp) for call in attention]
+    volumes = [call.flops / 2 * key.micro_batch / (key.tp * key.cp) for call in attention]
     return sum(op_times.seconds("attention", v) for v in volumes), sum(
         op_times.seconds("attention" + BACKWARD, v) for v in volumes
     )
 
 
 def others_s(
-    op_times: OpTimeTable, block: BlockFacts, recipe: Recipe, cut: MicrobatchKey
+    op_times: OpTimeTable, block: BlockFacts, recipe: Recipe, key: MicrobatchKey
 ) -> tuple[float, float]:
     """Return seconds forward and backward of all other operations.
 
     Splitting along the sequence makes them smaller, not fewer.
     """
-    split = cut.micro_batch / (cut.cp * (cut.tp if recipe.splits_sequence(cut.cp) and not block.whole else 1))
+    split = key.micro_batch / (key.cp * (key.tp if recipe.splits_sequence(key.cp) and not block.whole else 1))
     forward = backward = 0.0
     for op in block.operations or _assumed_operations(block):
         size = op.size if op.kind == "view" else op.size * split

@@ -1,4 +1,4 @@
-"""Seconds that torch's engines add to a step of a rank on a CPU by themselves, as they were measured: calls, hooks, copies, waiting."""
+"""Measured overhead of torch's engines per step of a CPU rank: calls, hooks, copies, waiting."""
 
 from collections.abc import Mapping
 from typing import NamedTuple
@@ -7,65 +7,66 @@ from paceline.plan.cost_model.constants import OverheadCosts
 from paceline.plan.cost_model.rates import DeviceRates
 from paceline.plan.cost_model.work_split import StageAssignment, WorkSplit
 
-# What an engine counts; what it takes for one of them has the start of its collectives in it.
-#   step       nothing: the loop around all of them
-#   ddp        tensors; zero1: with what it broadcasts
-#   zero2      blocks, and tensors; zero3: in each micro-batch
-#   tp         sums over the ranks that share features, forward and backward together, and tensors of split blocks, in each micro-batch
-#   cp         attention that goes round a ring, in each micro-batch
-#   pp         micro-batches of each stage
-#   selective  blocks whose activations are computed again in part, in each micro-batch
+# Units of each engine. The cost of a unit includes the start of its collectives. step       none: the
+# training loop ddp        tensors; zero1: also its broadcasts zero2      blocks and tensors; zero3: per
+# micro-batch tp         all-reduces over tp, forward and backward together, and tensors of split blocks, per
+# micro-batch cp         ring attention calls, per micro-batch pp         micro-batches of each stage
+# selective  selectively recomputed blocks, per micro-batch
 
 
 class UnitCounts(NamedTuple):
-    """`ranks`: that the engine joins."""
+    """Units and tensors of an engine; ranks: number of ranks that it connects."""
 
     units: float = 0.0
     tensors: float = 0.0
     ranks: int = 1
 
 
-def engines_s(share: StageAssignment, split: WorkSplit, speeds: DeviceRates) -> float:
+def engines_s(share: StageAssignment, split: WorkSplit, rates: DeviceRates) -> float:
+    """Return the overhead of all engines of a rank, in seconds per step."""
     return sum(
-        _overhead_s(speeds.engines[name], found)
-        for name, found in count_units(share, split).items()
-        if name in speeds.engines
+        _overhead_s(rates.engines[name], counts)
+        for name, counts in count_units(share, split).items()
+        if name in rates.engines
     )
 
 
-def _overhead_s(measured: Mapping[int, OverheadCosts], found: UnitCounts) -> float:
-    """As on the number of ranks that is nearest."""
-    takes = measured[min(measured, key=lambda ranks: abs(ranks - found.ranks))]
-    return takes.step + found.units * takes.unit + found.tensors * takes.tensor
+def _overhead_s(measured: Mapping[int, OverheadCosts], counts: UnitCounts) -> float:
+    """Return the overhead by the measurement with the nearest number of ranks."""
+    costs = measured[min(measured, key=lambda ranks: abs(ranks - counts.ranks))]
+    return costs.step + counts.units * costs.unit + counts.tensors * costs.tensor
 
 
 def count_units(share: StageAssignment, split: WorkSplit) -> dict[str, UnitCounts]:
+    """Return the units of each engine that a rank uses."""
     tensors = float(sum(block.tensors * count for block, count in share.parts))
     blocks = float(sum(count for block, count in share.parts if block.params))
-    found = {"step": UnitCounts()}
+    counts = {"step": UnitCounts()}
     if split.tp > 1:
-        sums = sum(block.sums * count for block, count in share.parts)
-        of_split = sum(block.tensors * count for block, count in share.parts if block.split_params)
-        found["tp"] = UnitCounts(split.microbatches * sums, float(split.microbatches * of_split), split.tp)
+        all_reduces = sum(block.sums * count for block, count in share.parts)
+        split_tensors = sum(block.tensors * count for block, count in share.parts if block.split_params)
+        counts["tp"] = UnitCounts(
+            split.microbatches * all_reduces, float(split.microbatches * split_tensors), split.tp
+        )
     if split.cp > 1:
-        found["cp"] = UnitCounts(
+        counts["cp"] = UnitCounts(
             split.microbatches * sum(len(block.attention) * count for block, count in share.parts),
             ranks=split.cp,
         )
     if split.pp > 1:
-        found["pp"] = UnitCounts(split.microbatches * split.stages, ranks=split.pp)
+        counts["pp"] = UnitCounts(split.microbatches * split.stages, ranks=split.pp)
     data_ranks = split.dp * split.cp
     if data_ranks > 1:
         if split.zero >= 2 or split.tp * split.pp > 1:
             gathers = split.zero == 3 and split.shards > 1
             times = split.microbatches if gathers else 1
-            found["zero3" if gathers else "zero2"] = UnitCounts(
+            counts["zero3" if gathers else "zero2"] = UnitCounts(
                 times * blocks, times * tensors, split.shards if gathers else data_ranks
             )
         else:
-            found["zero1" if split.zero else "ddp"] = UnitCounts(tensors, ranks=data_ranks)
+            counts["zero1" if split.zero else "ddp"] = UnitCounts(tensors, ranks=data_ranks)
     if split.recompute == "selective":
-        found["selective"] = UnitCounts(
+        counts["selective"] = UnitCounts(
             split.microbatches * sum(count for block, count in share.parts if "full" in block.saved)
         )
-    return found
+    return counts

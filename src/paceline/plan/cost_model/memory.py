@@ -65,19 +65,19 @@ def params_on_rank(block: BlockFacts, tp: int, ep: int = 1) -> float:
     return (block.split_params - experts) / tp + experts / (tp * ep) + block.params - block.split_params
 
 
-def kept_bytes(recipe: Recipe, block: BlockFacts, cut: MicrobatchKey) -> float:
+def kept_bytes(recipe: Recipe, block: BlockFacts, key: MicrobatchKey) -> float:
     """What the forward pass of a micro-batch leaves for the backward pass on one rank (arXiv 2205.05198, table 2)."""
-    again = recipe.recompute_shares(cut.recompute)
+    again = recipe.recompute_shares(key.recompute)
     wanted = again.kept if "full" in block.saved else "none"
     saved = block.saved.get(wanted) or block.saved.get("selective" if wanted == "half" else "none")
     if saved is None:
         return 0.0
     bytes_ = saved.bytes(
-        recipe.stream, recipe.element, cut.tp, recipe.splits_sequence(cut.cp) and not block.whole
+        recipe.stream, recipe.element, key.tp, recipe.splits_sequence(key.cp) and not block.whole
     )
-    if not recipe.fused and cut.recompute == "none":
-        bytes_ += block.core.bytes(recipe.stream, recipe.element, cut.tp)
-    return bytes_ * cut.micro_batch / cut.cp
+    if not recipe.fused and key.recompute == "none":
+        bytes_ += block.core.bytes(recipe.stream, recipe.element, key.tp)
+    return bytes_ * key.micro_batch / key.cp
 
 
 def predict_memory(facts: ModelFacts, split: WorkSplit, recipe: Recipe, limit_bytes: float) -> MemoryCost:
@@ -144,30 +144,30 @@ class MemoryBreakdown(NamedTuple):
 
 @lru_cache(65536)
 def memory_breakdown(
-    facts: ModelFacts, share: StageAssignment, recipe: Recipe, cut: MicrobatchKey
+    facts: ModelFacts, share: StageAssignment, recipe: Recipe, key: MicrobatchKey
 ) -> MemoryBreakdown:
-    counted = [(params_on_rank(block, cut.tp, cut.ep), count) for block, count in share.parts]
+    counted = [(params_on_rank(block, key.tp, key.ep), count) for block, count in share.parts]
     params = sum(size * count for size, count in counted)
     if share.is_last and facts.first not in (block for block, _ in share.parts):
-        params += facts.shared_params / cut.tp  # both ends of the pipeline hold what they share
+        params += facts.shared_params / key.tp  # both ends of the pipeline hold what they share
     whole = sorted(
         (size for size, count in counted for _ in range(min(count, GATHERED_BLOCKS))), reverse=True
     )[:GATHERED_BLOCKS]
     logits = (
         sum(product.rows * product.columns for product in facts.last.products[:1])
-        * cut.micro_batch
-        / (cut.tp * cut.cp)
+        * key.micro_batch
+        / (key.tp * key.cp)
     )
     return MemoryBreakdown(
         params=params,
         largest=max(size for size, _ in counted),
         gathered=sum(whole),
         activations=sum(
-            kept_bytes(recipe, block, cut) * count for block, count in share.parts if block is not facts.last
+            kept_bytes(recipe, block, key) * count for block, count in share.parts if block is not facts.last
         ),
-        head=kept_bytes(recipe, facts.last, cut) if share.is_last else 0.0,
+        head=kept_bytes(recipe, facts.last, key) if share.is_last else 0.0,
         logits=logits if share.is_last else 0.0,
-        again=max(_recomputed_bytes(recipe, block, cut) for block, _ in share.parts),
+        again=max(_recomputed_bytes(recipe, block, key) for block, _ in share.parts),
     )
 
 
@@ -195,7 +195,7 @@ def _peak_of_rank(
     if is_traced(share):
         return _peak_of_traced(facts, share, split, recipe)
     mine, each, sharded = (
-        memory_breakdown(facts, share, recipe, split.cut),
+        memory_breakdown(facts, share, recipe, split.microbatch_key),
         state_bytes(recipe, split.zero, split.shards),
         _is_sharded(split, recipe),
     )
@@ -235,8 +235,8 @@ def _peak_of_traced(
     facts: ModelFacts, share: StageAssignment, split: WorkSplit, recipe: Recipe
 ) -> tuple[float, ...]:
     sizes = {id(block): params_on_rank(block, split.tp, split.ep) for block, _ in share.parts}
-    params = memory_breakdown(facts, share, recipe, split.cut).params
-    found = list_block_memory(facts, share, recipe, split.cut, sizes)
+    params = memory_breakdown(facts, share, recipe, split.microbatch_key).params
+    found = list_block_memory(facts, share, recipe, split.microbatch_key, sizes)
     moment = watched_worst(
         found, split, recipe, _kept_microbatches(split, share.index), boundary_bytes(split, share, recipe)
     )
@@ -253,15 +253,15 @@ def _peak_of_traced(
     return (*values, recipe.reserved * sum(values), recipe.fixed_bytes)
 
 
-def _recomputed_bytes(recipe: Recipe, block: BlockFacts, cut: MicrobatchKey) -> float:
+def _recomputed_bytes(recipe: Recipe, block: BlockFacts, key: MicrobatchKey) -> float:
     """A block that is computed again has all of its activations for a moment; one whose scores are, those."""
-    again = recipe.recompute_shares(cut.recompute)
+    again = recipe.recompute_shares(key.recompute)
     if "full" not in block.saved or not (again.products or again.attention or again.traffic):
         return 0.0
     whole = (
-        block.saved["none"].bytes(recipe.stream, recipe.element, cut.tp, recipe.splits_sequence(cut.cp))
+        block.saved["none"].bytes(recipe.stream, recipe.element, key.tp, recipe.splits_sequence(key.cp))
         if again.kept != "none"
         else 0.0
     )
-    core = 0.0 if recipe.fused else block.core.bytes(recipe.stream, recipe.element, cut.tp)
-    return (whole + core) * cut.micro_batch / cut.cp
+    core = 0.0 if recipe.fused else block.core.bytes(recipe.stream, recipe.element, key.tp)
+    return (whole + core) * key.micro_batch / key.cp

@@ -1,4 +1,7 @@
-"""Paces: seconds of one operation on a CPU, by its kind and size. There each one is started when the one before is done."""
+"""OpTimeTable: seconds of one operation on a CPU, by kind and size.
+
+A CPU starts each when the previous ends.
+"""
 
 import math
 from bisect import bisect
@@ -7,7 +10,8 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 
 BACKWARD = " backward"
-# What sizes count: multiplications of products and attention; parameters of an update; else elements that are read and written.
+# Sizes count multiplications of products and attention, parameters of an update, and else elements read and
+# written.
 KINDS = (
     "linear",
     "convolution",
@@ -25,15 +29,21 @@ KINDS = (
 
 @dataclass(frozen=True, eq=False)
 class OpTimeTable:
-    """Of one rank. tables: of a kind (size, seconds), the smaller first; between two sizes both scales are logarithmic."""
+    """Operation times of one rank.
+
+    tables: by kind, (size, seconds) in ascending order; interpolation is linear on logarithmic scales.
+    """
 
     tables: Mapping[str, tuple[tuple[float, float], ...]]
     measured: bool = True
     _cache: dict[tuple[str, float], float] = field(default_factory=dict)
 
     def seconds(self, kind: str, size: float) -> float:
-        """Of one operation; below the smallest size as long as that, above the largest in proportion. A kind of which nothing is known
-        takes no time backward, as random numbers do."""
+        """Return the seconds of one operation of `kind` and `size`.
+
+        Below the smallest size, the time of that size; above the largest, proportional to the size. An
+        unknown kind takes no time, such as the backward pass of random numbers.
+        """
         key = kind, size
         if key not in self._cache:
             self._cache[key] = _interpolate(self.tables[kind], size) if kind in self.tables else 0.0
@@ -53,7 +63,7 @@ def _interpolate(table: tuple[tuple[float, float], ...], size: float) -> float:
 
 
 def blend(few: OpTimeTable, many: OpTimeTable, share: float) -> OpTimeTable:
-    """Between those with few threads and those with many, on logarithmic scales."""
+    """Return times between those of few and of many threads, interpolated on logarithmic scales."""
     tables = {}
     for kind, table in few.tables.items():
         tables[kind] = tuple(
@@ -67,7 +77,9 @@ LARGE_SIZE = 2.0**24
 
 @lru_cache(64)
 def guess_op_times(flops: float, memory_Bps: float, start_s: float) -> OpTimeTable:
-    """Of the right order of magnitude, from what the products and the memory of a rank reach, and what it takes to start an operation."""
+    """Return times of the right order of magnitude, from rates of products and memory and the start of an
+    operation.
+    """
     per_s = {
         "linear": flops / 2,
         "convolution": flops / 4,

@@ -1,4 +1,4 @@
-"""What a plan costs on a cluster: the arrow from facts, plan and cluster to Cost."""
+"""Prediction of the cost of a plan, from facts of the model, plan and cluster."""
 
 from paceline.cluster.facts import Cluster
 from paceline.plan.cost_model.cost import Cost, CostPart, TimeCost
@@ -19,36 +19,38 @@ def predict(
     recipe: Recipe | None = None,
     ranks: int | None = None,
 ) -> Cost:
-    """Of a step with `batch` samples, on all devices or on so many ranks. Raises PlanError for a plan that cannot be, or a machine of
-    which too little is known."""
+    """Return the cost of a step with `batch` samples on `ranks` ranks, or on all devices.
+
+    Raises PlanError for an impossible plan, or a machine of which too little is known.
+    """
     count = ranks or cluster.devices
-    on = device_rates(cluster, ranks=count)
-    return predict_split(facts, split_work(plan, count, batch), recipe or default_recipe(on), on)
+    rates = device_rates(cluster, ranks=count)
+    return predict_split(facts, split_work(plan, count, batch), recipe or default_recipe(rates), rates)
 
 
-def predict_split(facts: ModelFacts, cut: WorkSplit, recipe: Recipe, on: DeviceRates) -> Cost:
+def predict_split(facts: ModelFacts, split: WorkSplit, recipe: Recipe, rates: DeviceRates) -> Cost:
     return Cost(
-        predict_time(facts, cut, recipe, on),
-        predict_memory(facts, cut, recipe, on.memory_bytes),
-        cut.micro_batch,
+        predict_time(facts, split, recipe, rates),
+        predict_memory(facts, split, recipe, rates.memory_bytes),
+        split.micro_batch,
     )
 
 
-def default_recipe(on: DeviceRates) -> Recipe:
-    """16 bits by autocast where the device has a rate for them; else float32."""
-    return PACELINE if "bf16" in on.flops else PACELINE_FP16 if "fp16" in on.flops else FLOAT32
+def default_recipe(rates: DeviceRates) -> Recipe:
+    """Return the recipe of 16-bit autocast if the device has a rate for it, else of float32."""
+    return PACELINE if "bf16" in rates.flops else PACELINE_FP16 if "fp16" in rates.flops else FLOAT32
 
 
 def add_input_and_save(
     time_: TimeCost, input_s: float = 0.0, save_s: float = 0.0, steps_between_saves: float = 1.0
 ) -> TimeCost:
-    """With what the planner cannot know by itself: seconds that a rank waits for its batch, and for a checkpoint."""
+    """Return the time with what the planner cannot know: seconds that a rank waits for its batch and for
+    checkpoints.
+    """
     extra = (
+        CostPart("input", max(0.0, input_s - time_.step_s), 0.3, "time to prepare a batch beyond the step"),
         CostPart(
-            "input", max(0.0, input_s - time_.step_s), 0.3, "what preparing a batch takes longer than a step"
-        ),
-        CostPart(
-            "save", save_s / steps_between_saves, 0.3, f"a checkpoint each {steps_between_saves:g} steps"
+            "save", save_s / steps_between_saves, 0.3, f"a checkpoint every {steps_between_saves:g} steps"
         ),
     )
     parts = (*time_.parts, *(part for part in extra if part.value))

@@ -81,7 +81,7 @@ class StageLoad(NamedTuple):
 def predict_time(facts: ModelFacts, split: WorkSplit, recipe: Recipe, speeds: DeviceRates) -> TimeCost:
     """Raises PlanError where the cluster does not say how fast its devices talk."""
     stages = stage_loads(
-        facts, split.pp, split.stages, SCHEDULES[split.schedule].folded, split.cut, recipe, speeds
+        facts, split.pp, split.stages, SCHEDULES[split.schedule].folded, split.microbatch_key, recipe, speeds
     )
     share, busiest = stages[0]
     m = split.microbatches
@@ -90,7 +90,7 @@ def predict_time(facts: ModelFacts, split: WorkSplit, recipe: Recipe, speeds: De
         parts |= _pipeline_parts(
             facts, split, recipe, speeds, busiest, [(one.count, its) for one, its in stages]
         )
-    params = max([memory_breakdown(facts, one, recipe, split.cut).params for one, _ in stages])
+    params = max([memory_breakdown(facts, one, recipe, split.microbatch_key).params for one, _ in stages])
     parts |= _data_parts(facts, share, split, recipe, speeds, busiest, params)
     parts["engines"] = engines_s(share, split, speeds)
     parts["optimizer"] = _optimizer_s(share, split, recipe, speeds, params)
@@ -147,7 +147,7 @@ def _guesses(split: WorkSplit, parts: dict[str, float], speeds: DeviceRates) -> 
 def lower_bound_s(facts: ModelFacts, split: WorkSplit, recipe: Recipe, speeds: DeviceRates) -> float:
     """What a step takes in any case: the micro-batches of the busiest rank, whatever comes on top of them."""
     stages = stage_loads(
-        facts, split.pp, split.stages, SCHEDULES[split.schedule].folded, split.cut, recipe, speeds
+        facts, split.pp, split.stages, SCHEDULES[split.schedule].folded, split.microbatch_key, recipe, speeds
     )
     busiest = stages[0][1]
     if speeds.calibration is None:
@@ -174,13 +174,13 @@ def stage_loads(
     pp: int,
     stages: int,
     folded: bool,
-    cut: MicrobatchKey,
+    key: MicrobatchKey,
     recipe: Recipe,
     speeds: DeviceRates,
 ) -> tuple[tuple[StageAssignment, StageLoad], ...]:
     """Of the ranks of a pipeline, the busiest first."""
     found = [
-        (share, stage_load(share, recipe, speeds, cut, facts.slower))
+        (share, stage_load(share, recipe, speeds, key, facts.slower))
         for share in assign_stages(facts, pp, stages, recipe.even, folded)
     ]
     return tuple(sorted(found, key=lambda pair: -pair[1].total_s))
@@ -194,15 +194,15 @@ def _extrapolations(split: WorkSplit) -> tuple[str, ...]:
 
 @lru_cache(65536)
 def stage_load(
-    share: StageAssignment, recipe: Recipe, speeds: DeviceRates, cut: MicrobatchKey, slower: float = 1.0
+    share: StageAssignment, recipe: Recipe, speeds: DeviceRates, key: MicrobatchKey, slower: float = 1.0
 ) -> StageLoad:
     products = attention = traffic = again = tensor = context = flops = recompute_flops = 0.0
     forward = inputs = weights = 0.0
     for block, count in share.parts:
-        one = compute_block_time(speeds, recipe, block, cut)
+        one = compute_block_time(speeds, recipe, block, key)
         if slower != 1.0:
             one = one.scaled(slower)
-        sums, ring = _tensor_s(block, cut, recipe, speeds), _context_s(block, cut, recipe, speeds, one)
+        sums, ring = _tensor_s(block, key, recipe, speeds), _context_s(block, key, recipe, speeds, one)
         products += count * (one.products_s + one.inputs_s + one.weights_s)
         attention += count * (one.attention_s + one.attention_backward_s)
         traffic += count * (one.traffic_s + one.traffic_backward_s)
@@ -235,29 +235,29 @@ class PassTimes(NamedTuple):
     recompute_s: float
 
 
-def _tensor_s(block: BlockFacts, cut: MicrobatchKey, recipe: Recipe, speeds: DeviceRates) -> PassTimes:
+def _tensor_s(block: BlockFacts, key: MicrobatchKey, recipe: Recipe, speeds: DeviceRates) -> PassTimes:
     """All-reduces of a block's outputs forward, and of the gradients of its inputs backward (arXiv 1909.08053, section 3); under sequence
     parallelism a gather and a scatter each, which together are as long (arXiv 2205.05198, section 4.2.2)."""
-    if cut.tp == 1 or not block.sums:
+    if key.tp == 1 or not block.sums:
         return PassTimes(0.0, 0.0, 0.0)
-    size = block.boundary * recipe.element * cut.micro_batch / cut.cp
-    over = rank_group(cut.tp, 1, speeds.per_node)
+    size = block.boundary * recipe.element * key.micro_batch / key.cp
+    over = rank_group(key.tp, 1, speeds.per_node)
     one = speeds.collective_s("all-reduce", size, over.ranks, over.together) * (1 - recipe.overlaps_tensor)
     again = (
-        one * block.sums if recipe.recompute_shares(cut.recompute).products == 1 and block.attention else 0.0
+        one * block.sums if recipe.recompute_shares(key.recompute).products == 1 and block.attention else 0.0
     )
     return PassTimes(one * block.sums, one * block.sums, again)
 
 
 def _context_s(
-    block: BlockFacts, cut: MicrobatchKey, recipe: Recipe, speeds: DeviceRates, one: ComputeTime
+    block: BlockFacts, key: MicrobatchKey, recipe: Recipe, speeds: DeviceRates, one: ComputeTime
 ) -> float:
     """Keys and values go round the ring while attention computes, forward, once more where it is computed again, and backward with their
     gradients (arXiv 2310.01889); after each of cp steps a rank's output is merged with what it has, in float32."""
-    if cut.cp == 1 or not block.attention:
+    if key.cp == 1 or not block.attention:
         return 0.0
-    over = rank_group(cut.cp, cut.tp, speeds.per_node)
-    width = cut.micro_batch / cut.tp
+    over = rank_group(key.cp, key.tp, speeds.per_node)
+    width = key.micro_batch / key.tp
     size = (
         sum(2 * a.keys * a.head_dim * (a.kv_heads or a.heads) for a in block.attention)
         * recipe.element
@@ -271,7 +271,7 @@ def _context_s(
         / speeds.memory_Bps
     )
     left = ring - (1 - speeds.shown(over.together)) * min(ring, one.attention_s)
-    return (3 + recipe.recompute_shares(cut.recompute).attention) * (left + merged)
+    return (3 + recipe.recompute_shares(key.recompute).attention) * (left + merged)
 
 
 def _pipeline_parts(

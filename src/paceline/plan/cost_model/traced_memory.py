@@ -33,73 +33,73 @@ def is_traced(share: StageAssignment) -> bool:
     return all(block.lives is not None for block, _ in share.parts)
 
 
-def kept_bytes(recipe: Recipe, block: BlockFacts, cut: MicrobatchKey) -> float:
+def kept_bytes(recipe: Recipe, block: BlockFacts, key: MicrobatchKey) -> float:
     """What the forward pass of a micro-batch leaves for the backward pass on one rank."""
     assert block.lives is not None
-    again = recipe.recompute_shares(cut.recompute)
+    again = recipe.recompute_shares(key.recompute)
     saved = block.saved.get(again.kept) if again.kept != "none" else None
     if saved is None:
-        held = block.lives.kept * _share_on_rank(recipe, block, cut)
+        held = block.lives.kept * _share_on_rank(recipe, block, key)
     else:
-        held = _volume_bytes(recipe, block, cut, saved) + _product_output_bytes(recipe, block, cut)
+        held = _volume_bytes(recipe, block, key, saved) + _product_output_bytes(recipe, block, key)
     return (
-        (held + (0.0 if again.products else _gathered_bytes(recipe, block, cut))) * cut.micro_batch / cut.cp
+        (held + (0.0 if again.products else _gathered_bytes(recipe, block, key))) * key.micro_batch / key.cp
     )
 
 
-def peak_bytes(recipe: Recipe, block: BlockFacts, cut: MicrobatchKey) -> float:
+def peak_bytes(recipe: Recipe, block: BlockFacts, key: MicrobatchKey) -> float:
     """At the worst moment; what is computed again is all there then."""
     assert block.lives is not None
     held = (
-        block.lives.most * _share_on_rank(recipe, block, cut)
-        + _product_output_bytes(recipe, block, cut)
-        + _gathered_bytes(recipe, block, cut)
+        block.lives.most * _share_on_rank(recipe, block, key)
+        + _product_output_bytes(recipe, block, key)
+        + _gathered_bytes(recipe, block, key)
     )
-    return held * cut.micro_batch / cut.cp
+    return held * key.micro_batch / key.cp
 
 
-def _product_output_bytes(recipe: Recipe, block: BlockFacts, cut: MicrobatchKey) -> float:
+def _product_output_bytes(recipe: Recipe, block: BlockFacts, key: MicrobatchKey) -> float:
     """Of a sample: what products and attention gave, where that is not computed again, besides what the backward pass wants anyhow."""
-    again = recipe.recompute_shares(cut.recompute)
+    again = recipe.recompute_shares(key.recompute)
     if again.kept != "selective" or again.kept not in block.saved:
         return 0.0
-    whole = _product_output_elements(block, cut)
-    scored = sum(a.heads * a.queries * a.head_dim for a in block.attention) / cut.tp
+    whole = _product_output_elements(block, key)
+    scored = sum(a.heads * a.queries * a.head_dim for a in block.attention) / key.tp
     return max(
         0.0,
         (whole + scored) * recipe.element
-        - _volume_bytes(recipe, block, cut, block.saved[again.kept]._replace(stream=0.0)),
+        - _volume_bytes(recipe, block, key, block.saved[again.kept]._replace(stream=0.0)),
     )
 
 
-def _product_output_elements(block: BlockFacts, cut: MicrobatchKey) -> float:
+def _product_output_elements(block: BlockFacts, key: MicrobatchKey) -> float:
     """Elements, of a sample."""
-    return sum(p.rows * p.columns * p.count / (cut.tp if p.cut == "columns" else 1) for p in block.products)
+    return sum(p.rows * p.columns * p.count / (key.tp if p.cut == "columns" else 1) for p in block.products)
 
 
-def _gathered_bytes(recipe: Recipe, block: BlockFacts, cut: MicrobatchKey) -> float:
+def _gathered_bytes(recipe: Recipe, block: BlockFacts, key: MicrobatchKey) -> float:
     """Of a sample: activations that are split along the sequence are gathered before split layers, which keep them whole."""
-    if block.whole or not recipe.splits_sequence(cut.cp):
+    if block.whole or not recipe.splits_sequence(key.cp):
         return 0.0
-    return block.sums * block.boundary * recipe.stream * (1 - 1 / cut.tp)
+    return block.sums * block.boundary * recipe.stream * (1 - 1 / key.tp)
 
 
-def _share_on_rank(recipe: Recipe, block: BlockFacts, cut: MicrobatchKey) -> float:
+def _share_on_rank(recipe: Recipe, block: BlockFacts, key: MicrobatchKey) -> float:
     """What is saved of a block against that in float32 on one rank."""
     whole = block.saved["none"].bytes(4.0, 4.0)
     if not whole:
-        return 1.0 if block.whole else 1 / cut.tp
-    return _volume_bytes(recipe, block, cut, block.saved["none"]) / whole
+        return 1.0 if block.whole else 1 / key.tp
+    return _volume_bytes(recipe, block, key, block.saved["none"]) / whole
 
 
-def _volume_bytes(recipe: Recipe, block: BlockFacts, cut: MicrobatchKey, held: TensorVolume) -> float:
+def _volume_bytes(recipe: Recipe, block: BlockFacts, key: MicrobatchKey, held: TensorVolume) -> float:
     return held.bytes(
-        recipe.stream, recipe.element, cut.tp, recipe.splits_sequence(cut.cp) and not block.whole
+        recipe.stream, recipe.element, key.tp, recipe.splits_sequence(key.cp) and not block.whole
     )
 
 
-def _waiting_bytes(recipe: Recipe, block: BlockFacts, cut: MicrobatchKey) -> float:
-    return _product_output_elements(block, cut) * recipe.element * cut.micro_batch / cut.cp
+def _waiting_bytes(recipe: Recipe, block: BlockFacts, key: MicrobatchKey) -> float:
+    return _product_output_elements(block, key) * recipe.element * key.micro_batch / key.cp
 
 
 def find_peak_moment(
@@ -165,13 +165,13 @@ def _moments(
 
 
 def list_block_memory(
-    facts: ModelFacts, share: StageAssignment, recipe: Recipe, cut: MicrobatchKey, sizes: dict[int, float]
+    facts: ModelFacts, share: StageAssignment, recipe: Recipe, key: MicrobatchKey, sizes: dict[int, float]
 ) -> list[BlockMemory]:
     """`sizes`: parameters of each block on a rank. Before and behind the blocks each rank has whole sequences."""
     found: list[BlockMemory] = []
     for block, count in share.parts:
         is_root = block is facts.first or block is facts.last
-        here = cut._replace(cp=1) if is_root else cut
+        here = key._replace(cp=1) if is_root else key
         held_bytes = (
             kept_bytes(recipe, block, here),
             peak_bytes(recipe, block, here),
