@@ -319,16 +319,16 @@ def test_preflight_asks_slurm_and_queues_nothing(there, tmp_path):
     assert result.status == 0, result.all
     taken, overridden = found["slurm"]
     assert re.match(
-        r"passes: Slurm would take it: Job \d+ to start at \S+ using 4 processors on nodes n\[1-2\] in partition short$",
+        r"passes: Slurm accepts the job: Job \d+ to start at \S+ using 4 processors on nodes n\[1-2\] in partition short$",
         taken,
     )
-    assert overridden.startswith(
-        "warns: SBATCH_QOS=long wins over a job script that says no qos; unset SBATCH_QOS, or "
-    )
+    assert overridden.startswith("warns: SBATCH_QOS=long overrides the default qos; unset SBATCH_QOS, or ")
     (time,) = found["time"]
-    assert re.match(r"passes: .* predicted .*: 30 s to start, 24 steps of .*; 00:20:00 asked$", time)
+    assert re.match(
+        r"passes: .* predicted .*: 30 s to start, 24 steps of .*; the limit of the job is 00:20:00$", time
+    )
     _, found = preflight(tmp_path, *words, **there.env)
-    assert found["time"][0].endswith("; 00:30:00 is the limit of the partition")
+    assert found["time"][0].endswith("; the limit of the partition is 00:30:00")
     assert queue(there) == ""
     assert not (tmp_path / "runs").exists()
 

@@ -31,15 +31,15 @@ def preflight(
     from paceline.cli.plan_options import check_outputs, print_parts
     from paceline.preflight.checks import CHECKS
     from paceline.preflight.context import PreflightContext
-    from paceline.preflight.finding import findings
-    from paceline.preflight.text import as_json, table, verdict
+    from paceline.preflight.finding import run_checks
+    from paceline.preflight.text import build_summary, build_table, to_json
 
     check_outputs(json, None)
-    results = list(findings(PreflightContext(*request, time, site, cluster), CHECKS))
+    findings = list(run_checks(PreflightContext(*request, time, site, cluster), CHECKS))
     if json is not None:
         from paceline.files import write_whole
 
-        write_whole(json, as_json(results))
-    print_parts(table(results), verdict(results))
-    if any(finding.verdict == "fails" for finding in results):
+        write_whole(json, to_json(findings))
+    print_parts(build_table(findings), build_summary(findings))
+    if any(finding.verdict == "fails" for finding in findings):
         raise Exit(2)

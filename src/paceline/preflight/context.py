@@ -1,4 +1,4 @@
-"""Flight: a training that is asked for, and what follows from that; each part is worked out when it is first asked for."""
+"""A requested training and the values that follow from the request, each computed at its first use."""
 
 from __future__ import annotations
 
@@ -26,24 +26,24 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class PreflightContext:
-    """Every part raises the Error of what cannot be."""
+    """A requested training. Each property raises the Error that makes its value impossible."""
 
     spec: Spec
     launch: Launch
-    time: str | None  # in Slurm's words
+    time: str | None  # as Slurm writes it
     site_file: Path | None
-    target: str | None  # the cluster, in words or as a file; None: cluster.json here, or this machine
+    target: str | None  # the cluster, as text or file; None: cluster.json in this folder, or this machine
 
     @cached_property
     def site(self) -> Site:
-        """With a site file that cannot be read: one that asks for nothing."""
+        """The site file; without any request if it cannot be read."""
         with contextlib.suppress(SpecError):
             return read_site(self.site_file)
         return Site()
 
     @cached_property
     def job(self) -> Job:
-        """With any folder for its run."""
+        """The Slurm job, with an arbitrary run folder."""
         return build_job(self.launch, self.site, Path("preflight"), self.time)
 
     @cached_property
@@ -62,29 +62,29 @@ class PreflightContext:
 
     @cached_property
     def cluster(self) -> Cluster:
-        """That of the job: nodes like this one, where none is said."""
+        """The cluster of the job; nodes like this machine if none is specified."""
         from paceline.cluster import local_cluster
         from paceline.cluster.published import find
 
         if self.target is not None:
             return find(self.target)
-        found = local_cluster.load_cluster(self.launch.device)
-        return found.model_copy(update={"nodes": max(found.nodes, self.launch.nodes)})
+        local = local_cluster.load_cluster(self.launch.device)
+        return local.model_copy(update={"nodes": max(local.nodes, self.launch.nodes)})
 
     @cached_property
     def plan(self) -> Plan:
-        """As it is said; of auto, the one that is chosen."""
+        """The specified plan, or the plan that auto chooses."""
         if self.launch.plan != AUTO:
             return read_plan(self.launch.plan, self.job.ranks, self.spec.batch)[0]
         from paceline.training.auto_plan import choose_plan
 
-        self._check_devices()
+        self._check_device_is_known()
         return choose_plan(
             self.spec, self.task, self.job.ranks, self.launch.device, self.launch.nodes, self.cluster
         ).plan
 
     @cached_property
-    def on(self) -> ResolvedPlan:
+    def resolved_plan(self) -> ResolvedPlan:
         """The plan on the ranks of the job."""
         return self.plan.resolve(self.job.ranks)
 
@@ -96,22 +96,22 @@ class PreflightContext:
 
     @cached_property
     def cost(self) -> Cost:
-        """What a step of the plan is predicted to take."""
+        """The predicted cost of a step of the plan."""
         from paceline.plan.search.best_plans import find_best_plans
 
-        self._check_devices()
+        self._check_device_is_known()
         recipe = recipe_of_precision(self.spec.precision)
         return find_best_plans(
             self.facts, self.cluster, self.spec.batch, str(self.plan), recipe, self.job.ranks
         ).plans[0][1]
 
-    def _check_devices(self) -> None:
-        """Raises ClusterError where jobs get GPUs, and which is not known here."""
-        said = self.site.gres or self.site.gpus_per_node
-        if said and self.target is None and self.launch.device != "cpu" and self.cluster.device.kind == "cpu":
-            example = f"--cluster a100-80g:4x{self.launch.nodes}"
+    def _check_device_is_known(self) -> None:
+        """Raise ClusterError if jobs get GPUs of an unknown kind."""
+        gpus = self.site.gres or self.site.gpus_per_node
+        if gpus and self.target is None and self.launch.device != "cpu" and self.cluster.device.kind == "cpu":
             raise ClusterError(
-                f"jobs get GPUs ({said} a node), and there are none here: say what they are, as in {example}"
+                f"jobs get GPUs ({gpus} per node), but this machine has none; "
+                f"specify the cluster, e.g. --cluster a100-80g:4x{self.launch.nodes}"
             )
 
     @cached_property

@@ -1,4 +1,4 @@
-"""Finding: what one check of a training found out before anything is started."""
+"""The results of checks: runs each check of a table and collects its findings."""
 
 import traceback
 from collections.abc import Callable, Iterator, Mapping
@@ -15,43 +15,44 @@ Verdict = Literal["passes", "warns", "fails", "skipped"]
 
 @dataclass(frozen=True)
 class Finding:
+    """A result of one check."""
+
     check: str
     verdict: Verdict
-    message: str  # a sentence: the fact, the value, the way out
+    message: str  # a sentence: fact, value, fix
 
 
-Says = Iterator[tuple[Verdict, str]]
+Results = Iterator[tuple[Verdict, str]]
 
 
 class Check(NamedTuple):
-    """`run` says what it finds; an exception fails it, and skips those that need it."""
+    """A row of the table. `run` yields results; an exception fails the check and skips those that need it."""
 
-    run: Callable[[PreflightContext], Says]
+    run: Callable[[PreflightContext], Results]
     needs: frozenset[str] = frozenset()
 
 
-def findings(flight: PreflightContext, checks: Mapping[str, Check]) -> Iterator[Finding]:
-    """Of each check in turn, also after one that fails."""
+def run_checks(context: PreflightContext, checks: Mapping[str, Check]) -> Iterator[Finding]:
+    """Run the checks in order and yield their findings. Continue after a check that fails."""
     failed: set[str] = set()
     skipped: set[str] = set()
     for name, check in checks.items():
-        if lacking := sorted(check.needs & failed or check.needs & skipped):
+        if missing := sorted(check.needs & failed or check.needs & skipped):
             skipped.add(name)
-            yield Finding(name, "skipped", f"needs what {' and '.join(lacking)} would tell")
+            yield Finding(name, "skipped", f"requires the result of {' and '.join(missing)}")
             continue
         try:
-            for verdict, message in check.run(flight):
+            for verdict, message in check.run(context):
                 yield Finding(name, verdict, message)
         except Error as error:
             failed.add(name)
             yield Finding(name, "fails", str(error))
-        except Exception as error:  # of the task, mostly
+        except Exception as error:  # mostly from the task
             failed.add(name)
             stack = [
                 Frame(frame.filename, frame.lineno or 0, frame.name)
                 for frame in traceback.extract_tb(error.__traceback__)
             ]
-            where = describe_location(
-                [frame for frame in stack if not frame.file.startswith(PACKAGE)]
-            ) or describe_location(stack)
-            yield Finding(name, "fails", f"{type(error).__name__} in {where}: {error}")
+            user_stack = [frame for frame in stack if not frame.file.startswith(PACKAGE)]
+            location = describe_location(user_stack) or describe_location(stack)
+            yield Finding(name, "fails", f"{type(error).__name__} in {location}: {error}")

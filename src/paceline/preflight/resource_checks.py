@@ -1,4 +1,4 @@
-"""Whether there is enough for the training: memory of a rank, room for checkpoints, time until the job must end."""
+"""Checks of resources: memory per rank, disk space for checkpoints, time until the job must end."""
 
 import math
 import os
@@ -16,203 +16,210 @@ from paceline.plan.cost_model.framework_profiles import recipe_of_precision
 from paceline.plan.plan import AUTO, Plan, parse
 from paceline.plan.search.search import MARGIN, search_plans
 from paceline.preflight.context import PreflightContext
-from paceline.preflight.finding import Says, Verdict
-from paceline.preflight.site_checks import is_queued_again, limit_s
+from paceline.preflight.finding import Results, Verdict
+from paceline.preflight.site_checks import can_requeue, find_time_limit_s
 from paceline.units import format_bytes, format_seconds, several
 
-FILES_OF_A_RANK = 4  # log, heartbeat, and what a doctor asks for
-FILES_OF_A_RUN = 16
-FILES_OF_A_CHECKPOINT = 2  # besides those of its ranks
-HERE_ONLY = ("tmpfs", "ramfs")
-START_S = 30.0  # to start the ranks of a job, to import torch and to build the model, in round figures
+FILES_PER_RANK = 4  # log, heartbeat, and answers for the doctor
+FILES_PER_RUN = 16
+FILES_PER_CHECKPOINT = 2  # in addition to those of its ranks
+LOCAL_FILESYSTEMS = ("tmpfs", "ramfs")
+START_S = 30.0  # rounded: start the ranks of a job, import torch, build the model
 SLURM_BYTES = {"K": 2**10, "M": 2**20, "": 2**20, "G": 2**30, "T": 2**40}
 
 
-def memory(flight: PreflightContext) -> Says:
-    """Of the rank that needs most."""
-    where, job = flight.cluster, flight.job
-    if where.device.kind != "cpu" and (
-        job.ranks_per_node > where.devices_per_node or job.nodes > where.nodes
+def check_memory(context: PreflightContext) -> Results:
+    """Compare the predicted peak memory of the rank that needs most with the limit."""
+    cluster, job = context.cluster, context.job
+    if cluster.device.kind != "cpu" and (
+        job.ranks_per_node > cluster.devices_per_node or job.nodes > cluster.nodes
     ):
-        asked, has = f"{job.nodes} × {job.ranks_per_node}", f"{where.nodes} × {where.devices_per_node}"
-        verdict: Verdict = (
-            "fails" if flight.target is not None else "warns"
-        )  # who queues a job may be on another kind of node
+        # Without --cluster, the job may run on another kind of node than this machine.
+        verdict: Verdict = "fails" if context.target is not None else "warns"
         yield (
             verdict,
-            f"nodes × ranks are {asked}, nodes × devices of {where.name} {has}; ask for no more, or say another --cluster",
+            f"nodes × ranks must be at most {cluster.nodes} × {cluster.devices_per_node}, "
+            f"the nodes × devices of {cluster.name}, got {job.nodes} × {job.ranks_per_node}; use fewer, or another --cluster",
         )
         return
     try:
-        predicted = flight.cost.memory
+        predicted = context.cost.memory
     except Error as error:
         yield "warns", f"not predicted: {error}"
         return
-    limit, why = predicted.limit_bytes, f"a rank has on {where.name or where.device.name}"
-    if where.device.kind == "cpu" and flight.site.memory is not None:
-        asked_bytes = slurm_bytes(flight.site.memory) / job.ranks_per_node
-        limit, why = (
-            (asked_bytes, f"memory={flight.site.memory!r} leaves a rank")
-            if asked_bytes < limit
-            else (limit, why)
-        )
+    limit_bytes, source = predicted.limit_bytes, cluster.name or cluster.device.name
+    if cluster.device.kind == "cpu" and context.site.memory is not None:
+        requested_bytes = slurm_bytes(context.site.memory) / job.ranks_per_node
+        if requested_bytes < limit_bytes:
+            limit_bytes, source = requested_bytes, f"memory={context.site.memory!r}"
     largest = max(predicted.parts, key=lambda part: part.value).name
     peak = f"{format_bytes(predicted.peak_bytes)} (± {predicted.error:.0%}) predicted, most of it {largest}"
-    said = f"{peak}; {format_bytes(limit)} is what {why}"
-    if predicted.peak_bytes <= limit * (1 - MARGIN):
-        yield "passes", said
-    else:
-        yield "fails" if predicted.peak_bytes > limit else "warns", f"{said}: {_leaner(flight, limit)}"
+    comparison = f"{peak}; the limit of {source} per rank is {format_bytes(limit_bytes)}"
+    if predicted.peak_bytes <= limit_bytes * (1 - MARGIN):
+        yield "passes", comparison
+        return
+    verdict = "fails" if predicted.peak_bytes > limit_bytes else "warns"
+    yield verdict, f"{comparison}; {_suggest_plan(context, limit_bytes)}"
 
 
-def _leaner(flight: PreflightContext, limit_bytes: float) -> str:
+def _suggest_plan(context: PreflightContext, limit_bytes: float) -> str:
     from paceline.training.auto_plan import shorten_plan
 
-    count = flight.job.ranks
-    found = search_plans(
-        flight.facts,
-        add_assumptions(flight.cluster)[0],
-        flight.spec.batch,
+    count = context.job.ranks
+    matches = search_plans(
+        context.facts,
+        add_assumptions(context.cluster)[0],
+        context.spec.batch,
         MARGIN,
-        recipe_of_precision(flight.spec.precision),
+        recipe_of_precision(context.spec.precision),
         count,
     )
-    fitting = [(plan, cost) for plan, cost in found.fitting if cost.peak_bytes <= limit_bytes * (1 - MARGIN)]
+    fitting = [
+        (plan, cost) for plan, cost in matches.fitting if cost.peak_bytes <= limit_bytes * (1 - MARGIN)
+    ]
     if not fitting:
-        return "no plan needs so little on as many ranks; use more of them, or a smaller --batch"
+        return "no plan fits on this number of ranks; use more ranks or a smaller --batch"
     plan, cost = fitting[0]
-    return f"plan {shorten_plan(plan, count)} needs {format_bytes(cost.peak_bytes)}"
+    return f"use plan {shorten_plan(plan, count)}, which needs {format_bytes(cost.peak_bytes)}"
 
 
 def slurm_bytes(text: str) -> float:
-    """`64G`, as sbatch has it: MiB without a unit, and 0 is all there is."""
-    found = re.fullmatch(r"([0-9]{1,18})([KMGT]?)B?", text.strip(), re.I)
-    return (int(found[1]) * SLURM_BYTES[found[2].upper()] if found else 0) or math.inf
+    """Return the bytes of a size such as `64G`, as sbatch reads it: MiB without a unit; 0 is all memory."""
+    match = re.fullmatch(r"([0-9]{1,18})([KMGT]?)B?", text.strip(), re.I)
+    return (int(match[1]) * SLURM_BYTES[match[2].upper()] if match else 0) or math.inf
 
 
-def room(flight: PreflightContext) -> Says:
-    """Bytes and files of all checkpoints that are there at once, against what the file system and its quota leave."""
-    there = next(folder for folder in (flight.run, *flight.run.absolute().parents) if folder.is_dir())
-    if not os.access(there, os.W_OK):
-        yield "fails", f"you may not write to {there}; say another --run-dir"
+def check_room(context: PreflightContext) -> Results:
+    """Compare bytes and files of the checkpoints that exist at once with file system and quota."""
+    folder = next(path for path in (context.run, *context.run.absolute().parents) if path.is_dir())
+    if not os.access(folder, os.W_OK):
+        yield "fails", f"no permission to write to {folder}; use another --run-dir"
         return
     try:
         quotas = directories.read_quotas()
     except ClusterError as error:
         quotas = []
         yield "warns", f"quotas are not known: {error}"
-    found = directories.examine(there, (), quotas, directories.list_mounts())
-    kept = flight.spec.save.keep + 2  # the best, and the one that is written
-    size, files = needed(flight, kept)
-    wanted = f"{kept} checkpoints of {format_bytes(size / kept)} (--keep {flight.spec.save.keep}, the best and the next) in {files:,} files"
-    if short := [*_short(found, size, files)]:
+    directory = directories.examine(folder, (), quotas, directories.list_mounts())
+    keep = context.spec.save.keep
+    count = keep + 2  # the best, and the checkpoint that is being written
+    size_bytes, files = estimate_usage(context, count)
+    usage = (
+        f"{count} checkpoints of {format_bytes(size_bytes / count)} "
+        f"(--keep {keep}, the best and the next) in {files:,} files"
+    )
+    if shortages := [*_find_shortages(directory, size_bytes, files)]:
         yield (
             "fails",
-            f"{wanted} do not fit: {there} has {' and '.join(short)}; say another --run-dir, or make room, or --keep fewer",
+            f"{usage} do not fit: {folder} has {' and '.join(shortages)}; "
+            "use another --run-dir, free some space, or use a smaller --keep",
         )
         return
-    free = " and ".join(
-        [format_bytes(found.free_bytes or 0), *([f"{found.free_files:,} files"] if found.free_files else [])]
-    )
-    yield "passes", f"{wanted}; {there} ({found.filesystem or 'unknown'}) has {free} free"
-    if found.quota is not None and (over := [*_above_soft(found.quota, size, files)]):
-        yield "warns", f"with them {' and '.join(over)} exceeded, which is allowed for a while only"
-    if found.filesystem in HERE_ONLY and flight.job.nodes > 1:
+    free = format_bytes(directory.free_bytes or 0)
+    if directory.free_files:
+        free += f" and {directory.free_files:,} files"
+    yield "passes", f"{usage}; {folder} ({directory.filesystem or 'unknown'}) has {free} free"
+    if directory.quota is not None and (exceeded := [*_find_soft_limits(directory.quota, size_bytes, files)]):
+        yield "warns", f"they exceed {' and '.join(exceeded)}, which is permitted only for a while"
+    if directory.filesystem in LOCAL_FILESYSTEMS and context.job.nodes > 1:
         yield (
             "warns",
-            f"{there} is {found.filesystem}, which other nodes do not see; say a --run-dir on a shared file system",
+            f"{folder} is {directory.filesystem}, which other nodes cannot read; "
+            "use a --run-dir on a shared file system",
         )
 
 
-def needed(flight: PreflightContext, kept: int) -> tuple[int, int]:
-    """Bytes and files of a run with so many checkpoints."""
-    ranks, said = flight.job.ranks, flight.launch.plan
-    plan = parse(said) if said not in (None, AUTO) else Plan()
+def estimate_usage(context: PreflightContext, count: int) -> tuple[int, int]:
+    """Return the bytes and files of a run with `count` checkpoints."""
+    ranks, text = context.job.ranks, context.launch.plan
+    plan = parse(text) if text not in (None, AUTO) else Plan()
     writers = 1 if plan.servers else ranks
-    states = 1 + ranks if plan.period is not None else 1  # local SGD has each rank's own besides
-    files = kept * (writers + FILES_OF_A_CHECKPOINT) + writers + FILES_OF_A_RANK * ranks + FILES_OF_A_RUN
-    return kept * states * flight.checkpoint_bytes, files
+    states = 1 + ranks if plan.period is not None else 1  # local SGD saves each rank's state as well
+    files = count * (writers + FILES_PER_CHECKPOINT) + writers + FILES_PER_RANK * ranks + FILES_PER_RUN
+    return count * states * context.checkpoint_bytes, files
 
 
-def _short(found: Directory, size: float, files: int) -> Iterator[str]:
-    if found.free_bytes is not None and size > found.free_bytes:
-        yield f"{format_bytes(found.free_bytes)} free"
-    if found.free_files is not None and files > found.free_files:
-        yield f"room for {found.free_files:,} files"
-    quota = found.quota
+def _find_shortages(directory: Directory, size_bytes: float, files: int) -> Iterator[str]:
+    if directory.free_bytes is not None and size_bytes > directory.free_bytes:
+        yield f"{format_bytes(directory.free_bytes)} free"
+    if directory.free_files is not None and files > directory.free_files:
+        yield f"space for {directory.free_files:,} files"
+    quota = directory.quota
     if quota is None:
         return
-    if quota.limit_bytes is not None and size > (left := max(0, quota.limit_bytes - quota.used_bytes)):
+    if quota.limit_bytes is not None and size_bytes > (left := max(0, quota.limit_bytes - quota.used_bytes)):
         yield f"{format_bytes(left)} left of a quota of {format_bytes(quota.limit_bytes)}"
     if (
         quota.limit_files is not None
         and quota.used_files is not None
-        and files > (more := max(0, quota.limit_files - quota.used_files))
+        and files > (files_left := max(0, quota.limit_files - quota.used_files))
     ):
-        yield f"{more:,} files left of a quota of {quota.limit_files:,}"
+        yield f"{files_left:,} files left of a quota of {quota.limit_files:,}"
 
 
-def _above_soft(quota: Quota, size: float, files: int) -> Iterator[str]:
-    if quota.soft_bytes is not None and quota.used_bytes + size > quota.soft_bytes:
-        yield f"a quota of {format_bytes(quota.soft_bytes)} is"
+def _find_soft_limits(quota: Quota, size_bytes: float, files: int) -> Iterator[str]:
+    if quota.soft_bytes is not None and quota.used_bytes + size_bytes > quota.soft_bytes:
+        yield f"a quota of {format_bytes(quota.soft_bytes)}"
     if (
         quota.soft_files is not None
         and quota.used_files is not None
         and quota.used_files + files > quota.soft_files
     ):
-        yield f"a quota of {quota.soft_files:,} files is"
+        yield f"a quota of {quota.soft_files:,} files"
 
 
-def time(flight: PreflightContext) -> Says:
-    """All steps and saves, against the time until a job is told to save and stop."""
-    asked_s = limit_s(flight)
+def check_time(context: PreflightContext) -> Results:
+    """Compare the predicted time of steps and saves with the time until a job must save and stop."""
+    limit_s = find_time_limit_s(context)
     try:
-        step_s, error = flight.cost.step_s, flight.cost.time.error
+        step_s, error = context.cost.step_s, context.cost.time.error
     except Error as unknown:
         yield "warns", f"not predicted: {unknown}"
         return
-    steps = flight.spec.total_steps(flight.data.samples)
-    saves, save_s = _saving(flight, steps, steps * step_s)
+    steps = context.spec.total_steps(context.data.samples)
+    saves, save_s = _predict_saves(context, steps, steps * step_s)
     work_s = steps * step_s + saves * save_s
     parts = [f"{START_S:.0f} s to start", f"{steps:,} steps of {format_seconds(step_s)}"]
     parts += [f"{saves} saves of {format_seconds(save_s)}"] if save_s else []
-    said = f"{format_seconds(START_S + work_s)} predicted (± {error:.0%}): {', '.join(parts)}"
-    if asked_s is None:
-        yield "passes", f"{said}; no limit is said"
+    prediction = f"{format_seconds(START_S + work_s)} predicted (± {error:.0%}): {', '.join(parts)}"
+    if limit_s is None:
+        yield "passes", f"{prediction}; no limit is known"
         return
-    usable_s = asked_s - flight.site.notice_s - START_S
+    usable_s = limit_s - context.site.notice_s - START_S
     limit = (
-        f"{format_clock(asked_s)} {'asked' if flight.time is not None else 'is the limit of the partition'}"
+        f"the limit of the {'job' if context.time is not None else 'partition'} is {format_clock(limit_s)}"
     )
     if work_s <= usable_s:
-        yield "passes", f"{said}; {limit}"
+        yield "passes", f"{prediction}; {limit}"
     elif usable_s < step_s + save_s:
         yield (
             "fails",
-            f"{said}; {limit}, and {flight.site.notice_s} s before no step would be done and saved: ask for more time",
+            f"{prediction}; {limit}, and no step can be done and saved {context.site.notice_s} s before it; "
+            "request more time",
         )
-    elif not is_queued_again(flight.site, os.environ):
+    elif not can_requeue(context.site, os.environ):
         yield (
             "fails",
-            f"{said}; {limit}, and --no-requeue, so that it would not be done: ask for more time, or let it be queued again",
+            f"{prediction}; {limit}, and --no-requeue ends the training there; "
+            "request more time, or allow requeueing",
         )
     else:
-        again = math.ceil(work_s / usable_s) - 1
-        yield "warns", f"{said}; {limit}: it will be queued again {several(again, 'time')}"
+        count = math.ceil(work_s / usable_s) - 1
+        yield "warns", f"{prediction}; {limit}: the job will be requeued {several(count, 'time')}"
 
 
-def _saving(flight: PreflightContext, steps: int, steps_s: float) -> tuple[int, float]:
-    """How often, and how long it takes where that was measured on this disk."""
-    save, rate = flight.spec.save, _rate(flight.cluster, flight.run.absolute())
+def _predict_saves(context: PreflightContext, steps: int, steps_s: float) -> tuple[int, float]:
+    """Return the number of saves, and the seconds of each save; 0 if the disk was not measured."""
+    save, rate = context.spec.save, _find_write_rate_Bps(context.cluster, context.run.absolute())
     saves = max(1, steps // save.every if save.every is not None else 0, int(steps_s / (60 * save.minutes)))
-    return saves, flight.checkpoint_bytes / rate if rate else 0.0
+    return saves, context.checkpoint_bytes / rate if rate else 0.0
 
 
-def _rate(cluster: Cluster, run: Path) -> float | None:
-    """Bytes/s of the innermost directory that was measured."""
+def _find_write_rate_Bps(cluster: Cluster, run: Path) -> float | None:
+    """Return the write rate of the innermost measured directory around the run; None if there is none."""
     disks = [disk for disk in cluster.disks if run.is_relative_to(Path(disk.path).absolute())]
     if not disks:
         return None
-    found = max(disks, key=lambda disk: len(disk.path))
-    fact = found.checkpoint_Bps or found.write_Bps
+    innermost = max(disks, key=lambda disk: len(disk.path))
+    fact = innermost.checkpoint_Bps or innermost.write_Bps
     return fact.value if fact else None

@@ -1,4 +1,4 @@
-"""What a computing centre would say: the site file and what it names, Slurm's limits and variables."""
+"""Checks of the computing centre: the site file and the files that it names, Slurm's limits and variables."""
 
 import os
 import shlex
@@ -15,14 +15,17 @@ from paceline.launch.slurm.job_script import Job, list_options, render
 from paceline.launch.slurm.site import DEFAULT_FILE, Site, read_site
 from paceline.launch.slurm.srun import count_allocated_nodes
 from paceline.preflight.context import PreflightContext
-from paceline.preflight.finding import Says, Verdict
+from paceline.preflight.finding import Results, Verdict
 
 ANSWER_S = 30.0
 NO_MODULE = 97  # exit status
 NO_COMMAND = 127
-IMPORTS = "import importlib.util as u, sys; sys.exit(' and '.join(f'no {n}' for n in ('torch', 'paceline') if u.find_spec(n) is None) or 0)"
-# Variables that win over what a job script asks for (sbatch(1), INPUT ENVIRONMENT VARIABLES).
-WIN = {
+IMPORTS = (
+    "import importlib.util as u, sys; sys.exit("
+    "' and '.join(f'no {n}' for n in ('torch', 'paceline') if u.find_spec(n) is None) or 0)"
+)
+# Variables that override options of a job script (sbatch(1), INPUT ENVIRONMENT VARIABLES).
+OVERRIDES = {
     "SBATCH_ACCOUNT": "account",
     "SBATCH_CONSTRAINT": "constraint",
     "SBATCH_GPUS_PER_NODE": "gpus-per-node",
@@ -36,103 +39,106 @@ WIN = {
 }
 
 
-def site(flight: PreflightContext) -> Says:
-    """What can be known of it where no job runs."""
-    found, file = read_site(flight.site_file), flight.site_file or DEFAULT_FILE
-    said = ", ".join(name for name in Site.model_fields if name in found.model_fields_set)
+def check_site(context: PreflightContext) -> Results:
+    """Check everything in the site file that can be checked outside a job."""
+    site, file = read_site(context.site_file), context.site_file or DEFAULT_FILE
+    keys = ", ".join(name for name in Site.model_fields if name in site.model_fields_set)
     yield (
         "passes",
-        f"{file}: {said or 'nothing is said'}"
-        if file.exists()
-        else f"there is no {file}: jobs ask for nothing special",
+        f"{file}: {keys or 'no keys'}" if file.exists() else f"no {file}: jobs use Slurm's defaults",
     )
-    if found.modules:
-        yield from _modules(found.modules)
-    if found.conda is not None:
-        yield from _conda(found.conda, found.modules)
-    if found.venv is not None:
-        yield from _python(Path(found.venv) / "bin/python", f"venv {found.venv}", found.modules)
-    if found.container is not None:
-        yield from _container(found.container)
-    if found.stage_in is not None:
-        yield from _stage_in(Path(found.stage_in))
+    if site.modules:
+        yield from _check_modules(site.modules)
+    if site.conda is not None:
+        yield from _check_conda(site.conda, site.modules)
+    if site.venv is not None:
+        yield from _check_python(Path(site.venv) / "bin/python", f"venv {site.venv}", site.modules)
+    if site.container is not None:
+        yield from _check_container(site.container)
+    if site.stage_in is not None:
+        yield from _check_stage_in(Path(site.stage_in))
 
 
-def _modules(names: Sequence[str]) -> Says:
+def _check_modules(names: Sequence[str]) -> Results:
     load = shlex.join(("module", "load", *names))
-    status, said = _tried(f"type module > /dev/null 2>&1 || exit {NO_MODULE}; {load}")
+    status, output = _run_in_login_shell(f"type module > /dev/null 2>&1 || exit {NO_MODULE}; {load}")
     if status == NO_MODULE:
         yield (
             "warns",
-            f"there is no command module here, so whether there are {', '.join(names)} is not known",
+            f"modules {', '.join(names)} were not checked: this machine has no command module",
         )
-    elif status or "ERROR" in said:
-        yield "fails", f"{load}: {_last(said)}; module avail lists what there is"
+    elif status or "ERROR" in output:
+        yield "fails", f"{load}: {_last_line(output)}; module avail lists the modules"
     else:
         yield "passes", f"modules {', '.join(names)} can be loaded"
 
 
-def _conda(name: str, modules: Sequence[str]) -> Says:
-    status, said = _tried_with(
+def _check_conda(name: str, modules: Sequence[str]) -> Results:
+    status, output = _run_with_modules(
         modules, "conda", "run", "-p" if "/" in name else "-n", name, "python", "-c", IMPORTS
     )
     if status == NO_COMMAND:
-        where = "PATH, also with the modules" if modules else "PATH"
-        yield "fails", f"conda={name!r}, and there is no conda on {where}; name the module that has it"
+        path = "PATH, even with the modules" if modules else "PATH"
+        yield (
+            "fails",
+            f"conda={name!r} requires conda, which is not on {path}; add its module to the site file",
+        )
     else:
-        yield _judged(f"conda environment {name}", status, said)
+        yield _judge_imports(f"conda environment {name}", status, output)
 
 
-def _python(python: Path, what: str, modules: Sequence[str]) -> Says:
+def _check_python(python: Path, what: str, modules: Sequence[str]) -> Results:
     if python.exists():
-        yield _judged(what, *_tried_with(modules, str(python), "-c", IMPORTS))
+        yield _judge_imports(what, *_run_with_modules(modules, str(python), "-c", IMPORTS))
     else:
-        yield "fails", f"{what} has no {python}; make it there, or say another one in the site file"
+        yield "fails", f"{what} has no {python}; create it, or specify another venv in the site file"
 
 
-def _judged(what: str, status: int, said: str) -> tuple[Verdict, str]:
+def _judge_imports(what: str, status: int, output: str) -> tuple[Verdict, str]:
     if status:
-        return "fails", f"{what}: {_last(said)}; install it there, or say another one in the site file"
+        reason = _last_line(output)
+        return "fails", f"{what}: {reason}; install it, or specify another environment in the site file"
     return "passes", f"{what} has torch and paceline"
 
 
-def _container(image: str) -> Says:
+def _check_container(image: str) -> Results:
     if "://" not in image and not Path(image).exists():
-        yield "fails", f"there is no container {image}; say its whole path in the site file"
+        yield "fails", f"container {image} does not exist; specify its whole path in the site file"
     elif shutil.which("apptainer") is None:
         yield (
             "warns",
-            f"there is no apptainer on PATH here, so container {image} was not tried; the nodes must have it",
+            f"container {image} was not checked: this machine has no apptainer on PATH; "
+            "the nodes must have it",
         )
     else:
         yield "passes", f"container {image}, and apptainer to run it"
 
 
-def _stage_in(tar: Path) -> Says:
+def _check_stage_in(tar: Path) -> Results:
     try:
         is_tar = tarfile.is_tarfile(tar)
     except OSError as error:
         yield "fails", f"stage_in={str(tar)!r} cannot be read: {error.strerror}"
         return
     yield (
-        ("passes", f"stage_in {tar} is a tar")
+        ("passes", f"stage_in {tar} is a tar file")
         if is_tar
-        else ("fails", f"stage_in={str(tar)!r} is no tar; make one with tar -cf")
+        else ("fails", f"stage_in={str(tar)!r} must be a tar file; create it with tar -cf")
     )
 
 
-def _tried_with(modules: Sequence[str], *words: str) -> tuple[int, str]:
-    """The same of a command with modules loaded, where there are such."""
+def _run_with_modules(modules: Sequence[str], *command: str) -> tuple[int, str]:
+    """Run a command in a login shell with modules loaded, if there are any."""
     load = (
         f"type module > /dev/null 2>&1 && {shlex.join(('module', 'load', *modules))} > /dev/null 2>&1; "
         if modules
         else ""
     )
-    return _tried(load + shlex.join(words))
+    return _run_in_login_shell(load + shlex.join(command))
 
 
-def _tried(script: str) -> tuple[int, str]:
-    """Exit status, and what was said on both outputs, of a shell as it is at a login."""
+def _run_in_login_shell(script: str) -> tuple[int, str]:
+    """Return the exit status and the combined output of a script in a login shell."""
     try:
         done = subprocess.run(
             ("bash", "-lc", script),
@@ -147,31 +153,32 @@ def _tried(script: str) -> tuple[int, str]:
     return done.returncode, done.stdout.strip()
 
 
-def _last(said: str) -> str:
-    return said.splitlines()[-1] if said else "it failed without a word"
+def _last_line(output: str) -> str:
+    return output.splitlines()[-1] if output else "it failed without output"
 
 
-def queue(flight: PreflightContext) -> Says:
-    """What Slurm would do with the job, where there is a Slurm."""
+def check_slurm(context: PreflightContext) -> Results:
+    """Check whether Slurm accepts the job, if there is a Slurm."""
     read_world()  # raises for variables that contradict each other
-    job, where = flight.job, flight.site
-    if job.nodes == 1 and (reason := _unreachable()) is not None:
-        yield "passes", f"Slurm is not asked: {reason}; one node is here"
+    job, site = context.job, context.site
+    if job.nodes == 1 and (reason := _find_no_slurm_reason()) is not None:
+        yield "passes", f"one node does not require Slurm: {reason}"
         return
-    slurm.check(job, where)
-    yield "passes", f"Slurm would take it: {slurm.dry_run_script(render(job, where))}"
+    slurm.check(job, site)
+    yield "passes", f"Slurm accepts the job: {slurm.dry_run_script(render(job, site))}"
     if "SLURM_JOB_ID" in os.environ:
         try:
             count_allocated_nodes(job.nodes, job.least_nodes)
         except LaunchError as error:
-            yield "warns", f"in the job in which this runs it could not begin: {error}"
-    for sentence in overridden(job, where, os.environ):
+            yield "warns", f"the training cannot start in the present job: {error}"
+    for sentence in find_overrides(job, site, os.environ):
         yield "warns", sentence
 
 
-def _unreachable() -> str | None:
+def _find_no_slurm_reason() -> str | None:
+    """Return why Slurm cannot be used; None if it can."""
     if shutil.which("sbatch") is None:
-        return "there is no sbatch on PATH"
+        return "no sbatch on PATH"
     try:
         slurm.list_partitions()
     except LaunchError as error:
@@ -179,32 +186,28 @@ def _unreachable() -> str | None:
     return None
 
 
-def overridden(job: Job, where: Site, environ: Mapping[str, str]) -> list[str]:
-    """Variables that would make another job of it."""
-    asked = list_options(job, where)
+def find_overrides(job: Job, site: Site, environ: Mapping[str, str]) -> list[str]:
+    """Return a sentence for each environment variable that overrides an option of the job script."""
+    options = list_options(job, site)
     return [
-        f"{name}={environ[name]} wins over "
-        + (
-            f"{option}={asked[option]} of the job script"
-            if option in asked
-            else "a job script that says no " + option
-        )
-        + f"; unset {name}, or say it in the site file"
-        for name, option in WIN.items()
-        if name in environ and environ[name] != asked.get(option)
+        f"{name}={environ[name]} overrides "
+        + (f"{option}={options[option]} of the job script" if option in options else f"the default {option}")
+        + f"; unset {name}, or set {option} in the site file"
+        for name, option in OVERRIDES.items()
+        if name in environ and environ[name] != options.get(option)
     ]
 
 
-def limit_s(flight: PreflightContext) -> int | None:
-    """Seconds that a job has; None where neither the request nor Slurm says."""
-    if flight.time is not None:
-        return slurm.parse_seconds(flight.time)
+def find_time_limit_s(context: PreflightContext) -> int | None:
+    """Return the time limit of the job in seconds; None if neither the request nor Slurm specifies one."""
+    if context.time is not None:
+        return slurm.parse_seconds(context.time)
     try:
-        known = {found.name: found.limit_s for found in slurm.list_partitions()}
+        limits = {partition.name: partition.limit_s for partition in slurm.list_partitions()}
     except LaunchError:
         return None
-    return known.get(flight.site.partition or next(iter(known), ""))
+    return limits.get(context.site.partition or next(iter(limits), ""))
 
 
-def is_queued_again(site: Site, environ: Mapping[str, str]) -> bool:
+def can_requeue(site: Site, environ: Mapping[str, str]) -> bool:
     return "--no-requeue" not in site.sbatch and "SBATCH_NO_REQUEUE" not in environ

@@ -1,4 +1,4 @@
-"""What a preflight found, as text and JSON."""
+"""The findings of a preflight as text and JSON."""
 
 import json
 from collections import Counter
@@ -14,29 +14,29 @@ from paceline.units import several
 STYLES = {"passes": "green", "warns": "yellow", "fails": "bold red", "skipped": "dim"}
 
 
-def table(found: Sequence[Finding]) -> Table:
-    shown = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), show_header=False)
-    shown.add_column(no_wrap=True, style="bold")
-    shown.add_column(no_wrap=True)
-    shown.add_column(overflow="fold")
-    before = None
-    for one in found:
-        shown.add_row(
-            one.check if one.check != before else "",
-            Text(one.verdict, STYLES[one.verdict]),
-            Text(one.message),
+def build_table(findings: Sequence[Finding]) -> Table:
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), show_header=False)
+    table.add_column(no_wrap=True, style="bold")
+    table.add_column(no_wrap=True)
+    table.add_column(overflow="fold")
+    previous = None
+    for finding in findings:
+        table.add_row(
+            finding.check if finding.check != previous else "",
+            Text(finding.verdict, STYLES[finding.verdict]),
+            Text(finding.message),
         )
-        before = one.check
-    return shown
+        previous = finding.check
+    return table
 
 
-def verdict(found: Sequence[Finding]) -> str:
-    count = Counter(one.verdict for one in found)
-    if count["fails"]:
-        skipped = f", and {count['skipped']} could not be looked at" if count["skipped"] else ""
-        return f"it would fail: {count['fails']} of {len(found)} findings say why{skipped}"
-    return "nothing speaks against it" + (f"; {several(count['warns'], 'warning')}" if count["warns"] else "")
+def build_summary(findings: Sequence[Finding]) -> str:
+    counts = Counter(finding.verdict for finding in findings)
+    if counts["fails"]:
+        skipped = f", {counts['skipped']} were skipped" if counts["skipped"] else ""
+        return f"the training would fail: {counts['fails']} of {len(findings)} findings are failures{skipped}"
+    return "no failure found" + (f"; {several(counts['warns'], 'warning')}" if counts["warns"] else "")
 
 
-def as_json(found: Sequence[Finding]) -> str:
-    return json.dumps([asdict(one) for one in found], indent=1) + "\n"
+def to_json(findings: Sequence[Finding]) -> str:
+    return json.dumps([asdict(finding) for finding in findings], indent=1) + "\n"
