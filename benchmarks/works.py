@@ -18,8 +18,8 @@ from paceline.launch.rank_pool import Ranks
 from paceline.plan.plan import Plan
 from paceline.plan.search.candidates import enumerate_candidates
 from paceline.spec import parse_value
-from paceline.verify.report import furthest, reason, sentence
-from paceline.verify.run import Verdict, Verification, batch_for
+from paceline.verify.report import format_reason, format_verdict, max_difference
+from paceline.verify.run import Verdict, Verification, choose_batch
 
 MANY, FEW_STEPS = 8, 2
 PATIENCE_S = 600.0  # for one plan
@@ -73,7 +73,7 @@ def plans(ranks: int) -> list[Plan]:
 def spec_of(words: str, ranks: int, steps: int) -> Spec:
     task, *fields = words.split()
     settings = {key: parse_value(value) for key, _, value in (field.partition("=") for field in fields)}
-    return Spec(task=task, set=settings, batch=batch_for(16, plans(ranks), ranks), steps=steps)
+    return Spec(task=task, set=settings, batch=choose_batch(16, plans(ranks), ranks), steps=steps)
 
 
 def verdicts(words: str, ranks: Ranks, steps: int) -> list[Verdict] | str:
@@ -82,12 +82,12 @@ def verdicts(words: str, ranks: Ranks, steps: int) -> list[Verdict] | str:
     try:
         with Verification(spec_of(words, ranks.size, steps), ranks, PATIENCE_S) as verification:
             verification.reference()
-            found = [verification.outcome(plan) for plan in plans(ranks.size)]
+            found = [verification.try_verify(plan) for plan in plans(ranks.size)]
     except Error as error:
         return str(error)
     for verdict in found:
         if not verdict.same and verdict.cannot_be is None:
-            print(f"{words} {verdict.plan}: {sentence(verdict)}", file=sys.stderr)
+            print(f"{words} {verdict.plan}: {format_verdict(verdict)}", file=sys.stderr)
     print(f"{words} on {ranks.size} ranks: {time.perf_counter() - began:.0f} s", file=sys.stderr)
     return found
 
@@ -106,7 +106,7 @@ def page(ranks: int, found: dict[str, list[Verdict] | str]) -> list[str]:
         if verdict.same:
             return "✓"
         if verdict.cannot_be is not None:
-            return str(reasons.setdefault(reason(verdict), len(reasons) + 1))
+            return str(reasons.setdefault(format_reason(verdict), len(reasons) + 1))
         return "✗"
 
     for at, plan in enumerate(plans(ranks)):
@@ -120,7 +120,7 @@ def page(ranks: int, found: dict[str, list[Verdict] | str]) -> list[str]:
             if isinstance(of, list)
             else []
         )
-        lines += [f"✗ {name}, `{verdict.plan}`: {sentence(verdict)}\n" for verdict in wrong]
+        lines += [f"✗ {name}, `{verdict.plan}`: {format_verdict(verdict)}\n" for verdict in wrong]
     return lines
 
 
@@ -162,7 +162,7 @@ def whole(found: dict[int, dict[str, list[Verdict] | str]], steps: int) -> str:
             f"* *{name}*: {TOLD[name]}"
             for name in dict.fromkeys(name for of_size in found.values() for name in of_size)
         ),
-        furthest=max((furthest(verdict) for verdict in everything(found) if verdict.same), default=0.0),
+        furthest=max((max_difference(verdict) for verdict in everything(found) if verdict.same), default=0.0),
         torch=torch.__version__.partition("+")[0],
     )
     lines = [line for size, of_size in found.items() for line in page(size, of_size)]

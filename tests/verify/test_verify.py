@@ -1,4 +1,4 @@
-"""verify says the same of what is the same, and finds, names and places what is planted."""
+"""verify accepts equal trainings, and finds, names and locates planted faults."""
 
 import dataclasses
 import json
@@ -22,10 +22,16 @@ from paceline.launch.rank_pool import Ranks
 from paceline.plan.plan import parse
 from paceline.plan.search.candidates import enumerate_candidates
 from paceline.spec import Optimizer
-from paceline.verify.compare import Difference, apart, apart_numbers, axis_of, ratio
-from paceline.verify.disable_dropout import switch_dropout_off_
-from paceline.verify.report import conditions, sentence, told
-from paceline.verify.run import Verdict, Verification, batch_for
+from paceline.verify.compare import (
+    Difference,
+    estimate_factor,
+    find_axis,
+    scalar_difference,
+    tensor_difference,
+)
+from paceline.verify.disable_dropout import disable_dropout_
+from paceline.verify.report import describe_conditions, describe_difference, format_verdict, max_difference
+from paceline.verify.run import Verdict, Verification, choose_batch
 
 pytestmark = pytest.mark.processes
 
@@ -58,13 +64,13 @@ def clipped(two: Ranks) -> Iterator[Verification]:
 @pytest.mark.parametrize(
     "plan", ["ddp", "zero1", "zero2,microbatches=2", "zero3", "hsdp", "ddp,recompute=full"]
 )
-def test_the_same(text: Verification, plan: str) -> None:
+def test_equal_trainings_are_accepted(text: Verification, plan: str) -> None:
     verdict = text.verify(parse(plan))
     assert verdict.same
     assert verdict.first is None
     assert len(verdict.rows) == 3
-    assert all(verdict.furthest(of) < 1e-12 for of in ("of_loss", "of_norm", "of_gradients", "of_parameters"))
-    assert "same training" in sentence(verdict)
+    assert max_difference(verdict) < 1e-12
+    assert "same training" in format_verdict(verdict)
 
 
 FAULTS = [
@@ -91,7 +97,7 @@ FAULTS = [
     FAULTS,
     ids=lambda value: getattr(value, "__name__", None),
 )
-def test_what_is_planted_is_found(
+def test_planted_faults_are_found(
     text: Verification, plan: str, fault: Any, step: int, what: str, name: str, factor: Any, axis: Any
 ) -> None:
     verdict = text.verify(parse(plan), fault)
@@ -110,12 +116,13 @@ def test_what_is_planted_is_found(
     assert verdict.as_json()["first_difference"]["axis"] == axis
     if fault is faults.gradient_times_data:
         assert (
-            told(verdict)
-            == "the gradient of tokens.weight is 2.000 times that of one process from step 1 on: the degree of dp"
+            describe_difference(verdict)
+            == "the gradient of tokens.weight is 2.000 times that of one process from step 1 on: "
+            "the degree of dp"
         )
     if fault is faults.gradient_doubled_on_last_rank:
-        assert "tokens.weight on rank 1 is 2.000 times" in told(verdict)
-    assert text.verify(parse(plan)).same  # nothing of it is left
+        assert "tokens.weight on rank 1 is 2.000 times" in describe_difference(verdict)
+    assert text.verify(parse(plan)).same  # the fault is removed
 
 
 def test_a_norm_of_shards_is_found_where_it_clips(clipped: Verification) -> None:
@@ -123,25 +130,25 @@ def test_a_norm_of_shards_is_found_where_it_clips(clipped: Verification) -> None
     verdict = clipped.verify(parse("zero3"), faults.norm_of_shard)
     assert verdict.first is not None
     assert verdict.first.what == "norm"
-    assert verdict.rows[0].of_gradients < 1e-12
-    assert verdict.rows[0].of_parameters > 1e-10
+    assert verdict.rows[0].gradient_difference < 1e-12
+    assert verdict.rows[0].parameter_difference > 1e-10
 
 
-def test_none_is_not_zero(two: Ranks) -> None:
+def test_a_missing_gradient_differs_from_zero(two: Ranks) -> None:
     with Verification(spec("Idle"), two) as idle:
         assert idle.verify(parse("zero3")).same
         verdict = idle.verify(parse("ddp"), faults.zero_for_none)
     assert verdict.first is not None
     assert verdict.first.name == "spare"
-    assert "has a gradient, but with one process it has none" in told(verdict)
+    assert "has a gradient, but with one process it has none" in describe_difference(verdict)
 
 
 @pytest.mark.parametrize(
     "fault", [pytest.param(faults.hang, marks=pytest.mark.slow), faults.die, faults.fail]
 )
-def test_ranks_that_do_not_answer_fail_alone(two: Ranks, fault: Any) -> None:
+def test_failing_ranks_fail_one_verdict_only(two: Ranks, fault: Any) -> None:
     with Verification(spec("Points"), two, timeout_s=5.0) as points:
-        verdict = points.outcome(parse("ddp"), fault)
+        verdict = points.try_verify(parse("ddp"), fault)
         assert not verdict.same
         assert verdict.failed is not None
         expected = {
@@ -151,26 +158,26 @@ def test_ranks_that_do_not_answer_fail_alone(two: Ranks, fault: Any) -> None:
         }
         assert expected[fault] in verdict.failed
         assert verdict.as_json()["same"] is False
-        assert points.outcome(parse("zero3")).same
+        assert points.try_verify(parse("zero3")).same
 
 
-def test_one_process_runs_as_many_micro_batches_where_these_matter(two: Ranks) -> None:
+def test_the_reference_uses_micro_batches_if_they_change_the_training(two: Ranks) -> None:
     with Verification(spec("NormedImages"), two) as normed:
         assert normed.verify(parse("zero3,microbatches=2")).same
-        assert any("BatchNorm" in line for line in conditions(normed.reference()))
+        assert any("BatchNorm" in line for line in describe_conditions(normed.reference()))
         assert normed.references.keys() == {1, 2}
     with Verification(spec("test_verify:Summed"), two) as summed:
         verdict = summed.verify(parse("ddp,microbatches=2"))
-        assert summed.sees_micro_batches
+        assert summed.depends_on_microbatches
         assert (
-            "not the same training as one process with microbatches=2: the gradient of 0.weight is 0.500 times"
-            in sentence(verdict)
+            "not the same training as one process with microbatches=2: "
+            "the gradient of 0.weight is 0.500 times" in format_verdict(verdict)
         )
-        assert "one over the degree of dp" in sentence(verdict)
+        assert "one over the degree of dp" in format_verdict(verdict)
 
 
 class Summed(models.Points):
-    """A scalar is taken as the mean over the samples of its batch, and this one is not: a common mistake."""
+    """A sum over the samples, although a scalar loss must be their mean: a common mistake."""
 
     def loss(self, output: torch.Tensor, batch: Any) -> torch.Tensor:
         return (output - batch[1]).square().sum()
@@ -215,7 +222,7 @@ class Rms(nn.Module):
 
 
 class BiasBeforeNorm(models.Points):
-    """A gradient that is 0 but for rounding, of which Adam makes steps."""
+    """A gradient that is 0 except for rounding, which Adam amplifies to whole steps."""
 
     single: bool = False
 
@@ -238,11 +245,11 @@ class Kernel(nn.Module):
 
 class Broken(NoKernel):
     def loss(self, output: torch.Tensor, batch: Any) -> torch.Tensor:
-        raise RuntimeError("of no type at all")
+        raise RuntimeError("fails in every dtype")
 
 
 class Mixing(models.Points):
-    """A loss of the whole batch."""
+    """A loss that depends on the whole batch."""
 
     def model(self) -> nn.Module:
         return nn.Sequential(*(nn.Linear(5, 5) for _ in range(4)), nn.Linear(5, 3))
@@ -256,51 +263,54 @@ PLANTED = (faults.gradient_a_little_off, faults.weights_a_little_off)
 
 
 @pytest.mark.parametrize(
-    ("name", "more", "optimizer", "plans", "said"),
+    ("name", "fields", "optimizer", "plans", "message"),
     [
         (
             "Upcast",
             {},
             Optimizer(),
             ("ddp", "zero3", "ddp,microbatches=2"),
-            "the model computes in float32 inside of float64",
+            "the model casts to float32 inside of float64",
         ),
-        ("BiasBeforeNorm", {}, HARSH, ("ddp", "zero1"), "BatchNorm takes its statistics"),
+        ("BiasBeforeNorm", {}, HARSH, ("ddp", "zero1"), "BatchNorm computes its statistics"),
         (
             "BiasBeforeNorm",
             {"single": True},
             HARSH,
             ("ddp",),
-            "the model computes in float32 inside of float64",
+            "the model casts to float32 inside of float64",
         ),
         (
             "NoKernel",
             {},
             Optimizer(),
             ("ddp", "zero3"),
-            "float64 cannot be computed (the forward pass raised NotImplementedError: grouped_mm is not implemented for Double",
+            "float64 cannot be computed (the forward pass raised NotImplementedError: "
+            "grouped_mm is not implemented for Double",
         ),
     ],
     ids=["float32 inside", "zero gradient", "both", "no kernel"],
 )
-def test_rounding_is_no_difference_and_a_small_defect_is_one(two, name, more, optimizer, plans, said) -> None:
-    with Verification(spec(f"test_verify:{name}", set=more, optimizer=optimizer), two) as verification:
+def test_rounding_is_accepted_and_a_small_fault_is_found(
+    two, name, fields, optimizer, plans, message
+) -> None:
+    with Verification(spec(f"test_verify:{name}", set=fields, optimizer=optimizer), two) as verification:
         for plan in plans:
             verdict = verification.verify(parse(plan))
-            assert verdict.same, (plan, told(verdict))
-        assert any(said in line for line in conditions(verification.reference())), conditions(
-            verification.reference()
+            assert verdict.same, (plan, describe_difference(verdict))
+        assert any(message in line for line in describe_conditions(verification.reference())), (
+            describe_conditions(verification.reference())
         )
         for fault in PLANTED:
             verdict = verification.verify(parse(plans[0]), fault)
-            assert not verdict.same, (fault, sentence(verdict))
-            assert "0.0e+00 times" not in told(verdict)
+            assert not verdict.same, (fault, format_verdict(verdict))
+            assert "0.0e+00 times" not in describe_difference(verdict)
 
 
 class Counting(models.Points):
-    """The whole model has buffers that are changed between its parts, so that only one stage can change them."""
+    """The whole model changes buffers between its parts, so that only one stage can change them."""
 
-    times: float = 1.0  # wrongly, where there are several ranks
+    times: float = 1.0  # another value is a fault with several ranks
 
     def model(self) -> nn.Module:
         return Counted(self.times)
@@ -329,14 +339,16 @@ class Counted(nn.Module):
         return self.last(x)
 
 
-def test_buffers_count_where_their_stage_runs(two: Ranks) -> None:
+def test_buffers_are_compared_on_their_stage(two: Ranks) -> None:
     with Verification(spec("test_verify:Counting"), two) as counting:
         verdict = counting.verify(parse("pp=2"))
-        assert verdict.same, told(verdict)
+        assert verdict.same, describe_difference(verdict)
     with Verification(spec("test_verify:Counting", set={"times": 2.0}), two) as counting:
         verdict = counting.verify(parse("pp=2"))
         assert not verdict.same
-        assert told(verdict).startswith("the buffer mean is 2.000 times that of one process from step 1 on")
+        assert describe_difference(verdict).startswith(
+            "the buffer mean is 2.000 times that of one process from step 1 on"
+        )
 
 
 @pytest.mark.parametrize("kind", ["buffers", "late buffer"])
@@ -344,11 +356,11 @@ def test_buffers_of_every_kind_are_compared(two: Ranks, kind: str) -> None:
     with Verification(spec("unprepared:Unprepared", set={"kind": kind}), two) as verification:
         for plan in ("ddp", "zero3"):
             verdict = verification.verify(parse(plan))
-            assert verdict.same, told(verdict)
+            assert verdict.same, describe_difference(verdict)
 
 
 @pytest.mark.slow
-def test_statistics_of_stages_are_those_of_all_data_ranks() -> None:
+def test_batch_norm_of_stages_uses_all_data_ranks() -> None:
     """BatchNorm in the stages of a pipeline, each on several data ranks."""
     with Ranks(4) as four, Verification(spec("models:Images"), four) as verification:
         for plan in (
@@ -358,12 +370,12 @@ def test_statistics_of_stages_are_those_of_all_data_ranks() -> None:
             "pp=2,zero=2",
             "pp=2,microbatches=2,pp_schedule=zbv",
         ):
-            verdict = verification.outcome(parse(plan))
-            assert verdict.same, (plan, sentence(verdict))
+            verdict = verification.try_verify(parse(plan))
+            assert verdict.same, (plan, format_verdict(verdict))
         assert verification.reference().has_batch_norm
 
 
-def test_a_task_that_fails_in_every_type_fails_with_its_own_words(two: Ranks) -> None:
+def test_a_task_that_fails_in_every_dtype_reports_the_first_error(two: Ranks) -> None:
     with (
         Verification(spec("test_verify:Broken"), two) as broken,
         pytest.raises((TaskError, NotImplementedError), match="grouped_mm"),
@@ -371,29 +383,29 @@ def test_a_task_that_fails_in_every_type_fails_with_its_own_words(two: Ranks) ->
         broken.reference()
 
 
-def test_it_is_said_that_micro_batches_are_another_training(two: Ranks) -> None:
+def test_the_verdict_says_that_micro_batches_change_the_training(two: Ranks) -> None:
     with Verification(spec("test_verify:Mixing"), two) as mixing:
         verdict = mixing.verify(parse("pp=2,microbatches=4"))
         assert verdict.same
-        assert verdict.of_whole is not None
-        assert verdict.of_whole > 1e-3
+        assert verdict.whole_batch_difference is not None
+        assert verdict.whole_batch_difference > 1e-3
         assert (
             "one process with microbatches=4 (not as one process on whole batches: its loss differs by "
-            in sentence(verdict)
+            in format_verdict(verdict)
         )
         assert verdict.as_json()["compared_with"]["microbatches"] == 4
-        assert not mixing.verify(parse("ddp")).same, "each rank takes the mean of its own samples"
+        assert not mixing.verify(parse("ddp")).same, "each rank computes the mean of its own samples"
     with Verification(spec("Points"), two) as points:
-        assert "whole batches" not in sentence(points.verify(parse("ddp,microbatches=2")))
+        assert "whole batches" not in format_verdict(points.verify(parse("ddp,microbatches=2")))
 
 
-def test_dropout_is_switched_off_and_said(two: Ranks) -> None:
+def test_dropout_is_disabled_and_reported(two: Ranks) -> None:
     with Verification(spec("test_verify:Dropping"), two) as dropping:
         assert dropping.verify(parse("ddp")).same
-        assert conditions(dropping.reference()) == ["dropout is switched off: drop.p"]
+        assert describe_conditions(dropping.reference()) == ["dropout is switched off: drop.p"]
     with Verification(spec("test_verify:Dropping", set={"functional": True}), two) as dropping:
         assert not dropping.verify(parse("ddp")).same
-        assert any("draws random numbers" in line for line in conditions(dropping.reference()))
+        assert any("draws random numbers" in line for line in describe_conditions(dropping.reference()))
 
 
 def test_every_kind_of_dropout_is_found() -> None:
@@ -411,7 +423,7 @@ def test_every_kind_of_dropout_is_found() -> None:
     model = nn.ModuleDict(
         {"torch": nn.TransformerEncoderLayer(4, 2, 8), "lstm": nn.LSTM(3, 3, 2, dropout=0.5), "ours": Ours()}
     )
-    assert switch_dropout_off_(model) == [
+    assert disable_dropout_(model) == [
         "torch.self_attn.dropout",
         "torch.dropout.p",
         "torch.dropout1.p",
@@ -423,42 +435,46 @@ def test_every_kind_of_dropout_is_found() -> None:
         "ours.drop.p",
     ]
     assert model["ours"].scale == model["ours"].config.rope_theta == model["ours"].config.p == 0.5
-    assert switch_dropout_off_(model) == []
+    assert disable_dropout_(model) == []
 
 
-def test_what_is_refused_is_no_failure(two: Ranks) -> None:
+def test_an_impossible_plan_is_not_a_failure(two: Ranks) -> None:
     with Verification(spec("Temperature"), two) as temperature:
-        verdict = temperature.outcome(parse("hsdp,replicate=3"))
+        verdict = temperature.try_verify(parse("hsdp,replicate=3"))
         assert "does not divide" in str(verdict.cannot_be)
         assert verdict.as_json()["same"] is None
-        assert temperature.outcome(parse("ddp")).same
-        with pytest.raises(PlanError, match="another update than that of one process"):
+        assert temperature.try_verify(parse("ddp")).same
+        with pytest.raises(PlanError, match="differs from that of one process by design"):
             temperature.verify(parse("local-sgd"))
 
 
-def test_how_far_apart() -> None:
+def test_relative_differences() -> None:
     one = torch.tensor([1.0, -4.0], dtype=torch.float64)
-    assert apart(one, one.clone(), 4.0) == 0
-    assert apart(one + torch.tensor([0.0, 4e-3]), one, 4.0) == pytest.approx(1e-3)
-    assert apart(torch.full((2,), 1e-17), torch.zeros(2), 1.0) < 1e-14  # rounding, of a gradient that is 0
-    assert apart(torch.full((2,), 2e-3), torch.full((2,), 1e-3), 1.0) > 0.05  # small, and wrong
-    assert apart(torch.tensor([math.nan]), torch.ones(1), 1.0) == math.inf
-    assert apart(torch.ones(1), torch.zeros(1), 0.0) == math.inf
+    assert tensor_difference(one, one.clone(), 4.0) == 0
+    assert tensor_difference(one + torch.tensor([0.0, 4e-3]), one, 4.0) == pytest.approx(1e-3)
+    assert (
+        tensor_difference(torch.full((2,), 1e-17), torch.zeros(2), 1.0) < 1e-14
+    )  # rounding of a gradient that is 0
+    assert tensor_difference(torch.full((2,), 2e-3), torch.full((2,), 1e-3), 1.0) > 0.05  # small and wrong
+    assert tensor_difference(torch.tensor([math.nan]), torch.ones(1), 1.0) == math.inf
+    assert tensor_difference(torch.ones(1), torch.zeros(1), 0.0) == math.inf
     mask = torch.tensor([0.0, -math.inf, 2.0])
-    assert apart(mask + torch.tensor([0.0, 0.0, 1e-3]), mask, 2.0) == pytest.approx(5e-4, rel=1e-3)
-    assert apart(mask, mask.abs(), 2.0) == math.inf
-    assert apart_numbers(0.0, 0.0) == 0
-    assert apart_numbers(math.nan, 1.0) == math.inf
+    assert tensor_difference(mask + torch.tensor([0.0, 0.0, 1e-3]), mask, 2.0) == pytest.approx(
+        5e-4, rel=1e-3
+    )
+    assert tensor_difference(mask, mask.abs(), 2.0) == math.inf
+    assert scalar_difference(0.0, 0.0) == 0
+    assert scalar_difference(math.nan, 1.0) == math.inf
 
 
 def test_factors_and_their_names() -> None:
     one = torch.randn(50, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    assert ratio(3 * one, one) == (pytest.approx(3), True)
-    assert ratio(torch.zeros(50), one) == (0, True)
-    assert ratio(one.flip(0), one)[1] is False
-    assert ratio(one, torch.zeros(50)) == (None, False)
+    assert estimate_factor(3 * one, one) == (pytest.approx(3), True)
+    assert estimate_factor(torch.zeros(50), one) == (0, True)
+    assert estimate_factor(one.flip(0), one)[1] is False
+    assert estimate_factor(one, torch.zeros(50)) == (None, False)
     plan = parse("dp=2,tp=4,microbatches=3").resolve(8)
-    assert [axis_of(factor, plan, 8) for factor in (2.0, 0.25, 3.0, 8.0, 5.0, None)] == [
+    assert [find_axis(factor, plan, 8) for factor in (2.0, 0.25, 3.0, 8.0, 5.0, None)] == [
         "dp",
         "1 / tp",
         "microbatches",
@@ -466,26 +482,28 @@ def test_factors_and_their_names() -> None:
         None,
         None,
     ]
-    assert axis_of(2.0, parse("dp=2,tp=2").resolve(4), 4) == "dp or tp"
-    assert axis_of(math.sqrt(8), plan, 8, of_norm=True) == "√ranks"
+    assert find_axis(2.0, parse("dp=2,tp=2").resolve(4), 4) == "dp or tp"
+    assert find_axis(math.sqrt(8), plan, 8, of_norm=True) == "√ranks"
     verdict = Verdict(plan, 8, first=Difference(2, "gradient", "up", 0, 1.0, 0.25, True), axis="1 / tp")
     assert (
-        told(verdict)
+        describe_difference(verdict)
         == "the gradient of up is 0.250 times that of one process from step 2 on: one over the degree of tp"
     )
     verdict = dataclasses.replace(
         verdict, first=Difference(2, "gradient", "up", 0, 1e-3, 1.0, True), axis=None
     )
     assert (
-        told(verdict)
-        == "the gradient of up differs in some elements from that of one process from step 2 on, by 0.001 of its largest element"
+        describe_difference(verdict)
+        == "the gradient of up differs in some elements from that of one process from step 2 on, "
+        "by 0.001 of its largest element"
     )
     verdict = dataclasses.replace(
         verdict, axis=None, first=Difference(0, "parameter", "up", 0, 0.5, 1.3, False)
     )
     assert (
-        told(verdict)
-        == "the parameter up differs from that of one process before the first step, by 0.5 of its largest element, and not by one factor"
+        describe_difference(verdict)
+        == "the parameter up differs from that of one process before the first step, "
+        "by 0.5 of its largest element, and not by one factor"
     )
 
 
@@ -505,12 +523,12 @@ def test_candidates_fit_the_ranks(ranks: int) -> None:
         assert {Plan(tp=ranks), Plan(cp=ranks)} <= set(plans)
     if ranks == 8:
         assert parse("dp=2,tp=2,pp=2,zero=2") in plans
-    assert batch_for(5, plans, ranks) >= 5
+    assert choose_batch(5, plans, ranks) >= 5
 
 
-def test_a_batch_that_all_plans_can_split() -> None:
-    assert batch_for(64, [Plan(dp=3), Plan(pp=3)], 3) == 66
-    assert batch_for(64, [Plan()], 4) == 64
+def test_the_batch_is_divisible_by_all_plans() -> None:
+    assert choose_batch(64, [Plan(dp=3), Plan(pp=3)], 3) == 66
+    assert choose_batch(64, [Plan()], 4) == 64
 
 
 TASK = """
@@ -555,7 +573,7 @@ def at(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_the_command_on_what_is_the_same(at: Path) -> None:
+def test_the_command_accepts_an_equal_training(at: Path) -> None:
     result = succeed(
         "verify", "my.py:Mine", "--plan", "zero3", "--ranks", "2", "--json", "same.json", at=at, COLUMNS="80"
     )
@@ -585,7 +603,7 @@ def test_the_command_on_what_is_the_same(at: Path) -> None:
     assert not (at / "runs").exists()
 
 
-def test_the_command_on_what_is_not(at: Path) -> None:
+def test_the_command_finds_a_difference(at: Path) -> None:
     words = ("--set", "by_rank=true", "--ranks", "2", "--batch", "8", "--steps", "2")
     result = paceline("verify", "my.py:Mine", "--plan", "ddp", *words, "--json", "other.json", at=at)
     assert result.status == 1, result.all
@@ -603,7 +621,7 @@ def test_the_command_on_what_is_not(at: Path) -> None:
 
 
 @pytest.mark.slow
-def test_the_command_on_all_plans(at: Path) -> None:
+def test_the_command_checks_all_plans(at: Path) -> None:
     words = ("verify", "my.py:Mine", "--all", "--ranks", "2", "--steps", "1", "--json", "all.json")
     result = succeed(*words, at=at, COLUMNS="80")
     assert max(map(len, result.out.splitlines())) <= 80
@@ -628,14 +646,14 @@ def test_the_command_on_all_plans(at: Path) -> None:
         (("my.py:Mine",), "verify requires a plan to compare with one process; add --plan PLAN or --all"),
     ],
 )
-def test_bad_input(at: Path, words: tuple[str, ...], sentence: str) -> None:
+def test_bad_input_is_reported_in_one_sentence(at: Path, words: tuple[str, ...], sentence: str) -> None:
     result = paceline("verify", *words, at=at)
     assert result.status == 2, result.all
     assert sentence in result.err
     assert result.err.count("\n") == 1
 
 
-def test_not_as_a_rank(at: Path) -> None:
+def test_verify_refuses_to_run_as_a_rank(at: Path) -> None:
     result = paceline(
         "verify",
         "my.py:Mine",
@@ -648,7 +666,7 @@ def test_not_as_a_rank(at: Path) -> None:
         LOCAL_WORLD_SIZE="1",
     )
     assert result.status == 2
-    assert "run it without" in result.err
+    assert "run verify without" in result.err
 
 
 def test_an_interrupt_ends_everything(at: Path) -> None:

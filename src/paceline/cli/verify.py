@@ -111,32 +111,39 @@ def _verify(
         if has_batch:
             micro_batch_size(spec.batch, resolved)
 
-    from paceline.verify.report import Overview, closing, conditions, measure, sentence, table
-    from paceline.verify.run import Verification, batch_for
+    from paceline.verify.report import (
+        Overview,
+        build_summary,
+        build_table,
+        describe_conditions,
+        describe_measure,
+        format_verdict,
+    )
+    from paceline.verify.run import Verification, choose_batch
 
     if not has_batch:
-        spec = spec.model_copy(update={"batch": batch_for(spec.batch, plans, ranks)})
+        spec = spec.model_copy(update={"batch": choose_batch(spec.batch, plans, ranks)})
     console = Console(highlight=False, emoji=False)
     with Verification(spec, ranks, timeout_s) as verification:
         reference = verification.reference()
         subject = f"plan {plans[0]}" if plan_text is not None else f"{len(plans)} plans"
-        dtype = "float64" if reference.no_float64 is None else "float32"
+        dtype = "float64" if reference.float64_error is None else "float32"
         settings = f"{several(spec.steps or STEPS, 'step')}, batch {spec.batch}, {dtype}"
         console.print(
             f"{task_name}: {subject} on {several(ranks, 'rank')}, compared with one process; {settings}",
             markup=False,
             soft_wrap=True,
         )
-        for condition in [*conditions(reference), *verification.notes]:
+        for condition in [*describe_conditions(reference), *verification.notes]:
             console.print(condition, markup=False)
-        console.print(measure(reference), style="dim")
+        console.print(describe_measure(reference), style="dim")
         if plan_text is not None and plans[0].is_asynchronous:
             console.print(
                 "the update of this plan differs from that of one process; these properties must hold "
                 "instead:",
                 markup=False,
             )
-            properties = verification.held(plans[0])
+            properties = verification.check_conditions(plans[0])
             for entry in properties:
                 style, word = {
                     True: ("bold green", "holds"),
@@ -154,9 +161,9 @@ def _verify(
             }, status
         if plan_text is not None:
             verdict = verification.verify(plans[0])
-            console.print(table(verdict))
+            console.print(build_table(verdict))
             console.print(
-                sentence(verdict),
+                format_verdict(verdict),
                 style="bold green" if verdict.same else "bold red",
                 markup=False,
                 soft_wrap=True,
@@ -164,11 +171,11 @@ def _verify(
             return verdict.as_json(), 0 if verdict.same else 1
         overview, verdicts = Overview(console, plans), []
         for plan in plans:
-            verdicts.append(verification.outcome(plan))
+            verdicts.append(verification.try_verify(plan))
             overview.add(verdicts[-1])
     if all(verdict.cannot_be is not None for verdict in verdicts):
         raise PlanError(f"none of {len(plans)} plans is possible: {verdicts[0].cannot_be}")
-    console.print(closing(verdicts))
+    console.print(build_summary(verdicts))
     return [verdict.as_json() for verdict in verdicts], 0 if all(
         verdict.same or verdict.cannot_be for verdict in verdicts
     ) else 1

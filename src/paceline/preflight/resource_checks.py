@@ -39,7 +39,8 @@ def check_memory(context: PreflightContext) -> Results:
         yield (
             verdict,
             f"nodes × ranks must be at most {cluster.nodes} × {cluster.devices_per_node}, "
-            f"the nodes × devices of {cluster.name}, got {job.nodes} × {job.ranks_per_node}; use fewer, or another --cluster",
+            f"the nodes × devices of {cluster.name}, got {job.nodes} × {job.ranks_per_node}; "
+            "use fewer, or another --cluster",
         )
         return
     try:

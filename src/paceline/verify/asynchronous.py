@@ -1,4 +1,4 @@
-"""Plans whose update is another one than that of one process: what must hold instead, tried on the user's task."""
+"""Conditions for plans whose update differs from one process by design, checked on the user's task."""
 
 import hashlib
 from collections.abc import Callable
@@ -21,13 +21,13 @@ from paceline.training.checkpoint.save import load_weights
 from paceline.training.loop import train
 from paceline.training.parameter_server.coordinator import STALENESS
 from paceline.verify.capture import Reference
-from paceline.verify.compare import RTOL, apart, apart_numbers
-from paceline.verify.disable_dropout import quiet
+from paceline.verify.compare import RTOL, scalar_difference, tensor_difference
+from paceline.verify.disable_dropout import disable_dropout
 
 
 @dataclass(frozen=True)
 class Condition:
-    """One thing that must hold. `holds` is None where it does not apply to the task, and `detail` says why."""
+    """A condition that must hold. `holds` is None if it does not apply to the task; `detail` says why."""
 
     what: str
     holds: bool | None
@@ -39,25 +39,25 @@ class Condition:
 
 @dataclass(frozen=True)
 class TrainingOutcome:
-    """What one rank saw of a training."""
+    """The outcome of a training on one rank."""
 
     losses: list[float]
-    weights: str | None  # a digest of the parameters in the end, where this rank trains a model of its own
-    lead: int | None  # most steps that a worker was ahead
+    weights: str | None  # digest of the last parameters, if this rank trains a model
+    lead: int | None  # maximum number of steps that a worker was ahead
 
 
 Run = Callable[[Spec, Plan, Path], list[TrainingOutcome]]  # on all ranks
 
 
-def on_rank(spec: Spec, plan: str, path: Path) -> TrainingOutcome:
-    """Train on this rank, with a checkpoint at the end. All ranks of the process group call it."""
+def train_on_rank(spec: Spec, plan: str, path: Path) -> TrainingOutcome:
+    """Train on this rank and save a checkpoint at the end. All ranks of the process group call it."""
     models: list[nn.Module] = []
 
     def observe(model: nn.Module, what: str, step: int) -> None:
         models[:] = [model]
 
     path.mkdir(parents=True, exist_ok=True)
-    task = quiet(tasks.load_task(spec.task, spec.set))
+    task = disable_dropout(tasks.load_task(spec.task, spec.set))
     events = list(
         train(spec, parse(plan), read_world(), task=task, run=RunFolder(path), device="cpu", observe=observe)
     )
@@ -65,97 +65,117 @@ def on_rank(spec: Spec, plan: str, path: Path) -> TrainingOutcome:
     ended = next((event for event in events if isinstance(event, Ended)), None)
     return TrainingOutcome(
         losses=[event.loss for event in events if isinstance(event, Step)],
-        weights=_digest(models[0]) if models else None,
+        weights=_compute_digest(models[0]) if models else None,
         lead=ended.lead if ended is not None else None,
     )
 
 
-def _digest(model: nn.Module) -> str:
+def _compute_digest(model: nn.Module) -> str:
     digest = hashlib.blake2b()
     for parameter in model.parameters():
         digest.update(parameter.detach().contiguous().view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()
 
 
-def must_hold(
-    spec: Spec, task: Task, asked: Plan, reference: Reference, run: Run, folder: Path
+def check_conditions(
+    spec: Spec, task: Task, plan: Plan, reference: Reference, run: Run, folder: Path
 ) -> list[Condition]:
-    """`spec`: in float64, without workers. `run` trains on all ranks; checkpoints go below `folder`."""
-    if asked.servers is not None:
-        return _of_servers(spec, asked, reference, run, folder)
-    return _of_local_sgd(spec, task, asked, reference, run, folder)
+    """Return the conditions of a local-sgd or parameter-server plan, with their results.
+
+    spec: in float64, without workers. run: trains on all ranks. folder: for checkpoints."""
+    if plan.servers is not None:
+        return _check_parameter_server(spec, plan, reference, run, folder)
+    return _check_local_sgd(spec, task, plan, reference, run, folder)
 
 
-def _of_local_sgd(
-    spec: Spec, task: Task, asked: Plan, reference: Reference, run: Run, folder: Path
+def _check_local_sgd(
+    spec: Spec, task: Task, plan: Plan, reference: Reference, run: Run, folder: Path
 ) -> list[Condition]:
-    assert asked.period is not None
-    plan = replace(asked, switch=None)
-    outcomes = run(spec.model_copy(update={"steps": asked.period, "epochs": None}), plan, folder / "averaged")
-    alike = len({outcome.weights for outcome in outcomes}) == 1
+    assert plan.period is not None
+    always = replace(plan, switch=None)
+    outcomes = run(
+        spec.model_copy(update={"steps": plan.period, "epochs": None}), always, folder / "averaged"
+    )
+    is_equal = len({outcome.weights for outcome in outcomes}) == 1
     equal = Condition(
-        f"all ranks are equal after an average (step {asked.period}), to the last bit",
-        alike,
-        "" if alike else "they differ",
+        f"all ranks are equal after an average (step {plan.period}), to the last bit",
+        is_equal,
+        "" if is_equal else "they differ",
     )
     what = "with period=1, SGD without momentum is the same training as ddp"
-    weighed = type(task).weights is not Task.weights
-    if weighed or reference.has_batch_norm:
-        why = (
-            "items have weights" if weighed else "BatchNorm takes its statistics from each rank's own samples"
+    has_weights = type(task).weights is not Task.weights
+    if has_weights or reference.has_batch_norm:
+        reason = (
+            "items have weights"
+            if has_weights
+            else "BatchNorm computes its statistics from each rank's own samples"
         )
-        return [equal, Condition(what, None, f"not of this task: {why}")]
+        return [equal, Condition(what, None, f"does not apply to this task: {reason}")]
     plain = spec.model_copy(update={"optimizer": Optimizer(name="sgd", lr=spec.optimizer.lr, momentum=0.0)})
-    own = run(plain, replace(plan, period=1), folder / "own")[0]
-    ddp = run(plain, Plan(microbatches=asked.microbatches), folder / "ddp")[0]
+    averaged = run(plain, replace(always, period=1), folder / "own")[0]
+    ddp = run(plain, Plan(microbatches=plan.microbatches), folder / "ddp")[0]
     return [
         equal,
-        _same(what, own.losses, ddp.losses, _weights(folder / "own", spec), _weights(folder / "ddp", spec)),
+        _compare(
+            what,
+            averaged.losses,
+            ddp.losses,
+            _load_weights(folder / "own", spec),
+            _load_weights(folder / "ddp", spec),
+        ),
     ]
 
 
-def _of_servers(spec: Spec, asked: Plan, reference: Reference, run: Run, folder: Path) -> list[Condition]:
-    staleness = asked.staleness if asked.staleness is not None else STALENESS
-    lead = max((outcome.lead or 0 for outcome in run(spec, asked, folder / "asked")), default=0)
+def _check_parameter_server(
+    spec: Spec, plan: Plan, reference: Reference, run: Run, folder: Path
+) -> list[Condition]:
+    staleness = plan.staleness if plan.staleness is not None else STALENESS
+    lead = max((outcome.lead or 0 for outcome in run(spec, plan, folder / "asked")), default=0)
     bounded = Condition(
         f"no worker is more than {staleness} steps ahead of the slowest",
         lead <= staleness,
-        f"at most {lead} seen",
+        f"at most {lead} observed",
     )
     what = "with staleness=0 it is the same training as one process"
     if reference.has_batch_norm:
         return [
             bounded,
             Condition(
-                what, None, "not of this task: BatchNorm takes its statistics from each worker's own samples"
+                what,
+                None,
+                "does not apply to this task: "
+                "BatchNorm computes its statistics from each worker's own samples",
             ),
         ]
-    exact = run(spec, replace(asked, staleness=0), folder / "exact")[0]
-    last = {name: tensor for name, tensor in reference.looks[-1].parameters.items() if tensor is not None}
-    return [bounded, _same(what, exact.losses, reference.losses, _weights(folder / "exact", spec), last)]
+    exact = run(spec, replace(plan, staleness=0), folder / "exact")[0]
+    last = {name: tensor for name, tensor in reference.steps[-1].parameters.items() if tensor is not None}
+    weights = _load_weights(folder / "exact", spec)
+    return [bounded, _compare(what, exact.losses, reference.losses, weights, last)]
 
 
-def _weights(path: Path, spec: Spec) -> dict[str, Tensor]:
+def _load_weights(path: Path, spec: Spec) -> dict[str, Tensor]:
     assert spec.steps is not None
     return load_weights(RunFolder(path).checkpoint(spec.steps))
 
 
-def _same(
+def _compare(
     what: str,
     losses: list[float],
-    expected: list[float],
+    expected_losses: list[float],
     weights: dict[str, Tensor],
-    others: dict[str, Tensor],
+    expected_weights: dict[str, Tensor],
 ) -> Condition:
-    largest = max(tensor.abs().max().item() for tensor in others.values() if tensor.numel())
-    of_losses = (
-        max(map(apart_numbers, losses, expected), default=float("inf"))
-        if len(losses) == len(expected)
-        else float("inf")
-    )
-    of_weights = max(
-        apart(weights[name], tensor, largest) for name, tensor in others.items() if tensor.is_floating_point()
+    largest = max(tensor.abs().max().item() for tensor in expected_weights.values() if tensor.numel())
+    loss_difference = float("inf")
+    if len(losses) == len(expected_losses):
+        loss_difference = max(map(scalar_difference, losses, expected_losses), default=float("inf"))
+    weight_difference = max(
+        tensor_difference(weights[name], tensor, largest)
+        for name, tensor in expected_weights.items()
+        if tensor.is_floating_point()
     )
     return Condition(
-        what, max(of_losses, of_weights) <= RTOL, f"Δ loss {of_losses:.1e}, Δ parameters {of_weights:.1e}"
+        what,
+        max(loss_difference, weight_difference) <= RTOL,
+        f"Δ loss {loss_difference:.1e}, Δ parameters {weight_difference:.1e}",
     )

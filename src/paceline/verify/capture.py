@@ -1,4 +1,4 @@
-"""What a training computes, looked at in each step on each rank: kept where it is the reference, held against it elsewhere."""
+"""The values that a training computes in each step, recorded as a reference or compared with it."""
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
@@ -23,21 +23,21 @@ from paceline.training.loop import train
 from paceline.verify.compare import (
     FLOOR,
     MARGIN,
-    MOST_GROWN,
+    MAX_AMPLIFIED,
     TOLERANCES,
     Difference,
-    apart,
-    apart_numbers,
-    ratio,
+    estimate_factor,
+    scalar_difference,
+    tensor_difference,
 )
-from paceline.verify.disable_dropout import quiet
+from paceline.verify.disable_dropout import disable_dropout
 
 Tensors = dict[str, Tensor | None]
-Found = Tensor | str | None  # a string says why there is no tensor to compare
+Value = Tensor | str | None  # a string is the reason why there is no tensor to compare
 
 
 class Plant(Protocol):
-    """A context in which a training runs; the tests plant faults by it."""
+    """A context in which a training runs; tests use it to plant faults."""
 
     def __call__(self) -> AbstractContextManager[None]: ...
 
@@ -53,154 +53,156 @@ class StepTensors:
 
 @dataclass
 class Reference:
-    """A training under one process. `looks[0]` has the parameters before the first step, `looks[s]` all of step s."""
+    """The training with one process.
 
-    looks: list[StepTensors]
+    `steps[0]` has the parameters before the first step, `steps[s]` all tensors of step s."""
+
+    steps: list[StepTensors]
     losses: list[float]
     norms: list[float]
-    aliases: dict[str, str]  # other names of tied parameters -> the first
-    switched_off: list[str]  # rates of dropout
+    aliases: dict[str, str]  # other names of tied parameters -> the first name
+    disabled_dropout: list[str]  # names of rates
     has_batch_norm: bool
-    is_random: bool  # whether the model drew random numbers all the same
-    computes_in: (
-        str  # the narrowest type through which its gradients pass: float64, or what the model makes of it
-    )
-    no_float64: str | None = None  # why float64 could not be computed, where it could not
-    grown: list[dict[str, float]] = field(
-        default_factory=list
-    )  # for each look: "gradient NAME" -> what rounding may have become by then
+    is_random: bool  # whether the model drew random numbers without dropout
+    narrowest_dtype: str  # through which gradients pass: float64, or what the model casts to
+    float64_error: str | None = None  # why the model cannot compute in float64
+    # For each step: "gradient NAME" -> the relative difference to which rounding may have grown.
+    amplified: list[dict[str, float]] = field(default_factory=list)
 
     @property
     def tolerance(self) -> float:
-        return TOLERANCES[self.computes_in]
+        return TOLERANCES[self.narrowest_dtype]
 
     def allowed(self, step: int, what: str, name: str) -> float:
-        """The relative difference that is taken for rounding."""
-        return max(self.tolerance, self.grown[step].get(f"{what} {name}", 0.0) if self.grown else 0.0)
+        """Return the relative difference that counts as rounding."""
+        return max(self.tolerance, self.amplified[step].get(f"{what} {name}", 0.0) if self.amplified else 0.0)
 
     @property
     def names(self) -> list[str]:
-        return [*self.looks[0].parameters, *self.looks[-1].buffers]
+        return [*self.steps[0].parameters, *self.steps[-1].buffers]
 
     def save(self, path: Path) -> None:
-        torch.save(vars(self) | {"looks": [vars(look) for look in self.looks]}, path)
+        torch.save(vars(self) | {"steps": [vars(step) for step in self.steps]}, path)
 
     @classmethod
     def load(cls, path: Path) -> "Reference":
         content = torch.load(path, mmap=True, weights_only=True)
-        return cls(**content | {"looks": [StepTensors(**look) for look in content["looks"]]})
+        return cls(**content | {"steps": [StepTensors(**step) for step in content["steps"]]})
 
 
 @dataclass
 class PlanObservation:
-    """What a rank saw of a training under a plan, beside the reference."""
+    """The training under a plan on one rank, compared with the reference."""
 
     losses: list[float] = field(default_factory=list)
     norms: list[float] = field(default_factory=list)
-    apart: list[dict[str, float]] = field(
-        default_factory=list
-    )  # for each look: what -> the largest relative difference
+    # For each step: kind of tensor -> the largest relative difference.
+    differences: list[dict[str, float]] = field(default_factory=list)
     first: Difference | None = None
-    names: set[str] = field(default_factory=set)  # of what is on this rank
+    names: set[str] = field(default_factory=set)  # of the tensors on this rank
 
 
-def record(spec: Spec, task: Task, microbatches: int, rounding: float = 0.0) -> Reference:
-    """Train in this process alone. `rounding`: planted in the gradients of each step, of the largest element of each."""
-    looks: list[StepTensors] = [StepTensors()]
-    switched_off: list[str] = []
-    told: dict[str, Any] = {"aliases": {}, "has_batch_norm": False, "is_random": False}
+def record_reference(spec: Spec, task: Task, microbatches: int, rounding: float = 0.0) -> Reference:
+    """Train in this process.
 
-    def say(names: list[str]) -> None:
-        switched_off[:] = names
+    rounding: relative noise that is added to the gradients of each step."""
+    steps: list[StepTensors] = [StepTensors()]
+    disabled: list[str] = []
+    facts: dict[str, Any] = {"aliases": {}, "has_batch_norm": False, "is_random": False}
+
+    def report(names: list[str]) -> None:
+        disabled[:] = names
 
     def observe(model: nn.Module, what: str, step: int) -> None:
         if what == "weights":
-            looks[-1].parameters, looks[-1].buffers = (
-                _kept(model.named_parameters()),
-                _kept(model.named_buffers()),
-            )
+            steps[-1].parameters = _copy_all(model.named_parameters())
+            steps[-1].buffers = _copy_all(model.named_buffers())
             return
         if step == 0:
-            looks[0].parameters = _kept(model.named_parameters())
-            told["aliases"] = find_aliases(model)
-            told["has_batch_norm"] = any(
+            steps[0].parameters = _copy_all(model.named_parameters())
+            facts["aliases"] = find_aliases(model)
+            facts["has_batch_norm"] = any(
                 isinstance(module, nn.modules.batchnorm._BatchNorm) for module in model.modules()
             )
         if rounding:
-            _round_(model, rounding, step)
-        looks.append(
+            _add_rounding_(model, rounding, step)
+        steps.append(
             StepTensors({name: _copy(p.grad) for name, p in model.named_parameters() if p.requires_grad})
         )
-        told["is_random"] |= _has_drawn()
+        facts["is_random"] |= _has_drawn()
 
     narrowest = NarrowestDtype()
-    calm = quiet(task, say, narrowest)
+    wrapped = disable_dropout(task, report, narrowest)
     events = train(
-        spec, Plan(dp=1, microbatches=microbatches), World(), task=calm, device="cpu", observe=observe
+        spec, Plan(dp=1, microbatches=microbatches), World(), task=wrapped, device="cpu", observe=observe
     )
-    steps = [event for event in events if isinstance(event, Step)]
-    losses, norms = [step.loss for step in steps], [step.grad_norm or 0.0 for step in steps]
-    return Reference(looks, losses, norms, switched_off=switched_off, computes_in=narrowest.found, **told)
+    step_events = [event for event in events if isinstance(event, Step)]
+    return Reference(
+        steps,
+        losses=[event.loss for event in step_events],
+        norms=[event.grad_norm or 0.0 for event in step_events],
+        disabled_dropout=disabled,
+        narrowest_dtype=narrowest.name,
+        **facts,
+    )
 
 
 class NarrowestDtype(TorchFunctionMode):
-    """Notes the narrowest type of what is computed from parameters while it is entered."""
+    """Finds the narrowest dtype that is computed from parameters while the mode is entered."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.found = "float64"
+        self.name = "float64"
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = function(*args, **(kwargs or {}))
         for tensor in result if isinstance(result, (tuple, list)) else (result,):
             if isinstance(tensor, Tensor) and tensor.requires_grad and tensor.is_floating_point():
                 name = str(tensor.dtype).removeprefix("torch.")
-                if TOLERANCES.get(name, 0.0) > TOLERANCES[self.found]:
-                    self.found = name
+                if TOLERANCES.get(name, 0.0) > TOLERANCES[self.name]:
+                    self.name = name
         return result
 
 
-def _round_(model: nn.Module, rounding: float, step: int) -> None:
-    """Elements that are exactly 0 stay so: nothing was summed up to them."""
-    draw = torch.Generator().manual_seed(step)
+def _add_rounding_(model: nn.Module, rounding: float, step: int) -> None:
+    """Add noise to the gradients. Elements that are exactly 0 stay 0: they have no rounding."""
+    generator = torch.Generator().manual_seed(step)
     gradients = [p.grad for p in model.parameters() if p.grad is not None and p.grad.numel()]
     largest = max((gradient.abs().max().item() for gradient in gradients), default=0.0)
     for gradient in gradients:
         scale = rounding * max(gradient.abs().max().item(), FLOOR * largest)
-        noise = torch.randn(gradient.shape, generator=draw, dtype=torch.float64).to(gradient.dtype)
+        noise = torch.randn(gradient.shape, generator=generator, dtype=torch.float64).to(gradient.dtype)
         gradient.add_(noise.mul_(scale).mul_(gradient != 0))
 
 
-def grow(reference: Reference, rounded: Reference) -> None:
-    """Note in `reference` what became of the rounding that was planted in `rounded`."""
-    reference.grown = [{} for _ in reference.looks]
-    most = MOST_GROWN[reference.computes_in]
-    for step, (look, other) in enumerate(zip(reference.looks, rounded.looks, strict=True)):
-        for what, expected, found in (
-            ("gradient", look.gradients, other.gradients),
-            ("parameter", look.parameters, other.parameters),
-            ("buffer", look.buffers, other.buffers),
+def measure_amplification(reference: Reference, rounded: Reference) -> None:
+    """Set `reference.amplified` to the differences from `rounded`, a training with added rounding."""
+    reference.amplified = [{} for _ in reference.steps]
+    limit = MAX_AMPLIFIED[reference.narrowest_dtype]
+    for number, (step, rounded_step) in enumerate(zip(reference.steps, rounded.steps, strict=True)):
+        amplified = reference.amplified[number]
+        for what, expected, actual in (
+            ("gradient", step.gradients, rounded_step.gradients),
+            ("parameter", step.parameters, rounded_step.parameters),
+            ("buffer", step.buffers, rounded_step.buffers),
         ):
-            largest = largest_of(expected)
+            largest = find_largest(expected)
             for name, tensor in expected.items():
-                beside = found[name]
-                if tensor is not None and beside is not None:
-                    may_be = MARGIN * apart(beside, tensor, largest)
-                    reference.grown[step][f"{what} {name}"] = (
-                        min(most, may_be) if what == "gradient" else may_be
-                    )
-        if step:
-            for what, a, b in (
+                other = actual[name]
+                if tensor is not None and other is not None:
+                    allowed = MARGIN * tensor_difference(other, tensor, largest)
+                    amplified[f"{what} {name}"] = min(limit, allowed) if what == "gradient" else allowed
+        if number:
+            for what, values, rounded_values in (
                 ("loss", reference.losses, rounded.losses),
                 ("norm", reference.norms, rounded.norms),
             ):
-                reference.grown[step][f"{what} "] = min(
-                    most, MARGIN * apart_numbers(b[step - 1], a[step - 1])
-                )
+                difference = scalar_difference(rounded_values[number - 1], values[number - 1])
+                amplified[f"{what} "] = min(limit, MARGIN * difference)
 
 
-def largest_of(tensors: Tensors) -> float:
-    """Of the finite elements: a mask of -inf is no measure for others."""
+def find_largest(tensors: Tensors) -> float:
+    """Return the largest magnitude of the finite elements; -inf of a mask is no scale for other tensors."""
     finite = (tensor[tensor.isfinite()] for tensor in tensors.values() if tensor is not None)
     return max(
         (
@@ -213,139 +215,147 @@ def largest_of(tensors: Tensors) -> float:
 
 
 def _has_drawn() -> bool:
-    """Whether anything was drawn since the stream of this micro-batch was started."""
+    """Return whether a random number was drawn since the start of this micro-batch's stream."""
     fresh = torch.Generator().manual_seed(torch.default_generator.initial_seed())
     return not torch.equal(fresh.get_state(), torch.default_generator.get_state())
 
 
-def _kept(named: Iterator[tuple[str, Tensor]]) -> Tensors:
+def _copy_all(named: Iterator[tuple[str, Tensor]]) -> Tensors:
     return {name: _copy(tensor) for name, tensor in named}
 
 
 def _copy(tensor: Tensor | None) -> Tensor | None:
-    return _whole(tensor).clone() if tensor is not None else None
+    return _gather_whole(tensor).clone() if tensor is not None else None
 
 
-def compare(spec: Spec, plan: str, path: Path, plant: Plant = nullcontext) -> PlanObservation:
-    """Train on this rank as `plan` says, beside the reference in `path`. All ranks of the process group call it."""
-    task = quiet(tasks.load_task(spec.task, spec.set))
-    asked, me = parse(plan), read_world()
-    beside = _Beside(Reference.load(path), asked.resolve(me.size).place(me.rank).pp)
+def observe_plan(spec: Spec, plan: str, path: Path, plant: Plant = nullcontext) -> PlanObservation:
+    """Train on this rank under a plan, and compare with the reference in `path`.
+
+    All ranks of the process group call it."""
+    task = disable_dropout(tasks.load_task(spec.task, spec.set))
+    parsed, world = parse(plan), read_world()
+    comparison = _Comparison(Reference.load(path), parsed.resolve(world.size).place(world.rank).pp)
     with plant():
-        for event in train(spec, asked, me, task=task, device="cpu", observe=beside.observe):
+        for event in train(spec, parsed, world, task=task, device="cpu", observe=comparison.observe):
             if isinstance(event, Step):
-                beside.seen.losses.append(event.loss)
-                beside.seen.norms.append(event.grad_norm or 0.0)
-    return beside.seen
+                comparison.observation.losses.append(event.loss)
+                comparison.observation.norms.append(event.grad_norm or 0.0)
+    return comparison.observation
 
 
-class _Beside:
-    def __init__(self, reference: Reference, place: int):
-        """`place`: of this rank in the pipeline."""
-        self.reference, self.place = reference, place
-        self.written_before: set[str] | None = (
-            None  # buffers that a rank before it in the pipeline holds, too
-        )
+class _Comparison:
+    """Compares the tensors of this rank with the reference during a training."""
+
+    def __init__(self, reference: Reference, stage: int):
+        """stage: coordinate of this rank along pp."""
+        self.reference, self.stage = reference, stage
+        self.buffers_of_earlier_stages: set[str] | None = None
         self.position = {name: at for at, name in enumerate(reference.names)}
-        self.seen = PlanObservation()
+        self.observation = PlanObservation()
 
     def observe(self, model: nn.Module, what: str, step: int) -> None:
+        expected = self.reference.steps[step + 1]
         if what == "gradients":
             if step == 0:
-                self.seen.apart.append({})
-                self._hold("parameter", 0, self._parameters(model), self.reference.looks[0].parameters)
-            self.seen.apart.append({})
-            self._hold("gradient", step + 1, self._gradients(model), self.reference.looks[step + 1].gradients)
+                self.observation.differences.append({})
+                self._compare("parameter", 0, self._parameters(model), self.reference.steps[0].parameters)
+            self.observation.differences.append({})
+            self._compare("gradient", step + 1, self._gradients(model), expected.gradients)
             return
-        look = self.reference.looks[step + 1]
-        self._hold("parameter", step + 1, self._parameters(model), look.parameters)
-        self._hold("buffer", step + 1, self._buffers(model), look.buffers)
+        self._compare("parameter", step + 1, self._parameters(model), expected.parameters)
+        self._compare("buffer", step + 1, self._buffers(model), expected.buffers)
 
     def _buffers(self, model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-        """Those that this rank is the first of the pipeline to hold, and which go into checkpoints from it. Later stages may hold them
-        without running the module that changes them."""
-        here = list(self._named(model.named_buffers(remove_duplicate=False)))
-        if self.written_before is None:
-            names = {name for name, _ in here}
-            everywhere = [(self.place, names)]
-            if dist.get_world_size() > 1:
-                everywhere *= dist.get_world_size()
-                dist.all_gather_object(everywhere, (self.place, names))
-            self.written_before = set().union(*(held for place, held in everywhere if place < self.place))
-        self.seen.names.update(name for name, _ in here)
-        return ((name, tensor) for name, tensor in here if name not in (self.written_before or ()))
+        """Yield the buffers that no earlier stage holds. Checkpoints take them from this rank.
 
-    def _named(self, named: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-        """What is here, under the names that one process has for it."""
+        Later stages may hold them without running the module that changes them."""
+        buffers = list(self._local(model.named_buffers(remove_duplicate=False)))
+        if self.buffers_of_earlier_stages is None:
+            names = {name for name, _ in buffers}
+            by_rank = [(self.stage, names)]
+            if dist.get_world_size() > 1:
+                by_rank *= dist.get_world_size()
+                dist.all_gather_object(by_rank, (self.stage, names))
+            self.buffers_of_earlier_stages = set().union(
+                *(held for stage, held in by_rank if stage < self.stage)
+            )
+        self.observation.names.update(name for name, _ in buffers)
+        return (
+            (name, tensor) for name, tensor in buffers if name not in (self.buffers_of_earlier_stages or ())
+        )
+
+    def _local(self, named: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+        """Yield the tensors of this rank under the names that they have with one process."""
         for name, tensor in named:
             if is_materialized(tensor):
                 yield self.reference.aliases.get(name, name), tensor
 
     def _parameters(self, model: nn.Module) -> Iterator[tuple[str, Tensor]]:
         return (
-            (name, _whole(tensor))
-            for name, tensor in self._named(model.named_parameters(remove_duplicate=False))
+            (name, _gather_whole(tensor))
+            for name, tensor in self._local(model.named_parameters(remove_duplicate=False))
         )
 
-    def _gradients(self, model: nn.Module) -> Iterator[tuple[str, Found]]:
-        here = [
+    def _gradients(self, model: nn.Module) -> Iterator[tuple[str, Value]]:
+        parameters = [
             (name, p)
-            for name, p in self._named(model.named_parameters(remove_duplicate=False))
+            for name, p in self._local(model.named_parameters(remove_duplicate=False))
             if p.requires_grad
         ]
-        has = {name: parameter.grad is not None for name, parameter in here}
-        everywhere: list[dict[str, bool]] = [has]
+        has_gradient = {name: parameter.grad is not None for name, parameter in parameters}
+        by_rank: list[dict[str, bool]] = [has_gradient]
         if dist.get_world_size() > 1:
-            everywhere *= dist.get_world_size()
-            dist.all_gather_object(everywhere, has)
-        for name, parameter in here:
-            without = [str(rank) for rank, there in enumerate(everywhere) if not there.get(name, True)]
-            if without and len(without) < sum(
-                name in there for there in everywhere
-            ):  # to gather it would hang
+            by_rank *= dist.get_world_size()
+            dist.all_gather_object(by_rank, has_gradient)
+        for name, parameter in parameters:
+            without = [str(rank) for rank, has in enumerate(by_rank) if not has.get(name, True)]
+            if without and len(without) < sum(name in has for has in by_rank):
+                # Gathering the gradient would hang.
                 yield name, f"has a gradient on some ranks, and none on rank {', '.join(without)}"
             else:
-                yield name, _whole(parameter.grad) if parameter.grad is not None else None
+                yield name, _gather_whole(parameter.grad) if parameter.grad is not None else None
 
-    def _hold(self, what: str, step: int, found: Iterator[tuple[str, Found]], expected: Tensors) -> None:
-        """Compare tensors, and note how far the furthest is apart and the first that is too far."""
-        largest = largest_of(expected)
-        furthest = 0.0
-        for name, tensor in found:
-            self.seen.names.add(name)
-            difference = self._difference(what, step, name, tensor, expected.get(name), largest)
-            furthest = max(furthest, difference.relative)
+    def _compare(self, what: str, step: int, values: Iterator[tuple[str, Value]], expected: Tensors) -> None:
+        """Compare tensors; record the largest difference, and the first that exceeds the tolerance."""
+        largest = find_largest(expected)
+        max_difference = 0.0
+        for name, value in values:
+            self.observation.names.add(name)
+            difference = self._difference(what, step, name, value, expected.get(name), largest)
+            max_difference = max(max_difference, difference.relative)
             if difference.relative > self.reference.allowed(step, what, name) and (
-                self.seen.first is None or difference.place < self.seen.first.place
+                self.observation.first is None or difference.sort_key < self.observation.first.sort_key
             ):
-                self.seen.first = difference
-        self.seen.apart[step][what] = furthest
+                self.observation.first = difference
+        self.observation.differences[step][what] = max_difference
 
     def _difference(
-        self, what: str, step: int, name: str, found: Found, expected: Tensor | None, largest: float
+        self, what: str, step: int, name: str, actual: Value, expected: Tensor | None, largest: float
     ) -> Difference:
-        at = self.position.get(name, len(self.position))
+        position = self.position.get(name, len(self.position))
 
-        def unlike(structure: str) -> Difference:
-            return Difference(step, what, name, at, float("inf"), structure=structure)
+        def differ_in(structure: str) -> Difference:
+            return Difference(step, what, name, position, float("inf"), structure=structure)
 
         if name not in self.position:
-            return unlike("is not there with one process")
-        if isinstance(found, str):
-            return unlike(found)
-        if found is None or expected is None:
-            if found is expected:
-                return Difference(step, what, name, at, 0.0)
-            here, there = ("no gradient", "one") if found is None else ("a gradient", "none")
-            return unlike(f"has {here}, but with one process it has {there}")
-        if found.shape != expected.shape:
-            return unlike(f"has the shape {tuple(found.shape)}, but with one process {tuple(expected.shape)}")
-        relative = apart(found, expected, largest)
+            return differ_in("does not exist with one process")
+        if isinstance(actual, str):
+            return differ_in(actual)
+        if actual is None or expected is None:
+            if actual is expected:
+                return Difference(step, what, name, position, 0.0)
+            has, expected_has = ("no gradient", "one") if actual is None else ("a gradient", "none")
+            return differ_in(f"has {has}, but with one process it has {expected_has}")
+        if actual.shape != expected.shape:
+            return differ_in(
+                f"has the shape {tuple(actual.shape)}, but with one process {tuple(expected.shape)}"
+            )
+        relative = tensor_difference(actual, expected, largest)
         if relative <= self.reference.allowed(step, what, name):
-            return Difference(step, what, name, at, relative)
-        return Difference(step, what, name, at, relative, *ratio(found, expected))
+            return Difference(step, what, name, position, relative)
+        return Difference(step, what, name, position, relative, *estimate_factor(actual, expected))
 
 
-def _whole(tensor: Any) -> Tensor:
+def _gather_whole(tensor: Any) -> Tensor:
     tensor = tensor.detach()
     return tensor.full_tensor() if is_dtensor(tensor) else tensor.to_dense() if tensor.is_sparse else tensor

@@ -1,4 +1,4 @@
-"""Hold plans against one process: the reference here, each plan on real ranks, and what comes of it."""
+"""Compare plans with one process: the reference in this process, each plan on real ranks."""
 
 import math
 import tempfile
@@ -14,8 +14,15 @@ from paceline.launch.rank_pool import Ranks
 from paceline.plan.plan import Plan, ResolvedPlan, micro_batch_size
 from paceline.spec import Spec
 from paceline.task import Task
-from paceline.verify.capture import PlanObservation, Plant, Reference, compare, grow, record
-from paceline.verify.compare import ROUNDING, RTOL, Difference, apart_numbers, axis_of
+from paceline.verify.capture import (
+    PlanObservation,
+    Plant,
+    Reference,
+    measure_amplification,
+    observe_plan,
+    record_reference,
+)
+from paceline.verify.compare import ROUNDING, RTOL, Difference, find_axis, scalar_difference
 
 if TYPE_CHECKING:
     from paceline.verify.asynchronous import Condition, TrainingOutcome
@@ -23,60 +30,64 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class StepRow:
-    """One step; the rest are relative differences to one process."""
+    """Loss and norm of one step, and relative differences from one process."""
 
     step: int
     loss: float
     norm: float
-    of_loss: float
-    of_norm: float
-    of_gradients: float
-    of_parameters: float  # and buffers
+    loss_difference: float
+    norm_difference: float
+    gradient_difference: float
+    parameter_difference: float  # and buffers
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """Whether a plan computes what one process does."""
+    """Whether a plan computes the same training as one process."""
 
     plan: Plan
     ranks: int
     microbatches: int = 1  # micro-batches of the one process
-    of_whole: float | None = (
-        None  # how far the losses of this one process are from those on whole batches, where that is another training
-    )
-    tolerance: float = RTOL  # the relative difference that is taken for rounding
-    grown: float | None = None  # the largest that is, where the optimizer amplifies rounding
+    # Difference between its losses and those of one process on whole batches, if that is another training.
+    whole_batch_difference: float | None = None
+    tolerance: float = RTOL  # the relative difference that counts as rounding
+    amplified: float | None = None  # the largest tolerance, if the optimizer amplifies rounding
     rows: tuple[StepRow, ...] = ()
     first: Difference | None = None
-    axis: str | None = None  # degrees that the factor of `first` equals
-    only_on: tuple[int, ...] = ()  # the ranks that differ there first, where others that hold it do not
+    axis: str | None = None  # degrees of the plan that the factor of `first` equals
+    only_on: tuple[
+        int, ...
+    ] = ()  # ranks with the first difference, if other ranks hold the tensor without it
     cannot_be: str | None = None  # why the plan was refused
-    failed: str | None = None  # what went wrong on the ranks
+    failed: str | None = None  # why the ranks failed
 
     @property
     def same(self) -> bool:
         return self.first is None and self.cannot_be is None and self.failed is None
 
-    def furthest(self, of: str) -> float:
-        return max((getattr(row, of) for row in self.rows), default=0.0)
+    def max_difference(self, name: str) -> float:
+        """Return the maximum over all steps of a field of StepRow."""
+        return max((getattr(row, name) for row in self.rows), default=0.0)
 
     def as_json(self) -> dict[str, Any]:
         first = self.first
-        found: dict[str, Any] = {
+        content: dict[str, Any] = {
             "plan": str(self.plan),
             "ranks": self.ranks,
             "same": self.same if self.cannot_be is None else None,
-            "max_rel_loss": _number(self.furthest("of_loss")),
-            "max_rel_grad": _number(max(self.furthest("of_gradients"), self.furthest("of_norm"))),
-            "max_rel_param": _number(self.furthest("of_parameters")),
+            "max_rel_loss": _finite(self.max_difference("loss_difference")),
+            "max_rel_grad": _finite(
+                max(self.max_difference("gradient_difference"), self.max_difference("norm_difference"))
+            ),
+            "max_rel_param": _finite(self.max_difference("parameter_difference")),
             "first_difference": None,
         }
-        if self.tolerance != RTOL or self.grown is not None:
-            found["tolerance"] = _number(max(self.tolerance, self.grown or 0.0))
-        if self.of_whole is not None:
-            found["compared_with"] = {
+        if self.tolerance != RTOL or self.amplified is not None:
+            content["tolerance"] = _finite(max(self.tolerance, self.amplified or 0.0))
+        if self.whole_batch_difference is not None:
+            content["compared_with"] = {
                 "microbatches": self.microbatches,
-                "max_rel_loss_to_whole_batch": _number(self.of_whole),
+                "max_rel_loss_to_whole_batch": _finite(self.whole_batch_difference),
             }
         if first is not None:
             keys = {
@@ -86,41 +97,41 @@ class Verdict:
                 "factor": first.factor,
                 "axis": self.axis,
             }
-            found["first_difference"] = keys | (
+            content["first_difference"] = keys | (
                 {"why": first.structure} if first.structure is not None else {}
             )
         for key, reason in (("cannot_be", self.cannot_be), ("failed", self.failed)):
             if reason is not None:
-                found |= {key: reason, "max_rel_loss": None, "max_rel_grad": None, "max_rel_param": None}
-        return found
+                content |= {key: reason, "max_rel_loss": None, "max_rel_grad": None, "max_rel_param": None}
+        return content
 
 
-def _number(value: float) -> float | None:
-    """JSON has no infinity."""
+def _finite(value: float) -> float | None:
+    """Return the value, or None for infinity, which JSON does not have."""
     return value if value < float("inf") else None
 
 
 class Verification:
-    """One task on so many ranks. The ranks start with its context, and end with it if they were not given."""
+    """Verifies plans for one task. The context starts the ranks, and ends them if it created them."""
 
     def __init__(self, spec: Spec, ranks: int | Ranks, timeout_s: float = 120.0):
-        """spec: its steps are run, in float64, without dropout. `ranks`: how many, or some that are there already."""
+        """spec: its steps are run in float64 and without dropout. ranks: their number, or existing ranks."""
         self.spec = spec.model_copy(
             update={
                 "precision": "fp64",
                 "batch_norm": "global",
-                "allow_local_loss": True,  # it sees what becomes of them
+                "allow_local_loss": True,  # such a loss shows as a difference
                 "timeout_s": timeout_s,
                 "data": spec.data.model_copy(update={"workers": 0}),
             }
         )
         self.timeout_s = timeout_s
-        self.references: dict[int, Reference] = {}  # micro-batches -> of one process that runs so many
-        self.sees_micro_batches = False
+        self.references: dict[int, Reference] = {}  # by number of micro-batches
+        self.depends_on_microbatches = False
         self.notes: tuple[str, ...] = ()  # what could not be checked
-        self.no_float64: str | None = None
+        self.float64_error: str | None = None
         self._folder = tempfile.TemporaryDirectory(prefix="paceline-verify-")
-        self._own = isinstance(ranks, int)
+        self._owns_ranks = isinstance(ranks, int)
         self._ranks = Ranks(ranks) if isinstance(ranks, int) else ranks
         self.size = self._ranks.size
 
@@ -131,21 +142,24 @@ class Verification:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if self._own:
+        if self._owns_ranks:
             self._ranks.end()
         self._folder.cleanup()
 
     def reference(self, microbatches: int = 1) -> Reference:
+        """Return the training with one process, recorded at the first call."""
         if microbatches not in self.references:
             if not self.references:
                 self._check_weights(tasks.load_task(self.spec.task, self.spec.set))
             self.references[microbatches] = self._record(microbatches)
             self.references[microbatches].save(self._path(microbatches))
-            self.sees_micro_batches |= self.references[microbatches].has_batch_norm
+            self.depends_on_microbatches |= self.references[microbatches].has_batch_norm
         return self.references[microbatches]
 
     def _check_weights(self, task: Task) -> None:
-        """Raises TaskError where initial weights are not those of a plain construction: the reference would have them, too."""
+        """Raise TaskError if initial weights differ from those of a plain construction.
+
+        The reference would repeat the error."""
         from paceline.training.initial_weights import check_initial_weights
         from paceline.training.model_analysis import build_meta_model
 
@@ -153,87 +167,96 @@ class Verification:
         self.notes += check_initial_weights(self.spec, task, built.model, built.weights)
 
     def _record(self, microbatches: int, rounding: float = 0.0) -> Reference:
-        """In float64; in float32 where an operation of the model has no kernel for that."""
+        """Return the reference in float64, or in float32 if an operation has no float64 kernel."""
         task = tasks.load_task(self.spec.task, self.spec.set)
         try:
-            found = record(self.spec, task, microbatches, rounding)
+            reference = record_reference(self.spec, task, microbatches, rounding)
         except (TaskError, RuntimeError, TypeError) as error:
             if self.spec.precision == "fp32":
                 raise
             spec = self.spec.model_copy(update={"precision": "fp32"})
             try:
-                found = record(spec, task, microbatches, rounding)
+                reference = record_reference(spec, task, microbatches, rounding)
             except (TaskError, RuntimeError, TypeError):
-                raise error from None  # it is wrong in both
-            self.spec, self.no_float64 = spec, str(error).partition("\n")[0]
-        found.no_float64 = self.no_float64
-        return found
+                raise error from None  # both dtypes fail
+            self.spec, self.float64_error = spec, str(error).partition("\n")[0]
+        reference.float64_error = self.float64_error
+        return reference
 
-    def _grow(self, microbatches: int) -> None:
-        """Find out what becomes of rounding in one process, for the ranks to be compared by."""
+    def _measure_amplification(self, microbatches: int) -> None:
+        """Measure how one process amplifies rounding, and save it with the reference."""
         reference = self.reference(microbatches)
-        grow(reference, self._record(microbatches, ROUNDING[reference.computes_in]))
+        measure_amplification(reference, self._record(microbatches, ROUNDING[reference.narrowest_dtype]))
         reference.save(self._path(microbatches))
 
     def _path(self, microbatches: int) -> Path:
         return Path(self._folder.name) / f"microbatches{microbatches}.pt"
 
-    def verify(self, asked: Plan, plant: Plant = nullcontext) -> Verdict:
-        """Raises PlanError and TaskError for a plan that cannot be, RankError when a rank failed."""
-        plan = asked.resolve(self.size)
-        if plan.is_asynchronous:
+    def verify(self, plan: Plan, plant: Plant = nullcontext) -> Verdict:
+        """Return the verdict on a plan.
+
+        Raises PlanError or TaskError for an impossible plan, RankError if a rank fails."""
+        resolved = plan.resolve(self.size)
+        if resolved.is_asynchronous:
             raise PlanError(
-                f"plan {asked} makes another update than that of one process; held() tells what holds of it instead"
+                f"the update of plan {plan} differs from that of one process by design; "
+                "use check_conditions() for it"
             )
-        micro_batch_size(self.spec.batch, plan)
+        micro_batch_size(self.spec.batch, resolved)
         self.reference()
-        microbatches = plan.microbatches if self.sees_micro_batches else 1
-        verdict = self._held(asked, plan, microbatches, plant)
-        if not verdict.same and plan.microbatches != microbatches and self._depends_on(plan.microbatches):
-            return self._held(asked, plan, plan.microbatches, plant)
+        microbatches = resolved.microbatches if self.depends_on_microbatches else 1
+        verdict = self._compare(plan, resolved, microbatches, plant)
+        if (
+            not verdict.same
+            and resolved.microbatches != microbatches
+            and self._check_microbatches(resolved.microbatches)
+        ):
+            return self._compare(plan, resolved, resolved.microbatches, plant)
         return verdict
 
-    def held(self, asked: Plan) -> "list[Condition]":
-        """What must hold of an asynchronous plan, in place of equality. Raises PlanError, TaskError and RankError."""
-        from paceline.verify.asynchronous import must_hold, on_rank
+    def check_conditions(self, plan: Plan) -> "list[Condition]":
+        """Return the conditions that an asynchronous plan must satisfy instead of equality.
 
-        micro_batch_size(self.spec.batch, asked.resolve(self.size))
+        Raises PlanError, TaskError and RankError."""
+        from paceline.verify.asynchronous import check_conditions, train_on_rank
+
+        micro_batch_size(self.spec.batch, plan.resolve(self.size))
         task = tasks.load_task(self.spec.task, self.spec.set)
 
         def run(spec: Spec, plan: Plan, path: Path) -> "list[TrainingOutcome]":
-            return self._ranks(on_rank, spec, str(plan), path, timeout_s=self.timeout_s)
+            return self._ranks(train_on_rank, spec, str(plan), path, timeout_s=self.timeout_s)
 
-        return must_hold(self.spec, task, asked, self.reference(), run, Path(self._folder.name) / "runs")
+        folder = Path(self._folder.name) / "runs"
+        return check_conditions(self.spec, task, plan, self.reference(), run, folder)
 
-    def _held(self, asked: Plan, plan: ResolvedPlan, microbatches: int, plant: Plant) -> Verdict:
+    def _compare(self, plan: Plan, resolved: ResolvedPlan, microbatches: int, plant: Plant) -> Verdict:
         reference = self.reference(microbatches)
-        seen = self._ranks(
-            compare, self.spec, str(asked), self._path(microbatches), plant, timeout_s=self.timeout_s
+        observations = self._ranks(
+            observe_plan, self.spec, str(plan), self._path(microbatches), plant, timeout_s=self.timeout_s
         )
-        verdict = judge(asked, plan, self.size, microbatches, reference, seen)
-        if verdict.first is not None and verdict.first.may_be_rounding and not reference.grown:
-            self._grow(microbatches)
-            return self._held(asked, plan, microbatches, plant)
-        return (
-            replace(verdict, of_whole=self._of_whole(microbatches))
-            if microbatches > 1 and not reference.has_batch_norm
-            else verdict
-        )
+        verdict = build_verdict(plan, resolved, self.size, microbatches, reference, observations)
+        if verdict.first is not None and verdict.first.may_be_rounding and not reference.amplified:
+            self._measure_amplification(microbatches)
+            return self._compare(plan, resolved, microbatches, plant)
+        if microbatches > 1 and not reference.has_batch_norm:
+            return replace(verdict, whole_batch_difference=self._whole_batch_difference(microbatches))
+        return verdict
 
-    def _of_whole(self, microbatches: int) -> float | None:
-        """How far the losses of one process with so many micro-batches are from those on whole batches."""
-        one, other = self.reference(), self.reference(microbatches)
-        return max((apart_numbers(*pair) for pair in zip(other.losses, one.losses, strict=True)), default=0.0)
+    def _whole_batch_difference(self, microbatches: int) -> float | None:
+        """Return the difference between the losses of one process with micro-batches and on whole batches."""
+        whole, split = self.reference(), self.reference(microbatches)
+        pairs = zip(split.losses, whole.losses, strict=True)
+        return max((scalar_difference(*pair) for pair in pairs), default=0.0)
 
-    def _depends_on(self, microbatches: int) -> bool:
-        """Whether so many micro-batches are another training already under one process."""
-        one, other = self.reference(), self.reference(microbatches)
-        pairs = zip([*one.losses, *one.norms], [*other.losses, *other.norms], strict=True)
-        self.sees_micro_batches |= any(apart_numbers(*pair) > one.tolerance for pair in pairs)
-        return self.sees_micro_batches
+    def _check_microbatches(self, microbatches: int) -> bool:
+        """Return whether micro-batches already change the training of one process."""
+        whole, split = self.reference(), self.reference(microbatches)
+        pairs = zip([*whole.losses, *whole.norms], [*split.losses, *split.norms], strict=True)
+        self.depends_on_microbatches |= any(scalar_difference(*pair) > whole.tolerance for pair in pairs)
+        return self.depends_on_microbatches
 
-    def outcome(self, plan: Plan, plant: Plant = nullcontext) -> Verdict:
-        """As `verify`, with what it raises in the verdict."""
+    def try_verify(self, plan: Plan, plant: Plant = nullcontext) -> Verdict:
+        """Return the verdict like `verify`, with an error as a part of the verdict."""
         try:
             return self.verify(plan, plant)
         except (PlanError, TaskError) as error:
@@ -242,89 +265,93 @@ class Verification:
             return Verdict(plan, self.size, failed=str(error))
 
 
-def judge(
-    asked: Plan,
-    plan: ResolvedPlan,
+def build_verdict(
+    plan: Plan,
+    resolved: ResolvedPlan,
     ranks: int,
     microbatches: int,
     reference: Reference,
-    seen: list[PlanObservation],
+    observations: list[PlanObservation],
 ) -> Verdict:
-    """What the ranks saw, taken together. `microbatches`: the micro-batches of the one process."""
+    """Combine the observations of all ranks. microbatches: of the one process."""
     rows: list[StepRow] = []
-    found = [rank.first for rank in seen if rank.first is not None]
-    found += _left_out(reference, seen)
-    for at, (loss, norm) in enumerate(zip(seen[0].losses, seen[0].norms, strict=True)):
-        of_loss, of_norm = apart_numbers(loss, reference.losses[at]), apart_numbers(norm, reference.norms[at])
-        for what, value, expected, by in (
-            ("loss", loss, reference.losses[at], of_loss),
-            ("norm", norm, reference.norms[at], of_norm),
+    differences = [rank.first for rank in observations if rank.first is not None]
+    differences += _find_missing_tensors(reference, observations)
+    for at, (loss, norm) in enumerate(zip(observations[0].losses, observations[0].norms, strict=True)):
+        step = at + 1
+        loss_difference = scalar_difference(loss, reference.losses[at])
+        norm_difference = scalar_difference(norm, reference.norms[at])
+        for what, value, expected, relative in (
+            ("loss", loss, reference.losses[at], loss_difference),
+            ("norm", norm, reference.norms[at], norm_difference),
         ):
-            if by > reference.allowed(at + 1, what, ""):
-                found.append(
-                    Difference(at + 1, what, "", 0, by, value / expected if expected else None, uniform=True)
-                )
-        looks = [rank.apart[step] for rank in seen for step in ((at, at + 1) if at == 0 else (at + 1,))]
-        of_parameters = max(look.get(what, 0.0) for look in looks for what in ("parameter", "buffer"))
+            if relative > reference.allowed(step, what, ""):
+                factor = value / expected if expected else None
+                differences.append(Difference(step, what, "", 0, relative, factor, uniform=True))
+        # The first row includes the parameters before the first step.
+        numbers = (at, step) if at == 0 else (step,)
+        tensors = [rank.differences[number] for rank in observations for number in numbers]
         rows.append(
             StepRow(
-                at + 1,
+                step,
                 loss,
                 norm,
-                of_loss,
-                of_norm,
-                max(look.get("gradient", 0.0) for look in looks),
-                of_parameters,
+                loss_difference,
+                norm_difference,
+                max(kinds.get("gradient", 0.0) for kinds in tensors),
+                max(kinds.get(what, 0.0) for kinds in tensors for what in ("parameter", "buffer")),
             )
         )
-    first = min(found, key=lambda difference: difference.place, default=None)
-    axis = (
-        axis_of(first.factor, plan, ranks, of_norm=first.what == "norm")
-        if first is not None and first.uniform
-        else None
+    first = min(differences, key=lambda difference: difference.sort_key, default=None)
+    axis = None
+    if first is not None and first.uniform:
+        axis = find_axis(first.factor, resolved, ranks, of_norm=first.what == "norm")
+    amplified = max(
+        (value for step_values in reference.amplified for value in step_values.values()), default=None
     )
-    grown = max((value for look in reference.grown for value in look.values()), default=None)
-    only_on = _only_on(first, seen)
     return Verdict(
-        asked,
+        plan,
         ranks,
         microbatches,
         tolerance=reference.tolerance,
-        grown=grown,
+        amplified=amplified,
         rows=tuple(rows),
         first=first,
         axis=axis,
-        only_on=only_on,
+        only_on=_find_differing_ranks(first, observations),
     )
 
 
-def _only_on(first: Difference | None, seen: list[PlanObservation]) -> tuple[int, ...]:
+def _find_differing_ranks(first: Difference | None, observations: list[PlanObservation]) -> tuple[int, ...]:
+    """Return the ranks with the first difference; empty if all ranks that hold the tensor have it."""
     if first is None or not first.name:
         return ()
     differing = tuple(
-        at for at, rank in enumerate(seen) if rank.first is not None and rank.first.place == first.place
+        number
+        for number, rank in enumerate(observations)
+        if rank.first is not None and rank.first.sort_key == first.sort_key
     )
-    holding = tuple(at for at, rank in enumerate(seen) if first.name in rank.names)
+    holding = tuple(number for number, rank in enumerate(observations) if first.name in rank.names)
     return differing if differing != holding else ()
 
 
-def _left_out(reference: Reference, seen: list[PlanObservation]) -> list[Difference]:
-    """Tensors of the model that no rank holds."""
-    here: set[str] = set().union(*(rank.names for rank in seen))
+def _find_missing_tensors(reference: Reference, observations: list[PlanObservation]) -> list[Difference]:
+    """Return a difference for each tensor of the model that no rank holds."""
+    names: set[str] = set().union(*(rank.names for rank in observations))
     return [
-        Difference(0, "parameter", name, at, float("inf"), structure="is on no rank")
-        for at, name in enumerate(reference.names)
-        if name not in here
+        Difference(0, "parameter", name, position, float("inf"), structure="is on no rank")
+        for position, name in enumerate(reference.names)
+        if name not in names
     ]
 
 
-def batch_for(spec_batch: int, plans: list[Plan], ranks: int) -> int:
-    """The least batch from `spec_batch` on that all of the plans can split that can be."""
-    parts = 1
+def choose_batch(min_batch: int, plans: list[Plan], ranks: int) -> int:
+    """Return the smallest batch of at least `min_batch` that all possible plans can divide."""
+    divisor = 1
     for plan in plans:
         try:
-            said = plan.resolve(ranks)
+            resolved = plan.resolve(ranks)
         except PlanError:
             continue
-        parts = math.lcm(parts, said.dp * said.microbatches)
-    return -(-spec_batch // parts) * parts
+        divisor = math.lcm(divisor, resolved.dp * resolved.microbatches)
+    return -(-min_batch // divisor) * divisor
