@@ -130,10 +130,10 @@ def test_no_cut_between_a_column_and_a_row_layer() -> None:
     task, plan = Digits(width=4), parse("tp=2,pp=3,microbatches=3").resolve(6)
     analysis = model_analysis.analyze_model(Spec(batch=48), plan, task, torch.device("cpu"))
     styles = analysis.splits.styles
-    rows = [at for at, call in enumerate(analysis.recording.calls) if styles.get(call.part) == "row"]
+    rows = [at for at, call in enumerate(analysis.trace.calls) if styles.get(call.part) == "row"]
     assert rows
-    assert not set(rows) & set(analysis.recording.cuts)
+    assert not set(rows) & set(analysis.trace.cuts)
     without_tp = model_analysis.analyze_model(
         Spec(batch=48), parse("pp=3,microbatches=3").resolve(3), task, torch.device("cpu")
     )
-    assert set(rows) & set(without_tp.recording.cuts)
+    assert set(rows) & set(without_tp.trace.cuts)

@@ -37,8 +37,8 @@ class ModelAnalysis:
     recorded: bool  # whether its constructor could be recorded
     batch: Batch | None = None
     splits: Splits | None = None
-    parts: StandInModel | None = None  # a copy of the model for recordings
-    recording: ForwardTrace | None = None  # of a forward pass in training
+    stand_in: StandInModel | None = None  # a copy of the model for recordings
+    trace: ForwardTrace | None = None  # of a forward pass in training
     units: ShardUnits | None = None  # modules that `fully_shard` gathers separately
 
     def copy_model(self) -> ModelAnalysis:
@@ -89,7 +89,7 @@ def analyze_model(
         from paceline.parallel.shard_units import find_shard_units
 
         units = find_shard_units(model, task, batch, spec.seed)
-    splits = parts = recording = None
+    splits = stand_in = trace = None
     with UserCode("the forward pass without values", task.model):
         if plan.tp > 1:
             from paceline.parallel.tensor.apply import find_splits
@@ -98,20 +98,20 @@ def analyze_model(
         if plan.pp > 1:
             from paceline.parallel.pipeline import tracer
 
-            parts = tracer.StandInModel(model, read_layout(task), device)
-            recording = parts.trace_step(task, batch, spec.precision)
+            stand_in = tracer.StandInModel(model, read_layout(task), device)
+            trace = stand_in.trace_step(task, batch, spec.precision)
             if splits is not None:
-                recording.bar_tensor_parallel_pairs(splits.styles)
-    return replace(analysis, batch=batch, splits=splits, parts=parts, recording=recording, units=units)
+                trace.bar_tensor_parallel_pairs(splits.styles)
+    return replace(analysis, batch=batch, splits=splits, stand_in=stand_in, trace=trace, units=units)
 
 
 def validate_plan(spec: Spec, plan: ResolvedPlan, task: Task) -> None:
     """Raise the PlanError or TaskError that `build_training` would raise, without starting any rank."""
     analysis = analyze_model(spec, plan, task, torch.device("cpu"))
-    if analysis.recording is not None:
+    if analysis.trace is not None:
         from paceline.parallel.pipeline import runner as pipeline
 
-        pipeline.check(plan, task, analysis.model, analysis.recording)
+        pipeline.check(plan, task, analysis.model, analysis.trace)
 
 
 def pretrained_path(task: Task) -> Path | None:

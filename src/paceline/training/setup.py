@@ -245,13 +245,13 @@ def _build_pipeline(
     from paceline.parallel.pipeline.stage import PipelineRank
 
     assert mesh is not None
-    assert analysis.parts is not None
-    assert analysis.recording is not None
+    assert analysis.stand_in is not None
+    assert analysis.trace is not None
     traced = TracedModel(
         task,
         analysis.model,
-        analysis.parts,
-        analysis.recording,
+        analysis.stand_in,
+        analysis.trace,
         analysis.batch,
         spec.precision,
         analysis.splits,

@@ -38,7 +38,9 @@ class IdenticalPlace:
         return module if part is None else self.names[part] + module[len(part) :]
 
 
-def find_identical_places(plan: ResolvedPlan, layout: Layout, studied: ModelAnalysis) -> list[IdenticalPlace]:
+def find_identical_places(
+    plan: ResolvedPlan, layout: Layout, analysis: ModelAnalysis
+) -> list[IdenticalPlace]:
     """Return, for each place of `plan`, the first identical place. The data degree of `plan` is known.
 
     Stages between the first and the last are identical if they run the same operations on the same shapes,
@@ -46,17 +48,17 @@ def find_identical_places(plan: ResolvedPlan, layout: Layout, studied: ModelAnal
     gradients in two halves: the place decides for which micro-batches they do so.
     """
     places = [IdenticalPlace(place, {}) for place in range(plan.pp)]
-    if studied.recording is None or plan.splits_backward or not are_microbatches_identical(plan):
+    if analysis.trace is None or plan.splits_backward or not are_microbatches_identical(plan):
         return places
-    parts = find_parts(studied.model, layout)
-    partition = divide(plan, studied.model, parts, studied.recording)
+    parts = find_parts(analysis.model, layout)
+    partition = divide(plan, analysis.model, parts, analysis.trace)
     stages_of_place = [
         [stage for stage, pp in enumerate(stage_ranks(plan)) if pp == place] for place in range(plan.pp)
     ]
     first_by_signature: dict[Hashable, int] = {}
     for place, stages in enumerate(stages_of_place):
         signature = tuple(
-            _stage_signature(stage, partition, parts, studied.recording, studied) for stage in stages
+            _stage_signature(stage, partition, parts, analysis.trace, analysis) for stage in stages
         )
         first = first_by_signature.setdefault(signature, place)
         first_parts, own_parts = (
@@ -72,7 +74,7 @@ def _stage_signature(
     partition: StagePartition,
     parts: Mapping[str, nn.Module],
     trace: ForwardTrace,
-    studied: ModelAnalysis,
+    analysis: ModelAnalysis,
 ) -> Hashable:
     """Return a value that identical stages share.
 
@@ -83,7 +85,7 @@ def _stage_signature(
     inside = {id(parameter) for name in own for parameter in parts[name].parameters()}
     held = [
         (id(parameter) in inside, partition.holders[name])
-        for name, parameter in studied.model.named_parameters()
+        for name, parameter in analysis.model.named_parameters()
     ]
     if (
         begin == 0
@@ -97,7 +99,7 @@ def _stage_signature(
             for call in trace.calls[begin:end]
         ),
         tuple(tuple(trace.calls[cut].crossing_metas) for cut in (begin, end)),
-        tuple((name.rpartition(".")[0], _part_signature(name, parts[name], studied.splits)) for name in own),
+        tuple((name.rpartition(".")[0], _part_signature(name, parts[name], analysis.splits)) for name in own),
     )
 
 
