@@ -97,8 +97,9 @@ class SequentialStageRunner:
 
 @contextlib.contextmanager
 def _unfused_attention() -> Iterator[None]:
-    """Disable torch's fused encoder layers: they drop masked positions, and the stages must agree on
-    shapes.
+    """Disable torch's fused encoder layers.
+
+    They drop masked positions, and the stages must agree on shapes.
     """
     enabled = torch.backends.mha.get_fastpath_enabled()
     torch.backends.mha.set_fastpath_enabled(False)

@@ -259,8 +259,9 @@ class Pipeline:
             raise
 
     def output(self, batch: Batch) -> Any:
-        """Return the model's output for a batch, without gradients; ELSEWHERE on ranks without the last
-        stage.
+        """Return the model's output for a batch, without gradients.
+
+        Returns ELSEWHERE on ranks without the last stage.
         """
         trace = self._find_trace(False, batch)
         self.tied.renew_copies()

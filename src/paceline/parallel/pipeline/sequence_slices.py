@@ -42,8 +42,7 @@ class SequenceSlices:
         self.lengths: dict[Hashable, int] = {}  # of whole sequences, by key of a trace
 
     def learn(self, structure: Any, trace: ForwardTrace) -> None:
-        """Find out what is split, by trial passes through the stages, and check that the output stays the
-        same.
+        """Find what is split, by trial passes through the stages, and check that the output is unchanged.
 
         `trace`: of whole sequences.
         """
@@ -66,8 +65,9 @@ class SequenceSlices:
         return any(known == structure for known, _ in self.dims)
 
     def apply(self, key: Hashable, structure: Any, trace: ForwardTrace) -> None:
-        """Prepare for a pass with this trace; its crossing shapes become those of slices on the first
-        call.
+        """Prepare for a pass with this trace.
+
+        On the first call, its crossing shapes become those of slices.
         """
         if key not in self.lengths:
             self.lengths[key] = self._slice_metas(structure, trace)

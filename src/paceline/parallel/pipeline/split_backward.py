@@ -20,8 +20,9 @@ Grads = Sequence[Tensor | None]
 
 @dataclass
 class _DeferredGradients:
-    """Parameters whose gradients are computed later, and the operation that all these gradients pass
-    through.
+    """Parameters whose gradients are computed later.
+
+    `node`: the operation that all these gradients pass through.
     """
 
     node: Node

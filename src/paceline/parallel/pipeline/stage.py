@@ -386,8 +386,9 @@ def _places(module: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Parameter]]:
 
 @contextmanager
 def _bare_parameters(stage: Stage) -> Iterator[None]:
-    """Install parameters outside of parts: those of this stage as torch's engines have them now, else
-    placeholders.
+    """Install the parameters outside of parts in the model.
+
+    Those of this stage are as torch's engines have them now; the others are placeholders.
     """
     before = [(module, key, module._parameters[key]) for module, key, _ in stage.places]
     for module, key, own_name in stage.places:

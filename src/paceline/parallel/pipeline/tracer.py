@@ -1,5 +1,4 @@
-"""Find where a model can be cut into pipeline stages, by one forward pass on placeholders of its
-parameters.
+"""Find where a model can be cut into stages, by one forward pass on fake parameters.
 
 A cut lies before the call of a part (see `parallel.module_hooks`). The arguments of that call that depend
 on parameters cross the cut. Each stage recomputes what depends on the inputs alone. A cut is possible if

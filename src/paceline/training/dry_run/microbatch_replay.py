@@ -1,6 +1,4 @@
-"""Replay of identical micro-batches: run the first few, and count for the others what the last of these
-sent.
-"""
+"""Replay of identical micro-batches: run the first few, and count the last of these for the others."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

@@ -78,15 +78,15 @@ class RecordOperations(TorchDispatchMode):
 
 
 def _actual_device(item: Any) -> Any:
-    """Return the meta device for the CPU: tensors on the meta device report the CPU, so `.to("cpu")` must
-    not move.
+    """Return the meta device for the CPU, else `item`.
+
+    Tensors on the meta device report the CPU, so `.to("cpu")` must not move them.
     """
     return META if item in ("cpu", CPU) and isinstance(item, (str, torch.device)) else item
 
 
 class MetaConstruction(TorchFunctionMode):
-    """Create tensors on the meta device unless a device is named, and let them report that they are on the
-    CPU.
+    """Create tensors on the meta device, unless a device is named, that report to be on the CPU.
 
     Values that the constructor passes in are kept. An operation that fails, such as reading values, makes
     the tape incomplete.

@@ -78,8 +78,7 @@ class Weights:
 
 
 def record(build: Callable[[], nn.Module], seed: int) -> tuple[nn.Module, Weights, bool]:
-    """Return the model that `build` makes, on the meta device, its weights, and whether it could be
-    recorded.
+    """Return the model that `build` makes, on the meta device, its weights, and whether it is recorded.
 
     A constructor cannot be recorded if it reads values of its tensors, or keeps tensors that are neither
     parameters nor buffers. It then runs for real, as a whole. `seed` determines the values that it draws

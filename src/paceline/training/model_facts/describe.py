@@ -224,8 +224,9 @@ def _find_parameters(counter: OpCounter, index: int) -> list[nn.Parameter]:
 
 
 def _count_saved(counter: OpCounter, part: BlockCount, samples: int) -> tuple[TensorVolume, TensorVolume]:
-    """Return what is saved for the backward pass per sample: everything, and outputs of products and
-    attention.
+    """Return the volume that is saved for the backward pass, per sample.
+
+    The first value is the whole, the second that of the outputs of products and attention.
     """
     stream = whole = split = fixed = output_whole = output_split = 0.0
     for memory, (tensor, is_of_loss) in part.saved.items():

@@ -57,8 +57,9 @@ def assign_slices(params: Mapping[str, Tensor], num_servers: int, by_row: bool) 
 def slice_state(
     optimizer: torch.optim.Optimizer, whole: nn.Parameter, slice_: ParameterSlice
 ) -> dict[str, Any]:
-    """Return the optimizer's state of a slice: rows of tensors shaped like the parameter, copies of the
-    rest.
+    """Return the optimizer's state of a slice.
+
+    It has rows of tensors shaped like the parameter, and copies of the rest.
     """
     return {
         key: slice_.of(value).clone() if isinstance(value, Tensor) and value.shape == whole.shape else value

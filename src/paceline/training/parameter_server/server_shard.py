@@ -1,6 +1,4 @@
-"""The shard of a server: part of the weights and of the optimizer's state, and the gradients of pending
-steps.
-"""
+"""The shard of a server: its part of weights and optimizer state, and gradients of pending steps."""
 
 import inspect
 import threading

@@ -1,6 +1,4 @@
-"""A worker of a parameter server: pulls weights, computes the gradient of its part of the batch, pushes
-it.
-"""
+"""A worker of a parameter server: it pulls weights, computes gradients and pushes them."""
 
 import contextlib
 from collections.abc import Callable, Iterator

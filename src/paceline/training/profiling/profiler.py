@@ -1,6 +1,4 @@
-"""Profiler of a training: it profiles a few steps on all ranks, as often as 1 % of the training time
-allows.
-"""
+"""Profiles of a few steps of a training, on all ranks, within 1 % of the training time."""
 
 import os
 import time
@@ -183,8 +181,9 @@ class _Profile:
             set_log_level(self.log_level)
 
     def read(self) -> list[float]:
-        """Return a row of figures: cost, 1 if the others are measured and 0 if not, StepSeconds,
-        PeakMemory.
+        """Return a row of NUM_COLUMNS figures.
+
+        These are the cost in seconds, 1 if the others are measured and 0 if not, StepSeconds, PeakMemory.
         """
         began = time.perf_counter()
         self.stop()
