@@ -20,7 +20,7 @@ from paceline import Spec, Task
 from paceline.errors import LaunchError, PlanError, TaskError
 from paceline.plan.comm_volume import MODEL, PACELINE, CommVolume, Entry, axis_of
 from paceline.plan.plan import RECOMPUTE, Plan, parse
-from paceline.plan.report.comm_volume import tables
+from paceline.plan.report.comm_volume import build_tables
 from paceline.plan.schedules import RUNNABLE_SCHEDULES
 from paceline.spec import Optimizer
 from paceline.training.dry_run.comm_counter import CommCounter
@@ -266,7 +266,9 @@ def test_thousand_ranks() -> None:
 def test_equal_blocks_share_a_line() -> None:
     console = Console(width=100)
     with console.capture() as shown:
-        console.print(*tables([compute_comm_volume(Spec(batch=8), parse("zero3"), 4, task=models.Text())]))
+        console.print(
+            *build_tables([compute_comm_volume(Spec(batch=8), parse("zero3"), 4, task=models.Text())])
+        )
     lines = [" ".join(line.split()) for line in shown.get().splitlines()]
     assert f"blocks.* × 3 6 {6 * 1440 / 1024:.1f} KiB {6 * 1440 * 0.75 / 1024:.1f} KiB" in lines
     assert lines[-1].startswith("total 13 ")

@@ -5,9 +5,9 @@ import pytest
 from clusters import cluster
 from paceline.plan.cost_model import memory, step_time
 from paceline.plan.model.library import load_model
-from paceline.plan.report.bars import draw, front
-from paceline.plan.report.explain import explained
-from paceline.plan.report.plan import reasons
+from paceline.plan.report.bars import draw, find_front
+from paceline.plan.report.explain import explain
+from paceline.plan.report.plan import list_notes
 from paceline.plan.search.best_plans import find_best_plans
 from paceline.plotting.colours import COLOURS
 
@@ -18,7 +18,7 @@ def found():
 
 
 def test_nothing_is_both_faster_and_leaner_than_the_front(found):
-    best = front(found.pool)
+    best = find_front(found.pool)
     assert best[0] == found.pool[0]
     assert len(best) > 3
     for plan, cost in best:
@@ -40,10 +40,10 @@ def test_every_part_has_its_colour_and_no_picture_has_two_alike():
 
 def test_a_plan_that_does_not_fit_says_so():
     asked = find_best_plans(load_model("gpt3-13b"), cluster(8), 8, "ddp", others=True)
-    text = [line for line in explained(asked) if isinstance(line, str)]
+    text = [line for line in explain(asked) if isinstance(line, str)]
     assert "it does not fit" in text[0]
     assert asked.pool
-    assert "the one that lacks least" in reasons(asked)[0]
+    assert "; the closest, " in list_notes(asked)[0]
 
 
 def test_a_picture_is_the_same_each_time(tmp_path):

@@ -28,12 +28,15 @@ def test_model_without_torch(tmp_path: Path) -> None:
         figures["plans"][0]["plan"],
         "tokens/s",
         "MFU",
-        "do not: most of it",
+        "do not, mostly because of",
         "optimizer",
-        "what the next",
+        "difference of the next plan",
     ):
         assert words in found.out
-    assert f"why {figures['plans'][0]['plan']}: the fastest of {figures['fitting']:,} that fit" in found.out
+    assert (
+        f"why {figures['plans'][0]['plan']}: the fastest of {figures['fitting']:,} plans that fit"
+        in found.out
+    )
     assert "<svg" in (tmp_path / "plans.svg").read_text()
 
 
@@ -71,10 +74,13 @@ def test_a_file_says_its_batch_and_micro_is_no_size(tmp_path: Path) -> None:
     found = succeed(*words, "--plan", "tp=8,pp=12,microbatches=1", at=tmp_path).out
     assert "batch 1,536 × 2,048 tokens" in found
     assert (
-        "the pipeline fills and drains: tp=8,pp=12,microbatches=1 has microbatches=1 micro-batch of 384 samples; microbatches=384 has one sample in each"
+        "of the step: tp=8,pp=12,microbatches=1 has 1 micro-batch of 384 samples; with microbatches=384, each has one sample"
         in found
     )
-    assert "fills and drains" not in succeed(*words, "--plan", "tp=8,pp=12,microbatches=384", at=tmp_path).out
+    assert (
+        "the pipeline bubble is"
+        not in succeed(*words, "--plan", "tp=8,pp=12,microbatches=384", at=tmp_path).out
+    )
 
 
 def test_a_plan_is_explained_by_what_else_there_is(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ from paceline.cli.plan_options import show
 from paceline.cluster.published import find
 from paceline.plan.model.library import load_model
 from paceline.plan.plan import parse
-from paceline.plan.report.plan import tables
+from paceline.plan.report.plan import build_tables
 from paceline.plan.search.best_plans import find_best_plans
 from paceline.verify.report import Overview
 from paceline.verify.run import Verdict
@@ -28,7 +28,7 @@ def test_of_predictions(width, found, monkeypatch, capsys):
     monkeypatch.setenv("COLUMNS", str(width))
     plans = [str(plan) for plan, _ in found.plans[:20]]
     assert max(map(len, plans)) > 25, "some are longer than some of the terminals"
-    show(*tables(found, 20, explain=True))
+    show(*build_tables(found, 20, explain=True))
     lines = capsys.readouterr().out.splitlines()
     of_step, of_training = (
         next(at for at, line in enumerate(lines) if line.startswith(head))

@@ -12,7 +12,7 @@ from paceline.cluster.facts import CalibrationRecord, Cluster, Device, Fact, Lin
 from paceline.plan.cost_model.cost import RUN_NOISE, CostPart
 from paceline.plan.cost_model.op_times import guess_op_times
 from paceline.plan.model.library import load_model
-from paceline.plan.report.plan import without_order
+from paceline.plan.report.plan import describe_overlap
 from paceline.plan.search.best_plans import BestPlans, find_best_plans
 from paceline.plan.search.ranking import IndistinctPlans, find_indistinct_plans
 
@@ -156,6 +156,6 @@ def test_the_command_says_it_in_one_sentence(tmp_path: Path):
 def test_the_sentence_for_noise(of_gpus):
     exact = {"products": (1.0, 0.0)}
     found = with_parts(of_gpus, exact, exact)
-    assert without_order(found, find_indistinct_plans(found, None)).startswith(
-        "2 of 2 plans cannot be ranked: their error bars overlap that of the first, ±5%, as much as trainings of one plan differ by; try"
+    assert describe_overlap(found, find_indistinct_plans(found, None)).startswith(
+        "2 of 2 plans cannot be ranked: their error bars overlap that of the first, ±5%, the usual difference between trainings of one plan; try"
     )

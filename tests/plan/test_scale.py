@@ -11,7 +11,7 @@ from clusters import cluster
 from command import paceline, succeed
 from paceline.errors import PlanError, SpecError
 from paceline.plan.model.library import load_model
-from paceline.plan.report.scale import amount, duration
+from paceline.plan.report.scale import format_amount, format_duration
 from paceline.plan.search.rank_counts import parse_counts
 from paceline.plan.search.scaling import find_last_efficient, predict_scaling
 from paceline.plan.search.search import search_plans
@@ -148,11 +148,11 @@ def test_where_nothing_fits():
     ("value", "text"), [(0.0, "0.000"), (1e-5, "<0.001"), (0.25, "0.250"), (12.5, "12.5"), (6.19e6, "6.19 M")]
 )
 def test_amounts(value, text):
-    assert amount(value) == text
+    assert format_amount(value) == text
 
 
 def test_durations():
-    assert [duration(seconds) for seconds in (40, 7200, 2 * 86400, 800 * 86400)] == [
+    assert [format_duration(seconds) for seconds in (40, 7200, 2 * 86400, 800 * 86400)] == [
         "40.0 s",
         "2.0 h",
         "2.0 days",
@@ -180,7 +180,7 @@ def test_command_without_torch(tmp_path: Path) -> None:
     assert [point["batch"] for point in figures["weak"]["points"]] == [
         64 * ranks for ranks in (1, 2, 4, 8, 16, 32, 64)
     ]
-    assert f"ask for {figures['ask_for']} rank" in found.out
+    assert f"recommended: {figures['ask_for']} rank" in found.out
     plan = figures["strong"]["points"][3]["plan"]
     for words in (
         "strong scaling",
@@ -192,9 +192,7 @@ def test_command_without_torch(tmp_path: Path) -> None:
     ):
         assert words in found.out, words
     of_tables = [
-        line
-        for line in found.out.partition("the fastest plans")[0].splitlines()
-        if line.strip()[:1].isdecimal()
+        line for line in found.out.partition("fastest plans")[0].splitlines() if line.strip()[:1].isdecimal()
     ]
     assert len(of_tables) == 14
     assert max(map(len, of_tables)) <= 80

@@ -69,7 +69,7 @@ def comms(
     from rich.console import Console
 
     from paceline.plan.plan import parse
-    from paceline.plan.report.comm_volume import as_json, heading, tables
+    from paceline.plan.report.comm_volume import as_json, build_tables, heading
     from paceline.training.dry_run.dry_run import compute_stage_volumes
 
     assert launch.plan is not None
@@ -79,5 +79,5 @@ def comms(
         write_whole(json, as_json(spec, launch, volumes))
     console = Console(highlight=False)
     console.print(heading(spec, launch, plan_on_ranks), soft_wrap=True)
-    for table in tables(volumes):
+    for table in build_tables(volumes):
         console.print(table)

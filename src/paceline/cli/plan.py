@@ -61,7 +61,7 @@ def plan(
     where = with_peak(find_cluster(cluster), peak)
     query = read_query(target, model, batch, seq, precision, set, where if measure else None)
 
-    from paceline.plan.report.plan import as_json, heading, reasons, tables, without_order
+    from paceline.plan.report.plan import as_json, build_tables, describe_overlap, heading, list_notes
     from paceline.plan.search.best_plans import find_best_plans
     from paceline.plan.search.ranking import find_indistinct_plans
 
@@ -87,7 +87,7 @@ def plan(
         draw(found, top, plot)
     print_parts(
         heading(found),
-        *tables(found, top, explain),
-        *reasons(found),
-        *([without_order(found, close)] if close else []),
+        *build_tables(found, top, explain),
+        *list_notes(found),
+        *([describe_overlap(found, close)] if close else []),
     )

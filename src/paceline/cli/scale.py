@@ -79,7 +79,7 @@ def scale(
     if target is not None and tokens is None:
         tokens = _count_tokens(target, query.batch, epochs, steps, set or [], query.facts)
 
-    from paceline.plan.report.scale import as_json, heading, sentences, tables
+    from paceline.plan.report.scale import as_json, build_tables, heading, list_findings
     from paceline.plan.search.scaling import predict_scaling
 
     result = predict_scaling(
@@ -93,7 +93,7 @@ def scale(
         from paceline.plan.report.curves import draw
 
         draw(result, efficiency, plot)
-    print_parts(heading(result), *tables(result), *sentences(result, efficiency))
+    print_parts(heading(result), *build_tables(result), *list_findings(result, efficiency))
 
 
 def _count_tokens(

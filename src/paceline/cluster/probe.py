@@ -66,7 +66,7 @@ def probe(paths: Sequence[Path] = (), torch: subprocess.Popen[str] | None = None
 
 
 class ParallelSources:
-    """Functions that run concurrently, in daemon threads: a call to an unreachable file system never returns."""
+    """Functions that run concurrently, in daemon threads: an unreachable file system never answers."""
 
     def __init__(self, sources: Mapping[str, Callable[[], Any]]) -> None:
         self._answers: dict[str, Any] = {}

@@ -13,66 +13,70 @@ from paceline.units import format_bytes
 
 
 def heading(spec: Spec, launch: Launch, plan: ResolvedPlan) -> str:
-    """`plan`: that of `launch`, its data degree said."""
-    each = micro_batch_size(spec.batch, plan) * plan.microbatches
+    """Return the title of the tables. plan: the plan of `launch`, resolved."""
+    samples = micro_batch_size(spec.batch, plan) * plan.microbatches
     return (
         f"{spec.task.rpartition('/')[2]}: one step of plan {launch.plan} on {launch.ranks:,} ranks, "
-        f"batch {spec.batch:,} ({each:,} on a data rank), {spec.precision}"
+        f"batch {spec.batch:,} ({samples:,} per data rank), {spec.precision}"
     )
 
 
-def tables(volumes: Sequence[CommVolume]) -> list[Table]:
-    """One for each place on the axis of a pipeline, in order; neighbours that send the same share one."""
-    found = []
-    for lines, alike in groupby(enumerate(volumes), key=lambda item: _lines(item[1])):
-        places, those = zip(*alike, strict=True)
-        found.append(_table(lines, _title(places, those, len(volumes)) if len(volumes) > 1 else None))
-    return found
+def build_tables(volumes: Sequence[CommVolume]) -> list[Table]:
+    """Return a table for each stage of the pipeline; neighbouring stages with equal volumes share a table."""
+    tables = []
+    for lines, group in groupby(enumerate(volumes), key=lambda item: _lines(item[1])):
+        stages, equal_volumes = zip(*group, strict=True)
+        title = _title(stages, equal_volumes, len(volumes)) if len(volumes) > 1 else None
+        tables.append(_table(lines, title))
+    return tables
 
 
-def _title(places: Sequence[int], those: Sequence[CommVolume], of: int) -> str:
-    ranks = ", ".join(f"{volume.rank:,}" for volume in those)
-    if len(those) == 1:
-        return f"pp {places[0]} of {of}: rank {ranks}"
-    return f"pp {places[0]} to {places[-1]} of {of}: ranks {ranks}, each"
+def _title(stages: Sequence[int], volumes: Sequence[CommVolume], num_stages: int) -> str:
+    ranks = ", ".join(f"{volume.rank:,}" for volume in volumes)
+    if len(volumes) == 1:
+        return f"pp {stages[0]} of {num_stages}: rank {ranks}"
+    return f"pp {stages[0]} to {stages[-1]} of {num_stages}: ranks {ranks}, each"
 
 
 def _lines(volume: CommVolume) -> list[tuple[str, ...]]:
-    """A line for each collective on each axis, and below it one for each module, those that are alike but for a number together."""
+    """Return a line for each collective on each axis, followed by lines for its modules."""
     lines: list[tuple[str, ...]] = []
-    for (collective, axis, ranks), of_axis in groupby(
+    for (collective, axis, ranks), group in groupby(
         volume.entries, key=lambda entry: (entry.collective, entry.axis, entry.ranks)
     ):
-        entries = tuple(of_axis)
+        entries = tuple(group)
         lines.append((collective, axis, f"{ranks:,}", *_sums(entries)))
-        lines += [(f"  {name}", "", "", *_sums(alike)) for name, alike in _alike(entries)]
+        lines += [(f"  {name}", "", "", *_sums(modules)) for name, modules in _group_modules(entries)]
     return [*lines, ("total", "", "", *_sums(volume.entries))]
 
 
 def _table(lines: Sequence[tuple[str, ...]], title: str | None) -> Table:
-    shown = Table(
+    table = Table(
         box=None, pad_edge=False, padding=(0, 2, 0, 0), title=title, title_justify="left", title_style="bold"
     )
-    shown.add_column("collective, module", overflow="fold")
-    shown.add_column("axis", no_wrap=True)
+    table.add_column("collective, module", overflow="fold")
+    table.add_column("axis", no_wrap=True)
     for name in ("ranks", "calls", "bytes", "sent"):
-        shown.add_column(name, justify="right", no_wrap=True)
+        table.add_column(name, justify="right", no_wrap=True)
     for line in lines:
-        shown.add_row(*line, style=None if line[0].startswith(" ") else "bold")
-    return shown
+        table.add_row(*line, style=None if line[0].startswith(" ") else "bold")
+    return table
 
 
-def _alike(entries: Sequence[Entry]) -> list[tuple[str, list[Entry]]]:
-    """Modules whose names differ by numbers only and that send the same, under one name; most bytes first."""
-    found: dict[tuple[str, int, int], list[Entry]] = {}
+def _group_modules(entries: Sequence[Entry]) -> list[tuple[str, list[Entry]]]:
+    """Return the entries by name of module, most bytes first.
+
+    Modules that send the same and whose names differ only by numbers share a name.
+    """
+    groups: dict[tuple[str, int, int], list[Entry]] = {}
     for entry in entries:
-        found.setdefault((block_pattern(entry.module), entry.calls, entry.bytes), []).append(entry)
-    named = [(_one_name([entry.module for entry in alike]), alike) for alike in found.values()]
+        groups.setdefault((block_pattern(entry.module), entry.calls, entry.bytes), []).append(entry)
+    named = [(_common_name([entry.module for entry in group]), group) for group in groups.values()]
     return sorted(named, key=lambda item: -sum(entry.bytes for entry in item[1]))
 
 
-def _one_name(modules: list[str]) -> str:
-    """`blocks.0.mlp.2`, `blocks.1.mlp.2` -> `blocks.*.mlp.2 × 2`."""
+def _common_name(modules: list[str]) -> str:
+    """Return the common name: `blocks.0.mlp.2`, `blocks.1.mlp.2` -> `blocks.*.mlp.2 × 2`."""
     if len(modules) == 1:
         return modules[0]
     columns = zip(*(module.split(".") for module in modules), strict=True)
@@ -87,6 +91,7 @@ def _sums(entries: Sequence[Entry]) -> tuple[str, str, str]:
 
 
 def as_json(spec: Spec, launch: Launch, volumes: Sequence[CommVolume]) -> str:
+    """Return the volumes as JSON; docs/json.md lists the keys."""
     facts = {"task": spec.task, "set": spec.set, "batch": spec.batch, "precision": spec.precision}
     facts |= {"plan": launch.plan, "ranks": launch.ranks}
     return json.dumps(facts | {"stages": [volume.as_json() for volume in volumes]}, indent=1) + "\n"

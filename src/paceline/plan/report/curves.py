@@ -1,4 +1,4 @@
-"""The picture of how a training scales: throughput and efficiency over ranks, and what it costs over how long it takes."""
+"""The picture of how a training scales: throughput and efficiency over ranks, and cost over duration."""
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -15,34 +15,39 @@ if TYPE_CHECKING:
 UNITS = (("days", 86400.0), ("hours", 3600.0), ("minutes", 60.0), ("seconds", 1.0))
 
 
-def draw(found: Scaling, efficiency: float, path: Path) -> None:
-    """Throughput over ranks, beside what they would do at the pace of the fewest; efficiency, and what is asked of it; over the time that
-    the training takes (a step, where nobody says how long that is) the devices' hours, or money where there is a price."""
-    with figure(path, 14.0, 4.6) as drawn:
-        left, middle, right = drawn.subplots(1, 3)
-        _throughput(left, found)
-        _efficiency(middle, found, efficiency)
-        _costs(right, found)
-        name = f"{found.facts.name} on {found.cluster.device.name}"
-        of_rank = f"{float(found.each):,.4g} sample{'s' * (found.each > 1)} a rank"
-        drawn.suptitle(
-            f"{name}: strong, a batch of {found.batch:,}; weak, {of_rank}; bands are one standard deviation",
+def draw(scaling: Scaling, efficiency: float, path: Path) -> None:
+    """Draw three charts: throughput over ranks, efficiency over ranks, and cost over duration.
+
+    The throughput is drawn next to ideal scaling from the smallest number of ranks. The cost is device-
+    hours, or money if a price is known; the duration is that of the training, or of a step if no length is
+    given. efficiency: the requested minimum. path: an SVG or PNG file.
+    """
+    with figure(path, 14.0, 4.6) as canvas:
+        left, middle, right = canvas.subplots(1, 3)
+        _draw_throughput(left, scaling)
+        _draw_efficiency(middle, scaling, efficiency)
+        _draw_costs(right, scaling)
+        name = f"{scaling.facts.name} on {scaling.cluster.device.name}"
+        per_rank = f"{float(scaling.each):,.4g} sample{'s' * (scaling.each > 1)} per rank"
+        canvas.suptitle(
+            f"{name}: strong, a batch of {scaling.batch:,}; weak, {per_rank};"
+            " bands are one standard deviation",
             fontsize="medium",
         )
 
 
-def _curves(found: Scaling) -> tuple[tuple[Sequence[ScalingPoint], str, str, str], ...]:
-    return (found.weak.points, "weak", WEAK, "s"), (found.strong.points, "strong", STRONG, "o")
+def _curves(scaling: Scaling) -> tuple[tuple[Sequence[ScalingPoint], str, str, str], ...]:
+    return (scaling.weak.points, "weak", WEAK, "s"), (scaling.strong.points, "strong", STRONG, "o")
 
 
-def _throughput(field: "Axes", found: Scaling) -> None:
-    _over_ranks(field, found, lambda point: point.cost.time.tokens_per_s)
+def _draw_throughput(axes: "Axes", scaling: Scaling) -> None:
+    _draw_over_ranks(axes, scaling, lambda point: point.cost.time.tokens_per_s)
     first, last = (
-        found.strong.points[0],
-        max(point.ranks for points, *_ in _curves(found) for point in points),
+        scaling.strong.points[0],
+        max(point.ranks for points, *_ in _curves(scaling) for point in points),
     )
     rate = first.cost.time.tokens_per_s
-    field.plot(
+    axes.plot(
         [first.ranks, last],
         [rate, rate * last / first.ranks],
         linestyle="--",
@@ -50,121 +55,122 @@ def _throughput(field: "Axes", found: Scaling) -> None:
         linewidth=1,
         label="ideal",
     )
-    field.set_yscale("log")
-    field.yaxis.set_major_formatter(lambda rate, _: format_count(rate))
-    field.set(ylabel="tokens/s" if found.facts.tokens > 1 else "samples/s", title="throughput")
-    field.legend(frameon=False)
+    axes.set_yscale("log")
+    axes.yaxis.set_major_formatter(lambda rate, _: format_count(rate))
+    axes.set(ylabel="tokens/s" if scaling.facts.tokens > 1 else "samples/s", title="throughput")
+    axes.legend(frameon=False)
 
 
-def _efficiency(field: "Axes", found: Scaling, asked: float) -> None:
-    _over_ranks(field, found, lambda point: point.efficiency)
-    field.axhline(1.0, linestyle="--", color="0.45", linewidth=1)
-    field.axhline(asked, linestyle=":", color="0.45", linewidth=1)
-    best = find_last_efficient(found.strong, asked)
-    at = [best.ranks], [best.efficiency]
-    field.plot(
-        *at,
+def _draw_efficiency(axes: "Axes", scaling: Scaling, requested: float) -> None:
+    _draw_over_ranks(axes, scaling, lambda point: point.efficiency)
+    axes.axhline(1.0, linestyle="--", color="0.45", linewidth=1)
+    axes.axhline(requested, linestyle=":", color="0.45", linewidth=1)
+    best = find_last_efficient(scaling.strong, requested)
+    axes.plot(
+        [best.ranks],
+        [best.efficiency],
         marker="o",
         markersize=12,
         fillstyle="none",
         color=STRONG,
         linestyle="none",
-        label=f"ask for {best.ranks:,}",
+        label=f"recommended: {best.ranks:,}",
     )
-    field.set_ylim(0, max(field.get_ylim()[1], 1.2))
-    field.legend(
-        *([found[-1]] for found in field.get_legend_handles_labels()), frameon=False, loc="lower left"
+    axes.set_ylim(0, max(axes.get_ylim()[1], 1.2))
+    axes.legend(
+        *([entries[-1]] for entries in axes.get_legend_handles_labels()), frameon=False, loc="lower left"
     )
-    field.yaxis.set_major_formatter(lambda share, _: f"{share:.0%}")
-    field.set(title=f"efficiency, and the {asked:.0%} asked for")
+    axes.yaxis.set_major_formatter(lambda share, _: f"{share:.0%}")
+    axes.set(title=f"efficiency, and the requested {requested:.0%}")
 
 
-def _over_ranks(field: "Axes", found: Scaling, value: Callable[[ScalingPoint], float]) -> None:
-    for points, label, colour, mark in _curves(found):
+def _draw_over_ranks(axes: "Axes", scaling: Scaling, value: Callable[[ScalingPoint], float]) -> None:
+    """Draw a value of both curves over the ranks, with bands of one standard deviation."""
+    for points, label, colour, mark in _curves(scaling):
         ranks, values = [point.ranks for point in points], [value(point) for point in points]
         errors = [point.cost.time.error for point in points]
         low, high = (
-            [one * (1 + sign * error) for one, error in zip(values, errors, strict=True)] for sign in (-1, 1)
+            [mean * (1 + sign * error) for mean, error in zip(values, errors, strict=True)]
+            for sign in (-1, 1)
         )
-        field.fill_between(ranks, low, high, color=colour, alpha=0.2, linewidth=0)
-        field.plot(ranks, values, marker=mark, markersize=4.5, color=colour, label=label)
-    ticks = sorted({point.ranks for points, *_ in _curves(found) for point in points})
-    field.set_xscale("log", base=2)
-    field.set_xticks(ticks[:: -(-len(ticks) // 9)])
-    field.xaxis.set_major_formatter(lambda ranks, _: f"{ranks:,.0f}")
-    field.minorticks_off()
-    field.set(xlabel="ranks")
-    field.margins(x=0.07)
-    field.grid(alpha=0.25)
+        axes.fill_between(ranks, low, high, color=colour, alpha=0.2, linewidth=0)
+        axes.plot(ranks, values, marker=mark, markersize=4.5, color=colour, label=label)
+    ticks = sorted({point.ranks for points, *_ in _curves(scaling) for point in points})
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(ticks[:: -(-len(ticks) // 9)])
+    axes.xaxis.set_major_formatter(lambda ranks, _: f"{ranks:,.0f}")
+    axes.minorticks_off()
+    axes.set(xlabel="ranks")
+    axes.margins(x=0.07)
+    axes.grid(alpha=0.25)
 
 
-def _costs(field: "Axes", found: Scaling) -> None:
-    points = [point for points, *_ in _curves(found) for point in points]
+def _draw_costs(axes: "Axes", scaling: Scaling) -> None:
+    """Draw the cost over the duration of a training or a step, with the number of ranks at each point."""
+    points = [point for points, *_ in _curves(scaling) for point in points]
     unit, unit_s = next(((unit, s) for unit, s in UNITS if min(map(_seconds, points)) >= s), UNITS[-1])
-    priced, whole = (
-        all(point.bill is not None and point.bill.price is not None for point in points),
-        found.tokens is not None,
-    )
-    costs = [_cost(point, priced) for point in points]
-    for of_curve, _, colour, mark in _curves(found):
-        times = [_seconds(point) / unit_s for point in of_curve]
-        field.plot(
-            times, [_cost(point, priced) for point in of_curve], marker=mark, markersize=4.5, color=colour
+    has_price = all(point.bill is not None and point.bill.price is not None for point in points)
+    is_whole_training = scaling.tokens is not None
+    costs = [_cost(point, has_price) for point in points]
+    for curve, _, colour, mark in _curves(scaling):
+        times = [_seconds(point) / unit_s for point in curve]
+        axes.plot(
+            times, [_cost(point, has_price) for point in curve], marker=mark, markersize=4.5, color=colour
         )
-    field.set_xscale("log")
+    axes.set_xscale("log")
     if max(costs) > 8 * min(costs):
-        field.set_yscale("log")
-        field.margins(x=0.12, y=0.12)
+        axes.set_yscale("log")
+        axes.margins(x=0.12, y=0.12)
     else:
-        field.margins(x=0.12)
-        field.set_ylim(0, 1.15 * max(costs))
-    for axis, say in (
-        (field.xaxis, lambda time, _: f"{time:,g}"),
-        (field.yaxis, lambda cost, _: format_count(cost)),
+        axes.margins(x=0.12)
+        axes.set_ylim(0, 1.15 * max(costs))
+    for axis, format_tick in (
+        (axes.xaxis, lambda time, _: f"{time:,g}"),
+        (axes.yaxis, lambda cost, _: format_count(cost)),
     ):
-        axis.set_major_formatter(say)
+        axis.set_major_formatter(format_tick)
         axis.set_minor_formatter(lambda *_: "")
-    named: list[tuple[float, float]] = []
-    for of_curve, _, colour, _ in reversed(_curves(found)):
-        for point in of_curve:
-            _name(
-                field,
+    labels: list[tuple[float, float]] = []
+    for curve, _, colour, _ in reversed(_curves(scaling)):
+        for point in curve:
+            _label_point(
+                axes,
                 f"{point.ranks:,}",
-                (_seconds(point) / unit_s, _cost(point, priced)),
+                (_seconds(point) / unit_s, _cost(point, has_price)),
                 colour,
                 colour == STRONG,
-                named,
+                labels,
             )
-    what = "price" if priced else "device-hours" if whole else "device-seconds"
-    field.set(
-        xlabel=f"{unit} of {'the training' if whole else 'a step'}",
-        ylabel=what,
-        title=f"{what} over time, by ranks",
+    quantity = "price" if has_price else "device-hours" if is_whole_training else "device-seconds"
+    axes.set(
+        xlabel=f"{unit} of {'the training' if is_whole_training else 'a step'}",
+        ylabel=quantity,
+        title=f"{quantity} over time, by ranks",
     )
-    field.grid(alpha=0.25)
+    axes.grid(alpha=0.25)
 
 
-def _name(
-    field: "Axes",
+def _label_point(
+    axes: "Axes",
     text: str,
-    at: tuple[float, float],
+    point: tuple[float, float],
     colour: str,
-    above: bool,
-    named: list[tuple[float, float]],
+    is_above: bool,
+    labels: list[tuple[float, float]],
 ) -> None:
-    """Unless a name stands there."""
-    offset = (4, 5) if above else (-4, -13)
-    x, y = field.transData.transform(at)
+    """Label a point, unless the label would overlap with a label in `labels`, to which it is added."""
+    offset = (4, 5) if is_above else (-4, -13)
+    x, y = axes.transData.transform(point)
     place = x + offset[0], y + offset[1]
-    if any(abs(place[0] - other[0]) < 26 and abs(place[1] - other[1]) < 11 for other in named):
+    if any(abs(place[0] - other[0]) < 26 and abs(place[1] - other[1]) < 11 for other in labels):
         return
-    named.append(place)
-    field.annotate(
+    labels.append(place)
+    axes.annotate(
         text,
-        at,
+        point,
         xytext=offset,
         textcoords="offset points",
-        ha="left" if above else "center",
+        ha="left" if is_above else "center",
         fontsize=7.5,
         color=colour,
     )
@@ -174,7 +180,7 @@ def _seconds(point: ScalingPoint) -> float:
     return point.bill.seconds if point.bill is not None else point.cost.step_s
 
 
-def _cost(point: ScalingPoint, priced: bool) -> float:
+def _cost(point: ScalingPoint, has_price: bool) -> float:
     if point.bill is None:
         return point.cost.step_s * point.ranks
-    return point.bill.price or 0.0 if priced else point.bill.device_hours
+    return point.bill.price or 0.0 if has_price else point.bill.device_hours

@@ -1,4 +1,4 @@
-"""Why a plan: what its time and memory go into, what each choice in it would cost otherwise, and why others do not fit."""
+"""Explain a plan: its time and memory by part, the cost of other choices, and why other plans do not fit."""
 
 from collections.abc import Callable, Mapping, Sequence
 
@@ -20,144 +20,164 @@ CHOICES: Mapping[str, Callable[[Plan], str]] = {
     ),
     "recompute": lambda plan: f"recompute={plan.recompute}",
 }
-ALTERNATIVES = 3  # of each choice, the best
+MAX_ALTERNATIVES = 3  # of each choice, the best
 
 
-def explained(found: BestPlans) -> list[Table | str]:
-    """Of the first plan: parts, choices, and the next best."""
-    plan, cost = found.plans[0]
-    shown: list[Table | str] = [*_why(found, plan, cost), *_choices(found, plan.resolve(found.ranks), cost)]
-    shown += [f"\ntime of {plan}", _parts(cost.time.parts, cost.step_s, format_seconds, _among(found, plan))]
+def explain(results: BestPlans) -> list[Table | str]:
+    """Return text about the first plan: summary, alternatives, parts, and a comparison with the next plan."""
+    plan, cost = results.plans[0]
+    parts: list[Table | str] = [
+        *_summary(results, plan, cost),
+        *_alternatives(results, plan.resolve(results.ranks), cost),
+    ]
+    parts += [
+        f"\ntime of {plan}",
+        _parts(cost.time.parts, cost.step_s, format_seconds, _describe_groups(results, plan)),
+    ]
     at = f", rank {cost.memory.rank} of the pipeline" if plan.pp > 1 else ""
-    shown += [
-        f"\nmemory of its fullest rank{at}",
+    parts += [
+        f"\nmemory of the rank with peak memory{at}",
         _parts(cost.memory.parts, cost.peak_bytes, format_bytes, {}),
     ]
-    if len(found.plans) > 1:
-        other, slower = found.plans[1]
-        more = [part for part in list_slower_parts(slower, cost) if abs(part.value) > 1e-3 * cost.step_s]
-        bytes_ = slower.peak_bytes - cost.peak_bytes
-        shown += [
-            f"\nwhat the next, {other}, takes more: {_signed(slower.step_s - cost.step_s)}, {_signed(bytes_, format_bytes)}"
+    if len(results.plans) > 1:
+        next_plan, next_cost = results.plans[1]
+        slower = [part for part in list_slower_parts(next_cost, cost) if abs(part.value) > 1e-3 * cost.step_s]
+        more_bytes = next_cost.peak_bytes - cost.peak_bytes
+        parts += [
+            f"\ndifference of the next plan, {next_plan}: {_signed(next_cost.step_s - cost.step_s)},"
+            f" {_signed(more_bytes, format_bytes)}"
         ]
-        shown += [_parts(more, cost.step_s, _signed, {})] if more else []
-    return shown
+        parts += [_parts(slower, cost.step_s, _signed, {})] if slower else []
+    return parts
 
 
-def _why(found: BestPlans, plan: Plan, cost: Cost) -> list[str]:
-    """The plan in a sentence: where it stands, and what it does most."""
-    pool = found.pool
-    most = max(cost.time.parts, key=lambda part: part.value)
-    of_step = f"{most.value / cost.step_s:.0%} of its step is {most.name}"
-    of = f"{format_bytes(cost.peak_bytes)} of {format_bytes(cost.memory.limit_bytes)}"
-    peak = f", and {of} are taken" if cost.memory.fits() else f"; it does not fit: {of} are needed"
+def _summary(results: BestPlans, plan: Plan, cost: Cost) -> list[str]:
+    """Return one or two sentences: the rank of the plan among all plans that fit, and its largest part."""
+    pool = results.pool
+    largest = max(cost.time.parts, key=lambda part: part.value)
+    of_step = f"{largest.value / cost.step_s:.0%} of its step is {largest.name}"
+    memory = f"{format_bytes(cost.peak_bytes)} of {format_bytes(cost.memory.limit_bytes)}"
+    peak = f", and it uses {memory}" if cost.memory.fits() else f"; it does not fit: it needs {memory}"
     if len(pool) == 0:
         return [f"\n{plan}: {of_step}{peak}"]
     best, fastest = pool[0]
-    if best == plan.resolve(found.ranks):
-        return [f"\nwhy {plan}: the fastest of {len(pool):,} that fit; {of_step}{peak}"]
-    behind = sum(other.step_s < cost.step_s for _, other in pool)
-    lines = [f"\n{plan}: {behind:,} of {len(pool):,} plans that fit are faster; {of_step}{peak}"]
-    more = ", ".join(
-        f"{part.name} {_signed(part.value)}"
-        for part in _telling(list_slower_parts(cost, fastest), cost.step_s)
-    )
+    if best == plan.resolve(results.ranks):
+        return [f"\nwhy {plan}: the fastest of {len(pool):,} plans that fit; {of_step}{peak}"]
+    num_faster = sum(other.step_s < cost.step_s for _, other in pool)
+    lines = [f"\n{plan}: {num_faster:,} of {len(pool):,} plans that fit are faster; {of_step}{peak}"]
+    parts = _select_parts(list_slower_parts(cost, fastest), cost.step_s)
+    differences = ", ".join(f"{part.name} {_signed(part.value)}" for part in parts)
     return [
         *lines,
-        f"the fastest, {best}, takes {format_seconds(fastest.step_s)}: this one takes {more or 'as long'}",
+        f"the fastest, {best}, takes {format_seconds(fastest.step_s)};"
+        f" difference of this plan: {differences or 'none'}",
     ]
 
 
-def _choices(found: BestPlans, plan: Plan, cost: Cost) -> list[Table | str]:
-    """For each choice in the plan what another one takes: the fastest that has it; but of a plan that was asked for and is not the best,
-    the one that differs in this alone, and perhaps in its micro-batches."""
-    shown = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
-    shown.add_column("instead", no_wrap=True)
+def _alternatives(results: BestPlans, plan: Plan, cost: Cost) -> list[Table | str]:
+    """Return a table with the cost of other values for each choice in the plan.
+
+    For the best plan, a row is the fastest plan with that value. For a requested plan that is not the best,
+    it is the plan that differs only in this choice, and possibly in its micro-batches.
+    """
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    table.add_column("instead", no_wrap=True)
     for name in ("step", "memory"):
-        shown.add_column(name, justify="right", no_wrap=True)
-    shown.add_column("of that")
-    is_best = bool(found.pool) and found.pool[0][0] == plan
-    fitting = [(_changed(plan, other), other, its) for other, its in found.pool]
-    unfit = [(_changed(plan, one.plan), one) for one in found.rejected]
+        table.add_column(name, justify="right", no_wrap=True)
+    table.add_column("largest differences")
+    is_best = bool(results.pool) and results.pool[0][0] == plan
+    fitting = [(_changed(plan, other), other, other_cost) for other, other_cost in results.pool]
+    rejected = [(_changed(plan, entry.plan), entry) for entry in results.rejected]
     for name, choice in CHOICES.items():
         best: dict[str, Cost] = {}
-        for changed, other, its in fitting:
+        for changed, other, other_cost in fitting:
             if changed == {name} or (is_best and name in changed):
-                best.setdefault(choice(other), its)
-        for value, its in list(best.items())[:ALTERNATIVES]:
+                best.setdefault(choice(other), other_cost)
+        for value, other_cost in list(best.items())[:MAX_ALTERNATIVES]:
             parts = ", ".join(
                 f"{part.name} {_signed(part.value)}"
-                for part in _telling(list_slower_parts(its, cost), cost.step_s)
+                for part in _select_parts(list_slower_parts(other_cost, cost), cost.step_s)
             )
-            shown.add_row(value, _signed(its.step_s - cost.step_s), format_bytes(its.peak_bytes), parts)
-        lean = (one for changed, one in unfit if changed == {name} or (is_best and name in changed))
-        if (nearest := next((one for one in lean if choice(one.plan) not in best), None)) is not None:
-            row = (
+            table.add_row(
+                value, _signed(other_cost.step_s - cost.step_s), format_bytes(other_cost.peak_bytes), parts
+            )
+        candidates = (
+            entry for changed, entry in rejected if changed == {name} or (is_best and name in changed)
+        )
+        nearest = next((entry for entry in candidates if choice(entry.plan) not in best), None)
+        if nearest is not None:
+            table.add_row(
                 choice(nearest.plan),
                 "",
                 format_bytes(nearest.peak_bytes),
-                f"does not fit, most of it {nearest.largest}",
+                f"does not fit, mostly because of {nearest.largest}",
             )
-            shown.add_row(*row)
-    what = (
-        "the fastest with another choice, all else free"
+    title = (
+        "the fastest plan with another choice; its other choices may differ, too"
         if is_best
-        else "with one choice changed, and perhaps the micro-batches"
+        else "with one choice changed, and its micro-batches if necessary"
     )
-    return [f"\n{what}", shown] if shown.row_count else []
+    return [f"\n{title}", table] if table.row_count else []
 
 
 def _changed(plan: Plan, other: Plan) -> set[str]:
     return {name for name, choice in CHOICES.items() if choice(other) != choice(plan)}
 
 
-def _telling(parts: Sequence[CostPart], step_s: float) -> list[CostPart]:
-    """The two that are most more, and the one that is most less."""
-    more = [part for part in parts if part.value > 0.01 * step_s][:2]
-    less = [part for part in parts[-1:] if part.value < -0.01 * step_s]
-    return [*more, *less]
+def _select_parts(parts: Sequence[CostPart], step_s: float) -> list[CostPart]:
+    """Return the two largest increases and the largest decrease, if they are above 1 % of the step."""
+    increases = [part for part in parts if part.value > 0.01 * step_s][:2]
+    decreases = [part for part in parts[-1:] if part.value < -0.01 * step_s]
+    return [*increases, *decreases]
 
 
-def _among(found: BestPlans, plan: Plan) -> dict[str, str]:
-    """Who talks to whom, of which how many are in one node."""
-    on = plan.resolve(found.ranks)
-    per_node = min(found.ranks, found.cluster.ranks_per_node)
+def _describe_groups(results: BestPlans, plan: Plan) -> dict[str, str]:
+    """Return the ranks that communicate for each part of the time, and how they are placed on nodes."""
+    resolved = plan.resolve(results.ranks)
+    per_node = min(results.ranks, results.cluster.ranks_per_node)
 
     def ranks(count: int, stride: int) -> str:
-        inside = rank_group(count, stride, per_node).together
+        same_node = rank_group(count, stride, per_node).together
         return f"{count:,} ranks" + (
             " of a node"
-            if inside >= count
-            else f", {inside} in each node"
-            if inside > 1
-            else ", each in its own node"
+            if same_node >= count
+            else f", {same_node} in each node"
+            if same_node > 1
+            else ", each in another node"
         )
 
-    data = ranks(on.data_ranks, on.tp)
+    data = ranks(resolved.data_ranks, resolved.tp)
     return {
-        "tensor parallel": ranks(on.tp, 1),
-        "context parallel": ranks(on.cp, on.tp),
+        "tensor parallel": ranks(resolved.tp, 1),
+        "context parallel": ranks(resolved.cp, resolved.tp),
         "data parallel": data,
         "gathered weights": data,
-        "pipeline bubble": f"{on.pp} ranks, {on.microbatches} micro-batches, {on.pp_schedule}",
-        "computed again": f"recompute={on.recompute}",
+        "pipeline bubble": (
+            f"{resolved.pp} ranks, {resolved.microbatches} micro-batches, {resolved.pp_schedule}"
+        ),
+        "computed again": f"recompute={resolved.recompute}",
     }
 
 
 def _parts(
-    parts: Sequence[CostPart], whole: float, say: Callable[[float], str], among: Mapping[str, str]
+    parts: Sequence[CostPart],
+    whole: float,
+    format_value: Callable[[float], str],
+    groups: Mapping[str, str],
 ) -> Table:
-    shown = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
-    shown.add_column("part", no_wrap=True)
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    table.add_column("part", no_wrap=True)
     for name in ("", "share", "±"):
-        shown.add_column(name, justify="right", no_wrap=True)
-    shown.add_column("")
+        table.add_column(name, justify="right", no_wrap=True)
+    table.add_column("")
     for part in parts:
         if part.value:
-            note = "; ".join(text for text in (among.get(part.name, ""), part.note) if text)
-            shown.add_row(part.name, say(part.value), f"{part.value / whole:.1%}", f"{part.error:.0%}", note)
-    return shown
+            note = "; ".join(text for text in (groups.get(part.name, ""), part.note) if text)
+            table.add_row(
+                part.name, format_value(part.value), f"{part.value / whole:.1%}", f"{part.error:.0%}", note
+            )
+    return table
 
 
-def _signed(value: float, say: Callable[[float], str] = format_seconds) -> str:
-    return ("-" if value < 0 else "+") + say(abs(value))
+def _signed(value: float, format_value: Callable[[float], str] = format_seconds) -> str:
+    return ("-" if value < 0 else "+") + format_value(abs(value))

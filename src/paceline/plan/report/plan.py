@@ -13,8 +13,8 @@ from rich.table import Table
 
 from paceline.plan.cost_model.cost import Cost
 from paceline.plan.plan import Plan
-from paceline.plan.report.explain import explained
-from paceline.plan.report.scale import as_figures
+from paceline.plan.report.explain import explain
+from paceline.plan.report.scale import bill_as_json
 from paceline.plan.search.best_plans import BestPlans
 from paceline.plan.search.ranking import IndistinctPlans
 from paceline.plan.search.search import MARGIN
@@ -23,52 +23,57 @@ from paceline.units import format_bytes, format_count, format_seconds, several
 UNBOUNDED = 10**4  # columns
 
 
-def heading(found: BestPlans) -> str:
-    facts, where = found.facts, found.cluster.name or found.cluster.device.name
-    ranks = f"{several(found.ranks, 'rank')} on {where}"
+def heading(results: BestPlans) -> str:
+    """Return the title of the tables: model, ranks, cluster and batch."""
+    facts, where = results.facts, results.cluster.name or results.cluster.device.name
+    ranks = f"{several(results.ranks, 'rank')} on {where}"
     tokens = f" × {facts.tokens:,} tokens" if facts.tokens > 1 else ""
-    return f"{facts.name}: {format_count(facts.params)} parameters, {ranks}, batch {found.batch:,}{tokens}"
+    return f"{facts.name}: {format_count(facts.params)} parameters, {ranks}, batch {results.batch:,}{tokens}"
 
 
-def tables(found: BestPlans, top: int, explain: bool) -> list["PlanTable | Table | str"]:
-    plans = found.plans[:top]
-    shown: list[PlanTable | Table | str] = [_plans(found, plans)]
-    if found.tokens is not None:
-        shown += ["", _bills(found, plans)]
-    return [*shown, *(explained(found) if explain else [])]
+def build_tables(results: BestPlans, top: int, with_explanation: bool) -> list["PlanTable | Table | str"]:
+    """Return a table of the first `top` plans, of their cost if a length is given, and the explanation."""
+    plans = results.plans[:top]
+    parts: list[PlanTable | Table | str] = [_plans(results, plans)]
+    if results.tokens is not None:
+        parts += ["", _bills(results, plans)]
+    return [*parts, *(explain(results) if with_explanation else [])]
 
 
 class PlanTable:
-    """Figures of plans. A plan's name is never broken, so that it can be pasted: where the terminal has no room for it beside the
-    figures, it has a line of its own above them. What is still wider is left to the terminal."""
+    """A table of plans. The name of a plan is never wrapped, so that it can be pasted.
+
+    If the terminal is too narrow for a name and its values, the name is on a separate line above the values.
+    Lines that are still too wide are left to the terminal.
+    """
 
     def __init__(self, title: str, names: Sequence[str], rows: Sequence[Sequence[str]]):
-        """rows: the plan, and a figure for each of `names`."""
+        """title, names: headers of the plans and of the values. rows: the plan, and a value for each name."""
         self.title, self.names, self.rows = title, names, rows
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         unbounded = options.update(max_width=UNBOUNDED)
-        beside = self._table(self.title, self.rows)
-        if Measurement.get(console, unbounded, beside).maximum <= options.max_width:
-            yield beside
+        table = self._table(self.title, self.rows)
+        if Measurement.get(console, unbounded, table).maximum <= options.max_width:
+            yield table
             return
-        figures = self._table(" ", [["", *row[1:]] for row in self.rows])
+        values = self._table(" ", [["", *row[1:]] for row in self.rows])
         heads = [self.title, *(row[0] for row in self.rows)]
-        for head, line in zip(heads, console.render_lines(figures, unbounded, pad=False), strict=True):
+        for head, line in zip(heads, console.render_lines(values, unbounded, pad=False), strict=True):
             yield from (Segment(head), Segment.line(), *line, Segment.line())
 
     def _table(self, first: str, rows: Sequence[Sequence[str]]) -> Table:
-        shown = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
-        shown.add_column(first, no_wrap=True)
+        table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+        table.add_column(first, no_wrap=True)
         for name in self.names:
-            shown.add_column(name, justify="right", no_wrap=True)
+            table.add_column(name, justify="right", no_wrap=True)
         for row in rows:
-            shown.add_row(*row)
-        return shown
+            table.add_row(*row)
+        return table
 
 
-def _plans(found: BestPlans, plans: Sequence[tuple[Plan, Cost]]) -> PlanTable:
-    rate = "tokens/s" if found.facts.tokens > 1 else "samples/s"
+def _plans(results: BestPlans, plans: Sequence[tuple[Plan, Cost]]) -> PlanTable:
+    rate = "tokens/s" if results.facts.tokens > 1 else "samples/s"
     rows = []
     for plan, cost in plans:
         time = cost.time
@@ -82,11 +87,11 @@ def _plans(found: BestPlans, plans: Sequence[tuple[Plan, Cost]]) -> PlanTable:
     return PlanTable("plan", ["step", "±", rate, "MFU", "memory", "fits"], rows)
 
 
-def _bills(found: BestPlans, plans: Sequence[tuple[Plan, Cost]]) -> PlanTable:
-    """Of the whole training, in a table of its own: a terminal has 80 columns."""
+def _bills(results: BestPlans, plans: Sequence[tuple[Plan, Cost]]) -> PlanTable:
+    """Return the cost of the whole training, in a separate table because a terminal has 80 columns."""
     rows = []
     for plan, cost in plans:
-        bill = found.bill(cost)
+        bill = results.bill(cost)
         assert bill is not None
         cells = [f"{bill.days:,.1f}", f"{bill.device_hours:,.0f}"]
         rows.append(
@@ -96,92 +101,104 @@ def _bills(found: BestPlans, plans: Sequence[tuple[Plan, Cost]]) -> PlanTable:
                 *("" if value is None else f"{value:,.0f}" for value in (bill.kWh, bill.price)),
             ]
         )
-    return PlanTable("the whole training under", ["days", "device-hours", "kWh", "price"], rows)
+    return PlanTable("whole training under", ["days", "device-hours", "kWh", "price"], rows)
 
 
 def _fits(cost: Cost) -> str:
     return "yes" if cost.memory.fits(MARGIN) else "barely" if cost.memory.fits() else "no"
 
 
-def reasons(found: BestPlans) -> list[str]:
-    """What does not fit, what is assumed, and what is a guess."""
+def list_notes(results: BestPlans) -> list[str]:
+    """Return sentences about the plans that do not fit, assumptions and extrapolations."""
     lines = []
-    if found.rejected:
-        parts = Counter(one.largest for one in found.rejected).most_common()
-        nearest = found.rejected[0]
+    if results.rejected:
+        parts = Counter(entry.largest for entry in results.rejected).most_common()
+        nearest = results.rejected[0]
         lines.append(
-            f"{len(found.pool):,} plans fit; {len(found.rejected):,} do not: most of it is "
+            f"{len(results.pool):,} plans fit; {len(results.rejected):,} do not, mostly because of "
             + ", ".join(f"{name} ({count:,})" for name, count in parts)
-            + f"; the one that lacks least, {nearest.plan}, {nearest.reason}, a tenth of the device being left free"
+            + f"; the closest, {nearest.plan}, {nearest.reason}; a tenth of the device memory stays free"
         )
-    lines += _idle(found)
-    lines += found.assumed
-    if guesses := found.plans[0][1].time.guesses:
+    lines += _warn_of_bubble(results)
+    lines += results.assumed
+    if guesses := results.plans[0][1].time.guesses:
         lines.append("extrapolated: " + "; ".join(guesses))
     return lines
 
 
-def without_order(found: BestPlans, unranked: IndistinctPlans) -> str:
-    """That the best plans cannot be ranked, why, and what to measure."""
-    cost = found.plans[0][1]
+def describe_overlap(results: BestPlans, unranked: IndistinctPlans) -> str:
+    """Return a sentence about plans whose error bars overlap: why, and what to measure to rank them."""
+    cost = results.plans[0][1]
     if unranked.part is None:
-        why = "as much as trainings of one plan differ by; try them out"
+        why = "the usual difference between trainings of one plan; try them"
     else:
         part = next(part for part in cost.time.parts if part.name == unranked.part)
-        why = f"most of it from {part.name}, {part.value / cost.step_s:.0%} of the step and known to ±{part.error:.0%}; narrow it"
+        why = (
+            f"mostly from {part.name}, which is {part.value / cost.step_s:.0%} of the step and known"
+            f" to ±{part.error:.0%}; reduce it"
+        )
     return (
-        f"{unranked.count:,} of {len(found.plans):,} plans cannot be ranked: their error bars overlap that of the first, "
-        f"±{cost.time.error:.0%}, {why} with: {unranked.measure}"
+        f"{unranked.count:,} of {len(results.plans):,} plans cannot be ranked: their error bars overlap"
+        f" that of the first, ±{cost.time.error:.0%}, {why} with: {unranked.measure}"
     )
 
 
-def _idle(found: BestPlans) -> list[str]:
-    """Who says microbatches=1 may mean one sample, as other tools do."""
-    plan, cost = found.plans[0]
-    waits = sum(part.value for part in cost.time.parts if part.name == "pipeline bubble") / cost.step_s
-    if waits < 0.5:
+def _warn_of_bubble(results: BestPlans) -> list[str]:
+    """Return a warning if the bubble is more than half of the step.
+
+    A user of `microbatches=1` may mean one sample, as in other tools.
+    """
+    plan, cost = results.plans[0]
+    bubble = sum(part.value for part in cost.time.parts if part.name == "pipeline bubble") / cost.step_s
+    if bubble < 0.5:
         return []
-    on = plan.resolve(found.ranks)
-    samples = found.batch // on.dp
-    has = f"microbatches={on.microbatches} micro-batch{'es' * (on.microbatches != 1)} of {samples // on.microbatches:,} samples"
+    resolved = plan.resolve(results.ranks)
+    count, samples = resolved.microbatches, results.batch // resolved.dp
     return [
-        f"{waits:.0%} of the step the pipeline fills and drains: {plan} has {has}; microbatches={samples} has one sample in each"
+        f"the pipeline bubble is {bubble:.0%} of the step: {plan} has"
+        f" {count:,} {'micro-batch' if count == 1 else 'micro-batches'}"
+        f" of {samples // count:,} samples; with microbatches={samples}, each has one sample"
     ]
 
 
-def as_json(found: BestPlans, top: int, unranked: IndistinctPlans | None = None) -> str:
+def as_json(results: BestPlans, top: int, unranked: IndistinctPlans | None = None) -> str:
+    """Return the plans as JSON; docs/json.md lists the keys."""
     facts: dict[str, Any] = {
-        "model": found.facts.name,
-        "parameters": found.facts.params,
-        "source": found.facts.source,
+        "model": results.facts.name,
+        "parameters": results.facts.params,
+        "source": results.facts.source,
     }
     facts |= {
-        "cluster": found.cluster.name,
-        "ranks": found.ranks,
-        "batch": found.batch,
-        "tokens_per_sample": found.facts.tokens,
+        "cluster": results.cluster.name,
+        "ranks": results.ranks,
+        "batch": results.batch,
+        "tokens_per_sample": results.facts.tokens,
     }
     facts |= {
-        "assumed": found.assumed,
-        "plans": [_figures(found, plan, cost) for plan, cost in found.plans[:top]],
+        "assumed": results.assumed,
+        "plans": [_figures(results, plan, cost) for plan, cost in results.plans[:top]],
     }
     rejected = [
-        {"plan": str(one.plan), "peak_bytes": one.peak_bytes, "reason": one.reason}
-        for one in found.rejected[:top]
+        {"plan": str(entry.plan), "peak_bytes": entry.peak_bytes, "reason": entry.reason}
+        for entry in results.rejected[:top]
     ]
     facts |= {"unranked": asdict(unranked) if unranked is not None else None}
     return (
         json.dumps(
             facts
-            | {"fitting": len(found.plans), "rejected": len(found.rejected), "leanest_rejected": rejected},
+            | {
+                "fitting": len(results.plans),
+                "rejected": len(results.rejected),
+                "leanest_rejected": rejected,
+            },
             indent=1,
         )
         + "\n"
     )
 
 
-def _figures(found: BestPlans, plan: Plan, cost: Cost) -> dict[str, Any]:
-    time, bill = cost.time, found.bill(cost)
+def _figures(results: BestPlans, plan: Plan, cost: Cost) -> dict[str, Any]:
+    time, bill = cost.time, results.bill(cost)
     figures = {
         "plan": str(plan),
         "step_s": cost.step_s,
@@ -199,5 +216,5 @@ def _figures(found: BestPlans, plan: Plan, cost: Cost) -> dict[str, Any]:
         "memory_bytes": {part.name: part.value for part in cost.memory.parts},
     }
     if bill is not None:
-        figures["bill"] = as_figures(bill)
+        figures["bill"] = bill_as_json(bill)
     return figures
