@@ -147,7 +147,7 @@ class PreparedTraining:
             return self.servers.state(), {}
         if self.local is not None and self.local.update.is_local:
             return self.local.state(rank)
-        elsewhere = self.step.pipeline.elsewhere if self.step.pipeline is not None else ()
+        elsewhere = self.step.pipeline.saved_elsewhere if self.step.pipeline is not None else ()
         return checkpoint.collect_state(self.model, self.step.optimizer, elsewhere), {}
 
 

@@ -17,7 +17,7 @@ from paceline.parallel.blocks import find_blocks
 from paceline.parallel.compile import compile_units
 from paceline.parallel.context.apply import ContextParallel
 from paceline.parallel.forward import GlobalWeight, LossInspector, autocast, compute_weighted_loss
-from paceline.parallel.forward import forward as forward_of
+from paceline.parallel.forward import forward as run_forward
 from paceline.parallel.fsdp import copy_output_views, find_scalars
 from paceline.parallel.module_hooks import CallInterceptor, find_parts
 from paceline.parallel.pipeline.eval import SequentialStageRunner
@@ -99,11 +99,11 @@ class Pipeline:
         copies = self._shard(units, names) if plan.zero >= 2 or plan.data_ranks > 1 else []
         fill(model, parts=[*self.stages, shared_buffers], places=places)
         # The first of several holders saves a tensor in checkpoints, and counts it in the norm.
-        self.elsewhere = frozenset(
+        self.saved_elsewhere = frozenset(
             name for name, holders in self.partition.holders.items() if holders[0] not in own
         )
         self.counted_elsewhere = {
-            id(parameter) for name, parameter in model.named_parameters() if name in self.elsewhere
+            id(parameter) for name, parameter in model.named_parameters() if name in self.saved_elsewhere
         }
         self.tied = TiedWeightSync(model, self.partition, self.rank, copies)
         self.gradient_check = self._build_gradient_check()
@@ -213,9 +213,11 @@ class Pipeline:
                     self.task, self.model, batch, None if losses else examine
                 )
             if not whole:
-                dp = self.rank.plan.dp
-                assert dp is not None
-                whole.append(weight.result() if weight is not None else float(own_items) * len(batches) * dp)
+                whole.append(
+                    weight.result()
+                    if weight is not None
+                    else float(own_items) * len(batches) * self.rank.plan.dp
+                )
             losses.append(loss.detach())
             items.append(own_items)
             # torch.stack: torch's engine could not detach a view.
@@ -272,7 +274,7 @@ class Pipeline:
         def forward(stage: Stage, microbatch: int) -> Any:
             self._begin(stage)
             with autocast(self.precision, self.rank.device):
-                return forward_of(self.task, self.model, batch)
+                return run_forward(self.task, self.model, batch)
 
         return forward
 
