@@ -474,7 +474,7 @@ def test_a_resume_says_what_is_another(tmp_path: Any) -> None:
 
     run = RunFolder(tmp_path / "r")
     run.path.mkdir()
-    first = "this training is another"
+    first = "this training differs"
     assert first not in notes(SOURCE, 1)
     assert first not in notes(SOURCE, 2), "the same in another file"
     assert "from step 2 on: the code of loss() changed" in notes(SOURCE.replace(".square()", ".abs()"), 3)

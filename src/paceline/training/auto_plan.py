@@ -75,7 +75,10 @@ def choose_plan(
 def _find_trainable(
     plans: list[tuple[Plan, Cost]], spec: Spec, task: Task, ranks: int, refused: list[str]
 ) -> Iterator[tuple[Plan, Cost]]:
-    """Yield the plans that can train the task, without starting a process. `refused`: gets the reasons against others."""
+    """Yield the plans that can train the task, without starting a process.
+
+    refused: gets the reasons against others.
+    """
     has_batch_statistics = bool(find_running_statistics(build_meta_model(spec, task).model))
     for plan, cost in plans:
         resolved = plan.resolve(ranks)

@@ -81,7 +81,10 @@ class CheckpointPolicy:
         return self.saver is not None and is_due
 
     def is_new_best(self, metrics: Mapping[str, float]) -> bool:
-        """Return whether to save because these metrics are the best so far. Raises SpecError if `save.best` is none of them."""
+        """Return whether to save because these metrics are the best so far.
+
+        Raises SpecError if `save.best` is none of them.
+        """
         direction, name = self.spec.save.best.split()
         if name not in metrics:
             raise SpecError(
@@ -94,7 +97,10 @@ class CheckpointPolicy:
         return self.saver is not None
 
     def save(self, step: int, metrics: Mapping[str, float]) -> Iterator[Event]:
-        """Start to save the state after `step` steps, once the save before is done. `metrics`: of this step."""
+        """Start to save the state after `step` steps, once the save before is done.
+
+        metrics: of this step.
+        """
         assert self.saver is not None
         yield from self.report(wait=True)
         context, prepared = self.context, self.prepared
@@ -119,7 +125,10 @@ class CheckpointPolicy:
         self._saved_step, self._saved_at = step, time.perf_counter()
 
     def report(self, wait: bool) -> Iterator[Event]:
-        """Yield the event of the save under way if it has ended. `wait`: until it has ended; the same on all ranks."""
+        """Yield the event of the save under way if it has ended.
+
+        wait: until it has ended; the same on all ranks.
+        """
         if wait:
             self.heartbeat.enter(SAVE)
         result = self.saver.result(wait) if self.saver is not None else None
@@ -158,8 +167,9 @@ class CheckpointPolicy:
         if self._failure is not None:
             assert self.run is not None
             raise CheckpointError(
-                f"the training came to step {step} of {total}, but its last checkpoint was not written: {self._failure}; "
-                f"{_last_good(self.run)}; make room in {self.run.ckpt}, then: paceline resume {self.run.path}"
+                f"the training came to step {step} of {total}, but its last checkpoint was not written: "
+                f"{self._failure}; {_last_good(self.run)}; make room in {self.run.ckpt}, then: paceline "
+                f"resume {self.run.path}"
             )
 
 

@@ -1,9 +1,12 @@
-"""Warm-up of DistributedDataParallel on a batch whose gradients are dropped. It determines before the first step:
+"""Warm-up of DistributedDataParallel on a batch whose gradients are dropped.
+
+It determines before the first step:
 
 * Whether a parameter gets no gradient on some rank. Only then DDP must search for unused parameters, which
   costs a walk over the graph in every step.
-* The order in which gradients come. torch rebuilds its buckets after the first backward pass, and on more than
-  two ranks that changes the last bits of the sums. A resumed run would differ from one that never stopped.
+* The order in which gradients come. torch rebuilds its buckets after the first backward pass, and on more
+  than two ranks that changes the last bits of the sums. A resumed run would differ from one that never
+  stopped.
 """
 
 import torch

@@ -42,7 +42,10 @@ class Evaluator:
         return epochs > epochs_before
 
     def run(self, step: int, stop: Callable[[], bool]) -> Evaluated | None:
-        """Evaluate the model as it is after `step` steps. A collective. None if any rank was asked to stop."""
+        """Evaluate the model as it is after `step` steps.
+
+        A collective. None if any rank was asked to stop.
+        """
         assert self.data.validation is not None
         began = time.perf_counter()
         with self.prepared.whole_model():
@@ -142,9 +145,9 @@ def _weighted_sums(update: TrainingStep, output: object, data: Batch, samples: i
             raise TaskError(f"metrics() must return real tensors, got {dtype} for {name!r}")
         if not value.dim() and name in metrics:
             raise TaskError(
-                f"metrics() returned one number for {name!r}, which would differ between the batches of ranks; return a "
-                "value for each sample, such as output.argmax(-1) == batch[1], so that Paceline takes the mean over the "
-                "split"
+                f"metrics() returned one number for {name!r}, which would differ between the batches of "
+                "ranks; return a value for each sample, such as output.argmax(-1) == batch[1], so that "
+                "Paceline takes the mean over the split"
             )
         has_weights = weights is not None and (not value.dim() or value.shape == weights.shape)
         if not has_weights:
@@ -155,7 +158,10 @@ def _weighted_sums(update: TrainingStep, output: object, data: Batch, samples: i
 
 
 class _StopAgreement:
-    """Whether any rank was asked to stop. About once a second the ranks agree on it, and on when to ask next."""
+    """Whether any rank was asked to stop.
+
+    About once a second the ranks agree on it, and on when to ask next.
+    """
 
     def __init__(self, stop: Callable[[], bool], device: torch.device, group: dist.ProcessGroup | None):
         self.stop, self.device, self.group = stop, device, group
@@ -181,7 +187,10 @@ class _StopAgreement:
 
 
 def _with_names_of_all_ranks(sums: dict[str, Tensor], device: torch.device) -> dict[str, Tensor]:
-    """Add zeros for values that this rank has not seen. (Only ranks with the last stage of a pipeline see any.)"""
+    """Add zeros for values that this rank has not seen.
+
+    (Only ranks with the last stage of a pipeline see any.)
+    """
     names_by_rank: list[list[str]] = [[]] * dist.get_world_size()
     dist.all_gather_object(names_by_rank, list(sums))
     return {

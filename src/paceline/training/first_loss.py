@@ -1,7 +1,8 @@
 """Checks of the first loss of a training: what it consists of, and whether it mixes the samples of a batch.
 
-A plan that divides the batch computes the loss of each part separately. That is the loss of the whole batch only
-if the losses of the parts add up. So the loss of a part of the output is compared with that part of the loss.
+A plan that divides the batch computes the loss of each part separately. That is the loss of the whole batch
+only if the losses of the parts add up. So the loss of a part of the output is compared with that part of the
+loss.
 
 This may be inconclusive, because the model computes the loss, or because the losses do not add up. Then the
 model runs on parts of the batch as in an evaluation, and the losses of these parts are compared.
@@ -50,29 +51,33 @@ def check_loss(values: Tensor) -> None:
         )
     if not values.requires_grad:
         raise TaskError(
-            "loss() returned a tensor that does not require grad, so that nothing would be trained; compute it from "
-            "the output of the model, without detach(), item() or torch.no_grad()"
+            "loss() returned a tensor that does not require grad, so that nothing would be trained; compute "
+            "it from the output of the model, without detach(), item() or torch.no_grad()"
         )
 
 
 def check_items(values: Tensor, samples: int, method: str, what: str) -> None:
-    """Raise TaskError if the number of values is not a multiple of the number of samples. One number is accepted."""
+    """Raise TaskError if the number of values is not a multiple of the number of samples.
+
+    One number is accepted.
+    """
     if values.dim() and (values.numel() == 0 or values.numel() % samples):
         raise TaskError(
-            f"{method} returned {values.numel()} values of {what} for a batch of {samples} samples; return one or "
-            f"more for each sample, and if the number of items varies, define weights(batch) of the shape of {what}"
+            f"{method} returned {values.numel()} values of {what} for a batch of {samples} samples; return "
+            "one or more for each sample, and if the number of items varies, define weights(batch) of the "
+            f"shape of {what}"
         )
 
 
 class FirstLossCheck:
     """Checks the first loss of a training.
 
-    Call it with the first output, its batch and its loss. Call `finish` after the first update, on all ranks, or
-    on a worker of a parameter server after its first gradients.
+    Call it with the first output, its batch and its loss. Call `finish` after the first update, on all ranks,
+    or on a worker of a parameter server after its first gradients.
 
     samples: of a micro-batch on this rank. `is_divided`: whether the plan divides the batch. `is_allowed`:
-    whether a loss may mix samples all the same. `of_worker`: the plan of a parameter server, whose workers decide
-    separately; None: all ranks decide together.
+    whether a loss may mix samples all the same. `of_worker`: the plan of a parameter server, whose workers
+    decide separately; None: all ranks decide together.
     """
 
     def __init__(
@@ -143,7 +148,10 @@ class FirstLossCheck:
         return verdict
 
     def _judge_parts(self, output: Any, batch: Any, samples: int, rtol: float | None) -> Verdict:
-        """Try all orders of samples. `rtol`: for losses computed without autocast; None: as in the training."""
+        """Try all orders of samples.
+
+        rtol: for losses computed without autocast; None: as in the training.
+        """
         exact = rtol is not None
         whole = self._compute_loss(output, batch, 0, exact)
         if not _is_near(whole, self._compute_loss(output, batch, 1, exact), rtol):
@@ -221,15 +229,15 @@ class FirstLossCheck:
         """Raise TaskError on all ranks if the loss is not by sample, or mixes samples. A collective."""
         if self._is_any(self.error is not None):
             raise self.error or TaskError(
-                "loss() returned values on another rank whose number is not a multiple of its samples; if the number "
-                "of items varies, define weights(batch) of the shape of the loss"
+                "loss() returned values on another rank whose number is not a multiple of its samples; if "
+                "the number of items varies, define weights(batch) of the shape of the loss"
             )
         if not self.compares:
             return
         verdict, means = self.verdict, self.means
         runs_model = self._is_any(verdict != "adds up" and not self.is_certain)
         if runs_model and self.step.pipeline is None and self.batch is not None:
-            # The parts of an output may mislead if another tensor has as many rows. Parts of the batch do not.
+            # Parts of an output may mislead if another tensor has as many rows; parts of the batch do not.
             rtol = (
                 RTOL_BY_PRECISION.get(self.step.precision, RTOL_COARSE)
                 if verdict != "mixes"
@@ -242,10 +250,11 @@ class FirstLossCheck:
         if self._is_any(verdict == "mixes"):
             means = f" ({means})" if means and verdict == "mixes" else ""
             raise TaskError(
-                "loss() mixes the samples of a batch: its mean over a batch is not that over the parts of the "
-                f"batch{means}, so that plan {self.plan} trains differently than one process; return the loss of each "
-                "sample, define weights(batch) if the number of items varies, use a plan that does not divide the "
-                "batch (dp=1 and one micro-batch), or accept the loss of each part with --allow-local-loss"
+                "loss() mixes the samples of a batch: its mean over a batch is not that over the parts of "
+                f"the batch{means}, so that plan {self.plan} trains differently than one process; return the "
+                "loss of each sample, define weights(batch) if the number of items varies, use a plan that "
+                "does not divide the batch (dp=1 and one micro-batch), or accept the loss of each part with "
+                "--allow-local-loss"
             )
 
     def _is_any(self, flag: bool) -> bool:
@@ -253,7 +262,10 @@ class FirstLossCheck:
         return _any_rank(flag, self.step.device) if self.decides_together else flag
 
     def _judge_model(self, batch: Batch, rtol: float) -> Verdict:
-        """Run the model on parts of the batch, as in an evaluation: without dropout, and BatchNorm does not mix samples."""
+        """Compare the model's loss on parts of the batch with that on the whole batch.
+
+        The model runs as in an evaluation: without dropout, and BatchNorm does not mix samples.
+        """
         if self.samples < 2:
             return "unknown"
         cut = self.samples // 2
@@ -337,7 +349,7 @@ def _cuts(samples: int) -> list[int]:
 
 
 def _build_slicers(samples: int, cut: int, order: str) -> list[Slicer]:
-    """Return two functions: each takes what belongs to a batch, and returns its part before or after `cut`."""
+    """Return two functions that take what belongs to a batch, and return its part before or after `cut`."""
 
     def build(begin: int, end: int) -> Slicer:
         return lambda tree: _map_leaves(

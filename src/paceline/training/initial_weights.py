@@ -1,4 +1,4 @@
-"""Comparison of recorded initial weights with those of a plain construction, which shares no code with the recording."""
+"""Comparison of recorded initial weights with those of a plain construction, without shared code."""
 
 import hashlib
 import os
@@ -96,11 +96,11 @@ def compare_with_plain(
     seed: int,
     skip: frozenset[str] = frozenset(),
 ) -> None:
-    """Raise TaskError if the initial tensors of `model` are not those that `build` makes on the CPU without recording.
+    """Raise TaskError if the recorded initial tensors are not those of a plain construction on the CPU.
 
-    Values that two plain constructions with different seeds share must be equal. Of the other values, mean and
-    standard deviation must agree within 6 standard errors; small tensors are combined with those of repeated
-    layers.
+    Values that two plain constructions with different seeds share must be equal. Of the other values, mean
+    and standard deviation must agree within 6 standard errors; small tensors are combined with those of
+    repeated layers.
 
     model, weights: recorded with `seed`. `recorder`: records the model with other seeds, to confirm a
     difference. `skip`: names that are not compared.
@@ -174,13 +174,14 @@ def _check_structure(plain: nn.Module, model: nn.Module) -> None:
                 raise TaskError(
                     _message(
                         name,
-                        f"{attribute} is {getattr(tensors[name], attribute)}, expected {getattr(tensor, attribute)}",
+                        f"{attribute} is {getattr(tensors[name], attribute)}, expected "
+                        f"{getattr(tensor, attribute)}",
                     )
                 )
 
 
 def _find_fixed_rows(differs: Tensor) -> Tensor:
-    """Return a mask of the rows that are equal in two constructions, if that cannot be by chance: the zeros of a padding index.
+    """Return a mask of rows that are equal in two constructions, but not by chance: those of a padding index.
 
     differs: mask of the values that differ.
     """
@@ -199,7 +200,7 @@ def _find_fixed_rows(differs: Tensor) -> Tensor:
 
 
 def _compare_moments(names: list[str], plain: list[Tensor], drawn: list[Tensor]) -> list[SuspectTensors]:
-    """Return random tensors whose mean, standard deviation or finiteness differs from a plain construction, else nothing."""
+    """Return the tensors as suspect if their mean, standard deviation or finiteness differs."""
     if sum(tensor.numel() for tensor in plain) < MIN_VALUES:
         return []
     expected, actual = compute_moments(plain), compute_moments(drawn)
@@ -240,7 +241,8 @@ def _confirm(build: Callable[[], nn.Module], recorder: Recorder, seed: int, susp
             raise TaskError(
                 _message(
                     name,
-                    f"{int(where.sum()):,} constant values differ, the first is {actual_value}, expected {expected_value}",
+                    f"{int(where.sum()):,} constant values differ, the first is {actual_value}, "
+                    f"expected {expected_value}",
                 )
             )
         return
@@ -264,14 +266,16 @@ def _confirm(build: Callable[[], nn.Module], recorder: Recorder, seed: int, susp
 
 def _message(name: str, what: str) -> str:
     return (
-        f"the initial values of the model's {name} are not those of a plain construction: {what}; this is a defect "
-        "of Paceline, please report it; until then, call torch.manual_seed(0) first in model(), so that each rank "
-        "builds the model without recording it"
+        f"the initial values of the model's {name} are not those of a plain construction: {what}; this is a "
+        "defect of Paceline, please report it; until then, call torch.manual_seed(0) first in model(), so "
+        "that each rank builds the model without recording it"
     )
 
 
 def check_initial_weights(spec: Spec, task: Task, model: nn.Module, weights: Weights) -> tuple[str, ...]:
-    """Compare recorded initial weights with a plain construction, or return a note if the free memory does not suffice.
+    """Compare recorded initial weights with a plain construction.
+
+    Returns a note instead if the free memory does not suffice.
 
     model: on the meta device. `weights`: recorded. Raises TaskError if they differ.
     """
@@ -351,7 +355,7 @@ def _find_marker(task: Task, model: nn.Module) -> Path | None:
 
 
 def _digest(task: Task, model: nn.Module) -> str:
-    """Return a digest of what determines initial weights: the fields of the task, the code of its modules, libraries."""
+    """Return a digest of what determines initial weights: task fields, code of its modules, libraries."""
     digest = hashlib.sha256()
     versions = [sys.version, __version__, *map(_version, LIBRARIES)]
     digest.update(repr((tasks.reference_to(task), tasks.field_values(task), versions)).encode())

@@ -36,7 +36,8 @@ class LocalSgd:
     def __post_init__(self) -> None:
         if self.update.loss_scale is not None:
             raise PlanError(
-                f"plan {self.update.plan} with fp16: each rank would need a separate loss scale; use bf16 or fp32"
+                f"plan {self.update.plan} with fp16: each rank would need a separate loss scale; "
+                "use bf16 or fp32"
             )
         self._averaged = [
             *self.update.params,
@@ -65,7 +66,10 @@ class LocalSgd:
         self.update.is_local = True
 
     def average_(self) -> None:
-        """Average the weights. A collective. Only buffers of unknown meaning still differ between ranks afterwards."""
+        """Average the weights.
+
+        A collective. Only buffers of unknown meaning still differ between ranks afterwards.
+        """
         with self.averaged():
             means = [tensor.data for tensor in self._averaged]
         with torch.no_grad():
@@ -73,10 +77,10 @@ class LocalSgd:
 
     @contextlib.contextmanager
     def averaged(self) -> Iterator[None]:
-        """Give the model the averaged weights inside this context, and each rank its weights back after it. A collective."""
-        # torch's PeriodicModelAverager skips parameters without a gradient, which may differ between ranks, and
-        # counts steps from 0 in a resumed training. So only the function that it calls is used. That function
-        # gives the parameters other tensors and does not change the former ones.
+        """Give the model the averaged weights within this context. A collective."""
+        # torch's PeriodicModelAverager skips parameters without a gradient, which may differ between ranks,
+        # and counts steps from 0 in a resumed training. So only the function that it calls is used. That
+        # function gives the parameters other tensors and does not change the former ones.
         from torch.distributed.algorithms.model_averaging.utils import average_parameters
 
         group = dist.group.WORLD
@@ -91,7 +95,9 @@ class LocalSgd:
                 tensor.data = data
 
     def state(self, rank: int) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-        """Return the state that all ranks have and the state of this rank, by names in a checkpoint. A collective.
+        """Return the state that all ranks have and the state of this rank, by names in a checkpoint.
+
+        A collective.
 
         The averaged weights and the optimizer state of rank 0 have the names that other plans use. After each
         averaging rank 0 continues with the same combination.
@@ -113,7 +119,10 @@ class LocalSgd:
         every = "the weights are averaged" + (
             f" every {self.period} steps" if self.period > 1 else " after each step"
         )
-        note = f"local SGD: {until}each rank makes its own updates and {every}, which is not the update of one process"
+        note = (
+            f"local SGD: {until}each rank makes its own updates and {every}, "
+            "which is not the update of one process"
+        )
         statistics = (
             "BatchNorm takes its statistics from the samples of each rank then; "
             "the running ones are averaged with the weights"

@@ -68,7 +68,9 @@ def train(
     observe: Callable[[nn.Module, str, int], None] | None = None,
     notes: Sequence[str] = (),
 ) -> Generator[Event]:
-    """Train as `spec` and `plan` say, and yield an event for each thing that happens. All ranks must iterate in step.
+    """Train as `spec` and `plan` say, and yield an event for each thing that happens.
+
+    All ranks must iterate in step.
 
     spec: what to train. `plan`: a Plan, or its words on the command line, such as "zero3" [default: `single`
     on one rank, `ddp` on several]; "auto": the plan that rank 0 predicts to be the fastest that fits.
@@ -82,8 +84,8 @@ def train(
     ("weights", step) after each update.
     notes: sentences to report at the start.
 
-    Raises PlanError, DataError, TaskError and CheckpointError before the first step, DivergedError if the loss
-    is not finite, and CheckpointError at the end if the last checkpoint could not be written.
+    Raises PlanError, DataError, TaskError and CheckpointError before the first step, DivergedError if the
+    loss is not finite, and CheckpointError at the end if the last checkpoint could not be written.
     """
     world = world if world is not None else read_world()
     plan = _parse_plan(plan, world)
@@ -358,7 +360,10 @@ class TrainingLoop:
             yield launched.event(metrics, self.spec.batch)
 
     def _evaluate(self) -> Generator[Event, None, bool]:
-        """Evaluate, or stop if any rank was asked to. Return whether to save because the metrics are the best so far."""
+        """Evaluate, or stop if any rank was asked to.
+
+        Return whether to save because the metrics are the best so far.
+        """
         is_first = self.evaluator.last_step is None  # it may compile, one pipeline stage after the other
         if is_first:
             self._set_timeout(start_timeout_s(self.spec.timeout_s))
@@ -375,7 +380,7 @@ class TrainingLoop:
         yield from self.checkpoints.save(self.step, self.evaluator.metrics_at(self.step))
 
     def _set_timeout(self, seconds: float) -> None:
-        """Limit how long ranks wait for each other, except in a save, where they wait for the slowest disk."""
+        """Limit how long ranks wait for each other, except in saves: these wait for the slowest disk."""
         self.heartbeat.patience_s = seconds
         if self.world.size > 1:
             set_collective_timeout(seconds, exclude=self.checkpoints.group)
@@ -404,7 +409,7 @@ def _diverged_error(
 
 
 def exposed_communication(model: nn.Module | None, ranks: int) -> float | None:
-    """Return the share of a step in which the backward pass only waits for other ranks; None if torch does not measure it."""
+    """Return the share of a step in which backward only waits for other ranks; None if it is not measured."""
     if not isinstance(model, DistributedDataParallel):
         return 0.0 if ranks == 1 else None
     measured = model._get_ddp_logging_data()

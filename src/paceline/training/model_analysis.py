@@ -42,12 +42,12 @@ class ModelAnalysis:
     units: ShardUnits | None = None  # modules that `fully_shard` gathers separately
 
     def copy_model(self) -> ModelAnalysis:
-        """Return the same analysis with a copy of the model, since `build_training` changes the model in place."""
+        """Return the analysis with a copy of the model, since `build_training` changes the model in place."""
         return replace(self, model=copy.deepcopy(self.model))
 
 
 def build_meta_model(spec: Spec, task: Task) -> ModelAnalysis:
-    """Build the model of a task on the meta device and record its initial weights, without further analysis."""
+    """Build the model of a task on the meta device and record its initial weights."""
     with UserCode("model()", task.model):
         model, weights, recorded = record(task.model, spec.seed)
     if spec.precision == "fp64":
@@ -68,7 +68,7 @@ def analyze_model(
 ) -> ModelAnalysis:
     """Build the model on the meta device and analyze it for `plan`.
 
-    `training`: the training split, if it is open already.
+    training: the training split, if it is open already.
     Raises PlanError or TaskError if the plan cannot train this model.
     """
     if spec.compile:

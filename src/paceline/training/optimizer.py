@@ -81,7 +81,7 @@ def make_optimizer(
 
 
 def _ineffective_options(spec: Optimizer, optimizer: torch.optim.Optimizer) -> list[str]:
-    """Return a note that names the options of `spec` that have no effect, because the task defines `optimizer`."""
+    """Return a note on options of `spec` that have no effect, because the task defines `optimizer`."""
     default = Optimizer()
     options = [
         f"optimizer.{key}={value}" for key, value in spec if key != "clip" and value != getattr(default, key)
@@ -108,12 +108,16 @@ def _report_groups(optimizer: torch.optim.Optimizer, report: OptimizerReport) ->
 
 
 def _check_task_optimizer(optimizer: torch.optim.Optimizer, params: Container[int]) -> None:
-    """Raise TaskError if an optimizer of the task cannot train the model. `params`: ids of the model's parameters."""
+    """Raise TaskError if an optimizer of the task cannot train the model.
+
+    params: ids of the model's parameters.
+    """
     closure = inspect.signature(type(optimizer).step).parameters.get("closure")
     if closure is not None and closure.default is inspect.Parameter.empty:
         raise TaskError(
             f"optimizer() returned {type(optimizer).__name__}, whose step computes the loss again through a "
-            "closure, which no plan supports; use an optimizer that steps from the gradients, such as AdamW or SGD"
+            "closure, which no plan supports; use an optimizer that steps from the gradients, such as AdamW "
+            "or SGD"
         )
     foreign = sum(
         id(parameter) not in params for group in optimizer.param_groups for parameter in group["params"]
@@ -131,7 +135,7 @@ def _check_task_optimizer(optimizer: torch.optim.Optimizer, params: Container[in
 
 
 def _split_groups_by_mesh(optimizer: torch.optim.Optimizer) -> None:
-    """Split parameter groups so that each has tensors of one device mesh: fused and foreach operations need that."""
+    """Split parameter groups by device mesh, as fused and foreach operations require."""
     for group in list(optimizer.param_groups):
         parts: dict[object, list[nn.Parameter]] = {}
         for parameter in group["params"]:
@@ -309,8 +313,8 @@ def check_sparse_support(optimizer: torch.optim.Optimizer, sparse: Mapping[str, 
             refuses = kind in REFUSE_SPARSE or (kind is torch.optim.SGD and bool(group["momentum"]))
             if refuses or (decays and kind in (torch.optim.SGD, torch.optim.Adagrad)):
                 raise TaskError(
-                    f"the gradient of {name} is sparse, which {kind.__name__} does not support with its settings; "
-                    "use --optimizer sgd with optimizer.momentum=0 and optimizer.weight_decay=0, "
+                    f"the gradient of {name} is sparse, which {kind.__name__} does not support with its "
+                    "settings; use --optimizer sgd with optimizer.momentum=0 and optimizer.weight_decay=0, "
                     "Adagrad in optimizer(), or sparse=False"
                 )
 
@@ -447,7 +451,7 @@ class GradientNorm:
 
     torch's own function refuses gradients on different meshes, and runs a collective for each group.
 
-    `place`: of this rank in the mesh.
+    place: of this rank in the mesh.
     """
 
     def __init__(
@@ -469,7 +473,10 @@ class GradientNorm:
         ]
 
     def local_norms(self) -> list[Tensor]:
-        """Return the norms of the tensors that this rank counts. Over all ranks, the sum of their squares is that of the whole norm."""
+        """Return the norms of the tensors that this rank counts.
+
+        Over all ranks, the sum of their squares is that of the whole norm.
+        """
         return _tensor_norms(local_gradients(self.counted))
 
     def global_norm(self) -> Tensor:

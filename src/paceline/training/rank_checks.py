@@ -1,4 +1,4 @@
-"""Checks across ranks before the first step: equal software and data, equal threads, clocks, slow links between nodes."""
+"""Checks across ranks before the first step: software, data, threads, clocks, links between nodes."""
 
 import platform
 import sys
@@ -119,8 +119,8 @@ def find_uneven_threads(threads: Sequence[int], hosts: Sequence[str]) -> Iterato
     if fewest < max(threads):
         rank = threads.index(fewest)
         yield (
-            f"rank {rank} ({hosts[rank]}) computes on {several(fewest, 'thread')}, others on up to {max(threads)}, "
-            "and wait for it; give all ranks the same number of cores, or set threads="
+            f"rank {rank} ({hosts[rank]}) computes on {several(fewest, 'thread')}, others on up to "
+            f"{max(threads)}, and wait for it; give all ranks the same number of cores, or set threads="
         )
 
 
@@ -135,10 +135,12 @@ def _measure_meeting(ranks: int) -> tuple[float, float]:
 
 
 def find_wrong_clocks(meetings: Sequence[tuple[float, float]], hosts: Sequence[str]) -> Iterator[str]:
-    """Yield a note for each host whose clock differs from the median clock. `meetings`: by rank, of `_measure_meeting`.
+    """Yield a note for each host whose clock differs from the median clock.
 
-    Clocks certainly differ as far as the intervals of two ranks at the meeting do not overlap. So neither a slow
-    network nor a late rank looks like a wrong clock.
+    meetings: by rank, of `_measure_meeting`.
+
+    Clocks certainly differ as far as the intervals of two ranks at the meeting do not overlap. So neither a
+    slow network nor a late rank looks like a wrong clock.
     """
     middles = [(came + left) / 2 for came, left in meetings]
     median = sorted(range(len(middles)), key=middles.__getitem__)[(len(middles) - 1) // 2]
@@ -150,8 +152,8 @@ def find_wrong_clocks(meetings: Sequence[tuple[float, float]], hosts: Sequence[s
             offset_s = middles[rank] - middles[median]
             yield (
                 f"the clock of {hosts[rank]} (rank {rank}) is {abs(offset_s):.1f} s "
-                f"{'ahead of' if offset_s > 0 else 'behind'} that of {hosts[median]} (rank {median}), so their times "
-                "cannot be compared; check that NTP runs there"
+                f"{'ahead of' if offset_s > 0 else 'behind'} that of {hosts[median]} (rank {median}), so "
+                "their times cannot be compared; check that NTP runs there"
             )
 
 
@@ -161,7 +163,7 @@ def first_rank_by_host(hosts: Sequence[str]) -> dict[str, int]:
 
 
 def pair_neighbours(nodes: Sequence[str]) -> list[tuple[int, tuple[str, str]]]:
-    """Return the pairs of neighbours on a ring of nodes, each with the round in which the pair exchanges messages.
+    """Return the pairs of neighbours on a ring of nodes, each with the round of its exchange of messages.
 
     No node has two partners in a round. Fewer than three nodes have no pairs: there is nothing to compare.
     """
@@ -176,7 +178,7 @@ def pair_neighbours(nodes: Sequence[str]) -> list[tuple[int, tuple[str, str]]]:
 
 
 def _measure_links(rank: int, first_ranks: Mapping[str, int]) -> list[float]:
-    """Return the seconds of a message in each round, over the network of gloo; 0 if this rank has no partner in it.
+    """Return the seconds of a message in each round, over gloo; 0 if this rank has no partner in it.
 
     first_ranks: by node, the rank that exchanges messages.
     """
@@ -225,8 +227,8 @@ def _merge_links(link_times: Sequence[Sequence[float]], hosts: Sequence[str]) ->
 def find_slow_links(links: Iterable[NeighbourLink]) -> Iterator[str]:
     """Yield a note for each node all of whose links are slow, and for each other slow link.
 
-    A slow link takes several times as long as the quicker quarter. (Not as the median: of three nodes, one slow
-    network card makes two of three links slow.)
+    A slow link takes several times as long as the quicker quarter. (Not as the median: of three nodes, one
+    slow network card makes two of three links slow.)
     """
     links = [link for link in links if link.seconds]
     if not links:
@@ -242,14 +244,14 @@ def find_slow_links(links: Iterable[NeighbourLink]) -> Iterator[str]:
     for node in nodes:
         best_s = min(link.seconds for link in _links_of(node, links))
         yield (
-            f"{node} exchanges {_format_rate(best_s)} with its neighbours, {others}; check its network, or leave it "
-            f"out: --exclude={node}"
+            f"{node} exchanges {_format_rate(best_s)} with its neighbours, {others}; check its network, or "
+            f"leave it out: --exclude={node}"
         )
     for link in slow_links:
         if not {*link.nodes} & {*nodes}:
             yield (
-                f"{' and '.join(link.nodes)} exchange {_format_rate(link.seconds)}, {others}; check the connection "
-                "between them"
+                f"{' and '.join(link.nodes)} exchange {_format_rate(link.seconds)}, {others}; check the "
+                "connection between them"
             )
 
 

@@ -1,4 +1,7 @@
-"""Replan a run for another number of ranks: the same plan if possible, else the most similar. The global batch stays."""
+"""Replan a run for another number of ranks: the same plan if possible, else the most similar.
+
+The global batch stays.
+"""
 
 from paceline import task as tasks
 from paceline.errors import PlanError, TaskError
@@ -11,10 +14,10 @@ from paceline.units import several
 
 
 def replan(spec: Spec, before: Launch, launch: Launch) -> Launch:
-    """Return `launch` with a plan for its ranks, and in `chosen` the reason if it is not the plan of `before`.
+    """Return `launch` with a plan for its ranks, and in `chosen` why it is not the plan of `before`.
 
-    A plan that auto chose is left to auto again if the ranks divide the batch: auto proposes no uneven shares.
-    Raises PlanError if no similar plan is possible.
+    A plan that auto chose is left to auto again if the ranks divide the batch: auto proposes no uneven
+    shares. Raises PlanError if no similar plan is possible.
     """
     assert launch.ranks is not None
     is_auto = AUTO in (before.asked, before.plan)
@@ -44,7 +47,7 @@ def replan(spec: Spec, before: Launch, launch: Launch) -> Launch:
 
 
 def _find_similar(spec: Spec, requested: Plan, then: int, ranks: int) -> tuple[Plan, str]:
-    """Return the plan for `ranks` that is most similar to `requested` on `then` ranks, and why it is another one."""
+    """Return the plan for `ranks` most similar to `requested` on `then` ranks, and why it differs."""
     if ranks == then:
         return requested, ""
     task = tasks.load_task(spec.task, spec.set)

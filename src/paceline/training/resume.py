@@ -39,18 +39,20 @@ def resume(context: RankContext, prepared: PreparedTraining, samples: int) -> Re
     ):
         if then != now:
             raise CheckpointError(
-                f"{path} was made with {name} {then}, got {now}; the order of samples counts on it: start a new run"
+                f"{path} was made with {name} {then}, got {now}; the order of samples depends on it: "
+                "start a new run"
             )
     has_rank_state = prepared.local is not None and index.own and index.ranks == world.size
     prefix = checkpoint.rank_prefix(world.rank) if has_rank_state else ""
     checkpoint.load_(path, prepared.model, prepared.update.optimizer, prefix, prepared.group)
     if index.own and not has_rank_state:
         notes.append(
-            f"{path} is of local SGD on {index.ranks} ranks: this goes on from their mean, with the optimizer state of rank 0"
+            f"{path} is of local SGD on {index.ranks} ranks: this training continues from their mean, "
+            "with the optimizer state of rank 0"
         )
     identity = describe_identity(spec, prepared.step.task, prepared.modules, prepared.step.optimizer)
     if changes := describe_changes(index.identity, identity):
-        notes.append(f"this training is another from step {index.step} on: {'; '.join(changes)}")
+        notes.append(f"this training differs from step {index.step} on: {'; '.join(changes)}")
     scale = prepared.update.loss_scale
     if scale is not None and index.loss_scale is not None:
         scale.scale, scale.good_steps = index.loss_scale["scale"], int(index.loss_scale["good_steps"])

@@ -39,7 +39,10 @@ if TYPE_CHECKING:
     from paceline.parallel.pipeline.runner import Pipeline
     from paceline.training.parameter_server.coordinator import Coordinator
 
-UNRECORDED = "the model's constructor cannot be recorded, so each rank builds it whole before it keeps its share (docs/tasks.md)"
+UNRECORDED = (
+    "the model's constructor cannot be recorded, so each rank builds it whole before it keeps its share "
+    "(docs/tasks.md)"
+)
 LOCAL_BATCH_NORM = (
     "BatchNorm takes its statistics from the samples of each rank (batch_norm=local), so ranks matter"
 )
@@ -88,7 +91,8 @@ def check_sample_count(samples: int, plan: ResolvedPlan, batch: int) -> tuple[st
     check_batch(batch, samples)
     if batch > samples:
         return (
-            f"batch {batch:,} is more than the {samples:,} training samples: each step has samples several times",
+            f"batch {batch:,} is more than the {samples:,} training samples: "
+            "each step has samples several times",
         )
     return ()
 
@@ -128,7 +132,9 @@ class PreparedTraining:
     lr_group: str = ""  # as in the event Started
 
     def whole_model(self) -> contextlib.AbstractContextManager[None]:
-        """Return a context in which the model of each rank has the weights that the training reached. A collective.
+        """Return a context in which the model of each rank has the weights that the training reached.
+
+        A collective.
 
         Local SGD averages the weights of its ranks; parameter servers send theirs.
         """
@@ -139,7 +145,9 @@ class PreparedTraining:
         return contextlib.nullcontext()
 
     def state(self, rank: int) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-        """Return the state that other ranks may have too, and the state of this rank alone (local SGD). A collective.
+        """Return the state that other ranks may have too, and the state of this rank alone (local SGD).
+
+        A collective.
 
         The keys are the names of the tensors in a checkpoint.
         """
@@ -163,7 +171,7 @@ def build_training(
 ) -> PreparedTraining:
     """Distribute the model of a task as `plan` says, and build the step that trains it. A collective.
 
-    `fill_with`: gives the distributed model other values than its initial
+    fill_with: gives the distributed model other values than its initial
     ones. `training`: the training split, if it is open already. `analysis`: of the model, if it is made
     already; its model is changed in place. Raises PlanError and TaskError.
     """
@@ -308,7 +316,10 @@ def _batch_slice(spec: Spec, plan: ResolvedPlan, world: World) -> RankBatchSlice
 
 
 def _group_with_same_model_part(plan: ResolvedPlan, rank: int) -> dist.ProcessGroup | None:
-    """Return the group of ranks that train the same part of the model on other samples; None: all. A collective."""
+    """Return the group of ranks that train the same part of the model on other samples; None: all.
+
+    A collective.
+    """
     if plan.dp == plan.ranks_per_stage and plan.pp == 1:
         return None
     members: dict[MeshCoordinate, list[int]] = {}

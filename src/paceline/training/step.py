@@ -1,4 +1,4 @@
-"""One update: forward and backward over the micro-batches, the norm of the whole gradient, clipping, the optimizer."""
+"""One update: forward and backward over the micro-batches, the gradient norm, clipping, the optimizer."""
 
 import contextlib
 import math
@@ -121,11 +121,14 @@ class TrainingStep:
 
     @property
     def counts(self) -> bool:
-        """Whether losses and metrics of this rank count. Of the ranks with the same samples, only one counts."""
+        """Whether losses and metrics of this rank count.
+
+        Of the ranks with the same samples, only one counts.
+        """
         return (self.place.cp, self.place.tp, self.place.pp) == (0, 0, self.plan.loss_pp_rank)
 
     def output(self, batch: Batch) -> object:
-        """Return the output of the model for a batch, or ELSEWHERE if another rank has the last pipeline stage."""
+        """Return the output of the model, or ELSEWHERE if another rank has the last pipeline stage."""
         if self.pipeline is not None:
             return self.pipeline.output(batch)
         with autocast(self.precision, self.device):

@@ -89,7 +89,10 @@ class PendingMetrics:
     copied: torch.cuda.Event | None
 
     def result(self) -> ReducedMetrics:
-        """Wait for the reduction and return it. Raises TaskError if the number of items is not the expected one."""
+        """Wait for the reduction and return it.
+
+        Raises TaskError if the number of items is not the expected one.
+        """
         if self.copied is not None:
             self.copied.synchronize()
         elif self.work is not None:
@@ -106,8 +109,9 @@ class PendingMetrics:
 def _metrics_of_step(loss: float, items: float, squares: float, expected: float | None) -> StepMetrics:
     if expected is not None and items != expected:
         raise TaskError(
-            f"loss() returned {items:.0f} items over all ranks and micro-batches, expected {expected:.0f} from the first one; "
-            "if their number varies, define weights(batch), so that each item has the same weight"
+            f"loss() returned {items:.0f} items over all ranks and micro-batches, expected {expected:.0f} "
+            "from the first one; if their number varies, define weights(batch), so that each item has the "
+            "same weight"
         )
     return StepMetrics(loss / items if items else math.nan, math.sqrt(squares))
 
@@ -161,7 +165,9 @@ class FinishedSteps(NamedTuple):
 
 
 class MetricsReducer:
-    """Reduces the metrics of steps while later steps run. All ranks must make the same calls in the same order.
+    """Reduces the metrics of steps while later steps run.
+
+    All ranks must make the same calls in the same order.
 
     At most one reduction is under way: call `finish` before `start`.
     """

@@ -48,7 +48,8 @@ def set_free_threads(spec: Spec, world: World, run: RunFolder | None, device: to
         notes.append(f"threads={threads} on each rank, and {had} before: they round sums otherwise")
     elif threads < share:
         notes.append(
-            f"threads={threads} on each rank {'as before' if had else f'in place of {share}'}; --set spec.threads={share} sets them"
+            f"threads={threads} on each rank {'as before' if had else f'in place of {share}'}; "
+            f"--set spec.threads={share} sets them"
         )
     return notes
 

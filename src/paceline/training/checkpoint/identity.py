@@ -1,4 +1,4 @@
-"""The identity of a training: its options, task and model, kept in each checkpoint so that a resume reports changes."""
+"""The identity of a training, kept in each checkpoint so that a resume can report changes."""
 
 import dataclasses
 import hashlib
@@ -26,13 +26,17 @@ def describe_modules(model: nn.Module) -> str:
         f"{name} {type(module).__name__} {module.extra_repr()}" for name, module in model.named_modules()
     ]
     counts = Counter(type(module).__name__ for module in model.modules())
-    return f"{', '.join(f'{count} {kind}' for kind, count in sorted(counts.items()))} [{_digest(chr(10).join(lines))}]"
+    kinds = ", ".join(f"{count} {kind}" for kind, count in sorted(counts.items()))
+    return f"{kinds} [{_digest(chr(10).join(lines))}]"
 
 
 def describe_identity(
     spec: Spec, task: Task, modules: str, optimizer: torch.optim.Optimizer
 ) -> dict[str, str]:
-    """Return each property of a training that may change its results, as text or as a digest. `modules`: of its model."""
+    """Return each property of a training that may change its results, as text or as a digest.
+
+    modules: of its model.
+    """
     identity = {name: repr(getattr(spec, name)) for name in ("precision", "tf32", "batch_norm")}
     identity |= {f"optimizer.{key}": repr(value) for key, value in spec.optimizer}
     identity |= {f"schedule.{key}": repr(value) for key, value in spec.schedule}
@@ -42,7 +46,10 @@ def describe_identity(
 
 
 def _sources(task: Task) -> dict[str, str]:
-    """Return the source of each method of the task, and of its file. (A class defined at a prompt has no source.)"""
+    """Return the source of each method of the task, and of its file.
+
+    (A class defined at a prompt has no source.)
+    """
     methods = {}
     for name in METHODS:
         method = getattr(type(task), name)

@@ -1,9 +1,9 @@
 """Read a checkpoint of torch's distributed checkpoint without running code that its files name.
 
-torch 2.13 reads `.metadata` with pickle, and entries of bytes with `torch.load(weights_only=False)`: both call
-what the file names. Here the pickle may name only the classes that torch writes into it, and gets stand-ins
-for them. Their contents are checked, and torch's objects are built from them. Entries of bytes are refused:
-Paceline's checkpoints hold only tensors.
+torch 2.13 reads `.metadata` with pickle, and entries of bytes with `torch.load(weights_only=False)`: both
+call what the file names. Here the pickle may name only the classes that torch writes into it, and gets
+stand-ins for them. Their contents are checked, and torch's objects are built from them. Entries of bytes are
+refused: Paceline's checkpoints hold only tensors.
 """
 
 import contextlib
@@ -64,7 +64,10 @@ MISREAD = (
 
 
 class _StandIn:
-    """Stands for an instance of a class that the file names. It keeps the state in the file, and calls nothing."""
+    """Stands for an instance of a class that the file names.
+
+    It keeps the state in the file, and calls nothing.
+    """
 
     def __init__(self, *args: Any) -> None:
         self.state: Any = None
@@ -93,10 +96,10 @@ class _Unpickler(pickle.Unpickler):
 
 
 def read_metadata(path: Path, files: Container[str], limit_bytes: int) -> Metadata:
-    """Return the metadata of the checkpoint in the folder `path`: its tensors, and the place of their parts in `files`.
+    """Return the metadata of a checkpoint: its tensors, and where their parts are in its files.
 
-    limit_bytes: the size of all files, which the tensors cannot exceed. Raises CheckpointError if the metadata
-    cannot be read, or names anything but tensors.
+    path: its folder. `files`: names of its files. `limit_bytes`: the size of all files, which the tensors
+    cannot exceed. Raises CheckpointError if the metadata cannot be read, or names anything but tensors.
     """
     try:
         with open_regular(path / ".metadata") as file:
@@ -115,7 +118,8 @@ def read_metadata(path: Path, files: Container[str], limit_bytes: int) -> Metada
         > limit_bytes
     ):
         raise CheckpointError(
-            f"{path} is damaged: .metadata names tensors that are larger than its files, of {limit_bytes} bytes"
+            f"{path} is damaged: .metadata names tensors that are larger than its files, which have "
+            f"{limit_bytes} bytes"
         )
     return Metadata(state_dict_metadata=dict(tensors), planner_data={}, storage_data=storage)
 

@@ -1,10 +1,10 @@
 """Checkpoints on torch's distributed checkpoint, written in the background and readable under any plan.
 
-    ckpt/step_50/.metadata, *.distcp   torch's files: tensors `model/NAME`, `optimizer/NAME/KEY`, whole or in shards;
-                                       with local SGD also `rank/N/model/…` and `rank/N/optimizer/…`, the state of
-                                       rank N alone
-    ckpt/step_50/checkpoint.json       step, samples, task, plan, shapes; size and CRC-32 of each file, and a CRC-32
-                                       of this file; written last
+    ckpt/step_50/.metadata, *.distcp   torch's files: tensors `model/NAME`, `optimizer/NAME/KEY`, whole or in
+                                       shards; with local SGD also `rank/N/model/…` and `rank/N/optimizer/…`,
+                                       the state of rank N alone
+    ckpt/step_50/checkpoint.json       step, samples, task, plan, shapes; size and CRC-32 of each file, and a
+                                       CRC-32 of this file; written last
 
 A checkpoint is written as `.step_50` and renamed when it is complete: it is complete or absent.
 """
@@ -86,7 +86,8 @@ def collect_state(
         for name, tensor in collect_model_tensors(model).items()
         if is_materialized(tensor) and name not in elsewhere
     }
-    # Read parameters only now: a state dict makes `fully_shard` put its shards back in place of whole parameters.
+    # Read parameters only now: a state dict makes `fully_shard` put its shards back in place of whole
+    # parameters.
     names: dict[Tensor, str] = {
         parameter: name for name, parameter in model.named_parameters() if name not in elsewhere
     }
@@ -104,8 +105,8 @@ def collect_state(
 def select_written(state: Mapping[str, Tensor], copy: int, copies: int) -> dict[str, Tensor]:
     """Return the part of the state that this rank writes.
 
-    These are its shards, and a share by size of what all copies of its layers hold. `copy`: the number of this
-    rank's copy of its layers, of `copies`.
+    These are its shards, and a share by size of what all copies of its layers hold. `copy`: the number of
+    this rank's copy of its layers, of `copies`.
     """
     keys = sorted(state)
     owners = balance_by_size([0 if is_dtensor(state[key]) else state[key].numel() for key in keys], copies)
@@ -169,7 +170,10 @@ class Saver:
         self._saving: _PendingSave | None = None
 
     def prepare(self) -> None:
-        """Import torch's distributed checkpoint in a thread. The import takes a second; the first save need not wait for it."""
+        """Import torch's distributed checkpoint in a thread.
+
+        The import takes a second; the first save need not wait for it.
+        """
         threading.Thread(
             target=importlib.import_module, args=("torch.distributed.checkpoint",), daemon=True
         ).start()
@@ -177,7 +181,9 @@ class Saver:
     def start(
         self, index: Index, state: Mapping[str, Tensor], rank_state: Mapping[str, Tensor] | None = None
     ) -> None:
-        """Copy the state and write the copy in the background. No other save may be under way: call `result` before.
+        """Copy the state and write the copy in the background.
+
+        No other save may be under way: call `result` before.
 
         state: what other ranks may have too. `rank_state`: what no other rank has.
         """
@@ -230,7 +236,8 @@ class Saver:
         if error is not None:
             if self.rank == 0:
                 shutil.rmtree(self.run.ckpt / f".step_{saving.index.step}", ignore_errors=True)
-            # torch 2.13: the frames of the traceback hold threads that abort the process if they exist when Python ends.
+            # torch 2.13: the frames of the traceback hold threads that abort the process if they exist when
+            # Python ends.
             del error, saving.future
             gc.collect()
         return SaveResult(
@@ -247,7 +254,7 @@ class Saver:
 
 
 def _cause(error: BaseException) -> str:
-    """Return the message of the exception that torch wrapped, in the words of the operating system if it has any."""
+    """Return the message of the error that torch wrapped; of an OSError, the operating system's."""
     failures = getattr(error, "failures", None)  # CheckpointException: rank -> (exception, traceback)
     inner: BaseException = next(iter(failures.values()))[0] if failures else error
     return inner.strerror if isinstance(inner, OSError) and inner.strerror else str(inner).splitlines()[0]
@@ -273,8 +280,8 @@ def _writer(unfinished: Path, final: Path, index: Index, rank: int, ranks: int) 
             return done
 
         def finish(self, metadata: Any, results: Any) -> None:
-            # torch 2.13: if the process group is gone when a save begins, as in a rank that has just failed, each
-            # rank writes a checkpoint alone.
+            # torch 2.13: if the process group is gone when a save begins, as in a rank that has just failed,
+            # each rank writes a checkpoint alone.
             if len(results) != ranks:
                 raise CheckpointError(f"{unfinished} has the state of {len(results)} of {ranks} ranks")
             super().finish(metadata, results)
@@ -298,7 +305,10 @@ def _writer(unfinished: Path, final: Path, index: Index, rank: int, ranks: int) 
 
 
 def _lower_thread_priority() -> None:
-    """Let this thread run only if the training leaves a core idle. (On Linux each thread has a separate priority.)"""
+    """Let this thread run only if the training leaves a core idle.
+
+    (On Linux each thread has a separate priority.)
+    """
     if sys.platform == "linux":
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19)
 
@@ -313,7 +323,10 @@ def checksum(path: Path) -> list[int]:
 
 
 def read_index(path: Path) -> Index:
-    """Read checkpoint.json in the folder `path`. Raises CheckpointError if it cannot be read or is damaged."""
+    """Read checkpoint.json in the folder `path`.
+
+    Raises CheckpointError if it cannot be read or is damaged.
+    """
     try:
         with open_regular(path / INDEX) as file:
             content = json.load(file)
@@ -348,7 +361,10 @@ def _crc(content: Any) -> int:
 
 
 def verify_files(path: Path, index: Index, rank: int = 0, ranks: int = 1) -> str | None:
-    """Return what is wrong with the files of a checkpoint; None if nothing is. Of `ranks` each reads a part."""
+    """Return what is wrong with the files of a checkpoint; None if nothing is.
+
+    Of `ranks` each reads a part.
+    """
     for name, expected in sorted(index.files.items())[rank::ranks]:
         try:
             found = checksum(path / name)
@@ -390,7 +406,7 @@ def find_last_complete(
 def check_same_model(
     path: Path, index: Index, task: str, settings: Mapping[str, Any], model: nn.Module
 ) -> None:
-    """Raise CheckpointError if a checkpoint is of another task, or has tensors of other shapes than `model`."""
+    """Raise CheckpointError if a checkpoint is of another task, or its tensors have other shapes."""
     if index.task.rpartition(":")[2] != task.rpartition(":")[2]:
         raise CheckpointError(
             f"{path} is of the task {index.task}, not of {task}; start that task in another run"
@@ -410,7 +426,8 @@ def check_same_model(
         else ""
     )
     raise CheckpointError(
-        f"{path} is of another model{why}: {name} {in_checkpoint} in the checkpoint and {in_model} in the model"
+        f"{path} is of another model{why}: {name} {in_checkpoint} in the checkpoint and {in_model} in the "
+        "model"
     )
 
 
@@ -426,7 +443,9 @@ def load_(
     prefix: str = "",
     group: dist.ProcessGroup | None = None,
 ) -> None:
-    """Read a checkpoint into a model and an optimizer, distributed by any plan. Each rank reads what it holds.
+    """Read a checkpoint into a model and an optimizer, distributed by any plan.
+
+    Each rank reads what it holds.
 
     prefix: of the names to read, "" or that of a rank. `group`: the ranks that read; None: all. A collective.
     """
@@ -468,7 +487,7 @@ def _metadata(path: Path, index: Index) -> Any:
 
 
 def load_weights(path: Path) -> dict[str, Tensor]:
-    """Return the whole weights of a checkpoint on one process, under all names that the model has for them."""
+    """Return the whole weights of a checkpoint on one process, under all their names in the model."""
     from paceline.training.checkpoint.metadata import read_tensors
 
     index = read_index(path)
@@ -494,7 +513,9 @@ def describe_model(model: nn.Module) -> dict[str, Any]:
 
 
 def read_scores(run: RunFolder, best: str) -> dict[int, float]:
-    """Return the score of each checkpoint by step, lower being better. Checkpoints without a score are left out.
+    """Return the score of each checkpoint by step, lower being better.
+
+    Checkpoints without a score are left out.
 
     best: such as "min loss" or "max accuracy".
     """
@@ -529,7 +550,10 @@ def prune(run: RunFolder, keep: int, best: str) -> None:
 
 
 def quarantine(run: RunFolder, after: int) -> None:
-    """Rename the checkpoints after step `after`, which are damaged. Otherwise `prune` would keep them as the last ones."""
+    """Rename the checkpoints after step `after`, which are damaged.
+
+    Otherwise `prune` would keep them as the last ones.
+    """
     for step in run.checkpoints():
         if step > after:
             damaged = run.ckpt / f"damaged_{step}"
