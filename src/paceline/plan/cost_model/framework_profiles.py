@@ -1,4 +1,4 @@
-"""Recipe: how a training system goes about a plan; in bytes a number takes, in what is computed again, and in what overlaps."""
+"""Recipe: how a training framework runs a plan: bytes per number, recomputation, and overlap."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -8,7 +8,9 @@ from paceline.errors import PlanError
 
 
 class RecomputeShares(NamedTuple):
-    """Shares of the forward pass that are computed once more in the backward pass, and what of `Block.saved` is kept meanwhile."""
+    """Shares of the forward pass that the backward pass repeats; kept: key of `BlockFacts.saved` for what is
+    kept.
+    """
 
     kept: str
     products: float
@@ -16,8 +18,9 @@ class RecomputeShares(NamedTuple):
     traffic: float
 
 
-# core: the scores of attention alone (arXiv 2205.05198, section 5); products: whatever is no product and no attention, as Paceline does;
-# half: besides that every second product, as torchtitan does (torchtitan/distributed/activation_checkpoint.py).
+# core: only the scores of attention (arXiv 2205.05198, section 5); products: all but products and attention,
+# as Paceline does;
+# half: also every second product, as torchtitan does (torchtitan/distributed/activation_checkpoint.py).
 SELECTIVE: Mapping[str, RecomputeShares] = {
     "core": RecomputeShares("none", 0.0, 1.0, 0.0),
     "products": RecomputeShares("selective", 0.0, 0.0, 1.0),
@@ -27,21 +30,30 @@ SELECTIVE: Mapping[str, RecomputeShares] = {
 
 @dataclass(frozen=True, eq=False)
 class Recipe:
-    """Bytes are of one number. `cast`: a copy of the weights in the type of the products that lives through a step, or 0.
+    """Properties of a training framework.
 
-    gather, reduce: of what is sent for a parameter by ZeRO and by the averaging of gradients.
-    attention: speed of fused attention against FlashAttention-2. fused: attention without its scores in memory.
-    elementwise: traffic of operations other than products, against kernels that are fused as far as Megatron's are.
-    loss: bytes a logit takes at the worst moment: itself, in float32, as logarithm of a probability, and its gradients.
-    overlaps_data, overlaps_tensor: what shares of those collectives can go on under the computing.
-    rails: whether a collective over several nodes uses the network devices of all of its ranks at once (hierarchically), or one rank's.
-    whole_gradients: gradients are whole and stay from one micro-batch to the next under ZeRO; else each micro-batch reduces them.
-    scattered: under zero=1 each rank gets the gradients that it updates with; else all get all, and updated weights are sent afterwards.
-    at_rest: under zero=2 the weights are cut between the steps. early_gradients: they have their memory before the backward pass.
-    buckets: of gradients that are averaged, which are copies; 0 where the gradients lie in them.
-    even: stages have equally many blocks; else they cost equally much. scatter: stages send each other a slice of each tp rank.
-    sequence: activations between split layers are split along the sequence; sequence_with_cp: also where cp has cut it already.
-    reserved: of the memory counted, what the allocator holds and cannot use. fixed_bytes: of the process, its context and libraries.
+    weight, gradient, optimizer, master: bytes per parameter; master: main weights. cast: bytes of a copy of
+    the weights in the dtype of products that lives through a step, or 0. stream, element: bytes of an element
+    of the residual stream, and of other activations.
+    gather, reduce: bytes sent per parameter by gathers of ZeRO and by the averaging of gradients.
+    fused: attention without its scores in memory. attention: its speed relative to FlashAttention-2.
+    elementwise: memory traffic of other operations, relative to kernels that are fused as in Megatron.
+    loss: bytes per logit at the peak: itself, in float32, as log-probability, and its gradients.
+    overlaps_data, overlaps_tensor: shares of these collectives that can overlap with computing.
+    rails: a collective over several nodes uses the network devices of all its ranks at once (hierarchical),
+    or of one rank.
+    whole_gradients: under ZeRO, gradients stay whole between micro-batches; else each micro-batch reduces
+    them.
+    scattered: under zero=1, each rank gets only the gradients it updates with; else all gradients, and
+    updated weights are sent afterwards.
+    at_rest: under zero=2, weights are sharded between steps. early_gradients: allocated before the backward
+    pass.
+    buckets: number of gradient buckets that are copies; 0 if the gradients are views of them.
+    even: stages have equally many blocks; else equal costs. scatter: stages send a slice from each tp rank.
+    sequence: activations between split layers are split along the sequence; sequence_with_cp: also if cp
+    splits it already.
+    reserved: share of the counted memory that the allocator holds and cannot use. fixed_bytes: of process,
+    context and libraries.
     """
 
     name: str
@@ -76,9 +88,11 @@ class Recipe:
     fixed_bytes: float = 0.0
 
     def splits_sequence(self, cp: int) -> bool:
+        """Return whether sequence parallelism applies with context parallelism of degree `cp`."""
         return self.sequence and (cp == 1 or self.sequence_with_cp)
 
     def recompute_shares(self, recompute: str) -> RecomputeShares:
+        """Return what the backward pass repeats under the plan key `recompute`."""
         if recompute == "selective":
             return SELECTIVE[self.selective]
         return (
@@ -88,16 +102,16 @@ class Recipe:
         )
 
 
-PACELINE = Recipe(
-    "paceline", cast=2.0, sequence=True, sequence_with_cp=False, buckets=0
-)  # float32 weights, autocast to bf16
+# float32 weights, autocast to bf16
+PACELINE = Recipe("paceline", cast=2.0, sequence=True, sequence_with_cp=False, buckets=0)
 PACELINE_FP16 = replace(PACELINE, name="paceline-fp16", dtype="fp16")  # for devices without bf16
 FLOAT32 = Recipe(
     "float32", element=4.0, dtype="fp32", loss=12.0, sequence=True, sequence_with_cp=False, buckets=0
 )
 
-# Narayanan et al. 2021 and Korthikanti et al. 2022: fp16 with float32 main weights, kernels for softmax, GELU and dropout, the scores of
-# attention in memory, gradients averaged behind the backward pass in float32.
+# Narayanan et al. 2021 and Korthikanti et al. 2022: fp16 with float32 main weights, fused kernels for
+# softmax, GELU and dropout, scores of attention in memory, gradients averaged in float32 after the backward
+# pass.
 MEGATRON = Recipe(
     "megatron",
     weight=2.0,
@@ -117,7 +131,8 @@ MEGATRON = Recipe(
     even=True,
     scatter=True,
 )
-# Megatron-Core since 2023: flash attention, sequence parallelism, averaging and tensor parallelism's sums under the computing.
+# Megatron-Core since 2023: flash attention, sequence parallelism; averaging and all-reduces of tp overlap
+# with computing.
 MEGATRON_CORE = replace(
     MEGATRON,
     name="megatron-core",
@@ -128,7 +143,8 @@ MEGATRON_CORE = replace(
     overlaps_tensor=0.6,
     gather=2.0,
 )
-# Rajbhandari et al. 2020: 2 + 2 + 12 bytes a parameter. Of DeepSpeed's first ZeRO-3 it is known that it gathers each weight by itself.
+# Rajbhandari et al. 2020: 2 + 2 + 12 bytes per parameter. DeepSpeed's first ZeRO-3 is known to gather each
+# weight separately.
 DEEPSPEED = replace(
     MEGATRON,
     name="deepspeed",
@@ -139,7 +155,8 @@ DEEPSPEED = replace(
     early_gradients=False,
     rails=False,
 )
-# FSDP with mixed precision: float32 shards, bf16 while it computes, gradients averaged in float32 after each micro-batch.
+# FSDP with mixed precision: float32 shards, computing in bf16, gradients averaged in float32 after each
+# micro-batch.
 FSDP = Recipe(
     "fsdp",
     stream=2.0,
@@ -152,8 +169,8 @@ FSDP = Recipe(
 )
 FSDP_COMPILED = replace(FSDP, name="fsdp-compiled", elementwise=1.0)  # blocks are compiled, the loss is not
 
-# MosaicML's llm-foundry of 2023: attention in Triton, than which FlashAttention-2 is 1.3 to 1.5 times faster (arXiv 2307.08691,
-# section 4.1), and a loss that turns 16-bit logits into their gradients in place.
+# MosaicML's llm-foundry of 2023: attention in Triton, which is 1.3 to 1.5 times slower than FlashAttention-2
+# (arXiv 2307.08691, section 4.1), and a loss that turns 16-bit logits into their gradients in place.
 LLM_FOUNDRY = replace(
     FSDP, name="llm-foundry", selective="core", elementwise=1.2, attention=0.7, loss=2.0, reserved=0.03
 )
@@ -181,9 +198,10 @@ PRECISION_RECIPES: Mapping[str, Recipe] = {"fp32": FLOAT32, "bf16": PACELINE, "f
 
 
 def recipe_of_precision(precision: str) -> Recipe:
-    """How Paceline goes about a step. Raises PlanError for a precision that is not predicted."""
+    """Return Paceline's recipe for a precision. Raises PlanError for a precision that cannot be predicted."""
     if precision not in PRECISION_RECIPES:
         raise PlanError(
-            f"what a step in {precision} takes is not predicted; use --precision {', '.join(PRECISION_RECIPES)}, or name a plan"
+            f"a step in {precision} cannot be predicted; use --precision {', '.join(PRECISION_RECIPES)}, or "
+            f"name a plan"
         )
     return PRECISION_RECIPES[precision]

@@ -1,4 +1,4 @@
-"""Bytes of the rank that needs most, part by part, at its worst moment."""
+"""Predicted peak memory, part by part, of the rank with the highest peak."""
 
 from functools import lru_cache
 from typing import NamedTuple
@@ -16,8 +16,8 @@ from paceline.plan.cost_model.work_split import MicrobatchKey, StageAssignment, 
 from paceline.plan.model.facts import BlockFacts, ModelFacts
 from paceline.plan.schedules import SCHEDULES
 
-KEPT_LOGIT_BYTES = 4.0  # that kept_bytes counts, in float32
-GATHERED_BLOCKS = 2  # blocks that are gathered at once: one computes, the next one comes
+KEPT_LOGIT_BYTES = 4.0  # counted by kept_bytes, in float32
+GATHERED_BLOCKS = 2  # gathered at once: one computes, the next is prefetched
 BUCKET_BYTES = 25 * 2**20  # of DistributedDataParallel
 PART_NAMES = (
     *("weights", "optimizer", "main weights", "cast weights", "gathered"),
@@ -35,7 +35,10 @@ PART_ERRORS = {
 
 
 class BytesPerParameter(NamedTuple):
-    """Bytes a parameter takes on each data rank, by ZeRO stage (Rajbhandari et al. 2020, arXiv 1910.02054, section 5)."""
+    """Bytes per parameter on each data rank, by ZeRO stage (Rajbhandari et al.
+
+    2020, arXiv 1910.02054, section 5).
+    """
 
     weights: float
     gradients: float
@@ -48,8 +51,11 @@ class BytesPerParameter(NamedTuple):
 
 
 def state_bytes(recipe: Recipe, zero: int, shards: int) -> BytesPerParameter:
-    """ZeRO-1 cuts optimizer state and main weights, 2 gradients too, 3 weights too. Where it is 2 and `at_rest`, weights are cut between
-    the steps; that they are whole in a step is counted as gathered."""
+    """Return bytes per parameter under ZeRO stage `zero`.
+
+    ZeRO-1 shards optimizer state and main weights, ZeRO-2 also gradients, ZeRO-3 also weights. ZeRO-2 with
+    `at_rest` shards weights between steps; the whole weights during a step count as gathered.
+    """
     cut_weights = zero >= 3 or (zero == 2 and recipe.at_rest)
     return BytesPerParameter(
         weights=recipe.weight / (shards if cut_weights else 1),
@@ -60,15 +66,15 @@ def state_bytes(recipe: Recipe, zero: int, shards: int) -> BytesPerParameter:
 
 
 def params_on_rank(block: BlockFacts, tp: int, ep: int = 1) -> float:
-    """Parameters of a block that one rank computes with; experts are divided by ep on top of tp."""
+    """Return the parameters of a block that one rank computes with; experts are divided by both tp and ep."""
     experts = block.expert_params
     return (block.split_params - experts) / tp + experts / (tp * ep) + block.params - block.split_params
 
 
 def kept_bytes(recipe: Recipe, block: BlockFacts, key: MicrobatchKey) -> float:
-    """What the forward pass of a micro-batch leaves for the backward pass on one rank (arXiv 2205.05198, table 2)."""
-    again = recipe.recompute_shares(key.recompute)
-    wanted = again.kept if "full" in block.saved else "none"
+    """Return the bytes that a forward pass of a micro-batch keeps on one rank (arXiv 2205.05198, table 2)."""
+    shares = recipe.recompute_shares(key.recompute)
+    wanted = shares.kept if "full" in block.saved else "none"
     saved = block.saved.get(wanted) or block.saved.get("selective" if wanted == "half" else "none")
     if saved is None:
         return 0.0
@@ -81,14 +87,14 @@ def kept_bytes(recipe: Recipe, block: BlockFacts, key: MicrobatchKey) -> float:
 
 
 def predict_memory(facts: ModelFacts, split: WorkSplit, recipe: Recipe, limit_bytes: float) -> MemoryCost:
-    """Every distinct rank of the pipeline is looked at; the one that needs most is told."""
+    """Return the memory of the rank of the pipeline with the highest peak."""
     return build_memory_cost(*find_peak(facts, split, recipe), split, recipe, limit_bytes)
 
 
 def build_memory_cost(
     rank: int, values: tuple[float, ...], split: WorkSplit, recipe: Recipe, limit_bytes: float
 ) -> MemoryCost:
-    """What `worst` found, in words."""
+    """Return the result of `find_peak` as named parts with notes."""
     sharded, whole = _is_sharded(split, recipe), _keeps_whole_gradients(split, recipe)
     each = state_bytes(recipe, split.zero, split.shards)
     notes = {
@@ -100,11 +106,13 @@ def build_memory_cost(
         else _describe_bytes(each.gradients, recipe.gradient, split.shards),
         "cast weights": "in the type of the products, for a step",
         "gathered": f"of {GATHERED_BLOCKS} blocks at once" if sharded and split.zero == 3 else "for a step",
-        "activations": f"of {_kept_microbatches(split, rank):.3g} micro-batch{'es' * (_kept_microbatches(split, rank) > 1)}, recompute {split.recompute}",
+        "activations": f"of {_kept_microbatches(split, rank):.3g} "
+        f"micro-batch{'es' * (_kept_microbatches(split, rank) > 1)}, recompute "
+        f"{split.recompute}",
         "computed again": "a block's activations",
         "loss": "logits and their gradients",
-        "communication": "gradients under way",
-        "allocator": "held and not usable",
+        "communication": "gradients in transit",
+        "allocator": "reserved, but not usable",
     }
     parts = (
         CostPart(name, value, PART_ERRORS.get(name, 0.0), notes.get(name, ""))
@@ -115,11 +123,13 @@ def build_memory_cost(
 
 
 def _describe_bytes(each: float, whole: float, shards: int) -> str:
-    return f"{each:.3g} bytes a parameter" + (f": {whole:g}, over {shards:,} ranks" if each != whole else "")
+    return f"{each:.3g} bytes per parameter" + (
+        f": {whole:g}, over {shards:,} ranks" if each != whole else ""
+    )
 
 
 def find_peak(facts: ModelFacts, split: WorkSplit, recipe: Recipe) -> tuple[int, tuple[float, ...]]:
-    """The rank of the pipeline that needs most, and its bytes by NAMES."""
+    """Return the rank of the pipeline with the highest peak, and its bytes by PART_NAMES."""
     found = assign_stages(facts, split.pp, split.stages, recipe.even, SCHEDULES[split.schedule].folded)
     best, most = (0, ()), -1.0  # type: tuple[int, tuple[float, ...]], float
     for share in found:
@@ -131,15 +141,15 @@ def find_peak(facts: ModelFacts, split: WorkSplit, recipe: Recipe) -> tuple[int,
 
 
 class MemoryBreakdown(NamedTuple):
-    """Of one rank, for one micro-batch where it depends on that; parameters, and bytes."""
+    """Parameters and bytes of one rank, of one micro-batch where they depend on it."""
 
     params: float
     largest: float
-    gathered: float  # the largest blocks that are whole at once
+    gathered: float  # parameters of the largest blocks that are gathered at once
     activations: float
     head: float
     logits: float
-    again: float
+    recomputed: float
 
 
 @lru_cache(65536)
@@ -149,7 +159,7 @@ def memory_breakdown(
     counted = [(params_on_rank(block, key.tp, key.ep), count) for block, count in share.parts]
     params = sum(size * count for size, count in counted)
     if share.is_last and facts.first not in (block for block, _ in share.parts):
-        params += facts.shared_params / key.tp  # both ends of the pipeline hold what they share
+        params += facts.shared_params / key.tp  # both ends of the pipeline hold shared weights
     whole = sorted(
         (size for size, count in counted for _ in range(min(count, GATHERED_BLOCKS))), reverse=True
     )[:GATHERED_BLOCKS]
@@ -167,7 +177,7 @@ def memory_breakdown(
         ),
         head=kept_bytes(recipe, facts.last, key) if share.is_last else 0.0,
         logits=logits if share.is_last else 0.0,
-        again=max(_recomputed_bytes(recipe, block, key) for block, _ in share.parts),
+        recomputed=max(_recomputed_bytes(recipe, block, key) for block, _ in share.parts),
     )
 
 
@@ -180,7 +190,7 @@ def _keeps_whole_gradients(split: WorkSplit, recipe: Recipe) -> bool:
 
 
 def _kept_microbatches(split: WorkSplit, rank: int) -> float:
-    """Micro-batches whose activations a rank of the pipeline has at once."""
+    """Return the micro-batches whose activations a rank of the pipeline has at once."""
     return (
         SCHEDULES[split.schedule].kept(split.pp, split.microbatches, split.stages, rank)
         if split.pp > 1
@@ -191,7 +201,9 @@ def _kept_microbatches(split: WorkSplit, rank: int) -> float:
 def _peak_of_rank(
     facts: ModelFacts, share: StageAssignment, split: WorkSplit, recipe: Recipe
 ) -> tuple[float, ...]:
-    """At the worst of three moments: in the loss, when the backward pass begins, and when it ends."""
+    """Return the bytes at the peak of three moments: in the loss, at the start and at the end of the backward
+    pass.
+    """
     if is_traced(share):
         return _peak_of_traced(facts, share, split, recipe)
     mine, each, sharded = (
@@ -199,9 +211,7 @@ def _peak_of_rank(
         state_bytes(recipe, split.zero, split.shards),
         _is_sharded(split, recipe),
     )
-    whole = (
-        max(recipe.gather, recipe.element) + recipe.cast
-    )  # what is sent in 8 bits is kept with its transpose
+    whole = max(recipe.gather, recipe.element) + recipe.cast  # 8-bit weights are kept with their transpose
     gathered = (mine.gathered if split.zero == 3 else mine.params) * whole if sharded else 0.0
     gradients = mine.params * (recipe.gradient if _keeps_whole_gradients(split, recipe) else each.gradients)
     averaged = split.dp * split.cp > 1
@@ -216,8 +226,8 @@ def _peak_of_rank(
     loss = max(0.0, mine.head + (recipe.loss - KEPT_LOGIT_BYTES) * mine.logits)
     moments = (  # gradients, activations, computed again, loss, communication
         (before, activations, 0.0, loss, 0.0),
-        (before, activations, mine.again, 0.0, (reducing if before else 0.0) + buckets),
-        (gradients, 0.0, mine.again, 0.0, reducing + buckets),
+        (before, activations, mine.recomputed, 0.0, (reducing if before else 0.0) + buckets),
+        (gradients, 0.0, mine.recomputed, 0.0, reducing + buckets),
     )
     params = mine.params
     stay = (
@@ -254,13 +264,13 @@ def _peak_of_traced(
 
 
 def _recomputed_bytes(recipe: Recipe, block: BlockFacts, key: MicrobatchKey) -> float:
-    """A block that is computed again has all of its activations for a moment; one whose scores are, those."""
-    again = recipe.recompute_shares(key.recompute)
-    if "full" not in block.saved or not (again.products or again.attention or again.traffic):
+    """Return the bytes of the activations that recomputation of a block brings back for a moment."""
+    shares = recipe.recompute_shares(key.recompute)
+    if "full" not in block.saved or not (shares.products or shares.attention or shares.traffic):
         return 0.0
     whole = (
         block.saved["none"].bytes(recipe.stream, recipe.element, key.tp, recipe.splits_sequence(key.cp))
-        if again.kept != "none"
+        if shares.kept != "none"
         else 0.0
     )
     core = 0.0 if recipe.fused else block.core.bytes(recipe.stream, recipe.element, key.tp)

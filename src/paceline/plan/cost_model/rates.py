@@ -1,4 +1,4 @@
-"""Speeds: what the devices and links of a cluster reach, as plain numbers for the arithmetic of plans."""
+"""DeviceRates: what devices and links of a cluster reach, as plain numbers for predictions."""
 
 import math
 from bisect import bisect
@@ -26,20 +26,24 @@ SUBSTITUTE_DTYPES = {
     "tf32": ("tf32",),
     "fp8": ("fp8",),
 }
-SERIAL_HOPS: Mapping[str, Callable[[int], float]] = {  # of nodes that a message passes one after the other
+# Nodes that a message passes one after another, by number of nodes.
+SERIAL_HOPS: Mapping[str, Callable[[int], float]] = {
     "all-reduce": lambda nodes: math.log2(nodes),
     "send": lambda nodes: 1.0,
 }
 
 BASIS_SENTENCES = {
-    "published": "read off single measurements of others, and not fitted to trainings",
+    "published": "from single measurements of others, and not fitted to trainings",
     "guessed": "a guess",
 }
 
 
 @dataclass(frozen=True)
 class LinkModel:
-    """alpha_s + factor · bytes / beta_Bps, of one rank while all do; `measured`: for this collective, so that nothing is taken off."""
+    """Time of a collective: alpha_s + factor · bytes / beta_Bps, while all ranks communicate.
+
+    measured: for this collective, so that no efficiency is applied.
+    """
 
     alpha_s: float | None
     beta_Bps: float
@@ -48,10 +52,15 @@ class LinkModel:
 
 @dataclass(frozen=True, eq=False)
 class DeviceRates:
-    """Of one rank. `flops`: matrix products that are large, by dtype; `rates`: measured ones by m·n·k.
-    `clock`: against a device with all the power it may have; in `flops`, and not in `peaks`.
-    `hidden`: measured share of a collective that goes on under computing, or None. `guesses`: in words, what is neither
-    measured nor fitted."""
+    """Rates of one rank.
+
+    flops: of large matrix products, by dtype; rates: measured, by m·n·k. peaks: published, by dtype.
+    clock: relative to a device with its maximum power; applied to `flops`, not to `peaks`.
+    hidden: measured share of a collective that overlaps with computing, or None.
+    op_times: of a CPU. crowd: ranks that share a core. engines: overheads in seconds, by number of connected
+    ranks.
+    guesses: sentences about what is neither measured nor fitted.
+    """
 
     name: str
     ranks: int
@@ -67,26 +76,31 @@ class DeviceRates:
     clock: float = 1.0
     hidden: float | None = None
     rates: Mapping[str, tuple[tuple[float, float], ...]] = field(default_factory=dict)
-    op_times: OpTimeTable | None = None  # of a CPU
-    crowd: float = 1.0  # ranks that share a core
-    engines: Mapping[str, Mapping[int, OverheadCosts]] = field(
-        default_factory=dict
-    )  # by ranks that one joins; seconds
+    op_times: OpTimeTable | None = None
+    crowd: float = 1.0
+    engines: Mapping[str, Mapping[int, OverheadCosts]] = field(default_factory=dict)
     power_W: float | None = None
     price_per_hour: float | None = None
     guesses: tuple[str, ...] = ()
     calibration: Calibration | None = None
 
     def product_flops(self, dtype: str) -> float:
-        found = next((near for near in SUBSTITUTE_DTYPES.get(dtype, (dtype,)) if near in self.flops), None)
-        if found is None:
+        """Return the rate of large matrix products in `dtype` or its substitute.
+
+        Raises PlanError if it is unknown.
+        """
+        substitutes = SUBSTITUTE_DTYPES.get(dtype, (dtype,))
+        known = next((substitute for substitute in substitutes if substitute in self.flops), None)
+        if known is None:
             raise PlanError(
-                f"how fast {self.name} computes in {dtype} is not known; give its peak with --peak, or measure it"
+                f"the rate of {self.name} in {dtype} is unknown; give its peak with --peak, or measure it"
             )
-        return self.flops[found]
+        return self.flops[known]
 
     def measured_flops(self, dtype: str, volume: float) -> float | None:
-        """Of a product of so many multiplications, between the measured ones on a logarithmic scale; None where none is measured."""
+        """Return the rate of a product of `volume` multiplications, interpolated on a logarithmic scale; None
+        without measurements.
+        """
         table = self.rates.get(dtype)
         if not table:
             return None
@@ -97,9 +111,12 @@ class DeviceRates:
         share = math.log(volume / low) / math.log(high / low)
         return slow ** (1 - share) * fast**share
 
-    def shown(self, together: int) -> float:
-        """Share of a collective that shows, though there is computing that it could go on under. Where it was not measured: what goes over
-        links inside of a node takes multiprocessors and memory bandwidth from what computes, what the network does takes little."""
+    def exposed_share(self, together: int) -> float:
+        """Return the share of a collective that is exposed even if enough computing could overlap with it.
+
+        Without a measurement: links inside a node take multiprocessors and memory bandwidth from the
+        computing, the network takes little. together: ranks of the collective in one node.
+        """
         return (
             1 - self.hidden
             if self.hidden is not None
@@ -107,45 +124,54 @@ class DeviceRates:
         )
 
     def collective_s(self, kind: str, size: float, ranks: int, together: int, rails: bool = True) -> float:
-        """One call of S = `size` bytes among `ranks`, of which `together` are in each node."""
+        """Return the seconds of one call with S = `size` bytes among `ranks` ranks, `together` of them in
+        each node.
+        """
         if ranks < 2 or size <= 0:
             return 0.0
-        inside = self._wire(self.node, kind, "in a node") if together > 1 else None
+        inside = self._link(self.node, kind, "in a node") if together > 1 else None
         factor = RING_FACTORS[kind](ranks)
         if inside is not None and together >= ranks:
             return self._alpha(inside) + factor * size / self._beta(inside, self.constants.node)
-        outside = self._wire(self.across, kind, "between nodes")
+        outside = self._link(self.across, kind, "between nodes")
         nodes = -(-ranks // together)
         share = self.constants.across if rails else self.constants.one_rail
         beta = self._beta(outside, share) * (together if rails else 1)
-        if inside is not None:  # the ring goes through the nodes too
+        if inside is not None:  # the ring also runs inside the nodes
             beta = min(beta, self._beta(inside, self.constants.node))
         hops = SERIAL_HOPS.get(kind, lambda nodes: 0.0)(nodes) * self.constants.hop_s
         rings = 0.0 if kind in SERIAL_HOPS else nodes * self.constants.step_s
         start = outside.alpha_s if outside.alpha_s is not None else self.constants.node_s + hops + rings
         return start + factor * size / beta
 
-    def _wire(self, wires: Mapping[str | None, LinkModel], kind: str, where: str) -> LinkModel:
-        wire = wires.get(kind) or wires.get(None) or next(iter(wires.values()), None)
-        if wire is None:
-            said = "say @GB/s" if where == "between nodes" else "write a link of axis node into cluster.json"
-            raise PlanError(
-                f"how fast devices of {self.name} talk {where} is not known; measure it with paceline bench, or {said}"
+    def _link(self, links: Mapping[str | None, LinkModel], kind: str, where: str) -> LinkModel:
+        link = links.get(kind) or links.get(None) or next(iter(links.values()), None)
+        if link is None:
+            hint = (
+                "append @GB/s to the cluster"
+                if where == "between nodes"
+                else "add a link of axis node to cluster.json"
             )
-        return wire
+            raise PlanError(
+                f"the bandwidth of {self.name} {where} is unknown; measure it with paceline bench, or {hint}"
+            )
+        return link
 
-    def _alpha(self, wire: LinkModel) -> float:
-        if self.engines:  # they were measured with it
+    def _alpha(self, link: LinkModel) -> float:
+        if self.engines:  # their measurement includes it
             return 0.0
-        return self.constants.node_s if wire.alpha_s is None else wire.alpha_s
+        return self.constants.node_s if link.alpha_s is None else link.alpha_s
 
-    def _beta(self, wire: LinkModel, share: float) -> float:
-        return wire.beta_Bps if wire.measured else wire.beta_Bps * share
+    def _beta(self, link: LinkModel, share: float) -> float:
+        return link.beta_Bps if link.measured else link.beta_Bps * share
 
 
 def device_rates(cluster: Cluster, constants: Constants = CONSTANTS, ranks: int | None = None) -> DeviceRates:
-    """Of one of so many ranks, or of one on each device. GPUs are filled node by node; of CPUs any number share each. Raises PlanError
-    where a device's peak is not known and nothing was measured."""
+    """Return the rates of one of `ranks` ranks, or of one rank per device.
+
+    Ranks fill the GPUs node by node; any number of ranks share a CPU. Raises PlanError if the device's peak
+    is unknown and nothing is measured.
+    """
     device, guesses = cluster.device, []
     family = find_architecture(device.name, constants)
     count = ranks or cluster.devices
@@ -166,14 +192,16 @@ def device_rates(cluster: Cluster, constants: Constants = CONSTANTS, ranks: int 
     if host is not None and not flops:
         flops["fp32"] = host.flops
         guesses.append(
-            f"what {device.name} computes a second is guessed from its cores, clock and vectors; paceline bench measures it"
+            f"the rate of {device.name} is guessed from its cores, clock and vectors; paceline bench "
+            f"measures it"
         )
     if not flops:
         raise PlanError(
-            f"the peak of {device.name} is not known; give it with --peak, or measure the device with paceline bench"
+            f"the peak of {device.name} is unknown; give it with --peak, or measure the device with "
+            f"paceline bench"
         )
     if family.basis != "fitted" and not cluster.rates and (host is None or peaks):
-        guesses.append(f"what {device.name} reaches of its peak is {BASIS_SENTENCES[family.basis]}")
+        guesses.append(f"the share of its peak that {device.name} reaches is {BASIS_SENTENCES[family.basis]}")
     memory_Bps = (
         device.memory_Bps.value * family.memory * part
         if device.memory_Bps
@@ -221,7 +249,7 @@ def _measured_rates(cluster: Cluster, part: float) -> dict[str, tuple[tuple[floa
 
 
 def _link_models(cluster: Cluster, axis: Axis) -> dict[str | None, LinkModel]:
-    """By collective: of the back end that the device takes, and of the most ranks, where several are known."""
+    """Return links by collective; of several, that of the device's back end and of the most ranks."""
     backend = "gloo" if cluster.device.kind == "cpu" else "nccl"
     links = [link for link in cluster.links if link.axis == axis]
     links.sort(key=lambda link: (link.backend == backend, link.backend is None, link.ranks or 0))

@@ -1,4 +1,4 @@
-"""Seconds of a step, part by part, of the rank of a pipeline that is busiest."""
+"""Predicted seconds of a step, part by part, of the busiest rank of a pipeline."""
 
 from collections.abc import Collection, Iterable
 from functools import lru_cache
@@ -18,43 +18,44 @@ from paceline.plan.model.facts import BlockFacts, ModelFacts
 from paceline.plan.schedules import SCHEDULES, StageTimes
 from paceline.units import several
 
-# Of each part: standard deviation as a share of it, from the published measurements (docs/planning.md), and what it rests on.
+# By part: relative standard deviation, from published measurements (docs/planning.md), and its basis.
 PARTS = {
     "products": (0.07, "tiles and waves of each product's shape on a rank, forward and backward"),
     "attention": (0.2, "FlashAttention-2, arXiv 2307.08691; or products and scores in memory"),
     "other operations": (0.25, "bytes read and written over memory bandwidth; start of kernels"),
-    "computed again": (0.1, "forward once more, as recompute says; arXiv 2205.05198"),
-    "tensor parallel": (0.3, "sums of a block's outputs and of gradients of its inputs; arXiv 1909.08053"),
+    "computed again": (0.1, "forward pass repeated by recompute; arXiv 2205.05198"),
+    "tensor parallel": (
+        0.3,
+        "all-reduces of a block's outputs and of gradients of its inputs; arXiv 1909.08053",
+    ),
     "context parallel": (0.5, "keys and values round the ring, and merging; arXiv 2310.01889"),
     "pipeline bubble": (0.1, "filling and draining; arXiv 2104.04473, 2401.10241"),
     "pipeline sends": (0.5, "activations that the schedule waits for; plan/schedules.py"),
-    "data parallel": (0.4, "averaging of gradients, less what goes on under the backward pass"),
-    "gathered weights": (0.4, "gathers of ZeRO, less what goes on under computing; arXiv 1910.02054"),
+    "data parallel": (0.4, "averaging of gradients, minus what overlaps with the backward pass"),
+    "gathered weights": (0.4, "gathers of ZeRO, minus what overlaps with computing; arXiv 1910.02054"),
     "optimizer": (0.3, "bytes of weights and moments over memory bandwidth"),
     "engines": (0.2, "hooks, copies and calls of torch's engines, and of the loop, as measured"),
     "jitter": (1.0, "ranks wait for the slowest"),
 }
-GUESSED_ERROR = 0.7  # of each part, where nothing was measured of a CPU
-MERGED_BYTES = (
-    40.0  # an element of attention's output: five operations in float32 that each read and write it
-)
-ADAM_BYTES = 28.0  # a parameter: reads and writes weight and two moments, reads the gradient, in float32
+GUESSED_ERROR = 0.7  # of each part, if nothing was measured of a CPU
+MERGED_BYTES = 40.0  # per element of attention's output: five float32 operations that read and write it
+ADAM_BYTES = 28.0  # per parameter: read and write weight and two moments, read the gradient, in float32
 
 
 class Group(NamedTuple):
-    """Ranks that talk with each other, of which `together` are in one node."""
+    """Ranks that communicate with each other, `together` of them in one node."""
 
     ranks: int
     together: int
 
 
 def rank_group(ranks: int, stride: int, per_node: int) -> Group:
-    """Ranks that are `stride` apart, as Plan.place lays out the axes."""
+    """Return the group of ranks at a distance of `stride`, in the order of `ResolvedPlan.place`."""
     return Group(ranks, max(1, min(ranks, per_node // stride)))
 
 
 class StageLoad(NamedTuple):
-    """Seconds of one rank for one micro-batch, over all blocks that it has."""
+    """Seconds of one rank for one micro-batch, over all its blocks."""
 
     products_s: float
     attention_s: float
@@ -79,7 +80,7 @@ class StageLoad(NamedTuple):
 
 
 def predict_time(facts: ModelFacts, split: WorkSplit, recipe: Recipe, speeds: DeviceRates) -> TimeCost:
-    """Raises PlanError where the cluster does not say how fast its devices talk."""
+    """Return the time of a step. Raises PlanError if the bandwidth of the cluster is unknown."""
     stages = stage_loads(
         facts, split.pp, split.stages, SCHEDULES[split.schedule].folded, split.microbatch_key, recipe, speeds
     )
@@ -88,7 +89,7 @@ def predict_time(facts: ModelFacts, split: WorkSplit, recipe: Recipe, speeds: De
     parts = _parts_of_load(m, busiest)
     if split.pp > 1:
         parts |= _pipeline_parts(
-            facts, split, recipe, speeds, busiest, [(one.count, its) for one, its in stages]
+            facts, split, recipe, speeds, busiest, [(one.count, load) for one, load in stages]
         )
     params = max([memory_breakdown(facts, one, recipe, split.microbatch_key).params for one, _ in stages])
     parts |= _data_parts(facts, share, split, recipe, speeds, busiest, params)
@@ -99,15 +100,15 @@ def predict_time(facts: ModelFacts, split: WorkSplit, recipe: Recipe, speeds: De
         (speeds.peaks[dtype] for dtype in (recipe.dtype, "bf16", "fp16", "fp32") if dtype in speeds.peaks),
         None,
     )
-    doubt = GUESSED_ERROR if speeds.op_times is not None and not speeds.op_times.measured else 0.0
+    min_error = GUESSED_ERROR if speeds.op_times is not None and not speeds.op_times.measured else 0.0
     ranks = split.ranks
     flops = facts.training_flops * split.batch / ranks
     return TimeCost(
         parts=_calibrated_parts(
-            parts, speeds.calibration, doubt, TIME_PARTS["compute"] if facts.source == "measured" else ()
+            parts, speeds.calibration, min_error, TIME_PARTS["compute"] if facts.source == "measured" else ()
         ),
         flops=flops,
-        hardware_flops=flops + sum(its.recompute_flops * one.count for one, its in stages) * m / split.pp,
+        hardware_flops=flops + sum(load.recompute_flops * one.count for one, load in stages) * m / split.pp,
         tokens=float(facts.tokens * split.batch),
         samples=float(split.batch),
         peak_flops=peak,
@@ -116,12 +117,15 @@ def predict_time(facts: ModelFacts, split: WorkSplit, recipe: Recipe, speeds: De
 
 
 def _calibrated_parts(
-    parts: dict[str, float], seen: Calibration | None, doubt: float = 0.0, measured: Collection[str] = ()
+    parts: dict[str, float], seen: Calibration | None, min_error: float = 0.0, measured: Collection[str] = ()
 ) -> tuple[CostPart, ...]:
-    """As runs have shown them to be. `doubt`: error of parts that are only guessed; `measured`: those that are not, with the task."""
+    """Return the parts, corrected by the calibration.
+
+    min_error: of parts that are only guessed; measured: parts that were measured with the task.
+    """
     found = []
     for name, seconds in parts.items():
-        error, note = max(PARTS[name][0], doubt if name not in measured else 0.0), PARTS[name][1]
+        error, note = max(PARTS[name][0], min_error if name not in measured else 0.0), PARTS[name][1]
         if seen is not None and (factor := seen.factors.get(name)) is not None:
             runs = several(factor.runs, "run")
             seconds, error, note = (
@@ -135,7 +139,7 @@ def _calibrated_parts(
 
 
 def _guesses(split: WorkSplit, parts: dict[str, float], speeds: DeviceRates) -> tuple[str, ...]:
-    """Where runs were seen that were like this, nothing that is known of the device alone is a guess."""
+    """Return sentences about guesses; with runs like this step in the calibration, nothing is a guess."""
     if speeds.calibration is None:
         return speeds.guesses + _extrapolations(split)
     beyond = speeds.calibration.beyond(
@@ -145,7 +149,9 @@ def _guesses(split: WorkSplit, parts: dict[str, float], speeds: DeviceRates) -> 
 
 
 def lower_bound_s(facts: ModelFacts, split: WorkSplit, recipe: Recipe, speeds: DeviceRates) -> float:
-    """What a step takes in any case: the micro-batches of the busiest rank, whatever comes on top of them."""
+    """Return a lower bound of the step time: the micro-batches of the busiest rank, without what is added to
+    them.
+    """
     stages = stage_loads(
         facts, split.pp, split.stages, SCHEDULES[split.schedule].folded, split.microbatch_key, recipe, speeds
     )
@@ -178,7 +184,7 @@ def stage_loads(
     recipe: Recipe,
     speeds: DeviceRates,
 ) -> tuple[tuple[StageAssignment, StageLoad], ...]:
-    """Of the ranks of a pipeline, the busiest first."""
+    """Return the load of each kind of rank of a pipeline, busiest first."""
     found = [
         (share, stage_load(share, recipe, speeds, key, facts.slower))
         for share in assign_stages(facts, pp, stages, recipe.even, folded)
@@ -187,8 +193,8 @@ def stage_loads(
 
 
 def _extrapolations(split: WorkSplit) -> tuple[str, ...]:
-    """What is outside of the trainings that the constants were fitted to."""
-    many = f"{split.ranks} ranks are more than the {MAX_FITTED_RANKS} that were seen"
+    """Return a sentence if the split is outside the trainings that the constants were fitted to."""
+    many = f"{split.ranks} ranks are more than the {MAX_FITTED_RANKS} of any fitted training"
     return (many,) if split.ranks > MAX_FITTED_RANKS else ()
 
 
@@ -196,7 +202,7 @@ def _extrapolations(split: WorkSplit) -> tuple[str, ...]:
 def stage_load(
     share: StageAssignment, recipe: Recipe, speeds: DeviceRates, key: MicrobatchKey, slower: float = 1.0
 ) -> StageLoad:
-    products = attention = traffic = again = tensor = context = flops = recompute_flops = 0.0
+    products = attention = traffic = recompute = tensor = context = flops = recompute_flops = 0.0
     forward = inputs = weights = 0.0
     for block, count in share.parts:
         one = compute_block_time(speeds, recipe, block, key)
@@ -206,7 +212,7 @@ def stage_load(
         products += count * (one.products_s + one.inputs_s + one.weights_s)
         attention += count * (one.attention_s + one.attention_backward_s)
         traffic += count * (one.traffic_s + one.traffic_backward_s)
-        again += count * one.recompute_s
+        recompute += count * one.recompute_s
         tensor += count * (sums.forward_s + sums.backward_s + sums.recompute_s)
         context += count * ring
         forward += count * (one.forward_s + sums.forward_s + ring / 3)
@@ -220,7 +226,7 @@ def stage_load(
         products,
         attention,
         traffic,
-        again,
+        recompute,
         tensor,
         context,
         StageTimes(forward, inputs, weights),
@@ -236,24 +242,31 @@ class PassTimes(NamedTuple):
 
 
 def _tensor_s(block: BlockFacts, key: MicrobatchKey, recipe: Recipe, speeds: DeviceRates) -> PassTimes:
-    """All-reduces of a block's outputs forward, and of the gradients of its inputs backward (arXiv 1909.08053, section 3); under sequence
-    parallelism a gather and a scatter each, which together are as long (arXiv 2205.05198, section 4.2.2)."""
+    """Return the time of a block's all-reduces over tp: of its outputs forward, of gradients of its inputs
+    backward.
+
+    Source: arXiv 1909.08053, section 3. Sequence parallelism replaces each by a gather and a scatter, which
+    together take as long (arXiv 2205.05198, section 4.2.2).
+    """
     if key.tp == 1 or not block.sums:
         return PassTimes(0.0, 0.0, 0.0)
     size = block.boundary * recipe.element * key.micro_batch / key.cp
     over = rank_group(key.tp, 1, speeds.per_node)
     one = speeds.collective_s("all-reduce", size, over.ranks, over.together) * (1 - recipe.overlaps_tensor)
-    again = (
+    recompute = (
         one * block.sums if recipe.recompute_shares(key.recompute).products == 1 and block.attention else 0.0
     )
-    return PassTimes(one * block.sums, one * block.sums, again)
+    return PassTimes(one * block.sums, one * block.sums, recompute)
 
 
 def _context_s(
     block: BlockFacts, key: MicrobatchKey, recipe: Recipe, speeds: DeviceRates, one: ComputeTime
 ) -> float:
-    """Keys and values go round the ring while attention computes, forward, once more where it is computed again, and backward with their
-    gradients (arXiv 2310.01889); after each of cp steps a rank's output is merged with what it has, in float32."""
+    """Return the exposed time of ring attention (arXiv 2310.01889).
+
+    Keys and values circulate while attention computes: forward, again in recomputation, and backward with
+    their gradients. After each of cp steps a rank merges the output in float32.
+    """
     if key.cp == 1 or not block.attention:
         return 0.0
     over = rank_group(key.cp, key.tp, speeds.per_node)
@@ -270,8 +283,8 @@ def _context_s(
         * width
         / speeds.memory_Bps
     )
-    left = ring - (1 - speeds.shown(over.together)) * min(ring, one.attention_s)
-    return (3 + recipe.recompute_shares(key.recompute).attention) * (left + merged)
+    exposed = ring - (1 - speeds.exposed_share(over.together)) * min(ring, one.attention_s)
+    return (3 + recipe.recompute_shares(key.recompute).attention) * (exposed + merged)
 
 
 def _pipeline_parts(
@@ -282,7 +295,9 @@ def _pipeline_parts(
     busiest: StageLoad,
     loads: Iterable[tuple[int, StageLoad]],
 ) -> dict[str, float]:
-    """Bubble of the schedule on ranks that may be unlike: those others fill and drain in their own time."""
+    """Return the bubble and the exposed sends of the schedule; ranks may differ in the time they take to fill
+    and drain.
+    """
     schedule = SCHEDULES[split.schedule]
     others = sum(count * one.total_s for count, one in loads) - busiest.total_s
     alike = schedule.idle_s(split.pp, split.microbatches, split.stages, busiest.stage) / (
@@ -293,7 +308,7 @@ def _pipeline_parts(
     over = rank_group(2, split.dp * split.cp * split.tp, speeds.per_node)
     send = speeds.collective_s("send", size, 2, over.together)
     bubble = alike * others / (split.pp - 1)
-    if speeds.crowd > 1:  # a rank that idles leaves its core to others, which have it in turns
+    if speeds.crowd > 1:  # an idle rank leaves its core to the ranks that share it
         bubble = max(
             0.0, bubble / speeds.crowd - (1 - 1 / speeds.crowd) * split.microbatches * busiest.total_s
         )
@@ -312,7 +327,7 @@ def _data_parts(
     busiest: StageLoad,
     params: float,
 ) -> dict[str, float]:
-    """Averaging of gradients and gathering of weights, as far as they do not go on under the computing."""
+    """Return the exposed time of averaging gradients and gathering weights."""
     ranks = split.dp * split.cp
     if ranks == 1:
         return {}
@@ -324,25 +339,29 @@ def _data_parts(
     def call(kind: str, bytes_a_parameter: float, among: Group, of: float = params) -> float:
         return speeds.collective_s(kind, of * bytes_a_parameter, among.ranks, among.together, recipe.rails)
 
-    shown = speeds.shown((shards if split.zero >= 2 else over).together if recipe.rails else 1)
+    exposed_share = speeds.exposed_share(
+        (shards if split.zero >= 2 else over).together if recipe.rails else 1
+    )
 
-    def left(talking: float, computing: float) -> float:
-        """What a collective adds to the computing that it may go on under: the first or the last block has nothing to hide under."""
+    def exposed(communication: float, computing: float) -> float:
+        """Return what a collective adds to the computing it may overlap with; that of the first or last block
+        is exposed.
+        """
         return (
-            max(talking / blocks, talking - (1 - shown) * min(talking, computing))
+            max(communication / blocks, communication - (1 - exposed_share) * min(communication, computing))
             if recipe.overlaps_data
-            else talking
+            else communication
         )
 
     if split.zero <= 1 or (split.zero == 2 and not recipe.at_rest):
-        whole = left(call("all-reduce", recipe.reduce, over), backward)
+        whole = exposed(call("all-reduce", recipe.reduce, over), backward)
         gathering = call("all-gather", recipe.weight, over) if split.zero else 0.0
         if (
             split.zero == 0 or not recipe.scattered
-        ):  # ZeroRedundancyOptimizer sends weights when they are updated
+        ):  # ZeroRedundancyOptimizer sends weights after their update
             return {"data parallel": whole, "gathered weights": gathering}
         reducing = call("reduce-scatter", recipe.reduce, over)
-        return {"data parallel": left(reducing, backward), "gathered weights": left(gathering, forward)}
+        return {"data parallel": exposed(reducing, backward), "gathered weights": exposed(gathering, forward)}
     latency = (blocks - 1) * (call("all-gather", recipe.gather, shards, 1e-9))
     gather = call("all-gather", recipe.gather, shards) + latency
     scatter = call("reduce-scatter", recipe.reduce, shards) + latency
@@ -351,17 +370,20 @@ def _data_parts(
         scatter += call("all-reduce", recipe.reduce, copies, params / split.shards)
     often = 1 if recipe.whole_gradients else split.microbatches
     twice = gather if split.zero == 3 else 0.0
-    exposed = split.microbatches * (left(gather, forward) + left(twice, backward)) + often * (
-        left(twice + scatter, backward) - left(twice, backward)
+    exposed_s = split.microbatches * (exposed(gather, forward) + exposed(twice, backward)) + often * (
+        exposed(twice + scatter, backward) - exposed(twice, backward)
     )
-    share_of_gathers = (gather + twice) / (gather + twice + scatter)
-    return {"gathered weights": exposed * share_of_gathers, "data parallel": exposed * (1 - share_of_gathers)}
+    gather_share = (gather + twice) / (gather + twice + scatter)
+    return {"gathered weights": exposed_s * gather_share, "data parallel": exposed_s * (1 - gather_share)}
 
 
 def _optimizer_s(
     share: StageAssignment, split: WorkSplit, recipe: Recipe, speeds: DeviceRates, params: float
 ) -> float:
-    """Limited by memory bandwidth, on a CPU by so many tensors of that size; the norm of the gradients reads them once more."""
+    """Return the time of the update, from memory bandwidth, or on a CPU from number and size of tensors.
+
+    The norm of the gradients reads them once more.
+    """
     tensors = sum(block.tensors * count for block, count in share.parts)
     if speeds.op_times is not None and tensors:
         here = tensors / (split.shards if split.zero == 1 else 1)

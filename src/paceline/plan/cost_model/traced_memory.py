@@ -1,4 +1,4 @@
-"""Bytes of a rank while the backward pass goes through its blocks, of a model whose pass was watched."""
+"""Predicted memory of a rank during the backward pass through its blocks, for a traced model."""
 
 from collections.abc import Iterator
 from typing import NamedTuple
@@ -8,7 +8,9 @@ from paceline.plan.cost_model.work_split import MicrobatchKey, StageAssignment, 
 from paceline.plan.model.facts import BlockFacts, ModelFacts, TensorVolume
 from paceline.plan.schedules import SCHEDULES
 
-WAITING_SHARE = 0.5  # of the micro-batches that a rank keeps, those whose gradients of weights are put off; counted in torch's schedules
+# Of the micro-batches that a rank keeps, those with deferred gradients of weights; counted in torch's
+# schedules.
+WAITING_SHARE = 0.5
 
 
 class MemoryMoment(NamedTuple):
@@ -19,8 +21,11 @@ class MemoryMoment(NamedTuple):
 
 
 class BlockMemory(NamedTuple):
-    """A block of a rank. bytes: kept for the backward pass; at the worst moment of it; and of the gradients that wait for those of weights
-    to be computed, where a schedule splits them."""
+    """Parameters and bytes of a block of a rank.
+
+    kept: for the backward pass. most: at the peak of the backward pass. waiting: gradients of activations
+    that wait for the gradients of weights, if the schedule splits the backward pass.
+    """
 
     params: float
     kept: float
@@ -30,25 +35,26 @@ class BlockMemory(NamedTuple):
 
 
 def is_traced(share: StageAssignment) -> bool:
+    """Whether all blocks have traced live bytes."""
     return all(block.lives is not None for block, _ in share.parts)
 
 
 def kept_bytes(recipe: Recipe, block: BlockFacts, key: MicrobatchKey) -> float:
-    """What the forward pass of a micro-batch leaves for the backward pass on one rank."""
+    """Return the bytes that the forward pass of a micro-batch keeps on one rank."""
     assert block.lives is not None
-    again = recipe.recompute_shares(key.recompute)
-    saved = block.saved.get(again.kept) if again.kept != "none" else None
+    shares = recipe.recompute_shares(key.recompute)
+    saved = block.saved.get(shares.kept) if shares.kept != "none" else None
     if saved is None:
         held = block.lives.kept * _share_on_rank(recipe, block, key)
     else:
         held = _volume_bytes(recipe, block, key, saved) + _product_output_bytes(recipe, block, key)
     return (
-        (held + (0.0 if again.products else _gathered_bytes(recipe, block, key))) * key.micro_batch / key.cp
+        (held + (0.0 if shares.products else _gathered_bytes(recipe, block, key))) * key.micro_batch / key.cp
     )
 
 
 def peak_bytes(recipe: Recipe, block: BlockFacts, key: MicrobatchKey) -> float:
-    """At the worst moment; what is computed again is all there then."""
+    """Return the bytes at the peak of the backward pass, when all recomputed activations exist."""
     assert block.lives is not None
     held = (
         block.lives.most * _share_on_rank(recipe, block, key)
@@ -59,33 +65,37 @@ def peak_bytes(recipe: Recipe, block: BlockFacts, key: MicrobatchKey) -> float:
 
 
 def _product_output_bytes(recipe: Recipe, block: BlockFacts, key: MicrobatchKey) -> float:
-    """Of a sample: what products and attention gave, where that is not computed again, besides what the backward pass wants anyhow."""
-    again = recipe.recompute_shares(key.recompute)
-    if again.kept != "selective" or again.kept not in block.saved:
+    """Return bytes per sample of kept outputs of products and attention that the backward pass itself does
+    not need.
+    """
+    shares = recipe.recompute_shares(key.recompute)
+    if shares.kept != "selective" or shares.kept not in block.saved:
         return 0.0
     whole = _product_output_elements(block, key)
     scored = sum(a.heads * a.queries * a.head_dim for a in block.attention) / key.tp
     return max(
         0.0,
         (whole + scored) * recipe.element
-        - _volume_bytes(recipe, block, key, block.saved[again.kept]._replace(stream=0.0)),
+        - _volume_bytes(recipe, block, key, block.saved[shares.kept]._replace(stream=0.0)),
     )
 
 
 def _product_output_elements(block: BlockFacts, key: MicrobatchKey) -> float:
-    """Elements, of a sample."""
+    """Return the output elements of products per sample."""
     return sum(p.rows * p.columns * p.count / (key.tp if p.cut == "columns" else 1) for p in block.products)
 
 
 def _gathered_bytes(recipe: Recipe, block: BlockFacts, key: MicrobatchKey) -> float:
-    """Of a sample: activations that are split along the sequence are gathered before split layers, which keep them whole."""
+    """Return bytes per sample of activations that sequence parallelism gathers before split layers, which
+    keep them whole.
+    """
     if block.whole or not recipe.splits_sequence(key.cp):
         return 0.0
     return block.sums * block.boundary * recipe.stream * (1 - 1 / key.tp)
 
 
 def _share_on_rank(recipe: Recipe, block: BlockFacts, key: MicrobatchKey) -> float:
-    """What is saved of a block against that in float32 on one rank."""
+    """Return the saved bytes of a block relative to those in float32 on one rank."""
     whole = block.saved["none"].bytes(4.0, 4.0)
     if not whole:
         return 1.0 if block.whole else 1 / key.tp
@@ -105,14 +115,18 @@ def _waiting_bytes(recipe: Recipe, block: BlockFacts, key: MicrobatchKey) -> flo
 def find_peak_moment(
     pieces: list[BlockMemory], split: WorkSplit, recipe: Recipe, kept_micro: float, cuts: float
 ) -> MemoryMoment:
-    """kept_micro: micro-batches whose activations are there; `cuts`: bytes that the stages of this rank are sent in a micro-batch."""
+    """Return the moment with peak memory.
+
+    kept_micro: micro-batches with live activations. cuts: bytes that the stages of this rank receive per
+    micro-batch.
+    """
     return max(_moments(pieces, split, recipe, kept_micro, cuts), key=sum)
 
 
 def _moments(
     pieces: list[BlockMemory], split: WorkSplit, recipe: Recipe, kept_micro: float, cuts: float
 ) -> Iterator[MemoryMoment]:
-    """From the last block to the first, which has least before it and the most gradients behind it; and when all is done."""
+    """Yield the moments of the backward pass, from the last block to the first, and its end."""
     params = sum(piece.params for piece in pieces)
     whole_kept = sum(piece.kept for piece in pieces)
     splits = split.pp > 1 and SCHEDULES[split.schedule].splits_backward
@@ -121,11 +135,9 @@ def _moments(
     sharded = split.zero >= 2 and split.dp * split.cp > 1
     averaged = split.dp * split.cp > 1
     shard = 1 / split.shards if sharded else 1.0
-    received = split.microbatches * cuts  # torch's stages have a buffer for each micro-batch
+    received = split.microbatches * cuts  # torch's stages have a buffer per micro-batch
     before, done = whole_kept, 0.0
-    behind = (
-        0.0  # parameters of the block that came before in the backward pass, whose gradients are on their way
-    )
+    behind = 0.0  # parameters of the previous block of the backward pass, whose gradients are in transit
     for at in range(len(pieces) - 1, -1, -1):
         piece = pieces[at]
         before -= piece.kept
@@ -146,7 +158,7 @@ def _moments(
                 else done
             )
         if split.microbatches > 1 or (averaged and not sharded):
-            gradients += piece.params  # of the block itself, before they are added to those that are there
+            gradients += piece.params  # of the block itself, before they are accumulated
         activations = (kept_micro - 1) * whole_kept + before + piece.most + waiting
         yield MemoryMoment(
             gradients * recipe.gradient,
@@ -167,27 +179,32 @@ def _moments(
 def list_block_memory(
     facts: ModelFacts, share: StageAssignment, recipe: Recipe, key: MicrobatchKey, sizes: dict[int, float]
 ) -> list[BlockMemory]:
-    """`sizes`: parameters of each block on a rank. Before and behind the blocks each rank has whole sequences."""
-    found: list[BlockMemory] = []
+    """Return the memory of each block.
+
+    `sizes`: parameters per block on a rank. First and last block have whole sequences.
+    """
+    blocks: list[BlockMemory] = []
     for block, count in share.parts:
         is_root = block is facts.first or block is facts.last
-        here = key._replace(cp=1) if is_root else key
+        block_key = key._replace(cp=1) if is_root else key
         held_bytes = (
-            kept_bytes(recipe, block, here),
-            peak_bytes(recipe, block, here),
-            _waiting_bytes(recipe, block, here),
+            kept_bytes(recipe, block, block_key),
+            peak_bytes(recipe, block, block_key),
+            _waiting_bytes(recipe, block, block_key),
         )
-        found += [BlockMemory(sizes[id(block)], *held_bytes, is_root)] * count
-    return found
+        blocks += [BlockMemory(sizes[id(block)], *held_bytes, is_root)] * count
+    return blocks
 
 
 def boundary_bytes(split: WorkSplit, share: StageAssignment, recipe: Recipe) -> float:
-    """Activations and gradients that cross the cuts on both sides of a rank's stages, of one micro-batch."""
+    """Return bytes of activations and gradients that a rank's stages receive for one micro-batch."""
     return share.crossing * recipe.stream * split.micro_batch / split.cp
 
 
 def count_updated_params(share: StageAssignment, split: WorkSplit, params: float) -> float:
-    """Of the rank that updates most: ZeRO-1 deals out whole tensors, ZeRO-2 and 3 cut each."""
+    """Return the parameters of the rank that updates most: ZeRO-1 distributes whole tensors, ZeRO-2 and 3
+    shard each.
+    """
     if split.zero == 1 and split.shards > 1:
         largest = max((block.largest for block, _ in share.parts), default=0) / split.tp
         return max(largest, params / split.shards)
