@@ -1,4 +1,4 @@
-"""Machines whose own names mean nothing to the others: the ranks find one another all the same."""
+"""Tests of the network interface: ranks connect even if other machines cannot resolve a host name."""
 
 import socket
 import subprocess
@@ -41,11 +41,11 @@ WORDS = (
     "--run-dir",
 )
 
-# On this machine
+# On one machine
 
 
 @pytest.mark.parametrize(
-    ("environ", "wrong"),
+    ("environ", "message"),
     [
         (
             {"GLOO_SOCKET_IFNAME": "ib9"},
@@ -61,36 +61,36 @@ WORDS = (
         ({}, None),
     ],
 )
-def test_an_interface_that_is_not_there(
-    environ: dict[str, str], wrong: str | None, monkeypatch: pytest.MonkeyPatch
+def test_check_interfaces(
+    environ: dict[str, str], message: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(psutil, "net_if_addrs", lambda: {"lo": [], "eth0": []})
-    if wrong is None:
+    if message is None:
         check_interfaces(environ)
         return
     with pytest.raises(LaunchError) as error:
         check_interfaces(environ)
-    assert str(error.value).startswith(wrong.format(host=socket.gethostname()))
+    assert str(error.value).startswith(message.format(host=socket.gethostname()))
 
 
-def test_it_is_said_once(tmp_path: Path) -> None:
+def test_error_is_reported_once(tmp_path: Path) -> None:
     write_task(tmp_path)
     result = paceline(*WORDS, "r", "--ranks", "2", at=tmp_path, GLOO_SOCKET_IFNAME="ib9")
     assert result.status == 2
     assert result.err.count("GLOO_SOCKET_IFNAME=ib9") == 1, result.all
 
 
-def test_an_address_is_the_one_that_the_other_sees() -> None:
+def test_find_local_address() -> None:
     assert find_local_address("127.0.0.1", 1) == "127.0.0.1"
     assert find_local_address("::1", 1) == "::1"
 
 
-def test_what_means_this_machine() -> None:
+def test_is_local_host() -> None:
     assert all(map(network_interface.is_local_host, ("localhost", "127.0.0.1", "::1", "127.0.1.1")))
     assert not any(map(network_interface.is_local_host, ("192.0.2.7", "no.such.host.invalid", "2001:db8::1")))
 
 
-def test_all_ranks_on_one_machine_choose_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_choose_interface_on_one_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
     store = dist.TCPStore("127.0.0.1", 0, 1, True)
     choose_interface(dist.PrefixStore("a", dist.PrefixStore("b", store)), 1)
@@ -98,25 +98,25 @@ def test_all_ranks_on_one_machine_choose_nothing(monkeypatch: pytest.MonkeyPatch
     assert not store.check([REMOTE_ADDRESS_KEY])
 
 
-def test_a_name_that_means_this_machine_itself(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As Debian's 127.0.1.1."""
+def test_choose_listen_address(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The host name may resolve to the machine itself, as with Debian's 127.0.1.1."""
     monkeypatch.setattr(socket, "getfqdn", lambda: "n1")
     monkeypatch.setattr(socket, "gethostbyname", lambda name: {"n1": "10.0.0.1"}[name])
-    there = {"lo": [Address("127.0.0.1")], "eth0": [Address("10.0.0.1")], "ib0": [Address("10.1.0.1")]}
-    monkeypatch.setattr(psutil, "net_if_addrs", lambda: there)
+    interfaces = {"lo": [Address("127.0.0.1")], "eth0": [Address("10.0.0.1")], "ib0": [Address("10.1.0.1")]}
+    monkeypatch.setattr(psutil, "net_if_addrs", lambda: interfaces)
     only = ("10.0.0.1", ["10.0.0.1"])
     assert choose_listen_address(None, {}) == choose_listen_address("n1", {}) == only
     assert choose_listen_address("n1", {"GLOO_SOCKET_IFNAME": "ib0"}) == ("10.1.0.1", ["10.1.0.1"]), (
-        "the one that was chosen"
+        "the interface that was chosen"
     )
     monkeypatch.setattr(socket, "gethostbyname", lambda name: {"n1": "127.0.1.1"}[name])
     assert choose_listen_address(None, {}) == (ALL_INTERFACES, ["10.0.0.1", "10.1.0.1"]), (
-        "which of them the others reach, nobody knows"
+        "other machines may reach any of them"
     )
     assert choose_listen_address("n1", {}) == (ALL_INTERFACES, ["n1"])
-    del there["ib0"]
+    del interfaces["ib0"]
     assert choose_listen_address(None, {}) == only
-    del there["eth0"]
+    del interfaces["eth0"]
     assert choose_listen_address(None, {}) == (ALL_INTERFACES, ["n1"])
 
 
@@ -125,16 +125,16 @@ class Address(NamedTuple):
     family: socket.AddressFamily = socket.AF_INET
 
 
-# On machines of their own, which know each other by their addresses alone
+# On several nodes that know only the addresses of each other
 
 
-def by_hand(there: Sequence[network.Node], at: Path, run: str) -> list["subprocess.Popen[str]"]:
-    """With the variables that torchrun sets."""
-    return network.start_ranks(there, [*PACELINE, *WORDS, run], at, PORT)
+def start_directly(nodes: Sequence[network.Node], at: Path, run: str) -> list["subprocess.Popen[str]"]:
+    """Start ranks with the variables that torchrun sets."""
+    return network.start_ranks(nodes, [*PACELINE, *WORDS, run], at, PORT)
 
 
-def by_mpirun(there: Sequence[network.Node], at: Path, run: str) -> list["subprocess.Popen[str]"]:
-    hosts = ",".join(f"{node.name}:1" for node in there)
+def start_by_mpirun(nodes: Sequence[network.Node], at: Path, run: str) -> list["subprocess.Popen[str]"]:
+    hosts = ",".join(f"{node.name}:1" for node in nodes)
     words = [
         "mpirun",
         "--allow-run-as-root",
@@ -148,16 +148,16 @@ def by_mpirun(there: Sequence[network.Node], at: Path, run: str) -> list["subpro
     ]
     return [
         _start(
-            there[0],
-            [*words, "-np", str(len(there)), *PACELINE, *WORDS, run],
+            nodes[0],
+            [*words, "-np", str(len(nodes)), *PACELINE, *WORDS, run],
             at,
             environment(OMP_NUM_THREADS="1"),
         )
     ]
 
 
-def by_mpich(there: Sequence[network.Node], at: Path, run: str) -> list["subprocess.Popen[str]"]:
-    hosts = ",".join(node.name for node in there)
+def start_by_mpich(nodes: Sequence[network.Node], at: Path, run: str) -> list["subprocess.Popen[str]"]:
+    hosts = ",".join(node.name for node in nodes)
     words = [
         "mpiexec.hydra",
         "-launcher",
@@ -171,8 +171,8 @@ def by_mpich(there: Sequence[network.Node], at: Path, run: str) -> list["subproc
     ]
     return [
         _start(
-            there[0],
-            [*words, "-np", str(len(there)), *PACELINE, *WORDS, run],
+            nodes[0],
+            [*words, "-np", str(len(nodes)), *PACELINE, *WORDS, run],
             at,
             environment(OMP_NUM_THREADS="1"),
         )
@@ -194,30 +194,30 @@ def _start(
 
 
 def _shell(at: Path) -> Path:
-    """What ssh would do: a command on a node."""
+    """Write a script that runs a command on a node, as ssh would."""
     shell = at / "shell"
-    options = 'while case "$1" in -*) true;; *) false;; esac; do shift; done'
-    inside = 'hostname "$0"; exec sh -c "$*"'
-    into = "exec nsenter --net=/run/netns/$node unshare --uts"
-    shell.write_text(f"#!/bin/sh\n{options}\nnode=$1\nshift\n{into} sh -c '{inside}' $node \"$@\"\n")
+    skip_options = 'while case "$1" in -*) true;; *) false;; esac; do shift; done'
+    command = 'hostname "$0"; exec sh -c "$*"'
+    enter = "exec nsenter --net=/run/netns/$node unshare --uts"
+    shell.write_text(f"#!/bin/sh\n{skip_options}\nnode=$1\nshift\n{enter} sh -c '{command}' $node \"$@\"\n")
     shell.chmod(0o755)
     return shell
 
 
 @pytest.mark.network
 @pytest.mark.parametrize(
-    "begin",
+    "start",
     [
-        by_hand,
+        start_directly,
         pytest.param(
-            by_mpirun,
+            start_by_mpirun,
             marks=[
                 pytest.mark.slow,
                 pytest.mark.mpi("mpirun"),
             ],
         ),
         pytest.param(
-            by_mpich,
+            start_by_mpich,
             marks=[
                 pytest.mark.slow,
                 pytest.mark.mpi("mpiexec.hydra"),
@@ -225,12 +225,12 @@ def _shell(at: Path) -> Path:
         ),
     ],
 )
-def test_names_that_mean_nothing_to_others(
-    begin: Callable[..., list["subprocess.Popen[str]"]], tmp_path: Path
+def test_host_names_that_other_nodes_cannot_resolve(
+    start: Callable[..., list["subprocess.Popen[str]"]], tmp_path: Path
 ) -> None:
     write_task(tmp_path)
-    assert paceline(*WORDS, "alone", at=tmp_path).status == 0
-    with network.nodes(2) as there:
-        network.succeed(begin(there, tmp_path, "two"))
-    losses = [[step.loss for step in of_kind(tmp_path / run, Step)] for run in ("alone", "two")]
+    assert paceline(*WORDS, "single", at=tmp_path).status == 0
+    with network.nodes(2) as nodes:
+        network.succeed(start(nodes, tmp_path, "two"))
+    losses = [[step.loss for step in of_kind(tmp_path / run, Step)] for run in ("single", "two")]
     assert losses[1] == pytest.approx(losses[0], rel=1e-5)

@@ -1,4 +1,4 @@
-"""World from environments as launchers really set them (recorded, shortened to what names ranks)."""
+"""Tests of World with recorded environments of launchers, shortened to the variables about ranks."""
 
 import pytest
 
@@ -34,7 +34,7 @@ OPENMPI = {  # mpirun of Open MPI 4.1
     "PMIX_RANK": "1",
     "PMIX_ID": "1790902273.1",
 }
-MPICH = {  # mpiexec.hydra of MPICH 4.0.2; PMI_FD differs from rank to rank, and nothing else names the start
+MPICH = {  # mpiexec.hydra of MPICH 4.0.2; PMI_FD differs between ranks, and no variable identifies the start
     "PMI_RANK": "1",
     "PMI_SIZE": "2",
     "PMI_FD": "8",
@@ -69,12 +69,11 @@ SRUN = BATCH_SCRIPT | {
     "SLURM_LOCALID": "1",
     "SLURM_NODEID": "1",
 }
-OLD_SRUN = {
-    name: value for name, value in SRUN.items() if name != "SLURM_STEP_TASKS_PER_NODE"
-}  # does not say what it did
+# an srun that does not report what it did
+OLD_SRUN = {name: value for name, value in SRUN.items() if name != "SLURM_STEP_TASKS_PER_NODE"}
 
 
-def test_nobody_started_this_process_as_a_rank():
+def test_process_that_is_not_a_rank():
     assert read_world({}) == World(rank=0, size=1, local_rank=0, local_size=1, launcher=None)
     assert read_world({"PATH": "/bin", "MASTER_ADDR": "somewhere", "MASTER_PORT": "1"}).launcher is None
 
@@ -93,7 +92,7 @@ def test_open_mpi():
     assert read_world(OPENMPI) == World(1, 2, 1, 2, "openmpi", job="1790902273")
 
 
-def test_open_mpi_with_a_store_that_the_user_agreed_on():
+def test_open_mpi_with_master_address():
     assert read_world(OPENMPI | {"MASTER_ADDR": "node0", "MASTER_PORT": "1234"}).address == "node0:1234"
 
 
@@ -105,12 +104,12 @@ def test_srun():
     assert read_world(SRUN) == World(3, 4, 1, 2, "slurm", job="42-0-0", host="node0")
 
 
-def test_tasks_for_each_node_that_the_job_asked_for_and_the_step_did_not():
-    """sbatch --ntasks-per-node 1, and in it srun --ntasks 4 --overcommit: what srun did counts."""
+def test_step_overrides_requested_tasks_per_node():
+    """sbatch --ntasks-per-node 1, and in it srun --ntasks 4 --overcommit."""
     assert read_world(SRUN | {"SLURM_NTASKS_PER_NODE": "1"}) == read_world(SRUN)
 
 
-def test_a_world_size_that_agrees():
+def test_consistent_world_size():
     assert (
         read_world(SRUN | {"WORLD_SIZE": "4", "MASTER_ADDR": "node0", "MASTER_PORT": "1234"}).launcher
         == "slurm"
@@ -118,21 +117,21 @@ def test_a_world_size_that_agrees():
     assert read_world(SRUN | {"RANK": "3", "LOCAL_RANK": "1", "WORLD_SIZE": "4"}).rank == 3
 
 
-def test_two_steps_of_one_slurm_job_are_two_jobs():
+def test_steps_of_a_slurm_job_have_different_jobs():
     assert read_world(SRUN).job != read_world(SRUN | {"SLURM_STEP_ID": "1", "SLURM_STEPID": "1"}).job
 
 
-def test_a_number_of_tasks_that_somebody_changed():
+def test_changed_number_of_tasks():
     with pytest.raises(LaunchError, match=r"SLURM_NTASKS=8, but SLURM_STEP_TASKS_PER_NODE=2\(x2\) makes 4"):
         read_world(SRUN | {"SLURM_NTASKS": "8"})
 
 
-def test_a_job_that_was_queued_again_is_another_job():
-    """Its number and those of its steps are the same as before, and so would be the note that says where ranks meet."""
+def test_requeued_job_has_a_different_job():
+    """Its id and those of its steps are unchanged, and so would be the file at which ranks meet."""
     assert read_world(SRUN).job != read_world(SRUN | {"SLURM_RESTART_COUNT": "1"}).job
 
 
-def test_ranks_of_a_step_meet_on_its_first_node():
+def test_host_is_the_first_node_of_a_step():
     assert read_world(SRUN | {"SLURM_STEP_NODELIST": "gpu[07-08,10]"}).host == "gpu07"
     with pytest.raises(
         LaunchError,
@@ -154,42 +153,42 @@ def test_ranks_of_a_step_meet_on_its_first_node():
         ("a-b[1],c[2-2]", ["a-b1", "c2"]),
     ],
 )
-def test_lists_of_hosts(text, hosts):
+def test_expand_hosts(text, hosts):
     assert expand_hosts(text) == hosts
 
 
 @pytest.mark.parametrize("text", ["", "n[1-", "n]1[", "a,,b", "n[1-x]", "n[]"])
-def test_what_is_no_list_of_hosts(text):
+def test_invalid_host_lists(text):
     with pytest.raises(ValueError, match="is not"):
         expand_hosts(text)
 
 
-def test_srun_with_unlike_nodes():
-    found = read_world(
+def test_srun_with_different_task_counts():
+    world = read_world(
         SRUN
         | {"SLURM_NTASKS": "3", "SLURM_STEP_TASKS_PER_NODE": "2,1", "SLURM_PROCID": "2", "SLURM_LOCALID": "0"}
     )
-    assert (found.rank, found.size, found.local_rank, found.local_size) == (2, 3, 0, 1)
+    assert (world.rank, world.size, world.local_rank, world.local_size) == (2, 3, 0, 1)
 
 
 @pytest.mark.parametrize(
     "step", [None, "4294967291", "4294967290", "4294967292"], ids=["none", "batch", "interactive", "extern"]
 )
-def test_a_batch_script_is_no_task(step):
-    """Its SLURM_PROCID is 0 and its SLURM_NTASKS is what was asked for: as a rank it would wait for others forever."""
+def test_batch_script_is_not_a_rank(step):
+    """With SLURM_PROCID=0 and the requested SLURM_NTASKS it would wait for other ranks forever."""
     environ = BATCH_SCRIPT if step is None else BATCH_SCRIPT | {"SLURM_STEP_ID": step, "SLURM_STEPID": step}
     assert read_world(environ) == World()
 
 
-def test_an_allocation_without_tasks_is_no_rank():
+def test_allocation_is_not_a_rank():
     assert read_world(ALLOCATION) == World()
 
 
-def test_torchrun_under_srun_knows_better():
+def test_torchrun_under_srun():
     assert read_world(SRUN | TORCHRUN) == read_world(TORCHRUN)
 
 
-def test_torchrun_under_mpirun_knows_better():
+def test_torchrun_under_mpirun():
     assert read_world(OPENMPI | TORCHRUN) == read_world(TORCHRUN)
 
 
@@ -208,8 +207,8 @@ def test_srun_with_pmix_is_srun():
     assert read_world(SRUN | {"PMIX_RANK": "3", "PMIX_NAMESPACE": "slurm.pmix.42.0"}).launcher == "slurm"
 
 
-def test_half_of_an_environment_is_none():
-    """RANK alone is a name that anybody may use."""
+def test_incomplete_environment():
+    """Any program may use RANK."""
     assert read_world({"RANK": "1", "WORLD_SIZE": "1"}).launcher is None
     assert read_world({"RANK": "admiral"}).launcher is None
 
@@ -233,12 +232,14 @@ def test_half_of_an_environment_is_none():
         (OPENMPI | {"OMPI_COMM_WORLD_SIZE": ""}, "OMPI_COMM_WORLD_SIZE='' is not a number"),
         (
             TORCHRUN | {"LOCAL_RANK": "2"},
-            "LOCAL_RANK=2 is outside LOCAL_WORLD_SIZE=2: the variables of two launchers are mixed; unset them",
+            "LOCAL_RANK=2 is outside LOCAL_WORLD_SIZE=2: the variables of two launchers are mixed; unset "
+            "them",
         ),
         (TORCHRUN | {"LOCAL_WORLD_SIZE": "two"}, "LOCAL_WORLD_SIZE='two' is not a number"),
         (
             {"WORLD_SIZE": "4"},
-            "WORLD_SIZE=4 without RANK and LOCAL_RANK: this process is not a rank; unset WORLD_SIZE, or start ranks with "
+            "WORLD_SIZE=4 without RANK and LOCAL_RANK: this process is not a rank; unset WORLD_SIZE, or "
+            "start ranks with "
             "--ranks or torchrun",
         ),
         (
@@ -262,7 +263,8 @@ def test_half_of_an_environment_is_none():
         ),
         (
             SRUN | OPENMPI,
-            "OMPI_COMM_WORLD_SIZE=2, all on this machine, but SLURM_NTASKS=4: each srun task started separate ranks; "
+            "OMPI_COMM_WORLD_SIZE=2, all on this machine, but SLURM_NTASKS=4: each srun task started "
+            "separate ranks; "
             "use srun without mpirun, or mpirun without srun",
         ),
         (
@@ -295,5 +297,5 @@ def test_contradictions(environ, message):
     ("text", "counts"),
     [("4", [4]), ("2(x3),1", [2, 2, 2, 1]), ("1,2,3", [1, 2, 3]), ("16(x2)", [16, 16]), ("1(x10)", [1] * 10)],
 )
-def test_slurms_counts(text, counts):
+def test_expand_task_counts(text, counts):
     assert expand_task_counts(text) == counts

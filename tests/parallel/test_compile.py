@@ -1,4 +1,4 @@
-"""Compiled blocks: under each plan the training is that of one process, and nothing is compiled that cannot be."""
+"""Tests of compiled blocks: plans train as without compilation, or are refused."""
 
 from typing import Any
 
@@ -29,25 +29,25 @@ PLANS = [
 PLANS += [(4, "dp=2,tp=2,zero=3"), (4, "pp=2,tp=2,microbatches=2"), (2, "local-sgd,period=2")]
 
 
-def compiled(task: Task, plan: str) -> tuple[Trained, int]:
-    """And the graphs that were compiled."""
+def train_compiled(task: Task, plan: str) -> tuple[Trained, int]:
+    """Return the training, and the number of compiled graphs."""
     counters: Any = torch._dynamo.utils.counters
-    torch._dynamo.reset()  # of what other tests have compiled in this process
+    torch._dynamo.reset()  # other tests compile in this process too
     counters.clear()
     return training(task, SPEC.model_copy(update={"compile": True}), plan), counters["stats"]["unique_graphs"]
 
 
-@pytest.mark.slow  # the compiler of C++ takes its time
+@pytest.mark.slow  # the C++ compiler is slow
 @pytest.mark.parametrize(("size", "plan"), PLANS)
-def test_the_training_is_that_without(size: int, plan: str) -> None:
+def test_trains_as_without_compilation(size: int, plan: str) -> None:
     task = models.ShortText(depth=4)
     expected = trained(size, task, SPEC, plan)
-    for rank, (found, graphs) in enumerate(ranks(size)(compiled, task, plan, timeout_s=300.0)):
+    for rank, (found, graphs) in enumerate(ranks(size)(train_compiled, task, plan, timeout_s=300.0)):
         assert graphs
-        own = Trained(
+        expected_here = Trained(
             **{**vars(expected), "weights": {name: expected.weights[name] for name in found.weights}}
         )
-        assert not differences(found, own, 1e-10), f"rank {rank}"
+        assert not differences(found, expected_here, 1e-10), f"rank {rank}"
 
 
 @pytest.mark.parametrize(
@@ -60,8 +60,6 @@ def test_the_training_is_that_without(size: int, plan: str) -> None:
         ("pp=2,pp_schedule=zbv", 2, "use pp_schedule=1f1b or interleaved, or leave --compile out"),
     ],
 )
-def test_what_cannot_be_compiled_is_refused_before_anything_starts(
-    plan: str, size: int, sentence: str
-) -> None:
+def test_plans_that_cannot_be_compiled_are_refused(plan: str, size: int, sentence: str) -> None:
     with pytest.raises(PlanError, match=sentence):
         validate_plan(SPEC.model_copy(update={"compile": True}), parse(plan).resolve(size), models.Text())

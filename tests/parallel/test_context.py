@@ -1,4 +1,4 @@
-"""A sequence that is split over ranks trains as a whole one does; what cannot be split is refused, not trained otherwise."""
+"""Tests of context parallelism: it trains as one process, and refuses models that it cannot split."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -29,13 +29,12 @@ pytestmark = pytest.mark.processes
 
 RTOL = 1e-10
 ADAMW = Optimizer(name="adamw", lr=1e-2, weight_decay=0.1, clip=0.5)
-SGD = Optimizer(
-    name="sgd", lr=0.05, weight_decay=0.1
-)  # Adam divides the gradient of a bias of the keys, which is 0, by itself
+# Not Adam: it divides the gradient of a bias of the keys, which is 0 but for rounding, by itself.
+SGD = Optimizer(name="sgd", lr=0.05, weight_decay=0.1)
 
 
-def wanted(optimizer: Optimizer = ADAMW, **more: Any) -> Spec:
-    """Steps over the border of an epoch."""
+def make_spec(optimizer: Optimizer = ADAMW, **more: Any) -> Spec:
+    """Return a spec whose steps cross the end of an epoch."""
     schedule = Schedule(name="cosine", warmup=12, floor=0.1)
     return Spec(
         **{
@@ -75,8 +74,8 @@ PLANS = [
 
 
 @pytest.mark.parametrize(("size", "plan"), PLANS)
-def test_a_gpt(size: int, plan: str) -> None:
-    assert not wrong(size, plan, models.Text(), wanted())
+def test_gpt_trains_as_one_process(size: int, plan: str) -> None:
+    assert not wrong(size, plan, models.Text(), make_spec())
 
 
 @pytest.mark.parametrize(
@@ -101,39 +100,43 @@ def test_a_gpt(size: int, plan: str) -> None:
     ],
     ids=str,
 )
-def test_models(task: Task, size: int, plan: str) -> None:
+def test_models_train_as_one_process(task: Task, size: int, plan: str) -> None:
     if isinstance(task, sequences.Llama):
         pytest.importorskip("transformers")
-    assert not wrong(size, plan, task, wanted(SGD))
+    assert not wrong(size, plan, task, make_spec(SGD))
 
 
-def test_the_text_task(tmp_path: Path) -> None:
-    """With an evaluation, whose samples are not those of each rank; its last batch is short."""
+def test_text_task_with_evaluation(tmp_path: Path) -> None:
+    """The evaluation divides its samples among the ranks; its last batch is short."""
     file = tmp_path / "text"
     file.write_text("Riders in a paceline take turns at the front. " * 20)
     task = text.Text(file=str(file), width=16, depth=2, heads=2, context=16)
-    spec = wanted(SGD, evaluate_every=2)
+    spec = make_spec(SGD, evaluate_every=2)
     for size, plan in ((2, "cp=2"), (4, "zero3,dp=2,cp=2")):
         assert not wrong(size, plan, task, spec)
 
 
 def test_bf16() -> None:
-    spec = wanted(precision="bf16")
+    spec = make_spec(precision="bf16")
     found, expected = (
         trained(size, models.Text(), spec, plan) for size, plan in ((2, "cp=2"), (1, "single"))
     )
     assert not differences(found, expected, 0.02)
 
 
-def test_dropout_agrees_where_it_must() -> None:
-    """Around the blocks the ranks of a sequence drop the same; `trained` holds them against each other. In them each has a stream
-    of its own."""
-    found = trained(2, sequences.Odd(what="dropout"), wanted(), "cp=2")
-    assert difference(found.losses, trained(2, sequences.Odd(what="nothing"), wanted(), "cp=2").losses) > 1e-3
+def test_dropout_outside_of_blocks_is_equal() -> None:
+    """Outside of the blocks the ranks of a sequence have equal masks; `trained` compares them.
+
+    Inside of them each rank has a private stream.
+    """
+    found = trained(2, sequences.Odd(what="dropout"), make_spec(), "cp=2")
+    assert (
+        difference(found.losses, trained(2, sequences.Odd(what="nothing"), make_spec(), "cp=2").losses) > 1e-3
+    )
 
 
-def attention_here(length: int, is_causal: bool, dtype: torch.dtype) -> list[float]:
-    """How far the ring is from whole attention on this rank: output and three gradients."""
+def compare_attention(length: int, is_causal: bool, dtype: torch.dtype) -> list[float]:
+    """Return how far output and three gradients of ring attention are from whole attention on this rank."""
     from torch.distributed.device_mesh import init_device_mesh
 
     mesh = init_device_mesh("cpu", (torch.distributed.get_world_size(),))
@@ -141,70 +144,72 @@ def attention_here(length: int, is_causal: bool, dtype: torch.dtype) -> list[flo
     query, key, value, grad = (
         torch.randn(3, heads, length, 6, generator=draw, dtype=dtype) for heads in (4, 2, 2, 4)
     )
-    here = rank_positions(length, mesh.get_local_rank(), mesh.size())
-    whole = [of.requires_grad_() for of in (query, key, value)]
+    positions = rank_positions(length, mesh.get_local_rank(), mesh.size())
+    whole = [tensor.requires_grad_() for tensor in (query, key, value)]
     options = {"is_causal": is_causal, "scale": 0.3, "enable_gqa": True}
     expected = F.scaled_dot_product_attention(*whole, **options)
-    mine = [of.detach().index_select(2, here).requires_grad_() for of in whole]
-    found = RingAttention(mesh, parse("cp=2"))(*mine, **options)
+    local = [tensor.detach().index_select(2, positions).requires_grad_() for tensor in whole]
+    found = RingAttention(mesh, parse("cp=2"))(*local, **options)
     pairs = zip(
-        [found, *torch.autograd.grad(found, mine, grad[:, :, here])],
+        [found, *torch.autograd.grad(found, local, grad[:, :, positions])],
         [expected, *torch.autograd.grad(expected, whole, grad)],
         strict=True,
     )
-    return [difference(one.detach(), other.detach()[:, :, here]) for one, other in pairs]
+    return [difference(part.detach(), full.detach()[:, :, positions]) for part, full in pairs]
 
 
 @pytest.mark.parametrize("size", [2, 4])
-def test_the_ring_is_attention(size: int) -> None:
-    for length in (4 * size, 3 * size):  # a head and a tail on each rank, and one piece
+def test_ring_equals_attention(size: int) -> None:
+    for length in (4 * size, 3 * size):  # two chunks on each rank, or one
         for is_causal in (True, False):
             for dtype, rtol in ((torch.float64, 1e-14), (torch.float32, 4e-6)):
-                assert all(max(far) < rtol for far in ranks(size)(attention_here, length, is_causal, dtype))
+                assert all(
+                    max(errors) < rtol for errors in ranks(size)(compare_attention, length, is_causal, dtype)
+                )
 
 
-def rows_seen(task: text.Text, spec: Spec) -> list[int]:
-    """By the model, pass by pass."""
-    seen: list[int] = []
+def record_batch_sizes(task: text.Text, spec: Spec) -> list[int]:
+    """Return the batch size of each pass of the model."""
+    sizes: list[int] = []
 
-    def noting(original: Any) -> Any:
+    def record(original: Any) -> Any:
         def forward(self: text.Gpt, tokens: torch.Tensor) -> torch.Tensor:
-            seen.append(len(tokens))
+            sizes.append(len(tokens))
             return original(self, tokens)
 
         return forward
 
-    training(task, spec, "cp=2", lambda: replaced(text.Gpt, "forward", noting))
-    return seen
+    training(task, spec, "cp=2", lambda: replaced(text.Gpt, "forward", record))
+    return sizes
 
 
-def test_how_to_cut_is_found_out_on_a_few_samples(tmp_path: Path) -> None:
+def test_trial_pass_uses_few_samples(tmp_path: Path) -> None:
     (tmp_path / "text").write_text("Riders in a paceline take turns at the front. " * 20)
-    seen = ranks(2)(
-        rows_seen,
+    sizes = ranks(2)(
+        record_batch_sizes,
         text.Text(file=str(tmp_path / "text"), width=16, depth=2, heads=2, context=16),
-        wanted(steps=2),
+        make_spec(steps=2),
     )[0]
-    assert max(seen[: seen.index(8)]) == context.TRIAL_SAMPLES
+    assert max(sizes[: sizes.index(8)]) == context.TRIAL_SAMPLES
 
 
 @contextmanager
 def local_attention() -> Iterator[None]:
-    """Each slice sees but itself."""
-    kept = RingAttention.__call__
+    """Let each slice attend only to itself."""
+    original = RingAttention.__call__
     RingAttention.__call__ = lambda self, *tensors, **options: F_ATTENTION(*tensors, **options)  # type: ignore[method-assign]
     try:
         yield
     finally:
-        RingAttention.__call__ = kept  # type: ignore[method-assign]
+        RingAttention.__call__ = original  # type: ignore[method-assign]
 
 
 F_ATTENTION = F.scaled_dot_product_attention
 
 
 @contextmanager
-def unseen() -> Iterator[None]:
-    """Local attention, and nobody compares the outputs."""
+def plant_unchecked_local_attention() -> Iterator[None]:
+    """Local attention without a comparison of outputs."""
     with (
         replaced(context.ContextParallel, "_find_difference", lambda original: lambda *_: None),
         local_attention(),
@@ -212,8 +217,8 @@ def unseen() -> Iterator[None]:
         yield
 
 
-def forgotten_factor() -> Any:
-    """The gradient of a slice is not multiplied by the ranks that share the sequence."""
+def plant_missing_factor() -> Any:
+    """Do not multiply the gradient of a slice by the number of ranks that share the sequence."""
     return replaced(
         ring_attention.GatherSlices,
         "backward",
@@ -223,15 +228,15 @@ def forgotten_factor() -> Any:
     )
 
 
-@pytest.mark.parametrize("plant", [unseen, forgotten_factor])
-def test_faults_are_seen(plant: Any) -> None:
+@pytest.mark.parametrize("plant", [plant_unchecked_local_attention, plant_missing_factor])
+def test_faults_are_detected(plant: Any) -> None:
     for plan in ("cp=2", "zero3,cp=2"):
-        assert wrong(2, plan, models.Text(), wanted(), plant)
+        assert wrong(2, plan, models.Text(), make_spec(), plant)
 
 
-def refused(task: Task, plan: str, plant: Any = None, **more: Any) -> str:
+def train_and_return_error(task: Task, plan: str, plant: Any = None, **more: Any) -> str:
     with pytest.raises(PlanError) as raised:
-        training(task, wanted(SGD, **more), plan, *([] if plant is None else [plant]))
+        training(task, make_spec(SGD, **more), plan, *([] if plant is None else [plant]))
     return str(raised.value)
 
 
@@ -274,16 +279,16 @@ def refused(task: Task, plan: str, plant: Any = None, **more: Any) -> str:
     ],
     ids=str,
 )
-def test_what_cannot_be_split_is_refused(task: Task, message: str) -> None:
-    """On each rank at once, so that none waits for another."""
+def test_impossible_splits_are_refused(task: Task, message: str) -> None:
+    """Each rank raises the error, so that none waits for another."""
     for plan in ("cp=2", "zero3,cp=2"):
-        for said in ranks(2)(refused, task, plan):
-            assert message in said
+        for error in ranks(2)(train_and_return_error, task, plan):
+            assert message in error
 
 
-def test_what_attention_leaves_out_is_seen_by_the_output() -> None:
-    for said in ranks(2)(refused, models.Text(), "cp=2", local_attention):
-        assert "the output of Gpt with its blocks on slices of the sequence differs" in said
+def test_local_attention_changes_the_output() -> None:
+    for error in ranks(2)(train_and_return_error, models.Text(), "cp=2", local_attention):
+        assert "the output of Gpt with its blocks on slices of the sequence differs" in error
 
 
 @pytest.mark.parametrize(
@@ -300,7 +305,7 @@ def test_what_attention_leaves_out_is_seen_by_the_output() -> None:
         ),
     ],
 )
-def test_before_anything_starts(words: list[str], message: str, tmp_path: Path) -> None:
+def test_refused_before_ranks_start(words: list[str], message: str, tmp_path: Path) -> None:
     words = [word.format(tests=Path(sequences.__file__).parent) for word in words]
     result = paceline("train", *words, "--ranks", "4", "--batch", "8", "--run-dir", "r", at=tmp_path)
     assert result.status == 2
@@ -317,7 +322,7 @@ def steps(spec: Spec, plan: str, run: Path) -> list[float]:
     ]
 
 
-BEFORE_AND_AFTER = [
+RESUMPTIONS = [
     ((2, "cp=2"), (2, "cp=2")),
     ((2, "cp=2"), (2, "ddp")),
     ((2, "zero3"), (4, "dp=2,cp=2")),
@@ -325,11 +330,11 @@ BEFORE_AND_AFTER = [
 ]
 
 
-@pytest.mark.parametrize(("before", "after"), BEFORE_AND_AFTER)
-def test_resumed_under_another_plan(before: tuple[int, str], after: tuple[int, str], tmp_path: Path) -> None:
+@pytest.mark.parametrize(("before", "after"), RESUMPTIONS)
+def test_resume_under_another_plan(before: tuple[int, str], after: tuple[int, str], tmp_path: Path) -> None:
     def losses(at: tuple[int, str], until: int, run: str) -> list[float]:
         (tmp_path / run).mkdir(exist_ok=True)
-        spec = wanted(steps=until, schedule=Schedule(), save=Save(every=2, minutes=float("inf")))
+        spec = make_spec(steps=until, schedule=Schedule(), save=Save(every=2, minutes=float("inf")))
         return ranks(at[0])(steps, spec, at[1], tmp_path / run)[0]
 
     found = losses(before, 2, "stopped") + losses(after, 5, "stopped")

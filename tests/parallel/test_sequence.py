@@ -1,4 +1,4 @@
-"""Activations between split layers are split too, where it can be shown to be right; and what is dropped of parts, is dropped apart."""
+"""Tests of split activations between split layers, and of their dropout masks."""
 
 from collections.abc import Callable
 from typing import Any
@@ -63,29 +63,29 @@ class Attention(nn.Module):
         return mixed.transpose(1, 2).flatten(2)
 
 
-class TakesMean(Block):
-    """A position sees the others outside of attention, and a sample the other samples."""
+class SubtractsMean(Block):
+    """Mixes positions outside of attention, and samples."""
 
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x) - x.mean((0, 1), keepdim=True)
 
 
-class GoesBySize(Block):
-    """Runs on parts as well, with other numbers."""
+class DividesBySize(Block):
+    """Runs on parts too, with different results."""
 
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x) / (x.shape[0] * x.shape[1])
 
 
 class SharesNorm(Block):
-    """One norm for what is split and what is not: no sum of its gradients would be right."""
+    """Uses one norm for split and whole tensors, so no sum of its gradients would be right."""
 
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x) * self.norm2(x.new_ones(16))
 
 
-class Numbers(Block):
-    """A learned number for each position: samples can be split, positions cannot."""
+class LearnedPositions(Block):
+    """Learned values for each position: samples can be split, positions cannot."""
 
     def __init__(self, drop: float = 0.0):
         super().__init__(drop)
@@ -126,14 +126,14 @@ class Words(models.Text):
         return Layout(blocks=("blocks",))
 
 
-def splits_of(task: Task, plan: str) -> Splits:
+def find_task_splits(task: Task, plan: str) -> Splits:
     model, _, _ = record(task.model, 0)
-    laid = parse(plan).resolve(parse(plan).tp * parse(plan).pp * parse(plan).cp)
-    return find_splits(model, task, example_batch(SPEC, task, laid), laid)
+    resolved = parse(plan).resolve(parse(plan).tp * parse(plan).pp * parse(plan).cp)
+    return find_splits(model, task, example_batch(SPEC, task, resolved), resolved)
 
 
-def test_what_is_found() -> None:
-    sequence = splits_of(Words(), "tp=2").sequence
+def test_find_sequence_parallel() -> None:
+    sequence = find_task_splits(Words(), "tp=2").sequence
     assert sequence is not None
     assert sequence.dim == 0
     assert list(sequence.blocks) == ["blocks.0", "blocks.1"]
@@ -153,44 +153,50 @@ def test_what_is_found() -> None:
     [
         ("Block", "tp=2,microbatches=4", 0),
         ("Block", "tp=2,microbatches=8", 1),
-        ("Block", "tp=4,microbatches=8", None),  # of one sample, of six positions
-        ("Numbers", "tp=2", 0),
-        ("Numbers", "tp=2,microbatches=8", None),
-        ("TakesMean", "tp=2", None),
-        ("GoesBySize", "tp=2", None),
+        ("Block", "tp=4,microbatches=8", None),  # 4 divides neither one sample nor six positions
+        ("LearnedPositions", "tp=2", 0),
+        ("LearnedPositions", "tp=2,microbatches=8", None),
+        ("SubtractsMean", "tp=2", None),
+        ("DividesBySize", "tp=2", None),
         ("SharesNorm", "tp=2", None),
         ("Block", "cp=2,tp=2", None),
     ],
 )
-def test_what_can_be_split(kind: str, plan: str, dim: int | None) -> None:
-    found = splits_of(Words(kind=kind), plan)
+def test_split_dimension(kind: str, plan: str, dim: int | None) -> None:
+    found = find_task_splits(Words(kind=kind), plan)
     assert (found.sequence.dim if found.sequence is not None else None) == dim
-    said = [note for note in found.notes if "activations between split layers are whole" in note]
-    assert bool(said) == (dim is None and "cp" not in plan)
+    reasons = [note for note in found.notes if "activations between split layers are whole" in note]
+    assert bool(reasons) == (dim is None and "cp" not in plan)
 
 
-def test_it_says_why() -> None:
+def test_note_gives_reason() -> None:
     assert (
-        splits_of(Words(kind="TakesMean"), "tp=2").notes[-1].endswith("because of aten.mean.dim in blocks.0")
+        find_task_splits(Words(kind="SubtractsMean"), "tp=2")
+        .notes[-1]
+        .endswith("because of aten.mean.dim in blocks.0")
     )
     assert (
-        splits_of(Words(kind="GoesBySize"), "tp=2")
+        find_task_splits(Words(kind="DividesBySize"), "tp=2")
         .notes[-1]
         .endswith("because of aten.div.Tensor, which depends on their sizes")
     )
-    assert splits_of(Words(), "tp=4,microbatches=8").notes[-1].endswith("because of their shape (1, 6, 16)")
+    assert (
+        find_task_splits(Words(), "tp=4,microbatches=8")
+        .notes[-1]
+        .endswith("because of their shape (1, 6, 16)")
+    )
 
 
-def whole(*args: Any) -> None:
+def refuse_to_split(*args: Any) -> None:
     raise NotSplittable
 
 
 FEW = [(2, "tp=2", "Block"), (2, "tp=2,microbatches=8,recompute=full", "Block")]
 MANY = [
-    (2, "tp=2", "Numbers"),
-    (2, "tp=2", "TakesMean"),
+    (2, "tp=2", "LearnedPositions"),
+    (2, "tp=2", "SubtractsMean"),
     (2, "tp=2", "SharesNorm"),
-    (2, "tp=2", "GoesBySize"),
+    (2, "tp=2", "DividesBySize"),
     (4, "tp=4", "Block"),
     (4, "tp=2,microbatches=4", "Block"),
     (4, "tp=2,zero=2,recompute=selective", "Block"),
@@ -205,18 +211,18 @@ MANY = [
 @pytest.mark.parametrize(
     ("size", "plan", "kind"), [*FEW, *(pytest.param(*case, marks=pytest.mark.slow) for case in MANY)]
 )
-def test_the_training_is_that_of_one_process(size: int, plan: str, kind: str) -> None:
+def test_trains_as_one_process(size: int, plan: str, kind: str) -> None:
     task = Words(kind=kind)
     assert not differences(trained(size, task, SPEC, plan), trained(1, task, SPEC), 1e-11)
 
 
-def without_sums(task: Task, plan: str) -> Trained:
+def omit_partial_sums(task: Task, plan: str) -> Trained:
     with replaced(tensor, "sum_partial_gradients", lambda original: lambda *arguments: None):
         return training(task, SPEC, plan)
 
 
-def with_own_gradients(task: Task, plan: str) -> Trained:
-    """What enters split layers is gathered, and the gradient is that of one rank."""
+def omit_reduce_scatter(task: Task, plan: str) -> Trained:
+    """Train with gradients of gathered activations that are not summed over the ranks."""
     with replaced(
         sequence_comm.SequenceCollectives,
         "reduce_scatter_parts",
@@ -225,13 +231,13 @@ def with_own_gradients(task: Task, plan: str) -> Trained:
         return training(task, SPEC, plan)
 
 
-@pytest.mark.parametrize("fault", [without_sums, with_own_gradients])
-def test_a_sum_that_is_left_out_is_caught(fault: Callable[..., Trained]) -> None:
+@pytest.mark.parametrize("fault", [omit_partial_sums, omit_reduce_scatter])
+def test_omitted_sum_is_detected(fault: Callable[..., Trained]) -> None:
     assert differences(ranks(2)(fault, Words(), "tp=2")[0], trained(1, Words(), SPEC), 1e-4)
 
 
-def pieces(length: int, dim: int) -> bool:
-    """Forward and backward along a dimension that the ranks need not divide."""
+def check_collectives(length: int, dim: int) -> bool:
+    """Return whether forward and backward are right along a dimension that the ranks may not divide."""
     group = dist.group.WORLD
     assert group is not None
     rank, size = dist.get_rank(), dist.get_world_size()
@@ -266,12 +272,15 @@ def pieces(length: int, dim: int) -> bool:
 
 
 @pytest.mark.parametrize(("length", "dim"), [(4, 0), (4, 1), (5, 0), (5, 1), (1, 0)])
-def test_pieces(length: int, dim: int) -> None:
-    assert ranks(2)(pieces, length, dim) == [True] * 2
+def test_collectives_forward_and_backward(length: int, dim: int) -> None:
+    assert ranks(2)(check_collectives, length, dim) == [True] * 2
 
 
-def saved_bytes(between: bool) -> tuple[int, int]:
-    """What autograd keeps of a forward pass on this rank, but for parameters: of what lies between split layers, and of all."""
+def measure_saved_bytes(between: bool) -> tuple[int, int]:
+    """Return the bytes that autograd saves on this rank between split layers, and in total.
+
+    Parameters are not counted.
+    """
     kept: dict[int, tuple[int, bool]] = {}
     running: list[nn.Module] = []
 
@@ -294,7 +303,7 @@ def saved_bytes(between: bool) -> tuple[int, int]:
         if between:
             training(Words(), once, "tp=2")
         else:
-            with replaced(tensor, "find_sequence_parallel", lambda original: whole):
+            with replaced(tensor, "find_sequence_parallel", lambda original: refuse_to_split):
                 training(Words(), once, "tp=2")
     for hook in hooks:
         hook.remove()
@@ -303,19 +312,19 @@ def saved_bytes(between: bool) -> tuple[int, int]:
     )
 
 
-def test_each_rank_keeps_a_part_of_the_activations() -> None:
+def test_each_rank_saves_part_of_activations() -> None:
     for (split, all_split), (full, all_full) in zip(
-        ranks(2)(saved_bytes, True), ranks(2)(saved_bytes, False), strict=True
+        ranks(2)(measure_saved_bytes, True), ranks(2)(measure_saved_bytes, False), strict=True
     ):
         assert 2 * split == full
         assert all_split == all_full - split
 
 
-def test_as_many_bytes_are_sent() -> None:
-    """But for whole activations at the edges, and the gradients of small parameters."""
+def test_sent_bytes_are_equal() -> None:
+    """Except for whole activations at the edges, and the gradients of small parameters."""
     spec = Spec(batch=8)
     split = compute_comm_volume(spec, parse("tp=2"), 2, task=Words())
-    with replaced(tensor, "find_sequence_parallel", lambda original: whole):
+    with replaced(tensor, "find_sequence_parallel", lambda original: refuse_to_split):
         full = compute_comm_volume(spec, parse("tp=2"), 2, task=Words())
     edges, small = 2 * (4 * 8 * 6 * 16) // 2, 4 * 2 * 5 * 16
     assert (
@@ -324,7 +333,7 @@ def test_as_many_bytes_are_sent() -> None:
     )
 
 
-def test_the_ledger_tells_what_real_ranks_send() -> None:
+def test_comm_volume_equals_that_of_real_ranks() -> None:
     check_volumes(2, "tp=2", Words(drop=0.1), make_spec())
 
 
@@ -332,7 +341,7 @@ Drawn = dict[str, bytes]
 
 
 def drawn(task: Task, plan: str) -> Drawn:
-    """What each dropout of the last forward pass left over on this rank, and where the stream of attention began."""
+    """Return the mask of each dropout of the last forward pass on this rank, and attention's rng state."""
     found: Drawn = {}
     attention = F.scaled_dot_product_attention
 
@@ -364,36 +373,36 @@ def drawn(task: Task, plan: str) -> Drawn:
 SHARED = {"first", "stream"}
 
 
-def test_ranks_drop_alike_what_each_has_whole_and_apart_what_each_has_a_part_of() -> None:
-    one, other = ranks(2)(drawn, Words(drop=0.4), "tp=2")
-    assert {name for name in one if one[name] == other[name]} == SHARED
-    assert {"blocks.0.drop1", "blocks.1.inner.1", "attention"} <= one.keys()
+def test_dropout_masks_are_equal_for_whole_and_different_for_split_tensors() -> None:
+    first, second = ranks(2)(drawn, Words(drop=0.4), "tp=2")
+    assert {name for name in first if first[name] == second[name]} == SHARED
+    assert {"blocks.0.drop1", "blocks.1.inner.1", "attention"} <= first.keys()
 
 
-def test_where_activations_are_whole() -> None:
-    one, other = ranks(2)(drawn, Words(drop=0.4, kind="TakesMean"), "tp=2")
+def test_dropout_masks_where_activations_are_whole() -> None:
+    first, second = ranks(2)(drawn, Words(drop=0.4, kind="SubtractsMean"), "tp=2")
     residual = {f"blocks.{at}.{name}" for at in (0, 1) for name in ("drop1", "drop2")}
-    assert {name for name in one if one[name] == other[name]} == SHARED | residual
+    assert {name for name in first if first[name] == second[name]} == SHARED | residual
 
 
-def drawn_alike(task: Task, plan: str) -> Drawn:
+def draw_with_equal_seeds(task: Task, plan: str) -> Drawn:
     with replaced(rng, "derive_seed", lambda original: lambda seed, *purpose: seed):
         return drawn(task, plan)
 
 
-def test_masks_that_are_alike_are_caught() -> None:
-    one, other = ranks(2)(drawn_alike, Words(drop=0.4), "tp=2")
-    assert one == other
+def test_equal_masks_are_detected() -> None:
+    first, second = ranks(2)(draw_with_equal_seeds, Words(drop=0.4), "tp=2")
+    assert first == second
 
 
 @pytest.mark.slow
-def test_data_ranks_drop_apart() -> None:
+def test_data_ranks_have_different_masks() -> None:
     found = ranks(4)(drawn, Words(drop=0.4), "dp=2,tp=2")
     for tp in (0, 1):
         assert not {name for name in found[tp] if found[tp][name] == found[2 + tp][name]}
 
 
-def test_recomputation_drops_the_same() -> None:
+def test_recomputation_repeats_masks() -> None:
     task = Words(drop=0.4)
     expected = trained(2, task, SPEC, "tp=2")
     assert not differences(trained(2, task, SPEC, "tp=2,recompute=full"), expected, 1e-11)

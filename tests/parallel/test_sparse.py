@@ -1,4 +1,4 @@
-"""Sparse gradients of embeddings: the same training as with dense ones under single and ddp, one sentence elsewhere."""
+"""Tests of sparse gradients: single and ddp train as with dense gradients, other plans refuse them."""
 
 from typing import Any
 
@@ -23,16 +23,16 @@ class Net(nn.Module):
     def __init__(self, sparse: bool):
         super().__init__()
         self.bag = nn.EmbeddingBag(30, 6, sparse=sparse)
-        self.one = nn.Embedding(30, 6, sparse=sparse)
+        self.embedding = nn.Embedding(30, 6, sparse=sparse)
         self.last = nn.Linear(6, 3)
 
     def forward(self, words: Tensor) -> Any:
-        return self.last(self.bag(words) + self.one(words[:, 0]).tanh())
+        return self.last(self.bag(words) + self.embedding(words[:, 0]).tanh())
 
 
 class Words(Task):
     sparse: bool = True
-    own: str = ""
+    optimizer_name: str = ""
 
     def model(self) -> nn.Module:
         return Net(self.sparse)
@@ -49,7 +49,7 @@ class Words(Task):
 
     def optimizer(self, params: Any) -> Any:
         params = [parameter for _, parameter in params]
-        return getattr(torch.optim, self.own)(params, lr=0.1) if self.own else None
+        return getattr(torch.optim, self.optimizer_name)(params, lr=0.1) if self.optimizer_name else None
 
 
 def sgd(**more: Any) -> Spec:
@@ -64,36 +64,36 @@ def sgd(**more: Any) -> Spec:
 @pytest.mark.parametrize(
     ("size", "plan"), [(1, "single"), (1, "single,microbatches=2"), (2, "ddp"), (2, "ddp,microbatches=2")]
 )
-def test_the_same_as_dense(size: int, plan: str) -> None:
-    for own, clip in (("", None), ("", 0.1)):
-        found = trained(size, Words(own=own), sgd(clip=clip), plan)
-        expected = trained(1, Words(sparse=False, own=own), sgd(clip=clip), "single")
+def test_trains_as_with_dense_gradients(size: int, plan: str) -> None:
+    for optimizer_name, clip in (("", None), ("", 0.1)):
+        found = trained(size, Words(optimizer_name=optimizer_name), sgd(clip=clip), plan)
+        expected = trained(1, Words(sparse=False, optimizer_name=optimizer_name), sgd(clip=clip), "single")
         assert difference(found.losses, expected.losses) < 1e-12
         assert difference(found.grad_norms, expected.grad_norms) < 1e-12
         for name, weight in expected.weights.items():
-            assert difference(found.weights[name], weight) < 1e-12, (own, clip, name)
+            assert difference(found.weights[name], weight) < 1e-12, (optimizer_name, clip, name)
 
 
-def refusals(plan: str) -> str:
+def analyze_and_return_error(plan: str) -> str:
     with pytest.raises(PlanError) as caught:
         analyze_model(sgd(), parse(plan).resolve(2), Words(), CPU)
     return str(caught.value)
 
 
-def test_other_plans_refuse() -> None:
+def test_other_plans_are_refused() -> None:
     for plan in ("zero1", "zero2", "zero3", "tp=2", "pp=2,microbatches=2", "local-sgd"):
-        message = refusals(plan)
+        message = analyze_and_return_error(plan)
         assert message.startswith(
             f"plan {parse(plan).resolve(2)}: the gradient of bag.weight is sparse, which only single and ddp support"
         ), message
 
 
-def test_optimizers_that_take_none() -> None:
+def test_optimizers_without_sparse_support() -> None:
     for task, optimizer in (
         (Words(), Optimizer()),
         (Words(), Optimizer(name="sgd", momentum=0.9, weight_decay=0)),
         (Words(), Optimizer(name="sgd", momentum=0, weight_decay=0.1)),
-        (Words(own="RMSprop"), Optimizer()),
+        (Words(optimizer_name="RMSprop"), Optimizer()),
     ):
         with pytest.raises(
             TaskError,
@@ -108,11 +108,11 @@ def _run(task: Task, optimizer: Optimizer) -> Any:
     return train(Spec(steps=1, batch=8, optimizer=optimizer), "single", World(), task=task)
 
 
-def test_what_is_dense_is_left_alone() -> None:
+def test_find_sparse_parameters() -> None:
     from paceline.training.optimizer import find_sparse_parameters
 
     assert list(find_sparse_parameters(build_meta_model(sgd(), Words()).model)) == [
         "bag.weight",
-        "one.weight",
+        "embedding.weight",
     ]
     assert not find_sparse_parameters(build_meta_model(sgd(), Words(sparse=False)).model)

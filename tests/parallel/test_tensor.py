@@ -1,4 +1,4 @@
-"""Tensor parallelism: what is found in a model, and that it is the same training."""
+"""Tests of tensor parallelism: styles found in models, and equality with the training of one process."""
 
 import dataclasses
 from collections.abc import Callable
@@ -26,11 +26,11 @@ pytestmark = pytest.mark.processes
 
 SPEC = Spec(
     batch=8, steps=3, precision="fp64", optimizer=Optimizer(name="sgd", lr=0.05, clip=0.5, weight_decay=0.1)
-)  # Adam divides rounding by itself
+)  # not Adam, which divides rounding errors by themselves
 
 
 class Attention(nn.Module):
-    """The heads are left to the size of what comes, unless `forward` says them."""
+    """Attention whose number of heads follows from the size of the input."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -48,13 +48,13 @@ class Attention(nn.Module):
         return self.o(self.join((q * self.scale @ k.transpose(-1, -2)).softmax(-1) @ v))
 
 
-class SaysHeads(Attention):
+class FixedHeads(Attention):
     def heads(self, x: Tensor) -> Tensor:
         return x.view(len(x), -1, 4, 4).transpose(1, 2)
 
 
-class SaysHeadsOnly(Attention):
-    """On a rank with half of the features this would run, with heads of half the size: another result, and no error."""
+class FixedHeadCount(Attention):
+    """With half of the features this runs with heads of half the size: a wrong result without an error."""
 
     def heads(self, x: Tensor) -> Tensor:
         return x.view(len(x), 5, 4, -1).transpose(1, 2)
@@ -69,14 +69,14 @@ class Gated(nn.Module):
         return self.down(F.silu(self.gate(x)) * self.up(x))
 
 
-class Drops(Gated):
-    """Dropout in what is split, and in what each rank has whole."""
+class DropoutInBoth(Gated):
+    """Dropout in split features and in whole activations."""
 
     def forward(self, x: Tensor) -> Tensor:
         return F.dropout(super().forward(F.dropout(x, 0.3)), 0.3) + self.down(F.dropout(self.up(x), 0.3))
 
 
-class LooksInside(Gated):
+class UsesWeightOutside(Gated):
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x) + self.up.weight.sum()
 
@@ -86,8 +86,8 @@ class MixesFeatures(Gated):
         return self.down(self.up(x).softmax(-1))
 
 
-class Learns(Gated):
-    """A learned factor for each of the features that would be split."""
+class LearnedFactor(Gated):
+    """A learned factor for each feature that would be split."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -196,7 +196,7 @@ class Logits(nn.Module):
         return self.model(input_ids=tokens).logits
 
 
-def splits_of(task: Task, tp: int = 2) -> Splits:
+def find_task_splits(task: Task, tp: int = 2) -> Splits:
     from paceline.data.fake import example_batch
     from paceline.training.init.deferred_init import record
 
@@ -210,31 +210,34 @@ def splits_of(task: Task, tp: int = 2) -> Splits:
     [
         ("Attention", {"1.q": "column", "1.k": "column", "1.v": "column", "1.o": "row"}),
         ("Gated", {"1.gate": "column", "1.up": "column", "1.down": "row"}),
-        ("SaysHeads", {"1.q": "row", "1.k": "row", "1.v": "row", "1.o": "gather"}),  # of the layer in front
-        ("SaysHeadsOnly", {"1.q": "row", "1.k": "row", "1.v": "row", "1.o": "gather"}),
+        (
+            "FixedHeads",
+            {"1.q": "row", "1.k": "row", "1.v": "row", "1.o": "gather"},
+        ),  # pairs with the layer before it
+        ("FixedHeadCount", {"1.q": "row", "1.k": "row", "1.v": "row", "1.o": "gather"}),
         ("MixesFeatures", {"1.up": "row", "1.down": "gather"}),
-        ("Learns", {"1.up": "row", "1.down": "gather"}),
-        ("LooksInside", {"1.gate": "gather", "1.down": "gather"}),
+        ("LearnedFactor", {"1.up": "row", "1.down": "gather"}),
+        ("UsesWeightOutside", {"1.gate": "gather", "1.down": "gather"}),
     ],
 )
-def test_what_is_found(kind: str, styles: dict[str, str]) -> None:
-    found = splits_of(Sequences(kind=kind)).styles
+def test_find_splits_styles(kind: str, styles: dict[str, str]) -> None:
+    found = find_task_splits(Sequences(kind=kind)).styles
     assert {name: style for name, style in found.items() if name.startswith("1.")} == styles
     assert "3" not in found  # it has 3 features
 
 
-def test_a_small_parameter_among_the_heads_is_noticed() -> None:
-    assert splits_of(Sequences(kind="Attention")).partial == {"1.scale"}
+def test_partial_parameters() -> None:
+    assert find_task_splits(Sequences(kind="Attention")).partial == {"1.scale"}
 
 
-def test_what_is_not_split_in_pairs_is_said() -> None:
-    notes = splits_of(Sequences(kind="SaysHeads")).notes
+def test_note_names_layers_that_are_not_split_in_pairs() -> None:
+    notes = find_task_splits(Sequences(kind="FixedHeads")).notes
     assert notes[0] == "tp: *.k, *.q, *.v cannot be split in pairs, because the forward fixes their sizes"
     assert "3 not split" in notes[-1]
 
 
-def test_the_layout_has_the_last_word() -> None:
-    found = splits_of(Sequences(kind="Gated", tensor={"1.*": "whole"})).styles
+def test_layout_overrides_found_styles() -> None:
+    found = find_task_splits(Sequences(kind="Gated", tensor={"1.*": "whole"})).styles
     assert found == {"0": "gather"}
 
 
@@ -251,9 +254,9 @@ def test_the_layout_has_the_last_word() -> None:
         ({"3": "column"}, PlanError, "tp=2 does not divide the 3 features of 3"),
     ],
 )
-def test_a_layout_that_cannot_be(tensor: dict[str, str], kind: type[Exception], message: str) -> None:
+def test_invalid_layout(tensor: dict[str, str], kind: type[Exception], message: str) -> None:
     with pytest.raises(kind) as caught:
-        splits_of(Sequences(kind="Gated", tensor=tensor))
+        find_task_splits(Sequences(kind="Gated", tensor=tensor))
     assert str(caught.value) == message
 
 
@@ -265,9 +268,9 @@ def test_a_layout_that_cannot_be(tensor: dict[str, str], kind: type[Exception], 
         (models.Points(), 2, "tp=2 does not divide the 7 features of 0; use tp=7"),
     ],
 )
-def test_sizes_that_do_not_divide(task: Task, tp: int, message: str) -> None:
+def test_indivisible_sizes(task: Task, tp: int, message: str) -> None:
     with pytest.raises(PlanError) as caught:
-        splits_of(task, tp)
+        find_task_splits(task, tp)
     assert str(caught.value) == message
 
 
@@ -276,10 +279,10 @@ TASKS: list[Task] = [
     Digits(width=4),
     Sequences(),
     Normed(),
-    Sequences(kind="SaysHeads"),
+    Sequences(kind="FixedHeads"),
     Encoder(),
     *(HuggingFace(kind=kind) for kind in ("llama", "llama-tied", "gpt2", "qwen3")),
-    Sequences(tensor={"1.*": "whole"}),  # and the scale of its heads is whole as well
+    Sequences(tensor={"1.*": "whole"}),  # the scale of its heads is whole too
 ]
 PLANS = [(2, "tp=2"), (4, "tp=2"), (4, "tp=2,zero=2"), (4, "tp=2,zero=3,microbatches=2")]
 
@@ -290,7 +293,7 @@ def skip_without_transformers(task: Task) -> None:
 
 
 @cache
-def one_process(at: int, plan: str = "single") -> Trained:
+def reference(at: int, plan: str = "single") -> Trained:
     return trained(1, TASKS[at], SPEC, plan)
 
 
@@ -307,26 +310,26 @@ CASES = [
 
 
 @pytest.mark.parametrize(("at", "size", "plan"), CASES)
-def test_the_training_is_that_of_one_process(at: int, size: int, plan: str) -> None:
+def test_trains_as_one_process(at: int, size: int, plan: str) -> None:
     skip_without_transformers(TASKS[at])
-    # BatchNorm takes its statistics from a micro-batch
-    alone = (
+    # BatchNorm computes its statistics over a micro-batch
+    single_plan = (
         f"single,microbatches={parse(plan).microbatches}"
         if isinstance(TASKS[at], Normed) and parse(plan).microbatches
         else "single"
     )
-    assert not differences(trained(size, TASKS[at], SPEC, plan), one_process(at, alone), 1e-11)
+    assert not differences(trained(size, TASKS[at], SPEC, plan), reference(at, single_plan), 1e-11)
 
 
-def test_ranks_drop_the_same_of_what_they_share() -> None:
-    """`trained` holds the ranks against each other: their weights would part at once."""
-    drops = Sequences(kind="Drops")
+def test_dropout_is_equal_on_shared_tensors() -> None:
+    """`trained` compares the ranks: with different masks their weights would differ at once."""
+    drops = Sequences(kind="DropoutInBoth")
     found = trained(2, drops, SPEC, "tp=2")
     assert found.losses != trained(1, Sequences(kind="Gated"), SPEC).losses
     assert not differences(trained(4, drops, SPEC, "tp=4"), found, 1.0)
 
 
-def losses_were_split(task: Task, plan: str) -> bool:
+def is_loss_split(task: Task, plan: str) -> bool:
     heads: list[nn.Module] = []
     original = STYLES["head"]
 
@@ -341,8 +344,8 @@ def losses_were_split(task: Task, plan: str) -> bool:
 
 
 @pytest.mark.parametrize(("task", "split"), [(TASKS[0], True), (Sequences(), False)])
-def test_cross_entropy_runs_over_a_split_vocabulary(task: Task, split: bool) -> None:
-    assert ranks(2)(losses_were_split, task, "tp=2") == [split] * 2
+def test_cross_entropy_over_split_vocabulary(task: Task, split: bool) -> None:
+    assert ranks(2)(is_loss_split, task, "tp=2") == [split] * 2
 
 
 class NoSumInBackward(torch.autograd.Function):
@@ -355,7 +358,7 @@ class NoSumInBackward(torch.autograd.Function):
         return grad, None
 
 
-def without_sum(task: Task, plan: str) -> Trained:
+def omit_backward_sum(task: Task, plan: str) -> Trained:
     original, layers._EnterSplitLinear = layers._EnterSplitLinear, NoSumInBackward  # type: ignore[misc]
     try:
         return training(task, SPEC, plan)
@@ -363,7 +366,7 @@ def without_sum(task: Task, plan: str) -> Trained:
         layers._EnterSplitLinear = original  # type: ignore[misc]
 
 
-def without_partial(task: Task, plan: str) -> Trained:
+def omit_partial_sum(task: Task, plan: str) -> Trained:
     original, tensor.sum_partial_gradients = tensor.sum_partial_gradients, lambda *arguments: None
     try:
         return training(task, SPEC, plan)
@@ -371,6 +374,6 @@ def without_partial(task: Task, plan: str) -> Trained:
         tensor.sum_partial_gradients = original
 
 
-@pytest.mark.parametrize("fault", [without_sum, without_partial])
-def test_a_sum_that_is_left_out_is_caught(fault: Callable[..., Trained]) -> None:
-    assert differences(ranks(2)(fault, TASKS[2], "tp=2")[0], one_process(2), 1e-4)
+@pytest.mark.parametrize("fault", [omit_backward_sum, omit_partial_sum])
+def test_omitted_sum_is_detected(fault: Callable[..., Trained]) -> None:
+    assert differences(ranks(2)(fault, TASKS[2], "tp=2")[0], reference(2), 1e-4)

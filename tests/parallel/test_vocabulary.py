@@ -1,4 +1,4 @@
-"""A vocabulary that tp does not divide: the last rank has fewer rows, and the training is that of one process."""
+"""Tests of a vocabulary that tp does not divide: the last rank has fewer rows."""
 
 from pathlib import Path
 from typing import Any
@@ -37,8 +37,8 @@ class Mlp(nn.Module):
         return x + self.down(self.up(x).tanh())
 
 
-class Odd(models.Text):
-    """11 tokens."""
+class OddVocabulary(models.Text):
+    """A model of 11 tokens, which 2 and 4 do not divide."""
 
     tied: bool = False
     split: str | None = None
@@ -56,7 +56,7 @@ class Odd(models.Text):
         return Layout(tensor={"3": self.split} if self.split else None)
 
 
-def test_parts() -> None:
+def test_shard_sizes() -> None:
     assert [shard_size(11, parts) for parts in (1, 2, 4)] == [11, 6, 3]
     assert [has_no_empty_shard(11, parts) for parts in (2, 4, 5, 6, 12)] == [True, True, False, True, False]
 
@@ -74,8 +74,8 @@ def test_parts() -> None:
         pytest.param(8, "dp=2,pp=2,tp=2,microbatches=2,zero=3", False, marks=pytest.mark.slow),
     ],
 )
-def test_the_training_is_that_of_one_process(size: int, plan: str, tied: bool) -> None:
-    task = Odd(tied=tied)
+def test_trains_as_one_process(size: int, plan: str, tied: bool) -> None:
+    task = OddVocabulary(tied=tied)
     styles = analyze_model(SPEC, parse(plan).resolve(size), task, torch.device("cpu")).splits.styles
     assert {name: style for name, style in styles.items() if name in ("0", "3")} == {
         "0": "vocabulary",
@@ -84,40 +84,45 @@ def test_the_training_is_that_of_one_process(size: int, plan: str, tied: bool) -
     assert not wrong(size, plan, task, SPEC)
 
 
-def losses(task: Task, plan: str) -> list[bool]:
-    kept: list[nn.Module] = []
+def find_split_sizes(task: Task, plan: str) -> list[bool]:
+    sizes: list[nn.Module] = []
     with replaced(
-        layers, "as_split_dtensor", lambda original: lambda *of: kept.append(of[1]) or original(*of)
+        layers, "as_split_dtensor", lambda original: lambda *args: sizes.append(args[1]) or original(*args)
     ):
         training(task, SPEC, plan)
-    return kept
+    return sizes
 
 
-def test_its_loss_is_computed_in_parts() -> None:
-    for parts in ranks(4)(losses, Odd(), "tp=4"):
+def test_loss_over_split_vocabulary() -> None:
+    for parts in ranks(4)(find_split_sizes, OddVocabulary(), "tp=4"):
         assert set(parts) == {11}
 
 
-def test_what_is_sent_is_foretold() -> None:
-    check_volumes(2, "tp=2", Odd(), SPEC.model_copy(update={"steps": 4}))
+def test_comm_volume() -> None:
+    check_volumes(2, "tp=2", OddVocabulary(), SPEC.model_copy(update={"steps": 4}))
 
 
-def wrong_offset() -> Any:
+def plant_wrong_offset() -> Any:
     return replaced(layers, "shard_size", lambda original: lambda size, parts: size // parts)
 
 
 @pytest.mark.parametrize("tp", [2, 4])
-def test_a_wrong_offset_is_caught(tp: int) -> None:
-    assert wrong(tp, f"tp={tp}", Odd(), SPEC, wrong_offset)
+def test_wrong_offset_is_detected(tp: int) -> None:
+    assert wrong(tp, f"tp={tp}", OddVocabulary(), SPEC, plant_wrong_offset)
 
 
-def kept(plan: str, steps: int, run: Path) -> None:
+def train_to(plan: str, steps: int, run: Path) -> None:
     list(
-        train(SPEC.model_copy(update={"steps": steps}), parse(plan), task=Odd(tied=True), run=RunFolder(run))
+        train(
+            SPEC.model_copy(update={"steps": steps}),
+            parse(plan),
+            task=OddVocabulary(tied=True),
+            run=RunFolder(run),
+        )
     )
 
 
-def test_resumed_under_other_plans(tmp_path: Path) -> None:
+def test_resume_under_other_plans(tmp_path: Path) -> None:
     whole, run = tmp_path / "whole", tmp_path / "run"
     stops = (
         (1, "single", 5, whole),
@@ -128,18 +133,20 @@ def test_resumed_under_other_plans(tmp_path: Path) -> None:
     )
     for size, plan, steps, path in stops:
         path.mkdir(exist_ok=True)
-        ranks(size)(kept, plan, steps, path)
+        ranks(size)(train_to, plan, steps, path)
     expected, found = (checkpoint.load_weights(RunFolder(path).checkpoint(5)) for path in (whole, run))
     assert expected.keys() == found.keys()
     for name, tensor in expected.items():
         torch.testing.assert_close(found[name], tensor, rtol=1e-10, atol=1e-10)
 
 
-def test_a_rank_that_would_have_nothing() -> None:
-    """Nobody asked for the head to be split: then it is whole, and that is said. Else the sizes are."""
+def test_rank_without_rows() -> None:
+    """Without a layout the head stays whole, with a note. A layout that splits it is an error."""
     plan = parse("tp=12").resolve(12)
-    found = analyze_model(SPEC.model_copy(update={"batch": 12}), plan, Odd(), torch.device("cpu")).splits
+    found = analyze_model(
+        SPEC.model_copy(update={"batch": 12}), plan, OddVocabulary(), torch.device("cpu")
+    ).splits
     assert not {"0", "3"} & found.styles.keys()
     assert found.notes == ("tp: 0, 3 not split",)
     with pytest.raises(PlanError, match=r"tp=12 does not divide the 11 features of 3$"):
-        analyze_model(SPEC, plan, Odd(split="head"), torch.device("cpu"))
+        analyze_model(SPEC, plan, OddVocabulary(split="head"), torch.device("cpu"))

@@ -1,4 +1,4 @@
-"""A loop that a person would write with torch alone, on two ranks: Paceline's losses are the same, number by number."""
+"""A training loop in plain torch on two ranks, whose losses Paceline must reproduce exactly."""
 
 from typing import Any
 
@@ -22,7 +22,7 @@ pytestmark = pytest.mark.processes
 STEPS, BATCH, SEED, LR, CLIP = 12, 8, 5, 0.05, 1.0
 
 
-def by_hand(task: Task, name: str, clip: float | None) -> Trained:
+def train_with_torch(task: Task, name: str, clip: float | None) -> Trained:
     rank, world_size = dist.get_rank(), dist.get_world_size()
     dataset = task.dataset("train")
     order = shuffle(np.arange(STEPS * BATCH), len(dataset), SEED)
@@ -63,7 +63,7 @@ class TrainImages(models.Images):
 @pytest.mark.parametrize("clip", [None, CLIP])
 @pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
 @pytest.mark.parametrize("plan", ["ddp", "zero1", "zero3", "ddp,microbatches=2"])
-def test_the_same_as_a_loop_by_hand(plan: str, optimizer: str, clip: float | None) -> None:
+def test_losses_equal_those_of_a_plain_torch_loop(plan: str, optimizer: str, clip: float | None) -> None:
     spec = Spec(
         steps=STEPS,
         batch=BATCH,
@@ -71,7 +71,7 @@ def test_the_same_as_a_loop_by_hand(plan: str, optimizer: str, clip: float | Non
         precision="fp64",
         optimizer=Optimizer(name=optimizer, lr=LR, clip=clip),
     )  # type: ignore[arg-type]
-    expected = ranks(2)(by_hand, TrainImages(), optimizer, clip)[0]
+    expected = ranks(2)(train_with_torch, TrainImages(), optimizer, clip)[0]
     found = trained(2, TrainImages(), spec, plan)
     assert not differences(found, expected, 1e-12)
     assert expected.losses[-1] < expected.losses[0]
