@@ -18,9 +18,9 @@ from paceline.errors import LaunchError
 
 INTERFACE_VARIABLES = ("GLOO_SOCKET_IFNAME", "TP_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 REMOTE_ADDRESS_KEY, CHECKED_IN_KEY, ALL_CHECKED_IN_KEY = (
-    "paceline/reached from",
-    "paceline/told",
-    "paceline/all told",
+    "paceline/remote address",
+    "paceline/checked in",
+    "paceline/all checked in",
 )
 
 
@@ -38,8 +38,7 @@ def check_interfaces(environ: Mapping[str, str] = os.environ) -> None:
     for variable, name in missing:
         raise LaunchError(
             f"{variable}={name}, but {socket.gethostname()} has no such interface, only "
-            f"{', '.join(interfaces)}; "
-            "set another, or unset the variable"
+            f"{', '.join(interfaces)}; set another, or unset the variable"
         )
 
 

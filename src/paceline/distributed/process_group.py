@@ -66,8 +66,7 @@ def choose_device(world: World, requested: str | None) -> torch.device:
     if world.local_rank >= torch.cuda.device_count():
         raise LaunchError(
             f"{world.local_size} ranks on this machine require {world.local_size} GPUs, got "
-            f"{torch.cuda.device_count()}; "
-            f"use --ranks {torch.cuda.device_count()} or --device cpu"
+            f"{torch.cuda.device_count()}; use --ranks {torch.cuda.device_count()} or --device cpu"
         )
     device = torch.device("cuda", world.local_rank)
     torch.cuda.set_device(device)

@@ -33,8 +33,7 @@ def open_store(
         where = f"{host or 'any address'}:{port}" if port else host or "any address"
         raise LaunchError(
             f"cannot listen on {where}: {error.strerror}; another training may use the port, or this "
-            "machine may "
-            "not have the address"
+            "machine may not have the address"
         ) from error
     with server:
         return dist.TCPStore(

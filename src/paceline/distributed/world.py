@@ -122,8 +122,7 @@ def _check_consistency(launchers: list[str], environ: Mapping[str, str]) -> None
         missing = [name for name in ("RANK", "LOCAL_RANK") if name not in environ]
         raise LaunchError(
             f"{setting} without {' and '.join(missing)}: this process is not a rank; unset WORLD_SIZE, or "
-            "start ranks "
-            "with --ranks or torchrun"
+            "start ranks with --ranks or torchrun"
         )
     if sizes.get("slurm", 1) == 1:
         return
@@ -142,8 +141,7 @@ def _check_consistency(launchers: list[str], environ: Mapping[str, str]) -> None
         if launcher in sizes and environ.get(names.local_size[0]) == environ[names.size]:
             raise LaunchError(
                 f"{names.size}={sizes[launcher]}, all on this machine, but SLURM_NTASKS={sizes['slurm']}: "
-                "each srun task "
-                "started separate ranks; use srun without mpirun, or mpirun without srun"
+                "each srun task started separate ranks; use srun without mpirun, or mpirun without srun"
             )
 
 
@@ -158,8 +156,7 @@ def _check_slurm_tasks(size: int, environ: Mapping[str, str]) -> None:
     if per_node.isdigit() and nodes.isdigit() and (max_tasks := int(per_node) * int(nodes)) < size:
         raise LaunchError(
             f"SLURM_NTASKS={size}, but SLURM_NTASKS_PER_NODE={per_node} on SLURM_NNODES={nodes} allows at "
-            "most "
-            f"{max_tasks}; use --ntasks={max_tasks}, or omit --ntasks-per-node"
+            f"most {max_tasks}; use --ntasks={max_tasks}, or omit --ntasks-per-node"
         )
 
 
@@ -207,8 +204,7 @@ def _local_size(
         if name == names.local_size[0] and sum(counts) != size:
             raise LaunchError(
                 f"{names.size}={size}, but {name}={environ[name]} makes {sum(counts)}: srun sets both, so "
-                "one was "
-                "changed; unset it"
+                "one was changed; unset it"
             )
     else:
         local_size = _read_number(environ, name)

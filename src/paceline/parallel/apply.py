@@ -75,9 +75,7 @@ def check_elementwise(plan: ResolvedPlan, optimizer: torch.optim.Optimizer) -> N
     if plan.zero >= 2 and not plan.dp == plan.cp == 1 and type(optimizer).__name__ not in ELEMENTWISE:
         raise PlanError(
             f"plan {plan} shards the weights, but {type(optimizer).__name__} is not known to update each "
-            "element "
-            "independently; "
-            f"use ddp or zero1, or one of {', '.join(sorted(ELEMENTWISE))}"
+            f"element independently; use ddp or zero1, or one of {', '.join(sorted(ELEMENTWISE))}"
         )
 
 

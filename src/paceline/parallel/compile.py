@@ -24,9 +24,7 @@ def check_compilable(plan: Plan) -> None:
     if plan.splits_backward:
         raise PlanError(
             f"pp_schedule={plan.pp_schedule} delays the gradients of weights, but a compiled block computes "
-            "all of its "
-            "gradients at once; "
-            "use pp_schedule=1f1b or interleaved, or leave --compile out"
+            "all of its gradients at once; use pp_schedule=1f1b or interleaved, or leave --compile out"
         )
 
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 Label = tuple[str, int]  # the root layer of a group, and the dimension that would be split
 ATEN = torch.ops.aten
-SAME_SHAPE = {  # besides operations that torch tags as pointwise
+SAME_SHAPE = {  # in addition to what torch tags as pointwise
     ATEN.clone,
     ATEN._to_copy,
     ATEN.detach,

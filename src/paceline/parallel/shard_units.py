@@ -67,7 +67,7 @@ def find_shard_units(model: nn.Module, task: Task, batch: Batch, seed: int) -> S
 
 
 def _split_unless_entered(module: nn.Module, running: dict[Slot, set[int]]) -> list[nn.Module]:
-    """Return `module` if it runs at all uses of its parameters; else the largest such submodules."""
+    """Return `module` if it runs at all uses of its parameters; else its largest submodules that do."""
     slots = _list_slots(module)
     if all(id(module) in running[slot] for slot in slots if slot in running):
         return [module] if slots else []

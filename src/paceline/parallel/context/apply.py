@@ -183,9 +183,8 @@ class ContextParallel:
                 raise PlanError(
                     f"plan {self.plan}: {self.display_names[trial.unit]} mixes, numbers or masks positions "
                     "outside of scaled_dot_product_attention, so it cannot run on a slice of the sequence; "
-                    "pass "
-                    "what depends on positions as an argument, use is_causal=True for a mask, or use a plan "
-                    "without cp"
+                    "pass what depends on positions as an argument, use is_causal=True for a mask, or use "
+                    "a plan without cp"
                 )
             self.splits.setdefault(self.units[trial.unit], []).append(trial.splits)
         self.first, self.last = self.units[chosen[0].unit], self.units[chosen[-1].unit]
@@ -227,8 +226,7 @@ class ContextParallel:
             name = next(name for name, module in self.units.items() if module is unit)
             raise PlanError(
                 f"plan {self.plan}: {self.display_names[name]} is called with other arguments than in the "
-                "first "
-                "pass; use a plan without cp"
+                "first pass; use a plan without cp"
             )
         if unit is self.first:
             self.length = next(

@@ -55,7 +55,7 @@ class SequenceParallelPlan:
     gathered_inputs: frozenset[str]  # split layers that gather their input
     # modules whose output is gathered, because only split layers take it
     gathered_outputs: frozenset[str]
-    ready_inputs: frozenset[str]  # the split layers that take such an output
+    ready_inputs: frozenset[str]  # the split layers that take this output
     scattered_outputs: frozenset[str]  # modules whose output is whole and is scattered
     partial: frozenset[str]  # parameters that are combined with a part of the activations
     draws: tuple[tuple[str, bool], ...]  # module that draws random numbers, and whether it draws for a part
