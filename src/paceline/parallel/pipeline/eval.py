@@ -1,7 +1,6 @@
 """One batch through the stages of a pipeline in order, without gradients: for evaluation and trials."""
 
-import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -11,7 +10,7 @@ from torch import Tensor
 from paceline.errors import Error
 from paceline.parallel.forward import ELSEWHERE
 from paceline.parallel.pipeline.stage import PipelineRank, Stage
-from paceline.parallel.pipeline.tracer import ForwardTrace
+from paceline.parallel.pipeline.tracer import ForwardTrace, unfused_attention
 
 NO_INDEX = torch.zeros((), dtype=torch.long)
 
@@ -26,7 +25,7 @@ class SequentialStageRunner:
     def run(self, trace: ForwardTrace) -> Any:
         """Return the output of the last stage; ELSEWHERE on ranks that do not have it."""
         result: Any = ELSEWHERE
-        with _unfused_attention():
+        with unfused_attention():
             for stage in self.stages:
                 received = () if stage.is_first else self._receive(stage, trace)
                 result = stage(*received, index=NO_INDEX)
@@ -42,7 +41,7 @@ class SequentialStageRunner:
         result: Any = ELSEWHERE
         error: Exception | None = None
         shapes: dict[int, list[torch.Size]] = {}
-        with _unfused_attention():
+        with unfused_attention():
             for stage in self.stages:
                 received, error = ((), None) if stage.is_first else self._receive_objects(stage)
                 shapes[stage.first] = [value.shape for value in received]
@@ -93,17 +92,3 @@ class SequentialStageRunner:
         message: list[Any] = [None, None]
         dist.recv_object_list(message, self.rank.peer(stage.index - 1))
         return message[0], message[1]
-
-
-@contextlib.contextmanager
-def _unfused_attention() -> Iterator[None]:
-    """Disable torch's fused encoder layers.
-
-    They drop masked positions, and the stages must agree on shapes.
-    """
-    enabled = torch.backends.mha.get_fastpath_enabled()
-    torch.backends.mha.set_fastpath_enabled(False)
-    try:
-        yield
-    finally:
-        torch.backends.mha.set_fastpath_enabled(enabled)

@@ -9,7 +9,7 @@ expert.
 
 import contextlib
 import copy
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -181,10 +181,9 @@ class StandInModel:
         buffers = [(module._buffers, dict(module._buffers)) for module in self.copy.modules()]
         tracer = _Tracer(self, training)
         self.interceptor.visitor = tracer.visit_call
-        fastpath = torch.backends.mha.get_fastpath_enabled()
-        torch.backends.mha.set_fastpath_enabled(False)
         try:
             with (
+                unfused_attention(),
                 torch.random.fork_rng(devices=[]),
                 torch.set_grad_enabled(training),
                 tracer,
@@ -197,7 +196,6 @@ class StandInModel:
         except (RuntimeError, TypeError, ValueError) as error:  # from user code that needs values
             raise fake_pass_error(error, "where a pipeline may cut it", "a plan without pp") from error
         finally:
-            torch.backends.mha.set_fastpath_enabled(fastpath)
             self.interceptor.visitor, self.interceptor.inside = None, False
             for own, before in buffers:
                 own.update(before)  # a model may assign them
@@ -235,6 +233,20 @@ class StandInModel:
         finally:
             for tensor in trainable:
                 tensor.requires_grad_(False)
+
+
+@contextlib.contextmanager
+def unfused_attention() -> Iterator[None]:
+    """Disable torch's fused encoder layers.
+
+    They drop masked positions, and the stages must agree on shapes.
+    """
+    enabled = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)
+    try:
+        yield
+    finally:
+        torch.backends.mha.set_fastpath_enabled(enabled)
 
 
 def _compute_results(task: Task, output: Any, batch: Batch, training: bool) -> list[Any]:
