@@ -1,4 +1,4 @@
-"""Train a Hugging Face model from its configuration: a small Llama that learns to add. Needs the package transformers.
+"""Train a Hugging Face model from its configuration: a small Llama that learns to add. Requires transformers.
 
 paceline train hugging_face.py --ranks 2 --plan zero2 --epochs 2 --lr 3e-3
 """

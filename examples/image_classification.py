@@ -1,4 +1,4 @@
-"""Classify images of handwritten digits with a CNN of your own.
+"""Classify images of handwritten digits with a custom CNN.
 
 paceline train image_classification.py --ranks 2 --epochs 2 --lr 1e-2
 """
@@ -41,7 +41,7 @@ class Cnn(nn.Module):
 
 
 class Images:
-    """Images with labels. Training images are shifted at random: Paceline gives each sample its own random stream."""
+    """Images with labels. Training images are shifted at random, equally on any number of ranks."""
 
     def __init__(self, images: Tensor, labels: Tensor, shift: bool):
         self.images, self.labels, self.shift = images, labels, shift

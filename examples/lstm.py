@@ -1,4 +1,4 @@
-"""Predict damped oscillations with an LSTM. The series differ in length: `batch_of` pads them, `weights` leaves the padding out.
+"""Predict damped oscillations with an LSTM. `batch_of` pads the series; `weights` masks the padding.
 
 paceline train lstm.py --ranks 2 --epochs 5 --lr 1e-2
 """
@@ -38,7 +38,7 @@ class Series:
         """Return series and next values, both of shape (batch, longest), and a mask that is 0 for padding."""
         chosen = [self.series[index] for index in indices]
         padded = pad_sequence(chosen, batch_first=True)
-        mask = pad_sequence([torch.ones(len(one) - 1) for one in chosen], batch_first=True)
+        mask = pad_sequence([torch.ones(len(series) - 1) for series in chosen], batch_first=True)
         return {"x": padded[:, :-1], "next": padded[:, 1:], "mask": mask}
 
 

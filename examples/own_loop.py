@@ -1,4 +1,4 @@
-"""Own the loop: `train` yields events. This loop writes the loss curve and stops when the accuracy no longer improves.
+"""Write your own loop over events: record the loss curve, and stop when the accuracy stops improving.
 
 python own_loop.py
 torchrun --nproc-per-node 2 own_loop.py
@@ -22,7 +22,7 @@ def main() -> None:
     def is_over() -> bool:
         return len(accuracies) > PATIENCE and max(accuracies[-PATIENCE:]) <= max(accuracies[:-PATIENCE])
 
-    # The task is built in; "image_classification.py:Digits" names one in a file.
+    # "digits" is built in; "image_classification.py:Digits" would name a task in a file.
     spec = Spec(
         task="digits",
         set={"width": 16},
@@ -32,7 +32,7 @@ def main() -> None:
         threads=1,
     )
     is_first = os.environ.get("RANK", "0") == "0"  # under torchrun each rank runs this file
-    # All ranks must iterate in step. To stop, do not break: `stop` is asked at each step, and all ranks end together.
+    # Do not break out of the loop, because all ranks must iterate together: `stop` ends all ranks.
     for event in train(spec, stop=is_over):
         report = ""
         match event:

@@ -89,7 +89,7 @@ def sheets() -> Mapping[str, PublishedRow]:
 
 
 def published_as(driver_name: str) -> str | None:
-    """Return the name in `sheets` of a device, by its exact name in nvidia-smi or rocm-smi; None if unknown."""
+    """Return the name in `sheets` of a device that nvidia-smi or rocm-smi names exactly so, or None."""
     return next((name for name, sheet in sheets().items() if driver_name in sheet.driver), None)
 
 

@@ -1,4 +1,4 @@
-"""The picture of predicted plans: their time and memory by part, and the Pareto front of all plans that fit."""
+"""The picture of predicted plans: their time and memory by part, and the Pareto front of all that fit."""
 
 from collections.abc import Sequence
 from math import hypot, log
@@ -58,7 +58,7 @@ def find_front(pool: Sequence[tuple[Plan, Cost]]) -> list[tuple[Plan, Cost]]:
 
 
 def _draw_bars(canvas: "SubFigure", plans: Sequence[tuple[Plan, Cost]]) -> None:
-    """Draw the time of the plans in the left half, their memory in the right half, and a legend below each."""
+    """Draw the time of the plans in the left half, their memory in the right half, with legends below."""
     from matplotlib.patches import Patch
 
     columns = canvas.add_gridspec(1, 2, width_ratios=(1.25, 1.0))
