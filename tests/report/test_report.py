@@ -1,4 +1,4 @@
-"""Summaries from events alone, and what is made of them for people."""
+"""Summaries of events, and their text."""
 
 import io
 
@@ -9,12 +9,12 @@ from paceline import events
 from paceline.events import Ended, Evaluated, Event, Failed, Saved, Started, Step
 from paceline.report.progress import watch
 from paceline.report.summary import summarize
-from paceline.report.text import closing, headline, line
+from paceline.report.text import build_closing_table, format_event, format_headline
 from paceline.run import RunFolder
 
 
 def started(step: int = 0, **more) -> Started:
-    said = {
+    fields = {
         "task": "/home/me/my.py:Points",
         "plan": "zero3",
         "ranks": 2,
@@ -23,7 +23,7 @@ def started(step: int = 0, **more) -> Started:
         "samples": 1437,
         "parameters": 151_000,
     }
-    return Started(**said | {"device": "cpu", "precision": "fp32", "threads": 1} | more, step=step)
+    return Started(**fields | {"device": "cpu", "precision": "fp32", "threads": 1} | more, step=step)
 
 
 def step(number: int, step_s: float = 0.1, data_s: float = 0.02, loss: float | None = None) -> Step:
@@ -47,13 +47,13 @@ def steps(first: int, last: int) -> list[Step]:
     return [step(number) for number in range(first, last + 1)]
 
 
-def shown(renderable) -> str:
+def render(renderable) -> str:
     console = Console(file=io.StringIO(), width=200)
     console.print(renderable)
     return console.file.getvalue()
 
 
-def test_nothing_has_happened():
+def test_a_run_without_events():
     found = summarize([])
     assert found.started is None
     assert found.ended is None
@@ -65,10 +65,10 @@ def test_nothing_has_happened():
         0,
         {},
     )
-    assert shown(closing(found)).strip() == ""
+    assert render(build_closing_table(found)).strip() == ""
 
 
-def test_a_run_that_went_through():
+def test_a_completed_run():
     found = summarize(
         [
             started(),
@@ -96,7 +96,7 @@ def test_a_run_that_went_through():
     assert seconds == pytest.approx(expected)
 
 
-def test_what_cannot_be_known_is_not_told_apart():
+def test_communication_is_not_separated_if_unknown():
     found = summarize([started(), *steps(1, 5), Ended(step=5, reason="done", communication=None)])
     assert {*found.shares} == {"data", "compute and communication", "evaluation", "save"}
 
@@ -104,19 +104,19 @@ def test_what_cannot_be_known_is_not_told_apart():
 def test_the_first_steps_are_left_out_of_rates():
     slow = [step(number, step_s=9.0) for number in (1, 2, 3)]
     assert summarize([started(), *slow, step(4), step(5)]).step_s == pytest.approx(0.1)
-    assert summarize([started(), *slow]).step_s == 9.0, "better than nothing"
+    assert summarize([started(), *slow]).step_s == 9.0, "without other steps they count"
 
 
-def test_a_run_that_was_interrupted():
+def test_an_interrupted_run():
     found = summarize([started(), *steps(1, 12), saved(10)])
     assert found.ended is None
     assert found.steps == 12
 
 
-def test_steps_that_were_done_again_count_once_and_the_later_line_counts():
-    again = [step(number, loss=100.0 + number) for number in range(11, 21)]
+def test_repeated_steps_count_once_and_the_later_line_counts():
+    repeated = [step(number, loss=100.0 + number) for number in range(11, 21)]
     found = summarize(
-        [started(), *steps(1, 14), saved(10), started(10), *again, Ended(step=20, reason="done")]
+        [started(), *steps(1, 14), saved(10), started(10), *repeated, Ended(step=20, reason="done")]
     )
     assert (found.starts, found.steps) == (2, 20)
     assert found.last_loss == 120.0
@@ -124,14 +124,14 @@ def test_steps_that_were_done_again_count_once_and_the_later_line_counts():
     assert found.ended is not None
 
 
-def test_a_resumed_run_has_done_what_its_checkpoint_has():
+def test_a_resumed_run_has_the_steps_of_its_checkpoint():
     found = summarize([started(), *steps(1, 14), started(10)])
     assert found.steps == 10
     assert found.last_loss == 1 / 10
-    assert summarize([started(10)]).steps == 10, "also where the steps before were not recorded"
+    assert summarize([started(10)]).steps == 10, "also if earlier steps were not recorded"
 
 
-def test_a_run_that_goes_on_after_its_end_has_not_ended():
+def test_a_run_that_continues_after_its_end_has_not_ended():
     events = [started(), *steps(1, 20), Ended(step=20, reason="done"), started(20), *steps(21, 22)]
     assert summarize(events).ended is None
     assert summarize(events).steps == 22
@@ -143,8 +143,8 @@ def test_the_warm_up_of_each_start_is_left_out_of_rates():
     assert found.step_s == pytest.approx(0.1)
 
 
-def test_a_loss_of_the_last_evaluation_that_was_done_again():
-    """What came after the checkpoint that was resumed has not happened."""
+def test_a_repeated_evaluation_does_not_count():
+    """Events after the resumed checkpoint do not count."""
     old = Evaluated(step=14, metrics={"loss": 9.0}, seconds=1.0)
     found = summarize([started(), *steps(1, 14), saved(12), old, started(10), *steps(11, 12)])
     assert (found.metrics, found.saved) == ({}, ())
@@ -152,7 +152,7 @@ def test_a_loss_of_the_last_evaluation_that_was_done_again():
     assert summarize([started(), *steps(1, 14), old, started(14)]).metrics == {"loss": 9.0}
 
 
-def test_failures_are_told():
+def test_failures_are_shown():
     full = Failed(
         what="save",
         message="checkpoint of step 5 was not written: No space left on device; there is none yet",
@@ -160,7 +160,7 @@ def test_failures_are_told():
     )
     found = summarize([started(), *steps(1, 5), full, *steps(6, 20), Ended(step=20, reason="done")])
     assert found.failures == (full,)
-    assert "No space left on device" in shown(closing(found))
+    assert "No space left on device" in render(build_closing_table(found))
 
 
 @pytest.mark.parametrize(
@@ -180,25 +180,25 @@ def test_failures_are_told():
         (Ended(step=3, reason="stopped"), "step 3  stopped"),
         (
             started(5),
-            "my.py:Points with 151 k parameters: from step 5 to step 20, batch 10 of 1,437 samples; plan zero3 on 2 ranks, cpu, fp32, "
-            "1 thread each",
+            "my.py:Points with 151 k parameters: from step 5 to step 20, "
+            "batch 10 of 1,437 samples; plan zero3 on 2 ranks, cpu, fp32, 1 thread each",
         ),
     ],
     ids=lambda value: type(value).__name__ if isinstance(value, Event) else "",
 )
-def test_an_event_in_one_line(event, text):
-    assert line(event) == text
+def test_an_event_is_one_line(event, text):
+    assert format_event(event) == text
 
 
-def test_a_step_whose_update_was_left_out_says_so():
+def test_a_step_without_update_reports_overflow():
     overflowed = Step(
         step=1, samples=1, loss=1.0, grad_norm=None, lr=0.1, step_s=1.0, data_s=0.0, samples_per_s=1.0
     )
-    assert "overflow" in line(overflowed)
+    assert "overflow" in format_event(overflowed)
 
 
-def test_one_rank_and_several():
-    assert "on 1 rank, cpu, fp32, 2 threads each" in headline(started(ranks=1, threads=2))
+def test_the_headline_of_one_rank():
+    assert "on 1 rank, cpu, fp32, 2 threads each" in format_headline(started(ranks=1, threads=2))
 
 
 def test_the_closing_table():
@@ -211,8 +211,8 @@ def test_the_closing_table():
             Ended(step=20, reason="done"),
         ]
     )
-    text = shown(closing(found))
-    for said in (
+    text = render(build_closing_table(found))
+    for expected in (
         "loss",
         "1.0000 → 0.0500",
         "validation accuracy",
@@ -223,10 +223,10 @@ def test_the_closing_table():
         "save",
         "1.0 KiB",
     ):
-        assert said in text, text
+        assert expected in text, text
 
 
-def test_plain_lines_and_a_log_where_there_is_no_terminal(tmp_path):
+def test_lines_and_a_log_without_a_terminal(tmp_path):
     run, console = RunFolder(tmp_path), Console(file=io.StringIO(), width=200)
     notes = started(notes=("something [bold]to know[/]",))
     watch(iter([notes, *steps(1, 20), saved(20), Ended(step=20, reason="done")]), run, console)
@@ -235,13 +235,11 @@ def test_plain_lines_and_a_log_where_there_is_no_terminal(tmp_path):
         assert "note: something [bold]to know[/]" in text
         assert "step 20  saved ckpt/step_20" in text
         assert "\x1b" not in text
-    assert len([found for found in log.splitlines() if "loss" in found]) == 1, (
-        "not a line a step where steps are short"
-    )
+    assert len([line for line in log.splitlines() if "loss" in line]) == 1, "at most one line a second"
     assert f"run  {tmp_path}" in out
 
 
-def test_the_way_on_is_shown_when_it_was_stopped(tmp_path):
+def test_a_stopped_run_shows_how_to_continue(tmp_path):
     console = Console(file=io.StringIO(), width=200)
     watch(
         iter([started(), *steps(1, 5), saved(5), Ended(step=5, reason="stopped")]),
@@ -251,7 +249,7 @@ def test_the_way_on_is_shown_when_it_was_stopped(tmp_path):
     assert f"continue with: paceline resume {tmp_path}" in console.file.getvalue()
 
 
-def test_events_that_are_read_while_they_are_written(tmp_path):
+def test_events_are_read_while_they_are_written(tmp_path):
     path = tmp_path / "events.jsonl"
     writer = events.EventWriter(path)
     for event in (started(), *steps(1, 3)):

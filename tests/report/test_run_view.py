@@ -1,4 +1,4 @@
-"""Readers of run folders: whatever is in the files, in bounded memory, and the same read at once or piece by piece."""
+"""Readers of run folders accept damaged files, use bounded memory, and read incrementally."""
 
 import dataclasses
 import json
@@ -176,7 +176,7 @@ def test_a_damaged_line_is_skipped_and_counted(line, at, tmp_path):
     assert found.skipped == Skipped(damaged=1)
     assert str(found.skipped) == "skipped 1 damaged line in events.jsonl"
     assert found.summary == expected.summary
-    assert found.measured() == expected.measured()
+    assert found.break_down() == expected.break_down()
     assert glance(run).skipped == Skipped(damaged=1)
     assert glance(run).summary == glance(whole).summary
     assert [*events.read(run.events)] == [*events.read(whole.events)] == SMALL
@@ -195,17 +195,17 @@ NEWER = {
 
 
 @pytest.mark.parametrize(("line", "skipped", "words"), NEWER.values(), ids=NEWER)
-def test_what_a_newer_version_writes(line, skipped, words, tmp_path):
+def test_events_of_a_newer_version_are_skipped(line, skipped, words, tmp_path):
     run = folder(tmp_path / "r", STARTED, *map(step, range(1, 16)))
     put(run, 16, line)
     found = view(run)
     assert (found.skipped.damaged, dict(found.skipped.unknown)) == (0, dict(skipped.unknown))
     assert words in str(found.skipped)
-    assert found.summary.steps == 15 + (not words), "a field more is no reason to skip a step"
+    assert found.summary.steps == 15 + (not words), "an additional field must not skip a step"
 
 
 @pytest.mark.parametrize("name", ["cut off", "NUL bytes", "huge", "metrics are text", "newer"])
-def test_commands_say_what_they_skipped(name, tmp_path, monkeypatch, capsys):
+def test_commands_report_skipped_lines(name, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "runs").mkdir()
     run = folder(tmp_path / "runs/a", *SMALL)
@@ -237,7 +237,7 @@ def test_commands_say_what_they_skipped(name, tmp_path, monkeypatch, capsys):
     )
 
 
-def test_a_run_whose_events_cannot_be_read_hides_no_other(tmp_path, monkeypatch, capsys):
+def test_status_shows_other_runs_besides_an_unreadable_run(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "runs").mkdir()
     bad = folder(tmp_path / "runs/a", *SMALL)
@@ -254,7 +254,7 @@ def test_a_run_whose_events_cannot_be_read_hides_no_other(tmp_path, monkeypatch,
         assert "must be a file" in text
 
 
-def test_only_rubbish(tmp_path, monkeypatch, capsys):
+def test_random_bytes_are_skipped(tmp_path, monkeypatch, capsys):
     run = folder(tmp_path / "r")
     run.events.write_bytes(random.Random(1).randbytes(300_000))
     for name in ("show", "status", "doctor"):
@@ -270,7 +270,7 @@ def test_a_lost_start_does_not_hide_the_steps(tmp_path, monkeypatch, capsys):
     assert (status, "after step 20; the event of its start is damaged" in text) == (0, True), text
 
 
-# Against what is simple and holds everything in memory
+# Compared with a simple reader that holds everything in memory
 
 
 def simple(happened: list[Event]) -> tuple[object, ...]:
@@ -315,7 +315,7 @@ def history(draw: random.Random, steps: int, starts: int) -> list[Event]:
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_read_at_once_or_as_it_grows(seed, tmp_path):
+def test_reading_at_once_and_incrementally_gives_the_same_result(seed, tmp_path):
     draw = random.Random(seed)
     happened = history(draw, draw.randint(5, 300), draw.randint(1, 5))
     run = folder(tmp_path / "r")
@@ -351,7 +351,7 @@ def test_a_file_that_was_replaced_is_read_again(tmp_path):
 
 
 @pytest.mark.parametrize("seed", range(10))
-def test_from_the_end_as_from_the_beginning(seed, tmp_path, monkeypatch):
+def test_reading_from_the_end_and_from_the_start_gives_the_same_result(seed, tmp_path, monkeypatch):
     """With blocks of a few bytes, so that every boundary falls everywhere."""
     draw = random.Random(seed)
     monkeypatch.setattr(events, "BLOCK_BYTES", draw.choice([1, 7, 64, 300, 5000]))
@@ -406,9 +406,9 @@ def long_run(tmp_path_factory) -> tuple[RunFolder, list[Event]]:
 
 @pytest.fixture
 def small_limits(monkeypatch):
-    """As if the run were ten times as long."""
+    """Limits for a run that is ten times as long."""
     monkeypatch.setattr(events, "MAX_PARSED_BYTES", 2**20)
-    monkeypatch.setattr(report_history, "MOST", 2**11)
+    monkeypatch.setattr(report_history, "MAX_POINTS", 2**11)
 
 
 def bytes_read() -> int:
@@ -445,11 +445,11 @@ def test_a_long_run_is_read_once_and_in_bounded_memory(long_run, small_limits):
     assert [point.step for point in found.steps] == sorted({point.step for point in found.steps})
     assert summary.metrics == {"accuracy": 360.0}
     assert (len(summary.saved), summary.failures[-1].message) == (36, "full")
-    measured = found.measured()
-    assert measured.steps == pytest.approx(36_000, rel=0.01)
-    assert measured.sampled is not None
-    assert measured.step_s == pytest.approx(0.2, rel=0.02)
-    assert measured.profiles == 8
+    breakdown = found.break_down()
+    assert breakdown.steps == pytest.approx(36_000, rel=0.01)
+    assert breakdown.sampled is not None
+    assert breakdown.step_s == pytest.approx(0.2, rel=0.02)
+    assert breakdown.profiles == 8
 
 
 def test_a_glance_at_a_long_run_reads_its_end(long_run, tmp_path):
@@ -489,7 +489,7 @@ def test_a_glance_at_a_long_run_reads_its_end(long_run, tmp_path):
     ],
 )
 def test_status_shows_a_metric_and_the_speed(best, metrics, shown, tmp_path, monkeypatch, capsys):
-    """Of the last evaluation, which is 2,000 steps before the end: further than a glance reads."""
+    """The metric is of the last evaluation, 2,000 steps before the end: further back than a glance reads."""
     early = Evaluated(step=5, metrics={"loss": 9.0, "accuracy": 9.0}, seconds=0.1) if metrics else step(5)
     late = Evaluated(step=10, metrics=metrics, seconds=0.1) if metrics else step(10)
     run = folder(tmp_path / "r", STARTED, *map(step, range(1, 5)), early, late, *map(step, range(11, 2011)))
@@ -512,18 +512,18 @@ def test_the_launcher_reads_a_long_run_in_bounded_memory(long_run, small_limits)
         assert tracemalloc.get_traced_memory()[1] < 3e6
     finally:
         tracemalloc.stop()
-    summary = SummaryBuilder()
+    builder = SummaryBuilder()
     for event in events.follow(run.events, lambda: True):
-        summary.add(event)
-        assert len(summary.history.points) <= 2 * report_history.MOST
-    found = summary.summary()
+        builder.add(event)
+        assert len(builder.history.points) <= 2 * report_history.MAX_POINTS
+    found = builder.build()
     steps, first_loss, last_loss, step_s, total_s = simple(happened)
     assert (found.steps, found.first_loss, found.last_loss) == (steps, first_loss, last_loss)
     assert found.total_s == pytest.approx(total_s), "sums are exact where each step passes by"
     assert found.step_s == pytest.approx(step_s, rel=0.02)
 
 
-def test_damage_in_a_long_run_is_counted_also_where_steps_are_not_parsed(long_run, small_limits, tmp_path):
+def test_damage_in_steps_that_are_not_parsed_is_counted(long_run, small_limits, tmp_path):
     run, _ = long_run
     again = folder(tmp_path / "r")
     content = bytearray(run.events.read_bytes())
@@ -538,7 +538,7 @@ def test_damage_in_a_long_run_is_counted_also_where_steps_are_not_parsed(long_ru
     assert found.summary.steps == 36_000
 
 
-def test_an_unreadable_run_is_a_run_error(tmp_path):
+def test_an_unreadable_run_raises_run_error(tmp_path):
     run = folder(tmp_path / "r", *SMALL)
     run.events.unlink()
     run.events.symlink_to(run.path)
@@ -620,7 +620,7 @@ def test_doctor_names_damaged_heartbeats(tmp_path, monkeypatch, capsys):
 @pytest.mark.parametrize(
     "content", [b"", b"\xff\0", b"--help", b"12; touch x"], ids=["empty", "bytes", "option", "shell"]
 )
-def test_status_shows_a_run_whose_job_is_damaged_and_those_after_it(content, tmp_path, monkeypatch, capsys):
+def test_status_shows_a_run_with_a_damaged_job_and_later_runs(content, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "runs").mkdir()
     damaged = folder(tmp_path / "runs/a", *SMALL).path / "job"
@@ -635,7 +635,7 @@ def test_status_shows_a_run_whose_job_is_damaged_and_those_after_it(content, tmp
 
 
 @pytest.mark.parametrize("content", [b"", b"\0\xff", b"[1]", b"{", b"[" * 100_000])
-def test_damaged_provenance_is_no_reason_to_stop(content, tmp_path):
+def test_damaged_provenance_is_skipped(content, tmp_path):
     run = folder(tmp_path / "r", *SMALL)
     assert run.origin() == ({}, "")
     run.provenance.write_bytes(content)
@@ -644,7 +644,7 @@ def test_damaged_provenance_is_no_reason_to_stop(content, tmp_path):
     assert why.startswith(f"skipped damaged {run.provenance}: ")
 
 
-def test_a_lock_that_is_none_is_named_and_hides_no_other_run(tmp_path, monkeypatch, capsys):
+def test_status_names_an_invalid_lock_and_shows_other_runs(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "runs").mkdir()
     (folder(tmp_path / "runs/a", STARTED, step(1)).path / "lock").mkdir()

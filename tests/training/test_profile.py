@@ -39,7 +39,7 @@ from paceline.plan.cost_model.step_time import PARTS
 from paceline.plan.model.library import load_model
 from paceline.plan.plan import parse
 from paceline.plan.search.search import find_fastest, search_plans
-from paceline.report.breakdown import measured
+from paceline.report.breakdown import break_down
 from paceline.run import RunFolder
 from paceline.training.profiling.peak_memory import Allocation, measure_peak
 from paceline.training.profiling.profiler import StepProfiler
@@ -236,7 +236,7 @@ def test_every_plan(plan: str) -> None:
     assert profiled.seconds["communication"] > 0
     assert (profiled.seconds["bubble"] > 0) == ("pp" in plan)
     assert [event.seconds for event in profiles(second)] == [event.seconds for event in profiles(first)]
-    assert sum(measured(first).seconds.values()) == pytest.approx(measured(first).step_s)
+    assert sum(break_down(first).seconds.values()) == pytest.approx(break_down(first).step_s)
     without = ranks(2)(train_events, task, SPEC.model_copy(update={"profile": False}), plan)[0]
     assert not profiles(without)
     assert losses(without) == losses(first), "profiling changes a result"
@@ -280,7 +280,7 @@ class Slow(models.Pairs):
 
 
 def test_slow_input_is_found() -> None:
-    result = measured(ranks(2)(train_events, SlowRows(), SPEC, "ddp")[0])
+    result = break_down(ranks(2)(train_events, SlowRows(), SPEC, "ddp")[0])
     assert max(result.seconds, key=lambda name: result.seconds[name]) == "input"
 
 
@@ -308,10 +308,10 @@ TRIES = 3  # of a profile of one step: on busy cores, the end of a collective ma
 
 
 def test_slow_rank_is_named() -> None:
-    tried = (measured(ranks(2)(train_events, SlowRanks(first=1), SPEC, "ddp")[0]) for _ in range(TRIES))
-    result = next(result for result in tried if result.slow == 1)
+    tried = (break_down(ranks(2)(train_events, SlowRanks(first=1), SPEC, "ddp")[0]) for _ in range(TRIES))
+    result = next(result for result in tried if result.straggler == 1)
     assert result.seconds["communication"] > result.step_s / 4, "half of the ranks wait for most of the step"
-    assert measured(ranks(2)(train_events, SlowRanks(), SPEC, "ddp")[0]).slow is None
+    assert break_down(ranks(2)(train_events, SlowRanks(), SPEC, "ddp")[0]).straggler is None
 
 
 class SlowStages(models.ShortText):
@@ -325,7 +325,7 @@ class SlowStages(models.ShortText):
 def test_bubble() -> None:
     """Two stages, two micro-batches: each stage is idle for a third of the forward pass."""
     for _ in range(3):  # if other programs delay both ranks, the pauses are a small part of the step
-        result = measured(
+        result = break_down(
             ranks(2)(train_events, SlowStages(), SPEC, "pp=2,microbatches=2,pp_schedule=gpipe")[0]
         )
         if result.seconds["bubble"] > max(result.step_s / 10, result.seconds["communication"]):
@@ -376,25 +376,25 @@ def profile(number: int, compute: float, communication: float, slowest: int = 0)
 
 def test_mean_leaves_out_first_and_profiled_steps() -> None:
     steps = [step(k, 9.0 if k in (1, 2, 3, 5) else 0.1) for k in range(1, 11)]
-    result = measured([started(), *steps[:5], profile(5, 0.3, 0.1), *steps[5:]])
+    result = break_down([started(), *steps[:5], profile(5, 0.3, 0.1), *steps[5:]])
     assert result.step_s == pytest.approx(0.1)
     assert result.seconds["compute"] == pytest.approx(0.09 * 3 / 4)
     assert result.seconds["input"] == pytest.approx(0.01)
-    assert (result.steps, result.slow) == (6, 0)
+    assert (result.steps, result.straggler) == (6, 0)
 
 
 def test_profiles_represent_steps_until_the_next_profile() -> None:
     steps = [step(k) for k in range(1, 21)]
-    result = measured([started(), *steps, profile(4, 0.1, 0.3, slowest=1), profile(8, 0.3, 0.1)])
+    result = break_down([started(), *steps, profile(4, 0.1, 0.3, slowest=1), profile(8, 0.3, 0.1)])
     assert result.seconds["compute"] == pytest.approx(0.09 * (4 * 1 / 4 + 12 * 3 / 4) / 16)
-    assert result.slow is None, "each rank is slow once"
+    assert result.straggler is None, "each rank is slow once"
 
 
 def test_only_steps_like_the_last_start_count() -> None:
     before = [started(), *(step(k, 5.0) for k in range(1, 11)), profile(4, 0.3, 0.1)]
     with pytest.raises(RunError, match="none of its steps was profiled"):
-        measured([*before, started(step=10, plan="zero3"), *(step(k) for k in range(11, 20))])
-    assert measured(
+        break_down([*before, started(step=10, plan="zero3"), *(step(k) for k in range(11, 20))])
+    assert break_down(
         [*before, started(step=10), *(step(k, 5.0) for k in range(11, 20))]
     ).step_s == pytest.approx(5.0)
 

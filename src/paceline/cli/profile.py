@@ -37,7 +37,14 @@ def profile(
     """Show where the time and memory of a run went, next to the predicted values."""
     from paceline.cli.plan_options import check_outputs
     from paceline.errors import PlanError, SpecError
-    from paceline.report.profile import PredictionReport, as_json, draw, heading, lines, tables
+    from paceline.report.profile import (
+        PredictionReport,
+        build_sentences,
+        build_tables,
+        draw,
+        format_heading,
+        to_json,
+    )
     from paceline.run import open_run
 
     check_outputs(json, plot)
@@ -70,18 +77,18 @@ def profile(
     if json is not None:
         from paceline.files import write_whole
 
-        write_whole(json, as_json(report))
+        write_whole(json, to_json(report))
     if plot is not None:
         draw(report, plot)
     console = Console(highlight=False)
-    console.print(heading(report), soft_wrap=True, markup=False)
-    for table in tables(report):
+    console.print(format_heading(report), soft_wrap=True, markup=False)
+    for table in build_tables(report):
         console.print()
         console.print(table)
     console.print()
     damaged = [] if measured else [folder.origin()[1]]
     for line in [
-        *lines(report),
+        *build_sentences(report),
         *filter(None, [str(skipped), *damaged]),
         *([update_message] if update_message else []),
     ]:
@@ -100,7 +107,7 @@ def _read_breakdown(folder: RunFolder) -> "tuple[RunBreakdown, Skipped]":
 
     run_view = view(folder)
     try:
-        return run_view.measured(), run_view.skipped
+        return run_view.break_down(), run_view.skipped
     except RunError as error:
         spec, launch = folder.request()
         plan = parse(launch.plan or "ddp")

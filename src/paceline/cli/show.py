@@ -12,7 +12,7 @@ def show(run: Annotated[Path, typer.Argument(help="Folder of the run")]) -> None
 
     from paceline.cli.run_state import describe_run
     from paceline.report.run_view import view
-    from paceline.report.text import closing, headline, line
+    from paceline.report.text import build_closing_table, format_event, format_headline
     from paceline.run import open_run
 
     folder = open_run(run)
@@ -24,13 +24,13 @@ def show(run: Annotated[Path, typer.Argument(help="Folder of the run")]) -> None
     if summary.started is None:
         console.print(f"{run}: {describe_run(folder, summary)}", markup=False)
         return
-    console.print(headline(summary.started), markup=False)
+    console.print(format_headline(summary.started), markup=False)
     starts = f", started {summary.starts} times" if summary.starts > 1 else ""
     console.print(f"{describe_run(folder, summary)}{starts}", markup=False)
-    console.print(closing(summary))
+    console.print(build_closing_table(summary))
     for failure in summary.failures:
         if failure.what == "run" and not failure.lost_peer:
-            console.print(line(failure), style="red", markup=False)
+            console.print(format_event(failure), style="red", markup=False)
     steps = folder.checkpoints()
     console.print(
         f"checkpoints kept: {', '.join(f'step {step}' for step in steps)}" if steps else "no checkpoint"

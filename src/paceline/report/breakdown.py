@@ -1,4 +1,4 @@
-"""Events -> where the time and memory of a run went. Reads files only; needs neither torch nor the run to be alive."""
+"""The breakdown of a run's time and memory, from its events. Requires neither torch nor a live run."""
 
 from collections import Counter
 from collections.abc import Iterable, Mapping
@@ -9,37 +9,39 @@ from paceline.events import Event, Profiled, Saved, Started, Step
 from paceline.report.history import History, HistoryPoint
 from paceline.report.summary import WARM_UP_STEPS
 
-CONSISTENT = 1.25  # a rank is slow that is busy so many times as long as the mean
-MOST_PROFILED = 10_000  # steps of one profile, whatever a damaged line says
+SLOW_RATIO = 1.25  # a rank is slow if it is busy for more than this multiple of the mean
+MAX_PROFILED = 10_000  # steps of one profile; a damaged line may have more
 
 
 @dataclass(frozen=True)
 class RunBreakdown:
-    """Of a step, the mean over those that were neither the first nor profiled."""
+    """The mean step of a run, without the first steps and the profiled steps."""
 
     started: Started  # the last start
-    first: float  # when the run was started for the first time
-    steps: int  # that the mean is over
-    step_s: float  # with what saves take of it
+    first: float  # time of the first start
+    steps: int  # number of steps in the mean
+    step_s: float  # including its share of saves
     seconds: Mapping[str, float]  # by part; they add up to step_s
-    memory: Mapping[str, float]  # bytes at the peak by part, of the rank that holds most
-    fullest: int  # that rank
+    memory: Mapping[str, float]  # bytes at the peak by part, of the rank with peak memory
+    peak_rank: int
     profiles: int
-    spent: float  # share of the time of all steps that profiling took
-    slow: int | None  # a rank for which the others wait
-    slow_s: float  # that it is busy in a step, and
-    busy_s: float  # the mean over the ranks
-    sampled: int | None = None  # of a long run: so many of its steps were looked at, and stand for all
+    profiling_share: float  # of the time of all steps
+    straggler: int | None  # rank for which the others wait
+    straggler_busy_s: float  # per step
+    mean_busy_s: float  # per step, over the ranks
+    sampled: int | None = None  # number of steps read of a long run, which represent all; None: all were read
 
 
 class RunBreakdownBuilder:
-    """Takes events as they come, in bounded memory; a step may stand for several. Holds the starts that are like the last one."""
+    """Builds a RunBreakdown from events in bounded memory. A step may represent several.
+
+    Only the last start counts, and those before it with the same plan, ranks and so on."""
 
     def __init__(self) -> None:
         self._first: float | None = None
-        self._begin()
+        self._reset()
 
-    def _begin(self) -> None:
+    def _reset(self) -> None:
         self._starts: list[Started] = []
         self._history = History()
         self._profiled: list[Profiled] = []
@@ -48,8 +50,8 @@ class RunBreakdownBuilder:
     def add(self, event: Event, count: int = 1) -> None:
         match event:
             case Started():
-                if not self._is_like(event):
-                    self._begin()
+                if not self._is_same_training(event):
+                    self._reset()
                 self._starts.append(event)
                 self._history.cut(event.step)
                 self._first = self._first if self._first is not None else event.time
@@ -60,89 +62,101 @@ class RunBreakdownBuilder:
             case Saved():
                 self._saving_s += event.blocked_s
 
-    def _is_like(self, event: Started) -> bool:
+    def _is_same_training(self, event: Started) -> bool:
         names = ("task", "plan", "ranks", "batch", "device", "precision", "threads")
         return bool(self._starts) and all(
             getattr(self._starts[-1], name) == getattr(event, name) for name in names
         )
 
-    def measured(self) -> RunBreakdown:
-        """Of the last start, and of those before it that were like it. Raises RunError where no step was profiled."""
+    def build(self) -> RunBreakdown:
+        """Return the breakdown. Raises RunError if no step was profiled."""
         profiled, points = self._profiled, self._history.points
         if not self._starts or self._first is None:
-            raise RunError("nothing has happened in it yet")
+            raise RunError("it has no events yet")
         if not profiled or not points:
             raise RunError("none of its steps was profiled")
         warm = {start.step + k for start in self._starts for k in range(1, WARM_UP_STEPS + 1)}
-        slowed = {one.step - k for one in profiled for k in range(min(one.num_steps, MOST_PROFILED))}
+        slowed = {
+            profile.step - k for profile in profiled for k in range(min(profile.num_steps, MAX_PROFILED))
+        }
         clean = [point for point in points if point.step not in warm and point.step not in slowed]
         counts = [float(point.num_steps) for point in clean]
         step_s = (
             _mean([point.step_s for point in clean], counts)
             if clean
-            else _mean([one.step_s for one in profiled])
+            else _mean([profile.step_s for profile in profiled])
         )
-        weights = _weights([one.step for one in profiled], points[-1].step)
-        names = dict.fromkeys(name for one in profiled for name in one.seconds)
+        weights = _count_steps_until_next([profile.step for profile in profiled], points[-1].step)
+        names = dict.fromkeys(name for profile in profiled for name in profile.seconds)
         shares = {
-            name: _mean([one.seconds.get(name, 0.0) / one.step_s for one in profiled], weights)
+            name: _mean([profile.seconds.get(name, 0.0) / profile.step_s for profile in profiled], weights)
             for name in names
         }
-        seconds = _scaled(shares, step_s, _input_s(profiled, clean, counts, weights))
+        seconds = _scale_to_step(shares, step_s, _mean_input_s(profiled, clean, counts, weights))
         seconds["save"] = self._saving_s / self._history.num_steps
         seconds["other"] = seconds.pop("other", 0.0)
-        spent = {one.step: one.costs_s for one in profiled}
-        fullest = max(profiled, key=lambda one: sum(one.memory.values()))
-        slow = _slow(profiled)
-        of_slow = [one for one in profiled if one.slowest == slow]
-        all_s = self._history.step_s
+        costs_s = {profile.step: profile.costs_s for profile in profiled}
+        peak = max(profiled, key=lambda profile: sum(profile.memory.values()))
+        straggler = _find_straggler(profiled)
+        slow_profiles = [profile for profile in profiled if profile.slowest == straggler]
+        total_s = self._history.step_s
         return RunBreakdown(
             started=self._starts[-1],
             first=self._first,
             steps=sum(point.num_steps for point in clean),
             step_s=step_s + seconds["save"],
             seconds=seconds,
-            memory=fullest.memory,
-            fullest=fullest.fullest,
+            memory=peak.memory,
+            peak_rank=peak.fullest,
             profiles=len(profiled),
-            spent=sum(spent.values()) / all_s if all_s else 0.0,
-            slow=slow,
-            slow_s=_mean([one.slowest_s for one in of_slow]) if of_slow else 0.0,
-            busy_s=_mean([one.busy_s for one in of_slow]) if of_slow else 0.0,
+            profiling_share=sum(costs_s.values()) / total_s if total_s else 0.0,
+            straggler=straggler,
+            straggler_busy_s=(
+                _mean([profile.slowest_s for profile in slow_profiles]) if slow_profiles else 0.0
+            ),
+            mean_busy_s=_mean([profile.busy_s for profile in slow_profiles]) if slow_profiles else 0.0,
             sampled=len(points) if self._history.is_thinned else None,
         )
 
 
-def measured(events: Iterable[Event]) -> RunBreakdown:
-    """Of the last start, and of those before it that were like it. Raises RunError where no step was profiled."""
+def break_down(events: Iterable[Event]) -> RunBreakdown:
+    """Return the breakdown of a run. Raises RunError if no step was profiled."""
     builder = RunBreakdownBuilder()
     for event in events:
         builder.add(event)
-    return builder.measured()
+    return builder.build()
 
 
-def _slow(profiled: list[Profiled]) -> int | None:
-    """The rank that is slowest in more than half of the profiles."""
-    found = Counter(one.slowest for one in profiled if one.slowest_s > CONSISTENT * one.busy_s)
-    rank, times = max(found.items(), key=lambda pair: pair[1], default=(None, 0))
-    return rank if 2 * times > len(profiled) else None
+def _find_straggler(profiled: list[Profiled]) -> int | None:
+    """Return the rank that is slowest in more than half of the profiles; None if there is none."""
+    counts = Counter(
+        profile.slowest for profile in profiled if profile.slowest_s > SLOW_RATIO * profile.busy_s
+    )
+    rank, count = max(counts.items(), key=lambda pair: pair[1], default=(None, 0))
+    return rank if 2 * count > len(profiled) else None
 
 
-def _input_s(
+def _mean_input_s(
     profiled: list[Profiled], clean: list[HistoryPoint], counts: list[float], weights: list[float]
 ) -> float:
-    """Each step says how long rank 0 waited for its batch; how much more or less the others do, only those that were profiled."""
-    more = _mean([one.seconds.get("input", 0.0) - one.input_s for one in profiled], weights)
-    first = (
+    """Return the mean seconds of input per step over all ranks.
+
+    Each step has the time that rank 0 waited for its batch; only profiled steps have that of other ranks."""
+    others_more_s = _mean(
+        [profile.seconds.get("input", 0.0) - profile.input_s for profile in profiled], weights
+    )
+    rank_0_s = (
         _mean([point.data_s for point in clean], counts)
         if clean
-        else _mean([one.input_s for one in profiled], weights)
+        else _mean([profile.input_s for profile in profiled], weights)
     )
-    return max(0.0, first + more)
+    return max(0.0, rank_0_s + others_more_s)
 
 
-def _scaled(shares: Mapping[str, float], step_s: float, input_s: float) -> dict[str, float]:
-    """Profiled steps take longer than others: what is not input has its share of what is left."""
+def _scale_to_step(shares: Mapping[str, float], step_s: float, input_s: float) -> dict[str, float]:
+    """Return the seconds of each part in a step that was not profiled.
+
+    Profiled steps take longer: all parts except input share the rest of the step in proportion."""
     input_s = min(input_s, step_s)
     rest = sum(share for name, share in shares.items() if name != "input") or 1.0
     return {
@@ -151,8 +165,8 @@ def _scaled(shares: Mapping[str, float], step_s: float, input_s: float) -> dict[
     }
 
 
-def _weights(steps: list[int], last: int) -> list[float]:
-    """A profile stands for the steps until the next one."""
+def _count_steps_until_next(steps: list[int], last: int) -> list[float]:
+    """Return the number of steps that each profile represents: those until the next profile."""
     return [max(1, until - step) for step, until in zip(steps, [*steps[1:], last], strict=True)]
 
 

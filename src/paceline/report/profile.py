@@ -1,4 +1,4 @@
-"""What was predicted of a run beside what was measured, as text, JSON and a picture."""
+"""Predicted and measured time and memory of a run, as text, JSON and a picture."""
 
 import json
 from collections.abc import Callable, Iterator
@@ -23,7 +23,9 @@ from paceline.units import format_bytes, format_seconds, several
 
 @dataclass(frozen=True)
 class PredictionReport:
-    """`cost`: what was predicted, or why nothing was. `notes`: what that rests on."""
+    """A measured breakdown and its prediction.
+
+    cost: the prediction; None for the reason in `unpredicted`. notes: assumptions of the prediction."""
 
     measured: RunBreakdown
     cost: Cost | None
@@ -56,97 +58,103 @@ class PredictionReport:
         return ComparisonRow("peak", sum(row.measured for row in rows), predicted)
 
 
-def heading(found: PredictionReport) -> str:
-    started = found.measured.started
+def format_heading(report: PredictionReport) -> str:
+    started = report.measured.started
     task = started.task.rpartition("/")[2]
-    where = f" on {found.cluster}" if found.cluster else ""
+    where = f" on {report.cluster}" if report.cluster else ""
     ranks = several(started.ranks, "rank")
-    said = f"{task}: plan {started.plan} on {ranks}, {started.device}, batch {started.batch}"
-    return said + (
-        f"; predicted{where}" if found.cost is not None else f"; not predicted: {found.unpredicted}"
-    )
+    heading = f"{task}: plan {started.plan} on {ranks}, {started.device}, batch {started.batch}"
+    if report.cost is None:
+        return f"{heading}; not predicted: {report.unpredicted}"
+    return f"{heading}; predicted{where}"
 
 
-def tables(found: PredictionReport) -> list[Table]:
-    memory = f"memory of rank {found.measured.fullest}"
+def build_tables(report: PredictionReport) -> list[Table]:
+    memory = f"memory of rank {report.measured.peak_rank}"
     return [
-        _table("time of a step", found.time, found.step, format_seconds),
-        _table(memory, found.memory, found.peak, format_bytes),
+        _build_table("time of a step", report.time, report.step, format_seconds),
+        _build_table(memory, report.memory, report.peak, format_bytes),
     ]
 
 
-def _table(title: str, rows: list[ComparisonRow], whole: ComparisonRow, say: Callable[[float], str]) -> Table:
-    shown = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
-    shown.add_column(title)
+def _build_table(
+    title: str, rows: list[ComparisonRow], total: ComparisonRow, format_value: Callable[[float], str]
+) -> Table:
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    table.add_column(title)
     for name in ("predicted", "±", "measured", "share", "error"):
-        shown.add_column(name, justify="right", no_wrap=True)
-    for row in [*rows, whole]:
+        table.add_column(name, justify="right", no_wrap=True)
+    for row in [*rows, total]:
         spread = f"{row.spread / row.predicted:.0%}" if row.predicted and row.spread else ""
         error = f"{row.error:+.0%}" if row.error is not None else ""
-        predicted = say(row.predicted) if row.predicted is not None else ""
-        style = "bold" if row is whole else None
-        shown.add_row(
+        predicted = format_value(row.predicted) if row.predicted is not None else ""
+        style = "bold" if row is total else None
+        table.add_row(
             row.name,
             predicted,
             spread,
-            say(row.measured),
-            f"{row.measured / whole.measured:.0%}",
+            format_value(row.measured),
+            f"{row.measured / total.measured:.0%}",
             error,
             style=style,
         )
-    return shown
+    return table
 
 
-def lines(found: PredictionReport) -> Iterator[str]:
-    """What the tables come to, in sentences."""
-    seen, furthest = found.measured, find_largest_difference(found.time)
-    if furthest is not None and furthest.off:
-        less = "less" if furthest.off < 0 else "more"
+def build_sentences(report: PredictionReport) -> Iterator[str]:
+    """Yield the conclusions from the tables."""
+    measured, worst = report.measured, find_largest_difference(report.time)
+    if worst is not None and worst.off:
+        less = "less" if worst.off < 0 else "more"
         yield (
-            f"worst: {furthest.name}, predicted {format_seconds(abs(furthest.off))} {less} than measured, "
-            f"{abs(furthest.off) / seen.step_s:.0%} of the step"
+            f"worst: {worst.name}, predicted {format_seconds(abs(worst.off))} {less} than measured, "
+            f"{abs(worst.off) / measured.step_s:.0%} of the step"
         )
-    if seen.slow is not None:
+    if measured.straggler is not None:
         yield (
-            f"rank {seen.slow} is busy for {format_seconds(seen.slow_s)} of a step, the mean rank for {format_seconds(seen.busy_s)}: "
+            f"rank {measured.straggler} is busy for {format_seconds(measured.straggler_busy_s)} of a step, "
+            f"the mean rank for {format_seconds(measured.mean_busy_s)}: "
             "the others wait for it"
         )
-    times = several(seen.profiles, "profile")
-    looked_at = f", of which {seen.sampled:,} were looked at" if seen.sampled is not None else ""
-    yield f"mean of {seen.steps} steps{looked_at}; parts from {times}, which took {seen.spent:.1%} of the run's time"
-    yield from found.notes
+    sampled = f" ({measured.sampled:,} of them were read)" if measured.sampled is not None else ""
+    yield (
+        f"mean of {measured.steps} steps{sampled}; parts from {several(measured.profiles, 'profile')}, "
+        f"which took {measured.profiling_share:.1%} of the run's time"
+    )
+    yield from report.notes
 
 
-def as_json(found: PredictionReport) -> str:
-    seen, started = found.measured, found.measured.started
+def to_json(report: PredictionReport) -> str:
+    measured, started = report.measured, report.measured.started
     facts: dict[str, Any] = {
         "task": started.task,
         "plan": started.plan,
         "ranks": started.ranks,
         "device": started.device,
     }
-    facts |= {"batch": started.batch, "steps": seen.steps, "profiles": seen.profiles, "profiling": seen.spent}
+    facts |= {"batch": started.batch, "steps": measured.steps, "profiles": measured.profiles}
+    facts |= {"profiling": measured.profiling_share}
     facts |= {
-        "cluster": found.cluster or None,
-        "not_predicted": found.unpredicted or None,
-        "notes": found.notes,
+        "cluster": report.cluster or None,
+        "not_predicted": report.unpredicted or None,
+        "notes": report.notes,
     }
     facts |= {
-        "slow_rank": seen.slow,
-        "slow_rank_busy_s": seen.slow_s,
-        "mean_rank_busy_s": seen.busy_s,
-        "memory_rank": seen.fullest,
+        "slow_rank": measured.straggler,
+        "slow_rank_busy_s": measured.straggler_busy_s,
+        "mean_rank_busy_s": measured.mean_busy_s,
+        "memory_rank": measured.peak_rank,
     }
-    furthest = find_largest_difference(found.time)
-    facts |= {"worst": furthest.name if furthest is not None else None}
+    worst = find_largest_difference(report.time)
+    facts |= {"worst": worst.name if worst is not None else None}
     facts |= {
-        "time_s": _figures([*found.time, found.step]),
-        "memory_bytes": _figures([*found.memory, found.peak]),
+        "time_s": _rows_to_json([*report.time, report.step]),
+        "memory_bytes": _rows_to_json([*report.memory, report.peak]),
     }
     return json.dumps(facts, indent=1) + "\n"
 
 
-def _figures(rows: list[ComparisonRow]) -> dict[str, dict[str, float | None]]:
+def _rows_to_json(rows: list[ComparisonRow]) -> dict[str, dict[str, float | None]]:
     return {
         row.name: {
             "predicted": row.predicted,
@@ -158,11 +166,11 @@ def _figures(rows: list[ComparisonRow]) -> dict[str, dict[str, float | None]]:
     }
 
 
-def draw(found: PredictionReport, path: Path) -> None:
-    """Stacked bars of predicted over measured, of time and of memory."""
-    with figure(path, 9.0, 4.2) as drawn:
+def draw(report: PredictionReport, path: Path) -> None:
+    """Draw stacked bars of predicted and measured time and memory."""
+    with figure(path, 9.0, 4.2) as canvas:
         for axes, rows, unit, size in zip(
-            drawn.subplots(2), (found.time, found.memory), ("ms a step", "MiB"), (1e-3, 2**20), strict=True
+            canvas.subplots(2), (report.time, report.memory), ("ms a step", "MiB"), (1e-3, 2**20), strict=True
         ):
             left = [0.0, 0.0]
             for at, row in enumerate(rows):
@@ -173,4 +181,4 @@ def draw(found: PredictionReport, path: Path) -> None:
             axes.set_xlabel(unit)
             axes.spines[["top", "right"]].set_visible(False)
             axes.legend(loc="center left", bbox_to_anchor=(1.0, 0.5), frameon=False, fontsize=8)
-        drawn.suptitle(heading(found), fontsize=9)
+        canvas.suptitle(format_heading(report), fontsize=9)

@@ -1,4 +1,4 @@
-"""Show a training while it runs: a progress bar on a terminal, plain lines elsewhere and in log.txt, scalars for TensorBoard."""
+"""Progress of a training: a bar on a terminal, lines elsewhere and in log.txt, scalars for TensorBoard."""
 
 import contextlib
 import importlib.util
@@ -16,41 +16,48 @@ from paceline.events import Ended, Evaluated, Event, Failed, Stalled, Started, S
 from paceline.output import open_append
 from paceline.report.run_view import view
 from paceline.report.summary import SummaryBuilder
-from paceline.report.text import closing, headline, line, metrics, phases
+from paceline.report.text import (
+    build_closing_table,
+    format_event,
+    format_headline,
+    format_metrics,
+    format_start_times,
+)
 from paceline.run import RunFolder
 
 Show = Callable[[Event], None]
-LINES_S = 1.0  # at most one line of a step in so many seconds
-SCALARS_S = 0.1
+LINES_S = 1.0  # minimum interval between lines of steps
+SCALARS_S = 0.1  # minimum interval between points
 
 
 def watch(events: Iterator[Event], run: RunFolder, console: Console | None = None) -> Event | None:
-    """Show events as they come, and a table once they end. Returns the last one."""
+    """Show events as they arrive, and a table at the end. Return the last event."""
     console = console or Console(highlight=False, soft_wrap=not sys.stdout.isatty())
     summary, last, is_resumed = SummaryBuilder(), None, False
-    with contextlib.ExitStack() as open_now:
+    with contextlib.ExitStack() as stack:
         shows: list[Show] = []
         for event in events:
             if not shows:
-                with contextlib.suppress(OSError):  # a disk that takes no more files: the run goes on
-                    shows = [_lines(partial(_log, open_now.enter_context(open_append(run.log))))]
+                with contextlib.suppress(OSError):  # the disk is full; the run continues
+                    shows = [_show_lines(partial(_log, stack.enter_context(open_append(run.log))))]
                 shows.append(
-                    open_now.enter_context(_bar(console))
+                    stack.enter_context(_show_bar(console))
                     if console.is_terminal
-                    else _lines(partial(_print, console))
+                    else _show_lines(partial(_print, console))
                 )
                 if importlib.util.find_spec("tensorboard") is not None:
-                    shows.append(open_now.enter_context(_scalars(run.tensorboard)))
+                    shows.append(stack.enter_context(_write_scalars(run.tensorboard)))
             summary.add(event)
             is_resumed |= last is None and isinstance(event, Started) and event.step > 0
             last = event
             for show in shows:
                 show(event)
     if isinstance(last, Ended):
-        found = summary.summary()
-        if is_resumed and (whole := view(run).summary).ended is not None:  # a full disk may have cost events
-            found = whole
-        console.print(closing(found))
+        result = summary.build()
+        # A full disk may have lost events of earlier starts: then the file has no end.
+        if is_resumed and (whole := view(run).summary).ended is not None:
+            result = whole
+        console.print(build_closing_table(result))
         stopped = last.reason == "stopped"
         console.print(
             f"[bold]run[/]  {run.path}"
@@ -67,7 +74,7 @@ def _log(file: TextIO, text: str) -> None:
     print(time.strftime("%H:%M:%S"), text, file=file)
 
 
-def _lines(write: Callable[[str], Any]) -> Show:
+def _show_lines(write: Callable[[str], Any]) -> Show:
     last, lr_group = float("-inf"), ""
 
     def show(event: Event) -> None:
@@ -77,12 +84,12 @@ def _lines(write: Callable[[str], Any]) -> Show:
                 return
             last = event.time
         if isinstance(event, Failed) and event.what == "run":
-            return  # whoever started the ranks says which of them was the cause
+            return  # the launcher reports which rank was the cause
         if isinstance(event, Started):
             lr_group = event.lr_group
-        write(line(event, lr_group))
+        write(format_event(event, lr_group))
         if isinstance(event, Started) and event.start_s:
-            write(phases(event))
+            write(format_start_times(event))
         for note in event.notes if isinstance(event, Started) else ():
             write(f"note: {note}")
 
@@ -90,7 +97,7 @@ def _lines(write: Callable[[str], Any]) -> Show:
 
 
 @contextlib.contextmanager
-def _bar(console: Console) -> Iterator[Show]:
+def _show_bar(console: Console) -> Iterator[Show]:
     columns = (
         BarColumn(bar_width=24),
         MofNCompleteColumn(),
@@ -107,7 +114,7 @@ def _bar(console: Console) -> Iterator[Show]:
             nonlocal last
             match event:
                 case Started():
-                    for text in (headline(event), *(f"note: {note}" for note in event.notes)):
+                    for text in (format_headline(event), *(f"note: {note}" for note in event.notes)):
                         _print(console, text)
                     progress.reset(bar, total=event.steps, completed=event.step, visible=True)
                 case Step():
@@ -123,21 +130,21 @@ def _bar(console: Console) -> Iterator[Show]:
                 case Evaluated():
                     progress.update(
                         bar,
-                        metrics=metrics(
+                        metrics=format_metrics(
                             {name: value for name, value in event.metrics.items() if name != "loss"}
                         ),
                     )
                 case Failed() if event.what != "run":
                     console.print(event.message, style="red", markup=False)
                 case Stalled():
-                    console.print(line(event), style="red", markup=False)
+                    console.print(format_event(event), style="red", markup=False)
 
         yield show
 
 
 @contextlib.contextmanager
-def _scalars(folder: Path) -> Iterator[Show]:
-    """At most ten points a second, so that a training of short steps is not held up."""
+def _write_scalars(folder: Path) -> Iterator[Show]:
+    """Write scalars for TensorBoard, at most ten points a second so that short steps are not slowed down."""
     writer: Any = None
     last = 0.0
 

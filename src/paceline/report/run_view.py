@@ -1,15 +1,16 @@
-"""RunView: what the files of a run tell, for commands, pages and reports. It reads only, and needs neither torch nor a live run.
+"""Views of a run from its files, for commands, pages and reports. They require neither torch nor a live run.
 
     view = RunView(RunFolder(path))
-    view.refresh()                 # the whole history, in bounded memory; again later: what has been appended since
-    view.summary, view.measured()  # facts
-    view.steps                     # points of a curve
-    view.skipped                   # lines that could not be read
+    view.refresh()                   # reads the history in bounded memory; later calls read appended lines
+    view.summary, view.break_down()  # facts
+    view.steps                       # points of a curve
+    view.skipped                     # lines that could not be read
 
-    glance(RunFolder(path))        # how it is now: reads the end of its file, and searches back to its last start
+    glance(RunFolder(path))          # present state: reads the end of the file, back to the last start
 
-A history of up to 2^15 steps is exact. Of a longer one, evenly spaced steps are parsed and stand for those between them (`Summary.sampled`
-says how many were), besides the first steps of each start, the last step and all events that are no steps.
+A history of up to 2^15 steps is exact. Of a longer history, evenly spaced steps are parsed, which represent
+the steps between them; `Summary.sampled` is their number. The first steps of each start, the last step and
+all other events are always parsed.
 """
 
 from collections.abc import Sequence
@@ -24,38 +25,42 @@ from paceline.run import RunFolder
 
 
 class RunView:
+    """The whole history of a run, read incrementally."""
+
     def __init__(self, run: RunFolder):
         self.run = run
         self._reader = EventReader(run.events)
-        self._begin()
+        self._reset()
 
-    def _begin(self) -> None:
-        self._summary, self._measured = SummaryBuilder(), RunBreakdownBuilder()
+    def _reset(self) -> None:
+        self._summary, self._breakdown = SummaryBuilder(), RunBreakdownBuilder()
 
     def refresh(self) -> bool:
-        """Read what has been appended since the last time; return whether there was anything. Raises RunError for an unreadable file."""
+        """Read the lines appended since the last call, and return whether there were any.
+
+        Raises RunError for an unreadable file."""
         restarts, is_new = self._reader.restarts, False
         with events.readable(self.run.events):
             for event, count in self._reader.sampled():
-                if self._reader.restarts > restarts:  # another file took its place
+                if self._reader.restarts > restarts:  # another file replaced it
                     restarts = self._reader.restarts
-                    self._begin()
+                    self._reset()
                 self._summary.add(event, count)
-                self._measured.add(event, count)
+                self._breakdown.add(event, count)
                 is_new = True
         return is_new
 
     @property
     def summary(self) -> Summary:
-        return self._summary.summary()
+        return self._summary.build()
 
-    def measured(self) -> RunBreakdown:
-        """Return where time and memory went. Raises RunError where no step was profiled."""
-        return self._measured.measured()
+    def break_down(self) -> RunBreakdown:
+        """Return the breakdown of time and memory. Raises RunError if no step was profiled."""
+        return self._breakdown.build()
 
     @property
     def steps(self) -> Sequence[HistoryPoint]:
-        """The steps in rising order, each with the number of steps that it stands for."""
+        """The steps in ascending order, each with the number of steps that it represents."""
         return self._summary.history.points
 
     @property
@@ -64,22 +69,25 @@ class RunView:
 
 
 def view(run: RunFolder) -> RunView:
-    """Return a view of all that has happened so far."""
-    found = RunView(run)
-    found.refresh()
-    return found
+    """Return a view of the history until now. Raises RunError for an unreadable file."""
+    run_view = RunView(run)
+    run_view.refresh()
+    return run_view
 
 
 @dataclass(frozen=True)
 class RunGlance:
-    """`summary`: of the last start, its last evaluation, save and failure, and the last lines; its rates are of these lines."""
+    """The present state of a run.
+
+    summary: of the last start, its last evaluation, save and failure, and the last lines. Rates are of the
+    last lines only."""
 
     summary: Summary
-    skipped: Skipped = field(default_factory=Skipped)  # of what was read
+    skipped: Skipped = field(default_factory=Skipped)  # of the lines that were read
 
 
 def glance(run: RunFolder) -> RunGlance:
-    """Return how a run is now. Raises RunError for an unreadable file."""
+    """Return the present state of a run. Raises RunError for an unreadable file."""
     skipped, builder = Skipped(), SummaryBuilder()
     with events.readable(run.events):
         begin, lines = events.tail(run.events, skipped)
@@ -91,4 +99,4 @@ def glance(run: RunFolder) -> RunGlance:
         )
     for event in [*before, *lines]:
         builder.add(event)
-    return RunGlance(builder.summary(), skipped)
+    return RunGlance(builder.build(), skipped)

@@ -1,4 +1,4 @@
-"""Events -> a summary of facts. Reads files only; needs neither torch nor the run to be alive."""
+"""The summary of a run from its events. Requires neither torch nor a live run."""
 
 from collections import deque
 from collections.abc import Iterable, Mapping
@@ -7,12 +7,14 @@ from dataclasses import dataclass, field
 from paceline.events import Ended, Evaluated, Event, Failed, Saved, Started, Step
 from paceline.report.history import History, TimeSpent, median
 
-WARM_UP_STEPS = 3  # left out of rates: they allocate, connect and compile
-KEPT = 1000  # evaluations, saves and failures, the last ones
+WARM_UP_STEPS = 3  # of each start, excluded from rates: they allocate, connect and compile
+MAX_EVENTS = 1000  # number of last evaluations, saves and failures that are kept
 
 
 @dataclass(frozen=True)
 class Summary:
+    """Facts of a run."""
+
     started: Started | None  # the last start
     starts: int
     steps: int  # done
@@ -22,28 +24,28 @@ class Summary:
     samples_per_s: float | None  # median over the steps
     step_s: float | None
     total_s: float  # of steps, evaluation and saving
-    shares: Mapping[str, float]  # of total_s; parts that cannot be known are not among them
+    shares: Mapping[str, float]  # of total_s; unknown parts are absent
     saved: tuple[Saved, ...]
     failures: tuple[Failed, ...]
     ended: Ended | None  # None: interrupted, or still running
     wall_s: Mapping[str, float] = field(default_factory=dict)  # start, training, end; of all starts
-    sampled: int | None = None  # of a long run: so many of its steps were looked at, and stand for all
+    sampled: int | None = None  # number of steps read of a long run, which represent all; None: all were read
 
 
 class SummaryBuilder:
-    """Takes events as they come, in bounded memory; a step may stand for several."""
+    """Builds a Summary from events in bounded memory. A step may represent several."""
 
     def __init__(self) -> None:
         self.history = History()
         self._started: Started | None = None
         self._starts = 0
         self._evaluating, self._saving = TimeSpent(), TimeSpent()
-        self._evaluated: deque[Evaluated] = deque(maxlen=KEPT)
-        self._saved: deque[Saved] = deque(maxlen=KEPT)
-        self._failures: deque[Failed] = deque(maxlen=KEPT)
+        self._evaluated: deque[Evaluated] = deque(maxlen=MAX_EVENTS)
+        self._saved: deque[Saved] = deque(maxlen=MAX_EVENTS)
+        self._failures: deque[Failed] = deque(maxlen=MAX_EVENTS)
         self._ended: Ended | None = None
         self._wall_s = {"start": 0.0, "training": 0.0, "end": 0.0}
-        self._until = 0.0  # when the training was last seen to go on
+        self._until = 0.0  # time of the last progress
 
     def add(self, event: Event, count: int = 1) -> None:
         match event:
@@ -60,11 +62,11 @@ class SummaryBuilder:
                     self._saved.pop()
             case Step():
                 self.history.add(event, count)
-                self._trains_until(event.time)
+                self._add_training_time(event.time)
             case Evaluated():
                 self._evaluated.append(event)
                 self._evaluating.add(event.step, event.seconds)
-                self._trains_until(event.time)
+                self._add_training_time(event.time)
             case Saved():
                 self._saved.append(event)
                 self._saving.add(event.step, event.blocked_s)
@@ -74,11 +76,11 @@ class SummaryBuilder:
                 self._ended = event
                 self._wall_s["end"] += max(0.0, event.time - self._until)
 
-    def _trains_until(self, now: float) -> None:
+    def _add_training_time(self, now: float) -> None:
         self._wall_s["training"] += max(0.0, now - self._until)
         self._until = max(self._until, now)
 
-    def summary(self) -> Summary:
+    def build(self) -> Summary:
         history, started, ended = self.history, self._started, self._ended
         warm_from = (started.step if started is not None else 0) + WARM_UP_STEPS
         warm = [point for point in history.points if point.step > warm_from] or history.points
@@ -112,7 +114,8 @@ class SummaryBuilder:
 
 
 def summarize(events: Iterable[Event]) -> Summary:
+    """Return the summary of events."""
     builder = SummaryBuilder()
     for event in events:
         builder.add(event)
-    return builder.summary()
+    return builder.build()

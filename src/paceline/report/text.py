@@ -9,35 +9,41 @@ from paceline.report.summary import Summary
 from paceline.units import format_bytes, format_count, format_seconds, several
 
 
-def line(event: Event, lr_group: str = "") -> str:
-    """One line for a log. `lr_group`: of the last start."""
+def format_event(event: Event, lr_group: str = "") -> str:
+    """Return a line for a log. lr_group: parameter group of the learning rate, from the last start."""
     match event:
         case Started():
-            return headline(event)
+            return format_headline(event)
         case Step():
-            norm = f"{event.grad_norm:.3g}" if event.grad_norm is not None else "overflow, left out"
+            norm = f"{event.grad_norm:.3g}" if event.grad_norm is not None else "overflow, update skipped"
             lr = f"{event.lr:.3g}" + (f" ({lr_group})" if lr_group else "")
-            return f"step {event.step}  loss {event.loss:.4f}  grad norm {norm}  lr {lr}  {event.samples_per_s:,.0f} samples/s"
+            return (
+                f"step {event.step}  loss {event.loss:.4f}  grad norm {norm}  lr {lr}  "
+                f"{event.samples_per_s:,.0f} samples/s"
+            )
         case Profiled():
             shares = ", ".join(
                 f"{name} {seconds / event.step_s:.0%}" for name, seconds in event.seconds.items() if seconds
             )
             return f"step {event.step}  profiled: {shares}"
         case Evaluated():
-            return f"step {event.step}  evaluated: {metrics(event.metrics)}"
+            return f"step {event.step}  evaluated: {format_metrics(event.metrics)}"
         case Saved():
-            return f"step {event.step}  saved {event.path}, {format_bytes(event.bytes)} in {format_seconds(event.seconds)}"
+            size = f"{format_bytes(event.bytes)} in {format_seconds(event.seconds)}"
+            return f"step {event.step}  saved {event.path}, {size}"
         case Failed():
-            who = "" if event.what == "save" or event.message.startswith("rank ") else f"rank {event.rank}: "
-            return f"step {event.step}  {who}{event.message}"
+            is_named = event.what == "save" or event.message.startswith("rank ")
+            rank = "" if is_named else f"rank {event.rank}: "
+            return f"step {event.step}  {rank}{event.message}"
         case Stalled():
-            return f"step {event.step}  it does not go on: {event.message}"
+            return f"step {event.step}  stalled: {event.message}"
         case Ended():
             return f"step {event.step}  {event.reason}"
     return type(event).__name__.lower()
 
 
-def headline(started: Started) -> str:
+def format_headline(started: Started) -> str:
+    """Return a line with task, length, data and plan of a start."""
     ranks = several(started.ranks, "rank")
     threads = several(started.threads, "thread")
     task = started.task.rpartition("/")[2]
@@ -49,18 +55,18 @@ def headline(started: Started) -> str:
     )
 
 
-def phases(started: Started) -> str:
-    """How long the start took."""
-    each = ", ".join(f"{name} {format_seconds(seconds)}" for name, seconds in started.start_s.items())
-    return f"start {format_seconds(sum(started.start_s.values()))}: {each}"
+def format_start_times(started: Started) -> str:
+    """Return a line with the seconds of each part of a start."""
+    parts = ", ".join(f"{name} {format_seconds(seconds)}" for name, seconds in started.start_s.items())
+    return f"start {format_seconds(sum(started.start_s.values()))}: {parts}"
 
 
-def metrics(values: object) -> str:
+def format_metrics(values: object) -> str:
     return "  ".join(f"{name} {value:.4f}" for name, value in dict(values).items())  # type: ignore[call-overload]
 
 
-def closing(summary: Summary) -> RenderableType:
-    """The table at the end of a training."""
+def build_closing_table(summary: Summary) -> RenderableType:
+    """Return the table at the end of a training."""
     table = Table.grid(padding=(0, 2))
     table.add_column(style="bold")
     table.add_column()
@@ -68,15 +74,13 @@ def closing(summary: Summary) -> RenderableType:
         table.add_row("loss", f"{summary.first_loss:.4f} → {summary.last_loss:.4f}")
     for name, value in summary.metrics.items():
         table.add_row(f"validation {name}", f"{value:.4f}")
-    middle = (
-        "median"
-        if summary.sampled is None
-        else f"median of {summary.sampled:,} steps, evenly spaced, which stand for all"
-    )
+    median = "median"
+    if summary.sampled is not None:
+        median += f" of {summary.sampled:,} evenly spaced steps"
     if summary.samples_per_s is not None and summary.step_s is not None:
         table.add_row(
             "speed",
-            f"{summary.samples_per_s:,.0f} samples/s, {format_seconds(summary.step_s)} a step ({middle})",
+            f"{summary.samples_per_s:,.0f} samples/s, {format_seconds(summary.step_s)} a step ({median})",
         )
     if summary.shares:
         table.add_row(
@@ -91,10 +95,11 @@ def closing(summary: Summary) -> RenderableType:
         last = summary.saved[-1]
         table.add_row(
             "checkpoint",
-            f"step {last.step}, {format_bytes(last.bytes)}, training stood still for {format_seconds(last.blocked_s)}",
+            f"step {last.step}, {format_bytes(last.bytes)}, "
+            f"training was blocked for {format_seconds(last.blocked_s)}",
         )
     notes = [
         Text(f"note: {note}", style="yellow") for note in (summary.started.notes if summary.started else ())
     ]
-    lost = [Text(failure.message, style="red") for failure in summary.failures if failure.what != "run"]
-    return Group(table, *notes, *lost)
+    failures = [Text(failure.message, style="red") for failure in summary.failures if failure.what != "run"]
+    return Group(table, *notes, *failures)
