@@ -144,7 +144,7 @@ def test_micro_batches_are_another_training_for_batch_norm(
 
 def test_float64_is_not_predicted() -> None:
     with pytest.raises(
-        PlanError, match="fp64 takes is not predicted; use --precision fp32, bf16, fp16, or name a plan"
+        PlanError, match="fp64 cannot be predicted; use --precision fp32, bf16, fp16, or name a plan"
     ):
         choose_plan(Spec(task="text", precision="fp64"), SMALL, 2, cluster=machine())
 

@@ -140,7 +140,7 @@ def test_a_model_from_a_file(tmp_path):
 @pytest.mark.parametrize(
     ("text", "says"),
     [
-        ("layers = 2\n", "does not say hidden, heads, vocab, seq"),
+        ("layers = 2\n", "lacks hidden, heads, vocab, seq"),
         ('like = "llama3-8b"\nlayer = 3\n', "did you mean layers"),
         ('like = "llama9"\n', "did you mean llama"),
         ('like = "llama3-8b"\nheads = 5\n', "not divisible by heads=5"),
@@ -157,7 +157,7 @@ def test_a_file_that_is_no_model(tmp_path, text, says):
 def test_an_unknown_model_has_a_nearest_one():
     with pytest.raises(SpecError, match="did you mean llama3-70b"):
         load_model("llama3-70")
-    with pytest.raises(SpecError, match="no transformer"):
+    with pytest.raises(SpecError, match="there is no transformer"):
         load_model("resnet50", seq=3)
 
 

@@ -117,13 +117,13 @@ def test_constants_are_those_of_the_last_fit():
 
 def test_an_unknown_network_is_no_number():
     lonely = cluster(16).model_copy(update={"links": cluster(16).links[:1]})
-    with pytest.raises(PlanError, match=r"between nodes is not known.*@GB/s"):
+    with pytest.raises(PlanError, match=r"between nodes is unknown.*@GB/s"):
         predict(load_model("gpt2"), parse("ddp"), lonely, 64)
 
 
 def test_an_unknown_peak_is_no_number():
     device = cluster(1).device.model_copy(update={"peaks_flops": {}, "name": "abacus"})
-    with pytest.raises(PlanError, match="the peak of abacus is not known; give it with --peak"):
+    with pytest.raises(PlanError, match="the peak of abacus is unknown; give it with --peak"):
         predict(load_model("gpt2"), parse("single"), cluster(1, 1).model_copy(update={"device": device}), 8)
 
 
@@ -133,7 +133,7 @@ def test_a_device_of_no_known_family_is_a_guess_that_says_so():
         load_model("gpt2"), parse("single"), cluster(1, 1).model_copy(update={"device": device}), 8
     )
     assert found.time.extrapolated
-    assert found.time.guesses == ("what abacus reaches of its peak is a guess",)
+    assert found.time.guesses == ("the share of its peak that abacus reaches is a guess",)
     assert not predict(load_model("gpt2"), parse("single"), cluster(1, 1), 8).time.extrapolated
 
 

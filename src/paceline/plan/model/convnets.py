@@ -11,17 +11,19 @@ CLASSES = 1000
 
 @dataclass(frozen=True)
 class Conv:
-    """A convolution, the batch norm behind it, and what follows that."""
+    """A convolution with the batch norm and activation after it.
+
+    size: of the output, in each direction. activation: elements that the activation keeps per output; 1 for
+    ReLU in place or none, 2 for SiLU.
+    """
 
     inputs: int
     outputs: int
     kernel: int
-    size: int  # of the output, in each direction
+    size: int
     stride: int = 1
     groups: int = 1
-    activation: float = (
-        1.0  # elements an activation keeps for each output: 1 for ReLU in place or none, 2 for SiLU
-    )
+    activation: float = 1.0
 
     @property
     def params(self) -> int:
@@ -41,12 +43,16 @@ class Conv:
 
     @property
     def kept(self) -> float:
-        """The input, and the output for the batch norm; the activation's output is the input of what comes next."""
+        """Elements kept: the input, and the output for the batch norm; the next layer keeps the activation's
+        output.
+        """
         return self.inputs * (self.size * self.stride) ** 2 + self.given * self.activation
 
     @property
     def moved(self) -> float:
-        """By batch norm in training (two reads and a write) and activation (a read and a write)."""
+        """Elements moved by batch norm in training (two reads and a write) and activation (a read and a
+        write).
+        """
         return 5 * self.given
 
 
@@ -89,7 +95,10 @@ def _head(inputs: int, size: int) -> BlockFacts:
 
 
 def resnet(name: str, depths: tuple[int, int, int, int], image: int = 224) -> ModelFacts:
-    """Bottleneck residual networks (He et al. 2016, arXiv 1512.03385, table 1), with the stride in the 3 × 3 convolution as torchvision."""
+    """Return facts of a bottleneck ResNet (He et al. 2016, arXiv 1512.03385, table 1).
+
+    The stride is in the 3 × 3 convolution, as in torchvision.
+    """
     stem = _block("stem", [Conv(3, 64, 7, image // 2, 2)], extra_moved=64 * (image / 2) ** 2 * 1.25)
     runs, inputs, size = [], 64, image // 4
     for stage, depth in enumerate(depths):
@@ -122,7 +131,7 @@ EFFICIENTNET_STAGES = (
 
 
 def efficientnet(name: str, wider: float = 1.0, deeper: float = 1.0, image: int = 224) -> ModelFacts:
-    """Scaled by its coefficients (arXiv 1905.11946, equation 3)."""
+    """Return facts of an EfficientNet scaled by its coefficients (arXiv 1905.11946, equation 3)."""
     size, inputs = ceil(image / 2), _round_to_eight(32 * wider)
     stem = _block("stem", [Conv(3, inputs, 3, size, 2, activation=2.0)])
     runs = []
@@ -150,6 +159,6 @@ def _inverted(
 
 
 def _round_to_eight(channels: float) -> int:
-    """The next multiple of 8, not more than a tenth below."""
+    """Return the nearest multiple of 8 that is at most a tenth below `channels`."""
     rounded = max(8, int(channels + 4) // 8 * 8)
     return rounded if rounded >= 0.9 * channels else rounded + 8

@@ -1,4 +1,4 @@
-"""ModelFacts: what planning needs to know of a model, whether it was counted on a module or written down as a few numbers."""
+"""ModelFacts: what planning needs to know of a model, counted on a module or derived from a few numbers."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -10,12 +10,16 @@ from paceline.plan.model.operations import Operation
 
 @dataclass(frozen=True, slots=True)
 class Product:
-    """A matrix product with weights in the forward pass of one sample: rows × inner times inner × columns, `count` times.
+    """A matrix product with weights in the forward pass of one sample: rows × inner times inner × columns,
+    `count` times.
 
-    Rows of the samples of a micro-batch are joined into one matrix. `cut`: the dim that tensor parallelism divides, if it does.
-    A convolution has a row for each output position and kernel size × input channels as inner; `reuse`: how many of its windows an element
-    of the input is in.
-    `active`: over how many weights the rows are dealt out (experts); each then sees rows × count / active of them.
+    The rows of all samples of a micro-batch form one matrix. cut: the dim that tensor parallelism divides, or
+    None.
+    convolution: rows are output positions, and inner is kernel size × input channels. reuse: number of
+    windows that contain an element of the input.
+    active: number of weights (experts) over which the rows are distributed; each gets rows × count / active
+    of them.
+    first: the input is data, which needs no gradients.
     """
 
     rows: float
@@ -26,7 +30,7 @@ class Product:
     active: float = 1.0
     reuse: float = 1.0
     convolution: bool = False
-    first: bool = False  # of data, which need no gradients
+    first: bool = False
 
     @property
     def flops(self) -> float:
@@ -35,24 +39,30 @@ class Product:
 
 @dataclass(frozen=True, slots=True)
 class Attention:
-    """Scores and their sum over values, which have no weights; tensor parallelism divides the heads."""
+    """Attention scores and their product with the values, without weights; tensor parallelism divides the
+    heads.
+
+    window: maximum number of keys per query. kv_heads: None means as many as `heads`.
+    """
 
     heads: int
     queries: int
     keys: int
     head_dim: int
     causal: bool = True
-    window: int | None = None  # keys that a query sees at most
-    kv_heads: int | None = None  # None: as many as heads
+    window: int | None = None
+    kv_heads: int | None = None
 
     @property
     def flops(self) -> float:
-        """Of both products, over all pairs of a query and a key, as the papers count them, masked or not."""
+        """FLOPs of both products over all pairs of query and key, masked pairs included, as papers count
+        them.
+        """
         return 4.0 * self.heads * self.queries * self.keys * self.head_dim
 
     @property
     def seen(self) -> float:
-        """Share of the pairs that a kernel which skips masked ones has to compute."""
+        """Share of the pairs that a kernel computes if it skips masked pairs."""
         if self.window is not None and self.window < self.keys:
             return self.window / self.keys * (1 - self.window / (2 * self.keys) if self.causal else 1)
         return 0.5 if self.causal else 1.0
@@ -63,10 +73,11 @@ class Attention:
 
 
 class TensorVolume(NamedTuple):
-    """How much of something a sample takes: kept for the backward pass, or read and written.
+    """Size of tensors of one sample, e.g. kept for the backward pass, or read and written.
 
-    stream, whole, split: elements. `stream` has the type of the residual stream, the others that of activations; `split` is what tensor
-    parallelism divides. `whole_bytes` and `split_bytes` do not depend on a type, as masks.
+    stream, whole, split: elements. `stream` has the dtype of the residual stream, the others that of
+    activations. Tensor parallelism divides `split`. `whole_bytes` and `split_bytes` do not depend on a dtype,
+    such as masks.
     """
 
     stream: float = 0.0
@@ -76,7 +87,10 @@ class TensorVolume(NamedTuple):
     split_bytes: float = 0.0
 
     def bytes(self, stream_bytes: float, element_bytes: float, tp: int = 1, sequence: bool = False) -> float:
-        """On one rank. `sequence`: what is outside of the products is divided along the sequence (arXiv 2205.05198, section 4.2.2)."""
+        """Return the bytes on one rank.
+
+        sequence: sequence parallelism divides what is outside of products (arXiv 2205.05198, section 4.2.2).
+        """
         whole = self.stream * stream_bytes + self.whole * element_bytes + self.whole_bytes
         return whole / (tp if sequence else 1) + (self.split * element_bytes + self.split_bytes) / tp
 
@@ -85,8 +99,11 @@ NOTHING = TensorVolume()
 
 
 class LiveBytes(NamedTuple):
-    """Bytes of tensors of a sample in float32, weights and gradients of weights left out. kept: from a block's forward pass to its
-    backward pass; `most`: at the block's worst moment, with what is only there for that moment. What blocks before it keep comes on top."""
+    """Bytes of live tensors of a sample in float32, without weights and their gradients.
+
+    kept: from a block's forward pass to its backward pass. most: at the block's peak, with temporary tensors.
+    What earlier blocks keep is not included.
+    """
 
     kept: float
     most: float
@@ -94,12 +111,19 @@ class LiveBytes(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class BlockFacts:
-    """A part of a model that is computed, gathered and recomputed as one; all numbers are of one sample.
+    """A part of a model that is computed, gathered and recomputed as a unit; all numbers are of one sample.
 
-    params, of which `split_params` are divided by tensor parallelism, and `expert_params` belong to experts.
-    saved: by recompute, what the forward pass leaves for the backward pass; `core` is what attention without a fused kernel adds to
-    `none`. traffic: what operations other than products and attention read and write in a forward pass.
-    boundary: elements that a block gives to the next one. sums: all-reduces of its output that tensor parallelism takes, forward.
+    params: tensor parallelism divides `split_params` of them; `expert_params` belong to experts.
+    saved: by recompute, what the forward pass keeps for the backward pass; core: what attention without a
+    fused kernel adds to `none`. traffic: what operations other than products and attention read and write in
+    a forward pass.
+    boundary: elements of the block's output. sums: all-reduces of its output under tensor parallelism,
+    forward.
+    kernels: operations launched forward. operations: all but products and attention, views included, if
+    counted.
+    tensors: number of parameter tensors, if counted; largest: elements of the largest.
+    whole: under tensor parallelism, activations between split layers are whole on each rank. lives: if
+    traced.
     """
 
     name: str
@@ -113,14 +137,12 @@ class BlockFacts:
     traffic: TensorVolume = NOTHING
     boundary: float = 0.0
     sums: float = 0.0
-    kernels: int = 10  # operations that are launched, forward
-    operations: tuple[
-        Operation, ...
-    ] = ()  # other than products and attention, views included, where they were counted
-    tensors: int = 0  # parameters, where they were counted
-    largest: int = 0  # parameters of the largest of them
-    whole: bool = False  # under tensor parallelism each rank has all of what lies between split layers
-    lives: LiveBytes | None = None  # where a pass was watched
+    kernels: int = 10
+    operations: tuple[Operation, ...] = ()
+    tensors: int = 0
+    largest: int = 0
+    whole: bool = False
+    lives: LiveBytes | None = None
 
     @property
     def product_flops(self) -> float:
@@ -132,18 +154,22 @@ class BlockFacts:
 
     @property
     def flops(self) -> float:
-        """Forward, of one sample; the backward pass takes twice as many, one product for the input and one for the weight."""
+        """FLOPs of the forward pass of one sample; the backward pass has twice as many: products for inputs
+        and for weights.
+        """
         return self.product_flops + self.attention_flops
 
 
 @dataclass(frozen=True, eq=False)
 class ModelFacts:
-    """`first` (embeddings), `runs` of blocks that are alike, `last` (head and loss). Compared by identity, so that it is cheap to look up.
+    """Facts of a model: `first` (embeddings), `runs` of identical blocks, `last` (head and loss).
 
-    tokens: of a sample; 1 where samples are not sequences. `heads`: what tp must divide; `sequence`: what cp must divide.
-    shared_params: weights of the head that are those of the embedding; they are counted in `first`.
-    batch: samples of a step, where none are asked for.
-    source: counted, measured, or where the numbers are from.
+    tokens: of a sample; 1 if samples are not sequences. heads: tp must divide them. sequence: cp must divide
+    it.
+    shared_params: weights of the head that are also those of the embedding; counted in `first`.
+    batch: default number of samples per step. source: counted, measured, or the origin of the numbers.
+    slower: measured computing time of a real step relative to the prediction. Compared by identity, so that
+    caches look it up fast.
     """
 
     name: str
@@ -158,7 +184,7 @@ class ModelFacts:
     shared_params: int = 0
     batch: int | None = None
     source: str = "few numbers"
-    slower: float = 1.0  # how many times as long as predicted the computing of a real step took
+    slower: float = 1.0
 
     def parts(self) -> Iterator[tuple[BlockFacts, int]]:
         yield self.first, 1
@@ -175,12 +201,14 @@ class ModelFacts:
 
     @cached_property
     def flops(self) -> float:
-        """Forward, of one sample."""
+        """FLOPs of the forward pass of one sample."""
         return sum(block.flops * count for block, count in self.parts())
 
     @property
     def training_flops(self) -> float:
-        """Forward and backward without recompute, of one sample: the model FLOPs of the literature."""
+        """FLOPs of forward and backward pass of one sample without recomputation: the model FLOPs of the
+        literature.
+        """
         return 3.0 * self.flops
 
     @property

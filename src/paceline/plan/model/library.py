@@ -50,26 +50,33 @@ def list_models() -> tuple[str, ...]:
 
 
 def load_transformer(name: str, **changes: Any) -> Transformer:
-    """The few numbers of a known one, some of them changed. Raises SpecError."""
+    """Return a known transformer with some of its numbers changed.
+
+    Raises SpecError for an unknown name or key.
+    """
     name = ALIASES.get(name.lower(), name.lower())
     if name not in _transformers():
-        raise SpecError(f"no transformer is called {name}{nearest(name, _transformers())}")
+        raise SpecError(f"there is no transformer {name}{nearest(name, _transformers())}")
     return _validate_transformer({**_transformers()[name], **changes})
 
 
 def load_model(name: str, **changes: Any) -> ModelFacts:
-    """A known model, or one in a TOML file with the few numbers of a transformer (`like` names a known one to start from).
-    `changes`, as `seq`, are of transformers. Raises SpecError."""
+    """Return a known model, or one from a TOML file with the numbers of a transformer.
+
+    In the file, `like` names a known transformer to start from. `changes`, such as `seq`, apply to
+    transformers only. Raises SpecError.
+    """
     if name.endswith(".toml"):
         return _validate_transformer(_read_toml(Path(name)) | changes).facts()
     known = ALIASES.get(name.lower(), name.lower())
     if known in CONVNETS:
         if changes:
-            raise SpecError(f"{known} is no transformer and has no {', '.join(changes)}; leave it out")
+            raise SpecError(f"{known} is not a transformer and has no {', '.join(changes)}; leave it out")
         return CONVNETS[known](known)
     if known not in _transformers():
         raise SpecError(
-            f"no model is called {name}, and a file with its layers, hidden … must end in .toml{nearest(known, list_models())}"
+            f"there is no model {name}, and a file with its layers, hidden … must end in "
+            f".toml{nearest(known, list_models())}"
         )
     return load_transformer(known, **changes).facts()
 
@@ -78,7 +85,7 @@ def _read_toml(path: Path) -> dict[str, Any]:
     tree = read_toml(path)
     like = tree.pop("like", None)
     if like is not None and like not in _transformers():
-        raise SpecError(f"{path} is like {like!r}, which is not known{nearest(str(like), _transformers())}")
+        raise SpecError(f"{path}: there is no model {like!r} for like{nearest(str(like), _transformers())}")
     return {**(_transformers()[like] if like else {}), "name": path.stem, **tree}
 
 
@@ -88,8 +95,8 @@ def _validate_transformer(tree: Mapping[str, Any]) -> Transformer:
     except ValidationError as error:
         missing = [str(found["loc"][0]) for found in error.errors() if found["type"] == "missing"]
         if missing:
-            begin = "add them, or begin with like, the name of a known one"
             raise SpecError(
-                f"model {tree.get('name', '')} does not say {', '.join(missing)}; {begin}"
+                f"model {tree.get('name', '')} lacks {', '.join(missing)}; add them, or start from a known "
+                f"model with like"
             ) from error
         raise SpecError(f"model {tree.get('name', '')}: {explain(error, list_keys(Transformer))}") from error

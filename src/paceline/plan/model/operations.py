@@ -1,11 +1,15 @@
-"""Operations of a model, as the planner counts them."""
+"""Operation: what the planner counts of a model besides products."""
 
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True)
 class Operation:
-    """Other than a product, in the forward pass of one sample. `size`: elements read and written; `back`: whether gradients pass it."""
+    """An operation of the forward pass of one sample that is not a product.
+
+    size: elements read and written. back: whether gradients flow through it. count: number of equal
+    operations.
+    """
 
     kind: str
     size: float

@@ -11,10 +11,19 @@ NORMS = {"layer": 2, "rms": 1}  # vectors of weights
 
 
 class Transformer(Value):
-    """The numbers of a transformer. Defaults are those of GPT-2; `seq` is the length that is trained on.
+    """The numbers of a transformer.
 
-    `patch` makes it a vision transformer: images of `image`² pixels in patches of `patch`², and `vocab` classes.
-    `encoder_layers` makes it an encoder-decoder: `layers` are then those of the decoder, and both see sequences of `seq`.
+    Defaults are those of GPT-2.
+
+    seq: sequence length in training. batch: default number of samples per step. ffn: None means 4 × hidden.
+    gated: the feed-forward part multiplies two projections, as SwiGLU. norm_bias: of layer norms; None means
+    as `bias`.
+    positions: learned positions; 0: none, or rotary embeddings. relative_positions: buckets per head, of
+    encoder and decoder.
+    patch: makes it a vision transformer with images of `image`² pixels in patches of `patch`², and `vocab`
+    classes.
+    encoder_layers: makes it an encoder-decoder; `layers` are then those of the decoder, and both have
+    sequences of `seq`.
     """
 
     name: str = "transformer"
@@ -23,18 +32,18 @@ class Transformer(Value):
     heads: int = Field(ge=1)
     kv_heads: int | None = Field(None, ge=1)
     head_dim: int | None = Field(None, ge=1)
-    ffn: int | None = Field(None, ge=1)  # None: 4 × hidden
+    ffn: int | None = Field(None, ge=1)
     vocab: int = Field(ge=1)
     seq: int = Field(ge=1)
-    batch: int | None = Field(None, ge=1)  # samples of a step, where none are asked for
+    batch: int | None = Field(None, ge=1)
     experts: int = Field(1, ge=1)
     active_experts: int = Field(1, ge=1)
-    gated: bool = False  # the feed-forward part multiplies two projections, as SwiGLU
+    gated: bool = False
     norm: Literal["layer", "rms"] = "layer"
     bias: bool = True
-    norm_bias: bool | None = None  # None: as `bias`, of layer norms
-    positions: int = Field(0, ge=0)  # learned ones; 0: none, or rotated queries and keys
-    relative_positions: int = Field(0, ge=0)  # buckets for each head, of encoder and decoder
+    norm_bias: bool | None = None
+    positions: int = Field(0, ge=0)
+    relative_positions: int = Field(0, ge=0)
     tied: bool = True
     dropout: bool = False
     causal: bool = True
@@ -50,7 +59,7 @@ class Transformer(Value):
     @model_validator(mode="after")
     def _consistent(self) -> Self:
         if self.hidden % self.heads and self.head_dim is None:
-            raise ValueError(f"hidden={self.hidden} is not divisible by heads={self.heads}; say head_dim")
+            raise ValueError(f"hidden={self.hidden} is not divisible by heads={self.heads}; set head_dim")
         if self.heads % (self.kv_heads or self.heads):
             raise ValueError(f"heads={self.heads} is not divisible by kv_heads={self.kv_heads}")
         if self.active_experts > self.experts:
@@ -63,7 +72,7 @@ class Transformer(Value):
 
     @property
     def width(self) -> int:
-        """Of all heads together."""
+        """Width of all heads together."""
         return self.heads * self.dim
 
     @property
@@ -101,7 +110,11 @@ class Transformer(Value):
 
 
 def _block(m: Transformer, name: str, cross: bool, causal: bool) -> BlockFacts:
-    """Kept activations: arXiv 2205.05198, equation 1, taken apart into its tensors; without biases, dropout or with gates accordingly."""
+    """Return the facts of a block.
+
+    Kept activations are the tensors of arXiv 2205.05198, equation 1, adapted to gates, and without biases or
+    dropout.
+    """
     h, s, w, kv, f = m.hidden, m.seq, m.width, m.kv_width, m.wide
     many, gates, active = 1 + cross, 1 + m.gated, m.active_experts
     weights = h * (w + 2 * kv) + w * h
@@ -111,12 +124,10 @@ def _block(m: Transformer, name: str, cross: bool, causal: bool) -> BlockFacts:
     router = h * m.experts if m.experts > 1 else 0
     split = many * (weights + biases[0]) + experts + ffn_biases[0]
     drop = float(m.dropout)
-    tensors = many * (w + 2 * kv + w) + active * (
-        (2 + 2 * m.gated) * f
-    )  # q, k, v, what the projection and the second product see
-    outputs = (
-        many * (w + 2 * kv + w) + active * gates * f
-    )  # what products and attention give, before the last one of each part
+    # q, k, v, and the inputs of the projection and of the second product
+    tensors = many * (w + 2 * kv + w) + active * ((2 + 2 * m.gated) * f)
+    # outputs of products and attention, except the last product of each part
+    outputs = many * (w + 2 * kv + w) + active * gates * f
     scores = float(many * m.heads * s * s)
     return BlockFacts(
         name=name,
@@ -150,13 +161,16 @@ def _block(m: Transformer, name: str, cross: bool, causal: bool) -> BlockFacts:
 
 
 def _traffic(m: Transformer, many: int) -> TensorVolume:
-    """Elements read and written outside of products and attention: norms (1 + 1), residual sums (2 + 1), rotation (q and k, in and out),
-    activation (in and out; a gate reads two)."""
+    """Return elements read and written outside of products and attention.
+
+    Norms (1 + 1), residual sums (2 + 1), rotation (q and k, in and out), activation (in and out; a gate reads
+    two).
+    """
     h, s, w, kv = m.hidden, m.seq, m.width, m.kv_width
     drop = float(m.dropout)
     rotated = 0 if m.positions or m.relative_positions else 2 * (w + kv)
     active = m.active_experts
-    spread = 4 * active * h if m.experts > 1 else 0  # tokens dealt out to experts and brought back
+    spread = 4 * active * h if m.experts > 1 else 0  # tokens sent to experts and back
     return TensorVolume(
         stream=(1 + many) * 5 * h * s,
         whole=spread * s,
@@ -190,7 +204,9 @@ def _embedding(m: Transformer) -> BlockFacts:
 
 
 def _head(m: Transformer) -> BlockFacts:
-    """Loss in float32: 4 bytes a logit are kept (arXiv 2205.05198, section 4.3)."""
+    """Return the facts of head and loss in float32: 4 bytes per logit are kept (arXiv 2205.05198, section
+    4.3).
+    """
     h, v = m.hidden, m.vocab
     s = 1 if m.head == "classes" else m.seq
     transform = m.head == "masked tokens"
