@@ -1,8 +1,9 @@
-"""How long one process takes to say what a step of a Llama of 70 billion parameters sends on 1,024 ranks, and the memory it needs.
+"""Time and memory of one process that computes the communication volume of a Llama of 70 billion parameters.
 
     python benchmarks/comms.py [--plan tp=8,pp=8,dp=16]
 
-Of a pipeline all places on its axis, one after the other. Needs transformers, for the model.
+The default is a step on 1,024 ranks. With a pipeline, the volumes of all stages are computed one after another.
+Requires transformers, for the model.
 """
 
 import argparse
@@ -80,20 +81,23 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=1024)
     options = parser.parse_args()
     torch.set_num_threads(1)
-    began, before_s = time.perf_counter(), time.process_time()
-    found = compute_stage_volumes(Spec(batch=options.batch), parse(options.plan), options.ranks, Llama())
-    took, cpu_s = time.perf_counter() - began, time.process_time() - before_s
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+    start, start_cpu_s = time.perf_counter(), time.process_time()
+    volumes = compute_stage_volumes(Spec(batch=options.batch), parse(options.plan), options.ranks, Llama())
+    wall_s, cpu_s = time.perf_counter() - start, time.process_time() - start_cpu_s
+    peak_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (
+        1 if sys.platform == "darwin" else 1024
+    )
     print(
         f"{machine.description()}, torch {version('torch')}, transformers {version('transformers')}; one thread"
     )
     print(
-        f"plan {options.plan} on {options.ranks:,} ranks: {took:.1f} s ({cpu_s:.1f} s of a core), {format_bytes(peak)} at the most"
+        f"plan {options.plan} on {options.ranks:,} ranks: {wall_s:.1f} s ({cpu_s:.1f} s of CPU), "
+        f"peak memory {format_bytes(peak_bytes)}"
     )
-    for place, volume in enumerate(found):
-        of = f"pp {place} of {len(found)}: " if len(found) > 1 else ""
+    for stage, volume in enumerate(volumes):
+        prefix = f"pp {stage} of {len(volumes)}: " if len(volumes) > 1 else ""
         print(
-            f"{of}{volume.calls:,} calls, {format_bytes(volume.bytes)}; a rank sends {format_bytes(volume.sent_bytes)}"
+            f"{prefix}{volume.calls:,} calls, {format_bytes(volume.bytes)}; a rank sends {format_bytes(volume.sent_bytes)}"
         )
 
 

@@ -1,4 +1,4 @@
-"""What ranks compute that share a core, beside as many ranks as there are cores: steps of the text task without any collective in them.
+"""Compute time of ranks that share a core, compared with one rank per core: text task without collectives.
 
 python benchmarks/crowd.py [--steps 12] [--times 3]
 """
@@ -11,18 +11,18 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import default_collate
 
-import crowd  # by the name that the ranks know
+import crowd  # under the name by which the ranks import it
 import machine
 from paceline.cluster.limits import usable_cores
 from paceline.distributed.process_group import keep_freed_memory
 from paceline.launch.rank_pool import Ranks
 from paceline.task import load_task
 
-SAMPLES = 16  # of a rank
+SAMPLES = 16  # per rank
 
 
-def step_s(steps: int) -> float:
-    """The median, on one thread; ranks begin each step together."""
+def measure_step_s(steps: int) -> float:
+    """Return the median time of a step, on one thread; all ranks begin each step together."""
     keep_freed_memory()
     torch.set_num_threads(1)
     task = load_task("text", {})
@@ -30,17 +30,17 @@ def step_s(steps: int) -> float:
     assert dataset is not None
     batch = default_collate([dataset[index] for index in range(SAMPLES)])
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
-    taken = []
+    times_s = []
     for _ in range(steps):
         dist.barrier()
-        began = time.perf_counter()
+        start = time.perf_counter()
         loss = task.loss(model(task.inputs(batch)), batch)
         assert isinstance(loss, torch.Tensor)
         optimizer.zero_grad()
         loss.mean().backward()
         optimizer.step()
-        taken.append(time.perf_counter() - began)
-    return statistics.median(taken[2:])
+        times_s.append(time.perf_counter() - start)
+    return statistics.median(times_s[2:])
 
 
 def main() -> None:
@@ -52,16 +52,17 @@ def main() -> None:
     options = parser.parse_args()
     cores = usable_cores()
     print(f"{machine.description()}, torch {torch.__version__}\n")
-    print("| ranks | ms a step | beside one rank a core, each having its share of a core |\n| -- | -- | -- |")
-    found: dict[int, list[float]] = {cores: [], 2 * cores: []}
+    print(
+        "| ranks | ms per step | relative to one rank per core, for equal shares of a core |\n| -- | -- | -- |"
+    )
+    step_s: dict[int, list[float]] = {cores: [], 2 * cores: []}
     for _ in range(options.times):
-        for ranks, seconds in found.items():
+        for ranks, seconds in step_s.items():
             with Ranks(ranks) as started:
-                seconds.append(statistics.mean(started(crowd.step_s, options.steps, timeout_s=300)))
-    for ranks, seconds in found.items():
-        ratio = statistics.median(mine / alone for mine, alone in zip(seconds, found[cores], strict=True)) / (
-            ranks / cores
-        )
+                seconds.append(statistics.mean(started(crowd.measure_step_s, options.steps, timeout_s=300)))
+    for ranks, seconds in step_s.items():
+        ratios = [shared / alone for shared, alone in zip(seconds, step_s[cores], strict=True)]
+        ratio = statistics.median(ratios) / (ranks / cores)
         print(f"| {ranks} | {statistics.median(seconds) * 1e3:.1f} | {ratio:.2f} |")
 
 

@@ -1,8 +1,8 @@
-"""Two stages on two ranks: steps/s beside the same by hand on torch's PipelineStage, and the bubble of each schedule beside its formula.
+"""Two pipeline stages on two ranks: steps/s relative to torch's PipelineStage, and bubbles compared with formulas.
 
     python benchmarks/pipeline.py [--rounds 12]
 
-The bubble is the part of a step in which a rank computes nothing, of both ranks together.
+The bubble is the share of a step in which a rank computes nothing, over both ranks together.
 """
 
 import statistics
@@ -24,25 +24,26 @@ from paceline.plan.plan import parse
 from paceline.tasks.text import Text
 from paceline.training.setup import build_training
 
-RANKS, MICRO, SHARE = 2, 8, 4
+RANKS, MICROBATCHES, SAMPLES = 2, 8, 4  # samples per micro-batch
 TASK = Text(width=128, depth=4, context=64)
 CPU = torch.device("cpu")
 
 
-def batches() -> list[tuple[Tensor, Tensor]]:
-    draw = torch.Generator().manual_seed(0)
-    tokens = torch.randint(256, (MICRO, SHARE, TASK.context + 1), generator=draw)
-    return [(piece[:, :-1], piece[:, 1:]) for piece in tokens]
+def make_batches() -> list[tuple[Tensor, Tensor]]:
+    generator = torch.Generator().manual_seed(0)
+    tokens = torch.randint(256, (MICROBATCHES, SAMPLES, TASK.context + 1), generator=generator)
+    return [(sequence[:, :-1], sequence[:, 1:]) for sequence in tokens]
 
 
-def ours(schedule: str) -> tuple[Callable[[], Any], Any]:
-    plan = parse(f"pp={RANKS},microbatches={MICRO},pp_schedule={schedule}").resolve(RANKS)
-    laid = build_training(Spec(batch=MICRO * SHARE), plan, read_world(), TASK, CPU)
-    pieces = batches()
-    return lambda: laid.step(pieces, 0, 1.0), laid.step.pipeline.schedule
+def build_paceline(schedule: str) -> tuple[Callable[[], Any], Any]:
+    """Return a function that makes one step, and the schedule."""
+    plan = parse(f"pp={RANKS},microbatches={MICROBATCHES},pp_schedule={schedule}").resolve(RANKS)
+    prepared = build_training(Spec(batch=MICROBATCHES * SAMPLES), plan, read_world(), TASK, CPU)
+    micro_batches = make_batches()
+    return lambda: prepared.step(micro_batches, 0, 1.0), prepared.step.pipeline.schedule
 
 
-class First(nn.Module):
+class FirstStage(nn.Module):
     def __init__(self, model: Any):
         super().__init__()
         self.token, self.position, self.blocks = (
@@ -58,7 +59,7 @@ class First(nn.Module):
         return x
 
 
-class Second(nn.Module):
+class SecondStage(nn.Module):
     def __init__(self, model: Any):
         super().__init__()
         self.blocks, self.norm, self.head = (
@@ -73,15 +74,15 @@ class Second(nn.Module):
         return self.head(self.norm(x))
 
 
-def by_hand() -> Callable[[], Any]:
+def build_handwritten() -> Callable[[], Any]:
     rank = dist.get_rank()
-    module = (First, Second)[rank](TASK.model())
+    module = (FirstStage, SecondStage)[rank](TASK.model())
     stage = pipelining.PipelineStage(module, rank, RANKS, CPU)
     schedule = pipelining.Schedule1F1B(
-        stage, MICRO, loss_fn=lambda output, y: F.cross_entropy(output.flatten(0, 1), y.flatten())
+        stage, MICROBATCHES, loss_fn=lambda output, y: F.cross_entropy(output.flatten(0, 1), y.flatten())
     )
     optimizer = torch.optim.AdamW(module.parameters(), fused=True)
-    x, y = (torch.cat(part) for part in zip(*batches(), strict=True))
+    x, y = (torch.cat(part) for part in zip(*make_batches(), strict=True))
 
     def step() -> None:
         if rank == 0:
@@ -96,36 +97,39 @@ def by_hand() -> Callable[[], Any]:
 
 
 @contextmanager
-def computing(schedule: Any) -> Iterator[list[float]]:
-    """The seconds in which this rank computes."""
-    spent: list[float] = []
+def record_compute_times(schedule: Any) -> Iterator[list[float]]:
+    """Yield a list that collects the seconds of each computation on this rank."""
+    times_s: list[float] = []
     stages = getattr(schedule, "_stages", None) or [schedule._stage]
 
-    def timed(inner: Callable[..., Any]) -> Callable[..., Any]:
+    def record(inner: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:
-            began = time.perf_counter()
+            start = time.perf_counter()
             try:
                 return inner(*args, **kwargs)
             finally:
-                spent.append(time.perf_counter() - began)
+                times_s.append(time.perf_counter() - start)
 
         return call
 
     names = ("forward_one_chunk", "backward_one_chunk", "backward_weight_one_chunk")
     for stage in stages:
         for name in names:
-            setattr(stage, name, timed(getattr(stage, name)))
+            setattr(stage, name, record(getattr(stage, name)))
     try:
-        yield spent
+        yield times_s
     finally:
         for stage in stages:
             for name in names:
                 delattr(stage, name)
 
 
-def formula(schedule: str) -> float:
-    """Part of the time of a step; forward, backward by input and backward by weight taken as equally long, communication as nothing."""
-    p, m, v = RANKS, MICRO, 2
+def ideal_bubble(schedule: str) -> float:
+    """Return the bubble of a schedule as a share of the step.
+
+    Forward, backward by input and backward by weight take equal time; communication takes none.
+    """
+    p, m, v = RANKS, MICROBATCHES, 2
     ideal = {
         "gpipe": (p - 1) / m,
         "1f1b": (p - 1) / m,
@@ -136,25 +140,28 @@ def formula(schedule: str) -> float:
     return ideal[schedule] / (1 + ideal[schedule])
 
 
-def bubble(schedule: str) -> float:
-    step, engine = ours(schedule)
-    turns.seconds(step)
-    found = []
+def measure_bubble(schedule: str) -> float:
+    """Return the median measured bubble of a schedule as a share of the step."""
+    step, engine = build_paceline(schedule)
+    turns.time_block(step)
+    bubbles = []
     for _ in range(3):
-        with computing(engine) as spent:
-            whole = turns.seconds(step) * turns.BLOCK
-        busy = torch.tensor(sum(spent))
-        dist.all_reduce(busy)
-        found.append(1 - busy.item() / (RANKS * whole))
-    return statistics.median(found)
+        with record_compute_times(engine) as times_s:
+            block_s = turns.time_block(step) * turns.BLOCK
+        busy_s = torch.tensor(sum(times_s))
+        dist.all_reduce(busy_s)
+        bubbles.append(1 - busy_s.item() / (RANKS * block_s))
+    return statistics.median(bubbles)
 
 
-def be_a_rank(rounds: int) -> None:
-    turns.compare(f"pp={RANKS}, 1f1b, microbatches={MICRO}", ours("1f1b")[0], by_hand(), rounds)
-    turns.say("schedule       bubble   formula")
+def run_rank(rounds: int) -> None:
+    name = f"pp={RANKS}, 1f1b, microbatches={MICROBATCHES}"
+    turns.compare(name, build_paceline("1f1b")[0], build_handwritten(), rounds)
+    turns.print_on_rank_0("schedule       bubble   formula")
     for schedule in ("gpipe", "1f1b", "interleaved", "zero-bubble", "zbv"):
-        turns.say(f"{schedule:12} {bubble(schedule):8.1%} {formula(schedule):9.1%}")
+        bubbles = f"{measure_bubble(schedule):8.1%} {ideal_bubble(schedule):9.1%}"
+        turns.print_on_rank_0(f"{schedule:12} {bubbles}")
 
 
 if __name__ == "__main__":
-    turns.main(__doc__, be_a_rank, (RANKS,))
+    turns.main(__doc__, run_rank, (RANKS,))

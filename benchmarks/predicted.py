@@ -1,8 +1,9 @@
-"""Predictions beside measurements on this machine: each plan that a task can be trained with, on real ranks.
+"""Predictions compared with measurements on this machine, for each plan with which a task can be trained.
 
-Without a cluster.json the machine is measured first (paceline bench, a minute or two for each number of ranks). Then every plan is
-trained for some steps, the plans in turns, its tensors are counted at the peak on each rank, and what auto takes is held against the best.
-With --json FILE what was measured is kept there, and not measured again; predictions are always new.
+Without a cluster.json the machine is measured first (paceline bench, one or two minutes for each number of ranks). Then
+each plan is trained for some steps, in turns, and the peak bytes of its tensors are counted on each rank. Finally the
+choice of auto is compared with the best plan. With --json FILE measurements are stored there and not repeated;
+predictions are always computed again.
 """
 
 import argparse
@@ -31,10 +32,11 @@ from paceline.spec import Spec, parse_overrides
 from paceline.task import load_task
 from paceline.training.auto_plan import choose_plan, shorten_plan
 from paceline.training.model_facts.describe import describe
-from predicted_measured import peak_bytes, possible, step_s
+from paceline.units import several
+from predicted_measured import measure_peak_bytes, measure_step_s, possible_plans
 
-NOT_COUNTED = ("allocator", "process")  # parts of memory that are no tensors
-MORE = 4  # plans that are predicted to be the fastest are measured too, where they are none of those that verify knows
+NOT_TENSORS = ("allocator", "process")  # parts of the predicted memory
+NUM_FASTEST = 4  # plans predicted to be fastest, which are measured in addition to those of verify
 
 
 @dataclass(frozen=True)
@@ -53,7 +55,7 @@ class Case:
 
 @dataclass(frozen=True)
 class Row:
-    """Predicted and measured; bytes of the fullest rank."""
+    """Prediction and measurement of a plan; bytes of the rank with peak memory."""
 
     case: Case
     plan: str
@@ -73,29 +75,32 @@ class Row:
         return self.predicted_bytes / self.peak_bytes - 1
 
 
-class Kept:
-    """What was measured: seconds of rounds and bytes, by case and plan; in a file, if there is one."""
+class Measurements:
+    """Seconds of rounds and peak bytes, by case and plan; stored in a file if a path is given."""
 
     def __init__(self, path: Path | None):
         self.path = path
-        self.found: dict[str, Any] = (
+        self.values: dict[str, Any] = (
             json.loads(path.read_text()) if path is not None and path.exists() else {}
         )
 
-    def put(self, what: str, key: str, value: Any) -> None:
-        self.found.setdefault(what, {})[key] = value
+    def put(self, quantity: str, key: str, value: Any) -> None:
+        self.values.setdefault(quantity, {})[key] = value
         if self.path is not None:
-            self.path.write_text(json.dumps(self.found, indent=1) + "\n")
+            self.path.write_text(json.dumps(self.values, indent=1) + "\n")
 
-    def of(self, what: str, key: str) -> Any:
-        return self.found.get(what, {}).get(key)
+    def look_up(self, quantity: str, key: str) -> Any:
+        return self.values.get(quantity, {}).get(key)
 
 
-def known(path: Path, ranks: list[int]) -> Cluster:
+def load_cluster(path: Path, ranks: list[int]) -> Cluster:
+    """Return the cluster in a file; without the file, measure this machine first."""
     if not path.exists():
         for count in (count for count in ranks if count > 1):
             print(
-                f"there is no {path}: measuring this machine with {count} ranks", file=sys.stderr, flush=True
+                f"no such file: {path}; measuring this machine with {count} ranks",
+                file=sys.stderr,
+                flush=True,
             )
             subprocess.run(
                 [sys.executable, "-m", "paceline", "bench", "--ranks", str(count), "--out", str(path.parent)],
@@ -104,63 +109,77 @@ def known(path: Path, ranks: list[int]) -> Cluster:
     return add_assumptions(file.read(path))[0]
 
 
-def plans_of(case: Case, cluster: Cluster) -> list[Plan]:
-    """Those that can be, and what auto may take. On one rank ZeRO has nothing to cut."""
+def select_plans(case: Case, cluster: Cluster) -> list[Plan]:
+    """Return all possible plans, the choice of auto, and the plans predicted to be fastest.
+
+    On one rank, plans with ZeRO are left out: there is nothing to shard.
+    """
     task = load_task(case.spec.task, case.spec.set)
-    plans = [plan for plan in possible(case.spec, task, case.ranks) if case.ranks > 1 or not plan.zero]
+    plans = [plan for plan in possible_plans(case.spec, task, case.ranks) if case.ranks > 1 or not plan.zero]
     fastest = find_best_plans(
         describe(case.spec, task), cluster, case.spec.batch, recipe=FLOAT32, ranks=case.ranks
-    ).plans[:MORE]
-    wanted = [
+    ).plans[:NUM_FASTEST]
+    additional = [
         choose_plan(case.spec, task, case.ranks, cluster=cluster).plan,
         *(shorten_plan(plan, case.ranks) for plan, _ in fastest),
     ]
     seen = {plan.resolve(case.ranks) for plan in plans}
-    for plan in wanted:
+    for plan in additional:
         if plan.resolve(case.ranks) not in seen:
             plans.append(plan)
             seen.add(plan.resolve(case.ranks))
     return plans
 
 
-def measure(case: Case, plans: list[Plan], kept: Kept, rounds: int, seconds: float) -> None:
+def measure(case: Case, plans: list[Plan], measurements: Measurements, rounds: int, seconds: float) -> None:
+    """Add the missing measurements: step times round by round, then peak bytes."""
     with Ranks(case.ranks) as started:
-        for turn in range(rounds):
+        for round_index in range(rounds):
             for plan in plans:
-                times = kept.of("step_s", case.key(plan)) or []
-                if len(times) <= turn:
-                    kept.put("step_s", case.key(plan), [*times, step_s(started, case.spec, plan, seconds)])
+                times = measurements.look_up("step_s", case.key(plan)) or []
+                if len(times) <= round_index:
+                    step_s = measure_step_s(started, case.spec, plan, seconds)
+                    measurements.put("step_s", case.key(plan), [*times, step_s])
         for plan in plans:
-            if kept.of("bytes", case.key(plan)) is None:
-                kept.put("bytes", case.key(plan), peak_bytes(started, case.spec, plan))
+            if measurements.look_up("bytes", case.key(plan)) is None:
+                measurements.put("bytes", case.key(plan), measure_peak_bytes(started, case.spec, plan))
 
 
-def rows(case: Case, cluster: Cluster, plans: list[Plan], kept: Kept) -> Iterator[Row]:
+def build_rows(case: Case, cluster: Cluster, plans: list[Plan], measurements: Measurements) -> Iterator[Row]:
+    """Yield a row for each plan that was measured."""
     task = load_task(case.spec.task, case.spec.set)
     facts, auto = (
         describe(case.spec, task),
         choose_plan(case.spec, task, case.ranks, cluster=cluster).plan.resolve(case.ranks),
     )
     for plan in plans:
-        times, peaks = kept.of("step_s", case.key(plan)), kept.of("bytes", case.key(plan))
+        times = measurements.look_up("step_s", case.key(plan))
+        peaks = measurements.look_up("bytes", case.key(plan))
         if times and peaks:
             try:
                 cost = predict(facts, plan, cluster, case.spec.batch, FLOAT32, case.ranks)
             except PlanError as error:
-                print(f"left out: {plan}: {error}\n")
+                print(f"{plan} is left out: {error}\n")
                 continue
-            of_tensors = sum(part.value for part in cost.memory.parts if part.name not in NOT_COUNTED)
+            tensor_bytes = sum(part.value for part in cost.memory.parts if part.name not in NOT_TENSORS)
             parts = {part.name: part.value for part in cost.time.parts}
             is_auto = plan.resolve(case.ranks) == auto
             yield Row(
-                case, str(plan), cost.step_s, statistics.median(times), of_tensors, max(peaks), is_auto, parts
+                case,
+                str(plan),
+                cost.step_s,
+                statistics.median(times),
+                tensor_bytes,
+                max(peaks),
+                is_auto,
+                parts,
             )
 
 
-def table(found: list[Row], explain: bool) -> None:
+def print_table(rows: list[Row], explain: bool) -> None:
     print("| plan | predicted ms | measured ms | error | predicted MiB | counted MiB | error |")
     print("|" + " -- |" * 7)
-    for row in sorted(found, key=lambda row: row.step_s):
+    for row in sorted(rows, key=lambda row: row.step_s):
         cells = [f"**{row.plan}**" if row.is_auto else row.plan]
         cells += [f"{row.predicted_s * 1e3:.2f}", f"{row.step_s * 1e3:.2f}", f"{row.time_error:+.0%}"]
         cells += [
@@ -175,30 +194,30 @@ def table(found: list[Row], explain: bool) -> None:
     print(flush=True)
 
 
-def summary(groups: list[list[Row]]) -> str:
+def format_summary(groups: list[list[Row]]) -> str:
     lines = [
         "| task | ranks | plans | step time, mean error | memory, mean error | auto chose | slower than the best |",
         "|" + " -- |" * 7,
     ]
-    for found in groups:
-        auto = next((row for row in found if row.is_auto), None)
-        best = min(row.step_s for row in found)
-        lost = (
+    for rows in groups:
+        auto = next((row for row in rows if row.is_auto), None)
+        best = min(row.step_s for row in rows)
+        loss = (
             f"{auto.plan} | {auto.step_s / best - 1:.1%}"
             if auto is not None
             else "a plan that was not measured | "
         )
         lines.append(
-            f"| {found[0].case.name} | {found[0].case.ranks} | {len(found)} | {_means(found)} | {lost} |"
+            f"| {rows[0].case.name} | {rows[0].case.ranks} | {len(rows)} | {_mean_errors(rows)} | {loss} |"
         )
-    every = [row for found in groups for row in found]
-    lines.append(f"| all | | {len(every)} | {_means(every)} | | |")
+    all_rows = [row for rows in groups for row in rows]
+    lines.append(f"| all | | {len(all_rows)} | {_mean_errors(all_rows)} | | |")
     return "\n".join(lines)
 
 
-def _means(found: list[Row]) -> str:
+def _mean_errors(rows: list[Row]) -> str:
     means = [
-        statistics.mean(abs(getattr(row, name)) for row in found) for name in ("time_error", "memory_error")
+        statistics.mean(abs(getattr(row, name)) for row in rows) for name in ("time_error", "memory_error")
     ]
     return " | ".join(f"{mean:.1%}" for mean in means)
 
@@ -214,29 +233,29 @@ def main() -> None:
     parser.add_argument("--ranks", default="1,2,4")
     parser.add_argument("--batch", type=int, default=64)
     parser.add_argument("--cluster", type=Path, default=Path("bench/cluster.json"))
-    parser.add_argument("--rounds", type=int, default=2, help="0: only what was kept is shown")
+    parser.add_argument("--rounds", type=int, default=2, help="0: only show the stored measurements")
     parser.add_argument(
-        "--seconds", type=float, default=0.5, help="of the timed steps of a plan in a round, at least"
+        "--seconds", type=float, default=0.5, help="minimum time of the steps of a plan in a round"
     )
-    parser.add_argument("--json", type=Path, metavar="FILE", help="what was measured")
-    parser.add_argument("--explain", action="store_true", help="parts of the predicted time")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="file with the measurements")
+    parser.add_argument("--explain", action="store_true", help="show the parts of the predicted time")
     options = parser.parse_args()
     ranks = [int(word) for word in options.ranks.split(",")]
     fields = {key.removeprefix("set."): value for key, value in parse_overrides(options.set).items()}
-    cluster, kept = known(options.cluster, ranks), Kept(options.json)
+    cluster, measurements = load_cluster(options.cluster, ranks), Measurements(options.json)
     print(f"{machine.description()}, torch {torch.__version__}, gloo; batch {options.batch}\n")
     groups = []
     for task in options.tasks:
         for count in ranks:
             case = Case(Spec(task=task, set=fields, batch=options.batch, steps=10**6), count)
-            plans = plans_of(case, cluster)
+            plans = select_plans(case, cluster)
             if options.rounds:
-                measure(case, plans, kept, options.rounds, options.seconds)
-            if found := list(rows(case, cluster, plans, kept)):
-                print(f"{case.name} on {count} rank{'s' * (count > 1)}; in bold what auto takes\n")
-                table(found, options.explain)
-                groups.append(found)
-    print(summary(groups) if groups else "nothing was kept of these")
+                measure(case, plans, measurements, options.rounds, options.seconds)
+            if rows := list(build_rows(case, cluster, plans, measurements)):
+                print(f"{case.name} on {several(count, 'rank')}; the choice of auto is bold\n")
+                print_table(rows, options.explain)
+                groups.append(rows)
+    print(format_summary(groups) if groups else "no measurements of these tasks are stored")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""What trainings take on this machine, measured on real ranks: seconds of a step, and bytes of tensors at the peak."""
+"""Step time and peak tensor memory of trainings on this machine, measured on real ranks."""
 
 import gc
 from collections.abc import Iterable, Iterator
@@ -10,7 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from paceline import Task
-from paceline.bench.compute import engine_overhead
+from paceline.bench.compute.engine_overhead import time_training_step
 from paceline.data.loader import RankBatchSlice, batches, training_parts
 from paceline.distributed.dtensor import storage_id
 from paceline.distributed.process_group import keep_freed_memory
@@ -27,54 +27,46 @@ from paceline.training.model_analysis import validate_plan
 from paceline.training.setup import build_training, open_data
 
 CPU = torch.device("cpu")
-COUNTED = 3  # steps whose tensors are counted: engines have settled in the second
+COUNTED_STEPS = 3  # engines have allocated everything by the second
 
 
-def possible(spec: Spec, task: Task, ranks: int) -> Iterator[Plan]:
-    """The plans that this task can be trained with, before any rank is started."""
+def possible_plans(spec: Spec, task: Task, ranks: int) -> Iterator[Plan]:
+    """Yield the plans with which this task can be trained; no rank is started."""
     for plan in enumerate_candidates(ranks):
         try:
-            on = plan.resolve(ranks)
-            micro_batch_size(spec.batch, on)
-            validate_plan(spec, on, task)
+            resolved = plan.resolve(ranks)
+            micro_batch_size(spec.batch, resolved)
+            validate_plan(spec, resolved, task)
         except Error:
             continue
         yield plan
 
 
-def step_s(ranks: Ranks, spec: Spec, plan: Plan, seconds: float) -> float:
-    """Median of the steps that fit into so many seconds."""
-    return float(
-        ranks(
-            engine_overhead.time_training_step,
-            spec,
-            str(plan),
-            seconds,
-            ranks.pids,
-            timeout_s=120 + 20 * seconds,
-        )[0]
-    )
+def measure_step_s(ranks: Ranks, spec: Spec, plan: Plan, seconds: float) -> float:
+    """Return the median time of the steps that fit into `seconds`."""
+    timeout_s = 120 + 20 * seconds
+    return float(ranks(time_training_step, spec, str(plan), seconds, ranks.pids, timeout_s=timeout_s)[0])
 
 
-def peak_bytes(ranks: Ranks, spec: Spec, plan: Plan) -> list[int]:
-    """Of each rank."""
-    return [int(found) for found in ranks(_counted, spec, str(plan), timeout_s=180)]
+def measure_peak_bytes(ranks: Ranks, spec: Spec, plan: Plan) -> list[int]:
+    """Return the peak bytes of tensors on each rank."""
+    return [int(peak) for peak in ranks(_count_peak_bytes, spec, str(plan), timeout_s=180)]
 
 
-def _training_only(task: Task) -> Task:
-    """Without its validation, so that only steps are timed."""
+def _without_validation(task: Task) -> Task:
+    """Remove the validation split, so that only steps are measured."""
     dataset = type(task).dataset
     object.__setattr__(task, "dataset", lambda split: dataset(task, split) if split == "train" else None)
     return task
 
 
-def _counted(spec: Spec, plan: str) -> int:
-    """The most that tensors of this rank took at once, of those that a training makes."""
+def _count_peak_bytes(spec: Spec, plan: str) -> int:
+    """Return the peak bytes of the tensors that a training creates on this rank."""
     keep_freed_memory()
     me = read_world()
-    task = _training_only(load_task(spec.task, spec.set))
+    task = _without_validation(load_task(spec.task, spec.set))
     on = parse(plan).resolve(me.size)
-    torch.set_num_threads(1)  # they do not change what tensors take
+    torch.set_num_threads(1)  # threads do not change the memory of tensors
     data = open_data(spec, task)
     assert on.dp is not None
     assert on.microbatches is not None
@@ -83,58 +75,60 @@ def _counted(spec: Spec, plan: str) -> int:
         data.samples,
         spec.seed,
         0,
-        COUNTED,
+        COUNTED_STEPS,
     )
-    there = set(_storages())
-    laid = build_training(spec, on, me, task, CPU, training=data.training)
-    with Counted(storage for memory, storage in _storages().items() if memory not in there) as counted:
+    existing = set(_storages())
+    prepared = build_training(spec, on, me, task, CPU, training=data.training)
+    new = (storage for storage_key, storage in _storages().items() if storage_key not in existing)
+    with TensorMemoryCounter(new) as counter:
         source = batches(data.training, parts, CPU, 0, spec.data.prefetch)
-        for step in range(COUNTED):
+        for step in range(COUNTED_STEPS):
             micro_batches = [next(source) for _ in range(on.microbatches)]
             if step == 0:
-                laid.step.model = warm_up_ddp(laid.step, micro_batches[0])
-            laid.step(micro_batches, step, 1.0)
-    release(laid.step.model)
-    return counted.most
+                prepared.step.model = warm_up_ddp(prepared.step, micro_batches[0])
+            prepared.step(micro_batches, step, 1.0)
+    release(prepared.step.model)
+    return counter.peak_bytes
 
 
-class Counted(TorchDispatchMode):
-    """The most bytes of tensors at once, without fake ones. (torch.profiler does not see what gloo's threads let go of, torch 2.13.)"""
+class TensorMemoryCounter(TorchDispatchMode):
+    """Peak bytes of real tensors.
 
-    def __init__(self, there: Iterable[Any]):
+    torch 2.13: torch.profiler does not see memory that gloo's threads release.
+    """
+
+    def __init__(self, existing: Iterable[Any]):
         super().__init__()
-        self.found = {storage._cdata: storage._weak_ref() for storage in there}
-        self.most = 0
+        self.storages = {storage._cdata: storage._weak_ref() for storage in existing}
+        self.peak_bytes = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(kind.__name__ == "DTensor" for kind in types):
-            return NotImplemented  # what it does with local tensors comes here one by one
+            return NotImplemented  # its operations on local tensors are dispatched here separately
         result = func(*args, **(kwargs or {}))
         for leaf in tree_leaves(result):
             if (
                 type(leaf) in (Tensor, torch.nn.Parameter)
                 and not leaf.is_meta
-                and (memory := storage_id(leaf)) not in self.found
+                and (key := storage_id(leaf)) not in self.storages
             ):
-                self.found[memory] = leaf.untyped_storage()._weak_ref()
-        self.most = max(self.most, sum(self._sizes()))
+                self.storages[key] = leaf.untyped_storage()._weak_ref()
+        self.peak_bytes = max(self.peak_bytes, sum(self._sizes()))
         return result
 
     def _sizes(self) -> Iterator[int]:
-        for memory, weak in list(self.found.items()):
+        for key, weak in list(self.storages.items()):
             storage = torch.UntypedStorage._new_with_weak_ptr(weak)
             if storage is None:
                 torch.UntypedStorage._free_weak_ref(weak)
-                del self.found[memory]
+                del self.storages[key]
             else:
                 yield storage.nbytes()
 
 
 def _storages() -> dict[int, Any]:
-    """The memory of all tensors that Python knows."""
-    found = [
-        thing
-        for thing in gc.get_objects()
-        if type(thing) in (Tensor, torch.nn.Parameter) and not thing.is_meta
+    """Return the storages of all tensors that Python tracks."""
+    tensors = [
+        item for item in gc.get_objects() if type(item) in (Tensor, torch.nn.Parameter) and not item.is_meta
     ]
-    return {storage_id(tensor): tensor.untyped_storage() for tensor in found}
+    return {storage_id(tensor): tensor.untyped_storage() for tensor in tensors}

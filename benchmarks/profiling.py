@@ -1,9 +1,9 @@
-"""What profiling costs a training: the same with profiled steps and without, a block of steps each in turns, in the same two ranks.
+"""Overhead of profiled steps: a training with and without profiles in turns, in the same two ranks.
 
     python benchmarks/profiling.py [--rounds 40]
 
-Rounds are blocks of 25 steps. Profiled are as many steps as a training of so many rounds asks for by itself. The blocks without
-a profile say how far two blocks of this machine are apart anyway.
+A round is a block of 25 steps of each. The number of profiled steps is that of a normal training of this length. Blocks
+without a profile show the difference between two equal blocks on this machine.
 """
 
 import statistics
@@ -19,24 +19,29 @@ from paceline.plan.plan import parse
 from paceline.tasks.text import Text
 
 BLOCK = 25
-WARM = 2  # blocks
+WARMUP_BLOCKS = 2
 PLANS = ("ddp", "zero3", "tp=2")
 TASK = Text(width=64, depth=2, context=64)
 
 
 class Contender:
-    """A training that goes on by blocks."""
+    """A training that runs block by block."""
 
     def __init__(self, profile: bool | None, plan: str, rounds: int):
-        spec = Spec(batch=16, steps=BLOCK * (rounds + WARM + 1), profile=profile, evaluate_every=10**9)
+        spec = Spec(
+            batch=16, steps=BLOCK * (rounds + WARMUP_BLOCKS + 1), profile=profile, evaluate_every=10**9
+        )
         self.events: Iterator[Event] = train(spec, parse(plan), task=TASK)
         self.profiles: list[Profiled] = []
         self.step = 0
 
-    def block(self) -> tuple[float, bool]:
-        """Seconds, and whether a step was profiled. Events of quick steps come some at a time, so that a block may be a bit longer."""
+    def run_block(self) -> tuple[float, bool]:
+        """Return the seconds per step, and whether a step was profiled.
+
+        Events of fast steps arrive in groups, so a block may be slightly longer.
+        """
         dist.barrier()
-        began, before, first = time.perf_counter(), len(self.profiles), self.step
+        start, profiles_before, first = time.perf_counter(), len(self.profiles), self.step
         while self.step < first + BLOCK:
             event = next(self.events)
             if isinstance(event, Profiled):
@@ -44,28 +49,32 @@ class Contender:
             if isinstance(event, Step):
                 self.step = event.step
         dist.barrier()
-        return (time.perf_counter() - began) / (self.step - first), len(self.profiles) > before
+        return (time.perf_counter() - start) / (self.step - first), len(self.profiles) > profiles_before
 
 
-def be_a_rank(rounds: int) -> None:
+def run_rank(rounds: int) -> None:
     for plan in PLANS:
-        with_, without = Contender(None, plan, rounds), Contender(False, plan, rounds)
-        took: dict[Contender, list[float]] = {with_: [], without: []}
-        quiet = []
-        for at in range(rounds + WARM):
-            found = {one: one.block() for one in ((with_, without) if at % 2 else (without, with_))}
-            for one, (seconds, _) in found.items():
-                took[one] += [seconds] if at >= WARM else []
-            if at >= WARM and not found[with_][1]:
-                quiet.append(found[with_][0] / found[without][0] - 1)
-        whole = sum(took[with_]) / sum(took[without]) - 1
-        costs = sum(one.costs_s for one in with_.profiles) / (BLOCK * sum(took[with_]))
-        low, middle, high = statistics.quantiles(quiet, n=4)
-        turns.say(
-            f"{plan:8}{1e3 * statistics.median(took[without]):7.1f} ms a step; {len(with_.profiles)} profiles: {costs:.2%} of the time as "
-            f"they say, {whole:+.2%} as measured; blocks without a profile {middle:+.2%} ({low:+.2%} to {high:+.2%})"
+        profiled, plain = Contender(None, plan, rounds), Contender(False, plan, rounds)
+        step_s: dict[Contender, list[float]] = {profiled: [], plain: []}
+        without_profile = []
+        for index in range(rounds + WARMUP_BLOCKS):
+            order = (profiled, plain) if index % 2 else (plain, profiled)
+            blocks = {contender: contender.run_block() for contender in order}
+            if index < WARMUP_BLOCKS:
+                continue
+            for contender, (seconds, _) in blocks.items():
+                step_s[contender].append(seconds)
+            if not blocks[profiled][1]:
+                without_profile.append(blocks[profiled][0] / blocks[plain][0] - 1)
+        measured = sum(step_s[profiled]) / sum(step_s[plain]) - 1
+        reported = sum(profile.costs_s for profile in profiled.profiles) / (BLOCK * sum(step_s[profiled]))
+        low, median, high = statistics.quantiles(without_profile, n=4)
+        turns.print_on_rank_0(
+            f"{plan:8}{1e3 * statistics.median(step_s[plain]):7.1f} ms per step; "
+            f"{len(profiled.profiles)} profiles: overhead {reported:.2%} as they report, "
+            f"{measured:+.2%} as measured; blocks without a profile {median:+.2%} ({low:+.2%} to {high:+.2%})"
         )
 
 
 if __name__ == "__main__":
-    turns.main(__doc__ or "", be_a_rank, [2])
+    turns.main(__doc__ or "", run_rank, [2])

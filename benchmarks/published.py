@@ -1,7 +1,7 @@
-"""Score predictions against measurements that others published: published.py FILE… [--json OUT] [--fit].
+"""Score predictions against published measurements: published.py FILE… [--json OUT] [--fit].
 
-A file is scored with constants that were not fitted on any row of it: published_constants.json has the fit on all files and, for each of
-them, the fit on all others. --fit makes it anew from the files given.
+A file is scored with constants that were not fitted on any row of it. published_constants.json has the fit on all files
+and, for each file, the fit on all others. --fit computes these fits again from the given files.
 """
 
 import argparse
@@ -14,17 +14,17 @@ from pathlib import Path
 from statistics import fmean, median
 
 from paceline.errors import PlanError
-from published_fit import constants, store, stored
+from published_fit import build_constants, load_fits, store
 from published_forms import FORMS
-from published_rows import Answer, Row, Unpriced, answer, read
+from published_rows import NotPredictable, Prediction, Row, predict_row, read
 
 
 @dataclass(frozen=True)
 class File:
-    """Priced rows with their answers, and those that could not be priced with why."""
+    """Rows with their predictions, and (row, reason) of those that cannot be predicted."""
 
     name: str
-    priced: tuple[tuple[Row, Answer], ...]
+    predicted: tuple[tuple[Row, Prediction], ...]
     left_out: tuple[tuple[str, str], ...]
 
 
@@ -32,34 +32,29 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("files", nargs="+", type=Path, metavar="FILE")
     parser.add_argument("--json", type=Path, metavar="OUT")
-    parser.add_argument("--fit", action="store_true", help="fit the constants anew on these files first")
+    parser.add_argument("--fit", action="store_true", help="first fit the constants to these files")
     parser.add_argument("--rows", action="store_true", help="print each row with the parts of its prediction")
-    asked = parser.parse_args()
-    steps = [path for path in asked.files if "row_id" in _header(path)]
-    if asked.fit:
-        for left, values in store(
-            {_name(path): [row for row in read(path) if isinstance(row, Row)] for path in steps}
-        ).items():
-            print(
-                f"without {left or 'nothing'}: "
-                + ", ".join(f"{name} {value:g}" for name, value in values.items())
-            )
-    scored = [_scored(path) for path in steps]
+    options = parser.parse_args()
+    step_files = [path for path in options.files if "row_id" in _header(path)]
+    if options.fit:
+        rows = {_name(path): [row for row in read(path) if isinstance(row, Row)] for path in step_files}
+        for excluded, values in store(rows).items():
+            fitted = ", ".join(f"{name} {value:g}" for name, value in values.items())
+            print(f"without {excluded or 'nothing'}: {fitted}")
+    scored = [_score(path) for path in step_files]
     print_times(scored)
     print_choices(scored)
     print_memory(scored)
-    print_forms(asked.files)
+    print_forms(options.files)
     for file in scored:
-        for row, why in file.left_out:
-            print(f"not priced: {row}: {why}")
-        if asked.rows:
-            for row, found in file.priced:
-                print_row(row, found)
-    if asked.json:
-        asked.json.write_text(
-            json.dumps([_as_json(row, found) for file in scored for row, found in file.priced], indent=1)
-            + "\n"
-        )
+        for row, reason in file.left_out:
+            print(f"not predicted: {row}: {reason}")
+        if options.rows:
+            for row, prediction in file.predicted:
+                print_row(row, prediction)
+    if options.json:
+        tree = [_as_json(row, prediction) for file in scored for row, prediction in file.predicted]
+        options.json.write_text(json.dumps(tree, indent=1) + "\n")
 
 
 def _name(path: Path) -> str:
@@ -72,27 +67,28 @@ def _header(path: Path) -> list[str]:
         return next(csv.reader(lines), [])
 
 
-def _form_of(path: Path) -> str | None:
+def _find_form(path: Path) -> str | None:
     header = _header(path)
     return next((column for column in FORMS if column in header and "row_id" not in header), None)
 
 
-def _scored(path: Path) -> File:
-    fits = stored()
-    on = constants(fits.get(_name(path), fits[""]))
+def _score(path: Path) -> File:
+    """Predict the rows of a file, with constants that were fitted without it."""
+    fits = load_fits()
+    fitted = build_constants(fits.get(_name(path), fits[""]))
     rows = list(read(path))
-    priced, left_out = [], [row for row in rows if not isinstance(row, Row)]
+    predicted, left_out = [], [row for row in rows if not isinstance(row, Row)]
     for row in rows:
         if isinstance(row, Row):
             try:
-                priced.append((row, answer(row, on)))
+                predicted.append((row, predict_row(row, fitted)))
             except PlanError as error:
                 left_out.append((row.id, str(error)))
-    return File(path.stem, tuple(priced), tuple(left_out))
+    return File(path.stem, tuple(predicted), tuple(left_out))
 
 
 def print_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    """In Markdown, for docs/planning.md."""
+    """Print a table in Markdown, for docs/planning.md."""
     if not rows:
         return
     print("| " + " | ".join(head) + " |")
@@ -103,23 +99,28 @@ def print_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
 
 
 def print_times(files: Sequence[File]) -> None:
-    """Beside a strong baseline: FLOPs of a step over those of the devices, times the constant for which the error is least on the rows."""
+    """Print errors of step times, and of a strong baseline.
+
+    The baseline is FLOP per step over FLOP/s of the devices, times the constant with the lowest error on these rows.
+    """
     rows = []
     for file in files:
         if not (ratios := _ratios(file)):
             continue
-        base = [
-            found.time.hardware_flops / (found.time.peak_flops or 1) / row.step_s
-            for row, found in file.priced
+        baseline = [
+            prediction.time.hardware_flops / (prediction.time.peak_flops or 1) / row.step_s
+            for row, prediction in file.predicted
             if row.step_s
         ]
-        inside = [
-            abs(found.time.step_s / row.step_s - 1) <= 2 * found.time.error
-            for row, found in file.priced
+        within_bars = [
+            abs(prediction.time.step_s / row.step_s - 1) <= 2 * prediction.time.error
+            for row, prediction in file.predicted
             if row.step_s
         ]
-        errors = f"{_mean_error(ratios):.1%}", f"{fmean(ratios) - 1:+.1%}", f"{_best_constant(base):.1%}"
-        rows.append((file.name, str(len(ratios)), *errors, f"{fmean(inside):.0%}", str(len(file.left_out))))
+        errors = f"{_mean_error(ratios):.1%}", f"{fmean(ratios) - 1:+.1%}", f"{_best_constant(baseline):.1%}"
+        rows.append(
+            (file.name, str(len(ratios)), *errors, f"{fmean(within_bars):.0%}", str(len(file.left_out)))
+        )
     print_table(
         (
             "seconds of a step",
@@ -128,14 +129,14 @@ def print_times(files: Sequence[File]) -> None:
             "bias",
             "one constant",
             "within two error bars",
-            "not priced",
+            "not predicted",
         ),
         rows,
     )
 
 
 def _ratios(file: File) -> list[float]:
-    return [found.time.step_s / row.step_s for row, found in file.priced if row.step_s]
+    return [prediction.time.step_s / row.step_s for row, prediction in file.predicted if row.step_s]
 
 
 def _mean_error(ratios: Sequence[float]) -> float:
@@ -143,36 +144,36 @@ def _mean_error(ratios: Sequence[float]) -> float:
 
 
 def _best_constant(ratios: Sequence[float]) -> float:
-    """The mean error with the one factor for which it is least, which is one of their inverses."""
+    """Return the lowest mean error for any constant factor; the best factor is the inverse of a ratio."""
     return min(
         _mean_error([ratio * factor for ratio in ratios]) for factor in (1 / ratio for ratio in ratios)
     )
 
 
 def print_choices(files: Sequence[File]) -> None:
-    """What the plan that is predicted to be the fastest of its group loses against the fastest measured one."""
-    rows, lost, ranks = [], [], []
+    """Print how much slower the plan predicted to be fastest is than the fastest measured plan, by group."""
+    rows, losses, correlations = [], [], []
     for file in files:
         groups: dict[str, list[tuple[float, float]]] = defaultdict(list)
-        for row, found in file.priced:
+        for row, prediction in file.predicted:
             if row.group and row.step_s:
-                groups[row.group].append((found.time.step_s, row.step_s))
+                groups[row.group].append((prediction.time.step_s, row.step_s))
         for name, pairs in groups.items():
             if len(pairs) < 2:
                 continue
-            lost.append(min(pairs)[1] / min(measured for _, measured in pairs) - 1)
+            losses.append(min(pairs)[1] / min(measured for _, measured in pairs) - 1)
             correlation = _spearman(pairs) if len(pairs) > 2 else None
-            ranks += [correlation] if correlation is not None else []
+            correlations += [correlation] if correlation is not None else []
             rows.append(
                 (
                     f"{file.name} {name}",
                     str(len(pairs)),
-                    f"{lost[-1]:.1%}",
+                    f"{losses[-1]:.1%}",
                     "" if correlation is None else f"{correlation:.2f}",
                 )
             )
-    if rows and ranks:
-        rows.append(("mean", "", f"{fmean(lost):.1%}", f"{fmean(ranks):.2f}"))
+    if rows and correlations:
+        rows.append(("mean", "", f"{fmean(losses):.1%}", f"{fmean(correlations):.2f}"))
     print_table(("choice of a plan", "plans", "slower than the best", "rank correlation"), rows)
 
 
@@ -184,7 +185,7 @@ def _spearman(pairs: Sequence[tuple[float, float]]) -> float:
 
 
 def _ranks(values: Sequence[float]) -> list[float]:
-    """Alike values share the mean of their ranks."""
+    """Return the rank of each value; equal values share the mean of their ranks."""
     return [
         sum(other < value for other in values) + (sum(other == value for other in values) - 1) / 2
         for value in values
@@ -195,11 +196,13 @@ def print_memory(files: Sequence[File]) -> None:
     rows = []
     for file in files:
         ratios = [
-            found.memory.peak_bytes / row.memory_bytes for row, found in file.priced if row.memory_bytes
+            prediction.memory.peak_bytes / row.memory_bytes
+            for row, prediction in file.predicted
+            if row.memory_bytes
         ]
         errors = (f"{_mean_error(ratios):.1%}", f"{fmean(ratios) - 1:+.1%}") if ratios else ("", "")
-        wrong = [row.id for row, found in file.priced if row.oom and found.fits]
-        refused = [row.id for row, found in file.priced if not row.oom and not found.fits]
+        wrong = [row.id for row, prediction in file.predicted if row.oom and prediction.fits]
+        refused = [row.id for row, prediction in file.predicted if not row.oom and not prediction.fits]
         rows.append(
             (file.name, str(len(ratios)), *errors, ", ".join(wrong) or "none", ", ".join(refused) or "none")
         )
@@ -209,8 +212,8 @@ def print_memory(files: Sequence[File]) -> None:
             "rows",
             "mean error",
             "bias",
-            "said to fit, and did not",
-            "said not to fit, and did",
+            "predicted to fit, did not",
+            "predicted not to fit, did",
         ),
         rows,
     )
@@ -219,57 +222,58 @@ def print_memory(files: Sequence[File]) -> None:
 def print_forms(paths: Sequence[Path]) -> None:
     rows = []
     for path in paths:
-        if (column := _form_of(path)) is None:
+        if (column := _find_form(path)) is None:
             continue
-        what, predict = FORMS[column]
+        quantity, predict = FORMS[column]
         pairs, skipped = [], 0
         with path.open(newline="") as lines:
             for row in csv.DictReader(lines):
                 try:
                     pairs.append(predict(row)[1:])
-                except Unpriced:
+                except NotPredictable:
                     skipped += 1
-        errors = [abs(found / wanted - 1) for found, wanted in pairs if wanted]
-        apart = [abs(found - wanted) for found, wanted in pairs]
+        errors = [abs(predicted / published - 1) for predicted, published in pairs if published]
+        distances = [abs(predicted - published) for predicted, published in pairs]
         shares = f"{median(errors):.2%}", f"{fmean(errors):.2%}", f"{max(errors):.2%}"
         rows.append(
             (
                 path.stem,
-                what,
+                quantity,
                 str(len(pairs)),
                 *shares,
-                f"{fmean(apart):.3g}",
-                f"{max(apart):.3g}",
+                f"{fmean(distances):.3g}",
+                f"{max(distances):.3g}",
                 str(skipped),
             )
         )
-    units = "median error", "mean", "largest", "mean distance", "largest", "rows of something else"
-    print_table(("single figures", "of what", "rows", *units), rows)
+    units = "median error", "mean", "largest", "mean distance", "largest", "other rows"
+    print_table(("single figures", "quantity", "rows", *units), rows)
 
 
-def print_row(row: Row, found: Answer) -> None:
+def print_row(row: Row, prediction: Prediction) -> None:
     measured = f"{row.step_s:.4g} s" if row.step_s else "?"
     memory = f"{row.memory_bytes / 1e9:.3g}" if row.memory_bytes else "?"
-    parts = ", ".join(f"{part.name} {part.value:.3g}" for part in found.time.parts)
-    ratio = f"{found.time.step_s / row.step_s - 1:+.0%}" if row.step_s else ""
+    parts = ", ".join(f"{part.name} {part.value:.3g}" for part in prediction.time.parts)
+    ratio = f"{prediction.time.step_s / row.step_s - 1:+.0%}" if row.step_s else ""
     print(
-        f"{row.id} {row.facts.name} {found.split}: {found.time.step_s:.4g} s for {measured} {ratio}; {parts}"
+        f"{row.id} {row.facts.name} {prediction.split}: predicted {prediction.time.step_s:.4g} s, "
+        f"measured {measured} {ratio}; {parts}"
     )
-    parts = ", ".join(f"{part.name} {part.value / 1e9:.3g}" for part in found.memory.parts)
-    print(f"   {found.memory.peak_bytes / 1e9:.3g} GB for {memory}; {parts}")
+    parts = ", ".join(f"{part.name} {part.value / 1e9:.3g}" for part in prediction.memory.parts)
+    print(f"   {prediction.memory.peak_bytes / 1e9:.3g} GB, measured {memory}; {parts}")
 
 
-def _as_json(row: Row, found: Answer) -> Mapping[str, object]:
-    """Memory in the unit of the row's own column: some files say GB and mean GiB."""
+def _as_json(row: Row, prediction: Prediction) -> Mapping[str, object]:
+    """Return a prediction as JSON. Memory is in the unit of the row's column: some files write GB for GiB."""
     return {
         "row_id": row.id,
-        "predicted_step_time_s": found.time.step_s,
-        "predicted_memory_GB": found.memory.peak_bytes / (2**30 if row.gib else 1e9),
-        "fits": found.fits,
-        "predicted_memory_bytes": round(found.memory.peak_bytes),
-        "step_time_error": found.time.error,
-        "memory_error": found.memory.error,
-        "extrapolated": found.time.extrapolated,
+        "predicted_step_time_s": prediction.time.step_s,
+        "predicted_memory_GB": prediction.memory.peak_bytes / (2**30 if row.gib else 1e9),
+        "fits": prediction.fits,
+        "predicted_memory_bytes": round(prediction.memory.peak_bytes),
+        "step_time_error": prediction.time.error,
+        "memory_error": prediction.memory.error,
+        "extrapolated": prediction.time.extrapolated,
     }
 
 

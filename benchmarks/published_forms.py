@@ -1,4 +1,4 @@
-"""Published figures that are no steps of a training: closed forms of memory, bubbles of schedules, single matrix products."""
+"""Published numbers other than step times: closed forms of memory, bubbles of schedules, single matrix products."""
 
 import re
 from collections.abc import Callable, Mapping
@@ -14,16 +14,17 @@ from paceline.plan.cost_model.work_split import WorkSplit
 from paceline.plan.model.facts import ModelFacts
 from paceline.plan.model.transformer import Transformer
 from paceline.plan.schedules import StageTimes, bubble_share
-from published_rows import Unpriced
+from published_rows import NotPredictable
 
-Score = tuple[str, float, float]  # id, predicted, published
+Score = tuple[str, float, float]  # (id, predicted, published)
 MODELS = {  # layers, hidden, heads, tp, pp, stages, micro-batch
     "22B": (48, 6144, 64, 8, 1, 1, 4),
     "175B": (96, 12288, 96, 8, 8, 3, 1),
     "530B": (105, 20480, 128, 8, 35, 3, 1),
     "1T": (128, 25600, 160, 8, 64, 1, 1),
 }
-# ranks, and times on them, of other tables: where one has none, a rank of p has p₀/p as many blocks, and sends as much
+# Ranks p₀ and their times from other tables, for rows without times: on p ranks, a rank has p₀/p as many blocks and
+# sends the same amount.
 TIMES = {
     "6.2B": (8, (29.7, 29.4, 19.5), 0.55),
     "14.6B": (16, (11.3, 11.25, 8.1), 0.378),
@@ -42,21 +43,21 @@ BUBBLES = {
 
 
 def zero_table1(row: Mapping[str, str]) -> Score:
-    """GB a device needs for a model's state."""
+    """Return the GB of model state per device."""
     stage = int(row["stage"][5])
-    each = state_bytes(replace(DEEPSPEED, at_rest=False), stage, int(row["dp_degree"])).total
+    per_parameter = state_bytes(replace(DEEPSPEED, at_rest=False), stage, int(row["dp_degree"])).total
     return (
         f"{row['model']} {row['stage']} on {row['dp_degree']}",
-        float(row["params"]) * each / 1e9,
+        float(row["params"]) * per_parameter / 1e9,
         float(row["formula_GB"]),
     )
 
 
 def zero_table2(row: Mapping[str, str]) -> Score:
-    """The largest model whose state fits 32 GB, in 10⁹ parameters, with ZeRO-1 (the column of Pos)."""
+    """Return the largest model whose state fits into 32 GB, in 10⁹ parameters, with ZeRO-1 (column Pos)."""
     mp, gpus = int(row["mp"]), int(row["gpus"])
-    each = state_bytes(DEEPSPEED, 1, gpus // mp).total
-    return f"mp {mp} on {gpus}", 32e9 / each * mp / 1e9, float(row["theory_Pos_B"])
+    per_parameter = state_bytes(DEEPSPEED, 1, gpus // mp).total
+    return f"mp {mp} on {gpus}", 32e9 / per_parameter * mp / 1e9, float(row["theory_Pos_B"])
 
 
 def _korthikanti(name: str) -> tuple[ModelFacts, WorkSplit]:
@@ -71,9 +72,9 @@ def _korthikanti(name: str) -> tuple[ModelFacts, WorkSplit]:
 
 
 def selective_recompute(row: Mapping[str, str]) -> Score:
-    """GiB of activations on the first stage, without embedding and head (arXiv 2205.05198, figure 1)."""
+    """Return the GiB of activations on the first stage, without embedding and head (arXiv 2205.05198, figure 1)."""
     if row["figure"] != "Fig 1" or row["quantity"] != "activations":
-        raise Unpriced("no figure of bytes")
+        raise NotPredictable("not a number of bytes")
     facts, split = _korthikanti(row["model"])
     recipe = replace(MEGATRON, sequence="sequence" in row["technique"], reserved=0.0)
     split = replace(split, recompute="selective" if "selective" in row["technique"] else "none")
@@ -83,18 +84,18 @@ def selective_recompute(row: Mapping[str, str]) -> Score:
 
 
 def pipeline_bubble(row: Mapping[str, str]) -> Score:
-    """Idle share of a step, in hundredths."""
+    """Return the idle share of a step, in percent."""
     if row["schedule"] not in BUBBLES or not row["bubble_rate"]:
-        raise Unpriced(f"no bubble rate of {row['schedule']}")
+        raise NotPredictable(f"no bubble rate of {row['schedule']}")
     p, m, model = int(row["stages_p"]), int(row["microbatches_m"]), row["model"]
-    told = row["TF_ms"] != ""
-    if told:
+    has_times = row["TF_ms"] != ""
+    if has_times:
         *passes, send = (float(row[key]) for key in ("TF_ms", "TB_ms", "TW_ms", "Tcomm_ms"))
     else:
         ranks, times, send = TIMES[model]
         passes = [time * ranks / p for time in times]
     kind = BUBBLES[row["schedule"]]
-    stages = {"interleaved": (LAYERS[model] + 2) // p if told else 2, "zb-v": 2}.get(kind, 1)
+    stages = {"interleaved": (LAYERS[model] + 2) // p if has_times else 2, "zb-v": 2}.get(kind, 1)
     return (
         f"{model} {row['schedule']} {p} × {m}",
         100 * bubble_share(kind, p, m, stages, StageTimes(*passes), send),
@@ -103,7 +104,7 @@ def pipeline_bubble(row: Mapping[str, str]) -> Score:
 
 
 def gemm(row: Mapping[str, str]) -> Score:
-    """TFLOP/s of one matrix product."""
+    """Return the TFLOP/s of a single matrix product."""
     sizes = re.findall(r"\b[mkn]=(\d+)", row["shape"])
     batch = re.match(r"b=(\d+)", row["shape"])
     if (
@@ -113,7 +114,7 @@ def gemm(row: Mapping[str, str]) -> Score:
         or not batch
         or batch[1] != "1"
     ):
-        raise Unpriced(f"{row['kind']} is no plain product")
+        raise NotPredictable(f"{row['kind']} is not a plain product")
     m, k, n = map(int, sizes)
     peak = float(row["theory_TFLOPs"]) * 1e12
     memory_Bps = 1935e9 if "A100" in row["gpu"] else 8000e9
@@ -123,19 +124,19 @@ def gemm(row: Mapping[str, str]) -> Score:
         memory_Bps=Fact(value=memory_Bps),
         peaks_flops={"bf16": Fact(value=peak)},
     )
-    on = device_rates(Cluster(device=device), CONSTANTS)
+    rates = device_rates(Cluster(device=device), CONSTANTS)
     return (
         f"{row['gpu']} {row['shape']}",
-        2e-12 * m * n * k / product_s(on, "bf16", m, n, k),
+        2e-12 * m * n * k / product_s(rates, "bf16", m, n, k),
         float(row["measured_TFLOPs"]),
     )
 
 
-# a column that only such a file has: what it says, and how one row of it is predicted
+# by a column that only files of this kind have: (quantity, prediction of a row)
 FORMS: Mapping[str, tuple[str, Callable[[Mapping[str, str]], Score]]] = {
     "formula_GB": ("state of a model, GB", zero_table1),
     "theory_Pos_B": ("largest model, 10⁹ parameters", zero_table2),
     "figure": ("activations, GiB", selective_recompute),
-    "bubble_rate": ("bubble, hundredths", pipeline_bubble),
+    "bubble_rate": ("bubble, percent", pipeline_bubble),
     "measured_TFLOPs": ("one product, TFLOP/s", gemm),
 }

@@ -1,4 +1,4 @@
-"""Rows of published measurements as questions to the planner: which model, cut how, on what, by which system."""
+"""Rows of published measurements as inputs of the planner: model, split, cluster and training system."""
 
 import csv
 import re
@@ -31,7 +31,8 @@ from paceline.plan.model.facts import ModelFacts
 from paceline.plan.model.transformer import Transformer
 from paceline.spec import explain
 
-# GB/s of one device in one direction: (memory, inside a node, between nodes where a row does not say), by data sheets and the usual nodes
+# GB/s of one device in one direction: (memory, within a node, between nodes unless a row specifies it).
+# Sources: data sheets and common nodes.
 DEVICES = {
     "A100-40": (1555, 300, 25),
     "A100": (2039, 300, 25),
@@ -58,18 +59,17 @@ SCHEDULES = {
 }
 
 
-VOCAB = (
-    32000  # where a row has none: n_params of the four zero-bubble models leave room for 28 to 34 thousand
-)
+# If a row has no vocabulary: n_params of the four zero-bubble models allow 28 to 34 thousand.
+DEFAULT_VOCAB = 32000
 
 
-class Unpriced(Exception):
-    """Why a row cannot be priced."""
+class NotPredictable(Exception):
+    """The reason why a row cannot be predicted."""
 
 
 @dataclass(frozen=True)
 class Row:
-    """A measurement. Seconds are those of a step, however the source says it; `splits` has several where the source does not say all."""
+    """A measurement. Seconds are per step in any case; `splits` has several if the source leaves some open."""
 
     id: str
     file: str
@@ -86,8 +86,8 @@ class Row:
     device: str
 
 
-class Answer(NamedTuple):
-    """`fits`: with MARGIN to spare."""
+class Prediction(NamedTuple):
+    """The prediction of a row. `fits`: within memory, with MARGIN to spare."""
 
     time: TimeCost
     memory: MemoryCost
@@ -95,38 +95,38 @@ class Answer(NamedTuple):
     split: WorkSplit
 
 
-MARGIN = 0.03  # of a device's memory that its driver, context and libraries take (about 1 GiB, and what a data sheet counts otherwise)
+# Share of a device's memory that driver, context and libraries use (about 1 GiB), and that data sheets count otherwise.
+MARGIN = 0.03
 
 
-def answer(row: Row, constants: Constants) -> Answer:
-    """Of the splits that a row leaves open the fastest one that fits; the leanest one where none does."""
-    found = []
-    on = device_rates(row.cluster, constants)
+def predict_row(row: Row, constants: Constants) -> Prediction:
+    """Return the prediction of the fastest possible split that fits; if none fits, of the split with least memory."""
+    predictions = []
+    rates = device_rates(row.cluster, constants)
     for split in row.splits:
-        memory_ = predict_memory(row.facts, split, row.recipe, row.limit_bytes)
-        found.append(
-            Answer(predict_time(row.facts, split, row.recipe, on), memory_, memory_.fits(MARGIN), split)
-        )
-    fitting = [one for one in found if one.fits]
+        cost = predict_memory(row.facts, split, row.recipe, row.limit_bytes)
+        step = predict_time(row.facts, split, row.recipe, rates)
+        predictions.append(Prediction(step, cost, cost.fits(MARGIN), split))
+    fitting = [item for item in predictions if item.fits]
     if fitting:
-        return min(fitting, key=lambda one: one.time.step_s)
-    return min(found, key=lambda one: one.memory.peak_bytes)
+        return min(fitting, key=lambda item: item.time.step_s)
+    return min(predictions, key=lambda item: item.memory.peak_bytes)
 
 
 def read(path: Path) -> Iterator[Row | tuple[str, str]]:
-    """Rows, or the id of a row that cannot be priced and why."""
+    """Yield rows; for a row that cannot be predicted, its id and the reason."""
     with path.open(newline="") as lines:
         for cells in csv.DictReader(lines):
             row = {key: (value or "").strip() for key, value in cells.items() if key}
             try:
-                yield _row(row)
-            except Unpriced as why:
-                yield row["row_id"], str(why)
+                yield _parse_row(row)
+            except NotPredictable as reason:
+                yield row["row_id"], str(reason)
             except ValidationError as error:
                 yield row["row_id"], explain(error, [])
 
 
-def _row(row: Mapping[str, str]) -> Row:
+def _parse_row(row: Mapping[str, str]) -> Row:
     recipe = _recipe(row)
     seq = _int(row, "seq_len")
     model = _model(row, recipe, seq)
@@ -154,7 +154,7 @@ def _int(row: Mapping[str, str], key: str, default: int | None = None) -> int:
     if re.fullmatch(r"\d+(\.0+)?(e\+?\d+)?", text):
         return int(float(text))
     if default is None:
-        raise Unpriced(f"{key} is not said")
+        raise NotPredictable(f"{key} is missing")
     return default
 
 
@@ -162,56 +162,53 @@ def _float(row: Mapping[str, str], key: str) -> float:
     try:
         return float(row.get(key, ""))
     except ValueError:
-        raise Unpriced(f"{key} is not said") from None
+        raise NotPredictable(f"{key} is missing") from None
 
 
 def _recipe(row: Mapping[str, str]) -> Recipe:
-    said = " ".join(
+    text = " ".join(
         row.get(key, "") for key in ("dataset", "source", "notes", "zero_stage", "url_or_path")
     ).lower()
-    if "deepspeed" in said and row["zero_stage"].startswith("3"):
+    if "deepspeed" in text and row["zero_stage"].startswith("3"):
         recipe = DEEPSPEED
-    elif "fsdp" in said or "torchtitan" in said:
+    elif "fsdp" in text or "torchtitan" in text:
         compiled = "compile" in row.get("notes", "").lower() and "without" not in row.get("notes", "").lower()
         recipe = FSDP_COMPILED if compiled else FSDP
-        if compiled and "2025" in said:  # since when torchtitan compiles the loss too
+        if compiled and "2025" in text:  # since 2025 torchtitan compiles the loss too
             recipe = replace(recipe, loss=8.0)
-        if "foundry" in said:
+        if "foundry" in text:
             recipe = LLM_FOUNDRY
-        if row["precision"] == "bf16" and "foundry" in said:  # PURE: gradients averaged in bf16
+        if row["precision"] == "bf16" and "foundry" in text:  # PURE: gradients are averaged in bf16
             recipe = replace(recipe, reduce=2.0)
-    elif "deepspeed" in said:
+    elif "deepspeed" in text:
         recipe = MEGATRON_DEEPSPEED
     elif row["gpu_type"].startswith(("H", "B", "GH", "GB", "MI")) or re.search(
-        r"\bm?core\b|nemo\b|flash|transformer.?engine|mlperf", said
+        r"\bm?core\b|nemo\b|flash|transformer.?engine|mlperf", text
     ):
         recipe = MEGATRON_CORE
     else:
-        recipe = replace(MEGATRON, sequence="2205.05198" in said and row["recompute"].startswith("selective"))
-    if "asynctp" in said and "vanilla" not in said:
+        recipe = replace(MEGATRON, sequence="2205.05198" in text and row["recompute"].startswith("selective"))
+    if "asynctp" in text and "vanilla" not in text:
         recipe = replace(recipe, overlaps_tensor=0.6)
-    if (
-        recipe.name.startswith("fsdp") and _int(row, "tp", 1) > 1
-    ):  # the loss of split logits has two more copies of them in float32
+    # The loss of sharded logits stores two more float32 copies of them.
+    if recipe.name.startswith("fsdp") and _int(row, "tp", 1) > 1:
         recipe = replace(recipe, loss=recipe.loss + 8.0)
-    if (
-        recipe.name.startswith("fsdp") and _int(row, "pp", 1) > 1
-    ):  # torchtitan keeps a stage's weights and gradients whole in a step
+    # torchtitan keeps the weights and gradients of a stage unsharded during a step.
+    if recipe.name.startswith("fsdp") and _int(row, "pp", 1) > 1:
         recipe = replace(recipe, whole_gradients=True)
-    if (
-        "fp8" in row["precision"] and "rowwise" not in row["precision"]
-    ):  # products scaled by row were no faster than bf16 in 2025
+    # Products with row-wise scaling were not faster than bf16 in 2025.
+    if "fp8" in row["precision"] and "rowwise" not in row["precision"]:
         recipe = replace(recipe, dtype="fp8", gather=1.0 if recipe.name.startswith("fsdp") else recipe.gather)
-    if "zero bubble" in said:
+    if "zero bubble" in text:
         recipe = replace(recipe, gradient=2.0, scatter=False, sequence=False)
-    if "<=18b" in said:  # as the notes of Narayanan et al. say
+    if "<=18b" in text:  # according to the notes of Narayanan et al.
         recipe = replace(recipe, overlaps_data=float(row["n_params"]) <= 1.9e10)
     return recipe
 
 
 def _model(row: Mapping[str, str], recipe: Recipe, seq: int) -> Transformer:
     if _int(row, "ep", 1) > 1:
-        raise Unpriced("the experts are not told")
+        raise NotPredictable("the sizes of the experts are missing")
     name = row["model"].lower()
     hidden, heads = _int(row, "hidden"), _int(row, "heads")
     kv, ffn = _int(row, "kv_heads", heads), _int(row, "ffn", 4 * hidden)
@@ -225,7 +222,7 @@ def _model(row: Mapping[str, str], recipe: Recipe, seq: int) -> Transformer:
         heads=heads,
         kv_heads=kv,
         ffn=ffn,
-        vocab=_int(row, "vocab", VOCAB),
+        vocab=_int(row, "vocab", DEFAULT_VOCAB),
         seq=seq,
         gated=gated,
         norm="rms" if gated else "layer",
@@ -237,64 +234,66 @@ def _model(row: Mapping[str, str], recipe: Recipe, seq: int) -> Transformer:
 
 
 def _splits(row: Mapping[str, str], model: Transformer) -> tuple[WorkSplit, ...]:
-    """What is not told is left open: the planner takes what is fastest and fits, as those who tuned the run will have."""
+    """Return all splits that the row allows: the fastest that fits is the likely choice of a tuned run."""
     ranks, tp, pp, cp = _int(row, "n_gpus"), _int(row, "tp", 1), _int(row, "pp", 1), _int(row, "cp", 1)
-    cut, batch = tp * pp * cp, _int(row, "global_batch")
-    if not cut or not ranks or ranks % cut or pp > model.layers or model.heads % tp:
-        raise Unpriced(
-            f"tp × pp × cp = {tp} × {pp} × {cp} do not cut {ranks} devices, {model.layers} layers and {model.heads} heads"
+    model_ranks, batch = tp * pp * cp, _int(row, "global_batch")
+    if not model_ranks or not ranks or ranks % model_ranks or pp > model.layers or model.heads % tp:
+        raise NotPredictable(
+            f"tp × pp × cp = {tp} × {pp} × {cp} does not divide "
+            f"{ranks} devices, {model.layers} layers and {model.heads} heads"
         )
-    dp = ranks // cut
+    dp = ranks // model_ranks
     if batch < dp:
-        raise Unpriced(f"global_batch {batch} is less than {dp} data ranks")
+        raise NotPredictable(f"global_batch {batch} is less than {dp} data ranks")
     zero = int(row["zero_stage"][:1]) if row["zero_stage"][:1].isdigit() else None
-    each = batch // dp
-    told = _int(row, "micro_batch", 0)
-    micro_batches = [told] if told else [b for b in (1, 2, 4, 8) if each % b == 0]
+    rank_samples = batch // dp
+    given = _int(row, "micro_batch", 0)
+    micro_batches = [given] if given else [b for b in (1, 2, 4, 8) if rank_samples % b == 0]
     if zero == 3 and pp > 1:
         zero = 2
-    if (
-        told and pp > 1 and told * dp == batch and each > 1
-    ):  # the samples of a data rank, and not of a micro-batch
-        micro_batches = [max(1, each // pp)]
+    # Some sources give the samples of a data rank as the micro-batch.
+    if given and pp > 1 and given * dp == batch and rank_samples > 1:
+        micro_batches = [max(1, rank_samples // pp)]
     recompute = row["recompute"].split("(")[0].split("+")[0].strip().split(" ")[0]
     recomputes = [recompute] if recompute in ("none", "selective", "full") else ["none", "selective", "full"]
     stages = _stages(row, model, pp)
-    said = row.get("schedule", "").upper().rstrip("*")
-    schedule = "interleaved" if said.startswith("INTERLEAVED") else SCHEDULES.get(said, "")
+    name = row.get("schedule", "").upper().rstrip("*")
+    schedule = "interleaved" if name.startswith("INTERLEAVED") else SCHEDULES.get(name, "")
     if schedule == "zb-v" or (schedule == "interleaved" and stages == [1]):
         stages = [2]
-    found = []
+    splits = []
     for b, recompute, v in product(micro_batches, recomputes, stages):
-        if b < 1 or each % b:
+        if b < 1 or rank_samples % b:
             continue
         kind = schedule or ("interleaved" if v > 1 else "1f1b")
         for stage in (0, 1) if zero is None else (zero,):
-            found.append(
-                WorkSplit(dp, tp, pp, cp, 1, stage, 1, b, each // b, kind, v if pp > 1 else 1, recompute)
+            splits.append(
+                WorkSplit(
+                    dp, tp, pp, cp, 1, stage, 1, b, rank_samples // b, kind, v if pp > 1 else 1, recompute
+                )
             )
-    if not found:
-        raise Unpriced(f"global_batch {batch} is not dp × micro_batch × a whole number")
-    return tuple(found)
+    if not splits:
+        raise NotPredictable(f"global_batch {batch} is not dp × micro_batch × a whole number")
+    return tuple(splits)
 
 
 def _stages(row: Mapping[str, str], model: Transformer, pp: int) -> list[int]:
-    text, each = row.get("vp", ""), model.layers // pp
+    text, stage_layers = row.get("vp", ""), model.layers // pp
     if text.startswith("max"):
         return [-(-model.layers // pp)]
     if text.isdigit():
         return [int(text)]
-    open_ = row["micro_batch"] == "" and pp > 1
-    return [v for v in range(1, each + 1) if each % v == 0] if open_ else [1]
+    unspecified = row["micro_batch"] == "" and pp > 1
+    return [v for v in range(1, stage_layers + 1) if stage_layers % v == 0] if unspecified else [1]
 
 
 def _cluster(row: Mapping[str, str]) -> Cluster:
     kind = row["gpu_type"].upper().removeprefix("NVIDIA ").removeprefix("TESLA ")
     name = f"{kind.split('-')[0]}-{row['gpu_mem_GB']}"
-    found = next((DEVICES[key] for key in DEVICES if name.startswith(key)), None)
-    if found is None:
-        raise Unpriced(f"memory bandwidth and links of {row['gpu_type']} are not known")
-    memory, node, across = found
+    rates = next((DEVICES[key] for key in DEVICES if name.startswith(key)), None)
+    if rates is None:
+        raise NotPredictable(f"memory bandwidth and links of {row['gpu_type']} are unknown")
+    memory, node, across = rates
     peak = _float(row, "peak_TFLOPs_bf16") * 1e12
     nic = float(row["internode_GBps"]) if row["internode_GBps"] else across
     peaks = {"bf16": peak, "fp16": peak} | (
@@ -333,11 +332,11 @@ def _step_s(row: Mapping[str, str], m: Transformer, split: WorkSplit, tokens: in
 
 
 def _flops(row: Mapping[str, str], m: Transformer) -> float:
-    """Of a sample, as the source counts them."""
-    said, h, s, layers = row["flops_convention"], m.hidden, m.seq, m.layers
-    if "hardware" in said:  # arXiv 2104.04473, equation 3
+    """Return the FLOP of a sample, as the source counts them."""
+    convention, h, s, layers = row["flops_convention"], m.hidden, m.seq, m.layers
+    if "hardware" in convention:  # arXiv 2104.04473, equation 3
         return 96 * s * layers * h**2 * (1 + s / (6 * h) + m.vocab / (16 * layers * h))
-    if "2N*S" in said:  # llm-foundry
+    if "2N*S" in convention:  # llm-foundry
         return 3 * (2 * float(row["n_params"]) * s + layers * 4 * h * s**2)
     return m.facts().training_flops
 

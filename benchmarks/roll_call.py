@@ -1,4 +1,4 @@
-"""What it costs a start that the ranks meet before the first step and find out what does not fit; beside it, a bare exchange of objects.
+"""Time of the checks between ranks before the first step, compared with a bare exchange of objects.
 
 python benchmarks/roll_call.py [--ranks 2 4] [--times 50]
 """
@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 import torch.distributed as dist
 
-import roll_call as here  # by the name that the ranks know
+import roll_call as module  # under the name by which the ranks import it
 from paceline.cluster.cpu import read_cpu
 from paceline.distributed.world import read_world
 from paceline.launch.rank_pool import Ranks
@@ -20,24 +20,24 @@ from paceline.training.rank_checks import check_ranks
 SAMPLES = {"train": 1437, "validation": 360}
 
 
-def bare() -> None:
-    found: list[object] = [None] * dist.get_world_size()
-    dist.all_gather_object(found, SAMPLES)
+def exchange_objects() -> None:
+    answers: list[object] = [None] * dist.get_world_size()
+    dist.all_gather_object(answers, SAMPLES)
 
 
-def whole() -> None:
+def run_rank_checks() -> None:
     check_ranks(load_task("digits", {}), read_world(), SAMPLES)
 
 
-def seconds(what: Callable[[], None], times: int) -> list[float]:
-    """On a rank; the first, which imports and reads, is among them."""
-    found = []
+def time_calls(function: Callable[[], None], times: int) -> list[float]:
+    """Return the seconds of each call on a rank. The first includes imports and reading of files."""
+    seconds = []
     for _ in range(times):
         dist.barrier()
-        began = time.perf_counter()
-        what()
-        found.append(time.perf_counter() - began)
-    return found
+        start = time.perf_counter()
+        function()
+        seconds.append(time.perf_counter() - start)
+    return seconds
 
 
 def main() -> None:
@@ -48,18 +48,16 @@ def main() -> None:
     parser.add_argument("--times", type=int, default=50)
     options = parser.parse_args()
     print(
-        f"{read_cpu().name}, {read_cpu().usable_cores} cores; ms on the rank that takes longest: the first, and the median of the others"
+        f"{read_cpu().name}, {read_cpu().usable_cores} cores; ms on the slowest rank: "
+        "the first call, and the median of the others"
     )
     for count in options.ranks:
         with Ranks(count) as ranks:
-            for what in (here.bare, here.whole):
-                each = [
-                    max(all_s)
-                    for all_s in zip(*ranks(here.seconds, what, options.times, timeout_s=120.0), strict=True)
-                ]
-                print(
-                    f"{count} ranks, {what.__name__}: {each[0] * 1e3:.1f}, {statistics.median(each[1:]) * 1e3:.1f}"
-                )
+            for function in (module.exchange_objects, module.run_rank_checks):
+                by_rank = ranks(module.time_calls, function, options.times, timeout_s=120.0)
+                slowest = [max(seconds) for seconds in zip(*by_rank, strict=True)]
+                first_ms, others_ms = slowest[0] * 1e3, statistics.median(slowest[1:]) * 1e3
+                print(f"{count} ranks, {function.__name__}: {first_ms:.1f}, {others_ms:.1f}")
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
-"""How long an asynchronous save of a 100-million-parameter model holds the steps up, beside the time that a synchronous one takes.
+"""Delay of the steps by an asynchronous save of a model with 100 million parameters, relative to a synchronous save.
 
-Each round: steps alone; a synchronous save, while nothing else runs; the same number of steps with a save in the background,
-at least until it is complete. It holds up by what those steps took longer than the steps alone, the copying aside included.
+Each round runs steps without a save, then a synchronous save, then the same number of steps during a background save, at
+least until it is complete. The delay is the additional time of these steps, including the copy of the state.
 """
 
 import argparse
@@ -12,6 +12,7 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -24,7 +25,7 @@ from paceline.distributed.process_group import threads_per_rank
 from paceline.plan.plan import Plan
 from paceline.run import RunFolder
 from paceline.training.checkpoint.save import Index, Saver, collect_state, describe_model
-from paceline.units import format_bytes, format_count
+from paceline.units import format_bytes, format_count, several
 
 WIDTH, LAYERS, BATCH = 4096, 6, 64  # six layers of 16.8 million parameters
 
@@ -34,7 +35,7 @@ class Training:
         self.model = nn.Sequential(
             *(layer for _ in range(LAYERS) for layer in (nn.Linear(WIDTH, WIDTH), nn.ReLU()))
         )
-        self.called = (
+        self.wrapped = (
             DistributedDataParallel(self.model, gradient_as_bucket_view=True) if ranks > 1 else self.model
         )
         self.optimizer = torch.optim.AdamW(self.model.parameters(), fused=True)
@@ -42,9 +43,9 @@ class Training:
         self.ranks = ranks
         self.step = 0
 
-    def steps(self, count: int) -> None:
+    def run_steps(self, count: int) -> None:
         for _ in range(count):
-            F.mse_loss(self.called(self.inputs), self.inputs).backward()
+            F.mse_loss(self.wrapped(self.inputs), self.inputs).backward()
             self.optimizer.step()
             self.optimizer.zero_grad()
             self.step += 1
@@ -64,42 +65,52 @@ class Training:
         return Index(step=self.step, samples=self.step * BATCH, **facts, **describe_model(self.model))
 
 
-def together(flag: bool) -> bool:
-    """Whether all ranks say so."""
+def all_true(flag: bool) -> bool:
+    """Return whether the flag is true on all ranks."""
     flags = torch.tensor(int(flag))
     dist.all_reduce(flags, op=dist.ReduceOp.MIN)
     return bool(flags)
 
 
-def round_of(training: Training, saver: Saver, count: int) -> tuple[float, float, float, float, float]:
-    """Seconds: of a step alone, of a synchronous save, in which `start` returned, until the save was complete, and held up."""
+class Round(NamedTuple):
+    """Seconds of one round."""
+
+    step_s: float  # of a step without a save
+    sync_s: float  # of a synchronous save
+    start_s: float  # until `Saver.start` returned: the state is copied
+    complete_s: float  # until the asynchronous save was complete
+    delay_s: float  # of the steps by the asynchronous save
+
+
+def measure_round(training: Training, saver: Saver, count: int) -> Round:
 
     def now() -> float:
         dist.barrier()
         return time.perf_counter()
 
-    began = now()
-    training.steps(count)
-    alone_s = (now() - began) / count
+    start = now()
+    training.run_steps(count)
+    step_s = (now() - start) / count
 
-    began = now()
+    start = now()
     saver.start(training.index(), training.state())
-    _check(saver.result(wait=True))
-    sync_s = now() - began
+    is_saved(saver.result(wait=True))
+    sync_s = now() - start
 
-    training.steps(1)
-    began, before, complete_s = now(), training.step, None
+    training.run_steps(1)
+    start, first_step, complete_s = now(), training.step, None
     saver.start(training.index(), training.state())
-    start_s = time.perf_counter() - began
-    while complete_s is None or training.step - before < count:
-        training.steps(1)
-        if complete_s is None and together(not saver.busy or _check(saver.result(wait=False))):
-            complete_s = time.perf_counter() - began
-    held_s = now() - began - (training.step - before) * alone_s
-    return alone_s, sync_s, start_s, complete_s, held_s
+    start_s = time.perf_counter() - start
+    while complete_s is None or training.step - first_step < count:
+        training.run_steps(1)
+        if complete_s is None and all_true(not saver.busy or is_saved(saver.result(wait=False))):
+            complete_s = time.perf_counter() - start
+    delay_s = now() - start - (training.step - first_step) * step_s
+    return Round(step_s, sync_s, start_s, complete_s, delay_s)
 
 
-def _check(result: object) -> bool:
+def is_saved(result: object) -> bool:
+    """Return whether a save has finished; exit if it failed."""
     if (error := getattr(result, "error", None)) is not None:
         sys.exit(f"the save failed: {error}")
     return result is not None
@@ -112,31 +123,35 @@ def measure(options: argparse.Namespace) -> None:
     training = Training(ranks)
     run = RunFolder(Path(os.environ["SAVE_TO"]))
     saver = Saver(run, Plan().on(ranks), rank, ranks, torch.device("cpu"))
-    training.steps(2)
-    round_of(training, saver, 2)  # warms up, and allocates the memory that the state is copied to
-    found = [round_of(training, saver, options.steps) for _ in range(options.rounds)]
+    training.run_steps(2)
+    measure_round(training, saver, 2)  # warm-up; allocates the memory to which the state is copied
+    rounds = [measure_round(training, saver, options.steps) for _ in range(options.rounds)]
     if rank == 0:
-        _report(training, found)
+        report(training, rounds)
     sys.stdout.flush()
     dist.barrier()
     os._exit(0)
 
 
-def _report(training: Training, found: list[tuple[float, float, float, float, float]]) -> None:
-    parameters = sum(parameter.numel() for parameter in training.model.parameters())
-    size = sum(tensor.nbytes for tensor in training.state().values())
-    alone_s, sync_s, start_s, complete_s, held_s = map(statistics.median, zip(*found, strict=True))
-    low, middle, high = statistics.quantiles((held / sync for _, sync, _, _, held in found), n=4)
-    s = "s" * (training.ranks > 1)
+def report(training: Training, rounds: list[Round]) -> None:
+    num_parameters = sum(parameter.numel() for parameter in training.model.parameters())
+    state_bytes = sum(tensor.nbytes for tensor in training.state().values())
+    median = Round(*map(statistics.median, zip(*rounds, strict=True)))
+    low, middle, high = statistics.quantiles((item.delay_s / item.sync_s for item in rounds), n=4)
     print(
-        f"\n{training.ranks} rank{s}, {format_count(parameters)} parameters, {format_bytes(size)} of state, {len(found)} rounds, medians"
+        f"\n{several(training.ranks, 'rank')}, {format_count(num_parameters)} parameters, "
+        f"{format_bytes(state_bytes)} of state, {len(rounds)} rounds, medians"
     )
-    print(f"  a step alone                         {alone_s:7.3f} s")
-    print(f"  a synchronous save                   {sync_s:7.3f} s   {format_bytes(size / sync_s)}/s")
-    print(f"  an asynchronous save: copied aside   {start_s:7.3f} s")
-    print(f"                        complete after {complete_s:7.3f} s")
+    print(f"  step without a save           {median.step_s:7.3f} s")
     print(
-        f"                        steps held up  {held_s:7.3f} s   {middle:.1%} of a synchronous save (quartiles {low:.1%}–{high:.1%})"
+        f"  synchronous save              {median.sync_s:7.3f} s   "
+        f"{format_bytes(state_bytes / median.sync_s)}/s"
+    )
+    print(f"  asynchronous save: copied in  {median.start_s:7.3f} s")
+    print(f"                 complete after {median.complete_s:7.3f} s")
+    print(
+        f"                 delay of steps {median.delay_s:7.3f} s   "
+        f"{middle:.1%} of a synchronous save (quartiles {low:.1%}–{high:.1%})"
     )
 
 
@@ -145,10 +160,10 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2])
-    parser.add_argument("--threads", type=int, help="of torch on each rank; default: all cores are used")
-    parser.add_argument("--steps", type=int, default=8, help="at least so many beside a save")
+    parser.add_argument("--threads", type=int, help="threads of torch per rank [default: cores / ranks]")
+    parser.add_argument("--steps", type=int, default=8, help="minimum number of steps during a save")
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--folder", type=Path, default=Path(), help="on the disk to write to; default: here")
+    parser.add_argument("--folder", type=Path, default=Path(), help="folder to write to [default: .]")
     options = parser.parse_args()
     if "RANK" in os.environ:
         measure(options)
@@ -156,20 +171,10 @@ def main() -> None:
     sys.stdout.flush()
     for ranks in options.ranks:
         with tempfile.TemporaryDirectory(dir=options.folder) as folder:
-            words = [
-                sys.executable,
-                "-m",
-                "torch.distributed.run",
-                "--standalone",
-                "--nproc-per-node",
-                str(ranks),
-                *sys.argv,
-            ]
-            environ = os.environ | {
-                "SAVE_TO": folder,
-                "OMP_NUM_THREADS": str(threads_per_rank(ranks, options.threads)),
-            }
-            subprocess.run(words, env=environ, check=True)
+            threads = str(threads_per_rank(ranks, options.threads))
+            environ = os.environ | {"SAVE_TO": folder, "OMP_NUM_THREADS": threads}
+            torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+            subprocess.run([sys.executable, *torchrun, *sys.argv], env=environ, check=True)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""How many plans a second are looked at, and how long strong and weak scaling over 13 numbers of ranks take: search.py."""
+"""Plans per second that the planner evaluates, and time of strong and weak scaling over 13 numbers of ranks."""
 
 import platform
 import sys
@@ -32,22 +32,23 @@ def main() -> None:
     print("\n| model | numbers of ranks | that fit | seconds of scale |")
     print("|" + " -- |" * 4)
     for name in ("resnet50", "llama3-8b", "llama3-70b"):
-        begin = time.process_time()
-        found = predict_scaling(load_model(name), parse("h100:8x512@50"), COUNTS, 1024)
-        print(f"| {name} | {len(COUNTS)} | {len(found.strong.points)} | {time.process_time() - begin:.2f} |")
+        start = time.process_time()
+        result = predict_scaling(load_model(name), parse("h100:8x512@50"), COUNTS, 1024)
+        print(f"| {name} | {len(COUNTS)} | {len(result.strong.points)} | {time.process_time() - start:.2f} |")
 
 
 def measure(facts: ModelFacts, cluster: Cluster, batch: int) -> None:
-    """The best of three, the first of which fills the tables of what was computed before."""
-    found, seconds = None, float("inf")
+    """Print the fastest of three searches; the first fills the caches."""
+    result, seconds = None, float("inf")
     for _ in range(3):
-        begin = time.process_time()
-        found = search_plans(facts, cluster, batch)
-        seconds = min(seconds, time.process_time() - begin)
-    assert found is not None
-    plans = len(found.fitting) + len(found.rejected)
+        start = time.process_time()
+        result = search_plans(facts, cluster, batch)
+        seconds = min(seconds, time.process_time() - start)
+    assert result is not None
+    plans = len(result.fitting) + len(result.rejected)
     print(
-        f"| {facts.name} | {cluster.devices} | {batch} | {plans} | {len(found.fitting)} | {seconds:.2f} | {plans / seconds:,.0f} |"
+        f"| {facts.name} | {cluster.devices} | {batch} | {plans} | {len(result.fitting)} | "
+        f"{seconds:.2f} | {plans / seconds:,.0f} |"
     )
 
 

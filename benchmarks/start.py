@@ -1,8 +1,8 @@
-"""Wall time from the command to the end of the first step: `paceline train` beside torchrun with a loop written by hand.
+"""Wall time from the command to the end of the first step: `paceline train` and torchrun with a handwritten loop.
 
-Both train the digits CNN on two ranks of this machine; they take turns, and a start that other programs disturbed is done again.
-Started by torchrun, this file is that loop. With `--cpu RANKS` it is the CPU time of a whole training of one step instead: with ranks that
-are forked, and with ranks that are spawned, as on a machine with a GPU.
+Both train the digits CNN on two ranks of this machine, in turns; a start that other programs disturbed is repeated. Started
+by torchrun, this file is the handwritten loop. With `--cpu RANKS` it measures the CPU time of a training of one step
+instead: with forked ranks, and with spawned ranks as on a machine with a GPU.
 """
 
 import argparse
@@ -20,7 +20,7 @@ RANKS = 2
 DIGITS = Path(__file__).parent.parent / "src/paceline/tasks/digits.npz"
 
 
-def by_hand() -> None:
+def run_handwritten_loop() -> None:
     import numpy as np
     import torch
     import torch.distributed as dist
@@ -56,99 +56,63 @@ def by_hand() -> None:
         break
     if dist.get_rank() == 0:
         print(json.dumps({"time": time.time()}), flush=True)
-    os._exit(0)  # how it ends does not count
+    os._exit(0)  # the end is not measured
 
 
-def seconds_by_hand(folder: Path) -> float:
-    began = time.time()
-    words = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--nproc-per-node",
-        str(RANKS),
-        __file__,
-    ]
-    return json.loads(_run(words).splitlines()[-1])["time"] - began
+def time_torchrun(folder: Path) -> float:
+    start = time.time()
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(RANKS)]
+    return json.loads(_run([sys.executable, *torchrun, __file__]).splitlines()[-1])["time"] - start
 
 
-def seconds_of_paceline(folder: Path) -> float:
-    began = time.time()
-    _run(
-        [
-            sys.executable,
-            "-m",
-            "paceline",
-            "train",
-            "digits",
-            "--ranks",
-            str(RANKS),
-            "--steps",
-            "1",
-            "--run-dir",
-            str(folder / "run"),
-        ]
-    )
+def time_paceline(folder: Path) -> float:
+    start = time.time()
+    options = ["--ranks", str(RANKS), "--steps", "1", "--run-dir", str(folder / "run")]
+    _run([sys.executable, "-m", "paceline", "train", "digits", *options])
     events = [json.loads(line) for line in (folder / "run" / "events.jsonl").read_text().splitlines()]
-    return next(event["time"] for event in events if event["event"] == "step") - began
+    return next(event["time"] for event in events if event["event"] == "step") - start
 
 
-def _run(words: list[str]) -> str:
-    # Without compiled files beside the sources each start would compile Paceline, and not torch, anew.
+def _run(command: list[str]) -> str:
+    # Without compiled files next to the sources, each start would compile Paceline again, but not torch.
     environ = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
-    environ["OMP_NUM_THREADS"] = "1"  # as torchrun does, with a warning
-    return subprocess.run(words, env=environ, check=True, stdout=subprocess.PIPE, text=True).stdout
+    environ["OMP_NUM_THREADS"] = "1"  # torchrun sets the same, with a warning
+    return subprocess.run(command, env=environ, check=True, stdout=subprocess.PIPE, text=True).stdout
 
 
-SPAWNING = "from paceline.launch import fork_server; fork_server.ACCELERATORS = ('/dev/null',); from paceline.cli import main; main()"
+SPAWN_CODE = """
+from paceline.cli import main
+from paceline.launch import fork_server
+
+fork_server.ACCELERATORS = ("/dev/null",)
+main()
+"""
 
 
-def cpu_of(ranks: int) -> None:
-    """Print the CPU seconds of all processes, which no other programs on the machine lengthen much."""
+def print_cpu_time(ranks: int) -> None:
+    """Print the CPU seconds of all processes, on which other programs have little influence."""
     import machine
 
     print(f"{machine.description()}, torch {version('torch')}; digits CNN on {ranks} ranks, one step")
-    words = [
-        "train",
-        "digits",
-        "--ranks",
-        str(ranks),
-        "--steps",
-        "1",
-        "--batch",
-        str(4 * ranks),
-        "--device",
-        "cpu",
-    ]
-    for name, program in (("forked", ["-m", "paceline"]), ("spawned", ["-c", SPAWNING])):
-        before, began = _children_s(), time.monotonic()
+    options = ["--ranks", str(ranks), "--steps", "1", "--batch", str(4 * ranks), "--device", "cpu"]
+    options += ["--set", "spec.threads=1"]
+    for name, program in (("forked", ["-m", "paceline"]), ("spawned", ["-c", SPAWN_CODE])):
+        start_cpu_s, start = _children_cpu_s(), time.monotonic()
         with tempfile.TemporaryDirectory() as folder:
-            _run(
-                [
-                    sys.executable,
-                    *program,
-                    *words,
-                    "--set",
-                    "spec.threads=1",
-                    "--run-dir",
-                    str(Path(folder) / "run"),
-                ]
-            )
-        print(
-            f"{name:20}{_children_s() - before:6.1f} s of CPU, {time.monotonic() - began:.1f} s of time",
-            flush=True,
-        )
+            run_dir = str(Path(folder) / "run")
+            _run([sys.executable, *program, "train", "digits", *options, "--run-dir", run_dir])
+        cpu_s, wall_s = _children_cpu_s() - start_cpu_s, time.monotonic() - start
+        print(f"{name:20}{cpu_s:6.1f} s of CPU, {wall_s:.1f} s of wall time", flush=True)
 
 
-def _children_s() -> float:
+def _children_cpu_s() -> float:
     times = os.times()
     return times.children_user + times.children_system
 
 
 def main() -> None:
     import machine
-    from machine import OTHERS, TRIES, Gauge
+    from machine import MAX_OTHER_SHARE, TRIES, LoadMeter
 
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -158,37 +122,38 @@ def main() -> None:
         "--tries",
         type=int,
         default=TRIES,
-        help="at most so many times for a start that other programs disturb",
+        help="maximum number of attempts for a start that other programs disturb",
     )
     parser.add_argument(
-        "--cpu", type=int, metavar="RANKS", help="print the CPU time of one start of so many ranks"
+        "--cpu", type=int, metavar="RANKS", help="print the CPU time of one start with this number of ranks"
     )
     options = parser.parse_args()
     if options.cpu is not None:
-        cpu_of(options.cpu)
+        print_cpu_time(options.cpu)
         return
-    contenders = {"torchrun, by hand": seconds_by_hand, "paceline train": seconds_of_paceline}
-    found: dict[str, list[float]] = {name: [] for name in contenders}
-    for turn in range(-1, options.rounds):  # the first round warms up
-        for name, seconds in list(contenders.items())[:: 1 if turn % 2 else -1]:
-            for _ in range(options.tries if turn >= 0 else 1):
-                gauge, before = Gauge(), _children_s()
+    contenders = {"torchrun, handwritten": time_torchrun, "paceline train": time_paceline}
+    times: dict[str, list[float]] = {name: [] for name in contenders}
+    for round_index in range(-1, options.rounds):  # the first round is the warm-up
+        for name, time_start in list(contenders.items())[:: 1 if round_index % 2 else -1]:
+            for _ in range(options.tries if round_index >= 0 else 1):
+                load, start_cpu_s = LoadMeter(), _children_cpu_s()
                 with tempfile.TemporaryDirectory() as folder:
-                    took = seconds(Path(folder))
-                if gauge.others(_children_s() - before) < OTHERS:
+                    seconds = time_start(Path(folder))
+                if load.other_share(_children_cpu_s() - start_cpu_s) < MAX_OTHER_SHARE:
                     break
-            if turn >= 0:
-                found[name].append(took)
+            if round_index >= 0:
+                times[name].append(seconds)
     print(
-        f"{machine.description()}, torch {version('torch')}; digits CNN on {RANKS} ranks; {options.rounds} rounds"
+        f"{machine.description()}, torch {version('torch')}; digits CNN on {RANKS} ranks; "
+        f"{options.rounds} rounds"
     )
-    for name, all_s in found.items():
-        print(
-            f"{name:20}{statistics.median(all_s):6.2f} s from command to first step (fastest {min(all_s):.2f} s)"
-        )
-    low, middle, high = statistics.quantiles((p / h for h, p in zip(*found.values(), strict=True)), n=4)
-    print(f"ratio of the rounds: median {middle:.2f} (quartiles {low:.2f}–{high:.2f})")
+    for name, seconds_of_rounds in times.items():
+        median, fastest = statistics.median(seconds_of_rounds), min(seconds_of_rounds)
+        print(f"{name:22}{median:6.2f} s from command to first step (fastest {fastest:.2f} s)")
+    ratios = [paceline_s / torchrun_s for torchrun_s, paceline_s in zip(*times.values(), strict=True)]
+    low, median, high = statistics.quantiles(ratios, n=4)
+    print(f"ratio of the rounds: median {median:.2f} (quartiles {low:.2f}–{high:.2f})")
 
 
 if __name__ == "__main__":
-    by_hand() if "RANK" in os.environ else main()
+    run_handwritten_loop() if "RANK" in os.environ else main()

@@ -1,9 +1,10 @@
-"""Steps/s on two ranks: Paceline beside loops written by hand and other libraries, in one run.
+"""Steps/s on two ranks: Paceline, handwritten loops and other libraries, in one run.
 
-Each contender has two processes of its own, started as its users start them: `paceline train`, and torchrun for the others. They
-take turns, a block of steps each, and wait meanwhile. What counts is the ratio of two blocks of the same round: the speed of a
-machine drifts, and that of two neighbouring blocks hardly does. A block that other programs disturbed is done again. A library that
-is not installed, or does not start, is named and left out: pip install --constraint constraints.txt --editable ".[bench]"
+Each contender has two processes, started as its users start them: by `paceline train`, and by torchrun for the others. The
+contenders alternate, a block of steps each, and wait in between. The ratio of two blocks of the same round counts: the
+speed of a machine drifts, but hardly between adjacent blocks. A block that other programs disturbed is repeated. A library
+that is not installed, or does not start, is named and left out:
+pip install --constraint constraints.txt --editable ".[bench]"
 
 Started by torchrun, this file is one of the loops; for Paceline it is the file with the tasks.
 """
@@ -37,33 +38,35 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from paceline import Task
 from paceline.tasks.digits import Digits, Images
+from paceline.units import several
 
 RANKS = 2
-STARTS_WITHIN_S = 300
-PACELINE, ONE_BY_ONE = "Paceline", "Paceline, sample by sample"
+START_TIMEOUT_S = 300
+PACELINE, PACELINE_BY_SAMPLE = "Paceline", "Paceline, sample by sample"
 TEXTBOOK, TUNED = "textbook DDP", "DDP tuned by hand"
 
 
 class Gate:
-    """Where the processes of a contender wait for their turn: on the socket that GATE names. To be passed once in each step."""
+    """The gate at which a process waits for its turn, on the socket of the variable GATE. Called once per step."""
 
     def __init__(self) -> None:
-        self.left, self.began = 0, (0.0, 0.0)
+        self.remaining, self.start = 0, (0.0, 0.0)
         self.line = socket.socket(socket.AF_UNIX)
         self.line.connect(os.environ["GATE"])
 
     def __call__(self) -> None:
-        if not self.left:
-            took = [now - began for now, began in zip(self.now(), self.began, strict=True)]
-            self.line.sendall(f"{took[0]} {took[1]}\n".encode())
+        if not self.remaining:
+            wall_s, cpu_s = (now - start for now, start in zip(self.now(), self.start, strict=True))
+            self.line.sendall(f"{wall_s} {cpu_s}\n".encode())
             count = self.line.recv(64)
-            if not count:  # nobody asks for more
+            if not count:  # the benchmark has ended
                 os._exit(0)
-            self.left = int(count)
-            self.began = self.now()
-        self.left -= 1
+            self.remaining = int(count)
+            self.start = self.now()
+        self.remaining -= 1
 
     def now(self) -> tuple[float, float]:
+        """Return wall time and CPU time, in seconds."""
         return time.perf_counter(), time.process_time()
 
 
@@ -71,6 +74,8 @@ gate = cache(Gate)
 
 
 class Gated(Task):
+    """A task whose steps wait at the gate."""
+
     def inputs(self, batch: tuple[Tensor, Tensor]) -> Tensor:
         gate()()
         return batch[0]
@@ -94,15 +99,16 @@ class Mlp(Gated):
     def dataset(self, split: str) -> Any:
         if split != "train":
             return None
-        drawn = torch.Generator().manual_seed(0)
-        return Images(torch.randn(4096, 1024, generator=drawn), torch.randint(10, (4096,), generator=drawn))
+        generator = torch.Generator().manual_seed(0)
+        inputs = torch.randn(4096, 1024, generator=generator)
+        return Images(inputs, torch.randint(10, (4096,), generator=generator))
 
     def loss(self, output: Tensor, batch: tuple[Tensor, Tensor]) -> Tensor:
         return F.cross_entropy(output, batch[1], reduction="none")
 
 
 class Encoder(nn.Module):
-    """torch's own encoder as a language model: 256 tokens, 32 positions."""
+    """torch's encoder as a language model: 256 tokens, 32 positions."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -133,23 +139,23 @@ class Transformer(Gated):
         return F.cross_entropy(output.flatten(0, 1), batch[1].flatten(), reduction="none")
 
 
-class DigitsOneByOne(DigitsCnn):
+class DigitsBySample(DigitsCnn):
     def dataset(self, split: str) -> Any:
-        return one_by_one(super().dataset(split))
+        return without_batch_of(super().dataset(split))
 
 
-class MlpOneByOne(Mlp):
+class MlpBySample(Mlp):
     def dataset(self, split: str) -> Any:
-        return one_by_one(super().dataset(split))
+        return without_batch_of(super().dataset(split))
 
 
-class TransformerOneByOne(Transformer):
+class TransformerBySample(Transformer):
     def dataset(self, split: str) -> Any:
-        return one_by_one(super().dataset(split))
+        return without_batch_of(super().dataset(split))
 
 
-def one_by_one(images: Images | None) -> TensorDataset | None:
-    """The same data without `batch_of`: it is fetched sample by sample, as torch's DataLoader does for the loops beside."""
+def without_batch_of(images: Images | None) -> TensorDataset | None:
+    """Return the same data without `batch_of`, so that samples are read one by one, as torch's DataLoader does."""
     return images and TensorDataset(images.images, images.labels)
 
 
@@ -157,9 +163,9 @@ def one_by_one(images: Images | None) -> TensorDataset | None:
 class Case:
     name: str
     task: type[Task]
-    one_by_one: type[Task]  # the same, its samples fetched one by one
+    by_sample: type[Task]  # the same task without `batch_of`
     batch: int  # global
-    block: int  # steps in a turn
+    block: int  # steps
 
     @property
     def share(self) -> int:
@@ -174,10 +180,10 @@ class Case:
 
 
 CASES = {
-    "digits": Case("digits CNN, batch 64", DigitsCnn, DigitsOneByOne, 64, 100),
-    "mlp": Case("MLP of 10.5 M parameters, batch 128", Mlp, MlpOneByOne, 128, 5),
+    "digits": Case("digits CNN, batch 64", DigitsCnn, DigitsBySample, 64, 100),
+    "mlp": Case("MLP of 10.5 M parameters, batch 128", Mlp, MlpBySample, 128, 5),
     "transformer": Case(
-        "transformer of 135 k parameters, batch 64", Transformer, TransformerOneByOne, 64, 30
+        "transformer of 135 k parameters, batch 64", Transformer, TransformerBySample, 64, 30
     ),
 }
 
@@ -186,8 +192,8 @@ def mean_loss(output: Tensor, labels: Tensor) -> Tensor:
     return F.cross_entropy(output.flatten(0, -2), labels.flatten())
 
 
-def textbook(case: Case, turn: Gate) -> None:
-    """DistributedDataParallel as in the tutorials: the defaults of all parts, and the loss is read in each step."""
+def textbook(case: Case, wait_for_turn: Gate) -> None:
+    """Run DistributedDataParallel as in the tutorials: default settings, and the loss is read in each step."""
     dist.init_process_group("gloo")
     model = DistributedDataParallel(case.model())
     optimizer = torch.optim.AdamW(model.parameters())
@@ -198,7 +204,7 @@ def textbook(case: Case, turn: Gate) -> None:
     for epoch in itertools.count():
         sampler.set_epoch(epoch)
         for images, labels in loader:
-            turn()
+            wait_for_turn()
             optimizer.zero_grad()
             loss = mean_loss(model(images), labels)
             loss.backward()
@@ -206,8 +212,8 @@ def textbook(case: Case, turn: Gate) -> None:
             running += loss.item()
 
 
-def tuned(case: Case, turn: Gate) -> None:
-    """All that one can turn by hand without leaving DistributedDataParallel; no norm of the gradient, nothing written down."""
+def tuned(case: Case, wait_for_turn: Gate) -> None:
+    """Run DistributedDataParallel with all its optimizations; no gradient norm, no output."""
     dist.init_process_group("gloo")
     model = DistributedDataParallel(case.model(), gradient_as_bucket_view=True, static_graph=True)
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
@@ -218,7 +224,7 @@ def tuned(case: Case, turn: Gate) -> None:
     for epoch in itertools.count():
         order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(epoch))
         for begin in range(first, len(labels) - case.batch + 1, case.batch):
-            turn()
+            wait_for_turn()
             chosen = order[begin : begin + case.share]
             loss = mean_loss(model(images[chosen]), labels[chosen])
             loss.backward()
@@ -227,7 +233,7 @@ def tuned(case: Case, turn: Gate) -> None:
             running += loss.detach()
 
 
-def fabric(case: Case, turn: Gate) -> None:
+def fabric(case: Case, wait_for_turn: Gate) -> None:
     from lightning_fabric import Fabric
 
     fabric = Fabric(accelerator="cpu", devices=RANKS, strategy="ddp")
@@ -238,13 +244,13 @@ def fabric(case: Case, turn: Gate) -> None:
     for epoch in itertools.count():
         loader.sampler.set_epoch(epoch)
         for images, labels in loader:
-            turn()
+            wait_for_turn()
             optimizer.zero_grad()
             fabric.backward(mean_loss(model(images), labels))
             optimizer.step()
 
 
-def accelerate(case: Case, turn: Gate) -> None:
+def accelerate(case: Case, wait_for_turn: Gate) -> None:
     from accelerate import Accelerator
 
     accelerator = Accelerator(cpu=True)
@@ -253,13 +259,13 @@ def accelerate(case: Case, turn: Gate) -> None:
     model, optimizer, loader = accelerator.prepare(model, torch.optim.AdamW(model.parameters()), loader)
     while True:
         for images, labels in loader:
-            turn()
+            wait_for_turn()
             optimizer.zero_grad()
             accelerator.backward(mean_loss(model(images), labels))
             optimizer.step()
 
 
-def transformers(case: Case, turn: Gate) -> None:
+def transformers(case: Case, wait_for_turn: Gate) -> None:
     from torch.utils.data import default_collate
     from transformers import Trainer, TrainerCallback, TrainingArguments
 
@@ -274,7 +280,7 @@ def transformers(case: Case, turn: Gate) -> None:
 
     class Turns(TrainerCallback):
         def on_step_begin(self, *arguments: Any, **options: Any) -> None:
-            turn()
+            wait_for_turn()
 
     with tempfile.TemporaryDirectory() as folder:
         arguments = TrainingArguments(
@@ -298,10 +304,10 @@ def transformers(case: Case, turn: Gate) -> None:
         ).train()
 
 
-# With the modules that a loop needs; Paceline's is its own.
+# (loop, modules that it requires); Paceline has its own loop.
 LOOPS: dict[str, tuple[Callable[[Case, Gate], None] | None, tuple[str, ...]]] = {
     PACELINE: (None, ()),
-    ONE_BY_ONE: (None, ()),
+    PACELINE_BY_SAMPLE: (None, ()),
     TEXTBOOK: (textbook, ()),
     TUNED: (tuned, ()),
     "Lightning Fabric": (fabric, ("lightning_fabric",)),
@@ -310,8 +316,8 @@ LOOPS: dict[str, tuple[Callable[[Case, Gate], None] | None, tuple[str, ...]]] = 
 }
 
 
-def missing(name: str) -> list[str]:
-    """The modules that a contender needs and that are not installed."""
+def missing_modules(name: str) -> list[str]:
+    """Return the required modules of a contender that are not installed."""
     return [module for module in LOOPS[name][1] if importlib.util.find_spec(module) is None]
 
 
@@ -321,9 +327,11 @@ class NotStartedError(Exception):
 
 @dataclass(frozen=True)
 class Block:
+    """Times per step of a block."""
+
     step_s: float
-    cpu_s: float  # of a step, over both ranks
-    others: float  # share of the machine that other programs took
+    cpu_s: float  # over both ranks
+    other_share: float  # share of the machine that other programs used
 
 
 class Contender:
@@ -333,77 +341,60 @@ class Contender:
         self.name, self.block = name, CASES[case].block
         loop, _ = LOOPS[name]
         if loop is None:
-            task = CASES[case].task if name == PACELINE else CASES[case].one_by_one
-            wish = ["--batch", str(CASES[case].batch), "--steps", str(10**9), "--ranks", str(RANKS)]
-            wish += ["--timeout", "86400"]  # while the others have their turns it stands still
-            words = [
-                "paceline",
-                "train",
-                f"{__file__}:{task.__name__}",
-                *wish,
-                "--run-dir",
-                str(folder / "run"),
-            ]
+            task = CASES[case].task if name == PACELINE else CASES[case].by_sample
+            command = ["paceline", "train", f"{__file__}:{task.__name__}", "--run-dir", str(folder / "run")]
+            command += ["--batch", str(CASES[case].batch), "--steps", str(10**9), "--ranks", str(RANKS)]
+            command += ["--timeout", "86400"]  # it stands still during the blocks of the others
         else:
-            words = [
-                "torch.distributed.run",
-                "--standalone",
-                "--nproc-per-node",
-                str(RANKS),
-                __file__,
-                case,
-                "--loop",
-                name,
-            ]
+            command = ["torch.distributed.run", "--standalone", "--nproc-per-node", str(RANKS)]
+            command += [__file__, case, "--loop", name]
         path, self.errors = folder / "gate", folder / "stderr"
-        with socket.socket(socket.AF_UNIX) as gate, open(self.errors, "wb") as said:
+        with socket.socket(socket.AF_UNIX) as gate, open(self.errors, "wb") as errors:
             gate.bind(str(path))
             gate.listen()
             gate.settimeout(1)
-            environ = os.environ | {
-                "GATE": str(path),
-                "OMP_NUM_THREADS": "1",
-            }  # as torchrun does, with a warning
+            # torchrun sets the same number of threads, with a warning.
+            environ = os.environ | {"GATE": str(path), "OMP_NUM_THREADS": "1"}
             self.launcher = subprocess.Popen(
-                [sys.executable, "-m", *words], env=environ, stdout=subprocess.DEVNULL, stderr=said
+                [sys.executable, "-m", *command], env=environ, stdout=subprocess.DEVNULL, stderr=errors
             )
             try:
-                self.lines = [self._accepted(gate).makefile("rw") for _ in range(RANKS)]
+                self.lines = [self._accept(gate).makefile("rw") for _ in range(RANKS)]
                 for line in self.lines:
-                    if not line.readline():  # it has come to its first step
+                    if not line.readline():  # a line reports that the first step was reached
                         raise NotStartedError
             except NotStartedError:
                 self.end()
-                raise NotStartedError(self._reason() or f"no first step within {STARTS_WITHIN_S} s") from None
+                raise NotStartedError(self._reason() or f"no first step within {START_TIMEOUT_S} s") from None
 
     def _reason(self) -> str:
-        """What its processes say of their end: the first line that names an exception, or else the last lines."""
+        """Return the first line of standard error that names an exception, or else the last lines."""
         text = self.errors.read_text(errors="replace").strip()
-        named = [
+        exceptions = [
             line for line in text.splitlines() if re.match(r"(\[\w+\]:)?(\w+\.)*\w*(Error|Exception)\b", line)
         ]
-        return named[0] if named else text[-500:]
+        return exceptions[0] if exceptions else text[-500:]
 
-    def _accepted(self, gate: socket.socket) -> socket.socket:
-        until = time.monotonic() + STARTS_WITHIN_S
-        while time.monotonic() < until and self.launcher.poll() is None:
+    def _accept(self, gate: socket.socket) -> socket.socket:
+        deadline = time.monotonic() + START_TIMEOUT_S
+        while time.monotonic() < deadline and self.launcher.poll() is None:
             with contextlib.suppress(TimeoutError):
                 return gate.accept()[0]
         raise NotStartedError
 
-    def turn(self) -> Block:
-        gauge = machine.Gauge()
+    def run_block(self) -> Block:
+        load = machine.LoadMeter()
         try:
             for line in self.lines:
                 line.write(str(self.block))
                 line.flush()
-            took = [[float(word) for word in line.readline().split()] for line in self.lines]
+            times = [[float(word) for word in line.readline().split()] for line in self.lines]
         except OSError:
-            took = [[]]
-        if not all(took):
+            times = [[]]
+        if not all(times):
             sys.exit(f"{self.name} has ended: {self._reason()}")
-        cpu_s = sum(cpu for _, cpu in took)
-        return Block(max(wall for wall, _ in took) / self.block, cpu_s / self.block, gauge.others(cpu_s))
+        wall_s, cpu_s = max(wall for wall, _ in times), sum(cpu for _, cpu in times)
+        return Block(wall_s / self.block, cpu_s / self.block, load.other_share(cpu_s))
 
     def end(self) -> None:
         for process in [self.launcher, *psutil.Process(self.launcher.pid).children(recursive=True)]:
@@ -413,7 +404,7 @@ class Contender:
 
 
 @contextlib.contextmanager
-def started(name: str, case: str) -> Iterator[Contender]:
+def start_contender(name: str, case: str) -> Iterator[Contender]:
     with tempfile.TemporaryDirectory() as folder:
         contender = Contender(name, case, Path(folder))
         try:
@@ -423,92 +414,93 @@ def started(name: str, case: str) -> Iterator[Contender]:
 
 
 def measure(case: str, names: list[str], rounds: int, tries: int) -> dict[str, list[Block]]:
-    """The blocks of each contender, round by round, in an order that is drawn anew for each round."""
+    """Return the blocks of each contender, round by round. Each round has another random order."""
     with contextlib.ExitStack() as running:
         contenders: dict[str, Contender] = {}
         for name in names:
             try:
-                contenders[name] = running.enter_context(started(name, case))
+                contenders[name] = running.enter_context(start_contender(name, case))
             except NotStartedError as error:
                 if not LOOPS[name][1]:
                     sys.exit(f"{name} did not start: {error}")
-                print(f"{name} is left out, since it does not start: {error}")
-        found: dict[str, list[Block]] = {name: [] for name in contenders}
+                print(f"{name} is left out because it does not start: {error}")
+        blocks: dict[str, list[Block]] = {name: [] for name in contenders}
         for contender in contenders.values():
-            contender.turn()  # warm up
-        for turn in range(rounds):
-            for name in random.Random(turn).sample(list(contenders), len(contenders)):
-                for at in range(tries):
-                    block = contenders[name].turn()
-                    if block.others < machine.OTHERS:
+            contender.run_block()  # warm-up
+        for round_index in range(rounds):
+            for name in random.Random(round_index).sample(list(contenders), len(contenders)):
+                for attempt in range(tries):
+                    block = contenders[name].run_block()
+                    if block.other_share < machine.MAX_OTHER_SHARE:
                         break
-                    if at + 1 < tries:
+                    if attempt + 1 < tries:
                         time.sleep(1)
-                found[name].append(block)
-    return found
+                blocks[name].append(block)
+    return blocks
 
 
-def table(case: Case, found: dict[str, list[Block]], tries: int) -> None:
-    print(
-        f"\n{case.name}\n{'':28}{'steps/s':>9}{'ms/step':>9}{'CPU ms':>9}   {'to the textbook loop':24}{'to the tuned loop'}"
-    )
+def print_table(case: Case, blocks: dict[str, list[Block]], tries: int) -> None:
+    head = f"{'':28}{'steps/s':>9}{'ms/step':>9}{'CPU ms':>9}   {'vs textbook loop':24}{'vs tuned loop'}"
+    print(f"\n{case.name}\n{head}")
     for name in LOOPS:
-        if name not in found:
-            print(
-                f"{name:28}"
-                + (
-                    f"left out: {' and '.join(absent)} not installed"
-                    if (absent := missing(name))
-                    else "left out"
-                )
-            )
+        if name not in blocks:
+            absent = missing_modules(name)
+            reason = f": {' and '.join(absent)} not installed" if absent else ""
+            print(f"{name:28}left out{reason}")
             continue
         step_s, cpu_s = (
-            statistics.median(getattr(block, field) for block in found[name]) for field in ("step_s", "cpu_s")
+            statistics.median(getattr(block, field) for block in blocks[name])
+            for field in ("step_s", "cpu_s")
         )
-        ratios = [_ratio(found[other], found[name]) if other in found else "" for other in (TEXTBOOK, TUNED)]
+        ratios = [
+            _ratio(blocks[other], blocks[name]) if other in blocks else "" for other in (TEXTBOOK, TUNED)
+        ]
         print(f"{name:28}{1 / step_s:9.1f}{step_s * 1e3:9.2f}{cpu_s * 1e3:9.2f}   {ratios[0]:24}{ratios[1]}")
-    disturbed = sum(block.others >= machine.OTHERS for blocks in found.values() for block in blocks)
+    all_blocks = [block for of_contender in blocks.values() for block in of_contender]
+    disturbed = sum(block.other_share >= machine.MAX_OTHER_SHARE for block in all_blocks)
     if disturbed:
         print(
-            f"{disturbed} of {sum(map(len, found.values()))} blocks were disturbed by other programs, {tries} times in a row"
+            f"{disturbed} of {len(all_blocks)} blocks were disturbed by other programs "
+            f"in {several(tries, 'attempt')}"
         )
 
 
 def _ratio(other: list[Block], own: list[Block]) -> str:
-    """Median of the ratios of the rounds, and their quartiles."""
+    """Return the median and the quartiles of the ratios of the rounds."""
     ratios = [a.step_s / b.step_s for a, b in zip(other, own, strict=True)]
-    low, middle, high = statistics.quantiles(ratios, n=4)
-    return f"{middle:.3f} ({low:.3f}–{high:.3f})"
+    low, median, high = statistics.quantiles(ratios, n=4)
+    return f"{median:.3f} ({low:.3f}–{high:.3f})"
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("cases", nargs="*", metavar="CASE", help=f"{', '.join(CASES)}; all if none is said")
+    parser.add_argument("cases", nargs="*", metavar="CASE", help=f"{', '.join(CASES)} [default: all]")
     parser.add_argument("--rounds", type=int, default=60, help="at least 2")
     parser.add_argument(
         "--tries",
         type=int,
         default=machine.TRIES,
-        help="at most so many times for a block that other programs disturb",
+        help="maximum number of attempts for a block that other programs disturb",
     )
     parser.add_argument("--only", nargs="+", choices=LOOPS, metavar="CONTENDER", help=", ".join(LOOPS))
     parser.add_argument("--loop", choices=LOOPS, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if unknown := set(options.cases) - CASES.keys():
-        parser.error(f"there is no case {', '.join(unknown)}")
+        parser.error(f"unknown case {', '.join(unknown)}; choose from {', '.join(CASES)}")
     if options.loop is not None:
         loop, _ = LOOPS[options.loop]
         assert loop is not None
         loop(CASES[options.cases[0]], Gate())
         return
-    names = [name for name in LOOPS if not missing(name) and (options.only is None or name in options.only)]
+    names = [
+        name for name in LOOPS if not missing_modules(name) and (options.only is None or name in options.only)
+    ]
     print(f"{machine.description()}, torch {torch.__version__}; {RANKS} ranks over gloo, one thread each")
     print(f"{options.rounds} rounds; median of the ratios of the rounds (quartiles); above 1 is faster")
     for case in options.cases or CASES:
-        table(CASES[case], measure(case, names, options.rounds, options.tries), options.tries)
+        print_table(CASES[case], measure(case, names, options.rounds, options.tries), options.tries)
 
 
 if __name__ == "__main__":

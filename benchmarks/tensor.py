@@ -1,9 +1,9 @@
-"""Split weights on two ranks, and on two times two: steps/s beside the same by hand on torch's parallelize_module.
+"""Tensor parallelism on two ranks, and on two times two: steps/s relative to torch's parallelize_module.
 
     python benchmarks/tensor.py [--rounds 12]
 
-By hand means: a plan of names for parallelize_module, cross entropy over the split vocabulary, `fully_shard` over the data ranks,
-fused AdamW, and no norm of the gradient, which Paceline computes in each step.
+The handwritten loop uses a plan of names for parallelize_module, cross entropy over the split vocabulary, `fully_shard`
+over the data ranks, and fused AdamW. It does not compute the gradient norm, which Paceline computes in each step.
 """
 
 from collections.abc import Callable
@@ -29,25 +29,25 @@ from paceline.plan.plan import parse
 from paceline.tasks.text import Text
 from paceline.training.setup import build_training
 
-TP, SHARE = 2, 8
+TP, SAMPLES = 2, 8  # degree, and samples per data rank
 TASK = Text(width=256, depth=4, context=128)
 CPU = torch.device("cpu")
 
 
-def batch() -> tuple[torch.Tensor, torch.Tensor]:
-    tokens = torch.randint(256, (SHARE, TASK.context + 1), generator=torch.Generator().manual_seed(0))
+def make_batch() -> tuple[torch.Tensor, torch.Tensor]:
+    tokens = torch.randint(256, (SAMPLES, TASK.context + 1), generator=torch.Generator().manual_seed(0))
     return tokens[:, :-1], tokens[:, 1:]
 
 
-def ours() -> Callable[[], Any]:
+def build_paceline() -> Callable[[], Any]:
     dp = dist.get_world_size() // TP
     plan = parse(f"tp={TP}" + (f",dp={dp},zero=2" if dp > 1 else "")).resolve(dist.get_world_size())
-    laid = build_training(Spec(batch=SHARE * dp), plan, read_world(), TASK, CPU)
-    pieces = [batch()]
-    return lambda: laid.step(pieces, 0, 1.0)
+    prepared = build_training(Spec(batch=SAMPLES * dp), plan, read_world(), TASK, CPU)
+    micro_batches = [make_batch()]
+    return lambda: prepared.step(micro_batches, 0, 1.0)
 
 
-def by_hand() -> Callable[[], Any]:
+def build_handwritten() -> Callable[[], Any]:
     dp = dist.get_world_size() // TP
     mesh = init_device_mesh("cpu", (dp, TP), mesh_dim_names=("dp", "tp"))
     model: Any = TASK.model()
@@ -68,11 +68,11 @@ def by_hand() -> Callable[[], Any]:
         for block in model.blocks:
             fully_shard(block, mesh=mesh["dp"], reshard_after_forward=False)
         fully_shard(model, mesh=mesh["dp"], reshard_after_forward=False)
-    kinds: dict[Any, list[Any]] = {}
+    by_mesh: dict[Any, list[Any]] = {}
     for parameter in model.parameters():
-        kinds.setdefault(getattr(parameter, "device_mesh", None), []).append(parameter)
-    optimizer = torch.optim.AdamW([{"params": params} for params in kinds.values()], fused=True)
-    x, y = batch()
+        by_mesh.setdefault(getattr(parameter, "device_mesh", None), []).append(parameter)
+    optimizer = torch.optim.AdamW([{"params": params} for params in by_mesh.values()], fused=True)
+    x, y = make_batch()
 
     def step() -> None:
         with loss_parallel():
@@ -83,10 +83,11 @@ def by_hand() -> Callable[[], Any]:
     return step
 
 
-def be_a_rank(rounds: int) -> None:
+def run_rank(rounds: int) -> None:
     dp = dist.get_world_size() // TP
-    turns.compare(f"tp={TP}" + (f", dp={dp}, zero=2" if dp > 1 else ""), ours(), by_hand(), rounds)
+    name = f"tp={TP}" + (f", dp={dp}, zero=2" if dp > 1 else "")
+    turns.compare(name, build_paceline(), build_handwritten(), rounds)
 
 
 if __name__ == "__main__":
-    turns.main(__doc__, be_a_rank, (TP, 2 * TP))
+    turns.main(__doc__, run_rank, (TP, 2 * TP))

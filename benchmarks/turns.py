@@ -1,4 +1,4 @@
-"""Two contenders in the same ranks that take turns, a block of steps each; what counts is the ratio of two neighbouring blocks."""
+"""Compare two contenders in the same ranks: blocks of steps alternate, and the ratio of adjacent blocks counts."""
 
 import argparse
 import os
@@ -16,69 +16,67 @@ BLOCK = 4
 Step = Callable[[], Any]
 
 
-def seconds(step: Step) -> float:
-    """Of a step, the mean of a block."""
+def time_block(step: Step) -> float:
+    """Return the mean seconds of a step in a block."""
     dist.barrier()
-    began = time.perf_counter()
+    start = time.perf_counter()
     for _ in range(BLOCK):
         step()
     dist.barrier()
-    return (time.perf_counter() - began) / BLOCK
+    return (time.perf_counter() - start) / BLOCK
 
 
-def compare(name: str, ours: Step, by_hand: Step, rounds: int) -> None:
-    """Print steps/s of `ours` beside those of `by_hand`: the median and the quartiles of the rounds."""
-    contenders = {"hand": by_hand, "ours": ours}
+def compare(name: str, paceline: Step, handwritten: Step, rounds: int) -> None:
+    """Print the steps/s of `paceline` relative to `handwritten`: median and quartiles of the rounds."""
+    contenders = {"handwritten": handwritten, "paceline": paceline}
     for step in contenders.values():
-        seconds(step)
-        seconds(step)
-    ratios, own = [], []
-    for at in range(rounds):
-        took = {
-            which: seconds(contenders[which]) for which in (("hand", "ours") if at % 2 else ("ours", "hand"))
-        }
-        ratios.append(took["hand"] / took["ours"])
-        own.append(took["ours"])
-    low, middle, high = statistics.quantiles(ratios, n=4)
-    say(
-        f"{name:24} {1e3 * statistics.median(own):7.1f} ms a step; steps/s of those by hand: {middle:.3f} ({low:.3f}–{high:.3f})"
+        time_block(step)
+        time_block(step)
+    ratios, paceline_s = [], []
+    for index in range(rounds):
+        order = list(contenders)[:: 1 if index % 2 else -1]
+        step_s = {contender: time_block(contenders[contender]) for contender in order}
+        ratios.append(step_s["handwritten"] / step_s["paceline"])
+        paceline_s.append(step_s["paceline"])
+    low, median, high = statistics.quantiles(ratios, n=4)
+    print_on_rank_0(
+        f"{name:24} {1e3 * statistics.median(paceline_s):7.1f} ms per step; "
+        f"steps/s relative to handwritten: {median:.3f} ({low:.3f}–{high:.3f})"
     )
 
 
-def say(line: str) -> None:
+def print_on_rank_0(line: str) -> None:
     if dist.get_rank() == 0:
         print(line, flush=True)
 
 
-def main(doc: str, be_a_rank: Callable[[int], None], sizes: Sequence[int]) -> None:
-    """`be_a_rank(rounds)` on so many ranks, one size after the other."""
+def main(doc: str, run_rank: Callable[[int], None], sizes: Sequence[int]) -> None:
+    """Run `run_rank(rounds)` on each number of ranks in `sizes`."""
     parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=12)
     rounds = parser.parse_args().rounds
     if "RANK" in os.environ:
         torch.set_num_threads(1)
         dist.init_process_group("gloo")
-        be_a_rank(rounds)
+        run_rank(rounds)
         dist.destroy_process_group()
         return
     import machine
 
     print(
-        f"{machine.description()}, torch {torch.__version__}; gloo, one thread a rank; median (quartiles) of {rounds} rounds",
+        f"{machine.description()}, torch {torch.__version__}; gloo, one thread per rank; "
+        f"median (quartiles) of {rounds} rounds",
         flush=True,
     )
     for ranks in sizes:
-        words = [
+        torchrun = [
+            sys.executable,
             "-m",
             "torch.distributed.run",
             "--standalone",
             "--nproc-per-node",
             str(ranks),
-            sys.argv[0],
-            "--rounds",
-            str(rounds),
         ]
-        if status := subprocess.run(
-            [sys.executable, *words], env=os.environ | {"OMP_NUM_THREADS": "1"}
-        ).returncode:
+        command = [*torchrun, sys.argv[0], "--rounds", str(rounds)]
+        if status := subprocess.run(command, env=os.environ | {"OMP_NUM_THREADS": "1"}).returncode:
             sys.exit(status)

@@ -1,4 +1,4 @@
-"""benchmarks/published.py on a file of its columns: rows priced, and rows that cannot be, named with the reason."""
+"""benchmarks/published.py on a small file: rows are predicted, or named with the reason why they cannot be."""
 
 import csv
 import json
@@ -11,7 +11,7 @@ from published_row import ROW
 SCRIPT = Path(__file__).parents[2] / "benchmarks" / "published.py"
 
 
-def test_a_file_of_measurements(tmp_path):
+def test_file_of_measurements(tmp_path):
     rows = [
         ROW,
         ROW | {"row_id": "mine#2", "hidden": ""},
@@ -28,16 +28,16 @@ def test_a_file_of_measurements(tmp_path):
     command = [sys.executable, str(SCRIPT), str(tmp_path / "mine.csv"), "--json", str(tmp_path / "out.json")]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    priced = {row["row_id"]: row for row in json.loads((tmp_path / "out.json").read_text())}
-    assert set(priced) == {"mine#1", "mine#5", "mine#7"}
-    assert 12 < priced["mine#1"]["predicted_step_time_s"] < 17
-    assert priced["mine#1"]["fits"]
+    predicted = {row["row_id"]: row for row in json.loads((tmp_path / "out.json").read_text())}
+    assert set(predicted) == {"mine#1", "mine#5", "mine#7"}
+    assert 12 < predicted["mine#1"]["predicted_step_time_s"] < 17
+    assert predicted["mine#1"]["fits"]
     assert (
-        priced["mine#7"]["predicted_step_time_s"] > 1.3 * priced["mine#1"]["predicted_step_time_s"]
+        predicted["mine#7"]["predicted_step_time_s"] > 1.3 * predicted["mine#1"]["predicted_step_time_s"]
     )  # tp across nodes
-    assert priced["mine#5"]["predicted_step_time_s"] <= priced["mine#1"]["predicted_step_time_s"]
-    assert "not priced: mine#2: hidden is not said" in done.stdout
-    assert "not priced: mine#3: the experts are not told" in done.stdout
-    assert "not priced: mine#6: heads=64 is not divisible by kv_heads=5" in done.stdout
-    assert "not priced: mine#7" not in done.stdout
-    assert "not priced: mine#4: memory bandwidth and links of abacus are not known" in done.stdout
+    assert predicted["mine#5"]["predicted_step_time_s"] <= predicted["mine#1"]["predicted_step_time_s"]
+    assert "not predicted: mine#2: hidden is missing" in done.stdout
+    assert "not predicted: mine#3: the sizes of the experts are missing" in done.stdout
+    assert "not predicted: mine#6: heads=64 is not divisible by kv_heads=5" in done.stdout
+    assert "not predicted: mine#7" not in done.stdout
+    assert "not predicted: mine#4: memory bandwidth and links of abacus are unknown" in done.stdout
