@@ -1,4 +1,4 @@
-"""Overhead of the timer of `bench collectives`: an all-reduce of 1 MiB, timed by it and by a bare loop in turns.
+"""Overhead of the timer of `bench collectives` over a bare loop of all-reduces of 1 MiB, measured in turns.
 
 python benchmarks/collectives.py [--rounds 120] [--bytes 1048576]
 """
@@ -28,7 +28,7 @@ def do_nothing() -> None:
 
 
 def time_bare(tensor: torch.Tensor) -> float:
-    """Return the seconds of one all-reduce in a plain loop, which reads the clock before and after the loop."""
+    """Return the seconds of one all-reduce, from a loop that reads the clock at its start and end."""
     dist.barrier()
     start = time.perf_counter()
     for _ in range(REPETITIONS):
@@ -37,7 +37,7 @@ def time_bare(tensor: torch.Tensor) -> float:
 
 
 def time_with_paceline(tensor: torch.Tensor) -> float:
-    """Return the mean seconds of one all-reduce by Paceline's timer, which reads the clock after each repetition."""
+    """Return the mean seconds of one all-reduce by Paceline's timer, with a clock reading per repetition."""
     run = TORCH_IN_PLACE["all-reduce"](None, GroupRank(dist.get_rank(), RANKS), tensor, tensor)
     peers = TorchPeers()
     ends: list[list[float]] = []

@@ -2,8 +2,8 @@
 
     python benchmarks/comms.py [--plan tp=8,pp=8,dp=16]
 
-The default is a step on 1,024 ranks. With a pipeline, the volumes of all stages are computed one after another.
-Requires transformers, for the model.
+The default is a step on 1,024 ranks. With a pipeline, the volumes of all stages are computed one after
+another. Requires transformers, for the model.
 """
 
 import argparse
@@ -88,7 +88,8 @@ def main() -> None:
         1 if sys.platform == "darwin" else 1024
     )
     print(
-        f"{machine.description()}, torch {version('torch')}, transformers {version('transformers')}; one thread"
+        f"{machine.description()}, torch {version('torch')}, "
+        f"transformers {version('transformers')}; one thread"
     )
     print(
         f"plan {options.plan} on {options.ranks:,} ranks: {wall_s:.1f} s ({cpu_s:.1f} s of CPU), "
@@ -97,7 +98,8 @@ def main() -> None:
     for stage, volume in enumerate(volumes):
         prefix = f"pp {stage} of {len(volumes)}: " if len(volumes) > 1 else ""
         print(
-            f"{prefix}{volume.calls:,} calls, {format_bytes(volume.bytes)}; a rank sends {format_bytes(volume.sent_bytes)}"
+            f"{prefix}{volume.calls:,} calls, {format_bytes(volume.bytes)}; "
+            f"a rank sends {format_bytes(volume.sent_bytes)}"
         )
 
 

@@ -16,8 +16,8 @@ DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, 
 def plain_flops(dtype: str, size: int, seconds: float) -> float:
     """Return the FLOP/s of a loop over torch.mm, without any code of Paceline.
 
-    All products write to the same output: glibc maps each new output of 32 MiB again, and in fp64 its page faults
-    take a sixth of the time of the product.
+    All products write to the same output: glibc maps each new output of 32 MiB again, and in fp64 its page
+    faults take a sixth of the time of the product.
     """
     a, b = (torch.randn(size, size).to(DTYPES[dtype]) for _ in range(2))
     out = torch.mm(a, b)

@@ -52,9 +52,7 @@ def main() -> None:
     options = parser.parse_args()
     cores = usable_cores()
     print(f"{machine.description()}, torch {torch.__version__}\n")
-    print(
-        "| ranks | ms per step | relative to one rank per core, for equal shares of a core |\n| -- | -- | -- |"
-    )
+    print("| ranks | ms per step | relative to one rank per core, per share of a core |\n| -- | -- | -- |")
     step_s: dict[int, list[float]] = {cores: [], 2 * cores: []}
     for _ in range(options.times):
         for ranks, seconds in step_s.items():

@@ -105,7 +105,8 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         seconds = measure_heartbeat_s(RunFolder(Path(folder)))
         print(
-            f"one heartbeat: {seconds * 1e6:.0f} µs of CPU, {seconds / heartbeat_writer.EVERY_S:.3%} of the time"
+            f"one heartbeat: {seconds * 1e6:.0f} µs of CPU, "
+            f"{seconds / heartbeat_writer.EVERY_S:.3%} of the time"
         )
     plain, recorded = measure_call_s(0), measure_call_s(FLIGHT_RECORDER_SIZE)
     print(f"one collective: {plain * 1e6:.1f} µs, with the flight recorder {recorded * 1e6:.1f} µs")

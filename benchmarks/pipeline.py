@@ -1,4 +1,4 @@
-"""Two pipeline stages on two ranks: steps/s relative to torch's PipelineStage, and bubbles compared with formulas.
+"""Two pipeline stages on two ranks: steps/s relative to torch's PipelineStage, and bubbles.
 
     python benchmarks/pipeline.py [--rounds 12]
 

@@ -1,9 +1,9 @@
 """Predictions compared with measurements on this machine, for each plan with which a task can be trained.
 
-Without a cluster.json the machine is measured first (paceline bench, one or two minutes for each number of ranks). Then
-each plan is trained for some steps, in turns, and the peak bytes of its tensors are counted on each rank. Finally the
-choice of auto is compared with the best plan. With --json FILE measurements are stored there and not repeated;
-predictions are always computed again.
+Without a cluster.json the machine is measured first (paceline bench, one or two minutes for each number of
+ranks). Then each plan is trained for some steps, in turns, and the peak bytes of its tensors are counted on
+each rank. Finally the choice of auto is compared with the best plan. With --json FILE measurements are stored
+there and not repeated; predictions are always computed again.
 """
 
 import argparse
@@ -196,7 +196,8 @@ def print_table(rows: list[Row], explain: bool) -> None:
 
 def format_summary(groups: list[list[Row]]) -> str:
     lines = [
-        "| task | ranks | plans | step time, mean error | memory, mean error | auto chose | slower than the best |",
+        "| task | ranks | plans | step time, mean error | memory, mean error "
+        "| auto chose | slower than the best |",
         "|" + " -- |" * 7,
     ]
     for rows in groups:

@@ -2,8 +2,8 @@
 
     python benchmarks/profiling.py [--rounds 40]
 
-A round is a block of 25 steps of each. The number of profiled steps is that of a normal training of this length. Blocks
-without a profile show the difference between two equal blocks on this machine.
+A round is a block of 25 steps of each. The number of profiled steps is that of a normal training of this
+length. Blocks without a profile show the difference between two equal blocks on this machine.
 """
 
 import statistics

@@ -1,7 +1,7 @@
 """Score predictions against published measurements: published.py FILE… [--json OUT] [--fit].
 
-A file is scored with constants that were not fitted on any row of it. published_constants.json has the fit on all files
-and, for each file, the fit on all others. --fit computes these fits again from the given files.
+A file is scored with constants that were not fitted on any row of it. published_constants.json has the fit on
+all files and, for each file, the fit on all others. --fit computes these fits again from the given files.
 """
 
 import argparse
@@ -101,7 +101,8 @@ def print_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
 def print_times(files: Sequence[File]) -> None:
     """Print errors of step times, and of a strong baseline.
 
-    The baseline is FLOP per step over FLOP/s of the devices, times the constant with the lowest error on these rows.
+    The baseline is FLOP per step over FLOP/s of the devices, times the constant with the lowest error on
+    these rows.
     """
     rows = []
     for file in files:

@@ -71,8 +71,8 @@ def compute_sensitivity(rows: Sequence[Row]) -> Sensitivity:
 def fit(files: Sequence[Sensitivity]) -> dict[str, float]:
     """Return the constants with the lowest mean absolute error, where each file has the same weight.
 
-    The search changes one coordinate at a time in decreasing steps. Times are nearly powers of the constants, so the
-    slopes at the start suffice.
+    The search changes one coordinate at a time in decreasing steps. Times are nearly powers of the constants,
+    so the slopes at the start suffice.
     """
     deviations = np.array([deviation for _, deviation in FITTED.values()])
 

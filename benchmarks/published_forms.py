@@ -1,4 +1,4 @@
-"""Published numbers other than step times: closed forms of memory, bubbles of schedules, single matrix products."""
+"""Published numbers other than step times: closed forms of memory, bubbles, single matrix products."""
 
 import re
 from collections.abc import Callable, Mapping
@@ -23,8 +23,8 @@ MODELS = {  # layers, hidden, heads, tp, pp, stages, micro-batch
     "530B": (105, 20480, 128, 8, 35, 3, 1),
     "1T": (128, 25600, 160, 8, 64, 1, 1),
 }
-# Ranks p₀ and their times from other tables, for rows without times: on p ranks, a rank has p₀/p as many blocks and
-# sends the same amount.
+# Ranks p₀ and their times from other tables, for rows without times: on p ranks, a rank has p₀/p as many
+# blocks and sends the same amount.
 TIMES = {
     "6.2B": (8, (29.7, 29.4, 19.5), 0.55),
     "14.6B": (16, (11.3, 11.25, 8.1), 0.378),
@@ -72,7 +72,10 @@ def _korthikanti(name: str) -> tuple[ModelFacts, WorkSplit]:
 
 
 def selective_recompute(row: Mapping[str, str]) -> Score:
-    """Return the GiB of activations on the first stage, without embedding and head (arXiv 2205.05198, figure 1)."""
+    """Return the GiB of activations on the first stage, without embedding and head.
+
+    Source: arXiv 2205.05198, figure 1.
+    """
     if row["figure"] != "Fig 1" or row["quantity"] != "activations":
         raise NotPredictable("not a number of bytes")
     facts, split = _korthikanti(row["model"])

@@ -69,7 +69,7 @@ class NotPredictable(Exception):
 
 @dataclass(frozen=True)
 class Row:
-    """A measurement. Seconds are per step in any case; `splits` has several if the source leaves some open."""
+    """A measurement. Seconds are per step; `splits` has several if the source does not specify all."""
 
     id: str
     file: str
@@ -95,12 +95,13 @@ class Prediction(NamedTuple):
     split: WorkSplit
 
 
-# Share of a device's memory that driver, context and libraries use (about 1 GiB), and that data sheets count otherwise.
+# Share of a device's memory that driver, context and libraries use (about 1 GiB), or that data sheets count
+# differently.
 MARGIN = 0.03
 
 
 def predict_row(row: Row, constants: Constants) -> Prediction:
-    """Return the prediction of the fastest possible split that fits; if none fits, of the split with least memory."""
+    """Return the prediction of the fastest split that fits; if none fits, of the split with least memory."""
     predictions = []
     rates = device_rates(row.cluster, constants)
     for split in row.splits:

@@ -1,7 +1,8 @@
-"""Delay of the steps by an asynchronous save of a model with 100 million parameters, relative to a synchronous save.
+"""Delay of training by an asynchronous save of 100 million parameters, relative to a synchronous save.
 
-Each round runs steps without a save, then a synchronous save, then the same number of steps during a background save, at
-least until it is complete. The delay is the additional time of these steps, including the copy of the state.
+Each round runs steps without a save, then a synchronous save, then the same number of steps during a
+background save, at least until it is complete. The delay is the additional time of these steps, including the
+copy of the state.
 """
 
 import argparse

@@ -1,4 +1,4 @@
-"""Plans per second that the planner evaluates, and time of strong and weak scaling over 13 numbers of ranks."""
+"""Plans per second of the planner, and the time of strong and weak scaling over 13 numbers of ranks."""
 
 import platform
 import sys

@@ -1,9 +1,9 @@
 """Steps/s on two ranks: Paceline, handwritten loops and other libraries, in one run.
 
-Each contender has two processes, started as its users start them: by `paceline train`, and by torchrun for the others. The
-contenders alternate, a block of steps each, and wait in between. The ratio of two blocks of the same round counts: the
-speed of a machine drifts, but hardly between adjacent blocks. A block that other programs disturbed is repeated. A library
-that is not installed, or does not start, is named and left out:
+Each contender has two processes, started as its users start them: by `paceline train`, and by torchrun for
+the others. The contenders alternate, a block of steps each, and wait in between. The ratio of two blocks of
+the same round counts: the speed of a machine drifts, but hardly between adjacent blocks. A block that other
+programs disturbed is repeated. A library that is not installed, or does not start, is named and left out:
 pip install --constraint constraints.txt --editable ".[bench]"
 
 Started by torchrun, this file is one of the loops; for Paceline it is the file with the tasks.
@@ -47,7 +47,7 @@ TEXTBOOK, TUNED = "textbook DDP", "DDP tuned by hand"
 
 
 class Gate:
-    """The gate at which a process waits for its turn, on the socket of the variable GATE. Called once per step."""
+    """The gate at which a process waits for its turn, once per step; the variable GATE names its socket."""
 
     def __init__(self) -> None:
         self.remaining, self.start = 0, (0.0, 0.0)
@@ -155,7 +155,7 @@ class TransformerBySample(Transformer):
 
 
 def without_batch_of(images: Images | None) -> TensorDataset | None:
-    """Return the same data without `batch_of`, so that samples are read one by one, as torch's DataLoader does."""
+    """Return the same data without `batch_of`: samples are read one by one, as by torch's DataLoader."""
     return images and TensorDataset(images.images, images.labels)
 
 
@@ -193,7 +193,7 @@ def mean_loss(output: Tensor, labels: Tensor) -> Tensor:
 
 
 def textbook(case: Case, wait_for_turn: Gate) -> None:
-    """Run DistributedDataParallel as in the tutorials: default settings, and the loss is read in each step."""
+    """Run DistributedDataParallel as in the tutorials: defaults, and the loss is read in each step."""
     dist.init_process_group("gloo")
     model = DistributedDataParallel(case.model())
     optimizer = torch.optim.AdamW(model.parameters())

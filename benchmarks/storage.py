@@ -1,7 +1,7 @@
 """Rates of a directory measured by `paceline bench storage`, `dd` and `fio` in turns (requires fio).
 
-In each round, each tool does the same with a separate file: synchronous blocks of 32 MiB or 512 bytes, blocks past the
-page cache, reads in order and at random. Ratios are computed per round.
+In each round, each tool does the same with a separate file: synchronous blocks of 32 MiB or 512 bytes, blocks
+past the page cache, reads in order and at random. Ratios are computed per round.
 """
 
 import argparse

@@ -2,8 +2,9 @@
 
     python benchmarks/tensor.py [--rounds 12]
 
-The handwritten loop uses a plan of names for parallelize_module, cross entropy over the split vocabulary, `fully_shard`
-over the data ranks, and fused AdamW. It does not compute the gradient norm, which Paceline computes in each step.
+The handwritten loop uses a plan of names for parallelize_module, cross entropy over the split vocabulary,
+`fully_shard` over the data ranks, and fused AdamW. It does not compute the gradient norm, which Paceline
+computes in each step.
 """
 
 from collections.abc import Callable

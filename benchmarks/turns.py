@@ -1,4 +1,4 @@
-"""Compare two contenders in the same ranks: blocks of steps alternate, and the ratio of adjacent blocks counts."""
+"""Compare two contenders in the same ranks: blocks of steps alternate, and their ratios count."""
 
 import argparse
 import os

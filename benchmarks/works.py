@@ -1,8 +1,9 @@
-"""What works for which model: every plan on every model of the zoo, held against one process.
+"""Support matrix: each plan on each model of the zoo, verified against one process.
 
     python benchmarks/works.py [--ranks 2 4 8] [--write docs/works.md]
 
-Takes minutes, on eight ranks hours where there are few cores. The page grows with each model. Without --write it is printed.
+Takes minutes; on eight ranks and few cores, hours. The page is written again after each model. Without
+--write it is printed.
 """
 
 import argparse
@@ -21,8 +22,8 @@ from paceline.spec import parse_value
 from paceline.verify.report import format_reason, format_verdict, max_difference
 from paceline.verify.run import Verdict, Verification, choose_batch
 
-MANY, FEW_STEPS = 8, 2
-PATIENCE_S = 600.0  # for one plan
+LARGE_RANKS, FEW_STEPS = 8, 2
+TIMEOUT_S = 600.0  # per plan
 ZOO = Path(__file__).with_name("zoo.py").resolve()
 MODELS = {
     "digits": "digits width=4",
@@ -34,72 +35,80 @@ MODELS = {
     "ResNet": f"{ZOO}:ResNet",
     "uneven": f"{ZOO}:Uneven",
 }
-TOLD = {
+DESCRIPTIONS = {
     "digits": "the CNN of the built-in task",
     "text": "the byte-level GPT of the built-in task",
     "Encoder": "stock `nn.TransformerEncoder`",
-    "Llama": "Hugging Face's, rotary positions and grouped queries",
+    "Llama": "of Hugging Face, with rotary positions and grouped queries",
     "Llama, tied": "with one matrix for both embeddings",
-    "GPT-2": "Hugging Face's, with a vocabulary that is a prime",
+    "GPT-2": "of Hugging Face, with a prime vocabulary size",
     "ResNet": "ResNet-18's blocks, BatchNorm",
-    "uneven": "an MLP, none of whose sizes divides by two",
+    "uneven": "an MLP whose sizes are all odd",
 }
 HEAD = """# What works for which model
 
-`python benchmarks/works.py --ranks 2 4 8 --write docs/works.md` makes this page with [verify](verify.md): each plan beside one process,
-{steps} steps in float64 on gloo, models as tiny as they can be.
+`python benchmarks/works.py --ranks 2 4 8 --write docs/works.md` writes this page with
+[verify](verify.md): each plan is compared with one process, for {steps} steps in float64 on gloo, on
+models that are as small as possible.
 
-* ✓ loss, norm, every gradient, every parameter and every buffer are those of one process to 1e-10; the furthest of all is {furthest:.0e}
-* a number: the plan is refused, for the reason below the table
-* ✗ another result
+- ✓: loss, gradient norm, and all gradients, parameters and buffers equal those of one process to
+  1e-10; the largest difference is {furthest:.0e}
+- a number: the plan is refused, for the reason below the table
+- ✗: another result
 
-On eight ranks two steps, one micro-batch or what the schedule needs, and mixtures of `tp` and `pp` with `zero3` or without `zero`.
+On eight ranks: two steps, one micro-batch or the number that the schedule requires, and `tp` and
+`pp` only with `zero3` or without `zero`.
 
 {models}
 
 torch {torch}.
 """
+Results = dict[int, dict[str, list[Verdict] | str]]  # by number of ranks and model
 
 
-def plans(ranks: int) -> list[Plan]:
-    """From MANY ranks on not each with two micro-batches, too, nor mixtures of tp and pp with each stage of ZeRO."""
+def select_plans(ranks: int) -> list[Plan]:
+    """Return the plans for a number of ranks.
+
+    From LARGE_RANKS, variants with two micro-batches are left out, and so are tp and pp with zero1 and zero2.
+    """
     return [
         plan
         for plan in enumerate_candidates(ranks)
-        if ranks < MANY or (plan.microbatches is None and (plan.zero in (0, 3) or not plan.splits_model))
+        if ranks < LARGE_RANKS
+        or (plan.microbatches is None and (plan.zero in (0, 3) or not plan.splits_model))
     ]
 
 
-def spec_of(words: str, ranks: int, steps: int) -> Spec:
+def build_spec(words: str, ranks: int, steps: int) -> Spec:
     task, *fields = words.split()
     settings = {key: parse_value(value) for key, _, value in (field.partition("=") for field in fields)}
-    return Spec(task=task, set=settings, batch=choose_batch(16, plans(ranks), ranks), steps=steps)
+    return Spec(task=task, set=settings, batch=choose_batch(16, select_plans(ranks), ranks), steps=steps)
 
 
-def verdicts(words: str, ranks: Ranks, steps: int) -> list[Verdict] | str:
-    """Of every plan, or why the model is not here."""
-    began = time.perf_counter()
+def verify_model(words: str, ranks: Ranks, steps: int) -> list[Verdict] | str:
+    """Return the verdict of each plan, or the reason why the model is not available."""
+    start = time.perf_counter()
     try:
-        with Verification(spec_of(words, ranks.size, steps), ranks, PATIENCE_S) as verification:
+        with Verification(build_spec(words, ranks.size, steps), ranks, TIMEOUT_S) as verification:
             verification.reference()
-            found = [verification.try_verify(plan) for plan in plans(ranks.size)]
+            verdicts = [verification.try_verify(plan) for plan in select_plans(ranks.size)]
     except Error as error:
         return str(error)
-    for verdict in found:
-        if not verdict.same and verdict.cannot_be is None:
+    for verdict in verdicts:
+        if is_wrong(verdict):
             print(f"{words} {verdict.plan}: {format_verdict(verdict)}", file=sys.stderr)
-    print(f"{words} on {ranks.size} ranks: {time.perf_counter() - began:.0f} s", file=sys.stderr)
-    return found
+    print(f"{words} on {ranks.size} ranks: {time.perf_counter() - start:.0f} s", file=sys.stderr)
+    return verdicts
 
 
-def page(ranks: int, found: dict[str, list[Verdict] | str]) -> list[str]:
-    """The table of so many ranks, and the reasons."""
+def format_table(ranks: int, results: dict[str, list[Verdict] | str]) -> list[str]:
+    """Return the lines of the table for a number of ranks, and the reasons below it."""
     reasons: dict[str, int] = {}
     lines = [
         f"## {ranks} ranks",
         "",
-        "| plan | " + " | ".join(found) + " |",
-        "| -- |" + " :-: |" * len(found),
+        "| plan | " + " | ".join(results) + " |",
+        "| -- |" + " :-: |" * len(results),
     ]
 
     def mark(verdict: Verdict) -> str:
@@ -109,19 +118,24 @@ def page(ranks: int, found: dict[str, list[Verdict] | str]) -> list[str]:
             return str(reasons.setdefault(format_reason(verdict), len(reasons) + 1))
         return "✗"
 
-    for at, plan in enumerate(plans(ranks)):
-        marks = [mark(of[at]) if isinstance(of, list) else "" for of in found.values()]
+    for index, plan in enumerate(select_plans(ranks)):
+        marks = [mark(result[index]) if isinstance(result, list) else "" for result in results.values()]
         lines.append(f"| `{plan}` | {' | '.join(marks)} |")
     lines += ["", *(f"{number}. {text}" for text, number in reasons.items()), ""]
-    lines += [f"{name}: {of}\n" for name, of in found.items() if isinstance(of, str)]
-    for name, of in found.items():
-        wrong = (
-            [verdict for verdict in of if not verdict.same and verdict.cannot_be is None]
-            if isinstance(of, list)
-            else []
-        )
-        lines += [f"✗ {name}, `{verdict.plan}`: {format_verdict(verdict)}\n" for verdict in wrong]
+    lines += [f"{name}: {result}\n" for name, result in results.items() if isinstance(result, str)]
+    for name, result in results.items():
+        if isinstance(result, list):
+            lines += [
+                f"✗ {name}, `{verdict.plan}`: {format_verdict(verdict)}\n"
+                for verdict in result
+                if is_wrong(verdict)
+            ]
     return lines
+
+
+def is_wrong(verdict: Verdict) -> bool:
+    """Return whether a plan was accepted and gave another result."""
+    return not verdict.same and verdict.cannot_be is None
 
 
 def main() -> None:
@@ -130,42 +144,43 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=3)
     parser.add_argument("--models", nargs="+", choices=list(MODELS), default=list(MODELS))
     parser.add_argument("--write", type=Path)
-    asked = parser.parse_args()
-    found: dict[int, dict[str, list[Verdict] | str]] = {}
-    for size in asked.ranks:
-        found[size] = {}
+    options = parser.parse_args()
+    results: Results = {}
+    for size in options.ranks:
+        results[size] = {}
         with Ranks(size) as ranks:
-            for name in asked.models:
-                found[size][name] = verdicts(MODELS[name], ranks, asked.steps if size < MANY else FEW_STEPS)
-                if asked.write is not None:
-                    asked.write.write_text(whole(found, asked.steps))
-    if asked.write is None:
-        print(whole(found, asked.steps))
-    if not all(verdict.same or verdict.cannot_be for verdict in everything(found)):
+            for name in options.models:
+                steps = options.steps if size < LARGE_RANKS else FEW_STEPS
+                results[size][name] = verify_model(MODELS[name], ranks, steps)
+                if options.write is not None:
+                    options.write.write_text(format_page(results, options.steps))
+    if options.write is None:
+        print(format_page(results, options.steps))
+    if any(is_wrong(verdict) for verdict in all_verdicts(results)):
         sys.exit(1)
 
 
-def everything(found: dict[int, dict[str, list[Verdict] | str]]) -> list[Verdict]:
+def all_verdicts(results: Results) -> list[Verdict]:
     return [
         verdict
-        for of_size in found.values()
-        for of in of_size.values()
-        if isinstance(of, list)
-        for verdict in of
+        for by_model in results.values()
+        for result in by_model.values()
+        if isinstance(result, list)
+        for verdict in result
     ]
 
 
-def whole(found: dict[int, dict[str, list[Verdict] | str]], steps: int) -> str:
+def format_page(results: Results, steps: int) -> str:
+    names = dict.fromkeys(name for by_model in results.values() for name in by_model)
     head = HEAD.format(
         steps=steps,
-        models="\n".join(
-            f"* *{name}*: {TOLD[name]}"
-            for name in dict.fromkeys(name for of_size in found.values() for name in of_size)
+        models="\n".join(f"- *{name}*: {DESCRIPTIONS[name]}" for name in names),
+        furthest=max(
+            (max_difference(verdict) for verdict in all_verdicts(results) if verdict.same), default=0.0
         ),
-        furthest=max((max_difference(verdict) for verdict in everything(found) if verdict.same), default=0.0),
         torch=torch.__version__.partition("+")[0],
     )
-    lines = [line for size, of_size in found.items() for line in page(size, of_size)]
+    lines = [line for size, by_model in results.items() for line in format_table(size, by_model)]
     return "\n".join([head, *lines]).rstrip() + "\n"
 
 

@@ -1,4 +1,4 @@
-"""Models of many kinds as tiny tasks: what `works.py` holds every plan against.
+"""Models of many kinds as small tasks, on which `works.py` verifies every plan.
 
 paceline verify benchmarks/zoo.py:Llama --all --ranks 2
 """
@@ -17,32 +17,32 @@ from paceline.errors import TaskError
 VOCABULARY, LENGTH, SAMPLES = 48, 16, 96
 
 
-class Drawn:
-    """Samples that are drawn from their index."""
+class RandomSamples:
+    """Random samples; the index of a sample is its seed."""
 
-    def __init__(self, draw: Callable[[torch.Generator], Any]):
-        self.draw = draw
+    def __init__(self, make: Callable[[torch.Generator], Any]):
+        self.make = make
 
     def __len__(self) -> int:
         return SAMPLES
 
     def __getitem__(self, index: int) -> Any:
-        return self.draw(torch.Generator().manual_seed(index))
+        return self.make(torch.Generator().manual_seed(index))
 
 
 class Tokens(Task):
-    """Foretell the next token."""
+    """Predict the next token."""
 
     width: int = 32
     depth: int = 8
     heads: int = 8
 
-    def dataset(self, split: str) -> Drawn | None:
-        def draw(generator: torch.Generator) -> tuple[Tensor, Tensor]:
+    def dataset(self, split: str) -> RandomSamples | None:
+        def make(generator: torch.Generator) -> tuple[Tensor, Tensor]:
             tokens = torch.randint(VOCABULARY, (LENGTH + 1,), generator=generator)
             return tokens[:-1], tokens[1:]
 
-        return Drawn(draw) if split == "train" else None
+        return RandomSamples(make) if split == "train" else None
 
     def loss(self, output: Any, batch: tuple[Tensor, Tensor]) -> Tensor:
         logits = getattr(output, "logits", output)
@@ -50,7 +50,7 @@ class Tokens(Task):
 
 
 class Encoder(nn.Module):
-    """torch's own encoder, as its tutorials use it."""
+    """torch's encoder as used in its tutorials."""
 
     def __init__(self, width: int, depth: int, heads: int):
         super().__init__()
@@ -80,7 +80,9 @@ def transformers() -> Any:
     try:
         import transformers as library
     except ImportError:
-        raise TaskError("this model is one of Hugging Face's: pip install transformers") from None
+        raise TaskError(
+            "this model requires transformers, which is not installed; run: pip install transformers"
+        ) from None
     return library
 
 
@@ -111,7 +113,7 @@ class Llama(HuggingFace):
 
 
 class Gpt2(HuggingFace):
-    """Learned positions, Conv1D in place of Linear, tied embeddings, dropout; and as in the original, a vocabulary that nothing divides."""
+    """Learned positions, Conv1D instead of Linear, tied embeddings, dropout, and a prime vocabulary size."""
 
     def model(self) -> nn.Module:
         library = transformers()
@@ -129,12 +131,12 @@ class Gpt2(HuggingFace):
 
 
 class Residual(nn.Module):
-    def __init__(self, inside: int, outside: int, stride: int):
+    def __init__(self, inputs: int, outputs: int, stride: int):
         super().__init__()
-        self.first, self.norm1 = nn.Conv2d(inside, outside, 3, stride, 1, bias=False), nn.BatchNorm2d(outside)
-        self.second, self.norm2 = nn.Conv2d(outside, outside, 3, 1, 1, bias=False), nn.BatchNorm2d(outside)
-        shortcut = nn.Sequential(nn.Conv2d(inside, outside, 1, stride, bias=False), nn.BatchNorm2d(outside))
-        self.shortcut = shortcut if stride > 1 or inside != outside else nn.Identity()
+        self.first, self.norm1 = nn.Conv2d(inputs, outputs, 3, stride, 1, bias=False), nn.BatchNorm2d(outputs)
+        self.second, self.norm2 = nn.Conv2d(outputs, outputs, 3, 1, 1, bias=False), nn.BatchNorm2d(outputs)
+        shortcut = nn.Sequential(nn.Conv2d(inputs, outputs, 1, stride, bias=False), nn.BatchNorm2d(outputs))
+        self.shortcut = shortcut if stride > 1 or inputs != outputs else nn.Identity()
 
     def forward(self, x: Tensor) -> Tensor:
         return F.relu(self.norm2(self.second(F.relu(self.norm1(self.first(x))))) + self.shortcut(x))
@@ -152,35 +154,35 @@ class ResNet(Task):
                 nn.Conv2d(3, self.width, 3, 1, 1, bias=False), nn.BatchNorm2d(self.width), nn.ReLU()
             ),
             *(
-                Residual(inside if block == 0 else outside, outside, 2 if block == 0 and stage else 1)
-                for stage, (inside, outside) in enumerate(pairwise(widths))
+                Residual(inputs if block == 0 else outputs, outputs, 2 if block == 0 and stage else 1)
+                for stage, (inputs, outputs) in enumerate(pairwise(widths))
                 for block in range(2)
             ),
             nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(widths[-1], 10)),
         )
 
-    def dataset(self, split: str) -> Drawn | None:
-        def draw(generator: torch.Generator) -> tuple[Tensor, Tensor]:
+    def dataset(self, split: str) -> RandomSamples | None:
+        def make(generator: torch.Generator) -> tuple[Tensor, Tensor]:
             return torch.randn(3, 16, 16, generator=generator), torch.randint(10, (), generator=generator)
 
-        return Drawn(draw) if split == "train" else None
+        return RandomSamples(make) if split == "train" else None
 
     def loss(self, output: Tensor, batch: tuple[Tensor, Tensor]) -> Tensor:
         return F.cross_entropy(output, batch[1], reduction="none")
 
 
 class Uneven(Task):
-    """No size divides by two."""
+    """An MLP whose sizes are all odd."""
 
     def model(self) -> nn.Module:
         blocks = [nn.Sequential(nn.Linear(7, 11), nn.GELU(), nn.Linear(11, 7)) for _ in range(5)]
         return nn.Sequential(nn.Linear(5, 7), *blocks, nn.LayerNorm(7), nn.Linear(7, 3))
 
-    def dataset(self, split: str) -> Drawn | None:
-        def draw(generator: torch.Generator) -> tuple[Tensor, Tensor]:
+    def dataset(self, split: str) -> RandomSamples | None:
+        def make(generator: torch.Generator) -> tuple[Tensor, Tensor]:
             return torch.randn(5, generator=generator), torch.randn(3, generator=generator)
 
-        return Drawn(draw) if split == "train" else None
+        return RandomSamples(make) if split == "train" else None
 
     def loss(self, output: Tensor, batch: tuple[Tensor, Tensor]) -> Tensor:
         return (output - batch[1]).square()
