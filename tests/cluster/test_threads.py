@@ -61,7 +61,7 @@ def test_threads_are_what_is_free_and_stay_in_a_run(tmp_path: Path) -> None:
         [own] = of_kind(tmp_path / "w", Started)
         assert (own.threads, own.notes) == (
             2,
-            ("tf32 has no effect: it is of CUDA devices, and this training runs on the CPU",),
+            ("tf32 has no effect: it applies to CUDA devices, and this training runs on the CPU",),
         )
         assert "note: tf32 has no effect" in wished
     succeed("resume", "r", "--steps", "5", at=tmp_path)

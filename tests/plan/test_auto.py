@@ -47,7 +47,7 @@ def write_machine(folder: Path, memory_bytes: float = 8e9) -> None:
     (folder / "cluster.json").write_text(machine(memory_bytes).model_dump_json())
 
 
-def test_the_run_says_what_it_took_and_goes_on_with_it(tmp_path: Path) -> None:
+def test_run_reports_its_choice_and_resumes_with_it(tmp_path: Path) -> None:
     write_task(tmp_path)
     write_machine(tmp_path)
     succeed("train", *WORDS, "--ranks", "2", "--run-dir", "run", at=tmp_path)
@@ -100,7 +100,7 @@ def test_from_python() -> None:
     assert any(note.startswith("auto chose plan") for note in started.notes)
 
 
-def test_what_cannot_be_is_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_impossible_plans_are_skipped(monkeypatch: pytest.MonkeyPatch) -> None:
     spec = Spec(task="text", batch=8)
     ask = choosing.find_best_plans
     first = ask_plans(spec, machine())
@@ -123,7 +123,7 @@ def ask_plans(spec: Spec, cluster: Cluster) -> Plan:
     return choose_plan(spec, SMALL, 4, cluster=cluster).plan
 
 
-def test_micro_batches_are_another_training_for_batch_norm(
+def test_micro_batches_are_not_chosen_with_batch_norm(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "my.py").write_text(TASK)
@@ -160,12 +160,12 @@ def test_float64_is_not_predicted() -> None:
         ("dp=1,pp=2,microbatches=2,pp_schedule=1f1b,stages=1", 2, "pp=2,microbatches=2"),
     ],
 )
-def test_a_plan_is_said_shortly(plan: str, ranks: int, said: str) -> None:
+def test_shortened_plans(plan: str, ranks: int, said: str) -> None:
     assert str(shorten_plan(parse(plan), ranks)) == said
     assert shorten_plan(parse(plan), ranks).resolve(ranks) == parse(plan).resolve(ranks)
 
 
-def test_the_machine_of_another_device_is_left_aside(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cluster_of_another_device_is_ignored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from paceline.cluster import local_cluster
 
     monkeypatch.chdir(tmp_path)

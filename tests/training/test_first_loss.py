@@ -191,7 +191,7 @@ def said(name: str, plan: str, **more: Any) -> str:
     return ""
 
 
-def test_losses_that_mix_samples() -> None:
+def test_losses_that_mix_samples_are_refused() -> None:
     missed = [
         name
         for name in MIXING
@@ -200,7 +200,7 @@ def test_losses_that_mix_samples() -> None:
     assert not missed
 
 
-def test_losses_that_do_not() -> None:
+def test_losses_that_do_not_mix_samples_are_accepted() -> None:
     for precision in ("fp32", "bf16", "fp64"):
         alarms = {
             name: message
@@ -210,7 +210,7 @@ def test_losses_that_do_not() -> None:
         assert not alarms, precision
 
 
-def test_where_the_batch_is_whole_or_it_is_allowed() -> None:
+def test_mixing_losses_are_accepted_on_whole_batches_or_if_allowed() -> None:
     assert [said(name, "single") for name in MIXING] == [""] * len(MIXING)
     assert said("contrastive", "single,microbatches=2", allow_local_loss=True) == ""
 
@@ -219,7 +219,7 @@ def on_ranks(cases: list[tuple[str, str]]) -> list[str]:
     return [said(name, plan) for name, plan in cases]
 
 
-def test_on_two_ranks() -> None:
+def test_mixing_losses_on_two_ranks() -> None:
     """All ranks say so, also where a sharded model must run again."""
     mixing = [
         ("contrastive", "ddp"),
@@ -249,7 +249,7 @@ def the_same(name: str, allow: bool) -> list[float]:
     ]
 
 
-def test_workers_of_a_parameter_server(tmp_path: Path) -> None:
+def test_mixing_losses_on_workers_of_a_parameter_server(tmp_path: Path) -> None:
     """Each looks at its own part; what it finds is told in place of what the server sees of that."""
     source = TASK.replace(
         "def loss(self, output, batch):\n        return (output",
@@ -277,7 +277,7 @@ def test_workers_of_a_parameter_server(tmp_path: Path) -> None:
     assert "--allow-local-loss" in result.err
 
 
-def test_the_look_changes_nothing() -> None:
+def test_check_does_not_change_the_training() -> None:
     """Dropout, BatchNorm and the losses are as without it, also where the model ran again."""
     for name in ("by item", "the model's own", "dropout in the loss"):
         assert the_same(name, False) == the_same(name, True), name
@@ -360,7 +360,7 @@ WRONG = {
 }
 
 
-def test_what_a_task_may_not_return() -> None:
+def test_invalid_return_values_are_refused() -> None:
     for what, message in WRONG.items():
         with pytest.raises(TaskError) as caught:
             list(train(Spec(steps=2, batch=40), "single", World(), task=Odd(what=what)))
@@ -370,7 +370,7 @@ def test_what_a_task_may_not_return() -> None:
         assert any(isinstance(event, Evaluated) for event in events)
 
 
-def test_a_learning_rate_without_effect_is_reported() -> None:
+def test_learning_rate_without_effect_is_reported() -> None:
     def notes(what: str, **optimizer: Any) -> str:
         spec = Spec(steps=1, batch=40, optimizer=Optimizer(**optimizer))
         first = next(
@@ -387,7 +387,7 @@ def test_a_learning_rate_without_effect_is_reported() -> None:
     assert "no effect" not in notes("own") + notes("right", lr=0.5) + notes("own", clip=1.0)
 
 
-def test_a_learning_rate_names_its_parameter_group(tmp_path: Path) -> None:
+def test_learning_rate_names_its_parameter_group(tmp_path: Path) -> None:
     def told(what: str) -> tuple[list[str], str, list[float]]:
         spec, console = Spec(steps=2, batch=40), Console(file=io.StringIO(), width=300)
         happened = list(train(spec, "single", World(), task=Odd(what=what)))
@@ -426,7 +426,7 @@ def test_a_learning_rate_names_its_parameter_group(tmp_path: Path) -> None:
         assert not any("group" in text for text in (*lines, notes))
 
 
-def test_a_plan_in_words() -> None:
+def test_plan_as_text() -> None:
     def plan_of(plan: Any) -> str:
         return next(
             event.plan
@@ -462,7 +462,7 @@ class Small(Task):
 """
 
 
-def test_a_resume_says_what_is_another(tmp_path: Any) -> None:
+def test_resume_reports_changes(tmp_path: Any) -> None:
     def notes(source: str, steps: int, **more: Any) -> str:
         place = tmp_path / f"at{steps}"
         place.mkdir(exist_ok=True)

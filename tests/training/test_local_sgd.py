@@ -45,7 +45,7 @@ def without_norms(found: Trained) -> Trained:
     "task", [models.Points, models.Images, models.Frozen, models.Idle, models.Shared, models.Scalar]
 )
 @pytest.mark.parametrize(("size", "microbatches"), [(2, 1), (4, 2)])
-def test_averaging_after_each_step_is_ddp(task: type[Task], size: int, microbatches: int) -> None:
+def test_averaging_after_each_step_equals_ddp(task: type[Task], size: int, microbatches: int) -> None:
     """The mean of steps is the step of the mean, for SGD without momentum."""
     spec = wanted(PLAIN, schedule=Schedule(name="cosine", warmup=12))
     found = trained(size, task(), spec, f"local-sgd,period=1,microbatches={microbatches}")
@@ -59,7 +59,7 @@ def test_averaging_after_each_step_is_ddp(task: type[Task], size: int, microbatc
 
 @pytest.mark.parametrize("plan", ["local-sgd,period=2", "post-local-sgd,period=1,switch=3"])
 @pytest.mark.parametrize("optimizer", [PLAIN, MOMENTUM, ADAMW], ids=["sgd", "momentum", "adamw"])
-def test_it_is_no_ddp_otherwise(plan: str, optimizer: Optimizer) -> None:
+def test_other_settings_differ_from_ddp(plan: str, optimizer: Optimizer) -> None:
     found = trained(2, models.Images(), wanted(optimizer), plan)
     expected = trained(2, models.Images(), wanted(optimizer), "ddp")
     same = optimizer != ADAMW and "period=1" in plan  # momentum is linear too
@@ -69,7 +69,7 @@ def test_it_is_no_ddp_otherwise(plan: str, optimizer: Optimizer) -> None:
 
 @pytest.mark.parametrize("task", [models.Images, models.NormedImages, models.Text, models.Idle])
 @pytest.mark.parametrize("microbatches", [1, 2])
-def test_until_the_switch_it_is_ddp(task: type[Task], microbatches: int) -> None:
+def test_equals_ddp_until_the_switch(task: type[Task], microbatches: int) -> None:
     """To the last bit, BatchNorm over all ranks included."""
     plan = f"post-local-sgd,period=2,switch=5,microbatches={microbatches}"
     expected = trained(2, task(), wanted(), f"ddp,microbatches={microbatches}")
@@ -129,7 +129,7 @@ def by_hand(task: Task, spec: Spec, size: int, period: int) -> dict[str, np.ndar
 
 
 @pytest.mark.parametrize(("task", "size"), [(models.Images, 2), (models.Weighed, 2), (models.Points, 4)])
-def test_it_is_what_it_says(task: type[Task], size: int) -> None:
+def test_matches_a_plain_implementation(task: type[Task], size: int) -> None:
     """Against a few lines on one process: momentum and clipping by each rank, weights of items within one."""
     spec = wanted(Optimizer(name="sgd", lr=0.05, momentum=0.9, clip=0.2), batch=16)
     expected = by_hand(task(), spec, size, 3)
@@ -201,7 +201,7 @@ STOPPED = [
 
 
 @pytest.mark.parametrize(("size", "plan", "stop_at"), STOPPED)
-def test_a_stop_leaves_no_trace(size: int, plan: str, stop_at: int, tmp_path: Path) -> None:
+def test_stop_and_resume_change_nothing(size: int, plan: str, stop_at: int, tmp_path: Path) -> None:
     """Bit for bit, in the midst of a period too: neither the stop nor evaluating nor saving changes the training."""
     spec = wanted(steps=14, save=Save(minutes=1e9), evaluate_every=100)
     through = run(size, models.NormedImages(), spec, plan, tmp_path / "through")
@@ -224,7 +224,7 @@ def test_a_stop_leaves_no_trace(size: int, plan: str, stop_at: int, tmp_path: Pa
 @pytest.mark.parametrize(
     ("size", "plan"), [(1, "single"), (2, "ddp"), (2, "zero3"), (4, "local-sgd,period=4")]
 )
-def test_others_go_on_from_the_mean(size: int, plan: str, tmp_path: Path) -> None:
+def test_other_plans_resume_from_the_mean(size: int, plan: str, tmp_path: Path) -> None:
     spec = wanted(steps=6, save=Save(minutes=1e9))
     run(2, models.Images(), spec, "local-sgd,period=4", tmp_path / "run")
     mean = load_weights(RunFolder(tmp_path / "run").checkpoint(6))
@@ -242,7 +242,7 @@ def test_others_go_on_from_the_mean(size: int, plan: str, tmp_path: Path) -> Non
     assert all(difference(weights[name], mean[name].numpy()) > 0 for name in mean) or plan == "zero3"
 
 
-def test_it_starts_from_a_checkpoint_of_another_plan(tmp_path: Path) -> None:
+def test_resumes_from_a_checkpoint_of_another_plan(tmp_path: Path) -> None:
     spec = wanted(steps=4, save=Save(minutes=1e9))
     run(2, models.Images(), spec, "zero3", tmp_path / "run")
     (events, _), *_ = run(
@@ -270,13 +270,13 @@ def never_averaged() -> Iterator[None]:
         utils.average_parameters, dist.all_reduce = average, original
 
 
-def test_ranks_that_are_not_averaged_are_caught() -> None:
+def test_missing_averaging_is_detected() -> None:
     with pytest.raises(AssertionError, match="differs from the others"):
         trained(2, models.Images(), wanted(PLAIN), "local-sgd,period=1", never_averaged)
 
 
 @pytest.mark.parametrize("plan", ["local-sgd,period=8", "post-local-sgd,period=8,switch=40"])
-def test_digits_are_learnt_as_well(plan: str) -> None:
+def test_digits_are_learnt_equally_well(plan: str) -> None:
     spec = Spec(
         epochs=10,
         batch=64,

@@ -50,13 +50,13 @@ ALONE, FIRST = ResolvedPlan(), MeshCoordinate(0, 0, 0, 0)
         (Schedule(name="cosine", warmup=100), {99: 100 / 101, 100: 1}),
     ],
 )
-def test_factors(schedule: Schedule, expected: dict[int, float]) -> None:
+def test_lr_factors(schedule: Schedule, expected: dict[int, float]) -> None:
     assert {samples: compute_lr_factor(schedule, samples, 100) for samples in expected} == pytest.approx(
         expected, abs=1e-15
     )
 
 
-def test_a_warmup_longer_than_the_training_is_refused() -> None:
+def test_warmup_longer_than_training_is_refused() -> None:
     check_schedule(Schedule(warmup=100), 100)
     with pytest.raises(SpecError, match=r"warmup=101 samples is longer than the training, 100 samples"):
         check_schedule(Schedule(warmup=101), 100)
@@ -73,7 +73,7 @@ def with_gradients(dtype: torch.dtype) -> nn.Module:
 
 
 @pytest.mark.parametrize(("dtype", "rtol"), [(torch.float64, 1e-15), (torch.float32, 1e-6)])
-def test_norm_is_that_of_torch(dtype: torch.dtype, rtol: float) -> None:
+def test_norm_matches_torch(dtype: torch.dtype, rtol: float) -> None:
     model = with_gradients(dtype)
     params = list(model.parameters())
     found, here = (
@@ -96,7 +96,7 @@ def test_each_gradient_is_counted_on_one_rank() -> None:
         assert difference(sum(norm.square() for part in parts for norm in part), whole.square()) < 1e-15
 
 
-def test_no_gradient_at_all() -> None:
+def test_norm_without_gradients_is_zero() -> None:
     norm = GradientNorm([nn.Parameter(torch.ones(3))], ALONE, FIRST, CPU)
     assert norm.global_norm() == 0
     assert norm.local_norms() == []
@@ -122,7 +122,7 @@ OPTIMIZERS = [
 
 @pytest.mark.parametrize("clip", [None, 0.5, 1e9])
 @pytest.mark.parametrize(("spec", "oracle"), OPTIMIZERS)
-def test_an_update_is_that_of_torch(spec: Optimizer, oracle: object, clip: float | None) -> None:
+def test_update_matches_torch(spec: Optimizer, oracle: object, clip: float | None) -> None:
     """Three updates with learning rates that change, two of them with a parameter that has no gradient yet."""
     model = models.Gpt().double()
     twin = copy.deepcopy(model)
@@ -150,7 +150,7 @@ def test_an_update_is_that_of_torch(spec: Optimizer, oracle: object, clip: float
             assert difference(parameter.detach(), expected.detach()) < 1e-14
 
 
-def test_only_what_is_trained_is_given_to_the_optimizer() -> None:
+def test_optimizer_gets_only_trained_parameters() -> None:
     model = models.Frozen().model()
     optimizer = make_optimizer(models.Frozen(), Optimizer(), ResolvedPlan(), model)
     assert sum(len(group["params"]) for group in optimizer.param_groups) == 3
@@ -159,7 +159,7 @@ def test_only_what_is_trained_is_given_to_the_optimizer() -> None:
         make_optimizer(models.Frozen(), Optimizer(), ResolvedPlan(), model)
 
 
-def test_an_optimizer_that_needs_whole_weights_is_refused_on_shards() -> None:
+def test_optimizer_that_needs_whole_weights_is_refused_on_shards() -> None:
     optimizer = torch.optim.Adafactor([nn.Parameter(torch.ones(2, 2))])
     with pytest.raises(
         PlanError, match=r"Adafactor is not known to update each element on its own; use ddp or zero1"
@@ -169,7 +169,7 @@ def test_an_optimizer_that_needs_whole_weights_is_refused_on_shards() -> None:
     check_elementwise(ResolvedPlan(zero=3, dp=2), torch.optim.SGD([nn.Parameter(torch.ones(2))]))
 
 
-def test_a_warmup_in_steps_or_epochs_is_that_many_samples() -> None:
+def test_warmup_in_steps_or_epochs_is_converted_to_samples() -> None:
     """Of a training that is run: 8 samples a step, 29 in an epoch."""
 
     def rates(warmup: int | str) -> list[float]:

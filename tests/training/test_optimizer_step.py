@@ -83,7 +83,7 @@ def pair(
 
 
 @pytest.mark.parametrize("name", MADE)
-def test_the_update_is_torchs_to_the_last_bit(name: str) -> None:
+def test_update_is_bitwise_torchs(name: str) -> None:
     mine, optimizer, theirs, expected = pair(MADE[name])
     step = OptimizerStep(optimizer)
     for at in range(STEPS):
@@ -103,7 +103,7 @@ def test_float64_and_half_precision() -> None:
         assert same(optimizer, expected)
 
 
-def test_a_parameter_without_gradient_is_left_alone_in_that_step() -> None:
+def test_parameter_without_gradient_is_not_updated() -> None:
     mine, optimizer, theirs, expected = pair(MADE["two groups"])
     step = OptimizerStep(optimizer)
     for at, without in enumerate((None, 3, None, 0, None)):
@@ -111,7 +111,7 @@ def test_a_parameter_without_gradient_is_left_alone_in_that_step() -> None:
     assert same(optimizer, expected)
 
 
-def test_a_parameter_that_gets_its_first_gradient_later() -> None:
+def test_parameter_with_a_late_first_gradient() -> None:
     mine, optimizer, theirs, expected = pair(MADE["fused AdamW"])
     step = OptimizerStep(optimizer)
     for at, without in enumerate((1, 1, None, None, None)):
@@ -119,7 +119,7 @@ def test_a_parameter_that_gets_its_first_gradient_later() -> None:
     assert same(optimizer, expected)
 
 
-def test_a_state_that_is_loaded_is_used() -> None:
+def test_loaded_state_is_used() -> None:
     mine, optimizer, theirs, expected = pair(MADE["fused AdamW"])
     step = OptimizerStep(optimizer)
     for at in range(STEPS):
@@ -134,7 +134,7 @@ def test_a_state_that_is_loaded_is_used() -> None:
 
 
 @pytest.mark.parametrize("to_a_group", [True, False])
-def test_a_parameter_that_is_added_is_trained(to_a_group: bool) -> None:
+def test_added_parameter_is_trained(to_a_group: bool) -> None:
     mine, optimizer, theirs, expected = pair(
         lambda params: torch.optim.AdamW(params[:3], lr=1e-2, fused=True)
     )
@@ -179,7 +179,7 @@ def test_hooks_are_called_in_every_step() -> None:
     assert {int(state["step"]) for state in optimizer.state.values()} == {4}
 
 
-def test_fused_adamw_does_not_go_through_torchs_step(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fused_adamw_does_not_call_torchs_step(monkeypatch: pytest.MonkeyPatch) -> None:
     """Else all of these tests would compare torch with itself."""
     mine, optimizer, _, _ = pair(MADE["fused AdamW"])
     step, called = OptimizerStep(optimizer), list[int]()

@@ -110,7 +110,7 @@ def test_every_plan_and_task(case: Case) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", [case for case in ALL if case not in FEW], ids=name)
-def test_whole_product(case: Case) -> None:
+def test_all_combinations(case: Case) -> None:
     check(case)
 
 
@@ -140,14 +140,14 @@ def test_parameters_used_on_some_ranks(size: int, plan: str, recipe: str) -> Non
 
 @pytest.mark.parametrize("recipe", ["adamw-clip-cosine", "sgd"])
 @pytest.mark.parametrize("plan", ["ddp", "zero1", "zero2,microbatches=2", "zero3", "hsdp"])
-def test_a_scalar_parameter(plan: str, recipe: str) -> None:
+def test_scalar_parameter(plan: str, recipe: str) -> None:
     """Plans that cut weights leave it whole."""
     found = trained(2, models.Temperature(), wanted(recipe, "fp64"), plan)
     assert not differences(found, one_process(models.Temperature, recipe, "fp64"), 1e-12)
 
 
 @pytest.mark.parametrize("plan", ["tp=2,dp=2", "tp=2,dp=2,zero=1", "pp=2,dp=2,zero=3"])
-def test_a_scalar_parameter_in_mixtures(plan: str) -> None:
+def test_scalar_parameter_in_mixtures(plan: str) -> None:
     spec = wanted("adamw-clip-cosine", "fp64")
     assert not differences(
         trained(4, models.Tempered(), spec, plan), trained(1, models.Tempered(), spec, "single"), 1e-12
@@ -235,7 +235,7 @@ def elements(tensors: Iterable[torch.Tensor]) -> int:
     return sum((tensor.to_local() if isinstance(tensor, DTensor) else tensor).numel() for tensor in tensors)
 
 
-def test_plans_lay_out_what_they_say() -> None:
+def test_plans_distribute_what_they_claim() -> None:
     """Each of them is right; each must also save what it is there for."""
     [whole] = ranks(1)(held, "single")
     assert whole.state == 2 * whole.parameters
@@ -253,7 +253,7 @@ def test_plans_lay_out_what_they_say() -> None:
             assert {of.whole_after_forward for of in shards} == {plan == "zero2"}
 
 
-def test_there_is_something_to_go_wrong() -> None:
+def test_tasks_are_sensitive_to_errors() -> None:
     """What the comparison stands on."""
     assert (one_process(models.Idle, "sgd", "fp64").weights["spare"] == 1).all()
     assert len(one_process(models.Text, "sgd", "fp64").weights) == len(list(models.Gpt().parameters()))
@@ -354,7 +354,7 @@ def clipped_by_shard() -> Any:
     ],
 )
 @pytest.mark.parametrize("precision", ["fp64", pytest.param("fp32", marks=pytest.mark.slow)])
-def test_what_is_wrong_is_caught(
+def test_planted_errors_are_caught(
     plant: Any, task: type[Task], recipe: str, plans: str, precision: str
 ) -> None:
     for plan in plans.split():
@@ -364,7 +364,7 @@ def test_what_is_wrong_is_caught(
 
 @pytest.mark.parametrize("recompute", ["full", "selective"])
 @pytest.mark.parametrize("plan", ["single", "ddp", "zero3"])
-def test_recomputed_activations_change_nothing(plan: str, recompute: str) -> None:
+def test_recomputation_changes_nothing(plan: str, recompute: str) -> None:
     spec = Spec(batch=8, steps=3, precision="fp64")
     task = models.Text()
     found = trained(1 if plan == "single" else 2, task, spec, f"{plan},recompute={recompute}")

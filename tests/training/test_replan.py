@@ -33,12 +33,12 @@ from paceline.spec import Optimizer
         ],
     ],
 )
-def test_uneven_shares_train_as_one_process(plan):
+def test_uneven_shares_train_like_one_process(plan):
     spec = Spec(task="-", batch=16, steps=6, precision="fp64", optimizer=Optimizer(lr=0.05, clip=0.5))
     assert not wrong(3, plan, Points(), spec)
 
 
-def test_batch_norm_counts_the_samples_of_uneven_shares():
+def test_batch_norm_weights_uneven_shares():
     spec = Spec(task="-", batch=16, steps=4, precision="fp64")
     assert not wrong(3, "ddp,uneven=1", NormedImages(), spec)
 
@@ -56,7 +56,7 @@ class _AsIfAlike:
         RankBatchSlice.share = self.share
 
 
-def test_shares_that_are_taken_for_alike_are_seen():
+def test_uneven_shares_treated_as_equal_are_detected():
     spec = Spec(task="-", batch=16, steps=6, precision="fp64")
     with pytest.raises(AssertionError, match=r"items over all ranks|differs"):
         assert not wrong(3, "ddp,uneven=1", Points(), spec, _AsIfAlike)
@@ -76,13 +76,13 @@ def test_shares_that_are_taken_for_alike_are_seen():
         ),
     ],
 )
-def test_what_cannot_be_uneven(text, message):
+def test_plans_without_uneven_shares_are_refused(text, message):
     with pytest.raises(PlanError) as caught:
         parse(text)
     assert str(caught.value) == message
 
 
-def test_no_rank_of_an_uneven_plan_is_without_samples():
+def test_each_rank_of_an_uneven_plan_needs_samples():
     with pytest.raises(PlanError, match="batch 2 is not divisible"):
         micro_batch_size(2, parse("ddp,uneven=1").resolve(3))
 
@@ -109,11 +109,11 @@ def test_no_rank_of_an_uneven_plan_is_without_samples():
         ("zero3,recompute=full", 4, 2, 64, "zero3,microbatches=2,recompute=full"),
     ],
 )
-def test_the_nearest_plan(plan, before, now, batch, nearest):
+def test_most_similar_plan(plan, before, now, batch, nearest):
     assert str(next(find_nearest_plans(parse(plan), before, now, batch))) == nearest
 
 
-def test_a_plan_that_this_model_refuses_is_followed_by_others():
+def test_next_plan_is_tried_if_the_model_refuses_one():
     names = [str(plan) for plan in itertools.islice(find_nearest_plans(parse("tp=4"), 4, 3, 64), 5)]
     assert names[:2] == ["tp=3", "zero3,uneven=1"]
 
@@ -128,7 +128,7 @@ def test_a_plan_that_this_model_refuses_is_followed_by_others():
         ("hsdp", 8),
     ],
 )
-def test_all_of_them_split_the_batch_and_no_micro_batch_grows(plan, before):
+def test_similar_plans_divide_the_batch_and_keep_micro_batches_small(plan, before):
     most = micro_batch_size(64, parse(plan).resolve(before))
     for now in range(1, 9):
         found = list(find_nearest_plans(parse(plan), before, now, 64))
@@ -140,7 +140,7 @@ def test_all_of_them_split_the_batch_and_no_micro_batch_grows(plan, before):
             )
 
 
-def test_where_micro_batches_would_be_seen_their_number_stays():
+def test_number_of_micro_batches_stays_with_batch_norm():
     assert str(next(find_nearest_plans(parse("ddp"), 4, 2, 64, may_cut=False))) == "ddp"
     assert str(next(find_nearest_plans(parse("ddp"), 4, 3, 64, may_cut=False))) == "ddp,uneven=1"
 
@@ -189,7 +189,7 @@ def as_if(run: RunFolder, **launch: object) -> None:
         ),
     ],
 )
-def test_a_run_goes_on_on_what_is_left(plan, size, taken, why, stopped, tmp_path):
+def test_run_resumes_on_fewer_ranks(plan, size, taken, why, stopped, tmp_path):
     shutil.copytree(stopped, tmp_path, dirs_exist_ok=True)
     run = RunFolder(tmp_path / "r")
     as_if(run, plan=plan, ranks=4)
@@ -204,7 +204,7 @@ def test_a_run_goes_on_on_what_is_left(plan, size, taken, why, stopped, tmp_path
     assert (launch.plan, launch.ranks, launch.asked, launch.asked_ranks) == (taken, int(size), plan, 4)
 
 
-def test_what_was_asked_for_comes_back_with_its_ranks(stopped, tmp_path):
+def test_requested_plan_returns_with_its_ranks(stopped, tmp_path):
     """Without anything being started: the request that a launch would have."""
     from paceline.training.replan import replan
 
@@ -223,7 +223,7 @@ def test_what_was_asked_for_comes_back_with_its_ranks(stopped, tmp_path):
     )
 
 
-def test_a_plan_that_was_said_is_not_replaced(stopped, tmp_path):
+def test_explicit_plan_is_not_replaced(stopped, tmp_path):
     shutil.copytree(stopped, tmp_path, dirs_exist_ok=True)
     result = paceline("resume", "r", "--ranks", "3", "--plan", "tp=2", "--steps", "12", at=tmp_path)
     assert result.status == 2

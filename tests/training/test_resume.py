@@ -72,7 +72,7 @@ SWEEP = [
 @pytest.mark.parametrize(
     ("size", "plan", "stop"), [*CASES, *[pytest.param(*case, marks=pytest.mark.slow) for case in SWEEP]]
 )
-def test_a_stop_leaves_no_trace(size, plan, stop, task, tmp_path):
+def test_stop_and_resume_change_nothing(size, plan, stop, task, tmp_path):
     spec = wanted(task, validation=17)
     trained(size, spec, plan, tmp_path / "through")
     stopped = trained(size, spec, plan, tmp_path / "stopped", stop)[-1]
@@ -87,7 +87,7 @@ def test_a_stop_leaves_no_trace(size, plan, stop, task, tmp_path):
     ("size", "plan", "at"),
     [(2, "zero3", 5), (1, "single", STEPS), pytest.param(2, "pp=2", 5, marks=pytest.mark.slow)],
 )
-def test_a_stop_in_an_evaluation_gives_it_up_and_leaves_no_trace(size, plan, at, task, tmp_path):
+def test_stop_during_an_evaluation_changes_nothing(size, plan, at, task, tmp_path):
     """It is asked for in the first evaluation, or the last; that is made good when the training goes on."""
     spec = wanted(task, validation=100, norm="pp" not in plan).model_copy(update={"evaluate_every": at})
     through = trained(size, spec, plan, tmp_path / "through")
@@ -112,7 +112,7 @@ def test_a_stop_in_an_evaluation_gives_it_up_and_leaves_no_trace(size, plan, at,
     assert best[0] == best[1] is not None
 
 
-def test_steps_that_are_told_together_stop_together(task, tmp_path):
+def test_steps_of_one_reduction_stop_together(task, tmp_path):
     stopped = trained(
         2, wanted(task, steps=10**6), "ddp", tmp_path / "stopped", 100, every_s=step_metrics.REDUCE_EVERY_S
     )[-1]
@@ -139,7 +139,7 @@ def forgetful(lost: str, *args) -> list:
 
 
 @pytest.mark.parametrize("lost", ["0.weight/exp_avg", "0.bias/exp_avg_sq", "5.bias/step", "running_mean"])
-def test_what_is_lost_is_seen(lost, task, tmp_path):
+def test_lost_state_is_detected(lost, task, tmp_path):
     """A negative control."""
     spec = wanted(task)
     trained(2, spec, "ddp", tmp_path / "through")
@@ -149,7 +149,7 @@ def test_what_is_lost_is_seen(lost, task, tmp_path):
     assert unequal(weights(tmp_path / "stopped"), weights(tmp_path / "through"))
 
 
-def test_stopped_at_each_step(task, tmp_path):
+def test_stop_at_each_step(task, tmp_path):
     """Six stops in a row on one run."""
     spec = wanted(task, steps=8)
     trained(2, spec, "zero3", tmp_path / "through")
@@ -189,7 +189,7 @@ def saved_by_four(task, tmp_path_factory) -> tuple[Spec, Path, Path]:
     ("size", "plan"),
     [*SOME, *[pytest.param(*case, marks=pytest.mark.slow) for case in OTHERS if case not in SOME]],
 )
-def test_saved_by_four_and_resumed_otherwise(size, plan, saved_by_four, tmp_path):
+def test_checkpoint_of_four_ranks_resumes_under_other_plans(size, plan, saved_by_four, tmp_path):
     spec, stopped, through = saved_by_four
     shutil.copytree(stopped, tmp_path / "resumed")
     started, *_, ended = trained(size, spec, plan, tmp_path / "resumed")
@@ -306,7 +306,7 @@ FULL = [
     ("plan", "way", "then"),
     [*EACH, *[pytest.param(*case, marks=pytest.mark.slow) for case in [NIGHTLY, *FULL] if case not in EACH]],
 )
-def test_however_it_is_stopped(plan, way, then, task, tmp_path):
+def test_all_ways_to_stop(plan, way, then, task, tmp_path):
     stop, size, run = WAYS[way], ON[plan], tmp_path / "r"
     spec = wanted(task, steps=120, save=Save(every=4, minutes=NEVER))
     trained(size, spec, plan, tmp_path / "through")
@@ -363,7 +363,7 @@ def test_however_it_is_stopped(plan, way, then, task, tmp_path):
     assert not unequal(weights(run), weights(tmp_path / "through"))
 
 
-def test_a_second_signal_ends_it_at_once(task, tmp_path):
+def test_second_signal_ends_the_run_at_once(task, tmp_path):
     slow = slow_down(tmp_path / "slow", 0.01)
     spec = wanted(task, steps=120, save=Save(every=2, minutes=NEVER))
     words = ("train", request(spec, tmp_path), "--run-dir", "r", "--ranks", "2")
@@ -388,7 +388,7 @@ def test_a_second_signal_ends_it_at_once(task, tmp_path):
 
 
 @pytest.mark.slow
-def test_ranks_whose_launcher_is_killed_while_they_start_do_not_wait_for_it(task, tmp_path):
+def test_starting_ranks_end_if_their_launcher_is_killed(task, tmp_path):
     """It has the store by which they would find each other."""
     with start(
         "train", request(wanted(task), tmp_path), "--run-dir", "r", "--ranks", "2", at=tmp_path
@@ -406,7 +406,7 @@ def test_ranks_whose_launcher_is_killed_while_they_start_do_not_wait_for_it(task
     assert of_kind(tmp_path / "r", Ended)[-1].step == STEPS
 
 
-def test_what_was_told_to_go_on_after_a_hang_up_goes_on(task, tmp_path):
+def test_run_under_nohup_survives_a_hang_up(task, tmp_path):
     """nohup paceline train …"""
     slow = slow_down(tmp_path / "slow", 0.01)
     words = ("train", request(wanted(task, steps=30), tmp_path), "--run-dir", "r", "--ranks", "2")
@@ -483,7 +483,7 @@ def with_checkpoints(task, tmp_path_factory) -> tuple[Spec, Path, Path]:
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
-def test_a_damaged_checkpoint_is_named_and_the_last_good_one_taken(damage, with_checkpoints, tmp_path):
+def test_damaged_checkpoint_is_named_and_skipped(damage, with_checkpoints, tmp_path):
     spec, stopped, through = with_checkpoints
     run = tmp_path / "r"
     shutil.copytree(stopped, run)
@@ -496,7 +496,7 @@ def test_a_damaged_checkpoint_is_named_and_the_last_good_one_taken(damage, with_
     assert not unequal(weights(run), weights(through))
 
 
-def test_several_damaged_ones_are_each_named(with_checkpoints, tmp_path):
+def test_each_damaged_checkpoint_is_named(with_checkpoints, tmp_path):
     spec, stopped, _ = with_checkpoints
     shutil.copytree(stopped, tmp_path / "r")
     flip_a_byte(tmp_path / "r/ckpt/step_8")
@@ -506,7 +506,7 @@ def test_several_damaged_ones_are_each_named(with_checkpoints, tmp_path):
     assert ["step_8" in started.notes[0], "step_6" in started.notes[1], len(started.notes)] == [True, True, 2]
 
 
-def test_without_a_good_one_it_begins_anew_and_says_so(with_checkpoints, tmp_path):
+def test_run_without_a_complete_checkpoint_starts_again_with_a_note(with_checkpoints, tmp_path):
     spec, stopped, through = with_checkpoints
     shutil.copytree(stopped, tmp_path / "r")
     for step in (3, 6, 8):
@@ -516,7 +516,7 @@ def test_without_a_good_one_it_begins_anew_and_says_so(with_checkpoints, tmp_pat
     assert not unequal(weights(tmp_path / "r"), weights(through))
 
 
-def test_what_was_left_half_written_is_no_checkpoint_and_goes(with_checkpoints, tmp_path):
+def test_unfinished_checkpoint_is_deleted(with_checkpoints, tmp_path):
     spec, stopped, through = with_checkpoints
     run = tmp_path / "r"
     shutil.copytree(stopped, run)
@@ -530,7 +530,7 @@ def test_what_was_left_half_written_is_no_checkpoint_and_goes(with_checkpoints, 
     assert not unequal(weights(run), weights(through))
 
 
-def test_a_damaged_checkpoint_pushes_no_good_one_out(with_checkpoints, tmp_path):
+def test_damaged_checkpoint_does_not_replace_a_complete_one(with_checkpoints, tmp_path):
     """It is newer than what comes after the resume: as "the last" it would be kept, and the only good one deleted."""
     spec, stopped, _ = with_checkpoints
     run = tmp_path / "r"
@@ -544,7 +544,7 @@ def test_a_damaged_checkpoint_pushes_no_good_one_out(with_checkpoints, tmp_path)
     assert (started.step, started.notes) == (ended.step, ())
 
 
-def test_an_older_checkpoint_that_is_damaged_does_no_harm(with_checkpoints, tmp_path):
+def test_damaged_older_checkpoint_does_no_harm(with_checkpoints, tmp_path):
     spec, stopped, through = with_checkpoints
     run = tmp_path / "r"
     shutil.copytree(stopped, run)
@@ -554,7 +554,7 @@ def test_an_older_checkpoint_that_is_damaged_does_no_harm(with_checkpoints, tmp_
     assert not unequal(weights(run), weights(through))
 
 
-def test_export_takes_the_last_good_one_and_refuses_a_damaged_one(with_checkpoints, tmp_path):
+def test_export_takes_the_last_complete_checkpoint_and_refuses_a_damaged_one(with_checkpoints, tmp_path):
     run = tmp_path / "r"
     shutil.copytree(with_checkpoints[1], run)
     why = flip_a_byte(run / "ckpt/step_8")
@@ -574,7 +574,7 @@ def test_export_takes_the_last_good_one_and_refuses_a_damaged_one(with_checkpoin
 # What is kept
 
 
-def test_the_last_and_the_best_are_kept(task, tmp_path):
+def test_last_and_best_checkpoints_are_kept(task, tmp_path):
     """Points without any sense are learned by heart, so that the best by the validation loss is an early one."""
     save = Save(every=2, minutes=NEVER, keep=2, best="min loss")
     spec = wanted(task, steps=20, save=save, validation=17).model_copy(update={"evaluate_every": 4})
@@ -586,7 +586,7 @@ def test_the_last_and_the_best_are_kept(task, tmp_path):
     assert {event.step for event in events if isinstance(event, Saved)} == {*range(2, 21, 2)}
 
 
-def test_a_better_one_is_saved_at_once(task, tmp_path):
+def test_better_model_is_saved_at_once(task, tmp_path):
     """Also where no save was due, and it is remembered over a stop."""
     spec = wanted(task, steps=21, save=Save(minutes=NEVER, keep=1), validation=17).model_copy(
         update={"evaluate_every": 3}
@@ -603,7 +603,7 @@ def test_a_better_one_is_saved_at_once(task, tmp_path):
     assert of_checkpoints(tmp_path / "stopped") == of_checkpoints(tmp_path / "through")
 
 
-def test_a_metric_that_is_no_number_is_never_the_best(task, tmp_path):
+def test_nan_metric_is_never_the_best(task, tmp_path):
     source = (
         command.TASK
         + '\n    def metrics(self, output, batch):\n        return {"score": (output - batch[1]).mean(-1).log()}\n'
@@ -617,7 +617,7 @@ def test_a_metric_that_is_no_number_is_never_the_best(task, tmp_path):
 
 
 @pytest.mark.parametrize(("minutes", "often"), [(1e-6, True), (NEVER, False)])
-def test_saved_by_the_clock(minutes, often, task, tmp_path):
+def test_save_minutes(minutes, often, task, tmp_path):
     events = trained(2, wanted(task, save=Save(minutes=minutes, keep=2)), "ddp", tmp_path / "r")
     saved = [event.step for event in events if isinstance(event, Saved)]
     assert (len(saved) > 3) == often
@@ -627,7 +627,7 @@ def test_saved_by_the_clock(minutes, often, task, tmp_path):
 # A disk that is full
 
 
-def test_a_save_that_fails_costs_nothing_but_itself(task, tmp_path):
+def test_failed_save_does_no_other_harm(task, tmp_path):
     """Files may not grow beyond 200 kB for a while: less than a checkpoint, more than the list of events."""
     run, slow = tmp_path / "r", slow_down(tmp_path / "slow", 0.004)
     spec = wanted(task, steps=60, save=Save(every=3, minutes=NEVER), width=256)
@@ -660,7 +660,7 @@ def test_a_save_that_fails_costs_nothing_but_itself(task, tmp_path):
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
-def test_what_one_rank_of_two_writes_alone_is_no_checkpoint(tmp_path):
+def test_state_of_one_rank_of_two_is_no_checkpoint(tmp_path):
     """torch does so where the process group is gone when the thread begins that writes: the training has failed just then."""
     index = checkpoint.Index(
         step=4,
@@ -709,9 +709,7 @@ def small_disk(tmp_path) -> Iterator[Path]:
     subprocess.run(["umount", disk], check=True)
 
 
-def test_a_disk_that_is_full_ends_no_run_and_fails_it_where_the_last_checkpoint_is_lost(
-    task, small_disk, tmp_path
-):
+def test_full_disk_fails_a_run_only_if_the_last_checkpoint_is_lost(task, small_disk, tmp_path):
     """All of the run lies on it: events, logs and TensorBoard's files too. Two checkpoints of 2.4 MB fit, a third one does not."""
     run = small_disk / "r"
     spec = wanted(task, steps=12, save=Save(every=3, minutes=NEVER), width=256)
@@ -740,7 +738,7 @@ def test_a_disk_that_is_full_ends_no_run_and_fails_it_where_the_last_checkpoint_
     assert not unequal(weights(tmp_path / "more room"), weights(tmp_path / "through"))
 
 
-def test_files_that_may_not_grow(task, tmp_path):
+def test_file_size_limit(task, tmp_path):
     """`ulimit -f`, in 512 bytes: no checkpoint fits, nor all events. One rank, which starts itself."""
     spec = wanted(task, steps=40, save=Save(every=10, minutes=NEVER))
     limited = ("sh", "-c", 'ulimit -f 16; exec "$@"', "sh", *command.PACELINE)
@@ -801,7 +799,7 @@ def edited(text: str, was: str, now: str) -> str:
     ],
     ids=["task", "task file", "--set", "batch", "seed", "data"],
 )
-def test_what_was_changed_since_is_refused(file, was, now, message, stopped, tmp_path):
+def test_changed_training_is_refused(file, was, now, message, stopped, tmp_path):
     shutil.copytree(stopped, tmp_path, dirs_exist_ok=True, ignore=shutil.ignore_patterns("__pycache__"))
     run = RunFolder(tmp_path / "r")
     run.spec.write_text(edited(run.spec.read_text(), str(stopped), str(tmp_path)))
@@ -822,7 +820,7 @@ def test_what_was_changed_since_is_refused(file, was, now, message, stopped, tmp
     ],
     ids=["model", "key"],
 )
-def test_a_refusal_is_one_sentence(file, was, now, message, stopped, tmp_path):
+def test_refusal_is_one_sentence(file, was, now, message, stopped, tmp_path):
     shutil.copytree(stopped, tmp_path, dirs_exist_ok=True, ignore=shutil.ignore_patterns("__pycache__"))
     run = RunFolder(tmp_path / "r")
     run.spec.write_text(edited(run.spec.read_text(), str(stopped), str(tmp_path)))
@@ -851,7 +849,7 @@ DAMAGE = {
 }
 
 
-def test_a_damaged_request_is_refused_and_kept(stopped, tmp_path):
+def test_damaged_request_is_refused_and_kept(stopped, tmp_path):
     shutil.copytree(stopped, tmp_path, dirs_exist_ok=True, ignore=shutil.ignore_patterns("__pycache__"))
     run = RunFolder(tmp_path / "r")
     whole = run.spec.read_bytes()
@@ -874,7 +872,7 @@ def test_a_damaged_request_is_refused_and_kept(stopped, tmp_path):
     succeed("resume", "r", "--steps", "3", at=tmp_path)  # the control
 
 
-def test_an_edited_request_is_accepted_where_that_is_said(stopped, tmp_path):
+def test_edited_request_is_accepted_with_the_option(stopped, tmp_path):
     shutil.copytree(stopped, tmp_path, dirs_exist_ok=True, ignore=shutil.ignore_patterns("__pycache__"))
     run = RunFolder(tmp_path / "r")
     run.spec.write_text(edited(run.spec.read_text(), "lr = 0.01", "lr = 0.03"))
@@ -885,7 +883,7 @@ def test_an_edited_request_is_accepted_where_that_is_said(stopped, tmp_path):
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_a_request_is_replaced_only_by_one_that_starts(ranks, stopped, tmp_path):
+def test_request_is_replaced_only_when_the_new_one_starts(ranks, stopped, tmp_path):
     shutil.copytree(stopped, tmp_path, dirs_exist_ok=True, ignore=shutil.ignore_patterns("__pycache__"))
     run = RunFolder(tmp_path / "r")
     (tmp_path / "my.py").write_text(
@@ -902,7 +900,7 @@ def test_a_request_is_replaced_only_by_one_that_starts(ranks, stopped, tmp_path)
     )
 
 
-def test_a_run_that_is_done_is_not_resumed_but_further(stopped, tmp_path):
+def test_finished_run_resumes_only_with_more_steps(stopped, tmp_path):
     shutil.copytree(stopped, tmp_path, dirs_exist_ok=True, ignore=shutil.ignore_patterns("__pycache__"))
     assert "ended" not in (result := succeed("resume", "r", "--steps", "4", at=tmp_path)).err, result.all
     done = paceline("resume", "r", at=tmp_path)
@@ -925,13 +923,13 @@ def test_a_run_that_is_done_is_not_resumed_but_further(stopped, tmp_path):
         ("my.py", "no such run: my.py; available: r"),
     ],
 )
-def test_what_is_no_run_is_refused(path, message, stopped):
+def test_invalid_run_folder_is_refused(path, message, stopped):
     for command_name, *words in (("resume",), ("show",), ("export", "w.safetensors")):
         result = paceline(command_name, path, *words, at=stopped)
         assert (result.status, result.err) == (2, f"paceline: {message}\n"), result.all
 
 
-def test_a_run_that_somebody_trains_is_not_resumed(stopped, tmp_path):
+def test_active_run_is_not_resumed(stopped, tmp_path):
     shutil.copytree(stopped, tmp_path, dirs_exist_ok=True, ignore=shutil.ignore_patterns("__pycache__"))
     with RunFolder(tmp_path / "r").lock(), pytest.raises(RunError) as caught:
         RunFolder(tmp_path / "r").lock(wait_s=0)
@@ -943,7 +941,7 @@ def test_a_run_that_somebody_trains_is_not_resumed(stopped, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_run_that_somebody_trains_is_not_resumed_by_command(stopped, tmp_path):
+def test_active_run_is_not_resumed_by_command(stopped, tmp_path):
     shutil.copytree(stopped, tmp_path, dirs_exist_ok=True, ignore=shutil.ignore_patterns("__pycache__"))
     with RunFolder(tmp_path / "r").lock():
         result = paceline("resume", "r", at=tmp_path)

@@ -32,7 +32,7 @@ def row(name: str, text: str) -> str:
     return found
 
 
-def test_a_start_is_seen_while_and_after_it_happens(tmp_path: Path) -> None:
+def test_start_is_shown_during_and_after_it(tmp_path: Path) -> None:
     """Cold: what a person sees."""
     write_task(tmp_path)
     said = succeed(*WORDS, at=tmp_path, program=PACELINE).out
@@ -47,7 +47,7 @@ def test_a_start_is_seen_while_and_after_it_happens(tmp_path: Path) -> None:
     )
 
 
-def test_after_a_resume_the_table_is_of_the_whole_training(tmp_path: Path) -> None:
+def test_table_covers_the_whole_training_after_a_resume(tmp_path: Path) -> None:
     write_task(tmp_path)
     first = succeed(*WORDS, "--ranks", "2", at=tmp_path).out
     again = succeed("resume", "r", "--steps", "12", at=tmp_path).out
@@ -61,7 +61,7 @@ def test_after_a_resume_the_table_is_of_the_whole_training(tmp_path: Path) -> No
         assert row(name, shown) == row(name, again)
 
 
-def test_a_bench_reports_progress_where_there_is_no_terminal(tmp_path: Path) -> None:
+def test_bench_reports_progress_without_a_terminal(tmp_path: Path) -> None:
     assert "measuring: " in succeed("bench", "compute", "--seconds", "0.5", at=tmp_path).err
     words = ("collectives", "--ranks", "2", "--sizes", "1KB", "--operations", "broadcast", "--seconds", "0.5")
     assert "measuring: broadcast gloo" in succeed("bench", *words, at=tmp_path).err

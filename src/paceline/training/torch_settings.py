@@ -45,7 +45,7 @@ def set_free_threads(spec: Spec, world: World, run: RunFolder | None, device: to
     torch.set_num_threads(threads)
     notes = [busy] if busy is not None else []
     if had and threads != had:
-        notes.append(f"threads={threads} on each rank, and {had} before: they round sums otherwise")
+        notes.append(f"threads={threads} on each rank instead of {had} before, which rounds sums differently")
     elif threads < share:
         notes.append(
             f"threads={threads} on each rank {'as before' if had else f'in place of {share}'}; "
@@ -57,5 +57,5 @@ def set_free_threads(spec: Spec, world: World, run: RunFolder | None, device: to
 def ineffective_options(spec: Spec, device: torch.device) -> Sequence[str]:
     """Return a note for each option that has no effect on this device."""
     if device.type == "cpu" and spec.tf32:
-        return ["tf32 has no effect: it is of CUDA devices, and this training runs on the CPU"]
+        return ["tf32 has no effect: it applies to CUDA devices, and this training runs on the CPU"]
     return []

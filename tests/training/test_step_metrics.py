@@ -22,7 +22,7 @@ def local(loss: float, items: float, norm: float | None, expected: float | None 
     return LocalStepStats(torch.tensor(loss), items, [] if norm is None else torch.tensor(norm), expected)
 
 
-def test_each_step_keeps_its_own_figures() -> None:
+def test_each_step_has_separate_metrics() -> None:
     told = reduce_metrics_async(
         [local(6.0, 2.0, 3.0), local(8.0, 4.0, None)], ControlFlags(save=True), 1.0, 1, CPU
     ).result()
@@ -30,7 +30,7 @@ def test_each_step_keeps_its_own_figures() -> None:
     assert told.flags == ControlFlags(stop=False, save=True)
 
 
-def test_norms_of_tensors_are_combined_as_if_each_step_were_told_alone() -> None:
+def test_norms_are_the_same_as_in_separate_reductions() -> None:
     norms = [list(torch.randn(5, generator=torch.Generator().manual_seed(at)).abs()) for at in range(7)]
     steps = [LocalStepStats(torch.tensor(1.0), 1.0, norm, None) for norm in norms]
     together = reduce_metrics_async(steps, ControlFlags(), 1.0, 1, CPU).result().steps
@@ -46,7 +46,7 @@ def test_norms_of_tensors_are_combined_as_if_each_step_were_told_alone() -> None
     ("step_s", "together"),
     [(10 * REDUCE_EVERY_S, 1), (REDUCE_EVERY_S / 4.5, 4), (1e-9, MAX_STEPS_PER_REDUCTION)],
 )
-def test_quick_steps_are_told_together(step_s: float, together: int) -> None:
+def test_quick_steps_share_a_reduction(step_s: float, together: int) -> None:
     assert (
         reduce_metrics_async([local(1.0, 1.0, 1.0)] * 3, ControlFlags(), 3 * step_s, 1, CPU)
         .result()
@@ -55,13 +55,13 @@ def test_quick_steps_are_told_together(step_s: float, together: int) -> None:
     )
 
 
-def test_the_number_of_items_must_be_as_expected() -> None:
+def test_unexpected_number_of_items_is_refused() -> None:
     pending = reduce_metrics_async([local(1.0, 3.0, 1.0, expected=4.0)], ControlFlags(), 1.0, 1, CPU)
     with pytest.raises(TaskError, match=r"3 items .* expected 4 .* define weights"):
         pending.result()
 
 
-def test_no_items_is_no_number() -> None:
+def test_loss_without_items_is_nan() -> None:
     assert math.isnan(
         reduce_metrics_async([local(0.0, 0.0, 1.0)], ControlFlags(), 1.0, 1, CPU).result().steps[0].loss
     )
