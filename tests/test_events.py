@@ -1,4 +1,4 @@
-"""events.jsonl: what is written can be read, whatever became of the writer."""
+"""events.jsonl: written events can be read, even if the writer was killed."""
 
 import dataclasses
 import json
@@ -74,7 +74,7 @@ def write(path, *written: Event) -> None:
 
 
 @pytest.mark.parametrize("event", ALL, ids=lambda event: type(event).__name__)
-def test_an_event_is_one_line_and_comes_back_equal(event):
+def test_event_round_trip_in_one_line(event):
     line = dumps(event)
     assert "\n" not in line
     assert json.loads(dumps(loads(line))) == json.loads(line)
@@ -82,7 +82,7 @@ def test_an_event_is_one_line_and_comes_back_equal(event):
     assert {*json.loads(line)} == {"event", *vars(event)}
 
 
-def test_the_kinds_and_fields_that_others_read():
+def test_kinds_and_fields_are_stable():
     assert [*KINDS] == ["started", "step", "profiled", "evaluated", "saved", "failed", "stalled", "ended"]
     written = json.loads(dumps(ALL[1]))
     assert {*written} == {
@@ -100,14 +100,14 @@ def test_the_kinds_and_fields_that_others_read():
     assert {"time", "event", "step", "metrics"} <= {*json.loads(dumps(ALL[2]))}
 
 
-def test_floats_come_back_bit_by_bit():
+def test_floats_round_trip_exactly():
     found = loads(dumps(dataclasses.replace(step(1), loss=math.pi * 1e-7, grad_norm=0.1 + 0.2)))
     assert isinstance(found, Step)
     assert (found.loss, found.grad_norm) == (math.pi * 1e-7, 0.1 + 0.2)
 
 
-def test_every_line_is_json_also_where_a_number_is_not_finite():
-    """Others read the file too: jq, a browser, a data base."""
+def test_non_finite_numbers_are_valid_json():
+    """Other programs read the file, too: jq, a browser, a database."""
     line = dumps(Evaluated(step=1, metrics={"loss": math.nan, "perplexity": math.inf}, seconds=0.1))
     json.loads(line, parse_constant=lambda name: pytest.fail(f"{name} is no JSON"))
     found = loads(line)
@@ -115,14 +115,14 @@ def test_every_line_is_json_also_where_a_number_is_not_finite():
     assert {*found.metrics} == {"loss", "perplexity"}
 
 
-def test_a_file_is_read_as_it_was_written(tmp_path):
+def test_file_round_trip(tmp_path):
     write(tmp_path / "e", *ALL)
     assert [type(event) for event in read(tmp_path / "e")] == [type(event) for event in ALL]
     write(tmp_path / "e", step(2))  # appended
     assert [type(event) for event in read(tmp_path / "e")] == [*(type(event) for event in ALL), Step]
 
 
-def test_a_torn_last_line_is_left_alone_by_readers_and_cut_off_by_the_next_writer(tmp_path):
+def test_readers_skip_a_torn_last_line_and_writers_remove_it(tmp_path):
     path = tmp_path / "e"
     write(path, step(1), step(2))
     whole = path.read_bytes()
@@ -136,14 +136,14 @@ def test_a_torn_last_line_is_left_alone_by_readers_and_cut_off_by_the_next_write
     assert path.read_bytes().startswith(whole)
 
 
-def test_a_file_that_is_one_torn_line_becomes_empty(tmp_path):
+def test_a_file_with_only_a_torn_line_becomes_empty(tmp_path):
     path = tmp_path / "e"
     path.write_bytes(b'{"time": 1, "eve')
     write(path)
     assert path.read_bytes() == b""
 
 
-def test_a_torn_line_longer_than_any_buffer_is_cut_off_too(tmp_path):
+def test_a_torn_line_longer_than_the_buffer_is_removed(tmp_path):
     path = tmp_path / "e"
     write(path, step(1))
     whole = path.read_bytes()
@@ -152,7 +152,7 @@ def test_a_torn_line_longer_than_any_buffer_is_cut_off_too(tmp_path):
     assert [event.step for event in read(path)] == [1, 2]
 
 
-def test_a_reader_may_begin_where_another_one_ended(tmp_path):
+def test_a_reader_can_continue_at_a_position(tmp_path):
     path = tmp_path / "e"
     assert events.end(path) == 0
     write(path, step(1))
@@ -161,7 +161,7 @@ def test_a_reader_may_begin_where_another_one_ended(tmp_path):
     assert [event.step for event in read(path, position)] == [2]
 
 
-def test_follow_waits_for_what_comes_and_ends_when_told(tmp_path):
+def test_follow_waits_for_events_and_ends_when_done(tmp_path):
     path = tmp_path / "e"
     write(path, step(1))  # from before: left out
     over, seen = threading.Event(), []
@@ -183,7 +183,7 @@ def test_follow_waits_for_what_comes_and_ends_when_told(tmp_path):
     assert [event.step for event in seen] == [2, 3], "also what was written right before the end"
 
 
-def test_follow_waits_for_a_file_that_is_not_there_yet(tmp_path):
+def test_follow_waits_for_a_missing_file(tmp_path):
     path = tmp_path / "e"
     over, seen = threading.Event(), []
     thread = threading.Thread(target=lambda: seen.extend(follow(path, over.is_set, poll_s=0.01)))
@@ -194,7 +194,7 @@ def test_follow_waits_for_a_file_that_is_not_there_yet(tmp_path):
     assert [event.step for event in seen] == [1]
 
 
-def test_a_full_disk_costs_events_and_nothing_else():
+def test_a_full_disk_loses_only_events():
     writer = EventWriter("/dev/full")
     writer.write(step(1))
     writer.write(step(2))

@@ -1,4 +1,4 @@
-"""The examples: the commands of their page are run as they are written there."""
+"""The examples: the commands on their page run as written."""
 
 import csv
 import importlib.util
@@ -25,7 +25,7 @@ SUBMIT = next(words for words in LINES if words[1] == "submit")
 COMMANDS = {
     next(word for word in words if word.endswith(".py")): words for words in LINES if words is not SUBMIT
 }
-LONGEST = 80  # lines
+MAX_LINES = 80  # lines
 
 
 @pytest.fixture
@@ -44,13 +44,13 @@ def run(words: list[str], folder: Path) -> Result:
     return result
 
 
-def test_the_page_lists_each_example_and_each_is_short():
+def test_the_page_lists_each_short_example():
     files = {path.name for path in EXAMPLES.iterdir() if path.suffix in (".py", ".toml")}
     assert files == set(re.findall(r"^\| \[(\S+)\]\(\1\)", PAGE, re.M))
     assert {*COMMANDS} == files - {"site.toml"}, "and each can be run"
     for name in files:
         lines = (EXAMPLES / name).read_text().splitlines()
-        assert len(lines) < LONGEST, name
+        assert len(lines) < MAX_LINES, name
         commands = [line for line in lines[:8] if line.startswith(("paceline ", "python "))]
         assert name == "site.toml" or commands[0] in BLOCK.splitlines(), (
             f"{name} and the page give the same command"
@@ -79,7 +79,7 @@ def test_a_task_learns(name, metric, above, folder):
 
 
 def test_padding_does_not_count(folder, monkeypatch):
-    """A second way to the loss: the mean over the values of each series by itself."""
+    """The loss equals the mean over the values of each series, computed separately."""
     monkeypatch.syspath_prepend(folder)
     lstm = importlib.import_module("lstm")
     task = lstm.Forecast(samples=9)
@@ -106,7 +106,7 @@ def test_the_loop_stops_early_and_writes_its_curve(folder):
 @pytest.mark.slow
 @pytest.mark.parametrize("plan", ["zero3", "tp=2", "pp=2"])
 @pytest.mark.parametrize("name", ["image_classification.py", "lstm.py"])
-def test_the_page_tells_under_which_plans_they_train(name, plan, folder):
+def test_examples_train_under_the_documented_plans(name, plan, folder):
     found = paceline("verify", name, "--plan", plan, "--ranks", "2", "--steps", "1", at=folder)
     if name == "lstm.py" and plan != "zero3":
         assert found.status == 2, found.all

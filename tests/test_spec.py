@@ -1,4 +1,4 @@
-"""Spec and Launch: TOML there and back, overrides, and what is refused."""
+"""Spec and Launch: round trip through TOML, overrides, and refused values."""
 
 import ast
 import subprocess
@@ -65,12 +65,12 @@ FULL = Spec(
     ],
     ids=["defaults", "few", "all"],
 )
-def test_toml_there_and_back(spec, launch, tmp_path):
+def test_toml_round_trip(spec, launch, tmp_path):
     specs.save(tmp_path / "spec.toml", spec, launch)
     assert load(tmp_path / "spec.toml", {}) == (spec, launch)
 
 
-def test_never_saving_by_time_can_be_written(tmp_path):
+def test_infinite_minutes_round_trip(tmp_path):
     spec = Spec(save=Save(minutes=float("inf")))
     specs.save(tmp_path / "spec.toml", spec, Launch())
     assert load(tmp_path / "spec.toml", {})[0] == spec
@@ -81,7 +81,7 @@ def test_values_are_frozen():
         FULL.batch = 3
 
 
-def test_a_flag_wins_over_the_file(tmp_path):
+def test_flags_override_the_file(tmp_path):
     file = tmp_path / "run.toml"
     file.write_text("batch = 32\nranks = 2\n[optimizer]\nlr = 0.5\nclip = 1.0\n[set]\nwidth = 8\ndepth = 2\n")
     spec, launch = load(file, {"batch": 64, "optimizer.lr": 0.25, "set.width": 16, "ranks": 4})
@@ -94,7 +94,7 @@ def test_a_flag_wins_over_the_file(tmp_path):
     )
 
 
-def test_none_takes_a_key_back(tmp_path):
+def test_none_removes_a_key(tmp_path):
     file = tmp_path / "run.toml"
     file.write_text("steps = 10\n")
     assert load(file, replace_length({"epochs": 2.0})) == (Spec(epochs=2.0), Launch())
@@ -105,10 +105,10 @@ def test_a_length_replaces_the_other_length():
     assert replace_length({"steps": 5}) == {"epochs": None, "steps": 5}
     assert replace_length({"batch": 8}) == {"batch": 8}
     both = {"steps": 5, "epochs": 1.0}
-    assert replace_length(both) == both, "that is for the Spec to refuse"
+    assert replace_length(both) == both, "the Spec refuses this"
 
 
-def test_a_whole_number_is_a_float_too():
+def test_an_integer_is_accepted_for_a_float():
     spec, _ = build({"epochs": 3, "optimizer": {"lr": 1}})
     assert (spec.epochs, spec.optimizer.lr) == (3.0, 1.0)
 
@@ -160,8 +160,8 @@ def test_names_on_the_command_line():
     assert found == expected
 
 
-def test_every_key_is_reached_by_its_name(tmp_path):
-    """From the models themselves: whatever a key holds can be said by --set, and is then what the request holds."""
+def test_set_reaches_every_key(tmp_path):
+    """The keys come from the models. --set can set each of them, and the request then has that value."""
     values = {
         "optimizer.betas": "[0.8, 0.9]",
         "save.best": "max f1",
@@ -189,7 +189,7 @@ def test_every_key_is_reached_by_its_name(tmp_path):
 
 
 @pytest.mark.parametrize("item", ["width", "=3", "", ".=1", "optimizer.=1", ".lr=1", "spec.=1", "a..b=1"])
-def test_what_is_no_name_and_value(item):
+def test_malformed_overrides_are_refused(item):
     with pytest.raises(SpecError) as caught:
         parse_overrides([item])
     assert str(caught.value) == f"--set {item!r} is not NAME=VALUE"
@@ -252,7 +252,7 @@ def test_what_is_no_name_and_value(item):
         ("optimizer = 3", "optimizer must be a table, got 3"),
     ],
 )
-def test_what_a_file_may_not_say(text, message, tmp_path):
+def test_invalid_files_are_refused(text, message, tmp_path):
     file = tmp_path / "run.toml"
     file.write_text(text)
     with pytest.raises(SpecError) as caught:
@@ -270,7 +270,7 @@ def test_what_a_file_may_not_say(text, message, tmp_path):
         ({"optimizer.lr.start": 3}, "unknown key optimizer.lr.start; did you mean optimizer.lr?"),
     ],
 )
-def test_what_a_flag_may_not_say(overrides, message, tmp_path):
+def test_invalid_flags_are_refused(overrides, message, tmp_path):
     file = tmp_path / "run.toml"
     file.write_text("batch = 64\n")
     with pytest.raises(SpecError) as caught:
@@ -278,18 +278,18 @@ def test_what_a_flag_may_not_say(overrides, message, tmp_path):
     assert str(caught.value) == message
 
 
-def test_a_file_that_is_not_there(tmp_path):
+def test_a_missing_file_is_refused(tmp_path):
     with pytest.raises(SpecError, match=r"cannot read .*nowhere.toml: No such file or directory"):
         load(tmp_path / "nowhere.toml", {})
 
 
-def test_a_folder_is_no_file(tmp_path):
+def test_a_folder_is_refused(tmp_path):
     with pytest.raises(SpecError, match=r"cannot read .*: Is a directory"):
         load(tmp_path, {})
 
 
 @pytest.mark.parametrize("content", [b"batch = ", b"batch 3", b"\xff\xfe", b"[a]\n[a]\n", b"{}"])
-def test_what_is_no_toml(content, tmp_path):
+def test_invalid_toml_is_refused(content, tmp_path):
     file = tmp_path / "run.toml"
     file.write_bytes(content)
     with pytest.raises(SpecError, match=r"run.toml is not TOML: "):
@@ -301,14 +301,14 @@ def test_what_is_no_toml(content, tmp_path):
     [
         (Spec(steps=7), 100, 7),
         (Spec(epochs=1.0, batch=10), 100, 10),
-        (Spec(epochs=1.0, batch=30), 100, 4),  # the last step goes over the end
-        (Spec(epochs=3.0, batch=30), 100, 10),  # and only the last one
+        (Spec(epochs=1.0, batch=30), 100, 4),  # the last step exceeds the end
+        (Spec(epochs=3.0, batch=30), 100, 10),  # only the last step exceeds the end
         (Spec(epochs=0.5, batch=10), 100, 5),
-        (Spec(epochs=0.001, batch=10), 100, 1),  # never none
+        (Spec(epochs=0.001, batch=10), 100, 1),  # at least one step
         (Spec(batch=64), 64, 20),
     ],
 )
-def test_steps_of_a_training(spec, samples, steps):
+def test_total_steps(spec, samples, steps):
     assert spec.total_steps(samples) == steps
 
 
@@ -335,7 +335,7 @@ HUGE = [
 ]
 
 
-def test_values_beyond_all_measure_are_one_short_sentence(tmp_path):
+def test_huge_values_are_refused_in_one_short_sentence(tmp_path):
     for name, text, message in HUGE:
         key = name if "." in name or name == "width" else f"spec.{name}"
         with pytest.raises(SpecError) as caught:
@@ -361,7 +361,7 @@ def test_values_beyond_all_measure_are_one_short_sentence(tmp_path):
         ({"warmup": "30 samples", "name": "step", "every": "0.001 epochs"}, 30, 1),
     ],
 )
-def test_lengths_of_a_schedule(asked, warmup, every):
+def test_schedule_lengths_in_samples(asked, warmup, every):
     found = Schedule(**asked).in_samples(8, 100)
     assert (found.warmup, found.every) == (warmup, every)
     assert load(None, {f"schedule.{key}": value for key, value in asked.items()})[0].schedule == Schedule(
@@ -387,7 +387,7 @@ def test_lengths_of_a_schedule(asked, warmup, every):
         [],
     ],
 )
-def test_what_is_no_length_of_a_schedule(length):
+def test_invalid_schedule_lengths_are_refused(length):
     with pytest.raises(
         SpecError, match=r"^schedule.warmup must be samples .*, '50 steps' or '5 epochs', got "
     ):
@@ -398,7 +398,7 @@ class Mine:
     def dataset(self, split): ...
 
 
-def test_a_task_is_named_not_given():
+def test_a_task_must_be_a_name():
     class Local(Mine): ...
 
     for task, message in (
@@ -416,7 +416,7 @@ def test_a_task_is_named_not_given():
 
 
 def test_plain_type_checkers_see_the_defaults():
-    """By PEP 681 a default counts where it is said by its name."""
+    """PEP 681: type checkers see a default only as a keyword argument."""
     calls = [
         node for node in ast.walk(ast.parse(Path(specs.__file__).read_text())) if isinstance(node, ast.Call)
     ]
@@ -448,7 +448,7 @@ def test_mypy_without_plugins(tmp_path):
     ], found.stdout
 
 
-def test_names_that_are_not_near_are_not_suggested():
+def test_dissimilar_names_are_not_suggested():
     for name, message in (
         (
             "optimizer.ema",

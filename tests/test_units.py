@@ -1,3 +1,5 @@
+"""Parse and format bytes, seconds and counts."""
+
 import pytest
 
 from paceline.units import format_bytes, format_count, format_seconds, parse_bytes
@@ -15,12 +17,12 @@ from paceline.units import format_bytes, format_count, format_seconds, parse_byt
         ("0", 0),
     ],
 )
-def test_bytes_are_read(text, count):
+def test_parse_bytes(text, count):
     assert parse_bytes(text) == count
 
 
 @pytest.mark.parametrize("text", ["", "GiB", "80 GiG", "eighty", "-1 GB", "1 2", "1,5 GB", "1.2.3 GB", "."])
-def test_what_is_no_number_of_bytes_is_refused(text):
+def test_invalid_bytes_are_refused(text):
     with pytest.raises(
         ValueError, match=r"is not a number of bytes; write it as '80 GiB' or '500 MB'"
     ) as caught:
@@ -39,12 +41,12 @@ def test_what_is_no_number_of_bytes_is_refused(text):
         (-2048, "-2.0 KiB"),
     ],
 )
-def test_bytes_are_written(count, text):
+def test_format_bytes(count, text):
     assert format_bytes(count) == text
 
 
 @pytest.mark.parametrize("count", [1, 1000, 2**20, 3 * 2**29, 5 * 2**40])
-def test_what_is_written_can_be_read(count):
+def test_bytes_round_trip(count):
     assert parse_bytes(format_bytes(count)) == pytest.approx(count, rel=0.05)
 
 
@@ -61,7 +63,7 @@ def test_what_is_written_can_be_read(count):
         (0, "0.0 ms"),
     ],
 )
-def test_seconds_are_written(seconds, text):
+def test_format_seconds(seconds, text):
     assert format_seconds(seconds) == text
 
 
@@ -77,5 +79,5 @@ def test_seconds_are_written(seconds, text):
         (0.5, "0.5"),
     ],
 )
-def test_counts_are_written(count, text):
+def test_format_count(count, text):
     assert format_count(count) == text

@@ -1,4 +1,4 @@
-"""What is printed to a person may fail in any way: the training goes on, saves and writes its log."""
+"""Printing may fail in any way: the training continues, saves and writes its log."""
 
 import os
 import threading
@@ -52,8 +52,8 @@ def test_standard_output_that_fails(ranks: str, what: str, tmp_path: Path) -> No
     assert is_whole(tmp_path / "r")
 
 
-def test_standard_files_that_are_closed(tmp_path: Path) -> None:
-    """The next files that are opened would take their places, and what is printed would be written into them."""
+def test_closed_standard_files(tmp_path: Path) -> None:
+    """Otherwise the next opened files get these descriptors, and prints go into them."""
     write_task(tmp_path, PRINTS)
     result = paceline(*WORDS, at=tmp_path, program=("sh", "-c", 'exec "$@" <&- >&- 2>&-', "sh", *PACELINE))
     assert (result.status, result.out, result.err) == (0, "", "")
@@ -63,14 +63,14 @@ def test_standard_files_that_are_closed(tmp_path: Path) -> None:
     ]
 
 
-def test_an_error_that_cannot_be_printed_is_one(tmp_path: Path) -> None:
+def test_an_error_without_output_keeps_its_exit_status(tmp_path: Path) -> None:
     assert warm.run(["train", "nothing.py"], tmp_path, environment(), "/dev/full", "/dev/full", 240.0) == 2
     assert warm.run(["status"], tmp_path, environment(), "/dev/full", "/dev/full", 240.0) != 0, (
         "what it was asked for is lost"
     )
 
 
-def test_a_text_file_that_fails(tmp_path: Path) -> None:
+def test_write_errors_of_a_text_file_are_ignored(tmp_path: Path) -> None:
     with open_append(Path("/dev/full")) as file:
         print("lost", file=file)
         print("also \udc80", file=file)

@@ -1,4 +1,4 @@
-"""Whatever the code of a task raises: one sentence with the exception, the file and the line, on any number of ranks."""
+"""Exceptions in the code of a task become one sentence with file and line, on any number of ranks."""
 
 import os
 import signal
@@ -215,7 +215,7 @@ def here(tmp_path_factory) -> Path:
 
 
 def ended(path: str, fate: str, how: str, plan: str = "single", workers: int = 0) -> tuple[str, str]:
-    """How a training of 3 steps ends on this rank."""
+    """Return how a training of 3 steps ends on this rank."""
     spec = Spec(
         task=f"{path}:Bad", set={"fate": fate, "how": how}, steps=3, batch=8, data=Loading(workers=workers)
     )
@@ -237,8 +237,8 @@ def meant(message: str, fate: str, how: str) -> bool:
     )
 
 
-def test_every_place_and_every_exception(here):
-    """All places with SystemExit and KeyError; all exceptions at some places."""
+def test_every_method_and_every_exception(here):
+    """All methods with SystemExit and KeyError, and all exceptions in some methods."""
     cases = [(fate, how) for fate in WHERE for how in ("KeyError", "exit")]
     cases += [(fate, how) for fate in ("model", "__getitem__", "forward", "loss", "backward") for how in HOWS]
     wrong = {}
@@ -252,7 +252,7 @@ def test_every_place_and_every_exception(here):
 
 
 @pytest.mark.parametrize("fate", ["__getitem__", "batch_of"])
-def test_in_the_processes_that_read(fate, here):
+def test_in_data_workers(fate, here):
     for how in ("exit", "odd", "unreadable"):
         kind, message = ended(f"{here}/bad.py", fate, how, workers=1)
         assert (kind, meant(message, fate, how)) == ("DataError", True), message
@@ -267,7 +267,7 @@ def on_two(path: str) -> list[str]:
     ]
 
 
-def test_under_engines_of_torch(here):
+def test_under_torch_engines(here):
     assert ranks(2)(on_two, f"{here}/bad.py") == [[], []]
 
 
@@ -301,8 +301,8 @@ def test_an_error_inside_torch_names_the_model(here):
     assert f"model() is at {here}/bad.py, line" in message
 
 
-def test_passes_without_values(here):
-    """What comms, preflight and plan run."""
+def test_in_passes_on_fake_tensors(here):
+    """comms, preflight and plan run these passes."""
     for fate in ("model", "forward", "loss", "layout"):
         for how in ("KeyError", "exit", "odd"):
             task = load_task(f"{here}/bad.py:Bad", {"fate": fate, "how": how})
@@ -335,7 +335,7 @@ def test_passes_without_values(here):
     ],
 )
 def test_at_import(source, message, tmp_path):
-    """And again: nothing half imported is left."""
+    """A second import fails in the same way: no half-imported module remains."""
     path = write_task(tmp_path, source, "mine.py")
     write_task(tmp_path, "\ndef model(:\n", "torn_module.py")
     for _ in range(2):
@@ -345,7 +345,7 @@ def test_at_import(source, message, tmp_path):
     sys.path.remove(str(tmp_path))
 
 
-def test_a_field_that_refuses_its_value(here):
+def test_a_field_validator_that_raises(here):
     for how in ("KeyError", "exit", "peer"):
         with pytest.raises(TaskError) as caught:
             load_task(f"{here}/bad.py:Bad", {"fate": "__post_init__", "how": how})
@@ -354,7 +354,7 @@ def test_a_field_that_refuses_its_value(here):
 
 
 def one_sentence(result: Result, how: str, rank: int | None = None) -> None:
-    """rank: which has failed alone, where there are several."""
+    """rank: the only rank that failed, if there are several."""
     assert result.status != 0, result.all
     said = [line for line in (result.out + result.err).splitlines() if HOWS[how] in line]
     assert len(said) == 1, result.all
@@ -440,8 +440,8 @@ def test_debug_shows_the_traceback(here, tmp_path):
     assert "SystemExit: 0" in result.err
 
 
-def test_a_real_signal_is_no_mistake_of_the_task():
-    """KeyboardInterrupt of a signal passes, in a busy loop as in a call that waits; what Paceline raises passes too."""
+def test_a_signal_is_not_an_error_of_the_task():
+    """The KeyboardInterrupt of a signal passes in a busy loop and in a blocking call; so do errors of Paceline."""
     source = (
         "import os, signal, threading, time\n"
         "from paceline.user_code import UserCode\n"
@@ -492,7 +492,7 @@ class Whole(Task):
 """
 
 
-def test_a_batch_as_it_is(tmp_path):
+def test_inputs_may_return_a_list(tmp_path):
     """default_collate yields lists."""
     path = write_task(tmp_path, INPUTS, "whole.py")
     spec = Spec(task=f"{path}:Whole", steps=2, batch=4)

@@ -1,4 +1,4 @@
-"""cluster.json and the values in it: what is written is what is read, and what is wrong is said in one sentence."""
+"""cluster.json: round trip, and one sentence for each error."""
 
 import json
 import re
@@ -43,13 +43,13 @@ FULL = Cluster(
 )
 
 
-def test_what_is_written_is_read(tmp_path):
+def test_cluster_round_trip(tmp_path):
     write(tmp_path / "cluster.json", FULL)
     assert read(tmp_path / "cluster.json") == FULL
     assert [path.name for path in tmp_path.iterdir()] == ["cluster.json"]
 
 
-def test_a_few_keys_are_enough_and_a_plain_number_is_declared(tmp_path):
+def test_minimal_cluster_with_declared_numbers(tmp_path):
     (tmp_path / "cluster.json").write_text(json.dumps(BY_HAND))
     cluster = read(tmp_path / "cluster.json")
     assert cluster.device.memory_bytes == Fact(value=80e9, source="declared")
@@ -57,7 +57,7 @@ def test_a_few_keys_are_enough_and_a_plain_number_is_declared(tmp_path):
     assert cluster.links == ()
 
 
-def test_new_rows_take_the_place_of_those_about_the_same():
+def test_new_rows_replace_rows_with_the_same_key():
     again = FULL.links[1].model_copy(update={"beta_Bps": Fact(value=3e9, source="measured")})
     other = again.model_copy(update={"ranks": 4})
     updated = FULL.updated(links=[again, other])
@@ -111,7 +111,7 @@ def test_new_rows_take_the_place_of_those_about_the_same():
         ),
     ],
 )
-def test_one_sentence_for_what_is_wrong(change, sentence, tmp_path):
+def test_invalid_values_are_refused_in_one_sentence(change, sentence, tmp_path):
     path = tmp_path / "cluster.json"
     path.write_text(json.dumps(BY_HAND | change))
     with pytest.raises(ClusterError) as caught:
@@ -139,7 +139,7 @@ def test_one_sentence_for_what_is_wrong(change, sentence, tmp_path):
         ('{"version": true}', " has version True, but "),
     ],
 )
-def test_what_is_no_cluster(text, sentence, tmp_path):
+def test_invalid_files_are_refused(text, sentence, tmp_path):
     path = tmp_path / "cluster.json"
     path.write_text(text)
     with pytest.raises(ClusterError) as caught:
@@ -147,7 +147,7 @@ def test_what_is_no_cluster(text, sentence, tmp_path):
     assert str(caught.value).startswith(f"{path}{sentence}")
 
 
-def test_a_file_that_is_not_there_or_cannot_be_written(tmp_path):
+def test_missing_and_unwritable_files(tmp_path):
     with pytest.raises(ClusterError, match=r"cannot read .*/cluster.json: No such file or directory; "):
         read(tmp_path / "cluster.json")
     with pytest.raises(ClusterError, match=r"cannot write .*/no/cluster.json: no such folder:"):
@@ -161,7 +161,7 @@ def flops(numbers):
     return {dtype: fact.value for dtype, fact in numbers.items()}
 
 
-def test_an_a100_is_as_its_sheet_says():
+def test_a100_matches_its_data_sheet():
     small, large = (sheets()[name].device() for name in ("a100-40g", "a100-80g"))
     assert flops(large.peaks_flops) == {
         "fp64": 19.5e12,
@@ -177,7 +177,7 @@ def test_an_a100_is_as_its_sheet_says():
     assert (small.memory_bytes.value, large.memory_bytes.value) == (40 * 2**30, 80 * 2**30)
 
 
-def test_links_are_those_of_one_direction():
+def test_links_count_one_direction():
     """An H100 has 18 links of NVLink 4 with 900 GB/s, counted in both directions."""
     [link] = sheets()["h100-sxm"].links()
     assert (link.axis, 2 * link.beta_Bps.value) == ("node", 900e9)
@@ -185,8 +185,8 @@ def test_links_are_those_of_one_direction():
 
 
 @pytest.mark.parametrize("name", sheets())
-def test_every_sheet_is_whole(name):
-    """A figure that was typed wrong would most likely break one of these."""
+def test_every_published_device_is_plausible(name):
+    """A mistyped number would most likely violate one of these checks."""
     sheet = sheets()[name]
     device = sheet.device()
     dense, sparse, vector = (
@@ -206,7 +206,7 @@ def test_every_sheet_is_whole(name):
     assert all(published_as(driver) == name for driver in sheet.driver)
 
 
-def test_a_name_is_a_device_only_when_it_is_the_same():
+def test_only_exact_names_match_a_published_device():
     assert published_as("NVIDIA H100 80GB HBM3") == "h100-sxm"
     for other in (
         "NVIDIA H100 NVL",
@@ -218,7 +218,7 @@ def test_a_name_is_a_device_only_when_it_is_the_same():
         assert published_as(other) is None
 
 
-def test_a_cluster_in_a_few_words():
+def test_short_form_of_a_cluster():
     found = parse("a100-80g:8x128")
     assert (found.name, found.device.name, found.devices_per_node, found.nodes) == (
         "a100-80g:8x128",
@@ -272,18 +272,18 @@ def test_a_cluster_in_a_few_words():
         ),
     ],
 )
-def test_what_is_no_cluster_in_a_few_words(text, sentence):
+def test_invalid_short_forms_are_refused(text, sentence):
     with pytest.raises(ClusterError) as caught:
         find(text)
     assert str(caught.value).startswith(sentence)
 
 
-def test_a_cluster_is_found_by_its_file_too(tmp_path):
+def test_find_reads_a_file(tmp_path):
     write(tmp_path / "cluster.json", FULL)
     assert find(str(tmp_path / "cluster.json")) == FULL
 
 
-def test_the_cluster_on_the_page_can_be_read(tmp_path):
+def test_the_cluster_in_the_documentation_is_valid(tmp_path):
     page = (Path(__file__).parents[2] / "docs/machine.md").read_text()
     [text] = re.findall(r"<!-- read by tests/cluster/test_cluster.py -->\n+```json\n(.+?)```", page, re.S)
     (tmp_path / "cluster.json").write_text(text)
@@ -298,8 +298,8 @@ def test_the_cluster_on_the_page_can_be_read(tmp_path):
         assert {*model.model_fields} <= named, f"a field of {model.__name__} is not told of"
 
 
-def test_the_page_has_the_table_that_the_code_has(tmp_path):
-    """And another one is noticed."""
+def test_the_documented_table_matches_the_code(tmp_path):
+    """A different table is detected."""
     docs = Path(__file__).parents[2] / "docs"
     for name in ("machine.md", "published_peaks.py"):
         (tmp_path / name).write_text((docs / name).read_text())

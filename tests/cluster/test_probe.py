@@ -1,4 +1,4 @@
-"""Probe: what tools say on other machines is read as it is meant, what is not there is absent, and this machine is described."""
+"""Probe: recorded output of tools is parsed, missing facts are absent, and this machine is described."""
 
 import json
 import os
@@ -34,7 +34,7 @@ def recorded(name: str) -> str:
 
 
 def machine(**parts) -> Machine:
-    """One with a CPU and memory, and these."""
+    """Return a machine with a CPU, memory and these facts."""
     plain = {
         "host": "node1",
         "system": "Linux",
@@ -57,7 +57,7 @@ def text_of(found: Machine, width: int = 120) -> str:
 # GPUs
 
 
-def test_gpus_of_nvidia_smi():
+def test_parse_nvidia_smi():
     found = gpus.parse_nvidia(recorded("nvidia-smi-query-8xH200.csv"))
     assert [row.index for row in found] == list(range(8))
     assert {(row.name, row.kind, row.memory_bytes, row.power_W, row.driver, row.sheet) for row in found} == {
@@ -69,8 +69,8 @@ def test_gpus_of_nvidia_smi():
     ] * 2
 
 
-def test_a_gpu_that_only_looks_like_a_published_one_has_no_peaks():
-    """An A800 has two thirds of the links of an A100."""
+def test_a_gpu_with_a_similar_name_has_no_peaks():
+    """An A800 has two thirds of the links of an A100, and is not published."""
     assert {row.sheet for row in gpus.parse_nvidia(recorded("nvidia-smi-query-8xA800.csv"))} == {None}
     assert {row.sheet for row in gpus.parse_amd(recorded("rocm-smi-2xMI250.json"))} == {None}
 
@@ -81,14 +81,14 @@ def test_no_gpus(text):
     assert gpus.parse_amd(text) == ()
 
 
-def test_gpus_of_rocm_smi():
+def test_parse_rocm_smi():
     found = gpus.parse_amd(
         "WARNING: AMD GPU device(s) is/are in a low-power state\n" + recorded("rocm-smi-2xMI250.json")
     )
     assert [(row.index, row.name, row.power_W, row.driver, row.bus) for row in found] == [
         (k, "AMD INSTINCT MI250 (MCM) OAM AC MBA", 560.0, "6.2.4", "0000:2F:00.0") for k in range(2)
     ]
-    assert {row.memory_bytes for row in found} == {None}, "it was not asked for memory"
+    assert {row.memory_bytes for row in found} == {None}, "the query had no memory"
     [one] = gpus.parse_amd(recorded("rocm-smi-memory-1xMI210.json"))
     assert (one.name, one.memory_bytes, one.driver) == ("Instinct MI210", 65520 * 2**20, None)
 
@@ -106,7 +106,7 @@ def test_two_gpus_with_nvlink():
 
 
 def test_eight_gpus_with_network_cards():
-    """GPU k has a card of its own behind one switch, which is not card k; NIC1 and NIC2, NIC7 and NIC8 are for storage."""
+    """Each GPU shares a switch with one card, with a different number. NIC1, NIC2, NIC7 and NIC8 are for storage."""
     found = topology.parse_nvidia(recorded("nvidia-smi-topo-8xH100.txt"))
     assert topology.gpu_names(found) == tuple(f"GPU{k}" for k in range(8))
     assert topology.count_gpu_links(found) == {"NV18": 28}
@@ -135,7 +135,7 @@ def test_gpus_on_two_sockets():
     }
 
 
-def test_the_heads_are_underlined_on_a_real_machine():
+def test_underlined_header_of_the_topology():
     plain = recorded("nvidia-smi-topo-8xA100.txt")
     first, rest = plain.split("\n", 1)
     assert topology.parse_nvidia(f"\t\x1b[4m{first.strip()}\x1b[0m\n{rest}") == topology.parse_nvidia(plain)
@@ -185,7 +185,7 @@ def test_without_lscpu():
 
 
 def test_limits_of_control_groups(tmp_path):
-    """Version 2: the innermost group that sets one counts, and those above it. Version 1 has a tree for each controller."""
+    """Version 2: the limits of the innermost group and its parents count."""
     inner = tmp_path / "system.slice/slurmstepd.scope/job_7"
     inner.mkdir(parents=True)
     (inner / "cpu.max").write_text("max 100000\n")
@@ -200,7 +200,7 @@ def test_limits_of_control_groups(tmp_path):
     ]
 
 
-def test_limits_of_the_first_version(tmp_path):
+def test_limits_of_control_groups_version_1(tmp_path):
     for controllers, files in (
         ("cpu,cpuacct", {"cpu.cfs_quota_us": "200000", "cpu.cfs_period_us": "100000"}),
         ("memory", {"memory.limit_in_bytes": str(4 * GiB)}),
@@ -221,7 +221,7 @@ def test_limits_of_the_first_version(tmp_path):
     ], "nearly 2^63 is no limit"
 
 
-def test_usable_cores_are_those_of_the_affinity():
+def test_usable_cores_follow_the_affinity():
     before = os.sched_getaffinity(0)
     try:
         os.sched_setaffinity(0, {min(before)})
@@ -306,8 +306,8 @@ def test_modules_and_visible_devices():
 # File systems and quotas
 
 
-def test_quota_in_units_with_one_exceeded():
-    """The column of the grace is empty for whoever keeps to it."""
+def test_quota_with_units_and_an_exceeded_limit():
+    """The grace period is empty for a quota that is not exceeded."""
     (home, first), (data, second) = parse(recorded("quota-exceeded.txt"), "quota")
     assert (home, data) == ("/home/users", "/home/data")
     assert first == Quota(
@@ -347,7 +347,7 @@ def test_quotas_of_lustre():
 
 
 def test_a_site_counts_bytes_and_files():
-    """10 GB and 100,000 files on home, 500 GB and 300,000 on store, 3 TB and 200,000 on Lustre; a long name has a line of its own."""
+    """A long name of a file system is on a separate line."""
     text = """
 - HOME and Store filesystems:
 Filesystem                 space   quota   limit   files   quota   limit
@@ -392,7 +392,7 @@ def test_the_quota_of_a_directory():
     assert find_quota("/scratchy", "/scratchy", None, rows[3:]) is None
 
 
-def test_the_find_mount_a_directory():
+def test_mount_of_a_directory():
     mounts = [Mount("/", "a", "ext4"), Mount("/home", "b", "nfs4"), Mount("/home", "c", "lustre")]
     assert find_mount("/home/me", mounts).filesystem == "lustre", "the last one hides the one below"
     assert find_mount("/homes", mounts).filesystem == "ext4"
@@ -415,7 +415,7 @@ def test_the_usual_directories(tmp_path):
     assert Path("here") not in found
 
 
-def test_a_directory_here(tmp_path):
+def test_examine_a_directory(tmp_path):
     own = [Mount(str(tmp_path), "disk", "made up")]
     quota = Quota(used_bytes=5)
     found = examine(tmp_path, ("SCRATCH",), [("disk", quota)], own)
@@ -432,7 +432,7 @@ def test_a_directory_here(tmp_path):
 # Sources
 
 
-def test_versions_in_what_torch_was_built_with():
+def test_versions_in_the_build_configuration_of_torch():
     text = """  - Intel(R) oneAPI Math Kernel Library Version 2024.2-Product Build 20240605 for Intel(R) 64 architecture applications
   - Intel(R) MKL-DNN v3.12.0 (Git Hash 80afa71049cd69a3df32adcccb623b12cd7baa22)
   - OpenMP 201511 (a.k.a. OpenMP 4.5)"""
@@ -459,7 +459,7 @@ def test_names_of_mpi(text, name):
     assert mpi.parse_mpi_name(text) == name
 
 
-def test_a_tool_that_is_not_there_says_nothing_and_one_that_fails_says_why():
+def test_missing_and_failing_tools():
     assert run("no-such-tool-here") == ""
     with pytest.raises(ClusterError, match="failed with exit status 3: no such device"):
         run(sys.executable, "-c", "import sys; print('no such device', file=sys.stderr); sys.exit(3)")
@@ -467,7 +467,7 @@ def test_a_tool_that_is_not_there_says_nothing_and_one_that_fails_says_why():
         run(sys.executable, "-c", "import time; time.sleep(60)", limit_s=0.2)
 
 
-def test_a_source_that_hangs_holds_up_nobody():
+def test_a_hanging_source_does_not_block_others():
     def breaks():
         raise OSError(5, "Input/output error")
 
@@ -503,7 +503,7 @@ def test_the_cluster_of_a_node_with_gpus():
 
 
 def test_links_are_not_guessed():
-    """Neither without a topology, nor where some pairs go over PCIe."""
+    """Links are unknown without a topology, and if some pairs are connected by PCIe."""
     whole = h100s()
     assert build_cluster(whole.model_copy(update={"topology": None})).links == ()
     links = {name: dict(row) for name, row in whole.topology.links.items()}
@@ -527,7 +527,7 @@ def test_the_cluster_of_a_node_without_gpus():
 
 
 @pytest.mark.parametrize("width", [80, 120])
-def test_a_big_machine_as_text(width):
+def test_a_large_machine_as_text(width):
     text = text_of(
         h100s(
             container="docker",
@@ -549,15 +549,15 @@ def test_a_big_machine_as_text(width):
     assert re.search(r"^3 .*79\.6 GiB +700 W +0 .*NIC5 \(PXB\)", text, re.M)
 
 
-def test_what_is_not_there_is_not_shown():
+def test_missing_facts_are_not_shown():
     text = text_of(machine())
     assert re.search(r"^GPUs +none", text, re.M)
     for word in ("peaks", "links", "modules", "within", "NUMA", "PyTorch"):
         assert word not in text
 
 
-def test_a_driver_that_fails_does_not_mean_that_there_is_no_gpu(tmp_path, monkeypatch):
-    """A tool of the same name stands in its place, and says what the real one says without its driver."""
+def test_a_failing_driver_is_not_reported_as_no_gpu(tmp_path, monkeypatch):
+    """A fake nvidia-smi prints what the real tool prints without its driver."""
     smi = tmp_path / "nvidia-smi"
     smi.write_text(
         "#!/bin/sh\necho 'NVIDIA-SMI has failed because it could not communicate with the NVIDIA driver.'\nexit 9\n"
@@ -581,7 +581,7 @@ def test_this_machine(tmp_path):
     assert Machine.model_validate_json(found.model_dump_json()) == found
 
 
-def test_a_torch_that_is_broken(tmp_path):
+def test_a_broken_torch_is_reported(tmp_path):
     broken = subprocess.Popen(
         [sys.executable, "-c", "import torch_of_another_name"],
         stdout=subprocess.PIPE,

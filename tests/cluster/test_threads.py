@@ -21,7 +21,7 @@ WORDS = ("train", "my.py:Regression", "--batch", "24", "--steps", "3", "--device
 
 @contextlib.contextmanager
 def busy(cores: list[int]) -> Iterator[None]:
-    """These cores are busy."""
+    """Keep these cores busy in the context."""
     with contextlib.ExitStack() as over:
         for core in cores:
             process = over.enter_context(subprocess.Popen(["sh", "-c", "while :; do :; done"]))
@@ -31,7 +31,7 @@ def busy(cores: list[int]) -> Iterator[None]:
 
 
 @pytest.mark.skipif(usable_cores() < CORES, reason="a quota keeps cores from being busy")
-def test_busy_cores_are_those_of_other_processes() -> None:
+def test_busy_cores_counts_other_processes() -> None:
     cores = sorted(os.sched_getaffinity(0))
     with busy(cores):
         found = busy_cores(0.3)
@@ -45,7 +45,7 @@ def test_busy_cores_are_those_of_other_processes() -> None:
     not 2 <= usable_cores() == CORES,
     reason="one core is not to be shared, and a quota keeps cores from being busy",
 )
-def test_threads_are_what_is_free_and_stay_in_a_run(tmp_path: Path) -> None:
+def test_threads_use_free_cores_and_stay_constant_in_a_run(tmp_path: Path) -> None:
     write_task(tmp_path)
     with busy(sorted(os.sched_getaffinity(0))):
         said = succeed(*WORDS, at=tmp_path).out
@@ -69,8 +69,8 @@ def test_threads_are_what_is_free_and_stay_in_a_run(tmp_path: Path) -> None:
     assert (again.step, again.threads) == (3, 1), "bit for bit, whatever is free by now"
 
 
-def test_ticks_are_read_of_each_core(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """user nice system idle iowait irq softirq steal guest guest_nice; guests are counted in user."""
+def test_ticks_of_each_core(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Columns: user nice system idle iowait irq softirq steal guest guest_nice. User includes the guests."""
     stat = tmp_path / "stat"
     stat.write_text(
         "cpu  9 9 9 9 9 9 9 9 9 9\ncpu0 1 2 3 100 20 4 5 6 7 8\ncpu7 0 0 0 1 0 0 0 0 0 0\nintr 5\n"

@@ -53,7 +53,7 @@ def test_epochs_and_seeds_differ() -> None:
     assert len(set(orders)) == 25
 
 
-def test_all_orders_are_as_likely() -> None:
+def test_all_orders_are_equally_likely() -> None:
     found = [tuple(order(4, seed)) for seed in range(2400)]
     counts = [found.count(each) for each in set(found)]
     assert len(counts) == 24
@@ -62,7 +62,7 @@ def test_all_orders_are_as_likely() -> None:
     assert abs(first.mean() - 499.5) < 5 * 289 / 1000**0.5
 
 
-def test_any_number_can_be_asked_for_alone() -> None:
+def test_any_number_can_be_shuffled_independently() -> None:
     numbers = np.arange(3 * 97)
     together = shuffle(numbers, 97, 5)
     assert [shuffle(numbers[i : i + 1], 97, 5)[0] for i in numbers] == together.tolist()
@@ -70,7 +70,7 @@ def test_any_number_can_be_asked_for_alone() -> None:
     assert backwards[::-1].tolist() == together.tolist()
 
 
-def test_the_order_never_changes_from_one_release_to_the_next() -> None:
+def test_the_order_is_stable_between_releases() -> None:
     assert shuffle(np.arange(8), 1797, 0).tolist() == [1171, 1284, 1756, 1277, 1029, 611, 1759, 3]
     assert shuffle(1797 + np.arange(8), 1797, 0).tolist() == [178, 1180, 1428, 659, 1287, 845, 1298, 671]
     assert shuffle(np.arange(10), 10, 7).tolist() == [5, 7, 9, 1, 0, 6, 3, 4, 2, 8]
@@ -83,7 +83,7 @@ def test_the_order_never_changes_from_one_release_to_the_next() -> None:
 
 
 @pytest.mark.parametrize("microbatches", [1, 2, 3])
-def test_parts_of_all_ranks_are_the_global_batch(microbatches: int) -> None:
+def test_slices_of_all_ranks_are_the_global_batch(microbatches: int) -> None:
     for ranks in (1, 2, 3, 4, 6):
         parts = [RankBatchSlice(72, microbatches, rank, ranks).numbers(5) for rank in range(ranks)]
         assert {part.shape for part in parts} == {(microbatches, 72 // microbatches // ranks)}
@@ -95,8 +95,8 @@ def test_parts_of_all_ranks_are_the_global_batch(microbatches: int) -> None:
         assert sorted(np.concatenate(parts, axis=None)) == list(range(360, 432))
 
 
-def test_batches_run_across_the_borders_of_epochs() -> None:
-    """10 samples, batches of 4: 5 steps are 2 epochs, none short and none dropped."""
+def test_batches_span_epochs() -> None:
+    """10 samples in batches of 4: 5 steps are 2 epochs; no batch is short and no sample is dropped."""
     taken = []
     for _, indices in training_parts(RankBatchSlice(4, 1, 0, 1), 10, 3, 0, 5):
         assert len(indices) == 4
@@ -112,7 +112,7 @@ def test_a_batch_may_be_larger_than_an_epoch() -> None:
 def test_the_state_is_the_number_of_steps() -> None:
     whole = list(
         training_parts(RankBatchSlice(6, 3, 1, 2), 97, 4, 0, 5000)
-    )  # more than are shuffled at a time
+    )  # more than one chunk of the shuffle
     assert len(whole) == 3 * 5000
     for step in (1, 17, 4095, 4999):
         assert list(training_parts(RankBatchSlice(6, 3, 1, 2), 97, 4, step, 5000)) == whole[3 * step :]
@@ -132,7 +132,7 @@ def test_validation_has_each_sample_on_one_rank(ranks: int) -> None:
 
 
 class Augmented:
-    """Draws from all the generators there are."""
+    """Samples that draw from all random generators."""
 
     def __len__(self) -> int:
         return 11
@@ -165,7 +165,7 @@ def read(
             yield from zip(numbers, (row.numpy().tobytes() for row in x), strict=True)
 
 
-def test_augmentation_belongs_to_the_sample() -> None:
+def test_augmentation_depends_on_the_sample() -> None:
     random.seed(1)
     torch.manual_seed(1)
     alone = dict(read(0, 1, workers=0))
@@ -186,8 +186,8 @@ def test_augmentation_is_the_same_on_any_number_of_ranks(plan: str) -> None:
         assert not differences(found, one, 1e-12)
 
 
-def _kept(index: int) -> float:
-    """Draws, and leaves all streams as they were."""
+def _draw_and_restore(index: int) -> float:
+    """Draw, and restore the state of all streams."""
     of_random, of_numpy = random.getstate(), np.random.get_state()
     with torch.random.fork_rng(devices=[]):
         drawn = random.random() + np.random.rand() + torch.rand(()).item()
@@ -211,19 +211,19 @@ DRAWS: dict[str, Callable[[int], float]] = {
     "own state": lambda index: torch.rand(
         (), generator=torch.Generator().set_state(torch.get_rng_state())
     ).item(),
-    "own random": lambda index: _of_state(random.getstate()),
-    "state put back": _kept,
+    "own random": lambda index: _draw_from_state(random.getstate()),
+    "state put back": _draw_and_restore,
 }
 
 
-def _of_state(state: tuple[Any, ...]) -> float:
+def _draw_from_state(state: tuple[Any, ...]) -> float:
     own = random.Random()
     own.setstate(state)
     return own.random()
 
 
 class Drawing:
-    """The samples of which `drawing` is true draw. Counts how often each was read."""
+    """Samples that draw random numbers if `drawing` is true for them. Counts how often each was read."""
 
     def __init__(self, draw: Callable[[int], float], drawing: Callable[[int], bool]):
         self.draw, self.drawing = draw, drawing
@@ -245,8 +245,8 @@ WHICH: dict[str, Callable[[int], bool]] = {
 }
 
 
-def _by_hand(dataset: Drawing, numbers: list[int], indices: list[int]) -> list[float]:
-    """Every sample from streams of its own, as torch's, numpy's and random's documentation say that one starts them."""
+def _expected_draws(dataset: Drawing, numbers: list[int], indices: list[int]) -> list[float]:
+    """Return the draws of samples whose streams are seeded as torch, numpy and random document it."""
     found = []
     for number, index in zip(numbers, indices, strict=True):
         seed = derive_seed(9, "train", number)
@@ -257,29 +257,29 @@ def _by_hand(dataset: Drawing, numbers: list[int], indices: list[int]) -> list[f
     return found
 
 
-def _after() -> tuple[float, float, float]:
+def _draw_after() -> tuple[float, float, float]:
     return torch.rand(()).item(), np.random.rand(), random.random()
 
 
 @pytest.mark.parametrize("which", WHICH)
 @pytest.mark.parametrize("draw", DRAWS)
-def test_samples_draw_as_if_each_had_started_the_streams(draw: str, which: str) -> None:
+def test_samples_draw_as_if_each_was_seeded(draw: str, which: str) -> None:
     for rank, ranks in ((0, 1), (2, 3)):
         dataset = Drawing(DRAWS[draw], WHICH[which])
         parts = list(training_parts(RankBatchSlice(24, 1, rank, ranks), 97, 9, 0, 6))
         own, expected = Drawing(DRAWS[draw], WHICH[which]), []
         for numbers, indices in parts:
-            expected.append((_by_hand(own, numbers, indices), _after()))
+            expected.append((_expected_draws(own, numbers, indices), _draw_after()))
         found = []
         for drawn, _ in batches(Samples(dataset, "train", 9, None), parts, CPU, 0, 2):
-            found.append((drawn.tolist(), _after()))  # which a loss that draws sees
+            found.append((drawn.tolist(), _draw_after()))  # which a loss that draws sees
         assert found == expected
         twice = sum(dataset.reads) - sum(own.reads)
         assert twice == 0 if which in ("never", "always") else twice in (0, len(parts[0][0]))  # one batch
 
 
 @pytest.mark.parametrize("workers", [1, 2])
-def test_readers_find_out_for_themselves_whether_samples_draw(workers: int) -> None:
+def test_each_worker_detects_whether_samples_draw(workers: int) -> None:
     parts = list(training_parts(RankBatchSlice(12, 1, 0, 1), 97, 9, 0, 20))
     draw: Callable[[int], float] = lambda index: random.random() + np.random.rand() + torch.rand(()).item()  # noqa: E731
     own = Drawing(draw, WHICH["rarely"])
@@ -288,11 +288,11 @@ def test_readers_find_out_for_themselves_whether_samples_draw(workers: int) -> N
     ) as found:
         for (numbers, indices), (drawn, read) in zip(parts, found, strict=True):
             assert read.tolist() == indices
-            assert drawn.tolist() == _by_hand(own, numbers, indices)
+            assert drawn.tolist() == _expected_draws(own, numbers, indices)
 
 
-def test_samples_that_do_not_draw_take_few_seeds() -> None:
-    """To start three streams takes longer than to read a sample from memory."""
+def test_samples_that_do_not_draw_are_seeded_rarely() -> None:
+    """Seeding three generators takes longer than reading a sample from memory."""
     calls = [0]
 
     def count(frame: Any, event: str, argument: Any) -> None:
@@ -315,7 +315,7 @@ def test_samples_that_do_not_draw_take_few_seeds() -> None:
 
 
 @pytest.mark.parametrize("should_fail", [False, True])
-def test_a_sample_fails_by_what_it_should_have_drawn(should_fail: bool) -> None:
+def test_a_sample_that_fails_is_read_again_with_its_seed(should_fail: bool) -> None:
     random.seed(FIXED_SEED)
     drawn_first = random.random()
 
@@ -354,8 +354,8 @@ def test_a_sample_that_fails_without_drawing_is_not_read_again() -> None:
     assert max(dataset.reads) == 1
 
 
-def _read_beside_a_lock() -> tuple[dict[int, bytes], int]:
-    """With two readers, of which the first that is forked never gets as far as Python's code."""
+def _read_with_a_held_lock() -> tuple[dict[int, bytes], int]:
+    """Read with two workers; the first that is forked never reaches Python code."""
     forks: list[int] = []
     os.register_at_fork(
         before=lambda: forks.append(len(forks)),
@@ -364,14 +364,14 @@ def _read_beside_a_lock() -> tuple[dict[int, bytes], int]:
     return dict(read(0, 1, workers=2)), len(forks)
 
 
-def test_a_reader_that_does_not_start_is_forked_again() -> None:
-    [(samples, forks)] = harness.ranks(1)(_read_beside_a_lock)
+def test_a_worker_that_does_not_start_is_forked_again() -> None:
+    [(samples, forks)] = harness.ranks(1)(_read_with_a_held_lock)
     assert samples == dict(read(0, 1, workers=0))
     assert forks == 3
 
 
 class Counted(Task):
-    """Evaluation tells which samples it has seen."""
+    """A task whose metrics show which samples the evaluation has seen."""
 
     samples: int = 7
     masked: bool = False
@@ -410,7 +410,7 @@ def test_evaluation_counts_each_sample_once(ranks: int, plan: str, samples: int)
 
 
 @pytest.mark.parametrize("masked", [False, True])
-def test_evaluation_is_that_of_the_whole_split(masked: bool) -> None:
+def test_evaluation_equals_that_of_the_whole_split(masked: bool) -> None:
     task = Counted(masked=masked)
     for ranks, plan in ((1, "single"), (2, "ddp"), (4, "zero3")):
         found = trained(ranks, task, Spec(steps=2, batch=4, precision="fp64"), plan)
@@ -463,7 +463,7 @@ def test_a_dataset_may_fetch_whole_batches() -> None:
 
 
 def test_torch_subset_is_a_dataset() -> None:
-    """torch's own convention: its `__getitems__` returns a list of samples, which are still to be collated."""
+    """torch's convention: `__getitems__` returns a list of samples that are not collated."""
     parts = list(training_parts(RankBatchSlice(4, 1, 0, 1), 6, 9, 0, 3))
     samples = Samples(Subset(Augmented(), [0, 2, 4, 6, 8, 10]), "train", 9, None)
     own = Samples([Augmented()[i] for i in (0, 2, 4, 6, 8, 10)], "train", 9, None)

@@ -1,4 +1,4 @@
-"""What is drawn and said of plans: the front of time and memory, colours, and why one does not fit."""
+"""Text and pictures of plans: the Pareto front, colours, and why a plan does not fit."""
 
 import pytest
 
@@ -17,7 +17,7 @@ def found():
     return find_best_plans(load_model("gpt3-1.3b"), cluster(8), 64)
 
 
-def test_nothing_is_both_faster_and_leaner_than_the_front(found):
+def test_no_plan_dominates_the_front(found):
     best = find_front(found.pool)
     assert best[0] == found.pool[0]
     assert len(best) > 3
@@ -32,13 +32,13 @@ def test_nothing_is_both_faster_and_leaner_than_the_front(found):
     )
 
 
-def test_every_part_has_its_colour_and_no_picture_has_two_alike():
+def test_every_part_has_a_distinct_colour():
     assert set(step_time.PARTS) | set(memory.PART_NAMES) | {"input", "save"} == set(COLOURS)
     for parts in (step_time.PARTS, memory.PART_NAMES):
         assert len({COLOURS[part] for part in parts}) == len(tuple(parts))
 
 
-def test_a_plan_that_does_not_fit_says_so():
+def test_a_plan_that_does_not_fit_is_explained():
     asked = find_best_plans(load_model("gpt3-13b"), cluster(8), 8, "ddp", others=True)
     text = [line for line in explain(asked) if isinstance(line, str)]
     assert "it does not fit" in text[0]
@@ -46,7 +46,7 @@ def test_a_plan_that_does_not_fit_says_so():
     assert "; the closest, " in list_notes(asked)[0]
 
 
-def test_a_picture_is_the_same_each_time(tmp_path):
+def test_pictures_are_reproducible(tmp_path):
     pytest.importorskip("matplotlib")
     asked = find_best_plans(load_model("resnet50"), cluster(4), 64, "zero3,microbatches=2", others=True)
     for name in ("one.svg", "two.svg"):

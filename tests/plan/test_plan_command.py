@@ -58,7 +58,7 @@ def test_price_of_one_plan(tmp_path: Path) -> None:
     assert plan["bill"]["seconds"] == pytest.approx(1e9 / plan["tokens_per_s"])
 
 
-def test_a_file_says_its_batch_and_micro_is_no_size(tmp_path: Path) -> None:
+def test_batch_of_a_file_and_warning_about_the_bubble(tmp_path: Path) -> None:
     (tmp_path / "gpt.toml").write_text('like = "gpt3-175b"\nbatch = 1536\n')
     words = (
         "plan",
@@ -83,8 +83,8 @@ def test_a_file_says_its_batch_and_micro_is_no_size(tmp_path: Path) -> None:
     )
 
 
-def test_a_plan_is_explained_by_what_else_there_is(tmp_path: Path) -> None:
-    """With recompute=full out of need, which a larger cut does without."""
+def test_a_plan_is_compared_with_alternatives(tmp_path: Path) -> None:
+    """recompute=full is necessary here, unless the model is divided further."""
     found = succeed(*GPT, "--plan", "zero3,microbatches=8,recompute=full", "--explain", at=tmp_path)
     assert "plans that fit are faster" in found.out
     rows = {
@@ -168,7 +168,7 @@ class Choice(Task):
 """
 
 
-def test_a_model_that_cannot_be_described_is_run(tmp_path: Path) -> None:
+def test_measure_runs_a_model_that_cannot_be_described(tmp_path: Path) -> None:
     (tmp_path / "my.py").write_text(CHOICE)
     words = ("plan", "my.py:Choice", "--ranks", "2", "--batch", "8", "--json", "found.json")
     refused = paceline(*words, at=tmp_path)
@@ -181,7 +181,7 @@ def test_a_model_that_cannot_be_described_is_run(tmp_path: Path) -> None:
     assert 0 < figures["plans"][0]["step_s"] < 10
 
 
-def test_unknown_peak_is_asked_for(tmp_path: Path) -> None:
+def test_an_unknown_peak_is_required(tmp_path: Path) -> None:
     device = {"name": "new", "kind": "cuda", "memory_bytes": 8e10}
     (tmp_path / "cluster.json").write_text(
         json.dumps({"format": "paceline.cluster", "version": 1, "device": device})
