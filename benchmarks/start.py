@@ -1,8 +1,8 @@
 """Wall time from the command to the first step: `paceline train`, and torchrun with a handwritten loop.
 
 Both train the digits CNN on two ranks of this machine, in turns; a start that other programs disturbed is
-repeated. Started by torchrun, this file is the handwritten loop. With `--cpu RANKS` the CPU time of a training
-of one step is measured instead, with forked ranks, and with spawned ranks as on a machine with a GPU.
+repeated. Started by torchrun, this file is the handwritten loop. With `--cpu RANKS`, the CPU time of a
+training of one step is measured instead, with forked ranks, and with spawned ranks as on a machine with a GPU.
 """
 
 import argparse

@@ -37,14 +37,14 @@ SMALLEST = {
 NEEDS = {"storage": "fio"}
 
 
-def test_every_script_is_here() -> None:
+def test_every_script_is_listed() -> None:
     assert {path.stem for path in FOLDER.glob("*.py") if "__main__" in path.read_text()} == SMALLEST.keys()
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("script", SMALLEST)
-def test_a_script_runs(script: str, tmp_path: Path) -> None:
+def test_script_runs(script: str, tmp_path: Path) -> None:
     if script in NEEDS and shutil.which(NEEDS[script]) is None:
         pytest.skip(f"{NEEDS[script]} is not installed")
     with open(tmp_path / "mine.csv", "w", newline="") as lines:

@@ -246,8 +246,8 @@ def test_command(tmp_path):
         "a.svg",
     )
     result = succeed(*words, at=tmp_path)
-    found = json.loads((tmp_path / "a.json").read_text())
-    operations = {row["operation"] for row in found["rows"]}
+    tree = json.loads((tmp_path / "a.json").read_text())
+    operations = {row["operation"] for row in tree["rows"]}
     assert operations >= {"matmul", "copy", "triad", "attention", "step", "block forward"}
     assert all(word in result.out for word in ("best", "triad", "64 samples", "GFLOP/s"))
     assert "of published" not in result.out

@@ -161,8 +161,8 @@ def test_command(tmp_path):
         "a.png",
     )
     result = succeed("bench", "input", "my.py:Regression", *words, at=tmp_path)
-    found = json.loads((tmp_path / "a.json").read_text())
-    assert [(row["what"], row.get("workers")) for row in found["rows"]] == [
+    tree = json.loads((tmp_path / "a.json").read_text())
+    assert [(row["what"], row.get("workers")) for row in tree["rows"]] == [
         ("step", None),
         ("read", 0),
         ("read and step", 0),

@@ -33,15 +33,15 @@ def test_command_leaves_the_directory_empty(tmp_path):
         "bench", "storage", folder, "--seconds", "1", "--json", "a.json", "--plot", "a.svg", at=tmp_path
     )
     assert list(folder.iterdir()) == []
-    found = json.loads((tmp_path / "a.json").read_text())
-    assert [row["test"] for row in found["rows"]] == ALL
-    for row in found["rows"]:
+    tree = json.loads((tmp_path / "a.json").read_text())
+    assert [row["test"] for row in tree["rows"]] == ALL
+    for row in tree["rows"]:
         assert row["directory"] == str(folder)
         rate, amount = ("Bps", row["bytes"]) if "Bps" in row else ("per_s", row["n"])
         assert row[rate] == pytest.approx(amount / row["seconds"])
         assert row["min_s"] <= row["median_s"] <= row["p95_s"]
     assert (
-        found["rows"][ALL.index("small write")]["bytes"] == 512 * found["rows"][ALL.index("small write")]["n"]
+        tree["rows"][ALL.index("small write")]["bytes"] == 512 * tree["rows"][ALL.index("small write")]["n"]
     )
     assert all(test in result.out for test in ALL)
     assert f"{folder}: " in result.out
@@ -59,9 +59,9 @@ def test_slow_disk_gives_low_rates(tmp_path, monkeypatch):
         return write(file, data)
 
     monkeypatch.setattr(io_ops.os, "write", write_slowly)
-    found = measure_folder(tmp_path)
-    assert found["small write"]["per_s"] < 50
-    assert found["create"]["per_s"] < 50
+    rows = measure_folder(tmp_path)
+    assert rows["small write"]["per_s"] < 50
+    assert rows["create"]["per_s"] < 50
 
 
 @pytest.mark.parametrize("code", [errno.EDQUOT, errno.ENOSPC])
@@ -80,13 +80,13 @@ def test_quota_exceeded_during_a_test(code, tmp_path, monkeypatch):
     monkeypatch.setattr(io_ops, "TRIAL", 2**20)
     monkeypatch.setattr(io_ops, "BLOCKS", (2**20, 4096))
     monkeypatch.setattr(io_ops.os, "writev", limited)
-    found = measure_folder(tmp_path, 2.0)
-    assert found["large write"]["bytes"] == 2 * 2**20
-    assert found["large write"]["n"] == 2
-    assert found["large write"]["note"] == os.strerror(code)
-    assert found["direct write"]["bytes"] == 0
-    assert found["direct write"]["note"] == os.strerror(code)
-    assert found["small write"]["n"] > 0
+    rows = measure_folder(tmp_path, 2.0)
+    assert rows["large write"]["bytes"] == 2 * 2**20
+    assert rows["large write"]["n"] == 2
+    assert rows["large write"]["note"] == os.strerror(code)
+    assert rows["direct write"]["bytes"] == 0
+    assert rows["direct write"]["note"] == os.strerror(code)
+    assert rows["small write"]["n"] > 0
     assert list(tmp_path.iterdir()) == []
 
 
@@ -104,13 +104,13 @@ PROGRAM = (os.sys.executable, "-m", "paceline")
 
 def test_file_system_with_little_space(tmp_path):
     with mounted(tmp_path, "size=3m,nr_inodes=60") as folder:
-        found = measure_folder(folder)
-        assert list(found) == ALL
+        rows = measure_folder(folder)
+        assert list(rows) == ALL
         assert all(
-            row["bytes"] <= 2**21 for name, row in found.items() if "write" in name and name != "small write"
+            row["bytes"] <= 2**21 for name, row in rows.items() if "write" in name and name != "small write"
         )
-        assert found["create"]["n"] <= 30
-        assert "page cache" in found["read"]["note"]
+        assert rows["create"]["n"] <= 30
+        assert "page cache" in rows["read"]["note"]
         assert list(folder.iterdir()) == []
 
 
@@ -202,9 +202,9 @@ def test_advice():
         row("/scratch", "lustre", "checkpoint", Bps=8.76e8),
         row("/scratch", "lustre", "small write", per_s=962.0),
     ]
-    found = {row["directory"]: row["advice"] for row in give_advice(rows)}
-    assert list(found) == ["/dev/shm", "/home", "/scratch"]
-    assert "keep nothing" in found["/dev/shm"]
-    assert found["/home"] == "pack small files: only 200 can be created per second"
-    assert found["/scratch"].startswith("keep checkpoints here: 876 MB/s")
-    assert "only 962 small writes per second" in found["/scratch"]
+    advice = {row["directory"]: row["advice"] for row in give_advice(rows)}
+    assert list(advice) == ["/dev/shm", "/home", "/scratch"]
+    assert "keep nothing" in advice["/dev/shm"]
+    assert advice["/home"] == "pack small files: only 200 can be created per second"
+    assert advice["/scratch"].startswith("keep checkpoints here: 876 MB/s")
+    assert "only 962 small writes per second" in advice["/scratch"]

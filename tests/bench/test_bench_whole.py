@@ -108,14 +108,14 @@ def test_command(tmp_path):
         "found",
     )
     done = succeed("bench", *words, at=tmp_path)
-    found = tmp_path / "found"
-    assert sorted(path.name for path in found.iterdir()) == sorted(
+    out = tmp_path / "found"
+    assert sorted(path.name for path in out.iterdir()) == sorted(
         ["cluster.json", *(f"{kind}.json" for kind in KINDS), *(f"{kind}.svg" for kind in DRAWN)]
     )
     for kind in KINDS:
-        assert read(found / f"{kind}.json", kind).rows
+        assert read(out / f"{kind}.json", kind).rows
         assert kind in done.out
-    cluster = file.read(found / "cluster.json")
+    cluster = file.read(out / "cluster.json")
     assert cluster.device.kind == "cpu"
     assert cluster.device.memory_Bps.source == "measured"
     assert {link.collective for link in cluster.links} >= {"all-reduce", "all-gather"}

@@ -257,23 +257,23 @@ def test_busbw_with_a_synthetic_clock():
 
 
 def test_axes_of_a_plan_and_of_nodes():
-    here = ["a"] * 4
-    found, notes = find_axes((), "tp=2", here)
-    assert {axis.name: axis.groups for axis in found} == {
+    hosts = ["a"] * 4
+    axes, notes = find_axes((), "tp=2", hosts)
+    assert {axis.name: axis.groups for axis in axes} == {
         "replicate": ((0, 2), (1, 3)),
         "tp": ((0, 1), (2, 3)),
     }
     assert not notes
-    found, _ = find_axes(("node", "across", "world"), None, ["a", "a", "b", "b"])
-    assert {axis.name: (axis.groups, axis.spans) for axis in found} == {
+    axes, _ = find_axes(("node", "across", "world"), None, ["a", "a", "b", "b"])
+    assert {axis.name: (axis.groups, axis.spans) for axis in axes} == {
         "node": (((0, 1), (2, 3)), "node"),
         "across": (((0, 2), (1, 3)), "across"),
         "world": (((0, 1, 2, 3),), "both"),
     }
-    found, _ = find_axes((), "hsdp,replicate=2,tp=2", ["a"] * 8)
-    assert {axis.name: axis.groups for axis in found}["shard"] == ((0, 2), (1, 3), (4, 6), (5, 7))
-    found, notes = find_axes(("node", "across"), None, here)
-    assert [axis.name for axis in found] == ["node"]
+    axes, _ = find_axes((), "hsdp,replicate=2,tp=2", ["a"] * 8)
+    assert {axis.name: axis.groups for axis in axes}["shard"] == ((0, 2), (1, 3), (4, 6), (5, 7))
+    axes, notes = find_axes(("node", "across"), None, hosts)
+    assert [axis.name for axis in axes] == ["node"]
     assert notes == ["axis across is left out: one rank per group, because all ranks are on a"]
     _, notes = find_axes(("world", "node"), None, ["a", "a", "b"])
     assert notes == ["axis node is left out: its groups have 1 to 2 ranks"]
@@ -286,10 +286,10 @@ def test_axes_of_a_plan_and_of_nodes():
 
 def test_fit_recovers_a_known_line():
     sizes_bytes = [2**at for at in range(10, 27)]
-    found = fit(sizes_bytes, [2e-5 + size / 3e9 for size in sizes_bytes])
-    assert (found.alpha_s, found.beta_Bps) == (pytest.approx(2e-5, rel=1e-9), pytest.approx(3e9, rel=1e-9))
-    assert found.misfit < 1e-9
-    assert found.alpha_error_s < 1e-12
+    line = fit(sizes_bytes, [2e-5 + size / 3e9 for size in sizes_bytes])
+    assert (line.alpha_s, line.beta_Bps) == (pytest.approx(2e-5, rel=1e-9), pytest.approx(3e9, rel=1e-9))
+    assert line.misfit < 1e-9
+    assert line.alpha_error_s < 1e-12
 
 
 def test_standard_errors_of_a_fit_cover_the_true_values():
@@ -299,14 +299,14 @@ def test_standard_errors_of_a_fit_cover_the_true_values():
     covered = []
     for _ in range(200):
         noise = (1 + 0.05 * torch.randn(len(sizes_bytes), generator=generator)).tolist()
-        found = fit(
+        line = fit(
             sizes_bytes,
             [(2e-5 + size / 3e9) * factor for size, factor in zip(sizes_bytes, noise, strict=True)],
         )
         covered.append(
             (
-                abs(found.alpha_s - 2e-5) < 2 * found.alpha_error_s,
-                abs(found.beta_Bps - 3e9) < 2 * found.beta_error_Bps,
+                abs(line.alpha_s - 2e-5) < 2 * line.alpha_error_s,
+                abs(line.beta_Bps - 3e9) < 2 * line.beta_error_Bps,
             )
         )
     assert all(170 <= sum(cases) <= 199 for cases in zip(*covered, strict=True))
@@ -349,12 +349,12 @@ def test_links_from_fits_are_bus_bandwidths():
         for size in (1024, 2**16, 2**22)
     ]
     slower = [row("all-reduce", size, 2 * alpha + 9 * size / busbw, dtype="fp64") for size in (1024, 2**22)]
-    found = {
+    cluster_links = {
         (link.axis, link.collective): link
         for link in links_from_fits(fit_rows([*slower, *measured, row("barrier", 0, 1e-4)]))
     }
-    assert {*found} == {("node", "all-reduce"), ("node", "send"), ("across", "reduce")}
-    for link in found.values():
+    assert {*cluster_links} == {("node", "all-reduce"), ("node", "send"), ("across", "reduce")}
+    for link in cluster_links.values():
         assert (link.backend, link.ranks, link.alpha_s.source) == ("gloo", 4, "measured")
         assert (link.alpha_s.value, link.beta_Bps.value) == (pytest.approx(alpha), pytest.approx(busbw))
 
@@ -374,16 +374,16 @@ def test_two_ranks(backends, tmp_path):
     done = bench(
         "--backends", backends, "--sizes", "1KiB,1MiB", "--json", "a.json", "--plot", "a.svg", at=tmp_path
     )
-    found = read(tmp_path / "a.json", "collectives")
-    assert {(row["operation"], row["backend"]) for row in found.rows} == {
+    result = read(tmp_path / "a.json", "collectives")
+    assert {(row["operation"], row["backend"]) for row in result.rows} == {
         (name, backend) for name in OPERATIONS for backend in backends.split(",")
     }
-    assert not [row for row in found.rows if row["wrong"]]
-    assert {row["bytes"] for row in found.rows if row["operation"] == "all-reduce"} == {2**10, 2**20}
+    assert not [row for row in result.rows if row["wrong"]]
+    assert {row["bytes"] for row in result.rows if row["operation"] == "all-reduce"} == {2**10, 2**20}
     assert "WRONG" not in done.out
     assert done.out.count("all-reduce") >= 2
-    assert any("mpi4py" in note for note in found.notes) == ("mpi" in backends)
-    fitted = {link.collective for link in links_from_fits(found.summary)}
+    assert any("mpi4py" in note for note in result.notes) == ("mpi" in backends)
+    fitted = {link.collective for link in links_from_fits(result.summary)}
     for _ in range(2):  # on a busy machine the fit of two sizes may fail
         if not fitted >= FITTED:
             bench("--backends", backends, "--sizes", "1KiB,1MiB", "--json", "b.json", at=tmp_path)
@@ -409,17 +409,17 @@ def test_four_ranks_along_the_axes_of_a_plan_with_notes(tmp_path):
         "fp32,bf16",
     )
     bench("--ranks", "4", *words, "--sizes", "1KiB,8TiB", "--json", "a.json", at=tmp_path)
-    found = read(tmp_path / "a.json")
-    assert {(row["axis"], row["ranks"], row["groups"]) for row in found.rows} == {
+    result = read(tmp_path / "a.json")
+    assert {(row["axis"], row["ranks"], row["groups"]) for row in result.rows} == {
         ("replicate", 2, 2),
         ("tp", 2, 2),
     }
-    assert {(row["backend"], row["dtype"]) for row in found.rows} == {
+    assert {(row["backend"], row["dtype"]) for row in result.rows} == {
         ("gloo", "fp32"),
         ("gloo", "bf16"),
         ("mpi", "fp32"),
     }
-    notes = "\n".join(found.notes)
+    notes = "\n".join(result.notes)
     assert "mpi all-reduce of bf16 is left out: " in notes
     assert "gloo all-reduce of 8.0 TiB, fp32, on axis tp is left out: it needs 32.0 TiB on each rank" in notes
     assert "4 ranks share" in notes
@@ -446,9 +446,9 @@ def test_ranks_of_another_launcher(program, backends, tmp_path):
         "a.json",
     )
     done = bench(*words, at=tmp_path, program=program)
-    found = read(tmp_path / "a.json")
-    assert {row["backend"] for row in found.rows} == {*backends.split(",")}
-    assert {(row["axis"], row["ranks"]) for row in found.rows} == {("node", 2)}
+    result = read(tmp_path / "a.json")
+    assert {row["backend"] for row in result.rows} == {*backends.split(",")}
+    assert {(row["axis"], row["ranks"]) for row in result.rows} == {("node", 2)}
     assert done.out.count("axis across is left out") == 1
     assert [path.name for path in tmp_path.iterdir()] == ["a.json"]
 
@@ -549,21 +549,23 @@ def test_missing_back_end_says_how_to_get_it(tmp_path):
     )
 
 
-@pytest.mark.parametrize(("bad", "status"), [(0, 0), (3, 1)])
-def test_wrong_row_is_reported_and_fails(bad, status, monkeypatch, capsys):
+@pytest.mark.parametrize(("num_wrong", "status"), [(0, 0), (3, 1)])
+def test_wrong_row_is_reported_and_fails(num_wrong, status, monkeypatch, capsys):
     times = {"min_s": 1e-3, "p95_s": 3e-3, "n": 5, "spread": 0.1, "algbw_GBps": 1.0, "busbw_GBps": 1.0}
-    found = [
+    items = [
         row("all-reduce", 2**10, 2e-3, **times),
-        row("all-reduce", 2**12, 3e-3, **times | {"wrong": bad}),
+        row("all-reduce", 2**12, 3e-3, **times | {"wrong": num_wrong}),
         "something was left out",
     ]
-    monkeypatch.setattr("paceline.bench.collectives.workers.run_workers", lambda request, ranks: iter(found))
+    monkeypatch.setattr(
+        "paceline.bench.collectives.workers.run_workers", lambda request, ranks: (item for item in items)
+    )
     monkeypatch.setattr(signal, "signal", lambda number, handler: None)
     with pytest.raises(typer.Exit) as over:
         collectives.collectives(backends="gloo")
     assert over.value.exit_code == status
     out = capsys.readouterr().out
-    assert ("3 WRONG" in out, "WRONG elements in 1 row of 2" in out) == (bool(bad), bool(bad))
+    assert ("3 WRONG" in out, "WRONG elements in 1 row of 2" in out) == (bool(num_wrong), bool(num_wrong))
     assert "something was left out" in out
 
 

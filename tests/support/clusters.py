@@ -1,4 +1,4 @@
-"""Clusters that are declared, for tests of planning."""
+"""Declared clusters for tests of planning."""
 
 from paceline.cluster.facts import Cluster, Device, Fact, Link
 
@@ -11,7 +11,7 @@ def cluster(
     node_GBps: float = 300,
     across_GBps: float = 25,
 ) -> Cluster:
-    """A100s, unless said otherwise."""
+    """Return a cluster, by default of A100s."""
     nodes = max(1, devices // of_a_node)
     device = Device(
         name="a100-80g",

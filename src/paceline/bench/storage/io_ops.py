@@ -55,9 +55,8 @@ def choose_block(room: StorageRoom, budget_s: float) -> None:
     with _open(path, os.O_WRONLY | os.O_CREAT | DSYNC) as file:
         _write(file, _noise(size), size)
     path.unlink()
-    affordable = (
-        size / (time.perf_counter() - start) * budget_s / 4
-    )  # a quarter: so that there are several blocks
+    # A quarter of the budget, so that the test writes several blocks.
+    affordable = size / (time.perf_counter() - start) * budget_s / 4
     room.block_bytes = next(
         block for block in BLOCKS if block <= max(PAGE, min(room.free_bytes / 2, affordable))
     )
