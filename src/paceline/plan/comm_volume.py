@@ -8,9 +8,7 @@ from typing import Any
 from paceline.plan.plan import ResolvedPlan
 
 MODEL = "(model)"  # what belongs to no submodule
-PACELINE = (
-    "paceline"  # what is said between the ranks outside of the model: figures, norms, weights of batches
-)
+PACELINE = "paceline"  # communication outside of the model: metrics, norms, weights of batches
 
 
 @dataclass(frozen=True, order=True)
@@ -91,9 +89,7 @@ class CommVolume:
 
 
 def sum_entries(calls: Iterable[tuple[str, str, int, str, int, int]]) -> tuple[Entry, ...]:
-    """Return entries from (collective, axis, ranks, module, calls, bytes), added up by all but calls and
-    bytes.
-    """
+    """Return entries from (collective, axis, ranks, module, calls, bytes); calls and bytes are added up."""
     sums: dict[tuple[str, str, int, str], tuple[int, int]] = {}
     for *key, count, size in calls:
         at = tuple(key)
@@ -103,9 +99,7 @@ def sum_entries(calls: Iterable[tuple[str, str, int, str, int, int]]) -> tuple[E
 
 
 def block_pattern(module: str) -> str:
-    """Return the name with numbers replaced, `blocks.*.mlp.*` for `blocks.11.mlp.0`: equal for similar
-    blocks.
-    """
+    """Return `blocks.*.mlp.*` for `blocks.11.mlp.0`, so that similar blocks have equal names."""
     return re.sub(r"(?<![^.])\d+(?![^.])", "*", module)
 
 

@@ -217,8 +217,7 @@ class Plan:
         return "single" if self.dp == 1 else "ddp"
 
     def resolve(self, num_ranks: int) -> "ResolvedPlan":
-        """Return this plan for `num_ranks` ranks, with data degree, micro-batches, schedule and stages
-        decided.
+        """Return this plan for `num_ranks` ranks, with all keys decided.
 
         Raises PlanError if it does not fit `num_ranks`.
         """

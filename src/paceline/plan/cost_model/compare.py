@@ -1,5 +1,6 @@
-"""Comparison of predicted and measured parts; the tables say which parts of the planner belong to which part
-of the profile.
+"""Comparison of predicted and measured parts.
+
+The tables say which parts of the planner belong to which part of the profile.
 """
 
 from collections.abc import Mapping
@@ -37,8 +38,9 @@ MIN_SHARE = 0.01  # of a step; the ratio of a smaller part is noise
 
 @dataclass(frozen=True)
 class ComparisonRow:
-    """One part. predicted: None without a prediction; spread: its standard deviation; both in the unit of
-    `measured`.
+    """A part of the profile, measured and predicted.
+
+    predicted: None without a prediction. spread: its standard deviation. Both are in the unit of `measured`.
     """
 
     name: str

@@ -71,7 +71,7 @@ def compute_block_time(
         forward += product_s(rates, dtype, m, n, k, count, moved)
         inputs += product_s(rates, dtype, m, k, n, count, moved)
         weights += product_s(rates, dtype, k, n, m, count, moved)
-    attention = sum(_attention_s(rates, recipe, one, tp, cp, micro_batch) for one in block.attention)
+    attention = sum(_attention_s(rates, recipe, call, tp, cp, micro_batch) for call in block.attention)
     traffic, scores = _traffic_bytes(recipe, block, tp, cp, micro_batch)
     if recipe.dtype == "fp8" and not head:  # inputs and weights are cast, and their maxima computed
         traffic += sum(3.0 * p.rows * (p.inner + p.columns) * micro_batch / tp for p in block.products)
@@ -189,34 +189,35 @@ def product_s(
 
 
 def _attention_s(
-    rates: DeviceRates, recipe: Recipe, one: Attention, tp: int, cp: int, micro_batch: int
+    rates: DeviceRates, recipe: Recipe, call: Attention, tp: int, cp: int, micro_batch: int
 ) -> float:
     """Return the seconds of the forward pass, without reading and writing its scores."""
-    heads = micro_batch * one.heads / tp
+    heads = micro_batch * call.heads / tp
     if recipe.fused:
         rate = rates.peaks.get(recipe.dtype if recipe.dtype != "fp8" else "bf16") or rates.product_flops(
             recipe.dtype
         )
         small = min(
-            1.0, 0.82 + 0.18 * one.head_dim / 128
+            1.0, 0.82 + 0.18 * call.head_dim / 128
         )  # arXiv 2307.08691, figure 5, causal: 64 compared with 128
         return (
-            one.flops
-            * one.seen
+            call.flops
+            * call.seen
             * micro_batch
             / (tp * cp)
             / (rate * rates.clock * rates.device.forward * recipe.attention * small)
         )
     dtype = "bf16" if recipe.dtype == "fp8" else recipe.dtype
-    queries = one.queries / cp
-    return product_s(rates, dtype, queries, one.keys, one.head_dim, heads) + product_s(
-        rates, dtype, queries, one.head_dim, one.keys, heads
+    queries = call.queries / cp
+    return product_s(rates, dtype, queries, call.keys, call.head_dim, heads) + product_s(
+        rates, dtype, queries, call.head_dim, call.keys, heads
     )
 
 
 def _attention_backward_s(rates: DeviceRates, recipe: Recipe, forward_s: float) -> float:
-    """Return the seconds of attention backward: fused 5 products instead of 2, because scores are recomputed;
-    else 4.
+    """Return the seconds of attention backward.
+
+    Fused attention has 5 products instead of 2, because scores are recomputed; else 4.
     """
     return forward_s * 2.5 * rates.device.forward / rates.device.backward if recipe.fused else 2 * forward_s
 
@@ -231,10 +232,10 @@ def _traffic_bytes(
     along = recipe.splits_sequence(cp) and not block.whole
     moved = block.traffic.bytes(recipe.stream, recipe.element, tp, along) * recipe.elementwise * micro_batch
     transposed = (
-        sum((4 * one.queries + 4 * one.keys) * one.heads * one.head_dim for one in block.attention)
+        sum((4 * call.queries + 4 * call.keys) * call.heads * call.head_dim for call in block.attention)
         * recipe.element
     )
-    scores = sum(one.scores for one in block.attention) * (
+    scores = sum(call.scores for call in block.attention) * (
         4 * recipe.element + (2 * recipe.element + 1 if block.core.split_bytes else 0)
     )
     return moved, (transposed + scores) / tp * micro_batch

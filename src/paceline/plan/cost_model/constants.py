@@ -1,5 +1,6 @@
-"""Constants of the time model, each with its source: what devices and networks reach of their published
-peaks.
+"""Constants of the time model, each with its source.
+
+They say what devices and networks reach of their published peaks.
 """
 
 import re
@@ -91,8 +92,9 @@ CONSTANTS = Constants(ARCHITECTURES)
 
 
 def find_architecture(name: str, constants: Constants) -> Architecture:
-    """Return the constants of a device: the longest family name that its name contains, or else a guess
-    marked as one.
+    """Return the constants of a device by the longest family name that its name contains.
+
+    A device of no known family gets a guess, which is marked.
     """
     flat = re.sub(r"[^A-Z0-9]", "", name.upper())
     found = max((family for family in constants.architectures if family in flat), key=len, default=None)
@@ -107,6 +109,7 @@ class OverheadCosts(NamedTuple):
     tensor: float = 0.0
 
     def scaled(self, factor: float) -> "OverheadCosts":
+        """Return the overhead multiplied by `factor`."""
         return OverheadCosts(self.step * factor, self.unit * factor, self.tensor * factor)
 
 
@@ -127,9 +130,9 @@ ENGINES: Mapping[str, OverheadCosts] = {
 
 @dataclass(frozen=True)
 class Processor:
-    """A CPU core without measurements, right to the order of magnitude; values that the system reports take
-    precedence.
+    """A CPU core without measurements, right to the order of magnitude.
 
+    Values that the system reports take precedence.
     operations: per lane and cycle; two units that multiply and add. product: share of that rate that products
     reach.
     start_cycles: to start an operation from Python and record it for the backward pass.

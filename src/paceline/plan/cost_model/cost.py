@@ -19,8 +19,9 @@ class CostPart:
 
 @dataclass(frozen=True, slots=True)
 class MemoryCost:
-    """Peak memory of the rank with the highest peak; the parts add up to it. rank: of the pipeline.
-    limit_bytes: of a device.
+    """Peak memory of the rank with the highest peak.
+
+    The parts add up to it. rank: of the pipeline. limit_bytes: of a device.
     """
 
     parts: tuple[CostPart, ...]
@@ -42,8 +43,9 @@ class MemoryCost:
 
 @dataclass(frozen=True, slots=True)
 class TimeCost:
-    """Time of one step; the parts add up to it. flops: of the model on one rank; hardware_flops: with
-    recomputation.
+    """Time of one step.
+
+    The parts add up to it. flops: of the model on one rank; hardware_flops: with recomputation.
     """
 
     parts: tuple[CostPart, ...]
@@ -104,8 +106,9 @@ class Cost:
 
 
 def list_slower_parts(cost: Cost, best: Cost) -> list[CostPart]:
-    """Return how many seconds longer each part of a step takes than in the best plan, largest first; negative
-    if shorter.
+    """Return how many seconds longer each part of a step takes than in the best plan, largest first.
+
+    A shorter part is negative.
     """
     own, other = ({part.name: part for part in compared.time.parts} for compared in (cost, best))
     differences = []

@@ -19,8 +19,9 @@ class CpuHost:
 
 
 def describe_host(cluster: Cluster, per_node: int) -> CpuHost:
-    """Return the CPU of one of `per_node` ranks; threads are those of
-    distributed.process_group.threads_per_rank.
+    """Return the CPU of one of `per_node` ranks.
+
+    Threads are those of distributed.process_group.threads_per_rank.
     """
     device, cores = cluster.device, cluster.cores_per_node or per_node
     threads = max(1, cores // per_node)
@@ -36,8 +37,9 @@ def describe_host(cluster: Cluster, per_node: int) -> CpuHost:
 
 
 def build_op_times(cluster: Cluster, host: CpuHost, flops: float, memory_Bps: float) -> OpTimeTable:
-    """Return operation times for the rank's threads, interpolated between measured numbers of threads;
-    without any, a guess.
+    """Return operation times for the rank's threads, interpolated between measured numbers of threads.
+
+    They are guessed if nothing is measured.
     """
     found = {
         threads: _measured_op_times(cluster, threads) for threads in {pace.threads for pace in cluster.paces}

@@ -10,8 +10,9 @@ from paceline.plan.model.operations import Operation
 def products_s(
     op_times: OpTimeTable, products: list[tuple[Product, float, float]]
 ) -> tuple[float, float, float]:
-    """Return seconds forward, backward for inputs, and backward for weights of (product, multiplications,
-    count).
+    """Return seconds forward, backward for inputs, and backward for weights.
+
+    products: (product, multiplications, count).
     """
     forward = inputs = weights = 0.0
     for product, volume, count in products:

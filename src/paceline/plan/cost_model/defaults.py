@@ -10,8 +10,9 @@ SHARED_GBps = 1.0  # gloo between processes of one node, or over 10 Gbit/s, in r
 
 
 def add_assumptions(cluster: Cluster) -> tuple[Cluster, tuple[str, ...]]:
-    """Return the cluster with typical links and CPU memory bandwidth where they are unknown, and a sentence
-    for each.
+    """Return the cluster with typical values where they are unknown, and a sentence for each.
+
+    Assumed are bandwidths of links and of a CPU's memory.
     """
     known = {link.axis for link in cluster.links}
     links, sentences = [], []

@@ -7,11 +7,14 @@ from paceline.plan.cost_model.constants import OverheadCosts
 from paceline.plan.cost_model.rates import DeviceRates
 from paceline.plan.cost_model.work_split import StageAssignment, WorkSplit
 
-# Units of each engine. The cost of a unit includes the start of its collectives. step       none: the
-# training loop ddp        tensors; zero1: also its broadcasts zero2      blocks and tensors; zero3: per
-# micro-batch tp         all-reduces over tp, forward and backward together, and tensors of split blocks, per
-# micro-batch cp         ring attention calls, per micro-batch pp         micro-batches of each stage
-# selective  selectively recomputed blocks, per micro-batch
+# Units of each engine. The cost of a unit includes the start of its collectives.
+#   step       none: the training loop
+#   ddp        tensors; zero1: also its broadcasts
+#   zero2      blocks and tensors; zero3: per micro-batch
+#   tp         all-reduces over tp, forward and backward, and tensors of split blocks, per micro-batch
+#   cp         ring attention calls, per micro-batch
+#   pp         micro-batches of each stage
+#   selective  selectively recomputed blocks, per micro-batch
 
 
 class UnitCounts(NamedTuple):

@@ -8,8 +8,9 @@ from paceline.errors import PlanError
 
 
 class RecomputeShares(NamedTuple):
-    """Shares of the forward pass that the backward pass repeats; kept: key of `BlockFacts.saved` for what is
-    kept.
+    """Shares of the forward pass that the backward pass repeats.
+
+    kept: key of `BlockFacts.saved` for what is kept.
     """
 
     kept: str

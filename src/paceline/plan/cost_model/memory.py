@@ -156,6 +156,7 @@ class MemoryBreakdown(NamedTuple):
 def memory_breakdown(
     facts: ModelFacts, share: StageAssignment, recipe: Recipe, key: MicrobatchKey
 ) -> MemoryBreakdown:
+    """Return the memory of one micro-batch on the ranks of `share`."""
     counted = [(params_on_rank(block, key.tp, key.ep), count) for block, count in share.parts]
     params = sum(size * count for size, count in counted)
     if share.is_last and facts.first not in (block for block, _ in share.parts):
@@ -201,8 +202,9 @@ def _kept_microbatches(split: WorkSplit, rank: int) -> float:
 def _peak_of_rank(
     facts: ModelFacts, share: StageAssignment, split: WorkSplit, recipe: Recipe
 ) -> tuple[float, ...]:
-    """Return the bytes at the peak of three moments: in the loss, at the start and at the end of the backward
-    pass.
+    """Return the bytes at the peak of a rank.
+
+    Three moments are compared: in the loss, at the start and at the end of the backward pass.
     """
     if is_traced(share):
         return _peak_of_traced(facts, share, split, recipe)

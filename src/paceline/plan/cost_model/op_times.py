@@ -77,9 +77,7 @@ LARGE_SIZE = 2.0**24
 
 @lru_cache(64)
 def guess_op_times(flops: float, memory_Bps: float, start_s: float) -> OpTimeTable:
-    """Return times of the right order of magnitude, from rates of products and memory and the start of an
-    operation.
-    """
+    """Return times of the right order of magnitude, from rates and the start of an operation."""
     per_s = {
         "linear": flops / 2,
         "convolution": flops / 4,

@@ -29,6 +29,7 @@ def predict(
 
 
 def predict_split(facts: ModelFacts, split: WorkSplit, recipe: Recipe, rates: DeviceRates) -> Cost:
+    """Return the cost of a split."""
     return Cost(
         predict_time(facts, split, recipe, rates),
         predict_memory(facts, split, recipe, rates.memory_bytes),
@@ -44,9 +45,7 @@ def default_recipe(rates: DeviceRates) -> Recipe:
 def add_input_and_save(
     time_: TimeCost, input_s: float = 0.0, save_s: float = 0.0, steps_between_saves: float = 1.0
 ) -> TimeCost:
-    """Return the time with what the planner cannot know: seconds that a rank waits for its batch and for
-    checkpoints.
-    """
+    """Return the time with the seconds that a rank waits for its batch and for checkpoints."""
     extra = (
         CostPart("input", max(0.0, input_s - time_.step_s), 0.3, "time to prepare a batch beyond the step"),
         CostPart(

@@ -98,8 +98,9 @@ class DeviceRates:
         return self.flops[known]
 
     def measured_flops(self, dtype: str, volume: float) -> float | None:
-        """Return the rate of a product of `volume` multiplications, interpolated on a logarithmic scale; None
-        without measurements.
+        """Return the rate of a product of `volume` multiplications, interpolated on a logarithmic scale.
+
+        Returns None without measurements.
         """
         table = self.rates.get(dtype)
         if not table:
@@ -124,8 +125,9 @@ class DeviceRates:
         )
 
     def collective_s(self, kind: str, size: float, ranks: int, together: int, rails: bool = True) -> float:
-        """Return the seconds of one call with S = `size` bytes among `ranks` ranks, `together` of them in
-        each node.
+        """Return the seconds of one call with S = `size` bytes.
+
+        ranks: of the group, `together` of them in each node. rails: see `Recipe`.
         """
         if ranks < 2 or size <= 0:
             return 0.0

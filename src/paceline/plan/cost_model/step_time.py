@@ -79,45 +79,51 @@ class StageLoad(NamedTuple):
         )
 
 
-def predict_time(facts: ModelFacts, split: WorkSplit, recipe: Recipe, speeds: DeviceRates) -> TimeCost:
+def predict_time(facts: ModelFacts, split: WorkSplit, recipe: Recipe, rates: DeviceRates) -> TimeCost:
     """Return the time of a step. Raises PlanError if the bandwidth of the cluster is unknown."""
     stages = stage_loads(
-        facts, split.pp, split.stages, SCHEDULES[split.schedule].folded, split.microbatch_key, recipe, speeds
+        facts, split.pp, split.stages, SCHEDULES[split.schedule].folded, split.microbatch_key, recipe, rates
     )
     share, busiest = stages[0]
     m = split.microbatches
     parts = _parts_of_load(m, busiest)
     if split.pp > 1:
         parts |= _pipeline_parts(
-            facts, split, recipe, speeds, busiest, [(one.count, load) for one, load in stages]
+            facts, split, recipe, rates, busiest, [(assigned.count, load) for assigned, load in stages]
         )
-    params = max([memory_breakdown(facts, one, recipe, split.microbatch_key).params for one, _ in stages])
-    parts |= _data_parts(facts, share, split, recipe, speeds, busiest, params)
-    parts["engines"] = engines_s(share, split, speeds)
-    parts["optimizer"] = _optimizer_s(share, split, recipe, speeds, params)
-    parts["jitter"] = speeds.constants.jitter * sum(parts.values())
+    params = max(
+        [memory_breakdown(facts, assigned, recipe, split.microbatch_key).params for assigned, _ in stages]
+    )
+    parts |= _data_parts(facts, share, split, recipe, rates, busiest, params)
+    parts["engines"] = engines_s(share, split, rates)
+    parts["optimizer"] = _optimizer_s(share, split, recipe, rates, params)
+    parts["jitter"] = rates.constants.jitter * sum(parts.values())
     peak = next(
-        (speeds.peaks[dtype] for dtype in (recipe.dtype, "bf16", "fp16", "fp32") if dtype in speeds.peaks),
+        (rates.peaks[dtype] for dtype in (recipe.dtype, "bf16", "fp16", "fp32") if dtype in rates.peaks),
         None,
     )
-    min_error = GUESSED_ERROR if speeds.op_times is not None and not speeds.op_times.measured else 0.0
+    min_error = GUESSED_ERROR if rates.op_times is not None and not rates.op_times.measured else 0.0
     ranks = split.ranks
     flops = facts.training_flops * split.batch / ranks
     return TimeCost(
         parts=_calibrated_parts(
-            parts, speeds.calibration, min_error, TIME_PARTS["compute"] if facts.source == "measured" else ()
+            parts, rates.calibration, min_error, TIME_PARTS["compute"] if facts.source == "measured" else ()
         ),
         flops=flops,
-        hardware_flops=flops + sum(load.recompute_flops * one.count for one, load in stages) * m / split.pp,
+        hardware_flops=flops
+        + sum(load.recompute_flops * assigned.count for assigned, load in stages) * m / split.pp,
         tokens=float(facts.tokens * split.batch),
         samples=float(split.batch),
         peak_flops=peak,
-        guesses=_guesses(split, parts, speeds),
+        guesses=_guesses(split, parts, rates),
     )
 
 
 def _calibrated_parts(
-    parts: dict[str, float], seen: Calibration | None, min_error: float = 0.0, measured: Collection[str] = ()
+    parts: dict[str, float],
+    calibration: Calibration | None,
+    min_error: float = 0.0,
+    measured: Collection[str] = (),
 ) -> tuple[CostPart, ...]:
     """Return the parts, corrected by the calibration.
 
@@ -126,7 +132,7 @@ def _calibrated_parts(
     found = []
     for name, seconds in parts.items():
         error, note = max(PARTS[name][0], min_error if name not in measured else 0.0), PARTS[name][1]
-        if seen is not None and (factor := seen.factors.get(name)) is not None:
+        if calibration is not None and (factor := calibration.factors.get(name)) is not None:
             runs = several(factor.runs, "run")
             seconds, error, note = (
                 seconds * factor.value,
@@ -138,29 +144,27 @@ def _calibrated_parts(
     return tuple(found)
 
 
-def _guesses(split: WorkSplit, parts: dict[str, float], speeds: DeviceRates) -> tuple[str, ...]:
+def _guesses(split: WorkSplit, parts: dict[str, float], rates: DeviceRates) -> tuple[str, ...]:
     """Return sentences about guesses; with runs like this step in the calibration, nothing is a guess."""
-    if speeds.calibration is None:
-        return speeds.guesses + _extrapolations(split)
-    beyond = speeds.calibration.beyond(
+    if rates.calibration is None:
+        return rates.guesses + _extrapolations(split)
+    beyond = rates.calibration.beyond(
         [name for name, seconds in parts.items() if seconds and name != "jitter"], split.ranks
     )
-    return beyond and (*speeds.guesses, *_extrapolations(split), *beyond)
+    return beyond and (*rates.guesses, *_extrapolations(split), *beyond)
 
 
-def lower_bound_s(facts: ModelFacts, split: WorkSplit, recipe: Recipe, speeds: DeviceRates) -> float:
-    """Return a lower bound of the step time: the micro-batches of the busiest rank, without what is added to
-    them.
-    """
+def lower_bound_s(facts: ModelFacts, split: WorkSplit, recipe: Recipe, rates: DeviceRates) -> float:
+    """Return a lower bound of the step time: only the micro-batches of the busiest rank."""
     stages = stage_loads(
-        facts, split.pp, split.stages, SCHEDULES[split.schedule].folded, split.microbatch_key, recipe, speeds
+        facts, split.pp, split.stages, SCHEDULES[split.schedule].folded, split.microbatch_key, recipe, rates
     )
     busiest = stages[0][1]
-    if speeds.calibration is None:
-        return split.microbatches * busiest.total_s * (1 + speeds.constants.jitter)
+    if rates.calibration is None:
+        return split.microbatches * busiest.total_s * (1 + rates.constants.jitter)
     parts = _parts_of_load(split.microbatches, busiest)
-    parts["jitter"] = speeds.constants.jitter * sum(parts.values())
-    return sum(part.value for part in _calibrated_parts(parts, speeds.calibration))
+    parts["jitter"] = rates.constants.jitter * sum(parts.values())
+    return sum(part.value for part in _calibrated_parts(parts, rates.calibration))
 
 
 def _parts_of_load(microbatches: int, busiest: StageLoad) -> dict[str, float]:
@@ -182,11 +186,11 @@ def stage_loads(
     folded: bool,
     key: MicrobatchKey,
     recipe: Recipe,
-    speeds: DeviceRates,
+    rates: DeviceRates,
 ) -> tuple[tuple[StageAssignment, StageLoad], ...]:
     """Return the load of each kind of rank of a pipeline, busiest first."""
     found = [
-        (share, stage_load(share, recipe, speeds, key, facts.slower))
+        (share, stage_load(share, recipe, rates, key, facts.slower))
         for share in assign_stages(facts, pp, stages, recipe.even, folded)
     ]
     return tuple(sorted(found, key=lambda pair: -pair[1].total_s))
@@ -200,28 +204,33 @@ def _extrapolations(split: WorkSplit) -> tuple[str, ...]:
 
 @lru_cache(65536)
 def stage_load(
-    share: StageAssignment, recipe: Recipe, speeds: DeviceRates, key: MicrobatchKey, slower: float = 1.0
+    share: StageAssignment, recipe: Recipe, rates: DeviceRates, key: MicrobatchKey, slower: float = 1.0
 ) -> StageLoad:
+    """Return the seconds of one micro-batch on the ranks of `share`."""
     products = attention = traffic = recompute = tensor = context = flops = recompute_flops = 0.0
     forward = inputs = weights = 0.0
     for block, count in share.parts:
-        one = compute_block_time(speeds, recipe, block, key)
+        block_time = compute_block_time(rates, recipe, block, key)
         if slower != 1.0:
-            one = one.scaled(slower)
-        sums, ring = _tensor_s(block, key, recipe, speeds), _context_s(block, key, recipe, speeds, one)
-        products += count * (one.products_s + one.inputs_s + one.weights_s)
-        attention += count * (one.attention_s + one.attention_backward_s)
-        traffic += count * (one.traffic_s + one.traffic_backward_s)
-        recompute += count * one.recompute_s
+            block_time = block_time.scaled(slower)
+        sums, ring = _tensor_s(block, key, recipe, rates), _context_s(block, key, recipe, rates, block_time)
+        products += count * (block_time.products_s + block_time.inputs_s + block_time.weights_s)
+        attention += count * (block_time.attention_s + block_time.attention_backward_s)
+        traffic += count * (block_time.traffic_s + block_time.traffic_backward_s)
+        recompute += count * block_time.recompute_s
         tensor += count * (sums.forward_s + sums.backward_s + sums.recompute_s)
         context += count * ring
-        forward += count * (one.forward_s + sums.forward_s + ring / 3)
+        forward += count * (block_time.forward_s + sums.forward_s + ring / 3)
         inputs += count * (
-            one.backward_inputs_s + one.recompute_s + sums.backward_s + sums.recompute_s + ring * 2 / 3
+            block_time.backward_inputs_s
+            + block_time.recompute_s
+            + sums.backward_s
+            + sums.recompute_s
+            + ring * 2 / 3
         )
-        weights += count * one.weights_s
-        flops += count * one.flops
-        recompute_flops += count * one.recompute_flops
+        weights += count * block_time.weights_s
+        flops += count * block_time.flops
+        recompute_flops += count * block_time.recompute_flops
     return StageLoad(
         products,
         attention,
@@ -236,14 +245,17 @@ def stage_load(
 
 
 class PassTimes(NamedTuple):
+    """Seconds of communication in the forward pass, the backward pass and recomputation."""
+
     forward_s: float
     backward_s: float
     recompute_s: float
 
 
-def _tensor_s(block: BlockFacts, key: MicrobatchKey, recipe: Recipe, speeds: DeviceRates) -> PassTimes:
-    """Return the time of a block's all-reduces over tp: of its outputs forward, of gradients of its inputs
-    backward.
+def _tensor_s(block: BlockFacts, key: MicrobatchKey, recipe: Recipe, rates: DeviceRates) -> PassTimes:
+    """Return the time of a block's all-reduces over tp.
+
+    They sum its outputs forward, and the gradients of its inputs backward.
 
     Source: arXiv 1909.08053, section 3. Sequence parallelism replaces each by a gather and a scatter, which
     together take as long (arXiv 2205.05198, section 4.2.2).
@@ -251,16 +263,18 @@ def _tensor_s(block: BlockFacts, key: MicrobatchKey, recipe: Recipe, speeds: Dev
     if key.tp == 1 or not block.sums:
         return PassTimes(0.0, 0.0, 0.0)
     size = block.boundary * recipe.element * key.micro_batch / key.cp
-    over = rank_group(key.tp, 1, speeds.per_node)
-    one = speeds.collective_s("all-reduce", size, over.ranks, over.together) * (1 - recipe.overlaps_tensor)
+    over = rank_group(key.tp, 1, rates.per_node)
+    call_s = rates.collective_s("all-reduce", size, over.ranks, over.together) * (1 - recipe.overlaps_tensor)
     recompute = (
-        one * block.sums if recipe.recompute_shares(key.recompute).products == 1 and block.attention else 0.0
+        call_s * block.sums
+        if recipe.recompute_shares(key.recompute).products == 1 and block.attention
+        else 0.0
     )
-    return PassTimes(one * block.sums, one * block.sums, recompute)
+    return PassTimes(call_s * block.sums, call_s * block.sums, recompute)
 
 
 def _context_s(
-    block: BlockFacts, key: MicrobatchKey, recipe: Recipe, speeds: DeviceRates, one: ComputeTime
+    block: BlockFacts, key: MicrobatchKey, recipe: Recipe, rates: DeviceRates, block_time: ComputeTime
 ) -> float:
     """Return the exposed time of ring attention (arXiv 2310.01889).
 
@@ -269,21 +283,21 @@ def _context_s(
     """
     if key.cp == 1 or not block.attention:
         return 0.0
-    over = rank_group(key.cp, key.tp, speeds.per_node)
+    over = rank_group(key.cp, key.tp, rates.per_node)
     width = key.micro_batch / key.tp
     size = (
         sum(2 * a.keys * a.head_dim * (a.kv_heads or a.heads) for a in block.attention)
         * recipe.element
         * width
     )
-    ring = speeds.collective_s("all-gather", size, over.ranks, over.together)
+    ring = rates.collective_s("all-gather", size, over.ranks, over.together)
     merged = (
         sum(a.queries * a.head_dim * a.heads for a in block.attention)
         * MERGED_BYTES
         * width
-        / speeds.memory_Bps
+        / rates.memory_Bps
     )
-    exposed = ring - (1 - speeds.exposed_share(over.together)) * min(ring, one.attention_s)
+    exposed = ring - (1 - rates.exposed_share(over.together)) * min(ring, block_time.attention_s)
     return (3 + recipe.recompute_shares(key.recompute).attention) * (exposed + merged)
 
 
@@ -291,27 +305,26 @@ def _pipeline_parts(
     facts: ModelFacts,
     split: WorkSplit,
     recipe: Recipe,
-    speeds: DeviceRates,
+    rates: DeviceRates,
     busiest: StageLoad,
     loads: Iterable[tuple[int, StageLoad]],
 ) -> dict[str, float]:
-    """Return the bubble and the exposed sends of the schedule; ranks may differ in the time they take to fill
-    and drain.
+    """Return the bubble and the exposed sends of the schedule.
+
+    Ranks may differ in the time they take to fill and drain.
     """
     schedule = SCHEDULES[split.schedule]
-    others = sum(count * one.total_s for count, one in loads) - busiest.total_s
-    alike = schedule.idle_s(split.pp, split.microbatches, split.stages, busiest.stage) / (
+    others = sum(count * load.total_s for count, load in loads) - busiest.total_s
+    uniform = schedule.idle_s(split.pp, split.microbatches, split.stages, busiest.stage) / (
         busiest.total_s or 1.0
     )
     size = facts.first.boundary * recipe.element * split.micro_batch / split.cp
     size /= split.tp if recipe.scatter or recipe.splits_sequence(split.cp) else 1
-    over = rank_group(2, split.dp * split.cp * split.tp, speeds.per_node)
-    send = speeds.collective_s("send", size, 2, over.together)
-    bubble = alike * others / (split.pp - 1)
-    if speeds.crowd > 1:  # an idle rank leaves its core to the ranks that share it
-        bubble = max(
-            0.0, bubble / speeds.crowd - (1 - 1 / speeds.crowd) * split.microbatches * busiest.total_s
-        )
+    over = rank_group(2, split.dp * split.cp * split.tp, rates.per_node)
+    send = rates.collective_s("send", size, 2, over.together)
+    bubble = uniform * others / (split.pp - 1)
+    if rates.crowd > 1:  # an idle rank leaves its core to the ranks that share it
+        bubble = max(0.0, bubble / rates.crowd - (1 - 1 / rates.crowd) * split.microbatches * busiest.total_s)
     return {
         "pipeline bubble": bubble,
         "pipeline sends": schedule.exposed_sends(split.pp, split.microbatches, split.stages) * send,
@@ -323,7 +336,7 @@ def _data_parts(
     share: StageAssignment,
     split: WorkSplit,
     recipe: Recipe,
-    speeds: DeviceRates,
+    rates: DeviceRates,
     busiest: StageLoad,
     params: float,
 ) -> dict[str, float]:
@@ -332,20 +345,19 @@ def _data_parts(
     if ranks == 1:
         return {}
     blocks = sum(count for _, count in share.parts)
-    over = rank_group(ranks, split.tp, speeds.per_node)
-    shards = rank_group(split.shards, split.tp, speeds.per_node)
+    over = rank_group(ranks, split.tp, rates.per_node)
+    shards = rank_group(split.shards, split.tp, rates.per_node)
     forward, backward = busiest.stage.forward_s, busiest.stage.inputs_s + busiest.stage.weights_s
 
     def call(kind: str, bytes_a_parameter: float, among: Group, of: float = params) -> float:
-        return speeds.collective_s(kind, of * bytes_a_parameter, among.ranks, among.together, recipe.rails)
+        return rates.collective_s(kind, of * bytes_a_parameter, among.ranks, among.together, recipe.rails)
 
-    exposed_share = speeds.exposed_share(
-        (shards if split.zero >= 2 else over).together if recipe.rails else 1
-    )
+    exposed_share = rates.exposed_share((shards if split.zero >= 2 else over).together if recipe.rails else 1)
 
     def exposed(communication: float, computing: float) -> float:
-        """Return what a collective adds to the computing it may overlap with; that of the first or last block
-        is exposed.
+        """Return what a collective adds to the computing it may overlap with.
+
+        That of the first or last block is exposed.
         """
         return (
             max(communication / blocks, communication - (1 - exposed_share) * min(communication, computing))
@@ -366,7 +378,7 @@ def _data_parts(
     gather = call("all-gather", recipe.gather, shards) + latency
     scatter = call("reduce-scatter", recipe.reduce, shards) + latency
     if split.replicate > 1:
-        copies = rank_group(split.replicate, split.tp * split.shards, speeds.per_node)
+        copies = rank_group(split.replicate, split.tp * split.shards, rates.per_node)
         scatter += call("all-reduce", recipe.reduce, copies, params / split.shards)
     often = 1 if recipe.whole_gradients else split.microbatches
     twice = gather if split.zero == 3 else 0.0
@@ -378,16 +390,18 @@ def _data_parts(
 
 
 def _optimizer_s(
-    share: StageAssignment, split: WorkSplit, recipe: Recipe, speeds: DeviceRates, params: float
+    share: StageAssignment, split: WorkSplit, recipe: Recipe, rates: DeviceRates, params: float
 ) -> float:
     """Return the time of the update, from memory bandwidth, or on a CPU from number and size of tensors.
 
     The norm of the gradients reads them once more.
     """
     tensors = sum(block.tensors * count for block, count in share.parts)
-    if speeds.op_times is not None and tensors:
-        here = tensors / (split.shards if split.zero == 1 else 1)
-        return here * speeds.op_times.seconds("update", params / (split.shards if split.zero else 1) / here)
-    mine = state_bytes(recipe, split.zero, split.shards)
-    updated = params * mine.optimizer / recipe.optimizer
-    return (updated * (ADAM_BYTES + recipe.master / 2) + params * mine.gradients) / speeds.memory_Bps
+    if rates.op_times is not None and tensors:
+        own_tensors = tensors / (split.shards if split.zero == 1 else 1)
+        return own_tensors * rates.op_times.seconds(
+            "update", params / (split.shards if split.zero else 1) / own_tensors
+        )
+    own = state_bytes(recipe, split.zero, split.shards)
+    updated = params * own.optimizer / recipe.optimizer
+    return (updated * (ADAM_BYTES + recipe.master / 2) + params * own.gradients) / rates.memory_Bps

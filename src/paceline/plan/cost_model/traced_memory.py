@@ -14,6 +14,8 @@ WAITING_SHARE = 0.5
 
 
 class MemoryMoment(NamedTuple):
+    """Bytes of a rank at one moment of the backward pass."""
+
     gradients: float
     activations: float
     gathered: float
@@ -65,9 +67,7 @@ def peak_bytes(recipe: Recipe, block: BlockFacts, key: MicrobatchKey) -> float:
 
 
 def _product_output_bytes(recipe: Recipe, block: BlockFacts, key: MicrobatchKey) -> float:
-    """Return bytes per sample of kept outputs of products and attention that the backward pass itself does
-    not need.
-    """
+    """Return bytes per sample of outputs of products and attention that are kept only for recomputation."""
     shares = recipe.recompute_shares(key.recompute)
     if shares.kept != "selective" or shares.kept not in block.saved:
         return 0.0
@@ -86,8 +86,9 @@ def _product_output_elements(block: BlockFacts, key: MicrobatchKey) -> float:
 
 
 def _gathered_bytes(recipe: Recipe, block: BlockFacts, key: MicrobatchKey) -> float:
-    """Return bytes per sample of activations that sequence parallelism gathers before split layers, which
-    keep them whole.
+    """Return bytes per sample of gathered activations.
+
+    Sequence parallelism gathers them before split layers, which keep them whole.
     """
     if block.whole or not recipe.splits_sequence(key.cp):
         return 0.0
@@ -202,8 +203,9 @@ def boundary_bytes(split: WorkSplit, share: StageAssignment, recipe: Recipe) -> 
 
 
 def count_updated_params(share: StageAssignment, split: WorkSplit, params: float) -> float:
-    """Return the parameters of the rank that updates most: ZeRO-1 distributes whole tensors, ZeRO-2 and 3
-    shard each.
+    """Return the parameters of the rank that updates most.
+
+    ZeRO-1 distributes whole tensors, ZeRO-2 and ZeRO-3 shard each.
     """
     if split.zero == 1 and split.shards > 1:
         largest = max((block.largest for block, _ in share.parts), default=0) / split.tp

@@ -158,8 +158,9 @@ def assign_stages(
 
 
 def _even_starts(blocks: int, stages: int) -> list[int]:
-    """Return the starts of stages with equally many blocks; the first and last stage, with embedding and
-    head, get fewer.
+    """Return the starts of stages with equally many blocks.
+
+    The first and last stage, with embedding and head, get fewer.
     """
     each, over = divmod(blocks, stages)
     order = sorted(
@@ -174,8 +175,9 @@ def _even_starts(blocks: int, stages: int) -> list[int]:
 
 
 def _balanced_starts(costs: list[float], last: float, stages: int) -> list[int]:
-    """Return starts of contiguous stages with the smallest maximum cost, head included; by bisection,
-    O(blocks) per step.
+    """Return starts of contiguous stages with the smallest maximum cost, head included.
+
+    By bisection, O(blocks) per step.
     """
     low, high = max(*costs, last + costs[-1]) if len(costs) > 1 else costs[0] + last, sum(costs) + last
     if stages == 1:

@@ -43,16 +43,15 @@ class Conv:
 
     @property
     def kept(self) -> float:
-        """Elements kept: the input, and the output for the batch norm; the next layer keeps the activation's
-        output.
+        """Elements kept: the input, and the output for the batch norm.
+
+        The next layer keeps the activation's output.
         """
         return self.inputs * (self.size * self.stride) ** 2 + self.given * self.activation
 
     @property
     def moved(self) -> float:
-        """Elements moved by batch norm in training (two reads and a write) and activation (a read and a
-        write).
-        """
+        """Elements that batch norm (two reads, a write) and activation (a read, a write) move in training."""
         return 5 * self.given
 
 

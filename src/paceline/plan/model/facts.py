@@ -10,8 +10,7 @@ from paceline.plan.model.operations import Operation
 
 @dataclass(frozen=True, slots=True)
 class Product:
-    """A matrix product with weights in the forward pass of one sample: rows × inner times inner × columns,
-    `count` times.
+    """A matrix product with weights: rows × inner times inner × columns, `count` times per sample.
 
     The rows of all samples of a micro-batch form one matrix. cut: the dim that tensor parallelism divides, or
     None.
@@ -39,9 +38,9 @@ class Product:
 
 @dataclass(frozen=True, slots=True)
 class Attention:
-    """Attention scores and their product with the values, without weights; tensor parallelism divides the
-    heads.
+    """Attention scores and their product with the values, without weights.
 
+    Tensor parallelism divides the heads.
     window: maximum number of keys per query. kv_heads: None means as many as `heads`.
     """
 
@@ -154,8 +153,9 @@ class BlockFacts:
 
     @property
     def flops(self) -> float:
-        """FLOPs of the forward pass of one sample; the backward pass has twice as many: products for inputs
-        and for weights.
+        """FLOPs of the forward pass of one sample.
+
+        The backward pass has twice as many: products for inputs and for weights.
         """
         return self.product_flops + self.attention_flops
 
@@ -206,9 +206,7 @@ class ModelFacts:
 
     @property
     def training_flops(self) -> float:
-        """FLOPs of forward and backward pass of one sample without recomputation: the model FLOPs of the
-        literature.
-        """
+        """Model FLOPs of the literature: forward and backward of a sample without recomputation."""
         return 3.0 * self.flops
 
     @property

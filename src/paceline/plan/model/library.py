@@ -46,6 +46,7 @@ def _transformers() -> Mapping[str, Mapping[str, Any]]:
 
 
 def list_models() -> tuple[str, ...]:
+    """Return the names of all known models."""
     return (*_transformers(), *CONVNETS)
 
 

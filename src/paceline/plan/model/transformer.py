@@ -204,9 +204,7 @@ def _embedding(m: Transformer) -> BlockFacts:
 
 
 def _head(m: Transformer) -> BlockFacts:
-    """Return the facts of head and loss in float32: 4 bytes per logit are kept (arXiv 2205.05198, section
-    4.3).
-    """
+    """Return the facts of head and loss. The loss keeps 4 bytes per logit (arXiv 2205.05198, section 4.3)."""
     h, v = m.hidden, m.vocab
     s = 1 if m.head == "classes" else m.seq
     transform = m.head == "masked tokens"

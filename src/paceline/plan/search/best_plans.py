@@ -69,8 +69,9 @@ def find_best_plans(
     price: float | None = None,
     others: bool = False,
 ) -> BestPlans:
-    """Return the plans that fit, fastest first; or the cost of `plan`, with `others` also of the plans to
-    compare it with.
+    """Return the plans that fit, fastest first.
+
+    Or the cost of `plan`, with `others` also of the plans to compare it with.
 
     Raises PlanError for a plan that is impossible, if no plan fits, and if too little is known of the
     machine.
@@ -84,10 +85,10 @@ def find_best_plans(
     cluster, assumed = add_assumptions(cluster)
     whole = BestPlans(facts, cluster, count, batch, [], [], assumed, tokens, price)
     if plan is not None:
-        asked = parse(plan)
-        _check_plan(facts, asked)
+        requested = parse(plan)
+        _check_plan(facts, requested)
         whole = replace(
-            whole, plans=[(asked, predict(facts, asked, cluster, batch, recipe, count))], others=[]
+            whole, plans=[(requested, predict(facts, requested, cluster, batch, recipe, count))], others=[]
         )
         if not others:
             return whole

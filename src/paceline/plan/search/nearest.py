@@ -12,8 +12,9 @@ from paceline.plan.search.candidates import enumerate_candidates
 def find_nearest_plans(
     plan: Plan, before: int, ranks: int, batch: int, may_cut: bool = True
 ) -> Iterator[Plan]:
-    """Yield plans for `ranks` ranks in place of `plan` on `before` ranks, most similar first, with the same
-    global batch.
+    """Yield plans for `ranks` ranks in place of `plan` on `before` ranks, most similar first.
+
+    They have the same global batch.
 
     The micro-batch of a rank does not grow, because it may not fit into memory: the number of micro-batches
     grows instead, unless `may_cut` is False (BatchNorm depends on the size of micro-batches).
@@ -73,8 +74,7 @@ def _distance(old: Plan, other: Plan, ranks: int) -> tuple[float, ...]:
 
 
 def _fit_batch(plan: Plan, ranks: int, batch: int, most: int | None) -> Plan | None:
-    """Return `plan` with the fewest micro-batches that have at most `most` samples, or None if there is no
-    such number.
+    """Return `plan` with the fewest micro-batches of at most `most` samples, or None.
 
     Raises PlanError if the plan does not fit `ranks`.
     """

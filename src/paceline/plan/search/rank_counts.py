@@ -29,8 +29,9 @@ def parse_counts(text: str) -> tuple[int, ...]:
 
 
 def _continue(begun: list[int], last: int, text: str) -> list[int]:
-    """Return the numbers from the last of `begun` to `last`, by the common factor of `begun`, or else by its
-    common step.
+    """Return the numbers from the last of `begun` to `last`.
+
+    They continue by the common factor of `begun`, or else by its common step.
     """
     if len(begun) == 1:
         return _fill_up_to(begun[0], last, text, factor=2)

@@ -37,8 +37,9 @@ def find_indistinct_plans(found: BestPlans, target: str | None) -> IndistinctPla
 
 
 def count_overlapping(plans: Sequence[tuple[Plan, Cost]]) -> int:
-    """Return how many of `plans`, fastest first, may be as fast as the first, within one standard deviation
-    of both.
+    """Return how many plans are as fast as the first within one standard deviation of both.
+
+    plans: fastest first.
     """
     first = plans[0][1]
     longest_s = first.step_s * (1 + first.time.error)
@@ -46,9 +47,7 @@ def count_overlapping(plans: Sequence[tuple[Plan, Cost]]) -> int:
 
 
 def find_largest_error(cost: Cost) -> str | None:
-    """Return the part with the largest error, or None if all errors together are below the noise between
-    trainings.
-    """
+    """Return the part with the largest error; None if the noise between trainings is larger."""
     spread = {part.name: part.value * part.error for part in cost.time.parts}
     if sum(error_s**2 for error_s in spread.values()) < (RUN_NOISE * cost.step_s) ** 2:
         return None
@@ -56,9 +55,7 @@ def find_largest_error(cost: Cost) -> str | None:
 
 
 def _suggest_measurement(found: BestPlans, target: str | None, part: str | None) -> str:
-    """Return the command that measures the part, or else the command of a training, which shows its true
-    value.
-    """
+    """Return the command that measures the part, or else the command of a training, which shows it."""
     options = f"--ranks {found.ranks} --batch {found.batch} --plan {found.plans[0][0]}"
     train = f"paceline train {target or 'TASK'} {options}"
     if part is None:

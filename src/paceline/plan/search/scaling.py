@@ -1,5 +1,6 @@
-"""Scaling of a training: the fastest plan for each number of ranks, with one batch (strong) and one batch per
-rank (weak).
+"""Scaling of a training: the fastest plan for each number of ranks.
+
+Strong scaling has one batch for all ranks, weak scaling one batch per rank.
 """
 
 from collections.abc import Sequence
@@ -22,9 +23,9 @@ from paceline.plan.search.search import MARGIN, find_fastest, find_leanest, no_f
 
 @dataclass(frozen=True)
 class ScalingPoint:
-    """The fastest plan that fits on `ranks` ranks. bill: of the whole training; None: its tokens are not
-    specified.
+    """The fastest plan that fits on `ranks` ranks. bill: of the whole training.
 
+    None: its tokens are not specified.
     efficiency: samples per second and rank, relative to the fewest ranks of the curve.
     lost: the part whose device time per sample grew most since the fewest ranks, as a share of the device
     time here.
@@ -42,8 +43,9 @@ class ScalingPoint:
 
 @dataclass(frozen=True)
 class InfeasibleCount:
-    """Why no plan exists for `ranks` ranks: too little memory, too few samples to split, or nodes that would
-    not be full.
+    """Why no plan exists for `ranks` ranks.
+
+    want: what is missing: memory, samples to split, or ranks to fill the nodes.
     """
 
     ranks: int
@@ -61,9 +63,9 @@ class Curve:
 
 @dataclass(frozen=True)
 class Scaling:
-    """strong: `batch` samples per step on any number of ranks. weak: `each` samples per rank, as on the
-    fewest ranks of `strong`.
+    """strong: `batch` samples per step on any number of ranks.
 
+    weak: `each` samples per rank, as on the fewest ranks of `strong`.
     tokens: of the whole training. assumed: sentences.
     """
 
@@ -86,8 +88,7 @@ def predict_scaling(
     tokens: float | None = None,
     price: float | None = None,
 ) -> Scaling:
-    """Return the fastest plan for each number of ranks, on as many nodes like those of `cluster` as
-    necessary.
+    """Return the fastest plan for each number of ranks, on as many nodes as necessary.
 
     Raises PlanError if no plan fits on any of `counts`.
     """

@@ -1,5 +1,6 @@
-"""Search over all plans for a model on a cluster: those that fit, fastest first, and the others with the
-reason.
+"""Search over all plans for a model on a cluster.
+
+The result has the plans that fit, fastest first, and the reason for each other plan.
 """
 
 import math
@@ -166,8 +167,9 @@ def search_plans(
     recipe: Recipe | None = None,
     ranks: int | None = None,
 ) -> SearchResult:
-    """Return every legal plan on `ranks` ranks, or on all devices; those that fit with the share `margin` of
-    memory free are priced.
+    """Return every legal plan on `ranks` ranks, or on all devices.
+
+    Those that fit with the share `margin` of memory free are priced.
     """
     rates = device_rates(cluster, ranks=ranks)
     recipe = recipe or default_recipe(rates)
@@ -193,8 +195,9 @@ def _rejected(split: WorkSplit, values: tuple[float, ...], limit_bytes: float) -
 
 
 def enumerate_splits(facts: ModelFacts, ranks: int, per_node: int, batch: int) -> Iterator[WorkSplit]:
-    """Yield every split. tp stays in a node, where its all-reduces are fast; cp, data and pipeline ranks
-    follow at growing distances (`ResolvedPlan.place`).
+    """Yield every split. tp stays in a node, where its all-reduces are fast.
+
+    Cp, data and pipeline ranks follow at growing distances (`ResolvedPlan.place`).
     """
     for tp in facts.tp_degrees:
         if ranks % tp or tp > per_node:
@@ -253,9 +256,7 @@ def _with_degrees(
 
 
 def _zero_stages(ranks: int, dp: int, tp: int, per_node: int) -> list[tuple[int, int]]:
-    """Return ZeRO stages with the number of copies of the shards: 1, or as many as keep the shards of a copy
-    in one node.
-    """
+    """Return ZeRO stages with numbers of copies: 1, and as many as keep each copy in one node."""
     if ranks == 1:
         return [(0, 1)]
     stages = [(0, 1), (1, 1), (2, 1), (3, 1)]
@@ -292,8 +293,9 @@ def _divisors(n: int) -> tuple[int, ...]:
 def _find_enough_ranks(
     facts: ModelFacts, cluster: Cluster, batch: int, limit_bytes: float, recipe: Recipe | None, ranks: int
 ) -> tuple[int, int] | None:
-    """Return a number of ranks that is enough, and a batch for them: `batch`, or one sample per rank if that
-    is larger.
+    """Return a sufficient number of ranks, and a batch for them.
+
+    The batch is `batch`, or one sample per rank if that is larger.
 
     Tries 2, 4, 8 … 64 times the ranks and nodes. None: not even those are enough.
     """
