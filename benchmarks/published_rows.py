@@ -29,7 +29,7 @@ from paceline.plan.cost_model.step_time import predict_time
 from paceline.plan.cost_model.work_split import WorkSplit
 from paceline.plan.model.facts import ModelFacts
 from paceline.plan.model.transformer import Transformer
-from paceline.spec import explain
+from paceline.spec import describe_error
 
 # GB/s of one device in one direction: (memory, within a node, between nodes unless a row specifies it).
 # Sources: data sheets and common nodes.
@@ -124,7 +124,7 @@ def read(path: Path) -> Iterator[Row | tuple[str, str]]:
             except NotPredictable as reason:
                 yield row["row_id"], str(reason)
             except ValidationError as error:
-                yield row["row_id"], explain(error, [])
+                yield row["row_id"], describe_error(error, [])
 
 
 def _parse_row(row: Mapping[str, str]) -> Row:

@@ -192,7 +192,7 @@ def test_set_reaches_every_key(tmp_path):
 def test_malformed_overrides_are_refused(item):
     with pytest.raises(SpecError) as caught:
         parse_overrides([item])
-    assert str(caught.value) == f"--set {item!r} is not NAME=VALUE"
+    assert str(caught.value) == f"--set must be NAME=VALUE, got {item!r}"
 
 
 @pytest.mark.parametrize(
@@ -330,7 +330,7 @@ HUGE = [
     ("width", "[" * 60 + "]" * 60, TOO_LARGE),
     ("width", "{a = " * 5000 + "1" + "}" * 5000, TOO_LARGE),
     ("width", f"{{{'a.' * 5000}a = 1}}", TOO_LARGE),
-    ("." * 5000, "1", "is not NAME=VALUE"),
+    ("." * 5000, "1", "--set must be NAME=VALUE, got "),
     ("a." * 5000 + "a", "1", "unknown key a"),
 ]
 
@@ -465,11 +465,11 @@ def test_dissimilar_names_are_not_suggested():
         assert str(caught.value) == message
 
 
-def test_nearest_names():
-    assert specs.nearest("bach", ["batch", "seed"]) == "; did you mean batch?"
-    assert specs.nearest("qqqq", ["batch", "seed"]) == "; available: batch, seed"
-    assert specs.nearest("qqqq", []) == ""
-    assert specs.nearest("lr", ["batch", "optimizer.lr"]) == "; did you mean optimizer.lr?"
+def test_suggested_names():
+    assert specs.suggest("bach", ["batch", "seed"]) == "; did you mean batch?"
+    assert specs.suggest("qqqq", ["batch", "seed"]) == "; available: batch, seed"
+    assert specs.suggest("qqqq", []) == ""
+    assert specs.suggest("lr", ["batch", "optimizer.lr"]) == "; did you mean optimizer.lr?"
 
 
 def test_the_documented_defaults():

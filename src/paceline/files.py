@@ -31,9 +31,9 @@ def check_target(path: Path, kind: type[Error] = RunError) -> None:
     except (OSError, ValueError) as error:
         raise kind(f"cannot write {path}: {reason(error)}") from error
     if not stat.S_ISREG(mode):
-        found = KINDS.get(stat.S_IFMT(mode), "not a regular file")
+        actual = KINDS.get(stat.S_IFMT(mode), "not a regular file")
         raise kind(
-            f"cannot write {path}: it is {found}, and only regular files are replaced; specify another file"
+            f"cannot write {path}: it is {actual}, and only regular files are replaced; specify another file"
         )
 
 

@@ -378,7 +378,7 @@ def open_run(path: Path) -> RunFolder:
         neighbours = [str(run) for run in path.parent.glob("*/spec.toml")] if path.parent.is_dir() else []
         raise RunError(
             f"no such run: {path}"
-            + spec_file.nearest(str(path), [str(Path(run).parent) for run in neighbours[-20:]])
+            + spec_file.suggest(str(path), [str(Path(run).parent) for run in neighbours[-20:]])
         )
     if not (path / "spec.toml").is_file():
         raise RunError(f"{path} is not a run folder: it has no spec.toml")

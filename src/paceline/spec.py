@@ -136,7 +136,7 @@ class Schedule(Value):
         ):
             return value
         expected = f"samples (an integer, at least {minimum}), '50 steps' or '5 epochs'"
-        raise ValueError(f"schedule.{about.field_name} must be {expected}, got {shown(value)}")
+        raise ValueError(f"schedule.{about.field_name} must be {expected}, got {abbreviate(value)}")
 
     @model_validator(mode="after")
     def _step_needs_every(self) -> Self:
@@ -490,7 +490,7 @@ def build(tree: Mapping[str, Any]) -> tuple[Spec, Launch]:
     try:
         return Spec.model_validate(spec), Launch.model_validate(launch)
     except ValidationError as error:
-        raise SpecError(explain(error, KEYS)) from error
+        raise SpecError(describe_error(error, KEYS)) from error
 
 
 def save(path: Path, spec: Spec, launch: Launch) -> None:
@@ -523,7 +523,7 @@ def parse_overrides(items: Iterable[str]) -> dict[str, Any]:
     for item in items:
         key, equals, text = item.partition("=")
         if not equals or not all(key.split(".")):
-            raise SpecError(f"--set {shown(item)} is not NAME=VALUE")
+            raise SpecError(f"--set must be NAME=VALUE, got {abbreviate(item)}")
         name = key.removeprefix("spec.") if "." in key else f"set.{key}"
         value = parse_value(text, key)
         check_same_value(key, "--set", overrides.get(name, value), "another --set", value)
@@ -536,7 +536,7 @@ def check_same_value(key: str, source: str, value: Any, other_source: str, other
     are_nan = value != value and other_value != other_value
     if value != other_value and not are_nan:
         raise SpecError(
-            f"{shown(key, str)} is {shown(value)} by {source} and {shown(other_value)} by {other_source};"
+            f"{abbreviate(key, str)} is {abbreviate(value)} by {source} and {abbreviate(other_value)} by {other_source};"
             " specify it once"
         )
 
@@ -562,9 +562,9 @@ def parse_value(text: str, key: str = "VALUE") -> Any:
     except tomllib.TOMLDecodeError:
         return text
     except (ValueError, RecursionError):  # thousands of digits or levels
-        raise SpecError(f"--set {shown(key, str)}={shown(text, str)}: {TOO_LARGE}") from None
+        raise SpecError(f"--set {abbreviate(key, str)}={abbreviate(text, str)}: {TOO_LARGE}") from None
     if is_too_large(tree):
-        raise SpecError(f"--set {shown(key, str)}={shown(text, str)}: {TOO_LARGE}")
+        raise SpecError(f"--set {abbreviate(key, str)}={abbreviate(text, str)}: {TOO_LARGE}")
     return (
         tree["x"] if len(tree) == 1 and isinstance(tree["x"], (bool, int, float, str, list, dict)) else text
     )
@@ -581,7 +581,7 @@ def is_too_large(value: Any, level: int = 0) -> bool:
     return isinstance(value, int) and not -MAX_INT - 1 <= value <= MAX_INT
 
 
-def shown(value: Any, as_text: Callable[[Any], str] = repr) -> str:
+def abbreviate(value: Any, as_text: Callable[[Any], str] = repr) -> str:
     """Return the text of a value for a message; a long text is truncated."""
     text = as_text(value)
     return text if len(text) <= 80 else f"{text[:60]}… ({len(text):,} characters)"
@@ -609,12 +609,12 @@ MAX_NAMES = 20  # names that a message lists
 MIN_SIMILARITY = 0.65  # by difflib: accepts rr for r and bach for batch, but not ema for betas
 
 
-def explain(error: ValidationError, known: list[str], what: str = "key") -> str:
+def describe_error(error: ValidationError, known: list[str], what: str = "key") -> str:
     """Return one sentence about the first error, with the nearest known name if a name is unknown."""
     first = error.errors()[0]
     key = ".".join(str(part) for part in first["loc"])
     if first["type"] in ("extra_forbidden", "unexpected_keyword_argument"):
-        return f"unknown {what} {shown(key, str)}{_nearest_key(key, known)}"
+        return f"unknown {what} {abbreviate(key, str)}{_suggest_key(key, known)}"
     if first["type"] == "value_error":
         return str(first["ctx"]["error"])
     if first["type"] == "missing":
@@ -622,10 +622,10 @@ def explain(error: ValidationError, known: list[str], what: str = "key") -> str:
     message = first["msg"].replace("Input should be", "must be")
     message = re.sub(r"a valid dictionary( or instance of \w+)?", "a table", message)
     message = re.sub(r"a valid (?=[aeiou])", "an ", message).replace("a valid ", "a ")
-    return f"{key} {message}, got {shown(first['input'])}"
+    return f"{key} {message}, got {abbreviate(first['input'])}"
 
 
-def _nearest_key(key: str, known: list[str]) -> str:
+def _suggest_key(key: str, known: list[str]) -> str:
     """Return the hint for an unknown key.
 
     Dotted keys are compared within their table: the common prefix does not make `optimizer.ema` similar
@@ -633,12 +633,12 @@ def _nearest_key(key: str, known: list[str]) -> str:
     """
     table, _, leaf = key.rpartition(".")
     if inside := [name.rpartition(".")[2] for name in known if table and name.rpartition(".")[0] == table]:
-        return nearest(leaf, inside).replace("did you mean ", f"did you mean {table}.")
-    hint = nearest(key, known)
+        return suggest(leaf, inside).replace("did you mean ", f"did you mean {table}.")
+    hint = suggest(key, known)
     return hint if known is not KEYS or hint.startswith("; did") else "; paceline train --keys lists them"
 
 
-def nearest(name: str, known: Iterable[str]) -> str:
+def suggest(name: str, known: Iterable[str]) -> str:
     """Return the hint for an unknown name: `"; did you mean batch?"`, or else `"; available: batch, seed"`.
 
     A known name matches if its spelling is similar, or if `name` is its last part (`lr`, `optimizer.lr`).

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Protocol, dataclass_transform
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from paceline.errors import TaskError
-from paceline.spec import KEYS, TABLES, explain, nearest, set_key, shown
+from paceline.spec import KEYS, TABLES, abbreviate, describe_error, set_key, suggest
 from paceline.user_code import (
     UserCode,
     describe_exception,
@@ -167,7 +167,7 @@ def load_task(reference: str, fields: Mapping[str, Any]) -> Task:
     known = [field.name for field in dataclasses.fields(kind)]
     for name in fields:
         if name not in known:
-            raise TaskError(f"{reference} has no field {shown(name, str)}{_suggest_field(name, known)}")
+            raise TaskError(f"{reference} has no field {abbreviate(name, str)}{_suggest_field(name, known)}")
     with UserCode(kind.__name__, kind.__init__):  # the fields may have validators
         try:
             # As JSON, because strict validation accepts a list for a tuple only there.
@@ -177,7 +177,7 @@ def load_task(reference: str, fields: Mapping[str, Any]) -> Task:
             why = (
                 describe_exception(cause)
                 if isinstance(cause, Exception) and find_user_line(cause) is not None
-                else explain(error, known, "field")
+                else describe_error(error, known, "field")
             )
             raise TaskError(f"{reference}: {why}") from error
 
@@ -196,7 +196,7 @@ def load_task_class(reference: str) -> type[Task]:
 
 def _suggest_field(name: str, fields: list[str]) -> str:
     """Return a hint for an unknown field: the nearest field, or the key of the request with that name."""
-    hint = nearest(name, fields)
+    hint = suggest(name, fields)
     keys = [set_key(key) for key in KEYS if key.rpartition(".")[2] == name and key not in TABLES]
     return (
         f"; a key of the request is set by --set {keys[0]}=VALUE"
@@ -224,7 +224,7 @@ def import_task_class(reference: str) -> type[Task]:
         name = defined[0]
     kind = getattr(module, name, None)
     if kind is None:
-        raise TaskError(f"{place} has no class {name}{nearest(name, tasks)}")
+        raise TaskError(f"{place} has no class {name}{suggest(name, tasks)}")
     if not (inspect.isclass(kind) and issubclass(kind, Task)):
         raise TaskError(f"{name} in {place} is not a subclass of paceline.Task")
     return kind
@@ -261,7 +261,7 @@ def check_reference(reference: str) -> str:
     except (ValueError, RecursionError) as error:
         raise TaskError(f"{path} is not Python: {error}") from error
     if name and name not in names and "*" not in names:
-        raise TaskError(f"{place} has no class {name}{nearest(name, names)}")
+        raise TaskError(f"{place} has no class {name}{suggest(name, names)}")
     return f"{path.resolve()}:{name}" if name else str(path.resolve())
 
 
@@ -323,11 +323,11 @@ def _load_file(path: Path) -> ModuleType:
 
 def _suggest_file(path: Path) -> str:
     neighbours = [str(file) for file in path.parent.glob("*.py")]
-    return nearest(str(path), neighbours[:50]) if neighbours else ""
+    return suggest(str(path), neighbours[:50]) if neighbours else ""
 
 
 def _unknown_task(reference: str) -> TaskError:
-    hint = nearest(reference, BUILT_IN)
+    hint = suggest(reference, BUILT_IN)
     return TaskError(
         f"no such task: {reference!r}; expected {', '.join(BUILT_IN)}, a file my.py:Class"
         f" or a module package.module:Class{hint if hint.startswith('; did') else ''}"

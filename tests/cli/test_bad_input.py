@@ -151,7 +151,7 @@ REACHED = "bad.py:Regression has no field {}; a key of the request is set by --s
             "train bad.py:Regression --set width=wide",
             "bad.py:Regression: width must be an integer, got 'wide'",
         ),
-        ("train bad.py:Regression --set width", "--set 'width' is not NAME=VALUE"),
+        ("train bad.py:Regression --set width", "--set must be NAME=VALUE, got 'width'"),
         (
             "train bad.py:Regression --set optimizer.momentun=0.5",
             "unknown key optimizer.momentun; did you mean optimizer.momentum?",

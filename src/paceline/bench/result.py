@@ -15,7 +15,7 @@ from pydantic import Field, ValidationError
 from paceline.errors import BenchError
 from paceline.files import write_whole
 from paceline.spec import Value as Frozen
-from paceline.spec import explain
+from paceline.spec import describe_error
 
 SCHEMA = "paceline.bench"
 VERSION = 1  # incremented when an older Paceline would misread a newer file
@@ -75,7 +75,7 @@ def read(path: Path, kind: str | None = None) -> Result:
     try:
         result = Result.model_validate_json(json.dumps(tree))
     except ValidationError as error:
-        raise BenchError(f"{path}: {explain(error, [*Result.model_fields])}") from error
+        raise BenchError(f"{path}: {describe_error(error, [*Result.model_fields])}") from error
     if kind is not None and result.kind != kind:
         raise BenchError(f"{path} is a result of bench {result.kind}, but bench {kind} is required")
     return result

@@ -81,10 +81,12 @@ def _check_repeated_options(command: Any, context: Any, args: list[str]) -> None
         return
     for option in options:
         if len(given := list(dict.fromkeys(values.get(option.name) or ()))) > 1:
-            from paceline.spec import shown
+            from paceline.spec import abbreviate
 
             word = "" if option.is_flag else f"{option.opts[-1]} "
-            texts = [word + shown(" ".join(value) if option.nargs > 1 else value, str) for value in given]
+            texts = [
+                word + abbreviate(" ".join(value) if option.nargs > 1 else value, str) for value in given
+            ]
             raise SpecError(f"{' and '.join(texts)} are different values of one option; give only one")
 
 

@@ -9,7 +9,7 @@ from typing import Annotated, Any, NamedTuple
 from typer import Argument, Option
 
 from paceline.errors import SpecError
-from paceline.spec import Launch, Spec, shown
+from paceline.spec import Launch, Spec, abbreviate
 
 Target = Annotated[
     str,
@@ -179,7 +179,7 @@ def parse_nodes(text: str | None) -> tuple[int | None, int | None]:
     match = re.fullmatch(r"(?:(\d{1,9}):)?(\d{1,9})", text, re.ASCII)
     if match is None:
         raise SpecError(
-            f"--nodes must be a number of nodes, got {shown(text)}; write 4, or 2:4 for 2 to 4 nodes"
+            f"--nodes must be a number of nodes, got {abbreviate(text)}; write 4, or 2:4 for 2 to 4 nodes"
         )
     return int(match[1]) if match[1] is not None else None, int(match[2])
 

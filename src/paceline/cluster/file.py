@@ -9,7 +9,7 @@ from pydantic import BaseModel, ValidationError
 from paceline.cluster.facts import FORMAT, VERSION, Cluster, Fact
 from paceline.errors import ClusterError
 from paceline.files import write_whole
-from paceline.spec import explain, nearest
+from paceline.spec import describe_error, suggest
 
 MAX_LINE = 120  # characters
 
@@ -87,7 +87,7 @@ def _explain(error: ValidationError) -> str:
     *place, leaf = (str(part) for part in first["loc"] if part != "[key]")
     key = ".".join([*place, leaf])
     if first["type"] == "extra_forbidden":
-        return f"unknown key {key}{nearest(leaf, _model_at(place).model_fields)}"
+        return f"unknown key {key}{suggest(leaf, _model_at(place).model_fields)}"
     if first["type"] == "missing":
         return f"{key} is missing"
     if first["type"] == "literal_error" and "[key]" in first["loc"]:
@@ -97,7 +97,7 @@ def _explain(error: ValidationError) -> str:
         return f"{key} must be {what}, got {first['input']!r}"
     if first["type"] == "value_error":
         return f"{key}: {first['ctx']['error']}"
-    return explain(error, [])
+    return describe_error(error, [])
 
 
 def _model_at(place: list[str]) -> type[BaseModel]:

@@ -12,7 +12,7 @@ from typing import Literal
 from paceline.cluster import file
 from paceline.cluster.facts import Cluster, Device, Dtype, Fact, Link
 from paceline.errors import ClusterError
-from paceline.spec import nearest
+from paceline.spec import suggest
 
 ALIASES = {"h100": "h100-sxm"}
 Copies = dict[Literal["pinned", "pageable"], Fact]
@@ -119,7 +119,7 @@ def parse(text: str) -> Cluster:
     if sheet is None:
         raise ClusterError(
             f"{match['device']} is not in the table of published devices (a cluster.json can describe it)"
-            f"{nearest(name, sheets())}"
+            f"{suggest(name, sheets())}"
         )
     for count in ("each", "nodes"):
         if match[count] is not None and int(match[count]) == 0:

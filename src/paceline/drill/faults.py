@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from paceline.errors import SpecError
 from paceline.launch.signals import STOPPED
-from paceline.spec import nearest
+from paceline.spec import suggest
 
 KILLED = -9  # exit status
 MIN_STEPS = 8  # so that there are steps before and after a fault
@@ -104,7 +104,7 @@ def select_faults(names: str | None) -> list[Fault]:
     """Return the faults of a comma-separated list; None: all. Raises SpecError for an unknown name."""
     selected = [name.strip() for name in names.split(",")] if names is not None else list(BY_NAME)
     if unknown := [name for name in selected if name not in BY_NAME]:
-        raise SpecError(f"unknown fault {unknown[0]!r}{nearest(unknown[0], BY_NAME)}")
+        raise SpecError(f"unknown fault {unknown[0]!r}{suggest(unknown[0], BY_NAME)}")
     return [fault for fault in FAULTS if fault.name in selected]
 
 

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from torch import nn
 
 from paceline.errors import TaskError
-from paceline.spec import nearest
+from paceline.spec import suggest
 from paceline.task import Layout
 
 
@@ -23,7 +23,7 @@ def find_blocks(model: nn.Module, layout: Layout) -> list[nn.Module]:
                 module = model.get_submodule(path)
             except AttributeError:
                 known = [name for name, _ in model.named_modules() if name]
-                raise TaskError(f"layout().blocks: no such module: {path!r}{nearest(path, known)}") from None
+                raise TaskError(f"layout().blocks: no such module: {path!r}{suggest(path, known)}") from None
             units += (
                 list(module.children()) if isinstance(module, (nn.ModuleList, nn.Sequential)) else [module]
             )

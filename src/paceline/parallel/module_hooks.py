@@ -7,7 +7,7 @@ from typing import Any
 from torch import nn
 
 from paceline.errors import TaskError
-from paceline.spec import nearest
+from paceline.spec import suggest
 from paceline.task import Layout
 
 Run = Callable[..., Any]
@@ -95,7 +95,7 @@ def _find_submodule(layout: Layout, model: nn.Module, path: str) -> nn.Module:
         return model.get_submodule(path)
     except AttributeError:
         known = [name for name, _ in model.named_modules() if name]
-        raise TaskError(f"layout().blocks: no such module: {path!r}{nearest(path, known)}") from None
+        raise TaskError(f"layout().blocks: no such module: {path!r}{suggest(path, known)}") from None
 
 
 def _has_state(module: nn.Module) -> bool:

@@ -5,7 +5,7 @@ from typing import Any, Final
 
 from paceline.errors import PlanError
 from paceline.plan.schedules import RUNNABLE_SCHEDULES, SCHEDULES, PipelineSchedule
-from paceline.spec import nearest
+from paceline.spec import suggest
 from paceline.units import is_whole_number, several
 
 RECOMPUTE = ("none", "full", "selective")
@@ -95,7 +95,7 @@ class Plan:
             ("recompute", self.recompute, RECOMPUTE),
         ):
             if value is not None and value not in known:
-                raise PlanError(f"there is no {key} {value!r}{nearest(value, known)}")
+                raise PlanError(f"there is no {key} {value!r}{suggest(value, known)}")
         if self.uneven > 1:
             raise PlanError(f"uneven must be 0 or 1, got uneven={self.uneven}")
         if self.uneven and (self.model_degree > 1 or self.is_asynchronous):
@@ -370,7 +370,7 @@ def parse(text: str) -> Plan:
             if part not in NAMED_PLANS:
                 raise PlanError(
                     f"plan {text!r}: there is no plan "
-                    f"{part!r}{nearest(part, [*NAMED_PLANS, *(f'{key}=' for key in KEYS)])}"
+                    f"{part!r}{suggest(part, [*NAMED_PLANS, *(f'{key}=' for key in KEYS)])}"
                 )
             if position:
                 raise PlanError(
@@ -379,7 +379,7 @@ def parse(text: str) -> Plan:
             plan, name = NAMED_PLANS[part], part
             continue
         if key not in KEYS:
-            raise PlanError(f"plan {text!r}: there is no key {key!r}{nearest(key, KEYS)}")
+            raise PlanError(f"plan {text!r}: there is no key {key!r}{suggest(key, KEYS)}")
         if key not in TEXT_KEYS and not is_whole_number(value):
             raise PlanError(f"plan {text!r}: {key} must be a whole number, got {value!r}")
         if name and key == "zero" and int(value) != plan.zero:

@@ -12,7 +12,7 @@ from paceline.doctor.heartbeat_writer import HeartbeatWriter
 from paceline.errors import CheckpointError, SpecError
 from paceline.events import Event, Failed, Saved
 from paceline.run import RunFolder
-from paceline.spec import nearest
+from paceline.spec import suggest
 from paceline.training.checkpoint import save as checkpoint
 from paceline.training.checkpoint.identity import describe_identity
 from paceline.training.resume import resume
@@ -88,7 +88,7 @@ class CheckpointPolicy:
         direction, name = self.spec.save.best.split()
         if name not in metrics:
             raise SpecError(
-                f"save.best={self.spec.save.best!r}, but the evaluation has no {name}{nearest(name, metrics)}"
+                f"save.best={self.spec.save.best!r}, but the evaluation has no {name}{suggest(name, metrics)}"
             )
         score = metrics[name] if direction == "min" else -metrics[name]
         if math.isnan(score) or (self.best is not None and score >= self.best):

@@ -18,7 +18,7 @@ from paceline.bench.timer import WALL, Clock, cuda_event_clock
 from paceline.distributed.process_group import choose_device, process_group
 from paceline.distributed.world import World
 from paceline.errors import BenchError
-from paceline.spec import nearest
+from paceline.spec import suggest
 
 Tensor = torch.Tensor
 Run = Callable[[], object]
@@ -283,7 +283,7 @@ def check_backends(names: Sequence[str], world: World, ranks: int) -> None:
     """
     for name in names:
         if name not in MISSING:
-            raise BenchError(f"unknown back end {name}{nearest(name, MISSING)}")
+            raise BenchError(f"unknown back end {name}{suggest(name, MISSING)}")
         if why := MISSING[name]():
             raise BenchError(f"{name} cannot be measured: {why}; or remove {name} from --backends")
     if "nccl" in names and world.launcher is None and ranks > torch.cuda.device_count():

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from paceline.errors import BenchError
 from paceline.plan.plan import ResolvedPlan, parse
-from paceline.spec import nearest
+from paceline.spec import suggest
 
 WORLD = "world"
 NODE_AXES = ("node", "across")
@@ -61,7 +61,7 @@ def check_axes(names: Sequence[str], plan: str | None, ranks: int) -> None:
         if name in PLAN_AXES and plan is None:
             raise BenchError(f"axis {name} requires a plan; add --plan, e.g. --plan tp=2")
         if name not in known:
-            raise BenchError(f"unknown axis {name}{nearest(name, known)}")
+            raise BenchError(f"unknown axis {name}{suggest(name, known)}")
     if plan is not None:
         parse(plan).resolve(ranks)
     if ranks < 2:

@@ -6,7 +6,7 @@ from pydantic import Field
 
 from paceline.bench.collectives.operations import OPERATIONS
 from paceline.errors import BenchError
-from paceline.spec import Value, nearest
+from paceline.spec import Value, suggest
 from paceline.units import parse_bytes
 
 DTYPES = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2, "int64": 8, "int32": 4, "int8": 1, "uint8": 1}  # bytes
@@ -33,7 +33,7 @@ def parse_names(text: str, known: "tuple[str, ...]", what: str) -> tuple[str, ..
     names = tuple(dict.fromkeys(word.strip() for word in text.split(",") if word.strip()))
     for name in names:
         if name not in known:
-            raise BenchError(f"unknown {what} {name}{nearest(name, known)}")
+            raise BenchError(f"unknown {what} {name}{suggest(name, known)}")
     if not names:
         raise BenchError(f"no {what} in {text!r}; choose from {', '.join(known)}")
     return names

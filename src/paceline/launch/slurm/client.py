@@ -11,7 +11,7 @@ from pathlib import Path
 from paceline.errors import LaunchError
 from paceline.launch.slurm.job_script import Job
 from paceline.launch.slurm.site import Site
-from paceline.spec import nearest
+from paceline.spec import suggest
 
 ANSWER_S = 30.0  # for a command of Slurm
 NODE_S = 5.0  # for a node to accept a connection
@@ -183,7 +183,7 @@ def check(job: Job, site: Site) -> None:
     if name is None or "," in name:
         return
     if name not in known:
-        raise LaunchError(f"Slurm: Invalid partition name specified: {name}{nearest(name, known)}")
+        raise LaunchError(f"Slurm: Invalid partition name specified: {name}{suggest(name, known)}")
     limit_s, nodes = known[name].limit_s, known[name].nodes
     if time_s is not None and limit_s is not None and time_s > limit_s:
         raise LaunchError(

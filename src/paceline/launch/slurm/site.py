@@ -8,7 +8,7 @@ from typing import Annotated, Self
 from pydantic import Field, ValidationError, model_validator
 
 from paceline.errors import SpecError
-from paceline.spec import Value, check_printable, explain, list_keys, read_toml
+from paceline.spec import Value, check_printable, describe_error, list_keys, read_toml
 
 DEFAULT_FILE = Path("site.toml")
 
@@ -113,4 +113,4 @@ def read_site(path: Path | None) -> Site:
     try:
         return Site.model_validate(read_toml(file))
     except ValidationError as error:
-        raise SpecError(f"{file}: {explain(error, list_keys(Site))}") from error
+        raise SpecError(f"{file}: {describe_error(error, list_keys(Site))}") from error

@@ -32,7 +32,7 @@ from paceline.parallel.tensor.sequence_comm import SequenceCollectives, hook_blo
 from paceline.parallel.tensor.styles import HUGGING_FACE, STYLES, WHOLE, can_split, split_dims, split_size
 from paceline.parallel.tensor.tracer import has_computed_weight, is_embedding, is_linear, linear_features
 from paceline.plan.plan import Plan
-from paceline.spec import nearest
+from paceline.spec import suggest
 from paceline.task import Layout, Task, read_layout
 
 
@@ -218,12 +218,12 @@ def _styles_from_layout(model: nn.Module, tensor: Mapping[str, str] | None, tp: 
     known = (*STYLES, WHOLE)
     for path, style in (tensor or {}).items():
         if style not in known:
-            raise TaskError(f"layout().tensor[{path!r}] is {style!r}{nearest(style, known)}")
+            raise TaskError(f"layout().tensor[{path!r}] is {style!r}{suggest(style, known)}")
         names = _find_matches(model, path)
         if not names:
             raise TaskError(
                 f"layout().tensor: no such module: {path!r}"
-                + nearest(path, [name for name, _ in model.named_modules() if name])
+                + suggest(path, [name for name, _ in model.named_modules() if name])
             )
         for name in names:
             styles[name] = style

@@ -13,7 +13,7 @@ from paceline.errors import SpecError
 from paceline.plan.model.convnets import efficientnet, resnet
 from paceline.plan.model.facts import ModelFacts
 from paceline.plan.model.transformer import Transformer
-from paceline.spec import explain, list_keys, nearest, read_toml
+from paceline.spec import describe_error, list_keys, read_toml, suggest
 
 CONVNETS: Mapping[str, Callable[[str], ModelFacts]] = {
     "resnet50": lambda name: resnet(name, (3, 4, 6, 3)),
@@ -57,7 +57,7 @@ def load_transformer(name: str, **changes: Any) -> Transformer:
     """
     name = ALIASES.get(name.lower(), name.lower())
     if name not in _transformers():
-        raise SpecError(f"there is no transformer {name}{nearest(name, _transformers())}")
+        raise SpecError(f"there is no transformer {name}{suggest(name, _transformers())}")
     return _validate_transformer({**_transformers()[name], **changes})
 
 
@@ -77,7 +77,7 @@ def load_model(name: str, **changes: Any) -> ModelFacts:
     if known not in _transformers():
         raise SpecError(
             f"there is no model {name}, and a file with its layers, hidden … must end in "
-            f".toml{nearest(known, list_models())}"
+            f".toml{suggest(known, list_models())}"
         )
     return load_transformer(known, **changes).facts()
 
@@ -86,7 +86,7 @@ def _read_toml(path: Path) -> dict[str, Any]:
     tree = read_toml(path)
     like = tree.pop("like", None)
     if like is not None and like not in _transformers():
-        raise SpecError(f"{path}: there is no model {like!r} for like{nearest(str(like), _transformers())}")
+        raise SpecError(f"{path}: there is no model {like!r} for like{suggest(str(like), _transformers())}")
     return {**(_transformers()[like] if like else {}), "name": path.stem, **tree}
 
 
@@ -100,4 +100,6 @@ def _validate_transformer(tree: Mapping[str, Any]) -> Transformer:
                 f"model {tree.get('name', '')} lacks {', '.join(missing)}; add them, or start from a known "
                 f"model with like"
             ) from error
-        raise SpecError(f"model {tree.get('name', '')}: {explain(error, list_keys(Transformer))}") from error
+        raise SpecError(
+            f"model {tree.get('name', '')}: {describe_error(error, list_keys(Transformer))}"
+        ) from error

@@ -17,9 +17,10 @@ HOUR_S, DAY_S, YEAR_S = 3600.0, 86400.0, 365 * 86400.0
 
 def heading(scaling: Scaling) -> str:
     """Return the title of the tables: model and nodes."""
-    facts, where, each = scaling.facts, scaling.cluster, scaling.cluster.ranks_per_node
-    return f"{facts.name}: {format_count(facts.params)} parameters, nodes of {each} × {where.device.name}" + (
-        f", samples of {facts.tokens:,} tokens" if facts.tokens > 1 else ""
+    facts, cluster = scaling.facts, scaling.cluster
+    return (
+        f"{facts.name}: {format_count(facts.params)} parameters, nodes of {cluster.ranks_per_node} × {cluster.device.name}"
+        + (f", samples of {facts.tokens:,} tokens" if facts.tokens > 1 else "")
     )
 
 

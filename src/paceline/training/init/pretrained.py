@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from paceline.errors import TaskError
-from paceline.spec import nearest
+from paceline.spec import suggest
 from paceline.training.init.named_tensors import find_aliases, named_tensors
 
 INDEX = "model.safetensors.index.json"
@@ -40,7 +40,7 @@ class PretrainedWeights:
             for key in sorted(present if keys is None else keys):
                 name = tied.get(key, key)
                 if name not in own:
-                    raise TaskError(f"{file} has weights {key}, which the model lacks{nearest(key, own)}")
+                    raise TaskError(f"{file} has weights {key}, which the model lacks{suggest(key, own)}")
                 shape = tuple(opened.get_slice(key).get_shape())
                 if shape != tuple(own[name].shape):
                     raise TaskError(
