@@ -14,50 +14,50 @@ from paceline.run import RunFolder
 
 pytestmark = pytest.mark.processes
 
-# A task that prints, a lot.
+# A task with much output.
 PRINTS = TASK.replace("        return (output - ", "        print('loss' * 100)\n        return (output - ")
-WORDS = ("train", "my.py:Regression", "--batch", "24", "--steps", "30", "--device", "cpu", "--run-dir", "r")
+OPTIONS = ("train", "my.py:Regression", "--batch", "24", "--steps", "30", "--device", "cpu", "--run-dir", "r")
 
 
-def is_whole(run: Path) -> bool:
+def is_complete(run: Path) -> bool:
     assert [event.reason for event in of_kind(run, Ended)] == ["done"]
     assert RunFolder(run).checkpoints() == [30]
     return RunFolder(run).log.read_text().rstrip().endswith("done")
 
 
-def first_line(pipe: Path, read: list[str]) -> None:
+def read_first_line(pipe: Path, lines: list[str]) -> None:
     with open(pipe) as file:
-        read.append(file.readline())
+        lines.append(file.readline())
 
 
 @pytest.mark.parametrize(
     ("ranks", "what"),
     [("1", "full"), ("1", "gone"), ("2", "full"), pytest.param("2", "gone", marks=pytest.mark.slow)],
 )
-def test_standard_output_that_fails(ranks: str, what: str, tmp_path: Path) -> None:
-    """`> /dev/full 2>&1`, and `2>&1 | head -1`."""
+def test_a_training_survives_failing_standard_output(ranks: str, what: str, tmp_path: Path) -> None:
+    """As with `> /dev/full 2>&1` and with `2>&1 | head -1`."""
     assert PRINTS != TASK
     write_task(tmp_path, PRINTS)
-    to, read = "/dev/full", list[str]()
-    reader = threading.Thread(target=first_line, args=(tmp_path / "pipe", read))
+    target, lines = "/dev/full", list[str]()
+    reader = threading.Thread(target=read_first_line, args=(tmp_path / "pipe", lines))
     if what == "gone":
-        to = str(tmp_path / "pipe")
-        os.mkfifo(to)
+        target = str(tmp_path / "pipe")
+        os.mkfifo(target)
         reader.start()
-    status = warm.run([*WORDS, "--ranks", ranks], tmp_path, environment(), to, to, 240.0)
+    status = warm.run([*OPTIONS, "--ranks", ranks], tmp_path, environment(), target, target, 240.0)
     if what == "gone":
         reader.join()
-        assert len(read) == 1
+        assert len(lines) == 1
     assert status == 0
-    assert is_whole(tmp_path / "r")
+    assert is_complete(tmp_path / "r")
 
 
 def test_closed_standard_files(tmp_path: Path) -> None:
     """Otherwise the next opened files get these descriptors, and prints go into them."""
     write_task(tmp_path, PRINTS)
-    result = paceline(*WORDS, at=tmp_path, program=("sh", "-c", 'exec "$@" <&- >&- 2>&-', "sh", *PACELINE))
+    result = paceline(*OPTIONS, at=tmp_path, program=("sh", "-c", 'exec "$@" <&- >&- 2>&-', "sh", *PACELINE))
     assert (result.status, result.out, result.err) == (0, "", "")
-    assert is_whole(tmp_path / "r")
+    assert is_complete(tmp_path / "r")
     assert not [
         path for path in (tmp_path / "r").rglob("*") if path.is_file() and b"lossloss" in path.read_bytes()
     ]
@@ -66,7 +66,7 @@ def test_closed_standard_files(tmp_path: Path) -> None:
 def test_an_error_without_output_keeps_its_exit_status(tmp_path: Path) -> None:
     assert warm.run(["train", "nothing.py"], tmp_path, environment(), "/dev/full", "/dev/full", 240.0) == 2
     assert warm.run(["status"], tmp_path, environment(), "/dev/full", "/dev/full", 240.0) != 0, (
-        "what it was asked for is lost"
+        "its result is lost"
     )
 
 

@@ -1,4 +1,4 @@
-"""Small models as other people write them, that no part of Paceline was made for; by name, each with what is particular about it."""
+"""Small models with unusual properties, by name. No part of Paceline was written for them."""
 
 from collections.abc import Callable
 
@@ -9,7 +9,7 @@ from models import Points
 
 
 class Item(nn.Module):
-    """Looks at a value that it has computed."""
+    """Uses a computed value in Python."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -21,7 +21,7 @@ class Item(nn.Module):
 
 
 class Chosen(Item):
-    """Some rows go through a layer once more, as tokens go to experts."""
+    """Some rows pass through a layer twice, as tokens pass through experts."""
 
     def forward(self, x: Tensor) -> Tensor:
         h = self.first(x).tanh()
@@ -30,7 +30,7 @@ class Chosen(Item):
 
 
 class Packed(nn.Module):
-    """Sequences of unlike lengths, packed."""
+    """Packed sequences of different lengths."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -45,7 +45,7 @@ class Packed(nn.Module):
 
 
 class Modulated(nn.Module):
-    """A layer of a block is called from outside of it, as a DiT does; another one's weight is used."""
+    """The model calls a layer of a block from outside, as DiT does, and uses the weight of a block."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -72,7 +72,7 @@ class Modulation(nn.Module):
 
 
 class Scaled(nn.Module):
-    """A temperature without dimensions, as CLIP has, and one that is not used."""
+    """A scalar temperature, as in CLIP, and an unused scalar."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -87,7 +87,7 @@ class Scaled(nn.Module):
 
 
 class Dropping(nn.Module):
-    """Layers that a sample skips, by its own values; one that none ever comes to."""
+    """Each sample skips some layers, depending on its values; all samples skip one layer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -104,7 +104,7 @@ class Dropping(nn.Module):
 
 
 class Idle(nn.Module):
-    """One block of three is never called, and a layer of another one neither."""
+    """One of three blocks is never called, and neither is a layer of another block."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -122,7 +122,7 @@ class Idle(nn.Module):
 
 
 class Buffers(nn.Module):
-    """One buffer with two names, one that is None until the first pass, flags and counts, and one without elements."""
+    """Buffers: with two names, None until the first pass, a flag, a count, empty."""
 
     def __init__(self, late: bool) -> None:
         super().__init__()
@@ -182,9 +182,8 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
         nn.LayerNorm(5), nn.Unflatten(1, (1, 5)), nn.Conv1d(1, 3, 5), nn.Flatten()
     ),
 }
-SAMPLE_BY_SAMPLE: dict[str, Callable[[], nn.Module]] = {
-    "dropping": Dropping
-}  # that do not compute the same on a batch as on its samples
+# Models whose result on a batch differs from that on its samples.
+SAMPLE_BY_SAMPLE: dict[str, Callable[[], nn.Module]] = {"dropping": Dropping}
 
 
 class Unprepared(Points):

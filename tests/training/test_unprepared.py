@@ -1,4 +1,4 @@
-"""Models that nothing was made for train as one process does, or are refused in words: never with an exception of torch's."""
+"""Unusual models train as with one process, or are refused with a reason, never with an error of torch."""
 
 import dataclasses
 import warnings
@@ -19,7 +19,10 @@ SPEC = Spec(
 )
 TP_NEEDS = "the model cannot be run on tensors without values, which determines what tp=2 may split"
 PP_NEEDS = "the model cannot be run on tensors without values, which determines where a pipeline may cut it"
-COMPUTED = "computes the weight of 0 from others (weight_norm, spectral_norm or another parametrization); use pp or zero3"
+COMPUTED = (
+    "computes the weight of 0 from others (weight_norm, spectral_norm or another parametrization); "
+    "use pp or zero3"
+)
 REFUSED = {
     "tp=2": {
         **dict.fromkeys(("item", "chosen", "packed", "cumulative batch norm"), TP_NEEDS),
@@ -35,19 +38,19 @@ REFUSED = {
 
 
 def train_all(plan: str, kinds: list[str]) -> dict[str, Trained | str]:
-    """What came of each model, or why it was refused."""
+    """Return the training of each model, or why it was refused."""
     warnings.filterwarnings("ignore", ".*weight_norm. is deprecated", FutureWarning)
-    found: dict[str, Trained | str] = {}
+    results: dict[str, Trained | str] = {}
     for kind in kinds:
         try:
-            found[kind] = training(Unprepared(kind=kind), SPEC, plan)
-        except PlanError as error:  # on all ranks alike, before anything is sent
-            found[kind] = str(error)
-    return found
+            results[kind] = training(Unprepared(kind=kind), SPEC, plan)
+        except PlanError as error:  # the same on all ranks, before the first message
+            results[kind] = str(error)
+    return results
 
 
 @cache
-def alone(plan: str, kinds: tuple[str, ...] = tuple(MODELS)) -> dict[str, Trained]:
+def train_one_process(plan: str, kinds: tuple[str, ...] = tuple(MODELS)) -> dict[str, Trained]:
     return ranks(1)(train_all, plan, list(kinds))[0]
 
 
@@ -58,32 +61,32 @@ def alone(plan: str, kinds: tuple[str, ...] = tuple(MODELS)) -> dict[str, Traine
         *("zero3,microbatches=2", "tp=2", "pp=2,microbatches=2"),
     ],
 )
-def test_trains_as_one_process_does_or_is_refused_in_words(plan: str) -> None:
-    one = alone("single,microbatches=2" if "microbatches" in plan else "single")
+def test_models_train_as_with_one_process_or_are_refused(plan: str) -> None:
+    expected = train_one_process("single,microbatches=2" if "microbatches" in plan else "single")
     first, second = ranks(2)(train_all, plan, list(MODELS))
-    wrong = {}
+    wrong: dict[str, str] = {}
     for kind in MODELS:
-        here, there, refused = first[kind], second[kind], REFUSED.get(plan, {}).get(kind)
-        if refused or isinstance(here, str) or isinstance(there, str):
-            assert here == there
-            if not (refused and isinstance(here, str) and refused in here):
-                wrong[kind] = str(here)
-        elif found := differences(
-            dataclasses.replace(here, weights=there.weights | here.weights), one[kind], 1e-10
-        ):
-            wrong[kind] = str(found)
+        on_first, on_second, refused = first[kind], second[kind], REFUSED.get(plan, {}).get(kind)
+        if refused or isinstance(on_first, str) or isinstance(on_second, str):
+            assert on_first == on_second
+            if not (refused and isinstance(on_first, str) and refused in on_first):
+                wrong[kind] = str(on_first)
+            continue
+        merged = dataclasses.replace(on_first, weights=on_second.weights | on_first.weights)
+        if result := differences(merged, expected[kind], 1e-10):
+            wrong[kind] = str(result)
     assert not wrong
 
 
 @pytest.mark.parametrize("plan", ["ddp,microbatches=4", "zero2,microbatches=4", "zero3,microbatches=4"])
-def test_ranks_that_skip_unlike_layers(plan: str) -> None:
-    """One sample a micro-batch, so that one process skips the same layers for it."""
+def test_ranks_may_skip_different_layers(plan: str) -> None:
+    """Each micro-batch has one sample, so that one process skips the same layers for it."""
     kinds = tuple(SAMPLE_BY_SAMPLE)
-    one = alone("single,microbatches=8", kinds)
+    expected = train_one_process("single,microbatches=8", kinds)
     first, second = ranks(2)(train_all, plan, list(kinds))
     assert not [
-        found
+        result
         for kind in kinds
-        for here in (first, second)
-        if (found := differences(here[kind], one[kind], 1e-10))
+        for results in (first, second)
+        if (result := differences(results[kind], expected[kind], 1e-10))
     ]
