@@ -70,8 +70,8 @@ def drill(
 ) -> None:
     """Inject faults into a training, and check that nothing is lost.
 
-    Trains once undisturbed, then once for each fault, which happens at a random but seeded moment. Compares
-    weights and losses bit by bit, the consumed samples, and the processes and ports that remain.
+    Trains once undisturbed, then once for each fault, which happens at a random but seeded moment.
+    Compares weights and losses bit by bit, consumed samples, and the processes and ports that remain.
 
     Exit status: 0 nothing was lost, 1 something was lost, 2 bad input.
     """

@@ -12,7 +12,7 @@ def probe(
     directories: Annotated[
         list[Path] | None,
         typer.Argument(
-            metavar="[DIRECTORY]...",
+            metavar="DIRECTORY",
             help="Directories to inspect [default: home, scratch, this folder and /tmp]",
         ),
     ] = None,

@@ -59,8 +59,8 @@ def scale(
 ) -> None:
     """Predict how the step time scales with the number of ranks. Nothing is run.
 
-    Shows the best plan of each number for strong scaling (one global batch) and weak scaling (one batch per
-    rank).
+    Shows the best plan of each number, for strong scaling (a fixed global batch) and weak scaling (a fixed
+    batch per rank).
     """
     from paceline.cli.plan_inputs import find_cluster, with_peak
     from paceline.cli.plan_options import check_outputs, check_positive, print_parts, read_query
