@@ -536,8 +536,8 @@ def check_same_value(key: str, source: str, value: Any, other_source: str, other
     are_nan = value != value and other_value != other_value
     if value != other_value and not are_nan:
         raise SpecError(
-            f"{abbreviate(key, str)} is {abbreviate(value)} by {source} and {abbreviate(other_value)} by {other_source};"
-            " specify it once"
+            f"{abbreviate(key, str)} is {abbreviate(value)} by {source} and {abbreviate(other_value)}"
+            f" by {other_source}; specify it once"
         )
 
 

@@ -18,9 +18,10 @@ HOUR_S, DAY_S, YEAR_S = 3600.0, 86400.0, 365 * 86400.0
 def heading(scaling: Scaling) -> str:
     """Return the title of the tables: model and nodes."""
     facts, cluster = scaling.facts, scaling.cluster
+    tokens = f", samples of {facts.tokens:,} tokens" if facts.tokens > 1 else ""
     return (
-        f"{facts.name}: {format_count(facts.params)} parameters, nodes of {cluster.ranks_per_node} × {cluster.device.name}"
-        + (f", samples of {facts.tokens:,} tokens" if facts.tokens > 1 else "")
+        f"{facts.name}: {format_count(facts.params)} parameters,"
+        f" nodes of {cluster.ranks_per_node} × {cluster.device.name}{tokens}"
     )
 
 
@@ -137,8 +138,8 @@ def list_findings(scaling: Scaling, efficiency: float) -> list[str]:
         )
         size = f"{largest.batch:,}{tokens}"
         lines.append(
-            f"weak scaling ends at a batch of {size}: whether training with it learns as much from"
-            " each sample is not predicted"
+            f"weak scaling ends at a batch of {size}: whether a batch of that size learns as much per sample"
+            " is not predicted"
         )
     lines += scaling.assumed
     if guesses := dict.fromkeys(
