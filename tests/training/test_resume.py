@@ -559,7 +559,7 @@ def test_export_takes_the_last_complete_checkpoint_and_refuses_a_damaged_one(wit
     shutil.copytree(with_checkpoints[1], run)
     why = flip_a_byte(run / "ckpt/step_8")
     result = succeed("export", "r", "w.safetensors", at=tmp_path)
-    assert "r/ckpt/step_8 is damaged and was passed over" in result.out
+    assert "r/ckpt/step_8 is damaged and was skipped" in result.out
     assert "of r/ckpt/step_6" in result.out
     refused = paceline("export", "r", "w8.safetensors", "--step", "8", at=tmp_path)
     assert (refused.status, refused.err) == (2, f"paceline: checkpoint r/ckpt/step_8 is damaged: {why}\n")

@@ -399,7 +399,7 @@ def find_last_complete(
             wrong = next((answer for answer in answers if answer), None)
         if wrong is None:
             return path, index, notes
-        notes.append(f"checkpoint {path} is damaged and was passed over: {wrong}")
+        notes.append(f"checkpoint {path} is damaged and was skipped: {wrong}")
     return None, None, notes
 
 
