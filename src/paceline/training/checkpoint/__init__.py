@@ -1,4 +1,4 @@
-"""Checkpoints: save, load under another plan, and what makes a training the same.
+"""Checkpoints: save, load under another plan, and the identity of a training.
 
-Nothing read here is unpickled without an allow-list.
+Nothing is unpickled without an allow-list.
 """
