@@ -5,7 +5,7 @@ import re
 import pytest
 from rich.console import Console
 
-from paceline.cli.plan_options import show
+from paceline.cli.plan_options import print_parts
 from paceline.cluster.published import find
 from paceline.plan.model.library import load_model
 from paceline.plan.plan import parse
@@ -28,7 +28,7 @@ def test_of_predictions(width, found, monkeypatch, capsys):
     monkeypatch.setenv("COLUMNS", str(width))
     plans = [str(plan) for plan, _ in found.plans[:20]]
     assert max(map(len, plans)) > 25, "some are longer than some of the terminals"
-    show(*build_tables(found, 20, explain=True))
+    print_parts(*build_tables(found, 20, explain=True))
     lines = capsys.readouterr().out.splitlines()
     of_step, of_training = (
         next(at for at, line in enumerate(lines) if line.startswith(head))
