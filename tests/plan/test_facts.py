@@ -1,4 +1,4 @@
-"""What planning knows of models: parameters to the last one, FLOPs and kept activations by closed forms."""
+"""Facts of models: exact numbers of parameters; FLOPs and kept activations by closed forms."""
 
 import subprocess
 import sys
@@ -45,7 +45,7 @@ PARAMETERS = {
 
 
 @pytest.mark.parametrize("name", PARAMETERS)
-def test_parameters_are_those_of_the_published_checkpoint(name):
+def test_parameters_match_published_checkpoint(name):
     assert load_model(name).params == PARAMETERS[name]
 
 
@@ -54,8 +54,8 @@ def test_gpt3_has_175_billion_parameters():
     assert set(PARAMETERS) <= set(list_models())
 
 
-def test_flops_of_a_gpt_are_those_of_narayanan_et_al():
-    """arXiv 2104.04473, equation 3, without its recompute: 72·B·s·l·h²·(1 + s/6h + V/12lh)."""
+def test_gpt_flops_match_narayanan_et_al():
+    """arXiv 2104.04473, equation 3, without recomputation: 72·B·s·l·h²·(1 + s/6h + V/12lh)."""
     m = load_transformer("gpt3-175b")
     layers, h, s, v = m.layers, m.hidden, m.seq, m.vocab
     assert m.facts().training_flops == pytest.approx(
@@ -64,8 +64,8 @@ def test_flops_of_a_gpt_are_those_of_narayanan_et_al():
 
 
 @pytest.mark.parametrize(("name", "active"), [("mixtral-8x7b", 12.9e9), ("mixtral-8x22b", 39.1e9)])
-def test_experts_are_all_in_memory_and_active_ones_in_the_flops(name, active):
-    """Published: 12.9 and 39.1 of 46.7 and 140.6 billion parameters see a token. Two FLOPs for each but embedding, norms and router."""
+def test_memory_counts_all_experts_and_flops_active_experts(name, active):
+    """Published: 12.9 and 39.1 of 46.7 and 140.6 billion parameters see a token. Two FLOPs for each, except embedding, norms and router."""
     m, facts = load_transformer(name), load_model(name)
     products = sum(block.product_flops * count for block, count in facts.parts()) / (2 * m.seq)
     beside = m.vocab * m.hidden + (2 * m.layers + 1) * m.hidden + m.layers * m.hidden * m.experts
@@ -80,13 +80,13 @@ def test_experts_are_all_in_memory_and_active_ones_in_the_flops(name, active):
     assert weights == pytest.approx(4 * facts.params / 2, rel=1e-3)
 
 
-def test_few_of_many_experts_cost_as_much_as_a_narrow_model():
+def test_active_experts_cost_as_much_as_dense_model():
     dense = load_transformer("llama2-7b", kv_heads=8, ffn=2 * 14336, seq=8192).facts()
     assert load_model("mixtral-8x7b").flops == dense.flops
     assert load_model("mixtral-8x7b").params > 3 * dense.params
 
 
-def test_flops_of_a_convolutional_network():
+def test_convnet_flops():
     assert load_model("resnet50").flops == pytest.approx(2 * 4.09e9, rel=0.01)
     assert load_model("efficientnet-b0").flops == pytest.approx(2 * 0.39e9, rel=0.02)
 
@@ -102,21 +102,21 @@ def test_flops_of_a_convolutional_network():
         (8, False, "full", False, lambda a, s, h, t: 2),
     ],
 )
-def test_kept_activations_are_those_of_korthikanti_et_al(tp, sequence, recompute, core, expected):
-    """arXiv 2205.05198, table 2; what selective recompute leaves out there is the core of attention."""
+def test_kept_activations_match_korthikanti_et_al(tp, sequence, recompute, core, expected):
+    """arXiv 2205.05198, table 2; selective recompute omits the core of attention there."""
     m = load_transformer("gpt3-175b")
     block = m.facts().runs[0][0]
     found = block.saved[recompute].bytes(2, 2, tp, sequence) + (block.core.bytes(2, 2, tp) if core else 0)
     assert found == pytest.approx(m.seq * m.hidden * expected(m.heads, m.seq, m.hidden, tp), rel=1e-12)
 
 
-def test_the_loss_keeps_four_bytes_a_logit():
+def test_loss_keeps_four_bytes_per_logit():
     """arXiv 2205.05198, section 4.3: 4·s·b·h·(1 + v/h) for the last norm, the head and the logits."""
     m = load_transformer("gpt3-175b")
     assert m.facts().last.saved["none"].bytes(2, 2) == 4 * m.seq * m.hidden * (1 + m.vocab / m.hidden)
 
 
-def test_what_tensor_parallelism_can_split():
+def test_tp_degrees():
     assert load_model("llama3-8b").tp_degrees == (1, 2, 4, 8)
     assert load_model("resnet50").tp_degrees == (1,)
     assert TensorVolume(1, 2, 3, 4, 5).bytes(4, 2, 1) == 4 + 4 + 6 + 4 + 5
@@ -128,7 +128,7 @@ def test_masked_pairs():
     assert Attention(1, 8192, 8192, 1, window=4096).seen == 0.5 * 0.75
 
 
-def test_a_model_from_a_file(tmp_path):
+def test_model_from_toml_file(tmp_path):
     file = tmp_path / "mine.toml"
     file.write_text('like = "llama3-8b"\nlayers = 16\n')
     found = load_model(str(file))
@@ -147,21 +147,21 @@ def test_a_model_from_a_file(tmp_path):
         ("=", "is not TOML"),
     ],
 )
-def test_a_file_that_is_no_model(tmp_path, text, says):
+def test_bad_model_file(tmp_path, text, says):
     file = tmp_path / "mine.toml"
     file.write_text(text)
     with pytest.raises(SpecError, match=says):
         load_model(str(file))
 
 
-def test_an_unknown_model_has_a_nearest_one():
+def test_unknown_model_suggests_nearest():
     with pytest.raises(SpecError, match="did you mean llama3-70b"):
         load_model("llama3-70")
     with pytest.raises(SpecError, match="there is no transformer"):
         load_model("resnet50", seq=3)
 
 
-def test_no_torch():
+def test_library_does_not_import_torch():
     done = subprocess.run(
         [sys.executable, "-c", "import sys, paceline.plan.model.library; print('torch' in sys.modules)"],
         capture_output=True,

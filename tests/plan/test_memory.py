@@ -1,4 +1,4 @@
-"""Bytes of a rank: closed forms of the papers exactly, and what goes up and down with what."""
+"""Memory of a rank: closed forms of papers, and how each option changes it."""
 
 from dataclasses import replace
 
@@ -22,20 +22,20 @@ def parts(facts, split, recipe):
     [(0, lambda n: 16), (1, lambda n: 4 + 12 / n), (2, lambda n: 2 + 14 / n), (3, lambda n: 16 / n)],
 )
 @pytest.mark.parametrize("ranks", [1, 4, 64, 1024])
-def test_zero_with_mixed_precision_is_the_closed_form(zero, expected, ranks):
-    """Rajbhandari et al. 2020, section 5: 2 + 2 + 12 bytes a parameter."""
+def test_zero_with_mixed_precision_matches_closed_form(zero, expected, ranks):
+    """Rajbhandari et al. 2020, section 5: 2 + 2 + 12 bytes per parameter."""
     assert state_bytes(DEEPSPEED, zero, ranks).total == pytest.approx(expected(ranks), rel=1e-14)
 
 
-def test_paceline_itself_keeps_float32_and_cuts_weights_at_rest_under_zero2():
+def test_paceline_keeps_float32_and_shards_weights_at_rest_under_zero2():
     assert state_bytes(PACELINE, 0, 8).total == 16
     assert state_bytes(PACELINE, 1, 8).total == 8 + 8 / 8
     assert state_bytes(PACELINE, 2, 8) == state_bytes(PACELINE, 3, 8)
     assert state_bytes(PACELINE, 3, 8).total == 2
 
 
-def test_the_state_of_gpt3_on_64_gpus():
-    """arXiv 2205.05198, figure 1: 45.6 GiB with tp = pp = 8, of 18 bytes a parameter, blocks only."""
+def test_state_of_gpt3_on_64_gpus():
+    """arXiv 2205.05198, figure 1: 45.6 GiB with tp = pp = 8, 18 bytes per parameter, blocks only."""
     block = GPT3.runs[0][0]
     assert params_on_rank(block, 8) * 12 * 18 / 2**30 == pytest.approx(45.5625, rel=4e-4)  # biases and norms
 
@@ -45,7 +45,7 @@ def test_the_state_of_gpt3_on_64_gpus():
     [(False, "none", 66.84375), (True, "selective", 12.3515625)],
 )
 def test_activations_of_gpt3_on_64_gpus(sequence, recompute, gib):
-    """arXiv 2205.05198, figure 1: with three interleaved stages a rank, the first one holds L·(1 + (p - 1)/(p·m)) blocks' worth."""
+    """arXiv 2205.05198, figure 1: with three interleaved stages per rank, the first holds L·(1 + (p - 1)/(p·m)) blocks."""
     bare = replace(GPT3, first=replace(GPT3.first, saved={}), last=replace(GPT3.last, saved={}))
     split = WorkSplit(
         tp=8, pp=8, micro_batch=1, microbatches=64, schedule="interleaved", stages=3, recompute=recompute
@@ -54,7 +54,7 @@ def test_activations_of_gpt3_on_64_gpus(sequence, recompute, gib):
     assert found["activations"] / 2**30 == pytest.approx(gib, rel=1e-12)
 
 
-def test_the_first_stage_keeps_more_than_the_last():
+def test_first_stage_keeps_more_than_last():
     split = WorkSplit(pp=8, micro_batch=1, microbatches=32, schedule="1f1b")
     blocks = replace(
         LLAMA,
@@ -64,7 +64,7 @@ def test_the_first_stage_keeps_more_than_the_last():
     assert predict_memory(blocks, split, replace(PACELINE, even=True), 80e9).rank == 0
 
 
-def test_gpipe_keeps_all_micro_batches_and_1f1b_as_many_as_there_are_stages():
+def test_gpipe_keeps_all_micro_batches_and_1f1b_one_per_stage():
     def kept(schedule, microbatches):
         return parts(
             LLAMA,
@@ -77,7 +77,7 @@ def test_gpipe_keeps_all_micro_batches_and_1f1b_as_many_as_there_are_stages():
     assert kept("gpipe", 4) == kept("1f1b", 4)
 
 
-def test_what_each_measure_saves():
+def test_memory_saved_by_each_option():
     base = WorkSplit(dp=8, micro_batch=2)
     whole = predict_memory(LLAMA, base, PACELINE, 80e9).peak_bytes
     for leaner in (
@@ -101,7 +101,7 @@ def test_gathered_weights_of_two_blocks():
 
 
 def test_whole_gradients_between_micro_batches():
-    """FSDP2's set_requires_gradient_sync(False) keeps them whole."""
+    """FSDP2's set_requires_gradient_sync(False) keeps gradients whole."""
     few, many = (
         parts(
             LLAMA,
@@ -114,7 +114,7 @@ def test_whole_gradients_between_micro_batches():
     assert few.get("gradients", 0.0) <= LLAMA.params * 4 / 8
 
 
-def test_tied_weights_are_on_both_ends_of_a_pipeline():
+def test_tied_weights_are_on_both_ends_of_pipeline():
     split = WorkSplit(pp=2, micro_batch=1, microbatches=4)
     facts = load_model("gpt2")
     first, last = assign_stages(facts, 2, 1, True, False)
@@ -125,7 +125,7 @@ def test_tied_weights_are_on_both_ends_of_a_pipeline():
     assert both == facts.params + facts.shared_params
 
 
-def test_parts_add_up_to_the_peak_and_say_where():
+def test_parts_add_up_to_peak():
     found = predict_memory(LLAMA, WorkSplit(dp=8, zero=3, micro_batch=2), FSDP, 80e9)
     assert found.peak_bytes == pytest.approx(sum(part.value for part in found.parts))
     assert found.fits() is (found.peak_bytes <= 80e9)
@@ -133,7 +133,7 @@ def test_parts_add_up_to_the_peak_and_say_where():
     assert 0 < found.error < 0.2
 
 
-def test_a_run_that_was_out_of_memory_is_said_not_to_fit():
+def test_run_that_was_out_of_memory_does_not_fit():
     """torchtitan, docs/performance.md: Llama 2 70B on 64 A100 of 80 GB with selective recompute did not fit; with full it did."""
     facts = load_model("llama2-70b")
     split = WorkSplit(dp=64, zero=3, micro_batch=2, recompute="selective")

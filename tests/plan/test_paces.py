@@ -1,4 +1,4 @@
-"""What a rank on a CPU takes: between measured sizes, among ranks that share cores, with what engines add."""
+"""Time of a CPU rank: between measured sizes, on shared cores, with the overhead of engines."""
 
 import pytest
 
@@ -50,7 +50,7 @@ def step_s(cluster: Cluster, plan: str, ranks: int) -> float:
     return predict(FACTS, parse(plan), cluster, 16, FLOAT32, ranks).step_s
 
 
-def test_between_sizes() -> None:
+def test_interpolation_between_sizes() -> None:
     paces = OpTimeTable({"move": ((10.0, 1.0), (1000.0, 100.0))})
     assert paces.seconds("move", 1.0) == 1.0
     assert paces.seconds("move", 100.0) == pytest.approx(10.0)
@@ -58,7 +58,7 @@ def test_between_sizes() -> None:
     assert paces.seconds("draw backward", 5.0) == 0.0
 
 
-def test_between_threads() -> None:
+def test_interpolation_between_thread_counts() -> None:
     cluster = machine(paces=(*measured(1, 4e-6), *measured(4, 1e-6)))
     of = {
         ranks: build_op_times(cluster, describe_host(cluster, ranks), 1e9, 1e9).seconds("move", 1.0)
@@ -70,12 +70,12 @@ def test_between_threads() -> None:
     assert of[8] == pytest.approx(8e-6 * CPU.turns)  # two ranks share a core
 
 
-def test_measured_paces_count() -> None:
+def test_measured_op_times_are_used() -> None:
     slow, quick = (step_s(machine(paces=measured(1, seconds)), "ddp", 4) for seconds in (2e-5, 1e-5))
     assert quick < slow < 2.01 * quick
 
 
-def test_what_was_not_measured_is_a_guess_and_says_so() -> None:
+def test_unmeasured_op_times_are_reported_as_guess() -> None:
     found = device_rates(machine(), ranks=2)
     assert found.op_times is not None
     assert not found.op_times.measured
@@ -88,7 +88,7 @@ def test_what_was_not_measured_is_a_guess_and_says_so() -> None:
     assert guess.error > 0.3 > known.error
 
 
-def test_engines_are_added_in_place_of_the_start_of_collectives() -> None:
+def test_engine_overhead_replaces_collective_latency() -> None:
     engines = (Engine(name="ddp", ranks=2, step_s=Fact(value=1e-3), unit_s=Fact(value=1e-4)),)
     with_engine = predict(FACTS, parse("ddp"), machine(engines=engines), 16, FLOAT32, 2)
     parts = {part.name: part.value for part in with_engine.time.parts}
@@ -98,7 +98,7 @@ def test_engines_are_added_in_place_of_the_start_of_collectives() -> None:
     assert "engines" not in {part.name for part in alone.time.parts}
 
 
-def test_a_pipeline_on_shared_cores_has_no_bubble_that_others_cannot_use() -> None:
+def test_pipeline_on_shared_cores_has_no_bubble() -> None:
     crowded = machine(paces=measured(1, 1e-5)).model_copy(update={"cores_per_node": 1})
     parts = {
         part.name: part.value for part in predict(FACTS, parse("pp=2"), crowded, 16, FLOAT32, 2).time.parts
@@ -111,7 +111,7 @@ def test_a_pipeline_on_shared_cores_has_no_bubble_that_others_cannot_use() -> No
     assert "pipeline bubble" not in parts
 
 
-def test_benched_rows_become_facts() -> None:
+def test_bench_rows_become_facts() -> None:
     rows = [
         {"operation": "move", "threads": 1, "size": size, "min_s": size * 1e-9, "median_s": 1.0}
         for size in (100.0, 10.0)
@@ -135,5 +135,5 @@ def test_benched_rows_become_facts() -> None:
     )
 
 
-def test_gpus_have_no_paces() -> None:
+def test_gpus_have_no_op_times() -> None:
     assert device_rates(find("h100:8")).paces is None

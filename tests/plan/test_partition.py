@@ -1,4 +1,4 @@
-"""Stages of a pipeline against every partition there is."""
+"""Stages of a pipeline, compared with every possible partition."""
 
 import random
 from itertools import combinations, pairwise
@@ -14,7 +14,7 @@ def every(pieces: int, stages: int) -> list[list[int]]:
 
 
 @pytest.mark.parametrize("seed", range(40))
-def test_no_partition_is_better(seed: int) -> None:
+def test_partition_is_optimal(seed: int) -> None:
     draw = random.Random(seed)
     pieces = draw.randint(1, 9)
     stages = draw.randint(1, pieces)
@@ -28,13 +28,13 @@ def test_no_partition_is_better(seed: int) -> None:
     assert (max(stage_sums(costs, found)), max(stage_sums(ties, found))) == pytest.approx(best)
 
 
-def test_equal_counts_would_be_worse() -> None:
+def test_balanced_partition_beats_equal_counts() -> None:
     costs = [1, 1, 1, 1, 9, 1, 1, 9]
     assert partition(costs, 4) != [0, 2, 4, 6]
     assert max(stage_sums(costs, partition(costs, 4))) == 9 < max(stage_sums(costs, [0, 2, 4, 6]))
 
 
-def test_pieces_that_cost_nothing_are_kept() -> None:
+def test_pieces_without_cost_are_kept() -> None:
     starts = partition([0, 5, 5, 0], 4)
     assert starts == [0, 1, 2, 3]
     assert all(begin < end for begin, end in pairwise([*partition([0] * 7, 3, [4, 0, 0, 0, 0, 0, 4]), 7]))

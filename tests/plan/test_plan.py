@@ -1,4 +1,4 @@
-"""Plans: the words they are written in, and those that cannot be."""
+"""Parsing, printing and resolving plans, and the errors of impossible plans."""
 
 import itertools
 
@@ -21,12 +21,12 @@ def test_parse_and_str_are_inverse(plan):
     assert parse(str(plan)) == plan
 
 
-def test_no_two_plans_are_written_alike():
+def test_str_is_unique():
     assert len({str(plan) for plan in ALL}) == len(ALL)
 
 
 @pytest.mark.parametrize("word", NAMED_PLANS)
-def test_a_word_is_written_as_itself(word):
+def test_named_plan_round_trips(word):
     assert str(parse(word)) == word
 
 
@@ -46,7 +46,7 @@ def test_a_word_is_written_as_itself(word):
         ("zero2,replicate=2", Plan(zero=2, replicate=2)),
     ],
 )
-def test_words_and_keys(text, plan):
+def test_parse_names_and_keys(text, plan):
     assert parse(text) == plan
 
 
@@ -98,24 +98,24 @@ def test_words_and_keys(text, plan):
         ("replicate=0,zero=3", "replicate must be at least 1, got replicate=0"),
     ],
 )
-def test_words_that_are_no_plan(text, message):
+def test_parse_errors(text, message):
     with pytest.raises(PlanError) as caught:
         parse(text)
     assert str(caught.value) == message
 
 
 @pytest.mark.parametrize("text", ["", ",", "ddp,", "=", "=3"])
-def test_fragments_are_refused(text):
+def test_parse_rejects_fragments(text):
     with pytest.raises(PlanError, match="there is no"):
         parse(text)
 
 
 @pytest.mark.parametrize("text", ["zero=3,replicate=2", "replicate=2,zero=3"])
-def test_the_order_of_keys_does_not_matter(text):
+def test_order_of_keys_does_not_matter(text):
     assert parse(text) == Plan(zero=3, replicate=2)
 
 
-def test_a_plan_takes_the_ranks_as_its_data_degree():
+def test_resolve_sets_data_degree():
     assert parse("zero3").resolve(4) == Plan(zero=3, dp=4, microbatches=1)
     assert parse("single").resolve(1) == Plan(dp=1, microbatches=1)
     assert parse("hsdp").resolve(4) == Plan(zero=3, dp=4, replicate=2, microbatches=1)
@@ -125,7 +125,7 @@ def test_a_plan_takes_the_ranks_as_its_data_degree():
 @pytest.mark.parametrize(
     ("microbatches", "schedule"), [(1, "gpipe"), (3, "gpipe"), (4, "1f1b"), (None, "1f1b")]
 )
-def test_a_pipeline_takes_the_schedule_that_its_micro_batches_allow(microbatches, schedule):
+def test_resolve_chooses_schedule_for_micro_batches(microbatches, schedule):
     assert Plan(pp=4, microbatches=microbatches).resolve(4).pp_schedule == schedule
 
 
@@ -147,13 +147,13 @@ def test_a_pipeline_takes_the_schedule_that_its_micro_batches_allow(microbatches
         ),
     ],
 )
-def test_a_plan_that_does_not_fit_the_ranks(text, ranks, message):
+def test_resolve_errors(text, ranks, message):
     with pytest.raises(PlanError) as caught:
         parse(text).resolve(ranks)
     assert str(caught.value) == message
 
 
-def test_each_rank_gets_an_equal_share_of_a_micro_batch():
+def test_micro_batch_size():
     assert micro_batch_size(24, parse("zero3,microbatches=3").resolve(4)) == 2
 
 
@@ -170,17 +170,17 @@ def test_each_rank_gets_an_equal_share_of_a_micro_batch():
         ),
     ],
 )
-def test_a_batch_that_cannot_be_split(batch, text, ranks, message):
+def test_indivisible_batch(batch, text, ranks, message):
     with pytest.raises(PlanError) as caught:
         micro_batch_size(batch, parse(text).resolve(ranks))
     assert str(caught.value) == message
 
 
-def test_the_plan_says_all_of_its_keys():
+def test_keys_are_the_fields():
     assert {*KEYS} == {*vars(Plan())}
 
 
 @pytest.mark.parametrize("field", [*KEYS])
-def test_a_plan_is_a_frozen_value(field):
+def test_plan_is_frozen(field):
     with pytest.raises(AttributeError):
         setattr(Plan(), field, 1)

@@ -15,7 +15,7 @@ GPT = ("plan", "--model", "gpt3-1.3b", "--cluster", "a100-80g:8", "--batch", "64
 WITHOUT_TORCH = "import sys; sys.modules['torch'] = None; from paceline.cli import main; main()"
 
 
-def test_model_without_torch(tmp_path: Path) -> None:
+def test_model_does_not_import_torch(tmp_path: Path) -> None:
     words = ("--explain", "--json", "plans.json", "--plot", "plans.svg")
     found = succeed(*LLAMA, *words, at=tmp_path, program=(sys.executable, "-c", WITHOUT_TORCH))
     figures = json.loads((tmp_path / "plans.json").read_text())
@@ -40,7 +40,7 @@ def test_model_without_torch(tmp_path: Path) -> None:
     assert "<svg" in (tmp_path / "plans.svg").read_text()
 
 
-def test_price_of_one_plan(tmp_path: Path) -> None:
+def test_price_of_requested_plan(tmp_path: Path) -> None:
     succeed(
         *GPT,
         "--plan",
@@ -50,15 +50,15 @@ def test_price_of_one_plan(tmp_path: Path) -> None:
         "--price",
         "2",
         "--json",
-        "one.json",
+        "plans.json",
         at=tmp_path,
     )
-    [plan] = json.loads((tmp_path / "one.json").read_text())["plans"]
+    [plan] = json.loads((tmp_path / "plans.json").read_text())["plans"]
     assert plan["bill"]["price"] == pytest.approx(2 * plan["bill"]["device_hours"])
     assert plan["bill"]["seconds"] == pytest.approx(1e9 / plan["tokens_per_s"])
 
 
-def test_batch_of_a_file_and_warning_about_the_bubble(tmp_path: Path) -> None:
+def test_batch_from_file_and_bubble_warning(tmp_path: Path) -> None:
     (tmp_path / "gpt.toml").write_text('like = "gpt3-175b"\nbatch = 1536\n')
     words = (
         "plan",
@@ -83,7 +83,7 @@ def test_batch_of_a_file_and_warning_about_the_bubble(tmp_path: Path) -> None:
     )
 
 
-def test_a_plan_is_compared_with_alternatives(tmp_path: Path) -> None:
+def test_plan_is_compared_with_alternatives(tmp_path: Path) -> None:
     """recompute=full is necessary here, unless the model is divided further."""
     found = succeed(*GPT, "--plan", "zero3,microbatches=8,recompute=full", "--explain", at=tmp_path)
     assert "plans that fit are faster" in found.out
@@ -168,7 +168,7 @@ class Choice(Task):
 """
 
 
-def test_measure_runs_a_model_that_cannot_be_described(tmp_path: Path) -> None:
+def test_measure_runs_model_that_cannot_be_described(tmp_path: Path) -> None:
     (tmp_path / "my.py").write_text(CHOICE)
     words = ("plan", "my.py:Choice", "--ranks", "2", "--batch", "8", "--json", "found.json")
     refused = paceline(*words, at=tmp_path)
@@ -181,7 +181,7 @@ def test_measure_runs_a_model_that_cannot_be_described(tmp_path: Path) -> None:
     assert 0 < figures["plans"][0]["step_s"] < 10
 
 
-def test_an_unknown_peak_is_required(tmp_path: Path) -> None:
+def test_unknown_peak_is_required(tmp_path: Path) -> None:
     device = {"name": "new", "kind": "cuda", "memory_bytes": 8e10}
     (tmp_path / "cluster.json").write_text(
         json.dumps({"format": "paceline.cluster", "version": 1, "device": device})

@@ -1,4 +1,4 @@
-"""Names of plans in what is shown: whole on a terminal of any width, so that they can be pasted."""
+"""Tables never break the name of a plan, on a terminal of any width, so that it can be pasted."""
 
 import re
 
@@ -24,7 +24,7 @@ def found():
 
 
 @pytest.mark.parametrize("width", WIDTHS)
-def test_of_predictions(width, found, monkeypatch, capsys):
+def test_prediction_tables_keep_plan_names_whole(width, found, monkeypatch, capsys):
     monkeypatch.setenv("COLUMNS", str(width))
     plans = [str(plan) for plan, _ in found.plans[:20]]
     assert max(map(len, plans)) > 25, "some are longer than some of the terminals"
@@ -49,7 +49,7 @@ def test_of_predictions(width, found, monkeypatch, capsys):
 
 
 @pytest.mark.parametrize("width", WIDTHS)
-def test_of_verdicts(width, capsys):
+def test_verdict_tables_keep_plan_names_whole(width, capsys):
     plans = [parse(text) for text in ("ddp", LONG)]
     overview = Overview(Console(width=width, highlight=False), plans)
     overview.add(Verdict(plans[0], 2))

@@ -1,4 +1,4 @@
-"""benchmarks/published.py on a small file: rows are predicted, or named with the reason why they cannot be."""
+"""benchmarks/published.py on a small file: each row is predicted, or reported with the reason."""
 
 import csv
 import json
@@ -11,7 +11,7 @@ from published_row import ROW
 SCRIPT = Path(__file__).parents[2] / "benchmarks" / "published.py"
 
 
-def test_file_of_measurements(tmp_path):
+def test_measurements_file(tmp_path):
     rows = [
         ROW,
         ROW | {"row_id": "mine#2", "hidden": ""},

@@ -1,4 +1,4 @@
-"""Where error bars leave the best plans without an order, plan says so and names a measurement that makes the bar narrower."""
+"""If error bars do not separate the best plans, `plan` says so and suggests a measurement that narrows them."""
 
 import json
 from dataclasses import replace
@@ -38,7 +38,7 @@ MEASURED_CPU = CPU.model_copy(
 
 
 def with_parts(found: BestPlans, *plans: dict[str, tuple[float, float]]) -> BestPlans:
-    """The first plans take these seconds, with these errors, by part."""
+    """Return the plans with these seconds and errors by part for the first of them."""
     costs = []
     for (plan, cost), parts in zip(found.plans, plans, strict=False):
         time = replace(cost.time, parts=tuple(CostPart(name, *value) for name, value in parts.items()))
@@ -56,16 +56,16 @@ def of_gpus() -> BestPlans:
     [
         ([1.0], [0.5], None),
         ([1.0, 1.1, 1.2, 9.0], [0.3] * 4, 3),
-        ([1.0, 1.87, 2.0], [0.3] * 3, 2),  # 0.7 to 1.3, 1.31 to …: only with the noise the second overlaps
+        ([1.0, 1.87, 2.0], [0.3] * 3, 2),  # 0.7 to 1.3, 1.31 to …: the second overlaps only with the noise
         ([1.0, 2.0, 3.0], [0.3] * 3, None),
         ([1.0, 1.04], [0.0] * 2, 2),
         ([1.0, 1.2], [0.0] * 2, None),
-        ([1.0, 1.2, 1.3], [0.0, 0.0, 0.3], 2),  # the third alone may be as fast as the first
+        ([1.0, 1.2, 1.3], [0.0, 0.0, 0.3], 2),  # only the third may be as fast as the first
     ],
 )
-def test_plans_without_an_order(steps, errors, count, of_gpus):
+def test_count_of_indistinct_plans(steps, errors, count, of_gpus):
     found = find_indistinct_plans(
-        with_parts(of_gpus, *[{"products": each} for each in zip(steps, errors, strict=True)]), None
+        with_parts(of_gpus, *[{"products": part} for part in zip(steps, errors, strict=True)]), None
     )
     spreads = [(error**2 + RUN_NOISE**2) ** 0.5 for error in errors]
     intervals = [
@@ -75,9 +75,9 @@ def test_plans_without_an_order(steps, errors, count, of_gpus):
     assert (found.count if found else None) == count
 
 
-def test_the_measurement_is_of_the_part_with_the_widest_bar(of_gpus):
+def test_suggested_measurement_is_of_part_with_largest_error(of_gpus):
     def advice(found: BestPlans, part: str, target: str | None = None) -> IndistinctPlans:
-        """Of two plans of which this part is known worst, though another one takes most of the step."""
+        """Two plans whose largest error is that of this part, although another part takes most of the step."""
         parts = {"other": (1.0, 0.01), part: (0.4, 0.9)}
         advised = find_indistinct_plans(with_parts(found, parts, parts), target)
         assert advised.part == part
@@ -110,8 +110,8 @@ def test_the_measurement_is_of_the_part_with_the_widest_bar(of_gpus):
     )
 
 
-def test_what_is_named_makes_the_bar_narrower():
-    """Until nothing is left but trainings: each measurement is taken as it is named."""
+def test_suggested_measurement_narrows_error_bar():
+    """Take each suggested measurement until only trainings remain."""
     facts, where = GPT, CPU
     named = []
     while True:
@@ -140,7 +140,7 @@ def test_what_is_named_makes_the_bar_narrower():
     assert "paceline train my.py:Net" in named
 
 
-def test_the_command_says_it_in_one_sentence(tmp_path: Path):
+def test_command_prints_one_sentence(tmp_path: Path):
     words = ("plan", "--model", "gpt2", "--cluster", "a100-80g:8", "--batch", "64", "--json", "plans.json")
     found = succeed(*words, at=tmp_path).out
     figures = json.loads((tmp_path / "plans.json").read_text())
@@ -153,7 +153,7 @@ def test_the_command_says_it_in_one_sentence(tmp_path: Path):
     assert json.loads((tmp_path / "plans.json").read_text())["unranked"] is None
 
 
-def test_the_sentence_for_noise(of_gpus):
+def test_sentence_for_noise(of_gpus):
     exact = {"products": (1.0, 0.0)}
     found = with_parts(of_gpus, exact, exact)
     assert describe_overlap(found, find_indistinct_plans(found, None)).startswith(

@@ -1,4 +1,4 @@
-"""How a training scales: the best plan for each number of ranks, and how many to ask for."""
+"""Scaling: the fastest plan for each number of ranks, and how many ranks are worth using."""
 
 import json
 import sys
@@ -35,7 +35,7 @@ WITHOUT_TORCH = "import sys; sys.modules['torch'] = None; from paceline.cli impo
         ("1,3,9,…,81", (1, 3, 9, 27, 81)),
     ],
 )
-def test_numbers_of_ranks(text, counts):
+def test_parse_rank_counts(text, counts):
     assert parse_counts(text) == counts
 
 
@@ -54,29 +54,29 @@ def test_numbers_of_ranks(text, counts):
         ("1,2,3,…,4096", "more than 100 numbers"),
     ],
 )
-def test_what_is_no_number_of_ranks(text, says):
+def test_bad_rank_counts(text, says):
     with pytest.raises(SpecError, match=says):
         parse_counts(text)
 
 
-def test_each_point_is_the_best_plan_there():
+def test_each_point_is_the_fastest_plan():
     facts, on = load_model("gpt3-1.3b"), cluster(64)
     found = predict_scaling(facts, on, (4, 8, 32), 64)
     assert [point.ranks for point in found.strong.points] == [4, 8, 32]
     for point, nodes in zip(found.strong.points, (1, 1, 4), strict=True):
-        there = search_plans(facts, on.model_copy(update={"nodes": nodes}), 64, ranks=point.ranks).fitting[0]
-        assert (point.plan, point.cost) == there
+        best = search_plans(facts, on.model_copy(update={"nodes": nodes}), 64, ranks=point.ranks).fitting[0]
+        assert (point.plan, point.cost) == best
         assert (point.nodes, point.batch) == (nodes, 64)
     assert found.each == 16
     assert [point.batch for point in found.weak.points] == [64, 128, 512]
 
 
-def test_efficiency_is_the_throughput_of_a_rank_against_the_fewest():
+def test_efficiency_is_relative_to_fewest_ranks():
     found = predict_scaling(load_model("resnet50"), cluster(8), (1, 2, 8, 16), 512, tokens=1e6, price=3)
     for curve in (found.strong, found.weak):
         of_rank = [point.cost.time.samples / point.cost.step_s / point.ranks for point in curve.points]
         assert [point.efficiency for point in curve.points] == pytest.approx(
-            [one / of_rank[0] for one in of_rank]
+            [rate / of_rank[0] for rate in of_rank]
         )
         for point in curve.points:
             hours = 1e6 / point.batch * point.cost.step_s / 3600
@@ -87,7 +87,7 @@ def test_efficiency_is_the_throughput_of_a_rank_against_the_fewest():
     assert found.strong.points[-1].efficiency < found.weak.points[-1].efficiency
 
 
-def test_a_slow_network_is_what_efficiency_is_lost_to():
+def test_efficiency_is_lost_to_slow_network():
     facts = load_model("resnet50")
     fast, slow = (
         predict_scaling(facts, cluster(64, across_GBps=GBps), (8, 64, 512), 2048).strong.points
@@ -99,7 +99,7 @@ def test_a_slow_network_is_what_efficiency_is_lost_to():
     assert slow[2].lost.value > 0.5
 
 
-def test_the_most_ranks_that_are_worth_it():
+def test_find_last_efficient():
     curve = predict_scaling(load_model("resnet50"), cluster(64, across_GBps=5), (1, 8, 64, 512), 1024).strong
     shares = [point.efficiency for point in curve.points]
     assert shares == sorted(shares, reverse=True)
@@ -109,14 +109,14 @@ def test_the_most_ranks_that_are_worth_it():
     assert find_last_efficient(curve, 0.999999999).ranks == 1
 
 
-def test_numbers_that_cannot_be_say_why():
+def test_infeasible_counts_give_reason():
     found = predict_scaling(load_model("llama3-8b"), cluster(8), (1, 12, 16, 3000), 48)
-    assert {one.ranks: one.want for one in found.strong.refused} == {
+    assert {count.ranks: count.want for count in found.strong.refused} == {
         1: "memory",
         12: "nodes",
         3000: "samples",
     }
-    by_ranks = {one.ranks: one.reason for one in found.strong.refused}
+    by_ranks = {count.ranks: count.reason for count in found.strong.refused}
     assert "most of it optimizer" in by_ranks[1]
     assert "use 8 or 16" in by_ranks[12]
     assert "a batch of 48 cannot be split over 3,000 ranks" in by_ranks[3000]
@@ -126,17 +126,19 @@ def test_numbers_that_cannot_be_say_why():
     )
 
 
-def test_a_batch_of_parts_of_samples():
+def test_fractional_samples_per_rank():
     found = predict_scaling(load_model("gpt2"), cluster(8), (2, 3, 4), 2)
     assert found.weak.refused == ()
     found = predict_scaling(load_model("gpt2"), cluster(8), (4, 6), 2)
-    assert [one.want for one in found.weak.refused] == []
+    assert [count.want for count in found.weak.refused] == []
     assert [point.batch for point in found.weak.points] == [2, 3]
     found = predict_scaling(load_model("gpt2"), cluster(8), (4, 5), 2)
-    assert [one.reason for one in found.weak.refused] == ["a batch of 2.5 is not a whole number of samples"]
+    assert [count.reason for count in found.weak.refused] == [
+        "a batch of 2.5 is not a whole number of samples"
+    ]
 
 
-def test_where_nothing_fits():
+def test_nothing_fits():
     with pytest.raises(
         PlanError,
         match=r"no plan fits 72.0 GiB per device; the leanest, .* needs .*: use 32 ranks on 4 nodes of this kind",
@@ -147,11 +149,11 @@ def test_where_nothing_fits():
 @pytest.mark.parametrize(
     ("value", "text"), [(0.0, "0.000"), (1e-5, "<0.001"), (0.25, "0.250"), (12.5, "12.5"), (6.19e6, "6.19 M")]
 )
-def test_amounts(value, text):
+def test_format_counts(value, text):
     assert format_amount(value) == text
 
 
-def test_durations():
+def test_format_durations():
     assert [format_duration(seconds) for seconds in (40, 7200, 2 * 86400, 800 * 86400)] == [
         "40.0 s",
         "2.0 h",
@@ -160,7 +162,7 @@ def test_durations():
     ]
 
 
-def test_command_without_torch(tmp_path: Path) -> None:
+def test_command_does_not_import_torch(tmp_path: Path) -> None:
     words = (
         *GPT,
         "--ranks",
@@ -199,7 +201,7 @@ def test_command_without_torch(tmp_path: Path) -> None:
     assert (tmp_path / "scale.svg").read_text().startswith("<?xml")
 
 
-def test_a_task_says_how_long_its_training_is(tmp_path: Path) -> None:
+def test_task_determines_length_of_training(tmp_path: Path) -> None:
     words = (
         "scale",
         "digits",

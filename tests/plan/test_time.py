@@ -1,4 +1,4 @@
-"""Seconds of a step: schedules against published bubbles, collectives by alpha and beta, and the check values of large trainings."""
+"""Predicted step time: published bubbles, collectives by alpha and beta, and published times of large trainings."""
 
 import json
 from dataclasses import replace
@@ -28,7 +28,8 @@ from paceline.plan.plan import parse
 from paceline.plan.schedules import StageTimes, bubble_share
 
 RATES = (("gloo", 1e9), ("nccl", 2e11))
-# arXiv 2401.10241, tables 5 and 9: schedule, ranks, micro-batches, stages a rank, forward, inputs, weights and send in ms, idle share
+# arXiv 2401.10241, tables 5 and 9: schedule, ranks, micro-batches, stages per rank, forward, inputs, weights and send
+# in ms, idle share
 BUBBLES = [
     ("1f1b", 8, 24, 1, (18.522, 18.086, 9.337, 0.601), 0.2431),
     ("interleaved", 8, 24, 3, (18.522, 18.086, 9.337, 0.601), 0.1055),
@@ -59,7 +60,7 @@ def test_textbook_bubbles(schedule, stages):
     assert bubble_share(schedule, p, m, stages, StageTimes(1, 1, 1), 0.0) == pytest.approx(idle / (1 + idle))
 
 
-def test_an_all_reduce_is_a_scatter_and_a_gather_and_takes_twice_as_long():
+def test_all_reduce_takes_twice_as_long_as_all_gather():
     on = device_rates(cluster(64), ranks=64)
     size = 1e12
     reduce, gather, scatter = (
@@ -73,7 +74,7 @@ def test_an_all_reduce_is_a_scatter_and_a_gather_and_takes_twice_as_long():
     assert on.collective_s("all-reduce", size, 1, 1) == 0.0
 
 
-def test_ranks_of_a_node_share_its_network_devices():
+def test_ranks_of_node_share_network_devices():
     on = device_rates(cluster(64), ranks=64)
     assert on.collective_s("all-gather", 1e11, 8, 1) > 5 * on.collective_s("all-gather", 1e11, 8, 8)
     assert on.collective_s("all-gather", 1e11, 64, 8) < on.collective_s("all-gather", 1e11, 8, 1)
@@ -83,8 +84,8 @@ def test_ranks_of_a_node_share_its_network_devices():
     ("words", "devices", "of_a_node"),
     [("tp=4,pp=2", 32, 8), ("tp=2,cp=2", 32, 4), ("ddp", 16, 8), ("pp=4", 16, 8)],
 )
-def test_groups_are_those_of_the_plan(words, devices, of_a_node):
-    """How many ranks of an axis are in one node, by Plan.place."""
+def test_groups_match_plan(words, devices, of_a_node):
+    """The number of ranks of an axis in one node agrees with ResolvedPlan.place."""
     plan = parse(words).resolve(devices)
     strides = {"tp": 1, "cp": plan.tp, "dp": plan.tp * plan.cp, "pp": plan.tp * plan.cp * plan.dp}
     for axis, stride in strides.items():
@@ -97,8 +98,8 @@ def test_groups_are_those_of_the_plan(words, devices, of_a_node):
         assert rank_group(len(members), stride, of_a_node) == (getattr(plan, axis), together)
 
 
-def test_constants_are_those_of_the_last_fit():
-    """benchmarks/published.py --fit writes them down."""
+def test_constants_match_last_fit():
+    """benchmarks/published.py --fit writes them."""
     fitted = json.loads((Path(__file__).parents[2] / "benchmarks" / "published_constants.json").read_text())[
         ""
     ]
@@ -115,19 +116,19 @@ def test_constants_are_those_of_the_last_fit():
     assert ampere.forward == pytest.approx(0.55 * fitted["attention"], rel=0.01)
 
 
-def test_an_unknown_network_is_no_number():
+def test_unknown_network_raises():
     lonely = cluster(16).model_copy(update={"links": cluster(16).links[:1]})
     with pytest.raises(PlanError, match=r"between nodes is unknown.*@GB/s"):
         predict(load_model("gpt2"), parse("ddp"), lonely, 64)
 
 
-def test_an_unknown_peak_is_no_number():
+def test_unknown_peak_raises():
     device = cluster(1).device.model_copy(update={"peaks_flops": {}, "name": "abacus"})
     with pytest.raises(PlanError, match="the peak of abacus is unknown; give it with --peak"):
         predict(load_model("gpt2"), parse("single"), cluster(1, 1).model_copy(update={"device": device}), 8)
 
 
-def test_a_device_of_no_known_family_is_a_guess_that_says_so():
+def test_unknown_device_family_is_reported_as_guess():
     device = cluster(1).device.model_copy(update={"name": "abacus"})
     found = predict(
         load_model("gpt2"), parse("single"), cluster(1, 1).model_copy(update={"device": device}), 8
@@ -137,7 +138,7 @@ def test_a_device_of_no_known_family_is_a_guess_that_says_so():
     assert not predict(load_model("gpt2"), parse("single"), cluster(1, 1), 8).time.extrapolated
 
 
-def test_products_are_slower_when_they_are_small():
+def test_small_products_are_slower():
     on = device_rates(cluster(8), ranks=8)
     rates = [2 * n**3 / product_s(on, "bf16", n, n, n) for n in (256, 1024, 4096, 16384)]
     assert rates == sorted(rates)
@@ -145,7 +146,7 @@ def test_products_are_slower_when_they_are_small():
     assert product_s(on, "bf16", 4096, 16, 4096) > 2 * 4096 * 4096 / 2039e9  # limited by memory
 
 
-def test_what_was_measured_goes_before_what_is_known():
+def test_measured_rates_take_precedence():
     """Rates of products, links of a back end, and overlap, as paceline bench writes them into cluster.json."""
 
     def measured(value):
@@ -181,19 +182,19 @@ def test_what_was_measured_goes_before_what_is_known():
     ("name", "samples", "least", "most"),
     [("resnet50", 256, 1200, 2600), ("vit-b16", 128, 800, 1600), ("bert-large", 32, 80, 160)],
 )
-def test_other_models_are_in_the_range_of_what_people_reach(name, samples, least, most):
+def test_other_models_are_in_published_range(name, samples, least, most):
     """Samples/s of one A100 in mixed precision, from eager PyTorch to NVIDIA's DeepLearningExamples."""
     found = predict(load_model(name), parse("ddp"), cluster(8), 8 * samples).time
     assert least < found.samples / found.step_s / 8 < most
 
 
-def test_ranks_share_the_cores_of_a_node():
+def test_ranks_share_cores_of_node():
     device = cluster(1).device.model_copy(update={"kind": "cpu", "name": "cpu"})
-    one, two = (
+    alone, shared = (
         device_rates(cluster(1, 1).model_copy(update={"device": device}), ranks=ranks) for ranks in (1, 2)
     )
-    assert two.product_flops("bf16") == one.product_flops("bf16") / 2
-    assert two.memory_bytes == one.memory_bytes / 2
+    assert shared.product_flops("bf16") == alone.product_flops("bf16") / 2
+    assert shared.memory_bytes == alone.memory_bytes / 2
 
 
 # scope: model-parallel tp = 8 and pp; GPUs, micro-batch 1, days for 300·10⁹ tokens as published in arXiv 2104.04473, table 2
@@ -233,7 +234,7 @@ TABLE = [
 
 @pytest.mark.parametrize(("billions", "gpus", "TFLOPs", "days"), TABLE)
 def test_rule_of_thumb_of_training_days(billions, gpus, TFLOPs, days):
-    """8·T·P/(n·X) leaves out attention's scores and the vocabulary: 1 to 3 % too few."""
+    """8·T·P/(n·X) omits attention scores and vocabulary, and is 1 to 3 % too low."""
     found = training_days(300e9, billions * 1e9, gpus, TFLOPs * 1e12)
     assert 0.965 * days < found < days + 0.5
 
@@ -249,7 +250,8 @@ def test_gpt3_on_one_v100_takes_355_years():
     assert compute_bill(1.0, 10, 2).price is None
 
 
-# Of a machine for an hour, with 1, 2, 4 and (at a tenth more, with RDMA) 4 V100: as one goes, for a year, for three, and spot.
+# Price of a machine for an hour, with 1, 2, 4 and (at a tenth more, with RDMA) 4 V100: on demand, for a year, for three,
+# and spot.
 NCSV3 = {
     (1, 1.0): (3.06, 1.9492, 0.9792, 0.306),
     (2, 1.0): (6.12, 3.8984, 1.9585, 0.612),
@@ -259,8 +261,8 @@ NCSV3 = {
 
 
 @pytest.mark.parametrize(("devices", "more"), NCSV3)
-def test_the_same_training_costs_the_same_on_more_devices_of_one_price(devices, more):
-    """A price is of a device. With RDMA for three years, 5.1002, is not listed at a tenth more but at 1.302 times as much."""
+def test_price_depends_on_device_hours(devices, more):
+    """Prices are per device. RDMA for three years, 5.1002, is listed at 1.302 times as much instead of a tenth more."""
     hours = 355 * 365 * 24
     for price, single in zip(NCSV3[devices, more], NCSV3[1, 1.0], strict=True):
         if price is not None:
@@ -269,18 +271,18 @@ def test_the_same_training_costs_the_same_on_more_devices_of_one_price(devices, 
             assert found.seconds == pytest.approx(hours * 3600 / devices)
 
 
-def test_parts_add_up_and_the_efficiencies_follow():
+def test_parts_add_up_to_step_and_mfu():
     found = predict(load_model("llama3-8b"), parse("zero3,recompute=full"), cluster(64), 64).time
     assert found.step_s == pytest.approx(sum(part.value for part in found.parts))
     assert found.hardware_flops == pytest.approx(
         found.flops * 4 / 3, rel=0.05
-    )  # head and embedding are not computed again
+    )  # head and embedding are not recomputed
     assert found.mfu == pytest.approx(found.flops / found.step_s / 312e12)
     assert found.tokens_per_s == pytest.approx(64 * 8192 / found.step_s)
     assert 0.02 < found.error < 0.3
 
 
-def test_what_a_plan_lacks():
+def test_list_slower_parts():
     ours, best = (
         predict(load_model("llama3-8b"), parse(words), cluster(64), 64) for words in ("tp=8,zero=3", "zero3")
     )
@@ -293,7 +295,7 @@ def test_what_a_plan_lacks():
         predict(load_model("llama3-8b"), parse("zero3"), cluster(64), 65)
 
 
-def test_overlap_hides_no_more_than_there_is():
+def test_overlap_is_limited_by_computing():
     facts, on = load_model("llama3-8b"), device_rates(cluster(64), ranks=64)
     cut = split_work(parse("ddp"), 64, 64)
     hidden = predict_time(facts, cut, PACELINE, on)
@@ -302,7 +304,7 @@ def test_overlap_hides_no_more_than_there_is():
     assert 0 < shown.step_s - hidden.step_s < by_name["data parallel"] * 1.1
 
 
-def test_input_and_checkpoints_come_on_top():
+def test_input_and_checkpoints_are_added():
     found = predict(load_model("gpt2"), parse("ddp"), cluster(8), 64).time
     more = add_input_and_save(found, input_s=2 * found.step_s, save_s=10, steps_between_saves=1000)
     assert more.step_s == pytest.approx(2 * found.step_s + 0.01)
