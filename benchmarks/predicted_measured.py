@@ -68,8 +68,6 @@ def _count_peak_bytes(spec: Spec, plan: str) -> int:
     on = parse(plan).resolve(me.size)
     torch.set_num_threads(1)  # threads do not change the memory of tensors
     data = open_data(spec, task)
-    assert on.dp is not None
-    assert on.microbatches is not None
     parts = training_parts(
         RankBatchSlice(spec.batch, on.microbatches, on.place(me.rank).dp, on.dp),
         data.samples,

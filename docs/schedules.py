@@ -86,7 +86,6 @@ def order(plan: ResolvedPlan) -> dict[int, list[tuple[int, str, int]]]:
     Schedules with several stages on a rank keep a list of it; the others are run on stages that only take notes, since the list that
     some releases keep of them is not what they do.
     """
-    assert plan.pp_schedule is not None
     kind = getattr(pipelining, plan.schedule.torch_class)
     ranks = stage_ranks(plan)
     if plan.stages_per_rank == 1:
