@@ -214,7 +214,7 @@ class Spec(Value):
         for event in train(spec, "zero3"):
             print(event)
 
-    `Launch` and the plan, which determine how the ranks are started, are not part of it.
+    `paceline.spec` has Optimizer, Schedule, Save and Loading, and also Launch: how the ranks are started.
     A wrong type, a value out of range and an unknown key raise pydantic's ValidationError, which is a
     ValueError. A task that is not a string raises SpecError.
     """

@@ -10,7 +10,7 @@ import pytest
 
 from paceline.cluster.facts import Cluster, Device, Disk, Fact, Link, Overlap, Rate
 from paceline.cluster.file import read, write
-from paceline.cluster.published import find, parse, published_as, sheets
+from paceline.cluster.published import find, find_published_name, parse, sheets
 from paceline.errors import ClusterError
 
 BY_HAND = {"version": 1, "device": {"name": "A100", "memory_bytes": 80e9}}
@@ -203,11 +203,11 @@ def test_every_published_device_is_plausible(name):
         dense[dtype] == pytest.approx(2 * dense["fp16"], rel=2e-3) for dtype in {"fp8", "fp6"} & {*dense}
     )
     assert sheet.driver
-    assert all(published_as(driver) == name for driver in sheet.driver)
+    assert all(find_published_name(driver) == name for driver in sheet.driver)
 
 
 def test_only_exact_names_match_a_published_device():
-    assert published_as("NVIDIA H100 80GB HBM3") == "h100-sxm"
+    assert find_published_name("NVIDIA H100 80GB HBM3") == "h100-sxm"
     for other in (
         "NVIDIA H100 NVL",
         "NVIDIA H200 NVL",
@@ -215,7 +215,7 @@ def test_only_exact_names_match_a_published_device():
         "NVIDIA A100-SXM-64GB",
         "AMD INSTINCT MI250 (MCM) OAM AC MBA",
     ):
-        assert published_as(other) is None
+        assert find_published_name(other) is None
 
 
 def test_short_form_of_a_cluster():

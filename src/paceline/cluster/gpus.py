@@ -6,7 +6,7 @@ import re
 from typing import Any
 
 from paceline.cluster.machine import Accelerator
-from paceline.cluster.published import published_as
+from paceline.cluster.published import find_published_name
 from paceline.cluster.run_tool import run
 
 QUERY = "index,name,memory.total,driver_version,power.limit,pci.bus_id"
@@ -54,7 +54,7 @@ def _nvidia(row: dict[str, str]) -> Accelerator:
         driver=row.get("driver_version"),
         power_W=power,
         bus=row.get("pci.bus_id"),
-        sheet=published_as(row["name"]),
+        sheet=find_published_name(row["name"]),
     )
 
 
@@ -86,7 +86,7 @@ def _amd(index: int, row: dict[str, Any], driver: str | None) -> Accelerator:
         driver=driver,
         power_W=power,
         bus=_value(row, "pci bus"),
-        sheet=published_as(name),
+        sheet=find_published_name(name),
     )
 
 

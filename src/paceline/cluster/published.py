@@ -88,7 +88,7 @@ def sheets() -> Mapping[str, PublishedRow]:
     }
 
 
-def published_as(driver_name: str) -> str | None:
+def find_published_name(driver_name: str) -> str | None:
     """Return the name in `sheets` of a device that nvidia-smi or rocm-smi names exactly so, or None."""
     return next((name for name, sheet in sheets().items() if driver_name in sheet.driver), None)
 

@@ -155,9 +155,9 @@ def _published_peaks(device: torch.device) -> tuple[dict[str, float], dict[str, 
     """Return the published peaks of dense products and of 2:4 sparse products by type, in FLOP/s."""
     if device.type != "cuda":
         return {}, {}
-    from paceline.cluster.published import published_as, sheets
+    from paceline.cluster.published import find_published_name, sheets
 
-    name = published_as(torch.cuda.get_device_name(device))
+    name = find_published_name(torch.cuda.get_device_name(device))
     if name is None:
         return {}, {}
     published = sheets()[name].device()
