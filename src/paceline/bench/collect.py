@@ -73,8 +73,8 @@ class OtherPrograms:
         if share < BUSY_SHARE:
             return []
         return [
-            f"other programs used {min(share, 1.0):.0%} of this machine during the measurement: "
-            "an idle machine is faster"
+            f"other programs used {min(share, 1.0):.0%} of this machine during the measurement; "
+            "an idle machine reaches higher rates"
         ]
 
 

@@ -62,7 +62,7 @@ BEST = [
     Column("product", matmul_name, right=False),
     Column("best", format_rate),
     Column("of published", lambda row: f"{number(row, 'peak_share'):.0%}" if row.get("peak_share") else "—"),
-    field("of m×n×k", "shape", right=False),
+    field("at m×n×k", "shape", right=False),
     Column("typical", lambda row: format_rate(row, "typical_flops") if row.get("typical_flops") else "—"),
 ]
 OTHERS = [
